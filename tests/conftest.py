@@ -69,6 +69,7 @@ RACES = {
     "test_gate",
     "test_gate_align",
     "test_group_by_expert",
+    "test_per_token_quant",
     "test_permute",
     "test_weighted_sum",
 }

@@ -5,9 +5,11 @@ from moe_numba.moe_layer.api import fused_experts
 from moe_numba.moe_layer.expert_parallel_moe import ExpertParallelMoE
 from moe_numba.moe_layer.gate_and_experts import fused_moe
 from moe_numba.moe_layer.module import Experts, MoELayer
+from moe_numba.moe_layer.per_token_quant import per_token_quant_fp8, silu_and_mul_quant_fp8
 from moe_numba.moe_layer.permute import permute_cast_to_fp8, permute_tokens
 from moe_numba.moe_layer.routing import group_by_expert
 from moe_numba.moe_layer.unpermute import weighted_sum
+from moe_numba.moe_layer.weights import pack_mxfp4_experts
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
 
 __all__ = [
@@ -18,8 +20,11 @@ __all__ = [
     "fused_experts",
     "fused_moe",
     "group_by_expert",
+    "pack_mxfp4_experts",
+    "per_token_quant_fp8",
     "permute_cast_to_fp8",
     "permute_tokens",
     "silu_and_mul",
+    "silu_and_mul_quant_fp8",
     "weighted_sum",
 ]

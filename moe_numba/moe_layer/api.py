@@ -2,30 +2,22 @@
 
 import torch
 
-from moe_numba.expert_parallel.fp8_cast import per_token_cast_to_fp8
-from moe_numba.grouped_gemm import group_gemm_bf16, group_gemm_blockwise_fp8, group_gemm_silu_and_mul_blockwise_fp8
 from moe_numba.grouped_gemm.checks import check_gpu
-from moe_numba.moe_layer.activation import silu_and_mul
-from moe_numba.moe_layer.permute import permute_cast_to_fp8, permute_tokens
-from moe_numba.moe_layer.routing import check_routing, group_by_expert
-from moe_numba.moe_layer.unpermute import check_topk, weighted_sum
-from moe_numba.moe_layer.workspace import (
-    BLOCK,
-    FP8,
-    ExpertsWorkspace,
-    check_weights,
-    check_workspace,
-    is_permuted,
-    shape_of,
-)
+from moe_numba.moe_layer.activation import ALPHA, check_activation
+from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of
+from moe_numba.moe_layer.per_token_quant import check_scale
+from moe_numba.moe_layer.routing import check_routing
+from moe_numba.moe_layer.unpermute import check_topk
+from moe_numba.moe_layer.weights import BLOCK, FP8_BLOCK, FP8_TENSOR, MXFP4, check_weights, check_wgmma, scaling_of
+from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_workspace
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import refuse_recording
-from moe_numba.runtime.outputs import Outputs, remember
+from moe_numba.runtime.outputs import Outputs, remember, tensor_key
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_tensor, make_outputs
 
-_NAMES = "w13", "w2", "topk_weights", "topk_ids", "w13_scale", "w2_scale", "shared"
-_ALIGNED = 0, 1, 2, 7  # x, w13, w2 and shared: read in 16-byte vectors
+_NAMES = ExpertsTensors._fields
+_ALIGNED = "x", "w13", "w2", "shared"  # read in 16-byte vectors
 _plans: dict = {}
 
 
@@ -41,6 +33,13 @@ def fused_experts(
     shared: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: ExpertsWorkspace | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = ALPHA,
+    limit: float | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute each token's experts, SwiGLU MLPs, and the weighted sum of their outputs.
 
@@ -52,18 +51,22 @@ def fused_experts(
     x : tensor [tokens, hidden], bfloat16
         Contiguous, 16-byte aligned.
     w13 : tensor [experts, 2 * intermediate, hidden], bfloat16 or float8_e4m3fn
-        The first ``intermediate`` rows of an expert compute gate, the others up. Contiguous, 16-byte aligned; 1 to 512
-        experts. ``hidden`` is a multiple of 64, ``intermediate`` of 64 (bfloat16) or 128 (FP8).
+        Rows of an expert that compute gate and up, in the order that ``activation`` needs. Contiguous, 16-byte aligned;
+        1 to 512 experts. ``hidden`` is a multiple of 64, ``intermediate`` of 64, or of 128 with block scales. In
+        bfloat16 also the transposed view, ``.mT``, of a contiguous tensor, on GPUs with wgmma.
+        Or MXFP4: tensor [experts, 2 * intermediate / 64, hidden / 64, 2176], uint8, of
+        :func:`moe_numba.pack_mxfp4_experts`; on GPUs with wgmma.
     w2 : tensor [experts, hidden, intermediate], dtype of w13
-        Contiguous, 16-byte aligned.
+        As w13. In MXFP4: tensor [experts, hidden / 64, intermediate / 64, 2176], uint8.
     topk_weights : tensor [tokens, topk], float32
         Contiguous; ``topk`` is 1 to 64.
     topk_ids : tensor [tokens, topk], int32 or int64
         Any strides. An id outside of 0 to experts - 1, such as -1 for an expert of another rank, adds nothing.
-    w13_scale : tensor [experts, 2 * intermediate / 128, hidden / 128], float32, optional
-    w2_scale : tensor [experts, hidden / 128, intermediate / 128], float32, optional
-        Scale of each 128 x 128 block of an FP8 weight, as in DeepSeek-V3; hidden / 128 is rounded up. Contiguous.
-        Required for FP8 weights. Scales per tensor or per channel are not supported.
+    w13_scale : tensor [experts, 2 * intermediate / 128, hidden / 128] or [experts], float32, optional
+    w2_scale : tensor [experts, hidden / 128, intermediate / 128] or [experts], float32, optional
+        Required for FP8 weights: the scale of each 128 x 128 block, as in DeepSeek-V3, hidden / 128 rounded up; or of
+        each expert's whole weight. Contiguous. With block scales x and the activations are quantised per 128 elements
+        of a row.
     shared : tensor [tokens, hidden], bfloat16, optional
         Added to the sum: the output of shared experts. Contiguous, 16-byte aligned.
     out : tensor [tokens, hidden], bfloat16, optional
@@ -71,6 +74,22 @@ def fused_experts(
     workspace : ExpertsWorkspace, optional
         Memory for intermediate results. With it and ``out`` the call neither allocates nor synchronises. Without it
         intermediate results are allocated. It is not an argument of the op: under torch.compile it is not used.
+    w13_bias : tensor [experts, 2 * intermediate], bfloat16 or float32, optional
+    w2_bias : tensor [experts, hidden], bfloat16 or float32, optional
+        Added to gate and up, in the order of the rows of w13 before packing, and to the output of each expert, before
+        it is weighted. Contiguous. Not with FP8 weights.
+    activation : str, optional
+        "silu": ``silu(gate) * up``; the first ``intermediate`` rows of w13 compute gate, the others up.
+        "swigluoai", of gpt-oss, by vLLM's name: ``(up + 1) * gate * sigmoid(alpha * gate)``; the even rows of w13
+        compute gate, the odd ones up. Not with block scales.
+    alpha : float, optional
+        Of "swigluoai"; positive.
+    limit : float, optional
+        Before, gate is limited to at most ``limit``, and up to between ``-limit`` and ``limit``. Positive. None: no
+        limit with "silu", and 7 with "swigluoai". With "silu" not with block scales or MXFP4.
+    a1_scale, a2_scale : tensor of one float32, optional
+        With a scale per expert: scale of x, and of the activations, larger magnitudes of which saturate at 448 times
+        it. None: each row has its own, its largest magnitude divided by 448.
 
     Returns
     -------
@@ -82,112 +101,137 @@ def fused_experts(
     ValueError, TypeError
         If an argument is invalid; the message names the argument, its value and what is allowed.
     UnsupportedDeviceError
-        If the GPU is older than compute capability 8.0.
+        If the GPU is older than compute capability 8.0, or has no wgmma and the weights need it.
 
     Notes
     -----
-    The parameters are those of vLLM's and SGLang's functions of this name. Launches for bfloat16 weights:
-    :func:`group_by_expert`, :func:`group_gemm_bf16` of gathered rows, :func:`silu_and_mul`, :func:`group_gemm_bf16`,
-    :func:`weighted_sum`. For FP8 weights: :func:`group_by_expert`, :func:`per_token_cast_to_fp8`,
-    :func:`group_gemm_silu_and_mul_blockwise_fp8` of gathered rows, :func:`group_gemm_blockwise_fp8`,
-    :func:`weighted_sum`. With more than 64 rows per expert on average the first grouped GEMM does not gather:
-    :func:`permute_tokens` is launched before it, or :func:`permute_cast_to_fp8` in place of the cast. Results between
-    launches are bfloat16, or FP8 with a scale per 128 elements of a row; sums are float32. Results are bit-identical
-    from run to run. Group sizes stay on the GPU, so a CUDA graph that captures the call can be replayed with another
-    routing.
+    The parameters are those of vLLM's and SGLang's functions of this name. Launches:
+
+    - bfloat16: :func:`group_by_expert`, :func:`group_gemm_silu_and_mul_bf16` of gathered rows,
+      :func:`group_gemm_bf16`, :func:`weighted_sum`. On a GPU without wgmma, for transposed w13, and for "silu" with a
+      limit the activation is a launch of its own: :func:`group_gemm_bf16`, then :func:`silu_and_mul`.
+    - MXFP4: the same with :func:`group_gemm_silu_and_mul_mxfp4` and :func:`group_gemm_mxfp4`.
+    - FP8, block scales: :func:`group_by_expert`, :func:`per_token_cast_to_fp8`,
+      :func:`group_gemm_silu_and_mul_blockwise_fp8` of gathered rows, :func:`group_gemm_blockwise_fp8`,
+      :func:`weighted_sum`.
+    - FP8, a scale per expert: :func:`group_by_expert`, :func:`per_token_quant_fp8`, :func:`group_gemm_pertensor_fp8`
+      of gathered rows, :func:`silu_and_mul_quant_fp8`, :func:`group_gemm_pertensor_fp8`, :func:`weighted_sum`.
+
+    With more than 64 rows per expert on average the first grouped GEMM does not gather: :func:`permute_tokens` is
+    launched before it, or the cast to FP8 permutes. Results between launches are bfloat16 or FP8; sums are float32.
+
+    vLLM's and SGLang's functions quantise x and the activations with ``a1_scale`` and ``a2_scale`` if they are given,
+    and otherwise with the largest magnitude of all tokens of the batch, or per token if asked to. Here it is always
+    per token, which is more accurate, and does not let a token's result depend on the others of its batch.
+
+    Results are bit-identical from run to run. Group sizes stay on the GPU, so a CUDA graph that captures the call can
+    be replayed with another routing.
     """
-    if needs_dispatch(x, w13, w2, topk_weights):
-        options = w13_scale, w2_scale, shared, out, workspace
-        return call_op("fused_experts", x, w13, w2, topk_weights, topk_ids, *options)
-    given = w13, w2, topk_weights, topk_ids, w13_scale, w2_scale, shared
-    tensors: tuple = x, *(t if t is None else as_tensor(t, name) for t, name in zip(given, _NAMES, strict=True))
-    key = tuple(t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    shape, outputs = _plans.get(key) or remember(_plans, key, _make_plan(*tensors))
-    for i in _ALIGNED:
-        if tensors[i] is not None:
-            check_aligned(("x", *_NAMES)[i], tensors[i])
-    tokens, topk = tensors[4].shape
+    if needs_dispatch(x, w13, w2, topk_weights, w13_bias, w2_bias):
+        options = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale
+        scales = w13_scale, w2_scale, shared
+        return call_op("fused_experts", x, w13, w2, topk_weights, topk_ids, *scales, out, workspace, *options)
+    given = w13, w2, topk_weights, topk_ids, w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale
+    t = ExpertsTensors(x, *(t if t is None else as_tensor(t, name) for t, name in zip(given, _NAMES[1:], strict=True)))
+    key = activation, alpha, limit, type(alpha), type(limit), *map(tensor_key, t)
+    plan = _plans.get(key) or remember(_plans, key, _make_plan(t, activation, alpha, limit))
+    shape, chosen, fuses, outputs = plan
+    for name in _ALIGNED:
+        if (tensor := getattr(t, name)) is not None:
+            check_aligned(name, tensor)
+    tokens, topk = t.topk_ids.shape
     if workspace is None:
         refuse_recording("workspace is None; a prepared call needs one, which keeps its intermediate results")
-        memory = ExpertsWorkspace(tokens, topk, *tensors[1:3])
+        memory = ExpertsWorkspace(tokens, topk, t.w13, t.w2, scaling_of(t.w13_scale))
     else:
         check_workspace(workspace, tokens, topk, shape)
         memory = workspace
     (result,) = outputs(out)
     if tokens:
-        _launch(tensors, result, memory.intermediates(tokens))
+        call = ExpertsCall(t, shape, chosen, fuses, memory.intermediates(tokens))
+        for launch in launches_of(call, result).values():
+            launch()
     return result if out is None else out
 
 
-def _launch(tensors, out, memory):
-    """Launch the kernels. ``tensors``: x and the others in the order of `_NAMES`."""
-    x, w13, w2, weights, ids, w13_scale, w2_scale, shared = tensors
-    *groups, gather_indices, inverse_indices = group_by_expert(ids, len(w13), out=memory.routing)
-    rows, permutes = memory.rows, is_permuted(shape_of(w13, w2), ids.numel())
-    gathered = {} if permutes else dict(gather_indices=gather_indices)
-    if w13.dtype == FP8:
-        if permutes:
-            permute_cast_to_fp8(x, inverse_indices, out=memory.x)
-        else:
-            per_token_cast_to_fp8(x, out=memory.x)
-        values, scales = memory.x
-        group_gemm_silu_and_mul_blockwise_fp8(values, w13, *groups, scales, w13_scale, out=memory.activated, **gathered)
-        values, scales = memory.activated
-        group_gemm_blockwise_fp8(values, w2, *groups, scales, w2_scale, out=rows)
-    else:
-        (activated,) = memory.activated
-        if permutes:
-            x = permute_tokens(x, inverse_indices, out=memory.x[0])
-        group_gemm_bf16(x, w13, *groups, out=memory.gate_up, **gathered)
-        silu_and_mul(memory.gate_up, out=activated, num_valid_rows=groups[1][-1:])
-        group_gemm_bf16(activated, w2, *groups, out=rows)
-    weighted_sum(rows, inverse_indices, weights, shared, out=out)
+def _make_plan(t, activation, alpha, limit):
+    """Check the arguments; return the experts' sizes, the activation, if it is fused, and the :class:`Outputs`."""
+    shape, chosen = check_experts(t, activation, alpha, limit)
+    outputs = Outputs((("tensor", tuple(t.x.shape), torch.bfloat16),), t.x.device, aligned=("tensor",))
+    return shape, chosen, can_fuse_activation(t.w13, shape.format, chosen), outputs
 
 
-def _make_plan(x, w13, w2, *others):
-    """Check the arguments; return the sizes of the experts and the :class:`Outputs`."""
-    shape = _check(x, w13, w2, *others)
-    outputs = Outputs((("tensor", tuple(x.shape), torch.bfloat16),), x.device, aligned=("tensor",))
-    return shape, outputs
-
-
-def _check(x, w13, w2, weights, ids, w13_scale, w2_scale, shared):
-    """Check the arguments; return the sizes of the experts."""
-    check_tensor("x", x, dtype=torch.bfloat16, shape=("tokens", "hidden"), contiguous=True)
-    check_device(x.device, "x")
-    check_gpu(x.device)
-    check_weights(w13, w2)
-    shape, place = shape_of(w13, w2), (x.device, "x")
-    check_tensor("w13", w13, device=place)
-    tokens, hidden = x.shape
+def check_experts(t, activation, alpha, limit):
+    """Check the arguments of a call; return the sizes of the experts and the activation."""
+    check_tensor("x", t.x, dtype=torch.bfloat16, shape=("tokens", "hidden"), contiguous=True)
+    check_device(t.x.device, "x")
+    check_gpu(t.x.device)
+    shape, place = check_weights(t.w13, t.w2, scaling_of(t.w13_scale)), (t.x.device, "x")
+    check_wgmma(t.w13, t.w2)
+    check_tensor("w13", t.w13, device=place)
+    tokens, hidden = t.x.shape
     if hidden != shape.hidden:
         raise ValueError(f"x has {hidden} columns; it must have w13's hidden, {shape.hidden}")
-    check_topk("topk_ids", check_routing(ids, shape.num_experts)[1])
-    check_tensor("topk_ids", ids, shape=(tokens, "topk"), device=place)
-    check_tensor("topk_weights", weights, dtype=torch.float32, shape=tuple(ids.shape), contiguous=True, device=place)
-    for name, scale, weight in (("w13_scale", w13_scale, w13), ("w2_scale", w2_scale, w2)):
-        blocks = shape.num_experts, *(-(-size // BLOCK) for size in weight.shape[1:])
-        _check_scale(name, scale, weight.dtype, blocks, place)
-    if shared is not None:
+    check_topk("topk_ids", check_routing(t.topk_ids, shape.num_experts)[1])
+    check_tensor("topk_ids", t.topk_ids, shape=(tokens, "topk"), device=place)
+    sizes = tuple(t.topk_ids.shape)
+    check_tensor("topk_weights", t.topk_weights, dtype=torch.float32, shape=sizes, contiguous=True, device=place)
+    chosen = check_activation(activation, alpha, limit)
+    _check_options(t, shape, chosen, place)
+    if t.shared is not None:
         sizes = tokens, hidden
-        check_tensor("shared", shared, dtype=torch.bfloat16, shape=sizes, contiguous=True, device=place)
-    return shape
+        check_tensor("shared", t.shared, dtype=torch.bfloat16, shape=sizes, contiguous=True, device=place)
+    return shape, chosen
 
 
-def _check_scale(name, scale, dtype, blocks, place):
-    if dtype != FP8:
+def _check_options(t, shape, chosen, place):
+    """Check scales and biases; refuse options that the format of the weights does not have."""
+    for name in ("w13_scale", "w2_scale"):
+        _check_scale(name, getattr(t, name), getattr(t, name.removesuffix("_scale")), shape, place)
+    for name in ("a1_scale", "a2_scale"):
+        if (scale := getattr(t, name)) is not None and shape.format != FP8_TENSOR:
+            raise ValueError(f"{name} is given; it is allowed only with FP8 weights that have a scale per expert")
+        check_scale(name, scale, place)
+    experts, hidden, intermediate = shape[:3]
+    for name, size in (("w13_bias", 2 * intermediate), ("w2_bias", hidden)):
+        if (bias := getattr(t, name)) is None:
+            continue
+        dtypes = torch.bfloat16, torch.float32
+        check_tensor(name, bias, dtype=dtypes, shape=(experts, size), contiguous=True, device=place)
+    check_format(shape.format, chosen, t.w13_bias is not None or t.w2_bias is not None)
+
+
+def check_format(format_, chosen, has_bias):
+    """Refuse an activation or biases that the format of the weights does not have."""
+    if has_bias and format_ in (FP8_BLOCK, FP8_TENSOR):
+        raise ValueError("w13_bias or w2_bias is given; with FP8 weights both must be None")
+    if format_ == FP8_BLOCK and not chosen.is_plain:
+        given = f"activation is {chosen.name!r}, limit {chosen.limit}"
+        raise ValueError(f"{given}; with a scale per 128 x 128 block they must be 'silu' and None")
+    if format_ == MXFP4 and chosen.name == "silu" and chosen.limit is not None:
+        raise ValueError(f"limit is {chosen.limit}; with MXFP4 weights and 'silu' it must be None")
+
+
+def _check_scale(name, scale, weight, shape, place):
+    """Check the scales of a weight."""
+    if shape.format not in (FP8_BLOCK, FP8_TENSOR):
         if scale is not None:
-            raise ValueError(f"{name} is given, but the weights are {dtype}; scales are for {FP8}")
+            raise ValueError(f"{name} is given, but the weights are {weight.dtype}; scales are for FP8 weights")
         return
+    blocks = shape.num_experts, *(-(-size // BLOCK) for size in weight.shape[1:])
     if scale is None:
-        raise TypeError(f"{name} is None; FP8 weights need a scale per 128 x 128 block, {blocks}")
-    if tuple(scale.shape) != blocks:
-        raise ValueError(f"{name} has shape {tuple(scale.shape)}; it must be {blocks}, a scale per 128 x 128 block")
-    check_tensor(name, scale, dtype=torch.float32, shape=blocks, contiguous=True, device=place)
+        raise TypeError(f"{name} is None; FP8 weights need a scale per 128 x 128 block, {blocks}, or one per expert")
+    sizes, what = blocks, "a scale per 128 x 128 block"
+    if shape.format == FP8_TENSOR:
+        sizes, what = blocks[:1], "a scale per expert"
+    if tuple(scale.shape) != sizes:
+        raise ValueError(f"{name} has shape {tuple(scale.shape)}; it must be {sizes}, {what}")
+    check_tensor(name, scale, dtype=torch.float32, shape=sizes, contiguous=True, device=place)
 
 
 @register_fake(fused_experts)
 def _fake_fused_experts(call):
     """Check the arguments of a call and return its output."""
-    _check(call.x, *(getattr(call, name) for name in _NAMES))
+    t = ExpertsTensors(*(getattr(call, name) for name in _NAMES))
+    check_experts(t, call.activation, call.alpha, call.limit)
     return make_outputs(call.out, (("tensor", tuple(call.x.shape), torch.bfloat16),), call.x.device)[0]

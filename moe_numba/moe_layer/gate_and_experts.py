@@ -3,8 +3,10 @@
 import torch
 
 from moe_numba.gate import biased_grouped_topk
+from moe_numba.moe_layer.activation import ALPHA
 from moe_numba.moe_layer.api import fused_experts
-from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_weights, check_workspace, shape_of
+from moe_numba.moe_layer.weights import check_weights, scaling_of
+from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_workspace
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import refuse_recording
 from moe_numba.runtime.outputs import remember
@@ -35,12 +37,20 @@ def fused_moe(
     shared: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: ExpertsWorkspace | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = ALPHA,
+    limit: float | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Route each token, then compute its experts and the weighted sum of their outputs.
 
     The gate is :func:`moe_numba.biased_grouped_topk`, the rest :func:`moe_numba.fused_experts`. DeepSeek-V3 and
     GLM-4-MoE: ``scoring="sigmoid"`` with a bias, groups and a scaling factor. Qwen3-MoE, Mixtral and OLMoE:
-    ``scoring="softmax"`` without them; ``renormalize`` is their ``norm_topk_prob`` (Mixtral: True).
+    ``scoring="softmax"`` without them; ``renormalize`` is their ``norm_topk_prob`` (Mixtral: True). gpt-oss, whose
+    softmax is over the chosen experts only: ``scoring="softmax"`` with ``renormalize``.
 
     Parameters
     ----------
@@ -50,9 +60,8 @@ def fused_moe(
         Rows may be strided, columns may not.
     correction_bias : tensor [routed experts], float32, bfloat16 or float16, or None
         Added to the scores to choose experts, but not to the weights.
-    w13 : tensor [experts, 2 * intermediate, hidden], bfloat16 or float8_e4m3fn
-    w2 : tensor [experts, hidden, intermediate], dtype of w13
-        Weights as for :func:`moe_numba.fused_experts`. ``experts`` is the number of routed experts plus
+    w13, w2 : tensor, bfloat16, float8_e4m3fn or uint8
+        Weights as for :func:`moe_numba.fused_experts`. The number of experts is that of routed experts plus
         ``num_fused_shared_experts``, whose weights come last.
     topk : int
         Experts per token, 1 to 32, including fused shared experts.
@@ -69,7 +78,7 @@ def fused_moe(
         not wait.
     scoring : {"sigmoid", "softmax", "sqrtsoftplus"}
     w13_scale, w2_scale : tensor, float32, optional
-        Scale of each 128 x 128 block of an FP8 weight, as for :func:`moe_numba.fused_experts`.
+        Scales of FP8 weights, as for :func:`moe_numba.fused_experts`.
     shared : tensor [tokens, hidden], bfloat16, optional
         Added to the sum: the output of shared experts that are not fused. Contiguous, 16-byte aligned.
     out : tensor [tokens, hidden], bfloat16, optional
@@ -77,6 +86,8 @@ def fused_moe(
     workspace : ExpertsWorkspace, optional
         Memory for intermediate results. With it and ``out`` the call neither allocates nor synchronises. It is not an
         argument of the op: under torch.compile it is not used.
+    w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale : optional
+        As for :func:`moe_numba.fused_experts`.
 
     Returns
     -------
@@ -96,15 +107,17 @@ def fused_moe(
     graph that captures the call can be replayed with other logits. The gate is a launch of its own; the launches behind
     it are those of :func:`moe_numba.fused_experts`.
     """
-    if needs_dispatch(x, router_logits, w13, w2):
+    if needs_dispatch(x, router_logits, w13, w2, w13_bias, w2_bias):
         groups = num_expert_group, topk_group, num_fused_shared_experts, routed_scaling_factor, num_token_non_padded
         options = renormalize, *groups, scoring, w13_scale, w2_scale, shared, out, workspace
-        return call_op("fused_moe", x, router_logits, correction_bias, w13, w2, topk, *options)
+        more = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale
+        return call_op("fused_moe", x, router_logits, correction_bias, w13, w2, topk, *options, *more)
     logits = as_tensor(router_logits, "router_logits")
     tensors = x, logits, as_tensor(w13, "w13"), as_tensor(w2, "w2")
-    numbers = topk, num_fused_shared_experts
-    key = *((t.shape, t.stride(), t.dtype, t.device) for t in tensors), numbers, *map(type, numbers)
-    shape = _plans.get(key) or remember(_plans, key, _check(*tensors, *numbers))
+    w13_scale = None if w13_scale is None else as_tensor(w13_scale, "w13_scale")
+    numbers, scaling = (topk, num_fused_shared_experts), scaling_of(w13_scale)
+    key = scaling, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors), numbers, *map(type, numbers)
+    shape = _plans.get(key) or remember(_plans, key, _check(*tensors, *numbers, scaling))
     memory = None
     if workspace is None:
         refuse_recording("workspace is None; a prepared call needs one, which keeps its intermediate results")
@@ -125,13 +138,30 @@ def fused_moe(
         scoring,
         memory,
     )
-    return fused_experts(x, *tensors[2:], weights, ids, w13_scale, w2_scale, shared, out, workspace)
+    return fused_experts(
+        x,
+        *tensors[2:],
+        weights,
+        ids,
+        w13_scale,
+        w2_scale,
+        shared,
+        out,
+        workspace,
+        w13_bias,
+        w2_bias,
+        activation,
+        alpha,
+        limit,
+        a1_scale,
+        a2_scale,
+    )
 
 
-def _check(x, router_logits, w13, w2, topk, num_fused_shared_experts):
+def _check(x, router_logits, w13, w2, topk, num_fused_shared_experts, scaling):
     """Check what neither the gate nor the experts can, or under another name; return the sizes of the experts."""
     check_tensor("x", x, shape=("tokens", "hidden"))
-    check_weights(w13, w2)
+    shape = check_weights(w13, w2, scaling)
     check_int("topk", topk, 1, 32)
     num_shared = check_int("num_fused_shared_experts", num_fused_shared_experts, 0, topk - 1)
     if len(w13) - num_shared < 1:
@@ -140,13 +170,14 @@ def _check(x, router_logits, w13, w2, topk, num_fused_shared_experts):
     check_tensor("router_logits", router_logits, dtype=_LOGITS, shape=sizes, device=(x.device, "x"))
     if sizes[1] > 1 and router_logits.stride(1) != 1:
         raise ValueError(f"router_logits has strides {router_logits.stride()}; its columns must be contiguous")
-    return shape_of(w13, w2)
+    return shape
 
 
 @register_fake(fused_moe)
 def _fake_fused_moe(call):
     """Check the arguments of a call and return its output; the gate's and the experts' fakes do most of it."""
-    _check(call.x, call.router_logits, call.w13, call.w2, call.topk, call.num_fused_shared_experts)
+    sizes = call.topk, call.num_fused_shared_experts
+    _check(call.x, call.router_logits, call.w13, call.w2, *sizes, scaling_of(call.w13_scale))
     weights, ids = biased_grouped_topk(
         call.router_logits,
         call.correction_bias,
@@ -160,5 +191,7 @@ def _fake_fused_moe(call):
         call.num_token_non_padded,
         call.scoring,
     )
-    experts = fused_experts(call.x, call.w13, call.w2, weights, ids, call.w13_scale, call.w2_scale, call.shared)
+    names = "w13_scale", "w2_scale", "shared", "w13_bias", "w2_bias", "activation", "alpha", "limit"
+    options = {name: getattr(call, name) for name in (*names, "a1_scale", "a2_scale")}
+    experts = fused_experts(call.x, call.w13, call.w2, weights, ids, **options)
     return make_outputs(call.out, (("tensor", tuple(experts.shape), experts.dtype),), experts.device)[0]

@@ -6,11 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_numba.moe_layer.api import fused_experts
+from moe_numba.moe_layer.activation import ALPHA, check_activation
+from moe_numba.moe_layer.api import check_format, fused_experts
 from moe_numba.moe_layer.gate_and_experts import fused_moe
+from moe_numba.moe_layer.launches import ExpertsTensors
 from moe_numba.moe_layer.stages import check_stages, route, run_experts
-from moe_numba.moe_layer.workspace import BLOCK, FP8, ExpertsWorkspace, check_weights
+from moe_numba.moe_layer.weights import BLOCK, FP8_BLOCK, FP8_TENSOR, check_weights, packed_shape, shape_of
+from moe_numba.moe_layer.workspace import ExpertsWorkspace
 from moe_numba.runtime.validate import check_int
+
+_TENSORS = "w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias", "a1_scale", "a2_scale"
 
 
 class Experts(nn.Module):
@@ -19,29 +24,49 @@ class Experts(nn.Module):
     Parameters
     ----------
     num_experts, hidden, intermediate : int
-        1 to 512 experts. ``hidden`` is a multiple of 64, ``intermediate`` of 64 (bfloat16) or 128 (FP8).
-    dtype : torch.bfloat16 or torch.float8_e4m3fn
-        Of the weights. FP8 weights have a scale per 128 x 128 block.
+        1 to 512 experts. ``hidden`` is a multiple of 64, ``intermediate`` of 64, or of 128 with block scales.
+    dtype : torch.bfloat16, torch.float8_e4m3fn or torch.uint8
+        Of the weights; torch.uint8 is packed MXFP4.
     device : torch.device, optional
     reference : collection of str
-        Stages to compute in torch: "permute", "gate_up", "down", "sum"; "activation" with bfloat16 weights and
-        "quantise" with FP8 weights.
+        Stages to compute in torch: "permute", "gate_up", "down", "sum"; "activation" with bfloat16 weights and with a
+        scale per expert; "quantise" with FP8 weights.
+    scaling : {"block", "tensor"}
+        Of FP8 weights: a scale per 128 x 128 block, or one per expert.
+    has_bias : bool
+        Whether gate and up, and the experts' outputs have biases.
+    activation, alpha, limit
+        As for :func:`moe_numba.fused_experts`.
 
     Attributes
     ----------
     w13 : Parameter [num_experts, 2 * intermediate, hidden]
     w2 : Parameter [num_experts, hidden, intermediate]
-    w13_scale, w2_scale : Parameter [num_experts, rows / 128, columns / 128] float32, or None for bfloat16
-        Parameters are uninitialised: load a state_dict. They require no grad, because the kernels have no backward.
+        In MXFP4 as :func:`moe_numba.pack_mxfp4_experts` returns them.
+    w13_scale, w2_scale : Parameter [num_experts, rows / 128, columns / 128] or [num_experts], float32, or None
+    w13_bias : Parameter [num_experts, 2 * intermediate] bfloat16, or None
+    w2_bias : Parameter [num_experts, hidden] bfloat16, or None
+    a1_scale, a2_scale : buffer of one float32, or None
+        With a scale per expert: given scales of x and the activations, to be assigned. Not in the state_dict.
 
     Raises
     ------
     ValueError, TypeError
         If an argument is invalid; the message names the argument, its value and what is allowed.
+
+    Notes
+    -----
+    Parameters are uninitialised: load a state_dict. They require no grad, because the kernels have no backward.
     """
 
+    w13: torch.Tensor
+    w2: torch.Tensor
     w13_scale: torch.Tensor | None
     w2_scale: torch.Tensor | None
+    w13_bias: torch.Tensor | None
+    w2_bias: torch.Tensor | None
+    a1_scale: torch.Tensor | None
+    a2_scale: torch.Tensor | None
 
     def __init__(
         self,
@@ -51,18 +76,39 @@ class Experts(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         reference: Collection[str] = (),
+        scaling: str = "block",
+        has_bias: bool = False,
+        activation: str = "silu",
+        alpha: float = ALPHA,
+        limit: float | None = None,
     ):
         super().__init__()
         num_experts, hidden = check_int("num_experts", num_experts, 1), check_int("hidden", hidden, 1)
         intermediate = check_int("intermediate", intermediate, 1)
-        self.w13 = _parameter(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)
-        self.w2 = _parameter(num_experts, hidden, intermediate, dtype=dtype, device=device)
-        check_weights(self.w13, self.w2)
-        for name, weight in (("w13_scale", self.w13), ("w2_scale", self.w2)):
-            blocks = num_experts, *(-(-size // BLOCK) for size in weight.shape[1:])
-            scale = _parameter(*blocks, dtype=torch.float32, device=device) if dtype == FP8 else None
-            self.register_parameter(name, scale)
-        self.reference = check_stages(reference, dtype == FP8)
+        if dtype == torch.uint8 and (hidden % 64 or intermediate % 64):
+            sizes_ = f"hidden is {hidden} and intermediate {intermediate}"
+            raise ValueError(f"{sizes_}; with MXFP4 weights they must be multiples of 64")
+        sizes = (num_experts, 2 * intermediate, hidden), (num_experts, hidden, intermediate)
+        for name, size in zip(("w13", "w2"), sizes, strict=True):
+            shape = packed_shape(*size) if dtype == torch.uint8 else size
+            setattr(self, name, _parameter(*shape, dtype=dtype, device=device))
+        self.scaling, self.format = scaling, check_weights(self.w13, self.w2, scaling).format
+        for name, (_, rows, columns) in zip(("w13", "w2"), sizes, strict=True):
+            scales = {FP8_BLOCK: (-(-rows // BLOCK), -(-columns // BLOCK)), FP8_TENSOR: ()}.get(self.format)
+            scale = None if scales is None else _parameter(num_experts, *scales, dtype=torch.float32, device=device)
+            self.register_parameter(f"{name}_scale", scale)
+            bias = _parameter(num_experts, rows, dtype=torch.bfloat16, device=device) if has_bias else None
+            self.register_parameter(f"{name}_bias", bias)
+        for name in ("a1_scale", "a2_scale"):
+            self.register_buffer(name, None, persistent=False)
+        self.activation = check_activation(activation, alpha, limit)
+        check_format(self.format, self.activation, has_bias)
+        self.reference = check_stages(reference, self.format)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """The weights, scales and biases, by the names of the arguments of :func:`moe_numba.fused_experts`."""
+        return {name: getattr(self, name) for name in _TENSORS}
 
     def forward(
         self,
@@ -76,16 +122,23 @@ class Experts(nn.Module):
 
         With a stage in ``reference``, ``workspace`` is not used.
         """
-        given = x, self.w13, self.w2, topk_weights, topk_ids, self.w13_scale, self.w2_scale, shared
+        given: dict[str, Any] = dict(x=x, topk_weights=topk_weights, topk_ids=topk_ids, shared=shared) | self.tensors
         if self.reference - {"gate"}:
-            return run_experts(*given, self.reference)
-        return fused_experts(*given, workspace=workspace)
+            return run_experts(ExpertsTensors(**given), self.activation, self.reference)
+        return fused_experts(**given, **self.activation.options, workspace=workspace)
+
+    def workspace(self, max_tokens: int, topk: int) -> ExpertsWorkspace:
+        """Return an :class:`moe_numba.ExpertsWorkspace` for calls of up to ``max_tokens`` tokens."""
+        return ExpertsWorkspace(max_tokens, topk, self.w13, self.w2, self.scaling)
 
     def extra_repr(self) -> str:
         """Describe the sizes."""
-        experts, twice, hidden = self.w13.shape
-        stages = f", reference={sorted(self.reference)}" if self.reference else ""
-        return f"{experts}, hidden={hidden}, intermediate={twice // 2}, dtype={self.w13.dtype}{stages}"
+        shape, stages = shape_of(self.w13, self.w2, self.format), ""
+        if self.reference:
+            stages = f", reference={sorted(self.reference)}"
+        sizes = f"{shape.num_experts}, hidden={shape.hidden}, intermediate={shape.intermediate}"
+        activation = "" if self.activation.is_plain else f", {self.activation}"
+        return f"{sizes}, format={self.format}{activation}{stages}"
 
 
 class MoELayer(nn.Module):
@@ -93,7 +146,7 @@ class MoELayer(nn.Module):
 
     Parameters
     ----------
-    num_experts, hidden, intermediate, dtype, device
+    num_experts, hidden, intermediate, dtype, device, scaling, has_bias, activation, alpha, limit
         As for :class:`Experts`.
     topk : int
         Experts per token, 1 to 32.
@@ -101,6 +154,8 @@ class MoELayer(nn.Module):
         Computes [tokens, hidden] bfloat16 from [tokens, hidden]; added to the experts' sum.
     has_correction_bias : bool
         Whether the gate adds a bias to the scores to choose experts (DeepSeek-V3, GLM-4-MoE).
+    has_router_bias : bool
+        Whether the router's linear layer has a bias (gpt-oss).
     renormalize, num_expert_group, topk_group, routed_scaling_factor, scoring
         As for :func:`moe_numba.fused_moe`.
     reference : collection of str
@@ -109,6 +164,7 @@ class MoELayer(nn.Module):
     Attributes
     ----------
     router_weight : Parameter [num_experts, hidden], bfloat16
+    router_bias : Parameter [num_experts], bfloat16, or None
     correction_bias : buffer [num_experts] float32, or None
     experts : Experts
     shared_experts : Module or None
@@ -124,6 +180,7 @@ class MoELayer(nn.Module):
     """
 
     correction_bias: torch.Tensor | None
+    router_bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -142,11 +199,20 @@ class MoELayer(nn.Module):
         routed_scaling_factor: float | None = 1.0,
         scoring: str = "sigmoid",
         reference: Collection[str] = (),
+        scaling: str = "block",
+        has_bias: bool = False,
+        has_router_bias: bool = False,
+        activation: str = "silu",
+        alpha: float = ALPHA,
+        limit: float | None = None,
     ):
         super().__init__()
-        self.experts = Experts(num_experts, hidden, intermediate, dtype, device, reference)
+        options = scaling, has_bias, activation, alpha, limit
+        self.experts = Experts(num_experts, hidden, intermediate, dtype, device, reference, *options)
         self.topk = check_int("topk", topk, 1, min(32, num_experts))
         self.router_weight = _parameter(num_experts, hidden, dtype=torch.bfloat16, device=device)
+        router_bias = _parameter(num_experts, dtype=torch.bfloat16, device=device) if has_router_bias else None
+        self.register_parameter("router_bias", router_bias)
         bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if has_correction_bias else None
         self.register_buffer("correction_bias", bias)
         self.shared_experts = shared_experts
@@ -172,16 +238,17 @@ class MoELayer(nn.Module):
         tensor of x's shape, bfloat16
         """
         tokens = x.reshape(-1, x.shape[-1])
-        logits = nn.functional.linear(tokens.float(), self.router_weight.float())
+        bias = None if self.router_bias is None else self.router_bias.float()
+        logits = nn.functional.linear(tokens.float(), self.router_weight.float(), bias)
         shared = None if self.shared_experts is None else self.shared_experts(tokens)
-        experts, bias = self.experts, self.correction_bias
+        experts = self.experts
         if experts.reference:
             options = self.gate_options | dict(apply_routed_scaling_factor_on_output=True)
-            weights, ids = route(logits, bias, self.topk, options, experts.reference)
+            weights, ids = route(logits, self.correction_bias, self.topk, options, experts.reference)
             return experts(tokens, weights, ids, shared).view(x.shape)
-        options = self.gate_options | dict(w13_scale=experts.w13_scale, w2_scale=experts.w2_scale, shared=shared)
-        weights = experts.w13, experts.w2
-        return fused_moe(tokens, logits, bias, *weights, self.topk, **options, workspace=workspace).view(x.shape)
+        options = self.gate_options | experts.tensors | experts.activation.options
+        options |= dict(correction_bias=self.correction_bias, topk=self.topk, shared=shared)
+        return fused_moe(tokens, logits, **options, workspace=workspace).view(x.shape)
 
     def extra_repr(self) -> str:
         """Describe the gate."""

@@ -4,7 +4,11 @@ import torch
 
 from moe_numba.expert_parallel.reference import per_token_cast_to_fp8
 from moe_numba.gate.reference import biased_grouped_topk
-from moe_numba.grouped_gemm.reference import BLOCK, quantise_rows
+from moe_numba.grouped_gemm import reference as gemm
+from moe_numba.grouped_gemm.reference import BLOCK, FP8, FP8_MAX
+from moe_numba.moe_layer.launches import ExpertsTensors
+from moe_numba.moe_layer.reference_mxfp4 import unpack, unpack_gate_up
+from moe_numba.moe_layer.weights import FP8_BLOCK, FP8_TENSOR, MXFP4, format_of, scaling_of
 
 
 def group_by_expert(topk_ids, num_experts):
@@ -41,10 +45,31 @@ def weighted_sum(rows, inverse_indices, topk_weights, shared=None):
     return total.bfloat16()
 
 
-def silu_and_mul(x):
-    """Return ``silu(gate) * up`` in float32 for [rows, 2 * columns], gate first."""
+def silu_and_mul(x, activation="silu", alpha=1.702, limit=None):
+    """Return the activation of gate and up [rows, 2 * columns] in float32; see :func:`moe_numba.silu_and_mul`."""
+    if activation == "swigluoai":
+        return gemm.swigluoai(x.float(), alpha, 7.0 if limit is None else limit)
     gate, up = x.float().chunk(2, dim=1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return torch.nn.functional.silu(gate) * up
+
+
+def quantise_rows(x, scale=None):
+    """Quantise float32 rows to FP8 with a scale per row, or with a given one for all.
+
+    Returns
+    -------
+    values : tensor of x's shape, float8_e4m3fn
+    scales : tensor [rows], float32
+    """
+    if scale is None:
+        amax = x.abs().amax(1).clamp(min=1e-4)
+        scales, factors = amax * (1 / FP8_MAX), amax.reciprocal() * FP8_MAX
+    else:
+        scales = scale.reshape(1).expand(len(x))
+        factors = scales.reciprocal()
+    return (x * factors[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales.contiguous()
 
 
 def dequantise_blocks(weight, scale):
@@ -53,35 +78,79 @@ def dequantise_blocks(weight, scale):
     return weight.float() * wide[:, : weight.shape[1], : weight.shape[2]]
 
 
-def _quantised(rows, quantise):
-    """Return float32 rows as they are after a round trip through FP8 with scales per 128 columns."""
-    values, scales = quantise(rows)
-    return values.float() * scales.repeat_interleave(BLOCK, 1)[:, : rows.shape[1]]
+def dequantise_rows(values, scales):
+    """Return rows in FP8 times their scales per 128 columns, in float32."""
+    return values.float() * scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
 
 
-def fused_experts(x, w13, w2, topk_weights, topk_ids, w13_scale=None, w2_scale=None, shared=None):
+def float_weights(t, format_, interleaved):
+    """Return the weights of an ``ExpertsTensors`` in float32, those of MXFP4 in the order before packing."""
+    weights, scales = (t.w13, t.w2), (t.w13_scale, t.w2_scale)
+    if format_ == MXFP4:
+        w13 = torch.stack([unpack_gate_up(packed, interleaved) for packed in t.w13])
+        return w13, torch.stack([unpack(packed) for packed in t.w2])
+    if format_ == FP8_BLOCK:
+        return tuple(map(dequantise_blocks, weights, scales))
+    if format_ == FP8_TENSOR:
+        return tuple(weight.float() * scale[:, None, None] for weight, scale in zip(weights, scales, strict=True))
+    return tuple(weight.float() for weight in weights)
+
+
+def fused_experts(
+    x,
+    w13,
+    w2,
+    topk_weights,
+    topk_ids,
+    w13_scale=None,
+    w2_scale=None,
+    shared=None,
+    w13_bias=None,
+    w2_bias=None,
+    activation="silu",
+    alpha=1.702,
+    limit=None,
+    a1_scale=None,
+    a2_scale=None,
+):
     """Compute the experts one after another; see :func:`moe_numba.fused_experts` for the arguments.
 
     Products are accumulated in float64. Where the kernels store bfloat16 or FP8 between two launches, numbers are
-    rounded in the same way.
+    rounded in the same way; gate and up are rounded only with FP8 weights, as with others an epilogue reads them.
     """
-    is_fp8, total = w13_scale is not None, torch.zeros(len(x), w2.shape[1], dtype=torch.float64, device=x.device)
-    x = _quantised(x, per_token_cast_to_fp8) if is_fp8 else x.float()
-    w13 = dequantise_blocks(w13, w13_scale) if is_fp8 else w13.float()
-    w2 = dequantise_blocks(w2, w2_scale) if is_fp8 else w2.float()
+    t = ExpertsTensors(x, w13, w2, topk_weights, topk_ids, w13_scale, w2_scale)
+    format_, options = format_of(w13, scaling_of(w13_scale)), dict(activation=activation, alpha=alpha, limit=limit)
+    total = torch.zeros(len(x), x.shape[1], dtype=torch.float64, device=x.device)
+    w13, w2 = float_weights(t, format_, activation == "swigluoai")
+    x = _quantised(x.float(), format_, per_token_cast_to_fp8, a1_scale)
     for expert in range(len(w13)):
         tokens, column = (topk_ids == expert).nonzero(as_tuple=True)
-        activated = silu_and_mul((x[tokens].double() @ w13[expert].double().T).bfloat16())
-        activated = _quantised(activated, quantise_rows) if is_fp8 else activated.bfloat16().float()
-        rows = (activated.double() @ w2[expert].double().T).bfloat16()
-        total.index_add_(0, tokens, rows.double() * topk_weights[tokens, column, None].double())
+        gate_up = x[tokens].double() @ w13[expert].double().T
+        if w13_bias is not None:
+            gate_up = gate_up + w13_bias[expert].double()
+        gate_up = gate_up.bfloat16() if format_ in (FP8_BLOCK, FP8_TENSOR) else gate_up
+        activated = _quantised(silu_and_mul(gate_up, **options), format_, gemm.quantise_rows, a2_scale)
+        rows = activated.double() @ w2[expert].double().T
+        if w2_bias is not None:
+            rows = rows + w2_bias[expert].double()
+        total.index_add_(0, tokens, rows.bfloat16().double() * topk_weights[tokens, column, None].double())
     return total if shared is None else total + shared.double()
 
 
-def fused_moe(
-    x, router_logits, correction_bias, w13, w2, topk, w13_scale=None, w2_scale=None, shared=None, **gate_options
-):
+def _quantised(rows, format_, quantise_blocks, scale):
+    """Return float32 rows as they are after a round trip through the format of a grouped GEMM's x."""
+    if format_ == FP8_BLOCK:
+        return dequantise_rows(*quantise_blocks(rows))
+    if format_ == FP8_TENSOR:
+        values, scales = quantise_rows(rows, scale)
+        return values.float() * scales[:, None]
+    return rows.bfloat16().float()
+
+
+def fused_moe(x, router_logits, correction_bias, w13, w2, topk, w13_scale=None, w2_scale=None, shared=None, **options):
     """Route, then compute the experts; see :func:`moe_numba.fused_moe` for the arguments."""
-    options = gate_options | dict(apply_routed_scaling_factor_on_output=True)
+    names = "w13_bias", "w2_bias", "activation", "alpha", "limit", "a1_scale", "a2_scale"
+    experts = {name: options.pop(name) for name in names if name in options}
+    options |= dict(apply_routed_scaling_factor_on_output=True)
     weights, ids = biased_grouped_topk(router_logits, correction_bias, topk, **options)
-    return fused_experts(x, w13, w2, weights, ids, w13_scale, w2_scale, shared)
+    return fused_experts(x, w13, w2, weights, ids, w13_scale, w2_scale, shared, **experts)

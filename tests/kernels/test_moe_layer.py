@@ -7,7 +7,7 @@ from helpers.wrong_kernels import is_rejected
 import moe_numba
 from moe_numba import simulator
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
-from moe_numba.moe_layer import ExpertsWorkspace, api, fused_experts, reference
+from moe_numba.moe_layer import ExpertsWorkspace, api, fused_experts, launches, reference
 from moe_numba.moe_layer import workspace as layer_workspace
 from moe_numba.runtime.outputs import Outputs
 
@@ -104,8 +104,8 @@ def test_tokens_in_the_order_of_the_experts(wrong_rows, fp8, device, monkeypatch
         permuted.append(len(x))
         return function(x, inverse_indices.flip(0).contiguous() if wrong_rows else inverse_indices, out)
 
-    function = getattr(api, name := "permute_cast_to_fp8" if fp8 else "permute_tokens")
-    monkeypatch.setattr(api, name, permute)
+    function = getattr(launches, name := "permute_cast_to_fp8" if fp8 else "permute_tokens")
+    monkeypatch.setattr(launches, name, permute)
     workspace = workspace_of(many)
     for given in (many, few, many):
         result = fused_experts(**given, out=out[: len(given["x"])], workspace=workspace)
@@ -140,7 +140,7 @@ def test_one_workspace_for_calls_of_all_sizes(fp8, device):
     """Also with what other calls left in it: NaN in all of its memory."""
     workspace = workspace_of(make_inputs(7, 2, fp8, device))
     for tokens in (7, 3, 7, 1):
-        for tensor in (*workspace._whole.x, *workspace._whole.activated, workspace._whole.rows):
+        for tensor in (*workspace._whole.x, *workspace._whole.activated, *workspace._whole.rows):
             tensor.view(torch.uint8).fill_(0xFF)
         given = make_inputs(tokens, 2, fp8, device, seed=tokens)
         assert wrong(fused_experts(**given, workspace=workspace), given) is None
@@ -222,7 +222,7 @@ def test_logits_of_transformers_models(name, device, monkeypatch):
     config = getattr(transformers, f"{name}Config")(
         **sizes, **experts, intermediate_size=64, num_experts_per_tok=2, head_dim=32
     )
-    torch.manual_seed(0)
+    torch.manual_seed(1)  # with 0 a token's choice of experts depends on roundings, also between eager and grouped_mm
     model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16().eval().to(device)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -267,10 +267,10 @@ REFUSALS = [
     (dict(x=X[:, :64]), ValueError, r"x has shape \(3, 64\) and strides \(128, 1\)"),
     (dict(x=X[:, :64].contiguous()), ValueError, "x has 64 columns; it must have w13's hidden, 128"),
     (dict(x=UNALIGNED), ValueError, "x starts at address"),
-    (dict(w13=W13), TypeError, "w13 is torch.float32; it must be torch.bfloat16, or torch.float8_e4m3fn with a scale"),
+    (dict(w13=W13), TypeError, "w13 is torch.float32; it must be torch.bfloat16, torch.float8_e4m3fn with scales, or"),
     (dict(w13=W13[0].bfloat16()), ValueError, r"w13 has shape \(256, 128\).* \[experts, 2 \* intermediate, hidden\]"),
     (dict(w13=W13[:0].bfloat16()), ValueError, "w13 has 0 experts; 1 to 512 are allowed"),
-    (dict(w13=W13.bfloat16().mT.contiguous().mT), ValueError, "w13 has shape .* and strides"),
+    (dict(w13=W13.bfloat16().transpose(0, 1)), ValueError, "w13 has shape .* and strides"),
     (dict(w13=W13[:, :64].bfloat16().contiguous()), ValueError, "w13 has 64 rows, gate and up.* a multiple of 128"),
     (dict(w13=W13[:, :, :100].bfloat16().contiguous()), ValueError, "w13's hidden is 100.* a multiple of 64"),
     (dict(w2=W2), TypeError, "w2 is torch.float32; it must be torch.bfloat16"),
@@ -288,7 +288,11 @@ REFUSALS = [
     (dict(workspace=3), TypeError, "workspace is int; it must be an ExpertsWorkspace or None"),
     (FP8_ARGUMENTS | dict(w2=W2.bfloat16()), TypeError, "w2 is torch.bfloat16; it must be torch.float8_e4m3fn"),
     (FP8_ARGUMENTS | dict(w13_scale=None), TypeError, r"w13_scale is None; FP8 weights need .* block, \(4, 2, 1\)"),
-    (FP8_ARGUMENTS | dict(w13_scale=torch.ones(4)), ValueError, r"w13_scale has shape \(4,\); it must be \(4, 2, 1\)"),
+    (
+        FP8_ARGUMENTS | dict(w13_scale=torch.ones(4, 2)),
+        ValueError,
+        r"w13_scale has shape \(4, 2\); it must be \(4, 2, 1\)",
+    ),
     (FP8_ARGUMENTS | dict(w2_scale=torch.ones(4, 1, 2)), ValueError, r"w2_scale has shape \(4, 1, 2\)"),
     (FP8_ARGUMENTS | dict(w2_scale=torch.ones(4, 1, 1).double()), TypeError, "w2_scale is torch.float64"),
     (
@@ -311,7 +315,7 @@ def test_invalid_arguments(change, error, message, device, monkeypatch):
     def refuse(*_):
         raise AssertionError("a kernel was launched")
 
-    monkeypatch.setattr(api, "_launch", refuse)
+    monkeypatch.setattr(api, "launches_of", refuse)
     arguments = dict(x=X, w13=W13.bfloat16(), w2=W2.bfloat16(), topk_weights=WEIGHTS, topk_ids=IDS) | change
     with pytest.raises(error, match=message):
         fused_experts(**{name: moved(value, device) for name, value in arguments.items()})
@@ -383,12 +387,10 @@ WRONG = {
         call_with(lambda y, index, weights, *rest: (y, index, torch.ones_like(weights), *rest)),
     ),
     "shared experts are left out": (False, "weighted_sum", call_with(lambda y, i, w, shared: (y, i, w, None))),
-    "gate and up exchanged": (False, "silu_and_mul", call_with(lambda x: (x.roll(x.shape[1] // 2, 1),))),
-    "only some rows are activated": (
+    "gate and up exchanged": (
         False,
-        "silu_and_mul",
-        # The output is filled first: its memory may still hold the rows of the call before.
-        lambda function: lambda x, out, num_valid_rows: function(x, out.fill_(7), num_valid_rows - 1),
+        "group_gemm_silu_and_mul_bf16",
+        call_with(lambda x, w, *groups: (x, w.roll(w.shape[1] // 2, 1), *groups)),
     ),
     "scales of the next expert": (
         True,
@@ -414,7 +416,7 @@ def test_wrong_layers_are_rejected(name, device, monkeypatch):
     fp8, function, change = WRONG[name]
     given = make_inputs(6, 2, fp8, device, hidden=256)
     assert wrong(fused_experts(**given), given) is None
-    monkeypatch.setattr(api, function, change(getattr(api, function)))
+    monkeypatch.setattr(launches, function, change(getattr(launches, function)))
     assert is_rejected(lambda seed: wrong(fused_experts(**given), given), seeds=1)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
-from moe_numba.moe_layer import Experts, ExpertsWorkspace, MoELayer, reference, stages
+from moe_numba.moe_layer import Experts, ExpertsWorkspace, MoELayer, launches, reference, stages
 
 DEEPSEEK = dict(num_expert_group=4, topk_group=2, routed_scaling_factor=2.5, has_correction_bias=True)
 BF16_STAGES = "gate", "permute", "gate_up", "activation", "down", "sum"
@@ -66,7 +66,8 @@ def test_each_stage_can_be_its_reference(dtype, stage, device):
 def test_only_the_named_stage_is_replaced(stage, device, monkeypatch):
     """A kernel that must not run, and a reference that must."""
     kernels = {"permute": "group_by_expert", "sum": "weighted_sum", "gate": "biased_grouped_topk"}
-    monkeypatch.setattr(stages, kernels[stage], lambda *_, **__: pytest.fail(f"the kernel of {stage} was launched"))
+    refuse = lambda *_, **__: pytest.fail(f"the kernel of {stage} was launched")
+    monkeypatch.setattr(stages if stage == "gate" else launches, kernels[stage], refuse)
     x = tokens_of(device, 3)
     assert make_layer(device, reference={stage})(x).isfinite().all()
     with pytest.raises(pytest.fail.Exception, match=f"the kernel of {stage} was launched"):

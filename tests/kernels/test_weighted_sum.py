@@ -44,12 +44,12 @@ def check_sum(rows, indices, weights, shared=None):
     return out
 
 
-def check_silu(x, limit=None):
+def check_silu(x, valid=None, **options):
     """Compare with rounding to bfloat16 once, which the approximate exponential may move to the other neighbour."""
-    wanted, rows = reference.silu_and_mul(x), len(x) if limit is None else int(limit)
+    wanted, rows = reference.silu_and_mul(x, **options), len(x) if valid is None else int(valid)
     out, buffer = poisoned(wanted.shape, x.device)
     before = out.clone()
-    assert silu_and_mul(x, out=out, num_valid_rows=limit) is out
+    assert silu_and_mul(x, out=out, num_valid_rows=valid, **options) is out
     assert torch.equal(bits(out[rows:]), bits(before[rows:])), "an invalid row was written"
     error = (out[:rows].float() - wanted[:rows]).abs()
     assert (error <= wanted[:rows].abs() * (2**-8 + 2**-15) + 1e-36).all()
@@ -165,6 +165,16 @@ def test_silu_and_mul(rows, columns, device):
         check_silu(x, torch.tensor([min(limit, rows)], dtype=torch.int32, device=device))
 
 
+@pytest.mark.parametrize("options", [dict(limit=2.0), dict(activation="swigluoai", alpha=1.5, limit=1.0)])
+def test_other_activations(options, device):
+    x = make_inputs(5, 1, 48, device)[0] * 4
+    check_silu(x, torch.tensor([4], dtype=torch.int32, device=device), **options)
+    swapped = silu_and_mul(x.roll(24, 1), **options)
+    assert not torch.equal(swapped, silu_and_mul(x, **options))
+    x[2, 7] = float("nan")
+    assert silu_and_mul(x, **options).isnan().sum() == 1
+
+
 def test_silu_of_every_bfloat16(device):
     """Large, subnormal and special gates; torch's result is NaN for NaN and for minus infinity, too."""
     gate = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16).to(device)
@@ -214,6 +224,9 @@ SILU_REFUSALS = [
     (dict(num_valid_rows=torch.zeros(1)), TypeError, "num_valid_rows is torch.float32"),
     (dict(num_valid_rows=torch.zeros(2).int()), ValueError, r"num_valid_rows has shape \(2,\); it must be \[1\]"),
     (dict(num_valid_rows=3), TypeError, "num_valid_rows is int"),
+    (dict(activation="relu"), ValueError, "activation is 'relu'; it must be one of silu, swigluoai"),
+    (dict(alpha=-1.0), ValueError, "alpha is -1.0; it must be positive and finite"),
+    (dict(limit=True), TypeError, "limit is True; it must be a number"),
     (dict(out=torch.zeros(3, 16).bfloat16()), ValueError, r"out's tensor is .*; it must be .* \(3, 8\)"),
 ]
 
@@ -276,7 +289,10 @@ WRONG_SILUS = {
     "sigmoid without gate": ("return gate * rcp_approx", "return rcp_approx"),
     "base e instead of 2": ("LOG2_E = 1.4426950408889634", "LOG2_E = 1.0"),
     "the limit is inclusive": ("row < num_valid_rows[0]", "row <= num_valid_rows[0]"),
-    "rows of x as wide as those of the result": ("(int64(vector) + int64(row) * vectors_per_row)", "int64(vector)"),
+    "rows of x as wide as those of the result": (
+        "int64(row) * (2 * columns) + column",
+        "int64(row) * columns + column",
+    ),
 }
 
 
@@ -318,7 +334,7 @@ def test_wrong_activations_are_rejected(name, device, monkeypatch):
 _SUM = "uint16*", "int32*", "float32*", "uint16*", "uint16*", "int32", "int64"
 _SILU = "uint16*", "int32*", "uint16*", "int64"
 SUMS = [(7168, 8, False), (7168, 8, True), (136, 9, False), (2048, 1, False)]
-SILUS = [(2048, True), (136, False)]
+SILUS = [(2048, True), (136, False, "swigluoai", 1.702, 7.0)]
 KERNELS = {f"sum {shape}": (f"make_weighted_sum_kernel{shape}", _SUM, 128, False) for shape in SUMS}
 KERNELS |= {f"silu {shape}": (f"make_silu_and_mul_kernel{shape}", _SILU, 128, False) for shape in SILUS}
 

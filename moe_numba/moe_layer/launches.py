@@ -1,0 +1,173 @@
+"""The launches of ``fused_experts``, in order, for each format of weights."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_numba.expert_parallel.fp8_cast import per_token_cast_to_fp8
+from moe_numba.grouped_gemm import (
+    group_gemm_bf16,
+    group_gemm_blockwise_fp8,
+    group_gemm_mxfp4,
+    group_gemm_pertensor_fp8,
+    group_gemm_silu_and_mul_bf16,
+    group_gemm_silu_and_mul_blockwise_fp8,
+    group_gemm_silu_and_mul_mxfp4,
+)
+from moe_numba.grouped_gemm.checks import has_wgmma, is_mn_major
+from moe_numba.moe_layer.activation import Activation, silu_and_mul
+from moe_numba.moe_layer.per_token_quant import per_token_quant_fp8, silu_and_mul_quant_fp8
+from moe_numba.moe_layer.permute import permute_cast_to_fp8, permute_tokens
+from moe_numba.moe_layer.routing import group_by_expert
+from moe_numba.moe_layer.unpermute import weighted_sum
+from moe_numba.moe_layer.weights import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, ExpertsShape
+from moe_numba.moe_layer.workspace import Intermediates, is_permuted
+
+Launches = dict[str, Callable[[], Any]]
+
+
+class ExpertsTensors(NamedTuple):
+    """The tensors of a call of ``fused_experts``, with their names in messages."""
+
+    x: Any
+    w13: Any
+    w2: Any
+    topk_weights: Any
+    topk_ids: Any
+    w13_scale: Any = None
+    w2_scale: Any = None
+    shared: Any = None
+    w13_bias: Any = None
+    w2_bias: Any = None
+    a1_scale: Any = None
+    a2_scale: Any = None
+
+
+class ExpertsCall(NamedTuple):
+    """A call of ``fused_experts``, whose arguments have been checked."""
+
+    tensors: ExpertsTensors
+    shape: ExpertsShape
+    activation: Activation
+    fuses: bool  # whether the first grouped GEMM computes the activation
+    memory: Intermediates
+
+    @property
+    def permutes(self):
+        """Whether tokens are stored in the order of the experts."""
+        return is_permuted(self.shape, self.tensors.topk_ids.numel())
+
+    @property
+    def groups(self):
+        """Group sizes, and first rows of the groups."""
+        return self.memory.routing[:2]
+
+    @property
+    def gathered(self):
+        """Option of the first grouped GEMM."""
+        return {} if self.permutes else dict(gather_indices=self.memory.routing[2])
+
+    @property
+    def inverse_indices(self):
+        """Row of each assignment."""
+        return self.memory.routing[3]
+
+    @property
+    def num_valid_rows(self):
+        """Number of rows that belong to an expert."""
+        return self.memory.routing[1][-1:]
+
+
+def can_fuse_activation(w13: torch.Tensor, format_: str, activation: Activation) -> bool:
+    """Return whether the first grouped GEMM can compute the activation in its epilogue."""
+    if format_ != BF16:
+        return format_ != FP8_TENSOR  # whose epilogue would quantise per 128 columns
+    supported = activation.is_plain or activation.name == "swigluoai"
+    return supported and has_wgmma(w13.device) and not is_mn_major(w13)
+
+
+def launches_of(call: ExpertsCall, out: torch.Tensor) -> Launches:
+    """Return {name: launch} of a call, in order.
+
+    Intermediate results are in the call's memory, so that a launch can be replaced, or repeated alone.
+    """
+    t, memory, indices = call.tensors, call.memory, call.inverse_indices
+    return {
+        "group_by_expert": partial(group_by_expert, t.topk_ids, len(t.w13), out=memory.routing),
+        **_EXPERTS[call.shape.format](call),
+        "weighted_sum": partial(weighted_sum, memory.rows[0], indices, t.topk_weights, t.shared, out=out),
+    }
+
+
+def _bf16_rows(call):
+    """Return the first grouped GEMM's x in bfloat16, and the launch that permutes it, if one does."""
+    if not call.permutes:
+        return call.tensors.x, {}
+    (x,) = call.memory.x
+    return x, {"permute": partial(permute_tokens, call.tensors.x, call.inverse_indices, out=x)}
+
+
+def _gemm_activation(activation):
+    """Return the options of a grouped GEMM with an activation."""
+    return {} if activation.is_plain else activation.options
+
+
+def _bf16(call):
+    t, groups = call.tensors, call.groups
+    (gate_up,), (activated,), (rows,) = call.memory.gate_up, call.memory.activated, call.memory.rows
+    x, launches = _bf16_rows(call)
+    first = dict(bias=t.w13_bias, **call.gathered)
+    if call.fuses:
+        first |= _gemm_activation(call.activation)
+        launches["gate_up"] = partial(group_gemm_silu_and_mul_bf16, x, t.w13, *groups, out=activated, **first)
+    else:
+        launches["gate_up"] = partial(group_gemm_bf16, x, t.w13, *groups, out=gate_up, **first)
+        options = dict(num_valid_rows=call.num_valid_rows, **call.activation.options)
+        launches["activation"] = partial(silu_and_mul, gate_up, out=activated, **options)
+    launches["down"] = partial(group_gemm_bf16, activated, t.w2, *groups, out=rows, bias=t.w2_bias)
+    return launches
+
+
+def _mxfp4(call):
+    t, groups = call.tensors, call.groups
+    (activated,), (rows,) = call.memory.activated, call.memory.rows
+    x, launches = _bf16_rows(call)
+    first = dict(bias=t.w13_bias, **call.gathered, **_gemm_activation(call.activation))
+    launches["gate_up"] = partial(group_gemm_silu_and_mul_mxfp4, x, t.w13, *groups, out=activated, **first)
+    launches["down"] = partial(group_gemm_mxfp4, activated, t.w2, *groups, out=rows, bias=t.w2_bias)
+    return launches
+
+
+def _fp8_block(call):
+    t, memory, groups = call.tensors, call.memory, call.groups
+    if call.permutes:
+        launches = {"permute": partial(permute_cast_to_fp8, t.x, call.inverse_indices, out=memory.x)}
+    else:
+        launches = {"cast": partial(per_token_cast_to_fp8, t.x, out=memory.x)}
+    (x, x_scale), (activated, scale), (rows,) = memory.x, memory.activated, memory.rows
+    first, gate_up = (x, t.w13, *groups, x_scale, t.w13_scale), group_gemm_silu_and_mul_blockwise_fp8
+    launches["gate_up"] = partial(gate_up, *first, out=memory.activated, **call.gathered)
+    second = activated, t.w2, *groups, scale, t.w2_scale
+    launches["down"] = partial(group_gemm_blockwise_fp8, *second, out=rows)
+    return launches
+
+
+def _fp8_tensor(call):
+    """A row's own scale is a factor of the grouped GEMM's row."""
+    t, memory, groups = call.tensors, call.memory, call.groups
+    (x, x_scale), (gate_up,), (activated, scale), (rows,) = memory.x, memory.gate_up, memory.activated, memory.rows
+    quantise = partial(per_token_quant_fp8, t.x, t.a1_scale, call.inverse_indices, call.permutes, out=memory.x)
+    first = dict(out=gate_up, row_weights=x_scale, **call.gathered)
+    options = dict(num_valid_rows=call.num_valid_rows, **call.activation.options)
+    second = dict(out=rows, row_weights=scale)
+    return {
+        "permute" if call.permutes else "cast": quantise,
+        "gate_up": partial(group_gemm_pertensor_fp8, x, t.w13, *groups, t.w13_scale, **first),
+        "activation": partial(silu_and_mul_quant_fp8, gate_up, t.a2_scale, out=memory.activated, **options),
+        "down": partial(group_gemm_pertensor_fp8, activated, t.w2, *groups, t.w2_scale, **second),
+    }
+
+
+_EXPERTS = {BF16: _bf16, FP8_BLOCK: _fp8_block, FP8_TENSOR: _fp8_tensor, MXFP4: _mxfp4}

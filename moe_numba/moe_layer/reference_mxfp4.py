@@ -1,0 +1,39 @@
+"""Reference of packed MXFP4 weights in torch: what ``pack_mxfp4_experts`` has packed, as numbers."""
+
+import torch
+
+from moe_numba.grouped_gemm.packing_mxfp4 import CODE_BYTES, EXPONENT_OFFSET, EXPONENTS, FIELDS, UNIT
+from moe_numba.grouped_gemm.reference_mxfp4 import E2M1
+
+
+def unpack(packed):
+    """Return a packed weight [n / 64, k / 64, 2176] of one expert as float32 [n, k], its rows in the packed order."""
+    rows, columns, _ = packed.shape
+    words = packed.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    codes, scales = words[..., : CODE_BYTES // 4], words[..., CODE_BYTES // 4 :]
+    # Dimensions: unit row, unit column, warp, row of 8, lane of 4, 32-column block, and the two words of the block.
+    a, b = codes.reshape(rows, columns, 4, 8, 4, 2, 2).unbind(-1)
+    registers = a, a << 6, _rotr(a, 4), (a << 1) ^ (b >> 6), b, b << 6, _rotr(b, 4), (a << 2) ^ (b << 3)
+    fields = torch.stack([register & FIELDS for register in registers], -1)
+    halves = torch.stack([fields & 0xFFFF, fields >> 16], -1)
+    code = halves >> 12 & 8 | halves >> 6 & 7
+    # A register's number is (s % 2, h, r); then half of a register.
+    code = code.unflatten(6, (2, 2, 2)).permute(0, 2, 8, 3, 1, 5, 6, 7, 4, 9).reshape(UNIT * rows, UNIT * columns)
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=packed.device)[code]
+    exponents = torch.stack([scales & EXPONENTS, _rotr(scales, 8) & EXPONENTS], -1).view(rows, columns, 4, 8, 2)
+    exponents = torch.stack([exponents & 0xFFFF, exponents >> 16], -1) >> 7  # rows of a lane: r
+    exponents = exponents.permute(0, 2, 5, 3, 1, 4).reshape(UNIT * rows, 2 * columns)
+    factors = torch.exp2((exponents - EXPONENT_OFFSET - 127).double())
+    factors = torch.where(exponents == 0, 0.0, torch.where(exponents == 255, float("nan"), factors))
+    return values * factors.float().repeat_interleave(32, 1)
+
+
+def unpack_gate_up(packed, interleaved):
+    """Return packed gate and up of one expert as float32 [2 * intermediate, hidden]: alternating, or first gate."""
+    gate, up = unpack(packed).unflatten(0, (-1, 2, 8)).unbind(1)
+    gate, up = gate.flatten(0, 1), up.flatten(0, 1)
+    return torch.stack([gate, up], 1).flatten(0, 1) if interleaved else torch.cat([gate, up])
+
+
+def _rotr(words, count):
+    return (words >> count | words << 32 - count) & 0xFFFFFFFF
