@@ -16,7 +16,7 @@ from moe_numba.course.exercises.moe_layer import ranks_per_token
 NVLINK, NETWORK, NODE = 450e9, 50e9, 8  # bytes per second of a GPU in each direction; GPUs
 NUM_EXPERTS, TOPK, HIDDEN, INTERMEDIATE, MOE_LAYERS = 256, 8, 7168, 2048, 58
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE  # FP8 weights
-_DTYPES = {"bf16": ("bfloat16", 2), "e4m3": ("FP8", 1)}  # names and bytes
+_DTYPES = {"bf16": ("bfloat16", 2), "e4m3": ("FP8", 1), "mxfp4": ("MXFP4", 17 / 32)}  # names and bytes
 
 
 def bounds(layer: Layer, tokens: int) -> tuple[float, float, float]:

@@ -83,16 +83,19 @@ def dequantise_rows(values, scales):
     return values.float() * scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
 
 
-def float_weights(t, format_, interleaved):
-    """Return the weights of an ``ExpertsTensors`` in float32, those of MXFP4 in the order before packing."""
-    weights, scales = (t.w13, t.w2), (t.w13_scale, t.w2_scale)
+def float_weights(t, format_, interleaved, expert):
+    """Return w13 and w2 of one expert in float32, those of MXFP4 in the order before packing.
+
+    ``t`` is an ``ExpertsTensors``; ``interleaved``: whether rows of gate and up alternate.
+    """
+    weights, scales = (t.w13[expert], t.w2[expert]), (t.w13_scale, t.w2_scale)
     if format_ == MXFP4:
-        w13 = torch.stack([unpack_gate_up(packed, interleaved) for packed in t.w13])
-        return w13, torch.stack([unpack(packed) for packed in t.w2])
+        return unpack_gate_up(weights[0], interleaved), unpack(weights[1])
     if format_ == FP8_BLOCK:
-        return tuple(map(dequantise_blocks, weights, scales))
+        blocks = zip(weights, scales, strict=True)
+        return tuple(dequantise_blocks(weight[None], scale[expert, None])[0] for weight, scale in blocks)
     if format_ == FP8_TENSOR:
-        return tuple(weight.float() * scale[:, None, None] for weight, scale in zip(weights, scales, strict=True))
+        return tuple(weight.float() * scale[expert] for weight, scale in zip(weights, scales, strict=True))
     return tuple(weight.float() for weight in weights)
 
 
@@ -121,16 +124,18 @@ def fused_experts(
     t = ExpertsTensors(x, w13, w2, topk_weights, topk_ids, w13_scale, w2_scale)
     format_, options = format_of(w13, scaling_of(w13_scale)), dict(activation=activation, alpha=alpha, limit=limit)
     total = torch.zeros(len(x), x.shape[1], dtype=torch.float64, device=x.device)
-    w13, w2 = float_weights(t, format_, activation == "swigluoai")
     x = _quantised(x.float(), format_, per_token_cast_to_fp8, a1_scale)
     for expert in range(len(w13)):
         tokens, column = (topk_ids == expert).nonzero(as_tuple=True)
-        gate_up = x[tokens].double() @ w13[expert].double().T
+        if not len(tokens):
+            continue
+        gate_up_weight, down_weight = float_weights(t, format_, activation == "swigluoai", expert)
+        gate_up = x[tokens].double() @ gate_up_weight.double().T
         if w13_bias is not None:
             gate_up = gate_up + w13_bias[expert].double()
         gate_up = gate_up.bfloat16() if format_ in (FP8_BLOCK, FP8_TENSOR) else gate_up
         activated = _quantised(silu_and_mul(gate_up, **options), format_, gemm.quantise_rows, a2_scale)
-        rows = activated.double() @ w2[expert].double().T
+        rows = activated.double() @ down_weight.double().T
         if w2_bias is not None:
             rows = rows + w2_bias[expert].double()
         total.index_add_(0, tokens, rows.bfloat16().double() * topk_weights[tokens, column, None].double())

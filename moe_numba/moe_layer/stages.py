@@ -127,9 +127,15 @@ def _product(x, w, call, bias=None):
     return gemm.finish_rows(gemm.group_gemm(x, w, seqlens, starts), seqlens, starts, bias)
 
 
+def _stacked(call, which):
+    """Return w13 or w2 of all experts in float32."""
+    weights_of = partial(reference.float_weights, call.tensors, call.shape.format, call.activation.interleaved)
+    return torch.stack([weights_of(expert)[which] for expert in range(call.shape.num_experts)])
+
+
 def _gate_up(call):
     t, memory, format_ = call.tensors, call.memory, call.shape.format
-    w13 = reference.float_weights(t, format_, call.activation.interleaved)[0]
+    w13 = _stacked(call, 0)
     x = t.x.float() if format_ in (BF16, MXFP4) and not call.permutes else memory.x[0].float()
     x = x if call.permutes else gemm.gather_rows(x, memory.routing[2])
     if format_ == FP8_BLOCK:
@@ -158,7 +164,7 @@ def _activate(call, gate_up):
 
 def _down(call):
     t, memory, format_ = call.tensors, call.memory, call.shape.format
-    w2 = reference.float_weights(t, format_, False)[1]
+    w2 = _stacked(call, 1)
     x = memory.activated[0].float()
     if format_ == FP8_BLOCK:
         x = reference.dequantise_rows(x, memory.activated[1])

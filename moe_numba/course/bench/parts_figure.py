@@ -118,7 +118,7 @@ def parts_table(record: dict) -> str:
         own = {"config": {"model": model}, "size": {"tokens": tokens}}
         median = {other["step"]: other["kernel_us"]["median"] for other in records.select(record, **own)}
         launches = sum(us for step, us in median.items() if step.startswith("part: "))
-        rate = H200.tensor_flops[{"bf16": "bfloat16", "e4m3": "float8_e4m3fn"}[row["dtype"]]]
+        rate = H200.tensor_flops[{"e4m3": "float8_e4m3fn"}.get(row["dtype"], "bfloat16")]
         limit = "tensor cores" if row["flops"] / rate * 1e6 > 0.999 * bound else "memory bandwidth"
         cells = [*map(format_us, (median["final"], launches, median["both GEMMs"], bound))]
         lines.append(f"| {model} | {tokens} | {' | '.join(cells)} | {median['final'] / bound:.2f} | {limit} |")

@@ -9,12 +9,16 @@ import moe_numba
 from moe_numba.course.bench import kernel_times, records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.topics.grouped_gemm import FP8, TORCH_NAMES, random_weight
+from moe_numba.course.bench.topics.grouped_gemm_measure import BYTES_OF_WEIGHT
 from moe_numba.grouped_gemm.reference import mismatch
+from moe_numba.grouped_gemm.reference_mxfp4 import quantise_mxfp4
 from moe_numba.moe_layer import ExpertsWorkspace, reference
-from moe_numba.moe_layer.workspace import is_permuted
+from moe_numba.moe_layer.activation import ALPHA, check_activation
+from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of
 
 GATHERED_BYTES = 16 << 30  # batched_mm copies the weights of each assignment: leave out larger copies
-BOUNDS = {"bf16": 1e-2, "e4m3": 1e-2}  # relative error of a layer's output; see tests/kernels/test_moe_layer.py
+# Relative error of a layer's output; see tests/kernels/test_moe_layer.py.
+BOUNDS = {"bf16": 1e-2, "e4m3": 1e-2, "mxfp4": 1e-2}
 
 
 class Layer(NamedTuple):
@@ -27,12 +31,15 @@ class Layer(NamedTuple):
     dtype: str
     token_counts: tuple[int, ...]
     topk: int = 8
+    scaling: str = "block"  # of e4m3: a scale per 128 x 128 block, or "tensor", one per expert
+    activation: str = "silu"  # "swigluoai" with biases, as gpt-oss
 
     @property
     def config(self) -> dict[str, Any]:
         """Configuration of a row."""
         names = "model", "num_experts", "hidden", "intermediate", "topk"
-        return {name: getattr(self, name) for name in names}
+        changed = [name for name in ("scaling", "activation") if getattr(self, name) != self._field_defaults[name]]
+        return {name: getattr(self, name) for name in (*names, *changed)}
 
 
 class Inputs(NamedTuple):
@@ -51,27 +58,47 @@ def measure(layers, device="cuda"):
     """Return the rows of all layers. Each output is checked before it is timed."""
     rows = []
     for layer in layers:
-        weights = make_weights(layer, device)
+        weights, options = make_weights(layer, device), make_options(layer, device)
         for tokens in layer.token_counts:
-            rows += measure_layer(layer, make_inputs(layer, tokens, *weights))
+            rows += measure_layer(layer, make_inputs(layer, tokens, *weights), options)
         del weights
     return rows
 
 
 def make_weights(layer, device):
-    """Draw the weights, and for FP8 a scale per 128 x 128 block; outputs have magnitudes of about 1."""
+    """Draw the weights, and for FP8 their scales; outputs have magnitudes of about 1."""
     torch.manual_seed(0)
     experts, hidden, intermediate = layer.num_experts, layer.hidden, layer.intermediate
     shapes, dtype = ((2 * intermediate, hidden), (hidden, intermediate)), getattr(torch, TORCH_NAMES[layer.dtype])
     weights = [random_weight(experts, *shape, dtype, device) for shape in shapes]
     if dtype == FP8:
-        blocks = [[-(-size // 128) for size in shape] for shape in shapes]
+        blocks = [[-(-size // 128) for size in shape] if layer.scaling == "block" else [] for shape in shapes]
         scales = [(torch.rand(experts, *block, device=device) + 0.5) / 16 for block in blocks]
-    else:
-        scales = [None, None]
-        for weight in weights:
-            weight /= 16
-    return *weights, *scales
+        return *weights, *scales
+    for weight in weights:
+        weight /= 16
+    if layer.dtype == "mxfp4":
+        weights = pack(*weights, "interleaved" if layer.activation == "swigluoai" else "stacked")
+    return *weights, None, None
+
+
+def pack(w13, w2, gate_up):
+    """Quantise weights to MXFP4, expert by expert, and pack them."""
+    w13, w2 = ([quantise_mxfp4(expert) for expert in weight] for weight in (w13, w2))
+    packed = [
+        moe_numba.pack_mxfp4_experts(*(t[None] for t in (*first, *second)), gate_up)
+        for first, second in zip(w13, w2, strict=True)
+    ]
+    return [torch.cat(experts) for experts in zip(*packed, strict=True)]
+
+
+def make_options(layer, device):
+    """Draw the biases, and return the other options of ``fused_experts``."""
+    if layer.activation == "silu":
+        return {}
+    sizes = dict(w13_bias=2 * layer.intermediate, w2_bias=layer.hidden)
+    biases = {name: torch.randn(layer.num_experts, size, device=device).bfloat16() / 4 for name, size in sizes.items()}
+    return biases | dict(activation=layer.activation)
 
 
 def make_inputs(layer, tokens, w13, w2, w13_scale, w2_scale):
@@ -83,17 +110,19 @@ def make_inputs(layer, tokens, w13, w2, w13_scale, w2_scale):
     return Inputs(x, w13, w2, draw(tokens, layer.topk), ids, w13_scale, w2_scale)
 
 
-def measure_layer(layer, given):
+def measure_layer(layer, given, options):
     """Return the rows of one number of tokens."""
     tokens = len(given.x)
-    workspace, out = ExpertsWorkspace(tokens, layer.topk, given.w13, given.w2), torch.empty_like(given.x)
-    calls = {"final": partial(moe_numba.fused_experts, *given, out=out, workspace=workspace)} | peer_calls(layer, given)
-    expected = reference.fused_experts(*given)
+    workspace = ExpertsWorkspace(tokens, layer.topk, given.w13, given.w2, layer.scaling)
+    out = torch.empty_like(given.x)
+    ours = partial(moe_numba.fused_experts, *given, out=out, workspace=workspace, **options)
+    calls = {"final": ours} | peer_calls(layer, given, options)
+    expected = reference.fused_experts(*given, **options)
     for name, call in calls.items():
         if fault := mismatch(call(), expected, BOUNDS[layer.dtype]):
             raise AssertionError(f"{name}, {layer.model}, {tokens} tokens: {fault}")
     floor_us, flops = lower_bound(layer, given.ids)
-    parts = part_calls(given, workspace, out)
+    parts = part_calls(given, workspace, out, options)
     gemms = [parts["gate_up"], parts["down"]]
     calls |= {"both GEMMs": lambda: [gemm() for gemm in gemms]} | {
         f"part: {name}": part for name, part in parts.items()
@@ -116,45 +145,20 @@ def measure_layer(layer, given):
 
 def lower_bound(layer, ids):
     """Return the time to read the weights of the chosen experts once, or to multiply, and the operations."""
-    size, limits = {"bf16": 2, "e4m3": 1}[layer.dtype], chip_limits()
-    per_expert = 3 * layer.hidden * layer.intermediate
+    limits, per_expert = chip_limits(), 3 * layer.hidden * layer.intermediate
     flops = 2 * ids.numel() * per_expert
-    num_bytes = int(ids.unique().numel()) * per_expert * size
+    num_bytes = int(ids.unique().numel()) * per_expert * BYTES_OF_WEIGHT[layer.dtype]
     return max(num_bytes / limits.hbm_bandwidth, flops / limits.tensor_flops[TORCH_NAMES[layer.dtype]]) * 1e6, flops
 
 
-def part_calls(given, workspace, out):
+def part_calls(given, workspace, out, options):
     """Return {name: call} of the launches of ``fused_experts``, on the results that it left in its workspace."""
+    activation = check_activation(options.get("activation", "silu"), ALPHA, None)
+    biases = {name: value for name, value in options.items() if name.endswith("bias")}
+    tensors = ExpertsTensors(*given, **biases)
+    fuses = can_fuse_activation(given.w13, workspace.shape.format, activation)
     memory = workspace.intermediates(len(given.x))
-    *groups, gather_indices, inverse_indices = memory.routing
-    permutes = is_permuted(workspace.shape, given.ids.numel())
-    gathered = {} if permutes else dict(gather_indices=gather_indices)
-    calls = {"group_by_expert": partial(moe_numba.group_by_expert, given.ids, len(given.w13), out=memory.routing)}
-    if given.w13_scale is not None:
-        if permutes:
-            calls["permute"] = partial(moe_numba.permute_cast_to_fp8, given.x, inverse_indices, out=memory.x)
-        else:
-            calls["cast"] = partial(moe_numba.per_token_cast_to_fp8, given.x, out=memory.x)
-        calls["gate_up"] = partial(
-            moe_numba.group_gemm_silu_and_mul_blockwise_fp8,
-            *(memory.x[0], given.w13, *groups, memory.x[1], given.w13_scale),
-            out=memory.activated,
-            **gathered,
-        )
-        values, scales = memory.activated
-        down = values, given.w2, *groups, scales, given.w2_scale
-        calls["down"] = partial(moe_numba.group_gemm_blockwise_fp8, *down, out=memory.rows)
-    else:
-        x, (activated,) = given.x, memory.activated
-        if permutes:
-            (x,) = memory.x
-            calls["permute"] = partial(moe_numba.permute_tokens, given.x, inverse_indices, out=x)
-        calls["gate_up"] = partial(moe_numba.group_gemm_bf16, x, given.w13, *groups, out=memory.gate_up, **gathered)
-        rows = dict(num_valid_rows=groups[1][-1:])
-        calls["activation"] = partial(moe_numba.silu_and_mul, memory.gate_up, out=activated, **rows)
-        calls["down"] = partial(moe_numba.group_gemm_bf16, activated, given.w2, *groups, out=memory.rows)
-    calls["weighted_sum"] = partial(moe_numba.weighted_sum, memory.rows, inverse_indices, given.weights, out=out)
-    return calls
+    return launches_of(ExpertsCall(tensors, workspace.shape, activation, fuses, memory), out)
 
 
 def transformers_version():
@@ -166,21 +170,36 @@ def transformers_version():
     return transformers.__version__
 
 
-def peer_calls(layer, given):
+def peer_calls(layer, given, options):
     """Return the calls of transformers' functions for bfloat16 experts, if it is installed."""
     if layer.dtype != "bf16" or transformers_version() is None:
         return {}
-    from transformers import Qwen3MoeConfig
     from transformers.integrations import moe
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    sizes = dict(hidden_size=layer.hidden, moe_intermediate_size=layer.intermediate, num_experts=layer.num_experts)
-    with torch.device("meta"):
-        experts = Qwen3MoeExperts(Qwen3MoeConfig(**sizes, num_experts_per_tok=layer.topk))
-    experts.gate_up_proj = torch.nn.Parameter(given.w13, requires_grad=False)
-    experts.down_proj = torch.nn.Parameter(given.w2, requires_grad=False)
+    experts = transformers_experts(layer)
+    parameters = dict(gate_up_proj=given.w13, down_proj=given.w2)
+    if layer.activation == "swigluoai":
+        parameters = {name: weight.mT.contiguous() for name, weight in parameters.items()}
+        parameters |= dict(gate_up_proj_bias=options["w13_bias"], down_proj_bias=options["w2_bias"])
+    for name, tensor in parameters.items():
+        setattr(experts, name, torch.nn.Parameter(tensor, requires_grad=False))
     arguments = experts, given.x, given.ids.long(), given.weights
     calls = {"peer:transformers grouped_mm": partial(moe.grouped_mm_experts_forward, *arguments)}
     if given.ids.numel() * 6 * layer.hidden * layer.intermediate <= GATHERED_BYTES:
         calls["peer:transformers batched_mm"] = partial(moe.batched_mm_experts_forward, *arguments)
     return calls
+
+
+def transformers_experts(layer):
+    """Make a module of experts of transformers without memory: that of gpt-oss, or of Qwen3-MoE."""
+    from transformers import GptOssConfig, Qwen3MoeConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    sizes = dict(hidden_size=layer.hidden, num_experts_per_tok=layer.topk)
+    with torch.device("meta"):
+        if layer.activation == "swigluoai":
+            sizes |= dict(intermediate_size=layer.intermediate, num_local_experts=layer.num_experts)
+            return GptOssExperts(GptOssConfig(**sizes))
+        sizes |= dict(moe_intermediate_size=layer.intermediate, num_experts=layer.num_experts)
+        return Qwen3MoeExperts(Qwen3MoeConfig(**sizes))
