@@ -309,3 +309,29 @@ def test_a_layer_of_gpt_oss(device):
 def test_invalid_modules(options, message):
     with pytest.raises(ValueError, match=message):
         Experts(**dict(num_experts=3, hidden=64, intermediate=64) | options)
+
+
+# On a GPU: large sizes, graphs
+
+
+@pytest.mark.gpu
+@each_case
+@pytest.mark.parametrize("tokens", [1, 64, 1500])
+def test_large(case, tokens):
+    """Bit-identical from run to run, and in a graph that is replayed with another routing."""
+    sizes = dict(tokens=tokens, topk=4, experts=16, hidden=1024, intermediate=512)
+    given = make_inputs(case, "cuda", **sizes)
+    first = fused_experts(**given)
+    assert wrong(first, given) is None
+    for _ in range(10):
+        assert torch.equal(fused_experts(**given), first)
+    workspace, out, graph = workspace_of(given), torch.empty_like(first), torch.cuda.CUDAGraph()
+    fused_experts(**given, out=out, workspace=workspace)
+    with torch.cuda.graph(graph):
+        fused_experts(**given, out=out, workspace=workspace)
+    later = make_inputs(case, "cuda", **sizes, seed=1)
+    for name in ("x", "topk_ids", "topk_weights", "shared"):
+        given[name].copy_(later[name])
+    out.fill_(float("nan"))
+    graph.replay()
+    assert wrong(out, given) is None and not torch.equal(out, first)
