@@ -15,45 +15,57 @@ from moe_numba.expert_parallel import Buffer
 from moe_numba.extras import missing_extra
 from moe_numba.gate import biased_grouped_topk
 from moe_numba.moe_layer import ExpertParallelMoE, Experts, fused_experts
+from moe_numba.moe_layer.weights import check_weights
 
 try:
-    from transformers.activations import SiLUActivation
     from transformers.integrations import finegrained_fp8, moe
+
+    from moe_numba.integrations.transformers_layout import NAME, arguments_of, check_attributes, check_silu
+    from moe_numba.integrations.transformers_mxfp4 import pack_mxfp4_weights
 except ImportError as error:
     raise missing_extra(error, "moe_numba.integrations.transformers") or error from None
 
-NAME, NAME_EP = "moe_numba", "moe_numba_ep"
-_SILU = torch.nn.SiLU, SiLUActivation
-# What the kernels require of a module of experts: attribute, value where the module has none, allowed value.
-_LAYOUT: tuple[tuple[str, Any, Any], ...] = (
-    ("has_gate", True, True),
-    ("is_concatenated", True, True),
-    ("is_transposed", False, False),
-    ("has_bias", False, False),
-    ("has_post_expert_norm", False, False),
-    ("alpha", None, None),
-    ("limit", None, None),
-    ("swiglu_limit", None, None),
-)
+__all__ = [
+    "NAME",
+    "NAME_EP",
+    "distribute_experts",
+    "ep_experts_forward",
+    "experts_forward",
+    "fp8_experts_forward",
+    "fuse_routers",
+    "pack_mxfp4_weights",
+    "register",
+    "unfuse_routers",
+]
+
+NAME_EP = "moe_numba_ep"
 _SIGMOID_ROUTERS = {"DeepseekV3TopkRouter", "Glm4MoeTopkRouter"}
-_SOFTMAX_ROUTERS = {"MixtralTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"}
+_SOFTMAX_ROUTERS = {
+    "GptOssTopKRouter",
+    "MixtralTopKRouter",
+    "OlmoeTopKRouter",
+    "Qwen2MoeTopKRouter",
+    "Qwen3MoeTopKRouter",
+}
 _LAYER = "_moe_numba_expert_parallel"  # of a distributed module of experts: (ExpertParallelMoE,)
 _SAVED = "_moe_numba_forward"  # of a fused router: the forward that its instance had before, or None
 
 
 def register() -> None:
-    """Register the implementation "moe_numba" of experts with transformers, for bfloat16 and for FP8 weights.
+    """Register the implementation "moe_numba" of experts with transformers, for bfloat16, FP8 and MXFP4 weights.
 
     A model selects it by ``set_experts_implementation("moe_numba")``. It computes in bfloat16, without gradients. Ids
     outside of 0 to num_experts - 1, such as the sentinels of expert parallelism, add nothing. "moe_numba_ep", for
-    bfloat16 on several ranks, is registered, too: see :func:`distribute_experts`.
+    several ranks, is registered, too: see :func:`distribute_experts`.
 
     Notes
     -----
     Supported: SwiGLU experts with ``gate_up_proj`` [experts, 2 * intermediate, hidden] and ``down_proj`` [experts,
-    hidden, intermediate], bfloat16; or float8_e4m3fn with float32 ``*_scale_inv`` per 128 x 128 block and dynamic
-    scales of activations. Sizes as for :func:`moe_numba.fused_experts`. The first call of another module, such as
-    gpt-oss' (transposed and interleaved weights, biases, clamps), raises a ValueError that names the attribute.
+    hidden, intermediate] in bfloat16, also transposed and with biases; or in float8_e4m3fn with float32 ``*_scale_inv``
+    per 128 x 128 block and dynamic scales of activations. Activations are the plain ``silu(gate) * up``, and in
+    bfloat16 those of gpt-oss, and of DeepSeek-V4, GLM-5-Next and HunYuan-V4, which limit gate and up. gpt-oss also in
+    MXFP4: see :func:`pack_mxfp4_weights`. Sizes as for :func:`moe_numba.fused_experts`. The first call of a module with
+    another layout raises a ValueError that names the attribute.
     """
     moe.ExpertsInterface.register(NAME, experts_forward)
     moe.ExpertsInterface.register(NAME_EP, ep_experts_forward)
@@ -63,7 +75,7 @@ def register() -> None:
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute a module of bfloat16 experts; see :func:`register`.
+    """Compute a module of experts in bfloat16 or packed MXFP4; see :func:`register`.
 
     Parameters
     ----------
@@ -82,19 +94,20 @@ def experts_forward(
     ValueError
         If the module's layout or activation is not supported; the message names the attribute and what is allowed.
     TypeError
-        If hidden_states or the weights are not bfloat16.
+        If hidden_states is not bfloat16, or the weights are neither that nor packed MXFP4.
     """
     if hasattr(self, _LAYER):
         raise ValueError(f"{type(self).__name__} is distributed; {NAME_EP} is the only implementation that is allowed")
-    _check_bf16(self)
-    return _run(self, hidden_states, top_k_index, top_k_weights)
+    return _run(self, hidden_states, top_k_index, top_k_weights, arguments_of(self))
 
 
 def fp8_experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Compute a module of FP8 experts with a scale per 128 x 128 block; see :func:`experts_forward`."""
-    _check_layout(self)
+    check_attributes(self)
+    check_attributes(self, [("has_bias", False, False), ("is_transposed", False, False)])
+    check_silu(self)
     block_size, scheme = self.block_size, self.activation_scheme
     if block_size is None or tuple(block_size) != (128, 128):
         raise ValueError(f"block_size is {block_size}; {NAME} supports (128, 128) only")
@@ -107,8 +120,9 @@ def fp8_experts_forward(
     for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
         if getattr(self, name).dtype != torch.float32:
             raise TypeError(f"{name} is {getattr(self, name).dtype}; {NAME} supports torch.float32 only")
-    scales = self.gate_up_proj_scale_inv, self.down_proj_scale_inv
-    return _run(self, hidden_states, top_k_index, top_k_weights, *scales)
+    weights = dict(w13=self.gate_up_proj, w2=self.down_proj)
+    scales = dict(w13_scale=self.gate_up_proj_scale_inv, w2_scale=self.down_proj_scale_inv)
+    return _run(self, hidden_states, top_k_index, top_k_weights, weights | scales)
 
 
 def distribute_experts(model: torch.nn.Module, buffer: Buffer, num_worst_tokens: int = 0) -> int:
@@ -121,7 +135,7 @@ def distribute_experts(model: torch.nn.Module, buffer: Buffer, num_worst_tokens:
     Parameters
     ----------
     model : torch.nn.Module
-        With all experts, in bfloat16, the same on all ranks.
+        With all experts, in bfloat16 or packed MXFP4, the same on all ranks.
     buffer : moe_numba.Buffer
     num_worst_tokens : int
         As for :class:`moe_numba.moe_layer.ExpertParallelMoE`.
@@ -134,7 +148,7 @@ def distribute_experts(model: torch.nn.Module, buffer: Buffer, num_worst_tokens:
     Raises
     ------
     ValueError
-        If the model has no module of bfloat16 experts, if one is distributed already, if its layout is not supported,
+        If the model has no module of such experts, if one is distributed already, if its layout is not supported,
         or if the number of ranks does not divide the number of experts. No module has then been changed.
     """
     modules: list[Any] = [m for m in model.modules() if hasattr(m, "gate_up_proj") and hasattr(m, "_apply_gate")]
@@ -143,21 +157,18 @@ def distribute_experts(model: torch.nn.Module, buffer: Buffer, num_worst_tokens:
     for module in modules:
         if hasattr(module, _LAYER):
             raise ValueError("model is distributed already; distribute_experts is allowed once")
-        _check_bf16(module)
+        arguments_of(module)
         if len(module.gate_up_proj) % buffer.group_size:
             count = len(module.gate_up_proj)
             raise ValueError(f"model has {count} experts; {buffer.group_size} ranks must divide their number")
     for module in modules:
-        count, twice, hidden = module.gate_up_proj.shape
-        local = count // buffer.group_size
-        experts = Experts(local, hidden, twice // 2, device="meta")
-        for name, theirs in (("w13", "gate_up_proj"), ("w2", "down_proj")):
-            kept = getattr(module, theirs).detach()[buffer.rank * local :][:local].clone()
-            parameter = torch.nn.Parameter(kept, requires_grad=False)
-            setattr(module, theirs, parameter)
-            setattr(experts, name, parameter)
+        local = len(module.gate_up_proj) // buffer.group_size
+        for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
+            if getattr(module, name, None) is not None:
+                kept = getattr(module, name).detach()[buffer.rank * local :][:local].clone()
+                setattr(module, name, torch.nn.Parameter(kept, requires_grad=False))
         # In a tuple, so that the layer is no submodule, and its parameters are not twice in the state_dict.
-        setattr(module, _LAYER, (ExpertParallelMoE(buffer, experts, num_worst_tokens),))
+        setattr(module, _LAYER, (ExpertParallelMoE(buffer, _experts_of(arguments_of(module)), num_worst_tokens),))
     return len(modules)
 
 
@@ -173,37 +184,30 @@ def ep_experts_forward(
     return layer(hidden_states.contiguous(), top_k_weights.float().contiguous(), top_k_index.contiguous())
 
 
-def _check_layout(module):
-    """Refuse a module whose weights or activation are not those of `fused_experts`."""
-    for name, default, allowed in _LAYOUT:
-        value = getattr(module, name, default)
-        if value != allowed:
-            raise ValueError(f"{type(module).__name__}.{name} is {value}; {NAME} supports {allowed} only")
-    if not isinstance(module.act_fn, _SILU):
-        raise ValueError(f"{type(module).__name__}.act_fn is {type(module.act_fn).__name__}; {NAME} supports SiLU only")
+def _experts_of(arguments):
+    """Return the arguments of `fused_experts` as a module that shares their memory."""
+    w13, w2 = arguments["w13"], arguments["w2"]
+    shape, has_bias = check_weights(w13, w2), "w13_bias" in arguments
+    options = {name: value for name, value in arguments.items() if name in ("activation", "alpha", "limit")}
+    experts = Experts(*shape[:3], w13.dtype, "meta", has_bias=has_bias, **options)
+    for name in ("w13", "w2", "w13_bias", "w2_bias"):
+        if name in arguments:
+            setattr(experts, name, torch.nn.Parameter(arguments[name].detach(), requires_grad=False))
+    return experts
 
 
-def _check_bf16(module):
-    """Refuse a module that is not one of bfloat16 experts with the plain SwiGLU."""
-    _check_layout(module)
-    if type(module)._apply_gate is not moe._default_apply_gate:
-        raise ValueError(f"{type(module).__name__} defines _apply_gate; {NAME} supports act_fn(gate) * up only")
-    if module.gate_up_proj.dtype != torch.bfloat16:
-        raise TypeError(f"gate_up_proj is {module.gate_up_proj.dtype}; {NAME} needs a model in torch.bfloat16")
-
-
-def _run(module, hidden_states, ids, weights, *scales):
+def _run(module, hidden_states, ids, weights, arguments):
     if hidden_states.dtype != torch.bfloat16:
         raise TypeError(f"hidden_states is {hidden_states.dtype}; {NAME} needs a model in torch.bfloat16")
     weights = weights.float().contiguous()
-    return fused_experts(hidden_states.contiguous(), module.gate_up_proj, module.down_proj, weights, ids, *scales)
+    return fused_experts(hidden_states.contiguous(), topk_weights=weights, topk_ids=ids, **arguments)
 
 
 def fuse_routers(model: torch.nn.Module) -> int:
     """Let the routers of a model choose experts by :func:`moe_numba.biased_grouped_topk`, in one launch.
 
-    Supported: the routers of DeepSeek-V3, GLM-4-MoE, Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE. Modules, parameters and
-    outputs (logits, weights, int64 ids) remain as they are; :func:`unfuse_routers` undoes the change.
+    Supported: the routers of DeepSeek-V3, GLM-4-MoE, gpt-oss, Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE. Modules,
+    parameters and outputs (logits, weights, int64 ids) remain as they are; :func:`unfuse_routers` undoes the change.
 
     Parameters
     ----------
@@ -253,9 +257,12 @@ def _sigmoid_forward(self, hidden_states):
 
 
 def _softmax_forward(self, hidden_states):
-    """Route as Qwen3-MoE, whose weights have the dtype of the logits, or as Mixtral, whose weights are float32."""
-    logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
-    is_mixtral = not hasattr(self, "norm_topk_prob")
-    renormalize = is_mixtral or self.norm_topk_prob
+    """Route as Qwen3-MoE or gpt-oss, whose weights have the dtype of the logits, or as Mixtral, with float32 weights.
+
+    gpt-oss and Mixtral divide by the sum of the chosen probabilities.
+    """
+    bias, is_mixtral = getattr(self, "bias", None), type(self).__name__ == "MixtralTopKRouter"
+    logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight, bias)
+    renormalize = getattr(self, "norm_topk_prob", True)
     weights, ids = biased_grouped_topk(logits, None, self.top_k, renormalize, scoring="softmax")
     return logits, weights if is_mixtral else weights.to(logits.dtype), ids.long()
