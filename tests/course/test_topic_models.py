@@ -2,22 +2,31 @@
 
 import pytest
 import torch
-from helpers.bench_topics import patch_topic, record_of
+from helpers.bench_topics import ABOUT, patch_topic, record_of
 from helpers.figures import misplaced
 
 transformers = pytest.importorskip("transformers", minversion="5.17", reason="transformers 5.17 or newer is needed")
 
-from moe_numba.course.bench import Stats, topic  # noqa: E402
+from moe_numba.course.bench import Stats, records, topic  # noqa: E402
 from moe_numba.course.bench.topics import models_measure  # noqa: E402
 
 models = topic("models")
 TINY = models_measure.Model(
     "Tiny",
     "Qwen3Moe",
-    2,
+    1,
     dict(
         vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_experts=8,
         num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+    ),
+)  # fmt: skip
+TINY_GPT_OSS = models_measure.Model(
+    "Tiny gpt-oss",
+    "GptOss",
+    1,
+    dict(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_local_experts=8, num_experts_per_tok=4,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=32,
     ),
 )  # fmt: skip
 
@@ -40,11 +49,11 @@ def test_rows_figure_and_table(record):
     assert found == [("decode", 1, step) for step in steps] + [
         ("prefill", 1024, step) for step in steps if "batched" not in step
     ]
-    assert all(row["config"] == {"model": "Tiny", "layers": 2} for row in record["rows"])
+    assert all(row["config"] == {"model": "Tiny", "layers": 1} for row in record["rows"])
     lines = models.readme_table(record).splitlines()
     assert lines[0].startswith("| model | tokens | `grouped_mm` | `batched_mm` | `moe_numba` | with fused routers |")
-    assert lines[2] == ("| Tiny, 2 layers | 1 | 10.0 (2000) | 11.0 (3000) | 12.0 (4000) | 13.0 (5000) | 0.77 (0.40) |")
-    assert lines[3] == "| Tiny, 2 layers | 1024 | 14.0 (6000) |  | 15.0 (7000) | 16.0 (8000) | 0.88 (0.75) |"
+    assert lines[2] == ("| Tiny, 1 layers | 1 | 10.0 (2000) | 11.0 (3000) | 12.0 (4000) | 13.0 (5000) | 0.77 (0.40) |")
+    assert lines[3] == "| Tiny, 1 layers | 1024 | 14.0 (6000) |  | 15.0 (7000) | 16.0 (8000) | 0.88 (0.75) |"
     assert "Recorded on NVIDIA Toy" in lines[-1]
     (figure,) = models.figures(record).values()
     assert not misplaced(figure)
@@ -65,14 +74,32 @@ def test_each_step_selects_its_implementation(device):
         wanted = "moe_numba" if name.startswith("final") else name
         assert model.config._experts_implementation == wanted
         fused = ["forward" in vars(module) for module in model.modules() if "TopKRouter" in type(module).__name__]
-        assert fused == [name == models_measure.WITH_ROUTERS] * 2
+        assert fused == [name == models_measure.WITH_ROUTERS]
 
 
 @pytest.mark.parametrize("name", [models_measure.OURS, *models_measure.PEERS])
 def test_wrong_experts_are_not_timed(name, device):
     model = models_measure.make_model(TINY, str(device))
     models_measure.register()
+    check_wrong_experts(model, name)
+
+
+def check_wrong_experts(model, name):
     models_measure.check_experts(model, name)
     for change in (lambda ids: (ids + 1) % 8, torch.zeros_like):
         with pytest.raises(AssertionError, match=f"{name}: the experts have relative error"):
             models_measure.check_experts(model, name, change)
+
+
+def test_gpt_oss_is_measured_in_mxfp4_too(monkeypatch, device):
+    seen, check = [], models_measure.check_experts
+    monkeypatch.setattr(models_measure, "measure_passes", lambda about, model, tokens, steps: [(tokens, steps)])
+    monkeypatch.setattr(models_measure, "check_experts", lambda model, name: seen.append(name) or check(model, name))
+    rows = models_measure.measure([TINY_GPT_OSS], (1, 4), str(device))
+    assert rows == [(tokens, steps) for steps in (models_measure.STEPS, ("final, MXFP4",)) for tokens in (1, 4)]
+    assert seen == ["final", *models_measure.PEERS, "final, MXFP4"]
+    rows = [records.row(step, config=dict(model="m", layers=1), size=dict(tokens=1)) for step in models.COLUMNS]
+    times = dict(kernel_us=dict(median=3.0), pass_us=dict(median=5.0))
+    record = dict(ABOUT, rows=[row | times for row in rows])
+    lines = models.readme_table(record).splitlines()
+    assert lines[0].endswith("| with fused routers | speedup | in MXFP4 |") and lines[2].endswith("| 3.00 (5.00) |")

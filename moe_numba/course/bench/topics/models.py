@@ -9,10 +9,11 @@ from moe_numba.course.bench.records import format_us
 
 DEFAULT = "grouped_mm"  # what transformers runs if the caller selects nothing
 OURS, WITH_ROUTERS = "final", "final, fused routers"
+PACKED = "final, MXFP4"  # and fused routers; of gpt-oss
 TOKENS = 1, 16, 64, 4096
 QUICK_TOKENS = (16,)
 BEFORE = f"peer:transformers {DEFAULT}"
-COLUMNS = {BEFORE: "grouped_mm", OURS: "moe_numba", WITH_ROUTERS: "and routers"}
+COLUMNS = {BEFORE: "grouped_mm", OURS: "moe_numba", WITH_ROUTERS: "and routers", PACKED: "and MXFP4"}
 
 
 def measure(peers, quick):
@@ -49,19 +50,22 @@ def readme_table(record):
     steps_shown = [BEFORE, *others, OURS, WITH_ROUTERS]
     names = [step.removeprefix("peer:transformers ") for step in steps_shown[:-2]]
     names = [f"`{name}`" for name in (*names, "moe_numba")] + ["with fused routers", "speedup"]
+    has_packed = any(row["step"] == PACKED for row in record["rows"])
+    names += ["in MXFP4"] * has_packed
     lines = [f"| model | tokens | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
     for model, layers, tokens, steps in passes(record):
         cells = [_cell(steps.get(step)) for step in steps_shown]
         ratios = [steps[BEFORE][time]["median"] / steps[steps_shown[-1]][time]["median"] for time in _TIMES]
         cells.append("{} ({})".format(*map(records.format_ratio, ratios)))
+        cells += [_cell(steps.get(PACKED))] * has_packed
         lines.append(f"| {model}, {layers} layers | {tokens} | {' | '.join(cells)} |")
     version = next((row["version"] for row in record["rows"] if "version" in row), "")
     provenance = plots.provenance(record)
     text = (
         "Microseconds of a forward pass in a CUDA graph and, in brackets, called eagerly until the GPU has finished. "
         "The models have random weights in bfloat16. Up to 64 tokens are one of each sequence, without context; 4096 "
-        f"are a prompt. `{DEFAULT}` is what transformers {version} runs by default; the speedup of the last column is "
-        f"over it. {provenance[0].upper()}{provenance[1:]}."
+        f"are a prompt. `{DEFAULT}` is what transformers {version} runs by default; the speedup is that with fused "
+        f"routers. {provenance[0].upper()}{provenance[1:]}."
     )
     return "\n".join([*lines, "", text])
 

@@ -9,12 +9,15 @@ import transformers
 
 from moe_numba.course.bench import Stats, kernel_times, records
 from moe_numba.course.bench.timing import no_garbage_collection, shuffled_rounds
-from moe_numba.course.bench.topics.models import DEFAULT, OURS, WITH_ROUTERS
-from moe_numba.integrations.transformers import fuse_routers, register, unfuse_routers
+from moe_numba.course.bench.topics.models import DEFAULT, OURS, PACKED, WITH_ROUTERS
+from moe_numba.integrations.transformers import fuse_routers, pack_mxfp4_weights, register, unfuse_routers
+from moe_numba.integrations.transformers_layout import arguments_of
+from moe_numba.moe_layer import reference
 
 PEERS = DEFAULT, "batched_mm"
+STEPS = *PEERS, OURS, WITH_ROUTERS
 GATHERED_BYTES = 16 << 30  # batched_mm copies the weights of each assignment: leave out larger copies
-BOUND = 1e-2  # relative error of a module of experts, in bfloat16; another expert's weights give more than 1
+BOUND = 1e-2  # relative error of a module of experts, in bfloat16; another expert's weights give far more
 
 
 class Model(NamedTuple):
@@ -53,6 +56,15 @@ MODELS = (
             kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
         ),
     ),
+    Model(
+        "gpt-oss-20b",
+        "GptOss",
+        12,
+        dict(
+            hidden_size=2880, intermediate_size=2880, num_local_experts=32, num_experts_per_tok=4,
+            num_attention_heads=64, num_key_value_heads=8, head_dim=64, sliding_window=128,
+        ),
+    ),
 )  # fmt: skip
 
 
@@ -65,7 +77,12 @@ def measure(models, token_counts, device="cuda"):
         for name in (OURS, *PEERS):
             check_experts(model, name)
         for tokens in token_counts:
-            rows += measure_passes(about, model, tokens)
+            rows += measure_passes(about, model, tokens, STEPS)
+        if about.architecture == "GptOss":
+            pack_mxfp4_weights(model, allow_rounding=True)
+            check_experts(model, PACKED)
+            for tokens in token_counts:
+                rows += measure_passes(about, model, tokens, (PACKED,))
         del model
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -92,30 +109,25 @@ def select(model, name):
     """Select the implementation of a step."""
     model.set_experts_implementation("moe_numba" if name.startswith(OURS) else name)
     unfuse_routers(model)
-    if name == WITH_ROUTERS:
+    if name in (WITH_ROUTERS, PACKED):
         fuse_routers(model)
 
 
 def check_experts(model, name, change=lambda ids: ids):
-    """Compare the first module of experts with a loop over the experts in float32; ``change`` spoils the routing."""
+    """Compare the first module of experts with the reference; ``change`` spoils the routing."""
     select(model, name)
     experts = next(module.experts for module in model.modules() if hasattr(module, "experts"))
-    device, count = experts.gate_up_proj.device, len(experts.gate_up_proj)
+    device, given = experts.gate_up_proj.device, arguments_of(experts)
     random = torch.Generator(device).manual_seed(0)
     draw = partial(torch.rand, generator=random, device=device)
-    x = (draw(6, experts.gate_up_proj.shape[2]) - 0.5).bfloat16()
-    ids, weights = draw(6, count).topk(4).indices, draw(6, 4)
-    wanted = torch.zeros_like(x, dtype=torch.float32)
-    for token in range(6):
-        for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
-            gate, up = (experts.gate_up_proj[expert].float() @ x[token].float()).chunk(2)
-            hidden = torch.nn.functional.silu(gate) * up
-            wanted[token] += weight * (experts.down_proj[expert].float() @ hidden)
-    error = float((experts(x, change(ids), weights.bfloat16()).float() - wanted).norm() / wanted.norm())
+    x = (draw(6, model.config.hidden_size) - 0.5).bfloat16()
+    ids, weights = draw(6, len(experts.gate_up_proj)).topk(4).indices, draw(6, 4)
+    wanted = reference.fused_experts(x, topk_weights=weights, topk_ids=ids, **given)
+    error = float((experts(x, change(ids), weights.bfloat16()) - wanted).norm() / wanted.norm())
     assert error < BOUND, f"{name}: the experts have relative error {error:.1e}; {BOUND:.0e} is allowed"
 
 
-def measure_passes(about, model, tokens):
+def measure_passes(about, model, tokens, steps):
     """Return the rows of a forward pass of some tokens: one of each of as many sequences, or from 1024 on a prompt."""
     prompt = tokens >= 1024
     shape = (1, tokens) if prompt else (tokens, 1)
@@ -134,7 +146,7 @@ def measure_passes(about, model, tokens):
     topk = model.config.num_experts_per_tok
     expert_bytes = sum(w[0].numel() * w.element_size() for w in (experts.gate_up_proj, experts.down_proj))
     fits = tokens * topk * expert_bytes <= GATHERED_BYTES
-    names = [name for name in (*PEERS, OURS, WITH_ROUTERS) if name != "batched_mm" or fits]
+    names = [name for name in steps if name != "batched_mm" or fits]
     kernels = kernel_times({name: partial(select_and_forward, name) for name in names}, launches=2, replays=10)
     passes = pass_times({name: partial(select, model, name) for name in names}, forward)
     config = dict(model=about.name, layers=about.layers)
@@ -143,7 +155,7 @@ def measure_passes(about, model, tokens):
             name if name.startswith(OURS) else f"peer:transformers {name}",
             config=config,
             size=dict(tokens=tokens),
-            dtype="bf16",
+            dtype="mxfp4" if name == PACKED else "bf16",
             kernel=kernels[name],
             pass_us=records.times(passes[name]),
             operation="prefill" if prompt else "decode",
