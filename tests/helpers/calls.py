@@ -92,6 +92,14 @@ def moe_layer(fp8):
     return lambda: moe_numba.fused_experts(x, w13, w2, weights, ids, w13_scale, w2_scale, shared=x)
 
 
+def moe_layer_with_scales_per_expert():
+    random = torch.Generator().manual_seed(5)
+    ids, weights = torch.randint(-1, 4, (5, 2), generator=random), torch.rand(5, 2, generator=random)
+    w13, w2 = (torch.randn(4, n, 64, generator=random).to(torch.float8_e4m3fn) for n in (128, 64))
+    x, scales = torch.randn(5, 64, generator=random).bfloat16(), torch.full((4,), 0.1)
+    return lambda: moe_numba.fused_experts(x, w13, w2, weights, ids, scales, scales)
+
+
 def many_assignments():
     ids = torch.randint(-1, 16, (1100, 8), generator=torch.Generator().manual_seed(6))
     return lambda: moe_numba.group_by_expert(ids, 16)
@@ -188,6 +196,7 @@ CALLS = {
     "grouped GEMM with swigluoai, bf16": activated_rows("swigluoai"),
     "experts of a layer": moe_layer(False),
     "experts of a layer, FP8": moe_layer(True),
+    "experts of a layer, FP8 with a scale per expert": moe_layer_with_scales_per_expert(),
     "assignments by expert, three launches": many_assignments(),
     "dispatch to an output": dispatch_to_output(False),
     "FP8 dispatch to an output": dispatch_to_output(True),

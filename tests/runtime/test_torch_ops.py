@@ -27,6 +27,7 @@ NOT_TENSOR_FUNCTIONS = {
     "UnsupportedDeviceError",
     "fuse_checkpoint",
     "pack_mxfp4",
+    "pack_mxfp4_experts",
     "memory_cost",
     "simulator",
     "ExpertsWorkspace",
@@ -45,6 +46,11 @@ def fp8(*shape):
 
 def bf16(*shape):
     return torch.randn(shape).bfloat16()
+
+
+def packed(*units):
+    """MXFP4 weights of 64 columns, none of them NaN."""
+    return torch.randint(130, 160, (*units, 1, 2176), dtype=torch.uint8)
 
 
 def ids(*shape):
@@ -115,6 +121,8 @@ CALLS = {
     "weighted_sum": lambda: ((bf16(6, 64), ids(3, 2), torch.rand(3, 2)), {}),
     "weighted_sum:shared": lambda: ((bf16(6, 64), ids(3, 2), torch.rand(3, 2), bf16(3, 64)), {}),
     "silu_and_mul": lambda: ((bf16(3, 32),), {}),
+    "per_token_quant_fp8": lambda: ((bf16(3, 32), None, int32(0, 1, 2, 3, 4, 5).view(3, 2), True), {}),
+    "silu_and_mul_quant_fp8": lambda: ((bf16(3, 64), torch.rand(1)), dict(activation="swigluoai", limit=2.0)),
     "fused_experts": lambda: ((bf16(3, 64), bf16(8, 128, 64), bf16(8, 64, 64), torch.rand(3, 2), ids(3, 2)), {}),
     "fused_moe": lambda: ((bf16(3, 64), torch.randn(3, 8), torch.randn(8), bf16(8, 128, 64), bf16(8, 64, 64), 2), {}),
     "fused_moe:softmax": lambda: (
@@ -124,6 +132,10 @@ CALLS = {
     "fused_experts:fp8": lambda: (
         (bf16(3, 128), fp8(4, 256, 128), fp8(4, 128, 128), torch.rand(3, 2), ids(3, 2)),
         dict(w13_scale=torch.rand(4, 2, 1), w2_scale=torch.rand(4, 1, 1), shared=bf16(3, 128)),
+    ),
+    "fused_experts:mxfp4": lambda: (
+        (bf16(3, 64), packed(4, 2), packed(4, 1), torch.rand(3, 2), ids(3, 2)),
+        dict(w13_bias=bf16(4, 128), w2_bias=torch.rand(4, 64), activation="swigluoai"),
     ),
     "group_gemm_silu_and_mul_pertensor_fp8": lambda: ((fp8(6, 64), fp8(2, 256, 64), *GROUPS, torch.rand(2)), {}),
     "group_gemm_silu_and_mul_blockwise_fp8": lambda: (
@@ -326,8 +338,11 @@ WRONG = {  # call, number of the argument or name of the option, wrong value
     "permute_tokens": [(0, bf16(3, 12)), (1, int32(1, 2))],
     "permute_cast_to_fp8": [(0, bf16(3, 24)), (1, int32(1, 2))],
     "weighted_sum": [(0, bf16(6, 12)), (2, torch.rand(3, 1))],
+    "per_token_quant_fp8": [(0, bf16(3, 24)), (1, torch.rand(2)), ("permute", 2)],
+    "silu_and_mul_quant_fp8": [(0, bf16(3, 48)), ("limit", -1.0)],
     "silu_and_mul": [(0, bf16(3, 24)), ("num_valid_rows", int32(1, 2))],
     "fused_experts": [(0, bf16(3, 128)), (1, bf16(8, 64, 64)), ("w13_scale", torch.rand(8, 1, 1))],
+    "fused_experts:mxfp4": [(1, packed(4, 1)), ("w2_bias", torch.rand(4, 128)), ("a1_scale", torch.rand(1))],
     "fused_moe": [(0, bf16(3, 128)), (1, torch.randn(3, 7)), (2, torch.randn(4)), (5, 9)],
     "group_gemm_bf16": [(0, bf16(6, 128)), (2, int32(1)), ("gather_indices", torch.zeros(6))],
     "k_grouped_gemm_bf16": [(0, bf16(6, 12)), (1, bf16(5, 72)), (3, int32(1)), ("accumulate", True)],

@@ -258,7 +258,15 @@ def grouped_gemm_backward():
 def moe_layer():
     import torch
 
-    from moe_numba import group_by_expert, permute_cast_to_fp8, permute_tokens, silu_and_mul, weighted_sum
+    from moe_numba import (
+        group_by_expert,
+        per_token_quant_fp8,
+        permute_cast_to_fp8,
+        permute_tokens,
+        silu_and_mul,
+        silu_and_mul_quant_fp8,
+        weighted_sum,
+    )
 
     bf16 = torch.bfloat16
     for experts in (8, 256, 512):
@@ -279,6 +287,18 @@ def moe_layer():
         yield f"silu {hidden}", lambda: silu_and_mul(x)
         limit = torch.empty(1, dtype=torch.int32)
         yield f"silu {hidden} limit", lambda: silu_and_mul(x, num_valid_rows=limit)
+    x, valid = torch.empty(4, 5760, dtype=bf16), torch.empty(1, dtype=torch.int32)
+    for activation, limit in (("silu", 7.0), ("swigluoai", 7.0)):
+        options = dict(num_valid_rows=valid, activation=activation, limit=limit)
+        yield f"{activation} 2880 limited", lambda: silu_and_mul(x, **options)
+        yield f"{activation} 2880 limited, quantised", lambda: silu_and_mul_quant_fp8(x, **options)
+    for scale in (None, torch.empty(1)):
+        kind = "own" if scale is None else "given"
+        yield f"silu 2880 quantised, {kind} scales", lambda: silu_and_mul_quant_fp8(x, scale, num_valid_rows=valid)
+        for permute in (False, True):
+            indices, tokens = torch.zeros(4, 8).int(), torch.empty(4, 7168, dtype=bf16)
+            rows = "permuted" if permute else "in place"
+            yield f"tokens {rows}, {kind} scales", lambda: per_token_quant_fp8(tokens, scale, indices, permute)
     for permute in (permute_cast_to_fp8, permute_tokens):
         yield permute.__name__, lambda: permute(torch.empty(4, 7168, dtype=bf16), torch.zeros(4, 8).int())
 
