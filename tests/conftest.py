@@ -78,6 +78,7 @@ RACES = {
 CAPABILITIES = {
     (8, 0): {
         "test_cp_async",
+        "test_determinism",
         "test_examples",
         "test_expert_parallel_moe",
         "test_fused_moe",
