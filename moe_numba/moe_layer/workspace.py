@@ -1,5 +1,6 @@
 """Preallocated intermediate results of ``fused_experts`` and ``fused_moe``."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ class Intermediates(NamedTuple):
     topk: Any  # weights and ids, outputs of the gate of `fused_moe`
     routing: Any  # outputs of `group_by_expert`
     x: Any  # x in FP8 and its scales, permuted or not; or x in bfloat16, if it is permuted
-    gate_up: Any  # none if the first grouped GEMM includes the activation
+    gate_up: Any  # none if only an epilogue computes the activation; overwritten by ``rows``
     activated: Any  # with scales for FP8
     rows: Any  # one tensor, outputs of the experts
 
@@ -81,8 +82,20 @@ class ExpertsWorkspace:
         self._views: dict = {}
 
     def _allocate(self):
+        """Return the tensors. Those for gate and up and for the outputs share memory: the former are read before."""
         described, device = describe(self.shape, self.max_tokens, self.topk), self.shape.device
-        return Intermediates(*(tuple(torch.empty(s, dtype=d, device=device) for s, d in group) for group in described))
+        sizes = [size for size, _ in (*described.gate_up, *described.rows)]
+        shared = torch.empty(max(map(math.prod, sizes)), dtype=torch.bfloat16, device=device)
+
+        def new(size, dtype):
+            return torch.empty(size, dtype=dtype, device=device)
+
+        def view(size, dtype):
+            return shared[: math.prod(size)].view(size)
+
+        made = {name: view if name in ("gate_up", "rows") else new for name in Intermediates._fields}
+        groups = zip(made.values(), described, strict=True)
+        return Intermediates(*(tuple(make(*tensor) for tensor in group) for make, group in groups))
 
     def check(self, tokens: int, topk: int, shape: ExpertsShape) -> None:
         """Refuse a call that the workspace is not for."""
