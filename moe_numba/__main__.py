@@ -1,6 +1,7 @@
 """Command line: ``python -m moe_numba doctor | bench TOPIC | plot TOPIC | readme | stale``."""
 
 import argparse
+import inspect
 import sys
 import tempfile
 from pathlib import Path
@@ -48,6 +49,7 @@ def _parser():
     bench.add_argument("topic", metavar="TOPIC")
     bench.add_argument("--peers", type=Path, metavar="DIR", help="also measure the kernels of other projects in DIR")
     bench.add_argument("--out", type=Path, metavar="DIR", help="write DIR/<gpu>/TOPIC.json (default: docs/results)")
+    bench.add_argument("--seconds", type=int, metavar="S", help="of a topic that measures until its time is up")
     bench.add_argument("--quick", action="store_true", help="measure a few sizes only")
     bench.set_defaults(run=_bench)
 
@@ -100,6 +102,9 @@ def _bench(options):
     from moe_numba.course.bench import records, sources
 
     topic = _topic(options.topic)
+    budget = {} if options.seconds is None else {"seconds": options.seconds}
+    if budget and "seconds" not in inspect.signature(topic.measure).parameters:
+        raise UserError(f"--seconds is {options.seconds}; {options.topic} measures all of its sizes")
     if options.out is not None:
         _make_folder(options.out)  # fail before measuring, not after
     if simulator.ENABLED or not torch.cuda.is_available():
@@ -117,10 +122,12 @@ def _bench(options):
             f"the record of {options.topic} has times of {', '.join(lost)}, which a run without them would delete: "
             "name their folder with --peers, or another folder for the record with --out"
         )
-    rows = topic.measure(peers, options.quick)
+    rows = topic.measure(peers, options.quick, **budget)
+    if hasattr(topic, "generate"):  # before the hashes of the sources, of which what it writes is one
+        print(f"written: {topic.generate(rows, records.folder(env['gpu']))}")
     if hasattr(topic, "out_of_reach"):
         rows += records.carried_over(earlier, topic.out_of_reach, env)
-    print_table(rows, options.topic)
+    print(topic.summary(rows)) if hasattr(topic, "summary") else print_table(rows, options.topic)
     sources = sources.topic_sources(options.topic)
     print(f"written to {records.write(options.topic, rows, sources, results=options.out, env=env)}")
     return 0

@@ -116,6 +116,7 @@ TOPICS = (
 )
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
+    "grouped_gemm_tiles": "tile configurations of the grouped GEMM, of which it writes the package's table",
     "models": "models of transformers, before and after one line",
     "older_gpus": "the kernels for older GPUs, beside those for this GPU",
 }

@@ -16,7 +16,8 @@ from moe_numba.grouped_gemm.checks import (
     scale_strides,
 )
 from moe_numba.grouped_gemm.config import BLOCK_N, MAX_AVERAGE, MAX_TILES, THREADS, GemmConfig
-from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, select_block_scaled_config
+from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
+from moe_numba.grouped_gemm.config_choice import select_wgmma_config
 from moe_numba.grouped_gemm.config_mma import MmaConfig
 from moe_numba.grouped_gemm.group_starts import GroupStarts
 from moe_numba.grouped_gemm.kernel import make_kernel
@@ -25,7 +26,7 @@ from moe_numba.grouped_gemm.launch_block_scaled import BLOCK_SCALED_SIGNATURE, B
 from moe_numba.grouped_gemm.launch_hopper import HopperLaunch, signature_of
 from moe_numba.grouped_gemm.launch_mma import MmaLaunch
 from moe_numba.runtime.cubin_cache import machine_code
-from moe_numba.runtime.device import gpu_of
+from moe_numba.runtime.device import gpu_of, persistent_ctas
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.outputs import Outputs, remember, tensor_key
 from moe_numba.runtime.validate import check_int, make_outputs
@@ -123,22 +124,22 @@ class GemmPlan:
         shape = GemmShape(
             scaling, row_layout, silu_and_mul, average, groups, total_rows, capacity, n, k, options, y_rows
         )
-        by_block = scaling == "block"
-        if by_block:
+        if scaling == "block":
             shape = shape._replace(scale_strides=scale_strides(tensors.x_scale))
         is_plain = not has_epilogue_options(tensors, options)
-        gpu = gpu_of(x.device)
-        if config is not None:
+        gpu, is_given = gpu_of(x.device), config is not None
+        if is_given:
             check_config_of_call(config, shape)
-        if config is None and gpu.has_wgmma and by_block and is_plain:
-            config = select_block_scaled_config(row_layout, average, silu_and_mul, n)
+        if not is_given and gpu.has_wgmma:
+            is_measured = is_plain and tensors.gather_indices is None and not is_mn_major(weight)
+            config = select_wgmma_config(shape, is_plain, is_measured, persistent_ctas(x.device, 2))
         if isinstance(config, BlockScaledConfig):
             if not is_plain:
                 raise ValueError(f"config is {config}; its kernel does not have these epilogue options")
             self.launch = BlockScaledLaunch(config, tensors, shape)
             columns = self.launch.config.columns
-        elif isinstance(config, GemmConfig) or (config is None and gpu.has_wgmma):
-            self.launch, columns = HopperLaunch(config, tensors, shape), BLOCK_N
+        elif isinstance(config, GemmConfig):
+            self.launch, columns = HopperLaunch(config, tensors, shape, is_given), BLOCK_N
         else:
             if is_mn_major(weight):
                 raise ValueError(

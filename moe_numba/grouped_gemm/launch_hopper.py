@@ -3,19 +3,9 @@
 from functools import cache
 
 from moe_numba.grouped_gemm.checks import is_mn_major
-from moe_numba.grouped_gemm.config import (
-    BLOCK_N,
-    DTYPE_NAMES,
-    THREADS,
-    GemmConfig,
-    SharedMemoryLayout,
-    fit_one_group,
-    fit_registers,
-    select_config,
-)
+from moe_numba.grouped_gemm.config import BLOCK_N, DTYPE_NAMES, THREADS, GemmConfig, SharedMemoryLayout, fit_registers
 from moe_numba.grouped_gemm.kernel import make_kernel
 from moe_numba.grouped_gemm.launch_tma import SIGNATURE, TmaLaunch
-from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address, launcher
 
 # Of kernels whose epilogue reads bias, row_weights, scatter_indices and y_rows, or scales per row.
@@ -23,14 +13,10 @@ EPILOGUE_SIGNATURE = *SIGNATURE, "uint16*", "float32*", "int32*", "int32"
 
 
 class HopperLaunch(TmaLaunch):
-    """Launches for tensors of given shapes, strides and dtypes."""
+    """Launches for tensors of given shapes, strides and dtypes; ``is_given`` is whether the caller chose ``config``."""
 
-    def __init__(self, config, tensors, shape):
-        x, weight, is_given = tensors.x, tensors.weight, config is not None
-        if not is_given:
-            config = select_config(shape.scaling, shape.row_layout, shape.average, shape.silu_and_mul)
-            if shape.groups == 1:
-                config = fit_one_group(config, shape.total_rows, shape.n, persistent_ctas(x.device, 2))
+    def __init__(self, config, tensors, shape, is_given=False):
+        x, weight = tensors.x, tensors.weight
         if tensors.gather_indices is not None:
             config = config._replace(gather=True, cluster_size=1)
         config = config._replace(weight_major="mn" if is_mn_major(weight) else "k")

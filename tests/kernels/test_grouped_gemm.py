@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers.grouped_gemm import FUNCTIONS, SILU, check_graph_replay, inputs, silu_mismatch
 
-from moe_numba import simulator  # before numba: it chooses the engine
 from moe_numba.runtime import device as devices
 
 # isort: split
@@ -19,15 +18,8 @@ from moe_numba.grouped_gemm import (
     launch,
     reference,
 )
-from moe_numba.grouped_gemm.config import (
-    GemmConfig,
-    SharedMemoryLayout,
-    check_config,
-    fit_one_group,
-    fit_registers,
-    select_config,
-)
-from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, BlockScaledLayout
+from moe_numba.grouped_gemm.config import GemmConfig, check_config, fit_one_group, fit_registers, select_config
+from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
 from moe_numba.grouped_gemm.config_mma import MmaConfig
 from moe_numba.grouped_gemm.parameters import describe_parameters
 from moe_numba.grouped_gemm.reference import FP8, mismatch
@@ -412,33 +404,6 @@ def test_results_are_bit_identical(groups, rows, n, k, repeats):
 def test_graph_replay_reads_new_lengths():
     """The kernel reads the lengths, so a captured call can be replayed with other lengths."""
     check_graph_replay()
-
-
-# Tuning
-
-
-@pytest.mark.parametrize("scaling, silu", [("tensor", False), ("block", False), ("tensor", True), ("block", True)])
-def test_tuner_tries_configs_that_fit(scaling, silu, monkeypatch, capsys, device):
-    from moe_numba.course.bench import tune_grouped_gemm as tuner
-
-    if not devices.gpu_of(0).has_wgmma:
-        pytest.skip("the configurations are those of the Hopper kernel")
-    candidates = tuner.candidates(scaling, silu)
-    layouts = {GemmConfig: SharedMemoryLayout, BlockScaledConfig: BlockScaledLayout}
-    assert len(candidates) >= 12 and {type(c) for c in candidates.values()} == (
-        {GemmConfig, BlockScaledConfig} if scaling == "block" else {GemmConfig}
-    )
-    assert all(layouts[type(c)](c).bytes <= devices.H200.shared_bytes for c in candidates.values())
-    monkeypatch.setattr(tuner, "TILES", [(16, 1, (16,)), (8, 2, (8,))])
-    monkeypatch.setattr(tuner, "SILU_TILES", [(16, 1, (16,))])
-    shapes = {"small": dict(n=256, k=128)}
-    found = tuner.tune(scaling, silu, [9], shapes, groups=2, device=device)
-    assert list(found) == [("small", 9)] and (simulator.ENABLED or len(found["small", 9]) >= 2)
-    assert capsys.readouterr().out.count("\n") == 1  # no configuration has a wrong result
-    monkeypatch.setattr(tuner.reference, "mismatch", lambda out, expected: "wrong result")
-    monkeypatch.setattr(tuner.reference, "silu_and_mul", lambda gate_up: gate_up.chunk(2, dim=1)[0].float())
-    tuner.tune(scaling, silu, [9], shapes, groups=2, device=device)
-    assert f"16: {'relative error' if silu else 'wrong result'}" in capsys.readouterr().out
 
 
 # Scalings

@@ -1,33 +1,32 @@
-"""Time every configuration of the grouped GEMM that fits, to choose those in ``grouped_gemm/config*.py``.
+"""Candidates for the tile configurations of the grouped GEMM, and the table of those that the package uses.
 
-    python -m moe_numba.course.bench.tune_grouped_gemm [--scaling tensor|block|none] [--rows 32 8192] [--silu]
+    python -m moe_numba bench grouped_gemm_tiles [--seconds 240]                # on a GPU: the record and the table
+    python -m moe_numba.course.bench.tune_grouped_gemm [--gpu h100-80gb-hbm3]   # the table again, from the record
 
-It uses the two GEMMs of a DeepSeek-V3 expert, or with ``--silu`` the first with the activation, and prints the times in
-ascending order for each number of rows. A configuration whose result differs from the reference has no time.
+A row of the record has the times of the best candidates, ``tiles``, of one problem and routing. A problem's
+configuration is chosen for all routings, because the host does not know how rows are distributed: the mean over the
+routings of its time, relative to the best candidate's, is least. Of those within ``TOLERANCE`` of the least the table
+has the one that serves the most problems, so that noise causes no additional kernels, which take seconds to compile.
 """
 
 import argparse
 import itertools
-import multiprocessing
+from pathlib import Path
+from typing import NamedTuple
 
-import torch
-
-from moe_numba import simulator
-from moe_numba.course.bench.timing import kernel_times
-from moe_numba.course.bench.topics.grouped_gemm import (
-    GROUPS,
-    SHAPES,
-    lower_bound,
-    make_problem,
-    random_lengths,
-    random_weight,
-)
-from moe_numba.grouped_gemm import reference
-from moe_numba.grouped_gemm.config import GemmConfig, SharedMemoryLayout
+from moe_numba.course.bench import records
+from moe_numba.grouped_gemm import config_choice, config_table
+from moe_numba.grouped_gemm.config import CONFIGS, LARGEST_BLOCK_SCALED, SILU_CONFIGS, GemmConfig, SharedMemoryLayout
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, BlockScaledLayout
-from moe_numba.grouped_gemm.launch import compile_config, group_gemm
+from moe_numba.grouped_gemm.config_choice import kind_of
+from moe_numba.grouped_gemm.config_mxfp4 import CONFIGS as MXFP4_CONFIGS
+from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout
 from moe_numba.runtime.device import H200
 
+TOPIC = "grouped_gemm_tiles"
+KINDS = ("tensor", "block", "none", "mxfp4", "tensor, silu", "block, silu")
+TOLERANCE = 1.015
+BAND_ROWS = 3072
 MAX_STAGES = 12  # enough to hide the latency of a load
 TILES = [  # subtile_m, m_subtiles, mma_n
     (16, 1, (16,)),
@@ -36,54 +35,74 @@ TILES = [  # subtile_m, m_subtiles, mma_n
     (64, 1, (64, 32)),
     (96, 1, (96, 64)),
     (128, 1, (128, 96, 64)),
-    (144, 1, (144, 128, 96)),
     (96, 2, (96, 64)),
     (128, 2, (128, 96)),
-    (136, 2, (136, 128)),
-    (144, 2, (144, 128)),
     (144, 2, (144, 136, 128, 120, 104, 88, 64, 32)),
 ]
-SILU_TILES = [tile for tile in TILES if tile[1] == 1] + [
-    (112, 1, (112, 104, 96, 88)),
-    (128, 1, (128, 120, 112, 104)),
-    (136, 1, (136, 128, 120, 112)),
-    (144, 1, (144, 136, 128, 120)),
-    (144, 1, (144, 136, 128, 120, 112, 104)),
-]
-WITHOUT_SILU = "without the activation, selected configuration"
+SILU_TILES = [*TILES[:5], (112, 1, (112, 104, 96, 88)), (128, 1, (128, 120, 112, 104)), (144, 1, (144, 136, 128, 120))]
+# With block scales two subtiles have too many scales for the registers of a thread.
+TILES_OF_KIND = {kind: SILU_TILES if "silu" in kind else TILES[:6] if kind == "block" else TILES for kind in KINDS}
 
 
-def candidates(scaling, silu_and_mul=False):
-    """Return {name: config} of all configurations that fit into shared memory, each with as many stages as fit."""
-    found = {}
-    for subtile_m, m_subtiles, mma_n in SILU_TILES if silu_and_mul else TILES:
-        for cluster_size in (1, 2):
-            config = GemmConfig(
-                dtype="bf16" if scaling == "none" else "e4m3",
-                scaling=scaling,
-                subtile_m=subtile_m,
-                m_subtiles=m_subtiles,
-                mma_n=mma_n,
-                silu_and_mul=silu_and_mul,
-                cluster_size=cluster_size,
-            )
-            if config := with_most_stages(config, SharedMemoryLayout):
-                name = "/".join(map(str, mma_n)) + f" x {m_subtiles}" * (m_subtiles > 1)
-                found[name + ", cluster" * (cluster_size > 1)] = config
-    return found | (block_scaled_candidates(silu_and_mul) if scaling == "block" else {})
+class Problem(NamedTuple):
+    """What a configuration is chosen for."""
+
+    kind: str
+    n: int  # rows of weight
+    k: int
+    groups: int
+    average: int  # rows per group
+
+    @property
+    def scaling(self) -> str:
+        return self.kind.partition(",")[0]
+
+    @property
+    def silu_and_mul(self) -> bool:
+        return self.kind == kind_of(self.scaling, True)
+
+
+# Candidates
+
+
+def candidates(kind):
+    """Return {name: configuration} of a kind of grouped GEMM, with as many pipeline stages as fit, and the rules'."""
+    scaling, silu_and_mul = Problem(kind, 0, 0, 0, 0).scaling, kind.endswith("silu")
+    if kind == "mxfp4":
+        return {name_of(config): config for config in mxfp4_candidates()}
+    base = GemmConfig(dtype="bf16" if scaling == "none" else "e4m3", scaling=scaling, silu_and_mul=silu_and_mul)
+    found = [base._replace(**tile) for _, tile in (SILU_CONFIGS if silu_and_mul else CONFIGS)]
+    if scaling == "block":
+        found = [base._replace(**LARGEST_BLOCK_SCALED)] if not silu_and_mul else []
+        found += block_scaled_candidates(silu_and_mul)
+    for (subtile_m, m_subtiles, mma_n), cluster_size in itertools.product(TILES_OF_KIND[kind], (1, 2)):
+        config = base._replace(subtile_m=subtile_m, m_subtiles=m_subtiles, mma_n=mma_n, cluster_size=cluster_size)
+        found.append(with_most_stages(config, SharedMemoryLayout))
+        if m_subtiles == 2 and cluster_size == 1:
+            found.append(with_most_stages(config._replace(band_rows=BAND_ROWS), SharedMemoryLayout))
+    return {name_of(config): config for config in found if config}
 
 
 def block_scaled_candidates(silu_and_mul):
     """Return the configurations of the block-scaled kernel, with rows of x as wgmma's rows."""
-    found = {}
-    for block_n in (256,) if silu_and_mul else (128, 192):
-        for keep_weight, cluster_size in itertools.product((False, True), (1,) if silu_and_mul else (1, 2)):
+    found = []
+    for block_n in (256,) if silu_and_mul else (128, 192, 256):
+        for keep_weight, cluster_size in itertools.product((False, True), (1, 2)):
             config = BlockScaledConfig(
                 block_n=block_n, silu_and_mul=silu_and_mul, keep_weight=keep_weight, cluster_size=cluster_size
             )
-            name = f"rows of x by {block_n}" + ", weights kept in L2" * keep_weight + ", cluster" * (cluster_size > 1)
-            found[name] = with_most_stages(config, BlockScaledLayout)
+            found.append(with_most_stages(config, BlockScaledLayout))
     return found
+
+
+def mxfp4_candidates():
+    """Return the configurations of the kernel for MXFP4 weights."""
+    found = [Mxfp4Config(**tile) for _, tile in MXFP4_CONFIGS]
+    for config in list(found):
+        if config.subtile_m <= 64:
+            found.append(with_most_stages(config._replace(warpgroups=4), Mxfp4Layout))
+    wide = found[0]._replace(subtile_m=96, mma_n=(96, 80, 64, 48), box_rows=16)
+    return [*found, with_most_stages(wide, Mxfp4Layout)]
 
 
 def with_most_stages(config, layout):
@@ -93,78 +112,143 @@ def with_most_stages(config, layout):
     return fitting[-1] if fitting else None
 
 
-def arguments_of(scaling, p):
-    """Return x, weight, group sizes and scales of a problem, as ``launch.group_gemm`` takes them."""
-    if scaling != "block":
-        return p.x, p.weight, p.seqlens, p.cu_seqlens, None, p.y_scale if scaling == "tensor" else None
-    groups, n, k = p.weight.shape
-    x_scale = torch.rand(len(p.x), -(-k // 128), device=p.x.device) + 0.5
-    w_scale = torch.rand(groups, -(-n // 128), -(-k // 128), device=p.x.device) + 0.5
-    return p.x, p.weight, p.seqlens, p.cu_seqlens, x_scale, w_scale
-
-
-def error_of(scaling, arguments, out, lengths, silu_and_mul=False, groups=4):
-    """Return None, or how the results of the first ``groups`` groups differ from the reference."""
-    x, weight, seqlens, starts, x_scale, weight_scale = arguments
-    rows = int(lengths[:groups].sum())
-    first = x[:rows], weight[:groups], seqlens[:groups], starts[: groups + 1]
-    if scaling == "block":
-        expected = reference.group_gemm_blockwise(*first, x_scale[:rows], weight_scale[:groups])
+def name_of(config):
+    """Return a name that tells a configuration from all other candidates of its kind."""
+    if isinstance(config, BlockScaledConfig):
+        name = f"rows of x by {config.block_n}" + ", weights kept in L2" * config.keep_weight
     else:
-        expected = reference.group_gemm(*first, None if scaling == "none" else weight_scale[:groups])
-    if not silu_and_mul:
-        return reference.mismatch(out[:rows], expected)
-    y, scale = (tensor[:rows] for tensor in out)
-    expected = reference.silu_and_mul(expected)
-    error = float((y.double() * scale.repeat_interleave(128, 1) - expected).norm() / expected.norm())
-    return None if error < 0.035 else f"relative error {error:.2g}; rounding to FP8 causes 0.026"
+        name = "/".join(map(str, config.mma_n)) + f" x {config.m_subtiles}" * (config.m_subtiles > 1)
+        name += f", bands of {band_rows} rows" if (band_rows := getattr(config, "band_rows", 0)) else ""
+    if isinstance(config, Mxfp4Config):
+        name += f", {config.warpgroups} warpgroups"
+    return name + ", cluster" * (config.cluster_size > 1) + f", {config.stages} stages"
 
 
-def compile_all(configs):
-    """Compile the configurations into the cubin cache, in one process per core."""
-    if not simulator.ENABLED:
-        with multiprocessing.get_context("spawn").Pool() as pool:
-            pool.map(compile_config, configs, chunksize=1)
+# Choice
 
 
-def tune(scaling, silu_and_mul, rows_wanted, shapes=None, groups=GROUPS, device="cuda"):
-    """Print the times and return ``{(shape, rows): {configuration: microseconds}}``."""
-    dtype, found = torch.bfloat16 if scaling == "none" else reference.FP8, {}
-    configs = candidates(scaling, silu_and_mul)
-    compile_all(configs.values())
-    shapes = shapes or ({"gate_up": SHAPES["gate_up"]} if silu_and_mul else SHAPES)
-    for shape, sides in shapes.items():
-        weights = [random_weight(groups, sides["n"], sides["k"], dtype, device) for _ in range(2)]
-        for rows in rows_wanted:
-            lengths, calls = random_lengths(groups, rows), {}
-            all_arguments = [arguments_of(scaling, make_problem(weight, lengths)) for weight in weights]
-            for name, config in configs.items():
-                run = [
-                    lambda a=a, c=config: group_gemm(scaling, *a, silu_and_mul=silu_and_mul, config=c)
-                    for a in all_arguments
-                ]
-                if error := error_of(scaling, all_arguments[0], run[0](), lengths, silu_and_mul):
-                    print(f"{shape}, {rows} rows, {name}: {error}")
-                else:
-                    calls[name] = run
-            if silu_and_mul:
-                calls[WITHOUT_SILU] = [lambda a=a: group_gemm(scaling, *a) for a in all_arguments]
-            times = {} if simulator.ENABLED else kernel_times(calls, launches=10, replays=7)
-            found[shape, rows] = {name: stats.median for name, stats in times.items()}
-            ranked = sorted(found[shape, rows].items(), key=lambda item: item[1])
-            bound = lower_bound(lengths, **sides, dtype="bf16" if scaling == "none" else "e4m3")[0]
-            times_text = "; ".join(f"{name} {us:.1f}" for name, us in ranked)
-            print(f"{shape}, {rows} rows, lower bound {bound:.0f} us: {times_text}")
+def problem_of(row):
+    """Return the problem of a row of the record."""
+    config = row["config"]
+    kind, groups = kind_of(config["scaling"], config.get("silu_and_mul", False)), config["num_groups"]
+    return Problem(kind, config["n"], config["k"], groups, row["size"]["rows"] // groups)
+
+
+def mean_ratios(rows):
+    """Return {problem: {name: ratio}}: the mean over the routings of a candidate's time to the best one's.
+
+    A candidate that is not measured with all routings of a problem has none.
+    """
+    tiles: dict = {}
+    for row in rows:
+        tiles.setdefault(problem_of(row), []).append(row["tiles"])
+    found = {}
+    for problem, by_routing in tiles.items():
+        names = set.intersection(*map(set, by_routing))
+        ratios = {name: sum(times[name] / min(times.values()) for times in by_routing) for name in sorted(names)}
+        found[problem] = {name: total / len(by_routing) for name, total in ratios.items()}
     return found
+
+
+def choose(rows):
+    """Return {problem: name} of the chosen configurations; see the module."""
+    chosen: dict[Problem, str] = {}
+    for kind in KINDS:
+        near = {}
+        for problem, ratios in mean_ratios(rows).items():
+            if problem.kind == kind:
+                limit = TOLERANCE * min(ratios.values())
+                near[problem] = {name: ratio for name, ratio in ratios.items() if ratio <= limit}
+        while near:
+            served: dict[str, list[float]] = {}
+            for name, ratio in itertools.chain(*(found.items() for found in near.values())):
+                served.setdefault(name, []).append(ratio)
+            name = min(served, key=lambda name: (-len(served[name]), sum(served[name]), name))
+            chosen |= {problem: name for problem, found in near.items() if name in found}
+            near = {problem: found for problem, found in near.items() if name not in found}
+    return chosen
+
+
+def excess(rows, chosen=None):
+    """Return {problem: ratio}: the mean ratio of the chosen configuration to the least of all candidates.
+
+    Parameters
+    ----------
+    rows : list of dict
+        Rows of the record.
+    chosen : callable, optional
+        ``chosen(problem)`` returns a name; by default that of the package's table, which must have the problem.
+    """
+    found = {}
+    for problem, ratios in mean_ratios(rows).items():
+        if chosen is None:
+            name = name_of(config_choice.measured_config(*problem))
+        else:
+            name = chosen(problem)
+        found[problem] = ratios[name] / min(ratios.values())
+    return found
+
+
+# Table
+
+
+def table_text(rows, gpu):
+    """Return the text of ``config_table.py`` for the rows of a record; ``gpu`` is the record's folder."""
+    chosen = choose(rows)
+    lines = [
+        f'"""Tile configurations by problem, from docs/results/{gpu}/{TOPIC}.json.',
+        "",
+        "Generated by `python -m moe_numba.course.bench.tune_grouped_gemm`: do not edit. See `config_choice.py`.",
+        '"""',
+        "# fmt: off",
+        "# ruff: noqa: E501, F401",
+        "",
+        "from typing import Any",
+        "",
+        "from moe_numba.grouped_gemm.config import GemmConfig",
+        "from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig",
+        "from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config",
+        "",
+        f'GPU = "{gpu}"',
+        "",
+        "CONFIGS: dict[str, tuple[Any, ...]] = {",
+    ]
+    names = {kind: sorted({name for p, name in chosen.items() if p.kind == kind}) for kind in KINDS}
+    for kind in filter(names.get, KINDS):
+        configs = candidates(kind)
+        lines += [f'    "{kind}": (', *(f"        {source_of(configs[name])}," for name in names[kind]), "    ),"]
+    lines += ["}", "", "# By kind and by (n, k, groups): {rows per group: index of the configuration}."]
+    lines.append("TABLE: dict[str, dict[tuple[int, int, int], dict[int, int]]] = {")
+    for kind in filter(names.get, KINDS):
+        lines.append(f'    "{kind}": {{')
+        problems = sorted(problem for problem in chosen if problem.kind == kind)
+        for shape, found in itertools.groupby(problems, key=lambda problem: problem[1:4]):
+            lines.append(f"        {shape}: { ({p.average: names[kind].index(chosen[p]) for p in found}) },")
+        lines.append("    },")
+    return "\n".join([*lines, "}", ""])
+
+
+def source_of(config):
+    """Return the expression that makes a configuration."""
+    changed = {name: value for name, value in config._asdict().items() if value != config._field_defaults[name]}
+    return f"{type(config).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+
+def write_table(rows, gpu, root=None) -> Path:
+    """Write ``config_table.py`` and return its path."""
+    path = records.repository(root) / "moe_numba" / "grouped_gemm" / "config_table.py"
+    path.write_text(table_text(rows, gpu))
+    return path
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--scaling", choices=["tensor", "block", "none"], default="tensor")
-    parser.add_argument("--silu", action="store_true", help="gate and up with the activation")
-    parser.add_argument("--rows", type=int, nargs="+", default=[32, 128, 512, 2048, 8192])
-    options = parser.parse_args()
-    tune(options.scaling, options.silu, options.rows)
+    parser.add_argument("--gpu", default=config_table.GPU or "h100-80gb-hbm3", help="folder of docs/results to read")
+    gpu = parser.parse_args().gpu
+    rows = records.read(TOPIC, gpu)["rows"]
+    chosen = choose(rows)
+    worst = max(excess(rows, chosen.get).values())
+    print(f"{len(chosen)} problems, at most {100 * (worst - 1):.1f} % slower than the best: {write_table(rows, gpu)}")
 
 
 if __name__ == "__main__":
