@@ -40,7 +40,15 @@ class MmaConfig(NamedTuple):
     scatter: bool = False  # rows of y are stored to the rows that an index array names
     row_weights: bool = False  # each row of y is multiplied by a factor
 
-    m_subtiles = cluster_size = 1  # as in `config.GemmConfig`
+    # As in `config.GemmConfig`, for the tile scheduler:
+
+    @property
+    def m_subtiles(self) -> int:
+        return 1
+
+    @property
+    def cluster_size(self) -> int:
+        return 1
 
     @property
     def subtile_m(self) -> int:
