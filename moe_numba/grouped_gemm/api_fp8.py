@@ -121,9 +121,11 @@ def group_gemm_blockwise_fp8(
     x_scale : tensor [total, ceil(k / 128)] or [groups, capacity, ceil(k / 128)], float32
         A scale for each 128 elements of a row, with any strides: contiguous, as a cast kernel writes it, or with
         contiguous columns, as DeepGEMM takes it (``get_mn_major_tma_aligned_tensor``). Contiguous scales are faster
-        with 64 or more rows per group.
+        with 64 or more rows per group. Or [total, ceil(k / 512)] or [groups, capacity, ceil(k / 512)], int32: exponents
+        as DeepGEMM packs them (``get_mn_major_tma_aligned_packed_ue8m0_tensor``), see below; also with any strides.
     w_scale : tensor [groups, ceil(n / 128), ceil(k / 128)], float32
-        Contiguous: a scale for each 128 x 128 block of a weight.
+        Contiguous: a scale for each 128 x 128 block of a weight. Or [groups, n, ceil(k / 512)], int32: packed exponents
+        of a scale for each row, of which the first of each 128 rows is used; ``w_scale.mT`` is contiguous.
     {num_seq_per_group_avg}
     {offs}
     {out}
@@ -142,6 +144,12 @@ def group_gemm_blockwise_fp8(
     See Also
     --------
     group_gemm_pertensor_fp8 : Describes the result and the errors in full.
+
+    Notes
+    -----
+    A packed scale is a byte e of UE8M0 and means 2**(e - 127); 255 is NaN. An int32 has those of four neighbouring
+    blocks of k, the first in the lowest byte. Kernels unpack them as they load them. x_scale, w_scale or both may be
+    packed.
     """
     if needs_dispatch(x, weight, x_scale, w_scale, bias, row_weights):
         more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices

@@ -157,8 +157,9 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     {seqlens}
     {cu_seqlens}
     x_scale : tensor [total, ceil(k / 128)] or [groups, capacity, ceil(k / 128)], float32
-        With any strides.
+        With any strides; or packed exponents, int32.
     w_scale : tensor [groups, ceil(n / 128), ceil(k / 128)], float32
+        Contiguous; or packed exponents, int32.
     {num_seq_per_group_avg}
     {offs}
     out : (tensor, tensor), optional

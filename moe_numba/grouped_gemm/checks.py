@@ -4,7 +4,7 @@ import numbers
 
 import torch
 
-from moe_numba.grouped_gemm.config import MAX_GROUPS, SCALE_BLOCK
+from moe_numba.grouped_gemm.config import MAX_GROUPS, PACKED_SCALES, SCALE_BLOCK
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.validate import (
     UnsupportedDeviceError,
@@ -103,9 +103,32 @@ def check_scales(scaling, x, weight, x_scale, weight_scale):
         _check_array("x_scale", x_scale, tuple(x.shape[:-1]), torch.float32, x.device)
         _check_array("w_scale", weight_scale, (groups, n), torch.float32, x.device)
     elif scaling == "block":
-        k_blocks = -(-k // SCALE_BLOCK)
-        _check_array("x_scale", x_scale, (*x.shape[:-1], k_blocks), torch.float32, x.device, contiguous=False)
-        _check_array("w_scale", weight_scale, (groups, -(-n // SCALE_BLOCK), k_blocks), torch.float32, x.device)
+        for name, scale, shape in (
+            ("x_scale", x_scale, (*x.shape[:-1], -(-k // SCALE_BLOCK))),
+            ("w_scale", weight_scale, (groups, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))),
+        ):
+            check_block_scale(name, scale, shape, n, x.device)
+
+
+def check_block_scale(name, scale, shape, n, device):
+    """Check block scales: float32 of a shape, or packed exponents, of a weight with a scale for each of ``n`` rows."""
+    is_weight = name == "w_scale"
+    if not is_packed(scale):
+        dtypes = torch.float32, torch.int32  # for the message: int32 would be packed
+        _check_array(name, scale, shape, dtypes, device, contiguous=is_weight)
+        return
+    packed = (shape[0], n) if is_weight else shape[:-1]
+    _check_array(name, scale, (*packed, -(-shape[-1] // PACKED_SCALES)), torch.int32, device, contiguous=False)
+    if is_weight and not scale.mT.is_contiguous():
+        raise ValueError(
+            f"w_scale has strides {scale.stride()}; packed exponents must have contiguous rows, w_scale.mT contiguous, "
+            "as DeepGEMM's get_mn_major_tma_aligned_packed_ue8m0_tensor returns them"
+        )
+
+
+def is_packed(scale):
+    """Whether block scales are packed exponents, see ``block_scales.py``."""
+    return scale is not None and scale.dtype == torch.int32
 
 
 def check_options(options, n, scaling):

@@ -18,6 +18,7 @@ SILU_ROWS = 32  # rows of y that the silu-and-mul epilogue processes at once
 SILU_ROW_BYTES = 2 * 2 * BLOCK_N + 16  # a row's gate and up in bf16, and 16 bytes that spread rows over the banks
 
 SCALE_BLOCK = 128  # elements of k, and rows of a weight, that share a block scale
+PACKED_SCALES = 4  # exponents in an int32, see `block_scales.py`
 MAX_GROUPS = 512
 MAX_TILES = (1 << 31) - 1  # of a launch
 MAX_AVERAGE = 1 << 20  # rows per group; more make no difference
@@ -56,6 +57,9 @@ class GemmConfig(NamedTuple):
     warp_uniform: bool = True  # tell the compiler which values of the main loop are warp-uniform
     fast_accumulation: bool = False  # FP8: accumulate over all of k in the tensor cores, see `kernel.make_mma_stage`
     band_rows: int = 0  # rows of a group whose tiles follow one another; 0: all, see `scheduler.make_get_banded_tile`
+    # Block scales as packed UE8M0 exponents instead of float32, see `block_scales.py`:
+    packed_x_scale: bool = False
+    packed_weight_scale: bool = False
     weight_major: str = "k"  # contiguous dimension of weight [groups, n, k]: "k", or with bf16 "mn", which is n
 
     @property

@@ -37,6 +37,9 @@ class BlockScaledConfig(NamedTuple):
     keep_weight: bool = False  # keep weights in L2 as long as rows of x
     gather: bool = False  # rows of x are read through an array of row indices
     cluster_size: int = 2  # CTAs that compute a pair of tiles, see ``scheduler_pairs.py``; or 1
+    # Block scales as packed UE8M0 exponents instead of float32, see `block_scales.py`:
+    packed_x_scale: bool = False
+    packed_weight_scale: bool = False
 
     @property
     def half_rows(self) -> int:

@@ -39,6 +39,9 @@ class MmaConfig(NamedTuple):
     accumulate: bool = False  # add to y, in f32
     scatter: bool = False  # rows of y are stored to the rows that an index array names
     row_weights: bool = False  # each row of y is multiplied by a factor
+    # Block scales as packed UE8M0 exponents instead of float32, see `block_scales.py`:
+    packed_x_scale: bool = False
+    packed_weight_scale: bool = False
 
     # As in `config.GemmConfig`, for the tile scheduler:
 

@@ -41,11 +41,12 @@ class Operands(NamedTuple):
 class Scales(NamedTuple):
     """Scales in global memory: block scales of x and weight, or one scale per group in ``weight``."""
 
-    x: Any  # float32 pointer
-    weight: Any  # float32 pointer
+    x: Any  # float32 pointer, or int32 if packed, as `block_scales.py` says
+    weight: Any
     row_stride: Any  # of the block scales of x, in elements
     k_stride: Any
     group_stride: Any  # int64: from one group to the next, beyond ``capacity`` rows; 0 if x is not masked
+    weight_rows: Any  # of a group, used with packed scales of weight only
 
 
 class Copy(NamedTuple):

@@ -49,8 +49,8 @@ ACCUMULATOR_REGISTERS = 190  # registers of a consumer thread for accumulators, 
 class Scales(NamedTuple):
     """Scales in global memory: block scales of x and weight, or one scale per group in ``weight``."""
 
-    x: Any  # float32 pointer
-    weight: Any  # float32 pointer
+    x: Any  # float32 pointer, or int32 if packed, as `block_scales.py` says
+    weight: Any
 
 
 class ScaleStrides(NamedTuple):
@@ -59,6 +59,7 @@ class ScaleStrides(NamedTuple):
     row: Any
     k_block: Any
     group: Any  # int64: from one group to the next, beyond ``capacity`` rows; else 0
+    weight_rows: Any  # of a group, used with packed scales of weight only
 
 
 # Consumer warpgroups
@@ -320,6 +321,7 @@ def make_kernel(config):
     check_config(config)
     layout = SharedMemoryLayout(config)
     compute_tiles, valid_shift = make_compute_tiles(config, layout), 1 if config.dtype == "bf16" else 0
+    weight_parts = layout.weight_tiles
 
     if config.has_inputs:
 
@@ -356,7 +358,7 @@ def make_kernel(config):
             output = EpilogueOperands(y, y_scale, n, inputs)
             problem, scales = Problem(lengths, starts, groups, total_rows, capacity), Scales(x_scale, weight_scale)
             source = GatherSource(x, row_indices, x_rows, row_bytes, int32(k << valid_shift))
-            strides = ScaleStrides(scale_row_stride, scale_k_stride, scale_group_stride)
+            strides = ScaleStrides(scale_row_stride, scale_k_stride, scale_group_stride, int32(n * weight_parts))
             compute_tiles(map_x, map_weight, output, problem, scales, strides, source, k)
 
         return grouped_gemm, layout.bytes
@@ -387,7 +389,7 @@ def make_kernel(config):
         output = EpilogueOperands(y, y_scale, n, None)
         problem, scales = Problem(lengths, starts, groups, total_rows, capacity), Scales(x_scale, weight_scale)
         source = GatherSource(x, row_indices, x_rows, row_bytes, int32(k << valid_shift))
-        strides = ScaleStrides(scale_row_stride, scale_k_stride, scale_group_stride)
+        strides = ScaleStrides(scale_row_stride, scale_k_stride, scale_group_stride, int32(n * weight_parts))
         compute_tiles(map_x, map_weight, output, problem, scales, strides, source, k)
 
     return grouped_gemm, layout.bytes

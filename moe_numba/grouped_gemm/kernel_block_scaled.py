@@ -16,6 +16,7 @@ from functools import cache
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
+from moe_numba.grouped_gemm.block_scales import make_weight_scales, make_x_scales
 from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, CONSUMER_WARPS, SharedMemory
 from moe_numba.grouped_gemm.config_block_scaled import (
     BLOCK_M,
@@ -156,6 +157,8 @@ def make_aux_producer(config, layout):
     advance = make_advance(config.stages)
     get_tile, (first_tile, next_tile) = make_schedule(config, layout), make_tile_loop(config.cluster_size)
     rows_per_lane, masked = BLOCK_M // 32, config.row_layout == "masked"
+    k_offset, load_x = make_x_scales(config.packed_x_scale)
+    find_weight, _, load_weight = make_weight_scales(config.packed_weight_scale)
 
     @cuda.jit(device=True)
     def aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_blocks):
@@ -173,7 +176,8 @@ def make_aux_producer(config, layout):
                 n_block = int32(min(info.n_tile, (n_blocks >> 1) - 1) + (n_blocks >> 1) * lane)
             else:
                 n_block = int32(min(int32(info.n_tile * columns + lane * SCALED_COLUMNS) >> 7, n_blocks - 1))
-            weight_index = (int64(info.group) * n_blocks + n_block) * k_blocks
+            rows = strides.weight_rows
+            weight_index = find_weight(info.group, n_block, n_blocks, k_blocks, rows)
             x_index = int64(info.row + lane) * strides.row
             if masked:
                 x_index += info.group * strides.group
@@ -182,14 +186,15 @@ def make_aux_producer(config, layout):
             for k_block in range(k_blocks):
                 if skip == 0:
                     # Issue all global loads before waiting for the stage, so that their latency is hidden.
-                    weight_scale = scales.weight[weight_index + k_block] if lane < weight_scales else float32(0)
-                    index = x_index + int64(k_block) * strides.k_block
+                    valid = lane < weight_scales
+                    weight_scale = load_weight(scales.weight, weight_index, k_block, rows) if valid else float32(0)
+                    index = x_index + k_offset(k_block, strides.k_block)
                     for i in range(rows_per_lane):
                         valid = lane + 32 * i < info.rows
                         if gather:
                             x_row = smem.i32[uint32(indices + index_slot(int32(lane + 32 * i)))]
-                            valid, index = x_row >= 0, int64(x_row) * strides.row + int64(k_block) * strides.k_block
-                        x_scales[i] = scales.x[index] if valid else float32(0)
+                            valid, index = x_row >= 0, int64(x_row) * strides.row + k_offset(k_block, strides.k_block)
+                        x_scales[i] = load_x(scales.x, index, k_block) if valid else float32(0)
                         index += row_step
                     mbarrier_wait_parity(smem.barriers, empty + stage, phase)
                     if gather:
@@ -372,6 +377,7 @@ def make_kernel(config):
     layout = BlockScaledLayout(config)
     stages, full, empty, tile_info_offset = config.stages, layout.full, layout.empty, layout.tile_info_offset
     columns, silu_and_mul, cluster_size = config.columns, config.silu_and_mul, config.cluster_size
+    weight_parts = 2 if silu_and_mul else 1
     (first_tile, next_tile), tiles_offset = make_tile_loop(cluster_size), layout.tiles_offset
     # setmaxnreg redistributes the 168 registers per thread of the launch: 4 p + 8 c = 12 * 168. Two accumulators and
     # the addresses of another CTA's barriers need more than 224; a producer that gathers needs more than 40.
@@ -437,7 +443,7 @@ def make_kernel(config):
                 aux_warp = int32(warp - CONSUMER_WARPS - 1)
                 n_blocks = int32(((n + 127) >> 7) << 1) if silu_and_mul else int32((n + 127) >> 7)
                 source = GatherSource(x, row_indices, x_rows, row_bytes, k)
-                strides = ScaleStrides(scale_row_stride, scale_k_stride, scale_group_stride)
+                strides = ScaleStrides(scale_row_stride, scale_k_stride, scale_group_stride, int32(n * weight_parts))
                 aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_blocks)
         else:
             setmaxnreg_inc()

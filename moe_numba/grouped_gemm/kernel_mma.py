@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
+from moe_numba.grouped_gemm.block_scales import make_weight_scales, make_x_scales
 from moe_numba.grouped_gemm.config_mma import COLUMN_GROUP, SCALE_BLOCK, STEP_BYTES, MmaLayout, check_mma_config
 from moe_numba.grouped_gemm.copies_mma import (
     CopyState,
@@ -186,6 +187,7 @@ def make_find_scales(config):
     """
     count, gather, halves = config.warp_m // 8, config.gather, 2 if config.silu_and_mul else 1
     warps_n, warp_m, warp_n, columns = config.warps_n, config.warp_m, config.warp_n // halves, config.columns
+    find_weight, step, _ = make_weight_scales(config.packed_weight_scale)
 
     @cuda.jit(device=True)
     def find_scales(operands, scales, tile, warp, lane, blocks, rows):
@@ -198,8 +200,8 @@ def make_find_scales(config):
             rows[i] = row
         column = int32(min(int32(tile.n_tile * columns + warp % warps_n * warp_n), int32(operands.n - 1)))
         n_blocks = int32((operands.n + SCALE_BLOCK - 1) // SCALE_BLOCK)
-        weight_index = (int64(tile.group) * (halves * n_blocks) + column // SCALE_BLOCK) * blocks
-        return weight_index, int64(n_blocks) * blocks, tile.group * scales.group_stride
+        weight_index = find_weight(tile.group, column // SCALE_BLOCK, halves * n_blocks, blocks, scales.weight_rows)
+        return weight_index, int64(n_blocks) * step(blocks), tile.group * scales.group_stride
 
     return find_scales
 
@@ -214,16 +216,19 @@ def make_load_factors(config, i=0):
     rows_per_lane, gather = config.warp_m // 8, config.gather
     row_index, is_up, last = i % rows_per_lane, i >= rows_per_lane, i + 1 == rows_per_lane * (1 + config.silu_and_mul)
     load_more = make_load_factors(config, i + 1) if not last else None
+    k_offset, load_x = make_x_scales(config.packed_x_scale)
+    _, _, load_weight = make_weight_scales(config.packed_weight_scale)
 
     @cuda.jit(device=True)
     def load_factors(scales, rows, weight_index, up, x_index, k_block):
         row = rows[row_index]
-        factor = scales.weight[weight_index + (up if is_up else int64(0)) + k_block]
-        index = x_index + int64(row) * scales.row_stride + int64(k_block) * scales.k_stride
+        index = weight_index + (up if is_up else int64(0))
+        factor = load_weight(scales.weight, index, k_block, scales.weight_rows)
+        index = x_index + int64(row) * scales.row_stride + k_offset(k_block, scales.k_stride)
         if gather:
-            factor = factor * scales.x[index] if row >= 0 else float32(0)
+            factor = factor * load_x(scales.x, index, k_block) if row >= 0 else float32(0)
         else:
-            factor = factor * scales.x[index]
+            factor = factor * load_x(scales.x, index, k_block)
         if last:
             return (factor,)
         return (factor,) + load_more(scales, rows, weight_index, up, x_index, k_block)
@@ -251,6 +256,7 @@ def make_mma_kernel(config):
     add = make_fma(config.warp_m * config.warp_n // 16)
     add_scaled = make_fma_rows(config.warp_m, config.warp_n, 2 if config.silu_and_mul else 1)
     find_scales, load_factors = make_find_scales(config), make_load_factors(config)
+    weight_parts = 2 if config.silu_and_mul else 1
 
     @cuda.jit
     def grouped_gemm_mma(
@@ -290,7 +296,9 @@ def make_mma_kernel(config):
         operands = Operands(x, weight, row_indices, x_rows, x_pitch, weight_pitch, group_pitch, k_bytes, n)
         problem, scales = (
             Problem(lengths, starts, groups, total_rows, capacity),
-            Scales(x_scale, weight_scale, scale_row_stride, scale_k_stride, scale_group_stride),
+            Scales(
+                x_scale, weight_scale, scale_row_stride, scale_k_stride, scale_group_stride, int32(n * weight_parts)
+            ),
         )
         n_tiles, k_blocks = int32((n + columns - 1) // columns), int32((k_bytes + pitch - 1) // pitch)
         work = Work(problem, count_tiles(smem, problem, n_tiles), n_tiles, k_blocks)

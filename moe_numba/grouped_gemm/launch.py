@@ -22,9 +22,10 @@ from moe_numba.grouped_gemm.config_mma import MmaConfig
 from moe_numba.grouped_gemm.group_starts import GroupStarts
 from moe_numba.grouped_gemm.kernel import make_kernel
 from moe_numba.grouped_gemm.kernel_block_scaled import make_kernel as make_block_scaled_kernel
-from moe_numba.grouped_gemm.launch_block_scaled import BLOCK_SCALED_SIGNATURE, BlockScaledLaunch
-from moe_numba.grouped_gemm.launch_hopper import HopperLaunch, signature_of
+from moe_numba.grouped_gemm.launch_block_scaled import BlockScaledLaunch
+from moe_numba.grouped_gemm.launch_hopper import HopperLaunch
 from moe_numba.grouped_gemm.launch_mma import MmaLaunch
+from moe_numba.grouped_gemm.launch_tma import signature_of
 from moe_numba.runtime.cubin_cache import machine_code
 from moe_numba.runtime.device import gpu_of, persistent_ctas
 from moe_numba.runtime.dlpack import as_tensor
@@ -185,7 +186,5 @@ def fake_group_gemm(scaling: str, call, silu_and_mul: bool = False):
 
 def compile_config(config: GemmConfig | BlockScaledConfig) -> None:
     """Compile the kernel of a configuration into the cubin cache on disk; no GPU is needed."""
-    if isinstance(config, BlockScaledConfig):
-        machine_code(make_block_scaled_kernel(config)[0], BLOCK_SCALED_SIGNATURE, launch_bounds=THREADS)
-    else:
-        machine_code(make_kernel(config)[0], signature_of(config), launch_bounds=THREADS)
+    make = make_block_scaled_kernel if isinstance(config, BlockScaledConfig) else make_kernel
+    machine_code(make(config)[0], signature_of(config), launch_bounds=THREADS)

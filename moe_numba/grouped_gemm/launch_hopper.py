@@ -2,14 +2,11 @@
 
 from functools import cache
 
-from moe_numba.grouped_gemm.checks import is_mn_major
+from moe_numba.grouped_gemm.checks import is_mn_major, is_packed
 from moe_numba.grouped_gemm.config import BLOCK_N, DTYPE_NAMES, THREADS, GemmConfig, SharedMemoryLayout, fit_registers
 from moe_numba.grouped_gemm.kernel import make_kernel
-from moe_numba.grouped_gemm.launch_tma import SIGNATURE, TmaLaunch
+from moe_numba.grouped_gemm.launch_tma import TmaLaunch, signature_of
 from moe_numba.runtime.launch import address, launcher
-
-# Of kernels whose epilogue reads bias, row_weights, scatter_indices and y_rows, or scales per row.
-EPILOGUE_SIGNATURE = *SIGNATURE, "uint16*", "float32*", "int32*", "int32"
 
 
 class HopperLaunch(TmaLaunch):
@@ -46,6 +43,8 @@ def with_options(config, tensors, shape):
     return config._replace(
         scaling=shape.scaling,
         fast_accumulation=config.fast_accumulation or options.use_fast_accum,
+        packed_x_scale=is_packed(tensors.x_scale),
+        packed_weight_scale=is_packed(tensors.w_scale),
         activation=options.activation,
         alpha=float(options.alpha) if options.activation == "swigluoai" else config.alpha,
         limit=float(options.limit) if options.activation == "swigluoai" else config.limit,
@@ -82,8 +81,3 @@ def get_launcher(config: GemmConfig, device: int):
         cluster=config.cluster_size if config.cluster_size > 1 else None,
         dependent=True,
     )
-
-
-def signature_of(config: GemmConfig):
-    """Return the signature of the kernel of a configuration."""
-    return EPILOGUE_SIGNATURE if config.has_inputs else SIGNATURE

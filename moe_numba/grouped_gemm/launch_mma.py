@@ -2,10 +2,12 @@
 
 from functools import cache
 
+from moe_numba.grouped_gemm.checks import is_packed
 from moe_numba.grouped_gemm.config import DTYPE_NAMES, SCALE_BLOCK
 from moe_numba.grouped_gemm.config_mma import MmaConfig, select_mma_config
 from moe_numba.grouped_gemm.copies_mma import NO_ROW
 from moe_numba.grouped_gemm.kernel_mma import make_mma_kernel
+from moe_numba.grouped_gemm.launch_tma import with_scale_types
 from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_aligned, vector_strides
@@ -91,6 +93,8 @@ def _with_options(config, tensors, shape, gpu):
             "by group_gemm_bf16 or group_gemm_pertensor_fp8, and the activation apart"
         )
     return config._replace(
+        packed_x_scale=is_packed(tensors.x_scale),
+        packed_weight_scale=is_packed(tensors.w_scale),
         bias="" if tensors.bias is None else DTYPE_NAMES[tensors.bias.dtype],
         out_dtype="f32" if options.accumulate else DTYPE_NAMES[options.out_dtype],
         accumulate=options.accumulate,
@@ -103,5 +107,5 @@ def _with_options(config, tensors, shape, gpu):
 def get_mma_launcher(config: MmaConfig, device: int):
     """Compile and load the kernel of a configuration on a device."""
     kernel, shared_bytes = make_mma_kernel(config)
-    bounds = config.threads, config.min_blocks
-    return launcher(kernel, MMA_SIGNATURE, device, launch_bounds=bounds, shared_bytes=shared_bytes)
+    signature, bounds = with_scale_types(MMA_SIGNATURE, config), (config.threads, config.min_blocks)
+    return launcher(kernel, signature, device, launch_bounds=bounds, shared_bytes=shared_bytes)

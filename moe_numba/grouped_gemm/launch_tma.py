@@ -12,6 +12,20 @@ SIGNATURE = (
     *("int32", "int32", "int64"),  # strides of x_scale: rows, blocks of k, groups
     *("uint8*", "int32*", "int32", "int32"),  # x, row_indices, x_rows, row_bytes: used with gather only
 )
+# Of kernels whose epilogue reads bias, row_weights, scatter_indices and y_rows, or scales per row.
+EPILOGUE_INPUTS = "uint16*", "float32*", "int32*", "int32"
+
+
+def signature_of(config):
+    """Return the signature of the kernel of a configuration, a GemmConfig or a BlockScaledConfig."""
+    has_inputs = getattr(config, "has_inputs", False)
+    return with_scale_types((*SIGNATURE, *EPILOGUE_INPUTS) if has_inputs else SIGNATURE, config)
+
+
+def with_scale_types(signature, config):
+    """Return a signature with the types of the scales of x and weight, its seventh and eighth arguments."""
+    packed = config.packed_x_scale, config.packed_weight_scale
+    return *signature[:6], *("int32*" if each else "float32*" for each in packed), *signature[8:]
 
 
 class TmaLaunch:

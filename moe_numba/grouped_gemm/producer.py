@@ -8,6 +8,7 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64, uint32
 
+from moe_numba.grouped_gemm.block_scales import make_weight_scales, make_x_scales
 from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, BLOCK_N
 from moe_numba.grouped_gemm.gather import GatherSource, index_slot, make_copy_rows, make_load_row_indices, wait_rows
 from moe_numba.grouped_gemm.scheduler import make_get_banded_tile, make_get_tile, make_tile_loop
@@ -154,7 +155,8 @@ def make_aux_producer(config, layout):
     rows_per_lane = -(-subtile_m // 32)  # of a subtile
     count = rows_per_lane * m_subtiles
     look_up_tile, (first_tile, next_tile) = make_look_up_tile(config, layout), make_tile_loop(config.cluster_size)
-    clusters = config.cluster_size
+    clusters, (k_offset, load_x_scale) = config.cluster_size, make_x_scales(config.packed_x_scale)
+    find_weight_scale, step, load_weight_scale = make_weight_scales(config.packed_weight_scale)
 
     @cuda.jit(device=True)
     def aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_tiles):
@@ -169,8 +171,8 @@ def make_aux_producer(config, layout):
         while tile < tiles:
             info = look_up_tile(smem, problem, int32((n_tiles + clusters - 1) // clusters), tile)
             # The last tile of a cluster's second CTA may lie beyond the weight: clamp it.
-            weight_index = int64(info.group) * weight_tiles * n_tiles + min(info.n_tile, n_tiles - 1)
-            weight_index *= k_blocks
+            n_tile, rows = min(info.n_tile, n_tiles - 1), strides.weight_rows
+            weight_index = find_weight_scale(info.group, n_tile, weight_tiles * n_tiles, k_blocks, rows)
             x_index = int64(info.row + lane) * strides.row + info.group * strides.group
             if gather:
                 load_row_indices(smem, indices, lane, source, info)
@@ -178,7 +180,8 @@ def make_aux_producer(config, layout):
                 if skip == 0:
                     # Issue all global loads before waiting for the stage, so that their latency is hidden.
                     for p in range(weight_tiles if by_block else 0):  # up lies n_tiles tiles behind gate
-                        weight_scales[p] = scales.weight[weight_index + p * n_tiles * k_blocks + k_block]
+                        index = weight_index + p * n_tiles * step(k_blocks)
+                        weight_scales[p] = load_weight_scale(scales.weight, index, k_block, rows)
                     for p in range(m_subtiles if by_block else 0):
                         for i in range(rows_per_lane):
                             t = int32(lane + 32 * i)
@@ -188,8 +191,9 @@ def make_aux_producer(config, layout):
                             if gather:
                                 x_row = smem.i32[uint32(indices + p * row_index_pitch + index_slot(t))]
                                 valid, index = valid and x_row >= 0, int64(x_row) * strides.row
-                            index += int64(k_block) * strides.k_block
-                            x_scales[rows_per_lane * p + i] = scales.x[index] if valid else float32(0)
+                            index += k_offset(k_block, strides.k_block)
+                            x_scale = load_x_scale(scales.x, index, k_block) if valid else float32(0)
+                            x_scales[rows_per_lane * p + i] = x_scale
                     mbarrier_wait_parity(smem.barriers, empty + stage, phase)
                     if gather:
                         copy_rows(smem, indices, lane, stage, k_block, source, info)

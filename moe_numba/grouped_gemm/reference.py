@@ -128,6 +128,29 @@ def quantise_blocks(weight):
     return values[:, :n, :k].contiguous(), scale
 
 
+def pack_ue8m0(scale):
+    """Pack the exponents of float32 scales [..., rows, blocks] as DeepGEMM does: [..., rows, ceil(blocks / 4)], int32.
+
+    The first of four exponents is in the lowest byte. Rows are contiguous, and columns begin at multiples of 16 bytes.
+    A scale that is no power of two is rounded down to one.
+    """
+    *groups, rows, blocks = scale.shape
+    exponents = torch.nn.functional.pad(scale.float().contiguous().view(torch.int32) >> 23 & 255, (0, -blocks % 4))
+    shifts = torch.arange(4, device=scale.device) * 8
+    words = (exponents.view(*groups, rows, -1, 4).long() << shifts).sum(-1)
+    packed = torch.zeros(*groups, words.shape[-1], -(-rows // 4) * 4, dtype=torch.int32, device=scale.device)
+    packed[..., :rows] = words.mT  # beyond 31 bits it wraps around
+    return packed[..., :rows].mT
+
+
+def unpack_ue8m0(packed, blocks):
+    """Return the float32 scales [..., rows, blocks] of packed exponents; 255 is NaN, and 0 is 2**-127."""
+    shifts = torch.arange(4, device=packed.device, dtype=torch.int32) * 8
+    exponents = (packed.unsqueeze(-1) >> shifts & 255).flatten(-2)[..., :blocks]
+    values = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents - 127).float()
+    return torch.where(exponents == 255, float("nan"), values)
+
+
 def mismatch(out, expected, bound=2.3e-3):
     """Return None, or a sentence that describes how ``out`` differs from the reference.
 

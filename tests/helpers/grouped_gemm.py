@@ -116,6 +116,18 @@ def lay_out_scales(p, config):
     return p
 
 
+def with_powers_of_two(arguments):
+    """The arguments of a grouped GEMM with block scales, with other scales that UE8M0 represents, and these packed.
+
+    Of a weight DeepGEMM packs a scale for each row.
+    """
+    x, weight, seqlens, cu_seqlens, *scales = arguments
+    other = lambda scale: torch.randint(-3, 4, scale.shape, device=scale.device)  # random ones are nearly equal
+    powers = [torch.exp2(torch.log2(scale).round() + other(scale)) for scale in scales]
+    rows = powers[1].repeat_interleave(128, 1)[:, : weight.shape[1]]
+    return (x, weight, seqlens, cu_seqlens, *powers), tuple(map(reference.pack_ue8m0, (powers[0], rows)))
+
+
 def scatter(p):
     """The same problem with x and its scales in another order, among rows of NaN that no index names."""
     count, rows = len(p.x), torch.randperm(len(p.x) + 5)[: len(p.x)].to(p.x.device)

@@ -1,16 +1,21 @@
 """DeepGEMM's arguments of the grouped GEMM: the group of each row (``m_indices``) and column-major scales of x."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
-from helpers.grouped_gemm import FUNCTIONS, inputs
-from helpers.wrong_kernels import changed, is_rejected
+from helpers.grouped_gemm import FUNCTIONS, inputs, with_powers_of_two
+from helpers.wrong_kernels import changed, changed_maker, is_rejected
 
 import moe_numba
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
+from numba import cuda, int32
+
 from moe_numba.grouped_gemm import (
+    block_scales,
     group_gemm_bf16,
     group_gemm_blockwise_fp8,
     group_gemm_rowwise_fp8,
@@ -18,8 +23,11 @@ from moe_numba.grouped_gemm import (
     group_gemm_silu_and_mul_blockwise_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
     group_starts,
+    kernel,
+    launch_hopper,
     reference,
 )
+from moe_numba.grouped_gemm import launch as gemm_launch
 from moe_numba.grouped_gemm.checks import scale_strides
 from moe_numba.grouped_gemm.reference import FP8, mismatch
 from moe_numba.runtime.device import gpu_of
@@ -243,6 +251,128 @@ def test_strides_of_scales(layout, average, device):
 def test_strides_that_do_not_fit():
     with pytest.raises(ValueError, match="x_scale has strides .* must be below 2\\^31"):
         scale_strides(torch.empty(2, 1 << 31, device="meta").T)
+
+
+# Packed exponents instead of float32 scales
+
+
+def test_packing_is_deep_gemms():
+    """Bytes in order of k, rows contiguous, columns at multiples of 16 bytes; see DeepGEMM's tests of its layouts."""
+    exponents = torch.arange(1, 1 + 3 * 6).view(3, 6)
+    packed = reference.pack_ue8m0(torch.exp2(exponents - 127.0))
+    assert packed.shape == (3, 2) and packed.stride() == (1, 4) and packed.dtype == torch.int32
+    assert packed.tolist() == [
+        [int.from_bytes(bytes(row[:4]), "little"), int.from_bytes(bytes(row[4:]), "little")]
+        for row in exponents.tolist()
+    ]
+    assert torch.equal(reference.unpack_ue8m0(packed, 6), torch.exp2(exponents - 127.0))
+    assert reference.pack_ue8m0(torch.full((2, 5, 4), 2.0**100)).stride() == (8, 1, 8)
+
+
+def unpacking_error(device, unpack=block_scales.unpack_ue8m0):
+    """Unpack every exponent from every byte; return None or how the kernel differs from the reference."""
+
+    @cuda.jit
+    def kernel(packed, scales):
+        thread = int32(cuda.threadIdx.x)
+        for k_block in range(8):
+            scales[thread * 8 + k_block] = unpack(packed[thread * 2 + (k_block >> 2)], int32(k_block))
+
+    exponents = torch.stack([(torch.arange(256) * 37 + 31 * i) % 256 for i in range(8)], 1)
+    packed = (exponents.view(256, 2, 4) << torch.arange(4) * 8).sum(-1).to(torch.int32)
+    expected, scales = reference.unpack_ue8m0(packed, 8), torch.empty(256, 8, device=device)
+    launch(kernel, 1, 256, packed.to(device), scales.view(-1))
+    return None if torch.equal(scales.cpu().view(torch.int32), expected.view(torch.int32)) else "a scale is wrong"
+
+
+WRONG_UNPACKING = {
+    "the first exponent in the highest byte": ("(k_block & 3) << 3", "24 - ((k_block & 3) << 3)"),
+    "the same byte for all blocks of k": ("(k_block & 3) << 3", "k_block >> 2 << 3"),
+    "zero for exponent 0": (") & 255) < 2", ") & 255) < 1"),
+    "infinity for exponent 255": ("((exponent + 1) & 255) < 2", "exponent < 1"),
+    "the bias is off by one": ("(exponent << 23)", "((exponent + 1) << 23)"),
+}
+
+
+def test_exponents_are_unpacked_exactly(device):
+    assert unpacking_error(device) is None
+
+
+@pytest.mark.parametrize("what", WRONG_UNPACKING)
+def test_wrong_unpacking_is_rejected(what, device):
+    assert unpacking_error(device, changed(block_scales, *WRONG_UNPACKING[what])["unpack_ue8m0"]) is not None
+
+
+def packed_error(device, average, function=group_gemm_blockwise_fp8, which=(0, 1), k=640, n=144, **more):
+    """Return None, or how results with packed scales differ from those with equal float32 scales, bit for bit."""
+    (*given, x_scale, w_scale), packed = with_powers_of_two(inputs((5, 0, 15), n=n, k=k, device=device)["blockwise"])
+    names = "x", "weight", "seqlens", "cu_seqlens", "x_scale", "w_scale"
+    options, results = dict(num_seq_per_group_avg=average, **more), []
+    for scales in ((x_scale, w_scale), tuple(packed[i] if i in which else (x_scale, w_scale)[i] for i in (0, 1))):
+        out = function(**dict(zip(names, (*given, *scales), strict=True)) | options)
+        results.append([one.float() for one in (out if isinstance(out, tuple) else (out,))])
+    same = all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    return None if same and all(one.isfinite().all() for one in results[0]) else "packed scales have another result"
+
+
+@pytest.mark.parametrize("average", [1, 1000])
+def test_packed_scales(average, device):
+    """Of x, of weight, or of both; rows in order, gathered, and with m_indices; with a bias, and with an activation."""
+    order = torch.randperm(20).int().to(device)
+    m_indices = torch.tensor([2] * 9 + [-1] * 3 + [0] * 8, dtype=torch.int32, device=device)
+    out = lambda: torch.zeros(20, 144, dtype=torch.bfloat16, device=device)
+    assert packed_error(device, average) is None
+    assert packed_error(device, average, which=(0,), gather_indices=order) is None
+    groups = dict(seqlens=None, cu_seqlens=None, m_indices=m_indices)
+    assert packed_error(device, average, which=(1,), k=512, out=out(), **groups) is None
+    assert packed_error(device, average, group_gemm_silu_and_mul_blockwise_fp8, n=512) is None
+    if average == 1:
+        assert packed_error(device, average, bias=torch.randn(3, 144, device=device)) is None
+
+
+def test_packed_scales_of_masked_rows(device):
+    x, weight, seqlens, _, *scales = inputs((5, 0, 7), n=128, k=640, device=device)["blockwise"]
+    masked = torch.stack([x[i : i + 9].view(torch.uint8) for i in (0, 1, 3)]).view(x.dtype)
+    x_scale = torch.exp2(torch.log2(torch.stack([scales[0][i : i + 9] for i in (0, 1, 3)])).round())
+    packed, outs = reference.pack_ue8m0(x_scale), []
+    assert packed.shape == (3, 9, 2) and packed.stride() == (24, 1, 12)
+    for scale in (x_scale, packed):
+        out = torch.zeros(3, 9, 128, dtype=torch.bfloat16, device=device)
+        outs.append(group_gemm_blockwise_fp8(masked, weight, seqlens, None, scale, scales[1], out=out))
+    assert torch.equal(*outs) and outs[0].any()
+
+
+WRONG_INDICES = {
+    "a block of k for each int32": ("int64(k_block >> 2) * stride", "int64(k_block) * stride"),
+    "a block of rows for each row of scales": ("int64(n_block) * SCALE_BLOCK", "int64(n_block)"),
+    "one int32 of weight": ("int64(k_block >> 2) * rows", "int64(0)"),
+}
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="memory beyond an array is checked in the simulator")
+@pytest.mark.parametrize("what", WRONG_INDICES)
+def test_wrong_indices_of_packed_scales_are_rejected(what, monkeypatch, device):
+    made = changed_maker(kernel, "make_kernel", block_scales, *WRONG_INDICES[what])
+    monkeypatch.setattr(launch_hopper, "make_kernel", made)
+    monkeypatch.setattr(launch_hopper, "get_launcher", launch_hopper.get_launcher.__wrapped__)
+    monkeypatch.setattr(gemm_launch, "_plans", {})
+    assert is_rejected(lambda seed: packed_error(device, 1, n=272), seeds=1)
+
+
+def test_wrong_packed_scales_are_refused(device):
+    (x, weight, *sizes, x_scale, w_scale), packed = with_powers_of_two(inputs(device=device)["blockwise"])
+    for scales, message in (
+        ((packed[0][:, :0], w_scale), "x_scale has shape (20, 0); it must be [20, 1]"),
+        ((packed[0].double(), w_scale), "x_scale is torch.float64; it must be torch.float32 or torch.int32"),
+        ((x_scale, packed[1][:, :1]), "w_scale has shape (3, 1, 1); it must be [3, 128, 1]"),
+        ((x_scale, w_scale.int()), "w_scale has shape (3, 1, 2); it must be [3, 128, 1]"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            group_gemm_blockwise_fp8(x, weight, *sizes, *scales)
+    wide = torch.zeros(3, 128, 2, dtype=torch.int32, device=device)
+    x, weight, *sizes, x_scale, _ = inputs(k=640, device=device)["blockwise"]
+    with pytest.raises(ValueError, match="w_scale has strides .*; packed exponents must have contiguous rows"):
+        group_gemm_blockwise_fp8(x, weight, *sizes, x_scale, wide)
 
 
 @pytest.mark.gpu

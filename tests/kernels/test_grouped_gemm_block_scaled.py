@@ -244,7 +244,7 @@ WRONG = {
     "consumers request more registers than producers release": (kernel, "else (56, 224)", "else (56, 240)"),
     "rows of the next group are stored": (epilogue, "        if t < rows:", "        if t < 16:"),
     "the wrong group's weight is loaded": (kernel, "k, column, group, barriers", "k, column, int32(0), barriers"),
-    "the wrong group's weight scales are loaded": (kernel, "int64(info.group) * n_blocks", "int64(0) * n_blocks"),
+    "the wrong group's weight scales are loaded": (kernel, "find_weight(info.group, ", "find_weight(int32(0), "),
     "all columns have the first weight scale": (kernel, "columns + lane * SCALED_COLUMNS", "columns"),
     "a thread's second row has the first one's scale": (
         kernel,

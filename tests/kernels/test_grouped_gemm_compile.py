@@ -4,8 +4,8 @@ import pytest
 from helpers.once_per_run import once_per_run
 
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout, fit_registers, select_config
-from moe_numba.grouped_gemm.launch_block_scaled import BLOCK_SCALED_SIGNATURE
-from moe_numba.grouped_gemm.launch_hopper import signature_of
+from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
+from moe_numba.grouped_gemm.launch_tma import signature_of
 from moe_numba.runtime.device import H200
 from moe_numba.runtime.sass import compile_apart
 
@@ -57,6 +57,9 @@ BLOCK_SCALED = {
     "block-scaled, 128 columns": dict(block_n=128, stages=6, cluster_size=1),
     "block-scaled, masked": dict(block_n=256, stages=4, row_layout="masked"),
     "block-scaled, silu": dict(block_n=256, stages=4, silu_and_mul=True),
+    "block-scaled, silu, packed scales": dict(
+        **dict(block_n=256, stages=4, silu_and_mul=True), **dict(packed_x_scale=True, packed_weight_scale=True)
+    ),
     "block-scaled, gather": dict(block_n=256, stages=4, cluster_size=1, gather=True),
     "block-scaled, silu, gather": dict(block_n=256, stages=4, silu_and_mul=True, cluster_size=1, gather=True),
 }
@@ -71,7 +74,7 @@ def reports(tmp_path_factory):
     }
     for name, config in BLOCK_SCALED.items():
         made = f"kernel_block_scaled.make_kernel(BlockScaledConfig(**{config}))[0]"
-        requests[name] = made, BLOCK_SCALED_SIGNATURE, THREADS, True
+        requests[name] = made, signature_of(BlockScaledConfig(**config)), THREADS, True
     return once_per_run(tmp_path_factory, "grouped_gemm", lambda: compile_apart(SOURCE, requests))
 
 

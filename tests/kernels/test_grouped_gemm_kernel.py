@@ -356,7 +356,7 @@ def test_wrong_kernels_with_mn_major_weights_are_rejected(module, old, new, devi
     "right, wrong",
     [
         (") * strides.row + info.group", ") * k_blocks + info.group"),
-        ("int64(k_block) * strides.k_block", "k_block"),
+        ("k_offset(k_block, strides.k_block)", "k_block"),
         ("32 * i) * strides.row", "32 * i) * k_blocks"),
         ("info.group * strides.group", "int64(0)"),
     ],

@@ -17,6 +17,7 @@ from helpers.grouped_gemm import (
     make_problem,
     scatter,
     silu_mismatch,
+    with_powers_of_two,
 )
 from helpers.grouped_gemm_epilogue import FUNCTIONS as OPTIONS
 from helpers.grouped_gemm_epilogue import options_mismatch
@@ -32,8 +33,10 @@ from moe_numba.grouped_gemm import (
     copies_mma,
     epilogue_mma,
     group_gemm_bf16,
+    group_gemm_blockwise_fp8,
     group_gemm_pertensor_fp8,
     group_gemm_silu_and_mul_bf16,
+    group_gemm_silu_and_mul_blockwise_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
     kernel_mma,
     launch,
@@ -268,6 +271,18 @@ def test_average_does_not_change_the_result(name, average, gpu, device):
     assert mismatch(function(*arguments, num_seq_per_group_avg=average), expected(*arguments)) is None
 
 
+@pytest.mark.parametrize("function", [group_gemm_blockwise_fp8, group_gemm_silu_and_mul_blockwise_fp8])
+def test_packed_scales(function, gpu, device):
+    """The result is, bit for bit, that of float32 scales."""
+    if gpu.capability == (8, 9):
+        pytest.skip("as for 8.0")
+    (*given, x_scale, w_scale), packed = with_powers_of_two(inputs((9,), n=256, k=640, device=device)["blockwise"])
+    order = torch.randperm(9).int().to(device)
+    one, other = (function(*given, *scales, gather_indices=order) for scales in ((x_scale, w_scale), packed))
+    for a, b in zip(*(o if isinstance(o, tuple) else (o,) for o in (one, other)), strict=True):
+        assert torch.equal(a.float(), b.float()) and a.float().any()
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_epilogue_options(name, gpu, device):
     """Bias, float32, accumulation, scattered and weighted rows."""
@@ -405,7 +420,7 @@ ON_A_GPU = {  # the others could be right by chance, or access memory out of bou
     "right, wrong",
     [
         ("int64(row) * scales.row_stride", "int64(row) * scales.k_stride"),
-        ("int64(k_block) * scales.k_stride", "k_block"),
+        ("k_offset(k_block, scales.k_stride)", "k_block"),
         ("tile.group * scales.group_stride", "int64(0)"),
     ],
 )
