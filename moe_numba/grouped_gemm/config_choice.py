@@ -6,6 +6,7 @@ from typing import Any
 
 from moe_numba.grouped_gemm.config import GemmConfig, fit_one_group, select_config
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, select_block_scaled_config
+from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, select_mxfp4_config
 from moe_numba.grouped_gemm.config_table import CONFIGS, TABLE
 
 MAX_FACTOR = 2  # between a size and the measured one that stands for it
@@ -26,6 +27,8 @@ def distance(sizes: tuple[int, ...], others: tuple[int, ...]) -> float:
 def measured_config(kind: str, n: int, k: int, groups: int, average: int) -> Any:
     """Return the configuration of the nearest measured problem, or None if none is near.
 
+    The table has no single groups, of which the host knows the number of tiles; see `config.fit_one_group`.
+
     Parameters
     ----------
     kind : str
@@ -42,6 +45,12 @@ def measured_config(kind: str, n: int, k: int, groups: int, average: int) -> Any
     nearest = min(entries[shape], key=lambda rows: abs(log(max(average, 1)) - log(rows)))
     is_inside = min(entries[shape]) <= MAX_FACTOR * max(average, 1) and average <= MAX_FACTOR * max(entries[shape])
     return CONFIGS[kind][entries[shape][nearest]] if is_inside else None
+
+
+def select_mxfp4(row_layout: str, n: int, k: int, groups: int, average: int, is_measured: bool) -> Mxfp4Config:
+    """Select the configuration for MXFP4 weights; the arguments are those of the other functions of this module."""
+    config = measured_config("mxfp4", n, k, groups, average) if is_measured else None
+    return select_mxfp4_config(row_layout, average) if config is None else config._replace(row_layout=row_layout)
 
 
 def select_wgmma_config(shape, is_plain: bool, is_measured: bool, ctas: int) -> GemmConfig | BlockScaledConfig:

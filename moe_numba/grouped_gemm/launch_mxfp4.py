@@ -4,10 +4,11 @@ from functools import cache
 
 import torch
 
-from moe_numba.grouped_gemm.arguments import GemmOptions, GemmTensors
+from moe_numba.grouped_gemm.arguments import GemmOptions, GemmTensors, has_epilogue_options
 from moe_numba.grouped_gemm.checks import check_arguments, describe_outputs, rows_of
 from moe_numba.grouped_gemm.config import DTYPE_NAMES, MAX_AVERAGE, MAX_TILES
-from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout, fit_registers, select_mxfp4_config
+from moe_numba.grouped_gemm.config_choice import select_mxfp4
+from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout, fit_registers
 from moe_numba.grouped_gemm.kernel_mxfp4 import make_kernel
 from moe_numba.grouped_gemm.packing_mxfp4 import SCALE_BLOCK, UNIT, UNIT_BYTES
 from moe_numba.runtime import device as devices
@@ -125,7 +126,10 @@ class Mxfp4Plan:
         if not total_rows or not rows[0]:
             return
         groups, n_units, k_units, _ = weight.shape
-        config = config or select_mxfp4_config(row_layout, -(-total_rows // groups) if average is None else average)
+        if config is None:
+            is_measured = indices is None and not options.silu_and_mul and not has_epilogue_options(tensors, options)
+            average = -(-total_rows // groups) if average is None else average
+            config = select_mxfp4(row_layout, n, x.shape[-1], groups, average, is_measured)
         self.config = config = with_options(config, tensors, options)
         if groups * -(-total_rows // config.block_m) * -(-n_units // config.warpgroups) > MAX_TILES:
             raise ValueError(f"x has {total_rows} rows, too many for {groups} groups of {n} columns")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from moe_numba.course.bench import records
 from moe_numba.grouped_gemm import config_choice, config_table
-from moe_numba.grouped_gemm.config import CONFIGS, LARGEST_BLOCK_SCALED, SILU_CONFIGS, GemmConfig, SharedMemoryLayout
+from moe_numba.grouped_gemm.config import GemmConfig, SharedMemoryLayout, select_config
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, BlockScaledLayout
 from moe_numba.grouped_gemm.config_choice import kind_of
 from moe_numba.grouped_gemm.config_mxfp4 import CONFIGS as MXFP4_CONFIGS
@@ -40,6 +40,13 @@ TILES = [  # subtile_m, m_subtiles, mma_n
     (144, 2, (144, 136, 128, 120, 104, 88, 64, 32)),
 ]
 SILU_TILES = [*TILES[:5], (112, 1, (112, 104, 96, 88)), (128, 1, (128, 120, 112, 104)), (144, 1, (144, 136, 128, 120))]
+MXFP4_TILES = [
+    dict(subtile_m=32, mma_n=(32, 24, 16, 8), box_rows=8),
+    dict(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16),
+    dict(subtile_m=96, mma_n=(96, 80, 64, 48), box_rows=16),
+    dict(subtile_m=128, mma_n=(128, 96, 64, 32), box_rows=32),
+    dict(subtile_m=256, mma_n=(256, 208, 160, 112, 56), box_rows=32, stage_units=1, overlap=False),
+]
 # With block scales two subtiles have too many scales for the registers of a thread.
 TILES_OF_KIND = {kind: SILU_TILES if "silu" in kind else TILES[:6] if kind == "block" else TILES for kind in KINDS}
 
@@ -67,17 +74,18 @@ class Problem(NamedTuple):
 
 def candidates(kind):
     """Return {name: configuration} of a kind of grouped GEMM, with as many pipeline stages as fit, and the rules'."""
-    scaling, silu_and_mul = Problem(kind, 0, 0, 0, 0).scaling, kind.endswith("silu")
+    scaling, _, activation = kind.partition(", ")
+    silu_and_mul = activation == "silu"
     if kind == "mxfp4":
         return {name_of(config): config for config in mxfp4_candidates()}
     base = GemmConfig(dtype="bf16" if scaling == "none" else "e4m3", scaling=scaling, silu_and_mul=silu_and_mul)
-    found = [base._replace(**tile) for _, tile in (SILU_CONFIGS if silu_and_mul else CONFIGS)]
-    if scaling == "block":
-        found = [base._replace(**LARGEST_BLOCK_SCALED)] if not silu_and_mul else []
-        found += block_scaled_candidates(silu_and_mul)
+    found = [select_config(scaling, "lengths", average, silu_and_mul) for average in range(1, 256)]
+    found += block_scaled_candidates(silu_and_mul) if scaling == "block" else []
     for (subtile_m, m_subtiles, mma_n), cluster_size in itertools.product(TILES_OF_KIND[kind], (1, 2)):
         config = base._replace(subtile_m=subtile_m, m_subtiles=m_subtiles, mma_n=mma_n, cluster_size=cluster_size)
         found.append(with_most_stages(config, SharedMemoryLayout))
+        if not silu_and_mul and (subtile_m, cluster_size) == (64, 2):
+            found.append(config._replace(stages=8))  # one less than fit
         if m_subtiles == 2 and cluster_size == 1:
             found.append(with_most_stages(config._replace(band_rows=BAND_ROWS), SharedMemoryLayout))
     return {name_of(config): config for config in found if config}
@@ -98,11 +106,11 @@ def block_scaled_candidates(silu_and_mul):
 def mxfp4_candidates():
     """Return the configurations of the kernel for MXFP4 weights."""
     found = [Mxfp4Config(**tile) for _, tile in MXFP4_CONFIGS]
-    for config in list(found):
-        if config.subtile_m <= 64:
-            found.append(with_most_stages(config._replace(warpgroups=4), Mxfp4Layout))
-    wide = found[0]._replace(subtile_m=96, mma_n=(96, 80, 64, 48), box_rows=16)
-    return [*found, with_most_stages(wide, Mxfp4Layout)]
+    for tile, warpgroups in itertools.product(MXFP4_TILES, (2, 4)):
+        config = Mxfp4Config(**tile, warpgroups=warpgroups)
+        if warpgroups == 2 or config.subtile_m <= 64:  # four have too few registers for larger tiles
+            found.append(with_most_stages(config, Mxfp4Layout))
+    return found
 
 
 def with_most_stages(config, layout):
@@ -151,12 +159,12 @@ def mean_ratios(rows):
 
 
 def choose(rows):
-    """Return {problem: name} of the chosen configurations; see the module."""
+    """Return {problem: name} of the chosen configurations; see the module. Single groups have rules of their own."""
     chosen: dict[Problem, str] = {}
     for kind in KINDS:
         near = {}
         for problem, ratios in mean_ratios(rows).items():
-            if problem.kind == kind:
+            if problem.kind == kind and problem.groups > 1:
                 limit = TOLERANCE * min(ratios.values())
                 near[problem] = {name: ratio for name, ratio in ratios.items() if ratio <= limit}
         while near:
@@ -172,6 +180,8 @@ def choose(rows):
 def excess(rows, chosen=None):
     """Return {problem: ratio}: the mean ratio of the chosen configuration to the least of all candidates.
 
+    Single groups are left out, as in the table.
+
     Parameters
     ----------
     rows : list of dict
@@ -181,11 +191,9 @@ def excess(rows, chosen=None):
     """
     found = {}
     for problem, ratios in mean_ratios(rows).items():
-        if chosen is None:
-            name = name_of(config_choice.measured_config(*problem))
-        else:
-            name = chosen(problem)
-        found[problem] = ratios[name] / min(ratios.values())
+        if problem.groups > 1:
+            name = chosen(problem) if chosen else name_of(config_choice.measured_config(*problem))
+            found[problem] = ratios[name] / min(ratios.values())
     return found
 
 

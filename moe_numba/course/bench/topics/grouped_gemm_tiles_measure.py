@@ -20,8 +20,8 @@ from moe_numba.course.bench.topics.grouped_gemm_measure import BF16, BYTES_OF_WE
 from moe_numba.course.bench.tune_grouped_gemm import Problem
 from moe_numba.grouped_gemm import launch_mxfp4, reference
 from moe_numba.grouped_gemm.arguments import GemmShape
-from moe_numba.grouped_gemm.config_choice import measured_config, select_wgmma_config
-from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, select_mxfp4_config
+from moe_numba.grouped_gemm.config_choice import select_mxfp4, select_wgmma_config
+from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config
 from moe_numba.grouped_gemm.launch import compile_config, group_gemm
 from moe_numba.grouped_gemm.packing_mxfp4 import UNIT, UNIT_BYTES, pack_mxfp4
 from moe_numba.grouped_gemm.reference_mxfp4 import dequantise_mxfp4
@@ -57,9 +57,12 @@ def measure(peers, quick, seconds=None):
                 continue
             rows += found
             if found:
-                ratio = tuner.excess(found, lambda p, row=found[0]: row["tile"])[problem]
-                best = min(tuner.mean_ratios(found)[problem].items(), key=lambda item: item[1])[0]
-                print(f"{100 * (ratio - 1):5.1f} %  {tuple(problem)}: {found[0]['tile']}; best: {best}", flush=True)
+                ratios, chosen = tuner.mean_ratios(found)[problem], found[0]["tile"]
+                best = min(ratios, key=ratios.get)
+                print(
+                    f"{100 * (ratios[chosen] / ratios[best] - 1):5.1f} %  {tuple(problem)}: {chosen}; best: {best}",
+                    flush=True,
+                )
     return rows
 
 
@@ -203,7 +206,7 @@ def present_choice(problem):
     """Return the configuration that the package selects for a problem."""
     kind, n, k, groups, average = problem
     if kind == "mxfp4":
-        return measured_config(*problem) or select_mxfp4_config("lengths", average)
+        return select_mxfp4("lengths", n, k, groups, average, True)
     columns, silu_and_mul = n // (1 + problem.silu_and_mul), problem.silu_and_mul
     shape = GemmShape(problem.scaling, "lengths", silu_and_mul, average, groups, groups * average, 0, columns, k)
     return select_wgmma_config(shape, True, True, persistent_ctas("cpu" if simulator.ENABLED else "cuda", 2))
