@@ -75,7 +75,7 @@ class RankMask:
 class _Exchange:
     """One operation's shared memory, state and kernels."""
 
-    def __init__(self, runtime, rank_mask, shape, words, sentinels, num_sms):
+    def __init__(self, runtime, rank_mask, shape, words, sentinels, num_sms, receives_slots):
         transport, device = runtime.transport, runtime.transport.device
         self.runtime, self.transport, self.shape, self.rank_mask = runtime, transport, shape, rank_mask
         self.timeout, self.rank = runtime.timeout, runtime.rank  # for `Kernel`
@@ -90,7 +90,10 @@ class _Exchange:
         self.wait_ns = torch.zeros(shape.num_ranks, dtype=torch.int64, device=device)
         local, status = self.shared.local.view(torch.int32), rank_mask.status
         self._common_arguments = tuple(map(address, (local, self.shared.addresses, self.state, status)))
-        items = shape.slots * shape.parts
+        # At most one CTA for each part of a row that this rank sends or receives. Dispatch receives all slots and sends
+        # the rank's tokens; combine receives these and sends the other ranks' slots.
+        rows = shape.slots + (shape.max_tokens if receives_slots and shape.num_ranks > 1 else 0)
+        items = rows * shape.parts
         sharing = [key for key in transport.gather(_gpu_key(device)) if key == _gpu_key(device)]
         self.grid = min(items, num_sms or max(1, gpu_of(device).sm_count // len(sharing)))
         self._kernels = {
@@ -184,7 +187,7 @@ class LowLatencyDispatch(_Exchange):
         checks.check_topk_idx_dtype(topk_idx_dtype)
         self.topk_idx_dtype = topk_idx_dtype
         self.total_counts = torch.zeros(shape.local_experts, dtype=torch.int32, device=runtime.transport.device)
-        super().__init__(runtime, rank_mask, shape, shape.dispatch_words, shape.dispatch_rows, num_sms)
+        super().__init__(runtime, rank_mask, shape, shape.dispatch_words, shape.dispatch_rows, num_sms, True)
 
     @staticmethod
     def definition(shape, topk_idx_dtype=torch.int64, phase=BOTH):  # noqa: D102
@@ -248,7 +251,7 @@ class LowLatencyCombine(_Exchange):
     def __init__(self, runtime, rank_mask, shape, topk_idx_dtype=torch.int64, num_sms=None):
         checks.check_topk_idx_dtype(topk_idx_dtype)
         shape, self.topk_idx_dtype = _combined(shape), topk_idx_dtype
-        super().__init__(runtime, rank_mask, shape, shape.combine_words, shape.combine_rows, num_sms)
+        super().__init__(runtime, rank_mask, shape, shape.combine_words, shape.combine_rows, num_sms, False)
 
     @staticmethod
     def definition(shape, topk_idx_dtype=torch.int64, phase=BOTH):  # noqa: D102
