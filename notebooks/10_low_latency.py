@@ -663,6 +663,10 @@ assert all("refused" in row for row in ladder.rows[-len(MISTAKES) :])
 #   The next call raises an error, or with `enable_shrink` the other ranks continue without it.
 # - If tokens are few, several CTAs share a row. A word of metadata has two experts and the low bits of the operation's
 #   number.
+# - Half of the CTAs send and the others receive meanwhile, so that slots are read while the link is busy. A rank reads
+#   its own rows where they are, without slots.
+# - Packed by expert, the metadata of all tokens is sent before any row. A receiving CTA sets a bit for each slot and
+#   expert in shared memory; a row's place is the number of bits before its own.
 # - Dispatch can quantise rows to FP8, with scales. Combine applies the top-k weights of packed rows.
 # - `return_recv_hook` splits a call into a send phase and a receive phase; no SM is in use between the two.
 # - `protocol="lamport"`, data as its own flag, is the default; `"flags"` is the protocol of step 1.
@@ -728,8 +732,8 @@ for rank, (combined, again, counts) in enumerate(LocalGroup(LAYER.ranks).run(dec
 # ### One rank alone
 #
 # `python -m moe_numba bench low_latency` measures the pair in a CUDA graph. On one GPU it measures one rank with 128
-# experts, as many as each of two ranks has. Launches, loads, fences and polls are those of several ranks, but the rank
-# sends all rows to its own slots: no store crosses NVLink. Packing writes 8 rows per token of the rank, as it does on
+# experts, as many as each of two ranks has. The rank copies its own tokens, and nothing crosses NVLink: what remains is
+# the cost of the launches and of the copies on the GPU. Packing writes 8 rows per token of the rank, as it does on
 # average with several ranks.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -747,11 +751,10 @@ plots.sweep_figure(ALONE, caption=plots.caption(PAIR), title=TITLE) if ALONE els
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 text = f"*{NO_RECORD}*"
 if len(ALONE) == len(KINDS):
-    slots, flags, packed, _, fp8 = (times[1] for times in ALONE.values())
+    slots, _, packed, _, fp8 = (times[1] for times in ALONE.values())
     text = (
-        f"With 1 token, data as its own flag instead of flags, in slots: {Judgement(flags, slots, GAIN_US)}. The "
-        f"prediction is that of step 2, for two GPUs. Packing by expert takes {packed - slots:.1f} us more than slots, "
-        f"with FP8 dispatch {fp8 - slots:.1f} us more."
+        f"With 1 token, packing by expert takes {packed - slots:.1f} us more than slots, with FP8 dispatch "
+        f"{fp8 - slots:.1f} us more."
     )
 Markdown(text)
 
@@ -777,8 +780,19 @@ Markdown(
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 GROUPS = sorted({row["config"]["ranks"] for row in PAIR["rows"]} - {1}) if PAIR else []
+
+
+def of_group(n):
+    """Describe the recorded times of a group of GPUs."""
+    slots, flags = times_of(PAIR, "in slots", n), times_of(PAIR, "in slots, flags", n)
+    return (
+        f"- {n} GPUs, recorded: {listed(slots)} us in slots. With 1 token, data as its own flag instead of flags: "
+        f"{Judgement(flags[1], slots[1], GAIN_US)}; the prediction is that of step 2."
+    )
+
+
 Markdown(
-    "\n".join(f"- {n} GPUs, recorded: {listed(times_of(PAIR, 'in slots', n))} us in slots." for n in GROUPS)
+    "\n".join(map(of_group, GROUPS))
     or "**The kernels of the package have not been measured on two or more GPUs yet.** Only the prototype has been, "
     "which has neither timeouts nor packing."
 )

@@ -67,8 +67,8 @@ def readme_table(record):
     lines += [
         "",
         "Median time of the slowest rank for dispatch and combine together, microseconds, in a CUDA graph; the last "
-        "column is the first one without a graph, by events around one call. With 1 GPU a rank sends "
-        f"{low_latency_measure.ONE_RANK_EXPERTS} experts' rows to itself, and nothing crosses NVLink; "
+        "column is the first one without a graph, by events around one call. With 1 GPU a rank copies "
+        f"its own tokens, for {low_latency_measure.ONE_RANK_EXPERTS} experts, and nothing crosses NVLink; "
         f"{plots.provenance(record)}.",
     ]
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 Every sample is the slowest rank's. *Kernel time* is that of a CUDA graph of `PAIRS` pairs, divided by their number;
 *call time* is between CUDA events around one call, after a barrier of all ranks. Peers are captured in graphs, too.
 
-One rank alone is measured as well, without peers: it sends all rows to its own slots, so that nothing crosses NVLink.
+One rank alone is measured as well, without peers: it copies its own tokens, and nothing crosses NVLink.
 """
 
 import json
