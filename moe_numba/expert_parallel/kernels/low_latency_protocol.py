@@ -46,6 +46,7 @@ MESSAGES = {
     WEIGHTS: "low_latency_combine: rank {rank} waited for the weights of token {token} from rank {peer}",
     COMBINE_ROW: "low_latency_combine: rank {rank} waited for the sum of token {token} from rank {peer}",
 }
+_CTAS_PER_SENDER = 2  # of a kernel that sends and receives
 _POLLS_PER_CHECK = 16  # reading the clock and the mask takes as long as a poll
 
 
@@ -245,7 +246,7 @@ def roles(grid, sends, receives, items):
     if sends:
         senders = grid
         if receives and grid > 1:
-            senders = first_receiver = min(int32(grid // 2), int32(items))
+            senders = first_receiver = min(max(int32(1), int32(grid // _CTAS_PER_SENDER)), int32(items))
     return senders, first_receiver
 
 
