@@ -815,5 +815,6 @@ exercise("low_latency-3").check(tokens)
 # - NVIDIA: *PTX ISA*, memory consistency model, vector accesses; *CUDA C++ Programming Guide*, programmatic dependent
 #   launch.
 # - The final kernels: [`low_latency_dispatch.py`](../moe_numba/expert_parallel/kernels/low_latency_dispatch.py),
+#   [`low_latency_packing.py`](../moe_numba/expert_parallel/kernels/low_latency_packing.py),
 #   [`low_latency_combine.py`](../moe_numba/expert_parallel/kernels/low_latency_combine.py),
 #   [`low_latency_protocol.py`](../moe_numba/expert_parallel/kernels/low_latency_protocol.py).

@@ -24,7 +24,12 @@ from helpers.wrong_kernels import changed_maker
 
 from moe_numba import prepare, simulator
 from moe_numba.expert_parallel import Buffer, low_latency_exchange
-from moe_numba.expert_parallel.kernels import low_latency_combine, low_latency_dispatch, low_latency_protocol
+from moe_numba.expert_parallel.kernels import (
+    low_latency_combine,
+    low_latency_dispatch,
+    low_latency_packing,
+    low_latency_protocol,
+)
 
 PROTOCOLS = ["lamport", "flags"]
 TOKENS = 4 if simulator.ENABLED else 64
@@ -609,8 +614,8 @@ WRONG = {  # the kernel, the module with the passage, the passage, what replaces
     "a flag without a fence": ("combine", "combine", "fence_acq_rel_sys()", "pass", "flags"),
     "a flag without a barrier": ("combine", "combine", BARRIER, "                if tid == 0:\n", "flags"),
     "metadata without a stamp": ("dispatch", "protocol", "return (a >> shift == stamp)", "return (a == a)", "lamport"),
-    "rows one too far": ("dispatch", "dispatch", "word, earlier, lane)", "word, earlier, lane) + 1", "lamport"),
-    "slots of the last word not counted": ("dispatch", "dispatch", "word, earlier,", "word, uint32(0),", "lamport"),
+    "rows one too far": ("dispatch", "packing", "word, earlier, lane)", "word, earlier, lane) + 1", "lamport"),
+    "slots of the last word not counted": ("dispatch", "packing", "word, earlier,", "word, uint32(0),", "lamport"),
 }
 
 
@@ -618,13 +623,18 @@ WRONG = {  # the kernel, the module with the passage, the passage, what replaces
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_is_rejected(name, monkeypatch):
     kernel, where, right, wrong, protocol = WRONG[name]
-    modules = {"dispatch": low_latency_dispatch, "combine": low_latency_combine, "protocol": low_latency_protocol}
+    modules = {
+        "dispatch": low_latency_dispatch,
+        "packing": low_latency_packing,
+        "combine": low_latency_combine,
+        "protocol": low_latency_protocol,
+    }
     make = f"make_low_latency_{kernel}"
     monkeypatch.setattr(modules[kernel], make, changed_maker(modules[kernel], make, modules[where], right, wrong))
     exchange = exchange_ahead
     if name == "the half of the last combine":
         exchange = combine_ahead
-    elif kernel == "dispatch" and "earlier" not in right and "stamp" not in right:  # not what packs rows
+    elif kernel == "dispatch" and where != "packing" and "stamp" not in right:
         exchange = dispatch_ahead
     if protocol == "flags":
         exchange = partial(exchange, hidden=256)
