@@ -1,0 +1,223 @@
+"""Steps of the grouped GEMM with MXFP4 weights: layouts of the weights, parts that decode them, and launches.
+
+A step is the kernel of ``grouped_gemm/kernel_mxfp4.py`` with other functions that load and decode a **unit**, 64 rows
+of weight by 64 elements of k. Its registers of A are numbered as in ``packing_mxfp4.py``: register ``4 s + 2 h + r`` of
+lane l in warp w has the columns ``16 s + 8 h + 2 (l % 4)`` and the next one of row ``16 w + l // 4 + 8 r``.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from numba import cuda, float32, int32, uint32
+
+from moe_numba import simulator
+from moe_numba.course.simulate import changed_module
+from moe_numba.grouped_gemm import kernel_mxfp4
+from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout, select_mxfp4_config
+from moe_numba.grouped_gemm.launch_mxfp4 import MXFP4_SIGNATURE
+from moe_numba.grouped_gemm.packing_mxfp4 import CODE_BYTES, SCALE_BYTES, UNIT, UNIT_BYTES
+from moe_numba.ptx.arithmetic import int_as_float
+from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
+from moe_numba.ptx.memory import st_global_s32x4
+from moe_numba.runtime.device import gpu_of
+from moe_numba.runtime.launch import address, launch, launcher
+from moe_numba.runtime.tensor_map import tensor_map_template
+
+DEQUANTISE_THREADS = 256
+
+
+# Layouts
+
+
+def pack_rows(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Pack weights in units whose codes are in the order of rows; see :func:`pack_fragments`."""
+    groups, n, bytes_of_k = blocks.shape
+    codes = blocks.view(groups, n // UNIT, UNIT, bytes_of_k // 32, 32).transpose(2, 3)
+    return _with_scales(codes, scales)
+
+
+def pack_fragments(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Pack weights in units whose codes are in the order of wgmma's fragments: 16 consecutive bytes for each thread.
+
+    Byte ``4 s + 2 h + r`` of a thread has the two codes of its register of that number.
+
+    Parameters
+    ----------
+    blocks : tensor [groups, n, k / 2], uint8
+        Two e2m1 codes per byte, the first in the low half. n and k are multiples of 64.
+    scales : tensor [groups, n, k / 32], uint8
+        Byte s is the scale 2**(s - 127).
+
+    Returns
+    -------
+    tensor [groups, n / 64, k / 64, 2176], uint8
+    """
+    groups, n, bytes_of_k = blocks.shape
+    # Dimensions: group, unit row, warp, r, row of 8, unit column, s, h, lane of 4
+    codes = blocks.view(groups, n // UNIT, 4, 2, 8, bytes_of_k // 32, 4, 2, 4)
+    return _with_scales(codes.permute(0, 1, 5, 2, 4, 8, 6, 7, 3), scales)
+
+
+def _with_scales(codes, scales):
+    """Join codes [groups, unit rows, unit columns, ...] with scales, a word for a thread's two rows and 64 columns."""
+    groups, n, blocks_of_k = scales.shape
+    words = scales.view(groups, n // UNIT, 4, 2, 8, blocks_of_k // 2, 2).permute(0, 1, 5, 2, 4, 3, 6)
+    shape = groups, n // UNIT, blocks_of_k // 2
+    return torch.cat([codes.reshape(*shape, CODE_BYTES), words.reshape(*shape, SCALE_BYTES)], dim=-1)
+
+
+# Loads of a unit
+
+
+@cache
+def make_load_unit_by_bytes(config, layout):
+    """Make ``codes, scales = load_unit(smem, warp, lane, stage, unit)`` for units in the order of rows.
+
+    The two codes of a register are one byte, in the row of 32 bytes that the register belongs to.
+    """
+    weight_offset, weight_bytes, stage_units = layout.weight_offset, layout.weight_bytes, config.stage_units
+
+    @cuda.jit(device=True)
+    def four_bytes(u8, first):
+        """Load the codes of 16 columns in two rows, which are eight rows apart."""
+        low = uint32(u8[uint32(first)]) | uint32(u8[uint32(first + 256)]) << uint32(8)
+        high = uint32(u8[uint32(first + 4)]) | uint32(u8[uint32(first + 260)]) << uint32(8)
+        return uint32(low | high << uint32(16))
+
+    @cuda.jit(device=True)
+    def load_unit(smem, warp, lane, stage, unit):
+        first = int32(weight_offset + (warp >> 2) * (stage_units * UNIT_BYTES))
+        first = int32(first + stage * weight_bytes + unit * UNIT_BYTES)
+        scales = smem.i32[uint32((first + CODE_BYTES + 32 * (warp & 3)) // 4 + (lane >> 2))]
+        first = int32(first + 32 * (16 * (warp & 3) + (lane >> 2)) + (lane & 3))
+        codes = (
+            four_bytes(smem.u8, first),
+            four_bytes(smem.u8, int32(first + 8)),
+            four_bytes(smem.u8, int32(first + 16)),
+            four_bytes(smem.u8, int32(first + 24)),
+        )
+        return codes, scales
+
+    return load_unit
+
+
+# Decoding
+
+
+@cuda.jit(device=True)
+def value_of(code):
+    """Return the number of an e2m1 code: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+    exponent, mantissa = int32(code >> 1 & 3), int32(code & 1)
+    doubled = mantissa if exponent == 0 else int32((2 | mantissa) << (exponent - 1))
+    value = float32(doubled) * float32(0.5)
+    return -value if code & 8 else value
+
+
+@cuda.jit(device=True)
+def decode_byte(byte, scale):
+    """Return two bfloat16 numbers, the first in the low half."""
+    return cvt_rn_bf16x2_f32(value_of(byte >> 4) * scale, value_of(byte & 15) * scale)
+
+
+@cuda.jit(device=True)
+def decode_step(word, scale_0, scale_1):
+    """Decode a thread's four registers of A of one wgmma; ``scale_0`` and ``scale_1`` are of its two rows."""
+    return (
+        decode_byte(int32(word & uint32(255)), scale_0),
+        decode_byte(int32(word >> uint32(8) & uint32(255)), scale_1),
+        decode_byte(int32(word >> uint32(16) & uint32(255)), scale_0),
+        decode_byte(int32(word >> uint32(24)), scale_1),
+    )
+
+
+@cuda.jit(device=True)
+def decode_unit_by_value(codes, scales):
+    """Decode a thread's 16 registers of A; ``scales`` has a byte for each of two rows and two blocks of 32 columns."""
+    w_0, w_1, w_2, w_3 = codes
+    a_0, a_1 = int_as_float(int32((scales & 255) << 23)), int_as_float(int32((scales >> 8 & 255) << 23))
+    b_0, b_1 = int_as_float(int32((scales >> 16 & 255) << 23)), int_as_float(int32((scales >> 24 & 255) << 23))
+    first = decode_step(uint32(w_0), a_0, b_0) + decode_step(uint32(w_1), a_0, b_0)
+    return first + decode_step(uint32(w_2), a_1, b_1) + decode_step(uint32(w_3), a_1, b_1)
+
+
+@cuda.jit(device=True)
+def decode_nothing(codes, scales):
+    """Return 16 registers without decoding: a kernel with it shows what decoding costs."""
+    w_0, w_1, w_2, w_3 = codes
+    four = uint32(w_0), uint32(w_1), uint32(w_2), uint32(w_3 ^ scales)
+    return four + four + four + four
+
+
+@cuda.jit
+def dequantise(blocks, scales, weight, words):
+    """Decode eight codes per thread to bfloat16; weight is [.., k] as 32-bit words of two numbers each."""
+    i = int32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
+    if i < words:
+        word, scale = blocks[i], int_as_float(int32(scales[i >> 2]) << 23)
+        a, b = decode_byte(word & 255, scale), decode_byte(word >> 8 & 255, scale)
+        c, d = decode_byte(word >> 16 & 255, scale), decode_byte(word >> 24 & 255, scale)
+        st_global_s32x4(weight, 4 * i, int32(a), int32(b), int32(c), int32(d))
+
+
+def launch_dequantise(problem: Any) -> None:
+    """Decode ``problem.blocks`` and ``problem.scales`` into ``problem.decoded``, bfloat16 [groups, n, k]."""
+    words = problem.blocks.numel() // 4
+    blocks, weight = problem.blocks.view(torch.int32), problem.decoded.view(torch.int32)
+    grid = -(-words // DEQUANTISE_THREADS)
+    launch(dequantise, grid, DEQUANTISE_THREADS, blocks, problem.scales, weight, words)
+
+
+# Kernels and launches
+
+
+def make_step_kernel(config: Mxfp4Config, **parts: Any) -> tuple[Any, int]:
+    """Return the package's kernel with other functions of these names, and its shared memory in bytes."""
+    module = changed_module(kernel_mxfp4)
+    for name, part in parts.items():
+        if not hasattr(module, name):
+            raise ValueError(f"{name!r} is not a name of {kernel_mxfp4.__name__}")
+        setattr(module, name, part)
+    return module.make_kernel(config)
+
+
+# The package multiplies scales by a power of two, to stay within bfloat16's range, and undoes it in the epilogue.
+BY_VALUE = {"decode_unit": decode_unit_by_value, "RESULT_EXPONENT": 0}
+FROM_ROWS = BY_VALUE | {"make_load_unit": make_load_unit_by_bytes}
+NOT_DECODED = {"decode_unit": decode_nothing}
+
+
+class StepLaunch:
+    """Launches a variant of the MXFP4 kernel for problems of one shape.
+
+    Parameters
+    ----------
+    problem : object
+        With ``x`` (bfloat16), ``seqlens``, ``cu_seqlens``, ``out`` and ``average``, the rows per group.
+    weight : str
+        Name of the problem's packed weights, [groups, n / 64, k / 64, 2176].
+    **parts
+        As for :func:`make_step_kernel`.
+
+    Calling it with a problem returns ``problem.out``.
+    """
+
+    def __init__(self, problem: Any, weight: str, **parts: Any):
+        config = select_mxfp4_config("lengths", problem.average)
+        (kernel, shared_bytes), self.threads = make_step_kernel(config, **parts), Mxfp4Layout(config).threads
+        device, packed = problem.x.device, getattr(problem, weight)
+        options = dict(launch_bounds=self.threads, shared_bytes=shared_bytes)
+        self.start = launcher(kernel, MXFP4_SIGNATURE, device.index or 0, dependent=True, **options)
+        self.x_map = tensor_map_template(problem.x, (config.box_rows, UNIT), swizzle=128, name="x")
+        groups, rows, columns, _ = packed.shape
+        self.sizes = groups, len(problem.x), 0, problem.out.shape[1], rows, columns
+        self.weight, self.grid = weight, 2 if simulator.ENABLED else gpu_of(device).sm_count
+
+    def __call__(self, problem: Any) -> torch.Tensor:
+        """Launch the kernel on the current stream."""
+        p, lengths = problem, address(problem.seqlens)
+        pointers = map(address, (getattr(p, self.weight), p.out, p.seqlens, p.cu_seqlens))
+        gather = address(p.x), lengths, len(p.x), 0, 2 * p.x.shape[1]  # unused, as the epilogue's pointers
+        sizes = *self.sizes, *gather
+        self.start(self.grid, self.threads, None, self.x_map(p.x), *pointers, *sizes, *[lengths] * 3, len(p.x))
+        return p.out
