@@ -79,6 +79,7 @@ warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some launches 
 # | alignment: sort the token slots by expert | [02_align](02_align.ipynb), [03_align_one_launch](03_align_one_launch.ipynb) | SGLang's `moe_align_block_size` |
 # | shared experts, which every token visits | [04_shared_experts](04_shared_experts.ipynb) | SGLang |
 # | grouped GEMM: multiply by the experts' weights | [05_hopper_from_numba](05_hopper_from_numba.ipynb), [06_grouped_gemm](06_grouped_gemm.ipynb) | hpc-ops |
+# | the same with block scales and with 4-bit weights | [06b_grouped_gemm_scales](06b_grouped_gemm_scales.ipynb) | DeepGEMM |
 # | dispatch layout: count what goes to which GPU | [07_dispatch_layout](07_dispatch_layout.ipynb) | DeepEP |
 # | dispatch and combine: send the tokens, return the results | [08_ring_buffer_dispatch](08_ring_buffer_dispatch.ipynb), [09_combine](09_combine.ipynb) | DeepEP |
 # | the same for few tokens, as during decode | [10_low_latency](10_low_latency.ipynb) | DeepEP |

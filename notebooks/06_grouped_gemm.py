@@ -2086,6 +2086,8 @@ if not us("final", "blocks_main_us"):
 # again, for two reasons. A promotion now needs a factor for each token, which takes registers: there is no room for a
 # second part, and so it is step 18's tile of 128, without its cluster. That alone makes up about half of it (compare
 # step 18). And each warp loads its factors from shared memory in each turn, on a way that was too long already.
+# [Notebook 06b](06b_grouped_gemm_scales.ipynb) turns the product around, so that a thread needs few factors, and goes on
+# to weights of 4 bits.
 #
 # ## 9. More in the same launch
 #

@@ -5,15 +5,18 @@ of weight by 64 elements of k. Its registers of A are numbered as in ``packing_m
 lane l in warp w has the columns ``16 s + 8 h + 2 (l % 4)`` and the next one of row ``16 w + l // 4 + 8 r``.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, int32, uint8, uint32, uint64
 
 from moe_numba import simulator
+from moe_numba.course.instruction_mix import instruction_mix
 from moe_numba.course.simulate import changed_module
 from moe_numba.grouped_gemm import kernel_mxfp4
+from moe_numba.grouped_gemm.config import SharedMemory
 from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout, select_mxfp4_config
 from moe_numba.grouped_gemm.launch_mxfp4 import MXFP4_SIGNATURE
 from moe_numba.grouped_gemm.packing_mxfp4 import CODE_BYTES, SCALE_BYTES, UNIT, UNIT_BYTES
@@ -168,11 +171,51 @@ def launch_dequantise(problem: Any) -> None:
     launch(dequantise, grid, DEQUANTISE_THREADS, blocks, problem.scales, weight, words)
 
 
+# Instructions
+
+
+@cache
+def make_unit_kernel(name):
+    """Make a kernel that loads and decodes one unit, to count its instructions; it is not executed."""
+    make_load_unit, decode_unit = {
+        "bytes, by value": (make_load_unit_by_bytes, decode_unit_by_value),
+        "16 bytes, by value": (kernel_mxfp4.make_load_unit, decode_unit_by_value),
+        "16 bytes, shift and mask": (kernel_mxfp4.make_load_unit, kernel_mxfp4.decode_unit),
+        "16 bytes, not decoded": (kernel_mxfp4.make_load_unit, decode_nothing),
+    }[name]
+    config = Mxfp4Config()
+    load_unit = make_load_unit(config, Mxfp4Layout(config))
+
+    @cuda.jit
+    def unit_kernel(out):
+        u8, i32 = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, int32, 1024)
+        smem = SharedMemory(u8, i32, cuda.shared.array(0, float32, 1024), cuda.shared.array(0, uint64, 1024))
+        thread = int32(cuda.threadIdx.x)
+        codes, scales = load_unit(smem, int32(thread >> 5), int32(thread & 31), int32(0), int32(0))
+        a = decode_unit(codes, scales)
+        st_global_s32x4(out, 16 * thread, int32(a[0]), int32(a[1]), int32(a[2]), int32(a[3]))
+        st_global_s32x4(out, 16 * thread + 4, int32(a[4]), int32(a[5]), int32(a[6]), int32(a[7]))
+        st_global_s32x4(out, 16 * thread + 8, int32(a[8]), int32(a[9]), int32(a[10]), int32(a[11]))
+        st_global_s32x4(out, 16 * thread + 12, int32(a[12]), int32(a[13]), int32(a[14]), int32(a[15]))
+
+    return unit_kernel
+
+
+def instructions_per_unit(names: Iterable[str], without: str) -> dict[str, int]:
+    """Return a thread's SASS instructions for a unit by name of `make_unit_kernel`, less those of ``without``."""
+    kernels = {name: (f"make_unit_kernel({name!r})", ("int32*",), 256) for name in (*names, without)}
+    mix = instruction_mix(kernels, [make_unit_kernel])
+    total = {name: sum(mix[name].values()) for name in kernels}
+    return {name: total[name] - total[without] for name in names}
+
+
 # Kernels and launches
 
 
 def make_step_kernel(config: Mxfp4Config, **parts: Any) -> tuple[Any, int]:
     """Return the package's kernel with other functions of these names, and its shared memory in bytes."""
+    if not parts:
+        return kernel_mxfp4.make_kernel(config)
     module = changed_module(kernel_mxfp4)
     for name, part in parts.items():
         if not hasattr(module, name):

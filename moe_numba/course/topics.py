@@ -71,6 +71,13 @@ TOPICS = (
         hopper=True,
     ),
     Topic(
+        "06b_grouped_gemm_scales",
+        "the grouped GEMM with block scales, and with 4-bit weights",
+        "DeepGEMM (block scales)",
+        records=("grouped_gemm_block_scales_ladder", "grouped_gemm_mxfp4_ladder"),
+        hopper=True,
+    ),
+    Topic(
         "07_dispatch_layout",
         "the dispatch layout: count the tokens that each rank sends to each rank and expert",
         "DeepEP, intranode",

@@ -85,7 +85,10 @@ def test_command_line_reports_problems(read, tmp_path, capsys):
     assert lesson.main([str(tmp_path / "01_small.py")]) == 0
 
 
-LESSONS = "00_start_here", "01_gate", "02_align", "03_align_one_launch", "10_low_latency", "11_moe_layer"
+LESSONS = (
+    *("00_start_here", "01_gate", "02_align", "03_align_one_launch", "06b_grouped_gemm_scales", "10_low_latency"),
+    "11_moe_layer",
+)
 
 
 @pytest.mark.parametrize("name", [*LESSONS, "appendix_claims"])

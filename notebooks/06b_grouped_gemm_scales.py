@@ -1,0 +1,856 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Block scales and 4-bit weights
+#
+# [Notebook 06](06_grouped_gemm.ipynb) builds a grouped GEMM in FP8 with one scale per group. Checkpoints come in finer
+# formats. DeepSeek-V3 stores FP8 weights with a scale per 128 x 128 block, and gpt-oss stores MXFP4, 4-bit weights with
+# a scale per 32 elements. This notebook builds the two kernels of the package for them, each as a ladder. Both ladders
+# begin with the same question: in which registers do the data have to be, and what does it cost to bring them there?
+#
+# The pipeline of TMA, mbarriers and wgmma is explained in notebooks [05](05_hopper_from_numba.ipynb) and
+# [06](06_grouped_gemm.ipynb), the simulator in [notebook 00](00_start_here.ipynb).
+
+# %%
+import os
+
+os.environ["MOE_NUMBA_ONLY"] = "90"  # Hopper: with another GPU the simulator runs the kernels
+import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
+
+print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+from functools import partial
+from statistics import median
+from types import SimpleNamespace
+
+import torch
+from IPython.display import Markdown
+
+from moe_numba import simulator
+from moe_numba.course import block_scale_steps as scales
+from moe_numba.course import mxfp4_steps as mxfp4
+from moe_numba.course.bench import records
+from moe_numba.course.bench.baselines.limits import chip_limits
+from moe_numba.course.bench.sources import notebook_sources
+from moe_numba.course.bench.topics import grouped_gemm as topic
+from moe_numba.course.draw import grouped_gemm_scales as draw
+from moe_numba.course.exercises import exercise
+from moe_numba.course.ladder import Ladder
+from moe_numba.course.prose import say
+from moe_numba.course.simulate import source_of
+from moe_numba.course.source_diff import change
+from moe_numba.course.tile_traces import dram_bytes, l2_to_sm_bytes, lags, tiles_of
+from moe_numba.grouped_gemm import kernel_block_scaled, kernel_mxfp4, reference
+from moe_numba.grouped_gemm.api import group_gemm_bf16, group_gemm_blockwise_fp8
+from moe_numba.grouped_gemm.api_mxfp4 import group_gemm_mxfp4, pack_mxfp4
+from moe_numba.grouped_gemm.config import select_config
+from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
+from moe_numba.grouped_gemm.launch import group_gemm
+from moe_numba.grouped_gemm.reference_mxfp4 import E2M1, dequantise_mxfp4
+
+SIMULATED = simulator.ENABLED
+DEVICE, LIMITS, BF16 = "cpu" if SIMULATED else "cuda", chip_limits(), torch.bfloat16
+GPUS = "h200", "h100-80gb-hbm3"  # folders of records, the first one that has what is asked for
+
+
+def recorded_gpu(name, **wanted):
+    """Return the folder of the first record that has such a row, or that of an H200."""
+    found = {gpu: records.recorded(name, gpu) for gpu in GPUS}
+    return next((gpu for gpu, record in found.items() if record and records.find(record, **wanted)), GPUS[0])
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+RECORD = records.recorded("grouped_gemm", recorded_gpu("grouped_gemm", config={"scaling": "mxfp4"}))
+
+
+def recorded_us(step, scaling, rows):
+    """Return a recorded median of 32 groups, 4096 x 7168, rows drawn evenly; None if there is none."""
+    config = topic.row_config("gate_up", scaling)
+    row = RECORD and records.find(RECORD, step=step, config=config, size={"rows": rows})
+    return row["kernel_us"]["median"] if row else None
+
+
+PEERS = [us for name in records.peers(RECORD) if (us := recorded_us(name, "block", 8192))] if RECORD else []
+say(
+    "**Result.** 32 groups, 4096 x 7168, kernel times recorded on {gpu}. Block scales, 8192 rows: {block:.0f} us; "
+    "with one scale per group {tensor:.0f} us, and the fastest peer takes {peer:.0f} us with block scales. MXFP4 weights, "
+    "128 rows: {four:.0f} us, where FP8 weights take {eight:.0f} us.",
+    gpu=RECORD and RECORD["gpu"].replace("NVIDIA", "an NVIDIA"),
+    block=recorded_us("final", "block", 8192),
+    tensor=recorded_us("final", "tensor", 8192),
+    peer=min(PEERS, default=None),
+    four=recorded_us("final", "mxfp4", 128),
+    eight=recorded_us("final", "tensor", 128),
+)
+
+# %% [markdown]
+# # Block scales
+#
+# ## 1. The problem
+#
+# `x` and `weight` are FP8. Each row of `x` has a scale for every 128 elements of k (a **k-block**), and each block of
+# 128 rows of weight by 128 elements of k has a scale. So the sum over k is a sum of scaled partial sums:
+#
+# `y[i, j] = sum over k-blocks b of x_scale[i, b] * w_scale[j // 128, b] * (x[i, b] . weight[j, b])`
+#
+# The tensor cores compute the partial sum of a k-block. Then CUDA cores multiply each of its elements by the product of
+# two scales and add it to an accumulator in registers (**promotion**).
+
+# %%
+GROUPS, N, K = (2, 256, 512) if SIMULATED else (32, 4096, 7168)
+LENGTHS = torch.tensor([150, 20]).int() if SIMULATED else topic.random_lengths(32, 8192)
+EVEN_LENGTHS = torch.full_like(LENGTHS, int(LENGTHS.sum()) // GROUPS)
+WEIGHT = topic.random_weight(GROUPS, N, K, device=DEVICE)
+
+
+def problem(lengths):
+    """Make random rows, and random block scales for x and the weights."""
+    made = topic.make_problem(WEIGHT, lengths)
+    topic.add_block_scales([made])
+    return made
+
+
+P, EVEN = problem(LENGTHS), problem(EVEN_LENGTHS)
+TIMED, TIMED_ROWS = topic.SHAPES["gate_up"], topic.random_lengths(32, 8192).tolist()  # of all times below
+print(f"timed: {sum(TIMED_ROWS)} rows in 32 groups of {min(TIMED_ROWS)} to {max(TIMED_ROWS)} rows, {TIMED}")
+print(f"here: {len(P.x)} rows in {GROUPS} groups, {dict(n=N, k=K)}")
+
+# %% [markdown]
+# ### Step 0: torch
+#
+# The definition, group by group in float32. The group's bounds are known to the CPU here; a kernel reads them on the
+# GPU.
+
+
+# %%
+def bounds_of(lengths):
+    ends = lengths.cumsum(0).tolist()
+    return list(zip([0, *ends], ends))
+
+
+def block_scales_in_torch(p):
+    for g, (start, end) in enumerate(bounds_of(LENGTHS)):
+        x = p.x[start:end].float().unflatten(1, (-1, 128)) * p.x_scale[start:end, :, None]
+        weight = p.weight[g].float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+        weight = (weight * p.w_scale[g][:, None, :, None]).flatten(2).flatten(0, 1)
+        p.out[start:end] = x.flatten(1) @ weight.T
+    return p.out
+
+
+FLOOR_US, BYTES, FLOPS = topic.lower_bound(torch.tensor(TIMED_ROWS), **TIMED)
+RIGHT = topic.expected_output(P, "block")  # float64
+ladder = Ladder(
+    "grouped_gemm_block_scales_ladder",
+    lambda y: reference.mismatch(y, RIGHT),
+    title="Grouped GEMM with block scales: 32 groups, 4096 x 7168, 8192 rows",
+    reference_name="torch",
+    config={"num_groups": GROUPS, "n": N, "k": K, "scaling": "block"},
+    size={"rows": len(P.x)},
+    gpu=recorded_gpu("grouped_gemm_block_scales_ladder"),
+)
+STEPS = {}  # name -> launch(problem)
+
+
+def step(name, launch, **options):
+    STEPS[name] = launch
+    P.out.fill_(float("nan"))  # elements that the kernel does not write are found
+    ladder.step(name, partial(launch, P), dtype="e4m3", floor_us=FLOOR_US, bytes=BYTES, flops=FLOPS, **options)
+
+
+def times(name, launches, p=P, ladder=ladder):
+    """Time launches that explain a step; return {label: us}, or None if nothing is timed or recorded."""
+    found = ladder.times(name, {label: partial(launch, p) for label, launch in launches.items()})
+    print(", ".join(f"{label}: {us:.1f} us" for label, us in found.items()) if found else "no times are recorded")
+    return found
+
+
+step("torch", block_scales_in_torch, slow=True)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "**Lower bound.** To read weights and x once and to write y takes {read:.0f} us, to compute {compute:.0f} us "
+    "(peak rates; {source}). The bound of the ladder is the larger one, {bound:.0f} us.",
+    read=BYTES / LIMITS.hbm_bandwidth * 1e6,
+    compute=FLOPS / LIMITS.tensor_flops["float8_e4m3fn"] * 1e6,
+    source=LIMITS.source,
+    bound=FLOOR_US,
+)
+
+# %% [markdown]
+# ## 2. The ladder
+#
+# ### Step 1: a scale per column
+#
+# The kernel of notebook 06 computes the transposed product: rows of weight are wgmma's M, rows of x its N. A tile has
+# 128 of each. Three auxiliary warps load the scales of a k-block, multiply those of x by that of the weight, and write
+# the products to the stage in shared memory. The figure shows what a consumer thread needs of them. (It shows 24
+# columns; a tile has 128.)
+
+# %%
+draw.factors(lane=5)
+
+# %%
+PER_COLUMN = select_config("block", "lengths", 256, False)
+
+
+def per_column(p):
+    arguments = p.x, p.weight, p.seqlens, p.cu_seqlens, p.x_scale, p.w_scale
+    return group_gemm("block", *arguments, p.average, out=p.out, config=PER_COLUMN)
+
+
+print(PER_COLUMN._replace(scaling="block"))
+step("scales per column", per_column)
+
+# %% [markdown]
+# ### Step 2: a scale per row
+#
+# **Bottleneck.** The same kernel with the same tile and one scale per group, which it applies in the epilogue:
+
+
+# %%
+def one_scale(p):
+    arguments = p.x, p.weight, p.seqlens, p.cu_seqlens, None, p.y_scale
+    return group_gemm("tensor", *arguments, p.average, out=p.out, config=PER_COLUMN)
+
+
+COLUMN_TIMES = times("bottleneck of columns", {"scales per column": per_column, "one scale": one_scale})
+
+# %% [markdown]
+# The difference is the cost of the scales. In the accumulators of a 64 x 128 product a thread has 2 rows and 32
+# columns. With rows of x as columns it loads 32 scales from shared memory per k-block, 128 bytes.
+#
+# **Idea.** Make the rows of x the rows of wgmma, as DeepGEMM does (right side of the figure). A thread then needs two
+# scales of x, and one of weight for all its columns, because 128 rows of weight share it. The auxiliary warps write 128
+# scales of x and a few of weight, without a multiplication.
+#
+# **Predicted gain.** The cost of the scales, in proportion to the bytes that a thread loads: 2 x 4 for x and 16 for
+# weight instead of 128.
+
+# %%
+FIRST = {"make_multiply": scales.make_multiply_in_order, "make_aux_producer": scales.make_scales_by_one}
+ROWS_128 = BlockScaledConfig(block_n=128, stages=6, keep_weight=True, cluster_size=1)
+gain_us = (COLUMN_TIMES["scales per column"] - COLUMN_TIMES["one scale"]) * (1 - 24 / 128) if COLUMN_TIMES else 0
+per_row = scales.StepLaunch(ROWS_128, P, **FIRST)
+step("scales per row", per_row, after="scales per column", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# The whole kernel is [`kernel_block_scaled.py`](../moe_numba/grouped_gemm/kernel_block_scaled.py); the steps replace
+# parts of it ([`block_scale_steps.py`](../moe_numba/course/block_scale_steps.py)). This is the main loop of a consumer
+# warpgroup. `fma` promotes: `a` and `b` are the scales of the thread's two rows.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+Markdown(f"```python\n{source_of(scales.make_multiply_in_order)}```")
+
+# %% [markdown]
+# **Explanation.** The two kernels do not compute the same rows. wgmma's M is 64, so step 2 computes multiples of 64
+# rows of each group. Step 1 distributes a group's rows evenly over its tiles and chooses N as 64, 96 or 128. With 256
+# rows in every group both compute exactly those:
+
+
+# %%
+def columns_computed(rows):
+    tiles = -(-rows // 128)
+    return tiles * min(n for n in PER_COLUMN.mma_n if n * tiles >= rows) if rows else 0
+
+
+COMPUTED = sum(map(columns_computed, TIMED_ROWS)), sum(-(-rows // 64) * 64 for rows in TIMED_ROWS)
+print(f"rows computed for {sum(TIMED_ROWS)}: {COMPUTED[0]} in step 1, {COMPUTED[1]} in step 2")
+EVEN_TIMES = times("even rows", {name: STEPS[name] for name in ("scales per column", "scales per row")}, EVEN)
+
+# %% [markdown]
+# **Exercise 1.** How many scales does a thread load for the accumulators of a 64 x n product?
+
+# %%
+scales_of_thread = ...  # your answer: lambda n, x_is_rows: ... (n is a multiple of 64)
+exercise("grouped_gemm_scales-1").check(scales_of_thread)
+
+# %% [markdown]
+# ### Step 3: 192 columns
+#
+# **Bottleneck.** The same kernel without wgmma and promotion: consumers only wait for a stage and release it.
+
+# %%
+loads_128 = scales.StepLaunch(ROWS_128, P, **FIRST | {"make_multiply": scales.make_multiply_nothing})
+LOADS_128 = times("loads of 128 columns", {"scales per row": per_row, "loads alone": loads_128})
+
+# %% [markdown]
+# **Idea.** A larger tile loads fewer bytes per element of y. With few scales per thread, registers are left for a
+# product of 64 x 192: 96 for accumulators and 96 for wgmma's result. With 192 columns a thread needs three scales of
+# weight, one for each 64 columns, wherever in a scale block the tile begins.
+#
+# **Predicted gain.** The time of loads alone, times the share of bytes that are no longer sent from L2 to the SMs.
+
+# %%
+L2_BYTES = {columns: l2_to_sm_bytes(TIMED_ROWS, **TIMED, columns=columns) for columns in (128, 192)}
+SAVED = 1 - L2_BYTES[192] / L2_BYTES[128]
+print(", ".join(f"{columns} columns: {count / 1e9:.2f} GB" for columns, count in L2_BYTES.items()))
+ROWS_192 = ROWS_128._replace(block_n=192, stages=5)
+columns_192 = scales.StepLaunch(ROWS_192, P, **FIRST)
+gain_us = LOADS_128["loads alone"] * SAVED if LOADS_128 else 0
+step("192 columns", columns_192, after="scales per row", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** Loads alone with both tiles. 192 columns also leave room for five stages instead of six, and the last
+# tile of columns is partly empty, because 192 does not divide N.
+
+# %%
+loads_192 = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_multiply": scales.make_multiply_nothing})
+LOADS = times("loads of 192 columns", {"128 columns": loads_128, "192 columns": loads_192})
+
+# %% [markdown]
+# **Exercise 2.** How many bytes does L2 send to the SMs for an element of y and a k-block, with tiles of `rows` x
+# `columns`, if clusters of `ctas` CTAs share the weights of a tile?
+
+# %%
+bytes_from_l2 = ...  # your answer: lambda rows, columns, ctas: ...
+exercise("grouped_gemm_scales-2").check(bytes_from_l2)
+
+# %% [markdown]
+# ### Step 4: 16-byte loads of the scales
+#
+# **Bottleneck.** An auxiliary warp loads 4 bytes from each row of `x_scale`. L2 sends sectors of 32 bytes:
+
+# %%
+STAGE_BYTES, SECTOR_BYTES = (128 + 192) * 128, 128 * 32
+SHARE = SECTOR_BYTES / (STAGE_BYTES + SECTOR_BYTES)
+print(f"a stage: {STAGE_BYTES} bytes of x and weight, {SECTOR_BYTES} bytes of sectors with scales, {SHARE:.0%} of all")
+
+# %% [markdown]
+# **Idea.** Load the scales of four k-blocks at once, 16 bytes per row, and keep them in registers for the next four
+# stages. A warp then handles four stages and skips eight. It must wait for each stage that it skips: the ring has only
+# five, and a phase of an mbarrier is a single bit.
+#
+# **Predicted gain.** If no sector stays in L1, three of four sectors are no longer sent.
+
+# %%
+change(scales.make_scales_by_one, scales.make_scales_by_four)
+
+# %%
+by_four = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_aux_producer": scales.make_scales_by_four})
+gain_us = 0.75 * SHARE * (ladder.median_us("192 columns") or 0)
+step("16-byte scale loads", by_four, after="192 columns", predicted_gain_us=gain_us, slower=True)
+
+# %% [markdown]
+# **Explanation.** The kernel of step 3 again, and the same kernel with ones instead of the loads of scales. The warps
+# load the scales of a stage before they wait for it, up to five stages ahead of the consumers, so the latency is hidden.
+# (With TMA instead of loads it would be, too: that version was not built for this reason.)
+
+# %%
+without_loads = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_aux_producer": scales.without_global_loads()})
+times("scales from global memory", {"192 columns": columns_192, "16 bytes": by_four, "no loads": without_loads})
+
+# %% [markdown]
+# ### Step 5: the next stage's scales
+#
+# **Bottleneck.** The other end of the scales' way, from shared memory to registers. A kernel that loads scales once per
+# tile, from its first stage, computes wrong results in the time that a kernel without these loads would take:
+
+# %%
+once = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_multiply": scales.loading_scales_once()})
+SHARED_TIMES = times("scales from shared memory", {"192 columns": columns_192, "scales loaded once": once})
+
+# %% [markdown]
+# **Idea.** The loads are issued after wgmma, which reads its operands from the same shared memory, so they are slow, and
+# promotion waits for them. Load the scales of the next stage before its wgmma is issued, while the warp promotes.
+#
+# **Predicted gain.** The whole difference.
+
+# %%
+change(scales.make_multiply_in_order, kernel_block_scaled.make_multiply)
+
+# %%
+BY_ONE = {"make_aux_producer": scales.make_scales_by_one}
+next_scales = scales.StepLaunch(ROWS_192, P, **BY_ONE)
+gain_us = SHARED_TIMES["192 columns"] - SHARED_TIMES["scales loaded once"] if SHARED_TIMES else 0
+step("next stage's scales", next_scales, after="192 columns", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** All three interleaved. What remains between the last two are the loads themselves and six
+# multiplications per stage, which one set of scales does not need.
+
+# %%
+times("scales of the next stage", {"in order": columns_192, "next stage's": next_scales, "once": once})
+
+# %% [markdown]
+# ### Step 6: pairs of tiles share weights
+#
+# **Bottleneck.** Loads alone, and the same kernel without loads: the producer only signals that a stage is full.
+
+# %%
+compute_alone = scales.StepLaunch(ROWS_192, P, **BY_ONE | {"make_tma_producer": scales.without_tma_loads()})
+PARTS = times("parts", {"all": next_scales, "loads alone": loads_192, "without loads": compute_alone})
+
+# %% [markdown]
+# Why do loads take so long? A variant of the kernel records when each tile is computed. The scheduler gives tiles with
+# the same weights to neighbouring CTAs, which begin together. But tiles of a group's last rows take less time, so CTAs
+# **drift** apart: later, tiles with the same weights do not run at the same time. (In the simulator a step of its scheduler counts as a
+# microsecond.)
+
+
+# %%
+def traced(launch, p):
+    """Run a kernel that records its tiles, and return them."""
+    for _ in range(2):  # the first run also loads the instructions
+        launch.trace.zero_()
+        launch(p)
+    return tiles_of(launch.trace, p.seqlens)
+
+
+TRACED = BY_ONE | {"make_consumer": scales.make_traced_consumer}
+tracer = scales.StepLaunch(ROWS_192, P, **TRACED)
+TILES = traced(tracer, P)
+draw.tile_times(TILES, 2 if SIMULATED else 12)
+
+# %% [markdown]
+# Whether weights are still in L2 when the last tile needs them depends on this lag. A model of L2 replays the trace: a
+# tile reads its blocks evenly over its time, and the cache evicts the least recently used block.
+
+# %%
+L2 = 1 << 18 if SIMULATED else torch.cuda.get_device_properties(0).L2_cache_size
+
+
+def describe(tiles):
+    read, once = dram_bytes(tiles, 192, K, L2)
+    return {"lag_us": median(lags(tiles) or [0]), "read_gb": read / 1e9, "once_gb": once / 1e9}
+
+
+def keep(name, found):
+    """Record what was found; if nothing is timed return what was recorded."""
+    if ladder.untimed:
+        return (ladder.record or {}).get("diagnosis", {}).get(name)
+    ladder.diagnosis[name] = {key: round(value, 4) for key, value in found.items()}
+    return found
+
+
+DRIFT = keep("drift", describe(TILES))
+EVEN_DRIFT = keep("drift, even rows", describe(traced(tracer, EVEN)))
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+DRIFTS = DRIFT or {}, EVEN_DRIFT or {}
+say(
+    "Tiles with the same weights begin {lag:.1f} us apart (median of the largest lag). In the model the kernel reads "
+    "{read:.2f} GB from DRAM, where {once:.2f} GB suffice. With 256 rows in every group the lag is {even_lag:.1f} us, and "
+    "the model reads {even:.2f} GB.",
+    lag=DRIFTS[0].get("lag_us"),
+    read=DRIFTS[0].get("read_gb"),
+    once=DRIFTS[0].get("once_gb"),
+    even_lag=DRIFTS[1].get("lag_us"),
+    even=DRIFTS[1].get("read_gb"),
+)
+
+# %% [markdown]
+# **Idea.** Bind together the tiles that share weights. A cluster of two CTAs computes a pair of tiles with the same
+# columns. Each CTA loads half of the weights of a stage and multicasts it into the shared memory of both. The two CTAs
+# release a stage together, so they cannot drift apart, and L2 sends the weights once instead of twice. A group's last
+# rows, if one tile holds them, are no pair; then the two CTAs compute neighbouring tiles of columns.
+
+# %%
+draw.pairs(rows=300, n_tiles=4)
+
+# %% [markdown]
+# A consumer warp that has read a stage now arrives at the empty barriers of both CTAs, because either may write the
+# other's shared memory. The scheduler is [`scheduler_pairs.py`](../moe_numba/grouped_gemm/scheduler_pairs.py), which is
+# the whole change beside the multicast.
+#
+# **Predicted gain.** The kernel is then limited by computing, or by reading all bytes from DRAM once, at the rate of a
+# copy, whichever takes longer.
+
+# %%
+PAIRS = ROWS_192._replace(cluster_size=2)
+pairs = scales.StepLaunch(PAIRS, P, **BY_ONE)
+gain_us = 0
+if PARTS and DRIFT:
+    gain_us = PARTS["all"] - max(PARTS["without loads"], DRIFT["once_gb"] * 1e15 / LIMITS.copy_bandwidth)
+step("pairs of tiles", pairs, after="next stage's scales", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** Loads alone with pairs, and the trace of the new kernel:
+
+# %%
+loads_of_pairs = scales.StepLaunch(PAIRS, P, **BY_ONE | {"make_multiply": scales.make_multiply_nothing})
+PAIR_PARTS = times("parts of pairs", {"all": pairs, "loads alone": loads_of_pairs, "loads before": loads_192})
+PAIR_DRIFT = keep("drift of pairs", describe(traced(scales.StepLaunch(PAIRS, P, **TRACED), P)))
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "The model now reads {read:.2f} GB ({before:.2f} before, {once:.2f} once). A pair waits for the slower of its two "
+    "CTAs in every stage, and loads and computing do not overlap perfectly: all together takes {all:.0f} us, loads alone "
+    "{loads:.0f} us, and computing alone took {compute:.0f} us.",
+    read=(PAIR_DRIFT or {}).get("read_gb"),
+    before=DRIFTS[0].get("read_gb"),
+    once=DRIFTS[0].get("once_gb"),
+    all=(PAIR_PARTS or {}).get("all"),
+    loads=(PAIR_PARTS or {}).get("loads alone"),
+    compute=(PARTS or {}).get("without loads"),
+)
+
+# %% [markdown]
+# ### Step 7: the package
+#
+# **Idea.** `group_gemm_blockwise_fp8` selects this kernel for more than 128 rows per group. Its auxiliary warps also
+# take scales with any strides, rows that are gathered, and masked groups.
+#
+# **Predicted gain.** None: the options cost nothing where they are not used.
+
+
+# %%
+def package(p):
+    return group_gemm_blockwise_fp8(p.x, p.weight, p.seqlens, p.cu_seqlens, p.x_scale, p.w_scale, p.average, out=p.out)
+
+
+step("final", package, after="pairs of tiles", predicted_gain_us=0)
+
+# %% [markdown]
+# **Explanation.** The same two with even rows, and the first step:
+
+# %%
+times("package, even rows", {name: STEPS[name] for name in ("scales per column", "pairs of tiles", "final")}, EVEN)
+
+# %% [markdown]
+# Wrong kernels must be rejected: a thread's two rows with exchanged scales, and the two diagnoses above that load no
+# scales, or only those of the first stage.
+
+# %%
+exchanged = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_multiply": scales.exchanging_rows()})
+WRONG = {"rows exchanged": exchanged, "no scales": without_loads, "scales of the first stage": once}
+for name, launch in WRONG.items():
+    step(name, launch, expect_wrong=True)
+assert all("refused" in row for row in ladder.rows[-len(WRONG) :])
+
+# %%
+ladder.measure_all()
+ladder.save(notebook_sources("notebooks/06b_grouped_gemm_scales.py"))
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+ladder.plot(floor_us=FLOOR_US)
+
+# %% [markdown]
+# What was tried and not kept, measured during development and not repeated here: named barriers that let the two
+# warpgroups take turns, multicast of x instead of the weights, three consumer warpgroups, warpgroups that split columns
+# instead of rows, and weights with an evict-first policy in L2. The result at the top shows the distance to the fastest
+# peer; a part of it is not explained.
+#
+# # 4-bit weights
+#
+# ## 3. The problem
+#
+# MXFP4 stores a weight in 4 bits, **e2m1**: sign, two bits of exponent, one of mantissa. Its magnitudes are 0, 0.5, 1,
+# 1.5, 2, 3, 4 and 6. 32 consecutive elements of k share a scale, a power of two in one byte (UE8M0). x is bfloat16.
+# Tensor cores of Hopper do not multiply 4-bit numbers, so weights must become bfloat16 on their way.
+#
+# With few rows per group the time is that of reading the weights, and MXFP4 has 4.25 bits per weight. The first problem
+# has 128 rows in 32 groups, the second 2048.
+
+# %%
+FOUR_N, FOUR_K = (128, 128) if SIMULATED else (4096, 7168)
+FEW, MANY = (torch.tensor([n, 3]).int() if SIMULATED else topic.random_lengths(32, r) for n, r in ((5, 128), (9, 2048)))
+GIVEN = torch.Generator(DEVICE).manual_seed(0)
+draw_bytes = partial(torch.randint, dtype=torch.uint8, device=DEVICE, generator=GIVEN)
+BLOCKS = draw_bytes(0, 256, (GROUPS, FOUR_N, FOUR_K // 2))
+SCALES = draw_bytes(125, 128, (GROUPS, FOUR_N, FOUR_K // 32))
+DECODED = torch.stack([dequantise_mxfp4(b, s).to(BF16) for b, s in zip(BLOCKS, SCALES)])
+LAYOUTS = {
+    "in_rows": mxfp4.pack_rows(BLOCKS, SCALES),
+    "in_fragments": mxfp4.pack_fragments(BLOCKS, SCALES),
+    "packed": pack_mxfp4(BLOCKS, SCALES),
+}
+
+
+def four_bit_problem(lengths):
+    made = topic.make_problem(DECODED, lengths)
+    made.right = reference.group_gemm(made.x, DECODED, made.seqlens, made.cu_seqlens)
+    made.blocks, made.scales, made.decoded = BLOCKS, SCALES, torch.empty_like(DECODED)
+    return SimpleNamespace(**vars(made) | LAYOUTS)
+
+
+FEW_ROWS, MANY_ROWS = four_bit_problem(FEW), four_bit_problem(MANY)
+for name, codes in LAYOUTS.items():
+    print(f"{name}: {tuple(codes.shape)}, {8 * codes.numel() / DECODED.numel():.2f} bits per weight")
+
+# %% [markdown]
+# ### Step 0: torch
+
+# %%
+VALUES = torch.tensor([*E2M1, *(-value for value in E2M1)], device=DEVICE)
+
+
+def mxfp4_in_torch(p):
+    for g, (start, end) in enumerate(bounds_of(FEW)):
+        codes = torch.stack([p.blocks[g] & 15, p.blocks[g] >> 4], -1).flatten(1).int()  # the low half is the first
+        weight = torch.ldexp(VALUES[codes].unflatten(1, (-1, 32)), p.scales[g].int()[..., None] - 127)
+        p.out[start:end] = p.x[start:end] @ weight.flatten(1).to(BF16).T
+    return p.out
+
+
+TIMED_FEW = topic.random_lengths(32, 128)
+FOUR_FLOOR_US, FOUR_BYTES, _ = topic.lower_bound(TIMED_FEW, **TIMED, dtype="mxfp4")
+READ_US = FOUR_BYTES / LIMITS.copy_bandwidth * 1e6
+four = Ladder(
+    "grouped_gemm_mxfp4_ladder",
+    lambda y: reference.mismatch(y, FEW_ROWS.right),
+    title="Grouped GEMM with MXFP4 weights: 32 groups, 4096 x 7168, 128 rows",
+    reference_name="torch",
+    config={"num_groups": GROUPS, "n": FOUR_N, "k": FOUR_K, "scaling": "mxfp4"},
+    size={"rows": len(FEW_ROWS.x)},
+    gpu=recorded_gpu("grouped_gemm_mxfp4_ladder"),
+)
+FOUR_STEPS = {}
+
+
+def four_step(name, launch, **options):
+    FOUR_STEPS[name] = launch
+    FEW_ROWS.out.fill_(float("nan"))
+    four.step(name, partial(launch, FEW_ROWS), dtype="mxfp4", floor_us=FOUR_FLOOR_US, bytes=FOUR_BYTES, **options)
+
+
+four_step("torch", mxfp4_in_torch, slow=True)
+
+# %% [markdown]
+# ## 4. The ladder
+#
+# ### Step 1: dequantise, then a bfloat16 GEMM
+#
+# **Idea.** The simplest way without a new GEMM: a kernel decodes all weights to bfloat16, and the grouped GEMM of the
+# package reads those.
+#
+# **Prediction.** The bytes of both kernels at the rate of a copy: codes are read, decoded weights written and read.
+
+
+# %%
+def dequantise_first(p):
+    mxfp4.launch_dequantise(p)
+    return group_gemm_bf16(p.x, p.decoded, p.seqlens, p.cu_seqlens, p.average, out=p.out)
+
+
+USED = int((TIMED_FEW > 0).sum())  # groups with rows: the GEMM reads only their weights
+WEIGHTS = TIMED["n"] * TIMED["k"]  # of a group
+ALL_BYTES = WEIGHTS * (32 * 17 / 32 + 2 * 32 + 2 * USED)  # codes and scales, written and read bfloat16
+four_step("dequantise first", dequantise_first, prediction_us=ALL_BYTES / LIMITS.copy_bandwidth * 1e6)
+times("parts of two kernels", {"both": dequantise_first, "dequantise": mxfp4.launch_dequantise}, FEW_ROWS, four)
+
+# %% [markdown]
+# ### Step 2: decode in the consumer
+#
+# **Bottleneck.** Decoded weights cross the memory bus twice, and have almost four times as many bytes as the codes.
+#
+# **Idea.** Let the consumers of the GEMM decode. Codes arrive in shared memory in **units** of 64 rows by 64 elements
+# of k: 2048 bytes of codes and 128 bytes of scales, contiguous in memory, so that one `cp.async.bulk` copies a unit. wgmma
+# takes its A operand from registers. So the kernel stays transposed: rows of weight are A. A thread needs 32 weights of
+# a unit, in 16 registers. It loads their codes, decodes them, and issues four wgmmas with 16 elements of k each. Two
+# sets of registers alternate: while the wgmmas of one set run, the thread decodes the other.
+#
+# In this step the codes of a unit are in the order of rows. Two neighbouring codes of a register are one byte:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+Markdown(f"```python\n{source_of(mxfp4.make_load_unit_by_bytes)}```")
+
+# %% [markdown]
+# A code is decoded as its definition says: exponent and mantissa become a number, which is multiplied by the scale of
+# its block and converted to bfloat16.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+parts = mxfp4.value_of, mxfp4.decode_byte, mxfp4.decode_step, mxfp4.decode_unit_by_value
+Markdown("```python\n" + "\n\n".join(map(source_of, parts)) + "```")
+
+# %% [markdown]
+# **Predicted gain.** The new kernel reads the codes only. But each thread executes many instructions, of which an SM
+# issues one per clock on each of its four schedulers. The compiler's output shows how many there are per unit, without
+# those of a kernel that loads 16 bytes and decodes nothing:
+
+# %%
+WAYS = "bytes, by value", "16 bytes, by value", "16 bytes, shift and mask"
+INSTRUCTIONS = mxfp4.instructions_per_unit(WAYS, without="16 bytes, not decoded")
+WARPS = 4 * USED * WEIGHTS // 64**2  # four warps decode a unit
+
+
+def issue_us(way):
+    """Return the time to issue the instructions of all units at the highest clock."""
+    return INSTRUCTIONS[way] * WARPS / (4 * LIMITS.sm_count * LIMITS.boost_clock) * 1e6
+
+
+for way in WAYS:
+    print(f"{way}: {INSTRUCTIONS[way]} instructions of a thread per unit, {issue_us(way):.1f} us")
+print(f"reading the codes at the rate of a copy: {READ_US:.1f} us")
+
+# %%
+in_rows = mxfp4.StepLaunch(FEW_ROWS, "in_rows", **mxfp4.FROM_ROWS)
+bound_us = max(READ_US, issue_us(WAYS[0]))
+gain_us = (four.median_us("dequantise first") or bound_us) - bound_us
+four_step("decode in the consumer", in_rows, after="dequantise first", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** A kernel that does not decode passes the words of codes to wgmma as they are. What it saves is what
+# decoding costs:
+
+# %%
+not_decoded = mxfp4.StepLaunch(FEW_ROWS, "in_fragments", **mxfp4.NOT_DECODED)
+DECODING = times("without decoding", {"decode in the consumer": in_rows, "not decoded": not_decoded}, FEW_ROWS, four)
+
+# %% [markdown]
+# ### Step 3: the order of fragments
+#
+# **Bottleneck.** A thread loads its codes of a unit one byte at a time and assembles them. Eight lanes read the same
+# column of eight rows, 32 bytes apart, so two rows share each bank.
+
+# %%
+draw.unit_bytes(lane=5)
+
+# %% [markdown]
+# **Idea.** Weights are packed once, when a model is loaded. Pack the codes of a unit in the order in which threads need
+# them: 16 consecutive bytes for each thread, loaded by one instruction without bank conflicts.
+#
+# **Predicted gain.** The instructions that are no longer issued.
+
+# %%
+change(mxfp4.make_load_unit_by_bytes, kernel_mxfp4.make_load_unit)
+
+# %%
+in_fragments = mxfp4.StepLaunch(FEW_ROWS, "in_fragments", **mxfp4.BY_VALUE)
+gain_us = issue_us(WAYS[0]) - issue_us(WAYS[1])
+four_step("order of fragments", in_fragments, after="decode in the consumer", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** Bank conflicts and the latency of 16 dependent loads are not in the prediction. Again without
+# decoding, interleaved:
+
+# %%
+times("fragments", {"in rows": in_rows, "in fragments": in_fragments, "not decoded": not_decoded}, FEW_ROWS, four)
+
+# %% [markdown]
+# **Exercise 3.** In which thread of the warpgroup, in which of its 16 bytes and in which half is the code of a row and
+# a column? `pack_fragments` has the answer in the form of one permutation.
+
+# %%
+place_of = ...  # your answer: lambda row, column: (thread, byte, half), with half 0 for the low one
+exercise("grouped_gemm_scales-3").check(place_of)
+
+# %% [markdown]
+# ### Step 4: shift, mask, multiply
+#
+# **Bottleneck.** Instruction issue: in step 3 decoding takes most of the instructions counted above.
+#
+# **Idea.** The bits of a code are already a bfloat16, if they are put in the right place: the sign at the top, the
+# other three bits across the border of exponent and mantissa.
+
+# %%
+draw.decoding(0b1101)
+
+# %% [markdown]
+# A register of two codes takes a shift, an AND and a multiplication of both halves (`mul.bf16x2`). The multiplication
+# applies the scale at the same time. 2^126 times a scale may exceed the range of bfloat16, so the kernel multiplies by
+# a part of it and the epilogue by the rest. The package packs the codes of 16 numbers such that most registers come out
+# of one shift and one AND ([`packing_mxfp4.py`](../moe_numba/grouped_gemm/packing_mxfp4.py)):
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+Markdown(f"```python\n{source_of(kernel_mxfp4.decode_block)}```")
+
+# %% [markdown]
+# **Predicted gain.** The instructions that are no longer issued, until reading the codes becomes the limit.
+
+
+# %%
+def package_mxfp4(p):
+    return group_gemm_mxfp4(p.x, p.packed, p.seqlens, p.cu_seqlens, p.average, out=p.out)
+
+
+gain_us = (four.median_us("order of fragments") or READ_US) - max(READ_US, issue_us(WAYS[2]))
+four_step("final", package_mxfp4, after="order of fragments", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** Without decoding the kernel takes as long as reading and multiplying do:
+
+# %%
+FINAL = times("final", {"final": package_mxfp4, "not decoded": not_decoded}, FEW_ROWS, four)
+
+# %% [markdown]
+# **Exercise 4.** Decode a byte with two codes, the first in the low half, to a register of two bfloat16 that still have
+# to be multiplied by 2^126.
+
+# %%
+decode_two = ...  # your answer: lambda byte: ... (a 32-bit integer)
+exercise("grouped_gemm_scales-4").check(decode_two)
+
+# %% [markdown]
+# Wrong layouts must be rejected: bytes of the two rows of a thread exchanged with those of its two column halves, and
+# the two codes of a byte exchanged.
+
+# %%
+CODES = FEW_ROWS.in_fragments[..., :2048].unflatten(-1, (-1, 2, 2)), FEW_ROWS.in_fragments[..., 2048:]
+WRONG_CODES = {
+    "rows and columns exchanged": CODES[0].transpose(-1, -2).flatten(-3),
+    "halves exchanged": CODES[0].flatten(-3) << 4 | CODES[0].flatten(-3) >> 4,
+}
+FEW_ROWS.wrong = torch.empty_like(FEW_ROWS.in_fragments)
+wrong_layout = mxfp4.StepLaunch(FEW_ROWS, "wrong", **mxfp4.BY_VALUE)
+for name, codes in WRONG_CODES.items():
+    torch.cat([codes, CODES[1]], dim=-1, out=FEW_ROWS.wrong)
+    four_step(name, wrong_layout, expect_wrong=True)
+assert all("refused" in row for row in four.rows[-len(WRONG_CODES) :])
+
+# %%
+four.measure_all()
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+four.plot(floor_us=FOUR_FLOOR_US)
+
+# %% [markdown]
+# ### 64 rows per group
+#
+# With 2048 rows the same steps use tiles of 128 rows of x. Each unit is decoded once per tile of rows, and tensor cores
+# have 16 times as much to do.
+
+# %%
+MANY_STEPS = {
+    "dequantise first": dequantise_first,
+    "decode in the consumer": mxfp4.StepLaunch(MANY_ROWS, "in_rows", **mxfp4.FROM_ROWS),
+    "order of fragments": mxfp4.StepLaunch(MANY_ROWS, "in_fragments", **mxfp4.BY_VALUE),
+    "final": package_mxfp4,
+}
+for name, launch in MANY_STEPS.items():
+    MANY_ROWS.out.fill_(float("nan"))
+    error = reference.mismatch(launch(MANY_ROWS), MANY_ROWS.right)
+    assert error is None, f"{name}: {error}"
+MANY_US = four.times("many rows", {name: partial(launch, MANY_ROWS) for name, launch in MANY_STEPS.items()})
+four.save(notebook_sources("notebooks/06b_grouped_gemm_scales.py"))
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+table = ["| step | 128 rows, us | 2048 rows, us |", "|---|---:|---:|"]
+for name in MANY_STEPS:
+    cells = four.median_us(name), (MANY_US or {}).get(name)
+    table.append(f"| {name} | " + " | ".join("" if us is None else records.format_us(us) for us in cells) + " |")
+Markdown("\n".join(table) + "\n\nKernel times, measured in this run or recorded.")
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+FINAL_US = four.median_us("final")
+say(
+    "With 128 rows the final kernel moves {rate:.2f} TB/s; a copy moves {copy:.2f}. With 2048 rows it takes {many:.0f} us "
+    "(lower bound {bound:.0f} us).",
+    rate=FINAL_US and FOUR_BYTES / FINAL_US / 1e6,
+    copy=LIMITS.copy_bandwidth / 1e12,
+    many=(MANY_US or {}).get("final"),
+    bound=topic.lower_bound(topic.random_lengths(32, 2048), **TIMED, dtype="mxfp4")[0],
+)
+
+# %% [markdown]
+# ## 5. Sources
+#
+# - DeepSeek: [DeepGEMM](https://github.com/deepseek-ai/DeepGEMM), whose FP8 kernel has rows of x as wgmma's rows.
+# - DeepSeek-AI: *DeepSeek-V3 Technical Report*, 2024, section 3.3: block scales and promotion.
+# - Open Compute Project: *OCP Microscaling Formats (MX) Specification 1.0*, for e2m1, UE8M0 and blocks of 32.
+# - NVIDIA: *PTX ISA*, the fragments of `wgmma` with A in registers, and `cp.async.bulk.tensor` with multicast.
+# - [Marlin](https://github.com/IST-DASLab/marlin), which packs 4-bit integers in the order of fragments and decodes them
+#   with few instructions.
+# - The kernels: [`kernel_block_scaled.py`](../moe_numba/grouped_gemm/kernel_block_scaled.py),
+#   [`kernel_mxfp4.py`](../moe_numba/grouped_gemm/kernel_mxfp4.py).
