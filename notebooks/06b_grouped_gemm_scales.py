@@ -96,9 +96,7 @@ say(
 )
 
 # %% [markdown]
-# # Block scales
-#
-# ## 1. The problem
+# ## 1. Block scales: the problem
 #
 # `x` and `weight` are FP8. Each row of `x` has a scale for every 128 elements of k (a **k-block**), and each block of
 # 128 rows of weight by 128 elements of k has a scale. So the sum over k is a sum of scaled partial sums:
@@ -189,7 +187,7 @@ say(
 )
 
 # %% [markdown]
-# ## 2. The ladder
+# ## 2. Block scales: the ladder
 #
 # ### Step 1: a scale per column
 #
@@ -210,7 +208,7 @@ def per_column(p):
     return group_gemm("block", *arguments, p.average, out=p.out, config=PER_COLUMN)
 
 
-print(PER_COLUMN._replace(scaling="block"))
+print(f"tile: {PER_COLUMN.subtile_m} rows of x by 128 rows of weight, {PER_COLUMN.stages} stages, N {PER_COLUMN.mma_n}")
 step("scales per column", per_column)
 
 # %% [markdown]
@@ -537,14 +535,28 @@ ladder.save(notebook_sources("notebooks/06b_grouped_gemm_scales.py"))
 ladder.plot(floor_us=FLOOR_US)
 
 # %% [markdown]
+# This is the result beside the kernel of the bottleneck in step 2, which has one scale per group and the same tile as
+# step 1:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+FINAL_US = ladder.median_us("final")
+say(
+    "Step 1 takes {first:.0f} us and the final kernel {final:.0f} us, {ratio:.1f} times the lower bound, {rate:.0f} "
+    "TFLOP/s. One scale per group took {one:.0f} us.",
+    first=ladder.median_us("scales per column"),
+    final=FINAL_US,
+    ratio=FINAL_US and FINAL_US / FLOOR_US,
+    rate=FINAL_US and FLOPS / FINAL_US / 1e6,
+    one=(COLUMN_TIMES or {}).get("one scale"),
+)
+
+# %% [markdown]
 # What was tried and not kept, measured during development and not repeated here: named barriers that let the two
 # warpgroups take turns, multicast of x instead of the weights, three consumer warpgroups, warpgroups that split columns
 # instead of rows, and weights with an evict-first policy in L2. The result at the top shows the distance to the fastest
 # peer; a part of it is not explained.
 #
-# # 4-bit weights
-#
-# ## 3. The problem
+# ## 3. 4-bit weights: the problem
 #
 # MXFP4 stores a weight in 4 bits, **e2m1**: sign, two bits of exponent, one of mantissa. Its magnitudes are 0, 0.5, 1,
 # 1.5, 2, 3, 4 and 6. 32 consecutive elements of k share a scale, a power of two in one byte (UE8M0). x is bfloat16.
@@ -618,7 +630,7 @@ def four_step(name, launch, **options):
 four_step("torch", mxfp4_in_torch, slow=True)
 
 # %% [markdown]
-# ## 4. The ladder
+# ## 4. 4-bit weights: the ladder
 #
 # ### Step 1: dequantise, then a bfloat16 GEMM
 #
@@ -833,11 +845,11 @@ for name in MANY_STEPS:
 Markdown("\n".join(table) + "\n\nKernel times, measured in this run or recorded.")
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-FINAL_US = four.median_us("final")
+FOUR_US = four.median_us("final")
 say(
     "With 128 rows the final kernel moves {rate:.2f} TB/s; a copy moves {copy:.2f}. With 2048 rows it takes {many:.0f} us "
     "(lower bound {bound:.0f} us).",
-    rate=FINAL_US and FOUR_BYTES / FINAL_US / 1e6,
+    rate=FOUR_US and FOUR_BYTES / FOUR_US / 1e6,
     copy=LIMITS.copy_bandwidth / 1e12,
     many=(MANY_US or {}).get("final"),
     bound=topic.lower_bound(topic.random_lengths(32, 2048), **TIMED, dtype="mxfp4")[0],

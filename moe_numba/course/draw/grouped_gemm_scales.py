@@ -107,9 +107,12 @@ def pairs(rows, n_tiles):
         for to in range(2):
             colour = (BLUE, GREEN)[rank]
             arrow(axes, (at + size / 2, 2.8), (x + 2.0 * to + size / 2, 2.27), colour=colour, label="multicast")
-    text(axes, x + 1.65, 2.62, "multicast", size=8, colour=GREY)
+    text(axes, x + 1.65, 2.97, "multicast", size=8, colour=GREY)
     note(
-        axes, 0.15, 0.4, "3.1: the tile of CTA 1 in pair 3. Pairs above each other share the weights of their columns."
+        axes,
+        0.15,
+        0.4,
+        "3.1: the tile of CTA 1 in pair 3. Two tiles of a pair that lie one above the other share their weights.",
     )
     note(axes, 0.15, 0.17, "Last rows that fill one tile only: the CTAs compute two neighbouring tiles of columns.")
     return figure
