@@ -52,13 +52,17 @@ from moe_numba.course.prose import say
 from moe_numba.course.simulate import source_of
 from moe_numba.course.source_diff import change
 from moe_numba.course.tile_traces import dram_bytes, l2_to_sm_bytes, lags, tiles_of
-from moe_numba.grouped_gemm import kernel_block_scaled, kernel_mxfp4, reference
-from moe_numba.grouped_gemm.api import group_gemm_bf16, group_gemm_blockwise_fp8
-from moe_numba.grouped_gemm.api_mxfp4 import group_gemm_mxfp4, pack_mxfp4
+from moe_numba.grouped_gemm import (
+    group_gemm_bf16,
+    group_gemm_blockwise_fp8,
+    group_gemm_mxfp4,
+    kernel_block_scaled,
+    pack_mxfp4,
+    reference,
+)
 from moe_numba.grouped_gemm.config import select_config
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
 from moe_numba.grouped_gemm.launch import group_gemm
-from moe_numba.grouped_gemm.reference_mxfp4 import E2M1, dequantise_mxfp4
 
 SIMULATED = simulator.ENABLED
 DEVICE, LIMITS, BF16 = "cpu" if SIMULATED else "cuda", chip_limits(), torch.bfloat16
@@ -220,7 +224,7 @@ step("scales per column", per_column)
 # %%
 def one_scale(p):
     arguments = p.x, p.weight, p.seqlens, p.cu_seqlens, None, p.y_scale
-    return group_gemm("tensor", *arguments, p.average, out=p.out, config=PER_COLUMN)
+    return group_gemm("tensor", *arguments, p.average, out=p.out, config=PER_COLUMN._replace(scaling="tensor"))
 
 
 COLUMN_TIMES = times("bottleneck of columns", {"scales per column": per_column, "one scale": one_scale})
@@ -572,7 +576,7 @@ GIVEN = torch.Generator(DEVICE).manual_seed(0)
 draw_bytes = partial(torch.randint, dtype=torch.uint8, device=DEVICE, generator=GIVEN)
 BLOCKS = draw_bytes(0, 256, (GROUPS, FOUR_N, FOUR_K // 2))
 SCALES = draw_bytes(125, 128, (GROUPS, FOUR_N, FOUR_K // 32))
-DECODED = torch.stack([dequantise_mxfp4(b, s).to(BF16) for b, s in zip(BLOCKS, SCALES)])
+DECODED = torch.stack([mxfp4.dequantise_mxfp4(b, s).to(BF16) for b, s in zip(BLOCKS, SCALES)])
 LAYOUTS = {
     "in_rows": mxfp4.pack_rows(BLOCKS, SCALES),
     "in_fragments": mxfp4.pack_fragments(BLOCKS, SCALES),
@@ -595,7 +599,7 @@ for name, codes in LAYOUTS.items():
 # ### Step 0: torch
 
 # %%
-VALUES = torch.tensor([*E2M1, *(-value for value in E2M1)], device=DEVICE)
+VALUES = torch.tensor([*mxfp4.E2M1, *(-value for value in mxfp4.E2M1)], device=DEVICE)
 
 
 def mxfp4_in_torch(p):
@@ -726,7 +730,7 @@ draw.unit_bytes(lane=5)
 # **Predicted gain.** The instructions that are no longer issued.
 
 # %%
-change(mxfp4.make_load_unit_by_bytes, kernel_mxfp4.make_load_unit)
+change(mxfp4.make_load_unit_by_bytes, mxfp4.make_load_unit)
 
 # %%
 in_fragments = mxfp4.StepLaunch(FEW_ROWS, "in_fragments", **mxfp4.BY_VALUE)
@@ -766,7 +770,7 @@ draw.decoding(0b1101)
 # of one shift and one AND ([`packing_mxfp4.py`](../moe_numba/grouped_gemm/packing_mxfp4.py)):
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-Markdown(f"```python\n{source_of(kernel_mxfp4.decode_block)}```")
+Markdown(f"```python\n{source_of(mxfp4.decode_block)}```")
 
 # %% [markdown]
 # **Predicted gain.** The instructions that are no longer issued, until reading the codes becomes the limit.

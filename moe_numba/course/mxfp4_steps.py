@@ -18,8 +18,10 @@ from moe_numba.course.simulate import changed_module
 from moe_numba.grouped_gemm import kernel_mxfp4
 from moe_numba.grouped_gemm.config import SharedMemory
 from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout, select_mxfp4_config
+from moe_numba.grouped_gemm.kernel_mxfp4 import decode_block, decode_unit, make_load_unit
 from moe_numba.grouped_gemm.launch_mxfp4 import MXFP4_SIGNATURE
 from moe_numba.grouped_gemm.packing_mxfp4 import CODE_BYTES, SCALE_BYTES, UNIT, UNIT_BYTES
+from moe_numba.grouped_gemm.reference_mxfp4 import E2M1, dequantise_mxfp4
 from moe_numba.ptx.arithmetic import int_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import st_global_s32x4
@@ -27,6 +29,22 @@ from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import address, launch, launcher
 from moe_numba.runtime.tensor_map import tensor_map_template
 
+__all__ = [  # with the parts of the package that the notebook shows
+    "BY_VALUE",
+    "E2M1",
+    "FROM_ROWS",
+    "NOT_DECODED",
+    "StepLaunch",
+    "decode_block",
+    "dequantise_mxfp4",
+    "instructions_per_unit",
+    "launch_dequantise",
+    "make_load_unit",
+    "make_load_unit_by_bytes",
+    "make_step_kernel",
+    "pack_fragments",
+    "pack_rows",
+]
 DEQUANTISE_THREADS = 256
 
 
@@ -177,14 +195,14 @@ def launch_dequantise(problem: Any) -> None:
 @cache
 def make_unit_kernel(name):
     """Make a kernel that loads and decodes one unit, to count its instructions; it is not executed."""
-    make_load_unit, decode_unit = {
+    make_load, decode = {
         "bytes, by value": (make_load_unit_by_bytes, decode_unit_by_value),
-        "16 bytes, by value": (kernel_mxfp4.make_load_unit, decode_unit_by_value),
-        "16 bytes, shift and mask": (kernel_mxfp4.make_load_unit, kernel_mxfp4.decode_unit),
-        "16 bytes, not decoded": (kernel_mxfp4.make_load_unit, decode_nothing),
+        "16 bytes, by value": (make_load_unit, decode_unit_by_value),
+        "16 bytes, shift and mask": (make_load_unit, decode_unit),
+        "16 bytes, not decoded": (make_load_unit, decode_nothing),
     }[name]
     config = Mxfp4Config()
-    load_unit = make_load_unit(config, Mxfp4Layout(config))
+    load_unit = make_load(config, Mxfp4Layout(config))
 
     @cuda.jit
     def unit_kernel(out):
@@ -192,7 +210,7 @@ def make_unit_kernel(name):
         smem = SharedMemory(u8, i32, cuda.shared.array(0, float32, 1024), cuda.shared.array(0, uint64, 1024))
         thread = int32(cuda.threadIdx.x)
         codes, scales = load_unit(smem, int32(thread >> 5), int32(thread & 31), int32(0), int32(0))
-        a = decode_unit(codes, scales)
+        a = decode(codes, scales)
         st_global_s32x4(out, 16 * thread, int32(a[0]), int32(a[1]), int32(a[2]), int32(a[3]))
         st_global_s32x4(out, 16 * thread + 4, int32(a[4]), int32(a[5]), int32(a[6]), int32(a[7]))
         st_global_s32x4(out, 16 * thread + 8, int32(a[8]), int32(a[9]), int32(a[10]), int32(a[11]))
