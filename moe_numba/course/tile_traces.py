@@ -88,7 +88,37 @@ def dram_bytes(tiles: Iterable[Tile], columns: int, k: int, l2_bytes: int) -> tu
     return read, once
 
 
-def l2_to_sm_bytes(lengths: Iterable[int], n: int, k: int, columns: int, tile_rows: int = 128) -> int:
-    """Return the bytes that single CTAs load with tiles of ``tile_rows`` rows by ``columns`` columns."""
-    rows = [min(tile_rows, length - at) for length in lengths for at in range(0, length, tile_rows)]
-    return sum(columns + -(-r // BOX_ROWS) * BOX_ROWS for r in rows) * -(-n // columns) * k
+def pairs_of(rows, n_tiles):
+    """Return the pairs of tiles of a group, as the kernel's scheduler makes them: [shares weights, tile 0, tile 1].
+
+    A tile is (first row, rows, tile of columns); rows are 0 if the CTA has nothing to do.
+    """
+    blocks = -(-rows // 64)
+    sharing, left = divmod(blocks, 4)
+    if left > 2:
+        sharing, left = sharing + 1, 0
+    made = []
+    for column in range(0, n_tiles + n_tiles % 2, 2):
+        for second in range(2):
+            for pair in range(sharing):
+                begin, end = 4 * pair, min(4 * pair + 4, blocks - left)
+                edges = [min(64 * edge, rows) for edge in (begin, (begin + end + 1) // 2, end)]
+                tiles = [(a, b - a, column + second) for a, b in zip(edges, edges[1:])]
+                made.append([True, *tiles])
+        if left:
+            begin = 64 * (blocks - left)
+            made.append([False, *((begin, rows - begin, column + rank) for rank in range(2))])
+    return [pair for pair in made if pair[1][2] < n_tiles]
+
+
+def l2_to_sm_bytes(lengths: Iterable[int], n: int, k: int, columns: int, cluster_size: int = 1) -> int:
+    """Return the bytes that L2 sends to the SMs for tiles of 128 rows by ``columns``, of single CTAs or in pairs."""
+    n_tiles, total = -(-n // columns), 0
+    boxes = lambda rows: -(-rows // BOX_ROWS) * BOX_ROWS
+    for length in lengths:
+        if cluster_size == 1:
+            total += n_tiles * sum(columns + boxes(min(128, length - at)) for at in range(0, length, 128))
+        else:
+            for shares, first, second in pairs_of(length, n_tiles):
+                total += columns * (1 if shares else 2) + boxes(first[1]) + boxes(second[1])
+    return total * k

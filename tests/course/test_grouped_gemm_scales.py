@@ -7,9 +7,8 @@ import torch
 
 from moe_numba.course import block_scale_steps, mxfp4_steps
 from moe_numba.course.bench.topics import grouped_gemm as topic
-from moe_numba.course.draw.grouped_gemm_scales import pairs_of
 from moe_numba.course.exercises.grouped_gemm_scales import place_of
-from moe_numba.course.tile_traces import Tile, dram_bytes, l2_to_sm_bytes, lags, tiles_of
+from moe_numba.course.tile_traces import Tile, dram_bytes, l2_to_sm_bytes, lags, pairs_of, tiles_of
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
 from moe_numba.grouped_gemm.launch_mxfp4 import MXFP4_SIGNATURE
 from moe_numba.runtime.sass import compile_apart
@@ -70,6 +69,11 @@ def test_l2_reads_weights_again_if_they_were_evicted(start, cache, weights_read)
 
 def test_bytes_from_l2_count_boxes_and_tiles_of_columns():
     assert l2_to_sm_bytes([128, 0, 10], 384, 256, 192) == 2 * 256 * (192 + 128 + 192 + 64)
+    shared, columns = (
+        2 * (192 + 128 + 128),
+        2 * (192 + 64),
+    )  # 300 rows: two pairs that share weights, and one that does not
+    assert l2_to_sm_bytes([300], 384, 256, 192, cluster_size=2) == 256 * (shared + columns)
 
 
 def test_units_hold_each_code_at_its_place():

@@ -2,8 +2,9 @@
 
 from moe_numba.course.bench.style import BLUE, COLOURS, GREEN, GREY, INK, ORANGE, PALE, WIDTH
 from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, ink_on, note, plural, text, tint
+from moe_numba.course.tile_traces import pairs_of
 
-__all__ = ["decoding", "factors", "pairs", "pairs_of", "tile_times", "unit_bytes"]
+__all__ = ["decoding", "factors", "pairs", "tile_times", "unit_bytes"]
 
 _ROWS, _COLUMNS = 16, 24  # of a warp's accumulators that figures show
 
@@ -47,29 +48,6 @@ def factors(lane):
         "Squares: accumulators of warp 0; dark: those of the lane. Strips: scales; dark: those it loads.",
     )
     return figure
-
-
-def pairs_of(rows, n_tiles):
-    """Return the pairs of tiles of a group, as the kernel's scheduler makes them: [shares weights, tile 0, tile 1].
-
-    A tile is (first row, rows, tile of columns); rows are 0 if the CTA has nothing to do.
-    """
-    blocks = -(-rows // 64)
-    sharing, left = divmod(blocks, 4)
-    if left > 2:
-        sharing, left = sharing + 1, 0
-    made = []
-    for column in range(0, n_tiles + n_tiles % 2, 2):
-        for second in range(2):
-            for pair in range(sharing):
-                begin, end = 4 * pair, min(4 * pair + 4, blocks - left)
-                edges = [min(64 * edge, rows) for edge in (begin, (begin + end + 1) // 2, end)]
-                tiles = [(a, b - a, column + second) for a, b in zip(edges, edges[1:])]
-                made.append([True, *tiles])
-        if left:
-            begin = 64 * (blocks - left)
-            made.append([False, *((begin, rows - begin, column + rank) for rank in range(2))])
-    return [pair for pair in made if pair[1][2] < n_tiles]
 
 
 def pairs(rows, n_tiles):
