@@ -397,8 +397,8 @@ PARTS = times("parts", {"all": next_scales, "loads alone": loads_192, "without l
 # %% [markdown]
 # Why do loads take so long? A variant of the kernel records when each tile is computed. The scheduler gives tiles with
 # the same weights to neighbouring CTAs, which begin together. But tiles of a group's last rows take less time, so CTAs
-# **drift** apart: later, tiles with the same weights do not run at the same time. (In the simulator a step of its scheduler counts as a
-# microsecond.)
+# **drift** apart: later, tiles with the same weights do not run at the same time. (In the simulator a step of its
+# scheduler counts as a microsecond.)
 
 
 # %%
