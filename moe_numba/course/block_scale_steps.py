@@ -121,7 +121,7 @@ def make_scales_by_one(config, layout):
     @cuda.jit(device=True)
     def aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_blocks):
         stage, phase, skip = int32(0), uint32(1), int32(aux_warp)
-        x_scales = cuda.local.array(rows_per_lane, float32)
+        x_scales, row_step = cuda.local.array(rows_per_lane, float32), int64(32) * k_blocks
         tile = first_tile()
         while tile < tiles:
             info, _ = get_tile(smem, problem, tile)
@@ -131,9 +131,10 @@ def make_scales_by_one(config, layout):
             for k_block in range(k_blocks):
                 if skip == 0:
                     weight_scale = scales.weight[weight_index + k_block] if lane < weight_scales else float32(0)
+                    index = x_index + k_block
                     for i in range(rows_per_lane):
-                        valid = lane + 32 * i < info.rows
-                        x_scales[i] = scales.x[x_index + 32 * i * k_blocks + k_block] if valid else float32(0)
+                        x_scales[i] = scales.x[index] if lane + 32 * i < info.rows else float32(0)
+                        index += row_step
                     mbarrier_wait_parity(smem.barriers, empty + stage, phase)
                     offset = int32(scale_offset + stage * stage_scales + lane)
                     for i in range(rows_per_lane):
@@ -164,7 +165,8 @@ def make_scales_by_four(config, layout):
     @cuda.jit(device=True)
     def aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_blocks):
         stage, phase, skip = int32(0), uint32(1), int32(aux_warp)
-        x_scales, weight = cuda.local.array(count, float32), cuda.local.array(4, float32)
+        x_scales, row_step = cuda.local.array(count, float32), int64(32) * k_blocks
+        weight = cuda.local.array(4, float32)
         tile = first_tile()
         while tile < tiles:
             info, _ = get_tile(smem, problem, tile)
@@ -176,10 +178,12 @@ def make_scales_by_four(config, layout):
                     p, q, r, s = load_nc_u32x4(scales.weight, weight_index + k_block)
                     weight[0], weight[1] = uint_as_float(p), uint_as_float(q)
                     weight[2], weight[3] = uint_as_float(r), uint_as_float(s)
+                    index = x_index + k_block
                     for i in range(rows_per_lane):
                         p, q, r, s = uint32(0), uint32(0), uint32(0), uint32(0)
                         if lane + 32 * i < info.rows:
-                            p, q, r, s = load_nc_u32x4(scales.x, x_index + int32(32 * i * k_blocks + k_block))
+                            p, q, r, s = load_nc_u32x4(scales.x, index)
+                        index += row_step
                         x_scales[4 * i], x_scales[4 * i + 1] = uint_as_float(p), uint_as_float(q)
                         x_scales[4 * i + 2], x_scales[4 * i + 3] = uint_as_float(r), uint_as_float(s)
                 for part in range(4):
@@ -204,7 +208,7 @@ def make_scales_by_four(config, layout):
 def without_global_loads() -> Callable:
     """Return :func:`make_scales_by_one` with ones instead of the loads from global memory."""
     source = changed_source(make_scales_by_one, "scales.weight[weight_index + k_block]", "float32(1)")
-    source = changed_source(source, "scales.x[x_index + 32 * i * k_blocks + k_block]", "float32(1)")
+    source = changed_source(source, "scales.x[index]", "float32(1)")
     return define(source, globals(), "scales without loads")["make_scales_by_one"]
 
 
