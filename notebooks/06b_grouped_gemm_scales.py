@@ -61,7 +61,7 @@ from moe_numba.grouped_gemm import (
     reference,
 )
 from moe_numba.grouped_gemm.config import select_config
-from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
+from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, select_block_scaled_config
 from moe_numba.grouped_gemm.launch import group_gemm
 
 SIMULATED = simulator.ENABLED
@@ -88,10 +88,11 @@ def recorded_us(step, scaling, rows):
 
 PEERS = [us for name in records.peers(RECORD) if (us := recorded_us(name, "block", 8192))] if RECORD else []
 say(
-    "**Result.** 32 groups, 4096 x 7168, kernel times recorded on {gpu}. Block scales, 8192 rows: {block:.0f} us; "
+    "**Result.** 32 groups, 4096 x 7168, kernel times recorded on {gpu} at commit {commit}. Block scales, 8192 rows: {block:.0f} us; "
     "with one scale per group {tensor:.0f} us, and the fastest peer takes {peer:.0f} us with block scales. MXFP4 weights, "
     "128 rows: {four:.0f} us, where FP8 weights take {eight:.0f} us.",
     gpu=RECORD and RECORD["gpu"].replace("NVIDIA", "an NVIDIA"),
+    commit=RECORD and RECORD["commit"][:7],
     block=recorded_us("final", "block", 8192),
     tensor=recorded_us("final", "tensor", 8192),
     peer=min(PEERS, default=None),
@@ -386,16 +387,49 @@ step("next stage's scales", next_scales, after="192 columns", predicted_gain_us=
 times("scales of the next stage", {"in order": columns_192, "next stage's": next_scales, "once": once})
 
 # %% [markdown]
-# ### Step 6: pairs of tiles share weights
+# ### Step 6: 256 columns in two halves
 #
 # **Bottleneck.** Loads alone, and the same kernel without loads: the producer only signals that a stage is full.
 
 # %%
-compute_alone = scales.StepLaunch(ROWS_192, P, **BY_ONE | {"make_tma_producer": scales.without_tma_loads()})
-PARTS = times("parts", {"all": next_scales, "loads alone": loads_192, "without loads": compute_alone})
+compute_192 = scales.StepLaunch(ROWS_192, P, **BY_ONE | {"make_tma_producer": scales.without_tma_loads()})
+PARTS_192 = times("parts", {"all": next_scales, "loads alone": loads_192, "without loads": compute_192})
 
 # %% [markdown]
-# Why do loads take so long? A variant of the kernel records when each tile is computed. The scheduler gives tiles with
+# **Idea.** A tile of 128 x 256 loads fewer bytes per element again. A thread then has 128 accumulators, which leave no
+# registers for a result of 256 columns. So a stage is computed in two halves of 128 columns, whose results use the same
+# registers. There is no room for the scales of the next stage either: they are loaded as in step 3.
+#
+# **Predicted gain.** The time of loads alone, times the share of bytes that are no longer sent to the SMs.
+
+# %%
+change(kernel_block_scaled.make_multiply, kernel_block_scaled.make_multiply_halves)
+
+# %%
+L2_BYTES[256] = l2_to_sm_bytes(TIMED_ROWS, **TIMED, columns=256)
+SAVED = 1 - L2_BYTES[256] / L2_BYTES[192]
+print(f"256 columns: {L2_BYTES[256] / 1e9:.2f} GB")
+ROWS_256 = ROWS_192._replace(block_n=256, stages=4)
+columns_256 = scales.StepLaunch(ROWS_256, P, **BY_ONE)
+gain_us = PARTS_192["loads alone"] * SAVED if PARTS_192 else 0
+step("256 columns", columns_256, after="next stage's scales", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** Both parts again, for the new tile. There are four stages instead of five, but no tile is partly
+# empty: 256 divides N.
+
+# %%
+LOADS_ALONE = {"make_multiply_halves": scales.make_multiply_halves_nothing}
+loads_256 = scales.StepLaunch(ROWS_256, P, **BY_ONE | LOADS_ALONE)
+compute_256 = scales.StepLaunch(ROWS_256, P, **BY_ONE | {"make_tma_producer": scales.without_tma_loads()})
+PARTS = times("parts of 256", {"all": columns_256, "loads alone": loads_256, "without loads": compute_256})
+
+# %% [markdown]
+# ### Step 7: pairs of tiles share weights
+#
+# **Bottleneck.** The loads, in the last table.
+#
+# Why do they take so long? A variant of the kernel records when each tile is computed. The scheduler gives tiles with
 # the same weights to neighbouring CTAs, which begin together. But tiles of a group's last rows take less time, so CTAs
 # **drift** apart: later, tiles with the same weights do not run at the same time. (In the simulator a step of its
 # scheduler counts as a microsecond.)
@@ -411,7 +445,7 @@ def traced(launch, p):
 
 
 TRACED = BY_ONE | {"make_consumer": scales.make_traced_consumer}
-tracer = scales.StepLaunch(ROWS_192, P, **TRACED)
+tracer = scales.StepLaunch(ROWS_256, P, **TRACED)
 TILES = traced(tracer, P)
 draw.tile_times(TILES, 2 if SIMULATED else 12)
 
@@ -424,7 +458,7 @@ L2 = 1 << 18 if SIMULATED else torch.cuda.get_device_properties(0).L2_cache_size
 
 
 def describe(tiles):
-    read, once = dram_bytes(tiles, 192, K, L2)
+    read, once = dram_bytes(tiles, 256, K, L2)
     return {"lag_us": median(lags(tiles) or [0]), "read_gb": read / 1e9, "once_gb": once / 1e9}
 
 
@@ -470,19 +504,19 @@ draw.pairs(rows=300, n_tiles=4)
 # copy, whichever takes longer.
 
 # %%
-PAIRS = ROWS_192._replace(cluster_size=2)
+PAIRS = ROWS_256._replace(cluster_size=2)
 pairs = scales.StepLaunch(PAIRS, P, **BY_ONE)
 gain_us = 0
 if PARTS and DRIFT:
     gain_us = PARTS["all"] - max(PARTS["without loads"], DRIFT["once_gb"] * 1e15 / LIMITS.copy_bandwidth)
-step("pairs of tiles", pairs, after="next stage's scales", predicted_gain_us=gain_us)
+step("pairs of tiles", pairs, after="256 columns", predicted_gain_us=gain_us)
 
 # %% [markdown]
 # **Explanation.** Loads alone with pairs, and the trace of the new kernel:
 
 # %%
-loads_of_pairs = scales.StepLaunch(PAIRS, P, **BY_ONE | {"make_multiply": scales.make_multiply_nothing})
-PAIR_PARTS = times("parts of pairs", {"all": pairs, "loads alone": loads_of_pairs, "loads before": loads_192})
+loads_of_pairs = scales.StepLaunch(PAIRS, P, **BY_ONE | LOADS_ALONE)
+PAIR_PARTS = times("parts of pairs", {"all": pairs, "loads alone": loads_of_pairs, "loads before": loads_256})
 PAIR_DRIFT = keep("drift of pairs", describe(traced(scales.StepLaunch(PAIRS, P, **TRACED), P)))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -499,10 +533,11 @@ say(
 )
 
 # %% [markdown]
-# ### Step 7: the package
+# ### Step 8: the package
 #
-# **Idea.** `group_gemm_blockwise_fp8` selects this kernel for more than 128 rows per group. Its auxiliary warps also
-# take scales with any strides, rows that are gathered, and masked groups.
+# **Idea.** `group_gemm_blockwise_fp8` selects this kernel for 64 or more rows per group. Its auxiliary warps also take
+# scales with any strides, gathered rows and masked groups. It loads weights with an evict-first policy in L2, because
+# a pair reads the weights of up to 256 rows once; the steps above keep them.
 #
 # **Predicted gain.** None: the options cost nothing where they are not used.
 
@@ -512,13 +547,15 @@ def package(p):
     return group_gemm_blockwise_fp8(p.x, p.weight, p.seqlens, p.cu_seqlens, p.x_scale, p.w_scale, p.average, out=p.out)
 
 
+print(select_block_scaled_config("lengths", P.average, n=TIMED["n"]))
 step("final", package, after="pairs of tiles", predicted_gain_us=0)
 
 # %% [markdown]
-# **Explanation.** The same two with even rows, and the first step:
+# **Explanation.** The last steps and the first with even rows:
 
 # %%
-times("package, even rows", {name: STEPS[name] for name in ("scales per column", "pairs of tiles", "final")}, EVEN)
+EVEN_STEPS = "scales per column", "192 columns", "256 columns", "pairs of tiles", "final"
+times("package, even rows", {name: STEPS[name] for name in EVEN_STEPS}, EVEN)
 
 # %% [markdown]
 # Wrong kernels must be rejected: a thread's two rows with exchanged scales, and the two diagnoses above that load no
@@ -556,8 +593,8 @@ say(
 
 # %% [markdown]
 # What was tried and not kept, measured during development and not repeated here: named barriers that let the two
-# warpgroups take turns, multicast of x instead of the weights, three consumer warpgroups, warpgroups that split columns
-# instead of rows, and weights with an evict-first policy in L2. The result at the top shows the distance to the fastest
+# warpgroups take turns, multicast of x instead of the weights, three consumer warpgroups, and warpgroups that split
+# columns instead of rows. The result at the top shows the distance to the fastest
 # peer; a part of it is not explained.
 #
 # ## 3. 4-bit weights: the problem

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba import simulator
 from moe_numba.course.simulate import changed_module, changed_source, define
 from moe_numba.grouped_gemm import kernel_block_scaled
 from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, THREADS
@@ -32,7 +31,7 @@ from moe_numba.ptx.memory import load_nc_u32x4
 from moe_numba.ptx.pipeline import make_advance
 from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
-from moe_numba.runtime.device import gpu_of
+from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.tensor_map import tensor_map_template
 
@@ -83,6 +82,19 @@ def make_multiply_nothing(config, layout):
     def multiply(smem, lane, stage, phase, k_blocks, x_offset, row):
         stage, phase = skip_stages(smem, lane, stage, phase, k_blocks)
         return zeros, stage, phase
+
+    return multiply
+
+
+@cache
+def make_multiply_halves_nothing(config, layout):
+    """As :func:`make_multiply_nothing`, for a tile that is computed in two halves."""
+    skip_stages, zeros = make_skip_stages(config, layout), (np.float32(0),) * (config.block_n // 4)
+
+    @cuda.jit(device=True)
+    def multiply(smem, lane, stage, phase, k_blocks, x_offset, row):
+        stage, phase = skip_stages(smem, lane, stage, phase, k_blocks)
+        return zeros, zeros, stage, phase
 
     return multiply
 
@@ -291,7 +303,7 @@ class StepLaunch:
         box = 1, config.half_rows, BLOCK_K_BYTES
         self.weight_map = tensor_map_template(problem.weight, box, swizzle=128, name="weight")
         self.sizes = groups, len(problem.x), 0, n, k, -(-k // BLOCK_K_BYTES), 1, 0
-        self.grid = 2 if simulator.ENABLED else gpu_of(device).sm_count // 2 * 2
+        self.grid = persistent_ctas(device, 2)
         self.trace = torch.zeros(
             len(problem.x), -(-n // config.columns), TRACE_FIELDS, dtype=torch.int32, device=device
         )

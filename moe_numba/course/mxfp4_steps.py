@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from numba import cuda, float32, int32, uint8, uint32, uint64
 
-from moe_numba import simulator
 from moe_numba.course.instruction_mix import instruction_mix
 from moe_numba.course.simulate import changed_module
 from moe_numba.grouped_gemm import kernel_mxfp4
@@ -25,7 +24,7 @@ from moe_numba.grouped_gemm.reference_mxfp4 import E2M1, dequantise_mxfp4
 from moe_numba.ptx.arithmetic import int_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import st_global_s32x4
-from moe_numba.runtime.device import gpu_of
+from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address, launch, launcher
 from moe_numba.runtime.tensor_map import tensor_map_template
 
@@ -272,7 +271,7 @@ class StepLaunch:
         self.x_map = tensor_map_template(problem.x, (config.box_rows, UNIT), swizzle=128, name="x")
         groups, rows, columns, _ = packed.shape
         self.sizes = groups, len(problem.x), 0, problem.out.shape[1], rows, columns
-        self.weight, self.grid = weight, 2 if simulator.ENABLED else gpu_of(device).sm_count
+        self.weight, self.grid = weight, persistent_ctas(device)
 
     def __call__(self, problem: Any) -> torch.Tensor:
         """Launch the kernel on the current stream."""
