@@ -39,6 +39,7 @@ import torch
 from IPython.display import Markdown
 
 from moe_numba import simulator
+from moe_numba.course import block_scale_diagnoses as diagnoses
 from moe_numba.course import block_scale_steps as scales
 from moe_numba.course import mxfp4_steps as mxfp4
 from moe_numba.course.bench import records
@@ -285,7 +286,7 @@ exercise("grouped_gemm_scales-1").check(scales_of_thread)
 # **Bottleneck.** The same kernel without wgmma and promotion: consumers only wait for a stage and release it.
 
 # %%
-loads_128 = scales.StepLaunch(ROWS_128, P, **FIRST | {"make_multiply": scales.make_multiply_nothing})
+loads_128 = scales.StepLaunch(ROWS_128, P, **FIRST | {"make_multiply": diagnoses.make_multiply_nothing})
 LOADS_128 = times("loads of 128 columns", {"scales per row": per_row, "loads alone": loads_128})
 
 # %% [markdown]
@@ -309,7 +310,7 @@ step("192 columns", columns_192, after="scales per row", predicted_gain_us=gain_
 # tile of columns is partly empty, because 192 does not divide N.
 
 # %%
-loads_192 = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_multiply": scales.make_multiply_nothing})
+loads_192 = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_multiply": diagnoses.make_multiply_nothing})
 LOADS = times("loads of 192 columns", {"128 columns": loads_128, "192 columns": loads_192})
 
 # %% [markdown]
@@ -351,7 +352,7 @@ step("16-byte scale loads", by_four, after="192 columns", predicted_gain_us=gain
 # (With TMA instead of loads it would be, too: that version was not built for this reason.)
 
 # %%
-without_loads = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_aux_producer": scales.without_global_loads()})
+without_loads = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_aux_producer": diagnoses.without_global_loads()})
 times("scales from global memory", {"192 columns": columns_192, "16 bytes": by_four, "no loads": without_loads})
 
 # %% [markdown]
@@ -361,7 +362,7 @@ times("scales from global memory", {"192 columns": columns_192, "16 bytes": by_f
 # tile, from its first stage, computes wrong results in the time that a kernel without these loads would take:
 
 # %%
-once = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_multiply": scales.loading_scales_once()})
+once = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_multiply": diagnoses.loading_scales_once()})
 SHARED_TIMES = times("scales from shared memory", {"192 columns": columns_192, "scales loaded once": once})
 
 # %% [markdown]
@@ -392,7 +393,7 @@ times("scales of the next stage", {"in order": columns_192, "next stage's": next
 # **Bottleneck.** Loads alone, and the same kernel without loads: the producer only signals that a stage is full.
 
 # %%
-compute_192 = scales.StepLaunch(ROWS_192, P, **BY_ONE | {"make_tma_producer": scales.without_tma_loads()})
+compute_192 = scales.StepLaunch(ROWS_192, P, **BY_ONE | {"make_tma_producer": diagnoses.without_tma_loads()})
 PARTS_192 = times("parts", {"all": next_scales, "loads alone": loads_192, "without loads": compute_192})
 
 # %% [markdown]
@@ -419,9 +420,9 @@ step("256 columns", columns_256, after="next stage's scales", predicted_gain_us=
 # empty: 256 divides N.
 
 # %%
-LOADS_ALONE = {"make_multiply_halves": scales.make_multiply_halves_nothing}
+LOADS_ALONE = {"make_multiply_halves": diagnoses.make_multiply_halves_nothing}
 loads_256 = scales.StepLaunch(ROWS_256, P, **BY_ONE | LOADS_ALONE)
-compute_256 = scales.StepLaunch(ROWS_256, P, **BY_ONE | {"make_tma_producer": scales.without_tma_loads()})
+compute_256 = scales.StepLaunch(ROWS_256, P, **BY_ONE | {"make_tma_producer": diagnoses.without_tma_loads()})
 PARTS = times("parts of 256", {"all": columns_256, "loads alone": loads_256, "without loads": compute_256})
 
 # %% [markdown]
@@ -444,7 +445,7 @@ def traced(launch, p):
     return tiles_of(launch.trace, p.seqlens)
 
 
-TRACED = BY_ONE | {"make_consumer": scales.make_traced_consumer}
+TRACED = BY_ONE | {"make_consumer": diagnoses.make_traced_consumer}
 tracer = scales.StepLaunch(ROWS_256, P, **TRACED)
 TILES = traced(tracer, P)
 draw.tile_times(TILES, 2 if SIMULATED else 12)
@@ -562,7 +563,7 @@ times("package, even rows", {name: STEPS[name] for name in EVEN_STEPS}, EVEN)
 # scales, or only those of the first stage.
 
 # %%
-exchanged = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_multiply": scales.exchanging_rows()})
+exchanged = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_multiply": diagnoses.exchanging_rows()})
 WRONG = {"rows exchanged": exchanged, "no scales": without_loads, "scales of the first stage": once}
 for name, launch in WRONG.items():
     step(name, launch, expect_wrong=True)
@@ -698,43 +699,43 @@ times("parts of two kernels", {"both": dequantise_first, "dequantise": mxfp4.lau
 #
 # **Bottleneck.** Decoded weights cross the memory bus twice, and have almost four times as many bytes as the codes.
 #
-# **Idea.** Let the consumers of the GEMM decode. Codes arrive in shared memory in **units** of 64 rows by 64 elements
-# of k: 2048 bytes of codes and 128 bytes of scales, contiguous in memory, so that one `cp.async.bulk` copies a unit. wgmma
+# **Idea.** Let the consumers of the GEMM decode. Codes arrive in shared memory in **weight tiles** of 64 rows by 64
+# elements of k: 2048 bytes of codes and 128 bytes of scales, contiguous in memory, so that one `cp.async.bulk` copies a tile. wgmma
 # takes its A operand from registers. So the kernel stays transposed: rows of weight are A. A thread needs 32 weights of
-# a unit, in 16 registers. It loads their codes, decodes them, and issues four wgmmas with 16 elements of k each. Two
+# a tile, in 16 registers. It loads their codes, decodes them, and issues four wgmmas with 16 elements of k each. Two
 # sets of registers alternate: while the wgmmas of one set run, the thread decodes the other.
 #
-# In this step the codes of a unit are in the order of rows. Two neighbouring codes of a register are one byte:
+# In this step the codes of a tile are in the order of rows. Two neighbouring codes of a register are one byte:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-Markdown(f"```python\n{source_of(mxfp4.make_load_unit_by_bytes)}```")
+Markdown(f"```python\n{source_of(mxfp4.make_load_tile_by_bytes)}```")
 
 # %% [markdown]
 # A code is decoded as its definition says: exponent and mantissa become a number, which is multiplied by the scale of
 # its block and converted to bfloat16.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-parts = mxfp4.value_of, mxfp4.decode_byte, mxfp4.decode_step, mxfp4.decode_unit_by_value
+parts = mxfp4.value_of, mxfp4.decode_byte, mxfp4.decode_step, mxfp4.decode_tile_by_value
 Markdown("```python\n" + "\n\n".join(map(source_of, parts)) + "```")
 
 # %% [markdown]
 # **Predicted gain.** The new kernel reads the codes only. But each thread executes many instructions, of which an SM
-# issues one per clock on each of its four schedulers. The compiler's output shows how many there are per unit, without
+# issues one per clock on each of its four schedulers. The compiler's output shows how many there are per weight tile, without
 # those of a kernel that loads 16 bytes and decodes nothing:
 
 # %%
 WAYS = "bytes, by value", "16 bytes, by value", "16 bytes, shift and mask"
-INSTRUCTIONS = mxfp4.instructions_per_unit(WAYS, without="16 bytes, not decoded")
-WARPS = 4 * USED * WEIGHTS // 64**2  # four warps decode a unit
+INSTRUCTIONS = mxfp4.instructions_per_tile(WAYS, without="16 bytes, not decoded")
+WARPS = 4 * USED * WEIGHTS // 64**2  # four warps decode a weight tile
 
 
 def issue_us(way):
-    """Return the time to issue the instructions of all units at the highest clock."""
+    """Return the time to issue the instructions of all weight tiles at the highest clock."""
     return INSTRUCTIONS[way] * WARPS / (4 * LIMITS.sm_count * LIMITS.boost_clock) * 1e6
 
 
 for way in WAYS:
-    print(f"{way}: {INSTRUCTIONS[way]} instructions of a thread per unit, {issue_us(way):.1f} us")
+    print(f"{way}: {INSTRUCTIONS[way]} instructions of a thread per weight tile, {issue_us(way):.1f} us")
 print(f"reading the codes at the rate of a copy: {READ_US:.1f} us")
 
 # %%
@@ -754,20 +755,20 @@ DECODING = times("without decoding", {"decode in the consumer": in_rows, "not de
 # %% [markdown]
 # ### Step 3: the order of fragments
 #
-# **Bottleneck.** A thread loads its codes of a unit one byte at a time and assembles them. Eight lanes read the same
+# **Bottleneck.** A thread loads its codes of a tile one byte at a time and assembles them. Eight lanes read the same
 # column of eight rows, 32 bytes apart, so two rows share each bank.
 
 # %%
-draw.unit_bytes(lane=5)
+draw.tile_bytes(lane=5)
 
 # %% [markdown]
-# **Idea.** Weights are packed once, when a model is loaded. Pack the codes of a unit in the order in which threads need
+# **Idea.** Weights are packed once, when a model is loaded. Pack the codes of a tile in the order in which threads need
 # them: 16 consecutive bytes for each thread, loaded by one instruction without bank conflicts.
 #
 # **Predicted gain.** The instructions that are no longer issued.
 
 # %%
-change(mxfp4.make_load_unit_by_bytes, mxfp4.make_load_unit)
+change(mxfp4.make_load_tile_by_bytes, mxfp4.make_load_tile)
 
 # %%
 in_fragments = mxfp4.StepLaunch(FEW_ROWS, "in_fragments", **mxfp4.BY_VALUE)
@@ -861,7 +862,7 @@ four.plot(floor_us=FOUR_FLOOR_US)
 # %% [markdown]
 # ### 64 rows per group
 #
-# With 2048 rows the same steps use tiles of 128 rows of x. Each unit is decoded once per tile of rows, and tensor cores
+# With 2048 rows the same steps use tiles of 128 rows of x. Each weight tile is decoded once per tile of rows, and tensor cores
 # have 16 times as much to do.
 
 # %%

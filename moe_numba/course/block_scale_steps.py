@@ -1,7 +1,7 @@
 """Steps of the block-scaled grouped GEMM: parts that replace those of the package's kernel, and launches of the result.
 
-A step is the kernel of ``grouped_gemm/kernel_block_scaled.py`` with some of its factories exchanged. A diagnosis leaves
-one part of a step out, or records when each tile was computed; its results are wrong or not used.
+A step is the kernel of ``grouped_gemm/kernel_block_scaled.py`` with some of its factories exchanged; see
+``block_scale_diagnoses.py`` for variants that are no steps.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.course.simulate import changed_module, changed_source, define
+from moe_numba.course.simulate import changed_module
 from moe_numba.grouped_gemm import kernel_block_scaled
 from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, THREADS
 from moe_numba.grouped_gemm.config_block_scaled import BLOCK_M, BOX_ROWS, SCALED_COLUMNS, BlockScaledConfig
@@ -20,7 +20,6 @@ from moe_numba.grouped_gemm.kernel_block_scaled import (
     make_load_scales,
     make_release_stage,
     make_schedule,
-    make_skip_stages,
     make_tile_loop,
 )
 from moe_numba.grouped_gemm.launch_block_scaled import BLOCK_SCALED_SIGNATURE
@@ -29,7 +28,6 @@ from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_wait_parity
 from moe_numba.ptx.memory import load_nc_u32x4
 from moe_numba.ptx.pipeline import make_advance
-from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address, launcher
@@ -71,49 +69,6 @@ def make_multiply_in_order(config, layout):
         return acc, stage, phase
 
     return multiply
-
-
-@cache
-def make_multiply_nothing(config, layout):
-    """As :func:`make_multiply_in_order`, but only wait for the stages and release them: loads alone."""
-    skip_stages, zeros = make_skip_stages(config, layout), (np.float32(0),) * (config.block_n // 2)
-
-    @cuda.jit(device=True)
-    def multiply(smem, lane, stage, phase, k_blocks, x_offset, row):
-        stage, phase = skip_stages(smem, lane, stage, phase, k_blocks)
-        return zeros, stage, phase
-
-    return multiply
-
-
-@cache
-def make_multiply_halves_nothing(config, layout):
-    """As :func:`make_multiply_nothing`, for a tile that is computed in two halves."""
-    skip_stages, zeros = make_skip_stages(config, layout), (np.float32(0),) * (config.block_n // 4)
-
-    @cuda.jit(device=True)
-    def multiply(smem, lane, stage, phase, k_blocks, x_offset, row):
-        stage, phase = skip_stages(smem, lane, stage, phase, k_blocks)
-        return zeros, zeros, stage, phase
-
-    return multiply
-
-
-_WAIT = "mbarrier_wait_parity(smem.barriers, full + stage, phase)\n"
-_LOAD = "a, b, w_0, w_1, w_2 = load_scales(smem, stage, row)\n"
-
-
-def loading_scales_once() -> Callable:
-    """Return :func:`make_multiply_in_order` with the scales of a tile's first stage for all of its stages."""
-    source = changed_source(make_multiply_in_order, f"            {_LOAD}", "")
-    source = changed_source(source, "        acc = zeros\n", f"        acc = zeros\n        {_WAIT}        {_LOAD}")
-    return define(source, globals(), "scales loaded once")["make_multiply_in_order"]
-
-
-def exchanging_rows() -> Callable:
-    """Return a wrong :func:`make_multiply_in_order`: each of a thread's two rows has the scale of the other."""
-    source = changed_source(make_multiply_in_order, "a, b, w_0, w_1, w_2 = load", "b, a, w_0, w_1, w_2 = load")
-    return define(source, globals(), "rows exchanged")["make_multiply_in_order"]
 
 
 # Producers
@@ -217,52 +172,7 @@ def make_scales_by_four(config, layout):
     return aux_producer
 
 
-def without_global_loads() -> Callable:
-    """Return :func:`make_scales_by_one` with ones instead of the loads from global memory."""
-    source = changed_source(make_scales_by_one, "scales.weight[weight_index + k_block]", "float32(1)")
-    source = changed_source(source, "scales.x[index]", "float32(1)")
-    return define(source, globals(), "scales without loads")["make_scales_by_one"]
-
-
-def without_tma_loads() -> Callable:
-    """Return the package's ``make_tma_producer`` without its loads: a kernel with it computes alone."""
-    source = changed_source(
-        kernel_block_scaled.make_tma_producer,
-        "mbarrier_arrive_expect_tx(barriers, full + stage, tma_bytes)",
-        "mbarrier_arrive(barriers, full + stage)",
-    )
-    load = "load_weight(smem, offset, map_weight, k, column, second, g, full + stage, weight_policy, shares_weight)\n"
-    source = changed_source(source, f"                {load}", "")
-    source = changed_source(
-        source,
-        "layout.tile_info_offset, config.columns, config.gather",
-        "layout.tile_info_offset, config.columns, True",
-    )
-    return define(source, vars(kernel_block_scaled), "no TMA loads")["make_tma_producer"]
-
-
 # Kernels and launches
-
-
-@cache
-def make_traced_consumer(config, layout):
-    """As the package's ``make_consumer``, but record when the CTA computes a tile; see :class:`StepLaunch`."""
-    consumer = kernel_block_scaled.make_consumer(config, layout)
-    columns = config.columns
-
-    @cuda.jit(device=True)
-    def traced(smem, output, warp, lane, stage, phase, k_blocks, row, rows, column):
-        start = globaltimer()
-        stage, phase = consumer(smem, output, warp, lane, stage, phase, k_blocks, row, rows, column)
-        if warp == 0 and lane == 0 and rows > 0 and column < output.n:
-            tiles = int32((output.n + columns - 1) // columns)
-            at = int64(int64(row) * tiles + column // columns) * TRACE_FIELDS
-            output.y_scale[at] = int32(uint32(start) & uint32(0x7FFFFFFF))
-            output.y_scale[at + 1] = int32(uint32(globaltimer()) & uint32(0x7FFFFFFF))
-            output.y_scale[at + 2] = int32(cuda.blockIdx.x + 1)
-        return stage, phase
-
-    return traced
 
 
 def make_step_kernel(config: BlockScaledConfig, **parts: Callable) -> tuple[Any, int]:
@@ -288,7 +198,7 @@ class StepLaunch:
     **parts : factory
         As for :func:`make_step_kernel`.
 
-    Calling it with a problem returns ``problem.out``. A kernel with :func:`make_traced_consumer` records its tiles in
+    Calling it with a problem returns ``problem.out``. A kernel with a traced consumer records its tiles in
     ``trace``, int32 [rows, tiles of columns, 3]: start and end in nanoseconds and the CTA plus 1, at the first row of
     each tile.
     """

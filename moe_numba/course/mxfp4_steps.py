@@ -1,8 +1,9 @@
 """Steps of the grouped GEMM with MXFP4 weights: layouts of the weights, parts that decode them, and launches.
 
-A step is the kernel of ``grouped_gemm/kernel_mxfp4.py`` with other functions that load and decode a **unit**, 64 rows
-of weight by 64 elements of k. Its registers of A are numbered as in ``packing_mxfp4.py``: register ``4 s + 2 h + r`` of
-lane l in warp w has the columns ``16 s + 8 h + 2 (l % 4)`` and the next one of row ``16 w + l // 4 + 8 r``.
+A step is the kernel of ``grouped_gemm/kernel_mxfp4.py`` with other functions that load and decode a weight tile, 64
+rows of weight by 64 elements of k. Its registers of A are numbered as in ``packing_mxfp4.py``: register
+``4 s + 2 h + r`` of lane l in warp w has the columns ``16 s + 8 h + 2 (l % 4)`` and the next one of row
+``16 w + l // 4 + 8 r``.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,8 @@ from moe_numba.course.simulate import changed_module
 from moe_numba.grouped_gemm import kernel_mxfp4
 from moe_numba.grouped_gemm.config import SharedMemory
 from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout, select_mxfp4_config
-from moe_numba.grouped_gemm.kernel_mxfp4 import decode_block, decode_unit, make_load_unit
+from moe_numba.grouped_gemm.kernel_mxfp4 import decode_block, decode_unit
+from moe_numba.grouped_gemm.kernel_mxfp4 import make_load_unit as make_load_tile
 from moe_numba.grouped_gemm.launch_mxfp4 import MXFP4_SIGNATURE
 from moe_numba.grouped_gemm.packing_mxfp4 import CODE_BYTES, SCALE_BYTES, UNIT, UNIT_BYTES
 from moe_numba.grouped_gemm.reference_mxfp4 import E2M1, dequantise_mxfp4
@@ -36,10 +38,10 @@ __all__ = [  # with the parts of the package that the notebook shows
     "StepLaunch",
     "decode_block",
     "dequantise_mxfp4",
-    "instructions_per_unit",
+    "instructions_per_tile",
     "launch_dequantise",
-    "make_load_unit",
-    "make_load_unit_by_bytes",
+    "make_load_tile",
+    "make_load_tile_by_bytes",
     "make_step_kernel",
     "pack_fragments",
     "pack_rows",
@@ -51,14 +53,14 @@ DEQUANTISE_THREADS = 256
 
 
 def pack_rows(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Pack weights in units whose codes are in the order of rows; see :func:`pack_fragments`."""
+    """Pack weights in tiles whose codes are in the order of rows; see :func:`pack_fragments`."""
     groups, n, bytes_of_k = blocks.shape
     codes = blocks.view(groups, n // UNIT, UNIT, bytes_of_k // 32, 32).transpose(2, 3)
     return _with_scales(codes, scales)
 
 
 def pack_fragments(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Pack weights in units whose codes are in the order of wgmma's fragments: 16 consecutive bytes for each thread.
+    """Pack weights in tiles whose codes are in the order of wgmma's fragments: 16 consecutive bytes for each thread.
 
     Byte ``4 s + 2 h + r`` of a thread has the two codes of its register of that number.
 
@@ -74,25 +76,25 @@ def pack_fragments(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     tensor [groups, n / 64, k / 64, 2176], uint8
     """
     groups, n, bytes_of_k = blocks.shape
-    # Dimensions: group, unit row, warp, r, row of 8, unit column, s, h, lane of 4
+    # Dimensions: group, tile row, warp, r, row of 8, tile column, s, h, lane of 4
     codes = blocks.view(groups, n // UNIT, 4, 2, 8, bytes_of_k // 32, 4, 2, 4)
     return _with_scales(codes.permute(0, 1, 5, 2, 4, 8, 6, 7, 3), scales)
 
 
 def _with_scales(codes, scales):
-    """Join codes [groups, unit rows, unit columns, ...] with scales, a word for a thread's two rows and 64 columns."""
+    """Join codes [groups, tile rows, tile columns, ...] with scales, a word for a thread's two rows and 64 columns."""
     groups, n, blocks_of_k = scales.shape
     words = scales.view(groups, n // UNIT, 4, 2, 8, blocks_of_k // 2, 2).permute(0, 1, 5, 2, 4, 3, 6)
     shape = groups, n // UNIT, blocks_of_k // 2
     return torch.cat([codes.reshape(*shape, CODE_BYTES), words.reshape(*shape, SCALE_BYTES)], dim=-1)
 
 
-# Loads of a unit
+# Loads of a weight tile
 
 
 @cache
-def make_load_unit_by_bytes(config, layout):
-    """Make ``codes, scales = load_unit(smem, warp, lane, stage, unit)`` for units in the order of rows.
+def make_load_tile_by_bytes(config, layout):
+    """Make ``codes, scales = load_tile(smem, warp, lane, stage, tile)`` for tiles in the order of rows.
 
     The two codes of a register are one byte, in the row of 32 bytes that the register belongs to.
     """
@@ -106,9 +108,9 @@ def make_load_unit_by_bytes(config, layout):
         return uint32(low | high << uint32(16))
 
     @cuda.jit(device=True)
-    def load_unit(smem, warp, lane, stage, unit):
+    def load_tile(smem, warp, lane, stage, tile):
         first = int32(weight_offset + (warp >> 2) * (stage_units * UNIT_BYTES))
-        first = int32(first + stage * weight_bytes + unit * UNIT_BYTES)
+        first = int32(first + stage * weight_bytes + tile * UNIT_BYTES)
         scales = smem.i32[uint32((first + CODE_BYTES + 32 * (warp & 3)) // 4 + (lane >> 2))]
         first = int32(first + 32 * (16 * (warp & 3) + (lane >> 2)) + (lane & 3))
         codes = (
@@ -119,7 +121,7 @@ def make_load_unit_by_bytes(config, layout):
         )
         return codes, scales
 
-    return load_unit
+    return load_tile
 
 
 # Decoding
@@ -152,7 +154,7 @@ def decode_step(word, scale_0, scale_1):
 
 
 @cuda.jit(device=True)
-def decode_unit_by_value(codes, scales):
+def decode_tile_by_value(codes, scales):
     """Decode a thread's 16 registers of A; ``scales`` has a byte for each of two rows and two blocks of 32 columns."""
     w_0, w_1, w_2, w_3 = codes
     a_0, a_1 = int_as_float(int32((scales & 255) << 23)), int_as_float(int32((scales >> 8 & 255) << 23))
@@ -192,36 +194,36 @@ def launch_dequantise(problem: Any) -> None:
 
 
 @cache
-def make_unit_kernel(name):
-    """Make a kernel that loads and decodes one unit, to count its instructions; it is not executed."""
+def make_tile_kernel(name):
+    """Make a kernel that loads and decodes one weight tile, to count its instructions; it is not executed."""
     make_load, decode = {
-        "bytes, by value": (make_load_unit_by_bytes, decode_unit_by_value),
-        "16 bytes, by value": (make_load_unit, decode_unit_by_value),
-        "16 bytes, shift and mask": (make_load_unit, decode_unit),
-        "16 bytes, not decoded": (make_load_unit, decode_nothing),
+        "bytes, by value": (make_load_tile_by_bytes, decode_tile_by_value),
+        "16 bytes, by value": (make_load_tile, decode_tile_by_value),
+        "16 bytes, shift and mask": (make_load_tile, decode_unit),
+        "16 bytes, not decoded": (make_load_tile, decode_nothing),
     }[name]
     config = Mxfp4Config()
-    load_unit = make_load(config, Mxfp4Layout(config))
+    load_tile = make_load(config, Mxfp4Layout(config))
 
     @cuda.jit
-    def unit_kernel(out):
+    def tile_kernel(out):
         u8, i32 = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, int32, 1024)
         smem = SharedMemory(u8, i32, cuda.shared.array(0, float32, 1024), cuda.shared.array(0, uint64, 1024))
         thread = int32(cuda.threadIdx.x)
-        codes, scales = load_unit(smem, int32(thread >> 5), int32(thread & 31), int32(0), int32(0))
+        codes, scales = load_tile(smem, int32(thread >> 5), int32(thread & 31), int32(0), int32(0))
         a = decode(codes, scales)
         st_global_s32x4(out, 16 * thread, int32(a[0]), int32(a[1]), int32(a[2]), int32(a[3]))
         st_global_s32x4(out, 16 * thread + 4, int32(a[4]), int32(a[5]), int32(a[6]), int32(a[7]))
         st_global_s32x4(out, 16 * thread + 8, int32(a[8]), int32(a[9]), int32(a[10]), int32(a[11]))
         st_global_s32x4(out, 16 * thread + 12, int32(a[12]), int32(a[13]), int32(a[14]), int32(a[15]))
 
-    return unit_kernel
+    return tile_kernel
 
 
-def instructions_per_unit(names: Iterable[str], without: str) -> dict[str, int]:
-    """Return a thread's SASS instructions for a unit by name of `make_unit_kernel`, less those of ``without``."""
-    kernels = {name: (f"make_unit_kernel({name!r})", ("int32*",), 256) for name in (*names, without)}
-    mix = instruction_mix(kernels, [make_unit_kernel])
+def instructions_per_tile(names: Iterable[str], without: str) -> dict[str, int]:
+    """Return a thread's SASS instructions for a weight tile by name of `make_tile_kernel`, less ``without``'s."""
+    kernels = {name: (f"make_tile_kernel({name!r})", ("int32*",), 256) for name in (*names, without)}
+    mix = instruction_mix(kernels, [make_tile_kernel])
     total = {name: sum(mix[name].values()) for name in kernels}
     return {name: total[name] - total[without] for name in names}
 
@@ -242,8 +244,8 @@ def make_step_kernel(config: Mxfp4Config, **parts: Any) -> tuple[Any, int]:
 
 
 # The package multiplies scales by a power of two, to stay within bfloat16's range, and undoes it in the epilogue.
-BY_VALUE = {"decode_unit": decode_unit_by_value, "RESULT_EXPONENT": 0}
-FROM_ROWS = BY_VALUE | {"make_load_unit": make_load_unit_by_bytes}
+BY_VALUE = {"decode_unit": decode_tile_by_value, "RESULT_EXPONENT": 0}
+FROM_ROWS = BY_VALUE | {"make_load_unit": make_load_tile_by_bytes}
 NOT_DECODED = {"decode_unit": decode_nothing}
 
 

@@ -1,6 +1,6 @@
 """Traces of tiles: when each CTA of a grouped GEMM computed which tile, and what that means for the L2 cache.
 
-A trace comes from `block_scale_steps.make_traced_consumer`. The model of the L2 cache replays it: a tile reads its
+A trace comes from `block_scale_diagnoses.make_traced_consumer`. The model of the L2 cache replays it: a tile reads its
 blocks of weight and of x one after the other, evenly spread over its time, and the cache evicts the least recently used
 block. The hardware's policy is not published, and each half of the L2 may hold a copy, so this is an estimate.
 """

@@ -155,7 +155,7 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
         "columns 1",
     ),
     "tiles over time": (grouped_gemm_scales.tile_times, (OWN, 2), {"tile": ["0:0", "0:1", "0:0"]}, "CTA 1", "40 µs"),
-    "bytes of a unit": (grouped_gemm_scales.unit_bytes, (5,), {"own": 2 * 16}, "row 8", "byte 480"),
+    "bytes of a weight tile": (grouped_gemm_scales.tile_bytes, (5,), {"own": 2 * 16}, "row 8", "byte 480"),
     "decoding": (
         grouped_gemm_scales.decoding,
         (13,),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_numba.course import block_scale_steps, mxfp4_steps
+from moe_numba.course import block_scale_diagnoses, block_scale_steps, mxfp4_steps
 from moe_numba.course.bench.topics import grouped_gemm as topic
 from moe_numba.course.exercises.grouped_gemm_scales import place_of
 from moe_numba.course.tile_traces import Tile, dram_bytes, l2_to_sm_bytes, lags, pairs_of, tiles_of
@@ -14,7 +14,7 @@ from moe_numba.grouped_gemm.launch_mxfp4 import MXFP4_SIGNATURE
 from moe_numba.runtime.sass import compile_apart
 
 TRACED = {
-    "make_consumer": block_scale_steps.make_traced_consumer,
+    "make_consumer": block_scale_diagnoses.make_traced_consumer,
     "make_aux_producer": block_scale_steps.make_scales_by_one,
 }
 SOURCE = """
@@ -76,7 +76,7 @@ def test_bytes_from_l2_count_boxes_and_tiles_of_columns():
     assert l2_to_sm_bytes([300], 384, 256, 192, cluster_size=2) == 256 * (shared + columns)
 
 
-def test_units_hold_each_code_at_its_place():
+def test_weight_tiles_hold_each_code_at_its_place():
     random = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (1, 64, 32), dtype=torch.uint8, generator=random)
     scales = torch.randint(0, 256, (1, 64, 2), dtype=torch.uint8, generator=random)

@@ -4,7 +4,7 @@ from moe_numba.course.bench.style import BLUE, COLOURS, GREEN, GREY, INK, ORANGE
 from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, ink_on, note, plural, text, tint
 from moe_numba.course.tile_traces import pairs_of
 
-__all__ = ["decoding", "factors", "pairs", "tile_times", "unit_bytes"]
+__all__ = ["decoding", "factors", "pairs", "tile_bytes", "tile_times"]
 
 _ROWS, _COLUMNS = 16, 24  # of a warp's accumulators that figures show
 
@@ -122,10 +122,10 @@ def tile_times(tiles, ctas):
     return figure
 
 
-def unit_bytes(lane):
-    """Draw the 16 bytes of codes that a lane of warp 0 needs of a unit, in the order of rows and of fragments."""
+def tile_bytes(lane):
+    """Draw the 16 bytes of codes that a lane of warp 0 needs of a weight tile, in both orders."""
     check_range("lane", lane, 0, 31)
-    figure, axes = canvas(WIDTH, 3.3, f"Codes of lane {lane} in a unit of 64 rows by 64 columns")
+    figure, axes = canvas(WIDTH, 3.3, f"Codes of lane {lane} in a weight tile of 64 x 64")
     side, top = 0.117, 2.45
     own = {(row, 8 * s + 4 * h + lane % 4) for row in (lane // 4, lane // 4 + 8) for s in range(4) for h in range(2)}
     panels = ((0.75, "rows of 32 bytes", own), (5.1, "fragments: 16 bytes per lane", None))
