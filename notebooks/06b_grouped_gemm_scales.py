@@ -700,10 +700,10 @@ times("parts of two kernels", {"both": dequantise_first, "dequantise": mxfp4.lau
 # **Bottleneck.** Decoded weights cross the memory bus twice, and have almost four times as many bytes as the codes.
 #
 # **Idea.** Let the consumers of the GEMM decode. Codes arrive in shared memory in **weight tiles** of 64 rows by 64
-# elements of k: 2048 bytes of codes and 128 bytes of scales, contiguous in memory, so that one `cp.async.bulk` copies a tile. wgmma
-# takes its A operand from registers. So the kernel stays transposed: rows of weight are A. A thread needs 32 weights of
-# a tile, in 16 registers. It loads their codes, decodes them, and issues four wgmmas with 16 elements of k each. Two
-# sets of registers alternate: while the wgmmas of one set run, the thread decodes the other.
+# elements of k: 2048 bytes of codes and 128 bytes of scales, contiguous in memory, so that one `cp.async.bulk` copies a
+# tile. wgmma takes its A operand from registers. So the kernel stays transposed: rows of weight are A. A thread needs
+# 32 weights of a tile, in 16 registers. It loads their codes, decodes them, and issues four wgmmas with 16 elements of
+# k each. Two sets of registers alternate: while the wgmmas of one set run, the thread decodes the other.
 #
 # In this step the codes of a tile are in the order of rows. Two neighbouring codes of a register are one byte:
 
