@@ -53,6 +53,7 @@ from moe_numba.course.prose import say
 from moe_numba.course.simulate import source_of
 from moe_numba.course.source_diff import change
 from moe_numba.course.tile_traces import dram_bytes, l2_to_sm_bytes, lags, tiles_of
+from moe_numba.expert_parallel.compile_ahead import compile_ahead
 from moe_numba.grouped_gemm import (
     group_gemm_bf16,
     group_gemm_blockwise_fp8,
@@ -61,8 +62,8 @@ from moe_numba.grouped_gemm import (
     pack_mxfp4,
     reference,
 )
-from moe_numba.grouped_gemm.config import select_config
-from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, select_block_scaled_config
+from moe_numba.grouped_gemm.config import GemmConfig
+from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
 from moe_numba.grouped_gemm.launch import group_gemm
 
 SIMULATED = simulator.ENABLED
@@ -132,6 +133,46 @@ print(f"timed: {sum(TIMED_ROWS)} rows in 32 groups of {min(TIMED_ROWS)} to {max(
 print(f"here: {len(P.x)} rows in {GROUPS} groups, {dict(n=N, k=K)}")
 
 # %% [markdown]
+# The kernels of the notebook are compiled now, by several processes at once. `VARIANTS` has those of the first ladder:
+# a configuration, and factories that replace those of the package's kernel.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+ROWS_128 = BlockScaledConfig(block_n=128, stages=6, keep_weight=True, cluster_size=1)
+ROWS_192, ROWS_256 = ROWS_128._replace(block_n=192, stages=5), ROWS_128._replace(block_n=256, stages=4)
+PAIRS = ROWS_256._replace(cluster_size=2)
+BY_ONE = {"make_aux_producer": scales.make_scales_by_one}
+FIRST = BY_ONE | {"make_multiply": scales.make_multiply_in_order}
+NO_MULTIPLY = {"make_multiply": diagnoses.make_multiply_nothing}
+NO_HALVES = {"make_multiply_halves": diagnoses.make_multiply_halves_nothing}
+NO_LOADS = {"make_tma_producer": diagnoses.make_tma_producer_without_loads}
+TRACED = {"make_consumer": diagnoses.make_traced_consumer}
+VARIANTS = {
+    "scales per row": (ROWS_128, FIRST),
+    "loads of 128": (ROWS_128, BY_ONE | NO_MULTIPLY),
+    "192 columns": (ROWS_192, FIRST),
+    "loads of 192": (ROWS_192, BY_ONE | NO_MULTIPLY),
+    "16-byte scale loads": (ROWS_192, FIRST | {"make_aux_producer": scales.make_scales_by_four}),
+    "no scale loads": (ROWS_192, FIRST | {"make_aux_producer": diagnoses.make_scales_without_loads}),
+    "scales loaded once": (ROWS_192, FIRST | {"make_multiply": diagnoses.make_multiply_loading_once}),
+    "rows exchanged": (ROWS_192, FIRST | {"make_multiply": diagnoses.make_multiply_exchanging_rows}),
+    "next stage's scales": (ROWS_192, BY_ONE),
+    "192 without loads": (ROWS_192, BY_ONE | NO_LOADS),
+    "256 columns": (ROWS_256, BY_ONE),
+    "loads of 256": (ROWS_256, BY_ONE | NO_HALVES),
+    "256 without loads": (ROWS_256, BY_ONE | NO_LOADS),
+    "traced": (ROWS_256, BY_ONE | TRACED),
+    "pairs of tiles": (PAIRS, BY_ONE),
+    "loads of pairs": (PAIRS, BY_ONE | NO_HALVES),
+    "traced pairs": (PAIRS, BY_ONE | TRACED),
+}
+FEW_AVERAGE, MANY_AVERAGE = 4, 64  # rows per group of the second ladder
+if not SIMULATED:
+    definitions = [scales.definition(*variant) for variant in VARIANTS.values()]
+    definitions += [mxfp4.definition(rows, parts) for rows in (FEW_AVERAGE, MANY_AVERAGE) for parts in mxfp4.PARTS]
+    print(compile_ahead(definitions), "kernels")
+LAUNCHES = {name: scales.StepLaunch(config, P, **parts) for name, (config, parts) in VARIANTS.items()}
+
+# %% [markdown]
 # ### Step 0: torch
 #
 # The definition, group by group in float32. The group's bounds are known to the CPU here; a kernel reads them on the
@@ -169,6 +210,8 @@ STEPS = {}  # name -> launch(problem)
 
 def step(name, launch, **options):
     STEPS[name] = launch
+    if name in VARIANTS:
+        print(launch)
     P.out.fill_(float("nan"))  # elements that the kernel does not write are found
     ladder.step(name, partial(launch, P), dtype="e4m3", floor_us=FLOOR_US, bytes=BYTES, flops=FLOPS, **options)
 
@@ -206,7 +249,7 @@ say(
 draw.factors(lane=5)
 
 # %%
-PER_COLUMN = select_config("block", "lengths", 256, False)
+PER_COLUMN = GemmConfig(scaling="block", subtile_m=128, mma_n=(128, 96, 64), stages=6)
 
 
 def per_column(p):
@@ -214,7 +257,6 @@ def per_column(p):
     return group_gemm("block", *arguments, p.average, out=p.out, config=PER_COLUMN)
 
 
-print(f"tile: {PER_COLUMN.subtile_m} rows of x by 128 rows of weight, {PER_COLUMN.stages} stages, N {PER_COLUMN.mma_n}")
 step("scales per column", per_column)
 
 # %% [markdown]
@@ -243,10 +285,8 @@ COLUMN_TIMES = times("bottleneck of columns", {"scales per column": per_column, 
 # weight instead of 128.
 
 # %%
-FIRST = {"make_multiply": scales.make_multiply_in_order, "make_aux_producer": scales.make_scales_by_one}
-ROWS_128 = BlockScaledConfig(block_n=128, stages=6, keep_weight=True, cluster_size=1)
 gain_us = (COLUMN_TIMES["scales per column"] - COLUMN_TIMES["one scale"]) * (1 - 24 / 128) if COLUMN_TIMES else 0
-per_row = scales.StepLaunch(ROWS_128, P, **FIRST)
+per_row = LAUNCHES["scales per row"]
 step("scales per row", per_row, after="scales per column", predicted_gain_us=gain_us)
 
 # %% [markdown]
@@ -286,7 +326,7 @@ exercise("grouped_gemm_scales-1").check(scales_of_thread)
 # **Bottleneck.** The same kernel without wgmma and promotion: consumers only wait for a stage and release it.
 
 # %%
-loads_128 = scales.StepLaunch(ROWS_128, P, **FIRST | {"make_multiply": diagnoses.make_multiply_nothing})
+loads_128 = LAUNCHES["loads of 128"]
 LOADS_128 = times("loads of 128 columns", {"scales per row": per_row, "loads alone": loads_128})
 
 # %% [markdown]
@@ -300,8 +340,7 @@ LOADS_128 = times("loads of 128 columns", {"scales per row": per_row, "loads alo
 L2_BYTES = {columns: l2_to_sm_bytes(TIMED_ROWS, **TIMED, columns=columns) for columns in (128, 192)}
 SAVED = 1 - L2_BYTES[192] / L2_BYTES[128]
 print(", ".join(f"{columns} columns: {count / 1e9:.2f} GB" for columns, count in L2_BYTES.items()))
-ROWS_192 = ROWS_128._replace(block_n=192, stages=5)
-columns_192 = scales.StepLaunch(ROWS_192, P, **FIRST)
+columns_192 = LAUNCHES["192 columns"]
 gain_us = LOADS_128["loads alone"] * SAVED if LOADS_128 else 0
 step("192 columns", columns_192, after="scales per row", predicted_gain_us=gain_us)
 
@@ -310,7 +349,7 @@ step("192 columns", columns_192, after="scales per row", predicted_gain_us=gain_
 # tile of columns is partly empty, because 192 does not divide N.
 
 # %%
-loads_192 = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_multiply": diagnoses.make_multiply_nothing})
+loads_192 = LAUNCHES["loads of 192"]
 LOADS = times("loads of 192 columns", {"128 columns": loads_128, "192 columns": loads_192})
 
 # %% [markdown]
@@ -333,8 +372,9 @@ print(f"a stage: {STAGE_BYTES} bytes of x and weight, {SECTOR_BYTES} bytes of se
 
 # %% [markdown]
 # **Idea.** Load the scales of four k-blocks at once, 16 bytes per row, and keep them in registers for the next four
-# stages. A warp then handles four stages and skips eight. It must wait for each stage that it skips: the ring has only
-# five, and a phase of an mbarrier is a single bit.
+# stages. A single warp then suffices, and handles every stage. (If three warps took turns with four stages each, a warp
+# would skip eight stages of a ring of five. The phase of an mbarrier is a single bit: a warp that falls a round behind
+# waits for a phase that only itself can complete, and the kernel hangs.)
 #
 # **Predicted gain.** If no sector stays in L1, three of four sectors are no longer sent.
 
@@ -342,7 +382,7 @@ print(f"a stage: {STAGE_BYTES} bytes of x and weight, {SECTOR_BYTES} bytes of se
 change(scales.make_scales_by_one, scales.make_scales_by_four)
 
 # %%
-by_four = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_aux_producer": scales.make_scales_by_four})
+by_four = LAUNCHES["16-byte scale loads"]
 gain_us = 0.75 * SHARE * (ladder.median_us("192 columns") or 0)
 step("16-byte scale loads", by_four, after="192 columns", predicted_gain_us=gain_us, slower=True)
 
@@ -352,7 +392,7 @@ step("16-byte scale loads", by_four, after="192 columns", predicted_gain_us=gain
 # (With TMA instead of loads it would be, too: that version was not built for this reason.)
 
 # %%
-without_loads = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_aux_producer": diagnoses.without_global_loads()})
+without_loads = LAUNCHES["no scale loads"]
 times("scales from global memory", {"192 columns": columns_192, "16 bytes": by_four, "no loads": without_loads})
 
 # %% [markdown]
@@ -362,7 +402,7 @@ times("scales from global memory", {"192 columns": columns_192, "16 bytes": by_f
 # tile, from its first stage, computes wrong results in the time that a kernel without these loads would take:
 
 # %%
-once = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_multiply": diagnoses.loading_scales_once()})
+once = LAUNCHES["scales loaded once"]
 SHARED_TIMES = times("scales from shared memory", {"192 columns": columns_192, "scales loaded once": once})
 
 # %% [markdown]
@@ -375,8 +415,7 @@ SHARED_TIMES = times("scales from shared memory", {"192 columns": columns_192, "
 change(scales.make_multiply_in_order, kernel_block_scaled.make_multiply)
 
 # %%
-BY_ONE = {"make_aux_producer": scales.make_scales_by_one}
-next_scales = scales.StepLaunch(ROWS_192, P, **BY_ONE)
+next_scales = LAUNCHES["next stage's scales"]
 gain_us = SHARED_TIMES["192 columns"] - SHARED_TIMES["scales loaded once"] if SHARED_TIMES else 0
 step("next stage's scales", next_scales, after="192 columns", predicted_gain_us=gain_us)
 
@@ -393,7 +432,7 @@ times("scales of the next stage", {"in order": columns_192, "next stage's": next
 # **Bottleneck.** Loads alone, and the same kernel without loads: the producer only signals that a stage is full.
 
 # %%
-compute_192 = scales.StepLaunch(ROWS_192, P, **BY_ONE | {"make_tma_producer": diagnoses.without_tma_loads()})
+compute_192 = LAUNCHES["192 without loads"]
 PARTS_192 = times("parts", {"all": next_scales, "loads alone": loads_192, "without loads": compute_192})
 
 # %% [markdown]
@@ -410,8 +449,7 @@ change(kernel_block_scaled.make_multiply, kernel_block_scaled.make_multiply_halv
 L2_BYTES[256] = l2_to_sm_bytes(TIMED_ROWS, **TIMED, columns=256)
 SAVED = 1 - L2_BYTES[256] / L2_BYTES[192]
 print(f"256 columns: {L2_BYTES[256] / 1e9:.2f} GB")
-ROWS_256 = ROWS_192._replace(block_n=256, stages=4)
-columns_256 = scales.StepLaunch(ROWS_256, P, **BY_ONE)
+columns_256 = LAUNCHES["256 columns"]
 gain_us = PARTS_192["loads alone"] * SAVED if PARTS_192 else 0
 step("256 columns", columns_256, after="next stage's scales", predicted_gain_us=gain_us)
 
@@ -420,9 +458,7 @@ step("256 columns", columns_256, after="next stage's scales", predicted_gain_us=
 # empty: 256 divides N.
 
 # %%
-LOADS_ALONE = {"make_multiply_halves": diagnoses.make_multiply_halves_nothing}
-loads_256 = scales.StepLaunch(ROWS_256, P, **BY_ONE | LOADS_ALONE)
-compute_256 = scales.StepLaunch(ROWS_256, P, **BY_ONE | {"make_tma_producer": diagnoses.without_tma_loads()})
+loads_256, compute_256 = LAUNCHES["loads of 256"], LAUNCHES["256 without loads"]
 PARTS = times("parts of 256", {"all": columns_256, "loads alone": loads_256, "without loads": compute_256})
 
 # %% [markdown]
@@ -445,9 +481,7 @@ def traced(launch, p):
     return tiles_of(launch.trace, p.seqlens)
 
 
-TRACED = BY_ONE | {"make_consumer": diagnoses.make_traced_consumer}
-tracer = scales.StepLaunch(ROWS_256, P, **TRACED)
-TILES = traced(tracer, P)
+TILES = traced(LAUNCHES["traced"], P)
 draw.tile_times(TILES, 2 if SIMULATED else 12)
 
 # %% [markdown]
@@ -472,7 +506,7 @@ def keep(name, found):
 
 
 DRIFT = keep("drift", describe(TILES))
-EVEN_DRIFT = keep("drift, even rows", describe(traced(tracer, EVEN)))
+EVEN_DRIFT = keep("drift, even rows", describe(traced(LAUNCHES["traced"], EVEN)))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 DRIFTS = DRIFT or {}, EVEN_DRIFT or {}
@@ -505,8 +539,7 @@ draw.pairs(rows=300, n_tiles=4)
 # copy, whichever takes longer.
 
 # %%
-PAIRS = ROWS_256._replace(cluster_size=2)
-pairs = scales.StepLaunch(PAIRS, P, **BY_ONE)
+pairs = LAUNCHES["pairs of tiles"]
 gain_us = 0
 if PARTS and DRIFT:
     gain_us = PARTS["all"] - max(PARTS["without loads"], DRIFT["once_gb"] * 1e15 / LIMITS.copy_bandwidth)
@@ -516,9 +549,9 @@ step("pairs of tiles", pairs, after="256 columns", predicted_gain_us=gain_us)
 # **Explanation.** Loads alone with pairs, and the trace of the new kernel:
 
 # %%
-loads_of_pairs = scales.StepLaunch(PAIRS, P, **BY_ONE | LOADS_ALONE)
+loads_of_pairs = LAUNCHES["loads of pairs"]
 PAIR_PARTS = times("parts of pairs", {"all": pairs, "loads alone": loads_of_pairs, "loads before": loads_256})
-PAIR_DRIFT = keep("drift of pairs", describe(traced(scales.StepLaunch(PAIRS, P, **TRACED), P)))
+PAIR_DRIFT = keep("drift of pairs", describe(traced(LAUNCHES["traced pairs"], P)))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
@@ -548,7 +581,6 @@ def package(p):
     return group_gemm_blockwise_fp8(p.x, p.weight, p.seqlens, p.cu_seqlens, p.x_scale, p.w_scale, p.average, out=p.out)
 
 
-print(select_block_scaled_config("lengths", P.average, n=TIMED["n"]))
 step("final", package, after="pairs of tiles", predicted_gain_us=0)
 
 # %% [markdown]
@@ -563,10 +595,9 @@ times("package, even rows", {name: STEPS[name] for name in EVEN_STEPS}, EVEN)
 # scales, or only those of the first stage.
 
 # %%
-exchanged = scales.StepLaunch(ROWS_192, P, **FIRST | {"make_multiply": diagnoses.exchanging_rows()})
-WRONG = {"rows exchanged": exchanged, "no scales": without_loads, "scales of the first stage": once}
-for name, launch in WRONG.items():
-    step(name, launch, expect_wrong=True)
+WRONG = "rows exchanged", "no scale loads", "scales loaded once"
+for name in WRONG:
+    step(name, LAUNCHES[name], expect_wrong=True)
 assert all("refused" in row for row in ladder.rows[-len(WRONG) :])
 
 # %%
@@ -739,7 +770,7 @@ for way in WAYS:
 print(f"reading the codes at the rate of a copy: {READ_US:.1f} us")
 
 # %%
-in_rows = mxfp4.StepLaunch(FEW_ROWS, "in_rows", **mxfp4.FROM_ROWS)
+in_rows = mxfp4.StepLaunch(FEW_ROWS, "in_rows", "rows, by value")
 bound_us = max(READ_US, issue_us(WAYS[0]))
 gain_us = (four.median_us("dequantise first") or bound_us) - bound_us
 four_step("decode in the consumer", in_rows, after="dequantise first", predicted_gain_us=gain_us)
@@ -749,7 +780,7 @@ four_step("decode in the consumer", in_rows, after="dequantise first", predicted
 # decoding costs:
 
 # %%
-not_decoded = mxfp4.StepLaunch(FEW_ROWS, "in_fragments", **mxfp4.NOT_DECODED)
+not_decoded = mxfp4.StepLaunch(FEW_ROWS, "in_fragments", "not decoded")
 DECODING = times("without decoding", {"decode in the consumer": in_rows, "not decoded": not_decoded}, FEW_ROWS, four)
 
 # %% [markdown]
@@ -771,7 +802,7 @@ draw.tile_bytes(lane=5)
 change(mxfp4.make_load_tile_by_bytes, mxfp4.make_load_tile)
 
 # %%
-in_fragments = mxfp4.StepLaunch(FEW_ROWS, "in_fragments", **mxfp4.BY_VALUE)
+in_fragments = mxfp4.StepLaunch(FEW_ROWS, "in_fragments", "fragments, by value")
 gain_us = issue_us(WAYS[0]) - issue_us(WAYS[1])
 four_step("order of fragments", in_fragments, after="decode in the consumer", predicted_gain_us=gain_us)
 
@@ -815,18 +846,37 @@ Markdown(f"```python\n{source_of(mxfp4.decode_block)}```")
 
 
 # %%
-def package_mxfp4(p):
-    return group_gemm_mxfp4(p.x, p.packed, p.seqlens, p.cu_seqlens, p.average, out=p.out)
-
-
+by_masks = mxfp4.StepLaunch(FEW_ROWS, "packed", "package")
 gain_us = (four.median_us("order of fragments") or READ_US) - max(READ_US, issue_us(WAYS[2]))
-four_step("final", package_mxfp4, after="order of fragments", predicted_gain_us=gain_us)
+four_step("shift, mask, multiply", by_masks, after="order of fragments", predicted_gain_us=gain_us)
 
 # %% [markdown]
 # **Explanation.** Without decoding the kernel takes as long as reading and multiplying do:
 
 # %%
-FINAL = times("final", {"final": package_mxfp4, "not decoded": not_decoded}, FEW_ROWS, four)
+times("masks", {"shift, mask, multiply": by_masks, "not decoded": not_decoded}, FEW_ROWS, four)
+
+# %% [markdown]
+# ### Step 5: the package
+#
+# **Idea.** `group_gemm_mxfp4` is this kernel. A table of measurements selects its tile for the size of the problem.
+#
+# **Predicted gain.** None: the tile of the steps is the one for any problem with as few rows per group.
+
+
+# %%
+def package_mxfp4(p):
+    return group_gemm_mxfp4(p.x, p.packed, p.seqlens, p.cu_seqlens, p.average, out=p.out)
+
+
+four_step("final", package_mxfp4, after="shift, mask, multiply", predicted_gain_us=0)
+
+# %% [markdown]
+# **Explanation.** The two interleaved again, and the kernel without decoding:
+
+# %%
+FINAL = {"steps' tile": by_masks, "final": package_mxfp4, "not decoded": not_decoded}
+times("final", FINAL, FEW_ROWS, four)
 
 # %% [markdown]
 # **Exercise 4.** Decode a byte with two codes, the first in the low half, to a register of two bfloat16 that still have
@@ -847,7 +897,7 @@ WRONG_CODES = {
     "halves exchanged": CODES[0].flatten(-3) << 4 | CODES[0].flatten(-3) >> 4,
 }
 FEW_ROWS.wrong = torch.empty_like(FEW_ROWS.in_fragments)
-wrong_layout = mxfp4.StepLaunch(FEW_ROWS, "wrong", **mxfp4.BY_VALUE)
+wrong_layout = mxfp4.StepLaunch(FEW_ROWS, "wrong", "fragments, by value")
 for name, codes in WRONG_CODES.items():
     torch.cat([codes, CODES[1]], dim=-1, out=FEW_ROWS.wrong)
     four_step(name, wrong_layout, expect_wrong=True)
@@ -868,8 +918,8 @@ four.plot(floor_us=FOUR_FLOOR_US)
 # %%
 MANY_STEPS = {
     "dequantise first": dequantise_first,
-    "decode in the consumer": mxfp4.StepLaunch(MANY_ROWS, "in_rows", **mxfp4.FROM_ROWS),
-    "order of fragments": mxfp4.StepLaunch(MANY_ROWS, "in_fragments", **mxfp4.BY_VALUE),
+    "decode in the consumer": mxfp4.StepLaunch(MANY_ROWS, "in_rows", "rows, by value"),
+    "order of fragments": mxfp4.StepLaunch(MANY_ROWS, "in_fragments", "fragments, by value"),
     "final": package_mxfp4,
 }
 for name, launch in MANY_STEPS.items():

@@ -3,7 +3,6 @@
 Their results are wrong, or not used; see ``block_scale_steps.py``.
 """
 
-from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -49,17 +48,23 @@ _WAIT = "mbarrier_wait_parity(smem.barriers, full + stage, phase)\n"
 _LOAD = "a, b, w_0, w_1, w_2 = load_scales(smem, stage, row)\n"
 
 
-def loading_scales_once() -> Callable:
-    """Return `make_multiply_in_order` with the scales of a tile's first stage for all of its stages."""
+@cache
+def make_multiply_loading_once(config, layout):
+    """As `make_multiply_in_order`, but use the scales of a tile's first stage for all of its stages."""
     source = changed_source(make_multiply_in_order, f"            {_LOAD}", "")
     source = changed_source(source, "        acc = zeros\n", f"        acc = zeros\n        {_WAIT}        {_LOAD}")
-    return define(source, vars(block_scale_steps), "scales loaded once")["make_multiply_in_order"]
+    return _define(source, make_multiply_in_order)(config, layout)
 
 
-def exchanging_rows() -> Callable:
-    """Return a wrong `make_multiply_in_order`: each of a thread's two rows has the scale of the other."""
+@cache
+def make_multiply_exchanging_rows(config, layout):
+    """As `make_multiply_in_order`, but wrong: each of a thread's two rows has the scale of the other."""
     source = changed_source(make_multiply_in_order, "a, b, w_0, w_1, w_2 = load", "b, a, w_0, w_1, w_2 = load")
-    return define(source, vars(block_scale_steps), "rows exchanged")["make_multiply_in_order"]
+    return _define(source, make_multiply_in_order)(config, layout)
+
+
+def _define(source, factory, module=block_scale_steps):
+    return define(source, vars(module), f"changed {factory.__name__}")[factory.__name__]
 
 
 @cache
@@ -86,25 +91,22 @@ def make_traced_consumer(config, layout):
 # Producers
 
 
-def without_global_loads() -> Callable:
-    """Return `make_scales_by_one` with ones instead of the loads from global memory."""
+@cache
+def make_scales_without_loads(config, layout):
+    """As `make_scales_by_one`, with ones instead of the loads from global memory."""
     source = changed_source(make_scales_by_one, "scales.weight[weight_index + k_block]", "float32(1)")
     source = changed_source(source, "scales.x[index]", "float32(1)")
-    return define(source, vars(block_scale_steps), "scales without loads")["make_scales_by_one"]
+    return _define(source, make_scales_by_one)(config, layout)
 
 
-def without_tma_loads() -> Callable:
-    """Return the package's ``make_tma_producer`` without its loads: a kernel with it computes alone."""
-    source = changed_source(
-        kernel_block_scaled.make_tma_producer,
-        "mbarrier_arrive_expect_tx(barriers, full + stage, tma_bytes)",
-        "mbarrier_arrive(barriers, full + stage)",
-    )
+@cache
+def make_tma_producer_without_loads(config, layout):
+    """As the package's ``make_tma_producer`` without its loads: a kernel with it computes alone."""
+    factory = kernel_block_scaled.make_tma_producer
+    expect = "mbarrier_arrive_expect_tx(barriers, full + stage, tma_bytes)"
+    source = changed_source(factory, expect, "mbarrier_arrive(barriers, full + stage)")
     load = "load_weight(smem, offset, map_weight, k, column, second, g, full + stage, weight_policy, shares_weight)\n"
     source = changed_source(source, f"                {load}", "")
-    source = changed_source(
-        source,
-        "layout.tile_info_offset, config.columns, config.gather",
-        "layout.tile_info_offset, config.columns, True",
-    )
-    return define(source, vars(kernel_block_scaled), "no TMA loads")["make_tma_producer"]
+    offsets = "layout.tile_info_offset, config.columns, "
+    source = changed_source(source, f"{offsets}config.gather", f"{offsets}True")  # no loads of x
+    return _define(source, factory, kernel_block_scaled)(config, layout)

@@ -13,6 +13,7 @@ import torch
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.course.simulate import changed_module
+from moe_numba.expert_parallel.compile_ahead import KernelDefinition
 from moe_numba.grouped_gemm import kernel_block_scaled
 from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, THREADS
 from moe_numba.grouped_gemm.config_block_scaled import BLOCK_M, BOX_ROWS, SCALED_COLUMNS, BlockScaledConfig
@@ -22,7 +23,7 @@ from moe_numba.grouped_gemm.kernel_block_scaled import (
     make_schedule,
     make_tile_loop,
 )
-from moe_numba.grouped_gemm.launch_block_scaled import BLOCK_SCALED_SIGNATURE
+from moe_numba.grouped_gemm.launch_tma import SIGNATURE as TMA_SIGNATURE
 from moe_numba.ptx.accumulators import make_fma_blocks
 from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_wait_parity
@@ -34,7 +35,7 @@ from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.tensor_map import tensor_map_template
 
 # The fourth argument, the scales of y, is used by silu_and_mul only; here it is the memory of a trace.
-SIGNATURE = *BLOCK_SCALED_SIGNATURE[:3], "int32*", *BLOCK_SCALED_SIGNATURE[4:]
+SIGNATURE = *TMA_SIGNATURE[:3], "int32*", *TMA_SIGNATURE[4:]
 TRACE_FIELDS = 3  # start and end of a tile in nanoseconds, and its CTA plus 1
 
 
@@ -120,7 +121,7 @@ def make_scales_by_one(config, layout):
 
 @cache
 def make_scales_by_four(config, layout):
-    """As :func:`make_scales_by_one`, with one load of 16 bytes per row of x for four stages.
+    """As :func:`make_scales_by_one`, with one load of 16 bytes per row of x for four stages, by one warp.
 
     k is a multiple of 512, so that the loads are aligned.
     """
@@ -131,42 +132,38 @@ def make_scales_by_four(config, layout):
 
     @cuda.jit(device=True)
     def aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_blocks):
-        stage, phase, skip = int32(0), uint32(1), int32(aux_warp)
+        stage, phase = int32(0), uint32(1)
         x_scales, row_step = cuda.local.array(count, float32), int64(32) * k_blocks
         weight = cuda.local.array(4, float32)
-        tile = first_tile()
+        tile = first_tile() if aux_warp == 0 else tiles
         while tile < tiles:
             info, _ = get_tile(smem, problem, tile)
             n_block = int32(min(int32(info.n_tile * columns + lane * SCALED_COLUMNS) >> 7, n_blocks - 1))
             weight_index = (int64(info.group) * n_blocks + n_block) * k_blocks
             x_index = int64(info.row + lane) * k_blocks
             for k_block in range(0, k_blocks, 4):
-                if skip == 0:
-                    p, q, r, s = load_nc_u32x4(scales.weight, weight_index + k_block)
-                    weight[0], weight[1] = uint_as_float(p), uint_as_float(q)
-                    weight[2], weight[3] = uint_as_float(r), uint_as_float(s)
-                    index = x_index + k_block
-                    for i in range(rows_per_lane):
-                        p, q, r, s = uint32(0), uint32(0), uint32(0), uint32(0)
-                        if lane + 32 * i < info.rows:
-                            p, q, r, s = load_nc_u32x4(scales.x, index)
-                        index += row_step
-                        x_scales[4 * i], x_scales[4 * i + 1] = uint_as_float(p), uint_as_float(q)
-                        x_scales[4 * i + 2], x_scales[4 * i + 3] = uint_as_float(r), uint_as_float(s)
+                p, q, r, s = load_nc_u32x4(scales.weight, weight_index + k_block)
+                weight[0], weight[1] = uint_as_float(p), uint_as_float(q)
+                weight[2], weight[3] = uint_as_float(r), uint_as_float(s)
+                index = x_index + k_block
+                for i in range(rows_per_lane):
+                    p, q, r, s = uint32(0), uint32(0), uint32(0), uint32(0)
+                    if lane + 32 * i < info.rows:
+                        p, q, r, s = load_nc_u32x4(scales.x, index)
+                    index += row_step
+                    x_scales[4 * i], x_scales[4 * i + 1] = uint_as_float(p), uint_as_float(q)
+                    x_scales[4 * i + 2], x_scales[4 * i + 3] = uint_as_float(r), uint_as_float(s)
                 for part in range(4):
-                    # A warp that skips stages also waits for them: it must not fall a round of the ring behind.
                     mbarrier_wait_parity(smem.barriers, empty + stage, phase)
-                    if skip == 0:
-                        offset = int32(scale_offset + stage * stage_scales + lane)
-                        for i in range(rows_per_lane):
-                            smem.f32[uint32(offset + 32 * i)] = x_scales[4 * i + part]
-                        if lane < weight_scales:
-                            smem.f32[uint32(offset + BLOCK_M)] = weight[part]
-                        cuda.syncwarp()
-                        if lane == 0:
-                            mbarrier_arrive(smem.barriers, full + stage)
+                    offset = int32(scale_offset + stage * stage_scales + lane)
+                    for i in range(rows_per_lane):
+                        smem.f32[uint32(offset + 32 * i)] = x_scales[4 * i + part]
+                    if lane < weight_scales:
+                        smem.f32[uint32(offset + BLOCK_M)] = weight[part]
+                    cuda.syncwarp()
+                    if lane == 0:
+                        mbarrier_arrive(smem.barriers, full + stage)
                     stage, phase = advance(stage, phase)
-                skip = int32(skip + AUX_PRODUCER_WARPS - 1) if skip == 0 else int32(skip - 1)
             tile = next_tile(tile)
 
     return aux_producer
@@ -187,6 +184,16 @@ def make_step_kernel(config: BlockScaledConfig, **parts: Callable) -> tuple[Any,
     return module.make_kernel(config)
 
 
+def make_kernel_of(config: BlockScaledConfig, parts: tuple) -> Any:
+    """Return the kernel of :func:`make_step_kernel`; ``parts`` are pairs of a name and a factory."""
+    return make_step_kernel(config, **dict(parts))[0]
+
+
+def definition(config: BlockScaledConfig, parts: dict[str, Callable]) -> KernelDefinition:
+    """Return what :func:`compile_ahead` needs to compile a step."""
+    return KernelDefinition(make_kernel_of, (config, tuple(parts.items())), SIGNATURE, THREADS)
+
+
 class StepLaunch:
     """Launches a variant of the block-scaled kernel for problems of one shape.
 
@@ -204,6 +211,7 @@ class StepLaunch:
     """
 
     def __init__(self, config: BlockScaledConfig, problem: Any, **parts: Callable):
+        self.config, self.parts = config, parts
         kernel, shared_bytes = make_step_kernel(config, **parts)
         groups, n, k = problem.weight.shape
         device, pair = problem.x.device, config.cluster_size
@@ -226,3 +234,8 @@ class StepLaunch:
         unused = address(p.x), lengths, len(p.x), 0  # of gather
         self.start(self.grid, THREADS, None, *maps, *map(address, pointers), *self.sizes, *unused)
         return p.out
+
+    def __repr__(self):
+        config, parts = self.config, ", ".join(part.__name__ for part in self.parts.values()) or "the package's parts"
+        cluster = ", clusters of 2" * (config.cluster_size == 2)
+        return f"tiles of {BLOCK_M} x {config.block_n}, {config.stages} stages{cluster}; {parts}"

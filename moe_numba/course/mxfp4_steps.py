@@ -15,6 +15,7 @@ from numba import cuda, float32, int32, uint8, uint32, uint64
 
 from moe_numba.course.instruction_mix import instruction_mix
 from moe_numba.course.simulate import changed_module
+from moe_numba.expert_parallel.compile_ahead import KernelDefinition
 from moe_numba.grouped_gemm import kernel_mxfp4
 from moe_numba.grouped_gemm.config import SharedMemory
 from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout, select_mxfp4_config
@@ -31,12 +32,11 @@ from moe_numba.runtime.launch import address, launch, launcher
 from moe_numba.runtime.tensor_map import tensor_map_template
 
 __all__ = [  # with the parts of the package that the notebook shows
-    "BY_VALUE",
     "E2M1",
-    "FROM_ROWS",
-    "NOT_DECODED",
+    "PARTS",
     "StepLaunch",
     "decode_block",
+    "definition",
     "dequantise_mxfp4",
     "instructions_per_tile",
     "launch_dequantise",
@@ -244,9 +244,29 @@ def make_step_kernel(config: Mxfp4Config, **parts: Any) -> tuple[Any, int]:
 
 
 # The package multiplies scales by a power of two, to stay within bfloat16's range, and undoes it in the epilogue.
-BY_VALUE = {"decode_unit": decode_tile_by_value, "RESULT_EXPONENT": 0}
-FROM_ROWS = BY_VALUE | {"make_load_unit": make_load_tile_by_bytes}
-NOT_DECODED = {"decode_unit": decode_nothing}
+_BY_VALUE = {"decode_unit": decode_tile_by_value, "RESULT_EXPONENT": 0}
+PARTS: dict[str, dict[str, Any]] = {
+    "rows, by value": _BY_VALUE | {"make_load_unit": make_load_tile_by_bytes},
+    "fragments, by value": _BY_VALUE,
+    "not decoded": {"decode_unit": decode_nothing},
+    "package": {},
+}
+
+
+def config_of(average: int) -> Mxfp4Config:
+    """Return the configuration of all steps for groups of ``average`` rows."""
+    return select_mxfp4_config("lengths", average)
+
+
+def make_kernel_of(config: Mxfp4Config, parts: str) -> Any:
+    """Return the kernel with ``PARTS[parts]``."""
+    return make_step_kernel(config, **PARTS[parts])[0]
+
+
+def definition(average: int, parts: str) -> KernelDefinition:
+    """Return what `compile_ahead` needs to compile a step."""
+    config = config_of(average)
+    return KernelDefinition(make_kernel_of, (config, parts), MXFP4_SIGNATURE, Mxfp4Layout(config).threads)
 
 
 class StepLaunch:
@@ -258,15 +278,15 @@ class StepLaunch:
         With ``x`` (bfloat16), ``seqlens``, ``cu_seqlens``, ``out`` and ``average``, the rows per group.
     weight : str
         Name of the problem's packed weights, [groups, n / 64, k / 64, 2176].
-    **parts
-        As for :func:`make_step_kernel`.
+    parts : str
+        Key of ``PARTS``.
 
     Calling it with a problem returns ``problem.out``.
     """
 
-    def __init__(self, problem: Any, weight: str, **parts: Any):
-        config = select_mxfp4_config("lengths", problem.average)
-        (kernel, shared_bytes), self.threads = make_step_kernel(config, **parts), Mxfp4Layout(config).threads
+    def __init__(self, problem: Any, weight: str, parts: str):
+        config = config_of(problem.average)
+        (kernel, shared_bytes), self.threads = make_step_kernel(config, **PARTS[parts]), Mxfp4Layout(config).threads
         device, packed = problem.x.device, getattr(problem, weight)
         options = dict(launch_bounds=self.threads, shared_bytes=shared_bytes)
         self.start = launcher(kernel, MXFP4_SIGNATURE, device.index or 0, dependent=True, **options)

@@ -20,7 +20,6 @@ TRACED = {
 SOURCE = """
 from moe_numba.course import block_scale_steps as steps, mxfp4_steps
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
-from moe_numba.grouped_gemm.config_mxfp4 import select_mxfp4_config
 FOUR = dict(make_multiply=steps.make_multiply_in_order, make_aux_producer=steps.make_scales_by_four)
 """
 
@@ -104,7 +103,7 @@ def test_kernels_compile_without_large_spills():
     requests = {
         "by four": (f"steps.make_step_kernel({pairs}, **FOUR)[0]", block_scale_steps.SIGNATURE, 384, True),
         "from rows": (
-            "mxfp4_steps.make_step_kernel(select_mxfp4_config('lengths', 4), **mxfp4_steps.FROM_ROWS)[0]",
+            "mxfp4_steps.make_kernel_of(mxfp4_steps.config_of(4), 'rows, by value')",
             MXFP4_SIGNATURE,
             384,
             True,
