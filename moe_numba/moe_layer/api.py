@@ -117,8 +117,9 @@ def fused_experts(
     - FP8, a scale per expert: :func:`group_by_expert`, :func:`per_token_quant_fp8`, :func:`group_gemm_pertensor_fp8`
       of gathered rows, :func:`silu_and_mul_quant_fp8`, :func:`group_gemm_pertensor_fp8`, :func:`weighted_sum`.
 
-    With more than 64 rows per expert on average the first grouped GEMM does not gather: :func:`permute_tokens` is
-    launched before it, or the cast to FP8 permutes. Results between launches are bfloat16 or FP8; sums are float32.
+    With more rows per expert on average (64; with block scales 2, in MXFP4 12) the first grouped GEMM does not gather:
+    :func:`permute_tokens` is launched before it, or the cast to FP8 permutes. Results between launches are bfloat16 or
+    FP8; sums are float32.
 
     vLLM's and SGLang's functions quantise x and the activations with ``a1_scale`` and ``a2_scale`` if they are given,
     and otherwise with the largest magnitude of all tokens of the batch, or per token if asked to. Here it is always

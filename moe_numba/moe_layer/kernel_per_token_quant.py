@@ -23,8 +23,18 @@ _MAX_BATCH = 8  # row numbers that a thread loads at once
 
 
 def threads_of(columns):
-    """Return the threads of a CTA: one for each vector of a row, in whole warps."""
-    return min(MAX_THREADS, -(-columns // (32 * VECTOR)) * 32)
+    """Return the threads of a CTA: one for each vector of a row, or for two of a wide row, in whole warps.
+
+    Up to 512 threads two CTAs fit on an SM, so that one reads a row while the other waits at its barrier.
+    """
+    vectors = 1 if columns <= 512 * VECTOR else 2
+    return -(-columns // (32 * VECTOR * vectors)) * 32
+
+
+def launch_bounds_of(columns):
+    """Return the threads of a CTA and the least number of CTAs per SM."""
+    threads = threads_of(columns)
+    return threads, 2 if threads <= 512 else 1
 
 
 def _check_columns(columns):

@@ -6,6 +6,7 @@ from moe_numba.moe_layer.activation import ALPHA, check_activation, check_gate_u
 from moe_numba.moe_layer.kernel_per_token_quant import (
     MAX_COLUMNS,
     VECTOR,
+    launch_bounds_of,
     make_activation_quant_kernel,
     make_token_quant_kernel,
     threads_of,
@@ -147,7 +148,9 @@ def _plan_tokens(permute, x, scale, indices):
     tokens, hidden = x.shape
     kernel = make_token_quant_kernel(hidden, topk, permute, scale is not None)
     threads = threads_of(hidden)
-    start = launcher(kernel, _TOKENS_SIGNATURE, x.device.index or 0, launch_bounds=threads, dependent=True)
+    start = launcher(
+        kernel, _TOKENS_SIGNATURE, x.device.index or 0, launch_bounds=launch_bounds_of(hidden), dependent=True
+    )
     return start, tokens, threads, tokens * topk, Outputs(wanted, x.device, aligned=("values",))
 
 
@@ -157,7 +160,9 @@ def _plan_activation(activation, x, scale, valid):
     rows, columns = wanted[0][1]
     kernel = make_activation_quant_kernel(columns, valid is not None, scale is not None, *activation)
     threads = threads_of(columns)
-    start = launcher(kernel, _ACTIVATION_SIGNATURE, x.device.index or 0, launch_bounds=threads, dependent=True)
+    start = launcher(
+        kernel, _ACTIVATION_SIGNATURE, x.device.index or 0, launch_bounds=launch_bounds_of(columns), dependent=True
+    )
     return start, rows, threads, Outputs(wanted, x.device, aligned=("values",))
 
 

@@ -5,13 +5,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_numba.moe_layer.weights import BF16, BLOCK, FP8, FP8_BLOCK, FP8_TENSOR, ExpertsShape, check_weights
+from moe_numba.moe_layer.weights import BF16, BLOCK, FP8, FP8_BLOCK, FP8_TENSOR, MXFP4, ExpertsShape, check_weights
 from moe_numba.runtime.outputs import remember
 from moe_numba.runtime.validate import check_int
 
 # With more rows per expert on average, tokens are stored in the order of the experts for the first grouped GEMM, which
-# then takes less time than if it gathers them. On an H200 both are equal with this average.
-MAX_GATHERED_AVERAGE = 64
+# then takes less time than if it gathers them. Measured on an H200; with block scales CTAs share weights in pairs only
+# if they do not gather, and permuting is as fast from 4 rows on.
+MAX_GATHERED_AVERAGE = {BF16: 64, FP8_BLOCK: 2, FP8_TENSOR: 64, MXFP4: 12}
 _MAX_TOKENS, _MAX_TOPK = 1 << 30, 64
 
 
@@ -28,7 +29,7 @@ class Intermediates(NamedTuple):
 
 def is_permuted(shape: ExpertsShape, rows: int) -> bool:
     """Return whether a call with this many assignments stores tokens in the order of the experts."""
-    return rows > MAX_GATHERED_AVERAGE * shape.num_experts
+    return rows > MAX_GATHERED_AVERAGE[shape.format] * shape.num_experts
 
 
 def describe(shape: ExpertsShape, tokens: int, topk: int) -> Intermediates:

@@ -9,6 +9,7 @@ from moe_numba import simulator
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
 from moe_numba.moe_layer import ExpertsWorkspace, api, fused_experts, launches, reference
 from moe_numba.moe_layer import workspace as layer_workspace
+from moe_numba.moe_layer.weights import FORMATS
 from moe_numba.runtime.outputs import Outputs
 
 BF16 = torch.bfloat16
@@ -97,7 +98,7 @@ def test_tokens_in_the_order_of_the_experts(wrong_rows, fp8, device, monkeypatch
     """As with many tokens per expert; the calls with few tokens, in the same workspace, gather."""
     many, few = (make_inputs(tokens, 3, fp8, device, hidden=192) for tokens in (9, 2))
     expected, out = fused_experts(**many), torch.full_like(many["x"], float("nan"))
-    monkeypatch.setattr(layer_workspace, "MAX_GATHERED_AVERAGE", 2)  # of 4 experts
+    monkeypatch.setattr(layer_workspace, "MAX_GATHERED_AVERAGE", dict.fromkeys(FORMATS, 2))  # of 4 experts
     permuted = []
 
     def permute(x, inverse_indices, out):

@@ -19,7 +19,7 @@ from moe_numba.moe_layer import (
     reference_mxfp4,
 )
 from moe_numba.moe_layer import workspace as layer_workspace
-from moe_numba.moe_layer.weights import scaling_of
+from moe_numba.moe_layer.weights import FORMATS, scaling_of
 
 SIMULATED = pytest.mark.skipif(not simulator.ENABLED, reason="replaces a function of the layer in the simulator")
 GPT_OSS = dict(activation="swigluoai", limit=1.0)  # small enough that some of gate and up are limited
@@ -63,9 +63,14 @@ def make_inputs(case, device, tokens=5, topk=2, experts=3, hidden=64, intermedia
 
 
 def wrong(given, arguments):
-    """Return None, or how a result differs from the reference; for the bounds see `test_moe_layer.wrong`."""
+    """Return None, or how a result differs from the reference; see also `test_moe_layer.wrong`.
+
+    A GPU's tensor cores add FP8 products with about 13 significant bits. With sums that are wrong by 1e-3 the reference
+    itself changes by 1.3e-2 to 1.5e-2 in the norm, and single rows by 3e-2 to 4e-2: the largest activation of a row,
+    rounded to another bfloat16, changes the scale of the row, and so the rounding of all others.
+    """
     rounds_sums = arguments["w13"].dtype == FP8 and not simulator.ENABLED
-    return mismatch(given, reference.fused_experts(**arguments), 1e-2 if rounds_sums else 4e-3)
+    return mismatch(given, reference.fused_experts(**arguments), 2.5e-2 if rounds_sums else 4e-3)
 
 
 def workspace_of(given):
@@ -84,7 +89,7 @@ def test_equals_reference(case, device, monkeypatch):
         tensor.view(torch.uint8).fill_(0xFF)
     out = torch.full_like(result, float("nan"))
     assert fused_experts(**moved, out=out, workspace=workspace) is out and torch.equal(out, result[order])
-    monkeypatch.setattr(layer_workspace, "MAX_GATHERED_AVERAGE", 2)
+    monkeypatch.setattr(layer_workspace, "MAX_GATHERED_AVERAGE", dict.fromkeys(FORMATS, 2))
     assert torch.equal(fused_experts(**given), result)
 
 
@@ -256,7 +261,7 @@ def test_stages_can_be_their_references(case, stages, device, monkeypatch):
     wanted = reference.fused_experts(**given, **experts.tensors, **experts.activation.options)
     result = experts(**given)
     assert mismatch(result, wanted, 1e-2) is None
-    monkeypatch.setattr(layer_workspace, "MAX_GATHERED_AVERAGE", 0)
+    monkeypatch.setattr(layer_workspace, "MAX_GATHERED_AVERAGE", dict.fromkeys(FORMATS, 0))
     assert torch.equal(experts(**given), result)
 
 

@@ -167,14 +167,19 @@ def test_wrong_kernels_are_rejected(name, device, monkeypatch):
 _TOKENS, _ACTIVATION = per_token_quant._TOKENS_SIGNATURE, per_token_quant._ACTIVATION_SIGNATURE
 KERNELS = {
     "tokens": ("make_token_quant_kernel(7168, 8, True, False)", _TOKENS, 448, False),
-    "activation": ("make_activation_quant_kernel(32768, True, False, 'swigluoai', 1.7, 7.0)", _ACTIVATION, 1024, False),
+    "activation": (
+        "make_activation_quant_kernel(14336, True, False, 'swigluoai', 1.7, 7.0)",
+        _ACTIVATION,
+        (448, 2),
+        False,
+    ),
 }
 
 
 def test_the_machine_code():
-    """16-byte accesses, no spills."""
+    """16-byte accesses, no spills; two CTAs of 448 threads fit into the registers of an SM."""
     for name, report in compile_apart("from moe_numba.moe_layer.kernel_per_token_quant import *", KERNELS).items():
-        assert report.spilled_bytes == report.stack_bytes == 0 and report.registers <= 64, name
+        assert report.spilled_bytes == report.stack_bytes == 0 and report.registers <= 72, name
         if report.opcodes is not None:
             assert report.count("LDG.E.128.CONSTANT") == {"tokens": 2, "activation": 8}[name]
             assert report.count("LDL", "STL") == 0 and report.count("BAR") == 1, name
