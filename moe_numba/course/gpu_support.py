@@ -118,7 +118,7 @@ def _grouped_gemm(gpu):
     return "needs compute capability {}.{}: cp.async".format(*needed_by("cp.async"))
 
 
-def _grouped_gemm_mxfp4(gpu):
+def _grouped_gemm_w4(gpu):
     return "TMA and wgmma" if gpu.has_wgmma else "needs compute capability 9.0: wgmma"
 
 
@@ -148,7 +148,7 @@ _FUNCTIONS = {
     "dispatch and combine": _dispatch,
     "low-latency mode": _dependent_launch,
     "grouped GEMM": _grouped_gemm,
-    "MXFP4 grouped GEMM": _grouped_gemm_mxfp4,
+    "4-bit grouped GEMM": _grouped_gemm_w4,
     "k-grouped GEMM": _k_grouped_gemm,
     "grouped GEMM with SwiGLU": _activations,
     "experts of a layer": _moe_layer,

@@ -6,8 +6,8 @@ from typing import Any
 
 from moe_numba.grouped_gemm.config import GemmConfig, fit_one_group, select_config
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, select_block_scaled_config
-from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, select_mxfp4_config
 from moe_numba.grouped_gemm.config_table import CONFIGS, TABLE
+from moe_numba.grouped_gemm.config_w4 import W4Config, select_w4_config
 
 MAX_FACTOR = 2  # between a size and the measured one that stands for it
 
@@ -47,10 +47,18 @@ def measured_config(kind: str, n: int, k: int, groups: int, average: int) -> Any
     return CONFIGS[kind][entries[shape][nearest]] if is_inside else None
 
 
-def select_mxfp4(row_layout: str, n: int, k: int, groups: int, average: int, is_measured: bool) -> Mxfp4Config:
-    """Select the configuration for MXFP4 weights; the arguments are those of the other functions of this module."""
+def select_w4(
+    row_layout: str, n: int, k: int, groups: int, average: int, is_measured: bool, **formats: Any
+) -> W4Config:
+    """Select the configuration for 4-bit weights; ``formats`` are its fields that describe x and the weight.
+
+    The other arguments are those of the other functions of this module. MXFP4 weights with x in bfloat16 are measured.
+    """
+    is_measured = is_measured and W4Config(**formats).scales_in_registers
     config = measured_config("mxfp4", n, k, groups, average) if is_measured else None
-    return select_mxfp4_config(row_layout, average) if config is None else config._replace(row_layout=row_layout)
+    if config is None:
+        return select_w4_config(row_layout, average, **formats)
+    return config._replace(row_layout=row_layout)
 
 
 def select_wgmma_config(shape, is_plain: bool, is_measured: bool, ctas: int) -> GemmConfig | BlockScaledConfig:

@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_numba.grouped_gemm.config import GemmConfig
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
-from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config
+from moe_numba.grouped_gemm.config_w4 import W4Config
 
 GPU = "h200"
 
@@ -54,12 +54,12 @@ CONFIGS: dict[str, tuple[Any, ...]] = {
         GemmConfig(dtype='bf16', scaling='none', subtile_m=96, mma_n=(96, 64), stages=7, cluster_size=2),
     ),
     "mxfp4": (
-        Mxfp4Config(subtile_m=128, mma_n=(128, 96, 64, 32), box_rows=32, stages=5),
-        Mxfp4Config(subtile_m=256, mma_n=(256, 208, 160, 112, 56), box_rows=32, stages=5, stage_units=1, overlap=False),
-        Mxfp4Config(mma_n=(32, 24, 16, 8), stages=11),
-        Mxfp4Config(mma_n=(32, 24, 16, 8), stages=8, warpgroups=4),
-        Mxfp4Config(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16, stages=8),
-        Mxfp4Config(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16, stages=6, warpgroups=4),
+        W4Config(subtile_m=128, mma_n=(128, 96, 64, 32), box_rows=32, stages=5),
+        W4Config(subtile_m=256, mma_n=(256, 208, 160, 112, 56), box_rows=32, stages=5, stage_tiles=1, overlap=False),
+        W4Config(mma_n=(32, 24, 16, 8), stages=11),
+        W4Config(mma_n=(32, 24, 16, 8), stages=8, warpgroups=4),
+        W4Config(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16, stages=8),
+        W4Config(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16, stages=6, warpgroups=4),
     ),
     "tensor, silu": (
         GemmConfig(subtile_m=144, mma_n=(144, 136, 128, 120), stages=4, silu_and_mul=True),

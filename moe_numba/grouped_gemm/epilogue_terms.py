@@ -143,6 +143,7 @@ def make_load_row_values(config, layout):
     by_row, gather, row_weights, scatter = config.scaling == "row", config.gather, config.row_weights, config.scatter
     subtile_m, m_subtiles, pitch = config.subtile_m, config.m_subtiles, layout.scale_pitch
     x_scale, weight, destination, _ = layout.row_value_offsets
+    threads = 32 * getattr(layout, "consumer_warps", CONSUMER_WARPS)
 
     @cuda.jit(device=True)
     def load_x_scale(inputs, row):
@@ -158,9 +159,9 @@ def make_load_row_values(config, layout):
 
     @cuda.jit(device=True)
     def load_row_values(smem, inputs, warp, lane, tile):
-        bar_sync(ALL_CONSUMERS, 32 * CONSUMER_WARPS)  # all warps have read the values of the previous tile
+        bar_sync(ALL_CONSUMERS, threads)  # all warps have read the values of the previous tile
         for p in range(m_subtiles):
-            for c in range(int32(32 * warp + lane), subtile_m, 32 * CONSUMER_WARPS):
+            for c in range(int32(32 * warp + lane), subtile_m, threads):
                 row = int32(p * tile.subtile_rows + c)
                 valid = c < tile.subtile_rows and row < tile.rows
                 at = uint32((4 * p + ((c >> 1) & 3)) * pitch + (c >> 3) * 2 + (c & 1))
@@ -171,7 +172,7 @@ def make_load_row_values(config, layout):
                     smem.f32[uint32(weight + at)] = inputs.row_weights[row] if valid else float32(0)
                 if scatter:
                     smem.i32[uint32(destination + at)] = load_destination(inputs, row) if valid else int32(-1)
-        bar_sync(ALL_CONSUMERS, 32 * CONSUMER_WARPS)
+        bar_sync(ALL_CONSUMERS, threads)
 
     return load_row_values
 

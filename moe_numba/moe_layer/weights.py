@@ -6,7 +6,8 @@ import torch
 
 from moe_numba.grouped_gemm import pack_mxfp4
 from moe_numba.grouped_gemm.checks import MAX_GROUPS, has_wgmma, is_mn_major
-from moe_numba.grouped_gemm.packing_mxfp4 import UNIT, UNIT_BYTES
+from moe_numba.grouped_gemm.packing_mxfp4 import TILE_BYTES
+from moe_numba.grouped_gemm.weight_tiles import TILE
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_choice, check_tensor
 
 FP8, BLOCK = torch.float8_e4m3fn, 128
@@ -52,7 +53,7 @@ def scaling_of(w13_scale: torch.Tensor | None) -> str:
 def shape_of(w13: torch.Tensor, w2: torch.Tensor, format_: str) -> ExpertsShape:
     """Return the sizes of experts with these weights, which `check_weights` has checked."""
     if format_ == MXFP4:
-        hidden, intermediate = UNIT * w2.shape[1], UNIT * w2.shape[2]
+        hidden, intermediate = TILE * w2.shape[1], TILE * w2.shape[2]
     else:
         hidden, intermediate = w13.shape[2], w2.shape[2]
     return ExpertsShape(len(w13), hidden, intermediate, format_, w13.device)
@@ -60,7 +61,7 @@ def shape_of(w13: torch.Tensor, w2: torch.Tensor, format_: str) -> ExpertsShape:
 
 def packed_shape(experts: int, rows: int, columns: int) -> tuple[int, int, int, int]:
     """Return the shape of packed MXFP4 weights [experts, rows, columns]."""
-    return experts, -(-rows // UNIT), -(-columns // UNIT), UNIT_BYTES
+    return experts, -(-rows // TILE), -(-columns // TILE), TILE_BYTES
 
 
 def check_weights(w13: torch.Tensor, w2: torch.Tensor, scaling: str = "block") -> ExpertsShape:
@@ -103,9 +104,9 @@ def _check_matrices(name, weight, shape):
 
 def _check_packed(w13, w2):
     """Check packed MXFP4 weights."""
-    names = "experts", "2 * intermediate / 64", "hidden / 64", UNIT_BYTES
+    names = "experts", "2 * intermediate / 64", "hidden / 64", TILE_BYTES
     packed = "what pack_mxfp4_experts returns"
-    if w13.dim() != 4 or w13.shape[3] != UNIT_BYTES:
+    if w13.dim() != 4 or w13.shape[3] != TILE_BYTES:
         raise ValueError(f"w13 has shape {tuple(w13.shape)}; in torch.uint8 it must be {packed}, {_text(names)}")
     check_tensor("w13", w13, shape=names, contiguous=True)
     experts, twice, hidden, _ = w13.shape
@@ -115,7 +116,7 @@ def _check_packed(w13, w2):
             f"w13 has shape {tuple(w13.shape)}; hidden and intermediate must be multiples of 64, that is "
             "2 * intermediate / 64 must be even"
         )
-    shape = experts, hidden, twice // 2, UNIT_BYTES
+    shape = experts, hidden, twice // 2, TILE_BYTES
     check_tensor("w2", w2, dtype=torch.uint8, shape=shape, contiguous=True, device=(w13.device, "w13"))
 
 

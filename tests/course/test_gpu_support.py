@@ -59,7 +59,7 @@ functions = {
     "shared-expert fusion": lambda: moe_numba.fuse_routing(torch.ones(2, 4), ids, 64),
     "dispatch layout": lambda: get_dispatch_layout(ids.long(), 64, 2),
     "grouped GEMM": lambda: moe_numba.group_gemm_bf16(x_rows, weight, *rows),
-    "MXFP4 grouped GEMM": lambda: moe_numba.group_gemm_mxfp4(
+    "4-bit grouped GEMM": lambda: moe_numba.group_gemm_mxfp4(
         x_rows, torch.zeros(1, 1, 1, 2176, dtype=torch.uint8), *rows
     ),
     "k-grouped GEMM": lambda: moe_numba.k_grouped_gemm_bf16(x_rows, x_rows, *rows),
@@ -128,9 +128,9 @@ def differences(table, chosen):
         wrong.append("experts of a layer")
     if refused and not all(part in chosen["grouped GEMM"] for part in path.removeprefix("needs ").split(": ")[1:]):
         wrong.append("grouped GEMM")
-    runs, path = paths["MXFP4 grouped GEMM"]
-    if runs == isinstance(chosen["MXFP4 grouped GEMM"], str):
-        wrong.append("MXFP4 grouped GEMM")
+    runs, path = paths["4-bit grouped GEMM"]
+    if runs == isinstance(chosen["4-bit grouped GEMM"], str):
+        wrong.append("4-bit grouped GEMM")
     runs, path = paths["k-grouped GEMM"]
     refused = isinstance(chosen["k-grouped GEMM"], str)
     if (

@@ -16,7 +16,8 @@ from moe_numba.grouped_gemm import config_choice, config_table
 from moe_numba.grouped_gemm.arguments import GemmShape
 from moe_numba.grouped_gemm.config import GemmConfig, SharedMemoryLayout, check_config, select_config
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, BlockScaledLayout, check_block_scaled_config
-from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout, check_mxfp4_config
+from moe_numba.grouped_gemm.config_w4 import W4Config
+from moe_numba.grouped_gemm.layout_w4 import W4Layout, check_w4_config
 from moe_numba.runtime import device as devices
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ BOUND = 1.03  # a choice is at most 3 % slower than the best
 CHECKS = {
     GemmConfig: (SharedMemoryLayout, check_config),
     BlockScaledConfig: (BlockScaledLayout, check_block_scaled_config),
-    Mxfp4Config: (Mxfp4Layout, check_mxfp4_config),
+    W4Config: (W4Layout, check_w4_config),
 }
 
 

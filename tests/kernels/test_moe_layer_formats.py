@@ -6,7 +6,7 @@ from helpers.wrong_kernels import is_rejected
 
 from moe_numba import simulator
 from moe_numba.grouped_gemm.reference import FP8, mismatch
-from moe_numba.grouped_gemm.reference_mxfp4 import dequantise_mxfp4, quantise_mxfp4
+from moe_numba.grouped_gemm.reference_w4 import dequantise_mxfp4, quantise_mxfp4
 from moe_numba.moe_layer import (
     Experts,
     ExpertsWorkspace,

@@ -19,8 +19,9 @@ from moe_numba.grouped_gemm import config_choice, config_table
 from moe_numba.grouped_gemm.config import GemmConfig, SharedMemoryLayout, select_config
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, BlockScaledLayout
 from moe_numba.grouped_gemm.config_choice import kind_of
-from moe_numba.grouped_gemm.config_mxfp4 import CONFIGS as MXFP4_CONFIGS
-from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout
+from moe_numba.grouped_gemm.config_w4 import CONFIGS as MXFP4_CONFIGS
+from moe_numba.grouped_gemm.config_w4 import W4Config
+from moe_numba.grouped_gemm.layout_w4 import W4Layout
 from moe_numba.runtime.device import H200
 
 TOPIC = "grouped_gemm_tiles"
@@ -45,7 +46,7 @@ MXFP4_TILES = [
     dict(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16),
     dict(subtile_m=96, mma_n=(96, 80, 64, 48), box_rows=16),
     dict(subtile_m=128, mma_n=(128, 96, 64, 32), box_rows=32),
-    dict(subtile_m=256, mma_n=(256, 208, 160, 112, 56), box_rows=32, stage_units=1, overlap=False),
+    dict(subtile_m=256, mma_n=(256, 208, 160, 112, 56), box_rows=32, stage_tiles=1, overlap=False),
 ]
 # With block scales two subtiles have too many scales for the registers of a thread.
 TILES_OF_KIND = {kind: SILU_TILES if "silu" in kind else TILES[:6] if kind == "block" else TILES for kind in KINDS}
@@ -105,11 +106,12 @@ def block_scaled_candidates(silu_and_mul):
 
 def mxfp4_candidates():
     """Return the configurations of the kernel for MXFP4 weights."""
-    found = [Mxfp4Config(**tile) for _, tile in MXFP4_CONFIGS]
+    found = [W4Config(**tile) for _, tile in MXFP4_CONFIGS]
+    found += [W4Config(**tile, stages=stages) for tile, stages in zip(MXFP4_TILES, (11, 8))]
     for tile, warpgroups in itertools.product(MXFP4_TILES, (2, 4)):
-        config = Mxfp4Config(**tile, warpgroups=warpgroups)
+        config = W4Config(**tile, warpgroups=warpgroups)
         if warpgroups == 2 or config.subtile_m <= 64:  # four have too few registers for larger tiles
-            found.append(with_most_stages(config, Mxfp4Layout))
+            found.append(with_most_stages(config, W4Layout))
     return found
 
 
@@ -127,7 +129,7 @@ def name_of(config):
     else:
         name = "/".join(map(str, config.mma_n)) + f" x {config.m_subtiles}" * (config.m_subtiles > 1)
         name += f", bands of {band_rows} rows" if (band_rows := getattr(config, "band_rows", 0)) else ""
-    if isinstance(config, Mxfp4Config):
+    if isinstance(config, W4Config):
         name += f", {config.warpgroups} warpgroups"
     return name + ", cluster" * (config.cluster_size > 1) + f", {config.stages} stages"
 
@@ -215,7 +217,7 @@ def table_text(rows, gpu):
         "",
         "from moe_numba.grouped_gemm.config import GemmConfig",
         "from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig",
-        "from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config",
+        "from moe_numba.grouped_gemm.config_w4 import W4Config",
         "",
         f'GPU = "{gpu}"',
         "",

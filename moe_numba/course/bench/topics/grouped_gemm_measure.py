@@ -17,10 +17,10 @@ from moe_numba.course.bench.timing import call_times, kernel_times
 from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.api_bf16 import group_gemm_bf16
 from moe_numba.grouped_gemm.api_fp8 import group_gemm_blockwise_fp8, group_gemm_pertensor_fp8
-from moe_numba.grouped_gemm.api_mxfp4 import group_gemm_mxfp4
+from moe_numba.grouped_gemm.api_w4 import group_gemm_mxfp4
 from moe_numba.grouped_gemm.packing_mxfp4 import pack_mxfp4
 from moe_numba.grouped_gemm.reference import BLOCK, FP8
-from moe_numba.grouped_gemm.reference_mxfp4 import dequantise_mxfp4
+from moe_numba.grouped_gemm.reference_w4 import dequantise_mxfp4
 
 SHAPES = {"gate_up": dict(n=4096, k=7168), "down": dict(n=7168, k=2048)}
 ROWS = [32, 128, 512, 2048, 8192, 32768]

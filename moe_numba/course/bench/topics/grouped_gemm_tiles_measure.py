@@ -18,13 +18,14 @@ from moe_numba.course.bench import tune_grouped_gemm as tuner
 from moe_numba.course.bench.timing import kernel_times, rotating
 from moe_numba.course.bench.topics.grouped_gemm_measure import BF16, BYTES_OF_WEIGHT, FP8, lower_bound, random_lengths
 from moe_numba.course.bench.tune_grouped_gemm import Problem
-from moe_numba.grouped_gemm import launch_mxfp4, reference
+from moe_numba.grouped_gemm import launch_w4, reference
 from moe_numba.grouped_gemm.arguments import GemmShape
-from moe_numba.grouped_gemm.config_choice import select_mxfp4, select_wgmma_config
-from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config
+from moe_numba.grouped_gemm.config_choice import select_w4, select_wgmma_config
+from moe_numba.grouped_gemm.config_w4 import W4Config
 from moe_numba.grouped_gemm.launch import compile_config, group_gemm
-from moe_numba.grouped_gemm.packing_mxfp4 import UNIT, UNIT_BYTES, pack_mxfp4
-from moe_numba.grouped_gemm.reference_mxfp4 import dequantise_mxfp4
+from moe_numba.grouped_gemm.packing_mxfp4 import TILE_BYTES, pack_mxfp4
+from moe_numba.grouped_gemm.reference_w4 import dequantise_mxfp4
+from moe_numba.grouped_gemm.weight_tiles import TILE
 from moe_numba.runtime.device import persistent_ctas
 
 SIDE = 8192  # of a dense GEMM
@@ -109,7 +110,7 @@ class Compilation:
 def compile_problem(config):
     """Compile a configuration; return None or what is wrong."""
     try:
-        (launch_mxfp4.compile_mxfp4_config if isinstance(config, Mxfp4Config) else compile_config)(config)
+        (launch_w4.compile_w4_config if isinstance(config, W4Config) else compile_config)(config)
     except Exception as error:  # another process prints it
         return f"{type(error).__name__}: {error}"
     return None
@@ -133,8 +134,8 @@ class Operands:
 
     def random(self, kind, count):
         if kind == "mxfp4":
-            units = pack_mxfp4(*random_blocks(64 * UNIT, 16 * UNIT, self.device)).flatten()
-            return units.repeat(-(-count // len(units)))[:count]
+            tiles = pack_mxfp4(*random_blocks(64 * TILE, 16 * TILE, self.device)).flatten()
+            return tiles.repeat(-(-count // len(tiles)))[:count]
         found, step = torch.empty(count, dtype=kind, device=self.device), 1 << 26
         for start in range(0, count, step):
             part = found[start : start + step]
@@ -145,8 +146,8 @@ class Operands:
         """Return weights for launches in turn, more than fit into L2, and random elements of x."""
         _, n, k, groups, _ = problem
         if problem.kind == "mxfp4":
-            shape = groups, -(-n // UNIT), -(-k // UNIT), UNIT_BYTES
-            kind, size, dtype = "mxfp4", groups * shape[1] * shape[2] * UNIT_BYTES, "mxfp4"
+            shape = groups, -(-n // TILE), -(-k // TILE), TILE_BYTES
+            kind, size, dtype = "mxfp4", groups * shape[1] * shape[2] * TILE_BYTES, "mxfp4"
         else:
             kind = BF16 if problem.kind == "none" else FP8
             shape, size, dtype = (groups, n, k), groups * n * k, "bf16" if kind == BF16 else "e4m3"
@@ -195,7 +196,7 @@ def calls_of(case, config):
     """Return a call for each set of weights."""
     problem, options = case.problem, dict(out=case.out, config=config)
     if problem.kind == "mxfp4":
-        return [lambda w=w: launch_mxfp4.group_gemm(case.x, w, *case.sizes, **options) for w in case.weights]
+        return [lambda w=w: launch_w4.group_gemm("mxfp4", case.x, w, *case.sizes, **options) for w in case.weights]
     options |= dict(silu_and_mul=problem.silu_and_mul)
     return [
         lambda w=w: group_gemm(problem.scaling, case.x, w, *case.sizes, *case.scales, **options) for w in case.weights
@@ -206,7 +207,7 @@ def present_choice(problem):
     """Return the configuration that the package selects for a problem."""
     kind, n, k, groups, average = problem
     if kind == "mxfp4":
-        return select_mxfp4("lengths", n, k, groups, average, True)
+        return select_w4("lengths", n, k, groups, average, True)
     columns, silu_and_mul = n // (1 + problem.silu_and_mul), problem.silu_and_mul
     shape = GemmShape(problem.scaling, "lengths", silu_and_mul, average, groups, groups * average, 0, columns, k)
     return select_wgmma_config(shape, True, True, persistent_ctas("cpu" if simulator.ENABLED else "cuda", 2))

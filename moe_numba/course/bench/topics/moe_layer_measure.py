@@ -11,7 +11,7 @@ from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.topics.grouped_gemm import FP8, TORCH_NAMES, random_weight
 from moe_numba.course.bench.topics.grouped_gemm_measure import BYTES_OF_WEIGHT
 from moe_numba.grouped_gemm.reference import mismatch
-from moe_numba.grouped_gemm.reference_mxfp4 import quantise_mxfp4
+from moe_numba.grouped_gemm.reference_w4 import quantise_mxfp4
 from moe_numba.moe_layer import ExpertsWorkspace, reference
 from moe_numba.moe_layer.activation import ALPHA, check_activation
 from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of

@@ -1,7 +1,7 @@
-"""Epilogue of the kernel for MXFP4 weights with an activation; without one it is that of ``epilogue.py``.
+"""Epilogue of the kernel for 4-bit weights with an activation; without one it is that of ``epilogue.py``.
 
 Of 16 rows of weight that a warp multiplies the first eight are of gate, and the others the rows of
-up that belong to them (see ``packing_mxfp4.py``). So a thread's first row of accumulators is of gate and its second of
+up that belong to them (see ``weight_tiles.py``). So a thread's first row of accumulators is of gate and its second of
 up, and the activation needs no exchange. A warpgroup has 32 columns of y.
 """
 
@@ -12,15 +12,15 @@ from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.grouped_gemm.config import EPILOGUE_BYTES
 from moe_numba.grouped_gemm.epilogue import make_epilogue
-from moe_numba.grouped_gemm.epilogue_terms import RowTerms, make_apply_row_terms, make_load_terms
+from moe_numba.grouped_gemm.epilogue_terms import RowTerms, make_apply_row_terms, make_load_row_values, make_load_terms
 from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.fragments import make_select_rows, make_silu_and_mul, make_swigluoai
-from moe_numba.ptx.matrix import make_stmatrix_fragment
+from moe_numba.ptx.matrix import make_fma_shared, make_stmatrix_fragment
 from moe_numba.ptx.memory import ld_shared_s32x4, load_nc_u16, load_nc_u32x1, st_global_s32x4
 from moe_numba.ptx.warpgroup import bar_sync
 
-UNIT_COLUMNS = 32  # columns of y of a warpgroup
-ROW_BYTES = 2 * UNIT_COLUMNS
+TILE_COLUMNS = 32  # columns of y of a warpgroup
+ROW_BYTES = 2 * TILE_COLUMNS
 BUFFER_ROWS = EPILOGUE_BYTES // ROW_BYTES  # rows of y that a warpgroup stores at once
 
 
@@ -76,7 +76,7 @@ def make_store_chunk(n, first, layout):
         to = int32(buffer + (lane & 15) * ROW_BYTES + (((warp & 3) ^ (lane >> 1 & 3)) << 4))
         stmatrix(smem.u8, to, values, float32(1))
         bar_sync(int32(2 + warpgroup), 128)
-        vector, column = int32(lane & 3), int32(tile.column + warpgroup * UNIT_COLUMNS)
+        vector, column = int32(lane & 3), int32(tile.column + warpgroup * TILE_COLUMNS)
         for j in range(0, count, 32):
             t = int32(j + 8 * (warp & 3) + (lane >> 2))
             source = int32(buffer + t * ROW_BYTES + ((vector ^ (t >> 1 & 3)) << 4))
@@ -93,7 +93,9 @@ def make_store_chunk(n, first, layout):
 @cache
 def make_activating_epilogue(n, config, layout):
     """Make ``epilogue(smem, output, warp, lane, acc, _, tile, terms)``; ``n`` is wgmma's N."""
-    padded = -(-n // 16) * 16
+    padded, zeros, by_row = -(-n // 16) * 16, (np.float32(0),) * (n // 2), config.x_scaling == "row"
+    load_row_values, scale_columns = make_load_row_values(config, layout), make_fma_shared(n)
+    x_scale, pitch = layout.row_value_offsets[0], layout.scale_pitch
     apply_row_terms, store_chunk = make_apply_row_terms(n), make_store_chunk(padded, 0, layout)
     padding = (np.float32(0),) * ((padded - n) // 4)
     select_gate, select_up = make_select_rows(n, 0), make_select_rows(n, 1)
@@ -104,6 +106,9 @@ def make_activating_epilogue(n, config, layout):
 
     @cuda.jit(device=True)
     def epilogue(smem, output, warp, lane, acc, _, tile, terms):
+        if by_row:
+            load_row_values(smem, output.inputs, warp, lane, tile)
+            acc = scale_columns(zeros, acc, smem.f32, int32(x_scale + (lane & 3) * pitch))
         acc = apply_row_terms(acc, terms)
         values = activate(select_gate(acc), select_up(acc))
         store_chunk(smem, output, warp, lane, values + padding if padded > n else values, tile)
@@ -115,4 +120,5 @@ def make_terms_and_epilogue(n, config, layout):
     """Make ``terms = load_terms(inputs, tile, warp, lane, n)``, called before the main loop, and the epilogue."""
     if config.activation:
         return make_load_activation_terms(config), make_activating_epilogue(n, config, layout)
-    return make_load_terms(config), make_epilogue(n, config, layout)
+    # The weight has no scales per row, which a configuration with scales per row of x would load here.
+    return make_load_terms(config._replace(x_scaling="none")), make_epilogue(n, config, layout)

@@ -1,0 +1,125 @@
+"""Inputs of the grouped GEMM with 4-bit weights for tests, and runs of its kernel."""
+
+from types import SimpleNamespace
+
+import torch
+
+from helpers.wrong_kernels import changed_maker
+from moe_numba import simulator  # before numba: it chooses the engine
+
+# isort: split
+from moe_numba.grouped_gemm import kernel_w4, packing_int4, packing_mxfp4, reference
+from moe_numba.grouped_gemm.config_w4 import W4Config
+from moe_numba.grouped_gemm.layout_w4 import W4Layout
+from moe_numba.grouped_gemm.packing_int4 import pack_int4
+from moe_numba.grouped_gemm.packing_mxfp4 import pack_mxfp4
+from moe_numba.grouped_gemm.reference import FP8
+from moe_numba.grouped_gemm.reference_w4 import dequantise_int4, dequantise_mxfp4, quantise_int4, quantise_mxfp4
+from moe_numba.runtime.launch import launch
+from moe_numba.runtime.tensor_map import TensorMap
+
+SMALL = W4Config(subtile_m=16, mma_n=(16, 8), box_rows=8, stages=3, max_groups=8)
+E4M3 = SMALL._replace(dtype="e4m3", x_scaling="row")
+INT4 = SMALL._replace(weight="int4", group_size=64)
+
+
+def random_weight(groups, n, k):
+    """Random weights whose rows differ by powers of two, and whose blocks of 32 columns do as well."""
+    rows, blocks = (torch.exp2(torch.randint(-4, 5, (groups, *size)).float()) for size in ((n, 1), (n, k // 32)))
+    return torch.randn(groups, n, k) * rows * blocks.repeat_interleave(32, 2)
+
+
+def quantise(weight, config):
+    """Quantise to the format of a configuration; return codes, scales and the dequantised weight."""
+    if config.weight == "int4":
+        dtype = {name: dtype for dtype, name in packing_int4.SCALE_DTYPES.items()}[config.scale_dtype]
+        codes, scales = quantise_int4(weight, config.group_size, dtype)
+        return codes, scales, dequantise_int4(codes, scales)
+    blocks, scales = quantise_mxfp4(weight)
+    return blocks, scales, dequantise_mxfp4(blocks, scales)
+
+
+def make_x(total, k, config):
+    """Random rows of x, their scales (or None), and the rows in float64."""
+    x = torch.randn(total, k)
+    if config.dtype == "bf16":
+        x = x.bfloat16()
+        return x, None, x.double()
+    x = (x * 16).to(FP8)
+    shape = {"tensor": (1,), "row": (total,), "block": (total, -(-k // 128))}[config.x_scaling]
+    scale = torch.rand(shape) + 0.5
+    wide = scale.repeat_interleave(128, 1)[:, :k] if config.x_scaling == "block" else scale[:, None]
+    return x, scale, x.double() * wide.double()
+
+
+def make_problem(lengths, n, k, device="cpu", config=SMALL, seed=0, weight=None):
+    """Random inputs and the expected output, which is NaN in rows that belong to no group."""
+    torch.manual_seed(seed)
+    lengths, capacity = torch.tensor(lengths, dtype=torch.int32), 0
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+    if config.row_layout == "masked":
+        capacity = int(lengths.max()) + 3
+        starts = torch.arange(len(lengths), dtype=torch.int32) * capacity
+    total = capacity * len(lengths) if capacity else int(lengths.sum()) or 4  # a tensor map cannot be of no rows
+    x, x_scale, rows = make_x(total, k, config)
+    codes, scales, wide = weight or quantise(random_weight(len(lengths), n, k), config)
+    expected = reference.group_gemm(rows, wide, lengths, starts)
+    tensors = dict(x=x, x_scale=x_scale, codes=codes, scales=scales, lengths=lengths, starts=starts, expected=expected)
+    tensors = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+    return SimpleNamespace(**tensors, capacity=capacity, n=n, k=k, indices=None, config=config)
+
+
+def gathered(p):
+    """The same problem with x and its scales in another order, among rows of NaN that no index names."""
+    count, rows = len(p.x), torch.randperm(len(p.x) + 5)[: len(p.x)].to(p.x.device)
+    for name in ("x", "x_scale"):
+        values = getattr(p, name)
+        if values is not None and len(values) == count:
+            wide = torch.full((count + 5, *values.shape[1:]), float("nan"), device=values.device).to(values.dtype)
+            wide[rows] = values
+            setattr(p, name, wide)
+    p.indices = rows.int()
+    return p
+
+
+def pack(p, gate_up=None, pack_mxfp4=pack_mxfp4, pack_int4=pack_int4):
+    """Return the packed weight and, of int4, its scales; else None."""
+    if p.config.weight == "int4":
+        return pack_int4(p.codes, p.scales, gate_up)
+    return pack_mxfp4(p.codes, p.scales, gate_up, torch.bfloat16 if p.config.dtype == "bf16" else FP8), None
+
+
+def run(p, config=None, blocks=2, seed=0, make_kernel=kernel_w4.make_kernel, **packing):
+    """Run the kernel on an output filled with NaN, with 4 guard rows behind it."""
+    config = (config or p.config)._replace(gather=p.indices is not None)
+    made, shared_bytes = make_kernel(config)
+    (weight, w_scale), indices = pack(p, **packing), p.lengths if p.indices is None else p.indices
+    total, size = len(p.x if p.indices is None else p.indices), p.x.element_size()
+    y = torch.full((total + 4, p.n), float("nan"), dtype=torch.bfloat16, device=p.x.device)
+    lengths = p.lengths if config.row_layout != "offsets" else (p.starts[:-1] + p.lengths)
+    strides = p.x_scale.stride() if config.x_scaling == "block" else (0, 0)
+    with simulator.seed(seed):
+        launch(
+            made,
+            blocks,
+            W4Layout(config).threads,
+            TensorMap(p.x, (config.box_rows, config.x_tile_k), swizzle=128),
+            weight,
+            *(y.view(torch.int32), lengths, p.starts),
+            *(len(p.lengths), total, p.capacity, p.n, weight.shape[1], weight.shape[2]),
+            *(p.x.view(torch.uint8), indices, len(p.x), size * p.x.shape[1], size * p.x.shape[1]),
+            *(p.lengths, p.lengths, p.lengths, total),  # bias, row_weights, scatter_indices: not used
+            *(p.lengths, 0) if w_scale is None else (w_scale.view(torch.uint8), w_scale.shape[2]),
+            *(p.lengths if p.x_scale is None else p.x_scale, *strides, 0),
+            shared_bytes=shared_bytes,
+        )
+    assert bool(y[total:].isnan().all()), "rows behind the output were written"
+    return y[:total]
+
+
+def wrong(module, right, text):
+    """Return the options of ``run`` for a passage of a kernel's or a packing module's source replaced by another."""
+    if module.__name__.rpartition(".")[2] in ("packing_mxfp4", "packing_int4", "weight_tiles"):
+        makers = {"pack_mxfp4": packing_mxfp4, "pack_int4": packing_int4}
+        return {name: changed_maker(packing, name, module, right, text) for name, packing in makers.items()}
+    return dict(make_kernel=changed_maker(kernel_w4, "make_kernel", module, right, text))
