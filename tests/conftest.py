@@ -109,8 +109,8 @@ CAPABILITIES = {
 
 
 def pytest_report_header():
-    """Say which third of the planted bugs this run tries, so that it can be repeated."""
-    return f"planted bugs, notebooks with other sizes: {THIRD}={chosen_third()}"
+    """Say which third of the slowest cases this run tries, so that it can be repeated."""
+    return f"planted bugs, notebooks with other sizes, architectures: {THIRD}={chosen_third()}"
 
 
 def gpus():

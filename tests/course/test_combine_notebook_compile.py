@@ -2,14 +2,11 @@
 
 import ast
 import inspect
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.once_per_run import once_per_run
 
 from moe_numba.course.bench import code_hash
 from moe_numba.expert_parallel.kernels import combine
@@ -25,18 +22,13 @@ KERNELS = {
     "make_meeting(2)": ("int32*", "uint64*", "int32", "int32", "int64", "int32*"),
     **{f"make_sum_kernel({ranks}, 3584, {n})": SUM for ranks, n in ((2, 1), (2, 2), (2, 4), (2, 8), (8, 1), (8, 2))},
 }
+COMBINES = [(2, 1, False), (2, 8, False), (2, 4, True), (8, 2, False)]  # ranks, rows at once, as pairs
 SHAPE = """
 from moe_numba.expert_parallel.config import Config, make_ring_shape
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
 
-SHAPE = make_ring_shape(Config(24, 10, 256), {ranks}, 15, 720, TokenSlot(3584, 0, 0, has_src_idx=False), 1 << 28)[0]
-"""
-# As the notebook launches them: without launch bounds.
-COMPILE = """
-import json
-from moe_numba.runtime.compile import compile_kernel
-for expression, signature in {own!r}.items():
-    print(json.dumps([expression, compile_kernel(eval(expression), signature).log]))
+def shape(ranks):
+    return make_ring_shape(Config(24, 10, 256), ranks, 15, 720, TokenSlot(3584, 0, 0, has_src_idx=False), 1 << 28)[0]
 """
 
 
@@ -53,26 +45,27 @@ PATCHES["WRITTEN_DOWN"] = constant("WRITTEN_DOWN")
 
 
 @pytest.fixture(scope="module")
-def logs():
-    program = "\n".join(["import moe_numba", IMPORTS, *CELLS, COMPILE.format(own=KERNELS)])
-    environment = os.environ | {"MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+def reports(tmp_path_factory):
+    source = "\n".join(["import inspect", "import moe_numba", IMPORTS, *CELLS, SHAPE])
+    # As the notebook launches them: without launch bounds.
+    requests = {expression: (expression, signature, None, False) for expression, signature in KERNELS.items()}
+    for ranks, *options in COMBINES:
+        expression = f"make_channels_kernel(shape({ranks}), *{options})"
+        requests[ranks, *options] = expression, combine.SIGNATURE, 512, False
+    by_number = once_per_run(
+        tmp_path_factory, "notebook_09", lambda: compile_apart(source, dict(enumerate(requests.values())))
+    )
+    return dict(zip(requests, by_number.values(), strict=True))
 
 
 @pytest.mark.parametrize("expression", KERNELS)
-def test_the_notebooks_kernels_fit_512_threads(expression, logs):
-    registers = max(map(int, re.findall(r"Used (\d+) registers", logs[expression])))
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", logs[expression])))
-    assert registers * 512 <= 65536 and spilled == 0
+def test_the_notebooks_kernels_fit_512_threads(expression, reports):
+    assert reports[expression].registers * 512 <= 65536 and reports[expression].spilled_bytes == 0
 
 
-@pytest.mark.parametrize("ranks, at_once, as_pairs", [(2, 1, False), (2, 8, False), (2, 4, True), (8, 2, False)])
-def test_the_notebooks_combine_kernel_does_not_spill(ranks, at_once, as_pairs):
-    source = "\n".join(["import inspect", "import moe_numba", IMPORTS, *CELLS, SHAPE.format(ranks=ranks)])
-    expression = f"make_channels_kernel(SHAPE, {at_once}, {as_pairs})"
-    report = compile_apart(source, {"": (expression, combine.SIGNATURE, 512, False)})[""]
+@pytest.mark.parametrize("configuration", COMBINES, ids=str)
+def test_the_notebooks_combine_kernel_does_not_spill(configuration, reports):
+    report = reports[configuration]
     assert report.spilled_bytes == report.stack_bytes == 0 and not report.complaints
 
 
@@ -82,8 +75,8 @@ def test_the_patched_combine_does_not_spill(changes):
     for old, new in changes:
         assert source.count(old) == 1, f"notebook 09 replaces {old!r}, which must occur once in combine.py"
         source = source.replace(old, new)
-    source += SHAPE.format(ranks=2)
-    report = compile_apart(source, {"": ("make_combine(SHAPE, 0)", combine.SIGNATURE, 512, False)})[""]
+    source += SHAPE
+    report = compile_apart(source, {"": ("make_combine(shape(2), 0)", combine.SIGNATURE, 512, False)})[""]
     assert report.spilled_bytes == report.stack_bytes == 0 and not report.complaints
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.thirds import chosen_third, take_third
+from helpers.thirds import take_third
 
 from moe_numba import simulator
 from moe_numba.course import execute
@@ -81,7 +81,7 @@ def test_other_sizes_replace_the_notebooks(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", take_third(OTHER_SIZES, chosen_third()))
+@pytest.mark.parametrize("name", take_third(OTHER_SIZES))
 def test_runs_with_other_sizes(name, tmp_path):
     """One of the notebooks, by the commit; ``MOE_NUMBA_THIRD=all`` tries all of them."""
     path = tmp_path / f"{name}.py"

@@ -1,5 +1,10 @@
-"""Which third of the slowest cases a run of the test suite tries: planted bugs, and notebooks with other sizes."""
+"""Which third of the slowest cases a run of the test suite tries, so that three commits or so try all.
 
+These are planted bugs, notebooks with other sizes, and what kernels are compiled for: other architectures, and options
+of a kernel that every run compiles in its main configurations.
+"""
+
+import functools
 import os
 import subprocess
 from pathlib import Path
@@ -14,6 +19,11 @@ def chosen_third():
         if given not in ("0", "1", "2", "all"):
             raise ValueError(f"{THIRD} is {given!r}; it must be 0, 1, 2 or all")
         return given
+    return _third_of_commit()
+
+
+@functools.cache
+def _third_of_commit():
     command = "git", "rev-parse", "HEAD"
     try:
         commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
@@ -22,6 +32,9 @@ def chosen_third():
     return str(int(commit, 16) % 3)
 
 
-def take_third(names, third):
-    """Return the names of a third: every third one, or all of them."""
-    return list(names) if third == "all" else list(names)[int(third) :: 3]
+def take_third(names, third=None):
+    """Return the names of a third, by default the chosen one: every third one, one of fewer than three, or all."""
+    names, third = list(names), chosen_third() if third is None else third
+    if third == "all" or not names:
+        return names
+    return names[int(third) :: 3] or [names[int(third) % len(names)]]
