@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from moe_numba.grouped_gemm.launch_mxfp4 import MXFP4_SIGNATURE
 
 from moe_numba.course import block_scale_diagnoses, block_scale_steps, mxfp4_steps
 from moe_numba.course.bench.topics import grouped_gemm as topic
 from moe_numba.course.exercises.grouped_gemm_scales import place_of
 from moe_numba.course.tile_traces import Tile, dram_bytes, l2_to_sm_bytes, lags, pairs_of, tiles_of
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
-from moe_numba.grouped_gemm.launch_mxfp4 import MXFP4_SIGNATURE
 from moe_numba.runtime.sass import compile_apart
 
 TRACED = {

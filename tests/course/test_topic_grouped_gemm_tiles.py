@@ -161,9 +161,9 @@ def test_a_table_with_one_altered_entry_is_rejected(monkeypatch):
 def test_the_nearest_problem_is_used_and_beyond_the_table_the_rules(monkeypatch):
     use_table(monkeypatch, tuner.table_text(made_up_rows(), "toy"))
     name = lambda *sizes: tuner.name_of(config_choice.measured_config("tensor", *sizes))
-    assert name(4096, 7168, 32, 40) == B and name(4096, 7168, 32, 60) == C  # 45 is in the middle of 16 and 128
-    assert name(5000, 5000, 60, 200) == C and name(4096, 7168, 32, 0) == B
-    for sizes in ((4096, 7168, 32, 300), (16384, 7168, 32, 16), (4096, 1024, 32, 16), (4096, 7168, 128, 16)):
+    assert name(4096, 7168, 32, 15) == name(4096, 7168, 32, 19) == B and name(4096, 7168, 32, 150) == C
+    assert name(5000, 6000, 40, 128) == C and name(4096, 7168, 32, 0) == B
+    for sizes in ((4096, 7168, 32, 20), (4096, 7168, 32, 64), (6000, 7168, 32, 16), (4096, 7168, 64, 16)):
         assert config_choice.measured_config("tensor", *sizes) is None
     assert config_choice.measured_config("block", 4096, 7168, 32, 16) is None
     shape = GemmShape("tensor", "masked", False, 128, 32, 4096, 128, 4096, 7168)
