@@ -198,7 +198,7 @@ Markdown(f"{model.bounds_table(bench.LAYERS)}\n\n{rates}")
 # | `permute` | `group_by_expert`: a counting sort in one launch returns the group sizes and the indices in both directions. Groups have no padding, unlike the [expert blocks of notebook 02](02_align.ipynb). | section 5 |
 # | `quantise` | FP8 weights need FP8 tokens: one scale per 128 elements of a token. | [08](08_ring_buffer_dispatch.ipynb) |
 # | `gate_up` | A grouped GEMM: one launch for all experts. Group sizes stay on the GPU, so the CPU does not wait for them. | [06](06_grouped_gemm.ipynb) |
-# | `activation` | `silu(gate) * up` in one pass. With FP8 weights it is part of the epilogue of the first grouped GEMM. | |
+# | `activation` | `silu(gate) * up`: part of the epilogue of the first grouped GEMM on GPUs with wgmma, otherwise one pass of a kernel. | |
 # | `down` | The same grouped GEMM. | [06](06_grouped_gemm.ipynb) |
 # | `sum` | `weighted_sum`: a thread adds the rows of a token in the order of k. | section 6 |
 #
@@ -273,7 +273,7 @@ Markdown(call_times_table(layer_ladder, calls) or NOT_MEASURED)
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "**Explanation.** The prediction leaves out the functions of the package, and the memory that they allocate without "
-    "a workspace. The five launches of `final` take {final:.0f} us of CPU time. Their kernel time is {kernel:.0f} us, so with 64 tokens the "
+    "a workspace. The launches of `final` take {final:.0f} us of CPU time. Their kernel time is {kernel:.0f} us, so with 64 tokens the "
     "{limit} is the limit now. With 1 token the kernels take {one:.0f} us; there a CUDA graph removes the CPU's time.",
     final=layer_ladder.median_us("final", "call_us"),
     kernel=layer_ladder.median_us("final"),
