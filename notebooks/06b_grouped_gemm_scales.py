@@ -859,9 +859,10 @@ times("masks", {"shift, mask, multiply": by_masks, "not decoded": not_decoded}, 
 # %% [markdown]
 # ### Step 5: the package
 #
-# **Idea.** `group_gemm_mxfp4` is this kernel. A table of measurements selects its tile for the size of the problem.
+# **Idea.** `group_gemm_mxfp4` is this kernel. Its tile comes from a table of measurements, and may differ from that of
+# the steps, which has two consumer warpgroups of 64 rows of weight each.
 #
-# **Predicted gain.** None: the tile of the steps is the one for any problem with as few rows per group.
+# **Predicted gain.** None: the limit is reading the codes.
 
 
 # %%
@@ -957,4 +958,4 @@ say(
 # - [Marlin](https://github.com/IST-DASLab/marlin), which packs 4-bit integers in the order of fragments and decodes them
 #   with few instructions.
 # - The kernels: [`kernel_block_scaled.py`](../moe_numba/grouped_gemm/kernel_block_scaled.py),
-#   [`kernel_mxfp4.py`](../moe_numba/grouped_gemm/kernel_mxfp4.py).
+#   [`kernel_w4.py`](../moe_numba/grouped_gemm/kernel_w4.py).

@@ -1,6 +1,6 @@
 """Steps of the grouped GEMM with MXFP4 weights: layouts of the weights, parts that decode them, and launches.
 
-A step is the kernel of ``grouped_gemm/kernel_mxfp4.py`` with other functions that load and decode a weight tile, 64
+A step is the kernel of ``grouped_gemm/kernel_w4.py`` with other functions that load and decode a weight tile, 64
 rows of weight by 64 elements of k. Its registers of A are numbered as in ``packing_mxfp4.py``: register
 ``4 s + 2 h + r`` of lane l in warp w has the columns ``16 s + 8 h + 2 (l % 4)`` and the next one of row
 ``16 w + l // 4 + 8 r``.
@@ -16,14 +16,16 @@ from numba import cuda, float32, int32, uint8, uint32, uint64
 from moe_numba.course.instruction_mix import instruction_mix
 from moe_numba.course.simulate import changed_module
 from moe_numba.expert_parallel.compile_ahead import KernelDefinition
-from moe_numba.grouped_gemm import kernel_mxfp4
+from moe_numba.grouped_gemm import kernel_w4, mainloop_w4
 from moe_numba.grouped_gemm.config import SharedMemory
-from moe_numba.grouped_gemm.config_mxfp4 import Mxfp4Config, Mxfp4Layout, select_mxfp4_config
-from moe_numba.grouped_gemm.kernel_mxfp4 import decode_block, decode_unit
-from moe_numba.grouped_gemm.kernel_mxfp4 import make_load_unit as make_load_tile
-from moe_numba.grouped_gemm.launch_mxfp4 import MXFP4_SIGNATURE
-from moe_numba.grouped_gemm.packing_mxfp4 import CODE_BYTES, SCALE_BYTES, UNIT, UNIT_BYTES
-from moe_numba.grouped_gemm.reference_mxfp4 import E2M1, dequantise_mxfp4
+from moe_numba.grouped_gemm.config_w4 import W4Config, select_w4_config
+from moe_numba.grouped_gemm.decode_w4 import decode_scaled_block as decode_block
+from moe_numba.grouped_gemm.decode_w4 import decode_scaled_tile, make_load_tile
+from moe_numba.grouped_gemm.launch_w4 import W4_SIGNATURE
+from moe_numba.grouped_gemm.layout_w4 import W4Layout
+from moe_numba.grouped_gemm.packing_mxfp4 import SCALE_BYTES, TILE_BYTES
+from moe_numba.grouped_gemm.reference_w4 import E2M1, dequantise_mxfp4
+from moe_numba.grouped_gemm.weight_tiles import CODE_BYTES, TILE
 from moe_numba.ptx.arithmetic import int_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import st_global_s32x4
@@ -55,7 +57,7 @@ DEQUANTISE_THREADS = 256
 def pack_rows(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Pack weights in tiles whose codes are in the order of rows; see :func:`pack_fragments`."""
     groups, n, bytes_of_k = blocks.shape
-    codes = blocks.view(groups, n // UNIT, UNIT, bytes_of_k // 32, 32).transpose(2, 3)
+    codes = blocks.view(groups, n // TILE, TILE, bytes_of_k // 32, 32).transpose(2, 3)
     return _with_scales(codes, scales)
 
 
@@ -77,15 +79,15 @@ def pack_fragments(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """
     groups, n, bytes_of_k = blocks.shape
     # Dimensions: group, tile row, warp, r, row of 8, tile column, s, h, lane of 4
-    codes = blocks.view(groups, n // UNIT, 4, 2, 8, bytes_of_k // 32, 4, 2, 4)
+    codes = blocks.view(groups, n // TILE, 4, 2, 8, bytes_of_k // 32, 4, 2, 4)
     return _with_scales(codes.permute(0, 1, 5, 2, 4, 8, 6, 7, 3), scales)
 
 
 def _with_scales(codes, scales):
     """Join codes [groups, tile rows, tile columns, ...] with scales, a word for a thread's two rows and 64 columns."""
     groups, n, blocks_of_k = scales.shape
-    words = scales.view(groups, n // UNIT, 4, 2, 8, blocks_of_k // 2, 2).permute(0, 1, 5, 2, 4, 3, 6)
-    shape = groups, n // UNIT, blocks_of_k // 2
+    words = scales.view(groups, n // TILE, 4, 2, 8, blocks_of_k // 2, 2).permute(0, 1, 5, 2, 4, 3, 6)
+    shape = groups, n // TILE, blocks_of_k // 2
     return torch.cat([codes.reshape(*shape, CODE_BYTES), words.reshape(*shape, SCALE_BYTES)], dim=-1)
 
 
@@ -98,7 +100,7 @@ def make_load_tile_by_bytes(config, layout):
 
     The two codes of a register are one byte, in the row of 32 bytes that the register belongs to.
     """
-    weight_offset, weight_bytes, stage_units = layout.weight_offset, layout.weight_bytes, config.stage_units
+    weight_offset, weight_bytes, stage_tiles = layout.weight_offset, layout.weight_bytes, config.stage_tiles
 
     @cuda.jit(device=True)
     def four_bytes(u8, first):
@@ -109,8 +111,8 @@ def make_load_tile_by_bytes(config, layout):
 
     @cuda.jit(device=True)
     def load_tile(smem, warp, lane, stage, tile):
-        first = int32(weight_offset + (warp >> 2) * (stage_units * UNIT_BYTES))
-        first = int32(first + stage * weight_bytes + tile * UNIT_BYTES)
+        first = int32(weight_offset + (warp >> 2) * (stage_tiles * TILE_BYTES))
+        first = int32(first + stage * weight_bytes + tile * TILE_BYTES)
         scales = smem.i32[uint32((first + CODE_BYTES + 32 * (warp & 3)) // 4 + (lane >> 2))]
         first = int32(first + 32 * (16 * (warp & 3) + (lane >> 2)) + (lane & 3))
         codes = (
@@ -199,11 +201,11 @@ def make_tile_kernel(name):
     make_load, decode = {
         "bytes, by value": (make_load_tile_by_bytes, decode_tile_by_value),
         "16 bytes, by value": (make_load_tile, decode_tile_by_value),
-        "16 bytes, shift and mask": (make_load_tile, decode_unit),
+        "16 bytes, shift and mask": (make_load_tile, decode_scaled_tile),
         "16 bytes, not decoded": (make_load_tile, decode_nothing),
     }[name]
-    config = Mxfp4Config()
-    load_tile = make_load(config, Mxfp4Layout(config))
+    config = W4Config()
+    load_tile = make_load(config, W4Layout(config))
 
     @cuda.jit
     def tile_kernel(out):
@@ -231,34 +233,40 @@ def instructions_per_tile(names: Iterable[str], without: str) -> dict[str, int]:
 # Kernels and launches
 
 
-def make_step_kernel(config: Mxfp4Config, **parts: Any) -> tuple[Any, int]:
+def make_step_kernel(config: W4Config, **parts: Any) -> tuple[Any, int]:
     """Return the package's kernel with other functions of these names, and its shared memory in bytes."""
     if not parts:
-        return kernel_mxfp4.make_kernel(config)
-    module = changed_module(kernel_mxfp4)
+        return kernel_w4.make_kernel(config)
+    kernel, mainloop = changed_module(kernel_w4), changed_module(mainloop_w4)
+    kernel.make_main_loop = mainloop.make_main_loop
     for name, part in parts.items():
-        if not hasattr(module, name):
-            raise ValueError(f"{name!r} is not a name of {kernel_mxfp4.__name__}")
+        module = next((module for module in (mainloop, kernel) if hasattr(module, name)), None)
+        if module is None:
+            raise ValueError(f"{name!r} is not a name of {kernel_w4.__name__} or {mainloop_w4.__name__}")
         setattr(module, name, part)
-    return module.make_kernel(config)
+    return kernel.make_kernel(config)
 
 
 # The package multiplies scales by a power of two, to stay within bfloat16's range, and undoes it in the epilogue.
-_BY_VALUE = {"decode_unit": decode_tile_by_value, "RESULT_EXPONENT": 0}
+_BY_VALUE = {"decode_scaled_tile": decode_tile_by_value, "MXFP4_RESULT_EXPONENT": 0}
 PARTS: dict[str, dict[str, Any]] = {
-    "rows, by value": _BY_VALUE | {"make_load_unit": make_load_tile_by_bytes},
+    "rows, by value": _BY_VALUE | {"make_load_tile": make_load_tile_by_bytes},
     "fragments, by value": _BY_VALUE,
-    "not decoded": {"decode_unit": decode_nothing},
+    "not decoded": {"decode_scaled_tile": decode_nothing},
     "package": {},
 }
 
 
-def config_of(average: int) -> Mxfp4Config:
-    """Return the configuration of all steps for groups of ``average`` rows."""
-    return select_mxfp4_config("lengths", average)
+def config_of(average: int) -> W4Config:
+    """Return the configuration of all steps for groups of ``average`` rows, with two consumer warpgroups.
+
+    With four, ptxas reports that a step's registers do not suffice for wgmmas that run while the next tile is decoded.
+    """
+    config = select_w4_config("lengths", average)
+    return config if config.warpgroups == 2 else config._replace(warpgroups=2, stages=11)
 
 
-def make_kernel_of(config: Mxfp4Config, parts: str) -> Any:
+def make_kernel_of(config: W4Config, parts: str) -> Any:
     """Return the kernel with ``PARTS[parts]``."""
     return make_step_kernel(config, **PARTS[parts])[0]
 
@@ -266,7 +274,7 @@ def make_kernel_of(config: Mxfp4Config, parts: str) -> Any:
 def definition(average: int, parts: str) -> KernelDefinition:
     """Return what `compile_ahead` needs to compile a step."""
     config = config_of(average)
-    return KernelDefinition(make_kernel_of, (config, parts), MXFP4_SIGNATURE, Mxfp4Layout(config).threads)
+    return KernelDefinition(make_kernel_of, (config, parts), W4_SIGNATURE, W4Layout(config).threads)
 
 
 class StepLaunch:
@@ -286,11 +294,11 @@ class StepLaunch:
 
     def __init__(self, problem: Any, weight: str, parts: str):
         config = config_of(problem.average)
-        (kernel, shared_bytes), self.threads = make_step_kernel(config, **PARTS[parts]), Mxfp4Layout(config).threads
+        (kernel, shared_bytes), self.threads = make_step_kernel(config, **PARTS[parts]), W4Layout(config).threads
         device, packed = problem.x.device, getattr(problem, weight)
         options = dict(launch_bounds=self.threads, shared_bytes=shared_bytes)
-        self.start = launcher(kernel, MXFP4_SIGNATURE, device.index or 0, dependent=True, **options)
-        self.x_map = tensor_map_template(problem.x, (config.box_rows, UNIT), swizzle=128, name="x")
+        self.start = launcher(kernel, W4_SIGNATURE, device.index or 0, dependent=True, **options)
+        self.x_map = tensor_map_template(problem.x, (config.box_rows, TILE), swizzle=128, name="x")
         groups, rows, columns, _ = packed.shape
         self.sizes = groups, len(problem.x), 0, problem.out.shape[1], rows, columns
         self.weight, self.grid = weight, persistent_ctas(device)
@@ -301,5 +309,6 @@ class StepLaunch:
         pointers = map(address, (getattr(p, self.weight), p.out, p.seqlens, p.cu_seqlens))
         gather = address(p.x), lengths, len(p.x), 0, 2 * p.x.shape[1]  # unused, as the epilogue's pointers
         sizes = *self.sizes, *gather
-        self.start(self.grid, self.threads, None, self.x_map(p.x), *pointers, *sizes, *[lengths] * 3, len(p.x))
+        unused = *[lengths] * 3, len(p.x), lengths, 0, lengths, 0, 0, 0  # of the epilogue, and of other formats
+        self.start(self.grid, self.threads, None, self.x_map(p.x), *pointers, *sizes, *unused)
         return p.out

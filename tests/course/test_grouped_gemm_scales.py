@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moe_numba.grouped_gemm.launch_mxfp4 import MXFP4_SIGNATURE
 
 from moe_numba.course import block_scale_diagnoses, block_scale_steps, mxfp4_steps
 from moe_numba.course.bench.topics import grouped_gemm as topic
 from moe_numba.course.exercises.grouped_gemm_scales import place_of
 from moe_numba.course.tile_traces import Tile, dram_bytes, l2_to_sm_bytes, lags, pairs_of, tiles_of
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
+from moe_numba.grouped_gemm.launch_w4 import W4_SIGNATURE
 from moe_numba.runtime.sass import compile_apart
 
 TRACED = {
@@ -104,8 +104,8 @@ def test_kernels_compile_without_large_spills():
         "by four": (f"steps.make_step_kernel({pairs}, **FOUR)[0]", block_scale_steps.SIGNATURE, 384, True),
         "from rows": (
             "mxfp4_steps.make_kernel_of(mxfp4_steps.config_of(4), 'rows, by value')",
-            MXFP4_SIGNATURE,
-            384,
+            W4_SIGNATURE,
+            mxfp4_steps.definition(4, "rows, by value").block,
             True,
         ),
     }
