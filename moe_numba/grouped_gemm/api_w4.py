@@ -98,7 +98,7 @@ def group_gemm_mxfp4(
     float32 instructions add up the blocks times their scales. Results are bit-identical from run to run. The format is
     that of the weights of gpt-oss (OCP Microscaling Formats 1.0).
 
-    FP8 is for few rows: up to 64 rows per group it takes no more time than bf16. With more rows, the float32 additions,
+    FP8 is for few rows: up to 16 rows per group it takes no more time than bf16. With more rows, the float32 additions,
     one per output and 32 elements of k, take longer than FP8 saves in the tensor cores, and bf16 is faster.
     """
     if needs_dispatch(x, weight, bias, row_weights):

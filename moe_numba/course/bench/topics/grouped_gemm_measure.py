@@ -34,6 +34,7 @@ TORCH_NAMES = {"e4m3": "float8_e4m3fn", "bf16": "bfloat16", "mxfp4": "bfloat16"}
 BYTES_OF_X, BYTES_OF_WEIGHT = {"e4m3": 1, "bf16": 2, "mxfp4": 2}, {"e4m3": 1, "bf16": 2, "mxfp4": 17 / 32}
 SETS = 2  # weights alternate between two sets, so that none of a set is left in the L2 cache
 BF16 = torch.bfloat16
+FAST = "fast accumulation"  # in the tensor cores, as torch's steps use it
 
 
 def measure(peers, quick):
@@ -131,11 +132,16 @@ def _steps(problems, bounds):
             p.x, p.weight.transpose(1, 2), per_row, ones, offs=offs, out_dtype=BF16, use_fast_accum=True
         )
 
-    def final(p):
+    def final(p, use_fast_accum=False):
         arguments = p.x, p.weight, p.seqlens, p.cu_seqlens, p.y_scale, p.average
-        return group_gemm_pertensor_fp8(*arguments, out=p.out)
+        return group_gemm_pertensor_fp8(*arguments, out=p.out, use_fast_accum=use_fast_accum)
 
-    return {"final": final, "torch": grouped, "torch, loop": lambda p: scaled_mm_loop(p, bounds)}
+    return {
+        "final": final,
+        FAST: lambda p: final(p, use_fast_accum=True),
+        "torch": grouped,
+        "torch, loop": lambda p: scaled_mm_loop(p, bounds),
+    }
 
 
 def _block_steps():
@@ -315,6 +321,7 @@ def _measure_dense():
     def dense(p):
         return torch._scaled_mm(p.x, p.weight[0].t(), p.y_scale[0], one, out_dtype=BF16, use_fast_accum=True)
 
-    steps = {"final": _steps([p], [(0, SIDE)])["final"], "torch": dense}
+    own = _steps([p], [(0, SIDE)])
+    steps = {"final": own["final"], FAST: own[FAST], "torch": dense}
     config = {"num_groups": 1, "n": SIDE, "k": SIDE, "scaling": "tensor", "routing": "uniform"}
     return measure_steps(steps, [p], config, lengths, "e4m3", [])
