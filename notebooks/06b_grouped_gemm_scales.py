@@ -177,6 +177,9 @@ LAUNCHES = {name: scales.StepLaunch(config, P, **parts) for name, (config, parts
 #
 # The definition, group by group in float32. The group's bounds are known to the CPU here; a kernel reads them on the
 # GPU.
+#
+# The GPU runs at its power limit, so a kernel takes less time if lighter kernels run in between. Times are comparable
+# within a line or a table, where all kernels are measured interleaved; between tables they differ by several percent.
 
 
 # %%
@@ -298,9 +301,10 @@ step("scales per row", per_row, after="scales per column", predicted_gain_us=gai
 Markdown(f"```python\n{source_of(scales.make_multiply_in_order)}```")
 
 # %% [markdown]
-# **Explanation.** The two kernels do not compute the same rows. wgmma's M is 64, so step 2 computes multiples of 64
-# rows of each group. Step 1 distributes a group's rows evenly over its tiles and chooses N as 64, 96 or 128. With 256
-# rows in every group both compute exactly those:
+# **Explanation.** The prediction holds for groups of 256 rows each (last line below), but not for random lengths. Step
+# 1 distributes the rows of a group evenly over its tiles and chooses N as 64, 96 or 128. In step 2, whose M is 64, the
+# last tile of a group often has a few rows only. It computes little more, but it loads all weights of its columns. The
+# bottleneck of step 3 shows that these loads are the limit with random lengths:
 
 
 # %%
@@ -345,8 +349,9 @@ gain_us = LOADS_128["loads alone"] * SAVED if LOADS_128 else 0
 step("192 columns", columns_192, after="scales per row", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Loads alone with both tiles. 192 columns also leave room for five stages instead of six, and the last
-# tile of columns is partly empty, because 192 does not divide N.
+# **Explanation.** Loads alone take the same time with both tiles, so the bytes from L2 are not what limits them, and
+# the model is wrong. The new kernel gains elsewhere, which is not measured here; it executes fewer stages, each with
+# its barriers and scales. 192 does not divide N, so that the last tile of columns is partly empty.
 
 # %%
 loads_192 = LAUNCHES["loads of 192"]
@@ -387,9 +392,10 @@ gain_us = 0.75 * SHARE * (ladder.median_us("192 columns") or 0)
 step("16-byte scale loads", by_four, after="192 columns", predicted_gain_us=gain_us, slower=True)
 
 # %% [markdown]
-# **Explanation.** The kernel of step 3 again, and the same kernel with ones instead of the loads of scales. The warps
-# load the scales of a stage before they wait for it, up to five stages ahead of the consumers, so the latency is hidden.
-# (With TMA instead of loads it would be, too: that version was not built for this reason.)
+# **Explanation.** The kernel of step 3 again, and the same kernel with ones instead of the loads of scales. Without any
+# loads the kernel gains little, so with fewer sectors it cannot gain more: the warps load the scales of a stage before
+# they wait for it, up to five stages ahead of the consumers, which hides the latency. (Loads by TMA would not change
+# this; for this reason that version was not built.) One warp for all stages is a little slower than three.
 
 # %%
 without_loads = LAUNCHES["no scale loads"]
@@ -399,17 +405,19 @@ times("scales from global memory", {"192 columns": columns_192, "16 bytes": by_f
 # ### Step 5: the next stage's scales
 #
 # **Bottleneck.** The other end of the scales' way, from shared memory to registers. A kernel that loads scales once per
-# tile, from its first stage, computes wrong results in the time that a kernel without these loads would take:
+# tile, from its first stage, computes wrong results, but shows what these loads cost:
 
 # %%
 once = LAUNCHES["scales loaded once"]
 SHARED_TIMES = times("scales from shared memory", {"192 columns": columns_192, "scales loaded once": once})
 
 # %% [markdown]
-# **Idea.** The loads are issued after wgmma, which reads its operands from the same shared memory, so they are slow, and
-# promotion waits for them. Load the scales of the next stage before its wgmma is issued, while the warp promotes.
+# **Idea.** The loads are issued after wgmma, which reads its operands from the same shared memory, so they should be
+# slow, and promotion waits for them. Load the scales of the next stage before its wgmma is issued, while the warp
+# promotes.
 #
-# **Predicted gain.** The whole difference.
+# **Predicted gain.** The whole difference. On the GPU of this page it is a loss: the kernel without these loads is
+# slower, for a reason that we do not know. So they are not the bottleneck, and the idea should not help.
 
 # %%
 change(scales.make_multiply_in_order, kernel_block_scaled.make_multiply)
@@ -420,8 +428,9 @@ gain_us = SHARED_TIMES["192 columns"] - SHARED_TIMES["scales loaded once"] if SH
 step("next stage's scales", next_scales, after="192 columns", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** All three interleaved. What remains between the last two are the loads themselves and six
-# multiplications per stage, which one set of scales does not need.
+# **Explanation.** All three interleaved. Loading scales earlier does not help, as the diagnosis says, but the loss is
+# smaller than predicted. The package has this loop for tiles of 192 columns, where it came together with the pairs of
+# step 7; the step shows that the loop alone is no gain here.
 
 # %%
 times("scales of the next stage", {"in order": columns_192, "next stage's": next_scales, "once": once})
@@ -454,8 +463,9 @@ gain_us = PARTS_192["loads alone"] * SAVED if PARTS_192 else 0
 step("256 columns", columns_256, after="next stage's scales", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Both parts again, for the new tile. There are four stages instead of five, but no tile is partly
-# empty: 256 divides N.
+# **Explanation.** Both parts again, for the new tile. The time of the kernel fell as predicted, but that of loads alone
+# by more than its bytes (compare with the table of the bottleneck), so the model does not describe the loads well. 256
+# divides N: no tile is partly empty.
 
 # %%
 loads_256, compute_256 = LAUNCHES["loads of 256"], LAUNCHES["256 without loads"]
@@ -464,12 +474,11 @@ PARTS = times("parts of 256", {"all": columns_256, "loads alone": loads_256, "wi
 # %% [markdown]
 # ### Step 7: pairs of tiles share weights
 #
-# **Bottleneck.** The loads, in the last table.
-#
-# Why do they take so long? A variant of the kernel records when each tile is computed. The scheduler gives tiles with
-# the same weights to neighbouring CTAs, which begin together. But tiles of a group's last rows take less time, so CTAs
-# **drift** apart: later, tiles with the same weights do not run at the same time. (In the simulator a step of its
-# scheduler counts as a microsecond.)
+# **Bottleneck.** In the last table loads alone take about as long as computing alone, and both together longer than
+# either. Why do loads take so long? A variant of the kernel records when each tile is computed. The scheduler gives
+# tiles with the same weights to neighbouring CTAs, which begin together. But tiles of a group's last rows take less
+# time, so CTAs **drift** apart: later, tiles with the same weights do not run at the same time. (In the simulator a
+# step of its scheduler counts as a microsecond.)
 
 
 # %%
@@ -536,7 +545,7 @@ draw.pairs(rows=300, n_tiles=4)
 # the whole change beside the multicast.
 #
 # **Predicted gain.** The kernel is then limited by computing, or by reading all bytes from DRAM once, at the rate of a
-# copy, whichever takes longer.
+# copy, whichever takes longer. This assumes that loads and computing overlap perfectly.
 
 # %%
 pairs = LAUNCHES["pairs of tiles"]
@@ -573,7 +582,7 @@ say(
 # scales with any strides, gathered rows and masked groups. It loads weights with an evict-first policy in L2, because
 # a pair reads the weights of up to 256 rows once; the steps above keep them.
 #
-# **Predicted gain.** None: the options cost nothing where they are not used.
+# **Predicted gain.** None, if neither the options nor the policy cost anything here.
 
 
 # %%
@@ -584,7 +593,13 @@ def package(p):
 step("final", package, after="pairs of tiles", predicted_gain_us=0)
 
 # %% [markdown]
-# **Explanation.** The last steps and the first with even rows:
+# **Explanation.** The package is slower than step 7, although the configuration is the same. Two things differ: the
+# policy of the weights, and auxiliary warps that compute addresses from strides at run time. With 256 rows in every
+# group the two kernels differ less. With random lengths nearly half of the groups have more rows, so that their weights
+# are read twice, and evict-first makes the second reading slower. This points to the policy; the two causes are not
+# measured apart.
+#
+# With even rows, neither a wider tile than 192 columns nor pairs gain anything, because CTAs do not drift apart:
 
 # %%
 EVEN_STEPS = "scales per column", "192 columns", "256 columns", "pairs of tiles", "final"
@@ -626,8 +641,7 @@ say(
 # %% [markdown]
 # What was tried and not kept, measured during development and not repeated here: named barriers that let the two
 # warpgroups take turns, multicast of x instead of the weights, three consumer warpgroups, and warpgroups that split
-# columns instead of rows. The result at the top shows the distance to the fastest
-# peer; a part of it is not explained.
+# columns instead of rows. The result at the top shows the distance to the fastest peer; a part of it is not explained.
 #
 # ## 3. 4-bit weights: the problem
 #
@@ -751,8 +765,8 @@ Markdown("```python\n" + "\n\n".join(map(source_of, parts)) + "```")
 
 # %% [markdown]
 # **Predicted gain.** The new kernel reads the codes only. But each thread executes many instructions, of which an SM
-# issues one per clock on each of its four schedulers. The compiler's output shows how many there are per weight tile, without
-# those of a kernel that loads 16 bytes and decodes nothing:
+# issues one per clock on each of its four schedulers. The compiler's output shows how many there are per weight tile,
+# without those of a kernel that loads 16 bytes and decodes nothing:
 
 # %%
 WAYS = "bytes, by value", "16 bytes, by value", "16 bytes, shift and mask"
@@ -777,7 +791,8 @@ four_step("decode in the consumer", in_rows, after="dequantise first", predicted
 
 # %% [markdown]
 # **Explanation.** A kernel that does not decode passes the words of codes to wgmma as they are. What it saves is what
-# decoding costs:
+# decoding costs. That is more than issuing the instructions takes: a scheduler does not issue one in every clock,
+# because instructions wait for earlier ones, and conversions from integers have a lower rate.
 
 # %%
 not_decoded = mxfp4.StepLaunch(FEW_ROWS, "in_fragments", "not decoded")
@@ -807,8 +822,9 @@ gain_us = issue_us(WAYS[0]) - issue_us(WAYS[1])
 four_step("order of fragments", in_fragments, after="decode in the consumer", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Bank conflicts and the latency of 16 dependent loads are not in the prediction. Again without
-# decoding, interleaved:
+# **Explanation.** There is no gain: the few instructions that are saved are not the limit, which is the rest of the
+# decoding. The order is a precondition of step 4, where decoding takes so little time that loads by bytes would show.
+# Again without decoding, interleaved:
 
 # %%
 times("fragments", {"in rows": in_rows, "in fragments": in_fragments, "not decoded": not_decoded}, FEW_ROWS, four)
@@ -873,7 +889,7 @@ def package_mxfp4(p):
 four_step("final", package_mxfp4, after="shift, mask, multiply", predicted_gain_us=0)
 
 # %% [markdown]
-# **Explanation.** The two interleaved again, and the kernel without decoding:
+# **Explanation.** The two interleaved again, and the kernel without decoding. The table's tile gains a little:
 
 # %%
 FINAL = {"steps' tile": by_masks, "final": package_mxfp4, "not decoded": not_decoded}
@@ -913,8 +929,8 @@ four.plot(floor_us=FOUR_FLOOR_US)
 # %% [markdown]
 # ### 64 rows per group
 #
-# With 2048 rows the same steps use tiles of 128 rows of x. Each weight tile is decoded once per tile of rows, and tensor cores
-# have 16 times as much to do.
+# With 2048 rows the same steps use tiles of 128 rows of x. Each weight tile is decoded once per tile of rows, and
+# tensor cores have 16 times as much to do. In the two kernels that decode by value ptxas spills some registers here.
 
 # %%
 MANY_STEPS = {
