@@ -177,7 +177,7 @@ GROUP = """        elif by_tensor:
 WEIGH = """        if row_weights:
             acc = scale_columns(zeros, acc, smem.f32, int32(weight + values))
 """
-BARRIER = "        bar_sync(ALL_CONSUMERS, 32 * CONSUMER_WARPS)"
+BARRIER = "        bar_sync(ALL_CONSUMERS, threads)"
 WRONG_VALUES = {  # of rows in float32 and bfloat16 alike
     "scales of x are not gathered": (epilogue_terms, "row = inputs.row_indices[row]", "pass"),
     "a row has its neighbour's values": (epilogue_terms, "(c >> 3) * 2 + (c & 1))", "(c >> 3) * 2 + 1 - (c & 1))"),
