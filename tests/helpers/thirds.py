@@ -1,4 +1,4 @@
-"""Which third of the slowest cases a run of the test suite tries, so that three commits or so try all.
+"""Which third, or sixth, of the slowest cases a run of the test suite tries, so that a few commits try all.
 
 These are planted bugs, notebooks with other sizes, and what kernels are compiled for: other architectures, and options
 of a kernel that every run compiles in its main configurations.
@@ -22,14 +22,18 @@ def chosen_third():
     return _third_of_commit()
 
 
-@functools.cache
 def _third_of_commit():
+    return str(_number_of_commit() % 3)
+
+
+@functools.cache
+def _number_of_commit():
     command = "git", "rev-parse", "HEAD"
     try:
         commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return "0"
-    return str(int(commit, 16) % 3)
+        return 0
+    return int(commit, 16)
 
 
 def take_third(names, third=None):
@@ -38,3 +42,9 @@ def take_third(names, third=None):
     if third == "all" or not names:
         return names
     return names[int(third) :: 3] or [names[int(third) % len(names)]]
+
+
+def take_sixth(names):
+    """Return half of the names of the commit's third, so that six commits or so try all; of a given third, all."""
+    third = take_third(names)
+    return third if os.environ.get(THIRD) else third[_number_of_commit() // 3 % 2 :: 2] or third
