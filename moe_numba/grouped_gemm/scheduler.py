@@ -152,25 +152,40 @@ def make_count_tiles(config, layout, tiles_of_group=None):
 
 
 @cache
+def make_split_rows(config, even=True):
+    """Make ``tiles, subtile_rows = split_rows(count)``: the tiles of a group's rows, and the rows of a subtile.
+
+    With ``even`` the rows are split evenly; otherwise all tiles but the last have ``block_m`` rows. Rows that fit into
+    one subtile are not split into two.
+    """
+    m_subtiles, block_m, subtile_m = config.m_subtiles, config.block_m, config.subtile_m
+
+    @cuda.jit(device=True)
+    def split_rows(count):
+        tiles = num_tiles(count, block_m)
+        subtile_rows = subtile_size(count, tiles, m_subtiles) if even else int32(block_m)
+        if m_subtiles == 2 and count <= subtile_m:
+            subtile_rows = subtile_size(count, tiles, 1)
+        return tiles, subtile_rows
+
+    return split_rows
+
+
+@cache
 def make_get_tile(config, layout, even=True):
     """Make ``tile_info = get_tile(smem, problem, tile)``, which looks up a tile after ``count_tiles``.
 
-    With ``even`` the rows of a group are split evenly; otherwise all tiles but the last have ``block_m`` rows. The rows
-    of a group that fit into one subtile are not split into two.
+    ``even`` is as for :func:`make_split_rows`.
     """
-    first_tile, m_subtiles, block_m = layout.first_tile_offset, config.m_subtiles, config.block_m
-    subtile_m = config.subtile_m
-    cluster_size = config.cluster_size
+    first_tile, m_subtiles, cluster_size = layout.first_tile_offset, config.m_subtiles, config.cluster_size
+    split_rows = make_split_rows(config, even)
     group_rows = make_group_rows(config.row_layout)
 
     @cuda.jit(device=True)
     def get_tile(smem, problem, tile):
         g = find_group(smem.i32, first_tile, problem.groups, tile)
         first, count = group_rows(problem, g)
-        tiles = num_tiles(count, block_m)
-        subtile_rows = subtile_size(count, tiles, m_subtiles) if even else int32(block_m)
-        if m_subtiles == 2 and count <= subtile_m:
-            subtile_rows = subtile_size(count, tiles, 1)
+        tiles, subtile_rows = split_rows(count)
         tile_in_group = int32(tile - smem.i32[uint32(first_tile + g)])
         n_tile = divide(tile_in_group, tiles)
         begin = int32(int32(tile_in_group - n_tile * tiles) * int32(subtile_rows * m_subtiles))
@@ -190,19 +205,15 @@ def make_get_banded_tile(config, layout):
     that run at the same time compute an area of the output that is about as wide as it is high. Within a band, rows of
     x are innermost. ``n_tiles`` counts tiles of columns, or pairs of them if a cluster has two CTAs.
     """
-    first_tile, m_subtiles, block_m = layout.first_tile_offset, config.m_subtiles, config.block_m
-    subtile_m, cluster_size = config.subtile_m, config.cluster_size
-    band_tiles = max(config.band_rows // block_m, 1)
+    first_tile, m_subtiles, cluster_size = layout.first_tile_offset, config.m_subtiles, config.cluster_size
+    band_tiles, split_rows = max(config.band_rows // config.block_m, 1), make_split_rows(config)
     group_rows = make_group_rows(config.row_layout)
 
     @cuda.jit(device=True)
     def get_tile(smem, problem, n_tiles, tile):
         g = find_group(smem.i32, first_tile, problem.groups, tile)
         first, count = group_rows(problem, g)
-        tiles = num_tiles(count, block_m)
-        subtile_rows = subtile_size(count, tiles, m_subtiles)
-        if m_subtiles == 2 and count <= subtile_m:
-            subtile_rows = subtile_size(count, tiles, 1)
+        tiles, subtile_rows = split_rows(count)
         tile_rows = int32(subtile_rows * m_subtiles)
         tile_in_group = int32(tile - smem.i32[uint32(first_tile + g)])
         band = divide(tile_in_group, int32(band_tiles * n_tiles))
