@@ -56,6 +56,11 @@ class BlockScaledConfig(NamedTuple):
         """Scales of weight that a tile needs for 128 elements of k."""
         return 2 if self.silu_and_mul else self.block_n // SCALED_COLUMNS
 
+    @property
+    def needs_registers(self) -> bool:
+        """Whether a consumer thread needs more than 224 registers, for two accumulators and another CTA's barriers."""
+        return self.block_n == 2 * SCALE_BLOCK and self.cluster_size == 2
+
     # Interface of the tile scheduler and of gather:
 
     @property
@@ -77,11 +82,6 @@ class BlockScaledLayout:
 
     config: BlockScaledConfig
     threads = THREADS
-
-    @property
-    def needs_registers(self) -> bool:
-        """Whether a consumer thread needs more than 224 registers, for two accumulators and another CTA's barriers."""
-        return self.config.block_n == 2 * SCALE_BLOCK and self.config.cluster_size == 2
 
     @property
     def x_offset(self) -> int:
@@ -172,7 +172,7 @@ def check_block_scaled_config(config: BlockScaledConfig) -> None:
         )
     if config.cluster_size not in (1, 2):
         raise ValueError(f"cluster_size is {config.cluster_size}; it must be 1 or 2")
-    if BlockScaledLayout(config).needs_registers and config.gather:
+    if config.needs_registers and config.gather:
         raise ValueError(f"cluster_size is 2; with block_n {config.block_n} and gather it must be 1 (registers)")
     if config.stages < AUX_PRODUCER_WARPS:
         # A warp that handles every third stage could mistake a phase of its barrier for the one after the next.
@@ -205,5 +205,4 @@ def select_block_scaled_config(
 
 def with_gather(config: BlockScaledConfig) -> BlockScaledConfig:
     """Return the configuration for gathered rows: producer warps then need the registers of a cluster's consumers."""
-    needs_registers = BlockScaledLayout(config).needs_registers
-    return config._replace(gather=True, cluster_size=1 if needs_registers else config.cluster_size)
+    return config._replace(gather=True, cluster_size=1 if config.needs_registers else config.cluster_size)

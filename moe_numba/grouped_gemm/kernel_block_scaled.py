@@ -381,7 +381,7 @@ def make_kernel(config):
     (first_tile, next_tile), tiles_offset = make_tile_loop(cluster_size), layout.tiles_offset
     # setmaxnreg redistributes the 168 registers per thread of the launch: 4 p + 8 c = 12 * 168. Two accumulators and
     # the addresses of another CTA's barriers need more than 224; a producer that gathers needs more than 40.
-    producer_registers, consumer_registers = (40, 232) if layout.needs_registers else (56, 224)
+    producer_registers, consumer_registers = (40, 232) if config.needs_registers else (56, 224)
     setmaxnreg_dec, setmaxnreg_inc = make_setmaxnreg_dec(producer_registers), make_setmaxnreg_inc(consumer_registers)
     count_tiles = make_count_tiles(config, layout, pairs_of_group if cluster_size == 2 else None)
     tma_producer = make_tma_producer(config, layout)
