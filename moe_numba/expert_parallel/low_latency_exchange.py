@@ -21,7 +21,7 @@ from moe_numba.runtime.launch import address
 BOTH, SEND, RECEIVE = "both", "send", "receive"  # phases of an operation
 _FP8 = torch.float8_e4m3fn
 _STATUS_WORDS = 8
-_PARTS = (4, 7), (16, 4), (33, 2)  # up to so many tokens, CTAs that share a row: half of the SMs send
+_PARTS = (4, 7), (16, 4), (33, 2)  # maximum number of tokens, CTAs that share a row: half of the SMs send
 
 
 class LowLatencyReceived(NamedTuple):

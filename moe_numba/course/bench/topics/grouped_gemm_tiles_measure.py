@@ -143,7 +143,7 @@ class Operands:
         return found
 
     def weights(self, problem, x_elements):
-        """Return weights for launches in turn, more than fit into L2, and random elements of x."""
+        """Return the weights that launches alternate between, more than fit into L2, and random elements of x."""
         _, n, k, groups, _ = problem
         if problem.kind == "mxfp4":
             shape = groups, -(-n // TILE), -(-k // TILE), TILE_BYTES
