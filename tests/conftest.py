@@ -137,7 +137,7 @@ def gpus():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Deselect tests that need more or newer GPUs, and compile checks of other commits; a skip would look like a problem."""
+    """Deselect tests that need more or newer GPUs, and compile checks of other thirds: a skip looks like a problem."""
     found = gpus()
     gpu = gpu_of(0) if found else gpu_like((9, 0))
     too_new = set().union(
