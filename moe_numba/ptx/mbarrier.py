@@ -96,6 +96,14 @@ def mbarrier_try_wait_parity(barriers, index, phase):
     return np.uint32(barrier.test(phase))
 
 
+def mbarrier_test_wait_parity(barriers, index, phase):
+    """``mbarrier.test_wait.parity.shared::cta.b64``: return 1 if the phase completed, else 0; it does not wait.
+
+    Independent instructions behind it execute while its result is on the way.
+    """
+    return np.uint32(simulator.mbarrier.find(barriers, index).test(phase))
+
+
 def mbarrier_wait_parity(barriers, index, phase):
     """``mbarrier.try_wait.parity.shared::cta.b64`` in a loop: wait until the phase with bit ``phase`` completes."""
     simulator.mbarrier.find(barriers, index).wait(phase)
@@ -109,13 +117,9 @@ def mbarrier_wait_parity_cluster(barriers, index, phase):
     simulator.mbarrier.find(barriers, index).wait(phase)
 
 
-mbarrier_try_wait_parity = instruction(
-    "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }",
-    "u32",
-    SHARED,
-    "u32",
-    simulate=mbarrier_try_wait_parity,
-)
+_TEST = "{ .reg .pred p; mbarrier.%s_wait.parity.shared::cta.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }"
+mbarrier_try_wait_parity = instruction(_TEST % "try", "u32", SHARED, "u32", simulate=mbarrier_try_wait_parity)
+mbarrier_test_wait_parity = instruction(_TEST % "test", "u32", SHARED, "u32", simulate=mbarrier_test_wait_parity)
 _LOOP = "{ .reg .pred p; WAIT${:uid}: mbarrier.try_wait.parity%s.shared::cta.b64 p, [$0], $1; @!p bra WAIT${:uid}; }"
 mbarrier_wait_parity = instruction(_LOOP % "", "void", SHARED, "u32", simulate=mbarrier_wait_parity)
 mbarrier_wait_parity_cluster = instruction(

@@ -97,12 +97,15 @@ def _wgmma(dtype, registers, a, scale_d, *majors):
 
 
 @factory
-def make_wgmma_tile(n, dtype, steps=4, accumulate=False, a_major="k", b_major="k"):
+def make_wgmma_tile(n, dtype, steps=4, accumulate=False, a_major="k", b_major="k", overwrite=False):
     """Make ``tile(a, b)``: ``wgmma.fence``, ``steps`` wgmmas along k and ``wgmma.commit_group`` in one assembly block.
 
     It returns A B^T over ``steps`` times 32 bytes of k; ``a`` and ``b`` are descriptors. With ``accumulate`` it is
     ``tile(acc, a, b)`` and adds to ``acc``. ``dtype`` is ``"e4m3"`` (32 elements of k per step) or ``"bf16"`` (16);
     ``n`` is a multiple of 8 up to 256. The results must go through ``make_wgmma_wait`` before they are read.
+
+    With ``overwrite`` it is ``tile(old, a, b)``, whose result takes the registers of ``old``: otherwise the compiler
+    may give different registers to two results that a thread does not need at the same time.
 
     ``a_major`` and ``b_major`` are ``"k"``, for a descriptor of ``wgmma_descriptor`` (or ``_64b``), or for bf16
     ``"mn"``, for one of ``make_wgmma_descriptor_mn``. The n of an MN-major B is a multiple of 64, so that B consists of
@@ -111,7 +114,8 @@ def make_wgmma_tile(n, dtype, steps=4, accumulate=False, a_major="k", b_major="k
     _check(n, dtype, a_major=a_major, b_major=b_major)
 
     def wgmma_tile(*arguments):
-        acc, a, b = arguments if accumulate else (None, *arguments)
+        *acc, a, b = arguments
+        acc = acc[0] if accumulate else None
         return simulator.wgmma.multiply(n, dtype, int(a), int(b), acc, steps, (a_major, b_major))
 
     def template(registers, a, b):
@@ -121,7 +125,7 @@ def make_wgmma_tile(n, dtype, steps=4, accumulate=False, a_major="k", b_major="k
             lines.append(_wgmma(dtype, registers, "a", int(accumulate or step > 0), a_major, b_major))
         return " ".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
-    return assembly(template, n // 2, 2, in_place=accumulate, simulate=wgmma_tile)
+    return assembly(template, n // 2, 2, in_place=accumulate or overwrite, simulate=wgmma_tile)
 
 
 @factory

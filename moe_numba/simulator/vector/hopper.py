@@ -78,6 +78,10 @@ def _try_wait(barriers, index, phase):
     return np.uint32(found.test(phase))
 
 
+def _test_wait(barriers, index, phase):
+    return np.uint32(_find(barriers, index).test(phase))
+
+
 def _meet(scope, what, expected, count, value=None, finish=None, wait=True):
     """Arrive with `count` threads at an operation of a scope; wait until `expected` threads have arrived."""
     gang, opened = state.gang, scope.open_rendezvous
@@ -354,6 +358,7 @@ NAMES = {
     ("mbarrier", "mbarrier_wait_parity"): per_distinct(_wait),
     ("mbarrier", "mbarrier_wait_parity_cluster"): per_distinct(_wait),
     ("mbarrier", "mbarrier_try_wait_parity"): per_distinct(_try_wait),
+    ("mbarrier", "mbarrier_test_wait_parity"): per_distinct(_test_wait),
     ("mbarrier", "mbarrier_arrive"): per_lane(_arrive),
     ("mbarrier", "mbarrier_arrive_cluster"): per_lane(lambda b, i, rank: _arrive(b, i, rank)),
     ("mbarrier", "mbarrier_arrive_release_cta_cluster"): per_lane(lambda b, i, rank: _arrive(b, i, rank)),
