@@ -8,10 +8,11 @@ that the 128 rows of a block have equal ones, of which a kernel reads the first.
 
 from functools import cache
 
-from numba import cuda, int32, int64
+from numba import cuda, float32, int32, int64
 
 from moe_numba.grouped_gemm.config import SCALE_BLOCK
 from moe_numba.ptx.arithmetic import int_as_float
+from moe_numba.ptx.memory import ld_global_s32x4
 
 
 @cuda.jit(device=True)
@@ -89,3 +90,36 @@ def make_weight_scales(packed):
             return weight_scale[index + k_block]
 
     return find, step, load
+
+
+@cache
+def make_load_four(packed, vector):
+    """Make ``a, b, c, d = load(scales, index, step, count)``: the scales of four blocks of k, of which ``count`` exist.
+
+    ``index`` is that of the first of them, or of the int32 that has all four; the next ones are ``step`` elements
+    apart. With ``vector`` they are 16 contiguous and aligned bytes.
+    """
+
+    @cuda.jit(device=True)
+    def load_packed(scales, index, step, count):
+        word = scales[index]
+        a, b = unpack_ue8m0(word, int32(0)), unpack_ue8m0(word, int32(1))
+        return a, b, unpack_ue8m0(word, int32(2)), unpack_ue8m0(word, int32(3))
+
+    @cuda.jit(device=True)
+    def load_vector(scales, index, step, count):
+        a, b, c, d = ld_global_s32x4(scales, index)
+        return int_as_float(a), int_as_float(b), int_as_float(c), int_as_float(d)
+
+    @cuda.jit(device=True)
+    def load_each(scales, index, step, count):
+        b, c, d = float32(0), float32(0), float32(0)
+        if count > 1:
+            b = scales[index + step]
+        if count > 2:
+            c = scales[index + 2 * step]
+        if count > 3:
+            d = scales[index + 3 * step]
+        return scales[index], b, c, d
+
+    return load_packed if packed else load_vector if vector else load_each

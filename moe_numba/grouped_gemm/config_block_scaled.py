@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import gcd
 from typing import Any, NamedTuple
 
 from moe_numba.grouped_gemm.config import (
@@ -17,9 +18,9 @@ from moe_numba.grouped_gemm.config import (
 
 BLOCK_M = 128  # rows of x in a tile: 64, wgmma's M, for each consumer warpgroup
 BOX_ROWS = 64  # rows of x that one TMA load copies
-SCALED_COLUMNS = 64  # columns of a tile that share a scale of weight, wherever in a scale block the tile begins
-ROW_BYTES = 128  # bytes of a row of y that a warp stores at once: 64 columns of bf16, or 128 of FP8
-EPILOGUE_BYTES = 16 * ROW_BYTES  # a warp's epilogue buffer, for 16 rows
+ROW_BYTES = 128  # of a row of y in a buffer: 64 columns of bf16, or 128 of FP8
+BUFFER_ROWS = 16  # rows of y in a buffer of the epilogue: those of a warp
+BUFFER_BYTES = BUFFER_ROWS * ROW_BYTES
 
 
 class BlockScaledConfig(NamedTuple):
@@ -30,7 +31,7 @@ class BlockScaledConfig(NamedTuple):
     """
 
     block_n: int = 192
-    stages: int = 5  # pipeline stages
+    stages: int = 4  # pipeline stages
     row_layout: str = "lengths"  # a group's rows: "lengths" and starts, "offsets" (group ends), or "masked"
     max_groups: int = MAX_GROUPS
     silu_and_mul: bool = False  # weight is gate stacked on up; the kernel writes silu(gate) * up in FP8
@@ -39,6 +40,9 @@ class BlockScaledConfig(NamedTuple):
     cluster_size: int = 2  # CTAs that compute a pair of tiles, see ``scheduler_pairs.py``; or 1
     # Block scales as packed UE8M0 exponents instead of float32, see `block_scales.py`:
     packed_x_scale: bool = False
+    # Scales of four blocks of k, from a multiple of four on, are 16 contiguous and aligned bytes:
+    vector_x_scale: bool = False
+    vector_weight_scale: bool = False
     packed_weight_scale: bool = False
 
     @property
@@ -52,9 +56,14 @@ class BlockScaledConfig(NamedTuple):
         return SCALE_BLOCK if self.silu_and_mul else self.block_n
 
     @property
+    def scaled_columns(self) -> int:
+        """Columns of a tile that share a scale of weight, wherever in a scale block the tile begins."""
+        return gcd(self.block_n, SCALE_BLOCK)
+
+    @property
     def weight_scales(self) -> int:
         """Scales of weight that a tile needs for 128 elements of k."""
-        return 2 if self.silu_and_mul else self.block_n // SCALED_COLUMNS
+        return self.block_n // self.scaled_columns
 
     @property
     def needs_registers(self) -> bool:
@@ -98,19 +107,25 @@ class BlockScaledLayout:
         return self.config.stages * self.stage_bytes
 
     @property
-    def scale_offset(self) -> int:
-        """f32: the scales of each stage, 128 of x and 4 of weight."""
-        return (self.epilogue_offset + CONSUMER_WARPS * EPILOGUE_BYTES) // 4
+    def epilogue_warp_bytes(self) -> int:
+        """u8: a warp's buffers, for all of its tile's columns in bf16, or in FP8 with silu_and_mul."""
+        config = self.config
+        return BUFFER_BYTES * config.columns * (1 if config.silu_and_mul else 2) // ROW_BYTES
 
     @property
-    def stage_scales(self) -> int:
-        """f32 elements of a stage's scales."""
-        return BLOCK_M + 4
+    def factor_offset(self) -> int:
+        """f32 and i32, a multiple of 4: the factors of each stage, for each row one per scale of weight."""
+        return (self.epilogue_offset + CONSUMER_WARPS * self.epilogue_warp_bytes) // 4
+
+    @property
+    def stage_factors(self) -> int:
+        """f32 elements of a stage's factors, 4 for each row of x."""
+        return 4 * BLOCK_M
 
     @cached_property
     def full(self) -> int:
         """barriers: index of the first stage's full barrier, which completes when the stage's data have arrived."""
-        return (self.scale_offset + self.config.stages * self.stage_scales) // 2
+        return (self.factor_offset + self.config.stages * self.stage_factors) // 2
 
     @property
     def empty(self) -> int:
@@ -183,9 +198,10 @@ def check_block_scaled_config(config: BlockScaledConfig) -> None:
 
 # With fewer rows per group the kernel of ``kernel.py`` is as fast.
 MIN_AVERAGE = 64
-_TILE: dict[str, Any] = dict(block_n=2 * SCALE_BLOCK, stages=4)
+_TILE: dict[str, Any] = dict(block_n=2 * SCALE_BLOCK, stages=3)
 # For a number of columns of which tiles of 256 would leave more than 1/16 of their work unused.
-_NARROW_TILE: dict[str, Any] = dict(block_n=192, stages=5)
+_NARROW_TILE: dict[str, Any] = dict(block_n=192, stages=4)
+_SILU_TILE: dict[str, Any] = dict(block_n=2 * SCALE_BLOCK, stages=4)
 
 
 @cache
@@ -199,8 +215,9 @@ def select_block_scaled_config(
     if average < MIN_AVERAGE:
         return None
     wide, narrow = (-(-n // tile["block_n"]) * tile["block_n"] for tile in (_TILE, _NARROW_TILE))
-    tile = _NARROW_TILE if not silu_and_mul and 15 * wide > 16 * narrow else _TILE
-    return BlockScaledConfig(row_layout=row_layout, silu_and_mul=silu_and_mul, **tile)
+    tile = _SILU_TILE if silu_and_mul else _NARROW_TILE if 15 * wide > 16 * narrow else _TILE
+    keep_weight = average > BLOCK_M  # several tiles of rows read the weights
+    return BlockScaledConfig(row_layout=row_layout, silu_and_mul=silu_and_mul, keep_weight=keep_weight, **tile)
 
 
 def with_gather(config: BlockScaledConfig) -> BlockScaledConfig:

@@ -1,56 +1,121 @@
 """Epilogues of the block-scaled kernel: a warp's 16 accumulator rows become rows of y, in bf16 or activated in FP8.
 
-A warp transposes 128 bytes of its rows at a time through its own shared-memory buffer, so that eight lanes store a
-128-byte line. The 16-byte vectors of a buffer row are XORed with the row number, which spreads rows over the banks.
+A warp writes its rows to its own buffers in shared memory, 128 bytes of 16 rows each, and TMA stores them while the
+warp computes its next tile. The 16-byte vectors of a buffer row are XORed with the row number, which is TMA's 128-byte
+swizzle and spreads rows over the banks. TMA stores whole boxes; the last rows of a group are stored by the lanes.
 """
 
 from functools import cache
+from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.grouped_gemm.config_block_scaled import EPILOGUE_BYTES, ROW_BYTES, SCALE_BLOCK
+from moe_numba.grouped_gemm.config_block_scaled import BUFFER_BYTES, BUFFER_ROWS, ROW_BYTES, SCALE_BLOCK
 from moe_numba.grouped_gemm.epilogue import FP8_MAX, LOG2_E
 from moe_numba.ptx.arithmetic import ex2_approx, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32
+from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group_read
+from moe_numba.ptx.fence import fence_proxy_async_shared
 from moe_numba.ptx.matrix import make_stmatrix_rows
 from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
+from moe_numba.ptx.tma import tma_store_2d
 from moe_numba.ptx.warp import FULL_MASK
+
+BUFFER_COLUMNS = ROW_BYTES // 2  # of bf16
+bulk_wait_read = make_bulk_wait_group_read(0)
+
+
+class BlockScaledOutput(NamedTuple):
+    """The outputs in global memory."""
+
+    map_y: Any  # tensor map of y, with boxes of a buffer
+    y: Any  # int32 pointer: two bf16 or four FP8 elements per integer
+    y_scale: Any  # float32 pointer
+    n: Any  # columns of y
 
 
 @cuda.jit(device=True)
-def store_buffer(smem, buffer, y, lane, rows, y_index, pitch):
-    """Store the first ``rows`` of a buffer's 16 rows of 128 bytes at ``y_index``, ``pitch`` elements of y apart."""
-    vector = int32(lane & 7)
-    for i in range(4):
-        t = int32(4 * i + (lane >> 3))
-        a, b, c, d = ld_shared_s32x4(smem.i32, int32(buffer + t * ROW_BYTES + ((vector ^ (t & 7)) << 4)) >> 2)
-        if t < rows:
-            st_global_s32x4(y, y_index + int64(t) * pitch + vector * 4, a, b, c, d)
+def wait_for_buffers(lane):
+    """Wait until the stores of the previous tile have read the warp's buffers."""
+    if lane == 0:
+        bulk_wait_read()
+    cuda.syncwarp()
+
+
+@cuda.jit(device=True)
+def publish_buffers():
+    """Make what the warp has written to its buffers visible to TMA and to all of its lanes."""
+    fence_proxy_async_shared()
+    cuda.syncwarp()
 
 
 @cache
-def make_store(n, layout, first=0):
+def make_store_buffer(elements):
+    """Make ``store_buffer(smem, output, buffer, lane, row, rows, column)``: store the first ``rows`` rows of a buffer.
+
+    An int32 of y has ``elements`` elements. ``row`` and ``column`` are where the buffer's first element lies in y.
+    """
+    vector_elements = 4 * elements
+
+    @cuda.jit(device=True)
+    def store_buffer(smem, output, buffer, lane, row, rows, column):
+        if rows >= BUFFER_ROWS:
+            if lane == 0:
+                tma_store_2d(output.map_y, 0, column, row, smem.u8, buffer)
+                bulk_commit_group()
+        else:
+            vector, pitch = int32(lane & 7), int32(output.n // elements)
+            y_index = int64(row) * pitch + column // elements
+            # A lane whose columns lie beyond y stores nothing.
+            rows = rows if column + vector_elements * vector < output.n else int32(0)
+            for i in range(4):
+                t = int32(4 * i + (lane >> 3))
+                a, b, c, d = ld_shared_s32x4(smem.i32, int32(buffer + t * ROW_BYTES + ((vector ^ (t & 7)) << 4)) >> 2)
+                if t < rows:
+                    st_global_s32x4(output.y, y_index + int64(t) * pitch + vector * 4, a, b, c, d)
+
+    return store_buffer
+
+
+@cache
+def make_write_buffers(n, first=0):
+    """Make ``write(smem, buffer, offset, acc)``: write columns ``first`` to ``n`` of ``acc`` in bf16, 64 per buffer.
+
+    ``offset`` is the lane's, see `make_stmatrix_rows`; ``buffer`` is the first buffer.
+    """
+    more, stmatrix_rows = first + BUFFER_COLUMNS < n, make_stmatrix_rows(n, first)
+    write_next = make_write_buffers(n, first + BUFFER_COLUMNS) if more else None
+
+    @cuda.jit(device=True)
+    def write(smem, buffer, offset, acc):
+        stmatrix_rows(smem.u8, int32(buffer + offset), acc)
+        if more:
+            write_next(smem, int32(buffer + BUFFER_BYTES), offset, acc)
+
+    return write
+
+
+@cache
+def make_store(n, layout, first_buffer=0):
     """Make ``store(smem, output, warp, lane, acc, row, rows, column)``: store a warp's rows by ``n`` columns in bf16.
 
-    It starts with column ``first`` of the tile. The warp's rows begin at ``row``, and ``rows`` of them exist.
+    The warp's rows begin at ``row`` of y, and ``rows`` of them exist; ``column`` is the first column. A tile that is
+    stored in two parts uses the buffers from ``first_buffer`` on for the second one.
     """
-    epilogue_offset, more, stmatrix_rows = layout.epilogue_offset, first + 64 < n, make_stmatrix_rows(n, first)
-    store_next = make_store(n, layout, first + 64) if more else None
+    epilogue_offset, warp_bytes = layout.epilogue_offset + first_buffer * BUFFER_BYTES, layout.epilogue_warp_bytes
+    write, store_buffer, waits = make_write_buffers(n), make_store_buffer(2), first_buffer == 0
 
     @cuda.jit(device=True)
     def store(smem, output, warp, lane, acc, row, rows, column):
-        if column + first < output.n:
-            buffer, t = int32(epilogue_offset + warp * EPILOGUE_BYTES), int32(lane & 15)
-            stmatrix_rows(smem.u8, int32(buffer + t * ROW_BYTES + (((t & 7) ^ (lane >> 4)) << 4)), acc)
-            cuda.syncwarp()
-            pitch = int32(output.n >> 1)
-            y_index = int64(row) * pitch + ((column + first) >> 1)
-            # A lane whose 8 columns lie beyond y stores nothing.
-            valid = rows if column + first + 8 * (lane & 7) < output.n else int32(0)
-            store_buffer(smem, buffer, output.y, lane, valid, y_index, pitch)
-            cuda.syncwarp()  # the next columns overwrite the buffer
-        if more:
-            store_next(smem, output, warp, lane, acc, row, rows, column)
+        buffer, t = int32(epilogue_offset + warp * warp_bytes), int32(lane & 15)
+        if waits:
+            wait_for_buffers(lane)
+        write(smem, buffer, int32(t * ROW_BYTES + (((t & 7) ^ (lane >> 4)) << 4)), acc)
+        publish_buffers()
+        for first in range(0, n, BUFFER_COLUMNS):
+            if column + first < output.n:
+                store_buffer(smem, output, buffer, lane, row, rows, int32(column + first))
+            buffer = int32(buffer + BUFFER_BYTES)
 
     return store
 
@@ -125,25 +190,26 @@ def make_store_silu_and_mul(layout):
     ``row`` and ``rows`` are as for :func:`make_store`. Each row's 128 columns have one scale, the largest magnitude
     over 448.
     """
-    epilogue_offset, activate, write_fp8 = layout.epilogue_offset, make_activate(), make_write_fp8()
+    epilogue_offset, warp_bytes = layout.epilogue_offset, layout.epilogue_warp_bytes
+    activate, write_fp8, store_buffer = make_activate(), make_write_fp8(), make_store_buffer(4)
 
     @cuda.jit(device=True)
     def store(smem, output, warp, lane, gate, up, row, rows, column):
         values, largest_0, largest_1 = activate(gate, up)
         scale_0 = max(largest_of_quad(largest_0), float32(1e-10)) * float32(1 / FP8_MAX)
         scale_1 = max(largest_of_quad(largest_1), float32(1e-10)) * float32(1 / FP8_MAX)
-        buffer, own = int32(epilogue_offset + warp * EPILOGUE_BYTES), int32(lane >> 2)
+        buffer, own = int32(epilogue_offset + warp * warp_bytes), int32(lane >> 2)
+        wait_for_buffers(lane)
         t = int32(own + 8 * (lane & 1))
         address, xor = int32(buffer + t * ROW_BYTES), int32((t & 7) << 4)
         write_fp8(smem, address, xor, values, rcp_approx(scale_0), rcp_approx(scale_1), lane)
-        cuda.syncwarp()
-        pitch, scale_pitch = int32(output.n >> 2), int32(output.n >> 7)
-        store_buffer(smem, buffer, output.y, lane, rows, int64(row) * pitch + (column >> 2), pitch)
+        publish_buffers()
+        store_buffer(smem, output, buffer, lane, row, rows, column)
+        scale_pitch = int32(output.n >> 7)
         scale_index = int64(row + own) * scale_pitch + (column >> 7)
         if (lane & 3) == 0 and own < rows:
             output.y_scale[scale_index] = scale_0
         if (lane & 3) == 0 and own + 8 < rows:
             output.y_scale[scale_index + 8 * scale_pitch] = scale_1
-        cuda.syncwarp()  # the next tile overwrites the buffer
 
     return store

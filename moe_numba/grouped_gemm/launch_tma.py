@@ -2,6 +2,7 @@
 
 from moe_numba.grouped_gemm.checks import is_mn_major
 from moe_numba.grouped_gemm.config import THREADS
+from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address
@@ -19,7 +20,8 @@ EPILOGUE_INPUTS = "uint16*", "float32*", "int32*", "int32"
 def signature_of(config):
     """Return the signature of the kernel of a configuration, a GemmConfig or a BlockScaledConfig."""
     has_inputs = getattr(config, "has_inputs", False)
-    return with_scale_types((*SIGNATURE, *EPILOGUE_INPUTS) if has_inputs else SIGNATURE, config)
+    signature = with_scale_types((*SIGNATURE, *EPILOGUE_INPUTS) if has_inputs else SIGNATURE, config)
+    return (TENSOR_MAP, *signature) if isinstance(config, BlockScaledConfig) else signature  # its output has a map, too
 
 
 def with_scale_types(signature, config):
@@ -69,6 +71,7 @@ class TmaLaunch:
             None,
             self.x_map(rows),
             self.weight_map(self.view_weight(weight)),
+            *self.output_maps(outputs[0]),
             address(outputs[0]),
             address(outputs[-1]),
             lengths,
@@ -81,6 +84,10 @@ class TmaLaunch:
             *self.gather_sizes,
             *self.epilogue_arguments(lengths, *rest),
         )
+
+    def output_maps(self, y):
+        """Return the tensor maps of the output."""
+        return ()
 
     def epilogue_arguments(self, lengths, bias, scatter_indices, row_weights, *_):
         """Return the arguments of the epilogue."""

@@ -11,6 +11,7 @@ from moe_numba import simulator  # before numba: it chooses the engine
 from moe_numba.grouped_gemm import epilogue_block_scaled as epilogue
 from moe_numba.grouped_gemm import gather, reference
 from moe_numba.grouped_gemm import kernel_block_scaled as kernel
+from moe_numba.grouped_gemm import producer_block_scaled as producer
 from moe_numba.grouped_gemm import scheduler_pairs as pairs
 from moe_numba.grouped_gemm.checks import scale_strides
 from moe_numba.grouped_gemm.config import THREADS, GemmConfig
@@ -58,6 +59,7 @@ def launch_kernel(config, p, y, y_scale, blocks, seed, make_kernel):
             THREADS,
             TensorMap(p.x, (BOX_ROWS, 128), swizzle=128),
             TensorMap(p.weight, (1, config.half_rows, 128), swizzle=128),
+            TensorMap(y, (16, 128 // y.element_size()), swizzle=128),
             *(y.view(torch.int32), y_scale, lengths, p.starts, p.x_scale, p.weight_scale),
             *(groups, total, p.capacity, y.shape[1], k, *scale_strides(p.x_scale)),
             *(p.x.view(torch.uint8), indices, len(p.x), k),
@@ -197,8 +199,8 @@ def test_shared_memory_regions_do_not_overlap():
     config = layout.config
     regions = [  # bytes
         (0, config.stages * layout.stage_bytes),
-        (layout.epilogue_offset, 8 * 2048),
-        (4 * layout.scale_offset, 4 * config.stages * layout.stage_scales),
+        (layout.epilogue_offset, 8 * 16 * 2 * config.columns),
+        (4 * layout.factor_offset, 4 * config.stages * 4 * 128),
         (8 * layout.full, 8 * config.stages),
         (8 * layout.empty, 8 * config.stages),
         (4 * layout.tile_info_offset, 16 * config.stages),
@@ -209,52 +211,52 @@ def test_shared_memory_regions_do_not_overlap():
     ]
     for (start, size), (following, _) in zip(regions, [*regions[1:], (layout.bytes, 0)]):
         assert start + size <= following
-    assert layout.stage_bytes % 1024 == layout.epilogue_offset % 1024 == layout.scale_offset % 4 == 0
+    assert layout.stage_bytes % 1024 == layout.epilogue_offset % 1024 == layout.factor_offset % 4 == 0
     assert layout.bytes <= H200.shared_bytes
 
 
 WRONG = {
-    "a stage is read before it is full": (
-        kernel,
-        "                mbarrier_wait_parity(smem.barriers, full + stage, phase)\n                a, b, w_0",
-        "                a, b, w_0",
-    ),
+    "a stage is read before it is full": (kernel, "            if ready == 0:\n", "            if ready == 2:\n"),
     "a stage is filled while it is read": (
-        kernel,
+        producer,
         "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                mbarrier_arrive_expect",
         "                mbarrier_arrive_expect",
     ),
-    "scales are overwritten while they are read": (
-        kernel,
-        "                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n",
-        "",
+    "factors are overwritten while they are read": (
+        producer,
+        "        mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n        write(",
+        "        write(",
+    ),
+    "factors are published before they are written": (
+        producer,
+        "        mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n        write(",
+        "        arrive(smem, stage, lane)\n"
+        "        mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n        write(",
     ),
     "a stage is released before wgmma has read it": (
         kernel,
-        "            product = wait(wgmma(x, weight))\n            release_stage(smem, stage, lane)\n            a_0",
-        "            product = wgmma(x, weight)\n            release_stage(smem, stage, lane)\n"
-        "            product = wait(product)\n            a_0",
+        "            product = wait(product)\n            release_stage(smem, stage, lane)\n",
+        "            release_stage(smem, stage, lane)\n            product = wait(product)\n",
     ),
     "a warpgroup without rows does not wait for its stages": (
         kernel,
         "            mbarrier_wait_parity(smem.barriers, full + stage, phase)\n            release_stage",
         "            release_stage",
     ),
-    "too few bytes are expected": (kernel, "full + stage, tma_bytes)", "full + stage, tma_bytes - 16)"),
+    "too few bytes are expected": (producer, "full + stage, tma_bytes)", "full + stage, tma_bytes - 16)"),
     "consumers request more registers than producers release": (kernel, "else (56, 224)", "else (56, 240)"),
     "rows of the next group are stored": (epilogue, "        if t < rows:", "        if t < 16:"),
-    "the wrong group's weight is loaded": (kernel, "k, column, group, barriers", "k, column, int32(0), barriers"),
-    "the wrong group's weight scales are loaded": (kernel, "find_weight(info.group, ", "find_weight(int32(0), "),
-    "all columns have the first weight scale": (kernel, "columns + lane * SCALED_COLUMNS", "columns"),
-    "a thread's second row has the first one's scale": (
-        kernel,
-        "smem.f32[uint32(offset + row + 8)]",
-        "smem.f32[uint32(offset + row)]",
-    ),
+    "the wrong group's weight is loaded": (producer, "k, column, group, barriers", "k, column, int32(0), barriers"),
+    "the wrong group's weight scales are loaded": (producer, "find_weight(info.group, ", "find_weight(int32(0), "),
+    "all columns have the first weight scale": (producer, "columns + i * width", "columns"),
+    "all tiles have the first one's factors": (producer, "int32(min(4, (k_blocks - 1) & -4))", "int32(-1)"),
+    "TMA stores a buffer before it is written": (epilogue, "    fence_proxy_async_shared()\n", ""),
+    "a buffer is overwritten while TMA reads it": (epilogue, "        bulk_wait_read()\n", "        pass\n"),
+    "a thread's second row has the first one's scale": (kernel, "int32(offset + 4 * 8)", "offset"),
     "the last stage is left out": (
         kernel,
-        "for k_block in range(k_blocks):\n            offset",
-        "for k_block in range(k_blocks - 1):\n            offset",
+        "        for _ in range(k_blocks):\n            if ready == 0:",
+        "        for _ in range(k_blocks - 1):\n            if ready == 0:",
     ),
     "the epilogue does not undo its swizzle": (epilogue, "((vector ^ (t & 7)) << 4)", "(vector << 4)"),
 }
@@ -277,7 +279,11 @@ def test_wrong_kernels_are_rejected(what, device):
 
 
 WRONG_PAIRS = {
-    "both CTAs load the same half of the weights": (kernel, "row, to = second if rank else column", "row, to = column"),
+    "both CTAs load the same half of the weights": (
+        producer,
+        "row, to = second if rank else column",
+        "row, to = column",
+    ),
     "a stage is released in one CTA only": (kernel, "make_release(cluster_size)", "make_release(1)"),
     "both CTAs compute the first rows": (pairs, "                begin = middle", "                end = middle"),
     "both CTAs compute the first columns": (pairs, "int32(n_tile + rank)", "n_tile"),
@@ -303,14 +309,14 @@ WRONG_GATHER = {
     "gathered rows are not waited for": (gather, "    cp_async_wait_all()\n", ""),
     "gathered rows are not fenced": (gather, "    fence_proxy_async_shared()\n", ""),
     "gathered rows are copied into a stage that is read": (
-        kernel,
-        "                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n                    if gather",
-        "                    if gather",
+        producer,
+        "                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n                    copy_rows",
+        "                    copy_rows",
     ),
     "a row has the scales of the row of its own number": (
-        kernel,
-        "x_row >= 0, int64(x_row) * strides.row",
-        "x_row >= 0, index",
+        producer,
+        "int64(row) * strides.row + offset",
+        "int64(info.row + lane + 32 * i) * strides.row + offset",
     ),
     "an index beyond x is used": (gather, "index if index < source.x_rows else int32(-1)", "index"),
 }
@@ -329,9 +335,14 @@ def test_wrong_gathers_are_rejected(what, device):
 
 
 WRONG_SILU = {
-    "a tile beyond the weight is stored": (kernel, "rows if column < n else int32(0)", "rows"),
-    "gate is loaded in place of up": (kernel, "int32(n + column) if silu", "int32(column) if silu"),
-    "up has gate's scales": (kernel, "(a * w_second, b * w_second)", "(a * w_0, b * w_0)"),
+    "a tile beyond the weight is stored": (producer, "rows if column < n else int32(0)", "rows"),
+    "gate is loaded in place of up": (producer, "int32(n + column) if silu", "int32(column) if silu"),
+    "up has gate's scales": (kernel, "(a[1], b[1])", "(a[0], b[0])"),
+    "the first half's result is overwritten": (
+        kernel,
+        "product = wait(wgmma(product, x, uint64(",
+        "first = wait(wgmma(product, x, uint64(",
+    ),
     "the scale leaves out half of the columns": (
         epilogue,
         "    return max(value, cuda.shfl_xor_sync(FULL_MASK, value, 2))",
@@ -355,7 +366,7 @@ def test_wrong_activations_are_rejected(what, device):
 
 
 def test_a_kernel_that_stores_columns_beyond_y_is_rejected(device):
-    change = epilogue, "rows if column + first + 8 * (lane & 7) < output.n else int32(0)", "rows"
+    change = epilogue, "rows if column + vector_elements * vector < output.n else int32(0)", "rows"
     make_kernel = changed_maker(kernel, "make_kernel", *change)
     p = problem([70, 11], 80, 64, device)
     assert is_rejected(lambda seed: mismatch(run(SMALL, p, seed=seed, make_kernel=make_kernel), p.expected))

@@ -53,15 +53,15 @@ CONFIGS = {
     "silu, partial": dict(silu_and_mul=True, partial=True, subtile_m=128, mma_n=(128,), stages=4),
 }
 BLOCK_SCALED = {
-    "block-scaled": dict(block_n=256, stages=4),
+    "block-scaled": dict(block_n=256, stages=3, vector_x_scale=True, vector_weight_scale=True),
     "block-scaled, 192 columns": dict(),
-    "block-scaled, 128 columns": dict(block_n=128, stages=6, cluster_size=1),
-    "block-scaled, masked": dict(block_n=256, stages=4, row_layout="masked"),
+    "block-scaled, 128 columns": dict(block_n=128, stages=5, cluster_size=1),
+    "block-scaled, masked": dict(block_n=256, stages=3, row_layout="masked"),
     "block-scaled, silu": dict(block_n=256, stages=4, silu_and_mul=True),
     "block-scaled, silu, packed scales": dict(
         **dict(block_n=256, stages=4, silu_and_mul=True), **dict(packed_x_scale=True, packed_weight_scale=True)
     ),
-    "block-scaled, gather": dict(block_n=256, stages=4, cluster_size=1, gather=True),
+    "block-scaled, gather": dict(block_n=256, stages=3, cluster_size=1, gather=True),
     "block-scaled, silu, gather": dict(block_n=256, stages=4, silu_and_mul=True, cluster_size=1, gather=True),
 }
 # Every run compiles these, which tests name or which have the most registers, and a third of the others.
@@ -124,11 +124,10 @@ def test_shared_memory_is_enough(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_consumer_warps_do_not_spill(name, reports):
-    """No local memory is accessed between the first wgmma and the last, or twice with packed scales and gate and up."""
-    if "blocks" not in name and BLOCK_SCALED.get(name, {}).get("block_n") != 256:  # prologue and epilogue may spill
+    """No local memory is accessed between the first wgmma and the last."""
+    if name in CONFIGS and "blocks" not in name:  # with block scales producers, prologue and epilogue may spill
         # With float32 the number of tiles is spilled, which a consumer warp reads once per tile.
         assert reports[name].spilled_bytes <= (32 if name == "float32" else 0)
     opcodes = [opcode.split(".")[0] for opcode in reports[name].opcodes]
     wgmmas = [i for i, opcode in enumerate(opcodes) if opcode in ("QGMMA", "HGMMA")]
-    inside = [opcode for opcode in opcodes[wgmmas[0] : wgmmas[-1]] if opcode in ("LDL", "STL")]
-    assert len(inside) <= (2 if "packed" in name else 0)
+    assert not {"LDL", "STL"} & set(opcodes[wgmmas[0] : wgmmas[-1]])
