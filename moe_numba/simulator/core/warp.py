@@ -19,7 +19,7 @@ FULL_MASK = 0xFFFFFFFF
 def collective(what, mask, value=None, finish=None):
     """Wait for all lanes in `mask` to call `what` with this mask; `finish` maps {lane: value} to {lane: result}."""
     t = thread()
-    warp = t.block.warps[t.warp]
+    warp = t.unit
     mask = int(mask) & FULL_MASK
     if not mask >> t.lane & 1:
         raise MissingLane(f"{t} calls {what} with mask {mask:#010x}, which does not name it")
@@ -31,13 +31,7 @@ def collective(what, mask, value=None, finish=None):
         )
     if (what, members) not in warp.open_rendezvous:
         _check_no_cycle(t, warp, what, mask)
-    by_thread = finish and (lambda values: _by_thread(values, finish))
-    return t.rendezvous(warp, what, members.bit_count(), value, by_thread, members)
-
-
-def _by_thread(values, finish):
-    results = finish({t.lane: value for t, value in values.items()})
-    return {t: results[t.lane] for t in values}
+    return t.rendezvous(warp, what, members.bit_count(), value, finish, members, by_lane=True)
 
 
 def _check_no_cycle(t, warp, what, mask):
