@@ -10,6 +10,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import moe_numba  # noqa: F401, I001  before Numba: this import chooses the simulator or the GPU
 
 import contextlib
+import gc
 import sys
 
 import pytest
@@ -158,6 +159,11 @@ def pytest_collection_modifyitems(config, items):
     if unavailable:
         config.hook.pytest_deselected(items=unavailable)
         items[:] = [item for item in items if available(item)]
+
+
+def pytest_collection_finish():
+    """Leave the objects that imports and the collection have made out of garbage collections, to save their time."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

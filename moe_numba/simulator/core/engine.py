@@ -22,7 +22,6 @@ from moe_numba.simulator.core.errors import (
 from moe_numba.simulator.core.polling import LOADS
 from moe_numba.simulator.core.scheduler import Event
 
-
 _getcurrent = greenlet.getcurrent
 
 
