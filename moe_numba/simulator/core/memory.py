@@ -326,7 +326,7 @@ class Array:
 
         A computed one is hardly meant so, but comes from a missing check of a boundary; `wraparound` allows it.
         """
-        if type(i) is int and i >= 0:
+        if type(i) in _INTEGERS and i >= 0:
             return i
         parts = i if type(i) is tuple else (i,)
         negative = [n for n, k in enumerate(parts) if isinstance(k, (int, np.integer)) and k < 0]
