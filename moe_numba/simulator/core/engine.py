@@ -106,13 +106,16 @@ class Thread(greenlet.greenlet):
         must arrive (None: any threads of the scope).
         With `wait=False` the thread arrives and continues. `site` is kept for callers that compare source lines.
         """
-        opened, key, world = scope.open_rendezvous, (what, mask), self.grid.world
-        current = opened.get(key)
+        current = scope.open_rendezvous.get((what, mask))
         if current is None:
-            current = opened[key] = Rendezvous(scope, what, expected, mask, site)
-        elif self in current.values:
+            current = scope.open_rendezvous[what, mask] = Rendezvous(scope, what, expected, mask, site)
+        return self.arrive(current, value, finish, wait, by_lane)
+
+    def arrive(self, current, value, finish, wait, by_lane):
+        """Contribute `value` to an open Rendezvous; see `rendezvous`."""
+        values, world = current.values, self.grid.world
+        if self in values:
             raise SimulatorError(f"{self} arrived twice at {current}, at {source_location(sys._getframe())}")
-        values = current.values
         values[self] = value
         if world.events is not None:
             current.arrivals[self] = world.steps
@@ -121,8 +124,8 @@ class Thread(greenlet.greenlet):
             self.waits = current
         elif world.races is not None:
             current.departed[self] = world.races.depart(self)
-        if len(values) == expected:
-            del opened[key]
+        if len(values) == current.expected:
+            del current.scope.open_rendezvous[current.what, current.mask]
             self._complete(current, finish, by_lane)
         if wait:
             # The last thread to arrive waits as well: if it continued at once, lanes would resume in a fixed order.

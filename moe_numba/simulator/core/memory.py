@@ -25,6 +25,7 @@ watching = 0
 loads_left = LOADS  # before `polling` samples one; starts again whenever a thread waits
 _WATCHING_LOCK = threading.Lock()  # worlds may run in several OS threads
 
+_MALLOC_ALIGNMENT = 16  # of every new NumPy array, on 64-bit systems
 _INTEGERS = {int, np.int32, np.uint32, np.int64}  # the types of most indices
 
 
@@ -426,8 +427,8 @@ class LocalArray(Array):
 def local(shape, dtype, alignment):
     """Return a new local array."""
     array = _poisoned(shape, as_dtype(dtype)).copy()  # faster than `poison`; each call of a device function makes some
-    if array.__array_interface__["data"][0] % (alignment or 16):
-        array = poison(shape, array.dtype, alignment or 16)
+    if (alignment or 0) > _MALLOC_ALIGNMENT and array.__array_interface__["data"][0] % alignment:
+        array = poison(shape, array.dtype, alignment)
     return LocalArray(array, "a local array")
 
 
