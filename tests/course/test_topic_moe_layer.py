@@ -1,6 +1,10 @@
 """Benchmark topic moe_layer: checks before timing, rows, figure and table."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +12,10 @@ import torch
 from helpers.bench_topics import ABOUT, patch_topic, record_of
 from helpers.figures import misplaced
 
-from moe_numba.course.bench import records, topic
+from moe_numba.course.bench import compile_layers, records, topic
 from moe_numba.course.bench.topics import moe_layer_measure
 
+ROOT = Path(__file__).parents[2]
 moe_layer = topic("moe_layer")
 LAYERS = (
     moe_layer_measure.Layer("small FP8", 4, 128, 128, "e4m3", (1,), topk=2),
@@ -134,3 +139,36 @@ def test_output_that_a_peer_does_not_write_again_is_seen(monkeypatch, device, ca
     keep = lambda out: kept[-1] if kept and kept[-1].shape == out.shape else kept.append(out) or out
     _, found = steps_of(make_peer(keep, ("block",)), monkeypatch, device)
     assert not found and "was not written, or is NaN" in capsys.readouterr().err
+
+
+COMPILE = """
+from moe_numba.course.bench.compile_layers import compile_share
+from moe_numba.course.bench.topics.moe_layer_measure import Layer
+from moe_numba.runtime.device import H200
+
+layers = Layer("one", 8, 128, 128, "bf16", (1,), topk=2), Layer("other", 8, 128, 64, "bf16", (1,), topk=2)
+print(compile_share(H200, layers, 3, 1))
+"""
+
+
+def test_a_process_compiles_its_share(tmp_path):
+    """Four kernels, of which the second of three processes compiles the second."""
+    env = os.environ | {"MOE_NUMBA_SIMULATE": "0", "MOE_NUMBA_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+    assert done.stdout == "1\n", done.stderr
+    assert len(list(tmp_path.glob("*.cubin"))) == 1
+
+
+def test_arguments_of_all_layers_are_accepted():
+    """Compile-only calls have the shapes and dtypes of the layers that are measured."""
+    for layer in LAYERS:
+        given = compile_layers.empty_arguments(layer, 3)
+        weights = moe_layer_measure.make_weights(layer, "cpu")
+        for name, tensor in zip(("w13", "w2", "w13_scale", "w2_scale"), weights, strict=True):
+            own = given.get(name)
+            assert (own is None) == (tensor is None)
+            assert own is None or (own.shape, own.dtype) == (tensor.shape, tensor.dtype)
+        options = moe_layer_measure.make_options(layer, "cpu") or dict(activation="silu")
+        assert {name: given[name].shape for name in options if name != "activation"} == {
+            name: tensor.shape for name, tensor in options.items() if name != "activation"
+        }

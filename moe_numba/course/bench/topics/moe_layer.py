@@ -86,7 +86,7 @@ def readme_table(record):
     provenance = plots.provenance(record)
     text = (
         "Kernel time in microseconds, with 8 experts per token (gpt-oss: 4, Mixtral: 2), drawn evenly at random. Those "
-        "of DeepSeek-V3 on one GPU or as one of 8, and of Mixtral, are in FP8, the others in bfloat16, if not in MXFP4. "
+        "of DeepSeek-V3, if not tensor parallel, and of Mixtral are in FP8, the others in bfloat16, if not in MXFP4. "
         "The speed of light is the time to read the weights of all chosen experts once, or to multiply. "
         f"{_about_peers(record, named)}{provenance[0].upper()}{provenance[1:]}."
     )
