@@ -111,14 +111,15 @@ def fused_experts(
     - bfloat16: :func:`group_by_expert`, :func:`group_gemm_silu_and_mul_bf16` of gathered rows,
       :func:`group_gemm_bf16`, :func:`weighted_sum`. On a GPU without wgmma, for transposed w13, and for "silu" with a
       limit the activation is a launch of its own: :func:`group_gemm_bf16`, then :func:`silu_and_mul`.
-      With one token, and with a few that hardly share an expert, two launches instead: the activations of each
-      assignment, and their products with w2, weighted and added.
     - MXFP4: the same grouped GEMMs with :func:`group_gemm_silu_and_mul_mxfp4` and :func:`group_gemm_mxfp4`.
     - FP8, block scales: :func:`group_by_expert`, :func:`per_token_cast_to_fp8`,
       :func:`group_gemm_silu_and_mul_blockwise_fp8` of gathered rows, :func:`group_gemm_blockwise_fp8`,
       :func:`weighted_sum`.
     - FP8, a scale per expert: :func:`group_by_expert`, :func:`per_token_quant_fp8`, :func:`group_gemm_pertensor_fp8`
       of gathered rows, :func:`silu_and_mul_quant_fp8`, :func:`group_gemm_pertensor_fp8`, :func:`weighted_sum`.
+
+    With one token, and with a few that hardly share an expert, in bfloat16 and with block scales, two launches instead:
+    the activations of each assignment, and their products with w2, weighted and added.
 
     With more rows per expert on average (64; with block scales 2, in MXFP4 12) the first grouped GEMM does not gather:
     :func:`permute_tokens` is launched before it, or the cast to FP8 permutes. Results between launches are bfloat16 or
@@ -140,8 +141,7 @@ def fused_experts(
     t = ExpertsTensors(x, *(t if t is None else as_tensor(t, name) for t, name in zip(given, _NAMES[1:], strict=True)))
     key = activation, alpha, limit, type(alpha), type(limit), *map(tensor_key, t)
     plan = _plans.get(key) or remember(_plans, key, _make_plan(t, activation, alpha, limit))
-    *sizes, outputs = plan
-    shape = sizes[0]
+    shape, chosen, fuses, decodes, outputs = plan
     for name in _ALIGNED:
         if (tensor := getattr(t, name)) is not None:
             check_aligned(name, tensor)
@@ -154,7 +154,7 @@ def fused_experts(
         memory = workspace
     (result,) = outputs(out)
     if tokens:
-        call = ExpertsCall(t, *sizes, memory.intermediates(tokens))
+        call = ExpertsCall(t, shape, chosen, fuses, decodes, memory.intermediates(tokens))
         for launch in launches_of(call, result).values():
             launch()
     return result if out is None else out

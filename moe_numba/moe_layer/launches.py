@@ -18,7 +18,7 @@ from moe_numba.grouped_gemm import (
 )
 from moe_numba.grouped_gemm.checks import has_wgmma, is_mn_major
 from moe_numba.moe_layer.activation import Activation, silu_and_mul
-from moe_numba.moe_layer.decode import decode_down, decode_gate_up
+from moe_numba.moe_layer.decode import decode_launches
 from moe_numba.moe_layer.per_token_quant import per_token_quant_fp8, silu_and_mul_quant_fp8
 from moe_numba.moe_layer.permute import permute_cast_to_fp8, permute_tokens
 from moe_numba.moe_layer.routing import group_by_expert
@@ -97,11 +97,7 @@ def launches_of(call: ExpertsCall, out: torch.Tensor) -> Launches:
     """
     t, memory, indices = call.tensors, call.memory, call.inverse_indices
     if call.decodes:
-        (activated,) = memory.activated
-        return {
-            "gate_up": partial(decode_gate_up, t, call.activation, activated),
-            "down": partial(decode_down, t, activated, out),
-        }
+        return decode_launches(call, out)
     return {
         "group_by_expert": partial(group_by_expert, t.topk_ids, len(t.w13), out=memory.routing),
         **_EXPERTS[call.shape.format](call),
