@@ -22,7 +22,6 @@ from moe_numba.runtime.outputs import remember
 # weights once for each assignment, the grouped GEMMs once for each expert.
 MAX_ASSIGNMENTS_PER_EXPERT = 1.06
 MAX_ASSIGNMENTS = 64
-_MIN_WARPS = 2048  # about 16 for each SM: with fewer, a warp computes fewer columns
 MIN_FP8_WARPS = 1024  # of the first kernel for FP8: with fewer, a grouped GEMM loads the weights faster
 _BIAS_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _BIAS_TYPES = {"": "uint16*", "bf16": "uint16*", "f32": "float32*"}
@@ -115,8 +114,9 @@ def _make_plan(which, t, activation, bias):
     num_experts, twice, hidden = t.w13.shape
     (tokens, topk), intermediate, is_first = t.topk_ids.shape, twice // 2, which == "gate_up"
     results = tokens * (topk * intermediate if is_first else hidden)
-    # The second kernel needs its registers to start beside the first: it has no vectors to share between columns.
-    columns = 2 if is_first and results >= 2 * _MIN_WARPS else 1
+    # Measured on an H100: the first kernel needs many warps, as a row of gate and one of up are long; those of w2 are
+    # short, and two of them share the loads of the activations.
+    columns = 1 if is_first else 2
     bias_dtype = "" if bias is None else _BIAS_NAMES[bias.dtype]
     shape = DecodeShape(num_experts, hidden, intermediate, topk, bias_dtype, columns)
     threads, num_items = 32 * shape.warps, results // columns

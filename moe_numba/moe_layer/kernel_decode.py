@@ -32,8 +32,8 @@ class DecodeShape(NamedTuple):
     topk: int
     bias: str  # dtype of the bias, "bf16" or "f32", or none
     columns: int  # of the result that a warp computes
-    max_loads: int = 8  # vectors of weights that a lane loads at once
-    warps: int = 8  # of a CTA
+    max_loads: int = 4  # vectors of weights that a lane loads at once
+    warps: int = 4  # of a CTA
 
 
 def _batch(steps, rows, max_loads):

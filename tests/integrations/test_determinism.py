@@ -51,7 +51,7 @@ def prompts_of(count, length, seed=0):
 def test_logits_are_the_same_in_each_run(name, count, length):
     model, prompts = make_fast_model(name), prompts_of(count, length)
     first = model(prompts).logits
-    assert first.isfinite().all() and not torch.equal(first, model(prompts.flip(1)).logits)
+    assert first.isfinite().all() and not torch.equal(first, model((prompts + 1) % 64).logits)
     for _ in range(RUNS):
         assert torch.equal(model(prompts).logits, first)
 
