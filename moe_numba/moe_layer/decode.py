@@ -119,7 +119,7 @@ def _make_plan(which, t, activation, bias):
     columns = 1 if is_first else 2
     bias_dtype = "" if bias is None else _BIAS_NAMES[bias.dtype]
     shape = DecodeShape(num_experts, hidden, intermediate, topk, bias_dtype, columns)
-    threads, num_items = 32 * shape.warps, results // columns
+    threads, num_items = 32 * shape.warps, results // shape.columns
     pointers = "uint16*", "uint16*", _BIAS_TYPES[bias_dtype], ID_TYPES[t.topk_ids.dtype]
     if is_first:
         kernel = make_decode_gate_up_kernel(shape, *activation)

@@ -311,13 +311,9 @@ def test_the_machine_code_in_fp8():
 
 
 def test_the_machine_code():
-    """16-byte loads, no spills; two CTAs of each kernel fit into the registers of an SM at the same time."""
-    registers = {"first": 0, "second": 0}
+    """16-byte loads, no spills; three CTAs of 128 threads fit into the registers of an SM."""
     for name, report in compile_apart("from moe_numba.moe_layer.kernel_decode import *", KERNELS).items():
-        assert report.spilled_bytes == 0 and report.stack_bytes == 0, name
-        which = name.split()[0]
-        registers[which] = max(registers[which], report.registers)
+        assert report.spilled_bytes == 0 and report.stack_bytes == 0 and report.registers <= 168, name
         if report.opcodes is not None:
             wide = [opcode for opcode in report.opcodes if opcode.startswith("LDG") and ".128" in opcode]
             assert len(wide) >= 5, name  # four of weights at once, and one of x
-    assert 2 * 128 * sum(-(-count // 8) * 8 for count in registers.values()) <= 65536
