@@ -71,6 +71,22 @@ def test_quick_has_one_number_of_tokens(monkeypatch):
     assert moe_layer.measure([], False) == [layer.token_counts for layer in moe_layer.LAYERS]
 
 
+def test_one_token_is_measured_with_groups_too(monkeypatch, device):
+    patch_topic(monkeypatch, moe_layer_measure, transformers_version=lambda: None)
+    layer = LAYERS[1]._replace(num_experts=5, token_counts=(1,), topk=3, num_shared=1)
+    rows = moe_layer_measure.measure([layer], (), str(device))
+    parts = [f"part: {name}" for name in ("gate_up", "down")]
+    assert [row["step"] for row in rows] == ["final", "grouped", "both GEMMs", *parts]
+    assert rows[0]["config"]["num_shared"] == 1 and rows[1]["floor_us"] == rows[0]["floor_us"]
+
+
+def test_shared_experts_are_those_of_every_token(device):
+    layer = LAYERS[1]._replace(num_experts=6, topk=3, num_shared=2)
+    weights = moe_layer_measure.make_weights(layer, str(device))
+    given = moe_layer_measure.make_inputs(layer, 40, *weights)
+    assert given.ids[:, 1:].tolist() == [[4, 5]] * 40 and set(given.ids[:, 0].tolist()) == {0, 1, 2, 3}
+
+
 def test_parts_compute_the_same_as_the_layer(device):
     for layer, tokens in ((LAYERS[0], 5), (LAYERS[1], 150)):
         given = moe_layer_measure.make_inputs(layer, tokens, *moe_layer_measure.make_weights(layer, str(device)))

@@ -2,8 +2,9 @@
 
 DeepSeek-V3's experts are in FP8 with block scales, all 256 of a layer for decoding and 32, the share of one of 8 GPUs,
 for a prompt; and in bfloat16 with an eighth of each expert's intermediate size, the share of a GPU with 8-way tensor
-parallelism. Those of Mixtral are in FP8 with a scale per expert, those of gpt-oss in bfloat16 and in MXFP4, the others
-in bfloat16. ``moe_layer_measure`` measures the rows, and describes what a module of ``--peers`` provides.
+parallelism, with the shared expert as a ninth of each token. Those of Mixtral are in FP8 with a scale per expert, those
+of gpt-oss in bfloat16 and in MXFP4, the others in bfloat16. ``moe_layer_measure`` measures the rows, and describes what
+a module of ``--peers`` provides.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ GPT_OSS: dict[str, Any] = dict(num_experts=32, hidden=2880, intermediate=2880, t
 LAYERS = (
     Layer("DeepSeek-V3", 256, 7168, 2048, "e4m3", (1, 16, 64)),
     Layer("DeepSeek-V3, 1 of 8 GPUs", 32, 7168, 2048, "e4m3", (4096,)),
-    Layer("DeepSeek-V3, tensor parallel on 8 GPUs", 256, 7168, 256, "bf16", (1, 8, 64)),
+    Layer("DeepSeek-V3, tensor parallel on 8 GPUs", 257, 7168, 256, "bf16", (1, 8, 64), topk=9, num_shared=1),
     Layer("Qwen3-30B-A3B", 128, 2048, 768, "bf16", (1, 16, 64, 4096)),
     Layer("128 experts of 2816 x 704", 128, 2816, 704, "bf16", (1, 64, 4096)),
     Layer("gpt-oss-20b", **GPT_OSS, dtype="bf16", token_counts=(1, 16, 64, 4096)),
@@ -85,7 +86,8 @@ def readme_table(record):
         lines.append(f"| {model} | {tokens} | {' | '.join(cells)} |")
     provenance = plots.provenance(record)
     text = (
-        "Kernel time in microseconds, with 8 experts per token (gpt-oss: 4, Mixtral: 2), drawn evenly at random. Those "
+        "Kernel time in microseconds, with 8 experts per token (gpt-oss: 4, Mixtral: 2; tensor parallel: also the "
+        "shared one), drawn evenly at random. With few tokens two GEMMs may be all launches of a layer. The experts "
         "of DeepSeek-V3, if not tensor parallel, and of Mixtral are in FP8, the others in bfloat16, if not in MXFP4. "
         "The speed of light is the time to read the weights of all chosen experts once, or to multiply. "
         f"{_about_peers(record, named)}{provenance[0].upper()}{provenance[1:]}."

@@ -29,6 +29,7 @@ from moe_numba.moe_layer.decode import uses_decode_kernels
 from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of
 
 TRANSFORMERS = "peer:transformers"
+GROUPED = "grouped"  # with grouped GEMMs, where `fused_experts` takes the two kernels for few tokens
 GATHERED_BYTES = 16 << 30  # batched_mm copies the weights of each assignment: leave out larger copies
 # Relative error of a layer's output; see tests/kernels/test_moe_layer.py and test_moe_layer_formats.py.
 BOUND, BOUND_OF_ROW_SCALES = 1e-2, 2.5e-2
@@ -38,7 +39,7 @@ BOUNDS_OF_PEERS = {"none": 1e-2, "block": 2.5e-2, "tensor": 6e-2, "mxfp4": 1e-2}
 
 
 class Layer(NamedTuple):
-    """Sizes of a layer; each token has ``topk`` experts, drawn evenly at random."""
+    """Sizes of a layer; each token has ``topk`` experts, the shared ones and others drawn evenly at random."""
 
     model: str
     num_experts: int
@@ -49,12 +50,17 @@ class Layer(NamedTuple):
     topk: int = 8
     scaling: str = "block"  # of e4m3: a scale per 128 x 128 block, or "tensor", one per expert
     activation: str = "silu"  # "swigluoai" with biases, as gpt-oss
+    num_shared: int = 0  # the last experts, which every token has
 
     @property
     def config(self) -> dict[str, Any]:
         """Configuration of a row."""
         names = "model", "num_experts", "hidden", "intermediate", "topk"
-        changed = [name for name in ("scaling", "activation") if getattr(self, name) != self._field_defaults[name]]
+        changed = [
+            name
+            for name in ("scaling", "activation", "num_shared")
+            if getattr(self, name) != self._field_defaults[name]
+        ]
         return {name: getattr(self, name) for name in (*names, *changed)}
 
 
@@ -135,10 +141,13 @@ def make_options(layer, device):
 
 
 def make_inputs(layer, tokens, w13, w2, w13_scale, w2_scale):
-    """Draw tokens, and their experts evenly at random."""
+    """Draw tokens, and their experts evenly at random except for the shared ones."""
     random = torch.Generator(w13.device).manual_seed(tokens)
     draw = partial(torch.rand, generator=random, device=w13.device)
-    ids = draw(tokens, layer.num_experts).topk(layer.topk).indices.int()
+    routed = layer.num_experts - layer.num_shared
+    ids = draw(tokens, routed).topk(layer.topk - layer.num_shared).indices
+    shared = torch.arange(routed, layer.num_experts, device=ids.device).expand(tokens, -1)
+    ids = torch.cat([ids, shared], dim=1).int()
     x = (2 * draw(tokens, layer.hidden) - 1).bfloat16()
     return Inputs(x, w13, w2, draw(tokens, layer.topk), ids, w13_scale, w2_scale)
 
@@ -149,7 +158,10 @@ def measure_layer(layer, given, options, peers=()):
     workspace = ExpertsWorkspace(tokens, layer.topk, given.w13, given.w2, layer.scaling)
     out = torch.empty_like(given.x)
     ours = partial(moe_numba.fused_experts, *given, out=out, workspace=workspace, **options)
-    calls = {"final": ours} | transformers_calls(layer, given, options) | peer_calls(layer, given, options, peers)
+    calls = {"final": ours}
+    if uses_decode_kernels(workspace.shape, tokens, layer.topk, given.w13, given.w2):
+        calls[GROUPED] = grouped_call(given, workspace, options)
+    calls |= transformers_calls(layer, given, options) | peer_calls(layer, given, options, peers)
     drop_wrong(calls, reference.fused_experts(*given, **options), layer)
     floor_us, flops = lower_bound(layer, given.ids)
     parts = part_calls(given, workspace, out, options)
@@ -203,13 +215,24 @@ def lower_bound(layer, ids):
     return max(num_bytes / limits.hbm_bandwidth, flops / limits.tensor_flops[TORCH_NAMES[layer.dtype]]) * 1e6, flops
 
 
-def part_calls(given, workspace, out, options):
-    """Return {name: call} of the launches of ``fused_experts``, on the results that it left in its workspace."""
+def grouped_call(given, workspace, options):
+    """Return a call of ``fused_experts`` with grouped GEMMs, however few tokens there are."""
+    out = torch.empty_like(given.x)
+    launches = part_calls(given, workspace, out, options, decodes=False).values()
+    return lambda: [launch() for launch in launches] and out
+
+
+def part_calls(given, workspace, out, options, decodes=None):
+    """Return {name: call} of the launches of ``fused_experts``, on the results that it left in its workspace.
+
+    ``decodes``: whether they are the two kernels for few tokens; by default where ``fused_experts`` takes them.
+    """
     activation = check_activation(options.get("activation", "silu"), ALPHA, None)
     biases = {name: value for name, value in options.items() if name.endswith("bias")}
     tensors = ExpertsTensors(*given, **biases)
     fuses = can_fuse_activation(given.w13, workspace.shape.format, activation)
-    decodes = uses_decode_kernels(workspace.shape, *given.ids.shape, given.w13, given.w2)
+    if decodes is None:
+        decodes = uses_decode_kernels(workspace.shape, *given.ids.shape, given.w13, given.w2)
     memory = workspace.intermediates(len(given.x))
     return launches_of(ExpertsCall(tensors, workspace.shape, activation, fuses, decodes, memory), out)
 
