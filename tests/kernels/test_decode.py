@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.wrong_kernels import changed, is_rejected
 
+import moe_numba
 from moe_numba import simulator
 from moe_numba.grouped_gemm.reference import mismatch, quantise_blocks
 from moe_numba.moe_layer import (
@@ -281,6 +282,53 @@ def test_wrong_fp8_kernels_are_rejected(name, device, monkeypatch):
     for scales in ("w13_scale", "w2_scale"):  # blocks differ
         given[scales] *= torch.rand(given[scales].shape, generator=torch.Generator().manual_seed(0)).to(device) + 0.5
     assert is_rejected(lambda seed: wrong(fused_experts(**given), given), seeds=1) == bool(name)
+
+
+# On a GPU: real sizes, and launches that overlap
+
+
+LARGE = {"bf16": (1, 9, 64, 7168, 256), "fp8": (1, 8, 64, 7168, 2048)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LARGE)
+def test_large(name, counted):
+    given = (make_fp8_inputs if name == "fp8" else make_inputs)(*LARGE[name], "cuda")
+    first = fused_experts(**given)
+    assert len(counted) == 2
+    # Tensor cores and roundings in between; see test_moe_layer.py.
+    assert mismatch(first, reference.fused_experts(**given), 1e-2) is None
+    assert all(torch.equal(fused_experts(**given), first) for _ in range(100))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LARGE)
+def test_layers_that_overlap_in_a_graph(name):
+    """The second kernel reads ids before it waits: in each layer a gate writes new ones to the same memory."""
+    tokens, topk, experts, hidden, intermediate = LARGE[name]
+    given = (make_fp8_inputs if name == "fp8" else make_inputs)(*LARGE[name], "cuda", shared=False)
+    random = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(30, tokens, experts, generator=random, device="cuda")
+    routing = given.pop("topk_weights"), given.pop("topk_ids")
+    results = torch.empty(len(logits), tokens, hidden, dtype=torch.bfloat16, device="cuda")
+    workspace = ExpertsWorkspace(tokens, topk, given["w13"], given["w2"])
+
+    def run(after_each):
+        for of_layer, out in zip(logits, results, strict=True):
+            moe_numba.biased_grouped_topk(of_layer, None, topk, scoring="softmax", out=routing)
+            weights, ids = routing
+            fused_experts(**given, topk_weights=weights, topk_ids=ids, out=out, workspace=workspace)
+            after_each()
+
+    run(torch.cuda.synchronize)
+    expected, graph = results.clone(), torch.cuda.CUDAGraph()
+    assert expected.isfinite().all() and not torch.equal(expected[0], expected[1])
+    with torch.cuda.graph(graph):
+        run(lambda: None)
+    for _ in range(20):
+        results.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(results, expected)
 
 
 _POINTERS = "uint16*", "uint16*", "uint16*", "int32*"
