@@ -287,7 +287,7 @@ def test_wrong_fp8_kernels_are_rejected(name, device, monkeypatch):
 # On a GPU: real sizes, and launches that overlap
 
 
-LARGE = {"bf16": (1, 9, 64, 7168, 256), "fp8": (1, 8, 64, 7168, 2048)}
+LARGE = {"bf16": (1, 9, 64, 7168, 256), "fp8": (1, 8, 16, 7168, 1024)}
 
 
 @pytest.mark.gpu
