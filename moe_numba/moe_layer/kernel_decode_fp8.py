@@ -126,7 +126,7 @@ def make_decode_fp8_gate_up_kernel(shape: DecodeFp8Shape):
 
     @cuda.jit
     def decode_fp8_gate_up(x, w13, w13_scale, topk_ids, activated, token_stride, column_stride):
-        x_words, x_scales = cuda.shared.array(words_of_x, int32), cuda.shared.array(groups, float32)
+        x_words, x_scales = cuda.shared.array(words_of_x, int32, 16), cuda.shared.array(groups, float32)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()
         lane, warp = int32(cuda.threadIdx.x & 31), uniform(int32(cuda.threadIdx.x >> 5))
@@ -219,7 +219,7 @@ def make_decode_fp8_down_kernel(shape: DecodeFp8Shape, has_shared):
 
     @cuda.jit
     def decode_fp8_down(activated, w2, w2_scale, topk_ids, topk_weights, shared, out, token_stride, column_stride):
-        x_words, x_scales = cuda.shared.array(words_of_all, int32), cuda.shared.array(scales_of_all, float32)
+        x_words, x_scales = cuda.shared.array(words_of_all, int32, 16), cuda.shared.array(scales_of_all, float32)
         sums = cuda.shared.array(sums_of_all, float32)
         lane, warp = int32(cuda.threadIdx.x & 31), uniform(int32(cuda.threadIdx.x >> 5))
         token = int32(uint32(cuda.blockIdx.x) // uint32(ctas_per_token))
