@@ -125,8 +125,7 @@ class ExpertParallelMoE(nn.Module):
         shared.record_stream(current)
 
     def _exchange(self, x, topk_weights, topk_ids, shared):
-        """Dispatch, compute and combine."""
-        topk_ids = topk_ids.masked_fill((topk_ids < 0) | (topk_ids >= self.num_experts), -1)
+        """Dispatch, compute and combine. Layout and dispatch ignore ids that are no expert's."""
         per_rank, _, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(topk_ids, self.num_experts)
         received, ids, weights, _, handle, _ = self.buffer.dispatch(
             per_token_cast_to_fp8(x) if self.fp8_dispatch else x,
