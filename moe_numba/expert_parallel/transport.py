@@ -55,6 +55,8 @@ def check_same_on_all_ranks(transport, name, value):
 class Transport:
     """Common part of all backends."""
 
+    can_repeat = True  # whether a rank may launch a kernel again that its peers launch once, and wait in
+
     def __init__(self):
         self._prepared, self._num_allocations = {}, 0
 
