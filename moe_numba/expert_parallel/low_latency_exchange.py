@@ -10,7 +10,7 @@ from moe_numba.expert_parallel import low_latency_checks as checks
 from moe_numba.expert_parallel.compile_ahead import KernelDefinition
 from moe_numba.expert_parallel.config import TOPK_IDX_POINTERS
 from moe_numba.expert_parallel.kernels import low_latency_combine, low_latency_dispatch
-from moe_numba.expert_parallel.kernels.low_latency_layout import SENTINEL, STATE_WORDS, LowLatencyShape
+from moe_numba.expert_parallel.kernels.low_latency_layout import CTA_STATE, SENTINEL, LowLatencyShape
 from moe_numba.expert_parallel.launch_plans import Kernel, load
 from moe_numba.expert_parallel.low_latency_config import combined, dispatched
 from moe_numba.expert_parallel.transport import check_same_on_all_ranks
@@ -48,11 +48,8 @@ class _Exchange:
         checks.check_shape(shape, gpu_of(device).shared_bytes)
         self._sentinels = sentinels
         self.shared: Any = transport.allocate(4 * words)
-        self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self.mask_ptr = address(rank_mask.mask)
         self.wait_ns = torch.zeros(shape.num_ranks, dtype=torch.int64, device=device)
-        local, status = self.shared.local.view(torch.int32), rank_mask.status
-        self._common_arguments = tuple(map(address, (local, self.shared.addresses, self.state, status)))
         # At most one CTA for each part of a row that this rank sends or receives. Dispatch receives all slots and sends
         # the rank's tokens; combine receives these and sends the other ranks' slots.
         rows = shape.slots + (shape.max_tokens if receives_slots and shape.num_ranks > 1 else 0)
@@ -61,6 +58,9 @@ class _Exchange:
         num_sms = num_sms or max(1, gpu_of(device).sm_count // len(sharing))
         fit_in_shared = (gpu_of(device).shared_bytes + _RESERVED_BYTES) // (shape.shared_bytes + _RESERVED_BYTES)
         self.grid = min(items, num_sms * min(shape.ctas_per_sm, fit_in_shared))
+        self.state = torch.zeros(CTA_STATE + 2 * self.grid, dtype=torch.int32, device=device)
+        local, status = self.shared.local.view(torch.int32), rank_mask.status
+        self._common_arguments = tuple(map(address, (local, self.shared.addresses, self.state, status)))
         self._kernels = {
             phase: Kernel(self, self.definition(shape, self.topk_idx_dtype, phase)) for phase in (BOTH, SEND, RECEIVE)
         }

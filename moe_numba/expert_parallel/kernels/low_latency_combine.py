@@ -17,14 +17,14 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64, uint32, uint64
 
-from moe_numba.expert_parallel.kernels.low_latency_layout import EXPIRED, POISONED, RECEIVED, SENT, SENTINEL
+from moe_numba.expert_parallel.kernels.low_latency_layout import CTA_STATE, POISONED, SENTINEL
 from moe_numba.expert_parallel.kernels.low_latency_protocol import (
     COMBINE_ROW,
     POLLS_PER_CHECK,
     STARTED,
     LowLatencyContext,
+    count_operation,
     has_arrived,
-    is_last_block,
     make_slot_at,
     make_token_routing,
     masked_ranks,
@@ -35,7 +35,7 @@ from moe_numba.expert_parallel.kernels.low_latency_protocol import (
 )
 from moe_numba.expert_parallel.kernels.low_latency_sums import add_row, make_hide_sentinel, make_sum_format, round_sums
 from moe_numba.ptx.arithmetic import uint_as_float
-from moe_numba.ptx.atomics import ld_relaxed_gpu_s32, st_relaxed_gpu_s32, st_relaxed_sys_s32, st_release_sys_s32
+from moe_numba.ptx.atomics import ld_relaxed_gpu_s32, st_relaxed_sys_s32, st_release_sys_s32
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.memory import (
     griddepcontrol_launch_dependents,
@@ -337,7 +337,8 @@ def make_low_latency_combine(shape):
         senders, first_receiver = roles(grid, sends, receives, (slots - own_slots) * parts, ctas_per_sender)
         # What a CTA needs first is loaded at once: none of these loads waits for another one.
         loaded, row = cuda.local.array(loaded_words, int32), int32(-1)
-        sent, received = ld_relaxed_gpu_s32(state, SENT), ld_relaxed_gpu_s32(state, RECEIVED)
+        own_state = int32(CTA_STATE + 2 * block)
+        sent, received = ld_relaxed_gpu_s32(state, own_state), ld_relaxed_gpu_s32(state, own_state + 1)
         if sends and block < senders:
             row = load_item(x, slot_rows, rank, int32(own_slots * parts + block), loaded)
         masked = masked_ranks(ctx, num_ranks)
@@ -366,12 +367,7 @@ def make_low_latency_combine(shape):
                 waited = wait_ns[tid]
                 wait_number(ctx, tid, number, STARTED, tid, int32(-1))
                 wait_ns[tid] = waited + int64(globaltimer() - start)
-        if is_last_block(state, False):
-            if sends:
-                st_relaxed_gpu_s32(state, SENT, int32(sent + 1))
-            if receives:
-                st_relaxed_gpu_s32(state, RECEIVED, int32(received + 1))
-                st_relaxed_gpu_s32(state, EXPIRED, int32(0))
+        count_operation(state, own_state, sends, sent, receives, received)
 
     return low_latency_combine
 

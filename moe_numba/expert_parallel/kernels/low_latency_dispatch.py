@@ -17,13 +17,12 @@ from functools import cache
 from numba import cuda, int32, int64, uint32
 
 from moe_numba.expert_parallel.kernels.low_latency_layout import (
+    CTA_STATE,
     EXPIRED,
     ID_BITS,
     NO_EXPERT,
     POISONED,
-    RECEIVED,
     REPEATED,
-    SENT,
     SENTINEL,
 )
 from moe_numba.expert_parallel.kernels.low_latency_packing import make_place_rows
@@ -31,6 +30,7 @@ from moe_numba.expert_parallel.kernels.low_latency_protocol import (
     DISPATCH_ROW,
     LowLatencyContext,
     copied,
+    count_operation,
     is_last_block,
     make_slot_at,
     make_token_routing,
@@ -263,7 +263,8 @@ def make_low_latency_dispatch(shape):
         senders, first_receiver = roles(grid, sends, receives, items, ctas_per_sender)
         # What a CTA needs first is loaded at once: none of these loads waits for another one.
         loaded, expert = cuda.local.array(num_raw_words, int32), int32(-1)
-        sent, received = ld_relaxed_gpu_s32(state, SENT), ld_relaxed_gpu_s32(state, RECEIVED)
+        own_state = int32(CTA_STATE + 2 * block)
+        sent, received = ld_relaxed_gpu_s32(state, own_state), ld_relaxed_gpu_s32(state, own_state + 1)
         if sends:
             expert = load_item(x, topk_idx, block, items if block < senders else int32(0), num_tokens, loaded)
         masked = masked_ranks(ctx, num_ranks)
@@ -323,23 +324,20 @@ def make_low_latency_dispatch(shape):
                     cuda.syncthreads()  # before another slot's rows replace these
             if expert_major:  # rows do not wait for the counts
                 count_experts(shared, block_of_receivers, receivers, layout_range, recv_count, total_count)
-        is_last = int32(is_last_block(state, receives and expert_major))
-        expired = is_last != 0 and receives and ld_relaxed_gpu_s32(state, EXPIRED) != 0
-        if expert_major and cuda.syncthreads_or(int32(expired)) != 0:
-            # CTAs may have seen different metadata of a late rank, and placed rows differently: none of them counts.
-            for i in range(tid, slots * topk, threads):
-                if slot_rows[i] >= 0:
-                    slot_rows[i] = int32(POISONED)
-            for i in range(tid, local_experts, threads):
-                recv_count[i] = int32(0)
-            for i in range(tid, local_experts * num_ranks, threads):
-                layout_range[i] = int64(0)
-        if is_last != 0:
-            if sends:
-                st_relaxed_gpu_s32(state, SENT, int32(sent + 1))
-            if receives:
-                st_relaxed_gpu_s32(state, RECEIVED, int32(received + 1))
-                st_relaxed_gpu_s32(state, EXPIRED, int32(0))
+        count_operation(state, own_state, sends, sent, receives, received)
+        if expert_major and receives:
+            expired = is_last_block(state) and ld_relaxed_gpu_s32(state, EXPIRED) != 0
+            if cuda.syncthreads_or(int32(expired)) != 0:
+                # CTAs may have seen different metadata of a late rank, and placed rows differently: none counts.
+                for i in range(tid, slots * topk, threads):
+                    if slot_rows[i] >= 0:
+                        slot_rows[i] = int32(POISONED)
+                for i in range(tid, local_experts, threads):
+                    recv_count[i] = int32(0)
+                for i in range(tid, local_experts * num_ranks, threads):
+                    layout_range[i] = int64(0)
+                if tid == 0:
+                    st_relaxed_gpu_s32(state, EXPIRED, int32(0))
 
     return low_latency_dispatch
 

@@ -31,9 +31,10 @@ SENTINEL = -1  # marks words that have not arrived; a NaN in float32, and two or
 CLEAN_NAN = 0x7FFF7FFF  # is sent in place of a payload word equal to the sentinel: also NaNs
 POISONED = -2  # in ``rows``: the row was lost in a timeout
 
-# Private state of each direction: operations sent and received, CTAs done, and whether a wait of this launch timed out.
-SENT, RECEIVED, BLOCKS_DONE, EXPIRED = range(4)
-STATE_WORDS = 8
+# Private state of each direction: CTAs done, whether a wait of this launch timed out, and from CTA_STATE on the
+# operations that each CTA has sent and received. With one count for all CTAs, each would end with an atomic operation.
+BLOCKS_DONE, EXPIRED = range(2)
+CTA_STATE = 8
 # The rank mask: a word for each rank, and the number of timeouts, the first of which is reported to the host.
 REPORTED, MASK_WORDS = MAX_RANKS, MAX_RANKS + 1
 

@@ -270,19 +270,27 @@ def make_slot_at(shape):
 
 
 @cuda.jit(device=True)
-def is_last_block(state, releases):
-    """Return, to thread 0 of the last CTA to call this, whether it is; all threads of each CTA must call it.
+def count_operation(state, own_state, sends, sent, receives, received):
+    """Count this launch in the CTA's state; all threads of the CTA must call it."""
+    cuda.syncthreads()  # all threads have read the state
+    if cuda.threadIdx.x == 0:
+        if sends:
+            st_relaxed_gpu_s32(state, own_state, int32(sent + 1))
+        if receives:
+            st_relaxed_gpu_s32(state, own_state + 1, int32(received + 1))
 
-    With ``releases`` that thread's later stores come after those of all CTAs.
+
+@cuda.jit(device=True)
+def is_last_block(state):
+    """Return, to thread 0 of the last CTA to call this after a barrier, whether it is.
+
+    That thread's later accesses come after those of all CTAs.
     """
-    cuda.syncthreads()
     is_last = False
     if cuda.threadIdx.x == 0:
-        if releases:
-            fence_acq_rel_gpu()
+        fence_acq_rel_gpu()
         if atom_add_relaxed_gpu_s32(state, BLOCKS_DONE, int32(1)) == int32(cuda.gridDim.x) - 1:
             is_last = True
-            if releases:
-                fence_acq_rel_gpu()
+            fence_acq_rel_gpu()
             st_relaxed_gpu_s32(state, BLOCKS_DONE, int32(0))
     return is_last
