@@ -73,7 +73,7 @@ class DispatchCall(NamedTuple):
         # their place. But if the kernel is not loaded, ranks whose calls differ must find that out before they wait
         # for one another.
         counted = None
-        has_place = out is not None or (rows > 0 and runtime.transport.can_repeat)
+        has_place = out is not None or (rows > 0 and getattr(runtime.transport, "can_repeat", False))
         if waits and not (start.func.is_loaded and has_place):
             counted, expected = runtime.wait_rows(tokens), rows
             rows = counted
