@@ -137,7 +137,7 @@ def waiting_share(tiles: Iterable[Tile]) -> float:
         own.sort(key=lambda tile: tile.start_us)
         waited += sum(max(0.0, after.start_us - tile.end_us) for tile, after in zip(own, own[1:]))
         total += own[-1].end_us - own[0].start_us
-    return waited / total
+    return waited / total if total else 0.0
 
 
 # Epilogue

@@ -40,8 +40,8 @@ COLUMNS_128 = BlockScaledConfig(
     vector_weight_scale=True,
 )
 COLUMNS_192 = COLUMNS_128._replace(block_n=192, stages=5)
-COLUMNS_256 = COLUMNS_128._replace(block_n=256, stages=4)
-PAIRS = COLUMNS_256._replace(cluster_size=2)
+PAIRS_192 = COLUMNS_192._replace(cluster_size=2)
+PAIRS_256 = PAIRS_192._replace(block_n=256, stages=4)
 BY_LANES = {
     "make_store": replacements.make_store_by_lanes,
     "BlockScaledLayout": replacements.OneBufferLayout,
@@ -60,13 +60,13 @@ BY_ONE = BY_FOUR | {"make_aux_producer": replacements.make_scales_by_one, "aux_w
 STEPS: dict[str, tuple[BlockScaledConfig, dict[str, Callable]]] = {
     "scales per row": (COLUMNS_128, BY_ONE),
     "192 columns": (COLUMNS_192, BY_ONE),
-    "scales of four stages": (COLUMNS_192, BY_FOUR),
-    "factors by producers": (COLUMNS_192, BY_FACTORS),
-    "barrier tested early": (COLUMNS_192, NO_LOOK_AHEAD),
-    "256 columns": (COLUMNS_256, NO_LOOK_AHEAD),
-    "pairs of tiles": (PAIRS, NO_LOOK_AHEAD),
-    "look-up ahead": (PAIRS, BY_LANES),
-    "TMA store": (PAIRS._replace(stages=3), {}),
+    "pairs of tiles": (PAIRS_192, BY_ONE),
+    "scales of four stages": (PAIRS_192, BY_FOUR),
+    "factors by producers": (PAIRS_192, BY_FACTORS),
+    "barrier tested early": (PAIRS_192, NO_LOOK_AHEAD),
+    "256 columns": (PAIRS_256, NO_LOOK_AHEAD),
+    "look-up ahead": (PAIRS_256, BY_LANES),
+    "TMA store": (PAIRS_256._replace(stages=3), {}),
 }
 
 
