@@ -523,7 +523,7 @@ times("four stages", {"one stage": pairs, "four stages": by_four, "no scale load
 
 # %%
 once = LAUNCHES["scales loaded once"]
-SHARED_TIMES = times("scales from shared memory", {"scales of four stages": by_four, "scales loaded once": once})
+SHARED_TIMES = times("scales to registers", {"scales of four stages": by_four, "scales loaded once": once})
 
 # %%
 NEW_REGISTERS = "make_multiply_halves=diagnoses.make_halves_in_new_registers"
@@ -641,7 +641,7 @@ step("256 columns", columns_256, after="barrier tested early", predicted_gain_us
 # %%
 compute_pairs, compute_256 = LAUNCHES["192 without loads"], LAUNCHES["256 without loads"]
 WIDTHS = {"192": tested_early, "256": columns_256, "192 without loads": compute_pairs, "256 without loads": compute_256}
-WIDTH_TIMES = times("parts of 256", WIDTHS)
+WIDTH_TIMES = times("two widths", WIDTHS)
 
 # %% [markdown]
 # ### Step 9: look up the next tile ahead

@@ -267,8 +267,8 @@ def _nvml():
 
 
 def _nvml_device(nvml, device):
-    gpu, uuid = ctypes.c_void_p(), f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return None if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(gpu)) else gpu
+    gpu, uuid = ctypes.c_void_p(), str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+    return None if nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(gpu)) else gpu
 
 
 def _reader(nvml, gpu):

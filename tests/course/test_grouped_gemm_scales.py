@@ -1,5 +1,6 @@
 """Parts of the notebook on block scales and 4-bit weights: traces of tiles, the model of L2, layouts, machine code."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,12 @@ def test_each_step_is_correct(name, device):
 def test_steps_exchange_fewer_and_fewer_parts():
     counts = [len(parts) for _, parts in block_scale_steps.STEPS.values()]
     assert counts == sorted(counts, reverse=True) and counts[-1] == 0
+
+
+def test_processes_that_compile_ahead_find_the_parts():
+    for variant in block_scale_steps.STEPS.values():
+        definition = block_scale_steps.definition(*variant)
+        assert pickle.loads(pickle.dumps(definition)) == definition
 
 
 @pytest.mark.parametrize("name", ["make_multiply_exchanging_rows", "make_multiply_loading_once"])
