@@ -663,7 +663,7 @@ assert all("refused" in row for row in ladder.rows[-len(MISTAKES) :])
 #   The next call raises an error, or with `enable_shrink` the other ranks continue without it.
 # - If tokens are few, several CTAs share a row. A word of metadata has two experts and the low bits of the operation's
 #   number.
-# - Half of the CTAs send and the others receive meanwhile, so that slots are read while the link is busy. A rank reads
+# - A third of the CTAs sends while the others receive, so that slots are read while the link is busy. A rank reads
 #   its own rows where they are, without slots.
 # - Packed by expert, the metadata of all tokens is sent before any row. A receiving CTA sets a bit for each slot and
 #   expert in shared memory; a row's place is the number of bits before its own.

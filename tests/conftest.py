@@ -10,6 +10,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import moe_numba  # noqa: F401, I001  before Numba: this import chooses the simulator or the GPU
 
 import contextlib
+import gc
 import sys
 
 import pytest
@@ -126,6 +127,14 @@ def pytest_report_header():
     return f"planted bugs, notebooks with other sizes, architectures: {THIRD}={chosen_third()}"
 
 
+def takes_long(module):
+    """Return whether a module has long tests or set-ups: begun last, they would keep one worker while others are idle.
+
+    A set-up that workers share (`helpers.once_per_run`) would also make them wait for each other.
+    """
+    return module.endswith("_compile") or module in ("test_architectures", "test_notebooks")
+
+
 def gpus():
     """Return the number of GPUs that tests may use: 0 in the simulator."""
     if simulator.ENABLED:
@@ -158,6 +167,13 @@ def pytest_collection_modifyitems(config, items):
     if unavailable:
         config.hook.pytest_deselected(items=unavailable)
         items[:] = [item for item in items if available(item)]
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: not takes_long(item.module.__name__))
+
+
+def pytest_collection_finish():
+    """Leave the objects that imports and the collection have made out of garbage collections, to save their time."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -21,7 +21,8 @@ _DTYPES = {"bf16": ("bfloat16", 2), "e4m3": ("FP8", 1), "mxfp4": ("MXFP4", 17 / 
 
 def bounds(layer: Layer, tokens: int) -> tuple[float, float, float]:
     """Return the experts that tokens use on average, and the microseconds to read their weights and to compute."""
-    used = layer.num_experts * (1 - (1 - layer.topk / layer.num_experts) ** tokens)
+    routed, shared = layer.num_experts - layer.num_shared, layer.num_shared
+    used = shared + routed * (1 - (1 - (layer.topk - shared) / routed) ** tokens)
     weights = 3 * layer.hidden * layer.intermediate  # of an expert
     read = used * weights * _DTYPES[layer.dtype][1] / GPU.hbm_bandwidth
     compute = 2 * layer.topk * tokens * weights / GPU.tensor_flops[TORCH_NAMES[layer.dtype]]

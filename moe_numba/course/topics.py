@@ -125,6 +125,7 @@ TOPICS = (
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
     "grouped_gemm_tiles": "tile configurations of the grouped GEMM, of which it writes the package's table",
     "models": "models of transformers, before and after one line",
+    "moe_layer_ranks": "experts of a layer that are distributed over two GPUs or more",
     "older_gpus": "the kernels for older GPUs, beside those for this GPU",
 }
 

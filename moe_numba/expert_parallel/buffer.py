@@ -1,16 +1,15 @@
 """``Buffer``: dispatch and combine within a node, with DeepEP's names, arguments and return values."""
 
-from typing import Any
-
 import torch
 
 from moe_numba.expert_parallel import checks, launch_plans
 from moe_numba.expert_parallel.config import Config
+from moe_numba.expert_parallel.dispatch_call import DispatchCall
 from moe_numba.expert_parallel.dispatch_layout import get_dispatch_layout
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_ROWS
 from moe_numba.expert_parallel.low_latency_buffer import LowLatencyBuffer
-from moe_numba.expert_parallel.output_buffer import SymmetricOutput, alloc_recv_tensors
+from moe_numba.expert_parallel.output_buffer import SymmetricOutput
 from moe_numba.runtime.validate import check_int, check_tensor
 
 
@@ -222,59 +221,13 @@ class Buffer(LowLatencyBuffer):
             self._channels_per_warp,
             torch.int64 if topk_idx is None else topk_idx.dtype,
         )
+        sent = x, scales, topk_idx, topk_weights
+        sizes = tokens, hidden, topk, experts, expert_alignment, rows, num_worst_tokens, capacity
         with rt.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
-            # Prepare everything that needs no counts before the host waits for them.
-            prefix: Any
-            if handle is None:
-                assert num_tokens_per_rank is not None  # check_layout has refused None
-                new = num_tokens_per_rank.new_empty
-                prefix = new(ranks, ranks), new(ranks, channels), new(ranks, channels)
-                send_head = new(tokens, ranks)
-            else:
-                *prefix, recv_src_idx, is_token_in_rank, send_head = handle
-            arguments = (
-                *(() if out is None else out.kernel_args),
-                *rt.pointers(x, scales),
-                *((0, 0) if scales is None else scales.stride()),
-                *rt.pointers(topk_idx, topk_weights, is_token_in_rank),
-            )
-            waits = handle is None and not num_worst_tokens
-            if waits:  # the kernel starts with as many rows as there are, or as are expected
-                rows = rt.expected_rows(tokens) if out is None else capacity
-            outputs: Any
-
-            def allocate(rows):
-                tensors = alloc_recv_tensors(rows, hidden, x, scales, topk, topk_idx, topk_weights)
-                return [*tensors, new(rows) if handle is None else recv_src_idx]
-
-            outputs = allocate(rows) if out is None else out.tensors(scales is not None, topk > 0)
-            if handle is None:
-                limits = expert_alignment, num_worst_tokens, capacity
-                rt.notify(layout, tokens, experts, channels, *limits, prefix, call, scales, out)
-            # Rows of an output have their place before they are counted, so the host waits after the launch. But if the
-            # kernel is not loaded, ranks whose calls differ must find that out before they wait for one another.
-            waits_first = waits and (out is None or not start.func.is_loaded)
-            if waits_first:
-                rows, expected = rt.wait_rows(tokens), rows
-                if out is None and rows > expected:
-                    outputs = allocate(rows)
-            has_synchronized = handle is None  # notify synchronises all ranks
-            barriers = (
-                rt.with_barriers_if_layout_changed(False, channels, has_synchronized)
-                if out is None
-                else rt.with_barriers(has_synchronized, out)
-            )
-            with barriers:
-                start(*arguments, tokens, experts, *rt.pointers(*prefix, *outputs, send_head), rows)
-            counts = []
-            if waits:
-                rows, counts = rows if waits_first else rt.wait_rows(tokens), rt.expert_counts(experts)
-            if waits or out is not None:
-                outputs = [tensor if tensor is None else tensor[:rows] for tensor in outputs]
-            recv_x, recv_scales, recv_topk_idx, recv_topk_weights, src_idx = outputs
-            recv_src_idx = src_idx if handle is None else recv_src_idx
-            new_handle: tuple = *prefix, recv_src_idx, is_token_in_rank, send_head
+            exchange = DispatchCall(*sent, layout, handle, out, *sizes)
+            outputs, counts, new_handle = exchange.run(rt, channels, start, call)
             event = finish(x, scales, topk_idx, topk_weights, *layout[:2], *outputs[:4], *new_handle)
+        recv_x, recv_scales, recv_topk_idx, recv_topk_weights = outputs[:4]
         recv_x = recv_x if scales is None else (recv_x, recv_scales)
         return recv_x, recv_topk_idx, recv_topk_weights, counts, new_handle, event
 

@@ -22,6 +22,12 @@ class KernelDefinition(NamedTuple):
     signature: tuple
     block: int  # threads of a CTA
     shared_bytes: int = 0
+    ctas_per_sm: int = 1  # which must fit
+
+    @property
+    def launch_bounds(self) -> int | tuple[int, int]:
+        """The limits within which the compiler uses registers."""
+        return self.block if self.ctas_per_sm == 1 else (self.block, self.ctas_per_sm)
 
     @property
     def configuration(self) -> tuple:
@@ -59,6 +65,5 @@ def compile_ahead(definitions: Iterable[KernelDefinition], device: int = 0, proc
 
 def _compile(definition, arch, link_arch):
     kernel = definition.make(*definition.constants)
-    cubin_cache.machine_code(
-        kernel, definition.signature, arch=arch, link_arch=link_arch, launch_bounds=definition.block
-    )
+    bounds = definition.launch_bounds
+    cubin_cache.machine_code(kernel, definition.signature, arch=arch, link_arch=link_arch, launch_bounds=bounds)

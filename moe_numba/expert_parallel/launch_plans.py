@@ -47,11 +47,12 @@ class Kernel:
 
     def load(self):
         """Compile and load the kernel on this rank; `load` does so on all ranks."""
-        make, constants, signature, block, shared_bytes = self.definition
-        options = dict(launch_bounds=block, shared_bytes=shared_bytes, dependent=True)
+        wanted = self.definition
+        options = dict(launch_bounds=wanted.launch_bounds, shared_bytes=wanted.shared_bytes, dependent=True)
         with COMPILE_LOCK:  # ranks that are threads make, and compile, the same kernel once
+            kernel = wanted.make(*wanted.constants)
             self._start = self._runtime.transport.prepare_kernel(
-                make(*constants), signature, self._runtime.timeout, **options
+                kernel, wanted.signature, self._runtime.timeout, **options
             )
 
     def __call__(self, grid, *arguments):
@@ -60,7 +61,7 @@ class Kernel:
         self._start(grid, self.definition.block, *self._context(), *arguments)
 
     def bind(self, grid, arguments, first, last):
-        """Return ``launch(*changed)``: launches with ``arguments[first:last]`` replaced; the kernel must be loaded."""
+        """Return ``launch(stream, *changed)``, with ``arguments[first:last]`` replaced; the kernel must be loaded."""
         context = self._context()
         first, last = len(context) + first, len(context) + last
         return bind(self._start, grid, self.definition.block, (*context, *arguments), first, last)

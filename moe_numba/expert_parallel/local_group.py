@@ -128,6 +128,7 @@ class _LocalRank(Transport):
     def __init__(self, group, rank):
         super().__init__()
         self.group, self.rank, self.num_ranks, self.device = group, rank, group.num_ranks, group.devices[rank]
+        self.can_repeat = not group.is_shared  # ranks that share a GPU, or the simulator, launch together
 
     def _barrier(self):
         raise NotImplementedError

@@ -11,9 +11,9 @@ from moe_numba.expert_parallel.low_latency_exchange import (
     LowLatencyCombine,
     LowLatencyDispatch,
     LowLatencyReceived,
-    RankMask,
     load_kernels,
 )
+from moe_numba.expert_parallel.rank_mask import RankMask
 from moe_numba.expert_parallel.runtime import Runtime
 
 
@@ -45,6 +45,13 @@ class LowLatency:
         self.combined = torch.empty(shape.max_tokens, shape.hidden, dtype=torch.bfloat16, device=device)
         self._launch_dispatch = self._dispatch.bind(self.received)
         self._launch_combine = self._combine.bind(self.received.slot_rows, self.combined)
+        self._placeholder = runtime.pointers(None)[0]
+        where = device, self._placeholder
+        self._pointer_of_x = checks.make_pointer_of("x", torch.bfloat16, shape.hidden, *where, alignment=16)
+        self._pointer_of_topk_idx = checks.make_pointer_of("topk_idx", topk_idx_dtype, shape.topk, *where)
+        self._pointer_of_topk_weights = checks.make_pointer_of("topk_weights", torch.float32, shape.topk, *where)
+        self._input_rows = self._combine.input_shape[:-1]
+        self._sums = {shape.max_tokens: self.combined}  # number of tokens -> what combine returns
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None = None
@@ -66,9 +73,13 @@ class LowLatency:
             ``received``. Rows of ``x`` that no token fills are not written.
         """
         self._check_alive()
-        exchange = self._dispatch
-        checks.check_dispatch(exchange, x, topk_idx, topk_weights)
-        self._launch(self._launch_dispatch, exchange, x, topk_idx, topk_weights)
+        tokens = checks.check_num_tokens(self._dispatch, "x", x)
+        self._runtime.launch_on_stream(
+            self._launch_dispatch,
+            self._pointer_of_x(x, tokens),
+            *self._pointers_of_routing(tokens, topk_idx, topk_weights, not self.shape.expert_major),
+            tokens,
+        )
         return self.received
 
     def combine(
@@ -90,22 +101,26 @@ class LowLatency:
         torch.Tensor [tokens, hidden], bfloat16
             A view of ``combined``. Each rank sums its experts' rows in float32, in the order of ``topk_idx``, and
             rounds; the ranks' sums are added in rank order in float32, and rounded. A token is NaN if one of its
-            experts is on a rank that did not answer in time.
+            experts is on a rank that did not answer in time. With ``use_fp8_combine`` the other ranks' sums are rounded
+            to FP8: see `Buffer.low_latency_combine`.
         """
         self._check_alive()
-        exchange = self._combine
-        checks.check_combine(exchange, x, self.received.slot_rows, topk_idx, topk_weights)
-        self._launch(self._launch_combine, exchange, x, topk_idx, topk_weights)
-        tokens = topk_idx.shape[0]
-        return self.combined if tokens == self.shape.max_tokens else self.combined[:tokens]
+        tokens = checks.check_num_tokens(self._combine, "topk_idx", topk_idx)
+        self._runtime.launch_on_stream(
+            self._launch_combine,
+            self._pointer_of_x(x, *self._input_rows),
+            *self._pointers_of_routing(tokens, topk_idx, topk_weights, self.shape.expert_major),
+            tokens,
+        )
+        sums = self._sums.get(tokens)
+        return self._sums.setdefault(tokens, self.combined[:tokens]) if sums is None else sums
 
-    def _launch(self, launch, exchange, *tensors):
-        if self._runtime.continues_stream():
-            launch(*exchange.changed(*tensors))
-            return
-        with self._runtime.on_stream(None, False, False) as finish:
-            launch(*exchange.changed(*tensors))
-            finish(*tensors)
+    def _pointers_of_routing(self, tokens, topk_idx, topk_weights, has_weights):
+        experts = self._pointer_of_topk_idx(topk_idx, tokens)
+        if has_weights:
+            return experts, self._pointer_of_topk_weights(topk_weights, tokens)
+        checks.check_no_weights(topk_weights, self.shape.expert_major)
+        return experts, self._placeholder
 
     def reset(self) -> None:
         """Wait for all ranks and clear all shared state; all ranks must call it."""

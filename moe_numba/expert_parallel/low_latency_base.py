@@ -7,7 +7,9 @@ from moe_numba.expert_parallel.buffer_base import BufferBase
 from moe_numba.expert_parallel.events import is_capturing
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_RANKS, MAX_TOPK
 from moe_numba.expert_parallel.low_latency import LowLatency
-from moe_numba.expert_parallel.low_latency_exchange import BOTH, RECEIVE, SEND, RankMask, load_kernels, make_shape
+from moe_numba.expert_parallel.low_latency_config import make_shape
+from moe_numba.expert_parallel.low_latency_exchange import BOTH, RECEIVE, SEND, load_kernels
+from moe_numba.expert_parallel.rank_mask import RankMask
 from moe_numba.runtime.validate import check_flag, check_int
 
 
@@ -40,6 +42,7 @@ class LowLatencyBase(BufferBase):
         use_ue8m0: bool = False,
         expert_major: bool = True,
         protocol: str = "lamport",
+        use_fp8_combine: bool = False,
         topk_idx_dtype: torch.dtype = torch.int64,
         num_sms: int | None = None,
     ) -> LowLatency:
@@ -58,11 +61,12 @@ class LowLatencyBase(BufferBase):
             weights travel with the tokens, and combine adds rows that the caller has weighted.
         protocol : str
             "lamport": receivers poll the data itself; a NaN may change its bits. "flags": a flag follows the data.
+        use_fp8_combine : bool
+            As ``use_fp8`` of `low_latency_combine`.
         topk_idx_dtype : torch.dtype
             int64 or int32.
         num_sms : int, optional
-            CTAs of a launch, all of which must be resident at once. By default one per SM, shared by the ranks of a
-            GPU.
+            SMs of a launch, whose CTAs must all be resident at once. By default all, shared by the ranks of a GPU.
 
         Returns
         -------
@@ -83,6 +87,7 @@ class LowLatencyBase(BufferBase):
             use_ue8m0=use_ue8m0,
             expert_major=expert_major,
             protocol=protocol,
+            use_fp8_combine=use_fp8_combine,
         )
         num_sms = None if num_sms is None else check_int("num_sms", num_sms, 1)
         self._check_can_allocate()
@@ -147,7 +152,7 @@ class LowLatencyBase(BufferBase):
                 f"the first low-latency call with new sizes waits for all ranks, but these are masked: {masked}"
             )
 
-    def _exchange(self, make, x, topk_idx, max_tokens, num_experts, hidden, scales):
+    def _exchange(self, make, x, topk_idx, max_tokens, num_experts, hidden, scales=None, combines_fp8=False):
         """Return the exchange for these arguments; the first call makes it."""
         for name, tensor in (("x", x), ("topk_idx", topk_idx)):
             if not isinstance(tensor, torch.Tensor):
@@ -156,11 +161,13 @@ class LowLatencyBase(BufferBase):
         mask.check()
         hidden = x.shape[-1] if isinstance(hidden, torch.Tensor) else hidden
         topk = topk_idx.shape[-1] if topk_idx.dim() else 0
-        key = make, max_tokens, hidden, topk, num_experts, scales, topk_idx.dtype
+        key = make, max_tokens, hidden, topk, num_experts, scales, combines_fp8, topk_idx.dtype
         try:
             return self._exchanges[key]
         except (KeyError, TypeError):
-            shape = make_shape(self.group_size, max_tokens, hidden, topk, num_experts, scales=scales)
+            shape = make_shape(
+                self.group_size, max_tokens, hidden, topk, num_experts, scales=scales, combines_fp8=combines_fp8
+            )
             checks.check_topk_idx_dtype(topk_idx.dtype)
             self._check_can_allocate()
             exchange = self._exchanges[key] = make(self._runtime, mask, shape, topk_idx.dtype, self._low_latency_sms)
@@ -213,9 +220,17 @@ def shape_of_options(
     use_ue8m0=False,
     expert_major=True,
     protocol="lamport",
+    use_fp8_combine=False,
 ):
     """Return what `LowLatencyBase.low_latency` compiles its kernels for; parameters as there."""
     scales = scales_format(use_fp8, round_scale, use_ue8m0)
     sizes = num_max_dispatch_tokens_per_rank, hidden, num_topk, num_experts
     expert_major = check_flag("expert_major", expert_major)
-    return make_shape(num_ranks, *sizes, scales=scales, expert_major=expert_major, protocol=protocol)
+    return make_shape(
+        num_ranks,
+        *sizes,
+        scales=scales,
+        expert_major=expert_major,
+        protocol=protocol,
+        combines_fp8=check_flag("use_fp8_combine", use_fp8_combine),
+    )

@@ -136,6 +136,7 @@ class LowLatencyBuffer(LowLatencyBase):
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = False,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """Return each token's weighted sum of its experts' rows.
 
@@ -149,7 +150,7 @@ class LowLatencyBuffer(LowLatencyBase):
         handle : tuple
             From `low_latency_dispatch`. A handle may be used more than once.
         use_logfmt : bool
-            Must be False: rows travel in bfloat16.
+            Must be False; ``use_fp8`` has a similar purpose.
         zero_copy : bool
             Has no effect: the kernel reads ``x`` in place, whether it is from `get_next_low_latency_combine_buffer` or
             not.
@@ -159,13 +160,18 @@ class LowLatencyBuffer(LowLatencyBase):
             To write into.
         combine_wait_recv_cost_stats : torch.Tensor [num_ranks], int64, optional
             The nanoseconds until each rank had started are added to it, at least those of the receive phase.
+        use_fp8 : bool
+            The other ranks' sums travel in FP8, with one float32 scale per 128 elements; ``hidden`` is then a multiple
+            of 128. An element of a sum deviates by at most 1/16 of it, or by 2**-10 / 448 of the largest magnitude
+            (at least 1e-4) of its 128 elements if that is more. A NaN makes all 128 NaN. Not in DeepEP.
 
         Returns
         -------
         combined_x : torch.Tensor [tokens, hidden], bfloat16
             Each rank sums its experts' rows in float32, in the order of ``topk_idx``, and rounds to bfloat16; the
-            ranks' sums are added in rank order in float32, and rounded. A token is NaN if one of its experts is on a
-            rank that did not answer in time.
+            ranks' sums are added in rank order in float32, and rounded. With ``use_fp8`` the other ranks' sums are
+            rounded to FP8 instead; those of this rank, too, if a hook receives. A token is NaN if one of its experts is
+            on a rank that did not answer in time.
         event : EventOverlap
         hook : function or None
 
@@ -180,9 +186,12 @@ class LowLatencyBuffer(LowLatencyBase):
         """
         self._runtime.check_alive()
         if use_logfmt:
-            raise ValueError(f"use_logfmt is {use_logfmt}; it must be False: rows travel in bfloat16")
+            raise ValueError(f"use_logfmt is {use_logfmt}; it must be False. Use use_fp8 for shorter rows")
         _, _, max_tokens, hidden, num_experts, slot_rows = checks.check_handle(handle)
-        exchange = self._exchange(LowLatencyCombine, x, topk_idx, max_tokens, num_experts, hidden, None)
+        combines_fp8 = check_flag("use_fp8", use_fp8)
+        exchange = self._exchange(
+            LowLatencyCombine, x, topk_idx, max_tokens, num_experts, hidden, combines_fp8=combines_fp8
+        )
         checks.check_combine(exchange, x, slot_rows, topk_idx, topk_weights)
         checks.check_statistics(
             "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, torch.int64, self.group_size, self._device

@@ -2,16 +2,18 @@
 
 import torch
 
+from moe_numba import simulator
 from moe_numba.expert_parallel.config import TOPK_IDX_POINTERS
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_TOPK
 from moe_numba.expert_parallel.kernels.low_latency_layout import MAX_LOCAL_EXPERTS, SCALE_GROUP
+from moe_numba.runtime.launch import address
 from moe_numba.runtime.validate import check_aligned, check_choice, check_has_memory, check_int, check_tensor
 
 PROTOCOLS = "lamport", "flags"
 _MAX_TOKENS, _MAX_HIDDEN, _MAX_WORDS = 1 << 16, 1 << 16, (1 << 31) - 1
 
 
-def check_sizes(num_ranks, max_tokens, hidden, topk, num_experts, scales):
+def check_sizes(num_ranks, max_tokens, hidden, topk, num_experts, scales, combines_fp8=False):
     """Return the sizes as ints: max_tokens, hidden, topk and num_experts."""
     max_tokens = check_int("num_max_dispatch_tokens_per_rank", max_tokens, 1, _MAX_TOKENS)
     hidden = check_int("hidden", hidden, 1, _MAX_HIDDEN)
@@ -19,6 +21,8 @@ def check_sizes(num_ranks, max_tokens, hidden, topk, num_experts, scales):
     if hidden % multiple:
         kind = "bfloat16" if scales is None else f"FP8 with {scales} scales"
         raise ValueError(f"hidden is {hidden}; with {kind} it must be a multiple of {multiple}")
+    if combines_fp8 and hidden % SCALE_GROUP:
+        raise ValueError(f"hidden is {hidden}; with sums in FP8 it must be a multiple of {SCALE_GROUP}")
     topk = check_int("topk_idx' number of columns", topk, 1, MAX_TOPK)
     num_experts = check_int("num_experts", num_experts, 1, num_ranks * MAX_LOCAL_EXPERTS)
     if num_experts % num_ranks:
@@ -72,13 +76,39 @@ def _check(name, tensor, dtype, shape, device, alignment=4):
     check_aligned(name, tensor)
 
 
+def make_pointer_of(name, dtype, columns, device, placeholder, alignment=4):
+    """Make ``pointer_of(tensor, *rows)``: check an input [*rows, columns] as `_check`, and return its address.
+
+    An input without elements has the address ``placeholder``. These functions are most of a prepared exchange's host
+    time, so they call torch as little as possible.
+    """
+    index = device.index if device.type == "cuda" else -1
+
+    def pointer_of(tensor, *rows):
+        if (
+            type(tensor) is torch.Tensor
+            and tensor.dtype is dtype
+            and tensor.shape == (*rows, columns)
+            and tensor.get_device() == index
+            and tensor.is_contiguous()
+        ):
+            pointer = tensor.data_ptr()
+            if pointer and pointer % alignment == 0:
+                return address(tensor) if simulator.ENABLED else pointer
+        _check(name, tensor, dtype, (*rows, columns), device, alignment)
+        return address(tensor) or placeholder
+
+    return pointer_of
+
+
 def check_num_tokens(exchange, name, tensor):
     """Return the number of tokens of an input; it may be 0."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor")
-    if tensor.dim() != 2:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have two dimensions")
-    tokens, most = tensor.shape[0], exchange.shape.max_tokens
+    shape = tensor.shape
+    if len(shape) != 2:
+        raise ValueError(f"{name} has shape {tuple(shape)}; it must have two dimensions")
+    tokens, most = shape[0], exchange.shape.max_tokens
     if tokens > most:
         raise ValueError(f"{name} has {tokens} tokens; at most {most} (num_max_dispatch_tokens_per_rank) are allowed")
     return tokens
@@ -89,9 +119,15 @@ def _check_routing(exchange, tokens, topk_idx, topk_weights, has_weights):
     _check("topk_idx", topk_idx, exchange.topk_idx_dtype, (tokens, shape.topk), device)
     if has_weights:
         _check("topk_weights", topk_weights, torch.float32, (tokens, shape.topk), device)
-    elif topk_weights is not None:
-        where = "combine" if shape.expert_major else "dispatch"
-        raise ValueError(f"topk_weights are given; with expert_major {shape.expert_major} pass them to {where}")
+    else:
+        check_no_weights(topk_weights, shape.expert_major)
+
+
+def check_no_weights(topk_weights, expert_major):
+    """Refuse weights that the other operation takes."""
+    if topk_weights is not None:
+        where = "combine" if expert_major else "dispatch"
+        raise ValueError(f"topk_weights are given; with expert_major {expert_major} pass them to {where}")
 
 
 def check_dispatch(exchange, x, topk_idx, topk_weights):

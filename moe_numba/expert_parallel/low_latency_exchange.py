@@ -10,18 +10,16 @@ from moe_numba.expert_parallel import low_latency_checks as checks
 from moe_numba.expert_parallel.compile_ahead import KernelDefinition
 from moe_numba.expert_parallel.config import TOPK_IDX_POINTERS
 from moe_numba.expert_parallel.kernels import low_latency_combine, low_latency_dispatch
-from moe_numba.expert_parallel.kernels.low_latency_layout import MASK_WORDS, SENTINEL, STATE_WORDS, LowLatencyShape
-from moe_numba.expert_parallel.kernels.low_latency_protocol import MESSAGES
+from moe_numba.expert_parallel.kernels.low_latency_layout import CTA_STATE, SENTINEL, LowLatencyShape
 from moe_numba.expert_parallel.launch_plans import Kernel, load
-from moe_numba.expert_parallel.runtime import Runtime
+from moe_numba.expert_parallel.low_latency_config import combined, dispatched
 from moe_numba.expert_parallel.transport import check_same_on_all_ranks
 from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import address
 
 BOTH, SEND, RECEIVE = "both", "send", "receive"  # phases of an operation
 _FP8 = torch.float8_e4m3fn
-_STATUS_WORDS = 8
-_PARTS = (4, 7), (16, 4), (33, 2)  # maximum number of tokens, CTAs that share a row: half of the SMs send
+_RESERVED_BYTES = 1024  # of shared memory, for each CTA
 
 
 class LowLatencyReceived(NamedTuple):
@@ -37,41 +35,6 @@ class LowLatencyReceived(NamedTuple):
     layout_range: torch.Tensor  # [local experts, num_ranks], int64: first row from a rank << 32 | rows from that rank
 
 
-class RankMask:
-    """Which ranks are late or dead, and the first reason; shared by all low-latency operations of a buffer."""
-
-    def __init__(self, runtime: Runtime, raises: bool):
-        pinned: dict[str, Any] = {} if simulator.ENABLED else {"pin_memory": True}
-        self._words = torch.zeros(MASK_WORDS, dtype=torch.int32, device=runtime.transport.device)
-        self.mask = self._words[: runtime.num_ranks]
-        self.status = torch.zeros(_STATUS_WORDS, dtype=torch.int32, device="cpu", **pinned)
-        self._view, self.raises, self._timeout = self.status.numpy().data, raises, runtime.timeout
-        self._num_exchanges = 0
-
-    def count_exchange(self) -> int:
-        """Return the number of another exchange."""
-        self._num_exchanges += 1
-        return self._num_exchanges
-
-    def masked_ranks(self) -> list[int]:
-        """Return the ranks that are masked; waits for the current stream."""
-        return self.mask.nonzero().flatten().tolist()
-
-    def check(self) -> None:
-        """Raise the first timeout, unless timeouts only mark ranks."""
-        if self._view[0] and self.raises:
-            code, rank, peer, token = self._view[:4]
-            raise TimeoutError(
-                f"{MESSAGES[code].format(rank=rank, peer=peer, token=token)}, longer than {self._timeout:g} s. Rows "
-                "that did not arrive are NaN; low-latency calls go on only in a buffer with enable_shrink"
-            )
-
-    def clear(self) -> None:
-        """Forget all timeouts."""
-        self._words.zero_()
-        self.status.zero_()
-
-
 class _Exchange:
     """One operation's shared memory, state and kernels."""
 
@@ -85,17 +48,19 @@ class _Exchange:
         checks.check_shape(shape, gpu_of(device).shared_bytes)
         self._sentinels = sentinels
         self.shared: Any = transport.allocate(4 * words)
-        self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self.mask_ptr = address(rank_mask.mask)
         self.wait_ns = torch.zeros(shape.num_ranks, dtype=torch.int64, device=device)
-        local, status = self.shared.local.view(torch.int32), rank_mask.status
-        self._common_arguments = tuple(map(address, (local, self.shared.addresses, self.state, status)))
         # At most one CTA for each part of a row that this rank sends or receives. Dispatch receives all slots and sends
         # the rank's tokens; combine receives these and sends the other ranks' slots.
         rows = shape.slots + (shape.max_tokens if receives_slots and shape.num_ranks > 1 else 0)
         items = rows * shape.parts
         sharing = [key for key in transport.gather(_gpu_key(device)) if key == _gpu_key(device)]
-        self.grid = min(items, num_sms or max(1, gpu_of(device).sm_count // len(sharing)))
+        num_sms = num_sms or max(1, gpu_of(device).sm_count // len(sharing))
+        fit_in_shared = (gpu_of(device).shared_bytes + _RESERVED_BYTES) // (shape.shared_bytes + _RESERVED_BYTES)
+        self.grid = min(items, num_sms * min(shape.ctas_per_sm, fit_in_shared))
+        self.state = torch.zeros(CTA_STATE + 2 * self.grid, dtype=torch.int32, device=device)
+        local, status = self.shared.local.view(torch.int32), rank_mask.status
+        self._common_arguments = tuple(map(address, (local, self.shared.addresses, self.state, status)))
         self._kernels = {
             phase: Kernel(self, self.definition(shape, self.topk_idx_dtype, phase)) for phase in (BOTH, SEND, RECEIVE)
         }
@@ -153,39 +118,12 @@ def _gpu_key(device):
     return str(device) if simulator.ENABLED else str(torch.cuda.get_device_properties(device).uuid)
 
 
-def default_parts(max_tokens: int) -> int:
-    """Return how many CTAs share a row: with few tokens more, so that enough SMs take part."""
-    return next((parts for tokens, parts in _PARTS if max_tokens <= tokens), 1)
-
-
-def make_shape(
-    num_ranks, max_tokens, hidden, topk, num_experts, *, scales=None, expert_major=True, protocol="lamport"
-) -> LowLatencyShape:
-    """Check the sizes, and choose the number of CTAs and threads; ``scales`` is None for bfloat16."""
-    max_tokens, hidden, topk, num_experts = checks.check_sizes(num_ranks, max_tokens, hidden, topk, num_experts, scales)
-    parts = default_parts(max_tokens)
-    threads = min(896, max(32, -(-hidden // (8 * 32 * parts)) * 32))
-    return LowLatencyShape(
-        num_ranks,
-        max_tokens,
-        hidden,
-        topk,
-        num_experts,
-        dtype="bfloat16" if scales is None else "float8_e4m3fn",
-        scales=scales or "float32",
-        expert_major=expert_major,
-        data_is_flag=checks.check_protocol(protocol) == "lamport",
-        parts=parts,
-        threads=threads,
-    )
-
-
 class LowLatencyDispatch(_Exchange):
     """Dispatch of one token format."""
 
     def __init__(self, runtime, rank_mask, shape, topk_idx_dtype=torch.int64, num_sms=None):
         checks.check_topk_idx_dtype(topk_idx_dtype)
-        self.topk_idx_dtype = topk_idx_dtype
+        shape, self.topk_idx_dtype = dispatched(shape), topk_idx_dtype
         self.total_counts = torch.zeros(shape.local_experts, dtype=torch.int32, device=runtime.transport.device)
         super().__init__(runtime, rank_mask, shape, shape.dispatch_words, shape.dispatch_rows, num_sms, True)
 
@@ -193,7 +131,7 @@ class LowLatencyDispatch(_Exchange):
     def definition(shape, topk_idx_dtype=torch.int64, phase=BOTH):  # noqa: D102
         make, signature = low_latency_dispatch.make_low_latency_dispatch, low_latency_dispatch.signature
         shared_bytes = 0 if phase == SEND else shape.shared_bytes
-        return _definition(make, signature, shape, topk_idx_dtype, phase, shared_bytes)
+        return _definition(make, signature, dispatched(shape), topk_idx_dtype, phase, shared_bytes)
 
     def new_output(self) -> LowLatencyReceived:
         """Allocate output tensors."""
@@ -232,13 +170,9 @@ class LowLatencyDispatch(_Exchange):
         )
 
     def bind(self, out):
-        """Return ``launch(*changed)`` for these outputs; ``changed`` is what `changed` returns."""
+        """Return ``launch(stream, x, topk_idx, topk_weights, tokens)`` for these outputs; it takes addresses."""
         statistics = address(self.total_counts), address(self.wait_ns)
         return self._bind((0, 0, 0, 0, *self._outputs(out), *statistics), 0, 4)
-
-    def changed(self, x, topk_idx, topk_weights):
-        """Return the arguments of a bound launch."""
-        return *self.runtime.pointers(x, topk_idx, topk_weights), x.shape[0]
 
     def _outputs(self, out):
         written = out.x, out.scales, out.topk_idx, out.topk_weights, out.slot_rows
@@ -250,13 +184,13 @@ class LowLatencyCombine(_Exchange):
 
     def __init__(self, runtime, rank_mask, shape, topk_idx_dtype=torch.int64, num_sms=None):
         checks.check_topk_idx_dtype(topk_idx_dtype)
-        shape, self.topk_idx_dtype = _combined(shape), topk_idx_dtype
+        shape, self.topk_idx_dtype = combined(shape), topk_idx_dtype
         super().__init__(runtime, rank_mask, shape, shape.combine_words, shape.combine_rows, num_sms, False)
 
     @staticmethod
     def definition(shape, topk_idx_dtype=torch.int64, phase=BOTH):  # noqa: D102
         make, signature = low_latency_combine.make_low_latency_combine, low_latency_combine.signature
-        return _definition(make, signature, _combined(shape), topk_idx_dtype, phase, 0)
+        return _definition(make, signature, combined(shape), topk_idx_dtype, phase, 0)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -275,25 +209,16 @@ class LowLatencyCombine(_Exchange):
         )
 
     def bind(self, slot_rows, out):
-        """Return ``launch(*changed)`` for these rows and output; ``changed`` is what `changed` returns."""
-        fixed = self.runtime.pointers(slot_rows, out)
-        self._slot_rows = fixed[0]
-        return self._bind((0, fixed[0], 0, 0, 0, fixed[1], address(self.wait_ns)), 0, 5)
-
-    def changed(self, x, topk_idx, topk_weights):
-        """Return the arguments of a bound launch."""
-        pointers = self.runtime.pointers(topk_idx, topk_weights)
-        return address(x), self._slot_rows, *pointers, topk_idx.shape[0]
+        """Return ``launch(stream, x, topk_idx, topk_weights, tokens)`` for this output; it takes addresses."""
+        rows, combined = self.runtime.pointers(slot_rows, out)
+        launch = self._bind((0, rows, 0, 0, 0, combined, address(self.wait_ns)), 0, 5)
+        return lambda stream, x, *changed: launch(stream, x, rows, *changed)
 
 
 def _definition(make, signature, shape, topk_idx_dtype, phase, shared_bytes):
     phases = replace(shape, sends=phase != RECEIVE, receives=phase != SEND)
-    return KernelDefinition(make, (phases,), signature(TOPK_IDX_POINTERS[topk_idx_dtype]), shape.threads, shared_bytes)
-
-
-def _combined(shape):
-    """Return the shape of combine: whatever dispatch sends, its rows are bfloat16."""
-    return replace(shape, dtype="bfloat16", scales="float32")
+    signature_of_ids = signature(TOPK_IDX_POINTERS[topk_idx_dtype])
+    return KernelDefinition(make, (phases,), signature_of_ids, shape.threads, shared_bytes, shape.ctas_per_sm)
 
 
 def exchange_kernels(

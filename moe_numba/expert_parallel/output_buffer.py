@@ -55,10 +55,10 @@ class SymmetricOutput:
         self.number = transport.gather(next(_NUMBERS))[0]  # ranks may have made other outputs in other groups
         arguments = num_rows, hidden, str(dtype), num_scales, str(scale_dtype), num_topk, str(topk_idx_dtype)
         check_same_on_all_ranks(transport, "the argument tuple of new_output", arguments)
-        offsets, self._row_words = [0], (row_words, num_scales, idx_words, num_topk, 1)
-        for words in self._row_words:
+        offsets, sizes = [0], (row_words, num_scales, idx_words, num_topk, 1)
+        for words in sizes:
             offsets.append(offsets[-1] + align_words(num_rows * words))
-        self._offsets = [4 * offset for offset in offsets[1:-1]]  # in bytes, of all tensors but the first
+        offsets_in_bytes = [4 * offset for offset in offsets[1:-1]]  # in bytes, of all tensors but the first
         self._shared = transport.allocate(4 * offsets[-1])
         local = self._shared.local.view(torch.int32)
 
@@ -70,6 +70,9 @@ class SymmetricOutput:
         self.x, self.scales = section(0, row_words, dtype), section(1, num_scales, scale_dtype)
         self.topk_idx, self.topk_weights = section(2, idx_words, topk_idx_dtype), section(3, num_topk, torch.float32)
         self.src_idx = section(4, 1, torch.int32).view(-1)
+        self._remote = address(self._shared.addresses), *offsets_in_bytes
+        tensors = self.x, self.scales, self.topk_idx, self.topk_weights, self.src_idx
+        self._local = [(address(tensor), words) for tensor, words in zip(tensors, sizes, strict=True)]
 
     def tensors(self, with_scales: bool, with_topk: bool) -> tuple[torch.Tensor | None, ...]:
         """Return x, scales, topk_idx, topk_weights and src_idx; None for what a dispatch does not send."""
@@ -79,14 +82,12 @@ class SymmetricOutput:
     @property
     def kernel_args(self) -> tuple[int, ...]:
         """The sending kernel's arguments: address of all ranks' addresses, offsets of the tensors, and capacity."""
-        return address(self._shared.addresses), *self._offsets, self.num_rows
+        return *self._remote, self.num_rows
 
     @property
     def poison_args(self) -> tuple[int, ...]:
         """The barrier kernel's arguments: address and size in words of each tensor."""
-        tensors = self.x, self.scales, self.topk_idx, self.topk_weights, self.src_idx
-        pairs = zip(tensors, self._row_words, strict=True)
-        return tuple(value for tensor, words in pairs for value in (address(tensor), self.num_rows * words))
+        return tuple(value for pointer, words in self._local for value in (pointer, self.num_rows * words))
 
     def close(self) -> None:
         """Free the memory. All ranks must call it, and no kernel may use the memory any more."""

@@ -5,10 +5,9 @@ import contextlib
 import torch
 
 from moe_numba import simulator
-from moe_numba.expert_parallel.checks import check_previous_event
 from moe_numba.expert_parallel.compile_ahead import KernelDefinition
 from moe_numba.expert_parallel.config import GpuLimits, limits_of
-from moe_numba.expert_parallel.events import EventHandle, EventOverlap, is_capturing
+from moe_numba.expert_parallel.events import is_capturing
 from moe_numba.expert_parallel.kernels.buffer_layout import (
     ABORT_FLAG,
     MAX_CHANNELS,
@@ -25,19 +24,19 @@ from moe_numba.expert_parallel.kernels.timeout import (
     STATUS_WORDS,
 )
 from moe_numba.expert_parallel.launch_plans import Kernel, load, plan_barrier, plan_notify
+from moe_numba.expert_parallel.stream_order import StreamOrder
 from moe_numba.expert_parallel.transport import check_same_on_all_ranks
 from moe_numba.runtime.device import gpu_of
-from moe_numba.runtime.launch import address, current_stream
+from moe_numba.runtime.launch import address
 from moe_numba.runtime.validate import check_device
 
 _NO_BARRIERS = contextlib.nullcontext()
-_SAME_STREAM = contextlib.nullcontext(lambda *tensors: EventOverlap())  # see `Runtime.on_stream`
 _ROWS_MULTIPLE = 16  # of outputs that are allocated before their rows are counted
 _COMPILE_S = 100.0  # seconds that ranks wait for one another's compilers
 _SCALE_DTYPES = None, torch.float32, torch.int32
 
 
-class Runtime:
+class Runtime(StreamOrder):
     """A rank's memory and kernels for the exchange of tokens with its peers.
 
     Parameters
@@ -54,7 +53,8 @@ class Runtime:
     def __init__(self, transport, num_bytes, timeout, uses_tma=None):
         device = transport.device
         check_device(device, "group's device")
-        self.transport, self.timeout = transport, timeout
+        super().__init__(transport)
+        self.timeout = timeout
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
         self.rings_offset = buffer_layout(self.num_ranks).rings  # in words
         self.ring_words = num_bytes // 8  # for the rings of dispatch, and as many for those of combine
@@ -74,8 +74,6 @@ class Runtime:
         self._placeholder = torch.zeros(4, dtype=torch.int32, device=device)
         common = self._local, self.shared.addresses, self._state, self._status, self._placeholder
         *self._common_arguments, self._placeholder_ptr = map(address, common)
-        self.comm_stream = None if simulator.ENABLED else torch.cuda.Stream(device, priority=-1)
-        self._last_stream, self._last_raw_stream, self._device_index = None, None, device.index or 0
         self._cache, self._first_channels, self._configurations, self._rows_per_token = {}, {}, set(), 0.0
         self._no_output = 5 * (self._placeholder_ptr, 0)
         if not simulator.ENABLED:
@@ -253,58 +251,3 @@ class Runtime:
             self._barrier(1, *self._no_output)
         yield
         self._barrier(1, *(self._no_output if out is None else out.poison_args))
-
-    def on_stream(self, previous_event, async_finish, allocate_on_comm_stream):
-        """Return a context that runs a call on its stream, after everything it must wait for.
-
-        It yields a function that returns the call's event. The function takes all tensors that the call uses, and keeps
-        their memory from being reused too early.
-        """
-        if previous_event is None and not (async_finish or allocate_on_comm_stream) and self.continues_stream():
-            return _SAME_STREAM
-        return self._on_other_stream(previous_event, async_finish, allocate_on_comm_stream)
-
-    def continues_stream(self):
-        """Return whether the current stream is that of the last call, so that there is nothing to wait for."""
-        return self._last_raw_stream == current_stream(self._device_index)
-
-    @contextlib.contextmanager
-    def _on_other_stream(self, previous_event, async_finish, allocate_on_comm_stream):
-        previous = check_previous_event(previous_event)
-        if allocate_on_comm_stream and not (async_finish and previous_event is not None):
-            raise ValueError("allocate_on_comm_stream needs previous_event and async_finish")
-        if simulator.ENABLED:
-            # Kernels run when their ranks wait: for the event, or here.
-            event = EventHandle(lambda: self.transport.wait(lambda: True, 0))
-            yield lambda *_: EventOverlap(event) if async_finish else EventOverlap(event.current_stream_wait())
-            return
-        device, last = self.transport.device, self._last_stream
-        use_comm_stream = async_finish or previous_event is not None
-        current = torch.cuda.current_stream(device)
-        stream = self.comm_stream if use_comm_stream else current
-        with torch.cuda.device(device):
-            if not torch.cuda.is_current_stream_capturing():
-                if last is not None and last != stream:
-                    stream.wait_stream(last)
-                self._last_stream, self._last_raw_stream = stream, stream.cuda_stream
-            if stream == current:
-                yield lambda *tensors: EventOverlap()
-                return
-            if previous is not None:
-                with torch.cuda.stream(stream):
-                    previous.current_stream_wait()
-            else:
-                stream.wait_stream(current)
-
-            def finish(*tensors):
-                event = EventHandle()
-                for tensor in tensors:
-                    if tensor is not None:
-                        tensor.record_stream(stream)
-                        tensor.record_stream(current)
-                if not async_finish:
-                    current.wait_event(event._event)
-                return EventOverlap(event if async_finish else None)
-
-            with torch.cuda.stream(stream):
-                yield finish

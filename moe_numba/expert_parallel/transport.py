@@ -55,6 +55,8 @@ def check_same_on_all_ranks(transport, name, value):
 class Transport:
     """Common part of all backends."""
 
+    can_repeat = True  # whether a rank may launch a kernel again that its peers launch once, and wait in
+
     def __init__(self):
         self._prepared, self._num_allocations = {}, 0
 
@@ -133,11 +135,14 @@ class Transport:
 
 
 def bind(start, grid, block, values, first, last):
-    """Return ``launch(*changed)``: starts a prepared kernel with ``values[first:last]`` replaced; not thread-safe."""
+    """Return ``launch(stream, *changed)``: starts a prepared kernel with ``values[first:last]`` replaced.
+
+    ``stream`` is the raw handle of the current stream. A launch is not thread-safe.
+    """
     if hasattr(start, "bind"):
         return start.bind(grid, block, values, first, last)
     before, after = tuple(values[:first]), tuple(values[last:])
-    return lambda *changed: start(grid, block, *before, *changed, *after)
+    return lambda stream, *changed: start(grid, block, *before, *changed, *after)
 
 
 class _ProcessGroupTransport(Transport):

@@ -7,7 +7,7 @@ from moe_numba.grouped_gemm.config import BLOCK_K_BYTES, SCALE_BLOCK, THREADS
 from moe_numba.grouped_gemm.config_block_scaled import BOX_ROWS, BUFFER_ROWS, ROW_BYTES, BlockScaledConfig, with_gather
 from moe_numba.grouped_gemm.kernel_block_scaled import make_kernel
 from moe_numba.grouped_gemm.launch_tma import TmaLaunch, signature_of
-from moe_numba.runtime.launch import address, launcher
+from moe_numba.runtime.launch import launcher
 from moe_numba.runtime.tensor_map import tensor_map_template
 
 VECTOR = 4  # float32 scales in a load of 16 bytes
@@ -41,7 +41,8 @@ class BlockScaledLaunch(TmaLaunch):
 
     def __call__(self, tensors, outputs):
         has_vectors = self.config.vector_x_scale or self.config.vector_weight_scale
-        if has_vectors and (address(tensors.x_scale) | address(tensors.w_scale)) % 16:  # a view of other scales
+        x_scale, weight_scale = tensors[4:6]
+        if has_vectors and (x_scale.data_ptr() | weight_scale.data_ptr()) % 16:  # views of other scales
             self.config = self.config._replace(vector_x_scale=False, vector_weight_scale=False)
             self.start = get_block_scaled_launcher(self.config, self.device)
         super().__call__(tensors, outputs)

@@ -4,6 +4,7 @@ import torch
 
 from moe_numba.grouped_gemm.checks import check_gpu
 from moe_numba.moe_layer.activation import ALPHA, check_activation
+from moe_numba.moe_layer.decode import uses_decode_kernels
 from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of
 from moe_numba.moe_layer.per_token_quant import check_scale
 from moe_numba.moe_layer.routing import check_routing
@@ -110,12 +111,15 @@ def fused_experts(
     - bfloat16: :func:`group_by_expert`, :func:`group_gemm_silu_and_mul_bf16` of gathered rows,
       :func:`group_gemm_bf16`, :func:`weighted_sum`. On a GPU without wgmma, for transposed w13, and for "silu" with a
       limit the activation is a launch of its own: :func:`group_gemm_bf16`, then :func:`silu_and_mul`.
-    - MXFP4: the same with :func:`group_gemm_silu_and_mul_mxfp4` and :func:`group_gemm_mxfp4`.
+    - MXFP4: the same grouped GEMMs with :func:`group_gemm_silu_and_mul_mxfp4` and :func:`group_gemm_mxfp4`.
     - FP8, block scales: :func:`group_by_expert`, :func:`per_token_cast_to_fp8`,
       :func:`group_gemm_silu_and_mul_blockwise_fp8` of gathered rows, :func:`group_gemm_blockwise_fp8`,
       :func:`weighted_sum`.
     - FP8, a scale per expert: :func:`group_by_expert`, :func:`per_token_quant_fp8`, :func:`group_gemm_pertensor_fp8`
       of gathered rows, :func:`silu_and_mul_quant_fp8`, :func:`group_gemm_pertensor_fp8`, :func:`weighted_sum`.
+
+    With one token, and with a few that hardly share an expert, in bfloat16 and with block scales, two launches instead:
+    the activations of each assignment, and their products with w2, weighted and added.
 
     With more rows per expert on average (64; with block scales 2, in MXFP4 12) the first grouped GEMM does not gather:
     :func:`permute_tokens` is launched before it, or the cast to FP8 permutes. Results between launches are bfloat16 or
@@ -125,8 +129,9 @@ def fused_experts(
     and otherwise with the largest magnitude of all tokens of the batch, or per token if asked to. Here it is always
     per token, which is more accurate, and does not let a token's result depend on the others of its batch.
 
-    Results are bit-identical from run to run. Group sizes stay on the GPU, so a CUDA graph that captures the call can
-    be replayed with another routing.
+    Results are bit-identical from run to run, and do not depend on the other tokens; their last bits may depend on the
+    number of tokens, which chooses the launches. Group sizes stay on the GPU, so a CUDA graph that captures the call
+    can be replayed with another routing.
     """
     if needs_dispatch(x, w13, w2, topk_weights, w13_bias, w2_bias):
         options = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale
@@ -136,7 +141,7 @@ def fused_experts(
     t = ExpertsTensors(x, *(t if t is None else as_tensor(t, name) for t, name in zip(given, _NAMES[1:], strict=True)))
     key = activation, alpha, limit, type(alpha), type(limit), *map(tensor_key, t)
     plan = _plans.get(key) or remember(_plans, key, _make_plan(t, activation, alpha, limit))
-    shape, chosen, fuses, outputs = plan
+    shape, chosen, fuses, decodes, outputs = plan
     for name in _ALIGNED:
         if (tensor := getattr(t, name)) is not None:
             check_aligned(name, tensor)
@@ -149,17 +154,18 @@ def fused_experts(
         memory = workspace
     (result,) = outputs(out)
     if tokens:
-        call = ExpertsCall(t, shape, chosen, fuses, memory.intermediates(tokens))
+        call = ExpertsCall(t, shape, chosen, fuses, decodes, memory.intermediates(tokens))
         for launch in launches_of(call, result).values():
             launch()
     return result if out is None else out
 
 
 def _make_plan(t, activation, alpha, limit):
-    """Check the arguments; return the experts' sizes, the activation, if it is fused, and the :class:`Outputs`."""
+    """Check the arguments; return the fields of an `ExpertsCall` that follow from them, and the :class:`Outputs`."""
     shape, chosen = check_experts(t, activation, alpha, limit)
     outputs = Outputs((("tensor", tuple(t.x.shape), torch.bfloat16),), t.x.device, aligned=("tensor",))
-    return shape, chosen, can_fuse_activation(t.w13, shape.format, chosen), outputs
+    decodes = uses_decode_kernels(shape, *t.topk_ids.shape, t.w13, t.w2)
+    return shape, chosen, can_fuse_activation(t.w13, shape.format, chosen), decodes, outputs
 
 
 def check_experts(t, activation, alpha, limit):

@@ -1,11 +1,15 @@
 """``ExpertParallelMoE``: the experts of a layer on several GPUs of a node: dispatch, local experts, combine."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from moe_numba.expert_parallel import Buffer, Config
+from moe_numba.expert_parallel import Buffer, Config, per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.moe_layer.module import Experts
 from moe_numba.runtime.validate import check_int
+
+_MAX_LOW_LATENCY_TOKENS = 1 << 20
 
 
 class ExpertParallelMoE(nn.Module):
@@ -13,7 +17,7 @@ class ExpertParallelMoE(nn.Module):
 
     Each rank has its own tokens and consecutive experts: rank r has the global ids r * n to (r + 1) * n - 1, where n is
     the number of its local experts, the same on all ranks. All ranks must call the layer in the same order, also a rank
-    without tokens.
+    without tokens, and with the same options.
 
     Parameters
     ----------
@@ -25,6 +29,16 @@ class ExpertParallelMoE(nn.Module):
         graph can capture the call; all ranks' tokens together always suffice. 0: the host waits.
     config : Config, optional
         Of dispatch and combine. Default: the buffer's.
+    shared_experts : torch.nn.Module, optional
+        Computes [tokens, hidden] bfloat16 from this rank's tokens; added to the experts' sum. On a GPU it runs on a
+        stream of its own, while tokens are dispatched and experts computed.
+    fp8_dispatch : bool
+        Send tokens in FP8 with a scale per 128 elements, which halves the bytes of dispatch. For experts in FP8 with
+        block scales, which quantise tokens in the same way: they then quantise numbers that are in FP8 already.
+    low_latency_tokens : int
+        If not 0, the most tokens of a rank's call: dispatch and combine are then ``buffer.low_latency``, a launch each,
+        for decoding. The buffer needs ``low_latency_mode``. A CUDA graph can capture the call after the first one.
+        ``num_worst_tokens`` and ``config`` are not used.
 
     Raises
     ------
@@ -38,14 +52,29 @@ class ExpertParallelMoE(nn.Module):
     float32, in the order of the ranks. Results are bit-identical from run to run.
     """
 
-    def __init__(self, buffer: Buffer, experts: Experts, num_worst_tokens: int = 0, config: Config | None = None):
+    def __init__(
+        self,
+        buffer: Buffer,
+        experts: Experts,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        shared_experts: nn.Module | None = None,
+        fp8_dispatch: bool = False,
+        low_latency_tokens: int = 0,
+    ):
         super().__init__()
         if not isinstance(buffer, Buffer):
             raise TypeError(f"buffer is {type(buffer).__name__}; it must be a moe_numba.Buffer")
         if not isinstance(experts, Experts):
             raise TypeError(f"experts is {type(experts).__name__}; it must be a moe_numba.moe_layer.Experts")
+        if not isinstance(fp8_dispatch, bool):
+            raise TypeError(f"fp8_dispatch is {fp8_dispatch!r}; it must be True or False")
         self.buffer, self.experts, self.config = buffer, experts, config
+        self.shared_experts, self.fp8_dispatch = shared_experts, fp8_dispatch
         self.num_worst_tokens = check_int("num_worst_tokens", num_worst_tokens, 0)
+        self.low_latency_tokens = check_int("low_latency_tokens", low_latency_tokens, 0, _MAX_LOW_LATENCY_TOKENS)
+        self._plans: dict[Any, Any] = {}  # of low-latency exchanges
+        self._stream: torch.cuda.Stream | None = None  # of the shared experts
 
     @property
     def num_experts(self) -> int:
@@ -64,16 +93,42 @@ class ExpertParallelMoE(nn.Module):
         topk_ids : tensor [tokens, topk], int32 or int64
             Global ids. One outside of 0 to num_experts - 1 adds nothing.
         shared : tensor [tokens, hidden], bfloat16, optional
-            Added to the sum: the output of shared experts.
+            Added to the sum: the output of shared experts. Not with ``shared_experts``.
 
         Returns
         -------
         tensor [tokens, hidden], bfloat16
         """
-        topk_ids = topk_ids.masked_fill((topk_ids < 0) | (topk_ids >= self.num_experts), -1)
+        if self.shared_experts is not None:
+            if shared is not None:
+                raise ValueError("shared is given, but the layer has shared_experts; only one of them is allowed")
+            shared = self._start_shared_experts(x)
+        exchange = self._exchange_low_latency if self.low_latency_tokens else self._exchange
+        return exchange(x, topk_weights, topk_ids, shared)
+
+    def _start_shared_experts(self, x):
+        """Launch the shared experts beside what follows on the current stream; `_wait_for_shared_experts` waits."""
+        assert self.shared_experts is not None
+        if not x.is_cuda:
+            return self.shared_experts(x)
+        self._stream = self._stream or torch.cuda.Stream(x.device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            return self.shared_experts(x)
+
+    def _wait_for_shared_experts(self, x, shared):
+        """Let the current stream wait for the shared experts; keep their tensors for as long as both streams run."""
+        if self.shared_experts is None or not x.is_cuda:
+            return
+        current = torch.cuda.current_stream()
+        current.wait_stream(self._stream)
+        shared.record_stream(current)
+
+    def _exchange(self, x, topk_weights, topk_ids, shared):
+        """Dispatch, compute and combine. Layout and dispatch ignore ids that are no expert's."""
         per_rank, _, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(topk_ids, self.num_experts)
         received, ids, weights, _, handle, _ = self.buffer.dispatch(
-            x,
+            per_token_cast_to_fp8(x) if self.fp8_dispatch else x,
             num_tokens_per_rank=per_rank,
             num_tokens_per_expert=per_expert,
             is_token_in_rank=is_in_rank,
@@ -82,11 +137,42 @@ class ExpertParallelMoE(nn.Module):
             num_worst_tokens=self.num_worst_tokens,
             config=self.config,
         )
+        if self.fp8_dispatch:
+            received = per_token_cast_back(*received)
         # Padding rows have the ids -1, so no expert reads what they contain.
         rows = self.experts(received, weights, ids)
+        self._wait_for_shared_experts(x, shared)
         return self.buffer.combine(rows, handle, bias=shared, config=self.config)[0]
+
+    def _exchange_low_latency(self, x, topk_weights, topk_ids, shared):
+        """Dispatch, compute and combine by low-latency launches. Slots that no token fills have the ids -1."""
+        if len(x) > self.low_latency_tokens:
+            raise ValueError(f"x has {len(x)} tokens; the layer's low_latency_tokens is {self.low_latency_tokens}")
+        plan = self._plan(x.shape[1], topk_ids)
+        slots = plan.dispatch(x, topk_ids, topk_weights)
+        received = per_token_cast_back(slots.x, slots.scales) if self.fp8_dispatch else slots.x
+        rows = self.experts(received, slots.topk_weights, slots.topk_idx)
+        out = plan.combine(rows, topk_ids)
+        self._wait_for_shared_experts(x, shared)
+        return out.clone() if shared is None else out + shared
+
+    def _plan(self, hidden, topk_ids):
+        """Return the low-latency exchange for these columns and dtype of ``topk_ids``; the first call makes it."""
+        key = topk_ids.shape[1], topk_ids.dtype
+        if key not in self._plans:
+            options = dict(use_fp8=self.fp8_dispatch, expert_major=False, topk_idx_dtype=topk_ids.dtype)
+            sizes = self.low_latency_tokens, hidden, self.num_experts, topk_ids.shape[1]
+            self._plans[key] = self.buffer.low_latency(*sizes, **options)
+        return self._plans[key]
+
+    def close(self) -> None:
+        """Free the memory of the low-latency exchanges, before the buffer is destroyed; all ranks must call it."""
+        for plan in self._plans.values():
+            plan.close()
+        self._plans.clear()
 
     def extra_repr(self) -> str:
         """Describe the ranks."""
         ranks = f"rank={self.buffer.rank} of {self.buffer.group_size}"
-        return f"{ranks}, num_experts={self.num_experts}, num_worst_tokens={self.num_worst_tokens}"
+        options = f"num_worst_tokens={self.num_worst_tokens}, fp8_dispatch={self.fp8_dispatch}"
+        return f"{ranks}, num_experts={self.num_experts}, {options}, low_latency_tokens={self.low_latency_tokens}"

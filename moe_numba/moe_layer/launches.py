@@ -18,6 +18,7 @@ from moe_numba.grouped_gemm import (
 )
 from moe_numba.grouped_gemm.checks import has_wgmma, is_mn_major
 from moe_numba.moe_layer.activation import Activation, silu_and_mul
+from moe_numba.moe_layer.decode import decode_launches
 from moe_numba.moe_layer.per_token_quant import per_token_quant_fp8, silu_and_mul_quant_fp8
 from moe_numba.moe_layer.permute import permute_cast_to_fp8, permute_tokens
 from moe_numba.moe_layer.routing import group_by_expert
@@ -52,6 +53,7 @@ class ExpertsCall(NamedTuple):
     shape: ExpertsShape
     activation: Activation
     fuses: bool  # whether the first grouped GEMM computes the activation
+    decodes: bool  # whether the two kernels for few tokens compute all
     memory: Intermediates
 
     @property
@@ -94,6 +96,8 @@ def launches_of(call: ExpertsCall, out: torch.Tensor) -> Launches:
     Intermediate results are in the call's memory, so that a launch can be replaced, or repeated alone.
     """
     t, memory, indices = call.tensors, call.memory, call.inverse_indices
+    if call.decodes:
+        return decode_launches(call, out)
     return {
         "group_by_expert": partial(group_by_expert, t.topk_ids, len(t.w13), out=memory.routing),
         **_EXPERTS[call.shape.format](call),

@@ -61,7 +61,7 @@ def run_experts(t, activation, replaced):
     fuses = can_fuse_activation(t.w13, shape.format, chosen)
     if shape.format == BF16 and replaced & {"gate_up", "activation"}:
         fuses = False
-    call = ExpertsCall(t, shape, chosen, fuses, workspace.intermediates(len(t.x)))
+    call = ExpertsCall(t, shape, chosen, fuses, False, workspace.intermediates(len(t.x)))
     in_torch = {name for stage in replaced - {"gate"} for name in LAUNCHES[stage]}
     if shape.format in _QUANTISES and "quantise" not in replaced:
         in_torch.discard("permute")

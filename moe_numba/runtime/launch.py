@@ -167,7 +167,7 @@ class Launcher:
         return launch_prepared
 
     def bind(self, grid, block, values, first, last):
-        """Return ``launch(*changed)``: launches on the current stream with ``values[first:last]`` replaced.
+        """Return ``launch(stream, *changed)``: launches with ``values[first:last]`` replaced, on a raw stream.
 
         Only these are packed again, so a call takes half of the time. It is not thread-safe.
         """
@@ -177,14 +177,14 @@ class Launcher:
         stream_field = ctypes.c_uint64.from_buffer(buffer, self._config_offset + _CONFIG_STREAM_OFFSET)
         device, function, start, bound_threads = self.device, self._function, self._launch, set()
 
-        def launch(*changed, kept=kept):
+        def launch(stream, *changed, kept=kept):
             if _current_device() != device:
                 with torch.cuda.device(device):
-                    return launch(*changed)
+                    return launch(stream, *changed)
             if (thread := threading.get_ident()) not in bound_threads:
                 bind_context(device)
                 bound_threads.add(thread)
-            stream_field.value = stream = _current_raw_stream(device)
+            stream_field.value = stream
             pack(buffer, offset, *changed)
             error = start(config, function, pointers, None)
             if error:

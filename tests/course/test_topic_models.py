@@ -7,7 +7,10 @@ from helpers.figures import misplaced
 
 transformers = pytest.importorskip("transformers", minversion="5.17", reason="transformers 5.17 or newer is needed")
 
+from helpers.tiny_models import make_model  # noqa: E402
+
 from moe_numba.course.bench import Stats, records, topic  # noqa: E402
+from moe_numba.course.bench.kv_context import context_cache  # noqa: E402
 from moe_numba.course.bench.topics import models_measure  # noqa: E402
 
 models = topic("models")
@@ -45,15 +48,23 @@ def record(monkeypatch, device):
 
 def test_rows_figure_and_table(record):
     steps = ["peer:transformers grouped_mm", "peer:transformers batched_mm", "final", "final, fused routers"]
-    found = [(row["operation"], row["size"]["tokens"], row["step"]) for row in record["rows"]]
-    assert found == [("decode", 1, step) for step in steps] + [
-        ("prefill", 1024, step) for step in steps if "batched" not in step
+    few = [step for step in steps if "batched" not in step]
+    found = [(row["operation"], *row["size"].values(), row["step"]) for row in record["rows"]]
+    assert found == [
+        *(("decode", 1, step) for step in steps),
+        *(("prefill", 1024, step) for step in few),
+        *(("decode", 1, models.CONTEXT, step) for step in few),
     ]
     assert all(row["config"] == {"model": "Tiny", "layers": 1} for row in record["rows"])
     lines = models.readme_table(record).splitlines()
-    assert lines[0].startswith("| model | tokens | `grouped_mm` | `batched_mm` | `moe_numba` | with fused routers |")
-    assert lines[2] == ("| Tiny, 1 layers | 1 | 10.0 (2000) | 11.0 (3000) | 12.0 (4000) | 13.0 (5000) | 0.77 (0.40) |")
-    assert lines[3] == "| Tiny, 1 layers | 1024 | 14.0 (6000) |  | 15.0 (7000) | 16.0 (8000) | 0.88 (0.75) |"
+    assert lines[0].startswith(
+        "| model | tokens | context | `grouped_mm` | `batched_mm` | `moe_numba` | with fused routers |"
+    )
+    assert lines[2] == (
+        "| Tiny, 1 layers | 1 | 0 | 10.0 (2000) | 11.0 (3000) | 12.0 (4000) | 13.0 (5000) | 0.77 (0.40) |"
+    )
+    assert lines[3] == "| Tiny, 1 layers | 1024 | 0 | 14.0 (6000) |  | 15.0 (7000) | 16.0 (8000) | 0.88 (0.75) |"
+    assert lines[4].startswith(f"| Tiny, 1 layers | 1 | {models.CONTEXT} | 17.0 (9000) |  | 18.0 (10000) |")
     assert "Recorded on NVIDIA Toy" in lines[-1]
     (figure,) = models.figures(record).values()
     assert not misplaced(figure)
@@ -93,13 +104,34 @@ def check_wrong_experts(model, name):
 
 def test_gpt_oss_is_measured_in_mxfp4_too(monkeypatch, device):
     seen, check = [], models_measure.check_experts
-    monkeypatch.setattr(models_measure, "measure_passes", lambda about, model, tokens, steps: [(tokens, steps)])
+    monkeypatch.setattr(
+        models_measure, "measure_passes", lambda about, model, tokens, steps, context=0: [(tokens, steps, context)]
+    )
     monkeypatch.setattr(models_measure, "check_experts", lambda model, name: seen.append(name) or check(model, name))
     rows = models_measure.measure([TINY_GPT_OSS], (1, 4), str(device))
-    assert rows == [(tokens, steps) for steps in (models_measure.STEPS, ("final, MXFP4",)) for tokens in (1, 4)]
+    few, packed = ("grouped_mm", "final", "final, fused routers"), ("final, MXFP4",)
+    wanted = [(tokens, models_measure.STEPS, 0) for tokens in (1, 4)] + [(tokens, few, 1024) for tokens in (1, 4)]
+    assert rows == wanted + [(tokens, packed, context) for tokens in (1, 4) for context in (0, 1024)]
     assert seen == ["final", *models_measure.PEERS, "final, MXFP4"]
     rows = [records.row(step, config=dict(model="m", layers=1), size=dict(tokens=1)) for step in models.COLUMNS]
     times = dict(kernel_us=dict(median=3.0), pass_us=dict(median=5.0))
     record = dict(ABOUT, rows=[row | times for row in rows])
     lines = models.readme_table(record).splitlines()
     assert lines[0].endswith("| with fused routers | speedup | in MXFP4 |") and lines[2].endswith("| 3.00 (5.00) |")
+
+
+@pytest.mark.parametrize("name, options", [("Qwen3Moe", {}), ("DeepseekV3", {}), ("GptOss", dict(sliding_window=8))])
+def test_a_step_with_context_equals_a_longer_prompt(name, options):
+    model = make_model(name, "cpu", **options)
+    ids = torch.randint(0, 64, (3, 21), generator=torch.Generator().manual_seed(0))
+    cache = context_cache(model.config, 20)
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits[:, -1]
+        earlier = model(ids[:, :-1], use_cache=True).past_key_values
+        step = lambda: model(ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+        assert not torch.allclose(step(), wanted, atol=1e-2)  # allocates the cache, with random contents
+        for own, theirs in zip(cache.layers, earlier.layers, strict=True):
+            kept = own.max_cache_len - 1
+            own.keys[:, :, :-1], own.values[:, :, :-1] = theirs.keys[:, :, -kept:], theirs.values[:, :, -kept:]
+        for _ in range(2):
+            assert torch.allclose(step(), wanted, atol=1e-2)

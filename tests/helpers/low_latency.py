@@ -85,20 +85,44 @@ def fma(a, b, c):
     return (a.double() * b.double() + c.double()).float()
 
 
-def check_weighted_sums(combined, ys, inputs, rank, experts_per_rank):
-    """Check the combined tokens of a rank bit for bit: ranks' sums in bfloat16, added in rank order in float32."""
+def in_fp8(part):
+    """Return a sum [hidden], float32, in FP8 and its scales, for each element, as combine quantises it."""
+    groups = part.view(-1, reference.GROUP)
+    amax = groups.abs().amax(1, keepdim=True).clamp(min=reference.AMAX_MIN)
+    amax = torch.where(groups.isnan().any(1, keepdim=True), float("nan"), amax)
+    values = (groups * (amax.reciprocal() * reference.FP8_MAX)).to(FP8).float()
+    return values.flatten(), (amax * (1 / reference.FP8_MAX)).expand_as(groups).flatten()
+
+
+def check_weighted_sums(combined, ys, inputs, rank, experts_per_rank, fp8=False, own_in_fp8=False):
+    """Check the combined tokens of a rank bit for bit: ranks' sums in bfloat16, added in rank order in float32.
+
+    With ``fp8`` the other ranks' sums are rounded to FP8, and the result must have the precision that is promised.
+    """
     x, ids, weights = inputs
     places = [expected_rows(ids, peer, experts_per_rank)[1] for peer in range(len(ys))]
     for token in range(len(x[rank])):
         total = torch.zeros(x[rank].shape[1])
-        for y, where in zip(ys, places, strict=True):
+        exact, bound = torch.zeros_like(total), torch.zeros_like(total)
+        for peer, (y, where) in enumerate(zip(ys, places, strict=True)):
             part, found = torch.zeros_like(total), False
             for k in range(ids[rank].shape[1]):
                 if (rank, token, k) in where:
                     part, found = fma(weights[rank][token, k], y[where[rank, token, k]].float(), part), True
-            if found:
+            if found and fp8 and (peer != rank or own_in_fp8):
+                values, scales = in_fp8(part)
+                total = fma(values, scales, total)
+                largest = scales * reference.FP8_MAX
+                exact, bound = (
+                    exact + part,
+                    bound + torch.maximum(part.abs() / 16, largest * 2**-10 / reference.FP8_MAX),
+                )
+            elif found:
                 total += part.bfloat16().float()
+                exact, bound = exact + part, bound + part.abs() / 256
         assert bitwise_equal(combined[token], total.bfloat16())
+        deviation = (combined[token].float() - exact).abs()
+        assert ((deviation <= 1.01 * (bound + exact.abs() / 256)) | exact.isnan()).all()
 
 
 def experts_result(recv_x, counts):

@@ -51,7 +51,7 @@ def prompts_of(count, length, seed=0):
 def test_logits_are_the_same_in_each_run(name, count, length):
     model, prompts = make_fast_model(name), prompts_of(count, length)
     first = model(prompts).logits
-    assert first.isfinite().all() and not torch.equal(first, model(prompts.flip(1)).logits)
+    assert first.isfinite().all() and not torch.equal(first, model((prompts + 1) % 64).logits)
     for _ in range(RUNS):
         assert torch.equal(model(prompts).logits, first)
 
@@ -90,7 +90,7 @@ def test_soak():
                 parameter.random_(60, 120)  # any bytes are weights; their scales are small, and none is NaN
             else:
                 parameter.copy_(torch.randn(parameter.shape, device="cuda") / 16)
-    sizes = torch.randint(1, 700, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    sizes = [1, 2, *torch.randint(1, 700, (46,), generator=torch.Generator().manual_seed(0)).tolist()]
     random = torch.Generator("cuda").manual_seed(0)
     calls, wanted = [], []
     for tokens in sizes:

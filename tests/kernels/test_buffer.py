@@ -4,6 +4,7 @@ import contextlib
 import inspect
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from helpers.expert_parallel import (
@@ -30,7 +31,7 @@ from helpers.wrong_kernels import changed
 from numba import cuda, int32
 
 from moe_numba import simulator
-from moe_numba.expert_parallel import Buffer, Config
+from moe_numba.expert_parallel import Buffer, Config, dispatch_call
 from moe_numba.expert_parallel.config import num_channels
 from moe_numba.expert_parallel.kernels import bulk_pipeline, combine, dispatch, notify, progress, register_pipeline
 from moe_numba.expert_parallel.kernels.buffer_layout import (
@@ -266,6 +267,40 @@ def test_more_rows_than_num_worst_tokens():
     run(2, work, timeout=SHORT_TIMEOUT)
 
 
+def repeated_dispatch(monkeypatch):
+    """Dispatch more rows than after the last call are expected; return whether the kernel was launched again."""
+    inputs, launched = make_inputs([24 * SCALE]), []
+
+    def work(buffer, rank):
+        buffer.transport.can_repeat = True
+        run_before = dispatch_call.DispatchCall.run
+
+        def run_and_count(exchange, runtime, channels, start, call):
+            def started(*arguments):
+                send_head, can_repeat = arguments[-3], arguments[-1]
+                launched.append(can_repeat)
+                if simulator.ENABLED and not can_repeat:
+                    assert (send_head.array.view(np.int32) == np.iinfo(np.int32).max).all(), "written before"
+                start(*arguments)
+
+            started.func = start.func
+            return run_before(exchange, runtime, channels, started, call)
+
+        send(buffer, rank, inputs)
+        buffer._runtime._rows_per_token /= 4
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch_call.DispatchCall, "run", run_and_count)
+            given = send(buffer, rank, inputs)
+        check_received(given, reference_dispatch(inputs)[rank], rank, inputs.experts)
+
+    run(1, work)
+    return launched == [1, 0]
+
+
+def test_more_rows_than_expected(monkeypatch):
+    assert repeated_dispatch(monkeypatch)
+
+
 def test_invalid_arguments():
     inputs = make_inputs([4, 4])
 
@@ -430,6 +465,14 @@ def test_a_handle_works_with_any_config():
 
 MAKE = {dispatch: "make_dispatch", combine: "make_combine"}
 simulated = pytest.mark.skipif(not simulator.ENABLED, reason="needs the simulator's weak memory")
+
+
+@simulated
+def test_a_kernel_that_continues_with_more_rows_than_expected_is_rejected(monkeypatch):
+    wrong = changed(dispatch, "can_repeat != 0 and received > num_recv_rows", "False")["make_dispatch"]
+    monkeypatch.setattr(dispatch, "make_dispatch", wrong)
+    with pytest.raises((AssertionError, simulator.SimulatorError)):
+        repeated_dispatch(monkeypatch)
 
 
 @pytest.fixture

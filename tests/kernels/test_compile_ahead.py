@@ -76,4 +76,4 @@ def test_each_kernel_is_compiled_once(tmp_path, monkeypatch):
     assert compile_ahead.compile_ahead(kernels) == 0 and not compiled, "nothing could use them"
     monkeypatch.setenv(cubin_cache.FOLDER, str(tmp_path))
     assert compile_ahead.compile_ahead(kernels, processes=2) == len(set(compiled)) == len(compiled) == 4
-    assert {bounds for _, _, bounds in compiled} == {shape.threads for shape in shapes}
+    assert {bounds for _, _, bounds in compiled} == {kernel.launch_bounds for kernel in kernels}

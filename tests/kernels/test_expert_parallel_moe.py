@@ -35,18 +35,20 @@ def make_inputs(tokens, dtype, seed=0):
     return state, ranks
 
 
-def run(state, ranks, dtype=torch.bfloat16, shift=0, **options):
+def run(state, ranks, dtype=torch.bfloat16, shift=0, shared_experts=None, **options):
     """Run the layer on all ranks; with ``shift`` each has the experts of another one."""
 
     def work(transport):
         rank, device = transport.rank, transport.device
-        buffer = Buffer(transport, NUM_BYTES)
+        buffer = Buffer(transport, NUM_BYTES, low_latency_mode="low_latency_tokens" in options)
         experts = Experts(PER_RANK, HIDDEN, HIDDEN, dtype, device)
         first = (rank + shift) % len(ranks) * PER_RANK
         experts.load_state_dict({name: tensor[first : first + PER_RANK] for name, tensor in state.items()})
-        layer = ExpertParallelMoE(buffer, experts, config=SMALL, **options)
+        layer = ExpertParallelMoE(buffer, experts, config=SMALL, shared_experts=shared_experts, **options)
         assert layer.num_experts == PER_RANK * len(ranks)
-        results = [layer(*(t.to(device) for t in ranks[rank])).cpu() for _ in range(2)]
+        given = ranks[rank][: 3 if shared_experts else 4]
+        results = [layer(*(t.to(device) for t in given)).cpu() for _ in range(2)]
+        layer.close()
         buffer.destroy()
         assert torch.equal(*results)
         return results[0]
@@ -73,6 +75,38 @@ def test_equals_all_experts_on_one_gpu(tokens, worst, dtype):
     assert wrong(run(state, ranks, dtype, num_worst_tokens=worst), state, ranks) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [[3, 5], [4, 0]])
+def test_low_latency_exchange(tokens, dtype):
+    state, ranks = make_inputs(tokens, dtype)
+    assert wrong(run(state, ranks, dtype, low_latency_tokens=5), state, ranks) is None
+
+
+@pytest.mark.parametrize("options", [dict(num_worst_tokens=8), dict(low_latency_tokens=5)])
+def test_dispatch_in_fp8(options):
+    """Experts with block scales quantise tokens that were in FP8 to the same numbers again."""
+    state, ranks = make_inputs([3, 5], FP8)
+    results = run(state, ranks, FP8, fp8_dispatch=True, **options)
+    assert wrong(results, state, ranks) is None
+    flipped = [(x.flip(1), *rest) for x, *rest in ranks]
+    assert wrong(results, state, flipped) is not None
+
+
+class Shared(torch.nn.Module):
+    """Shared experts that add what is known: twice the tokens."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("options", [dict(num_worst_tokens=8), dict(low_latency_tokens=5)])
+def test_shared_experts_run_beside(options):
+    state, ranks = make_inputs([3, 5], torch.bfloat16)
+    results = run(state, ranks, shared_experts=Shared(), **options)
+    assert wrong(results, state, [(x, weights, ids, 2 * x) for x, weights, ids, _ in ranks]) is None
+    assert wrong(results, state, ranks) is not None
+
+
 def test_experts_of_another_rank_are_rejected():
     state, ranks = make_inputs([3, 5], torch.bfloat16)
     assert wrong(run(state, ranks, shift=1), state, ranks) is not None
@@ -89,6 +123,17 @@ def test_invalid_arguments():
             ExpertParallelMoE(buffer, torch.nn.Linear(2, 2))
         with pytest.raises(ValueError, match="num_worst_tokens is -1; it must be 0 or more"):
             ExpertParallelMoE(buffer, experts, -1)
+        with pytest.raises(ValueError, match="low_latency_tokens is -1; 0 to"):
+            ExpertParallelMoE(buffer, experts, low_latency_tokens=-1)
+        with pytest.raises(TypeError, match="fp8_dispatch is 1; it must be True or False"):
+            ExpertParallelMoE(buffer, experts, fp8_dispatch=1)
+        x, weights, ids = torch.zeros(3, HIDDEN).bfloat16(), torch.zeros(3, 2), torch.zeros(3, 2).long()
+        layer = ExpertParallelMoE(buffer, experts, low_latency_tokens=2)
+        with pytest.raises(ValueError, match="x has 3 tokens; the layer's low_latency_tokens is 2"):
+            layer(x, weights, ids)
+        layer = ExpertParallelMoE(buffer, experts, shared_experts=Shared())
+        with pytest.raises(ValueError, match="shared is given, but the layer has shared_experts"):
+            layer(x, weights, ids, x)
         buffer.destroy()
 
     LocalGroup(1).run(work)

@@ -16,6 +16,7 @@ from helpers.low_latency import (
     check_weighted_sums,
     experts_result,
     fma,
+    in_fp8,
     make_round,
     run,
     synchronize,
@@ -23,12 +24,14 @@ from helpers.low_latency import (
 from helpers.wrong_kernels import changed_maker
 
 from moe_numba import prepare, simulator
-from moe_numba.expert_parallel import Buffer, low_latency_exchange
+from moe_numba.expert_parallel import Buffer, low_latency_config
 from moe_numba.expert_parallel.kernels import (
     low_latency_combine,
     low_latency_dispatch,
     low_latency_packing,
     low_latency_protocol,
+    low_latency_send,
+    low_latency_sums,
 )
 
 PROTOCOLS = ["lamport", "flags"]
@@ -45,7 +48,7 @@ def on_device(buffer, tensors):
     return [tensor.to(buffer.transport.device) for tensor in tensors]
 
 
-def exchange_packed(buffer, rank, plan, inputs):
+def exchange_packed(buffer, rank, plan, inputs, fp8_sums=False):
     """One dispatch and combine with rows packed by expert; check both."""
     x, ids, weights = on_device(buffer, [part[rank] for part in inputs])
     got = plan.dispatch(x, ids)
@@ -54,13 +57,13 @@ def exchange_packed(buffer, rank, plan, inputs):
     y = experts_result(got.x, got.counts)
     out = plan.combine(y, ids, weights)
     synchronize(buffer)
-    check_weighted_sums(out.cpu(), buffer.transport.gather(y.cpu()), inputs, rank, len(got.counts))
+    check_weighted_sums(out.cpu(), buffer.transport.gather(y.cpu()), inputs, rank, len(got.counts), fp8_sums)
 
 
 @pytest.fixture(params=[1, 3], ids=lambda parts: f"{parts} parts")
 def parts(request, monkeypatch):
     """CTAs that share a row."""
-    monkeypatch.setattr(low_latency_exchange, "default_parts", lambda max_tokens: request.param)
+    monkeypatch.setattr(low_latency_config, "default_parts", lambda max_tokens: request.param)
 
 
 @pytest.mark.parametrize("ranks, seed", [(1, 0), (2, 0), (2, 1), (3, 2), (4, 3)])
@@ -76,6 +79,60 @@ def test_rows_packed_by_expert(ranks, seed, protocol):
         plan.close()
 
     run(ranks, work, seed)
+
+
+@pytest.mark.parametrize("ranks, seed", [(1, 0), (2, 1), (3, 2), (4, 3)])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_sums_in_fp8(ranks, seed, protocol):
+    """The other ranks' sums are rounded to FP8, bit for bit as torch does, and deviate as little as is promised."""
+
+    def work(buffer, rank):
+        plan = buffer.low_latency(TOKENS, 384, 2 * ranks, 2, protocol=protocol, num_sms=SMS, use_fp8_combine=True)
+        for i in range(2):
+            exchange_packed(buffer, rank, plan, make_round(counts_of(ranks, i), 10 * seed + i, hidden=384), True)
+        buffer.check()
+        plan.close()
+
+    run(ranks, work, seed)
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_deepeps_call_with_sums_in_fp8(hook):
+    """A phase that only sends has no other place for its own sums than a slot, so they are rounded to FP8, too."""
+
+    def work(buffer, rank):
+        inputs = make_round(counts_of(2, 1), 5, hidden=256)
+        x, ids, weights = on_device(buffer, [part[rank] for part in inputs])
+        recv_x, counts, handle, _, _ = buffer.low_latency_dispatch(x, ids, TOKENS, 4, use_fp8=False)
+        synchronize(buffer)
+        y = experts_result(recv_x, counts)
+        out, _, receive = buffer.low_latency_combine(y, ids, weights, handle, return_recv_hook=hook, use_fp8=True)
+        if hook:
+            receive()
+        synchronize(buffer)
+        check_weighted_sums(out.cpu(), buffer.transport.gather(y.cpu()), inputs, rank, 2, True, hook)
+
+    run(2, work, 3)
+
+
+def test_sums_in_slots_in_fp8():
+    """Rows that the caller has summed are rounded to FP8; a NaN spoils the group that shares a scale with it."""
+
+    def work(buffer, rank):
+        plan = buffer.low_latency(TOKENS, 256, 4, 1, expert_major=False, use_fp8_combine=True, num_sms=SMS)
+        x = (torch.randn(TOKENS, 256, generator=torch.Generator().manual_seed(rank)) * 3).bfloat16()
+        x[1, 200] = float("nan")
+        given, ids = on_device(buffer, (x, torch.full((TOKENS, 1), 2 * (1 - rank))))
+        got = plan.dispatch(given, ids, torch.ones_like(ids).float())
+        out = plan.combine(got.x, ids)
+        synchronize(buffer)
+        for found, sent in zip(out.cpu(), x, strict=True):
+            values, scales = in_fp8(sent.float())
+            assert torch.equal(found.nan_to_num(), (values * scales).bfloat16().nan_to_num())
+        assert out[1, 128:].isnan().all() and not out[1, :128].isnan().any()
+        plan.close()
+
+    run(2, work, 4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -242,14 +299,14 @@ def test_not_a_number():
 # Ranks that run ahead
 
 
-def exchange_ahead(seed, protocol="lamport", rounds=3, hidden=HIDDEN):
+def exchange_ahead(seed, protocol="lamport", rounds=3, hidden=HIDDEN, use_fp8_combine=False):
     """Queue two dispatches and two combines per round; a rank runs ahead as far as the kernels let it."""
     inputs = [make_round([2, 2], 100 * seed + i, hidden=hidden) for i in range(rounds)]
     generator = torch.Generator().manual_seed(seed)
     ys = [[torch.randn(2, 4, hidden, generator=generator).bfloat16() for _ in range(2)] for _ in range(rounds)]
 
     def work(buffer, rank):
-        plan = buffer.low_latency(2, hidden, 4, 2, protocol=protocol, num_sms=SMS)
+        plan = buffer.low_latency(2, hidden, 4, 2, protocol=protocol, num_sms=SMS, use_fp8_combine=use_fp8_combine)
         dispatch, combine, results = plan._dispatch, plan._combine, []
         for (x, ids, weights), y in zip(inputs, ys, strict=True):
             x, ids, weights, y = on_device(buffer, (x[rank], ids[rank], weights[rank], y[rank]))
@@ -268,7 +325,7 @@ def exchange_ahead(seed, protocol="lamport", rounds=3, hidden=HIDDEN):
             for got in received:
                 check_packed(got.x, got.counts.cpu(), (got.src_info, got.layout_range), of_round, rank)
             for out in sums:
-                check_weighted_sums(out.cpu(), y, of_round, rank, 2)
+                check_weighted_sums(out.cpu(), y, of_round, rank, 2, use_fp8_combine)
         plan.close()
 
     run(2, work, seed, timeout=SHORT_TIMEOUT if simulator.ENABLED else 20)
@@ -595,7 +652,8 @@ def test_size_hint_and_mode():
 # Wrong kernels must be rejected
 
 RESET_ROW = "st_relaxed_sys_s32x4(ctx.local, row + 4 * i, empty, empty, empty, empty)"
-RESET_SUM = "st_relaxed_sys_s32x4(ctx.local, offset, empty, empty, empty, empty)"
+RESET_SUM = "reset(ctx.local, sum_offset(half, int32(first_rank + k), token), i)"
+RESET_SCALE = "st_relaxed_sys_s32(local, row + scales_offset + i // _LANES_PER_SCALE, int32(SENTINEL))"
 ALL_WORDS = "(a != SENTINEL) & (b != SENTINEL) & (c != SENTINEL) & (d != SENTINEL)"
 TARGETS = "        targets = uint32(ranks_of(expert) & ~masked)\n"
 EARLY = f"""{TARGETS}        if tid < 32:
@@ -609,13 +667,26 @@ WRONG = {  # the kernel, the module with the passage, the passage, what replaces
     "a sentinel that is not reset by dispatch": ("dispatch", "dispatch", RESET_ROW, "pass", "lamport"),
     "a sentinel that is not reset by combine": ("combine", "combine", RESET_SUM, "pass", "lamport"),
     "only one word of a vector polled": ("dispatch", "protocol", ALL_WORDS, "a != SENTINEL", "lamport"),
-    "metadata before rows": ("dispatch", "dispatch", TARGETS, EARLY, "flags"),
-    "metadata without a fence": ("dispatch", "dispatch", "fence_acq_rel_sys()", "pass", "flags"),
+    "metadata before rows": ("dispatch", "send", TARGETS, EARLY, "flags"),
+    "metadata without a fence": ("dispatch", "send", "fence_acq_rel_sys()", "pass", "flags"),
     "a flag without a fence": ("combine", "combine", "fence_acq_rel_sys()", "pass", "flags"),
     "a flag without a barrier": ("combine", "combine", BARRIER, "                if tid == 0:\n", "flags"),
     "metadata without a stamp": ("dispatch", "protocol", "return (a >> shift == stamp)", "return (a == a)", "lamport"),
+    "the row of the token before": ("dispatch", "send", "loaded[j] = following[j]", "pass", "lamport"),
+    "the experts of the token before": ("dispatch", "send", "expert = next_expert", "pass", "lamport"),
+    "the row of the slot before": ("combine", "combine", "loaded[j] = following[j]", "pass", "lamport"),
+    "the rows of the slot before": ("combine", "combine", "row = next_row", "pass", "lamport"),
     "rows one too far": ("dispatch", "packing", "word, earlier, lane)", "word, earlier, lane) + 1", "lamport"),
     "slots of the last word not counted": ("dispatch", "packing", "word, earlier,", "word, uint32(0),", "lamport"),
+}
+WRONG_FP8_SUMS = {  # the passage of the module of sums, and what replaces it
+    "a scale that is not reset": (RESET_SCALE, "pass"),
+    "a scale that is not waited for": (
+        "words[first + 2] = ld_relaxed_sys_s32(local, scale)",
+        "words[first + 2] = int32(0)",
+    ),
+    "the scale of another group": ("31 & ~(_LANES_PER_SCALE - 1)", "0"),
+    "a maximum of half of the group": ("for step in (1, 2, 4, 8):", "for step in (1, 2, 4):"),
 }
 
 
@@ -626,19 +697,30 @@ def test_a_wrong_kernel_is_rejected(name, monkeypatch):
     modules = {
         "dispatch": low_latency_dispatch,
         "packing": low_latency_packing,
+        "send": low_latency_send,
         "combine": low_latency_combine,
         "protocol": low_latency_protocol,
     }
     make = f"make_low_latency_{kernel}"
     monkeypatch.setattr(modules[kernel], make, changed_maker(modules[kernel], make, modules[where], right, wrong))
     exchange = exchange_ahead
-    if name == "the half of the last combine":
+    if name in ("the half of the last combine", "the row of the slot before"):
         exchange = combine_ahead
-    elif kernel == "dispatch" and where != "packing" and "stamp" not in right:
+    elif kernel == "dispatch" and where != "packing" and "stamp" not in right and "experts" not in name:
         exchange = dispatch_ahead
     if protocol == "flags":
         exchange = partial(exchange, hidden=256)
     assert fails_under_some_seed(lambda seed: exchange(seed, protocol))
+
+
+@simulated
+@pytest.mark.parametrize("name", WRONG_FP8_SUMS)
+def test_wrong_sums_in_fp8_are_rejected(name, monkeypatch):
+    make = "make_low_latency_combine"
+    monkeypatch.setattr(low_latency_config, "default_parts", lambda max_tokens: 1)  # a warp has two groups
+    wrong = changed_maker(low_latency_combine, make, low_latency_sums, *WRONG_FP8_SUMS[name])
+    monkeypatch.setattr(low_latency_combine, make, wrong)
+    assert fails_under_some_seed(lambda seed: exchange_ahead(seed, hidden=256, use_fp8_combine=True))
 
 
 @simulated

@@ -9,7 +9,7 @@ from moe_numba.runtime.sass import compile_apart
 SOURCE = """
 from moe_numba.expert_parallel.kernels.low_latency_combine import make_low_latency_combine
 from moe_numba.expert_parallel.kernels.low_latency_dispatch import make_low_latency_dispatch
-from moe_numba.expert_parallel.low_latency_exchange import make_shape
+from moe_numba.expert_parallel.low_latency_config import make_shape
 """
 SHAPES = {  # the number of ranks and tokens, and the options of `make_shape`
     "one token": (2, 1, ""),
@@ -19,6 +19,8 @@ SHAPES = {  # the number of ranks and tokens, and the options of `make_shape`
     "fp8": (8, 128, "scales='float32'"),
     "ue8m0": (8, 128, "scales='ue8m0'"),
     "fp8 in slots": (8, 128, "scales='rounded', expert_major=False"),
+    "fp8 sums": (8, 128, "combines_fp8=True"),
+    "fp8 sums in slots": (8, 128, "combines_fp8=True, expert_major=False"),
 }
 
 
@@ -27,9 +29,10 @@ def reports():
     requests = {}
     for name, (ranks, tokens, options) in SHAPES.items():
         shape = f"make_shape({ranks}, {tokens}, 7168, 8, 256, {options})"
-        threads = 128 if tokens == 1 else 896
+        sends_fp8, sums_fp8 = "scales=" in options, "combines_fp8" in options
         for kernel, module in (("dispatch", low_latency_dispatch), ("combine", low_latency_combine)):
-            if kernel == "dispatch" or "fp8" not in name and name != "ue8m0":
+            if not (sums_fp8 if kernel == "dispatch" else sends_fp8):  # which changes nothing
+                threads = (128, 2) if tokens == 1 else (448, 2) if sends_fp8 else 896
                 request = f"make_low_latency_{kernel}({shape})", module.signature(), threads, False
                 requests[f"{kernel} {name}"] = request
     requests["dispatch int32"] = requests["dispatch packed"][0], low_latency_dispatch.signature("int32*"), 896, False

@@ -1,6 +1,8 @@
-"""Low-latency dispatch and combine, one process and one GPU per rank: random sizes and routing, graphs, a lost rank."""
+"""Low-latency dispatch and combine, one process and one GPU per rank: random sizes and routing, graphs, lost ranks."""
 
 import os
+import signal
+import time
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from helpers.low_latency import EXPERTS_PER_RANK, KINDS, check_packed, make_roun
 from helpers.rank_processes import run, run_to_exit
 
 from moe_numba.expert_parallel import Buffer
+from moe_numba.expert_parallel.transport import CudaIpc, SymmetricMemory
 
 pytestmark = pytest.mark.multigpu
 HIDDEN = 1024
@@ -143,23 +146,52 @@ def test_pairs_in_cuda_graphs(protocol):
     run(in_graphs, protocol)
 
 
-def one_exits(rank, ranks, enable_shrink):
-    """Rank 1 ends without cleaning up, in the middle of replays; the others go on, or raise, and never hang."""
-    import torch.distributed as dist
+TIMEOUT_S = 2  # of a wait for the rank that is lost
 
-    buffer = Buffer(dist.group.WORLD, low_latency_mode=True, enable_shrink=enable_shrink, timeout=2)
+
+def prepare_graph(rank, ranks, transport, enable_shrink):
+    """Return a buffer, and a captured pair with its tensors; token 0 stays on its rank."""
+    buffer = Buffer(transport, low_latency_mode=True, enable_shrink=enable_shrink, timeout=TIMEOUT_S)
     device, experts = buffer.transport.device, EXPERTS_PER_RANK * ranks
     plan = buffer.low_latency(16, HIDDEN, experts, 2)
     x = torch.randn(16, HIDDEN, device=device).bfloat16()
     ids = torch.randint(experts, (16, 2), device=device)
     ids[0] = EXPERTS_PER_RANK * rank
     weights = torch.rand(16, 2, device=device)
-    out = plan.combine(plan.dispatch(x, ids).x, ids, weights)
+    plan.combine(plan.dispatch(x, ids).x, ids, weights)
     torch.cuda.synchronize()
-    dist.barrier()
+    buffer.transport.gather(None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = plan.combine(plan.dispatch(x, ids).x, ids, weights)
+    return buffer, plan, graph, out, (ids, weights, x)
+
+
+def check_survivor(buffer, out, inputs, ranks):
+    """Check that tokens with an expert of rank 1 are NaN, that no other is, and that only rank 1 is masked.
+
+    Returns whether the timeout is an error.
+    """
+    ids = inputs[0]
+    mask = torch.zeros(ranks, dtype=torch.int32, device=out.device)
+    buffer.low_latency_query_mask_buffer(mask)
+    assert mask.tolist() == [int(r == 1) for r in range(ranks)]
+    on_lost = (ids // EXPERTS_PER_RANK == 1).any(1)
+    assert torch.equal(out.isnan().all(1), on_lost)
+    assert bitwise_equal(out[~on_lost], sums_of(*inputs, ranks)[~on_lost])
+    try:
+        buffer.check()
+    except TimeoutError as error:
+        assert "from rank 1" in str(error) or "for rank 1" in str(error)
+        return True
+    return False
+
+
+def one_exits(rank, ranks, enable_shrink):
+    """Rank 1 ends without cleaning up, in the middle of replays; the others go on, or raise, and never hang."""
+    import torch.distributed as dist
+
+    buffer, _, graph, out, inputs = prepare_graph(rank, ranks, dist.group.WORLD, enable_shrink)
     if rank == 1:
         for _ in range(100):
             graph.replay()
@@ -167,20 +199,52 @@ def one_exits(rank, ranks, enable_shrink):
     for _ in range(300):
         graph.replay()
     torch.cuda.synchronize()
-    mask = torch.zeros(ranks, dtype=torch.int32, device=device)
-    buffer.low_latency_query_mask_buffer(mask)
-    assert mask.tolist() == [int(r == 1) for r in range(ranks)]
-    on_lost = (ids // EXPERTS_PER_RANK == 1).any(1)
-    assert torch.equal(out.isnan().all(1), on_lost)
-    assert bitwise_equal(out[~on_lost], sums_of(ids, weights, x, ranks)[~on_lost])
-    try:
-        buffer.check()
-    except TimeoutError as error:
-        os._exit(7 if "from rank 1" in str(error) or "for rank 1" in str(error) else 8)
-    os._exit(9)
+    os._exit(7 if check_survivor(buffer, out, inputs, ranks) else 9)
 
 
 @pytest.mark.parametrize("enable_shrink", [False, True])
 def test_a_rank_that_exits(enable_shrink):
     codes = run_to_exit(one_exits, enable_shrink)
     assert codes == [3 if rank == 1 else (9 if enable_shrink else 7) for rank in range(len(codes))]
+
+
+def one_is_killed(rank, ranks, make_transport, during_replay, enable_shrink):
+    """Rank 0 sends SIGKILL to rank 1, whose GPU replays, or waits; the others must neither hang nor lose their GPU.
+
+    The memory of the dead process stays mapped: the others have stored to it, and may do so until they mask it.
+    """
+    import torch.distributed as dist
+
+    buffer, plan, graph, out, inputs = prepare_graph(rank, ranks, make_transport(dist.group.WORLD), enable_shrink)
+    processes = buffer.transport.gather(os.getpid())
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    buffer.transport.gather(None)
+    if rank == 1:
+        while True:
+            if during_replay:
+                graph.replay()
+            else:
+                time.sleep(1)
+    start = time.monotonic()
+    for i in range(300):
+        if rank == 0 and i == (200 if during_replay else 0):
+            os.kill(processes[1], signal.SIGKILL)
+        graph.replay()
+    torch.cuda.synchronize()
+    raises = check_survivor(buffer, out, inputs, ranks)
+    assert torch.equal(torch.ones(5, device=out.device).cumsum(0).cpu(), torch.arange(1.0, 6)), "the GPU computes on"
+    plan.close()
+    buffer.destroy()
+    assert time.monotonic() - start < 5 * TIMEOUT_S
+    os._exit(7 if raises else 9)
+
+
+@pytest.mark.parametrize(
+    "make_transport, during_replay, enable_shrink",
+    [(SymmetricMemory, False, False), (SymmetricMemory, True, True), (CudaIpc, False, True), (CudaIpc, True, False)],
+)
+def test_a_rank_that_is_killed(make_transport, during_replay, enable_shrink):
+    codes = run_to_exit(one_is_killed, make_transport, during_replay, enable_shrink)
+    assert codes == [-signal.SIGKILL if rank == 1 else (9 if enable_shrink else 7) for rank in range(len(codes))]

@@ -12,6 +12,7 @@ from numba import cuda, float32, uint8
 from moe_numba.ptx.cp_async import cp_async_16, cp_async_commit_group, make_cp_async_wait_group
 from moe_numba.ptx.fence import fence_proxy_async_shared
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
+from moe_numba.runtime.launch import launch
 
 wait_for_older, wait_for_all = make_cp_async_wait_group(1), make_cp_async_wait_group(0)
 
@@ -67,6 +68,60 @@ def test_a_read_before_the_wait_is_refused(mistake):
     assert_refused(
         simulator.AsyncRace, make_reader(**mistake), "reads index", "wait for its group with make_cp_async_wait"
     )
+
+
+@simulated
+def test_a_warp_copies_as_a_vector():
+    """No lane runs on its own, also where pointers and sizes differ between lanes and some lanes issue no copy."""
+
+    @cuda.jit
+    def kernel(out, x):
+        smem, t = cuda.shared.array(2048, uint8, 16), cuda.threadIdx.x
+        if t % 8 < 5:
+            cp_async_16(smem, 16 * (t ^ 9), x.offset(16 * (t % 3)), 32 * t, (t % 3) * 8)
+        cp_async_commit_group()
+        wait_for_all()
+        cuda.syncthreads()
+        out[t] = smem[16 * (t ^ 9) + 9] if t % 8 < 5 and t % 3 == 2 else 0
+
+    t = torch.arange(128)
+    right = torch.where((t % 8 < 5) & (t % 3 == 2), (32 + 32 * t + 9) % 256, 0)
+    for seed in range(4):
+        out, x = torch.zeros(128), torch.arange(8192).to(torch.uint8)
+        with simulator.seed(seed), simulator.settings.settings.override(engine="vector"):
+            launch(kernel, 1, 128, out, x)
+        assert torch.equal(out.int(), right.int())
+
+
+@simulated
+def test_copies_of_two_lanes_must_not_overlap():
+    @cuda.jit
+    def kernel(out, x):
+        cp_async_16(cuda.shared.array(2048, uint8, 16), 16 * (cuda.threadIdx.x // 2), x, 0, 16)
+        cp_async_commit_group()
+        wait_for_all()
+
+    assert_refused(simulator.AsyncRace, kernel, "issues cp.async of 16 bytes", "which writes bytes from")
+
+
+@simulated
+def test_lanes_may_commit_and_wait_alone():
+    @cuda.jit
+    def kernel(out, x):
+        smem, t = cuda.shared.array(4096, uint8, 16), cuda.threadIdx.x
+        for half in range(2):
+            cp_async_16(smem, 16 * (2 * t + half), x, 16 * (2 * t + half), 16)
+            if t % 2 or half:
+                cp_async_commit_group()
+        if t % 2:
+            wait_for_older()  # the other threads' older copy is in the same group as the newer one
+        else:
+            wait_for_all()
+        out[t] = smem[32 * t]
+        wait_for_all()
+
+    for out, x in runs(kernel, lambda: [torch.zeros(128), torch.arange(4096).to(torch.uint8)], threads=128):
+        assert torch.equal(out, x[::32].float())
 
 
 @simulated

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import subprocess
 import sys
 import traceback
@@ -21,6 +22,7 @@ from numba import cuda
 from moe_numba.ptx.atomics import ld_volatile_s32
 from moe_numba.ptx.memory import ld_global_s32x4
 from moe_numba.ptx.warp import FULL_MASK
+from moe_numba.simulator.core.scheduler import shuffle
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="kernels run on a GPU here: set MOE_NUMBA_SIMULATE=1")
 
@@ -35,6 +37,16 @@ def lanes(kernel, *args, threads=32, dtype=np.int64):
 
 
 # --- the mode -------------------------------------------------------------------------------------------------------
+
+
+def test_lanes_are_shuffled_as_python_shuffles_them():
+    for seed in range(20):
+        ours, pythons = random.Random(seed), random.Random(seed)
+        for size in (0, 1, 2, 5, 31, 32, 33):
+            shuffled, expected = list(range(size)), list(range(size))
+            shuffle(shuffled, ours)
+            pythons.shuffle(expected)
+            assert shuffled == expected and ours.getstate() == pythons.getstate()
 
 
 def in_a_new_process(code, **environment):

@@ -5,6 +5,7 @@ py:percent notebook by its code cells alone. So documentation may be edited free
 """
 
 import ast
+import functools
 import hashlib
 import re
 from pathlib import Path
@@ -27,13 +28,15 @@ def hash_file(root: Path, path: str) -> str | None:
     file = root / name
     if not file.is_file():
         return None
-    if part == "code":
-        data = "\n# %%\n".join(map(canonical, code_cells(file.read_text()))).encode()
-    elif file.suffix == ".py":
-        data = canonical(file.read_text()).encode()
-    else:
-        data = file.read_bytes()
-    return hashlib.sha256(data).hexdigest()
+    if part == "code" or file.suffix == ".py":
+        return _hash_code(file.read_text(), part == "code")
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@functools.cache  # the records name the same files
+def _hash_code(text, only_cells):
+    cells = code_cells(text) if only_cells else [text]
+    return hashlib.sha256("\n# %%\n".join(map(canonical, cells)).encode()).hexdigest()
 
 
 def canonical(code: str) -> str:

@@ -1,6 +1,7 @@
 """Finds the package's files that a measurement depends on; a change of one of them makes its results stale."""
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -110,21 +111,29 @@ def _files(module, root):
 
 
 def _imports(code, package, root):
-    """Yield the modules of moe_numba that code imports, at any level."""
-    tree, aliases = ast.parse(code), set()
-    for node in ast.walk(tree):
+    """Return the modules of moe_numba that code imports, at any level."""
+    return [module if name is None else _origin(module, name, root) for module, name in _imported(code, package)]
+
+
+@functools.cache  # many results depend on the same files
+def _imported(code, package):
+    """Return (module, name or None) for each ``import module`` and ``from module import name``, once."""
+    nodes = list(ast.walk(ast.parse(code)))
+    found, aliases = {}, set()
+    for node in nodes:
         if isinstance(node, ast.Import):
             for name in node.names:
                 if name.name == "moe_numba":
                     aliases.add(name.asname or name.name)
                 else:
-                    yield name.name
+                    found[name.name, None] = True
         elif isinstance(node, ast.ImportFrom):
             for name in node.names:
-                yield _origin(_absolute(node, package), name.name, root)
-    for node in ast.walk(tree):  # moe_numba.name
+                found[_absolute(node, package), name.name] = True
+    for node in nodes:  # moe_numba.name
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
-            yield _origin("moe_numba", node.attr, root)
+            found["moe_numba", node.attr] = True
+    return tuple(found)
 
 
 def _absolute(node, package):
@@ -138,12 +147,19 @@ def _origin(module, name, root):
     if _files(f"{module}.{name}", root):
         return f"{module}.{name}"
     for file in _files(module, root):
-        if file.endswith("/__init__.py"):
-            for node in ast.walk(ast.parse((root / file).read_text())):
-                if isinstance(node, ast.ImportFrom):
-                    for given in node.names:
-                        if name == (given.asname or given.name) and _absolute(node, module) != module:
-                            return _origin(_absolute(node, module), given.name, root)
+        if file.endswith("/__init__.py") and name in (given := _reexports((root / file).read_text(), module)):
+            return _origin(*given[name], root)
     if module == "moe_numba":  # lazily loaded names are found through the object itself
         return getattr(getattr(moe_numba, name, None), "__module__", module)
     return module
+
+
+@functools.cache
+def _reexports(code, package):
+    """Return {name: (module, its name there)} of what a package imports from other modules; the first import counts."""
+    found = {}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (module := _absolute(node, package)) != package:
+            for name in node.names:
+                found.setdefault(name.asname or name.name, (module, name.name))
+    return found

@@ -286,6 +286,7 @@ def make_dispatch(shape):
         recv_src_idx,
         send_head,
         num_recv_rows,
+        can_repeat,
     ):
         smem_i32 = cuda.shared.array(0, int32, 128)
         smem_u64 = cuda.shared.array(0, uint64, 128)  # the same memory
@@ -311,9 +312,12 @@ def make_dispatch(shape):
             smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks
         )
         # The same for all warps of a CTA: its publisher and its copy warps wait for one another.
-        aborted = int32(cuda.syncthreads_or(ld_volatile_s32(local, ABORT_FLAG)))
+        aborted, received = ld_volatile_s32(local, ABORT_FLAG), rank_prefix[int32((ranks - 1) * ranks + rank)]
+        aborted = int32(cuda.syncthreads_or(aborted))
         if aborted != 0:
             pass  # a rank has aborted in an earlier kernel: the counts may be wrong
+        elif can_repeat != 0 and received > num_recv_rows:
+            pass  # the host launches the kernel again, with larger outputs; the peers wait meanwhile
         elif warp == warps:
             publish(smem_i32, smem_u64, lane, rank, head_offset if receives else tail_offset, local, peers)
         else:
@@ -341,5 +345,5 @@ def signature(topk_idx="int64*"):
         *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32", "int32", "int32", "int64", "int32"),
         *("int32*", "int32*", "int64", "int64", topk_idx),
         *("int32*", "uint8*", "int32", "int32", "int32*", "int32*", "int32*", "int32*", "int32*", topk_idx, "int32*"),
-        *("int32*", "int32*", "int64"),
+        *("int32*", "int32*", "int64", "int32"),
     )

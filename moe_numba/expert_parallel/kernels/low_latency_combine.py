@@ -5,9 +5,9 @@ the token's experts, and round to bfloat16. The source sums the ranks' rows in r
 Rows that stayed in their slots are sums already: they are pushed as they are, and the result equals that of
 `Buffer.combine` bit for bit.
 
-Half of the CTAs push sums to the other ranks. The others receive meanwhile, and sum the rows of the rank's own experts
-for its own tokens. A call with a receive hook has a kernel for each phase; the first one pushes these sums as well,
-because the caller may overwrite the rows before the second one.
+Some CTAs push sums to the other ranks (`LowLatencyShape.ctas_per_sender`). The others receive meanwhile, and sum the
+rows of the rank's own experts for its own tokens. A call with a receive hook has a kernel for each phase; the first one
+pushes these sums as well, because the caller may overwrite the rows before the second one.
 
 Every rank also posts to all others that it has started, and waits for them at the end: no rank can be two combines
 ahead of another. Protocols and timeouts: `low_latency_protocol.py`. Memory map: `low_latency_layout.py`.
@@ -17,24 +17,25 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64, uint32, uint64
 
-from moe_numba.expert_parallel.kernels.low_latency_layout import EXPIRED, POISONED, RECEIVED, SENT, SENTINEL
+from moe_numba.expert_parallel.kernels.low_latency_layout import CTA_STATE, POISONED, SENTINEL
 from moe_numba.expert_parallel.kernels.low_latency_protocol import (
     COMBINE_ROW,
+    POLLS_PER_CHECK,
     STARTED,
     LowLatencyContext,
-    clean,
-    is_last_block,
+    count_operation,
+    has_arrived,
     make_slot_at,
     make_token_routing,
     masked_ranks,
+    must_stop,
     roles,
     wait_number,
-    wait_vector,
     wait_weight,
 )
+from moe_numba.expert_parallel.kernels.low_latency_sums import add_row, make_hide_sentinel, make_sum_format, round_sums
 from moe_numba.ptx.arithmetic import uint_as_float
-from moe_numba.ptx.atomics import ld_relaxed_gpu_s32, st_relaxed_gpu_s32, st_relaxed_sys_s32, st_release_sys_s32
-from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
+from moe_numba.ptx.atomics import ld_relaxed_gpu_s32, st_relaxed_sys_s32, st_release_sys_s32
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.memory import (
     griddepcontrol_launch_dependents,
@@ -44,19 +45,10 @@ from moe_numba.ptx.memory import (
     st_global_s32x4,
 )
 from moe_numba.ptx.special_registers import globaltimer
-from moe_numba.ptx.system_vectors import st_relaxed_sys_s32x4, st_relaxed_sys_u64
+from moe_numba.ptx.system_vectors import st_relaxed_sys_u64
 from moe_numba.ptx.warp import FULL_MASK
 
 _MAX_BATCH = 4  # rows that a thread loads at once
-
-
-@cuda.jit(device=True)
-def add_row(sums, words, first, weight):
-    """Add a vector of eight bfloat16 times a weight; its four words begin at ``words[first]``."""
-    for j in range(4):
-        word = uint32(words[first + j])
-        sums[2 * j] = cuda.fma(weight, uint_as_float(uint32(word << uint32(16))), sums[2 * j])
-        sums[2 * j + 1] = cuda.fma(weight, uint_as_float(uint32(word & uint32(0xFFFF0000))), sums[2 * j + 1])
 
 
 @cuda.jit(device=True)
@@ -65,26 +57,24 @@ def lowest_bit(mask):
     return int32(cuda.popc(uint32(~mask & (mask - uint32(1)))))
 
 
-@cuda.jit(device=True)
-def round_sums(sums, words):
-    """Round eight float32 to bfloat16."""
-    for j in range(4):
-        words[j] = int32(cvt_rn_bf16x2_f32(sums[2 * j + 1], sums[2 * j]))
-
-
 @cache
 def make_low_latency_combine(shape):
     """Make the kernel, for CTAs of ``shape.threads`` threads, all of which must be resident at once."""
     num_ranks, max_tokens, slots, topk = shape.num_ranks, shape.max_tokens, shape.slots, shape.topk
-    sends, receives = shape.sends, shape.receives
+    sends, receives, ctas_per_sender = shape.sends, shape.receives, shape.ctas_per_sender
     parts, threads, local_experts, weighted = shape.parts, shape.threads, shape.local_experts, shape.expert_major
     data_is_flag, row_words, rows_per_slot = shape.data_is_flag, shape.combined_words, shape.rows_per_slot
     weights_offset, weights_half, flags_half = shape.weights_offset, shape.weights_half, shape.flags_half
     flags_offset, rows_offset = shape.flags_offset, shape.combine_rows
     vectors, part_vectors = row_words // 4, shape.vectors_of_part(row_words)
+    fits_threads = shape.fits_threads(row_words)
     batch = min(rows_per_slot, _MAX_BATCH)
+    polled_ranks = min(num_ranks, _MAX_BATCH // ((1 + weighted) * (1 + shape.combines_fp8)))  # registers limit them
     loaded_words = 4 * batch
+    polled_words, batch_mask = 4 * polled_ranks, (1 << polled_ranks) - 1
     reads_own_rows, own_slots = shape.reads_own_rows, max_tokens if shape.reads_own_rows else 0
+    sum_words, hide_sentinel = shape.sum_words, make_hide_sentinel(data_is_flag)
+    encode, store, load, reset, add = make_sum_format(shape)
     load_expert, ranks_of = make_token_routing(shape)
     slot_at = make_slot_at(shape)
 
@@ -109,12 +99,17 @@ def make_low_latency_combine(shape):
     # must call the following functions.
 
     @cuda.jit(device=True)
-    def find_rows(slot_rows, slot):
-        """Return this lane's row of a slot, the mask of lanes with one, and whether the rows were lost."""
+    def load_row_number(slot_rows, slot, is_inside):
+        """Load this lane's row of a slot: its number, -1 for none, or POISONED."""
         lane, row = int32(cuda.threadIdx.x & 31), int32(-1)
-        if lane < rows_per_slot:
+        if is_inside & (lane < rows_per_slot):
             row = slot_rows[int64(slot) * rows_per_slot + lane]
-        return row, uint32(cuda.ballot_sync(FULL_MASK, row >= 0)), cuda.any_sync(FULL_MASK, row == POISONED)
+        return row
+
+    @cuda.jit(device=True)
+    def lanes_with_rows(row):
+        """Return the mask of lanes with a row of a slot, and whether the rows were lost."""
+        return uint32(cuda.ballot_sync(FULL_MASK, row >= 0)), cuda.any_sync(FULL_MASK, row == POISONED)
 
     @cuda.jit(device=True)
     def load_rows(x, row, lanes, i, is_inside, loaded):
@@ -138,50 +133,61 @@ def make_low_latency_combine(shape):
         return lanes
 
     @cuda.jit(device=True)
-    def sum_vector(x, row, weight, lanes, i, is_inside, loaded, words):
-        """Sum vector ``i`` of all rows, the first of which are loaded; round the sum."""
+    def sum_vector(x, row, weight, lanes, i, is_inside, loaded, sums):
+        """Sum vector ``i`` of all rows, the first of which are loaded."""
+        for j in range(8):
+            sums[j] = float32(0)
         if weighted:
-            sums = cuda.local.array(8, float32)
-            for j in range(8):
-                sums[j] = float32(0)
             lanes = add_rows(sums, weight, lanes, loaded)
             while lanes != uint32(0):
                 load_rows(x, row, lanes, i, is_inside, loaded)
                 lanes = add_rows(sums, weight, lanes, loaded)
-            round_sums(sums, words)
         else:
-            words[0], words[1], words[2], words[3] = loaded[0], loaded[1], loaded[2], loaded[3]
+            add_row(sums, loaded, 0, float32(1))
 
     @cuda.jit(device=True)
-    def send_sum(ctx, number, peer, token, part, x, slot_rows):
-        """Sum this rank's rows of a peer's token, and push the sum there; a lost row makes it NaN."""
+    def load_item(x, slot_rows, rank, item, loaded):
+        """Load this lane's row number of an item, a part of a peer's token, and a vector of a row in its slot."""
+        tid, row, is_item = int32(cuda.threadIdx.x), int32(-1), item < slots * parts
+        if is_item:
+            peer, token = slot_at(rank, int32(item // parts))
+            slot, i = int32(peer * max_tokens + token), int32(item % parts * part_vectors + tid)
+            row = load_row_number(slot_rows, slot, is_item)
+            if not weighted and i < min(int32(vectors), int32((item % parts + 1) * part_vectors)):
+                # The row of a slot has the slot's number, if there is one.
+                loaded[0], loaded[1], loaded[2], loaded[3] = ld_global_s32x4(x, int64(slot) * row_words + 4 * i)
+        return row
+
+    @cuda.jit(device=True)
+    def send_sum(ctx, number, peer, token, part, x, own_row, loaded):
+        """Sum this rank's rows of a peer's token, and push the sum there; a lost row makes it NaN.
+
+        Rows that are not weighted are loaded.
+        """
         half, tid = int32(number & 1), int32(cuda.threadIdx.x)
-        words, loaded = cuda.local.array(4, int32), cuda.local.array(loaded_words, int32)
+        words, sums = cuda.local.array(4, int32), cuda.local.array(8, float32)
         source_slot, slot = int32(peer * max_tokens + token), int32(ctx.rank * max_tokens + token)
-        own_row, lanes, is_lost = find_rows(slot_rows, source_slot)
+        lanes, is_lost = lanes_with_rows(own_row)
         if (lanes != uint32(0)) | is_lost:
             remote = pointer_from_address(ctx.peers[peer], ctx.local)
-            row = int32(rows_offset + (half * slots + slot) * row_words)
+            row = int32(rows_offset + (half * slots + slot) * sum_words)
             first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
-            load_rows(
-                x, own_row, lanes, int32(first + tid), first + tid < last, loaded
-            )  # does not wait for the weights
             weight = int32(0)
-            if weighted and own_row >= 0:
-                pair = int32(weights_offset + half * weights_half + 2 * (source_slot * topk + (tid & 31)))
-                weight = int32(wait_weight(ctx, pair, number, peer, token))
-            for base in range(first, last, threads):
+            if weighted:
+                # The loads do not wait for the weights.
+                load_rows(x, own_row, lanes, int32(first + tid), first + tid < last, loaded)
+                if own_row >= 0:
+                    pair = int32(weights_offset + half * weights_half + 2 * (source_slot * topk + (tid & 31)))
+                    weight = int32(wait_weight(ctx, pair, number, peer, token))
+            for base in range(first, int32(first + 1) if fits_threads else last, threads):
                 i = int32(base + tid)
                 if base != first:
                     load_rows(x, own_row, lanes, i, i < last, loaded)
-                sum_vector(x, own_row, weight, lanes, i, i < last, loaded, words)
-                for j in range(4):
-                    if is_lost:
-                        words[j] = int32(SENTINEL)
-                    if data_is_flag:
-                        words[j] = clean(words[j])
+                sum_vector(x, own_row, weight, lanes, i, i < last, loaded, sums)
+                encode(sums, words)
+                hide_sentinel(words, is_lost)
                 if i < last:
-                    st_relaxed_sys_s32x4(remote, row + 4 * i, words[0], words[1], words[2], words[3])
+                    store(remote, row, i, words)
             if not data_is_flag:
                 cuda.syncthreads()
                 if tid == 0:
@@ -190,48 +196,120 @@ def make_low_latency_combine(shape):
                     st_relaxed_sys_s32(remote, flag, number)
 
     @cuda.jit(device=True)
-    def receive_sum(ctx, number, masked, targets, token, part, x, slot_rows, topk_weights, out):
-        """Sum a token's rows in rank order; a row that has not arrived in time is NaN."""
+    def send_items(ctx, number, masked, senders, x, slot_rows, row, loaded):
+        """Send this CTA's items, the first of which is loaded; load each next one before the stores of the last.
+
+        Loads behind stores to a peer would wait until NVLink has taken these.
+        """
+        following = cuda.local.array(loaded_words, int32)
+        for item in range(int32(own_slots * parts + cuda.blockIdx.x), int32(slots * parts), senders):
+            next_row = load_item(x, slot_rows, ctx.rank, int32(item + senders), following)
+            part = int32(item % parts)
+            peer, token = slot_at(ctx.rank, int32(item // parts))
+            if masked >> uint32(peer) & uint32(1) == uint32(0):
+                send_sum(ctx, number, peer, token, part, x, row, loaded)
+            row = next_row
+            if not weighted:
+                for j in range(4):
+                    loaded[j] = following[j]
+
+    # The sums of a batch of ranks are loaded at once, and polled together.
+
+    @cuda.jit(device=True)
+    def sum_offset(half, r, token):
+        """Return the offset of the sum that rank ``r`` sends for a token."""
+        return int32(rows_offset + (half * slots + r * max_tokens + token) * sum_words)
+
+    @cuda.jit(device=True)
+    def load_sums(ctx, half, peers, token, first_rank, i, polled):
+        """Load vector ``i`` of the sums that a batch of ranks sends for a token, from those in the mask ``peers``."""
+        for k in range(polled_ranks):
+            r = int32(first_rank + k)
+            if peers >> uint32(r) & uint32(1) != uint32(0):
+                load(ctx.local, sum_offset(half, r, token), i, polled, 4 * k)
+
+    @cuda.jit(device=True)
+    def not_arrived(pending, first_rank, polled):
+        """Return the mask of the ranks in ``pending`` whose vector has not arrived."""
+        for k in range(polled_ranks):
+            if has_arrived(polled[4 * k], polled[4 * k + 1], polled[4 * k + 2], polled[4 * k + 3]):
+                pending = uint32(pending & ~uint32(uint32(1) << uint32(first_rank + k)))
+        return pending
+
+    @cuda.jit(device=True)
+    def wait_sums(ctx, half, peers, token, first_rank, i, polled):
+        """Wait for the vectors of a batch, which are loaded once, and reset them; those that are late stay NaN."""
+        of_batch = uint32(peers & uint32(uint32(batch_mask) << uint32(first_rank)))
+        start, polls, pending = uint64(0), int32(0), not_arrived(of_batch, first_rank, polled)
+        while pending != uint32(0):
+            if polls % POLLS_PER_CHECK == 0:
+                start = globaltimer() if polls == 0 else start
+                if must_stop(ctx, start, COMBINE_ROW, lowest_bit(pending), token):
+                    pending = uint32(pending & (pending - uint32(1)))
+            polls = int32(polls + 1)
+            load_sums(ctx, half, pending, token, first_rank, i, polled)
+            pending = not_arrived(pending, first_rank, polled)
+        for k in range(polled_ranks):
+            if of_batch >> uint32(first_rank + k) & uint32(1) != uint32(0):
+                reset(ctx.local, sum_offset(half, int32(first_rank + k), token), i)
+
+    @cuda.jit(device=True)
+    def receive_sum(ctx, number, masked, expert, own_row, weight, token, part, x, out):
+        """Sum a token's rows in rank order; a row that has not arrived in time is NaN.
+
+        Each lane has one of the token's experts, and a row and its weight.
+        """
         half, tid, own_bit = int32(number & 1), int32(cuda.threadIdx.x), uint32(uint32(1) << uint32(ctx.rank))
         words, sums, own = cuda.local.array(4, int32), cuda.local.array(8, float32), cuda.local.array(4, int32)
-        loaded = cuda.local.array(loaded_words, int32)
+        loaded, polled = cuda.local.array(loaded_words, int32), cuda.local.array(polled_words, int32)
         first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
-        missing, own_row, weight, lanes, is_lost = uint32(targets & masked), int32(-1), int32(0), uint32(0), False
-        if reads_own_rows and targets & own_bit != uint32(0):
+        targets = ranks_of(expert)
+        missing, lanes, is_lost = uint32(targets & masked), uint32(0), False
+        if reads_own_rows:
             missing = uint32(missing & ~own_bit)
-            own_row, lanes, is_lost = find_rows(slot_rows, int32(ctx.rank * max_tokens + token))
-            if weighted and own_row >= 0:
-                weight = topk_weights[int64(token) * topk + (tid & 31)]
+            if targets & own_bit != uint32(0):
+                lanes, is_lost = lanes_with_rows(own_row)
+        has_own, peers = lanes != uint32(0) and not is_lost, uint32(targets & ~missing)
+        if reads_own_rows:
+            peers = uint32(peers & ~own_bit)
         if not data_is_flag:
             for r in range(num_ranks):
-                if (targets >> uint32(r) & uint32(1) != uint32(0)) & (not reads_own_rows or r != ctx.rank):
+                if peers >> uint32(r) & uint32(1) != uint32(0):
                     flag = int32(flags_offset + half * flags_half + (r * max_tokens + token) * parts + part)
                     if not wait_number(ctx, flag, number, COMBINE_ROW, int32(r), token):
                         missing = uint32(missing | uint32(1 << r))
-        for base in range(first, last, threads):
+            peers = uint32(peers & ~missing)
+        for base in range(first, int32(first + 1) if fits_threads else last, threads):
             i = int32(base + tid)
+            for j in range(polled_words):
+                polled[j] = int32(SENTINEL)
+            if not weighted and i < last:
+                load_sums(ctx, half, peers, token, int32(0), i, polled)
             own[0] = own[1] = own[2] = own[3] = int32(SENTINEL)
-            if lanes != uint32(0) and not is_lost:
+            if has_own:
                 load_rows(x, own_row, lanes, i, i < last, loaded)
-                sum_vector(x, own_row, weight, lanes, i, i < last, loaded, own)
-            if i < last:
-                for j in range(8):
-                    sums[j] = float32(0)
-                for r in range(num_ranks):
+                sum_vector(x, own_row, weight, lanes, i, i < last, loaded, sums)
+                round_sums(sums, own)
+            if weighted and i < last:  # now, because registers do not suffice for all vectors at once
+                load_sums(ctx, half, peers, token, int32(0), i, polled)
+            for j in range(8):
+                sums[j] = float32(0)
+            for first_rank in range(0, num_ranks, polled_ranks):
+                if first_rank != 0:
+                    for j in range(polled_words):
+                        polled[j] = int32(SENTINEL)
+                    if i < last:
+                        load_sums(ctx, half, peers, token, int32(first_rank), i, polled)
+                if data_is_flag and i < last:
+                    wait_sums(ctx, half, peers, token, int32(first_rank), i, polled)
+                for k in range(polled_ranks):
+                    r = int32(first_rank + k)
                     if targets >> uint32(r) & uint32(1) != uint32(0):
-                        offset = int32(rows_offset + (half * slots + r * max_tokens + token) * row_words + 4 * i)
-                        a, b, c, d = own[0], own[1], own[2], own[3]
-                        if not reads_own_rows or r != ctx.rank:
-                            a = b = c = d = int32(SENTINEL)
-                            if missing >> uint32(r) & uint32(1) == uint32(0):
-                                if data_is_flag:
-                                    a, b, c, d = wait_vector(ctx, offset, COMBINE_ROW, int32(r), token)
-                                    empty = int32(SENTINEL)
-                                    st_relaxed_sys_s32x4(ctx.local, offset, empty, empty, empty, empty)
-                                else:
-                                    a, b, c, d = ld_global_s32x4(ctx.local, offset)
-                        words[0], words[1], words[2], words[3] = a, b, c, d
-                        add_row(sums, words, 0, float32(1))
+                        if reads_own_rows and r == ctx.rank:
+                            add_row(sums, own, 0, float32(1))
+                        else:
+                            add(sums, polled, 4 * k)
+            if i < last:
                 round_sums(sums, words)
                 st_global_s32x4(out, int64(token) * row_words + 4 * i, words[0], words[1], words[2], words[3])
 
@@ -256,9 +334,14 @@ def make_low_latency_combine(shape):
         tid, block, grid = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()  # the next kernel may become resident; it waits for this grid to end
+        senders, first_receiver = roles(grid, sends, receives, (slots - own_slots) * parts, ctas_per_sender)
+        # What a CTA needs first is loaded at once: none of these loads waits for another one.
+        loaded, row = cuda.local.array(loaded_words, int32), int32(-1)
+        own_state = int32(CTA_STATE + 2 * block)
+        sent, received = ld_relaxed_gpu_s32(state, own_state), ld_relaxed_gpu_s32(state, own_state + 1)
+        if sends and block < senders:
+            row = load_item(x, slot_rows, rank, int32(own_slots * parts + block), loaded)
         masked = masked_ranks(ctx, num_ranks)
-        sent, received = ld_relaxed_gpu_s32(state, SENT), ld_relaxed_gpu_s32(state, RECEIVED)
-        senders, first_receiver = roles(grid, sends, receives, (slots - own_slots) * parts)
         if sends:
             number = int32(sent + 1)
             if block == 0 and tid < num_ranks and masked >> uint32(tid) & uint32(1) == uint32(0):
@@ -270,26 +353,21 @@ def make_low_latency_combine(shape):
             if weighted:
                 send_weights(ctx, number, masked, topk_idx, topk_weights, num_tokens)
             if block < senders:
-                for item in range(int32(own_slots * parts + block), slots * parts, senders):
-                    part = int32(item % parts)
-                    peer, token = slot_at(rank, int32(item // parts))
-                    if masked >> uint32(peer) & uint32(1) == uint32(0):
-                        send_sum(ctx, number, peer, token, part, x, slot_rows)
+                send_items(ctx, number, masked, senders, x, slot_rows, row, loaded)
         if receives and block >= first_receiver:
-            number, start = int32(received + 1), globaltimer()
-            for item in range(int32(block - first_receiver), num_tokens * parts, int32(grid - first_receiver)):
-                token, part = int32(item // parts), int32(item % parts)
-                targets = ranks_of(load_expert(topk_idx, token, num_tokens, int32(tid & 31)))
-                receive_sum(ctx, number, masked, targets, token, part, x, slot_rows, topk_weights, out)
+            number, start, lane = int32(received + 1), globaltimer(), int32(tid & 31)
+            for item in range(int32(block - first_receiver), int32(num_tokens * parts), int32(grid - first_receiver)):
+                token, part, weight = int32(item // parts), int32(item % parts), int32(0)
+                expert = load_expert(topk_idx, token, num_tokens, lane)
+                row = load_row_number(slot_rows, int32(rank * max_tokens + token), reads_own_rows)
+                if weighted and reads_own_rows and lane < topk:
+                    weight = topk_weights[int64(token) * topk + lane]
+                receive_sum(ctx, number, masked, expert, row, weight, token, part, x, out)
             if block == first_receiver and tid < num_ranks:
+                waited = wait_ns[tid]
                 wait_number(ctx, tid, number, STARTED, tid, int32(-1))
-                wait_ns[tid] += int64(globaltimer() - start)
-        if is_last_block(state, False):
-            if sends:
-                st_relaxed_gpu_s32(state, SENT, int32(sent + 1))
-            if receives:
-                st_relaxed_gpu_s32(state, RECEIVED, int32(received + 1))
-                st_relaxed_gpu_s32(state, EXPIRED, int32(0))
+                wait_ns[tid] = waited + int64(globaltimer() - start)
+        count_operation(state, own_state, sends, sent, receives, received)
 
     return low_latency_combine
 

@@ -1,8 +1,8 @@
 """Low-latency dispatch kernel: pushes rows to fixed slots of the ranks that have a token's experts, and unpacks slots.
 
-One launch, no counts, no host. Half of the CTAs send: a row once to each other rank that has one of its experts. The
-others receive meanwhile: first the rank's own tokens, which they read from ``x``, then the slots. Several CTAs may
-share a row (`LowLatencyShape.parts`).
+One launch, no counts, no host. Some CTAs send (`LowLatencyShape.ctas_per_sender`): a row once to each other rank that
+has one of its experts. The others receive meanwhile: first the rank's own tokens, which they read from ``x``, then the
+slots. Several CTAs may share a row (`LowLatencyShape.parts`).
 
 Rows are packed by expert (`low_latency_packing.py`), or keep their slot's place.
 
@@ -17,159 +17,47 @@ from functools import cache
 from numba import cuda, int32, int64, uint32
 
 from moe_numba.expert_parallel.kernels.low_latency_layout import (
+    CTA_STATE,
     EXPIRED,
     ID_BITS,
     NO_EXPERT,
     POISONED,
-    RECEIVED,
     REPEATED,
-    SENT,
     SENTINEL,
-    STAMP_SHIFT,
 )
 from moe_numba.expert_parallel.kernels.low_latency_packing import make_place_rows
 from moe_numba.expert_parallel.kernels.low_latency_protocol import (
     DISPATCH_ROW,
     LowLatencyContext,
-    clean,
+    copied,
+    count_operation,
     is_last_block,
     make_slot_at,
     make_token_routing,
     make_wait_metadata,
     masked_ranks,
     roles,
-    stamp_of,
     wait_vector,
     wait_word,
 )
-from moe_numba.expert_parallel.kernels.low_latency_quantize import make_load_quantized
+from moe_numba.expert_parallel.kernels.low_latency_quantize import make_cast_vector, make_load_vector, raw_words
+from moe_numba.expert_parallel.kernels.low_latency_send import make_send
 from moe_numba.ptx.atomics import ld_relaxed_gpu_s32, st_relaxed_gpu_s32, st_relaxed_sys_s32
-from moe_numba.ptx.fence import fence_acq_rel_sys
-from moe_numba.ptx.memory import (
-    griddepcontrol_launch_dependents,
-    griddepcontrol_wait,
-    ld_global_s32x4,
-    pointer_from_address,
-    st_global_s32x4,
-)
+from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, ld_global_s32x4, st_global_s32x4
 from moe_numba.ptx.special_registers import globaltimer
-from moe_numba.ptx.system_vectors import st_relaxed_sys_s32x4
+from moe_numba.ptx.system_vectors import ld_relaxed_sys_s32x4, st_relaxed_sys_s32x4
 from moe_numba.ptx.warp import FULL_MASK
 
 
 @cache
-def make_send(shape):
-    """Make ``send_all_metadata`` and ``send_part``, with which a CTA sends its part of a token."""
-    num_ranks, topk, local_experts, parts = shape.num_ranks, shape.topk, shape.local_experts, shape.parts
-    threads, row_words, data_is_flag, is_fp8 = shape.threads, shape.row_words, shape.data_is_flag, shape.is_fp8
-    metadata_words, slot_words, max_tokens = shape.metadata_words, shape.slot_words, shape.max_tokens
-    metadata_half, rows_offset, slots = shape.metadata_half, shape.dispatch_rows, shape.slots
-    vectors, part_vectors, reads_own_rows = row_words // 4, shape.vectors_of_part(row_words), shape.reads_own_rows
-    sends_weights, weights_offset, warps = not shape.expert_major, row_words + shape.num_scales, threads // 32
-    load_expert, ranks_of = make_token_routing(shape)
-    load_vector = make_load_vector(shape)
-
-    @cuda.jit(device=True)
-    def send_metadata(ctx, expert, offset, stamp, masked):
-        """Send a token's experts to all ranks, with one warp; lane k has expert k."""
-        lane, repeated = int32(cuda.threadIdx.x & 31), False
-        for k in range(topk):
-            repeated = repeated | ((k < lane) & (cuda.shfl_sync(FULL_MASK, expert, k) == expert))
-        for r in range(num_ranks):
-            local = int32(expert - r * local_experts)
-            is_local = (expert >= 0) & (local >= 0) & (local < local_experts)
-            code = int32(NO_EXPERT)
-            if is_local:
-                code = int32(local + REPEATED) if repeated else local
-            low, high = (
-                cuda.shfl_sync(FULL_MASK, code, 2 * lane & 31),
-                cuda.shfl_sync(FULL_MASK, code, 2 * lane + 1 & 31),
-            )
-            if 2 * lane >= 32:
-                low = high = int32(NO_EXPERT)
-            word = uint32(uint32(stamp << uint32(STAMP_SHIFT)) | uint32(high << ID_BITS) | uint32(low))
-            if (lane < metadata_words) & (masked >> uint32(r) & uint32(1) == uint32(0)):
-                st_relaxed_sys_s32(pointer_from_address(ctx.peers[r], ctx.local), offset + lane, int32(word))
-
-    @cuda.jit(device=True)
-    def metadata_offset(ctx, number, token, part):
-        slot = int32(ctx.rank * max_tokens + token)
-        return int32(int32(number & 1) * metadata_half + (slot * parts + part) * metadata_words)
-
-    @cuda.jit(device=True)
-    def send_all_metadata(ctx, number, masked, topk_idx, num_tokens):
-        """Send the experts of all tokens, with one warp per token; for data that is its own flag."""
-        warp, lane = int32(cuda.threadIdx.x >> 5), int32(cuda.threadIdx.x & 31)
-        for token in range(int32(cuda.blockIdx.x * warps + warp), max_tokens, int32(cuda.gridDim.x * warps)):
-            expert = load_expert(topk_idx, token, num_tokens, lane)
-            send_metadata(ctx, expert, metadata_offset(ctx, number, token, 0), stamp_of(number), masked)
-
-    @cuda.jit(device=True)
-    def send_part(ctx, number, masked, token, part, x, topk_idx, topk_weights, num_tokens):
-        tid, half = int32(cuda.threadIdx.x), int32(number & 1)
-        lane, slot = int32(tid & 31), int32(ctx.rank * max_tokens + token)
-        row = int32(rows_offset + (half * slots + slot) * slot_words)
-        first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
-        if token >= num_tokens:
-            last = first
-        a, b, c, d, scale = load_vector(x, token, int32(first + tid), last)  # does not wait for the experts
-        expert = load_expert(topk_idx, token, num_tokens, lane)
-        targets = uint32(ranks_of(expert) & ~masked)
-        if reads_own_rows:
-            targets = uint32(targets & ~uint32(uint32(1) << uint32(ctx.rank)))
-        if targets != uint32(0):
-            for base in range(first, last, threads):
-                i = int32(base + tid)
-                if base != first:
-                    a, b, c, d, scale = load_vector(x, token, i, last)
-                if data_is_flag:
-                    a, b, c, d, scale = clean(a), clean(b), clean(c), clean(d), clean(scale)
-                for r in range(num_ranks):
-                    if (targets >> uint32(r) & uint32(1) != uint32(0)) & (i < last):
-                        remote = pointer_from_address(ctx.peers[r], ctx.local)
-                        st_relaxed_sys_s32x4(remote, row + 4 * i, a, b, c, d)
-                        if is_fp8 and i % 8 == 0:
-                            st_relaxed_sys_s32(remote, row + row_words + i // 8, scale)
-            if sends_weights and part == 0 and tid < topk:
-                weight = topk_weights[int64(token) * topk + tid]
-                if data_is_flag:
-                    weight = clean(weight)
-                for r in range(num_ranks):
-                    if targets >> uint32(r) & uint32(1) != uint32(0):
-                        remote = pointer_from_address(ctx.peers[r], ctx.local)
-                        st_relaxed_sys_s32(remote, row + weights_offset + tid, weight)
-        if not data_is_flag:
-            cuda.syncthreads()
-            if tid < 32:
-                fence_acq_rel_sys()  # on behalf of the CTA
-                send_metadata(ctx, expert, metadata_offset(ctx, number, token, part), stamp_of(number), masked)
-
-    return send_all_metadata, send_part
-
-
-@cache
-def make_load_vector(shape):
-    """Make ``load_vector``: load vector ``i`` of a token's row, in FP8 with its scale; all lanes must call it."""
-    is_fp8, words_of_row = shape.is_fp8, shape.hidden // 2
-    load_quantized = make_load_quantized(shape.scales != "float32")
-
-    @cuda.jit(device=True)
-    def load_vector(x, token, i, last):
-        a = b = c = d = scale = int32(0)
-        if is_fp8:
-            a, b, c, d, scale = load_quantized(x, int64(token) * words_of_row + 8 * i, i < last)
-        elif i < last:
-            a, b, c, d = ld_global_s32x4(x, int64(token) * words_of_row + 4 * i)
-        return a, b, c, d, scale
-
-    return load_vector
-
-
-@cache
 def make_receive_row(shape):
-    """Make ``receive_row``, with which a CTA copies its part of a slot to up to ``rows_per_slot`` rows."""
+    """Make ``poll_row`` and ``receive_row``: a CTA copies its part of a slot to up to ``rows_per_slot`` rows."""
     threads, row_words, data_is_flag, is_fp8 = shape.threads, shape.row_words, shape.data_is_flag, shape.is_fp8
-    vectors, part_vectors = row_words // 4, shape.vectors_of_part(row_words)
+    vectors, part_vectors, fits_threads = (
+        row_words // 4,
+        shape.vectors_of_part(row_words),
+        shape.fits_threads(row_words),
+    )
     num_rows, num_scales, slots = shape.rows_per_slot, shape.num_scales, shape.slots
     packs_scales, topk, has_weights = shape.scales == "ue8m0", shape.topk, not shape.expert_major
     group = 4 if packs_scales else 1  # scales in a word of the output
@@ -204,20 +92,34 @@ def make_receive_row(shape):
                     scales[(expert * words + i) * slots + int64(rows[k] - expert * slots)] = value
 
     @cuda.jit(device=True)
-    def receive_row(ctx, row, has_row, part, peer, token, rows, recv_x, recv_scales, recv_weights):
+    def poll_row(ctx, row, part, loaded):
+        """Load this thread's first vector of a slot, of which it is not known yet whether it arrives."""
+        first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
+        i = int32(first + cuda.threadIdx.x)
+        if i < last:
+            loaded[0], loaded[1], loaded[2], loaded[3] = copied(ld_relaxed_sys_s32x4(ctx.local, row + 4 * i))
+
+    @cuda.jit(device=True)
+    def receive_row(ctx, row, has_row, part, peer, token, rows, loaded, recv_x, recv_scales, recv_weights):
         """``rows`` has the numbers of the output's rows, or negative numbers; ``row`` is the slot's offset."""
         first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
-        for i in range(int32(first + cuda.threadIdx.x), last, threads):
-            a = b = c = d = int32(SENTINEL)
-            if data_is_flag:
-                a, b, c, d = wait_vector(ctx, row + 4 * i, DISPATCH_ROW, peer, token)
-                empty = int32(SENTINEL)
-                st_relaxed_sys_s32x4(ctx.local, row + 4 * i, empty, empty, empty, empty)
-            elif has_row:
-                a, b, c, d = ld_global_s32x4(ctx.local, row + 4 * i)
-            for k in range(num_rows):
-                if rows[k] >= 0:
-                    st_global_s32x4(recv_x, int64(rows[k]) * row_words + 4 * i, a, b, c, d)
+        for base in range(first, int32(first + 1) if fits_threads else last, threads):
+            i = int32(base + cuda.threadIdx.x)
+            if i < last:
+                a = b = c = d = int32(SENTINEL)
+                if data_is_flag:
+                    if base != first:
+                        loaded[0], loaded[1], loaded[2], loaded[3] = copied(
+                            ld_relaxed_sys_s32x4(ctx.local, row + 4 * i)
+                        )
+                    a, b, c, d = wait_vector(ctx, row + 4 * i, DISPATCH_ROW, peer, token, loaded)
+                    empty = int32(SENTINEL)
+                    st_relaxed_sys_s32x4(ctx.local, row + 4 * i, empty, empty, empty, empty)
+                elif has_row:
+                    a, b, c, d = ld_global_s32x4(ctx.local, row + 4 * i)
+                for k in range(num_rows):
+                    if rows[k] >= 0:
+                        st_global_s32x4(recv_x, int64(rows[k]) * row_words + 4 * i, a, b, c, d)
         if is_fp8:
             store_scales(ctx, row, has_row, part, peer, token, rows, recv_scales)
         if has_weights and part == 0 and cuda.threadIdx.x < topk:
@@ -225,26 +127,41 @@ def make_receive_row(shape):
             word = take_word(ctx, row + row_words + num_scales + lane, has_row, peer, token)
             recv_weights[int64(rows[0]) * topk + lane] = word
 
-    return receive_row
+    return poll_row, receive_row
 
 
 @cache
 def make_copy_own_row(shape):
-    """Make ``copy_own_row``, with which a CTA copies its part of one of the rank's own tokens to the output."""
+    """Make ``load_own_row`` and ``copy_own_row``: a CTA copies its part of a token of its rank to the output."""
     threads, row_words, is_fp8 = shape.threads, shape.row_words, shape.is_fp8
-    vectors, part_vectors = row_words // 4, shape.vectors_of_part(row_words)
+    vectors, part_vectors, fits_threads = (
+        row_words // 4,
+        shape.vectors_of_part(row_words),
+        shape.fits_threads(row_words),
+    )
     num_rows, num_scales, slots, topk = shape.rows_per_slot, shape.num_scales, shape.slots, shape.topk
     packs_scales, has_weights = shape.scales == "ue8m0", not shape.expert_major
     lanes, words = (32, num_scales // 4) if packs_scales else (8, num_scales)  # that share a word of the scales
-    load_vector = make_load_vector(shape)
+    load_vector = make_load_vector(is_fp8, shape.hidden // 2)
+    cast_vector = make_cast_vector(is_fp8, shape.scales != "float32")
 
     @cuda.jit(device=True)
-    def copy_own_row(x, topk_weights, token, part, rows, recv_x, recv_scales, recv_weights):
+    def load_own_row(x, token, part, num_tokens, loaded):
+        """Load this thread's first vector of a token."""
+        first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
+        i = int32(first + cuda.threadIdx.x)
+        load_vector(x, token, i, (i < last) & (token < num_tokens), loaded)
+
+    @cuda.jit(device=True)
+    def copy_own_row(x, topk_weights, token, part, rows, loaded, recv_x, recv_scales, recv_weights):
+        """Copy a part of a token, whose first vectors are loaded."""
         tid = int32(cuda.threadIdx.x)
         first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
-        for base in range(first, last, threads):
+        for base in range(first, int32(first + 1) if fits_threads else last, threads):
             i = int32(base + tid)
-            a, b, c, d, scale = load_vector(x, token, i, last)
+            if base != first:
+                load_vector(x, token, i, i < last, loaded)
+            a, b, c, d, scale = cast_vector(loaded)
             if packs_scales:
                 word = uint32(0)  # the exponents of four scales
                 for j in range(4):
@@ -261,7 +178,7 @@ def make_copy_own_row(shape):
         if has_weights and part == 0 and tid < topk:
             recv_weights[int64(rows[0]) * topk + tid] = topk_weights[int64(token) * topk + tid]
 
-    return copy_own_row
+    return load_own_row, copy_own_row
 
 
 @cache
@@ -269,6 +186,7 @@ def make_low_latency_dispatch(shape):
     """Make the kernel, for CTAs of ``shape.threads`` threads, all of which must be resident at once."""
     num_ranks, max_tokens, slots, topk = shape.num_ranks, shape.max_tokens, shape.slots, shape.topk
     sends, receives, reads_own_rows = shape.sends, shape.receives, shape.reads_own_rows
+    ctas_per_sender = shape.ctas_per_sender
     parts, threads, local_experts = shape.parts, shape.threads, shape.local_experts
     expert_major, data_is_flag, metadata_words = shape.expert_major, shape.data_is_flag, shape.metadata_words
     metadata_half, rows_offset, slot_words = shape.metadata_half, shape.dispatch_rows, shape.slot_words
@@ -276,8 +194,10 @@ def make_low_latency_dispatch(shape):
     part_words = metadata_words if not data_is_flag else 0  # data that is its own flag has no metadata of parts
     own_slots = max_tokens if reads_own_rows else 0
     has_peers = num_ranks > 1 or not (reads_own_rows and data_is_flag)
-    (send_all_metadata, send_part), receive_row = make_send(shape), make_receive_row(shape)
-    copy_own_row, wait_metadata = make_copy_own_row(shape), make_wait_metadata(data_is_flag)
+    num_raw_words = raw_words(shape.is_fp8)
+    load_item, send_all_metadata, send_items = make_send(shape)
+    (poll_row, receive_row), (load_own_row, copy_own_row) = make_receive_row(shape), make_copy_own_row(shape)
+    wait_metadata = make_wait_metadata(data_is_flag)
     load_expert, ranks_of = make_token_routing(shape)
     collect_metadata, count_experts, place_rows, placed_rows = make_place_rows(shape)
     slot_at = make_slot_at(shape)
@@ -339,34 +259,43 @@ def make_low_latency_dispatch(shape):
         tid, block, grid = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()  # combine may become resident; it waits for this grid to end
-        masked = masked_ranks(ctx, num_ranks)
-        sent, received = ld_relaxed_gpu_s32(state, SENT), ld_relaxed_gpu_s32(state, RECEIVED)
         items = int32((num_tokens if data_is_flag else max_tokens) * parts) if has_peers else int32(0)  # to send
-        senders, first_receiver = roles(grid, sends, receives, items)
+        senders, first_receiver = roles(grid, sends, receives, items, ctas_per_sender)
+        # What a CTA needs first is loaded at once: none of these loads waits for another one.
+        loaded, expert = cuda.local.array(num_raw_words, int32), int32(-1)
+        own_state = int32(CTA_STATE + 2 * block)
+        sent, received = ld_relaxed_gpu_s32(state, own_state), ld_relaxed_gpu_s32(state, own_state + 1)
+        if sends:
+            expert = load_item(x, topk_idx, block, items if block < senders else int32(0), num_tokens, loaded)
+        masked = masked_ranks(ctx, num_ranks)
         if sends:
             number = int32(sent + 1)
             if data_is_flag:
                 send_all_metadata(ctx, number, masked, topk_idx, num_tokens)
             if block < senders:
-                for item in range(block, items, senders):
-                    token, part = int32(item // parts), int32(item % parts)
-                    send_part(ctx, number, masked, token, part, x, topk_idx, topk_weights, num_tokens)
+                send_items(ctx, number, masked, items, senders, x, topk_idx, topk_weights, num_tokens, expert, loaded)
         if receives and block >= first_receiver:
             number, start, receivers = int32(received + 1), globaltimer(), int32(grid - first_receiver)
             half, block_of_receivers = int32(number & 1), int32(block - first_receiver)
             if expert_major:
                 rows = shared[placed_rows:]
                 collect_metadata(ctx, shared, number, masked, wait_ns, block_of_receivers == 0)
-                count_experts(shared, block_of_receivers, receivers, layout_range, recv_count, total_count)
             else:
                 rows = cuda.local.array(1, int32)
-            for item in range(block_of_receivers, slots * parts, receivers):
+            for item in range(block_of_receivers, int32(slots * parts), receivers):
                 part = int32(item % parts)
                 peer, token = slot_at(rank, int32(item // parts))
                 is_own, slot = reads_own_rows and item < own_slots * parts, int32(peer * max_tokens + token)
                 offset = int32(half * metadata_half + slot * parts * metadata_words + part * part_words)
                 row = int32(rows_offset + (half * slots + slot) * slot_words)
                 has_row, arrived = False, True
+                if is_own:  # before it is known whether there is a row
+                    load_own_row(x, token, part, num_tokens, loaded)
+                elif data_is_flag:
+                    poll_row(ctx, row, part, loaded)
+                adds_wait, waited = not expert_major and part == 0 and token == 0 and tid == 0, int64(0)
+                if adds_wait:
+                    waited = wait_ns[peer]
                 if expert_major:
                     if not data_is_flag and not is_own:
                         _, _, _, _, arrived = wait_metadata(ctx, offset, number, masked, peer, token)
@@ -381,34 +310,34 @@ def make_low_latency_dispatch(shape):
                     rows[0] = slot
                     if part == 0 and tid == 0:
                         slot_rows[slot] = slot if has_row else int32(-1)
-                        if token == 0:
-                            wait_ns[peer] += int64(globaltimer() - start)
+                    if adds_wait:
+                        wait_ns[peer] = waited + int64(globaltimer() - start)
                 if is_own:
                     if has_row:
-                        copy_own_row(x, topk_weights, token, part, rows, recv_x, recv_scales, recv_topk_weights)
+                        copy_own_row(x, topk_weights, token, part, rows, loaded, recv_x, recv_scales, recv_topk_weights)
                 elif has_row | (not arrived and not expert_major):
                     receive_row(
-                        ctx, row, has_row & arrived, part, peer, token, rows, recv_x, recv_scales, recv_topk_weights
+                        *(ctx, row, has_row & arrived, part, peer, token, rows, loaded),
+                        *(recv_x, recv_scales, recv_topk_weights),
                     )
                 if expert_major:
                     cuda.syncthreads()  # before another slot's rows replace these
-        is_last = int32(is_last_block(state, receives and expert_major))
-        expired = is_last != 0 and receives and ld_relaxed_gpu_s32(state, EXPIRED) != 0
-        if expert_major and cuda.syncthreads_or(int32(expired)) != 0:
-            # CTAs may have seen different metadata of a late rank, and placed rows differently: none of them counts.
-            for i in range(tid, slots * topk, threads):
-                if slot_rows[i] >= 0:
-                    slot_rows[i] = int32(POISONED)
-            for i in range(tid, local_experts, threads):
-                recv_count[i] = int32(0)
-            for i in range(tid, local_experts * num_ranks, threads):
-                layout_range[i] = int64(0)
-        if is_last != 0:
-            if sends:
-                st_relaxed_gpu_s32(state, SENT, int32(sent + 1))
-            if receives:
-                st_relaxed_gpu_s32(state, RECEIVED, int32(received + 1))
-                st_relaxed_gpu_s32(state, EXPIRED, int32(0))
+            if expert_major:  # rows do not wait for the counts
+                count_experts(shared, block_of_receivers, receivers, layout_range, recv_count, total_count)
+        count_operation(state, own_state, sends, sent, receives, received)
+        if expert_major and receives:
+            expired = is_last_block(state) and ld_relaxed_gpu_s32(state, EXPIRED) != 0
+            if cuda.syncthreads_or(int32(expired)) != 0:
+                # CTAs may have seen different metadata of a late rank, and placed rows differently: none counts.
+                for i in range(tid, slots * topk, threads):
+                    if slot_rows[i] >= 0:
+                        slot_rows[i] = int32(POISONED)
+                for i in range(tid, local_experts, threads):
+                    recv_count[i] = int32(0)
+                for i in range(tid, local_experts * num_ranks, threads):
+                    layout_range[i] = int64(0)
+                if tid == 0:
+                    st_relaxed_gpu_s32(state, EXPIRED, int32(0))
 
     return low_latency_dispatch
 

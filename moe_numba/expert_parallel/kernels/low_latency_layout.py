@@ -31,9 +31,10 @@ SENTINEL = -1  # marks words that have not arrived; a NaN in float32, and two or
 CLEAN_NAN = 0x7FFF7FFF  # is sent in place of a payload word equal to the sentinel: also NaNs
 POISONED = -2  # in ``rows``: the row was lost in a timeout
 
-# Private state of each direction: operations sent and received, CTAs done, and whether a wait of this launch timed out.
-SENT, RECEIVED, BLOCKS_DONE, EXPIRED = range(4)
-STATE_WORDS = 8
+# Private state of each direction: CTAs done, whether a wait of this launch timed out, and from CTA_STATE on the
+# operations that each CTA has sent and received. With one count for all CTAs, each would end with an atomic operation.
+BLOCKS_DONE, EXPIRED = range(2)
+CTA_STATE = 8
 # The rank mask: a word for each rank, and the number of timeouts, the first of which is reported to the host.
 REPORTED, MASK_WORDS = MAX_RANKS, MAX_RANKS + 1
 
@@ -52,12 +53,18 @@ class LowLatencyShape:
         With FP8: "float32", "rounded" (float32 powers of two) or "ue8m0" (their exponents, four in an int32).
     expert_major : bool
         Pack received rows by expert; otherwise a row stays in its slot [source rank][token].
+    combines_fp8 : bool
+        Combine sends sums in FP8, with float32 scales.
     data_is_flag : bool
         Receivers poll the data, which senders never let equal the sentinel; otherwise flags follow the data.
     parts : int
         CTAs that share a row.
     threads : int
         Per CTA.
+    ctas_per_sender : int
+        One CTA out of so many sends, in a kernel that sends and receives.
+    ctas_per_sm : int
+        That are resident at once.
     sends, receives : bool
         The phases of the kernel. A kernel that only sends, and later one that only receives, are the two phases of an
         operation with a receive hook.
@@ -71,9 +78,12 @@ class LowLatencyShape:
     dtype: str = "bfloat16"
     scales: str = "float32"
     expert_major: bool = True
+    combines_fp8: bool = False
     data_is_flag: bool = True
     parts: int = 1
     threads: int = 512
+    ctas_per_sender: int = 3
+    ctas_per_sm: int = 1
     sends: bool = True
     receives: bool = True
 
@@ -118,14 +128,28 @@ class LowLatencyShape:
         return -(-(self.row_words + self.num_scales + (0 if self.expert_major else self.topk)) // 4) * 4
 
     def vectors_of_part(self, row_words):
-        """16-byte vectors of a row that one CTA moves; whole groups of FP8 elements that share a word of scales."""
-        group = 32 if self.scales == "ue8m0" else 8
+        """16-byte vectors of a row that one CTA moves; whole groups of elements that share a word of scales."""
+        group = 32 if self.scales == "ue8m0" else 16 if self.combines_fp8 else 8
         return -(-row_words // (4 * group * self.parts)) * group
+
+    def fits_threads(self, row_words):
+        """Whether each thread has at most one vector of a part.
+
+        Loops over the vectors then end after one step, which the compiler must see, or it unrolls them.
+        """
+        return self.vectors_of_part(row_words) <= self.threads
 
     @property
     def combined_words(self):
-        """Words of a combine slot."""
+        """Words of a row that combine reads and writes."""
         return self.hidden // 2
+
+    @property
+    def sum_words(self):
+        """Words of a combine slot."""
+        return (
+            -(-(self.hidden // 4 + self.hidden // SCALE_GROUP) // 4) * 4 if self.combines_fp8 else self.combined_words
+        )
 
     @property
     def shared_bytes(self):
@@ -190,4 +214,4 @@ class LowLatencyShape:
     @property
     def combine_words(self):
         """Size of combine's memory."""
-        return self.combine_rows + 2 * self.slots * self.combined_words
+        return self.combine_rows + 2 * self.slots * self.sum_words

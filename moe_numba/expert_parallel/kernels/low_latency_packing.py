@@ -11,6 +11,7 @@ from numba import cuda, int32, int64, uint32
 
 from moe_numba.expert_parallel.kernels.low_latency_layout import ID_BITS, NO_EXPERT, REPEATED
 from moe_numba.expert_parallel.kernels.low_latency_protocol import make_wait_metadata
+from moe_numba.ptx.atomics import atom_add_relaxed_gpu_s32
 from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_add_s32
 
@@ -49,14 +50,17 @@ def make_place_rows(shape):
             slot, v = int32(i // vectors_per_slot), int32(i % vectors_per_slot)
             peer, token = int32(slot // max_tokens), int32(slot % max_tokens)
             offset = int32(half * metadata_half + slot * parts * metadata_words + 4 * v)
+            adds_wait, waited = adds_waits and token == 0 and v == 0, int64(0)
+            if adds_wait:
+                waited = wait_ns[peer]  # arrives while the thread waits for the metadata
             words[0], words[1], words[2], words[3], _ = wait_metadata(ctx, offset, number, masked, peer, token)
             word, bit = int32(peer * words_of_rank + (token >> 5)), int32(uint32(1) << uint32(token & 31))
             for j in range(4):
                 shared[4 * i + j] = words[j]
                 add_slot(shared, word, bit, int32(words[j] & id_mask))
                 add_slot(shared, word, bit, int32(words[j] >> ID_BITS & id_mask))
-            if adds_waits and token == 0 and v == 0:
-                wait_ns[peer] += int64(globaltimer() - start)
+            if adds_wait:
+                wait_ns[peer] = waited + int64(globaltimer() - start)
         cuda.syncthreads()
 
     @cuda.jit(device=True)
@@ -84,7 +88,7 @@ def make_place_rows(shape):
                 total = int32(total + found)
             if lane == 0:
                 recv_count[expert] = total
-                total_count[expert] += total
+                atom_add_relaxed_gpu_s32(total_count, expert, total)  # the thread does not wait for the old value
 
     @cuda.jit(device=True)
     def place_rows(shared, slot, part, slot_rows, src_info):

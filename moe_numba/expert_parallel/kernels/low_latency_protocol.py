@@ -46,8 +46,7 @@ MESSAGES = {
     WEIGHTS: "low_latency_combine: rank {rank} waited for the weights of token {token} from rank {peer}",
     COMBINE_ROW: "low_latency_combine: rank {rank} waited for the sum of token {token} from rank {peer}",
 }
-_CTAS_PER_SENDER = 2  # of a kernel that sends and receives
-_POLLS_PER_CHECK = 16  # reading the clock and the mask takes as long as a poll
+POLLS_PER_CHECK = 16  # reading the clock and the mask takes as long as a poll
 
 
 class LowLatencyContext(NamedTuple):
@@ -139,7 +138,7 @@ def make_wait_metadata(data_is_flag):
         if masked >> uint32(peer) & uint32(1) == uint32(0):
             a, b, c, d = copied(load(ctx.local, offset))
             while not stopped and not is_stamped(a, b, c, d, stamp):
-                if polls % _POLLS_PER_CHECK == 0:
+                if polls % POLLS_PER_CHECK == 0:
                     start = globaltimer() if polls == 0 else start
                     stopped = must_stop(ctx, start, METADATA, peer, token)
                 polls = int32(polls + 1)
@@ -155,12 +154,12 @@ def make_wait_metadata(data_is_flag):
 
 
 @cuda.jit(device=True)
-def wait_vector(ctx, offset, code, peer, token):
-    """Wait for a vector that is its own flag; words that have not arrived in time keep the sentinel, a NaN."""
+def wait_vector(ctx, offset, code, peer, token, loaded):
+    """Wait for a vector that is its own flag and was loaded once; words that are late keep the sentinel, a NaN."""
     start, polls, stopped = uint64(0), int32(0), False
-    a, b, c, d = copied(ld_relaxed_sys_s32x4(ctx.local, offset))
+    a, b, c, d = loaded[0], loaded[1], loaded[2], loaded[3]
     while not stopped and not has_arrived(a, b, c, d):
-        if polls % _POLLS_PER_CHECK == 0:
+        if polls % POLLS_PER_CHECK == 0:
             start = globaltimer() if polls == 0 else start
             stopped = must_stop(ctx, start, code, peer, token)
         polls = int32(polls + 1)
@@ -174,7 +173,7 @@ def wait_word(ctx, offset, code, peer, token):
     start, polls, stopped = uint64(0), int32(0), False
     word = ld_relaxed_sys_s32(ctx.local, offset)
     while not stopped and word == SENTINEL:
-        if polls % _POLLS_PER_CHECK == 0:
+        if polls % POLLS_PER_CHECK == 0:
             start = globaltimer() if polls == 0 else start
             stopped = must_stop(ctx, start, code, peer, token)
         polls = int32(polls + 1)
@@ -188,7 +187,7 @@ def wait_number(ctx, offset, number, code, peer, token):
     start, polls, stopped = uint64(0), int32(0), False
     found = ld_acquire_sys_s32(ctx.local, offset)
     while not stopped and int32(found - number) < 0:
-        if polls % _POLLS_PER_CHECK == 0:
+        if polls % POLLS_PER_CHECK == 0:
             start = globaltimer() if polls == 0 else start
             stopped = must_stop(ctx, start, code, peer, token)
         polls = int32(polls + 1)
@@ -202,7 +201,7 @@ def wait_weight(ctx, offset, number, peer, token):
     start, polls, stopped = uint64(0), int32(0), False
     pair = ld_relaxed_sys_u64(ctx.local, offset)
     while not stopped and uint32(pair >> uint64(32)) != uint32(number):
-        if polls % _POLLS_PER_CHECK == 0:
+        if polls % POLLS_PER_CHECK == 0:
             start = globaltimer() if polls == 0 else start
             stopped = must_stop(ctx, start, WEIGHTS, peer, token)
         polls = int32(polls + 1)
@@ -236,7 +235,7 @@ def make_token_routing(shape):
 
 
 @cuda.jit(device=True)
-def roles(grid, sends, receives, items):
+def roles(grid, sends, receives, items, ctas_per_sender):
     """Return the number of sending CTAs, which come first, and the first receiving CTA.
 
     If a kernel sends and receives, each CTA does one of the two, so that rows arrive while others leave. No more CTAs
@@ -246,7 +245,7 @@ def roles(grid, sends, receives, items):
     if sends:
         senders = grid
         if receives and grid > 1:
-            senders = first_receiver = min(max(int32(1), int32(grid // _CTAS_PER_SENDER)), int32(items))
+            senders = first_receiver = min(max(int32(1), int32(grid // ctas_per_sender)), int32(items))
     return senders, first_receiver
 
 
@@ -271,19 +270,27 @@ def make_slot_at(shape):
 
 
 @cuda.jit(device=True)
-def is_last_block(state, releases):
-    """Return, to thread 0 of the last CTA to call this, whether it is; all threads of each CTA must call it.
+def count_operation(state, own_state, sends, sent, receives, received):
+    """Count this launch in the CTA's state; all threads of the CTA must call it."""
+    cuda.syncthreads()  # all threads have read the state
+    if cuda.threadIdx.x == 0:
+        if sends:
+            st_relaxed_gpu_s32(state, own_state, int32(sent + 1))
+        if receives:
+            st_relaxed_gpu_s32(state, own_state + 1, int32(received + 1))
 
-    With ``releases`` that thread's later stores come after those of all CTAs.
+
+@cuda.jit(device=True)
+def is_last_block(state):
+    """Return, to thread 0 of the last CTA to call this after a barrier, whether it is.
+
+    That thread's later accesses come after those of all CTAs.
     """
-    cuda.syncthreads()
     is_last = False
     if cuda.threadIdx.x == 0:
-        if releases:
-            fence_acq_rel_gpu()
+        fence_acq_rel_gpu()
         if atom_add_relaxed_gpu_s32(state, BLOCKS_DONE, int32(1)) == int32(cuda.gridDim.x) - 1:
             is_last = True
-            if releases:
-                fence_acq_rel_gpu()
+            fence_acq_rel_gpu()
             st_relaxed_gpu_s32(state, BLOCKS_DONE, int32(0))
     return is_last

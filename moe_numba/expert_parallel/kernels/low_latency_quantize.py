@@ -14,29 +14,52 @@ _INFINITY_BITS = 0x7F800000
 
 
 @cache
-def make_load_quantized(rounds_scale):
-    """Make ``load_quantized``, which loads 16 bfloat16 and casts them; ``rounds_scale`` makes scales powers of two.
+def make_load_vector(is_fp8, words_of_row):
+    """Make ``load_vector``: load what vector ``i`` of a row that is sent is made of, ``raw_words(is_fp8)`` words.
 
-    Without it the results equal those of ``per_token_cast_to_fp8`` bit for bit.
+    The loads are in flight when it returns.
     """
 
     @cuda.jit(device=True)
-    def load_quantized(x, offset, inside):
+    def load_vector(x, row, i, is_inside, loaded):
+        for j in range(8 if is_fp8 else 4):
+            loaded[j] = int32(0)
+        if is_inside:
+            if is_fp8:
+                offset = int64(row) * words_of_row + 8 * i
+                loaded[0], loaded[1], loaded[2], loaded[3] = ld_global_s32x4(x, offset)
+                loaded[4], loaded[5], loaded[6], loaded[7] = ld_global_s32x4(x, offset + 4)
+            else:
+                loaded[0], loaded[1], loaded[2], loaded[3] = ld_global_s32x4(x, int64(row) * words_of_row + 4 * i)
+
+    return load_vector
+
+
+def raw_words(is_fp8):
+    """Return how many words of bfloat16 a 16-byte vector that is sent is made of."""
+    return 8 if is_fp8 else 4
+
+
+@cache
+def make_cast_vector(is_fp8, rounds_scale):
+    """Make ``cast_vector``, which casts 16 bfloat16 to e4m3; ``rounds_scale`` makes scales powers of two.
+
+    Without it the results equal those of ``per_token_cast_to_fp8`` bit for bit. Rows of bfloat16 stay as they are.
+    """
+
+    @cuda.jit(device=True)
+    def keep_vector(words):
+        return words[0], words[1], words[2], words[3], int32(0)
+
+    @cuda.jit(device=True)
+    def cast_vector(words):
         """Return four words of e4m3 and the bits of their scale; eight lanes share one. All lanes must call it."""
-        words = cuda.local.array(8, uint32)
         packed = cuda.local.array(4, int32)
-        for i in range(8):
-            words[i] = uint32(0)
-        if inside:
-            a, b, c, d = ld_global_s32x4(x, int64(offset))
-            words[0], words[1], words[2], words[3] = uint32(a), uint32(b), uint32(c), uint32(d)
-            a, b, c, d = ld_global_s32x4(x, int64(offset) + 4)
-            words[4], words[5], words[6], words[7] = uint32(a), uint32(b), uint32(c), uint32(d)
         # Comparing magnitudes as integers orders NaN above all numbers.
         amax_bits = int32(AMAX_MIN_BITS)
         for i in range(8):
-            amax_bits = max(amax_bits, int32(uint32(words[i] << uint32(16)) & uint32(0x7FFFFFFF)))
-            amax_bits = max(amax_bits, int32(words[i] & uint32(0x7FFF0000)))
+            amax_bits = max(amax_bits, int32(uint32(uint32(words[i]) << uint32(16)) & uint32(0x7FFFFFFF)))
+            amax_bits = max(amax_bits, int32(uint32(words[i]) & uint32(0x7FFF0000)))
         for step in (1, 2, 4):
             amax_bits = max(amax_bits, cuda.shfl_xor_sync(FULL_MASK, amax_bits, step))
         amax = int_as_float(amax_bits)
@@ -56,4 +79,4 @@ def make_load_quantized(rounds_scale):
             packed[i] = int32(word)
         return packed[0], packed[1], packed[2], packed[3], int32(float_as_int(scale))
 
-    return load_quantized
+    return cast_vector if is_fp8 else keep_vector

@@ -40,7 +40,7 @@ from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontro
 from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.ptx.warp import warp_inclusive_scan
 
-_LOADS_IN_FLIGHT = 4  # per thread
+_LOADS_IN_FLIGHT = 8  # per thread
 
 
 @cuda.jit(device=True)
@@ -93,9 +93,15 @@ def make_notify_dispatch(num_ranks, threads):
             counts[c] = int32(0)
         cuda.syncthreads()
         each, longer = split_tokens(channels, tokens)
-        for token in range(t, tokens, threads):
-            if is_token_in_rank[int64(token) * num_ranks + peer] != 0:
-                cuda.atomic.add(counts, channel_of(token, each, longer), int32(1))
+        is_sent = cuda.local.array(_LOADS_IN_FLIGHT, int32)
+        for first in range(t, tokens, _LOADS_IN_FLIGHT * threads):
+            for u in range(_LOADS_IN_FLIGHT):
+                token, is_sent[u] = int32(first + u * threads), int32(0)
+                if token < tokens:
+                    is_sent[u] = int32(is_token_in_rank[int64(token) * num_ranks + peer])
+            for u in range(_LOADS_IN_FLIGHT):
+                if is_sent[u] != 0:
+                    cuda.atomic.add(counts, channel_of(int32(first + u * threads), each, longer), int32(1))
         cuda.syncthreads()
         if t < 32:  # one warp computes the inclusive prefix sum; each lane has consecutive channels
             per_lane = int32((channels + 31) // 32 | 1)  # odd: avoids bank conflicts

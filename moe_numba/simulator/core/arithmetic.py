@@ -8,7 +8,21 @@ from fractions import Fraction
 
 import numpy as np
 
-_SMALL = 1024  # non-negative integers below this are made once for each type
+_MOST_KEPT = 1 << 15  # integers of each type that are made only once
+
+
+class _Scalars(dict):
+    """Maps the bits of an integer to a NumPy scalar of one type, and keeps the scalars that it has made."""
+
+    def __init__(self, scalar_type, bitwidth, signed):
+        self.scalar_type, self.mask = scalar_type, (1 << bitwidth) - 1
+        self.largest = self.mask >> 1 if signed else self.mask
+
+    def __missing__(self, bits):
+        made = self.scalar_type(bits if bits <= self.largest else bits - self.mask - 1)
+        if len(self) < _MOST_KEPT:
+            self[bits] = made
+        return made
 
 
 def _unsigned_bits(value):
@@ -24,7 +38,7 @@ def wrap_integer_casts():
     """Make `numba.int32(x)` and the other integer types keep the low bits, as a cast in a compiled kernel does.
 
     In plain Python, Numba's types raise an OverflowError instead. Kernels cast more often than they do anything else,
-    so the replacement caches each type's mask, and its small values, because NumPy makes scalars slowly.
+    so the replacement caches each type's mask, and values, because NumPy makes scalars slowly.
     """
     from numba.core.types.abstract import Type
     from numba.core.types.scalars import Integer
@@ -34,20 +48,15 @@ def wrap_integer_casts():
 
     def cast(self, value=make_signature, *more):
         kind, found = type(value), limits.get(self.name)
+        if found is not None and kind is found[0] and not more:
+            return value
         if more or kind not in numbers and (value is make_signature or isinstance(value, Type)):
             return make_signature(self, *(() if value is make_signature else (value, *more)))  # of a CPU function
         if found is None:
-            scalar_type, mask = getattr(np, self.name), (1 << self.bitwidth) - 1
-            largest = mask >> 1 if self.signed else mask
-            small = [scalar_type(n) for n in range(min(_SMALL, largest + 1))]
-            found = limits[self.name] = scalar_type, mask, largest, small, len(small)
-        scalar_type, mask, largest, small, count = found
-        if kind is scalar_type:
-            return value
-        bits = int(value) & mask
-        if bits < count:
-            return small[bits]
-        return scalar_type(bits if bits <= largest else bits - mask - 1)
+            scalars = _Scalars(getattr(np, self.name), self.bitwidth, self.signed)
+            found = limits[self.name] = scalars.scalar_type, scalars.mask, scalars
+            return self(value)
+        return found[2][(value if kind is int else int(value)) & found[1]]
 
     Integer.cast_python_value = Integer.__call__ = cast
 

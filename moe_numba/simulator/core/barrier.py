@@ -13,7 +13,7 @@ from moe_numba.simulator.core.errors import DivergentBarrier, MissingLane, Simul
 def block(what, value=None, finish=None):
     """Wait for all threads of the block; `finish` maps an iterable of their values to one result for all."""
     t = thread()
-    scope, warp = t.block, t.block.warps[t.warp]
+    scope, warp = t.block, t.unit
     frame = kernel_frame(sys._getframe(1))
     site = frame.f_code.co_filename, frame.f_lineno
     if scope.exited:

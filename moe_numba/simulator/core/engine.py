@@ -22,6 +22,8 @@ from moe_numba.simulator.core.errors import (
 from moe_numba.simulator.core.polling import LOADS
 from moe_numba.simulator.core.scheduler import Event
 
+_getcurrent = greenlet.getcurrent
+
 
 class Dim3(NamedTuple):
     x: int
@@ -31,7 +33,7 @@ class Dim3(NamedTuple):
 
 def thread() -> "Thread":
     """Return the simulated thread that runs now; raise a SimulatorError outside a kernel."""
-    current = greenlet.getcurrent()
+    current = _getcurrent()
     if type(current) is Thread:
         return current
     found = getattr(current, "current_thread", None)  # of a gang of the vector engine that calls lane by lane
@@ -70,6 +72,7 @@ class Thread(greenlet.greenlet):
     """One CUDA thread."""
 
     __slots__ = ("grid", "block", "threadIdx", "thread_id", "warp", "lane", "waits", "result")
+    __slots__ += ("unit",)  # its Warp, which the scheduler runs
     # Shared memory that it wrote and mbarriers that it initialised since its last fence, and its groups of async
     # copies.
     __slots__ += ("unfenced_writes", "unfenced_barriers", "copy_groups")
@@ -80,6 +83,7 @@ class Thread(greenlet.greenlet):
         size = block.grid.block_dim
         self.threadIdx = Dim3(thread_id % size.x, thread_id // size.x % size.y, thread_id // (size.x * size.y))
         self.warp, self.lane = divmod(thread_id, 32)
+        self.unit = block.warps[self.warp]
         self.waits = self.result = self.unfenced_writes = self.unfenced_barriers = self.copy_groups = None
         self.gr_context = block.grid.context
 
@@ -92,40 +96,51 @@ class Thread(greenlet.greenlet):
             raise
         self._exit()
 
-    def rendezvous(self, scope, what, expected, value=None, finish=None, mask=None, wait=True, site=None):
+    def rendezvous(
+        self, scope, what, expected, value=None, finish=None, mask=None, wait=True, site=None, by_lane=False
+    ):
         """Contribute `value` to the operation `what` of `scope`, and wait until `expected` threads have arrived.
 
-        The last thread to arrive calls `finish`, which maps {thread: value} to {thread: result} or None. Rendezvous of
-        a scope are distinguished by `what` and `mask`, the lanes that must arrive (None: any threads of the scope).
+        The last thread to arrive calls `finish`, which maps {thread: value} to {thread: result} or None; `by_lane`,
+        {lane: value} to {lane: result}. Rendezvous of a scope are distinguished by `what` and `mask`, the lanes that
+        must arrive (None: any threads of the scope).
         With `wait=False` the thread arrives and continues. `site` is kept for callers that compare source lines.
         """
         current = scope.open_rendezvous.get((what, mask))
         if current is None:
             current = scope.open_rendezvous[what, mask] = Rendezvous(scope, what, expected, mask, site)
-        elif self in current.values:
+        return self.arrive(current, value, finish, wait, by_lane)
+
+    def arrive(self, current, value, finish, wait, by_lane):
+        """Contribute `value` to an open Rendezvous; see `rendezvous`."""
+        values, world = current.values, self.grid.world
+        if self in values:
             raise SimulatorError(f"{self} arrived twice at {current}, at {source_location(sys._getframe())}")
-        current.values[self] = value
-        if self.grid.world.events is not None:
-            current.arrivals[self] = self.grid.world.steps
+        values[self] = value
+        if world.events is not None:
+            current.arrivals[self] = world.steps
         if wait:
             current.waiting.append(self)
             self.waits = current
-        elif self.grid.world.races is not None:
-            current.departed[self] = self.grid.world.races.depart(self)
-        if len(current.values) == expected:
-            del scope.open_rendezvous[what, mask]
-            self._complete(current, finish)
+        elif world.races is not None:
+            current.departed[self] = world.races.depart(self)
+        if len(values) == current.expected:
+            del current.scope.open_rendezvous[current.what, current.mask]
+            self._complete(current, finish, by_lane)
         if wait:
             # The last thread to arrive waits as well: if it continued at once, lanes would resume in a fixed order.
             memory.loads_left = LOADS
             self.parent.switch()
             return self.result
 
-    def _complete(self, rendezvous, finish):
-        world = self.grid.world
-        results = finish(rendezvous.values) if finish else None
+    def _complete(self, rendezvous, finish, by_lane):
+        world, results = self.grid.world, None
+        if finish and by_lane:
+            results = finish({t.lane: value for t, value in rendezvous.values.items()})
+        elif finish:
+            results = finish(rendezvous.values)
         for t in rendezvous.waiting:
-            t.result = results[t] if results else None
+            t.result = results[t.lane if by_lane else t] if results else None
         if world.memory_model is not None:
             world.memory_model.synchronize(rendezvous)
         if world.races is not None:
@@ -133,7 +148,7 @@ class Thread(greenlet.greenlet):
         world.wake(rendezvous.waiting)
         if world.events is not None:
             for t, value in rendezvous.values.items():
-                result = results[t] if results else None
+                result = results[t.lane if by_lane else t] if results else None
                 details = {"value": value, "result": result, "mask": rendezvous.mask}
                 t.record_event(rendezvous.what, details | {"since": rendezvous.arrivals[t]})
 

@@ -15,7 +15,7 @@ from moe_numba.simulator.async_.uses_async import uses_async_instructions
 from moe_numba.simulator.capability import SIMULATED, SM_COUNT, SM_LIMITS
 from moe_numba.simulator.core.engine import Dim3, Thread
 from moe_numba.simulator.core.errors import ClusterError, SimulatorError
-from moe_numba.simulator.core.scheduler import World
+from moe_numba.simulator.core.scheduler import World, shuffle
 from moe_numba.simulator.core.shared import SharedLayout, SharedMemory
 
 _MAX_LOCAL_BYTES = 512 * 1024  # per thread
@@ -48,7 +48,7 @@ class Warp:
 
     def step(self, rng):
         lanes, self.ready = self.ready, []
-        rng.shuffle(lanes)
+        shuffle(lanes, rng)
         for t in lanes:
             t.switch()
 

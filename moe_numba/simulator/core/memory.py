@@ -25,6 +25,7 @@ watching = 0
 loads_left = LOADS  # before `polling` samples one; starts again whenever a thread waits
 _WATCHING_LOCK = threading.Lock()  # worlds may run in several OS threads
 
+_MALLOC_ALIGNMENT = 16  # of every new NumPy array, on 64-bit systems
 _INTEGERS = {int, np.int32, np.uint32, np.int64}  # the types of most indices
 
 
@@ -326,7 +327,7 @@ class Array:
 
         A computed one is hardly meant so, but comes from a missing check of a boundary; `wraparound` allows it.
         """
-        if type(i) is int and i >= 0:
+        if type(i) in _INTEGERS and i >= 0:
             return i
         parts = i if type(i) is tuple else (i,)
         negative = [n for n, k in enumerate(parts) if isinstance(k, (int, np.integer)) and k < 0]
@@ -426,8 +427,8 @@ class LocalArray(Array):
 def local(shape, dtype, alignment):
     """Return a new local array."""
     array = _poisoned(shape, as_dtype(dtype)).copy()  # faster than `poison`; each call of a device function makes some
-    if array.__array_interface__["data"][0] % (alignment or 16):
-        array = poison(shape, array.dtype, alignment or 16)
+    if (alignment or 0) > _MALLOC_ALIGNMENT and array.__array_interface__["data"][0] % alignment:
+        array = poison(shape, array.dtype, alignment)
     return LocalArray(array, "a local array")
 
 

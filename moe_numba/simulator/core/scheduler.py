@@ -108,6 +108,16 @@ def set_history(found):
     _previous.history = found
 
 
+def shuffle(items, rng):
+    """Do what `rng.shuffle(items)` does, with the same random numbers, in half the time."""
+    getrandbits = rng.getrandbits
+    for last in range(len(items) - 1, 0, -1):
+        bits = (last + 1).bit_length()
+        while (other := getrandbits(bits)) > last:
+            pass
+        items[last], items[other] = items[other], items[last]
+
+
 class World:
     """The scheduler, and the grids that run under it at the same time."""
 
@@ -194,7 +204,7 @@ class World:
             self.profile.wake(self, threads)
         for t in threads:
             t.waits = None
-            warp = t.block.warps[t.warp]
+            warp = t.unit
             warp.ready.append(t)
             if not warp.queued:
                 warp.queued = True

@@ -19,7 +19,7 @@ FULL_MASK = 0xFFFFFFFF
 def collective(what, mask, value=None, finish=None):
     """Wait for all lanes in `mask` to call `what` with this mask; `finish` maps {lane: value} to {lane: result}."""
     t = thread()
-    warp = t.block.warps[t.warp]
+    warp = t.unit
     mask = int(mask) & FULL_MASK
     if not mask >> t.lane & 1:
         raise MissingLane(f"{t} calls {what} with mask {mask:#010x}, which does not name it")
@@ -29,21 +29,16 @@ def collective(what, mask, value=None, finish=None):
             f"{warp}: lanes {format_lanes(members & warp.exited)} are named in mask {mask:#010x} of {what} "
             f"but have exited, while lane {t.lane} arrives"
         )
-    if (what, members) not in warp.open_rendezvous:
-        _check_no_cycle(t, warp, what, mask)
-    by_thread = finish and (lambda values: _by_thread(values, finish))
-    return t.rendezvous(warp, what, members.bit_count(), value, by_thread, members)
-
-
-def _by_thread(values, finish):
-    results = finish({t.lane: value for t, value in values.items()})
-    return {t: results[t.lane] for t in values}
+    if (current := warp.open_rendezvous.get((what, members))) is not None:
+        return t.arrive(current, value, finish, True, True)
+    _check_no_cycle(t, warp, what, mask)
+    return t.rendezvous(warp, what, members.bit_count(), value, finish, members, by_lane=True)
 
 
 def _check_no_cycle(t, warp, what, mask):
     """Raise if a lane that the mask names waits elsewhere for this one: it would never arrive here."""
     for other in warp.threads:
-        if mask >> other.lane & 1 and isinstance(other.waits, Rendezvous) and other.waits.needs(t):
+        if type(other.waits) is Rendezvous and mask >> other.lane & 1 and other.waits.needs(t):
             raise MissingLane(
                 f"{warp}: lanes {other.lane} are named in mask {mask:#010x} of {what} but wait at {other.waits}, "
                 f"{source_location(other.gr_frame)}, which needs lane {t.lane}"

@@ -13,6 +13,7 @@ import numpy as np
 from moe_numba.simulator.core.errors import kernel_frame
 from moe_numba.simulator.vector import access, state
 from moe_numba.simulator.vector.clocks import READ, fold
+from moe_numba.simulator.vector.cp_async import Groups
 from moe_numba.simulator.vector.errors import Conflict, Unsupported
 from moe_numba.simulator.vector.numbers import Weak
 from moe_numba.simulator.vector.races import check_before_wait, check_initialized
@@ -43,6 +44,7 @@ class Gang(greenlet.greenlet):
         self.overlaps = engine.strict and block.grid.dependent  # it has not waited for the kernel before
         self.barriers = 0  # barriers of the block and of the grid that it has reached
         self.acquired = {}  # point -> what the gang last acquired there
+        self.copy_groups = Groups()  # of cp.async
         self.unfenced = {}  # race detector -> (first, last byte, number of lane 0) of unfenced writes
         self.priority, self.queued = warps[0].priority, False
         self.gr_context, self.parent = block.grid.context, engine.parent
@@ -107,9 +109,11 @@ class Gang(greenlet.greenlet):
                     if other.conflicts(start + int(o), start + int(o) + width, writes):
                         raise Conflict("an access to memory that an asynchronous operation uses")
         if writes:
-            self._mark_unfenced(detector, offset, width, mask, many)
+            lanes = self.all_lanes if mask is None else mask.nonzero()[0]
+            self.mark_unfenced(detector, offset if many else np.array([offset]), width, lanes if many else lanes[-1:])
 
-    def _mark_unfenced(self, detector, offset, width, mask, many):
+    def mark_unfenced(self, detector, offset, width, lanes):
+        """Record that lanes wrote `width` bytes each at `offset` through the generic proxy."""
         if detector.unfenced is None:
             detector.unfenced = np.zeros(detector.allocation.bytes.size, np.uint16)
         threads = [t for warp in self.warps for t in warp.threads]
@@ -118,16 +122,11 @@ class Gang(greenlet.greenlet):
             for t in threads:
                 detector.writers[t] = len(detector.writers) + 1
             base = detector.writers[threads[0]]
-        numbers = base + (self.all_lanes if mask is None else mask.nonzero()[0])
-        if not many:
-            detector.unfenced[offset : offset + width] = numbers[-1]
-            low, high = offset, offset + width
+        if width == 1:
+            detector.unfenced[offset] = base + lanes
         else:
-            if width == 1:
-                detector.unfenced[offset] = numbers
-            else:
-                detector.unfenced[offset[:, None] + np.arange(width)] = numbers[:, None]
-            low, high = int(offset.min()), int(offset.max()) + width
+            detector.unfenced[offset[:, None] + np.arange(width)] = (base + lanes)[:, None]
+        low, high = int(offset.min()), int(offset.max()) + width
         first, last, _ = self.unfenced.get(detector, (low, high, base))
         self.unfenced[detector] = min(first, low), max(last, high), base
 

@@ -10,7 +10,7 @@ import numpy as np
 from moe_numba.simulator.async_ import async_copy, fragments, mbarrier, race_detector, tensor_map, wgmma
 from moe_numba.simulator.core import barrier, cluster, registers
 from moe_numba.simulator.core.warp import FULL_MASK
-from moe_numba.simulator.vector import access, collectives, fragment, state
+from moe_numba.simulator.vector import access, collectives, cp_async, fragment, state
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.lane_calls import collect, item, per_lane, varies
 from moe_numba.simulator.vector.numbers import Weak
@@ -308,7 +308,7 @@ def _recorded(function, pointer, index, size, writes):
 
 VERSIONS = {
     async_copy.load: _recorded(async_copy.load, 2, 3, 4, False),
-    async_copy.load_16: _recorded(async_copy.load_16, 2, 3, 4, False),
+    async_copy.load_16: cp_async.load_16,
     async_copy.store: _recorded(async_copy.store, 0, 1, 4, True),
     async_copy.load_box: per_lane(_load_box),
     async_copy.store_box: per_lane(_store_box),
@@ -330,6 +330,9 @@ VERSIONS = {
 
 
 def _copy_wait(mask, pending, read_only, kind="cp.async.bulk"):
+    if kind == cp_async.KIND:
+        cp_async.groups(mask).wait(state.gang, pending)
+        return
     for t in state.gang.existing_threads(mask):
         if t.copy_groups and kind in t.copy_groups:  # other lanes have issued no copies
             state.gang.lane = t.thread_id - state.gang.first
@@ -337,6 +340,9 @@ def _copy_wait(mask, pending, read_only, kind="cp.async.bulk"):
 
 
 def _commit(mask, kind="cp.async.bulk"):
+    if kind == cp_async.KIND:
+        cp_async.groups(mask).commit()
+        return
     for t in state.gang.existing_threads(mask):
         state.gang.lane = t.thread_id - state.gang.first
         if t.copy_groups and kind in t.copy_groups:

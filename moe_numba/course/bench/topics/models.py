@@ -1,7 +1,8 @@
 """Benchmark of models of transformers, before and after one line selects the package's experts.
 
 The models have real widths and random weights, in bfloat16, and fewer layers. A forward pass has one token of each of 1
-to 64 sequences, without context, as a step of decoding, or one prompt. ``models_measure`` measures the rows.
+to 64 sequences, as a step of decoding, without context and with 1024 earlier tokens of each sequence in a key/value
+cache; or one prompt. ``models_measure`` measures the rows.
 """
 
 from moe_numba.course.bench import plots, records
@@ -11,6 +12,7 @@ DEFAULT = "grouped_mm"  # what transformers runs if the caller selects nothing
 OURS, WITH_ROUTERS = "final", "final, fused routers"
 PACKED = "final, MXFP4"  # and fused routers; of gpt-oss
 TOKENS = 1, 16, 64, 4096
+CONTEXT = 1024  # earlier tokens of each sequence
 QUICK_TOKENS = (16,)
 BEFORE = f"peer:transformers {DEFAULT}"
 COLUMNS = {BEFORE: "grouped_mm", OURS: "moe_numba", WITH_ROUTERS: "and routers", PACKED: "and MXFP4"}
@@ -24,10 +26,11 @@ def measure(peers, quick):
 
 
 def passes(record):
-    """Yield (model, layers, tokens, {step: row}) of each forward pass."""
+    """Yield (model, layers, tokens, context, {step: row}) of each forward pass."""
     found: dict = {}
     for row in record["rows"]:
-        key = row["config"]["model"], row["config"]["layers"], row["size"]["tokens"]
+        size = row["size"]
+        key = row["config"]["model"], row["config"]["layers"], size["tokens"], size.get("context", 0)
         found.setdefault(key, {})[row["step"]] = row
     for key, steps in found.items():
         yield *key, steps
@@ -36,9 +39,9 @@ def passes(record):
 def figures(record):
     """Draw the kernel times of each forward pass as bars."""
     rows = [
-        {"step": f"{model}, {tokens} token{'s' * (tokens > 1)}"}
+        {"step": f"{model}, {tokens} token{'s' * (tokens > 1)}{f', context {context}' if context else ''}"}
         | {step: steps[step]["kernel_us"] for step in COLUMNS if step in steps}
-        for model, _, tokens, steps in passes(record)
+        for model, _, tokens, context, steps in passes(record)
     ]
     title = f"Forward pass of models of transformers on an {record['gpu']}: kernel time"
     return {"passes": plots.bars_figure(rows, COLUMNS, title=title, caption=plots.caption(record))}
@@ -52,18 +55,19 @@ def readme_table(record):
     names = [f"`{name}`" for name in (*names, "moe_numba")] + ["with fused routers", "speedup"]
     has_packed = any(row["step"] == PACKED for row in record["rows"])
     names += ["in MXFP4"] * has_packed
-    lines = [f"| model | tokens | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
-    for model, layers, tokens, steps in passes(record):
+    lines = [f"| model | tokens | context | {' | '.join(names)} |", "|---|---:|---:|" + "---:|" * len(names)]
+    for model, layers, tokens, context, steps in passes(record):
         cells = [_cell(steps.get(step)) for step in steps_shown]
         ratios = [steps[BEFORE][time]["median"] / steps[steps_shown[-1]][time]["median"] for time in _TIMES]
         cells.append("{} ({})".format(*map(records.format_ratio, ratios)))
         cells += [_cell(steps.get(PACKED))] * has_packed
-        lines.append(f"| {model}, {layers} layers | {tokens} | {' | '.join(cells)} |")
+        lines.append(f"| {model}, {layers} layers | {tokens} | {context} | {' | '.join(cells)} |")
     version = next((row["version"] for row in record["rows"] if "version" in row), "")
     provenance = plots.provenance(record)
     text = (
         "Microseconds of a forward pass in a CUDA graph and, in brackets, called eagerly until the GPU has finished. "
-        "The models have random weights in bfloat16. Up to 64 tokens are one of each sequence, without context; 4096 "
+        "The models have random weights in bfloat16. Up to 64 tokens are one of each sequence, with so many earlier "
+        "tokens of it, the context, in a key/value cache; 4096 "
         f"are a prompt. `{DEFAULT}` is what transformers {version} runs by default; the speedup is that with fused "
         f"routers. {provenance[0].upper()}{provenance[1:]}."
     )

@@ -1,5 +1,6 @@
 """Measures forward passes of models of transformers: rows of the topic `models`."""
 
+import sys
 import time
 from functools import partial
 from typing import Any, NamedTuple
@@ -8,15 +9,18 @@ import torch
 import transformers
 
 from moe_numba.course.bench import Stats, kernel_times, records
+from moe_numba.course.bench.kv_context import context_cache
 from moe_numba.course.bench.timing import no_garbage_collection, shuffled_rounds
-from moe_numba.course.bench.topics.models import DEFAULT, OURS, PACKED, WITH_ROUTERS
+from moe_numba.course.bench.topics.models import CONTEXT, DEFAULT, OURS, PACKED, WITH_ROUTERS
 from moe_numba.integrations.transformers import fuse_routers, pack_mxfp4_weights, register, unfuse_routers
 from moe_numba.integrations.transformers_layout import arguments_of
 from moe_numba.moe_layer import reference
 
 PEERS = DEFAULT, "batched_mm"
 STEPS = *PEERS, OURS, WITH_ROUTERS
+PROMPT_TOKENS = 1024  # from this number on, the tokens of a pass are one prompt
 GATHERED_BYTES = 16 << 30  # batched_mm copies the weights of each assignment: leave out larger copies
+SPARE_BYTES = 6 << 30  # of the GPU's memory, besides the weights
 BOUND = 1e-2  # relative error of a module of experts, in bfloat16; another expert's weights give far more
 
 
@@ -73,20 +77,37 @@ def measure(models, token_counts, device="cuda"):
     register()
     rows = []
     for about in models:
+        if device == "cuda" and not fits(about):
+            continue
         model = make_model(about, device)
         for name in (OURS, *PEERS):
             check_experts(model, name)
         for tokens in token_counts:
             rows += measure_passes(about, model, tokens, STEPS)
+        for tokens in (tokens for tokens in token_counts if tokens < PROMPT_TOKENS):
+            rows += measure_passes(about, model, tokens, (DEFAULT, OURS, WITH_ROUTERS), CONTEXT)
         if about.architecture == "GptOss":
             pack_mxfp4_weights(model, allow_rounding=True)
             check_experts(model, PACKED)
             for tokens in token_counts:
                 rows += measure_passes(about, model, tokens, (PACKED,))
+                if tokens < PROMPT_TOKENS:
+                    rows += measure_passes(about, model, tokens, (PACKED,), CONTEXT)
         del model
         if device == "cuda":
             torch.cuda.empty_cache()
     return rows
+
+
+def fits(about):
+    """Return whether the GPU's memory holds a model; report it if not."""
+    with torch.device("meta"):
+        model = getattr(transformers, f"{about.architecture}ForCausalLM")(about.config)
+    needed = 2 * sum(parameter.numel() for parameter in model.parameters()) + SPARE_BYTES
+    memory = torch.cuda.get_device_properties(0).total_memory
+    if needed > memory:
+        print(f"{about.name} is left out: it needs {needed >> 30} GiB, the GPU has {memory >> 30}", file=sys.stderr)
+    return needed <= memory
 
 
 def make_model(about, device):
@@ -127,16 +148,20 @@ def check_experts(model, name, change=lambda ids: ids):
     assert error < BOUND, f"{name}: the experts have relative error {error:.1e}; {BOUND:.0e} is allowed"
 
 
-def measure_passes(about, model, tokens, steps):
-    """Return the rows of a forward pass of some tokens: one of each of as many sequences, or from 1024 on a prompt."""
-    prompt = tokens >= 1024
+def measure_passes(about, model, tokens, steps, context=0):
+    """Return the rows of a forward pass of some tokens: one of each of as many sequences, or from 1024 on a prompt.
+
+    ``context``: the number of earlier tokens of each sequence, whose keys and values are in a cache.
+    """
+    prompt = tokens >= PROMPT_TOKENS
     shape = (1, tokens) if prompt else (tokens, 1)
     ids = torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     ids = ids.to(model.device)
+    cache = context_cache(model.config, context) if context else None
 
     @torch.no_grad()
     def forward():
-        return model(ids, use_cache=False, logits_to_keep=1).logits
+        return model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1).logits
 
     def select_and_forward(name):
         select(model, name)
@@ -154,7 +179,7 @@ def measure_passes(about, model, tokens, steps):
         records.row(
             name if name.startswith(OURS) else f"peer:transformers {name}",
             config=config,
-            size=dict(tokens=tokens),
+            size=dict(tokens=tokens) | (dict(context=context) if context else {}),
             dtype="mxfp4" if name == PACKED else "bf16",
             kernel=kernels[name],
             pass_us=records.times(passes[name]),

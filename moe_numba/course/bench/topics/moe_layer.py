@@ -1,21 +1,24 @@
-"""Benchmark of ``fused_experts``, beside its two grouped GEMMs alone, the lower bound and transformers' functions.
+"""Benchmark of ``fused_experts``, beside its two grouped GEMMs alone, the lower bound and other projects' functions.
 
 DeepSeek-V3's experts are in FP8 with block scales, all 256 of a layer for decoding and 32, the share of one of 8 GPUs,
-for a prompt. Those of Mixtral are in FP8 with a scale per expert, those of gpt-oss in bfloat16 and in MXFP4, the others
-in bfloat16. ``moe_layer_measure`` measures the rows.
+for a prompt; and in bfloat16 with an eighth of each expert's intermediate size, the share of a GPU with 8-way tensor
+parallelism, with the shared expert as a ninth of each token. Those of Mixtral are in FP8 with a scale per expert, those
+of gpt-oss in bfloat16 and in MXFP4, the others in bfloat16. ``moe_layer_measure`` measures the rows, and describes what
+a module of ``--peers`` provides.
 """
 
 from typing import Any
 
 from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.records import format_us
-from moe_numba.course.bench.topics.moe_layer_measure import Layer
+from moe_numba.course.bench.topics.moe_layer_measure import TRANSFORMERS, Layer
 from moe_numba.course.bench.topics.moe_layer_measure import measure as measure_layers
 
 GPT_OSS: dict[str, Any] = dict(num_experts=32, hidden=2880, intermediate=2880, topk=4, activation="swigluoai")
 LAYERS = (
     Layer("DeepSeek-V3", 256, 7168, 2048, "e4m3", (1, 16, 64)),
     Layer("DeepSeek-V3, 1 of 8 GPUs", 32, 7168, 2048, "e4m3", (4096,)),
+    Layer("DeepSeek-V3, tensor parallel on 8 GPUs", 257, 7168, 256, "bf16", (1, 8, 64), topk=9, num_shared=1),
     Layer("Qwen3-30B-A3B", 128, 2048, 768, "bf16", (1, 16, 64, 4096)),
     Layer("128 experts of 2816 x 704", 128, 2816, 704, "bf16", (1, 64, 4096)),
     Layer("gpt-oss-20b", **GPT_OSS, dtype="bf16", token_counts=(1, 16, 64, 4096)),
@@ -24,13 +27,13 @@ LAYERS = (
 )
 QUICK_TOKENS = 16
 OURS, GEMMS = "final", "both GEMMs"
-COLUMNS = {OURS: "moe_numba", GEMMS: "its two GEMMs", "peer:transformers grouped_mm": "grouped_mm"}
+DEFAULT = f"{TRANSFORMERS} grouped_mm"  # what transformers runs if the caller selects nothing
 
 
 def measure(peers, quick):
     """Return the rows of the record."""
     layers = [layer._replace(token_counts=(QUICK_TOKENS,)) for layer in LAYERS] if quick else LAYERS
-    return measure_layers(layers)
+    return measure_layers(layers, peers)
 
 
 def layers(record):
@@ -42,21 +45,37 @@ def layers(record):
         yield *key, steps
 
 
+def label_of(step):
+    """Return the heading of a step's times."""
+    named = {OURS: "moe_numba", GEMMS: "its two GEMMs"}
+    return named.get(step) or step.removeprefix("peer:").removeprefix("transformers ")
+
+
 def figures(record):
-    """Draw the kernel times of the layers as bars."""
+    """Draw the kernel times of the layers as bars: beside transformers' default, and beside each other project."""
+    others = [step for step in records.peers(record) if not step.startswith(TRANSFORMERS)]
+    return {"layers": _bars(record, DEFAULT, all_layers=True)} | {
+        f"layers-{label_of(step).lower().replace(' ', '-')}": _bars(record, step) for step in others
+    }
+
+
+def _bars(record, other, all_layers=False):
+    columns = {step: label_of(step) for step in (OURS, GEMMS, other)}
     rows = [
         {"step": f"{model}, {tokens} token{'s' * (tokens > 1)}"}
-        | {step: steps[step]["kernel_us"] for step in COLUMNS if step in steps}
+        | {step: steps[step]["kernel_us"] for step in columns if step in steps}
         for model, tokens, steps in layers(record)
+        if all_layers or other in steps
     ]
     title = f"Experts of MoE layers on an {record['gpu']}: kernel time"
-    return {"layers": plots.bars_figure(rows, COLUMNS, title=title, caption=plots.caption(record))}
+    return plots.bars_figure(rows, columns, title=title, caption=plots.caption(record))
 
 
 def readme_table(record):
     """Return a table of kernel times in microseconds."""
     others = records.peers(record)
-    names = ["moe_numba", "its two GEMMs", "speed of light", *(f"`{step.rpartition(' ')[2]}`" for step in others)]
+    named = {step: f"`{label_of(step)}`" if step.startswith(TRANSFORMERS) else label_of(step) for step in others}
+    names = [label_of(OURS), label_of(GEMMS), "speed of light", *named.values()]
     lines = [f"| experts | tokens | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
     for model, tokens, steps in layers(record):
         times = [steps[step]["kernel_us"]["median"] if step in steps else None for step in (OURS, GEMMS, *others)]
@@ -65,13 +84,25 @@ def readme_table(record):
         best = min(us for us in (times[0], *times[3:]) if us is not None)
         cells = [f"**{cell}**" if us == best else cell for cell, us in zip(cells, times, strict=True)]
         lines.append(f"| {model} | {tokens} | {' | '.join(cells)} |")
-    version = next((f" {row['version']}" for row in record["rows"] if "version" in row), "")
     provenance = plots.provenance(record)
     text = (
-        "Kernel time in microseconds, with 8 experts per token (gpt-oss: 4, Mixtral: 2), drawn evenly at random. Those "
-        "of DeepSeek-V3 and Mixtral are in FP8, the others in bfloat16, if not in MXFP4. The speed of light is the "
-        "time to read the weights of all chosen experts once, or to "
-        f"multiply. `grouped_mm` and `batched_mm` are functions of transformers{version}, for bfloat16 only. "
-        f"{provenance[0].upper()}{provenance[1:]}."
+        "Kernel time in microseconds, with 8 experts per token (gpt-oss: 4, Mixtral: 2; tensor parallel: also the "
+        "shared one), drawn evenly at random. With few tokens two GEMMs may be all launches of a layer. The experts "
+        "of DeepSeek-V3, if not tensor parallel, and of Mixtral are in FP8, the others in bfloat16, if not in MXFP4. "
+        "The speed of light is the time to read the weights of all chosen experts once, or to multiply. "
+        f"{_about_peers(record, named)}{provenance[0].upper()}{provenance[1:]}."
     )
     return "\n".join([*lines, "", text])
+
+
+def _about_peers(record, named):
+    """Return sentences about the projects in a record, and their versions."""
+    versions = {row["step"]: row["version"] for row in record["rows"] if "version" in row}
+    transformers = next((version for step, version in versions.items() if step.startswith(TRANSFORMERS)), None)
+    text = ""
+    if transformers:
+        functions = " and ".join(name for step, name in named.items() if step.startswith(TRANSFORMERS))
+        text += f"{functions} are functions of transformers {transformers}, for bfloat16 only. "
+    if others := [f"{named[step]} {versions[step]}" for step in named if not step.startswith(TRANSFORMERS)]:
+        text += f"Other projects: {', '.join(others)}; layouts that their kernels need are made beforehand. "
+    return text

@@ -1,5 +1,15 @@
-"""Measures the experts of MoE layers, their parts and transformers' functions: rows of the topic `moe_layer`."""
+"""Measures the experts of MoE layers, their parts and other projects' functions: rows of the topic `moe_layer`.
 
+A module of ``--peers`` provides two functions for this topic:
+
+- ``serves_experts(scaling, problem) -> bool``: whether the peer has kernels for it. ``scaling`` is "none" (bfloat16),
+  "block" or "tensor" (FP8), or "mxfp4"; ``problem`` is an :class:`ExpertsProblem`, whose tensors it must not change.
+- ``plan_experts(scaling, problem)``: returns a function without arguments that computes the experts on torch's current
+  stream, can be captured in a CUDA graph, and returns a tensor [tokens, hidden] in bfloat16. Converting weights into
+  the peer's layout is part of the plan and is not timed; quantising tokens is timed.
+"""
+
+import sys
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,21 +18,28 @@ import torch
 import moe_numba
 from moe_numba.course.bench import kernel_times, records
 from moe_numba.course.bench.baselines.limits import chip_limits
+from moe_numba.course.bench.compile_layers import compile_layers
 from moe_numba.course.bench.topics.grouped_gemm import FP8, TORCH_NAMES, random_weight
 from moe_numba.course.bench.topics.grouped_gemm_measure import BYTES_OF_WEIGHT
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.grouped_gemm.reference_w4 import quantise_mxfp4
 from moe_numba.moe_layer import ExpertsWorkspace, reference
 from moe_numba.moe_layer.activation import ALPHA, check_activation
+from moe_numba.moe_layer.decode import uses_decode_kernels
 from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of
 
+TRANSFORMERS = "peer:transformers"
+GROUPED = "grouped"  # with grouped GEMMs, where `fused_experts` takes the two kernels for few tokens
 GATHERED_BYTES = 16 << 30  # batched_mm copies the weights of each assignment: leave out larger copies
 # Relative error of a layer's output; see tests/kernels/test_moe_layer.py and test_moe_layer_formats.py.
 BOUND, BOUND_OF_ROW_SCALES = 1e-2, 2.5e-2
+# The reference rounds where the package's kernels do. Other projects round activations to bfloat16 before they quantise
+# them (1.2e-2), and with a scale per expert have one scale for all tokens (4e-2).
+BOUNDS_OF_PEERS = {"none": 1e-2, "block": 2.5e-2, "tensor": 6e-2, "mxfp4": 1e-2}
 
 
 class Layer(NamedTuple):
-    """Sizes of a layer; each token has ``topk`` experts, drawn evenly at random."""
+    """Sizes of a layer; each token has ``topk`` experts, the shared ones and others drawn evenly at random."""
 
     model: str
     num_experts: int
@@ -33,12 +50,17 @@ class Layer(NamedTuple):
     topk: int = 8
     scaling: str = "block"  # of e4m3: a scale per 128 x 128 block, or "tensor", one per expert
     activation: str = "silu"  # "swigluoai" with biases, as gpt-oss
+    num_shared: int = 0  # the last experts, which every token has
 
     @property
     def config(self) -> dict[str, Any]:
         """Configuration of a row."""
         names = "model", "num_experts", "hidden", "intermediate", "topk"
-        changed = [name for name in ("scaling", "activation") if getattr(self, name) != self._field_defaults[name]]
+        changed = [
+            name
+            for name in ("scaling", "activation", "num_shared")
+            if getattr(self, name) != self._field_defaults[name]
+        ]
         return {name: getattr(self, name) for name in (*names, *changed)}
 
 
@@ -54,13 +76,30 @@ class Inputs(NamedTuple):
     w2_scale: torch.Tensor | None
 
 
-def measure(layers, device="cuda"):
+class ExpertsProblem(NamedTuple):
+    """What a peer computes: the arguments of ``fused_experts``, which documents their shapes."""
+
+    x: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    w13_scale: torch.Tensor | None
+    w2_scale: torch.Tensor | None
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+    activation: str = "silu"
+
+
+def measure(layers, peers=(), device="cuda"):
     """Return the rows of all layers. Each output is checked before it is timed."""
     rows = []
+    if device == "cuda":
+        compile_layers(layers)
     for layer in layers:
         weights, options = make_weights(layer, device), make_options(layer, device)
         for tokens in layer.token_counts:
-            rows += measure_layer(layer, make_inputs(layer, tokens, *weights), options)
+            rows += measure_layer(layer, make_inputs(layer, tokens, *weights), options, peers)
         del weights
     return rows
 
@@ -102,32 +141,36 @@ def make_options(layer, device):
 
 
 def make_inputs(layer, tokens, w13, w2, w13_scale, w2_scale):
-    """Draw tokens, and their experts evenly at random."""
+    """Draw tokens, and their experts evenly at random except for the shared ones."""
     random = torch.Generator(w13.device).manual_seed(tokens)
     draw = partial(torch.rand, generator=random, device=w13.device)
-    ids = draw(tokens, layer.num_experts).topk(layer.topk).indices.int()
+    routed = layer.num_experts - layer.num_shared
+    ids = draw(tokens, routed).topk(layer.topk - layer.num_shared).indices
+    shared = torch.arange(routed, layer.num_experts, device=ids.device).expand(tokens, -1)
+    ids = torch.cat([ids, shared], dim=1).int()
     x = (2 * draw(tokens, layer.hidden) - 1).bfloat16()
     return Inputs(x, w13, w2, draw(tokens, layer.topk), ids, w13_scale, w2_scale)
 
 
-def measure_layer(layer, given, options):
+def measure_layer(layer, given, options, peers=()):
     """Return the rows of one number of tokens."""
     tokens = len(given.x)
     workspace = ExpertsWorkspace(tokens, layer.topk, given.w13, given.w2, layer.scaling)
     out = torch.empty_like(given.x)
     ours = partial(moe_numba.fused_experts, *given, out=out, workspace=workspace, **options)
-    calls = {"final": ours} | peer_calls(layer, given, options)
-    expected = reference.fused_experts(*given, **options)
-    for name, call in calls.items():
-        if fault := mismatch(call(), expected, BOUND if layer.scaling == "block" else BOUND_OF_ROW_SCALES):
-            raise AssertionError(f"{name}, {layer.model}, {tokens} tokens: {fault}")
+    calls = {"final": ours}
+    if uses_decode_kernels(workspace.shape, tokens, layer.topk, given.w13, given.w2):
+        calls[GROUPED] = grouped_call(given, workspace, options)
+    calls |= transformers_calls(layer, given, options) | peer_calls(layer, given, options, peers)
+    drop_wrong(calls, reference.fused_experts(*given, **options), layer)
     floor_us, flops = lower_bound(layer, given.ids)
     parts = part_calls(given, workspace, out, options)
     gemms = [parts["gate_up"], parts["down"]]
     calls |= {"both GEMMs": lambda: [gemm() for gemm in gemms]} | {
         f"part: {name}": part for name, part in parts.items()
     }
-    times, version = kernel_times(calls, replays=15), transformers_version()
+    times = kernel_times(calls, replays=15)
+    versions = {f"peer:{peer.NAME}": peer.VERSION for peer in peers}
     return [
         records.row(
             name,
@@ -135,12 +178,33 @@ def measure_layer(layer, given, options):
             size=dict(tokens=tokens),
             dtype=layer.dtype,
             kernel=stats,
-            floor_us=floor_us if name == "final" else None,
+            floor_us=None if name.startswith("part: ") else floor_us,
             flops=flops if name == "final" else None,
-            version=version if name.startswith("peer:") else None,
+            version=transformers_version() if name.startswith(TRANSFORMERS) else versions.get(name),
         )
         for name, stats in times.items()
     ]
+
+
+def drop_wrong(calls, expected, layer):
+    """Check each call's output, poisoned before; remove a peer that fails or whose output is wrong, and report it."""
+    for name, call in list(calls.items()):
+        is_peer, where = name.startswith("peer:"), f"{layer.model}, {len(expected)} tokens"
+        bound = BOUND if layer.scaling == "block" else BOUND_OF_ROW_SCALES
+        if is_peer:
+            bound = BOUNDS_OF_PEERS[scaling_of(layer)]
+        try:
+            call().fill_(float("nan"))
+            fault = mismatch(call(), expected, bound)
+        except Exception as error:
+            if not is_peer:
+                raise
+            fault = f"{type(error).__name__}: {error}"
+        if fault and not is_peer:
+            raise AssertionError(f"{name}, {where}: {fault}")
+        if fault:
+            print(f"{name} is left out, {where}: {fault}", file=sys.stderr)
+            del calls[name]
 
 
 def lower_bound(layer, ids):
@@ -151,14 +215,26 @@ def lower_bound(layer, ids):
     return max(num_bytes / limits.hbm_bandwidth, flops / limits.tensor_flops[TORCH_NAMES[layer.dtype]]) * 1e6, flops
 
 
-def part_calls(given, workspace, out, options):
-    """Return {name: call} of the launches of ``fused_experts``, on the results that it left in its workspace."""
+def grouped_call(given, workspace, options):
+    """Return a call of ``fused_experts`` with grouped GEMMs, however few tokens there are."""
+    out = torch.empty_like(given.x)
+    launches = part_calls(given, workspace, out, options, decodes=False).values()
+    return lambda: [launch() for launch in launches] and out
+
+
+def part_calls(given, workspace, out, options, decodes=None):
+    """Return {name: call} of the launches of ``fused_experts``, on the results that it left in its workspace.
+
+    ``decodes``: whether they are the two kernels for few tokens; by default where ``fused_experts`` takes them.
+    """
     activation = check_activation(options.get("activation", "silu"), ALPHA, None)
     biases = {name: value for name, value in options.items() if name.endswith("bias")}
     tensors = ExpertsTensors(*given, **biases)
     fuses = can_fuse_activation(given.w13, workspace.shape.format, activation)
+    if decodes is None:
+        decodes = uses_decode_kernels(workspace.shape, *given.ids.shape, given.w13, given.w2)
     memory = workspace.intermediates(len(given.x))
-    return launches_of(ExpertsCall(tensors, workspace.shape, activation, fuses, memory), out)
+    return launches_of(ExpertsCall(tensors, workspace.shape, activation, fuses, decodes, memory), out)
 
 
 def transformers_version():
@@ -170,7 +246,27 @@ def transformers_version():
     return transformers.__version__
 
 
-def peer_calls(layer, given, options):
+def scaling_of(layer):
+    """Return how a layer's weights are scaled, by the name that peers know."""
+    return {"e4m3": layer.scaling, "bf16": "none"}.get(layer.dtype, layer.dtype)
+
+
+def peer_calls(layer, given, options, peers):
+    """Return {step: call} of the peers that have kernels for a layer; report those whose plan raises an error."""
+    problem, calls, scaling = ExpertsProblem(*given, **options), {}, scaling_of(layer)
+    for peer in peers:
+        if not hasattr(peer, "plan_experts"):
+            continue
+        try:
+            if peer.serves_experts(scaling, problem):
+                calls[f"peer:{peer.NAME}"] = peer.plan_experts(scaling, problem)
+        except Exception as error:  # the other peers are measured whatever this one raises
+            what = f"{layer.model}, {len(given.x)} tokens"
+            print(f"peer {peer.NAME} is left out ({what}): {type(error).__name__}: {error}", file=sys.stderr)
+    return calls
+
+
+def transformers_calls(layer, given, options):
     """Return the calls of transformers' functions for bfloat16 experts, if it is installed."""
     if layer.dtype != "bf16" or transformers_version() is None:
         return {}
@@ -184,9 +280,9 @@ def peer_calls(layer, given, options):
     for name, tensor in parameters.items():
         setattr(experts, name, torch.nn.Parameter(tensor, requires_grad=False))
     arguments = experts, given.x, given.ids.long(), given.weights
-    calls = {"peer:transformers grouped_mm": partial(moe.grouped_mm_experts_forward, *arguments)}
+    calls = {f"{TRANSFORMERS} grouped_mm": partial(moe.grouped_mm_experts_forward, *arguments)}
     if given.ids.numel() * 6 * layer.hidden * layer.intermediate <= GATHERED_BYTES:
-        calls["peer:transformers batched_mm"] = partial(moe.batched_mm_experts_forward, *arguments)
+        calls[f"{TRANSFORMERS} batched_mm"] = partial(moe.batched_mm_experts_forward, *arguments)
     return calls
 
 

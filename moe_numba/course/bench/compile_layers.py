@@ -1,0 +1,65 @@
+"""Compilation of all kernels of some MoE layers by several processes, before the layers are measured.
+
+Each process calls the layers in compile-only mode, which reports the kernels, and compiles its share into the cache of
+machine code. One process would compile for longer than the measurement takes.
+"""
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import torch
+
+import moe_numba
+from moe_numba.moe_layer.weights import BLOCK, packed_shape
+from moe_numba.runtime import cubin_cache, device
+
+MAX_PROCESSES = 16
+_DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "mxfp4": torch.uint8}
+
+
+def compile_layers(layers):
+    """Compile the kernels of ``fused_experts`` for all sizes of some layers, for the current GPU."""
+    if cubin_cache.folder() is None:
+        return
+    processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+    gpu = device.gpu_of(torch.cuda.current_device())
+    # A process that was forked could not use the GPU's context, nor a lock that a thread of its parent held.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(partial(compile_share, gpu, tuple(layers), processes), range(processes)))
+
+
+def compile_share(gpu, layers, processes, number):
+    """Compile one process's share of the kernels; return how many. The process is compile-only from then on."""
+    launches = []
+    device.compile_only(gpu, lambda *launch: launches.append(launch))
+    for layer in layers:
+        for tokens in layer.token_counts:
+            moe_numba.fused_experts(**empty_arguments(layer, tokens))
+    definitions = dict.fromkeys(
+        (kernel, signature, options["launch_bounds"]) for kernel, signature, options in launches
+    )
+    # Grouped GEMMs take longest to compile: neighbours in this order go to different processes.
+    ordered = sorted(definitions, key=lambda definition: definition[0].py_func.__name__)
+    for kernel, signature, bounds in ordered[number::processes]:
+        cubin_cache.machine_code(kernel, signature, arch=gpu.arch, link_arch=gpu.hardware_arch, launch_bounds=bounds)
+    return len(ordered[number::processes])
+
+
+def empty_arguments(layer, tokens):
+    """Return arguments of ``fused_experts`` on the CPU, whose memory is reserved but not touched."""
+    experts, dtype = layer.num_experts, _DTYPES[layer.dtype]
+    shapes = dict(w13=(experts, 2 * layer.intermediate, layer.hidden), w2=(experts, layer.hidden, layer.intermediate))
+    packed = layer.dtype == "mxfp4"
+    given = {name: torch.empty(packed_shape(*s) if packed else s, dtype=dtype) for name, s in shapes.items()}
+    if layer.dtype == "e4m3":
+        for name, (_, *sizes) in shapes.items():
+            blocks = [-(-size // BLOCK) for size in sizes] if layer.scaling == "block" else []
+            given[f"{name}_scale"] = torch.empty(experts, *blocks)
+    if layer.activation != "silu":
+        biases = dict(w13_bias=2 * layer.intermediate, w2_bias=layer.hidden)
+        given |= {name: torch.empty(experts, size).bfloat16() for name, size in biases.items()}
+    ids = torch.empty(tokens, layer.topk, dtype=torch.int32)
+    x = torch.empty(tokens, layer.hidden, dtype=torch.bfloat16)
+    return given | dict(x=x, topk_weights=torch.empty(tokens, layer.topk), topk_ids=ids, activation=layer.activation)

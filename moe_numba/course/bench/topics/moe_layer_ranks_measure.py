@@ -1,0 +1,215 @@
+"""Measures `ExpertParallelMoE` with one process per GPU, and its parts: rows of the topic `moe_layer_ranks`.
+
+Each GPU has 32 experts of DeepSeek-V3 in FP8 with block scales, as each of 8 GPUs has. Every sample is the slowest
+rank's, of a CUDA graph of `CALLS` calls, divided by their number; all steps of one number of tokens run interleaved.
+"""
+
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import moe_numba
+from moe_numba.course.bench import records
+from moe_numba.course.bench.compile_layers import compile_layers
+from moe_numba.course.bench.dist import free_port, process_group
+from moe_numba.course.bench.timing import Stats
+from moe_numba.course.bench.topics.moe_layer_measure import Layer, make_weights
+from moe_numba.expert_parallel import Buffer, per_token_cast_back, per_token_cast_to_fp8
+from moe_numba.expert_parallel.compile_ahead import compile_ahead
+from moe_numba.expert_parallel.config import limits_of
+from moe_numba.expert_parallel.launch_plans import PlannedKernels
+from moe_numba.expert_parallel.low_latency_base import shape_of_options
+from moe_numba.expert_parallel.low_latency_exchange import exchange_kernels
+from moe_numba.grouped_gemm.reference import mismatch
+from moe_numba.moe_layer import ExpertParallelMoE, Experts
+from moe_numba.runtime.device import gpu_of
+
+TOKENS = (8, 64, 512, 4096)
+MAX_LOW_LATENCY_TOKENS = 256
+LOCAL_EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 32, 7168, 2048, 8
+BUFFER_BYTES, CALLS, ROUNDS = 1 << 30, 4, 12
+# Each rank's sum is rounded to bfloat16, and quantisation amplifies differences of the last bit.
+BOUND = 2e-2
+WIRES = {"bf16": False, "e4m3": True}  # {dtype of the rows that dispatch sends: `fp8_dispatch`}
+
+
+class SharedExpert(nn.Module):
+    """DeepSeek-V3's shared expert in bfloat16, with torch."""
+
+    def __init__(self, hidden, intermediate, device):
+        super().__init__()
+        make = partial(nn.Linear, bias=False, device=device, dtype=torch.bfloat16)
+        self.gate_up, self.down = make(hidden, 2 * intermediate), make(intermediate, hidden)
+
+    def forward(self, x):
+        """Return silu(gate) * up, multiplied with the second weight."""
+        return self.down(moe_numba.silu_and_mul(self.gate_up(x)))
+
+
+def measure(numbers_of_ranks, quick=False):
+    """Return the record's rows for all group sizes for which there are enough GPUs."""
+    rows, token_counts = [], TOKENS[:1] if quick else TOKENS
+    for ranks in numbers_of_ranks:
+        if ranks > torch.cuda.device_count():
+            continue
+        compile_layers([layer_of(1, tuple(ranks * tokens for tokens in token_counts))])
+        compile_ahead(kernels(ranks, token_counts))
+        with tempfile.TemporaryDirectory() as folder:
+            found = Path(folder) / "rows.json"
+            arguments = ranks, free_port(), token_counts, found
+            torch.multiprocessing.spawn(_work, arguments, nprocs=ranks)
+            rows += json.loads(found.read_text())
+    return rows
+
+
+def layer_of(ranks, token_counts=()):
+    """Return the sizes of the layer whose experts ``ranks`` GPUs have."""
+    return Layer("DeepSeek-V3", LOCAL_EXPERTS * ranks, HIDDEN, INTERMEDIATE, "e4m3", token_counts, TOPK)
+
+
+def kernels(ranks, token_counts):
+    """Return the definitions of the kernels of dispatch and combine."""
+    planned = PlannedKernels(ranks, BUFFER_BYTES, limits_of(gpu_of(0)))
+    dispatch, combine = Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks)
+    for is_fp8 in WIRES.values():
+        rows = dict(dtype=torch.float8_e4m3fn, scales=HIDDEN // 128) if is_fp8 else {}
+        channels = planned.dispatch(dispatch, HIDDEN, topk=TOPK, **rows)
+        for biases in (0, 1):
+            planned.combine(combine, HIDDEN, 0, channels, biases)
+        for tokens in token_counts:
+            if tokens <= MAX_LOW_LATENCY_TOKENS:
+                sizes = ranks, tokens, HIDDEN, LOCAL_EXPERTS * ranks, TOPK
+                options = dict(round_scale=False, use_ue8m0=False, protocol="lamport")
+                shape = shape_of_options(*sizes, use_fp8=is_fp8, expert_major=False, **options)
+                planned.definitions += exchange_kernels(shape)
+    return planned.definitions
+
+
+def _work(rank, ranks, port, token_counts, found):
+    with process_group(rank, ranks, port):
+        group, device = torch.distributed.group.WORLD, torch.device("cuda", rank)
+        rows = LayerBench(rank, ranks, group, device).rows(token_counts)
+        if rank == 0:
+            found.write_text(json.dumps(rows))
+
+
+class LayerBench:
+    """The benchmark on one rank."""
+
+    def __init__(self, rank, ranks, group, device):
+        self.rank, self.ranks, self.group, self.device = rank, ranks, group, device
+        sizes = layer_of(ranks)
+        self.config = dict(ranks=ranks) | sizes.config
+        self.weights = make_weights(sizes, device)  # the same on all ranks
+        self.experts = Experts(LOCAL_EXPERTS, HIDDEN, INTERMEDIATE, torch.float8_e4m3fn, device)
+        own = slice(rank * LOCAL_EXPERTS, (rank + 1) * LOCAL_EXPERTS)
+        names = "w13", "w2", "w13_scale", "w2_scale"
+        self.experts.load_state_dict({n: t[own] for n, t in zip(names, self.weights, strict=True)})
+        self.shared_expert = SharedExpert(HIDDEN, INTERMEDIATE, device).requires_grad_(False)
+
+    @torch.no_grad()
+    def rows(self, token_counts):
+        """Return the rows of this group size, the same on every rank."""
+        rows = []
+        for tokens in token_counts:
+            self.buffer = Buffer(self.group, BUFFER_BYTES, low_latency_mode=True, timeout=20)
+            rows += self._measure(tokens)
+            self.buffer.destroy()
+        return rows
+
+    def _measure(self, tokens):
+        random = torch.Generator(self.device).manual_seed(1000 + self.rank)
+        draw = partial(torch.rand, generator=random, device=self.device)
+        x, weights = (2 * draw(tokens, HIDDEN) - 1).bfloat16(), draw(tokens, TOPK)
+        ids = draw(tokens, LOCAL_EXPERTS * self.ranks).topk(TOPK).indices
+        given, (layers, steps) = (x, weights, ids), self._layers(tokens)
+        expected = moe_numba.fused_experts(x, *self.weights[:2], weights, ids, *self.weights[2:])
+        shared = self.shared_expert(x)
+        calls = {}
+        for (step, wire), (layer, has_shared) in steps.items():
+            calls[step, wire] = partial(layer, *given)
+            wanted = expected.double() + shared.double() if has_shared else expected.double()
+            if fault := mismatch(layer(*given), wanted, BOUND):
+                raise AssertionError(f"{step}, {wire}, {tokens} tokens: {fault}")
+        plain = layers["bf16"]
+        calls["shared experts first", "bf16"] = lambda: plain(*given, self.shared_expert(x))
+        calls["part: shared experts", "bf16"] = lambda: self.shared_expert(x)
+        for wire, is_fp8 in WIRES.items():
+            calls |= {(f"part: {name}", wire): call for name, call in self._parts(layers[wire], given, is_fp8).items()}
+        times = self._times(calls)
+        self.buffer.check(synchronize=True)
+        for layer, _ in steps.values():
+            layer.close()
+        return [
+            records.row(step, config=self.config, size=dict(tokens=tokens), dtype=wire, kernel=times[step, wire])
+            for step, wire in calls
+        ]
+
+    def _layers(self, tokens):
+        """Return the plain layers by what dispatch sends, and all: {(step, dtype): (layer, has shared experts)}."""
+        make = partial(ExpertParallelMoE, self.buffer, self.experts)
+        steps, layers, worst = {}, {}, self.ranks * tokens
+        for wire, is_fp8 in WIRES.items():
+            layers[wire] = make(worst, fp8_dispatch=is_fp8)
+            steps["final", wire] = layers[wire], False
+            if tokens <= MAX_LOW_LATENCY_TOKENS:
+                steps["low latency", wire] = make(low_latency_tokens=tokens, fp8_dispatch=is_fp8), False
+        steps["shared experts beside", "bf16"] = make(worst, shared_experts=self.shared_expert), True
+        return layers, steps
+
+    def _parts(self, layer, given, is_fp8):
+        """Return {name: call} of the parts of a layer, on what the part before has returned once."""
+        x, weights, ids = given
+
+        def dispatch():
+            per_rank, _, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(ids, layer.num_experts)
+            layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank)
+            options = dict(topk_idx=ids, topk_weights=weights, num_worst_tokens=layer.num_worst_tokens)
+            return self.buffer.dispatch(per_token_cast_to_fp8(x) if is_fp8 else x, **layout, **options)
+
+        def compute():
+            return self.experts(per_token_cast_back(*rows) if is_fp8 else rows, row_weights, row_ids)
+
+        rows, row_ids, row_weights, _, handle, _ = dispatch()
+        results = compute()
+        combine = lambda: self.buffer.combine(results, handle)
+        return {"dispatch": dispatch, "experts": compute, "combine": combine}
+
+    def _barrier(self):
+        torch.cuda.synchronize()
+        if self.ranks > 1:
+            torch.distributed.barrier()
+            torch.cuda.synchronize()
+
+    def _times(self, calls):
+        """Return the Stats of the slowest rank's microseconds per call, of graphs replayed interleaved."""
+        graphs, samples = {}, {key: [] for key in calls}
+        for key, call in calls.items():
+            for _ in range(2):
+                call()
+            self._barrier()
+            graphs[key] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[key]):
+                for _ in range(CALLS):
+                    call()
+        for round_ in range(ROUNDS + 2):
+            for key, graph in graphs.items():
+                self._barrier()
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                graph.replay()
+                end.record()
+                torch.cuda.synchronize()
+                if round_ >= 2:
+                    samples[key].append(begin.elapsed_time(end) * 1e3 / CALLS)
+        return {key: self._slowest(found) for key, found in samples.items()}
+
+    def _slowest(self, samples):
+        samples = torch.tensor(samples, device=self.device)
+        if self.ranks > 1:
+            torch.distributed.all_reduce(samples, torch.distributed.ReduceOp.MAX)
+        return Stats.of(samples.cpu().numpy())

@@ -1,0 +1,147 @@
+"""``fused_experts`` for a few tokens in bfloat16 or FP8 blocks: when its two kernels are chosen, and their launches."""
+
+from functools import partial
+
+import torch
+
+from moe_numba.moe_layer import kernel_decode, kernel_decode_fp8
+from moe_numba.moe_layer.kernel_decode import DecodeShape, make_decode_down_kernel, make_decode_gate_up_kernel
+from moe_numba.moe_layer.kernel_decode_fp8 import (
+    ROWS,
+    DecodeFp8Shape,
+    make_decode_fp8_down_kernel,
+    make_decode_fp8_gate_up_kernel,
+)
+from moe_numba.moe_layer.routing import ID_TYPES
+from moe_numba.moe_layer.weights import BF16, FP8_BLOCK
+from moe_numba.runtime.device import gpu_of
+from moe_numba.runtime.launch import address, launcher
+from moe_numba.runtime.outputs import remember
+
+# Assignments, as a multiple of the experts that they use if they are drawn evenly at random: the kernels read the
+# weights once for each assignment, the grouped GEMMs once for each expert.
+MAX_ASSIGNMENTS_PER_EXPERT = 1.06
+MAX_ASSIGNMENTS = 64
+MIN_FP8_WARPS = 1024  # of the first kernel for FP8: with fewer, a grouped GEMM loads the weights faster
+_BIAS_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_BIAS_TYPES = {"": "uint16*", "bf16": "uint16*", "f32": "float32*"}
+_FP8_COLUMNS = 8  # that a warp of the first kernel for FP8 computes
+_plans: dict = {}
+
+
+def uses_decode_kernels(shape, tokens, topk, w13, w2):
+    """Return whether a call with ``tokens`` tokens takes the two kernels."""
+    if shape.format not in (BF16, FP8_BLOCK) or tokens * topk > MAX_ASSIGNMENTS:
+        return False
+    fits = _fits_fp8 if shape.format == FP8_BLOCK else _fits_bf16
+    if not (w13.is_contiguous() and w2.is_contiguous() and fits(shape, tokens, topk)):
+        return False
+    used = shape.num_experts * (1 - (1 - min(topk / shape.num_experts, 1)) ** tokens)
+    return tokens == 1 or tokens * topk <= MAX_ASSIGNMENTS_PER_EXPERT * used
+
+
+def _fits_bf16(shape, tokens, topk):
+    return topk <= kernel_decode.MAX_TOPK
+
+
+def _fits_fp8(shape, tokens, topk):
+    """Return whether the kernels for FP8 have the sizes; activations are kept in the memory for rows, in float32."""
+    if topk > kernel_decode_fp8.MAX_TOPK or topk * shape.intermediate > kernel_decode_fp8.MAX_SHARED_BYTES:
+        return False
+    if shape.hidden < 2 * shape.intermediate or gpu_of(shape.device).capability < (8, 9):  # mma.sync with e4m3
+        return False
+    return tokens * topk * shape.intermediate // _FP8_COLUMNS >= MIN_FP8_WARPS
+
+
+def decode_launches(call, out):
+    """Return {name: launch} of a call, an ``ExpertsCall``, in order."""
+    t = call.tensors
+    if call.shape.format == FP8_BLOCK:
+        activated = call.memory.rows[0].view(torch.float32)
+        first, second = partial(decode_fp8_gate_up, t, activated), decode_fp8_down
+    else:
+        (activated,) = call.memory.activated
+        first, second = partial(decode_gate_up, t, call.activation, activated), decode_down
+    return {"gate_up": first, "down": partial(second, t, activated, out)}
+
+
+def decode_gate_up(t, activation, out):
+    """Launch the first kernel: the activations ``out`` [tokens * topk, intermediate] of each assignment.
+
+    ``t``: an ``ExpertsTensors``, whose tensors have been checked.
+    """
+    start, ctas, threads, sizes = _plan("gate_up", t, activation, t.w13_bias)
+    bias = t.x if t.w13_bias is None else t.w13_bias
+    start(ctas, threads, None, *map(address, (t.x, t.w13, bias, t.topk_ids, out)), *sizes)
+    return out
+
+
+def decode_down(t, activated, out):
+    """Launch the second kernel, directly behind the first: the weighted sums ``out`` [tokens, hidden]."""
+    start, ctas, threads, sizes = _plan("down", t, None, t.w2_bias)
+    bias, shared = (activated if tensor is None else tensor for tensor in (t.w2_bias, t.shared))
+    pointers = activated, t.w2, bias, t.topk_ids, t.topk_weights, shared, out
+    start(ctas, threads, None, *map(address, pointers), *sizes)
+    return out
+
+
+def decode_fp8_gate_up(t, out):
+    """Launch the first kernel for FP8: the activations ``out``, in float32."""
+    start, ctas, threads, sizes = _plan("fp8 gate_up", t)
+    start(ctas, threads, None, *map(address, (t.x, t.w13, t.w13_scale, t.topk_ids, out)), *sizes)
+    return out
+
+
+def decode_fp8_down(t, activated, out):
+    """Launch the second kernel for FP8, directly behind the first: the weighted sums ``out`` [tokens, hidden]."""
+    start, ctas, threads, sizes = _plan("fp8 down", t)
+    shared = activated if t.shared is None else t.shared
+    pointers = activated, t.w2, t.w2_scale, t.topk_ids, t.topk_weights, shared, out
+    start(ctas, threads, None, *map(address, pointers), *sizes)
+    return out
+
+
+def _plan(which, t, activation=None, bias=None):
+    """Return the launcher, the numbers of CTAs and threads, and the kernel's numbers."""
+    ids = t.topk_ids
+    key = which, t.w13.shape, ids.shape, ids.stride(), ids.dtype, ids.device, activation
+    key = *key, None if bias is None else bias.dtype, t.shared is None
+    make = _make_fp8_plan if which.startswith("fp8") else _make_plan
+    return _plans.get(key) or remember(_plans, key, make(which, t, activation, bias))
+
+
+def _make_plan(which, t, activation, bias):
+    num_experts, twice, hidden = t.w13.shape
+    (tokens, topk), intermediate, is_first = t.topk_ids.shape, twice // 2, which == "gate_up"
+    results = tokens * (topk * intermediate if is_first else hidden)
+    # Measured on an H100: the first kernel needs many warps, as a row of gate and one of up are long; those of w2 are
+    # short, and two of them share the loads of the activations.
+    columns = 1 if is_first else 2
+    bias_dtype = "" if bias is None else _BIAS_NAMES[bias.dtype]
+    shape = DecodeShape(num_experts, hidden, intermediate, topk, bias_dtype, columns)
+    threads, num_items = 32 * shape.warps, results // shape.columns
+    pointers = "uint16*", "uint16*", _BIAS_TYPES[bias_dtype], ID_TYPES[t.topk_ids.dtype]
+    if is_first:
+        kernel = make_decode_gate_up_kernel(shape, *activation)
+        signature = *pointers, "uint16*", "int32", "int64", "int64"
+    else:
+        kernel = make_decode_down_kernel(shape, t.shared is not None)
+        signature = *pointers, "float32*", "uint16*", "uint16*", "int32", "int64", "int64"
+    start = launcher(kernel, signature, t.x.device.index or 0, launch_bounds=threads, dependent=True)
+    return start, -(-num_items // shape.warps), threads, (num_items, *t.topk_ids.stride())
+
+
+def _make_fp8_plan(which, t, *_):
+    num_experts, twice, hidden = t.w13.shape
+    (tokens, topk), intermediate = t.topk_ids.shape, twice // 2
+    shape, ids = DecodeFp8Shape(num_experts, hidden, intermediate, topk), ID_TYPES[t.topk_ids.dtype]
+    if which == "fp8 gate_up":
+        kernel, threads = make_decode_fp8_gate_up_kernel(shape), 32 * shape.warps
+        ctas = tokens * topk * intermediate // (_FP8_COLUMNS * shape.warps)
+        signature = "uint16*", "uint8*", "float32*", ids, "float32*", "int64", "int64"
+    else:
+        kernel, threads = make_decode_fp8_down_kernel(shape, t.shared is not None), 32 * topk
+        ctas = tokens * hidden // ROWS
+        signature = "float32*", "uint8*", "float32*", ids, "float32*", "uint16*", "uint16*", "int64", "int64"
+    start = launcher(kernel, signature, t.x.device.index or 0, launch_bounds=threads, dependent=True)
+    return start, ctas, threads, tuple(t.topk_ids.stride())

@@ -1,0 +1,108 @@
+"""Benchmark topic moe_layer_ranks: checks before timing, rows, figure, table and the prediction."""
+
+import pytest
+import torch
+from helpers.bench_topics import ABOUT
+from helpers.expert_parallel import NUM_BYTES, SMALL, engine
+from helpers.figures import misplaced
+
+from moe_numba.course.bench import Stats, records, topic
+from moe_numba.course.bench.topics import moe_layer_ranks_measure as measure
+from moe_numba.expert_parallel import Buffer, LocalGroup
+from moe_numba.moe_layer import module, reference
+
+moe_layer_ranks = topic("moe_layer_ranks")
+NAMES = "x", "w13", "w2", "topk_weights", "topk_ids", "w13_scale", "w2_scale"
+PARTS = [f"part: {name}" for name in ("dispatch", "experts", "combine")]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    sizes = dict(LOCAL_EXPERTS=2, HIDDEN=128, INTERMEDIATE=128, TOPK=2, BUFFER_BYTES=NUM_BYTES)
+    for name, value in sizes.items():
+        monkeypatch.setattr(measure, name, value)
+    for name in ("get_dispatch_config", "get_combine_config"):
+        monkeypatch.setattr(Buffer, name, classmethod(lambda cls, ranks: SMALL))
+
+    def compute(workspace, **given):  # in torch, because the simulator takes seconds for a grouped GEMM
+        return reference.fused_experts(**given).bfloat16()
+
+    monkeypatch.setattr(module, "fused_experts", compute)
+    monkeypatch.setattr(
+        measure.moe_numba, "fused_experts", lambda *given: compute(None, **dict(zip(NAMES, given, strict=True)))
+    )
+
+    def times(bench, calls):
+        return {key: Stats(t, t - 1, t + 1) for t, key in enumerate(calls, start=10)}
+
+    monkeypatch.setattr(measure.LayerBench, "_times", times)
+    shared = lambda hidden, intermediate, device: Twice()
+    monkeypatch.setattr(measure, "SharedExpert", shared)
+
+
+class Twice(torch.nn.Module):
+    """Shared experts without weights."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+def run(tokens, ranks=2):
+    with engine(0):
+        work = lambda transport: measure.LayerBench(transport.rank, ranks, transport, transport.device).rows([tokens])
+        return LocalGroup(ranks).run(work)
+
+
+def test_rows(small):
+    first, second = run(3)
+    assert first == second
+    steps = [(row["step"], row["dtype"]) for row in first]
+    both = lambda *names: [(name, dtype) for dtype in ("bf16", "e4m3") for name in names]
+    beside = [(f"shared experts {how}", "bf16") for how in ("beside", "first")]
+    assert steps == [*both("final", "low latency"), *beside, ("part: shared experts", "bf16"), *both(*PARTS)]
+    assert all(row["config"]["ranks"] == 2 and row["config"]["num_experts"] == 4 for row in first)
+
+
+@pytest.mark.parametrize("name", ["per_token_cast_to_fp8", "make_weights"])
+def test_wrong_layers_are_not_timed(name, small, monkeypatch):
+    if name == "make_weights":  # of other experts than the rank's own
+        load = measure.Experts.load_state_dict
+        wrong = lambda module, state: load(module, {key: value.flip(0) for key, value in state.items()})
+        monkeypatch.setattr(measure.Experts, "load_state_dict", wrong)
+    else:
+        from moe_numba.moe_layer import expert_parallel_moe
+
+        cast = expert_parallel_moe.per_token_cast_to_fp8
+        monkeypatch.setattr(expert_parallel_moe, name, lambda x: cast(x.flip(1)))
+    with pytest.raises(AssertionError, match="tokens: row|tokens: the relative error"):
+        run(3)
+
+
+def made_record():
+    """Times that are linear in the tokens: dispatch 20 + 2 per token, combine 30 + 4 per token, experts 100."""
+    rows = []
+    for tokens in (8, 64, 512):
+        us = {"dispatch": 20 + 2 * tokens, "experts": 100, "combine": 30 + 4 * tokens}
+        steps = {f"part: {name}": t for name, t in us.items()} | {"final": sum(us.values())}
+        for step, t in steps.items():
+            config, size = dict(ranks=2, num_experts=64), dict(tokens=tokens)
+            rows.append(records.row(step, config=config, size=size, dtype="bf16", kernel=Stats(t, t, t)))
+    return {"topic": "moe_layer_ranks", **ABOUT, "sources": {"a": "b"}, "rows": rows}
+
+
+def test_prediction():
+    """On 8 GPUs each token is sent to as many other GPUs, times the time per row."""
+    rows = {ranks: moe_layer_ranks.remote_rows(ranks) for ranks in (2, 8)}
+    assert 0.99 < rows[2] < 1 and 4.5 < rows[8] < 4.7
+    for tokens, us in moe_layer_ranks.predict(made_record(), 2).items():
+        assert us == pytest.approx(150 + 6 * tokens * rows[8] / rows[2])
+
+
+def test_figure_and_table():
+    record = made_record()
+    lines = moe_layer_ranks.readme_table(record).splitlines()
+    assert lines[0].startswith("| GPUs, tokens on each | one layer | FP8 dispatch |")
+    assert lines[2].startswith("| 2, 8 | **198** |  |  |  | 36.0 | 100 | 62.0 |  |  | ")
+    assert "NVIDIA Toy" in lines[-1]
+    (figure,) = moe_layer_ranks.figures(record).values()
+    assert not misplaced(figure)

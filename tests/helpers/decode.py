@@ -1,0 +1,69 @@
+"""Inputs, checks and late inputs for the tests of the kernels of fused_experts for a few tokens."""
+
+import torch
+
+from moe_numba.grouped_gemm.reference import mismatch, quantise_blocks
+from moe_numba.moe_layer import decode, launches, reference
+
+BOUND = 4e-3  # activations are rounded to bfloat16 in another order than in the reference, and the sums once
+
+
+def make_inputs(tokens, topk, experts, hidden, intermediate, device, bias=None, shared=True, ids_dtype=torch.int32):
+    """Arguments of a call; with several columns of ids one is invalid."""
+    random = torch.Generator().manual_seed(tokens)
+    draw = lambda *shape: torch.randn(shape, generator=random)
+    ids = torch.stack([torch.randperm(experts, generator=random)[:topk] for _ in range(tokens)]).to(ids_dtype)
+    if topk > 1:
+        ids[0, -1] = (-1, experts)[tokens % 2]
+    given = dict(
+        x=draw(tokens, hidden).bfloat16(),
+        w13=(draw(experts, 2 * intermediate, hidden) / hidden**0.5).bfloat16(),
+        w2=(draw(experts, hidden, intermediate) / intermediate**0.5).bfloat16(),
+        topk_weights=draw(tokens, topk).abs(),
+        topk_ids=ids,
+    )
+    if shared:
+        given["shared"] = draw(tokens, hidden).bfloat16()
+    if bias is not None:
+        given |= dict(w13_bias=draw(experts, 2 * intermediate).to(bias), w2_bias=draw(experts, hidden).to(bias))
+    return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+def make_fp8_inputs(tokens, topk, experts, hidden, intermediate, device, shared=True, ids_dtype=torch.int32):
+    """As `make_inputs`, with weights in FP8."""
+    given = make_inputs(tokens, topk, experts, hidden, intermediate, "cpu", None, shared, ids_dtype)
+    for name in ("w13", "w2"):
+        given[name], given[f"{name}_scale"] = quantise_blocks(given[name])
+    return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+def wrong(result, given, **options):
+    return mismatch(result, reference.fused_experts(**given, **options), BOUND)
+
+
+def count_launches(monkeypatch):
+    """Return a list that the names of called launches are appended to: the kernels' and those that they replace."""
+    calls = []
+    names = "decode_gate_up", "decode_down", "decode_fp8_gate_up", "decode_fp8_down", "group_by_expert", "weighted_sum"
+    for name in names:
+        module = decode if name.startswith("decode") else launches
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, n=name, f=function, **options: calls.append(n) or f(*a, **options))
+    return calls
+
+
+class LateInputs:
+    """Tensors that the kernel before writes: poisoned until a thread calls griddepcontrol_wait."""
+
+    def __init__(self, module, monkeypatch):
+        self.values, wait = [], module.griddepcontrol_wait
+        monkeypatch.setattr(module, "griddepcontrol_wait", lambda: self.arrive() or wait())
+
+    def __call__(self, *tensors):
+        self.values = [(tensor, tensor.clone()) for tensor in tensors]
+        for tensor in tensors:
+            tensor.view(torch.uint8).fill_(0xFF)
+
+    def arrive(self):
+        for tensor, value in self.values:
+            tensor.copy_(value)
