@@ -494,8 +494,11 @@ for columns in (128, 192):
     print(f"{columns} columns: {operands} wavefronts of wgmma and 128 of scales in {clocks}")
 
 # %% [markdown]
-# TMA writes the stage through this path, too. **Idea.** The scales of a row are contiguous along k, so one load of 16
-# bytes fetches those of four stages, and touches as many lines as a load of 4 bytes. Two warps with 64 rows each suffice.
+# TMA writes the stage through this path, too.
+#
+# **Idea.** The scales of a row are contiguous along k, so one load of 16 bytes fetches those of four stages, and touches
+# as many lines as a load of 4 bytes. Two warps with 64 rows each suffice. In this step `write` stores scales as they
+# are.
 #
 # **Predicted gain.** Three of four wavefronts of scales disappear: three quarters of the difference above.
 
@@ -617,8 +620,8 @@ times("barrier without loads", EARLY_TIMES)
 
 # %%
 COMPUTED_COLUMNS = {columns: -(-TIMED["n"] // columns) * columns for columns in (192, 256)}
-print(", ".join(f"tiles of {c}: {n} columns for {TIMED['n']}" for c, n in COMPUTED_COLUMNS.items()))
-print(f"stages per SM: {stages_of_sm(192):.0f} with 192 columns, {stages_of_sm(256):.0f} with 256")
+for columns, computed in COMPUTED_COLUMNS.items():
+    print(f"tiles of {columns}: {computed} columns for {TIMED['n']}, {stages_of_sm(columns):.0f} stages per SM")
 
 # %% [markdown]
 # **Idea.** A tile of 128 x 256 has 128 accumulators per thread, which leave no registers for a result of 256 columns.
@@ -739,30 +742,25 @@ times("package, even rows", {name: STEPS[name] for name in EVEN_STEPS}, EVEN)
 #
 # Under load a GPU lowers its clock until it stays within its power limit. A kernel at the limit takes its energy
 # divided by that power, however well its instructions are scheduled. NVML counts the energy; here it is measured while
-# a kernel is launched again and again. The last kernel does not keep weights in L2, so it reads more from DRAM.
+# a kernel is launched again and again. One of the kernels does not keep weights in L2.
 
 
 # %%
-def energies(names):
+def energy_of(name):
     """Print and record the energy of a launch and the clock of the SMs."""
-    found = {}
-    for name in names:
-        launch = STEPS.get(name) or LAUNCHES[name]
-        if (energy := diagnoses.energy_of(partial(launch, P))) is None:
-            print(f"{name}: no energy is measured here (the simulator, or no counter of NVML)")
-        else:
-            found[name] = energy._asdict()
-    return {name: keep(f"energy of {name}", found.get(name, {})) for name in names}
-
-
-ENERGIES = energies(("scales per row", "pairs of tiles", "look-up ahead", "final", "weights not kept"))
-for name, energy in ENERGIES.items():
+    measured = diagnoses.energy_of(partial(STEPS.get(name) or LAUNCHES[name], P))
+    if measured is None:
+        print(f"{name}: not measured here, where there is a simulator or no energy counter")
+    energy = keep(f"energy of {name}", measured._asdict() if measured else {})
     if energy:
         us, mj, mhz, watts, limit = (energy[field] for field in diagnoses.Energy._fields)
         print(f"{name:<20} {us:6.1f} us {mj:6.1f} mJ, SMs at {mhz:.0f} MHz, {watts:.0f} W of {limit:.0f} W")
+    return energy or {}
+
+
+ENERGY = [energy_of(name) for name in ("pairs of tiles", "look-up ahead", "weights not kept", "final")][-1]
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-ENERGY = ENERGIES["final"] or {}
 say(
     "The final kernel draws {watts:.0f} W of {limit:.0f} W, at {mhz:.0f} MHz of up to {boost:.0f} MHz. At the limit, only "
     "what saves energy saves time: fewer bytes from DRAM and L2, fewer wavefronts, and fewer instructions.",

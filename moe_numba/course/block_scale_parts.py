@@ -4,6 +4,7 @@ They are factories with the names' signatures of ``grouped_gemm/kernel_block_sca
 Where a step has no factors, their memory of a stage holds scales: those of x from [0], of weight from [BLOCK_M] on.
 """
 
+import re
 from functools import cache, reduce
 
 import numpy as np
@@ -224,6 +225,7 @@ def _without_look_ahead(factory, name, look_up, **names):
     loop = "        while tile < tiles:\n"
     source = changed_source(factory, f"        {look_up}{loop}", f"{loop}            {look_up}")
     source = changed_source(source, f"                if k_block == look_up_at:\n                    {look_up}", "")
+    source = re.sub(r" +look_up_at = .*\n", "", source)
     source = changed_source(source, f"def {factory.__name__}(", f"def {name}(")
     return _define(name, source, vars(producer_block_scaled), **names)
 
