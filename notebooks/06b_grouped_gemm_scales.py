@@ -40,6 +40,7 @@ from IPython.display import Markdown
 
 from moe_numba import simulator
 from moe_numba.course import block_scale_diagnoses as diagnoses
+from moe_numba.course import block_scale_parts
 from moe_numba.course import block_scale_steps as scales
 from moe_numba.course import mxfp4_steps as mxfp4
 from moe_numba.course.bench import records
@@ -60,10 +61,10 @@ from moe_numba.grouped_gemm import (
     group_gemm_mxfp4,
     kernel_block_scaled,
     pack_mxfp4,
+    producer_block_scaled,
     reference,
 )
 from moe_numba.grouped_gemm.config import GemmConfig
-from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
 from moe_numba.grouped_gemm.launch import group_gemm
 
 SIMULATED = simulator.ENABLED
@@ -137,34 +138,32 @@ print(f"here: {len(P.x)} rows in {GROUPS} groups, {dict(n=N, k=K)}")
 # a configuration, and factories that replace those of the package's kernel.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-ROWS_128 = BlockScaledConfig(block_n=128, stages=6, keep_weight=True, cluster_size=1)
-ROWS_192, ROWS_256 = ROWS_128._replace(block_n=192, stages=5), ROWS_128._replace(block_n=256, stages=4)
-PAIRS = ROWS_256._replace(cluster_size=2)
-BY_ONE = {"make_aux_producer": scales.make_scales_by_one}
-FIRST = BY_ONE | {"make_multiply": scales.make_multiply_in_order}
 NO_MULTIPLY = {"make_multiply": diagnoses.make_multiply_nothing}
-NO_HALVES = {"make_multiply_halves": diagnoses.make_multiply_halves_nothing}
 NO_LOADS = {"make_tma_producer": diagnoses.make_tma_producer_without_loads}
 TRACED = {"make_consumer": diagnoses.make_traced_consumer}
-VARIANTS = {
-    "scales per row": (ROWS_128, FIRST),
-    "loads of 128": (ROWS_128, BY_ONE | NO_MULTIPLY),
-    "192 columns": (ROWS_192, FIRST),
-    "loads of 192": (ROWS_192, BY_ONE | NO_MULTIPLY),
-    "16-byte scale loads": (ROWS_192, FIRST | {"make_aux_producer": scales.make_scales_by_four}),
-    "no scale loads": (ROWS_192, FIRST | {"make_aux_producer": diagnoses.make_scales_without_loads}),
-    "scales loaded once": (ROWS_192, FIRST | {"make_multiply": diagnoses.make_multiply_loading_once}),
-    "rows exchanged": (ROWS_192, FIRST | {"make_multiply": diagnoses.make_multiply_exchanging_rows}),
-    "next stage's scales": (ROWS_192, BY_ONE),
-    "192 without loads": (ROWS_192, BY_ONE | NO_LOADS),
-    "256 columns": (ROWS_256, BY_ONE),
-    "loads of 256": (ROWS_256, BY_ONE | NO_HALVES),
-    "256 without loads": (ROWS_256, BY_ONE | NO_LOADS),
-    "traced": (ROWS_256, BY_ONE | TRACED),
-    "pairs of tiles": (PAIRS, BY_ONE),
-    "loads of pairs": (PAIRS, BY_ONE | NO_HALVES),
-    "traced pairs": (PAIRS, BY_ONE | TRACED),
+CHANGES = {  # name -> step, and further parts
+    "loads of 128": ("scales per row", NO_MULTIPLY),
+    "loads of 192": ("192 columns", NO_MULTIPLY),
+    "without loads": ("192 columns", NO_LOADS),
+    "traced": ("192 columns", TRACED),
+    "loads of pairs": ("pairs of tiles", NO_MULTIPLY),
+    "traced pairs": ("pairs of tiles", TRACED),
+    "rows exchanged": ("pairs of tiles", {"make_multiply": diagnoses.make_multiply_exchanging_rows}),
+    "no scale loads": ("pairs of tiles", {"make_aux_producer": diagnoses.make_scales_without_loads}),
+    "scales loaded once": ("scales of four stages", {"make_multiply": diagnoses.make_multiply_loading_once}),
+    "factors without loads": ("factors by producers", NO_LOADS),
+    "192 without loads": ("barrier tested early", NO_LOADS),
+    "256 without loads": ("256 columns", NO_LOADS),
+    "traced 256": ("256 columns", TRACED),
+    "traced look-up": ("look-up ahead", TRACED),
+    "no store": ("look-up ahead", {"make_store": diagnoses.make_store_nothing}),
 }
+VARIANTS = scales.STEPS | {
+    name: (scales.STEPS[step][0], scales.STEPS[step][1] | parts) for name, (step, parts) in CHANGES.items()
+}
+STORE_CONFIG = VARIANTS["TMA store"][0]
+VARIANTS["three stages"] = STORE_CONFIG, scales.BY_LANES
+VARIANTS["weights not kept"] = STORE_CONFIG._replace(keep_weight=False), {}
 FEW_AVERAGE, MANY_AVERAGE = 4, 64  # rows per group of the second ladder
 if not SIMULATED:
     definitions = [scales.definition(*variant) for variant in VARIANTS.values()]
@@ -293,18 +292,19 @@ per_row = LAUNCHES["scales per row"]
 step("scales per row", per_row, after="scales per column", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# The whole kernel is [`kernel_block_scaled.py`](../moe_numba/grouped_gemm/kernel_block_scaled.py); the steps replace
-# parts of it ([`block_scale_steps.py`](../moe_numba/course/block_scale_steps.py)). This is the main loop of a consumer
-# warpgroup. `fma` promotes: `a` and `b` are the scales of the thread's two rows.
+# The steps from here on are the package's kernel
+# ([`kernel_block_scaled.py`](../moe_numba/grouped_gemm/kernel_block_scaled.py)) with some of its parts exchanged
+# ([`block_scale_parts.py`](../moe_numba/course/block_scale_parts.py)): this one has the most of them, the last one none.
+# This is the main loop of a consumer warpgroup. `fma` promotes: `a` and `b` are the factors of the thread's two rows.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-Markdown(f"```python\n{source_of(scales.make_multiply_in_order)}```")
+Markdown(f"```python\n{source_of(block_scale_parts.make_multiply_by_scales)}```")
 
 # %% [markdown]
 # **Explanation.** The prediction holds for groups of 256 rows each (last line below), but not for random lengths. Step
 # 1 distributes the rows of a group evenly over its tiles and chooses N as 64, 96 or 128. In step 2, whose M is 64, the
-# last tile of a group often has a few rows only. It computes little more, but it loads all weights of its columns. The
-# bottleneck of step 3 shows that these loads are the limit with random lengths:
+# last tile of a group often has a few rows only. It computes little more, but it loads all weights of its columns.
+# Step 3 shows what these loads cost:
 
 
 # %%
@@ -318,7 +318,8 @@ print(f"rows computed for {sum(TIMED_ROWS)}: {COMPUTED[0]} in step 1, {COMPUTED[
 EVEN_TIMES = times("even rows", {name: STEPS[name] for name in ("scales per column", "scales per row")}, EVEN)
 
 # %% [markdown]
-# **Exercise 1.** How many scales does a thread load for the accumulators of a 64 x n product?
+# **Exercise 1.** How many scales does a thread need for the accumulators of a 64 x n product? Count one of weight for
+# every 64 columns: a tile may begin in the middle of a scale block.
 
 # %%
 scales_of_thread = ...  # your answer: lambda n, x_is_rows: ... (n is a multiple of 64)
@@ -342,16 +343,14 @@ LOADS_128 = times("loads of 128 columns", {"scales per row": per_row, "loads alo
 
 # %%
 L2_BYTES = {columns: l2_to_sm_bytes(TIMED_ROWS, **TIMED, columns=columns) for columns in (128, 192)}
-SAVED = 1 - L2_BYTES[192] / L2_BYTES[128]
 print(", ".join(f"{columns} columns: {count / 1e9:.2f} GB" for columns, count in L2_BYTES.items()))
 columns_192 = LAUNCHES["192 columns"]
-gain_us = LOADS_128["loads alone"] * SAVED if LOADS_128 else 0
+gain_us = LOADS_128["loads alone"] * (1 - L2_BYTES[192] / L2_BYTES[128]) if LOADS_128 else 0
 step("192 columns", columns_192, after="scales per row", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Loads alone take the same time with both tiles, so the bytes from L2 are not what limits them, and
-# the model is wrong. The new kernel gains elsewhere, which is not measured here; it executes fewer stages, each with
-# its barriers and scales. 192 does not divide N, so that the last tile of columns is partly empty.
+# **Explanation.** Loads alone with both tiles. If the bytes from L2 were their limit, the larger tile would save the
+# predicted share; what it does not save has another cause, which step 4 looks for.
 
 # %%
 loads_192 = LAUNCHES["loads of 192"]
@@ -366,131 +365,32 @@ bytes_from_l2 = ...  # your answer: lambda rows, columns, ctas: ...
 exercise("grouped_gemm_scales-2").check(bytes_from_l2)
 
 # %% [markdown]
-# ### Step 4: 16-byte loads of the scales
+# ### Step 4: pairs of tiles share weights
 #
-# **Bottleneck.** An auxiliary warp loads 4 bytes from each row of `x_scale`. L2 sends sectors of 32 bytes:
+# **Bottleneck.** Loads alone, and the kernel without loads, whose producer only signals that a stage is full:
 
 # %%
-STAGE_BYTES, SECTOR_BYTES = (128 + 192) * 128, 128 * 32
-SHARE = SECTOR_BYTES / (STAGE_BYTES + SECTOR_BYTES)
-print(f"a stage: {STAGE_BYTES} bytes of x and weight, {SECTOR_BYTES} bytes of sectors with scales, {SHARE:.0%} of all")
+compute_192 = LAUNCHES["without loads"]
+PARTS = times("parts", {"all": columns_192, "loads alone": loads_192, "without loads": compute_192})
 
 # %% [markdown]
-# **Idea.** Load the scales of four k-blocks at once, 16 bytes per row, and keep them in registers for the next four
-# stages. A single warp then suffices, and handles every stage. (If three warps took turns with four stages each, a warp
-# would skip eight stages of a ring of five. The phase of an mbarrier is a single bit: a warp that falls a round behind
-# waits for a phase that only itself can complete, and the kernel hangs.)
-#
-# **Predicted gain.** If no sector stays in L1, three of four sectors are no longer sent.
-
-# %%
-change(scales.make_scales_by_one, scales.make_scales_by_four)
-
-# %%
-by_four = LAUNCHES["16-byte scale loads"]
-gain_us = 0.75 * SHARE * (ladder.median_us("192 columns") or 0)
-step("16-byte scale loads", by_four, after="192 columns", predicted_gain_us=gain_us, slower=True)
-
-# %% [markdown]
-# **Explanation.** The kernel of step 3 again, and the same kernel with ones instead of the loads of scales. Without any
-# loads the kernel gains little, so with fewer sectors it cannot gain more: the warps load the scales of a stage before
-# they wait for it, up to five stages ahead of the consumers, which hides the latency. (Loads by TMA would not change
-# this; for this reason that version was not built.) One warp for all stages is a little slower than three.
-
-# %%
-without_loads = LAUNCHES["no scale loads"]
-times("scales from global memory", {"192 columns": columns_192, "16 bytes": by_four, "no loads": without_loads})
-
-# %% [markdown]
-# ### Step 5: the next stage's scales
-#
-# **Bottleneck.** The other end of the scales' way, from shared memory to registers. A kernel that loads scales once per
-# tile, from its first stage, computes wrong results, but shows what these loads cost:
-
-# %%
-once = LAUNCHES["scales loaded once"]
-SHARED_TIMES = times("scales from shared memory", {"192 columns": columns_192, "scales loaded once": once})
-
-# %% [markdown]
-# **Idea.** The loads are issued after wgmma, which reads its operands from the same shared memory, so they should be
-# slow, and promotion waits for them. Load the scales of the next stage before its wgmma is issued, while the warp
-# promotes.
-#
-# **Predicted gain.** The whole difference. On the GPU of this page it is a loss: the kernel without these loads is
-# slower, for a reason that we do not know. So they are not the bottleneck, and the idea should not help.
-
-# %%
-change(scales.make_multiply_in_order, kernel_block_scaled.make_multiply)
-
-# %%
-next_scales = LAUNCHES["next stage's scales"]
-gain_us = SHARED_TIMES["192 columns"] - SHARED_TIMES["scales loaded once"] if SHARED_TIMES else 0
-step("next stage's scales", next_scales, after="192 columns", predicted_gain_us=gain_us)
-
-# %% [markdown]
-# **Explanation.** All three interleaved. Loading scales earlier does not help, as the diagnosis says, but the loss is
-# smaller than predicted. The package has this loop for tiles of 192 columns, where it came together with the pairs of
-# step 7; the step shows that the loop alone is no gain here.
-
-# %%
-times("scales of the next stage", {"in order": columns_192, "next stage's": next_scales, "once": once})
-
-# %% [markdown]
-# ### Step 6: 256 columns in two halves
-#
-# **Bottleneck.** Loads alone, and the same kernel without loads: the producer only signals that a stage is full.
-
-# %%
-compute_192 = LAUNCHES["192 without loads"]
-PARTS_192 = times("parts", {"all": next_scales, "loads alone": loads_192, "without loads": compute_192})
-
-# %% [markdown]
-# **Idea.** A tile of 128 x 256 loads fewer bytes per element again. A thread then has 128 accumulators, which leave no
-# registers for a result of 256 columns. So a stage is computed in two halves of 128 columns, whose results use the same
-# registers. There is no room for the scales of the next stage either: they are loaded as in step 3.
-#
-# **Predicted gain.** The time of loads alone, times the share of bytes that are no longer sent to the SMs.
-
-# %%
-change(kernel_block_scaled.make_multiply, kernel_block_scaled.make_multiply_halves)
-
-# %%
-L2_BYTES[256] = l2_to_sm_bytes(TIMED_ROWS, **TIMED, columns=256)
-SAVED = 1 - L2_BYTES[256] / L2_BYTES[192]
-print(f"256 columns: {L2_BYTES[256] / 1e9:.2f} GB")
-columns_256 = LAUNCHES["256 columns"]
-gain_us = PARTS_192["loads alone"] * SAVED if PARTS_192 else 0
-step("256 columns", columns_256, after="next stage's scales", predicted_gain_us=gain_us)
-
-# %% [markdown]
-# **Explanation.** Both parts again, for the new tile. The time of the kernel fell as predicted, but that of loads alone
-# by more than its bytes (compare with the table of the bottleneck), so the model does not describe the loads well. 256
-# divides N: no tile is partly empty.
-
-# %%
-loads_256, compute_256 = LAUNCHES["loads of 256"], LAUNCHES["256 without loads"]
-PARTS = times("parts of 256", {"all": columns_256, "loads alone": loads_256, "without loads": compute_256})
-
-# %% [markdown]
-# ### Step 7: pairs of tiles share weights
-#
-# **Bottleneck.** In the last table loads alone take about as long as computing alone, and both together longer than
-# either. Why do loads take so long? A variant of the kernel records when each tile is computed. The scheduler gives
-# tiles with the same weights to neighbouring CTAs, which begin together. But tiles of a group's last rows take less
-# time, so CTAs **drift** apart: later, tiles with the same weights do not run at the same time. (In the simulator a
-# step of its scheduler counts as a microsecond.)
+# Why do loads take so long? A variant of the kernel records when each tile is computed. The scheduler gives tiles with
+# the same weights to neighbouring CTAs, which begin together. But tiles of a group's last rows take less time, so CTAs
+# **drift** apart: later, tiles with the same weights do not run at the same time. (In the simulator a step of its
+# scheduler counts as a microsecond.)
 
 
 # %%
-def traced(launch, p):
+def traced(name, p=P):
     """Run a kernel that records its tiles, and return them."""
+    launch = LAUNCHES[name]
     for _ in range(2):  # the first run also loads the instructions
         launch.trace.zero_()
         launch(p)
     return tiles_of(launch.trace, p.seqlens)
 
 
-TILES = traced(LAUNCHES["traced"], P)
+TILES = traced("traced")
 draw.tile_times(TILES, 2 if SIMULATED else 12)
 
 # %% [markdown]
@@ -502,7 +402,7 @@ L2 = 1 << 18 if SIMULATED else torch.cuda.get_device_properties(0).L2_cache_size
 
 
 def describe(tiles):
-    read, once = dram_bytes(tiles, 256, K, L2)
+    read, once = dram_bytes(tiles, 192, K, L2)
     return {"lag_us": median(lags(tiles) or [0]), "read_gb": read / 1e9, "once_gb": once / 1e9}
 
 
@@ -515,7 +415,7 @@ def keep(name, found):
 
 
 DRIFT = keep("drift", describe(TILES))
-EVEN_DRIFT = keep("drift, even rows", describe(traced(LAUNCHES["traced"], EVEN)))
+EVEN_DRIFT = keep("drift, even rows", describe(traced("traced", EVEN)))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 DRIFTS = DRIFT or {}, EVEN_DRIFT or {}
@@ -552,37 +452,258 @@ pairs = LAUNCHES["pairs of tiles"]
 gain_us = 0
 if PARTS and DRIFT:
     gain_us = PARTS["all"] - max(PARTS["without loads"], DRIFT["once_gb"] * 1e15 / LIMITS.copy_bandwidth)
-step("pairs of tiles", pairs, after="256 columns", predicted_gain_us=gain_us)
+step("pairs of tiles", pairs, after="192 columns", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Loads alone with pairs, and the trace of the new kernel:
+# **Explanation.** Loads alone with pairs, and the trace of the new kernel. A pair waits for the slower of its two CTAs
+# in every stage, and loads and computing do not overlap perfectly.
 
 # %%
-loads_of_pairs = LAUNCHES["loads of pairs"]
-PAIR_PARTS = times("parts of pairs", {"all": pairs, "loads alone": loads_of_pairs, "loads before": loads_256})
-PAIR_DRIFT = keep("drift of pairs", describe(traced(LAUNCHES["traced pairs"], P)))
+PAIR_LOADS = {"all": pairs, "loads alone": LAUNCHES["loads of pairs"], "loads before": loads_192}
+PAIR_PARTS = times("parts of pairs", PAIR_LOADS)
+PAIR_DRIFT = keep("drift of pairs", describe(traced("traced pairs")))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "The model now reads {read:.2f} GB ({before:.2f} before, {once:.2f} once). A pair waits for the slower of its two "
-    "CTAs in every stage, and loads and computing do not overlap perfectly: all together takes {all:.0f} us, loads alone "
-    "{loads:.0f} us, and computing alone took {compute:.0f} us.",
+    "The lag is now {lag:.1f} us, and the model reads {read:.2f} GB ({before:.2f} before, {once:.2f} once).",
+    lag=(PAIR_DRIFT or {}).get("lag_us"),
     read=(PAIR_DRIFT or {}).get("read_gb"),
     before=DRIFTS[0].get("read_gb"),
     once=DRIFTS[0].get("once_gb"),
-    all=(PAIR_PARTS or {}).get("all"),
-    loads=(PAIR_PARTS or {}).get("loads alone"),
-    compute=(PARTS or {}).get("without loads"),
 )
 
 # %% [markdown]
-# ### Step 8: the package
+# ### Step 5: the scales of four stages at once
 #
-# **Idea.** `group_gemm_blockwise_fp8` selects this kernel for 64 or more rows per group. Its auxiliary warps also take
-# scales with any strides, gathered rows and masked groups. It loads weights with an evict-first policy in L2, because
-# a pair reads the weights of up to 256 rows once; the steps above keep them.
+# **Bottleneck.** The same kernel with ones instead of the loads of scales from global memory:
+
+# %%
+no_scale_loads = LAUNCHES["no scale loads"]
+SCALE_TIMES = times("scale loads", {"pairs of tiles": pairs, "no scale loads": no_scale_loads})
+
+# %% [markdown]
+# The loads are issued stages ahead, so their latency is hidden. What they need is the data path of the memory that
+# serves as L1 cache and as shared memory: `x_scale` is row-major, so the 4 bytes of each row lie in another 128-byte
+# line, and each line is one **wavefront**. wgmma reads both operands through the same path. Per tile and stage:
+
+# %%
+STAGE_CLOCKS = 2 * 128 * 128 * LIMITS.tensor_clock * LIMITS.sm_count / LIMITS.tensor_flops["float8_e4m3fn"]
+for columns in (128, 192):
+    operands = 2 * (64 + columns)  # of two warpgroups; a wavefront is 128 bytes, which is all of a row
+    clocks = f"{columns * STAGE_CLOCKS:.0f} tensor core clocks"
+    print(f"{columns} columns: {operands} wavefronts of wgmma and 128 of scales in {clocks}")
+
+# %% [markdown]
+# TMA writes the stage through this path, too.
 #
-# **Predicted gain.** None, if neither the options nor the policy cost anything here.
+# **Idea.** The scales of a row are contiguous along k, so one load of 16 bytes fetches those of four stages, and touches
+# as many lines as a load of 4 bytes. Two warps with 64 rows each suffice. In this step `write` stores scales as they
+# are.
+#
+# **Predicted gain.** Three of four wavefronts of scales disappear: three quarters of the difference above.
+
+# %%
+by_four = LAUNCHES["scales of four stages"]
+gain_us = 0.75 * (SCALE_TIMES["pairs of tiles"] - SCALE_TIMES["no scale loads"]) if SCALE_TIMES else 0
+step("scales of four stages", by_four, after="pairs of tiles", predicted_gain_us=gain_us)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+Markdown(f"```python\n{source_of(block_scale_parts.make_scales_by_four)}```")
+
+# %% [markdown]
+# **Explanation.** All three interleaved. What is left between the last two are the remaining wavefronts, the stores of
+# scales to shared memory being in both:
+
+# %%
+times("four stages", {"one stage": pairs, "four stages": by_four, "no scale loads": no_scale_loads})
+
+# %% [markdown]
+# ### Step 6: factors by producers
+#
+# **Bottleneck.** The other end of the scales' way, from shared memory to registers, lies between a stage's barrier and
+# its first wgmma. A kernel that loads scales once per tile, from its first stage, computes wrong results, but shows
+# what this costs. The second cell counts instructions in the main loop of a consumer thread, from the machine code.
+
+# %%
+once = LAUNCHES["scales loaded once"]
+SHARED_TIMES = times("scales to registers", {"scales of four stages": by_four, "scales loaded once": once})
+
+# %%
+NEW_REGISTERS = "make_multiply_halves=diagnoses.make_halves_in_new_registers"
+COMPILED = {name: (name, "") for name in ("scales of four stages", "factors by producers", "TMA store")}
+COMPILED["registers by the compiler"] = "TMA store", NEW_REGISTERS
+LOOPS = {name: diagnoses.main_loop(code) for name, code in diagnoses.machine_code(COMPILED).items()}
+
+
+def count(name, *opcodes):
+    """Count instructions of a main loop; 0 without a disassembler."""
+    return sum(op.split(".")[0] in opcodes for op in LOOPS[name] or [])
+
+
+for name in ("scales of four stages", "factors by producers"):
+    print(f"{name}: {count(name, 'LDS')} loads from shared memory, {count(name, 'FMUL')} multiplications")
+
+# %% [markdown]
+# **Idea.** The producers have time. For each row of x and each block of columns they write the product of the two
+# scales, four words per row, so that a consumer thread reads the factors of a row with one load of 16 bytes and
+# multiplies none.
+#
+# **Predicted gain.** The difference above, times the share of these instructions that disappears.
+
+# %%
+change(block_scale_parts.make_multiply_by_scales, block_scale_parts.make_multiply_by_factors)
+
+# %%
+change(block_scale_parts.make_write_scales, producer_block_scaled.make_write_factors)
+
+# %%
+factors = LAUNCHES["factors by producers"]
+BEFORE, AFTER = (count(name, "LDS", "FMUL") for name in ("scales of four stages", "factors by producers"))
+SAVED = 1 - AFTER / BEFORE if BEFORE else 0
+gain_us = SAVED * (SHARED_TIMES["scales of four stages"] - SHARED_TIMES["scales loaded once"]) if SHARED_TIMES else 0
+step("factors by producers", factors, after="scales of four stages", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** All three interleaved:
+
+# %%
+times("factors", {"scales of four stages": by_four, "factors": factors, "scales loaded once": once})
+
+# %% [markdown]
+# ### Step 7: the next barrier is tested early
+#
+# **Bottleneck.** The kernel without loads against the clocks that the tensor cores need for all stages:
+
+# %%
+TILES_OF_ROWS = sum(-(-rows // 128) for rows in TIMED_ROWS)
+
+
+def stages_of_sm(columns):
+    """Return the stages that an SM computes, if tiles are distributed evenly."""
+    return TILES_OF_ROWS * -(-TIMED["n"] // columns) * (TIMED["k"] // 128) / LIMITS.sm_count
+
+
+TENSOR_US = stages_of_sm(192) * 192 * STAGE_CLOCKS / LIMITS.tensor_clock * 1e6
+print(f"{stages_of_sm(192):.0f} stages per SM; tensor cores: {TENSOR_US:.0f} us at {LIMITS.tensor_clock / 1e9:.2f} GHz")
+FACTOR_TIMES = times("factors without loads", {"all": factors, "without loads": LAUNCHES["factors without loads"]})
+
+# %% [markdown]
+# A warp waits for the barrier of a stage, loads its factors, and issues its wgmma: each needs the one before, and the
+# barrier's state takes as long to arrive as a load from shared memory, even if the stage has been full for long.
+#
+# **Idea.** Test the barrier of the next stage, without waiting, before the FFMAs: the result arrives while they are
+# executed. Descriptors need not be built either; they advance by an addition.
+#
+# **Predicted gain.** At most the latency of a test for each stage. Tensor cores that are busy with the other
+# warpgroup hide some of it.
+
+# %%
+change(block_scale_parts.make_multiply_by_factors, kernel_block_scaled.make_multiply)
+
+# %%
+TEST_CLOCKS = 30  # latency of shared memory
+tested_early = LAUNCHES["barrier tested early"]
+gain_us = stages_of_sm(192) * TEST_CLOCKS / LIMITS.boost_clock * 1e6
+step("barrier tested early", tested_early, after="factors by producers", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** Without loads both loops never wait for data, so that the difference is the loop's own:
+
+# %%
+EARLY_TIMES = {"tested late": LAUNCHES["factors without loads"], "tested early": LAUNCHES["192 without loads"]}
+times("barrier without loads", EARLY_TIMES)
+
+# %% [markdown]
+# ### Step 8: 256 columns in two halves
+#
+# **Bottleneck.** What a stage costs beside wgmma is paid for 192 columns, and the last tile of columns is partly empty:
+
+# %%
+COMPUTED_COLUMNS = {columns: -(-TIMED["n"] // columns) * columns for columns in (192, 256)}
+for columns, computed in COMPUTED_COLUMNS.items():
+    print(f"tiles of {columns}: {computed} columns for {TIMED['n']}, {stages_of_sm(columns):.0f} stages per SM")
+
+# %% [markdown]
+# **Idea.** A tile of 128 x 256 has 128 accumulators per thread, which leave no registers for a result of 256 columns.
+# So a stage is computed in two halves of 128 columns, whose results use the same registers. Each half lies in one block
+# of scales, so a thread needs two factors per row. This loop waits for its barriers as step 6 does.
+#
+# **Predicted gain.** The time of the unused columns. What is paid per stage comes on top.
+
+# %%
+change(kernel_block_scaled.make_multiply, kernel_block_scaled.make_multiply_halves)
+
+# %%
+columns_256 = LAUNCHES["256 columns"]
+gain_us = (ladder.median_us("barrier tested early") or 0) * (1 - COMPUTED_COLUMNS[256] / COMPUTED_COLUMNS[192])
+step("256 columns", columns_256, after="barrier tested early", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** Both kernels with and without loads:
+
+# %%
+compute_pairs, compute_256 = LAUNCHES["192 without loads"], LAUNCHES["256 without loads"]
+WIDTHS = {"192": tested_early, "256": columns_256, "192 without loads": compute_pairs, "256 without loads": compute_256}
+WIDTH_TIMES = times("two widths", WIDTHS)
+
+# %% [markdown]
+# ### Step 9: look up the next tile ahead
+#
+# **Bottleneck.** In a trace, a tile begins when its first stage has arrived. What lies between two tiles of a CTA is
+# waiting: producers look up the size of a tile's group in global memory before they can load anything.
+
+# %%
+WAITING = keep("waiting", {"share": diagnoses.waiting_share(traced("traced 256"))})
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say("CTAs wait for the first stage of a tile for {share:.1%} of their time.", share=(WAITING or {}).get("share"))
+
+# %% [markdown]
+# **Idea.** Look up the next tile in the middle of the present one, when all stages are full: the producers have nothing
+# else to do then.
+#
+# **Predicted gain.** All of this time.
+
+# %%
+change(block_scale_parts.make_tma_producer_without_look_ahead, producer_block_scaled.make_tma_producer)
+
+# %%
+look_up = LAUNCHES["look-up ahead"]
+gain_us = (WAITING or {}).get("share", 0) * (ladder.median_us("256 columns") or 0)
+step("look-up ahead", look_up, after="256 columns", predicted_gain_us=gain_us)
+
+# %%
+AHEAD = keep("waiting after looking up ahead", {"share": diagnoses.waiting_share(traced("traced look-up"))})
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "**Explanation.** {share:.1%} of the time is left between tiles ({before:.1%} before).",
+    share=(AHEAD or {}).get("share"),
+    before=(WAITING or {}).get("share"),
+)
+
+# %% [markdown]
+# ### Step 10: stores by TMA, the package's kernel
+#
+# **Bottleneck.** The same kernel without the store of its results:
+
+# %%
+no_store = LAUNCHES["no store"]
+STORE_TIMES = times("store", {"look-up ahead": look_up, "no store": no_store})
+
+# %% [markdown]
+# A warp writes 64 columns of its rows to a buffer, loads them as rows, stores them, and begins the next columns when
+# the loads are done. The tensor cores get no work from it meanwhile.
+#
+# **Idea.** The buffer has rows of 128 bytes whose vectors are XORed with the row number: that is TMA's 128-byte
+# swizzle. So TMA can store the buffers, while the warp computes its next tile. Each warp then needs buffers for all of
+# its columns, which leaves shared memory for three stages instead of four. This is the last part that was exchanged:
+# `group_gemm_blockwise_fp8` selects this kernel for 64 or more rows per group.
+#
+# **Predicted gain.** The whole difference, if the fourth stage is not missed.
+
+# %%
+change(block_scale_parts.make_store_by_lanes, kernel_block_scaled.make_store)
 
 
 # %%
@@ -590,20 +711,64 @@ def package(p):
     return group_gemm_blockwise_fp8(p.x, p.weight, p.seqlens, p.cu_seqlens, p.x_scale, p.w_scale, p.average, out=p.out)
 
 
-step("final", package, after="pairs of tiles", predicted_gain_us=0)
+gain_us = STORE_TIMES["look-up ahead"] - STORE_TIMES["no store"] if STORE_TIMES else 0
+step("final", package, after="look-up ahead", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The package is slower than step 7, although the configuration is the same. Two things differ: the
-# policy of the weights, and auxiliary warps that compute addresses from strides at run time. With 256 rows in every
-# group the two kernels differ less. With random lengths nearly half of the groups have more rows, so that their weights
-# are read twice, and evict-first makes the second reading slower. This points to the policy; the two causes are not
-# measured apart.
-#
-# With even rows, neither a wider tile than 192 columns nor pairs gain anything, because CTAs do not drift apart:
+# **Explanation.** The two changes apart: three stages with the former store, and TMA's store.
 
 # %%
-EVEN_STEPS = "scales per column", "192 columns", "256 columns", "pairs of tiles", "final"
+STORES = {"look-up ahead": look_up, "three stages": LAUNCHES["three stages"], "TMA store": LAUNCHES["TMA store"]}
+times("stages and store", STORES | {"no store, four stages": no_store})
+
+# %% [markdown]
+# The results of a stage's two halves are never needed at the same time, but the compiler need not give them the same
+# registers: where it does not, it spills accumulators in the main loop. `make_wgmma_tile(..., overwrite=True)` puts the
+# second result into the registers of the first. Instructions that access spilled registers in the main loop:
+
+# %%
+for name in ("TMA store", "registers by the compiler"):
+    print(f"{name}: {count(name, 'STL', 'LDL')} of {len(LOOPS[name] or [])}")
+
+# %% [markdown]
+# With 256 rows in every group CTAs do not drift apart, so that pairs gain less:
+
+# %%
+EVEN_STEPS = "scales per column", "192 columns", "pairs of tiles", "256 columns", "final"
 times("package, even rows", {name: STEPS[name] for name in EVEN_STEPS}, EVEN)
+
+# %% [markdown]
+# ### What limits it now
+#
+# Under load a GPU lowers its clock until it stays within its power limit. A kernel at the limit takes its energy
+# divided by that power, however well its instructions are scheduled. NVML counts the energy; here it is measured while
+# a kernel is launched again and again. One of the kernels does not keep weights in L2.
+
+
+# %%
+def energy_of(name):
+    """Print and record the energy of a launch and the clock of the SMs."""
+    measured = diagnoses.energy_of(partial(STEPS.get(name) or LAUNCHES[name], P))
+    if measured is None:
+        print(f"{name}: not measured here, where there is a simulator or no energy counter")
+    energy = keep(f"energy of {name}", measured._asdict() if measured else {})
+    if energy:
+        us, mj, mhz, watts, limit = (energy[field] for field in diagnoses.Energy._fields)
+        print(f"{name:<20} {us:6.1f} us {mj:6.1f} mJ, SMs at {mhz:.0f} MHz, {watts:.0f} W of {limit:.0f} W")
+    return energy or {}
+
+
+ENERGY = [energy_of(name) for name in ("pairs of tiles", "look-up ahead", "weights not kept", "final")][-1]
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "The final kernel draws {watts:.0f} W of {limit:.0f} W, at {mhz:.0f} MHz of up to {boost:.0f} MHz. At the limit, only "
+    "what saves energy saves time: fewer bytes from DRAM and L2, fewer wavefronts, and fewer instructions.",
+    watts=ENERGY.get("watts"),
+    limit=ENERGY.get("limit_watts"),
+    mhz=ENERGY.get("sm_mhz"),
+    boost=LIMITS.boost_clock / 1e6,
+)
 
 # %% [markdown]
 # Wrong kernels must be rejected: a thread's two rows with exchanged scales, and the two diagnoses above that load no
@@ -641,7 +806,7 @@ say(
 # %% [markdown]
 # What was tried and not kept, measured during development and not repeated here: named barriers that let the two
 # warpgroups take turns, multicast of x instead of the weights, three consumer warpgroups, and warpgroups that split
-# columns instead of rows. The result at the top shows the distance to the fastest peer; a part of it is not explained.
+# columns instead of rows.
 #
 # ## 3. 4-bit weights: the problem
 #

@@ -1,172 +1,73 @@
-"""Steps of the block-scaled grouped GEMM: parts that replace those of the package's kernel, and launches of the result.
+"""Steps of the block-scaled grouped GEMM: the package's kernel with some factories exchanged, and launches of it.
 
-A step is the kernel of ``grouped_gemm/kernel_block_scaled.py`` with some of its factories exchanged; see
+The first step exchanges the most factories (for those of ``block_scale_parts.py``), the last one none. See
 ``block_scale_diagnoses.py`` for variants that are no steps.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
-from numba import cuda, float32, int32, int64, uint32
 
+from moe_numba.course import block_scale_parts as replacements
 from moe_numba.course.simulate import changed_module
 from moe_numba.expert_parallel.compile_ahead import KernelDefinition
 from moe_numba.grouped_gemm import kernel_block_scaled
-from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, THREADS
-from moe_numba.grouped_gemm.config_block_scaled import BLOCK_M, BOX_ROWS, SCALED_COLUMNS, BlockScaledConfig
-from moe_numba.grouped_gemm.kernel_block_scaled import (
-    make_load_scales,
-    make_release_stage,
-    make_schedule,
-    make_tile_loop,
-)
+from moe_numba.grouped_gemm.config import BLOCK_K_BYTES, THREADS
+from moe_numba.grouped_gemm.config_block_scaled import BLOCK_M, BOX_ROWS, BUFFER_ROWS, BlockScaledConfig
+from moe_numba.grouped_gemm.epilogue_block_scaled import BUFFER_COLUMNS
 from moe_numba.grouped_gemm.launch_tma import SIGNATURE as TMA_SIGNATURE
-from moe_numba.ptx.accumulators import make_fma_blocks
-from moe_numba.ptx.arithmetic import uint_as_float
-from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_wait_parity
-from moe_numba.ptx.memory import load_nc_u32x4
-from moe_numba.ptx.pipeline import make_advance
-from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
+from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.tensor_map import tensor_map_template
 
-# The fourth argument, the scales of y, is used by silu_and_mul only; here it is the memory of a trace.
-SIGNATURE = *TMA_SIGNATURE[:3], "int32*", *TMA_SIGNATURE[4:]
+# The fifth argument, the scales of y, is used by silu_and_mul only; here it is the memory of a trace.
+SIGNATURE = TENSOR_MAP, *TMA_SIGNATURE[:3], "int32*", *TMA_SIGNATURE[4:]
 TRACE_FIELDS = 3  # start and end of a tile in nanoseconds, and its CTA plus 1
 
 
-# Consumers
+# Steps: a configuration, and the factories that replace those of the package's kernel
 
 
-@cache
-def make_multiply_in_order(config, layout):
-    """Make ``acc, stage, phase = multiply(smem, lane, stage, phase, k_blocks, x_offset, row)``.
-
-    It loads the scales of a stage after it has issued the stage's wgmma.
-    """
-    stage_bytes, full, advance = layout.stage_bytes, layout.full, make_advance(config.stages)
-    n, load_scales, release_stage = config.block_n, make_load_scales(layout), make_release_stage(layout)
-    wgmma, wait, fma = make_wgmma_tile(n, "e4m3"), make_wgmma_wait(n, 0), make_fma_blocks(n, SCALED_COLUMNS)
-    zeros, three = (np.float32(0),) * (n // 2), config.weight_scales == 3
-
-    @cuda.jit(device=True)
-    def multiply(smem, lane, stage, phase, k_blocks, x_offset, row):
-        acc = zeros
-        for _ in range(k_blocks):
-            mbarrier_wait_parity(smem.barriers, full + stage, phase)
-            offset = int32(stage * stage_bytes)
-            x, weight = wgmma_descriptor(smem.u8, int32(offset + x_offset)), wgmma_descriptor(smem.u8, offset)
-            product = wgmma(x, weight)
-            a, b, w_0, w_1, w_2 = load_scales(smem, stage, row)
-            product = wait(product)
-            release_stage(smem, stage, lane)
-            a_0, b_0, a_1, b_1, a_2, b_2 = a * w_0, b * w_0, a * w_1, b * w_1, a * w_2, b * w_2
-            stage, phase = advance(stage, phase)
-            acc = fma(acc, product, (a_0, b_0, a_1, b_1, a_2, b_2) if three else (a_0, b_0, a_1, b_1))
-        return acc, stage, phase
-
-    return multiply
-
-
-# Producers
-
-
-@cache
-def make_scales_by_one(config, layout):
-    """Make ``aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_blocks)``.
-
-    Each of three warps copies the scales of every third stage, 4 bytes per row of x. It has neither gather nor masks.
-    """
-    empty, full, scale_offset, stage_scales = layout.empty, layout.full, layout.scale_offset, layout.stage_scales
-    columns, weight_scales, advance = config.columns, config.weight_scales, make_advance(config.stages)
-    get_tile, (first_tile, next_tile) = make_schedule(config, layout), make_tile_loop(config.cluster_size)
-    rows_per_lane = BLOCK_M // 32
-
-    @cuda.jit(device=True)
-    def aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_blocks):
-        stage, phase, skip = int32(0), uint32(1), int32(aux_warp)
-        x_scales, row_step = cuda.local.array(rows_per_lane, float32), int64(32) * k_blocks
-        tile = first_tile()
-        while tile < tiles:
-            info, _ = get_tile(smem, problem, tile)
-            n_block = int32(min(int32(info.n_tile * columns + lane * SCALED_COLUMNS) >> 7, n_blocks - 1))
-            weight_index = (int64(info.group) * n_blocks + n_block) * k_blocks
-            x_index = int64(info.row + lane) * k_blocks
-            for k_block in range(k_blocks):
-                if skip == 0:
-                    weight_scale = scales.weight[weight_index + k_block] if lane < weight_scales else float32(0)
-                    index = x_index + k_block
-                    for i in range(rows_per_lane):
-                        x_scales[i] = scales.x[index] if lane + 32 * i < info.rows else float32(0)
-                        index += row_step
-                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)
-                    offset = int32(scale_offset + stage * stage_scales + lane)
-                    for i in range(rows_per_lane):
-                        smem.f32[uint32(offset + 32 * i)] = x_scales[i]
-                    if lane < weight_scales:
-                        smem.f32[uint32(offset + BLOCK_M)] = weight_scale
-                    cuda.syncwarp()
-                    if lane == 0:
-                        mbarrier_arrive(smem.barriers, full + stage)
-                skip = int32(skip + AUX_PRODUCER_WARPS - 1) if skip == 0 else int32(skip - 1)
-                stage, phase = advance(stage, phase)
-            tile = next_tile(tile)
-
-    return aux_producer
-
-
-@cache
-def make_scales_by_four(config, layout):
-    """As :func:`make_scales_by_one`, with one load of 16 bytes per row of x for four stages, by one warp.
-
-    k is a multiple of 512, so that the loads are aligned.
-    """
-    empty, full, scale_offset, stage_scales = layout.empty, layout.full, layout.scale_offset, layout.stage_scales
-    columns, weight_scales, advance = config.columns, config.weight_scales, make_advance(config.stages)
-    get_tile, (first_tile, next_tile) = make_schedule(config, layout), make_tile_loop(config.cluster_size)
-    rows_per_lane, count = BLOCK_M // 32, BLOCK_M // 8
-
-    @cuda.jit(device=True)
-    def aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_blocks):
-        stage, phase = int32(0), uint32(1)
-        x_scales, row_step = cuda.local.array(count, float32), int64(32) * k_blocks
-        weight = cuda.local.array(4, float32)
-        tile = first_tile() if aux_warp == 0 else tiles
-        while tile < tiles:
-            info, _ = get_tile(smem, problem, tile)
-            n_block = int32(min(int32(info.n_tile * columns + lane * SCALED_COLUMNS) >> 7, n_blocks - 1))
-            weight_index = (int64(info.group) * n_blocks + n_block) * k_blocks
-            x_index = int64(info.row + lane) * k_blocks
-            for k_block in range(0, k_blocks, 4):
-                p, q, r, s = load_nc_u32x4(scales.weight, weight_index + k_block)
-                weight[0], weight[1] = uint_as_float(p), uint_as_float(q)
-                weight[2], weight[3] = uint_as_float(r), uint_as_float(s)
-                index = x_index + k_block
-                for i in range(rows_per_lane):
-                    p, q, r, s = uint32(0), uint32(0), uint32(0), uint32(0)
-                    if lane + 32 * i < info.rows:
-                        p, q, r, s = load_nc_u32x4(scales.x, index)
-                    index += row_step
-                    x_scales[4 * i], x_scales[4 * i + 1] = uint_as_float(p), uint_as_float(q)
-                    x_scales[4 * i + 2], x_scales[4 * i + 3] = uint_as_float(r), uint_as_float(s)
-                for part in range(4):
-                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)
-                    offset = int32(scale_offset + stage * stage_scales + lane)
-                    for i in range(rows_per_lane):
-                        smem.f32[uint32(offset + 32 * i)] = x_scales[4 * i + part]
-                    if lane < weight_scales:
-                        smem.f32[uint32(offset + BLOCK_M)] = weight[part]
-                    cuda.syncwarp()
-                    if lane == 0:
-                        mbarrier_arrive(smem.barriers, full + stage)
-                    stage, phase = advance(stage, phase)
-            tile = next_tile(tile)
-
-    return aux_producer
+COLUMNS_128 = BlockScaledConfig(
+    block_n=128,
+    stages=6,
+    max_groups=64,
+    keep_weight=True,
+    cluster_size=1,
+    vector_x_scale=True,  # k is a multiple of 512
+    vector_weight_scale=True,
+)
+COLUMNS_192 = COLUMNS_128._replace(block_n=192, stages=5)
+PAIRS_192 = COLUMNS_192._replace(cluster_size=2)
+PAIRS_256 = PAIRS_192._replace(block_n=256, stages=4)
+BY_LANES = {
+    "make_store": replacements.make_store_by_lanes,
+    "BlockScaledLayout": replacements.OneBufferLayout,
+    "check_block_scaled_config": replacements.check_one_buffer_config,
+}
+NO_LOOK_AHEAD = BY_LANES | {
+    "make_tma_producer": replacements.make_tma_producer_without_look_ahead,
+    "make_aux_producer": replacements.make_factors_without_look_ahead,
+}
+BY_FACTORS = NO_LOOK_AHEAD | {"make_multiply": replacements.make_multiply_by_factors}
+BY_FOUR = NO_LOOK_AHEAD | {
+    "make_multiply": replacements.make_multiply_by_scales,
+    "make_aux_producer": replacements.make_scales_by_four,
+}
+BY_ONE = BY_FOUR | {"make_aux_producer": replacements.make_scales_by_one, "aux_warps": replacements.three_aux_warps}
+STEPS: dict[str, tuple[BlockScaledConfig, dict[str, Callable]]] = {
+    "scales per row": (COLUMNS_128, BY_ONE),
+    "192 columns": (COLUMNS_192, BY_ONE),
+    "pairs of tiles": (PAIRS_192, BY_ONE),
+    "scales of four stages": (PAIRS_192, BY_FOUR),
+    "factors by producers": (PAIRS_192, BY_FACTORS),
+    "barrier tested early": (PAIRS_192, NO_LOOK_AHEAD),
+    "256 columns": (PAIRS_256, NO_LOOK_AHEAD),
+    "look-up ahead": (PAIRS_256, BY_LANES),
+    "TMA store": (PAIRS_256._replace(stages=3), {}),
+}
 
 
 # Kernels and launches
@@ -220,6 +121,7 @@ class StepLaunch:
         self.x_map = tensor_map_template(problem.x, (BOX_ROWS, BLOCK_K_BYTES), swizzle=128, name="x")
         box = 1, config.half_rows, BLOCK_K_BYTES
         self.weight_map = tensor_map_template(problem.weight, box, swizzle=128, name="weight")
+        self.y_map = tensor_map_template(problem.out, (BUFFER_ROWS, BUFFER_COLUMNS), swizzle=128, name="out")
         self.sizes = groups, len(problem.x), 0, n, k, -(-k // BLOCK_K_BYTES), 1, 0
         self.grid = persistent_ctas(device, 2)
         self.trace = torch.zeros(
@@ -230,12 +132,12 @@ class StepLaunch:
         """Launch the kernel on the current stream."""
         p, lengths = problem, address(problem.seqlens)
         pointers = p.out, self.trace, p.seqlens, p.cu_seqlens, p.x_scale, p.w_scale
-        maps = self.x_map(p.x), self.weight_map(p.weight)
+        maps = self.x_map(p.x), self.weight_map(p.weight), self.y_map(p.out)
         unused = address(p.x), lengths, len(p.x), 0  # of gather
         self.start(self.grid, THREADS, None, *maps, *map(address, pointers), *self.sizes, *unused)
         return p.out
 
     def __repr__(self):
-        config, parts = self.config, ", ".join(part.__name__ for part in self.parts.values()) or "the package's parts"
-        cluster = ", clusters of 2" * (config.cluster_size == 2)
-        return f"tiles of {BLOCK_M} x {config.block_n}, {config.stages} stages{cluster}; {parts}"
+        config, cluster = self.config, ", clusters of 2" * (self.config.cluster_size == 2)
+        tiles = f"tiles of {BLOCK_M} x {config.block_n}, {config.stages} stages{cluster}"
+        return f"{tiles}; {len(self.parts)} parts of the package's kernel exchanged"

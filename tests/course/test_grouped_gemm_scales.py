@@ -1,37 +1,67 @@
 """Parts of the notebook on block scales and 4-bit weights: traces of tiles, the model of L2, layouts, machine code."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from moe_numba import simulator
 from moe_numba.course import block_scale_diagnoses, block_scale_steps, mxfp4_steps
 from moe_numba.course.bench.topics import grouped_gemm as topic
 from moe_numba.course.exercises.grouped_gemm_scales import place_of
 from moe_numba.course.tile_traces import Tile, dram_bytes, l2_to_sm_bytes, lags, pairs_of, tiles_of
+from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
 from moe_numba.grouped_gemm.launch_w4 import W4_SIGNATURE
 from moe_numba.runtime.sass import compile_apart
 
-TRACED = {
-    "make_consumer": block_scale_diagnoses.make_traced_consumer,
-    "make_aux_producer": block_scale_steps.make_scales_by_one,
-}
-SOURCE = """
-from moe_numba.course import block_scale_steps as steps, mxfp4_steps
-from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
-FOUR = dict(make_multiply=steps.make_multiply_in_order, make_aux_producer=steps.make_scales_by_four)
-"""
+TRACED = {"make_consumer": block_scale_diagnoses.make_traced_consumer}
 
 
-@pytest.mark.parametrize("cluster_size", [1, 2])
-def test_a_trace_has_each_tile_once(cluster_size, device):
-    lengths = torch.tensor([300, 0, 64, 129], dtype=torch.int32)
-    weight = topic.random_weight(4, 384, 128, device=device)
-    problem = topic.make_problem(weight, lengths)
+def make_problem(lengths, n, k, device):
+    problem = topic.make_problem(topic.random_weight(len(lengths), n, k, device=device), torch.tensor(lengths).int())
     topic.add_block_scales([problem])
-    launch = block_scale_steps.StepLaunch(BlockScaledConfig(cluster_size=cluster_size), problem, **TRACED)
-    launch(problem)
+    problem.out.fill_(float("nan"))
+    return problem
+
+
+@pytest.mark.parametrize("name", block_scale_steps.STEPS)
+def test_each_step_is_correct(name, device):
+    problem = make_problem([140, 0, 3], 384, 512, device)
+    config, parts = block_scale_steps.STEPS[name]
+    y = block_scale_steps.StepLaunch(config, problem, **parts)(problem)
+    assert reference.mismatch(y, topic.expected_output(problem, "block")) is None
+
+
+def test_steps_exchange_fewer_and_fewer_parts():
+    counts = [len(parts) for _, parts in block_scale_steps.STEPS.values()]
+    assert counts == sorted(counts, reverse=True) and counts[-1] == 0
+
+
+def test_processes_that_compile_ahead_find_the_parts():
+    for variant in block_scale_steps.STEPS.values():
+        definition = block_scale_steps.definition(*variant)
+        assert pickle.loads(pickle.dumps(definition)) == definition
+
+
+@pytest.mark.parametrize("name", ["make_multiply_exchanging_rows", "make_multiply_loading_once"])
+def test_wrong_scales_are_found(name, device):
+    problem = make_problem([20], 128, 512, device)
+    config, parts = block_scale_steps.STEPS["scales per row"]
+    parts = parts | {"make_multiply": getattr(block_scale_diagnoses, name)}
+    y = block_scale_steps.StepLaunch(config, problem, **parts)(problem)
+    assert reference.mismatch(y, topic.expected_output(problem, "block"))
+
+
+@pytest.mark.parametrize("exchanged", [{}, block_scale_steps.BY_LANES], ids=["TMA store", "by lanes"])
+@pytest.mark.parametrize("cluster_size", [1, 2])
+def test_a_trace_has_each_tile_once(cluster_size, exchanged, device):
+    lengths = torch.tensor([300, 0, 64, 129], dtype=torch.int32)
+    problem = make_problem(lengths.tolist(), 384, 128, device)
+    config = BlockScaledConfig(cluster_size=cluster_size)
+    launch = block_scale_steps.StepLaunch(config, problem, **exchanged, **TRACED)
+    assert reference.mismatch(launch(problem), topic.expected_output(problem, "block")) is None
     tiles = tiles_of(launch.trace, problem.seqlens)
     found = sorted((t.group, t.row, t.rows, t.column) for t in tiles)
     wanted = []
@@ -52,6 +82,20 @@ def test_times_that_wrap_around():
     trace[0, 0], trace[2, 0] = torch.tensor([2**31 - 2000, 1000, 1]), torch.tensor([500, 4000, 2])
     first, second = tiles_of(trace, torch.tensor([3, 1]))
     assert first == Tile(0, 0, 2, 0, 0, 0.0, 3.0) and second == Tile(0, 2, 1, 0, 1, 2.5, 6.0)
+
+
+def test_the_share_of_time_between_tiles():
+    ends = [(0, 0, 10), (0, 15, 20), (1, 5, 10), (1, 10, 25)]  # CTA, start, end
+    tiles = [Tile(0, 0, 64, 0, cta, float(start), float(end)) for cta, start, end in ends]
+    assert block_scale_diagnoses.waiting_share(tiles) == 5 / 40
+
+
+def test_energy_is_measured_on_a_gpu_only(device):
+    problem = make_problem([64], 128, 512, device)
+    config, parts = block_scale_steps.STEPS["TMA store"]
+    launch = block_scale_steps.StepLaunch(config, problem, **parts)
+    energy = block_scale_diagnoses.energy_of(lambda: launch(problem), seconds=0.2)
+    assert energy is None if simulator.ENABLED else energy is None or min(energy) > 0
 
 
 def tile(row, start, column=0):
@@ -98,18 +142,23 @@ def test_parts_with_unknown_names_are_refused(make, config):
         make.make_step_kernel(config, make_consumers=SimpleNamespace())
 
 
-def test_kernels_compile_without_large_spills():
-    pairs = "BlockScaledConfig(block_n=192, stages=5, cluster_size=1)"
-    requests = {
-        "by four": (f"steps.make_step_kernel({pairs}, **FOUR)[0]", block_scale_steps.SIGNATURE, 384, True),
-        "from rows": (
-            "mxfp4_steps.make_kernel_of(mxfp4_steps.config_of(4), 'rows, by value')",
-            W4_SIGNATURE,
-            mxfp4_steps.definition(4, "rows, by value").block,
-            True,
-        ),
-    }
-    codes = compile_apart(SOURCE, requests)
-    assert codes["from rows"].spilled_bytes == 0 and codes["by four"].spilled_bytes <= 64
-    for name, wgmma in (("by four", "QGMMA"), ("from rows", "HGMMA")):
-        assert codes[name].complaints == [] and any(op.startswith(wgmma) for op in codes[name].opcodes)
+def test_steps_spill_no_accumulators_in_the_main_loop():
+    names = "scales of four stages", "256 columns", "TMA store"
+    variants = {name: (name, "") for name in names}
+    variants["new registers"] = ("TMA store", "make_multiply_halves=diagnoses.make_halves_in_new_registers")
+    codes = block_scale_diagnoses.machine_code(variants)
+    for name, code in codes.items():
+        loop = block_scale_diagnoses.main_loop(code)
+        assert code.complaints == []
+        if loop is not None:
+            spills = [op for op in loop if op.startswith(("STL", "LDL"))]
+            assert bool(spills) == (name == "new registers"), f"{name}: {spills}"
+
+
+def test_weights_in_rows_compile_without_spills():
+    definition = mxfp4_steps.definition(4, "rows, by value")
+    source = "from moe_numba.course import mxfp4_steps"
+    kernel = "mxfp4_steps.make_kernel_of(mxfp4_steps.config_of(4), 'rows, by value')"
+    code = compile_apart(source, {"kernel": (kernel, W4_SIGNATURE, definition.block, True)})["kernel"]
+    assert code.spilled_bytes == 0 and code.complaints == []
+    assert code.opcodes is None or any(op.startswith("HGMMA") for op in code.opcodes)
