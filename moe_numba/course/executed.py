@@ -15,6 +15,7 @@ import nbformat
 from moe_numba.course.bench import records
 from moe_numba.course.bench.sources import package_sources
 
+NOT_EXECUTED = "not_executed"  # in the metadata of cells whose code changed after the execution
 BINARY = ("image/png", "image/jpeg", "application/pdf")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users)\b[^\s\"'<>]*")
 
@@ -60,17 +61,30 @@ def save_executed(notebook, path: Path, root: Path | str | None = None) -> None:
 def update_prose(path: Path, with_code: bool = False) -> None:
     """Copy new prose into the committed copy and keep its outputs.
 
-    ``with_code`` also copies changed code, if the number of code cells is the same. The hashes of the executed code
-    remain, so that the copy is stale until it is executed again. Raises ``NotebookFailed`` for other changes of code.
+    ``with_code`` also copies changed code. The cells from the first changed one to the last then have no outputs and
+    are marked as not executed. The hashes of the executed code remain, so that the copy is stale until it is executed
+    again. Raises ``NotebookFailed`` if code has changed without ``with_code``.
     """
     old, new = nbformat.read(path.with_suffix(".ipynb"), as_version=4), read(path)
-    sources = [[cell.source for cell in code_cells(notebook)] for notebook in (old, new)]
-    if len(sources[0]) != len(sources[1]) or (sources[0] != sources[1] and not with_code):
+    before, after = code_cells(old), code_cells(new)
+    sources = [[cell.source for cell in cells] for cells in (before, after)]
+    if sources[0] != sources[1] and not with_code:
         raise NotebookFailed(f"{path.stem}: its code cells have changed too: {_refresh(path.stem)}")
-    for before, after in zip(code_cells(old), code_cells(new), strict=True):
-        after.outputs, after.execution_count = before.outputs, before.execution_count
+    first = _common_length(*sources)
+    last = _common_length(*(cells[first:][::-1] for cells in sources))
+    kept = [*zip(before[:first], after[:first]), *zip(before[len(before) - last :], after[len(after) - last :])]
+    for cell in after[first : len(after) - last]:
+        cell.metadata[NOT_EXECUTED] = True
+    for executed, cell in kept:
+        cell.outputs, cell.execution_count = executed.outputs, executed.execution_count
+        cell.metadata.update({NOT_EXECUTED: True} if executed.metadata.get(NOT_EXECUTED) else {})
     new.metadata = old.metadata
     nbformat.write(new, path.with_suffix(".ipynb"))
+
+
+def _common_length(first, second):
+    """Return the number of equal elements at the beginning of two lists."""
+    return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
 
 
 # Checks of the committed copies
@@ -103,7 +117,11 @@ def format_problems(notebook) -> list[str]:
     problems, cells = [], code_cells(notebook)
     if notebook.metadata.get("moe_numba", {}).get("gpu", records.SIMULATOR) == records.SIMULATOR:
         problems.append("the metadata names no GPU: the committed outputs come from one")
-    if [cell.execution_count for cell in cells] != list(range(1, len(cells) + 1)):
+    executed = [cell for cell in cells if not cell.metadata.get(NOT_EXECUTED)]
+    counts = [cell.execution_count for cell in executed]
+    # Behind cells that were not executed, or were removed, the numbers of an earlier execution have gaps.
+    is_whole, numbers = len(executed) == len(cells), sorted({count for count in counts if count})
+    if counts != (list(range(1, len(cells) + 1)) if is_whole else numbers):
         problems.append("the cells were not executed once each, from top to bottom")
     for number, cell in enumerate(cells, start=1):
         if "execution" in cell.metadata:

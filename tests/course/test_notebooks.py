@@ -184,9 +184,24 @@ def test_changed_code_is_reported_with_the_command_to_execute(source, committed,
         executed.update_prose(source)
     executed.update_prose(source, with_code=True)
     assert executed.pair_problems(source) == [] and executed.stale_problems(source, repository) == [problem]
-    source.write_text(NOTEBOOK + "\n# %%\n3\n")
-    with pytest.raises(executed.NotebookFailed, match="code cells have changed"):
-        executed.update_prose(source, with_code=True)
+    assert problems_of(committed) == []
+
+
+def test_changed_cells_of_a_copy_have_no_outputs_of_older_code(source, committed, repository):
+    *same, last = executed.code_cells(nbformat.read(committed, as_version=4))
+    source.write_text(NOTEBOOK.replace(last.source, f"{last.source}  # changed") + "\n# %%\n3\n")
+    executed.update_prose(source, with_code=True)
+    assert executed.pair_problems(source) == [] == problems_of(committed) and executed.stale_problems(
+        source, repository
+    )
+    cells = executed.code_cells(nbformat.read(committed, as_version=4))
+    assert [cell.execution_count for cell in cells] == [*range(1, len(same) + 1), None, None]
+    assert [bool(cell.outputs) for cell in cells[-2:]] == [False, False]
+    source.write_text(source.read_text().replace("# changed", "# again"))
+    executed.update_prose(source, with_code=True)  # they stay marked
+    assert problems_of(committed) == []
+    rewrite(committed, lambda notebook: executed.code_cells(notebook)[0].update(execution_count=None))
+    assert "not executed once each" in problems_of(committed)[0]
 
 
 def test_changed_prose_is_reported_and_updated_without_a_gpu(source, committed, repository):
