@@ -197,9 +197,9 @@ def check_block_scaled_config(config: BlockScaledConfig) -> None:
 
 
 # With fewer rows per group the kernel of ``kernel.py`` is as fast.
-MIN_AVERAGE = 64
+MIN_AVERAGE = 80
 _TILE: dict[str, Any] = dict(block_n=2 * SCALE_BLOCK, stages=3)
-# For a number of columns of which tiles of 256 would leave more than 1/16 of their work unused.
+# For a tile of rows per group, and for columns of which tiles of 256 would leave more than 1/16 of their work unused.
 _NARROW_TILE: dict[str, Any] = dict(block_n=192, stages=4)
 _SILU_TILE: dict[str, Any] = dict(block_n=2 * SCALE_BLOCK, stages=4)
 
@@ -215,9 +215,9 @@ def select_block_scaled_config(
     if average < MIN_AVERAGE:
         return None
     wide, narrow = (-(-n // tile["block_n"]) * tile["block_n"] for tile in (_TILE, _NARROW_TILE))
-    tile = _SILU_TILE if silu_and_mul else _NARROW_TILE if 15 * wide > 16 * narrow else _TILE
-    keep_weight = average > BLOCK_M  # several tiles of rows read the weights
-    return BlockScaledConfig(row_layout=row_layout, silu_and_mul=silu_and_mul, keep_weight=keep_weight, **tile)
+    is_narrow = average <= BLOCK_M or 15 * wide > 16 * narrow
+    tile = _SILU_TILE if silu_and_mul else _NARROW_TILE if is_narrow else _TILE
+    return BlockScaledConfig(row_layout=row_layout, silu_and_mul=silu_and_mul, keep_weight=True, **tile)
 
 
 def with_gather(config: BlockScaledConfig) -> BlockScaledConfig:

@@ -111,12 +111,12 @@ def test_unsupported_configurations_are_refused(change, message):
 
 
 def test_selected_configurations_are_supported():
-    for average in (64, 128, 129, 1000):
+    for average in (80, 128, 129, 1000):
         for silu_and_mul in (False, True):
             config = select_block_scaled_config("lengths", average, silu_and_mul)
             check_block_scaled_config(config)
             check_block_scaled_config(with_gather(config))
-    assert select_block_scaled_config("lengths", 63) is None
+    assert select_block_scaled_config("lengths", 79) is None
 
 
 @pytest.mark.parametrize("row_layout", ["offsets", "masked"])

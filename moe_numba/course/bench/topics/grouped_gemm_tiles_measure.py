@@ -276,14 +276,17 @@ def error_of(case, config, rows, expected, sample, wanted):
 
 
 def measure_problem(problem, configs, operands):
-    """Return a row for each routing, with the times of the present choice and of the candidates that may be better."""
+    """Return a row for each routing, with the times of the present choice and of the candidates that may be better.
+
+    If the present choice does not run, the fastest candidate stands for it.
+    """
     choice = present_choice(problem)
     chosen = tuner.name_of(choice)
     configs = {chosen: choice} | {n: c for n, c in configs.items() if is_plausible(c, problem.average)}
     cases = {routing: make_case(problem, routing, operands) for routing in ROUTINGS}
     first = cases[ROUTINGS[0]]
-    configs = correct_configs(first, configs, chosen)
-    if chosen not in configs:
+    configs = correct_configs(first, configs)
+    if not configs:
         return []
     bound = {r: lower_bound(case.lengths, problem.n, problem.k, dtype_of(problem)) for r, case in cases.items()}
     sets = len(first.weights)
@@ -294,6 +297,7 @@ def measure_problem(problem, configs, operands):
             short.setdefault(name, []).append(us / min(times.values()))
     ranked = sorted(configs, key=lambda name: sum(short[name]))
     kept = [name for name in ranked[:KEPT] if sum(short[name]) <= NEAR * sum(short[ranked[0]])]
+    chosen = chosen if chosen in configs else ranked[0]
     configs = {name: configs[name] for name in dict.fromkeys([chosen, *kept])}
     rows = []
     for routing, case in cases.items():
@@ -333,8 +337,8 @@ def dtype_of(problem):
     return {"none": "bf16", "mxfp4": "mxfp4"}.get(problem.scaling, "e4m3")
 
 
-def correct_configs(case, configs, chosen):
-    """Return the configurations with a correct result; report the others. ``chosen`` is the first of them."""
+def correct_configs(case, configs):
+    """Return the configurations with a correct result; report the others."""
     group, rows = checked_rows(case)
     expected = expected_rows(case, group, rows)
     count = len(case.x)
@@ -347,8 +351,6 @@ def correct_configs(case, configs, chosen):
             found, error = None, str(refused)
         if error:
             print(f"{tuple(case.problem)}, {name} is left out: {error}")
-            if name == chosen:
-                break
             continue
         correct[name] = config
         wanted = found if wanted is None else wanted
