@@ -135,11 +135,10 @@ def make_multiply_halves(config, layout):
 
     @cuda.jit(device=True)
     def multiply(smem, lane, stage, phase, k_blocks, x_offset, row):
-        first, second, product, ready = zeros, zeros, zeros, uint32(0)
+        first, second, product = zeros, zeros, zeros
         x_0, weight_0 = wgmma_descriptor(smem.u8, x_offset), wgmma_descriptor(smem.u8, int32(0))
         for _ in range(k_blocks):
-            if ready == 0:
-                mbarrier_wait_parity(smem.barriers, full + stage, phase)
+            mbarrier_wait_parity(smem.barriers, full + stage, phase)
             a, b = load_factors(smem, stage, row)
             step = uint64(uint32(stage) * uint32(stage_vectors))
             x, weight = uint64(x_0 + step), uint64(weight_0 + step)
