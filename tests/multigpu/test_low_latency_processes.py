@@ -227,7 +227,6 @@ def one_is_killed(rank, ranks, make_transport, during_replay, enable_shrink):
                 graph.replay()
             else:
                 time.sleep(1)
-    start = time.monotonic()
     for i in range(300):
         if rank == 0 and i == (200 if during_replay else 0):
             os.kill(processes[1], signal.SIGKILL)
@@ -237,7 +236,6 @@ def one_is_killed(rank, ranks, make_transport, during_replay, enable_shrink):
     assert torch.equal(torch.ones(5, device=out.device).cumsum(0).cpu(), torch.arange(1.0, 6)), "the GPU computes on"
     plan.close()
     buffer.destroy()
-    assert time.monotonic() - start < 5 * TIMEOUT_S
     os._exit(7 if raises else 9)
 
 
