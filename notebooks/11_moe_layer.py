@@ -17,8 +17,8 @@
 # The earlier notebooks built a gate, grouped GEMMs, dispatch and combine. This notebook assembles the experts of a
 # layer, `moe_numba.fused_experts`. It starts from a loop over experts in torch and replaces one stage after another by
 # a kernel. Two of these kernels are new and are built here: `group_by_expert` and `weighted_sum`. The last sections
-# show where the time goes, run the layer on two virtual ranks (GPUs) and in a model of the transformers library, and
-# estimate what 64 GPUs would change.
+# show where the time goes, what one token needs instead, run the layer on two virtual ranks (GPUs) and in a model of
+# the transformers library, and estimate what 64 GPUs would change.
 #
 # Notebooks [01](01_gate.ipynb) and [06](06_grouped_gemm.ipynb) explain gate and grouped GEMM,
 # [notebook 00](00_start_here.ipynb) the simulator.
@@ -47,7 +47,8 @@ from moe_numba.course.bench.launch_profile import launch_profile
 from moe_numba.course.bench.parts_figure import draw_parts, parts_table, rates_table
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics import moe_layer as bench
-from moe_numba.course.bench.topics.moe_layer_measure import Layer, make_inputs, make_weights
+from moe_numba.course.bench.topics import moe_layer_ranks as ranks_bench
+from moe_numba.course.bench.topics.moe_layer_measure import Layer, make_inputs, make_weights, part_calls
 from moe_numba.course.draw import moe_layer as draw
 from moe_numba.course.draw.launch_timeline import launch_timeline
 from moe_numba.course.exercises import exercise
@@ -182,7 +183,8 @@ rates = f"Rates: data sheet of an H200, {model.GPU.hbm_bandwidth / 1e12:g} TB/s.
 Markdown(f"{model.bounds_table(bench.LAYERS)}\n\n{rates}")
 
 # %% [markdown]
-# A GPU of 8 has 32 of the 256 experts, and here every token uses 8 of these.
+# A GPU of 8 has 32 of the 256 experts, and here every token uses 8 of these. With tensor parallelism it has an eighth
+# of the intermediate size of every expert.
 #
 # In decode the limit is reading: with 64 tokens nearly all experts are read for a few rows each. With a prompt of 4096
 # tokens the limit is computing. In decode the other stages should add as little latency as possible; with a prompt they
@@ -265,7 +267,6 @@ for name, call in calls.items():
     layer_ladder.step(name, call, graph=name in ("weighted_sum", "final"), dtype="bf16", **more)
     print(f"{'':<24} {count} torch operations")
 layer_ladder.measure_all()
-layer_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown(call_times_table(layer_ladder, calls) or NOT_MEASURED)
@@ -714,7 +715,13 @@ draw_parts(RECORD, f"{DEEPSEEK}'s experts, FP8", models, SIZES) if RECORD else M
 Markdown(parts_table(RECORD) if RECORD else NO_RECORD)
 
 # %% [markdown]
-# A call takes as long as its launches one after another. With 4096 tokens three launches are neither GEMMs nor short.
+# The same layers in other projects, measured in the same run:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+Markdown(bench.readme_table(RECORD) if RECORD else NO_RECORD)
+
+# %% [markdown]
+# A call takes as long as its launches one after another. With 4096 tokens some launches are neither GEMMs nor short.
 # Each reads and writes large tensors; these are their rates:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -748,6 +755,60 @@ rows = {name: layer_ladder.row(name) or {} for name in ("torch loop", "group_by_
 timelines = {name: row["timeline"] for name, row in rows.items() if row.get("timeline")}
 title = f"Kernels of one call for 1 token: {QWEN}'s experts"
 launch_timeline(timelines, title) if timelines else Markdown(NOT_MEASURED)
+
+# %% [markdown]
+# ### One token
+#
+# **Bottleneck.** With one token each chosen expert has one row. Grouping has nothing to group, and a tile of the
+# grouped GEMM computes many rows of which one exists. The launches of a grouped call, each alone:
+
+# %%
+ONE_EXPECTED, ONE_OUT = reference.fused_experts(*ONE_TOKEN), torch.full_like(ONE_TOKEN.x, float("nan"))
+ONE_WORKSPACE = ExpertsWorkspace(1, LAYER.topk, w13, w2)
+GROUPED = part_calls(ONE_TOKEN, ONE_WORKSPACE, ONE_OUT, {}, decodes=False)  # name -> call of one launch
+LAUNCHES = layer_ladder.times("launches with 1 token", GROUPED) or {}
+print(LAUNCHES or "no times are recorded")
+
+
+def grouped():
+    for start in GROUPED.values():
+        start()
+    return ONE_OUT
+
+
+# %% [markdown]
+# **Idea.** Multiply matrices with vectors instead. A warp computes a few dot products: its lanes load adjacent 16-byte
+# vectors of the weights' rows, four of them before the first is used, and multiply in float32 on CUDA cores, which is
+# enough because each weight is used once. Two launches remain. The first reads the experts of each assignment from
+# `topk_ids` and computes the activations. The second computes the rows of a token's experts, weights and adds them;
+# it loads its first weights before `griddepcontrol.wait`, while the first kernel still runs.
+#
+# **Predicted gain.** The launches of grouping and sum, and what the GEMMs take beyond reading the weights at the rate of
+# a copy.
+
+# %%
+weight_bytes = 3 * LAYER.topk * LAYER.hidden * LAYER.intermediate * 2
+GAIN_US = sum(LAUNCHES.values()) - weight_bytes / LIMITS.copy_bandwidth * 1e6
+calls = {"grouped": grouped, "two kernels": prepared(ONE_TOKEN)}
+for name, call in calls.items():
+    assert mismatch(call(), ONE_EXPECTED, 1e-2) is None, name
+ONE = layer_ladder.times("one call with 1 token", calls) or {}
+layer_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "**Measured.** {grouped:.1f} us with groups, {ours:.1f} us with the two kernels: {gain:+.1f} us, predicted "
+    "{predicted:+.1f}. The kernels read {rate:.1f} TB/s.",
+    grouped=ONE.get("grouped"),
+    ours=ONE.get("two kernels"),
+    gain=ONE and ONE["two kernels"] - ONE["grouped"] or None,
+    predicted=-GAIN_US if LAUNCHES else None,
+    rate=ONE and weight_bytes / ONE["two kernels"] * 1e-6 or None,
+)
+
+# %% [markdown]
+# The kernels read an expert's weights once for each of its tokens, so `fused_experts` uses them only for so few tokens
+# that hardly two of them share an expert.
 
 # %% [markdown]
 # ## 8. Expert parallel
@@ -785,6 +846,14 @@ def run_two_ranks(shift):
 assert in_simulator(run_two_ranks, 0) == [None, None]
 assert all(in_simulator(run_two_ranks, 1)), "the check accepts experts of another rank"
 print("ranks 0 and 1: correct; with exchanged experts the check rejects both")
+
+# %% [markdown]
+# Options of the layer send tokens in FP8, run a shared expert on a stream of its own, or, for decoding, use the
+# low-latency pair of [notebook 10](10_low_latency.ipynb). Recorded times:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+RANKS = records.recorded("moe_layer_ranks")
+Markdown(ranks_bench.readme_table(RANKS) if RANKS else NO_RECORD.replace("moe_layer", "moe_layer_ranks"))
 
 # %% [markdown]
 # **Exercise 3.** A token with topk experts reaches fewer than topk ranks if a rank has several of them. If a token's
@@ -828,7 +897,8 @@ except ImportError as error:
 
 # %% [markdown]
 # The logits differ by rounding: eager rounds the weighted row of each expert to bfloat16 before it adds the row. Models
-# with a layout that the kernels do not support are refused with a message, such as gpt-oss with its biases.
+# with a layout that the kernels do not support are refused with a message. The experts of gpt-oss, with biases and
+# their own activation, also run with their weights in MXFP4 ([example](../docs/examples/gpt_oss_mxfp4.py)).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 MODELS = records.recorded("models")
