@@ -7,6 +7,7 @@ that end in ``_problems`` return a sentence per problem.
 
 import re
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 
 import jupytext
@@ -61,30 +62,25 @@ def save_executed(notebook, path: Path, root: Path | str | None = None) -> None:
 def update_prose(path: Path, with_code: bool = False) -> None:
     """Copy new prose into the committed copy and keep its outputs.
 
-    ``with_code`` also copies changed code. The cells from the first changed one to the last then have no outputs and
-    are marked as not executed. The hashes of the executed code remain, so that the copy is stale until it is executed
-    again. Raises ``NotebookFailed`` if code has changed without ``with_code``.
+    ``with_code`` also copies changed code: new and changed cells have no outputs and are marked as not executed. The
+    hashes of the executed code remain, so that the copy is stale until it is executed again. Raises ``NotebookFailed``
+    if code has changed without ``with_code``.
     """
     old, new = nbformat.read(path.with_suffix(".ipynb"), as_version=4), read(path)
     before, after = code_cells(old), code_cells(new)
     sources = [[cell.source for cell in cells] for cells in (before, after)]
     if sources[0] != sources[1] and not with_code:
         raise NotebookFailed(f"{path.stem}: its code cells have changed too: {_refresh(path.stem)}")
-    first = _common_length(*sources)
-    last = _common_length(*(cells[first:][::-1] for cells in sources))
-    kept = [*zip(before[:first], after[:first]), *zip(before[len(before) - last :], after[len(after) - last :])]
-    for cell in after[first : len(after) - last]:
-        cell.metadata[NOT_EXECUTED] = True
-    for executed, cell in kept:
-        cell.outputs, cell.execution_count = executed.outputs, executed.execution_count
-        cell.metadata.update({NOT_EXECUTED: True} if executed.metadata.get(NOT_EXECUTED) else {})
+    blocks = SequenceMatcher(None, *sources, autojunk=False).get_matching_blocks()
+    kept = {block.b + i: before[block.a + i] for block in blocks for i in range(block.size)}
+    for number, cell in enumerate(after):
+        executed = kept.get(number)
+        if executed is None or executed.metadata.get(NOT_EXECUTED):
+            cell.metadata[NOT_EXECUTED] = True
+        else:
+            cell.outputs, cell.execution_count = executed.outputs, executed.execution_count
     new.metadata = old.metadata
     nbformat.write(new, path.with_suffix(".ipynb"))
-
-
-def _common_length(first, second):
-    """Return the number of equal elements at the beginning of two lists."""
-    return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
 
 
 # Checks of the committed copies
