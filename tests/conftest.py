@@ -14,7 +14,7 @@ import gc
 import sys
 
 import pytest
-from helpers.thirds import THIRD, chosen_third, take_third
+from helpers.thirds import THIRD, chosen_third, take_sixth
 
 from moe_numba import simulator
 from moe_numba.runtime.device import gpu_like, gpu_of
@@ -108,7 +108,7 @@ CAPABILITIES = {
     },
 }
 
-# Modules that only compile kernels of one topic: a commit's run takes a third of them, and other tests run the kernels.
+# Modules that only compile kernels of one topic: a commit's run takes a sixth of them, and other tests run the kernels.
 COMPILE_CHECKS = [
     "test_buffer_compile",
     "test_align_notebook_compile",
@@ -124,7 +124,7 @@ COMPILE_CHECKS = [
 
 def pytest_report_header():
     """Say which third of the slowest cases this run tries, so that it can be repeated."""
-    return f"planted bugs, notebooks with other sizes, architectures: {THIRD}={chosen_third()}"
+    return f"planted bugs, notebooks, architectures: {THIRD}={chosen_third()}"
 
 
 def takes_long(module):
@@ -154,7 +154,7 @@ def pytest_collection_modifyitems(config, items):
         CAPABILITIES[9, 0] if not gpu.has_wgmma else set(),
     )
 
-    left_out = set(COMPILE_CHECKS) - set(take_third(COMPILE_CHECKS))
+    left_out = set(COMPILE_CHECKS) - set(take_sixth(COMPILE_CHECKS))
 
     def available(item):
         needed = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
