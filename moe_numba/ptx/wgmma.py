@@ -114,9 +114,9 @@ def make_wgmma_tile(n, dtype, steps=4, accumulate=False, a_major="k", b_major="k
     _check(n, dtype, a_major=a_major, b_major=b_major)
 
     def wgmma_tile(*arguments):
-        *acc, a, b = arguments
-        acc = acc[0] if accumulate else None
-        return simulator.wgmma.multiply(n, dtype, int(a), int(b), acc, steps, (a_major, b_major))
+        acc, a, b = arguments if accumulate or overwrite else (None, *arguments)
+        old = acc if accumulate else None
+        return simulator.wgmma.multiply(n, dtype, int(a), int(b), old, steps, (a_major, b_major))
 
     def template(registers, a, b):
         lines = ["{ .reg .b64 a, b; wgmma.fence.sync.aligned;"]
