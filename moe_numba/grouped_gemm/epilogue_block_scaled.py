@@ -44,7 +44,7 @@ def wait_for_buffers(lane):
 
 @cuda.jit(device=True)
 def publish_buffers():
-    """Make what the warp has written to its buffers visible to TMA and to all of its lanes."""
+    """Make the warp's writes to its buffers visible to TMA and to all of its lanes."""
     fence_proxy_async_shared()
     cuda.syncwarp()
 

@@ -20,7 +20,8 @@ class BlockScaledLaunch(TmaLaunch):
         config = config if tensors.gather_indices is None else with_gather(config)
         packed_x, packed_weight = is_packed(tensors.x_scale), is_packed(tensors.w_scale)
         row, k_block, group = shape.scale_strides
-        has_vectors = -(-shape.k // SCALE_BLOCK) % VECTOR == 0
+        # Producers that gather rows load each scale alone: the same kernel for any strides.
+        has_vectors = not config.gather and -(-shape.k // SCALE_BLOCK) % VECTOR == 0
         self.config = config = config._replace(
             packed_x_scale=packed_x,
             packed_weight_scale=packed_weight,

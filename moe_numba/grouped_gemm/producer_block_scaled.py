@@ -74,13 +74,8 @@ def make_tma_producer(config, layout):
     """
     stage_bytes, x_offset, full, empty = layout.stage_bytes, layout.x_offset, layout.full, layout.empty
     tile_info_offset, columns, gather = layout.tile_info_offset, config.columns, config.gather
-    keep_weight, silu_and_mul, half_rows, stages = (
-        config.keep_weight,
-        config.silu_and_mul,
-        config.half_rows,
-        config.stages,
-    )
-    load_weight, advance = make_load_weight(config), make_advance(stages)
+    keep_weight, silu_and_mul, half_rows = config.keep_weight, config.silu_and_mul, config.half_rows
+    stages, load_weight, advance = config.stages, make_load_weight(config), make_advance(config.stages)
     get_tile, (first_tile, next_tile) = make_schedule(config, layout), make_tile_loop(config.cluster_size)
 
     @cuda.jit(device=True)
