@@ -62,7 +62,7 @@ class LowLatencyShape:
     threads : int
         Per CTA.
     ctas_per_sender : int
-        One CTA out of so many sends, in a kernel that sends and receives.
+        In a kernel that sends and receives, every ``ctas_per_sender``-th CTA sends.
     ctas_per_sm : int
         That are resident at once.
     sends, receives : bool

@@ -66,8 +66,8 @@ def readme_table(record):
     provenance = plots.provenance(record)
     text = (
         "Microseconds of a forward pass in a CUDA graph and, in brackets, called eagerly until the GPU has finished. "
-        "The models have random weights in bfloat16. Up to 64 tokens are one of each sequence, with so many earlier "
-        "tokens of it, the context, in a key/value cache; 4096 "
+        "The models have random weights in bfloat16. Up to 64 tokens are decoded, one per sequence; the column context "
+        "counts a sequence's tokens that are already in the key/value cache. 4096 tokens "
         f"are a prompt. `{DEFAULT}` is what transformers {version} runs by default; the speedup is that with fused "
         f"routers. {provenance[0].upper()}{provenance[1:]}."
     )
