@@ -10,6 +10,7 @@ from moe_numba.moe_layer.activation import ALPHA, check_activation
 from moe_numba.moe_layer.api import check_format, fused_experts
 from moe_numba.moe_layer.gate_and_experts import fused_moe
 from moe_numba.moe_layer.launches import ExpertsTensors
+from moe_numba.moe_layer.router import router_logits
 from moe_numba.moe_layer.stages import check_stages, route, run_experts
 from moe_numba.moe_layer.weights import BLOCK, FP8_BLOCK, FP8_TENSOR, check_weights, packed_shape, shape_of
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
@@ -238,8 +239,7 @@ class MoELayer(nn.Module):
         tensor of x's shape, bfloat16
         """
         tokens = x.reshape(-1, x.shape[-1])
-        bias = None if self.router_bias is None else self.router_bias.float()
-        logits = nn.functional.linear(tokens.float(), self.router_weight.float(), bias)
+        logits = router_logits(tokens, self.router_weight, self.router_bias)
         shared = None if self.shared_experts is None else self.shared_experts(tokens)
         experts = self.experts
         if experts.reference:
