@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_numba.expert_parallel.fp8_cast import per_token_cast_back
 from moe_numba.moe_layer.activation import ALPHA, check_activation
 from moe_numba.moe_layer.api import check_format, fused_experts
 from moe_numba.moe_layer.gate_and_experts import fused_moe
@@ -118,15 +119,19 @@ class Experts(nn.Module):
         topk_ids: torch.Tensor,
         shared: torch.Tensor | None = None,
         workspace: ExpertsWorkspace | None = None,
+        x_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weighted sums of the experts' outputs [tokens, hidden]; see :func:`moe_numba.fused_experts`.
 
-        With a stage in ``reference``, ``workspace`` is not used.
+        With a stage in ``reference``, ``workspace`` is not used, and x in FP8 is cast to bfloat16 first.
         """
+        in_torch = self.reference - {"gate"}
+        if in_torch and x_scale is not None:
+            x, x_scale = per_token_cast_back(x, x_scale), None
         given: dict[str, Any] = dict(x=x, topk_weights=topk_weights, topk_ids=topk_ids, shared=shared) | self.tensors
-        if self.reference - {"gate"}:
+        if in_torch:
             return run_experts(ExpertsTensors(**given), self.activation, self.reference)
-        return fused_experts(**given, **self.activation.options, workspace=workspace)
+        return fused_experts(**given, **self.activation.options, workspace=workspace, x_scale=x_scale)
 
     def workspace(self, max_tokens: int, topk: int) -> ExpertsWorkspace:
         """Return an :class:`moe_numba.ExpertsWorkspace` for calls of up to ``max_tokens`` tokens."""

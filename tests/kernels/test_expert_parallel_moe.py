@@ -6,7 +6,7 @@ from helpers.expert_parallel import NUM_BYTES, SMALL, engine
 
 from moe_numba.expert_parallel import Buffer, LocalGroup
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
-from moe_numba.moe_layer import ExpertParallelMoE, Experts, reference
+from moe_numba.moe_layer import ExpertParallelMoE, Experts, expert_parallel_moe, reference
 
 HIDDEN, PER_RANK, TOPK = 128, 2, 3
 # Each rank's sum is rounded to bfloat16 before combine adds the ranks' sums.
@@ -35,13 +35,13 @@ def make_inputs(tokens, dtype, seed=0):
     return state, ranks
 
 
-def run(state, ranks, dtype=torch.bfloat16, shift=0, shared_experts=None, **options):
+def run(state, ranks, dtype=torch.bfloat16, shift=0, shared_experts=None, reference=(), **options):
     """Run the layer on all ranks; with ``shift`` each has the experts of another one."""
 
     def work(transport):
         rank, device = transport.rank, transport.device
         buffer = Buffer(transport, NUM_BYTES, low_latency_mode="low_latency_tokens" in options)
-        experts = Experts(PER_RANK, HIDDEN, HIDDEN, dtype, device)
+        experts = Experts(PER_RANK, HIDDEN, HIDDEN, dtype, device, reference)
         first = (rank + shift) % len(ranks) * PER_RANK
         experts.load_state_dict({name: tensor[first : first + PER_RANK] for name, tensor in state.items()})
         layer = ExpertParallelMoE(buffer, experts, config=SMALL, shared_experts=shared_experts, **options)
@@ -57,12 +57,12 @@ def run(state, ranks, dtype=torch.bfloat16, shift=0, shared_experts=None, **opti
         return LocalGroup(len(ranks)).run(work)
 
 
-def wrong(results, state, ranks):
+def wrong(results, state, ranks, bound=BOUND):
     """Return how the first wrong rank's result differs from the reference, or None."""
     scales = state.get("w13_scale"), state.get("w2_scale")
     for result, (x, weights, ids, shared) in zip(results, ranks, strict=True):
         expected = reference.fused_experts(x, state["w13"], state["w2"], weights, ids, *scales, shared)
-        found = mismatch(result, expected, BOUND) if len(x) else None
+        found = mismatch(result, expected, bound) if len(x) else None
         if found or result.shape != x.shape:
             return found or f"the shape is {tuple(result.shape)}"
     return None
@@ -83,8 +83,13 @@ def test_low_latency_exchange(tokens, dtype):
 
 
 @pytest.mark.parametrize("options", [dict(num_worst_tokens=8), dict(low_latency_tokens=5)])
-def test_dispatch_in_fp8(options):
-    """Experts with block scales quantise tokens that were in FP8 to the same numbers again."""
+@pytest.mark.parametrize("in_torch", [False, True])
+def test_dispatch_in_fp8(in_torch, options, monkeypatch):
+    """Experts with block scales read what arrives. Stages in torch quantise it to the same numbers again."""
+    if in_torch:
+        options = options | dict(reference={"sum"})
+    else:
+        monkeypatch.setattr(expert_parallel_moe, "per_token_cast_back", lambda *_: pytest.fail("rows were cast back"))
     state, ranks = make_inputs([3, 5], FP8)
     results = run(state, ranks, FP8, fp8_dispatch=True, **options)
     assert wrong(results, state, ranks) is None
@@ -97,6 +102,15 @@ class Shared(torch.nn.Module):
 
     def forward(self, x):
         return 2 * x
+
+
+@pytest.mark.parametrize("options", [dict(num_worst_tokens=8), dict(low_latency_tokens=5)])
+def test_dispatch_in_fp8_for_experts_in_bfloat16(options):
+    """The experts' tokens are rounded to FP8, which is 1/16 of an element at most."""
+    state, ranks = make_inputs([3, 5], torch.bfloat16)
+    results = run(state, ranks, fp8_dispatch=True, **options)
+    assert wrong(results, state, ranks, 8e-2) is None
+    assert wrong(results, state, [(x.roll(1, 0), *rest) for x, *rest in ranks], 8e-2) is not None
 
 
 @pytest.mark.parametrize("options", [dict(num_worst_tokens=8), dict(low_latency_tokens=5)])
