@@ -140,7 +140,7 @@ class ExpertParallelMoE(nn.Module):
             config=self.config,
         )
         # Padding rows have the ids -1, so no expert reads what they contain.
-        rows = self._compute(received, weights, ids)
+        rows = self.compute(received, weights, ids)
         self._wait_for_shared_experts(x, shared)
         return self.buffer.combine(rows, handle, bias=shared, config=self.config)[0]
 
@@ -151,12 +151,12 @@ class ExpertParallelMoE(nn.Module):
         plan = self._plan(x.shape[1], topk_ids)
         slots = plan.dispatch(x, topk_ids, topk_weights)
         received = (slots.x, slots.scales) if self.fp8_dispatch else slots.x
-        rows = self._compute(received, slots.topk_weights, slots.topk_idx)
+        rows = self.compute(received, slots.topk_weights, slots.topk_idx)
         out = plan.combine(rows, topk_ids)
         self._wait_for_shared_experts(x, shared)
         return out.clone() if shared is None else out + shared
 
-    def _compute(self, received, weights, ids):
+    def compute(self, received, weights, ids):
         """Compute the local experts of what dispatch returned: rows in bfloat16, or in FP8 and their scales."""
         if not self.fp8_dispatch:
             return self.experts(received, weights, ids)
