@@ -4,6 +4,8 @@ import pytest
 import torch
 from helpers.expert_parallel import NUM_BYTES, SMALL, engine
 
+from moe_numba.course.bench.compile_layers import compile_layers
+from moe_numba.course.bench.topics.moe_layer_measure import Layer
 from moe_numba.expert_parallel import Buffer, LocalGroup
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
 from moe_numba.moe_layer import ExpertParallelMoE, Experts, expert_parallel_moe, reference
@@ -13,11 +15,11 @@ HIDDEN, PER_RANK, TOPK = 128, 2, 3
 BOUND = 1e-2
 
 
-def make_inputs(tokens, dtype, seed=0):
+def make_inputs(tokens, dtype, seed=0, hidden=HIDDEN, per_rank=PER_RANK):
     """Weights of all experts, and x, topk_weights, topk_ids and shared of each rank."""
-    random, experts = torch.Generator().manual_seed(seed), PER_RANK * len(tokens)
+    random, experts = torch.Generator().manual_seed(seed), per_rank * len(tokens)
     draw = lambda *shape: torch.randn(shape, generator=random)
-    w13, w2 = draw(experts, 2 * HIDDEN, HIDDEN) / HIDDEN**0.5, draw(experts, HIDDEN, HIDDEN) / HIDDEN**0.5
+    w13, w2 = draw(experts, 2 * hidden, hidden) / hidden**0.5, draw(experts, hidden, hidden) / hidden**0.5
     state = dict(w13=w13, w2=w2)
     if dtype == FP8:
         (w13, scale13), (w2, scale2) = quantise_blocks(w13), quantise_blocks(w2)
@@ -25,10 +27,10 @@ def make_inputs(tokens, dtype, seed=0):
     state = {name: t if t.dtype != torch.float32 or "scale" in name else t.bfloat16() for name, t in state.items()}
     ranks = [
         (
-            draw(n, HIDDEN).bfloat16(),
+            draw(n, hidden).bfloat16(),
             torch.rand(n, TOPK, generator=random),
             torch.randint(-1, experts + 1, (n, TOPK), generator=random),
-            draw(n, HIDDEN).bfloat16(),
+            draw(n, hidden).bfloat16(),
         )
         for n in tokens
     ]
@@ -151,3 +153,81 @@ def test_invalid_arguments():
         buffer.destroy()
 
     LocalGroup(1).run(work)
+
+
+# One process and one GPU per rank
+
+GPU_HIDDEN, GPU_PER_RANK, GPU_TOKENS = 1024, 8, 64
+GPU_BOUND = 2e-2  # tensor cores add FP8 products with fewer bits, see test_moe_layer.py
+
+
+def compute_in_processes(rank, ranks, dtype):
+    """Eager calls with other numbers of tokens, also 0, and replays of a CUDA graph with other tokens and routing."""
+    import torch.distributed as dist
+
+    buffer = Buffer(dist.group.WORLD, 1 << 27, low_latency_mode=True, timeout=60)
+    device, worst = buffer.transport.device, dict(num_worst_tokens=ranks * GPU_TOKENS)
+    counts = [[GPU_TOKENS] * ranks, [5 * r for r in range(ranks)], [GPU_TOKENS - r for r in range(ranks)]]
+    sizes = dict(hidden=GPU_HIDDEN, per_rank=GPU_PER_RANK)
+    state, _ = make_inputs([1] * ranks, dtype, **sizes)
+    inputs = [make_inputs(tokens, dtype, i + 1, **sizes)[1][rank] for i, tokens in enumerate(counts)]
+    inputs = [[tensor.to(device) for tensor in given] for given in inputs]
+    state = {name: tensor.to(device) for name, tensor in state.items()}
+    experts = Experts(GPU_PER_RANK, GPU_HIDDEN, GPU_HIDDEN, dtype, device)
+    own = slice(rank * GPU_PER_RANK, (rank + 1) * GPU_PER_RANK)
+    experts.load_state_dict({name: tensor[own] for name, tensor in state.items()})
+
+    def check(result, given, what):
+        x, weights, ids, shared = given
+        scales = state.get("w13_scale"), state.get("w2_scale")
+        wanted = reference.fused_experts(x, state["w13"], state["w2"], weights, ids, *scales, shared)
+        found = mismatch(result, wanted, GPU_BOUND) if len(x) else None
+        assert found is None and result.shape == x.shape, f"{what}: {found}"
+
+    few = dict(low_latency_tokens=GPU_TOKENS)
+    for options in ({}, worst, few, *(other | dict(fp8_dispatch=True) for other in (worst, few) if dtype == FP8)):
+        for shared_experts in (None, Shared()):
+            layer = ExpertParallelMoE(buffer, experts, shared_experts=shared_experts, **options)
+
+            def call(x, weights, ids, shared, layer=layer):
+                return layer(x, weights, ids) if layer.shared_experts else layer(x, weights, ids, shared)
+
+            if shared_experts:
+                inputs = [[x, weights, ids, 2 * x] for x, weights, ids, _ in inputs]
+            for i, given in enumerate(inputs):
+                for _ in range(3):
+                    check(call(*given), given, f"{options}, {shared_experts}, inputs {i}")
+            if options:
+                replay_with_other_inputs(call, inputs, check, f"graph, {options}, {shared_experts}")
+            buffer.check(synchronize=True)
+            layer.close()
+    buffer.destroy()
+
+
+def replay_with_other_inputs(call, inputs, check, what):
+    """Capture a call, and replay it with the first tokens of other inputs; ids of absent tokens are -1."""
+    import torch.distributed as dist
+
+    given = [tensor.clone() for tensor in inputs[0]]
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = call(*given)
+    for other in (*inputs, *inputs):
+        for tensor, new in zip(given, other, strict=True):
+            tensor.fill_(-1 if tensor.dtype == torch.int64 else 0)[: len(new)] = new
+        graph.replay()
+        check(result, given, what)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+def test_one_process_per_gpu(dtype):
+    from helpers.rank_processes import num_ranks, run
+
+    name = "e4m3" if dtype == FP8 else "bf16"
+    received = 8, GPU_TOKENS, num_ranks() * GPU_TOKENS
+    layers = [Layer("", GPU_PER_RANK, GPU_HIDDEN, GPU_HIDDEN, name, received, TOPK)]
+    compile_layers(layers, torch.int64)
+    run(compute_in_processes, dtype)
