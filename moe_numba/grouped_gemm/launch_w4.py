@@ -5,7 +5,14 @@ from functools import cache
 import torch
 
 from moe_numba.grouped_gemm.arguments import GemmOptions, GemmTensors, has_epilogue_options
-from moe_numba.grouped_gemm.checks import check_arguments, describe_outputs, rows_of, scale_strides
+from moe_numba.grouped_gemm.checks import (
+    check_arguments,
+    check_given_config,
+    check_rows,
+    describe_outputs,
+    rows_of,
+    scale_strides,
+)
 from moe_numba.grouped_gemm.config import DTYPE_NAMES, MAX_AVERAGE, MAX_TILES
 from moe_numba.grouped_gemm.config_choice import select_w4
 from moe_numba.grouped_gemm.config_w4 import W4Config, fit_registers
@@ -192,6 +199,7 @@ class W4Plan:
     def __init__(self, weight_format, tensors, options, average, n, config, has_out):
         x, weight, indices = tensors.x, tensors.weight, tensors.gather_indices
         row_layout, wanted, formats = check(weight_format, tensors, options, n, has_out)
+        check_rows(tensors)
         (_, (*rows, n), _), total_rows = wanted[0], rows_of(tensors).numel()
         self.outputs, self.start = Outputs(wanted, x.device, aligned=["y"]), None
         if not total_rows or not rows[0]:
@@ -202,6 +210,7 @@ class W4Plan:
             average = -(-total_rows // groups) if average is None else average
             config = select_w4(row_layout, n, x.shape[-1], groups, average, is_measured, **formats)
         else:
+            check_given_config(config, groups, row_layout=row_layout)
             config = config._replace(**formats)
         self.config = config = with_options(config, tensors, options)
         if groups * -(-total_rows // config.block_m) * -(-n_tiles // config.warpgroups) > MAX_TILES:
