@@ -24,7 +24,7 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
     found = {name: records.recorded(name, gpu, root) for name in BENCH_TOPICS}
     tables = {name: record and bench.topic(name).readme_table(record) or "" for name, record in found.items()}
     # The package has one table of tile configurations, that of the GPU that it was last measured on.
-    tiles = records.recorded("grouped_gemm_tiles", config_table.GPU, root) if config_table.GPU else None
+    tiles = records.recorded("grouped_gemm_tiles", config_table.GPUS[0], root) if config_table.GPUS else None
     tables["grouped_gemm_tiles"] = tiles and bench.topic("grouped_gemm_tiles").readme_table(tiles) or ""
     beside_peers = records.recorded("grouped_gemm", PEERS_GPU, root)
     readme = {
