@@ -7,6 +7,7 @@ from torch import nn
 
 from moe_numba.expert_parallel import Buffer, Config, per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.moe_layer.module import Experts
+from moe_numba.moe_layer.weights import FP8_BLOCK
 from moe_numba.runtime.validate import check_int
 
 _MAX_LOW_LATENCY_TOKENS = 1 << 20
@@ -34,7 +35,8 @@ class ExpertParallelMoE(nn.Module):
         stream of its own, while tokens are dispatched and experts computed.
     fp8_dispatch : bool
         Send tokens in FP8 with a scale per 128 elements, which halves the bytes of dispatch. For experts in FP8 with
-        block scales, which quantise tokens in the same way: they then quantise numbers that are in FP8 already.
+        block scales, which would quantise tokens in the same way, and read what arrives as it is. Experts in another
+        format get it cast to bfloat16.
     low_latency_tokens : int
         If not 0, the most tokens of a rank's call: dispatch and combine are then ``buffer.low_latency``, a launch each,
         for decoding. The buffer needs ``low_latency_mode``. A CUDA graph can capture the call after the first one.
@@ -137,10 +139,8 @@ class ExpertParallelMoE(nn.Module):
             num_worst_tokens=self.num_worst_tokens,
             config=self.config,
         )
-        if self.fp8_dispatch:
-            received = per_token_cast_back(*received)
         # Padding rows have the ids -1, so no expert reads what they contain.
-        rows = self.experts(received, weights, ids)
+        rows = self.compute(received, weights, ids)
         self._wait_for_shared_experts(x, shared)
         return self.buffer.combine(rows, handle, bias=shared, config=self.config)[0]
 
@@ -150,11 +150,20 @@ class ExpertParallelMoE(nn.Module):
             raise ValueError(f"x has {len(x)} tokens; the layer's low_latency_tokens is {self.low_latency_tokens}")
         plan = self._plan(x.shape[1], topk_ids)
         slots = plan.dispatch(x, topk_ids, topk_weights)
-        received = per_token_cast_back(slots.x, slots.scales) if self.fp8_dispatch else slots.x
-        rows = self.experts(received, slots.topk_weights, slots.topk_idx)
+        received = (slots.x, slots.scales) if self.fp8_dispatch else slots.x
+        rows = self.compute(received, slots.topk_weights, slots.topk_idx)
         out = plan.combine(rows, topk_ids)
         self._wait_for_shared_experts(x, shared)
         return out.clone() if shared is None else out + shared
+
+    def compute(self, received, weights, ids):
+        """Compute the local experts of what dispatch returned: rows in bfloat16, or in FP8 and their scales."""
+        if not self.fp8_dispatch:
+            return self.experts(received, weights, ids)
+        if self.experts.format == FP8_BLOCK:
+            x, x_scale = received
+            return self.experts(x, weights, ids, x_scale=x_scale)
+        return self.experts(per_token_cast_back(*received), weights, ids)
 
     def _plan(self, hidden, topk_ids):
         """Return the low-latency exchange for these columns and dtype of ``topk_ids``; the first call makes it."""

@@ -6,6 +6,7 @@ rank's, of a CUDA graph of `CALLS` calls, divided by their number; all steps of 
 
 import json
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +15,11 @@ from torch import nn
 
 import moe_numba
 from moe_numba.course.bench import records
-from moe_numba.course.bench.compile_layers import compile_layers
+from moe_numba.course.bench.compile_layers import compile_layers, empty_arguments
 from moe_numba.course.bench.dist import free_port, process_group
 from moe_numba.course.bench.timing import Stats
 from moe_numba.course.bench.topics.moe_layer_measure import Layer, make_weights
-from moe_numba.expert_parallel import Buffer, per_token_cast_back, per_token_cast_to_fp8
+from moe_numba.expert_parallel import Buffer, get_dispatch_layout, per_token_cast_to_fp8
 from moe_numba.expert_parallel.compile_ahead import compile_ahead
 from moe_numba.expert_parallel.config import limits_of
 from moe_numba.expert_parallel.launch_plans import PlannedKernels
@@ -29,7 +30,7 @@ from moe_numba.moe_layer import ExpertParallelMoE, Experts
 from moe_numba.runtime.device import gpu_of
 
 TOKENS = (8, 64, 512, 4096)
-MAX_LOW_LATENCY_TOKENS = 256
+MAX_LOW_LATENCY_TOKENS = 512
 LOCAL_EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 32, 7168, 2048, 8
 BUFFER_BYTES, CALLS, ROUNDS = 1 << 30, 4, 12
 # Each rank's sum is rounded to bfloat16, and quantisation amplifies differences of the last bit.
@@ -56,14 +57,37 @@ def measure(numbers_of_ranks, quick=False):
     for ranks in numbers_of_ranks:
         if ranks > torch.cuda.device_count():
             continue
-        compile_layers([layer_of(1, tuple(ranks * tokens for tokens in token_counts))])
-        compile_ahead(kernels(ranks, token_counts))
+        compile_all(ranks, token_counts)
         with tempfile.TemporaryDirectory() as folder:
             found = Path(folder) / "rows.json"
             arguments = ranks, free_port(), token_counts, found
             torch.multiprocessing.spawn(_work, arguments, nprocs=ranks)
             rows += json.loads(found.read_text())
     return rows
+
+
+def compile_all(ranks, token_counts):
+    """Compile all kernels in advance: those of the experts and those of the exchange at the same time."""
+    layers = layer_of(1, tuple(ranks * tokens for tokens in token_counts)), layer_of(ranks, token_counts)
+    others = [partial(call_others, ranks, tokens) for tokens in token_counts]
+    with ThreadPoolExecutor() as pool:
+        for work in (
+            pool.submit(compile_layers, layers, torch.int64, others),
+            pool.submit(compile_ahead, kernels(ranks, token_counts)),
+        ):
+            work.result()
+
+
+def call_others(ranks, tokens):
+    """Call what a rank's layer calls besides `layer_of`, on tensors whose memory is not touched."""
+    x, local = torch.empty(tokens, HIDDEN, dtype=torch.bfloat16), layer_of(1)
+    per_token_cast_to_fp8(x)
+    get_dispatch_layout(torch.empty(tokens, TOPK, dtype=torch.int64), LOCAL_EXPERTS * ranks, ranks)
+    moe_numba.silu_and_mul(torch.empty(tokens, 2 * INTERMEDIATE, dtype=torch.bfloat16))
+    given = empty_arguments(local, ranks * tokens, torch.int64)
+    for scales in (torch.empty(ranks * tokens, HIDDEN // 128), torch.empty(HIDDEN // 128, ranks * tokens).T):
+        received = dict(x=given["x"].to(torch.float8_e4m3fn), x_scale=scales)
+        moe_numba.fused_experts(**given | received)
 
 
 def layer_of(ranks, token_counts=()):
@@ -172,7 +196,7 @@ class LayerBench:
             return self.buffer.dispatch(per_token_cast_to_fp8(x) if is_fp8 else x, **layout, **options)
 
         def compute():
-            return self.experts(per_token_cast_back(*rows) if is_fp8 else rows, row_weights, row_ids)
+            return layer.compute(rows, row_weights, row_ids)
 
         rows, row_ids, row_weights, _, handle, _ = dispatch()
         results = compute()
@@ -193,7 +217,8 @@ class LayerBench:
                 call()
             self._barrier()
             graphs[key] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[key]):
+            # thread_local: NCCL's watchdog may call CUDA during the capture.
+            with torch.cuda.graph(graphs[key], capture_error_mode="thread_local"):
                 for _ in range(CALLS):
                     call()
         for round_ in range(ROUNDS + 2):
