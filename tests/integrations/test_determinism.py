@@ -5,7 +5,7 @@ The tests run in no simulator, where they would show nothing: its calls are sequ
 
 import os
 import resource
-import time
+import threading
 
 import pytest
 import torch
@@ -86,6 +86,15 @@ def resident_bytes():
         return int(numbers.read().split()[1]) * resource.getpagesize()
 
 
+def after(seconds):
+    """Return an event that is set after so many seconds."""
+    event = threading.Event()
+    timer = threading.Timer(seconds, event.set)
+    timer.daemon = True
+    timer.start()
+    return event
+
+
 def test_soak():
     """Batches of random sizes, for MOE_NUMBA_SOAK_SECONDS: results stay the same, and memory does not grow."""
     sizes = [1, 2, *torch.randint(1, 700, (46,), generator=torch.Generator().manual_seed(0)).tolist()]
@@ -113,16 +122,18 @@ def test_soak():
     assert all(result.isfinite().all() for result in wanted)
     torch.cuda.synchronize()
     allocated, reserved, resident = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), resident_bytes()
-    choose, rounds, begin = torch.Generator().manual_seed(1), 0, time.monotonic()
-    reported = begin
-    while (now := time.monotonic()) < begin + SOAK_SECONDS or not rounds:
+    choose, rounds, reports = torch.Generator().manual_seed(1), 0, 0
+    ended, due = after(SOAK_SECONDS), after(REPORT_SECONDS)
+    while not ended.is_set() or not rounds:
         for i in torch.randint(0, len(calls), (64,), generator=choose).tolist():
             module, given = calls[i]
             assert torch.equal(module(*given), wanted[i])
         rounds += 1
-        if now > reported + REPORT_SECONDS:
-            reported, grown = now, (torch.cuda.memory_reserved() - reserved, resident_bytes() - resident)
-            print(f"soak: {now - begin:.0f} s, {64 * rounds} calls, {grown[0] >> 20} and {grown[1] >> 20} MiB more")
+        if due.is_set():
+            reports, due = reports + 1, after(REPORT_SECONDS)
+            grown = torch.cuda.memory_reserved() - reserved, resident_bytes() - resident
+            seconds = REPORT_SECONDS * reports
+            print(f"soak: {seconds} s, {64 * rounds} calls, {grown[0] >> 20} and {grown[1] >> 20} MiB more", flush=True)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == allocated
     # Another order of the same sizes may need other blocks of the caching allocator.
