@@ -10,8 +10,9 @@ from moe_numba.align import device_functions, kernel_large, kernel_medium, kerne
 from moe_numba.align.reference import sizes
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import as_tensor
-from moe_numba.runtime.launch import address, launcher, refuse_recording
+from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
+from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import (
     UnsupportedDeviceError,

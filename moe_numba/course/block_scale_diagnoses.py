@@ -94,7 +94,7 @@ def make_halves_in_new_registers(config, layout):
     source = changed_source(factory, ', "e4m3", overwrite=True)', ', "e4m3")')
     source = changed_source(source, "wgmma(product, x, weight)", "wgmma(x, weight)")
     source = changed_source(source, "wgmma(product, x, uint64", "wgmma(x, uint64")
-    source = changed_source(source, "second, product = zeros, zeros, zeros", "second = zeros, zeros")
+    source = changed_source(source, "second, product, ready = zeros, zeros, zeros,", "second, ready = zeros, zeros,")
     return _define(source, factory, kernel_block_scaled)(config, layout)
 
 

@@ -39,6 +39,7 @@ class Kernel:
 
     def __init__(self, runtime, definition):
         self._runtime, self.definition, self._start = runtime, definition, None
+        self._context = *runtime._common_arguments, int(runtime.timeout * 1e9), runtime.rank
 
     @property
     def is_loaded(self):
@@ -58,17 +59,13 @@ class Kernel:
     def __call__(self, grid, *arguments):
         if self._start is None:
             load(self._runtime, [self])
-        self._start(grid, self.definition.block, *self._context(), *arguments)
+        self._start(grid, self.definition.block, *self._context, *arguments)
 
     def bind(self, grid, arguments, first, last):
         """Return ``launch(stream, *changed)``, with ``arguments[first:last]`` replaced; the kernel must be loaded."""
-        context = self._context()
+        context = self._context
         first, last = len(context) + first, len(context) + last
         return bind(self._start, grid, self.definition.block, (*context, *arguments), first, last)
-
-    def _context(self):
-        runtime = self._runtime
-        return *runtime._common_arguments, int(runtime.timeout * 1e9), runtime.rank
 
 
 def load(runtime, kernels):

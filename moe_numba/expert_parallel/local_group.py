@@ -11,7 +11,7 @@ import torch
 from moe_numba import simulator
 from moe_numba.expert_parallel.peer_access import enable_peer_access
 from moe_numba.expert_parallel.transport import TIMEOUT_S, SharedMemory, Transport, poll
-from moe_numba.runtime.launch import wrap_recorded
+from moe_numba.runtime.recording import wrap_recorded
 
 
 class LocalGroup:

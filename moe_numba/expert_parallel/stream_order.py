@@ -7,7 +7,7 @@ import torch
 from moe_numba import simulator
 from moe_numba.expert_parallel.checks import check_previous_event
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
-from moe_numba.runtime.launch import current_stream
+from moe_numba.runtime.context import current_stream
 
 _SAME_STREAM = contextlib.nullcontext(lambda *tensors: EventOverlap())  # see `StreamOrder.on_stream`
 

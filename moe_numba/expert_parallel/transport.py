@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from moe_numba.expert_parallel.peer_access import check_peer_access
-from moe_numba.runtime.launch import current_stream, launcher, signature_of
+from moe_numba.runtime.context import current_stream
+from moe_numba.runtime.launch import launcher, signature_of
 
 TIMEOUT_S = 100.0
 COMPILE_LOCK = threading.RLock()  # Numba's compiler is not thread-safe, and ranks may be threads

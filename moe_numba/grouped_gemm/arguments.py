@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_numba.grouped_gemm.config import DTYPE_NAMES
+
 
 class GemmOptions(NamedTuple):
     """Options of the epilogue, as for the public functions."""
@@ -64,3 +66,21 @@ def has_epilogue_options(tensors: GemmTensors, options: GemmOptions) -> bool:
     """Whether a call needs an epilogue that the block-scaled kernel does not have."""
     plain = PLAIN._replace(silu_and_mul=options.silu_and_mul)
     return options != plain or any(t is not None for t in (tensors.bias, tensors.scatter_indices, tensors.row_weights))
+
+
+def epilogue_fields(tensors: GemmTensors, options: GemmOptions) -> dict[str, Any]:
+    """Return the fields of a kernel's configuration that the output of a call and the inputs of its epilogue have."""
+    return dict(
+        bias="" if tensors.bias is None else DTYPE_NAMES[tensors.bias.dtype],
+        out_dtype="f32" if options.accumulate else DTYPE_NAMES[options.out_dtype],
+        accumulate=options.accumulate,
+        scatter=tensors.scatter_indices is not None,
+        row_weights=tensors.row_weights is not None,
+    )
+
+
+def activation_fields(options: GemmOptions) -> dict[str, Any]:
+    """Return the fields of a kernel's configuration that the activation has: no numbers that it does not use."""
+    if options.activation != "swigluoai":
+        return dict(activation=options.activation)
+    return dict(activation=options.activation, alpha=float(options.alpha), limit=float(options.limit))

@@ -4,7 +4,7 @@ import numbers
 
 import torch
 
-from moe_numba.grouped_gemm.config import MAX_GROUPS, PACKED_SCALES, SCALE_BLOCK
+from moe_numba.grouped_gemm.config import MAX_GROUPS, MAX_TILES, PACKED_SCALES, SCALE_BLOCK
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.validate import (
     UnsupportedDeviceError,
@@ -14,6 +14,9 @@ from moe_numba.runtime.validate import (
     check_tensor,
     is_fake,
 )
+
+# The kernels count rows, columns and the bytes of a row in 32 bits, also when rounded up to whole tiles.
+MAX_SIZE = MAX_TILES - 1024
 
 
 def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype, m_indices=None):
@@ -39,6 +42,8 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype, m_indices=None):
     for name, size in (("n", n), ("k", k)):
         if size % 16 or not size:
             raise ValueError(f"weight's {name} is {size}; it must be a multiple of 16")
+        if (most := MAX_SIZE if name == "n" else MAX_SIZE // x.element_size()) < size:
+            raise ValueError(f"weight's {name} is {size}; at most {most} are allowed")
     masked = x.dim() == 3
     if masked:
         check_tensor("x", x, shape=(groups, "capacity", k), contiguous=True)
@@ -216,6 +221,16 @@ def check_arguments(scaling, tensors, options, has_out, dtype=None):
 def rows_of(tensors):
     """Return the shape of the product without its columns."""
     return tensors.x.shape[:-1] if tensors.gather_indices is None else tensors.gather_indices.shape
+
+
+def check_rows(tensors):
+    """Refuse more rows, or rows farther apart, than the kernels can count."""
+    x, indices = tensors.x, tensors.gather_indices
+    for name, count in (("x", x.shape[:-1].numel()), ("gather_indices", 0 if indices is None else len(indices))):
+        if count > MAX_SIZE:
+            raise ValueError(f"{name} has {count} rows; at most {MAX_SIZE} are allowed")
+    if indices is not None and x.stride(0) * x.element_size() > MAX_TILES:
+        raise ValueError(f"x has strides {x.stride()}; with gather_indices its rows must be less than 2 GiB apart")
 
 
 def describe_outputs(shape, n, scaling, options, out=None):

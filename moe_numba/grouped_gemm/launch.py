@@ -10,6 +10,7 @@ from moe_numba.grouped_gemm.arguments import GemmOptions, GemmShape, GemmTensors
 from moe_numba.grouped_gemm.checks import (
     check_arguments,
     check_given_config,
+    check_rows,
     describe_outputs,
     is_mn_major,
     rows_of,
@@ -31,8 +32,6 @@ from moe_numba.runtime.device import gpu_of, persistent_ctas
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.outputs import Outputs, remember, tensor_key
 from moe_numba.runtime.validate import check_int, make_outputs
-
-_MAX_ROWS = MAX_TILES - 1024  # rounded up to a tile they still fit into 32 bits
 
 _plans: dict = {}
 
@@ -107,11 +106,7 @@ class GemmPlan:
         groups, n, k = weight.shape
         rows = rows_of(tensors)
         total_rows = rows.numel()
-        for name, count in (("the output", total_rows), ("x", x.shape[:-1].numel())):
-            if count > _MAX_ROWS:
-                raise ValueError(f"{name} has {count} rows; at most {_MAX_ROWS} are allowed")
-        if tensors.gather_indices is not None and x.stride(0) * x.element_size() >= 1 << 31:
-            raise ValueError(f"x has strides {x.stride()}; with gather_indices its rows must be less than 2 GiB apart")
+        check_rows(tensors)
         wanted = describe_outputs(rows, n, scaling, options, tensors.out)
         self.outputs = Outputs(wanted, x.device, aligned=[name for name, _, _ in wanted])
         self.launch = None

@@ -2,11 +2,12 @@
 
 from functools import cache
 
+from moe_numba.grouped_gemm.arguments import activation_fields, epilogue_fields
 from moe_numba.grouped_gemm.checks import is_mn_major, is_packed
-from moe_numba.grouped_gemm.config import BLOCK_N, DTYPE_NAMES, THREADS, GemmConfig, SharedMemoryLayout, fit_registers
+from moe_numba.grouped_gemm.config import BLOCK_N, THREADS, GemmConfig, SharedMemoryLayout, fit_registers
 from moe_numba.grouped_gemm.kernel import make_kernel
 from moe_numba.grouped_gemm.launch_tma import TmaLaunch, signature_of
-from moe_numba.runtime.launch import address, launcher
+from moe_numba.runtime.launch import launcher
 
 
 class HopperLaunch(TmaLaunch):
@@ -19,22 +20,10 @@ class HopperLaunch(TmaLaunch):
         config = config._replace(weight_major="mn" if is_mn_major(weight) else "k")
         config = with_options(config, tensors, shape)
         self.config = config = config if is_given else fit_registers(config)
-        self.y_rows = shape.y_rows if config.has_inputs else None
         block_k = 128 // x.element_size()
         view_weight, weight_box = weight_map_of(config, block_k)
         x_box, start = (SharedMemoryLayout(config).x_box_rows, block_k), get_launcher(config, x.device.index or 0)
-        super().__init__(start, tensors, shape, x_box, weight_box, view_weight)
-
-    def epilogue_arguments(self, lengths, bias, scatter_indices, row_weights, *_):
-        """Return the arguments of the epilogue."""
-        if self.y_rows is None:
-            return ()
-        return (
-            lengths if bias is None else address(bias),
-            lengths if row_weights is None else address(row_weights),
-            lengths if scatter_indices is None else address(scatter_indices),
-            self.y_rows,
-        )
+        super().__init__(start, tensors, shape, x_box, weight_box, view_weight, config.has_inputs)
 
 
 def with_options(config, tensors, shape):
@@ -45,15 +34,9 @@ def with_options(config, tensors, shape):
         fast_accumulation=config.fast_accumulation or options.use_fast_accum,
         packed_x_scale=is_packed(tensors.x_scale),
         packed_weight_scale=is_packed(tensors.w_scale),
-        activation=options.activation,
-        alpha=float(options.alpha) if options.activation == "swigluoai" else config.alpha,
-        limit=float(options.limit) if options.activation == "swigluoai" else config.limit,
         partial=shape.silu_and_mul and shape.scaling == "tensor" and shape.n % BLOCK_N != 0,
-        bias="" if tensors.bias is None else DTYPE_NAMES[tensors.bias.dtype],
-        out_dtype="f32" if options.accumulate else DTYPE_NAMES[options.out_dtype],
-        accumulate=options.accumulate,
-        scatter=tensors.scatter_indices is not None,
-        row_weights=tensors.row_weights is not None,
+        **activation_fields(options),
+        **epilogue_fields(tensors, options),
     )
 
 

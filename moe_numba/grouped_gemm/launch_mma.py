@@ -2,8 +2,9 @@
 
 from functools import cache
 
+from moe_numba.grouped_gemm.arguments import epilogue_fields
 from moe_numba.grouped_gemm.checks import is_packed
-from moe_numba.grouped_gemm.config import DTYPE_NAMES, SCALE_BLOCK
+from moe_numba.grouped_gemm.config import SCALE_BLOCK
 from moe_numba.grouped_gemm.config_mma import MmaConfig, select_mma_config
 from moe_numba.grouped_gemm.copies_mma import NO_ROW
 from moe_numba.grouped_gemm.kernel_mma import make_mma_kernel
@@ -95,11 +96,7 @@ def _with_options(config, tensors, shape, gpu):
     return config._replace(
         packed_x_scale=is_packed(tensors.x_scale),
         packed_weight_scale=is_packed(tensors.w_scale),
-        bias="" if tensors.bias is None else DTYPE_NAMES[tensors.bias.dtype],
-        out_dtype="f32" if options.accumulate else DTYPE_NAMES[options.out_dtype],
-        accumulate=options.accumulate,
-        scatter=tensors.scatter_indices is not None,
-        row_weights=tensors.row_weights is not None,
+        **epilogue_fields(tensors, options),
     )
 
 

@@ -1,5 +1,8 @@
 """Launches of the kernels with TMA and wgmma: the arguments that they have in common."""
 
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
 from moe_numba.grouped_gemm.checks import is_mn_major
 from moe_numba.grouped_gemm.config import THREADS
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
@@ -30,70 +33,120 @@ def with_scale_types(signature, config):
     return *signature[:6], *("int32*" if each else "float32*" for each in packed), *signature[8:]
 
 
-class TmaLaunch:
-    """Launches for tensors of given shapes, strides and dtypes.
+class Pointers(NamedTuple):
+    """Addresses of a call's tensors. One that the kernel does not use is that of the group sizes."""
+
+    rows: Any  # of x, all groups'
+    lengths: Any
+    starts: Any
+    x_scale: Any
+    w_scale: Any
+    row_indices: Any
+    epilogue: tuple[Any, Any, Any]  # bias, row_weights and scatter_indices
+
+
+class RowsLaunch(ABC):
+    """Launches of a kernel that reads rows of x by TMA, for tensors of given shapes, strides and dtypes.
 
     Parameters
     ----------
     start : callable
         The launcher of the kernel.
+    grid, threads : int
+        CTAs, and threads of one.
     tensors : GemmTensors
-    shape : GemmShape
-    x_box, weight_box : tuple of int
-        What one TMA load copies.
-    view_weight : callable, optional
-        Returns the view of weight that its tensor map covers.
+    x_box : tuple of int
+        What one TMA load of x copies.
     """
 
-    def __init__(self, start, tensors, shape, x_box, weight_box, view_weight=None):
-        x, weight, indices = tensors.x, tensors.weight, tensors.gather_indices
-        self.start, self.grid = start, persistent_ctas(x.device, 2)  # even, for clusters of two
-        self.view_weight = view_weight or (lambda weight: weight)
-        rows = x.flatten(0, 1) if x.dim() == 3 else x
+    def __init__(self, start, grid, threads, tensors, x_box):
+        x, indices = tensors.x, tensors.gather_indices
+        self.start, self.grid, self.threads, self.is_masked = start, grid, threads, x.dim() == 3
+        rows = x.flatten(0, 1) if self.is_masked else x
         # Gathering from no rows: a tensor map cannot be of an empty tensor.
         self.x_is_empty = not len(rows)
-        self.x_map = tensor_map_template(_stand_in(weight) if self.x_is_empty else rows, x_box, swizzle=128, name="x")
-        self.weight_map = tensor_map_template(self.view_weight(weight), weight_box, swizzle=128, name="weight")
-        self.is_masked = shape.row_layout == "masked"
-        self.sizes = *shape.sizes, shape.k, *shape.scale_strides
+        rows = self.stand_in(x, tensors.weight) if self.x_is_empty else rows
+        self.x_map = tensor_map_template(rows, x_box, swizzle=128, name="x")
         self.gather_sizes = len(x), 0 if indices is None else x.stride(0) * x.element_size()
 
     def __call__(self, tensors, outputs):
-        """Launch the kernel. A pointer that it does not use is that of the group sizes."""
-        x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, indices, *rest = tensors
-        rows = _stand_in(weight) if self.x_is_empty else x.flatten(0, 1) if self.is_masked else x
+        """Launch the kernel."""
+        x, weight, seqlens, cu_seqlens, x_scale, w_scale, offs, indices, bias, scatter_indices, row_weights, *_ = (
+            tensors
+        )
+        rows = x.flatten(0, 1) if self.is_masked else x
+        if self.x_is_empty:
+            rows = self.stand_in(x, weight)
+            if x_scale is not None and not x_scale.numel():
+                x_scale = None  # an empty tensor has no address; every row index is out of bounds
         lengths = address(seqlens if offs is None else offs)
-        # An empty tensor has no address; the kernel reads no scale, because every row index is out of bounds.
-        x_scale = weight_scale if self.x_is_empty else x_scale
-        self.start(
-            self.grid,
-            THREADS,
-            None,
-            self.x_map(rows),
+        pointers = Pointers(
+            address(rows),
+            lengths,
+            lengths if cu_seqlens is None else address(cu_seqlens),
+            lengths if x_scale is None else address(x_scale),
+            lengths if w_scale is None else address(w_scale),
+            lengths if indices is None else address(indices),
+            (
+                lengths if bias is None else address(bias),
+                lengths if row_weights is None else address(row_weights),
+                lengths if scatter_indices is None else address(scatter_indices),
+            ),
+        )
+        self.start(self.grid, self.threads, None, self.x_map(rows), *self.arguments(weight, outputs, pointers))
+
+    @abstractmethod
+    def arguments(self, weight, outputs, pointers):
+        """Return the arguments of the kernel behind the tensor map of x."""
+
+    @abstractmethod
+    def stand_in(self, x, weight):
+        """Return a matrix in the memory of ``weight`` to encode a tensor map of, for an x without rows."""
+
+
+class TmaLaunch(RowsLaunch):
+    """Launches of a kernel that reads the weight by TMA, too.
+
+    Parameters
+    ----------
+    shape : GemmShape
+    weight_box : tuple of int
+        What one TMA load of the weight copies.
+    view_weight : callable, optional
+        Returns the view of weight that its tensor map covers.
+    has_inputs : bool
+        Whether the kernel takes ``EPILOGUE_INPUTS``.
+    start, tensors, x_box
+        See :class:`RowsLaunch`.
+    """
+
+    def __init__(self, start, tensors, shape, x_box, weight_box, view_weight=None, has_inputs=False):
+        super().__init__(start, persistent_ctas(tensors.x.device, 2), THREADS, tensors, x_box)  # even: clusters of two
+        self.view_weight = view_weight or (lambda weight: weight)
+        self.weight_map = tensor_map_template(self.view_weight(tensors.weight), weight_box, swizzle=128, name="weight")
+        self.sizes = *shape.sizes, shape.k, *shape.scale_strides
+        self.y_rows = shape.y_rows if has_inputs else None
+
+    def arguments(self, weight, outputs, pointers):
+        return (
             self.weight_map(self.view_weight(weight)),
             *self.output_maps(outputs[0]),
             address(outputs[0]),
             address(outputs[-1]),
-            lengths,
-            lengths if cu_seqlens is None else address(cu_seqlens),
-            lengths if x_scale is None else address(x_scale),
-            lengths if weight_scale is None else address(weight_scale),
+            pointers.lengths,
+            pointers.starts,
+            pointers.x_scale,
+            pointers.w_scale,
             *self.sizes,
-            address(rows),
-            lengths if indices is None else address(indices),
+            pointers.rows,
+            pointers.row_indices,
             *self.gather_sizes,
-            *self.epilogue_arguments(lengths, *rest),
+            *(() if self.y_rows is None else (*pointers.epilogue, self.y_rows)),
         )
 
     def output_maps(self, y):
         """Return the tensor maps of the output."""
         return ()
 
-    def epilogue_arguments(self, lengths, bias, scatter_indices, row_weights, *_):
-        """Return the arguments of the epilogue."""
-        return ()
-
-
-def _stand_in(weight):
-    """Return a matrix to encode a tensor map of, for an x without rows; the kernel loads none of its rows."""
-    return weight[0].mT if is_mn_major(weight) else weight[0]
+    def stand_in(self, x, weight):
+        return weight[0].mT if is_mn_major(weight) else weight[0]

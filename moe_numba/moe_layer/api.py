@@ -12,8 +12,8 @@ from moe_numba.moe_layer.unpermute import check_topk
 from moe_numba.moe_layer.weights import BLOCK, FP8, FP8_BLOCK, FP8_TENSOR, MXFP4, check_weights, check_wgmma, scaling_of
 from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_workspace
 from moe_numba.runtime.dlpack import as_tensor
-from moe_numba.runtime.launch import refuse_recording
 from moe_numba.runtime.outputs import Outputs, remember, tensor_key
+from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_tensor, make_outputs
 

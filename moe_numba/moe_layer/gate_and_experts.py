@@ -8,8 +8,8 @@ from moe_numba.moe_layer.api import fused_experts
 from moe_numba.moe_layer.weights import check_weights, scaling_of
 from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_workspace
 from moe_numba.runtime.dlpack import as_tensor
-from moe_numba.runtime.launch import refuse_recording
 from moe_numba.runtime.outputs import remember
+from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import check_int, check_tensor, make_outputs
 

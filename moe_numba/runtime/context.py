@@ -1,6 +1,14 @@
-"""The CUDA context of a thread: the driver's functions need one that is current."""
+"""The CUDA context of a thread, which the driver's functions need, and torch's current stream."""
 
 from functools import cache
+
+import torch
+
+from moe_numba import simulator
+from moe_numba.runtime import device as devices
+
+# Looked up once, because every launch calls it; None without CUDA.
+current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def bind_context(device):
@@ -22,3 +30,8 @@ def _primary_context(device):
     if error:
         raise RuntimeError(f"GPU {device} has no context: {error.name}")
     return context
+
+
+def current_stream(device):
+    """The raw handle of torch's current stream on a device. It changes under graph capture: ask at every call."""
+    return 0 if simulator.ENABLED or devices.target() else current_raw_stream(device)

@@ -4,11 +4,7 @@
 of pointers, numbers and tensor maps. A call packs its arguments into one buffer for the driver, in a tenth of the time.
 """
 
-import contextlib
-import ctypes
 import math
-import struct
-import sys
 import threading
 from functools import cache
 
@@ -18,12 +14,13 @@ import torch
 from moe_numba import simulator
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.compile import TENSOR_MAP
-from moe_numba.runtime.context import bind_context
-from moe_numba.runtime.cubin_cache import machine_code
+from moe_numba.runtime.context import current_stream
 from moe_numba.runtime.device import UnsupportedDeviceError
+from moe_numba.runtime.driver_launch import Launcher, three
+from moe_numba.runtime.recording import record
 from moe_numba.runtime.tensor_map import TensorMap, address
 
-__all__ = ["Launcher", "address", "current_stream", "launch", "launcher", "signature_of"]
+__all__ = ["address", "launch", "launcher", "signature_of"]
 
 # Torch's 16- and 8-bit floats reach a kernel as their bits: Numba's own types for them pull in C++ headers.
 _POINTER_NAMES = {
@@ -33,235 +30,7 @@ _POINTER_NAMES = {
     torch.float8_e5m2: "uint8*",
     torch.bool: "uint8*",
 }
-# An argument's bytes in the buffer that the driver reads; each is padded to a multiple of 8.
-_FORMATS = {"int32": "i4x", "uint32": "I4x", "int64": "q", "uint64": "Q", "float32": "f4x", "float64": "d"}
-_SHARED_BYTES_WITHOUT_OPT_IN = 48 * 1024
-
-# The driver's CUlaunchConfig: grid, block, shared bytes and stream, packed behind the arguments for each launch; then
-# the attributes, which never change. A CUlaunchAttribute is an id and a union of 64 bytes.
-_CONFIG_FORMAT = "7I4xQ"
-_CONFIG_STREAM_OFFSET, _CONFIG_PACKED_BYTES, _CONFIG_BYTES = 32, 40, 56
-_CONFIG_ATTRIBUTES_FORMAT = "=QI4x"
-_ATTRIBUTE_FORMAT, _ATTRIBUTE_BYTES = "=I4x3I52x", 72
-
-# Looked up once, because every launch calls them; None without CUDA.
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
-_current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
 _LAUNCHERS_LOCK = threading.RLock()
-_recordings: dict = {}  # thread -> _Recording
-# In the simulator the ranks of a group are greenlets of one thread.
-if simulator.ENABLED:
-    from greenlet import getcurrent as _current_thread
-else:
-    _current_thread = threading.get_ident
-
-
-def _format(type_name):
-    return "128s" if type_name == TENSOR_MAP else "Q" if type_name[-1] == "*" else _FORMATS[type_name]
-
-
-class Launcher:
-    """A kernel compiled for one signature and loaded on one device; calling it launches it.
-
-    Make it with :func:`launcher`, which caches them.
-    """
-
-    def __init__(
-        self,
-        kernel,
-        signature,
-        device,
-        *,
-        launch_bounds,
-        shared_bytes,
-        cluster,
-        cooperative,
-        dependent,
-        cpp_entry=False,
-    ):
-        from cuda.bindings import driver
-        from cuda.core import ObjectCode
-
-        gpu = devices.gpu_of(device)
-        options = dict(arch=gpu.arch, link_arch=gpu.hardware_arch, launch_bounds=launch_bounds, cpp_entry=cpp_entry)
-        cubin, entry = machine_code(kernel, signature, **options)
-        self.name = kernel.py_func.__name__
-        self._kernel = ObjectCode.from_cubin(cubin).get_kernel(entry)  # keeps the code loaded
-        self._function = int(self._kernel.handle)
-        if shared_bytes > _SHARED_BYTES_WITHOUT_OPT_IN:
-            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            handle = driver.CUkernel(self._function)
-            (error,) = driver.cuKernelSetAttribute(limit, shared_bytes, handle, driver.CUdevice(device))
-            if error:
-                raise ValueError(
-                    f"shared_bytes is {shared_bytes}, more than a block of this GPU can have: {error.name}"
-                )
-        self.device, self._shared_bytes = device, shared_bytes
-        self._formats = formats = [_format(type_name) for type_name in signature]
-        self._offsets = [struct.calcsize("=" + "".join(formats[:i])) for i in range(len(formats))]
-        self._config_offset = struct.calcsize("=" + "".join(formats))
-        self._pack = struct.Struct("=" + "".join(formats) + _CONFIG_FORMAT).pack_into
-        self._attributes = _attributes(cluster, cooperative, dependent)
-        self._launch = _driver_launch()
-        self._thread = threading.local()
-
-    def _buffer(self):
-        """Return a buffer for the arguments and the launch configuration, and the addresses that the driver needs."""
-        buffer = ctypes.create_string_buffer(self._config_offset + _CONFIG_BYTES)
-        start = ctypes.addressof(buffer)
-        pointers = (ctypes.c_void_p * len(self._offsets))(*(start + offset for offset in self._offsets))
-        attributes = ctypes.addressof(self._attributes), len(self._attributes) // _ATTRIBUTE_BYTES
-        struct.pack_into(_CONFIG_ATTRIBUTES_FORMAT, buffer, self._config_offset + _CONFIG_PACKED_BYTES, *attributes)
-        return buffer, start + self._config_offset, ctypes.addressof(pointers), pointers
-
-    def _prepare_thread(self):
-        """Give this thread a buffer of its own (the driver releases the GIL), and make the GPU's context current."""
-        bind_context(self.device)
-        self._thread.state = state = self._buffer()
-        return state
-
-    def __call__(self, grid, block, stream, *values):
-        """Launch ``grid`` blocks of ``block`` threads (each an int or a tuple).
-
-        ``stream`` is a raw stream handle, or None for the caller's current stream.
-        """
-        if _current_device() != self.device:
-            with torch.cuda.device(self.device):
-                return self(grid, block, stream, *values)
-        if stream is None:
-            stream = _current_raw_stream(self.device)
-        try:
-            state = self._thread.state
-        except AttributeError:
-            state = self._prepare_thread()
-        buffer, config, pointers, _ = state
-        gx, gy, gz = (grid, 1, 1) if type(grid) is int else _three(grid)
-        bx, by, bz = (block, 1, 1) if type(block) is int else _three(block)
-        self._pack(buffer, 0, *values, gx, gy, gz, bx, by, bz, self._shared_bytes, stream)
-        error = self._launch(config, self._function, pointers, None)
-        if error:
-            self._raise(error, grid, block)
-        if _recordings:
-            _record(self, grid, block, stream, values)
-
-    def prepare(self, grid, block, *values):
-        """Return a function that launches with these arguments on the stream that it is called with."""
-        buffer, config, pointers, kept = self._buffer()
-        self._pack(buffer, 0, *values, *_three(grid), *_three(block), self._shared_bytes, 0)
-        stream_field = ctypes.c_uint64.from_buffer(buffer, self._config_offset + _CONFIG_STREAM_OFFSET)
-        device, function, start, bound_threads = self.device, self._function, self._launch, set()
-
-        def launch_prepared(stream, kept=kept):
-            if _current_device() != device:
-                with torch.cuda.device(device):
-                    return launch_prepared(stream)
-            if threading.get_ident() not in bound_threads:
-                bind_context(device)
-                bound_threads.add(threading.get_ident())
-            stream_field.value = stream
-            error = start(config, function, pointers, None)
-            if error:
-                self._raise(error, grid, block)
-
-        return launch_prepared
-
-    def bind(self, grid, block, values, first, last):
-        """Return ``launch(stream, *changed)``: launches with ``values[first:last]`` replaced, on a raw stream.
-
-        Only these are packed again, so a call takes half of the time. It is not thread-safe.
-        """
-        buffer, config, pointers, kept = self._buffer()
-        self._pack(buffer, 0, *values, *_three(grid), *_three(block), self._shared_bytes, 0)
-        pack, offset = struct.Struct("=" + "".join(self._formats[first:last])).pack_into, self._offsets[first]
-        stream_field = ctypes.c_uint64.from_buffer(buffer, self._config_offset + _CONFIG_STREAM_OFFSET)
-        device, function, start, bound_threads = self.device, self._function, self._launch, set()
-
-        def launch(stream, *changed, kept=kept):
-            if _current_device() != device:
-                with torch.cuda.device(device):
-                    return launch(stream, *changed)
-            if (thread := threading.get_ident()) not in bound_threads:
-                bind_context(device)
-                bound_threads.add(thread)
-            stream_field.value = stream
-            pack(buffer, offset, *changed)
-            error = start(config, function, pointers, None)
-            if error:
-                self._raise(error, grid, block)
-            if _recordings:
-                _record(self, grid, block, stream, (*values[:first], *changed, *values[last:]))
-
-        return launch
-
-    def _raise(self, error, grid, block):
-        from cuda.bindings import driver
-
-        result = driver.CUresult(error)
-        text = driver.cuGetErrorString(result)[1].decode()
-        raise RuntimeError(
-            f"{result.name} ({text}): launch of {self.name} with grid {grid}, block {block} and {self._shared_bytes} "
-            "bytes of dynamic shared memory"
-        )
-
-
-class _Recording(list):
-    """The launches of a call, as functions that launch them again on the current stream."""
-
-    stream_bound = False  # whether the call uses memory that belongs to its stream
-
-
-@contextlib.contextmanager
-def recording():
-    """Collect the launches of this thread, which are also executed."""
-    thread = _current_thread()
-    _recordings[thread] = launches = _Recording()
-    try:
-        yield launches
-    finally:
-        del _recordings[thread]
-
-
-def current_recording():
-    """Return the recording of this thread, or None."""
-    return _recordings.get(_current_thread())
-
-
-def wrap_recorded(wrap):
-    """Replace the launch that was recorded last, ``launch``, by ``wrap(launch)``."""
-    if _recordings and (launches := current_recording()):
-        launches[-1] = wrap(launches[-1])
-
-
-def refuse_recording(reason):
-    """Raise ValueError if the call is being recorded."""
-    if _recordings and current_recording() is not None:
-        raise ValueError(reason)
-
-
-def bind_recording_to_stream():
-    """Note that the call which is being recorded uses memory that belongs to its stream."""
-    if _recordings and (launches := current_recording()) is not None:
-        launches.stream_bound = True
-
-
-def _record(launcher, grid, block, stream, values):
-    launches = current_recording()
-    if launches is None:
-        return
-    start, device = launcher.prepare(grid, block, *values), launcher.device
-
-    def launch_again():
-        now = current_stream(device)
-        # Stream 0, which is also the simulator's, cannot be captured.
-        if launches.stream_bound and (now != stream or (now and torch.cuda.is_current_stream_capturing())):
-            raise RuntimeError(
-                f"this call was prepared on stream {stream:#x} and uses that stream's workspace; it cannot run on "
-                f"stream {now:#x} or in a capture"
-            )
-        start(now)
-
-    launches.append(launch_again)
 
 
 class _CompileOnlyLauncher:
@@ -294,10 +63,10 @@ class _SimulatedLauncher:
         ]
         with simulator.errors.ShortTraceback():
             simulator.run(self._kernel, grid, block, arguments, **self._options)
-        _record(self, grid, block, 0, values)
+        record(self, grid, block, 0, values)
 
     def prepare(self, grid, block, *values):
-        """As `Launcher.prepare`."""
+        """As `driver_launch.Launcher.prepare`."""
         return lambda stream: self(grid, block, stream, *values)
 
 
@@ -386,7 +155,7 @@ def launch(kernel, grid, block, *args, stream=None, **options):
         raise ValueError(f"launch of {kernel.__name__}: no argument is a tensor, so the device is unknown")
     signature, values = signature_of(args)
     if TENSOR_MAP in signature or options.get("cpp_entry"):
-        options = {"launch_bounds": math.prod(_three(block))} | options
+        options = {"launch_bounds": math.prod(three(block))} | options
     index = device.index or 0
     if stream is None:
         stream = current_stream(index)
@@ -416,42 +185,6 @@ def _type_and_value(value):
     raise TypeError(f"a kernel takes tensors, tensor maps and numbers, not {type(value).__name__}")
 
 
-def current_stream(device):
-    """The raw handle of torch's current stream on a device. It changes under graph capture: ask at every call."""
-    return 0 if simulator.ENABLED or devices.target() else _current_raw_stream(device)
-
-
 @cache
 def _pointer_name(dtype):
     return _POINTER_NAMES.get(dtype) or str(dtype).removeprefix("torch.") + "*"
-
-
-def _three(size):
-    return (size, 1, 1) if isinstance(size, int) else (tuple(size) + (1, 1))[:3]
-
-
-def _attributes(cluster, cooperative, dependent):
-    """Return the driver's launch attributes, one after another."""
-    from cuda.bindings.driver import CUlaunchAttributeID as ids
-
-    values = []
-    if cluster:
-        values.append((ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, *_three(cluster)))
-    if cooperative:
-        values.append((ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, 1, 0, 0))
-    if dependent:
-        values.append((ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 1, 0, 0))
-    data = b"".join(struct.pack(_ATTRIBUTE_FORMAT, *map(int, value)) for value in values)
-    return (ctypes.c_char * len(data)).from_buffer_copy(data)
-
-
-@cache
-def _driver_launch():
-    """Return the driver's ``cuLaunchKernelEx(config, function, argument pointers, extra)``.
-
-    It is called through ctypes with packed structures: cuda.bindings converts each field from a Python object, which
-    takes several times as long.
-    """
-    start = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuLaunchKernelEx
-    start.argtypes, start.restype = [ctypes.c_void_p] * 4, ctypes.c_int
-    return start

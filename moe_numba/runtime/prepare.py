@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from moe_numba.runtime.launch import recording
+from moe_numba.runtime.recording import recording
 
 
 class PreparedCall:

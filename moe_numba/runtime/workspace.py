@@ -4,7 +4,8 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.runtime import device as devices
-from moe_numba.runtime.launch import bind_recording_to_stream, current_stream
+from moe_numba.runtime.context import current_stream
+from moe_numba.runtime.recording import bind_recording_to_stream
 
 _POOL_BYTES = 16 << 20  # preallocated for captures, per device and size
 _MAX_POOL_WORKSPACES = 64

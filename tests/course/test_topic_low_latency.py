@@ -1,9 +1,13 @@
 """Benchmark topic low_latency: figures and tables from rows, and which groups are measured."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from moe_numba.course.bench import Stats, records, topic
 from moe_numba.course.bench.topics import low_latency_measure
+from moe_numba.expert_parallel.local_group import LocalGroup
 
 low_latency = topic("low_latency")
 
@@ -44,6 +48,15 @@ def test_one_rank_has_no_peers_in_the_table(record):
     assert lines[7].startswith("| 2, 1 | **20.0** |") and "nothing crosses NVLink" in lines[-1]
 
 
+def test_the_table_shows_peers(record):
+    for dtype in ("bf16", "e4m3"):
+        wanted = dict(config={"ranks": 2}, size={"tokens": 8}, dtype=dtype)
+        record["rows"] += [records.select(record, **wanted)[0] | {"step": "peer:other", "kernel_us": {"median": 9.0}}]
+    lines = low_latency.readme_table(record).splitlines()
+    assert "| other | other, FP8 | as called |" in lines[0]
+    assert lines[3].endswith("| **9.0** | **9.0** | 30 |") and lines[2].endswith("|  |  | 30 |")
+
+
 @pytest.mark.parametrize("ranks, title", [(4, "4 GPUs: "), (1, "One rank, its own rows only: ")])
 def test_the_figure_shows_the_largest_group(record, ranks, title):
     record["rows"] = list(rows(1)) if ranks == 1 else record["rows"]
@@ -62,3 +75,31 @@ def test_rows_need_enough_gpus(monkeypatch):
     assert low_latency.measure([], True) == [] and low_latency.out_of_reach({"config": {"ranks": 1}})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert low_latency.out_of_reach({"config": {"ranks": 2}}) and not low_latency.out_of_reach({"config": {"ranks": 1}})
+
+
+class Peer:
+    """A peer whose sums are right, or not."""
+
+    NAME, VERSION = "other", "1"
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def plan_low_latency(self, problem):
+        """Return one pair."""
+        sums = problem.x.float() * problem.topk_weights.sum(1, keepdim=True) * self.factor
+        return {("pair", "bf16"): (lambda: sums.bfloat16(), True)}
+
+
+@pytest.mark.parametrize("factor, measured", [(1.0, {("peer:other pair", "bf16")}), (1.5, set())])
+def test_peers_whose_sums_are_wrong_are_left_out(factor, measured, capsys):
+    def work(transport):
+        bench = low_latency_measure.LowLatencyBench.__new__(low_latency_measure.LowLatencyBench)
+        bench.peers, bench.versions, bench.ranks = [Peer(factor)], {}, 2
+        bench.buffer = SimpleNamespace(transport=transport)
+        x, weights = torch.randn(5, 8).bfloat16(), torch.rand(5, 2)
+        found = bench._peer_pairs(low_latency_measure.Problem(transport, x, torch.zeros(5, 2).long(), weights, 4))
+        assert set(found) == measured and set(bench.versions) == {step for step, _ in measured}
+
+    LocalGroup(2).run(work)
+    assert ("peer other is left out (5 tokens): AssertionError" in capsys.readouterr().err) != bool(measured)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.w4_gemm import E4M3, INT4, SMALL, gathered, make_problem, pack
 from helpers.wrong_kernels import changed_maker, is_rejected
+from torch._subclasses import FakeTensorMode
 
 from moe_numba import simulator  # before numba: it chooses the engine
 
@@ -157,6 +158,59 @@ def test_bad_arguments_of_int4_are_refused(error, message, change, device):
     arguments |= {name: t.to(device) for name, t in arguments.items() if t is not None}
     with pytest.raises(error, match=message):
         group_gemm_int4(**arguments)
+
+
+@pytest.mark.parametrize(
+    "message, change",
+    [
+        (r"x has 2147483648 rows; at most 2147482623", lambda a: dict(x=a["x"][:1].expand(1 << 31, -1))),
+        (
+            r"x has strides \(1073741824, 1\); with gather_indices .* less than 2 GiB apart",
+            lambda a: dict(x=a["x"].as_strided((1, 64), (1 << 30, 1)), gather_indices=a["seqlens"]),
+        ),
+        (
+            "x has 536870912 rows, too many for 512 groups of 64 columns",
+            lambda a: dict(x=a["x"][:1].expand(1 << 29, -1), **groups_of(512, a["weight"]), num_seq_per_group_avg=1),
+        ),
+        (
+            r"x_scale has strides \(2147483648, 1\); those of rows and blocks must be below 2\^31",
+            lambda a: dict(
+                x=a["x"][:1].repeat(1, 3).to(FP8),
+                weight=a["weight"].new_zeros(2, 1, 3, 136, 16),
+                x_scale=torch.ones(2, device=a["x"].device).as_strided((1, 2), (1 << 31, 1)),
+            ),
+        ),
+    ],
+)
+def test_sizes_beyond_32_bits_are_refused(message, change, device):
+    p = make_problem([3, 2], 64, 64, device)
+    good = dict(x=p.x, weight=pack(p)[0], seqlens=p.lengths, cu_seqlens=p.starts)
+    with pytest.raises(ValueError, match=message):
+        group_gemm_mxfp4(**good | change(good))
+
+
+def groups_of(count, weight):
+    sizes = torch.zeros(count + 1, dtype=torch.int32, device=weight.device)
+    return dict(weight=weight[:1].repeat(count, 1, 1, 1), seqlens=sizes[1:], cu_seqlens=sizes)
+
+
+@pytest.mark.parametrize(
+    "message, tiles",
+    [("weight's n is 2147483648; at most", (1 << 25, 1)), ("weight's k is 1073741824; at most", (1, 1 << 24))],
+)
+def test_weights_beyond_32_bits_are_refused(message, tiles):
+    with FakeTensorMode():  # without their memory
+        x, weight = torch.empty(4, 64 * tiles[1]).bfloat16(), torch.empty(1, *tiles, 2176, dtype=torch.uint8)
+        sizes = torch.empty(2, dtype=torch.int32)
+        with pytest.raises(ValueError, match=message):
+            group_gemm_mxfp4(x, weight, sizes[:1], sizes)
+
+
+@pytest.mark.parametrize("change", [dict(row_layout="offsets"), dict(max_groups=1)])
+def test_configurations_of_other_arguments_are_refused(change, device):
+    p = make_problem([3, 2], 64, 64, device)
+    with pytest.raises(ValueError, match=f"config has {next(iter(change))}"):
+        call(p, config=SMALL._replace(**change))
 
 
 PACKED, THREE_GROUPS = torch.zeros(2, 1, 2, 2176, dtype=torch.uint8), torch.ones(2, 1, 3, 64)

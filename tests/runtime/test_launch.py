@@ -16,7 +16,7 @@ from numba import cuda, int32
 
 from moe_numba import biased_grouped_topk, biased_grouped_topk_align, moe_align_block_size, simulator
 from moe_numba.ptx.memory import atom_add_s32
-from moe_numba.runtime import launch as launch_module
+from moe_numba.runtime import driver_launch
 from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.launch import launch, launcher
@@ -185,13 +185,13 @@ def test_the_packed_configuration_is_the_drivers_structure():
     config.gridDimX, config.gridDimY, config.gridDimZ = 2, 3, 4
     config.blockDimX, config.blockDimY, config.blockDimZ = 5, 6, 7
     config.sharedMemBytes, config.hStream = 8, 9
-    packed = struct.pack("=" + launch_module._CONFIG_FORMAT, 2, 3, 4, 5, 6, 7, 8, 9)
+    packed = struct.pack("=" + driver_launch._CONFIG_FORMAT, 2, 3, 4, 5, 6, 7, 8, 9)
     assert ctypes.string_at(config.getPtr(), len(packed)) == packed
     attribute.id, value = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, attribute.value
     value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = 2, 3, 4
     attribute.value = value
-    packed = launch_module._attributes((2, 3, 4), False, False).raw
-    assert ctypes.string_at(attribute.getPtr(), 20) == packed[:20] and len(packed) == launch_module._ATTRIBUTE_BYTES
+    packed = driver_launch._attributes((2, 3, 4), False, False).raw
+    assert ctypes.string_at(attribute.getPtr(), 20) == packed[:20] and len(packed) == driver_launch._ATTRIBUTE_BYTES
 
 
 def test_a_prepared_call_reads_its_inputs_again(device):

@@ -1,11 +1,15 @@
-"""Process groups of ranks on one node, one GPU per rank."""
+"""Process groups of ranks on one node, one GPU per rank, and peers in their processes."""
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 
 import torch
+
+from moe_numba.course.bench import load_peers
 
 
 def free_port() -> int:
@@ -29,3 +33,19 @@ def process_group(rank: int, ranks: int, port: int) -> Iterator[None]:
     dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
     yield
     dist.destroy_process_group()
+
+
+def peer_files(peers: Iterable[ModuleType], function: str) -> list[str]:
+    """Return the files of the peers that have a function, for `load_files` in the processes of the ranks."""
+    return [str(peer.__file__) for peer in peers if hasattr(peer, function)]
+
+
+def load_files(files: Iterable[str]) -> list[ModuleType]:
+    """Import peers from their files."""
+    paths = [Path(file) for file in files]
+    folders = sorted({path.parent for path in paths})
+    return [
+        peer
+        for folder in folders
+        for peer in load_peers(folder, {path.name for path in paths if path.parent == folder})
+    ]

@@ -3,7 +3,8 @@
 from numba import cuda, int32, int64
 
 from moe_numba.ptx.memory import ld_nc_na_s32x4, pointer_from_address, st_na_s32x4
-from moe_numba.runtime.launch import address, current_stream, launcher
+from moe_numba.runtime.context import current_stream
+from moe_numba.runtime.launch import address, launcher
 
 THREADS = 1024
 

@@ -6,17 +6,23 @@ ranks leave the barrier, and that host and GPU were idle. ``loop_us`` is that of
 divided by their number, as a model calls its layers. Peers are captured in graphs, too.
 
 One rank alone is measured as well, without peers: it copies its own tokens, and nothing crosses NVLink.
+
+A module of ``--peers`` provides ``plan_low_latency(problem)`` (`Problem`), which all ranks call. It returns functions
+that dispatch the tokens to experts that return their rows unchanged, and combine them, as {(name, dtype): (pair,
+is_weighted)}; the sums are weighted, or of one row for each rank with an expert of the token.
 """
 
 import json
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from moe_numba.course.bench import records
-from moe_numba.course.bench.dist import free_port, process_group
+from moe_numba.course.bench.dist import free_port, load_files, peer_files, process_group
 from moe_numba.course.bench.timing import Stats
 from moe_numba.course.bench.topics.dispatch_combine_measure import BUFFER_BYTES, EXPERTS, HIDDEN, MAIN_SMS, TOPK
 from moe_numba.expert_parallel import Buffer, Config, LocalGroup
@@ -42,7 +48,17 @@ LOW_LATENCY = {  # step -> options of `Buffer.low_latency`, and the dtype of the
 }
 
 
-def measure(numbers_of_ranks, quick=False):
+class Problem(NamedTuple):
+    """What a peer dispatches and combines, on one rank."""
+
+    transport: Any  # see ``expert_parallel.transport``
+    x: torch.Tensor  # [tokens, hidden], bfloat16
+    topk_idx: torch.Tensor  # [tokens, topk], int64
+    topk_weights: torch.Tensor  # [tokens, topk], float32
+    num_experts: int
+
+
+def measure(numbers_of_ranks, quick=False, peers=()):
     """Return the record's rows for all group sizes for which there are enough GPUs."""
     rows, numbers_of_ranks = [], [ranks for ranks in numbers_of_ranks if ranks <= torch.cuda.device_count()]
     compile_ahead(definition for ranks in numbers_of_ranks for definition in kernels(ranks, quick))
@@ -52,7 +68,8 @@ def measure(numbers_of_ranks, quick=False):
             continue
         with tempfile.TemporaryDirectory() as folder:
             found = Path(folder) / "rows.json"
-            torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, found), nprocs=ranks)
+            files = peer_files(peers, "plan_low_latency")
+            torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, files, found), nprocs=ranks)
             rows += json.loads(found.read_text())
     return rows
 
@@ -78,9 +95,9 @@ def _num_experts(ranks):
     return EXPERTS // ranks * ranks if ranks > 1 else ONE_RANK_EXPERTS
 
 
-def _work(rank, ranks, port, quick, found):
+def _work(rank, ranks, port, quick, files, found):
     with process_group(rank, ranks, port):
-        rows = LowLatencyBench(rank, ranks, quick, torch.distributed.group.WORLD).rows()
+        rows = LowLatencyBench(rank, ranks, quick, torch.distributed.group.WORLD, load_files(files)).rows()
         if rank == 0:
             found.write_text(json.dumps(rows))
 
@@ -93,7 +110,8 @@ def _repeat(call):
 class LowLatencyBench:
     """The benchmark on one rank; all steps of one number of tokens run interleaved with one another."""
 
-    def __init__(self, rank, ranks, quick, group):
+    def __init__(self, rank, ranks, quick, group, peers=()):
+        self.peers, self.versions = peers, {}
         self.ranks, self.quick, self.group, self.device = ranks, quick, group, torch.device("cuda", rank)
         self.experts = _num_experts(ranks)
         self.config = dict(ranks=ranks, num_experts=self.experts, topk=TOPK, hidden=HIDDEN)
@@ -139,6 +157,8 @@ class LowLatencyBench:
             steps["normal, graph", "bf16"] = self._normal_pair(x, idx, weights)
             for name, call in self._nccl_pairs(x).items():
                 steps[f"peer:NCCL {name}", "bf16"] = call
+                self.versions[f"peer:NCCL {name}"] = ".".join(map(str, torch.cuda.nccl.version()))
+            steps |= self._peer_pairs(Problem(self.buffer.transport, x, idx, weights, self.experts))
         graphs = {key: self._graph_of_pairs(call) for key, call in steps.items()}
         loops = {key: partial(_repeat, call) for key, call in steps.items()}
         kernel, called = self._interleaved(graphs, PAIRS), self._interleaved(steps, 1)
@@ -156,7 +176,7 @@ class LowLatencyBench:
                 kernel=kernel[step, dtype],
                 call=called[step, dtype],
                 loop_us=records.times(looped[step, dtype]),
-                **({"version": ".".join(map(str, torch.cuda.nccl.version()))} if step.startswith("peer:") else {}),
+                **({"version": self.versions[step]} if step in self.versions else {}),
             )
             for step, dtype in steps
         ]
@@ -176,12 +196,37 @@ class LowLatencyBench:
             scales = plan.received.scales.repeat_interleave(128, dim=-1)
             y.copy_((rows.float() * scales).bfloat16().nan_to_num())
         out = plan.combine(y, idx, weights if packed else None)
-        copies = weights.sum(1, keepdim=True) if packed else (self._ranks_of(idx))
-        error = ((out.float() - x.float() * copies).abs() / (x.float() * copies).abs().clamp(min=0.1)).max()
         # bfloat16 rounds to 8 bits, e4m3 to 4; either is rounded once for each direction.
-        if not error < (0.2 if plan.shape.combines_fp8 else 0.1 if plan.shape.is_fp8 else 0.02):
-            raise AssertionError(f"the combined rows are not the sums of the sent rows: relative error {error:.3g}")
+        bound = 0.2 if plan.shape.combines_fp8 else 0.1 if plan.shape.is_fp8 else 0.02
+        self._check_sums(out, x, weights.sum(1, keepdim=True) if packed else self._ranks_of(idx), bound)
         return pair
+
+    def _check_sums(self, out, x, copies, bound):
+        """Check that combined tokens are the tokens times ``copies``."""
+        error = ((out.float() - x.float() * copies).abs() / (x.float() * copies).abs().clamp(min=0.1)).max()
+        if not error < bound:
+            raise AssertionError(f"the combined rows are not the sums of the sent rows: relative error {error:.3g}")
+
+    def _peer_pairs(self, problem):
+        """Return the pairs of the peers, after checking their sums; report a peer that raises an error on any rank."""
+        found = {}
+        for peer in self.peers:
+            pairs, error = {}, None
+            try:
+                for (name, dtype), (pair, is_weighted) in peer.plan_low_latency(problem).items():
+                    weighted = problem.topk_weights.sum(1, keepdim=True)
+                    copies = weighted if is_weighted else self._ranks_of(problem.topk_idx)
+                    self._check_sums(pair(), problem.x, copies, 0.1 if dtype == "e4m3" else 0.02)
+                    pairs[f"peer:{peer.NAME} {name}", dtype] = pair
+            except Exception as raised:  # the other peers are measured whatever this one raises
+                error = f"{type(raised).__name__}: {raised}"
+            errors = [error for error in self.buffer.transport.gather(error) if error is not None]
+            if errors:
+                print(f"peer {peer.NAME} is left out ({len(problem.x)} tokens): {errors[0]}", file=sys.stderr)
+                continue
+            found |= pairs
+            self.versions |= dict.fromkeys((step for step, _ in pairs), peer.VERSION)
+        return found
 
     def _normal_pair(self, x, idx, weights):
         """Return a function that dispatches and combines in normal mode, without waiting for the counts."""
