@@ -7,7 +7,9 @@ from torch import nn
 
 from moe_numba.expert_parallel import Buffer, Config, per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.moe_layer.module import Experts
+from moe_numba.moe_layer.sum_and_combine import SumAndCombine
 from moe_numba.moe_layer.weights import FP8_BLOCK
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.validate import check_int
 
 _MAX_LOW_LATENCY_TOKENS = 1 << 20
@@ -41,6 +43,10 @@ class ExpertParallelMoE(nn.Module):
         If not 0, the most tokens of a rank's call: dispatch and combine are then ``buffer.low_latency``, a launch each,
         for decoding. The buffer needs ``low_latency_mode``. A CUDA graph can capture the call after the first one.
         ``num_worst_tokens`` and ``config`` are not used.
+    overlap_combine : bool
+        Let combine send the first sums of the experts' rows while the last ones are computed. For many tokens; see
+        docs/expert_parallel.md. Combine's SMs must be at most half of the GPU's. Not with ``low_latency_tokens``, nor
+        with experts that have stages in torch.
 
     Raises
     ------
@@ -63,20 +69,36 @@ class ExpertParallelMoE(nn.Module):
         shared_experts: nn.Module | None = None,
         fp8_dispatch: bool = False,
         low_latency_tokens: int = 0,
+        overlap_combine: bool = False,
     ):
         super().__init__()
         if not isinstance(buffer, Buffer):
             raise TypeError(f"buffer is {type(buffer).__name__}; it must be a moe_numba.Buffer")
         if not isinstance(experts, Experts):
             raise TypeError(f"experts is {type(experts).__name__}; it must be a moe_numba.moe_layer.Experts")
-        if not isinstance(fp8_dispatch, bool):
-            raise TypeError(f"fp8_dispatch is {fp8_dispatch!r}; it must be True or False")
+        for name, value in (("fp8_dispatch", fp8_dispatch), ("overlap_combine", overlap_combine)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r}; it must be True or False")
         self.buffer, self.experts, self.config = buffer, experts, config
         self.shared_experts, self.fp8_dispatch = shared_experts, fp8_dispatch
         self.num_worst_tokens = check_int("num_worst_tokens", num_worst_tokens, 0)
         self.low_latency_tokens = check_int("low_latency_tokens", low_latency_tokens, 0, _MAX_LOW_LATENCY_TOKENS)
+        self._sum_and_combine = self._make_sum_and_combine() if overlap_combine else None
         self._plans: dict[Any, Any] = {}  # of low-latency exchanges
         self._stream: torch.cuda.Stream | None = None  # of the shared experts
+
+    def _make_sum_and_combine(self):
+        """Check that the weighted sum and combine can run at the same time."""
+        if self.low_latency_tokens or self.experts.reference - {"gate"}:
+            what = (
+                f"low_latency_tokens is {self.low_latency_tokens}, experts.reference {sorted(self.experts.reference)}"
+            )
+            raise ValueError(f"{what}; with overlap_combine they must be 0 and empty")
+        config, device = self.config or Buffer.get_combine_config(self.buffer.group_size), self.experts.w13.device
+        if 2 * config.num_sms > gpu_of(device).sm_count:
+            most = f"half of the GPU's {gpu_of(device).sm_count}"
+            raise ValueError(f"config has {config.num_sms} SMs; with overlap_combine at most {most} are allowed")
+        return SumAndCombine(self.buffer, self.experts, config)
 
     @property
     def num_experts(self) -> int:
@@ -140,6 +162,9 @@ class ExpertParallelMoE(nn.Module):
             config=self.config,
         )
         # Padding rows have the ids -1, so no expert reads what they contain.
+        if self._sum_and_combine is not None:
+            self._wait_for_shared_experts(x, shared)
+            return self._sum_and_combine(*self._as_experts_read(received), weights, ids, handle, shared)
         rows = self.compute(received, weights, ids)
         self._wait_for_shared_experts(x, shared)
         return self.buffer.combine(rows, handle, bias=shared, config=self.config)[0]
@@ -158,12 +183,14 @@ class ExpertParallelMoE(nn.Module):
 
     def compute(self, received, weights, ids):
         """Compute the local experts of what dispatch returned: rows in bfloat16, or in FP8 and their scales."""
+        x, x_scale = self._as_experts_read(received)
+        return self.experts(x, weights, ids, x_scale=x_scale)
+
+    def _as_experts_read(self, received):
+        """Return received rows and their scales, or None, in a format that the experts read."""
         if not self.fp8_dispatch:
-            return self.experts(received, weights, ids)
-        if self.experts.format == FP8_BLOCK:
-            x, x_scale = received
-            return self.experts(x, weights, ids, x_scale=x_scale)
-        return self.experts(per_token_cast_back(*received), weights, ids)
+            return received, None
+        return received if self.experts.format == FP8_BLOCK else (per_token_cast_back(*received), None)
 
     def _plan(self, hidden, topk_ids):
         """Return the low-latency exchange for these columns and dtype of ``topk_ids``; the first call makes it."""
@@ -184,4 +211,5 @@ class ExpertParallelMoE(nn.Module):
         """Describe the ranks."""
         ranks = f"rank={self.buffer.rank} of {self.buffer.group_size}"
         options = f"num_worst_tokens={self.num_worst_tokens}, fp8_dispatch={self.fp8_dispatch}"
+        options += ", overlap_combine=True" if self._sum_and_combine is not None else ""
         return f"{ranks}, num_experts={self.num_experts}, {options}, low_latency_tokens={self.low_latency_tokens}"

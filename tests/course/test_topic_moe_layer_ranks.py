@@ -59,7 +59,8 @@ def test_rows(small):
     steps = [(row["step"], row["dtype"]) for row in first]
     both = lambda *names: [(name, dtype) for dtype in ("bf16", "e4m3") for name in names]
     beside = [(f"shared experts {how}", "bf16") for how in ("beside", "first")]
-    assert steps == [*both("final", "low latency"), *beside, ("part: shared experts", "bf16"), *both(*PARTS)]
+    layers = both("final", "combine during the sum", "low latency")
+    assert steps == [*layers, *beside, ("part: shared experts", "bf16"), *both(*PARTS)]
     assert all(row["config"]["ranks"] == 2 and row["config"]["num_experts"] == 4 for row in first)
 
 
@@ -110,9 +111,9 @@ def test_prediction():
 def test_figure_and_table():
     record = made_record()
     lines = moe_layer_ranks.readme_table(record).splitlines()
-    assert lines[0].startswith("| GPUs, tokens on each | one layer | FP8 dispatch |")
+    assert lines[0].startswith("| GPUs, tokens on each | one layer | FP8 dispatch | FP8, combine during the sum |")
     assert lines[0].endswith("| on 8 GPUs (model) | DeepGEMM's mega-MoE | DeepEP and DeepGEMM |")
-    assert lines[2].startswith("| 2, 8 | **198** |  |  |  | 36.0 | 100 | 62.0 |  |  | 198 |  | ")
+    assert lines[2].startswith("| 2, 8 | **198** |  |  |  |  | 36.0 | 100 | 62.0 |  |  | 198 |  | ")
     assert lines[2].endswith(" | 404 | 456 |") and len(set(line.count("|") for line in lines[:5])) == 1
     assert "NVIDIA Toy" in lines[-1]
     (figure,) = moe_layer_ranks.figures(record).values()

@@ -6,7 +6,7 @@ from helpers.expert_parallel import NUM_BYTES, SMALL, engine
 
 from moe_numba.course.bench.compile_layers import compile_layers
 from moe_numba.course.bench.topics.moe_layer_measure import Layer
-from moe_numba.expert_parallel import Buffer, LocalGroup
+from moe_numba.expert_parallel import Buffer, Config, LocalGroup
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
 from moe_numba.moe_layer import ExpertParallelMoE, Experts, expert_parallel_moe, reference
 
@@ -99,6 +99,18 @@ def test_dispatch_in_fp8(in_torch, options, monkeypatch):
     assert wrong(results, state, flipped) is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("tokens, worst", [([3, 5], 0), ([4, 0, 2], 6)])
+def test_combine_during_the_sum(tokens, worst, dtype):
+    """Bit-identical to a sum before combine; also with FP8 dispatch, and a shared expert."""
+    state, ranks = make_inputs(tokens, dtype)
+    options = dict(num_worst_tokens=worst, fp8_dispatch=dtype == FP8)
+    for shared_experts in (None, Shared()):
+        results = run(state, ranks, dtype, shared_experts=shared_experts, overlap_combine=True, **options)
+        expected = run(state, ranks, dtype, shared_experts=shared_experts, **options)
+        assert all(map(torch.equal, results, expected))
+
+
 class Shared(torch.nn.Module):
     """Shared experts that add what is known: twice the tokens."""
 
@@ -141,8 +153,16 @@ def test_invalid_arguments():
             ExpertParallelMoE(buffer, experts, -1)
         with pytest.raises(ValueError, match="low_latency_tokens is -1; 0 to"):
             ExpertParallelMoE(buffer, experts, low_latency_tokens=-1)
-        with pytest.raises(TypeError, match="fp8_dispatch is 1; it must be True or False"):
-            ExpertParallelMoE(buffer, experts, fp8_dispatch=1)
+        for name in ("fp8_dispatch", "overlap_combine"):
+            with pytest.raises(TypeError, match=f"{name} is 1; it must be True or False"):
+                ExpertParallelMoE(buffer, experts, **{name: 1})
+        with pytest.raises(ValueError, match="low_latency_tokens is 2, .*; with overlap_combine they must be 0 and"):
+            ExpertParallelMoE(buffer, experts, low_latency_tokens=2, overlap_combine=True)
+        in_torch = Experts(PER_RANK, HIDDEN, HIDDEN, reference={"sum"})
+        with pytest.raises(ValueError, match=r"experts.reference \['sum'\]; with overlap_combine they must be 0 and"):
+            ExpertParallelMoE(buffer, in_torch, overlap_combine=True)
+        with pytest.raises(ValueError, match="config has 132 SMs; with overlap_combine at most half of the GPU's"):
+            ExpertParallelMoE(buffer, experts, config=Config(132), overlap_combine=True)
         x, weights, ids = torch.zeros(3, HIDDEN).bfloat16(), torch.zeros(3, 2), torch.zeros(3, 2).long()
         layer = ExpertParallelMoE(buffer, experts, low_latency_tokens=2)
         with pytest.raises(ValueError, match="x has 3 tokens; the layer's low_latency_tokens is 2"):
@@ -185,7 +205,14 @@ def compute_in_processes(rank, ranks, dtype):
         assert found is None and result.shape == x.shape, f"{what}: {found}"
 
     few = dict(low_latency_tokens=GPU_TOKENS)
-    for options in ({}, worst, few, *(other | dict(fp8_dispatch=True) for other in (worst, few) if dtype == FP8)):
+    beside = worst | dict(overlap_combine=True)
+    for options in (
+        {},
+        worst,
+        few,
+        beside,
+        *(other | dict(fp8_dispatch=True) for other in (worst, few, beside) if dtype == FP8),
+    ):
         for shared_experts in (None, Shared()):
             layer = ExpertParallelMoE(buffer, experts, shared_experts=shared_experts, **options)
 

@@ -21,6 +21,7 @@ PARTS = "part: dispatch", "part: experts", "part: combine"
 STEPS = {  # column of the table -> the row's step and the dtype that dispatch sends
     "one layer": ("final", "bf16"),
     "FP8 dispatch": ("final", "e4m3"),
+    "FP8, combine during the sum": ("combine during the sum", "e4m3"),
     "low latency": ("low latency", "bf16"),
     "low latency, FP8": ("low latency", "e4m3"),
     "dispatch": (PARTS[0], "bf16"),
@@ -29,7 +30,7 @@ STEPS = {  # column of the table -> the row's step and the dtype that dispatch s
     "shared expert first": ("shared experts first", "bf16"),
     "beside": ("shared experts beside", "bf16"),
 }
-LAYERS = ("final", "bf16"), ("final", "e4m3"), ("low latency", "bf16"), ("low latency", "e4m3")
+LAYERS = [(step, wire) for step in ("final", "combine during the sum", "low latency") for wire in ("bf16", "e4m3")]
 
 
 def measure(peers, quick):
@@ -102,7 +103,7 @@ def readme_table(record):
     """Return a table of a layer, its parts, and the prediction, per group size and number of tokens."""
     names = [*STEPS, "sum of parts", "FP8, sum of parts", f"on {PREDICTED} GPUs (model)", *PUBLISHED]
     lines = [f"| GPUs, tokens on each | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
-    layers = [step.startswith(("final", "low latency")) for step, _ in STEPS.values()].count(True)
+    layers = sum(key in LAYERS for key in STEPS.values())
     for ranks in numbers_of_ranks(record):
         times = _medians(record, ranks)
         predicted = predict(record, ranks) if len(times) > 1 else {}

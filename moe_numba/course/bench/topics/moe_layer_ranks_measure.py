@@ -22,11 +22,13 @@ from moe_numba.course.bench.topics.moe_layer_measure import Layer, make_weights
 from moe_numba.expert_parallel import Buffer, get_dispatch_layout, per_token_cast_to_fp8
 from moe_numba.expert_parallel.compile_ahead import compile_ahead
 from moe_numba.expert_parallel.config import limits_of
-from moe_numba.expert_parallel.launch_plans import PlannedKernels
+from moe_numba.expert_parallel.launch_plans import PlannedKernels, plan_combine
 from moe_numba.expert_parallel.low_latency_base import shape_of_options
 from moe_numba.expert_parallel.low_latency_exchange import exchange_kernels
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.moe_layer import ExpertParallelMoE, Experts
+from moe_numba.moe_layer.kernel_sum_for_combine import SIGNATURE as SUM_SIGNATURE
+from moe_numba.moe_layer.sum_and_combine import prepare_sum
 from moe_numba.runtime.device import gpu_of
 
 TOKENS = (8, 64, 512, 4096)
@@ -88,6 +90,8 @@ def call_others(ranks, tokens):
     for scales in (torch.empty(ranks * tokens, HIDDEN // 128), torch.empty(HIDDEN // 128, ranks * tokens).T):
         received = dict(x=given["x"].to(torch.float8_e4m3fn), x_scale=scales)
         moe_numba.fused_experts(**given | received)
+    start, threads = prepare_sum(HIDDEN, TOPK, ranks, x.device)
+    start(ranks, threads, None, *[0] * len(SUM_SIGNATURE))
 
 
 def layer_of(ranks, token_counts=()):
@@ -104,6 +108,7 @@ def kernels(ranks, token_counts):
         channels = planned.dispatch(dispatch, HIDDEN, topk=TOPK, **rows)
         for biases in (0, 1):
             planned.combine(combine, HIDDEN, 0, channels, biases)
+        plan_combine(planned, combine, HIDDEN, 0, channels, 0, True)
         for tokens in token_counts:
             if tokens <= MAX_LOW_LATENCY_TOKENS:
                 sizes = ranks, tokens, HIDDEN, LOCAL_EXPERTS * ranks, TOPK
@@ -180,6 +185,7 @@ class LayerBench:
         for wire, is_fp8 in WIRES.items():
             layers[wire] = make(worst, fp8_dispatch=is_fp8)
             steps["final", wire] = layers[wire], False
+            steps["combine during the sum", wire] = make(worst, fp8_dispatch=is_fp8, overlap_combine=True), False
             if tokens <= MAX_LOW_LATENCY_TOKENS:
                 steps["low latency", wire] = make(low_latency_tokens=tokens, fp8_dispatch=is_fp8), False
         steps["shared experts beside", "bf16"] = make(worst, shared_experts=self.shared_expert), True
