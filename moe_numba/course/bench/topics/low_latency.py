@@ -78,8 +78,8 @@ def readme_table(record):
     lines += [
         "",
         "Median time of the slowest rank for dispatch and combine together, microseconds, in a CUDA graph. The last "
-        "two columns are the first one called from Python: a single call after a barrier, which includes how far apart the "
-        "hosts leave it, and calls in a loop, divided by their number. With 1 GPU a rank copies "
+        "two columns are the first one called from Python: a single call after a barrier, which includes how far "
+        "apart the hosts leave it, and calls in a loop, divided by their number. With 1 GPU a rank copies "
         f"its own tokens, for {low_latency_measure.ONE_RANK_EXPERTS} experts, and nothing crosses NVLink; "
         f"{plots.provenance(record)}.",
     ]
