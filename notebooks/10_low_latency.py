@@ -46,7 +46,7 @@ from moe_numba.course.low_latency_runs import Round, Sizes, first_error, random_
 from moe_numba.course.prediction import Judgement
 from moe_numba.course.prose import say
 from moe_numba.course.simulate import changed_source, define, in_simulator, source_of
-from moe_numba.course.source_diff import change, listing
+from moe_numba.course.source_diff import change, listing, passage
 from moe_numba.expert_parallel import Buffer, LocalGroup
 from moe_numba.expert_parallel.kernels import low_latency_packing, low_latency_protocol
 from moe_numba.expert_parallel.kernels.low_latency_combine import add_row, round_sums
@@ -66,7 +66,7 @@ TOKEN_COUNTS = (1, 8, 32, 128, 256)
 LINES = {
     "this notebook, packed by expert": "final",
     "this notebook, in slots": "in slots",
-    "ring buffers (notebooks 08 and 09)": "normal, graph",
+    "ring buffers (notebooks 08, 09)": "normal, graph",
     **times.peer_steps(RECORD),
 }
 PAIRS = {name: found for name, step in LINES.items() if (found := times.times_of(RECORD, step, 2))}
@@ -77,13 +77,13 @@ VERSIONS = ", ".join(
 Markdown(
     f"**Result.** Dispatch and combine of a few tokens per rank on 2 GPUs ({RECORD['gpu']}), microseconds: hidden 7168, "
     "top-8 of 256 experts, bfloat16, median time of the slowest rank in a CUDA graph; all lines are measured interleaved "
-    f"({VERSIONS}).\n\n" + times.table(PAIRS, TOKEN_COUNTS, "", "{} tokens")
+    f"({VERSIONS}).\n\n" + times.table(PAIRS, TOKEN_COUNTS, "tokens per rank")
 )
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-packed, slots, ring = (times.spread(RECORD, step, 2) for step in ("final", "in slots", "normal, graph"))
+PACKED, SLOTS, RING = (times.spread(RECORD, step, 2) for step in ("final", "in slots", "normal, graph"))
 peers = [
-    f"{100 * packed['median'] / PAIRS[name][1]:.0f} % of {what}"
+    f"{100 * PACKED['median'] / PAIRS[name][1]:.0f} % of the time of {what}"
     for name, what in (
         (DEEPEP, "DeepEP's low-latency kernels, whose output has the same layout"),
         (NCCL, "NCCL's all-to-all"),
@@ -91,12 +91,12 @@ peers = [
     if name
 ]
 Markdown(
-    f"With 1 token the pair takes {packed['median']:.1f} us packed by expert"
+    f"With 1 token the pair takes {PACKED['median']:.1f} us packed by expert"
     + (f": {', and '.join(peers)}" if peers else "")
-    + f". In slots it takes {slots['median']:.1f} us. Single samples vary: the 10th and 90th percentiles are "
-    f"{packed['p10']:.1f} and {packed['p90']:.1f} us packed, {slots['p10']:.1f} and {slots['p90']:.1f} us in slots. "
+    + f". In slots it takes {SLOTS['median']:.1f} us. Single samples vary: the 10th and 90th percentiles are "
+    f"{PACKED['p10']:.1f} and {PACKED['p90']:.1f} us packed, {SLOTS['p10']:.1f} and {SLOTS['p90']:.1f} us in slots. "
     "NCCL's pairs send every token to all ranks and back; they neither select ranks nor place rows by expert, and the "
-    "all-to-all does not add."
+    "all-to-all does not add. Empty cells are not recorded."
 )
 
 # %% [markdown]
@@ -141,7 +141,7 @@ Markdown(
 bound = {
     "2 launches": ("launch", 2 * LAUNCH_US),
     "2 loads": ("memory", 2 * LOAD_US),
-    "NVLink, twice": ("link", 2 * model.ONE_WAY_US),
+    "2 NVLink latencies": ("link", 2 * model.ONE_WAY_US),
 }
 chains = {name: times.spans({"": ("kernel", found[1])}) for name, found in PAIRS.items()}
 draw.latency_chain(
@@ -155,8 +155,8 @@ say(
     "The lower bound is {bound:.1f} us, {share:.0f} % of the {pair:.1f} us of ring buffers. Bandwidth is no part of it: at "
     "NVLink's 450 GB/s the bytes of one token take {wire:.2f} us each way.",
     bound=BOUND_US,
-    share=100 * BOUND_US / ring["median"],
-    pair=ring["median"],
+    share=100 * BOUND_US / RING["median"],
+    pair=RING["median"],
     wire=model.bytes_each_way(2, 1) / 450e3,
 )
 
@@ -243,7 +243,7 @@ def check_packed(inputs, outputs):
 # ## 3. Step 1: fixed slots, flags after data
 #
 # **Bottleneck.** The counts and the rings: no row leaves before `notify` has ended, and each row passes through shared
-# memory and a ring. The pair takes ten times the lower bound of section 1.
+# memory and a ring. Section 1 compares the pair with its lower bound.
 #
 # **Idea.** The address of a slot depends only on the rank and the number of the token. Nothing must be counted, and a
 # sender needs no answer. CTA `t` sends token `t` of its rank and receives token `t` of every rank:
@@ -259,9 +259,10 @@ def check_packed(inputs, outputs):
 # ahead, because operation n + 1 ends only with the flags of all ranks, which they store after their operation n. All
 # CTAs must be resident at the same time, because they wait for CTAs of other ranks.
 #
-# A flag has fewer bits than a counter: `2 * number` would overflow. So numbers wrap at 22 bits, and a layer that runs
-# for weeks does not hang. Two bits would do, since a slot holds a flag of operation n - 2 or n; the number of values
-# must be even, so that halves still alternate.
+# A flag has fewer bits for the number than a counter: `2 * number` overflows after 2^30 operations, and the
+# `number << 8` of step 4 after 2^23, whereupon a receiver would wait forever. So numbers wrap after 2^22 operations. A
+# few values suffice, since a slot holds the flag of operation n - 2 or n; they must be an even number, so that the
+# halves alternate.
 #
 # **Predicted time.** Two launches, two loads, and two fenced one-way NVLink latencies.
 
@@ -328,14 +329,6 @@ def make_flags(sizes):
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-def passage(make, first, last):
-    """Show a passage of a kernel, from the first line that contains one text to the next that contains another."""
-    lines = source_of(make).splitlines()
-    begin = next(n for n, line in enumerate(lines) if first in line)
-    end = next(n for n in range(begin, len(lines)) if last in lines[n])
-    return Markdown("```python\n" + "\n".join(line[8:] for line in lines[begin : end + 1]) + "\n```")
-
-
 passage(make_flags, "cuda.syncthreads()  # all lanes", "has_row[out] = flag & 1")
 
 # %%
@@ -349,19 +342,19 @@ def where_time_goes(step, one_way_us):
     return " + ".join(f"{us:.1f} us ({name})" for name, us in parts.items())
 
 
-flags = times.spread(RECORD, "in slots, flags", 2)["median"]
-fenced = chain_us(model.FENCED_ONE_WAY_US)
+FLAGS_US = times.spread(RECORD, "in slots, flags", 2)["median"]
+fenced_us = chain_us(model.FENCED_ONE_WAY_US)
 say(
     "**Measured.** 1 token, 2 GPUs: {ring:.1f} us through ring buffers, {flags:.1f} us with flags. The predicted time is "
     "{fenced:.1f} us; the pair takes {ratio:.1f} times as long.\n\n"
-    "**Where does the rest go?** {flags:.1f} us = {parts}. One rank alone, whose rows cross no NVLink, already takes "
+    "**Where does the rest go?** {flags:.1f} us = {parts}. One rank alone, whose rows do not cross NVLink, already takes "
     "{alone:.1f} us: the prediction leaves out loads that wait for one another (the number of the operation, then the row, "
     "at the receiver the row again), barriers, and fences inside the GPU. Section 9 discusses the rest.\n\n"
     "Slots need memory for the worst case: 8 ranks x 128 tokens x 14336 bytes x 2 halves are {mb:.0f} MB on each rank.",
-    ring=ring["median"],
-    flags=flags,
-    fenced=fenced,
-    ratio=flags / fenced,
+    ring=RING["median"],
+    flags=FLAGS_US,
+    fenced=fenced_us,
+    ratio=FLAGS_US / fenced_us,
     parts=where_time_goes("in slots, flags", model.FENCED_ONE_WAY_US),
     alone=times.spread(RECORD, "in slots, flags", 1)["median"],
     mb=8 * 128 * 14336 * 2 / 1e6,
@@ -405,9 +398,8 @@ player.strip([frame_of(player, "flag"), frame_of(player, ": row."), frame_of(pla
 # %% [markdown]
 # ## 4. Step 2: the data is its own flag
 #
-# **Bottleneck.** The fence. It waits for the acknowledgement of the row's stores, a round trip over NVLink; only then
-# the flag leaves, another one-way trip. In the table of section 1 a fence adds less than such a round trip, because
-# nothing but the flag itself is on its way there.
+# **Bottleneck.** The fence. It waits for the acknowledgement of the row's stores, one round trip over NVLink; only then
+# the flag leaves, another one-way trip.
 #
 # **Idea.** The receiver polls the row itself. TensorRT-LLM, whose all-reduce uses this protocol, calls it "Lamport".
 #
@@ -419,8 +411,20 @@ player.strip([frame_of(player, "flag"), frame_of(player, ": row."), frame_of(pla
 #   kernel of operation n had ended, with all its resets.
 # - The word that signals whether the slot has a row is now **metadata**. It contains the number of the operation, so it
 #   is its own flag. No ordering between stores is required: all are relaxed, without fence and barrier.
-#
-# **Predicted gain.** The difference between a one-way latency with a fence and one without, in dispatch and in combine.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+GAIN_US = 2 * (model.FENCED_ONE_WAY_US - model.ONE_WAY_US)
+say(
+    "**Predicted gain.** In the ping-pong of section 1 a fence adds {fence:.2f} us to a one-way latency, so dispatch and "
+    "combine gain {gain:.1f} us together. That is a lower estimate: a fence of the ping-pong has no row's stores to wait "
+    "for, whose acknowledgement takes a round trip, {trip:.2f} us.",
+    fence=model.FENCED_ONE_WAY_US - model.ONE_WAY_US,
+    gain=GAIN_US,
+    trip=2 * model.ONE_WAY_US,
+)
+
+# %% [markdown]
+# `has_arrived`, `clean` and `wait_vector` are the protocol:
 
 
 # %%
@@ -496,15 +500,14 @@ change(make_flags, make_lamport)
 try_kernel("data as its own flag", make_lamport)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-GAIN_US = 2 * (model.FENCED_ONE_WAY_US - model.ONE_WAY_US)
-gain = Judgement(flags, slots["median"], GAIN_US)
+gain = Judgement(FLAGS_US, SLOTS["median"], GAIN_US)
 flags_alone, slots_alone = (times.spread(RECORD, step, 1)["median"] for step in ("in slots, flags", "in slots"))
 say(
     "**Measured.** 1 token, 2 GPUs, both protocols interleaved: {gain}.\n\n"
-    "**Explanation.** The prediction counts NVLink only. One rank alone gains {alone:.1f} us, although none of its rows "
-    "crosses NVLink: without flags the CTA needs no barrier between stores and flag and no fence, the fence also waits for "
-    "the acknowledgement of local stores, and the rank's own metadata need not be stored and polled. NVLink's share is "
-    "what remains, {link:.1f} us.",
+    "**Explanation.** The prediction counts NVLink only. One rank alone gains {alone:.1f} us, although it sends no row: "
+    "with flags, sending CTAs still execute a barrier and a system-scope fence in both kernels. Two GPUs gain {link:.1f} "
+    "us beyond that, where {gain_us:.1f} us were predicted.",
+    gain_us=GAIN_US,
     gain=gain,
     alone=flags_alone - slots_alone,
     link=gain.saved_us - (flags_alone - slots_alone),
@@ -544,9 +547,9 @@ exercise("low_latency-1").check(exchange)
 # %% [markdown]
 # ## 5. Step 3: combine in rank order
 #
-# **Bottleneck.** Result rows return to the source through rings, and the receiver learns from counts and heads of the
-# dispatch which rows to wait for. Adding rows as they arrive would avoid waiting, but the bits of a sum would change
-# from run to run.
+# **Bottleneck.** Through ring buffers a result row takes the same six dependent operations as in dispatch (section 1),
+# and the receiver waits for ring positions that the dispatch has recorded. Adding rows in the order of arrival would
+# need no such bookkeeping, but the bits of a sum would change from run to run.
 #
 # **Idea.** Combine uses the same protocol with slots `[expert rank, token]` in the memory of the source rank. The
 # source computes from its own `topk_idx` which ranks send a row, so combine needs no metadata. Rows may arrive in any
@@ -609,8 +612,8 @@ say(
     "**Measured.** The record times pairs, since the combine's wait keeps the ranks together: {pair:.1f} us for dispatch "
     "and combine with 1 token on 2 GPUs, {half:.1f} us for each of the two on average, where the lower bound of one is "
     "{bound:.1f} us. Where it goes: {parts}; see section 9.",
-    pair=slots["median"],
-    half=slots["median"] / 2,
+    pair=SLOTS["median"],
+    half=SLOTS["median"] / 2,
     bound=BOUND_US / 2,
     parts=where_time_goes("in slots", model.ONE_WAY_US),
 )
@@ -705,7 +708,7 @@ change(make_lamport, make_packed)
 try_kernel("packed by expert", make_packed, packed=True)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-loss = Judgement(slots["median"], packed["median"], -(model.ONE_WAY_US + 2 * LOAD_US))
+loss = Judgement(SLOTS["median"], PACKED["median"], -(model.ONE_WAY_US + 2 * LOAD_US))
 packed_alone = times.spread(RECORD, "final", 1)["median"]
 say(
     "**Measured.** 1 token, 2 GPUs, slots against packed by expert: {loss}.\n\n"
@@ -874,7 +877,7 @@ for rank, (combined, again, counts) in enumerate(LocalGroup(LAYER.ranks).run(dec
 # latencies to it, and a rest.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-KINDS = {"one rank alone": "kernel", "NVLink, twice": "link", "rest": "rest"}
+KINDS = {"one rank alone": "kernel", "2 NVLink latencies": "link", "rest": "rest"}
 STEPS = {
     "step 1: slots, flags": ("in slots, flags", model.FENCED_ONE_WAY_US),
     "steps 2 and 3: slots": ("in slots", model.ONE_WAY_US),
@@ -892,14 +895,14 @@ spread_us = {ranks: times.spread(RECORD, "in slots", ranks) for ranks in (1, 2)}
 width_us = {ranks: found["p90"] - found["p10"] for ranks, found in spread_us.items()}
 say(
     "In slots {alone:.1f} of {pair:.1f} us are work on one GPU, of which two launches and two loads explain {known:.1f} us. "
-    "NVLink explains {link:.1f} us, and {rest:.1f} us are left. No measurement divides this rest. Part of it is waiting for "
+    "NVLink explains {link:.1f} us, and {rest:.1f} us are left. No measurement divides this rest. One candidate is waiting for "
     "the slower rank, which each dispatch and each combine do: between the 10th and the 90th percentile, samples span "
-    "{two:.1f} us on 2 GPUs, {one:.1f} us on one. Other parts are stores and polls of whole rows, where the latency in the "
-    "table is that of one word.",
+    "{two:.1f} us on 2 GPUs, {one:.1f} us on one. Another one is that whole rows are stored and polled, while the latency "
+    "in the table is that of one word.",
     alone=PARTS["steps 2 and 3: slots"]["one rank alone"],
-    pair=slots["median"],
+    pair=SLOTS["median"],
     known=2 * (LAUNCH_US + LOAD_US),
-    link=PARTS["steps 2 and 3: slots"]["NVLink, twice"],
+    link=PARTS["steps 2 and 3: slots"]["2 NVLink latencies"],
     rest=PARTS["steps 2 and 3: slots"]["rest"],
     two=width_us[2],
     one=width_us[1],

@@ -25,10 +25,10 @@ def peer_steps(record: dict) -> dict[str, str]:
     return {step.removeprefix("peer:"): step for step in records.peers(record)}
 
 
-def table(lines: Mapping[str, Mapping[Any, float]], columns: Iterable, first: str = "", column: str = "{}") -> str:
+def table(lines: Mapping[str, Mapping[Any, float]], columns: Iterable, first: str = "") -> str:
     """Format {label: {column: microseconds}} as a table in Markdown; what is missing is left empty."""
     columns = list(columns)
-    heads = [first, *(column.format(name) for name in columns)]
+    heads = [first, *map(str, columns)]
     rows = [
         [label, *(records.format_us(times[name]) if name in times else "" for name in columns)]
         for label, times in lines.items()
@@ -39,7 +39,7 @@ def table(lines: Mapping[str, Mapping[Any, float]], columns: Iterable, first: st
 def parts_of(record: dict, step: str, one_way_us: float, ranks: int = 2) -> dict[str, float]:
     """Split the time of a pair of 1 token: what one rank alone takes, two one-way latencies of NVLink, and the rest."""
     pair, alone = (spread(record, step, n)["median"] for n in (ranks, 1))
-    return {"one rank alone": alone, "NVLink, twice": 2 * one_way_us, "rest": pair - alone - 2 * one_way_us}
+    return {"one rank alone": alone, "2 NVLink latencies": 2 * one_way_us, "rest": pair - alone - 2 * one_way_us}
 
 
 def spans(parts: Mapping[str, tuple[str, float]]) -> list[tuple[str, str, float, float]]:

@@ -100,6 +100,22 @@ def listing(*functions: Callable | tuple[Callable, str]) -> Markdown:
     return Markdown("```python\n{}\n```".format("\n\n\n".join(sources)))
 
 
+def passage(function: Callable, first: str, last: str) -> Markdown:
+    """Return a listing of a passage: from the first line that contains ``first`` to the next that contains ``last``.
+
+    Raises
+    ------
+    ValueError
+        There are no such lines.
+    """
+    lines = source_of(function).splitlines()
+    begin = next((n for n, line in enumerate(lines) if first in line), len(lines))
+    end = next((n for n in range(begin, len(lines)) if last in lines[n]), None)
+    if end is None:
+        raise ValueError(f"{function.__name__} has no passage from {first!r} to {last!r}")
+    return Markdown("```python\n{}\n```".format(textwrap.dedent("\n".join(lines[begin : end + 1]))))
+
+
 def _nested(factory, name):
     """Return the source of a function that another one defines, with its decorators, not indented."""
     source = source_of(factory)

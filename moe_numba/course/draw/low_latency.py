@@ -35,29 +35,31 @@ def latency_chain(chains: Mapping[str, Sequence[tuple[str, str, float, float]]],
     with matplotlib.rc_context(STYLE):
         height = 1.25 + 0.55 * len(chains)
         figure = Picture(figsize=(WIDTH, height))
-        axes = figure.add_axes((0.25, 0.8 / height, 0.73, 1 - 1.25 / height))
+        axes = figure.add_axes((0.31, 0.8 / height, 0.67, 1 - 1.25 / height))
         last = max(span[3] for spans in chains.values() for span in spans)
+        right = 1.1 * last
         for y, spans in enumerate(chains.values()):
             outside = []
             for name, kind, start, end in spans:
                 bar = axes.barh(y, end - start, left=start, height=0.5, color=_KINDS[kind], edgecolor="white")
                 bar[0].set_label("span")
-                if end - start > 0.016 * last * (len(name) + 2):
+                if end - start > 0.018 * last * (len(name) + 2):
                     colour = ink_on(_KINDS[kind])
                     axes.text((start + end) / 2, y, name, ha="center", va="center", fontsize=8.5, color=colour)
                 else:
                     outside.append(name)
             total = f"{spans[-1][3]:.1f} µs" + (f" ({', '.join(outside)})" if any(outside) else "")
             axes.text(spans[-1][3] + 0.01 * last, y, total, va="center", fontsize=8.5, color=INK)
+            right = max(right, spans[-1][3] + (0.02 + 0.013 * len(total)) * last)
         axes.set_yticks(range(len(chains)), list(chains), color=INK)
         axes.set_ylim(len(chains) - 0.4, -0.6)
-        axes.set_xlim(0, 1.1 * last)
+        axes.set_xlim(0, right)
         axes.set_xlabel("µs")
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="x")
         used = {kind for spans in chains.values() for _, kind, *_ in spans}
         for place, kind in enumerate(kind for kind in _KINDS if kind in used):
-            figure.text(0.25 + 0.1 * place, 0.28 / height, f"■ {kind}", fontsize=8.5, color=_KINDS[kind])
+            figure.text(0.31 + 0.1 * place, 0.28 / height, f"■ {kind}", fontsize=8.5, color=_KINDS[kind])
         figure.text(0.01, 1 - 0.08 / height, title, va="top", fontsize=12, fontweight="bold")
         figure.text(0.01, 0.08 / height, caption, fontsize=7.5, color=GREY)
     return figure
