@@ -43,7 +43,7 @@ def latency_chain(chains: Mapping[str, Sequence[tuple[str, str, float, float]]],
             for name, kind, start, end in spans:
                 bar = axes.barh(y, end - start, left=start, height=0.5, color=_KINDS[kind], edgecolor="white")
                 bar[0].set_label("span")
-                if end - start > 0.018 * last * (len(name) + 2):
+                if end - start > 0.017 * last * (len(name) + 1):
                     colour = ink_on(_KINDS[kind])
                     axes.text((start + end) / 2, y, name, ha="center", va="center", fontsize=8.5, color=colour)
                 else:
