@@ -12,9 +12,6 @@ from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.topics import BENCH_TOPICS, HEADLINES, TOPICS
 from moe_numba.grouped_gemm import config_table
 
-# A GPU on which other projects' kernels were measured beside the package's.
-PEERS_GPU = "h100-80gb-hbm3"
-
 
 def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, str]]:
     """Return the text of every generated block: ``{file: {block: text}}``, files relative to the repository.
@@ -23,12 +20,10 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
     """
     found = {name: records.recorded(name, gpu, root) for name in BENCH_TOPICS}
     tables = {name: record and bench.topic(name).readme_table(record) or "" for name, record in found.items()}
-    # The package has one table of tile configurations, that of the GPU that it was last measured on.
-    tiles = records.recorded("grouped_gemm_tiles", config_table.GPU, root) if config_table.GPU else None
+    # The first of the records that the table of tile configurations is made of.
+    tiles = records.recorded("grouped_gemm_tiles", config_table.GPUS[0], root) if config_table.GPUS else None
     tables["grouped_gemm_tiles"] = tiles and bench.topic("grouped_gemm_tiles").readme_table(tiles) or ""
-    beside_peers = records.recorded("grouped_gemm", PEERS_GPU, root)
     readme = {
-        "grouped_gemm_peers": beside_peers and bench.topic("grouped_gemm").readme_table(beside_peers) or "",
         "headline": headline(gpu, root),
         "notebooks": _notebooks(),
         "bench": _bench_commands(),

@@ -76,7 +76,7 @@ class DispatchCall(NamedTuple):
         # for one another.
         counted = None
         has_place = out is not None or (rows > 0 and getattr(runtime.transport, "can_repeat", False))
-        if waits and not (start.func.is_loaded and has_place):
+        if waits and not (start.is_loaded and has_place):
             counted, expected = runtime.wait_rows(tokens), rows
             rows = counted
             if out is None and rows > expected:

@@ -1,7 +1,5 @@
 """Launch plans of ``Buffer``'s operations: their kernels, and the arguments that follow from a configuration."""
 
-from functools import partial
-
 import torch
 
 from moe_numba import simulator
@@ -19,6 +17,7 @@ from moe_numba.expert_parallel.kernels.buffer_layout import buffer_layout
 from moe_numba.expert_parallel.kernels.channels import RingShape
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
 from moe_numba.expert_parallel.transport import COMPILE_LOCK, bind
+from moe_numba.runtime.launch import current_stream
 
 _NOTIFY_THREADS = _BARRIER_THREADS = 32 if simulator.ENABLED else 512  # per CTA
 _DTYPES = torch.bfloat16, torch.float8_e4m3fn  # as ranks exchange them, see `timeout.CALL_ARGUMENTS`
@@ -68,6 +67,31 @@ class Kernel:
         return bind(self._start, grid, self.definition.block, (*context, *arguments), first, last)
 
 
+class Launch:
+    """A `Kernel` with its grid and first arguments; ``launch(*others)`` launches it on the current stream.
+
+    The first call compiles the kernel, if nothing has. Arguments are packed into one buffer, so calls are not
+    thread-safe.
+    """
+
+    def __init__(self, runtime, kernel, grid, *first):
+        self._device, self._kernel, self._grid, self._first = runtime.transport.device.index or 0, kernel, grid, first
+        self._runtime, self._launch = runtime, None
+
+    @property
+    def is_loaded(self):
+        """Whether a call compiles nothing."""
+        return self._kernel.is_loaded
+
+    def __call__(self, *others):
+        if self._launch is None:
+            if not self._kernel.is_loaded:
+                load(self._runtime, [self._kernel])
+            first = len(self._first)
+            self._launch = self._kernel.bind(self._grid, (*self._first, *others), first, first + len(others))
+        self._launch(current_stream(self._device), *others)
+
+
 def load(runtime, kernels):
     """Compile and load kernels, and wait until all ranks have done so.
 
@@ -108,7 +132,11 @@ def plan_ring_dispatch(
     start = runtime.prepare_kernel(dispatch.make_dispatch, (shape,), signature, shape.threads, shape.shared_bytes)
     senders = num_senders(config.num_sms, ranks)
     call = hidden, _DTYPES.index(dtype), scales, topk, shape.slots
-    return channels, partial(start, config.num_sms, senders, channels, runtime.rings_offset, ring_words), call
+    return (
+        channels,
+        runtime.prepare_launch(start, config.num_sms, senders, channels, runtime.rings_offset, ring_words),
+        call,
+    )
 
 
 def plan_direct_dispatch(
@@ -123,7 +151,7 @@ def plan_direct_dispatch(
     start = runtime.prepare_kernel(
         dispatch_direct.make_dispatch_direct, (shape,), signature, 32 * warps, shape.shared_bytes
     )
-    return channels, partial(start, blocks, channels), (hidden, _DTYPES.index(dtype), scales, topk, 0)
+    return channels, runtime.prepare_launch(start, blocks, channels), (hidden, _DTYPES.index(dtype), scales, topk, 0)
 
 
 def plan_combine(runtime, config, hidden, topk, channels, biases, waits=False):
@@ -136,7 +164,8 @@ def plan_combine(runtime, config, hidden, topk, channels, biases, waits=False):
         combine.make_combine, constants, combine.SIGNATURE, shape.threads, shape.shared_bytes
     )
     rings_offset = runtime.rings_offset + runtime.ring_words
-    return partial(start, config.num_sms, num_senders(config.num_sms, ranks), channels, rings_offset, ring_words)
+    senders = num_senders(config.num_sms, ranks)
+    return runtime.prepare_launch(start, config.num_sms, senders, channels, rings_offset, ring_words)
 
 
 class PlannedKernels:
@@ -158,9 +187,11 @@ class PlannedKernels:
         plan_barrier(self)
 
     def prepare_kernel(self, make, constants, signature, block, shared_bytes=0):
-        """List a kernel; its function starts nothing."""
+        """List a kernel."""
         self.definitions.append(KernelDefinition(make, constants, signature, block, shared_bytes))
-        return lambda *arguments: None
+
+    def prepare_launch(self, *arguments):
+        """Do nothing."""
 
     def dispatch(
         self, config, hidden, dtype=torch.bfloat16, scales=0, topk=0, topk_idx_dtype=torch.int64, to_output=False

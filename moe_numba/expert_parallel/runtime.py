@@ -23,7 +23,7 @@ from moe_numba.expert_parallel.kernels.timeout import (
     MESSAGES,
     STATUS_WORDS,
 )
-from moe_numba.expert_parallel.launch_plans import Kernel, load, plan_barrier, plan_notify
+from moe_numba.expert_parallel.launch_plans import Kernel, Launch, load, plan_barrier, plan_notify
 from moe_numba.expert_parallel.stream_order import StreamOrder
 from moe_numba.expert_parallel.transport import check_same_on_all_ranks
 from moe_numba.runtime.device import gpu_of
@@ -79,8 +79,9 @@ class Runtime(StreamOrder):
         if not simulator.ENABLED:
             torch.cuda.synchronize(device)
         transport.gather(None)
-        self._notify, self._barrier = plan_notify(self), plan_barrier(self)
-        load(self, [self._notify, self._barrier])  # now, because no call may make the others wait for the compiler
+        notify, self._barrier = plan_notify(self), plan_barrier(self)
+        load(self, [notify, self._barrier])  # now, because no call may make the others wait for the compiler
+        self._launch_notify = Launch(self, notify, self.num_ranks + 1)
         self.barrier = self.bind_barrier(*5 * (self._placeholder_ptr, 0))
 
     def synchronize(self):
@@ -144,6 +145,10 @@ class Runtime(StreamOrder):
         """Return ``start(grid, *arguments)`` of the kernel ``make(*constants)``, a `Kernel`."""
         return Kernel(self, KernelDefinition(make, constants, signature, block, shared_bytes))
 
+    def prepare_launch(self, kernel, grid, *first):
+        """Return a `Launch` of a prepared kernel."""
+        return Launch(self, kernel, grid, *first)
+
     @contextlib.contextmanager
     def with_compilers_of_all_ranks(self, configurations):
         """Return a context in which all ranks compile the kernels of configurations; it ends when all have done so.
@@ -195,8 +200,7 @@ class Runtime(StreamOrder):
         if waits:
             self._counters_view[0] = -1  # the kernel writes it last
         *layout_pointers, rank_prefix, channel_prefix, recv_channel_prefix = self.pointers(*layout, *prefix)
-        self._notify(
-            self.num_ranks + 1,
+        self._launch_notify(
             *layout_pointers,
             *(tokens, experts, channels, alignment, capacity),
             *(rank_prefix, channel_prefix, recv_channel_prefix),

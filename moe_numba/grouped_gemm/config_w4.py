@@ -121,9 +121,10 @@ CONFIGS: Configs = (
 )
 # Four warpgroups have registers for the accumulators of four blocks of 32 columns with up to 24 rows of x, two with 64.
 # Without overlap, the accumulators of one block leave registers for 128 rows, and with scales of blocks of x for 96.
+# int4 in groups of 64 or 128 decodes a tile while the previous one is multiplied in any case.
 INT4_CONFIGS: Configs = (
     (16, _SMALL | dict(stages=8, warpgroups=4, overlap=False)),
-    (64, _MEDIUM | dict(stages=6, warpgroups=4, overlap=False)),
+    (40, _MEDIUM | dict(stages=6, warpgroups=4, overlap=False)),
     (None, _LARGE | dict(stages=5, overlap=False)),
 )
 E4M3_CONFIGS: Configs = (

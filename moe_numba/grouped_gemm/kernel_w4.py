@@ -9,7 +9,7 @@ packed tiles (see ``weight_tiles.py``), for int4 one of their scales, and TMA lo
 gathered rows of x instead, and scales of blocks of x.
 Consumers: each warpgroup multiplies 64 rows of weight. A thread loads its codes of a tile with one 16-byte load,
 decodes them to registers of A (``decode_w4.py``), and issues wgmmas, which run while it decodes the next codes
-(``mainloop_w4.py``).
+(``mainloop_w4.py``, and ``promotion_w4.py`` for weights whose scales are applied to sums).
 """
 
 from functools import cache

@@ -7,6 +7,7 @@ import torch
 
 from moe_numba.course.bench import Stats, records, topic
 from moe_numba.course.bench.topics import low_latency_measure
+from moe_numba.course.bench.topics.low_latency_peers_measure import Problem, peer_pairs
 from moe_numba.expert_parallel.local_group import LocalGroup
 
 low_latency = topic("low_latency")
@@ -78,28 +79,56 @@ def test_rows_need_enough_gpus(monkeypatch):
 
 
 class Peer:
-    """A peer whose sums are right, or not."""
+    """A peer with two pairs, one of whose sums are wrong on one rank."""
 
     NAME, VERSION = "other", "1"
 
-    def __init__(self, factor):
-        self.factor = factor
+    def plan_low_latency(self, problem):
+        """Return the pairs."""
+        sums = problem.x.float() * problem.topk_weights.sum(1, keepdim=True)
+        wrong = sums * (1.5 if problem.transport.rank == 1 else 1)
+        return {
+            ("wrong", "bf16"): (None, lambda: wrong.bfloat16(), True),
+            ("right", "bf16"): (None, lambda: sums.bfloat16(), True),
+        }
+
+
+class Failing:
+    """A peer that cannot plan."""
+
+    NAME, VERSION = "failing", "1"
 
     def plan_low_latency(self, problem):
-        """Return one pair."""
-        sums = problem.x.float() * problem.topk_weights.sum(1, keepdim=True) * self.factor
-        return {("pair", "bf16"): (lambda: sums.bfloat16(), True)}
+        """Raise an error on one rank."""
+        return {} if problem.transport.rank else 1 // 0
 
 
-@pytest.mark.parametrize("factor, measured", [(1.0, {("peer:other pair", "bf16")}), (1.5, set())])
-def test_peers_whose_sums_are_wrong_are_left_out(factor, measured, capsys):
+def test_only_peers_with_right_sums_are_measured(capsys):
     def work(transport):
         bench = low_latency_measure.LowLatencyBench.__new__(low_latency_measure.LowLatencyBench)
-        bench.peers, bench.versions, bench.ranks = [Peer(factor)], {}, 2
+        bench.peers, bench.versions, bench.ranks = [Failing(), Peer()], {}, 2
         bench.buffer = SimpleNamespace(transport=transport)
         x, weights = torch.randn(5, 8).bfloat16(), torch.rand(5, 2)
-        found = bench._peer_pairs(low_latency_measure.Problem(transport, x, torch.zeros(5, 2).long(), weights, 4))
-        assert set(found) == measured and set(bench.versions) == {step for step, _ in measured}
+        problem = Problem(transport, x, torch.zeros(5, 2).long(), weights, 4)
+        assert set(peer_pairs(bench, problem)) == {("peer:other right", "bf16")}
+        assert bench.versions == {"peer:other right": "1"}
 
     LocalGroup(2).run(work)
-    assert ("peer other is left out (5 tokens): AssertionError" in capsys.readouterr().err) != bool(measured)
+    reported = capsys.readouterr().err
+    assert "peer failing is left out: ZeroDivisionError" in reported
+    assert "peer other wrong, bf16, 5 tokens is left out: AssertionError" in reported
+
+
+def test_ranks_that_a_peer_ends_are_measured_without_it(monkeypatch, capsys):
+    def spawn(work, arguments, nprocs):
+        *_, files, found = arguments
+        if files:
+            raise RuntimeError("process 1 terminated")
+        found.write_text('["row"]')
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.multiprocessing.spawn", spawn)
+    monkeypatch.setattr(low_latency_measure, "compile_ahead", lambda kernels: None)
+    peer = SimpleNamespace(__file__="peer.py", plan_low_latency=None)
+    assert low_latency_measure.measure([2], peers=[peer]) == ["row"]
+    assert "2 ranks are measured again, without peers: process 1 terminated" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from helpers.wrong_kernels import is_rejected
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from moe_numba.grouped_gemm import epilogue, epilogue_terms, gather, mainloop_w4
+from moe_numba.grouped_gemm import epilogue, epilogue_terms, gather, mainloop_w4, promotion_w4
 from moe_numba.grouped_gemm import kernel_w4 as kernel
 from moe_numba.grouped_gemm.config import EPILOGUE_BYTES
 from moe_numba.grouped_gemm.config_w4 import fit_registers, select_w4_config
@@ -159,15 +159,15 @@ WRONG = {
         *("((vector ^ (t & 7)) << 4)", "(vector << 4)"),
     ),
     "e4m3: a block is multiplied with the x of its neighbour": (
-        *("e4m3, row", mainloop_w4),
+        *("e4m3, row", promotion_w4),
         *("block_step=2 if is_e4m3", "block_step=0 if is_e4m3"),
     ),
     "e4m3: partial accumulators are read before wgmma has written them": (
-        *("e4m3, row", mainloop_w4),
+        *("e4m3, row", promotion_w4),
         *("make_wgmma_wait(n, pending, 4 * steps)", "make_wgmma_wait(n, pending + 1, 4 * steps)"),
     ),
     "e4m3: the last tile is left out": (
-        *("e4m3, row", mainloop_w4),
+        *("e4m3, row", promotion_w4),
         f"        if left > 0:\n{WAIT}            codes_0, factors_0",
         f"        if left > 1:\n{WAIT}            codes_0, factors_0",
     ),
@@ -184,11 +184,11 @@ WRONG = {
         *("int64(info.row + t) * scales.row", "int64((info.row + t) ^ 1) * scales.row"),
     ),
     "e4m3: the sums of a block are added to those of the next": (
-        *("e4m3, block", mainloop_w4),
+        *("e4m3, block", promotion_w4),
         *("            acc = zeros\n", ""),
     ),
     "e4m3: a stage is released while other lanes read its scales": (
-        *("e4m3, block", mainloop_w4),
+        *("e4m3, block", promotion_w4),
         *("            cuda.syncwarp()  # lane 0 releases the stage for all lanes\n", ""),
     ),
     "int4: the scales are those of the other warpgroup": (
@@ -198,6 +198,28 @@ WRONG = {
     "int4: a stage has the scales of the first": (
         *("int4, groups of 64", kernel),
         *("row * weight.k_groups + first)", "row * weight.k_groups)"),
+    ),
+}
+LAST_TILE = f"{WAIT}            codes_0, factors_0 = load_tile(smem, warp, lane, stage, int32(0))\n"
+LAST_TILE += "            a_0 = decode_tile"
+PROMOTE_FIRST = "acc = promote(acc, wait(partial, a_0), (factors_0[0], factors_0[1]))\n                partial"
+WRONG |= {
+    "int4: the second tile of a group is multiplied with the first one's x": (
+        *("int4, groups of 128", promotion_w4),
+        *("            b = uint64(b + uint64(tile_step))\n            if is_stage", "            if is_stage"),
+    ),
+    "int4: the second tile of a group replaces the first": (
+        *("int4, groups of 128", promotion_w4),
+        *("add(partial, a_1, b)", "multiply(a_1, b)"),
+    ),
+    "int4: the sums of the first tile are lost": ("int4, groups of 64", promotion_w4, PROMOTE_FIRST, "partial"),
+    "int4: both tiles of a stage have the scales of the second": (
+        *("int4, groups of 64", promotion_w4),
+        *(PROMOTE_FIRST, PROMOTE_FIRST.replace("factors_0", "factors_1")),
+    ),
+    "int4: the last tile is left out": (
+        *("int4, groups of 64", promotion_w4),
+        *(f"        if left > 0:\n{LAST_TILE}", f"        if left > 1:\n{LAST_TILE}"),
     ),
 }
 RACES = {"e4m3: a stage is released while other lanes read its scales"}  # all lanes of a warp are usually in time
@@ -218,7 +240,7 @@ ON_A_GPU = {  # the others would hang a GPU, access memory out of bounds, or cou
 def test_wrong_kernels_are_rejected(what, device):
     variant, *change = WRONG[what]
     options, config = wrong(*change), VARIANTS[variant]._replace(stages=3 if variant == "e4m3, block" else 2)
-    p = make_problem([13, 11], 128, 320, device, config)
+    p = make_problem([13, 11], 128, 384 if config.group_size == 128 else 320, device, config)
     attempt = lambda seed: mismatch(run(p, blocks=1, seed=seed, **options), p.expected)
     with simulator.races() if what in RACES else contextlib.nullcontext():
         assert is_rejected(attempt), f"the check accepts a kernel in which {what}"

@@ -31,9 +31,18 @@ CASES = {
     "four warpgroups, e4m3": DECODE
     | dict(dtype="e4m3", x_scaling="row", subtile_m=64, mma_n=(64,), stages=6)
     | dict(warpgroups=4, overlap=False),
-    "decode, int4": DECODE | dict(weight="int4", group_size=128),
+    "decode, int4": DECODE | dict(weight="int4"),
+    "decode, int4, groups of 64": DECODE | dict(weight="int4", group_size=64),
+    "decode, int4, groups of 128": DECODE | dict(weight="int4", group_size=128),
+    "four warpgroups, int4": dict(weight="int4", group_size=128, subtile_m=64, mma_n=(64,), box_rows=16, stages=6)
+    | dict(warpgroups=4, overlap=False),
     "prefill, int4": dict(weight="int4", scale_dtype="f32", subtile_m=128, mma_n=(128,), box_rows=32, stages=5)
     | dict(overlap=False),
+    "prefill, int4, groups of 128": dict(
+        weight="int4", group_size=128, subtile_m=128, mma_n=(128,), box_rows=32, stages=4
+    )
+    | dict(overlap=False, gather=True)
+    | ALL_OPTIONS,
 }
 
 
@@ -81,7 +90,9 @@ def main_loop(report, wgmmas):
 COUNTS = {
     "decode": (8, {"HMUL2": 32, "LDS": 4}, 32 + 32 + 20, 190),
     "decode, e4m3": (4, {"FFMA": 32, "LDS": 4}, 32 + 14 + 24, 150),  # half the instructions to decode
-    "decode, int4": (8, {"HFMA2": 32, "FFMA": 32, "LDS": 3}, 40 + 20, 190),
+    "decode, int4": (8, {"HFMA2": 32, "FFMA": 32, "LDS": 6}, 40 + 24, 200),
+    "decode, int4, groups of 64": (8, {"HFMA2": 32, "FFMA": 16, "LDS": 4}, 40 + 20, 170),
+    "decode, int4, groups of 128": (8, {"HFMA2": 32, "FFMA": 8, "LDS": 3}, 40 + 20, 160),
 }
 DECODING = {"LOP3", "SHF", "IMAD", "PRMT"}
 

@@ -2,10 +2,12 @@
 
 import os
 import socket
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -49,3 +51,19 @@ def load_files(files: Iterable[str]) -> list[ModuleType]:
         for folder in folders
         for peer in load_peers(folder, {path.name for path in paths if path.parent == folder})
     ]
+
+
+def on_all_ranks(transport: Any, name: str, function: Callable[[], Any]) -> Any:
+    """Call a peer's function on all ranks; return None, and report it, if it raises an error on any of them.
+
+    All ranks then go on with the same next call: a rank that left out what others still wait for would stop them.
+    """
+    result, error = None, None
+    try:
+        result = function()
+    except Exception as raised:  # the other peers are measured whatever this one raises
+        error = f"{type(raised).__name__}: {raised}"
+    errors = [error for error in transport.gather(error) if error is not None]
+    if errors:
+        print(f"{name} is left out: {errors[0]}", file=sys.stderr)
+    return None if errors else result

@@ -1,7 +1,8 @@
 """Measures dispatch and combine with one process per GPU: the package, NCCL, and a plain push as the upper limit.
 
 Every sample is the slowest rank's. *Kernel time* is measured over many back-to-back calls, with the host ahead of the
-GPU; *call time* between CUDA events around one call, after a barrier of all ranks.
+GPU; *call time* between CUDA events around one call, after a barrier of all ranks. ``dispatch_combine_peers_measure``
+says what a module of ``--peers`` provides.
 """
 
 import json

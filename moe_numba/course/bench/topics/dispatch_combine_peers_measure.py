@@ -10,10 +10,12 @@ or an object with
 - ``poisons``: while it is true, calls fill what they return with NaN first.
 """
 
-import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+
+from moe_numba.course.bench.dist import on_all_ranks
 
 
 class Problem(NamedTuple):
@@ -31,19 +33,14 @@ def peer_rows(bench, problem, layout, dtype, wire, is_main):
     """Measure the peers of a benchmark, after checking what they send; report one that raises an error on any rank."""
     found = []
     for peer in bench.peers:
-        plan, error = None, None
-        try:
-            plan = peer.plan_dispatch_combine(problem)
-            for dispatch in (plan.dispatch, plan.dispatch_again) if plan is not None else ():
-                dispatch()
-                received = plan.recv_x if dtype == "bf16" else (plan.recv_x, plan.recv_scales)
-                bench.check(problem.x, received, plan.recv_src_idx, plan.rank_prefix, plan.combine, layout)
-        except Exception as raised:  # the other peers are measured whatever this one raises
-            error = f"{type(raised).__name__}: {raised}"
-        errors = [error for error in problem.transport.gather(error) if error is not None]
-        if errors:
-            print(f"peer {peer.NAME} is left out ({problem.num_sms} SMs, {dtype}): {errors[0]}", file=sys.stderr)
-        if errors or plan is None:
+        what, plan = f"peer {peer.NAME} ({problem.num_sms} SMs, {dtype})", partial(peer.plan_dispatch_combine, problem)
+        plan = on_all_ranks(problem.transport, what, plan)
+        if plan is None:
+            continue
+        checks = (
+            partial(_check, bench, plan, name, problem.x, dtype, layout) for name in ("dispatch", "dispatch_again")
+        )
+        if not all(on_all_ranks(problem.transport, what, check) for check in checks):
             continue
         plan.poisons = False
         calls = [(f"peer:{peer.NAME}", "dispatch", plan.dispatch_again)]
@@ -56,3 +53,10 @@ def peer_rows(bench, problem, layout, dtype, wire, is_main):
             found.append(row)
         plan.close()
     return found
+
+
+def _check(bench, plan, name, x, dtype, layout):
+    getattr(plan, name)()
+    received = plan.recv_x if dtype == "bf16" else (plan.recv_x, plan.recv_scales)
+    bench.check(x, received, plan.recv_src_idx, plan.rank_prefix, plan.combine, layout)
+    return True

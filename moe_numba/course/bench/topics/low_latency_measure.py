@@ -1,15 +1,14 @@
 """Measures low-latency dispatch and combine with one process per GPU, beside normal mode and NCCL.
 
-Every sample is the slowest rank's. *Kernel time* is that of a CUDA graph of `PAIRS` pairs, divided by their number.
+Every sample is the slowest rank's. *Kernel time* is that of a CUDA graph of `PAIRS` pairs, divided by their number. The
+graph directly follows another replay of itself: pairs synchronise the ranks, so that all begin within a microsecond.
 *Call time* is between CUDA events around one pair of calls, after a barrier of all ranks: it includes how far apart the
 ranks leave the barrier, and that host and GPU were idle. ``loop_us`` is that of `CALLS` pairs called one after another,
 divided by their number, as a model calls its layers. Peers are captured in graphs, too.
 
 One rank alone is measured as well, without peers: it copies its own tokens, and nothing crosses NVLink.
 
-A module of ``--peers`` provides ``plan_low_latency(problem)`` (`Problem`), which all ranks call. It returns functions
-that dispatch the tokens to experts that return their rows unchanged, and combine them, as {(name, dtype): (pair,
-is_weighted)}; the sums are weighted, or of one row for each rank with an expert of the token.
+Peers: ``low_latency_peers_measure``.
 """
 
 import json
@@ -17,7 +16,6 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +23,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.dist import free_port, load_files, peer_files, process_group
 from moe_numba.course.bench.timing import Stats
 from moe_numba.course.bench.topics.dispatch_combine_measure import BUFFER_BYTES, EXPERTS, HIDDEN, MAIN_SMS, TOPK
+from moe_numba.course.bench.topics.low_latency_peers_measure import Problem, peer_pairs
 from moe_numba.expert_parallel import Buffer, Config, LocalGroup
 from moe_numba.expert_parallel.compile_ahead import compile_ahead
 from moe_numba.expert_parallel.config import limits_of
@@ -48,16 +47,6 @@ LOW_LATENCY = {  # step -> options of `Buffer.low_latency`, and the dtype of the
 }
 
 
-class Problem(NamedTuple):
-    """What a peer dispatches and combines, on one rank."""
-
-    transport: Any  # see ``expert_parallel.transport``
-    x: torch.Tensor  # [tokens, hidden], bfloat16
-    topk_idx: torch.Tensor  # [tokens, topk], int64
-    topk_weights: torch.Tensor  # [tokens, topk], float32
-    num_experts: int
-
-
 def measure(numbers_of_ranks, quick=False, peers=()):
     """Return the record's rows for all group sizes for which there are enough GPUs."""
     rows, numbers_of_ranks = [], [ranks for ranks in numbers_of_ranks if ranks <= torch.cuda.device_count()]
@@ -69,7 +58,13 @@ def measure(numbers_of_ranks, quick=False, peers=()):
         with tempfile.TemporaryDirectory() as folder:
             found = Path(folder) / "rows.json"
             files = peer_files(peers, "plan_low_latency")
-            torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, files, found), nprocs=ranks)
+            try:
+                torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, files, found), nprocs=ranks)
+            except Exception as error:  # a peer's kernel that aborts takes its process with it
+                if not files:
+                    raise
+                print(f"{ranks} ranks are measured again, without peers: {error}", file=sys.stderr)
+                torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, [], found), nprocs=ranks)
             rows += json.loads(found.read_text())
     return rows
 
@@ -158,10 +153,10 @@ class LowLatencyBench:
             for name, call in self._nccl_pairs(x).items():
                 steps[f"peer:NCCL {name}", "bf16"] = call
                 self.versions[f"peer:NCCL {name}"] = ".".join(map(str, torch.cuda.nccl.version()))
-            steps |= self._peer_pairs(Problem(self.buffer.transport, x, idx, weights, self.experts))
+            steps |= peer_pairs(self, Problem(self.buffer.transport, x, idx, weights, self.experts))
         graphs = {key: self._graph_of_pairs(call) for key, call in steps.items()}
         loops = {key: partial(_repeat, call) for key, call in steps.items()}
-        kernel, called = self._interleaved(graphs, PAIRS), self._interleaved(steps, 1)
+        kernel, called = self._interleaved(graphs, PAIRS, begins_together=True), self._interleaved(steps, 1)
         looped = self._interleaved(loops, CALLS, rounds=7)
         self.buffer.check(synchronize=True)
         for plan in plans:
@@ -198,35 +193,14 @@ class LowLatencyBench:
         out = plan.combine(y, idx, weights if packed else None)
         # bfloat16 rounds to 8 bits, e4m3 to 4; either is rounded once for each direction.
         bound = 0.2 if plan.shape.combines_fp8 else 0.1 if plan.shape.is_fp8 else 0.02
-        self._check_sums(out, x, weights.sum(1, keepdim=True) if packed else self._ranks_of(idx), bound)
+        self.check_sums(out, x, weights.sum(1, keepdim=True) if packed else self.ranks_of(idx), bound)
         return pair
 
-    def _check_sums(self, out, x, copies, bound):
+    def check_sums(self, out, x, copies, bound):
         """Check that combined tokens are the tokens times ``copies``."""
         error = ((out.float() - x.float() * copies).abs() / (x.float() * copies).abs().clamp(min=0.1)).max()
         if not error < bound:
             raise AssertionError(f"the combined rows are not the sums of the sent rows: relative error {error:.3g}")
-
-    def _peer_pairs(self, problem):
-        """Return the pairs of the peers, after checking their sums; report a peer that raises an error on any rank."""
-        found = {}
-        for peer in self.peers:
-            pairs, error = {}, None
-            try:
-                for (name, dtype), (pair, is_weighted) in peer.plan_low_latency(problem).items():
-                    weighted = problem.topk_weights.sum(1, keepdim=True)
-                    copies = weighted if is_weighted else self._ranks_of(problem.topk_idx)
-                    self._check_sums(pair(), problem.x, copies, 0.1 if dtype == "e4m3" else 0.02)
-                    pairs[f"peer:{peer.NAME} {name}", dtype] = pair
-            except Exception as raised:  # the other peers are measured whatever this one raises
-                error = f"{type(raised).__name__}: {raised}"
-            errors = [error for error in self.buffer.transport.gather(error) if error is not None]
-            if errors:
-                print(f"peer {peer.NAME} is left out ({len(problem.x)} tokens): {errors[0]}", file=sys.stderr)
-                continue
-            found |= pairs
-            self.versions |= dict.fromkeys((step for step, _ in pairs), peer.VERSION)
-        return found
 
     def _normal_pair(self, x, idx, weights):
         """Return a function that dispatches and combines in normal mode, without waiting for the counts."""
@@ -238,11 +212,11 @@ class LowLatencyBench:
             given = self.buffer.dispatch(x, **layout, topk_idx=idx, topk_weights=weights, **options)
             return self.buffer.combine(given[0], given[4], given[2], config=options["config"])[0]
 
-        if not torch.equal(pair(), (x.float() * self._ranks_of(idx)).bfloat16()):
+        if not torch.equal(pair(), (x.float() * self.ranks_of(idx)).bfloat16()):
             raise AssertionError("normal mode: the combined rows are not the sums of the sent rows")
         return pair
 
-    def _ranks_of(self, idx):
+    def ranks_of(self, idx):
         """Return the number of ranks that have one of a token's experts."""
         owners = idx // (self.experts // self.ranks)
         return torch.stack([(owners == r).any(1) for r in range(self.ranks)], 1).sum(1, keepdim=True)
@@ -280,13 +254,15 @@ class LowLatencyBench:
                 pair()
         return graph.replay
 
-    def _interleaved(self, steps, pairs, rounds=20):
+    def _interleaved(self, steps, pairs, rounds=20, begins_together=False):
         """Return the Stats of each step, in microseconds per pair; each round times every step once."""
         samples = {key: [] for key in steps}
         for round_ in range(rounds + 2):
             for key, call in steps.items():
                 self._barrier()
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                if begins_together:
+                    call()
                 begin.record()
                 call()
                 end.record()
