@@ -45,7 +45,7 @@ def out_of_reach(row):
     return row["config"]["ranks"] > torch.cuda.device_count()
 
 
-def _medians(record, ranks):
+def medians(record, ranks):
     """Return {tokens: {(step, dtype): microseconds}} of a group size."""
     found: dict = {}
     for row in records.select(record, config={"ranks": ranks}):
@@ -88,7 +88,7 @@ def predict(record, ranks):
     take longer by their time per row, which is the slope of the line through the smallest and the largest number of
     tokens. That the weighted sum then stores more rows, each of fewer experts, is not in the model.
     """
-    times, more = _medians(record, ranks), remote_rows(PREDICTED) / remote_rows(ranks)
+    times, more = medians(record, ranks), remote_rows(PREDICTED) / remote_rows(ranks)
     few, many = min(times), max(times)
     found = {}
     for tokens, steps in times.items():
@@ -108,7 +108,7 @@ def readme_table(record):
     layers = sum(key in LAYERS for key in STEPS.values())
     measured = numbers_of_ranks(record)
     for ranks in measured:
-        times = _medians(record, ranks)
+        times = medians(record, ranks)
         predicted = predict(record, ranks) if len(times) > 1 and ranks != PREDICTED else {}
         beside = PUBLISHED.values() if ranks == PREDICTED or PREDICTED not in measured else [{}] * len(PUBLISHED)
         for tokens, steps in times.items():
