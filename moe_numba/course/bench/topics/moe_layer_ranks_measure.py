@@ -222,14 +222,15 @@ class LayerBench:
 
     def _times(self, calls):
         """Return the Stats of the slowest rank's microseconds per call, of graphs replayed interleaved."""
-        graphs, samples = {}, {key: [] for key in calls}
+        graphs, samples, memory = {}, {key: [] for key in calls}, torch.cuda.graph_pool_handle()
         for key, call in calls.items():
             for _ in range(2):
                 call()
             self._barrier()
             graphs[key] = torch.cuda.CUDAGraph()
+            # The graphs share memory, as they are replayed one after another and nothing reads their results.
             # thread_local: NCCL's watchdog may call CUDA during the capture.
-            with torch.cuda.graph(graphs[key], capture_error_mode="thread_local"):
+            with torch.cuda.graph(graphs[key], pool=memory, capture_error_mode="thread_local"):
                 for _ in range(CALLS):
                     call()
         for round_ in range(ROUNDS + 2):
