@@ -60,6 +60,7 @@ def test_rows(small):
     both = lambda *names: [(name, dtype) for dtype in ("bf16", "e4m3") for name in names]
     beside = [(f"shared experts {how}", "bf16") for how in ("beside", "first")]
     layers = both("final", "combine during the sum", "low latency")
+    layers.append(("low latency, FP8 sums", "e4m3"))
     assert steps == [*layers, *beside, ("part: shared experts", "bf16"), *both(*PARTS)]
     assert all(row["config"]["ranks"] == 2 and row["config"]["num_experts"] == 4 for row in first)
 
@@ -113,8 +114,12 @@ def test_figure_and_table():
     lines = moe_layer_ranks.readme_table(record).splitlines()
     assert lines[0].startswith("| GPUs, tokens on each | one layer | FP8 dispatch | FP8, combine during the sum |")
     assert lines[0].endswith("| on 8 GPUs (model) | DeepGEMM's mega-MoE | DeepEP and DeepGEMM |")
-    assert lines[2].startswith("| 2, 8 | **198** |  |  |  |  | 36.0 | 100 | 62.0 |  |  | 198 |  | ")
+    assert lines[2].startswith("| 2, 8 | **198** |  |  |  |  |  | 36.0 | 100 | 62.0 |  |  | 198 |  | ")
     assert lines[2].endswith(" | 404 | 456 |") and len(set(line.count("|") for line in lines[:5])) == 1
     assert "NVIDIA Toy" in lines[-1]
+    of_eight = [row | dict(config=dict(ranks=8, num_experts=256)) for row in record["rows"]]
+    lines = moe_layer_ranks.readme_table(record | dict(rows=record["rows"] + of_eight)).splitlines()
+    assert lines[2].startswith("| 2, 8 |") and lines[2].endswith(" |  |  |") and "| 404 |" not in lines[2]
+    assert lines[5].startswith("| 8, 8 |") and lines[5].endswith(" |  | 404 | 456 |")
     (figure,) = moe_layer_ranks.figures(record).values()
     assert not misplaced(figure)

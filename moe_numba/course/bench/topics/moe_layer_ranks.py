@@ -24,6 +24,7 @@ STEPS = {  # column of the table -> the row's step and the dtype that dispatch s
     "FP8, combine during the sum": ("combine during the sum", "e4m3"),
     "low latency": ("low latency", "bf16"),
     "low latency, FP8": ("low latency", "e4m3"),
+    "low latency, FP8 both ways": ("low latency, FP8 sums", "e4m3"),
     "dispatch": (PARTS[0], "bf16"),
     "experts": (PARTS[1], "bf16"),
     "combine": (PARTS[2], "bf16"),
@@ -31,6 +32,7 @@ STEPS = {  # column of the table -> the row's step and the dtype that dispatch s
     "beside": ("shared experts beside", "bf16"),
 }
 LAYERS = [(step, wire) for step in ("final", "combine during the sum", "low latency") for wire in ("bf16", "e4m3")]
+LAYERS.append(("low latency, FP8 sums", "e4m3"))
 
 
 def measure(peers, quick):
@@ -43,7 +45,7 @@ def out_of_reach(row):
     return row["config"]["ranks"] > torch.cuda.device_count()
 
 
-def _medians(record, ranks):
+def medians(record, ranks):
     """Return {tokens: {(step, dtype): microseconds}} of a group size."""
     found: dict = {}
     for row in records.select(record, config={"ranks": ranks}):
@@ -86,7 +88,7 @@ def predict(record, ranks):
     take longer by their time per row, which is the slope of the line through the smallest and the largest number of
     tokens. That the weighted sum then stores more rows, each of fewer experts, is not in the model.
     """
-    times, more = _medians(record, ranks), remote_rows(PREDICTED) / remote_rows(ranks)
+    times, more = medians(record, ranks), remote_rows(PREDICTED) / remote_rows(ranks)
     few, many = min(times), max(times)
     found = {}
     for tokens, steps in times.items():
@@ -104,9 +106,11 @@ def readme_table(record):
     names = [*STEPS, "sum of parts", "FP8, sum of parts", f"on {PREDICTED} GPUs (model)", *PUBLISHED]
     lines = [f"| GPUs, tokens on each | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
     layers = sum(key in LAYERS for key in STEPS.values())
-    for ranks in numbers_of_ranks(record):
-        times = _medians(record, ranks)
-        predicted = predict(record, ranks) if len(times) > 1 else {}
+    measured = numbers_of_ranks(record)
+    for ranks in measured:
+        times = medians(record, ranks)
+        predicted = predict(record, ranks) if len(times) > 1 and ranks != PREDICTED else {}
+        beside = PUBLISHED.values() if ranks == PREDICTED or PREDICTED not in measured else [{}] * len(PUBLISHED)
         for tokens, steps in times.items():
             cells = [records.format_us(steps[key]) if key in steps else "" for key in STEPS.values()]
             cells = bold_best(cells, slice(0, layers))
@@ -114,15 +118,16 @@ def readme_table(record):
                 has_parts = all((part, wire) in steps for part in PARTS)
                 cells.append(records.format_us(sum_of_parts(steps, wire)) if has_parts else "")
             cells.append(records.format_us(predicted[tokens]) if tokens in predicted else "")
-            cells += [str(us[tokens]) if tokens in us else "" for us in PUBLISHED.values()]
+            cells += [str(us.get(tokens, "")) for us in beside]
             lines.append(f"| {ranks}, {tokens} | {' | '.join(cells)} |")
     lines += [
         "",
         "Median time of the slowest rank in a CUDA graph, microseconds. Each GPU has 32 of DeepSeek-V3's experts in "
         "FP8 with block scales, and each token 8 experts of all GPUs, drawn evenly at random. Dispatch sends bfloat16, "
         "if not FP8. The shared expert is computed first, or on a stream beside dispatch and experts. The model for "
-        f"{PREDICTED} GPUs adds to the fastest layer the time of the rows that each token then sends to more GPUs. The "
-        "last two columns are published, of 8 H200 (DeepGEMM, pull request 352); "
+        f"{PREDICTED} GPUs adds to the fastest layer of fewer the time of the rows that each token then sends to more "
+        f"GPUs. The last two columns are published times of a layer of this shape on {PREDICTED} H200 (DeepGEMM, pull "
+        "request 352); "
         f"{plots.provenance(record)}.",
     ]
     return "\n".join(lines)
