@@ -20,7 +20,10 @@ def rows(ranks):
             if not low_latency.is_measured(step, ranks):
                 continue
             kernel, call = Stats(10.0 * ranks + i, 1, 99), Stats(30.0 + i, 1, 99)
-            yield records.row(step, config=config, size={"tokens": tokens}, dtype=dtype, kernel=kernel, call=call)
+            loop = {"loop_us": records.times(Stats(12.0 + i, 1, 99))} if ranks < 4 else {}
+            yield records.row(
+                step, config=config, size={"tokens": tokens}, dtype=dtype, kernel=kernel, call=call, **loop
+            )
 
 
 @pytest.fixture
@@ -32,8 +35,8 @@ def record():
 def test_the_table_has_a_line_per_group_and_number_of_tokens(record):
     lines = low_latency.readme_table(record).splitlines()
     assert lines[0].startswith("| GPUs, tokens | packed by expert | FP8 dispatch | in slots |")
-    assert lines[2] == "| 2, 1 | **20.0** | 21.0 | 22.0 | 23.0 | 24.0 | 25.0 | 26.0 | 30 |"
-    assert lines[-3] == "| 4, 256 | **40.0** | 41.0 | 42.0 | 43.0 | 44.0 | 45.0 | 46.0 | 30 |"
+    assert lines[2] == "| 2, 1 | **20.0** | 21.0 | 22.0 | 23.0 | 24.0 | 25.0 | 26.0 | 30 | 12 |"
+    assert lines[-3] == "| 4, 256 | **40.0** | 41.0 | 42.0 | 43.0 | 44.0 | 45.0 | 46.0 | 30 |  |"
     assert "commit 0000000" in lines[-1]
 
 
@@ -45,7 +48,7 @@ def test_the_table_omits_incomplete_lines(record):
 def test_one_rank_has_no_peers_in_the_table(record):
     record["rows"] = [*rows(1), *rows(2)]
     lines = low_latency.readme_table(record).splitlines()
-    assert lines[2] == "| 1, 1 | **10.0** | 11.0 | 12.0 | 13.0 |  |  |  | 30 |"
+    assert lines[2] == "| 1, 1 | **10.0** | 11.0 | 12.0 | 13.0 |  |  |  | 30 | 12 |"
     assert lines[7].startswith("| 2, 1 | **20.0** |") and "nothing crosses NVLink" in lines[-1]
 
 
@@ -54,8 +57,8 @@ def test_the_table_shows_peers(record):
         wanted = dict(config={"ranks": 2}, size={"tokens": 8}, dtype=dtype)
         record["rows"] += [records.select(record, **wanted)[0] | {"step": "peer:other", "kernel_us": {"median": 9.0}}]
     lines = low_latency.readme_table(record).splitlines()
-    assert "| other | other, FP8 | as called |" in lines[0]
-    assert lines[3].endswith("| **9.0** | **9.0** | 30 |") and lines[2].endswith("|  |  | 30 |")
+    assert "| other | other, FP8 | one call | in a loop |" in lines[0]
+    assert lines[3].endswith("| **9.0** | **9.0** | 30 | 12 |") and lines[2].endswith("|  |  | 30 | 12 |")
 
 
 @pytest.mark.parametrize("ranks, title", [(4, "4 GPUs: "), (1, "One rank, its own rows only: ")])

@@ -63,7 +63,7 @@ def figures(record):
 def readme_table(record):
     """Format the time of a pair per group size and number of tokens."""
     steps = steps_of(record)
-    lines = [f"| GPUs, tokens | {' | '.join(steps)} | as called |", "|---|" + "---:|" * (len(steps) + 1)]
+    lines = [f"| GPUs, tokens | {' | '.join(steps)} | one call | in a loop |", "|---|" + "---:|" * (len(steps) + 2)]
     for ranks in _numbers_of_ranks(record):
         for tokens in low_latency_measure.TOKENS:
             wanted = dict(config={"ranks": ranks}, size={"tokens": tokens})
@@ -71,12 +71,15 @@ def readme_table(record):
             found = dict(zip(steps.values(), rows, strict=True))
             if all(found[key] or not is_measured(key[0], ranks) for key in STEPS.values()):
                 times = bold_best([f"{row['kernel_us']['median']:.1f}" if row else "" for row in rows])
-                called = f"{rows[0]['call_us']['median']:.0f}"
-                lines.append(f"| {ranks}, {tokens} | {' | '.join(times)} | {called} |")
+                called = [
+                    f"{rows[0][name]['median']:.0f}" if name in rows[0] else "" for name in ("call_us", "loop_us")
+                ]
+                lines.append(f"| {ranks}, {tokens} | {' | '.join([*times, *called])} |")
     lines += [
         "",
-        "Median time of the slowest rank for dispatch and combine together, microseconds, in a CUDA graph; the last "
-        "column is the first one without a graph, by events around one call. With 1 GPU a rank copies "
+        "Median time of the slowest rank for dispatch and combine together, microseconds, in a CUDA graph. The last "
+        "two columns are the first one called from Python: a single call after a barrier, which includes how far "
+        "apart the hosts leave it, and calls in a loop, divided by their number. With 1 GPU a rank copies "
         f"its own tokens, for {low_latency_measure.ONE_RANK_EXPERTS} experts, and nothing crosses NVLink; "
         f"{plots.provenance(record)}.",
     ]
