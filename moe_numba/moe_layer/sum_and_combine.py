@@ -34,6 +34,8 @@ class SumAndCombine:
         """Return what ``buffer.combine`` returns for the experts' sums of received tokens; ``shared`` is added."""
         rows, indices = self._run_experts(x, x_scale, weights, ids)
         sums, ready = self._new_sums(rows, x.shape), self._flags(len(x), x.device)
+        # Loaded before combine is launched: loading a kernel may wait for the GPU, and combine waits for this one.
+        prepared = prepare_sum(x.shape[1], ids.shape[1], self.buffer.group_size, x.device)
         _finish_earlier_launches(self.buffer)
         # Combine is launched first, on a stream with priority: its CTAs need SMs of their own, the others' do not.
         out, _, event = self.buffer.combine(
@@ -41,7 +43,7 @@ class SumAndCombine:
         )
         if len(x):
             with _on_another_stream(self.buffer):
-                self._launch_sum(rows, indices, weights, sums, ready, handle[0])
+                self._launch_sum(prepared, rows, indices, weights, sums, ready, handle[0])
         event.current_stream_wait()
         return out
 
@@ -67,9 +69,8 @@ class SumAndCombine:
             self._ready = torch.zeros(max(rows, 1), dtype=torch.int32, device=device)
         return self._ready
 
-    def _launch_sum(self, rows, indices, weights, sums, ready, rank_prefix):
-        ranks, (tokens, topk), hidden = self.buffer.group_size, indices.shape, sums.shape[1]
-        start, threads = prepare_sum(hidden, topk, ranks, sums.device)
+    def _launch_sum(self, prepared, rows, indices, weights, sums, ready, rank_prefix):
+        (start, threads), ranks, tokens = prepared, self.buffer.group_size, len(indices)
         pointers = map(address, (rows, indices, weights, sums, ready, rank_prefix))
         start(ranks * -(-tokens // ranks), threads, None, *pointers, self.buffer.rank, len(rows), tokens)
 
