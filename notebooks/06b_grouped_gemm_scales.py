@@ -804,8 +804,8 @@ say(
 )
 
 # %% [markdown]
-# What was tried and not kept, measured during development and not repeated here: named barriers that let the two
-# warpgroups take turns, multicast of x instead of the weights, three consumer warpgroups, and warpgroups that split
+# What was tried and not kept, measured during development and not repeated here: named barriers by which the two
+# warpgroups alternate, multicast of x instead of the weights, three consumer warpgroups, and warpgroups that split
 # columns instead of rows.
 #
 # ## 3. 4-bit weights: the problem

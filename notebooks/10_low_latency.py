@@ -663,11 +663,12 @@ assert all("refused" in row for row in ladder.rows[-len(MISTAKES) :])
 #   The next call raises an error, or with `enable_shrink` the other ranks continue without it.
 # - If tokens are few, several CTAs share a row. A word of metadata has two experts and the low bits of the operation's
 #   number.
-# - A third of the CTAs sends while the others receive, so that slots are read while the link is busy. A rank reads
+# - A third of the CTAs send while the others receive, so that slots are read while the link is busy. A rank reads
 #   its own rows where they are, without slots.
 # - Packed by expert, the metadata of all tokens is sent before any row. A receiving CTA sets a bit for each slot and
 #   expert in shared memory; a row's place is the number of bits before its own.
-# - Dispatch can quantise rows to FP8, with scales. Combine applies the top-k weights of packed rows.
+# - Dispatch can quantise rows to FP8, with scales, and combine the sums that it sends (`use_fp8_combine`). Combine
+#   applies the top-k weights of packed rows.
 # - `return_recv_hook` splits a call into a send phase and a receive phase; no SM is in use between the two.
 # - `protocol="lamport"`, data as its own flag, is the default; `"flags"` is the protocol of step 1.
 #
@@ -785,9 +786,11 @@ GROUPS = sorted({row["config"]["ranks"] for row in PAIR["rows"]} - {1}) if PAIR 
 def of_group(n):
     """Describe the recorded times of a group of GPUs."""
     slots, flags = times_of(PAIR, "in slots", n), times_of(PAIR, "in slots, flags", n)
+    peers = [(peer.removeprefix("peer:"), times_of(PAIR, peer, n)) for peer in records.peers(PAIR)]
+    others = "".join(f"; {name} {listed(times)} us" for name, times in peers if times)
     return (
-        f"- {n} GPUs, recorded: {listed(slots)} us in slots. With 1 token, data as its own flag instead of flags: "
-        f"{Judgement(flags[1], slots[1], GAIN_US)}; the prediction is that of step 2."
+        f"- {n} GPUs, recorded: {listed(slots)} us in slots{others}. With 1 token, data as its own flag instead of "
+        f"flags: {Judgement(flags[1], slots[1], GAIN_US)}; the prediction is that of step 2."
     )
 
 

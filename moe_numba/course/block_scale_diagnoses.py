@@ -94,7 +94,7 @@ def make_halves_in_new_registers(config, layout):
     source = changed_source(factory, ', "e4m3", overwrite=True)', ', "e4m3")')
     source = changed_source(source, "wgmma(product, x, weight)", "wgmma(x, weight)")
     source = changed_source(source, "wgmma(product, x, uint64", "wgmma(x, uint64")
-    source = changed_source(source, "second, product = zeros, zeros, zeros", "second = zeros, zeros")
+    source = changed_source(source, "second, product, ready = zeros, zeros, zeros,", "second, ready = zeros, zeros,")
     return _define(source, factory, kernel_block_scaled)(config, layout)
 
 
@@ -219,10 +219,14 @@ class Energy(NamedTuple):
     limit_watts: float
 
 
+_LAUNCHES = 48  # in a graph
+
+
 def energy_of(launch: Callable, seconds: float = 0.6, device: int = 0) -> Energy | None:
     """Launch a kernel for some time and return what NVML measures; None in the simulator or without NVML's counters.
 
-    The energy counter is updated at intervals of several launches, so it is read when it changes.
+    The launches are replayed as a CUDA graph, two of which are queued, so that the GPU never waits for the host. The
+    energy counter is updated at intervals of several launches, so it is read when it changes.
     """
     nvml = None if simulator.ENABLED else _nvml()
     gpu = nvml and _nvml_device(nvml, device)
@@ -233,15 +237,20 @@ def energy_of(launch: Callable, seconds: float = 0.6, device: int = 0) -> Energy
     begin, before, previous = time.perf_counter(), read("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong), None
     if before is None:
         return None
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_LAUNCHES):
+            launch()
     start.record()
     while len(updates) < 2 or updates[-1][0] - updates[0][0] < seconds:
-        for _ in range(16):
-            launch()
-        launches += 16
+        graph.replay()
+        launches += _LAUNCHES
         done = torch.cuda.Event()
         done.record()
         if previous is not None:
-            previous.synchronize()  # 16 launches are always queued
+            previous.synchronize()
         previous, now = done, time.perf_counter()
         energy = read("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong)
         if energy != before and now - begin > seconds / 2:  # the first half reaches the power limit

@@ -12,9 +12,6 @@ from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.topics import BENCH_TOPICS, HEADLINES, TOPICS
 from moe_numba.grouped_gemm import config_table
 
-# A GPU on which other projects' kernels were measured beside the package's.
-PEERS_GPU = "h100-80gb-hbm3"
-
 
 def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, str]]:
     """Return the text of every generated block: ``{file: {block: text}}``, files relative to the repository.
@@ -23,15 +20,14 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
     """
     found = {name: records.recorded(name, gpu, root) for name in BENCH_TOPICS}
     tables = {name: record and bench.topic(name).readme_table(record) or "" for name, record in found.items()}
-    # The package has one table of tile configurations, that of the GPU that it was last measured on.
-    tiles = records.recorded("grouped_gemm_tiles", config_table.GPU, root) if config_table.GPU else None
+    # The first of the records that the table of tile configurations is made of.
+    tiles = records.recorded("grouped_gemm_tiles", config_table.GPUS[0], root) if config_table.GPUS else None
     tables["grouped_gemm_tiles"] = tiles and bench.topic("grouped_gemm_tiles").readme_table(tiles) or ""
-    beside_peers = records.recorded("grouped_gemm", PEERS_GPU, root)
     readme = {
-        "grouped_gemm_peers": beside_peers and bench.topic("grouped_gemm").readme_table(beside_peers) or "",
         "headline": headline(gpu, root),
         "notebooks": _notebooks(),
         "bench": _bench_commands(),
+        "peers": _peers(found),
         "gpus": _gpus(),
         **tables,
     }
@@ -101,6 +97,18 @@ def _bench_commands():
     width = max(map(len, BENCH_TOPICS))
     commands = [f"    python -m moe_numba bench {name:<{width}}  # {text}" for name, text in BENCH_TOPICS.items()]
     return "\n" + "\n".join(commands)
+
+
+def _peers(found):
+    """Return the versions of other projects' kernels, and the records, {topic: record}, that have them."""
+    versions: dict[tuple[str, str], list[str]] = {}
+    for topic, record in found.items():
+        for step in records.peers(record) if record else ():
+            version = records.find(record, step=step).get("version", "")
+            versions.setdefault((step.removeprefix("peer:"), version), []).append(f"`{topic}`")
+    lines = ["| kernel | version | measured with |", "|---|---|---|"]
+    lines += [f"| {name} | {version} | {', '.join(topics)} |" for (name, version), topics in sorted(versions.items())]
+    return "\n".join(lines)
 
 
 def _records():

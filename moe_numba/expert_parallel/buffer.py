@@ -241,6 +241,7 @@ class Buffer(LowLatencyBuffer):
         previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        ready: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Send rows back to the ranks of their tokens, and sum each token's rows.
 
@@ -256,6 +257,10 @@ class Buffer(LowLatencyBuffer):
             Added to the sum.
         config, previous_event, async_finish, allocate_on_comm_stream
             As for `dispatch`.
+        ready : torch.Tensor [received], int32, optional
+            Flags, 0 at first, of a kernel on another stream that computes ``x`` meanwhile: it sets a row's flag by a
+            release at system scope. The call waits for each row, and clears its flag. Not with ``topk_weights``. The
+            SMs of ``config`` must leave space for that kernel.
 
         Returns
         -------
@@ -271,14 +276,17 @@ class Buffer(LowLatencyBuffer):
         biases = checks.as_biases(bias)
         tokens, channels, rows = checks.check_handle(handle, self.group_size, device)
         hidden, topk = checks.check_combine_input(x, topk_weights, biases, rows, tokens, device)
-        start = rt.cached(launch_plans.plan_combine, config, hidden, topk, channels, len(biases))
+        waits = ready is not None
+        if waits:
+            checks.check_ready(ready, topk_weights, rows, device)
+        start = rt.cached(launch_plans.plan_combine, config, hidden, topk, channels, len(biases), waits)
         *prefix, _, _, send_head = handle
         with rt.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             out = x.new_empty(tokens, hidden)
             out_weights = None if topk_weights is None else topk_weights.new_empty(tokens, topk)
-            inputs = rt.pointers(x, topk_weights, *prefix, send_head)
+            inputs = rt.pointers(x, ready if waits else topk_weights, *prefix, send_head)
             outputs = rt.pointers(*(*biases, None, None)[:2], out, out_weights)
             with rt.with_barriers_if_layout_changed(True, channels):
                 start(*inputs, tokens, *outputs, rows)
-            event = finish(x, topk_weights, *biases, out, out_weights, *handle)
+            event = finish(x, topk_weights, ready, *biases, out, out_weights, *handle)
         return out, out_weights, event

@@ -44,37 +44,39 @@ class DispatchCall(NamedTuple):
         """
         out, tokens, waits = self.out, self.tokens, self.waits
         prefix, src_idx, is_in_rank, send_head = self._handle(runtime.num_ranks, channels)
+        if self.handle is None:  # first, so that the GPU counts while the host prepares the next launch
+            limits = self.expert_alignment, self.num_worst_tokens, self.capacity
+            layout = self.layout, tokens, self.experts, channels, *limits
+            runtime.notify(*layout, prefix, call, self.scales, out)
         rows = self.rows
         if waits:  # the kernel starts with as many rows as there are, or as are expected
             rows = runtime.expected_rows(tokens) if out is None else self.capacity
         outputs = self._outputs(rows, src_idx)
         # Everything that needs no counts is prepared before the host waits for them: the GPU waits for the launch then.
+        x, scales, topk_idx, topk_weights, in_rank, *prefix_pointers, head = runtime.pointers(
+            self.x, self.scales, self.topk_idx, self.topk_weights, is_in_rank, *prefix, send_head
+        )
         arguments = [
             *(() if out is None else out.kernel_args),
-            *runtime.pointers(self.x, self.scales),
+            *(x, scales),
             *((0, 0) if self.scales is None else self.scales.stride()),
-            *runtime.pointers(self.topk_idx, self.topk_weights, is_in_rank),
-            tokens,
-            self.experts,
-            *runtime.pointers(*prefix),
+            *(topk_idx, topk_weights, in_rank, tokens, self.experts),
+            *prefix_pointers,
         ]
-        head = runtime.pointers(send_head)
 
         def launch(outputs, rows, can_repeat):
-            last = () if out is not None else (int(can_repeat),)
-            start(*arguments, *runtime.pointers(*outputs), *head, rows, *last)
+            if out is not None:
+                start(*arguments, *out.pointers, head, rows)
+            else:
+                start(*arguments, *runtime.pointers(*outputs), head, rows, int(can_repeat))
 
-        if self.handle is None:
-            limits = self.expert_alignment, self.num_worst_tokens, self.capacity
-            layout = self.layout, tokens, self.experts, channels, *limits
-            runtime.notify(*layout, prefix, call, self.scales, out)
         # The kernel is launched before its rows are counted, so that the GPU does not wait for the host. If more rows
         # arrive than were expected, it ends at once, and is launched again; those of a `SymmetricOutput` always have
         # their place. But if the kernel is not loaded, ranks whose calls differ must find that out before they wait
         # for one another.
         counted = None
         has_place = out is not None or (rows > 0 and getattr(runtime.transport, "can_repeat", False))
-        if waits and not (start.func.is_loaded and has_place):
+        if waits and not (start.is_loaded and has_place):
             counted, expected = runtime.wait_rows(tokens), rows
             rows = counted
             if out is None and rows > expected:
@@ -92,7 +94,7 @@ class DispatchCall(NamedTuple):
             rows = runtime.wait_rows(tokens) if counted is None else counted
             counts = runtime.expert_counts(self.experts)
         if waits or out is not None:
-            outputs = [t if t is None or t.shape[0] == rows else t.narrow(0, 0, rows) for t in outputs]
+            outputs = [t if t is None or t.shape[0] == rows else t[:rows] for t in outputs]
         src_idx = outputs[4] if self.handle is None else src_idx
         return outputs, counts, (*prefix, src_idx, is_in_rank, send_head)
 

@@ -1,7 +1,5 @@
 """Launch plans of ``Buffer``'s operations: their kernels, and the arguments that follow from a configuration."""
 
-from functools import partial
-
 import torch
 
 from moe_numba import simulator
@@ -19,6 +17,7 @@ from moe_numba.expert_parallel.kernels.buffer_layout import buffer_layout
 from moe_numba.expert_parallel.kernels.channels import RingShape
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
 from moe_numba.expert_parallel.transport import COMPILE_LOCK, bind
+from moe_numba.runtime.launch import current_stream
 
 _NOTIFY_THREADS = _BARRIER_THREADS = 32 if simulator.ENABLED else 512  # per CTA
 _DTYPES = torch.bfloat16, torch.float8_e4m3fn  # as ranks exchange them, see `timeout.CALL_ARGUMENTS`
@@ -39,6 +38,7 @@ class Kernel:
 
     def __init__(self, runtime, definition):
         self._runtime, self.definition, self._start = runtime, definition, None
+        self._context = *runtime._common_arguments, int(runtime.timeout * 1e9), runtime.rank
 
     @property
     def is_loaded(self):
@@ -58,17 +58,38 @@ class Kernel:
     def __call__(self, grid, *arguments):
         if self._start is None:
             load(self._runtime, [self])
-        self._start(grid, self.definition.block, *self._context(), *arguments)
+        self._start(grid, self.definition.block, *self._context, *arguments)
 
     def bind(self, grid, arguments, first, last):
         """Return ``launch(stream, *changed)``, with ``arguments[first:last]`` replaced; the kernel must be loaded."""
-        context = self._context()
+        context = self._context
         first, last = len(context) + first, len(context) + last
         return bind(self._start, grid, self.definition.block, (*context, *arguments), first, last)
 
-    def _context(self):
-        runtime = self._runtime
-        return *runtime._common_arguments, int(runtime.timeout * 1e9), runtime.rank
+
+class Launch:
+    """A `Kernel` with its grid and first arguments; ``launch(*others)`` launches it on the current stream.
+
+    The first call compiles the kernel, if nothing has. Arguments are packed into one buffer, so calls are not
+    thread-safe.
+    """
+
+    def __init__(self, runtime, kernel, grid, *first):
+        self._device, self._kernel, self._grid, self._first = runtime.transport.device.index or 0, kernel, grid, first
+        self._runtime, self._launch = runtime, None
+
+    @property
+    def is_loaded(self):
+        """Whether a call compiles nothing."""
+        return self._kernel.is_loaded
+
+    def __call__(self, *others):
+        if self._launch is None:
+            if not self._kernel.is_loaded:
+                load(self._runtime, [self._kernel])
+            first = len(self._first)
+            self._launch = self._kernel.bind(self._grid, (*self._first, *others), first, first + len(others))
+        self._launch(current_stream(self._device), *others)
 
 
 def load(runtime, kernels):
@@ -111,7 +132,11 @@ def plan_ring_dispatch(
     start = runtime.prepare_kernel(dispatch.make_dispatch, (shape,), signature, shape.threads, shape.shared_bytes)
     senders = num_senders(config.num_sms, ranks)
     call = hidden, _DTYPES.index(dtype), scales, topk, shape.slots
-    return channels, partial(start, config.num_sms, senders, channels, runtime.rings_offset, ring_words), call
+    return (
+        channels,
+        runtime.prepare_launch(start, config.num_sms, senders, channels, runtime.rings_offset, ring_words),
+        call,
+    )
 
 
 def plan_direct_dispatch(
@@ -126,19 +151,21 @@ def plan_direct_dispatch(
     start = runtime.prepare_kernel(
         dispatch_direct.make_dispatch_direct, (shape,), signature, 32 * warps, shape.shared_bytes
     )
-    return channels, partial(start, blocks, channels), (hidden, _DTYPES.index(dtype), scales, topk, 0)
+    return channels, runtime.prepare_launch(start, blocks, channels), (hidden, _DTYPES.index(dtype), scales, topk, 0)
 
 
-def plan_combine(runtime, config, hidden, topk, channels, biases):
-    """Prepare combine; return a function that starts the kernel."""
+def plan_combine(runtime, config, hidden, topk, channels, biases, waits=False):
+    """Prepare combine; return a function that starts the kernel. With ``waits`` it waits for each row's flag."""
     ranks, slot = runtime.num_ranks, TokenSlot(hidden // 2, topk, 0, has_src_idx=False)
     warps = max_warps(2 * hidden, runtime.limits)
     shape, ring_words = make_ring_shape(config, ranks, warps, channels, slot, runtime.ring_words, limits=runtime.limits)
+    constants = (shape, biases, True) if waits else (shape, biases)
     start = runtime.prepare_kernel(
-        combine.make_combine, (shape, biases), combine.SIGNATURE, shape.threads, shape.shared_bytes
+        combine.make_combine, constants, combine.SIGNATURE, shape.threads, shape.shared_bytes
     )
     rings_offset = runtime.rings_offset + runtime.ring_words
-    return partial(start, config.num_sms, num_senders(config.num_sms, ranks), channels, rings_offset, ring_words)
+    senders = num_senders(config.num_sms, ranks)
+    return runtime.prepare_launch(start, config.num_sms, senders, channels, rings_offset, ring_words)
 
 
 class PlannedKernels:
@@ -160,9 +187,11 @@ class PlannedKernels:
         plan_barrier(self)
 
     def prepare_kernel(self, make, constants, signature, block, shared_bytes=0):
-        """List a kernel; its function starts nothing."""
+        """List a kernel."""
         self.definitions.append(KernelDefinition(make, constants, signature, block, shared_bytes))
-        return lambda *arguments: None
+
+    def prepare_launch(self, *arguments):
+        """Do nothing."""
 
     def dispatch(
         self, config, hidden, dtype=torch.bfloat16, scales=0, topk=0, topk_idx_dtype=torch.int64, to_output=False

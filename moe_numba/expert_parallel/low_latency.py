@@ -38,6 +38,7 @@ class LowLatency:
 
     def __init__(self, runtime: Runtime, rank_mask: RankMask, shape: LowLatencyShape, topk_idx_dtype, num_sms=None):
         self._runtime, self._rank_mask, self.shape = runtime, rank_mask, shape
+        self._status = rank_mask.status.numpy().data
         self._dispatch = LowLatencyDispatch(runtime, rank_mask, shape, topk_idx_dtype, num_sms)
         self._combine = LowLatencyCombine(runtime, rank_mask, shape, topk_idx_dtype, num_sms)
         load_kernels(self._dispatch, self._combine)
@@ -45,12 +46,13 @@ class LowLatency:
         self.combined = torch.empty(shape.max_tokens, shape.hidden, dtype=torch.bfloat16, device=device)
         self._launch_dispatch = self._dispatch.bind(self.received)
         self._launch_combine = self._combine.bind(self.received.slot_rows, self.combined)
-        self._placeholder = runtime.pointers(None)[0]
-        where = device, self._placeholder
-        self._pointer_of_x = checks.make_pointer_of("x", torch.bfloat16, shape.hidden, *where, alignment=16)
-        self._pointer_of_topk_idx = checks.make_pointer_of("topk_idx", topk_idx_dtype, shape.topk, *where)
-        self._pointer_of_topk_weights = checks.make_pointer_of("topk_weights", torch.float32, shape.topk, *where)
-        self._input_rows = self._combine.input_shape[:-1]
+        self._addresses_of_tokens, self._addresses_of_results = (
+            checks.make_addresses_of(shape, input_shape, topk_idx_dtype, has_weights, device, runtime.pointers(None)[0])
+            for input_shape, has_weights in (
+                ((), not shape.expert_major),
+                (self._combine.input_shape, shape.expert_major),
+            )
+        )
         self._sums = {shape.max_tokens: self.combined}  # number of tokens -> what combine returns
 
     def dispatch(
@@ -72,14 +74,12 @@ class LowLatency:
         LowLatencyReceived
             ``received``. Rows of ``x`` that no token fills are not written.
         """
-        self._check_alive()
-        tokens = checks.check_num_tokens(self._dispatch, "x", x)
-        self._runtime.launch_on_stream(
-            self._launch_dispatch,
-            self._pointer_of_x(x, tokens),
-            *self._pointers_of_routing(tokens, topk_idx, topk_weights, not self.shape.expert_major),
-            tokens,
-        )
+        addresses = self._addresses_of_tokens(x, topk_idx, topk_weights)
+        if addresses is None or self._must_check_alive():
+            self._check_alive()
+            checks.check_dispatch(self._dispatch, x, topk_idx, topk_weights)
+            addresses = *self._runtime.pointers(x, topk_idx, topk_weights), topk_idx.shape[0]
+        self._runtime.launch_on_stream(self._launch_dispatch, *addresses)
         return self.received
 
     def combine(
@@ -104,23 +104,15 @@ class LowLatency:
             experts is on a rank that did not answer in time. With ``use_fp8_combine`` the other ranks' sums are rounded
             to FP8: see `Buffer.low_latency_combine`.
         """
-        self._check_alive()
-        tokens = checks.check_num_tokens(self._combine, "topk_idx", topk_idx)
-        self._runtime.launch_on_stream(
-            self._launch_combine,
-            self._pointer_of_x(x, *self._input_rows),
-            *self._pointers_of_routing(tokens, topk_idx, topk_weights, self.shape.expert_major),
-            tokens,
-        )
+        addresses = self._addresses_of_results(x, topk_idx, topk_weights)
+        if addresses is None or self._must_check_alive():
+            self._check_alive()
+            checks.check_combine(self._combine, x, self.received.slot_rows, topk_idx, topk_weights)
+            addresses = *self._runtime.pointers(x, topk_idx, topk_weights), topk_idx.shape[0]
+        self._runtime.launch_on_stream(self._launch_combine, *addresses)
+        tokens = addresses[3]
         sums = self._sums.get(tokens)
         return self._sums.setdefault(tokens, self.combined[:tokens]) if sums is None else sums
-
-    def _pointers_of_routing(self, tokens, topk_idx, topk_weights, has_weights):
-        experts = self._pointer_of_topk_idx(topk_idx, tokens)
-        if has_weights:
-            return experts, self._pointer_of_topk_weights(topk_weights, tokens)
-        checks.check_no_weights(topk_weights, self.shape.expert_major)
-        return experts, self._placeholder
 
     def reset(self) -> None:
         """Wait for all ranks and clear all shared state; all ranks must call it."""
@@ -131,6 +123,9 @@ class LowLatency:
         """Free the shared memory; all ranks must call it."""
         self._dispatch.close()
         self._combine.close()
+
+    def _must_check_alive(self):
+        return self._status[0] or self._dispatch.shared is None
 
     def _check_alive(self):
         if self._dispatch.shared is None:

@@ -76,29 +76,57 @@ def _check(name, tensor, dtype, shape, device, alignment=4):
     check_aligned(name, tensor)
 
 
-def make_pointer_of(name, dtype, columns, device, placeholder, alignment=4):
-    """Make ``pointer_of(tensor, *rows)``: check an input [*rows, columns] as `_check`, and return its address.
+def make_addresses_of(shape, input_shape, topk_idx_dtype, has_weights, device, placeholder):
+    """Make ``addresses_of(x, topk_idx, topk_weights)``: their addresses and the number of tokens.
 
-    An input without elements has the address ``placeholder``. These functions are most of a prepared exchange's host
-    time, so they call torch as little as possible.
+    It returns None if an input is not a usual one: `check_dispatch` or `check_combine` then finds out why. These checks
+    are most of the host time of a prepared exchange, so they are one expression, without calls of Python functions.
+
+    Parameters
+    ----------
+    shape : LowLatencyShape
+    input_shape : tuple of int
+        Of ``x``; empty if ``x`` has a row for each token.
     """
     index = device.index if device.type == "cuda" else -1
+    hidden, topk, max_tokens, tensor_type = shape.hidden, shape.topk, shape.max_tokens, torch.Tensor
+    rows_dtype, weights_dtype = torch.bfloat16, torch.float32
 
-    def pointer_of(tensor, *rows):
-        if (
-            type(tensor) is torch.Tensor
-            and tensor.dtype is dtype
-            and tensor.shape == (*rows, columns)
-            and tensor.get_device() == index
-            and tensor.is_contiguous()
+    def addresses_of(x, topk_idx, topk_weights):
+        if not (
+            type(x) is tensor_type
+            and type(topk_idx) is tensor_type
+            and x.dtype is rows_dtype
+            and topk_idx.dtype is topk_idx_dtype
+            and len(size := topk_idx.shape) == 2
+            and size[1] == topk
+            and 0 < (tokens := size[0]) <= max_tokens
+            and x.shape == (input_shape or (tokens, hidden))
+            and x.get_device() == topk_idx.get_device() == index
+            and x.is_contiguous()
+            and topk_idx.is_contiguous()
         ):
-            pointer = tensor.data_ptr()
-            if pointer and pointer % alignment == 0:
-                return address(tensor) if simulator.ENABLED else pointer
-        _check(name, tensor, dtype, (*rows, columns), device, alignment)
-        return address(tensor) or placeholder
+            return None
+        rows, experts, weights = x.data_ptr(), topk_idx.data_ptr(), placeholder
+        if has_weights:
+            if not (
+                type(topk_weights) is tensor_type
+                and topk_weights.dtype is weights_dtype
+                and topk_weights.shape == size
+                and topk_weights.get_device() == index
+                and topk_weights.is_contiguous()
+                and (weights := topk_weights.data_ptr())
+            ):
+                return None
+        elif topk_weights is not None:
+            return None
+        if not rows or not experts or rows % 16 or experts % 4 or (has_weights and weights % 4):
+            return None
+        if simulator.ENABLED:
+            return address(x), address(topk_idx), address(topk_weights) if has_weights else placeholder, tokens
+        return rows, experts, weights, tokens
 
-    return pointer_of
+    return addresses_of
 
 
 def check_num_tokens(exchange, name, tensor):

@@ -36,6 +36,12 @@ class SymmetricOutput:
     scales : torch.Tensor [num_rows, num_scales], float32 or int32
     topk_idx, topk_weights : torch.Tensor [num_rows, num_topk], int64 or int32, and float32
     src_idx : torch.Tensor [num_rows], int32
+    kernel_args : tuple of int
+        The sending kernel's arguments: address of all ranks' addresses, offsets of the tensors, and capacity.
+    pointers : list of int
+        The addresses of these tensors.
+    barrier : function
+        Launches a barrier that poisons these tensors if it fails; it takes the raw stream.
     """
 
     def __init__(
@@ -70,24 +76,19 @@ class SymmetricOutput:
         self.x, self.scales = section(0, row_words, dtype), section(1, num_scales, scale_dtype)
         self.topk_idx, self.topk_weights = section(2, idx_words, topk_idx_dtype), section(3, num_topk, torch.float32)
         self.src_idx = section(4, 1, torch.int32).view(-1)
-        self._remote = address(self._shared.addresses), *offsets_in_bytes
-        tensors = self.x, self.scales, self.topk_idx, self.topk_weights, self.src_idx
-        self._local = [(address(tensor), words) for tensor, words in zip(tensors, sizes, strict=True)]
+        self._remote, self._sizes = (address(self._shared.addresses), *offsets_in_bytes), sizes
+        self._prepare_launches()
+
+    def _prepare_launches(self):
+        self.kernel_args = *self._remote, self.num_rows
+        self.pointers = self._runtime.pointers(self.x, self.scales, self.topk_idx, self.topk_weights, self.src_idx)
+        written = zip(self.pointers, (self.num_rows * words for words in self._sizes), strict=True)
+        self.barrier = self._runtime.bind_barrier(*itertools.chain(*written))
 
     def tensors(self, with_scales: bool, with_topk: bool) -> tuple[torch.Tensor | None, ...]:
         """Return x, scales, topk_idx, topk_weights and src_idx; None for what a dispatch does not send."""
         topk = (self.topk_idx, self.topk_weights) if with_topk else (None, None)
         return self.x, self.scales if with_scales else None, *topk, self.src_idx
-
-    @property
-    def kernel_args(self) -> tuple[int, ...]:
-        """The sending kernel's arguments: address of all ranks' addresses, offsets of the tensors, and capacity."""
-        return *self._remote, self.num_rows
-
-    @property
-    def poison_args(self) -> tuple[int, ...]:
-        """The barrier kernel's arguments: address and size in words of each tensor."""
-        return tuple(value for pointer, words in self._local for value in (pointer, self.num_rows * words))
 
     def close(self) -> None:
         """Free the memory. All ranks must call it, and no kernel may use the memory any more."""

@@ -23,11 +23,11 @@ from moe_numba.expert_parallel.kernels.timeout import (
     MESSAGES,
     STATUS_WORDS,
 )
-from moe_numba.expert_parallel.launch_plans import Kernel, load, plan_barrier, plan_notify
+from moe_numba.expert_parallel.launch_plans import Kernel, Launch, load, plan_barrier, plan_notify
 from moe_numba.expert_parallel.stream_order import StreamOrder
 from moe_numba.expert_parallel.transport import check_same_on_all_ranks
 from moe_numba.runtime.device import gpu_of
-from moe_numba.runtime.launch import address
+from moe_numba.runtime.launch import address, current_stream
 from moe_numba.runtime.validate import check_device
 
 _NO_BARRIERS = contextlib.nullcontext()
@@ -75,12 +75,14 @@ class Runtime(StreamOrder):
         common = self._local, self.shared.addresses, self._state, self._status, self._placeholder
         *self._common_arguments, self._placeholder_ptr = map(address, common)
         self._cache, self._first_channels, self._configurations, self._rows_per_token = {}, {}, set(), 0.0
-        self._no_output = 5 * (self._placeholder_ptr, 0)
+        self._counters_ptr = address(self._counters)
         if not simulator.ENABLED:
             torch.cuda.synchronize(device)
         transport.gather(None)
-        self._notify, self._barrier = plan_notify(self), plan_barrier(self)
-        load(self, [self._notify, self._barrier])  # now, because no call may make the others wait for the compiler
+        notify, self._barrier = plan_notify(self), plan_barrier(self)
+        load(self, [notify, self._barrier])  # now, because no call may make the others wait for the compiler
+        self._launch_notify = Launch(self, notify, self.num_ranks + 1)
+        self.barrier = self.bind_barrier(*5 * (self._placeholder_ptr, 0))
 
     def synchronize(self):
         """Wait until the GPU has finished all work; in the simulator, run the pending kernels."""
@@ -143,6 +145,10 @@ class Runtime(StreamOrder):
         """Return ``start(grid, *arguments)`` of the kernel ``make(*constants)``, a `Kernel`."""
         return Kernel(self, KernelDefinition(make, constants, signature, block, shared_bytes))
 
+    def prepare_launch(self, kernel, grid, *first):
+        """Return a `Launch` of a prepared kernel."""
+        return Launch(self, kernel, grid, *first)
+
     @contextlib.contextmanager
     def with_compilers_of_all_ranks(self, configurations):
         """Return a context in which all ranks compile the kernels of configurations; it ends when all have done so.
@@ -193,16 +199,12 @@ class Runtime(StreamOrder):
         waits = not num_worst_tokens
         if waits:
             self._counters_view[0] = -1  # the kernel writes it last
-        self._notify(
-            self.num_ranks + 1,
-            *self.pointers(*layout),
-            tokens,
-            experts,
-            channels,
-            alignment,
-            capacity,
-            *self.pointers(*prefix),
-            address(self._counters),
+        *layout_pointers, rank_prefix, channel_prefix, recv_channel_prefix = self.pointers(*layout, *prefix)
+        self._launch_notify(
+            *layout_pointers,
+            *(tokens, experts, channels, alignment, capacity),
+            *(rank_prefix, channel_prefix, recv_channel_prefix),
+            self._counters_ptr,
             int(waits),
             *call,
             _SCALE_DTYPES.index(None if scales is None else scales.dtype),
@@ -241,13 +243,30 @@ class Runtime(StreamOrder):
         has_changed = self._first_channels.setdefault(is_combine, channels) != channels
         return self.with_barriers(has_synchronized) if has_changed else _NO_BARRIERS
 
-    @contextlib.contextmanager
     def with_barriers(self, has_synchronized=False, out=None):
-        """Launch a barrier before an operation, unless all ranks have just executed one, and another one after it.
+        """Return a context with barriers around an operation; without the first if all ranks have just executed one.
 
         If the second one fails, it poisons ``out``, the `SymmetricOutput` that peers have written to.
         """
-        if not has_synchronized:
-            self._barrier(1, *self._no_output)
-        yield
-        self._barrier(1, *(self._no_output if out is None else out.poison_args))
+        return _Barriers(
+            self._device_index, self.barrier, self.barrier if out is None else out.barrier, has_synchronized
+        )
+
+    def bind_barrier(self, *output):
+        """Return a function that launches a barrier on a raw stream; ``output`` is what the kernel then poisons."""
+        return self._barrier.bind(1, output, 0, 0)
+
+
+class _Barriers:
+    """See `Runtime.with_barriers`; a generator would take several times as long."""
+
+    def __init__(self, device, before, after, has_synchronized):
+        self._device, self._before, self._after, self._has_synchronized = device, before, after, has_synchronized
+
+    def __enter__(self):
+        if not self._has_synchronized:
+            self._before(current_stream(self._device))
+
+    def __exit__(self, error, *_):
+        if error is None:
+            self._after(current_stream(self._device))

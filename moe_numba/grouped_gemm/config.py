@@ -53,6 +53,7 @@ class GemmConfig(NamedTuple):
     scatter: bool = False  # rows of y are stored to the rows that an index array names
     row_weights: bool = False  # each row of y is multiplied by a factor
     cluster_size: int = 1  # CTAs with neighbouring tiles of weight that load their rows of x by multicast, 1 or 2
+    keep_weight: bool = False  # keep weights in L2 as long as rows of x
     gather: bool = False  # rows of x are read through an array of row indices
     warp_uniform: bool = True  # tell the compiler which values of the main loop are warp-uniform
     fast_accumulation: bool = False  # FP8: accumulate over all of k in the tensor cores, see `kernel.make_mma_stage`

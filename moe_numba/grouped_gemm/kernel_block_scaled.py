@@ -131,14 +131,15 @@ def make_multiply_halves(config, layout):
     stage_vectors, full, advance = layout.stage_bytes >> 4, layout.full, make_advance(config.stages)
     n, load_factors, release_stage = SCALE_BLOCK, make_load_factors(layout), make_release_stage(layout)
     wgmma, wait, fma = make_wgmma_tile(n, "e4m3", overwrite=True), make_wgmma_wait(n, 0), make_fma_blocks(n, n)
-    zeros = (np.float32(0),) * (n // 2)
+    zeros, early_test = (np.float32(0),) * (n // 2), config.early_test
 
     @cuda.jit(device=True)
     def multiply(smem, lane, stage, phase, k_blocks, x_offset, row):
-        first, second, product = zeros, zeros, zeros
+        first, second, product, ready = zeros, zeros, zeros, uint32(0)
         x_0, weight_0 = wgmma_descriptor(smem.u8, x_offset), wgmma_descriptor(smem.u8, int32(0))
         for _ in range(k_blocks):
-            mbarrier_wait_parity(smem.barriers, full + stage, phase)
+            if ready == 0:
+                mbarrier_wait_parity(smem.barriers, full + stage, phase)
             a, b = load_factors(smem, stage, row)
             step = uint64(uint32(stage) * uint32(stage_vectors))
             x, weight = uint64(x_0 + step), uint64(weight_0 + step)
@@ -146,8 +147,10 @@ def make_multiply_halves(config, layout):
             first = fma(first, product, (a[0], b[0]))
             product = wait(wgmma(product, x, uint64(weight + uint64(HALF_OFFSET >> 4))))
             release_stage(smem, stage, lane)
-            second = fma(second, product, (a[1], b[1]))
             stage, phase = advance(stage, phase)
+            if early_test:
+                ready = mbarrier_test_wait_parity(smem.barriers, full + stage, phase)
+            second = fma(second, product, (a[1], b[1]))
         return first, second, stage, phase
 
     return multiply

@@ -87,7 +87,7 @@ def make_tma_producer(config, layout):
     full, empty, two_subtiles = layout.full, layout.empty, config.m_subtiles == 2
     multicast, box_rows, load_weight = config.cluster_size == 2, layout.x_box_rows, make_load_weight(config)
     tile_info_offset, scale_in_tile, has_row_terms = layout.tile_info_offset, config.scale_in_tile, config.has_row_terms
-    tma_bytes, gather = layout.tma_bytes, config.gather
+    tma_bytes, gather, keep_weight = layout.tma_bytes, config.gather, config.keep_weight
     skips_empty = two_subtiles and not multicast and not gather  # an empty second subtile is not loaded
     block_k = BLOCK_K_BYTES // 2 if config.dtype == "bf16" else BLOCK_K_BYTES
     look_up_tile, advance = make_look_up_tile(config, layout), make_advance(config.stages)
@@ -97,7 +97,8 @@ def make_tma_producer(config, layout):
     def tma_producer(smem, map_x, map_weight, scales, problem, tiles, k_blocks, n):
         barriers = smem.barriers
         stage, phase = int32(0), uint32(1)
-        evict_first, evict_last = createpolicy_evict_first(), createpolicy_evict_last()
+        evict_last = createpolicy_evict_last()
+        weight_policy = evict_last if keep_weight else createpolicy_evict_first()
         tile, n_tiles = first_tile(), int32((n + columns - 1) // columns)
         while tile < tiles:
             g, row, rows, subtile_rows, n_tile = look_up_tile(smem, problem, n_tiles, tile)
@@ -120,7 +121,7 @@ def make_tma_producer(config, layout):
                 k, offset = int32(k_block * block_k), int32(stage * stage_bytes)
                 mbarrier_wait_parity(barriers, empty + stage, phase)
                 mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)
-                load_weight(smem, offset, map_weight, k, int32(n_tile * BLOCK_N), n, g, full + stage, evict_first)
+                load_weight(smem, offset, map_weight, k, int32(n_tile * BLOCK_N), n, g, full + stage, weight_policy)
                 if multicast:
                     to = int32(offset + multicast_offset)
                     tma_load_2d_multicast_hint(

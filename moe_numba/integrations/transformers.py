@@ -15,6 +15,7 @@ from moe_numba.expert_parallel import Buffer
 from moe_numba.extras import missing_extra
 from moe_numba.gate import biased_grouped_topk
 from moe_numba.moe_layer import ExpertParallelMoE, Experts, fused_experts
+from moe_numba.moe_layer.router import router_logits
 from moe_numba.moe_layer.weights import check_weights
 
 try:
@@ -250,7 +251,7 @@ def unfuse_routers(model: torch.nn.Module) -> int:
 def _sigmoid_forward(self, hidden_states):
     """Route as DeepSeek-V3: float32 logits, groups, a bias, a scaling factor."""
     hidden_states = hidden_states.view(-1, self.hidden_dim)
-    logits = torch.nn.functional.linear(hidden_states.float(), self.weight.float())
+    logits = router_logits(hidden_states, self.weight)
     groups = self.norm_topk_prob, self.num_group, self.topk_group, 0, self.routed_scaling_factor, True
     weights, ids = biased_grouped_topk(logits, self.e_score_correction_bias, self.top_k, *groups)
     return logits, weights, ids.long()

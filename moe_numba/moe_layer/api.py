@@ -9,7 +9,7 @@ from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_a
 from moe_numba.moe_layer.per_token_quant import check_scale
 from moe_numba.moe_layer.routing import check_routing
 from moe_numba.moe_layer.unpermute import check_topk
-from moe_numba.moe_layer.weights import BLOCK, FP8_BLOCK, FP8_TENSOR, MXFP4, check_weights, check_wgmma, scaling_of
+from moe_numba.moe_layer.weights import BLOCK, FP8, FP8_BLOCK, FP8_TENSOR, MXFP4, check_weights, check_wgmma, scaling_of
 from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_workspace
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.outputs import Outputs, remember, tensor_key
@@ -41,6 +41,7 @@ def fused_experts(
     limit: float | None = None,
     a1_scale: torch.Tensor | None = None,
     a2_scale: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute each token's experts, SwiGLU MLPs, and the weighted sum of their outputs.
 
@@ -49,7 +50,7 @@ def fused_experts(
 
     Parameters
     ----------
-    x : tensor [tokens, hidden], bfloat16
+    x : tensor [tokens, hidden], bfloat16; or float8_e4m3fn with ``x_scale``
         Contiguous, 16-byte aligned.
     w13 : tensor [experts, 2 * intermediate, hidden], bfloat16 or float8_e4m3fn
         Rows of an expert that compute gate and up, in the order that ``activation`` needs. Contiguous, 16-byte aligned;
@@ -91,6 +92,9 @@ def fused_experts(
     a1_scale, a2_scale : tensor of one float32, optional
         With a scale per expert: scale of x, and of the activations, larger magnitudes of which saturate at 448 times
         it. None: each row has its own, its largest magnitude divided by 448.
+    x_scale : tensor [tokens, hidden / 128], float32, optional
+        With block scales: x is in FP8, for example from dispatch between ranks, and this its scale per 128 elements of
+        a row, hidden / 128 rounded up. Any strides.
 
     Returns
     -------
@@ -114,12 +118,13 @@ def fused_experts(
     - MXFP4: the same grouped GEMMs with :func:`group_gemm_silu_and_mul_mxfp4` and :func:`group_gemm_mxfp4`.
     - FP8, block scales: :func:`group_by_expert`, :func:`per_token_cast_to_fp8`,
       :func:`group_gemm_silu_and_mul_blockwise_fp8` of gathered rows, :func:`group_gemm_blockwise_fp8`,
-      :func:`weighted_sum`.
+      :func:`weighted_sum`. With ``x_scale`` nothing is cast.
     - FP8, a scale per expert: :func:`group_by_expert`, :func:`per_token_quant_fp8`, :func:`group_gemm_pertensor_fp8`
       of gathered rows, :func:`silu_and_mul_quant_fp8`, :func:`group_gemm_pertensor_fp8`, :func:`weighted_sum`.
 
-    With one token, and with a few that hardly share an expert, in bfloat16 and with block scales, two launches instead:
-    the activations of each assignment, and their products with w2, weighted and added.
+    With one token, and with a few that hardly share an expert, in bfloat16 and with block scales, two launches instead,
+    if their experts' weights have at most 128 MiB: the activations of each assignment, and their products with w2,
+    weighted and added.
 
     With more rows per expert on average (64; with block scales 2, in MXFP4 12) the first grouped GEMM does not gather:
     :func:`permute_tokens` is launched before it, or the cast to FP8 permutes. Results between launches are bfloat16 or
@@ -134,10 +139,10 @@ def fused_experts(
     can be replayed with another routing.
     """
     if needs_dispatch(x, w13, w2, topk_weights, w13_bias, w2_bias):
-        options = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale
+        options = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, x_scale
         scales = w13_scale, w2_scale, shared
         return call_op("fused_experts", x, w13, w2, topk_weights, topk_ids, *scales, out, workspace, *options)
-    given = w13, w2, topk_weights, topk_ids, w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale
+    given = w13, w2, topk_weights, topk_ids, w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale, x_scale
     t = ExpertsTensors(x, *(t if t is None else as_tensor(t, name) for t, name in zip(given, _NAMES[1:], strict=True)))
     key = activation, alpha, limit, type(alpha), type(limit), *map(tensor_key, t)
     plan = _plans.get(key) or remember(_plans, key, _make_plan(t, activation, alpha, limit))
@@ -164,13 +169,14 @@ def _make_plan(t, activation, alpha, limit):
     """Check the arguments; return the fields of an `ExpertsCall` that follow from them, and the :class:`Outputs`."""
     shape, chosen = check_experts(t, activation, alpha, limit)
     outputs = Outputs((("tensor", tuple(t.x.shape), torch.bfloat16),), t.x.device, aligned=("tensor",))
-    decodes = uses_decode_kernels(shape, *t.topk_ids.shape, t.w13, t.w2)
+    decodes = t.x_scale is None and uses_decode_kernels(shape, *t.topk_ids.shape, t.w13, t.w2)
     return shape, chosen, can_fuse_activation(t.w13, shape.format, chosen), decodes, outputs
 
 
 def check_experts(t, activation, alpha, limit):
     """Check the arguments of a call; return the sizes of the experts and the activation."""
-    check_tensor("x", t.x, dtype=torch.bfloat16, shape=("tokens", "hidden"), contiguous=True)
+    dtype = torch.bfloat16 if t.x_scale is None else FP8
+    check_tensor("x", t.x, dtype=dtype, shape=("tokens", "hidden"), contiguous=True)
     check_device(t.x.device, "x")
     check_gpu(t.x.device)
     shape, place = check_weights(t.w13, t.w2, scaling_of(t.w13_scale)), (t.x.device, "x")
@@ -195,6 +201,11 @@ def _check_options(t, shape, chosen, place):
     """Check scales and biases; refuse options that the format of the weights does not have."""
     for name in ("w13_scale", "w2_scale"):
         _check_scale(name, getattr(t, name), getattr(t, name.removesuffix("_scale")), shape, place)
+    if t.x_scale is not None:
+        if shape.format != FP8_BLOCK:
+            raise ValueError("x_scale is given; it is allowed only with FP8 weights that have a scale per block")
+        blocks = len(t.x), -(-shape.hidden // BLOCK)
+        check_tensor("x_scale", t.x_scale, dtype=torch.float32, shape=blocks, device=place)
     for name in ("a1_scale", "a2_scale"):
         if (scale := getattr(t, name)) is not None and shape.format != FP8_TENSOR:
             raise ValueError(f"{name} is given; it is allowed only with FP8 weights that have a scale per expert")

@@ -7,6 +7,9 @@ from torch import nn
 
 from moe_numba.expert_parallel import Buffer, Config, per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.moe_layer.module import Experts
+from moe_numba.moe_layer.sum_and_combine import SumAndCombine
+from moe_numba.moe_layer.weights import FP8_BLOCK
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.validate import check_int
 
 _MAX_LOW_LATENCY_TOKENS = 1 << 20
@@ -34,11 +37,19 @@ class ExpertParallelMoE(nn.Module):
         stream of its own, while tokens are dispatched and experts computed.
     fp8_dispatch : bool
         Send tokens in FP8 with a scale per 128 elements, which halves the bytes of dispatch. For experts in FP8 with
-        block scales, which quantise tokens in the same way: they then quantise numbers that are in FP8 already.
+        block scales, which would quantise tokens in the same way, and read what arrives as it is. Experts in another
+        format get it cast to bfloat16.
     low_latency_tokens : int
         If not 0, the most tokens of a rank's call: dispatch and combine are then ``buffer.low_latency``, a launch each,
         for decoding. The buffer needs ``low_latency_mode``. A CUDA graph can capture the call after the first one.
         ``num_worst_tokens`` and ``config`` are not used.
+    fp8_combine : bool
+        With ``low_latency_tokens``: send the ranks' sums in FP8 with a scale per 128 elements, which halves the bytes
+        of combine. Each element of another rank's sum is rounded by up to 1/16; that of a token's own rank is not.
+    overlap_combine : bool
+        Let combine send the first sums of the experts' rows while the last ones are computed. For many tokens; see
+        docs/expert_parallel.md. Combine's SMs must be at most half of the GPU's. Not with ``low_latency_tokens``, nor
+        with experts that have stages in torch.
 
     Raises
     ------
@@ -61,20 +72,41 @@ class ExpertParallelMoE(nn.Module):
         shared_experts: nn.Module | None = None,
         fp8_dispatch: bool = False,
         low_latency_tokens: int = 0,
+        overlap_combine: bool = False,
+        fp8_combine: bool = False,
     ):
         super().__init__()
         if not isinstance(buffer, Buffer):
             raise TypeError(f"buffer is {type(buffer).__name__}; it must be a moe_numba.Buffer")
         if not isinstance(experts, Experts):
             raise TypeError(f"experts is {type(experts).__name__}; it must be a moe_numba.moe_layer.Experts")
-        if not isinstance(fp8_dispatch, bool):
-            raise TypeError(f"fp8_dispatch is {fp8_dispatch!r}; it must be True or False")
+        flags = dict(fp8_dispatch=fp8_dispatch, overlap_combine=overlap_combine, fp8_combine=fp8_combine)
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r}; it must be True or False")
         self.buffer, self.experts, self.config = buffer, experts, config
         self.shared_experts, self.fp8_dispatch = shared_experts, fp8_dispatch
         self.num_worst_tokens = check_int("num_worst_tokens", num_worst_tokens, 0)
         self.low_latency_tokens = check_int("low_latency_tokens", low_latency_tokens, 0, _MAX_LOW_LATENCY_TOKENS)
+        if fp8_combine and not low_latency_tokens:
+            raise ValueError("fp8_combine is True and low_latency_tokens 0; only low-latency combine sends FP8")
+        self.fp8_combine = fp8_combine
+        self._sum_and_combine = self._make_sum_and_combine() if overlap_combine else None
         self._plans: dict[Any, Any] = {}  # of low-latency exchanges
         self._stream: torch.cuda.Stream | None = None  # of the shared experts
+
+    def _make_sum_and_combine(self):
+        """Check that the weighted sum and combine can run at the same time."""
+        if self.low_latency_tokens or self.experts.reference - {"gate"}:
+            what = (
+                f"low_latency_tokens is {self.low_latency_tokens}, experts.reference {sorted(self.experts.reference)}"
+            )
+            raise ValueError(f"{what}; with overlap_combine they must be 0 and empty")
+        config, device = self.config or Buffer.get_combine_config(self.buffer.group_size), self.experts.w13.device
+        if 2 * config.num_sms > gpu_of(device).sm_count:
+            most = f"half of the GPU's {gpu_of(device).sm_count}"
+            raise ValueError(f"config has {config.num_sms} SMs; with overlap_combine at most {most} are allowed")
+        return SumAndCombine(self.buffer, self.experts, config)
 
     @property
     def num_experts(self) -> int:
@@ -137,10 +169,11 @@ class ExpertParallelMoE(nn.Module):
             num_worst_tokens=self.num_worst_tokens,
             config=self.config,
         )
-        if self.fp8_dispatch:
-            received = per_token_cast_back(*received)
         # Padding rows have the ids -1, so no expert reads what they contain.
-        rows = self.experts(received, weights, ids)
+        if self._sum_and_combine is not None:
+            self._wait_for_shared_experts(x, shared)
+            return self._sum_and_combine(*self._as_experts_read(received), weights, ids, handle, shared)
+        rows = self.compute(received, weights, ids)
         self._wait_for_shared_experts(x, shared)
         return self.buffer.combine(rows, handle, bias=shared, config=self.config)[0]
 
@@ -150,17 +183,29 @@ class ExpertParallelMoE(nn.Module):
             raise ValueError(f"x has {len(x)} tokens; the layer's low_latency_tokens is {self.low_latency_tokens}")
         plan = self._plan(x.shape[1], topk_ids)
         slots = plan.dispatch(x, topk_ids, topk_weights)
-        received = per_token_cast_back(slots.x, slots.scales) if self.fp8_dispatch else slots.x
-        rows = self.experts(received, slots.topk_weights, slots.topk_idx)
+        received = (slots.x, slots.scales) if self.fp8_dispatch else slots.x
+        rows = self.compute(received, slots.topk_weights, slots.topk_idx)
         out = plan.combine(rows, topk_ids)
         self._wait_for_shared_experts(x, shared)
         return out.clone() if shared is None else out + shared
+
+    def compute(self, received, weights, ids):
+        """Compute the local experts of what dispatch returned: rows in bfloat16, or in FP8 and their scales."""
+        x, x_scale = self._as_experts_read(received)
+        return self.experts(x, weights, ids, x_scale=x_scale)
+
+    def _as_experts_read(self, received):
+        """Return received rows and their scales, or None, in a format that the experts read."""
+        if not self.fp8_dispatch:
+            return received, None
+        return received if self.experts.format == FP8_BLOCK else (per_token_cast_back(*received), None)
 
     def _plan(self, hidden, topk_ids):
         """Return the low-latency exchange for these columns and dtype of ``topk_ids``; the first call makes it."""
         key = topk_ids.shape[1], topk_ids.dtype
         if key not in self._plans:
-            options = dict(use_fp8=self.fp8_dispatch, expert_major=False, topk_idx_dtype=topk_ids.dtype)
+            formats = dict(use_fp8=self.fp8_dispatch, use_fp8_combine=self.fp8_combine)
+            options = dict(expert_major=False, topk_idx_dtype=topk_ids.dtype) | formats
             sizes = self.low_latency_tokens, hidden, self.num_experts, topk_ids.shape[1]
             self._plans[key] = self.buffer.low_latency(*sizes, **options)
         return self._plans[key]
@@ -175,4 +220,6 @@ class ExpertParallelMoE(nn.Module):
         """Describe the ranks."""
         ranks = f"rank={self.buffer.rank} of {self.buffer.group_size}"
         options = f"num_worst_tokens={self.num_worst_tokens}, fp8_dispatch={self.fp8_dispatch}"
-        return f"{ranks}, num_experts={self.num_experts}, {options}, low_latency_tokens={self.low_latency_tokens}"
+        options += ", overlap_combine=True" if self._sum_and_combine is not None else ""
+        options += f", low_latency_tokens={self.low_latency_tokens}" + ", fp8_combine=True" * self.fp8_combine
+        return f"{ranks}, num_experts={self.num_experts}, {options}"

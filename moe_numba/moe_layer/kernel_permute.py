@@ -1,4 +1,4 @@
-"""Kernels of ``permute_tokens`` and ``permute_cast_to_fp8``.
+"""Kernels of ``permute_tokens``, ``permute_cast_to_fp8`` and ``permute_fp8``.
 
 A thread reads 8 or 16 elements of a token once, casts them or not, and stores 16 bytes in each of the token's rows.
 """
@@ -130,3 +130,37 @@ def make_permute_cast_kernel(hidden, topk):
                             scales[int64(row[k]) * scales_per_row + column // GROUP] = scale
 
     return permute_cast_to_fp8
+
+
+@cache
+def make_permute_fp8_kernel(hidden, topk):
+    """Make the kernel that copies tokens in FP8 and their scales, for one ``hidden`` and number of rows per token.
+
+    ``token_stride`` and ``group_stride`` are those of the scales that it reads.
+    """
+    batch, per_token = _batch(hidden, CAST_VECTOR, topk), hidden // CAST_VECTOR
+    scales_per_row, load_rows = -(-hidden // GROUP), make_load_rows(topk, batch)
+
+    @cuda.jit
+    def permute_fp8(x, x_scale, inverse_indices, values, scales, num_rows, num_threads, token_stride, group_stride):
+        griddepcontrol_wait()
+        griddepcontrol_launch_dependents()
+        thread = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
+        row, scale = cuda.local.array(batch, int32), float32(0)
+        if thread < uint32(num_threads):
+            token = int32(thread // uint32(per_token))
+            column = int32(thread - uint32(token) * uint32(per_token)) * CAST_VECTOR
+            group = column // GROUP
+            a, b, c, d = load_nc_u32x4(x, int64(thread) * VECTOR)
+            if column % GROUP == 0:
+                scale = x_scale[int64(token) * token_stride + int64(group) * group_stride]
+            for first in range(0, topk, batch):
+                load_rows(inverse_indices, token, first, row)
+                for k in range(batch):
+                    if row[k] >= 0 and row[k] < num_rows:
+                        index = (int64(row[k]) * hidden + column) >> 2
+                        st_global_s32x4(values, index, int32(a), int32(b), int32(c), int32(d))
+                        if column % GROUP == 0:
+                            scales[int64(row[k]) * scales_per_row + group] = scale
+
+    return permute_fp8

@@ -20,14 +20,8 @@ _MAX_BATCH = 10  # rows that a thread loads at once: of DeepSeek-V3 all, with th
 
 
 @cache
-def make_weighted_sum_kernel(hidden, topk, has_shared):
-    """Make the kernel for one ``hidden`` and number of rows per token; ``has_shared``: add a row of ``shared``."""
-    if hidden < 1 or hidden % VECTOR:
-        raise ValueError(f"hidden is {hidden}; it must be a multiple of {VECTOR}")
-    if topk < 1:
-        raise ValueError(f"topk is {topk}; it must be 1 or more")
-    vectors_per_token, batch = hidden // VECTOR, -(-topk // -(-topk // _MAX_BATCH))
-    num_words = 4 * batch
+def make_add_row():
+    """Make ``add(words, first, weight, sums)``: add eight weighted bfloat16, in ``words`` from ``first`` on."""
 
     @cuda.jit(device=True)
     def add(words, first, weight, sums):
@@ -36,6 +30,19 @@ def make_weighted_sum_kernel(hidden, topk, has_shared):
             low, high = uint_as_float(uint32(word << uint32(16))), uint_as_float(uint32(word & uint32(0xFFFF0000)))
             sums[2 * i] = cuda.fma(weight, low, sums[2 * i])
             sums[2 * i + 1] = cuda.fma(weight, high, sums[2 * i + 1])
+
+    return add
+
+
+@cache
+def make_weighted_sum_kernel(hidden, topk, has_shared):
+    """Make the kernel for one ``hidden`` and number of rows per token; ``has_shared``: add a row of ``shared``."""
+    if hidden < 1 or hidden % VECTOR:
+        raise ValueError(f"hidden is {hidden}; it must be a multiple of {VECTOR}")
+    if topk < 1:
+        raise ValueError(f"topk is {topk}; it must be 1 or more")
+    vectors_per_token, batch, add = hidden // VECTOR, -(-topk // -(-topk // _MAX_BATCH)), make_add_row()
+    num_words = 4 * batch
 
     @cuda.jit
     def weighted_sum(rows, inverse_indices, topk_weights, shared, out, num_rows, num_vectors):

@@ -20,7 +20,7 @@ from moe_numba.grouped_gemm.checks import has_wgmma, is_mn_major
 from moe_numba.moe_layer.activation import Activation, silu_and_mul
 from moe_numba.moe_layer.decode import decode_launches
 from moe_numba.moe_layer.per_token_quant import per_token_quant_fp8, silu_and_mul_quant_fp8
-from moe_numba.moe_layer.permute import permute_cast_to_fp8, permute_tokens
+from moe_numba.moe_layer.permute import permute_cast_to_fp8, permute_fp8, permute_tokens
 from moe_numba.moe_layer.routing import group_by_expert
 from moe_numba.moe_layer.unpermute import weighted_sum
 from moe_numba.moe_layer.weights import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, ExpertsShape
@@ -44,6 +44,7 @@ class ExpertsTensors(NamedTuple):
     w2_bias: Any = None
     a1_scale: Any = None
     a2_scale: Any = None
+    x_scale: Any = None
 
 
 class ExpertsCall(NamedTuple):
@@ -146,11 +147,17 @@ def _mxfp4(call):
 
 def _fp8_block(call):
     t, memory, groups = call.tensors, call.memory, call.groups
-    if call.permutes:
-        launches = {"permute": partial(permute_cast_to_fp8, t.x, call.inverse_indices, out=memory.x)}
+    (x, x_scale), launches = memory.x, {}
+    is_given = t.x_scale is not None
+    if call.permutes and is_given:
+        launches["permute"] = partial(permute_fp8, t.x, t.x_scale, call.inverse_indices, out=memory.x)
+    elif call.permutes:
+        launches["permute"] = partial(permute_cast_to_fp8, t.x, call.inverse_indices, out=memory.x)
+    elif is_given:
+        x, x_scale = t.x, t.x_scale
     else:
-        launches = {"cast": partial(per_token_cast_to_fp8, t.x, out=memory.x)}
-    (x, x_scale), (activated, scale), (rows,) = memory.x, memory.activated, memory.rows
+        launches["cast"] = partial(per_token_cast_to_fp8, t.x, out=memory.x)
+    (activated, scale), (rows,) = memory.activated, memory.rows
     first, gate_up = (x, t.w13, *groups, x_scale, t.w13_scale), group_gemm_silu_and_mul_blockwise_fp8
     launches["gate_up"] = partial(gate_up, *first, out=memory.activated, **call.gathered)
     second = activated, t.w2, *groups, scale, t.w2_scale

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_numba.expert_parallel.fp8_cast import per_token_cast_back
 from moe_numba.moe_layer.activation import ALPHA, check_activation
 from moe_numba.moe_layer.api import check_format, fused_experts
 from moe_numba.moe_layer.gate_and_experts import fused_moe
 from moe_numba.moe_layer.launches import ExpertsTensors
+from moe_numba.moe_layer.router import router_logits
 from moe_numba.moe_layer.stages import check_stages, route, run_experts
 from moe_numba.moe_layer.weights import BLOCK, FP8_BLOCK, FP8_TENSOR, check_weights, packed_shape, shape_of
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
@@ -117,15 +119,19 @@ class Experts(nn.Module):
         topk_ids: torch.Tensor,
         shared: torch.Tensor | None = None,
         workspace: ExpertsWorkspace | None = None,
+        x_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weighted sums of the experts' outputs [tokens, hidden]; see :func:`moe_numba.fused_experts`.
 
-        With a stage in ``reference``, ``workspace`` is not used.
+        With a stage in ``reference``, ``workspace`` is not used, and x in FP8 is cast to bfloat16 first.
         """
+        in_torch = self.reference - {"gate"}
+        if in_torch and x_scale is not None:
+            x, x_scale = per_token_cast_back(x, x_scale), None
         given: dict[str, Any] = dict(x=x, topk_weights=topk_weights, topk_ids=topk_ids, shared=shared) | self.tensors
-        if self.reference - {"gate"}:
+        if in_torch:
             return run_experts(ExpertsTensors(**given), self.activation, self.reference)
-        return fused_experts(**given, **self.activation.options, workspace=workspace)
+        return fused_experts(**given, **self.activation.options, workspace=workspace, x_scale=x_scale)
 
     def workspace(self, max_tokens: int, topk: int) -> ExpertsWorkspace:
         """Return an :class:`moe_numba.ExpertsWorkspace` for calls of up to ``max_tokens`` tokens."""
@@ -238,8 +244,7 @@ class MoELayer(nn.Module):
         tensor of x's shape, bfloat16
         """
         tokens = x.reshape(-1, x.shape[-1])
-        bias = None if self.router_bias is None else self.router_bias.float()
-        logits = nn.functional.linear(tokens.float(), self.router_weight.float(), bias)
+        logits = router_logits(tokens, self.router_weight, self.router_bias)
         shared = None if self.shared_experts is None else self.shared_experts(tokens)
         experts = self.experts
         if experts.reference:

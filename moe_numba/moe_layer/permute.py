@@ -1,4 +1,4 @@
-"""``permute_tokens`` and ``permute_cast_to_fp8``: check, allocate and launch."""
+"""``permute_tokens``, ``permute_cast_to_fp8`` and ``permute_fp8``: check, allocate and launch."""
 
 import torch
 
@@ -8,6 +8,7 @@ from moe_numba.moe_layer.kernel_permute import (
     THREADS,
     VECTOR,
     make_permute_cast_kernel,
+    make_permute_fp8_kernel,
     make_permute_kernel,
     threads_per_token,
 )
@@ -20,6 +21,7 @@ from moe_numba.runtime.validate import check_aligned, check_device, check_tensor
 
 _SIGNATURE = "uint16*", "int32*", "uint16*", "int32", "int64"
 _CAST_SIGNATURE = "uint16*", "int32*", "int32*", "float32*", "int32", "int64"
+_FP8_SIGNATURE = "uint16*", "float32*", "int32*", "int32*", "float32*", "int32", "int64", "int64", "int64"
 _MAX_ROWS, _MAX_THREADS = (1 << 31) - 1, 1 << 31
 _plans: dict = {}
 
@@ -109,6 +111,36 @@ def permute_cast_to_fp8(
     if ctas:
         start(ctas, THREADS, None, *map(address, (x, indices, *results)), *sizes)
     return tuple(results) if out is None else out
+
+
+def permute_fp8(x, x_scale, inverse_indices, out):
+    """Store each token in FP8, and its scales, in the rows of its assignments to experts, in one launch.
+
+    The caller has checked the arguments.
+
+    Parameters
+    ----------
+    x : tensor [tokens, hidden], float8_e4m3fn
+        Contiguous, 16-byte aligned; ``hidden`` is a multiple of 16.
+    x_scale : tensor [tokens, hidden / 128], float32
+        Any strides; hidden / 128 is rounded up.
+    inverse_indices : tensor [tokens, topk], int32
+        As for :func:`permute_tokens`.
+    out : (values, scales)
+        As for :func:`permute_cast_to_fp8`.
+    """
+    key = "fp8", x.shape, x_scale.stride(), inverse_indices.shape, x.device
+    start, ctas, sizes = _plans.get(key) or remember(_plans, key, _make_fp8_plan(x, x_scale, inverse_indices))
+    if ctas:
+        start(ctas, THREADS, None, *map(address, (x, x_scale, inverse_indices, *out)), *sizes)
+
+
+def _make_fp8_plan(x, x_scale, indices):
+    (tokens, topk), hidden = indices.shape, x.shape[1]
+    num_threads = tokens * (hidden // CAST_VECTOR)
+    kernel = make_permute_fp8_kernel(hidden, topk)
+    start = launcher(kernel, _FP8_SIGNATURE, x.device.index or 0, dependent=True)
+    return start, -(-num_threads // THREADS), (tokens * topk, num_threads, *x_scale.stride())
 
 
 def _plan(casts, x, indices):

@@ -115,6 +115,7 @@ def fused_experts(
     limit=None,
     a1_scale=None,
     a2_scale=None,
+    x_scale=None,
 ):
     """Compute the experts one after another; see :func:`moe_numba.fused_experts` for the arguments.
 
@@ -124,7 +125,10 @@ def fused_experts(
     t = ExpertsTensors(x, w13, w2, topk_weights, topk_ids, w13_scale, w2_scale)
     format_, options = format_of(w13, scaling_of(w13_scale)), dict(activation=activation, alpha=alpha, limit=limit)
     total = torch.zeros(len(x), x.shape[1], dtype=torch.float64, device=x.device)
-    x = _quantised(x.float(), format_, per_token_cast_to_fp8, a1_scale)
+    if x_scale is None:
+        x = _quantised(x.float(), format_, per_token_cast_to_fp8, a1_scale)
+    else:
+        x = dequantise_rows(x, x_scale)
     for expert in range(len(w13)):
         tokens, column = (topk_ids == expert).nonzero(as_tuple=True)
         if not len(tokens):

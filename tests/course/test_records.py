@@ -15,6 +15,7 @@ from moe_numba import __main__ as cli
 from moe_numba import simulator
 from moe_numba.course import bench, readme, topics
 from moe_numba.course.bench import Stats, code_hash, plots, records, sources, tables
+from moe_numba.course.bench.dist import load_files, peer_files
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = sorted((ROOT / "docs" / "results").glob("*/*.json"))
@@ -297,6 +298,14 @@ def test_a_peer_without_a_name_is_refused(tmp_path):
     (tmp_path / "nameless.py").write_text("VERSION = '1'\n")
     with pytest.raises(ValueError, match="lacks NAME"):
         bench.load_peers(tmp_path)
+
+
+def test_ranks_import_only_the_peers_of_their_topic(tmp_path):
+    for name, body in (("one", "def plan(): pass\n"), ("two", ""), ("three", "raise AssertionError\n")):
+        (tmp_path / f"{name}.py").write_text(f"NAME, VERSION = '{name}', '1'\n{body}")
+    peers = bench.load_peers(tmp_path, ["one.py", "two.py"])
+    assert [peer.NAME for peer in peers] == ["one", "two"]
+    assert [peer.NAME for peer in load_files(peer_files(peers, "plan"))] == ["one"]
 
 
 def test_table_shows_times_and_lower_bound():

@@ -1,5 +1,7 @@
 """Benchmark topic dispatch_combine: figures and tables from rows, and its baselines."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from moe_numba.course.bench.baselines.nccl_all_to_all import (
 from moe_numba.course.bench.baselines.peer_push import push
 from moe_numba.course.bench.timing_multigpu import settle
 from moe_numba.course.bench.topics import dispatch_combine_measure
+from moe_numba.course.bench.topics.dispatch_combine_peers_measure import Problem, peer_rows
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.local_group import LocalGroup
 
@@ -118,7 +121,7 @@ def test_rows_of_larger_groups_are_kept_with_their_commit_and_date(record, monke
 
 
 def test_rows_need_enough_gpus(monkeypatch):
-    monkeypatch.setattr(dispatch_combine_measure, "_measure_ranks", lambda ranks, quick, parts: [(ranks, parts)])
+    monkeypatch.setattr(dispatch_combine_measure, "_measure_ranks", lambda ranks, quick, parts, files: [(ranks, parts)])
     for gpus, measured in ((1, []), (2, [2]), (8, [2, 4, 8])):
         monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
         assert exchange.measure([], True) == [(ranks, dispatch_combine_measure.PARTS) for ranks in measured]
@@ -197,3 +200,51 @@ def test_poisoned_detects_an_exchange_that_writes_nothing():
     output = torch.ones(4, 2).bfloat16()
     poisoned(lambda output, given: None)(output, output.clone())
     assert output.isnan().all()
+
+
+class Plan:
+    """Rows that a peer "sends": of one rank, whose tokens stay."""
+
+    def __init__(self, x, wrong):
+        self.x, self.wrong, self.poisons, self.calls = x, wrong, True, []
+        self.recv_src_idx = torch.arange(len(x))
+        self.rank_prefix = torch.tensor([[len(x)]])
+
+    def dispatch(self):
+        self.calls.append(self.poisons)
+        self.recv_x = self.x.clone()
+
+    def dispatch_again(self):
+        self.dispatch()
+        self.recv_x += self.wrong
+
+    def combine(self, rows):
+        return rows.clone()
+
+    def close(self):
+        self.calls.append("closed")
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_peers_are_checked_before_they_are_timed(wrong, capsys):
+    plan, layout = Plan(torch.randn(6, 8).bfloat16(), wrong), {"is_token_in_rank": torch.ones(6, 1, dtype=torch.bool)}
+    bench = dispatch_combine_measure._Bench.__new__(dispatch_combine_measure._Bench)
+    bench.rank, bench.peers = (
+        0,
+        [SimpleNamespace(NAME="other", VERSION="1", plan_dispatch_combine=lambda problem: plan)],
+    )
+    bench.row = lambda step, operation, *rest, version: call(step, operation, rest[2])
+    call = lambda step, operation, run: (step, operation, run())[:2]
+    problem = Problem(SimpleNamespace(gather=lambda value: [value]), plan.x, None, None, 4, 24)
+    found = peer_rows(bench, problem, layout, "bf16", 0, True)
+    timed = [("peer:other", "dispatch"), ("peer:other, with notify", "dispatch"), ("peer:other", "combine")]
+    assert found == ([] if wrong else timed)
+    assert plan.calls == ([True, True] if wrong else [True, True, False, False, "closed"])
+    assert ("are not what was sent" in capsys.readouterr().err) == bool(wrong)
+
+
+def test_peers_are_in_the_table_and_the_figure(record):
+    wanted = dict(operation="dispatch", dtype="bf16", step="final")
+    record["rows"] += [row | {"step": "peer:other"} for row in records.select(record, **wanted)]
+    assert "| other: dispatch, bfloat16, 24 SMs |" in exchange.readme_table(record)
+    assert "other: dispatch, bfloat16" in exchange.peer_steps(record) and exchange.figures(record)

@@ -9,9 +9,10 @@ transformers = pytest.importorskip("transformers", minversion="5.17", reason="tr
 
 from helpers.tiny_models import make_model  # noqa: E402
 
-from moe_numba.course.bench import Stats, records, topic  # noqa: E402
+from moe_numba.course.bench import Stats, compile_layers, records, topic  # noqa: E402
 from moe_numba.course.bench.kv_context import context_cache  # noqa: E402
 from moe_numba.course.bench.topics import models_measure  # noqa: E402
+from moe_numba.integrations import transformers as integration  # noqa: E402
 
 models = topic("models")
 TINY = models_measure.Model(
@@ -32,6 +33,18 @@ TINY_GPT_OSS = models_measure.Model(
         num_attention_heads=2, num_key_value_heads=2, head_dim=32,
     ),
 )  # fmt: skip
+TINY_DEEPSEEK = models_measure.Model(
+    "Tiny DeepSeek",
+    "DeepseekV3",
+    1,
+    dict(
+        vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, n_routed_experts=8,
+        num_local_experts=8, num_experts_per_tok=2, n_shared_experts=1, n_group=4, topk_group=2,
+        first_k_dense_replace=0, num_attention_heads=2, num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=32,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32,
+    ),
+)  # fmt: skip
+TINY_MODELS = TINY, TINY_GPT_OSS, TINY_DEEPSEEK
 
 
 @pytest.fixture
@@ -75,6 +88,85 @@ def test_all_models_are_of_transformers():
         config = about.config
         assert config.num_hidden_layers == about.layers
         assert [getattr(config, name) for name in about.options] == list(about.options.values())
+
+
+def described(value):
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("about", models_measure.MODELS, ids=lambda about: about.name)
+def test_kernels_are_compiled_for_the_layers_of_the_models(about):
+    with torch.device("meta"):
+        model = getattr(transformers, f"{about.architecture}ForCausalLM")(about._replace(layers=2).config)
+    experts = next(module.experts for module in model.modules() if hasattr(module, "experts"))
+    wanted = integration.arguments_of(experts.bfloat16())
+    given = compile_layers.empty_arguments(models_measure.layers_of(about, (3,))[0], 3, torch.int64)
+    assert given["topk_ids"].shape == (3, model.config.num_experts_per_tok) and given["topk_ids"].dtype == torch.int64
+    for name in ("w13", "w2", "w13_bias", "w2_bias"):
+        assert described(given.get(name)) == described(wanted.get(name))
+    assert given["activation"] == wanted.get("activation", "silu")
+
+
+@pytest.mark.parametrize("about", TINY_MODELS, ids=lambda about: about.name)
+def test_kernels_are_compiled_for_the_routers_of_the_models(about, device, monkeypatch):
+    seen, gate = [], integration.biased_grouped_topk
+
+    def record_call(logits, bias, *options, **named):
+        seen.append((described(logits), described(bias), options, named))
+        return gate(logits, bias, *options, **named)
+
+    monkeypatch.setattr(integration, "biased_grouped_topk", record_call)
+    monkeypatch.setattr(compile_layers.moe_numba, "biased_grouped_topk", record_call)
+    model = models_measure.make_model(about, str(device))
+    assert integration.fuse_routers(model) == 1
+    with torch.no_grad():
+        model(torch.zeros(1, 3, dtype=torch.int64, device=device))
+    (call,) = models_measure.gates_of(about, (3,))
+    call()
+    assert len(seen) == 2 and seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("context", [0, 9])
+def test_masks_of_eager_attention_are_made_once(context, device, monkeypatch):
+    """A CUDA graph cannot capture how transformers makes them."""
+    about = TINY_GPT_OSS._replace(layers=2, options=TINY_GPT_OSS.options | dict(sliding_window=4))
+    model = models_measure.make_model(about, str(device))
+    model.set_attn_implementation("eager")
+    ids = torch.arange(3, device=device)[:, None] if context else torch.arange(7, device=device)[None]
+    cache = context_cache(model.config, context) if context else None
+    options = dict(past_key_values=cache, use_cache=cache is not None)
+    masks = models_measure.masks_of(model, ids, cache)
+    assert set(masks) == set(model.config.layer_types)
+    with torch.no_grad():
+        expected = model(ids, **options).logits
+        monkeypatch.setattr(transformers.masking_utils, "sdpa_mask", lambda *_, **__: pytest.fail("a mask was made"))
+        assert torch.equal(model(ids, attention_mask=masks, **options).logits, expected)
+    qwen = models_measure.make_model(TINY, str(device))
+    assert models_measure.masks_of(qwen, ids, None) is None
+
+
+def test_a_model_that_fails_does_not_lose_the_others(monkeypatch, capsys):
+    def measure_model(about, token_counts, device):
+        yield [about.name]
+        if about.name == "Tiny":
+            raise RuntimeError("no such kernel")
+        yield ["more"]
+
+    monkeypatch.setattr(models_measure, "measure_model", measure_model)
+    assert models_measure.measure([TINY, TINY_GPT_OSS], (1,), "cpu") == ["Tiny", "Tiny gpt-oss", "more"]
+    assert "Tiny: left out from here, RuntimeError: no such kernel" in capsys.readouterr().err
+    monkeypatch.setattr(models_measure, "measure_model", lambda *_: [][0])
+    with pytest.raises(IndexError):
+        models_measure.measure([TINY], (1,), "cpu")
+
+
+def test_passes_that_do_not_fit_are_reported(monkeypatch, capsys):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    monkeypatch.setattr(models_measure, "measure_passes", fail)
+    assert models_measure.measure_if_it_fits(TINY, None, 64, models_measure.STEPS, 1024) == []
+    assert capsys.readouterr().err == "Tiny, 64 tokens, context 1024: left out, CUDA out of memory\n"
 
 
 def test_each_step_selects_its_implementation(device):

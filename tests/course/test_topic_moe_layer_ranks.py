@@ -59,7 +59,9 @@ def test_rows(small):
     steps = [(row["step"], row["dtype"]) for row in first]
     both = lambda *names: [(name, dtype) for dtype in ("bf16", "e4m3") for name in names]
     beside = [(f"shared experts {how}", "bf16") for how in ("beside", "first")]
-    assert steps == [*both("final", "low latency"), *beside, ("part: shared experts", "bf16"), *both(*PARTS)]
+    layers = both("final", "combine during the sum", "low latency")
+    layers.append(("low latency, FP8 sums", "e4m3"))
+    assert steps == [*layers, *beside, ("part: shared experts", "bf16"), *both(*PARTS)]
     assert all(row["config"]["ranks"] == 2 and row["config"]["num_experts"] == 4 for row in first)
 
 
@@ -94,15 +96,30 @@ def test_prediction():
     """On 8 GPUs each token is sent to as many other GPUs, times the time per row."""
     rows = {ranks: moe_layer_ranks.remote_rows(ranks) for ranks in (2, 8)}
     assert 0.99 < rows[2] < 1 and 4.5 < rows[8] < 4.7
-    for tokens, us in moe_layer_ranks.predict(made_record(), 2).items():
+    record = made_record()
+    for tokens, us in moe_layer_ranks.predict(record, 2).items():
         assert us == pytest.approx(150 + 6 * tokens * rows[8] / rows[2])
+    faster = [dict(row, step="low latency") for row in record["rows"] if row["step"] == "final"]
+    for row in faster:
+        row["kernel_us"] = dict(row["kernel_us"], median=row["kernel_us"]["median"] - 7)
+    record["rows"] += faster[:1]
+    few, many = min(row["size"]["tokens"] for row in faster), max(row["size"]["tokens"] for row in faster)
+    predicted = moe_layer_ranks.predict(record, 2)
+    assert predicted[few] == pytest.approx(143 + 6 * few * rows[8] / rows[2])
+    assert predicted[many] == pytest.approx(150 + 6 * many * rows[8] / rows[2])
 
 
 def test_figure_and_table():
     record = made_record()
     lines = moe_layer_ranks.readme_table(record).splitlines()
-    assert lines[0].startswith("| GPUs, tokens on each | one layer | FP8 dispatch |")
-    assert lines[2].startswith("| 2, 8 | **198** |  |  |  | 36.0 | 100 | 62.0 |  |  | ")
+    assert lines[0].startswith("| GPUs, tokens on each | one layer | FP8 dispatch | FP8, combine during the sum |")
+    assert lines[0].endswith("| on 8 GPUs (model) | DeepGEMM's mega-MoE | DeepEP and DeepGEMM |")
+    assert lines[2].startswith("| 2, 8 | **198** |  |  |  |  |  | 36.0 | 100 | 62.0 |  |  | 198 |  | ")
+    assert lines[2].endswith(" | 404 | 456 |") and len(set(line.count("|") for line in lines[:5])) == 1
     assert "NVIDIA Toy" in lines[-1]
+    of_eight = [row | dict(config=dict(ranks=8, num_experts=256)) for row in record["rows"]]
+    lines = moe_layer_ranks.readme_table(record | dict(rows=record["rows"] + of_eight)).splitlines()
+    assert lines[2].startswith("| 2, 8 |") and lines[2].endswith(" |  |  |") and "| 404 |" not in lines[2]
+    assert lines[5].startswith("| 8, 8 |") and lines[5].endswith(" |  | 404 | 456 |")
     (figure,) = moe_layer_ranks.figures(record).values()
     assert not misplaced(figure)

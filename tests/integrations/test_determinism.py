@@ -15,11 +15,23 @@ pytest.importorskip("transformers", minversion="5.17", reason="transformers 5.17
 from helpers.tiny_models import make_model  # noqa: E402
 
 import moe_numba  # noqa: E402
+from moe_numba.course.bench.compile_layers import compile_layers  # noqa: E402
+from moe_numba.course.bench.topics.moe_layer_measure import Layer  # noqa: E402
 from moe_numba.integrations import transformers as integration  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 RUNS = 100
-SOAK_SECONDS = float(os.environ.get("MOE_NUMBA_SOAK_SECONDS", "5"))
+SOAK_SECONDS, REPORT_SECONDS = float(os.environ.get("MOE_NUMBA_SOAK_SECONDS", "5")), 15
+# Name: options of the layer, and of the module of experts.
+SOAK_FORMATS = {
+    "bf16": (dict(dtype="bf16"), dict(dtype=torch.bfloat16)),
+    "block scales": (dict(dtype="e4m3"), dict(dtype=torch.float8_e4m3fn)),
+    "scale per expert": (dict(dtype="e4m3", scaling="tensor"), dict(dtype=torch.float8_e4m3fn, scaling="tensor")),
+    "MXFP4": (
+        dict(dtype="mxfp4", activation="swigluoai"),
+        dict(dtype=torch.uint8, activation="swigluoai", has_bias=True),
+    ),
+}
 MODELS = {
     "Qwen3Moe": ("Qwen3Moe", dict(num_experts_per_tok=4)),
     "DeepseekV3": ("DeepseekV3", dict(num_experts_per_tok=4)),
@@ -74,23 +86,30 @@ def resident_bytes():
         return int(numbers.read().split()[1]) * resource.getpagesize()
 
 
+def after(seconds):
+    """Return an event that is set after so many seconds."""
+    event = threading.Event()
+    timer = threading.Timer(seconds, event.set)
+    timer.daemon = True
+    timer.start()
+    return event
+
+
 def test_soak():
     """Batches of random sizes, for MOE_NUMBA_SOAK_SECONDS: results stay the same, and memory does not grow."""
+    sizes = [1, 2, *torch.randint(1, 700, (46,), generator=torch.Generator().manual_seed(0)).tolist()]
+    compile_layers(
+        [Layer("", 16, 256, 256, token_counts=tuple(sizes), topk=4, **of) for of, _ in SOAK_FORMATS.values()]
+    )
     experts = {}
-    for name, dtype, options in (
-        ("bf16", torch.bfloat16, {}),
-        ("block scales", torch.float8_e4m3fn, {}),
-        ("scale per expert", torch.float8_e4m3fn, dict(scaling="tensor")),
-        ("MXFP4", torch.uint8, dict(activation="swigluoai", has_bias=True)),
-    ):
-        module = experts[name] = moe_numba.moe_layer.Experts(16, 256, 256, dtype, "cuda", **options)
+    for name, (_, options) in SOAK_FORMATS.items():
+        module = experts[name] = moe_numba.moe_layer.Experts(16, 256, 256, device="cuda", **options)
         torch.manual_seed(0)
         for parameter in module.parameters():
             if parameter.dtype == torch.uint8:
                 parameter.random_(60, 120)  # any bytes are weights; their scales are small, and none is NaN
             else:
                 parameter.copy_(torch.randn(parameter.shape, device="cuda") / 16)
-    sizes = [1, 2, *torch.randint(1, 700, (46,), generator=torch.Generator().manual_seed(0)).tolist()]
     random = torch.Generator("cuda").manual_seed(0)
     calls, wanted = [], []
     for tokens in sizes:
@@ -103,14 +122,19 @@ def test_soak():
     assert all(result.isfinite().all() for result in wanted)
     torch.cuda.synchronize()
     allocated, reserved, resident = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), resident_bytes()
-    choose, ended, rounds = torch.Generator().manual_seed(1), threading.Event(), 0
-    threading.Timer(SOAK_SECONDS, ended.set).start()
-    while not ended.is_set():
+    choose, rounds, reports = torch.Generator().manual_seed(1), 0, 0
+    ended, due = after(SOAK_SECONDS), after(REPORT_SECONDS)
+    while not ended.is_set() or not rounds:
         for i in torch.randint(0, len(calls), (64,), generator=choose).tolist():
             module, given = calls[i]
             assert torch.equal(module(*given), wanted[i])
         rounds += 1
+        if due.is_set():
+            reports, due = reports + 1, after(REPORT_SECONDS)
+            grown = torch.cuda.memory_reserved() - reserved, resident_bytes() - resident
+            seconds = REPORT_SECONDS * reports
+            print(f"soak: {seconds} s, {64 * rounds} calls, {grown[0] >> 20} and {grown[1] >> 20} MiB more", flush=True)
     torch.cuda.synchronize()
-    assert rounds and torch.cuda.memory_allocated() == allocated
+    assert torch.cuda.memory_allocated() == allocated
     # Another order of the same sizes may need other blocks of the caching allocator.
     assert torch.cuda.memory_reserved() - reserved < 64 << 20 and resident_bytes() - resident < 64 << 20

@@ -283,7 +283,7 @@ def repeated_dispatch(monkeypatch):
                     assert (send_head.array.view(np.int32) == np.iinfo(np.int32).max).all(), "written before"
                 start(*arguments)
 
-            started.func = start.func
+            started.is_loaded = start.is_loaded
             return run_before(exchange, runtime, channels, started, call)
 
         send(buffer, rank, inputs)

@@ -31,6 +31,7 @@ from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer
 from moe_numba.expert_parallel.kernels import dispatch_direct
 from moe_numba.expert_parallel.runtime import Runtime
+from moe_numba.runtime.launch import current_stream
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
@@ -121,6 +122,7 @@ def test_too_many_rows_are_refused_and_writes_are_clipped():
     def work(buffer, rank):
         out = new_output(buffer, 8)
         out.num_rows = 4  # the other rows show writes beyond the capacity
+        out._prepare_launches()
         out.src_idx.fill_(-7)
         buffer.transport.gather(None)
         send(buffer, rank, inputs, num_worst_tokens=4, out=out)
@@ -185,14 +187,14 @@ def test_a_kernel_that_ends_before_its_bulk_copies_is_rejected(monkeypatch):
 def only_before(runtime, has_synchronized=False, out=None):
     """No barrier after the operation."""
     if not has_synchronized:
-        runtime._barrier(1, *runtime._no_output)
+        runtime.barrier(current_stream(runtime.transport.device.index))
     return contextlib.nullcontext()
 
 
 def only_after(runtime, has_synchronized=False, out=None):
     """No barrier before the operation."""
     after = contextlib.ExitStack()
-    after.callback(runtime._barrier, 1, *runtime._no_output)
+    after.callback(lambda: runtime.barrier(current_stream(runtime.transport.device.index)))
     return after
 
 

@@ -4,20 +4,22 @@ import pytest
 import torch
 from helpers.expert_parallel import NUM_BYTES, SMALL, engine
 
-from moe_numba.expert_parallel import Buffer, LocalGroup
+from moe_numba.course.bench.compile_layers import compile_layers
+from moe_numba.course.bench.topics.moe_layer_measure import Layer
+from moe_numba.expert_parallel import Buffer, Config, LocalGroup
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
-from moe_numba.moe_layer import ExpertParallelMoE, Experts, reference
+from moe_numba.moe_layer import ExpertParallelMoE, Experts, expert_parallel_moe, reference
 
 HIDDEN, PER_RANK, TOPK = 128, 2, 3
 # Each rank's sum is rounded to bfloat16 before combine adds the ranks' sums.
 BOUND = 1e-2
 
 
-def make_inputs(tokens, dtype, seed=0):
+def make_inputs(tokens, dtype, seed=0, hidden=HIDDEN, per_rank=PER_RANK):
     """Weights of all experts, and x, topk_weights, topk_ids and shared of each rank."""
-    random, experts = torch.Generator().manual_seed(seed), PER_RANK * len(tokens)
+    random, experts = torch.Generator().manual_seed(seed), per_rank * len(tokens)
     draw = lambda *shape: torch.randn(shape, generator=random)
-    w13, w2 = draw(experts, 2 * HIDDEN, HIDDEN) / HIDDEN**0.5, draw(experts, HIDDEN, HIDDEN) / HIDDEN**0.5
+    w13, w2 = draw(experts, 2 * hidden, hidden) / hidden**0.5, draw(experts, hidden, hidden) / hidden**0.5
     state = dict(w13=w13, w2=w2)
     if dtype == FP8:
         (w13, scale13), (w2, scale2) = quantise_blocks(w13), quantise_blocks(w2)
@@ -25,23 +27,23 @@ def make_inputs(tokens, dtype, seed=0):
     state = {name: t if t.dtype != torch.float32 or "scale" in name else t.bfloat16() for name, t in state.items()}
     ranks = [
         (
-            draw(n, HIDDEN).bfloat16(),
+            draw(n, hidden).bfloat16(),
             torch.rand(n, TOPK, generator=random),
             torch.randint(-1, experts + 1, (n, TOPK), generator=random),
-            draw(n, HIDDEN).bfloat16(),
+            draw(n, hidden).bfloat16(),
         )
         for n in tokens
     ]
     return state, ranks
 
 
-def run(state, ranks, dtype=torch.bfloat16, shift=0, shared_experts=None, **options):
+def run(state, ranks, dtype=torch.bfloat16, shift=0, shared_experts=None, reference=(), **options):
     """Run the layer on all ranks; with ``shift`` each has the experts of another one."""
 
     def work(transport):
         rank, device = transport.rank, transport.device
         buffer = Buffer(transport, NUM_BYTES, low_latency_mode="low_latency_tokens" in options)
-        experts = Experts(PER_RANK, HIDDEN, HIDDEN, dtype, device)
+        experts = Experts(PER_RANK, HIDDEN, HIDDEN, dtype, device, reference)
         first = (rank + shift) % len(ranks) * PER_RANK
         experts.load_state_dict({name: tensor[first : first + PER_RANK] for name, tensor in state.items()})
         layer = ExpertParallelMoE(buffer, experts, config=SMALL, shared_experts=shared_experts, **options)
@@ -57,12 +59,12 @@ def run(state, ranks, dtype=torch.bfloat16, shift=0, shared_experts=None, **opti
         return LocalGroup(len(ranks)).run(work)
 
 
-def wrong(results, state, ranks):
+def wrong(results, state, ranks, bound=BOUND):
     """Return how the first wrong rank's result differs from the reference, or None."""
     scales = state.get("w13_scale"), state.get("w2_scale")
     for result, (x, weights, ids, shared) in zip(results, ranks, strict=True):
         expected = reference.fused_experts(x, state["w13"], state["w2"], weights, ids, *scales, shared)
-        found = mismatch(result, expected, BOUND) if len(x) else None
+        found = mismatch(result, expected, bound) if len(x) else None
         if found or result.shape != x.shape:
             return found or f"the shape is {tuple(result.shape)}"
     return None
@@ -83,8 +85,13 @@ def test_low_latency_exchange(tokens, dtype):
 
 
 @pytest.mark.parametrize("options", [dict(num_worst_tokens=8), dict(low_latency_tokens=5)])
-def test_dispatch_in_fp8(options):
-    """Experts with block scales quantise tokens that were in FP8 to the same numbers again."""
+@pytest.mark.parametrize("in_torch", [False, True])
+def test_dispatch_in_fp8(in_torch, options, monkeypatch):
+    """Experts with block scales read what arrives. Stages in torch quantise it to the same numbers again."""
+    if in_torch:
+        options = options | dict(reference={"sum"})
+    else:
+        monkeypatch.setattr(expert_parallel_moe, "per_token_cast_back", lambda *_: pytest.fail("rows were cast back"))
     state, ranks = make_inputs([3, 5], FP8)
     results = run(state, ranks, FP8, fp8_dispatch=True, **options)
     assert wrong(results, state, ranks) is None
@@ -92,11 +99,42 @@ def test_dispatch_in_fp8(options):
     assert wrong(results, state, flipped) is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("tokens, worst", [([3, 5], 0), ([4, 0, 2], 6)])
+def test_combine_during_the_sum(tokens, worst, dtype):
+    """Bit-identical to a sum before combine; also with FP8 dispatch, and a shared expert."""
+    state, ranks = make_inputs(tokens, dtype)
+    options = dict(num_worst_tokens=worst, fp8_dispatch=dtype == FP8)
+    for shared_experts in (None, Shared()):
+        results = run(state, ranks, dtype, shared_experts=shared_experts, overlap_combine=True, **options)
+        expected = run(state, ranks, dtype, shared_experts=shared_experts, **options)
+        assert all(map(torch.equal, results, expected))
+
+
 class Shared(torch.nn.Module):
     """Shared experts that add what is known: twice the tokens."""
 
     def forward(self, x):
         return 2 * x
+
+
+@pytest.mark.parametrize("fp8_dispatch", [False, True])
+def test_sums_in_fp8(fp8_dispatch):
+    """The other rank's sums are rounded to FP8, by 1/16 of an element at most."""
+    state, ranks = make_inputs([3, 5], FP8)
+    options = dict(low_latency_tokens=5, fp8_dispatch=fp8_dispatch)
+    results = run(state, ranks, FP8, fp8_combine=True, **options)
+    assert wrong(results, state, ranks, 4e-2) is None
+    assert not all(map(torch.equal, results, run(state, ranks, FP8, **options)))
+
+
+@pytest.mark.parametrize("options", [dict(num_worst_tokens=8), dict(low_latency_tokens=5)])
+def test_dispatch_in_fp8_for_experts_in_bfloat16(options):
+    """The experts' tokens are rounded to FP8, which is 1/16 of an element at most."""
+    state, ranks = make_inputs([3, 5], torch.bfloat16)
+    results = run(state, ranks, fp8_dispatch=True, **options)
+    assert wrong(results, state, ranks, 8e-2) is None
+    assert wrong(results, state, [(x.roll(1, 0), *rest) for x, *rest in ranks], 8e-2) is not None
 
 
 @pytest.mark.parametrize("options", [dict(num_worst_tokens=8), dict(low_latency_tokens=5)])
@@ -125,8 +163,18 @@ def test_invalid_arguments():
             ExpertParallelMoE(buffer, experts, -1)
         with pytest.raises(ValueError, match="low_latency_tokens is -1; 0 to"):
             ExpertParallelMoE(buffer, experts, low_latency_tokens=-1)
-        with pytest.raises(TypeError, match="fp8_dispatch is 1; it must be True or False"):
-            ExpertParallelMoE(buffer, experts, fp8_dispatch=1)
+        with pytest.raises(ValueError, match="fp8_combine is True and low_latency_tokens 0; only low-latency combine"):
+            ExpertParallelMoE(buffer, experts, fp8_combine=True)
+        for name in ("fp8_dispatch", "overlap_combine", "fp8_combine"):
+            with pytest.raises(TypeError, match=f"{name} is 1; it must be True or False"):
+                ExpertParallelMoE(buffer, experts, **{name: 1})
+        with pytest.raises(ValueError, match="low_latency_tokens is 2, .*; with overlap_combine they must be 0 and"):
+            ExpertParallelMoE(buffer, experts, low_latency_tokens=2, overlap_combine=True)
+        in_torch = Experts(PER_RANK, HIDDEN, HIDDEN, reference={"sum"})
+        with pytest.raises(ValueError, match=r"experts.reference \['sum'\]; with overlap_combine they must be 0 and"):
+            ExpertParallelMoE(buffer, in_torch, overlap_combine=True)
+        with pytest.raises(ValueError, match="config has 132 SMs; with overlap_combine at most half of the GPU's"):
+            ExpertParallelMoE(buffer, experts, config=Config(132), overlap_combine=True)
         x, weights, ids = torch.zeros(3, HIDDEN).bfloat16(), torch.zeros(3, 2), torch.zeros(3, 2).long()
         layer = ExpertParallelMoE(buffer, experts, low_latency_tokens=2)
         with pytest.raises(ValueError, match="x has 3 tokens; the layer's low_latency_tokens is 2"):
@@ -137,3 +185,88 @@ def test_invalid_arguments():
         buffer.destroy()
 
     LocalGroup(1).run(work)
+
+
+# One process and one GPU per rank
+
+GPU_HIDDEN, GPU_PER_RANK, GPU_TOKENS = 1024, 8, 64
+GPU_BOUND = 2e-2  # tensor cores add FP8 products with fewer bits, see test_moe_layer.py
+
+
+def compute_in_processes(rank, ranks, dtype):
+    """Eager calls with other numbers of tokens, also 0, and replays of a CUDA graph with other tokens and routing."""
+    import torch.distributed as dist
+
+    buffer = Buffer(dist.group.WORLD, 1 << 27, low_latency_mode=True, timeout=60)
+    device, worst = buffer.transport.device, dict(num_worst_tokens=ranks * GPU_TOKENS)
+    counts = [[GPU_TOKENS] * ranks, [5 * r for r in range(ranks)], [GPU_TOKENS - r for r in range(ranks)]]
+    sizes = dict(hidden=GPU_HIDDEN, per_rank=GPU_PER_RANK)
+    state, _ = make_inputs([1] * ranks, dtype, **sizes)
+    inputs = [make_inputs(tokens, dtype, i + 1, **sizes)[1][rank] for i, tokens in enumerate(counts)]
+    inputs = [[tensor.to(device) for tensor in given] for given in inputs]
+    state = {name: tensor.to(device) for name, tensor in state.items()}
+    experts = Experts(GPU_PER_RANK, GPU_HIDDEN, GPU_HIDDEN, dtype, device)
+    own = slice(rank * GPU_PER_RANK, (rank + 1) * GPU_PER_RANK)
+    experts.load_state_dict({name: tensor[own] for name, tensor in state.items()})
+
+    def check(result, given, what):
+        x, weights, ids, shared = given
+        scales = state.get("w13_scale"), state.get("w2_scale")
+        wanted = reference.fused_experts(x, state["w13"], state["w2"], weights, ids, *scales, shared)
+        found = mismatch(result, wanted, GPU_BOUND) if len(x) else None
+        assert found is None and result.shape == x.shape, f"{what}: {found}"
+
+    few = dict(low_latency_tokens=GPU_TOKENS)
+    beside = worst | dict(overlap_combine=True)
+    for options in (
+        {},
+        worst,
+        few,
+        beside,
+        *(other | dict(fp8_dispatch=True) for other in (worst, few, beside) if dtype == FP8),
+    ):
+        for shared_experts in (None, Shared()):
+            layer = ExpertParallelMoE(buffer, experts, shared_experts=shared_experts, **options)
+
+            def call(x, weights, ids, shared, layer=layer):
+                return layer(x, weights, ids) if layer.shared_experts else layer(x, weights, ids, shared)
+
+            if shared_experts:
+                inputs = [[x, weights, ids, 2 * x] for x, weights, ids, _ in inputs]
+            for i, given in enumerate(inputs):
+                for _ in range(3):
+                    check(call(*given), given, f"{options}, {shared_experts}, inputs {i}")
+            if options:
+                replay_with_other_inputs(call, inputs, check, f"graph, {options}, {shared_experts}")
+            buffer.check(synchronize=True)
+            layer.close()
+    buffer.destroy()
+
+
+def replay_with_other_inputs(call, inputs, check, what):
+    """Capture a call, and replay it with the first tokens of other inputs; ids of absent tokens are -1."""
+    import torch.distributed as dist
+
+    given = [tensor.clone() for tensor in inputs[0]]
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = call(*given)
+    for other in (*inputs, *inputs):
+        for tensor, new in zip(given, other, strict=True):
+            tensor.fill_(-1 if tensor.dtype == torch.int64 else 0)[: len(new)] = new
+        graph.replay()
+        check(result, given, what)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+def test_one_process_per_gpu(dtype):
+    from helpers.rank_processes import num_ranks, run
+
+    name = "e4m3" if dtype == FP8 else "bf16"
+    received = 8, GPU_TOKENS, num_ranks() * GPU_TOKENS
+    layers = [Layer("", GPU_PER_RANK, GPU_HIDDEN, GPU_HIDDEN, name, received, TOPK)]
+    compile_layers(layers, torch.int64)
+    run(compute_in_processes, dtype)

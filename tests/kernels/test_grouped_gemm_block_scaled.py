@@ -94,6 +94,14 @@ def test_sizes_that_are_no_multiples_of_a_tile(block_n, n, k, device):
     assert mismatch(run(SMALL._replace(block_n=block_n), p, blocks=4), p.expected) is None
 
 
+@pytest.mark.parametrize("lengths", [[5, 0, 70], [140, 1]])
+def test_early_test_of_the_next_stage(lengths, device):
+    config, p = SMALL._replace(block_n=256, early_test=True), problem(lengths, 400, 640, device)
+    found = run(config, p, blocks=4)
+    assert mismatch(found, p.expected) is None
+    assert torch.equal(found, run(config._replace(early_test=False), p, blocks=4))
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -295,6 +303,23 @@ WRONG_PAIRS = {
         "        if cluster_size == 3:  # the other",
     ),
 }
+
+
+WRONG_EARLY_TESTS = {
+    "a stage is read before the early test finds it full": (
+        kernel,
+        "ready = mbarrier_test_wait_parity(smem.barriers, full + stage, phase)\n            second",
+        "ready = uint32(1)\n            second",
+    )
+}
+
+
+@pytest.mark.parametrize("what", [what for what in WRONG_EARLY_TESTS if simulator.ENABLED])  # on a GPU right by chance
+def test_wrong_early_tests_are_rejected(what, device):
+    make_kernel = changed_maker(kernel, "make_kernel", *WRONG_EARLY_TESTS[what])
+    config, p = SMALL._replace(block_n=256, early_test=True), problem([140, 70], 400, 384, device)
+    attempt = lambda seed: mismatch(run(config, p, seed=seed, make_kernel=make_kernel), p.expected)
+    assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
 
 
 @pytest.mark.parametrize("what", [what for what in WRONG_PAIRS if simulator.ENABLED or what.startswith("both")])

@@ -56,10 +56,11 @@ BLOCK_SCALED = {
     "block-scaled": dict(block_n=256, stages=3, vector_x_scale=True, vector_weight_scale=True),
     "block-scaled, 192 columns": dict(),
     "block-scaled, 128 columns": dict(block_n=128, stages=5, cluster_size=1),
-    "block-scaled, masked": dict(block_n=256, stages=3, row_layout="masked"),
+    "block-scaled, masked": dict(block_n=256, stages=3, row_layout="masked", early_test=True),
     "block-scaled, silu": dict(block_n=256, stages=4, silu_and_mul=True),
     "block-scaled, silu, packed scales": dict(
-        **dict(block_n=256, stages=4, silu_and_mul=True), **dict(packed_x_scale=True, packed_weight_scale=True)
+        **dict(block_n=256, stages=4, silu_and_mul=True, early_test=True),
+        **dict(packed_x_scale=True, packed_weight_scale=True),
     ),
     "block-scaled, gather": dict(block_n=256, stages=3, cluster_size=1, gather=True),
     "block-scaled, silu, gather": dict(block_n=256, stages=4, silu_and_mul=True, cluster_size=1, gather=True),

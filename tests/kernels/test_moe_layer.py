@@ -114,6 +114,32 @@ def test_tokens_in_the_order_of_the_experts(wrong_rows, fp8, device, monkeypatch
     assert permuted == [9, 9] and torch.equal(out, expected) != wrong_rows
 
 
+def in_fp8(given, column_major=False):
+    """The same arguments with x in FP8; a low-latency dispatch returns its scales column-major."""
+    values, scales = moe_numba.per_token_cast_to_fp8(given["x"])
+    scales = scales.T.contiguous().T if column_major else scales
+    return given | dict(x=values, x_scale=scales)
+
+
+@pytest.mark.parametrize("permutes", [False, True])
+@pytest.mark.parametrize("column_major", [False, True])
+def test_tokens_in_fp8(permutes, column_major, device, monkeypatch):
+    """Bit-identical to the cast of the same tokens; also with one token, for which other kernels would be chosen."""
+    average = 1 if permutes else 99
+    monkeypatch.setattr(layer_workspace, "MAX_GATHERED_AVERAGE", dict.fromkeys(FORMATS, average))
+    monkeypatch.setattr(api, "uses_decode_kernels", lambda *_: False)
+    given = make_inputs(7, 3, True, device, hidden=192)
+    arguments = in_fp8(given, column_major)
+    result = fused_experts(**arguments)
+    assert result.dtype == BF16 and torch.equal(result, fused_experts(**given)) and wrong(result, arguments) is None
+    others = arguments | dict(x_scale=arguments["x_scale"].flip(1).contiguous())
+    assert wrong(result, others) is not None
+    monkeypatch.undo()
+    one = in_fp8(make_inputs(1, 2, True, device), column_major)
+    assert wrong(fused_experts(**one), one) is None
+    assert fused_experts(**in_fp8(make_inputs(0, 2, True, device))).shape == (0, 128)
+
+
 @DTYPES
 def test_no_tokens(fp8, device):
     given = make_inputs(0, 2, fp8, device)
@@ -248,6 +274,19 @@ REFUSALS = [
     (dict(topk_weights=WEIGHTS.bfloat16()), TypeError, "topk_weights is torch.bfloat16; it must be torch.float32"),
     (dict(topk_weights=WEIGHTS[:, :1]), ValueError, r"topk_weights has shape \(3, 1\).*; it must be \[3, 2\]"),
     (dict(w13_scale=torch.ones(4, 2, 1)), ValueError, "w13_scale is given, but the weights are torch.bfloat16"),
+    (dict(x=X.to(FP8)), TypeError, "x is torch.float8_e4m3fn; it must be torch.bfloat16"),
+    (dict(x=X.to(FP8), x_scale=torch.ones(3, 1)), ValueError, "x_scale is given; it is allowed only with FP8 weights"),
+    (FP8_ARGUMENTS | dict(x_scale=torch.ones(3, 1)), TypeError, "x is torch.bfloat16; it must be torch.float8_e4m3fn"),
+    (
+        FP8_ARGUMENTS | dict(x=X.to(FP8), x_scale=torch.ones(3, 2)),
+        ValueError,
+        r"x_scale has shape \(3, 2\).*; it must be \[3, 1\]",
+    ),
+    (
+        FP8_ARGUMENTS | dict(x=X.to(FP8), x_scale=torch.ones(3, 1).double()),
+        TypeError,
+        "x_scale is torch.float64; it must be torch.float32",
+    ),
     (dict(shared=X.float()), TypeError, "shared is torch.float32"),
     (dict(shared=X[:2]), ValueError, r"shared has shape \(2, 128\).*; it must be \[3, 128\]"),
     (dict(shared=UNALIGNED), ValueError, "shared starts at address"),

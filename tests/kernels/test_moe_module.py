@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
 from moe_numba.moe_layer import Experts, ExpertsWorkspace, MoELayer, launches, reference, stages
+from moe_numba.moe_layer.router import router_logits
 
 DEEPSEEK = dict(num_expert_group=4, topk_group=2, routed_scaling_factor=2.5, has_correction_bias=True)
 BF16_STAGES = "gate", "permute", "gate_up", "activation", "down", "sum"
@@ -91,6 +94,43 @@ def test_softmax_router_and_no_tokens(device):
     x = tokens_of(device, 3)
     assert mismatch(layer(x), wanted(layer, x), 1e-2) is None
     assert layer(x[:0]).shape == (0, 128)
+
+
+class Operations(TorchDispatchMode):
+    """Records the names of torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.append(operation.name())
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_router_converts_nothing_on_a_gpu(dtype):
+    """Only bfloat16 and float16 have a GEMM with float32 logits; float32 is multiplied as it is."""
+    with FakeTensorMode(), Operations() as seen:
+        x, weight = torch.empty(3, 128, dtype=dtype, device="cuda"), torch.empty(8, 128, dtype=dtype, device="cuda")
+        logits = router_logits(x, weight, torch.empty(8, dtype=torch.bfloat16, device="cuda"))
+    assert logits.dtype == torch.float32 and logits.shape == (3, 8)
+    assert ("aten::mm.dtype" in seen.names) == (dtype == torch.bfloat16)
+    assert ("aten::_to_copy" in seen.names) == (dtype == torch.float32)  # of the bias
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_logits_are_float32(dtype, has_bias, device):
+    random = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=random).to(device, dtype)
+    x, weight, bias = draw(5, 256), draw(8, 256), draw(8) if has_bias else None
+    expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
+    for given in (x, x.clone().requires_grad_()):
+        logits = router_logits(given, weight, bias)
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits.detach().double(), expected, rtol=1e-5, atol=1e-4)  # bfloat16: 1e-2
+    assert not torch.allclose(router_logits(x, weight.roll(1, 0), bias).double(), expected, atol=1e-1)
 
 
 def test_state_dict_goes_through_a_file(device, tmp_path):

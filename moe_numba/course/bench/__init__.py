@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 
@@ -46,8 +47,10 @@ def topic(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.topics.{name}")
 
 
-def load_peers(folder: Path | str) -> list[ModuleType]:
+def load_peers(folder: Path | str, names: Collection[str] | None = None) -> list[ModuleType]:
     """Import every ``*.py`` of a folder: other projects' kernels, measured in the same run.
+
+    With ``names`` only files of these names are imported, for example by the processes of other ranks.
 
     A peer defines ``NAME``, ``VERSION`` and one function per topic that it supports. A peer that fails to import,
     because its package is not installed, is reported on standard error and left out.
@@ -61,6 +64,8 @@ def load_peers(folder: Path | str) -> list[ModuleType]:
         raise ValueError(f"the peers' folder {folder} does not exist")
     peers = []
     for path in sorted(folder.glob("*.py")):
+        if names is not None and path.name not in names:
+            continue
         name = f"moe_numba_peer_{path.stem}"
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)

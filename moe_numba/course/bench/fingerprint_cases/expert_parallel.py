@@ -17,8 +17,8 @@ def expert_parallel():
             options = dict(launch_bounds=block, shared_bytes=shared_bytes, dependent=True)
             return lambda *_: launcher(make(*constants), signature, 0, **options)(1, block, 0)
 
-        memory = dict(rings_offset=1024, ring_words=1 << 27)
-        return SimpleNamespace(num_ranks=ranks, limits=HOPPER, **memory, prepare_kernel=prepare_kernel)
+        memory, prepare = dict(rings_offset=1024, ring_words=1 << 27), dict(prepare_launch=lambda start, *_: start)
+        return SimpleNamespace(num_ranks=ranks, limits=HOPPER, **memory, **prepare, prepare_kernel=prepare_kernel)
 
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
     for experts, ranks, topk in ((256, 8, 8), (384, 8, 8), (64, 4, 6), (256, 2, 8)):

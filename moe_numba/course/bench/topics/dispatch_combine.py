@@ -29,9 +29,13 @@ DECODE_STEPS = {
 }
 
 
+_PEER_STEPS = {"dispatch, bfloat16": ("dispatch", "bf16"), "dispatch, FP8": ("dispatch", "e4m3")}
+_PEER_STEPS["combine, bfloat16"] = "combine", "bf16"
+
+
 def measure(peers, quick):
     """Return the record's rows; received rows are checked before a step is timed."""
-    return dispatch_combine_measure.measure(NUMBERS_OF_RANKS, quick)
+    return dispatch_combine_measure.measure(NUMBERS_OF_RANKS, quick, peers=peers)
 
 
 def out_of_reach(row):
@@ -42,6 +46,15 @@ def out_of_reach(row):
 def numbers_of_ranks(record):
     """Return the group sizes in the record, ascending."""
     return sorted({row["config"]["ranks"] for row in records.select(record, operation="dispatch")})
+
+
+def peer_steps(record):
+    """Return what is known of the peers, as `STEPS`."""
+    return {
+        f"{peer.removeprefix('peer:')}: {name}": dict(step=peer, operation=operation, dtype=dtype)
+        for peer in records.peers(record)
+        for name, (operation, dtype) in _PEER_STEPS.items()
+    }
 
 
 def _as_of(record, ranks):
@@ -59,7 +72,8 @@ def figures(record):
         found = {row["config"]["num_sms"]: row["wire_gbps"] for row in rows if "num_sms" in row["config"]}
         return {sms: rate for sms, rate in found.items() if sms <= max(dispatch_combine_measure.SMS)}
 
-    lines = {name: found for name, wanted in STEPS.items() if (found := rates(**wanted))}
+    steps = STEPS | peer_steps(record)
+    lines = {name: found for name, wanted in steps.items() if (found := rates(**wanted))}
     lines["plain push"] = rates(step="plain push")
     if to_all := rates(step="push to all"):  # with two ranks it equals the plain push
         lines["push to all others"] = to_all
@@ -101,6 +115,7 @@ def readme_table(record):
         dict(step="final, with notify", dtype="bf16"),
         few,
     )
+    rows |= {f"{name}, {few} SMs": (wanted, few) for name, wanted in peer_steps(record).items()}
     rows |= {f"{step}, bfloat16": (dict(step=step), None) for step in NCCL_STEPS}
     rows["plain push, 132 SMs"] = dict(step="plain push"), 132
     rows["push to all others, 132 SMs"] = dict(step="push to all"), 132

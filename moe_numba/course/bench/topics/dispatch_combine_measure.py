@@ -1,7 +1,8 @@
 """Measures dispatch and combine with one process per GPU: the package, NCCL, and a plain push as the upper limit.
 
 Every sample is the slowest rank's. *Kernel time* is measured over many back-to-back calls, with the host ahead of the
-GPU; *call time* between CUDA events around one call, after a barrier of all ranks.
+GPU; *call time* between CUDA events around one call, after a barrier of all ranks. ``dispatch_combine_peers_measure``
+says what a module of ``--peers`` provides.
 """
 
 import json
@@ -13,8 +14,9 @@ import torch
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.nccl_all_to_all import all_to_all_counts, all_to_all_rows, poisoned, wrong_rows
-from moe_numba.course.bench.dist import free_port, process_group
+from moe_numba.course.bench.dist import free_port, load_files, peer_files, process_group
 from moe_numba.course.bench.timing import Stats
+from moe_numba.course.bench.topics.dispatch_combine_peers_measure import Problem, peer_rows
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 4096, 7168, 256, 8
 SMS = (4, 8, 12, 16, 20, 24, 32, 48)
@@ -25,7 +27,7 @@ BLOCKS_OF_PUSH = (8, 12, 16, 24, 32, 132)
 PARTS = ("push", "large", "nccl", "decode")
 
 
-def measure(numbers_of_ranks, quick=False, parts=PARTS):
+def measure(numbers_of_ranks, quick=False, parts=PARTS, peers=()):
     """Return the record's rows for all group sizes for which there are enough GPUs.
 
     Parameters
@@ -35,26 +37,28 @@ def measure(numbers_of_ranks, quick=False, parts=PARTS):
         Measure only a few configurations.
     parts : sequence of str
         "push", a plain push; "large", many tokens; "nccl", NCCL; "decode", few tokens.
+    peers : sequence of modules
+        Measured with "large".
     """
     if isinstance(parts, str) or not set(parts) <= set(PARTS):
         raise ValueError(f"parts is {parts!r}; it must be a sequence of names out of {', '.join(PARTS)}")
     rows = []
     for ranks in numbers_of_ranks:
         if ranks <= torch.cuda.device_count():
-            rows += _measure_ranks(ranks, quick, parts)
+            rows += _measure_ranks(ranks, quick, parts, peer_files(peers, "plan_dispatch_combine"))
     return rows
 
 
-def _measure_ranks(ranks, quick, parts):
+def _measure_ranks(ranks, quick, parts, files):
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "rows.json"
-        torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, parts, found), nprocs=ranks)
+        torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, parts, files, found), nprocs=ranks)
         return json.loads(found.read_text())
 
 
-def _work(rank, ranks, port, quick, parts, found):
+def _work(rank, ranks, port, quick, parts, files, found):
     with process_group(rank, ranks, port):
-        rows = _Bench(rank, ranks, quick).rows(parts)
+        rows = _Bench(rank, ranks, quick, load_files(files)).rows(parts)
         if rank == 0:
             found.write_text(json.dumps(rows))
 
@@ -62,7 +66,8 @@ def _work(rank, ranks, port, quick, parts, found):
 class _Bench:
     """The benchmark on one rank."""
 
-    def __init__(self, rank, ranks, quick):
+    def __init__(self, rank, ranks, quick, peers=()):
+        self.peers = peers
         self.rank, self.ranks, self.quick, self.device = rank, ranks, quick, torch.device("cuda", rank)
         self.experts = EXPERTS // ranks * ranks
         self.x = self._tokens_of(rank)
@@ -173,20 +178,22 @@ class _Bench:
             out = self._new_output(x)
             for step, options in {"final": dict(config=config), "to output": dict(config=config, out=out)}.items():
                 given = self.buffer.dispatch(x, **layout, **options)
-                self._check(x, given, config, layout)
+                self.check_given(x, given, config, layout)
                 row_bytes = 2 * HIDDEN if dtype == "bf16" else HIDDEN + 4 * x[1].shape[1]
                 wire = self._largest((len(given[4][3]) - own) * row_bytes)
                 cached = partial(self.buffer.dispatch, x, given[4], **options)
-                self._check(x, cached(), config, layout)
-                found.append(self._row(step, "dispatch", sms, dtype, cached, wire, main))
+                self.check_given(x, cached(), config, layout)
+                found.append(self.row(step, "dispatch", sms, dtype, cached, wire, main))
                 if main:
                     metadata = dict(topk_idx=self.topk_idx, topk_weights=self.topk_weights)
                     whole = partial(self.buffer.dispatch, x, **layout, **metadata, **options)
-                    found.append(self._row(f"{step}, with notify", "dispatch", sms, dtype, whole, wire, main))
+                    found.append(self.row(f"{step}, with notify", "dispatch", sms, dtype, whole, wire, main))
                 if dtype == "bf16" and step == "final":
                     back = partial(self.buffer.combine, given[0], given[4], config=config)
-                    found.append(self._row(step, "combine", sms, dtype, back, wire, main))
+                    found.append(self.row(step, "combine", sms, dtype, back, wire, main))
             out.close()
+            problem = Problem(self.buffer.transport, x, self.topk_idx, self.topk_weights, self.experts, sms)
+            found += peer_rows(self, problem, layout, dtype, wire, main)
         return found
 
     def _new_output(self, x):
@@ -195,15 +202,23 @@ class _Bench:
         num_scales = 0 if scales is None else scales.shape[1]
         return self.buffer.new_output(self.ranks * len(values), HIDDEN, values.dtype, num_scales, TOPK)
 
-    def _check(self, x, given, config, layout):
+    def check_given(self, x, given, config, layout):
+        """Check what the package's dispatch returns."""
+
+        def combine(rows):
+            return self.buffer.combine(rows, given[4], config=config)[0]
+
+        self.check(x, given[0], given[4][3], given[4][0], combine, layout)
+
+    def check(self, x, received, src_idx, rank_prefix, combine, layout):
         """Check own rows bit for bit, and all rows by the sums that combine returns, exact in both dtypes."""
-        src_idx, prefix = given[4][3], given[4][0][:, self.rank].tolist()
+        prefix = rank_prefix[:, self.rank].tolist()
         rows = slice(prefix[self.rank - 1] if self.rank else 0, prefix[self.rank])
-        pairs = list(zip(x, given[0], strict=True)) if isinstance(x, tuple) else [(x, given[0])]
-        for sent, received in pairs:
-            if not torch.equal(received[rows].view(torch.uint8), sent[src_idx[rows].long()].view(torch.uint8)):
+        pairs = list(zip(x, received, strict=True)) if isinstance(x, tuple) else [(x, received)]
+        for sent, got in pairs:
+            if not torch.equal(got[rows].view(torch.uint8), sent[src_idx[rows].long()].view(torch.uint8)):
                 raise AssertionError("a rank's own rows are not what was sent")
-        self._check_back(self.buffer.combine(pairs[0][1].bfloat16(), given[4], config=config)[0], layout, pairs[0][0])
+        self._check_back(combine(pairs[0][1].bfloat16()), layout, pairs[0][0])
 
     def _check_back(self, out, layout, x):
         """Check that each combined token is the token times the number of ranks that it was sent to."""
@@ -211,7 +226,7 @@ class _Bench:
         if not torch.equal(out, (x.float() * copies).bfloat16()):
             raise AssertionError("the combined rows are not the sums of the sent rows")
 
-    def _row(self, step, operation, sms, dtype, call, wire, with_call=False, **more):
+    def row(self, step, operation, sms, dtype, call, wire, with_call=False, **more):
         kernel = self.kernel(call)
         more |= {"wire_gbps": round(wire / kernel.median / 1e3, 1), "bytes": wire, "operation": operation}
         config = self.config | ({"num_sms": sms} if sms else {})
@@ -235,7 +250,7 @@ class _Bench:
         for others, step in steps.items():
             for blocks in BLOCKS_OF_PUSH:
                 call = partial(push, shared.addresses, self.rank, others, self.x, blocks)
-                found.append(self._row(step, "push", blocks, "bf16", call, others * size))
+                found.append(self.row(step, "push", blocks, "bf16", call, others * size))
             self._barrier()
             for nth, received in enumerate(shared.local.view(torch.bfloat16).split(self.x.numel())[:others]):
                 if not torch.equal(received.view_as(self.x), self._tokens_of((self.rank - 1 - nth) % self.ranks)):
@@ -280,7 +295,7 @@ class _Bench:
             if wrong := wrong_rows(run(poisoned(exchange)), wanted):
                 raise AssertionError(f"{step}, rank {self.rank}: {wrong}")
         return [
-            self._row(step, "dispatch", None, "bf16", lambda run=run: run(exchange), wire, True)
+            self.row(step, "dispatch", None, "bf16", lambda run=run: run(exchange), wire, True)
             for step, run in steps.items()
         ]
 

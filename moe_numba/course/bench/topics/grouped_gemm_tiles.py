@@ -11,8 +11,12 @@ __all__ = ["figures", "generate", "measure", "readme_table", "summary"]
 
 
 def generate(rows, gpu):
-    """Write the package's table, on whose hash the record of these rows depends; return its path."""
-    return tuner.write_table(rows, gpu)
+    """Write the package's table, on whose hash the record of these rows depends; return its path.
+
+    Problems that these rows lack are taken from the table's other records.
+    """
+    others = tuner.recorded_rows([other for other in tuner.config_table.GPUS if other != gpu])
+    return tuner.write_table({gpu: rows} | others)
 
 
 def choices(rows):

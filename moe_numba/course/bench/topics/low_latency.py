@@ -23,7 +23,7 @@ STEPS = {  # column of the table -> the row's step and dtype
 
 def measure(peers, quick):
     """Return the record's rows; the sums are checked before a step is timed."""
-    return low_latency_measure.measure(NUMBERS_OF_RANKS, quick)
+    return low_latency_measure.measure(NUMBERS_OF_RANKS, quick, peers)
 
 
 def out_of_reach(row):
@@ -33,6 +33,13 @@ def out_of_reach(row):
 
 def _numbers_of_ranks(record):
     return sorted({row["config"]["ranks"] for row in record["rows"]})
+
+
+def steps_of(record):
+    """Return the columns of a record: those of `STEPS`, and those of other peers."""
+    found = dict.fromkeys((row["step"], row["dtype"]) for row in record["rows"] if row["step"].startswith("peer:"))
+    others = [key for key in found if key not in STEPS.values()]
+    return STEPS | {step.removeprefix("peer:") + ", FP8" * (dtype == "e4m3"): (step, dtype) for step, dtype in others}
 
 
 def is_measured(step, ranks):
@@ -45,7 +52,7 @@ def figures(record):
     ranks = _numbers_of_ranks(record)[-1]
     lines = {
         name: found
-        for name, (step, dtype) in STEPS.items()
+        for name, (step, dtype) in steps_of(record).items()
         if (found := records.series(record, step=step, dtype=dtype, config={"ranks": ranks}))
     }
     where = f"{ranks} GPUs" if ranks > 1 else "One rank, its own rows only"
@@ -55,19 +62,24 @@ def figures(record):
 
 def readme_table(record):
     """Format the time of a pair per group size and number of tokens."""
-    lines = [f"| GPUs, tokens | {' | '.join(STEPS)} | as called |", "|---|" + "---:|" * (len(STEPS) + 1)]
+    steps = steps_of(record)
+    lines = [f"| GPUs, tokens | {' | '.join(steps)} | one call | in a loop |", "|---|" + "---:|" * (len(steps) + 2)]
     for ranks in _numbers_of_ranks(record):
         for tokens in low_latency_measure.TOKENS:
             wanted = dict(config={"ranks": ranks}, size={"tokens": tokens})
-            rows = [records.find(record, step=step, dtype=dtype, **wanted) for step, dtype in STEPS.values()]
-            if all(row or not is_measured(step, ranks) for row, (step, _) in zip(rows, STEPS.values(), strict=True)):
+            rows = [records.find(record, step=step, dtype=dtype, **wanted) for step, dtype in steps.values()]
+            found = dict(zip(steps.values(), rows, strict=True))
+            if all(found[key] or not is_measured(key[0], ranks) for key in STEPS.values()):
                 times = bold_best([f"{row['kernel_us']['median']:.1f}" if row else "" for row in rows])
-                called = f"{rows[0]['call_us']['median']:.0f}"
-                lines.append(f"| {ranks}, {tokens} | {' | '.join(times)} | {called} |")
+                called = [
+                    f"{rows[0][name]['median']:.0f}" if name in rows[0] else "" for name in ("call_us", "loop_us")
+                ]
+                lines.append(f"| {ranks}, {tokens} | {' | '.join([*times, *called])} |")
     lines += [
         "",
-        "Median time of the slowest rank for dispatch and combine together, microseconds, in a CUDA graph; the last "
-        "column is the first one without a graph, by events around one call. With 1 GPU a rank copies "
+        "Median time of the slowest rank for dispatch and combine together, microseconds, in a CUDA graph. The last "
+        "two columns are the first one called from Python: a single call after a barrier, which includes how far "
+        "apart the hosts leave it, and calls in a loop, divided by their number. With 1 GPU a rank copies "
         f"its own tokens, for {low_latency_measure.ONE_RANK_EXPERTS} experts, and nothing crosses NVLink; "
         f"{plots.provenance(record)}.",
     ]

@@ -1,14 +1,18 @@
 """Measures low-latency dispatch and combine with one process per GPU, beside normal mode and NCCL.
 
-Every sample is the slowest rank's. *Kernel time* is that of a CUDA graph of `PAIRS` pairs, divided by their number.
+Every sample is the slowest rank's. *Kernel time* is that of a CUDA graph of `PAIRS` pairs, divided by their number. The
+graph directly follows another replay of itself: pairs synchronise the ranks, so that all begin within a microsecond.
 *Call time* is between CUDA events around one pair of calls, after a barrier of all ranks: it includes how far apart the
 ranks leave the barrier, and that host and GPU were idle. ``loop_us`` is that of `CALLS` pairs called one after another,
 divided by their number, as a model calls its layers. Peers are captured in graphs, too.
 
 One rank alone is measured as well, without peers: it copies its own tokens, and nothing crosses NVLink.
+
+Peers: ``low_latency_peers_measure``.
 """
 
 import json
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -16,9 +20,10 @@ from pathlib import Path
 import torch
 
 from moe_numba.course.bench import records
-from moe_numba.course.bench.dist import free_port, process_group
+from moe_numba.course.bench.dist import free_port, load_files, peer_files, process_group
 from moe_numba.course.bench.timing import Stats
 from moe_numba.course.bench.topics.dispatch_combine_measure import BUFFER_BYTES, EXPERTS, HIDDEN, MAIN_SMS, TOPK
+from moe_numba.course.bench.topics.low_latency_peers_measure import Problem, peer_pairs
 from moe_numba.expert_parallel import Buffer, Config, LocalGroup
 from moe_numba.expert_parallel.compile_ahead import compile_ahead
 from moe_numba.expert_parallel.config import limits_of
@@ -42,7 +47,7 @@ LOW_LATENCY = {  # step -> options of `Buffer.low_latency`, and the dtype of the
 }
 
 
-def measure(numbers_of_ranks, quick=False):
+def measure(numbers_of_ranks, quick=False, peers=()):
     """Return the record's rows for all group sizes for which there are enough GPUs."""
     rows, numbers_of_ranks = [], [ranks for ranks in numbers_of_ranks if ranks <= torch.cuda.device_count()]
     compile_ahead(definition for ranks in numbers_of_ranks for definition in kernels(ranks, quick))
@@ -52,7 +57,14 @@ def measure(numbers_of_ranks, quick=False):
             continue
         with tempfile.TemporaryDirectory() as folder:
             found = Path(folder) / "rows.json"
-            torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, found), nprocs=ranks)
+            files = peer_files(peers, "plan_low_latency")
+            try:
+                torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, files, found), nprocs=ranks)
+            except Exception as error:  # a peer's kernel that aborts takes its process with it
+                if not files:
+                    raise
+                print(f"{ranks} ranks are measured again, without peers: {error}", file=sys.stderr)
+                torch.multiprocessing.spawn(_work, (ranks, free_port(), quick, [], found), nprocs=ranks)
             rows += json.loads(found.read_text())
     return rows
 
@@ -78,9 +90,9 @@ def _num_experts(ranks):
     return EXPERTS // ranks * ranks if ranks > 1 else ONE_RANK_EXPERTS
 
 
-def _work(rank, ranks, port, quick, found):
+def _work(rank, ranks, port, quick, files, found):
     with process_group(rank, ranks, port):
-        rows = LowLatencyBench(rank, ranks, quick, torch.distributed.group.WORLD).rows()
+        rows = LowLatencyBench(rank, ranks, quick, torch.distributed.group.WORLD, load_files(files)).rows()
         if rank == 0:
             found.write_text(json.dumps(rows))
 
@@ -93,7 +105,8 @@ def _repeat(call):
 class LowLatencyBench:
     """The benchmark on one rank; all steps of one number of tokens run interleaved with one another."""
 
-    def __init__(self, rank, ranks, quick, group):
+    def __init__(self, rank, ranks, quick, group, peers=()):
+        self.peers, self.versions = peers, {}
         self.ranks, self.quick, self.group, self.device = ranks, quick, group, torch.device("cuda", rank)
         self.experts = _num_experts(ranks)
         self.config = dict(ranks=ranks, num_experts=self.experts, topk=TOPK, hidden=HIDDEN)
@@ -139,9 +152,11 @@ class LowLatencyBench:
             steps["normal, graph", "bf16"] = self._normal_pair(x, idx, weights)
             for name, call in self._nccl_pairs(x).items():
                 steps[f"peer:NCCL {name}", "bf16"] = call
+                self.versions[f"peer:NCCL {name}"] = ".".join(map(str, torch.cuda.nccl.version()))
+            steps |= peer_pairs(self, Problem(self.buffer.transport, x, idx, weights, self.experts))
         graphs = {key: self._graph_of_pairs(call) for key, call in steps.items()}
         loops = {key: partial(_repeat, call) for key, call in steps.items()}
-        kernel, called = self._interleaved(graphs, PAIRS), self._interleaved(steps, 1)
+        kernel, called = self._interleaved(graphs, PAIRS, begins_together=True), self._interleaved(steps, 1)
         looped = self._interleaved(loops, CALLS, rounds=7)
         self.buffer.check(synchronize=True)
         for plan in plans:
@@ -156,7 +171,7 @@ class LowLatencyBench:
                 kernel=kernel[step, dtype],
                 call=called[step, dtype],
                 loop_us=records.times(looped[step, dtype]),
-                **({"version": ".".join(map(str, torch.cuda.nccl.version()))} if step.startswith("peer:") else {}),
+                **({"version": self.versions[step]} if step in self.versions else {}),
             )
             for step, dtype in steps
         ]
@@ -176,12 +191,16 @@ class LowLatencyBench:
             scales = plan.received.scales.repeat_interleave(128, dim=-1)
             y.copy_((rows.float() * scales).bfloat16().nan_to_num())
         out = plan.combine(y, idx, weights if packed else None)
-        copies = weights.sum(1, keepdim=True) if packed else (self._ranks_of(idx))
-        error = ((out.float() - x.float() * copies).abs() / (x.float() * copies).abs().clamp(min=0.1)).max()
         # bfloat16 rounds to 8 bits, e4m3 to 4; either is rounded once for each direction.
-        if not error < (0.2 if plan.shape.combines_fp8 else 0.1 if plan.shape.is_fp8 else 0.02):
-            raise AssertionError(f"the combined rows are not the sums of the sent rows: relative error {error:.3g}")
+        bound = 0.2 if plan.shape.combines_fp8 else 0.1 if plan.shape.is_fp8 else 0.02
+        self.check_sums(out, x, weights.sum(1, keepdim=True) if packed else self.ranks_of(idx), bound)
         return pair
+
+    def check_sums(self, out, x, copies, bound):
+        """Check that combined tokens are the tokens times ``copies``."""
+        error = ((out.float() - x.float() * copies).abs() / (x.float() * copies).abs().clamp(min=0.1)).max()
+        if not error < bound:
+            raise AssertionError(f"the combined rows are not the sums of the sent rows: relative error {error:.3g}")
 
     def _normal_pair(self, x, idx, weights):
         """Return a function that dispatches and combines in normal mode, without waiting for the counts."""
@@ -193,11 +212,11 @@ class LowLatencyBench:
             given = self.buffer.dispatch(x, **layout, topk_idx=idx, topk_weights=weights, **options)
             return self.buffer.combine(given[0], given[4], given[2], config=options["config"])[0]
 
-        if not torch.equal(pair(), (x.float() * self._ranks_of(idx)).bfloat16()):
+        if not torch.equal(pair(), (x.float() * self.ranks_of(idx)).bfloat16()):
             raise AssertionError("normal mode: the combined rows are not the sums of the sent rows")
         return pair
 
-    def _ranks_of(self, idx):
+    def ranks_of(self, idx):
         """Return the number of ranks that have one of a token's experts."""
         owners = idx // (self.experts // self.ranks)
         return torch.stack([(owners == r).any(1) for r in range(self.ranks)], 1).sum(1, keepdim=True)
@@ -235,13 +254,15 @@ class LowLatencyBench:
                 pair()
         return graph.replay
 
-    def _interleaved(self, steps, pairs, rounds=20):
+    def _interleaved(self, steps, pairs, rounds=20, begins_together=False):
         """Return the Stats of each step, in microseconds per pair; each round times every step once."""
         samples = {key: [] for key in steps}
         for round_ in range(rounds + 2):
             for key, call in steps.items():
                 self._barrier()
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                if begins_together:
+                    call()
                 begin.record()
                 call()
                 end.record()

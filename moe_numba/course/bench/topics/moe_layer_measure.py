@@ -51,6 +51,7 @@ class Layer(NamedTuple):
     scaling: str = "block"  # of e4m3: a scale per 128 x 128 block, or "tensor", one per expert
     activation: str = "silu"  # "swigluoai" with biases, as gpt-oss
     num_shared: int = 0  # the last experts, which every token has
+    transposed: bool = False  # in a model: w13 and w2 are transposed views
 
     @property
     def config(self) -> dict[str, Any]:
