@@ -36,7 +36,7 @@ from statistics import median
 from types import SimpleNamespace
 
 import torch
-from IPython.display import Markdown
+from IPython.display import Markdown, display
 
 from moe_numba import simulator
 from moe_numba.course import block_scale_diagnoses as diagnoses
@@ -71,6 +71,7 @@ from moe_numba.grouped_gemm.config import GemmConfig
 from moe_numba.grouped_gemm.config_choice import measured_config
 from moe_numba.grouped_gemm.launch import group_gemm
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 SIMULATED = simulator.ENABLED
 DEVICE, LIMITS, BF16 = "cpu" if SIMULATED else "cuda", chip_limits(), torch.bfloat16
 GPUS = "h200", "h100-80gb-hbm3"  # folders of records, the first one that has what is asked for
@@ -82,7 +83,6 @@ def recorded_gpu(name, **wanted):
     return next((gpu for gpu, record in found.items() if record and records.find(record, **wanted)), GPUS[0])
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
 RECORD = records.recorded("grouped_gemm", recorded_gpu("grouped_gemm", config={"scaling": "mxfp4"}))
 
 
@@ -93,6 +93,8 @@ def recorded_us(step, scaling, rows):
     return row["kernel_us"]["median"] if row else None
 
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+PEER_NAMES = {f"peer:deepgemm-{layout}": f"DeepGEMM ({layout} layout)" for layout in ("masked", "contiguous")}
 PEERS = {us: name for name in records.peers(RECORD) if (us := recorded_us(name, "block", 8192))} if RECORD else {}
 PEER_US, BLOCK_US = min(PEERS, default=None), recorded_us("final", "block", 8192)
 say(
@@ -103,7 +105,7 @@ say(
     commit=RECORD and RECORD["commit"][:7],
     block=BLOCK_US,
     tensor=recorded_us("final", "tensor", 8192),
-    name=PEERS.get(PEER_US, "").removeprefix("peer:").replace("deepgemm", "DeepGEMM") or None,
+    name=PEER_NAMES.get(PEERS.get(PEER_US), PEERS.get(PEER_US)),
     peer=PEER_US,
     less=1 - PEER_US / BLOCK_US if PEER_US and BLOCK_US else None,
     four=recorded_us("final", "mxfp4", 128),
@@ -186,10 +188,10 @@ LAUNCHES = {name: scales.StepLaunch(config, P, **parts) for name, (config, parts
 # The definition, group by group in float32. The group's bounds are known to the CPU here; a kernel reads them on the
 # GPU.
 #
-# All times are kernel times of many launches in a CUDA graph; where there is a second one, the call time, it is the host's
-# clock around a Python call. A step's line has both kernels interleaved, the predicted change, the measured one and a
-# verdict: "within a third" of the predicted change, "within the noise" (both changes are below 2 % of the time), "no
-# change" (only the measured one is), "overestimated", "underestimated" or "wrong sign".
+# All times are kernel times of many launches in a CUDA graph; where there is a second one, the call time, it is the
+# host's clock around a Python call. A step's line has both kernels interleaved, the predicted change, the measured one
+# and a verdict: "within a third" of the predicted change, "within the noise" (both changes are small), "no change"
+# (only the measured one is), "overestimated", "underestimated" or "wrong sign".
 #
 # The GPU runs at its power limit: a kernel is faster if lighter kernels run in between. So compare numbers of one line
 # or table only. The end of section 2 computes by how much the time of one kernel differs between lines.
@@ -210,6 +212,7 @@ def block_scales_in_torch(p):
     return p.out
 
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 FLOOR_US, BYTES, FLOPS = topic.lower_bound(torch.tensor(TIMED_ROWS), **TIMED)
 RIGHT = topic.expected_output(P, "block")  # float64
 ladder = Ladder(
@@ -226,9 +229,8 @@ STEPS = {}  # name -> launch(problem)
 
 def step(name, launch, after=None, **options):
     STEPS[name] = launch
-    if name in VARIANTS:
-        changed = after in VARIANTS and scales.changed_fields(VARIANTS[after][0], VARIANTS[name][0])
-        print("configuration:", changed or launch)
+    if after in VARIANTS and name in VARIANTS and VARIANTS[after][0] != VARIANTS[name][0]:
+        print("configuration:", scales.changed_fields(VARIANTS[after][0], VARIANTS[name][0]))
     P.out.fill_(float("nan"))  # elements that the kernel does not write are found
     options |= dict(dtype="e4m3", floor_us=FLOOR_US, bytes=BYTES, flops=FLOPS)
     ladder.step(name, partial(launch, P), after=after, **options)
@@ -319,14 +321,12 @@ Markdown(f"```python\n{source_of(block_scale_parts.make_multiply_by_scales)}```"
 # %% [markdown]
 # **Explanation.** Both kernels have tiles of 128 x 128 and load the same weights. But step 1 splits the rows of a group
 # evenly over its tiles, and in step 2 all tiles but the last of a group have 128 rows. Short tiles take less time, so
-# CTAs that use the same weights drift apart, until the weights of one are no longer in L2 for the other; step 4 measures
-# that. With as many rows in every group there are no short tiles:
-
-# %%
-EVEN_STEPS = {"scales per column": per_column, "one scale": one_scale, "scales per row": per_row}
-EVEN_TIMES = times("even rows", EVEN_STEPS, EVEN) or {}
+# CTAs that use the same weights drift apart, until the weights of one are no longer in L2 for the other; step 4
+# measures that. With as many rows in every group there are no short tiles:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+EVEN_STEPS = {"scales per column": per_column, "one scale": one_scale, "scales per row": per_row}
+EVEN_TIMES = times("even rows", EVEN_STEPS, EVEN) or {}
 COLUMN_US, ONE_US, ROW_US = (EVEN_TIMES.get(name) for name in EVEN_STEPS)
 say(
     "With {rows} rows in every group the same model predicts a gain of {predicted:.0f} us, and {measured:.0f} us are measured.",
@@ -369,11 +369,9 @@ step("192 columns", columns_192, after="scales per row", predicted_gain_us=gain_
 # %% [markdown]
 # **Explanation.** Loads alone with both tiles:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 loads_192 = LAUNCHES["loads of 192 columns"]
 LOADS = times("loads of both tiles", {"128 columns": loads_128, "192 columns": loads_192}) or {}
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "Loads alone take {less:.0%} less time, for {bytes:.0%} fewer bytes from L2. So these bytes are not the only limit of the loads; "
     "step 4 looks at when CTAs load what.",
@@ -420,7 +418,8 @@ draw.tile_times(TILES, 2 if SIMULATED else 12, group=0 if SIMULATED else 8)
 
 # %% [markdown]
 # The **lag** of a tile of weights is the time between the first and the last start of a tile that reads it. A model of
-# L2 replays the trace: a tile reads its blocks evenly over its time, and the cache evicts the least recently used block.
+# L2 replays the trace: a tile reads its blocks evenly over its time, and the cache evicts the least recently used
+# block.
 
 # %%
 L2 = 1 << 18 if SIMULATED else torch.cuda.get_device_properties(0).L2_cache_size
@@ -466,17 +465,15 @@ draw.pairs(rows=300, n_tiles=4)
 
 # %% [markdown]
 # **Change.** Apart from the multicast, only the scheduler and the release of a stage change. A consumer warp that has
-# read a stage arrives at the empty barriers of both CTAs, because either may write the other's shared memory. The third
-# cell looks up a CTA's tile of a pair ([`scheduler_pairs.py`](../moe_numba/grouped_gemm/scheduler_pairs.py)).
+# read a stage arrives at the empty barriers of both CTAs, because either may write the other's shared memory.
+# `get_pair` looks up a CTA's tile of a pair ([`scheduler_pairs.py`](../moe_numba/grouped_gemm/scheduler_pairs.py)).
 
 # %%
 change(block_scale_parts.make_load_weight_of_one_cta, producer_block_scaled.make_load_weight)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-Markdown(f"```python\n{source_of(kernel.make_release_stage)}```")
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-Markdown(f"```python\n{source_of(scheduler_pairs.count_pairs)}\n\n{source_of(scheduler_pairs.make_get_pair)}```")
+SHOWN = kernel.make_release_stage, scheduler_pairs.count_pairs, scheduler_pairs.make_get_pair
+Markdown("```python\n" + "\n\n".join(map(source_of, SHOWN)) + "```")
 
 # %% [markdown]
 # **Predicted gain.** Loads alone shrink with the bytes from L2, and the kernel takes as long as loads or computing,
@@ -495,12 +492,10 @@ step("pairs of tiles", pairs, after="192 columns", predicted_gain_us=gain_us)
 # %% [markdown]
 # **Explanation.** Loads alone with and without pairs, and the trace of the new kernel:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 PAIR_LOADS = {"loads alone": loads_192, "loads alone, pairs": LAUNCHES["loads of pairs"]}
 PAIR_PARTS = times("loads of pairs", PAIR_LOADS) or {}
 PAIR_DRIFT = keep("drift of pairs", describe(traced("traced pairs")))
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "Loads alone take {less:.0%} less time. The lag is now {lag:.1f} us, and the model reads {read:.2f} GB from DRAM ({before:.2f} "
     "before, {once:.2f} once). Pairs save time where loads are the limit. Where computing is, they save energy, see below.",
@@ -529,13 +524,13 @@ SCALE_TIMES = times("scale loads", {"pairs of tiles": pairs, "no scale loads": n
 STAGE_CLOCKS = 2 * 128 * 128 * LIMITS.tensor_clock * LIMITS.sm_count / LIMITS.tensor_flops["float8_e4m3fn"]
 for columns in (128, 192):
     operands = 2 * (64 + columns)  # of two warpgroups; a wavefront is 128 bytes, which is all of a row
-    print(f"{columns} columns, {columns * STAGE_CLOCKS:.0f} tensor core clocks. Wavefronts: {operands} of wgmma's")
-    print(f"    operands, {columns + 128} of TMA's writes, 128 of scales")
+    wavefronts = f"wavefronts: {operands} of wgmma, {columns + 128} of TMA, 128 of scales"
+    print(f"{columns} columns: {columns * STAGE_CLOCKS:.0f} tensor core clocks; {wavefronts}")
 
 # %% [markdown]
-# **Idea.** The scales of a row are contiguous along k, so one load of 16 bytes fetches those of four stages, and touches
-# as many lines as a load of 4 bytes. Two warps with 64 rows each suffice. In this step `write` stores scales as they
-# are.
+# **Idea.** The scales of a row are contiguous along k, so one load of 16 bytes fetches those of four stages, and
+# touches as many lines as a load of 4 bytes. Two warps with 64 rows each suffice. In this step `write` stores scales as
+# they are.
 #
 # **Predicted gain.** Three of four wavefronts of scales disappear: three quarters of the difference above.
 
@@ -550,11 +545,9 @@ Markdown(f"```python\n{source_of(block_scale_parts.make_scales_by_four)}```")
 # %% [markdown]
 # **Explanation.** Both steps, each with ones instead of its loads:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 FOUR = {"pairs of tiles": pairs, "no scale loads": no_scale_loads, "scales of four stages": by_four}
 FOUR_TIMES = times("four stages", FOUR | {"four stages, no loads": LAUNCHES["four stages, no loads"]}) or {}
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "The loads cost {one:.1f} us in step 4 and {four:.1f} us here, although they have a quarter of the wavefronts. A warp begins its next "
     "loads only when it has written the scales of four stages, so less of their latency is hidden than with three warps, each of "
@@ -599,9 +592,7 @@ for name in ("scales of four stages", "factors by producers"):
 # **Predicted gain.** The difference above, times the share of these instructions that disappears.
 
 # %%
-change(block_scale_parts.make_multiply_by_scales, block_scale_parts.make_multiply_by_factors)
-
-# %%
+display(change(block_scale_parts.make_multiply_by_scales, block_scale_parts.make_multiply_by_factors))
 change(block_scale_parts.make_write_scales, producer_block_scaled.make_write_factors)
 
 # %%
@@ -612,11 +603,16 @@ gain_us = SAVED * (SHARED_TIMES["scales of four stages"] - SHARED_TIMES["scales 
 step("factors by producers", factors, after="scales of four stages", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** With the step before step 5, interleaved. Steps 5 and 6 belong together:
+# **Explanation.** Steps 5 and 6 belong together:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 FACTORS = {"pairs of tiles": pairs, "scales of four stages": by_four, "factors by producers": factors}
-FACTOR_TIMES = times("factors", FACTORS | {"scales loaded once": once})
+FACTOR_TIMES = times("factors", FACTORS | {"scales loaded once": once}) or {}
+say(
+    "Together they change the time of step 4 by {both:+.1f} us. {rest:.1f} us are left of what scales cost the consumers.",
+    both=FACTOR_TIMES["factors by producers"] - FACTOR_TIMES["pairs of tiles"] if FACTOR_TIMES else None,
+    rest=FACTOR_TIMES["factors by producers"] - FACTOR_TIMES["scales loaded once"] if FACTOR_TIMES else None,
+)
 
 # %% [markdown]
 # ### Step 7: the next barrier is tested early
@@ -638,9 +634,9 @@ LATE = {"factors by producers": factors, "without loads": LAUNCHES["tested late,
 LATE_TIMES = times("factors without loads", LATE)
 
 # %% [markdown]
-# Loads are not the limit, and the tensor cores are not busy all the time. A warp waits for the barrier of a stage, loads
-# its factors, and issues its wgmma. These three are dependent, and testing an mbarrier takes a shared-memory round trip
-# even when the stage is already full.
+# Computing takes most of the time, and more than the tensor cores need. A warp waits for the barrier of a stage,
+# loads its factors, and issues its wgmma. These three are dependent, and testing an mbarrier takes a shared-memory
+# round trip even when the stage is already full.
 #
 # **Idea.** Test the barrier of the next stage, without waiting, before the FFMAs: the result arrives while they are
 # executed. The diff has a second change: descriptors are not built for every stage, but advance by an addition.
@@ -661,20 +657,31 @@ gain_us = EARLY_TIMES["tested late"] - EARLY_TIMES["tested early"] if EARLY_TIME
 step("barrier tested early", tested_early, after="factors by producers", predicted_gain_us=gain_us)
 
 # %% [markdown]
+# **Explanation.** With and without loads, interleaved:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+BOTH = {"tested late": factors, "tested early": tested_early}
+BOTH_TIMES = times("barrier with loads", BOTH | {f"{name}, no loads": launch for name, launch in EARLY.items()}) or {}
+LATE_US, EARLY_US, LATE_ALONE_US, EARLY_ALONE_US = BOTH_TIMES.values() if BOTH_TIMES else [None] * 4
+say(
+    "The gain is {all:.1f} us with loads and {alone:.1f} us without.",
+    all=LATE_US and LATE_US - EARLY_US,
+    alone=LATE_US and LATE_ALONE_US - EARLY_ALONE_US,
+)
+
+# %% [markdown]
 # ### Step 8: look up the next tile ahead
 #
 # **Bottleneck.** In a trace, a tile begins when its first stage has arrived. What lies between two tiles of a CTA is
 # waiting: producers look up the size of a tile's group in global memory before they can load anything.
 
-# %%
-WAITING = keep("waiting", {"share": diagnoses.waiting_share(traced("traced early"))})
-
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+WAITING = keep("waiting", {"share": diagnoses.waiting_share(traced("traced early"))})
 say("CTAs wait for the first stage of a tile for {share:.1%} of their time.", share=(WAITING or {}).get("share"))
 
 # %% [markdown]
-# **Idea.** Look up the next tile in the middle of the current tile, when all stages are full: the producers have nothing
-# else to do then.
+# **Idea.** Look up the next tile in the middle of the current tile, when all stages are full: the producers have
+# nothing else to do then.
 #
 # **Predicted gain.** All of this time.
 
@@ -685,11 +692,15 @@ change(block_scale_parts.make_tma_producer_without_look_ahead, producer_block_sc
 look_up = LAUNCHES["look-up ahead"]
 gain_us = (WAITING or {}).get("share", 0) * (ladder.median_us("barrier tested early") or 0)
 step("look-up ahead", look_up, after="barrier tested early", predicted_gain_us=gain_us)
-AHEAD = keep("waiting after looking up ahead", {"share": diagnoses.waiting_share(traced("traced look-up"))})
+
+# %% [markdown]
+# **Explanation.** The trace of the new kernel, and both kernels with as many rows in every group:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+AHEAD = keep("waiting after looking up ahead", {"share": diagnoses.waiting_share(traced("traced look-up"))})
+AHEAD_TIMES = times("look-up, even rows", {"barrier tested early": tested_early, "look-up ahead": look_up}, EVEN)
 say(
-    "In a trace of the new kernel, {share:.1%} of the time lies between tiles ({before:.1%} before).",
+    "{share:.1%} of the time lies between tiles ({before:.1%} before).",
     share=(AHEAD or {}).get("share"),
     before=(WAITING or {}).get("share"),
 )
@@ -726,11 +737,9 @@ step("TMA store", tma_store, after="look-up ahead", predicted_gain_us=gain_us)
 # %% [markdown]
 # **Explanation.** The two changes apart:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 STORES = {name: LAUNCHES[name] for name in ("look-up ahead", "four stages, stores by lanes", "TMA store", "no store")}
 STORE_PARTS = times("stages and store", STORES) or {}
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
 FIVE_US, FOUR_US, TMA_US, NONE_US = (STORE_PARTS.get(name) for name in STORES)
 say(
     "One stage less takes {stage:+.1f} us, and TMA's stores then {store:+.1f} us. {rest:.1f} us of the store remain, of which writing y to "
@@ -744,7 +753,8 @@ say(
 # %% [markdown]
 # ### Step 10: the package's tile
 #
-# **Bottleneck.** Fixed per-stage costs are amortised over only 192 columns, and the last tile of columns is partly empty:
+# **Bottleneck.** Fixed per-stage costs are amortised over only 192 columns, and the last tile of columns is partly
+# empty:
 
 # %%
 COMPUTED_COLUMNS = {columns: -(-TIMED["n"] // columns) * columns for columns in (192, 256)}
@@ -773,7 +783,25 @@ for name in ("256 columns, single", "registers by the compiler"):
 # %% [markdown]
 # Which tile is best depends on the rows per group, on how evenly rows are distributed, and on the GPU. The package has
 # a [table of measurements](../moe_numba/grouped_gemm/config_table.py) with one entry per problem, the best in the mean
-# over three distributions of rows. Both widths, in pairs and by single CTAs, each column interleaved:
+# over three distributions of rows. `group_gemm_blockwise_fp8` uses it.
+#
+# **Predicted gain.** The time of the unused columns, if the package's tile for this problem has 256.
+
+
+# %%
+def package(p):
+    return group_gemm_blockwise_fp8(p.x, p.weight, p.seqlens, p.cu_seqlens, p.x_scale, p.w_scale, p.average, out=p.out)
+
+
+CHOSEN = [measured_config("block", TIMED["n"], TIMED["k"], 32, rows // 32) for rows in (8192, 8192, 32768)]
+NAMES = {scales.tile_of(config): name for name, config in scales.TILES.items()}
+assert scales.tile_of(CHOSEN[0]) in NAMES, f"{CHOSEN[0]} is not one of the tiles above"
+print("the package's tile:", NAMES[scales.tile_of(CHOSEN[0])])
+gain_us = (ladder.median_us("TMA store") or 0) * (1 - COMPUTED_COLUMNS[CHOSEN[0].block_n] / COMPUTED_COLUMNS[192])
+step("final", package, after="TMA store", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** Both widths, in pairs and by single CTAs, and with more rows per group; each column is interleaved:
 
 # %%
 MANY_TIMED_ROWS = topic.random_lengths(32, 32768).tolist()
@@ -791,7 +819,6 @@ TILE_TIMES = [
 ]
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-CHOSEN = [measured_config("block", TIMED["n"], TIMED["k"], 32, rows // 32) for rows in (8192, 8192, 32768)]
 table = [
     "| tile | GB from L2, 8192 rows | 8192 rows, us | 8192 even, us | 32768 rows, us |",
     "|---|---:|---:|---:|---:|",
@@ -804,29 +831,17 @@ for name, config in scales.TILES.items():
     table.append(f"| {name} | {count_gb:.2f} | " + " | ".join(cells) + " |")
 Markdown("\n".join(table) + "\n\nBold: the tile of the package's table for this number of rows.")
 
-# %% [markdown]
-# **Predicted gain.** The time of the unused columns, if the package's tile for this problem has 256.
-
-
-# %%
-def package(p):
-    return group_gemm_blockwise_fp8(p.x, p.weight, p.seqlens, p.cu_seqlens, p.x_scale, p.w_scale, p.average, out=p.out)
-
-
-NAMES = {scales.tile_of(config): name for name, config in scales.TILES.items()}
-assert scales.tile_of(CHOSEN[0]) in NAMES, f"{CHOSEN[0]} is not one of the tiles above"
-print("the package's tile:", NAMES[scales.tile_of(CHOSEN[0])])
-gain_us = (ladder.median_us("TMA store") or 0) * (1 - COMPUTED_COLUMNS[CHOSEN[0].block_n] / COMPUTED_COLUMNS[192])
-step("final", package, after="TMA store", predicted_gain_us=gain_us)
-
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+AT = TILE_TIMES[0]
 BEST = [min(found.values()) for found in TILE_TIMES if found]
 OWN = [found[NAMES[scales.tile_of(chosen)]] for found, chosen in zip(TILE_TIMES, CHOSEN) if found]
 say(
-    "**Explanation.** The tiles differ by up to {range:.0%}, and the package's is up to {excess:.1%} slower than the best one of its column. "
-    "What 256 columns save in loads and unused columns, they lose again in the two sequences per stage.",
+    "The tiles of a column differ by up to {range:.0%}, and the package's is up to {excess:.1%} slower than its best. "
+    "With 8192 rows, 256 columns change the time of single CTAs by {single:+.1%}, and that of pairs, which load less already, by {pairs:+.1%}.",
     range=max(max(found.values()) / min(found.values()) for found in TILE_TIMES) - 1 if BEST else None,
     excess=max(own / best for own, best in zip(OWN, BEST)) - 1 if BEST else None,
+    single=AT["256 columns, single"] / AT["192 columns, single"] - 1 if AT else None,
+    pairs=AT["256 columns, pairs"] / AT["192 columns, pairs"] - 1 if AT else None,
 )
 
 # %% [markdown]
@@ -841,10 +856,10 @@ say(
 def energy_of(name):
     """Print and record the energy of a launch and the clock of the SMs."""
     measured = diagnoses.energy_of(partial(STEPS.get(name) or LAUNCHES[name], P))
-    if measured is None:
-        print(f"{name}: not measured here, where there is a simulator or no energy counter")
     energy = keep(f"energy of {name}", measured._asdict() if measured else {})
-    if energy:
+    if not energy:
+        print(f"{name}: not measured, without a GPU or its energy counter")
+    else:
         us, mj, mhz, watts, limit = (energy[field] for field in diagnoses.Energy._fields)
         print(f"{name:<20} {us:6.1f} us {mj:6.1f} mJ, SMs at {mhz:.0f} MHz, {watts:.0f} W of {limit:.0f} W")
     return energy or {}
@@ -1046,7 +1061,7 @@ def issue_us(way):
 
 
 for way in WAYS:
-    counts = f"{INSTRUCTIONS[way]['all']} instructions, {INSTRUCTIONS[way].get('conversion', 0)} of them conversions"
+    counts = f"{INSTRUCTIONS[way]['all']} instructions ({INSTRUCTIONS[way].get('conversion', 0)} of them conversions)"
     print(f"{way}: {counts} of a thread per weight tile, {issue_us(way):.1f} us")
 print(f"reading the codes at the rate of a copy: {READ_US:.1f} us")
 
@@ -1095,11 +1110,16 @@ gain_us = issue_us(WAYS[0]) - issue_us(WAYS[1])
 four_step("order of fragments", in_fragments, after="decode in the consumer", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The order of fragments is no faster here: the instructions that are saved are not the limit, and those
-# that decode still are. The order is a precondition of step 4, where so little is left of decoding that loads by bytes
-# would show, as they do in the two kernels above.
+# **Explanation.** The instructions that are saved are not the limit; those that decode are:
+
+# %%
+ORDERS = {"in rows": in_rows, "in fragments": in_fragments, "not decoded": not_decoded}
+ORDER_TIMES = times("fragments", ORDERS, FEW_ROWS, four)
 
 # %% [markdown]
+# The order is a precondition of step 4, where so little is left of decoding that loads by bytes would show, as they do
+# in the two kernels of the bottleneck.
+#
 # **Exercise 3.** In which thread of the warpgroup, in which of its 16 bytes and in which half is the code of a row and
 # a column? `pack_fragments` has the answer in the form of one permutation.
 
@@ -1166,8 +1186,8 @@ print(f"decoding: {LEFT_US:.1f} us")
 # **Bottleneck.** Few instructions decode a tile, but each needs the result of the one before: load, shift, mask,
 # multiply, wgmma. With two consumer warpgroups a scheduler has two warps that decode, and idles while both wait.
 #
-# **Idea.** `group_gemm_mxfp4` takes its tile from a table of measurements. (In the steps before, ptxas has too few
-# registers for four warpgroups.)
+# **Idea.** `group_gemm_mxfp4` takes its tile from a table of measurements. Four warpgroups have twice as many warps
+# that decode. (The steps that decode by value have too few registers for that.)
 
 # %%
 FOUR_TILE = measured_config("mxfp4", TIMED["n"], TIMED["k"], 32, FEW_AVERAGE)
@@ -1185,6 +1205,13 @@ def package_mxfp4(p):
 
 gain_us = LEFT_US if FOUR_TILE.warpgroups == 4 else 0
 four_step("final", package_mxfp4, after="shift, mask, multiply", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** The two interleaved with the kernel that does not decode:
+
+# %%
+FINAL = {"shift, mask, multiply": by_masks, "final": package_mxfp4, "not decoded": not_decoded}
+FINAL_TIMES = times("final", FINAL, FEW_ROWS, four)
 
 # %% [markdown]
 # **Exercise 4.** Decode a byte with two codes, the first in the low half, to a register of two bfloat16 that still have

@@ -155,7 +155,9 @@ class Ladder:
             self._run(name, call, fields, timed, graph, slow, expect_wrong, kernel)
         if after is not None and (gain := self.gain(name)) is not None:
             before, now = map(records.format_us, (gain.before_us, gain.after_us))
-            print(f"{name:<24}{'recorded: ' if self.untimed else ''}{before} -> {now} us; {gain}")
+            print(
+                f"{'' if self.untimed else name:<24}{'recorded: ' if self.untimed else ''}{before} -> {now} us; {gain}"
+            )
 
     @contextmanager
     def attempt(self, name: str, dtype: str = "float32") -> Iterator[None]:
@@ -196,7 +198,8 @@ class Ladder:
             self._calls[name] = (timed or call if graph and not slow else None, call)
         if self.untimed:
             self.rows.append(records.row(name, **fields))
-            print(f"{name:<24} correct; not timed ({self.untimed})   {self._recorded(name, dtype)}")
+            recorded = "" if fields["after"] and self.gain(name) else f"   {self._recorded(name, dtype)}"
+            print(f"{name:<24} correct; not timed ({self.untimed}){recorded}")
             return
         if kernel is not None:
             self.rows.append(records.row(name, kernel=kernel(), **fields))
