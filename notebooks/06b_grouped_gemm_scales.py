@@ -36,7 +36,7 @@ from statistics import median
 from types import SimpleNamespace
 
 import torch
-from IPython.display import Markdown
+from IPython.display import Markdown, display
 
 from moe_numba import simulator
 from moe_numba.course import block_scale_diagnoses as diagnoses
@@ -59,14 +59,19 @@ from moe_numba.grouped_gemm import (
     group_gemm_bf16,
     group_gemm_blockwise_fp8,
     group_gemm_mxfp4,
+    kernel,
     kernel_block_scaled,
     pack_mxfp4,
+    packing_mxfp4,
     producer_block_scaled,
     reference,
+    scheduler_pairs,
 )
 from moe_numba.grouped_gemm.config import GemmConfig
+from moe_numba.grouped_gemm.config_choice import measured_config
 from moe_numba.grouped_gemm.launch import group_gemm
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 SIMULATED = simulator.ENABLED
 DEVICE, LIMITS, BF16 = "cpu" if SIMULATED else "cuda", chip_limits(), torch.bfloat16
 GPUS = "h200", "h100-80gb-hbm3"  # folders of records, the first one that has what is asked for
@@ -78,7 +83,6 @@ def recorded_gpu(name, **wanted):
     return next((gpu for gpu, record in found.items() if record and records.find(record, **wanted)), GPUS[0])
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
 RECORD = records.recorded("grouped_gemm", recorded_gpu("grouped_gemm", config={"scaling": "mxfp4"}))
 
 
@@ -89,16 +93,21 @@ def recorded_us(step, scaling, rows):
     return row["kernel_us"]["median"] if row else None
 
 
-PEERS = [us for name in records.peers(RECORD) if (us := recorded_us(name, "block", 8192))] if RECORD else []
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+PEER_NAMES = {f"peer:deepgemm-{layout}": f"DeepGEMM ({layout} layout)" for layout in ("masked", "contiguous")}
+PEERS = {us: name for name in records.peers(RECORD) if (us := recorded_us(name, "block", 8192))} if RECORD else {}
+PEER_US, BLOCK_US = min(PEERS, default=None), recorded_us("final", "block", 8192)
 say(
     "**Result.** 32 groups, 4096 x 7168, kernel times recorded on {gpu} at commit {commit}. Block scales, 8192 rows: {block:.0f} us; "
-    "with one scale per group {tensor:.0f} us, and the fastest peer takes {peer:.0f} us with block scales. MXFP4 weights, "
-    "128 rows: {four:.0f} us, where FP8 weights take {eight:.0f} us.",
+    "with one scale per group {tensor:.0f} us. The fastest of the other implementations in the record, {name}, takes {peer:.0f} us with "
+    "block scales, {less:.1%} less. MXFP4 weights, 128 rows: {four:.0f} us, where FP8 weights take {eight:.0f} us.",
     gpu=RECORD and RECORD["gpu"].replace("NVIDIA", "an NVIDIA"),
     commit=RECORD and RECORD["commit"][:7],
-    block=recorded_us("final", "block", 8192),
+    block=BLOCK_US,
     tensor=recorded_us("final", "tensor", 8192),
-    peer=min(PEERS, default=None),
+    name=PEER_NAMES.get(PEERS.get(PEER_US), PEERS.get(PEER_US)),
+    peer=PEER_US,
+    less=1 - PEER_US / BLOCK_US if PEER_US and BLOCK_US else None,
     four=recorded_us("final", "mxfp4", 128),
     eight=recorded_us("final", "tensor", 128),
 )
@@ -112,7 +121,7 @@ say(
 # `y[i, j] = sum over k-blocks b of x_scale[i, b] * w_scale[j // 128, b] * (x[i, b] . weight[j, b])`
 #
 # The tensor cores compute the partial sum of a k-block. Then CUDA cores multiply each of its elements by the product of
-# two scales and add it to an accumulator in registers (**promotion**).
+# two scales, its **factor**, and add it to an accumulator in registers (**promotion**).
 
 # %%
 GROUPS, N, K = (2, 256, 512) if SIMULATED else (32, 4096, 7168)
@@ -134,35 +143,37 @@ print(f"timed: {sum(TIMED_ROWS)} rows in 32 groups of {min(TIMED_ROWS)} to {max(
 print(f"here: {len(P.x)} rows in {GROUPS} groups, {dict(n=N, k=K)}")
 
 # %% [markdown]
-# The kernels of the notebook are compiled now, by several processes at once. `VARIANTS` has those of the first ladder:
-# a configuration, and factories that replace those of the package's kernel.
+# The kernels of the notebook are compiled now, by several processes at once. From step 2 on, a step is the package's
+# kernel in which some functions are exchanged for earlier versions
+# ([`block_scale_parts.py`](../moe_numba/course/block_scale_parts.py)). `VARIANTS` has a configuration and the exchanged
+# functions for each step, and for kernels that leave something out to explain a time.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 NO_MULTIPLY = {"make_multiply": diagnoses.make_multiply_nothing}
 NO_LOADS = {"make_tma_producer": diagnoses.make_tma_producer_without_loads}
 TRACED = {"make_consumer": diagnoses.make_traced_consumer}
-CHANGES = {  # name -> step, and further parts
-    "loads of 128": ("scales per row", NO_MULTIPLY),
-    "loads of 192": ("192 columns", NO_MULTIPLY),
+CHANGES = {  # name -> step, and functions exchanged further
+    "loads of 128 columns": ("scales per row", NO_MULTIPLY),
+    "loads of 192 columns": ("192 columns", NO_MULTIPLY),
     "without loads": ("192 columns", NO_LOADS),
     "traced": ("192 columns", TRACED),
     "loads of pairs": ("pairs of tiles", NO_MULTIPLY),
     "traced pairs": ("pairs of tiles", TRACED),
     "rows exchanged": ("pairs of tiles", {"make_multiply": diagnoses.make_multiply_exchanging_rows}),
     "no scale loads": ("pairs of tiles", {"make_aux_producer": diagnoses.make_scales_without_loads}),
+    "four stages, no loads": ("scales of four stages", {"make_aux_producer": block_scale_parts.make_ones_by_four}),
     "scales loaded once": ("scales of four stages", {"make_multiply": diagnoses.make_multiply_loading_once}),
-    "factors without loads": ("factors by producers", NO_LOADS),
-    "192 without loads": ("barrier tested early", NO_LOADS),
-    "256 without loads": ("256 columns", NO_LOADS),
-    "traced 256": ("256 columns", TRACED),
+    "tested late, no loads": ("factors by producers", NO_LOADS),
+    "tested early, no loads": ("barrier tested early", NO_LOADS),
+    "traced early": ("barrier tested early", TRACED),
     "traced look-up": ("look-up ahead", TRACED),
     "no store": ("look-up ahead", {"make_store": diagnoses.make_store_nothing}),
 }
-VARIANTS = scales.STEPS | {
+VARIANTS = scales.KERNELS | {
     name: (scales.STEPS[step][0], scales.STEPS[step][1] | parts) for name, (step, parts) in CHANGES.items()
 }
 STORE_CONFIG = VARIANTS["TMA store"][0]
-VARIANTS["three stages"] = STORE_CONFIG, scales.BY_LANES
+VARIANTS["four stages, stores by lanes"] = STORE_CONFIG, scales.BY_LANES
 VARIANTS["weights not kept"] = STORE_CONFIG._replace(keep_weight=False), {}
 FEW_AVERAGE, MANY_AVERAGE = 4, 64  # rows per group of the second ladder
 if not SIMULATED:
@@ -177,8 +188,13 @@ LAUNCHES = {name: scales.StepLaunch(config, P, **parts) for name, (config, parts
 # The definition, group by group in float32. The group's bounds are known to the CPU here; a kernel reads them on the
 # GPU.
 #
-# The GPU runs at its power limit, so a kernel takes less time if lighter kernels run in between. Times are comparable
-# within a line or a table, where all kernels are measured interleaved; between tables they differ by several percent.
+# All times are kernel times of many launches in a CUDA graph; where there is a second one, the call time, it is the
+# host's clock around a Python call. A step's line has both kernels interleaved, the predicted change, the measured one
+# and a verdict: "within a third" of the predicted change, "within the noise" (both changes are small), "no change"
+# (only the measured one is), "overestimated", "underestimated" or "wrong sign".
+#
+# The GPU runs at its power limit: a kernel is faster if lighter kernels run in between. So compare numbers of one line
+# or table only. The end of section 2 computes by how much the time of one kernel differs between lines.
 
 
 # %%
@@ -196,6 +212,7 @@ def block_scales_in_torch(p):
     return p.out
 
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 FLOOR_US, BYTES, FLOPS = topic.lower_bound(torch.tensor(TIMED_ROWS), **TIMED)
 RIGHT = topic.expected_output(P, "block")  # float64
 ladder = Ladder(
@@ -210,18 +227,21 @@ ladder = Ladder(
 STEPS = {}  # name -> launch(problem)
 
 
-def step(name, launch, **options):
+def step(name, launch, after=None, **options):
     STEPS[name] = launch
-    if name in VARIANTS:
-        print(launch)
+    if after in VARIANTS and name in VARIANTS and VARIANTS[after][0] != VARIANTS[name][0]:
+        print("configuration:", scales.changed_fields(VARIANTS[after][0], VARIANTS[name][0]))
     P.out.fill_(float("nan"))  # elements that the kernel does not write are found
-    ladder.step(name, partial(launch, P), dtype="e4m3", floor_us=FLOOR_US, bytes=BYTES, flops=FLOPS, **options)
+    options |= dict(dtype="e4m3", floor_us=FLOOR_US, bytes=BYTES, flops=FLOPS)
+    ladder.step(name, partial(launch, P), after=after, **options)
 
 
 def times(name, launches, p=P, ladder=ladder):
     """Time launches that explain a step; return {label: us}, or None if nothing is timed or recorded."""
-    found = ladder.times(name, {label: partial(launch, p) for label, launch in launches.items()})
-    print(", ".join(f"{label}: {us:.1f} us" for label, us in found.items()) if found else "no times are recorded")
+    found = ladder.times(name, {label: partial(launch, p) for label, launch in launches.items()}) or {}
+    if not launches.keys() <= found.keys():
+        return print("no times are recorded")
+    print(", ".join(f"{label}: {us:.1f} us" for label, us in found.items()))
     return found
 
 
@@ -243,9 +263,9 @@ say(
 # ### Step 1: a scale per column
 #
 # The kernel of notebook 06 computes the transposed product: rows of weight are wgmma's M, rows of x its N. A tile has
-# 128 of each. Three auxiliary warps load the scales of a k-block, multiply those of x by that of the weight, and write
-# the products to the stage in shared memory. The figure shows what a consumer thread needs of them. (It shows 24
-# columns; a tile has 128.)
+# 128 of each. Beside the thread that issues TMA loads, three **auxiliary warps** of the producer warpgroup load the
+# scales of a k-block, multiply those of x by that of the weight, and write these factors to the stage in shared memory.
+# The figure shows what a consumer thread needs of them. (It shows 24 columns; a tile has 128.)
 
 # %%
 draw.factors(lane=5)
@@ -277,7 +297,7 @@ COLUMN_TIMES = times("bottleneck of columns", {"scales per column": per_column, 
 
 # %% [markdown]
 # The difference is the cost of the scales. In the accumulators of a 64 x 128 product a thread has 2 rows and 32
-# columns. With rows of x as columns it loads 32 scales from shared memory per k-block, 128 bytes.
+# columns. With rows of x as columns it loads 32 factors from shared memory per k-block, 128 bytes.
 #
 # **Idea.** Make the rows of x the rows of wgmma, as DeepGEMM does (right side of the figure). A thread then needs two
 # scales of x, and one of weight for all its columns, because 128 rows of weight share it. The auxiliary warps write 128
@@ -292,30 +312,28 @@ per_row = LAUNCHES["scales per row"]
 step("scales per row", per_row, after="scales per column", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# The steps from here on are the package's kernel
-# ([`kernel_block_scaled.py`](../moe_numba/grouped_gemm/kernel_block_scaled.py)) with some of its parts exchanged
-# ([`block_scale_parts.py`](../moe_numba/course/block_scale_parts.py)): this one has the most of them, the last one none.
-# This is the main loop of a consumer warpgroup. `fma` promotes: `a` and `b` are the factors of the thread's two rows.
+# This is the main loop of a consumer warpgroup from now on. `fma` promotes: `a` and `b` are the factors of the thread's
+# two rows, for up to three blocks of columns.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown(f"```python\n{source_of(block_scale_parts.make_multiply_by_scales)}```")
 
 # %% [markdown]
-# **Explanation.** The prediction holds for groups of 256 rows each (last line below), but not for random lengths. Step
-# 1 distributes the rows of a group evenly over its tiles and chooses N as 64, 96 or 128. In step 2, whose M is 64, the
-# last tile of a group often has a few rows only. It computes little more, but it loads all weights of its columns.
-# Step 3 shows what these loads cost:
+# **Explanation.** Both kernels have tiles of 128 x 128 and load the same weights. But step 1 splits the rows of a group
+# evenly over its tiles, and in step 2 all tiles but the last of a group have 128 rows. Short tiles take less time, so
+# CTAs that use the same weights drift apart, until the weights of one are no longer in L2 for the other; step 4
+# measures that. With as many rows in every group there are no short tiles:
 
-
-# %%
-def columns_computed(rows):
-    tiles = -(-rows // 128)
-    return tiles * min(n for n in PER_COLUMN.mma_n if n * tiles >= rows) if rows else 0
-
-
-COMPUTED = sum(map(columns_computed, TIMED_ROWS)), sum(-(-rows // 64) * 64 for rows in TIMED_ROWS)
-print(f"rows computed for {sum(TIMED_ROWS)}: {COMPUTED[0]} in step 1, {COMPUTED[1]} in step 2")
-EVEN_TIMES = times("even rows", {name: STEPS[name] for name in ("scales per column", "scales per row")}, EVEN)
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+EVEN_STEPS = {"scales per column": per_column, "one scale": one_scale, "scales per row": per_row}
+EVEN_TIMES = times("even rows", EVEN_STEPS, EVEN) or {}
+COLUMN_US, ONE_US, ROW_US = (EVEN_TIMES.get(name) for name in EVEN_STEPS)
+say(
+    "With {rows} rows in every group the same model predicts a gain of {predicted:.0f} us, and {measured:.0f} us are measured.",
+    rows=sum(TIMED_ROWS) // len(TIMED_ROWS),
+    predicted=COLUMN_US and (COLUMN_US - ONE_US) * (1 - 24 / 128),
+    measured=COLUMN_US and COLUMN_US - ROW_US,
+)
 
 # %% [markdown]
 # **Exercise 1.** How many scales does a thread need for the accumulators of a 64 x n product? Count one of weight for
@@ -331,7 +349,7 @@ exercise("grouped_gemm_scales-1").check(scales_of_thread)
 # **Bottleneck.** The same kernel without wgmma and promotion: consumers only wait for a stage and release it.
 
 # %%
-loads_128 = LAUNCHES["loads of 128"]
+loads_128 = LAUNCHES["loads of 128 columns"]
 LOADS_128 = times("loads of 128 columns", {"scales per row": per_row, "loads alone": loads_128})
 
 # %% [markdown]
@@ -349,12 +367,17 @@ gain_us = LOADS_128["loads alone"] * (1 - L2_BYTES[192] / L2_BYTES[128]) if LOAD
 step("192 columns", columns_192, after="scales per row", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Loads alone with both tiles. If the bytes from L2 were their limit, the larger tile would save the
-# predicted share; what it does not save has another cause, which step 4 looks for.
+# **Explanation.** Loads alone with both tiles:
 
-# %%
-loads_192 = LAUNCHES["loads of 192"]
-LOADS = times("loads of 192 columns", {"128 columns": loads_128, "192 columns": loads_192})
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+loads_192 = LAUNCHES["loads of 192 columns"]
+LOADS = times("loads of both tiles", {"128 columns": loads_128, "192 columns": loads_192}) or {}
+say(
+    "Loads alone take {less:.0%} less time, for {bytes:.0%} fewer bytes from L2. So these bytes are not the only limit of the loads; "
+    "step 4 looks at when CTAs load what.",
+    less=1 - LOADS["192 columns"] / LOADS["128 columns"] if LOADS else None,
+    bytes=1 - L2_BYTES[192] / L2_BYTES[128],
+)
 
 # %% [markdown]
 # **Exercise 2.** How many bytes does L2 send to the SMs for an element of y and a k-block, with tiles of `rows` x
@@ -371,13 +394,13 @@ exercise("grouped_gemm_scales-2").check(bytes_from_l2)
 
 # %%
 compute_192 = LAUNCHES["without loads"]
-PARTS = times("parts", {"all": columns_192, "loads alone": loads_192, "without loads": compute_192})
+PARTS = times("parts", {"192 columns": columns_192, "loads alone": loads_192, "without loads": compute_192}) or {}
 
 # %% [markdown]
-# Why do loads take so long? A variant of the kernel records when each tile is computed. The scheduler gives tiles with
-# the same weights to neighbouring CTAs, which begin together. But tiles of a group's last rows take less time, so CTAs
-# **drift** apart: later, tiles with the same weights do not run at the same time. (In the simulator a step of its
-# scheduler counts as a microsecond.)
+# Whichever takes longer is the limit. What do the loads wait for? A variant of the kernel records when each tile is
+# computed. The scheduler assigns tiles with the same weights to neighbouring CTAs, which begin together. But tiles of a
+# group's last rows take less time, so CTAs **drift** apart: later, tiles with the same weights do not run at the same
+# time. (In the simulator a step of its scheduler counts as a microsecond.)
 
 
 # %%
@@ -391,11 +414,12 @@ def traced(name, p=P):
 
 
 TILES = traced("traced")
-draw.tile_times(TILES, 2 if SIMULATED else 12)
+draw.tile_times(TILES, 2 if SIMULATED else 12, group=0 if SIMULATED else 8)
 
 # %% [markdown]
-# Whether weights are still in L2 when the last tile needs them depends on this lag. A model of L2 replays the trace: a
-# tile reads its blocks evenly over its time, and the cache evicts the least recently used block.
+# The **lag** of a tile of weights is the time between the first and the last start of a tile that reads it. A model of
+# L2 replays the trace: a tile reads its blocks evenly over its time, and the cache evicts the least recently used
+# block.
 
 # %%
 L2 = 1 << 18 if SIMULATED else torch.cuda.get_device_properties(0).L2_cache_size
@@ -420,7 +444,7 @@ EVEN_DRIFT = keep("drift, even rows", describe(traced("traced", EVEN)))
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 DRIFTS = DRIFT or {}, EVEN_DRIFT or {}
 say(
-    "Tiles with the same weights begin {lag:.1f} us apart (median of the largest lag). In the model the kernel reads "
+    "The median lag is {lag:.1f} us. In the model the kernel reads "
     "{read:.2f} GB from DRAM, where {once:.2f} GB suffice. With 256 rows in every group the lag is {even_lag:.1f} us, and "
     "the model reads {even:.2f} GB.",
     lag=DRIFTS[0].get("lag_us"),
@@ -440,32 +464,42 @@ say(
 draw.pairs(rows=300, n_tiles=4)
 
 # %% [markdown]
-# A consumer warp that has read a stage now arrives at the empty barriers of both CTAs, because either may write the
-# other's shared memory. The scheduler is [`scheduler_pairs.py`](../moe_numba/grouped_gemm/scheduler_pairs.py), which is
-# the whole change beside the multicast.
-#
-# **Predicted gain.** The kernel is then limited by computing, or by reading all bytes from DRAM once, at the rate of a
-# copy, whichever takes longer. This assumes that loads and computing overlap perfectly.
+# **Change.** Apart from the multicast, only the scheduler and the release of a stage change. A consumer warp that has
+# read a stage arrives at the empty barriers of both CTAs, because either may write the other's shared memory.
+# `get_pair` looks up a CTA's tile of a pair ([`scheduler_pairs.py`](../moe_numba/grouped_gemm/scheduler_pairs.py)).
+
+# %%
+change(block_scale_parts.make_load_weight_of_one_cta, producer_block_scaled.make_load_weight)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+SHOWN = kernel.make_release_stage, scheduler_pairs.count_pairs, scheduler_pairs.make_get_pair
+Markdown("```python\n" + "\n\n".join(map(source_of, SHOWN)) + "```")
+
+# %% [markdown]
+# **Predicted gain.** Loads alone shrink with the bytes from L2, and the kernel takes as long as loads or computing,
+# whichever takes longer, plus what it takes beyond that now. If computing is the limit already, nothing is gained.
 
 # %%
 pairs = LAUNCHES["pairs of tiles"]
+PAIR_BYTES = l2_to_sm_bytes(TIMED_ROWS, **TIMED, columns=192, cluster_size=2)
+print(f"from L2: {L2_BYTES[192] / 1e9:.2f} GB without pairs, {PAIR_BYTES / 1e9:.2f} GB with pairs")
 gain_us = 0
-if PARTS and DRIFT:
-    gain_us = PARTS["all"] - max(PARTS["without loads"], DRIFT["once_gb"] * 1e15 / LIMITS.copy_bandwidth)
+if PARTS:
+    loads_us, compute_us = PARTS["loads alone"], PARTS["without loads"]
+    gain_us = max(loads_us, compute_us) - max(loads_us * PAIR_BYTES / L2_BYTES[192], compute_us)
 step("pairs of tiles", pairs, after="192 columns", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Loads alone with pairs, and the trace of the new kernel. A pair waits for the slower of its two CTAs
-# in every stage, and loads and computing do not overlap perfectly.
-
-# %%
-PAIR_LOADS = {"all": pairs, "loads alone": LAUNCHES["loads of pairs"], "loads before": loads_192}
-PAIR_PARTS = times("parts of pairs", PAIR_LOADS)
-PAIR_DRIFT = keep("drift of pairs", describe(traced("traced pairs")))
+# **Explanation.** Loads alone with and without pairs, and the trace of the new kernel:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+PAIR_LOADS = {"loads alone": loads_192, "loads alone, pairs": LAUNCHES["loads of pairs"]}
+PAIR_PARTS = times("loads of pairs", PAIR_LOADS) or {}
+PAIR_DRIFT = keep("drift of pairs", describe(traced("traced pairs")))
 say(
-    "The lag is now {lag:.1f} us, and the model reads {read:.2f} GB ({before:.2f} before, {once:.2f} once).",
+    "Loads alone take {less:.0%} less time. The lag is now {lag:.1f} us, and the model reads {read:.2f} GB from DRAM ({before:.2f} "
+    "before, {once:.2f} once). Pairs save time where loads are the limit. Where computing is, they save energy, see below.",
+    less=1 - PAIR_PARTS["loads alone, pairs"] / PAIR_PARTS["loads alone"] if PAIR_PARTS else None,
     lag=(PAIR_DRIFT or {}).get("lag_us"),
     read=(PAIR_DRIFT or {}).get("read_gb"),
     before=DRIFTS[0].get("read_gb"),
@@ -482,23 +516,21 @@ no_scale_loads = LAUNCHES["no scale loads"]
 SCALE_TIMES = times("scale loads", {"pairs of tiles": pairs, "no scale loads": no_scale_loads})
 
 # %% [markdown]
-# The loads are issued stages ahead, so their latency is hidden. What they need is the data path of the memory that
-# serves as L1 cache and as shared memory: `x_scale` is row-major, so the 4 bytes of each row lie in another 128-byte
-# line, and each line is one **wavefront**. wgmma reads both operands through the same path. Per tile and stage:
+# The loads are issued stages ahead, so their latency is hidden. They compete with wgmma for the L1/shared-memory data
+# path. `x_scale` is row-major, so each lane touches a different 128-byte line, and each line costs one **wavefront**.
+# wgmma operand reads and TMA writes use the same path. Per tile and stage:
 
 # %%
 STAGE_CLOCKS = 2 * 128 * 128 * LIMITS.tensor_clock * LIMITS.sm_count / LIMITS.tensor_flops["float8_e4m3fn"]
 for columns in (128, 192):
     operands = 2 * (64 + columns)  # of two warpgroups; a wavefront is 128 bytes, which is all of a row
-    clocks = f"{columns * STAGE_CLOCKS:.0f} tensor core clocks"
-    print(f"{columns} columns: {operands} wavefronts of wgmma and 128 of scales in {clocks}")
+    wavefronts = f"wavefronts: {operands} of wgmma, {columns + 128} of TMA, 128 of scales"
+    print(f"{columns} columns: {columns * STAGE_CLOCKS:.0f} tensor core clocks; {wavefronts}")
 
 # %% [markdown]
-# TMA writes the stage through this path, too.
-#
-# **Idea.** The scales of a row are contiguous along k, so one load of 16 bytes fetches those of four stages, and touches
-# as many lines as a load of 4 bytes. Two warps with 64 rows each suffice. In this step `write` stores scales as they
-# are.
+# **Idea.** The scales of a row are contiguous along k, so one load of 16 bytes fetches those of four stages, and
+# touches as many lines as a load of 4 bytes. Two warps with 64 rows each suffice. In this step `write` stores scales as
+# they are.
 #
 # **Predicted gain.** Three of four wavefronts of scales disappear: three quarters of the difference above.
 
@@ -511,18 +543,27 @@ step("scales of four stages", by_four, after="pairs of tiles", predicted_gain_us
 Markdown(f"```python\n{source_of(block_scale_parts.make_scales_by_four)}```")
 
 # %% [markdown]
-# **Explanation.** All three interleaved. What is left between the last two are the remaining wavefronts, the stores of
-# scales to shared memory being in both:
+# **Explanation.** Both steps, each with ones instead of its loads:
 
-# %%
-times("four stages", {"one stage": pairs, "four stages": by_four, "no scale loads": no_scale_loads})
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+FOUR = {"pairs of tiles": pairs, "no scale loads": no_scale_loads, "scales of four stages": by_four}
+FOUR_TIMES = times("four stages", FOUR | {"four stages, no loads": LAUNCHES["four stages, no loads"]}) or {}
+say(
+    "The loads cost {one:.1f} us in step 4 and {four:.1f} us here, although they have a quarter of the wavefronts. A warp begins its next "
+    "loads only when it has written the scales of four stages, so less of their latency is hidden than with three warps, each of "
+    "which loads three stages ahead. Without loads this step takes {rest:+.1f} us: two warps wait for every stage, where one of three "
+    "waited for every third. The step stays because the next one builds on it: a lane has the scales of a row in registers.",
+    one=FOUR_TIMES["pairs of tiles"] - FOUR_TIMES["no scale loads"] if FOUR_TIMES else None,
+    four=FOUR_TIMES["scales of four stages"] - FOUR_TIMES["four stages, no loads"] if FOUR_TIMES else None,
+    rest=FOUR_TIMES["four stages, no loads"] - FOUR_TIMES["no scale loads"] if FOUR_TIMES else None,
+)
 
 # %% [markdown]
 # ### Step 6: factors by producers
 #
-# **Bottleneck.** The other end of the scales' way, from shared memory to registers, lies between a stage's barrier and
-# its first wgmma. A kernel that loads scales once per tile, from its first stage, computes wrong results, but shows
-# what this costs. The second cell counts instructions in the main loop of a consumer thread, from the machine code.
+# **Bottleneck.** The consumer side: loading scales from shared memory into registers delays the first wgmma of each
+# stage. A kernel that loads scales once per tile, from its first stage, computes wrong results, but shows what this
+# costs. The second cell counts instructions in the main loop of a consumer thread, from the machine code.
 
 # %%
 once = LAUNCHES["scales loaded once"]
@@ -530,8 +571,8 @@ SHARED_TIMES = times("scales to registers", {"scales of four stages": by_four, "
 
 # %%
 NEW_REGISTERS = "make_multiply_halves=diagnoses.make_halves_in_new_registers"
-COMPILED = {name: (name, "") for name in ("scales of four stages", "factors by producers", "TMA store")}
-COMPILED["registers by the compiler"] = "TMA store", NEW_REGISTERS
+COMPILED = {name: (name, "") for name in ("scales of four stages", "factors by producers", "256 columns, single")}
+COMPILED["registers by the compiler"] = "256 columns, single", NEW_REGISTERS
 LOOPS = {name: diagnoses.main_loop(code) for name, code in diagnoses.machine_code(COMPILED).items()}
 
 
@@ -551,9 +592,7 @@ for name in ("scales of four stages", "factors by producers"):
 # **Predicted gain.** The difference above, times the share of these instructions that disappears.
 
 # %%
-change(block_scale_parts.make_multiply_by_scales, block_scale_parts.make_multiply_by_factors)
-
-# %%
+display(change(block_scale_parts.make_multiply_by_scales, block_scale_parts.make_multiply_by_factors))
 change(block_scale_parts.make_write_scales, producer_block_scaled.make_write_factors)
 
 # %%
@@ -564,10 +603,16 @@ gain_us = SAVED * (SHARED_TIMES["scales of four stages"] - SHARED_TIMES["scales 
 step("factors by producers", factors, after="scales of four stages", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** All three interleaved:
+# **Explanation.** Steps 5 and 6 belong together:
 
-# %%
-times("factors", {"scales of four stages": by_four, "factors": factors, "scales loaded once": once})
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+FACTORS = {"pairs of tiles": pairs, "scales of four stages": by_four, "factors by producers": factors}
+FACTOR_TIMES = times("factors", FACTORS | {"scales loaded once": once}) or {}
+say(
+    "Together they change the time of step 4 by {both:+.1f} us. {rest:.1f} us are left of what scales cost the consumers.",
+    both=FACTOR_TIMES["factors by producers"] - FACTOR_TIMES["pairs of tiles"] if FACTOR_TIMES else None,
+    rest=FACTOR_TIMES["factors by producers"] - FACTOR_TIMES["scales loaded once"] if FACTOR_TIMES else None,
+)
 
 # %% [markdown]
 # ### Step 7: the next barrier is tested early
@@ -585,82 +630,58 @@ def stages_of_sm(columns):
 
 TENSOR_US = stages_of_sm(192) * 192 * STAGE_CLOCKS / LIMITS.tensor_clock * 1e6
 print(f"{stages_of_sm(192):.0f} stages per SM; tensor cores: {TENSOR_US:.0f} us at {LIMITS.tensor_clock / 1e9:.2f} GHz")
-FACTOR_TIMES = times("factors without loads", {"all": factors, "without loads": LAUNCHES["factors without loads"]})
+LATE = {"factors by producers": factors, "without loads": LAUNCHES["tested late, no loads"]}
+LATE_TIMES = times("factors without loads", LATE)
 
 # %% [markdown]
-# A warp waits for the barrier of a stage, loads its factors, and issues its wgmma: each needs the one before, and the
-# barrier's state takes as long to arrive as a load from shared memory, even if the stage has been full for long.
+# Computing takes most of the time, and more than the tensor cores need. A warp waits for the barrier of a stage,
+# loads its factors, and issues its wgmma. These three are dependent, and testing an mbarrier takes a shared-memory
+# round trip even when the stage is already full.
 #
 # **Idea.** Test the barrier of the next stage, without waiting, before the FFMAs: the result arrives while they are
-# executed. Descriptors need not be built either; they advance by an addition.
+# executed. The diff has a second change: descriptors are not built for every stage, but advance by an addition.
 #
-# **Predicted gain.** At most the latency of a test for each stage. Tensor cores that are busy with the other
-# warpgroup hide some of it.
+# **Predicted gain.** That of the loop alone. Without loads both loops never wait for data, so that the difference of
+# their times is the loop's own:
+
+# %%
+EARLY = {"tested late": LAUNCHES["tested late, no loads"], "tested early": LAUNCHES["tested early, no loads"]}
+EARLY_TIMES = times("barrier without loads", EARLY)
 
 # %%
 change(block_scale_parts.make_multiply_by_factors, kernel_block_scaled.make_multiply)
 
 # %%
-TEST_CLOCKS = 30  # latency of shared memory
 tested_early = LAUNCHES["barrier tested early"]
-gain_us = stages_of_sm(192) * TEST_CLOCKS / LIMITS.boost_clock * 1e6
+gain_us = EARLY_TIMES["tested late"] - EARLY_TIMES["tested early"] if EARLY_TIMES else 0
 step("barrier tested early", tested_early, after="factors by producers", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Without loads both loops never wait for data, so that the difference is the loop's own:
+# **Explanation.** With and without loads, interleaved:
 
-# %%
-EARLY_TIMES = {"tested late": LAUNCHES["factors without loads"], "tested early": LAUNCHES["192 without loads"]}
-times("barrier without loads", EARLY_TIMES)
-
-# %% [markdown]
-# ### Step 8: 256 columns in two halves
-#
-# **Bottleneck.** What a stage costs beside wgmma is paid for 192 columns, and the last tile of columns is partly empty:
-
-# %%
-COMPUTED_COLUMNS = {columns: -(-TIMED["n"] // columns) * columns for columns in (192, 256)}
-for columns, computed in COMPUTED_COLUMNS.items():
-    print(f"tiles of {columns}: {computed} columns for {TIMED['n']}, {stages_of_sm(columns):.0f} stages per SM")
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+BOTH = {"tested late": factors, "tested early": tested_early}
+BOTH_TIMES = times("barrier with loads", BOTH | {f"{name}, no loads": launch for name, launch in EARLY.items()}) or {}
+LATE_US, EARLY_US, LATE_ALONE_US, EARLY_ALONE_US = BOTH_TIMES.values() if BOTH_TIMES else [None] * 4
+say(
+    "The gain is {all:.1f} us with loads and {alone:.1f} us without.",
+    all=LATE_US and LATE_US - EARLY_US,
+    alone=LATE_US and LATE_ALONE_US - EARLY_ALONE_US,
+)
 
 # %% [markdown]
-# **Idea.** A tile of 128 x 256 has 128 accumulators per thread, which leave no registers for a result of 256 columns.
-# So a stage is computed in two halves of 128 columns, whose results use the same registers. Each half lies in one block
-# of scales, so a thread needs two factors per row. This loop waits for its barriers as step 6 does.
-#
-# **Predicted gain.** The time of the unused columns. What is paid per stage comes on top.
-
-# %%
-change(kernel_block_scaled.make_multiply, kernel_block_scaled.make_multiply_halves)
-
-# %%
-columns_256 = LAUNCHES["256 columns"]
-gain_us = (ladder.median_us("barrier tested early") or 0) * (1 - COMPUTED_COLUMNS[256] / COMPUTED_COLUMNS[192])
-step("256 columns", columns_256, after="barrier tested early", predicted_gain_us=gain_us)
-
-# %% [markdown]
-# **Explanation.** Both kernels with and without loads:
-
-# %%
-compute_pairs, compute_256 = LAUNCHES["192 without loads"], LAUNCHES["256 without loads"]
-WIDTHS = {"192": tested_early, "256": columns_256, "192 without loads": compute_pairs, "256 without loads": compute_256}
-WIDTH_TIMES = times("two widths", WIDTHS)
-
-# %% [markdown]
-# ### Step 9: look up the next tile ahead
+# ### Step 8: look up the next tile ahead
 #
 # **Bottleneck.** In a trace, a tile begins when its first stage has arrived. What lies between two tiles of a CTA is
 # waiting: producers look up the size of a tile's group in global memory before they can load anything.
 
-# %%
-WAITING = keep("waiting", {"share": diagnoses.waiting_share(traced("traced 256"))})
-
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+WAITING = keep("waiting", {"share": diagnoses.waiting_share(traced("traced early"))})
 say("CTAs wait for the first stage of a tile for {share:.1%} of their time.", share=(WAITING or {}).get("share"))
 
 # %% [markdown]
-# **Idea.** Look up the next tile in the middle of the present one, when all stages are full: the producers have nothing
-# else to do then.
+# **Idea.** Look up the next tile in the middle of the current tile, when all stages are full: the producers have
+# nothing else to do then.
 #
 # **Predicted gain.** All of this time.
 
@@ -669,21 +690,23 @@ change(block_scale_parts.make_tma_producer_without_look_ahead, producer_block_sc
 
 # %%
 look_up = LAUNCHES["look-up ahead"]
-gain_us = (WAITING or {}).get("share", 0) * (ladder.median_us("256 columns") or 0)
-step("look-up ahead", look_up, after="256 columns", predicted_gain_us=gain_us)
+gain_us = (WAITING or {}).get("share", 0) * (ladder.median_us("barrier tested early") or 0)
+step("look-up ahead", look_up, after="barrier tested early", predicted_gain_us=gain_us)
 
-# %%
-AHEAD = keep("waiting after looking up ahead", {"share": diagnoses.waiting_share(traced("traced look-up"))})
+# %% [markdown]
+# **Explanation.** The trace of the new kernel, and both kernels with as many rows in every group:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+AHEAD = keep("waiting after looking up ahead", {"share": diagnoses.waiting_share(traced("traced look-up"))})
+AHEAD_TIMES = times("look-up, even rows", {"barrier tested early": tested_early, "look-up ahead": look_up}, EVEN)
 say(
-    "**Explanation.** {share:.1%} of the time is left between tiles ({before:.1%} before).",
+    "{share:.1%} of the time lies between tiles ({before:.1%} before).",
     share=(AHEAD or {}).get("share"),
     before=(WAITING or {}).get("share"),
 )
 
 # %% [markdown]
-# ### Step 10: stores by TMA, the package's kernel
+# ### Step 9: stores by TMA
 #
 # **Bottleneck.** The same kernel without the store of its results:
 
@@ -697,13 +720,72 @@ STORE_TIMES = times("store", {"look-up ahead": look_up, "no store": no_store})
 #
 # **Idea.** The buffer has rows of 128 bytes whose vectors are XORed with the row number: that is TMA's 128-byte
 # swizzle. So TMA can store the buffers, while the warp computes its next tile. Each warp then needs buffers for all of
-# its columns, which leaves shared memory for three stages instead of four. This is the last part that was exchanged:
-# `group_gemm_blockwise_fp8` selects this kernel for 64 or more rows per group.
+# its columns, which leaves shared memory for four stages instead of five. This is the last exchanged function.
 #
-# **Predicted gain.** The whole difference, if the fourth stage is not missed.
+# **Predicted gain.** The difference, without the time to write y to DRAM, which remains; and if the fifth stage is not
+# missed.
 
 # %%
 change(block_scale_parts.make_store_by_lanes, kernel_block_scaled.make_store)
+
+# %%
+tma_store = LAUNCHES["TMA store"]
+WRITE_US = 2 * sum(TIMED_ROWS) * TIMED["n"] / LIMITS.copy_bandwidth * 1e6
+gain_us = STORE_TIMES["look-up ahead"] - STORE_TIMES["no store"] - WRITE_US if STORE_TIMES else 0
+step("TMA store", tma_store, after="look-up ahead", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# **Explanation.** The two changes apart:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+STORES = {name: LAUNCHES[name] for name in ("look-up ahead", "four stages, stores by lanes", "TMA store", "no store")}
+STORE_PARTS = times("stages and store", STORES) or {}
+FIVE_US, FOUR_US, TMA_US, NONE_US = (STORE_PARTS.get(name) for name in STORES)
+say(
+    "One stage less takes {stage:+.1f} us, and TMA's stores then {store:+.1f} us. {rest:.1f} us of the store remain, of which writing y to "
+    "DRAM is {write:.1f} us at the rate of a copy.",
+    stage=FIVE_US and FOUR_US - FIVE_US,
+    store=FIVE_US and TMA_US - FOUR_US,
+    rest=FIVE_US and TMA_US - NONE_US,
+    write=WRITE_US,
+)
+
+# %% [markdown]
+# ### Step 10: the package's tile
+#
+# **Bottleneck.** Fixed per-stage costs are amortised over only 192 columns, and the last tile of columns is partly
+# empty:
+
+# %%
+COMPUTED_COLUMNS = {columns: -(-TIMED["n"] // columns) * columns for columns in (192, 256)}
+for columns, computed in COMPUTED_COLUMNS.items():
+    print(f"tiles of {columns}: {computed} columns for {TIMED['n']}, {stages_of_sm(columns):.0f} stages per SM")
+
+# %% [markdown]
+# **Idea.** A tile of 256 columns loads fewer bytes per multiplication. It has 128 accumulators per thread, which leave
+# no registers for a result of 256 columns. So a stage is computed in two halves of 128 columns, whose results use the
+# same registers. Each half lies in one block of scales, so a thread needs two factors per row. The price: a stage has
+# two dependent sequences of wgmma, wait and FFMAs instead of one, without an early test of the barrier, and shared
+# memory holds three stages.
+
+# %%
+change(kernel_block_scaled.make_multiply, kernel_block_scaled.make_multiply_halves)
+
+# %% [markdown]
+# The results of the two halves are never needed at the same time, but the compiler need not assign them the same
+# registers: where it does not, it spills accumulators in the main loop. `make_wgmma_tile(..., overwrite=True)` puts the
+# second result into the registers of the first. Instructions that access spilled registers in the main loop:
+
+# %%
+for name in ("256 columns, single", "registers by the compiler"):
+    print(f"{name}: {count(name, 'STL', 'LDL')} of {len(LOOPS[name] or [])}")
+
+# %% [markdown]
+# Which tile is best depends on the rows per group, on how evenly rows are distributed, and on the GPU. The package has
+# a [table of measurements](../moe_numba/grouped_gemm/config_table.py) with one entry per problem, the best in the mean
+# over three distributions of rows. `group_gemm_blockwise_fp8` uses it.
+#
+# **Predicted gain.** The time of the unused columns, if the package's tile for this problem has 256.
 
 
 # %%
@@ -711,31 +793,56 @@ def package(p):
     return group_gemm_blockwise_fp8(p.x, p.weight, p.seqlens, p.cu_seqlens, p.x_scale, p.w_scale, p.average, out=p.out)
 
 
-gain_us = STORE_TIMES["look-up ahead"] - STORE_TIMES["no store"] if STORE_TIMES else 0
-step("final", package, after="look-up ahead", predicted_gain_us=gain_us)
+CHOSEN = [measured_config("block", TIMED["n"], TIMED["k"], 32, rows // 32) for rows in (8192, 8192, 32768)]
+NAMES = {scales.tile_of(config): name for name, config in scales.TILES.items()}
+assert scales.tile_of(CHOSEN[0]) in NAMES, f"{CHOSEN[0]} is not one of the tiles above"
+print("the package's tile:", NAMES[scales.tile_of(CHOSEN[0])])
+gain_us = (ladder.median_us("TMA store") or 0) * (1 - COMPUTED_COLUMNS[CHOSEN[0].block_n] / COMPUTED_COLUMNS[192])
+step("final", package, after="TMA store", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The two changes apart: three stages with the former store, and TMA's store.
+# **Explanation.** Both widths, in pairs and by single CTAs, and with more rows per group; each column is interleaved:
 
 # %%
-STORES = {"look-up ahead": look_up, "three stages": LAUNCHES["three stages"], "TMA store": LAUNCHES["TMA store"]}
-times("stages and store", STORES | {"no store, four stages": no_store})
+MANY_TIMED_ROWS = topic.random_lengths(32, 32768).tolist()
+WIDE = problem(LENGTHS if SIMULATED else torch.tensor(MANY_TIMED_ROWS).int())
+WIDE_LAUNCHES = {name: scales.StepLaunch(config, WIDE) for name, config in scales.TILES.items()}
+for p, launches in ((P, LAUNCHES), (WIDE, WIDE_LAUNCHES)):
+    expected = topic.expected_output(p, "block")
+    for name in scales.TILES:
+        p.out.fill_(float("nan"))
+        error = reference.mismatch(launches[name](p), expected)
+        assert error is None, f"{name}: {error}"
+TILE_TIMES = [
+    times(f"tiles, {words}", {name: launches[name] for name in scales.TILES}, p) or {}
+    for words, launches, p in (("8192", LAUNCHES, P), ("8192 even", LAUNCHES, EVEN), ("32768", WIDE_LAUNCHES, WIDE))
+]
 
-# %% [markdown]
-# The results of a stage's two halves are never needed at the same time, but the compiler need not give them the same
-# registers: where it does not, it spills accumulators in the main loop. `make_wgmma_tile(..., overwrite=True)` puts the
-# second result into the registers of the first. Instructions that access spilled registers in the main loop:
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+table = [
+    "| tile | GB from L2, 8192 rows | 8192 rows, us | 8192 even, us | 32768 rows, us |",
+    "|---|---:|---:|---:|---:|",
+]
+for name, config in scales.TILES.items():
+    count_gb = l2_to_sm_bytes(TIMED_ROWS, **TIMED, columns=config.block_n, cluster_size=config.cluster_size) / 1e9
+    cells = [records.format_us(found[name]) if found else "" for found in TILE_TIMES]
+    own = [scales.tile_of(config) == scales.tile_of(chosen) for chosen in CHOSEN]
+    cells = [f"**{text}**" if text and is_own else text for text, is_own in zip(cells, own)]
+    table.append(f"| {name} | {count_gb:.2f} | " + " | ".join(cells) + " |")
+Markdown("\n".join(table) + "\n\nBold: the tile of the package's table for this number of rows.")
 
-# %%
-for name in ("TMA store", "registers by the compiler"):
-    print(f"{name}: {count(name, 'STL', 'LDL')} of {len(LOOPS[name] or [])}")
-
-# %% [markdown]
-# With 256 rows in every group CTAs do not drift apart, so that pairs gain less:
-
-# %%
-EVEN_STEPS = "scales per column", "192 columns", "pairs of tiles", "256 columns", "final"
-times("package, even rows", {name: STEPS[name] for name in EVEN_STEPS}, EVEN)
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+AT = TILE_TIMES[0]
+BEST = [min(found.values()) for found in TILE_TIMES if found]
+OWN = [found[NAMES[scales.tile_of(chosen)]] for found, chosen in zip(TILE_TIMES, CHOSEN) if found]
+say(
+    "The tiles of a column differ by up to {range:.0%}, and the package's is up to {excess:.1%} slower than its best. "
+    "With 8192 rows, 256 columns change the time of single CTAs by {single:+.1%}, and that of pairs, which load less already, by {pairs:+.1%}.",
+    range=max(max(found.values()) / min(found.values()) for found in TILE_TIMES) - 1 if BEST else None,
+    excess=max(own / best for own, best in zip(OWN, BEST)) - 1 if BEST else None,
+    single=AT["256 columns, single"] / AT["192 columns, single"] - 1 if AT else None,
+    pairs=AT["256 columns, pairs"] / AT["192 columns, pairs"] - 1 if AT else None,
+)
 
 # %% [markdown]
 # ### What limits it now
@@ -749,25 +856,29 @@ times("package, even rows", {name: STEPS[name] for name in EVEN_STEPS}, EVEN)
 def energy_of(name):
     """Print and record the energy of a launch and the clock of the SMs."""
     measured = diagnoses.energy_of(partial(STEPS.get(name) or LAUNCHES[name], P))
-    if measured is None:
-        print(f"{name}: not measured here, where there is a simulator or no energy counter")
     energy = keep(f"energy of {name}", measured._asdict() if measured else {})
-    if energy:
+    if not energy:
+        print(f"{name}: not measured, without a GPU or its energy counter")
+    else:
         us, mj, mhz, watts, limit = (energy[field] for field in diagnoses.Energy._fields)
         print(f"{name:<20} {us:6.1f} us {mj:6.1f} mJ, SMs at {mhz:.0f} MHz, {watts:.0f} W of {limit:.0f} W")
     return energy or {}
 
 
-ENERGY = [energy_of(name) for name in ("pairs of tiles", "look-up ahead", "weights not kept", "final")][-1]
+MEASURED = "192 columns", "pairs of tiles", "TMA store", "weights not kept", "final"
+ENERGY = {name: energy_of(name) for name in MEASURED}
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
+MJ = {name: energy.get("launch_mj") for name, energy in ENERGY.items()}
 say(
-    "The final kernel draws {watts:.0f} W of {limit:.0f} W, at {mhz:.0f} MHz of up to {boost:.0f} MHz. At the limit, only "
-    "what saves energy saves time: fewer bytes from DRAM and L2, fewer wavefronts, and fewer instructions.",
-    watts=ENERGY.get("watts"),
-    limit=ENERGY.get("limit_watts"),
-    mhz=ENERGY.get("sm_mhz"),
+    "The final kernel draws {watts:.0f} W of {limit:.0f} W, at {mhz:.0f} MHz of up to {boost:.0f} MHz. At the limit, only what saves energy "
+    "saves time. Pairs change the energy of a launch by {pairs:+.1%}, and weights that are not kept in L2 by {kept:+.1%}.",
+    watts=ENERGY["final"].get("watts"),
+    limit=ENERGY["final"].get("limit_watts"),
+    mhz=ENERGY["final"].get("sm_mhz"),
     boost=LIMITS.boost_clock / 1e6,
+    pairs=MJ["192 columns"] and MJ["pairs of tiles"] / MJ["192 columns"] - 1,
+    kept=MJ["TMA store"] and MJ["weights not kept"] / MJ["TMA store"] - 1,
 )
 
 # %% [markdown]
@@ -785,29 +896,23 @@ ladder.measure_all()
 ladder.save(notebook_sources("notebooks/06b_grouped_gemm_scales.py"))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-ladder.plot(floor_us=FLOOR_US)
-
-# %% [markdown]
-# This is the result beside the kernel of the bottleneck in step 2, which has one scale per group and the same tile as
-# step 1:
+ladder.plot(floor_us=FLOOR_US, without=("torch", *WRONG))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-FINAL_US = ladder.median_us("final")
+FINAL_US, FOUND = ladder.median_us("final"), (ladder.record or {}) if ladder.untimed else vars(ladder)
+SAME = [table[name] for table in FOUND.get("diagnosis", {}).values() if (name := "pairs of tiles") in table]
 say(
-    "Step 1 takes {first:.0f} us and the final kernel {final:.0f} us, {ratio:.1f} times the lower bound, {rate:.0f} "
-    "TFLOP/s. One scale per group took {one:.0f} us.",
+    "Step 1 takes {first:.0f} us and the final kernel {final:.0f} us, {ratio:.1f} times the lower bound, {rate:.0f} TFLOP/s. In the lines "
+    "above, the kernel with pairs of tiles takes {low:.0f} to {high:.0f} us, depending on the kernels that run in between.",
     first=ladder.median_us("scales per column"),
     final=FINAL_US,
     ratio=FINAL_US and FINAL_US / FLOOR_US,
     rate=FINAL_US and FLOPS / FINAL_US / 1e6,
-    one=(COLUMN_TIMES or {}).get("one scale"),
+    low=min(SAME, default=None),
+    high=max(SAME, default=None),
 )
 
 # %% [markdown]
-# What was tried and not kept, measured during development and not repeated here: named barriers by which the two
-# warpgroups alternate, multicast of x instead of the weights, three consumer warpgroups, and warpgroups that split
-# columns instead of rows.
-#
 # ## 3. 4-bit weights: the problem
 #
 # MXFP4 stores a weight in 4 bits, **e2m1**: sign, two bits of exponent, one of mantissa. Its magnitudes are 0, 0.5, 1,
@@ -900,9 +1005,20 @@ def dequantise_first(p):
 
 USED = int((TIMED_FEW > 0).sum())  # groups with rows: the GEMM reads only their weights
 WEIGHTS = TIMED["n"] * TIMED["k"]  # of a group
-ALL_BYTES = WEIGHTS * (32 * 17 / 32 + 2 * 32 + 2 * USED)  # codes and scales, written and read bfloat16
-four_step("dequantise first", dequantise_first, prediction_us=ALL_BYTES / LIMITS.copy_bandwidth * 1e6)
-times("parts of two kernels", {"both": dequantise_first, "dequantise": mxfp4.launch_dequantise}, FEW_ROWS, four)
+DECODE_US, GEMM_US = (WEIGHTS * each / LIMITS.copy_bandwidth * 1e6 for each in (32 * (17 / 32 + 2), 2 * USED))
+four_step("dequantise first", dequantise_first, prediction_us=round(DECODE_US + GEMM_US))
+FIRST = {"both": dequantise_first, "dequantise": mxfp4.launch_dequantise}
+FIRST_TIMES = times("parts of two kernels", FIRST, FEW_ROWS, four) or {}
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "**Explanation.** The GEMM takes {gemm:.0f} us, with {gemm_predicted:.0f} predicted, but the kernel that decodes {decode:.0f} us, with "
+    "{decode_predicted:.0f} predicted: its limit is not memory, but the instructions that decode a code, which step 2 counts.",
+    gemm=FIRST_TIMES["both"] - FIRST_TIMES["dequantise"] if FIRST_TIMES else None,
+    gemm_predicted=GEMM_US,
+    decode=FIRST_TIMES.get("dequantise"),
+    decode_predicted=DECODE_US,
+)
 
 # %% [markdown]
 # ### Step 2: decode in the consumer
@@ -941,11 +1057,12 @@ WARPS = 4 * USED * WEIGHTS // 64**2  # four warps decode a weight tile
 
 def issue_us(way):
     """Return the time to issue the instructions of all weight tiles at the highest clock."""
-    return INSTRUCTIONS[way] * WARPS / (4 * LIMITS.sm_count * LIMITS.boost_clock) * 1e6
+    return INSTRUCTIONS[way]["all"] * WARPS / (4 * LIMITS.sm_count * LIMITS.boost_clock) * 1e6
 
 
 for way in WAYS:
-    print(f"{way}: {INSTRUCTIONS[way]} instructions of a thread per weight tile, {issue_us(way):.1f} us")
+    counts = f"{INSTRUCTIONS[way]['all']} instructions ({INSTRUCTIONS[way].get('conversion', 0)} of them conversions)"
+    print(f"{way}: {counts} of a thread per weight tile, {issue_us(way):.1f} us")
 print(f"reading the codes at the rate of a copy: {READ_US:.1f} us")
 
 # %%
@@ -957,17 +1074,23 @@ four_step("decode in the consumer", in_rows, after="dequantise first", predicted
 # %% [markdown]
 # **Explanation.** A kernel that does not decode passes the words of codes to wgmma as they are. What it saves is what
 # decoding costs. That is more than issuing the instructions takes: a scheduler does not issue one in every clock,
-# because instructions wait for earlier ones, and conversions from integers have a lower rate.
+# because instructions wait for earlier ones, and under load the clock is below the highest one.
 
 # %%
 not_decoded = mxfp4.StepLaunch(FEW_ROWS, "in_fragments", "not decoded")
-DECODING = times("without decoding", {"decode in the consumer": in_rows, "not decoded": not_decoded}, FEW_ROWS, four)
+DECODING = {"decode in the consumer": in_rows, "not decoded": not_decoded}
+DECODING_TIMES = times("without decoding", DECODING, FEW_ROWS, four)
 
 # %% [markdown]
 # ### Step 3: the order of fragments
 #
 # **Bottleneck.** A thread loads its codes of a tile one byte at a time and assembles them. Eight lanes read the same
-# column of eight rows, 32 bytes apart, so two rows share each bank.
+# column of eight rows, 32 bytes apart, so two rows share each bank. Two kernels that do not decode show what this costs
+# where nothing hides it:
+
+# %%
+LOADED = {"rows": mxfp4.StepLaunch(FEW_ROWS, "in_rows", "rows, not decoded"), "fragments": not_decoded}
+LOADED_TIMES = times("loads without decoding", LOADED, FEW_ROWS, four)
 
 # %%
 draw.tile_bytes(lane=5)
@@ -987,14 +1110,16 @@ gain_us = issue_us(WAYS[0]) - issue_us(WAYS[1])
 four_step("order of fragments", in_fragments, after="decode in the consumer", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** There is no gain: the few instructions that are saved are not the limit, which is the rest of the
-# decoding. The order is a precondition of step 4, where decoding takes so little time that loads by bytes would show.
-# Again without decoding, interleaved:
+# **Explanation.** The instructions that are saved are not the limit; those that decode are:
 
 # %%
-times("fragments", {"in rows": in_rows, "in fragments": in_fragments, "not decoded": not_decoded}, FEW_ROWS, four)
+ORDERS = {"in rows": in_rows, "in fragments": in_fragments, "not decoded": not_decoded}
+ORDER_TIMES = times("fragments", ORDERS, FEW_ROWS, four)
 
 # %% [markdown]
+# The order is a precondition of step 4, where so little is left of decoding that loads by bytes would show, as they do
+# in the two kernels of the bottleneck.
+#
 # **Exercise 3.** In which thread of the warpgroup, in which of its 16 bytes and in which half is the code of a row and
 # a column? `pack_fragments` has the answer in the form of one permutation.
 
@@ -1014,13 +1139,29 @@ exercise("grouped_gemm_scales-3").check(place_of)
 draw.decoding(0b1101)
 
 # %% [markdown]
-# A register of two codes takes a shift, an AND and a multiplication of both halves (`mul.bf16x2`). The multiplication
-# applies the scale at the same time. 2^126 times a scale may exceed the range of bfloat16, so the kernel multiplies by
-# a part of it and the epilogue by the rest. The package packs the codes of 16 numbers such that most registers come out
-# of one shift and one AND ([`packing_mxfp4.py`](../moe_numba/grouped_gemm/packing_mxfp4.py)):
+# A register of two codes takes a shift, an AND (`fields`) and a multiplication of both halves (`mul.bf16x2`), which
+# applies the scale at the same time. 2^126 times a scale may exceed the range of bfloat16, so the multiplication has
+# a part of the exponent and the epilogue the rest:
+
+# %%
+SPLIT = packing_mxfp4.EXPONENT_OFFSET, packing_mxfp4.RESULT_EXPONENT
+print(
+    f"fields: word & {packing_mxfp4.FIELDS:#x}; a register is multiplied by scale * 2**{SPLIT[0]}, y by 2**{SPLIT[1]}"
+)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown(f"```python\n{source_of(mxfp4.decode_block)}```")
+
+# %% [markdown]
+# Two words of codes, `a` and `b`, become eight registers. `fields` reads 8 bits of 32, at other places for each shift:
+# `a`, `a << 6` and `rotr(a, 4)` have three registers in 24 different bits of `a`. 8 bits of `a` and 8 of `b` are left,
+# not at the distances that one shift needs, so the fourth and the eighth register take some of their bits from `a` and
+# the others from `b`. The XOR of two shifted words also has bits of other registers at these places. They are known
+# when weights are packed, so packing sets the left bits such that the XOR comes out right
+# ([`packing_mxfp4.py`](../moe_numba/grouped_gemm/packing_mxfp4.py)):
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+Markdown(f"```python\n{source_of(packing_mxfp4._pack_codes)}```")
 
 # %% [markdown]
 # **Predicted gain.** The instructions that are no longer issued, until reading the codes becomes the limit.
@@ -1032,18 +1173,29 @@ gain_us = (four.median_us("order of fragments") or READ_US) - max(READ_US, issue
 four_step("shift, mask, multiply", by_masks, after="order of fragments", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Without decoding the kernel takes as long as reading and multiplying do:
+# **Explanation.** What is left of the cost of decoding:
 
 # %%
-times("masks", {"shift, mask, multiply": by_masks, "not decoded": not_decoded}, FEW_ROWS, four)
+MASK_TIMES = times("masks", {"shift, mask, multiply": by_masks, "not decoded": not_decoded}, FEW_ROWS, four) or {}
+LEFT_US = MASK_TIMES["shift, mask, multiply"] - MASK_TIMES["not decoded"] if MASK_TIMES else 0
+print(f"decoding: {LEFT_US:.1f} us")
 
 # %% [markdown]
-# ### Step 5: the package
+# ### Step 5: four consumer warpgroups, the package's tile
 #
-# **Idea.** `group_gemm_mxfp4` is this kernel. Its tile comes from a table of measurements, and may differ from that of
-# the steps, which has two consumer warpgroups of 64 rows of weight each.
+# **Bottleneck.** Few instructions decode a tile, but each needs the result of the one before: load, shift, mask,
+# multiply, wgmma. With two consumer warpgroups a scheduler has two warps that decode, and idles while both wait.
 #
-# **Predicted gain.** None: the limit is reading the codes.
+# **Idea.** `group_gemm_mxfp4` takes its tile from a table of measurements. Four warpgroups have twice as many warps
+# that decode. (The steps that decode by value have too few registers for that.)
+
+# %%
+FOUR_TILE = measured_config("mxfp4", TIMED["n"], TIMED["k"], 32, FEW_AVERAGE)
+for name, config in (("steps", mxfp4.config_of(FEW_AVERAGE)), ("package", FOUR_TILE)):
+    print(f"{name}: {config.warpgroups} consumer warpgroups, {config.stages} stages, {config.subtile_m} rows of x")
+
+# %% [markdown]
+# **Predicted gain.** What is left of decoding, if the package has four warpgroups: at most that can be hidden.
 
 
 # %%
@@ -1051,14 +1203,15 @@ def package_mxfp4(p):
     return group_gemm_mxfp4(p.x, p.packed, p.seqlens, p.cu_seqlens, p.average, out=p.out)
 
 
-four_step("final", package_mxfp4, after="shift, mask, multiply", predicted_gain_us=0)
+gain_us = LEFT_US if FOUR_TILE.warpgroups == 4 else 0
+four_step("final", package_mxfp4, after="shift, mask, multiply", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The two interleaved again, and the kernel without decoding. The table's tile gains a little:
+# **Explanation.** The two interleaved with the kernel that does not decode:
 
 # %%
-FINAL = {"steps' tile": by_masks, "final": package_mxfp4, "not decoded": not_decoded}
-times("final", FINAL, FEW_ROWS, four)
+FINAL = {"shift, mask, multiply": by_masks, "final": package_mxfp4, "not decoded": not_decoded}
+FINAL_TIMES = times("final", FINAL, FEW_ROWS, four)
 
 # %% [markdown]
 # **Exercise 4.** Decode a byte with two codes, the first in the low half, to a register of two bfloat16 that still have
@@ -1089,13 +1242,13 @@ assert all("refused" in row for row in four.rows[-len(WRONG_CODES) :])
 four.measure_all()
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-four.plot(floor_us=FOUR_FLOOR_US)
+four.plot(floor_us=FOUR_FLOOR_US, without=("torch", *WRONG_CODES))
 
 # %% [markdown]
 # ### 64 rows per group
 #
 # With 2048 rows the same steps use tiles of 128 rows of x. Each weight tile is decoded once per tile of rows, and
-# tensor cores have 16 times as much to do. In the two kernels that decode by value ptxas spills some registers here.
+# tensor cores have 16 times as much to do.
 
 # %%
 MANY_STEPS = {

@@ -53,19 +53,6 @@ def make_multiply_nothing(config, layout):
     return multiply
 
 
-@cache
-def make_multiply_halves_nothing(config, layout):
-    """As :func:`make_multiply_nothing`, for a tile that is computed in two halves."""
-    skip_stages, zeros = make_skip_stages(config, layout), (np.float32(0),) * (config.block_n // 4)
-
-    @cuda.jit(device=True)
-    def multiply(smem, lane, stage, phase, k_blocks, x_offset, row):
-        stage, phase = skip_stages(smem, lane, stage, phase, k_blocks)
-        return zeros, zeros, stage, phase
-
-    return multiply
-
-
 _WAIT = "mbarrier_wait_parity(smem.barriers, full + stage, phase)\n"
 _LOAD = "a, b, w_0, w_1, w_2 = load_scales(smem, stage, row)\n"
 _FACTORS = "a, b = (a * w_0, a * w_1, a * w_2), (b * w_0, b * w_1, b * w_2)\n"
@@ -189,10 +176,10 @@ _SOURCE = "from moe_numba.course import block_scale_diagnoses as diagnoses, bloc
 def machine_code(variants: Mapping[str, tuple[str, str]]) -> dict[str, MachineCode]:
     """Compile variants of steps for a Hopper GPU, in a process of its own.
 
-    ``variants`` has for each label the name of a step and the source of further parts, such as
+    ``variants`` has for each label a key of ``block_scale_steps.KERNELS`` and the source of further parts, such as
     ``"make_multiply_halves=diagnoses.make_halves_in_new_registers"``.
     """
-    request = "steps.make_step_kernel(steps.STEPS[{0!r}][0], **steps.STEPS[{0!r}][1] | dict({1}))[0]"
+    request = "steps.make_step_kernel(steps.KERNELS[{0!r}][0], **steps.KERNELS[{0!r}][1] | dict({1}))[0]"
     return compile_apart(
         _SOURCE, {label: (request.format(*variant), SIGNATURE, THREADS, True) for label, variant in variants.items()}
     )

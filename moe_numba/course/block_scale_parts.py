@@ -12,7 +12,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.course.simulate import changed_source, define, source_of
 from moe_numba.grouped_gemm import kernel_block_scaled, producer_block_scaled
-from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, MAX_SHARED_BYTES
+from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, MAX_SHARED_BYTES
 from moe_numba.grouped_gemm.config_block_scaled import (
     BLOCK_M,
     BUFFER_BYTES,
@@ -30,6 +30,7 @@ from moe_numba.ptx.matrix import make_stmatrix_rows
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_wait_parity
 from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4, st_shared_s32x4
 from moe_numba.ptx.pipeline import make_advance
+from moe_numba.ptx.tma import tma_load_3d_hint
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 
 # Consumers
@@ -205,6 +206,24 @@ def make_scales_by_one(config, layout):
 
 
 @cache
+def make_load_weight_of_one_cta(config):
+    """Make ``load_weight(smem, offset, map_weight, k, column, second, group, full, policy, shares)``.
+
+    It loads the tile of weight of a stage in two halves, from rows ``column`` and ``second`` of weight.
+    """
+    half_bytes = config.half_rows * BLOCK_K_BYTES
+
+    @cuda.jit(device=True)
+    def load_weight(smem, offset, map_weight, k, column, second, group, full, policy, shares):
+        barriers = smem.barriers
+        to = int32(offset + half_bytes)
+        tma_load_3d_hint(smem.u8, offset, map_weight, 0, k, column, group, barriers, full, policy)
+        tma_load_3d_hint(smem.u8, to, map_weight, 0, k, second, group, barriers, full, policy)
+
+    return load_weight
+
+
+@cache
 def make_write_scales(layout):
     """Make ``write(smem, stage, row, scale, a, b, c)``: write a row's scale, and with the first row those of weight."""
     factor_offset, stage_factors = layout.factor_offset, layout.stage_factors
@@ -230,10 +249,15 @@ def _without_look_ahead(factory, name, look_up, **names):
     return _define(name, source, vars(producer_block_scaled), **names)
 
 
+_LOOK_UP_SHARED = "info, shares_weight = get_tile(smem, problem, tile)\n"
 make_tma_producer_without_look_ahead = _without_look_ahead(
+    producer_block_scaled.make_tma_producer, "make_tma_producer_without_look_ahead", _LOOK_UP_SHARED
+)
+make_tma_producer_of_one_cta = _without_look_ahead(
     producer_block_scaled.make_tma_producer,
-    "make_tma_producer_without_look_ahead",
-    "info, shares_weight = get_tile(smem, problem, tile)\n",
+    "make_tma_producer_of_one_cta",
+    _LOOK_UP_SHARED,
+    make_load_weight=make_load_weight_of_one_cta,
 )
 _LOOK_UP = "info, _ = get_tile(smem, problem, tile)\n"
 make_factors_without_look_ahead = _without_look_ahead(
@@ -242,4 +266,23 @@ make_factors_without_look_ahead = _without_look_ahead(
 # Where the configuration allows it, the scales of four stages are one load of 16 bytes for each row of x.
 make_scales_by_four = _without_look_ahead(
     producer_block_scaled.make_factor_producer, "make_scales_by_four", _LOOK_UP, make_write_factors=make_write_scales
+)
+
+
+@cache
+def _make_load_ones(packed, vector):
+    @cuda.jit(device=True)
+    def load_ones(scales, index, step, count):
+        return float32(1), float32(1), float32(1), float32(1)
+
+    return load_ones
+
+
+# To explain the time of the one above: with ones instead of its loads.
+make_ones_by_four = _without_look_ahead(
+    producer_block_scaled.make_factor_producer,
+    "make_ones_by_four",
+    _LOOK_UP,
+    make_write_factors=make_write_scales,
+    make_load_four=_make_load_ones,
 )

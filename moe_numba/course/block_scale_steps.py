@@ -41,7 +41,6 @@ COLUMNS_128 = BlockScaledConfig(
 )
 COLUMNS_192 = COLUMNS_128._replace(block_n=192, stages=5)
 PAIRS_192 = COLUMNS_192._replace(cluster_size=2)
-PAIRS_256 = PAIRS_192._replace(block_n=256, stages=4)
 BY_LANES = {
     "make_store": replacements.make_store_by_lanes,
     "BlockScaledLayout": replacements.OneBufferLayout,
@@ -57,17 +56,39 @@ BY_FOUR = NO_LOOK_AHEAD | {
     "make_aux_producer": replacements.make_scales_by_four,
 }
 BY_ONE = BY_FOUR | {"make_aux_producer": replacements.make_scales_by_one, "aux_warps": replacements.three_aux_warps}
+OF_ONE_CTA = BY_ONE | {"make_tma_producer": replacements.make_tma_producer_of_one_cta}
 STEPS: dict[str, tuple[BlockScaledConfig, dict[str, Callable]]] = {
-    "scales per row": (COLUMNS_128, BY_ONE),
-    "192 columns": (COLUMNS_192, BY_ONE),
+    "scales per row": (COLUMNS_128, OF_ONE_CTA),
+    "192 columns": (COLUMNS_192, OF_ONE_CTA),
     "pairs of tiles": (PAIRS_192, BY_ONE),
     "scales of four stages": (PAIRS_192, BY_FOUR),
     "factors by producers": (PAIRS_192, BY_FACTORS),
     "barrier tested early": (PAIRS_192, NO_LOOK_AHEAD),
-    "256 columns": (PAIRS_256, NO_LOOK_AHEAD),
-    "look-up ahead": (PAIRS_256, BY_LANES),
-    "TMA store": (PAIRS_256._replace(stages=3), {}),
+    "look-up ahead": (PAIRS_192, BY_LANES),
+    "TMA store": (PAIRS_192._replace(stages=4), {}),
 }
+
+# Tiles of the package's table of measurements, as the last step's kernel:
+_LAST = STEPS["TMA store"][0]
+TILES = {
+    "192 columns, pairs": _LAST,
+    "192 columns, single": _LAST._replace(cluster_size=1),
+    "256 columns, pairs": _LAST._replace(block_n=256, stages=3),
+    "256 columns, single": _LAST._replace(block_n=256, stages=3, cluster_size=1),
+}
+
+KERNELS: dict[str, tuple[BlockScaledConfig, dict[str, Callable]]] = STEPS | {n: (tile, {}) for n, tile in TILES.items()}
+
+
+def tile_of(config: BlockScaledConfig) -> tuple:
+    """Return the fields of a configuration that describe its tile; the others depend on the call."""
+    return config.block_n, config.stages, config.cluster_size, config.keep_weight, config.early_test
+
+
+def changed_fields(before: BlockScaledConfig, after: BlockScaledConfig) -> str:
+    """Describe in which fields two configurations differ: "block_n 128 -> 192, stages 6 -> 5"."""
+    pairs = zip(before._fields, before, after, strict=True)
+    return ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
 
 
 # Kernels and launches
@@ -139,5 +160,4 @@ class StepLaunch:
 
     def __repr__(self):
         config, cluster = self.config, ", clusters of 2" * (self.config.cluster_size == 2)
-        tiles = f"tiles of {BLOCK_M} x {config.block_n}, {config.stages} stages{cluster}"
-        return f"{tiles}; {len(self.parts)} parts of the package's kernel exchanged"
+        return f"tiles of {BLOCK_M} x {config.block_n}, {config.stages} stages{cluster}"

@@ -1,6 +1,6 @@
 """The step ladder of a notebook: checks, times, prints, records and plots each step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,8 @@ class Ladder:
         prediction_us : float, optional
             The kernel time that the notebook predicted, in microseconds.
         after : str, optional
-            An earlier step, which this one changes. Both are timed again, interleaved, and a second line compares what
-            the step saves with ``predicted_gain_us`` (see `prediction.Judgement`).
+            An earlier step, which this one changes. Both are timed interleaved, and the line has these two times, and
+            what the step saves beside ``predicted_gain_us`` (see `prediction.Judgement`).
         predicted_gain_us : float, optional
             The kernel time that the step saves over ``after`` by the notebook's prediction; negative for a loss.
         slower : bool
@@ -154,7 +154,10 @@ class Ladder:
                 check_device(torch.device("cpu" if simulator.ENABLED else "cuda"), name, needs)
             self._run(name, call, fields, timed, graph, slow, expect_wrong, kernel)
         if after is not None and (gain := self.gain(name)) is not None:
-            print(f"{'':<24}{'recorded: ' if self.untimed else ''}{gain}")
+            before, now = map(records.format_us, (gain.before_us, gain.after_us))
+            print(
+                f"{'' if self.untimed else name:<24}{'recorded: ' if self.untimed else ''}{before} -> {now} us; {gain}"
+            )
 
     @contextmanager
     def attempt(self, name: str, dtype: str = "float32") -> Iterator[None]:
@@ -195,7 +198,8 @@ class Ladder:
             self._calls[name] = (timed or call if graph and not slow else None, call)
         if self.untimed:
             self.rows.append(records.row(name, **fields))
-            print(f"{name:<24} correct; not timed ({self.untimed})   {self._recorded(name, dtype)}")
+            recorded = "" if fields["after"] and self.gain(name) else f"   {self._recorded(name, dtype)}"
+            print(f"{name:<24} correct; not timed ({self.untimed}){recorded}")
             return
         if kernel is not None:
             self.rows.append(records.row(name, kernel=kernel(), **fields))
@@ -204,9 +208,10 @@ class Ladder:
         few_launches = {"launches": 1, "replays": 5} if slow else {}
         kernel = kernel_time(timed or call, **few_launches) if graph else None
         self.rows.append(records.row(name, kernel=kernel, call=call_time(call), **fields))
-        print(self.line(self.rows[-1]))
         if fields["after"] is not None:
             self._compare(name, fields["after"])
+        if "compared_us" not in self.rows[-1]:
+            print(self.line(self.rows[-1]))
 
     def _compare(self, name, before):
         """Time a step and the one that it changes interleaved, and keep both medians in its row."""
@@ -338,8 +343,12 @@ class Ladder:
         )
         print(f"{len(self.rows)} rows written to {path}")
 
-    def plot(self, *, floor_us: float | None = None, peers: dict[str, float] | None = None):
+    def plot(
+        self, *, floor_us: float | None = None, peers: dict[str, float] | None = None, without: Collection[str] = ()
+    ):
         """Draw the ladder, with lines for the lower bound and for each of ``peers``, ``{name: microseconds}``.
+
+        The steps ``without`` are left out, such as a reference that takes so long that all others look alike.
 
         If nothing was timed, the figure is drawn from the record and its caption says so. Returns None if there is no
         record either.
@@ -355,7 +364,7 @@ class Ladder:
         else:
             print(f"not timed ({self.untimed}), and there is no record {self.topic} to draw")
             return None
-        lines = dict(peers or {})
+        rows, lines = [row for row in rows if row["step"] not in without], dict(peers or {})
         if floor_us is not None:
             lines["speed of light"] = floor_us
         return plots.ladder_figure(rows, lines=lines, title=self.title, caption=caption, reference=self.reference_name)

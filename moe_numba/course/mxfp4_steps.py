@@ -222,12 +222,18 @@ def make_tile_kernel(name):
     return tile_kernel
 
 
-def instructions_per_tile(names: Iterable[str], without: str) -> dict[str, int]:
-    """Return a thread's SASS instructions for a weight tile by name of `make_tile_kernel`, less ``without``'s."""
+def instructions_per_tile(names: Iterable[str], without: str) -> dict[str, dict[str, int]]:
+    """Return a thread's SASS instructions for a weight tile by class, beyond those of the kernel ``without``.
+
+    Names are those of `make_tile_kernel`, and classes those of `instruction_mix`, with the sum as "all".
+    """
     kernels = {name: (f"make_tile_kernel({name!r})", ("int32*",), 256) for name in (*names, without)}
     mix = instruction_mix(kernels, [make_tile_kernel])
-    total = {name: sum(mix[name].values()) for name in kernels}
-    return {name: total[name] - total[without] for name in names}
+    found = {}
+    for name in names:
+        more = {key: mix[name].get(key, 0) - mix[without].get(key, 0) for key in mix[name] | mix[without]}
+        found[name] = more | {"all": sum(more.values())}
+    return found
 
 
 # Kernels and launches
@@ -253,6 +259,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "rows, by value": _BY_VALUE | {"make_load_tile": make_load_tile_by_bytes},
     "fragments, by value": _BY_VALUE,
     "not decoded": {"decode_scaled_tile": decode_nothing},
+    "rows, not decoded": {"decode_scaled_tile": decode_nothing, "make_load_tile": make_load_tile_by_bytes},
     "package": {},
 }
 

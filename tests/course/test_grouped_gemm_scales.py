@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.course import block_scale_diagnoses, block_scale_steps, mxfp4_steps
+from moe_numba.course import block_scale_diagnoses, block_scale_parts, block_scale_steps, mxfp4_steps
 from moe_numba.course.bench.topics import grouped_gemm as topic
 from moe_numba.course.exercises.grouped_gemm_scales import place_of
 from moe_numba.course.tile_traces import Tile, dram_bytes, l2_to_sm_bytes, lags, pairs_of, tiles_of
 from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
+from moe_numba.grouped_gemm.config_choice import measured_config
 from moe_numba.grouped_gemm.launch_w4 import W4_SIGNATURE
 from moe_numba.runtime.sass import compile_apart
 
@@ -26,10 +27,10 @@ def make_problem(lengths, n, k, device):
     return problem
 
 
-@pytest.mark.parametrize("name", block_scale_steps.STEPS)
+@pytest.mark.parametrize("name", block_scale_steps.KERNELS)
 def test_each_step_is_correct(name, device):
     problem = make_problem([140, 0, 3], 384, 512, device)
-    config, parts = block_scale_steps.STEPS[name]
+    config, parts = block_scale_steps.KERNELS[name]
     y = block_scale_steps.StepLaunch(config, problem, **parts)(problem)
     assert reference.mismatch(y, topic.expected_output(problem, "block")) is None
 
@@ -39,10 +40,35 @@ def test_steps_exchange_fewer_and_fewer_parts():
     assert counts == sorted(counts, reverse=True) and counts[-1] == 0
 
 
+def test_steps_change_one_part_or_the_configuration():
+    steps = list(block_scale_steps.STEPS.values())
+    for (config, parts), (next_config, next_parts) in zip(steps, steps[1:]):
+        exchanged = {name for name in parts | next_parts if parts.get(name) != next_parts.get(name)}
+        fields = block_scale_steps.changed_fields(config, next_config)
+        assert exchanged or fields
+    assert block_scale_steps.changed_fields(*(config for config, _ in steps[:2])) == "block_n 128 -> 192, stages 6 -> 5"
+    assert block_scale_steps.changed_fields(steps[0][0], steps[0][0]) == ""
+
+
+@pytest.mark.parametrize("average", [128, 256, 1024])
+def test_the_package_selects_a_tile_that_the_notebook_measures(average):
+    tiles = [block_scale_steps.tile_of(config) for config in block_scale_steps.TILES.values()]
+    assert len(set(tiles)) == len(tiles)
+    assert block_scale_steps.tile_of(measured_config("block", 4096, 7168, 32, average)) in tiles
+
+
 def test_processes_that_compile_ahead_find_the_parts():
     for variant in block_scale_steps.STEPS.values():
         definition = block_scale_steps.definition(*variant)
         assert pickle.loads(pickle.dumps(definition)) == definition
+
+
+def test_ones_instead_of_scales_are_found(device):
+    problem = make_problem([20], 128, 512, device)
+    config, parts = block_scale_steps.STEPS["scales of four stages"]
+    parts = parts | {"make_aux_producer": block_scale_parts.make_ones_by_four}
+    y = block_scale_steps.StepLaunch(config, problem, **parts)(problem)
+    assert reference.mismatch(y, topic.expected_output(problem, "block"))
 
 
 @pytest.mark.parametrize("name", ["make_multiply_exchanging_rows", "make_multiply_loading_once"])
@@ -143,9 +169,9 @@ def test_parts_with_unknown_names_are_refused(make, config):
 
 
 def test_steps_spill_no_accumulators_in_the_main_loop():
-    names = "scales of four stages", "256 columns", "TMA store"
+    names = "scales of four stages", "TMA store", "256 columns, single"
     variants = {name: (name, "") for name in names}
-    variants["new registers"] = ("TMA store", "make_multiply_halves=diagnoses.make_halves_in_new_registers")
+    variants["new registers"] = ("256 columns, single", "make_multiply_halves=diagnoses.make_halves_in_new_registers")
     codes = block_scale_diagnoses.machine_code(variants)
     for name, code in codes.items():
         loop = block_scale_diagnoses.main_loop(code)

@@ -106,15 +106,13 @@ def ladder_figure(
                     zorder=4,
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
                 )
-        number_columns(
-            axes,
-            rows,
-            {
-                "µs": lambda row: _us(row.get("kernel_us")),
-                "× previous": lambda row: speedup(previous_step(rows, row), row),
-                f"× {reference.split()[0]}": lambda row: speedup(torch_row, row),
-            },
-        )
+        columns = {
+            "µs": lambda row: _us(row.get("kernel_us")),
+            "× previous": lambda row: speedup(previous_step(rows, row), row),
+        }
+        if torch_row:
+            columns[f"× {reference.split()[0]}"] = lambda row: speedup(torch_row, row)
+        number_columns(axes, rows, columns)
         levels = vertical_lines(figure, axes, lines)
         if any("kernel_us" in row and _is_slower(rows, row) for row in rows):
             caption = "; ".join(filter(None, [caption, "grey: slower than the step before"]))

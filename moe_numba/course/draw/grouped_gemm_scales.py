@@ -1,5 +1,7 @@
 """Figures of block scales and 4-bit weights: factors of a thread, pairs of tiles, tiles over time, packed codes."""
 
+from matplotlib.ticker import MaxNLocator
+
 from moe_numba.course.bench.style import BLUE, COLOURS, GREEN, GREY, INK, ORANGE, PALE, WIDTH
 from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, ink_on, note, plural, text, tint
 from moe_numba.course.tile_traces import pairs_of
@@ -33,12 +35,12 @@ def factors(lane):
                 y = top - (row + 1) * side
                 box(axes, left - 0.1 - side, y, side, side, fill=fill, edge=WHITE, line=0.5, label=label)
             text(axes, left - 0.3, top - 8 * side, "x", size=8, colour=GREY, ha="right")
-            words = "2 scales of x, 1 of weight per 64 columns"
+            words = "2 scales of x; 1 of weight per 128 rows of weight"
         else:
             for column in range(_COLUMNS):
                 fill, label = (ORANGE, "factor") if column in columns else (tint(ORANGE, 0.2), "unused")
                 box(axes, left + column * side, top + 0.1, side, side, fill=fill, edge=WHITE, line=0.5, label=label)
-            text(axes, left - 0.08, top + 0.2, "x · weight", size=8, colour=GREY, ha="right")
+            text(axes, left - 0.08, top + 0.2, "x scale ×\nweight scale", size=7, colour=GREY, ha="right")
             words = f"{len(columns)} scales for {_COLUMNS} columns: one per column of the lane"
         text(axes, left + _COLUMNS * side / 2, top - _ROWS * side - 0.2, words, size=8.5)
     note(
@@ -96,29 +98,32 @@ def pairs(rows, n_tiles):
     return figure
 
 
-def tile_times(tiles, ctas):
-    """Draw when the first CTAs of a grid computed which tile; a colour is a tile of weights."""
+def tile_times(tiles, ctas, group=0):
+    """Draw when the first CTAs of a grid computed which tile; a colour is a tile of weights of ``group``."""
     check_range("ctas", ctas, 1, 16)
     shown = [tile for tile in tiles if tile.cta < ctas]
     last = max(tile.end_us for tile in shown)
     figure, axes = canvas(WIDTH, 1.25 + 0.24 * ctas, f"Tiles of {plural(ctas, 'CTA')} over time")
     left, top, row = 0.85, 0.6 + 0.24 * ctas, 0.24
     scale = (WIDTH - left - 0.2) / last
-    weights = {key: n for n, key in enumerate(dict.fromkeys((tile.group, tile.column) for tile in shown))}
+    columns = {column: n for n, column in enumerate(dict.fromkeys(t.column for t in shown if t.group == group))}
     for tile in shown:
-        fill = COLOURS[weights[tile.group, tile.column] % len(COLOURS)]
+        own = tile.group == group
+        fill = tint(COLOURS[columns[tile.column] % len(COLOURS)], 0.6) if own else tint(GREY, 0.2)
         place = left + tile.start_us * scale, top - (tile.cta + 1) * row + 0.02
         wide = (tile.end_us - tile.start_us) * scale
-        box(axes, *place, wide, row - 0.04, fill=tint(fill, 0.6), edge=WHITE, line=0.6, label="tile")
+        box(axes, *place, wide, row - 0.04, fill=fill, edge=WHITE, line=0.6, label="tile")
         if wide > 0.24:
             words = f"{tile.group}:{tile.column}"
             text(axes, place[0] + wide / 2, place[1] + row / 2 - 0.02, words, size=6.5)
     for cta in range(ctas):
         text(axes, left - 0.08, top - (cta + 0.5) * row, f"CTA {cta}", size=8, colour=GREY, ha="right")
-    for part in range(5):
-        x = left + part * last * scale / 4
-        text(axes, min(x, WIDTH - 0.3), top - ctas * row - 0.12, f"{part * last / 4:.0f} µs", size=8, colour=GREY)
-    note(axes, 0.15, 0.17, "2:5: group 2, tile of columns 5. Tiles of one colour and name read the same weights.")
+    for time in MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(0, last):
+        if time <= last:
+            x = min(left + time * scale, WIDTH - 0.3)
+            text(axes, x, top - ctas * row - 0.12, f"{time:.0f} µs", size=8, colour=GREY)
+    words = f"2:5: group 2, tile of columns 5. Of group {group}, tiles of one colour read the same weights."
+    note(axes, 0.15, 0.17, words)
     return figure
 
 
