@@ -505,8 +505,9 @@ flags_alone, slots_alone = (times.spread(RECORD, step, 1)["median"] for step in 
 say(
     "**Measured.** 1 token, 2 GPUs, both protocols interleaved: {gain}.\n\n"
     "**Explanation.** The prediction counts NVLink only. One rank alone gains {alone:.1f} us, although it sends no row: "
-    "with flags, sending CTAs still execute a barrier and a system-scope fence in both kernels. Two GPUs gain {link:.1f} "
-    "us beyond that, where {gain_us:.1f} us were predicted.",
+    "with flags, sending CTAs of dispatch still execute a barrier and a system-scope fence, and combine signals its start "
+    "with a release at system scope instead of a relaxed store. Two GPUs gain {link:.1f} us beyond that, where "
+    "{gain_us:.1f} us were predicted.",
     gain_us=GAIN_US,
     gain=gain,
     alone=flags_alone - slots_alone,
