@@ -414,7 +414,7 @@ def traced(name, p=P):
 
 
 TILES = traced("traced")
-draw.tile_times(TILES, 2 if SIMULATED else 12, group=0 if SIMULATED else 8)
+draw.tile_times(TILES, 2 if SIMULATED else 12)
 
 # %% [markdown]
 # The **lag** of a tile of weights is the time between the first and the last start of a tile that reads it. A model of
