@@ -658,8 +658,6 @@ LATE_TIMES = times("factors without loads", LATE)
 # %%
 EARLY = {"tested late": LAUNCHES["tested late, no loads"], "tested early": LAUNCHES["tested early, no loads"]}
 EARLY_TIMES = times("barrier without loads", EARLY)
-
-# %%
 change(block_scale_parts.make_multiply_by_factors, kernel_block_scaled.make_multiply)
 
 # %%
@@ -839,9 +837,7 @@ for name, config in scales.TILES.items():
     own = [scales.tile_of(config) == scales.tile_of(chosen) for chosen in CHOSEN]
     cells = [f"**{text}**" if text and is_own else text for text, is_own in zip(cells, own)]
     table.append(f"| {name} | {count_gb:.2f} | " + " | ".join(cells) + " |")
-Markdown("\n".join(table) + "\n\nBold: the tile of the package's table for this number of rows.")
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+display(Markdown("\n".join(table) + "\n\nBold: the tile of the package's table for this number of rows."))
 AT = TILE_TIMES[0]
 BEST = [min(found.values()) for found in TILE_TIMES if found]
 OWN = [found[NAMES[scales.tile_of(chosen)]] for found, chosen in zip(TILE_TIMES, CHOSEN) if found]
@@ -904,8 +900,6 @@ assert all("refused" in row for row in ladder.rows[-len(WRONG) :])
 # %%
 ladder.measure_all()
 ladder.save(notebook_sources("notebooks/06b_grouped_gemm_scales.py"))
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder.plot(floor_us=FLOOR_US, without=("torch", *WRONG))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1101,8 +1095,6 @@ DECODING_TIMES = times("without decoding", DECODING, FEW_ROWS, four)
 # %%
 LOADED = {"rows": mxfp4.StepLaunch(FEW_ROWS, "in_rows", "rows, not decoded"), "fragments": not_decoded}
 LOADED_TIMES = times("loads without decoding", LOADED, FEW_ROWS, four)
-
-# %%
 draw.tile_bytes(lane=5)
 
 # %% [markdown]
@@ -1155,11 +1147,7 @@ draw.decoding(0b1101)
 
 # %%
 SPLIT = packing_mxfp4.EXPONENT_OFFSET, packing_mxfp4.RESULT_EXPONENT
-print(
-    f"fields: word & {packing_mxfp4.FIELDS:#x}; a register is multiplied by scale * 2**{SPLIT[0]}, y by 2**{SPLIT[1]}"
-)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+print(f"fields: word & {packing_mxfp4.FIELDS:#x}; scales are multiplied by 2**{SPLIT[0]}, y by 2**{SPLIT[1]}")
 Markdown(f"```python\n{source_of(mxfp4.decode_block)}```")
 
 # %% [markdown]
@@ -1250,8 +1238,6 @@ assert all("refused" in row for row in four.rows[-len(WRONG_CODES) :])
 
 # %%
 four.measure_all()
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
 four.plot(floor_us=FOUR_FLOOR_US, without=("torch", *WRONG_CODES))
 
 # %% [markdown]
@@ -1279,9 +1265,7 @@ table = ["| step | 128 rows, us | 2048 rows, us |", "|---|---:|---:|"]
 for name in MANY_STEPS:
     cells = four.median_us(name), (MANY_US or {}).get(name)
     table.append(f"| {name} | " + " | ".join("" if us is None else records.format_us(us) for us in cells) + " |")
-Markdown("\n".join(table) + "\n\nKernel times, measured in this run or recorded.")
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+display(Markdown("\n".join(table) + "\n\nKernel times, measured in this run or recorded."))
 FOUR_US = four.median_us("final")
 say(
     "With 128 rows the final kernel moves {rate:.2f} TB/s; a copy moves {copy:.2f}. With 2048 rows it takes {many:.0f} us "
