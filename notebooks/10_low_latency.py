@@ -29,7 +29,7 @@ print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import warnings
-from functools import cache, partial
+from functools import cache
 
 import torch
 from IPython.display import Markdown
@@ -37,132 +37,127 @@ from numba import cuda, float32, int32
 
 from moe_numba import simulator
 from moe_numba.course import low_latency_model as model
+from moe_numba.course import low_latency_times as times
 from moe_numba.course.bench import plots, records
 from moe_numba.course.draw import low_latency as draw
 from moe_numba.course.draw.player import Player
 from moe_numba.course.exercises import exercise
-from moe_numba.course.ladder import Ladder
 from moe_numba.course.low_latency_runs import Round, Sizes, first_error, random_rounds, run_rounds
 from moe_numba.course.prediction import Judgement
 from moe_numba.course.prose import say
 from moe_numba.course.simulate import changed_source, define, in_simulator, source_of
-from moe_numba.course.source_diff import change
+from moe_numba.course.source_diff import change, listing, passage
 from moe_numba.expert_parallel import Buffer, LocalGroup
+from moe_numba.expert_parallel.kernels import low_latency_packing, low_latency_protocol
 from moe_numba.expert_parallel.kernels.low_latency_combine import add_row, round_sums
-from moe_numba.expert_parallel.kernels.low_latency_layout import SENTINEL
-from moe_numba.expert_parallel.kernels.low_latency_protocol import clean, copied, has_arrived
+from moe_numba.expert_parallel.kernels.low_latency_layout import CLEAN_NAN, SENTINEL
+from moe_numba.expert_parallel.kernels.low_latency_protocol import copied
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_relaxed_sys_s32, st_relaxed_sys_s32
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.memory import ld_global_s32x4, pointer_from_address, st_global_s32x4
 from moe_numba.ptx.system_vectors import ld_relaxed_sys_s32x4, st_relaxed_sys_s32x4
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some kernels have few CTAs on purpose
-PAIR, NORMAL = records.recorded("low_latency"), records.recorded("dispatch_combine")
-BASICS = (records.recorded("align_one_launch_ladder") or {}).get("diagnosis", {}).get("basics")
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-TOKEN_COUNTS = (1, 8, 32, 128)
-
-
-def times_of(record, step, ranks, dtype="bf16", **more):
-    """Return {tokens: median microseconds} of a step, empty if nothing is recorded."""
-    series = records.series(record, step=step, dtype=dtype, config={"ranks": ranks}, **more) if record else {}
-    return {tokens: stats["median"] for tokens, stats in series.items() if tokens in TOKEN_COUNTS}
-
-
-def listed(times):
-    """Format the times of several numbers of tokens."""
-    return " / ".join(map(records.format_us, times.values()))
-
-
-say(
-    "**Question.** Dispatch and combine through ring buffers together take {normal} us for 1 / 8 / 32 / 128 tokens per "
-    "rank (2 GPUs, hidden 7168, top-8 of 256 experts, in a CUDA graph; recorded on {gpu}). At the 450 GB/s of NVLink "
-    "the bytes of one token take {wire_us:.2f} us each way. Where does the rest go?",
-    normal=listed(times_of(NORMAL, "final, graph", 2, operation="dispatch and combine")) or None,
-    gpu=NORMAL and NORMAL["gpu"],
-    wire_us=model.bytes_each_way(2, 1) / 450e3,
+RECORD = records.read("low_latency", "h200")
+RANKS_RECORDED = sorted({row["config"]["ranks"] for row in RECORD["rows"]})
+TOKEN_COUNTS = (1, 8, 32, 128, 256)
+LINES = {
+    "this notebook, packed by expert": "final",
+    "this notebook, in slots": "in slots",
+    "ring buffers (notebooks 08, 09)": "normal, graph",
+    **times.peer_steps(RECORD),
+}
+PAIRS = {name: found for name, step in LINES.items() if (found := times.times_of(RECORD, step, 2))}
+DEEPEP, NCCL = (next((n for n in PAIRS if n.startswith(name)), None) for name in ("DeepEP low", "NCCL all-to"))
+VERSIONS = ", ".join(
+    sorted({f"{row['step'][5:].split()[0]} {row['version']}" for row in RECORD["rows"] if "version" in row})
+)
+Markdown(
+    f"**Result.** Dispatch and combine of a few tokens per rank on 2 GPUs ({RECORD['gpu']}), microseconds: hidden 7168, "
+    "top-8 of 256 experts, bfloat16, median time of the slowest rank in a CUDA graph; all lines are measured interleaved "
+    f"({VERSIONS}).\n\n" + times.table(PAIRS, TOKEN_COUNTS, "tokens per rank")
 )
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-ALONE = {step: times_of(PAIR, step, 1) for step in ("in slots", "final")}
-NO_RECORD = (
-    "There is no record `low_latency` of one rank yet; `python -m moe_numba bench low_latency` makes it on a GPU."
-)
-text = NO_RECORD
-if all(ALONE.values()):
-    text = (
-        f"One rank alone on {PAIR['gpu']} takes {listed(ALONE['in slots'])} us for as many tokens, and "
-        f"{listed(ALONE['final'])} us if rows are packed by expert. In this measurement no row crosses NVLink; section 9 "
-        "says what it contains."
+PACKED, SLOTS, RING = (times.spread(RECORD, step, 2) for step in ("final", "in slots", "normal, graph"))
+peers = [
+    f"{100 * PACKED['median'] / PAIRS[name][1]:.0f} % of the time of {what}"
+    for name, what in (
+        (DEEPEP, "DeepEP's low-latency kernels, whose output has the same layout"),
+        (NCCL, "NCCL's all-to-all"),
     )
-Markdown(f"**Result.** {text}")
+    if name
+]
+Markdown(
+    f"With 1 token the pair takes {PACKED['median']:.1f} us packed by expert"
+    + (f": {', and '.join(peers)}" if peers else "")
+    + f". In slots it takes {SLOTS['median']:.1f} us. Single samples vary: the 10th and 90th percentiles are "
+    f"{PACKED['p10']:.1f} and {PACKED['p90']:.1f} us packed, {SLOTS['p10']:.1f} and {SLOTS['p90']:.1f} us in slots. "
+    "NCCL's pairs send every token to all ranks and back; they neither select ranks nor place rows by expert, and the "
+    "all-to-all does not add. Empty cells are not recorded."
+)
 
 # %% [markdown]
 # ## 1. A chain of dependent latencies
 #
-# With one token nothing overlaps: every operation waits for the one before it. The table lists latencies that were
-# measured before the kernels of this notebook were written. The CUDA C++ programs that measured them are not part of
-# the repository. Only the lines that name a record can be measured again with the repository.
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-LAUNCH_US, LOAD_US = model.TWO_DEPENDENT_KERNELS_US / 2, 0.15
-if BASICS:
-    LAUNCH_US, LOAD_US = BASICS["empty, dependent"], (BASICS["2048 loads"] - BASICS["1024 loads"]) / 1024
-H200S, RECORD = model.MEASURED, "record `align_one_launch_ladder`" if BASICS else "assumed, not measured"
-LATENCIES = (
-    ("a flag is stored over NVLink, and a poll of the other GPU reads it", model.ONE_WAY_US, H200S),
-    ("the same with a system-scope fence before the store", model.FENCED_WAY_US, H200S),
-    ("two empty kernels in a CUDA graph", model.TWO_EMPTY_KERNELS_US, H200S),
-    ("the same with programmatic dependent launch", model.TWO_DEPENDENT_KERNELS_US, H200S),
-    *((f"kernel `{name}` through ring buffers, 1 token", us, H200S) for name, us in model.NORMAL_KERNELS_US.items()),
-    ("dispatch and combine through ring buffers, 1 token", model.NORMAL_PAIR_US, H200S),
-    ("one empty kernel in a CUDA graph, dependent launch", LAUNCH_US, RECORD),
-    ("a load from L2 that depends on the load before", LOAD_US, RECORD),
-)
-table = [f"| {what} | {us:.2f} | {where} |" for what, us, where in LATENCIES]
-Markdown("\n".join(["| latency | us | measured on |", "|---|---:|---|", *table]))
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-combine_begins = model.NORMAL_PAIR_US - model.NORMAL_KERNELS_US["combine"]
-normal = [
-    ("notify", "kernel", 0, model.NORMAL_KERNELS_US["notify"]),
-    ("dispatch", "kernel", combine_begins - model.NORMAL_KERNELS_US["dispatch"], combine_begins),
-    ("combine", "kernel", combine_begins, model.NORMAL_PAIR_US),
-]
-bound, BOUND_US = [], 0.0
-for name, kind, us in 2 * (
-    ("launch", "launch", LAUNCH_US),
-    ("load", "memory", LOAD_US),
-    ("", "link", model.ONE_WAY_US),
-):
-    bound.append((name, kind, BOUND_US, BOUND_US + us))
-    BOUND_US += us
-prototype = [("prototype, CUDA C++", "kernel", 0, model.PROTOTYPE_US["data as its own flag"][1])]
-draw.latency_chain(
-    {"ring buffers": normal, "steps 2 and 3": prototype, "lower bound": bound},
-    "Dispatch and combine of one token on two H200s",
-    f"Kernels: measured on {H200S}, not a record. Dispatch starts before notify ends.",
-)
-
-# %% [markdown]
-# The three kernels do the following, each operation after the one before:
+# With one token nothing overlaps: every operation waits for the one before it. Through ring buffers three kernels run:
 #
-# - **notify** exchanges counts, because a receiver must know how many rows come and where they go. Each rank stores its
-#   counts in the memory of all others, executes a system-scope fence, stores a flag, and waits for the others' flags.
+# - **notify** exchanges counts, because a receiver must know how many rows arrive and where they go. Each rank stores
+#   its counts in the memory of all others, executes a system-scope fence, stores a flag, and waits for the others'
+#   flags.
 # - **dispatch** moves a row in six dependent operations: a bulk load into shared memory, a bulk store into the peer's
 #   ring, a fence and the store of the ring's tail, the receiver's poll, a bulk load, and a bulk store into the output.
 # - **combine** does the same in the other direction.
 #
-# The **lower bound** contains what no such pair avoids: for each direction a launch, a load (the experts of the token),
-# and one way over NVLink.
+# The **lower bound** contains what no such pair avoids, for each direction: a launch, a load (the experts of the
+# token), and one one-way NVLink latency. These are the latencies that all predictions below start from:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+BASICS = records.read("align_one_launch_ladder", "h200")["diagnosis"]["basics"]
+LAUNCH_US = BASICS["empty, dependent"]
+LOAD_US = (BASICS["2048 loads"] - BASICS["1024 loads"]) / 1024
+
+
+def chain_us(one_way_us):
+    """Return the time of two launches, each followed by a dependent load and a store to the peer that it polls."""
+    return 2 * (LAUNCH_US + LOAD_US + one_way_us)
+
+
+BOUND_US = chain_us(model.ONE_WAY_US)
+latencies = (
+    ("an empty kernel in a CUDA graph, with programmatic dependent launch", LAUNCH_US, "`align_one_launch_ladder`"),
+    ("a load from L2 that depends on the load before", LOAD_US, "`align_one_launch_ladder`"),
+    ("one way over NVLink: a flag is stored, and a poll of the peer reads it", model.ONE_WAY_US, model.MEASURED),
+    ("the same with a system-scope fence before the store", model.FENCED_ONE_WAY_US, model.MEASURED),
+)
+Markdown(
+    "| latency | us | record |\n|---|---:|---|\n"
+    + "\n".join(f"| {what} | {us:.2f} | {where} |" for what, us, where in latencies)
+)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+bound = {
+    "2 launches": ("launch", 2 * LAUNCH_US),
+    "2 loads": ("memory", 2 * LOAD_US),
+    "2 NVLink latencies": ("link", 2 * model.ONE_WAY_US),
+}
+chains = {name: times.spans({"": ("kernel", found[1])}) for name, found in PAIRS.items()}
+draw.latency_chain(
+    {**chains, "lower bound": times.spans(bound)},
+    "Dispatch and combine of 1 token on 2 GPUs",
+    f"Pairs: {plots.provenance(RECORD)}. Lower bound: table above.",
+)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "The lower bound is {bound:.1f} us, {share:.0f} % of the {pair:.1f} us that the pair took in this measurement.",
+    "The lower bound is {bound:.1f} us, {share:.0f} % of the {pair:.1f} us of ring buffers. Bandwidth is no part of it: at "
+    "NVLink's 450 GB/s the bytes of one token take {wire:.2f} us each way.",
     bound=BOUND_US,
-    share=100 * BOUND_US / model.NORMAL_PAIR_US,
-    pair=model.NORMAL_PAIR_US,
+    share=100 * BOUND_US / RING["median"],
+    pair=RING["median"],
+    wire=model.bytes_each_way(2, 1) / 450e3,
 )
 
 # %% [markdown]
@@ -212,6 +207,8 @@ def check(inputs, outputs):
 # inputs under each of six seeds, which determine the order of the threads. Memory is **weak**: a store becomes visible
 # late, and in any order, unless a fence or a release orders it. All rounds are queued at once, so a rank runs as far
 # ahead of the other as the kernels permit. Outputs are filled with NaN first.
+#
+# Times are those of the package's kernels, which use the same protocols; section 8 lists what they add.
 
 
 # %%
@@ -222,10 +219,13 @@ def error_of(name, source, combine=None, packed=False):
     return first_error(sizes, check_packed if packed else check, *kernels, packed)
 
 
-def try_kernel(make, source=None, combine=None, packed=False):
+def try_kernel(what, make, source=None, combine=None, packed=False, expect_wrong=False):
+    """Check a kernel in the simulator, and print what is wrong with it; raise an error unless that is expected."""
     others = [make, make_combine] if combine else [make]  # what the simulator's process needs on a GPU
     arguments = make.__name__, source or source_of(make), combine, packed
-    return in_simulator(error_of, *arguments, functions=[*others, check, check_packed])
+    error = in_simulator(error_of, *arguments, functions=[*others, check, check_packed])
+    print(f"{what}: {f'rejected: {error}' if error else 'correct in all rounds'}")
+    assert bool(error) == expect_wrong, error or f"{what}: the check accepts a wrong kernel"
 
 
 def check_packed(inputs, outputs):
@@ -239,20 +239,18 @@ def check_packed(inputs, outputs):
     return None
 
 
-ladder = Ladder("low_latency_ladder", lambda error: error, untimed="virtual ranks")
-
 # %% [markdown]
 # ## 3. Step 1: fixed slots, flags after data
 #
 # **Bottleneck.** The counts and the rings: no row leaves before `notify` has ended, and each row passes through shared
-# memory and a ring.
+# memory and a ring. Section 1 compares the pair with its lower bound.
 #
 # **Idea.** The address of a slot depends only on the rank and the number of the token. Nothing must be counted, and a
 # sender needs no answer. CTA `t` sends token `t` of its rank and receives token `t` of every rank:
 #
 # - It stores the row directly in the slot on each rank that has one of the token's experts.
 # - After a barrier and a system-scope fence it stores a **flag** on *all* ranks: twice the number of the operation,
-#   plus 1 if the slot has a row. A rank thus knows for every slot whether a row comes.
+#   plus 1 if the slot has a row. Thus a rank learns for every slot whether it has a row.
 # - It polls the flags of token `t` from all ranks, and copies the rows to the output.
 #
 # A CUDA graph passes the same arguments in each replay, so every CTA counts the operations itself, in `epochs`. Flags
@@ -261,11 +259,17 @@ ladder = Ladder("low_latency_ladder", lambda error: error, untimed="virtual rank
 # ahead, because operation n + 1 ends only with the flags of all ranks, which they store after their operation n. All
 # CTAs must be resident at the same time, because they wait for CTAs of other ranks.
 #
-# **Predicted gain.** A dispatch and a combine with this protocol take two launches, two loads, and two ways with
-# fences.
-
+# A flag has fewer bits for the number than a counter: `2 * number` overflows after 2^30 operations, and the
+# `number << 8` of step 4 after 2^23, whereupon a receiver would wait forever. So numbers wrap after 2^22 operations. A
+# few values suffice, since a slot holds the flag of operation n - 2 or n; they must be an even number, so that the
+# halves alternate.
+#
+# **Predicted time.** Two launches, two loads, and two fenced one-way NVLink latencies.
 
 # %%
+NUMBERS = (1 << 22) - 1  # operations are counted modulo 2^22
+
+
 @cache
 def make_targets(topk, local_experts):
     @cuda.jit(device=True)
@@ -279,7 +283,7 @@ def make_targets(topk, local_experts):
     return targets_of
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_flags(sizes):
     ranks, tokens, slots, words, rows = sizes.ranks, sizes.tokens, sizes.slots, sizes.hidden // 2, sizes.metadata_words
@@ -288,7 +292,7 @@ def make_flags(sizes):
     @cuda.jit
     def dispatch(local, peers, epochs, rank, x, topk_idx, recv_x, has_row):
         lane, token = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
-        number = int32(epochs[token] + 1)  # of this operation
+        number = int32(epochs[token] + 1 & NUMBERS)  # of this operation
         half, targets = int32(number & 1), targets_of(topk_idx, token)
         slot = int32(half * slots + rank * tokens + token)
         for r in range(ranks):
@@ -319,31 +323,46 @@ def make_flags(sizes):
     return dispatch
 
 
-ladder.step("flags after data", lambda: try_kernel(make_flags))
-
 # %% [markdown]
 # `local` is the memory of this rank, `peers` has the addresses of that of all ranks. `sizes.metadata_words` is where
-# the rows begin, behind the flags.
+# the rows begin, behind the flags. These lines of the kernel (folded above) are the protocol:
+
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-PROTOTYPE_US = {protocol: times[1] for protocol, times in model.PROTOTYPE_US.items()}
-FLAGS_US, SAVED_US = (
-    PROTOTYPE_US["flags after data"],
-    model.NORMAL_PAIR_US - 2 * (LAUNCH_US + LOAD_US + model.FENCED_WAY_US),
-)
+passage(make_flags, "cuda.syncthreads()  # all lanes", "has_row[out] = flag & 1")
+
+# %%
+try_kernel("flags after data", make_flags)
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+def where_time_goes(step, one_way_us):
+    """Format the parts of the recorded time of a pair of 1 token on 2 GPUs."""
+    parts = times.parts_of(RECORD, step, one_way_us)
+    return " + ".join(f"{us:.1f} us ({name})" for name, us in parts.items())
+
+
+FLAGS_US = times.spread(RECORD, "in slots, flags", 2)["median"]
+fenced_us = chain_us(model.FENCED_ONE_WAY_US)
 say(
-    "**Measured.** 1 token, a prototype of dispatch and combine in CUDA C++ on the two H200s of section 1: {judgement}. "
-    "The prediction leaves out further loads from local memory, each of which waits for the one before: the number of the "
-    "operation, the row, and at the receiver the row again. Slots need memory for the worst case: 8 ranks x 128 tokens "
-    "x 14336 bytes x 2 halves are {mb:.0f} MB on each rank.",
-    judgement=Judgement(model.NORMAL_PAIR_US, FLAGS_US, SAVED_US),
+    "**Measured.** 1 token, 2 GPUs: {ring:.1f} us through ring buffers, {flags:.1f} us with flags. The predicted time is "
+    "{fenced:.1f} us; the pair takes {ratio:.1f} times as long.\n\n"
+    "**Where does the rest go?** {flags:.1f} us = {parts}. One rank alone, whose rows do not cross NVLink, already takes "
+    "{alone:.1f} us: the prediction leaves out loads that wait for one another (the number of the operation, then the row, "
+    "at the receiver the row again), barriers, and fences inside the GPU. Section 9 discusses the rest.\n\n"
+    "Slots need memory for the worst case: 8 ranks x 128 tokens x 14336 bytes x 2 halves are {mb:.0f} MB on each rank.",
+    ring=RING["median"],
+    flags=FLAGS_US,
+    fenced=fenced_us,
+    ratio=FLAGS_US / fenced_us,
+    parts=where_time_goes("in slots, flags", model.FENCED_ONE_WAY_US),
+    alone=times.spread(RECORD, "in slots, flags", 1)["median"],
     mb=8 * 128 * 14336 * 2 / 1e6,
 )
 
 # %% [markdown]
 # The player shows two operations of a simulated run, with rows of 16 bytes: the slots of both ranks, with the flag
-# above and the row below. `1:0` is token 0 of rank 1. Blue: stored in this frame. Orange: a row whose flag is missing.
-# Green: a row that may be read.
+# above and the row below. `1:0` is token 0 of rank 1.
 
 
 # %%
@@ -362,8 +381,9 @@ player = Player.from_dict(in_simulator(play, "make_flags", source_of(make_flags)
 player
 
 # %% [markdown]
-# Three frames, for viewers that run no scripts: the first flag, the first flag of a row, and a store of rank 1 in
-# operation 2 while rank 0 still has to read a row of operation 1. The two rows are in different halves.
+# Viewers that run no scripts, such as GitHub's, show only the last frame; open the notebook in Jupyter to step through
+# all of them. Here are three: the first flag, the first flag of a row, and a store of rank 1 in operation 2 while rank 0
+# still has to read a row of operation 1. The two rows are in different halves.
 
 
 # %%
@@ -378,8 +398,8 @@ player.strip([frame_of(player, "flag"), frame_of(player, ": row."), frame_of(pla
 # %% [markdown]
 # ## 4. Step 2: the data is its own flag
 #
-# **Bottleneck.** The fence. It completes when the row has been stored in the memory of the peer, and only then the flag
-# leaves. Both trips over NVLink are part of the latency.
+# **Bottleneck.** The fence. It waits for the acknowledgement of the row's stores, one round trip over NVLink; only then
+# the flag leaves, another one-way trip.
 #
 # **Idea.** The receiver polls the row itself. TensorRT-LLM, whose all-reduce uses this protocol, calls it "Lamport".
 #
@@ -389,19 +409,49 @@ player.strip([frame_of(player, "flag"), frame_of(player, ": row."), frame_of(pla
 # - After reading, the receiver **resets** the slot to the sentinel, for operation n + 2, which uses the same half. A
 #   sender of operation n + 2 has received the receiver's metadata of operation n + 1. At that time the receiver's
 #   kernel of operation n had ended, with all its resets.
-# - The word that says whether a row comes is now **metadata**. It contains the number of the operation, so it is its
-#   own flag. No store must come after another one: all are relaxed, without fence and barrier.
-#
-# **Predicted gain.** Twice the difference between a way with a fence and one without: in dispatch and in combine.
+# - The word that signals whether the slot has a row is now **metadata**. It contains the number of the operation, so it
+#   is its own flag. No ordering between stores is required: all are relaxed, without fence and barrier.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+GAIN_US = 2 * (model.FENCED_ONE_WAY_US - model.ONE_WAY_US)
+say(
+    "**Predicted gain.** In the ping-pong of section 1 a fence adds {fence:.2f} us to a one-way latency, so dispatch and "
+    "combine gain {gain:.1f} us together. That is a lower estimate: a fence of the ping-pong has no row's stores to wait "
+    "for, whose acknowledgement takes a round trip, {trip:.2f} us.",
+    fence=model.FENCED_ONE_WAY_US - model.ONE_WAY_US,
+    gain=GAIN_US,
+    trip=2 * model.ONE_WAY_US,
+)
+
+# %% [markdown]
+# `has_arrived`, `clean` and `wait_vector` are the protocol:
 
 
 # %%
 @cuda.jit(device=True)
+def has_arrived(a, b, c, d):
+    return (a != SENTINEL) & (b != SENTINEL) & (c != SENTINEL) & (d != SENTINEL)
+
+
+@cuda.jit(device=True)
+def clean(word):
+    return int32(CLEAN_NAN) if word == SENTINEL else word
+
+
+@cuda.jit(device=True)
 def wait_vector(local, offset):
-    a, b, c, d = copied(ld_relaxed_sys_s32x4(local, offset))  # `copied` works around a bug of the compiler
+    a, b, c, d = copied(ld_relaxed_sys_s32x4(local, offset))
     while not has_arrived(a, b, c, d):
         a, b, c, d = copied(ld_relaxed_sys_s32x4(local, offset))
     return a, b, c, d
+
+
+# %% [markdown]
+# `copied` copies four registers, which the assembler removes again. Without it NVVM of CUDA 13.0 does not finish
+# compiling a loop that polls with a vector load:
+
+# %%
+listing(copied)
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -413,7 +463,7 @@ def make_lamport(sizes):
     @cuda.jit
     def dispatch(local, peers, epochs, rank, x, topk_idx, recv_x, has_row):
         lane, token = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
-        number = int32(epochs[token] + 1)  # of this operation
+        number = int32(epochs[token] + 1 & NUMBERS)  # of this operation
         half, targets = int32(number & 1), targets_of(topk_idx, token)
         slot = int32(half * slots + rank * tokens + token)
         if lane < ranks:
@@ -447,9 +497,22 @@ def make_lamport(sizes):
 change(make_flags, make_lamport)
 
 # %%
-ladder.step("data as its own flag", lambda: try_kernel(make_lamport))
-GAIN_US = 2 * (model.FENCED_WAY_US - model.ONE_WAY_US)
-print("1 token, prototypes of both protocols:", Judgement(*PROTOTYPE_US.values(), GAIN_US))
+try_kernel("data as its own flag", make_lamport)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+gain = Judgement(FLAGS_US, SLOTS["median"], GAIN_US)
+flags_alone, slots_alone = (times.spread(RECORD, step, 1)["median"] for step in ("in slots, flags", "in slots"))
+say(
+    "**Measured.** 1 token, 2 GPUs, both protocols interleaved: {gain}.\n\n"
+    "**Explanation.** The prediction counts NVLink only. One rank alone gains {alone:.1f} us, although it sends no row: "
+    "with flags, sending CTAs of dispatch still execute a barrier and a system-scope fence, and combine signals its start "
+    "with a release at system scope instead of a relaxed store. Two GPUs gain {link:.1f} us beyond that, where "
+    "{gain_us:.1f} us were predicted.",
+    gain_us=GAIN_US,
+    gain=gain,
+    alone=flags_alone - slots_alone,
+    link=gain.saved_us - (flags_alone - slots_alone),
+)
 
 # %% [markdown]
 # The player shows the same two operations as before. Nothing is orange, because a row may be read as soon as it is
@@ -485,13 +548,23 @@ exercise("low_latency-1").check(exchange)
 # %% [markdown]
 # ## 5. Step 3: combine in rank order
 #
-# **Idea.** The way back uses the same protocol with slots `[expert rank, token]` in the memory of the source rank. The
-# source knows from its own `topk_idx` which ranks send a row, so combine needs no metadata. Rows may arrive in any
+# **Bottleneck.** Through ring buffers a result row takes the same six dependent operations as in dispatch (section 1),
+# and the receiver waits for ring positions that the dispatch has recorded. Adding rows in the order of arrival would
+# need no such bookkeeping, but the bits of a sum would change from run to run.
+#
+# **Idea.** Combine uses the same protocol with slots `[expert rank, token]` in the memory of the source rank. The
+# source computes from its own `topk_idx` which ranks send a row, so combine needs no metadata. Rows may arrive in any
 # order; each thread waits for them in rank order, adds them in float32 and rounds once. `add_row` and `round_sums` are
 # the package's.
-
+#
+# **Predicted time.** Half of the lower bound: a launch, a load, a one-way NVLink latency. The order costs no time: all
+# rows are on their way at once, and the sum is complete with the last of them in any order.
 
 # %%
+listing(add_row)
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_combine(sizes):
     ranks, tokens, slots, words = sizes.ranks, sizes.tokens, sizes.slots, sizes.hidden // 2
@@ -501,7 +574,7 @@ def make_combine(sizes):
     def combine(local, peers, epochs, rank, y, has_row, topk_idx, out):
         vector, sums = cuda.local.array(4, int32), cuda.local.array(8, float32)
         lane, token = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
-        number = int32(epochs[token] + 1)
+        number = int32(epochs[token] + 1 & NUMBERS)
         half, targets = int32(number & 1), targets_of(topk_idx, token)
         slot = int32(half * slots + rank * tokens + token)
         for source in range(ranks):
@@ -529,7 +602,22 @@ def make_combine(sizes):
     return combine
 
 
-ladder.step("with combine", lambda: try_kernel(make_lamport, combine="make_combine"))
+# %%
+passage(make_combine, "for j in range(8):", "st_global_s32x4(out")
+
+# %%
+try_kernel("dispatch and combine", make_lamport, combine="make_combine")
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "**Measured.** The record times pairs, since the combine's wait keeps the ranks together: {pair:.1f} us for dispatch "
+    "and combine with 1 token on 2 GPUs, {half:.1f} us for each of the two on average, where the lower bound of one is "
+    "{bound:.1f} us. Where it goes: {parts}; see section 9.",
+    pair=SLOTS["median"],
+    half=SLOTS["median"] / 2,
+    bound=BOUND_US / 2,
+    parts=where_time_goes("in slots", model.ONE_WAY_US),
+)
 
 # %% [markdown]
 # The check compares bits. In these rounds every dispatch is followed by a combine, and the metadata of the next
@@ -540,11 +628,18 @@ ladder.step("with combine", lambda: try_kernel(make_lamport, combine="make_combi
 #
 # **Bottleneck.** The grouped GEMM ([notebook 06](06_grouped_gemm.ipynb)) reads the rows of each expert one after the
 # other. Its **masked** layout is `[local experts, capacity, hidden]`, with the number of rows of each expert on the
-# GPU.
+# GPU. Rows in slots would have to be copied once more, in another launch.
 #
 # **Idea.** The place of a row is the number of earlier slots with the same expert. Metadata now names the experts, in
 # one word for each of the top-k. Every CTA collects the metadata of all slots in shared memory and counts, so that no
 # CTA needs results of another one. Rows of an expert are ordered by source rank, then by token, in every run.
+#
+# The combine of packed rows also does more. Each rank first sums the rows of its own experts, times their weights, in
+# float32, and rounds to bfloat16, so that one row per rank and token is sent. The source sums these rows as in step 3.
+#
+# **Predicted gain.** A loss. Metadata leaves before any row, so that it adds no NVLink latency to dispatch. In combine
+# the expert ranks need the weights, which the source sends first: one more one-way NVLink latency, and the row numbers
+# and rows are loaded one after the other: two more dependent loads.
 
 # %%
 EXAMPLE_IDS = [[[0, 1], [2, 0], [3, 2], [1, 3]], [[2, 3], [0, 3], [1, 2], [0, 1]]]  # 2 experts on each of 2 ranks
@@ -562,7 +657,7 @@ def make_packed(sizes):
     def dispatch(local, peers, epochs, rank, x, topk_idx, recv_x, counts):
         experts = cuda.shared.array(entries, int32)  # of all slots
         lane, token = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
-        number = int32(epochs[token] + 1)  # of this operation
+        number = int32(epochs[token] + 1 & NUMBERS)  # of this operation
         half, targets = int32(number & 1), targets_of(topk_idx, token)
         slot = int32(half * slots + rank * tokens + token)
         for r in range(ranks):
@@ -611,13 +706,26 @@ def make_packed(sizes):
 change(make_lamport, make_packed)
 
 # %%
-ladder.step("packed by expert", lambda: try_kernel(make_packed, packed=True))
+try_kernel("packed by expert", make_packed, packed=True)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+loss = Judgement(SLOTS["median"], PACKED["median"], -(model.ONE_WAY_US + 2 * LOAD_US))
+packed_alone = times.spread(RECORD, "final", 1)["median"]
+say(
+    "**Measured.** 1 token, 2 GPUs, slots against packed by expert: {loss}.\n\n"
+    "**Explanation.** One rank alone already loses {alone:.1f} us ({slots:.1f} -> {packed:.1f} us), without NVLink: "
+    "receivers clear and fill a set of slots for each expert in shared memory between barriers, no CTA places a row before "
+    "the metadata of all slots has arrived, a row is written once per expert, and combine reads and sums as many rows. "
+    "The {link:.1f} us that two GPUs lose beyond that contain the trip of the weights. Packing replaces a separate copy: "
+    "a launch that reads and writes every row again.",
+    loss=loss,
+    alone=packed_alone - slots_alone,
+    slots=slots_alone,
+    packed=packed_alone,
+    link=-loss.saved_us - (packed_alone - slots_alone),
+)
 
 # %% [markdown]
-# Packing adds latency: no CTA places a row before the metadata of all slots has arrived. The combine of packed rows
-# also does more than that of step 3. Each rank first sums the rows of its own experts, times their weights, in float32,
-# and rounds to bfloat16, so that one row per rank and token is sent. The source sums these rows as in step 3.
-#
 # **Exercise 2.** Compute the places in torch. `experts` is `[slots, topk]`, with local experts, or -1 for experts on
 # other ranks. Return a tensor of the same shape with the number of earlier elements that are equal, or -1.
 
@@ -644,8 +752,7 @@ MISTAKES = {
     "flag without barrier": (make_flags, BARRIER, ""),
 }
 for name, (make, right, wrong) in MISTAKES.items():
-    ladder.step(name, partial(try_kernel, make, changed_source(make, right, wrong)), expect_wrong=True)
-assert all("refused" in row for row in ladder.rows[-len(MISTAKES) :])
+    try_kernel(name, make, changed_source(make, right, wrong), expect_wrong=True)
 
 # %% [markdown]
 # - **One half** is reused too early: a rank that is one operation ahead overwrites rows that the other has not read.
@@ -657,18 +764,49 @@ assert all("refused" in row for row in ladder.rows[-len(MISTAKES) :])
 #
 # ## 8. The package
 #
-# The package's kernels follow steps 1 to 4 and add what a server needs:
+# The package's kernels follow steps 1 to 4. Two additions make them fast.
+#
+# **Placement by bits.** In step 4 every thread that places a row walks through all earlier slots. In the package each
+# receiving CTA builds a bit set of slots for each expert in shared memory, as the metadata arrives. A row's place is
+# the number of bits before its own: one warp counts 32 words at once, with a population count and a warp reduction.
+
+# %%
+listing((low_latency_packing.make_place_rows, "add_slot"), (low_latency_packing.make_place_rows, "count"))
+
+# %% [markdown]
+# **Senders and receivers.** In the steps a CTA sends its token and then receives. Loads behind stores to a peer wait
+# until NVLink has taken these. In the package each CTA of a launch does one of the two: the first third of the CTAs
+# sends, and the others read slots meanwhile. They begin with the rank's own rows, which need no slot, and if tokens are
+# few, several CTAs share a row.
+
+# %%
+listing(low_latency_protocol.roles, (low_latency_protocol.make_slot_at, "slot_at"))
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+MOST = max(PAIRS["this notebook, packed by expert"])
+wire_us = 2 * model.bytes_each_way(2, MOST) / 450e3
+say(
+    "**Recorded** with these kernels, 2 GPUs: placement and everything else that packing adds takes {few:.1f} us with 1 "
+    "token and {many:.1f} us with {most} tokens, {alone:.1f} and {alone_many:.1f} us on one rank alone. In slots the pair "
+    "of {most} tokens takes {slots:.1f} us; at NVLink's 450 GB/s its bytes alone take {wire:.1f} us, {share:.0f} % of that.",
+    few=-loss.saved_us,
+    many=PAIRS["this notebook, packed by expert"][MOST] - PAIRS["this notebook, in slots"][MOST],
+    alone=packed_alone - slots_alone,
+    alone_many=times.times_of(RECORD, "final", 1)[MOST] - times.times_of(RECORD, "in slots", 1)[MOST],
+    most=MOST,
+    slots=PAIRS["this notebook, in slots"][MOST],
+    wire=wire_us,
+    share=100 * wire_us / PAIRS["this notebook, in slots"][MOST],
+)
+
+# %% [markdown]
+# Further additions are what a server needs:
 #
 # - Every wait has a timeout. A rank that is late or dead is marked in a mask, and tokens with experts on it become NaN.
 #   The next call raises an error, or with `enable_shrink` the other ranks continue without it.
-# - If tokens are few, several CTAs share a row. A word of metadata has two experts and the low bits of the operation's
-#   number.
-# - A third of the CTAs send while the others receive, so that slots are read while the link is busy. A rank reads
-#   its own rows where they are, without slots.
-# - Packed by expert, the metadata of all tokens is sent before any row. A receiving CTA sets a bit for each slot and
-#   expert in shared memory; a row's place is the number of bits before its own.
 # - Dispatch can quantise rows to FP8, with scales, and combine the sums that it sends (`use_fp8_combine`). Combine
-#   applies the top-k weights of packed rows.
+#   applies the top-k weights of packed rows. A word of metadata has two experts and the low bits of the operation's
+#   number.
 # - `return_recv_hook` splits a call into a send phase and a receive phase; no SM is in use between the two.
 # - `protocol="lamport"`, data as its own flag, is the default; `"flags"` is the protocol of step 1.
 #
@@ -714,7 +852,8 @@ for rank, (combined, again, counts) in enumerate(LocalGroup(LAYER.ranks).run(dec
     print(f"rank {rank}: right, the same bits twice; it received {sum(counts)} rows for {len(counts)} experts")
 
 # %% [markdown]
-# In a CUDA graph, and with FP8 rows and a receive hook:
+# In a CUDA graph, and with FP8 rows and a receive hook, where `experts` are the model's expert layers, and `w13` and
+# `w13_scale` FP8 weights with their scales:
 #
 # ```python
 # with torch.cuda.graph(graph):  # after one call outside of it
@@ -727,86 +866,97 @@ for rank, (combined, again, counts) in enumerate(LocalGroup(LAYER.ranks).run(dec
 # receive()  # other kernels may run between the two phases
 # y = moe_numba.group_gemm_blockwise_fp8(values, w13, counts, None, scales.contiguous(), w13_scale)
 # ```
-#
+
+# %% [markdown]
 # ## 9. Times
 #
-# ### One rank alone
+# ### Where does the time go?
 #
-# `python -m moe_numba bench low_latency` measures the pair in a CUDA graph. On one GPU it measures one rank with 128
-# experts, as many as each of two ranks has. The rank copies its own tokens, and nothing crosses NVLink: what remains is
-# the cost of the launches and of the copies on the GPU. Packing writes 8 rows per token of the rank, as it does on
-# average with several ranks.
+# `python -m moe_numba bench low_latency` measures the pair in a CUDA graph, for one rank alone and for groups of GPUs.
+# One rank alone has 128 experts, as many as each of two ranks has. It copies its own tokens, and nothing crosses
+# NVLink: what remains is the cost of the launches and of the work on the GPU. Two ranks add two one-way NVLink
+# latencies to it, and a rest.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-KINDS = {
+KINDS = {"one rank alone": "kernel", "2 NVLink latencies": "link", "rest": "rest"}
+STEPS = {
+    "step 1: slots, flags": ("in slots, flags", model.FENCED_ONE_WAY_US),
+    "steps 2 and 3: slots": ("in slots", model.ONE_WAY_US),
+    "step 4: packed by expert": ("final", model.ONE_WAY_US),
+}
+PARTS = {name: times.parts_of(RECORD, *step) for name, step in STEPS.items()}
+draw.latency_chain(
+    {name: times.spans({part: (KINDS[part], us) for part, us in parts.items()}) for name, parts in PARTS.items()},
+    "1 token on 2 GPUs: recorded time, split",
+    f"Pairs and one rank alone: {plots.provenance(RECORD)}. NVLink: table of section 1.",
+)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+spread_us = {ranks: times.spread(RECORD, "in slots", ranks) for ranks in (1, 2)}
+width_us = {ranks: found["p90"] - found["p10"] for ranks, found in spread_us.items()}
+say(
+    "In slots {alone:.1f} of {pair:.1f} us are work on one GPU, of which two launches and two loads explain {known:.1f} us. "
+    "NVLink explains {link:.1f} us, and {rest:.1f} us are left. No measurement divides this rest. One candidate is waiting for "
+    "the slower rank, which each dispatch and each combine do: between the 10th and the 90th percentile, samples span "
+    "{two:.1f} us on 2 GPUs, {one:.1f} us on one. Another one is that whole rows are stored and polled, while the latency "
+    "in the table is that of one word.",
+    alone=PARTS["steps 2 and 3: slots"]["one rank alone"],
+    pair=SLOTS["median"],
+    known=2 * (LAUNCH_US + LOAD_US),
+    link=PARTS["steps 2 and 3: slots"]["2 NVLink latencies"],
+    rest=PARTS["steps 2 and 3: slots"]["rest"],
+    two=width_us[2],
+    one=width_us[1],
+)
+
+# %% [markdown]
+# ### One rank alone
+#
+# Packing writes 8 rows per token of the rank, as it does on average with several ranks.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+OPTIONS = {
     "in slots": ("in slots", "bf16"),
     "in slots, flags": ("in slots, flags", "bf16"),
     "packed by expert": ("final", "bf16"),
     "packed, flags": ("flags", "bf16"),
     "packed, FP8 dispatch": ("final", "e4m3"),
 }
-ALONE = {name: found for name, (step, dtype) in KINDS.items() if (found := times_of(PAIR, step, 1, dtype))}
+alone = {name: times.times_of(RECORD, step, 1, dtype) for name, (step, dtype) in OPTIONS.items()}
 TITLE = "One rank alone: dispatch and combine, hidden 7168, top-8 of 128 experts"
-plots.sweep_figure(ALONE, caption=plots.caption(PAIR), title=TITLE) if ALONE else Markdown(f"*{NO_RECORD}*")
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-text = f"*{NO_RECORD}*"
-if len(ALONE) == len(KINDS):
-    slots, _, packed, _, fp8 = (times[1] for times in ALONE.values())
-    text = (
-        f"With 1 token, packing by expert takes {packed - slots:.1f} us more than slots, with FP8 dispatch "
-        f"{fp8 - slots:.1f} us more."
-    )
-Markdown(text)
+plots.sweep_figure(alone, caption=plots.caption(RECORD), title=TITLE)
 
 # %% [markdown]
-# ### Several GPUs: a model
+# ### More tokens, more GPUs: a model
 #
 # The model adds a constant, for all latencies of a pair, and the time of the bytes that a rank sends in each direction.
-# The columns of the model are predictions; none of them was measured.
+# Both are fitted to the record of 2 GPUs, in slots. With more GPUs a rank sends each token to more ranks; the
+# extrapolated columns assume the same constant and bandwidth, and nothing has confirmed them.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-PROTOTYPE = model.PROTOTYPE_US["data as its own flag"]
-ERROR = max(abs(model.pair_us(2, tokens) / us - 1) for tokens, us in PROTOTYPE.items())
-table = [
-    f"| {tokens} | {PROTOTYPE[tokens]:.1f} | " + " | ".join(f"{model.pair_us(n, tokens):.1f}" for n in (2, 4, 8)) + " |"
-    for tokens in TOKEN_COUNTS
-]
+RECORDED = times.times_of(RECORD, "in slots", 2)
+MODEL = model.fit(2, RECORDED)
+COLUMNS = {}
+for n in (2, 4, 8):
+    if n in RANKS_RECORDED:
+        COLUMNS[f"{n} GPUs, recorded"] = times.times_of(RECORD, "in slots", n)
+    kind = "fit" if n == 2 else "extrapolated"
+    COLUMNS[f"{n} GPUs, {kind}"] = {tokens: MODEL.pair_us(n, tokens) for tokens in RECORDED}
+by_tokens = {str(tokens): {name: column[tokens] for name, column in COLUMNS.items()} for tokens in RECORDED}
 Markdown(
-    f"Model: {model.MODEL_US} us + bytes / {model.MODEL_GBPS} GB/s in each direction. Its largest deviation from the "
-    f"prototype, at {min(PROTOTYPE)} to {max(PROTOTYPE)} tokens, is {100 * ERROR:.0f} %. Microseconds, bfloat16 rows "
-    "in slots:\n\n| tokens | prototype in CUDA C++, 2 GPUs | model, 2 GPUs | model, 4 GPUs | model, 8 GPUs |\n"
-    "|---:|---:|---:|---:|---:|\n" + "\n".join(table)
-)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-GROUPS = sorted({row["config"]["ranks"] for row in PAIR["rows"]} - {1}) if PAIR else []
-
-
-def of_group(n):
-    """Describe the recorded times of a group of GPUs."""
-    slots, flags = times_of(PAIR, "in slots", n), times_of(PAIR, "in slots, flags", n)
-    peers = [(peer.removeprefix("peer:"), times_of(PAIR, peer, n)) for peer in records.peers(PAIR)]
-    others = "".join(f"; {name} {listed(times)} us" for name, times in peers if times)
-    return (
-        f"- {n} GPUs, recorded: {listed(slots)} us in slots{others}. With 1 token, data as its own flag instead of "
-        f"flags: {Judgement(flags[1], slots[1], GAIN_US)}; the prediction is that of step 2."
-    )
-
-
-Markdown(
-    "\n".join(map(of_group, GROUPS))
-    or "**The kernels of the package have not been measured on two or more GPUs yet.** Only the prototype has been, "
-    "which has neither timeouts nor packing."
+    f"Fit: {MODEL.latency_us:.1f} us + bytes of both directions / {MODEL.gbps:.0f} GB/s; its largest deviation from the "
+    f"record is {100 * MODEL.deviation(2, RECORDED):.0f} %. Microseconds, bfloat16 rows in slots:\n\n"
+    + times.table(by_tokens, COLUMNS, "tokens")
 )
 
 # %% [markdown]
 # **Exercise 3.** On two GPUs every token goes to the other rank (hidden 7168, bfloat16). With how many tokens per rank
-# do the bytes of dispatch and combine together take as long as the constant of the model?
+# do the bytes of dispatch and combine together take as long as the constant of the model? Write a function of the model
+# above, whose `latency_us` and `gbps` are its two numbers.
 
 # %%
-tokens = ...
-exercise("low_latency-3").check(tokens)
+break_even_tokens = ...
+exercise("low_latency-3").check(break_even_tokens)
 
 # %% [markdown]
 # ## 10. Sources

@@ -88,6 +88,11 @@ def listed(step, field="kernel_us", record=RECORD):
     return None if None in found else " / ".join(map(records.format_us, found))
 
 
+def print_times(times):
+    """Print measured or recorded microseconds by name."""
+    print(", ".join(f"{name}: {us:.2f} us" for name, us in times.items()) or "no times are recorded")
+
+
 say(
     "**Result.** On {gpu} the experts of one {model} layer take {ours} us for 1 / 64 / 4096 tokens (kernel time, "
     "recorded). transformers' `grouped_mm`, which uses torch's grouped GEMM, takes {peer} us. The lower bound, the time "
@@ -151,7 +156,7 @@ print("the loop:", check(experts_in_torch(*GIVEN[:5])) or "correct")
 
 # %%
 missing = topk_ids.clone()
-missing[-1, -1] = -1  # an id that is no expert's adds nothing
+missing[-1, -1] = -1  # an invalid expert id adds nothing
 WRONG = {
     "weights applied twice": (x, w13, w2, topk_weights**2, topk_ids),
     "expert off by one": (x, w13, w2, topk_weights, (topk_ids + 1) % LAYER.num_experts),
@@ -179,12 +184,14 @@ exercise("moe_layer-1").check(tokens_that_fill)
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-rates = f"Rates: data sheet of an H200, {model.GPU.hbm_bandwidth / 1e12:g} TB/s."
-Markdown(f"{model.bounds_table(bench.LAYERS)}\n\n{rates}")
+SHOWN = QWEN, DEEPSEEK, f"{DEEPSEEK}, 1 of 8 GPUs"
+flops = [f"{model.GPU.tensor_flops[name] / 1e12:.0f} TFLOP/s in {name}" for name in ("bfloat16", "float8_e4m3fn")]
+rates = f"Rates: data sheet of an H200, {model.GPU.hbm_bandwidth / 1e12:g} TB/s, {' and '.join(flops)}."
+Markdown(f"{model.bounds_table([layer for layer in bench.LAYERS if layer.model in SHOWN])}\n\n{rates}")
 
 # %% [markdown]
-# A GPU of 8 has 32 of the 256 experts, and here every token uses 8 of these. With tensor parallelism it has an eighth
-# of the intermediate size of every expert.
+# Each of 8 GPUs holds 32 of the 256 experts; in this row all 8 experts of every token are local. The bounds are those of
+# the expected number of experts; bounds beside measured times, in section 7, are those of the experts that were drawn.
 #
 # In decode the limit is reading: with 64 tokens nearly all experts are read for a few rows each. With a prompt of 4096
 # tokens the limit is computing. In decode the other stages should add as little latency as possible; with a prompt they
@@ -198,7 +205,7 @@ Markdown(f"{model.bounds_table(bench.LAYERS)}\n\n{rates}")
 # | stage | kernel | built in |
 # |---|---|---|
 # | `permute` | `group_by_expert`: a counting sort in one launch returns the group sizes and the indices in both directions. Groups have no padding, unlike the [expert blocks of notebook 02](02_align.ipynb). | section 5 |
-# | `quantise` | FP8 weights need FP8 tokens: one scale per 128 elements of a token. | [08](08_ring_buffer_dispatch.ipynb) |
+# | `quantise` | FP8 weights need FP8 tokens: one scale per 128 elements of a token. The launch is called `cast`; with many tokens `permute` does it. | [08](08_ring_buffer_dispatch.ipynb) |
 # | `gate_up` | A grouped GEMM: one launch for all experts. Group sizes stay on the GPU, so the CPU does not wait for them. | [06](06_grouped_gemm.ipynb) |
 # | `activation` | `silu(gate) * up`: part of the epilogue of the first grouped GEMM on GPUs with wgmma, otherwise one pass of a kernel. | |
 # | `down` | The same grouped GEMM. | [06](06_grouped_gemm.ipynb) |
@@ -256,7 +263,7 @@ layer_ladder = Ladder(
     config={"num_experts": LAYER.num_experts, "topk": LAYER.topk, "hidden": LAYER.hidden},
     size={"tokens": TOKENS},
 )
-ONE_TOKEN = make_inputs(LAYER, 1, *WEIGHTS)  # of the timelines in section 7
+ONE_TOKEN = make_inputs(LAYER, 1, *WEIGHTS)  # of the timeline in section 7
 calls = {name: partial(with_stages, in_torch) for name, in_torch in STEPS.items()} | {"final": prepared(GIVEN)}
 for name, call in calls.items():
     with OpCounter() as operations:
@@ -328,7 +335,9 @@ group_ladder.step("torch", partial(group_in_torch, IDS), dtype="int32")
 # %% [markdown]
 # ### Step 1: a counting sort in one launch
 #
-# **Bottleneck.** Each operation is a kernel or more. An empty kernel and torch's sort alone take:
+# **Bottleneck.** Each operation is a kernel or more. By **programmatic dependent launch** a kernel starts while the one
+# before it in the stream still runs, and calls `griddepcontrol_wait` before it reads what that one writes. An empty
+# kernel, launched in both ways, and torch's sort take:
 
 
 # %%
@@ -342,7 +351,7 @@ one_cta = partial(launch, empty, 1, 32, IDS)
 calls = {"empty": one_cta, "empty, dependent": partial(one_cta, dependent=True)}
 calls["sort"] = lambda: IDS.flatten().long().argsort(stable=True)
 BASICS = group_ladder.times("basics", calls) or {}
-print(BASICS or "no times are recorded")
+print_times(BASICS)
 
 # %% [markdown]
 # **Idea.** A **counting sort** in one CTA. Each warp counts a contiguous share of the assignments in counters of its
@@ -437,10 +446,11 @@ def with_one_token(name):
     """Measure a step with all tokens and with one."""
     calls = {"all": MAKE_CALL[name](IDS, G_EXPERTS), "one": MAKE_CALL[name](FEW, G_EXPERTS)}
     times = group_ladder.times(f"one token, {name}", calls) or {}
-    print(f"{name}: {times['all']:.2f} us, with one token {times['one']:.2f} us" if times else "no times are recorded")
+    print_times({f"{name}, {which}": us for which, us in times.items()})
+    return times
 
 
-with_one_token("a share per warp")
+BY_SHARE = with_one_token("a share per warp")
 
 # %% [markdown]
 # ### Step 2: the package
@@ -448,8 +458,8 @@ with_one_token("a share per warp")
 # **Bottleneck.** The launch itself, of which `basics` above shows the part that a dependent launch avoids.
 #
 # **Idea.** `moe_numba.group_by_expert` starts by programmatic dependent launch: it clears its counters while the kernel
-# before it ends. It also loads four ids per lane at once, uses ballots instead of `match_any_sync`, and skips ids that
-# are no expert's. Up to 4096 assignments it launches one CTA. Beyond that it takes three launches: CTAs count chunks, one
+# before it ends. It also loads four ids per lane at once, uses ballots instead of `match_any_sync`, and skips invalid
+# expert ids. Up to 4096 assignments it launches one CTA. Beyond that it takes three launches: CTAs count chunks, one
 # CTA scans, CTAs place their chunks.
 #
 # **Predicted gain.** `t_empty - t_dependent`.
@@ -464,18 +474,30 @@ gain_us = BASICS["empty"] - BASICS["empty, dependent"] if BASICS else 0
 group_step("final", package_call, after="a share per warp", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The time that does not depend on the number of assignments:
+# The same kernel with one token shows the time that does not depend on the number of assignments:
 
 # %%
-with_one_token("final")
+BY_PACKAGE = with_one_token("final")
 group_ladder.measure_all()
 group_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-group_ladder.plot(floor_us=BASICS.get("empty, dependent"))
+both = BY_SHARE and BY_PACKAGE
+say(
+    "**Explanation.** With one token the time changes by {fixed:+.2f} us, predicted {predicted:+.2f}: that is the launch. "
+    "What depends on the number of assignments changes by {variable:+.2f} us. The package checks each id, and counts "
+    "warps' shares that may begin anywhere, for the calls with more than 4096 assignments and with invalid ids; it is "
+    "kept for these, and because layers launch it behind another kernel.",
+    fixed=BY_PACKAGE["one"] - BY_SHARE["one"] if both else None,
+    predicted=BASICS["empty, dependent"] - BASICS["empty"] if BASICS else None,
+    variable=BY_PACKAGE["all"] - BY_PACKAGE["one"] - BY_SHARE["all"] + BY_SHARE["one"] if both else None,
+)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+group_ladder.plot(peers={"empty launch, measured": BASICS["empty, dependent"]} if BASICS else None)
 
 # %% [markdown]
-# A sort that takes rows from an atomic counter is shorter, but not stable: the rows of an expert are in the order in
+# A sort that takes rows from an atomic counter is simpler, but not stable: the rows of an expert are in the order in
 # which threads arrive. Every row is still computed correctly, so a check of the layer's output accepts it. The check of
 # the indices must reject it. In the simulator a seed determines the order of the threads:
 
@@ -564,13 +586,20 @@ sum_ladder.step("torch", sum_in_torch, dtype="bf16")
 # ### Step 1: one pass, two columns per thread
 #
 # **Bottleneck.** Memory traffic. With `R` bytes of rows the gather moves `2 R`, the multiplication `3 R`, because its
-# result is float32, and the reduction `2 R`. Two measurements give the rates: a copy, which moves `2 R`, and a reduction
-# alone, without weights.
+# result is float32, and the reduction `2 R`. A copy, which moves `2 R`, gives the rate; each of the three is also
+# measured alone.
 
 # %%
-stacked = ROWS.view(S_TOKENS, S_TOPK, S_HIDDEN)
-COPIES = sum_ladder.times("copies", {"copy": lambda: torch.clone(ROWS), "reduction": lambda: stacked.sum(1)}) or {}
-print(COPIES or "no times are recorded")
+gathered = ROWS.view(S_TOKENS, S_TOPK, S_HIDDEN)
+weighted = gathered * SHARES[..., None]
+calls = {
+    "copy": lambda: torch.clone(ROWS),
+    "gather": lambda: ROWS.index_select(0, INVERSE.flatten()),
+    "multiplication": lambda: gathered * SHARES[..., None],
+    "reduction": lambda: weighted.sum(1),
+}
+COPIES = sum_ladder.times("copies", calls) or {}
+print_times(COPIES)
 
 # %% [markdown]
 # **Idea.** One kernel reads each row once. Two adjacent columns are one 32-bit word, and adjacent threads load adjacent
@@ -615,10 +644,19 @@ sum_ladder.step(
 )
 print(f"at the rate of the copy the kernel's bytes would take {BOUND_US:.1f} us")
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "**Explanation.** torch's three operations alone take {parts} us. At the rate of the copy they would take {ideal:.0f} "
+    "us in sum: the miss is what they are slower than a copy.",
+    parts=" + ".join(f"{COPIES[name]:.0f}" for name in ("gather", "multiplication", "reduction") if name in COPIES)
+    or None,
+    ideal=3.5 * COPY_US if COPIES else None,
+)
+
 # %% [markdown]
 # ### Step 2: eight columns per thread
 #
-# **Bottleneck.** The difference between these two times. A load of a thread has 4 bytes.
+# **Bottleneck.** The difference between these two times. Each thread loads 4 bytes at a time.
 #
 # **Idea.** Loads and stores of 16 bytes: a quarter of the threads and instructions, four times the bytes per load.
 #
@@ -663,7 +701,7 @@ sum_ladder.step("eight columns", sum_by(eight_columns, 8), after="two columns", 
 # **Idea.** `moe_numba.weighted_sum` knows `topk` when it is compiled, and loads the rows of all k before it adds the
 # first. It also starts by dependent launch, and can add the output of shared experts.
 #
-# **Predicted gain.** What remains of the difference to the copy.
+# **Predicted gain.** The remaining gap to the copy-rate bound.
 
 # %%
 gain_us = max(0, (sum_ladder.median_us("eight columns") or BOUND_US) - BOUND_US)
@@ -686,7 +724,7 @@ sum_ladder.measure_all()
 sum_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-sum_ladder.plot(floor_us=COPIES and BOUND_US or None)
+sum_ladder.plot(peers={"its bytes at the copy's rate, measured": BOUND_US} if COPIES else None)
 
 # %% [markdown]
 # The sum has a fixed order, and the GEMMs compute each row independently of the others. So the bits of a token's result
@@ -702,7 +740,8 @@ print("the same bits in four runs, and with the tokens in another order")
 # %% [markdown]
 # ## 7. Where the time goes
 #
-# The benchmark measures every launch alone in a CUDA graph, and one call with all of them:
+# The benchmark measures every launch alone, many times in a CUDA graph, and one call with all of them. With one token, and
+# in bfloat16, the call is the two kernels of the subsection "One token".
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 draw_parts(RECORD, f"{QWEN}'s experts, bfloat16", [QWEN], SIZES) if RECORD else Markdown(NO_RECORD)
@@ -720,9 +759,32 @@ Markdown(parts_table(RECORD) if RECORD else NO_RECORD)
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown(bench.readme_table(RECORD) if RECORD else NO_RECORD)
 
+
 # %% [markdown]
-# A call takes as long as its launches one after another. With 4096 tokens some launches are neither GEMMs nor short.
-# Each reads and writes large tensors; these are their rates:
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+def sum_of_launches(model, tokens):
+    """Return the sum of the recorded times of a call's launches, each alone; None if there are none."""
+    size = {"tokens": tokens}
+    rows = RECORD["rows"] if RECORD else []
+    found = [row for row in rows if row["config"]["model"] == model and row["size"] == size]
+    parts = [row["kernel_us"]["median"] for row in found if row["step"].startswith("part: ")]
+    return sum(parts) or None
+
+
+SUMS = [sum_of_launches(QWEN, tokens) for tokens in SIZES]
+say(
+    "For 1 / 64 / 4096 tokens {model}'s launches take {sums} us in sum, one call {calls} us, and both GEMMs, launched "
+    "alternately in one graph, {gemms} us. A launch alone follows itself and does not wait for results of another kernel, "
+    "which matters with 1 token. With 4096 tokens the difference lies in the first grouped GEMM: directly behind "
+    "`permute`, which leaves the L2 cache full of rows that it has written, it takes longer than alone.",
+    model=QWEN,
+    sums=None if None in SUMS else " / ".join(map(records.format_us, SUMS)),
+    calls=listed("final"),
+    gemms=listed("both GEMMs"),
+)
+
+# %% [markdown]
+# With 4096 tokens some launches are neither GEMMs nor short. Each reads and writes large tensors; these are their rates:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown(rates_table(RECORD, QWEN, SIZES[-1]) if RECORD else NO_RECORD)
@@ -747,16 +809,6 @@ say(
 )
 
 # %% [markdown]
-# For one token, the launches of three steps of section 4 on a time axis, as torch's profiler saw them without a CUDA
-# graph. The loop launches several kernels per expert, and the CPU waits in between.
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-rows = {name: layer_ladder.row(name) or {} for name in ("torch loop", "group_by_expert", "final")}
-timelines = {name: row["timeline"] for name, row in rows.items() if row.get("timeline")}
-title = f"Kernels of one call for 1 token: {QWEN}'s experts"
-launch_timeline(timelines, title) if timelines else Markdown(NOT_MEASURED)
-
-# %% [markdown]
 # ### One token
 #
 # **Bottleneck.** With one token each chosen expert has one row. Grouping has nothing to group, and a tile of the
@@ -767,7 +819,7 @@ ONE_EXPECTED, ONE_OUT = reference.fused_experts(*ONE_TOKEN), torch.full_like(ONE
 ONE_WORKSPACE = ExpertsWorkspace(1, LAYER.topk, w13, w2)
 GROUPED = part_calls(ONE_TOKEN, ONE_WORKSPACE, ONE_OUT, {}, decodes=False)  # name -> call of one launch
 LAUNCHES = layer_ladder.times("launches with 1 token", GROUPED) or {}
-print(LAUNCHES or "no times are recorded")
+print_times(LAUNCHES)
 
 
 def grouped():
@@ -808,7 +860,18 @@ say(
 
 # %% [markdown]
 # The kernels read an expert's weights once for each of its tokens, so `fused_experts` uses them only for so few tokens
-# that hardly two of them share an expert.
+# that hardly two of them share an expert, and only where these experts' weights have at most 128 MiB: with more, the two
+# launches that are saved weigh less than the higher rate at which grouped GEMMs read.
+#
+# The kernels of one call of the torch loop and of these two kernels, called without a CUDA graph, as torch's profiler saw
+# them. The loop launches several kernels per expert, and the CPU waits in between.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+rows = {name: layer_ladder.row(name) or {} for name in ("torch loop", "final")}
+timelines = {name: row["timeline"] for name, row in rows.items() if row.get("timeline")}
+title = f"Kernels of one call for 1 token: {QWEN}'s experts"
+caption = "Bars are at least a pixel wide; most kernels of the loop take less time than that."
+launch_timeline(timelines, title, caption) if timelines else Markdown(NOT_MEASURED)
 
 # %% [markdown]
 # ## 8. Expert parallel
@@ -854,7 +917,7 @@ print("ranks 0 and 1: correct; with exchanged experts the check rejects both")
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 RANKS = records.recorded("moe_layer_ranks")
-Markdown(ranks_bench.readme_table(RANKS) if RANKS else NO_RECORD.replace("moe_layer", "moe_layer_ranks"))
+Markdown(ranks_bench.layers_table(RANKS) if RANKS else NO_RECORD.replace("moe_layer", "moe_layer_ranks"))
 
 # %% [markdown]
 # **Exercise 3.** A token with topk experts reaches fewer than topk ranks if a rank has several of them. If a token's
@@ -870,19 +933,22 @@ exercise("moe_layer-3").check(ranks_reached)
 #
 # `register()` makes `fused_experts` known to transformers 5, `set_experts_implementation` selects it for a model, and
 # `fuse_routers` replaces the model's routers by the kernel of the gate. Here with a tiny Qwen3-MoE model with random
-# weights. `eager` is the loop over experts in transformers:
+# weights, and the token that it predicts behind each token of a prompt. `eager` is the loop over experts in transformers:
 
 
 # %%
 def logits_and_tokens(model, implementation):
     model.set_experts_implementation(implementation)
-    prompt = torch.arange(5, device=DEVICE).view(1, 5)
+    prompt = torch.arange(0, 56, 7, device=DEVICE).view(1, 8)
     with torch.no_grad():
         logits = model(prompt).logits.double()
-    return logits, model.generate(prompt, max_new_tokens=3, do_sample=False)[0, 5:].tolist()
+    return logits, logits[0].argmax(-1).tolist()
 
 
 try:
+    import warnings
+
+    warnings.filterwarnings("ignore", message="IProgress not found")  # of tqdm, which transformers imports
     from moe_numba.integrations.transformers import fuse_routers, register
 
     register()
@@ -891,7 +957,7 @@ try:
     print("fused routers:", fuse_routers(qwen))
     logits, tokens = logits_and_tokens(qwen, "moe_numba")
     difference = float((logits - eager_logits).norm() / eager_logits.norm())
-    print(f"generated: {eager_tokens}, then {tokens}; relative difference of the logits: {difference:.4f}")
+    print(f"predicted: {eager_tokens}, then {tokens}; relative difference of the logits: {difference:.4f}")
     assert difference < 0.02
 except ImportError as error:
     print(f"transformers 5 is not installed ({error}): pip install 'moe_numba[transformers]'")
@@ -917,20 +983,35 @@ say(
 # %% [markdown]
 # ## 10. What 64 GPUs would change
 #
-# **Nothing in this section is measured.** It is a model of one DeepSeek-V3 layer whose experts are distributed over GPUs
-# in nodes of 8, with uniform routing. A row crosses the network once per node that has one of its experts, and is
+# **The rows for 64 GPUs are a model**, of one DeepSeek-V3 layer whose experts are distributed over GPUs in nodes of 8, with
+# uniform routing. A row crosses the network once per node that has one of its experts, and is
 # forwarded over NVLink; dispatch sends FP8, combine bfloat16. Every part takes the time of its bytes or operations, and
 # transfers do not overlap with GEMMs.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 assumed = (
     f"Parts in us per layer; weights of the experts of {model.MOE_LAYERS} layers. NVLink {model.NVLINK / 1e9:.0f} GB/s, "
-    f"network {model.NETWORK / 1e9:.0f} GB/s, per GPU and direction; other rates: data sheet of an H200."
+    f"network {model.NETWORK / 1e9:.0f} GB/s, per GPU and direction; other rates: data sheet of an H200. The last column is "
+    "the longer of reading and computing, plus dispatch and combine, divided by the tokens of a GPU."
 )
 Markdown(f"{model.table((1, 8, 64), (64, 4096))}\n\n{assumed}")
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 FEW_TOKENS, MANY_TOKENS = 64, 4096
+ON_EIGHT = {tokens: ranks_bench.fastest(RANKS, 8, tokens) if RANKS else None for tokens in (FEW_TOKENS, MANY_TOKENS)}
+say(
+    "For 8 GPUs there are measurements (section 8): with {few} tokens the model gives {few_model:.0f} us, and {few_us} us "
+    "are measured; with {many} tokens {many_model:.0f} and {many_us} us. The model leaves out what does not depend on the "
+    "number of rows, launches and the exchange of counts, and assumes the peak rates of memory, tensor cores and links.",
+    few=FEW_TOKENS,
+    many=MANY_TOKENS,
+    few_model=model.total_us(8, FEW_TOKENS),
+    many_model=model.total_us(8, MANY_TOKENS),
+    few_us=ON_EIGHT[FEW_TOKENS] and records.format_us(ON_EIGHT[FEW_TOKENS]),
+    many_us=ON_EIGHT[MANY_TOKENS] and records.format_us(ON_EIGHT[MANY_TOKENS]),
+)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "With {few} tokens on each GPU, each of 64 GPUs reads {less:.0f} times fewer bytes than each of 8, because it holds "
     "fewer experts. A layer takes {faster:.1f} times less time per token, and the network is the limit: dispatch and "

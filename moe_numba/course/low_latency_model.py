@@ -1,30 +1,18 @@
-"""Latencies on two H200s, measured before the low-latency kernels were written, and a model of the pair's time.
+"""Latencies of NVLink, and a model of the time of low-latency dispatch and combine: a constant and the bytes.
 
-Measured on 2026-11-22 on two H200s of one node, hidden 7168, top-8 of 256 experts, in CUDA graphs. The primitives and
-the prototype are CUDA C++ programs. These are no records: the programs are not part of the repository. All times are
-microseconds.
+The two latencies were measured on two H200s of one node with CUDA C++ programs that are not part of the repository, so
+they are no records. Everything else that the notebook predicts with comes from records. All times are microseconds.
 """
 
+from collections.abc import Mapping
 from math import comb
+from typing import NamedTuple
 
-MEASURED = "two NVIDIA H200s of one node, 2026-11-22"
+import numpy as np
+
+MEASURED = "two H200s, CUDA C++ program of 2026-11-22, no record"
 ONE_WAY_US = 0.73  # half of a ping-pong between flags in the peers' memory, over NVLink
-FENCED_WAY_US = 1.33  # the same with fence.sys before each flag
-TWO_EMPTY_KERNELS_US, TWO_DEPENDENT_KERNELS_US = 1.14, 0.91  # nodes of a graph; with programmatic dependent launch
-
-# Normal dispatch and combine through ring buffers, one token: the kernels, and the pair. Dispatch starts early, under
-# notify, by programmatic dependent launch.
-NORMAL_KERNELS_US = {"notify": 7.8, "dispatch": 16.5, "combine": 10.8}
-NORMAL_PAIR_US = 33.7
-
-# A prototype of the pair without packing, by tokens of a rank.
-PROTOTYPE_US = {
-    "flags after data": {1: 10.7, 8: 11.2, 32: 13.5, 128: 21.8, 256: 34.0},
-    "data as its own flag": {1: 9.3, 8: 9.6, 32: 11.1, 128: 20.3, 256: 32.1},
-}
-
-# The model: a constant for all latencies of a pair, and the bytes of each way at the bandwidth that the prototype got.
-MODEL_US, MODEL_GBPS = 9.7, 355
+FENCED_ONE_WAY_US = 1.33  # the same with fence.sys before each flag
 
 
 def bytes_each_way(ranks: int, tokens: int, hidden: int = 7168, topk: int = 8, num_experts: int = 256) -> float:
@@ -36,6 +24,29 @@ def bytes_each_way(ranks: int, tokens: int, hidden: int = 7168, topk: int = 8, n
     return tokens * (ranks - 1) * (1 - elsewhere) * 2 * hidden
 
 
-def pair_us(ranks: int, tokens: int, hidden: int = 7168, topk: int = 8, num_experts: int = 256) -> float:
-    """Return the model's time of a dispatch and a combine in bfloat16, in microseconds."""
-    return MODEL_US + 2 * bytes_each_way(ranks, tokens, hidden, topk, num_experts) / (MODEL_GBPS * 1e3)
+class PairModel(NamedTuple):
+    """Time of a pair: a constant for all latencies, and the bytes of both directions at a bandwidth."""
+
+    latency_us: float
+    gbps: float
+
+    def pair_us(self, ranks: int, tokens: int) -> float:
+        """Return the time of a dispatch and a combine in bfloat16."""
+        return self.latency_us + 2 * bytes_each_way(ranks, tokens) / (self.gbps * 1e3)
+
+    def deviation(self, ranks: int, times: Mapping[int, float]) -> float:
+        """Return the largest relative deviation from recorded times, {tokens: us}."""
+        return max(abs(self.pair_us(ranks, tokens) / us - 1) for tokens, us in times.items())
+
+
+def fit(ranks: int, times: Mapping[int, float]) -> PairModel:
+    """Fit the model to recorded times, {tokens: us}, of at least two numbers of tokens.
+
+    Minimises the squares of relative deviations, so that large numbers of tokens do not outweigh small ones.
+    """
+    if len(times) < 2:
+        raise ValueError(f"times has {len(times)} numbers of tokens; a fit needs at least 2")
+    us = np.array(list(times.values()), dtype=float)
+    sent = np.array([2 * bytes_each_way(ranks, tokens) / 1e3 for tokens in times])
+    (latency_us, us_per_kb), *_ = np.linalg.lstsq(np.stack([1 / us, sent / us], axis=1), np.ones(len(us)), rcond=None)
+    return PairModel(float(latency_us), float(1 / us_per_kb))

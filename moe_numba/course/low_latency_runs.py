@@ -54,13 +54,14 @@ def random_rounds(sizes: Sizes, count: int, seed: int) -> list[Round]:
 
 
 def run_rounds(
-    sizes: Sizes, rounds: list[Round], dispatch: Any, combine: Any = None, packed: bool = False
+    sizes: Sizes, rounds: list[Round], dispatch: Any, combine: Any = None, packed: bool = False, operations: int = 0
 ) -> list[list[dict[str, torch.Tensor]]]:
     """Run a dispatch, and after it a combine if there is one, per round; return the outputs by round and rank.
 
     Each kernel has a CTA of one warp per token and takes (local, peers, epochs, rank, inputs, outputs): ``dispatch``
     x, topk_idx, recv_x and has_row, or counts if ``packed``, and ``combine`` y, has_row, topk_idx and out. Bfloat16
-    tensors are passed as words. All outputs are poisoned first.
+    tensors are passed as words. All outputs are poisoned first. ``operations`` is the count in ``epochs`` before
+    the first round.
     """
     words = sizes.hidden // 2
 
@@ -70,7 +71,7 @@ def run_rounds(
         local = [memory.local.view(torch.int32) for memory in shared]
         local[0][sizes.metadata_words :] = SENTINEL
         local[1].fill_(SENTINEL)
-        epochs = [torch.zeros(sizes.tokens, dtype=torch.int32) for _ in shared]
+        epochs = [torch.full((sizes.tokens,), operations, dtype=torch.int32) for _ in shared]
         transport.gather(None)
 
         def start(number, kernel, *arguments):

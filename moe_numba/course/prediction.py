@@ -56,4 +56,5 @@ class Judgement:
     def _change(self, saved_us):
         """Format a saving as the change of the time: "-12.7 us (-26 %)"."""
         change_us = 0.0 - saved_us  # and no negative zero
-        return f"{change_us:+.3g} us ({change_us / self.before_us:+.0%})".replace("%)", " %)")
+        number = f"{change_us:+.3g}" if abs(change_us) < 1000 else f"{change_us:+.0f}"
+        return f"{number} us ({change_us / self.before_us:+.0%})".replace("%)", " %)")

@@ -27,6 +27,7 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
         "headline": headline(gpu, root),
         "notebooks": _notebooks(),
         "bench": _bench_commands(),
+        "peers": _peers(found),
         "gpus": _gpus(),
         **tables,
     }
@@ -96,6 +97,18 @@ def _bench_commands():
     width = max(map(len, BENCH_TOPICS))
     commands = [f"    python -m moe_numba bench {name:<{width}}  # {text}" for name, text in BENCH_TOPICS.items()]
     return "\n" + "\n".join(commands)
+
+
+def _peers(found):
+    """Return the versions of other projects' kernels, and the records, {topic: record}, that have them."""
+    versions: dict[tuple[str, str], list[str]] = {}
+    for topic, record in found.items():
+        for step in records.peers(record) if record else ():
+            version = records.find(record, step=step).get("version", "")
+            versions.setdefault((step.removeprefix("peer:"), version), []).append(f"`{topic}`")
+    lines = ["| kernel | version | measured with |", "|---|---|---|"]
+    lines += [f"| {name} | {version} | {', '.join(topics)} |" for (name, version), topics in sorted(versions.items())]
+    return "\n".join(lines)
 
 
 def _records():

@@ -1,10 +1,13 @@
-"""What a step changes in the source: a diff of two kernels in colours. Also a counter of torch operations."""
+"""What a step changes: a diff of two kernels in colours. Also listings of source, and a counter of torch operations."""
 
+import ast
 import difflib
 import html
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 
+from IPython.display import Markdown
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_numba.course.simulate import source_of
@@ -83,6 +86,44 @@ def _unified(old: list[str], new: list[str], context: int) -> Iterator[str]:
             else:
                 yield from (f"- {line}" for line in old[a:b])
                 yield from (f"+ {line}" for line in new[c:d])
+
+
+def listing(*functions: Callable | tuple[Callable, str]) -> Markdown:
+    """Return the source of functions or kernels as a listing; ``(factory, name)`` is a function that a factory makes.
+
+    Raises
+    ------
+    ValueError
+        The factory defines no function of this name.
+    """
+    sources = [_nested(*f) if isinstance(f, tuple) else source_of(f).rstrip() for f in functions]
+    return Markdown("```python\n{}\n```".format("\n\n\n".join(sources)))
+
+
+def passage(function: Callable, first: str, last: str) -> Markdown:
+    """Return a listing of a passage: from the first line that contains ``first`` to the next that contains ``last``.
+
+    Raises
+    ------
+    ValueError
+        There are no such lines.
+    """
+    lines = source_of(function).splitlines()
+    begin = next((n for n, line in enumerate(lines) if first in line), len(lines))
+    end = next((n for n in range(begin, len(lines)) if last in lines[n]), None)
+    if end is None:
+        raise ValueError(f"{function.__name__} has no passage from {first!r} to {last!r}")
+    return Markdown("```python\n{}\n```".format(textwrap.dedent("\n".join(lines[begin : end + 1]))))
+
+
+def _nested(factory, name):
+    """Return the source of a function that another one defines, with its decorators, not indented."""
+    source = source_of(factory)
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
+        if isinstance(node, ast.FunctionDef) and node.name == name and node.col_offset > 0:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            return textwrap.dedent("\n".join(source.splitlines()[first - 1 : node.end_lineno]))
+    raise ValueError(f"{factory.__name__} defines no function {name}")
 
 
 def diff(old: Callable, new: Callable) -> None:

@@ -124,7 +124,7 @@ TOPICS = (
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
     "grouped_gemm_tiles": "tile configurations of the grouped GEMM, of which it writes the package's table",
-    "models": "models of transformers, before and after one line",
+    "models": "Hugging Face Transformers models, before and after one line",
     "moe_layer_ranks": "experts of a layer that are distributed over two GPUs or more",
     "older_gpus": "the kernels for older GPUs, beside those for this GPU",
 }
@@ -150,14 +150,17 @@ def _headlines():
     for tokens in (64, 16384):
         where = {"config": align, "size": {"tokens": tokens}}
         yield Headline(f"alignment, {tokens} tokens, blocks of 16", "align", where, others=("torch",))
-    for rows in (128, 8192):
-        config = {"num_groups": 32, "n": 4096, "k": 7168, "scaling": "tensor", "routing": "uniform"}
+    scales = {"tensor": "a scale per expert", "block": "block scales"}
+    for scaling, rows in (("block", 128), ("block", 8192), ("tensor", 8192)):
+        config = {"num_groups": 32, "n": 4096, "k": 7168, "scaling": scaling, "routing": "uniform"}
         where = {"config": config, "size": {"rows": rows}}
-        label = f"FP8 grouped GEMM, 32 experts, {rows} rows"
+        label = f"FP8 grouped GEMM, {scales[scaling]}, 32 experts of 4096 x 7168, {rows} rows"
         yield Headline(label, "grouped_gemm", where, others=("torch", "torch, loop"))
     for tokens in (64, 4096):
         where = {"config": {"model": "Qwen3-30B-A3B"}, "size": {"tokens": tokens}}
         yield Headline(f"experts of a Qwen3-30B-A3B layer in bfloat16, {tokens} tokens", "moe_layer", where)
+    where = {"config": {"ranks": 2}, "size": {"tokens": 32}, "dtype": "bf16"}
+    yield Headline("low-latency dispatch and combine, 2 GPUs, 32 tokens each", "low_latency", where, "in slots")
     where = {"config": {"ranks": 4, "num_experts": 256}, "size": {"tokens": 4096}}
     names = {"counts, index_select and NCCL": "torch and NCCL"}
     label = "dispatch with its exchange of counts, 4 GPUs, 4096 tokens each"

@@ -122,8 +122,9 @@ def fused_experts(
     - FP8, a scale per expert: :func:`group_by_expert`, :func:`per_token_quant_fp8`, :func:`group_gemm_pertensor_fp8`
       of gathered rows, :func:`silu_and_mul_quant_fp8`, :func:`group_gemm_pertensor_fp8`, :func:`weighted_sum`.
 
-    With one token, and with a few that hardly share an expert, in bfloat16 and with block scales, two launches instead:
-    the activations of each assignment, and their products with w2, weighted and added.
+    With one token, and with a few that hardly share an expert, in bfloat16 and with block scales, two launches instead,
+    if their experts' weights have at most 128 MiB: the activations of each assignment, and their products with w2,
+    weighted and added.
 
     With more rows per expert on average (64; with block scales 2, in MXFP4 12) the first grouped GEMM does not gather:
     :func:`permute_tokens` is launched before it, or the cast to FP8 permutes. Results between launches are bfloat16 or

@@ -43,6 +43,9 @@ class ExpertParallelMoE(nn.Module):
         If not 0, the most tokens of a rank's call: dispatch and combine are then ``buffer.low_latency``, a launch each,
         for decoding. The buffer needs ``low_latency_mode``. A CUDA graph can capture the call after the first one.
         ``num_worst_tokens`` and ``config`` are not used.
+    fp8_combine : bool
+        With ``low_latency_tokens``: send the ranks' sums in FP8 with a scale per 128 elements, which halves the bytes
+        of combine. Each element of another rank's sum is rounded by up to 1/16; that of a token's own rank is not.
     overlap_combine : bool
         Let combine send the first sums of the experts' rows while the last ones are computed. For many tokens; see
         docs/expert_parallel.md. Combine's SMs must be at most half of the GPU's. Not with ``low_latency_tokens``, nor
@@ -70,19 +73,24 @@ class ExpertParallelMoE(nn.Module):
         fp8_dispatch: bool = False,
         low_latency_tokens: int = 0,
         overlap_combine: bool = False,
+        fp8_combine: bool = False,
     ):
         super().__init__()
         if not isinstance(buffer, Buffer):
             raise TypeError(f"buffer is {type(buffer).__name__}; it must be a moe_numba.Buffer")
         if not isinstance(experts, Experts):
             raise TypeError(f"experts is {type(experts).__name__}; it must be a moe_numba.moe_layer.Experts")
-        for name, value in (("fp8_dispatch", fp8_dispatch), ("overlap_combine", overlap_combine)):
+        flags = dict(fp8_dispatch=fp8_dispatch, overlap_combine=overlap_combine, fp8_combine=fp8_combine)
+        for name, value in flags.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name} is {value!r}; it must be True or False")
         self.buffer, self.experts, self.config = buffer, experts, config
         self.shared_experts, self.fp8_dispatch = shared_experts, fp8_dispatch
         self.num_worst_tokens = check_int("num_worst_tokens", num_worst_tokens, 0)
         self.low_latency_tokens = check_int("low_latency_tokens", low_latency_tokens, 0, _MAX_LOW_LATENCY_TOKENS)
+        if fp8_combine and not low_latency_tokens:
+            raise ValueError("fp8_combine is True and low_latency_tokens 0; only low-latency combine sends FP8")
+        self.fp8_combine = fp8_combine
         self._sum_and_combine = self._make_sum_and_combine() if overlap_combine else None
         self._plans: dict[Any, Any] = {}  # of low-latency exchanges
         self._stream: torch.cuda.Stream | None = None  # of the shared experts
@@ -196,7 +204,8 @@ class ExpertParallelMoE(nn.Module):
         """Return the low-latency exchange for these columns and dtype of ``topk_ids``; the first call makes it."""
         key = topk_ids.shape[1], topk_ids.dtype
         if key not in self._plans:
-            options = dict(use_fp8=self.fp8_dispatch, expert_major=False, topk_idx_dtype=topk_ids.dtype)
+            formats = dict(use_fp8=self.fp8_dispatch, use_fp8_combine=self.fp8_combine)
+            options = dict(expert_major=False, topk_idx_dtype=topk_ids.dtype) | formats
             sizes = self.low_latency_tokens, hidden, self.num_experts, topk_ids.shape[1]
             self._plans[key] = self.buffer.low_latency(*sizes, **options)
         return self._plans[key]
@@ -212,4 +221,5 @@ class ExpertParallelMoE(nn.Module):
         ranks = f"rank={self.buffer.rank} of {self.buffer.group_size}"
         options = f"num_worst_tokens={self.num_worst_tokens}, fp8_dispatch={self.fp8_dispatch}"
         options += ", overlap_combine=True" if self._sum_and_combine is not None else ""
-        return f"{ranks}, num_experts={self.num_experts}, {options}, low_latency_tokens={self.low_latency_tokens}"
+        options += f", low_latency_tokens={self.low_latency_tokens}" + ", fp8_combine=True" * self.fp8_combine
+        return f"{ranks}, num_experts={self.num_experts}, {options}"

@@ -29,19 +29,27 @@ class SumAndCombine:
     def __init__(self, buffer, experts, config):
         self.buffer, self.experts, self.config = buffer, experts, config
         self._ready: torch.Tensor | None = None  # flags of the sums; between two calls all are 0
+        self._loaded: set[Callable] = set()  # kernels that this GPU has executed
 
     def __call__(self, x, x_scale, weights, ids, handle, shared) -> torch.Tensor:
         """Return what ``buffer.combine`` returns for the experts' sums of received tokens; ``shared`` is added."""
         rows, indices = self._run_experts(x, x_scale, weights, ids)
         sums, ready = self._new_sums(rows, x.shape), self._flags(len(x), x.device)
+        start, threads = prepare_sum(x.shape[1], ids.shape[1], self.buffer.group_size, x.device)
+        arguments = rows, indices, weights, sums, ready, handle[0]
         _finish_earlier_launches(self.buffer)
+        if start not in self._loaded:
+            # A kernel's first launch may load its code and wait for the GPU, whose combine waits for this kernel. So it
+            # is launched before, for no rows.
+            self._launch_sum(start, threads, 0, *arguments)
+            self._loaded.add(start)
         # Combine is launched first, on a stream with priority: its CTAs need SMs of their own, the others' do not.
         out, _, event = self.buffer.combine(
             sums, handle, bias=shared, config=self.config, async_finish=True, ready=ready[: len(x)]
         )
         if len(x):
             with _on_another_stream(self.buffer):
-                self._launch_sum(rows, indices, weights, sums, ready, handle[0])
+                self._launch_sum(start, threads, len(x), *arguments)
         event.current_stream_wait()
         return out
 
@@ -67,11 +75,9 @@ class SumAndCombine:
             self._ready = torch.zeros(max(rows, 1), dtype=torch.int32, device=device)
         return self._ready
 
-    def _launch_sum(self, rows, indices, weights, sums, ready, rank_prefix):
-        ranks, (tokens, topk), hidden = self.buffer.group_size, indices.shape, sums.shape[1]
-        start, threads = prepare_sum(hidden, topk, ranks, sums.device)
-        pointers = map(address, (rows, indices, weights, sums, ready, rank_prefix))
-        start(ranks * -(-tokens // ranks), threads, None, *pointers, self.buffer.rank, len(rows), tokens)
+    def _launch_sum(self, start, threads, tokens, rows, *arguments):
+        ranks, pointers = self.buffer.group_size, map(address, (rows, *arguments))
+        start(ranks * max(1, -(-tokens // ranks)), threads, None, *pointers, self.buffer.rank, len(rows), tokens)
 
 
 def prepare_sum(hidden: int, topk: int, ranks: int, device: torch.device) -> tuple[Callable, int]:

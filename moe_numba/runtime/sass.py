@@ -302,4 +302,5 @@ def _report(compiled):
 
 
 if __name__ == "__main__":
-    _serve()
+    with contextlib.suppress(KeyboardInterrupt):  # Jupyter interrupts a kernel's processes when it shuts down
+        _serve()

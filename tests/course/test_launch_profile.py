@@ -25,6 +25,8 @@ def test_kernels_are_in_order_and_start_at_zero():
     ]
     assert kernels_of(events) == [["triton_poi_fused_add_sigmoid_0", 0.0, 7.25], ["gatherTopK", 20.0, 60.5]]
     assert kernels_of([]) == []
+    last = [event("copy", 300.0, 301.0), event("triton_poi_fused_add_sigmoid_0", 310.0, 312.0)]
+    assert kernels_of(events + last, calls=2) == [["copy", 0.0, 1.0], ["triton_poi_fused_add_sigmoid_0", 10.0, 2.0]]
 
 
 @pytest.mark.parametrize(

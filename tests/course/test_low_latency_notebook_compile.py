@@ -23,8 +23,7 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def reports():
-    definitions = [re.sub(r"^(ladder\.|exercise\().*$", "", cell, flags=re.M) for cell in CELLS]
-    source = "\n".join(["import moe_numba", IMPORTS, *definitions])
+    source = "\n".join(["import moe_numba", IMPORTS, *CELLS])
     return compile_apart(
         source, {name: (f"{name}(Sizes(2, 128, 7168, 8, 128))", types, 32, False) for name, types in KERNELS.items()}
     )

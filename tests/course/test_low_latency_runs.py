@@ -1,4 +1,4 @@
-"""Rounds of notebook 10's kernels on virtual ranks, the frames of their traces, and the model of the pair's time."""
+"""Notebook 10: its kernels on virtual ranks, frames of their traces, the model of the pair's time, and its parts."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.course import low_latency_model
+from moe_numba.course import low_latency_model, low_latency_times
 from moe_numba.course.bench import code_hash
 from moe_numba.course.draw.low_latency import slot_frames
 from moe_numba.course.draw.player import Box, Player
@@ -24,8 +24,7 @@ EXPERTS = [[[0], [1]], [[0], [0]]], [[[1], [0]], [[0], [1]]]  # by round, rank a
 def kernels():
     """The namespace of the notebook's imports and kernel factories."""
     cells = [cell for cell in CELLS if re.search(r"^import warnings|^@cache|^def wait_vector", cell, re.M)]
-    text = re.sub(r"^(ladder\.|PAIR|BASICS|exercise\().*$", "", "\n".join(cells), flags=re.M)
-    return define(text, {"__name__": "notebook"}, "notebook_10.py")
+    return define("\n".join(cells), {"__name__": "notebook"}, "notebook_10.py")
 
 
 def rounds_of(experts):
@@ -50,7 +49,7 @@ def test_frames_of_slots(kernels, make, data_is_flag, seed):
                 assert notes.count(stored) == 1
                 assert notes.index(stored) < next(i for i, note in enumerate(notes) if note.startswith(read))
     assert len(notes) == 2 * (8 + 4 + 4)  # metadata on both ranks, rows, and reads
-    last = [shape for shape in frames[-1].shapes if isinstance(shape, Box)]
+    last = [shape for shape in frames[-1].shapes if isinstance(shape, Box) and shape.group != "legend"]
     assert sum(box.kind in ("done", "waits") for box in last) == 0, "all rows have been read"
     assert sum(box.text == "sentinel" for box in last) == (16 if data_is_flag else 0)
 
@@ -83,6 +82,28 @@ def test_the_first_error_is_named(kernels):
     assert re.match(r"seed \d: deadlock: ", first_error(sizes, lambda *_: None, dispatch))
 
 
+@simulated
+@pytest.mark.parametrize("make, packed", [("make_flags", False), ("make_lamport", False), ("make_packed", True)])
+def test_numbers_of_operations_wrap(kernels, make, packed):
+    sizes, rounds = Sizes(2, 2, 8, 2, 2), random_rounds(Sizes(2, 2, 8, 2, 2), 4, 0)
+    combine = None if packed else kernels["make_combine"](sizes)
+    first = run_rounds(sizes, rounds, kernels[make](sizes), combine, packed)
+    wrapped = run_rounds(sizes, rounds, kernels[make](sizes), combine, packed, operations=kernels["NUMBERS"] - 3)
+    for of_round in zip(first, wrapped, strict=True):
+        for found, again in zip(*of_round, strict=True):
+            for name, tensor in found.items():
+                assert torch.equal(tensor.nan_to_num(-7), again[name].nan_to_num(-7)), name
+
+
+@simulated
+def test_numbers_that_do_not_wrap_are_detected(kernels):
+    sizes = Sizes(2, 2, 8, 2, 2)
+    source = changed_source(kernels["make_packed"], "epochs[token] + 1 & NUMBERS", "epochs[token] + 1")
+    dispatch = define(source, kernels, "no_wrap.py")["make_packed"](sizes)
+    with simulator.seed(0), pytest.raises(simulator.SimulatorError, match="deadlock"):
+        run_rounds(sizes, random_rounds(sizes, 4, 0), dispatch, packed=True, operations=(1 << 23) - 2)
+
+
 def test_random_rounds_have_distinct_experts():
     sizes = Sizes(3, 4, 8, 4, 2)
     for inputs in random_rounds(sizes, 2, 0):
@@ -99,6 +120,50 @@ def test_bytes_of_the_model_are_those_of_random_routing(ranks):
     assert low_latency_model.bytes_each_way(ranks, 4000) == pytest.approx(remote, rel=0.02)
 
 
-def test_the_model_is_near_the_prototype():
-    for tokens, us in low_latency_model.PROTOTYPE_US["data as its own flag"].items():
-        assert low_latency_model.pair_us(2, tokens) == pytest.approx(us, rel=0.12)
+def test_the_fit_finds_the_model_of_its_times():
+    model = low_latency_model.PairModel(8.0, 200.0)
+    found = low_latency_model.fit(2, times := {tokens: model.pair_us(2, tokens) for tokens in (1, 8, 64)})
+    assert found == pytest.approx(model) and found.deviation(2, times) == pytest.approx(0)
+    assert found.deviation(2, times | {8: 2 * times[8]}) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="times has 1 numbers of tokens; a fit needs at least 2"):
+        low_latency_model.fit(2, {1: 10.0})
+
+
+def row(step, ranks, us, tokens=1, dtype="bf16"):
+    kernel = {"median": us, "p10": us - 1, "p90": us + 1}
+    return {"step": step, "config": {"ranks": ranks}, "size": {"tokens": tokens}, "dtype": dtype, "kernel_us": kernel}
+
+
+RECORD = {
+    "rows": [
+        *(row("final", 2, 20.0), row("final", 2, 30.0, tokens=8), row("final", 2, 1.0, dtype="e4m3")),
+        *(row("final", 1, 9.0), row("peer:NCCL all-to-all", 2, 25.0)),
+    ]
+}
+
+
+def test_times_of_a_record():
+    assert low_latency_times.times_of(RECORD, "final", 2) == {1: 20, 8: 30}
+    assert low_latency_times.times_of(RECORD, "final", 4) == {}
+    assert low_latency_times.spread(RECORD, "final", 1) == {"median": 9, "p10": 8, "p90": 10}
+    with pytest.raises(ValueError, match="no step 'flags' of 2 ranks with 1 tokens"):
+        low_latency_times.spread(RECORD, "flags", 2)
+    assert low_latency_times.peer_steps(RECORD) == {"NCCL all-to-all": "peer:NCCL all-to-all"}
+
+
+def test_a_table_leaves_missing_times_empty():
+    assert low_latency_times.table({"a": {1: 20.0}, "b": {1: 5.0, 8: 7.123}}, (1, 8), "tokens").splitlines() == [
+        "| tokens | 1 | 8 |",
+        "| --- | ---: | ---: |",
+        "| a | 20.0 |  |",
+        "| b | 5.00 | 7.12 |",
+    ]
+
+
+def test_parts_of_a_pair_add_up():
+    parts = low_latency_times.parts_of(RECORD, "final", 0.75)
+    assert parts == {"one rank alone": 9, "2 NVLink latencies": 1.5, "rest": 9.5} and sum(parts.values()) == 20
+    spans = low_latency_times.spans({name: ("kernel", us) for name, us in parts.items()})
+    assert [(name, start, end) for name, _, start, end in spans] == [
+        *(("one rank alone", 0, 9), ("2 NVLink latencies", 9, 10.5), ("rest", 10.5, 20))
+    ]

@@ -116,16 +116,17 @@ def rewrite(path, change):
     nbformat.write(notebook, path)
 
 
-def command(repository, *arguments):
-    full = [sys.executable, "-m", "moe_numba.course.execute", *arguments, "--root", str(repository)]
-    return subprocess.run(full, capture_output=True, text=True, cwd=ROOT)
+def main(repository, *arguments):
+    """Return the exit status of the command line, without a process for it: imports take longer than the tests."""
+    return execute.main([*arguments, "--root", str(repository)])
 
 
 def test_execute_writes_pages_and_figures_and_prints_their_paths(repository):
     old = repository / "build" / "01_small_figures" / "cell_09_0.png"
     old.parent.mkdir(parents=True)
     old.touch()
-    done = command(repository, "execute", "--out", str(repository / "build"))
+    command = [sys.executable, "-m", "moe_numba.course.execute", "execute", "--out", str(repository / "build")]
+    done = subprocess.run([*command, "--root", str(repository)], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "01_small  cell 2/3  'Step 1: a figure [in brackets]'" in done.stderr
     assert f"{repository}/build/01_small.html" in done.stdout
@@ -139,20 +140,20 @@ def test_execute_writes_pages_and_figures_and_prints_their_paths(repository):
 
 
 def test_execute_in_place_makes_a_copy_that_is_valid_on_a_gpu(repository, source):
-    assert command(repository, "execute", "--in-place").returncode == 0
+    assert main(repository, "execute", "--in-place") == 0
     assert executed.pair_problems(source) == [] == executed.stale_problems(source, repository)
     problems = problems_of(source.with_suffix(".ipynb"))
     simulated = nbformat.read(source.with_suffix(".ipynb"), as_version=4).metadata.moe_numba.gpu == "simulator"
     assert [problem.split(":")[0] for problem in problems] == ["the metadata names no GPU"] * simulated
 
 
-def test_a_failing_cell_is_printed_and_the_exit_status_is_1(repository, source):
+def test_a_failing_cell_is_printed_and_the_exit_status_is_1(repository, source, capsys):
     source.write_text(NOTEBOOK.replace("1 + 1", "one = 1\none / 0  # never works"))
-    done = command(repository, "execute", "--out", str(repository / "build"))
-    assert done.returncode == 1
-    assert "01_small: cell 3/3 'Step 1: a figure [in brackets]' failed" in done.stderr
-    assert "    one / 0  # never works" in done.stderr
-    assert done.stderr.strip().endswith("ZeroDivisionError: division by zero")
+    assert main(repository, "execute", "--out", str(repository / "build")) == 1
+    printed = capsys.readouterr().err
+    assert "01_small: cell 3/3 'Step 1: a figure [in brackets]' failed" in printed
+    assert "    one / 0  # never works" in printed
+    assert printed.strip().endswith("ZeroDivisionError: division by zero")
 
 
 def test_a_kernel_process_that_exits_is_reported(source, repository):
@@ -161,9 +162,9 @@ def test_a_kernel_process_that_exits_is_reported(source, repository):
         execute.execute(source, repository)
 
 
-def test_an_unknown_notebook_is_refused(repository):
-    done = command(repository, "execute", "--only", "09")
-    assert done.returncode == 1 and "no notebooks 09" in done.stderr
+def test_an_unknown_notebook_is_refused(repository, capsys):
+    assert main(repository, "execute", "--only", "09") == 1
+    assert "no notebooks 09" in capsys.readouterr().err
 
 
 def test_a_valid_copy_is_accepted(source, committed, repository):
@@ -209,7 +210,7 @@ def test_changed_prose_is_reported_and_updated_without_a_gpu(source, committed, 
     source.write_text(NOTEBOOK.replace("a figure", "one figure"))
     assert "older prose" in executed.pair_problems(source)[0]
     assert executed.stale_problems(source, repository) == []
-    assert command(repository, "prose").returncode == 0
+    assert main(repository, "prose") == 0
     assert executed.pair_problems(source) == [] == problems_of(committed)
 
 

@@ -3,33 +3,41 @@
 import pytest
 
 from moe_numba.course.bench import overlap_model as model
-from moe_numba.course.bench.records import repository
+from moe_numba.course.bench import records
+from moe_numba.course.bench.topics.moe_layer_ranks import PARTS, medians
 
 
 def test_the_docs_have_the_table():
-    text = (repository() / "docs" / "expert_parallel.md").read_text()
+    text = (records.repository() / "docs" / "expert_parallel.md").read_text()
     assert model.table() in text, "run python -m moe_numba.course.bench.overlap_model, and copy its table"
 
 
-def test_times_of_the_records():
-    """With the sizes of the records the parts are the recorded ones; others grow with rows, and with remote rows."""
-    t = model.times_of(4096, 2)
-    assert (t.gate_up, t.down) == pytest.approx((model._gemm_us(4096, 7168, 32768), model._gemm_us(7168, 2048, 32768)))
-    assert t.total == pytest.approx(sum(t) - t.rows_per_expert) and t.rows_per_expert == 1024
-    assert model.times_of(2048, 2).combine == pytest.approx(t.combine / 2)
-    more = model.times_of(4096, 8)
-    assert (
-        more.combine / t.combine == pytest.approx(model.remote_rows(8) / model.remote_rows(2)) and more.down == t.down
-    )
+@pytest.mark.parametrize("ranks", model.RANKS)
+def test_times_are_those_of_the_record(ranks):
+    steps = medians(records.read("moe_layer_ranks", model.GPU), ranks)[512]
+    t = model.times_of(512, ranks)
+    assert t[:3] == pytest.approx([steps[part, model.WIRE] for part in PARTS])
+    assert t.total == sum(t[:3]) and t.rows_per_expert == 128
+    assert 0 < t.gate_up < t.experts and t.permute + t.weighted_sum < t.experts - t.gate_up
+    between = model.times_of(300, ranks)
+    assert all(few < more for few, more in zip(model.times_of(64, ranks)[:3], between, strict=False))
+    assert all(few < more for few, more in zip(between[:3], t, strict=False))
 
 
-def test_gains():
-    t, half = model.times_of(4096, 2), model.times_of(2048, 2)
-    assert model.by_sum(t) == min(t.weighted_sum, t.combine)
-    # No gain can exceed what is hidden, and with free SMs and weights that are read once the rest would remain.
-    assert model.by_half(t, half) < (t.dispatch + t.combine) / 2
-    assert model.by_tile(t) < t.dispatch + t.permute
-    few = model.times_of(64, 2)
-    assert model.by_tile(few) == pytest.approx(few.dispatch)
-    assert model.left_out_sms(few, 100) == 0 < model.left_out_sms(t, 100)
-    assert model.by_expert_row(t, 2) == pytest.approx(t.combine - 4 * t.combine / model.remote_rows(2))
+def test_gains_are_limited_by_what_is_hidden():
+    for ranks in model.RANKS:
+        for tokens in model.TOKENS:
+            t, gains = model.gains(tokens, ranks)
+            by_tile, by_half, by_expert_row, by_sum, by_fp8_sums = (gains[name] for name in model.GAINS)
+            assert by_tile <= t.dispatch + t.permute and by_half < t.dispatch + t.combine
+            assert by_expert_row < 0 < by_sum <= t.weighted_sum and 0 < by_fp8_sums < t.combine / 2
+    few, many = model.times_of(64, 2), model.times_of(4096, 2)
+    assert model.left_out_sms(few, 100) == 0 and model.left_out_sms(many, 108) == pytest.approx(24)
+
+
+def test_micro_batches_of_free_weights_and_sms_would_hide_both(monkeypatch):
+    """With GEMMs whose time is proportional to the rows, half of dispatch and of combine is hidden."""
+    monkeypatch.setattr(model, "left_out_sms", lambda *_: 0)
+    t = model.times_of(4096, 8)._replace(dispatch=200.0, experts=1000.0, combine=400.0)
+    half = t._replace(dispatch=100.0, experts=500.0, combine=200.0)
+    assert model.by_half(t, half) == pytest.approx(300)

@@ -9,7 +9,7 @@ from moe_numba import simulator  # noqa: F401  before numba
 # isort: split
 from numba import cuda
 
-from moe_numba.course.source_diff import change
+from moe_numba.course.source_diff import change, listing, passage
 
 
 @cuda.jit
@@ -95,3 +95,29 @@ def test_viewers_without_styles_get_a_diff_in_markdown():
 def test_equal_kernels_are_refused():
     with pytest.raises(ValueError, match="wide has the same source"):
         change(wide, wide)
+
+
+def make_double(factor):
+    @cuda.jit(device=True)
+    def double(x):
+        return factor * x
+
+    return double
+
+
+def test_a_listing_shows_a_function_that_a_factory_makes():
+    assert listing((make_double, "double")).data == (
+        "```python\n@cuda.jit(device=True)\ndef double(x):\n    return factor * x\n```"
+    )
+    assert listing(narrow).data.startswith("```python\n@cuda.jit\ndef narrow(x, y, n):\n    i = cuda.grid(1)\n")
+    assert listing(narrow, wide).data.count("@cuda.jit") == 2
+    with pytest.raises(ValueError, match="make_double defines no function treble"):
+        listing((make_double, "treble"))
+
+
+def test_a_passage_ends_with_its_last_line():
+    assert passage(narrow, "for k", "y[first").data == (
+        "```python\nfor k in range(4):\n    if first + k < n:\n        y[first + k] = x[first + k] < 1\n```"
+    )
+    with pytest.raises(ValueError, match="narrow has no passage from 'y = 0' to 'c = 3'"):
+        passage(narrow, "y = 0", "c = 3")

@@ -126,6 +126,40 @@ def test_kernels_are_compiled_for_the_routers_of_the_models(about, device, monke
     assert len(seen) == 2 and seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("context", [0, 9])
+def test_masks_of_eager_attention_are_made_once(context, device, monkeypatch):
+    """A CUDA graph cannot capture how transformers makes them."""
+    about = TINY_GPT_OSS._replace(layers=2, options=TINY_GPT_OSS.options | dict(sliding_window=4))
+    model = models_measure.make_model(about, str(device))
+    model.set_attn_implementation("eager")
+    ids = torch.arange(3, device=device)[:, None] if context else torch.arange(7, device=device)[None]
+    cache = context_cache(model.config, context) if context else None
+    options = dict(past_key_values=cache, use_cache=cache is not None)
+    masks = models_measure.masks_of(model, ids, cache)
+    assert set(masks) == set(model.config.layer_types)
+    with torch.no_grad():
+        expected = model(ids, **options).logits
+        monkeypatch.setattr(transformers.masking_utils, "sdpa_mask", lambda *_, **__: pytest.fail("a mask was made"))
+        assert torch.equal(model(ids, attention_mask=masks, **options).logits, expected)
+    qwen = models_measure.make_model(TINY, str(device))
+    assert models_measure.masks_of(qwen, ids, None) is None
+
+
+def test_a_model_that_fails_does_not_lose_the_others(monkeypatch, capsys):
+    def measure_model(about, token_counts, device):
+        yield [about.name]
+        if about.name == "Tiny":
+            raise RuntimeError("no such kernel")
+        yield ["more"]
+
+    monkeypatch.setattr(models_measure, "measure_model", measure_model)
+    assert models_measure.measure([TINY, TINY_GPT_OSS], (1,), "cpu") == ["Tiny", "Tiny gpt-oss", "more"]
+    assert "Tiny: left out from here, RuntimeError: no such kernel" in capsys.readouterr().err
+    monkeypatch.setattr(models_measure, "measure_model", lambda *_: [][0])
+    with pytest.raises(IndexError):
+        models_measure.measure([TINY], (1,), "cpu")
+
+
 def test_passes_that_do_not_fit_are_reported(monkeypatch, capsys):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")

@@ -60,6 +60,7 @@ def test_rows(small):
     both = lambda *names: [(name, dtype) for dtype in ("bf16", "e4m3") for name in names]
     beside = [(f"shared experts {how}", "bf16") for how in ("beside", "first")]
     layers = both("final", "combine during the sum", "low latency")
+    layers.append(("low latency, FP8 sums", "e4m3"))
     assert steps == [*layers, *beside, ("part: shared experts", "bf16"), *both(*PARTS)]
     assert all(row["config"]["ranks"] == 2 and row["config"]["num_experts"] == 4 for row in first)
 
@@ -108,13 +109,29 @@ def test_prediction():
     assert predicted[many] == pytest.approx(150 + 6 * many * rows[8] / rows[2])
 
 
-def test_figure_and_table():
+def test_figure_and_tables():
     record = made_record()
     lines = moe_layer_ranks.readme_table(record).splitlines()
-    assert lines[0].startswith("| GPUs, tokens on each | one layer | FP8 dispatch | FP8, combine during the sum |")
-    assert lines[0].endswith("| on 8 GPUs (model) | DeepGEMM's mega-MoE | DeepEP and DeepGEMM |")
-    assert lines[2].startswith("| 2, 8 | **198** |  |  |  |  | 36.0 | 100 | 62.0 |  |  | 198 |  | ")
-    assert lines[2].endswith(" | 404 | 456 |") and len(set(line.count("|") for line in lines[:5])) == 1
+    assert lines[0] == "| GPUs, tokens on each | one layer | DeepGEMM's mega-MoE | DeepEP and DeepGEMM |"
+    assert lines[2] == "| 2, 8 | **198** |  |  |"
+    assert "for 8: 8: 373, 64: " in lines[6] and "faster" not in lines[6] and "brackets" not in lines[6]
+    assert lines[8] == "| GPUs, tokens on each | dispatch | experts | combine | sum of the parts |"
+    assert lines[10] == "| 2, 8 | 36.0 | 100 | 62.0 | 198 |"
     assert "NVIDIA Toy" in lines[-1]
     (figure,) = moe_layer_ranks.figures(record).values()
     assert not misplaced(figure)
+
+
+def test_tables_with_the_published_group_size():
+    record = made_record()
+    of_eight = [row | dict(config=dict(ranks=8, num_experts=256)) for row in record["rows"]]
+    record["rows"] += of_eight
+    lines = moe_layer_ranks.readme_table(record).splitlines()
+    assert lines[2] == "| 2, 8 | **198** |  |  |" and lines[5] == "| 8, 8 | **198** | 404 | 456 |"
+    text = lines[9]
+    assert (
+        "DeepGEMM's mega-MoE is faster with 64 and 512 tokens. DeepEP and DeepGEMM is faster with 64 and 512 tokens."
+        in text
+    )
+    assert "for 8 (measured in brackets): 8: 373 (198), 64: " in text
+    assert moe_layer_ranks.fastest(record, 8, 8) == 198 and moe_layer_ranks.fastest(record, 4, 8) is None

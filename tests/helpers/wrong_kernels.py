@@ -1,6 +1,7 @@
 """Wrong variants of kernels, made by replacing source text; checkers must reject them."""
 
 import ast
+import functools
 import importlib
 import inspect
 
@@ -25,17 +26,26 @@ def _with_change(module, made):
     name = module.__name__
     if name not in made:
         replaced = {}
-        for node in ast.parse(inspect.getsource(module)).body:
-            if isinstance(node, ast.ImportFrom) and node.module.startswith(_CHANGEABLE):
-                imported = importlib.import_module(node.module)
-                namespace = _with_change(imported, made)
-                if namespace is not vars(imported):
-                    replaced |= {alias.asname or alias.name: namespace[alias.name] for alias in node.names}
+        for imported, names in _imports(module):
+            namespace = _with_change(imported, made)
+            if namespace is not vars(imported):
+                replaced |= {own_name: namespace[name] for own_name, name in names}
         made[name] = vars(module)
         if replaced:
             made[name] = changed(module, "", "")  # with empty caches
             made[name].update(replaced)
     return made[name]
+
+
+@functools.cache
+def _imports(module):
+    """Return the changeable modules that a module imports from, with (its name, their name) of what it imports."""
+    found = []
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.ImportFrom) and node.module.startswith(_CHANGEABLE):
+            names = [(alias.asname or alias.name, alias.name) for alias in node.names]
+            found.append((importlib.import_module(node.module), names))
+    return found
 
 
 def is_rejected(attempt, seeds=8):

@@ -36,6 +36,7 @@ def test_equals_reference(shape, shared, ids_dtype, device, monkeypatch):
     "tokens, topk, hidden, intermediate, decodes",
     [
         (1, 8, 7168, 2048, True),
+        (1, 8, 5120, 1024, True),  # 126 MB
         (4, 8, 7168, 2048, True),
         (8, 8, 7168, 2048, False),  # assignments share experts
         (1, 8, 7168, 256, False),  # too few warps
@@ -44,12 +45,16 @@ def test_equals_reference(shape, shared, ids_dtype, device, monkeypatch):
         (1, 8, 16384, 5248, False),  # nor shared memory
     ],
 )
-def test_choice(tokens, topk, hidden, intermediate, decodes):
+def test_choice(tokens, topk, hidden, intermediate, decodes, monkeypatch):
+    """By the sizes; the bytes of the weights decide, too."""
     w13, w2 = (
         torch.empty(256, *shape, device="meta", dtype=torch.float8_e4m3fn)
         for shape in ((2 * intermediate, hidden), (hidden, intermediate))
     )
     shape = check_weights(w13, w2)._replace(device=torch.device("cpu"))
+    few_bytes = tokens * topk * 3 * hidden * intermediate <= decode.MAX_WEIGHT_BYTES
+    assert decode.uses_decode_kernels(shape, tokens, topk, w13, w2) == (decodes and few_bytes)
+    monkeypatch.setattr(decode, "MAX_WEIGHT_BYTES", 1 << 40)
     assert decode.uses_decode_kernels(shape, tokens, topk, w13, w2) == decodes
 
 

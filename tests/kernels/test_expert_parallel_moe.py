@@ -118,6 +118,16 @@ class Shared(torch.nn.Module):
         return 2 * x
 
 
+@pytest.mark.parametrize("fp8_dispatch", [False, True])
+def test_sums_in_fp8(fp8_dispatch):
+    """The other rank's sums are rounded to FP8, by 1/16 of an element at most."""
+    state, ranks = make_inputs([3, 5], FP8)
+    options = dict(low_latency_tokens=5, fp8_dispatch=fp8_dispatch)
+    results = run(state, ranks, FP8, fp8_combine=True, **options)
+    assert wrong(results, state, ranks, 4e-2) is None
+    assert not all(map(torch.equal, results, run(state, ranks, FP8, **options)))
+
+
 @pytest.mark.parametrize("options", [dict(num_worst_tokens=8), dict(low_latency_tokens=5)])
 def test_dispatch_in_fp8_for_experts_in_bfloat16(options):
     """The experts' tokens are rounded to FP8, which is 1/16 of an element at most."""
@@ -153,7 +163,9 @@ def test_invalid_arguments():
             ExpertParallelMoE(buffer, experts, -1)
         with pytest.raises(ValueError, match="low_latency_tokens is -1; 0 to"):
             ExpertParallelMoE(buffer, experts, low_latency_tokens=-1)
-        for name in ("fp8_dispatch", "overlap_combine"):
+        with pytest.raises(ValueError, match="fp8_combine is True and low_latency_tokens 0; only low-latency combine"):
+            ExpertParallelMoE(buffer, experts, fp8_combine=True)
+        for name in ("fp8_dispatch", "overlap_combine", "fp8_combine"):
             with pytest.raises(TypeError, match=f"{name} is 1; it must be True or False"):
                 ExpertParallelMoE(buffer, experts, **{name: 1})
         with pytest.raises(ValueError, match="low_latency_tokens is 2, .*; with overlap_combine they must be 0 and"):

@@ -100,9 +100,11 @@ def test_warps_route_several_tokens(tokens, limit, device, each_kernel):
 
 def test_rows_beyond_2_31_elements(device):
     """The stride between rows is 2**30, so the third row starts where int32 indices end."""
-    # Only the rows are touched, so that they alone take physical memory on the CPU.
-    memory = torch.empty((1 << 31) + 256, dtype=torch.bfloat16, device=device)
-    logits, (few, bias) = memory.as_strided((3, 256), (1 << 30, 1)), make_inputs(3, 256, device, torch.bfloat16)
+    # Only the rows are touched, so that they alone take physical memory on the CPU; torch.empty would fill all of it
+    # with poison.
+    memory = torch.UntypedStorage(2 * ((1 << 31) + 256), device=device)
+    logits = torch.empty(0, dtype=torch.bfloat16, device=device).set_(memory, 0, (3, 256), (1 << 30, 1))
+    few, bias = make_inputs(3, 256, device, torch.bfloat16)
     logits.copy_(few)
     check(logits, bias, 8, num_expert_group=8, topk_group=4)
 

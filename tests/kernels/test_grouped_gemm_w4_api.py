@@ -240,6 +240,8 @@ def test_bias_row_weights_gather_and_scatter(name, device):
     out = torch.full((total + 3, 96), float("nan"), dtype=out_dtype, device=device)
     rows = finish_rows(p.expected, p.lengths, p.starts, bias, row_weights)
     expected, bound = store_rows(rows, out, indices), 2.3e-3 if out_dtype == torch.bfloat16 else 1e-5
+    if config.dtype == "e4m3" and not simulator.ENABLED:
+        bound = max(bound, 1e-4)  # tensor cores add FP8 products with about 14 bits
     options = dict(row_weights=row_weights, scatter_indices=indices, out_dtype=out_dtype, n=96, out=out)
     call(p, bias=bias, **options)
     assert mismatch(out, expected, bound) is None

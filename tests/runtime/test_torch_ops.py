@@ -148,6 +148,10 @@ CALLS = {
         (bf16(3, 128), fp8(4, 256, 128), fp8(4, 128, 128), torch.rand(3, 2), ids(3, 2)),
         dict(w13_scale=torch.rand(4, 2, 1), w2_scale=torch.rand(4, 1, 1), shared=bf16(3, 128)),
     ),
+    "fused_experts:fp8 rows": lambda: (
+        (fp8(3, 128), fp8(4, 256, 128), fp8(4, 128, 128), torch.rand(3, 2), ids(3, 2)),
+        dict(w13_scale=torch.rand(4, 2, 1), w2_scale=torch.rand(4, 1, 1), x_scale=torch.rand(3, 1)),
+    ),
     "fused_experts:mxfp4": lambda: (
         (bf16(3, 64), packed(4, 2), packed(4, 1), torch.rand(3, 2), ids(3, 2)),
         dict(w13_bias=bf16(4, 128), w2_bias=torch.rand(4, 64), activation="swigluoai"),

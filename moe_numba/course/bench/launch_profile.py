@@ -16,18 +16,24 @@ def launch_profile(call: Callable) -> list[list] | None:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    call()
+    for _ in range(3):  # the first calls make plans
+        call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
-        call()
-        torch.cuda.synchronize()
-    return kernels_of(e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+        for _ in range(2):  # the first one also starts the profiler
+            call()
+            torch.cuda.synchronize()
+    return kernels_of((e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA), calls=2)
 
 
-def kernels_of(events: Iterable) -> list[list]:
-    """Return the kernels among a profiler's GPU events, in order of their starts, with short names."""
+def kernels_of(events: Iterable, calls: int = 1) -> list[list]:
+    """Return the kernels among a profiler's GPU events, in order of their starts, with short names.
+
+    Of several calls, which launch as many kernels each, those of the last one.
+    """
     kernels = (event for event in events if not re.match("Mem(cpy|set)", event.name))
     found = sorted((event.time_range.start, event.time_range.end, event.name) for event in kernels)
+    found = found[len(found) - len(found) // calls :]
     first = found[0][0] if found else 0
     return [[short_name(name), round(start - first, 2), round(end - start, 2)] for start, end, name in found]
 

@@ -40,7 +40,14 @@ def launch_timeline(calls: Mapping[str, Sequence[tuple[str, float, float]]], tit
         for kernel, start, duration in kernels:
             fill = ORANGE if is_search(kernel) else BLUE
             words = kernel if scale * duration > 0.075 * len(kernel) + 0.1 else ""
-            style = {"fill": fill, "colour": ink_on(fill), "edge": "white", "line": 0.5, "size": 7.5}
+            is_wide = scale * duration > 0.05  # a white edge would hide a narrow bar
+            style = {
+                "fill": fill,
+                "colour": ink_on(fill),
+                "edge": "white" if is_wide else fill,
+                "line": 0.5,
+                "size": 7.5,
+            }
             box(axes, left + scale * start, y, max(scale * duration, 0.012), tall, words, label="kernel", **style)
     axis = 0.82
     axes.plot([left, left + scale * longest], [axis, axis], color=GREY, linewidth=0.8)

@@ -1,6 +1,5 @@
 """Figures of low-latency dispatch and combine: chains of latencies, frames of slots from traces, rows by expert."""
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib
@@ -12,10 +11,11 @@ from moe_numba.course.low_latency_runs import Sizes
 from moe_numba.expert_parallel.kernels.low_latency_layout import SENTINEL
 
 RANK_COLOURS = BLUE, ORANGE, GREEN, PURPLE
-_KINDS = {"kernel": BLUE, "launch": GREY, "link": ORANGE, "memory": SKY}
+_KINDS = {"kernel": BLUE, "launch": GREY, "link": ORANGE, "memory": SKY, "rest": PURPLE}
 
 # Of the frames of slots, in pixels: left edge and width of slots, upper edge of the first half, heights of its boxes.
 _LEFT, _SLOT, _TOP, _METADATA, _ROW = 50, 92, 46, 22, 26
+_LEGEND = 24
 
 
 def latency_chain(chains: Mapping[str, Sequence[tuple[str, str, float, float]]], title: str, caption: str = ""):
@@ -24,8 +24,8 @@ def latency_chain(chains: Mapping[str, Sequence[tuple[str, str, float, float]]],
     Parameters
     ----------
     chains : dict
-        Label -> (name, kind, start, end) in microseconds. The kind is "kernel", "launch", "link" or "memory". A span
-        that overlaps the one before is drawn on another line, and so are those after it.
+        Label -> (name, kind, start, end) in microseconds. The kind is "kernel", "launch", "link", "memory" or "rest".
+        Names that do not fit their span are listed behind the chain's end.
     title, caption : str
 
     Returns
@@ -33,32 +33,33 @@ def latency_chain(chains: Mapping[str, Sequence[tuple[str, str, float, float]]],
     Figure
     """
     with matplotlib.rc_context(STYLE):
-        height = 1.25 + 0.9 * len(chains)
+        height = 1.25 + 0.55 * len(chains)
         figure = Picture(figsize=(WIDTH, height))
-        axes = figure.add_axes((0.17, 0.8 / height, 0.81, 1 - 1.25 / height))
+        axes = figure.add_axes((0.31, 0.8 / height, 0.67, 1 - 1.25 / height))
         last = max(span[3] for spans in chains.values() for span in spans)
-        for line, spans in enumerate(chains.values()):
-            overlap = any(span[2] < before[3] - 1e-9 for before, span in itertools.pairwise(spans))
-            y, before = line - 0.2 * overlap, 0.0
+        right = 1.1 * last
+        for y, spans in enumerate(chains.values()):
+            outside = []
             for name, kind, start, end in spans:
-                if start < before - 1e-9:
-                    y = 2 * line - y  # the other one of two lines
-                bar = axes.barh(y, end - start, left=start, height=0.36, color=_KINDS[kind], edgecolor="white")
+                bar = axes.barh(y, end - start, left=start, height=0.5, color=_KINDS[kind], edgecolor="white")
                 bar[0].set_label("span")
-                if end - start > 0.011 * last * (len(name) + 2):
+                if end - start > 0.017 * last * (len(name) + 1):
                     colour = ink_on(_KINDS[kind])
                     axes.text((start + end) / 2, y, name, ha="center", va="center", fontsize=8.5, color=colour)
-                before = end
-            axes.text(before + 0.01 * last, y, f"{before:.1f} µs", va="center", fontsize=8.5, color=INK)
+                else:
+                    outside.append(name)
+            total = f"{spans[-1][3]:.1f} µs" + (f" ({', '.join(outside)})" if any(outside) else "")
+            axes.text(spans[-1][3] + 0.01 * last, y, total, va="center", fontsize=8.5, color=INK)
+            right = max(right, spans[-1][3] + (0.02 + 0.013 * len(total)) * last)
         axes.set_yticks(range(len(chains)), list(chains), color=INK)
         axes.set_ylim(len(chains) - 0.4, -0.6)
-        axes.set_xlim(0, 1.1 * last)
+        axes.set_xlim(0, right)
         axes.set_xlabel("µs")
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="x")
         used = {kind for spans in chains.values() for _, kind, *_ in spans}
         for place, kind in enumerate(kind for kind in _KINDS if kind in used):
-            figure.text(0.17 + 0.1 * place, 0.28 / height, f"■ {kind}", fontsize=8.5, color=_KINDS[kind])
+            figure.text(0.31 + 0.1 * place, 0.28 / height, f"■ {kind}", fontsize=8.5, color=_KINDS[kind])
         figure.text(0.01, 1 - 0.08 / height, title, va="top", fontsize=12, fontweight="bold")
         figure.text(0.01, 0.08 / height, caption, fontsize=7.5, color=GREY)
     return figure
@@ -159,7 +160,7 @@ class _Slots:
     def size(self):
         """Return the width and height of the drawing."""
         width = self.sizes.ranks * (_LEFT + _SLOT * self.sizes.slots) + 24
-        return width, _TOP + 2 * (_METADATA + _ROW + 12)
+        return width, _TOP + 2 * (_METADATA + _ROW + 12) + _LEGEND
 
     def shapes(self, change):
         kind, _, *changed = change
@@ -183,6 +184,16 @@ class _Slots:
                     yield Box(x, y + _METADATA, _SLOT - 6, _ROW, content, state, f"slot {place}")
             for line, half in enumerate((1, 0)):
                 yield Label(left, _TOP + line * (_METADATA + _ROW + 12) + (_METADATA + _ROW) / 2, f"half {half}")
+        x, y = 4, self.size()[1] - _LEGEND + 4
+        for kind, meaning in self.legend().items():
+            yield Box(x, y, 14, 14, "", kind, "legend")
+            yield Label(x + 20, y + 7, meaning)
+            x += 40 + 7 * len(meaning)
+
+    def legend(self):
+        """Return {kind of a box: what it stands for}."""
+        waits = {} if self.data_is_flag else {"waits": "row whose flag is missing"}
+        return {"active": "stored in this frame", **waits, "done": "row that may be read"}
 
 
 def packed_rows(topk_idx: Sequence[Sequence[Sequence[int]]], rank: int, local_experts: int):

@@ -8,7 +8,7 @@ from moe_numba import simulator  # before numba
 from numba import cuda
 
 from moe_numba.course.exercises import Exercise
-from moe_numba.course.low_latency_model import MODEL_GBPS, MODEL_US
+from moe_numba.course.low_latency_model import PairModel
 from moe_numba.expert_parallel.kernels.low_latency_layout import SENTINEL
 from moe_numba.expert_parallel.local_group import LocalGroup
 from moe_numba.ptx.atomics import ld_relaxed_sys_s32, st_relaxed_sys_s32
@@ -97,16 +97,24 @@ def _places_rows(answer):
 
 # 3: where bytes begin to matter
 
-TOKENS = MODEL_US * MODEL_GBPS * 1e3 / (2 * 2 * 7168)
+_MODELS = PairModel(8.0, 200.0), PairModel(10.0, 350.0)  # examples, not measured
+
+
+def break_even_tokens(model):
+    row_bytes = 2 * 7168
+    return model.latency_us * model.gbps * 1e3 / (2 * row_bytes)  # rows travel in dispatch and in combine
 
 
 def _breaks_even(answer):
-    if abs(answer - 2 * TOKENS) < 0.02 * TOKENS:
-        return "the rows travel twice: in dispatch, and in combine"
-    if abs(answer - TOKENS) > 0.02 * TOKENS:
-        return (
-            f"the bytes of {answer:g} tokens take {MODEL_US * answer / TOKENS:.3g} us in the model, not {MODEL_US} us"
-        )
+    for model in _MODELS:
+        tokens, wanted = float(answer(model)), break_even_tokens(model)
+        if abs(tokens - 2 * wanted) < 0.02 * wanted:
+            return "the rows travel twice: in dispatch, and in combine"
+        if abs(tokens - wanted) > 0.02 * wanted:
+            return (
+                f"for {model} the answer is {tokens:.4g} tokens, whose bytes take "
+                f"{model.latency_us * tokens / wanted:.3g} us, not {model.latency_us:g} us"
+            )
     return None
 
 
@@ -126,10 +134,9 @@ EXERCISES = {
         place_rows,
     ),
     3: Exercise(
-        "a number of tokens",
+        "a function that returns the number of tokens for a model",
         _breaks_even,
-        f"A row has 2 x 7168 bytes and travels in dispatch and in combine. {MODEL_GBPS} GB/s are {MODEL_GBPS * 1000} "
-        "bytes per microsecond.",
-        f"{TOKENS:.0f}  # {MODEL_US} x {MODEL_GBPS * 1000} / (2 x 14336)",
+        "A row has 2 x 7168 bytes and travels in dispatch and in combine. 1 GB/s is 1000 bytes per microsecond.",
+        break_even_tokens,
     ),
 }

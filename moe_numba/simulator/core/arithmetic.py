@@ -8,6 +8,8 @@ from fractions import Fraction
 
 import numpy as np
 
+_NUMBERS = {bool, int, np.bool_, np.int32, np.uint32, np.int64, np.uint64}
+_FLOAT32 = np.dtype(np.float32)
 _MOST_KEPT = 1 << 15  # integers of each type that are made only once
 
 
@@ -38,26 +40,27 @@ def wrap_integer_casts():
     """Make `numba.int32(x)` and the other integer types keep the low bits, as a cast in a compiled kernel does.
 
     In plain Python, Numba's types raise an OverflowError instead. Kernels cast more often than they do anything else,
-    so the replacement caches each type's mask, and values, because NumPy makes scalars slowly.
+    so each type keeps its mask, and values, because NumPy makes scalars slowly.
     """
     from numba.core.types.abstract import Type
     from numba.core.types.scalars import Integer
 
-    limits, make_signature = {}, Integer.__call__
+    make_signature = Integer.__call__
     numbers = {bool, int, np.bool_, np.int32, np.uint32, np.int64, np.uint64}
 
     def cast(self, value=make_signature, *more):
-        kind, found = type(value), limits.get(self.name)
-        if found is not None and kind is found[0] and not more:
+        kind = type(value)
+        if kind is self.scalar_type and not more:
             return value
         if more or kind not in numbers and (value is make_signature or isinstance(value, Type)):
             return make_signature(self, *(() if value is make_signature else (value, *more)))  # of a CPU function
-        if found is None:
-            scalars = _Scalars(getattr(np, self.name), self.bitwidth, self.signed)
-            found = limits[self.name] = scalars.scalar_type, scalars.mask, scalars
-            return self(value)
-        return found[2][(value if kind is int else int(value)) & found[1]]
+        scalars = self.scalars
+        if scalars is None:
+            self.scalars = scalars = _Scalars(getattr(np, self.name), self.bitwidth, self.signed)
+            self.scalar_type, self.mask = scalars.scalar_type, scalars.mask
+        return scalars[(value if kind is int else int(value)) & self.mask]
 
+    Integer.scalar_type = Integer.mask = Integer.scalars = None  # until a type's first cast
     Integer.cast_python_value = Integer.__call__ = cast
 
 
@@ -96,7 +99,11 @@ def cbrt(value):
 
 def fma(a, b, c):
     """Return a * b + c, rounded once."""
-    dtype = np.result_type(a, b, c) if any(isinstance(v, np.generic) for v in (a, b, c)) else np.dtype(np.float64)
+    if type(a) is type(b) is type(c) is np.float32:  # nearly always
+        dtype = _FLOAT32
+    else:
+        is_typed = any(isinstance(v, np.generic) for v in (a, b, c))
+        dtype = np.result_type(a, b, c) if is_typed else np.dtype(np.float64)
     if not all(math.isfinite(v) for v in (a, b, c)):
         return dtype.type(a) * dtype.type(b) + dtype.type(c)
     if dtype.itemsize == 8:
@@ -111,8 +118,7 @@ def fma(a, b, c):
     total = product + c
     part = total - product
     error = (product - (total - part)) + (c - part)
-    bits = np.float64(total).view(np.int64)
-    if error and not bits & 1:
+    if error and not (bits := np.float64(total).view(np.int64)) & 1:
         bits += 1 if (error > 0) == (total > 0) else -1
         total = bits.view(np.float64)
     return dtype.type(total)

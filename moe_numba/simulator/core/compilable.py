@@ -32,7 +32,7 @@ _UNSUPPORTED = {
 _UNSUPPORTED_CALLS = {dict: "a dict", set: "a set", frozenset: "a set", list: "a list"}
 _CONSTANT_ARITHMETIC = ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop
 _checked = weakref.WeakSet()
-_definitions = {}  # file -> (its lines, {(name, first line): definition})
+_definitions = {}  # file -> (its lines, {(name, first line): definition, or its _Syntax})
 
 
 def check_compilable(kernel):
@@ -40,9 +40,9 @@ def check_compilable(kernel):
     if kernel in _checked:
         return
     for function in with_device_functions(kernel):
-        definition = _definition_of(function)
-        if definition is not None:
-            _Checker(kernel, function, definition).check()
+        syntax = _syntax_of(function)
+        if syntax is not None:
+            _Checker(kernel, function, syntax).check()
     _checked.add(kernel)
 
 
@@ -62,8 +62,8 @@ def with_device_functions(kernel):
     return found
 
 
-def _definition_of(function):
-    """Return the syntax tree of a function, or None without its source."""
+def _syntax_of(function):
+    """Return the :class:`_Syntax` of a function, or None without its source."""
     code = function.__code__
     lines = linecache.getlines(code.co_filename, function.__globals__)
     if _definitions.get(code.co_filename, (None,))[0] != lines:
@@ -76,51 +76,91 @@ def _definition_of(function):
             if isinstance(node, ast.FunctionDef):
                 found[node.name, min(d.lineno for d in (node, *node.decorator_list))] = node
         _definitions[code.co_filename] = lines, found
-    return _definitions[code.co_filename][1].get((code.co_name, code.co_firstlineno))
+    syntaxes, key = _definitions[code.co_filename][1], (code.co_name, code.co_firstlineno)
+    found = syntaxes.get(key)
+    if isinstance(found, ast.FunctionDef):
+        found = syntaxes[key] = _Syntax(found)
+    return found
 
 
-class _Checker:
-    """Checks one function of a kernel."""
+class _Syntax:
+    """What the checks look at in a function's definition. Functions that a factory makes have it in common."""
 
-    def __init__(self, kernel, function, definition):
-        self.kernel, self.function, self.definition = kernel, function, definition
+    def __init__(self, definition):
         self.nodes = [node for statement in definition.body for node in ast.walk(statement)]
         self.parameters = {a.arg for a in ast.walk(definition.args) if isinstance(a, ast.arg)}
         self.assigned = self._assignments()
-
-    def check(self):
         # Python makes a tuple of a list that is only iterated over or searched.
         constant = {id(node.iter) for node in self.nodes if isinstance(node, ast.For)}
         constant |= {id(item) for node in self.nodes if isinstance(node, ast.Compare) for item in node.comparators}
         inner = [n for n in self.nodes if isinstance(n, (ast.FunctionDef, ast.Lambda))]
         returned_by_others = {id(n) for function in inner for n in ast.walk(function) if n is not function}
+        self.unsupported, self.named_calls, self.arrays, self.endless_loops, self.returns = [], [], [], [], []
         for node in self.nodes:
-            what = _UNSUPPORTED.get(type(node))
-            if isinstance(node, ast.List) and (id(node) in constant or not isinstance(node.ctx, ast.Load)):
-                what = None
             if isinstance(node, ast.Call):
-                self._check_call(node)
-            if isinstance(node, ast.While) and isinstance(node.test, ast.Constant) and node.test.value:
-                self._check_ends(node)
-            if what:
-                self._refuse(node, f"uses {what}, which Numba does not support on a GPU")
-            if isinstance(node, ast.Return) and self.function is self.kernel and id(node) not in returned_by_others:
-                self._check_return(node)
+                self._add_call(node)
+            elif isinstance(node, ast.While) and isinstance(node.test, ast.Constant) and node.test.value:
+                self.endless_loops.append(node)
+            elif isinstance(node, ast.Return) and id(node) not in returned_by_others:
+                self.returns.append(node)
+            is_constant = isinstance(node, ast.List) and (id(node) in constant or not isinstance(node.ctx, ast.Load))
+            if type(node) in _UNSUPPORTED and not is_constant:
+                self.unsupported.append(node)
 
-    def _check_call(self, call):
+    def _add_call(self, call):
         if isinstance(call.func, ast.Name):
-            value = self._outer_value(call.func.id, getattr(builtins, call.func.id, None))
-            if isinstance(value, type) and value in _UNSUPPORTED_CALLS:
-                self._refuse(call, f"uses {_UNSUPPORTED_CALLS[value]}, which Numba does not support on a GPU")
+            self.named_calls.append(call)
         declares = ast.unparse(call.func).removeprefix("cuda.")
         if declares in ("shared.array", "local.array"):
             shapes = call.args[:1] or [k.value for k in call.keywords if k.arg == "shape"]
-            if shapes and self._is_runtime(shapes[0]):
+            self.arrays += [(call, declares, shape) for shape in shapes]
+
+    def _assignments(self):
+        """Return the expressions that each local variable is assigned; None for one that is no expression."""
+        found = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    self._assign(found, target, node.value)
+            elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
+                self._assign(found, node.target, node.value)
+            elif isinstance(node, (ast.AugAssign, ast.For)):
+                self._assign(found, node.target, None)
+        return found
+
+    def _assign(self, found, target, value):
+        if isinstance(target, ast.Name):
+            found.setdefault(target.id, []).append(value)
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            values = value.elts if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts) else None
+            for i, item in enumerate(target.elts):
+                self._assign(found, item, values[i] if values else None)
+
+
+class _Checker:
+    """Checks one function of a kernel."""
+
+    def __init__(self, kernel, function, syntax):
+        self.kernel, self.function, self.syntax = kernel, function, syntax
+
+    def check(self):
+        for node in self.syntax.unsupported:
+            self._refuse(node, f"uses {_UNSUPPORTED[type(node)]}, which Numba does not support on a GPU")
+        for call in self.syntax.named_calls:
+            value = self._outer_value(call.func.id, getattr(builtins, call.func.id, None))
+            if isinstance(value, type) and value in _UNSUPPORTED_CALLS:
+                self._refuse(call, f"uses {_UNSUPPORTED_CALLS[value]}, which Numba does not support on a GPU")
+        for call, declares, shape in self.syntax.arrays:
+            if self._is_runtime(shape):
                 self._refuse(
                     call,
-                    f"declares {declares} of shape {ast.unparse(shapes[0])}, which must be a compile-time constant: "
+                    f"declares {declares} of shape {ast.unparse(shape)}, which must be a compile-time constant: "
                     "an integer or a tuple of integers, written out or named (Numba folds no arithmetic on variables)",
                 )
+        for loop in self.syntax.endless_loops:
+            self._check_ends(loop)
+        for node in self.syntax.returns if self.function is self.kernel else ():
+            self._check_return(node)
 
     def _check_ends(self, loop):
         """Refuse a loop without a condition that nothing leaves."""
@@ -156,34 +196,13 @@ class _Checker:
         return isinstance(node, (ast.Attribute, ast.Call, ast.List))
 
     def _is_runtime_name(self, name, seen):
-        if name in self.assigned:
-            values = self.assigned[name]
+        if name in self.syntax.assigned:
+            values = self.syntax.assigned[name]
             return name not in seen and all(v is None or self._is_runtime(v, seen | {name}) for v in values)
-        if name in self.parameters:
+        if name in self.syntax.parameters:
             return self.function is self.kernel
         value = self._outer_value(name, 0)
         return not all(type(item) is int for item in (value if isinstance(value, tuple) else (value,)))
-
-    def _assignments(self):
-        """Return the expressions that each local variable is assigned; None for one that is no expression."""
-        found = {}
-        for node in self.nodes:
-            if isinstance(node, ast.Assign):
-                for target in node.targets:
-                    self._assign(found, target, node.value)
-            elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
-                self._assign(found, node.target, node.value)
-            elif isinstance(node, (ast.AugAssign, ast.For)):
-                self._assign(found, node.target, None)
-        return found
-
-    def _assign(self, found, target, value):
-        if isinstance(target, ast.Name):
-            found.setdefault(target.id, []).append(value)
-        elif isinstance(target, (ast.Tuple, ast.List)):
-            values = value.elts if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts) else None
-            for i, item in enumerate(target.elts):
-                self._assign(found, item, values[i] if values else None)
 
     def _outer_value(self, name, default):
         """Return the value of a name in the function's closure or globals."""

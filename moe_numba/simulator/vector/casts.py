@@ -135,7 +135,18 @@ def brev(bits, width):
 def fma(mask, a, b, c):
     if not varies((a, b, c)):
         return arithmetic.fma(a, b, c)
-    return per_lane(arithmetic.fma)(mask, a, b, c)
+    if not all(isinstance(v, (ndarray, np.generic)) and v.dtype == np.float32 for v in (a, b, c)):
+        return per_lane(arithmetic.fma)(mask, a, b, c)
+    a, b, c = np.broadcast_arrays(a, b, c)
+    with np.errstate(invalid="ignore", over="ignore"):
+        exact = a.astype(np.float64) * b + c
+        out = exact.astype(np.float32)
+    # Rounding to float64 and then to float32 can differ from rounding once only halfway between two floats.
+    halfway = (exact.view(np.int64) & 0x1FFFFFFF) == 0x10000000
+    halfway |= (np.abs(exact) < 1.2e-38) & (exact != 0) | ~np.isfinite(exact)
+    for i in (halfway if mask is None else halfway & mask).nonzero()[0]:
+        out[i] = arithmetic.fma(a[i], b[i], c[i])
+    return out
 
 
 def bf16_bits(mask, value):

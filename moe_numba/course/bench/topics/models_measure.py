@@ -84,25 +84,37 @@ def measure(models, token_counts, device="cuda"):
         models = [about for about in models if fits(about)]
         layers = [layer for about in models for layer in layers_of(about, token_counts)]
         compile_layers(layers, torch.int64, [gate for about in models for gate in gates_of(about, token_counts)])
+    errors = []
     for about in models:
-        model = make_model(about, device)
-        for name in (OURS, *PEERS):
-            check_experts(model, name)
-        for tokens in token_counts:
-            rows += measure_if_it_fits(about, model, tokens, STEPS)
-        for tokens in (tokens for tokens in token_counts if tokens < PROMPT_TOKENS):
-            rows += measure_if_it_fits(about, model, tokens, (DEFAULT, OURS, WITH_ROUTERS), CONTEXT)
-        if about.architecture == "GptOss":
-            pack_mxfp4_weights(model, allow_rounding=True)
-            check_experts(model, PACKED)
-            for tokens in token_counts:
-                rows += measure_if_it_fits(about, model, tokens, (PACKED,))
-                if tokens < PROMPT_TOKENS:
-                    rows += measure_if_it_fits(about, model, tokens, (PACKED,), CONTEXT)
-        del model
+        try:
+            for found in measure_model(about, token_counts, device):
+                rows += found
+        except Exception as error:  # the other models are measured whatever this one raises
+            print(f"{about.name}: left out from here, {type(error).__name__}: {error}", file=sys.stderr)
+            errors.append(error)
         if device == "cuda":
             torch.cuda.empty_cache()
+    if errors and not rows:
+        raise errors[0]
     return rows
+
+
+def measure_model(about, token_counts, device):
+    """Yield the rows of each forward pass of a model."""
+    model = make_model(about, device)
+    for name in (OURS, *PEERS):
+        check_experts(model, name)
+    for tokens in token_counts:
+        yield measure_if_it_fits(about, model, tokens, STEPS)
+    for tokens in (tokens for tokens in token_counts if tokens < PROMPT_TOKENS):
+        yield measure_if_it_fits(about, model, tokens, (DEFAULT, OURS, WITH_ROUTERS), CONTEXT)
+    if about.architecture == "GptOss":
+        pack_mxfp4_weights(model, allow_rounding=True)
+        check_experts(model, PACKED)
+        for tokens in token_counts:
+            yield measure_if_it_fits(about, model, tokens, (PACKED,))
+            if tokens < PROMPT_TOKENS:
+                yield measure_if_it_fits(about, model, tokens, (PACKED,), CONTEXT)
 
 
 def layers_of(about, token_counts):
@@ -204,9 +216,12 @@ def measure_passes(about, model, tokens, steps, context=0):
     ids = ids.to(model.device)
     cache = context_cache(model.config, context) if context else None
 
+    masks = masks_of(model, ids, cache)
+
     @torch.no_grad()
     def forward():
-        return model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1).logits
+        options = dict(past_key_values=cache, use_cache=cache is not None, logits_to_keep=1)
+        return model(ids, attention_mask=masks, **options).logits
 
     def select_and_forward(name):
         select(model, name)
@@ -233,6 +248,28 @@ def measure_passes(about, model, tokens, steps, context=0):
         )
         for name in names
     ]
+
+
+@torch.no_grad()
+def masks_of(model, ids, cache):
+    """Return the attention masks of a pass by the kinds of layers, or None where the model makes them itself.
+
+    transformers makes a mask for eager attention, which gpt-oss has, with a number from the CPU: a CUDA graph cannot
+    capture that.
+    """
+    if model.config._attn_implementation != "eager":
+        return None
+    found = {}
+
+    def keep(kind, layer, given, named):
+        found[kind] = named["attention_mask"]
+
+    layers = zip(model.config.layer_types, model.model.layers, strict=True)
+    hooks = [layer.register_forward_pre_hook(partial(keep, kind), with_kwargs=True) for kind, layer in layers]
+    model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def free_bytes(device):

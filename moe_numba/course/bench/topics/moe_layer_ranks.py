@@ -12,7 +12,8 @@ from moe_numba.course.exercises.moe_layer import ranks_per_token
 
 NUMBERS_OF_RANKS = (2, 4, 8)
 PREDICTED = 8  # GPUs
-# Microseconds of this layer on 8 H200, by tokens on each: https://github.com/deepseek-ai/DeepGEMM/pull/352
+SOURCE = "https://github.com/deepseek-ai/DeepGEMM/pull/352"
+# Microseconds of this layer on 8 H200, by tokens on each.
 PUBLISHED = {
     "DeepGEMM's mega-MoE": {8: 404, 64: 444, 512: 807, 4096: 3866},
     "DeepEP and DeepGEMM": {8: 456, 64: 526, 512: 866, 4096: 4710},
@@ -24,13 +25,15 @@ STEPS = {  # column of the table -> the row's step and the dtype that dispatch s
     "FP8, combine during the sum": ("combine during the sum", "e4m3"),
     "low latency": ("low latency", "bf16"),
     "low latency, FP8": ("low latency", "e4m3"),
+    "low latency, FP8 both ways": ("low latency, FP8 sums", "e4m3"),
     "dispatch": (PARTS[0], "bf16"),
     "experts": (PARTS[1], "bf16"),
     "combine": (PARTS[2], "bf16"),
-    "shared expert first": ("shared experts first", "bf16"),
-    "beside": ("shared experts beside", "bf16"),
+    "with a shared expert first": ("shared experts first", "bf16"),
+    "with a shared expert beside": ("shared experts beside", "bf16"),
 }
 LAYERS = [(step, wire) for step in ("final", "combine during the sum", "low latency") for wire in ("bf16", "e4m3")]
+LAYERS.append(("low latency, FP8 sums", "e4m3"))
 
 
 def measure(peers, quick):
@@ -43,7 +46,7 @@ def out_of_reach(row):
     return row["config"]["ranks"] > torch.cuda.device_count()
 
 
-def _medians(record, ranks):
+def medians(record, ranks):
     """Return {tokens: {(step, dtype): microseconds}} of a group size."""
     found: dict = {}
     for row in records.select(record, config={"ranks": ranks}):
@@ -86,7 +89,7 @@ def predict(record, ranks):
     take longer by their time per row, which is the slope of the line through the smallest and the largest number of
     tokens. That the weighted sum then stores more rows, each of fewer experts, is not in the model.
     """
-    times, more = _medians(record, ranks), remote_rows(PREDICTED) / remote_rows(ranks)
+    times, more = medians(record, ranks), remote_rows(PREDICTED) / remote_rows(ranks)
     few, many = min(times), max(times)
     found = {}
     for tokens, steps in times.items():
@@ -99,30 +102,87 @@ def predict(record, ranks):
     return found
 
 
-def readme_table(record):
-    """Return a table of a layer, its parts, and the prediction, per group size and number of tokens."""
-    names = [*STEPS, "sum of parts", "FP8, sum of parts", f"on {PREDICTED} GPUs (model)", *PUBLISHED]
+def fastest(record, ranks, tokens):
+    """Return the microseconds of the fastest layer on ``ranks`` GPUs; None if it is not recorded."""
+    steps = medians(record, ranks).get(tokens, {})
+    return min((steps[key] for key in LAYERS if key in steps), default=None)
+
+
+def _table(record, columns, more=(), cells_of=lambda ranks, tokens, steps: []):
+    """Return a Markdown table with a row per group size and number of tokens; the fastest layer is bold."""
+    found = {ranks: medians(record, ranks) for ranks in numbers_of_ranks(record)}
+    measured = {key for times in found.values() for steps in times.values() for key in steps}
+    columns = {name: key for name, key in columns.items() if key in measured}
+    names = [*columns, *more]
+    layers = sum(key in LAYERS for key in columns.values())
     lines = [f"| GPUs, tokens on each | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
-    layers = sum(key in LAYERS for key in STEPS.values())
-    for ranks in numbers_of_ranks(record):
-        times = _medians(record, ranks)
-        predicted = predict(record, ranks) if len(times) > 1 else {}
+    for ranks, times in found.items():
         for tokens, steps in times.items():
-            cells = [records.format_us(steps[key]) if key in steps else "" for key in STEPS.values()]
-            cells = bold_best(cells, slice(0, layers))
-            for wire in ("bf16", "e4m3"):
-                has_parts = all((part, wire) in steps for part in PARTS)
-                cells.append(records.format_us(sum_of_parts(steps, wire)) if has_parts else "")
-            cells.append(records.format_us(predicted[tokens]) if tokens in predicted else "")
-            cells += [str(us[tokens]) if tokens in us else "" for us in PUBLISHED.values()]
+            cells = [records.format_us(steps[key]) if key in steps else "" for key in columns.values()]
+            cells = bold_best(cells, slice(0, layers)) + cells_of(ranks, tokens, steps)
             lines.append(f"| {ranks}, {tokens} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "Median time of the slowest rank in a CUDA graph, microseconds. Each GPU has 32 of DeepSeek-V3's experts in "
-        "FP8 with block scales, and each token 8 experts of all GPUs, drawn evenly at random. Dispatch sends bfloat16, "
-        "if not FP8. The shared expert is computed first, or on a stream beside dispatch and experts. The model for "
-        f"{PREDICTED} GPUs adds to the fastest layer the time of the rows that each token then sends to more GPUs. The "
-        "last two columns are published, of 8 H200 (DeepGEMM, pull request 352); "
-        f"{plots.provenance(record)}.",
-    ]
     return "\n".join(lines)
+
+
+def layers_table(record):
+    """Return a table of the layers, beside the published times of 8 GPUs."""
+
+    def published(ranks, tokens, steps):
+        return [str(us.get(tokens, "")) if ranks == PREDICTED else "" for us in PUBLISHED.values()]
+
+    return _table(record, {name: key for name, key in STEPS.items() if key in LAYERS}, PUBLISHED, published)
+
+
+def parts_table(record):
+    """Return a table of the parts, with their sum; dispatch sends bfloat16."""
+
+    def total(ranks, tokens, steps):
+        return [
+            records.format_us(sum_of_parts(steps, "bf16")) if all((part, "bf16") in steps for part in PARTS) else ""
+        ]
+
+    return _table(record, {name: key for name, key in STEPS.items() if key not in LAYERS}, ["sum of the parts"], total)
+
+
+def _comparison(record):
+    """Return sentences on the published times, and on the model from the smallest group, where they are measured."""
+    measured, words = numbers_of_ranks(record), []
+    best = {tokens: fastest(record, PREDICTED, tokens) for tokens in medians(record, PREDICTED)}
+    for name, us in PUBLISHED.items():
+        slower = [str(tokens) for tokens in best if tokens in us and best[tokens] > us[tokens]]
+        if best and slower:
+            words.append(f"{name} is faster with {' and '.join(slower)} tokens.")
+        elif best:
+            words.append(f"{name} is slower with each number of tokens.")
+    fewest = measured[0]
+    if fewest < PREDICTED and len(medians(record, fewest)) > 1:
+        predicted = predict(record, fewest)
+        measured_us = {tokens: f" ({us:.0f})" for tokens, us in best.items()}
+        pairs = [f"{tokens}: {us:.0f}{measured_us.get(tokens, '')}" for tokens, us in predicted.items()]
+        what = " (measured in brackets)" if best else ""
+        words.append(
+            f"A model that adds to the fastest layer on {fewest} GPUs the time of the rows that each token sends to "
+            f"more GPUs gives for {PREDICTED}{what}: {', '.join(pairs)} us."
+        )
+    return " ".join(words)
+
+
+def readme_table(record):
+    """Return two tables, of the layers and of their parts, and what they show."""
+    return "\n".join(
+        [
+            layers_table(record),
+            "",
+            "Median time of the slowest rank in a CUDA graph, microseconds; the fastest layer is bold. Each GPU has 32 "
+            "of DeepSeek-V3's experts in FP8 with block scales, and each token 8 experts of all GPUs, drawn evenly at "
+            'random. "One layer" is dispatch through rings in bfloat16, experts and combine; "low latency" are the two '
+            'kernels for decoding; "combine during the sum" sends the first sums of the experts\' rows while the last '
+            f"ones are computed. The last two columns are published times of a layer of this shape on {PREDICTED} H200 "
+            f"([DeepGEMM, pull request 352]({SOURCE})). {_comparison(record)}",
+            "",
+            parts_table(record),
+            "",
+            'The parts of "one layer", each alone; and this layer with a shared expert, which is computed first, or on '
+            f"a stream beside dispatch and experts; {plots.provenance(record)}.",
+        ]
+    )
