@@ -33,6 +33,7 @@ print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 from functools import partial
 from statistics import median
+from textwrap import dedent
 from types import SimpleNamespace
 
 import torch
@@ -241,8 +242,8 @@ def times(name, launches, p=P, ladder=ladder):
     found = ladder.times(name, {label: partial(launch, p) for label, launch in launches.items()}) or {}
     if not launches.keys() <= found.keys():
         return print("no times are recorded")
-    print(", ".join(f"{label}: {us:.1f} us" for label, us in found.items()))
-    return found
+    print(", ".join(f"{label}: {found[label]:.1f} us" for label in launches))
+    return {label: found[label] for label in launches}
 
 
 step("torch", block_scales_in_torch, slow=True)
@@ -312,11 +313,16 @@ per_row = LAUNCHES["scales per row"]
 step("scales per row", per_row, after="scales per column", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# This is the main loop of a consumer warpgroup from now on. `fma` promotes: `a` and `b` are the factors of the thread's
-# two rows, for up to three blocks of columns.
+# **Change.** Step 1 multiplies a stage as in the first function, with `values`, the 32 factors of a thread. The second
+# is the main loop of a consumer warpgroup from now on: `a` and `b` are the factors of the thread's two rows, for up to
+# three blocks of columns. `fma` promotes.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-Markdown(f"```python\n{source_of(block_scale_parts.make_multiply_by_scales)}```")
+OLD = (
+    "        load_scales, fma"
+    + source_of(kernel.make_mma_stage).split("        load_scales, fma")[1].split("\n    elif")[0]
+)
+Markdown(f"```python\n{dedent(OLD)}```\n```python\n{source_of(block_scale_parts.make_multiply_by_scales)}```")
 
 # %% [markdown]
 # **Explanation.** Both kernels have tiles of 128 x 128 and load the same weights. But step 1 splits the rows of a group
@@ -373,8 +379,8 @@ step("192 columns", columns_192, after="scales per row", predicted_gain_us=gain_
 loads_192 = LAUNCHES["loads of 192 columns"]
 LOADS = times("loads of both tiles", {"128 columns": loads_128, "192 columns": loads_192}) or {}
 say(
-    "Loads alone take {less:.0%} less time, for {bytes:.0%} fewer bytes from L2. So these bytes are not the only limit of the loads; "
-    "step 4 looks at when CTAs load what.",
+    "Loads alone take {less:.0%} less time, for {bytes:.0%} fewer bytes from L2. These bytes are one limit of the loads; step 4 looks at "
+    "another, the time at which CTAs load them.",
     less=1 - LOADS["192 columns"] / LOADS["128 columns"] if LOADS else None,
     bytes=1 - L2_BYTES[192] / L2_BYTES[128],
 )
@@ -414,7 +420,7 @@ def traced(name, p=P):
 
 
 TILES = traced("traced")
-draw.tile_times(TILES, 2 if SIMULATED else 12, group=0 if SIMULATED else 8)
+draw.tile_times(TILES, 2 if SIMULATED else 12)
 
 # %% [markdown]
 # The **lag** of a tile of weights is the time between the first and the last start of a tile that reads it. A model of
@@ -444,9 +450,9 @@ EVEN_DRIFT = keep("drift, even rows", describe(traced("traced", EVEN)))
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 DRIFTS = DRIFT or {}, EVEN_DRIFT or {}
 say(
-    "The median lag is {lag:.1f} us. In the model the kernel reads "
-    "{read:.2f} GB from DRAM, where {once:.2f} GB suffice. With 256 rows in every group the lag is {even_lag:.1f} us, and "
-    "the model reads {even:.2f} GB.",
+    "The median lag is {lag:.1f} us. In the model the kernel reads {read:.2f} GB from DRAM, where {once:.2f} GB suffice. With {rows} rows "
+    "in every group the lag is {even_lag:.1f} us, and the model reads {even:.2f} GB.",
+    rows=sum(TIMED_ROWS) // len(TIMED_ROWS),
     lag=DRIFTS[0].get("lag_us"),
     read=DRIFTS[0].get("read_gb"),
     once=DRIFTS[0].get("once_gb"),
@@ -498,7 +504,8 @@ PAIR_PARTS = times("loads of pairs", PAIR_LOADS) or {}
 PAIR_DRIFT = keep("drift of pairs", describe(traced("traced pairs")))
 say(
     "Loads alone take {less:.0%} less time. The lag is now {lag:.1f} us, and the model reads {read:.2f} GB from DRAM ({before:.2f} "
-    "before, {once:.2f} once). Pairs save time where loads are the limit. Where computing is, they save energy, see below.",
+    "before, {once:.2f} once). Pairs save time where loads are the limit. Where computing is, they can save energy "
+    "only, which is measured below.",
     less=1 - PAIR_PARTS["loads alone, pairs"] / PAIR_PARTS["loads alone"] if PAIR_PARTS else None,
     lag=(PAIR_DRIFT or {}).get("lag_us"),
     read=(PAIR_DRIFT or {}).get("read_gb"),
@@ -548,14 +555,18 @@ Markdown(f"```python\n{source_of(block_scale_parts.make_scales_by_four)}```")
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 FOUR = {"pairs of tiles": pairs, "no scale loads": no_scale_loads, "scales of four stages": by_four}
 FOUR_TIMES = times("four stages", FOUR | {"four stages, no loads": LAUNCHES["four stages, no loads"]}) or {}
+ONE_US, NO_LOADS_US, BY_FOUR_US, FOUR_NO_LOADS_US = FOUR_TIMES.values() if FOUR_TIMES else [None] * 4
 say(
-    "The loads cost {one:.1f} us in step 4 and {four:.1f} us here, although they have a quarter of the wavefronts. A warp begins its next "
-    "loads only when it has written the scales of four stages, so less of their latency is hidden than with three warps, each of "
-    "which loads three stages ahead. Without loads this step takes {rest:+.1f} us: two warps wait for every stage, where one of three "
-    "waited for every third. The step stays because the next one builds on it: a lane has the scales of a row in registers.",
-    one=FOUR_TIMES["pairs of tiles"] - FOUR_TIMES["no scale loads"] if FOUR_TIMES else None,
-    four=FOUR_TIMES["scales of four stages"] - FOUR_TIMES["four stages, no loads"] if FOUR_TIMES else None,
-    rest=FOUR_TIMES["four stages, no loads"] - FOUR_TIMES["no scale loads"] if FOUR_TIMES else None,
+    "The loads cost {one:.1f} us in step 4 and {four:.1f} us here. {why}Without loads this step takes {rest:+.1f} us: two warps arrive at the "
+    "barrier of every stage, where one of three did at that of every third. The step stays as a part of step 6, which is compared with "
+    "step 4 there.",
+    one=ONE_US and ONE_US - NO_LOADS_US,
+    four=ONE_US and BY_FOUR_US - FOUR_NO_LOADS_US,
+    why="They have a quarter of the wavefronts, but a warp begins them only when it has written four stages, so less of their latency is "
+    "hidden than with three warps, each of which loads three stages ahead. "
+    if FOUR_TIMES and BY_FOUR_US - FOUR_NO_LOADS_US > ONE_US - NO_LOADS_US
+    else "",
+    rest=ONE_US and FOUR_NO_LOADS_US - NO_LOADS_US,
 )
 
 # %% [markdown]
@@ -641,14 +652,12 @@ LATE_TIMES = times("factors without loads", LATE)
 # **Idea.** Test the barrier of the next stage, without waiting, before the FFMAs: the result arrives while they are
 # executed. The diff has a second change: descriptors are not built for every stage, but advance by an addition.
 #
-# **Predicted gain.** That of the loop alone. Without loads both loops never wait for data, so that the difference of
-# their times is the loop's own:
+# **Predicted gain.** That of the loop alone. Without loads neither loop ever waits for data, so that the difference
+# of their times is the loop's own:
 
 # %%
 EARLY = {"tested late": LAUNCHES["tested late, no loads"], "tested early": LAUNCHES["tested early, no loads"]}
 EARLY_TIMES = times("barrier without loads", EARLY)
-
-# %%
 change(block_scale_parts.make_multiply_by_factors, kernel_block_scaled.make_multiply)
 
 # %%
@@ -807,8 +816,7 @@ step("final", package, after="TMA store", predicted_gain_us=gain_us)
 MANY_TIMED_ROWS = topic.random_lengths(32, 32768).tolist()
 WIDE = problem(LENGTHS if SIMULATED else torch.tensor(MANY_TIMED_ROWS).int())
 WIDE_LAUNCHES = {name: scales.StepLaunch(config, WIDE) for name, config in scales.TILES.items()}
-for p, launches in ((P, LAUNCHES), (WIDE, WIDE_LAUNCHES)):
-    expected = topic.expected_output(p, "block")
+for p, launches, expected in ((P, LAUNCHES, RIGHT), (WIDE, WIDE_LAUNCHES, topic.expected_output(WIDE, "block"))):
     for name in scales.TILES:
         p.out.fill_(float("nan"))
         error = reference.mismatch(launches[name](p), expected)
@@ -829,9 +837,7 @@ for name, config in scales.TILES.items():
     own = [scales.tile_of(config) == scales.tile_of(chosen) for chosen in CHOSEN]
     cells = [f"**{text}**" if text and is_own else text for text, is_own in zip(cells, own)]
     table.append(f"| {name} | {count_gb:.2f} | " + " | ".join(cells) + " |")
-Markdown("\n".join(table) + "\n\nBold: the tile of the package's table for this number of rows.")
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+display(Markdown("\n".join(table) + "\n\nBold: the tile of the package's table for this number of rows."))
 AT = TILE_TIMES[0]
 BEST = [min(found.values()) for found in TILE_TIMES if found]
 OWN = [found[NAMES[scales.tile_of(chosen)]] for found, chosen in zip(TILE_TIMES, CHOSEN) if found]
@@ -894,8 +900,6 @@ assert all("refused" in row for row in ladder.rows[-len(WRONG) :])
 # %%
 ladder.measure_all()
 ladder.save(notebook_sources("notebooks/06b_grouped_gemm_scales.py"))
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder.plot(floor_us=FLOOR_US, without=("torch", *WRONG))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1013,7 +1017,7 @@ FIRST_TIMES = times("parts of two kernels", FIRST, FEW_ROWS, four) or {}
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "**Explanation.** The GEMM takes {gemm:.0f} us, with {gemm_predicted:.0f} predicted, but the kernel that decodes {decode:.0f} us, with "
-    "{decode_predicted:.0f} predicted: its limit is not memory, but the instructions that decode a code, which step 2 counts.",
+    "{decode_predicted:.0f} predicted: it does not reach the rate of a copy, because a thread executes many instructions for a code. Step 2 counts them.",
     gemm=FIRST_TIMES["both"] - FIRST_TIMES["dequantise"] if FIRST_TIMES else None,
     gemm_predicted=GEMM_US,
     decode=FIRST_TIMES.get("dequantise"),
@@ -1091,8 +1095,6 @@ DECODING_TIMES = times("without decoding", DECODING, FEW_ROWS, four)
 # %%
 LOADED = {"rows": mxfp4.StepLaunch(FEW_ROWS, "in_rows", "rows, not decoded"), "fragments": not_decoded}
 LOADED_TIMES = times("loads without decoding", LOADED, FEW_ROWS, four)
-
-# %%
 draw.tile_bytes(lane=5)
 
 # %% [markdown]
@@ -1117,8 +1119,8 @@ ORDERS = {"in rows": in_rows, "in fragments": in_fragments, "not decoded": not_d
 ORDER_TIMES = times("fragments", ORDERS, FEW_ROWS, four)
 
 # %% [markdown]
-# The order is a precondition of step 4, where so little is left of decoding that loads by bytes would show, as they do
-# in the two kernels of the bottleneck.
+# The order is a precondition of step 4, where little is left of decoding: what loads by bytes would cost there, the two
+# kernels of the bottleneck show.
 #
 # **Exercise 3.** In which thread of the warpgroup, in which of its 16 bytes and in which half is the code of a row and
 # a column? `pack_fragments` has the answer in the form of one permutation.
@@ -1145,11 +1147,7 @@ draw.decoding(0b1101)
 
 # %%
 SPLIT = packing_mxfp4.EXPONENT_OFFSET, packing_mxfp4.RESULT_EXPONENT
-print(
-    f"fields: word & {packing_mxfp4.FIELDS:#x}; a register is multiplied by scale * 2**{SPLIT[0]}, y by 2**{SPLIT[1]}"
-)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+print(f"fields: word & {packing_mxfp4.FIELDS:#x}; scales are multiplied by 2**{SPLIT[0]}, y by 2**{SPLIT[1]}")
 Markdown(f"```python\n{source_of(mxfp4.decode_block)}```")
 
 # %% [markdown]
@@ -1240,8 +1238,6 @@ assert all("refused" in row for row in four.rows[-len(WRONG_CODES) :])
 
 # %%
 four.measure_all()
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
 four.plot(floor_us=FOUR_FLOOR_US, without=("torch", *WRONG_CODES))
 
 # %% [markdown]
@@ -1269,9 +1265,7 @@ table = ["| step | 128 rows, us | 2048 rows, us |", "|---|---:|---:|"]
 for name in MANY_STEPS:
     cells = four.median_us(name), (MANY_US or {}).get(name)
     table.append(f"| {name} | " + " | ".join("" if us is None else records.format_us(us) for us in cells) + " |")
-Markdown("\n".join(table) + "\n\nKernel times, measured in this run or recorded.")
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+display(Markdown("\n".join(table) + "\n\nKernel times, measured in this run or recorded."))
 FOUR_US = four.median_us("final")
 say(
     "With 128 rows the final kernel moves {rate:.2f} TB/s; a copy moves {copy:.2f}. With 2048 rows it takes {many:.0f} us "

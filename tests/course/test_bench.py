@@ -290,6 +290,9 @@ def test_lines_and_record_of_a_measured_ladder(measured, tmp_path, capsys):
     assert records.find(record, step="narrow tiles")["slower"] and "refused" in records.find(record, step="broken")
     figure = steps.plot(floor_us=2.0, peers={"triton": 11.0})
     assert "measured now on NVIDIA H200" in all_text(figure) and "speed of light 2.00" in all_text(figure)
+    assert "× torch" in all_text(figure) and "refused" in all_text(figure)
+    text = all_text(steps.plot(without=["torch eager", "broken"]))
+    assert not any(left_out in text for left_out in ("torch eager", "× torch", "refused", "broken"))
 
 
 def test_diagnostic_times_are_recorded_beside_the_steps(measured, tmp_path, capsys, monkeypatch):

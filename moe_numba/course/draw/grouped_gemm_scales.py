@@ -1,5 +1,7 @@
 """Figures of block scales and 4-bit weights: factors of a thread, pairs of tiles, tiles over time, packed codes."""
 
+from collections import Counter
+
 from matplotlib.ticker import MaxNLocator
 
 from moe_numba.course.bench.style import BLUE, COLOURS, GREEN, GREY, INK, ORANGE, PALE, WIDTH
@@ -40,7 +42,7 @@ def factors(lane):
             for column in range(_COLUMNS):
                 fill, label = (ORANGE, "factor") if column in columns else (tint(ORANGE, 0.2), "unused")
                 box(axes, left + column * side, top + 0.1, side, side, fill=fill, edge=WHITE, line=0.5, label=label)
-            text(axes, left - 0.08, top + 0.2, "x scale ×\nweight scale", size=7, colour=GREY, ha="right")
+            text(axes, left - 0.08, top + 0.2, "x scale ×\nweight scale", size=6.5, colour=GREY, ha="right")
             words = f"{len(columns)} scales for {_COLUMNS} columns: one per column of the lane"
         text(axes, left + _COLUMNS * side / 2, top - _ROWS * side - 0.2, words, size=8.5)
     note(
@@ -98,11 +100,15 @@ def pairs(rows, n_tiles):
     return figure
 
 
-def tile_times(tiles, ctas, group=0):
-    """Draw when the first CTAs of a grid computed which tile; a colour is a tile of weights of ``group``."""
+def tile_times(tiles, ctas):
+    """Draw when the first CTAs of a grid computed which tile; colours are the tiles of weights of one group.
+
+    It is the group with the most tiles among those shown, and the last one of several: CTAs drift apart over time.
+    """
     check_range("ctas", ctas, 1, 16)
     shown = [tile for tile in tiles if tile.cta < ctas]
-    last = max(tile.end_us for tile in shown)
+    last, counts = max(tile.end_us for tile in shown), Counter(tile.group for tile in shown)
+    group = max(counts, key=lambda group: (counts[group], group))
     figure, axes = canvas(WIDTH, 1.25 + 0.24 * ctas, f"Tiles of {plural(ctas, 'CTA')} over time")
     left, top, row = 0.85, 0.6 + 0.24 * ctas, 0.24
     scale = (WIDTH - left - 0.2) / last
