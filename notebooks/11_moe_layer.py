@@ -912,7 +912,8 @@ print("ranks 0 and 1: correct; with exchanged experts the check rejects both")
 
 # %% [markdown]
 # Options of the layer send tokens in FP8, run a shared expert on a stream of its own, let combine send the first sums
-# while the last ones are computed, or, for decoding, use the low-latency pair of [notebook 10](10_low_latency.ipynb).
+# while the last ones are computed, or use the low-latency pair of [notebook 10](10_low_latency.ipynb), also with sums in
+# FP8.
 # [Expert parallelism](../docs/expert_parallel.md) computes what other ways to overlap would gain. Recorded times:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]

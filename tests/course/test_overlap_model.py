@@ -41,3 +41,17 @@ def test_micro_batches_of_free_weights_and_sms_would_hide_both(monkeypatch):
     t = model.times_of(4096, 8)._replace(dispatch=200.0, experts=1000.0, combine=400.0)
     half = t._replace(dispatch=100.0, experts=500.0, combine=200.0)
     assert model.by_half(t, half) == pytest.approx(300)
+
+
+def test_measured_gains_are_differences_of_recorded_layers(monkeypatch):
+    steps = {
+        ("final", "e4m3"): 100.0,
+        ("combine during the sum", "e4m3"): 97.0,
+        ("low latency", "e4m3"): 90.0,
+        ("low latency, FP8 sums", "e4m3"): 85.0,
+    }
+    monkeypatch.setattr(model.moe_layer_ranks, "medians", lambda *_: {64: steps})
+    assert model.measured_gains(64, 2) == {"combine during the sum": 3.0, "sums in FP8": 5.0}
+    assert model.measured_gains(512, 2) == {}
+    del steps["low latency", "e4m3"], steps["combine during the sum", "e4m3"]
+    assert model.measured_gains(64, 2) == {"sums in FP8": 15.0}

@@ -112,6 +112,21 @@ def by_fp8_sums(t):
 GAINS = "first GEMM by tile", "two micro-batches", "second GEMM sends rows", "combine during the sum", "sums in FP8"
 
 
+def measured_gains(tokens, ranks):
+    """Return {way to overlap: microseconds gained} of those that the topic has measured, with FP8 dispatch.
+
+    Sums in FP8 are compared with the low-latency layer, or where that has too many tokens with the other one.
+    """
+    steps = moe_layer_ranks.medians(records.read("moe_layer_ranks", GPU), ranks).get(tokens, {})
+    plain, low_latency = steps.get(("final", WIRE)), steps.get(("low latency", WIRE))
+    found = {}
+    if plain and (us := steps.get((GAINS[3], WIRE))):
+        found[GAINS[3]] = plain - us
+    if (before := low_latency or plain) and (us := steps.get(("low latency, FP8 sums", WIRE))):
+        found[GAINS[4]] = before - us
+    return found
+
+
 def gains(tokens, ranks):
     """Return the layer's microseconds, and {way to overlap: microseconds gained}."""
     t, half = times_of(tokens, ranks), times_of(tokens // 2, ranks)
@@ -127,7 +142,10 @@ def table():
         for tokens in TOKENS:
             t, found = gains(tokens, ranks)
             cells = [f"{us:.0f}" for us in t[:3]]
-            cells += [f"{us:+.0f} ({100 * us / t.total:+.1f} %)" for us in found.values()]
+            measured = measured_gains(tokens, ranks)
+            for name, us in found.items():
+                cell = f"{us:+.0f} ({100 * us / t.total:+.1f} %)"
+                cells.append(cell + (f", measured {measured[name]:+.0f}" if name in measured else ""))
             lines.append(f"| {ranks}, {tokens} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
