@@ -862,7 +862,8 @@ say(
 # ### What limits it now
 #
 # Under load a GPU lowers its clock until it stays within its power limit. A kernel at the limit takes its energy
-# divided by that power, however well its instructions are scheduled. NVML counts the energy; here it is measured while a kernel is launched again and again.
+# divided by that power, however well its instructions are scheduled. NVML counts the energy; here it is measured while
+# a kernel is launched again and again.
 
 
 # %%
