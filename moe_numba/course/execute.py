@@ -1,7 +1,7 @@
 """Executes the notebooks: as pages to read, or as the committed copies (see ``executed``).
 
 python -m moe_numba.course.execute execute                        write pages of all notebooks to build/
-python -m moe_numba.course.execute execute --in-place --only 01   write the committed copy (on a GPU)
+python -m moe_numba.course.execute execute --in-place --only 01   write the committed copy (without a GPU: stale)
 python -m moe_numba.course.execute prose                          update the prose of the committed copies, keep outputs
 """
 
@@ -22,7 +22,16 @@ import nbformat
 
 from moe_numba import simulator
 from moe_numba.course.bench import records
-from moe_numba.course.executed import BINARY, NotebookFailed, code_cells, find, read, save_executed, update_prose
+from moe_numba.course.executed import (
+    BINARY,
+    NotebookFailed,
+    code_cells,
+    find,
+    read,
+    save_executed,
+    save_simulated,
+    update_prose,
+)
 
 CELL_LIMIT_S = 600
 TRACEBACK_LINES = 25
@@ -254,7 +263,10 @@ def main(argv: list[str] | None = None) -> int:
         elif isinstance(result, BaseException):
             raise result
         elif options.in_place:
-            save_executed(result, path, root)
+            if simulator.ENABLED and path.with_suffix(".ipynb").is_file():
+                save_simulated(result, path)
+            else:
+                save_executed(result, path, root)
             pages.append(path.with_suffix(".ipynb"))
         else:
             pages.append(write_page(result, path.stem, options.out))

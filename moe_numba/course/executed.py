@@ -16,7 +16,7 @@ import nbformat
 from moe_numba.course.bench import records
 from moe_numba.course.bench.sources import package_sources
 
-NOT_EXECUTED = "not_executed"  # in the metadata of cells whose code changed after the execution
+NOT_EXECUTED = "not_executed"  # in the metadata of cells whose code was not executed on a GPU
 BINARY = ("image/png", "image/jpeg", "application/pdf")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users)\b[^\s\"'<>]*")
 
@@ -59,6 +59,18 @@ def save_executed(notebook, path: Path, root: Path | str | None = None) -> None:
     nbformat.write(notebook, path.with_suffix(".ipynb"))
 
 
+def save_simulated(notebook, path: Path) -> None:
+    """Write the copy with the outputs of a run in the simulator, which shows the times of the records.
+
+    All cells are marked as not executed on a GPU. Environment and hashes remain those of the last execution on one, so
+    that the copy is stale until the notebook is executed again.
+    """
+    for cell in code_cells(notebook):
+        cell.metadata[NOT_EXECUTED] = True
+    notebook.metadata = nbformat.read(path.with_suffix(".ipynb"), as_version=4).metadata
+    nbformat.write(notebook, path.with_suffix(".ipynb"))
+
+
 def update_prose(path: Path, with_code: bool = False) -> None:
     """Copy new prose into the committed copy and keep its outputs.
 
@@ -75,10 +87,10 @@ def update_prose(path: Path, with_code: bool = False) -> None:
     kept = {block.b + i: before[block.a + i] for block in blocks for i in range(block.size)}
     for number, cell in enumerate(after):
         executed = kept.get(number)
+        if executed is not None:
+            cell.outputs, cell.execution_count = executed.outputs, executed.execution_count
         if executed is None or executed.metadata.get(NOT_EXECUTED):
             cell.metadata[NOT_EXECUTED] = True
-        else:
-            cell.outputs, cell.execution_count = executed.outputs, executed.execution_count
     new.metadata = old.metadata
     nbformat.write(new, path.with_suffix(".ipynb"))
 

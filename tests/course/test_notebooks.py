@@ -206,6 +206,23 @@ def test_changed_cells_of_a_copy_have_no_outputs_of_older_code(source, committed
     assert "not executed once each" in problems_of(committed)[0]
 
 
+def test_a_copy_of_the_simulator_has_outputs_and_is_stale(source, committed, repository):
+    about = nbformat.read(committed, as_version=4).metadata
+    source.write_text(NOTEBOOK + "\n# %%\n3\n")
+    notebook = executed.read(source)
+    for count, cell in enumerate(executed.code_cells(notebook), start=1):
+        cell.outputs, cell.execution_count = [nbformat.v4.new_output("stream", text=f"{count}")], count
+    executed.save_simulated(notebook, source)
+    assert executed.pair_problems(source) == [] == problems_of(committed)
+    assert executed.stale_problems(source, repository) != []
+    source.write_text(source.read_text().replace("a figure", "one figure"))
+    executed.update_prose(source)  # keeps the outputs, and the mark
+    copy = nbformat.read(committed, as_version=4)
+    assert copy.metadata == about and all(
+        cell.outputs and cell.metadata[executed.NOT_EXECUTED] for cell in executed.code_cells(copy)
+    )
+
+
 def test_changed_prose_is_reported_and_updated_without_a_gpu(source, committed, repository):
     source.write_text(NOTEBOOK.replace("a figure", "one figure"))
     assert "older prose" in executed.pair_problems(source)[0]
