@@ -144,8 +144,8 @@ print(f"timed: {sum(TIMED_ROWS)} rows in 32 groups of {min(TIMED_ROWS)} to {max(
 print(f"here: {len(P.x)} rows in {GROUPS} groups, {dict(n=N, k=K)}")
 
 # %% [markdown]
-# Several processes compile the kernels of the notebook now. From step 2 on, a step is the package's
-# kernel in which some functions are exchanged for earlier versions
+# Several processes compile the kernels of the notebook now. From step 2 on, a step is the package's kernel in which
+# some functions are exchanged for earlier versions
 # ([`block_scale_parts.py`](../moe_numba/course/block_scale_parts.py)). `VARIANTS` has a configuration and the exchanged
 # functions for each step, and for kernels that leave something out to explain a time.
 
@@ -403,10 +403,11 @@ compute_192 = LAUNCHES["without loads"]
 PARTS = times("parts", {"192 columns": columns_192, "loads alone": loads_192, "without loads": compute_192}) or {}
 
 # %% [markdown]
-# Whichever takes longer is the limit. What do the loads wait for? A variant of the kernel records when each tile is
-# computed. The scheduler assigns tiles with the same weights to neighbouring CTAs, which begin together. But tiles of a
-# group's last rows take less time, so CTAs **drift** apart: later, tiles with the same weights do not run at the same
-# time. (In the simulator a step of its scheduler counts as a microsecond.)
+# Whichever takes longer is the limit, which depends on the GPU: see the end of this step. What do the loads wait for? A
+# variant of the kernel records when each tile is computed. The scheduler assigns tiles with the same weights to
+# neighbouring CTAs, which begin together. But tiles of a group's last rows take less time, so CTAs **drift** apart:
+# later, tiles with the same weights do not run at the same time. (In the simulator a step of its scheduler counts as a
+# microsecond.)
 
 
 # %%
@@ -514,8 +515,8 @@ say(
 )
 
 # %% [markdown]
-# So it is not these bytes that limit the loads, but the prediction does not depend on that: computing is the limit.
-# Pairs save time where loads are. An H100 has the same SMs, but less bandwidth of DRAM:
+# So these bytes do not limit the loads; the prediction holds because computing is the limit. Pairs save time where
+# loads are. An H100 has the same SMs, but less bandwidth of DRAM:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 H100 = records.recorded("grouped_gemm_block_scales_ladder", "h100-80gb-hbm3") or {"rows": [], "diagnosis": {}}
