@@ -144,8 +144,8 @@ print(f"timed: {sum(TIMED_ROWS)} rows in 32 groups of {min(TIMED_ROWS)} to {max(
 print(f"here: {len(P.x)} rows in {GROUPS} groups, {dict(n=N, k=K)}")
 
 # %% [markdown]
-# The kernels of the notebook are compiled now, by several processes at once. From step 2 on, a step is the package's
-# kernel in which some functions are exchanged for earlier versions
+# Several processes compile the kernels of the notebook now. From step 2 on, a step is the package's kernel in which
+# some functions are exchanged for earlier versions
 # ([`block_scale_parts.py`](../moe_numba/course/block_scale_parts.py)). `VARIANTS` has a configuration and the exchanged
 # functions for each step, and for kernels that leave something out to explain a time.
 
@@ -186,8 +186,7 @@ LAUNCHES = {name: scales.StepLaunch(config, P, **parts) for name, (config, parts
 # %% [markdown]
 # ### Step 0: torch
 #
-# The definition, group by group in float32. The group's bounds are known to the CPU here; a kernel reads them on the
-# GPU.
+# The definition, group by group in float32.
 #
 # All times are kernel times of many launches in a CUDA graph; where there is a second one, the call time, it is the
 # host's clock around a Python call. A step's line has both kernels interleaved, the predicted change, the measured one
@@ -335,7 +334,8 @@ EVEN_STEPS = {"scales per column": per_column, "one scale": one_scale, "scales p
 EVEN_TIMES = times("even rows", EVEN_STEPS, EVEN) or {}
 COLUMN_US, ONE_US, ROW_US = (EVEN_TIMES.get(name) for name in EVEN_STEPS)
 say(
-    "With {rows} rows in every group the same model predicts a gain of {predicted:.0f} us, and {measured:.0f} us are measured.",
+    "With {rows} rows in every group the same model predicts a gain of {predicted:.0f} us, and {measured:.0f} us are measured. A thread now "
+    "loads its scales before the wgmma of a stage, and no longer while it runs; step 6 looks at that.",
     rows=sum(TIMED_ROWS) // len(TIMED_ROWS),
     predicted=COLUMN_US and (COLUMN_US - ONE_US) * (1 - 24 / 128),
     measured=COLUMN_US and COLUMN_US - ROW_US,
@@ -403,10 +403,11 @@ compute_192 = LAUNCHES["without loads"]
 PARTS = times("parts", {"192 columns": columns_192, "loads alone": loads_192, "without loads": compute_192}) or {}
 
 # %% [markdown]
-# Whichever takes longer is the limit. What do the loads wait for? A variant of the kernel records when each tile is
-# computed. The scheduler assigns tiles with the same weights to neighbouring CTAs, which begin together. But tiles of a
-# group's last rows take less time, so CTAs **drift** apart: later, tiles with the same weights do not run at the same
-# time. (In the simulator a step of its scheduler counts as a microsecond.)
+# Whichever takes longer is the limit, which depends on the GPU: see the end of this step. What do the loads wait for? A
+# variant of the kernel records when each tile is computed. The scheduler assigns tiles with the same weights to
+# neighbouring CTAs, which begin together. But tiles of a group's last rows take less time, so CTAs **drift** apart:
+# later, tiles with the same weights do not run at the same time. (In the simulator a step of its scheduler counts as a
+# microsecond.)
 
 
 # %%
@@ -503,14 +504,30 @@ PAIR_LOADS = {"loads alone": loads_192, "loads alone, pairs": LAUNCHES["loads of
 PAIR_PARTS = times("loads of pairs", PAIR_LOADS) or {}
 PAIR_DRIFT = keep("drift of pairs", describe(traced("traced pairs")))
 say(
-    "Loads alone take {less:.0%} less time. The lag is now {lag:.1f} us, and the model reads {read:.2f} GB from DRAM ({before:.2f} "
-    "before, {once:.2f} once). Pairs save time where loads are the limit. Where computing is, they can save energy "
-    "only, which is measured below.",
+    "For {bytes:.0%} fewer bytes from L2, loads alone take {less:.0%} less time. The lag is now {lag:.1f} us, and the model reads {read:.2f} GB "
+    "from DRAM ({before:.2f} before, {once:.2f} once).",
+    bytes=1 - PAIR_BYTES / L2_BYTES[192],
     less=1 - PAIR_PARTS["loads alone, pairs"] / PAIR_PARTS["loads alone"] if PAIR_PARTS else None,
     lag=(PAIR_DRIFT or {}).get("lag_us"),
     read=(PAIR_DRIFT or {}).get("read_gb"),
     before=DRIFTS[0].get("read_gb"),
     once=DRIFTS[0].get("once_gb"),
+)
+
+# %% [markdown]
+# So these bytes do not limit the loads; the prediction holds because computing is the limit. Pairs save time where
+# loads are. An H100 has the same SMs, but less bandwidth of DRAM:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+H100 = records.recorded("grouped_gemm_block_scales_ladder", "h100-80gb-hbm3") or {"rows": [], "diagnosis": {}}
+ON_H100 = next((row for row in H100["rows"] if row["step"] == "pairs of tiles"), {}).get("compared_us", [None] * 2)
+say(
+    "Recorded on an H100: loads alone take {loads:.0f} us and the kernel without loads {compute:.0f} us; with pairs the kernel takes "
+    "{after:.0f} us, without {before:.0f} us.",
+    loads=H100["diagnosis"].get("parts", {}).get("loads alone"),
+    compute=H100["diagnosis"].get("parts", {}).get("without loads"),
+    before=ON_H100[0],
+    after=ON_H100[1],
 )
 
 # %% [markdown]
@@ -557,9 +574,8 @@ FOUR = {"pairs of tiles": pairs, "no scale loads": no_scale_loads, "scales of fo
 FOUR_TIMES = times("four stages", FOUR | {"four stages, no loads": LAUNCHES["four stages, no loads"]}) or {}
 ONE_US, NO_LOADS_US, BY_FOUR_US, FOUR_NO_LOADS_US = FOUR_TIMES.values() if FOUR_TIMES else [None] * 4
 say(
-    "The loads cost {one:.1f} us in step 4 and {four:.1f} us here. {why}Without loads this step takes {rest:+.1f} us: two warps arrive at the "
-    "barrier of every stage, where one of three did at that of every third. The step stays as a part of step 6, which is compared with "
-    "step 4 there.",
+    "The loads cost {one:.1f} us in step 4 and {four:.1f} us here. {why}Without loads the step changes the time by {rest:+.1f} us. It "
+    "stays as a part of step 6, which is compared with step 4 there.",
     one=ONE_US and ONE_US - NO_LOADS_US,
     four=ONE_US and BY_FOUR_US - FOUR_NO_LOADS_US,
     why="They have a quarter of the wavefronts, but a warp begins them only when it has written four stages, so less of their latency is "
@@ -574,7 +590,7 @@ say(
 #
 # **Bottleneck.** The consumer side: loading scales from shared memory into registers delays the first wgmma of each
 # stage. A kernel that loads scales once per tile, from its first stage, computes wrong results, but shows what this
-# costs. The second cell counts instructions in the main loop of a consumer thread, from the machine code.
+# costs. The second cell counts instructions of the main loop.
 
 # %%
 once = LAUNCHES["scales loaded once"]
@@ -666,19 +682,6 @@ gain_us = EARLY_TIMES["tested late"] - EARLY_TIMES["tested early"] if EARLY_TIME
 step("barrier tested early", tested_early, after="factors by producers", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** With and without loads, interleaved:
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-BOTH = {"tested late": factors, "tested early": tested_early}
-BOTH_TIMES = times("barrier with loads", BOTH | {f"{name}, no loads": launch for name, launch in EARLY.items()}) or {}
-LATE_US, EARLY_US, LATE_ALONE_US, EARLY_ALONE_US = BOTH_TIMES.values() if BOTH_TIMES else [None] * 4
-say(
-    "The gain is {all:.1f} us with loads and {alone:.1f} us without.",
-    all=LATE_US and LATE_US - EARLY_US,
-    alone=LATE_US and LATE_ALONE_US - EARLY_ALONE_US,
-)
-
-# %% [markdown]
 # ### Step 8: look up the next tile ahead
 #
 # **Bottleneck.** In a trace, a tile begins when its first stage has arrived. What lies between two tiles of a CTA is
@@ -703,7 +706,8 @@ gain_us = (WAITING or {}).get("share", 0) * (ladder.median_us("barrier tested ea
 step("look-up ahead", look_up, after="barrier tested early", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The trace of the new kernel, and both kernels with as many rows in every group:
+# **Explanation.** The trace of the new kernel, and both kernels with as many rows in every group. The wait is short in
+# both kernels, so that the step neither gains nor costs anything here:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 AHEAD = keep("waiting after looking up ahead", {"share": diagnoses.waiting_share(traced("traced look-up"))})
@@ -842,12 +846,17 @@ AT = TILE_TIMES[0]
 BEST = [min(found.values()) for found in TILE_TIMES if found]
 OWN = [found[NAMES[scales.tile_of(chosen)]] for found, chosen in zip(TILE_TIMES, CHOSEN) if found]
 say(
-    "The tiles of a column differ by up to {range:.0%}, and the package's is up to {excess:.1%} slower than its best. "
-    "With 8192 rows, 256 columns change the time of single CTAs by {single:+.1%}, and that of pairs, which load less already, by {pairs:+.1%}.",
-    range=max(max(found.values()) / min(found.values()) for found in TILE_TIMES) - 1 if BEST else None,
-    excess=max(own / best for own, best in zip(OWN, BEST)) - 1 if BEST else None,
+    "With 8192 rows, 256 columns change the time of single CTAs by {single:+.1%}, about as predicted, but that of pairs by {pairs:+.1%}. And "
+    "single CTAs lose what pairs save: {lost:+.1%} with 192 columns. With even groups and with more rows per group, single CTAs are faster than "
+    "pairs by {even:.1%} and {many:.1%} (192 columns). The tiles of a column differ by up to {range:.1%}, and the package's is up to "
+    "{excess:.1%} slower than the best.",
     single=AT["256 columns, single"] / AT["192 columns, single"] - 1 if AT else None,
     pairs=AT["256 columns, pairs"] / AT["192 columns, pairs"] - 1 if AT else None,
+    lost=AT["192 columns, single"] / AT["192 columns, pairs"] - 1 if AT else None,
+    even=1 - TILE_TIMES[1]["192 columns, single"] / TILE_TIMES[1]["192 columns, pairs"] if AT else None,
+    many=1 - TILE_TIMES[2]["192 columns, single"] / TILE_TIMES[2]["192 columns, pairs"] if AT else None,
+    range=max(max(found.values()) / min(found.values()) for found in TILE_TIMES) - 1 if BEST else None,
+    excess=max(own / best for own, best in zip(OWN, BEST)) - 1 if BEST else None,
 )
 
 # %% [markdown]
@@ -855,7 +864,7 @@ say(
 #
 # Under load a GPU lowers its clock until it stays within its power limit. A kernel at the limit takes its energy
 # divided by that power, however well its instructions are scheduled. NVML counts the energy; here it is measured while
-# a kernel is launched again and again. One of the kernels does not keep weights in L2.
+# a kernel is launched again and again.
 
 
 # %%
@@ -875,16 +884,19 @@ MEASURED = "192 columns", "pairs of tiles", "TMA store", "weights not kept", "fi
 ENERGY = {name: energy_of(name) for name in MEASURED}
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-MJ = {name: energy.get("launch_mj") for name, energy in ENERGY.items()}
+MJ = [energy["launch_mj"] for energy in ENERGY.values() if energy]
+LIMIT_W = ENERGY["final"].get("limit_watts")
 say(
-    "The final kernel draws {watts:.0f} W of {limit:.0f} W, at {mhz:.0f} MHz of up to {boost:.0f} MHz. At the limit, only what saves energy "
-    "saves time. Pairs change the energy of a launch by {pairs:+.1%}, and weights that are not kept in L2 by {kept:+.1%}.",
-    watts=ENERGY["final"].get("watts"),
-    limit=ENERGY["final"].get("limit_watts"),
+    "The final kernel runs at {mhz:.0f} MHz of up to {boost:.0f} MHz. The kernels need {low:.0f} to {high:.0f} mJ per launch, which at the limit "
+    "of {limit:.0f} W take {low_us:.0f} to {high_us:.0f} us. The steps since 192 columns remove waiting, but hardly any energy: that is why "
+    "they gain so little. Neither pairs nor weights kept in L2 change that.",
     mhz=ENERGY["final"].get("sm_mhz"),
     boost=LIMITS.boost_clock / 1e6,
-    pairs=MJ["192 columns"] and MJ["pairs of tiles"] / MJ["192 columns"] - 1,
-    kept=MJ["TMA store"] and MJ["weights not kept"] / MJ["TMA store"] - 1,
+    low=min(MJ, default=None),
+    high=max(MJ, default=None),
+    limit=LIMIT_W,
+    low_us=min(MJ) / LIMIT_W * 1e3 if MJ else None,
+    high_us=max(MJ) / LIMIT_W * 1e3 if MJ else None,
 )
 
 # %% [markdown]
@@ -903,17 +915,25 @@ ladder.save(notebook_sources("notebooks/06b_grouped_gemm_scales.py"))
 ladder.plot(floor_us=FLOOR_US, without=("torch", *WRONG))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-FINAL_US, FOUND = ladder.median_us("final"), (ladder.record or {}) if ladder.untimed else vars(ladder)
-SAME = [table[name] for table in FOUND.get("diagnosis", {}).values() if (name := "pairs of tiles") in table]
+FINAL_US, FOUND = ladder.median_us("final"), (ladder.record or {"rows": []}) if ladder.untimed else vars(ladder)
+SAME = {}  # step -> its times in lines above
+for name, table in FOUND.get("diagnosis", {}).items():
+    if not name.startswith(("loads of", "tiles")) and "even" not in name:
+        [SAME.setdefault(label, []).append(us) for label, us in table.items() if label in scales.STEPS]
+for row in FOUND["rows"]:
+    for label, us in zip((row.get("after"), row["step"]), row.get("compared_us", ())):
+        SAME.setdefault(label, []).append(us)
+WIDEST = max(SAME, key=lambda label: max(SAME[label]) / min(SAME[label]), default=None)
 say(
     "Step 1 takes {first:.0f} us and the final kernel {final:.0f} us, {ratio:.1f} times the lower bound, {rate:.0f} TFLOP/s. In the lines "
-    "above, the kernel with pairs of tiles takes {low:.0f} to {high:.0f} us, depending on the kernels that run in between.",
+    "above, the times of a kernel differ most for '{widest}': {low:.0f} to {high:.0f} us, depending on the kernels that run in between.",
     first=ladder.median_us("scales per column"),
     final=FINAL_US,
     ratio=FINAL_US and FINAL_US / FLOOR_US,
     rate=FINAL_US and FLOPS / FINAL_US / 1e6,
-    low=min(SAME, default=None),
-    high=max(SAME, default=None),
+    widest=WIDEST,
+    low=WIDEST and min(SAME[WIDEST]),
+    high=WIDEST and max(SAME[WIDEST]),
 )
 
 # %% [markdown]
@@ -1112,7 +1132,7 @@ gain_us = issue_us(WAYS[0]) - issue_us(WAYS[1])
 four_step("order of fragments", in_fragments, after="decode in the consumer", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The instructions that are saved are not the limit; those that decode are:
+# **Explanation.** The step is slower. The instructions that are saved are not the limit; those that decode are:
 
 # %%
 ORDERS = {"in rows": in_rows, "in fragments": in_fragments, "not decoded": not_decoded}
@@ -1205,7 +1225,7 @@ gain_us = LEFT_US if FOUR_TILE.warpgroups == 4 else 0
 four_step("final", package_mxfp4, after="shift, mask, multiply", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The two interleaved with the kernel that does not decode:
+# **Explanation.** The kernel that does not decode has two warpgroups, too. What is left of decoding is hidden:
 
 # %%
 FINAL = {"shift, mask, multiply": by_masks, "final": package_mxfp4, "not decoded": not_decoded}
@@ -1269,10 +1289,11 @@ display(Markdown("\n".join(table) + "\n\nKernel times, measured in this run or r
 FOUR_US = four.median_us("final")
 say(
     "With 128 rows the final kernel moves {rate:.2f} TB/s; a copy moves {copy:.2f}. With 2048 rows it takes {many:.0f} us "
-    "(lower bound {bound:.0f} us).",
+    "(lower bound {bound:.0f} us), and the order of fragments changes the time by {order:+.0%}.",
     rate=FOUR_US and FOUR_BYTES / FOUR_US / 1e6,
     copy=LIMITS.copy_bandwidth / 1e12,
     many=(MANY_US or {}).get("final"),
+    order=MANY_US["order of fragments"] / MANY_US["decode in the consumer"] - 1 if MANY_US else None,
     bound=topic.lower_bound(topic.random_lengths(32, 2048), **TIMED, dtype="mxfp4")[0],
 )
 
