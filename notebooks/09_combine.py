@@ -1797,7 +1797,7 @@ def left_alone(timeout):
     chosen, said = [torch.ones(4, 2, dtype=torch.bool)] * 2, []
 
     def work(transport):
-        buffer, config = Buffer(transport, 1 << 16), Config(2, 1, 23)
+        buffer, config = Buffer(transport, 1 << 16, timeout=timeout), Config(2, 1, 23)
         KEPT.append(buffer)
         counts = torch.full((2,), 4, dtype=torch.int32)
         y, _, _, _, handle, _ = buffer.dispatch(
@@ -1809,7 +1809,6 @@ def left_alone(timeout):
         )
         buffer.combine(y, handle, config=config)
         if transport.rank == 0:
-            buffer._runtime.timeout = timeout
             buffer.combine(y, handle, config=config)  # alone
             try:
                 buffer.combine(y, handle, config=config)
@@ -1820,7 +1819,7 @@ def left_alone(timeout):
     return said
 
 
-SENTENCE = in_simulator(left_alone, 1e-4)
+SENTENCE = in_simulator(left_alone, 0.004)
 print(*SENTENCE)
 assert SENTENCE
 
