@@ -8,7 +8,7 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.moe_layer.kernel_weighted_sum import VECTOR, make_add_row
+from moe_numba.moe_layer.kernel_weighted_sum import VECTOR, add_row
 from moe_numba.ptx.atomics import st_release_sys_s32
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, load_nc_u32x4, st_global_s32x4
@@ -20,7 +20,7 @@ _MAX_BATCH = 8  # rows that a thread loads at once
 @cache
 def make_sum_for_combine_kernel(hidden, topk, ranks, threads=THREADS):
     """Make the kernel for one ``hidden``, number of experts' rows per token and number of source ranks."""
-    vectors, batch, add = hidden // VECTOR, -(-topk // -(-topk // _MAX_BATCH)), make_add_row()
+    vectors, batch = hidden // VECTOR, -(-topk // -(-topk // _MAX_BATCH))
     num_words = 4 * batch
 
     @cuda.jit(device=True)
@@ -41,7 +41,7 @@ def make_sum_for_combine_kernel(hidden, topk, ranks, threads=THREADS):
                     words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3] = a, b, c, d
             for k in range(batch):
                 if row[k] >= 0 and row[k] < num_rows:
-                    add(words, 4 * k, weight[k], sums)
+                    add_row(words, 4 * k, weight[k], sums)
         results = cuda.local.array(4, int32)
         for i in range(4):
             results[i] = int32(cvt_rn_bf16x2_f32(sums[2 * i + 1], sums[2 * i]))

@@ -19,19 +19,14 @@ VECTOR = 8  # columns of a thread
 _MAX_BATCH = 10  # rows that a thread loads at once: of DeepSeek-V3 all, with the shared expert
 
 
-@cache
-def make_add_row():
-    """Make ``add(words, first, weight, sums)``: add eight weighted bfloat16, in ``words`` from ``first`` on."""
-
-    @cuda.jit(device=True)
-    def add(words, first, weight, sums):
-        for i in range(4):
-            word = uint32(words[first + i])
-            low, high = uint_as_float(uint32(word << uint32(16))), uint_as_float(uint32(word & uint32(0xFFFF0000)))
-            sums[2 * i] = cuda.fma(weight, low, sums[2 * i])
-            sums[2 * i + 1] = cuda.fma(weight, high, sums[2 * i + 1])
-
-    return add
+@cuda.jit(device=True)
+def add_row(words, first, weight, sums):
+    """Add eight weighted bfloat16, in ``words`` from ``first`` on, to ``sums``."""
+    for i in range(4):
+        word = uint32(words[first + i])
+        low, high = uint_as_float(uint32(word << uint32(16))), uint_as_float(uint32(word & uint32(0xFFFF0000)))
+        sums[2 * i] = cuda.fma(weight, low, sums[2 * i])
+        sums[2 * i + 1] = cuda.fma(weight, high, sums[2 * i + 1])
 
 
 @cache
@@ -41,7 +36,7 @@ def make_weighted_sum_kernel(hidden, topk, has_shared):
         raise ValueError(f"hidden is {hidden}; it must be a multiple of {VECTOR}")
     if topk < 1:
         raise ValueError(f"topk is {topk}; it must be 1 or more")
-    vectors_per_token, batch, add = hidden // VECTOR, -(-topk // -(-topk // _MAX_BATCH)), make_add_row()
+    vectors_per_token, batch = hidden // VECTOR, -(-topk // -(-topk // _MAX_BATCH))
     num_words = 4 * batch
 
     @cuda.jit
@@ -68,12 +63,12 @@ def make_weighted_sum_kernel(hidden, topk, has_shared):
                         words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3] = a, b, c, d
                 for k in range(batch):
                     if row[k] >= 0 and row[k] < num_rows:
-                        add(words, 4 * k, weight[k], sums)
+                        add_row(words, 4 * k, weight[k], sums)
             if has_shared:
                 # Not through the read-only cache: ``out`` may be ``shared``.
                 e, f, g, h = ld_global_s32x4(shared, int64(vector) * VECTOR)
                 words[0], words[1], words[2], words[3] = uint32(e), uint32(f), uint32(g), uint32(h)
-                add(words, 0, float32(1), sums)
+                add_row(words, 0, float32(1), sums)
             results = cuda.local.array(4, int32)
             for i in range(4):
                 results[i] = int32(cvt_rn_bf16x2_f32(sums[2 * i + 1], sums[2 * i]))

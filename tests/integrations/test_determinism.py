@@ -87,7 +87,7 @@ def resident_bytes():
 
 
 def after(seconds):
-    """Return an event that is set after so many seconds."""
+    """Return an event that is set after ``seconds``."""
     event = threading.Event()
     timer = threading.Timer(seconds, event.set)
     timer.daemon = True

@@ -275,7 +275,7 @@ WRONG_SUMS = {
     "-1 is read": ("if row[k] >= 0 and", "if row[k] >= -1 and"),
     "columns after the first batch are left out": ("range(0, topk, batch)", "range(0, batch, batch)"),
     "a batch goes past the last column": ("if first + k < topk:", "if first + k <= topk:"),
-    "in another order": ("add(words, 4 * k, weight[k], sums)", "add(words, 4 * (k ^ 1), weight[k ^ 1], sums)"),
+    "in another order": ("add_row(words, 4 * k, weight[k], sums)", "add_row(words, 4 * (k ^ 1), weight[k ^ 1], sums)"),
     "rounded in between": ("cuda.fma(weight, low, sums[2 * i])", "float32(weight * low) + sums[2 * i]"),
     "low and high halves exchanged": (
         "cvt_rn_bf16x2_f32(sums[2 * i + 1], sums[2 * i])",
