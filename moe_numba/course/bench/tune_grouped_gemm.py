@@ -101,8 +101,8 @@ def block_scaled_candidates(silu_and_mul):
                 block_n=block_n, silu_and_mul=silu_and_mul, keep_weight=keep_weight, cluster_size=cluster_size
             )
             found.append(with_most_stages(config, BlockScaledLayout))
-    widest = found[-1]  # in pairs that keep weights in L2
-    return [*found, widest._replace(early_test=True)]
+    widest = found[-2:]  # which keep weights in L2, alone and in pairs
+    return [*found, *(config._replace(early_test=True) for config in widest)]
 
 
 def mxfp4_candidates():
