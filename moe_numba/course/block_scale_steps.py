@@ -75,6 +75,7 @@ TILES = {
     "192 columns, single": _LAST._replace(cluster_size=1),
     "256 columns, pairs": _LAST._replace(block_n=256, stages=3),
     "256 columns, single": _LAST._replace(block_n=256, stages=3, cluster_size=1),
+    "256 columns, early test": _LAST._replace(block_n=256, stages=3, cluster_size=1, early_test=True),
 }
 
 KERNELS: dict[str, tuple[BlockScaledConfig, dict[str, Callable]]] = STEPS | {n: (tile, {}) for n, tile in TILES.items()}

@@ -199,11 +199,12 @@ def check_block_scaled_config(config: BlockScaledConfig) -> None:
 
 # With fewer rows per group the kernel of ``kernel.py`` is as fast.
 MIN_AVERAGE = 80
-_TILE: dict[str, Any] = dict(block_n=2 * SCALE_BLOCK, stages=3)
+_TILE: dict[str, Any] = dict(block_n=2 * SCALE_BLOCK, stages=3, cluster_size=1, early_test=True)
 # For a tile of rows per group, and for columns of which tiles of 256 would leave more than 1/16 of their work unused.
 _NARROW_TILE: dict[str, Any] = dict(block_n=192, stages=4)
 _SILU_TILE: dict[str, Any] = dict(block_n=2 * SCALE_BLOCK, stages=4)
-# From here on the early test is faster (1024 rows by 4096 x 7168: 2 % to 4 %); with 256 rows it can cost 2 %.
+# From here on the early test is faster in pairs of tiles (1024 rows by 4096 x 7168: 2 % to 4 %); with 256 rows it can
+# cost 2 %. CTAs that compute no pairs gain up to 2 % by it.
 MIN_AVERAGE_TESTED_EARLY = 512
 
 
@@ -219,14 +220,10 @@ def select_block_scaled_config(
         return None
     wide, narrow = (-(-n // tile["block_n"]) * tile["block_n"] for tile in (_TILE, _NARROW_TILE))
     is_narrow = average <= BLOCK_M or 15 * wide > 16 * narrow
-    tile = _SILU_TILE if silu_and_mul else _NARROW_TILE if is_narrow else _TILE
-    return BlockScaledConfig(
-        row_layout=row_layout,
-        silu_and_mul=silu_and_mul,
-        keep_weight=True,
-        early_test=average >= MIN_AVERAGE_TESTED_EARLY and tile["block_n"] == 2 * SCALE_BLOCK,
-        **tile,
-    )
+    tile = _NARROW_TILE if is_narrow else _TILE
+    if silu_and_mul:
+        tile = dict(_SILU_TILE, early_test=average >= MIN_AVERAGE_TESTED_EARLY)
+    return BlockScaledConfig(row_layout=row_layout, silu_and_mul=silu_and_mul, keep_weight=True, **tile)
 
 
 def with_gather(config: BlockScaledConfig) -> BlockScaledConfig:
