@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from moe_numba.course.bench.style import BLUE, GREEN, GREY, ORANGE, WIDTH
-from moe_numba.course.draw.canvas import arrow, box, canvas, text
+from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, WIDTH
+from moe_numba.course.draw.canvas import arrow, box, canvas, ink_on, text
 
 COLOURS = {"plain": None, "active": BLUE, "done": GREEN, "waits": ORANGE}
 _MOST_FRAMES = 400
@@ -148,11 +148,16 @@ class Player:
         return figure
 
 
+def _text_colour(kind):
+    """Return the colour of the text of boxes of a kind that has a colour of its own."""
+    return COLOURS[kind] and ink_on(COLOURS[kind])
+
+
 def _draw(axes, shape, x, y, scale):
     if isinstance(shape, Box):
         colour = COLOURS[shape.kind]
         where = x(shape.x), y(shape.y + shape.height), scale * shape.width, scale * shape.height
-        box(axes, *where, shape.text, fill=colour or "white", colour="white" if colour else "#222222", size=8)
+        box(axes, *where, shape.text, fill=colour or "white", colour=_text_colour(shape.kind) or INK, size=8)
     elif isinstance(shape, Arrow):
         arrow(axes, (x(shape.x1), y(shape.y1)), (x(shape.x2), y(shape.y2)), colour=GREY)
     else:
@@ -184,7 +189,9 @@ _MARKER = (
     '<path d="M0,0 L8,4 L0,8 z"/></marker></defs>'
 )
 _FILLS = "\n".join(f".player .{kind} rect {{ fill: {colour} }}" for kind, colour in COLOURS.items() if colour)
-_LIGHT_TEXT = ", ".join(f".player .{kind} text" for kind, colour in COLOURS.items() if colour)
+_TEXTS = "\n".join(
+    f".player svg .{kind} text {{ fill: {_text_colour(kind)} }}" for kind, colour in COLOURS.items() if colour
+)
 _STYLE = f"""
 .player {{ font: 14px/1.5 system-ui, sans-serif; max-width: 900px; --ink: #222; --paper: #fff; outline-offset: 4px }}
 @media (prefers-color-scheme: dark) {{ .player {{ --ink: #ddd; --paper: #1d1d1f }} }}
@@ -194,7 +201,7 @@ _STYLE = f"""
 .player line {{ stroke: var(--ink); stroke-width: 1.3 }}
 .player marker path {{ fill: var(--ink) }}
 {_FILLS}
-{_LIGHT_TEXT} {{ fill: #fff }}
+{_TEXTS}
 .player .controls {{ display: none; gap: .5em; align-items: center; margin: .4em 0 }}
 .player .controls input {{ flex: 1 }}
 .player p {{ min-height: 3em; margin: .3em 0 }}

@@ -13,8 +13,9 @@ from moe_numba.simulator.timelines.spans import NS_PER_STEP, Span, as_spans, fro
 
 _MOST_SPANS, _MOST_ROWS = 4000, 200
 _WIDTH, _LABEL, _ROW, _TICK = 960, 190, 20, 3  # pixels
-_COLOURS = {"wait": "#8da0b3", "copy": "#e6862a", "compute": "#8a6fc0", "access": "#3b9c6d"}
-_PALETTE = ("#3f7fd0", "#c4567a", "#b59a1c", "#2f9fa8", "#8b6b4f")  # of the other spans, by name
+# Dark enough for white text: a contrast of 4.5 or more.
+_COLOURS = {"wait": "#647788", "copy": "#b25d0d", "compute": "#7a5fb5", "access": "#2b7d54"}
+_PALETTE = ("#336fbb", "#b5476b", "#806c10", "#207b83", "#7d5f45")  # of the other spans, by name
 _STYLE = """
 .sim-timeline { font: 13px/1.45 system-ui, sans-serif; color-scheme: light dark; --ink: #222; --line: #8884;
   max-width: 980px; outline: none; color: var(--ink) }
