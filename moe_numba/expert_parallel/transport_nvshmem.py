@@ -39,12 +39,13 @@ class Nvshmem(ProcessGroupTransport):
     ImportError
         If NVSHMEM4Py is not installed.
     ValueError
-        If the group's ranks are not those for which NVSHMEM was initialised.
+        If the group's ranks, or the GPU of one of them, are not those with which NVSHMEM was initialised.
     RuntimeError
         If NVSHMEM cannot be initialised.
     """
 
     _job: ClassVar[str | None] = None  # identifies the ranks with which this process has initialised NVSHMEM
+    _heap_device: ClassVar[torch.device | None] = None  # the GPU with which it has done so
 
     def __init__(self, group: Any, device: int | None = None):
         try:
@@ -69,7 +70,11 @@ class Nvshmem(ProcessGroupTransport):
                 raise RuntimeError(
                     f"NVSHMEM could not be initialised on ranks {missing}; with NVSHMEM_DEBUG=INFO it prints the reason"
                 )
-        return _pes_of(found, torch.distributed.get_world_size())
+        pes = _pes_of(found, torch.distributed.get_world_size())
+        for rank, (heap, device) in enumerate(self.gather((self._heap_device, self.device))):
+            if heap not in (None, device):
+                raise ValueError(f"device is {device} on rank {rank}; NVSHMEM was initialised there with {heap}")
+        return pes
 
     def _identity(self):
         """Return what identifies this process: its job, the number of PEs, and its PE; None before initialisation."""
@@ -91,7 +96,7 @@ class Nvshmem(ProcessGroupTransport):
             self._core.init(
                 device=device, uid=unique_id, rank=self.rank, nranks=self.num_ranks, initializer_method="uid"
             )
-        type(self)._job = self._prefix
+        type(self)._job, type(self)._heap_device = self._prefix, self.device
 
     def allocate(self, num_bytes: int) -> SharedMemory:
         """Allocate ``num_bytes`` of zeroed memory on each rank; all ranks must pass the same size.

@@ -49,9 +49,9 @@ class Process:
 
     def __init__(self, rank=0, make_job=Job, fails=False, capacity=1 << 20):
         self.rank, self._make_job, self._fails, self._capacity = rank, make_job, fails, capacity
-        self._job, self._allocations, self.environment = None, 0, None
-        # A process has one class, with one job.
-        self._transport = type("TransportOfProcess", (TransportOfThread,), {"_job": None})
+        self._job, self._allocations, self.environment, self.device = None, 0, None, torch.device("cpu")
+        # A process has one class, which knows the process' job.
+        self._transport = type("TransportOfProcess", (TransportOfThread,), {})
 
     def transport(self, group):
         return self._transport(self, group)
@@ -113,7 +113,7 @@ class TransportOfThread(Nvshmem):
 
     def __init__(self, process, group):
         self.group, self.rank, self.num_ranks = group, group.ranks.index(process.rank), len(group.ranks)
-        self.device, self._store, self._arrivals, self._num_allocations = torch.device("cpu"), group.store, Counter(), 0
+        self.device, self._store, self._arrivals, self._num_allocations = process.device, group.store, Counter(), 0
         self._core = self._bindings = process
         self._prefix = self.gather(f"group {id(group)}")[0]
         self._pes = self._join()
@@ -211,6 +211,15 @@ def test_a_group_of_other_ranks_is_refused_on_all_of_them(groups, refused, said)
         assert all(isinstance(t, Nvshmem) for t in make(processes, Group(*group)))
     for error in make(processes, Group(*refused)):
         assert isinstance(error, ValueError) and f"in NVSHMEM: {said}; NVSHMEM is initialised once" in str(error)
+
+
+def test_another_gpu_is_refused_on_all_ranks():
+    processes = [Process(rank) for rank in range(2)]
+    make(processes, Group(0, 1))
+    processes[1].device = torch.device("meta")
+    for error in make(processes, Group(0, 1)):
+        assert isinstance(error, ValueError)
+        assert str(error) == "device is meta on rank 1; NVSHMEM was initialised there with cpu"
 
 
 @pytest.mark.parametrize("members, accepted", [((0, 1, 2, 3), True), ((0, 1), False)])
