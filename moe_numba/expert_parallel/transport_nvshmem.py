@@ -23,8 +23,11 @@ class Nvshmem(ProcessGroupTransport):
 
     Two environment variables get a value if they have none: ``NVSHMEM_DISABLE_NVLS=1``, because no kernel of this
     package uses multicast, and, if all ranks are on one host, ``NVSHMEM_REMOTE_TRANSPORT=none``, so that NVSHMEM looks
-    for no network. The heap grows with the allocations, in steps of ``NVSHMEM_CUMEM_GRANULARITY`` (by default 512 MiB).
-    With ``NVSHMEM_DISABLE_CUDA_VMM=1`` it does not grow; its size is then ``NVSHMEM_SYMMETRIC_SIZE`` (1 GiB).
+    for no network.
+
+    Initialising NVSHMEM takes GPU memory for itself: 2 GiB on an H200 with NVSHMEM 3.4.5. The heap grows with the
+    allocations, in steps of ``NVSHMEM_CUMEM_GRANULARITY`` (by default 512 MiB). With ``NVSHMEM_DISABLE_CUDA_VMM=1`` it
+    does not grow; its size is then ``NVSHMEM_SYMMETRIC_SIZE`` (1 GiB).
 
     After the loss of a rank, NVSHMEM can allocate nothing in the processes of the others.
 
