@@ -3,6 +3,7 @@
 # Module -> extra. What the simulator needs comes without an extra.
 EXTRA_OF = dict.fromkeys(("torch", "cffi", "ml_dtypes", "rich", "safetensors"), "kernels") | {
     "matplotlib": "plots",
+    "nvshmem": "nvshmem",
     "transformers": "transformers",
 }
 
@@ -14,6 +15,6 @@ def missing_extra(error: ImportError, what: str) -> ImportError | None:
         return None
     extra = EXTRA_OF[module]
     command = f"pip install 'moe_numba[{extra}]'"
-    if extra != "transformers":
+    if extra in ("kernels", "plots"):
         command += " (or 'moe_numba[cu13]', which adds the compiler of CUDA 13)"
     return ImportError(f"{what} needs {module}, which is not installed: {command}", name=module)

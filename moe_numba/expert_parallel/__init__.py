@@ -10,6 +10,7 @@ from moe_numba.expert_parallel.low_latency import LowLatency
 from moe_numba.expert_parallel.low_latency_exchange import LowLatencyReceived
 from moe_numba.expert_parallel.output_buffer import SymmetricOutput
 from moe_numba.expert_parallel.transport import CudaIpc, SymmetricMemory
+from moe_numba.expert_parallel.transport_nvshmem import Nvshmem
 
 __all__ = [
     "Buffer",
@@ -20,6 +21,7 @@ __all__ = [
     "LocalGroup",
     "LowLatency",
     "LowLatencyReceived",
+    "Nvshmem",
     "SymmetricMemory",
     "SymmetricOutput",
     "get_dispatch_layout",

@@ -1,4 +1,4 @@
-"""Transports: how ranks access one another's memory. One interface, three backends; here those for processes.
+"""Transports: how ranks access one another's memory. One interface, four backends; here two of those for processes.
 
 A **transport** knows its rank, gathers small values from all ranks, waits on the host until all ranks have arrived at a
 point, allocates **shared memory** (a buffer on each rank's GPU, and the addresses at which this rank's kernels access
@@ -6,6 +6,7 @@ all of them), and starts kernels that wait for kernels of other ranks.
 
 - ``SymmetricMemory``: torch's symmetric memory, for a ``torch.distributed`` group of processes. The default.
 - ``CudaIpc``: CUDA IPC handles through CuPy, for the same groups, as in DeepEP.
+- ``transport_nvshmem.Nvshmem``: NVSHMEM's symmetric heap, for the same groups.
 - ``local_group.LocalGroup``: ranks that are threads of one process, on several GPUs, on one GPU, or in the simulator.
 """
 
@@ -146,7 +147,7 @@ def bind(start, grid, block, values, first, last):
     return lambda stream, *changed: start(grid, block, *before, *changed, *after)
 
 
-class _ProcessGroupTransport(Transport):
+class ProcessGroupTransport(Transport):
     """Common part of the backends for a ``torch.distributed`` process group."""
 
     def __init__(self, group: Any, device: int | None = None):
@@ -202,6 +203,14 @@ class _ProcessGroupTransport(Transport):
     def _addresses(self, values):
         return torch.tensor(values, dtype=torch.uint64, device="cpu").to(self.device)
 
+    def _tensor(self, address, num_bytes):
+        """Return memory of this rank's GPU that torch has not allocated as a tensor, which does not own it."""
+        import cupy
+
+        memory = cupy.cuda.UnownedMemory(address, num_bytes, self, self.device.index)
+        with cupy.cuda.Device(self.device.index):
+            return torch.from_dlpack(cupy.ndarray(num_bytes, cupy.uint8, cupy.cuda.MemoryPointer(memory, 0)))
+
 
 def poll(ready, seconds):
     end = time.monotonic() + seconds
@@ -212,7 +221,7 @@ def poll(ready, seconds):
     return True
 
 
-class SymmetricMemory(_ProcessGroupTransport):
+class SymmetricMemory(ProcessGroupTransport):
     """Transport over torch's symmetric memory (CUDA virtual memory, shared by file descriptors).
 
     Parameters
@@ -241,7 +250,7 @@ class SymmetricMemory(_ProcessGroupTransport):
         return SharedMemory(local, self._addresses([peer.data_ptr() for peer in peers]), close)
 
 
-class CudaIpc(_ProcessGroupTransport):
+class CudaIpc(ProcessGroupTransport):
     """Transport over CUDA IPC: each rank opens the handles of the others; parameters as for `SymmetricMemory`."""
 
     def allocate(self, num_bytes: int) -> SharedMemory:
@@ -257,10 +266,7 @@ class CudaIpc(_ProcessGroupTransport):
             addresses = [
                 own if rank == self.rank else runtime.ipcOpenMemHandle(handle) for rank, handle in enumerate(handles)
             ]
-        memory = cupy.cuda.UnownedMemory(own, num_bytes, self, self.device.index)
-        with cupy.cuda.Device(self.device.index):
-            array = cupy.ndarray(num_bytes, cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
-        local, name = torch.from_dlpack(array), self._name_allocation()
+        local, name = self._tensor(own, num_bytes), self._name_allocation()
 
         def close(seconds):
             with torch.cuda.device(self.device):

@@ -3,14 +3,19 @@
 import atexit
 import faulthandler
 import gc
+import importlib.util
 import traceback
 from multiprocessing.connection import wait
 
+import pytest
 import torch
 
 from moe_numba.course.bench.dist import free_port, process_group
 
 SECONDS = 220  # for one function
+needs_nvshmem = pytest.mark.skipif(
+    importlib.util.find_spec("nvshmem") is None, reason="needs NVSHMEM4Py: pip install 'moe_numba[nvshmem]'"
+)
 _context = torch.multiprocessing.get_context("spawn")
 _ranks: "_Ranks | None" = None  # the processes that stay
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from helpers.expert_parallel import NUM_BYTES, SMALL, Inputs, bitwise_equal, send
 from helpers.low_latency import EXPERTS_PER_RANK, KINDS, check_packed, make_round
-from helpers.rank_processes import run, run_to_exit
+from helpers.rank_processes import needs_nvshmem, run, run_to_exit
 
-from moe_numba.expert_parallel import Buffer
-from moe_numba.expert_parallel.transport import CudaIpc, SymmetricMemory
+from moe_numba.expert_parallel import Buffer, CudaIpc, Nvshmem, SymmetricMemory
 
 pytestmark = pytest.mark.multigpu
 HIDDEN = 1024
@@ -241,7 +240,14 @@ def one_is_killed(rank, ranks, make_transport, during_replay, enable_shrink):
 
 @pytest.mark.parametrize(
     "make_transport, during_replay, enable_shrink",
-    [(SymmetricMemory, False, False), (SymmetricMemory, True, True), (CudaIpc, False, True), (CudaIpc, True, False)],
+    [
+        (SymmetricMemory, False, False),
+        (SymmetricMemory, True, True),
+        (CudaIpc, False, True),
+        (CudaIpc, True, False),
+        pytest.param(Nvshmem, False, True, marks=needs_nvshmem),
+        pytest.param(Nvshmem, True, False, marks=needs_nvshmem),
+    ],
 )
 def test_a_rank_that_is_killed(make_transport, during_replay, enable_shrink):
     codes = run_to_exit(one_is_killed, make_transport, during_replay, enable_shrink)

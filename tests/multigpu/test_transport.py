@@ -108,7 +108,7 @@ def test_memory_that_a_missing_rank_may_write_to_is_kept():
     group.run(work)
 
 
-class Processes(transport._ProcessGroupTransport):
+class Processes(transport.ProcessGroupTransport):
     """Ranks of a process group that share a store, without processes."""
 
     def __init__(self, store, rank, num_ranks):

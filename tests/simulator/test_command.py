@@ -78,7 +78,9 @@ def test_an_import_of_an_extra_would_fail_that_test(tmp_path):
     assert "AssertionError: ['matplotlib']" in run_alone(tmp_path / "wrong.py").stderr
 
 
-@pytest.mark.parametrize("module, extra", [("torch", "kernels"), ("safetensors.torch", "kernels")])
+@pytest.mark.parametrize(
+    "module, extra", [("torch", "kernels"), ("safetensors.torch", "kernels"), ("nvshmem.core", "nvshmem")]
+)
 def test_a_missing_module_is_reported_with_its_extra(module, extra):
     error = extras.missing_extra(ModuleNotFoundError("No module named ...", name=module), "moe_numba.Buffer")
     assert f"moe_numba.Buffer needs {module.split('.')[0]}" in str(error) and f"moe_numba[{extra}]" in str(error)
