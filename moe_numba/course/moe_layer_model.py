@@ -15,6 +15,7 @@ from moe_numba.course.exercises.moe_layer import ranks_per_token
 
 NVLINK, NETWORK, NODE = 450e9, 50e9, 8  # bytes per second of a GPU in each direction; GPUs
 NUM_EXPERTS, TOPK, HIDDEN, INTERMEDIATE, MOE_LAYERS = 256, 8, 7168, 2048, 58
+MAX_NODES = 4  # that DeepSeek-V3's router sends a token to
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE  # FP8 weights
 _DTYPES = {"bf16": ("bfloat16", 2), "e4m3": ("FP8", 1), "mxfp4": ("MXFP4", 17 / 32)}  # names and bytes
 
@@ -43,12 +44,16 @@ def bounds_table(layers: Iterable[Layer]) -> str:
     return "\n".join(lines)
 
 
-def part_times(gpus: int, tokens: int) -> dict[str, float]:
-    """Return {part: microseconds} of a layer with ``tokens`` tokens on each of ``gpus`` GPUs."""
+def part_times(gpus: int, tokens: int, max_nodes: int | None = None) -> dict[str, float]:
+    """Return {part: microseconds} of a layer with ``tokens`` tokens on each of ``gpus`` GPUs.
+
+    ``max_nodes``: most nodes that a token reaches on average; by default as many as with uniform routing.
+    """
     nodes = max(gpus // NODE, 1)
     used = NUM_EXPERTS // gpus * (1 - (1 - TOPK / NUM_EXPERTS) ** (tokens * gpus))
     nvlink_rows = tokens * ranks_per_token(NUM_EXPERTS, TOPK, gpus) * (gpus - nodes) / gpus
-    network_rows = tokens * ranks_per_token(NUM_EXPERTS, TOPK, nodes) * (nodes - 1) / nodes
+    reached = min(ranks_per_token(NUM_EXPERTS, TOPK, nodes), max_nodes or nodes)
+    network_rows = tokens * reached * (nodes - 1) / nodes
     seconds_per_byte = max(nvlink_rows / NVLINK, network_rows / NETWORK)
     seconds = {
         "read weights": used * EXPERT_BYTES / GPU.hbm_bandwidth,
@@ -59,15 +64,15 @@ def part_times(gpus: int, tokens: int) -> dict[str, float]:
     return {name: 1e6 * value for name, value in seconds.items()}
 
 
-def total_us(gpus: int, tokens: int) -> float:
+def total_us(gpus: int, tokens: int, max_nodes: int | None = None) -> float:
     """Return the microseconds of a layer: GEMMs that read or compute, dispatch and combine."""
     parts = part_times(gpus, tokens)
-    return max(parts["read weights"], parts["compute"]) + transfer_us(gpus, tokens)
+    return max(parts["read weights"], parts["compute"]) + transfer_us(gpus, tokens, max_nodes)
 
 
-def transfer_us(gpus: int, tokens: int) -> float:
+def transfer_us(gpus: int, tokens: int, max_nodes: int | None = None) -> float:
     """Return the microseconds of dispatch and combine."""
-    parts = part_times(gpus, tokens)
+    parts = part_times(gpus, tokens, max_nodes)
     return parts["dispatch"] + parts["combine"]
 
 

@@ -1,13 +1,15 @@
-"""Runs of the notebook on a layer's experts: kernels that group assignments, a table of call times, a tiny model."""
+"""Runs of the notebook on a layer's experts: kernels that group assignments, tables of times, a tiny model."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from moe_numba.course.bench import records
 from moe_numba.course.bench.records import format_us
 from moe_numba.course.ladder import Ladder
-from moe_numba.course.prediction import Judgement
+from moe_numba.course.prediction import NOISE, Judgement
 from moe_numba.runtime.launch import launch
 
 NAMES = "seqlens", "cu_seqlens", "gather_indices", "inverse_indices"
@@ -39,23 +41,104 @@ def group_by(kernel: Any, threads: int, ids: torch.Tensor, num_experts: int) -> 
 
 
 def call_times_table(ladder: Ladder, steps: Iterable[str]) -> str | None:
-    """Return a table of steps' call times and what each changes, as predicted by the number of torch operations.
+    """Return a table of steps' times, and the change of the call time, as predicted by the number of torch operations.
 
-    The prediction multiplies the operations that a step saves by the first step's time per operation. None if a time is
-    missing.
+    The prediction multiplies the operations that a step saves by the first step's ``operation_us``; where a step saves
+    none, there is no prediction. None if a time is missing.
     """
     steps = list(steps)
     us = {name: ladder.median_us(name, "call_us") for name in steps}
     operations = {name: ladder.median_us(name, "operations") for name in steps}
-    if None in us.values() or None in operations.values():
+    operation_us = ladder.median_us(steps[0], "operation_us")
+    if None in (operation_us, *us.values(), *operations.values()):
         return None
-    lines = ["| step | torch operations | call time, us | change of the call time |", "|---|---:|---:|---|"]
-    per_operation = us[steps[0]] / operations[steps[0]]
+    heads = "step", "torch operations", "kernel time, us", "call time, us", "change of the call time"
+    lines = [f"| {' | '.join(heads)} |", "|---|---:|---:|---:|---|"]
     for name, before in zip(steps, [None, *steps], strict=False):
-        gain_us = before and (operations[before] - operations[name]) * per_operation
-        change = "" if before is None else Judgement(us[before], us[name], gain_us)
-        lines.append(f"| {name} | {operations[name]} | {format_us(us[name])} | {change} |")
+        kernel_us = ladder.median_us(name, "kernel_us")
+        times = "waits" if kernel_us is None else format_us(kernel_us), format_us(us[name])
+        change = ""
+        if before is not None:
+            saved, changed = operations[before] - operations[name], us[name] - us[before]
+            judgement = Judgement(us[before], us[name], saved * operation_us)
+            change = str(judgement) if saved else f"measured {changed:+.0f} us ({_percent(changed / us[before])})"
+        lines.append(f"| {name} | {operations[name]} | {' | '.join(times)} | {change} |")
     return "\n".join(lines)
+
+
+def joined(us: Iterable[float | None]) -> str | None:
+    """Format microseconds as "1.00 / 2.00 / 3.00"; None if one is missing."""
+    found = list(us)
+    return None if None in found else " / ".join(map(format_us, found))
+
+
+@dataclass(frozen=True)
+class RecordedTimes:
+    """What a record has of one model, for several numbers of tokens; without a record all times are None."""
+
+    record: dict | None
+    model: str
+    sizes: tuple[int, ...]
+
+    def us(self, step: str, tokens: int, field: str = "kernel_us") -> float | None:
+        """Return a step's median in microseconds, or another field of its row."""
+        size = {"tokens": tokens}
+        row = self.record and records.find(self.record, step=step, config={"model": self.model}, size=size)
+        value = row and row.get(field)
+        return value["median"] if isinstance(value, dict) else value
+
+    def listed(self, step: str, field: str = "kernel_us") -> str | None:
+        """Format what is recorded of a step for all numbers of tokens."""
+        return joined(self.us(step, tokens, field) for tokens in self.sizes)
+
+    def launches(self, tokens: int) -> dict[str, float]:
+        """Return the microseconds of a call's launches, each repeated alone."""
+        own = {"config": {"model": self.model}, "size": {"tokens": tokens}}
+        found = records.select(self.record, **own) if self.record else []
+        parts = {row["step"]: row["kernel_us"]["median"] for row in found if row["step"].startswith("part: ")}
+        return {step.removeprefix("part: "): us for step, us in parts.items()}
+
+    def fastest_other(self, tokens: int) -> tuple[str, float | None]:
+        """Return the name and the microseconds of the fastest other implementation; "" and None if there is none."""
+        times = {step: self.us(step, tokens) for step in records.peers(self.record)} if self.record else {}
+        measured = [(us, step.removeprefix("peer:")) for step, us in times.items() if us]
+        us, name = min(measured, default=(None, ""))
+        return name, us
+
+
+def of_models(record: dict, models: Collection[str]) -> dict:
+    """Return a record of the topic ``moe_layer`` with the rows of some models only."""
+    return record | {"rows": [row for row in record["rows"] if row["config"]["model"] in models]}
+
+
+def _percent(part):
+    return f"{100 * part:+.1f} %"
+
+
+def slowdown(times: dict[str, float], launch: str, before: tuple[str, str]) -> dict[str, str | None]:
+    """Return sentences about a launch that follows each of two others, {other: sentence}, and a ``conclusion``.
+
+    Parameters
+    ----------
+    times : dict
+        Microseconds of each of the three alone, and of "other, launch" for both pairs. Empty: all sentences are None.
+    """
+    if not times:
+        return dict.fromkeys((*before, "conclusion"))
+    extra_us = {name: times[f"{name}, {launch}"] - times[name] - times[launch] for name in before}
+    found: dict[str, str | None] = {
+        name: f"behind `{name}`, `{launch}` takes {us:+.0f} us ({_percent(us / times[launch])}) relative to "
+        f"{times[launch]:.0f} us alone"
+        for name, us in extra_us.items()
+    }
+    slower = [name for name, us in extra_us.items() if us > NOISE * times[launch]]
+    if not slower:
+        conclusion = "The hypothesis is refuted: neither slows it down by more than the noise."
+    elif len(slower) == 2:
+        conclusion = f"Both slow it down, so that is no property of `{before[0]}`: any kernel that writes as much does."
+    else:
+        conclusion = f"Only `{slower[0]}` slows it down."
+    return found | {"conclusion": conclusion}
 
 
 def tiny_model(device: str) -> torch.nn.Module:

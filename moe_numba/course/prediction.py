@@ -30,8 +30,9 @@ class Judgement:
     def verdict(self) -> str:
         """One of "within a third", "within the noise", "wrong sign", "no change", "overestimated", "underestimated".
 
-        "within the noise": both changes are below it. "no change": a predicted change did not show. The last two speak
-        of the size of a change whose sign was right, or for which no change was predicted.
+        "within the noise": both changes are below it, or their difference is, though it is over a third. "no change": a
+        predicted change did not show. The last two speak of the size of a change whose sign was right, or for which no
+        change was predicted.
         """
         noise = NOISE * self.before_us
         saved, predicted = abs(self.saved_us), abs(self.predicted_us)
@@ -41,8 +42,10 @@ class Judgement:
             return "no change"
         if self.saved_us * self.predicted_us < 0:
             return "wrong sign"
-        if abs(saved - predicted) <= max(noise, TOLERANCE * predicted):
+        if abs(saved - predicted) <= TOLERANCE * predicted:
             return "within a third"
+        if abs(saved - predicted) <= noise:
+            return "within the noise"
         return "overestimated" if predicted > saved else "underestimated"
 
     @property

@@ -130,7 +130,7 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
     "packed rows": (low_latency.packed_rows, ([[[0, 1], [2, 3]], [[1, 2], [2, 0]]], 1, 2), PACKED, "no row", "0, 1"),
     "experts of a layer": (moe_layer.layer, (IDS, 3), LAYER, "weighted_sum", "token 1"),
     "counting sort": (moe_layer.counting_sort, (IDS, 3, 1), SORT, "counts of each warp", "seqlens"),
-    "parts": (stacked_parts, (PARTS,), {"part": 3, "one call": 2, "lower bound": 2}, "2 tokens", "30.0", "cast"),
+    "parts": (stacked_parts, (PARTS,), {"part": 3, "whole layer": 2, "lower bound": 2}, "2 tokens", "30.0", "cast"),
     "Hopper": (hopper.problem, (), {"direct": 1}, "TMA"),
     "swizzle": (hopper.swizzle, (), {"before": [*range(8)] * 8}, "chunk 0 of 8 rows: 4 of 32 banks, 8 wavefronts"),
     "accumulator fragment": (hopper.fragment, (7,), {"held": 8}, "4 warps"),

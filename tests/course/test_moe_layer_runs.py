@@ -9,7 +9,14 @@ from moe_numba.course import moe_layer_model as model
 from moe_numba.course.bench.parts_figure import draw_parts, parts_of, parts_table, rates_table
 from moe_numba.course.bench.topics.moe_layer_measure import Layer
 from moe_numba.course.exercises.moe_layer import ranks_per_token
-from moe_numba.course.moe_layer_runs import call_times_table, groups_mismatch, poisoned_groups
+from moe_numba.course.moe_layer_runs import (
+    RecordedTimes,
+    call_times_table,
+    groups_mismatch,
+    of_models,
+    poisoned_groups,
+    slowdown,
+)
 from moe_numba.moe_layer import reference
 
 LAYER = Layer("toy, 1 of 2 GPUs", 8, 1024, 256, "bf16", (1, 64), topk=2)
@@ -26,18 +33,38 @@ def test_poisoned_and_unstable_groups_are_rejected():
 
 
 def ladder_of(times):
-    """A ladder with (call time, operations) of each step."""
+    """A ladder with (call time, operations) of each step; only "final" has a kernel time."""
     fields = {name: {"call_us": us, "operations": operations} for name, (us, operations) in times.items()}
-    return SimpleNamespace(median_us=lambda name, what: fields[name][what])
+    fields["loop"]["operation_us"], fields["final"]["kernel_us"] = 2.0, 7.0
+    return SimpleNamespace(median_us=lambda name, what: fields[name].get(what))
 
 
 def test_call_times_are_predicted_by_the_time_per_operation():
-    times = {"loop": (100.0, 50), "GEMMs": (40.0, 20), "final": (30.0, 0)}
+    times = {"loop": (100.0, 50), "GEMMs": (40.0, 20), "sum": (30.0, 0), "final": (15.0, 0)}
     lines = call_times_table(ladder_of(times), times).splitlines()[2:]
-    assert lines[0] == "| loop | 50 | 100 |  |"
-    assert lines[1] == "| GEMMs | 20 | 40.0 | predicted -60 us (-60 %), measured -60 us (-60 %): within a third |"
+    assert lines[0] == "| loop | 50 | waits | 100 |  |"
+    assert (
+        lines[1] == "| GEMMs | 20 | waits | 40.0 | predicted -60 us (-60 %), measured -60 us (-60 %): within a third |"
+    )
     assert "predicted -40 us (-100 %), measured -10 us (-25 %): overestimated" in lines[2]
+    assert lines[3] == "| final | 0 | 7.00 | 15.0 | measured -15 us (-50.0 %) |", "no operation is saved"
     assert call_times_table(ladder_of(times | {"final": (None, 0)}), times) is None
+
+
+@pytest.mark.parametrize(
+    "pairs, conclusion",
+    [((110.0, 111.0), "The hypothesis is refuted"), ((140.0, 141.0), "Both slow"), ((140.0, 110.0), "Only `permute`")],
+)
+def test_a_launch_is_slower_behind_others(pairs, conclusion):
+    times = {"permute": 10.0, "copy": 10.0, "gate_up": 100.0}
+    found = slowdown(times | {"permute, gate_up": pairs[0], "copy, gate_up": pairs[1]}, "gate_up", ("permute", "copy"))
+    assert found["conclusion"].startswith(conclusion)
+    extra = pairs[0] - 110
+    assert (
+        found["permute"]
+        == f"behind `permute`, `gate_up` takes {extra:+.0f} us ({extra:+.1f} %) relative to 100 us alone"
+    )
+    assert set(slowdown({}, "gate_up", ("permute", "copy")).values()) == {None}
 
 
 def test_bounds_are_those_of_random_routing():
@@ -47,6 +74,13 @@ def test_bounds_are_those_of_random_routing():
     assert read == pytest.approx(used * 3 * 1024 * 256 * 2 / 4.8e6)
     assert compute == pytest.approx(2 * 64 * 2 * 3 * 1024 * 256 / 989e6)
     assert model.bounds_table([LAYER]).count("memory bandwidth") == 2
+
+
+def test_a_limit_of_nodes_shortens_the_transfers():
+    reached = ranks_per_token(model.NUM_EXPERTS, model.TOPK, 8)
+    assert model.transfer_us(64, 4096, 4) == pytest.approx(model.transfer_us(64, 4096) * 4 / reached)
+    assert model.transfer_us(64, 4096, 8) == model.transfer_us(64, 4096), "more nodes than a token reaches"
+    assert model.total_us(64, 4096, 4) < model.total_us(64, 4096)
 
 
 @pytest.mark.parametrize("gpus", [8, 64])
@@ -93,3 +127,18 @@ def test_parts_and_rates_of_a_record():
     moved = 2 * 64 * 1024 * 3  # a row of each token, and two of its experts
     assert f"| permute | {moved / 1e6:.0f} | 2.00 | {moved / 2e6:.1f} |" in rates_table(record(), LAYER.model, 64)
     assert draw_parts(record(), "Toy", [LAYER.model])
+
+
+def test_times_of_a_record():
+    known = record()
+    row = {"config": LAYER.config, "size": {"tokens": 64}, "dtype": "bf16"}
+    for name, us in {"peer:a": 60.0, "peer:b": 55.0}.items():
+        known["rows"].append({"step": name, **row, "kernel_us": {"median": us, "p10": us, "p90": us}})
+    times = RecordedTimes(known, LAYER.model, (1, 64))
+    assert times.listed("final") == "51.0 / 51.0" and times.us("final", 64, "floor_us") == 40.0
+    assert times.listed("peer:a") is None and times.us("final", 2) is None
+    assert times.fastest_other(64) == ("b", 55.0) and times.fastest_other(1) == ("", None)
+    assert sum(times.launches(64).values()) == 50.0
+    nothing = RecordedTimes(None, LAYER.model, (1, 64))
+    assert nothing.listed("final") is None and nothing.launches(64) == {} and nothing.fastest_other(1) == ("", None)
+    assert of_models(known, [LAYER.model]) == known and of_models(known, ["other"])["rows"] == []

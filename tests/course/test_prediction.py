@@ -91,6 +91,7 @@ def test_what_a_step_is_compared_with_must_exist(measured):
         (20.0, 20.0, 0, "within the noise"),
         (20.0, 19.8, 0.2, "within the noise"),
         (20.0, 20.3, 0.3, "within the noise"),
+        (20.0, 19.2, 0.5, "within the noise"),  # missed by over a third, but by less than the noise
         (20.0, 20.8, 0.1, "wrong sign"),
         (20.0, 21.0, 0, "underestimated"),  # a loss that was not predicted
         (20.0, 24.0, -4, "within a third"),  # a loss as predicted

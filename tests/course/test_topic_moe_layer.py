@@ -59,7 +59,8 @@ def test_rows_figure_and_table(small):
     lines = moe_layer.readme_table(record).splitlines()
     names = "| experts | tokens | moe_numba | its two GEMMs | speed of light | `batched_mm` | `grouped_mm` |"
     assert lines[0] == names and len(lines) == 2 + 5 + 2
-    assert lines[2].startswith("| small FP8 | 1 | **10.0** | 11.0 | ") and lines[2].endswith(" |  |  |")
+    assert lines[2].startswith("| small FP8 | 1 | 10.0 | 11.0 | ") and lines[2].endswith(" |  |  |")  # no competitor
+    assert lines[3].startswith("| small bf16 | 150 | **17.0** | 20.0 | ")
     assert "NVIDIA Toy" in lines[-1]
     (figure,) = moe_layer.figures(record).values()
     assert not misplaced(figure)

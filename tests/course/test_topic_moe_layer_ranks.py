@@ -112,7 +112,7 @@ def test_prediction():
 def test_figure_and_tables():
     record = made_record()
     lines = moe_layer_ranks.readme_table(record).splitlines()
-    assert lines[0] == "| GPUs, tokens on each | one layer | DeepGEMM's mega-MoE | DeepEP and DeepGEMM |"
+    assert lines[0] == "| GPUs, tokens on each | whole layer | DeepGEMM's mega-MoE | DeepEP and DeepGEMM |"
     assert lines[2] == "| 2, 8 | **198** |  |  |"
     assert "for 8: 8: 373, 64: " in lines[6] and "faster" not in lines[6] and "brackets" not in lines[6]
     assert lines[8] == "| GPUs, tokens on each | dispatch | experts | combine | sum of the parts |"

@@ -20,7 +20,7 @@ _CHARACTER = 0.075  # inches of a character of a legend, at most
 
 
 def stacked_parts(
-    groups: dict, *, title: str = "", caption: str = "", whole: str = "one call", colours: dict | None = None
+    groups: dict, *, title: str = "", caption: str = "", whole: str = "whole layer", colours: dict | None = None
 ) -> Picture:
     """Draw each group's parts one after another in a bar, and below it bars of the whole and of the lower bound.
 
@@ -110,8 +110,8 @@ def draw_parts(record: dict, title: str, models: list[str], tokens: tuple[int, .
 
 
 def parts_table(record: dict) -> str:
-    """Return a table of one call, its launches, its GEMMs and the lower bound of each row of ``moe_layer``."""
-    heads = "experts", "tokens", "one call", "sum of launches", "both GEMMs", "lower bound", "call / bound", "limit"
+    """Return a table of the whole layer, its launches, its GEMMs and the lower bound of each row of ``moe_layer``."""
+    heads = "experts", "tokens", "whole layer", "sum of launches", "GEMMs", "lower bound", "layer / bound", "limit"
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * 6 + "---|"]
     for row in records.select(record, step="final"):
         model, tokens, bound = row["config"]["model"], row["size"]["tokens"], row["floor_us"]

@@ -53,16 +53,16 @@ def layer(topk_ids, num_experts):
 
 
 def counting_sort(topk_ids, num_experts, warps):
-    """Draw the counters of a counting sort whose warps count shares of 32 assignments: counts, and after the scan.
+    """Draw the counters of a counting sort whose warps count chunks of 32 assignments: counts, and after the scan.
 
-    At most 10 experts and 4 warps.
+    At most 7 experts, which have a colour each, and 4 warps.
     """
-    check_range("num_experts", num_experts, 1, 10)
+    check_range("num_experts", num_experts, 1, len(COLOURS))
     check_range("the number of warps", warps, 1, 4)
     flat = topk_ids.flatten().tolist()
     check_range("the number of assignments", len(flat), 1, 32 * warps)
-    shares = [flat[32 * warp : 32 * (warp + 1)] for warp in range(warps)]
-    counts = [[share.count(expert) for expert in range(num_experts)] for share in shares]
+    chunks = [flat[32 * warp : 32 * (warp + 1)] for warp in range(warps)]
+    counts = [[chunk.count(expert) for expert in range(num_experts)] for chunk in chunks]
     lower = [[sum(row[expert] for row in counts[:warp]) for expert in range(num_experts)] for warp in range(warps)]
     totals = [sum(row[expert] for row in counts) for expert in range(num_experts)]
     starts = [sum(totals[:expert]) for expert in range(num_experts)]
@@ -75,21 +75,22 @@ def counting_sort(topk_ids, num_experts, warps):
     top = height - 0.95
     for x, title, table in tables:
         text(axes, x + num_experts * wide / 2, top + 0.35, title, size=8.5)
+        text(axes, x - 0.08, top + 0.12, "expert", ha="right", size=8, colour=GREY)
         for expert in range(num_experts):
             text(axes, x + (expert + 0.5) * wide, top + 0.12, str(expert), size=8, colour=GREY)
         for warp, row in enumerate(table):
             y = top - (warp + 1) * tall
             text(axes, x - 0.08, y + tall / 2, f"warp {warp}", ha="right", size=8, colour=GREY)
             for expert, number in enumerate(row):
-                fill = tint(COLOURS[expert % len(COLOURS)])
+                fill = tint(COLOURS[expert])
                 label = "count" if table is counts else "lower"
                 cell(axes, x + expert * wide, y, wide, tall, number, fill=fill, edge=WHITE, size=8.5, label=label)
     y = top - warps * tall - 0.5
-    rows = ((left, "seqlens", totals, "total"), (right, "first row", starts, "start"))
+    rows = ((left, "seqlens", totals, "total"), (right, "offset", starts, "start"))
     for x, name, numbers, label in rows:
         text(axes, x - 0.08, y + tall / 2, name, ha="right", size=8, colour=GREY)
         for expert, number in enumerate(numbers):
-            fill = COLOURS[expert % len(COLOURS)]
+            fill = COLOURS[expert]
             cell(
                 axes, x + expert * wide, y, wide, tall, number, fill=fill, edge=WHITE, colour=ink_on(fill), label=label
             )
@@ -99,6 +100,6 @@ def counting_sort(topk_ids, num_experts, warps):
         axes,
         0.15,
         0.15,
-        "Row of an assignment: first row of its expert + count of lower warps + equal experts in lower lanes.",
+        "Row of an assignment: offset of its expert + count of lower warps + equal experts in lower lanes.",
     )
     return figure

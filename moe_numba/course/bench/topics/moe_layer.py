@@ -1,4 +1,4 @@
-"""Benchmark of ``fused_experts``, beside its two grouped GEMMs alone, the lower bound and other projects' functions.
+"""Benchmark of ``fused_experts``, its two grouped GEMMs alone, the lower bound and other projects' functions.
 
 DeepSeek-V3's experts are in FP8 with block scales, all 256 of a layer for decoding and 32, the share of one of 8 GPUs,
 for a prompt; and in bfloat16 with an eighth of each expert's intermediate size, the share of a GPU with 8-way tensor
@@ -11,6 +11,7 @@ from typing import Any
 
 from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.records import format_us
+from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.bench.topics.moe_layer_measure import TRANSFORMERS, Layer
 from moe_numba.course.bench.topics.moe_layer_measure import measure as measure_layers
 
@@ -81,15 +82,18 @@ def readme_table(record):
         times = [steps[step]["kernel_us"]["median"] if step in steps else None for step in (OURS, GEMMS, *others)]
         times.insert(2, steps[OURS]["floor_us"])
         cells = ["" if us is None else format_us(us) for us in times]
-        best = min(us for us in (times[0], *times[3:]) if us is not None)
-        cells = [f"**{cell}**" if us == best else cell for cell, us in zip(cells, times, strict=True)]
+        if any(cells[3:]):  # there is something to compare with
+            ours, *best = bold_best([cells[0], *cells[3:]])
+            cells = [ours, *cells[1:3], *best]
         lines.append(f"| {model} | {tokens} | {' | '.join(cells)} |")
     provenance = plots.provenance(record)
     text = (
         "Kernel time in microseconds, with 8 experts per token (gpt-oss: 4, Mixtral: 2; tensor parallel: also the "
-        "shared one), drawn evenly at random. With few tokens two GEMMs may be all launches of a layer. The experts "
-        "of DeepSeek-V3, if not tensor parallel, and of Mixtral are in FP8, the others in bfloat16, if not in MXFP4. "
-        "The speed of light is the time to read the weights of all chosen experts once, or to multiply. "
+        "shared one), drawn uniformly at random; the fastest implementation is bold. Where a call for few tokens is "
+        "two GEMV launches, the first two columns time the same kernels, with noise. The experts of DeepSeek-V3, if "
+        "not tensor parallel, and of Mixtral are in FP8, the others in bfloat16, if not in MXFP4. The speed of light "
+        "is the lower bound: the time to read the weights of all chosen experts once, or to compute, whichever is "
+        "longer. "
         f"{_about_peers(record, named)}{provenance[0].upper()}{provenance[1:]}."
     )
     return "\n".join([*lines, "", text])

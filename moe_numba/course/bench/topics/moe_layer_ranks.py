@@ -1,4 +1,4 @@
-"""Benchmark of experts that are distributed over GPUs, beside the parts of a layer, and what 8 GPUs would take.
+"""Benchmark of experts that are distributed over GPUs, of the parts of a layer, and a model of 8 GPUs.
 
 ``moe_layer_ranks_measure`` measures the rows.
 """
@@ -20,7 +20,7 @@ PUBLISHED = {
 }
 PARTS = "part: dispatch", "part: experts", "part: combine"
 STEPS = {  # column of the table -> the row's step and the dtype that dispatch sends
-    "one layer": ("final", "bf16"),
+    "whole layer": ("final", "bf16"),
     "FP8 dispatch": ("final", "e4m3"),
     "FP8, combine during the sum": ("combine during the sum", "e4m3"),
     "low latency": ("low latency", "bf16"),
@@ -30,7 +30,7 @@ STEPS = {  # column of the table -> the row's step and the dtype that dispatch s
     "experts": (PARTS[1], "bf16"),
     "combine": (PARTS[2], "bf16"),
     "with a shared expert first": ("shared experts first", "bf16"),
-    "with a shared expert beside": ("shared experts beside", "bf16"),
+    "with a shared expert concurrently": ("shared experts beside", "bf16"),
 }
 LAYERS = [(step, wire) for step in ("final", "combine during the sum", "low latency") for wire in ("bf16", "e4m3")]
 LAYERS.append(("low latency, FP8 sums", "e4m3"))
@@ -133,6 +133,18 @@ def layers_table(record):
     return _table(record, {name: key for name, key in STEPS.items() if key in LAYERS}, PUBLISHED, published)
 
 
+def about_layers():
+    """Return what the table of the layers shows, and its unit."""
+    return (
+        "Median time of the slowest rank in a CUDA graph, microseconds; the fastest layer is bold. Each GPU has 32 of "
+        "DeepSeek-V3's experts in FP8 with block scales, and each token 8 experts of all GPUs, drawn uniformly at "
+        'random. "Whole layer" is dispatch through rings in bfloat16, experts and combine; "low latency" are the two '
+        'kernels for decoding; "combine during the sum" sends the first sums of the experts\' rows while the last ones '
+        f"are computed. The last two columns are published times of a layer of this shape on {PREDICTED} H200 "
+        f"([DeepGEMM, pull request 352]({SOURCE}))."
+    )
+
+
 def parts_table(record):
     """Return a table of the parts, with their sum; dispatch sends bfloat16."""
 
@@ -153,7 +165,7 @@ def _comparison(record):
         if best and slower:
             words.append(f"{name} is faster with {' and '.join(slower)} tokens.")
         elif best:
-            words.append(f"{name} is slower with each number of tokens.")
+            words.append(f"{name} is slower at every size.")
     fewest = measured[0]
     if fewest < PREDICTED and len(medians(record, fewest)) > 1:
         predicted = predict(record, fewest)
@@ -173,16 +185,11 @@ def readme_table(record):
         [
             layers_table(record),
             "",
-            "Median time of the slowest rank in a CUDA graph, microseconds; the fastest layer is bold. Each GPU has 32 "
-            "of DeepSeek-V3's experts in FP8 with block scales, and each token 8 experts of all GPUs, drawn evenly at "
-            'random. "One layer" is dispatch through rings in bfloat16, experts and combine; "low latency" are the two '
-            'kernels for decoding; "combine during the sum" sends the first sums of the experts\' rows while the last '
-            f"ones are computed. The last two columns are published times of a layer of this shape on {PREDICTED} H200 "
-            f"([DeepGEMM, pull request 352]({SOURCE})). {_comparison(record)}",
+            f"{about_layers()} {_comparison(record)}",
             "",
             parts_table(record),
             "",
-            'The parts of "one layer", each alone; and this layer with a shared expert, which is computed first, or on '
-            f"a stream beside dispatch and experts; {plots.provenance(record)}.",
+            'The parts of "whole layer", each alone; and this layer with a shared expert, computed first, or on a '
+            f"stream concurrently with dispatch and experts; {plots.provenance(record)}.",
         ]
     )
