@@ -1,4 +1,4 @@
-"""Decode with fused kernels: those of the benchmark, in the simulator."""
+"""Low-latency dispatch behind the gate: the benchmark's kernels, in the simulator."""
 
 import pytest
 import torch
@@ -9,8 +9,7 @@ from moe_numba import simulator
 # isort: split
 from numba import cuda
 
-from moe_numba.course.bench import fused_decode
-from moe_numba.course.bench.fused_decode import ENDS, GATES, ExpertsStep, GateStep, check_equal
+from moe_numba.course.bench.gate_dispatch import KINDS, LAYOUTS, TOPK, Step, check_equal
 from moe_numba.runtime.launch import launch
 
 EXPERTS, HIDDEN = 32, 64
@@ -36,7 +35,7 @@ def check_steps(buffer, steps, draw):
         step.plan.close()
 
 
-@pytest.mark.parametrize("expert_major", fused_decode.LAYOUTS.values())
+@pytest.mark.parametrize("expert_major", LAYOUTS.values())
 @pytest.mark.parametrize("seed", [0, 1])
 def test_gate_and_dispatch(expert_major, seed):
     """One kernel writes what two do; rows may be loaded before the wait behind the gate."""
@@ -45,25 +44,10 @@ def test_gate_and_dispatch(expert_major, seed):
         generator = torch.Generator().manual_seed(10 * seed + rank)
         x, logits = torch.zeros(3, HIDDEN, dtype=torch.bfloat16), torch.zeros(3, EXPERTS)
         bias = torch.randn(EXPERTS, generator=generator)
-        steps = {kind: GateStep(buffer, kind, x, logits, bias, expert_major, num_sms=3) for kind in GATES}
+        steps = {kind: Step(buffer, kind, x, logits, bias, expert_major, num_sms=3) for kind in KINDS}
         for step in steps.values():
             step.gate.launch = in_stream_of_dispatch(step.gate.launch)
         draw = lambda: [t.copy_(torch.randn(t.shape, generator=generator)) for t in (x, logits)]
-        check_steps(buffer, steps, draw)
-
-    with simulator.races():
-        run(2, work, seed)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_down_projection_and_combine(seed):
-    def work(buffer, rank):
-        generator = torch.Generator().manual_seed(10 * seed + rank)
-        new = lambda *size: torch.randn(size, generator=generator).bfloat16()
-        w13, w2 = new(4, 32, 16), new(4, 16, 16)
-        x, ids, weights = new(2, 16), torch.empty(2, 2, dtype=torch.int32), torch.rand(2, 2, generator=generator)
-        steps = {kind: ExpertsStep(buffer, kind, x, ids, weights, w13, w2, num_sms=2) for kind in ENDS[1:]}
-        draw = lambda: (x.copy_(new(2, 16)), ids.copy_(torch.rand(2, 8, generator=generator).topk(2).indices))
         check_steps(buffer, steps, draw)
 
     with simulator.races():
@@ -81,9 +65,9 @@ def dispatch_behind_the_kernel_that_writes_the_rows(kind):
 
     def work(buffer, rank):
         x, logits = torch.zeros(1, HIDDEN, dtype=torch.bfloat16), torch.zeros(1, EXPERTS)
-        step = GateStep(buffer, kind, x, logits, torch.zeros(EXPERTS), False, num_sms=3)
+        step = Step(buffer, kind, x, logits, torch.zeros(EXPERTS), False, num_sms=3)
         synchronize(buffer)  # the gate has written ids
-        step.ids.copy_(torch.arange(fused_decode.TOPK) + EXPERTS // 2 * (1 - rank))
+        step.ids.copy_(torch.arange(TOPK) + EXPERTS // 2 * (1 - rank))
         words, write = x.view(torch.int32), in_stream_of_dispatch(launch)
         for value in (3, rank + 1):  # the first launch waits until all ranks have loaded the kernel
             write(write_rows, 1, 32, words, value, words.numel())
@@ -98,10 +82,10 @@ def dispatch_behind_the_kernel_that_writes_the_rows(kind):
 
 
 def test_rows_may_be_of_the_kernel_before():
-    dispatch_behind_the_kernel_that_writes_the_rows(GATES[1])
+    dispatch_behind_the_kernel_that_writes_the_rows(KINDS[1])
 
 
 def test_rows_loaded_before_the_wait_are_rejected():
     """Behind a kernel that writes rows, and not behind the gate, dispatch must not load them before it waits."""
     with pytest.raises(simulator.SimulatorError, match="griddepcontrol_wait"):
-        dispatch_behind_the_kernel_that_writes_the_rows(GATES[2])
+        dispatch_behind_the_kernel_that_writes_the_rows(KINDS[2])
