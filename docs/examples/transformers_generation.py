@@ -1,6 +1,7 @@
 """Generate tokens with a tiny random Qwen3-MoE model of transformers, whose experts run on moe_numba's kernels.
 
-Run it with ``python docs/examples/transformers_generation.py``. Without a GPU the kernels run in the simulator.
+Run it with ``python docs/examples/transformers_generation.py``. Without a GPU the kernels run in the simulator. The
+printed difference is below 0.02.
 """
 
 import torch

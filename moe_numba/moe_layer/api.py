@@ -57,13 +57,15 @@ def fused_experts(
         1 to 512 experts. ``hidden`` is a multiple of 64, ``intermediate`` of 64, or of 128 with block scales. In
         bfloat16 also the transposed view, ``.mT``, of a contiguous tensor, on GPUs with wgmma.
         Or MXFP4: tensor [experts, 2 * intermediate / 64, hidden / 64, 2176], uint8, of
-        :func:`moe_numba.pack_mxfp4_experts`; on GPUs with wgmma.
+        :func:`moe_numba.pack_mxfp4_experts`; on GPUs with wgmma. Its ``gate_up`` describes the rows that it packs, and
+        the packed order is the same for both activations.
     w2 : tensor [experts, hidden, intermediate], dtype of w13
         As w13. In MXFP4: tensor [experts, hidden / 64, intermediate / 64, 2176], uint8.
     topk_weights : tensor [tokens, topk], float32
-        Contiguous; ``topk`` is 1 to 64.
+        Contiguous; ``topk`` is 1 to 64 (of the gate, and so of :func:`moe_numba.fused_moe`, 1 to 32).
     topk_ids : tensor [tokens, topk], int32 or int64
-        Any strides. An id outside of 0 to experts - 1, such as -1 for an expert of another rank, adds nothing.
+        Any strides; at most 2**30 elements. An id outside of 0 to experts - 1, such as -1 for an expert of another
+        rank, adds nothing.
     w13_scale : tensor [experts, 2 * intermediate / 128, hidden / 128] or [experts], float32, optional
     w2_scale : tensor [experts, hidden / 128, intermediate / 128] or [experts], float32, optional
         Required for FP8 weights: the scale of each 128 x 128 block, as in DeepSeek-V3, hidden / 128 rounded up; or of
@@ -78,39 +80,46 @@ def fused_experts(
         intermediate results are allocated. It is not an argument of the op: under torch.compile it is not used.
     w13_bias : tensor [experts, 2 * intermediate], bfloat16 or float32, optional
     w2_bias : tensor [experts, hidden], bfloat16 or float32, optional
-        Added to gate and up, in the order of the rows of w13 before packing, and to the output of each expert, before
-        it is weighted. Contiguous. Not with FP8 weights.
+        Added to gate and up, in the order of rows that ``activation`` needs, also with MXFP4; and to the output of each
+        expert, before it is weighted. Contiguous. Not with FP8 weights.
     activation : str, optional
         "silu": ``silu(gate) * up``; the first ``intermediate`` rows of w13 compute gate, the others up.
         "swigluoai", of gpt-oss, by vLLM's name: ``(up + 1) * gate * sigmoid(alpha * gate)``; the even rows of w13
         compute gate, the odd ones up. Not with block scales.
     alpha : float, optional
-        Of "swigluoai"; positive.
+        Sigmoid slope of "swigluoai"; > 0.
     limit : float, optional
-        Before, gate is limited to at most ``limit``, and up to between ``-limit`` and ``limit``. Positive. None: no
-        limit with "silu", and 7 with "swigluoai". With "silu" not with block scales or MXFP4.
+        Clamp before the activation: gate <= ``limit``, abs(up) <= ``limit``; > 0. None: no clamp with "silu", and 7
+        with "swigluoai". With "silu" not with block scales or MXFP4.
     a1_scale, a2_scale : tensor of one float32, optional
-        With a scale per expert: scale of x, and of the activations, larger magnitudes of which saturate at 448 times
-        it. None: each row has its own, its largest magnitude divided by 448.
+        With a scale per expert: static per-tensor scales of x and of the activations; values beyond 448 * scale
+        saturate. None: each row has its own scale, its largest magnitude divided by 448.
     x_scale : tensor [tokens, hidden / 128], float32, optional
-        With block scales: x is in FP8, for example from dispatch between ranks, and this its scale per 128 elements of
-        a row, hidden / 128 rounded up. Any strides.
+        Scales of FP8 x, for example from dispatch between ranks: one per 128 elements of a row, hidden / 128 rounded
+        up. With block scales only. Any strides.
 
     Returns
     -------
     tensor [tokens, hidden], bfloat16
-        From the library that ``x`` is from.
+        From the library that ``x`` is from. Empty with 0 tokens.
 
     Raises
     ------
     ValueError, TypeError
-        If an argument is invalid; the message names the argument, its value and what is allowed.
-    UnsupportedDeviceError
+        If an argument is invalid; the message names the argument, its value and what is allowed. ValueError also if a
+        tensor requires grad: there is no backward.
+    moe_numba.UnsupportedDeviceError
         If the GPU is older than compute capability 8.0, or has no wgmma and the weights need it.
 
     Notes
     -----
-    The parameters are those of vLLM's and SGLang's functions of this name. Launches:
+    ``topk_weights``, ``topk_ids``, ``w2``, ``a1_scale`` and ``a2_scale`` are named as in vLLM's function of this name;
+    ``w13`` is its ``w1``, by the name of the layer's weight, and ``x`` its ``hidden_states``. Not supported are
+    ``expert_map`` (pass -1 for experts of other ranks), ``inplace`` (pass ``out=x``), ``apply_router_weight_on_input``,
+    and other activations, such as GELU.
+
+    The first call with new sizes compiles its kernels: call once before a CUDA graph captures the call. Launches, of
+    which :func:`group_by_expert` is one up to 4096 assignments and three beyond:
 
     - bfloat16: :func:`group_by_expert`, :func:`group_gemm_silu_and_mul_bf16` of gathered rows,
       :func:`group_gemm_bf16`, :func:`weighted_sum`. On a GPU without wgmma, for transposed w13, and for "silu" with a
@@ -122,13 +131,15 @@ def fused_experts(
     - FP8, a scale per expert: :func:`group_by_expert`, :func:`per_token_quant_fp8`, :func:`group_gemm_pertensor_fp8`
       of gathered rows, :func:`silu_and_mul_quant_fp8`, :func:`group_gemm_pertensor_fp8`, :func:`weighted_sum`.
 
-    With one token, and with a few that hardly share an expert, in bfloat16 and with block scales, two launches instead,
-    if their experts' weights have at most 128 MiB: the activations of each assignment, and their products with w2,
-    weighted and added.
+    With few tokens in bfloat16 or with block scales there are two launches of matrix-vector kernels instead: the
+    activations of each assignment, and their products with w2, weighted and added. They are chosen for one token, and
+    for more if tokens * topk is at most 64 and at most 1.06 times the expected number of distinct experts; and only if
+    the weights of the assignments take at most 128 MiB. Beyond that, grouped GEMMs read weights faster than the saved
+    launches are worth.
 
-    With more rows per expert on average (64; with block scales 2, in MXFP4 12) the first grouped GEMM does not gather:
-    :func:`permute_tokens` is launched before it, or the cast to FP8 permutes. Results between launches are bfloat16 or
-    FP8; sums are float32.
+    If the mean rows per expert exceed 64 (bfloat16, and FP8 with a scale per expert), 2 (block scales) or 12 (MXFP4), x
+    is permuted first: by :func:`permute_tokens`, or by the launch that casts it to FP8. Results between launches are
+    bfloat16 or FP8; sums are float32.
 
     vLLM's and SGLang's functions quantise x and the activations with ``a1_scale`` and ``a2_scale`` if they are given,
     and otherwise with the largest magnitude of all tokens of the batch, or per token if asked to. Here it is always

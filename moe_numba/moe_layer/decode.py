@@ -1,4 +1,4 @@
-"""``fused_experts`` for a few tokens in bfloat16 or FP8 blocks: when its two kernels are chosen, and their launches."""
+"""``fused_experts`` for few tokens in bfloat16 or FP8 blocks: choice and launches of the matrix-vector kernels."""
 
 from functools import partial
 
@@ -18,14 +18,14 @@ from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import remember
 
-# Assignments, as a multiple of the experts that they use if they are drawn evenly at random: the kernels read the
-# weights once for each assignment, the grouped GEMMs once for each expert.
+# Max. tokens * topk / E[distinct experts], with uniform routing: the kernels read an expert's weights once for each
+# assignment, grouped GEMMs once.
 MAX_ASSIGNMENTS_PER_EXPERT = 1.06
 MAX_ASSIGNMENTS = 64
-# Of the weights that the assignments use. Measured with one token (records `moe_layer`): with 75 to 99 MB the kernels
-# take 0.54 to 0.75 of the grouped GEMMs' time, on an H100 and on an H200. With 199 MB (gpt-oss, bfloat16) they take
-# 0.98 of it on an H100 and 1.17 on an H200, with 352 MB (DeepSeek-V3, FP8) 0.98 and 1.04. They save a fixed time, that
-# of two launches, but grouped GEMMs read at a higher rate.
+# Max. weight bytes read by a call. Measured with one token (records `moe_layer` of both GPUs, when all three sizes took
+# these kernels): with 75 to 99 MB they take 0.54 to 0.75 of the grouped GEMMs' time, on an H100 and on an H200. With
+# 199 MB (gpt-oss, bfloat16) they take 0.98 of it on an H100 and 1.17 on an H200, with 352 MB (DeepSeek-V3, FP8) 0.98
+# and 1.04. They save a fixed time, that of two launches, but grouped GEMMs read at a higher rate.
 MAX_WEIGHT_BYTES = 128 << 20
 MIN_FP8_WARPS = 1024  # of the first kernel for FP8: with fewer, a grouped GEMM loads the weights faster
 _BIAS_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -35,7 +35,7 @@ _plans: dict = {}
 
 
 def uses_decode_kernels(shape, tokens, topk, w13, w2):
-    """Return whether a call with ``tokens`` tokens takes the two kernels."""
+    """Return whether a call with ``tokens`` tokens takes the matrix-vector kernels."""
     if shape.format not in (BF16, FP8_BLOCK) or tokens * topk > MAX_ASSIGNMENTS:
         return False
     if tokens * topk * 3 * shape.hidden * shape.intermediate * w13.element_size() > MAX_WEIGHT_BYTES:

@@ -19,17 +19,19 @@ class ExpertParallelMoE(nn.Module):
     """Experts distributed over the ranks of a :class:`moe_numba.Buffer`.
 
     Each rank has its own tokens and consecutive experts: rank r has the global ids r * n to (r + 1) * n - 1, where n is
-    the number of its local experts, the same on all ranks. All ranks must call the layer in the same order, also a rank
-    without tokens, and with the same options.
+    the number of its local experts, the same on all ranks. All ranks must call the layer in the same order, including
+    ranks without tokens, and with the same options. The number of tokens may differ between ranks.
 
     Parameters
     ----------
     buffer : moe_numba.Buffer
+        Of 1 to 8 ranks. ``config.get_nvl_buffer_size_hint(2 * hidden, ranks)`` returns a sufficient ``num_nvl_bytes``.
     experts : Experts
         The local experts, without stages in torch if ``num_worst_tokens`` is not 0 and calls are captured.
     num_worst_tokens : int
         Most rows that this rank receives. If not 0, the host does not wait for the number of received rows, and a CUDA
-        graph can capture the call; all ranks' tokens together always suffice. 0: the host waits.
+        graph can capture the call; max_tokens_per_rank * ranks is always enough. If more rows arrive, the next call
+        raises a ValueError. 0: the host waits.
     config : Config, optional
         Of dispatch and combine. Default: the buffer's.
     shared_experts : torch.nn.Module, optional
@@ -37,19 +39,21 @@ class ExpertParallelMoE(nn.Module):
         stream of its own, while tokens are dispatched and experts computed.
     fp8_dispatch : bool
         Send tokens in FP8 with a scale per 128 elements, which halves the bytes of dispatch. For experts in FP8 with
-        block scales, which would quantise tokens in the same way, and read what arrives as it is. Experts in another
-        format get it cast to bfloat16.
+        block scales, which would quantise tokens in the same way, and consume received FP8 directly. For experts in
+        another format it is cast to bfloat16.
     low_latency_tokens : int
         If not 0, the most tokens of a rank's call: dispatch and combine are then ``buffer.low_latency``, a launch each,
-        for decoding. The buffer needs ``low_latency_mode``. A CUDA graph can capture the call after the first one.
-        ``num_worst_tokens`` and ``config`` are not used.
+        for decoding. Any buffer has them; one with ``low_latency_mode`` needs no ``num_nvl_bytes``. A CUDA graph can
+        capture the call after the first one. ``num_worst_tokens`` and ``config`` are not used.
+    overlap_combine : bool
+        Let combine send the first sums of the experts' rows while the last ones are computed. For many tokens: the
+        README's table of expert-parallel layers has measured times. It gains a few percent at most, and loses with few
+        tokens. Combine's SMs must be at most half of the GPU's. Not with ``low_latency_tokens``, nor with experts that
+        have stages in torch.
     fp8_combine : bool
         With ``low_latency_tokens``: send the ranks' sums in FP8 with a scale per 128 elements, which halves the bytes
-        of combine. Each element of another rank's sum is rounded by up to 1/16; that of a token's own rank is not.
-    overlap_combine : bool
-        Let combine send the first sums of the experts' rows while the last ones are computed. For 512 tokens or more;
-        on two H200 it saved 0.3 % to 2 % of a layer, see docs/expert_parallel.md. Combine's SMs must be at most half of
-        the GPU's. Not with ``low_latency_tokens``, nor with experts that have stages in torch.
+        of combine. An element of another rank's sum deviates by at most 1/16 of it, or by 2**-10 / 448 of the largest
+        magnitude of its 128 elements if that is more; the sum of a token's own rank is not rounded to FP8.
 
     Raises
     ------
@@ -61,6 +65,8 @@ class ExpertParallelMoE(nn.Module):
     The order of operations is DeepEP's: a token is sent once to each rank that has one of its experts. That rank
     computes the weighted sum of its experts, rounds it to bfloat16 and sends it back; combine adds the ranks' sums in
     float32, in the order of the ranks. Results are bit-identical from run to run.
+
+    Each call allocates intermediate results and its output: there is no ``workspace`` and no ``out``.
     """
 
     def __init__(
@@ -130,6 +136,15 @@ class ExpertParallelMoE(nn.Module):
         Returns
         -------
         tensor [tokens, hidden], bfloat16
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument is invalid, or x has more than ``low_latency_tokens`` tokens. ValueError also if an earlier
+            call received more than ``num_worst_tokens`` rows.
+        TimeoutError
+            If a rank does not arrive within the buffer's timeout: from this call if the host waits for counts,
+            otherwise from the next one.
         """
         if self.shared_experts is not None:
             if shared is not None:
@@ -139,7 +154,7 @@ class ExpertParallelMoE(nn.Module):
         return exchange(x, topk_weights, topk_ids, shared)
 
     def _start_shared_experts(self, x):
-        """Launch the shared experts beside what follows on the current stream; `_wait_for_shared_experts` waits."""
+        """Launch the shared experts concurrently with the current stream; `_wait_for_shared_experts` waits."""
         assert self.shared_experts is not None
         if not x.is_cuda:
             return self.shared_experts(x)
@@ -190,7 +205,20 @@ class ExpertParallelMoE(nn.Module):
         return out.clone() if shared is None else out + shared
 
     def compute(self, received, weights, ids):
-        """Compute the local experts of what dispatch returned: rows in bfloat16, or in FP8 and their scales."""
+        """Compute the local experts of what dispatch returned.
+
+        Parameters
+        ----------
+        received : tensor [rows, hidden] bfloat16; with ``fp8_dispatch`` (float8_e4m3fn, float32 [rows, hidden / 128])
+        weights : tensor [rows, topk], float32
+        ids : tensor [rows, topk], int32 or int64
+            Local ids; -1 for experts of other ranks, and in padding rows.
+
+        Returns
+        -------
+        tensor [rows, hidden], bfloat16
+            Weighted sums of the local experts.
+        """
         x, x_scale = self._as_experts_read(received)
         return self.experts(x, weights, ids, x_scale=x_scale)
 

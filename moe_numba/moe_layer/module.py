@@ -49,7 +49,8 @@ class Experts(nn.Module):
     w13_bias : Parameter [num_experts, 2 * intermediate] bfloat16, or None
     w2_bias : Parameter [num_experts, hidden] bfloat16, or None
     a1_scale, a2_scale : buffer of one float32, or None
-        With a scale per expert: given scales of x and the activations, to be assigned. Not in the state_dict.
+        With a scale per expert: static scales of x and the activations. Assign them, as in
+        ``experts.a1_scale = torch.tensor(0.02, device=device)``. Not in the state_dict.
 
     Raises
     ------
@@ -59,6 +60,9 @@ class Experts(nn.Module):
     Notes
     -----
     Parameters are uninitialised: load a state_dict. They require no grad, because the kernels have no backward.
+    A call allocates its output: modules have no ``out``. For a call that allocates nothing, use
+    :func:`moe_numba.fused_experts` with ``**experts.tensors``, ``**experts.activation.options``, ``out`` and
+    ``workspace``.
     """
 
     w13: torch.Tensor
@@ -121,9 +125,10 @@ class Experts(nn.Module):
         workspace: ExpertsWorkspace | None = None,
         x_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the weighted sums of the experts' outputs [tokens, hidden]; see :func:`moe_numba.fused_experts`.
+        """Return the weighted sums of the experts' outputs [tokens, hidden], a new tensor.
 
-        With a stage in ``reference``, ``workspace`` is not used, and x in FP8 is cast to bfloat16 first.
+        Arguments and errors are those of :func:`moe_numba.fused_experts`. With a stage in ``reference``, ``workspace``
+        is not used, and x in FP8 is cast to bfloat16 first.
         """
         in_torch = self.reference - {"gate"}
         if in_torch and x_scale is not None:
@@ -134,7 +139,13 @@ class Experts(nn.Module):
         return fused_experts(**given, **self.activation.options, workspace=workspace, x_scale=x_scale)
 
     def workspace(self, max_tokens: int, topk: int) -> ExpertsWorkspace:
-        """Return an :class:`moe_numba.ExpertsWorkspace` for calls of up to ``max_tokens`` tokens."""
+        """Return an :class:`moe_numba.ExpertsWorkspace` for calls of up to ``max_tokens`` tokens with ``topk`` experts.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If ``max_tokens`` is not an int of 0 or more, or ``topk`` not one of 1 to 64.
+        """
         return ExpertsWorkspace(max_tokens, topk, self.w13, self.w2, self.scaling)
 
     def extra_repr(self) -> str:
@@ -155,9 +166,10 @@ class MoELayer(nn.Module):
     num_experts, hidden, intermediate, dtype, device, scaling, has_bias, activation, alpha, limit
         As for :class:`Experts`.
     topk : int
-        Experts per token, 1 to 32.
+        Experts per token, 1 to 32, as many as the gate selects.
     shared_experts : torch.nn.Module, optional
-        Computes [tokens, hidden] bfloat16 from [tokens, hidden]; added to the experts' sum.
+        Computes [tokens, hidden] bfloat16 from [tokens, hidden]; added to the experts' sum. It runs before the experts,
+        on the same stream; that of :class:`ExpertParallelMoE` runs concurrently.
     has_correction_bias : bool
         Whether the gate adds a bias to the scores to choose experts (DeepSeek-V3, GLM-4-MoE).
     has_router_bias : bool
@@ -237,11 +249,17 @@ class MoELayer(nn.Module):
         ----------
         x : tensor [..., hidden], bfloat16
         workspace : ExpertsWorkspace, optional
-            Memory for intermediate results. With a stage in ``reference`` it is not used.
+            Memory for the experts' intermediate results. With a stage in ``reference`` it is not used. Logits and the
+            output are allocated in any case.
 
         Returns
         -------
         tensor of x's shape, bfloat16
+
+        Raises
+        ------
+        ValueError, TypeError, moe_numba.UnsupportedDeviceError
+            As from :func:`moe_numba.fused_moe`.
         """
         tokens = x.reshape(-1, x.shape[-1])
         logits = router_logits(tokens, self.router_weight, self.router_bias)

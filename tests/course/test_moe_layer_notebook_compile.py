@@ -13,8 +13,11 @@ TEXT = (Path(__file__).parents[2] / "notebooks" / "11_moe_layer.py").read_text()
 CODE = "\n".join(code_hash.code_cells(TEXT))
 GROUPS = (("int32*",) * 5) + ("int32",)
 SUMS = (("int32*", "int32*", "float32*", "int32*", "int32", "int32"), 128)
+COPY = (("int32*", "int32*", "int32"), 128)
 KERNELS = {
-    "make_share_per_warp(256, 8, 8)": (GROUPS, 256),
+    "make_chunk_per_warp(256, 8, 8)": (GROUPS, 256),
+    "copy_4_bytes": COPY,
+    "copy_16_bytes": COPY,
     "two_columns": SUMS,
     "eight_columns": SUMS,
     "empty": (("int32*",), 32),

@@ -12,7 +12,14 @@ from moe_numba import simulator
 
 ROOT = Path(__file__).parents[2]
 # Lines with a relative difference from another computation.
-LINES = {"transformers_generation.py": 1, "gpt_oss_mxfp4.py": 2, "expert_parallel.py": 2, "cupy_routing.py": 2}
+LINES = {
+    "transformers_generation.py": 1,
+    "gpt_oss_mxfp4.py": 2,
+    "expert_parallel.py": 2,
+    "cupy_routing.py": 1,
+    "experts_on_one_gpu.py": 1,
+}
+BOUNDS = {"experts_on_one_gpu.py": 0.1}  # weights, x and activations in FP8
 
 
 def differences(output):
@@ -35,7 +42,7 @@ def test_example(name):
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = differences(done.stdout)
-    assert len(found) == LINES[name] and max(found) < 0.02, done.stdout
+    assert len(found) == LINES[name] and max(found) < BOUNDS.get(name, 0.02), done.stdout
 
 
 def test_a_wrong_result_is_seen():
