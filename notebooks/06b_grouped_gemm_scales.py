@@ -905,6 +905,11 @@ say(
 )
 
 # %% [markdown]
+# Three further ideas were tried on an H200 and are not shown, because none was faster: zeros instead of the next
+# group's rows behind the last rows of a group, which should cost less energy (a tensor map of all windows of 64 rows,
+# in which a load begins so that the window ends with the group); pairs of CTAs that share rows of x instead of weights;
+# and loading the next scales two stages earlier, for which the producer warps have too few registers.
+#
 # Wrong kernels must be rejected: a thread's two rows with exchanged scales, and the two diagnoses above that load no
 # scales, or only those of the first stage.
 
