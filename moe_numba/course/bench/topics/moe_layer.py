@@ -28,6 +28,7 @@ LAYERS = (
 )
 QUICK_TOKENS = 16
 OURS, GEMMS = "final", "both GEMMs"
+STATIC_SCALES = "peer:flashinfer-cutlass-moe"  # of the activations, with FP8 weights and a scale per expert
 DEFAULT = f"{TRANSFORMERS} grouped_mm"  # what transformers runs if the caller selects nothing
 
 
@@ -109,4 +110,6 @@ def _about_peers(record, named):
         text += f"{functions} are functions of transformers {transformers}, for bfloat16 only. "
     if others := [f"{named[step]} {versions[step]}" for step in named if not step.startswith(TRANSFORMERS)]:
         text += f"Other projects: {', '.join(others)}; layouts that their kernels need are made beforehand. "
+    if STATIC_SCALES in named:
+        text += f"With a scale per expert {label_of(STATIC_SCALES)} quantises by given scales, the others find scales. "
     return text
