@@ -159,8 +159,12 @@ def _headlines():
     for tokens in (64, 4096):
         where = {"config": {"model": "Qwen3-30B-A3B"}, "size": {"tokens": tokens}}
         yield Headline(f"experts of a Qwen3-30B-A3B layer in bfloat16, {tokens} tokens", "moe_layer", where)
+    where = {"config": {"model": "DeepSeek-V3"}, "size": {"tokens": 64}}
+    yield Headline("experts of a DeepSeek-V3 layer in FP8, block scales, 64 tokens", "moe_layer", where)
     where = {"config": {"ranks": 2}, "size": {"tokens": 32}, "dtype": "bf16"}
-    yield Headline("low-latency dispatch and combine, 2 GPUs, 32 tokens each", "low_latency", where, "in slots")
+    for step, layout in (("final", "packed by expert"), ("in slots", "in slots")):
+        label = f"low-latency dispatch and combine, {layout}, 2 GPUs, 32 tokens each"
+        yield Headline(label, "low_latency", where, step)
     where = {"config": {"ranks": 4, "num_experts": 256}, "size": {"tokens": 4096}}
     names = {"counts, index_select and NCCL": "torch and NCCL"}
     label = "dispatch with its exchange of counts, 4 GPUs, 4096 tokens each"

@@ -1,5 +1,6 @@
 """Draws figures from the rows of records. Needs no GPU and does not touch pyplot's state."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -58,6 +59,16 @@ def provenance(record: dict, verb: str = "recorded on") -> str:
     known = [f"{name} {versions[name]}" for name in ("numba-cuda", "torch") if name in versions]
     parts = [f"{verb} {record['gpu']}", f"driver {record['driver']}", *known, f"commit {record['commit'][:7]}"]
     return ", ".join([*parts, record["date"][:10]])
+
+
+def carried_over(record: dict, label: Callable[[dict], str]) -> str:
+    """Return "; LABEL with commit 1a2b3c4, 2026-11-20" for the rows of earlier records, or nothing."""
+    found: dict = {}
+    for row in record["rows"]:
+        if measured := row.get("measured"):
+            labels = found.setdefault((measured["commit"][:7], measured["date"][:10]), [])
+            labels += [] if label(row) in labels else [label(row)]
+    return "".join(f"; {' and '.join(of)} with commit {commit}, {date}" for (commit, date), of in found.items())
 
 
 def ladder_figure(
