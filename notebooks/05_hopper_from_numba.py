@@ -12,27 +12,25 @@
 # ---
 
 # %% [markdown]
-# # Hopper from Numba: two doors, one instruction at a time
+# # Hopper from Numba: TMA, mbarrier and wgmma
 #
-# The H100 and the H200 are GPUs of the **Hopper** kind. They have instructions that no older GPU has, and a fast matrix
-# product needs them: copies that go on by themselves, barriers that count bytes, and tensor cores that read shared
-# memory without the threads' help. Numba knows none of them. This notebook shows how to say them all the same, from
-# Python, and builds a matrix product (**GEMM**) out of them, step by step. The next notebook,
-# [06_grouped_gemm](06_grouped_gemm.ipynb), makes an MoE layer's product of it.
+# **Hopper** GPUs (H100, H200) have three features that a fast GEMM needs: asynchronous copies (TMA), barriers that
+# count bytes (mbarrier), and tensor core instructions that read their operands from shared memory (wgmma). Numba
+# supports none of them directly. This notebook issues them from Python and builds an FP8 GEMM with them, step by step.
+# The next notebook, [06_grouped_gemm](06_grouped_gemm.ipynb), extends it to the grouped GEMM of an MoE layer.
 #
-# There are two doors from Numba to such an instruction.
+# There are two ways to issue such an instruction from a Numba kernel.
 #
-# 1. **The linked door.** A function in CUDA C++ holds the instruction. Numba is told its name and types
-#    (`cuda.declare_device(..., link=...)`), and hands it arrays as pointers (`ffi.from_buffer`). This is the way that
-#    Numba documents.
-# 2. **The intrinsic.** One Python function puts one instruction into the code that Numba makes. This is the way that
-#    this course takes, and its names are in `moe_numba/ptx/`.
+# 1. **Linked CUDA C++.** A device function in CUDA C++ contains the instruction as inline PTX. Numba declares its name
+#    and types (`cuda.declare_device(..., link=...)`) and passes arrays as pointers (`ffi.from_buffer`). Numba documents
+#    this foreign function interface.
+# 2. **Intrinsics.** A Python function emits one PTX instruction into the code that Numba generates. This course uses
+#    the intrinsics in `moe_numba/ptx/`.
 #
-# Both are open here, and at the end of the first part we measure what each costs. **PTX** is NVIDIA's assembly
-# language, in which all these instructions are written down; **SASS** is what the GPU really runs.
+# Section 5 compares their machine code. Code and outputs call the two ways "doors", and linked CUDA C++ the "linked
+# door". **PTX** is NVIDIA's virtual instruction set, **SASS** the machine code that the GPU executes.
 #
-# As in the other notebooks, everything runs on a GPU, and small in a simulator on any computer. Times that you see
-# without a GPU are recorded ones and say so.
+# Without a Hopper GPU the kernels run in the simulator, at small sizes, and the printed times are recorded ones.
 
 # %%
 import os
@@ -95,33 +93,33 @@ E4M3 = torch.float8_e4m3fn
 torch.manual_seed(0)
 
 # %% [markdown]
-# ## 1. The problem in one picture
+# ## 1. Data paths before Hopper and on Hopper
 #
-# A GPU has many **streaming multiprocessors** (SMs; an H200 has 132). Each has its own **shared memory**, up to 227 KB,
-# and four **tensor cores**, which multiply small matrices. The matrices lie in global memory. Who carries them to the
-# tensor cores?
+# An H200 has 132 **streaming multiprocessors** (SMs). Each has shared memory, of which a CTA (thread block) can use up
+# to 227 KB, and four **tensor cores**, which multiply small matrices. The operands start in global memory and must
+# reach the tensor cores.
 
 # %%
 draw.problem()
 
 # %% [markdown]
-# On the left, threads carry every byte twice: into registers, out to shared memory, and into registers again. That
-# takes instructions, and registers. On the right they give orders. Three things are new.
+# On the left, every byte passes through registers twice, which costs instructions and registers. (Ampere's `cp.async`
+# avoids the first pass.) On Hopper, threads only issue the copies and the MMAs:
 #
-# - **TMA**, the tensor memory accelerator: one thread orders the copy of a whole box of a matrix, and goes on.
-# - **mbarriers**: barriers in shared memory. They count threads that arrive *and bytes that land*, so that one can wait
+# - **TMA**, the tensor memory accelerator: one thread issues the copy of a whole box of a matrix and continues.
+# - **mbarrier**: a barrier in shared memory that counts arriving threads *and landed bytes*, so that threads can wait
 #   for a copy.
-# - **wgmma**: a **warpgroup** (four warps, 128 threads) orders a product of matrices that lie in shared memory, and
-#   goes on.
+# - **wgmma**: a **warpgroup** (four warps, 128 threads) issues an MMA whose operands are in shared memory, and
+#   continues.
 #
-# All three are *asynchronous*: the order is given now, the work is done later. So every mistake here has one form:
-# somebody touches memory too early. The simulator keeps watch over that, and section 8 shows how it says so.
+# All three are *asynchronous*: issue and completion are separate. The typical bugs are accesses before completion,
+# missing fences and deadlocks. The simulator detects them; section 8 shows its reports.
 #
-# ## 2. The reference
+# ## 2. Reference
 #
-# The product is `D = A Bᵀ`. A has `m` rows and B has `n` rows, of `k` numbers each, in **FP8** (`e4m3`: a sign, 4 bits
-# of exponent, 3 of fraction, so one byte each). D is `bfloat16`. The truth is added up in float64, from float32
-# products of 128 columns: of FP8 numbers such a product is all but exact, whatever the library does inside.
+# The GEMM is `D = A Bᵀ`. A has `m` rows and B has `n` rows, each of `k` elements in **FP8** (`e4m3`: 1 sign, 4 exponent
+# and 3 mantissa bits). D is `bfloat16`. The reference adds float32 GEMMs over 128 columns each in float64; the rounding
+# error of a float32 GEMM of that length is negligible here.
 
 
 # %%
@@ -153,16 +151,16 @@ ROUNDING = relative_error(EXPECTED.bfloat16(), EXPECTED)
 print(f"A {tuple(A.shape)}, B {tuple(B.shape)}; bfloat16 alone makes an error of {ROUNDING:.2e}")
 
 # %% [markdown]
-# ## 3. The floor: what can one SM do?
+# ## 3. Lower bound: what limits one SM
 #
-# A clock is a fraction of a nanosecond. The data sheet gives 1979 TFLOP/s for FP8. Over 132 SMs at 1.83 GHz that is
-# 8192 floating point operations per clock and SM. Its shared memory gives or takes 128 bytes per clock, that is 32
-# **banks** of 4 bytes. For the L2 cache there is no official number; others have measured about 5.5 TB/s for the whole
-# chip, 23 bytes per clock and SM. Global memory gives 20.
+# The data sheet's FP8 peak is 1979 TFLOP/s. At 8192 FLOP per clock and SM, 132 SMs reach it at 1.83 GHz; the table uses
+# this clock. (The clock printed first is the maximum boost clock.) Shared memory transfers 128 bytes per clock: 32
+# **banks** of 4 bytes. For the L2 cache NVIDIA publishes no bandwidth. The table uses 5.5 TB/s, 23 bytes per clock and
+# SM, which others measured on a smaller GPU (an H100 PCIe). HBM provides 4.8 TB/s, 20 bytes per clock and SM.
 #
-# Now take a tile of D, `64 g x n`, that `g` warpgroups compute, and one **stage** of it: 128 numbers of `k`. How many
-# clocks does each part of the SM need? A and B must come through the L2 cache. TMA must write them to shared memory.
-# And each warpgroup reads its 64 rows of A and all `n` rows of B from there.
+# The table considers a tile of D with `64 g x n` elements, computed by `g` warpgroups, and one **stage**: 128 elements
+# of `k`. It lists the clocks that each unit of the SM needs for a stage. The L2 cache delivers the tiles of A and B,
+# TMA writes them to shared memory, and each warpgroup reads its 64 rows of A and all `n` rows of B.
 
 
 # %%
@@ -203,18 +201,21 @@ for groups, n in ((1, 64), (2, 128), (2, 256)):
 LOWER_BOUND_US = 2 * TIMED.m * TIMED.n * TIMED.k / PEAK * 1e6
 
 # %% [markdown]
-# By this table the tile decides. A small tile is loaded often, and then the L2 cache is too slow; a larger one is used
-# more often for the same bytes. The table is our prediction for the steps of the ladder. Whether its figure for the L2
-# cache holds, step 2 will show.
+# The L2 cache is the limit in all three rows. A larger tile reuses each loaded byte more often, so its limit is higher.
+# This table predicts the times of the steps in section 6, and step 2 tests the L2 bandwidth that it assumes. The lower
+# bound of the whole GEMM is its FLOPs divided by the peak; figures label it "speed of light".
 #
 # ## 4. One instruction at a time
 #
-# ### A tile, carried by threads
+# ### A tile copied by threads
 #
-# **Idea.** Before the new way, the old one. A block takes a tile of 64 rows and 128 bytes into shared memory and puts
-# it back elsewhere. 128 threads carry 16 bytes each, four times.
+# **Idea.** The baseline is a copy without TMA. Each CTA copies a tile of 64 rows and 128 bytes to shared memory, and
+# from there to the output. Each of its 128 threads loads four 16-byte vectors.
 #
-# **Prediction.** The bytes are read and written once, at 4.3 TB/s (what an H200 has been measured to copy at).
+# **Predicted time.** Every byte is read once and written once, at the copy bandwidth printed in section 3.
+#
+# Each line has two times: `kernel` is the GPU time of one launch within a CUDA graph, `call` the CPU time of the Python
+# call, which does not wait for the GPU.
 
 # %%
 FULL_MASK = 0xFFFFFFFF
@@ -259,18 +260,18 @@ copies.report("threads", predicted=COPY_US)
 print(f"with three passes over the bytes in place of two we should have predicted {1.5 * COPY_US:.1f} us")
 
 # %% [markdown]
-# **Look back.** The prediction forgot that each call also clears the result with `torch.zeros_like`, so that a tile
-# which is left out is seen. That is one more write of the matrix, and the larger part of what was missed; the next step
-# has it too. Count the instructions of a thread: per 16 bytes an address, a load, a store, and then the same way out.
+# **Explanation.** The prediction left out `torch.zeros_like`, which clears the output in each call so that a skipped
+# tile is detected. It writes the whole matrix once more. This third pass is the larger part of the difference, and the
+# next step includes it too. The rest is not explained here.
 #
-# ### A first TMA load, and its mbarrier
+# ### A TMA load and its mbarrier
 #
-# **Idea.** One thread orders the whole box. For that it needs three things. A **tensor map**: 128 bytes that describe
-# the matrix (address, extents, distances) and the box (how much one copy takes). `TensorMap` makes one, on the host. A
-# place in shared memory, at a multiple of 128 bytes. And a barrier that hears when the bytes have landed.
+# **Idea.** One thread issues the copy of the whole box. It needs three things: a **tensor map**, 128 bytes that
+# describe the matrix (address, extents, strides) and the size of the box, which `TensorMap` encodes on the host; a
+# destination in shared memory, aligned to 128 bytes; and an mbarrier that counts the landed bytes.
 #
-# The way back is a copy too, but it has no barrier. The thread that ordered it puts it in a **bulk group**, and waits
-# for the group before the block ends.
+# The store from shared memory is a TMA copy too, but without an mbarrier. The issuing thread commits it to a **bulk
+# group** and waits for the group before the CTA exits.
 
 
 # %%
@@ -313,26 +314,27 @@ copies.step("TMA", by_tma, dtype="uint8", prediction_us=round(COPY_US, 1), bytes
 copies.report("TMA", "threads", COPY_US)
 
 # %% [markdown]
-# **Look back.** A block is a single warp now, and one lane of it does all there is to do. It never sees the bytes.
-# Where memory is the limit, both ways take about the same time. What TMA saves is threads: those will multiply.
+# **Explanation.** A CTA is now a single warp, and one of its lanes issues all instructions; the data never pass through
+# registers. Both kernels take about the same time, because memory bandwidth limits both. TMA needs one warp instead of
+# four.
 #
-# Four things about this kernel that are easy to get wrong, all found the hard way:
+# Four details of this kernel are easy to get wrong:
 #
-# - **Everything lies in dynamic shared memory**, the barrier too, as another view of the same bytes. With static arrays
-#   in front, one linker did not align the dynamic array to 1024 bytes, and TMA stopped with a misaligned address.
-# - **`elect_sync`, not `thread == 0`.** Both pick one lane. But only of an elected lane does the compiler *know* that
-#   it is alone. Else it adds a loop around each TMA instruction. Section 5 counts these.
-# - **A tensor map must be a value.** TMA takes maps from a kernel's parameters (a `__grid_constant__` in C++), which
-#   Numba cannot say. `launch` builds a little C++ entry around the kernel for that (`moe_numba/runtime/compile.py`). A map in
-#   global memory works too, and then wants a fence; we shall use that below.
-# - **`fence_mbarrier_init`.** Threads make the barrier one way (the *generic proxy*), TMA reaches it another way (the
-#   *async proxy*). A fence lies between the two.
+# - **All shared memory is dynamic**, including the barrier, which is another view of the same bytes. Behind static
+#   arrays the dynamic array may not be aligned to 1024 bytes, which the 128-byte swizzle below requires.
+# - **`elect_sync`, not `thread == 0`.** Both select one lane, but only after `elect_sync` does the compiler treat the
+#   code as executed by a single lane. Otherwise it adds loops around TMA instructions; section 5 counts them.
+# - **A tensor map is passed by value.** TMA reads it from a `__grid_constant__` kernel parameter, which Numba cannot
+#   declare. `launch` therefore generates a small C++ entry around the kernel (`moe_numba/runtime/compile.py`). A map in
+#   global memory also works, but requires a fence; kernels below use it.
+# - **`fence_mbarrier_init`.** Threads initialise the barrier through the *generic proxy*, TMA accesses it through the
+#   *async proxy*. The fence makes the initialised barrier visible to TMA.
 #
 # ### What an mbarrier counts
 #
-# **Idea.** An mbarrier goes from **phase** to phase. A phase ends when all arrivals have come *and* no bytes are due. A
-# waiting thread names the phase by its **parity**: 0 for the first phase, 1 for the second, 0 again. Let us watch one.
-# The simulator can record what happens (`simulator.trace`), in a process of its own, which `in_simulator` starts.
+# **Idea.** An mbarrier passes through **phases**. A phase completes when no arrivals *and* no bytes are pending. A
+# waiting thread identifies the phase by its **parity**: 0 for the first phase, 1 for the second, then 0 again. The
+# simulator records the events of a kernel (`simulator.trace`); `in_simulator` runs it in a separate process.
 
 # %%
 SETUP = """
@@ -364,8 +366,8 @@ stream = lambda: 0
 """
 
 # %% [markdown]
-# The first kernel loads boxes of `TILE` bytes, one after another into the same place, and puts each into `out`. How
-# many bytes it announces is an argument.
+# The kernel loads boxes of `TILE` bytes one after another into the same shared memory and copies each to `out`. The
+# argument `announced` is the number of bytes that the barrier expects.
 
 
 # %%
@@ -411,26 +413,26 @@ EVENTS = [SimpleNamespace(**event) for event in in_simulator(count_bytes, setup=
 draw.barrier_life([e for e in EVENTS if "mbarrier" in e.what or "copy" in e.what], 2048, 1)
 
 # %% [markdown]
-# With the right count, phase 0 ends when the first box has landed, and phase 1 when the second has. The matrix had only
-# 100 rows. The second box reaches beyond them; the rest of it came as zeros, *and these zeros count as bytes*. With 16
-# bytes less the phase ends while the copy is still under way; with 16 more it never ends. On a GPU the first is a race
-# that one may not see for weeks, the second hangs.
+# With the right count, phase 0 completes when the first box has landed, and phase 1 when the second has. The matrix has
+# only 100 rows. The rows of the second box beyond them are filled with zeros, *and these zeros count as bytes*. If 16
+# bytes too few are expected, the phase can complete before the copy does, which is a race on a GPU. If 16 too many are
+# expected, the phase never completes, and the kernel hangs.
 #
-# One thing looks odd: a barrier that nobody has used yet says that phase "parity 1" has ended. So waiting for parity 1
-# on a new barrier returns at once. Whoever fills a ring of stages begins that way: all stages are free.
+# On a newly initialised barrier a wait for parity 1 returns immediately, as if a phase of parity 1 had completed. The
+# producer of a ring of stages starts with this parity, because all stages are free at first.
 #
-# ### The swizzle
+# ### Swizzle
 #
-# **Idea.** A tile has 64 rows of 128 bytes, and shared memory has 32 banks of 4 bytes: also 128. So the same column of
-# all rows lies in the same banks. Whoever reads 16 bytes of each of 8 rows, as tensor cores do, meets only four banks,
-# and must come eight times (a **bank conflict**). The remedy is to let the chunks of each row change places, each row
-# in another way. TMA does that while it writes: `swizzle=128`.
+# **Idea.** A tile row of 128 bytes spans all 32 banks once, so the same column of all rows is in the same banks.
+# Reading the same 16-byte chunk of 8 rows, as tensor cores do, uses only 4 banks and takes 8 wavefronts (a **bank
+# conflict**). The 128-byte swizzle permutes the chunks of each row differently. TMA applies it while it writes
+# (`swizzle=128`).
 
 # %%
 draw.swizzle()
 
 # %% [markdown]
-# **Check.** Let TMA write a box with the swizzle, look at the raw bytes, and undo it by the formula.
+# **Check.** TMA writes a box with the swizzle; the cell reads the raw bytes and undoes the swizzle by its formula.
 
 
 # %%
@@ -465,12 +467,14 @@ print(
 # %% [markdown]
 # ### A first wgmma
 #
-# **Idea.** `wgmma.mma_async.m64n64k32`: a warpgroup multiplies 64 rows of A with 64 rows of B, 32 bytes of each. The
-# operands stay in shared memory. The results, 64 x 64 floats, are spread over the registers of 128 threads, 32 each:
-# the **fragment**, or the **accumulators**. Around it stand three more instructions: a fence before the registers are
-# used, a commit that makes a group, and a wait for the group. `make_wgmma_tile` gives one function with a fence, four
-# wgmmas (128 bytes of k) and a commit; `make_wgmma_wait` gives the wait. Results go *through* the wait, so that nobody
-# can look at them before.
+# **Idea.** With `wgmma.mma_async.m64n64k32` a warpgroup multiplies 64 rows of A by 64 rows of B, 32 bytes of each. The
+# operands stay in shared memory. The result, 64 x 64 floats, is distributed over the registers of 128 threads, 32 each:
+# the **accumulator fragment**. The figure shows its first 16 columns.
+#
+# Three more instructions are needed: `wgmma.fence` before the registers are used, `wgmma.commit_group`, and
+# `wgmma.wait_group`. `make_wgmma_tile` returns a function with the fence, four wgmmas (128 bytes of k) and the commit;
+# `make_wgmma_wait` returns the wait. The wait takes the accumulators and returns them, so code that uses its results
+# cannot be scheduled before it.
 
 # %%
 draw.fragment()
@@ -517,26 +521,27 @@ print(f"64 x 64 results of 128 products each: relative error {error:.1e}")
 assert error < 1e-3
 
 # %% [markdown]
-# The tensor cores multiply FP8 exactly, but they add up in fewer bits than float32 has (about 14 of its 24). In the
-# simulator they add up in float32. Remember that for the ladder, where 7168 products are added.
+# Tensor cores multiply FP8 numbers exactly, but accumulate with lower precision than float32; DeepSeek reports about 14
+# bits. The simulator accumulates in float32. The error grows with the number of products added, which is 7168 in
+# section 6.
 #
 # ### The descriptor's bits
 #
-# How does the instruction know where the tiles lie? By a number of 64 bits for each of them, the **descriptor**: where
-# the tile starts, how far it is to the next 8 rows, and which swizzle it has. This is the one of a tile that starts at
-# byte 9216 of the SM's shared memory. (The system keeps the first 1024 for itself.)
+# A 64-bit **descriptor** specifies each operand in shared memory: its start address, the stride to the next 8 rows, and
+# its swizzle. The figure shows the descriptor of the second tile of `first_wgmma`. Its address is 9216: the system
+# reserves the first 1024 bytes of a CTA's shared memory, and the first tile has 8192.
 
 # %%
 DESCRIPTOR = 1 << 62 | (1024 >> 4) << 32 | 1 << 16 | 9216 >> 4
 draw.descriptor(DESCRIPTOR)
 
 # %% [markdown]
-# "leading bytes" is not used with this swizzle. A step along k is 32 bytes, so the next instruction's descriptor is
-# this one + 2. A descriptor says nothing of the matrices' size: that is in the instruction's name.
+# With this swizzle the hardware ignores "leading bytes". A step along k is 32 bytes, so the next instruction's
+# descriptor is larger by 2. The descriptor does not contain the tile size; that is part of the instruction.
 #
-# ### The same step through the linked door
+# ### The same MMA in linked CUDA C++
 #
-# **Idea.** Now the other door. This is the C++ that holds the instructions, from `moe_numba/ptx/cuda_cpp/wgmma.cu`:
+# **Idea.** The other way is a C++ device function with the instructions, from `moe_numba/ptx/cuda_cpp/wgmma.cu`:
 
 # %%
 with open(source("wgmma")) as file:
@@ -544,7 +549,7 @@ with open(source("wgmma")) as file:
 Markdown("```cpp\n" + WGMMA_CU[WGMMA_CU.index('extern "C"') :] + "```")
 
 # %% [markdown]
-# Numba is told of it like this (in `moe_numba/ptx/cuda_cpp/`; `"c"` means: as C passes arguments):
+# `moe_numba/ptx/cuda_cpp/` declares it to Numba (`"c"` selects the C calling convention):
 #
 # ```python
 # step = cuda.declare_device(
@@ -554,9 +559,9 @@ Markdown("```cpp\n" + WGMMA_CU[WGMMA_CU.index('extern "C"') :] + "```")
 # )
 # ```
 #
-# C++ cannot take a tuple. So the accumulators are a local array, and the function gets a pointer to it. This kernel is
-# started by Numba itself, which compiles and links the C++. Numba's launch cannot pass a map by value. So the maps lie
-# in global memory here, and the thread that uses them first calls `fence_proxy_tensormap_acquire_sys`.
+# A C++ function cannot take a Python tuple, so the accumulators are a local array, passed as a pointer. Numba compiles,
+# links and launches this kernel itself. Its launch cannot pass a tensor map by value, so the maps are in global memory,
+# and the thread that uses them first calls `fence_proxy_tensormap_acquire_sys`.
 
 
 # %%
@@ -593,17 +598,19 @@ print("both doors give", "the same bits" if torch.equal(again.view(64, 64), out)
 assert torch.equal(again.view(64, 64), out)
 
 # %% [markdown]
-# ## 5. What the doors cost
+# The warning about the grid size is expected: the example launches one CTA.
 #
-# **Idea.** The results agree. Does the machine code? We compile both kernels, each in two ways, with no GPU, in a
-# process of their own.
+# ## 5. Cost of the two ways
 #
-# - **With LTO** (link-time optimisation): Numba's code and the C++ are linked while both are still intermediate code.
-#   The compiler sees through the call.
-# - **Without**: each becomes machine code by itself, and the linker joins the pieces.
+# **Idea.** The results are bit-identical. This section compares the machine code. Both kernels are compiled in a
+# separate process, without a GPU, in two ways:
 #
-# **Prediction.** With LTO: the same. Without: a call stays, and a pointer must point to memory, so 32 floats go through
-# memory, out and in, at every step.
+# - **With LTO** (link-time optimisation), Numba's code and the C++ are linked as intermediate code, and the compiler
+#   inlines the call.
+# - **Without LTO**, each is compiled to machine code separately, and the linker combines them.
+#
+# **Prediction.** With LTO the code is the same. Without LTO a call remains. Its pointer argument must point to memory,
+# so each call stores 32 floats and loads them again.
 
 # %%
 POINTERS, ARRAYS = ["uint8*", "uint8*", "float32*"], ["uint8[]", "uint8[]", "float32[]"]
@@ -654,23 +661,23 @@ INTERFACE_CODES = compiled(
 table(INTERFACE_CODES, COLUMNS)
 
 # %% [markdown]
-# **Look back.** The kernels of the first four lines differ in the step alone. With LTO the linked door costs nothing:
-# the local array has become registers, and the call is gone. Without LTO it costs what we predicted, and more: a stack,
-# and loads and stores that must find out which memory they are for. The intrinsics do not care how they are linked.
+# **Explanation.** The kernels of the first four rows differ only in the MMA. With LTO, linked CUDA C++ costs nothing:
+# the compiler keeps the local array in registers and inlines the call. Without LTO a call, a stack, and local or
+# generic loads and stores remain, as predicted. The code with intrinsics is almost the same with and without LTO.
 #
-# The last two lines hold a surprise that has nothing to do with doors. An index into a Numba *array* may be negative,
-# and counts from the end then. Each of the 32 stores looks after that, which costs registers and instructions. A
-# *pointer* has no end. That is why the kernels of this course take pointers, and why `first_linked_wgmma` turns `out`
-# into one.
+# The last two rows show a different cost. Numba *arrays* allow negative indices, which count from the end, and each of
+# the 32 stores handles that case. This costs registers and instructions. *Pointers* have no such case. That is why the
+# course's kernels take pointers, and why `first_linked_wgmma` converts `out` to one.
 #
-# So both doors are open, and which one to take is a matter of taste, *if* the linking is done with LTO. Numba does that
-# by itself where it can. The course takes intrinsics, for two reasons. A function in Python can have a meaning for the
-# simulator beside it. And accumulators that are values, not memory, let the compiler see who needs what.
+# With LTO, both ways produce equally good code for this MMA. Numba enables LTO by default if nvJitLink is available.
+# The course uses intrinsics for two reasons: a Python function can have a second implementation for the simulator, and
+# accumulators that are values instead of memory expose their data flow to the compiler.
 #
-# ### Three traps, seen in the same way
+# ### Three compiler pitfalls
 #
-# They concern the kernel that we build in section 6, which is shown there: one warpgroup loads and two multiply. First
-# the four ways to compile it.
+# The next cell defines the GEMM kernel of steps 5 to 8 in section 6: one producer warpgroup loads, two consumer
+# warpgroups compute. The cell after it compiles this kernel and two variants, to show what LTO, the division and
+# `elect_sync` change.
 
 
 # %%
@@ -823,17 +830,21 @@ table(
 )
 
 # %% [markdown]
-# - `setmaxnreg` moves registers from the warps that load to those that multiply. **Without LTO the compiler ignores
-#   it** and says so: C7504. For the linker makes code that others may call, and their registers are not known.
-# - **Integers of 64 bits.** Numba's integers have 64 bits unless you say otherwise, and a division of these is a call
-#   of a function. Ours stands outside of the loop. Even so, without LTO the compiler lets all wgmmas of the kernel wait
-#   for one another, and says so: C7509. That is why the kernel says `uint32` so often.
-# - **`elect_sync`**: without it each TMA instruction gets a loop around it.
+# - **`setmaxnreg`** moves registers from the producer warps to the consumer warps. **Without LTO, ptxas ignores it**,
+#   to maintain compatibility across compilation units (C7504).
+# - **64-bit integers.** Numba's integers have 64 bits by default, and a 64-bit division compiles to a function call. In
+#   this kernel the division is outside the main loop, but without LTO the call still makes ptxas serialise the wgmmas
+#   (C7509). That is why the kernel casts to `uint32`.
+# - **`elect_sync`.** With `thread == 256` instead, the compiler adds loops around TMA instructions.
 #
-# ## 6. The ladder: a matrix product
+# ## 6. The ladder: an FP8 GEMM
 #
-# Now we put the instructions together. On a GPU the product has 4096 x 4096 results of 7168 products each. The peer
-# is cuBLAS, NVIDIA's library, through `torch._scaled_mm` with fast accumulation, as ours has it. A first line for it:
+# On a GPU, D has 4096 x 4096 elements and k is 7168. The peer, labelled `torch`, is cuBLAS through `torch._scaled_mm`
+# with fast accumulation, like our kernels up to step 7.
+#
+# The line after each step compares times that were measured separately. It prints "the prediction holds" if the
+# measured time is within about 25 % of the predicted one, even if the change from the previous step was predicted
+# wrongly. The interleaved measurement at the end is the more reliable comparison of steps.
 
 
 # %%
@@ -906,14 +917,14 @@ measure("torch", by_cublas)
 look_back("torch")
 
 # %% [markdown]
-# ### Step 1: threads carry, tensor cores multiply
+# ### Step 1: thread copies and wgmma
 #
-# **Idea.** A block of one warpgroup computes 64 x 64 results. Its threads copy both tiles, with the swizzle, since that
-# is how the tensor cores want them. What threads wrote through their own way (generic proxy) the tensor cores read
-# through theirs (async proxy). So each thread calls `fence_proxy_async_shared` before the barrier.
+# **Idea.** A CTA of one warpgroup computes 64 x 64 results (label `threads carry`). Its threads copy both tiles with
+# the swizzle, the layout that the tensor cores expect. Threads write shared memory through the generic proxy, wgmma
+# reads it through the async proxy, so each thread calls `fence_proxy_async_shared` before the barrier.
 #
-# **Prediction.** The floor's table says that the L2 cache allows a fifth of the peak for this tile. Copy and product
-# take turns here, so we expect half of that.
+# **Predicted time.** The first row of section 3's table gives the limit of the L2 cache for this tile. Copies and MMAs
+# alternate within a CTA, so we predict twice that time.
 
 
 # %%
@@ -961,15 +972,16 @@ measure("threads carry", gemm_with_thread_copies, prediction)
 look_back("threads carry", "torch", prediction, (64, 64))
 
 # %% [markdown]
-# **Look back.** Half of the predicted time. A thread issues a load, waits for it, and stores, and its block multiplies
-# nothing meanwhile. But other blocks on the same SM do: they fill the gaps, which the prediction left empty. cuBLAS is
-# the mark for the rest of the ladder.
+# **Explanation.** The step takes about half the predicted time. Two assumptions were too pessimistic: the tiles arrive
+# faster than the L2 bandwidth of the table allows (last line), and while one CTA copies, other CTAs on the same SM can
+# compute. How much each contributes is not measured.
 #
-# ### Step 2: TMA carries
+# ### Step 2: TMA copies
 #
-# **Idea.** One lane orders both tiles. Everything else stays: one stage, and copy and product take turns.
+# **Idea.** One lane issues the copies of both tiles (label `TMA carries`). The rest is unchanged: there is one stage,
+# and copies and MMAs alternate.
 #
-# **Prediction.** As before: the bytes are the same, and so is the L2 cache.
+# **Predicted time.** As for step 1, because the kernel loads the same bytes through the same L2 cache.
 
 
 # %%
@@ -1004,19 +1016,19 @@ measure("TMA carries", gemm_with_tma, prediction)
 look_back("TMA carries", "threads carry", prediction, (64, 64))
 
 # %% [markdown]
-# **Look back.** The registers and the instructions of copying are gone, and so is the fence: TMA writes the way the
-# tensor cores read. What is left is waiting: in a block, copy and product still take turns.
+# **Explanation.** The registers and instructions of the copy are gone, and so is the fence: TMA writes through the
+# async proxy, through which wgmma reads. Within a CTA, copies and MMAs still alternate.
 #
-# And the prediction is refuted. The last line says why: about twice the bytes come into shared memory that the table
-# lets the L2 cache give. Neighbouring blocks want the same tiles at the same time; perhaps one answer of the cache
-# serves several of them. We have not measured that. So for small tiles the table promises too little.
+# The prediction is far too slow. Tiles arrive at about twice the L2 bandwidth that the table assumes, so the table
+# underestimates what small tiles can reach. Possible reasons, not measured: the bandwidth is that of a smaller GPU, or
+# the memory system combines requests of neighbouring CTAs for the same tile.
 #
-# ### Step 3: the same through the linked door
+# ### Step 3: linked CUDA C++
 #
-# **Idea.** The step inside is the C++ function now. The difference of the two kernels is what section 4 told: pointers,
-# and maps in global memory.
+# **Idea.** The MMA is the linked C++ function (label `linked door`). As in section 4, the kernel takes Numba arrays and
+# converts them to pointers, and its tensor maps are in global memory.
 #
-# **Prediction.** The same time, for section 5 says that the code is the same.
+# **Predicted time.** The same as step 2, because section 5 found the same machine code.
 
 
 # %%
@@ -1058,19 +1070,18 @@ lost_unless_faster("linked door", "TMA carries")
 look_back("linked door", "TMA carries", prediction)
 
 # %% [markdown]
-# **Look back.** It is slower, which we had not predicted. Section 5 compared the machine code of one step, and that is
-# the same. But here the maps lie in global memory, and the whole kernel is compiled and started by Numba. Which of
-# these costs the time, we have not measured. Compare the two *call* times as well: Numba's own launch looks at each
-# argument anew.
+# **Explanation.** The step is slower, so the predicted change (none) is wrong. Section 5 compared only a kernel with a
+# single MMA call. Here the tensor maps are in global memory, and Numba compiles and launches the whole kernel; which of
+# these costs the time is not measured. The *call* time is also much longer with Numba's own launch.
 #
 # ### Step 4: a ring of stages
 #
-# **Idea.** While the tensor cores multiply one stage, the next ones should be on their way. So there are four stages,
-# used in turn: a **ring**. Each has a barrier that says "full". Stage `k % 4` is full for the `k // 4`-th time; that
-# number's lowest bit is the parity to wait for. When all four warps are done with a stage (`syncthreads`), one lane
-# orders the tiles that come four steps later.
+# **Idea.** While the tensor cores process one stage, TMA loads the next ones. Four stages form a **ring**, each with a
+# `full` barrier. Iteration `k` uses stage `k % 4` for the `k // 4`-th time, and the lowest bit of `k // 4` is the
+# parity to wait for. After `syncthreads`, all warps have finished with the stage, and one lane issues the loads for
+# iteration `k + 4`.
 #
-# **Prediction.** If the L2 cache is the limit, and is kept busy without a pause: the table's fifth of the peak.
+# **Predicted time.** The table's limit for this tile, assuming that loads keep the L2 cache busy without gaps.
 
 
 # %%
@@ -1111,17 +1122,18 @@ lost_unless_faster("ring of 4 stages", "TMA carries")
 look_back("ring of 4 stages", "TMA carries", prediction)
 
 # %% [markdown]
-# **Look back.** Better than the table's fifth, for the reason of step 2, but slower than step 2 itself: the ring loses.
-# It takes four times the shared memory, so fewer blocks share an SM. And blocks that share an SM overlap too: while one
-# waits, another multiplies. As long as the tile is small, the ring does not make up for them. The table of section 3
-# says what to do: a larger tile. It needs more warps, and those must not all wait for each other at every stage.
+# **Explanation.** The step is faster than the table's limit, as in step 2, but slower than step 2 itself. A likely
+# reason, not measured, is occupancy: the ring needs four times the shared memory, so only three CTAs fit on an SM. In
+# step 2 more CTAs share an SM, and one computes while another waits. The table suggests a larger tile. It needs more
+# warps, which should not all synchronise at every stage.
 #
-# ### Step 5: warps that load, warps that multiply
+# ### Step 5: warp specialisation
 #
-# **Idea.** This is the kernel of section 5. A tile has 128 x 128 results. Two warpgroups multiply, one loads (**warp
-# specialisation**). Each stage has a second barrier, "empty": each multiplying warp arrives there when it is done with
-# the stage, and the loader waits for it before it fills the stage again. No `syncthreads` is left in the loop.
-# `setmaxnreg` gives the registers of the loading warps to the others. Let us play it in the simulator, small.
+# **Idea.** This is the kernel of section 5 (label `loaders and multipliers`). A tile has 128 x 128 results; one warp of
+# a producer warpgroup loads and two consumer warpgroups compute (**warp specialisation**). Each stage has a second
+# barrier, `empty`: each consumer warp arrives on it after using the stage, and the producer waits for it before
+# refilling the stage. The main loop contains no `syncthreads`. `setmaxnreg` moves registers from the producer to the
+# consumers. The next cell traces a small example in the simulator.
 
 
 # %%
@@ -1146,10 +1158,10 @@ for span in draw.ring_spans(EVENTS, RING_FULL, RING_FULL + 3, 3)[:8]:
 draw.ring(EVENTS, RING_FULL, RING_FULL + 3, 3)
 
 # %% [markdown]
-# The simulator draws its order by chance, so lengths mean nothing here, but who may follow whom is what a GPU does too.
-# In one stage, loading and using alternate: that is what the two barriers are for. Across stages they overlap.
+# The simulator randomises the order of threads, so the lengths in the figure have no meaning, but the order constraints
+# are those of a GPU. Within a stage, loads and MMAs alternate, as the two barriers enforce. Across stages they overlap.
 #
-# **Prediction.** From the table, for 128 x 128.
+# **Predicted time.** The table's limit for 128 x 128.
 
 
 # %%
@@ -1179,19 +1191,19 @@ measure("loaders and multipliers", partial(run_gemm, 128, 6), prediction)
 look_back("loaders and multipliers", "ring of 4 stages", prediction, (128, 128))
 
 # %% [markdown]
-# **Look back.** Two things changed at once here. The tile has four times the results, so half the bytes come through
-# the L2 cache for each product. The specialised warps are what makes such a tile possible: one SM holds only one such
-# block, and nobody else would fill its gaps. The prediction was too slow again, since more comes through the L2 cache
-# than the table says.
+# **Explanation.** This step changes two things at once. A tile with four times the results halves the bytes loaded per
+# FLOP. Specialised warps make such a tile practical: the ring of six stages takes 192 KB, so an SM holds only one CTA,
+# and loads must overlap with MMAs within it. The prediction is again too slow, because tiles arrive faster than the L2
+# bandwidth of the table allows.
 #
-# ### Step 6: blocks that stay
+# ### Step 6: persistent CTAs
 #
-# **Idea.** A block of step 5 computes one tile and goes. Its successor must make its barriers anew and fill its ring,
-# and while a block stores its results nothing is loaded. Now there are as many blocks as SMs, and each walks over the
-# tiles (a **persistent** kernel). The kernel does that already: `tile += gridDim.x`. Only the grid changes. The ring
-# knows nothing of tiles. So the loader is with the next tile while the others still store this one.
+# **Idea.** In step 5 each CTA computes one tile. Its successor on the SM initialises barriers and fills the ring again,
+# and no loads are in flight while a CTA stores its results. A **persistent** kernel launches one CTA per SM, and each
+# iterates over several tiles. The kernel already does this (`tile += gridDim.x`), so only the grid changes. The ring
+# continues across tiles, so the producer loads the next tile while the consumers store the current one.
 #
-# **Prediction.** Of a tile's time the start and the stores go: perhaps a tenth.
+# **Predicted time.** A tenth less than step 5: our estimate of the start-up and stores per tile.
 
 # %%
 prediction = 0.9 * (ladder.median_us("loaders and multipliers") or prediction)
@@ -1201,17 +1213,18 @@ measure("persistent", partial(run_gemm, 128, 6, SIZES.sms), prediction)
 look_back("persistent", "loaders and multipliers", prediction)
 
 # %% [markdown]
-# **Look back.** Less than the tenth. The two steps differ by less than the time of either varies, so the line above may
-# even say that this one is slower. At the end all are measured again, by turns; there it is some per cent faster. On an
-# H200 there are 1024 tiles for 132 blocks, which is 7.8 each: in the last round some blocks have nothing to do. That
-# part no persistent kernel mends. Notebook 06 draws it.
+# **Explanation.** The predicted gain is not reached. In this measurement the step is slower than step 5. In the
+# interleaved measurement at the end it is slightly faster, by less than a tenth, and the spreads of the two overlap.
+# There are 1024 tiles for 132 CTAs, so in the last of 8 waves 32 CTAs are idle. A persistent kernel does not remove
+# this wave quantisation. [Notebook 06](06_grouped_gemm.ipynb) counts waves.
 #
 # ### Step 7: a wider tile
 #
-# **Idea.** 128 x 256. Shared memory is read less often for each product. A thread now has 128 accumulators. That is
-# where the registers go that `setmaxnreg` brought. A stage has 48 KB, so only four fit.
+# **Idea.** With 128 x 256, each warpgroup reads fewer bytes from shared memory per FLOP. Each consumer thread has 128
+# accumulators, which need the registers that `setmaxnreg` provides. A stage has 48 KB, so only four stages fit.
 #
-# **Prediction.** From the table: the L2 cache is the limit again, but a higher one.
+# **Predicted time.** The table's limit for 128 x 256. The L2 cache is still the limit, but a higher one than for 128 x
+# 128.
 
 # %%
 prediction = predicted_us(256, 2)
@@ -1222,22 +1235,24 @@ lost_unless_faster("128 x 256", "persistent")
 look_back("128 x 256", "persistent", prediction, (128, 256))
 
 # %% [markdown]
-# **Look back.** The step loses. Its time is near the table's, but by chance: the table also had 128 x 128 slower than
-# this, and step 6 was far better than its row. Our explanation, which we did not measure, is a tile's end. A block has
-# four tiles now, not eight, and behind its last one nothing hides 64 KB of stores, four bytes each.
+# **Explanation.** The step is slower than step 6, in the interleaved measurement too. Its time is near the prediction
+# only by coincidence: the table also predicted 128 x 128 to be slower than 128 x 256, and step 6 refutes that. A
+# hypothesis, not measured, is the cost of the epilogue: a CTA computes at most four tiles instead of eight, and after
+# its last tile nothing overlaps with the 64 KB of 4-byte stores.
 #
-# What cuBLAS has beyond this: two blocks of a cluster share the tiles that they load, so the L2 cache gives half the
-# bytes again (exercise 5); its results go out by TMA (exercise 4); and it walks over the tiles in an order in which
-# neighbours are computed at the same time.
+# Faster Hopper GEMMs such as fast.cu add three techniques: the CTAs of a cluster share loaded tiles by multicast
+# (exercise 5), TMA stores the results (exercise 4), and the tile order lets neighbouring tiles share data in the L2
+# cache.
 #
-# ### Step 8: exact sums
+# ### Step 8: accumulation in float32
 #
-# **Idea.** Look at the relative errors. FP8's tensor cores add up in fewer bits than float32. The remedy (DeepSeek's,
-# and every serving library's): take what they have after each stage of 128, and add it up in float32, in the threads'
-# registers (**promotion**). That needs twice the accumulators, so the tile is 128 x 128 again.
+# **Idea.** The relative errors above show the reduced accumulation precision of FP8 tensor cores. DeepGEMM's remedy is
+# **promotion**: after each stage of 128 elements, threads add the tensor cores' partial sums to float32 accumulators in
+# registers (label `exact sums`). This needs twice the accumulators, so the tile is 128 x 128 again.
 #
-# **Prediction.** 64 additions in float32 for each thread and stage: 128 x 128 / 128 lanes of the SM is 128 clocks
-# beside the 512 of the tensor cores. Two warpgroups can overlap that. We expect 10 % more time than step 6.
+# **Predicted time.** Each thread adds 64 floats per stage. On the SM's 128 lanes, 128 x 128 additions take 128 clocks,
+# and the tensor cores need 512 per stage. One warpgroup's additions can overlap with the other's MMAs: we predict 10 %
+# more time than step 6.
 
 # %%
 prediction = 1.1 * (ladder.median_us("persistent") or predicted_us(128, 2))
@@ -1254,14 +1269,14 @@ for name, error in ERRORS.items():
         print(f"    {name}: {error:.2e}; without bfloat16's own rounding {max(0, error**2 - ROUNDING**2) ** 0.5:.1e}")
 
 # %% [markdown]
-# **Look back.** The relative error is that of the result against float64, and rounding to bfloat16 is a part of it
-# (section 2). The last lines take that part out. What is left is a small part of what it was before: within a stage of
-# 128 the tensor cores add up well enough. cuBLAS can do the same, if it is told not to take its fast way. This is the
-# form that notebook 06 goes on with. Its scales of 1 x 128 numbers need it anyway.
+# **Explanation.** The relative error includes the rounding of the result to bfloat16 (section 2); the last lines
+# subtract it. Promotion removes most of the remaining error, so the accumulation within a stage of 128 is accurate
+# enough. cuBLAS without fast accumulation has the same error. In the interleaved measurement the extra time is close to
+# the prediction. Notebook 06 continues with promotion, which its scales for every 128 elements of k require.
 #
 # ### Other sizes
 #
-# How do few rows fare? With 128 rows there are 16 tiles of 128 x 256, so most SMs have nothing to do.
+# The kernel of step 7 and cuBLAS for other numbers of rows. With 128 rows there are 16 tiles of 128 x 256 for 132 SMs.
 
 
 # %%
@@ -1296,10 +1311,13 @@ if not ladder.row("128 x 256"):
     print("no figure is recorded yet")
 
 # %% [markdown]
-# ### A check must be able to fail
+# **Result.** cuBLAS is faster at every size. Our kernel takes the same time for 128 and 512 rows: with 16 and 64 tiles,
+# each CTA computes at most one.
 #
-# Three wrong products: one that leaves out the last 128 of k, one that computes no last tile, and one that multiplies
-# with another row of B.
+# ### Wrong results must be rejected
+#
+# Three wrong GEMMs test the check: one omits the last 128 elements of k, one omits the last column of tiles, and one
+# shifts the result by one column.
 
 
 # %%
@@ -1340,7 +1358,8 @@ for wrong in (skip_one_k_block, skip_one_tile, shift_rows):
 # %% [markdown]
 # ### The whole ladder
 #
-# All steps once more, measured by turns, so that a clock that drifts hits all of them alike.
+# All steps are timed again, interleaved, so that clock drift affects all alike. The figure and the record use these
+# times, which for some steps differ from the ones printed above.
 
 # %%
 SOURCES = [
@@ -1365,18 +1384,22 @@ for name in [row["step"] for row in (ladder.record or {"rows": ladder.rows})["ro
         )
 
 # %% [markdown]
+# **Result.** The fastest of our kernels is `persistent`; cuBLAS is faster. The two large gains come from TMA (step 2)
+# and from the larger tile with specialised warps (step 5). Linked CUDA C++, the ring with a small tile and the 128 x
+# 256 tile are slower than the steps they started from. Promotion costs time and improves the accuracy.
+#
 # ## 7. Tensor maps made on the device
 #
-# **Idea.** A map describes a matrix. In an MoE layer each expert has a few rows of one long matrix, and how many is
-# known on the GPU only. hpc-ops makes a map for each of them there. The steps:
+# **Idea.** In an MoE layer each expert owns some rows of one long matrix, and only the GPU knows how many. hpc-ops
+# therefore creates a tensor map for each expert on the device:
 #
-# 1. A warp copies a **template**, a map that the host made, to shared memory.
-# 2. One thread replaces fields: `tensormap.replace`, here the address and the number of rows.
-# 3. The warp publishes the copy: `tensormap.cp_fenceproxy` writes its 128 bytes to global memory, and is a fence.
-# 4. Whoever uses the new map first *acquires* it, with the fence at the other end.
+# 1. A warp copies a **template**, a map that the host encoded, to shared memory.
+# 2. One thread replaces fields with `tensormap.replace`, here the address and the number of rows.
+# 3. The warp publishes the map: `tensormap.cp_fenceproxy` copies its 128 bytes to global memory and is a release fence.
+# 4. A thread that uses the map first *acquires* it with the matching fence.
 #
-# We take the linked door, for which such rarely used instructions are a good match: nobody minds a call here. The first
-# kernel makes the maps; the second loads one box of each group.
+# The instructions that create a map are linked CUDA C++ here; they run rarely, so the cost of a call would not matter.
+# The first kernel creates the maps, the second loads one box per group.
 
 
 # %%
@@ -1438,14 +1461,14 @@ print("; ".join(f"{name}: {'yes' if holds else 'NO'}" for name, holds in GROUPS.
 assert GROUPS["right and clipped"]
 
 # %% [markdown]
-# Look at the last two. *Loading* works with a single map for all groups: a box may start at any row. (Along a row it
-# must start at a multiple of 16 bytes, or the GPU stops with an illegal instruction.) It then brings
-# rows of the next group too, which do no harm as long as nobody stores what is computed from them. [Notebook
-# 08](06_grouped_gemm.ipynb) makes use of that. For *storing* by TMA it is another matter, since there the map is what
-# keeps a box from writing over its neighbour.
+# The last two results concern a single map for all groups. For *loads* it is sufficient, because a box may start at any
+# row. (Within a row it must start at a multiple of 16 bytes; other coordinates are an illegal instruction.) The box
+# then also contains rows of the next group, which are harmless if the results computed from them are not stored.
+# [Notebook 06](06_grouped_gemm.ipynb) uses this. For TMA *stores* each group needs its own map, whose extent prevents a
+# box from overwriting the next group's rows.
 #
-# A matrix of three dimensions, such as the weights of all experts, needs one map. Its box may be flat: one expert, 64
-# rows, 128 bytes.
+# A 3D matrix, such as the weights of all experts, needs only one map. Its box can be flat: one expert, 64 rows, 128
+# bytes.
 
 
 # %%
@@ -1476,8 +1499,8 @@ assert all(BOXES.values())
 # %% [markdown]
 # ## 8. Wrong kernels
 #
-# Each of these differs from one above by a line. On a GPU each is a race or a hang, and may even look right. The
-# simulator stops at the line and says what was touched too early, and by whom.
+# Each variant differs from a kernel above in one place. Seven of the eight are wrong; on a GPU they would be races or
+# hangs, and a race can still produce the right result. The simulator reports the error, the threads and the line.
 
 
 # %%
@@ -1592,13 +1615,14 @@ for name, said in REFUSED.items():
     print(f"{name}:\n    {said}\n")
 
 # %% [markdown]
-# One of them is not wrong at all: the bytes may be announced after the copy was ordered, since the phase cannot end
-# before the one arrival that it waits for. (The article's pseudo-code has that order.)
+# One variant is correct: the expected bytes may be announced after the copy is issued, because the phase cannot
+# complete before its one pending arrival.
 #
-# ## 9. The article's claims
+# ## 9. The article's statements
 #
-# The course's article about TMA is [that of notebook 06](06_grouped_gemm.ipynb), *CUTLASS CUTE 7: hpc-ops 之 group gemm
-# & tma*. What it says of the instructions themselves is checked here. A verdict is computed, never typed.
+# The course's article on TMA, that of [notebook 06](06_grouped_gemm.ipynb), is *CUTLASS CuTe 7: group GEMM and TMA in
+# hpc-ops*. The table compares its statements about the instructions with the results above. The statement about the
+# acquire is checked only in the simulator.
 
 # %%
 GLOBAL_REPLACE = """
@@ -1678,20 +1702,21 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # %% [markdown]
 # ## 10. Exercises
 #
-# Each can be done in the simulator. `mismatch` tells whether a product is right; a GPU tells whether it is fast.
+# All exercises can be done in the simulator. `mismatch` returns None if a result is right; only a GPU shows whether it
+# is fast.
 #
-# 1. **bfloat16.** Make `first_wgmma` multiply bfloat16. *Hint: `"bf16"`, 16 numbers are 32 bytes; what must the maps
-#    say?*
-# 2. **64 bytes a row.** Use `swizzle=64` and `wgmma_descriptor_64b`. *Hint: how many wgmmas has a stage then? See
+# 1. **bfloat16.** Make `first_wgmma` multiply bfloat16. *Hint: use `"bf16"`; 16 elements are 32 bytes. What must the
+#    maps contain?*
+# 2. **64-byte rows.** Use `swizzle=64` and `wgmma_descriptor_64b`. *Hint: how many wgmmas does a stage need? See
 #    `steps=`.*
-# 3. **One product under way.** Keep one group of wgmmas under way while the next is ordered: `make_wgmma_wait(n, 1)`.
-#    *Hint: which stage may be given back then? The simulator says whether you were too early.*
-# 4. **Results by TMA.** Let TMA store the results, as `tests/hopper_gemm.py` does: `stmatrix` into shared memory, a
-#    fence, one copy. *Hint: who may order the copy, and when may the memory be used again?*
-# 5. **Two blocks, one load.** Blocks of a cluster can share what they load: `tma_load_2d_multicast`. *Hint: how many
-#    warps give a stage back then, and to which block's barrier?*
-# 6. **A function of your own behind the linked door.** Add `prefetch.tensormap` to `tensormap.cu`, and declare it.
-#    *Hint: it takes a pointer and an index, like `fence_proxy_tensormap_acquire_gpu`.*
+# 3. **One MMA group in flight.** Keep one group of wgmmas in flight while the next is issued: `make_wgmma_wait(n, 1)`.
+#    *Hint: which stage can be released then? The simulator reports a release that is too early.*
+# 4. **TMA stores.** Store the results with TMA, as `tests/helpers/hopper_gemm.py` does: `stmatrix` into shared memory,
+#    a fence, one copy. *Hint: which thread may issue the copy, and when may the memory be reused?*
+# 5. **Multicast.** CTAs of a cluster can share loads: `tma_load_2d_multicast`. *Hint: how many warps release a stage,
+#    and on which CTA's barrier do they arrive?*
+# 6. **Your own linked function.** Add `prefetch.tensormap` to `tensormap.cu` and declare it. *Hint: it takes a pointer
+#    and an index, like `fence_proxy_tensormap_acquire_gpu`.*
 #
 # ## 11. Sources
 #
@@ -1699,8 +1724,9 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #   *tensormap.replace*, *wgmma.mma_async*, *setmaxnreg*, *Proxies*.
 # - [Numba CUDA's documentation](https://nvidia.github.io/numba-cuda/user/cuda_ffi.html) on calling foreign functions:
 #   `declare_device`, `ffi.from_buffer`, linking.
-# - pranjalssh, [fast.cu](https://github.com/pranjalssh/fast.cu), a ladder to a fast product on an H100 in C++;
-#   DeepSeek-AI, [DeepGEMM](https://github.com/deepseek-ai/DeepGEMM), where the model of section 3 and the promotion
-#   come from.
+# - pranjalssh, [fast.cu](https://github.com/pranjalssh/fast.cu): a ladder to a fast GEMM on an H100 in C++.
+# - DeepSeek-AI, [DeepGEMM](https://github.com/deepseek-ai/DeepGEMM): the model of section 3, and promotion.
+# - DeepSeek-AI, [DeepSeek-V3 Technical Report](https://arxiv.org/abs/2412.19437), on the accumulation precision of FP8
+#   GEMMs.
 # - The article: *CUTLASS CUTE 7: hpc-ops 之 group gemm & tma*, in Chinese.
 # - NVIDIA, *H200 Tensor Core GPU* data sheet, for the peak.
