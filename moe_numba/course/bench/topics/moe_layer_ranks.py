@@ -137,9 +137,10 @@ def about_layers():
     """Return what the table of the layers shows, and its unit."""
     return (
         "Median time of the slowest rank in a CUDA graph, microseconds; our fastest layer is bold. Each GPU has "
-        "32 of DeepSeek-V3's experts in FP8 with block scales, and each token 8 experts of all GPUs, drawn uniformly "
-        'at random. "Whole layer" is dispatch through rings in bfloat16, experts and combine; "low latency" are the '
-        'two kernels for decoding; "combine during the sum" sends the first sums of the experts\' rows while the last ones '
+        "32 of DeepSeek-V3's experts in FP8 with block scales, and each token 8 experts of all GPUs, drawn "
+        'uniformly at random. "Whole layer" is dispatch through rings in bfloat16, experts and combine; "low '
+        'latency" are the two kernels for decoding; "combine during the sum" sends the first sums of the experts\''
+        " rows while the last ones "
         f"are computed. The last two columns are published times of a layer of this shape on {PREDICTED} H200 "
         f"([DeepGEMM, pull request 352]({SOURCE}))."
     )
