@@ -214,7 +214,7 @@ for dtype in (torch.float32, torch.bfloat16, FP8):
 # The fused layer is as accurate as the separate one; the remaining error is that of the data types. The article reports
 # an accuracy of 0.952 on GSM8K, a benchmark of 1319 school mathematics problems, for the served model with the fusion.
 #
-# ## 3. The lower bound: what can the fusion save?
+# ## 3. The lower bound: what the fusion can save
 #
 # The article's server runs DeepSeek-V3 on 8 GPUs with **tensor parallelism** (TP8): each GPU, or **rank**, holds one
 # eighth of every expert, 3 x 7168 x 256 weights. For few tokens the time is dominated by reading weights: an expert
@@ -802,7 +802,7 @@ else:
 picture
 
 # %% [markdown]
-# ## 5. One shared expert or eight replicas?
+# ## 5. One shared expert against eight replicas
 #
 # The imbalance that the article describes: 4096 tokens, routed by DeepSeek-V3's rule from random scores. Each bar shows
 # the rows of one expert. A grouped GEMM divides them into tiles of, for example, 128 rows. The tiles of one expert form
