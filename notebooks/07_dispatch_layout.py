@@ -17,9 +17,8 @@
 # With **expert parallelism** (EP) the experts of a layer are distributed over several GPUs, called **ranks**: with 8
 # ranks, each holds 32 of DeepSeek-V3's 256 experts. Each rank also has its own tokens. **Dispatch** sends every token
 # to the ranks that hold its experts, and **combine** returns and sums the results. Before a rank can send, it must
-# count how many of its tokens go to each rank and to each expert. This is the **dispatch layout**, the subject of this
-# notebook. Notebook 08 sends the tokens, notebook 09 combines the results. In the package,
-# `moe_numba.expert_parallel.Buffer` does all of this, with the interface of DeepEP's `Buffer`.
+# count how many of its tokens go to each rank and to each expert: the **dispatch layout**, the subject of this
+# notebook. Notebook 08 sends the tokens, notebook 09 combines the results.
 #
 # The notebook follows the first part of an article on [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's
 # library for dispatch and combine: [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824).
@@ -28,15 +27,13 @@
 # DeepEP has two families of kernels:
 #
 # - The **normal** kernels are optimised for throughput: training and **prefill** (processing the prompts). Within a
-#   node, tokens travel over **NVLink**. Between nodes, a token travels in two stages: over the network (**RDMA**) to
-#   one GPU of the target node, and from there over NVLink. A small kernel, `notify_dispatch`, first exchanges the
-#   counts, so that every rank can allocate its output.
-# - The **low-latency** kernels are for **decoding** (generating one token per request and step). Each GPU sends
-#   directly to every other GPU by RDMA (newer versions can use NVLink within a node) and no counts are exchanged in
-#   advance, so the buffers must have the capacity for the worst case.
+#   node, tokens travel over **NVLink**; between nodes first over the network (**RDMA**) to one GPU of the target node.
+#   A small kernel, `notify_dispatch`, exchanges the counts, so that every rank can allocate its output.
+# - The **low-latency** kernels are for **decoding** (generating one token per request and step). No counts are
+#   exchanged in advance, so the buffers must have the capacity for the worst case.
 #
 # This notebook follows the normal kernels within a node. Without a GPU, everything runs at a small size in the
-# simulator; times are then read from a record and labelled as recorded.
+# simulator, and times are read from a record.
 #
 # In labels and code, `document` stands for our Numba port of the kernel in DeepEP's first version, which the article
 # describes.
@@ -87,16 +84,13 @@ DEVICE, EXPERTS, TOPK, RANKS, THREADS = HERE.device, HERE.num_experts, HERE.topk
 # ## 1. The problem in one figure
 #
 # Two ranks with four tokens each, and four experts, two per rank. On the left are the experts that the gate has chosen.
-# From these, each rank computes three outputs for its own tokens:
+# Each rank computes three outputs for its own tokens:
 #
 # - `is_token_in_rank`: for each token and rank, whether the token goes to the rank. **A token is sent to a rank once**,
 #   even if the rank holds several of its experts. This saves NVLink traffic.
 # - `num_tokens_per_rank`: the number of tokens that go to each rank, the column sums of `is_token_in_rank`.
 # - `num_tokens_per_expert`: the number of tokens of each expert. A token with two experts on one rank counts twice
 #   here.
-#
-# With several nodes there is a fourth output, `num_tokens_per_rdma_rank`, the tokens per node. Within one node it is
-# `None`.
 
 # %%
 torch.manual_seed(0)
@@ -184,8 +178,8 @@ print(
 # ## 3. The lower bound
 #
 # The kernel reads the ids once (8 bytes each, torch's index type), writes the flags once (one byte each) and writes
-# about a kilobyte of counts. The next cell divides these bytes by the measured copy bandwidth. It also loads the
-# latencies that notebook 02 measured.
+# about a kilobyte of counts. The next cell divides these bytes by the copy bandwidth, and loads the latencies that
+# notebook 02 measured.
 
 # %%
 LIMITS = chip_limits()
@@ -224,8 +218,8 @@ FLOOR_US = max(layout_bytes(4096, 8, 256, 8) / BANDWIDTH * 1e6, EMPTY_US[False])
 # tokens, and for 4096 tokens that all choose the same 8 experts (the `skewed` input). Before it is timed, it is checked
 # on all these inputs and on ids that contain -1.
 #
-# The message `the prediction holds` compares total times. If a step changes little, it can appear although the
-# predicted change had the wrong sign or did not occur; the explanations compare the changes.
+# The message `the prediction holds` compares total times, so it can appear although a small predicted change did not
+# occur; the explanations compare the changes.
 
 # %%
 ladder = Ladder(
@@ -296,7 +290,8 @@ def look_back(name, before=None, predicted=None):
 # **Idea.** The reference. Its `bincount` synchronises with the GPU to read the largest id, so it cannot be captured in
 # a CUDA graph, and only its call time is measured. `scatter_add_` counts without synchronising.
 #
-# **Prediction.** A `TorchDispatchMode` counts the operations. Each launches at least one kernel, assumed to take 2 us.
+# **Prediction.** A `TorchDispatchMode` counts the operations. Each launches at least one kernel, assumed to take two
+# microseconds.
 
 
 # %%
@@ -322,9 +317,8 @@ measure("torch", torch_layout, prediction, operations=len(count.names))
 look_back("torch", predicted=prediction)
 
 # %% [markdown]
-# **Explanation.** One token causes almost no work, but the same launches. Its time shows that a launch in a graph takes
-# less than the assumed 2 us. At 4096 tokens more than half of the time is work; our hypothesis is that `scatter_add_`
-# dominates it.
+# **Explanation.** One token causes almost no work, but the same launches; its time shows that a launch in a graph takes
+# less than assumed. At 4096 tokens more than half of the time is work. Hypothesis: mostly that of `scatter_add_`.
 #
 # ### Step 1: global atomics
 #
@@ -385,15 +379,12 @@ if us("global atomics"):
 # loads. The contention also costs more than assumed: dividing the growth from 4096 to 65536 tokens by the additional
 # additions per rank counter gives nearly twice the assumed nanosecond per addition.
 #
-# The last line compares with the `skewed` input: 8 expert counters then receive one addition from every token.
-#
 # ### Step 2: shared atomics
 #
 # **Bottleneck.** Global atomics to the same address are serialised.
 #
-# **Idea.** Each CTA counts in its own **shared memory**, with shared-memory atomics. At the end the CTA adds its counts
-# to the global counters, one global atomic per counter instead of one per token. The global counters must still be
-# zeroed first.
+# **Idea.** Each CTA counts in its own **shared memory**. At the end it adds its counts to the global counters, one
+# global atomic per counter instead of one per token.
 #
 # **Prediction.** The three launches and the loads remain. Contention drops to one global addition per CTA and counter.
 
@@ -459,10 +450,7 @@ if us("shared atomics"):
 # %% [markdown]
 # **Explanation.** The contention is gone: 65536 tokens take less than one and a half times as long as one token. The
 # remaining latency is longer than predicted. For 1 and 64 tokens this step is slower than step 1; it adds two barriers,
-# and each CTA clears and flushes 264 counters.
-#
-# Two of the three launches only write zeros. The last line gives their share of the time if each takes as long as an
-# empty kernel. Step 7 removes them.
+# and each CTA clears and flushes 264 counters. Two of the three launches only write zeros; step 7 removes them.
 #
 # ### Step 3: private counters, as in DeepEP's first version
 #
@@ -475,7 +463,7 @@ if us("shared atomics"):
 # Each CTA reads *all* tokens, 256 per iteration, one per thread, and counts only its own experts or ranks. A
 # **reduction** over the columns follows: each of the first 32 (or 8) threads sums one column of 256 counters.
 #
-# A small example with 4 threads and 4 experts per CTA:
+# With 4 threads and 4 experts per CTA:
 
 # %%
 torch.manual_seed(0)
@@ -508,7 +496,7 @@ Markdown("```python\n" + inspect.getsource(deepep_layout.make_layout_kernel) + "
 draw.banks(8, (8, 9))
 
 # %% [markdown]
-# Three phases access the table:
+# The accesses to the table:
 #
 # - **Clearing** goes down the columns: all lanes of a warp clear column 0, then column 1, and so on. The counting of
 #   ranks also goes down the columns, in rows of 8 words.
@@ -625,9 +613,8 @@ look_back("rows of 33 words", "private counters", prediction)
 # For 1 and 64 tokens about half of it is measured. (Hypothesis: stores are asynchronous, so part of the wavefronts was
 # already hidden.) From 4096 tokens on there is no gain; 4096 and 65536 uniform tokens are slightly slower.
 #
-# A possible reason is that the CTAs that count experts, which have the large table, are not the slowest ones there. The
-# CTA that counts ranks remains. Padding to 9 words removes most of its bank conflicts, without a gain, so something
-# else must limit it.
+# A possible reason is that the CTA that counts ranks is the slowest one there. Padding to 9 words removes most of its
+# bank conflicts without a gain, so something else must limit it.
 #
 # ### Step 5: the same kernel with atomics
 #
@@ -691,19 +678,17 @@ for says, (private, wide, atomic) in private_or_atomic().items():
     )
 
 # %% [markdown]
-# **Explanation.** This tests the article's main argument for private counters. Their cost is constant: clearing and
-# reducing a table with 256 times as many rows. For 1 and 64 tokens this is more than half of the time. Comparing with
-# step 4, where the clearing has few wavefronts, shows that the reduction costs several times the prediction; a likely
-# reason is that each addition also waits for its load from shared memory.
+# **Explanation.** Private counters have a constant cost: clearing and reducing a table with 256 times as many rows. For
+# 1 and 64 tokens this is more than half of the time. Comparing with step 4, where the clearing has few wavefronts,
+# shows that the reduction costs several times the prediction; a likely reason is that each addition also waits for its
+# load from shared memory.
 #
 # The predicted contention at the rank counters does not appear: from 4096 tokens on both kernels take the same time. We
-# have not isolated the reason. Two hypotheses: the additions of a warp are combined before they reach shared memory, or
-# they overlap with the loads.
+# have not isolated the reason. Perhaps the additions overlap with the loads.
 #
 # ### Step 6: 4 experts per CTA
 #
-# **Idea.** A later version of DeepEP uses 4 experts per CTA instead of 32. The tables are smaller, and 65 CTAs run
-# instead of 9.
+# **Idea.** A later version of DeepEP uses 4 experts per CTA instead of 32, so 65 CTAs run instead of 9.
 #
 # **Prediction.** With rows of 4 words one eighth of the counters must be cleared, with fewer bank conflicts. The loop
 # over all tokens and the CTA that counts ranks do not change.
@@ -721,12 +706,11 @@ look_back("4 experts a block", "private counters", prediction)
 
 # %% [markdown]
 # **Explanation.** For 1 and 64 tokens the saving is about that of step 4, because the clearing needs fewer wavefronts.
-# For more tokens the gain is at most a few percent: the CTA that counts ranks and the loop over all tokens are
-# unchanged. Hypothesis: this CTA is the slowest, since it divides each id by a number that is only known at run time
-# and keeps its flags in local memory (see section 7).
+# For more tokens the gain is at most a few percent. Hypothesis: the CTA that counts ranks is the slowest, since it
+# divides each id by a number that is only known at run time and keeps its flags in local memory (see section 7).
 #
-# More CTAs do not help as long as each of them reads all tokens. The CTAs should partition the tokens instead of the
-# counters. Then their counts must be summed, which cost step 2 two launches for zeroing.
+# More CTAs do not help while each of them reads all tokens. They should partition the tokens instead of the counters.
+# Then their counts must be summed, for which step 2 needed zeroed counters.
 #
 # ### Step 7: one cluster
 #
@@ -734,8 +718,7 @@ look_back("4 experts a block", "private counters", prediction)
 # barrier, and can access each other's shared memory (**distributed shared memory**). One cluster of 8 CTAs partitions
 # the tokens. Each CTA counts into its own shared memory, as in step 2. Then each CTA reduces one eighth of the
 # counters: every CTA stores its counts of that eighth into the reducing CTA's shared memory, a cluster barrier follows,
-# and the reducing CTA sums and stores the results. Nothing must be zeroed by a separate launch, and only ids, flags and
-# results use global memory.
+# and the reducing CTA sums and stores the results. Nothing must be zeroed by a separate launch.
 #
 # **Prediction.** Step 2 without the two zeroing launches, plus two cluster barriers of an assumed quarter of a
 # microsecond each.
@@ -801,8 +784,7 @@ look_back("one cluster", "shared atomics", prediction)
 # %% [markdown]
 # **Explanation.** The measured saving is larger than predicted; possibly a zeroing launch costs more than an empty
 # kernel. For 65536 tokens step 2 is much faster: it has 256 CTAs on all SMs, this kernel has 8. Here each thread has 16
-# iterations of 8 dependent loads. For few tokens only the first warps have work. The next step improves both, but the
-# kernel still uses only 8 SMs.
+# iterations of 8 dependent loads. The next step shortens these, but still uses only 8 SMs.
 #
 # ### Step 8: a group of lanes per token
 #
@@ -832,7 +814,7 @@ measure("teams of lanes", run_teams, prediction)
 look_back("teams of lanes", "one cluster", prediction)
 
 # %% [markdown]
-# **Explanation.** Close to the prediction for 4096 tokens. For 65536 tokens the time drops to little more than half.
+# **Explanation.** Close to the prediction; for 65536 tokens the time drops to little more than half.
 #
 # ### Step 9: the package's function
 #
@@ -857,14 +839,13 @@ look_back("final", "teams of lanes", prediction)
 # %% [markdown]
 # **Explanation.** The saving is much larger than for an empty kernel, which has no work to overlap. This kernel starts
 # its cluster, arrives at the first cluster barrier and clears its counters before it waits for the preceding kernel,
-# and it allows the next launch as soon as its tokens are counted, before the reduction. In this benchmark the preceding
-# kernel is always the same one; after another kernel the gain may differ.
+# and it allows the next launch as soon as its tokens are counted, before the reduction. After another kernel than
+# itself the gain may differ.
 #
 # ### Negative tests: wrong results must be rejected
 #
-# Three wrong results. The first writes a count instead of a flag: a token with two experts on a rank gets a 2, which
-# also counts as true but is wrong for a caller that sums the flags. The second counts a token once per expert in
-# `num_tokens_per_rank`. The third omits the last token.
+# Three wrong results: counts instead of flags (a 2 is also true, but wrong for a caller that sums the flags),
+# `num_tokens_per_rank` counted once per expert, and a missing last token.
 
 
 # %%
@@ -945,12 +926,11 @@ for tokens in LINES["moe_numba"] if LINES else ():
 # %% [markdown]
 # The sweep does not include step 2. Up to 4096 tokens it is much slower than the package's kernel; at 65536 tokens,
 # with 256 CTAs, it takes about half as long (see the times printed by steps 2 and 9). We keep the cluster: sending
-# 65536 bfloat16 rows of 7168 numbers takes milliseconds over NVLink, and 8 SMs for the layout leave 124 for other
-# kernels.
+# 65536 bfloat16 rows of 7168 numbers takes milliseconds over NVLink.
 #
 # ### The whole ladder
 #
-# All steps once more, measured interleaved, so that clock drift affects all of them equally.
+# All steps once more, measured interleaved.
 
 # %%
 ladder.measure_all()
@@ -990,8 +970,8 @@ print(
 draw.buffer_map(2 * 10**9)
 
 # %% [markdown]
-# (A second size, `num_rdma_bytes`, is for traffic between nodes. The article calls the two a double buffer. They are
-# separate buffers for two networks and do not alternate. The low-latency kernels use `num_nvl_bytes = 0`.)
+# (A second buffer, of `num_rdma_bytes`, is for traffic between nodes. They serve two networks and are no double buffer,
+# as the article calls them.)
 #
 # **IPC handles.** A device address is valid in one process only. CUDA IPC (inter-process communication) shares
 # allocations: the owner creates a 64-byte **handle** (`cudaIpcGetMemHandle`), the ranks exchange the handles
@@ -1000,10 +980,9 @@ draw.buffer_map(2 * 10**9)
 # load from and store to over NVLink. This is what `sync` does. It then copies both lists of addresses into parts 3 and
 # 4, where kernels can read them.
 #
-# A process cannot open its own handle, so the next cell starts a second process. Its kernel reads an address from a
-# list in memory, converts it to a pointer and stores into this process's buffer, as the dispatch kernels do. In the
-# simulator all ranks run in one process; a **registered** buffer has an address that is valid for the kernels of all
-# simulated ranks.
+# A process cannot open its own handle, so the next cell starts a second process, whose kernel stores into this
+# process's buffer. In the simulator all ranks run in one process; a **registered** buffer has an address that is valid
+# for the kernels of all simulated ranks.
 
 
 # %%
@@ -1103,10 +1082,9 @@ if not simulator.ENABLED and SHARED:
 ladder.save(notebook_sources("notebooks/07_dispatch_layout.py"))
 
 # %% [markdown]
-# Both processes use the same GPU here; with two GPUs the same stores travel over NVLink. The error that a process gets
-# for its own handle names an invalid device context, although the device works. Two rules: a handle refers to a whole
-# `cudaMalloc` allocation, so tensors from torch's caching allocator cannot be shared this way; and the owner must not
-# free the memory before all other processes have closed it.
+# Both processes use the same GPU here; with two GPUs the same stores travel over NVLink. Two rules: a handle refers to
+# a whole `cudaMalloc` allocation, so tensors from torch's caching allocator cannot be shared this way; and the owner
+# must not free the memory before all other processes have closed it.
 #
 # **Counters in pinned host memory.** After the layout the ranks exchange counts, and the *host* needs the total to
 # allocate the output. The constructor therefore allocates counters in **pinned** (page-locked) host memory that is
@@ -1129,16 +1107,13 @@ print(f"the host saw {int(counter[0])} tokens; it looked {'once' if looks == 1 e
 assert counter[0] == per_rank.sum()
 
 # %% [markdown]
-# **Between nodes** DeepEP uses NVSHMEM, which gives all GPUs of a group a symmetric heap. One process creates a unique
-# id, all others join with it, and every GPU can access the memory that they allocate collectively, by the network card
-# if necessary (with IBGDA the GPU itself submits the requests to the card). For the normal kernels a group has one GPU
-# per node, those with the same `nvl_rank`; for the low-latency kernels it has all GPUs. Within a node NVSHMEM is not
-# needed, and this course does not cover it.
+# **Between nodes** DeepEP uses NVSHMEM: every GPU can access the memory that a group of GPUs allocates collectively,
+# over the network if necessary. For the normal kernels a group has one GPU per node, those with the same `nvl_rank`.
+# This course does not cover it.
 #
 # ## 7. The article's claims
 #
-# Code computes the verdicts from the results above and from the machine code, which needs no GPU. [The
-# appendix](appendix_claims.ipynb) applies one set of rules to all articles.
+# [The appendix](appendix_claims.ipynb) applies one set of rules to all articles.
 
 
 # %%
@@ -1298,13 +1273,11 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #
 # - `refuted` applies to our Numba port. DeepEP's own kernel is CUDA C++ and may behave differently, so the appendix
 #   lists the comparison with atomics and the question of registers as "different setup".
-# - Private counters and atomics take the same time from 4096 tokens on; for 1 and 64 tokens atomics are much faster.
 # - The row on bank conflicts is about 4096 tokens. For one token, conflict-free rows do save time (step 4).
 #
 # ## 8. Common bugs
 #
-# Each bug is a change of one or two lines in the port, run in the simulator on a small input. If a GPU runs this
-# notebook, the simulator runs in a separate process.
+# Each bug is a change of one or two lines in the port, run in the simulator on a small input.
 
 
 # %%
@@ -1351,14 +1324,13 @@ for name, said in in_simulator(faults, FAULTS, constants=SMALL_SIZES).items():
 #   in most runs.
 # - **One row without atomics.** Two threads read the same value, both add 1, and both store: one addition is lost.
 # - **Counters not cleared.** Shared memory is uninitialised.
-# - **No lower bound.** An expert of an earlier CTA, or -1, becomes a negative index.
+# - **No lower-bound test.** An expert of an earlier CTA, or -1, becomes a negative index.
 # - **Ids truncated to 32 bits.** The article's code converts each 64-bit id to `int`, so an id of 2**32 + 1 becomes
 #   expert 1. A gate does not produce such ids, but uninitialised memory may contain them.
 #
 # ## 9. Exercises
 #
-# Each can be solved in the simulator. `check` decides whether a kernel is correct; a speedup can only be measured on a
-# GPU.
+# Each can be solved in the simulator; `check` decides whether a kernel is correct.
 #
 # 1. **Clear along the rows.** Keep rows of 32 words and clear the table without bank conflicts.
 #    *Hint: treat the table as one array. Which words should the 32 lanes of a warp clear together? What must then
@@ -1390,7 +1362,7 @@ for name, said in in_simulator(faults, FAULTS, constants=SMALL_SIZES).items():
 #
 # ## The final kernel
 #
-# This is the kernel that `moe_numba.expert_parallel.get_dispatch_layout` runs.
+# The kernel of `moe_numba.expert_parallel.get_dispatch_layout`.
 
 # %%
 from moe_numba.expert_parallel.kernels import dispatch_layout as final_kernel
