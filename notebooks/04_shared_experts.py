@@ -14,22 +14,16 @@
 # %% [markdown]
 # # Shared experts: fuse the shared expert with the routed ones
 #
-# DeepSeek-V3 sends each token to 8 of 256 routed experts and to one **shared expert**. Implementations used to treat
-# the shared expert separately: its own weights, its own GEMMs, and an addition at the end. But it has the shape of a
-# routed expert. It can therefore become expert number 256, which every token chooses as its ninth, and one grouped GEMM
-# computes everything.
+# DeepSeek-V3 sends each token to 8 of 256 routed experts and to one **shared expert**. Implementations used to give the
+# shared expert its own GEMMs and add its output at the end. But it has the shape of a routed expert. As expert number
+# 256, which every token chooses as its ninth, it becomes part of one grouped GEMM.
 #
-# This notebook follows an article about this fusion in SGLang.
-# [DiegoD94](https://github.com/vllm-project/vllm/pull/15502) proposed it for vLLM, with a [technical
-# document](https://docs.google.com/document/d/1iXgzR6Mt6s0DpT7w2Pz93ExlUJ-nnSnU_o9Sqd8TE34), and [PR
-# 4918](https://github.com/sgl-project/sglang/pull/4918) implemented it in SGLang. No CUDA code had to change there,
-# because SGLang's `moe_align_block_size` already supported more than 256 experts.
+# This notebook follows an article about this fusion in SGLang ([PR
+# 4918](https://github.com/sgl-project/sglang/pull/4918)), after an idea by DiegoD94 for vLLM (section 13). No CUDA code
+# had to change there, because SGLang's `moe_align_block_size` already supported more than 256 experts.
 #
-# The kernels here are small. The subject is how to find out what a change is worth: which work stays the same, which
-# work is saved, and how much of an end-to-end gain one layer can explain.
-#
-# Without a GPU, everything runs at a small size in the simulator; times are then read from a record and labelled as
-# recorded.
+# The subject is what a change is worth: which work stays the same, which is saved, and how much of an end-to-end gain
+# one layer explains. Without a GPU, times are read from a record.
 
 # %%
 import moe_numba  # before Numba: it decides whether there is a GPU, or the simulator must do
@@ -74,9 +68,9 @@ SHARED = records.recorded("shared_experts")  # what `python -m moe_numba bench s
 # %% [markdown]
 # ## 1. The problem in one figure
 #
-# An **expert** is an MLP with three matrices: `down(silu(gate x) * up x)`. A router chooses the **routed experts** of
-# each token: the best `topk`, here 8, each with a weight. The layer's output is the weighted sum of their outputs times
-# a constant, `routed_scaling_factor` (2.5 for DeepSeek-V3), plus the shared expert's output. One token:
+# An **expert** is an MLP with three matrices: `down(silu(gate x) * up x)`. A router chooses each token's best `topk`
+# **routed experts**, here 8, each with a weight. The layer's output is the weighted sum of their outputs times
+# `routed_scaling_factor` (2.5 for DeepSeek-V3), plus the shared expert's output. One token:
 
 # %%
 torch.manual_seed(0)
@@ -86,18 +80,15 @@ MANY_WEIGHTS, MANY_IDS = reference_gate(MANY_LOGITS, MANY_BIAS, 8, num_expert_gr
 draw.problem(MANY_WEIGHTS[0], MANY_IDS[0], num_experts=256, scale=2.5)
 
 # %% [markdown]
-# Before the change, vLLM and SGLang passed a token's hidden state through the shared expert, then through the kernel
-# for the routed experts (FusedMoE), and added both results. After the change there are 257 experts, each token has nine
-# of them, and the ninth is always the shared expert. Only the weighted sum remains.
+# Before the change, vLLM and SGLang computed the shared expert, then the routed experts in one kernel (FusedMoE), and
+# added both results. After it there are 257 experts, and each token has nine.
 #
-# Three uses of the word gate: DeepSeek's code calls the *router* `gate`; in this course the *gate* chooses the experts
-# from the router's scores ([notebook 01](01_gate.ipynb)); and each expert's first matrix is called `gate_proj`.
+# (DeepSeek's code calls the *router* `gate`. In this course the *gate* chooses the experts from the router's scores.)
 #
 # ## 2. The reference
 #
-# This is the layer before the change, after the article's listing (in the article's text `is not None` has lost its
-# spaces). `tensor_model_parallel_all_reduce` sums the partial results of the GPUs that process the same tokens. This
-# notebook uses one GPU and omits the all-reduce on both sides of the comparison.
+# The layer before the change, after the article's listing. This notebook uses one GPU and omits the all-reduce on both
+# sides of the comparison.
 
 
 # %%
@@ -143,17 +134,15 @@ print(
 # ### The ninth weight
 #
 # Let `w_k` be the eight weights, `E_k` the chosen experts, `S` the shared expert, and `s` the scaling factor. The layer
-# computes the left side; the fused layer computes the right side, with a ninth term inside the sum:
+# computes the left side, the fused layer the right side:
 #
 # `s * (w_1 E_1(x) + ... + w_8 E_8(x)) + S(x)  =  s * (w_1 E_1(x) + ... + w_8 E_8(x) + w_9 S(x))`
 #
-# So `s * w_9 = 1`: **the ninth weight is `1 / s`**. This is the division by `routed_scaling_factor` in the article's
-# `grouped_topk`.
+# So `s * w_9 = 1`: **the ninth weight is `1 / s`**. This is the division by `routed_scaling_factor` in the article.
 #
-# The equation holds for real numbers; floating-point results differ by rounding. In float64 both sides agree to the
-# last digits. The package's routing weights are float32, in which `1 / 2.5` is not exact, so the float64 results then
-# agree to about 8 digits; this is far below the rounding of bfloat16 and FP8. The next cell also checks that three
-# wrong fusions are rejected.
+# In float64 both sides agree to the last digits. The package's routing weights are float32, in which `1 / 2.5` is not
+# exact, so the results then agree to about 8 digits; the rounding of bfloat16 and FP8 is much coarser. Three wrong
+# fusions must be rejected.
 
 # %%
 WEIGHTS, IDS = exact.route(x)
@@ -188,13 +177,12 @@ assert all(bool(wrong) == name.startswith("wrong") for name, wrong in WRONG.item
 
 # %% [markdown]
 # A **replica** is a copy of the shared expert (section 5). All replicas compute the same output, so each token must use
-# exactly one, no matter which. *Distinct* shared experts are a different case (DeepSeek-V2 has two): all of them are
-# added, each in its own column.
+# exactly one. *Distinct* shared experts (DeepSeek-V2 has two) are all added, each in its own column.
 #
-# The next cell repeats the comparison in the data types of real models. `mismatch` compares each token's output with
-# float64 and allows a relative error of 1 % in bfloat16 (8 significant bits) and 8 % in **FP8** (4 significant bits;
-# somewhat more in this small layer, where each result sums few numbers). In FP8 each row of a weight matrix has a
-# scale, and each token's row is **quantised** before each GEMM, on both sides of the comparison.
+# The next cell compares in the data types of real models. `mismatch` allows a relative error of one percent per token
+# in bfloat16 (8 significant bits) and eight percent in **FP8** (4 bits; more in this small layer, where each result
+# sums few numbers). In FP8 each row of a weight matrix has a scale, and each token's row is **quantised** before each
+# GEMM.
 
 # %%
 for dtype in (torch.float32, torch.bfloat16, FP8):
@@ -211,14 +199,14 @@ for dtype in (torch.float32, torch.bfloat16, FP8):
         print(f"{NAMES[dtype]:<14} {name:<18} relative error {error:.1e}")
 
 # %% [markdown]
-# The fused layer is as accurate as the separate one; the remaining error is that of the data types. The article reports
-# an accuracy of 0.952 on GSM8K, a benchmark of 1319 school mathematics problems, for the served model with the fusion.
+# The fused layer is as accurate as the separate one. For the served model with the fusion the article reports an
+# accuracy of 0.952 on GSM8K.
 #
 # ## 3. The lower bound: what the fusion can save
 #
-# The article's server runs DeepSeek-V3 on 8 GPUs with **tensor parallelism** (TP8): each GPU, or **rank**, holds one
-# eighth of every expert, 3 x 7168 x 256 weights. For few tokens the time is dominated by reading weights: an expert
-# that at least one token has chosen must be read once. (In the output below, `floor` is the lower bound.)
+# The article's server uses **tensor parallelism** on 8 GPUs (TP8): each GPU, or **rank**, holds one eighth of every
+# expert, 3 x 7168 x 256 weights. For few tokens, reading weights dominates: an expert that any token has chosen must be
+# read once. (`floor` in the output is the lower bound.)
 
 
 # %%
@@ -257,20 +245,18 @@ FLOOR_US = floor_us(DECODE)
 
 # %% [markdown]
 # Before and after the fusion, the same weights are read and the same GEMMs are computed. **The fusion saves neither
-# weight traffic nor FLOPs.** It can save the rest: the launches of the shared expert's kernels, and the time in which
-# these leave most of the GPU idle. A GEMM of 64 rows with one eighth of an expert has few tiles, so few of the 132 SMs
-# have work.
+# weight traffic nor FLOPs.** It can save the launches of the shared expert's kernels, and the time in which these leave
+# most of the GPU idle: a GEMM of 64 rows with one eighth of an expert has tiles for few of the 132 SMs.
 #
-# Two consequences. With one token the shared expert is one of nine experts to read; with 64 tokens it is less than a
-# hundredth of the bytes. So the relative gain must shrink as the number of tokens grows. And anything that adds bytes,
-# such as replicas, costs time as long as reading weights is the limit.
+# With one token the shared expert is one of nine experts to read; with 64 tokens it is less than a hundredth of the
+# bytes. So the relative gain must shrink as the number of tokens grows. And replicas, which add bytes, cost time as
+# long as reading weights is the limit.
 #
 # ## 4. The step ladder
 #
 # The steps are whole layers (router, gate, alignment, two grouped GEMMs, weighted sum) with DeepSeek-V3's shapes on one
-# of 8 GPUs. Gate and alignment are this package's ([01](01_gate.ipynb), [02](02_align.ipynb)). The grouped GEMMs are
-# torch's, `torch._grouped_mm` in bfloat16 and `torch._scaled_grouped_mm` in FP8, with torch operations in between.
-# `Layer(..., grouped=...)` replaces the grouped GEMM; the last step uses the package's. The layer:
+# of 8 GPUs. Gate and alignment are this package's. The grouped GEMMs are torch's, `torch._grouped_mm` in bfloat16 and
+# `torch._scaled_grouped_mm` in FP8; the last step uses the package's. The layer:
 
 # %%
 Markdown("```python\n" + inspect.getsource(Layer.experts) + "```")
@@ -279,12 +265,11 @@ Markdown("```python\n" + inspect.getsource(Layer.experts) + "```")
 Markdown("```python\n" + inspect.getsource(Layer.shared_experts) + "\n" + inspect.getsource(Layer.separate) + "```")
 
 # %% [markdown]
-# The main size is 8 tokens in bfloat16, as in decoding (one token per request and step). Each step is also timed for 1
-# and 64 tokens, for 1024 tokens (**prefill**, processing a prompt), and in FP8. The measurement rotates through the
-# weights of four layers, because in a model the next layer's weights are not in the L2 cache either. Each step is
-# checked in all five settings before it is timed.
+# The main size is 8 tokens in bfloat16, as in decoding. Each step is also timed for 1 and 64 tokens, for 1024 tokens
+# (**prefill**, processing a prompt), and in FP8, and is checked first in all five settings. The measurement rotates
+# through the weights of four layers, so that they are not in the L2 cache.
 #
-# The message `the prediction holds` compares total times; most steps here change the time by a few percent only, so the
+# The message `the prediction holds` compares total times. Most steps change them by a few percent only, so the
 # explanations compare the changes.
 
 
@@ -369,9 +354,10 @@ def look_back(name, before=None, predicted=None):
 #
 # **Idea.** The layer as it was: `forward_normal`.
 #
-# **Prediction.** The model has three assumptions, made before measuring: torch's grouped GEMM reads weights at 70 % of
-# the bandwidth, a small kernel takes 2 us, and a dense GEMM of a few rows with one eighth of an expert takes 10 us,
-# because it has few tiles. A grouped GEMM counts as two kernels: the first prepares addresses and sizes for the second.
+# **Prediction.** The next cell states three assumptions, made before measuring: the share of the bandwidth at which
+# torch's grouped GEMM reads weights (`EFFICIENCY`), the time of a small kernel (`START_US`), and that of a dense GEMM
+# of a few rows (`SMALL_GEMM_US`), which has few tiles. A grouped GEMM counts as two kernels, because the first prepares
+# addresses and sizes.
 
 # %%
 EFFICIENCY, START_US, SMALL_GEMM_US = 0.7, 2.0, 10.0
@@ -418,30 +404,16 @@ if row := ladder.row("separate"):
     )
 
 # %% [markdown]
-# **Explanation.** According to the model most of this time is spent reading the weights of the chosen experts. One
-# assumption was too optimistic: by the record that step "own grouped GEMM" prints, torch's grouped GEMM reads weights
-# well below 70 % of the bandwidth, which accounts for much of the missing time. The fusion can only gain in the rest.
-# In FP8 the layer launches more kernels than in bfloat16, because each quantisation is several torch operations. A
-# server uses one kernel for them, so the FP8 results below overstate the gain.
+# **Explanation.** According to the model most of this time is spent reading the weights of the chosen experts; the
+# fusion can only gain in the rest. By the record that step "own grouped GEMM" prints, torch's grouped GEMM reads
+# weights at a much lower rate than assumed, which accounts for much of the missing time. In FP8 each quantisation is
+# several torch operations where a server uses one kernel, so the FP8 results overstate the gain.
 #
 # ### Step 1: the ninth column with torch operations
 #
 # **Idea.** Fuse as the article does. The gate chooses nine experts. The last column is then overwritten with the number
-# of the shared expert and with the weight derived in section 2. The article's statement for the ids:
-#
-# ```python
-# topk_ids[:, -1] = torch.randint(
-#     low=num_experts,
-#     high=num_experts + n_share_experts_fusion,
-#     size=(topk_ids.size(0),),
-#     dtype=topk_ids.dtype,
-#     device=topk_ids.device,
-# )
-# ```
-#
-# It is written for several replicas: each token takes a random one. With one shared expert all tokens get number 256.
-# For the weights we follow the merged change: at this point they are not yet normalised, so the ninth becomes the sum
-# of the other eight divided by the scaling factor.
+# of the shared expert (with replicas, of a random one) and with the weight of section 2. At this point the weights are
+# not yet normalised, so the ninth becomes the sum of the other eight divided by the scaling factor.
 #
 # **Prediction.** Five kernels of the shared expert disappear, two of them GEMMs. Seven torch operations for the column
 # are added, and the grouped GEMM reads one more expert.
@@ -479,24 +451,20 @@ measure("ninth column by torch", folded_by_torch, prediction)
 look_back("ninth column by torch", "separate", prediction)
 
 # %% [markdown]
-# **Explanation.** The predicted gain in bfloat16 did not occur: the layer is slower in all four settings, by the
-# largest percentage for one token. The numbers of kernels show why: the operations on a small table of 8 x 9 numbers
-# need as many launches as the shared expert's kernels did. For 1024 tokens another cost grows: the rows of the ninth
-# slot are gathered, scattered back and summed like those of the other eight. In FP8 the fusion is faster, since the
-# quantisation for the shared expert's own GEMMs disappears. In SGLang this code ran inside `torch.compile`, which fuses
-# small operations; the next steps use one kernel instead.
+# **Explanation.** In bfloat16 the predicted gain did not occur: the layer is slower in all four settings. The
+# operations on a small table of 8 x 9 numbers need as many launches as the shared expert's kernels did. For 1024
+# tokens, gathering, scattering and summing the rows of the ninth slot is added. In FP8 the fusion is faster, since the
+# quantisation for the shared expert's own GEMMs disappears.
 #
 # ### Step 2: replicas
 #
 # **Idea.** Every token goes to expert 256: with 64 tokens it has 64 rows, a routed expert two on average. The article
-# assumes that this imbalance makes the GEMM inefficient, and that the replicas, as many as ranks (`tp_size = 8`),
-# balance the load: each token takes a random one. Its author reports that a single shared expert was slower than eight
-# replicas and that the time to the first token increased.
+# assumes that this imbalance makes the GEMM inefficient, and that replicas, as many as ranks (`tp_size = 8`), balance
+# the load: each token takes a random one. Its author measured that one shared expert was slower than eight replicas.
 #
-# **Prediction.** Eight tokens that choose among eight replicas use about five different ones, so about four more
-# experts are read. (64 tokens use all, seven more.) We expect no gain to offset this: a tile of torch's GEMM has at
-# least 64 rows, so 64 rows in one expert are one tile, and spread over eight experts they are eight partly filled
-# tiles. The prediction is a loss.
+# **Prediction.** A loss. Eight tokens use about five of eight replicas, so about four more experts are read. Nothing
+# offsets this: 64 rows in one expert fill one tile of torch's GEMM; in eight replicas they are eight partly filled
+# tiles.
 
 # %%
 replicas_read = 8 * (1 - (1 - 1 / 8) ** DECODE)
@@ -510,15 +478,13 @@ if not ladder.untimed:
 look_back("8 replicas", "ninth column by torch", prediction)
 
 # %% [markdown]
-# **Explanation.** A loss as predicted, except for one token, which uses one replica and reads nothing more. If replicas
-# help anywhere, then for many tokens, where the shared expert has many tiles; section 5 measures that. The next step
-# continues from step 1, with one shared expert.
+# **Explanation.** A loss as predicted, except for one token, which uses one replica. Section 5 measures many tokens,
+# where the shared expert has many tiles. The next step continues from step 1.
 #
 # ### Step 3: the ninth column in one kernel
 #
-# **Idea.** One kernel writes a table of nine columns from one of eight, with one thread per element: it copies the
-# element or writes the shared expert. With replicas a token takes number `token % replicas` (**round-robin**), which
-# balances the load without random numbers.
+# **Idea.** One kernel writes a table of nine columns from one of eight, with one thread per element. With replicas a
+# token takes number `token % replicas` (**round-robin**), which balances the load without random numbers.
 #
 # **Prediction.** One kernel instead of seven.
 
@@ -569,11 +535,10 @@ look_back("ninth column, one kernel", "ninth column by torch", prediction)
 #
 # ### Step 4: the package's kernel
 #
-# **Idea.** `moe_numba.shared_experts.fuse_routing` extends this kernel for use in a library. It has three policies:
-# `"all"` for distinct shared experts, each in its own column, and `"round_robin"` and `"random"` for replicas. The
-# random choice is a hash of the token's number and a seed, so the same seed gives the same routing. A padding token (id
-# -1) remains padding. With programmatic dependent launch (notebook 01) its CTAs start while the gate's kernel is still
-# running.
+# **Idea.** `moe_numba.shared_experts.fuse_routing` extends this kernel. It has three policies: `"all"` for distinct
+# shared experts, and `"round_robin"` and `"random"` for replicas. The random choice is a hash of the token's number and
+# a seed. A padding token (id -1) remains padding. With programmatic dependent launch (notebook 01) its CTAs start while
+# the gate's kernel is still running.
 #
 # **Prediction.** Half a microsecond less, from the earlier start.
 
@@ -596,15 +561,14 @@ look_back("fuse_routing", "ninth column, one kernel", prediction)
 
 # %% [markdown]
 # **Explanation.** The predicted change is far below the noise of a whole layer, and the measured changes have different
-# signs in the five settings. Only the measurement of the routing alone, below, can show it.
+# signs in the five settings.
 #
 # ### Step 5: the ninth column in the gate's kernel
 #
-# **Idea.** The article expects the fusion to gain more in combination with a fused gate. The gate writes the table
-# anyway: with `num_fused_shared_experts=1` it writes nine columns instead of eight, and the shared expert needs no
-# additional kernel.
+# **Idea.** The article expects a larger gain in combination with a fused gate. With `num_fused_shared_experts=1` the
+# gate writes nine columns instead of eight, and the shared expert needs no additional kernel.
 #
-# **Prediction.** One kernel less: 1.5 us, since with programmatic dependent launch it costs less than the assumed 2 us.
+# **Prediction.** One kernel less; with programmatic dependent launch it costs less than `START_US`.
 
 
 # %%
@@ -623,8 +587,8 @@ measure("final", folded_by_gate, prediction)
 look_back("final", "fuse_routing", prediction)
 
 # %% [markdown]
-# **Explanation.** A change of this size is within the noise of the whole layer. The next cell therefore times the
-# routing alone, from the router's scores to the finished table, all variants interleaved:
+# **Explanation.** This change, too, is within the noise of the whole layer. The next cell therefore times the routing
+# alone, from the router's scores to the finished table, all variants interleaved:
 
 # %%
 ROUTES = {
@@ -665,27 +629,24 @@ if not KNOWN_ROUTES:
 
 # %% [markdown]
 # At both sizes the gate with the ninth column takes as long as without it. The torch operations take several times as
-# long as the gate itself, in kernel time and in call time. `fuse_routing` is faster than the simple kernel of step 3 in
-# both times.
+# long as the gate itself, in kernel time and in call time.
 #
 # ### One more step: the package's grouped GEMM
 #
-# **Idea.** Torch's grouped GEMMs are most of the remaining time. The package's `group_gemm_bf16` (the subject of
-# [notebook 06](06_grouped_gemm.ipynb)) takes the same arguments, rows sorted by expert and the end offset of each
-# expert (`offs`), so it can replace them without other changes.
+# **Idea.** Torch's grouped GEMMs are most of the remaining time. The package's `group_gemm_bf16` ([notebook
+# 06](06_grouped_gemm.ipynb)) takes the same arguments: rows sorted by expert and the end offset of each expert
+# (`offs`).
 #
-# This applies to bfloat16 only. In FP8 this layer's weights have one scale per row, as torch's GEMM expects. The
-# package's GEMM takes one scale per expert, or one per 128 x 128 block as in DeepSeek's checkpoints, so the two layers
-# would not compute the same.
+# In FP8 the two are not interchangeable: torch's GEMM expects one scale per row of a weight matrix, the package's one
+# scale per expert or one per 128 x 128 block.
 
 # %%
 Markdown("```python\n" + inspect.getsource(moe_numba_grouped_gemm) + "```")
 
 # %% [markdown]
-# **Prediction.** The model keeps the assumption of step 0 for torch, 70 % of the bandwidth, and assumes 90 % for the
-# package's GEMM, about what notebook 06 measures for few tokens. The package's GEMM needs no preparing kernel, so two
-# kernels of 2 us disappear. (The second GEMM is unfavourable: with K = 256 a tile is finished after few iterations of
-# the main loop.)
+# **Prediction.** The model keeps `EFFICIENCY` for torch and assumes nine tenths of the bandwidth for the package's
+# GEMM, about what notebook 06 measures for few tokens. The package's GEMM needs no preparing kernel, so two kernels
+# disappear.
 
 # %%
 READS = weights_us(experts_chosen(DECODE) + 1)
@@ -703,14 +664,12 @@ measure("own grouped GEMM", folded_on_own, prediction, {} if simulator.ENABLED e
 look_back("own grouped GEMM", "final", prediction)
 
 # %% [markdown]
-# **Explanation.** The saving is larger than predicted, and it occurs for 1, 64 and 1024 tokens too. The package's GEMM
-# is at least as fast as assumed (see `GEMMs` below); torch's was slower than the assumed 70 %, so there was more to
-# gain. The call time is more than twice the kernel time: without a CUDA graph the layer is limited by the host, and the
-# interleaved measurement below shows little of the gain in the call time.
+# **Explanation.** The saving is larger than predicted, for all numbers of tokens: the package's GEMM is at least as
+# fast as assumed (`GEMMs` below), and torch's was slower. The call time is more than twice the kernel time: without a
+# CUDA graph the layer is limited by the host, and the interleaved measurement below shows little of the gain.
 #
-# The record of `python -m moe_numba bench shared_experts` shows whether the fusion still pays with the faster GEMM. It
-# has the layer before (`apart`) and after the fusion (`folded in`), with torch's GEMM and with the package's, and the
-# GEMMs alone:
+# The record of `python -m moe_numba bench shared_experts` has the layer before (`apart`) and after the fusion (`folded
+# in`), with torch's GEMM and with the package's:
 
 
 # %%
@@ -743,16 +702,15 @@ def own_beside_torchs():
 print("\n".join(own_beside_torchs()) or "no figure is recorded yet")
 
 # %% [markdown]
-# **Explanation.** Replacing the GEMM saves as much in the layer as in the GEMMs alone; the rest is unchanged. Up to 64
-# tokens the fusion saves about as many microseconds as with torch's GEMM, a larger share of a shorter time. From 256
-# tokens on it is about neutral with torch's GEMM and slightly slower with the package's. Hypothesis: with that many
-# tokens the shared expert's separate GEMMs fill the GPU on their own, and the additional rows of the ninth slot cost
-# what they cost in step 1.
+# **Explanation.** Replacing the GEMM saves as much in the layer as in the GEMMs alone. Up to 64 tokens the fusion saves
+# about as many microseconds as with torch's GEMM. From 256 tokens on it is about neutral with torch's GEMM and slightly
+# slower with the package's. Hypothesis: the shared expert's separate GEMMs then fill the GPU on their own, and the rows
+# of the ninth slot cost what they cost in step 1.
 #
 # ### Negative tests: wrong results must be rejected
 #
 # Three wrong layers: the ninth weight without the division; eight replicas that are all added, as if they were
-# distinct; and a layer that omits the shared expert for one token.
+# distinct; and no shared expert for one token.
 
 
 # %%
@@ -777,7 +735,7 @@ for wrong_layer in (no_division, all_replicas, forgets_one):
 # %% [markdown]
 # ### The whole ladder
 #
-# All steps once more, measured interleaved, so that clock drift affects all of them equally.
+# All steps once more, measured interleaved.
 
 # %%
 ladder.measure_all()
@@ -787,11 +745,11 @@ ladder.save(notebook_sources("notebooks/04_shared_experts.py"))
 ladder.plot(floor_us=FLOOR_US)
 
 # %% [markdown]
-# The steps before `own grouped GEMM` differ by less than the layer's time varies, so a step may appear slower than the
-# previous one. Their order is decided by the routing alone, above.
+# The last steps before `own grouped GEMM` differ by less than the layer's time varies; the routing alone, above,
+# decides their order.
 #
-# A server that runs its layers in a CUDA graph, as SGLang does in decoding, pays the kernel time. Prefill usually runs
-# without a graph; the host then launches every kernel, and the call time matters:
+# In a CUDA graph, as in SGLang's decoding, the kernel time counts. Prefill usually runs without a graph, and the call
+# time counts:
 
 # %%
 LADDER = ladder.record if ladder.untimed else {"rows": ladder.rows}
@@ -806,7 +764,7 @@ picture
 #
 # The imbalance that the article describes: 4096 tokens, routed by DeepSeek-V3's rule from random scores. Each bar shows
 # the rows of one expert. A grouped GEMM divides them into tiles of, for example, 128 rows. The tiles of one expert form
-# a **column**; the shared expert has the longest column.
+# a **column**.
 
 
 # %%
@@ -822,17 +780,16 @@ LOADS = {name: rows_of(*routing) for name, routing in ROUTINGS.items()}
 draw.load({name: counts for name, counts in LOADS.items() if name != "apart"}, 256, tile_rows=128)
 
 # %% [markdown]
-# Whether this imbalance matters depends on how the grouped GEMM schedules its tiles on the SMs. If one SM processes a
-# whole column, the longest column determines the time. If all tiles are in one queue and are scheduled individually,
-# only their total number matters:
+# If one SM processes a whole column, the longest column determines the time. If the tiles are scheduled individually
+# from one queue, only their total number matters:
 
 # %%
 draw.schedules([1, 2, 1, 1, 2, 1, 8], workers=4, shared={6})
 
 # %% [markdown]
-# Torch's grouped GEMM (from CUTLASS) schedules single tiles, and so do other common ones, such as SGLang's Triton
-# kernel. The next cell computes both schedules for this load on all SMs, with 4 tiles per row of tiles, because the
-# first GEMM is 512 wide and a tile 128. A `round` is the time of one tile.
+# Torch's grouped GEMM (from CUTLASS) schedules single tiles, and so do others, such as SGLang's Triton kernel. The next
+# cell computes both schedules for this load, with 4 tiles side by side, because the first GEMM is 512 wide and a tile
+# 128. A `round` is the time of one tile.
 
 
 # %%
@@ -853,10 +810,10 @@ for tile_rows in (64, 128):
         )
 
 # %% [markdown]
-# With single-tile scheduling, one shared expert and eight replicas need the same number of rounds, or one round more or
-# less. The prediction is therefore: no difference for many tokens, and for few tokens a loss of up to seven experts'
-# bytes. The figures compare with the layer with a separate shared expert: first the GEMMs alone, then, in section 6,
-# the whole layer. All times are from the record of `python -m moe_numba bench shared_experts`.
+# With single tiles, one shared expert and eight replicas need the same number of rounds, or one more or less. The
+# prediction: no difference for many tokens, and for few tokens a loss of up to seven experts' bytes. The figures show
+# the GEMMs alone, relative to the layer with a separate shared expert, from the record of `python -m moe_numba bench
+# shared_experts`.
 
 
 # %%
@@ -893,12 +850,11 @@ if not SHARED:
 
 # %% [markdown]
 # **Explanation.** For few tokens replicas are slower, as predicted (except for one token, which uses one replica). For
-# many tokens one shared expert is not slower either. It is slightly faster in almost all settings, most in the bfloat16
-# GEMMs with 8192 tokens. The number of rounds does not explain this, and we have not isolated the reason.
+# many tokens one shared expert is not slower either: it is slightly faster in almost all settings. The number of rounds
+# does not explain this, and we have not isolated the reason.
 #
-# These comparisons have a pitfall: torch selects its tile size by the *average* number of rows per expert, 64 rows up
-# to an average of 128 and 128 rows above. The ninth column raises the average. At 4096 tokens the layer before the
-# fusion is just on one side of the limit and the layer after it on the other:
+# A pitfall: torch selects its tile size by the *average* number of rows per expert, 64 rows up to an average of 128 and
+# 128 rows above. The ninth column raises the average:
 
 # %%
 for tokens in (1024, 2048, 4096, 8192):
@@ -910,18 +866,15 @@ for tokens in (1024, 2048, 4096, 8192):
     print(f"{tokens} tokens: " + "; ".join(rules))
 
 # %% [markdown]
-# So at 4096 tokens two different kernels are compared, not only two loads; this is a likely reason for the larger gain
-# of the GEMMs at that size in FP8. The same effect is behind the article's remark that the fused kernel must be
-# **tuned** again: SGLang's Triton kernel reads its tile sizes from a file per number of experts. A run with 257 experts
-# and no such file uses default sizes, and comparing it with a tuned configuration for 264 says little about replicas.
-# (The author writes that both were tuned.)
+# So at 4096 tokens two different kernels are compared; this is a likely reason for the larger gain of the FP8 GEMMs at
+# that size. It is also why a fused kernel must be **tuned** again, as the article remarks: SGLang's Triton kernel reads
+# its tile sizes from a file per number of experts.
 #
-# SGLang later set the number of fused shared experts to the number of shared experts of the model ([PR
-# 6736](https://github.com/sgl-project/sglang/pull/6736)): one for DeepSeek-V3, without replicas.
+# SGLang later dropped the replicas ([PR 6736](https://github.com/sgl-project/sglang/pull/6736)).
 #
 # ## 6. The sweep over tokens
 #
-# The whole layer over tokens, relative to the layer with a separate shared expert.
+# The whole layer, relative to the layer with a separate shared expert.
 
 # %%
 bars("layer", "bfloat16")
@@ -931,14 +884,12 @@ bars("layer", "float8_e4m3fn")
 
 # %% [markdown]
 # In bfloat16 the fusion pays for few tokens. From 1024 tokens on it is neutral or slightly slower. In FP8 it pays at
-# every size. Much of that gain comes from the torch operations for quantisation, which disappear with the shared
-# expert's own GEMMs: between 64 and 2048 tokens the GEMMs alone gain a few percent only, the whole layer clearly more,
-# and the bfloat16 layer, which does not quantise, shows no such gain. A server with one quantisation kernel would gain
-# less.
+# every size. Much of that gain comes from the quantisation that disappears with the shared expert's own GEMMs: between
+# 64 and 2048 tokens the GEMMs alone gain a few percent only, the whole layer clearly more, and the bfloat16 layer shows
+# no such gain.
 #
-# The other way to distribute the experts over 8 GPUs is **expert parallelism**: each GPU holds 32 whole experts. An
-# expert is then eight times as large, its rows come from all 8 GPUs, and the shared expert has 4 times the rows of a
-# routed one instead of 32 times.
+# With **expert parallelism** each of 8 GPUs holds 32 whole experts. An expert is then eight times as large, its rows
+# come from all GPUs, and the shared expert has 4 times the rows of a routed one instead of 32 times.
 
 # %%
 bars("layer", "bfloat16", "ep8")
@@ -948,13 +899,11 @@ bars("layer", "float8_e4m3fn", "ep8")
 
 # %% [markdown]
 # In bfloat16 the fusion with one shared expert gains slightly at 64 and 256 tokens and is slower at the other sizes.
-# Hypothesis: a whole expert's GEMM has enough tiles for all SMs, so the separate GEMM leaves little of the GPU idle.
-# Replicas cost most here, because each is a whole expert to read; they are slower at every size. In FP8 the fusion with
-# one shared expert is faster at every size, again helped by the quantisation that disappears.
+# Hypothesis: a whole expert's GEMM has enough tiles for all SMs. Replicas, each a whole expert to read, are slower at
+# every size. In FP8 the fusion with one shared expert is faster at every size, again with less quantisation.
 #
-# Below, the routing over tokens, also from the record. (`gate, then torch` has fewer operations here than in step 1:
-# one shared expert needs no random number, and the weights are already normalised.) In the gate's kernel the ninth
-# column adds little at any size.
+# Below, the routing over tokens. (`gate, then torch` has fewer operations than in step 1: one shared expert needs no
+# random number, and the weights are already normalised.) The ninth column in the gate's kernel adds little at any size.
 
 # %%
 GATE_CONFIG = {"num_experts": 256, "num_expert_group": 8}
@@ -969,10 +918,8 @@ picture
 # ## 7. Loading the weights
 #
 # A checkpoint stores the shared expert under its own names, such as `mlp.shared_experts.up_proj.weight`. The loader
-# must rename it to experts 256, 257, ... The article shows how SGLang's `load_weights` did this and removed the
-# original tensors. The next cell creates a small checkpoint of DeepSeek-V3's structure, one dense layer and two with
-# experts, and runs that code on it. (`w[0] not in` has lost a bracket and a space in the article; its progress bar is
-# omitted.)
+# must rename it to experts 256, 257, ... The next cell creates a small checkpoint of DeepSeek-V3's structure and runs
+# the article's listing of SGLang's `load_weights` on it.
 
 # %%
 MODEL = {
@@ -1093,16 +1040,15 @@ print(f"of {size} bytes the article's code held {held[1]} at once, clones includ
 # %% [markdown]
 # Both return the same tensors. The article's code has three inefficiencies:
 #
-# - **It holds all tensors.** `weights` is an iterator, so that each tensor can be copied to the GPU and released before
-#   the next is read. `list(weights)` holds all 671 billion weights, in each of 8 processes.
-# - **It clones every replica.** `clone()` makes eight copies of each shared expert in host memory, although the loader
-#   copies them to the GPU anyway. The same tensor can be yielded eight times.
-# - **It searches a list for every tensor.** `w[0] not in names_to_remove` compares with every entry, and each name
-#   occurs eight times, because `names_to_remove +=` is inside the loop over replicas. A set needs one lookup.
+# - **It holds all tensors.** `weights` is an iterator, so that each tensor can be copied to the GPU and released.
+#   `list(weights)` holds all 671 billion weights, in each of 8 processes.
+# - **It clones every replica.** `clone()` makes eight copies of each shared expert in host memory; the same tensor can
+#   be yielded eight times.
+# - **It searches a list for every tensor.** Each name occurs eight times in `names_to_remove`, because `+=` is inside
+#   the loop over replicas. A set needs one lookup.
 #
-# `moe_numba.shared_experts.fuse_checkpoint` streams the checkpoint tensor by tensor. It yields each one, and a shared
-# expert's once per replica under the new names. Names and shapes are checked before the first tensor. The next cell
-# estimates the cost of the article's code for the real model.
+# `moe_numba.shared_experts.fuse_checkpoint` checks names and shapes and then streams the checkpoint tensor by tensor.
+# The next cell estimates the cost of the article's code for the real model.
 
 # %%
 MEBI, GIBI = 1 << 20, 1 << 30
@@ -1139,9 +1085,8 @@ print(
 # %% [markdown]
 # ### Two checkpoints that the article's code cannot load
 #
-# The code expects scales for every weight, but a bfloat16 checkpoint has none. And DeepSeek-V2's checkpoint stores its
-# two shared experts as *one* MLP of twice the width: the article's premise, that a shared expert has the shape of a
-# routed one, holds for V3 and R1 only. For V2 the wide MLP must first be split. (This is exact: an MLP of twice the
+# A bfloat16 checkpoint has no scales, which the code expects for every weight. And DeepSeek-V2's checkpoint stores its
+# two shared experts as *one* MLP of twice the width, which must first be split. (This is exact: an MLP of twice the
 # width is the sum of two.)
 
 # %%
@@ -1159,13 +1104,11 @@ for says, loaded in (("the article's code", articles), ("fuse_checkpoint", ours)
 # %% [markdown]
 # ## 8. The memory cost of replicas
 #
-# The article computes: an expert has hidden_size x moe_intermediate_size x 3 = 7168 x 2048 x 3 weights, 42 MB in FP8.
-# Each rank stores one more expert in each of the (51 - 3) layers with experts: 48 x 42 MB = 2016 MB = 1.96 GB (1.96875,
-# truncated). It concludes that a TP rank needs 1 to 2 GB more.
+# The article computes: an expert has 7168 x 2048 x 3 weights, 42 MB in FP8. Each rank stores one more expert in each of
+# (51 - 3) layers: 48 x 42 MB = 2016 MB = 1.96 GB.
 #
-# Two corrections. DeepSeek-V3 has 61 layers, not 51, of which the first 3 have no experts. And with TP8 a rank holds
-# one eighth of each of the eight replicas, in total one expert per layer, but it no longer holds the eighth of the
-# separate shared expert.
+# Two corrections. DeepSeek-V3 has 61 layers, of which the first 3 have no experts. And with TP8 a rank holds one eighth
+# of each of the eight replicas, in total one expert per layer, but no longer the eighth of the separate shared expert.
 
 # %%
 theirs, layers58, on_a_rank = memory_cost(num_hidden_layers=51), memory_cost(), memory_cost(8, tensor_parallel_size=8)
@@ -1192,28 +1135,15 @@ draw.memory(
 )
 
 # %% [markdown]
-# With one shared expert and no replicas the fusion needs no additional memory.
+# Without replicas the fusion needs no additional memory.
 #
 # ## 9. The article's measurements, and what a layer can explain
 #
-# The article's end-to-end results, served on 8 H200 (`--disable-shared-experts-fusion` against the fusion with 8
-# replicas). **QPS** is queries per second, **TTFT** the time to the first token, **ITL** the inter-token latency. The
-# percentages are the article's.
+# `THEIRS` in the next cell holds the article's end-to-end results: before, after, and the change in percent. The model
+# was served on 8 H200, with the fusion with 8 replicas and without it. QPS is queries per second, **TTFT** the time to
+# the first token and **ITL** the inter-token latency in milliseconds; throughput is in tokens per second.
 #
-# | QPS | | before | after | better by |
-# |---|---|---:|---:|---:|
-# | 1 | total throughput, tokens per second | 483.47 | 485.72 | 0.5 % |
-# | 1 | mean TTFT, ms | 949.18 | 664.25 | 30.0 % |
-# | 1 | mean ITL, ms | 54.69 | 50.20 | 8.2 % |
-# | 4 | total throughput | 1088.59 | 1132.73 | 4.0 % |
-# | 4 | mean TTFT | 2630.26 | 2144.08 | 18.5 % |
-# | 4 | mean ITL | 156.21 | 132.75 | 15.0 % |
-# | 8 | total throughput | 1188.77 | 1235.63 | 3.9 % |
-# | 8 | mean TTFT | 6320.67 | 3443.59 | 45.5 % |
-# | 8 | mean ITL | 188.29 | 178.94 | 5.0 % |
-#
-# The article concludes that up to 4 QPS the throughput rises by 4 % and TTFT and ITL fall by about 15 to 20 %. A single
-# layer cannot reproduce measurements of a server, but it gives an upper bound on what the fusion can explain.
+# A single layer cannot reproduce measurements of a server, but it gives an upper bound on what the fusion can explain.
 # DeepSeek-V3 has 58 layers with experts: 58 times the saving of one layer is the possible saving between two tokens; a
 # prompt passes all layers once.
 
@@ -1266,20 +1196,16 @@ if not SHARED:
 
 # %% [markdown]
 # For ITL the layers can explain most of the difference at one query per second, and a smaller part at four and eight.
-# These shares are upper bounds: the calculation takes the number of tokens that explains most, and our FP8 layer saves
-# quantisation operations that a server does not have (section 6).
+# These are upper bounds: the calculation takes the most favourable number of tokens, and our FP8 layer saves
+# quantisation operations that a server does not have.
 #
-# For TTFT they explain a small part only. A mean TTFT of almost a second at one query per second is long for prompts
-# like those of this benchmark (in a run published with [PR 5125](https://github.com/sgl-project/sglang/pull/5125), 300
-# prompts had 95293 tokens). This suggests that first tokens also wait for other things, such as queued prompts or a
-# kernel compilation. A shorter queue can make the end-to-end gain larger than the layers' saving, but such a gain
-# depends on the load of the server.
+# For TTFT they explain a small part only. Hypothesis: first tokens also wait for queued prompts. A shorter queue can
+# make the end-to-end gain larger than the layers' saving, but that depends on the load of the server.
 #
 # ## 10. The article's claims
 #
-# Code computes the verdicts from the results and the record. [The appendix](appendix_claims.ipynb) applies one set of
-# rules to all articles; there, times of this layer count as "different setup", because the article measures a server
-# with another grouped GEMM.
+# In [the appendix](appendix_claims.ipynb), which applies one set of rules to all articles, times of this layer count as
+# "different setup", because the article measures a server with another grouped GEMM.
 
 # %%
 NOT_RECORDED = "open: not recorded yet"
@@ -1457,8 +1383,7 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #
 # ### A variable that is not always assigned
 #
-# In `forward_normal` above, `shared_output` is assigned only if the model has shared experts, but it is always read.
-# For a model without shared experts Python raises an error.
+# `forward_normal` assigns `shared_output` only if the model has shared experts, but always reads it.
 
 # %%
 without = DeepseekV2MoE(exact)
@@ -1472,7 +1397,7 @@ except UnboundLocalError as error:
 # ### Choosing an expert that is then overwritten
 #
 # The article's routing chooses nine experts and overwrites the ninth. If the kept groups contain only `topk` experts,
-# there is no ninth to choose, although none is needed. The package's gate counts only the routed experts:
+# there is no ninth to choose. The package's gate counts only the routed experts:
 
 # %%
 tight = torch.randn(4, 8, device=DEVICE)  # 8 experts in 4 groups, 2 groups kept: 4 candidates
@@ -1487,10 +1412,9 @@ print("four and a shared one:", ids[0].tolist())
 # %% [markdown]
 # ### Nondeterministic routing
 #
-# With `torch.randint` a token uses a different replica in each run. All replicas are equal, but the token's row is then
-# in another expert's tile, next to other rows. Whether its result stays bit-identical depends on the GEMM (see notebook
-# 02 on the order of slots). `fuse_routing` takes a seed, which makes the routing reproducible. The next cell compares
-# five seeds, then five runs with the same seed:
+# With `torch.randint` a token uses a different replica in each run. Its row is then in another expert's tile, next to
+# other rows; whether its result stays bit-identical depends on the GEMM. `fuse_routing` takes a seed, which makes the
+# routing reproducible. Five seeds, then one seed five times:
 
 # %%
 layer, tokens, _ = OTHERS["prefill"]
@@ -1503,46 +1427,44 @@ for says, seeds in (("five seeds", range(5)), ("one seed, five times", [0] * 5))
     print(f"{says}: {different} different result{'s' * (different > 1)}")
 
 # %% [markdown]
-# One result means that all five runs are bit-identical: here torch's GEMM computed the same bits for a row, independent
-# of its neighbours. Torch does not guarantee this, and other sizes may use another kernel.
+# All five runs are bit-identical: here torch's GEMM computed the same bits for a row, independent of its neighbours.
+# Torch does not guarantee this.
 #
 # ## 12. Exercises
 #
-# Each can be solved in the simulator. `mismatch` decides whether a layer is correct; a speedup can only be measured on
-# a GPU.
+# Each can be solved in the simulator; `mismatch` decides whether a layer is correct.
 #
-# 1. **Two shared experts.** Give `append_shared` a second column for a second, distinct shared expert.
-#    *Hint: `Shape(..., n_shared_experts=2)` makes a layer that has two. What is the weight of each?*
+# 1. **Two shared experts.** Give `append_shared` a second column for a distinct shared expert.
+#    *Hint: `Shape(..., n_shared_experts=2)`. What is the weight of each?*
 # 2. **A gate without renormalisation.** With `renormalize=False` the eight weights do not sum to one. What must the
 #    ninth weight be?
-#    *Hint: does the sum of the weights occur in the equation of section 2? Compare with what the gate writes.*
-# 3. **The scaling factor in the routing.** Multiply all nine weights by `s` in the routing and drop the multiplication
-#    by `routed_scaling_factor`. What is the ninth weight now?
+#    *Hint: does their sum occur in the equation of section 2? Compare with what the gate writes.*
+# 3. **The scaling factor in the routing.** Multiply all nine weights by `s` in the routing and drop
+#    `routed_scaling_factor`. What is the ninth weight?
 #    *Hint: `apply_routed_scaling_factor_on_output`.*
-# 4. **Least-loaded replica.** Give `append_shared` a policy that sends a token to the replica with the fewest rows so
-#    far. Is it better than round-robin?
+# 4. **Least-loaded replica.** Send each token to the replica with the fewest rows so far. Is this better than
+#    round-robin?
 #    *Hint: by how many rows can two replicas differ with round-robin?*
-# 5. **Whole columns.** Write a `grouped` function in which one CTA processes an expert's whole column, as in the figure
-#    of section 5. How many replicas are best for it?
+# 5. **Whole columns.** Write a `grouped` function in which one CTA processes an expert's whole column. How many
+#    replicas are best for it?
 #    *Hint: `units(counts, 128, True)` predicts it.*
-# 6. **Fewer kernels.** Which of the kernels counted in step 0 can be fused? Write one of them in Numba and use it in
-#    `Layer.experts`.
-#    *Hint: "where each slot went" is three kernels; one thread per slot can do it with one store.*
+# 6. **Fewer kernels.** Fuse some of the kernels counted in step 0 in Numba and use the result in `Layer.experts`.
+#    *Hint: "where each slot went" is three kernels; one thread per slot needs one store.*
 #
 # ## 13. Sources
 #
 # - The article: BBuf (GiantPandaCV), 分享一个DeepSeek V3和R1中 Shared Experts和普通Experts融合的一个小技巧, in Chinese.
-# - The idea: DiegoD94, [vllm 15502](https://github.com/vllm-project/vllm/pull/15502), and the [technical
+# - The idea: DiegoD94, [vllm 15502](https://github.com/vllm-project/vllm/pull/15502), with a [technical
 #   document](https://docs.google.com/document/d/1iXgzR6Mt6s0DpT7w2Pz93ExlUJ-nnSnU_o9Sqd8TE34).
-# - In SGLang: [PR 4918](https://github.com/sgl-project/sglang/pull/4918), with the commands and the benchmark of a
-#   single shared expert; [PR 4348](https://github.com/sgl-project/sglang/pull/4348), more than 256 experts in the
-#   alignment; [PR 5371](https://github.com/sgl-project/sglang/pull/5371), the fused gate; [PR
+# - SGLang: [PR 4918](https://github.com/sgl-project/sglang/pull/4918), with commands and a benchmark of a single shared
+#   expert; [PR 4348](https://github.com/sgl-project/sglang/pull/4348), more than 256 experts in the alignment; [PR
+#   5371](https://github.com/sgl-project/sglang/pull/5371), the fused gate; [PR
 #   6736](https://github.com/sgl-project/sglang/pull/6736), no replicas.
-# - The model: DeepSeek-AI, *DeepSeek-V3 Technical Report*, 2024; *DeepSeekMoE*, 2024, on shared experts.
+# - The model: DeepSeek-AI, *DeepSeek-V3 Technical Report*, 2024; *DeepSeekMoE*, 2024.
 #
 # ## The final kernel
 #
-# This is the kernel of `moe_numba.shared_experts.fuse_routing`. The gate's own column is in
+# The kernel of `moe_numba.shared_experts.fuse_routing`. The gate's own column is in
 # `moe_numba/gate/device_functions.py`.
 
 # %%
