@@ -351,7 +351,7 @@ say(
 # %% [markdown]
 # ### Step 3: one thread per token
 #
-# **Bottleneck.** The selection: by the times above, `torch.topk` takes most of the time and is not fused.
+# **Bottleneck.** `torch.topk` takes most of the time.
 #
 # **Idea.** One kernel does everything. If each thread routes one token, threads do not communicate.
 
@@ -1319,8 +1319,7 @@ measure("32-bit integers", run_of(KEPT, TOPK), after="one warp per token", predi
 CLOCKS.select("one warp per token", "32-bit integers")
 
 # %% [markdown]
-# **Explanation.** To separate the gain of 32-bit shuffles from that of other 32-bit integers, the next cells time the kernel of
-# step 9 with casts only where an index is shuffled:
+# **Explanation.** To isolate the gain of the shuffles, the kernel of step 9 with casts only where an index is shuffled:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 source = changed_source(
@@ -1348,7 +1347,7 @@ say(
 # %% [markdown]
 # ### Step 11: rank the groups by counting
 #
-# **Bottleneck.** The next cell counts the ALU clocks of the group phase: compiled with all 8 groups kept, the kernel has none.
+# **Bottleneck.** The group phase. Compiled with all 8 groups kept, the kernel has none:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 executed = {"SHFL.BFLY": TOPK * 5 * 2 + 5, "SHFL.IDX": TOPK}
@@ -2174,7 +2173,7 @@ say(
 # %% [markdown]
 # ### Step 19: four tokens per warp
 #
-# **Bottleneck.** Half of the lanes, those of dropped groups, sort and pick without contributing a result:
+# **Bottleneck.** Half of the lanes, those of dropped groups, sort and pick without a result:
 
 # %%
 pick_clocks("keys alone", make_keys_alone, {"REDUX": 1})
@@ -2444,7 +2443,7 @@ gain_us = EMPTY[False] - EMPTY[True] if all(EMPTY.values()) else 0.0
 measure("final", run_package, after="package kernel" if FOUR else "keys alone", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** An empty kernel has one CTA. The next cell measures the gain for larger grids:
+# **Explanation.** An empty kernel has one CTA. The gain of larger grids:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 sizes = {"4096": min(4096, 4 * WAVE), "16384": TOKENS, "waves": 4 * WAVE}
@@ -2619,8 +2618,8 @@ picture
 #
 # - The article: a walk through SGLang's `moe_fused_gate`, in Chinese. The [appendix](appendix_claims.ipynb) checks its claims.
 # - The kernel: [sglang PR 4530](https://github.com/sgl-project/sglang/pull/4530), used since
-#   [PR 5371](https://github.com/sgl-project/sglang/pull/5371). By the article its design comes from TensorRT-LLM and
-#   FasterTransformer, which is not verified here.
+#   [PR 5371](https://github.com/sgl-project/sglang/pull/5371). The article traces it to TensorRT-LLM and
+#   FasterTransformer.
 # - Later kernels: FlashInfer `fused_topk_deepseek`
 #   ([PR 15347](https://github.com/sgl-project/sglang/pull/15347)), SGLang's Triton router
 #   ([PR 29771](https://github.com/sgl-project/sglang/pull/29771)).
