@@ -351,9 +351,9 @@ say(
 # %% [markdown]
 # ### Step 3: one thread per token
 #
-# **Bottleneck.** `torch.topk`.
+# **Bottleneck.** `torch.topk` takes most of the time.
 #
-# **Idea.** One kernel does everything. If each thread routes one token, threads need nothing from each other.
+# **Idea.** One kernel does everything. If each thread routes one token, threads do not communicate.
 
 
 # %%
@@ -514,8 +514,8 @@ exercise("gate-1").check(max_of_half_warps)
 
 # %% [markdown]
 # `highest` is `lowest` with both comparisons reversed. The port follows; `int32(...)` stands where SGLang's kernel has `int`. An
-# excluded group's values become `FLT_MAX`, so its sum is never the lowest again, and `choice[0] != EXCLUDED` tells whether a
-# group is in.
+# excluded group's values become `FLT_MAX`, so its sum is never the lowest again, and `choice[0] != EXCLUDED` is true for the
+# groups that are kept.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 WARPS = 6  # per CTA
@@ -579,7 +579,7 @@ def port_dynamic(logits, bias, weights, ids, num_expert_group, topk_group, topk)
 
 
 # %% [markdown]
-# The port repairs a fault: in SGLang's kernel, the first thread of a token reads a weight that another lane has just stored;
+# The port fixes a bug: in SGLang's kernel, the first thread of a token reads a weight that another lane has just stored;
 # here `syncwarp` orders the two. The simulator shows the race. (Threads without a token return early in SGLang's kernel, and a
 # shuffle does not wait for lanes that have exited; here they compute on the last token and store nothing.)
 
@@ -1319,8 +1319,7 @@ measure("32-bit integers", run_of(KEPT, TOPK), after="one warp per token", predi
 CLOCKS.select("one warp per token", "32-bit integers")
 
 # %% [markdown]
-# **Explanation.** Which gains: 32-bit shuffles or other 32-bit integers? The kernel of step 9 with casts only where an index is
-# shuffled:
+# **Explanation.** To isolate the gain of the shuffles, the kernel of step 9 with casts only where an index is shuffled:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 source = changed_source(
@@ -1348,7 +1347,7 @@ say(
 # %% [markdown]
 # ### Step 11: rank the groups by counting
 #
-# **Bottleneck.** Which phase takes the ALU's clocks? Compiled with all 8 groups kept, the kernel has no group phase:
+# **Bottleneck.** The group phase. Compiled with all 8 groups kept, the kernel has none:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 executed = {"SHFL.BFLY": TOPK * 5 * 2 + 5, "SHFL.IDX": TOPK}
@@ -2174,7 +2173,7 @@ say(
 # %% [markdown]
 # ### Step 19: four tokens per warp
 #
-# **Bottleneck.** Half of the lanes, those of dropped groups, sort and pick for nothing:
+# **Bottleneck.** Half of the lanes, those of dropped groups, sort and pick without a result:
 
 # %%
 pick_clocks("keys alone", make_keys_alone, {"REDUX": 1})
@@ -2351,7 +2350,7 @@ say(
 # %% [markdown]
 # ### Step 20: the package's kernel
 #
-# `moe_numba.biased_grouped_topk` takes a kernel like that of step 19 for many tokens and one like that of step 18 for few (one
+# `moe_numba.biased_grouped_topk` uses a kernel like that of step 19 for many tokens and one like that of step 18 for few (one
 # token per warp, so the loop runs once). Both sources
 # ([kernel_4tokens.py](../moe_numba/gate/kernel_4tokens.py), [kernel.py](../moe_numba/gate/kernel.py)) differ too much for a
 # diff: they also handle NaN, 16-bit logits, other shapes, shared experts and padding.
@@ -2444,7 +2443,7 @@ gain_us = EMPTY[False] - EMPTY[True] if all(EMPTY.values()) else 0.0
 measure("final", run_package, after="package kernel" if FOUR else "keys alone", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** An empty kernel has one CTA. Does the gain depend on the grid?
+# **Explanation.** An empty kernel has one CTA. The gain of larger grids:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 sizes = {"4096": min(4096, 4 * WAVE), "16384": TOKENS, "waves": 4 * WAVE}
@@ -2619,7 +2618,8 @@ picture
 #
 # - The article: a walk through SGLang's `moe_fused_gate`, in Chinese. The [appendix](appendix_claims.ipynb) checks its claims.
 # - The kernel: [sglang PR 4530](https://github.com/sgl-project/sglang/pull/4530), used since
-#   [PR 5371](https://github.com/sgl-project/sglang/pull/5371). Its design comes from TensorRT-LLM and FasterTransformer.
+#   [PR 5371](https://github.com/sgl-project/sglang/pull/5371). The article traces it to TensorRT-LLM and
+#   FasterTransformer.
 # - Later kernels: FlashInfer `fused_topk_deepseek`
 #   ([PR 15347](https://github.com/sgl-project/sglang/pull/15347)), SGLang's Triton router
 #   ([PR 29771](https://github.com/sgl-project/sglang/pull/29771)).

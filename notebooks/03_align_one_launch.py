@@ -324,8 +324,8 @@ say(
 #
 # ### Step 1: one launch
 #
-# **Bottleneck.** How long does each of the two kernels of 0x5 take? The sort kernel cannot be repeated alone, because it
-# changes the counters that it reads, so it is the difference.
+# **Bottleneck.** The next cell times the two kernels of 0x5. The sort kernel cannot be repeated alone, because it changes
+# the counters that it reads; its time is the difference between both kernels and the main kernel.
 
 # %%
 KERNELS = ladder.times("kernels of 0x5", {"both": run_0x5(), "main": main_of_0x5(make_0x5)[0]})
@@ -344,7 +344,7 @@ say(
 )
 
 # %% [markdown]
-# **Idea.** One launch of many CTAs, which need nothing from each other:
+# **Idea.** One launch of many CTAs, which do not communicate:
 #
 # - **Each CTA counts all slots.** That is redundant, but the SMs were idle.
 # - **Each output element has one writer.** From the counts every CTA knows which element holds a slot, padding, or tail.
@@ -567,7 +567,7 @@ exercise("align_one_launch-1").check(stable_ranks)
 # %% [markdown]
 # ### Step 2: 32-bit unsigned integers
 #
-# **Bottleneck.** How many instructions do the phases take?
+# **Bottleneck.** The instructions of the phases:
 
 
 # %%
@@ -904,7 +904,7 @@ print(f"{fewer:.1f} instructions per slot less; branches in the loop: {branches[
 step("drop bin", make_drop_bin, count_all, after="eight loads", predicted_gain_us=issue_us(fewer))
 
 # %% [markdown]
-# **Explanation.** What limits the counting now? Two kernels that end after `count` show it: one stores to the same words
+# **Explanation.** Two kernels that end after `count` show what limits the counting now: one stores to the same words
 # instead of adding atomically, one computes ids instead of loading them. `wavefronts` counts how often shared memory is
 # accessed for one instruction of a warp: once for each word in the fullest of the 32 banks.
 
@@ -1775,8 +1775,8 @@ say(
 # %% [markdown]
 # ### Step 10: half the CTAs, two slots per thread
 #
-# **Bottleneck.** Each CTA loads the counts of all CTAs, so the traffic grows with the square of their number. What does it
-# cost? In a copy that ends after `exchange`, each CTA loads a quarter of the counts.
+# **Bottleneck.** Each CTA loads the counts of all CTAs, so the traffic grows with the square of their number. To
+# measure its cost, each CTA of a copy that ends after `exchange` loads only a quarter of the counts.
 
 # %%
 QUARTER = changed_source(add_up_packed, "uint32(cta + k * groups) < ctas:", "uint32(cta + k * groups) < ctas // 4:")
@@ -2347,7 +2347,7 @@ with fused.attempt("one cluster"):
     fused.step("one cluster", clusters(1), after="one CTA", predicted_gain_us=gain_us, needs=(9, 0))
 
 # %% [markdown]
-# **Explanation.** What does a barrier of the cluster take? Chains of them show it:
+# **Explanation.** A chain of cluster barriers gives the time of one:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -2374,7 +2374,7 @@ say(
 #
 # **Bottleneck.** Few CTAs write many elements of padding and tail.
 #
-# **Idea.** Clusters need nothing from each other: four of them route all tokens redundantly, and each CTA writes
+# **Idea.** Clusters do not communicate: four of them route all tokens redundantly, and each CTA writes
 # a quarter of its former share.
 #
 # **Predicted gain.** `a8 - a32`, what the alignment alone gains from four times as many CTAs (first cell of fused step 1).

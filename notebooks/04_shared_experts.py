@@ -12,25 +12,18 @@
 # ---
 
 # %% [markdown]
-# # Shared experts: a ninth expert for every token
+# # Shared experts: fuse the shared expert with the routed ones
 #
-# DeepSeek-V3 sends each token to 8 of 256 experts, and every token also to one more, the **shared expert** (共享专家).
-# The shared expert has a place of its own in the code: its own matrices, its own matrix products, and a sum at the end.
-# But it has the same shape as the others. So it can be one of them: expert number 256, which every token chooses as its
-# ninth. Then one grouped matrix product does all the work.
+# DeepSeek-V3 sends each token to 8 of 256 routed experts and to one **shared expert**. Implementations used to give the
+# shared expert its own GEMMs and add its output at the end. But it has the shape of a routed expert. As expert number
+# 256, which every token chooses as its ninth, it becomes part of one grouped GEMM.
 #
-# This notebook follows a Chinese article about that trick in SGLang. Its author tells (0x0, 前言) how it came about:
-# [DiegoD94](https://github.com/vllm-project/vllm/pull/15502) tried it in vLLM and wrote a
-# [technical document](https://docs.google.com/document/d/1iXgzR6Mt6s0DpT7w2Pz93ExlUJ-nnSnU_o9Sqd8TE34); throughput and
-# both latencies gained; and over a weekend it was built for SGLang too, as [PR
-# 4918](https://github.com/sgl-project/sglang/pull/4918). No CUDA code had to change, because SGLang's
-# `moe_align_block_size` could already sort more than 256 experts. The article thanks DiegoD94, and so do we.
+# This notebook follows an article about this fusion in SGLang ([PR
+# 4918](https://github.com/sgl-project/sglang/pull/4918)), after an idea by DiegoD94 for vLLM (section 13). No CUDA code
+# had to change there, because SGLang's `moe_align_block_size` already supported more than 256 experts.
 #
-# There is little kernel code in it. What there is to learn is how to find out what a change is worth: what must stay
-# the same, what gets less, and how much of a server's gain one layer can explain.
-#
-# As in the other notebooks, everything runs on a GPU, and small in a simulator on any computer. Times that you see
-# without a GPU are recorded ones and say so.
+# The subject is what a change is worth: which work stays the same, which is saved, and how much of an end-to-end gain
+# one layer explains. Without a GPU, times are read from a record.
 
 # %%
 import moe_numba  # before Numba: it decides whether there is a GPU, or the simulator must do
@@ -73,12 +66,11 @@ DEVICE = HERE.device
 SHARED = records.recorded("shared_experts")  # what `python -m moe_numba bench shared_experts` measured
 
 # %% [markdown]
-# ## 1. The problem in one picture
+# ## 1. The problem in one figure
 #
-# An **expert** (专家) is a small network of three matrices, an **MLP**: `down(silu(gate x) * up x)`. The **routed
-# experts** (路由专家) are those that a router chooses. For each token it chooses the best `topk`, here 8, and gives
-# each a weight. The layer's result is the weighted sum of the eight outputs, times a constant, `routed_scaling_factor`
-# (2.5 for DeepSeek-V3), plus the shared expert's output. A picture of one token:
+# An **expert** is an MLP with three matrices: `down(silu(gate x) * up x)`. A router chooses each token's best `topk`
+# **routed experts**, here 8, each with a weight. The layer's output is the weighted sum of their outputs times
+# `routed_scaling_factor` (2.5 for DeepSeek-V3), plus the shared expert's output. One token:
 
 # %%
 torch.manual_seed(0)
@@ -88,20 +80,15 @@ MANY_WEIGHTS, MANY_IDS = reference_gate(MANY_LOGITS, MANY_BIAS, 8, num_expert_gr
 draw.problem(MANY_WEIGHTS[0], MANY_IDS[0], num_experts=256, scale=2.5)
 
 # %% [markdown]
-# In vLLM and SGLang a token's **hidden state** (隐藏状态, the vector that stands for it) went through the shared
-# expert first, then through the kernel for the routed ones (FusedMoE), and then the two were added. After the change
-# there are 257 experts, a token has nine of them, and the ninth is always the shared one. No sum is left but the
-# weighted one.
+# Before the change, vLLM and SGLang computed the shared expert, then the routed experts in one kernel (FusedMoE), and
+# added both results. After it there are 257 experts, and each token has nine.
 #
-# Three words that are easily mixed up. DeepSeek's code calls the *router* `gate`; in this course the *gate* is what
-# chooses the experts from the router's scores ([notebook 01](01_gate.ipynb)); and each expert's first matrix is called
-# `gate_proj`.
+# (DeepSeek's code calls the *router* `gate`. In this course the *gate* chooses the experts from the router's scores.)
 #
 # ## 2. The reference
 #
-# This is the layer's code before the change, as the article has it. (On the page `is not None` has lost its spaces.)
-# `tensor_model_parallel_all_reduce` adds up the shares of the GPUs that work on the same tokens. We look at one GPU,
-# and neither side of our comparison does that sum.
+# The layer before the change, after the article's listing. This notebook uses one GPU and omits the all-reduce on both
+# sides of the comparison.
 
 
 # %%
@@ -146,17 +133,16 @@ print(
 # %% [markdown]
 # ### The ninth weight
 #
-# Let `w_k` be the eight weights, `E_k` the chosen experts, `S` the shared one, and `s` the scaling factor. The layer
-# computes the left side. We want the right one, with a ninth term inside the sum:
+# Let `w_k` be the eight weights, `E_k` the chosen experts, `S` the shared expert, and `s` the scaling factor. The layer
+# computes the left side, the fused layer the right side:
 #
 # `s * (w_1 E_1(x) + ... + w_8 E_8(x)) + S(x)  =  s * (w_1 E_1(x) + ... + w_8 E_8(x) + w_9 S(x))`
 #
-# So `s * w_9 = 1`, and **the ninth weight is `1 / s`**. The article says: in `grouped_topk` the weight of the ninth,
-# the shared expert, is divided by `routed_scaling_factor` beforehand, so that the numbers stay the same (数值等价).
+# So `s * w_9 = 1`: **the ninth weight is `1 / s`**. This is the division by `routed_scaling_factor` in the article.
 #
-# This is an equation between real numbers. A computer rounds. In float64 the two sides agree to the last digits. But
-# the package's routing is float32, and `1 / 2.5` is no float32 number, which costs 8 digits of the 16. In bfloat16 and
-# FP8 nobody will see that. And a check must be able to fail, so here are three wrong fusions too.
+# In float64 both sides agree to the last digits. The package's routing weights are float32, in which `1 / 2.5` is not
+# exact, so the results then agree to about 8 digits; the rounding of bfloat16 and FP8 is much coarser. Three wrong
+# fusions must be rejected.
 
 # %%
 WEIGHTS, IDS = exact.route(x)
@@ -190,15 +176,13 @@ for name, (weights, ids) in FUSIONS.items():
 assert all(bool(wrong) == name.startswith("wrong") for name, wrong in WRONG.items())
 
 # %% [markdown]
-# A **replica** is a copy of the shared expert. More about them in section 5. All replicas give the same output, so it
-# does not matter which one a token takes, as long as it takes one. A model may also have several *distinct* shared
-# experts (DeepSeek-V2 has two). Those are all added, each in a column of its own.
+# A **replica** is a copy of the shared expert (section 5). All replicas compute the same output, so each token must use
+# exactly one. *Distinct* shared experts (DeepSeek-V2 has two) are all added, each in its own column.
 #
-# Now the same in the types that are used. `mismatch` compares with float64. It allows a token's result to be off by a
-# part of its length: 1 % in bfloat16, whose numbers have 8 significant bits, and 8 % in **FP8**, whose numbers have 4
-# (and somewhat more in this small layer, where a few numbers make a result). In FP8 each row of a matrix has a scale of
-# its own, and each token's row is scaled and rounded on the fly (**quantised**) before each product, on both sides of
-# the comparison.
+# The next cell compares in the data types of real models. `mismatch` allows a relative error of one percent per token
+# in bfloat16 (8 significant bits) and eight percent in **FP8** (4 bits; more in this small layer, where each result
+# sums few numbers). In FP8 each row of a weight matrix has a scale, and each token's row is **quantised** before each
+# GEMM.
 
 # %%
 for dtype in (torch.float32, torch.bfloat16, FP8):
@@ -215,23 +199,14 @@ for dtype in (torch.float32, torch.bfloat16, FP8):
         print(f"{NAMES[dtype]:<14} {name:<18} relative error {error:.1e}")
 
 # %% [markdown]
-# After is as good as before, and what is left of the error comes from the types. With the fusion in, the article's
-# author ran GSM8K, a test of 1319 school problems, on the branch `support_r1_shared_expers_fusion`:
+# The fused layer is as accurate as the separate one. For the served model with the fusion the article reports an
+# accuracy of 0.952 on GSM8K.
 #
-# ```text
-# ➜  python3 benchmark/gsm8k/bench_sglang.py --num-questions 2000 --parallel 2000 --num-shots 8
-# 100%|████████████████████████████████████| 1319/1319 [01:08<00:00, 19.14it/s]
-# Accuracy: 0.952
-# Invalid: 0.000
-# Latency: 69.547 s
-# Output throughput: 1998.856 token/s
-# ```
+# ## 3. The lower bound: what the fusion can save
 #
-# ## 3. The floor: what does the fusion save?
-#
-# The article's server runs DeepSeek-V3 on 8 GPUs with **tensor parallelism** (TP8): each GPU, or **rank**, holds an
-# eighth of every expert. One expert's share is 3 x 7168 x 256 weights. With few tokens the time goes into reading
-# weights: an expert that any token has chosen must be read once.
+# The article's server uses **tensor parallelism** on 8 GPUs (TP8): each GPU, or **rank**, holds one eighth of every
+# expert, 3 x 7168 x 256 weights. For few tokens, reading weights dominates: an expert that any token has chosen must be
+# read once. (`floor` in the output is the lower bound.)
 
 
 # %%
@@ -269,22 +244,19 @@ DECODE, BATCH, PREFILL = 8, 64, 1024  # tokens in the ladder, on a GPU: few user
 FLOOR_US = floor_us(DECODE)
 
 # %% [markdown]
-# The floor tells something at once. Before and after, the same weights are read and the same products are done. **The
-# fusion saves no weight and no product.** What it can save is everything else: the start of the shared expert's own
-# kernels, and the time in which they leave most of the GPU idle. A product of 64 rows with one expert's share has few
-# tiles, so few of the 132 multiprocessors have any work.
+# Before and after the fusion, the same weights are read and the same GEMMs are computed. **The fusion saves neither
+# weight traffic nor FLOPs.** It can save the launches of the shared expert's kernels, and the time in which these leave
+# most of the GPU idle: a GEMM of 64 rows with one eighth of an expert has tiles for few of the 132 SMs.
 #
-# Two more things follow. With one token there are nine experts to read, and the shared one is a ninth of it. With 64
-# tokens it is less than a hundredth. So the gain must shrink with the tokens. And whatever adds bytes, such as
-# replicas, costs something as long as reading weights is the limit.
+# With one token the shared expert is one of nine experts to read; with 64 tokens it is less than a hundredth of the
+# bytes. So the relative gain must shrink as the number of tokens grows. And replicas, which add bytes, cost time as
+# long as reading weights is the limit.
 #
-# ## 4. The ladder
+# ## 4. The step ladder
 #
-# The steps are whole layers: router, gate, alignment, two grouped products, and the weighted sum, for DeepSeek-V3's
-# shapes on one of 8 GPUs. The gate and the alignment are this package's ([01](01_gate.ipynb), [02](02_align.ipynb)).
-# The products are torch's, `torch._grouped_mm` in bfloat16 and `torch._scaled_grouped_mm` in FP8. Between them stand
-# torch operations. Another grouped product can be put in their place, `Layer(..., grouped=...)`, and in the end we put
-# our own there. This is the layer:
+# The steps are whole layers (router, gate, alignment, two grouped GEMMs, weighted sum) with DeepSeek-V3's shapes on one
+# of 8 GPUs. Gate and alignment are this package's. The grouped GEMMs are torch's, `torch._grouped_mm` in bfloat16 and
+# `torch._scaled_grouped_mm` in FP8; the last step uses the package's. The layer:
 
 # %%
 Markdown("```python\n" + inspect.getsource(Layer.experts) + "```")
@@ -293,10 +265,12 @@ Markdown("```python\n" + inspect.getsource(Layer.experts) + "```")
 Markdown("```python\n" + inspect.getsource(Layer.shared_experts) + "\n" + inspect.getsource(Layer.separate) + "```")
 
 # %% [markdown]
-# Main size: 8 tokens in bfloat16, as in decoding (a server that writes answers, a token at a time for each user).
-# Beside it each step is timed for 1 and for 64 tokens, for 1024 tokens (**prefill**, reading a prompt), and in FP8.
-# Four layers' weights take turns, because a model's next layer does not find its weights in the cache either. Each step
-# is checked in all five settings before it is timed.
+# The main size is 8 tokens in bfloat16, as in decoding. Each step is also timed for 1 and 64 tokens, for 1024 tokens
+# (**prefill**, processing a prompt), and in FP8, and is checked first in all five settings. The measurement rotates
+# through the weights of four layers, so that they are not in the L2 cache.
+#
+# The message `the prediction holds` compares total times. Most steps change them by a few percent only, so the
+# explanations compare the changes.
 
 
 # %%
@@ -376,14 +350,14 @@ def look_back(name, before=None, predicted=None):
 
 
 # %% [markdown]
-# ### Step 0: the shared expert apart
+# ### Step 0: a separate shared expert
 #
 # **Idea.** The layer as it was: `forward_normal`.
 #
-# **Prediction.** Three guesses go into it, and they are written down here before anything is measured: torch's grouped
-# product reads weights at 70 % of the bandwidth, a small kernel costs 2 us, and a plain product of a few rows with one
-# expert's share takes 10 us, because it has so few tiles. Let us count kernels. A grouped product is two: one prepares
-# addresses and sizes for the other.
+# **Prediction.** The next cell states three assumptions, made before measuring: the share of the bandwidth at which
+# torch's grouped GEMM reads weights (`EFFICIENCY`), the time of a small kernel (`START_US`), and that of a dense GEMM
+# of a few rows (`SMALL_GEMM_US`), which has few tiles. A grouped GEMM counts as two kernels, because the first prepares
+# addresses and sizes.
 
 # %%
 EFFICIENCY, START_US, SMALL_GEMM_US = 0.7, 2.0, 10.0
@@ -430,35 +404,19 @@ if row := ladder.row("separate"):
     )
 
 # %% [markdown]
-# **Look back.** By our count most of this time is one thing: reading the weights of the chosen experts. The ratio to
-# the floor says how far torch's layer is from that. One guess was too good: the record of section 5 has the products
-# alone, and torch's grouped product reads weights at little more than half of the bandwidth here, not at 70 %. That is
-# a good part of what the prediction missed. These products are not our subject yet; what the fusion can win is in the
-# rest. In FP8 the layer starts more kernels than in bfloat16, since each quantisation is four or five torch operations.
-# A server has one kernel for them. Keep this in mind when FP8 looks better below than it would be in a server.
+# **Explanation.** According to the model most of this time is spent reading the weights of the chosen experts; the
+# fusion can only gain in the rest. By the record that step "own grouped GEMM" prints, torch's grouped GEMM reads
+# weights at a much lower rate than assumed, which accounts for much of the missing time. In FP8 each quantisation is
+# several torch operations where a server uses one kernel, so the FP8 results overstate the gain.
 #
-# ### Step 1: the ninth column, by torch
+# ### Step 1: the ninth column with torch operations
 #
-# **Idea.** Fold it in as the article does. The gate is asked for nine experts. The last column is then overwritten:
-# with the number of the shared expert, and with the weight that makes the equation of section 2 true. The article's
-# line for the ids, with its names:
+# **Idea.** Fuse as the article does. The gate chooses nine experts. The last column is then overwritten with the number
+# of the shared expert (with replicas, of a random one) and with the weight of section 2. At this point the weights are
+# not yet normalised, so the ninth becomes the sum of the other eight divided by the scaling factor.
 #
-# ```python
-# topk_ids[:, -1] = torch.randint(
-#     low=num_experts,
-#     high=num_experts + n_share_experts_fusion,
-#     size=(topk_ids.size(0),),
-#     dtype=topk_ids.dtype,
-#     device=topk_ids.device,
-# )
-# ```
-#
-# The line is made for several replicas: each token takes one at random. With one shared expert all get number 256. Its
-# picture of the change to the weights is missing in the text that we have; in the merged change the weights are not yet
-# divided by their sum at this place, so the ninth becomes the sum of the other eight, divided by the scaling factor.
-#
-# **Prediction.** Five kernels of the shared expert go, two of them products. The torch operations that overwrite the
-# column come: seven, by our count. The grouped product reads one expert more.
+# **Prediction.** Five kernels of the shared expert disappear, two of them GEMMs. Seven torch operations for the column
+# are added, and the grouped GEMM reads one more expert.
 
 
 # %%
@@ -493,26 +451,20 @@ measure("ninth column by torch", folded_by_torch, prediction)
 look_back("ninth column by torch", "separate", prediction)
 
 # %% [markdown]
-# **Look back.** The kernels before and after tell the trick's weak point: what the shared expert's kernels gave back,
-# the operations on a little table of 8 x 9 numbers take again. In bfloat16 the layer is about even with 8 and with 64
-# tokens, where we had hoped for a little, and loses with 1 and 1024. With 1024 tokens something else grows too: the
-# ninth slot's rows are gathered, put back and summed like those of the other eight, and torch reads and writes them
-# each time. In FP8 it gains most. The shared expert's products had rows of their own to quantise, and these operations
-# are gone. In SGLang this code ran inside `torch.compile`, which makes fewer kernels of the little ones. We shall need
-# none.
+# **Explanation.** In bfloat16 the predicted gain did not occur: the layer is slower in all four settings. The
+# operations on a small table of 8 x 9 numbers need as many launches as the shared expert's kernels did. For 1024
+# tokens, gathering, scattering and summing the rows of the ninth slot is added. In FP8 the fusion is faster, since the
+# quantisation for the shared expert's own GEMMs disappears.
 #
 # ### Step 2: replicas
 #
-# **Idea.** Every token goes to expert 256. With 64 tokens it has 64 rows where others have two. The article supposes
-# that such an uneven load makes the computation inefficient (计算效率低), and that copies are made for this reason: as
-# many as there are ranks, `tp_size = 8`. Each token takes one at random, a kind of load balancing (负载均衡). The
-# author tuned and measured a single shared expert too. It was worse than eight, and the time to the first token even
-# grew.
+# **Idea.** Every token goes to expert 256: with 64 tokens it has 64 rows, a routed expert two on average. The article
+# assumes that this imbalance makes the GEMM inefficient, and that replicas, as many as ranks (`tp_size = 8`), balance
+# the load: each token takes a random one. Its author measured that one shared expert was slower than eight replicas.
 #
-# **Prediction.** Eight tokens that choose among eight replicas take five different ones on average; so four experts
-# more are read. (64 tokens take all: seven more.) That is what it costs. What does it gain? A tile of torch's product
-# has 64 rows or more. 64 rows in one expert are one tile; spread over eight experts they are eight tiles, of eight rows
-# each. We see no gain in that, and predict a loss.
+# **Prediction.** A loss. Eight tokens use about five of eight replicas, so about four more experts are read. Nothing
+# offsets this: 64 rows in one expert fill one tile of torch's GEMM; in eight replicas they are eight partly filled
+# tiles.
 
 # %%
 replicas_read = 8 * (1 - (1 - 1 / 8) ** DECODE)
@@ -526,17 +478,15 @@ if not ladder.untimed:
 look_back("8 replicas", "ninth column by torch", prediction)
 
 # %% [markdown]
-# **Look back.** A loss, as predicted, but for one token: that takes one copy and reads no more than before. If replicas
-# pay anywhere, it is for many tokens, where the shared expert's column of tiles is long. Section 5 looks at that. We go
-# on from step 1, with one shared expert.
+# **Explanation.** A loss as predicted, except for one token, which uses one replica. Section 5 measures many tokens,
+# where the shared expert has many tiles. The next step continues from step 1.
 #
 # ### Step 3: the ninth column in one kernel
 #
-# **Idea.** A table with nine columns is written from a table with eight. One thread for each element of the new table:
-# it copies, or writes the shared expert. With replicas a token takes number `token % replicas` (**round robin**), which
-# spreads them evenly and needs no random numbers.
+# **Idea.** One kernel writes a table of nine columns from one of eight, with one thread per element. With replicas a
+# token takes number `token % replicas` (**round-robin**), which balances the load without random numbers.
 #
-# **Prediction.** One kernel in place of seven.
+# **Prediction.** One kernel instead of seven.
 
 
 # %%
@@ -580,18 +530,17 @@ measure("ninth column, one kernel", folded_by_own_kernel, prediction)
 look_back("ninth column, one kernel", "ninth column by torch", prediction)
 
 # %% [markdown]
-# **Look back.** Six small kernels are six gaps less. In the call time the difference is larger than in the kernel time,
-# since each torch operation costs the host some microseconds.
+# **Explanation.** Six kernels fewer, and a saving close to the prediction. The call time falls by more than the kernel
+# time, because each torch operation also costs host time.
 #
 # ### Step 4: the package's kernel
 #
-# **Idea.** `moe_numba.shared_experts.fuse_routing` is the same kernel with what a library needs. It has three policies:
-# `"all"` for distinct shared experts, each with a column, and `"round_robin"` and `"random"` for replicas. The random
-# choice is a hash of the token's number and a seed, so the same seed gives the same routing. A token that is only
-# padding (id -1) stays padding. And its blocks take their places while the gate's kernel still runs (programmatic
-# dependent launch, see notebook 01).
+# **Idea.** `moe_numba.shared_experts.fuse_routing` extends this kernel. It has three policies: `"all"` for distinct
+# shared experts, and `"round_robin"` and `"random"` for replicas. The random choice is a hash of the token's number and
+# a seed. A padding token (id -1) remains padding. With programmatic dependent launch (notebook 01) its CTAs start while
+# the gate's kernel is still running.
 #
-# **Prediction.** Half a microsecond less, for the early start.
+# **Prediction.** Half a microsecond less, from the earlier start.
 
 
 # %%
@@ -611,17 +560,15 @@ measure("fuse_routing", folded_by_fuse_routing, prediction)
 look_back("fuse_routing", "ninth column, one kernel", prediction)
 
 # %% [markdown]
-# **Look back.** About as predicted. In a layer of hundreds of microseconds one would not believe such a difference; but
-# it has the same sign in all five settings. The call takes longer than our own kernel's, because the function also
-# checks what it is given.
+# **Explanation.** The predicted change is far below the noise of a whole layer, and the measured changes have different
+# signs in the five settings.
 #
-# ### Step 5: the ninth column in the gate's own launch
+# ### Step 5: the ninth column in the gate's kernel
 #
-# **Idea.** The article ends with an outlook: together with a fused gate the trick would be worth more
-# (在fused moe gate的加持下会更有用一些). Indeed the gate writes the table anyway. Told `num_fused_shared_experts=1` it
-# writes nine columns in place of eight, and no kernel is left over for the shared expert at all.
+# **Idea.** The article expects a larger gain in combination with a fused gate. With `num_fused_shared_experts=1` the
+# gate writes nine columns instead of eight, and the shared expert needs no additional kernel.
 #
-# **Prediction.** One kernel less: 1.5 us, since with the early start it costs less than the 2 us of other kernels.
+# **Prediction.** One kernel less; with programmatic dependent launch it costs less than `START_US`.
 
 
 # %%
@@ -640,8 +587,8 @@ measure("final", folded_by_gate, prediction)
 look_back("final", "fuse_routing", prediction)
 
 # %% [markdown]
-# **Look back.** In the whole layer such steps are hard to see: a microsecond or two beside so many. So let us time
-# the routing alone, from the router's scores to the finished table. Kernel time and call time, all ways by turns:
+# **Explanation.** This change, too, is within the noise of the whole layer. The next cell therefore times the routing
+# alone, from the router's scores to the finished table, all variants interleaved:
 
 # %%
 ROUTES = {
@@ -681,26 +628,25 @@ if not KNOWN_ROUTES:
     print("no figure is recorded yet")
 
 # %% [markdown]
-# Here it is plain: with the column inside, the gate takes as long as without. The column is free. Torch's operations
-# take several times as long as the gate itself, and more so for the host.
+# At both sizes the gate with the ninth column takes as long as without it. The torch operations take several times as
+# long as the gate itself, in kernel time and in call time.
 #
-# ### One more step: our own grouped product
+# ### One more step: the package's grouped GEMM
 #
-# **Idea.** Torch's two grouped products have stayed the same up to here, and they are most of the time. The package has
-# a grouped product too, the subject of [notebook 06](06_grouped_gemm.ipynb), and `group_gemm_bf16` takes what torch's
-# takes: rows in order, and where each expert's end (`offs`). So it goes in their place, and nothing else changes.
+# **Idea.** Torch's grouped GEMMs are most of the remaining time. The package's `group_gemm_bf16` ([notebook
+# 06](06_grouped_gemm.ipynb)) takes the same arguments: rows sorted by expert and the end offset of each expert
+# (`offs`).
 #
-# Only in bfloat16. This layer's FP8 matrices have a scale for each row, as torch's product wants them. The package's
-# takes one scale for an expert, or one for each 128 x 128 numbers as DeepSeek publishes them. The two layers would not
-# compute the same.
+# In FP8 the two are not interchangeable: torch's GEMM expects one scale per row of a weight matrix, the package's one
+# scale per expert or one per 128 x 128 block.
 
 # %%
 Markdown("```python\n" + inspect.getsource(moe_numba_grouped_gemm) + "```")
 
 # %% [markdown]
-# **Prediction.** For step 0 we guessed that torch's product reads weights at 70 % of the bandwidth, and we keep to that
-# guess. In notebook 06 ours was above 90 % with few tokens. And it has no kernel before it, so two of 2 us go. (The
-# second product is a hard case, however. K is only 256 here, so a tile is finished after four turns.)
+# **Prediction.** The model keeps `EFFICIENCY` for torch and assumes nine tenths of the bandwidth for the package's
+# GEMM, about what notebook 06 measures for few tokens. The package's GEMM needs no preparing kernel, so two kernels
+# disappear.
 
 # %%
 READS = weights_us(experts_chosen(DECODE) + 1)
@@ -718,13 +664,12 @@ measure("own grouped GEMM", folded_on_own, prediction, {} if simulator.ENABLED e
 look_back("own grouped GEMM", "final", prediction)
 
 # %% [markdown]
-# **Look back.** It wins more than predicted, and with 1, 64 and 1024 tokens it wins too. Ours reads as fast as we said
-# (see the products alone, below). But torch's product was never as good as 70 % (step 0), so there was more to win.
-# Look at the call time too: it is longer than before. Starting our product from Python costs the host more than
-# starting torch's. Without a CUDA graph that eats up the gain.
+# **Explanation.** The saving is larger than predicted, for all numbers of tokens: the package's GEMM is at least as
+# fast as assumed (`GEMMs` below), and torch's was slower. The call time is more than twice the kernel time: without a
+# CUDA graph the layer is limited by the host, and the interleaved measurement below shows little of the gain.
 #
-# Does the folding still pay with it? That is in the record of `python -m moe_numba bench shared_experts`: the layer
-# before and after, on either product, and the products alone.
+# The record of `python -m moe_numba bench shared_experts` has the layer before (`apart`) and after the fusion (`folded
+# in`), with torch's GEMM and with the package's:
 
 
 # %%
@@ -757,16 +702,15 @@ def own_beside_torchs():
 print("\n".join(own_beside_torchs()) or "no figure is recorded yet")
 
 # %% [markdown]
-# **Look back.** What a layer gains by another product is what the product gains; the rest stays. With up to 64 tokens
-# the folding saves about as many microseconds as on torch's product, and so a larger part of a shorter time. From 256
-# tokens on it is about even on torch's, and costs 1 to 3 % on ours. By then, we suppose, the shared expert's own
-# products fill the GPU by themselves: a grouped product does them no better, and the ninth slot's rows cost what they
-# cost in step 1.
+# **Explanation.** Replacing the GEMM saves as much in the layer as in the GEMMs alone. Up to 64 tokens the fusion saves
+# about as many microseconds as with torch's GEMM. From 256 tokens on it is about neutral with torch's GEMM and slightly
+# slower with the package's. Hypothesis: the shared expert's separate GEMMs then fill the GPU on their own, and the rows
+# of the ninth slot cost what they cost in step 1.
 #
-# ### A check must be able to fail
+# ### Negative tests: wrong results must be rejected
 #
-# Three wrong layers, all of which must be refused: the article's ninth weight without the division; eight replicas that
-# are all added, as if they were distinct; and a layer that forgets the shared expert of one token.
+# Three wrong layers: the ninth weight without the division; eight replicas that are all added, as if they were
+# distinct; and no shared expert for one token.
 
 
 # %%
@@ -791,7 +735,7 @@ for wrong_layer in (no_division, all_replicas, forgets_one):
 # %% [markdown]
 # ### The whole ladder
 #
-# All steps once more, measured by turns, so that a clock that drifts hits all of them alike.
+# All steps once more, measured interleaved.
 
 # %%
 ladder.measure_all()
@@ -801,11 +745,11 @@ ladder.save(notebook_sources("notebooks/04_shared_experts.py"))
 ladder.plot(floor_us=FLOOR_US)
 
 # %% [markdown]
-# The last steps before our own product differ by less than the layer's time varies: in this figure a step may even
-# seem slower than the one before it. The routing alone, above, has decided that.
+# The last steps before `own grouped GEMM` differ by less than the layer's time varies; the routing alone, above,
+# decides their order.
 #
-# Kernel time is what a server pays that runs its layers in a CUDA graph, as SGLang does when it decodes. Prefill mostly
-# runs without a graph. There the host must start every kernel, and call time counts:
+# In a CUDA graph, as in SGLang's decoding, the kernel time counts. Prefill usually runs without a graph, and the call
+# time counts:
 
 # %%
 LADDER = ladder.record if ladder.untimed else {"rows": ladder.rows}
@@ -816,11 +760,11 @@ else:
 picture
 
 # %% [markdown]
-# ## 5. One shared expert, or eight copies?
+# ## 5. One shared expert against eight replicas
 #
-# Here is the load that worries the article. 4096 tokens, routed by DeepSeek-V3's rule from random scores. Each expert's
-# rows are one bar. A grouped product cuts them into tiles of, say, 128 rows; the tiles of one expert stand in a
-# **column**, and the fullest expert has the longest one.
+# The imbalance that the article describes: 4096 tokens, routed by DeepSeek-V3's rule from random scores. Each bar shows
+# the rows of one expert. A grouped GEMM divides them into tiles of, for example, 128 rows. The tiles of one expert form
+# a **column**.
 
 
 # %%
@@ -836,17 +780,16 @@ LOADS = {name: rows_of(*routing) for name, routing in ROUTINGS.items()}
 draw.load({name: counts for name, counts in LOADS.items() if name != "apart"}, 256, tile_rows=128)
 
 # %% [markdown]
-# The load is uneven, no doubt. But does it matter? That depends on how the product deals its tiles to the
-# multiprocessors (SM). If one of them had to walk down a whole column, all would wait for the longest column. If the
-# tiles of all experts stand in one queue and are dealt one by one, only the total counts:
+# If one SM processes a whole column, the longest column determines the time. If the tiles are scheduled individually
+# from one queue, only their total number matters:
 
 # %%
 draw.schedules([1, 2, 1, 1, 2, 1, 8], workers=4, shared={6})
 
 # %% [markdown]
-# Torch's product (from CUTLASS) deals tile by tile, and so do the usual ones, SGLang's Triton kernel among them. The
-# next cell counts both ways for the real load: all SMs, and 4 columns of tiles for each expert, because the
-# first product is 512 wide and a tile 128.
+# Torch's grouped GEMM (from CUTLASS) schedules single tiles, and so do others, such as SGLang's Triton kernel. The next
+# cell computes both schedules for this load, with 4 tiles side by side, because the first GEMM is 512 wide and a tile
+# 128. A `round` is the time of one tile.
 
 
 # %%
@@ -867,10 +810,10 @@ for tile_rows in (64, 128):
         )
 
 # %% [markdown]
-# Dealt tile by tile, one shared expert and eight copies take the same number of rounds, or differ by one. So the
-# prediction is: for many tokens no difference, for few a loss of seven experts' bytes. Now the measurement. First the
-# matrix products alone, without anything around them, then the whole layer, each against the layer with its shared
-# expert apart. These come from the record of `python -m moe_numba bench shared_experts`.
+# With single tiles, one shared expert and eight replicas need the same number of rounds, or one more or less. The
+# prediction: no difference for many tokens, and for few tokens a loss of up to seven experts' bytes. The figures show
+# the GEMMs alone, relative to the layer with a separate shared expert, from the record of `python -m moe_numba bench
+# shared_experts`.
 
 
 # %%
@@ -906,13 +849,12 @@ if not SHARED:
     print("no figure is recorded yet")
 
 # %% [markdown]
-# **Look back.** For few tokens it is as predicted: the copies cost what their bytes cost. (One token takes one copy, so
-# there the two are alike.) For many tokens one shared expert is not slower either. It is even a little faster in every
-# row, which the count of rounds does not explain, and with 8192 tokens in bfloat16 by much. Why, we have not found out.
+# **Explanation.** For few tokens replicas are slower, as predicted (except for one token, which uses one replica). For
+# many tokens one shared expert is not slower either: it is slightly faster in almost all settings. The number of rounds
+# does not explain this, and we have not isolated the reason.
 #
-# One thing to know when reading such figures. Torch chooses its tile by the *average* number of rows: 64 rows up to an
-# average of 128, beyond that 128 rows. A ninth column raises the average. At 4096 tokens the layer before is just on
-# one side of the border and the layer after on the other:
+# A pitfall: torch selects its tile size by the *average* number of rows per expert, 64 rows up to an average of 128 and
+# 128 rows above. The ninth column raises the average:
 
 # %%
 for tokens in (1024, 2048, 4096, 8192):
@@ -924,19 +866,15 @@ for tokens in (1024, 2048, 4096, 8192):
     print(f"{tokens} tokens: " + "; ".join(rules))
 
 # %% [markdown]
-# So at 4096 tokens before and after are two kernels, and not only two loads; most of what the products gain there comes
-# from it. This is the small print behind the article's remark that the fused kernel must be **tuned** anew, since the
-# number of experts has changed. SGLang's Triton kernel takes its tile sizes from a file for each number of experts. A
-# run with 257 experts and no file for it uses default sizes, and a comparison with a tuned 264 then says little about
-# replicas. (The author writes that both were tuned.)
+# So at 4096 tokens two different kernels are compared; this is a likely reason for the larger gain of the FP8 GEMMs at
+# that size. It is also why a fused kernel must be **tuned** again, as the article remarks: SGLang's Triton kernel reads
+# its tile sizes from a file per number of experts.
 #
-# What became of the replicas? In SGLang the number of fused shared experts was later set to the number of shared
-# experts that the model has ([PR 6736](https://github.com/sgl-project/sglang/pull/6736)): one for DeepSeek-V3, no
-# copies. In vLLM's discussion a reviewer had suggested early that one should be the default.
+# SGLang later dropped the replicas ([PR 6736](https://github.com/sgl-project/sglang/pull/6736)).
 #
 # ## 6. The sweep over tokens
 #
-# The whole layer, before and after, over tokens. A bar is a part of the time before.
+# The whole layer, relative to the layer with a separate shared expert.
 
 # %%
 bars("layer", "bfloat16")
@@ -945,15 +883,13 @@ bars("layer", "bfloat16")
 bars("layer", "float8_e4m3fn")
 
 # %% [markdown]
-# In bfloat16 the trick pays for few tokens. From 1024 on there is nothing in it, or less than nothing; only the change
-# of tiles at 4096 helps. In FP8 it pays everywhere. How much of that is torch's chain of operations for quantising,
-# which goes with the shared expert's own products? Compare with the products alone in section 5. Between 64 and 2048
-# tokens they gain 1 to 3 %, and the layer 7 to 10. The larger part is the quantising, and a server with one kernel for
-# it would gain less.
+# In bfloat16 the fusion pays for few tokens. From 1024 tokens on it is neutral or slightly slower. In FP8 it pays at
+# every size. Much of that gain comes from the quantisation that disappears with the shared expert's own GEMMs: between
+# 64 and 2048 tokens the GEMMs alone gain a few percent only, the whole layer clearly more, and the bfloat16 layer shows
+# no such gain.
 #
-# The other way to share experts among 8 GPUs is **expert parallelism**: each has 32 whole experts. Now an expert is
-# eight times as large, a token's share of them is what the other GPUs send here, and the shared expert has four times
-# the rows of a routed one, not 32 times.
+# With **expert parallelism** each of 8 GPUs holds 32 whole experts. An expert is then eight times as large, its rows
+# come from all GPUs, and the shared expert has 4 times the rows of a routed one instead of 32 times.
 
 # %%
 bars("layer", "bfloat16", "ep8")
@@ -962,13 +898,12 @@ bars("layer", "bfloat16", "ep8")
 bars("layer", "float8_e4m3fn", "ep8")
 
 # %% [markdown]
-# In bfloat16 it loses at every size. We suppose this is why: a whole expert's product has tiles enough for all
-# multiprocessors, so nothing was idle that the fusion could fill, and torch's plain product reads faster than its
-# grouped one. Copies cost most here, for each is a whole expert more to read, up to a fifth of the time. In FP8, with
-# one shared expert, the quantising that goes is worth more than that.
+# In bfloat16 the fusion with one shared expert gains slightly at 64 and 256 tokens and is slower at the other sizes.
+# Hypothesis: a whole expert's GEMM has enough tiles for all SMs. Replicas, each a whole expert to read, are slower at
+# every size. In FP8 the fusion with one shared expert is faster at every size, again with less quantisation.
 #
-# And the routing over tokens, also from the record. (Torch's way is shorter here than in step 1: one shared expert
-# needs no random number, and the weights come divided already.)
+# Below, the routing over tokens. (`gate, then torch` has fewer operations than in step 1: one shared expert needs no
+# random number, and the weights are already normalised.) The ninth column in the gate's kernel adds little at any size.
 
 # %%
 GATE_CONFIG = {"num_experts": 256, "num_expert_group": 8}
@@ -982,11 +917,9 @@ picture
 # %% [markdown]
 # ## 7. Loading the weights
 #
-# A checkpoint holds the shared expert under names of its own, `mlp.shared_experts.up_proj.weight` and so on. Somebody
-# must turn them into experts 256, 257, ... The article shows how SGLang's `load_weights` did it, and that it removes
-# the one shared expert too many of each layer. We make a checkpoint of DeepSeek-V3's form, one dense layer and two with
-# experts, only smaller, and run that code. (`w[0] not in` has lost a bracket and a space on the page. Its progress bar,
-# "Cloning 8 replicas of the shared expert into MoE", is left out.)
+# A checkpoint stores the shared expert under its own names, such as `mlp.shared_experts.up_proj.weight`. The loader
+# must rename it to experts 256, 257, ... The next cell creates a small checkpoint of DeepSeek-V3's structure and runs
+# the article's listing of SGLang's `load_weights` on it.
 
 # %%
 MODEL = {
@@ -1105,19 +1038,17 @@ print(f"the same {len(ours)} tensors: {ours == articles}")
 print(f"of {size} bytes the article's code held {held[1]} at once, clones included; fuse_checkpoint {held[0]}")
 
 # %% [markdown]
-# The result is right. The way to it could be shorter:
+# Both return the same tensors. The article's code has three inefficiencies:
 #
-# - **Everything is held.** `weights` is an iterator, so that a tensor can be copied to the GPU and let go before the
-#   next is read. `list(weights)` holds them all, 671 billion weights, in each of 8 processes.
-# - **Every copy is made beforehand.** `clone()` makes eight copies of each shared expert in host memory, although the
-#   loader copies them to the GPU anyway. One tensor can be given eight times.
-# - **A list is searched for every tensor.** `w[0] not in names_to_remove` compares with all names, and each name is in
-#   the list eight times, because `names_to_remove +=` stands inside the loop over the replicas. A set would need one
-#   look.
+# - **It holds all tensors.** `weights` is an iterator, so that each tensor can be copied to the GPU and released.
+#   `list(weights)` holds all 671 billion weights, in each of 8 processes.
+# - **It clones every replica.** `clone()` makes eight copies of each shared expert in host memory; the same tensor can
+#   be yielded eight times.
+# - **It searches a list for every tensor.** Each name occurs eight times in `names_to_remove`, because `+=` is inside
+#   the loop over replicas. A set needs one lookup.
 #
-# `moe_numba.shared_experts.fuse_checkpoint` goes through the checkpoint tensor by tensor. It gives each one on, and one
-# of the shared expert once for each replica, under its new names. Before the first one it has checked names and shapes.
-# What would the article's way cost for the real model?
+# `moe_numba.shared_experts.fuse_checkpoint` checks names and shapes and then streams the checkpoint tensor by tensor.
+# The next cell estimates the cost of the article's code for the real model.
 
 # %%
 MEBI, GIBI = 1 << 20, 1 << 30
@@ -1152,12 +1083,11 @@ print(
 )
 
 # %% [markdown]
-# ### Two checkpoints that it cannot load
+# ### Two checkpoints that the article's code cannot load
 #
-# The code asks for scales by name. A checkpoint in bfloat16 has none. And DeepSeek-V2 has two shared experts, which its
-# checkpoint keeps as *one* MLP of twice the width. The article's premise, that a shared expert has exactly the shape of
-# a routed one, holds for V3 and R1. For V2 the wide MLP must first be cut in two. (The trick still works: an MLP of
-# twice the width is the sum of two.)
+# A bfloat16 checkpoint has no scales, which the code expects for every weight. And DeepSeek-V2's checkpoint stores its
+# two shared experts as *one* MLP of twice the width, which must first be split. (This is exact: an MLP of twice the
+# width is the sum of two.)
 
 # %%
 try:
@@ -1172,15 +1102,13 @@ for says, loaded in (("the article's code", articles), ("fuse_checkpoint", ours)
     print(f"two shared experts, {says}: bytes of up_proj of experts 0, 8 and 9: {list(widths.values())}")
 
 # %% [markdown]
-# ## 8. What the replicas cost in memory
+# ## 8. The memory cost of replicas
 #
-# The article's sum: an expert has hidden_size x moe_intermediate_size x 3 = 7168 x 2048 x 3 weights, in FP8 42 MB. Each
-# rank gets one expert more in each of the (51 - 3) layers that have experts. 48 x 42 MB = 2016 MB, and 2016 / 1024 =
-# 1.96 GB (1.96875, and the rest cut off). To get the best out of the trick, it says, a TP rank uses 1 to 2 GB more.
+# The article computes: an expert has 7168 x 2048 x 3 weights, 42 MB in FP8. Each rank stores one more expert in each of
+# (51 - 3) layers: 48 x 42 MB = 2016 MB = 1.96 GB.
 #
-# Two remarks. DeepSeek-V3 has 61 layers, not 51; the first 3 have no experts. And with TP8 a rank holds an eighth of
-# each of the eight copies. That is one whole expert for each layer. But before it held an eighth of the shared expert,
-# which is gone now.
+# Two corrections. DeepSeek-V3 has 61 layers, of which the first 3 have no experts. And with TP8 a rank holds one eighth
+# of each of the eight replicas, in total one expert per layer, but no longer the eighth of the separate shared expert.
 
 # %%
 theirs, layers58, on_a_rank = memory_cost(num_hidden_layers=51), memory_cost(), memory_cost(8, tensor_parallel_size=8)
@@ -1207,30 +1135,17 @@ draw.memory(
 )
 
 # %% [markdown]
-# With one shared expert and no copies the trick costs no memory at all.
+# Without replicas the fusion needs no additional memory.
 #
-# ## 9. What the article measured, and what a layer can explain
+# ## 9. The article's measurements, and what a layer can explain
 #
-# These are the article's end-to-end figures, on H200, served with 8 GPUs (`--disable-shared-experts-fusion` against the
-# fusion with 8 replicas). **QPS** is queries per second. **TTFT** is the time to the first token, **ITL** the time
-# between two tokens after it. The percentages are the article's; more throughput is better, and less of the others.
+# `THEIRS` in the next cell holds the article's end-to-end results: before, after, and the change in percent. The model
+# was served on 8 H200, with the fusion with 8 replicas and without it. QPS is queries per second, **TTFT** the time to
+# the first token and **ITL** the inter-token latency in milliseconds; throughput is in tokens per second.
 #
-# | QPS | | before | after | better by |
-# |---|---|---:|---:|---:|
-# | 1 | throughput (总吞吐量), tokens per second | 483.47 | 485.72 | 0.5 % |
-# | 1 | mean TTFT (平均TTFT), ms | 949.18 | 664.25 | 30.0 % |
-# | 1 | mean ITL (平均ITL), ms | 54.69 | 50.20 | 8.2 % |
-# | 4 | throughput | 1088.59 | 1132.73 | 4.0 % |
-# | 4 | mean TTFT | 2630.26 | 2144.08 | 18.5 % |
-# | 4 | mean ITL | 156.21 | 132.75 | 15.0 % |
-# | 8 | throughput | 1188.77 | 1235.63 | 3.9 % |
-# | 8 | mean TTFT | 6320.67 | 3443.59 | 45.5 % |
-# | 8 | mean ITL | 188.29 | 178.94 | 5.0 % |
-#
-# It concludes: with QPS up to 4 the throughput rises by 4 %, and TTFT and ITL fall by some 15 to 20 %. The commands are
-# in PR 4918. These are measurements of a whole server, and we cannot repeat them with a layer. But a layer can say how
-# much of them the fusion can explain. DeepSeek-V3 has 58 layers with experts. What one layer saves, times 58, is what a
-# token can save between two others; a prompt of so many tokens passes the layers once.
+# A single layer cannot reproduce measurements of a server, but it gives an upper bound on what the fusion can explain.
+# DeepSeek-V3 has 58 layers with experts: 58 times the saving of one layer is the possible saving between two tokens; a
+# prompt passes all layers once.
 
 # %%
 THEIRS = {
@@ -1281,18 +1196,16 @@ if not SHARED:
 
 # %% [markdown]
 # For ITL the layers can explain most of the difference at one query per second, and a smaller part at four and eight.
-# Even that is generous. The number of tokens is the one that explains most, and our FP8 layer saves quantising that a
-# server does not have (section 6). So the shares in the table below are the most that the layers can explain.
+# These are upper bounds: the calculation takes the most favourable number of tokens, and our FP8 layer saves
+# quantisation operations that a server does not have.
 #
-# TTFT is another matter. A mean of a second at one query per second is long for such prompts. (In a run of the same
-# benchmark, published with [PR 5125](https://github.com/sgl-project/sglang/pull/5125), 300 prompts had 95293 tokens.)
-# It suggests that a first token waits for other things than its own layers: for other prompts, or for a kernel to be
-# compiled. When a queue is long, a little less work shortens it by much, so an end-to-end gain can exceed what the
-# layers save. But then it is a statement about that queue.
+# For TTFT they explain a small part only. Hypothesis: first tokens also wait for queued prompts. A shorter queue can
+# make the end-to-end gain larger than the layers' saving, but that depends on the load of the server.
 #
 # ## 10. The article's claims
 #
-# A verdict is computed, never typed. Where it needs a figure that is not recorded, it says so.
+# In [the appendix](appendix_claims.ipynb), which applies one set of rules to all articles, times of this layer count as
+# "different setup", because the article measures a server with another grouped GEMM.
 
 # %%
 NOT_RECORDED = "open: not recorded yet"
@@ -1466,12 +1379,11 @@ claims.append(("GSM8K: accuracy 0.952", "quoted: not measured again here"))
 Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
 
 # %% [markdown]
-# ## 11. Faults to know
+# ## 11. Common bugs
 #
-# ### A name that is not always there
+# ### A variable that is not always assigned
 #
-# Look at `forward_normal` once more. `shared_output` gets a value only if the model has shared experts, and is asked
-# for in any case. For a model without them Python stops.
+# `forward_normal` assigns `shared_output` only if the model has shared experts, but always reads it.
 
 # %%
 without = DeepseekV2MoE(exact)
@@ -1482,10 +1394,10 @@ except UnboundLocalError as error:
     print("UnboundLocalError:", error)
 
 # %% [markdown]
-# ### An expert that is chosen to be thrown away
+# ### Choosing an expert that is then overwritten
 #
-# The article's routing chooses nine experts and overwrites the ninth. If the groups that are kept have only `topk`
-# experts left, there is no ninth to choose, although none is needed. Our gate counts the routed ones only:
+# The article's routing chooses nine experts and overwrites the ninth. If the kept groups contain only `topk` experts,
+# there is no ninth to choose. The package's gate counts only the routed experts:
 
 # %%
 tight = torch.randn(4, 8, device=DEVICE)  # 8 experts in 4 groups, 2 groups kept: 4 candidates
@@ -1498,12 +1410,11 @@ _, ids = moe_numba.biased_grouped_topk(tight, None, 5, **groups, num_fused_share
 print("four and a shared one:", ids[0].tolist())
 
 # %% [markdown]
-# ### A result that depends on chance
+# ### Nondeterministic routing
 #
-# With `torch.randint` a token's replica is another one in each run. All replicas are equal, so the result should be the
-# same. But a row then lies in another expert's tile, beside other rows. Whether its bits stay the same is the product's
-# affair, not ours (see notebook 02 on the order of slots). `fuse_routing` takes a seed, and then the routing at least
-# is the same in every run. Let us try it, five seeds, then five times the same one:
+# With `torch.randint` a token uses a different replica in each run. Its row is then in another expert's tile, next to
+# other rows; whether its result stays bit-identical depends on the GEMM. `fuse_routing` takes a seed, which makes the
+# routing reproducible. Five seeds, then one seed five times:
 
 # %%
 layer, tokens, _ = OTHERS["prefill"]
@@ -1516,42 +1427,44 @@ for says, seeds in (("five seeds", range(5)), ("one seed, five times", [0] * 5))
     print(f"{says}: {different} different result{'s' * (different > 1)}")
 
 # %% [markdown]
-# One result means that all five runs have the same bits. So torch's product gave a row the same bits, whatever stood
-# beside it. It does not promise that, and another size may take another kernel.
+# All five runs are bit-identical: here torch's GEMM computed the same bits for a row, independent of its neighbours.
+# Torch does not guarantee this.
 #
 # ## 12. Exercises
 #
-# Each can be done in the simulator. `mismatch` tells whether a layer is right; a GPU tells whether it is fast.
+# Each can be solved in the simulator; `mismatch` decides whether a layer is correct.
 #
-# 1. **Two shared experts.** Give `append_shared` a second column for a second, distinct shared expert.
-#    *Hint: `Shape(..., n_shared_experts=2)` makes a layer that has two. What is the weight of each?*
-# 2. **A gate without renormalisation.** With `renormalize=False` the eight weights do not add up to one. What must the
-#    ninth weight be then?  *Hint: read section 2 again. Does the sum of the weights occur in it? Then look at what the
-#    gate does.*
-# 3. **The scaling factor inside.** Multiply all nine weights by `s` in the routing, and drop the product with
-#    `routed_scaling_factor`. What is the ninth weight now?  *Hint: `apply_routed_scaling_factor_on_output`.*
-# 4. **A fair share.** Give `append_shared` a policy that sends a token to the replica with the fewest rows so far. Is
-#    it better than round robin?  *Hint: how many rows can two replicas differ by under round robin?*
-# 5. **Columns after all.** Write a `grouped` function in which one block walks down an expert's whole column, as in the
-#    picture of section 5. How many replicas does it want?  *Hint: `units(counts, 128, True)` predicts it.*
-# 6. **Fewer kernels.** Which of the kernels counted in step 0 could be one? Write one of them in Numba and put it into
-#    `Layer.experts`.  *Hint: "where each slot went" is three; a thread for each slot does it in one store.*
+# 1. **Two shared experts.** Give `append_shared` a second column for a distinct shared expert.
+#    *Hint: `Shape(..., n_shared_experts=2)`. What is the weight of each?*
+# 2. **A gate without renormalisation.** With `renormalize=False` the eight weights do not sum to one. What must the
+#    ninth weight be?
+#    *Hint: does their sum occur in the equation of section 2? Compare with what the gate writes.*
+# 3. **The scaling factor in the routing.** Multiply all nine weights by `s` in the routing and drop
+#    `routed_scaling_factor`. What is the ninth weight?
+#    *Hint: `apply_routed_scaling_factor_on_output`.*
+# 4. **Least-loaded replica.** Send each token to the replica with the fewest rows so far. Is this better than
+#    round-robin?
+#    *Hint: by how many rows can two replicas differ with round-robin?*
+# 5. **Whole columns.** Write a `grouped` function in which one CTA processes an expert's whole column. How many
+#    replicas are best for it?
+#    *Hint: `units(counts, 128, True)` predicts it.*
+# 6. **Fewer kernels.** Fuse some of the kernels counted in step 0 in Numba and use the result in `Layer.experts`.
+#    *Hint: "where each slot went" is three kernels; one thread per slot needs one store.*
 #
 # ## 13. Sources
 #
-# - The article: 分享一个DeepSeek V3和R1中 Shared Experts和普通Experts融合的一个小技巧, in Chinese, by BBuf
-#   (GiantPandaCV). (It ends with an offer of loquats from Miyi, 米易枇杷, which we cannot improve upon.)
-# - The idea: DiegoD94, [vllm 15502](https://github.com/vllm-project/vllm/pull/15502), and the
-#   [technical document](https://docs.google.com/document/d/1iXgzR6Mt6s0DpT7w2Pz93ExlUJ-nnSnU_o9Sqd8TE34).
-# - In SGLang: [PR 4918](https://github.com/sgl-project/sglang/pull/4918), with the commands and the benchmark of a
-#   single shared expert; [PR 4348](https://github.com/sgl-project/sglang/pull/4348), more than 256 experts in the
-#   alignment; [PR 5371](https://github.com/sgl-project/sglang/pull/5371), the fused gate; [PR
-#   6736](https://github.com/sgl-project/sglang/pull/6736), no copies.
-# - The model: DeepSeek-AI, *DeepSeek-V3 Technical Report*, 2024; *DeepSeekMoE*, 2024, on shared experts.
+# - The article: BBuf (GiantPandaCV), 分享一个DeepSeek V3和R1中 Shared Experts和普通Experts融合的一个小技巧, in Chinese.
+# - The idea: DiegoD94, [vllm 15502](https://github.com/vllm-project/vllm/pull/15502), with a [technical
+#   document](https://docs.google.com/document/d/1iXgzR6Mt6s0DpT7w2Pz93ExlUJ-nnSnU_o9Sqd8TE34).
+# - SGLang: [PR 4918](https://github.com/sgl-project/sglang/pull/4918), with commands and a benchmark of a single shared
+#   expert; [PR 4348](https://github.com/sgl-project/sglang/pull/4348), more than 256 experts in the alignment; [PR
+#   5371](https://github.com/sgl-project/sglang/pull/5371), the fused gate; [PR
+#   6736](https://github.com/sgl-project/sglang/pull/6736), no replicas.
+# - The model: DeepSeek-AI, *DeepSeek-V3 Technical Report*, 2024; *DeepSeekMoE*, 2024.
 #
 # ## The final kernel
 #
-# This is what `moe_numba.shared_experts.fuse_routing` runs. The gate's own column is in
+# The kernel of `moe_numba.shared_experts.fuse_routing`. The gate's own column is in
 # `moe_numba/gate/device_functions.py`.
 
 # %%

@@ -12,32 +12,31 @@
 # ---
 
 # %% [markdown]
-# # Dispatch layout: who sends which tokens to whom
+# # Dispatch layout: count the tokens for each rank
 #
-# So far all experts were on one GPU. DeepSeek-V3's experts need more memory than that, so they are dealt out: with 8
-# GPUs each has 32 of the 256. This is **expert parallelism** (EP). Each GPU, called a **rank**, has tokens of its own
-# too. A token must travel to the ranks that have its experts (**dispatch**), and the results must travel back
-# (**combine**). Before anything can travel, each rank must count: how many of my tokens go where? That is the
-# **dispatch layout**, and the subject of this notebook. Notebook 08 sends the tokens, and notebook 09 brings them back.
-# The package does both with `moe_numba.expert_parallel.Buffer`, used as DeepEP's.
+# With **expert parallelism** (EP) the experts of a layer are distributed over several GPUs, called **ranks**: with 8
+# ranks, each holds 32 of DeepSeek-V3's 256 experts. Each rank also has its own tokens. **Dispatch** sends every token
+# to the ranks that hold its experts, and **combine** returns and sums the results. Before a rank can send, it must
+# count how many of its tokens go to each rank and to each expert: the **dispatch layout**, the subject of this
+# notebook. Notebook 08 sends the tokens, notebook 09 combines the results.
 #
-# The notebook follows the first part of a Chinese article,
-# [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), which walks through
-# [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's library for dispatch and combine. **Intranode** means: all
-# ranks are in one host (节点, a node).
+# The notebook follows the first part of an article on [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's
+# library for dispatch and combine: [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824).
+# **Intranode** means that all ranks are on one node.
 #
-# DeepEP has two kinds of kernels.
+# DeepEP has two families of kernels:
 #
-# - The **normal** ones are made for throughput (吞吐量): training, and **prefill**, where a server reads prompts.
-#   Inside a host tokens go over **NVLink**, the fast links between GPUs. Between hosts there are two stages: all tokens
-#   for a host go over the network (**RDMA**: a network card writes into another machine's memory) to *one* GPU there,
-#   which passes them on over NVLink. A small kernel, `notify_dispatch`, first tells everybody how much will come.
-# - The **low-latency** ones are made for **decoding**, where a server writes answers, a token at a time. Each GPU sends
-#   straight to each other one by RDMA (newer versions may use NVLink inside a host), and nobody is told how much will
-#   come. The price is memory: there must be room for the worst case.
+# - The **normal** kernels are optimised for throughput: training and **prefill** (processing the prompts). Within a
+#   node, tokens travel over **NVLink**; between nodes first over the network (**RDMA**) to one GPU of the target node.
+#   A small kernel, `notify_dispatch`, exchanges the counts, so that every rank can allocate its output.
+# - The **low-latency** kernels are for **decoding** (generating one token per request and step). No counts are
+#   exchanged in advance, so the buffers must have the capacity for the worst case.
 #
-# This course follows the normal kernels inside a host. As in the other notebooks, everything runs on a GPU, and small
-# in a simulator on any computer. Times that you see without a GPU are recorded ones and say so.
+# This notebook follows the normal kernels within a node. Without a GPU, everything runs at a small size in the
+# simulator, and times are read from a record.
+#
+# In labels and code, `document` stands for our Numba port of the kernel in DeepEP's first version, which the article
+# describes.
 
 # %%
 import moe_numba  # before Numba: it decides whether there is a GPU, or the simulator must do
@@ -82,17 +81,16 @@ HERE = sizes()  # DeepSeek-V3's routing on a GPU, a small one in the simulator
 DEVICE, EXPERTS, TOPK, RANKS, THREADS = HERE.device, HERE.num_experts, HERE.topk, HERE.ranks, HERE.threads
 
 # %% [markdown]
-# ## 1. The problem in one picture
+# ## 1. The problem in one figure
 #
-# Two ranks with four tokens each, and four experts, two on each rank. On the left stands what the gate has chosen. Each
-# rank makes three things of it, for its own tokens:
+# Two ranks with four tokens each, and four experts, two per rank. On the left are the experts that the gate has chosen.
+# Each rank computes three outputs for its own tokens:
 #
-# - `is_token_in_rank`: for each token and each rank, whether the token goes there. **A token is sent to a rank once**,
-#   even if two of its experts are there. That saves bytes on the links.
-# - `num_tokens_per_rank`: how many tokens go to each rank. The sum of a column of the table before.
-# - `num_tokens_per_expert`: how many of its tokens each expert gets. Here two experts of one rank count twice.
-#
-# (Between hosts there is a fourth, the tokens for each host, `num_tokens_per_rdma_rank`. Inside one it is `None`.)
+# - `is_token_in_rank`: for each token and rank, whether the token goes to the rank. **A token is sent to a rank once**,
+#   even if the rank holds several of its experts. This saves NVLink traffic.
+# - `num_tokens_per_rank`: the number of tokens that go to each rank, the column sums of `is_token_in_rank`.
+# - `num_tokens_per_expert`: the number of tokens of each expert. A token with two experts on one rank counts twice
+#   here.
 
 # %%
 torch.manual_seed(0)
@@ -102,8 +100,7 @@ draw.problem(SMALL, num_experts=4)
 # %% [markdown]
 # ## 2. The reference
 #
-# The package's reference is a few lines of torch. What is not an expert's number (-1, as a rule: a token that is only
-# there to fill a batch) counts nowhere.
+# The package's reference in torch. An id outside `0..num_experts - 1` is not counted; -1 usually marks a padding token.
 
 # %%
 head, _, rest = inspect.getsource(dispatch_layout).partition('    """')
@@ -155,8 +152,8 @@ print("the reference:", check(dispatch_layout(IDS, RANKS, EXPERTS)))
 print("poison:       ", check(poisoned(IDS)))
 
 # %% [markdown]
-# How many ranks does a token visit? With `topk` different experts, all equally likely, a rank is spared if all experts
-# come from the other ranks. For DeepSeek-V3 on 8 ranks:
+# The next cell computes how many ranks a token visits on average. With `topk` distinct, uniformly chosen experts, a
+# token skips a rank if all its experts are on other ranks.
 
 
 # %%
@@ -178,10 +175,11 @@ print(
 )
 
 # %% [markdown]
-# ## 3. The floor: how fast could it be?
+# ## 3. The lower bound
 #
-# The ids are read once (8 bytes each, as torch's indices are), the flags are written once (a byte each), and the counts
-# are a kilobyte. How long does that take at the bandwidth of the memory?
+# The kernel reads the ids once (8 bytes each, torch's index type), writes the flags once (one byte each) and writes
+# about a kilobyte of counts. The next cell divides these bytes by the copy bandwidth, and loads the latencies that
+# notebook 02 measured.
 
 # %%
 LIMITS = chip_limits()
@@ -210,15 +208,18 @@ print(", ".join(f"{name} {ns:.0f} ns" for name, ns in NS.items()))
 FLOOR_US = max(layout_bytes(4096, 8, 256, 8) / BANDWIDTH * 1e6, EMPTY_US[False])
 
 # %% [markdown]
-# As with the alignment, there are hardly any bytes, and the launch costs more than all of them. So this is about
-# **latency** again: how long one thing takes when the next must wait for it. At the least there is this chain: the
-# launch; a load of ids; an addition to a counter; a meeting of all who have counted; a store.
+# As in the alignment, the launch takes longer than the memory traffic, except for very many tokens. The lower bound of
+# the ladder is therefore the time of an empty kernel. The kernel itself is limited by **latency**, by a chain of
+# dependent operations: launch, load of the ids, atomic addition, barrier of all threads that counted, store.
 #
-# ## 4. The ladder
+# ## 4. The step ladder
 #
-# All steps work on 4096 tokens, top-8 of 256 experts, 8 ranks, on a GPU. Each is also timed for one token, for 64, for
-# 65536, and for 4096 tokens that all want the same 8 experts. Before it is timed, it is checked on all of these, and on
-# ids with -1 among them.
+# All steps process 4096 tokens with top-8 of 256 experts and 8 ranks. Each step is also timed for 1, 64 and 65536
+# tokens, and for 4096 tokens that all choose the same 8 experts (the `skewed` input). Before it is timed, it is checked
+# on all these inputs and on ids that contain -1.
+#
+# The message `the prediction holds` compares total times, so it can appear although a small predicted change did not
+# occur; the explanations compare the changes.
 
 # %%
 ladder = Ladder(
@@ -286,11 +287,11 @@ def look_back(name, before=None, predicted=None):
 # %% [markdown]
 # ### Step 0: torch
 #
-# **Idea.** The reference. But `bincount` waits for the GPU, to learn the largest number, and a CUDA graph (a fixed list
-# of launches) cannot hold what waits. `scatter_add_` counts without waiting. The reference itself gets a call time
-# only.
+# **Idea.** The reference. Its `bincount` synchronises with the GPU to read the largest id, so it cannot be captured in
+# a CUDA graph, and only its call time is measured. `scatter_add_` counts without synchronising.
 #
-# **Prediction.** A `TorchDispatchMode` counts the operations. Each is at least one kernel of about 2 us.
+# **Prediction.** A `TorchDispatchMode` counts the operations. Each launches at least one kernel, assumed to take two
+# microseconds.
 
 
 # %%
@@ -316,20 +317,18 @@ measure("torch", torch_layout, prediction, operations=len(count.names))
 look_back("torch", predicted=prediction)
 
 # %% [markdown]
-# **Look back.** Compare the line for one token: next to no work, but just as many kernels. So a launch in a graph costs
-# less than the 2 us of our guess. With 4096 tokens the other half of the time is work, most of it, we think, the
-# additions of `scatter_add_`.
+# **Explanation.** One token causes almost no work, but the same launches; its time shows that a launch in a graph takes
+# less than assumed. At 4096 tokens more than half of the time is work. Hypothesis: mostly that of `scatter_add_`.
 #
 # ### Step 1: global atomics
 #
-# **Idea.** One kernel, a thread for each token. The thread reads its token's ids one after the other. For each it adds
-# 1 to the expert's counter, in global memory, **atomically** (原子操作: read, add and write with no other thread in
-# between). It notes the ranks as bits of one number, so a rank that comes twice is there once. Then it writes the
-# flags, and adds 1 for each rank. The counters must be zero before: two more launches.
+# **Idea.** One kernel with one thread per token. The thread reads its token's ids in a loop and atomically adds 1 to
+# each expert's counter in global memory. It collects the ranks in a bit mask, so that a rank that occurs twice is
+# counted once. Then it writes the flags and adds 1 to the counter of each rank in the mask. The counters must be zeroed
+# first, by two more launches.
 #
-# **Prediction.** Three launches; `topk` loads, one after the other; and a queue. There are only 8 counters for ranks,
-# and thousands of tokens add to each. Say the L2 cache, where global atomics are done, takes an addition to one address
-# each nanosecond.
+# **Prediction.** Three launches, `topk` dependent loads, and the contention: each of the 8 rank counters receives an
+# addition from most tokens. The model assumes that the L2 performs one addition per nanosecond to one address.
 
 
 # %%
@@ -376,20 +375,18 @@ if us("global atomics"):
     print(f"when all tokens want the same experts it takes {slower:.2f} times as long")
 
 # %% [markdown]
-# **Look back.** The chain of launches and loads is a microsecond longer than predicted; the line for one token has next
-# to nothing else. And an addition takes longer than a nanosecond. From 4096 to 65536 tokens a rank's counter gets
-# 40,000 additions more, and the time grows by some 70 us: nearly two nanoseconds each.
-#
-# The last line asks whether the time depends on what the tokens want. When all want the same, 8 experts' counters have
-# a queue each of all tokens, and the other counters have none.
+# **Explanation.** The time for one token, which has no contention, is longer than the predicted chain of launches and
+# loads. The contention also costs more than assumed: dividing the growth from 4096 to 65536 tokens by the additional
+# additions per rank counter gives nearly twice the assumed nanosecond per addition.
 #
 # ### Step 2: shared atomics
 #
-# **Idea.** Let each block count in its own **shared memory** (共享内存), which is near and has a queue of its own for
-# each block. In the end a block adds its counts to the global ones, an addition for each counter instead of one for
-# each token. The counters still must be zero before.
+# **Bottleneck.** Global atomics to the same address are serialised.
 #
-# **Prediction.** The three launches and the loads stay. The queue shrinks to one addition for each block.
+# **Idea.** Each CTA counts in its own **shared memory**. At the end it adds its counts to the global counters, one
+# global atomic per counter instead of one per token.
+#
+# **Prediction.** The three launches and the loads remain. Contention drops to one global addition per CTA and counter.
 
 
 # %%
@@ -451,24 +448,22 @@ if us("shared atomics"):
     print(f"two launches that write zeros: {200 * EMPTY_US[False] / us('shared atomics'):.0f} % of the time, or more")
 
 # %% [markdown]
-# **Look back.** The queue is gone: 65536 tokens take only some 2 us longer than one. What is left takes longer than
-# predicted, with one token too, where this step even loses to the one before. It has two barriers more, and a block's
-# 264 counters to clear and to hand on. And two of the three launches only write zeros. The last line says what share of
-# the time that is at the least, if each is no more than an empty kernel. Keep them in mind: step 7 does without.
+# **Explanation.** The contention is gone: 65536 tokens take less than one and a half times as long as one token. The
+# remaining latency is longer than predicted. For 1 and 64 tokens this step is slower than step 1; it adds two barriers,
+# and each CTA clears and flushes 264 counters. Two of the three launches only write zeros; step 7 removes them.
 #
-# ### Step 3: private counters, as in the document
+# ### Step 3: private counters, as in DeepEP's first version
 #
-# **Idea.** DeepEP goes another way. **Every thread has counters of its own**, so nobody else touches them, and no
-# addition must be atomic. A block cannot hold 256 counters for each of 256 threads, so the counters are dealt out:
+# **Idea.** **Each thread has its own counters**, so no addition needs to be atomic. Shared memory cannot hold 256
+# counters for each of 256 threads, so the counters are partitioned over CTAs:
 #
-# - Some blocks count experts, 32 each. Their counters are a table in shared memory of 256 threads by 32 experts.
-# - After them, some blocks count ranks, 8 each, in a table of 256 by 8. They also write the flags.
+# - Some CTAs count 32 experts each, in a shared-memory table of 256 threads x 32 experts.
+# - The remaining CTAs count 8 ranks each, in a table of 256 x 8. They also write the flags.
 #
-# Each block walks *all* tokens, a thread a token, 256 tokens a round, and counts only what is its own. In the end the
-# columns are added up (规约, a **reduction**): the block's first 32 (or 8) threads take a column each, and add 256
-# numbers.
+# Each CTA reads *all* tokens, 256 per iteration, one per thread, and counts only its own experts or ranks. A
+# **reduction** over the columns follows: each of the first 32 (or 8) threads sums one column of 256 counters.
 #
-# A small example, with 4 threads and 4 experts a block, computed:
+# With 4 threads and 4 experts per CTA:
 
 # %%
 torch.manual_seed(0)
@@ -485,27 +480,31 @@ for experts, ranks in ((256, 8), (64, 4), (384, 8), (256, 16)):
 print(f"tables: {256 * 32 * 4} bytes for experts, {256 * 8 * 4} for ranks")
 
 # %% [markdown]
-# It saves more than atomics. Counts are never added up between blocks, since each counter belongs to one block. So
-# nothing must be zero before, and one launch is enough. The kernel, in Numba:
+# Because each global counter belongs to exactly one CTA, nothing must be zeroed and one launch is sufficient. Our Numba
+# port of the kernel:
 
 # %%
 Markdown("```python\n" + inspect.getsource(deepep_layout.make_layout_kernel) + "```")
 
 # %% [markdown]
-# **The banks.** Shared memory has 32 **banks** of 4-byte words. Word `w` lies in bank `w % 32`, and a bank serves one
-# word at a time. When the 32 threads of a warp want different words of one bank, they must take turns: a **bank
-# conflict**. Now look at the table. A row has 32 words, so column `j` of *every* row lies in bank `j`. A picture with 8
-# banks:
+# **Bank conflicts.** Shared memory has 32 **banks** of 4-byte words; word `w` is in bank `w % 32`. In one wavefront a
+# bank serves one word. If the 32 lanes of a warp access different words of one bank, the access needs several
+# wavefronts: a **bank conflict**. A row of the table has 32 words, so column `j` of *every* row is in bank `j`. The
+# figure uses 8 banks:
 
 # %%
 draw.banks(8, (8, 9))
 
 # %% [markdown]
-# Who goes down a column? Not the counting of experts: there each thread is at its own token's expert. (Two threads at
-# the same expert do meet in its bank.) But the **clearing** does: all threads of a warp clear column 0, then column 1,
-# and so on. And so does the counting of ranks, in rows of 8 words. Let us count the turns that the banks of one block
-# need, for our ids, with rows of 32 words and of 33. The adding up at the end goes along a row: neighbours, different
-# banks.
+# The accesses to the table:
+#
+# - **Clearing** goes down the columns: all lanes of a warp clear column 0, then column 1, and so on. The counting of
+#   ranks also goes down the columns, in rows of 8 words.
+# - **Counting experts**: each lane accesses the column of its own token's expert. Lanes with the same expert conflict.
+# - **The reduction** reads along a row, without conflicts.
+#
+# The next cell counts the wavefronts of one CTA, with rows of 32 and of 33 words. (Its output calls the reduction
+# `adding up`.)
 
 
 # %%
@@ -539,9 +538,9 @@ CLEARING_US = {width: turns / CLOCK_MHZ for width, turns in CLEARING_TURNS.items
 print(f"the clearing alone: {CLEARING_US[32]:.1f} us with rows of 32, {CLEARING_US[33]:.2f} us with rows of 33")
 
 # %% [markdown]
-# **Prediction.** A launch, the clearing, and the walk: 4096 tokens are 16 rounds, and in each a thread loads 8 ids.
-# Between two loads stands a branch and perhaps a counter, so let us say that each waits for the one before. Then 256
-# additions in a row, some 4 clocks each.
+# **Prediction.** The launch, the clearing, the loop over the tokens, and the reduction. 4096 tokens are 16 iterations
+# of 8 loads per thread. A branch and possibly a counter update separate the loads, so the model assumes that each load
+# waits for the previous one. The reduction is 256 dependent additions of about 4 cycles.
 
 # %%
 WALK_US = 4096 / 256 * 8 * LOAD_US
@@ -569,20 +568,17 @@ if us("private counters"):
     print(f"when all tokens want the same experts it takes {skewed:.2f} times as long")
 
 # %% [markdown]
-# **Look back.** Each of the 9 blocks reads all ids, so the kernel reads them nine times, and it uses 9 of the GPU's 132
-# multiprocessors. More tokens mean more rounds, and no more blocks. A round takes more than twice as long as eight
-# loads from the L2, so something else than loads is in it. What, the prediction did not know; the next steps narrow it
-# down.
-#
-# We shall try three changes of this kernel. Each changes some lines of the document's source, which the next cell
-# prints, and nothing else.
+# **Explanation.** Each of the 9 CTAs reads all ids, and only 9 of the 132 SMs are used. More tokens mean more
+# iterations, not more CTAs. An iteration takes more than twice as long as eight dependent L2 loads, so the model misses
+# a cost. The next three steps change the port one property at a time to narrow it down. Each prints the lines that it
+# replaces.
 #
 # ### Step 4: rows of 33 words
 #
-# **Idea.** One word more in each row, which nobody uses. Then column `j` of row `t` lies in bank `(t + j) % 32`: down a
-# column all banks are different. (The table of the ranks gets rows of 9.)
+# **Idea.** Pad each row by one word. Column `j` of row `t` is then in bank `(t + j) % 32`, and a column access is free
+# of conflicts. (The rank table gets rows of 9 words.)
 #
-# **Prediction.** The clearing shrinks as counted above.
+# **Prediction.** The clearing takes the number of wavefronts counted above.
 
 
 # %%
@@ -613,20 +609,21 @@ lost_unless_fastest("rows of 33 words")
 look_back("rows of 33 words", "private counters", prediction)
 
 # %% [markdown]
-# **Look back.** The clearing does not depend on the tokens, so the differences should be alike for one token and for
-# many. They are not. With few tokens half of the prediction is there. (A store need not be waited for, so a part of the
-# turns had been hidden, we think.) From 4096 tokens on there is next to nothing, or a small loss. So there the blocks
-# that count experts, which have the large table, do not seem to be the slowest. That leaves the one block that counts
-# ranks. Rows of 9 words spare it seven of eight turns, and gain nothing there: something else must be what limits it.
+# **Explanation.** The clearing does not depend on the number of tokens, so the saving should be the same for all sizes.
+# For 1 and 64 tokens about half of it is measured. (Hypothesis: stores are asynchronous, so part of the wavefronts was
+# already hidden.) From 4096 tokens on there is no gain; 4096 and 65536 uniform tokens are slightly slower.
 #
-# ### Step 5: the same with atomics
+# A possible reason is that the CTA that counts ranks is the slowest one there. Padding to 9 words removes most of its
+# bank conflicts without a gain, so something else must limit it.
 #
-# **Idea.** Are private counters better than atomics? Steps 2 and 3 differ in more than that. So here is the document's
-# kernel with one row for the whole block, and atomic additions to it. The blocks and the walk stay as they are. There
-# is little to clear and nothing to add up, but a barrier more.
+# ### Step 5: the same kernel with atomics
 #
-# **Prediction.** Clearing and adding up go. But all threads of the block that counts ranks now add to the same 8 words,
-# and whoever adds to the same word must queue: a turn for each of them.
+# **Idea.** Steps 2 and 3 differ in more than private counters against atomics. To compare only these, this variant
+# keeps the CTAs and the loop of step 3, but gives each CTA a single row of counters and adds to it atomically. The
+# clearing and the reduction almost disappear; one barrier is added.
+#
+# **Prediction.** Clearing and reduction disappear. In the CTA that counts ranks all threads now add to the same 8
+# words. The model serialises these additions, one cycle each.
 
 # %%
 ATOMIC = (
@@ -681,23 +678,20 @@ for says, (private, wide, atomic) in private_or_atomic().items():
     )
 
 # %% [markdown]
-# **Look back.** This is the document's main argument, put to the test. What private counters cost is always there: to
-# clear a table that is 256 times as large, and to add it up. With few tokens that is more than half of the time. The
-# last two steps together say what the adding up costs: some 3 us, not the half that we predicted. Each addition waits
-# for its load from shared memory.
+# **Explanation.** Private counters have a constant cost: clearing and reducing a table with 256 times as many rows. For
+# 1 and 64 tokens this is more than half of the time. Comparing with step 4, where the clearing has few wavefronts,
+# shows that the reduction costs several times the prediction; a likely reason is that each addition also waits for its
+# load from shared memory.
 #
-# What atomics cost depends on how many threads want the same word at the same time. We predicted a queue of 16 us at
-# the ranks' counters, and see none of it: from 4096 tokens on the two kernels are equal. We have not looked up why.
-# Perhaps the additions of a warp are added up on the way, or they go on beside the loads, for which a thread has to
-# wait anyway.
+# The predicted contention at the rank counters does not appear: from 4096 tokens on both kernels take the same time. We
+# have not isolated the reason. Perhaps the additions overlap with the loads.
 #
-# ### Step 6: four experts a block
+# ### Step 6: 4 experts per CTA
 #
-# **Idea.** DeepEP itself changed one number later: 4 experts a block in place of 32. The tables are smaller, and there
-# are 65 blocks in place of 9.
+# **Idea.** A later version of DeepEP uses 4 experts per CTA instead of 32, so 65 CTAs run instead of 9.
 #
-# **Prediction.** A row of 4 words: there is an eighth to clear, and the banks conflict less. The walk over all tokens
-# stays as long as it was, and the block that counts ranks stays as it was.
+# **Prediction.** With rows of 4 words one eighth of the counters must be cleared, with fewer bank conflicts. The loop
+# over all tokens and the CTA that counts ranks do not change.
 
 # %%
 FOUR = (("EXPERTS_PER_BLOCK, RANKS_PER_BLOCK = 256, 32, 8", "EXPERTS_PER_BLOCK, RANKS_PER_BLOCK = 256, 4, 8"),)
@@ -711,24 +705,23 @@ lost_unless_fastest("4 experts a block")
 look_back("4 experts a block", "private counters", prediction)
 
 # %% [markdown]
-# **Look back.** With few tokens it gains what step 4 gains, for a like cause: its clearing takes fewer turns. With many
-# it gains next to nothing. The block that counts ranks has not changed, and a walk over all tokens is as long as
-# before. We suppose that this block is the slowest: for each id it divides, by a number that is known only when the
-# kernel runs, and it keeps its flags in local memory (see the claims).
+# **Explanation.** For 1 and 64 tokens the saving is about that of step 4, because the clearing needs fewer wavefronts.
+# For more tokens the gain is at most a few percent. Hypothesis: the CTA that counts ranks is the slowest, since it
+# divides each id by a number that is only known at run time and keeps its flags in local memory (see section 7).
 #
-# In any case blocks are no remedy for a walk that every block makes alone. They should share the tokens, not the
-# counters. But then the counts must meet, and step 2 paid for that with launches that write zeros.
+# More CTAs do not help while each of them reads all tokens. They should partition the tokens instead of the counters.
+# Then their counts must be summed, for which step 2 needed zeroed counters.
 #
 # ### Step 7: one cluster
 #
-# **Idea.** A **thread block cluster** is a group of blocks, up to 8 on any Hopper GPU, that run at the same time, have
-# a barrier in common, and can store into each other's shared memory. One cluster of 8 blocks shares the tokens. Each
-# block counts into its own counters, as in step 2. Then each block takes a share of the counters, an eighth. Every
-# block sends it its own counts of that share; they meet at the barrier; the share is added up and stored. Nothing needs
-# to be zero beforehand, and nothing goes through global memory but ids, flags and results.
+# **Idea.** A **thread block cluster** is a group of CTAs (up to 8 portably) that are co-scheduled, have a common
+# barrier, and can access each other's shared memory (**distributed shared memory**). One cluster of 8 CTAs partitions
+# the tokens. Each CTA counts into its own shared memory, as in step 2. Then each CTA reduces one eighth of the
+# counters: every CTA stores its counts of that eighth into the reducing CTA's shared memory, a cluster barrier follows,
+# and the reducing CTA sums and stores the results. Nothing must be zeroed by a separate launch.
 #
-# **Prediction.** Step 2 without its two launches of zeros. Two meetings of the cluster come in addition, at a quarter
-# of a microsecond each.
+# **Prediction.** Step 2 without the two zeroing launches, plus two cluster barriers of an assumed quarter of a
+# microsecond each.
 
 
 # %%
@@ -789,20 +782,19 @@ lost_unless_fastest("one cluster")
 look_back("one cluster", "shared atomics", prediction)
 
 # %% [markdown]
-# **Look back.** A little better than predicted: it seems that a launch that writes zeros costs more than an empty
-# kernel. But with 65536 tokens step 2 is nearly four times as fast. It has 256 blocks on all multiprocessors, and here
-# are 8. Each thread has 16 rounds, and in each it waits for 8 loads, one after the other. For few tokens only the first
-# warps have work. The rounds and the idle warps can be mended; eight multiprocessors they remain.
+# **Explanation.** The measured saving is larger than predicted; possibly a zeroing launch costs more than an empty
+# kernel. For 65536 tokens step 2 is much faster: it has 256 CTAs on all SMs, this kernel has 8. Here each thread has 16
+# iterations of 8 dependent loads. The next step shortens these, but still uses only 8 SMs.
 #
-# ### Step 8: teams of lanes
+# ### Step 8: a group of lanes per token
 #
-# **Idea.** The package's kernel is the cluster of step 7, with another way to share the tokens out. A **team** of 8
-# neighbouring lanes takes a token, and each lane one of its ids. So all ids of a token are loaded at once, and
-# neighbouring lanes load neighbouring words. Each lane has the ids of four tokens on their way before it looks at the
-# first. Three shuffles tell each lane of the team which ranks the token visits, and each lane writes one rank's flag.
-# How many tokens a rank gets, a lane counts in a register, with one atomic addition at the end.
+# **Idea.** The package's kernel uses the cluster of step 7 and distributes the tokens differently. A **group** of 8
+# neighbouring lanes processes one token, one id per lane, so all ids of a token are loaded at once and the loads are
+# coalesced. Each lane issues the loads for four tokens before it uses the first. Three shuffles combine the group's
+# rank masks, and each lane writes the flag of one rank. Each lane counts the tokens of its rank in a register and adds
+# the count once at the end. The step is labelled `teams of lanes`.
 #
-# **Prediction.** One round of loads in place of 8 for 4096 tokens, and 8 shared atomics less for each token.
+# **Prediction.** One round of loads instead of 8 for 4096 tokens, and 8 fewer shared atomics per token.
 
 # %%
 MANY_THREADS = 4 * THREADS
@@ -822,16 +814,15 @@ measure("teams of lanes", run_teams, prediction)
 look_back("teams of lanes", "one cluster", prediction)
 
 # %% [markdown]
-# **Look back.** As predicted for 4096 tokens, and the time for 65536 is nearly halved.
+# **Explanation.** Close to the prediction; for 65536 tokens the time drops to little more than half.
 #
-# ### Step 9: the package
+# ### Step 9: the package's function
 #
-# **Idea.** `moe_numba.expert_parallel.get_dispatch_layout` launches this kernel with **programmatic dependent launch**:
-# its blocks take their places and clear their counters while the kernel ahead of it still ends (see notebook 01). It
-# takes any number of ranks from 1 to 8, up to 1024 experts and up to 32 of them for a token, and whatever is no
-# expert's number counts nowhere.
+# **Idea.** `moe_numba.expert_parallel.get_dispatch_layout` launches this kernel with **programmatic dependent launch**
+# (notebook 01): its CTAs start and clear their counters while the preceding kernel finishes. The function supports 1 to
+# 8 ranks, up to 1024 experts and a `topk` of up to 32, and ignores invalid ids.
 #
-# **Prediction.** What an empty kernel gains by that.
+# **Prediction.** The saving of programmatic dependent launch for an empty kernel.
 
 
 # %%
@@ -846,16 +837,15 @@ measure("final", run_package, prediction)
 look_back("final", "teams of lanes", prediction)
 
 # %% [markdown]
-# **Look back.** Far more than the gain of an empty kernel. That one has nothing to do before the launch ahead of it has
-# ended. This one has: its cluster takes its places, its blocks meet for the first time, the counters are cleared. And
-# it lets the next launch come when it has counted, before its own counts have met. (Here the kernel ahead is the same
-# one, launched again and again. Behind another one the gain may be another.)
+# **Explanation.** The saving is much larger than for an empty kernel, which has no work to overlap. This kernel starts
+# its cluster, arrives at the first cluster barrier and clears its counters before it waits for the preceding kernel,
+# and it allows the next launch as soon as its tokens are counted, before the reduction. After another kernel than
+# itself the gain may differ.
 #
-# ### A check must be able to fail
+# ### Negative tests: wrong results must be rejected
 #
-# Three results that are wrong on purpose. The first comes from a kernel that writes a count where a flag belongs: a
-# token with two experts on a rank gets a 2, which is as true as a 1 to most readers, but not to one that adds up. The
-# second counts a token for a rank once for each expert. The third forgets the last token.
+# Three wrong results: counts instead of flags (a 2 is also true, but wrong for a caller that sums the flags),
+# `num_tokens_per_rank` counted once per expert, and a missing last token.
 
 
 # %%
@@ -882,7 +872,8 @@ for name, run in (
 # %% [markdown]
 # ## 5. The sweep over tokens
 #
-# The best of each kind, from 1 token to 65536:
+# One line per approach, from 1 to 65536 tokens; `document` is step 3, `document, atomics` is step 5, `moe_numba` is
+# step 9.
 
 # %%
 SWEPT = {
@@ -933,14 +924,13 @@ for tokens in LINES["moe_numba"] if LINES else ():
     print(f"{tokens:6} tokens: {own:6.2f} us; the document's kernel {theirs:7.2f} us, {theirs / own:.1f} times as long")
 
 # %% [markdown]
-# One line is missing in the figure, that of step 2. Up to 4096 tokens it lies far above the package's, but with 65536
-# tokens shared atomics in 256 blocks take half of the package's time (see the lines of steps 2 and 9). We leave it at
-# that. A rank that sends 65536 tokens has milliseconds of sending before it. So eight multiprocessors are enough here,
-# and the other 124 are left to whatever runs beside.
+# The sweep does not include step 2. Up to 4096 tokens it is much slower than the package's kernel; at 65536 tokens,
+# with 256 CTAs, it takes about half as long (see the times printed by steps 2 and 9). We keep the cluster: sending
+# 65536 bfloat16 rows of 7168 numbers takes milliseconds over NVLink.
 #
 # ### The whole ladder
 #
-# All steps once more, measured by turns, so that a clock that drifts hits all of them alike.
+# All steps once more, measured interleaved.
 
 # %%
 ladder.measure_all()
@@ -951,11 +941,11 @@ ladder.plot(floor_us=FLOOR_US)
 # %% [markdown]
 # ## 6. The buffer
 #
-# The layout needs one GPU. All that follows needs memory that other GPUs can reach, and the article begins with it. A
-# **buffer** (缓冲区) is made once, before the first token travels.
+# The layout needs only one GPU. Dispatch and combine need memory that other GPUs can access. A **buffer** is allocated
+# once, before the first dispatch.
 #
-# **Which rank is where?** A host has up to 8 GPUs that see each other over NVLink. From the number of a rank follow its
-# host, `rdma_rank`, and its place there, `nvl_rank`:
+# **Rank numbering.** A node has up to 8 GPUs connected by NVLink. The rank determines the node, `rdma_rank`, and the
+# GPU within the node, `nvl_rank`:
 
 # %%
 PEERS = draw.PEERS  # DeepEP's NUM_MAX_NVL_PEERS
@@ -969,10 +959,10 @@ print(
 # %% [markdown]
 # **One allocation.** Each rank calls `cudaMalloc` once. The allocation has four parts:
 #
-# 1. the data, `num_nvl_bytes`: where tokens arrive;
-# 2. signals, an int for each GPU of the host, with which the GPUs wait for each other; they begin as zero;
-# 3. `buffer_ptrs`: room for the addresses of all GPUs' buffers;
-# 4. `barrier_signal_ptrs`: the same for their signals.
+# 1. the data, `num_nvl_bytes`, where tokens arrive;
+# 2. barrier signals, one int per GPU of the node, initially zero;
+# 3. `buffer_ptrs`, the addresses of all GPUs' buffers;
+# 4. `barrier_signal_ptrs`, the addresses of all GPUs' barrier signals.
 #
 # To scale, with 2 GB of data as in DeepEP's test:
 
@@ -980,20 +970,19 @@ print(
 draw.buffer_map(2 * 10**9)
 
 # %% [markdown]
-# (A second size, `num_rdma_bytes`, is for what goes between hosts. The article calls the two a double buffer, 双缓冲.
-# They are two buffers for two networks, and do not take turns. The low-latency kernels get `num_nvl_bytes = 0`.)
+# (A second buffer, of `num_rdma_bytes`, is for traffic between nodes. They serve two networks and are no double buffer,
+# as the article calls them.)
 #
-# **Handles.** An address means something in one process only. CUDA IPC (inter-process communication) helps: the owner
-# asks for a **handle**, 64 bytes that name the allocation (`cudaIpcGetMemHandle`). The handles go around
-# (`all_gather_object`), and each process opens those of its host's other GPUs (`cudaIpcOpenMemHandle`, told to allow
-# access from GPU to GPU as well, `cudaIpcMemLazyEnablePeerAccess`). It gets an address of its own for that memory
-# (内存映射, memory mapping), and a kernel can load and store there, over NVLink. This is what `sync` does. Then it
-# copies the two lists of addresses into parts 3 and 4: a kernel cannot read the host's lists.
+# **IPC handles.** A device address is valid in one process only. CUDA IPC (inter-process communication) shares
+# allocations: the owner creates a 64-byte **handle** (`cudaIpcGetMemHandle`), the ranks exchange the handles
+# (`all_gather_object`), and each process opens those of the node's other GPUs (`cudaIpcOpenMemHandle` with
+# `cudaIpcMemLazyEnablePeerAccess`). Opening maps the memory into the process and returns an address, which kernels can
+# load from and store to over NVLink. This is what `sync` does. It then copies both lists of addresses into parts 3 and
+# 4, where kernels can read them.
 #
-# A process cannot open its own handle, so we start a second one. Its kernel stores into our buffer. The kernel takes an
-# address from a list in memory and makes it a pointer, as the kernels that exchange tokens do. In the simulator there
-# is one process: there a buffer is **registered**, and its address then stands for it, for the kernels of all simulated
-# ranks.
+# A process cannot open its own handle, so the next cell starts a second process, whose kernel stores into this
+# process's buffer. In the simulator all ranks run in one process; a **registered** buffer has an address that is valid
+# for the kernels of all simulated ranks.
 
 
 # %%
@@ -1093,16 +1082,14 @@ if not simulator.ENABLED and SHARED:
 ladder.save(notebook_sources("notebooks/07_dispatch_layout.py"))
 
 # %% [markdown]
-# Both processes used the same GPU here. With two GPUs nothing changes but the way that the stores take. The name of the
-# error that a process gets for its own handle misleads: the device is all right. Two more things to know: a handle is
-# for a whole `cudaMalloc`, not for a piece of some pool, so torch's usual memory cannot be shared this way. And the
-# owner must not free before all others have closed.
+# Both processes use the same GPU here; with two GPUs the same stores travel over NVLink. Two rules: a handle refers to
+# a whole `cudaMalloc` allocation, so tensors from torch's caching allocator cannot be shared this way; and the owner
+# must not free the memory before all other processes have closed it.
 #
-# **Counters on the host.** After the layout the ranks will tell each other how many tokens to expect, and the *host*
-# must know the sum, to allocate the output. So the last thing that the constructor makes are counters (计数器) in
-# **pinned** host memory (memory that the operating system does not move), mapped so that a GPU can store into it: one
-# for all tokens that will come, and one for each of the rank's experts. They begin at -1, and the host looks again and
-# again (it **polls**) until the number is there. No copy is called for.
+# **Counters in pinned host memory.** After the layout the ranks exchange counts, and the *host* needs the total to
+# allocate the output. The constructor therefore allocates counters in **pinned** (page-locked) host memory that is
+# mapped into the GPU's address space: one for all tokens to be received and one per local expert. They start at -1, and
+# the host **polls** until the kernel has stored the number. No explicit copy is needed.
 
 
 # %%
@@ -1120,17 +1107,13 @@ print(f"the host saw {int(counter[0])} tokens; it looked {'once' if looks == 1 e
 assert counter[0] == per_rank.sum()
 
 # %% [markdown]
-# **Between hosts** DeepEP uses NVSHMEM, a library in which all GPUs of a group (通信组) own a piece of one large
-# memory. One process makes a unique id, all others join with it, and memory that all of them allocate together can be
-# reached from each of them, by the network card if need be (IBGDA: the GPU itself gives the card its orders). For the
-# normal kernels a group has one GPU of each host, those with the same `nvl_rank`; for the low-latency ones it has all
-# GPUs. Networks are outside of this course, and with them NVSHMEM's environment variables, its ways to start, its
-# teams, and the counter of rows that come by network. Inside a host none of it is needed.
+# **Between nodes** DeepEP uses NVSHMEM: every GPU can access the memory that a group of GPUs allocates collectively,
+# over the network if necessary. For the normal kernels a group has one GPU per node, those with the same `nvl_rank`.
+# This course does not cover it.
 #
-# ## 7. The document's claims
+# ## 7. The article's claims
 #
-# A verdict is computed, never typed. Where it needs a figure that is not recorded, it says so. Some need the machine
-# code, which a compiler makes without a GPU:
+# [The appendix](appendix_claims.ipynb) applies one set of rules to all articles.
 
 
 # %%
@@ -1286,15 +1269,15 @@ claims.append(
 Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
 
 # %% [markdown]
-# Two of the verdicts need a word more. Private counters against atomics is, from 4096 tokens on, a draw: what differs
-# there is a per cent or so. The atomics win with few tokens, and by far. And that the banks cost nothing is said of
-# 4096 tokens; with one token the conflicts cost 2 of 9 us (step 4). Nor do these figures judge DeepEP's own kernel,
-# which is CUDA C++: they are of the document's way, as Numba compiles it.
+# How to read the table:
 #
-# ## 8. Faults to know
+# - `refuted` applies to our Numba port. DeepEP's own kernel is CUDA C++ and may behave differently, so the appendix
+#   lists the comparison with atomics and the question of registers as "different setup".
+# - The row on bank conflicts is about 4096 tokens. For one token, conflict-free rows do save time (step 4).
 #
-# Each is a change of a line or two in the document's kernel, and tried in the simulator, on a small input. Where a GPU
-# runs this notebook, the simulator runs in a process of its own.
+# ## 8. Common bugs
+#
+# Each bug is a change of one or two lines in the port, run in the simulator on a small input.
 
 
 # %%
@@ -1337,45 +1320,49 @@ for name, said in in_simulator(faults, FAULTS, constants=SMALL_SIZES).items():
     print(f"{name}: {said}")
 
 # %% [markdown]
-# - **The barrier.** Without it a thread adds up counters that another has not counted yet. On a GPU the result may be
-#   right a million times.
-# - **One row.** Two threads read the same number, both add 1, both write. One is lost.
-# - **An id's lower end.** An expert of a block before, or -1, is looked up in front of the row.
-# - **Cut to 32 bits.** The article's code makes an `int` of each 64-bit id. An id such as 2**32 + 1 then is expert 1.
-#   No gate gives such ids, but memory that nobody wrote may.
+# - **No barrier.** A thread sums counters that other threads have not written yet. On a GPU the result may be correct
+#   in most runs.
+# - **One row without atomics.** Two threads read the same value, both add 1, and both store: one addition is lost.
+# - **Counters not cleared.** Shared memory is uninitialised.
+# - **No lower-bound test.** An expert of an earlier CTA, or -1, becomes a negative index.
+# - **Ids truncated to 32 bits.** The article's code converts each 64-bit id to `int`, so an id of 2**32 + 1 becomes
+#   expert 1. A gate does not produce such ids, but uninitialised memory may contain them.
 #
 # ## 9. Exercises
 #
-# Each can be done in the simulator. `check` tells whether a kernel is right; a GPU tells whether it is fast.
+# Each can be solved in the simulator; `check` decides whether a kernel is correct.
 #
-# 1. **Clear along the row.** Keep rows of 32 words, and clear the table without a bank conflict.
-#    *Hint: it is one piece of memory. Which words should the 32 lanes of a warp clear at the same time? What must stand
-#    between clearing and counting then?*
-# 2. **Add up faster.** 32 threads add up 256 numbers each, and 224 watch. Let all 256 take part.
-#    *Hint: thread `t` takes column `t % 32`, and every eighth row. Who adds up the rest? Look at the banks.*
-# 3. **Loads first.** In step 7 a thread waits for each id. Load all of them into a `cuda.local.array` before the first
-#    is counted. For which sizes does it pay?  *Hint: step 8 of notebook 02.*
-# 4. **Fewer atomics for ranks.** In step 2 all lanes of a warp add to the same 8 words. Let one lane add for all.
+# 1. **Clear along the rows.** Keep rows of 32 words and clear the table without bank conflicts.
+#    *Hint: treat the table as one array. Which words should the 32 lanes of a warp clear together? What must then
+#    separate clearing and counting?*
+# 2. **Parallelise the reduction.** 32 threads sum 256 counters each while 224 are idle. Use all 256 threads.
+#    *Hint: thread `t` takes column `t % 32` and every eighth row. How are the partial sums combined? Check the banks.*
+# 3. **Issue the loads first.** In step 7 a thread waits for each id. Load all of them into a `cuda.local.array` before
+#    counting the first. For which sizes does this help?
+#    *Hint: step 8 of this notebook.*
+# 4. **Fewer atomics for the ranks.** In step 2 all lanes of a warp add to the same 8 words. Let one lane add for the
+#    whole warp.
 #    *Hint: `cuda.ballot_sync` of a flag, then `cuda.popc`.*
-# 5. **Global atomics without zeros.** Let step 2 clear the global counters without launches of their own.
-#    *Hint: the kernel of one call could clear those of the next. What if two streams call at the same time?*
-# 6. **Two launches at once.** The package's kernel has no scratch memory. Why does that matter to two CUDA graphs that
-#    run side by side?  *Hint: notebook 02 hands counts over in global memory. What does it need there?*
-# 7. **A peer's peer.** Let rank 1 store into rank 0's buffer through the list in *rank 0's* buffer.
-#    *Hint: in the simulator both lists are alike. In two processes they are not. Why?*
+# 5. **Zero without extra launches.** Let step 2 zero the global counters without separate launches.
+#    *Hint: the kernel of one call can zero the counters of the next. What if two streams call at the same time?*
+# 6. **Concurrent launches.** The package's kernel has no scratch memory. Why does this matter for two CUDA graphs that
+#    run concurrently?
+#    *Hint: kernels that pass counts through global memory need scratch memory. What happens if two launches share it?*
+# 7. **Pointers are per process.** Let rank 1 store into rank 0's buffer through the list in *rank 0's* buffer.
+#    *Hint: in the simulator both lists are equal. Why do they differ between two processes?*
 #
 # ## 10. Sources
 #
-# - The article: BoLi2001, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025,
-#   in Chinese.
+# - The article: BoLi2001, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in
+#   Chinese.
 # - The code: [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `csrc/kernels/layout.cu`, `csrc/deep_ep.cpp`
-#   and `deep_ep/buffer.py` of its first version. Its commit `d4f3497` went from 32 experts a block to 4.
+#   and `deep_ep/buffer.py` of its first version. Commit `d4f3497` changed 32 experts per CTA to 4.
 # - On clusters and IPC: NVIDIA, *CUDA C++ Programming Guide*, "Thread Block Clusters" and "Interprocess Communication";
 #   *PTX ISA*: `barrier.cluster`, `st.shared::cluster`.
 #
 # ## The final kernel
 #
-# This is what `moe_numba.expert_parallel.get_dispatch_layout` runs.
+# The kernel of `moe_numba.expert_parallel.get_dispatch_layout`.
 
 # %%
 from moe_numba.expert_parallel.kernels import dispatch_layout as final_kernel

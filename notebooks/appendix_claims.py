@@ -12,11 +12,11 @@
 # ---
 
 # %% [markdown]
-# # Appendix: what the articles claim
+# # Appendix: the articles' claims
 #
-# The course follows five articles. This notebook lists what they claim and what was found here. It builds nothing: the
-# times come from the records of the other notebooks and benchmarks, and the checks of code run below, most of them in
-# the simulator. Descriptions of what a line of code does are left out, unless a check can decide them.
+# The course follows five articles. This notebook lists their claims and the results found here. It contains no kernels
+# of its own: times come from the records of the other notebooks and benchmarks, and the checks of code run below, most
+# of them in the simulator. Statements that only describe a line of code are omitted unless a check can decide them.
 
 # %%
 from IPython.display import Markdown
@@ -30,23 +30,24 @@ claims.contents()
 # %% [markdown]
 # ## How a verdict is computed
 #
-# Each claim has a quotation (translated), a quantity that decides it, a threshold, and the way in which the quantity is
-# measured or checked here. One function, `moe_numba.course.verdicts.verdict`, computes the verdict from them:
+# Each claim has a translated quotation, a quantity that decides it, a threshold, and the method by which the quantity
+# is measured or checked. One function, `moe_numba.course.verdicts.verdict`, computes the verdict:
 #
-# 1. Without a result the verdict is **not measured**, and the table says what a measurement needs.
-# 2. If what was measured is not what the article speaks of, the verdict is **different setup**, whatever the number.
-#    The column "like for like" names the difference.
+# 1. Without a result the verdict is **not measured**, and the table names what a measurement requires.
+# 2. If the measured quantity is not the one that the article describes, the verdict is **different setup**, independent
+#    of the number. The column "like for like" names the difference.
 # 3. If the threshold is met, the verdict is **reproduced** for a measurement, **arithmetic holds** if the claim follows
-#    from the article's own numbers, with nothing measured, and **holds for the code** if it is about code.
+#    from the article's own numbers without a measurement, and **holds for the code** if it is about code.
 # 4. Otherwise it is **not reproduced**, **arithmetic does not hold** or **does not hold for the code**.
 #
-# "Like for like" is "yes" for the article's own code under all conditions that it names, and for its listings and its
-# numbers. "Numba port" is a kernel of this course that follows the article's listing statement by statement. A port
-# can only confirm a claim about which of two versions is faster, which part is largest, or what the code does: if it
-# misses the threshold, the article's own kernel may differ, and the verdict is "different setup". It does not decide a
-# figure, such as a percentage, because that depends on the compiler and the GPU: rule 2 applies, whatever the number.
+# "Like for like" is "yes" for the article's own code under all conditions that the article names, and for its listings
+# and numbers. "Numba port" is a kernel of this course that follows the article's listing statement by statement. A port
+# can only confirm claims about which of two versions is faster, which part is largest, or what the code does. If it
+# misses the threshold, the verdict is "different setup", because the article's own kernel may behave differently. A
+# port does not decide absolute figures such as percentages, which depend on the compiler and the GPU; rule 2 applies to
+# them.
 #
-# The thresholds stand in the tables, behind the quantity. Those of times and figures follow four rules:
+# The tables list each threshold after the quantity. Thresholds of times and figures follow four rules:
 
 # %%
 Markdown(f"""
@@ -60,16 +61,17 @@ Markdown(f"""
 """)
 
 # %% [markdown]
-# The records, each of which names the GPU, the versions and the code that it was measured with:
+# The records, with the GPU and the commit of each measurement. "yes" in the last column means that the measured code,
+# or code that it uses, has changed since and that the measurement has not been repeated:
 
 # %%
 claims.measured()
 
 # %% [markdown]
-# ## The numbers of verdicts
+# ## Verdicts per article
 #
-# A port that misses its threshold counts as "different setup", so "not reproduced" is left for the article's own code and
-# for statements about the hardware.
+# A port that misses its threshold counts as "different setup". "Not reproduced" is therefore left for the article's own
+# code and for statements about the hardware.
 
 # %%
 claims.summary()
@@ -77,8 +79,8 @@ claims.summary()
 # %% [markdown]
 # ## Gate
 #
-# The measured kernel is SGLang's, compiled by nvcc from the source that the article prints, beside torch.compile on the
-# same H200.
+# The measured kernel is SGLang's, compiled with nvcc from the source that the article prints, next to torch.compile on
+# the same H200.
 
 # %%
 claims.table("gate")
@@ -86,8 +88,8 @@ claims.table("gate")
 # %% [markdown]
 # ## Align
 #
-# The measured kernels are Numba ports of the five versions with 256 experts, top-8 and `block_size` 16, unless a row
-# says otherwise.
+# The measured kernels are Numba ports of the article's five versions, with 256 experts, top-8 and `block_size` 16
+# unless a row states otherwise.
 
 # %%
 claims.table("align")
@@ -95,7 +97,7 @@ claims.table("align")
 # %% [markdown]
 # ## Shared experts
 #
-# The article serves a whole model with eight GPUs. The records have one layer on one GPU, with another grouped GEMM.
+# The article serves a whole model on eight GPUs. The records measure one layer on one GPU, with another grouped GEMM.
 
 # %%
 claims.table("shared experts")
@@ -103,8 +105,8 @@ claims.table("shared experts")
 # %% [markdown]
 # ## DeepEP
 #
-# The article prints code and gives no times, so nearly all of its claims are about code. The checks run a port of its
-# listings in the simulator, with two ranks.
+# The article prints code and reports no times, so nearly all of its claims are about code. The checks of code run a
+# port of its listings in the simulator, with two ranks where ranks communicate.
 
 # %%
 claims.table("DeepEP")
@@ -112,8 +114,8 @@ claims.table("DeepEP")
 # %% [markdown]
 # ## hpc-ops
 #
-# The measured kernels are a Numba port of hpc-ops' two kernels, with 32 groups, n 4096 and k 7168, unless a row says
-# otherwise.
+# The measured kernels are Numba ports of hpc-ops' two kernels, with 32 groups, n = 4096 and k = 7168 unless a row
+# states otherwise.
 
 # %%
 claims.table("hpc-ops")
