@@ -388,8 +388,8 @@ if TIMED:
 
 # %% [markdown]
 # One SM reaches only a fraction of the link's bandwidth, nearly the same one with stores, with bulk copies, and with
-# bulk loads before them. Several SMs must therefore send. We run DeepEP's kernel with 24 SMs, of which half send and
-# half receive.
+# bulk loads before them. Several SMs must therefore send. We run our port of DeepEP's kernel with 24 SMs, of which half
+# send and half receive.
 #
 # ## 3. The first store to a peer
 #
@@ -444,7 +444,7 @@ print("rank 1 read", got[:8].tolist(), "...")
 assert got.tolist() == list(range(100, 164))
 
 # %% [markdown]
-# To measure the latency of a message, two ranks play ping-pong: each waits for the other's flag and replies.
+# The one-way latency follows from a ping-pong between two ranks: each waits for the other's flag and replies.
 
 
 # %%
@@ -679,17 +679,17 @@ measure("torch", torch_dispatch, prediction)
 look_back("torch", predicted=prediction)
 
 # %% [markdown]
-# **Look back.** Copies between GPUs run on copy engines and use no SMs. However, each copy has a setup cost, the copies
-# of a stream run one after the other, and the link is idle during the gather.
+# **Look back.** Copies between GPUs run on copy engines and use no SMs. The step takes longer than predicted; the
+# prediction contains no cost per copy or launch, and none for the barrier.
 #
 # ### Step 1: NCCL
 #
 # **Idea.** NCCL is NVIDIA's library for collective communication, used by torch. A rank counts its rows, exchanges the
 # counts, waits on the host for the sizes, gathers its rows, and calls `torch.distributed.all_to_all_single`. Here the
 # counts are known, as in all steps. NCCL needs one process per rank, but our ranks are threads of one process. The
-# functions therefore take the collective as an argument, `all_to_all`. For the check in this process it is emulated:
-# each rank copies its slices from the other ranks' rows. For the timing, separate processes run the same functions with
-# NCCL on tokens drawn from the same distribution; they too check the received rows first.
+# functions therefore take the collective as an argument, `all_to_all`. The check in this process emulates it: each rank
+# copies its slices from the other ranks' rows. For the timing, separate processes run the same functions with NCCL on
+# tokens drawn from the same distribution, and check the received rows first.
 #
 # **Prediction.** As for torch: the wire time plus the gather.
 
@@ -848,9 +848,9 @@ measure("naive, all SMs", naive_dispatch(ALL_SMS), prediction, num_sms=ALL_SMS)
 look_back("naive, all SMs", "torch", prediction)
 
 # %% [markdown]
-# **Look back.** The kernel is short and writes each row once, directly to its place, at nearly the lower bound.
-# DeepEP's second version and TileScale's port also avoid the rings. The kernel has two disadvantages: it uses all SMs,
-# and the host must wait for the counts. The section "With the counts" below measures a call that includes them.
+# **Look back.** The kernel is short and writes each row once, directly to its place, at nearly the lower bound. The
+# kernel has two disadvantages: it uses all SMs, and the host must wait for the counts. The section "With the counts"
+# below measures a call that includes them.
 #
 # **The same kernel with few SMs.** A server computes while tokens are sent, so the kernel should leave most SMs free.
 # We use as many CTAs as for DeepEP's kernel.
@@ -1061,7 +1061,7 @@ show(deepep_dispatch.make_receive_rows, "def receive_rows", "return receive_rows
 # with `ld.global.nc`, which is specified for memory that is read-only during the kernel. The PTX memory model does not
 # guarantee that this is correct. Our port uses acquire loads, release stores, and ordinary loads of the ring.
 #
-# ### In slow motion
+# ### The rings over time
 #
 # The simulator records every store to a flag and every row written. The figure shows the example with one channel and
 # rings of two rows, so that the slot index wraps around. Each line is one ring.
@@ -1169,9 +1169,9 @@ for name, sms in RINGS.items():
 
 # %% [markdown]
 # **Look back.** Half of the CTAs send, so a sending CTA moves twice the figure printed for each SM. This is less than
-# the rate of one CTA in section 2, and it falls with the number of SMs, although the link is not saturated. A sender
-# has more work than the stores of section 2: it loads rows, polls the head, waits at the barrier for the other warps,
-# and executes a release. These waits are the likely cause; the next section measures one of them.
+# the rate of one CTA in section 2, and it falls as the number of SMs grows, although the link is not saturated. A
+# sender has more work than the stores of section 2: it loads rows, polls the head, waits at the barrier for the other
+# warps, and executes a release. These waits are the likely cause; the next section measures one of them.
 #
 # ## 7. The package's dispatch
 #
@@ -1370,8 +1370,9 @@ look_back("final", FEW)
 # only receive. The naive kernel copied it once, but the host had to compute the row indices, and the rows passed
 # through registers. Neither is necessary: after `notify` each rank's *GPU* has all counts, and a warp that processes
 # its channel's tokens in order can increment a row index per rank. Bulk copies move the rows. All CTAs send, and each
-# row is written directly to its place in the destination rank's `recv_x`; no CTA receives. (The package uses at most 16
-# sending CTAs, regardless of `num_sms`; see `num_direct_senders`.)
+# row is written directly to its place in the destination rank's `recv_x`; no CTA receives. The step's label is
+# "straight to an output". (The package uses at most 16 sending CTAs, regardless of `num_sms`; see
+# `num_direct_senders`.)
 
 # %%
 show(dispatch_direct.make_dispatch_direct, "while token < end:", "if has_next:")
@@ -1599,8 +1600,8 @@ ladder.plot(floor_us=FLOOR_US)
 
 # %% [markdown]
 # **Result.** With known counts the naive kernel on all SMs is the fastest step, close to the lower bound. With at most
-# 24 SMs the package's two kernels are faster than the naive kernel and than our port of DeepEP's ring. The time of
-# torch differs noticeably from its first measurement above.
+# 24 SMs the package's two kernels are faster than the naive kernel and our port of DeepEP's ring, each on 24. The time
+# of torch differs noticeably from its first measurement above.
 #
 # ## 8. Faults
 #
@@ -1996,8 +1997,7 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #
 # ## The final kernel
 #
-# The kernel that `Buffer.dispatch` runs, and then the kernel that it runs if an output is passed. `pipeline` is
-# `bulk_pipeline.py` on Hopper and `register_pipeline.py` on older GPUs.
+# The kernels that `Buffer.dispatch` runs: with rings, and with direct writes if an output is passed.
 
 # %%
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")

@@ -155,7 +155,7 @@ for channel, tokens in enumerate(inputs.channel_ranges(4, CHANNELS)):
 
 # %% [markdown]
 # `send_head` starts at 0 in each channel, because each channel has its own queues. Combine thus needs less than
-# dispatch: no row index travels, no counts are exchanged, and the host waits for nothing.
+# dispatch: no row index has to be sent, no counts are exchanged, and the host does not wait.
 #
 # ## 2. The reference
 #
@@ -381,10 +381,9 @@ def piece(function, begin, end):
 piece(deepep_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n    def fill_in", "    @cuda.jit\n")
 
 # %% [markdown]
-# The next cell runs it on all ranks, with the same pattern as all further steps. `LocalGroup(n).run(work)` calls
-# `work(transport)` for each rank in a separate thread; the **transport** has the rank, allocates memory that all ranks
-# can access, and launches kernels that wait for kernels of other ranks. A step is a context manager `make(transport)`:
-# it allocates, yields the function that executes the step, and frees the memory.
+# The next cell runs it on all ranks of a `LocalGroup` (notebook 08), like all further steps. A step is a context
+# manager `make(transport)`, called once per rank: it allocates, yields the function that executes the step, and frees
+# the memory.
 
 
 # %%
@@ -425,8 +424,7 @@ assert GAPS_RIGHT
 # ## 5. The ladder
 #
 # Each step returns all rows and sums them, on all ranks. On GPUs each rank has 4096 tokens of 7168 elements, with the
-# top 8 of 256 experts. Steps with rings use 24 SMs; the others use the whole GPU, and no other kernel can run
-# meanwhile.
+# top 8 of 256 experts. Steps with rings use 24 SMs; the others use the whole GPU and leave no SM for other kernels.
 #
 # Each step is checked before it is timed. The check runs the step twice, with different rows first, so that results of
 # an earlier call in a buffer cannot pass. **CUDA events** around several consecutive calls measure the time. Each GPU's
@@ -557,8 +555,8 @@ measure("torch", make_torch, prediction)
 look_back("torch", predicted=prediction)
 
 # %% [markdown]
-# **Look back.** Nothing overlaps: the copies and the summation alternate, and torch needs several passes over memory
-# where one kernel needs one.
+# **Look back.** The step takes longer than predicted. The copies and the summation do not overlap, and torch needs
+# several passes over memory where one kernel needs one.
 #
 # ### Step 1: push, then sum
 #
@@ -1137,8 +1135,8 @@ look_back("a warp for a channel", "the document's rings", prediction)
 # ### Step 5: several vectors per row
 #
 # **Idea.** More loads in flight, as in step 2, but now on few SMs, where it matters more. A lane loads several 16-byte
-# vectors of each row before the first addition: `at_once` in `make_add_up` above. We use as many as fit in 32
-# registers: four per row with two ranks, two with four ranks.
+# vectors ("pieces" in the code) of each row before the first addition: `at_once` in `make_add_up` above. We use as many
+# as fit in 32 registers: four per row with two ranks, two with four ranks.
 #
 # **Prediction.** Two measurements predict a third. Assume that a part of the time is waiting for loads, that this part
 # is divided by the number of vectors, and that the rest is constant. The gain from the *second* vector is then half of
