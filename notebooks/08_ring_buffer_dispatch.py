@@ -14,19 +14,16 @@
 # %% [markdown]
 # # Dispatch: send token rows through ring buffers
 #
-# Notebook 07 computed which tokens go to which rank and allocated the buffers. This notebook sends the tokens. In
-# **dispatch** each rank sends each of its rows (the hidden vector of a token) to every rank that has one of the token's
+# In **dispatch** each rank sends its rows (the hidden vectors of its tokens) to the ranks that have the tokens'
 # experts. Notebook 09 returns the results.
 #
-# The notebook follows the next two parts of the article, `notify_dispatch` and `dispatch`
-# ([一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824)). It measures NVLink and a first store
-# to a peer GPU, then builds and compares: torch copies, NCCL, a naive kernel, our Numba port of DeepEP's ring-buffer
-# kernels, the package's ring-buffer kernel, and a kernel that writes directly to the peer's output buffer.
+# The notebook follows `notify_dispatch` and `dispatch` of the article
+# [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824). It compares torch, NCCL, a naive
+# kernel, our Numba port of DeepEP's rings, the package's rings, and direct writes.
 #
-# The notebook needs one GPU per rank to measure anything. With one GPU, or none, the ranks are **virtual**: they share
-# the GPU, or the simulator runs all of them. Then every step is executed and checked, but not timed, because no link
-# connects the ranks; the recorded times are shown instead and labelled as recorded. Outputs call an SM a
-# "multiprocessor" and a CTA a "block".
+# With fewer GPUs than ranks, the ranks are **virtual**: they share a GPU, or the simulator runs them. Every step is
+# then executed and checked, but not timed; recorded times are shown and labelled. Outputs call an SM a "multiprocessor"
+# and a CTA a "block".
 
 # %%
 import os
@@ -118,15 +115,13 @@ print(
 )
 
 # %% [markdown]
-# `LocalGroup` runs one thread per rank in this process, so that one notebook can hold the tensors of all ranks. In a
-# server each rank is a process; the kernels are the same. `GROUP.run(work)` calls `work(transport)` on all ranks
+# `LocalGroup` runs one thread per rank in this process. `GROUP.run(work)` calls `work(transport)` on all ranks
 # concurrently. A **transport** has the `rank`, `gather` (returns the values of all ranks), and `allocate`, which
-# returns memory that all ranks can access: its `addresses` are the base addresses on all ranks. Notebook 07 did the
-# same by hand, with CUDA IPC.
+# returns memory that all ranks can access, with its `addresses`.
 #
 # ## 1. The problem in one picture
 #
-# Two ranks have eight tokens each. The small numbers below a token are its destination ranks; a token may go to both.
+# Two ranks have eight tokens each:
 
 # %%
 EXAMPLE = [
@@ -137,23 +132,22 @@ CHANNELS = 4
 draw.row_order(EXAMPLE, CHANNELS)
 
 # %% [markdown]
-# The order of `recv_x` is part of the interface: by source **rank**, then by **channel**, then by token. A channel is a
-# contiguous range of a rank's tokens that is sent as one stream, in parallel with the other channels. The order
-# therefore does not depend on timing.
+# `recv_x` is ordered by source **rank**, then **channel**, then token. A channel is a contiguous range of a rank's
+# tokens that is sent as one stream, in parallel with the others.
 #
 # A receiver needs three numbers before it can place a row in `recv_x`:
 #
-# 1. the total number of rows received, with which the host allocates `recv_x`;
+# 1. the total number of rows, with which the host allocates `recv_x`;
 # 2. the number of rows from lower ranks;
 # 3. the number of rows from the same rank in lower channels.
 #
-# Each sender has only its own counts. Dispatch therefore has two kernels: **notify** exchanges counts, and **dispatch**
-# sends rows. The results of notify are kept in a **handle**. A second dispatch with the same layout (for example in the
-# backward pass) passes the handle and skips the exchange of counts.
+# Each sender has only its own counts. Therefore **notify** exchanges counts, and then **dispatch** sends rows. The
+# counts are kept in a **handle**. A second dispatch with the same layout (for example in the backward pass) passes the
+# handle and skips notify.
 #
 # ### The reference
 #
-# The reference in torch takes the tensors of all ranks:
+# The reference takes the tensors of all ranks:
 
 
 # %%
@@ -168,10 +162,8 @@ def show(thing, start=None, stop=None):
 show(reference.dispatch, "ranks = len(x)")
 
 # %% [markdown]
-# Dispatch also sends metadata for each row: `src_idx`, the index of the token on its source rank; `topk_idx`, its
-# experts as indices of the receiver's local experts, -1 for experts on other ranks; `topk_weights`; and for FP8 rows
-# the scales. Every step of the ladder below sends the rows and `src_idx`, like a dispatch with a handle. DeepEP's and
-# the package's kernels can send the rest too, which the tests cover.
+# Dispatch also sends metadata: `src_idx`, the token's index on its source rank; `topk_idx`, its experts as indices of
+# the receiver's local experts, or -1; `topk_weights`; and scales. The steps below send the rows and `src_idx`.
 
 # %%
 torch.manual_seed(0)
@@ -214,9 +206,9 @@ print(
 # %% [markdown]
 # ## 2. The lower bound
 #
-# Rows that stay on their rank use no link. The bytes of all other rows are the **wire bytes**. Published bandwidths
-# often count all rows ("logical" bytes), and can then exceed the bandwidth of the link. The lower bound is the wire
-# bytes divided by the highest rate measured below; outputs also call it "the floor" or "speed of light".
+# The bytes of rows that leave their rank are the **wire bytes**. Published bandwidths often count all rows ("logical"
+# bytes), and can then exceed the link's. The lower bound is the wire bytes divided by the highest rate measured below;
+# outputs also call it "the floor" or "speed of light".
 
 # %%
 SENT = [[int(layout[0][to]) for to in range(RANKS)] for layout in LAYOUTS]  # rows from each rank to each rank
@@ -228,17 +220,14 @@ print(
 )
 
 # %% [markdown]
-# The data sheet of the H200 specifies 450 GB/s in each direction for NVLink. The next cell measures what kernels
-# achieve when each rank writes to the next rank's memory, all ranks at the same time:
+# The next cell measures the rate at which kernels write to the next rank's memory, all ranks at the same time:
 #
 # - **stores** of 16 bytes, by all threads of a number of CTAs;
-# - **bulk copies** (TMA, notebook 05): one thread per warp issues the copy of a whole row from shared memory to the
-#   peer, once from shared memory alone, and once after a bulk load of the row from local memory, as dispatch needs it.
+# - **bulk copies** (TMA, notebook 05): one thread per warp copies a whole row from shared memory to the peer, once from
+#   shared memory alone, and once after a bulk load of the row from local memory, as in dispatch.
 #
-# (The "plain push" in the README is a different kernel, which loads the rows that it stores.)
-#
-# **Prediction.** A thread does not wait for its stores to complete. The rate at which an SM issues stores should limit
-# a CTA, and a few CTAs should saturate the link.
+# **Prediction.** A thread does not wait for its stores to complete, so the rate at which an SM issues stores limits a
+# CTA, and a few CTAs saturate the link.
 
 # %%
 FLAGS, ROOM = 32, 64  # where, in words, the small kernels have their flags, and data
@@ -286,9 +275,8 @@ def make_push_bulk(row_words, warps, with_loads):
 
 
 # %% [markdown]
-# All ranks must start at the same time. Each rank queues its kernels behind a small kernel that spins until the host
-# sets a flag; the host sets it when all ranks have queued their calls. Events on each rank's stream measure the time,
-# and the slowest rank counts.
+# Each rank queues its kernels behind a small kernel that spins until all ranks have queued theirs. Events on each
+# rank's stream measure the time, and the slowest rank counts.
 
 # %%
 ladder = Ladder(
@@ -387,18 +375,15 @@ if TIMED:
     print(f"the floor for {WIRE_BYTES / 1e6:.1f} MB: {FLOOR_US:.0f} us")
 
 # %% [markdown]
-# One SM reaches only a fraction of the link's bandwidth, nearly the same one with stores, with bulk copies, and with
-# bulk loads before them. Several SMs must therefore send. We run our port of DeepEP's kernel with 24 SMs, of which half
-# send and half receive.
+# One SM reaches a fraction of the link's bandwidth, nearly the same one with all three methods, so several SMs must
+# send. Our port of DeepEP's kernel gets 24 SMs: half send and half receive.
 #
 # ## 3. The first store to a peer
 #
-# Rank 0 stores a message in rank 1's memory and then sets a **flag** there. Rank 1 polls the flag, then reads the
-# message. Two reorderings could break this: rank 0's stores may become visible in a different order, and rank 1 may
-# read the data before the flag. A store with **release** semantics makes everything visible first that the thread has
-# stored, or has observed from other threads. A load with **acquire** semantics completes before the loads that follow
-# it. The scope `sys` covers all GPUs, not only this one. The barrier before the release (`syncthreads`) extends the
-# release to the stores of the other threads of the CTA.
+# Rank 0 stores a message in rank 1's memory and then sets a **flag**. Rank 1 polls the flag, then reads the message. A
+# store with **release** semantics makes everything visible first that the thread has stored, or has observed from other
+# threads. A load with **acquire** semantics completes before the loads that follow it. The scope `sys` covers all GPUs.
+# The barrier before the release (`syncthreads`) extends it to the stores of the CTA's other threads.
 
 
 # %%
@@ -444,7 +429,7 @@ print("rank 1 read", got[:8].tolist(), "...")
 assert got.tolist() == list(range(100, 164))
 
 # %% [markdown]
-# The one-way latency follows from a ping-pong between two ranks: each waits for the other's flag and replies.
+# The one-way latency follows from a ping-pong: each rank waits for the other's flag and replies.
 
 
 # %%
@@ -485,13 +470,12 @@ print(
 )
 
 # %% [markdown]
-# Every request to another rank costs a round trip, twice this latency. A dispatch kernel must issue few requests, or
-# have other work meanwhile.
+# A request to another rank costs a round trip, twice this latency. A dispatch kernel must issue few requests, or have
+# other work meanwhile.
 #
-# **Weaker memory orders.** A GPU may execute an incorrect kernel correctly many times. The simulator has a **weak
-# memory model**: stores become visible to other ranks late and in any order, unless an instruction orders them; a seed
-# determines the order. The next cell runs the same kernel with a relaxed store of the flag, and with a relaxed load.
-# (On a GPU machine the simulator runs in a separate process.)
+# **Weaker memory orders.** In the simulator's **weak memory model** stores become visible to other ranks late and in
+# any order, unless an instruction orders them; a seed determines the order. The next cell runs the kernel with a
+# relaxed store, and with a relaxed load.
 
 # %%
 BY_NAME = "from moe_numba.ptx.atomics import *"  # `PAIRS` names them by strings
@@ -529,8 +513,9 @@ for pair, torn in zip(PAIRS, in_simulator(try_messages, PAIRS, SEEDS, setup=BY_N
 # %% [markdown]
 # ## 4. The ladder: torch, NCCL, and a naive kernel
 #
-# Each step is checked before it is timed. The check runs the step twice, with different rows first, so that results of
-# an earlier call in a buffer cannot pass. The timed call has known counts, as with a handle.
+# A step is a context manager `make(transport)` that allocates, yields the function to call, and frees the memory. It is
+# checked before it is timed, after a call with different rows, so that old results in a buffer cannot pass. The counts
+# are known, as with a handle.
 
 # %%
 STEPS = {}
@@ -608,11 +593,10 @@ def rate_of(way, blocks):
 # ### Step 0: torch
 #
 # **Idea.** Each rank gathers the rows for each peer (`index_select`) and copies them to their place in the peer's
-# `recv_x`. This is the data movement of an *all-to-all* (`torch.distributed.all_to_all_single`), without NCCL. The
-# gather writes and reads each row once more than necessary. A barrier kernel of all ranks (`meet`) follows: when it
-# ends, all rows have arrived.
+# `recv_x`: the data movement of an *all-to-all*. When the barrier kernel of all ranks (`meet`) ends, all rows have
+# arrived.
 #
-# **Prediction.** The wire time plus the gather, which reads and writes all rows once in local memory.
+# **Prediction.** The wire time plus the gather.
 
 
 # %%
@@ -679,19 +663,17 @@ measure("torch", torch_dispatch, prediction)
 look_back("torch", predicted=prediction)
 
 # %% [markdown]
-# **Look back.** Copies between GPUs run on copy engines and use no SMs. The step takes longer than predicted; the
-# prediction contains no cost per copy or launch, and none for the barrier.
+# **Look back.** Copies between GPUs run on copy engines and use no SMs. The prediction omits costs per copy and launch,
+# and the barrier.
 #
 # ### Step 1: NCCL
 #
-# **Idea.** NCCL is NVIDIA's library for collective communication, used by torch. A rank counts its rows, exchanges the
-# counts, waits on the host for the sizes, gathers its rows, and calls `torch.distributed.all_to_all_single`. Here the
-# counts are known, as in all steps. NCCL needs one process per rank, but our ranks are threads of one process. The
-# functions therefore take the collective as an argument, `all_to_all`. The check in this process emulates it: each rank
-# copies its slices from the other ranks' rows. For the timing, separate processes run the same functions with NCCL on
-# tokens drawn from the same distribution, and check the received rows first.
+# **Idea.** A rank exchanges its counts, waits on the host for the sizes, gathers its rows, and calls
+# `torch.distributed.all_to_all_single`. Here the counts are known. NCCL needs one process per rank, so the functions
+# take the collective as an argument, `all_to_all`. The check here emulates it; the timing runs NCCL in separate
+# processes, on tokens drawn from the same distribution.
 #
-# **Prediction.** As for torch: the wire time plus the gather.
+# **Prediction.** As for torch.
 
 # %%
 show(all_to_all_counts)
@@ -745,16 +727,15 @@ for name, known in NCCL.items():
 look_back(BY_NCCL, "torch", prediction)
 
 # %% [markdown]
-# **Look back.** The three lines are the exchange of rows that are already in order, the same with `index_select` before
-# it, and everything a first dispatch needs. The last one synchronises the host with the GPU twice: for the length of
-# `order` and for the counts. It still sends only rows: `src_idx`, experts and weights need further exchanges.
+# **Look back.** The lines are the exchange of rows that are already in order, the same with `index_select`, and
+# everything that a first dispatch needs. The last one synchronises the host with the GPU twice: for the length of
+# `order` and for the counts.
 #
 # ### Step 2: a naive dispatch
 #
-# **Idea.** If each rank has the row index of each of its rows in each peer's `recv_x`, one kernel can do everything: a
-# warp per token loads the row once and stores it to all destinations, without a second copy or a ring. This requires
-# the counts of all ranks *before* the first row is sent. Here the host computes them: it counts, synchronises with its
-# GPU, gathers the counts of all ranks, and computes `place[token, rank]`.
+# **Idea.** If a rank has the row index of each of its rows in each peer's `recv_x`, a warp per token can load the row
+# once and store it to all destinations. This requires the counts of all ranks: here the host gathers them and computes
+# `place[token, rank]`.
 #
 # **Prediction.** With many CTAs, the rate of the stores of section 2.
 
@@ -848,14 +829,12 @@ measure("naive, all SMs", naive_dispatch(ALL_SMS), prediction, num_sms=ALL_SMS)
 look_back("naive, all SMs", "torch", prediction)
 
 # %% [markdown]
-# **Look back.** The kernel is short and writes each row once, directly to its place, at nearly the lower bound. The
-# kernel has two disadvantages: it uses all SMs, and the host must wait for the counts. The section "With the counts"
-# below measures a call that includes them.
+# **Look back.** The kernel writes each row once, directly to its place, and nearly reaches the lower bound. But it uses
+# all SMs, and the host must wait for the counts.
 #
-# **The same kernel with few SMs.** A server computes while tokens are sent, so the kernel should leave most SMs free.
-# We use as many CTAs as for DeepEP's kernel.
+# **The same kernel with few SMs.** A server computes while tokens are sent, so most SMs should stay free.
 #
-# **Prediction.** The rate of the stores of section 2 with the same number of CTAs.
+# **Prediction.** The rate of the stores of section 2 with as many CTAs.
 
 # %%
 FEW = "naive, few SMs"
@@ -866,23 +845,17 @@ measure(FEW, naive_dispatch(SMS), prediction, num_sms=SMS)
 look_back(FEW, "naive, all SMs", prediction)
 
 # %% [markdown]
-# **Look back.** The kernel takes somewhat longer than predicted. The stores of section 2 write constants, and only to
-# the peer; this kernel must also load each row, and copy the rows that stay on their rank (the last figure above
-# includes them). The time also includes the barrier kernel.
+# **Look back.** The kernel takes somewhat longer than predicted. The stores of section 2 write constants; this kernel
+# must also load each row, copy the rows that stay on their rank, and wait for a barrier kernel.
 #
 # ## 5. DeepEP's kernels: `notify_dispatch`
 #
-# Our Numba ports of DeepEP's kernels are `notify.py` and `dispatch.py` in `moe_numba/course/articles/deepep`; excerpts
-# follow. DeepEP launches them with the macro `SETUP_LAUNCH_CONFIG`, which requests a **cooperative** launch: all CTAs
-# are resident at the same time, or the launch fails. This is necessary because they wait for CTAs of other ranks. (The
-# macro also requests clusters of two CTAs, which the kernels do not use. Another macro, `SWITCH_RANKS`, selects the
-# kernel for 2, 4 or 8 ranks. Our port supports any number up to 8.)
+# Our Numba ports are in `moe_numba/course/articles/deepep`; excerpts follow. DeepEP requests a **cooperative** launch
+# (macro `SETUP_LAUNCH_CONFIG`): all CTAs are resident at the same time, because they wait for CTAs of other ranks.
 #
-# `notify_dispatch` has `1 + ranks` CTAs: CTA 0 exchanges counts (the **coordinator**), and CTA `1 + r` counts the
-# tokens for rank `r` (a **worker**).
-#
-# **The workers** fill `channel_prefix_matrix`, one row per destination rank. Each warp takes channels, its lanes take
-# tokens, and a warp reduction sums the counts. Then one thread computes the prefix sum of the row in place.
+# `notify_dispatch` has `1 + ranks` CTAs. CTA 0, the **coordinator**, exchanges counts. CTA `1 + r`, a **worker**,
+# counts the tokens for rank `r` and fills its row of `channel_prefix_matrix`: each warp takes channels, its lanes take
+# tokens, and a warp reduction sums the counts. Then one thread computes the prefix sum of the row.
 
 # %%
 show(deepep_notify.make_notify_dispatch, "def count_channels", "@cuda.jit")
@@ -900,37 +873,32 @@ print(
 
 # %% [markdown]
 # **The coordinator** executes three barriers with the other ranks. After the first, no rank uses the buffer any more.
-# Thread `r` then writes this rank's counts to rank `r`'s buffer: all of `num_tokens_per_rank`, and the part of
-# `num_tokens_per_expert` that belongs to rank `r`'s experts. After the second barrier, all ranks have written.
+# Thread `r` then writes this rank's counts to rank `r`'s buffer. After the second, all ranks have written.
 
 # %%
 show(deepep_notify.make_notify_dispatch, "arrived = barrier_block(signals", "local = pointer")
 
 # %% [markdown]
-# Each rank now has a matrix with one row from each rank. Thread `j` computes the prefix sum of column `j` in place,
-# which yields `rank_prefix_matrix`: entry `(i, j)` is the number of rows that rank `j` receives from ranks 0 to `i`.
-# The last entry of the rank's own column is the total that the host waits for; the thread stores it in a counter in
-# mapped host memory (`moe_recv_counter_mapped`). The sums for each local expert, rounded up to a multiple of
-# `expert_alignment`, are stored there too. Then the coordinator clears the memory of the expert counts, because the
-# flags of the queues use the same memory. After the third barrier, the flags are zero on all ranks.
+# Thread `j` computes the prefix sum of column `j`. This yields `rank_prefix_matrix`: entry `(i, j)` is the number of
+# rows that rank `j` receives from ranks 0 to `i`. The total for this rank, and the sums for each local expert, rounded
+# up to a multiple of `expert_alignment`, go to counters in mapped host memory. Then the coordinator clears the memory
+# of the expert counts, which the flags of the queues reuse. After the third barrier, the flags are zero on all ranks.
 
 # %%
 show(deepep_notify.make_notify_dispatch, "local = pointer", "@cuda.jit")
 
 # %% [markdown]
 # **The barrier** (`barrier_block`) needs no sequence numbers and no clearing. A rank adds 1024 to its own signal for
-# each peer, and subtracts 1024 from its signal at that peer. Regardless of the order of arrival, both signals return to
-# zero.
+# each peer, and subtracts 1024 from its signal at that peer. In any order of arrival, both return to zero.
 
 # %%
 show(deepep_notify.make_barrier, "def barrier_block", "return barrier_block")
 
 # %% [markdown]
-# Meanwhile **the host polls** the counters, which start at -1 (DeepEP aborts after 100 s with "CPU recv timeout"), and
-# then allocates `recv_x`, `recv_src_idx` and the other outputs. With a handle, `cached_notify_dispatch` runs instead:
-# it copies the existing prefix matrix, clears the flags, and executes two barriers.
+# **The host polls** the counters, which start at -1, and then allocates the outputs. With a handle,
+# `cached_notify_dispatch` runs instead: it copies the prefix matrix, clears the flags, and executes two barriers.
 #
-# The matrices for the example of section 1, computed by two virtual ranks in the simulator:
+# The matrices for the example of section 1, from the simulator:
 
 # %%
 PLAYED = in_simulator(play, EXAMPLE, 4, 2, CHANNELS)
@@ -949,8 +917,7 @@ tables.append(
 Markdown("\n\n".join(tables))
 
 # %% [markdown]
-# The exchange of expert counts, as in the article's figure: two ranks with two experts each. Every rank receives the
-# counts for *its* experts from both ranks; the host reads the sums, here rounded up to multiples of 4.
+# The exchange of expert counts for two ranks with two experts each, rounded up to multiples of 4:
 
 
 # %%
@@ -973,8 +940,8 @@ for rank in range(2):
     print(f"rank {rank}'s host sees {HOST_SEES[rank][0]} rows, and for its experts {HOST_SEES[rank][1]}")
 
 # %% [markdown]
-# The buffer after notify: the first sections have one int32 for each **queue**, that is, for each channel and source
-# rank, as in the article's figures for two ranks and four channels.
+# The buffer after notify. The first sections have one int32 for each **queue**, that is, for each channel and source
+# rank.
 
 # %%
 draw.queues(DeepEPConfig(2, CHANNELS, 4, 2, 32, 2, 0, 4, 1))
@@ -982,24 +949,22 @@ draw.queues(DeepEPConfig(2, CHANNELS, 4, 2, 32, 2, 0, 4, 1))
 # %% [markdown]
 # ## 6. DeepEP's kernels: `dispatch`
 #
-# **CTA and warp roles.** The kernel has two CTAs per channel: the even one sends, the odd one receives. A CTA has 768
-# threads (24 warps), divided equally among the ranks: 3 warps each with 8 ranks. Each such group of warps serves one
-# rank, the destination rank in a sending CTA and the source rank in a receiving CTA. A sender writes to the
-# *destination* rank's buffer and a receiver reads its own rank's buffer, so both use the same ring.
+# **CTA and warp roles.** Each channel has two CTAs: the even one sends, the odd one receives. The 24 warps of a CTA are
+# divided equally among the ranks. Each group of warps serves one rank, the destination in a sending CTA and the source
+# in a receiving one. A sender writes to the *destination* rank's buffer, so both use the same ring.
 
 # %%
 show(deepep_dispatch.make_dispatch, "def dispatch(", "return dispatch")
 
 # %% [markdown]
-# **The ring.** Rows are not sent directly to `recv_x`. Each queue has a ring of token slots *in the receiver's buffer*.
-# The sender fills slots from the **tail** on and publishes the new tail; the receiver copies rows from the **head** on
-# to `recv_x` and publishes the new head. Both counters only increase; row `n` is in slot `n % ring`. The size of a ring
-# is independent of the number of rows, and its address is known before the counts. Both counters are in the receiver's
-# buffer, so the sender polls the head *over NVLink*.
+# **The ring.** Each queue has a ring of token slots *in the receiver's buffer*. The sender fills slots from the
+# **tail** on and publishes the new tail; the receiver copies rows from the **head** on to `recv_x` and publishes the
+# new head. Both counters only increase; row `n` is in slot `n % ring`. A ring's size is independent of the number of
+# rows, and its address is known before the counts. Both counters are in the receiver's buffer, so the sender polls the
+# head *over NVLink*.
 #
-# **The sender** first publishes which of the rank's rows this channel sends: `start`, the prefix sum before this
-# channel, and `end`, the prefix sum including it. Zero is a valid count, so counts are encoded as `-n - 1`; 0 means
-# "not written yet".
+# **The sender** first publishes the prefix sums before and including this channel: `start` and `end`. Zero is a valid
+# count, so counts are encoded as `-n - 1`; 0 means "not written yet".
 
 # %%
 show(deepep_dispatch.make_send, "address, queue = peers", "while token < last")
@@ -1023,18 +988,16 @@ Markdown(
 
 # %% [markdown]
 # The sender then sends **chunks** of rows. Reading the head costs an NVLink round trip, so the sender reads it once per
-# chunk and waits until the whole chunk fits. All warps of the group iterate over all tokens of the channel and
-# increment their copies of the tail; they take the selected tokens round-robin. After the chunk they synchronise
-# (`bar_sync`, a named barrier of these warps), and one thread publishes the tail with a release. `send_head` stores the
-# position of each token in its queue, which combine needs. (`fault` is for section 8; the empty string generates no
-# code.)
+# chunk and waits until the whole chunk fits. All warps of the group iterate over all tokens of the channel and take the
+# selected ones round-robin. After the chunk they synchronise (`bar_sync`, a named barrier), and one thread publishes
+# the tail with a release. `send_head` stores each token's position in its queue, for combine. (`fault` is for section
+# 8.)
 
 # %%
 show(deepep_dispatch.make_send, "while token < last", "return send")
 
 # %% [markdown]
-# One warp copies a row and its metadata. Lane 0 writes `src_idx`; the first `topk` lanes convert expert indices to the
-# receiver's local experts, or -1; lanes loop over the scales, since there may be more than 32.
+# One warp copies a row and its metadata.
 
 # %%
 show(deepep_dispatch.make_send_row, "def send_row", "if config.on_row")
@@ -1043,12 +1006,10 @@ show(deepep_dispatch.make_send_row, "def send_row", "if config.on_row")
 show(polling.make_copy_row, "def copy_row", "return copy_row")
 
 # %% [markdown]
-# **The receiver** waits for `start` and `end` and computes its first row in `recv_x`: the rows from lower ranks
-# (`rank_prefix_matrix`) plus those from lower channels (`start`). It stores `start` in the handle, as
-# `recv_channel_prefix_matrix`, for combine. Then it loops until no rows are left. *One* thread polls the tail and
-# passes it to the other warps through shared memory, because all of them must work on the same rows. (The sender's
-# warps may read different heads, which is harmless.) The warps copy the rows and synchronise, and a thread of the last
-# warp publishes the head.
+# **The receiver** computes its first row in `recv_x` from `rank_prefix_matrix` and `start`, and stores `start` in the
+# handle, as `recv_channel_prefix_matrix`. *One* thread polls the tail and passes it to the other warps through shared
+# memory, because all of them must work on the same rows. The warps copy the rows and synchronise, and one thread
+# publishes the head.
 
 # %%
 show(deepep_dispatch.make_receive, "start = end = int32(0)", "return receive")
@@ -1057,21 +1018,20 @@ show(deepep_dispatch.make_receive, "start = end = int32(0)", "return receive")
 show(deepep_dispatch.make_receive_rows, "def receive_rows", "return receive_rows")
 
 # %% [markdown]
-# DeepEP's code polls the head and the offsets with `ld.volatile`, stores the head with `st.relaxed`, and reads the ring
-# with `ld.global.nc`, which is specified for memory that is read-only during the kernel. The PTX memory model does not
-# guarantee that this is correct. Our port uses acquire loads, release stores, and ordinary loads of the ring.
+# DeepEP's code polls the head with `ld.volatile`, stores it with `st.relaxed`, and reads the ring with `ld.global.nc`,
+# which is specified for memory that is read-only during the kernel. The PTX memory model does not guarantee that this
+# is correct. Our port uses acquire loads, release stores, and ordinary loads.
 #
 # ### The rings over time
 #
-# The simulator records every store to a flag and every row written. The figure shows the example with one channel and
-# rings of two rows, so that the slot index wraps around. Each line is one ring.
+# The example with one channel and rings of two rows, traced in the simulator; each line is a ring:
 
 # %%
 SLOW = in_simulator(play, EXAMPLE, 2, 1, 1, 1, 3)
 draw.timeline(SLOW)
 
 # %% [markdown]
-# An animation with two channels and fewer tokens. When a ring is full, its sender waits for the head.
+# An animation with two channels and fewer tokens:
 
 # %%
 SHORT = in_simulator(play, [rows[:6] for rows in EXAMPLE], 2, 1, 2, 1, 3)
@@ -1082,9 +1042,8 @@ HTML(draw.animation(SHORT))
 #
 # **Idea.** The counts are known, so the step runs `cached_notify_dispatch` and `dispatch`.
 #
-# **Prediction.** Half of the CTAs send. Each reaches the rate of one CTA in section 2, unless the link is saturated.
-# The receivers copy the same number of rows in local memory at the same time. The two barriers and the first exchange
-# of tails and heads add 20 us.
+# **Prediction.** Half of the CTAs send, each at the rate of one CTA in section 2, unless the link is saturated; plus
+# the barriers.
 
 
 # %%
@@ -1149,13 +1108,13 @@ measure(DOCUMENT, document_step(SMS), prediction, num_sms=SMS)
 look_back(DOCUMENT, FEW, prediction)
 
 # %% [markdown]
-# **Look back.** The port is slower than predicted, and slower than the naive kernel with the same number of SMs. Every
-# row is written twice: to the ring, and from the ring to `recv_x`. In return the memory that peers write to is small,
-# and the outputs are ordinary tensors.
+# **Look back.** The port is slower than predicted, and slower than the naive kernel on as many SMs. Every row is
+# written twice: to the ring, and from there to `recv_x`. In return the memory that peers write to is small, and the
+# outputs are ordinary tensors.
 #
 # ### Step 4: more and fewer SMs
 #
-# **Idea.** More channels use more SMs to send; fewer leave more SMs free.
+# **Idea.** Each channel uses two SMs; vary the number of channels.
 #
 # **Prediction.** The time is inversely proportional to the number of SMs, until the link is saturated.
 
@@ -1168,15 +1127,14 @@ for name, sms in RINGS.items():
         look_back(name, DOCUMENT, prediction)
 
 # %% [markdown]
-# **Look back.** Half of the CTAs send, so a sending CTA moves twice the figure printed for each SM. This is less than
-# the rate of one CTA in section 2, and it falls as the number of SMs grows, although the link is not saturated. A
-# sender has more work than the stores of section 2: it loads rows, polls the head, waits at the barrier for the other
-# warps, and executes a release. These waits are the likely cause; the next section measures one of them.
+# **Look back.** A sending CTA moves twice the figure printed for each SM. This is less than the rate of one CTA in
+# section 2, and it falls as the number of SMs grows, although the link is not saturated. Likely causes are the waits:
+# for the head, for other warps at the barrier, and for the release.
 #
 # ## 7. The package's dispatch
 #
-# The package's dispatch also has rings, but a different organisation of the work. First a measurement: the time of a
-# store, a release and two fences, while other warps of the SM write to a peer.
+# The package's rings divide the work differently. First a measurement: the time of a store, a release and two fences,
+# while other warps of the SM write to a peer.
 
 
 # %%
@@ -1247,67 +1205,59 @@ for what in TOLD:
     )
 
 # %% [markdown]
-# **One warp per channel.** In DeepEP's kernel three groups of warps read a token that goes to three ranks. In the
-# package's kernel one warp handles the token. One thread loads the row once (a bulk load into shared memory). Then one
-# lane per destination rank issues one bulk store of the **packed token**: the row together with its metadata. No warp
-# waits for another warp, so `bar_sync` is not needed. A CTA has as many warps as rows fit into its shared memory; while
-# one warp waits, the others continue.
+# **One warp per channel.** In DeepEP's kernel three groups of warps read a token that goes to three ranks. Here one
+# warp handles the token. One thread bulk-loads the row into shared memory; then one lane per destination rank issues
+# one bulk store of the **packed token**, the row with its metadata. No warp waits for another one, so there is no
+# `bar_sync`.
 
 # %%
 show(token_slot.make_pack_token, "def pack_token(", "return pack_token")
 
 # %% [markdown]
-# **Dynamic load balancing.** With equal shares some warps finish much later than others (measured in notebook 09). If
-# more SMs send than saturate the link, there are therefore four channels per sending warp. Each warp starts with one
-# channel and then takes the next one from an atomic counter. (It also waits until the progress on its last channel has
-# been published; see "A signalling warp".)
+# **Dynamic load balancing.** With equal shares some warps finish much later than others (notebook 09). If more SMs send
+# than saturate the link, there are four channels per sending warp, and a warp that has finished a channel takes the
+# next one from an atomic counter.
 
 # %%
 show(next_channel, "taken = ")
 
 # %% [markdown]
-# Sending and receiving warps take channels in ascending order. On each rank some warp therefore works on the lowest
-# unfinished channel and waits for no other channel, so the ranks cannot deadlock.
+# Warps take channels in ascending order. On each rank some warp therefore works on the lowest unfinished channel and
+# waits for no other channel, so the ranks cannot deadlock.
 
 # %% [markdown]
-# **A signalling warp.** The measurement above shows that a system-scope release or fence takes several times as long
-# while other warps of the SM write to a peer. The warps that copy rows (copy warps) therefore execute no system-scope
-# fence. They post their progress in shared memory. The last warp of the CTA, which copies no rows, issues a *single*
-# system-scope fence on their behalf and then stores the flags.
+# **A signalling warp.** As measured, a system-scope release or fence takes several times as long while other warps of
+# the SM write to a peer. The copy warps therefore post their progress in shared memory. The CTA's last warp, which
+# copies no rows, issues a *single* system-scope fence on their behalf and then stores the flags.
 
 # %%
 show(progress.make_publish, "def publish", "return publish")
 
 # %% [markdown]
-# **Fewer proxy fences.** Bulk copies access memory through another *proxy* than loads and stores (notebook 05). A
-# thread that has acquired a flag must execute `fence.proxy.async` before a bulk copy accesses the memory that the flag
-# guards. A receiver executes it only after it has read a *new* tail, and a sender after each read of the head. As long
-# as its rings have space, a sender does not read the head.
+# **Fewer proxy fences.** Bulk copies access memory through another *proxy* than loads and stores. A thread that has
+# acquired a flag must execute `fence.proxy.async` before a bulk copy accesses what the flag guards. A receiver executes
+# it only after it has read a *new* tail, a sender only after it has read the head, for which it has no reason while its
+# rings have space.
 #
-# In the listing, `pipeline` is the module that copies rows: `bulk_pipeline.py` with TMA on Hopper, as in this notebook,
-# and `register_pipeline.py` with 16-byte loads and stores on older GPUs. The second one needs no proxy fence, and its
-# `pipeline.wait_all()` does nothing, because a thread's own fence orders its stores.
+# In the listing, `pipeline` is the module that copies rows: `bulk_pipeline.py` on Hopper, `register_pipeline.py` on
+# older GPUs.
 #
-# **The head is in the sender's memory.** The receiver stores the head in the sender's memory, so the sender polls local
-# memory, and so does the receiver, which polls the tail. No warp polls over NVLink; this is the pattern of the
-# ping-pong in section 3.
+# **The head is in the sender's memory.** Sender and receiver both poll local memory, as in the ping-pong.
 
 # %%
 show(final_kernel.make_send, "# Wait for space in all rings", "if token == end")
 
 # %% [markdown]
-# **Own rows are shared between senders and receivers.** Rows that stay on their rank use no ring, but an SM must still
-# copy them, at the limited rate that section 2 measured. If senders copied all of them, senders would be the bottleneck
-# while receivers are idle. A sender therefore copies every second one, and the receivers copy the others while no rows
-# arrive.
+# **Own rows.** Rows that stay on their rank use no ring, but an SM must copy them, at the rate of section 2. A sender
+# copies every second one, and the receivers copy the others while no rows arrive.
 
 # %%
 show(final_kernel.make_receive, "elif token < end", "else:")
 
 # %% [markdown]
-# **Counters are never cleared.** Heads and tails continue from the previous launch (`state` stores the last values).
-# The flags of the exchange of counts are sequence numbers, and the counts are double-buffered. No barrier is needed
-# before or after dispatch; DeepEP's `notify_dispatch` has three, and its `cached_notify_dispatch` two.
+# **Counters are never cleared.** Heads and tails continue from the previous launch. The flags of notify are sequence
+# numbers, and the counts are double-buffered. No barrier is needed before or after dispatch; DeepEP's notify has three,
+# its cached notify two.
 
 # %%
 show(notify.make_notify_dispatch, "def notify_dispatch(", "return notify_dispatch")
@@ -1315,10 +1265,9 @@ show(notify.make_notify_dispatch, "def notify_dispatch(", "return notify_dispatc
 # %% [markdown]
 # ### Step 5: the package's dispatch
 #
-# **Prediction.** Half of the SMs send, but no more than saturate the link. Either the senders are the limit: they reach
-# the rate of one CTA in section 2 with bulk loads before its copies, and they also copy half of the own rows. Or the
-# link is the limit: the rate of section 2 for the same number of CTAs. In addition, 10 us until the last row is in
-# `recv_x`.
+# **Prediction.** Half of the SMs send, but no more than saturate the link. The limit is either the senders, at the rate
+# of one CTA in section 2 with bulk loads, with half of the own rows to copy too; or the link, at the rate of section 2
+# for as many CTAs.
 
 
 # %%
@@ -1366,29 +1315,21 @@ look_back("final", FEW)
 # %% [markdown]
 # ### Step 6: direct writes to the peer's output buffer
 #
-# **Idea.** With rings each row that leaves the rank is copied twice, by a sender and by a receiver, and half of the SMs
-# only receive. The naive kernel copied it once, but the host had to compute the row indices, and the rows passed
-# through registers. Neither is necessary: after `notify` each rank's *GPU* has all counts, and a warp that processes
-# its channel's tokens in order can increment a row index per rank. Bulk copies move the rows. All CTAs send, and each
-# row is written directly to its place in the destination rank's `recv_x`; no CTA receives. The step's label is
-# "straight to an output". (The package uses at most 16 sending CTAs, regardless of `num_sms`; see
-# `num_direct_senders`.)
+# **Idea.** With rings each row that leaves the rank is copied twice, and half of the SMs only receive. The naive kernel
+# copied it once, but needed the host for the row indices. After `notify`, however, each rank's *GPU* has all counts,
+# and a warp that processes its channel's tokens in order can increment the row index. All CTAs send, with bulk copies,
+# directly to the destination rank's `recv_x`. (The package uses at most 16 CTAs; the step's label is "straight to an
+# output".)
 
 # %%
 show(dispatch_direct.make_dispatch_direct, "while token < end:", "if has_next:")
 
 # %% [markdown]
-# Direct writes have two disadvantages. `recv_x` must be in memory that peers can write to: an **output** that all ranks
-# allocate together (`Buffer.new_output`). The next dispatch with the same output overwrites it. In addition all ranks
-# must execute two barriers: one before, so that no rank still uses the previous contents, and one after, so that all
-# rows have arrived. The rings need neither: outputs are ordinary tensors, and a rank finishes when its own rows have
-# arrived.
+# `recv_x` must then be in memory that peers can write to: an **output** that all ranks allocate together
+# (`Buffer.new_output`), and that the next dispatch with it overwrites. All ranks execute a barrier before, so that no
+# rank still uses the previous contents, and one after, so that all rows have arrived.
 #
-# DeepEP's second version writes rows to slots of a buffer and copies them out afterwards; TileScale's port writes them
-# to their final place, as here.
-#
-# **Prediction.** All 16 CTAs send. Either they are the limit, with all rows to copy, including the rank's own; or the
-# link is, as before. In addition, 10 us for the two barriers.
+# **Prediction.** As for step 5, but all 16 CTAs send, and they copy all own rows.
 
 # %%
 STRAIGHT, SENDING = "straight to an output", num_direct_senders(SMS)
@@ -1406,16 +1347,13 @@ measure(STRAIGHT, package_step(SMS, straight=True), prediction, num_sms=SENDING)
 look_back(STRAIGHT, "final", prediction)
 
 # %% [markdown]
-# **Look back.** With two ranks the two limits of the prediction are close to each other: a CTA moves nearly as much as
-# one CTA alone in section 2 with bulk loads before its copies, and the link carries nearly the rate measured there.
+# **Look back.** With two ranks both limits are close: a CTA moves nearly as much as one CTA alone in section 2 with
+# bulk loads, and the link carries nearly the rate measured there.
 #
 # ### The sweep: time over the number of SMs
 #
-# The fewer SMs dispatch uses, the more are left for computation. The number of SMs is a runtime argument of the
-# package's kernel, so the sweep compiles nothing; our port of DeepEP's kernel is compiled for each number of channels.
-#
-# **Prediction.** With few SMs direct writes should take less time than rings, because all CTAs send: about half the
-# time with many ranks, and two thirds with two ranks, where receivers copy every second own row.
+# **Prediction.** With few SMs direct writes should take less time than rings, because all CTAs send: about half with
+# many ranks, two thirds with two ranks, where receivers copy every second own row.
 
 
 # %%
@@ -1455,14 +1393,13 @@ figure
 
 # %% [markdown]
 # **Look back.** With few SMs direct writes take slightly less than the predicted two thirds of the time of the rings,
-# and they reach their minimum with fewer SMs. At that minimum the two differ little. Our port of DeepEP's kernel does
-# not reach it within this sweep.
+# and they reach their minimum with fewer SMs. There the two differ little. Our port of DeepEP's kernel does not reach
+# it within this sweep.
 #
 # ### FP8 rows
 #
-# DeepEP's `x` may be a pair: values in FP8 (`e4m3`), and one scale per 128 consecutive elements of a token. The scale
-# is the maximum absolute value of the 128 divided by 448, the largest e4m3 number, so that the maximum maps to 448
-# (symmetric quantisation). Below is the article's function; the package's is one kernel.
+# `x` may be a pair: values in FP8 (`e4m3`), and one scale per 128 consecutive elements, their maximum absolute value
+# divided by 448, the largest e4m3 number. This is the article's function:
 
 
 # %%
@@ -1486,9 +1423,8 @@ FP8_ROW = HIDDEN + 4 * FP8[0][1].shape[1]
 print(f"a row has {FP8_ROW} bytes, {100 * FP8_ROW / ROW_BYTES:.0f} % of {ROW_BYTES}")
 
 # %% [markdown]
-# The inverse multiplies each value by its scale. Scales that are powers of two may be packed, four to an `int32`, as
-# the exponents of `float32` numbers. The next cell unpacks four of them with the article's function and with the
-# package's:
+# Scales that are powers of two may be packed, four to an `int32`, as exponents of `float32` numbers. The next cell
+# unpacks four of them with the article's function and the package's.
 
 
 # %%
@@ -1544,13 +1480,13 @@ print(
 )
 
 # %% [markdown]
-# **Look back.** FP8 rows take less time than bfloat16 rows, but more than predicted: they use the link at a lower rate.
-# A possible reason is a cost per row that does not shrink with the row, which the prediction omits.
+# **Look back.** FP8 takes less time than bfloat16, but more than predicted: the link carries a lower rate. A possible
+# reason is a cost per row that does not shrink with it.
 #
 # ### With the counts: host time
 #
-# So far the counts were known. A first dispatch must exchange them, and the host must wait for the total. The next cell
-# measures the host time from the call until the GPU is idle, with and without the exchange of counts.
+# A first dispatch exchanges counts, and the host waits for the total. The next cell measures the host time from the
+# call until the GPU is idle, with and without counts.
 
 # %%
 calls = {
@@ -1572,17 +1508,15 @@ for name in calls:
     print(f"{name}: " + (f"{HOST[name]:.0f} us" if name in HOST else "right; no figure is recorded yet"))
 
 # %% [markdown]
-# The difference between two lines is the cost of the counts. It contains the exchange over the links, the
-# synchronisation, and Python code that allocates the outputs once the total is known, while the GPU is idle. (The
-# output of step 6 is allocated in advance.) `num_worst_tokens` avoids the wait: outputs have the worst-case size, and
-# the host needs no total.
+# The difference between two lines contains the exchange, the synchronisation, and Python code that allocates the
+# outputs while the GPU is idle. `num_worst_tokens` avoids the wait with outputs of the worst-case size.
 #
-# All ranks here are threads of one Python process and share the GIL, while the NCCL ranks of step 1 are processes, so
-# the two cannot be compared. The README compares the package's dispatch with counts and NCCL's, both in processes.
+# All ranks share one GIL here, so these times cannot be compared with NCCL's processes of step 1; the README compares
+# both in processes.
 #
 # ### The whole ladder
 #
-# All steps measured again, interleaved, except NCCL, whose processes have ended.
+# All steps again, interleaved, except NCCL, whose processes have ended.
 
 # %%
 again = rank_times(GROUP, STEPS, launches=HERE.launches, samples=HERE.samples) if TIMED else None
@@ -1601,12 +1535,12 @@ ladder.plot(floor_us=FLOOR_US)
 # %% [markdown]
 # **Result.** With known counts the naive kernel on all SMs is the fastest step, close to the lower bound. With at most
 # 24 SMs the package's two kernels are faster than the naive kernel and our port of DeepEP's ring, each on 24. The time
-# of torch differs noticeably from its first measurement above.
+# of torch differs noticeably from its first measurement.
 #
 # ## 8. Faults
 #
-# Five places in our port of DeepEP's kernel are marked with `fault`: an instruction with a weaker memory order, or a
-# line moved earlier, makes the kernel incorrect. The simulator runs each of them with weak memory, under several seeds.
+# In five places of our port, marked with `fault`, a weaker memory order, a missing barrier or a line moved earlier
+# makes the kernel incorrect. The simulator runs each with weak memory.
 
 # %%
 WHAT = {
@@ -1658,15 +1592,14 @@ Markdown(
 )
 
 # %% [markdown]
-# Weak memory is essential for the faults in memory ordering: a simulator that executes all stores in program order
-# cannot show them. A GPU may show them rarely, because hardware may order more than the memory model guarantees.
+# Without weak memory a simulator cannot show faults in memory ordering. A GPU may show them rarely, because hardware
+# may order more than the memory model guarantees.
 #
 # ### Timeouts
 #
-# A rank may fail or be minutes late. DeepEP's kernels then abort after 100 seconds with `trap`, which makes the CUDA
-# context unusable. Our kernels record what they waited for and exit, and the host raises an exception. In the code and
-# the output, `patience` is the timeout. In the next cell rank 1 never starts, first with our ports of DeepEP's kernels,
-# then with the package's. Without a timeout, the simulator detects the deadlock; a GPU would hang.
+# If a rank fails, DeepEP's kernels abort after 100 seconds with `trap`, which makes the CUDA context unusable. Our
+# kernels record what they waited for and exit, and the host raises an exception. In the next cell rank 1 never starts.
+# (`patience` is the timeout of our port; without one the simulator detects the deadlock, where a GPU would hang.)
 
 
 # %%
@@ -1699,14 +1632,10 @@ for name, words in SAID.items():
     print(f"{name}: {words}")
 
 # %% [markdown]
-# The messages name the rank that waited, the rank that did not arrive, and the values of the counters, which is where
-# debugging starts.
-#
 # ## 9. The article's claims
 #
-# The notebook computes every verdict. A verdict that needs a number without a record is "open". In the table,
-# "confirmed" means reproduced here, "refuted" means not reproduced here, and "its ring" is our port of DeepEP's
-# dispatch.
+# The notebook computes every verdict; one that needs a number without a record is "open". "Confirmed" means reproduced
+# here, "refuted" not reproduced here, and "its ring" is our port of DeepEP's dispatch.
 
 # %%
 NOT_RECORDED = "open: not recorded yet"
@@ -1968,32 +1897,28 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # %% [markdown]
 # ## 10. Exercises
 #
-# All exercises can be done in the simulator: `check` checks a dispatch, and `try_fault` runs it with weak memory.
+# All can be done in the simulator, with `check` and `try_fault`.
 #
-# 1. **The smallest ring.** A ring must hold a chunk. What happens with a ring of `chunk - 1` rows? *Hint:
-#    `moe_numba/course/articles/deepep/launch.py` refuses it. Remove the check and read the simulator's message.*
-# 2. **A chunk of one.** Run `play` on `EXAMPLE` with chunks of 1 and of 4, in rings of 4. How many tails are published?
-#    *Hint: count the moments called "tail" in the result of `play`. What does each of them cost on a GPU?*
+# 1. **The smallest ring.** Remove the check in `launch.py` of our port. What does the simulator report for a ring of
+#    `chunk - 1` rows?
+# 2. **A chunk of one.** Run `play` on `EXAMPLE` with chunks of 1 and of 4, in rings of 4. How many tails are published,
+#    and what does each cost on a GPU?
 # 3. **A fence instead of a release.** Let the sender call `fence_acq_rel_sys` and store the tail relaxed. Is it
-#    correct? Is it faster? *Hint: `COST` has the measured times.*
-# 4. **The head in the sender's memory.** Move the heads of DeepEP's kernel to the sender's buffer. Which rank must
-#    clear them? *Hint: the package's `buffer_layout.py` stores them there.*
-# 5. **No barriers.** `cached_notify_dispatch` executes two barriers. Let heads and tails continue across launches and
-#    remove both barriers. What else in the buffer must then not be overwritten? *Hint: start and end.*
+#    correct, and is it faster? (See `COST`.)
+# 4. **The head in the sender's memory.** Move the heads of our port to the sender's buffer. Which rank must clear them?
+# 5. **No barriers.** Remove both barriers of `cached_notify_dispatch`, and let heads and tails continue. What else in
+#    the buffer must then not be overwritten?
 # 6. **The naive kernel with bulk copies.** Replace the loads and stores of step 2 by those of `make_push_bulk`. How
-#    many CTAs saturate the link? *Hint: step 6 also copies metadata.*
+#    many CTAs saturate the link?
 # 7. **Two outputs.** Alternate between two outputs in step 6. Which of its two barriers can be removed, and why not the
-#    other? *Hint: a rank that has reached the next dispatch has passed the last barrier of this one.*
+#    other?
 #
 # ## 11. Sources
 #
-# - The article: BoLi2001, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in
-#   Chinese.
-# - The code: [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `csrc/kernels/intranode.cu` and
-#   `csrc/deep_ep.cpp` of its first version. The second version writes rows to fixed slots. A port that writes rows to
-#   their final place: [TileScale](https://github.com/tile-ai/tilescale).
-# - Release and acquire: NVIDIA, *PTX ISA*, "Memory Consistency Model"; proxies: the same, "Proxies".
-# - Bulk copies and mbarriers: notebook 05.
+# - BoLi2001, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in Chinese.
+# - [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `csrc/kernels/intranode.cu` and `csrc/deep_ep.cpp` of
+#   its first version. [TileScale](https://github.com/tile-ai/tilescale) has a port with direct writes.
+# - NVIDIA, *PTX ISA*, "Memory Consistency Model" and "Proxies".
 #
 # ## The final kernel
 #

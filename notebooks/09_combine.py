@@ -14,24 +14,20 @@
 # %% [markdown]
 # # Combine: return the experts' results and sum them per token
 #
-# Notebook 08 sent tokens to the **ranks** (GPUs) that hold their experts, and the experts computed a result for each
-# row. A token that was sent to three ranks now has three result rows, one on each. **Combine** sends these rows back to
-# the token's **source rank** and sums them there.
+# Notebook 08 sent tokens to the **ranks** (GPUs) that hold their experts. A token that was sent to three ranks has
+# three result rows, one on each. **Combine** sends these rows back to the token's **source rank** and sums them there.
 #
-# The article that notebooks 07 and 08 follow,
-# [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), ends before combine ("to be
-# continued"). This notebook therefore follows the code of DeepEP's first version. The code and the outputs call our
-# Numba port of its combine "the document's".
+# The article of notebooks 07 and 08, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824),
+# ends before combine. This notebook follows the code of DeepEP's first version; code and outputs call our Numba port of
+# it "the document's".
 #
-# From notebook 08: a **ring** is a small circular buffer of token slots in the receiver's memory. Its **tail** counts
-# the rows written, its **head** the rows consumed. A **channel** is a range of a rank's tokens with rings of its own. A
+# From notebook 08: a **ring** is a circular buffer of token slots in the receiver's memory. Its **tail** counts the
+# rows written, its **head** the rows consumed. A **channel** is a range of a rank's tokens with rings of its own. A
 # sender writes the data, then stores the tail with **release**; a receiver that loads the tail with **acquire** sees
 # the data.
 #
-# The notebook runs on GPUs and, with small sizes, in the simulator on any computer. With one GPU, or none, the ranks
-# are **virtual**: they share the GPU, or the simulator runs all of them. Then every step is executed and checked, but
-# exchanges are not timed, because no link connects the ranks; recorded times are shown instead and labelled as
-# recorded. Outputs call an SM a "multiprocessor" and a CTA a "block".
+# With fewer GPUs than ranks, the ranks are **virtual** (notebook 08), and recorded times are shown. Outputs call an SM
+# a "multiprocessor" and a CTA a "block".
 
 # %%
 import os
@@ -120,9 +116,8 @@ print(
 # %% [markdown]
 # ## 1. The problem in one picture
 #
-# Three ranks have four tokens each; of six experts each rank has two. Each rank has received rows as in notebook 08,
-# ordered by source rank and then by token, and its experts have computed a result for each row. The picture shows the
-# rows that belong to rank 0:
+# Three ranks have four tokens each, and two experts each. Every rank has received rows, ordered by source rank and
+# token, and computed a result for each. These are the rows of rank 0's tokens:
 
 # %%
 SMALL_IDX = inputs.random_routing([4, 4, 4], num_experts=6, topk=2, seed=5)
@@ -130,18 +125,17 @@ SMALL = [layout[2] for layout in inputs.layouts_of(SMALL_IDX, 6)]  # is_token_in
 draw.problem(SMALL, home=0)
 
 # %% [markdown]
-# A rank must know where to send its rows, and a source rank which rows to expect for each token. Nothing has to be
-# exchanged for this: the **handle** of the dispatch contains it, in six tensors:
+# The **handle** of the dispatch determines where each rank sends its rows, and which rows each source rank expects:
 #
 # - `rank_prefix_matrix[s, r]`: the number of rows that rank `r` received from ranks 0 to `s`. The rows that rank `r`
-#   returns to `s` are therefore contiguous.
+#   returns to `s` are contiguous.
 # - `recv_channel_prefix_matrix[s, c]`: where the rows of channel `c` begin in that range.
 # - `recv_src_idx`: for each row, the index of the token on its source rank.
 # - `send_head[t, r]`: the position of token `t` in its channel's queue to rank `r`, or -1 if it was not sent there.
 #   Rows return in the same order. **This is therefore also the position of its result in the queue from `r`.**
-# - `is_token_in_rank`, from the layout, and `channel_prefix_matrix`, from `notify`.
+# - `is_token_in_rank` and `channel_prefix_matrix`.
 #
-# For the small example with two channels (computed in torch; a test compares it with the handle of a dispatch):
+# For the small example with two channels (computed in torch; a test compares it with a dispatch):
 
 # %%
 CHANNELS = 2
@@ -154,8 +148,8 @@ for channel, tokens in enumerate(inputs.channel_ranges(4, CHANNELS)):
         print(f"rank 0, channel {channel}, token {token}: send_head {handle.send_head[token].tolist()}")
 
 # %% [markdown]
-# `send_head` starts at 0 in each channel, because each channel has its own queues. Combine thus needs less than
-# dispatch: no row index has to be sent, no counts are exchanged, and the host does not wait.
+# `send_head` starts at 0 in each channel, because each channel has its own queues. Combine needs less than dispatch: no
+# row index has to be sent, no counts are exchanged, and the host does not wait.
 #
 # ## 2. The reference
 #
@@ -166,12 +160,10 @@ head, _, rest = inspect.getsource(reference.combine).partition('    """')
 Markdown("```python\n" + head + rest.partition('"""\n')[2] + "```")
 
 # %% [markdown]
-# A kernel returns `bfloat16`, and it should return the *same* bits in every call, which debugging and reproducible
-# training require. Floating-point sums depend on the order of the summands. Two things are therefore specified:
+# A kernel returns `bfloat16`, and should return the *same* bits in every call. Two things are therefore specified:
 #
-# - **The order of the ranks.** Rows are added in rank order, regardless of the order in which they arrive.
-# - **One rounding.** `bfloat16` has 8 significant bits. The sum is accumulated in `float32`, with 24, and rounded once
-#   at the end.
+# - **The order of the ranks.** Rows are added in rank order, in whatever order they arrive.
+# - **One rounding.** `bfloat16` has 8 significant bits. The sum is accumulated in `float32`, with 24, and rounded once.
 #
 # The figure compares this with rounding after each row, for one element of eight rows:
 
@@ -180,7 +172,7 @@ torch.manual_seed(3)
 draw.sum_in_steps((torch.randn(8) * 3).tolist())
 
 # %% [markdown]
-# The same for many elements and many orders of the eight ranks:
+# The same for many elements and many orders of the ranks:
 
 
 # %%
@@ -215,13 +207,12 @@ for (kind, dtype), (mean, worst, differ) in ERRORS.items():
     )
 
 # %% [markdown]
-# Accumulating in `float32` and rounding once has the smaller error. For rows of similar magnitude no element of this
-# sample depends on the order: the summands have 8 significant bits, so 24 bits usually hold the sum of eight exactly.
-# Where large summands cancel and small ones remain, 24 bits do not suffice, and the result depends on the order unless
-# it is specified.
+# Rounding once has the smaller error. For rows of similar magnitude no element of this sample depends on the order: the
+# summands have 8 significant bits, so 24 bits usually hold their sum exactly. Where large summands cancel and small
+# ones remain, the result depends on the order.
 #
-# The next cell creates the inputs: the routing of all tokens, and `Y`, one result row for each row that a rank
-# received. `check` requires the exact bits of "in rank order, in `float32`, rounded once".
+# `Y` in the next cell has one result row for each row that a rank received. `check` requires the exact bits of "in rank
+# order, in `float32`, rounded once".
 
 
 # %%
@@ -282,10 +273,9 @@ print("nothing wrong:", check([rows.clone() for rows in WANTED]))
 # %% [markdown]
 # ## 3. The lower bound
 #
-# Rows that stay on their rank use no link. All others leave their rank once and arrive once. NVLink of an H200 has 18
-# links of 25 GB/s in each direction. On the source rank each received row is written to memory (by the link) and read
-# again, and the sums are written. **Published bandwidths often include rows that stay on their rank.** Here only the
-# bytes on the wire count. Figures call the lower bound "speed of light".
+# A row that leaves its rank is sent once. NVLink of an H200 has 18 links in each direction (`LINK`). On the source rank
+# each received row is written to memory and read again, and the sums are written. **Published bandwidths often include
+# rows that stay on their rank**; here only the bytes on the wire count. Figures call the lower bound "speed of light".
 
 # %%
 LINK = 18 * 25e9  # bytes per second each way, an H200's NVLink by its data sheet
@@ -322,18 +312,16 @@ for ranks in (2, 4, 8):
 #
 # ## 4. Gaps in `send_head`
 #
-# Before its combine, DeepEP runs a kernel `cached_notify_combine`. It clears heads and tails between two barriers of
-# all ranks, and it changes `send_head`.
+# Before combine, DeepEP's kernel `cached_notify_combine` clears heads and tails between two barriers, and changes
+# `send_head`.
 #
-# In DeepEP's combine several warps of a CTA sum rows (**reducing warps**), one token per warp and iteration. The head
-# of a queue may advance only past rows that *no* warp still needs. Each warp therefore publishes, for each rank, the
-# position before which it needs no rows. After a token that was sent to the rank, this is the token's position plus 1.
-# After a token that was *not* sent there (`send_head` is -1), it is the position of the *next* row from that rank. If
-# the warp published nothing, it would hold back the head.
+# In DeepEP's combine several warps of a CTA sum rows (**reducing warps**), one token per warp and iteration. A head may
+# advance only past rows that *no* warp still needs. Each warp therefore publishes, for each rank, the position before
+# which it needs no rows. After a token that was sent to the rank, this is the token's position plus 1. After a token
+# that was *not* sent there (`send_head` is -1), it is the position of the *next* row from that rank.
 #
-# Each -1 is therefore replaced by `-n - 1`, where `n` is the position of the next token that was sent to the rank. The
-# value stays negative, which means "not sent", and encodes the position. The next token is found by iterating from the
-# last token to the first:
+# Each -1 is therefore replaced by `-n - 1`, where `n` is the position of the next token that was sent to the rank. It
+# stays negative, which means "not sent". A loop from the last token to the first finds `n`:
 
 
 # %%
@@ -364,10 +352,9 @@ filled = fill_gaps(column, tell=True)
 draw.head_gaps(column, filled, NO_HEAD)
 
 # %% [markdown]
-# (A gap before position 0 stays -1.) The operation is idempotent, since all negative values are recomputed, so a handle
-# can be used for several combines. In the kernel a warp also iterates backwards, 32 tokens at a time. A ballot finds
-# the lanes whose token was sent. Each lane then finds the nearest such lane among the lower lanes, which have the
-# *later* tokens (`clz` counts leading zeros and thus finds the highest set bit):
+# (A gap before position 0 stays -1.) The operation is idempotent, so a handle can be used for several combines. In the
+# kernel a warp processes 32 tokens at a time. A ballot finds the lanes whose token was sent; each lane finds the
+# nearest of them among the lower lanes, which have the *later* tokens:
 
 
 # %%
@@ -381,9 +368,7 @@ def piece(function, begin, end):
 piece(deepep_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n    def fill_in", "    @cuda.jit\n")
 
 # %% [markdown]
-# The next cell runs it on all ranks of a `LocalGroup` (notebook 08), like all further steps. A step is a context
-# manager `make(transport)`, called once per rank: it allocates, yields the function that executes the step, and frees
-# the memory.
+# The next cell runs it on all ranks. A step is a context manager `make(transport)`, as in notebook 08.
 
 
 # %%
@@ -423,14 +408,9 @@ assert GAPS_RIGHT
 # %% [markdown]
 # ## 5. The ladder
 #
-# Each step returns all rows and sums them, on all ranks. On GPUs each rank has 4096 tokens of 7168 elements, with the
-# top 8 of 256 experts. Steps with rings use 24 SMs; the others use the whole GPU and leave no SM for other kernels.
-#
-# Each step is checked before it is timed. The check runs the step twice, with different rows first, so that results of
-# an earlier call in a buffer cannot pass. **CUDA events** around several consecutive calls measure the time. Each GPU's
-# calls are queued behind a small kernel that spins until all ranks have queued theirs, so host time is not included.
-# **The slowest rank counts** in each repetition; the result is the median of the repetitions. Only GPU time is
-# measured, so the lines show "-" for the call time.
+# Each step returns all rows and sums them: on GPUs 4096 tokens of 7168 elements per rank, with the top 8 of 256
+# experts. Steps with rings use 24 SMs; the others use all. Steps are checked and timed as in notebook 08; the slowest
+# rank counts.
 
 # %%
 ladder = Ladder(
@@ -511,15 +491,13 @@ print(f"{SHOWN_RANKS} ranks: {WIRE_BYTES / 1e6:.1f} MB leave each rank, which ta
 # %% [markdown]
 # ### Step 0: torch
 #
-# **Idea.** Each rank *pulls* its rows. It copies its range from each other rank (a copy between GPUs), converts it to
-# `float32`, and adds each row to its token's sum with `index_add_`. A token has at most one row per range, so no two
-# additions conflict, and the order is rank order.
+# **Idea.** Each rank *pulls* its rows: it copies its range from each other rank, converts it to `float32`, and adds
+# each row to its token's sum with `index_add_`, in rank order. A token has at most one row per range, so no two
+# additions conflict.
 #
-# An application needs a barrier first, so that no rank pulls rows that are not computed yet. Here `Y` is complete.
-#
-# **Prediction.** The copies take the wire time; then memory is read and written in several passes. Per element of a
-# row: written once (2 bytes), read and written by the conversion to `float32` (6), read, added to and written by
-# `index_add_` (12). Per element of a sum: cleared (4), rounded (6).
+# **Prediction.** The wire time, and several passes over memory. Per element of a row: written once (2 bytes), read and
+# written by the conversion (6), read, added to and written by `index_add_` (12). Per element of a sum: cleared (4),
+# rounded (6).
 
 
 # %%
@@ -555,22 +533,18 @@ measure("torch", make_torch, prediction)
 look_back("torch", predicted=prediction)
 
 # %% [markdown]
-# **Look back.** The step takes longer than predicted. The copies and the summation do not overlap, and torch needs
-# several passes over memory where one kernel needs one.
+# **Look back.** The step takes longer than predicted. The copies and the summation do not overlap.
 #
 # ### Step 1: push, then sum
 #
-# **Idea.** The rank that has a row *pushes* it, because a store needs no reply and a load does. Each rank has a buffer
-# for the worst case, one row from each rank for each token. The place of a row then follows from its token and the rank
-# that sends it, and nothing is counted. One kernel pushes all rows, a warp per row; after a barrier of all ranks a
-# second kernel sums them, a warp per token. Another barrier precedes the push, so that no rank overwrites rows that a
-# slower rank still sums.
+# **Idea.** The rank that has a row *pushes* it, because a store needs no reply. Each rank has a buffer for the worst
+# case, one row from each rank for each token, so nothing is counted. One kernel pushes all rows, a warp per row; after
+# a barrier of all ranks a second one sums them, a warp per token. Another barrier precedes the push, so that no rank
+# overwrites rows that a slower rank still sums. In the barrier kernel lane `p` stores a sequence number in rank `p`'s
+# memory, with release, and waits for the same number from rank `p`.
 #
-# The barrier is a kernel of one warp. Lane `p` stores a sequence number in rank `p`'s memory, with release, and waits
-# until it receives the same number from rank `p`.
-#
-# **Prediction.** The push at the rate of plain stores; then the rows are read and the sums written; four launches of 1
-# us each, and two barriers of 5 us each.
+# **Prediction.** The push at the rate of plain stores; then the rows are read and the sums written; plus constants for
+# the launches and the barriers (`MEETINGS_US`).
 
 # %%
 FIRST = 32  # words before the rows: the flags of the meetings
@@ -709,9 +683,8 @@ measure("push, then add up", make_push_and_sum(1), prediction)
 look_back("push, then add up", "torch", prediction)
 
 # %% [markdown]
-# **Look back.** The next cell measures the push alone, with its barrier. It uses all SMs and waits for no receiver, so
-# the rings below are compared with it. (It is not an upper limit: it also copies the rows that stay on their rank, and
-# includes a barrier. The stores of notebook 08 do neither.)
+# **Look back.** The next cell measures the push alone, with its barrier, on all SMs. The rings below are compared with
+# it. (It is not an upper limit: it also copies the rows that stay on their rank.)
 
 # %%
 PUSH_US = fact("push_us", median_of(make_push_and_sum(1, only_push=True)))
@@ -726,9 +699,9 @@ else:
 # %% [markdown]
 # ### Step 2: more loads in flight
 #
-# **Idea.** A load from memory has a latency of about 600 ns. A lane that loads 16 bytes of each row, adds and stores
-# them, and only then loads the next 16 bytes, mostly waits. It should issue several 16-byte loads per row before the
-# first addition: `at_once` in the kernel above. Each of these vectors takes 4 registers.
+# **Idea.** A lane that loads 16 bytes of each row, adds and stores them, and only then loads the next 16 bytes, mostly
+# waits for memory (`LATENCY_NS`). It should issue several 16-byte loads per row before the first addition: `at_once` in
+# the kernel above.
 #
 # Little's law determines the bytes in flight: bandwidth times latency.
 
@@ -783,18 +756,15 @@ measure("more loads at once", make_push_and_sum(MOST), prediction)
 look_back("more loads at once", "push, then add up", prediction)
 
 # %% [markdown]
-# **Look back.** The gain is small, because the push dominates. The approach has three disadvantages: it uses the whole
-# GPU, its buffer has the worst-case size, and the link is idle during the summation.
+# **Look back.** The gain is small, because the push dominates. But the step uses the whole GPU, its buffer has the
+# worst-case size, and the link is idle during the summation.
 #
 # ### Step 3: DeepEP's rings
 #
-# **Idea.** Each channel has a pair of CTAs. The even CTA sends: its warps are divided among the ranks, and the warps of
-# a rank write chunks of rows into that rank's ring, as in dispatch. In the odd CTA warp 0 does not sum: one lane per
-# rank reads the tail and advances the head. The other warps take the tokens round-robin. Each waits until the token's
-# rows have arrived from all ranks that received the token, sums them, and publishes the position before which it needs
-# no rows; the head is the minimum over the warps.
-#
-# Rows are thus summed while others arrive, with 24 SMs.
+# **Idea.** Each channel has a pair of CTAs. The even one sends: its warps are divided among the ranks, and write chunks
+# of rows into the ranks' rings, as in dispatch. In the odd one, one lane of warp 0 per rank reads the tail and advances
+# the head. The other warps take the tokens round-robin. Each waits until the token's rows have arrived from all ranks,
+# sums them, and publishes the position before which it needs no rows; the head is the minimum over the warps.
 
 # %%
 Markdown("```python\n" + inspect.getsource(deepep_combine.make_update_heads) + "```")
@@ -804,11 +774,10 @@ Markdown("```python\n" + inspect.getsource(deepep_combine.make_reduce) + "```")
 
 # %% [markdown]
 # `released` in the listing uses the gaps of section 4: for a token that was not sent to rank `r`, `-position - 1` is
-# the position of the next row from there. The sending half and the summation are in
-# `moe_numba/course/articles/deepep/combine.py`.
+# the position of the next row from there.
 #
-# **Prediction.** The wire rate `DEEPEP_WIRE`, which an earlier measurement on eight H200 GPUs gave for DeepEP's own
-# CUDA C++ kernel. A small kernel before it clears heads and tails between two barriers: 10 us.
+# **Prediction.** The wire rate `DEEPEP_WIRE`, which an earlier measurement on eight GPUs gave for DeepEP's own CUDA C++
+# kernel, plus a constant for the kernel before it.
 
 
 # %%
@@ -844,27 +813,23 @@ look_back("the document's rings", "more loads at once", prediction)
 
 # %% [markdown]
 # **Look back.** Our port on two ranks is far from the rate of DeepEP's own kernel on eight, and slower than the push,
-# which uses more than five times as many SMs. This notebook does not measure the cause. Candidates are the same as for
-# dispatch in notebook 08: the barrier of the sending warps for each chunk, the release by a warp that also copies rows,
-# and the copies through registers. The receiving half adds one: 23 warps determine each head.
+# which uses more than five times as many SMs. This notebook does not measure the cause. Candidates are the sending
+# warps' barrier for each chunk, the release by a warp that also copies rows, the copies through registers, and the
+# minimum over 23 warps for each head.
 #
 # ### Step 4: one warp per channel
 #
-# **Idea.** As in the package's dispatch, one *warp* handles a channel, so there are many more channels, and each is
-# simple.
+# **Idea.** As in the package's dispatch, one *warp* handles a channel, so there are many more channels.
 #
-# - **The receiving warp processes its tokens in order**, alone. It also consumes the rows of each ring in order, so the
-#   head is its own count. There is no minimum over warps, and there are **no gaps to fill**: a token that was not sent
-#   to a rank leaves the head of that ring unchanged.
+# - **The receiving warp processes its tokens in order**, alone, and so consumes each ring in order: the head is its own
+#   count. There is no minimum over warps and **no gap to fill**.
 # - **The sending warp serves its rings round-robin.** In each iteration it sends one row to each rank whose ring has
-#   space, and skips full rings. It never *waits* for one ring; section 6 shows why that matters.
-# - Rows are moved by **bulk copies**, issued by one thread: into shared memory, and from there to the peer.
-# - One signalling warp per CTA copies no rows and publishes the progress of the others (notebook 08).
-# - Heads and tails continue from launch to launch and are never cleared. Barriers before and after are necessary only
-#   if the number of channels differs from that of the buffer's first combine.
+#   space. It never *waits* for one ring (section 6).
+# - **Bulk copies**, issued by one thread, move rows into shared memory and from there to the peer.
+# - One signalling warp per CTA publishes the progress of the others (notebook 08).
+# - Heads and tails continue from launch to launch.
 #
-# The sender is the package's. In the listing, `pipeline` is the module that copies rows (`bulk_pipeline.py` with TMA,
-# or `register_pipeline.py` on GPUs without). This is its loop:
+# The sender is the package's; `pipeline` is the module that copies rows. This is its loop:
 
 # %%
 piece(final_kernel.make_send, "            while cuda.any_sync(", "                # The earlier stores have")
@@ -896,8 +861,8 @@ def buffer_with(make_combine=final_kernel.make_combine, channels_per_warp=1):
 SENT_TO_ITSELF = ("lane < ranks and lane != rank", "lane < ranks")
 
 # %% [markdown]
-# The next cell has the summation and the receiver. A lane loads `at_once` 16-byte vectors of each row before the first
-# addition; in this step, one. (`as_pairs` is for step 6.)
+# A lane loads `at_once` 16-byte vectors of each row before the first addition; in this step, one. (`as_pairs` is for
+# step 6.)
 
 
 # %%
@@ -1006,8 +971,7 @@ def make_receive(shape, at_once, as_pairs):
 
 
 # %% [markdown]
-# The kernel assigns a warp to sending, receiving or signalling. (It has all parameters of the package's kernel; weights
-# and biases are not used.)
+# The kernel (weights and biases are not used):
 
 
 # %%
@@ -1108,9 +1072,8 @@ channels = num_channels(HERE.num_sms, RANKS, ROW_BYTES, per_warp=1)
 print(f"{HERE.num_sms} multiprocessors: {channels} channels here, {HERE.num_sms // 2} in the document")
 
 # %% [markdown]
-# **Prediction.** The slower of two parts. Sending takes the time of the push, plus 10 us until the last row is summed.
-# (Own rows use no wire.) Reading: half of the 24 SMs read all rows, for which step 2 had 132 SMs. Each SM reads its
-# bytes in flight once per latency.
+# **Prediction.** The slower of two parts. Sending takes the time of the push, plus a constant for the last row. (Own
+# rows use no wire.) Reading: half of the 24 SMs read all rows, and each SM reads its bytes in flight once per latency.
 
 
 # %%
@@ -1134,14 +1097,12 @@ look_back("a warp for a channel", "the document's rings", prediction)
 #
 # ### Step 5: several vectors per row
 #
-# **Idea.** More loads in flight, as in step 2, but now on few SMs, where it matters more. A lane loads several 16-byte
-# vectors ("pieces" in the code) of each row before the first addition: `at_once` in `make_add_up` above. We use as many
-# as fit in 32 registers: four per row with two ranks, two with four ranks.
+# **Idea.** More loads in flight, as in step 2, but now on few SMs, where it matters more: a larger `at_once` ("pieces"
+# in the code). We use as many as fit in 32 registers: four vectors per row with two ranks, two with four ranks.
 #
 # **Prediction.** Two measurements predict a third. Assume that a part of the time is waiting for loads, that this part
 # is divided by the number of vectors, and that the rest is constant. The gain from the *second* vector is then half of
-# the waiting. The next cell measures all numbers of vectors, interleaved; the prediction uses one and two only. (If
-# there are no others, or nothing is measured, the prediction is the slower of reading and sending, as in step 4.)
+# the waiting.
 
 
 # %%
@@ -1182,23 +1143,18 @@ for few, many, gain in GAINS:
     print(f"from {few} to {many}, {abs(gain):.1f} % {'less' if gain > 0 else 'more'} time{says}")
 
 # %% [markdown]
-# **Look back.** More than two vectors gain less than predicted, and the largest number is slower than the one below it.
-# The model assumes that everything but the waiting is constant; the measurement shows that this does not hold beyond
-# two.
+# **Look back.** More than two vectors gain less than predicted, and the largest number is slower than the one below it:
+# the model does not hold beyond two.
 #
 # ### Step 6: two rows as packed pairs
 #
 # **Idea.** The instructions of the summation may be the next limit. A 32-bit word holds two elements; summing two such
-# words takes 9 instructions: unpack, add in `float32`, pack. A sum of *two* rows does not need `float32`: Hopper adds
-# two pairs of `bfloat16` in one instruction (`add.rn.bf16x2`), which rounds each sum once. The bits are the same.
-# Rounding first to 24 bits and then to 8 can differ from rounding to 8 directly, but never for the sum of two numbers
-# of 8 bits, because 24 is at least 2 x 8 + 2 (Figueroa 1995, section 11). Two instructions per word remain: one adds 0,
-# so that a sum is 0 and not -0, and one adds the second row. (`as_pairs` in `make_add_up` above.)
+# words takes 9 instructions: unpack, add in `float32`, pack. For *two* rows, Hopper adds two pairs of `bfloat16` in one
+# instruction (`add.rn.bf16x2`), which rounds each sum once. Rounding first to 24 bits and then to 8 never differs from
+# this for the sum of two numbers of 8 bits, because 24 is at least 2 x 8 + 2 (Figueroa 1995, section 11). Two
+# instructions per word remain: one adds 0, so that a sum is 0 and not -0, and one adds the second row.
 #
-# With more than two ranks most tokens have more than two rows, which are summed as before.
-#
-# **Prediction.** If instructions limited the receivers, the wire is the limit now: the time of the push plus 10 us.
-# (With more than two ranks, the time of step 5.)
+# **Prediction.** If instructions limited the receivers, the wire is the limit now: the sending time of step 4.
 
 # %%
 prediction = sending_us if SHOWN_RANKS == 2 else us("several pieces") or sending_us
@@ -1212,14 +1168,11 @@ look_back("two rows as pairs", "several pieces", prediction)
 #
 # ### Step 7: own rows without rings, bulk copies in the receiver
 #
-# **Idea.** A rank's *own rows need no ring*, because they are in its memory already. Without them the senders have half
-# of their work with two ranks. Receiving warps can also use bulk copies, which one thread issues and for which no warp
-# waits. They have space for one row in shared memory, as senders do:
+# **Idea.** A rank's *own rows need no ring*. Without them the senders have half of their work with two ranks. Receiving
+# warps can also use bulk copies, and have shared memory for one row:
 #
 # - A bulk copy loads the own row into shared memory while the warp waits for the rows of other ranks.
 # - The sum replaces it there, and another bulk copy stores it while the warp continues with the next token.
-#
-# The warp itself loads only the rows from other ranks.
 
 # %%
 piece(final_kernel.make_receive, "                own = cuda.shfl_sync", "                wanted = ")
@@ -1235,8 +1188,8 @@ piece(final_kernel.make_receive, "                reduce_token(", "             
 piece(reduce.make_reduce_token_general, "            remaining = mask", "            for w in range(num_words):")
 
 # %% [markdown]
-# **Prediction.** The bytes on the wire are unchanged. If the wire is the limit, nothing is gained: the time of step 6.
-# With fewer SMs it should gain. (With more than two ranks a smaller part of the rows is a rank's own.)
+# **Prediction.** The bytes on the wire are unchanged. If the wire is the limit, the time is that of step 6; with fewer
+# SMs the step should gain.
 
 # %%
 prediction = us("two rows as pairs") or sending_us
@@ -1251,12 +1204,11 @@ if FEWER:
 
 # %% [markdown]
 # **Look back.** The wire was not the limit: the step gains, and more with 12 SMs. Senders now copy only the rows that
-# leave the rank, and receivers load only the rows that have arrived; with two ranks that is half of the rows each.
+# leave the rank, and receivers load only the rows that have arrived.
 #
 # ### Step 8: dynamic load balancing
 #
-# **Idea.** So far all sending warps have equal shares. The next cell measures when each warp finishes. (The kernel
-# stores the times in the memory of a bias.)
+# **Idea.** So far all sending warps have equal shares. The next cell measures when each warp finishes.
 
 
 # %%
@@ -1297,21 +1249,16 @@ EQUAL_SHARES = fact("equal_shares_us", ends_of(1))
 print(f"equal shares: {says_when(EQUAL_SHARES)}; {WHEN}" if EQUAL_SHARES else "equal shares: no figure is recorded yet")
 
 # %% [markdown]
-# The warps finish at different times. Two likely causes are that a saturated link does not serve all SMs equally, and
-# that a warp delayed by a full ring cannot pass work to another warp. The tokens are therefore divided into four
-# channels per sending warp instead of one. A warp that has finished a channel takes the next one, from an atomic
-# counter. Before it posts progress on that channel, it waits until the signalling warp has published its progress on
-# the last one.
+# The warps finish at different times. Likely causes are that a saturated link does not serve all SMs equally, and that
+# a warp delayed by a full ring cannot pass work to another. The tokens are therefore divided into four channels per
+# sending warp, and a warp that has finished a channel takes the next one from an atomic counter.
 
 # %%
 piece(next_channel, "    taken = ", None)
 
 # %% [markdown]
-# The ranks cannot deadlock, although a warp now has several channels. Warps take channels in ascending order. On each
-# rank some warp therefore works on the lowest unfinished channel, and none of these warps waits for another channel.
-# That channel finishes, and the next one becomes the lowest.
-#
-# This is `Buffer.combine`; its source is at the end. Dispatch assigns its channels in the same way.
+# The ranks cannot deadlock, although a warp now has several channels. Warps take channels in ascending order, so on
+# each rank some warp works on the lowest unfinished channel, and none of these warps waits for another channel.
 #
 # **Prediction.** The time of step 7, less the difference between the last warp and the mean.
 
@@ -1326,11 +1273,10 @@ if DEALT_OUT:
     print(f"    {says_when(DEALT_OUT)}; {WHEN}")
 
 # %% [markdown]
-# **Look back.** The sending warps now finish closer together, but later than the former mean, so the gain is smaller
-# than predicted. If the link is shared, a warp that gains bandwidth takes it from others; the prediction ignores this.
+# **Look back.** The sending warps finish closer together, but later than the former mean, so the gain is smaller than
+# predicted.
 #
-# **The cost of the summation.** The next cell removes the summation: receivers only wait for rows and store zeros. (The
-# result is wrong, so this is not a step.)
+# **The cost of the summation.** In the next cell receivers only wait for rows and store zeros.
 
 # %%
 NOTHING_ADDED = ("uint32(cuda.ballot_sync(FULL_MASK, position >= 0))", "uint32(0)")
@@ -1350,8 +1296,7 @@ else:
 #
 # ### Time over the number of SMs
 #
-# A server computes while tokens are sent, so combine should use few SMs. Half of them send, but no more than saturate
-# the link.
+# Half of the SMs send, but no more than saturate the link.
 
 
 # %%
@@ -1391,14 +1336,13 @@ for n, stats in LINES["moe_numba"].items() if LINES else ():
     print(f"{n:3} multiprocessors: {stats['median']:6.1f} us, {gbps:3.0f} GB/s on the wire")
 
 # %% [markdown]
-# From 24 SMs on, the package's time hardly changes. The figure shows that our port of DeepEP's combine with 48 SMs
-# takes longer than the package's with 8.
+# From 24 SMs on, the package's time hardly changes. Our port of DeepEP's combine with 48 SMs takes longer than the
+# package's with 8.
 #
 # ### A check must be able to fail
 #
 # Three results are wrong on purpose: a sum in descending rank order, a sum rounded after each row, and one token
-# missing. With two ranks the first two are *correct*: a sum of two rows is the same in both orders, and it is rounded
-# once in any case. This test therefore uses four ranks, on the host.
+# missing. With two ranks the first two would be *correct*, so this test uses four ranks, on the host.
 
 
 # %%
@@ -1434,7 +1378,7 @@ for name, wrong in WRONG.items():
 # %% [markdown]
 # ### The whole ladder
 #
-# All steps measured again, interleaved, so that a drifting clock rate affects all of them equally.
+# All steps again, interleaved.
 
 # %%
 ladder.measure_all(times_of(STEPS))
@@ -1447,19 +1391,18 @@ ladder.plot(floor_us=FLOOR_US, peers={"the push alone": PUSH_US} if PUSH_US else
 
 # %% [markdown]
 # **Result.** The package's combine on 24 SMs takes about as long as the push alone on all SMs. The time of torch
-# differs noticeably from its first measurement above.
+# differs noticeably from its first measurement.
 #
 # ## 6. Deadlock
 #
-# Ranks **deadlock** if they wait for one another in a cycle. Rings make this possible. This section runs in the
-# simulator, which detects that no thread can continue. (On a GPU machine the simulator runs in a separate process.)
+# Ranks **deadlock** if they wait for one another in a cycle. This section runs in the simulator, which detects that no
+# thread can continue.
 
 # %% [markdown]
 # ### A ring that is too short
 #
-# DeepEP requires rings longer than a chunk. The next cell tests whether that is sufficient for its combine. It runs two
-# ranks, with each token sent to both and one channel, for several numbers of reducing warps (`R`), chunks and rings,
-# under one or two seeds (thread orders); and the case of DeepEP's 23 reducing warps at its bound.
+# DeepEP requires rings longer than a chunk. The next cell tests whether that is sufficient, with two ranks, one
+# channel, and several numbers of reducing warps (`R`), chunks, rings and seeds.
 
 
 # %%
@@ -1505,8 +1448,7 @@ for (warps, chunk), cases in itertools.groupby(CASES, key=lambda case: case[:2])
     print(f"R = {reducers:2}, chunk {chunk}: {says}; chunk + R - 1 = {chunk + reducers - 1}")
 
 # %% [markdown]
-# A ring of `chunk + R - 1` rows is sufficient in all runs, and one row less deadlocks. The figure shows a run that
-# deadlocked, from the head and the tail left in memory. (The tail determines which rows each reducing warp has read.)
+# A ring of `chunk + R - 1` rows is sufficient in all runs, and one row less deadlocks. The figure shows such a run.
 
 
 # %%
@@ -1526,10 +1468,9 @@ stuck_picture(next(case for case in CASES if LOCKED[case]["hung"] and case[2] ==
 
 # %% [markdown]
 # Every row in the ring has been read, but the head does not advance. The last warp waits for a row that has not been
-# sent, and can only publish the position after its previous token; the head is the minimum over all warps. In the worst
-# case it is `R - 1` rows behind. The sender waits for space for a whole chunk, so the ring needs `R - 1 + chunk` rows.
-# DeepEP's own check requires `chunk + 1`. Our port refuses rings below the bound, and so does the package's `Config`,
-# so that a configuration is valid for DeepEP too:
+# sent, and can only publish the position after its previous token. In the worst case this minimum is `R - 1` rows
+# behind. The sender waits for space for a whole chunk, so the ring needs `R - 1 + chunk` rows. DeepEP's own check
+# requires `chunk + 1`. Our port and the package's `Config` refuse rings below the bound:
 
 # %%
 c = DeepEPConfig(8)
@@ -1544,17 +1485,17 @@ for ring in (25, 26):
         print("refused:", error)
 
 # %% [markdown]
-# The package's kernel cannot deadlock in this way: a receiving warp consumes rows in order, and a row that it has read
-# is free immediately. A ring of one slot is sufficient.
+# The package's kernel cannot deadlock in this way: a row that a receiving warp has read is free immediately. A ring of
+# one slot is sufficient.
 #
 # ### A sender that waits
 #
 # The package's sender of combine skips a full ring, while that of dispatch *waits* for space. In dispatch this is
-# harmless, because a receiver always consumes the rows that have arrived. A receiver of combine does not: it waits for
-# *all* rows of its next token, and meanwhile consumes nothing from the other rings.
+# harmless, because a receiver always consumes the rows that have arrived. A receiver of combine waits for *all* rows of
+# its next token, and meanwhile consumes nothing from the other rings.
 #
-# The example has three ranks. The first tokens of rank `r` go to rank `r + 1` only, the later ones to all ranks. One
-# line of the package's kernel is changed: if *any* ring that still has rows to send is full, the sender sends nothing.
+# The example has three ranks. The first tokens of rank `r` go to rank `r + 1` only, the later ones to all ranks. In the
+# changed kernel, if *any* ring that still has rows to send is full, the sender sends nothing.
 
 
 # %%
@@ -1622,8 +1563,7 @@ for name, found in THREE.items():
         print("   ", sentence)
 
 # %% [markdown]
-# Each message names the warp that timed out first; here all ranks report the same one. The heads and tails left in
-# memory determine the whole cycle. We start with rank 0's sender and follow each wait:
+# The heads and tails left in memory determine the whole cycle:
 
 
 # %%
@@ -1657,20 +1597,17 @@ draw.wait_cycle(CIRCLE) if CIRCLE else print("no circle was found")
 
 # %% [markdown]
 # A sender of combine must therefore not wait for one ring while another has space. Longer rings do not help: longer
-# runs of tokens to one rank fill them. With two ranks this cycle cannot close, because a receiver then waits for rows
-# of one other rank only, and these arrive in order. In DeepEP's kernel each rank has its own sending warps, so a full
-# ring delays only the rows to that rank.
+# runs of tokens to one rank fill them. In DeepEP's kernel each rank has its own sending warps, so a full ring delays
+# only the rows to that rank.
 #
 # ## 7. Weights and biases
 #
-# The output of an MoE layer is a *weighted* sum of its experts' results, but **combine only adds**. Each rank has the
-# weights of its experts for each row (from dispatch) and multiplies before the rows are returned. Combine can also
-# return the weights, which training needs, as sums over the ranks. Each weight is nonzero on one rank only, so the
-# returned weights must have exactly the bits that were sent.
+# The output of an MoE layer is a *weighted* sum of its experts' results, but **combine only adds**: each rank
+# multiplies by its experts' weights (from dispatch) before the rows are returned. Combine can also return the weights,
+# for training. Each weight is nonzero on one rank only, so exactly the bits that were sent must return.
 #
-# Up to two **biases**, rows that a rank has for its own tokens, are added to the sum first: for example the result of a
-# shared expert. That saves a launch and an intermediate rounding. It costs time: the receiving warps must load the
-# biases, and with two ranks the packed additions of step 6 cannot be used, because there are more than two rows to add.
+# Up to two **biases**, for example the result of a shared expert, are added to the sum first. That saves a launch, but
+# the receiving warps must load them, and the packed additions of step 6 cannot be used.
 
 
 # %%
@@ -1707,10 +1644,9 @@ if WITH_ALL_US:
 assert not WITH_ALL and WEIGHTS_BACK
 
 # %% [markdown]
-# **A property test.** If each rank returns the rows that it received, `combine(dispatch(x))` is `x` times the number of
-# the token's ranks, exactly: a small integer multiple is exact in `float32` and rounded once. This needs no reference,
-# so it can be tested on any shape: unequal numbers of tokens, no tokens, -1 among the experts, all tokens to one rank.
-# One buffer is used for all of them, and each handle is used twice.
+# **A property test.** If each rank returns the rows that it received, `combine(dispatch(x))` is exactly `x` times the
+# number of the token's ranks, rounded once. This needs no reference, so it can be tested on any shape. Each handle is
+# used twice.
 
 
 # %%
@@ -1757,8 +1693,7 @@ assert all(all(said) for said in PROPERTY.values())
 # %% [markdown]
 # ## 8. Faults
 #
-# Three faults in our port of DeepEP's kernel, each under six seeds, in the simulator with weak memory: a store becomes
-# visible to other ranks late and in any order, unless a release orders it.
+# Three faults in our port of DeepEP's kernel, each under six seeds, in the simulator with weak memory:
 #
 # - **plain tail**: the tail is stored without release.
 # - **no barrier**: the warps of a chunk do not synchronise before one of them publishes the tail.
@@ -1791,12 +1726,12 @@ for name, wrong in FAULTS.items():
     print(f"{name or 'as it is'}: {says}")
 
 # %% [markdown]
-# Of the three, "early head" is the hardest to find: it shows under all seeds here, but in few tokens, and only if the
-# sender overwrites a slot before a reducing warp has read it.
+# "early head" is the hardest to find: it shows in few tokens, and only if the sender overwrites a slot before a
+# reducing warp has read it.
 #
-# **A rank that does not arrive.** In the next cell rank 1 does not call combine. Rank 0 waits for rows and aborts after
-# the timeout, and its next call raises the error. (DeepEP waits 100 seconds and then executes `trap`, which makes the
-# CUDA context unusable. The package's timeout is an argument of `Buffer`.)
+# **A rank that does not arrive.** Rank 1 does not call combine. Rank 0 aborts after the timeout, an argument of
+# `Buffer`, and its next call raises the error. (DeepEP executes `trap` after 100 seconds, which makes the CUDA context
+# unusable.)
 
 
 # %%
@@ -1833,8 +1768,6 @@ assert SENTENCE
 
 # %% [markdown]
 # ## 9. Claims and measurements
-#
-# The record contains the ladder; the other measurements are stored in its last row.
 
 # %%
 if TIMED:
@@ -1842,9 +1775,8 @@ if TIMED:
 ladder.save(notebook_sources("notebooks/09_combine.py"))
 
 # %% [markdown]
-# The notebook computes every verdict. Times are those of the ladder, measured now or recorded. A verdict that needs a
-# number without a record is "open". In the table, "confirmed" means reproduced here, "refuted" means not reproduced
-# here, and "the document's" is our port of DeepEP's combine.
+# The notebook computes every verdict; one that needs a number without a record is "open". "Confirmed" means reproduced
+# here, "refuted" not reproduced here.
 
 # %%
 NOT_RECORDED = "open: not recorded yet"
@@ -1994,35 +1926,33 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # %% [markdown]
 # ## 10. Exercises
 #
-# All exercises can be done in the simulator. `check` and the property test check a kernel.
+# All can be done in the simulator, with `check` and the property test.
 #
 # 1. **Without filled gaps.** Leave `send_head` as dispatch returns it, and let `released` be 0 for a token that was not
-#    sent to a rank. What happens, and for which tokens? *Hint: the head is the minimum over the warps.*
+#    sent to a rank. What happens, and for which tokens?
 # 2. **Smaller chunks.** Change the sender of our port so that it sends as many rows as fit if a whole chunk does not.
-#    How short may rings be then? *Hint: it must never wait while a slot is free.*
+#    How short may rings be then?
 # 3. **A cycle of four.** Find tokens for four ranks for which the waiting sender deadlocks, although no token goes to
-#    one rank only. *Hint: a row that is needed late by one rank must be needed early by another.*
+#    one rank only.
 # 4. **Pull.** Let the source rank's kernel load the rows from the other ranks, without rings. What must be known before
-#    it starts, and how many bytes must be in flight? *Hint: Little's law, with the latency of the link.*
+#    it starts, and how many bytes must be in flight?
 # 5. **Sum, round, sum.** Two experts of a token on one rank compute two results, which are summed before they are
-#    returned. Is that still one rounding? *Hint: which type does the returned row have?*
-# 6. **A ring of one row.** Give the package's rings one slot. Is the result still correct? What does it cost? *Hint:
-#    `num_nvl_bytes`.*
+#    returned. Is that still one rounding?
+# 6. **A ring of one row.** Give the package's rings one slot. Is the result still correct, and what does it cost? (See
+#    `num_nvl_bytes`.)
 #
 # ## 11. Sources
 #
-# - The code: [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `csrc/kernels/intranode.cu`, functions
-#   `cached_notify_combine` and `combine` of its first version, and `tests/test_intranode.py`, the origin of the
-#   property test.
-# - The article, which ends before combine: BoLi2001,
-#   [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in Chinese.
-# - Memory orders: NVIDIA, *PTX ISA*, "Memory Consistency Model".
+# - [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `cached_notify_combine` and `combine` in
+#   `csrc/kernels/intranode.cu` of its first version, and `tests/test_intranode.py`, the origin of the property test.
+# - BoLi2001, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in Chinese.
+# - NVIDIA, *PTX ISA*, "Memory Consistency Model".
 # - Samuel A. Figueroa, "When is Double Rounding Innocuous?", *ACM SIGNUM Newsletter* 30 (3), 1995.
 # - John D. C. Little, "A Proof for the Queuing Formula: L = λW", *Operations Research* 9 (3), 1961.
 #
 # ## The final kernel
 #
-# The kernel that `Buffer.combine` of `moe_numba.expert_parallel` runs, and the module that sums the rows.
+# The kernel that `Buffer.combine` runs, and the module that sums the rows.
 
 # %%
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")
