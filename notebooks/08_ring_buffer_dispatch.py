@@ -12,20 +12,18 @@
 # ---
 
 # %% [markdown]
-# # Dispatch: rows travel through ring buffers
+# # Dispatch: send token rows through ring buffers
 #
-# Notebook 07 counted which tokens go to which rank, and made the buffers. Now the tokens travel. This is **dispatch**:
-# each rank sends each of its rows to the ranks that have the row's experts. Notebook 09 brings the results back.
+# In **dispatch** each rank sends its rows (the hidden vectors of its tokens) to the ranks that have the tokens'
+# experts. Notebook 09 returns the results.
 #
-# The notebook follows the article's next two parts, `notify_dispatch` and `dispatch`
-# ([一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824)). The way there: a first store
-# into another GPU's memory; torch; NCCL, which everyone has; a naive dispatch; the article's **ring buffers**
-# (环形缓冲区), taken apart and played in slow motion; the package's kernel, which is built otherwise; and one that
-# needs no rings.
+# The notebook follows `notify_dispatch` and `dispatch` of the article
+# [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824). It compares torch, NCCL, a naive
+# kernel, our Numba port of DeepEP's rings, the package's rings, and direct writes.
 #
-# A reader with several GPUs sees them talk. With one GPU, or none, the ranks are **virtual**: they share the GPU, or
-# the simulator runs all of them. Then everything runs and is checked, but times would mean nothing, for there is no
-# link between the ranks. Recorded times are shown instead, and say so.
+# With fewer GPUs than ranks, the ranks are **virtual**: they share a GPU, or the simulator runs them. Every step is
+# then executed and checked, but not timed; recorded times are shown and labelled. Outputs call an SM a "multiprocessor"
+# and a CTA a "block".
 
 # %%
 import os
@@ -117,14 +115,13 @@ print(
 )
 
 # %% [markdown]
-# A `LocalGroup` has its ranks in this one process, a thread for each, so that a notebook can hold them all. In a server
-# each rank is a process of its own; the kernels do not see the difference. `GROUP.run(work)` calls `work(transport)`
-# for each rank at the same time. A **transport** knows its `rank`, can `gather` what all ranks give, and can
-# `allocate` memory that all of them reach: its `addresses` say where. In notebook 07 we did that by hand, with IPC.
+# `LocalGroup` runs one thread per rank in this process. `GROUP.run(work)` calls `work(transport)` on all ranks
+# concurrently. A **transport** has the `rank`, `gather` (returns the values of all ranks), and `allocate`, which
+# returns memory that all ranks can access, with its `addresses`.
 #
 # ## 1. The problem in one picture
 #
-# Two ranks, eight tokens each. Below each token stands where it goes; a token may go to both.
+# Two ranks have eight tokens each:
 
 # %%
 EXAMPLE = [
@@ -135,23 +132,22 @@ CHANNELS = 4
 draw.row_order(EXAMPLE, CHANNELS)
 
 # %% [markdown]
-# The order on the right is part of the contract: rows by the **rank** (源rank) they come from, those of one rank by
-# **channel** (通道), those of one channel by token. A channel is a run of neighbouring tokens that is sent as one
-# stream, beside the other channels. So the order does not depend on who is fast.
+# `recv_x` is ordered by source **rank**, then **channel**, then token. A channel is a contiguous range of a rank's
+# tokens that is sent as one stream, in parallel with the others.
 #
-# Before a row can go to its place, three things must be known to the receiver:
+# A receiver needs three numbers before it can place a row in `recv_x`:
 #
-# 1. how many rows come in all: the host must allocate `recv_x`;
-# 2. how many rows come from the ranks before this one;
-# 3. how many rows of the same rank come in the channels before this one.
+# 1. the total number of rows, with which the host allocates `recv_x`;
+# 2. the number of rows from lower ranks;
+# 3. the number of rows from the same rank in lower channels.
 #
-# The sender knows its own counts only. That is why dispatch has two kernels: **notify** exchanges counts, and
-# **dispatch** moves rows. What the first one learned is kept in a **handle**. A second dispatch of the same layout
-# (the next micro-batch in a backward pass, say) takes the handle and skips the counting.
+# Each sender has only its own counts. Therefore **notify** exchanges counts, and then **dispatch** sends rows. The
+# counts are kept in a **handle**. A second dispatch with the same layout (for example in the backward pass) passes the
+# handle and skips notify.
 #
 # ### The reference
 #
-# In torch, with all ranks' tensors at hand:
+# The reference takes the tensors of all ranks:
 
 
 # %%
@@ -166,10 +162,8 @@ def show(thing, start=None, stop=None):
 show(reference.dispatch, "ranks = len(x)")
 
 # %% [markdown]
-# Beside the rows travel, for each row: `src_idx`, which of its rank's tokens it is (源索引); `topk_idx`, its experts,
-# as numbers of the receiver's own experts and -1 elsewhere; `topk_weights`; and for FP8 rows their scales. In the
-# ladder below every step brings the rows and `src_idx`, as a dispatch with a handle does. The article's kernel and the
-# package's can bring the rest too, and the tests let them.
+# Dispatch also sends metadata: `src_idx`, the token's index on its source rank; `topk_idx`, its experts as indices of
+# the receiver's local experts, or -1; `topk_weights`; and scales. The steps below send the rows and `src_idx`.
 
 # %%
 torch.manual_seed(0)
@@ -210,10 +204,11 @@ print(
 )
 
 # %% [markdown]
-# ## 2. The floor: how fast could it be?
+# ## 2. The lower bound
 #
-# A rank's own rows need no link. The others do: these are the **wire bytes**. Published figures often count all rows
-# ("logical" bytes), and then a link may seem faster than it is.
+# The bytes of rows that leave their rank are the **wire bytes**. Published bandwidths often count all rows ("logical"
+# bytes), and can then exceed the link's. The lower bound is the wire bytes divided by the highest rate measured below;
+# outputs also call it "the floor" or "speed of light".
 
 # %%
 SENT = [[int(layout[0][to]) for to in range(RANKS)] for layout in LAYOUTS]  # rows from each rank to each rank
@@ -225,17 +220,14 @@ print(
 )
 
 # %% [markdown]
-# How fast is a link? NVLink's data sheet says 450 GB/s each way on an H200. What kernels can get out of it we measure.
-# Each rank writes into the next rank's memory, all at the same time, in two ways:
+# The next cell measures the rate at which kernels write to the next rank's memory, all ranks at the same time:
 #
-# - **stores** of 16 bytes, by all threads of some blocks;
-# - **bulk copies** (TMA, notebook 05): a thread hands over a whole row in shared memory, and goes on. Once from shared
-#   memory alone; once with a bulk load of the row from the rank's own memory before, as a dispatch needs it.
+# - **stores** of 16 bytes, by all threads of a number of CTAs;
+# - **bulk copies** (TMA, notebook 05): one thread per warp copies a whole row from shared memory to the peer, once from
+#   shared memory alone, and once after a bulk load of the row from local memory, as in dispatch.
 #
-# (The "plain push" in the README is another kernel: it loads what it stores, and needs more blocks for the same rate.)
-#
-# **Prediction.** A thread's store is done when it has left; nobody waits for it. So a block should be limited by how
-# much a multiprocessor can put on its way, and a handful of blocks should fill the link.
+# **Prediction.** A thread does not wait for its stores to complete, so the rate at which an SM issues stores limits a
+# CTA, and a few CTAs saturate the link.
 
 # %%
 FLAGS, ROOM = 32, 64  # where, in words, the small kernels have their flags, and data
@@ -283,9 +275,8 @@ def make_push_bulk(row_words, warps, with_loads):
 
 
 # %% [markdown]
-# To time several ranks, one needs care. Their kernels are queued behind a **gate**, a little kernel that waits for the
-# host; when all ranks have queued their calls, the host opens all gates at once. Events on each rank's stream take the
-# time, and the slowest rank's counts.
+# Each rank queues its kernels behind a small kernel that spins until all ranks have queued theirs. Events on each
+# rank's stream measure the time, and the slowest rank counts.
 
 # %%
 ladder = Ladder(
@@ -384,18 +375,15 @@ if TIMED:
     print(f"the floor for {WIRE_BYTES / 1e6:.1f} MB: {FLOOR_US:.0f} us")
 
 # %% [markdown]
-# Two figures to remember: what *one* block reaches, and how many blocks fill the link. One multiprocessor has a limit
-# of its own, far below the link's; it holds for stores and for copies. So several must send. We give the article's
-# kernel 24: it lets one half of them send, and the other half receive.
+# One SM reaches a fraction of the link's bandwidth, nearly the same one with all three methods, so several SMs must
+# send. Our port of DeepEP's kernel gets 24 SMs: half send and half receive.
 #
 # ## 3. The first store to a peer
 #
-# Rank 0 stores a message into rank 1's memory and then raises a **flag** there. Rank 1 polls the flag, and reads. Two
-# things could go wrong. Stores of one thread may arrive in another order than they were made. And rank 1 may have read
-# the data ahead, before the flag. So the flag is stored with **release** (释放): first all that this thread has stored,
-# or has seen that others stored, then the flag. And it is loaded with **acquire** (获取): first the flag, then all that
-# follows. `sys` is the scope: all GPUs, not only this one. A barrier in front of the release (here `syncthreads`) hands
-# over the other threads' stores to the thread that releases.
+# Rank 0 stores a message in rank 1's memory and then sets a **flag**. Rank 1 polls the flag, then reads the message. A
+# store with **release** semantics makes everything visible first that the thread has stored, or has observed from other
+# threads. A load with **acquire** semantics completes before the loads that follow it. The scope `sys` covers all GPUs.
+# The barrier before the release (`syncthreads`) extends it to the stores of the CTA's other threads.
 
 
 # %%
@@ -441,7 +429,7 @@ print("rank 1 read", got[:8].tolist(), "...")
 assert got.tolist() == list(range(100, 164))
 
 # %% [markdown]
-# How long is a message on its way? The ranks play ping-pong: each waits for the other's flag, and answers.
+# The one-way latency follows from a ping-pong: each rank waits for the other's flag and replies.
 
 
 # %%
@@ -482,13 +470,12 @@ print(
 )
 
 # %% [markdown]
-# That is the price of every question that one rank asks another. A dispatch must not ask often, or must have other
-# things to do meanwhile.
+# A request to another rank costs a round trip, twice this latency. A dispatch kernel must issue few requests, or have
+# other work meanwhile.
 #
-# **What if it is done wrong?** A GPU may do the right thing a million times. The simulator has a **weak memory**:
-# stores reach others late and in any order unless something orders them, and a seed decides which. Below, the same
-# kernel with a relaxed flag, and with a relaxed poll. Where a GPU runs this notebook, the simulator runs in a process
-# of its own.
+# **Weaker memory orders.** In the simulator's **weak memory model** stores become visible to other ranks late and in
+# any order, unless an instruction orders them; a seed determines the order. The next cell runs the kernel with a
+# relaxed store, and with a relaxed load.
 
 # %%
 BY_NAME = "from moe_numba.ptx.atomics import *"  # `PAIRS` names them by strings
@@ -524,10 +511,11 @@ for pair, torn in zip(PAIRS, in_simulator(try_messages, PAIRS, SEEDS, setup=BY_N
     print(f"{', '.join(pair)}: the message was torn under {torn} of {SEEDS} seeds")
 
 # %% [markdown]
-# ## 4. The ladder: torch, NCCL, and the naive way
+# ## 4. The ladder: torch, NCCL, and a naive kernel
 #
-# Each step is checked before it is timed: it runs twice, with other rows first, so that what an earlier call left in
-# some buffer cannot pass for a result. What is timed is a call with the counts known, as with a handle.
+# A step is a context manager `make(transport)` that allocates, yields the function to call, and frees the memory. It is
+# checked before it is timed, after a call with different rows, so that old results in a buffer cannot pass. The counts
+# are known, as with a handle.
 
 # %%
 STEPS = {}
@@ -604,12 +592,11 @@ def rate_of(way, blocks):
 # %% [markdown]
 # ### Step 0: torch
 #
-# **Idea.** Each rank picks the rows for each peer (`index_select`), and copies them to their place in the peer's
-# `recv_x`, GPU to GPU. This is what an *all-to-all* does (`torch.distributed.all_to_all_single`), without the
-# library around it. Picking means that each row is written and read once more than it must be. At the end the ranks
-# meet, in a kernel: when it is done, all rows have come.
+# **Idea.** Each rank gathers the rows for each peer (`index_select`) and copies them to their place in the peer's
+# `recv_x`: the data movement of an *all-to-all*. When the barrier kernel of all ranks (`meet`) ends, all rows have
+# arrived.
 #
-# **Prediction.** The wire time, plus the picking: all rows are read and written once in the rank's own memory.
+# **Prediction.** The wire time plus the gather.
 
 
 # %%
@@ -676,19 +663,17 @@ measure("torch", torch_dispatch, prediction)
 look_back("torch", predicted=prediction)
 
 # %% [markdown]
-# **Look back.** The copies between GPUs are done by copy engines, not by multiprocessors. That is their charm, and
-# their price: each copy must be set up by itself, and one waits for the other. The wire is idle while rows are picked.
+# **Look back.** Copies between GPUs run on copy engines and use no SMs. The prediction omits costs per copy and launch,
+# and the barrier.
 #
-# ### Step 1: NCCL, what everyone has
+# ### Step 1: NCCL
 #
-# **Idea.** NCCL is NVIDIA's library for groups of GPUs; torch comes with it. A rank counts, tells the others, waits
-# until its host knows what will come, picks its rows, and calls `torch.distributed.all_to_all_single`. The counts are
-# known here, as in all steps. NCCL wants a process for each rank, and ours are threads of one. So the call is an
-# argument, `all_to_all`. Here it is *played*: each rank takes its slices of everybody's rows. That is checked. Where
-# each rank has a GPU of its own, processes of their own run the same functions with NCCL, on tokens drawn in the same
-# way. They too are timed only after each rank has found the very rows that were sent to it.
+# **Idea.** A rank exchanges its counts, waits on the host for the sizes, gathers its rows, and calls
+# `torch.distributed.all_to_all_single`. Here the counts are known. NCCL needs one process per rank, so the functions
+# take the collective as an argument, `all_to_all`. The check here emulates it; the timing runs NCCL in separate
+# processes, on tokens drawn from the same distribution.
 #
-# **Prediction.** As for torch: the wire time, plus the picking.
+# **Prediction.** As for torch.
 
 # %%
 show(all_to_all_counts)
@@ -742,18 +727,17 @@ for name, known in NCCL.items():
 look_back(BY_NCCL, "torch", prediction)
 
 # %% [markdown]
-# **Look back.** Compare the lines: the exchange of rows that lie in order, the same with the picking before it, and all
-# that a first dispatch needs. There the host waits twice in each call: for the length of `order`, and for the counts.
-# And only rows have come: `src_idx`, experts and weights take further exchanges.
+# **Look back.** The lines are the exchange of rows that are already in order, the same with `index_select`, and
+# everything that a first dispatch needs. The last one synchronises the host with the GPU twice: for the length of
+# `order` and for the counts.
 #
 # ### Step 2: a naive dispatch
 #
-# **Idea.** If each rank knows where each of its rows belongs in each peer's `recv_x`, one kernel can do all of it: a
-# warp for each token loads the row once, and stores it to all its destinations. No second copy, no ring. That needs the
-# counts of all ranks *before* the first row. Here the host fetches them: it counts, waits for its GPU, gathers, and
-# computes `place[token, rank]`.
+# **Idea.** If a rank has the row index of each of its rows in each peer's `recv_x`, a warp per token can load the row
+# once and store it to all destinations. This requires the counts of all ranks: here the host gathers them and computes
+# `place[token, rank]`.
 #
-# **Prediction.** With many blocks, the rate of the plain push.
+# **Prediction.** With many CTAs, the rate of the stores of section 2.
 
 
 # %%
@@ -845,14 +829,12 @@ measure("naive, all SMs", naive_dispatch(ALL_SMS), prediction, num_sms=ALL_SMS)
 look_back("naive, all SMs", "torch", prediction)
 
 # %% [markdown]
-# **Look back.** The kernel is short, and writes each row once, to where it belongs. Newer libraries (DeepEP's second
-# version, TileScale's port) went this way. Two things speak against it. It takes the whole GPU. And the host has to
-# wait for the counts: look at the time on the host's clock, when the counting is part of the call, further below.
+# **Look back.** The kernel writes each row once, directly to its place, and nearly reaches the lower bound. But it uses
+# all SMs, and the host must wait for the counts.
 #
-# **The same on few multiprocessors.** While tokens travel, a server wants to compute something else. So let it have as
-# many blocks as the article's kernel will get.
+# **The same kernel with few SMs.** A server computes while tokens are sent, so most SMs should stay free.
 #
-# **Prediction.** The plain push with that many blocks.
+# **Prediction.** The rate of the stores of section 2 with as many CTAs.
 
 # %%
 FEW = "naive, few SMs"
@@ -863,23 +845,17 @@ measure(FEW, naive_dispatch(SMS), prediction, num_sms=SMS)
 look_back(FEW, "naive, all SMs", prediction)
 
 # %% [markdown]
-# **Look back.** A multiprocessor also carries the rows that stay on their own rank: the last figure above counts both
-# kinds. Compare it with what one block pushed by stores in section 2. That block made up what it stored; here a row
-# must be loaded first.
+# **Look back.** The kernel takes somewhat longer than predicted. The stores of section 2 write constants; this kernel
+# must also load each row, copy the rows that stay on their rank, and wait for a barrier kernel.
 #
-# ## 5. The article's way: `notify_dispatch`
+# ## 5. DeepEP's kernels: `notify_dispatch`
 #
-# The article's kernels are in the package, as `articles/deepep/notify.py` and `dispatch.py`; what follows are pieces of
-# them. DeepEP starts them with a macro, `SETUP_LAUNCH_CONFIG`, which asks for a **cooperative** launch: all blocks are
-# resident at the same time, or none. They wait for other ranks' blocks, so none may still be in the queue. (The macro
-# asks for clusters of two blocks as well; nothing uses them. Another, `SWITCH_RANKS`, picks the kernel for 2, 4 or 8
-# ranks. Ours is made for any number up to 8.)
+# Our Numba ports are in `moe_numba/course/articles/deepep`; excerpts follow. DeepEP requests a **cooperative** launch
+# (macro `SETUP_LAUNCH_CONFIG`): all CTAs are resident at the same time, because they wait for CTAs of other ranks.
 #
-# `notify_dispatch` has `1 + ranks` blocks: block 0 is the **coordinator** (协调块), block `1 + r` a **worker** (工作块)
-# for rank `r`.
-#
-# **The workers** fill `channel_prefix_matrix`, a row for each destination. A warp takes a channel, its lanes take
-# tokens, and a sum over the warp is the count. Then one thread adds the row up, in place.
+# `notify_dispatch` has `1 + ranks` CTAs. CTA 0, the **coordinator**, exchanges counts. CTA `1 + r`, a **worker**,
+# counts the tokens for rank `r` and fills its row of `channel_prefix_matrix`: each warp takes channels, its lanes take
+# tokens, and a warp reduction sums the counts. Then one thread computes the prefix sum of the row.
 
 # %%
 show(deepep_notify.make_notify_dispatch, "def count_channels", "@cuda.jit")
@@ -896,36 +872,33 @@ print(
 )
 
 # %% [markdown]
-# **The coordinator** meets the other ranks three times. The first time: nobody uses the buffer any more. Then thread
-# `r` writes this rank's counts into rank `r`'s buffer: all of `num_tokens_per_rank`, and of `num_tokens_per_expert` the
-# part of rank `r`'s own experts. The second time: all have written.
+# **The coordinator** executes three barriers with the other ranks. After the first, no rank uses the buffer any more.
+# Thread `r` then writes this rank's counts to rank `r`'s buffer. After the second, all ranks have written.
 
 # %%
 show(deepep_notify.make_notify_dispatch, "arrived = barrier_block(signals", "local = pointer")
 
 # %% [markdown]
-# Now the rank has a matrix with a row from each rank. Thread `j` adds up column `j` on the spot: that is
-# `rank_prefix_matrix`. Entry `(i, j)` is how many rows rank `j` gets from the ranks 0 to `i`. The last row of the own
-# column is the number that the host waits for: it goes to a counter in mapped host memory (`moe_recv_counter_mapped`).
-# So do the sums for each of the rank's experts, rounded up to `expert_alignment`. Then the place of the expert counts
-# is cleared: the queues' flags will lie there. The third meeting: all flags are clear.
+# Thread `j` computes the prefix sum of column `j`. This yields `rank_prefix_matrix`: entry `(i, j)` is the number of
+# rows that rank `j` receives from ranks 0 to `i`. The total for this rank, and the sums for each local expert, rounded
+# up to a multiple of `expert_alignment`, go to counters in mapped host memory. Then the coordinator clears the memory
+# of the expert counts, which the flags of the queues reuse. After the third barrier, the flags are zero on all ranks.
 
 # %%
 show(deepep_notify.make_notify_dispatch, "local = pointer", "@cuda.jit")
 
 # %% [markdown]
-# **The meeting itself** (`barrier_block`) needs no numbering and no clearing. A rank adds 1024 to its own signal for
-# each peer, and subtracts 1024 from its signal at that peer. Whoever is first, both end at zero.
+# **The barrier** (`barrier_block`) needs no sequence numbers and no clearing. A rank adds 1024 to its own signal for
+# each peer, and subtracts 1024 from its signal at that peer. In any order of arrival, both return to zero.
 
 # %%
 show(deepep_notify.make_barrier, "def barrier_block", "return barrier_block")
 
 # %% [markdown]
-# Meanwhile **the host polls** the counters, which began at -1 (DeepEP gives up after 100 s with "CPU recv timeout"),
-# and then allocates `recv_x`, `recv_src_idx` and the rest. With a handle, `cached_notify_dispatch` runs instead: it
-# copies the old prefix matrix, clears the flags, and meets twice.
+# **The host polls** the counters, which start at -1, and then allocates the outputs. With a handle,
+# `cached_notify_dispatch` runs instead: it copies the prefix matrix, clears the flags, and executes two barriers.
 #
-# For the example of section 1, played by two virtual ranks in the simulator:
+# The matrices for the example of section 1, from the simulator:
 
 # %%
 PLAYED = in_simulator(play, EXAMPLE, 4, 2, CHANNELS)
@@ -944,8 +917,7 @@ tables.append(
 Markdown("\n\n".join(tables))
 
 # %% [markdown]
-# The exchange of the experts' counts, as in the article's picture: two ranks, two experts each. Every rank gets the
-# counts for *its* experts from both, and the host sees the sums; here rounded up to multiples of 4.
+# The exchange of expert counts for two ranks with two experts each, rounded up to multiples of 4:
 
 
 # %%
@@ -968,38 +940,37 @@ for rank in range(2):
     print(f"rank {rank}'s host sees {HOST_SEES[rank][0]} rows, and for its experts {HOST_SEES[rank][1]}")
 
 # %% [markdown]
-# And what the buffer holds afterwards. The sections in front are a number for each **queue**: for each channel and each
-# source rank one, as in the article's pictures for two ranks and four channels.
+# The buffer after notify. The first sections have one int32 for each **queue**, that is, for each channel and source
+# rank.
 
 # %%
 draw.queues(DeepEPConfig(2, CHANNELS, 4, 2, 32, 2, 0, 4, 1))
 
 # %% [markdown]
-# ## 6. The article's way: `dispatch`
+# ## 6. DeepEP's kernels: `dispatch`
 #
-# **Who does what.** The kernel has two blocks for each channel: the even one sends, the odd one receives. A block has
-# 768 threads, 24 warps. Each rank of the group gets an equal share of them: 3 warps with 8 ranks. Such a group of warps
-# (warp group) serves one rank: in a sending block the one that rows go to, in a receiving block the one that they come
-# from. A sender works in *that* rank's buffer, a receiver in its own rank's: both find the same ring there.
+# **CTA and warp roles.** Each channel has two CTAs: the even one sends, the odd one receives. The 24 warps of a CTA are
+# divided equally among the ranks. Each group of warps serves one rank, the destination in a sending CTA and the source
+# in a receiving one. A sender writes to the *destination* rank's buffer, so both use the same ring.
 
 # %%
 show(deepep_dispatch.make_dispatch, "def dispatch(", "return dispatch")
 
 # %% [markdown]
-# **The ring.** Where rows arrive is not where they belong. Each queue has a ring of slots *in the receiver's buffer*.
-# The sender fills slots from the **tail** on and publishes the new tail; the receiver copies rows from the **head** on
-# to `recv_x`, and publishes the new head. Both count rows and never go back; row `n` lies in slot `n % ring`. So the
-# ring may be short, whatever the number of rows, and its place is known before any count is: that is what a ring buys.
-# Both flags lie in the receiver's buffer, so the sender polls the head *across the link*.
+# **The ring.** Each queue has a ring of token slots *in the receiver's buffer*. The sender fills slots from the
+# **tail** on and publishes the new tail; the receiver copies rows from the **head** on to `recv_x` and publishes the
+# new head. Both counters only increase; row `n` is in slot `n % ring`. A ring's size is independent of the number of
+# rows, and its address is known before the counts. Both counters are in the receiver's buffer, so the sender polls the
+# head *over NVLink*.
 #
-# **The sender** first tells the receiver which of the rank's rows this channel has: `start`, the channels before, and
-# `end`, with this one. Flags begin as 0, "nothing written yet". But 0 rows must be sayable, so `n` is sent as `-n - 1`.
+# **The sender** first publishes the prefix sums before and including this channel: `start` and `end`. Zero is a valid
+# count, so counts are encoded as `-n - 1`; 0 means "not written yet".
 
 # %%
 show(deepep_dispatch.make_send, "address, queue = peers", "while token < last")
 
 # %% [markdown]
-# In our example:
+# For the example:
 
 # %%
 offsets = {(m[1], m[2], m[3], m[0]): m[4] for m in PLAYED["moments"] if m[0] in ("start", "end")}
@@ -1016,18 +987,17 @@ Markdown(
 )
 
 # %% [markdown]
-# Then it sends **chunk** (块) after chunk. Asking for the head is dear, so it is asked for once a chunk: the sender
-# waits until a whole chunk fits. All warps of the rank walk past all tokens of the channel, and count the tail along.
-# They take the chosen tokens by turns. When the chunk is done they meet (`bar_sync`, a barrier for these warps only),
-# and one thread publishes the tail with a release. `send_head` remembers where in its queue each token went; combine
-# needs it. (`fault` is for section 8: an empty string, and so no code at all.)
+# The sender then sends **chunks** of rows. Reading the head costs an NVLink round trip, so the sender reads it once per
+# chunk and waits until the whole chunk fits. All warps of the group iterate over all tokens of the channel and take the
+# selected ones round-robin. After the chunk they synchronise (`bar_sync`, a named barrier), and one thread publishes
+# the tail with a release. `send_head` stores each token's position in its queue, for combine. (`fault` is for section
+# 8.)
 
 # %%
 show(deepep_dispatch.make_send, "while token < last", "return send")
 
 # %% [markdown]
-# A row and what goes with it are copied by one warp. Lane 0 writes `src_idx`; the first `topk` lanes turn experts'
-# numbers into the receiver's own, or -1; scales go by turns, for there may be more of them than lanes.
+# One warp copies a row and its metadata.
 
 # %%
 show(deepep_dispatch.make_send_row, "def send_row", "if config.on_row")
@@ -1036,11 +1006,10 @@ show(deepep_dispatch.make_send_row, "def send_row", "if config.on_row")
 show(polling.make_copy_row, "def copy_row", "return copy_row")
 
 # %% [markdown]
-# **The receiver** waits for `start` and `end`, and computes where its rows go: `to` begins at the rows of the ranks
-# before (`rank_prefix_matrix`) plus those of the channels before (`start`). It keeps `start` in the handle, as
-# `recv_channel_prefix_matrix`, for combine. Then, until no row is left: *one* thread polls the tail, and tells the
-# others through shared memory, for all must work on the same rows. (The sender's warps may each have seen another head;
-# that does no harm.) They copy, meet, and the last warp publishes the head.
+# **The receiver** computes its first row in `recv_x` from `rank_prefix_matrix` and `start`, and stores `start` in the
+# handle, as `recv_channel_prefix_matrix`. *One* thread polls the tail and passes it to the other warps through shared
+# memory, because all of them must work on the same rows. The warps copy the rows and synchronise, and one thread
+# publishes the head.
 
 # %%
 show(deepep_dispatch.make_receive, "start = end = int32(0)", "return receive")
@@ -1049,35 +1018,32 @@ show(deepep_dispatch.make_receive, "start = end = int32(0)", "return receive")
 show(deepep_dispatch.make_receive_rows, "def receive_rows", "return receive_rows")
 
 # %% [markdown]
-# The article's code polls the head and the offsets by `ld.volatile`, and stores the head by `st.relaxed`. It reads the
-# ring by `ld.global.nc`, which is for memory that nobody writes. That is not what the memory model promises, though it
-# works on the GPUs it was written for. Ours acquires and releases, and reads by ordinary loads.
+# DeepEP's code polls the head with `ld.volatile`, stores it with `st.relaxed`, and reads the ring with `ld.global.nc`,
+# which is specified for memory that is read-only during the kernel. The PTX memory model does not guarantee that this
+# is correct. Our port uses acquire loads, release stores, and ordinary loads.
 #
-# ### In slow motion
+# ### The rings over time
 #
-# The simulator records every store to a flag, and every row that is written. Here is the example once more, with one
-# channel and rings of two rows, so that they go round. In each line a ring: the red tail runs ahead, the black head
-# follows, and between the two are the rows in the ring.
+# The example with one channel and rings of two rows, traced in the simulator; each line is a ring:
 
 # %%
 SLOW = in_simulator(play, EXAMPLE, 2, 1, 1, 1, 3)
 draw.timeline(SLOW)
 
 # %% [markdown]
-# As a film, with two channels and fewer tokens. Look for a ring that is full: its sender must wait for the head.
+# An animation with two channels and fewer tokens:
 
 # %%
 SHORT = in_simulator(play, [rows[:6] for rows in EXAMPLE], 2, 1, 2, 1, 3)
 HTML(draw.animation(SHORT))
 
 # %% [markdown]
-# ### Step 3: the article's ring, on GPUs
+# ### Step 3: DeepEP's ring on GPUs
 #
-# **Idea.** As above: the counts are known, so it is `cached_notify_dispatch` and `dispatch`.
+# **Idea.** The counts are known, so the step runs `cached_notify_dispatch` and `dispatch`.
 #
-# **Prediction.** One half of the blocks sends. Each of them reaches what one block reached in section 2, unless the
-# link is full before. The receivers copy as many rows, in their own memory, at the same time. Two meetings, and the
-# first questions and answers, come on top.
+# **Prediction.** Half of the CTAs send, each at the rate of one CTA in section 2, unless the link is saturated; plus
+# the barriers.
 
 
 # %%
@@ -1142,15 +1108,15 @@ measure(DOCUMENT, document_step(SMS), prediction, num_sms=SMS)
 look_back(DOCUMENT, FEW, prediction)
 
 # %% [markdown]
-# **Look back.** A row is now written twice, over the link into the ring and from there to `recv_x`, and no more
-# multiprocessors do it. What does the ring give for that? The buffer that others write to is small, and the outputs
-# are ordinary tensors.
+# **Look back.** The port is slower than predicted, and slower than the naive kernel on as many SMs. Every row is
+# written twice: to the ring, and from there to `recv_x`. In return the memory that peers write to is small, and the
+# outputs are ordinary tensors.
 #
-# ### Step 4: wider and narrower
+# ### Step 4: more and fewer SMs
 #
-# **Idea.** More channels: more blocks send. Fewer: more are left for others.
+# **Idea.** Each channel uses two SMs; vary the number of channels.
 #
-# **Prediction.** With half the blocks, half the rate, until the link is full.
+# **Prediction.** The time is inversely proportional to the number of SMs, until the link is saturated.
 
 # %%
 RINGS = dict(zip(("the ring, fewer SMs", DOCUMENT, "the ring, more SMs"), HERE.deepep_sweep))
@@ -1161,14 +1127,14 @@ for name, sms in RINGS.items():
         look_back(name, DOCUMENT, prediction)
 
 # %% [markdown]
-# **Look back.** One half of the blocks sends, so a sender carries twice the figure given for each multiprocessor.
-# Compare that with what one block pushed in section 2. A sender has more to do than to store: it loads, and it waits
-# for the head, for the other warps at the barrier, for the release. While a warp waits, it sends nothing.
+# **Look back.** A sending CTA moves twice the figure printed for each SM. This is less than the rate of one CTA in
+# section 2, and it falls as the number of SMs grows, although the link is not saturated. Likely causes are the waits:
+# for the head, for other warps at the barrier, and for the release.
 #
-# ## 7. What the package does otherwise
+# ## 7. The package's dispatch
 #
-# Its dispatch has rings too. Nearly everything about them is different. First, a measurement. What does a thread pay
-# for telling others something, while its multiprocessor is busy writing to a peer?
+# The package's rings divide the work differently. First a measurement: the time of a store, a release and two fences,
+# while other warps of the SM write to a peer.
 
 
 # %%
@@ -1239,66 +1205,59 @@ for what in TOLD:
     )
 
 # %% [markdown]
-# **A warp has a channel.** In the article's kernel a token that goes to three ranks is read by three groups of warps.
-# In the package's, one warp has the token. One thread asks for the row once (a bulk load into shared memory). Then a
-# lane for each rank sends it on its way, as a bulk copy, together with all that belongs to the row: one **record**, one
-# copy. No warp waits for another one: `bar_sync` is gone. A block has as many warps as rows fit into its shared memory,
-# and they wait for different things at the same time.
+# **One warp per channel.** In DeepEP's kernel three groups of warps read a token that goes to three ranks. Here one
+# warp handles the token. One thread bulk-loads the row into shared memory; then one lane per destination rank issues
+# one bulk store of the **packed token**, the row with its metadata. No warp waits for another one, so there is no
+# `bar_sync`.
 
 # %%
 show(token_slot.make_pack_token, "def pack_token(", "return pack_token")
 
 # %% [markdown]
-# **Who is faster takes more.** Where the link is full, multiprocessors do not all get the same part of it. With equal
-# shares the last warp ended long after the mean one (notebook 09 measures it). So there are four times as many channels
-# as warps that send. A warp begins with one, and then takes the next that nobody has begun with. (It also waits until
-# what it said of its last channel has been passed on. By whom? See below.)
+# **Dynamic load balancing.** With equal shares some warps finish much later than others (notebook 09). If more SMs send
+# than saturate the link, there are four channels per sending warp, and a warp that has finished a channel takes the
+# next one from an atomic counter.
 
 # %%
 show(next_channel, "taken = ")
 
 # %% [markdown]
-# Warps take channels in ascending order, those that send and those that receive. So on each rank some warp has the
-# lowest channel that is not done, and that one can always go on: ranks cannot lock up.
+# Warps take channels in ascending order. On each rank some warp therefore works on the lowest unfinished channel and
+# waits for no other channel, so the ranks cannot deadlock.
 
 # %% [markdown]
-# **A publisher warp.** The figures above say what a release at system scope costs: it holds a thread until all that its
-# multiprocessor has written is known everywhere. A warp that carries rows would lose more by that than by carrying.
-# So the carriers only leave word in shared memory, and the block's last warp, which carries nothing, fences *once* for
-# all of them, and then stores the flags.
+# **A signalling warp.** As measured, a system-scope release or fence takes several times as long while other warps of
+# the SM write to a peer. The copy warps therefore post their progress in shared memory. The CTA's last warp, which
+# copies no rows, issues a *single* system-scope fence on their behalf and then stores the flags.
 
 # %%
 show(progress.make_publish, "def publish", "return publish")
 
 # %% [markdown]
-# **Proxy fences only after news.** Bulk copies reach memory by another way than loads and stores (another *proxy*,
-# notebook 05). Who has acquired a flag must fence (`fence.proxy.async`) before it lets a copy read what the flag
-# announced. A receiver fences only where it has seen a *new* tail, a sender after each look at the head. But a sender
-# that still has room does not even look.
+# **Fewer proxy fences.** Bulk copies access memory through another *proxy* than loads and stores. A thread that has
+# acquired a flag must execute `fence.proxy.async` before a bulk copy accesses what the flag guards. A receiver executes
+# it only after it has read a *new* tail, a sender only after it has read the head, for which it has no reason while its
+# rings have space.
 #
-# In the listing, `pipeline` is the module that copies rows: `bulk_pipeline.py` with TMA on Hopper, as in this notebook,
-# and `register_pipeline.py` with 16-byte loads and stores on older GPUs. There is no proxy fence in the second one, and
-# `pipeline.wait_all()` does nothing there, because stores of a thread are ordered by its own fence.
+# In the listing, `pipeline` is the module that copies rows: `bulk_pipeline.py` on Hopper, `register_pipeline.py` on
+# older GPUs.
 #
-# **The head is on the sender's side.** The receiver writes it into the sender's memory, so the sender polls its own
-# memory, and the receiver polls its own tail. Nobody polls across the link, as in the ping-pong of section 3.
+# **The head is in the sender's memory.** Sender and receiver both poll local memory, as in the ping-pong.
 
 # %%
 show(final_kernel.make_send, "# Wait for space in all rings", "if token == end")
 
 # %% [markdown]
-# **Own rows are shared.** Rows that stay on their rank take no ring. But somebody has to carry them, and section 2 said
-# how much a multiprocessor can put on its way. Were the senders to carry all of them, they would be the
-# bottleneck while receivers had time. So a sender carries every second one, and the receivers the others, when nothing
-# has come.
+# **Own rows.** Rows that stay on their rank use no ring, but an SM must copy them, at the rate of section 2. A sender
+# copies every second one, and the receivers copy the others while no rows arrive.
 
 # %%
 show(final_kernel.make_receive, "elif token < end", "else:")
 
 # %% [markdown]
-# **Counters run on.** Heads and tails are never cleared: a launch goes on where the last one ended (`state` keeps where
-# that was). Flags of the counts' exchange are running numbers too, and the counts lie in two places by turns. So no
-# meeting is needed before a dispatch or after it, where the article's notify has three, and its cached notify two.
+# **Counters are never cleared.** Heads and tails continue from the previous launch. The flags of notify are sequence
+# numbers, and the counts are double-buffered. No barrier is needed before or after dispatch; DeepEP's notify has three,
+# its cached notify two.
 
 # %%
 show(notify.make_notify_dispatch, "def notify_dispatch(", "return notify_dispatch")
@@ -1306,10 +1265,9 @@ show(notify.make_notify_dispatch, "def notify_dispatch(", "return notify_dispatc
 # %% [markdown]
 # ### Step 5: the package's dispatch
 #
-# **Prediction.** Half of the blocks send, but no more than fill the link. Either they are the limit: section 2 says
-# what one block carries, with bulk loads before its copies, and half of the own rows are among what it has to carry. Or
-# the link is: section 2 says what so many blocks push over it together. And 10 us until the last row is where it
-# belongs.
+# **Prediction.** Half of the SMs send, but no more than saturate the link. The limit is either the senders, at the rate
+# of one CTA in section 2 with bulk loads, with half of the own rows to copy too; or the link, at the rate of section 2
+# for as many CTAs.
 
 
 # %%
@@ -1355,29 +1313,23 @@ look_back("final", DOCUMENT, prediction)
 look_back("final", FEW)
 
 # %% [markdown]
-# ### Step 6: straight to their place
+# ### Step 6: direct writes to the peer's output buffer
 #
-# **Idea.** What does a ring cost? Each row that travels is carried twice, by a sender and by a receiver, and half of
-# the multiprocessors only receive. The naive dispatch carried it once. But it needed the host for the places, and moved
-# rows through registers. Neither must be. After `notify` each rank's *GPU* has all counts, and a warp that walks its
-# channel's tokens in order can count on. And bulk copies carry rows. So all blocks send, a row goes straight to its
-# place in the `recv_x` of its rank, and nobody receives. (The package lets 16 blocks send at most, whatever
-# `num_sms` says. More of them only get in one another's way.)
+# **Idea.** With rings each row that leaves the rank is copied twice, and half of the SMs only receive. The naive kernel
+# copied it once, but needed the host for the row indices. After `notify`, however, each rank's *GPU* has all counts,
+# and a warp that processes its channel's tokens in order can increment the row index. All CTAs send, with bulk copies,
+# directly to the destination rank's `recv_x`. (The package uses at most 16 CTAs; the step's label is "straight to an
+# output".)
 
 # %%
 show(dispatch_direct.make_dispatch_direct, "while token < end:", "if has_next:")
 
 # %% [markdown]
-# Two things are lost. `recv_x` must lie where other ranks can write: in an **output** that all ranks have made together
-# (`Buffer.new_output`). The next dispatch that is given the same output overwrites it. And all ranks must meet twice:
-# before, so that nobody needs any more what lies there; and afterwards, so that all has come. The rings have neither:
-# they give ordinary tensors, and a rank is done when its own rows are there.
+# `recv_x` must then be in memory that peers can write to: an **output** that all ranks allocate together
+# (`Buffer.new_output`), and that the next dispatch with it overwrites. All ranks execute a barrier before, so that no
+# rank still uses the previous contents, and one after, so that all rows have arrived.
 #
-# DeepEP's second version writes rows to slots of a buffer, and copies them out of it afterwards; TileScale's port
-# writes them to their place, as here.
-#
-# **Prediction.** Now all 16 blocks send. Either they are the limit, with all rows to carry, their own rank's too; or
-# the link is, as before. And 10 us for the two meetings.
+# **Prediction.** As for step 5, but all 16 CTAs send, and they copy all own rows.
 
 # %%
 STRAIGHT, SENDING = "straight to an output", num_direct_senders(SMS)
@@ -1395,15 +1347,13 @@ measure(STRAIGHT, package_step(SMS, straight=True), prediction, num_sms=SENDING)
 look_back(STRAIGHT, "final", prediction)
 
 # %% [markdown]
-# **Look back.** With two ranks each of the 16 carries nearly what one block pushes when it is alone (section 2). So
-# the blocks are the limit there, and the link is not far. With more ranks it is the link.
+# **Look back.** With two ranks both limits are close: a CTA moves nearly as much as one CTA alone in section 2 with
+# bulk loads, and the link carries nearly the rate measured there.
 #
-# ### The sweep: how many multiprocessors does it need?
+# ### The sweep: time over the number of SMs
 #
-# The fewer it needs, the more are left to compute. The number of SMs is an argument of the package's kernel, so this
-# compiles nothing anew; the article's kernel is made for each number of channels. Where few are to be had, rows that go
-# straight to their place should take less time than those that go through draw, for all blocks send: nearly half of
-# it, or two thirds with two ranks, where receivers carry every second row that stays.
+# **Prediction.** With few SMs direct writes should take less time than rings, because all CTAs send: about half with
+# many ranks, two thirds with two ranks, where receivers copy every second own row.
 
 
 # %%
@@ -1442,12 +1392,14 @@ if LINES:
 figure
 
 # %% [markdown]
-# ### Rows in eight bits
+# **Look back.** With few SMs direct writes take slightly less than the predicted two thirds of the time of the rings,
+# and they reach their minimum with fewer SMs. There the two differ little. Our port of DeepEP's kernel does not reach
+# it within this sweep.
 #
-# The article's `x` may be a pair: values in FP8 (`e4m3`), and a scale for each 128 neighbours of a token. The
-# scale is the largest size of the 128 divided by 448, the largest number that e4m3 has; so the largest value
-# becomes 448. This is called symmetric quantisation (对称量化). Below is the article's function; the package's is one
-# kernel.
+# ### FP8 rows
+#
+# `x` may be a pair: values in FP8 (`e4m3`), and one scale per 128 consecutive elements, their maximum absolute value
+# divided by 448, the largest e4m3 number. This is the article's function:
 
 
 # %%
@@ -1471,8 +1423,8 @@ FP8_ROW = HIDDEN + 4 * FP8[0][1].shape[1]
 print(f"a row has {FP8_ROW} bytes, {100 * FP8_ROW / ROW_BYTES:.0f} % of {ROW_BYTES}")
 
 # %% [markdown]
-# The way back multiplies each value with its scale. Scales that are powers of two may come four to an `int32`, as the
-# bare exponents of `float32` numbers. Here are four of them, by the article's function and by the package's:
+# Scales that are powers of two may be packed, four to an `int32`, as exponents of `float32` numbers. The next cell
+# unpacks four of them with the article's function and the package's.
 
 
 # %%
@@ -1491,7 +1443,7 @@ print(f"ones with scales {powers.tolist()}: {BACK[0]} by the article's function,
 
 
 # %% [markdown]
-# **Prediction.** The time of step 5, times that share.
+# **Prediction.** The time of step 5, multiplied by the ratio of the row sizes.
 
 
 # %%
@@ -1528,10 +1480,13 @@ print(
 )
 
 # %% [markdown]
-# ### With the counts: what the host pays
+# **Look back.** FP8 takes less time than bfloat16, but more than predicted: the link carries a lower rate. A possible
+# reason is a cost per row that does not shrink with it.
 #
-# So far the counts were known. A first dispatch must exchange them, and the host must wait for their sum. Here is the
-# time on the host's clock, from the call until the GPU is done, with and without the counts.
+# ### With the counts: host time
+#
+# A first dispatch exchanges counts, and the host waits for the total. The next cell measures the host time from the
+# call until the GPU is idle, with and without counts.
 
 # %%
 calls = {
@@ -1553,16 +1508,15 @@ for name in calls:
     print(f"{name}: " + (f"{HOST[name]:.0f} us" if name in HOST else "right; no figure is recorded yet"))
 
 # %% [markdown]
-# The difference between two lines is what counting costs. Part of it is the links, part of it is Python, which
-# allocates the outputs only when the sum is known, while the GPU idles. (An output of step 6 is there already.)
-# `num_worst_tokens` avoids the wait: outputs large enough for the worst case, and nothing for the host to know.
+# The difference between two lines contains the exchange, the synchronisation, and Python code that allocates the
+# outputs while the GPU is idle. `num_worst_tokens` avoids the wait with outputs of the worst-case size.
 #
-# All ranks here share one Python, which runs one thread at a time; NCCL's ranks of step 1 were processes. So its times
-# do not belong in this list. The README's table has both, the package's dispatch with counts and NCCL's, of processes.
+# All ranks share one GIL here, so these times cannot be compared with NCCL's processes of step 1; the README compares
+# both in processes.
 #
 # ### The whole ladder
 #
-# All steps once more, by turns; but for NCCL, whose processes are gone.
+# All steps again, interleaved, except NCCL, whose processes have ended.
 
 # %%
 again = rank_times(GROUP, STEPS, launches=HERE.launches, samples=HERE.samples) if TIMED else None
@@ -1579,10 +1533,14 @@ ladder.save(notebook_sources("notebooks/08_ring_buffer_dispatch.py"))
 ladder.plot(floor_us=FLOOR_US)
 
 # %% [markdown]
-# ## 8. Faults to know
+# **Result.** With known counts the naive kernel on all SMs is the fastest step, close to the lower bound. With at most
+# 24 SMs the package's two kernels are faster than the naive kernel and our port of DeepEP's ring, each on 24. The time
+# of torch differs noticeably from its first measurement.
 #
-# The article's kernel has five places where one instruction too weak, or one line too early, makes it wrong. In the
-# source they are marked by `fault`. Each is tried in the simulator with weak memory, under several seeds.
+# ## 8. Faults
+#
+# In five places of our port, marked with `fault`, a weaker memory order, a missing barrier or a line moved earlier
+# makes the kernel incorrect. The simulator runs each with weak memory.
 
 # %%
 WHAT = {
@@ -1634,15 +1592,14 @@ Markdown(
 )
 
 # %% [markdown]
-# Without weak memory most of these would never show: a simulator that does one thing after the other is kinder than a
-# GPU. And a GPU is kinder than its manual. That is why such faults live long.
+# Without weak memory a simulator cannot show faults in memory ordering. A GPU may show them rarely, because hardware
+# may order more than the memory model guarantees.
 #
-# ### What a timeout says
+# ### Timeouts
 #
-# A rank may die, or be late by minutes. DeepEP's kernels then give up after 100 seconds and stop the whole GPU
-# (`trap`). Ours write down what they waited for, end, and let the host raise. `patience` is how long they wait. Below:
-# rank 1 never starts, first with the article's kernels, then with the package's. Without patience the simulator itself
-# finds out that everybody waits in vain; a GPU would wait for ever.
+# If a rank fails, DeepEP's kernels abort after 100 seconds with `trap`, which makes the CUDA context unusable. Our
+# kernels record what they waited for and exit, and the host raises an exception. In the next cell rank 1 never starts.
+# (`patience` is the timeout of our port; without one the simulator detects the deadlock, where a GPU would hang.)
 
 
 # %%
@@ -1675,12 +1632,10 @@ for name, words in SAID.items():
     print(f"{name}: {words}")
 
 # %% [markdown]
-# A sentence that names rank, peer, channel, head and tail is worth a day of search: it says *who* did not come, and how
-# far everybody was.
-#
 # ## 9. The article's claims
 #
-# A verdict is computed, never typed. Where it needs a figure that is not recorded, it says so.
+# The notebook computes every verdict; one that needs a number without a record is "open". "Confirmed" means reproduced
+# here, "refuted" not reproduced here, and "its ring" is our port of DeepEP's dispatch.
 
 # %%
 NOT_RECORDED = "open: not recorded yet"
@@ -1942,38 +1897,32 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # %% [markdown]
 # ## 10. Exercises
 #
-# Each can be done in the simulator: `check` tells whether a dispatch is right, `try_fault` whether it holds under weak
-# memory.
+# All can be done in the simulator, with `check` and `try_fault`.
 #
-# 1. **The smallest ring.** A ring must hold a chunk. What happens with a ring of `chunk - 1` rows?
-#    *Hint: `deepep/launch.py` refuses it. Take the check away and read what the simulator says.*
-# 2. **A chunk of one.** Play `EXAMPLE` with chunks of 1 and of 4, in rings of 4. How many tails are published?
-#    *Hint: count the moments called "tail" in what `play` gives. What does each of them cost on a GPU?*
-# 3. **A fence in place of a release.** Let the sender call `fence_acq_rel_sys` and store the tail relaxed. Is it right?
-#    Is it faster?  *Hint: `told_ns` has the figures.*
-# 4. **The head at home.** Move the heads of the article's kernel to the sender's buffer. Who must clear them?
-#    *Hint: `regions.py` of the package says where they lie there.*
-# 5. **No meeting.** `cached_notify_dispatch` meets twice. Let heads and tails run on, and leave both meetings out. What
-#    else in the buffer must then not be overwritten?  *Hint: start and end.*
+# 1. **The smallest ring.** Remove the check in `launch.py` of our port. What does the simulator report for a ring of
+#    `chunk - 1` rows?
+# 2. **A chunk of one.** Run `play` on `EXAMPLE` with chunks of 1 and of 4, in rings of 4. How many tails are published,
+#    and what does each cost on a GPU?
+# 3. **A fence instead of a release.** Let the sender call `fence_acq_rel_sys` and store the tail relaxed. Is it
+#    correct, and is it faster? (See `COST`.)
+# 4. **The head in the sender's memory.** Move the heads of our port to the sender's buffer. Which rank must clear them?
+# 5. **No barriers.** Remove both barriers of `cached_notify_dispatch`, and let heads and tails continue. What else in
+#    the buffer must then not be overwritten?
 # 6. **The naive kernel with bulk copies.** Replace the loads and stores of step 2 by those of `make_push_bulk`. How
-#    many blocks does it need to fill the link?  *Hint: step 6 has more to carry than rows.*
-# 7. **Two outputs.** Alternate between two of them in step 6. Which of its two meetings can go, and why not the other?
-#    *Hint: who is at the next dispatch has seen the end of this one.*
+#    many CTAs saturate the link?
+# 7. **Two outputs.** Alternate between two outputs in step 6. Which of its two barriers can be removed, and why not the
+#    other?
 #
 # ## 11. Sources
 #
-# - The article: BoLi2001, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025,
-#   in Chinese.
-# - The code: [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `csrc/kernels/intranode.cu` and
-#   `csrc/deep_ep.cpp` of its first version; the second one writes rows to slots of their own. The port that writes them
-#   to their place: [TileScale](https://github.com/tile-ai/tilescale).
-# - On release and acquire: NVIDIA, *PTX ISA*, "Memory Consistency Model"; on proxies, the same, "Proxies".
-# - Bulk copies and mbarriers: notebook 05.
+# - BoLi2001, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in Chinese.
+# - [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `csrc/kernels/intranode.cu` and `csrc/deep_ep.cpp` of
+#   its first version. [TileScale](https://github.com/tile-ai/tilescale) has a port with direct writes.
+# - NVIDIA, *PTX ISA*, "Memory Consistency Model" and "Proxies".
 #
 # ## The final kernel
 #
-# This is what `Buffer.dispatch` runs, and then what it runs if it is given an output. `pipeline` is `bulk_pipeline.py`
-# on Hopper and `register_pipeline.py` on older GPUs.
+# The kernels that `Buffer.dispatch` runs: with rings, and with direct writes if an output is passed.
 
 # %%
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")

@@ -12,25 +12,22 @@
 # ---
 
 # %% [markdown]
-# # Combine: the results come home
+# # Combine: return the experts' results and sum them per token
 #
-# Notebook 08 sent tokens to the **ranks** (GPUs) that hold their experts. There each row went through its experts, and
-# something came of it. Now the way back: a token that visited three ranks has three result rows, one on each. They must
-# travel to the rank where the token lives, and be added up there. This is **combine**.
+# Notebook 08 sent tokens to the **ranks** (GPUs) that hold their experts. A token that was sent to three ranks has
+# three result rows, one on each. **Combine** sends these rows back to the token's **source rank** and sums them there.
 #
-# The article that notebooks 07 and 08 follow,
-# [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), ends with the heading
-# "combine" and the words "to be continued" (待续). So here we follow the code itself, DeepEP's first version, and call
-# its kernel, brought to Numba, the **document's** all the same.
+# The article of notebooks 07 and 08, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824),
+# ends before combine. This notebook follows the code of DeepEP's first version; code and outputs call our Numba port of
+# it "the document's".
 #
-# You should know from notebook 08: a **ring** is a buffer of some rows on the receiver's GPU, used again and again. Its
-# **tail** says how many rows have been put in, its **head** how many have been taken out. A **channel** is a share of a
-# rank's tokens that has rings of its own. Data is written first, then the tail is stored with **release**; who reads
-# the tail with **acquire** sees the data.
+# From notebook 08: a **ring** is a circular buffer of token slots in the receiver's memory. Its **tail** counts the
+# rows written, its **head** the rows consumed. A **channel** is a range of a rank's tokens with rings of its own. A
+# sender writes the data, then stores the tail with **release**; a receiver that loads the tail with **acquire** sees
+# the data.
 #
-# As in the other notebooks, all runs on GPUs, and small in a simulator on any computer. With one GPU, or none, the
-# ranks are **virtual**: they share it, or the simulator runs them all. Then everything runs and is checked, but no
-# exchange is timed, for there is no link between the ranks. Recorded times are shown instead, and say so.
+# With fewer GPUs than ranks, the ranks are **virtual** (notebook 08), and recorded times are shown. Outputs call an SM
+# a "multiprocessor" and a CTA a "block".
 
 # %%
 import os
@@ -119,9 +116,8 @@ print(
 # %% [markdown]
 # ## 1. The problem in one picture
 #
-# Three ranks with four tokens each, and six experts, two on each rank. Each rank has received rows, as notebook 08 left
-# them: by source rank, and the rows of one rank in the order of its tokens. Say that each row has been through its
-# experts, and is to go home. The picture shows the rows that belong to rank 0:
+# Three ranks have four tokens each, and two experts each. Every rank has received rows, ordered by source rank and
+# token, and computed a result for each. These are the rows of rank 0's tokens:
 
 # %%
 SMALL_IDX = inputs.random_routing([4, 4, 4], num_experts=6, topk=2, seed=5)
@@ -129,18 +125,17 @@ SMALL = [layout[2] for layout in inputs.layouts_of(SMALL_IDX, 6)]  # is_token_in
 draw.problem(SMALL, home=0)
 
 # %% [markdown]
-# How does a rank know where its rows are to go, and how does the home rank know how many rows a token will get, and
-# from where? Nobody sends that again. The dispatch has left it all in its **handle** (句柄), six tensors:
+# The **handle** of the dispatch determines where each rank sends its rows, and which rows each source rank expects:
 #
-# - `rank_prefix_matrix[s, r]`: how many rows rank `r` has of ranks 0 to `s`. So rank `r` knows which of its rows go
-#   back to `s`: a section without holes.
-# - `recv_channel_prefix_matrix[s, c]`: where in that section the rows of channel `c` begin.
-# - `recv_src_idx`: for each row, which of its rank's tokens it is.
-# - `send_head[t, r]`: the place that token `t` had in its channel's queue to rank `r`, or -1 if it was not sent there.
-#   Rows come back in the same order. **So this is also the place in the queue from `r` where its result will come.**
-# - `is_token_in_rank`, from the layout, and `channel_prefix_matrix`, from `notify`.
+# - `rank_prefix_matrix[s, r]`: the number of rows that rank `r` received from ranks 0 to `s`. The rows that rank `r`
+#   returns to `s` are contiguous.
+# - `recv_channel_prefix_matrix[s, c]`: where the rows of channel `c` begin in that range.
+# - `recv_src_idx`: for each row, the index of the token on its source rank.
+# - `send_head[t, r]`: the position of token `t` in its channel's queue to rank `r`, or -1 if it was not sent there.
+#   Rows return in the same order. **This is therefore also the position of its result in the queue from `r`.**
+# - `is_token_in_rank` and `channel_prefix_matrix`.
 #
-# For the small example, with two channels (computed in torch here; a test compares it with what dispatch gives):
+# For the small example with two channels (computed in torch; a test compares it with a dispatch):
 
 # %%
 CHANNELS = 2
@@ -153,32 +148,31 @@ for channel, tokens in enumerate(inputs.channel_ranges(4, CHANNELS)):
         print(f"rank 0, channel {channel}, token {token}: send_head {handle.send_head[token].tolist()}")
 
 # %% [markdown]
-# `send_head` counts anew in each channel: each has queues of its own. With this the way back needs less than the way
-# there. Rows need no index. No counts are exchanged, and the host waits for nothing.
+# `send_head` starts at 0 in each channel, because each channel has its own queues. Combine needs less than dispatch: no
+# row index has to be sent, no counts are exchanged, and the host does not wait.
 #
 # ## 2. The reference
 #
-# The package's reference adds up in `float64`:
+# The package's reference sums in `float64`:
 
 # %%
 head, _, rest = inspect.getsource(reference.combine).partition('    """')
 Markdown("```python\n" + head + rest.partition('"""\n')[2] + "```")
 
 # %% [markdown]
-# But a kernel gives `bfloat16`, and it should give the *same* bits at every call: whoever looks for a bug, or trains
-# twice, wants that. Sums of floating-point numbers depend on the order. So two things are fixed:
+# A kernel returns `bfloat16`, and should return the *same* bits in every call. Two things are therefore specified:
 #
-# - **The order of the ranks.** Rank 0's row first, then rank 1's, whichever came first.
-# - **One rounding.** `bfloat16` has 8 bits of precision. The sum is kept in `float32`, with 24, and rounded at the end.
+# - **The order of the ranks.** Rows are added in rank order, in whatever order they arrive.
+# - **One rounding.** `bfloat16` has 8 significant bits. The sum is accumulated in `float32`, with 24, and rounded once.
 #
-# What if it were rounded after each row? One element of eight rows:
+# The figure compares this with rounding after each row, for one element of eight rows:
 
 # %%
 torch.manual_seed(3)
 draw.sum_in_steps((torch.randn(8) * 3).tolist())
 
 # %% [markdown]
-# And many elements, in many orders of the eight ranks:
+# The same for many elements and many orders of the ranks:
 
 
 # %%
@@ -213,13 +207,12 @@ for (kind, dtype), (mean, worst, differ) in ERRORS.items():
     )
 
 # %% [markdown]
-# With one rounding the mean error is as small as a `bfloat16` result allows. And the order? `bfloat16` numbers have few
-# bits, so `float32` holds the sum of eight of like size *exactly*, in whatever order. Where large ones cancel, and
-# small ones remain, it does not. Then the order shows, unless it is fixed.
+# Rounding once has the smaller error. For rows of similar magnitude no element of this sample depends on the order: the
+# summands have 8 significant bits, so 24 bits usually hold their sum exactly. Where large summands cancel and small
+# ones remain, the result depends on the order.
 #
-# Now what all ranks bring: the routing of their tokens, and `Y`, for each row that a rank received a row that goes
-# back. `check` asks for more than a small error. It wants the very bits of "ranks in their order, in `float32`, rounded
-# once".
+# `Y` in the next cell has one result row for each row that a rank received. `check` requires the exact bits of "in rank
+# order, in `float32`, rounded once".
 
 
 # %%
@@ -278,12 +271,11 @@ print("poison:", check(poison))
 print("nothing wrong:", check([rows.clone() for rows in WANTED]))
 
 # %% [markdown]
-# ## 3. The floor
+# ## 3. The lower bound
 #
-# Rows that stay on their rank use no link. The others leave once, and arrive once. A GPU's NVLink has 18 links of 25
-# GB/s each way. At the home rank each row that came is written into memory (by the link), read again to be added up,
-# and the sums are written. **Published figures often count a rank's own rows too**, as if they had travelled. We count
-# what is on the wire.
+# A row that leaves its rank is sent once. NVLink of an H200 has 18 links in each direction (`LINK`). On the source rank
+# each received row is written to memory and read again, and the sums are written. **Published bandwidths often include
+# rows that stay on their rank**; here only the bytes on the wire count. Figures call the lower bound "speed of light".
 
 # %%
 LINK = 18 * 25e9  # bytes per second each way, an H200's NVLink by its data sheet
@@ -316,22 +308,20 @@ for ranks in (2, 4, 8):
     )
 
 # %% [markdown]
-# So the link is the limit, and the adding up can hide behind it, if it goes on *while* rows come.
+# The link determines the lower bound, and the summation can overlap with it if it runs *while* rows arrive.
 #
-# ## 4. Gaps: what a warp does not need any more
+# ## 4. Gaps in `send_head`
 #
-# One kernel of the document goes before its combine, `cached_notify_combine`. It clears heads and tails, between two
-# barriers of all ranks. And it does something to `send_head` that looks odd at first.
+# Before combine, DeepEP's kernel `cached_notify_combine` clears heads and tails between two barriers, and changes
+# `send_head`.
 #
-# In the document's combine many warps of a block add up, and each takes a token. A queue's head may move on only when
-# *nobody* needs the rows before it. So each warp says, for each rank, how far it has no more need of that queue. After
-# a token that was sent there that is easy: its place, plus 1. But what does a warp say whose token was *not* sent to
-# that rank, when `send_head` is -1? It has no need of anything before the *next* row that will come. If it said
-# nothing, all would wait for it.
+# In DeepEP's combine several warps of a CTA sum rows (**reducing warps**), one token per warp and iteration. A head may
+# advance only past rows that *no* warp still needs. Each warp therefore publishes, for each rank, the position before
+# which it needs no rows. After a token that was sent to the rank, this is the token's position plus 1. After a token
+# that was *not* sent there (`send_head` is -1), it is the position of the *next* row from that rank.
 #
-# So each -1 becomes `-n - 1`, where `n` is the place of the next token that was sent there. It stays negative, and
-# means "not sent", but it says how far the queue is. Whoever wants to find the next one walks from the last token to
-# the first:
+# Each -1 is therefore replaced by `-n - 1`, where `n` is the position of the next token that was sent to the rank. It
+# stays negative, which means "not sent". A loop from the last token to the first finds `n`:
 
 
 # %%
@@ -362,10 +352,9 @@ filled = fill_gaps(column, tell=True)
 draw.head_gaps(column, filled, NO_HEAD)
 
 # %% [markdown]
-# (A gap before place 0 stays -1.) If it is done twice nothing changes, since what is negative is made anew. So a handle
-# can be combined twice. In the kernel a warp walks backwards too, 32 tokens at a time. A ballot says which lanes have a
-# place. Each lane looks for the nearest one among the lanes before it, which have the *later* tokens (`clz` counts the
-# leading zeros of a number, and so finds the highest bit):
+# (A gap before position 0 stays -1.) The operation is idempotent, so a handle can be used for several combines. In the
+# kernel a warp processes 32 tokens at a time. A ballot finds the lanes whose token was sent; each lane finds the
+# nearest of them among the lower lanes, which have the *later* tokens:
 
 
 # %%
@@ -379,11 +368,7 @@ def piece(function, begin, end):
 piece(deepep_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n    def fill_in", "    @cuda.jit\n")
 
 # %% [markdown]
-# To run it on all ranks, we need what all further steps need too. `LocalGroup(n).run(work)` calls `work(transport)` for
-# each rank, in a thread of its own; the **transport** knows its rank, allocates memory that all ranks reach, and starts
-# kernels that wait for those of other ranks. A step is a function `make(transport)`, a context manager: it prepares all
-# it needs, yields the function that does the step, and gives the memory back.
-#
+# The next cell runs it on all ranks. A step is a context manager `make(transport)`, as in notebook 08.
 
 
 # %%
@@ -423,14 +408,9 @@ assert GAPS_RIGHT
 # %% [markdown]
 # ## 5. The ladder
 #
-# Each step brings all rows home and adds them up, on all ranks. On a GPU: 4096 tokens a rank of 7168 elements, top-8 of
-# 256 experts. Steps with rings may use 24 multiprocessors; the others use the whole GPU, which nothing else then can.
-#
-# Each step is checked before it is timed: it runs twice, with other rows first, so that what an earlier call left in
-# some buffer cannot pass for a result. Times are **CUDA events** (marks in a GPU's stream of work, with a clock) around
-# some calls in a row. A gate, a small kernel on each GPU, opens when all ranks have queued theirs: so the host is not
-# measured. **The slowest rank counts**, in each round, and of the rounds the median. A step has one time, that of the
-# GPU; the line says "-" for the call.
+# Each step returns all rows and sums them: on GPUs 4096 tokens of 7168 elements per rank, with the top 8 of 256
+# experts. Steps with rings use 24 SMs; the others use all. Steps are checked and timed as in notebook 08; the slowest
+# rank counts.
 
 # %%
 ladder = Ladder(
@@ -511,15 +491,13 @@ print(f"{SHOWN_RANKS} ranks: {WIRE_BYTES / 1e6:.1f} MB leave each rank, which ta
 # %% [markdown]
 # ### Step 0: torch
 #
-# **Idea.** Each rank *pulls*. For each other rank it copies the section that is its own (a copy from GPU to GPU), makes
-# `float32` of it, and adds each row to its token's sum with `index_add_`. A token has at most one row in a section, so
-# no two rows meet, and the order is that of the ranks.
+# **Idea.** Each rank *pulls* its rows: it copies its range from each other rank, converts it to `float32`, and adds
+# each row to its token's sum with `index_add_`, in rank order. A token has at most one row per range, so no two
+# additions conflict.
 #
-# A real program needs a barrier before it, so that no rank pulls rows that are not computed yet. Here `Y` is there.
-#
-# **Prediction.** The copies take the link; then memory is read and written again and again. For an element of a row:
-# written once (2 bytes), read and written to make `float32` (6), read, added to and written by `index_add_` (12). For
-# an element of a sum: cleared (4), rounded (6).
+# **Prediction.** The wire time, and several passes over memory. Per element of a row: written once (2 bytes), read and
+# written by the conversion (6), read, added to and written by `index_add_` (12). Per element of a sum: cleared (4),
+# rounded (6).
 
 
 # %%
@@ -555,21 +533,18 @@ measure("torch", make_torch, prediction)
 look_back("torch", predicted=prediction)
 
 # %% [markdown]
-# **Look back.** Nothing overlaps: while a section travels nothing is added up, and the other way around. And each pass
-# goes through memory. What a kernel can do in one pass, torch does in several.
+# **Look back.** The step takes longer than predicted. The copies and the summation do not overlap.
 #
-# ### Step 1: push, then add up
+# ### Step 1: push, then sum
 #
-# **Idea.** The rank that has a row *pushes* it: a store needs no answer, a load does. Each rank has a buffer with room
-# for the worst case, a row of each rank for each token. So a row's place follows from its token and its source, and
-# nothing needs to be counted. A kernel pushes all rows, a warp a row. All ranks meet. Then a kernel adds up, a warp a
-# token. There is one more meeting before the push: nobody may overwrite what a slower rank still adds up.
+# **Idea.** The rank that has a row *pushes* it, because a store needs no reply. Each rank has a buffer for the worst
+# case, one row from each rank for each token, so nothing is counted. One kernel pushes all rows, a warp per row; after
+# a barrier of all ranks a second one sums them, a warp per token. Another barrier precedes the push, so that no rank
+# overwrites rows that a slower rank still sums. In the barrier kernel lane `p` stores a sequence number in rank `p`'s
+# memory, with release, and waits for the same number from rank `p`.
 #
-# The meeting is a kernel of one warp. Lane `p` stores a running number into rank `p`'s memory, with release, and waits
-# until the same number has come from there.
-#
-# **Prediction.** The push at the speed of plain stores; then memory is read and the sums written; four launches at
-# 1 us each, and two meetings at 5 us.
+# **Prediction.** The push at the rate of plain stores; then the rows are read and the sums written; plus constants for
+# the launches and the barriers (`MEETINGS_US`).
 
 # %%
 FIRST = 32  # words before the rows: the flags of the meetings
@@ -708,9 +683,8 @@ measure("push, then add up", make_push_and_sum(1), prediction)
 look_back("push, then add up", "torch", prediction)
 
 # %% [markdown]
-# **Look back.** How much of it is the push? Here it is alone, with its meeting. It uses all multiprocessors, and
-# nothing waits for it: rings can be measured against this push. (It is no ceiling: it copies a rank's own rows as well,
-# and it meets. Notebook 08 has measured stores that do neither.)
+# **Look back.** The next cell measures the push alone, with its barrier, on all SMs. The rings below are compared with
+# it. (It is not an upper limit: it also copies the rows that stay on their rank.)
 
 # %%
 PUSH_US = fact("push_us", median_of(make_push_and_sum(1, only_push=True)))
@@ -723,13 +697,13 @@ else:
     print("the push alone: no figure is recorded yet")
 
 # %% [markdown]
-# ### Step 2: more loads on their way
+# ### Step 2: more loads in flight
 #
-# **Idea.** A load from memory takes some 600 ns. A lane that loads 16 bytes of each row, adds, stores, and only then
-# loads the next ones, waits for most of its time. Let it ask for several pieces of each row before it adds the first:
-# `at_once` in the kernel above. It costs registers, 4 for each piece of 16 bytes.
+# **Idea.** A lane that loads 16 bytes of each row, adds and stores them, and only then loads the next 16 bytes, mostly
+# waits for memory (`LATENCY_NS`). It should issue several 16-byte loads per row before the first addition: `at_once` in
+# the kernel above.
 #
-# How much must be on its way? Bandwidth times latency (Little's law):
+# Little's law determines the bytes in flight: bandwidth times latency.
 
 # %%
 LATENCY_NS = 600
@@ -772,7 +746,7 @@ for name, gbps in SUM_GBPS.items():
     print(f"{blocks:>3} blocks of 512 threads, {at_once} at once: {gbps} GB/s")
 
 # %% [markdown]
-# **Prediction.** The push stays. The adding up has the memory's full bandwidth.
+# **Prediction.** The push is unchanged. The summation reaches the full memory bandwidth.
 
 # %%
 prediction = (PUSH_US or WIRE_BYTES / PUSH * 1e6) + (MEMORY_BYTES - WIRE_BYTES) / MEMORY * 1e6 + 5
@@ -782,18 +756,15 @@ measure("more loads at once", make_push_and_sum(MOST), prediction)
 look_back("more loads at once", "push, then add up", prediction)
 
 # %% [markdown]
-# **Look back.** Whatever its time, it has three faults. It takes the whole GPU, and a server wants to compute
-# meanwhile. Its buffer has room for the worst case. And the link is idle while sums are made.
+# **Look back.** The gain is small, because the push dominates. But the step uses the whole GPU, its buffer has the
+# worst-case size, and the link is idle during the summation.
 #
-# ### Step 3: the document's rings
+# ### Step 3: DeepEP's rings
 #
-# **Idea.** Blocks in pairs, a pair for a channel. The even one sends: its warps are dealt out over the ranks, and the
-# warps of a rank put chunks of rows into that rank's ring, as in dispatch. Each channel begins with another rank, so
-# that not all send to the same one. In the odd block warp 0 adds nothing: a lane for each rank reads the tails, and
-# moves the heads on. Each other warp takes every so manieth token, waits until its row has come from each rank that got
-# it, and adds up. Then it says how far it has no more need of each queue; the least of all is the head.
-#
-# So rows are added up while others come, and 24 multiprocessors must do.
+# **Idea.** Each channel has a pair of CTAs. The even one sends: its warps are divided among the ranks, and write chunks
+# of rows into the ranks' rings, as in dispatch. In the odd one, one lane of warp 0 per rank reads the tail and advances
+# the head. The other warps take the tokens round-robin. Each waits until the token's rows have arrived from all ranks,
+# sums them, and publishes the position before which it needs no rows; the head is the minimum over the warps.
 
 # %%
 Markdown("```python\n" + inspect.getsource(deepep_combine.make_update_heads) + "```")
@@ -802,12 +773,11 @@ Markdown("```python\n" + inspect.getsource(deepep_combine.make_update_heads) + "
 Markdown("```python\n" + inspect.getsource(deepep_combine.make_reduce) + "```")
 
 # %% [markdown]
-# `no_more` is where the gaps of section 4 are needed: after a token that did not go to rank `r`, `-place - 1` is the
-# place of the next row that will come from there. The sending half, and the adding up, are in
-# `moe_numba/course/articles/deepep/combine.py`.
+# `released` in the listing uses the gaps of section 4: for a token that was not sent to rank `r`, `-position - 1` is
+# the position of the next row from there.
 #
-# **Prediction.** We have measured DeepEP's own, in CUDA C++, at 284 GB/s on the wire, on eight H200s. One small kernel
-# goes before it, which clears heads and tails between two barriers: 10 us.
+# **Prediction.** The wire rate `DEEPEP_WIRE`, which an earlier measurement on eight GPUs gave for DeepEP's own CUDA C++
+# kernel, plus a constant for the kernel before it.
 
 
 # %%
@@ -842,34 +812,30 @@ measure("the document's rings", make_document(), prediction)
 look_back("the document's rings", "more loads at once", prediction)
 
 # %% [markdown]
-# **Look back.** Compare it with the push, which has five times as many multiprocessors. Where it loses time, look at
-# who waits: the sending warps meet at a barrier for each chunk, the release holds up a warp that carries rows, and each
-# row makes a detour through registers. Notebook 08 takes that apart for dispatch. New here is the receiving half: 23
-# warps must agree on each head.
+# **Look back.** Our port on two ranks is far from the rate of DeepEP's own kernel on eight, and slower than the push,
+# which uses more than five times as many SMs. This notebook does not measure the cause. Candidates are the sending
+# warps' barrier for each chunk, the release by a warp that also copies rows, the copies through registers, and the
+# minimum over 23 warps for each head.
 #
-# ### Step 4: a warp for a channel
+# ### Step 4: one warp per channel
 #
-# **Idea.** As in the package's dispatch a *warp* has a channel. So there are many more channels, and each is simple.
+# **Idea.** As in the package's dispatch, one *warp* handles a channel, so there are many more channels.
 #
-# - **The receiving warp takes its tokens in order**, alone. So it takes rows out of each ring in order as well, and the
-#   head is just its own count. No warps to agree with, nothing that a head must wait for, and **no gaps to fill**: a
-#   token that was not sent to a rank leaves that ring's head where it is.
-# - **The sending warp serves its rings by turns.** In each turn a row goes to each rank whose ring has space. It passes
-#   over one that is full, and comes back later. It never *waits* for one ring. Section 6 shows why that matters.
-# - Rows travel as **bulk copies**: one thread asks, and the row goes to shared memory, and from there to the other GPU.
-# - One warp of each block carries nothing. It tells the other ranks how far all others are (notebook 08).
-# - Heads and tails count on from launch to launch. Nothing is cleared. There are barriers, before and after, only where
-#   the number of channels is not that of the buffer's first combine.
+# - **The receiving warp processes its tokens in order**, alone, and so consumes each ring in order: the head is its own
+#   count. There is no minimum over warps and **no gap to fill**.
+# - **The sending warp serves its rings round-robin.** In each iteration it sends one row to each rank whose ring has
+#   space. It never *waits* for one ring (section 6).
+# - **Bulk copies**, issued by one thread, move rows into shared memory and from there to the peer.
+# - One signalling warp per CTA publishes the progress of the others (notebook 08).
+# - Heads and tails continue from launch to launch.
 #
-# The sender is the package's. In the listing, `pipeline` is the module that copies rows (`bulk_pipeline.py` with TMA, or
-# `register_pipeline.py` on GPUs without). These are its turns:
+# The sender is the package's; `pipeline` is the module that copies rows. This is its loop:
 
 # %%
 piece(final_kernel.make_send, "            while cuda.any_sync(", "                # The earlier stores have")
 
 # %% [markdown]
-# With one change, here and in steps 5 and 6: a rank sends its *own rows* to itself, through rings as well. The change
-# is made in the package's source.
+# Steps 4 to 6 make one change to the package's source: a rank also sends its *own rows* through rings, to itself.
 
 
 # %%
@@ -895,8 +861,8 @@ def buffer_with(make_combine=final_kernel.make_combine, channels_per_warp=1):
 SENT_TO_ITSELF = ("lane < ranks and lane != rank", "lane < ranks")
 
 # %% [markdown]
-# The adding up, and the receiver. A lane loads `at_once` pieces of each row, of 16 bytes, before it adds the first one.
-# In this step it is one piece. (`as_pairs` is for step 6.)
+# A lane loads `at_once` 16-byte vectors of each row before the first addition; in this step, one. (`as_pairs` is for
+# step 6.)
 
 
 # %%
@@ -1005,8 +971,7 @@ def make_receive(shape, at_once, as_pairs):
 
 
 # %% [markdown]
-# And the kernel, which lets a warp send, receive or publish. (It takes all that the package's takes; weights and biases
-# are not used.)
+# The kernel (weights and biases are not used):
 
 
 # %%
@@ -1107,9 +1072,8 @@ channels = num_channels(HERE.num_sms, RANKS, ROW_BYTES, per_warp=1)
 print(f"{HERE.num_sms} multiprocessors: {channels} channels here, {HERE.num_sms // 2} in the document")
 
 # %% [markdown]
-# **Prediction.** The wire at the speed of that push, and 10 us until the last row is added up. (Own rows take no
-# wire.) Or is reading the slower part? Half of 24 multiprocessors must read all rows, where 132 did before. What a
-# multiprocessor reads in a latency is what it has on its way.
+# **Prediction.** The slower of two parts. Sending takes the time of the push, plus a constant for the last row. (Own
+# rows use no wire.) Reading: half of the 24 SMs read all rows, and each SM reads its bytes in flight once per latency.
 
 
 # %%
@@ -1129,18 +1093,16 @@ measure("a warp for a channel", make_package(kind=with_pieces(1)), prediction)
 look_back("a warp for a channel", "the document's rings", prediction)
 
 # %% [markdown]
-# **Look back.** Reading is the slower part, as foreseen: too little is on its way at the same time.
+# **Look back.** Reading is the slower part, as predicted: too few bytes are in flight.
 #
-# ### Step 5: several pieces
+# ### Step 5: several vectors per row
 #
-# **Idea.** More loads on their way, as in step 2, but now in few multiprocessors, where it matters more. A lane loads
-# several pieces of each row before it adds the first one: `at_once` in `make_add_up` above. We take as many as 32
-# registers hold: with two ranks these are four pieces of each row, with four ranks two.
+# **Idea.** More loads in flight, as in step 2, but now on few SMs, where it matters more: a larger `at_once` ("pieces"
+# in the code). We use as many as fit in 32 registers: four vectors per row with two ranks, two with four ranks.
 #
-# **Prediction.** Two measurements tell a third. Say that a part of the time is waiting for loads, that this part is
-# divided by the number of pieces, and that the rest stays. Then what the *second* piece gains is half of the waiting.
-# All numbers of pieces are measured in the next cell, by turns, but we look at one and two only. (Where these are all
-# there are, or nothing is measured, the slower of reading and sending is predicted, as in step 4.)
+# **Prediction.** Two measurements predict a third. Assume that a part of the time is waiting for loads, that this part
+# is divided by the number of vectors, and that the rest is constant. The gain from the *second* vector is then half of
+# the waiting.
 
 
 # %%
@@ -1181,23 +1143,18 @@ for few, many, gain in GAINS:
     print(f"from {few} to {many}, {abs(gain):.1f} % {'less' if gain > 0 else 'more'} time{says}")
 
 # %% [markdown]
-# **Look back.** Waiting can only be divided until the loads are not what is waited for. Then the rest shows: each
-# element must still be unpacked, added and packed again, and rows must come at all.
+# **Look back.** More than two vectors gain less than predicted, and the largest number is slower than the one below it:
+# the model does not hold beyond two.
 #
-# ### Step 6: two rows as pairs
+# ### Step 6: two rows as packed pairs
 #
-# **Idea.** More loads at once do not make the receivers fast enough. What else keeps them busy? A word with two
-# elements of two rows takes 9 instructions: unpack, add in `float32`, pack again. But a sum of *two* rows needs no
-# `float32`. A Hopper GPU adds two pairs of `bfloat16` in one instruction (`add.rn.bf16x2`), and rounds each sum once.
-# Are these the same bits? Rounding to 24 bits and then to 8 could differ from rounding to 8 at once. But for a sum of
-# two numbers of 8 bits it never does, for 24 is at least 2 x 8 + 2 (Figueroa 1995, section 11). So a word takes 2
-# instructions: one adds 0, since a sum is 0, not -0; the other one adds the second row. (`as_pairs` in `make_add_up`
-# above.)
+# **Idea.** The instructions of the summation may be the next limit. A 32-bit word holds two elements; summing two such
+# words takes 9 instructions: unpack, add in `float32`, pack. For *two* rows, Hopper adds two pairs of `bfloat16` in one
+# instruction (`add.rn.bf16x2`), which rounds each sum once. Rounding first to 24 bits and then to 8 never differs from
+# this for the sum of two numbers of 8 bits, because 24 is at least 2 x 8 + 2 (Figueroa 1995, section 11). Two
+# instructions per word remain: one adds 0, so that a sum is 0 and not -0, and one adds the second row.
 #
-# With more than two ranks most tokens have more than two rows, and are added up as before.
-#
-# **Prediction.** If the receivers were limited by instructions, the wire is the limit now: the time of the push,
-# and 10 us. (With more than two ranks, the time of step 5.)
+# **Prediction.** If instructions limited the receivers, the wire is the limit now: the sending time of step 4.
 
 # %%
 prediction = sending_us if SHOWN_RANKS == 2 else us("several pieces") or sending_us
@@ -1207,18 +1164,15 @@ measure("two rows as pairs", make_package(kind=with_pieces(max(1, 8 // RANKS), R
 look_back("two rows as pairs", "several pieces", prediction)
 
 # %% [markdown]
-# **Look back.** Instructions were a part of it, but not all that kept it from the wire's time.
+# **Look back.** The gain is much smaller than predicted, so instructions were not the main limit.
 #
-# ### Step 7: own rows stay, and bulk copies carry
+# ### Step 7: own rows without rings, bulk copies in the receiver
 #
-# **Idea.** A rank's *own rows need no ring*: they lie in its memory already. The senders can leave them out, which is
-# half of their work with two ranks. And loads and stores are not the only way to move them: a bulk copy takes one
-# thread, and no warp waits for it. Receiving warps have room for a row in shared memory, as senders do. So:
+# **Idea.** A rank's *own rows need no ring*. Without them the senders have half of their work with two ranks. Receiving
+# warps can also use bulk copies, and have shared memory for one row:
 #
-# - A bulk copy fetches the own row there, while the warp still waits for the rows of others.
-# - The sum takes its place, and another bulk copy carries it out, while the warp turns to the next token.
-#
-# What the warp itself loads are the rows from other ranks.
+# - A bulk copy loads the own row into shared memory while the warp waits for the rows of other ranks.
+# - The sum replaces it there, and another bulk copy stores it while the warp continues with the next token.
 
 # %%
 piece(final_kernel.make_receive, "                own = cuda.shfl_sync", "                wanted = ")
@@ -1227,15 +1181,15 @@ piece(final_kernel.make_receive, "                own = cuda.shfl_sync", "      
 piece(final_kernel.make_receive, "                reduce_token(", "                token = int32(token + 1)")
 
 # %% [markdown]
-# Where a token may have more than two rows, or biases are added, `reduce_token` has a `float32` sum for each element, and two
-# rows at a time are on their way:
+# For tokens that may have more than two rows, or with biases, `reduce_token` accumulates in `float32` and keeps two
+# rows in flight:
 
 # %%
 piece(reduce.make_reduce_token_general, "            remaining = mask", "            for w in range(num_words):")
 
 # %% [markdown]
-# **Prediction.** What the wire has to carry is the same, so where the wire is the limit nothing is gained: the time of
-# step 6. With fewer multiprocessors it should gain. (With more than two ranks fewer rows are a rank's own.)
+# **Prediction.** The bytes on the wire are unchanged. If the wire is the limit, the time is that of step 6; with fewer
+# SMs the step should gain.
 
 # %%
 prediction = us("two rows as pairs") or sending_us
@@ -1249,13 +1203,12 @@ if FEWER:
     print(f"    with 12 multiprocessors, {WHEN}: {FEWER['two rows as pairs']:.0f} -> {FEWER['bulk copies']:.0f} us")
 
 # %% [markdown]
-# **Look back.** The wire was not the limit yet. Senders now have only what travels to carry, and receivers load only
-# what has come. With two ranks that is half of the rows each.
+# **Look back.** The wire was not the limit: the step gains, and more with 12 SMs. Senders now copy only the rows that
+# leave the rank, and receivers load only the rows that have arrived.
 #
-# ### Step 8: who is faster takes more
+# ### Step 8: dynamic load balancing
 #
-# **Idea.** Until now all sending warps have had equal shares. Do they take equally long? Let each warp write down when
-# it is done. (The memory of a bias is borrowed for it.)
+# **Idea.** So far all sending warps have equal shares. The next cell measures when each warp finishes.
 
 
 # %%
@@ -1296,22 +1249,18 @@ EQUAL_SHARES = fact("equal_shares_us", ends_of(1))
 print(f"equal shares: {says_when(EQUAL_SHARES)}; {WHEN}" if EQUAL_SHARES else "equal shares: no figure is recorded yet")
 
 # %% [markdown]
-# They do not. Where a link is full, not all multiprocessors get the same part of it; and a warp that had to wait for
-# one ring has nobody to help it. So a rank's tokens are dealt out to more channels than there are warps, four for each.
-# A warp that has done one takes the next that nobody has begun with. An atomic counter says which. And the warp waits
-# until the publisher has told what it left of its last channel, before it leaves word of another one:
+# The warps finish at different times. Likely causes are that a saturated link does not serve all SMs equally, and that
+# a warp delayed by a full ring cannot pass work to another. The tokens are therefore divided into four channels per
+# sending warp, and a warp that has finished a channel takes the next one from an atomic counter.
 
 # %%
 piece(next_channel, "    taken = ", None)
 
 # %% [markdown]
-# Can ranks lock up now, when a warp has other channels to serve first? No. Warps take channels in ascending order. So
-# the lowest channel that is not done is in the hands of a warp on each rank, and no warp of those waits for another
-# channel. It will be done, and then the next one is the lowest.
+# The ranks cannot deadlock, although a warp now has several channels. Warps take channels in ascending order, so on
+# each rank some warp works on the lowest unfinished channel, and none of these warps waits for another channel.
 #
-# This is `Buffer.combine`; its source stands at the end. Dispatch deals its channels out in the same way.
-#
-# **Prediction.** The step before, but all warps end when the mean warp did.
+# **Prediction.** The time of step 7, less the difference between the last warp and the mean.
 
 # %%
 prediction = us("bulk copies") and EQUAL_SHARES and us("bulk copies") - (EQUAL_SHARES[2] - EQUAL_SHARES[1])
@@ -1324,11 +1273,10 @@ if DEALT_OUT:
     print(f"    {says_when(DEALT_OUT)}; {WHEN}")
 
 # %% [markdown]
-# **Look back.** The warps now end at nearly the same time, but not when the mean one did before: where the link is
-# full, one can only gain what another loses.
+# **Look back.** The sending warps finish closer together, but later than the former mean, so the gain is smaller than
+# predicted.
 #
-# **What is left?** Leave the adding out. If no row is loaded from a ring, the receivers only see that rows have come,
-# and carry out zeros. (The result is wrong, so this is no step.)
+# **The cost of the summation.** In the next cell receivers only wait for rows and store zeros.
 
 # %%
 NOTHING_ADDED = ("uint32(cuda.ballot_sync(FULL_MASK, position >= 0))", "uint32(0)")
@@ -1344,10 +1292,11 @@ else:
     print("nothing added: no figure is recorded yet")
 
 # %% [markdown]
-# ### How many multiprocessors?
+# Without the summation combine takes little less time, so the summation is almost completely hidden.
 #
-# A server computes while tokens travel. So the fewer multiprocessors combine needs, the better. Half of them
-# send, but no more than fill the link.
+# ### Time over the number of SMs
+#
+# Half of the SMs send, but no more than saturate the link.
 
 
 # %%
@@ -1387,11 +1336,13 @@ for n, stats in LINES["moe_numba"].items() if LINES else ():
     print(f"{n:3} multiprocessors: {stats['median']:6.1f} us, {gbps:3.0f} GB/s on the wire")
 
 # %% [markdown]
+# From 24 SMs on, the package's time hardly changes. Our port of DeepEP's combine with 48 SMs takes longer than the
+# package's with 8.
+#
 # ### A check must be able to fail
 #
-# Three results that are wrong on purpose: ranks in descending order, a sum that is rounded after each row, and one
-# token less. With two ranks the first two are *right*, and the check must say so: a sum of two is the same in both
-# orders, and it is rounded once anyway. So here there are four ranks, on the host.
+# Three results are wrong on purpose: a sum in descending rank order, a sum rounded after each row, and one token
+# missing. With two ranks the first two would be *correct*, so this test uses four ranks, on the host.
 
 
 # %%
@@ -1427,7 +1378,7 @@ for name, wrong in WRONG.items():
 # %% [markdown]
 # ### The whole ladder
 #
-# All steps once more, measured by turns, so that a clock that drifts hits all of them alike.
+# All steps again, interleaved.
 
 # %%
 ladder.measure_all(times_of(STEPS))
@@ -1439,19 +1390,19 @@ if TIMED:
 ladder.plot(floor_us=FLOOR_US, peers={"the push alone": PUSH_US} if PUSH_US else None)
 
 # %% [markdown]
+# **Result.** The package's combine on 24 SMs takes about as long as the push alone on all SMs. The time of torch
+# differs noticeably from its first measurement.
+#
 # ## 6. Deadlock
 #
-# A **deadlock** (死锁): some wait for each other in a circle, for ever. Rings invite it.
-#
-# All of this is played in the simulator, which knows when nobody can go on. Where a GPU runs this notebook, the
-# simulator runs in a process of its own.
+# Ranks **deadlock** if they wait for one another in a cycle. This section runs in the simulator, which detects that no
+# thread can continue.
 
 # %% [markdown]
 # ### A ring that is too short
 #
-# DeepEP asks for rings that are longer than a chunk. How short may the document's combine have them? Two ranks, each
-# token goes to both, one channel. We try some numbers of adding warps (`R`), chunks, and rings, under one or two seeds
-# (orders of the threads), and the least that DeepEP itself would have, with its 23 adding warps.
+# DeepEP requires rings longer than a chunk. The next cell tests whether that is sufficient, with two ranks, one
+# channel, and several numbers of reducing warps (`R`), chunks, rings and seeds.
 
 
 # %%
@@ -1497,8 +1448,7 @@ for (warps, chunk), cases in itertools.groupby(CASES, key=lambda case: case[:2])
     print(f"R = {reducers:2}, chunk {chunk}: {says}; chunk + R - 1 = {chunk + reducers - 1}")
 
 # %% [markdown]
-# The bound is sharp: `chunk + R - 1` rows do, one row less hangs. Why? Here is a run that hung, from the head and the
-# tail that were left in memory. (What each adding warp has read follows from the tail.)
+# A ring of `chunk + R - 1` rows is sufficient in all runs, and one row less deadlocks. The figure shows such a run.
 
 
 # %%
@@ -1517,11 +1467,10 @@ def stuck_picture(case):
 stuck_picture(next(case for case in CASES if LOCKED[case]["hung"] and case[2] == case[1] + 2 * case[0] - 3))
 
 # %% [markdown]
-# Every row that has come has been read, and still the head does not move on. The last warp waits for a row that has not
-# been sent. Until then, all that it can say is "after my last token", and the head is the least of what all say. In the
-# worst case that is `R - 1` rows behind. The sender wants room for a whole chunk before it sends anything. So it needs
-# `R - 1 + chunk` rows. DeepEP's own check asks for `chunk + 1`. The document's kernels here refuse less than the bound,
-# and so does the package's `Config`, that it may be good for DeepEP too:
+# Every row in the ring has been read, but the head does not advance. The last warp waits for a row that has not been
+# sent, and can only publish the position after its previous token. In the worst case this minimum is `R - 1` rows
+# behind. The sender waits for space for a whole chunk, so the ring needs `R - 1 + chunk` rows. DeepEP's own check
+# requires `chunk + 1`. Our port and the package's `Config` refuse rings below the bound:
 
 # %%
 c = DeepEPConfig(8)
@@ -1536,17 +1485,17 @@ for ring in (25, 26):
         print("refused:", error)
 
 # %% [markdown]
-# The package's kernel cannot lock up this way: a receiving warp takes rows out in order, and a row that it has read is
-# free at once. A ring of one row would do.
+# The package's kernel cannot deadlock in this way: a row that a receiving warp has read is free immediately. A ring of
+# one slot is sufficient.
 #
 # ### A sender that waits
 #
-# The package's sender passes over a full ring. What if it *waited* for space, as the sender of dispatch does? There it
-# is harmless, for a receiver of dispatch always takes what is there. A receiver of combine does not: it waits for *all*
-# rows of its next token, and meanwhile takes nothing out of the other rings.
+# The package's sender of combine skips a full ring, while that of dispatch *waits* for space. In dispatch this is
+# harmless, because a receiver always consumes the rows that have arrived. A receiver of combine waits for *all* rows of
+# its next token, and meanwhile consumes nothing from the other rings.
 #
-# Three ranks. The first tokens of rank `r` go to rank `r + 1` only, the later ones everywhere. And one line of the
-# package's kernel is changed: if *any* ring that still has rows to go is full, the sender sends nothing.
+# The example has three ranks. The first tokens of rank `r` go to rank `r + 1` only, the later ones to all ranks. In the
+# changed kernel, if *any* ring that still has rows to send is full, the sender sends nothing.
 
 
 # %%
@@ -1614,9 +1563,7 @@ for name, found in THREE.items():
         print("   ", sentence)
 
 # %% [markdown]
-# Each sentence says what the first warp that lost its patience had waited for. Who waited for whom, all in all, stands
-# in the heads and tails that were left in memory. We begin with rank 0's sender, and go on from each to the one that it
-# waits for:
+# The heads and tails left in memory determine the whole cycle:
 
 
 # %%
@@ -1649,20 +1596,18 @@ CIRCLE = waits_in_a_circle(THREE["a sender that waits"]) if THREE["a sender that
 draw.wait_cycle(CIRCLE) if CIRCLE else print("no circle was found")
 
 # %% [markdown]
-# So a sender of combine must not wait for one ring while another has space. Longer rings only need longer runs of
-# tokens to lock up. With two ranks this circle cannot close: a receiver then waits for rows of one other rank only, and
-# these come in order. And the document? It has warps of their own for each rank, so a full ring holds up nobody else.
+# A sender of combine must therefore not wait for one ring while another has space. Longer rings do not help: longer
+# runs of tokens to one rank fill them. In DeepEP's kernel each rank has its own sending warps, so a full ring delays
+# only the rows to that rank.
 #
 # ## 7. Weights and biases
 #
-# An expert layer's output is a *weighted* sum of its experts' results. Where do the weights come in? Not in combine:
-# **it only adds**. Each rank has its experts' weights for each row (dispatch brought them), and multiplies before the
-# rows go back. Combine can bring the weights back too, as training wants them: their sums. Each weight was on one rank
-# only, and 0 on the others. So what comes back must be what was sent, to the last bit.
+# The output of an MoE layer is a *weighted* sum of its experts' results, but **combine only adds**: each rank
+# multiplies by its experts' weights (from dispatch) before the rows are returned. Combine can also return the weights,
+# for training. Each weight is nonzero on one rank only, so exactly the bits that were sent must return.
 #
-# Up to two **biases**, rows that a rank has for its own tokens, are added to the sum first: a shared expert's result,
-# for example. That saves a launch, and a rounding in between. It is not free: the receiving warps must load the biases,
-# and with two ranks step 6 is lost, for there are more than two rows to add.
+# Up to two **biases**, for example the result of a shared expert, are added to the sum first. That saves a launch, but
+# the receiving warps must load them, and the packed additions of step 6 cannot be used.
 
 
 # %%
@@ -1699,10 +1644,9 @@ if WITH_ALL_US:
 assert not WITH_ALL and WEIGHTS_BACK
 
 # %% [markdown]
-# **A property test.** There and back again: if each rank sends back what it got, a token comes home as often as it had
-# ranks. `combine(dispatch(x))` is `x` times the number of its ranks, exactly: a small whole multiple fits `float32`,
-# and is rounded once. This needs no reference, so it can be tried on any shape: unequal numbers of tokens, none at all,
-# -1 among the experts, all tokens to one rank. One buffer serves all, and each handle is used twice.
+# **A property test.** If each rank returns the rows that it received, `combine(dispatch(x))` is exactly `x` times the
+# number of the token's ranks, rounded once. This needs no reference, so it can be tested on any shape. Each handle is
+# used twice.
 
 
 # %%
@@ -1747,14 +1691,13 @@ for name, (right, same) in PROPERTY.items():
 assert all(all(said) for said in PROPERTY.values())
 
 # %% [markdown]
-# ## 8. Faults to know
+# ## 8. Faults
 #
-# Three faults in the document's kernel, each played under six seeds, in the simulator, with weak memory: a store
-# may be seen by others late, and in any order, until a release says that it must be.
+# Three faults in our port of DeepEP's kernel, each under six seeds, in the simulator with weak memory:
 #
 # - **plain tail**: the tail is stored without release.
-# - **no barrier**: the warps of a chunk do not meet before one of them publishes the tail.
-# - **early head**: an adding warp says "no more need" before it has read its rows.
+# - **no barrier**: the warps of a chunk do not synchronise before one of them publishes the tail.
+# - **early head**: a reducing warp releases its rows before it has read them.
 
 
 # %%
@@ -1783,12 +1726,12 @@ for name, wrong in FAULTS.items():
     print(f"{name or 'as it is'}: {says}")
 
 # %% [markdown]
-# The first two lose much. The third is the worst to find: only a fast sender and a slow adding warp show it, and then
-# few tokens are wrong. On a GPU it may work for months.
+# "early head" is the hardest to find: it shows in few tokens, and only if the sender overwrites a slot before a
+# reducing warp has read it.
 #
-# **A rank that does not come.** A wait has an end here. Rank 1 does not call combine. Rank 0 waits for rows, gives up,
-# and its next call says why. (DeepEP waits 100 seconds, then traps, and the GPU's context is lost. The package's limit
-# is an argument of `Buffer`.)
+# **A rank that does not arrive.** Rank 1 does not call combine. Rank 0 aborts after the timeout, an argument of
+# `Buffer`, and its next call raises the error. (DeepEP executes `trap` after 100 seconds, which makes the CUDA context
+# unusable.)
 
 
 # %%
@@ -1824,9 +1767,7 @@ print(*SENTENCE)
 assert SENTENCE
 
 # %% [markdown]
-# ## 9. What is said, and what we found
-#
-# What was measured goes into the record; what was measured beside the ladder, into its last row.
+# ## 9. Claims and measurements
 
 # %%
 if TIMED:
@@ -1834,8 +1775,8 @@ if TIMED:
 ladder.save(notebook_sources("notebooks/09_combine.py"))
 
 # %% [markdown]
-# A verdict is computed, never typed. Times come from the ladder's rows, measured now or recorded. Where a verdict needs
-# a figure that is not recorded, it says so.
+# The notebook computes every verdict; one that needs a number without a record is "open". "Confirmed" means reproduced
+# here, "refuted" not reproduced here.
 
 # %%
 NOT_RECORDED = "open: not recorded yet"
@@ -1985,35 +1926,33 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # %% [markdown]
 # ## 10. Exercises
 #
-# Each can be done in the simulator. `check` and the property test tell whether a kernel is right.
+# All can be done in the simulator, with `check` and the property test.
 #
-# 1. **Without gaps filled.** Leave `send_head` as dispatch made it, and let `no_more` be 0 for a token that was not
-#    sent to a rank. What happens, and with which tokens?  *Hint: the least of all.*
-# 2. **Chunks that may be smaller.** Change the document's sender so that it sends what fits, where a whole chunk does
-#    not. How short may rings be then?  *Hint: it must never wait when a slot is free.*
-# 3. **A circle of four.** Find tokens for four ranks with which the waiting sender locks up, though no token goes to
-#    one rank only.  *Hint: who is needed late must be needed early elsewhere.*
-# 4. **Pull.** Let the home rank's kernel load the rows from the other ranks, with no ring at all. What must be known
-#    before it starts, and how many bytes must be on their way?  *Hint: Little's law, with the latency of the link.*
-# 5. **Sum, then round, then sum.** Two experts of a token on one rank give two results, which are added up before they
-#    go home. Is that still one rounding?  *Hint: in which type does the row travel?*
-# 6. **A ring of one row.** Make the package's rings that short. Is all still right? What does it cost?
-#    *Hint: `num_nvl_bytes`.*
+# 1. **Without filled gaps.** Leave `send_head` as dispatch returns it, and let `released` be 0 for a token that was not
+#    sent to a rank. What happens, and for which tokens?
+# 2. **Smaller chunks.** Change the sender of our port so that it sends as many rows as fit if a whole chunk does not.
+#    How short may rings be then?
+# 3. **A cycle of four.** Find tokens for four ranks for which the waiting sender deadlocks, although no token goes to
+#    one rank only.
+# 4. **Pull.** Let the source rank's kernel load the rows from the other ranks, without rings. What must be known before
+#    it starts, and how many bytes must be in flight?
+# 5. **Sum, round, sum.** Two experts of a token on one rank compute two results, which are summed before they are
+#    returned. Is that still one rounding?
+# 6. **A ring of one row.** Give the package's rings one slot. Is the result still correct, and what does it cost? (See
+#    `num_nvl_bytes`.)
 #
 # ## 11. Sources
 #
-# - The code: [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `csrc/kernels/intranode.cu`, functions
-#   `cached_notify_combine` and `combine` of its first version, and `tests/test_intranode.py`, whose property test this
-#   is.
-# - The article that ends before combine: BoLi2001,
-#   [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in Chinese.
-# - On memory orders: NVIDIA, *PTX ISA*, "Memory Consistency Model".
+# - [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `cached_notify_combine` and `combine` in
+#   `csrc/kernels/intranode.cu` of its first version, and `tests/test_intranode.py`, the origin of the property test.
+# - BoLi2001, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in Chinese.
+# - NVIDIA, *PTX ISA*, "Memory Consistency Model".
 # - Samuel A. Figueroa, "When is Double Rounding Innocuous?", *ACM SIGNUM Newsletter* 30 (3), 1995.
 # - John D. C. Little, "A Proof for the Queuing Formula: L = λW", *Operations Research* 9 (3), 1961.
 #
 # ## The final kernel
 #
-# This is what `moe_numba.expert_parallel`'s `Buffer.combine` runs: the kernel, and how it adds up.
+# The kernel that `Buffer.combine` runs, and the module that sums the rows.
 
 # %%
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")
