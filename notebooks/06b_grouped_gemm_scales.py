@@ -16,8 +16,8 @@
 #
 # [Notebook 06](06_grouped_gemm.ipynb) builds a grouped GEMM in FP8 with one scale per group. Checkpoints come in finer
 # formats. DeepSeek-V3 stores FP8 weights with a scale per 128 x 128 block, and gpt-oss stores MXFP4, 4-bit weights with
-# a scale per 32 elements. This notebook builds the two kernels of the package for them, each as a ladder. Both ladders
-# begin with the same question: in which registers do the data have to be, and what does it cost to bring them there?
+# a scale per 32 elements. This notebook builds the two kernels of the package for them, each as a ladder. Both begin
+# with the same question: which registers must hold the scales or weights, and what does moving them there cost?
 #
 # The pipeline of TMA, mbarriers and wgmma is explained in notebooks [05](05_hopper_from_numba.ipynb) and
 # [06](06_grouped_gemm.ipynb), the simulator in [notebook 00](00_start_here.ipynb).
@@ -145,9 +145,9 @@ print(f"here: {len(P.x)} rows in {GROUPS} groups, {dict(n=N, k=K)}")
 
 # %% [markdown]
 # Several processes compile the kernels of the notebook now. From step 2 on, a step is the package's kernel in which
-# some functions are exchanged for earlier versions
-# ([`block_scale_parts.py`](../moe_numba/course/block_scale_parts.py)). `VARIANTS` has a configuration and the exchanged
-# functions for each step, and for kernels that leave something out to explain a time.
+# some device functions are replaced by earlier versions
+# ([`block_scale_parts.py`](../moe_numba/course/block_scale_parts.py)). `VARIANTS` has a configuration and the replaced
+# functions of each step, and those of kernels that leave something out to explain a time.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 NO_MULTIPLY = {"make_multiply": diagnoses.make_multiply_nothing}
@@ -188,13 +188,17 @@ LAUNCHES = {name: scales.StepLaunch(config, P, **parts) for name, (config, parts
 #
 # The definition, group by group in float32.
 #
-# All times are kernel times of many launches in a CUDA graph; where there is a second one, the call time, it is the
-# host's clock around a Python call. A step's line has both kernels interleaved, the predicted change, the measured one
-# and a verdict: "within a third" of the predicted change, "within the noise" (both changes are small), "no change"
-# (only the measured one is), "overestimated", "underestimated" or "wrong sign".
+# All times are kernel times of many launches in a CUDA graph. The second number, where there is one, is the call time,
+# measured on the host. A step's line has both kernels interleaved, the predicted change, the measured one and a
+# verdict: "within a third" of the predicted change, "within the noise" (both changes are small), "no change" (a gain
+# was predicted, the measured change is within noise), "overestimated", "underestimated" or "wrong sign".
 #
 # The GPU runs at its power limit: a kernel is faster if lighter kernels run in between. So compare numbers of one line
-# or table only. The end of section 2 computes by how much the time of one kernel differs between lines.
+# or table only. The end of section 2 computes by how much the time of one kernel differs between lines. The predictions
+# of steps 3, 8 and 10 use times of earlier lines, which adds this difference to their error.
+#
+# The same holds for kernels that leave out loads or wgmma: they also draw less power and may run at a higher clock, so
+# their times are estimates of a limit.
 
 
 # %%
@@ -263,9 +267,12 @@ say(
 # ### Step 1: a scale per column
 #
 # The kernel of notebook 06 computes the transposed product: rows of weight are wgmma's M, rows of x its N. A tile has
-# 128 of each. Beside the thread that issues TMA loads, three **auxiliary warps** of the producer warpgroup load the
-# scales of a k-block, multiply those of x by that of the weight, and write these factors to the stage in shared memory.
-# The figure shows what a consumer thread needs of them. (It shows 24 columns; a tile has 128.)
+# 128 of each. A stage in shared memory has 128 bytes of k of the tile's rows of weight and of x, and the factors of its
+# k-block. Beside the thread that issues TMA loads, three **auxiliary warps** of the producer warpgroup load the scales
+# of a k-block, multiply those of x by that of the weight, and write these factors to the stage. Each of them handles
+# every third stage: it waits until `empty` shows that the consumers have read the stage, writes, and arrives on `full`,
+# which also counts the bytes of TMA. The figure shows which factors one consumer thread reads. (It shows 24 columns; a
+# tile has 128.)
 
 # %%
 draw.factors(lane=5)
@@ -304,7 +311,8 @@ COLUMN_TIMES = times("bottleneck of columns", {"scales per column": per_column, 
 # scales of x and a few of weight, without a multiplication.
 #
 # **Predicted gain.** The cost of the scales, in proportion to the bytes that a thread loads: 2 x 4 for x and 16 for
-# weight instead of 128.
+# weight instead of 128. (One scale of weight would be enough here; three, for the wider tile of step 3, are stored as a
+# vector of 16 bytes.)
 
 # %%
 gain_us = (COLUMN_TIMES["scales per column"] - COLUMN_TIMES["one scale"]) * (1 - 24 / 128) if COLUMN_TIMES else 0
@@ -324,10 +332,12 @@ OLD = (
 Markdown(f"```python\n{dedent(OLD)}```\n```python\n{source_of(block_scale_parts.make_multiply_by_scales)}```")
 
 # %% [markdown]
-# **Explanation.** Both kernels have tiles of 128 x 128 and load the same weights. But step 1 splits the rows of a group
-# evenly over its tiles, and in step 2 all tiles but the last of a group have 128 rows. Short tiles take less time, so
-# CTAs that use the same weights drift apart, until the weights of one are no longer in L2 for the other; step 4
-# measures that. With as many rows in every group there are no short tiles:
+# **Explanation.** Both kernels have tiles of up to 128 x 128. Step 1 splits the rows of a group evenly over its tiles,
+# and wgmma's N can be 64 or 96 for smaller ones: that is the advantage of the transposed product (notebook 06, step 6).
+# Step 2 gives it up. All tiles but the last of a group have 128 rows, and the last one loads as many weights as a full
+# one. Of the 32 groups 15 have 258 to 290 rows, so their last tile has 2 to 34. In all there are 79 tiles of rows,
+# where 64 full ones would hold the 8192 rows. With 256 rows in every group there are 64, which shortens all three
+# kernels:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 EVEN_STEPS = {"scales per column": per_column, "one scale": one_scale, "scales per row": per_row}
@@ -352,7 +362,8 @@ exercise("grouped_gemm_scales-1").check(scales_of_thread)
 # %% [markdown]
 # ### Step 3: 192 columns
 #
-# **Bottleneck.** The same kernel without wgmma and promotion: consumers only wait for a stage and release it.
+# **Bottleneck.** The same kernel without wgmma and promotion: consumers only wait for a stage and release it. It draws
+# less power, so its clock may be higher.
 
 # %%
 loads_128 = LAUNCHES["loads of 128 columns"]
@@ -403,8 +414,8 @@ compute_192 = LAUNCHES["without loads"]
 PARTS = times("parts", {"192 columns": columns_192, "loads alone": loads_192, "without loads": compute_192}) or {}
 
 # %% [markdown]
-# Whichever takes longer is the limit, which depends on the GPU: see the end of this step. What do the loads wait for? A
-# variant of the kernel records when each tile is computed. The scheduler assigns tiles with the same weights to
+# Whichever takes longer is the limit, which depends on the GPU: see the end of this step. To find what the loads wait
+# for, a variant of the kernel records when each tile is computed. The scheduler assigns tiles with the same weights to
 # neighbouring CTAs, which begin together. But tiles of a group's last rows take less time, so CTAs **drift** apart:
 # later, tiles with the same weights do not run at the same time. (In the simulator a step of its scheduler counts as a
 # microsecond.)
@@ -462,18 +473,21 @@ say(
 )
 
 # %% [markdown]
-# **Idea.** Bind together the tiles that share weights. A cluster of two CTAs computes a pair of tiles with the same
-# columns. Each CTA loads half of the weights of a stage and multicasts it into the shared memory of both. The two CTAs
-# release a stage together, so they cannot drift apart, and L2 sends the weights once instead of twice. A group's last
-# rows, if one tile holds them, are no pair; then the two CTAs compute neighbouring tiles of columns.
+# **Idea.** Schedule two tiles that share weights on one cluster. A cluster of two CTAs computes a pair of tiles with
+# the same columns. Each CTA loads half of the weights of a stage and multicasts it into the shared memory of both. A
+# stage is overwritten only when both CTAs have released it, so they cannot drift apart, and L2 sends the weights once
+# instead of twice. If a group's last rows fit into one tile, the two CTAs compute neighbouring tiles of columns
+# instead.
 
 # %%
 draw.pairs(rows=300, n_tiles=4)
 
 # %% [markdown]
 # **Change.** Apart from the multicast, only the scheduler and the release of a stage change. A consumer warp that has
-# read a stage arrives at the empty barriers of both CTAs, because either may write the other's shared memory.
-# `get_pair` looks up a CTA's tile of a pair ([`scheduler_pairs.py`](../moe_numba/grouped_gemm/scheduler_pairs.py)).
+# read a stage arrives at the empty barriers of both CTAs, because either may write the other's shared memory. `policy`
+# is the L2 eviction policy of a load: rows of x are loaded with `evict_last`, and weights too if the configuration has
+# `keep_weight`, else with `evict_first`. `get_pair` looks up a CTA's tile of a pair
+# ([`scheduler_pairs.py`](../moe_numba/grouped_gemm/scheduler_pairs.py)).
 
 # %%
 change(block_scale_parts.make_load_weight_of_one_cta, producer_block_scaled.make_load_weight)
@@ -484,7 +498,8 @@ Markdown("```python\n" + "\n\n".join(map(source_of, SHOWN)) + "```")
 
 # %% [markdown]
 # **Predicted gain.** Loads alone shrink with the bytes from L2, and the kernel takes as long as loads or computing,
-# whichever takes longer, plus what it takes beyond that now. If computing is the limit already, nothing is gained.
+# whichever takes longer, plus the present difference between kernel and limit. If computing is the limit already,
+# nothing is gained.
 
 # %%
 pairs = LAUNCHES["pairs of tiles"]
@@ -515,8 +530,11 @@ say(
 )
 
 # %% [markdown]
-# So these bytes do not limit the loads; the prediction holds because computing is the limit. Pairs save time where
-# loads are. An H100 has the same SMs, but less bandwidth of DRAM:
+# With 192 columns the bytes from L2 hardly limit the loads: a quarter fewer of them gains little. In step 3 loads
+# became faster by the same share as the bytes, but the wider tile also has fewer stages, so that step does not show
+# that bytes are the limit. The drift is gone, and the kernel is hardly faster, because computing is the limit. So drift
+# does not explain step 2 either. Pairs gain where loads are the limit, as on an H100, which has the same SMs, but less
+# bandwidth of DRAM:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 H100 = records.recorded("grouped_gemm_block_scales_ladder", "h100-80gb-hbm3") or {"rows": [], "diagnosis": {}}
@@ -533,16 +551,16 @@ say(
 # %% [markdown]
 # ### Step 5: the scales of four stages at once
 #
-# **Bottleneck.** The same kernel with ones instead of the loads of scales from global memory:
+# **Bottleneck.** The same kernel with all scales set to 1 and not loaded from global memory:
 
 # %%
 no_scale_loads = LAUNCHES["no scale loads"]
 SCALE_TIMES = times("scale loads", {"pairs of tiles": pairs, "no scale loads": no_scale_loads})
 
 # %% [markdown]
-# The loads are issued stages ahead, so their latency is hidden. They compete with wgmma for the L1/shared-memory data
-# path. `x_scale` is row-major, so each lane touches a different 128-byte line, and each line costs one **wavefront**.
-# wgmma operand reads and TMA writes use the same path. Per tile and stage:
+# A hypothesis: the loads are issued stages ahead, so that their latency is hidden, and their cost is that they compete
+# with wgmma for the L1/shared-memory data path. `x_scale` is row-major, so each lane touches a different 128-byte line,
+# and each line costs one **wavefront**. wgmma operand reads and TMA writes use the same path. Per tile and stage:
 
 # %%
 STAGE_CLOCKS = 2 * 128 * 128 * LIMITS.tensor_clock * LIMITS.sm_count / LIMITS.tensor_flops["float8_e4m3fn"]
@@ -556,7 +574,7 @@ for columns in (128, 192):
 # touches as many lines as a load of 4 bytes. Two warps with 64 rows each suffice. In this step `write` stores scales as
 # they are.
 #
-# **Predicted gain.** Three of four wavefronts of scales disappear: three quarters of the difference above.
+# **Predicted gain.** If wavefronts are the cost, three of four disappear: three quarters of the difference above.
 
 # %%
 by_four = LAUNCHES["scales of four stages"]
@@ -567,7 +585,8 @@ step("scales of four stages", by_four, after="pairs of tiles", predicted_gain_us
 Markdown(f"```python\n{source_of(block_scale_parts.make_scales_by_four)}```")
 
 # %% [markdown]
-# **Explanation.** Both steps, each with ones instead of its loads:
+# **Explanation.** A quarter of the wavefronts cost more than all of them before, so the hypothesis is wrong. Both
+# steps, each with all scales set to 1:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 FOUR = {"pairs of tiles": pairs, "no scale loads": no_scale_loads, "scales of four stages": by_four}
@@ -612,8 +631,8 @@ for name in ("scales of four stages", "factors by producers"):
     print(f"{name}: {count(name, 'LDS')} loads from shared memory, {count(name, 'FMUL')} multiplications")
 
 # %% [markdown]
-# **Idea.** The producers have time. For each row of x and each block of columns they write the product of the two
-# scales, four words per row, so that a consumer thread reads the factors of a row with one load of 16 bytes and
+# **Idea.** The auxiliary warps are mostly idle. For each row of x and each block of columns they write the product of
+# the two scales, four words per row, so that a consumer thread reads the factors of a row with one load of 16 bytes and
 # multiplies none.
 #
 # **Predicted gain.** The difference above, times the share of these instructions that disappears.
@@ -630,7 +649,7 @@ gain_us = SAVED * (SHARED_TIMES["scales of four stages"] - SHARED_TIMES["scales 
 step("factors by producers", factors, after="scales of four stages", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Steps 5 and 6 belong together:
+# **Explanation.** The gain of step 6 mostly recovers the loss of step 5. Both together:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 FACTORS = {"pairs of tiles": pairs, "scales of four stages": by_four, "factors by producers": factors}
@@ -661,15 +680,16 @@ LATE = {"factors by producers": factors, "without loads": LAUNCHES["tested late,
 LATE_TIMES = times("factors without loads", LATE)
 
 # %% [markdown]
-# Computing takes most of the time, and more than the tensor cores need. A warp waits for the barrier of a stage,
-# loads its factors, and issues its wgmma. These three are dependent, and testing an mbarrier takes a shared-memory
-# round trip even when the stage is already full.
+# Computing takes most of the time, and more than the tensor cores need at this clock. Under load the clock is lower: at
+# the one measured at the end of this section the tensor cores take about 1.4 times as long, which is most of the time
+# of the kernel without loads. A warp waits for the barrier of a stage, loads its factors, and issues its wgmma. These
+# three are dependent, and testing an mbarrier takes a shared-memory round trip even when the stage is already full.
 #
 # **Idea.** Test the barrier of the next stage, without waiting, before the FFMAs: the result arrives while they are
 # executed. The diff has a second change: descriptors are not built for every stage, but advance by an addition.
 #
-# **Predicted gain.** That of the loop alone. Without loads neither loop ever waits for data, so that the difference
-# of their times is the loop's own:
+# **Predicted gain.** That of the loop alone. Without loads neither loop ever waits for data, so the difference is the
+# cost of the loop itself:
 
 # %%
 EARLY = {"tested late": LAUNCHES["tested late, no loads"], "tested early": LAUNCHES["tested early, no loads"]}
@@ -706,8 +726,9 @@ gain_us = (WAITING or {}).get("share", 0) * (ladder.median_us("barrier tested ea
 step("look-up ahead", look_up, after="barrier tested early", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The trace of the new kernel, and both kernels with as many rows in every group. The wait is short in
-# both kernels, so that the step neither gains nor costs anything here:
+# **Explanation.** The trace of the new kernel, and both kernels with as many rows in every group. The wait is as short
+# as before, so it was not the look-up of a group that CTAs wait for, and the step neither gains nor costs anything
+# here:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 AHEAD = keep("waiting after looking up ahead", {"share": diagnoses.waiting_share(traced("traced look-up"))})
@@ -733,10 +754,10 @@ STORE_TIMES = times("store", {"look-up ahead": look_up, "no store": no_store})
 #
 # **Idea.** The buffer has rows of 128 bytes whose vectors are XORed with the row number: that is TMA's 128-byte
 # swizzle. So TMA can store the buffers, while the warp computes its next tile. Each warp then needs buffers for all of
-# its columns, which leaves shared memory for four stages instead of five. This is the last exchanged function.
+# its columns, which leaves shared memory for four stages instead of five. This is the last replaced function.
 #
-# **Predicted gain.** The difference, without the time to write y to DRAM, which remains; and if the fifth stage is not
-# missed.
+# **Predicted gain.** The difference, without the time to write y to DRAM, which remains, assuming that four stages
+# suffice.
 
 # %%
 change(block_scale_parts.make_store_by_lanes, kernel_block_scaled.make_store)
@@ -778,8 +799,8 @@ for columns, computed in COMPUTED_COLUMNS.items():
 # **Idea.** A tile of 256 columns loads fewer bytes per multiplication. It has 128 accumulators per thread, which leave
 # no registers for a result of 256 columns. So a stage is computed in two halves of 128 columns, whose results use the
 # same registers. Each half lies in one block of scales, so a thread needs two factors per row. The price: a stage has
-# two dependent sequences of wgmma, wait and FFMAs instead of one, without an early test of the barrier, and shared
-# memory holds three stages.
+# two dependent sequences of wgmma, wait and FFMAs instead of one, and shared memory holds three stages. `early_test`
+# adds step 7's test of the next barrier.
 
 # %%
 change(kernel_block_scaled.make_multiply, kernel_block_scaled.make_multiply_halves)
@@ -796,7 +817,8 @@ for name in ("256 columns, single", "registers by the compiler"):
 # %% [markdown]
 # Which tile is best depends on the rows per group, on how evenly rows are distributed, and on the GPU. The package has
 # a [table of measurements](../moe_numba/grouped_gemm/config_table.py) with one entry per problem, the best in the mean
-# over three distributions of rows. `group_gemm_blockwise_fp8` uses it.
+# over three distributions of rows. `group_gemm_blockwise_fp8` uses it. For this problem its tile is computed by single
+# CTAs, so the final kernel has none of step 4's pairs; the table uses pairs for other problems.
 #
 # **Predicted gain.** The time of the unused columns, if the package's tile for this problem has 256.
 
@@ -905,6 +927,10 @@ say(
 )
 
 # %% [markdown]
+# Compare the energies with the times: from `192 columns` to `TMA store` and `final` both fall by similar shares, as
+# expected at the power limit. DeepGEMM's kernel is faster still (first output of this notebook); which of its
+# differences matters has not been measured.
+#
 # Three further ideas were tried on an H200 and are not shown, because none was faster: zeros instead of the next
 # group's rows behind the last rows of a group, which should cost less energy (a tensor map of all windows of 64 rows,
 # in which a load begins so that the window ends with the group); pairs of CTAs that share rows of x instead of weights;
@@ -1057,13 +1083,14 @@ say(
 # %% [markdown]
 # ### Step 2: decode in the consumer
 #
-# **Bottleneck.** Decoded weights cross the memory bus twice, and have almost four times as many bytes as the codes.
+# **Bottleneck.** Decoded weights cross the memory bus twice, and are 3.8 times as large as the codes.
 #
 # **Idea.** Let the consumers of the GEMM decode. Codes arrive in shared memory in **weight tiles** of 64 rows by 64
 # elements of k: 2048 bytes of codes and 128 bytes of scales, contiguous in memory, so that one `cp.async.bulk` copies a
 # tile. wgmma takes its A operand from registers. So the kernel stays transposed: rows of weight are A. A thread needs
 # 32 weights of a tile, in 16 registers. It loads their codes, decodes them, and issues four wgmmas with 16 elements of
-# k each. Two sets of registers alternate: while the wgmmas of one set run, the thread decodes the other.
+# k each. Two sets of registers alternate: while the wgmmas of one set run, the thread decodes the other
+# (`make_overlapped_loop` in [`mainloop_w4.py`](../moe_numba/grouped_gemm/mainloop_w4.py)).
 #
 # In this step the codes of a tile are in the order of rows. Two neighbouring codes of a register are one byte:
 
@@ -1080,8 +1107,9 @@ Markdown("```python\n" + "\n\n".join(map(source_of, parts)) + "```")
 
 # %% [markdown]
 # **Predicted gain.** The new kernel reads the codes only. But each thread executes many instructions, of which an SM
-# issues one per clock on each of its four schedulers. The compiler's output shows how many there are per weight tile,
-# without those of a kernel that loads 16 bytes and decodes nothing:
+# issues one per clock on each of its four schedulers. The compiler's output shows how many of the new kernel there are
+# per weight tile (those of step 1's kernel are not counted), without those of a kernel that loads 16 bytes and decodes
+# nothing:
 
 # %%
 WAYS = "bytes, by value", "16 bytes, by value", "16 bytes, shift and mask"
@@ -1107,8 +1135,8 @@ four_step("decode in the consumer", in_rows, after="dequantise first", predicted
 
 # %% [markdown]
 # **Explanation.** A kernel that does not decode passes the words of codes to wgmma as they are. What it saves is what
-# decoding costs. That is more than issuing the instructions takes: a scheduler does not issue one in every clock,
-# because instructions wait for earlier ones, and under load the clock is below the highest one.
+# decoding costs. That is more than issuing the instructions takes. Two likely reasons: a scheduler does not issue one
+# in every clock, because instructions wait for earlier ones, and under load the clock is below the highest one.
 
 # %%
 not_decoded = mxfp4.StepLaunch(FEW_ROWS, "in_fragments", "not decoded")
@@ -1142,7 +1170,9 @@ gain_us = issue_us(WAYS[0]) - issue_us(WAYS[1])
 four_step("order of fragments", in_fragments, after="decode in the consumer", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The step is slower. The instructions that are saved are not the limit; those that decode are:
+# **Explanation.** The step is slower, although a thread issues fewer instructions, so the model of instruction issue
+# does not hold here; the cause is not known. With 2048 rows the step is faster (end of this section). Almost all of the
+# time is decoding:
 
 # %%
 ORDERS = {"in rows": in_rows, "in fragments": in_fragments, "not decoded": not_decoded}
@@ -1162,18 +1192,19 @@ exercise("grouped_gemm_scales-3").check(place_of)
 # %% [markdown]
 # ### Step 4: shift, mask, multiply
 #
-# **Bottleneck.** Instruction issue: in step 3 decoding takes most of the instructions counted above.
+# **Bottleneck.** Decoding by value: it has most of the instructions counted above, and many depend on the one before.
 #
 # **Idea.** The bits of a code are already a bfloat16, if they are put in the right place: the sign at the top, the
-# other three bits across the border of exponent and mantissa.
+# other three in the two low exponent bits and the top mantissa bit.
 
 # %%
 draw.decoding(0b1101)
 
 # %% [markdown]
-# A register of two codes takes a shift, an AND (`fields`) and a multiplication of both halves (`mul.bf16x2`), which
-# applies the scale at the same time. 2^126 times a scale may exceed the range of bfloat16, so the multiplication has
-# a part of the exponent and the epilogue the rest:
+# A register of two codes needs a shift, an AND (`fields`) and one `mul.bf16x2`, which also applies the scale. With the
+# exponents' biases, 127 of bfloat16 and 1 of e2m1, the bits are the number times 2^-126. But 2^126 times a scale of 4
+# or more exceeds the range of bfloat16. So 126 is split into 94 + 32: the multiplication applies the scale times 2^94,
+# and the epilogue multiplies y by 2^32. Scales from 2^-93 to 2^33 then neither overflow nor become subnormal:
 
 # %%
 SPLIT = packing_mxfp4.EXPONENT_OFFSET, packing_mxfp4.RESULT_EXPONENT
@@ -1182,11 +1213,19 @@ Markdown(f"```python\n{source_of(mxfp4.decode_block)}```")
 
 # %% [markdown]
 # Two words of codes, `a` and `b`, become eight registers. `fields` reads 8 bits of 32, at other places for each shift:
-# `a`, `a << 6` and `rotr(a, 4)` have three registers in 24 different bits of `a`. 8 bits of `a` and 8 of `b` are left,
-# not at the distances that one shift needs, so the fourth and the eighth register take some of their bits from `a` and
-# the others from `b`. The XOR of two shifted words also has bits of other registers at these places. They are known
-# when weights are packed, so packing sets the left bits such that the XOR comes out right
-# ([`packing_mxfp4.py`](../moe_numba/grouped_gemm/packing_mxfp4.py)):
+# `a`, `a << 6` and `rotr(a, 4)` have three registers in 24 different bits of `a`:
+#
+# | register | its bits of `a` |
+# |---|---|
+# | `a` | 31, 24 to 22, 15, 8 to 6 |
+# | `a << 6` | 25, 18 to 16, 9, 2 to 0 |
+# | `rotr(a, 4)` | 28 to 26, 19, 12 to 10, 3 |
+# | left | 30, 29, 21, 20, 14, 13, 5, 4 |
+#
+# These 8 bits of `a` and the same 8 of `b` are left, not at the distances that one shift needs, so the fourth and the
+# eighth register take some of their bits from `a` and the others from `b`. The XOR of two shifted words also has bits
+# of other registers at these places. They are known when weights are packed, so packing sets the left bits such that
+# the XOR comes out right ([`packing_mxfp4.py`](../moe_numba/grouped_gemm/packing_mxfp4.py)):
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown(f"```python\n{source_of(packing_mxfp4._pack_codes)}```")
@@ -1215,7 +1254,8 @@ print(f"decoding: {LEFT_US:.1f} us")
 # multiply, wgmma. With two consumer warpgroups a scheduler has two warps that decode, and idles while both wait.
 #
 # **Idea.** `group_gemm_mxfp4` takes its tile from a table of measurements. Four warpgroups have twice as many warps
-# that decode. (The steps that decode by value have too few registers for that.)
+# that decode. Each computes 64 columns of y, so a tile has 256. (The steps that decode by value have too few registers
+# for that.)
 
 # %%
 FOUR_TILE = measured_config("mxfp4", TIMED["n"], TIMED["k"], 32, FEW_AVERAGE)
@@ -1223,7 +1263,7 @@ for name, config in (("steps", mxfp4.config_of(FEW_AVERAGE)), ("package", FOUR_T
     print(f"{name}: {config.warpgroups} consumer warpgroups, {config.stages} stages, {config.subtile_m} rows of x")
 
 # %% [markdown]
-# **Predicted gain.** What is left of decoding, if the package has four warpgroups: at most that can be hidden.
+# **Predicted gain.** What is left of decoding, if the package has four warpgroups: all of it could be hidden.
 
 
 # %%
@@ -1235,7 +1275,8 @@ gain_us = LEFT_US if FOUR_TILE.warpgroups == 4 else 0
 four_step("final", package_mxfp4, after="shift, mask, multiply", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The kernel that does not decode has two warpgroups, too. What is left of decoding is hidden:
+# **Explanation.** What is left of decoding is hidden. The kernel that does not decode has two warpgroups and more
+# stages, so it is no lower bound for one with four:
 
 # %%
 FINAL = {"shift, mask, multiply": by_masks, "final": package_mxfp4, "not decoded": not_decoded}
@@ -1308,13 +1349,17 @@ say(
 )
 
 # %% [markdown]
+# **Conclusion.** With few rows the time is that of reading the codes, and 4-bit weights are faster than FP8. With 64
+# rows per group they are not: the FP8 kernel of notebook 06 (`final`, 2048 tokens) takes slightly less time, and MXFP4
+# saves memory only. The kernel is far from its lower bound there; what limits it has not been measured.
+#
 # ## 5. Sources
 #
 # - DeepSeek: [DeepGEMM](https://github.com/deepseek-ai/DeepGEMM), whose FP8 kernel has rows of x as wgmma's rows.
 # - DeepSeek-AI: *DeepSeek-V3 Technical Report*, 2024, section 3.3: block scales and promotion.
 # - Open Compute Project: *OCP Microscaling Formats (MX) Specification 1.0*, for e2m1, UE8M0 and blocks of 32.
 # - NVIDIA: *PTX ISA*, the fragments of `wgmma` with A in registers, and `cp.async.bulk.tensor` with multicast.
-# - [Marlin](https://github.com/IST-DASLab/marlin), which packs 4-bit integers in the order of fragments and decodes them
-#   with few instructions.
+# - [Marlin](https://github.com/IST-DASLab/marlin), which packs 4-bit integers in the order of fragments and decodes
+#   them with few instructions.
 # - The kernels: [`kernel_block_scaled.py`](../moe_numba/grouped_gemm/kernel_block_scaled.py),
 #   [`kernel_w4.py`](../moe_numba/grouped_gemm/kernel_w4.py).
