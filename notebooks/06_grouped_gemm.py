@@ -191,8 +191,8 @@ for scale in (1.0, 0.5):
 # %% [markdown]
 # The function passes `scale` as `scale_a` *and* as `scale_b`, so the result is multiplied by its square: 0.5 becomes
 # 0.25. It also has one scale for all groups. hpc-ops' kernel takes one scale per group, `y_scale`, the product of the
-# scale of the tokens and that of the group's weight. The kernels of this notebook do the same. (The line `start_idx =
-# 0` before the loop has no effect.)
+# scale of the tokens and that of the group's weight. The kernels of this notebook do the same. (Its first assignment to
+# `start_idx` has no effect.)
 #
 # `mismatch` compares with float64 and returns `None` or a description of the error. Rounding to bfloat16 alone gives a
 # relative error of about 1.7e-3 per row; the limit is two to three times that. Outputs are filled with NaN before each
@@ -496,8 +496,8 @@ measure_dense("tiles in shared memory", run_tiled, 2000, slow=True)
 look_back("tiles in shared memory", "naive", 2000)
 
 # %% [markdown]
-# **Explanation.** The prediction ignores that each number is converted and stored twice to shared memory before it is
-# used. Even 60 TFLOP/s would be a thirtieth of the roofline, so the next steps use the tensor cores.
+# **Explanation.** The prediction ignores that each number is converted and stored to shared memory before it is used.
+# Even 60 TFLOP/s would be a thirtieth of the roofline, so the next steps use the tensor cores.
 #
 # ### Step 3: TMA and wgmma, one stage
 #
@@ -1771,7 +1771,8 @@ look_back_at_groups("one map for X", "kTileM chosen", prediction)
 #   share tokens and weights in L2.
 # - **Even tiles.** A group's tokens are split evenly over its tiles, in multiples of 8.
 #
-# (`warp_uniform=False` leaves out the change of the next step.)
+# The code is in `moe_numba/grouped_gemm/`: `epilogue.py`, `producer.py` and `scheduler.py`; the end of this notebook
+# shows the kernel that calls them. (`warp_uniform=False` leaves out the change of the next step.)
 #
 # **Prediction.** Every group fits into one tile of 96. 32 tiles of tokens x 32 of columns, 56 iterations, 28 KB: 1.6 GB
 # from L2 at 7 TB/s, and 940 MB from DRAM at the rate of a copy. Either takes about 230 us; with the start of the first
@@ -1879,7 +1880,7 @@ look_back_at_groups("agreed", "no maps for groups", prediction)
 # **Idea.** More tokens per tile mean fewer bytes from L2. A fragment of 256 tokens needs 128 registers for the wgmma
 # result and 128 for the accumulators: too many. So a large tile has two **subtiles** ("parts") of up to 144 tokens. A
 # stage holds one tile of weights and both subtiles. A warpgroup multiplies them one after the other and keeps two
-# accumulators.
+# accumulators (`m_subtiles` in `kernel.py`).
 #
 # **Prediction.** With 8192 tokens most groups are one tile of two subtiles, 3.1 GB from L2: 440 us. With 64 tokens per
 # group it must be slower: each subtile has 32 tokens, and the smallest MMA of this configuration has 120 columns. Twice
@@ -1900,8 +1901,8 @@ look_back_at_groups("two parts", "agreed", 400)
 # ### Step 18: two CTAs share their tokens
 #
 # **Idea.** The two CTAs of a **cluster** compute neighbouring columns of the same tokens. Each loads half of the tokens
-# with a **multicast**, which writes to the shared memory of both. A stage may be overwritten when both CTAs have read
-# it, so a consumer warp arrives on its own and on the other CTA's `empty` barrier.
+# with a **multicast**, which writes to the shared memory of both (`multicast` in `producer.py`). A stage may be
+# overwritten when both CTAs have read it, so a consumer warp arrives on its own and on the other CTA's `empty` barrier.
 #
 # The obvious arrival on the other CTA's barrier, `mbarrier.arrive.release.cluster`, compiles to a GPU-wide memory
 # barrier (`MEMBAR.ALL.GPU`) per stage. The warp wrote nothing that the other CTA reads, so no cluster-scope release is
