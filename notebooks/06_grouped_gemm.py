@@ -32,7 +32,7 @@
 # [Notebook 05](05_hopper_from_numba.ipynb) explains TMA, mbarriers and wgmma; here each gets a sentence or two.
 #
 # All kernels run on a GPU, and with few rows in the simulator on any computer. Without a GPU the times shown are
-# recorded ones, and the output says so.
+# recorded ones and are marked as such.
 
 # %%
 import os
@@ -1235,8 +1235,8 @@ def look_back_at_groups(name, before=None, predicted=None):
 # %% [markdown]
 # ### Step 8: torch's loop
 #
-# **Idea.** The article's loop with lengths that the CPU knows, and without copies of the results, so that a CUDA graph
-# can capture it. This is the best case for a loop.
+# **Idea.** The article's loop with lengths available on the CPU, and without copies of the results, so that a CUDA
+# graph can capture it. This is the best case for a loop.
 #
 # **Prediction.** Each GEMM reads 29 MB, 6.8 us at the rate of a copy. But 64 tokens make about 32 tiles for 132 SMs,
 # and the end of one GEMM does not overlap with the start of the next. Assume twice the time, 32 times: 435 us.
@@ -1407,8 +1407,8 @@ if us("padding, one map", "product_us"):
 #
 # **Idea.** The article's second solution, and that of hpc-ops. Group `i` of `X` begins at `x_ptr + cu_seqlens[i] * k`
 # and has `seqlens[i]` rows: a tensor map with that address and that number of rows. The same for `Y`, whose map also
-# keeps the last rows of a tile from being written into the next group. The host does not know the lengths, so a small
-# kernel, `update_grouped_tma`, makes the maps on the GPU.
+# keeps the last rows of a tile from being written into the next group. The lengths are on the GPU, so a small kernel,
+# `update_grouped_tma`, makes the maps on the GPU.
 #
 # It has `num_group + 1` CTAs of 32 threads. The first `num_group` each make the two maps of a group. The last one
 # counts **tiles** for the scheduler: `tiles[g] = ceil(seqlens[g] / kTileM)`, and their exclusive prefix sum `cu_tiles`.
@@ -1662,8 +1662,8 @@ look_back_at_groups("PDL", "vertical", prediction)
 # ### Step 13: kTileM by the average
 #
 # **Idea.** A tile of 64 tokens is too large for a group of two, and too small for one of 256. The article's table, by
-# the average number of tokens per group (`num_seq_per_group_avg`, which the caller passes, because the host does not
-# know the lengths):
+# the average number of tokens per group (`num_seq_per_group_avg`, which the caller passes, because the lengths are on
+# the GPU):
 #
 # | average | kTileM | kTileN | kTileK | kStage |
 # |---|---|---|---|---|
@@ -1728,8 +1728,8 @@ look_back_at_groups("kTileM chosen", "vertical", 300)
 #
 # With 8192 tokens the time of small tiles follows the bytes from L2: twice the tile, a little more than half the time.
 # From 64 on the differences are smaller than the noise: the time of `kTileM` 96, one and the same kernel, differs by
-# more between the first cell and the last line. So these times do not tell which of 64, 96 and 128 is the best, and
-# neither does the verdict in section 11. They do not show the predicted gain of 128 over 64.
+# more between the first cell and the last line. So these times do not determine which of 64, 96 and 128 is the best,
+# and neither does the verdict in section 11. They do not show the predicted gain of 128 over 64.
 #
 # ## 7. Beyond hpc-ops
 #
