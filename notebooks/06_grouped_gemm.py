@@ -12,29 +12,27 @@
 # ---
 
 # %% [markdown]
-# # Grouped GEMM: all experts' matrix products in one launch
+# # Grouped GEMM: the GEMMs of all experts in one launch
 #
-# The gate has chosen, the alignment has put the tokens in line. Now comes the work itself: every expert multiplies its
-# tokens with its matrix. Each expert has another matrix and another number of tokens. Doing all these products in one
-# kernel is called a **grouped GEMM**. (GEMM is "general matrix multiply".)
+# The gate assigned experts to tokens, and alignment sorted the tokens by expert. Now each expert multiplies its tokens
+# by its weight. The weights differ, and so do the numbers of tokens. One kernel that computes all these GEMMs is called
+# a **grouped GEMM**.
 #
-# This notebook follows a Chinese article, *CUTLASS CUTE 7: hpc-ops 之 group gemm & tma*. It explains the FP8 kernel of
-# [hpc-ops](https://github.com/Tencent/hpc-ops), Tencent's library for inference. The library calls itself "a modern
-# CUDA tutorial", with kernels "in just hundreds of lines", and the article is the first of two about this kernel. It
-# distils five things:
+# The starting point is an article in Chinese (section 14) about the FP8 kernel of
+# [hpc-ops](https://github.com/Tencent/hpc-ops), Tencent's inference library. It names five techniques:
 #
-# 1. **Warp specialization.** 384 threads: 256 that multiply, 128 that load.
-# 2. **Producer and consumer.** mbarriers keep the two in step, stage by stage.
-# 3. **TMA for groups.** Every group gets a TMA descriptor of its own, in place of one for all.
-# 4. **Adaptive tile sizes** (自适应 Tile 大小). `kTileM` follows the average number of tokens in a group.
-# 5. **Two schedulers** (双调度模式). A horizontal one for small matrices, a vertical one for large ones.
+# 1. **Warp specialization.** Of a CTA's 384 threads, 256 issue MMAs and 128 load.
+# 2. **Producer and consumer.** mbarriers synchronise the two for each stage of shared memory.
+# 3. **TMA for groups.** Each group has its own TMA descriptor.
+# 4. **Adaptive tile sizes.** The tile size `kTileM` depends on the average number of tokens per group.
+# 5. **Two schedulers.** A horizontal one for small matrices, a vertical one for large ones.
 #
-# The first two, it says, are commonplaces of GEMM (老生常谈), and the last three are the heart of hpc-ops. We build all
-# five, one at a time. Then we go on, and drop one of them. The instructions themselves (TMA, mbarriers, wgmma) are the
-# subject of notebook 05; here they are explained in a sentence each.
+# The first two are common in GEMM kernels, the last three specific to hpc-ops. Sections 5 and 6 build all five, one per
+# step. Section 7 goes on from there: the final kernel has no TMA descriptors per group and another order of tiles.
+# [Notebook 05](05_hopper_from_numba.ipynb) explains TMA, mbarriers and wgmma; here each gets a sentence or two.
 #
-# As in the other notebooks, every kernel runs on a GPU, and with few rows in a simulator on any computer. Times that
-# you see without a GPU are recorded ones and say so.
+# All kernels run on a GPU, and with few rows in the simulator on any computer. Without a GPU the times shown are
+# recorded ones and are marked as such.
 
 # %%
 import os
@@ -108,10 +106,9 @@ GEMM = records.recorded("grouped_gemm")  # what `python -m moe_numba bench group
 # %% [markdown]
 # ## 1. The problem in one picture
 #
-# A plain GEMM computes `Y = X * W^T`. `X` has shape `[M, K]` (tokens), `W` has `[N, K]` (a matrix, one row for each
-# output) and `Y` has `[M, N]`. In a grouped GEMM there are `num_group` independent matrices `W_0, W_1, ...`, and the
-# rows of `X` are split into as many consecutive groups. Each `X_i` is multiplied with its `W_i`, and the results lie
-# one after the other in `Y`:
+# A GEMM computes `Y = X * W^T`. `X` has shape `[M, K]` (tokens), `W` has `[N, K]` (a row for each output column) and
+# `Y` has `[M, N]`. A grouped GEMM has `num_group` independent weights `W_0, W_1, ...`, and the rows of `X` are split
+# into as many consecutive groups. Each `X_i` is multiplied by its `W_i`, and the results are consecutive in `Y`:
 #
 # ```python
 # # X (M, K)    W (num_group, N, K)    Y (M, N);  M is the number of all tokens from different groups
@@ -122,13 +119,13 @@ GEMM = records.recorded("grouped_gemm")  # what `python -m moe_numba bench group
 draw.problem([5, 0, 9, 3])
 
 # %% [markdown]
-# `X` and `W` are **FP8**, more precisely e4m3: 4 bits of exponent, 3 of mantissa. `Y` is bfloat16. Since e4m3 reaches
-# only from 2^-9 to 448, numbers are scaled before they are rounded, and the product is scaled back. `seqlens` says how
-# many tokens each group has, and `cu_seqlens`, its running sum, where each group begins.
+# `X` and `W` are **FP8**, in the format e4m3: 4 bits of exponent, 3 of mantissa. `Y` is bfloat16. The magnitudes of
+# e4m3 range from 2^-9 to 448, so values are scaled before rounding, and the result is scaled back. `seqlens` holds the
+# number of tokens of each group, and `cu_seqlens`, its exclusive prefix sum, the first row of each group.
 #
 # ## 2. The reference
 #
-# This is the article's torch version, word for word:
+# This is the article's torch version, unchanged:
 
 
 # %%
@@ -192,14 +189,14 @@ for scale in (1.0, 0.5):
     )
 
 # %% [markdown]
-# Two things about its `scale`. It is given as `scale_a` *and* as `scale_b`, so the result is multiplied with its
-# square: 0.5 makes a quarter. And there is one for all groups. hpc-ops' own kernel takes one number for each group,
-# `y_scale`, which is the scale of the tokens times that of the group's matrix. That is what we compute. (The line
-# `start_idx = 0` before the loop does nothing.)
+# The function passes `scale` as `scale_a` *and* as `scale_b`, so the result is multiplied by its square: 0.5 becomes
+# 0.25. It also has one scale for all groups. hpc-ops' kernel takes one scale per group, `y_scale`, the product of the
+# scale of the tokens and that of the group's weight. The kernels of this notebook do the same. (Its first assignment to
+# `start_idx` has no effect.)
 #
-# `mismatch` compares with float64 and returns `None`, or a sentence that says what is wrong. A row of bfloat16 numbers
-# is off by about 1.7e-3 of its length from rounding alone; more than a little above that is refused. So are rows that
-# nobody wrote: outputs are poisoned with NaN before a kernel runs.
+# `mismatch` compares with float64 and returns `None` or a description of the error. Rounding to bfloat16 alone gives a
+# relative error of about 1.7e-3 per row; the limit is two to three times that. Outputs are filled with NaN before each
+# kernel, so rows that a kernel does not write are also found.
 
 
 # %%
@@ -223,12 +220,13 @@ print("poison:         ", check_small(poisoned(SMALL).out))
 print("a scale for all:", check_small(naive_group_gemm_pertensor_fp8(*given, torch.ones((), device=DEVICE))))
 
 # %% [markdown]
-# ## 3. The floor: how fast could it be?
+# ## 3. Lower bound (speed of light)
 #
-# Two limits. Every byte must be moved once: the matrices of all groups that have tokens, `X`, and `Y`. And every
-# multiplication must be done. An H200 moves 4.8 TB/s and does 1979 TFLOP/s in FP8, says its data sheet. (A plain copy
-# reaches 4.3 TB/s; multiply the times of the first limit by 1.12 for a floor that has been seen.) The larger of the two
-# times is the floor. Which one it is depends on how often a byte is used. That is the **roofline**.
+# Two limits apply. Each byte moves at least once: the weights of all groups that have tokens, `X`, and `Y`. And the
+# tensor cores execute every multiplication. The lower bound, printed as "floor" and drawn as "speed of light", is the
+# larger of the two times at the data sheet's rates. (A plain copy reaches slightly less than nine tenths of the data
+# sheet's bandwidth, so a memory-bound kernel can come within about 12 % of its bound.) Which limit is the larger one
+# depends on the number of operations per byte: the **roofline** model.
 
 
 # %%
@@ -262,24 +260,22 @@ print(
 )
 
 # %% [markdown]
-# (With 32 rows, spread at random, more than a quarter of the groups have none, and their matrices need not be read. The
-# code below counts the groups that have tokens.)
+# With 32 rows at random more than a quarter of the groups are empty, and their weights need not be read. The functions
+# below count only groups that have tokens.
 #
-# So up to 200 tokens a group the kernel only has to **stream the matrices**. 940 MB must come out of memory, and the
-# tensor cores can idle most of the time. A server that decodes has 1 to 64 tokens a group. That is why a small kTileM
-# saves less on an H200 than on the H20 that hpc-ops was made for: an H20 has 4.0 TB/s but only 296 TFLOP/s, so there
-# the crossover is at some 40 rows.
+# Up to about 230 rows per group the kernel is memory-bound: it **streams the weights**, 940 MB, and the tensor cores
+# can idle most of the time. A decoding server has 1 to 64 tokens per group. So on an H200 padding the MMA costs little.
+# hpc-ops was made for the H20, which has 4.0 TB/s but only 296 TFLOP/s: there the crossover is at about 40 rows, and a
+# small `kTileM` saves more.
 #
-# The kernels below say three numbers at each step: TFLOP/s, GB/s, and the **share of the roofline**, the floor divided
-# by the time.
+# Each step below prints TFLOP/s, GB/s, and the **share of the roofline**: the lower bound divided by the time.
 #
 # ## 4. Why grouped?
 #
-# The article names two problems of the loop. Each group is a **launch** of its own, and a launch has a fixed cost. And
-# the small kernels cannot work hand in hand: while one of them computes its last tiles, the next one could already load
-# (预取) its first data, but it has not started. It adds that nothing has to be put together in the end. (The loop above
-# copies each group's result into `y`. That can be avoided by `out=`, and we do so when we time it.) Let us count what
-# the loop starts:
+# The article names two problems of the loop. Each group is a **launch** with a fixed cost. And consecutive launches do
+# not overlap: the next kernel cannot prefetch during the last tiles of the previous one. (The loop above also copies
+# each group's result into `y`. `out=` avoids that, and is used where the loop is timed.) The operations that the loop
+# issues ("products" are GEMMs):
 
 
 # %%
@@ -308,13 +304,20 @@ LOOP_OPERATIONS = starts.found
 print("the loop, 4 groups, one of them empty:", ", ".join(f"{count} {what}" for what, count in LOOP_OPERATIONS.items()))
 
 # %% [markdown]
-# The waits are worse than the launches. `.item()` fetches a number from the GPU, so the host stops until everything
-# before is done. A CUDA graph cannot hold such a loop at all. A grouped kernel reads the lengths on the GPU.
+# The loop also synchronises: `.item()` copies a number from the GPU, so the CPU waits for all previous work, and a CUDA
+# graph cannot capture the loop. A grouped kernel reads the lengths on the GPU.
+#
+# The steps therefore print two times. The **kernel time** is the GPU time per launch, from many launches in one CUDA
+# graph, so that the CPU plays no role. The **call time** is the CPU time per Python call without a graph. If the call
+# time is longer, the GPU idles in eager mode.
+#
+# "The prediction holds" means that the measured time is between 0.8 and 1.25 times the predicted one. For a step that
+# changes less than that, this says little about the predicted change, which the explanations compare.
 #
 # ## 5. The ladder, first part: one matrix
 #
-# We begin with one group, and with a kernel that everybody would write. 512 tokens, N = 4096, K = 7168. Several
-# matrices take turns, so that none is found in the L2 cache. The reference is torch's plain product, cuBLAS.
+# The first part has one group: 512 tokens, N = 4096, K = 7168. Launches alternate between several weights, so that none
+# is in the L2 cache. The reference is torch's `_scaled_mm`, which calls cuBLAS.
 
 
 # %%
@@ -369,9 +372,9 @@ print(f"the floor: {DENSE_BYTES / 1e6:.1f} MB, {DENSE_FLOPS / 1e9:.1f} GFLOP, {D
 # %% [markdown]
 # ### Step 0: torch
 #
-# **Prediction.** 30 GFLOP in 15.2 us at best. cuBLAS was seen at 1290 TFLOP/s for a product eight times as large. We
-# guess 70 % of that: 33 us. (`use_fast_accum` lets the tensor cores add up all of K in their own, fewer bits. It is the
-# faster way, and the check allows it a larger error.)
+# **Prediction.** 30 GFLOP take at least 15.2 us. In an earlier measurement cuBLAS reached 1290 TFLOP/s for a GEMM eight
+# times as large. Assume 70 % of that: 33 us. (With `use_fast_accum` the tensor cores accumulate all of K in their own
+# format, which has fewer bits than float32. This is faster, and `check` allows it a larger error.)
 
 # %%
 ONE = torch.ones((), device=DEVICE)
@@ -388,16 +391,16 @@ measure_dense("torch", run_torch, 33)
 look_back("torch", predicted=33)
 
 # %% [markdown]
-# **Look back.** We thought too little of cuBLAS. It keeps its rate when the product gets eight times smaller.
+# **Explanation.** The assumption was too pessimistic: cuBLAS reaches the rate of the larger GEMM.
 #
 # ### Step 1: a naive kernel
 #
-# **Idea.** One thread for each element of `Y`. It walks along a row of `X` and a row of `W`, two elements at a time,
-# turns each e4m3 into a float (`e4m3x2_as_floats`), multiplies and adds.
+# **Idea.** One thread computes one element of `Y`. It reads a row of `X` and a row of `W`, two elements per load, and
+# converts them to float32 (`e4m3x2_as_floats`).
 #
-# **Prediction.** A warp's 32 threads read 32 different rows of `W`, so a load touches 32 lines of the L1 cache and
-# takes 32 clocks. A turn has one such load, and does 2 x 32 multiplications. 15 G multiplications on 132
-# multiprocessors: 15e9 / 64 * 32 / 132 / 1.755e9 = 32 ms.
+# **Prediction.** The 32 lanes of a warp read 32 different rows of `W`, so each load touches 32 cache lines and takes 32
+# clocks; it feeds 2 x 32 multiply-adds. 15e9 multiply-adds / 64 per load x 32 clocks / 132 SMs / 1.755e9 clocks per
+# second = 32 ms.
 
 
 # %%
@@ -426,18 +429,16 @@ measure_dense("naive", run_naive, 32000, slow=True)
 look_back("naive", "torch", 32000)
 
 # %% [markdown]
-# **Look back.** A thousandth of the roofline, or less. Three things are wrong: each element of `W` is fetched from the
-# caches once for every row of `X`, a load instruction brings two elements only, and the multiplications run on the
-# plain cores.
+# **Explanation.** Less than a thousandth of the roofline: each load brings two elements, `W` is read again for every
+# row of `X`, and CUDA cores do the arithmetic.
 #
 # ### Step 2: tiles in shared memory
 #
-# **Idea.** A block of 256 threads computes a **tile** of 64 x 64 results. It brings 64 rows of `X` and of `W`, 32 bytes
-# of each, to shared memory, as floats. So each number is decoded once in a block and used 64 times. A thread computes
-# 4 x 4 results: 8 loads from shared memory for 16 multiplications.
+# **Idea.** A CTA of 256 threads computes a **tile** of 64 x 64 results from shared memory, so that each number is
+# converted once per CTA and used 64 times. A thread computes 4 x 4 results: 8 shared-memory loads for 16 multiply-adds.
 #
-# **Prediction.** 60 TFLOP/s would be the plain cores' limit. Of three instructions two are not multiplications; we
-# guess 15 TFLOP/s: 2 ms.
+# **Prediction.** CUDA cores reach at most 60 TFLOP/s. Of three instructions two are not multiply-adds; assume 15
+# TFLOP/s: 2 ms.
 
 # %%
 TILE, DEPTH, PITCH = 64, 32, 33  # the pitch is odd, so that a column falls on different banks
@@ -495,31 +496,35 @@ measure_dense("tiles in shared memory", run_tiled, 2000, slow=True)
 look_back("tiles in shared memory", "naive", 2000)
 
 # %% [markdown]
-# **Look back.** The textbook's step, and a large one. The guess was too bold all the same. Each number costs a decoding
-# and two stores before it is used, and a load from shared memory brings one number only. But even the plain cores'
-# limit would be thirty times too slow. From here on the tensor cores multiply.
+# **Explanation.** The prediction ignores that each number is converted and stored to shared memory before it is used.
+# Even 60 TFLOP/s would be a thirtieth of the roofline, so the next steps use the tensor cores.
 #
 # ### Step 3: TMA and wgmma, one stage
 #
-# **Idea.** Three instructions of Hopper do the work.
+# **Idea.** Three features of Hopper do the work. [Notebook 05](05_hopper_from_numba.ipynb), section 4, introduces each
+# of them, with figures of the swizzle, the fragment and the descriptor that this kernel uses.
 #
-# - **TMA** (the tensor memory accelerator) copies a **box** of a matrix to shared memory. One thread asks for it, with
-#   a **tensor map** (a descriptor of 128 bytes, made by the host: address, shape, strides, box) and coordinates.
-#   What lies outside of the matrix arrives as zeros. The bytes' arrival is counted by
-# - an **mbarrier**, a barrier in shared memory that ends a **phase** when all expected arrivals and bytes are there.
-# - **wgmma** multiplies matrices that lie in shared memory. Four warps, a **warpgroup**, start it together. One
-#   instruction has 64 rows of one matrix, up to 256 of the other, and 32 elements of K. Each thread gets some of the
-#   results, its **fragment**, in registers.
+# - **TMA** (the tensor memory accelerator) copies a **box** of a matrix to shared memory. One thread issues the copy,
+#   with coordinates and a **tensor map**, a descriptor of 128 bytes that the host makes: address, shape, strides, box.
+#   Elements outside the matrix arrive as zeros.
+# - An **mbarrier** is a barrier in shared memory. It completes a **phase** when all expected arrivals and bytes, such
+#   as those of a TMA copy, have arrived.
+# - **wgmma** multiplies matrices in shared memory. The four warps of a **warpgroup** issue it together. One instruction
+#   computes 64 rows of its first operand by up to 256 of the second, with 32 elements of K. Each thread holds part of
+#   the result, its **fragment**, in registers.
 #
-# A block has 256 threads, two warpgroups. It computes a tile of 128 tokens x 128 columns. Each turn brings 128 bytes of
-# each row: a **stage**. There is one stage only, so a turn is: ask, wait, multiply, let all finish.
+# A CTA has two warpgroups and computes a tile of 128 tokens x 128 columns. Each iteration fills one **stage** with 128
+# bytes of each row, the most that TMA's 128-byte swizzle allows, so a stage feeds four wgmmas. With one stage an
+# iteration issues the copy, waits on `full`, issues wgmma and synchronises the CTA. In the code, `half` is the offset
+# of a warpgroup's 64 rows of tokens, and the index in `store_rows` follows the fragment: lane `l` holds rows `l / 4`
+# and `l / 4 + 8`, and in each group of 8 columns the two from `2 (l % 4)` on.
 #
-# One detail belongs to FP8. The tensor cores add e4m3 products up in fewer bits than float32 has. So after every
-# K = 128 the sums are added to float32 totals in plain registers (`fma`). That is called **promotion**. hpc-ops does
-# it even for one scale a tensor, and so do all kernels here.
+# The tensor cores accumulate e4m3 products with fewer bits than float32 has. So after every K = 128 the kernel adds the
+# result to float32 accumulators in registers (`fma`). This is called **promotion**. hpc-ops does it even with one scale
+# per tensor, and so do all kernels here.
 #
-# **Prediction.** A turn: a copy takes 0.8 us to arrive, the multiplication 128 x 128 x 128 / 4096 a clock = 0.3 us. 56
-# turns: 62 us.
+# **Prediction.** A copy takes 0.8 us to arrive, the MMA 128 x 128 x 128 / 4096 per clock = 0.3 us. 56 iterations: 62
+# us.
 
 # %%
 BLOCK_K = 128  # bytes of K in a stage: four wgmmas
@@ -616,17 +621,17 @@ measure_dense("wgmma, one stage", run_one_stage, 62)
 look_back("wgmma, one stage", "tiles in shared memory", 62)
 
 # %% [markdown]
-# **Look back.** The hardware's own multiplication, and most of the time it waits: while data come, nothing is
-# multiplied, and while something is multiplied, nothing comes.
+# **Explanation.** Copies and MMAs do not overlap: the tensor cores idle while data arrive, and no copy is in flight
+# during an MMA.
 #
 # ### Step 4: a ring of stages
 #
-# **Idea.** Take four stages in place of one, used in turn: a **ring**. Before the loop three of them are filled. Each
-# turn waits for its own stage, and asks for the stage three turns ahead. Its place is free: it was multiplied one turn
-# ago, and all threads have met since.
+# **Idea.** Use four stages in a **ring**. The prologue fills three of them. Each iteration waits for its stage and
+# issues the copy three iterations ahead. That stage is free: the previous iteration consumed it, and a `__syncthreads`
+# followed.
 #
-# **Prediction.** The copies' latency is hidden now. What remains is their throughput. A block reads 32 KB a turn, all
-# blocks together 235 MB. They come from the L2 cache, at some 7 TB/s: 34 us. The multiplications alone would take 17.
+# **Prediction.** The latency of the copies is hidden, and their throughput remains. A CTA reads 32 KB per iteration,
+# all CTAs together 235 MB, from the L2 cache at an assumed 7 TB/s: 34 us. The MMAs alone take 17 us.
 
 
 # %%
@@ -689,25 +694,25 @@ diff(make_one_stage, make_ring)
 look_back("a ring of stages", "wgmma, one stage", 34)
 
 # %% [markdown]
-# **Look back.** This is the article's "future data are fetched while the present ones are computed". One thing still
-# disturbs: the barrier of all threads in each turn. Everybody waits for the slowest, and only then the next copy is
-# asked for.
+# **Explanation.** Loads and MMAs now overlap, as predicted. One cost remains: the CTA-wide barrier of each iteration.
+# All warps wait for the slowest one, and only then is the next copy issued.
 #
 # ### Step 5: warp specialization
 #
-# **Idea.** Give loading and multiplying to different warps. A third warpgroup, the **producer**, does nothing but ask
-# for copies (one of its threads does). The other two, the **consumers**, do nothing but multiply. They talk through two
-# mbarriers a stage: `full` (`readable` in hpc-ops) completes when the bytes are there; `empty` (`writable`) when the
-# consumers are done with them. Nobody waits for more than that. 384 threads = 256 + 128, as in the article.
+# **Idea.** Different warps load and multiply. A third warpgroup, the **producer**, only issues copies, from one of its
+# threads. The other two, the **consumers**, only multiply. Each stage has two mbarriers: `full` (`readable` in hpc-ops)
+# completes when the bytes have arrived, `empty` (`writable`) when the consumers have read them. 384 threads = 256 +
+# 128, as in the article.
 #
-# The multiplying threads need many registers, the loading ones few. `setmaxnreg` moves them: 40 for the loading
-# threads, 232 for the others.
+# Consumer threads need many registers, the producer few. With 384 threads the compiler may use 168 registers per
+# thread. `setmaxnreg` redistributes them: 168 x 384 = 40 x 128 + 232 x 256. All warps of a warpgroup must execute it,
+# so the producer's idle warps do too.
 #
-# **Phases.** A barrier has a phase, 0 or 1, and `wait_barrier(b, phase)` waits until *the phase of that parity has
-# ended*. A new barrier is in phase 0. So the consumers start by waiting for phase 0 of `full`. The producer must
-# not wait in its first round, since all stages are free. It starts with phase 1, "the one before", which counts as
-# ended. The article's pseudocode begins with one `int phase = 0` for both; taken literally it would wait for ever. Let
-# us ask the hardware, and the simulator. May a thread pass a new barrier?
+# **Phases.** A barrier's phase is 0 or 1, and waiting with parity `p` returns once *the phase with parity `p` has
+# completed*. A new barrier is in phase 0, so consumers first wait on `full` with parity 0. In its first round the
+# producer must not wait, because all stages are free. It starts with parity 1, that of the phase before, which counts
+# as completed. The article's pseudocode starts both sides with `int phase = 0`; taken literally the producer would
+# deadlock. The next cell tests both parities on a new barrier.
 
 
 # %%
@@ -727,8 +732,7 @@ NEW_BARRIER = answers.tolist()
 print(f"phase 0: {bool(NEW_BARRIER[0])}; phase 1: {bool(NEW_BARRIER[1])}")
 
 # %% [markdown]
-# **Prediction.** No barrier of all threads in the loop; a turn's bookkeeping of perhaps 100 clocks, 0.06 us, is hidden:
-# 3 us less.
+# **Prediction.** Without the CTA-wide barrier about 100 clocks per iteration, 0.06 us, are hidden: 3 us less.
 
 
 # %%
@@ -796,32 +800,32 @@ measure_dense("warp specialization", run_specialised, 31)
 look_back("warp specialization", "a ring of stages", 31)
 
 # %% [markdown]
-# **Look back.** It gains twice what we predicted: the barrier of all threads had cost more than its bookkeeping.
+# **Explanation.** The gain is more than twice the predicted one: the CTA-wide barrier costs more than its own clocks,
+# because it also delays the next copy.
 #
-# Who arrives at `empty`? The article has one thread of each warpgroup arrive, so that the barrier counts to 2. Then
-# the other three warps may still be reading when the stage is given away. Each waits for its own multiplications, not
-# for its neighbours'. Here each warp says for itself that it is done, and the barrier counts to 8.
+# **Arrival count of `empty`.** In the article one thread of each warpgroup arrives, so the barrier counts to 2. But a
+# warp waits only for its own part of a wgmma, so the other three warps may still read when the stage is released. Here
+# one lane of each consumer warp arrives, and the barrier counts to 8.
 #
 # ### Step 6: the transposed MMA
 #
-# **Idea.** wgmma takes 64 rows of its first matrix, always. If the tokens are that matrix, three tokens cost as much as
-# 64. The second matrix may have any multiple of 8 rows, up to 256. So swap the two: compute `Y^T = W * X^T`. The
-# weights, of which there are always enough, become the 64 rows, and the tokens the other side. The article calls this
-# transposition very clever (非常巧妙): the granularity of M becomes fine at one stroke.
+# **Idea.** wgmma always processes 64 rows of its first operand. With tokens as rows, three tokens cost as much as 64.
+# The second operand may have any multiple of 8 rows, up to 256. So compute `Y^T = W * X^T`: the weights, of which there
+# are always enough rows, become the first operand and the tokens the second.
 
 # %%
 draw.padded_work([1, 8, 16, 32, 48, 64, 100, 128])
 
 # %% [markdown]
-# In the kernel the two descriptors change places. A tile now has `tokens` tokens, a constant of the factory, and 128
-# columns. `hpc-ops` calls them kTileM and kTileN.
+# In the kernel the two descriptors are swapped. A tile has `tokens` tokens, a compile-time constant, and 128 columns;
+# hpc-ops calls these kTileM and kTileN.
 #
-# One thing becomes worse. A thread's fragment was a piece of a token's row, and two neighbours made one word. Now its
-# two neighbours are two *tokens*, and go to different rows. Each store has two bytes.
+# The stores get worse. Two adjacent elements of a fragment were neighbours in a row and formed one 32-bit word. Now
+# they belong to two *tokens*, so each store writes two bytes.
 #
-# **Prediction.** For 512 tokens as before, plus slow stores: 128 x 128 results a block in 2-byte stores, 32 segments a
-# warp. We guess 3 us. For 16 tokens: the old kernel multiplies 128 rows 56 times, 0.3 us each: 17 us. The new one has
-# to stream 16 KB of weights a turn into 32 multiprocessors: about 12 us.
+# **Prediction.** 512 tokens: as before, plus the slower stores, 128 x 128 results per CTA in 2-byte stores; assume 3
+# us. 16 tokens: the old kernel multiplies 128 rows 56 times, 0.3 us each: 17 us. The new one streams 16 KB of weights
+# per iteration into each of 32 SMs: about 12 us.
 
 
 # %%
@@ -938,7 +942,7 @@ diff(make_specialised, make_transposed)
 look_back("transposed MMA", "warp specialization", 34)
 
 # %% [markdown]
-# And 16 tokens, before and after:
+# With 16 tokens, before and after:
 
 
 # %%
@@ -962,34 +966,34 @@ for name, run in (("warp specialization", run_specialised), ("transposed MMA", t
         print(f"16 tokens, {name}: {took:.1f} us, {4096 * 7168 / took / 1e3:.0f} GB/s of weights")
 
 # %% [markdown]
-# **Look back.** For 512 tokens the stores cost nothing that can be seen. We had miscounted. Eight lanes hold eight
-# neighbouring columns of one token, so a warp's store touches 4 rows, 16 bytes in each. Before, it touched 8 rows, 16
-# bytes in each. There are twice as many stores now, and as many pieces of memory as before.
+# **Explanation.** With 512 tokens the stores cost nothing measurable. Eight lanes hold eight neighbouring columns of
+# one token, so a warp-wide store touches 4 rows, 16 bytes in each; before it touched 8 rows, 16 bytes in each. There
+# are twice as many stores, but as many 16-byte segments as before.
 #
-# For 16 tokens the time is halved, more than predicted, but both kernels are slower than we thought. A turn is more
-# than its multiplication: wait, multiply, promote, one after the other. And 4096 columns are 32 tiles, so 100 of the
-# 132 multiprocessors have nothing to do. Even the new kernel is far from the memory's 4.3 TB/s. Groups will help: 32 of
-# them have a thousand tiles.
+# With 16 tokens the time is halved, a larger gain than predicted, although both kernels are slower than predicted. An
+# iteration is more than its MMA: wait, multiply, promote, one after the other. And 4096 columns are 32 tiles, so 100 of
+# the 132 SMs are idle, and the kernel is far from the memory bandwidth. 32 groups have a thousand tiles, which fill the
+# SMs.
 #
 # ### Step 7: the epilogue, by stmatrix and TMA
 #
-# **Idea.** Let the hardware turn the results round. `stmatrix` with `.trans` takes 8 x 8 matrices of 16-bit numbers out
-# of a warp's registers and writes them to shared memory, transposed: eight neighbours of a token become 16 bytes. A
-# whole tile lies there then as TMA wants it, and one thread stores it with a single `tma_store_2d`. TMA also cuts off
-# what is outside of `Y`. The function `store_smem` is that of our Numba port of hpc-ops' kernel:
+# **Idea.** Transpose the accumulators with `stmatrix.trans`, which writes 8 x 8 matrices of 16-bit numbers from a
+# warp's registers to shared memory: eight neighbours of a token become 16 bytes. Shared memory then holds the tile in
+# TMA's layout, and one thread stores it with `tma_store_2d`. TMA also clips what lies outside `Y`. `store_smem` is that
+# of our Numba port of hpc-ops' kernel:
 
 # %%
 Markdown("```python\n" + inspect.getsource(group_gemm.make_store_smem) + "```")
 
 # %% [markdown]
-# A token's 64 results of a warpgroup are a row of 128 bytes. The chunks of 16 bytes are **swizzled**: chunk `c` of row
-# `m` lies at place `c ^ (m & 7)`, so that eight rows, written chunk by chunk, fall on different banks. TMA knows the
-# pattern and undoes it.
+# A token's 64 results of a warpgroup are a row of 128 bytes. The 16-byte vectors are **swizzled**: vector `c` of row
+# `m` is at position `c ^ (m & 7)`, so that eight rows, written vector by vector, use different banks. TMA undoes the
+# swizzle.
 #
-# TMA reads shared memory another way than threads write it (the **async proxy**). So there is an order to keep: write,
-# `fence_proxy_async_shared`, a barrier of the warpgroup, and then the store. hpc-ops has these too.
+# TMA accesses shared memory through the **async proxy**, threads through the generic proxy. So the order is: write,
+# `fence_proxy_async_shared`, a barrier of the warpgroup, then the store.
 #
-# **Prediction.** The stores' cost shrinks to nothing: 31 us.
+# **Prediction.** The stores' cost disappears: 31 us.
 
 
 # %%
@@ -1101,13 +1105,18 @@ if took := dense.median_us("stmatrix and TMA store"):
     )
 
 # %% [markdown]
-# **Look back.** torch is still faster. A block has one tile here, and a multiprocessor has one block. So while the
-# first stages come, and while the results are stored, nobody multiplies; and in each turn a warpgroup waits, multiplies
-# and promotes by turns. The first two need a next tile to fill the gap. That is where groups come in.
+# **Explanation.** torch is still faster. A CTA has one tile here, and an SM one CTA, so the tensor cores idle while the
+# first stages arrive and while the results are stored. A persistent CTA overlaps both with its next tile, which section
+# 6 uses. And in each iteration a warpgroup waits, multiplies and promotes one after the other.
+#
+# The last line calls an iteration a "turn". Its MMA time assumes the clock of the data sheet's peak rate. Under load
+# the clock can be lower ([notebook 06b](06b_grouped_gemm_scales.ipynb), "What limits it now"), and the MMAs then take a
+# larger share of an iteration.
 #
 # ### A check must be able to fail
 #
-# Two wrong kernels: one that leaves out the last 128 of K, and one that forgets a row.
+# Two wrong kernels must be rejected: one that leaves out the last 128 elements of K, and one that leaves a row
+# unwritten.
 
 
 # %%
@@ -1139,8 +1148,8 @@ for wrong_step in (short_k, forgets_a_row):
     trial.step(wrong_step.__name__, lambda run=wrong_step: run(poisoned(DENSE[0])), expect_wrong=True)
 
 # %% [markdown]
-# All steps once more, by turns, and the figure. The two slowest keep the kernel times that they have. (By turns all are
-# slower than alone, some by a tenth, probably because the GPU is warm by now. What counts is how the steps compare.)
+# All steps once more, interleaved, and the figure. The two slowest keep their kernel times. Interleaved, our kernels
+# take several per cent longer than above, torch's does not; compare steps of one list only.
 
 # %%
 dense.measure_all()
@@ -1152,9 +1161,10 @@ dense.plot(floor_us=DENSE_FLOOR)
 # %% [markdown]
 # ## 6. The ladder, second part: 32 groups
 #
-# Now 32 groups with 2048 tokens together, spread at random: from some 45 to some 80 for a group. Beside it each step is
-# timed with 32 tokens (decoding, one or two a group) and with 8192 (256 a group). The matrices, 940 MB, take turns with
-# a second set.
+# Now 32 groups have 2048 tokens together, at random 43 to 78 per group. Each step is also timed with 32 tokens
+# (decoding, zero to three per group) and with 8192 (about 256 per group). Launches alternate between two sets of
+# weights of 940 MB. Only 2048 tokens are measured again, interleaved, at the end of the section; with 32 and 8192
+# tokens compare two steps with care.
 
 # %%
 WEIGHTS = [topic.random_weight(GROUPS, N, K, device=DEVICE) for _ in range(1 if simulator.ENABLED else topic.SETS)]
@@ -1225,12 +1235,11 @@ def look_back_at_groups(name, before=None, predicted=None):
 # %% [markdown]
 # ### Step 8: torch's loop
 #
-# **Idea.** The article's loop, for lengths that the host knows already, without the copies, so that a CUDA graph can
-# hold it. This is the friendliest loop that there is.
+# **Idea.** The article's loop with lengths available on the CPU, and without copies of the results, so that a CUDA
+# graph can capture it. This is the best case for a loop.
 #
-# **Prediction.** Each product reads 29 MB, 6.8 us at a copy's speed. But 64 tokens make 32 tiles or so, on 132
-# multiprocessors, and the end of one product does not overlap with the beginning of the next: twice that, 32 times,
-# 435 us.
+# **Prediction.** Each GEMM reads 29 MB, 6.8 us at the rate of a copy. But 64 tokens make about 32 tiles for 132 SMs,
+# and the end of one GEMM does not overlap with the start of the next. Assume twice the time, 32 times: 435 us.
 
 
 # %%
@@ -1244,30 +1253,28 @@ measure("torch", run_loop, 435)
 look_back_at_groups("torch", predicted=435)
 
 # %% [markdown]
-# **Look back.** Not bad for a loop. With 8192 tokens each product fills the chip by itself, and the loop comes near to
-# half of the roofline. With 32 tokens it takes twice the floor.
+# **Explanation.** With 8192 tokens each GEMM fills the GPU by itself, and the loop reaches more than two fifths of the
+# roofline. With 32 tokens it takes twice the lower bound. The call time is several times the kernel time: called
+# without a graph, the loop is bound by the CPU.
 #
 # ### Step 9: padding, and one descriptor
 #
-# **Idea.** TMA copies a box from given coordinates. So why not one map for all of `X`? The article says: in principle
-# the coordinates may be anything. (Any row, yes. Along a row a box must begin at a multiple of 16 bytes.) But with
-# CuTe's tiled copies one divides a tensor into boxes, and asks for box number 0, 1, 2 and so on. Then tiles begin at
-# multiples of the box, and groups do not. It sees two ways out: **pad** the data, so that each group begins with a box;
-# or give each group a map of its own.
+# **Idea.** Use one tensor map for all of `X`. TMA accepts any row as the start of a box. But CuTe's tiled copies divide
+# a tensor into numbered boxes, so tiles begin at multiples of the box, and groups do not. The article lists two
+# solutions: **pad** the data, so that each group begins with a box; or make a tensor map for each group. (In the
+# figure, orange bars are tiles with rows of two groups.)
 
 # %%
 draw.tile_starts([5, 3, 9, 2], 4)
 
 # %% [markdown]
-# Let us pad first. It is the way of notebook 02: each group is filled up to whole tiles, and a table says for each tile
-# which group it is of, as `expert_ids` does. The rest of the kernel is step 7's; a few lines change.
+# This step pads, as in notebook 02: each group is padded to whole tiles, and a table like `expert_ids` has the group of
+# each tile. The rest of the kernel is step 7's; a few lines change. The rows must be copied to their padded positions,
+# and the results back. A kernel that gathers rows anyway, as MoE layers often do, does not need the first copy.
 #
-# The rows must be copied to their padded places, and the results back. A kernel that gathers rows anyway, as MoE layers
-# often do, has the first copy for nothing.
-#
-# **Prediction.** Nine small torch kernels at 2 us. `X` and `Y`, 15 and 17 MB, are read and written once more: 15 us at
-# a copy's speed. The product itself: 225 us of weights at a copy's speed; a block reads its tile's 24 KB a turn, and
-# there is no next tile whose loads could start while the last results are stored: we guess 280. In all 313 us.
+# **Prediction.** Nine small torch kernels of 2 us. `X` and `Y`, 15 and 17 MB, are read and written once more: 15 us at
+# the rate of a copy. The GEMM: 225 us to read the weights at the rate of a copy. A CTA loads 24 KB per iteration and
+# cannot load a next tile while it stores its results; assume 280 us. Together 313 us.
 
 
 # %%
@@ -1387,70 +1394,58 @@ if us("padding, one map", "product_us"):
     print(f"    the product alone: {us('padding, one map', 'product_us'):.0f} us")
 
 # %% [markdown]
-# **Look back.** The prediction was far too low, and with 2048 tokens even the loop is faster than this. The last line
-# says what the product takes without any copy, and that alone is more than we thought of it. A multiprocessor has room
-# for one such block. When the block ends, the next one begins with new barriers and empty stages, and until its first
-# data come nobody multiplies. The copies and the small kernels around them take more than twice the predicted time as
-# well. With 8192 tokens there are thousands of blocks, and the copies have four times the bytes: it takes twice as long
-# as the loop.
+# **Explanation.** The step is slower than the loop with 2048 tokens. The last line shows that the GEMM alone takes
+# longer than predicted. An SM holds one such CTA, since 384 threads of 168 registers use its register file. Each CTA
+# initialises its barriers and starts with empty stages, and the tensor cores idle until its first data arrive. The
+# copies and small kernels also take more than twice the predicted time. With 8192 tokens there are four times as many
+# bytes to copy, and the step takes twice as long as the loop.
 #
-# With 32 tokens it beats the loop, although nearly all rows are padding: one row or two in a tile of 64. The tensor
-# cores do not mind, since the time goes into the weights. The buffers do: the host has to allocate `tokens / 64 + 32`
-# tiles, the worst case. Users of kernels that pad to 128 rows ask again and again to be rid of it.
+# With 32 tokens it is faster than the loop, although nearly all rows are padding, one or two rows in a tile of 64: the
+# time is that of reading the weights. But the host must allocate `tokens / 64 + 32` tiles, the worst case.
 #
 # ### Step 10: `update_grouped_tma`, a map for each group
 #
-# **Idea.** The article's second way, and hpc-ops'. The `i`-th group of `X` begins at `x_ptr + cu_seqlens[i] * k` and
-# has `seqlens[i]` rows. So give it a map with that address and that number of rows. The same for `Y`; its map also
-# keeps a tile's last rows from being written into the next group. The host does not know the lengths. So a little
-# kernel makes the maps on the GPU: `update_grouped_tma`.
+# **Idea.** The article's second solution, and that of hpc-ops. Group `i` of `X` begins at `x_ptr + cu_seqlens[i] * k`
+# and has `seqlens[i]` rows: a tensor map with that address and that number of rows. The same for `Y`, whose map also
+# keeps the last rows of a tile from being written into the next group. The lengths are on the GPU, so a small kernel,
+# `update_grouped_tma`, makes the maps on the GPU.
 #
-# It is launched with `num_group + 1` blocks of 32 threads. Blocks 0 to `num_group - 1` each make the two maps of one
-# group. The last block counts **tiles** for the scheduler: `tiles[g] = ceil(seqlens[g] / kTileM)`, and the exclusive
-# sum of these, `cu_tiles`. Two jobs, one launch. This is the package's, after the article's pseudocode:
+# It has `num_group + 1` CTAs of 32 threads. The first `num_group` each make the two maps of a group. The last one
+# counts **tiles** for the scheduler: `tiles[g] = ceil(seqlens[g] / kTileM)`, and their exclusive prefix sum `cu_tiles`.
+# This is our port, after the article's pseudocode:
 
 # %%
 Markdown("```python\n" + inspect.getsource(update_grouped_tma.make_update_grouped_tma) + "```")
 
 # %% [markdown]
-# Let us go through it as the article does.
-#
-# **Making a map from a template.** A map is not built from nothing. The host makes a **template** with the right
-# strides, boxes and swizzle. A copy of it goes to shared memory, and `tensormap.replace` changes two fields: the
-# address and the number of rows. (The article's `update_tma_gtensor` reads these from a CuTe tensor; hpc-ops replaces
-# all five dimensions.) Strides stay:
+# **Making a map from a template.** The host makes a **template** with the strides, box and swizzle. The kernel copies
+# it to shared memory, and `tensormap.replace` changes two fields: the address and the number of rows. Strides stay:
 #
 # | tensor | shape | stride | changes? |
 # |---|---|---|---|
 # | X | [num_seq, k] | (k, 1) | k is the same for all groups |
 # | Y | [n, num_seq] | (1, n) | n is the same for all groups |
 #
-# Only `num_seq` differs. Lane 0 changes the map of `X` and lane 1 that of `Y`, at the same time.
+# Lane 0 changes the map of `X` and lane 1 that of `Y`, at the same time. `tensormap.replace` needs an address in shared
+# or global memory: the layout of a tensor map is not documented, so a thread cannot edit it in registers.
 #
-# **Why in shared memory?** The article's author wondered: one might change a map in registers and store it. But the
-# instruction takes an address in shared memory, and the map's inner layout is NVIDIA's secret.
+# **tma_desc_commit_group.** Before the maps are copied out, the article's code executes `cp.async.bulk.commit_group`
+# and `wait_group`, because it takes the replacement for an operation of the async proxy. These instructions wait for
+# bulk copies, and there are none. For sm_90a the compiler translates `tensormap.replace` to plain stores to shared
+# memory (checked in the machine code by the test `test_a_map_is_changed_by_plain_stores`). What the kernel needs is
+# `syncwarp`, since lanes of a warp may diverge.
 #
-# **tma_desc_commit_group.** Before the maps are copied out, the article's code commits and waits
-# (`cp.async.bulk.commit_group`, `wait_group`), because it takes the replacement for a change by the async proxy. Ours
-# does not, and need not. The two instructions wait for bulk copies, and none has been started. For sm_90a the compiler
-# makes plain stores to shared memory of `tensormap.replace`; a test of this repository looks that up in the machine
-# code (`test_a_map_is_changed_by_plain_stores`). What is needed is that all lanes meet: `syncwarp`.
-# (The article adds that one lane's wait holds the others too, since they are one warp. Since Volta, lanes may run
-# apart.)
-#
-# **tma_descriptor_cp_fence_release** (`tensormap.cp_fenceproxy`) copies the 128 bytes to global memory, and is a
-# **release**: whoever **acquires** the map sees it whole. The whole warp must call it. TMA reads maps through a cache
-# of its own. So the main kernel has to acquire them, by the thread that will ask for the copies:
-# `fence_proxy_tensormap_acquire_gpu`. The article pairs the two, rightly. In hpc-ops as it was when we read it, two of
-# three schedulers leave the acquire out. The simulator refuses that, by name, and so do our tests.
-#
-# (The article asks whether `tma_store_fence` is an acquire or a release, and thinks both. It is neither: it is a fence
-# between two *proxies*, two ways to the same memory, for one thread. Release and acquire are about two threads.)
+# **tma_descriptor_cp_fence_release** (`tensormap.cp_fenceproxy`) copies the 128 bytes to global memory and is a
+# **release**: a thread that **acquires** the map sees all 128 bytes. The whole warp must execute it. TMA caches tensor
+# maps, so the thread of the main kernel that issues the copies must acquire them: `fence_proxy_tensormap_acquire_gpu`.
+# In the version of hpc-ops that we read, two of three schedulers leave out the acquire (section 12); the simulator and
+# the tests report that. (`tma_store_fence`, which the article also discusses, is neither acquire nor release: it orders
+# one thread's accesses through two *proxies*.)
 #
 # **BlockScan.** `cub::BlockScan<int, 32>::ExclusiveSum(tiles, tiles, block_aggregate)` takes 8 numbers from each of 32
-# threads, so 256 groups at most, and gives each the sum of all before it; `block_aggregate` is the sum of all. CUB
-# needs some shared memory for it (`TempStorage`); 32 threads can do without, by shuffles. The article's example, with
-# numbers for its letters, computed by the kernel:
+# threads, so at most 256 groups, and returns the exclusive prefix sum; `block_aggregate` is the total. CUB needs shared
+# memory for it (`TempStorage`); a warp can use shuffles instead. The article's example, with numbers for its letters,
+# computed by the kernel:
 
 # %%
 ARTICLE = {"a": 3, "b": 0, "c": 4, "d": 2}  # tiles of four groups
@@ -1474,19 +1469,15 @@ print("total:    ", AGGREGATE)
 print("inclusive:", [a + b for a, b in zip(EXCLUSIVE, values, strict=True)])
 
 # %% [markdown]
-# **TMA for X.** In hpc-ops the copy is `tma_a.with(td_x, readable[s])`: the original descriptor, but with another one's
-# bytes and a barrier. There is one coordinate tensor `tAg` for all groups. Is that right? Yes: it only yields
-# coordinates, and `itile_m` counts **from the group's first row**, since the map starts there. In our kernel this is
-# `tma_load_2d(smem.u8, offset, maps, td_x, k, m * tile_m, ...)`, where `maps, td_x` names the group's map.
+# **TMA for X.** In hpc-ops the copy is `tma_a.with(td_x, readable[s])`: the group's descriptor and a barrier. All
+# groups share one coordinate tensor, because the coordinate `itile_m` counts **from the group's first row**, where the
+# map starts. In our kernel: `tma_load_2d(smem.u8, offset, maps, td_x, k, m * tile_m, ...)`, where `maps, td_x` is the
+# group's map.
 #
-# **TMA for W.** The matrices need no map for each group. One tensor of three dimensions has them all, and the group is
-# a coordinate. But the copy's box has two dimensions: `make_tma_copy(SM90_TMA_LOAD{}, w, take<0, 2>(SLayoutW{}))`. The
-# article is puzzled, then finds: the box covers the first two dimensions, beginning at a 3-D coordinate. (`take<0, 2>`
-# takes the first two modes of the shared layout `(kTileN, kTileK, kStage)`.) In TMA's own terms nothing is missing: the
-# box has three extents, and the third is 1.
-#
-# It also guesses: if the tensor's dimensions were ordered (num_group, n, k), the box would go along num_group and n.
-# Let us try both. First a box of one matrix, by a 3-D coordinate; then a box that goes along the first two.
+# **TMA for W.** One map with three dimensions describes all weights, and the group is a coordinate. hpc-ops' copy has a
+# box of two dimensions, `take<0, 2>(SLayoutW{})`; in TMA's terms the box has three extents, and the third is 1. The
+# article also supposes that with dimensions ordered (num_group, n, k) the box would extend along num_group and n. The
+# next cell loads a box of one weight, then tries to make a map with such a box.
 
 
 # %%
@@ -1515,13 +1506,11 @@ except ValueError as error:
 print("box (4, 8, 1):", OTHER_BOX)
 
 # %% [markdown]
-# So the guess about the order is right for CuTe's matching of modes, but such a box could not even be made: the
-# innermost extent would be 1 byte, and TMA wants 16.
+# TMA rejects the second box: its innermost extent would be 1 byte, and TMA needs a multiple of 16.
 #
-# **The main kernel** is step 7 made **persistent**: as many blocks as multiprocessors, each of which walks from tile to
-# tile. The producer goes on to the next tile while the consumers still compute the last one. So the next tile's first
-# stages are there when they arrive. Both sides ask the same function for the next tile, and nobody tells anybody
-# anything. These are its producer and its consumers:
+# **The main kernel** is step 7 made **persistent**: one CTA per SM, each of which computes one tile after another. The
+# producer loads the next tile's first stages while the consumers still compute the current tile. Producer and consumers
+# compute the same schedule independently, with the same function. Its producer and its consumer:
 
 # %%
 Markdown(
@@ -1529,22 +1518,22 @@ Markdown(
 )
 
 # %% [markdown]
-# The article's pseudocode in our words: the prologue makes barriers and copies the scheduler's table to shared memory
-# (`shm_tiles`); then `get_next_tile`; for each K a wait, two copies and an expectation of bytes on one side, and a
-# wait, a product and an arrival on the other; then the epilogue, `cast_to_bf16` and `tma_store`. Its order "copies,
-# then `set_barrier_transaction_bytes`" is legal too. Before a warpgroup overwrites its tile of results, its leader
-# waits until TMA has read the last one.
+# In the article's terms: the prologue initialises the barriers and copies the scheduler's table to shared memory
+# (`shm_tiles`); then `get_next_tile`; for each K block the producer waits, expects the bytes and issues two copies, and
+# a consumer waits, multiplies and arrives; then the epilogue, `cast_to_bf16` and `tma_store`. Before a warpgroup
+# overwrites its output tile, its leader waits until TMA has read the previous one.
 #
-# **Schedulers.** How do 132 blocks share the tiles? Block `b` computes tiles `b`, `b + 132`, `b + 264`, and so on. What
-# tile number `i` is, is the scheduler's affair. `n_tiles` is the number of tiles along N, and `g` the group.
+# **Schedulers.** CTA `b` of 132 computes tiles `b`, `b + 132`, `b + 264` and so on. The scheduler maps tile number `i`
+# to (group, m, n). `n_tiles` is the number of tiles along N.
 #
-# - **Horizontal.** `m, n = divmod(i, across)`: neighbouring blocks have the same tokens and different columns. The
-#   group is found by walking through `tiles`, from where the last search ended (线性扫描, a linear scan).
-# - **Vertical.** `n, m = divmod(i, total tiles of tokens)`: neighbours have different tokens, the same columns. The
-#   group is found by bisection in `cu_tiles` (二分查找).
+# - **Horizontal.** `m, n = divmod(i, n_tiles)`: neighbouring CTAs have the same tokens and different columns. A linear
+#   scan over `tiles` finds the group, from the position where the last search ended.
+# - **Vertical.** `n, m = divmod(i, total tiles of tokens)`: neighbours have different tokens and the same columns. A
+#   binary search in `cu_tiles` finds the group.
 #
-# The article: horizontal for small matrices, vertical for large ones. In hpc-ops that is `k <= 1024 or n <= 1024`. The
-# functions are pure arithmetic. The same code runs here on the host, and is drawn:
+# hpc-ops uses the horizontal one if `k <= 1024 or n <= 1024`. Both are integer arithmetic, so the same code runs on the
+# host, which draws the figure. In it, tiles in one column run at the same time: with the horizontal scheduler they
+# share rows of x, with the vertical one tiles of w of a group.
 
 # %%
 Markdown("```python\n" + "\n".join(map(inspect.getsource, (schedulers.horizontal, schedulers.vertical))) + "```")
@@ -1570,8 +1559,8 @@ def schedule(name, tiles, n_tiles, blocks):
 draw.schedules({name: schedule(name, [2, 1, 3], 4, 5) for name in ("horizontal", "vertical")}, 3)
 
 # %% [markdown]
-# Every tile is computed once; the tests try this for random lengths. In the last **wave** some blocks are idle
-# (空闲). How many would be idle in our three sizes, and with 8 groups of the second matrix?
+# Tests check for random lengths that every tile is computed once. In the last **wave** some CTAs are idle. The share of
+# busy CTAs in the three sizes and in two others:
 
 
 # %%
@@ -1588,9 +1577,9 @@ for rows, groups, n in ((32, 32, 4096), (2048, 32, 4096), (8192, 32, 4096), (204
     print(f"{rows:5} tokens, {groups:2} groups, N {n}: {tiles:5} tiles, {count:3} waves, {100 * busy:.0f} % busy")
 
 # %% [markdown]
-# **Prediction.** `update_grouped_tma` takes 3 us. The main kernel with the horizontal scheduler: groups with more than
-# 64 tokens have two tiles of tokens, which read the same weights 32 blocks apart, so from the L2. hpc-ops itself was
-# measured once at 319 us on an H200 (not in this run), and we have the same algorithm: 320 us.
+# **Prediction.** `update_grouped_tma` takes 3 us. With the horizontal scheduler, groups of more than 64 tokens have two
+# tiles of tokens that read the same weights 32 CTAs apart, the second from L2. In an earlier measurement on an H200
+# hpc-ops itself took 319 us, and the algorithm is the same: 320 us.
 
 
 # %%
@@ -1623,16 +1612,20 @@ if us("maps for groups, horizontal", "update_us"):
     print(f"    update_grouped_tma alone: {us('maps for groups, horizontal', 'update_us'):.2f} us")
 
 # %% [markdown]
-# **Look back.** No copies, no padding, and no block that ends: with 32 tokens this beats the loop by far. With 2048
-# tokens it takes a tenth longer than predicted, and is about as fast as the loop. With 8192 it is much slower. A group
-# of 256 tokens is four tiles of 64 here, each of which reads the same weights again. Step 13 looks at that.
+# **Explanation.** No copies, no padding, and no start-up cost per tile. With 32 tokens the step is much faster than the
+# loop. With 2048 tokens it is somewhat slower than predicted, and in the interleaved measurement below faster than the
+# loop. With 8192 tokens it is much slower than the loop: a group of 256 tokens is four tiles of 64, each of which loads
+# the same weights again (step 13).
+#
+# The call time answers section 4: two launches per call instead of dozens, and it falls by more than an order of
+# magnitude.
 #
 # ### Step 11: the vertical scheduler
 #
-# **Idea.** The one that hpc-ops takes here, since N and K are large. 132 neighbours cover all tiles of tokens of two or
-# three columns. The tiles of one group that share weights run at the same time.
+# **Idea.** hpc-ops uses the vertical scheduler here, since N and K are large. 132 neighbouring CTAs cover all tiles of
+# tokens of two or three columns, so the tiles of a group that share weights run at the same time.
 #
-# **Prediction.** Weights come once from memory in both orders. The same time: 320 us.
+# **Prediction.** Either order reads the weights from DRAM once. The same time: 320 us.
 
 # %%
 run_vertical = hpc_ops_step("vertical", schedule="vertical")
@@ -1643,17 +1636,15 @@ print("hpc-ops takes", {True: "horizontal", False: "vertical"}[use_horizontal(40
 look_back_at_groups("vertical", "maps for groups, horizontal", 320)
 
 # %% [markdown]
-# **Look back.** With 32 tokens the order does not matter: a group has one tile of tokens or none. With 2048 and 8192 it
-# is 7 or 8 % faster, which we had not predicted, and nearly what hpc-ops took. Probably more weights are found
-# in the L2 when the tiles that share them start side by side, and not 32 blocks apart. We have not counted that. Step
-# 15 takes an order that goes further.
+# **Explanation.** As predicted, the order makes no difference with 32 and 2048 tokens; the interleaved measurement
+# agrees. With 8192 tokens the vertical order is slower, by no more than separate measurements can differ.
 #
 # ### Step 12: programmatic dependent launch
 #
-# **Idea.** The main kernel waits until `update_grouped_tma` is done. With **programmatic dependent launch** (PDL) its
-# blocks may start earlier, make their barriers, and wait in `griddepcontrol.wait` for the maps. hpc-ops does so.
+# **Idea.** With **programmatic dependent launch** (PDL), as in hpc-ops, CTAs of the main kernel start before
+# `update_grouped_tma` has ended, initialise their barriers, and wait for the maps in `griddepcontrol.wait`.
 #
-# **Prediction.** A launch's gap and a part of the little kernel: 3 us less.
+# **Prediction.** The launch gap and part of the small kernel: 3 us less.
 
 # %%
 prediction = round((us("vertical") or 320) - 3)
@@ -1663,16 +1654,16 @@ measure("PDL", hpc_ops_step("dependent", dependent=True), prediction, slower=Tru
 look_back_at_groups("PDL", "vertical", prediction)
 
 # %% [markdown]
-# **Look back.** Nothing of the 3 us is there, not even with 32 tokens. With more it loses here, and more than the
-# little kernel takes in all (the last line of step 10), so the start itself cannot be the reason. Measured by turns
-# with all others (below) it takes as long as without. So a good part of the loss is how much one measurement differs
-# from the next. Why nothing is gained we have not found out. We go on without it.
+# **Explanation.** With 32 tokens nothing is gained beyond noise. With 2048 tokens the step is slower, also in the
+# interleaved measurement, and with 8192 tokens much slower. The loss is larger than the whole time of
+# `update_grouped_tma` (the last line of step 10); its cause is not known. Steps 13 and 14 do without PDL. From step 15
+# on there is no map kernel; the package's kernel is launched with PDL after whichever kernel precedes it.
 #
 # ### Step 13: kTileM by the average
 #
-# **Idea.** A tile of 64 tokens is too large for a group that has two, and too small for one that has 256. The article's
-# table, by the average number of tokens in a group (`num_seq_per_group_avg`, which the caller gives, because the host
-# does not know it):
+# **Idea.** A tile of 64 tokens is too large for a group of two, and too small for one of 256. The article's table, by
+# the average number of tokens per group (`num_seq_per_group_avg`, which the caller passes, because the lengths are on
+# the GPU):
 #
 # | average | kTileM | kTileN | kTileK | kStage |
 # |---|---|---|---|---|
@@ -1681,14 +1672,13 @@ look_back_at_groups("PDL", "vertical", prediction)
 # | <= 48 | 48 | 128 | 128 | 8 |
 # | > 48 | 64 | 128 | 128 | 8 |
 #
-# It stops at 64, and hpc-ops' newer versions go back to 48 and 32 for some averages. What limits the size? Shared
-# memory for 8 stages. But what does a small tile cost? Each tile reads 128 x 128 weights a turn, however few its tokens
-# are. A group of 256 tokens in tiles of 64 reads its weights four times, through the L2.
+# Shared memory for 8 stages limits the size. A small tile has a cost: each tile loads 128 x 128 weights per iteration,
+# however few its tokens. A group of 256 tokens in tiles of 64 loads its weights four times from L2.
 #
-# **Prediction.** For 32 tokens the size hardly matters: weights are read once, at the memory's speed. For 8192 tokens
-# there are 143 tiles of 64 tokens, each with 32 x 56 turns of 24 KB: 6.3 GB through the L2, at 7 TB/s 900 us. Of 128
-# tokens there are some 80 tiles, 32 KB a turn: 4.7 GB, 670 us. And 2048 tokens want tiles that hold a whole group, 96:
-# 32 tiles in place of 48, and 300 us.
+# **Prediction.** With 32 tokens the size hardly matters: the weights are read once, at DRAM bandwidth. With 8192 tokens
+# there are 143 tiles of 64 tokens, each with 32 x 56 iterations of 24 KB: 6.3 GB from L2, at 7 TB/s 900 us. Of 128
+# tokens there are about 80 tiles with 32 KB per iteration: 4.7 GB, 670 us. With 2048 tokens a tile should hold a whole
+# group, 96: 32 tiles instead of 48, and 300 us.
 
 # %%
 TOKENS = (8,) if simulator.ENABLED else (8, 16, 32, 48, 64, 96, 128)
@@ -1728,25 +1718,28 @@ measure("kTileM chosen", run_adapted, 300)
 look_back_at_groups("kTileM chosen", "vertical", 300)
 
 # %% [markdown]
-# **Look back.** (This step takes what is best for 2048 tokens in all three sizes; so the others may lose.) The table's
-# small tiles are right for few tokens, but not by much: from 8 to 48 it is nearly the same, since the weights must be
-# read in any case. Only large tiles hurt. For one token a tile of 128 does 128 columns of multiplications and
-# promotions in each turn, and that takes longer than the weights take to come.
+# **Explanation.** (This step uses the best tile for 2048 tokens in all three sizes.) With 32 tokens the sizes from 8 to
+# 48 take nearly the same time, since the weights must be read in any case. Only large tiles are slower: with one token,
+# a tile of 128 still multiplies and promotes 128 columns per iteration.
 #
-# Upward the table ends too early for this GPU. With 8192 tokens small tiles follow the bytes through the L2: twice the
-# tile, little more than half the time. From 64 on it is much less, and 128 gains less than predicted; another limit is
-# near. And a group of 256 or so fills tiles of 128 badly: 260 tokens are three.
+# With 2048 tokens 48 is slower than 32, although it has fewer tiles, 62 instead of 80 for each of the 32 columns. Part
+# of the reason may be the last wave: 62 x 32 tiles are 15 waves of 132 CTAs and 4 more tiles. The tile of 96 gains as
+# predicted.
 #
-# ## 7. Beyond the document
+# With 8192 tokens the time of small tiles follows the bytes from L2: twice the tile, a little more than half the time.
+# From 64 on the differences are smaller than the noise: the time of `kTileM` 96, one and the same kernel, differs by
+# more between the first cell and the last line. So these times do not determine which of 64, 96 and 128 is the best,
+# and neither does the verdict in section 11. They do not show the predicted gain of 128 over 64.
+#
+# ## 7. Beyond hpc-ops
 #
 # ### Step 14: one map for X after all
 #
-# **Idea.** Why does `X` need a map for each group? The article's reason was a habit of CuTe's: boxes are numbered. TMA
-# itself takes any row. So take one map of all of `X`, and begin at row `cu_seqlens[g] + m * tokens`. A group's
-# last tile then also brings rows of the *next* group. They are multiplied with the wrong matrix. But a row of `X` makes
-# a row of `Y` and no other: it only must not be stored, and the map of `Y` sees to that.
+# **Idea.** TMA accepts any first row, so one map of all of `X` suffices: a tile begins at row `cu_seqlens[g] + m *
+# tokens`. A group's last tile then also loads rows of the *next* group, which are multiplied by the wrong weight. But a
+# row of `X` affects only its row of `Y`. That row must not be stored, and the map of `Y` prevents it.
 #
-# **Prediction.** The producer acquires one map less for each group. Nothing that can be measured.
+# **Prediction.** The producer acquires one map less per group. No measurable gain.
 
 # %%
 run_whole_x = hpc_ops_step("whole x", tokens=best, whole_x=True)
@@ -1757,32 +1750,33 @@ measure("one map for X", run_whole_x, prediction)
 look_back_at_groups("one map for X", "kTileM chosen", prediction)
 
 # %% [markdown]
-# **Look back.** For 2048 tokens as predicted. But we had not thought of 32 tokens. There a tile has one row of its own
-# and 95 that are not. With a map for each group these lie outside of it: TMA writes zeros, and reads nothing. Now they
-# are rows of other groups, and come through the L2 in each turn. So a group's map is worth something after all: it
-# spares reading what is thrown away. Tiles that fit the groups spare it too, and that is how the package does it (step
-# 19).
+# **Explanation.** With 2048 tokens as predicted, also interleaved. With 32 tokens the step is slower. A tile there has
+# one row of its own and 95 others. With a map per group those lie outside the map: TMA writes zeros and reads nothing.
+# Now they are rows of other groups, and are loaded in each iteration. So a map per group avoids loads of rows that are
+# thrown away; small tiles avoid them too, as in step 19. With 8192 tokens the step before was measured too differently
+# (step 13) to compare.
 #
 # ### Step 15: no maps for groups at all
 #
-# **Idea.** Only `Y` still needs its maps, to cut off rows. In their place threads can store, 16 bytes each, those rows
-# that are the group's own. A warpgroup's results go through two small buffers by turns (`stmatrix`, then a wide load),
-# a whole line of 128 bytes for each token. The next 16 tokens are put into one buffer before those in the other are
-# taken out. The **end of a tile overlaps with the next one**: its loads are under way already, and no barrier couples
-# the two warpgroups, so that one stores while the other still multiplies.
+# **Idea.** This step replaces hpc-ops' kernel by the package's and changes four things at once; their gains are not
+# measured separately.
 #
-# Then nothing is left to prepare. The package's kernel has no kernel before it. Its blocks count the tiles themselves,
-# by a scan over the lengths, in less time than a launch takes. The tensor maps travel with the launch's arguments, so
-# they need no acquire. And the thread that loads tells the others, with a tile's first stage, which tile it is.
+# - **Stores.** Only `Y` still needs a map per group, to clip rows. Instead, threads store the group's own rows, 16
+#   bytes each. A warpgroup alternates between two small buffers in shared memory (`stmatrix`, then 16-byte loads), and
+#   each token's row is a whole line of 128 bytes. The warpgroups are not synchronised with each other, so one stores
+#   while the other multiplies, and the loads of the next tile are already in flight.
+# - **No kernel before it.** CTAs count the tiles with a scan over the lengths. The tensor maps are kernel parameters
+#   and need no acquire. The producer publishes the tile's coordinates in shared memory with the tile's first stage.
+# - **Order of tiles.** Group by group, within a group by columns, tokens innermost. CTAs that run at the same time
+#   share tokens and weights in L2.
+# - **Even tiles.** A group's tokens are split evenly over its tiles, in multiples of 8.
 #
-# The package also changes the **order of tiles**: group by group, in a group by columns, and tokens first. Blocks that
-# run at the same time share tokens and weights, so the L2 reads both once. A group's tokens are spread evenly over its
-# tiles, in multiples of 8, so that no tile is nearly empty.
+# The code is in `moe_numba/grouped_gemm/`: `epilogue.py`, `producer.py` and `scheduler.py`; the end of this notebook
+# shows the kernel that calls them. (`warp_uniform=False` leaves out the change of the next step.)
 #
-# (One thing is still left out of the package's kernel here, by `warp_uniform=False`: the subject of the next step.)
-#
-# **Prediction.** Every group fits into one tile of 96. 32 tiles of tokens times 32 of columns, 56 turns, 28 KB: 1.6 GB
-# through the L2 at 7 TB/s, and 940 MB out of memory at 4.3. Either takes some 230 us; with two ends that show, 250.
+# **Prediction.** Every group fits into one tile of 96. 32 tiles of tokens x 32 of columns, 56 iterations, 28 KB: 1.6 GB
+# from L2 at 7 TB/s, and 940 MB from DRAM at the rate of a copy. Either takes about 230 us; with the start of the first
+# tile and the end of the last one 250 us.
 
 # %%
 BLOCKS = 2 if simulator.ENABLED else torch.cuda.get_device_properties(0).multi_processor_count
@@ -1834,20 +1828,20 @@ measure("no maps for groups", package_step(ONE_SUBTILE._replace(warp_uniform=Fal
 look_back_at_groups("no maps for groups", "one map for X", 250)
 
 # %% [markdown]
-# **Look back.** For 2048 tokens memory is nearly the only limit left. The largest gain is with 8192, at the same size
-# of tiles. We think that the order does it. In vertical order 132 neighbouring tiles are all tokens of one column and
-# a half. So all of `X`, 59 MB, comes for each column or two anew, and the L2 has 50 MB. Group by group, a group's
-# tokens are 2 MB and stay there. And the last tiles of a group are no longer nearly empty.
+# **Explanation.** With 2048 tokens the prediction holds. The largest gain is with 8192 tokens, at the same tile size. A
+# hypothesis, not measured: the order of tiles. In vertical order, 132 neighbouring tiles are all tokens of about one
+# and a half columns, so all of `X`, 59 MB, is loaded again for every one or two columns, and L2 has 50 MB. Group by
+# group, a group's tokens are 2 MB and stay in L2. Even tiles may contribute, because the last tile of a group is no
+# longer almost empty.
 #
-# ### Step 16: what a warp agrees on
+# ### Step 16: warp-uniform values
 #
-# **Idea.** A wgmma takes its descriptors, and a barrier instruction its address, from **uniform registers**, of which a
-# warp has one set for all its lanes. The number of our stage is the same in all lanes. But the compiler does not know
-# it, for it comes out of loops whose ends depend on memory. So it computes descriptors lane by lane and moves each into
-# a uniform register (`R2UR`), while the tensor cores wait. It also thinks the address of shared memory so cheap that it
-# finds it anew in each turn. A shuffle from lane 0 tells it better: what comes from one lane is the same in all.
-# `uniform(x)` is that shuffle, and `uniform_array` does the same with an array's address. What the compiler makes of
-# both:
+# **Idea.** wgmma takes its descriptors, and an mbarrier instruction its address, from **uniform registers**, which a
+# warp has once for all lanes. The stage number is the same in all lanes, but the compiler cannot prove it, because it
+# comes from loops whose bounds are loaded from memory. So it computes descriptors per lane and moves each to a uniform
+# register (`R2UR`), and it rematerialises the shared-memory address in every iteration. A shuffle from lane 0 makes a
+# value warp-uniform for the compiler: `uniform(x)`, and `uniform_array` for an array's address. The cell counts
+# instructions without it ("as it was") and with it ("agreed"):
 
 
 # %%
@@ -1867,7 +1861,7 @@ for name, code in CODES.items():
     )
 
 # %% [markdown]
-# **Prediction.** Some 30 instructions a turn that stood between one stage's sums and the next stage's wgmma. With 32 or
+# **Prediction.** About 30 instructions per iteration less between a stage's promotion and the next wgmma. With 32 and
 # 2048 tokens memory is the limit, and nothing changes. With 8192 a tenth less.
 
 # %%
@@ -1878,20 +1872,19 @@ measure("agreed", package_step(ONE_SUBTILE), prediction)
 look_back_at_groups("agreed", "no maps for groups", prediction)
 
 # %% [markdown]
-# **Look back.** The instructions are gone, and the tenth is not there. With 8192 tokens the step is even some per cent
-# slower here, no more than one measurement differs from the next. While one warpgroup computes its descriptors, the
-# other one may multiply. So these instructions had cost little, we think. The package keeps the change: it costs
-# nothing either.
+# **Explanation.** With 32 and 2048 tokens nothing changes, as predicted. With 8192 tokens the step is faster, by less
+# than the predicted tenth and little more than the noise of separate measurements. The package keeps the change.
 #
-# ### Step 17: tiles of two parts
+# ### Step 17: tiles of two subtiles
 #
-# **Idea.** More tokens a tile means fewer bytes through the L2. A fragment of 256 tokens would need 128 registers for
-# the product and 128 for the totals: too many. So a large tile has two **parts** of up to 144 tokens. A stage brings
-# one tile of weights and both parts. The warps multiply one after the other, and keep two totals.
+# **Idea.** More tokens per tile mean fewer bytes from L2. A fragment of 256 tokens needs 128 registers for the wgmma
+# result and 128 for the accumulators: too many. So a large tile has two **subtiles** ("parts") of up to 144 tokens. A
+# stage holds one tile of weights and both subtiles. A warpgroup multiplies them one after the other and keeps two
+# accumulators (`m_subtiles` in `kernel.py`).
 #
-# **Prediction.** For 8192 tokens one tile of two parts for most groups, 3.1 GB through the L2: 440 us. For 64 tokens a
-# group it must lose: each part has 32 tokens, and the smallest multiplication that this form has takes 120. Two times
-# 120 columns a turn are nearly what 8192 tokens need: 400 us.
+# **Prediction.** With 8192 tokens most groups are one tile of two subtiles, 3.1 GB from L2: 440 us. With 64 tokens per
+# group it must be slower: each subtile has 32 tokens, and the smallest MMA of this configuration has 120 columns. Twice
+# 120 columns per iteration are nearly the work of 8192 tokens: 400 us.
 
 # %%
 measure("two parts", package_step(package_config(144, (144, 136, 128, 120), 4, m_subtiles=2)), 400, slower=True)
@@ -1900,22 +1893,23 @@ measure("two parts", package_step(package_config(144, (144, 136, 128, 120), 4, m
 look_back_at_groups("two parts", "agreed", 400)
 
 # %% [markdown]
-# **Look back.** Both predictions hold: grey for 2048 tokens, and by far the fastest for 8192. There a weight comes
-# through the L2 once for a whole group, and a turn's fixed costs (barriers, waiting, descriptors) are shared by up to
-# 288 tokens.
+# **Explanation.** With 8192 tokens the prediction holds, and the step is by far the fastest so far: a weight is loaded
+# from L2 once for a whole group, and up to 288 tokens share the fixed costs of an iteration. With 2048 tokens it is
+# slower than step 16, but much less than predicted. The model counts only multiplied columns; with few tokens reading
+# the weights can hide part of the MMAs.
 #
-# ### Step 18: two blocks share their tokens
+# ### Step 18: two CTAs share their tokens
 #
-# **Idea.** Two blocks of a **cluster** take neighbouring tiles of weights and the same tokens. Each loads half of the
-# tokens, for both: a **multicast** writes into the shared memory of both blocks at once. A stage may be filled again
-# when both blocks are done with it, so a multiplying warp arrives at two barriers, its own and the other block's.
+# **Idea.** The two CTAs of a **cluster** compute neighbouring columns of the same tokens. Each loads half of the tokens
+# with a **multicast**, which writes to the shared memory of both (`multicast` in `producer.py`). A stage may be
+# overwritten when both CTAs have read it, so a consumer warp arrives on its own and on the other CTA's `empty` barrier.
 #
-# One trap. The obvious arrival at the other block's barrier, `mbarrier.arrive.release.cluster`, becomes a fence for the
-# whole GPU (`MEMBAR.ALL.GPU`), a microsecond for each stage, and makes the kernel three to five times slower. We have
-# only read, and nothing that we wrote must be seen. `.release.cta` publishes nothing to another block.
+# The obvious arrival on the other CTA's barrier, `mbarrier.arrive.release.cluster`, compiles to a GPU-wide memory
+# barrier (`MEMBAR.ALL.GPU`) per stage. The warp wrote nothing that the other CTA reads, so no cluster-scope release is
+# needed, and `.release.cta` suffices.
 #
-# **Prediction.** A block takes 128 + 64 rows a turn from the L2 in place of 128 + 128. Where the L2 is the limit, with
-# 8192 tokens, a quarter less; with 2048 tokens nothing, some 250 us.
+# **Prediction.** A CTA loads 128 + 64 rows per iteration from L2 instead of 128 + 128. Where L2 is the limit, with 8192
+# tokens, a quarter less; with 2048 tokens no gain, 250 us.
 
 # %%
 measure("two blocks share tokens", package_step(package_config(128, (128, 96, 64), 6, cluster_size=2)), 250)
@@ -1929,22 +1923,23 @@ if took := us("two blocks share tokens", "many_us"):
     )
 
 # %% [markdown]
-# **Look back.** With 8192 tokens next to nothing of the predicted quarter is there. So the L2 was not the limit any
-# more. A turn takes much longer than its multiplications; what is left is the way of a warpgroup through it: wait,
-# multiply, promote. Two parts make that way cheaper, a cluster does not. (With 32 tokens the tile is too large: 128 in
-# place of 96.)
+# **Explanation.** With 8192 tokens almost nothing of the predicted quarter is gained, so L2 traffic is not the limit.
+# The last line compares an iteration with its MMA at the clock of the data sheet's peak rate. At the clock that
+# notebook 06b measures for similar kernels at the power limit, the MMA would take about four fifths of the iteration.
+# The rest are the dependent steps of a warpgroup: wait, multiply, promote. Two subtiles amortise them, a cluster does
+# not. (With 32 tokens the larger tile is slower: 128 rows instead of 96.)
 #
-# Why does the package share tokens all the same? The tuning program of the next step found it a little faster, for
-# groups of up to 120 tokens.
+# The table of the next step, which is made by measurement, uses clusters for some problems.
 #
 # ### Step 19: the package's own choice
 #
-# **Idea.** Of all that, what is fastest for the average: up to 10 tokens a group tiles of 32 and ten stages, up to 40
-# tiles of 64, up to 120 of 128, all with two blocks that share; from there on two parts of 144. So were they measured,
-# by `python -m moe_numba.course.bench.tune_grouped_gemm`.
+# **Idea.** Choose the fastest configuration per problem. `python -m moe_numba.course.bench.tune_grouped_gemm` measures
+# them and writes the table `config_table.py`, which is used for N, K, number of groups and average near a measured
+# problem. For the three sizes here it has small tiles with many stages (32 tokens), one subtile (2048) and two subtiles
+# of 144 (8192).
 #
-# **Prediction.** For 2048 tokens as step 18, 245 us. For 8192 as step 17. For 32 tokens small tiles spare what steps 14
-# to 18 had lost: 10 % more than the floor, 155 us.
+# **Prediction.** With 2048 tokens as step 18, 245 us. With 8192 as step 17. With 32 tokens small tiles save what steps
+# 14 to 18 lost: 10 % above the lower bound, 155 us.
 
 
 # %%
@@ -1958,14 +1953,13 @@ measure("final", run_package, 245)
 look_back_at_groups("final", "two blocks share tokens", 245)
 
 # %% [markdown]
-# **Look back.** For 2048 tokens the choice *is* step 18's kernel, to the bit. So what the two lines differ by is how
-# much one measurement can be off on a warm chip; by turns, in the figure below, they are equal. The gains are at the
-# two ends: small tiles for 32 tokens, two parts for 8192.
+# **Explanation.** With 2048 tokens steps 15, 16, 18 and 19 are equal within noise, also in the interleaved measurement
+# below. Gains are at the two ends: small tiles for 32 tokens, two subtiles for 8192.
 #
 # ### The whole ladder
 #
-# All steps once more, measured by turns, so that a clock that drifts hits all of them alike. Where other projects'
-# kernels took part in the large comparison of section 10, a line says what they took.
+# All steps once more, interleaved, so that clock changes affect all of them alike. The figure also marks the times of
+# other projects' kernels that the record of section 10 contains; in this run there are none.
 
 # %%
 ladder.measure_all()
@@ -1988,7 +1982,8 @@ ladder.plot(floor_us=FLOOR["main"][0], peers={name: time for name, time in times
 # %% [markdown]
 # ### A check must be able to fail
 #
-# Here a wrong kernel is easily made by wrong lengths: one group too few rows, or the neighbour's scale.
+# Two wrong kernels must be rejected: one that gets a length that is one too small, and one that gets the scales of the
+# neighbouring groups.
 
 
 # %%
@@ -2007,25 +2002,19 @@ for wrong_step in (omits_a_row, neighbours_scale):
     trial.step(wrong_step.__name__, lambda run=wrong_step: run(poisoned(PROBLEMS["main"][0])), expect_wrong=True)
 
 # %% [markdown]
-# ## 8. Scales by blocks
+# ## 8. Block scales
 #
-# One scale for a whole matrix is coarse: a single large number makes all others small. DeepSeek-V3 is trained with
-# finer ones. Each 128 numbers of a token's row share a scale, and each 128 x 128 of a matrix. With `b` a block of K:
+# One scale for a whole tensor limits accuracy: one large token sets the scale, and all other values become small. FP8
+# is a floating-point format, so values lose precision only where they become subnormal: in e4m3 below 2^-6. DeepSeek-V3
+# uses finer scales: one for each 128 elements of a token's row, and one for each 128 x 128 block of a weight. With `b`
+# a block of K:
 #
 # `y[t, n] = sum over b of  x_scale[t, b] * w_scale[n / 128, b] * (x[t, b] . w[n, b])`
 #
-# So the promotion after each K = 128, which costs something anyway, gets a factor: each column of a fragment, a token,
-# its own. hpc-ops loads the scales by TMA, into the same stage. For that they must lie as TMA wants them: `x_scale`
-# transposed, and each group padded to whole tiles, by a kernel that runs before (`reformat_x_scale`); `w_scale` padded
-# to multiples of 4.
-#
-# In the package's kernel three warps that had nothing to do bring the factors. They read the scales as a cast kernel
-# leaves them, multiply a token's with the matrix's, and put the product into the stage, in the order in which the
-# threads need it. A stage is readable when the bytes are there and a warp has said "so are the factors". Nothing is
-# padded or transposed.
-#
-# The scale's rule: `scale = largest / 448`, so that the largest becomes e4m3's largest number. Let us try it on numbers
-# that are hard: one token's are twenty thousand times those of the others.
+# So the promotion after each K = 128 also multiplies by a factor. [Notebook 06b](06b_grouped_gemm_scales.ipynb) builds
+# the package's kernel for it. The rule for a scale is `scale = largest / 448`, so that the largest value becomes e4m3's
+# largest. The cell compares both kinds of scales on a difficult input: the values of one token are twenty thousand
+# times those of the others.
 
 # %%
 torch.manual_seed(3)
@@ -2053,7 +2042,8 @@ for name, y in outputs.items():
     )
 
 # %% [markdown]
-# What do the factors cost? Three sizes, the same kernel with one scale a group and with scales by blocks:
+# The large token sets the one scale, so most values of the other tokens are subnormal, and the worst error is more than
+# twice that of block scales. The time of both kinds:
 
 
 # %%
@@ -2082,27 +2072,24 @@ if not us("final", "blocks_main_us"):
     print("no figure is recorded yet")
 
 # %% [markdown]
-# **Look back.** Where memory is the limit they cost nothing. With 8192 tokens they cost more than half of the time
-# again, for two reasons. A promotion now needs a factor for each token, which takes registers: there is no room for a
-# second part, and so it is step 18's tile of 128, without its cluster. That alone makes up about half of it (compare
-# step 18). And each warp loads its factors from shared memory in each turn, on a way that was too long already.
-# [Notebook 06b](06b_grouped_gemm_scales.ipynb) turns the product around, so that a thread needs few factors, and goes on
-# to weights of 4 bits.
+# **Explanation.** With 32 and 2048 tokens, where memory is the limit, block scales cost nothing. With 8192 tokens they
+# take about a quarter longer. There the package uses another kernel, with rows of x as wgmma's M, in which a thread
+# needs few factors; notebook 06b derives it and measures what limits it.
 #
 # ## 9. More in the same launch
 #
 # ### The activation behind gate and up
 #
-# **Idea.** An expert's first product makes two halves, gate and up. Then comes `silu(gate) * up`, with
-# `silu(v) = v / (1 + exp(-v))`, and rounding to FP8 with a scale for each 128 numbers, for the second product. Usually
-# that is a kernel of its own: it reads 2 x 2048 numbers of a token in bfloat16, and writes 2048 in FP8. But the results
-# lie in registers when the product is done. If a block has a tile of gate *and* the same tile of up, it can do all that
-# before it stores. A stage then brings two tiles of weights. The rest is the form with two parts: two totals.
+# **Idea.** An expert's first GEMM computes two halves, gate and up. Then follow `silu(gate) * up`, with `silu(v) = v /
+# (1 + exp(-v))`, and rounding to FP8 with a scale for each 128 elements, for the second GEMM. A separate kernel reads 2
+# x 2048 bfloat16 numbers of a token and writes 2048 in FP8. But the results are in registers when the GEMM ends. If a
+# CTA computes a tile of gate *and* the same tile of up, its epilogue can do all that. A stage then holds two tiles of
+# weights. The rest is as with two subtiles: two accumulators.
 #
-# **Prediction.** The separate kernel moves 84 MB for 8192 tokens, 20 us, and a launch. That goes. For 32 tokens only
-# the launch goes, and its gap: 2 us of 140.
+# **Prediction.** With 8192 tokens the separate kernel moves 84 MB, 20 us, and costs a launch; both are saved. With 32
+# tokens only the launch and its gap are saved: 2 us of 140.
 #
-# First the separate kernel, so that there is something to compare with: a warp takes 128 columns of a token.
+# The separate kernel, for comparison; a warp processes 128 columns of a token:
 
 
 # %%
@@ -2202,26 +2189,26 @@ if not TWO_OR_ONE:
     print("no figure is recorded yet")
 
 # %% [markdown]
-# **Look back.** It pays in the middle. The separate kernel goes, and the product writes a quarter of the bytes: there
-# the one kernel can be even faster than the product by itself. With 32 tokens there is next to nothing to save. With
-# 8192 tokens there is more to save than predicted, but the product gets slower by as much, and nothing is gained. (Its
-# tiles are those that the tuning program found fastest, in steps of 8 tokens from 120 to 144.) We think it is the
-# tiles' ends. In the plain kernel a warpgroup stores while the other one still multiplies. The activation needs the
-# largest of 128 columns, and each warpgroup has 64 of them. So the two must meet, several times for each tile, and
-# nobody multiplies meanwhile. And here two totals are two tiles of weights, not two parts of tokens: a group of 256
-# tokens is two tiles, and its weights come through the L2 twice.
+# **Explanation.** With 2048 tokens the fused kernel is faster than the two kernels: it also writes a quarter of the
+# bytes, and takes no longer than the GEMM alone. With 32 tokens there is almost nothing to save. With 8192 tokens the
+# separate kernel costs more than predicted, but the fused GEMM is slower by as much, and nothing is gained.
+#
+# Two possible reasons, not measured: the activation needs the largest of 128 columns, of which each warpgroup has 64,
+# so the two synchronise several times per tile while the tensor cores idle. And two accumulators are two tiles of
+# weights here, not two subtiles of tokens: a group of 256 tokens is two tiles, and its weights are loaded from L2
+# twice.
 #
 # ### Rows gathered while they are loaded
 #
-# **Idea.** So far the rows of a group lie side by side: somebody has copied each token to where its experts want it.
-# The alignment (notebook 02) only says *which* token each row is. TMA cannot follow such a list on this GPU. But
-# `cp.async` can: each thread names an address of 16 bytes, and where they go. So three warps that have little to do
-# bring the tokens, put the chunks of a row in their swizzled places, and tell the stage's barrier when they are there.
-# TMA still brings the weights. Threads wrote what wgmma reads through another proxy, so each of them needs a proxy
-# fence before it arrives.
+# **Idea.** So far a kernel has copied each token to the rows of its experts. The alignment (notebook 02) only
+# determines *which* token each row is. TMA of this GPU cannot gather rows by a list, but `cp.async` can: each thread
+# passes an address of 16 bytes and a destination. So three auxiliary warps of the producer warpgroup copy the tokens,
+# write the 16-byte vectors of a row to their swizzled positions, and arrive on the stage's `full` barrier. TMA still
+# loads the weights. wgmma reads through another proxy than these threads write, so each thread needs a proxy fence
+# before it arrives.
 #
-# **Prediction.** For 8192 tokens the copy moves 2 x 59 MB, 27 us, and that goes. But 96 threads issue 16 bytes each
-# where one thread issued 32 KB: where the kernel is bound by loads, it may lose more than it gains.
+# **Prediction.** With 8192 tokens the copy moves 2 x 59 MB, 27 us, which is saved. But 96 threads issue 16-byte copies
+# where one thread issued 32 KB: where loads are the limit, the loss may be larger.
 
 
 # %%
@@ -2263,20 +2250,20 @@ if not GATHERED:
     print("no figure is recorded yet")
 
 # %% [markdown]
-# **Look back.** It loses, and the more tokens there are, the more. With 32 tokens it is even. The copy that it spares
-# is a few microseconds with 2048 tokens, and some 20 with 8192. What it costs: two blocks cannot share tokens any more,
-# since each copies its own; and a stage of 288 tokens is 2304 pieces of 16 bytes, 72 for each lane of the one warp that
-# brings it, with an address and a test for each. The warps take turns, so each has three turns of time; but with 8192
-# tokens that is 3 us for 72 pieces and their way from the L2. So the copying warps seem to set the pace then.
+# **Explanation.** With 32 tokens it is even; with more tokens it is slower, the more the more tokens there are. It
+# saves the copy and costs two things. Two CTAs cannot share tokens, since each copies its own. And a stage of 288
+# tokens is 2304 vectors of 16 bytes, 72 for each lane of the warp that copies it, with an address and a test for each.
+# Each of the three warps has three iterations of time for a stage, so with 8192 tokens the copy warps probably are the
+# limit; this was not measured.
 #
-# So it is for those who would have to copy rows for nothing else, with few tokens: it spares a launch and a buffer. For
-# a large prefill the copy is better. A kernel that gathers faster is a thing to try (exercise 7).
+# Gathering pays with few tokens: it saves a launch and a buffer. For a large prefill the copy is faster. Exercise 7 is
+# about a faster gather.
 #
-# ### What a tile costs beside its turns
+# ### What a tile costs besides its iterations
 #
-# A tile has a beginning (who am I, the first wgmma waits for the first stage) and an end (the results become rows).
-# How much of that is hidden behind loads and the other warpgroup? Let K shrink: the time is a straight line over the
-# number of turns, and what it has at no turns at all is that part.
+# A tile has a start (tile look-up, wait for the first stage) and an end (the epilogue). The cell measures how much of
+# this is not hidden: if each iteration costs the same, time is linear in the number of iterations, and the intercept is
+# this cost.
 
 
 # %%
@@ -2309,7 +2296,10 @@ else:
     print("no figure is recorded yet")
 
 # %% [markdown]
-# So the two ends of a tile are well hidden. What is left to gain with many tokens lies in the turns.
+# The printed intercept is not valid, because the points are not on a line: the cost per iteration grows with K. A line
+# through the first three points has a positive intercept, more than a tenth of a tile with K = 2048, so with small K
+# the ends of a tile are not fully hidden. A possible cause of the bend is a clock that falls in longer kernels (power
+# limit, see notebook 06b); this was not measured.
 
 # %%
 ladder.save(notebook_sources("notebooks/06_grouped_gemm.py"))
@@ -2317,9 +2307,10 @@ ladder.save(notebook_sources("notebooks/06_grouped_gemm.py"))
 # %% [markdown]
 # ## 10. The sweep over tokens
 #
-# The large comparison is measured by `python -m moe_numba bench grouped_gemm` and read here from its record: both
-# matrices of DeepSeek-V3's experts on one of 8 GPUs, 32 to 8192 tokens. `torch` is `_scaled_grouped_mm`, with a scale
-# for each row.
+# `python -m moe_numba bench grouped_gemm` measures the large comparison, and the cells below read its record: both
+# weights of DeepSeek-V3's experts on one of 8 GPUs, 32 to 32768 tokens. `torch` is `_scaled_grouped_mm`, with a scale
+# per row. The record is of an earlier commit than the steps above, as the captions say, so its times differ from those
+# of section 7.
 
 
 # %%
@@ -2343,8 +2334,9 @@ sweep("gate_up", GEMM and topic.series_by_label(GEMM, "gate_up"), "one scale a g
 sweep("down", GEMM and topic.series_by_label(GEMM, "down"), "one scale a group")
 
 # %% [markdown]
-# Torch's jump at 8192 tokens is not of the size of the problem: its own loop is faster there. (hpc-ops and DeepGEMM
-# were not there to be measured in this run.) And with scales by blocks:
+# With 8192 tokens `_scaled_grouped_mm` is slower than torch's loop, so its jump is not due to the size of the problem.
+# In this run the record has no times of hpc-ops or DeepGEMM; notebook 06b reads a newer record, which has DeepGEMM's.
+# With block scales:
 
 # %%
 BLOCKWISE = {}
@@ -2354,7 +2346,7 @@ for scaling, label in (("tensor", ", one scale"), ("block", ", by blocks")) if G
 sweep("gate_up", BLOCKWISE, "one scale a group and scales by blocks")
 
 # %% [markdown]
-# The roofline: the sloping part of the roof is the memory's, the flat one the tensor cores'.
+# The roofline: the sloping part is the memory bandwidth, the flat one the tensor cores' peak rate.
 
 # %%
 topic.roofline(GEMM, plots.caption(GEMM)) if GEMM else print("no roofline is recorded yet")
@@ -2371,14 +2363,15 @@ for shape in topic.SHAPES if GEMM else ():
             )
 
 # %% [markdown]
-# Up to 512 tokens the kernel moves its bytes nearly as fast as a plain copy does, and little is left to gain. At 2048 a
-# tile's work begins to show. At 8192 the kernel is bound by its turns, at some 60 % of what the tensor cores could do.
-# With scales by blocks it is slower there than torch's loop, which has one scale a matrix: that is where most is left
-# to gain.
+# Up to 512 tokens the kernel moves its bytes at about the rate of a copy, and little is left to gain. At 8192 tokens
+# and more it reaches about 60 % of the tensor cores' peak rate; notebook 06b discusses what limits a similar kernel
+# there.
 #
 # ## 11. The article's claims
 #
-# A verdict is computed, never typed. Where it needs a figure that is not recorded, it says so.
+# The verdicts are computed from the outputs above. Three have a fixed verdict: "Unpadded groups need maps of their
+# own", "With (num_group, n, k) the box would go along num_group and n" and "Before maps are copied out, commit and wait
+# are needed". The times of 16, 32 and 8192 tokens and those of kTileM are not interleaved.
 
 # %%
 NOT_RECORDED = "open: not recorded yet"
@@ -2521,59 +2514,59 @@ for rows in (32, 8192):
 Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
 
 # %% [markdown]
-# ## 12. Faults to know
+# ## 12. Defects found in hpc-ops
 #
-# What we found in hpc-ops while we wrote it again. Each is mended in the package's version of it
-# (`moe_numba/course/articles/hpc_ops/group_gemm.py`), and the tests hold a wrong kernel for each that can be made.
+# Our port (`moe_numba/course/articles/hpc_ops/group_gemm.py`) avoids each of these, and tests run wrong kernels for
+# those that can be reproduced.
 #
-# - **No acquire.** Two of its three schedulers use maps that another kernel made without acquiring them. It mostly
-#   works, because the copy engine's cache happens not to hold the old map. When lengths change and the buffer of maps
-#   stays, that is luck.
-# - **No tokens at all.** The vertical scheduler divides by the number of tiles. With none it divides by zero. Ours says
-#   that nothing is left.
-# - **Barriers without a fence.** After `mbarrier.init` there is only `__syncthreads`. The copy engine is another proxy;
-#   `fence.mbarrier_init` is for that.
-# - **256 arrivals, or one.** All 256 threads arrive at `empty`: right, but a warp's one arrival would do. The
-#   article's version has one for each warpgroup: too few (step 5).
+# - **No acquire.** Two of its three schedulers use tensor maps that another kernel made, without acquiring them. It
+#   mostly works, because TMA's cache does not happen to hold the old map. It can fail when lengths change and the
+#   buffer of maps is reused.
+# - **No tokens at all.** The vertical scheduler divides by the number of tiles, also if it is zero. Ours reports that
+#   no tile is left.
+# - **Barriers without a fence.** After `mbarrier.init` there is only `__syncthreads`. TMA uses another proxy, which
+#   needs `fence.mbarrier_init`.
+# - **256 arrivals, or 2.** All 256 threads arrive on `empty`: correct, but one arrival per warp suffices. The article's
+#   version has one per warpgroup: too few (step 5).
 #
 # ## 13. Exercises
 #
-# Each can be done in the simulator. `check` tells whether a kernel is right; a GPU tells whether it is fast.
+# All can be solved in the simulator; only a GPU measures speed. `check` reports whether a kernel is right.
 #
-# 1. **Two stages are too few?** Time step 5 with 2, 3, 4 and 6 stages. *Hint: how many stages cover 0.8 us if a turn
+# 1. **Number of stages.** Time step 5 with 2, 3, 4 and 6 stages. *Hint: how many stages cover 0.8 us if an iteration
 #    takes 0.3?*
-# 2. **A scheduler for the L2.** Write a third scheduler: as vertical, but only within 8 tiles of tokens, then the next
-#    column. *Hint: `divide` twice. `draw.schedules` shows whether it does what you want; `schedule` whether each tile comes
+# 2. **A scheduler for L2.** Write a third scheduler: as vertical, but only within 8 tiles of tokens, then the next
+#    column. *Hint: `divide` twice. Draw it with `draw.schedules`, and check with `schedule` that each tile occurs
 #    once.*
-# 3. **Fewer maps to make.** With `whole_x` half of what `update_grouped_tma` does is for nothing. Leave it out. *Hint:
-#    which lane has nothing to do then? Does the kernel take less time?*
-# 4. **Clipped by TMA, or by threads?** A tile's last rows are cut off by the descriptor in one kernel and by a
-#    comparison in the other. Which costs more with 32 tokens? *Hint: count the bytes that are written.*
-# 5. **An unfair load.** Give the tokens to the groups by Zipf's law (`topic.random_lengths(..., routing="zipf")`). Which
-#    kTileM is best now? *Hint: the average no longer says what a group looks like.*
-# 6. **Promote less often.** Add up over K = 256 before a promotion (`make_wgmma_tile(..., accumulate=True)`). How much
+# 3. **Fewer maps to make.** With `whole_x`, half of the work of `update_grouped_tma` is unused. Leave it out. *Hint:
+#    which lane is idle then? Does the kernel take less time?*
+# 4. **Clipping by TMA or by threads.** One kernel clips a tile's last rows by the descriptor, the other by a
+#    comparison. Which costs more with 32 tokens? *Hint: count the bytes that are written.*
+# 5. **Uneven groups.** Distribute the tokens over the groups by Zipf's law (`topic.random_lengths(...,
+#    routing="zipf")`). Which kTileM is the best now? *Hint: the average no longer describes a group.*
+# 6. **Promote less often.** Accumulate K = 256 before a promotion (`make_wgmma_tile(..., accumulate=True)`). How much
 #    time does it save, and how large does the error become? *Hint: in the simulator the sums are exact; this one needs
 #    a GPU.*
-# 7. **Gather with more hands.** Three warps copy the rows of `gather_indices`. How long may a warp take for a piece of
-#    16 bytes, if a turn takes 1 us and a tile has 288 tokens? What would TMA's copies of single rows
-#    (`cp.async.bulk`, 128 bytes a row) change? *Hint: look at `gather.py`, and remember the swizzle.*
+# 7. **A faster gather.** Three warps copy the rows of `gather_indices`. How long may a warp take per 16-byte vector, if
+#    an iteration takes 1 us and a tile has 288 tokens? What would bulk copies of single rows (`cp.async.bulk`, 128
+#    bytes per row) change? *Hint: `gather.py`, and the swizzle.*
 #
 # ## 14. Sources
 #
-# - The article: CUTLASS CUTE 7 hpc-ops 之 group gemm & tma, in Chinese; the first of two notes on
+# - The article: *CUTLASS CUTE 7: hpc-ops 之 group gemm & tma*, in Chinese; the first of two on
 #   [Tencent/hpc-ops](https://github.com/Tencent/hpc-ops), whose kernel is `src/group_gemm/kernels.cuh`. (The second one
-#   is to explain the transposed MMA, the scheduler and the scales; here we took them from the code.)
-# - The peers: [DeepGEMM](https://github.com/deepseek-ai/DeepGEMM), and torch's `_scaled_grouped_mm`.
+#   is to explain the transposed MMA, the scheduler and the scales; here they are taken from the code.)
+# - Other implementations: [DeepGEMM](https://github.com/deepseek-ai/DeepGEMM), and torch's `_scaled_grouped_mm`.
 # - NVIDIA, *PTX ISA*: `wgmma`, `cp.async.bulk.tensor`, `mbarrier`, `tensormap.replace`, `tensormap.cp_fenceproxy`,
 #   `fence.proxy.tensormap`, `stmatrix`, `setmaxnreg`, `griddepcontrol`.
-# - On the sums inside of FP8 tensor cores: DeepSeek-AI, *DeepSeek-V3 Technical Report*, 2024, section 3.3.2.
-# - The order of steps owes much to [SGEMM_CUDA](https://github.com/siboehm/SGEMM_CUDA) and
+# - On accumulation in FP8 tensor cores: DeepSeek-AI, *DeepSeek-V3 Technical Report*, 2024, section 3.3.2.
+# - The order of the steps follows [SGEMM_CUDA](https://github.com/siboehm/SGEMM_CUDA) and
 #   [fast.cu](https://github.com/pranjalssh/fast.cu).
 #
 # ## The final kernel
 #
-# This is what `group_gemm_pertensor_fp8` runs. The tile scheduler is in `scheduler.py` beside it, the epilogue
-# in `epilogue.py`.
+# The kernel of `group_gemm_pertensor_fp8`. In the same package, `scheduler.py` has the tile scheduler, `producer.py`
+# the producer warps and `epilogue.py` the epilogue.
 
 # %%
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")

@@ -14,13 +14,11 @@
 # %% [markdown]
 # # Block scales and 4-bit weights
 #
-# [Notebook 06](06_grouped_gemm.ipynb) builds a grouped GEMM in FP8 with one scale per group. Checkpoints come in finer
-# formats. DeepSeek-V3 stores FP8 weights with a scale per 128 x 128 block, and gpt-oss stores MXFP4, 4-bit weights with
-# a scale per 32 elements. This notebook builds the two kernels of the package for them, each as a ladder. Both ladders
-# begin with the same question: in which registers do the data have to be, and what does it cost to bring them there?
-#
-# The pipeline of TMA, mbarriers and wgmma is explained in notebooks [05](05_hopper_from_numba.ipynb) and
-# [06](06_grouped_gemm.ipynb), the simulator in [notebook 00](00_start_here.ipynb).
+# [Notebook 06](06_grouped_gemm.ipynb) builds a grouped GEMM in FP8 with one scale per group. Checkpoints have finer
+# formats: DeepSeek-V3 stores FP8 weights with a scale per 128 x 128 block, and gpt-oss stores MXFP4, 4-bit weights with
+# a scale per 32 elements. This notebook builds the package's kernel for each of them. Notebooks
+# [05](05_hopper_from_numba.ipynb) and [06](06_grouped_gemm.ipynb) explain the pipeline of TMA, mbarriers and wgmma,
+# [notebook 00](00_start_here.ipynb) the simulator.
 
 # %%
 import os
@@ -117,12 +115,12 @@ say(
 # ## 1. Block scales: the problem
 #
 # `x` and `weight` are FP8. Each row of `x` has a scale for every 128 elements of k (a **k-block**), and each block of
-# 128 rows of weight by 128 elements of k has a scale. So the sum over k is a sum of scaled partial sums:
+# 128 rows of weight by 128 elements of k has a scale. The result is a sum of scaled partial sums:
 #
 # `y[i, j] = sum over k-blocks b of x_scale[i, b] * w_scale[j // 128, b] * (x[i, b] . weight[j, b])`
 #
-# The tensor cores compute the partial sum of a k-block. Then CUDA cores multiply each of its elements by the product of
-# two scales, its **factor**, and add it to an accumulator in registers (**promotion**).
+# Tensor cores compute the partial sum of a k-block. CUDA cores multiply each element by the product of two scales, its
+# **factor**, and add it to an accumulator in registers (**promotion**).
 
 # %%
 GROUPS, N, K = (2, 256, 512) if SIMULATED else (32, 4096, 7168)
@@ -144,10 +142,9 @@ print(f"timed: {sum(TIMED_ROWS)} rows in 32 groups of {min(TIMED_ROWS)} to {max(
 print(f"here: {len(P.x)} rows in {GROUPS} groups, {dict(n=N, k=K)}")
 
 # %% [markdown]
-# Several processes compile the kernels of the notebook now. From step 2 on, a step is the package's kernel in which
-# some functions are exchanged for earlier versions
-# ([`block_scale_parts.py`](../moe_numba/course/block_scale_parts.py)). `VARIANTS` has a configuration and the exchanged
-# functions for each step, and for kernels that leave something out to explain a time.
+# From step 2 on, a step is the package's kernel in which some device functions are replaced by earlier versions
+# ([`block_scale_parts.py`](../moe_numba/course/block_scale_parts.py)). `VARIANTS` lists these steps, and kernels that
+# leave something out to explain a time.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 NO_MULTIPLY = {"make_multiply": diagnoses.make_multiply_nothing}
@@ -186,15 +183,17 @@ LAUNCHES = {name: scales.StepLaunch(config, P, **parts) for name, (config, parts
 # %% [markdown]
 # ### Step 0: torch
 #
-# The definition, group by group in float32.
+# The definition, in float32.
 #
-# All times are kernel times of many launches in a CUDA graph; where there is a second one, the call time, it is the
-# host's clock around a Python call. A step's line has both kernels interleaved, the predicted change, the measured one
-# and a verdict: "within a third" of the predicted change, "within the noise" (both changes are small), "no change"
-# (only the measured one is), "overestimated", "underestimated" or "wrong sign".
+# All times are kernel times of launches in a CUDA graph; a second number is the call time, measured on the host. A
+# step's line has both kernels interleaved, the predicted change, the measured one and a verdict: "within a third" of
+# the predicted change, "within the noise" (both changes are small), "no change" (a gain was predicted, the measured
+# change is within noise), "overestimated", "underestimated" or "wrong sign".
 #
 # The GPU runs at its power limit: a kernel is faster if lighter kernels run in between. So compare numbers of one line
-# or table only. The end of section 2 computes by how much the time of one kernel differs between lines.
+# or table only; section 2 ends with the spread between lines. The predictions of steps 3, 8 and 10 use times of earlier
+# lines, which adds this spread to their error. Kernels that leave out loads or wgmma also draw less power and may run
+# at a higher clock: their times are estimates.
 
 
 # %%
@@ -263,9 +262,11 @@ say(
 # ### Step 1: a scale per column
 #
 # The kernel of notebook 06 computes the transposed product: rows of weight are wgmma's M, rows of x its N. A tile has
-# 128 of each. Beside the thread that issues TMA loads, three **auxiliary warps** of the producer warpgroup load the
-# scales of a k-block, multiply those of x by that of the weight, and write these factors to the stage in shared memory.
-# The figure shows what a consumer thread needs of them. (It shows 24 columns; a tile has 128.)
+# 128 of each. A stage in shared memory has 128 bytes of k of these rows, and the factors of its k-block. Beside the
+# thread that issues TMA loads, three **auxiliary warps** of the producer warpgroup load scales and write factors, each
+# for every third stage: a warp waits until `empty` shows that the consumers have read the stage, writes, and arrives on
+# `full`, which also counts the bytes of TMA. The figure shows which factors one consumer thread reads, for 24 of the
+# 128 columns.
 
 # %%
 draw.factors(lane=5)
@@ -296,15 +297,15 @@ def one_scale(p):
 COLUMN_TIMES = times("bottleneck of columns", {"scales per column": per_column, "one scale": one_scale})
 
 # %% [markdown]
-# The difference is the cost of the scales. In the accumulators of a 64 x 128 product a thread has 2 rows and 32
-# columns. With rows of x as columns it loads 32 factors from shared memory per k-block, 128 bytes.
+# The difference is the cost of the scales. A thread accumulates 2 rows and 32 columns of a 64 x 128 product, so it
+# loads 32 factors from shared memory per k-block, 128 bytes.
 #
 # **Idea.** Make the rows of x the rows of wgmma, as DeepGEMM does (right side of the figure). A thread then needs two
-# scales of x, and one of weight for all its columns, because 128 rows of weight share it. The auxiliary warps write 128
-# scales of x and a few of weight, without a multiplication.
+# scales of x, and one of weight, because 128 rows of weight share it. The auxiliary warps write scales without
+# multiplying them.
 #
 # **Predicted gain.** The cost of the scales, in proportion to the bytes that a thread loads: 2 x 4 for x and 16 for
-# weight instead of 128.
+# weight (a vector of three scales, for the wider tile of step 3) instead of 128.
 
 # %%
 gain_us = (COLUMN_TIMES["scales per column"] - COLUMN_TIMES["one scale"]) * (1 - 24 / 128) if COLUMN_TIMES else 0
@@ -312,9 +313,8 @@ per_row = LAUNCHES["scales per row"]
 step("scales per row", per_row, after="scales per column", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Change.** Step 1 multiplies a stage as in the first function, with `values`, the 32 factors of a thread. The second
-# is the main loop of a consumer warpgroup from now on: `a` and `b` are the factors of the thread's two rows, for up to
-# three blocks of columns. `fma` promotes.
+# **Change.** Step 1 multiplies a stage as in the first function. The second is the main loop of a consumer warpgroup
+# from now on: `a` and `b` are the factors of the thread's two rows, for up to three blocks of columns.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 OLD = (
@@ -324,10 +324,10 @@ OLD = (
 Markdown(f"```python\n{dedent(OLD)}```\n```python\n{source_of(block_scale_parts.make_multiply_by_scales)}```")
 
 # %% [markdown]
-# **Explanation.** Both kernels have tiles of 128 x 128 and load the same weights. But step 1 splits the rows of a group
-# evenly over its tiles, and in step 2 all tiles but the last of a group have 128 rows. Short tiles take less time, so
-# CTAs that use the same weights drift apart, until the weights of one are no longer in L2 for the other; step 4
-# measures that. With as many rows in every group there are no short tiles:
+# **Explanation.** Step 1 splits the rows of a group evenly over its tiles, and wgmma's N can be 64 or 96 for smaller
+# ones: that is the advantage of the transposed product (notebook 06, step 6). Step 2 gives it up: in 15 of the 32
+# groups the last tile has 2 to 34 rows, and loads as many weights as a full one. In all there are 79 tiles of rows.
+# With 256 rows in every group there are 64, which shortens all three kernels:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 EVEN_STEPS = {"scales per column": per_column, "one scale": one_scale, "scales per row": per_row}
@@ -360,10 +360,10 @@ LOADS_128 = times("loads of 128 columns", {"scales per row": per_row, "loads alo
 
 # %% [markdown]
 # **Idea.** A larger tile loads fewer bytes per element of y. With few scales per thread, registers are left for a
-# product of 64 x 192: 96 for accumulators and 96 for wgmma's result. With 192 columns a thread needs three scales of
-# weight, one for each 64 columns, wherever in a scale block the tile begins.
+# product of 64 x 192: 96 for accumulators and 96 for wgmma's result. A thread needs three scales of weight, one for
+# each 64 columns.
 #
-# **Predicted gain.** The time of loads alone, times the share of bytes that are no longer sent from L2 to the SMs.
+# **Predicted gain.** The time of loads alone, times the share of bytes that L2 no longer sends to the SMs.
 
 # %%
 L2_BYTES = {columns: l2_to_sm_bytes(TIMED_ROWS, **TIMED, columns=columns) for columns in (128, 192)}
@@ -403,11 +403,9 @@ compute_192 = LAUNCHES["without loads"]
 PARTS = times("parts", {"192 columns": columns_192, "loads alone": loads_192, "without loads": compute_192}) or {}
 
 # %% [markdown]
-# Whichever takes longer is the limit, which depends on the GPU: see the end of this step. What do the loads wait for? A
-# variant of the kernel records when each tile is computed. The scheduler assigns tiles with the same weights to
-# neighbouring CTAs, which begin together. But tiles of a group's last rows take less time, so CTAs **drift** apart:
-# later, tiles with the same weights do not run at the same time. (In the simulator a step of its scheduler counts as a
-# microsecond.)
+# Whichever takes longer is the limit. To find what the loads wait for, a variant of the kernel records when each tile
+# is computed. CTAs that compute tiles with the same weights begin together, but tiles of a group's last rows take less
+# time, so CTAs **drift** apart: later, tiles with the same weights run at different times.
 
 
 # %%
@@ -425,8 +423,7 @@ draw.tile_times(TILES, 2 if SIMULATED else 12)
 
 # %% [markdown]
 # The **lag** of a tile of weights is the time between the first and the last start of a tile that reads it. A model of
-# L2 replays the trace: a tile reads its blocks evenly over its time, and the cache evicts the least recently used
-# block.
+# L2 replays the trace with LRU eviction; a tile reads its blocks evenly over its time.
 
 # %%
 L2 = 1 << 18 if SIMULATED else torch.cuda.get_device_properties(0).L2_cache_size
@@ -462,18 +459,20 @@ say(
 )
 
 # %% [markdown]
-# **Idea.** Bind together the tiles that share weights. A cluster of two CTAs computes a pair of tiles with the same
-# columns. Each CTA loads half of the weights of a stage and multicasts it into the shared memory of both. The two CTAs
-# release a stage together, so they cannot drift apart, and L2 sends the weights once instead of twice. A group's last
-# rows, if one tile holds them, are no pair; then the two CTAs compute neighbouring tiles of columns.
+# **Idea.** A cluster of two CTAs computes a pair of tiles with the same columns. Each CTA loads half of the weights of
+# a stage and multicasts it into the shared memory of both. A stage is overwritten only when both CTAs have released it,
+# so they cannot drift apart, and L2 sends the weights once instead of twice. If a group's last rows fit into one tile,
+# the two CTAs compute neighbouring tiles of columns.
 
 # %%
 draw.pairs(rows=300, n_tiles=4)
 
 # %% [markdown]
-# **Change.** Apart from the multicast, only the scheduler and the release of a stage change. A consumer warp that has
-# read a stage arrives at the empty barriers of both CTAs, because either may write the other's shared memory.
-# `get_pair` looks up a CTA's tile of a pair ([`scheduler_pairs.py`](../moe_numba/grouped_gemm/scheduler_pairs.py)).
+# **Change.** Apart from the multicast, only the scheduler and the release of a stage change: a consumer warp arrives at
+# the empty barriers of both CTAs, because either may write the other's shared memory. `policy` is the L2 eviction
+# policy of a load: `evict_last` for rows of x, and for weights if the configuration has `keep_weight`, else
+# `evict_first`. `get_pair` looks up a CTA's tile of a pair
+# ([`scheduler_pairs.py`](../moe_numba/grouped_gemm/scheduler_pairs.py)).
 
 # %%
 change(block_scale_parts.make_load_weight_of_one_cta, producer_block_scaled.make_load_weight)
@@ -483,8 +482,8 @@ SHOWN = kernel.make_release_stage, scheduler_pairs.count_pairs, scheduler_pairs.
 Markdown("```python\n" + "\n\n".join(map(source_of, SHOWN)) + "```")
 
 # %% [markdown]
-# **Predicted gain.** Loads alone shrink with the bytes from L2, and the kernel takes as long as loads or computing,
-# whichever takes longer, plus what it takes beyond that now. If computing is the limit already, nothing is gained.
+# **Predicted gain.** Loads alone shrink with the bytes from L2. The kernel gains as much as its limit falls, the longer
+# of loads and computing.
 
 # %%
 pairs = LAUNCHES["pairs of tiles"]
@@ -515,8 +514,10 @@ say(
 )
 
 # %% [markdown]
-# So these bytes do not limit the loads; the prediction holds because computing is the limit. Pairs save time where
-# loads are. An H100 has the same SMs, but less bandwidth of DRAM:
+# With 192 columns the bytes from L2 hardly limit the loads. (Step 3 does not show that they do: its wider tile also has
+# fewer stages.) The drift is gone, and the kernel is hardly faster, because computing is the limit. Drift does not
+# explain step 2 either. Pairs gain where loads are the limit, as on an H100, which has the same SMs, but less bandwidth
+# of DRAM:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 H100 = records.recorded("grouped_gemm_block_scales_ladder", "h100-80gb-hbm3") or {"rows": [], "diagnosis": {}}
@@ -533,16 +534,16 @@ say(
 # %% [markdown]
 # ### Step 5: the scales of four stages at once
 #
-# **Bottleneck.** The same kernel with ones instead of the loads of scales from global memory:
+# **Bottleneck.** The same kernel with all scales set to 1 and not loaded from global memory:
 
 # %%
 no_scale_loads = LAUNCHES["no scale loads"]
 SCALE_TIMES = times("scale loads", {"pairs of tiles": pairs, "no scale loads": no_scale_loads})
 
 # %% [markdown]
-# The loads are issued stages ahead, so their latency is hidden. They compete with wgmma for the L1/shared-memory data
-# path. `x_scale` is row-major, so each lane touches a different 128-byte line, and each line costs one **wavefront**.
-# wgmma operand reads and TMA writes use the same path. Per tile and stage:
+# A hypothesis: the latency of the loads is hidden, and their cost is that they compete with wgmma operand reads and TMA
+# writes for the L1/shared-memory data path. `x_scale` is row-major, so each lane touches a different 128-byte line, and
+# each line costs one **wavefront**. Per tile and stage:
 
 # %%
 STAGE_CLOCKS = 2 * 128 * 128 * LIMITS.tensor_clock * LIMITS.sm_count / LIMITS.tensor_flops["float8_e4m3fn"]
@@ -553,10 +554,9 @@ for columns in (128, 192):
 
 # %% [markdown]
 # **Idea.** The scales of a row are contiguous along k, so one load of 16 bytes fetches those of four stages, and
-# touches as many lines as a load of 4 bytes. Two warps with 64 rows each suffice. In this step `write` stores scales as
-# they are.
+# touches as many lines as a load of 4 bytes. Two warps with 64 rows each suffice.
 #
-# **Predicted gain.** Three of four wavefronts of scales disappear: three quarters of the difference above.
+# **Predicted gain.** If wavefronts are the cost, three quarters of the difference above.
 
 # %%
 by_four = LAUNCHES["scales of four stages"]
@@ -567,7 +567,8 @@ step("scales of four stages", by_four, after="pairs of tiles", predicted_gain_us
 Markdown(f"```python\n{source_of(block_scale_parts.make_scales_by_four)}```")
 
 # %% [markdown]
-# **Explanation.** Both steps, each with ones instead of its loads:
+# **Explanation.** A quarter of the wavefronts cost more than all of them before, so the hypothesis is wrong. Both
+# steps, each with all scales set to 1:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 FOUR = {"pairs of tiles": pairs, "no scale loads": no_scale_loads, "scales of four stages": by_four}
@@ -588,9 +589,8 @@ say(
 # %% [markdown]
 # ### Step 6: factors by producers
 #
-# **Bottleneck.** The consumer side: loading scales from shared memory into registers delays the first wgmma of each
-# stage. A kernel that loads scales once per tile, from its first stage, computes wrong results, but shows what this
-# costs. The second cell counts instructions of the main loop.
+# **Bottleneck.** Loading scales from shared memory into registers delays the first wgmma of each stage. A kernel that
+# loads scales once per tile computes wrong results, but shows what this costs.
 
 # %%
 once = LAUNCHES["scales loaded once"]
@@ -612,11 +612,10 @@ for name in ("scales of four stages", "factors by producers"):
     print(f"{name}: {count(name, 'LDS')} loads from shared memory, {count(name, 'FMUL')} multiplications")
 
 # %% [markdown]
-# **Idea.** The producers have time. For each row of x and each block of columns they write the product of the two
-# scales, four words per row, so that a consumer thread reads the factors of a row with one load of 16 bytes and
-# multiplies none.
+# **Idea.** The auxiliary warps are mostly idle. For each row of x and each block of columns they write the product of
+# the two scales, so that a consumer thread reads the factors of a row with one load of 16 bytes and multiplies none.
 #
-# **Predicted gain.** The difference above, times the share of these instructions that disappears.
+# **Predicted gain.** The difference above, times the share of loads and multiplications that disappears.
 
 # %%
 display(change(block_scale_parts.make_multiply_by_scales, block_scale_parts.make_multiply_by_factors))
@@ -630,7 +629,7 @@ gain_us = SAVED * (SHARED_TIMES["scales of four stages"] - SHARED_TIMES["scales 
 step("factors by producers", factors, after="scales of four stages", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Steps 5 and 6 belong together:
+# **Explanation.** The gain of step 6 mostly recovers the loss of step 5. Both together:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 FACTORS = {"pairs of tiles": pairs, "scales of four stages": by_four, "factors by producers": factors}
@@ -661,15 +660,15 @@ LATE = {"factors by producers": factors, "without loads": LAUNCHES["tested late,
 LATE_TIMES = times("factors without loads", LATE)
 
 # %% [markdown]
-# Computing takes most of the time, and more than the tensor cores need. A warp waits for the barrier of a stage,
-# loads its factors, and issues its wgmma. These three are dependent, and testing an mbarrier takes a shared-memory
-# round trip even when the stage is already full.
+# Computing takes most of the time, and more than the tensor cores need at this clock. At the lower clock under load
+# (end of this section) they take about 1.4 times as long, which is most of the time of the kernel without loads. A warp
+# waits for the barrier of a stage, loads its factors, and issues its wgmma. These three are dependent, and testing an
+# mbarrier takes a shared-memory round trip even when the stage is already full.
 #
 # **Idea.** Test the barrier of the next stage, without waiting, before the FFMAs: the result arrives while they are
-# executed. The diff has a second change: descriptors are not built for every stage, but advance by an addition.
+# executed. Also advance descriptors by an addition instead of building them for every stage.
 #
-# **Predicted gain.** That of the loop alone. Without loads neither loop ever waits for data, so that the difference
-# of their times is the loop's own:
+# **Predicted gain.** That of the loop alone, without loads, where neither loop ever waits for data:
 
 # %%
 EARLY = {"tested late": LAUNCHES["tested late, no loads"], "tested early": LAUNCHES["tested early, no loads"]}
@@ -684,16 +683,16 @@ step("barrier tested early", tested_early, after="factors by producers", predict
 # %% [markdown]
 # ### Step 8: look up the next tile ahead
 #
-# **Bottleneck.** In a trace, a tile begins when its first stage has arrived. What lies between two tiles of a CTA is
-# waiting: producers look up the size of a tile's group in global memory before they can load anything.
+# **Bottleneck.** In a trace, a tile begins when its first stage has arrived. Between two tiles a CTA waits: producers
+# look up the size of a tile's group in global memory before they can load.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 WAITING = keep("waiting", {"share": diagnoses.waiting_share(traced("traced early"))})
 say("CTAs wait for the first stage of a tile for {share:.1%} of their time.", share=(WAITING or {}).get("share"))
 
 # %% [markdown]
-# **Idea.** Look up the next tile in the middle of the current tile, when all stages are full: the producers have
-# nothing else to do then.
+# **Idea.** Look up the next tile in the middle of the current tile, when all stages are full and the producers are
+# idle.
 #
 # **Predicted gain.** All of this time.
 
@@ -706,8 +705,8 @@ gain_us = (WAITING or {}).get("share", 0) * (ladder.median_us("barrier tested ea
 step("look-up ahead", look_up, after="barrier tested early", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The trace of the new kernel, and both kernels with as many rows in every group. The wait is short in
-# both kernels, so that the step neither gains nor costs anything here:
+# **Explanation.** The wait is as short as before, so it was not the look-up of a group that CTAs wait for, and the step
+# neither gains nor costs anything here. The trace, and both kernels with as many rows in every group:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 AHEAD = keep("waiting after looking up ahead", {"share": diagnoses.waiting_share(traced("traced look-up"))})
@@ -728,15 +727,12 @@ no_store = LAUNCHES["no store"]
 STORE_TIMES = times("store", {"look-up ahead": look_up, "no store": no_store})
 
 # %% [markdown]
-# A warp writes 64 columns of its rows to a buffer, loads them as rows, stores them, and begins the next columns when
-# the loads are done. The tensor cores get no work from it meanwhile.
+# A warp stores 64 columns at a time through a buffer. The tensor cores get no work from it meanwhile.
 #
-# **Idea.** The buffer has rows of 128 bytes whose vectors are XORed with the row number: that is TMA's 128-byte
-# swizzle. So TMA can store the buffers, while the warp computes its next tile. Each warp then needs buffers for all of
-# its columns, which leaves shared memory for four stages instead of five. This is the last exchanged function.
+# **Idea.** The buffer has TMA's 128-byte swizzle, so TMA can store it while the warp computes its next tile. Each warp
+# then needs buffers for all of its columns, which leaves shared memory for four stages instead of five.
 #
-# **Predicted gain.** The difference, without the time to write y to DRAM, which remains; and if the fifth stage is not
-# missed.
+# **Predicted gain.** The difference, less the time to write y to DRAM, assuming that four stages suffice.
 
 # %%
 change(block_scale_parts.make_store_by_lanes, kernel_block_scaled.make_store)
@@ -775,28 +771,27 @@ for columns, computed in COMPUTED_COLUMNS.items():
     print(f"tiles of {columns}: {computed} columns for {TIMED['n']}, {stages_of_sm(columns):.0f} stages per SM")
 
 # %% [markdown]
-# **Idea.** A tile of 256 columns loads fewer bytes per multiplication. It has 128 accumulators per thread, which leave
-# no registers for a result of 256 columns. So a stage is computed in two halves of 128 columns, whose results use the
-# same registers. Each half lies in one block of scales, so a thread needs two factors per row. The price: a stage has
-# two dependent sequences of wgmma, wait and FFMAs instead of one, without an early test of the barrier, and shared
-# memory holds three stages.
+# **Idea.** A tile of 256 columns has 128 accumulators per thread, which leave no registers for a result of 256 columns.
+# So a stage is computed in two halves of 128 columns, whose results use the same registers. Each half lies in one block
+# of scales, so a thread needs two factors per row. The price: two dependent sequences of wgmma, wait and FFMAs per
+# stage, and shared memory for three stages only. `early_test` adds step 7's test of the next barrier.
 
 # %%
 change(kernel_block_scaled.make_multiply, kernel_block_scaled.make_multiply_halves)
 
 # %% [markdown]
-# The results of the two halves are never needed at the same time, but the compiler need not assign them the same
-# registers: where it does not, it spills accumulators in the main loop. `make_wgmma_tile(..., overwrite=True)` puts the
-# second result into the registers of the first. Instructions that access spilled registers in the main loop:
+# Where the compiler does not assign the same registers to both results, it spills accumulators in the main loop.
+# `make_wgmma_tile(..., overwrite=True)` puts the second result into the registers of the first. Instructions that
+# access spilled registers:
 
 # %%
 for name in ("256 columns, single", "registers by the compiler"):
     print(f"{name}: {count(name, 'STL', 'LDL')} of {len(LOOPS[name] or [])}")
 
 # %% [markdown]
-# Which tile is best depends on the rows per group, on how evenly rows are distributed, and on the GPU. The package has
-# a [table of measurements](../moe_numba/grouped_gemm/config_table.py) with one entry per problem, the best in the mean
-# over three distributions of rows. `group_gemm_blockwise_fp8` uses it.
+# `group_gemm_blockwise_fp8` uses a [table of measurements](../moe_numba/grouped_gemm/config_table.py) with one entry
+# per problem, the best in the mean over three distributions of rows. For this problem its tile is computed by single
+# CTAs, so the final kernel has none of step 4's pairs; the table uses pairs for other problems.
 #
 # **Predicted gain.** The time of the unused columns, if the package's tile for this problem has 256.
 
@@ -814,8 +809,7 @@ gain_us = (ladder.median_us("TMA store") or 0) * (1 - COMPUTED_COLUMNS[CHOSEN[0]
 step("final", package, after="TMA store", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Both widths, in pairs and by single CTAs, the latter also with the early test, and with more rows per
-# group; each column is interleaved:
+# **Explanation.** Both widths, in pairs and by single CTAs; the kernels of each column are interleaved:
 
 # %%
 MANY_TIMED_ROWS = topic.random_lengths(32, 32768).tolist()
@@ -868,8 +862,7 @@ say(
 # ### What limits it now
 #
 # Under load a GPU lowers its clock until it stays within its power limit. A kernel at the limit takes its energy
-# divided by that power, however well its instructions are scheduled. NVML counts the energy; here it is measured while
-# a kernel is launched again and again.
+# divided by that power. NVML counts the energy while a kernel is launched again and again:
 
 
 # %%
@@ -905,13 +898,14 @@ say(
 )
 
 # %% [markdown]
-# Three further ideas were tried on an H200 and are not shown, because none was faster: zeros instead of the next
-# group's rows behind the last rows of a group, which should cost less energy (a tensor map of all windows of 64 rows,
-# in which a load begins so that the window ends with the group); pairs of CTAs that share rows of x instead of weights;
-# and loading the next scales two stages earlier, for which the producer warps have too few registers.
+# From `192 columns` to `TMA store` and `final`, energy and time fall by similar shares, as expected at the power limit.
+# DeepGEMM's kernel is faster still (first output of this notebook); which of its differences matters has not been
+# measured.
 #
-# Wrong kernels must be rejected: a thread's two rows with exchanged scales, and the two diagnoses above that load no
-# scales, or only those of the first stage.
+# Zeros instead of the next group's rows in a group's last tile, pairs that share rows of x, and earlier loads of scales
+# were also tried on an H200, without gain.
+#
+# Wrong kernels must be rejected: one that exchanges the scales of a thread's two rows, and two diagnoses from above.
 
 # %%
 WRONG = "rows exchanged", "no scale loads", "scales loaded once"
@@ -950,11 +944,11 @@ say(
 # ## 3. 4-bit weights: the problem
 #
 # MXFP4 stores a weight in 4 bits, **e2m1**: sign, two bits of exponent, one of mantissa. Its magnitudes are 0, 0.5, 1,
-# 1.5, 2, 3, 4 and 6. 32 consecutive elements of k share a scale, a power of two in one byte (UE8M0). x is bfloat16.
-# Tensor cores of Hopper do not multiply 4-bit numbers, so weights must become bfloat16 on their way.
+# 1.5, 2, 3, 4 and 6. 32 consecutive elements of k share a scale, a power of two in one byte (UE8M0), which makes 4.25
+# bits per weight. x is bfloat16. Tensor cores of Hopper do not multiply 4-bit numbers, so weights must become bfloat16.
 #
-# With few rows per group the time is that of reading the weights, and MXFP4 has 4.25 bits per weight. The first problem
-# has 128 rows in 32 groups, the second 2048.
+# With few rows per group the time is that of reading the weights. The first problem has 128 rows in 32 groups, the
+# second 2048.
 
 # %%
 FOUR_N, FOUR_K = (128, 128) if SIMULATED else (4096, 7168)
@@ -1025,8 +1019,7 @@ four_step("torch", mxfp4_in_torch, slow=True)
 #
 # ### Step 1: dequantise, then a bfloat16 GEMM
 #
-# **Idea.** The simplest way without a new GEMM: a kernel decodes all weights to bfloat16, and the grouped GEMM of the
-# package reads those.
+# **Idea.** A kernel decodes all weights to bfloat16, and the grouped GEMM of the package reads those.
 #
 # **Prediction.** The bytes of both kernels at the rate of a copy: codes are read, decoded weights written and read.
 
@@ -1057,31 +1050,31 @@ say(
 # %% [markdown]
 # ### Step 2: decode in the consumer
 #
-# **Bottleneck.** Decoded weights cross the memory bus twice, and have almost four times as many bytes as the codes.
+# **Bottleneck.** Decoded weights cross the memory bus twice, and are 3.8 times as large as the codes.
 #
 # **Idea.** Let the consumers of the GEMM decode. Codes arrive in shared memory in **weight tiles** of 64 rows by 64
 # elements of k: 2048 bytes of codes and 128 bytes of scales, contiguous in memory, so that one `cp.async.bulk` copies a
-# tile. wgmma takes its A operand from registers. So the kernel stays transposed: rows of weight are A. A thread needs
-# 32 weights of a tile, in 16 registers. It loads their codes, decodes them, and issues four wgmmas with 16 elements of
-# k each. Two sets of registers alternate: while the wgmmas of one set run, the thread decodes the other.
+# tile. wgmma takes its A operand from registers, so rows of weight are A. A thread decodes its 32 weights of a tile
+# into 16 registers, and issues four wgmmas with 16 elements of k each. Two sets of registers alternate: while the
+# wgmmas of one set run, the thread decodes the other (`make_overlapped_loop` in
+# [`mainloop_w4.py`](../moe_numba/grouped_gemm/mainloop_w4.py)).
 #
-# In this step the codes of a tile are in the order of rows. Two neighbouring codes of a register are one byte:
+# In this step the codes of a tile are in the order of rows, two neighbouring codes of a register in one byte:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown(f"```python\n{source_of(mxfp4.make_load_tile_by_bytes)}```")
 
 # %% [markdown]
-# A code is decoded as its definition says: exponent and mantissa become a number, which is multiplied by the scale of
-# its block and converted to bfloat16.
+# Decode a code by its definition: multiply its number by the scale of its block, and convert to bfloat16.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 parts = mxfp4.value_of, mxfp4.decode_byte, mxfp4.decode_step, mxfp4.decode_tile_by_value
 Markdown("```python\n" + "\n\n".join(map(source_of, parts)) + "```")
 
 # %% [markdown]
-# **Predicted gain.** The new kernel reads the codes only. But each thread executes many instructions, of which an SM
-# issues one per clock on each of its four schedulers. The compiler's output shows how many there are per weight tile,
-# without those of a kernel that loads 16 bytes and decodes nothing:
+# **Predicted gain.** The new kernel reads the codes only. But each of an SM's four schedulers issues one instruction
+# per clock. The compiler's output shows the instructions per weight tile of the new kernel (not of step 1's), without
+# those of a kernel that loads 16 bytes and decodes nothing:
 
 # %%
 WAYS = "bytes, by value", "16 bytes, by value", "16 bytes, shift and mask"
@@ -1106,9 +1099,9 @@ gain_us = (four.median_us("dequantise first") or bound_us) - bound_us
 four_step("decode in the consumer", in_rows, after="dequantise first", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** A kernel that does not decode passes the words of codes to wgmma as they are. What it saves is what
-# decoding costs. That is more than issuing the instructions takes: a scheduler does not issue one in every clock,
-# because instructions wait for earlier ones, and under load the clock is below the highest one.
+# **Explanation.** A kernel that passes the codes to wgmma as they are shows that decoding costs more than issuing its
+# instructions. Two likely reasons: instructions wait for earlier ones, and under load the clock is below the highest
+# one.
 
 # %%
 not_decoded = mxfp4.StepLaunch(FEW_ROWS, "in_fragments", "not decoded")
@@ -1118,9 +1111,8 @@ DECODING_TIMES = times("without decoding", DECODING, FEW_ROWS, four)
 # %% [markdown]
 # ### Step 3: the order of fragments
 #
-# **Bottleneck.** A thread loads its codes of a tile one byte at a time and assembles them. Eight lanes read the same
-# column of eight rows, 32 bytes apart, so two rows share each bank. Two kernels that do not decode show what this costs
-# where nothing hides it:
+# **Bottleneck.** A thread loads its codes byte by byte. Eight lanes read the same column of eight rows, 32 bytes apart,
+# so two rows share each bank. Two kernels that do not decode show what this costs where nothing hides it:
 
 # %%
 LOADED = {"rows": mxfp4.StepLaunch(FEW_ROWS, "in_rows", "rows, not decoded"), "fragments": not_decoded}
@@ -1128,8 +1120,8 @@ LOADED_TIMES = times("loads without decoding", LOADED, FEW_ROWS, four)
 draw.tile_bytes(lane=5)
 
 # %% [markdown]
-# **Idea.** Weights are packed once, when a model is loaded. Pack the codes of a tile in the order in which threads need
-# them: 16 consecutive bytes for each thread, loaded by one instruction without bank conflicts.
+# **Idea.** When a model is loaded, pack the codes of a tile in the order in which threads need them: 16 consecutive
+# bytes for each thread, loaded by one instruction without bank conflicts.
 #
 # **Predicted gain.** The instructions that are no longer issued.
 
@@ -1142,18 +1134,18 @@ gain_us = issue_us(WAYS[0]) - issue_us(WAYS[1])
 four_step("order of fragments", in_fragments, after="decode in the consumer", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The step is slower. The instructions that are saved are not the limit; those that decode are:
+# **Explanation.** The step is slower, although a thread issues fewer instructions, so the model of instruction issue
+# does not hold here; the cause is not known. With 2048 rows the step is faster. Almost all of the time is decoding:
 
 # %%
 ORDERS = {"in rows": in_rows, "in fragments": in_fragments, "not decoded": not_decoded}
 ORDER_TIMES = times("fragments", ORDERS, FEW_ROWS, four)
 
 # %% [markdown]
-# The order is a precondition of step 4, where little is left of decoding: what loads by bytes would cost there, the two
-# kernels of the bottleneck show.
+# Step 4 needs this order, because little is left of decoding there.
 #
 # **Exercise 3.** In which thread of the warpgroup, in which of its 16 bytes and in which half is the code of a row and
-# a column? `pack_fragments` has the answer in the form of one permutation.
+# a column? `pack_fragments` has the answer as one permutation.
 
 # %%
 place_of = ...  # your answer: lambda row, column: (thread, byte, half), with half 0 for the low one
@@ -1162,18 +1154,19 @@ exercise("grouped_gemm_scales-3").check(place_of)
 # %% [markdown]
 # ### Step 4: shift, mask, multiply
 #
-# **Bottleneck.** Instruction issue: in step 3 decoding takes most of the instructions counted above.
+# **Bottleneck.** Decoding by value: it has most of the instructions counted above, and many depend on the one before.
 #
-# **Idea.** The bits of a code are already a bfloat16, if they are put in the right place: the sign at the top, the
-# other three bits across the border of exponent and mantissa.
+# **Idea.** The bits of a code are a bfloat16 if they are put in the right place: the sign at the top, the other three
+# in the two low exponent bits and the top mantissa bit.
 
 # %%
 draw.decoding(0b1101)
 
 # %% [markdown]
-# A register of two codes takes a shift, an AND (`fields`) and a multiplication of both halves (`mul.bf16x2`), which
-# applies the scale at the same time. 2^126 times a scale may exceed the range of bfloat16, so the multiplication has
-# a part of the exponent and the epilogue the rest:
+# A register of two codes needs a shift, an AND (`fields`) and one `mul.bf16x2`, which also applies the scale. With the
+# exponents' biases, 127 of bfloat16 and 1 of e2m1, the bits are the number times 2^-126. But 2^126 times a scale of 4
+# or more exceeds the range of bfloat16. So the multiplication applies the scale times 2^94, and the epilogue multiplies
+# y by 2^32. Scales from 2^-93 to 2^33 then neither overflow nor become subnormal:
 
 # %%
 SPLIT = packing_mxfp4.EXPONENT_OFFSET, packing_mxfp4.RESULT_EXPONENT
@@ -1182,11 +1175,17 @@ Markdown(f"```python\n{source_of(mxfp4.decode_block)}```")
 
 # %% [markdown]
 # Two words of codes, `a` and `b`, become eight registers. `fields` reads 8 bits of 32, at other places for each shift:
-# `a`, `a << 6` and `rotr(a, 4)` have three registers in 24 different bits of `a`. 8 bits of `a` and 8 of `b` are left,
-# not at the distances that one shift needs, so the fourth and the eighth register take some of their bits from `a` and
-# the others from `b`. The XOR of two shifted words also has bits of other registers at these places. They are known
-# when weights are packed, so packing sets the left bits such that the XOR comes out right
-# ([`packing_mxfp4.py`](../moe_numba/grouped_gemm/packing_mxfp4.py)):
+#
+# | register | its bits of `a` |
+# |---|---|
+# | `a` | 31, 24:22, 15, 8:6 |
+# | `a << 6` | 25, 18:16, 9, 2:0 |
+# | `rotr(a, 4)` | 28:26, 19, 12:10, 3 |
+# | left | 30:29, 21:20, 14:13, 5:4 |
+#
+# The 8 bits left in `a` and in `b` are not at the distances that one shift needs, so the fourth and the eighth register
+# are each the XOR of two shifted words. The XOR also has bits of other registers at these places, so packing sets the
+# left bits such that the XOR comes out right ([`packing_mxfp4.py`](../moe_numba/grouped_gemm/packing_mxfp4.py)):
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown(f"```python\n{source_of(packing_mxfp4._pack_codes)}```")
@@ -1211,11 +1210,11 @@ print(f"decoding: {LEFT_US:.1f} us")
 # %% [markdown]
 # ### Step 5: four consumer warpgroups, the package's tile
 #
-# **Bottleneck.** Few instructions decode a tile, but each needs the result of the one before: load, shift, mask,
-# multiply, wgmma. With two consumer warpgroups a scheduler has two warps that decode, and idles while both wait.
+# **Bottleneck.** Few instructions decode a tile, but each needs the result of the one before. With two consumer
+# warpgroups a scheduler has two warps that decode, and idles while both wait.
 #
 # **Idea.** `group_gemm_mxfp4` takes its tile from a table of measurements. Four warpgroups have twice as many warps
-# that decode. (The steps that decode by value have too few registers for that.)
+# that decode. Each computes 64 columns of y, so a tile has 256.
 
 # %%
 FOUR_TILE = measured_config("mxfp4", TIMED["n"], TIMED["k"], 32, FEW_AVERAGE)
@@ -1223,7 +1222,7 @@ for name, config in (("steps", mxfp4.config_of(FEW_AVERAGE)), ("package", FOUR_T
     print(f"{name}: {config.warpgroups} consumer warpgroups, {config.stages} stages, {config.subtile_m} rows of x")
 
 # %% [markdown]
-# **Predicted gain.** What is left of decoding, if the package has four warpgroups: at most that can be hidden.
+# **Predicted gain.** What is left of decoding, if the package has four warpgroups.
 
 
 # %%
@@ -1235,7 +1234,8 @@ gain_us = LEFT_US if FOUR_TILE.warpgroups == 4 else 0
 four_step("final", package_mxfp4, after="shift, mask, multiply", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The kernel that does not decode has two warpgroups, too. What is left of decoding is hidden:
+# **Explanation.** What is left of decoding is hidden. The kernel that does not decode has two warpgroups and more
+# stages, so it is no lower bound for one with four:
 
 # %%
 FINAL = {"shift, mask, multiply": by_masks, "final": package_mxfp4, "not decoded": not_decoded}
@@ -1250,8 +1250,8 @@ decode_two = ...  # your answer: lambda byte: ... (a 32-bit integer)
 exercise("grouped_gemm_scales-4").check(decode_two)
 
 # %% [markdown]
-# Wrong layouts must be rejected: bytes of the two rows of a thread exchanged with those of its two column halves, and
-# the two codes of a byte exchanged.
+# Wrong layouts must be rejected: a thread's rows exchanged with its column halves, and the two codes of a byte
+# exchanged.
 
 # %%
 CODES = FEW_ROWS.in_fragments[..., :2048].unflatten(-1, (-1, 2, 2)), FEW_ROWS.in_fragments[..., 2048:]
@@ -1273,8 +1273,7 @@ four.plot(floor_us=FOUR_FLOOR_US, without=("torch", *WRONG_CODES))
 # %% [markdown]
 # ### 64 rows per group
 #
-# With 2048 rows the same steps use tiles of 128 rows of x. Each weight tile is decoded once per tile of rows, and
-# tensor cores have 16 times as much to do.
+# With 2048 rows the same steps use tiles of 128 rows of x. Each weight tile is decoded once per tile of rows.
 
 # %%
 MANY_STEPS = {
@@ -1308,13 +1307,16 @@ say(
 )
 
 # %% [markdown]
+# **Conclusion.** With few rows the time is that of reading the codes, and 4-bit weights are faster than FP8. With 64
+# rows per group they are not: the FP8 kernel of notebook 06 (`final`, 2048 tokens) takes slightly less time, and MXFP4
+# saves memory only. What limits the kernel there has not been measured.
+#
 # ## 5. Sources
 #
 # - DeepSeek: [DeepGEMM](https://github.com/deepseek-ai/DeepGEMM), whose FP8 kernel has rows of x as wgmma's rows.
-# - DeepSeek-AI: *DeepSeek-V3 Technical Report*, 2024, section 3.3: block scales and promotion.
-# - Open Compute Project: *OCP Microscaling Formats (MX) Specification 1.0*, for e2m1, UE8M0 and blocks of 32.
-# - NVIDIA: *PTX ISA*, the fragments of `wgmma` with A in registers, and `cp.async.bulk.tensor` with multicast.
-# - [Marlin](https://github.com/IST-DASLab/marlin), which packs 4-bit integers in the order of fragments and decodes them
-#   with few instructions.
+# - DeepSeek-AI: *DeepSeek-V3 Technical Report*, 2024, section 3.3.
+# - Open Compute Project: *OCP Microscaling Formats (MX) Specification 1.0*.
+# - NVIDIA: *PTX ISA*, `wgmma` with A in registers and `cp.async.bulk.tensor` with multicast.
+# - [Marlin](https://github.com/IST-DASLab/marlin), which packs 4-bit integers in the order of fragments.
 # - The kernels: [`kernel_block_scaled.py`](../moe_numba/grouped_gemm/kernel_block_scaled.py),
 #   [`kernel_w4.py`](../moe_numba/grouped_gemm/kernel_w4.py).
