@@ -233,7 +233,7 @@ def test_the_readmes_block_with_and_without_a_record(record, monkeypatch, is_rec
     table = readme.blocks()["README.md"]["older_gpus"]
     assert table == (older_gpus.readme_table(record) if is_recorded else "")
     page = (records.repository() / "README.md").read_text()
-    section = readme.replace_block(page, "older_gpus", table).split("## Which GPUs")[1].split("\n## ")[0]
+    section = readme.replace_block(page, "older_gpus", table).split("### Kernels for older GPUs")[1].split("\n##")[0]
     assert table in section and "<!-- older_gpus:begin -->" in section
 
 
