@@ -74,7 +74,7 @@ def joined(us: Iterable[float | None]) -> str | None:
 
 @dataclass(frozen=True)
 class RecordedTimes:
-    """What a record has of one model, for several numbers of tokens; without a record all times are None."""
+    """Recorded times of one model for several numbers of tokens; without a record all are None."""
 
     record: dict | None
     model: str

@@ -61,14 +61,18 @@ def provenance(record: dict, verb: str = "recorded on") -> str:
     return ", ".join([*parts, record["date"][:10]])
 
 
-def carried_over(record: dict, label: Callable[[dict], str]) -> str:
+def with_commit(measured: dict) -> str:
+    """Return "with commit 1a2b3c4, 2026-11-20" of a row's field ``measured``."""
+    return f"with commit {measured['commit'][:7]}, {measured['date'][:10]}"
+
+
+def other_commits(record: dict, label: Callable[[dict], str]) -> str:
     """Return "; LABEL with commit 1a2b3c4, 2026-11-20" for the rows of earlier records, or nothing."""
-    found: dict = {}
+    found: dict = {}  # when -> labels, each once
     for row in record["rows"]:
         if measured := row.get("measured"):
-            labels = found.setdefault((measured["commit"][:7], measured["date"][:10]), [])
-            labels += [] if label(row) in labels else [label(row)]
-    return "".join(f"; {' and '.join(of)} with commit {commit}, {date}" for (commit, date), of in found.items())
+            found.setdefault(with_commit(measured), {})[label(row)] = None
+    return "".join(f"; {' and '.join(labels)} {when}" for when, labels in found.items())
 
 
 def ladder_figure(

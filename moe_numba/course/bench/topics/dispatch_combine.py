@@ -140,10 +140,7 @@ def readme_table(record):
             times = bold_best([f"{row['kernel_us']['median']:.0f}" for row in found])
             lines.append(f"| {tokens} | {' | '.join(times)} |")
     lines.append("")
-    caption = plots.provenance(record)
-    for ranks in numbers:
-        if (then := _as_of(record, ranks)) != record:
-            caption += f"; {ranks} GPUs with commit {then['commit'][:7]}, {then['date'][:10]}"
+    caption = plots.provenance(record) + plots.other_commits(record, lambda row: f"{row['config']['ranks']} GPUs")
     lines.append(
         f"Median kernel time of the slowest rank, microseconds; few tokens: dispatch and combine together; {caption}."
     )

@@ -63,7 +63,7 @@ def readme_table(record):
         cells += [_cell(steps.get(PACKED))] * has_packed
         lines.append(f"| {model}, {layers} layers | {tokens} | {context} | {' | '.join(cells)} |")
     version = next((row["version"] for row in record["rows"] if "version" in row), "")
-    provenance = plots.provenance(record) + plots.carried_over(record, lambda row: row["config"]["model"])
+    provenance = plots.provenance(record) + plots.other_commits(record, lambda row: row["config"]["model"])
     text = (
         "Microseconds of a forward pass in a CUDA graph and, in brackets, called eagerly until the GPU has finished. "
         "The models have random weights in bfloat16. Up to 64 tokens are decoded, one per sequence; the column context "

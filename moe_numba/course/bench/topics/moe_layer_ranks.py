@@ -139,10 +139,9 @@ def about_layers():
         "Median time of the slowest rank in a CUDA graph, microseconds; our fastest layer is bold. Each GPU has "
         "32 of DeepSeek-V3's experts in FP8 with block scales, and each token 8 experts of all GPUs, drawn "
         'uniformly at random. "Whole layer" is dispatch through rings in bfloat16, experts and combine; "low '
-        'latency" are the two kernels for decoding; "combine during the sum" sends the first sums of the experts\''
-        " rows while the last ones "
-        f"are computed. The last two columns are published times of a layer of this shape on {PREDICTED} H200 "
-        f"([DeepGEMM, pull request 352]({SOURCE}))."
+        'latency" are the two kernels for decoding; "combine during the sum" sends the first sums of the experts\' '
+        f"rows while the last ones are computed. The last two columns are published times of a layer of this shape on "
+        f"{PREDICTED} H200 ([DeepGEMM, pull request 352]({SOURCE}))."
     )
 
 
@@ -182,7 +181,7 @@ def _comparison(record):
 
 def readme_table(record):
     """Return two tables, of the layers and of their parts, and what they show."""
-    of_others = plots.carried_over(record, lambda row: f"{row['config']['ranks']} GPUs")
+    provenance = plots.provenance(record) + plots.other_commits(record, lambda row: f"{row['config']['ranks']} GPUs")
     return "\n".join(
         [
             layers_table(record),
@@ -192,6 +191,6 @@ def readme_table(record):
             parts_table(record),
             "",
             'The parts of "whole layer", each alone; and this layer with a shared expert, computed first, or on a '
-            f"stream concurrently with dispatch and experts; {plots.provenance(record)}{of_others}.",
+            f"stream concurrently with dispatch and experts; {provenance}.",
         ]
     )

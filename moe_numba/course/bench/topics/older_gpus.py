@@ -94,7 +94,7 @@ def _caption(record):
     if exchange:
         text += f" Dispatch and combine: {exchange['config']['num_sms']} SMs, the slower rank"
         if measured := exchange.get("measured"):
-            text += f", with commit {measured['commit'][:7]}, {measured['date'][:10]}"
+            text += f", {plots.with_commit(measured)}"
         text += "."
     provenance = plots.provenance(record)
     return f"{text} {provenance[0].upper()}{provenance[1:]}."
