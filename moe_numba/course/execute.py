@@ -179,8 +179,17 @@ def progress():
 
 
 # Folded cells, which Jupyter shows without their code, keep it below a summary line.
+# The theme shows code in Markdown outputs, such as listings and diffs, in the font of prose.
 _TEMPLATE = """
 {%- extends "lab/index.html.j2" -%}
+{%- block extra_css -%}
+{{ super() }}
+<style>
+.jp-OutputArea-output .highlight pre {
+  font-family: var(--jp-code-font-family); font-size: var(--jp-code-font-size); white-space: pre; overflow-x: auto;
+  margin-bottom: 1em }
+</style>
+{%- endblock extra_css -%}
 {%- block input -%}
 {%- if cell.metadata.get("jupyter", {}).get("source_hidden") -%}
 <details class="folded"><summary>code</summary>{{ super() }}</details>
