@@ -39,7 +39,7 @@ def functions(gpu: GPU) -> list[Support]:
         needs = "needs compute capability {}.{}".format(*OLDEST)
         return [Support(name, False, needs) for name in _FUNCTIONS]
     return [
-        Support(name, not path.startswith("needs"), path)
+        Support(name, not path.startswith("not supported"), path)
         for name, choose in _FUNCTIONS.items()
         for path in [choose(gpu)]
     ]
@@ -84,6 +84,9 @@ def _ranges(numbers, archs):
     return ", ".join(parts)
 
 
+_NEEDS_WGMMA = "not supported: needs compute capability 9.0 (wgmma)"
+
+
 def _has(gpu, instruction):
     return gpu.capability >= needed_by(instruction)
 
@@ -115,27 +118,29 @@ def _grouped_gemm(gpu):
         return "TMA, wgmma and clusters"
     if _has(gpu, "cp.async"):
         return "mma.sync and cp.async"
-    return "needs compute capability {}.{}: cp.async".format(*needed_by("cp.async"))
+    return "not supported: needs compute capability {}.{} (cp.async)".format(*needed_by("cp.async"))
 
 
 def _grouped_gemm_w4(gpu):
-    return "TMA and wgmma" if gpu.has_wgmma else "needs compute capability 9.0: wgmma"
+    return "TMA and wgmma" if gpu.has_wgmma else _NEEDS_WGMMA
 
 
 def _k_grouped_gemm(gpu):
-    return "TMA, wgmma and clusters" if gpu.has_wgmma else "needs a Hopper GPU: wgmma"
+    return "TMA, wgmma and clusters" if gpu.has_wgmma else _NEEDS_WGMMA
 
 
 def _activations(gpu):
     if gpu.has_wgmma:
         return "TMA, wgmma and clusters"
-    return "needs compute capability 9.0: wgmma (silu in FP8 does not)"
+    if _has(gpu, "cp.async"):
+        return f"{_NEEDS_WGMMA}, except for silu in FP8 without a bias"
+    return _grouped_gemm(gpu)
 
 
 def _moe_layer(gpu):
     if _has(gpu, "cp.async"):
         return _dependent_launch(gpu)
-    return f"{_dependent_launch(gpu)}; fused_experts needs the grouped GEMM"
+    return f"{_dependent_launch(gpu)}; fused_experts is not supported (needs the grouped GEMM)"
 
 
 _FUNCTIONS = {

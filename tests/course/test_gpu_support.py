@@ -127,7 +127,7 @@ def differences(table, chosen):
         isinstance(launches, str) or ("without" not in layer) == launches[0]["dependent"]
     ):
         wrong.append("experts of a layer")
-    if refused and not all(part in chosen["grouped GEMM"] for part in path.removeprefix("needs ").split(": ")[1:]):
+    if refused and path.partition("(")[2].rstrip(")") not in chosen["grouped GEMM"]:  # the instruction that it lacks
         wrong.append("grouped GEMM")
     runs, path = paths["4-bit grouped GEMM"]
     if runs == isinstance(chosen["4-bit grouped GEMM"], str):

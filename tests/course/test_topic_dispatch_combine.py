@@ -78,7 +78,7 @@ def test_the_table_has_a_column_per_group_size(record):
     lines = exchange.readme_table(record).splitlines()
     assert lines[0] == "| 4096 tokens each | 2 GPUs | 4 GPUs |"
     assert lines[2] == "| dispatch, bfloat16, 24 SMs | 224 us, 224 GB/s | 424 us, 274 GB/s |"
-    assert lines[4] == "| dispatch into an output, bfloat16, 24 SMs | 226 us, 226 GB/s | 426 us, 276 GB/s |"
+    assert lines[4] == "| dispatch into an output, bfloat16, 16 SMs | 226 us, 226 GB/s | 426 us, 276 GB/s |"
     assert lines[6] == "| combine, bfloat16, 24 SMs | 228 us, 228 GB/s | 428 us, 278 GB/s |"
     assert lines[7].startswith("| dispatch into an output, bfloat16, 12 SMs | 214 us, 214 GB/s |")
     assert lines[8].endswith("| 299 us, 200 GB/s | 499 us, 250 GB/s |"), "with counts"

@@ -132,7 +132,7 @@ def test_peers_are_measured_in_the_formats_that_they_serve(monkeypatch, device):
     assert all(row["version"] == "1.2" and row["floor_us"] for row in rows if row["step"] == "peer:Other")
     record = {"topic": "moe_layer", **ABOUT, "sources": {"a": "b"}, "rows": rows}
     lines = moe_layer.readme_table(record).splitlines()
-    assert "| speed of light | Other |" in lines[0] and "Other projects: Other 1.2;" in lines[-1]
+    assert "| speed of light | Other |" in lines[0] and "Other projects: Other (1.2);" in lines[-1]
     figures = moe_layer.figures(record)
     assert list(figures) == ["layers", "layers-other"]
     assert not any(map(misplaced, figures.values()))

@@ -114,7 +114,7 @@ def test_figure_and_tables():
     lines = moe_layer_ranks.readme_table(record).splitlines()
     assert lines[0] == "| GPUs, tokens on each | whole layer | DeepGEMM's mega-MoE | DeepEP and DeepGEMM |"
     assert lines[2] == "| 2, 8 | **198** |  |  |"
-    assert "for 8: 8: 373, 64: " in lines[6] and "faster" not in lines[6] and "brackets" not in lines[6]
+    assert "rows, by tokens on each GPU: 8: 373, 64: " in lines[6] and "faster" not in lines[6] and "brackets" not in lines[6]
     assert lines[8] == "| GPUs, tokens on each | dispatch | experts | combine | sum of the parts |"
     assert lines[10] == "| 2, 8 | 36.0 | 100 | 62.0 | 198 |"
     assert "NVIDIA Toy" in lines[-1]
@@ -133,5 +133,5 @@ def test_tables_with_the_published_group_size():
         "DeepGEMM's mega-MoE is faster with 64 and 512 tokens. DeepEP and DeepGEMM is faster with 64 and 512 tokens."
         in text
     )
-    assert "for 8 (measured in brackets): 8: 373 (198), 64: " in text
+    assert "with the measured time in brackets, by tokens on each GPU: 8: 373 (198), 64: " in text
     assert moe_layer_ranks.fastest(record, 8, 8) == 198 and moe_layer_ranks.fastest(record, 4, 8) is None

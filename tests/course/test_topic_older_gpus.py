@@ -178,14 +178,14 @@ def test_the_record_is_valid(record):
 
 def test_the_table_compares_both_paths_and_torch_of_the_same_run(record):
     lines = older_gpus.readme_table(record).splitlines()
-    assert lines[0] == "| operation | size | path of 8.0 | compared with | ratio |"
+    assert lines[0] == "| operation | size | path for 8.0 | compared with | ratio |"
     assert lines[2] == "| `group_gemm_bf16` | 8192 x 8192 x 8192 | 2500 | 1750 (torch.mm) | 0.70 |"
-    assert lines[3] == "| `group_gemm_bf16` | 8192 x 8192 x 8192 | 2500 | 1500 (path of 9.0) | 0.60 |"
+    assert lines[3] == "| `group_gemm_bf16` | 8192 x 8192 x 8192 | 2500 | 1500 (path for 9.0) | 0.60 |"
     assert lines[4] == "| `group_gemm_bf16` | 8192 x 8192 x 8192, alone | 2250 | 1550 (torch.mm) | 0.69 |"
-    assert lines[5] == "| `group_gemm_bf16` | 8192 x 8192 x 8192, alone | 2250 | 1350 (path of 9.0) | 0.60 |"
-    assert lines[6] == "| `group_gemm_bf16` | 32 groups of 1 row | 251 | 151 (path of 9.0) | 0.60 |"
-    assert lines[17] == "| `group_gemm_blockwise_fp8` | 32 groups of 256 rows | 508 | 408 (path of 9.0) | 0.80 |"
-    assert lines[18] == "| dispatch, bfloat16 | 4096 tokens on each of 2 GPUs | 400 | 300 (path of 9.0) | 0.75 |"
+    assert lines[5] == "| `group_gemm_bf16` | 8192 x 8192 x 8192, alone | 2250 | 1350 (path for 9.0) | 0.60 |"
+    assert lines[6] == "| `group_gemm_bf16` | 32 groups of 1 row | 251 | 151 (path for 9.0) | 0.60 |"
+    assert lines[17] == "| `group_gemm_blockwise_fp8` | 32 groups of 256 rows | 508 | 408 (path for 9.0) | 0.80 |"
+    assert lines[18] == "| dispatch, bfloat16 | 4096 tokens on each of 2 GPUs | 400 | 300 (path for 9.0) | 0.75 |"
     assert lines[22].startswith("| combine, bfloat16 | 4096 tokens on each of 2 GPUs | 404 | 304 ")
     assert len(lines) == 2 + 4 + 12 + 5 + 2 and "notify" not in lines[-1]
     assert "a weight of 4096 x 7168" in lines[-1] and "24 SMs, the slower rank. Recorded on NVIDIA Toy" in lines[-1]
@@ -215,7 +215,7 @@ def test_the_figure_has_a_mark_per_path(record):
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert len(labels) == 14 + 5 and labels[0] == "group_gemm_bf16, 8192 x 8192 x 8192"
     assert len(marks(axes)) == 2 * 19 + 2
-    assert {"path of 8.0", "path of 9.0", "torch.mm", "2500", "1750"} <= {text.get_text() for text in axes.texts}
+    assert {"path for 8.0", "path for 9.0", "torch.mm", "2500", "1750"} <= {text.get_text() for text in axes.texts}
 
 
 def test_rows_of_two_gpus_are_kept_on_one(record, monkeypatch):

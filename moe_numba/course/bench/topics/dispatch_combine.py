@@ -8,6 +8,7 @@ import torch
 from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.tables import bold_best
 from moe_numba.course.bench.topics import dispatch_combine_measure
+from moe_numba.expert_parallel.config import num_direct_senders
 
 NUMBERS_OF_RANKS = (2, 4, 8)
 
@@ -109,7 +110,11 @@ def figures(record):
 def readme_table(record):
     """Format kernel time and wire bandwidth per group size, then dispatch and combine of few tokens."""
     numbers, few = numbers_of_ranks(record), dispatch_combine_measure.MAIN_SMS
-    rows = {f"{name}, {few} SMs": (wanted, few) for name, wanted in STEPS.items()}
+    direct = num_direct_senders(few)  # the most that a direct write launches
+    rows = {
+        f"{name}, {direct if wanted['step'] == 'to output' else few} SMs": (wanted, few)
+        for name, wanted in STEPS.items()
+    }
     rows["dispatch into an output, bfloat16, 12 SMs"] = STEPS["dispatch into an output, bfloat16"], 12
     rows["dispatch, bfloat16, with counts and host synchronisation"] = (
         dict(step="final, with notify", dtype="bf16"),

@@ -78,9 +78,9 @@ def readme_table(record):
     lines += [
         "",
         "Median time of the slowest rank for dispatch and combine together, microseconds, in a CUDA graph. The last "
-        "two columns are the first one called from Python: a single call after a barrier, which includes how far "
-        "apart the hosts leave it, and calls in a loop, divided by their number. With 1 GPU a rank copies "
-        f"its own tokens, for {low_latency_measure.ONE_RANK_EXPERTS} experts, and nothing crosses NVLink; "
-        f"{plots.provenance(record)}.",
+        "two columns are for *packed by expert*, called from Python: *one call* is a single pair after a barrier, "
+        "which includes the time between the ranks' leaving it; *in a loop* is the mean of consecutive pairs. With 1 "
+        f"GPU a rank copies its own tokens, for {low_latency_measure.ONE_RANK_EXPERTS} experts, and nothing crosses "
+        f"NVLink; {plots.provenance(record)}.",
     ]
     return "\n".join(lines)

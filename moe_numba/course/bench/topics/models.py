@@ -1,4 +1,4 @@
-"""Benchmark of models of transformers, before and after one line selects the package's experts.
+"""Benchmark of models of transformers with their own and with this package's experts and routers.
 
 The models have real widths and random weights, in bfloat16, and fewer layers. A forward pass has one token of each of 1
 to 64 sequences, as a step of decoding, without context and with 1024 earlier tokens of each sequence in a key/value

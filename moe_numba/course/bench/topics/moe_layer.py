@@ -91,10 +91,11 @@ def readme_table(record):
     text = (
         "Kernel time in microseconds, with 8 experts per token (gpt-oss: 4, Mixtral: 2; tensor parallel: also the "
         "shared one), drawn uniformly at random; the fastest implementation is bold. Where a call for few tokens is "
-        "two GEMV launches, the first two columns time the same kernels, with noise. The experts of DeepSeek-V3, if "
-        "not tensor parallel, and of Mixtral are in FP8, the others in bfloat16, if not in MXFP4. The speed of light "
-        "is the lower bound: the time to read the weights of all chosen experts once, or to compute, whichever is "
-        "longer. "
+        "two GEMV launches, the first two columns time the same kernels, with noise. Experts are in FP8 for Mixtral "
+        "and for DeepSeek-V3 without tensor parallelism, and in MXFP4 where the row says so; all others are in "
+        "bfloat16. "
+        "The speed of light is the lower bound: the time to read the weights of all chosen experts once, or to "
+        "compute, whichever is longer. "
         f"{_about_peers(record, named)}{provenance[0].upper()}{provenance[1:]}."
     )
     return "\n".join([*lines, "", text])
@@ -108,8 +109,8 @@ def _about_peers(record, named):
     if transformers:
         functions = " and ".join(name for step, name in named.items() if step.startswith(TRANSFORMERS))
         text += f"{functions} are functions of transformers {transformers}, for bfloat16 only. "
-    if others := [f"{named[step]} {versions[step]}" for step in named if not step.startswith(TRANSFORMERS)]:
+    if others := [f"{named[step]} ({versions[step]})" for step in named if not step.startswith(TRANSFORMERS)]:
         text += f"Other projects: {', '.join(others)}; layouts that their kernels need are made beforehand. "
     if STATIC_SCALES in named:
-        text += f"With a scale per expert {label_of(STATIC_SCALES)} quantises by given scales, the others find scales. "
+        text += f"With a scale per expert, {label_of(STATIC_SCALES)} uses static scales; the others compute their own. "
     return text

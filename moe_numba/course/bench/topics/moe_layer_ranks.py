@@ -139,9 +139,9 @@ def about_layers():
         "Median time of the slowest rank in a CUDA graph, microseconds; our fastest layer is bold. Each GPU has "
         "32 of DeepSeek-V3's experts in FP8 with block scales, and each token 8 experts of all GPUs, drawn "
         'uniformly at random. "Whole layer" is dispatch through rings in bfloat16, experts and combine; "low '
-        'latency" are the two kernels for decoding; "combine during the sum" sends the first sums of the experts\' '
-        f"rows while the last ones are computed. The last two columns are published times of a layer of this shape on "
-        f"{PREDICTED} H200 ([DeepGEMM, pull request 352]({SOURCE}))."
+        'latency" uses the two kernels for decoding; "FP8 both ways" also sends the sums in FP8; "combine during the '
+        "sum\" sends the first sums of the experts' rows while the last ones are computed. The last two columns are "
+        f"published times of a layer of this shape on {PREDICTED} H200 ([DeepGEMM, pull request 352]({SOURCE}))."
     )
 
 
@@ -165,16 +165,16 @@ def _comparison(record):
         if best and slower:
             words.append(f"{name} is faster with {' and '.join(slower)} tokens.")
         elif best:
-            words.append(f"{name} is slower at every size.")
+            words.append(f"The times in the column {name} are longer at every size.")
     fewest = measured[0]
     if fewest < PREDICTED and len(medians(record, fewest)) > 1:
         predicted = predict(record, fewest)
         measured_us = {tokens: f" ({us:.0f})" for tokens, us in best.items()}
         pairs = [f"{tokens}: {us:.0f}{measured_us.get(tokens, '')}" for tokens, us in predicted.items()]
-        what = " (measured in brackets)" if best else ""
+        what = ", with the measured time in brackets" if best else ""
         words.append(
-            f"A model that adds to the fastest layer on {fewest} GPUs the time of the rows that each token sends to "
-            f"more GPUs gives for {PREDICTED}{what}: {', '.join(pairs)} us."
+            f"Prediction for {PREDICTED} GPUs from the fastest layer on {fewest}, plus the time of the additional "
+            f"rows{what}, by tokens on each GPU: {', '.join(pairs)} us."
         )
     return " ".join(words)
 

@@ -55,13 +55,13 @@ def beside(record, row):
         if other["step"] == by_torch and other["run"] == row["run"]:
             found["torch.mm"] = other
         if other["step"] == row["step"] and other["config"]["capability"] != OLDER_NAME:
-            found[f"path of {other['config']['capability']}"] = other
+            found[f"path for {other['config']['capability']}"] = other
     return found
 
 
 def figures(record):
     """Draw the times of both paths, and of ``torch.mm``, as bars."""
-    rows, columns = [], {OLDER_NAME: f"path of {OLDER_NAME}"}
+    rows, columns = [], {OLDER_NAME: f"path for {OLDER_NAME}"}
     for operation, size, row, others in comparisons(record):
         times = {OLDER_NAME: row, **others}
         columns |= {name: name for name in others}
@@ -72,7 +72,7 @@ def figures(record):
 
 def readme_table(record):
     """Return a table of kernel times in microseconds: the older path, and what it is compared with."""
-    lines = [f"| operation | size | path of {OLDER_NAME} | compared with | ratio |", "|---|---|---:|---:|---:|"]
+    lines = [f"| operation | size | path for {OLDER_NAME} | compared with | ratio |", "|---|---|---:|---:|---:|"]
     for operation, size, row, others in comparisons(record):
         own, name = row["kernel_us"]["median"], f"`{operation}`" if "num_groups" in row["config"] else operation
         for other, found in others.items():
@@ -83,13 +83,13 @@ def readme_table(record):
 
 def _caption(record):
     """Return what the table's numbers are, from which runs, and the provenance of the record."""
-    text = f"Kernel time in microseconds; the ratio is below 1 where the path of {OLDER_NAME} is slower."
+    text = f"Kernel time in microseconds; the ratio is below 1 where the path for {OLDER_NAME} is slower."
     grouped = next((row["config"] for row in record["rows"] if row["config"].get("num_groups", 1) > 1), None)
     if grouped:
         text += f" Each group has a weight of {grouped['n']} x {grouped['k']}."
-    text += " Each path was measured in a process of its own, one after the other; `torch.mm` in that of the path of "
-    text += f"{OLDER_NAME}, interleaved with it or each alone: interleaved, the kernel that takes more power lowers "
-    text += "the other's clock."
+    text += " Each path was measured in a process of its own. `torch.mm` was measured in the process of the path for "
+    text += f"{OLDER_NAME}: interleaved with it, where the kernel that takes more power lowers the other's clock, and "
+    text += "alone."
     exchange = next((row for row in record["rows"] if "ranks" in row["config"]), None)
     if exchange:
         text += f" Dispatch and combine: {exchange['config']['num_sms']} SMs, the slower rank"
