@@ -1,4 +1,4 @@
-"""Route tokens to experts with CuPy arrays, and sort their assignments by expert, without torch in the program.
+"""Route tokens to experts with CuPy arrays, and sort the token slots by expert, without torch in the program.
 
 Run it with ``python docs/examples/cupy_routing.py``. Without a GPU the kernels run in the simulator, on NumPy arrays.
 """
@@ -16,12 +16,12 @@ logits = xp.random.RandomState(0).standard_normal((TOKENS, EXPERTS)).astype(xp.f
 weights, ids = moe_numba.biased_grouped_topk(logits, None, TOPK, scoring="softmax")
 print(type(weights).__module__, weights.shape, ids.dtype)
 
-# The same with CuPy alone: the largest probabilities of each token, divided by their sum.
+# The same with array functions alone: the largest probabilities of each token, divided by their sum.
 scores = xp.exp(logits - logits.max(axis=1, keepdims=True))
 largest = -xp.sort(-scores, axis=1)[:, :TOPK]
 expected = largest / largest.sum(axis=1, keepdims=True)
 difference = xp.linalg.norm(-xp.sort(-weights, axis=1) - expected) / xp.linalg.norm(expected)
-print(f"relative difference of the weights from CuPy's: {float(difference):.4f}")
+print(f"relative difference of the weights from {xp.__name__}'s: {float(difference):.4f}")
 
 sorted_slots, expert_of_block, count = moe_numba.moe_align_block_size(ids, BLOCK_SIZE, EXPERTS)
 slots = sorted_slots[: int(count[0])]
