@@ -81,8 +81,9 @@ def moe_align_block_size(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort (token, choice) slots by expert and pad each expert to whole blocks, in one launch.
 
-    A slot is an element of ``topk_ids``, numbered in row-major order. Slots of one expert stay in ascending order.
-    Every element of the outputs is defined, so the outputs are bit-identical from run to run.
+    A slot is an element of ``topk_ids`` (an assignment in :func:`moe_numba.group_by_expert`), numbered in row-major
+    order. Slots of one expert stay in ascending order. Every element of the outputs is defined, so the outputs are
+    bit-identical from run to run.
 
     Parameters
     ----------
@@ -91,8 +92,8 @@ def moe_align_block_size(
     block_size : int
         Rows per block, which is the tile height of the grouped GEMM that follows; 1 or more.
     num_experts : int
-        Number of experts that ``topk_ids`` refers to, 1 to 8192, or to 2**30 - 1 with at most 1024 slots; with an
-        ``expert_map``, the experts of all ranks.
+        Number of experts that ``topk_ids`` refers to; with an ``expert_map``, the experts of all ranks. 1 to 8192; up
+        to 2**30 - 1 if ``topk_ids`` has at most 1024 elements.
     expert_map : tensor [num_experts] of int32 or int64, optional
         For expert parallelism: the local id of each expert, or -1 for experts of other ranks. ``expert_ids`` are then
         local ids.
@@ -103,7 +104,7 @@ def moe_align_block_size(
         expert -1, and experts of other ranks keep their blocks, also with expert -1.
     out : (sorted_token_ids, expert_ids, num_tokens_post_pad), optional
         Contiguous int32 tensors to write into, at least as long as the returned ones would be. The call then neither
-        allocates nor synchronises, except for the first call on a stream with more than 16384 slots.
+        allocates nor synchronises, except that the first call on a stream may allocate a workspace (see Notes).
 
     Returns
     -------
@@ -126,9 +127,10 @@ def moe_align_block_size(
 
     Notes
     -----
-    Named after the function of SGLang and vLLM. It runs on torch's current stream. A CUDA graph can capture the call
-    once a call of this size has compiled its kernel. Up to 16384 slots (8448 for more than 1053 experts) the CTAs are
-    independent. Beyond, they exchange counts through a workspace per stream and capture (150 KB for 256 experts).
+    Named after the function of SGLang and vLLM. The kernel runs on the caller's current stream. A CUDA graph can
+    capture the call once a call of this size has compiled its kernel. Up to 16384 slots (8192 for more than 1053
+    experts; fewer on GPUs with few SMs or little shared memory) the CTAs are independent. Beyond, they exchange counts
+    through a workspace per stream and capture (150 KB for 256 experts).
     """
     if needs_dispatch(topk_ids):
         options = block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts

@@ -45,9 +45,10 @@ class Buffer(LowLatencyBuffer):
     ------
     ValueError, TypeError
         An argument is invalid; the message names it, its value and what is allowed. ValueError also if the counts
-        contradict each other, if more rows arrive than an output can hold, or if a dispatch has other rows, experts or
-        configurations on another rank. All ranks raise the last one in that call if its host waits for the counts, and
-        everything else at the latest in the next call.
+        contradict each other, if more rows arrive than an output can hold, or if the format of the rows, the number of
+        experts or the configuration of a dispatch differs between ranks. All ranks raise such a difference: in the same
+        call if its host waits for the counts, otherwise in the next one. Other errors that a kernel detects are raised
+        by the next call at the latest.
     TimeoutError
         A rank did not arrive: from the call that waited for its counts, otherwise from the next call.
     RuntimeError
@@ -57,20 +58,22 @@ class Buffer(LowLatencyBuffer):
 
     Notes
     -----
-    All ranks must make the same calls in the same order. After an error on the GPU (a timeout, wrong counts), every
-    further call raises it again, and `check` does without a call. All ranks of the group abort, and the results of
-    operations that had not ended, or that a CUDA graph replays, are poisoned: every element is NaN, and every index -1.
+    All ranks must make the same calls in the same order. After an error on the GPU (a timeout, wrong counts), all ranks
+    of the group abort, and every further call, and `check`, raises the error. The results of operations that had not
+    ended, and of CUDA graphs that are replayed afterwards, are poisoned: every element is NaN, and every index -1.
 
     Combine, and dispatch with a handle, exchange no counts. If their arguments differ across ranks, they time out, or
     return wrong rows; the error names the rank and the channel that waited.
 
-    The first call with a configuration compiles its kernels. Its host waits until the other ranks have done the same,
-    at most 100 seconds or ``timeout``, so that no GPU waits for a compiler. `warm_up` does that beforehand.
+    The first call with a configuration compiles its kernels. So that no GPU waits for a compiler, the host first waits
+    until all ranks have made this call, for at most ``timeout``, and then until they have compiled the kernels, for at
+    most max(``timeout``, 100) seconds. `warm_up` compiles kernels in advance.
 
     If all GPUs have compute capability 9.0 or newer, kernels copy rows by TMA, otherwise with loads and stores. The
     results are equal. Ranks need peer access (NVLink or PCIe); they use no atomic operations between GPUs.
 
-    Low-latency calls have timeouts of their own: see `low_latency_dispatch`.
+    Low-latency calls use the same ``timeout``. When it expires, the ranks do not abort: they mask the late rank, whose
+    rows become NaN. See ``enable_shrink``, and Raises of `low_latency_dispatch`.
 
     After DeepEP's ``Buffer`` (its kernels within a node). The kernels are this project's own.
     """
@@ -258,9 +261,10 @@ class Buffer(LowLatencyBuffer):
         config, previous_event, async_finish, allocate_on_comm_stream
             As for `dispatch`.
         ready : torch.Tensor [received], int32, optional
-            Flags, 0 at first, of a kernel on another stream that computes ``x`` meanwhile: it sets a row's flag by a
-            release at system scope. The call waits for each row, and clears its flag. Not with ``topk_weights``. The
-            SMs of ``config`` must leave space for that kernel.
+            One flag per row of ``x``, initially 0; contiguous. A kernel on another stream computes ``x`` concurrently:
+            after it has written a row, it stores 1 to the row's flag with ``st.release.sys``. Combine polls the flag
+            before it reads the row, and resets it to 0. Not with ``topk_weights``. ``config.num_sms`` must leave SMs
+            for that kernel.
 
         Returns
         -------

@@ -58,8 +58,9 @@ def per_token_cast_to_fp8(
 
     Notes
     -----
-    After DeepEP's function of this name (tests/utils.py), bitwise equal to its results with torch on a GPU: 448 / amax
-    is the rounded reciprocal times 448, and amax / 448 is a multiplication by the rounded 1 / 448.
+    After DeepEP's function of this name (tests/utils.py), bitwise equal to its results with torch on a GPU: values are
+    multiplied by ``448 * (1 / amax)`` and the scale is ``amax * (1 / 448)``, with both reciprocals first rounded to
+    float32.
 
     If an element is NaN, its whole group and the scale become NaN. If one is infinite, the scale is infinite, infinite
     elements become NaN and the others zero. Other groups are not affected.

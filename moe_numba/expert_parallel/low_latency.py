@@ -1,6 +1,6 @@
-"""Low-latency dispatch and combine for decode: one launch each, no counts, and no host in between.
+"""Low-latency dispatch and combine for decode: one launch each, no counts, and no host synchronisation.
 
-`LowLatency` is a prepared exchange for one token format; ``Buffer.low_latency`` makes it.
+`LowLatency` is a prepared pair of them for one token format; ``Buffer.low_latency`` makes it.
 """
 
 import torch
@@ -18,21 +18,21 @@ from moe_numba.expert_parallel.runtime import Runtime
 
 
 class LowLatency:
-    """A prepared dispatch and combine of one token format, with fixed outputs; ``Buffer.low_latency`` makes it.
+    """A prepared pair of dispatch and combine of one token format, with fixed outputs, from ``Buffer.low_latency``.
 
     Both operations are one launch on the current stream, check little, allocate nothing after their first call, and can
     be captured in a CUDA graph and replayed with other tokens, experts and weights. All ranks must make the same calls
     in the same order. Calls are not thread-safe.
 
-    ``moe_numba.prepare(plan.dispatch, x, topk_idx)`` and ``moe_numba.prepare(plan.combine, ...)`` return calls for
-    fixed tensors, which take a fifth of the time of the host. Like a CUDA graph they raise no TimeoutError: see
+    ``moe_numba.prepare(pair.dispatch, x, topk_idx)`` and ``moe_numba.prepare(pair.combine, ...)`` return calls for
+    fixed tensors, which take a fifth of the host time. Like a CUDA graph they raise no TimeoutError: see
     ``Buffer.check``. They must run on the stream of all other calls.
 
     Attributes
     ----------
     received : LowLatencyReceived
         What dispatch writes; the next dispatch overwrites it.
-    combined : torch.Tensor [max_tokens, hidden], bfloat16
+    combined : torch.Tensor [num_max_dispatch_tokens_per_rank, hidden], bfloat16
         What combine writes.
     """
 
@@ -63,16 +63,26 @@ class LowLatency:
         Parameters
         ----------
         x : torch.Tensor [tokens, hidden], bfloat16
-            At most ``max_tokens`` rows.
-        topk_idx : torch.Tensor [tokens, topk]
-            Experts; what is not an expert, such as -1, is ignored.
+            At most ``num_max_dispatch_tokens_per_rank`` rows; contiguous, 16-byte aligned.
+        topk_idx : torch.Tensor [tokens, topk], the ``topk_idx_dtype`` of ``Buffer.low_latency``
+            The experts of each token; contiguous. Ids outside 0 to num_experts - 1, such as -1, are ignored.
         topk_weights : torch.Tensor [tokens, topk], float32
-            Required if rows are not packed by expert, and otherwise not allowed: combine then takes the weights.
+            Contiguous. Required if rows are not packed by expert, and otherwise not allowed: combine then takes the
+            weights.
 
         Returns
         -------
         LowLatencyReceived
-            ``received``. Rows of ``x`` that no token fills are not written.
+            ``received``. Rows of ``received.x`` that no token fills are not written.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An argument is invalid; the message names it, its value and what is allowed.
+        TimeoutError
+            An earlier low-latency call has timed out, and the buffer is without ``enable_shrink``.
+        RuntimeError
+            After `close`.
         """
         addresses = self._addresses_of_tokens(x, topk_idx, topk_weights)
         if addresses is None or self._must_check_alive():
@@ -90,11 +100,11 @@ class LowLatency:
         Parameters
         ----------
         x : torch.Tensor of the shape of ``received.x``, bfloat16
-            The experts' results for the last dispatch.
-        topk_idx : torch.Tensor [tokens, topk]
+            The experts' results for the last dispatch; contiguous, 16-byte aligned.
+        topk_idx : torch.Tensor [tokens, topk], the ``topk_idx_dtype`` of ``Buffer.low_latency``
             As for the dispatch.
         topk_weights : torch.Tensor [tokens, topk], float32
-            Required if rows are packed by expert, and otherwise not allowed.
+            Contiguous. Required if rows are packed by expert, and otherwise not allowed.
 
         Returns
         -------
@@ -103,6 +113,11 @@ class LowLatency:
             rounds; the ranks' sums are added in rank order in float32, and rounded. A token is NaN if one of its
             experts is on a rank that did not answer in time. With ``use_fp8_combine`` the other ranks' sums are rounded
             to FP8: see `Buffer.low_latency_combine`.
+
+        Raises
+        ------
+        ValueError, TypeError, TimeoutError, RuntimeError
+            As for `dispatch`.
         """
         addresses = self._addresses_of_results(x, topk_idx, topk_weights)
         if addresses is None or self._must_check_alive():

@@ -67,9 +67,9 @@ def biased_grouped_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Route each token to ``topk`` experts with DeepSeek-V3's biased grouped top-k, in one launch.
 
-    Experts are scored, and a group's score is the sum of its two best biased scores. The ``topk_group`` best groups are
-    kept. Of their experts, those with the best biased scores are chosen, in descending order. Their weights are the
-    scores without the bias.
+    Experts are scored, and a group's score is the sum of its two best biased scores (in a group of one expert, its only
+    one). The ``topk_group`` best groups are kept. Of their experts, those with the best biased scores are chosen, in
+    descending order. Their weights are the scores without the bias.
 
     Parameters
     ----------
@@ -78,15 +78,17 @@ def biased_grouped_topk(
     correction_bias : tensor [num_experts], float32, bfloat16 or float16, or None
         Added to the scores to choose experts, but not to the weights.
     topk : int
-        Columns of the result, 1 to 32, including fused shared experts.
+        Columns of the result, 1 to 32, including fused shared experts. Without these at most
+        ``topk_group * num_experts / num_expert_group``, the experts of the groups that are kept.
     renormalize : bool
         Divide the weights by the sum of the routed weights, unless the sum is zero.
     num_expert_group, topk_group : int
         Number of groups, which must divide the number of experts, and number of groups kept per token. 1 and 1: no
         groups.
     num_fused_shared_experts : int
-        Shared experts appended as the last columns. Their ids are num_experts, num_experts + 1, ... and their weights
-        are sum / routed_scaling_factor, which is 1 / routed_scaling_factor after renormalisation.
+        Shared experts appended as the last columns, 0 to topk - 1. Their ids are num_experts, num_experts + 1, ... The
+        weight of each is the sum of the routed weights divided by routed_scaling_factor, so with ``renormalize`` it is
+        1 / routed_scaling_factor. ``apply_routed_scaling_factor_on_output`` then multiplies it like the others.
     routed_scaling_factor : float or None
         Finite and not zero. None is 1.
     apply_routed_scaling_factor_on_output : bool
@@ -94,6 +96,7 @@ def biased_grouped_topk(
     num_token_non_padded : int or tensor of one int32 or int64, optional
         Rows from this one on are padding: id -1, weight 0. The kernel reads a tensor, so the host does not wait.
     scoring : {"sigmoid", "softmax", "sqrtsoftplus"}
+        Score of a logit: its sigmoid; its softmax over all experts; or ``sqrt(log(1 + exp(logit)))``.
     out : (topk_weights, topk_ids), optional
         Contiguous tensors to write into. The call then neither allocates nor synchronises.
 

@@ -33,8 +33,8 @@ def group_gemm_bf16(
     ----------
     x : tensor [total, k] or [groups, capacity, k], bfloat16
     weight : tensor [groups, n, k], bfloat16
-        1 to 512 groups; n and k multiples of 16. Its k or its n is contiguous (``transposed.mT``), which needs no copy;
-        a GPU without wgmma, older than Hopper, takes only the former.
+        1 to 512 groups; n and k multiples of 16. Either k or n is the contiguous dimension. A view with contiguous n,
+        such as ``transposed.mT``, is not copied; it needs a GPU with wgmma (compute capability 9.0).
     {seqlens}
     {cu_seqlens}
     {num_seq_per_group_avg}
@@ -59,10 +59,11 @@ def group_gemm_bf16(
 
     Notes
     -----
-    If x or weight requires grad, the result has a backward: a grouped GEMM with the transposed weight computes the
-    gradient of x, zeros in the rows that belong to no group, and ``k_grouped_gemm_bf16`` that of the weight. The
-    latter needs wgmma (compute capability 9.0). Only calls with x, weight, the group sizes and a bfloat16 result have a
-    backward; it raises NotImplementedError after any other, and if asked for a second derivative.
+    If x or weight requires grad, the result has a backward. The gradient of x is a grouped GEMM with the transposed
+    weight; it is zero in rows that belong to no group. The gradient of the weight is computed by
+    :func:`k_grouped_gemm_bf16`, which needs wgmma (compute capability 9.0): on other GPUs a call whose weight requires
+    grad raises UnsupportedDeviceError. Only calls with x, weight, the group sizes and a bfloat16 result have a
+    backward. After any other call the backward raises NotImplementedError, as it does for a second derivative.
     """
     if needs_dispatch(x, weight, bias, row_weights):
         more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices

@@ -51,7 +51,7 @@ def k_grouped_gemm_bf16(
     ValueError, TypeError
         With the name of the argument, its value and what is allowed.
     UnsupportedDeviceError
-        If the GPU has no wgmma (compute capability 9.0).
+        If the GPU has no wgmma: only GPUs of compute capability 9.0 (H100, H200) have it.
 
     Notes
     -----

@@ -87,7 +87,7 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     limit: float = 7.0,
     m_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute an expert's first GEMM and its activation, ``silu(gate) * up``, quantised to FP8 for the second GEMM.
+    """Compute an expert's first GEMM and its activation, such as ``silu(gate) * up``, quantised to FP8.
 
     Parameters
     ----------
@@ -112,13 +112,20 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     Returns
     -------
     y : tensor [total, n / 2] or [groups, capacity, n / 2], float8_e4m3fn
-        ``silu(gate) * up / scale``. gate and up are first rounded to bfloat16, as if another kernel had read them.
+        The activation divided by ``scale``. gate and up are first rounded to bfloat16, as if they were stored between
+        two kernels.
     scale : tensor [total, ceil(n / 256)] or [groups, capacity, ceil(n / 256)], float32
         A scale for each 128 elements of a row, or less in the last block: their maximum magnitude divided by 448.
 
+    Raises
+    ------
+    UnsupportedDeviceError
+        If the GPU is older than compute capability 8.0. Without wgmma (compute capability 9.0) also if ``bias`` is
+        given, if ``activation`` is not "silu", or if n is not a multiple of 256.
+
     See Also
     --------
-    group_gemm_pertensor_fp8 : Describes the errors in full.
+    group_gemm_pertensor_fp8 : Describes the other errors.
     """
     if needs_dispatch(x, weight, y_scale, bias):
         groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs

@@ -56,7 +56,7 @@ def group_gemm_mxfp4(
     out : tensor, optional
         Contiguous output. The call then neither allocates nor synchronises.
     gather_indices : tensor [total], int32, optional
-        Row i of the product uses row ``gather_indices[i]`` of x, and zeros if that is out of bounds.
+        Row i of the GEMM uses row ``gather_indices[i]`` of x, and zeros if that is out of bounds.
     bias : tensor [groups, n], bfloat16 or float32, optional
         Added to each row of a group, in float32.
     out_dtype : torch.dtype, optional
@@ -84,7 +84,7 @@ def group_gemm_mxfp4(
     ValueError, TypeError
         With the name of the argument, its value and what is allowed.
     UnsupportedDeviceError
-        If the GPU has no wgmma, as all but those of compute capability 9.0 (H100, H200).
+        If the GPU has no wgmma: only GPUs of compute capability 9.0 (H100, H200) have it.
 
     See Also
     --------
@@ -146,7 +146,7 @@ def group_gemm_silu_and_mul_mxfp4(
     out : tensor, optional
         Contiguous output.
     gather_indices : tensor [total], int32, optional
-        Row i of the product uses row ``gather_indices[i]`` of x.
+        Row i of the GEMM uses row ``gather_indices[i]`` of x.
     bias : tensor [groups, n], bfloat16 or float32, optional
         Added to gate and up before the activation. With "silu" first all of gate, then up; with "swigluoai"
         alternately of gate and up. It is not packed.
@@ -217,7 +217,7 @@ def group_gemm_int4(
     ValueError, TypeError
         With the name of the argument, its value and what is allowed.
     UnsupportedDeviceError
-        If the GPU has no wgmma, as all but those of compute capability 9.0 (H100, H200).
+        If the GPU has no wgmma: only GPUs of compute capability 9.0 (H100, H200) have it.
 
     Notes
     -----

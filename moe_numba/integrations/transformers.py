@@ -129,9 +129,9 @@ def fp8_experts_forward(
 def distribute_experts(model: torch.nn.Module, buffer: Buffer, num_worst_tokens: int = 0) -> int:
     """Keep only this rank's experts of a model, for the implementation "moe_numba_ep".
 
-    Rank r of n keeps the r-th n-th of the experts of each module, whose other experts' memory is released. Each rank
-    has its own tokens, as in data parallelism, and all ranks must call the model equally often. Call :func:`register`,
-    and after this function ``model.set_experts_implementation("moe_numba_ep")``.
+    Of the E experts of a module, rank r of n keeps experts r * E / n to (r + 1) * E / n - 1; the memory of the others
+    is released. Each rank has its own tokens, as in data parallelism, and all ranks must call the model the same number
+    of times. Call :func:`register` first, and ``model.set_experts_implementation("moe_numba_ep")`` after this function.
 
     Parameters
     ----------

@@ -79,8 +79,8 @@ def silu_and_mul(
     alpha : float, optional
         Of "swigluoai"; positive.
     limit : float, optional
-        Before, gate is limited to at most ``limit``, and up to between ``-limit`` and ``limit``, as in DeepSeek-V4.
-        Positive. None: no limit with "silu", and 7 with "swigluoai". The kernel is compiled for each value.
+        Positive. gate is first clamped to at most ``limit``, and up to the range ``-limit`` to ``limit``, as in
+        DeepSeek-V4. None: no limit with "silu", and 7 with "swigluoai". The kernel is compiled for each value.
 
     Returns
     -------

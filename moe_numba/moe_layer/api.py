@@ -56,9 +56,10 @@ def fused_experts(
         Rows of an expert that compute gate and up, in the order that ``activation`` needs. Contiguous, 16-byte aligned;
         1 to 512 experts. ``hidden`` is a multiple of 64, ``intermediate`` of 64, or of 128 with block scales. In
         bfloat16 also the transposed view, ``.mT``, of a contiguous tensor, on GPUs with wgmma.
-        Or MXFP4: tensor [experts, 2 * intermediate / 64, hidden / 64, 2176], uint8, of
-        :func:`moe_numba.pack_mxfp4_experts`; on GPUs with wgmma. Its ``gate_up`` describes the rows that it packs, and
-        the packed order is the same for both activations.
+        Or MXFP4: tensor [experts, 2 * intermediate / 64, hidden / 64, 2176], uint8, from
+        :func:`moe_numba.pack_mxfp4_experts`, on GPUs with wgmma. A tile of 64 x 64 weights has 2048 bytes of 4-bit
+        codes and 128 bytes of scales. The packed order of rows is the same for both activations; ``gate_up`` of that
+        function names the order of the rows that it packs.
     w2 : tensor [experts, hidden, intermediate], dtype of w13
         As w13. In MXFP4: tensor [experts, hidden / 64, intermediate / 64, 2176], uint8.
     topk_weights : tensor [tokens, topk], float32
@@ -85,12 +86,12 @@ def fused_experts(
     activation : str, optional
         "silu": ``silu(gate) * up``; the first ``intermediate`` rows of w13 compute gate, the others up.
         "swigluoai", of gpt-oss, by vLLM's name: ``(up + 1) * gate * sigmoid(alpha * gate)``; the even rows of w13
-        compute gate, the odd ones up. Not with block scales.
+        compute gate, the odd ones up. Block scales support "silu" only.
     alpha : float, optional
         Sigmoid slope of "swigluoai"; > 0.
     limit : float, optional
         Clamp before the activation: gate <= ``limit``, abs(up) <= ``limit``; > 0. None: no clamp with "silu", and 7
-        with "swigluoai". With "silu" not with block scales or MXFP4.
+        with "swigluoai". With "silu", block scales and MXFP4 support None only.
     a1_scale, a2_scale : tensor of one float32, optional
         With a scale per expert: static per-tensor scales of x and of the activations; values beyond 448 * scale
         saturate. None: each row has its own scale, its largest magnitude divided by 448.
@@ -109,7 +110,8 @@ def fused_experts(
         If an argument is invalid; the message names the argument, its value and what is allowed. ValueError also if a
         tensor requires grad: there is no backward.
     moe_numba.UnsupportedDeviceError
-        If the GPU is older than compute capability 8.0, or has no wgmma and the weights need it.
+        If the GPU is older than compute capability 8.0, or has no wgmma (compute capability 9.0) and the weights need
+        it: MXFP4 and transposed weights.
 
     Notes
     -----
@@ -131,11 +133,17 @@ def fused_experts(
     - FP8, a scale per expert: :func:`group_by_expert`, :func:`per_token_quant_fp8`, :func:`group_gemm_pertensor_fp8`
       of gathered rows, :func:`silu_and_mul_quant_fp8`, :func:`group_gemm_pertensor_fp8`, :func:`weighted_sum`.
 
-    With few tokens in bfloat16 or with block scales there are two launches of matrix-vector kernels instead: the
-    activations of each assignment, and their products with w2, weighted and added. They are chosen for one token, and
-    for more if tokens * topk is at most 64 and at most 1.06 times the expected number of distinct experts; and only if
-    the weights of the assignments take at most 128 MiB. Beyond that, grouped GEMMs read weights faster than the saved
-    launches are worth.
+    With few tokens in bfloat16 or with block scales, two launches of matrix-vector kernels replace these. The first
+    computes the activations of each assignment, the second multiplies them by w2 and adds them up, weighted. All
+    of these conditions must hold:
+
+    - tokens * topk is at most 64, and with more than one token at most 1.06 times the expected number of distinct
+      experts;
+    - the weights of the assignments take at most 128 MiB: beyond that, grouped GEMMs are as fast or faster, because
+      they read weights at a higher rate;
+    - w13 and w2 are contiguous, and topk is at most 32 (bfloat16) or 16 (block scales);
+    - with block scales: compute capability 8.9 or newer, no ``x_scale``, hidden >= 2 * intermediate, tokens * topk *
+      intermediate >= 8192, and topk * intermediate <= 40960.
 
     If the mean rows per expert exceed 64 (bfloat16, and FP8 with a scale per expert), 2 (block scales) or 12 (MXFP4), x
     is permuted first: by :func:`permute_tokens`, or by the launch that casts it to FP8. Results between launches are

@@ -84,7 +84,7 @@ def decode_gate_up(t, activation, out):
 
 
 def decode_down(t, activated, out):
-    """Launch the second kernel, directly behind the first: the weighted sums ``out`` [tokens, hidden]."""
+    """Launch the second kernel, directly after the first: the weighted sums ``out`` [tokens, hidden]."""
     start, ctas, threads, sizes = _plan("down", t, None, t.w2_bias)
     bias, shared = (activated if tensor is None else tensor for tensor in (t.w2_bias, t.shared))
     pointers = activated, t.w2, bias, t.topk_ids, t.topk_weights, shared, out
@@ -100,7 +100,7 @@ def decode_fp8_gate_up(t, out):
 
 
 def decode_fp8_down(t, activated, out):
-    """Launch the second kernel for FP8, directly behind the first: the weighted sums ``out`` [tokens, hidden]."""
+    """Launch the second kernel for FP8, directly after the first: the weighted sums ``out`` [tokens, hidden]."""
     start, ctas, threads, sizes = _plan("fp8 down", t)
     shared = activated if t.shared is None else t.shared
     pointers = activated, t.w2, t.w2_scale, t.topk_ids, t.topk_weights, shared, out

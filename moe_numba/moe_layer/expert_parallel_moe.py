@@ -27,7 +27,7 @@ class ExpertParallelMoE(nn.Module):
     buffer : moe_numba.Buffer
         Of 1 to 8 ranks. ``config.get_nvl_buffer_size_hint(2 * hidden, ranks)`` returns a sufficient ``num_nvl_bytes``.
     experts : Experts
-        The local experts, without stages in torch if ``num_worst_tokens`` is not 0 and calls are captured.
+        The local experts. If a CUDA graph captures calls, they must have no ``reference`` stages.
     num_worst_tokens : int
         Most rows that this rank receives. If not 0, the host does not wait for the number of received rows, and a CUDA
         graph can capture the call; max_tokens_per_rank * ranks is always enough. If more rows arrive, the next call
@@ -38,18 +38,18 @@ class ExpertParallelMoE(nn.Module):
         Computes [tokens, hidden] bfloat16 from this rank's tokens; added to the experts' sum. On a GPU it runs on a
         stream of its own, while tokens are dispatched and experts computed.
     fp8_dispatch : bool
-        Send tokens in FP8 with a scale per 128 elements, which halves the bytes of dispatch. For experts in FP8 with
-        block scales, which would quantise tokens in the same way, and consume received FP8 directly. For experts in
-        another format it is cast to bfloat16.
+        Send tokens in FP8 with one scale per 128 elements, which halves the bytes of dispatch. Experts in FP8 with
+        block scales read the received FP8 rows directly; they would otherwise quantise tokens in the same way. For
+        experts in other formats, received rows are cast back to bfloat16.
     low_latency_tokens : int
         If not 0, the most tokens of a rank's call: dispatch and combine are then ``buffer.low_latency``, a launch each,
         for decoding. Any buffer has them; one with ``low_latency_mode`` needs no ``num_nvl_bytes``. A CUDA graph can
         capture the call after the first one. ``num_worst_tokens`` and ``config`` are not used.
     overlap_combine : bool
-        Let combine send the first sums of the experts' rows while the last ones are computed. For many tokens: the
-        README's table of expert-parallel layers has measured times. It gains a few percent at most, and loses with few
-        tokens. Combine's SMs must be at most half of the GPU's. Not with ``low_latency_tokens``, nor with experts that
-        have stages in torch.
+        Let combine send the first sums of the experts' rows while the last ones are computed. This saves a few percent
+        at most, with many tokens, and is slower with few: the README's table of expert-parallel layers has measured
+        times. Combine's SMs must be at most half of the GPU's. Not with ``low_latency_tokens``, nor with experts that
+        have ``reference`` stages.
     fp8_combine : bool
         With ``low_latency_tokens``: send the ranks' sums in FP8 with a scale per 128 elements, which halves the bytes
         of combine. An element of another rank's sum deviates by at most 1/16 of it, or by 2**-10 / 448 of the largest

@@ -1,4 +1,4 @@
-"""``fused_moe``: an MoE layer on one GPU behind its router's linear layer: the gate, then the experts."""
+"""``fused_moe``: an MoE layer on one GPU, given its router's logits: the gate, then the experts."""
 
 import torch
 
@@ -77,6 +77,7 @@ def fused_moe(
         Rows from this one on are padding: no expert is computed for them. The kernel reads a tensor, so the host does
         not wait.
     scoring : {"sigmoid", "softmax", "sqrtsoftplus"}
+        As for :func:`moe_numba.biased_grouped_topk`.
     w13_scale, w2_scale : tensor, float32, optional
         Scales of FP8 weights, as for :func:`moe_numba.fused_experts`.
     shared : tensor [tokens, hidden], bfloat16, optional
@@ -99,12 +100,13 @@ def fused_moe(
     ValueError, TypeError
         If an argument is invalid; the message names the argument, its value and what is allowed.
     UnsupportedDeviceError
-        If the GPU is older than compute capability 8.0.
+        If the GPU is older than compute capability 8.0, or has no wgmma (compute capability 9.0) and the weights need
+        it: MXFP4 and transposed weights.
 
     Notes
     -----
     Named after vLLM's ``fused_moe``. Results are bit-identical from run to run. No step waits for the host, so a CUDA
-    graph that captures the call can be replayed with other logits. The gate is a launch of its own; the launches behind
+    graph that captures the call can be replayed with other logits. The gate is a launch of its own; the launches after
     it are those of :func:`moe_numba.fused_experts`.
     """
     if needs_dispatch(x, router_logits, w13, w2, w13_bias, w2_bias):

@@ -1,6 +1,6 @@
 """Kernel that sums the experts' rows for each received token while combine sends the sums: a flag follows each row.
 
-A CTA sums one row after another, in the order in which combine's channels ask for them: channels are ranges of a source
+A CTA sums one row after another, in the order in which combine's channels send them: channels are ranges of a source
 rank's tokens, so the rows of all source ranks alternate. Rows beyond the received ones are not summed.
 """
 

@@ -68,8 +68,9 @@ def per_token_quant_fp8(
 
     Notes
     -----
-    Named after SGLang's kernel. 448 / amax is the rounded reciprocal times 448, and amax / 448 is a multiplication by
-    the rounded 1 / 448, as in :func:`moe_numba.per_token_cast_to_fp8`. If an element is NaN, so are all of its token.
+    Named after SGLang's kernel. With amax a token's largest magnitude, values are multiplied by ``448 * (1 / amax)``
+    and the scale is ``amax * (1 / 448)``. Both reciprocals are first rounded to float32, as in
+    :func:`moe_numba.per_token_cast_to_fp8`. If an element is NaN, so are all values of its token.
     """
     if needs_dispatch(x):
         return call_op("per_token_quant_fp8", x, scale, inverse_indices, permute, out)

@@ -33,8 +33,9 @@ def group_by_expert(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Group assignments of tokens to experts by expert: the group sizes and row indices of a grouped GEMM.
 
-    An assignment is an element of ``topk_ids``. Rows of the grouped GEMM are the assignments in order of expert, then
-    token, then column. An id outside of 0 to ``num_experts`` - 1, such as -1, gets no row.
+    An assignment is an element of ``topk_ids`` (a slot in :func:`moe_numba.moe_align_block_size`). Rows of the grouped
+    GEMM are the assignments in order of expert, then token, then column. An id outside of 0 to ``num_experts`` - 1,
+    such as -1, gets no row.
 
     Parameters
     ----------

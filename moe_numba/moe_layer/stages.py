@@ -50,7 +50,7 @@ def route(logits, correction_bias, topk, options, replaced):
 def run_experts(t, activation, replaced):
     """Compute the experts as :func:`fused_experts`, with the stages in ``replaced`` in torch.
 
-    ``t``: an ``ExpertsTensors``. References of GEMMs wait for the GPU to learn the group sizes.
+    ``t``: an ``ExpertsTensors``. The torch references of GEMMs copy the group sizes to the host, which synchronises.
     """
     shape, chosen = check_experts(t, *activation)
     out = torch.empty_like(t.x)

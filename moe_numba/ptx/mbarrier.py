@@ -99,7 +99,7 @@ def mbarrier_try_wait_parity(barriers, index, phase):
 def mbarrier_test_wait_parity(barriers, index, phase):
     """``mbarrier.test_wait.parity.shared::cta.b64``: return 1 if the phase completed, else 0; it does not wait.
 
-    Independent instructions behind it execute while its result is on the way.
+    Independent instructions after it execute while its result is on the way.
     """
     return np.uint32(simulator.mbarrier.find(barriers, index).test(phase))
 

@@ -49,8 +49,8 @@ def prepare(function: Callable, /, *args: Any, **kwargs: Any) -> PreparedCall:
     Notes
     -----
     Calls run on torch's current stream and can be captured in a CUDA graph. A prepared call is not thread-safe. A
-    call that uses a workspace (``moe_align_block_size`` for more than 16384 slots) raises RuntimeError on another
-    stream than that on which it was prepared, and in a capture.
+    call that uses a workspace (see Notes of ``moe_align_block_size``) raises RuntimeError on another stream than that
+    on which it was prepared, and in a capture.
 
     Examples
     --------

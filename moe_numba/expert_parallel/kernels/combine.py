@@ -6,8 +6,8 @@ A receiving warp takes its tokens in order, waits until a token's rows have arri
 token, and sums them in rank order, in float32, rounded once: the result is bitwise reproducible. A rank's own rows do
 not pass through a ring.
 
-With ``waits`` another kernel may still compute the rows while this one runs. It sets a flag behind each row, and a warp
-waits for the flag before it loads the row, and clears it. The flags take the place of ``topk_weights``.
+With ``waits`` another kernel may still compute the rows while this one runs. That kernel sets a flag after each row. A
+warp waits for the flag before it loads the row, and clears it. The flags take the place of ``topk_weights``.
 """
 
 from functools import cache
@@ -47,7 +47,7 @@ from moe_numba.ptx.warp import FULL_MASK
 
 @cuda.jit(device=True)
 def take_row(ready, row):
-    """Return whether a row has been computed; if so, clear its flag: no other thread asks for the row."""
+    """Return whether a row has been computed; if so, clear its flag: no other thread reads the flag."""
     computed = ld_acquire_sys_s32(ready, row) != 0
     if computed:
         ready[row] = int32(0)

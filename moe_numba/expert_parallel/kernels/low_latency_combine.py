@@ -199,7 +199,7 @@ def make_low_latency_combine(shape):
     def send_items(ctx, number, masked, senders, x, slot_rows, row, loaded):
         """Send this CTA's items, the first of which is loaded; load each next one before the stores of the last.
 
-        Loads behind stores to a peer would wait until NVLink has taken these.
+        Loads issued after stores to a peer would wait until NVLink has taken these.
         """
         following = cuda.local.array(loaded_words, int32)
         for item in range(int32(own_slots * parts + cuda.blockIdx.x), int32(slots * parts), senders):

@@ -116,7 +116,7 @@ def make_send(shape):
     def send_items(ctx, number, masked, items, senders, x, topk_idx, topk_weights, num_tokens, expert, loaded):
         """Send this CTA's items, the first of which is loaded; load each next one before the stores of the last.
 
-        Loads behind stores to a peer would wait until NVLink has taken these.
+        Loads issued after stores to a peer would wait until NVLink has taken these.
         """
         following = cuda.local.array(num_raw_words, int32)
         for item in range(int32(cuda.blockIdx.x), items, senders):

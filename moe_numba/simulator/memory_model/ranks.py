@@ -29,8 +29,8 @@ _exchanging: weakref.WeakSet = weakref.WeakSet()  # kernels that have been launc
 def together(only_exchanges: bool = False) -> Iterator[None]:
     """Queue the launches within this context, and run them as kernels of concurrent ranks when it is left.
 
-    With ``only_exchanges`` a launch outside of `exchange` runs at once, so that the host can read its results, unless
-    launches of its rank are queued: it runs behind these.
+    With ``only_exchanges`` a launch outside of `exchange` runs immediately, so that the host can read its results,
+    unless launches of its rank are queued: it then runs after these.
     """
     if settings["ranks"] is not None:
         raise SimulatorError("simulator.together() is used within itself: all launches of its ranks run as one")

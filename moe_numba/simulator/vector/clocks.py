@@ -127,6 +127,6 @@ def _fold(region, gang, time, known, kinds):
     for kind in range(4):
         if found[kind] is not None:
             history.record(kind, found[kind], gang.number, time, known)
-    if found[WRITE] is not None:  # it is ordered behind the accesses before it
+    if found[WRITE] is not None:  # it is ordered after the earlier accesses
         for kind in (READ, ATOMIC, LOAD):
             history.tables[kind][0][found[WRITE]] = -1

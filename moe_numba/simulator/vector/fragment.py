@@ -117,7 +117,7 @@ def _rows(mask, array, index, lanes, writes, synchronise=True):
 
 
 def store(mask, array, index, registers, trans, synchronise=True):
-    """stmatrix; `synchronise` is False for one directly behind another."""
+    """stmatrix; `synchronise` is False for one directly after another."""
     count = len(registers)
     data, offsets = _rows(mask, array, index, state.gang.all_lanes[: 8 * count], True, synchronise)
     words = np.stack([register(r) for r in registers])
