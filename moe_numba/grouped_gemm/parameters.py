@@ -19,7 +19,7 @@ offs : tensor [groups], int32, optional
 out : tensor, optional
     Contiguous output. The call then neither allocates nor synchronises.
 gather_indices : tensor [total], int32, optional
-    Contiguous. Row i of the product uses row ``gather_indices[i]`` of x, and zeros if that is out of bounds. x and
+    Contiguous. Row i of the GEMM uses row ``gather_indices[i]`` of x, and zeros if that is out of bounds. x and
     its scales are then [tokens, ...] in any order, so they need not be permuted first.
 bias : tensor [groups, n], bfloat16 or float32, optional
     Contiguous. Added to each row of a group, in float32.
@@ -36,18 +36,18 @@ row_weights : tensor [total] or [groups, capacity], float32, optional
     routing weights, if each row of the result belongs to one token and expert.
 m_indices : tensor [total], int32, optional
     Group of each row, as for DeepGEMM's contiguous layout; replaces seqlens, cu_seqlens and offs. The rows of a
-    group follow one another; rows with -1, or any other value that is no group, may lie before, between and behind
-    the groups and belong to none. Rows of a group that do not follow its first ones belong to none either. A kernel
-    of one CTA in front finds the groups.
+    group must be consecutive: of a group with several runs of rows only the first run is used. Rows with -1, or any
+    other value that is not a group, are skipped; they may come before, between and after the groups. This adds one
+    launch, of one CTA, which computes the group sizes.
 use_fast_accum : bool, optional
     Accumulate over all of k in the tensor cores, as for ``torch._scaled_grouped_mm``: up to 9 % faster, and less
     accurate, because FP8 tensor cores keep about 13 bits of a sum. Without it the sums over 128 elements of k are added
     in float32. It has an effect on GPUs of compute capability 9.0 only.
 activation : str, optional
     "silu": ``silu(gate) * up``. The first n / 2 rows of weight compute gate, the others up.
-    "swigluoai", of gpt-oss, by vLLM's name: ``(up + 1) * gate * sigmoid(alpha * gate)``. Before, gate is limited to
-    at most ``limit``, and up to between ``-limit`` and ``limit``. The even rows of weight compute gate, the odd
-    ones up.
+    "swigluoai", of gpt-oss, by vLLM's name: ``(up + 1) * gate * sigmoid(alpha * gate)``. gate is first clamped to at
+    most ``limit``, and up to the range ``-limit`` to ``limit``. The even rows of weight compute gate, the odd ones
+    up.
 alpha, limit : float, optional
     Of "swigluoai"; positive. The kernel is compiled for each value.
 """
