@@ -189,7 +189,7 @@ def figures(record):
     made["ladder"] = plots.ladder_figure(
         ladder["rows"],
         lines=lines,
-        title=f"The alignment's ladder: {size['tokens']} tokens, 256 experts, block 16",
+        title=f"Alignment, step by step: {size['tokens']} tokens, 256 experts, block 16",
         caption=plots.caption(ladder),
         reference="torch",
     )

@@ -152,7 +152,7 @@ def figures(record):
     made["ladder"] = plots.ladder_figure(
         ladder["rows"],
         lines=lines,
-        title="The gate's ladder: 16384 tokens, 256 experts, float32",
+        title="Gate, step by step: 16384 tokens, 256 experts, float32",
         caption=plots.caption(ladder),
     )
     return made
