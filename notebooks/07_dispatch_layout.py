@@ -18,7 +18,7 @@
 # ranks, each holds 32 of DeepSeek-V3's 256 experts. Each rank also has its own tokens. **Dispatch** sends every token
 # to the ranks that hold its experts, and **combine** returns and sums the results. Before a rank can send, it must
 # count how many of its tokens go to each rank and to each expert: the **dispatch layout**, the subject of this
-# notebook. Notebook 08 sends the tokens, notebook 09 combines the results.
+# notebook.
 #
 # The notebook follows the first part of an article on [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's
 # library for dispatch and combine: [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824).
@@ -43,7 +43,7 @@ import moe_numba  # before Numba: it decides whether there is a GPU, or the simu
 
 print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 import inspect
 import json
 import subprocess
@@ -101,12 +101,13 @@ draw.problem(SMALL, num_experts=4)
 # ## 2. The reference
 #
 # The package's reference in torch. An id outside `0..num_experts - 1` is not counted; -1 usually marks a padding token.
+# `check` (folded) compares a kernel's outputs with it.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 head, _, rest = inspect.getsource(dispatch_layout).partition('    """')
 Markdown("```python\n" + head + rest.partition('"""\n')[2] + "```")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 NAMES = "num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank"
 for rank, topk_idx in enumerate(SMALL):
     found = zip(NAMES, dispatch_layout(topk_idx, 2, 4))
@@ -179,9 +180,9 @@ print(
 #
 # The kernel reads the ids once (8 bytes each, torch's index type), writes the flags once (one byte each) and writes
 # about a kilobyte of counts. The next cell divides these bytes by the copy bandwidth, and loads the latencies that
-# notebook 02 measured.
+# notebook 02 measured (`LOAD_US`, `SHARED_US`, `GLOBAL_US`).
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 LIMITS = chip_limits()
 print(LIMITS)
 BANDWIDTH = LIMITS.copy_bandwidth  # bytes per second
@@ -214,14 +215,14 @@ FLOOR_US = max(layout_bytes(4096, 8, 256, 8) / BANDWIDTH * 1e6, EMPTY_US[False])
 #
 # ## 4. The step ladder
 #
-# All steps process 4096 tokens with top-8 of 256 experts and 8 ranks. Each step is also timed for 1, 64 and 65536
-# tokens, and for 4096 tokens that all choose the same 8 experts (the `skewed` input). Before it is timed, it is checked
-# on all these inputs and on ids that contain -1.
+# All steps process 4096 tokens with top-8 of 256 experts and 8 ranks. `measure` checks a step, also on ids that contain
+# -1, then times it for 4096, 1, 64 and 65536 tokens, and for 4096 tokens that all choose the same 8 experts (the
+# `skewed` input). `guess` adds a predicted change to an earlier step's time.
 #
 # The message `the prediction holds` compares total times, so it can appear although a small predicted change did not
 # occur; the explanations compare the changes.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder = Ladder(
     "dispatch_layout_ladder",
     check,
@@ -313,12 +314,12 @@ print(len(count.names), "operations:", ", ".join(count.names))
 measure("torch, bincount", lambda ids, outputs: dispatch_layout(ids, RANKS, EXPERTS), graph=False, slower=True)
 measure("torch", torch_layout, prediction, operations=len(count.names))
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("torch", predicted=prediction)
 
 # %% [markdown]
 # **Explanation.** One token causes almost no work, but the same launches; its time shows that a launch in a graph takes
-# less than assumed. At 4096 tokens more than half of the time is work. Hypothesis: mostly that of `scatter_add_`.
+# less than assumed. At 4096 tokens more than half of the time is work.
 #
 # ### Step 1: global atomics
 #
@@ -368,7 +369,7 @@ prediction = 3 * EMPTY_US[False] + 8 * LOAD_US + GLOBAL_US + QUEUE_US
 print(f"{4096 * ranks_of_a_token() / 8:.0f} additions to each rank's counter; prediction: {prediction:.1f} us")
 measure("global atomics", run_global_atomics, prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("global atomics", "torch", prediction)
 if us("global atomics"):
     slower = us("global atomics", "skewed_us") / us("global atomics")
@@ -383,13 +384,14 @@ if us("global atomics"):
 #
 # **Bottleneck.** Global atomics to the same address are serialised.
 #
-# **Idea.** Each CTA counts in its own **shared memory**. At the end it adds its counts to the global counters, one
-# global atomic per counter instead of one per token.
+# **Idea.** Each CTA counts in its own **shared memory** (`count_token` in the folded cell, with `cuda.atomic.add`). At
+# the end it adds its counts to the global counters, one global atomic per counter instead of one per token (the last
+# loop of `make_shared_atomics`).
 #
 # **Prediction.** The three launches and the loads remain. Contention drops to one global addition per CTA and counter.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit(device=True)
 def count_token(topk_idx, is_token_in_rank, counts, token, num_experts, ranks, topk):
     """What a thread does for one token; ``counts`` holds the experts' counters, and after them the ranks'."""
@@ -442,7 +444,7 @@ def run_shared_atomics(ids, outputs):
 prediction = 3 * EMPTY_US[False] + 8 * (LOAD_US + SHARED_US) + 8 * SHARED_US + 2 * GLOBAL_US
 measure("shared atomics", run_shared_atomics, prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("shared atomics", "global atomics", prediction)
 if us("shared atomics"):
     print(f"two launches that write zeros: {200 * EMPTY_US[False] / us('shared atomics'):.0f} % of the time, or more")
@@ -469,7 +471,7 @@ if us("shared atomics"):
 torch.manual_seed(0)
 draw.private_counters(uniform_routing(8, 8, 2, "cpu"), num_experts=8, experts_of_block=4, threads=4)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 BLOCKS = deepep_layout.num_blocks(256, 8)
 print(
     f"256 experts, 8 ranks: {deepep_layout.num_blocks(256, 0)} blocks count experts, "
@@ -503,11 +505,11 @@ draw.banks(8, (8, 9))
 # - **Counting experts**: each lane accesses the column of its own token's expert. Lanes with the same expert conflict.
 # - **The reduction** reads along a row, without conflicts.
 #
-# The next cell counts the wavefronts of one CTA, with rows of 32 and of 33 words. (Its output calls the reduction
-# `adding up`.)
+# The next cell counts the wavefronts of one CTA, with rows of 32 and of 33 words. (The output calls the reduction
+# `adding up`; `CLEARING_US` is the clearing's time.)
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def turns_of_counting(ids, width, experts_of_block=32, threads=256):
     """Turns for the additions of the busiest block: each reads its counter and writes it."""
     ids = ids.cpu()[: len(ids) // 32 * 32].view(-1, 32, ids.shape[1])  # warps' tokens: [warp, lane, k]
@@ -556,7 +558,7 @@ def run_document(ids, outputs):
 measure("private counters", run_document, prediction)
 lost_unless_fastest("private counters")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("private counters", "shared atomics", prediction)
 if us("private counters"):
     a, b = us("private counters", "one_us"), us("private counters", "many_us")
@@ -570,8 +572,8 @@ if us("private counters"):
 # %% [markdown]
 # **Explanation.** Each of the 9 CTAs reads all ids, and only 9 of the 132 SMs are used. More tokens mean more
 # iterations, not more CTAs. An iteration takes more than twice as long as eight dependent L2 loads, so the model misses
-# a cost. The next three steps change the port one property at a time to narrow it down. Each prints the lines that it
-# replaces.
+# a cost. The next three steps change the port one property at a time to narrow it down. `changed` replaces lines of the
+# port's source; the outputs show them.
 #
 # ### Step 4: rows of 33 words
 #
@@ -581,7 +583,7 @@ if us("private counters"):
 # **Prediction.** The clearing takes the number of wavefronts counted above.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def changed(*changes):
     """The document's source with some lines changed, as a module of its own; gives its get_dispatch_layout."""
     function = changed_module(deepep_layout, *changes).get_dispatch_layout
@@ -605,7 +607,7 @@ prediction = guess("private counters", CLEARING_US[33] - CLEARING_US[32], predic
 measure("rows of 33 words", changed(*WIDER), prediction)
 lost_unless_fastest("rows of 33 words")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("rows of 33 words", "private counters", prediction)
 
 # %% [markdown]
@@ -625,7 +627,7 @@ look_back("rows of 33 words", "private counters", prediction)
 # **Prediction.** Clearing and reduction disappear. In the CTA that counts ranks all threads now add to the same 8
 # words. The model serialises these additions, one cycle each.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 ATOMIC = (
     ("cuda.shared.array((threads, EXPERTS_PER_BLOCK), int32)", "cuda.shared.array((1, EXPERTS_PER_BLOCK), int32)"),
     ("cuda.shared.array((threads, RANKS_PER_BLOCK), int32)", "cuda.shared.array((1, RANKS_PER_BLOCK), int32)"),
@@ -650,7 +652,7 @@ print(f"the ranks' queue: {RANK_QUEUE_US:.1f} us")
 measure("the same with atomics", changed(*ATOMIC), prediction)
 lost_unless_fastest("the same with atomics")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("the same with atomics", "private counters", prediction)
 
 
@@ -684,7 +686,7 @@ for says, (private, wide, atomic) in private_or_atomic().items():
 # load from shared memory.
 #
 # The predicted contention at the rank counters does not appear: from 4096 tokens on both kernels take the same time. We
-# have not isolated the reason. Perhaps the additions overlap with the loads.
+# have not isolated the reason.
 #
 # ### Step 6: 4 experts per CTA
 #
@@ -701,7 +703,7 @@ prediction = guess("private counters", small_table - CLEARING_US[32], 20)
 measure("4 experts a block", changed(*FOUR), prediction)
 lost_unless_fastest("4 experts a block")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("4 experts a block", "private counters", prediction)
 
 # %% [markdown]
@@ -778,7 +780,7 @@ prediction = guess("shared atomics", 2 * 0.25 - 2 * EMPTY_US[False], 4)
 measure("one cluster", run_cluster, prediction)
 lost_unless_fastest("one cluster")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("one cluster", "shared atomics", prediction)
 
 # %% [markdown]
@@ -810,7 +812,7 @@ def run_teams(ids, outputs):
 prediction = guess("one cluster", -7 * LOAD_US - 8 * SHARED_US, 3)
 measure("teams of lanes", run_teams, prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("teams of lanes", "one cluster", prediction)
 
 # %% [markdown]
@@ -833,7 +835,7 @@ def run_package(ids, outputs):
 prediction = guess("teams of lanes", EMPTY_US[True] - EMPTY_US[False], 2)
 measure("final", run_package, prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("final", "teams of lanes", prediction)
 
 # %% [markdown]
@@ -848,7 +850,7 @@ look_back("final", "teams of lanes", prediction)
 # `num_tokens_per_rank` counted once per expert, and a missing last token.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def counts_experts_for_ranks(ids, outputs):
     run_package(ids, outputs)
     outputs[0].copy_(outputs[1].view(RANKS, -1).sum(dim=1))
@@ -875,7 +877,7 @@ for name, run in (
 # One line per approach, from 1 to 65536 tokens; `document` is step 3, `document, atomics` is step 5, `moe_numba` is
 # step 9.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 SWEPT = {
     "moe_numba": "final",
     "one cluster": "one cluster",
@@ -918,7 +920,7 @@ else:
     picture = print("The sweep over tokens has not been recorded yet.")
 picture
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 for tokens in LINES["moe_numba"] if LINES else ():
     own, theirs = (LINES[line][tokens]["median"] for line in ("moe_numba", "document"))
     print(f"{tokens:6} tokens: {own:6.2f} us; the document's kernel {theirs:7.2f} us, {theirs / own:.1f} times as long")
@@ -947,7 +949,7 @@ ladder.plot(floor_us=FLOOR_US)
 # **Rank numbering.** A node has up to 8 GPUs connected by NVLink. The rank determines the node, `rdma_rank`, and the
 # GPU within the node, `nvl_rank`:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 PEERS = draw.PEERS  # DeepEP's NUM_MAX_NVL_PEERS
 for rank in (0, 5, 8, 15):
     print(f"rank {rank:2} of 16: rdma_rank {rank // PEERS}, nvl_rank {rank % PEERS}")
@@ -977,15 +979,16 @@ draw.buffer_map(2 * 10**9)
 # allocations: the owner creates a 64-byte **handle** (`cudaIpcGetMemHandle`), the ranks exchange the handles
 # (`all_gather_object`), and each process opens those of the node's other GPUs (`cudaIpcOpenMemHandle` with
 # `cudaIpcMemLazyEnablePeerAccess`). Opening maps the memory into the process and returns an address, which kernels can
-# load from and store to over NVLink. This is what `sync` does. It then copies both lists of addresses into parts 3 and
-# 4, where kernels can read them.
+# load from and store to over NVLink. This is what DeepEP's `sync` does. It then copies both lists of addresses into
+# parts 3 and 4, where kernels can read them.
 #
-# A process cannot open its own handle, so the next cell starts a second process, whose kernel stores into this
-# process's buffer. In the simulator all ranks run in one process; a **registered** buffer has an address that is valid
-# for the kernels of all simulated ranks.
+# A process cannot open its own handle, so `across_processes` in the folded cell starts a second process. Its kernel
+# `store_into_peer` converts `buffer_ptrs[peer]` to a pointer and stores there, into this process's buffer. In the
+# simulator all ranks run in one process; a **registered** buffer has an address that is valid for the kernels of all
+# simulated ranks.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit
 def store_into_peer(buffer_ptrs, mine, peer, value):
     theirs = pointer_from_address(buffer_ptrs[peer], mine)
@@ -1053,7 +1056,7 @@ def across_simulated_ranks():
     return {"words": buffers[0][:8].tolist()}
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 try:
     import cupy
 except ImportError:
@@ -1075,7 +1078,7 @@ else:
         print("This system does not share memory between processes:", str(error).strip().splitlines()[-1])
 assert SHARED is None or SHARED["words"] == list(range(100, 108))
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # The record of the ladder gets this too.
 if not simulator.ENABLED and SHARED:
     next(row for row in ladder.rows if row["step"] == "final")["ipc"] = {"handle_bytes": SHARED["handle_bytes"]}
@@ -1089,7 +1092,7 @@ ladder.save(notebook_sources("notebooks/07_dispatch_layout.py"))
 # **Counters in pinned host memory.** After the layout the ranks exchange counts, and the *host* needs the total to
 # allocate the output. The constructor therefore allocates counters in **pinned** (page-locked) host memory that is
 # mapped into the GPU's address space: one for all tokens to be received and one per local expert. They start at -1, and
-# the host **polls** until the kernel has stored the number. No explicit copy is needed.
+# the host **polls** until the kernel has stored the number.
 
 
 # %%
@@ -1109,14 +1112,13 @@ assert counter[0] == per_rank.sum()
 # %% [markdown]
 # **Between nodes** DeepEP uses NVSHMEM: every GPU can access the memory that a group of GPUs allocates collectively,
 # over the network if necessary. For the normal kernels a group has one GPU per node, those with the same `nvl_rank`.
-# This course does not cover it.
 #
 # ## 7. The article's claims
 #
 # [The appendix](appendix_claims.ipynb) applies one set of rules to all articles.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def machine_code():
     """Of the document's kernel, and of the one with atomics: {name: {what: number}}; None without a disassembler."""
     source = atomic = inspect.getsource(deepep_layout)
@@ -1139,7 +1141,7 @@ def machine_code():
 CODE = machine_code()
 print(json.dumps(CODE))
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 NOT_RECORDED = "open: not recorded yet"
 
 
@@ -1320,8 +1322,7 @@ for name, said in in_simulator(faults, FAULTS, constants=SMALL_SIZES).items():
     print(f"{name}: {said}")
 
 # %% [markdown]
-# - **No barrier.** A thread sums counters that other threads have not written yet. On a GPU the result may be correct
-#   in most runs.
+# - **No barrier.** A thread sums counters that other threads have not written yet.
 # - **One row without atomics.** Two threads read the same value, both add 1, and both store: one addition is lost.
 # - **Counters not cleared.** Shared memory is uninitialised.
 # - **No lower-bound test.** An expert of an earlier CTA, or -1, becomes a negative index.

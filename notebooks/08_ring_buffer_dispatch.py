@@ -33,7 +33,7 @@ import moe_numba  # before Numba: it decides whether there is a GPU, or the simu
 
 print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 import inspect
 import textwrap
 import warnings
@@ -115,9 +115,8 @@ print(
 )
 
 # %% [markdown]
-# `LocalGroup` runs one thread per rank in this process. `GROUP.run(work)` calls `work(transport)` on all ranks
-# concurrently. A **transport** has the `rank`, `gather` (returns the values of all ranks), and `allocate`, which
-# returns memory that all ranks can access, with its `addresses`.
+# `LocalGroup` runs one thread per rank in this process, each with a **transport**. It has the `rank`, `gather` (returns
+# the values of all ranks), and `allocate`, which returns memory that all ranks can access, with its `addresses`.
 #
 # ## 1. The problem in one picture
 #
@@ -150,7 +149,7 @@ draw.row_order(EXAMPLE, CHANNELS)
 # The reference takes the tensors of all ranks:
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def show(thing, start=None, stop=None):
     """The source of a function, or of the part of it from the line that has ``start`` until the one with ``stop``."""
     lines = inspect.getsource(inspect.unwrap(getattr(thing, "py_func", thing))).splitlines()
@@ -165,7 +164,7 @@ show(reference.dispatch, "ranks = len(x)")
 # Dispatch also sends metadata: `src_idx`, the token's index on its source rank; `topk_idx`, its experts as indices of
 # the receiver's local experts, or -1; `topk_weights`; and scales. The steps below send the rows and `src_idx`.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 torch.manual_seed(0)
 IDS = [uniform_routing(TOKENS, EXPERTS, TOPK, device) for device in GROUP.devices]
 LAYOUTS = [reference.dispatch_layout(ids, RANKS, EXPERTS) for ids in IDS]
@@ -278,7 +277,7 @@ def make_push_bulk(row_words, warps, with_loads):
 # Each rank queues its kernels behind a small kernel that spins until all ranks have queued theirs. Events on each
 # rank's stream measure the time, and the slowest rank counts.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder = Ladder(
     "ring_buffer_dispatch_ladder",
     check,
@@ -375,8 +374,8 @@ if TIMED:
     print(f"the floor for {WIRE_BYTES / 1e6:.1f} MB: {FLOOR_US:.0f} us")
 
 # %% [markdown]
-# One SM reaches a fraction of the link's bandwidth, nearly the same one with all three methods, so several SMs must
-# send. Our port of DeepEP's kernel gets 24 SMs: half send and half receive.
+# One SM reaches a fraction of the link's bandwidth, somewhat less with bulk loads, so several SMs must send. Our port
+# of DeepEP's kernel gets 24 SMs: half send and half receive.
 #
 # ## 3. The first store to a peer
 #
@@ -477,7 +476,7 @@ print(
 # any order, unless an instruction orders them; a seed determines the order. The next cell runs the kernel with a
 # relaxed store, and with a relaxed load.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 BY_NAME = "from moe_numba.ptx.atomics import *"  # `PAIRS` names them by strings
 
 
@@ -515,9 +514,9 @@ for pair, torn in zip(PAIRS, in_simulator(try_messages, PAIRS, SEEDS, setup=BY_N
 #
 # A step is a context manager `make(transport)` that allocates, yields the function to call, and frees the memory. It is
 # checked before it is timed, after a call with different rows, so that old results in a buffer cannot pass. The counts
-# are known, as with a handle.
+# are known, as with a handle. `rate_of(way, blocks)` returns a rate of section 2.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 STEPS = {}
 
 
@@ -594,12 +593,12 @@ def rate_of(way, blocks):
 #
 # **Idea.** Each rank gathers the rows for each peer (`index_select`) and copies them to their place in the peer's
 # `recv_x`: the data movement of an *all-to-all*. When the barrier kernel of all ranks (`meet`) ends, all rows have
-# arrived.
+# arrived. The folded cell has `meet` and `torch_dispatch`, whose `step` copies with `copy_` and then launches `meet`.
 #
 # **Prediction.** The wire time plus the gather.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit
 def meet(peers, mine, rank, ranks, number):
     """No rank is beyond this kernel before all have come: a flag from each rank to each, a running number."""
@@ -659,7 +658,7 @@ prediction = (
 )
 measure("torch", torch_dispatch, prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("torch", predicted=prediction)
 
 # %% [markdown]
@@ -681,7 +680,7 @@ show(all_to_all_counts)
 # %%
 show(all_to_all_rows)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 BY_NCCL = "index_select and NCCL"
 
 
@@ -723,7 +722,7 @@ NCCL = fact(
 for name, known in NCCL.items():
     print(f"{name}: {known['us']:.0f} us, {known['gbps']:.0f} GB/s over each rank's link")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back(BY_NCCL, "torch", prediction)
 
 # %% [markdown]
@@ -735,12 +734,13 @@ look_back(BY_NCCL, "torch", prediction)
 #
 # **Idea.** If a rank has the row index of each of its rows in each peer's `recv_x`, a warp per token can load the row
 # once and store it to all destinations. This requires the counts of all ranks: here the host gathers them and computes
-# `place[token, rank]`.
+# `place[token, rank]`. In the folded kernel `make_naive` each lane loads four vectors into `words`, then stores them to
+# every rank `r` whose `place` is not -1.
 #
 # **Prediction.** With many CTAs, the rate of the stores of section 2.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_naive(ranks, row_bytes, src_idx_at):
     vectors, row_words = row_bytes // 16, row_bytes // 4
@@ -825,7 +825,7 @@ ALL_SMS = 2 if simulator.ENABLED else torch.cuda.get_device_properties(HOME).mul
 prediction = WIRE_BYTES / rate_of(WAYS[0], 48) * 1e6 if not simulator.ENABLED else None
 measure("naive, all SMs", naive_dispatch(ALL_SMS), prediction, num_sms=ALL_SMS)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("naive, all SMs", "torch", prediction)
 
 # %% [markdown]
@@ -841,7 +841,7 @@ FEW = "naive, few SMs"
 prediction = WIRE_BYTES / rate_of(WAYS[0], SMS) * 1e6 if not simulator.ENABLED else None
 measure(FEW, naive_dispatch(SMS), prediction, num_sms=SMS)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back(FEW, "naive, all SMs", prediction)
 
 # %% [markdown]
@@ -850,8 +850,8 @@ look_back(FEW, "naive, all SMs", prediction)
 #
 # ## 5. DeepEP's kernels: `notify_dispatch`
 #
-# Our Numba ports are in `moe_numba/course/articles/deepep`; excerpts follow. DeepEP requests a **cooperative** launch
-# (macro `SETUP_LAUNCH_CONFIG`): all CTAs are resident at the same time, because they wait for CTAs of other ranks.
+# Our Numba ports are in `moe_numba/course/articles/deepep`; excerpts follow. DeepEP requests a **cooperative** launch:
+# all CTAs are resident at the same time, because they wait for CTAs of other ranks.
 #
 # `notify_dispatch` has `1 + ranks` CTAs. CTA 0, the **coordinator**, exchanges counts. CTA `1 + r`, a **worker**,
 # counts the tokens for rank `r` and fills its row of `channel_prefix_matrix`: each warp takes channels, its lanes take
@@ -863,7 +863,7 @@ show(deepep_notify.make_notify_dispatch, "def count_channels", "@cuda.jit")
 # %%
 show(polling.make_channel_range, "def channel_range", "return channel_range")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 many, sms, warps = 10000, 100, 128 // 32  # the article's example
 share = -(-many // (sms // 2))
 print(
@@ -900,7 +900,7 @@ show(deepep_notify.make_barrier, "def barrier_block", "return barrier_block")
 #
 # The matrices for the example of section 1, from the simulator:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 PLAYED = in_simulator(play, EXAMPLE, 4, 2, CHANNELS)
 COLUMNS = "| | " + " | ".join(f"channel {c}" for c in range(CHANNELS)) + " |\n|---|" + "---:|" * CHANNELS
 tables = []
@@ -920,7 +920,7 @@ Markdown("\n\n".join(tables))
 # The exchange of expert counts for two ranks with two experts each, rounded up to multiples of 4:
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def try_notify(ids, alignment):
     """What each rank counted, and what each rank's host sees after notify_dispatch."""
     ids = [torch.tensor(rows) for rows in ids]
@@ -972,7 +972,7 @@ show(deepep_dispatch.make_send, "address, queue = peers", "while token < last")
 # %% [markdown]
 # For the example:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 offsets = {(m[1], m[2], m[3], m[0]): m[4] for m in PLAYED["moments"] if m[0] in ("start", "end")}
 lines = [
     f"| {channel} | {source} | "
@@ -1040,13 +1040,14 @@ HTML(draw.animation(SHORT))
 # %% [markdown]
 # ### Step 3: DeepEP's ring on GPUs
 #
-# **Idea.** The counts are known, so the step runs `cached_notify_dispatch` and `dispatch`.
+# **Idea.** The counts are known, so the step runs `cached_notify_dispatch` and `dispatch` (`step` in the folded
+# `document_step`).
 #
 # **Prediction.** Half of the CTAs send, each at the rate of one CTA in section 2, unless the link is saturated; plus
 # the barriers.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def constants_for(sms, chunk=None):
     return DeepEPConfig(RANKS, sms // 2, HERE.ring, chunk or HERE.chunk, ROW_BYTES, 0, 0, EXPERTS, HERE.warps)
 
@@ -1104,7 +1105,7 @@ prediction = WIRE_BYTES / rate_of(WAYS[0], SMS // 2) * 1e6 + 20 if not simulator
 DOCUMENT = "the ring"
 measure(DOCUMENT, document_step(SMS), prediction, num_sms=SMS)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back(DOCUMENT, FEW, prediction)
 
 # %% [markdown]
@@ -1128,16 +1129,16 @@ for name, sms in RINGS.items():
 
 # %% [markdown]
 # **Look back.** A sending CTA moves twice the figure printed for each SM. This is less than the rate of one CTA in
-# section 2, and it falls as the number of SMs grows, although the link is not saturated. Likely causes are the waits:
-# for the head, for other warps at the barrier, and for the release.
+# section 2, and it falls as the number of SMs grows, although the link is not saturated. Possible causes: waits for the
+# head, the barrier and the release.
 #
 # ## 7. The package's dispatch
 #
-# The package's rings divide the work differently. First a measurement: the time of a store, a release and two fences,
-# while other warps of the SM write to a peer.
+# The package's rings divide the work differently. First a measurement: in the folded kernel `cost`, thread 0 repeats a
+# store, a release or one of two fences, alone and while other warps of the SM write to a peer.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 TOLD = ("st.relaxed.sys", "st.release.sys", "fence.acq_rel.sys", "fence.proxy.async")
 
 
@@ -1308,7 +1309,7 @@ prediction = max(carried / (SMS // 2 * rate_of(WAYS[2], 1)), WIRE_BYTES / rate_o
 prediction = None if simulator.ENABLED else prediction
 measure("final", package_step(SMS), prediction, num_sms=SMS)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("final", DOCUMENT, prediction)
 look_back("final", FEW)
 
@@ -1343,7 +1344,7 @@ def straight_us(sms):
 prediction = None if simulator.ENABLED else straight_us(SENDING)
 measure(STRAIGHT, package_step(SMS, straight=True), prediction, num_sms=SENDING)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back(STRAIGHT, "final", prediction)
 
 # %% [markdown]
@@ -1356,7 +1357,7 @@ look_back(STRAIGHT, "final", prediction)
 # many ranks, two thirds with two ranks, where receivers copy every second own row.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def sweep_us(straight):
     """Microseconds by the number of multiprocessors, as text; what arrives is checked first."""
     steps = {f"{sms}": package_step(sms, straight=straight) for sms in HERE.sweep}
@@ -1446,7 +1447,7 @@ print(f"ones with scales {powers.tolist()}: {BACK[0]} by the article's function,
 # **Prediction.** The time of step 5, multiplied by the ratio of the row sizes.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def fp8_step(sms):
     @contextmanager
     def make(transport):
@@ -1480,15 +1481,14 @@ print(
 )
 
 # %% [markdown]
-# **Look back.** FP8 takes less time than bfloat16, but more than predicted: the link carries a lower rate. A possible
-# reason is a cost per row that does not shrink with it.
+# **Look back.** FP8 takes less time than bfloat16, but more than predicted: the link carries a lower rate.
 #
 # ### With the counts: host time
 #
 # A first dispatch exchanges counts, and the host waits for the total. The next cell measures the host time from the
 # call until the GPU is idle, with and without counts.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 calls = {
     f"{FEW}, known": naive_dispatch(SMS),
     f"{FEW}, with counts": naive_dispatch(SMS, with_counts=True),
@@ -1511,14 +1511,13 @@ for name in calls:
 # The difference between two lines contains the exchange, the synchronisation, and Python code that allocates the
 # outputs while the GPU is idle. `num_worst_tokens` avoids the wait with outputs of the worst-case size.
 #
-# All ranks share one GIL here, so these times cannot be compared with NCCL's processes of step 1; the README compares
-# both in processes.
+# All ranks share one GIL here, so these times cannot be compared with NCCL's.
 #
 # ### The whole ladder
 #
 # All steps again, interleaved, except NCCL, whose processes have ended.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 again = rank_times(GROUP, STEPS, launches=HERE.launches, samples=HERE.samples) if TIMED else None
 ladder.measure_all(again)
 if TIMED:
@@ -1542,7 +1541,7 @@ ladder.plot(floor_us=FLOOR_US)
 # In five places of our port, marked with `fault`, a weaker memory order, a missing barrier or a line moved earlier
 # makes the kernel incorrect. The simulator runs each with weak memory.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 WHAT = {
     "": "as it is",
     "plain tail": "the tail is published by a plain store, without release",
@@ -1592,8 +1591,7 @@ Markdown(
 )
 
 # %% [markdown]
-# Without weak memory a simulator cannot show faults in memory ordering. A GPU may show them rarely, because hardware
-# may order more than the memory model guarantees.
+# Without weak memory a simulator cannot show faults in memory ordering.
 #
 # ### Timeouts
 #
@@ -1602,7 +1600,7 @@ Markdown(
 # (`patience` is the timeout of our port; without one the simulator detects the deadlock, where a GPU would hang.)
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def try_alone(patience_ns):
     """What is said when rank 1 does not come."""
     c, said, known = DeepEPConfig(2, 1, 2, 2, 32, 0, 0, 2, 1), {}, torch.zeros(2, 2, dtype=torch.int32)
@@ -1637,7 +1635,7 @@ for name, words in SAID.items():
 # The notebook computes every verdict; one that needs a number without a record is "open". "Confirmed" means reproduced
 # here, "refuted" not reproduced here, and "its ring" is our port of DeepEP's dispatch.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 NOT_RECORDED = "open: not recorded yet"
 
 

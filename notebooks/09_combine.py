@@ -37,7 +37,7 @@ import moe_numba  # before Numba: it decides whether there is a GPU, or the simu
 
 print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 import inspect
 import itertools
 import random
@@ -155,7 +155,7 @@ for channel, tokens in enumerate(inputs.channel_ranges(4, CHANNELS)):
 #
 # The package's reference sums in `float64`:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 head, _, rest = inspect.getsource(reference.combine).partition('    """')
 Markdown("```python\n" + head + rest.partition('"""\n')[2] + "```")
 
@@ -175,7 +175,7 @@ draw.sum_in_steps((torch.randn(8) * 3).tolist())
 # The same for many elements and many orders of the ranks:
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def spread(dtype, rows, orders):
     """Add up rows in several orders, rounded to ``dtype`` at each step: mean and worst error, what part differs."""
     exact, results = rows.double().sum(dim=0), []
@@ -215,7 +215,7 @@ for (kind, dtype), (mean, worst, differ) in ERRORS.items():
 # order, in `float32`, rounded once".
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def random_rows(count, device, seed):
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(count, HIDDEN, generator=generator, device=device).bfloat16()
@@ -357,7 +357,7 @@ draw.head_gaps(column, filled, NO_HEAD)
 # nearest of them among the lower lanes, which have the *later* tokens:
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def piece(function, begin, end):
     """A part of a function's source, from some words up to others, or to the end."""
     source = inspect.getsource(inspect.unwrap(getattr(function, "py_func", function)))
@@ -371,7 +371,7 @@ piece(deepep_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n   
 # The next cell runs it on all ranks. A step is a context manager `make(transport)`, as in notebook 08.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @contextmanager
 def made_by_document(transport, constants, handles, call):
     """``call(rank, handle, ...)`` on a rank with a buffer of its own."""
@@ -412,7 +412,7 @@ assert GAPS_RIGHT
 # experts. Steps with rings use 24 SMs; the others use all. Steps are checked and timed as in notebook 08; the slowest
 # rank counts.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder = Ladder(
     "combine_ladder",
     check,
@@ -529,7 +529,7 @@ elements = WIRE_BYTES * SHOWN_RANKS / (SHOWN_RANKS - 1) / 2
 prediction = WIRE_BYTES / PUSH * 1e6 + (elements * 20 + 4096 * 7168 * 10) / MEMORY * 1e6
 measure("torch", make_torch, prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("torch", predicted=prediction)
 
 # %% [markdown]
@@ -541,7 +541,8 @@ look_back("torch", predicted=prediction)
 # case, one row from each rank for each token, so nothing is counted. One kernel pushes all rows, a warp per row; after
 # a barrier of all ranks a second one sums them, a warp per token. Another barrier precedes the push, so that no rank
 # overwrites rows that a slower rank still sums. In the barrier kernel lane `p` stores a sequence number in rank `p`'s
-# memory, with release, and waits for the same number from rank `p`.
+# memory, with release, and waits for the same number from rank `p`. `call` in the folded cell launches these kernels in
+# order.
 #
 # **Prediction.** The push at the rate of plain stores; then the rows are read and the sums written; plus constants for
 # the launches and the barriers (`MEETINGS_US`).
@@ -626,7 +627,7 @@ def make_sum_kernel(ranks, row_words, at_once):
     return add_rows
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def make_push_and_sum(at_once, only_push=False):
     @contextmanager
     def make(transport):
@@ -679,14 +680,14 @@ MEETINGS_US = 4 * 1 + 2 * 5
 prediction = WIRE_BYTES / PUSH * 1e6 + (MEMORY_BYTES - WIRE_BYTES) / MEMORY * 1e6 + MEETINGS_US
 measure("push, then add up", make_push_and_sum(1), prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("push, then add up", "torch", prediction)
 
 # %% [markdown]
 # **Look back.** The next cell measures the push alone, with its barrier, on all SMs. The rings below are compared with
 # it. (It is not an upper limit: it also copies the rows that stay on their rank.)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 PUSH_US = fact("push_us", median_of(make_push_and_sum(1, only_push=True)))
 if PUSH_US:
     print(
@@ -705,7 +706,7 @@ else:
 #
 # Little's law determines the bytes in flight: bandwidth times latency.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 LATENCY_NS = 600
 needed = MEMORY * LATENCY_NS * 1e-9
 print(
@@ -746,13 +747,14 @@ for name, gbps in SUM_GBPS.items():
     print(f"{blocks:>3} blocks of 512 threads, {at_once} at once: {gbps} GB/s")
 
 # %% [markdown]
-# **Prediction.** The push is unchanged. The summation reaches the full memory bandwidth.
+# **Prediction.** With the largest number of loads (`MOST`) the summation reaches the full memory bandwidth; the push is
+# unchanged.
 
 # %%
 prediction = (PUSH_US or WIRE_BYTES / PUSH * 1e6) + (MEMORY_BYTES - WIRE_BYTES) / MEMORY * 1e6 + 5
 measure("more loads at once", make_push_and_sum(MOST), prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("more loads at once", "push, then add up", prediction)
 
 # %% [markdown]
@@ -808,14 +810,13 @@ DEEPEP_WIRE = 284e9
 prediction = WIRE_BYTES / DEEPEP_WIRE * 1e6 + 10
 measure("the document's rings", make_document(), prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("the document's rings", "more loads at once", prediction)
 
 # %% [markdown]
 # **Look back.** Our port on two ranks is far from the rate of DeepEP's own kernel on eight, and slower than the push,
-# which uses more than five times as many SMs. This notebook does not measure the cause. Candidates are the sending
-# warps' barrier for each chunk, the release by a warp that also copies rows, the copies through registers, and the
-# minimum over 23 warps for each head.
+# which uses more than five times as many SMs. This notebook does not measure the cause; step 4 changes several
+# candidates at once.
 #
 # ### Step 4: one warp per channel
 #
@@ -835,10 +836,11 @@ look_back("the document's rings", "more loads at once", prediction)
 piece(final_kernel.make_send, "            while cuda.any_sync(", "                # The earlier stores have")
 
 # %% [markdown]
-# Steps 4 to 6 make one change to the package's source: a rank also sends its *own rows* through rings, to itself.
+# Steps 4 to 6 make one change to the package's source: a rank also sends its *own rows* through rings, to itself
+# (`SENT_TO_ITSELF`).
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def changed(*changes):
     """The combine kernel's module, with some lines changed."""
     return changed_module(final_kernel, *changes)
@@ -862,10 +864,11 @@ SENT_TO_ITSELF = ("lane < ranks and lane != rank", "lane < ranks")
 
 # %% [markdown]
 # A lane loads `at_once` 16-byte vectors of each row before the first addition; in this step, one. (`as_pairs` is for
-# step 6.)
+# step 6.) The next two cells are folded: `add_up` loads into `words` and sums, as in step 1. For each token, `receive`
+# polls `tail` until its rows have arrived (`wanted`), calls `add_up`, and posts `head`.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_add_up(shape, at_once, as_pairs):
     ranks, row_words, stride = shape.num_ranks, shape.slot.row, shape.slot.stride
@@ -916,7 +919,7 @@ def make_add_up(shape, at_once, as_pairs):
     return add_up
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_receive(shape, at_once, as_pairs):
     ranks, warps, slots = shape.num_ranks, shape.warps, shape.slots
@@ -971,10 +974,11 @@ def make_receive(shape, at_once, as_pairs):
 
 
 # %% [markdown]
-# The kernel (weights and biases are not used):
+# In the folded kernel `combine` each warp runs `publish`, `receive` or `send`; weights and biases are not used.
+# `with_pieces(n)` selects `at_once`.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_channels_kernel(shape, at_once, as_pairs=False):
     ranks, warps, barrier_offset = shape.num_ranks, shape.warps, shape.barrier_offset
@@ -1038,7 +1042,7 @@ def with_pieces(n, as_pairs=False):
     return buffer_with(lambda shape, biases: make_channels_kernel(shape, n, as_pairs))
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @contextmanager
 def dispatched(transport, kind, config):
     """A rank's buffer, of some kind, and the handle of a dispatch."""
@@ -1089,7 +1093,7 @@ print(f"reading takes {reading_us(1):.0f} us, sending {sending_us:.0f} us")
 prediction = max(sending_us, reading_us(1))
 measure("a warp for a channel", make_package(kind=with_pieces(1)), prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("a warp for a channel", "the document's rings", prediction)
 
 # %% [markdown]
@@ -1131,7 +1135,7 @@ else:
 print(f"predicted with {SEVERAL} at once: {prediction:.0f} us")
 measure("several pieces", make_package(kind=with_pieces(max(1, 8 // RANKS))), prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("several pieces", "a warp for a channel", prediction)
 print(f"All numbers of pieces, {WHEN}:" if LOADS else "Other numbers of pieces: no figure is recorded yet")
 for n, time in LOADS.items():
@@ -1160,7 +1164,7 @@ for few, many, gain in GAINS:
 prediction = sending_us if SHOWN_RANKS == 2 else us("several pieces") or sending_us
 measure("two rows as pairs", make_package(kind=with_pieces(max(1, 8 // RANKS), RANKS == 2)), prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("two rows as pairs", "several pieces", prediction)
 
 # %% [markdown]
@@ -1195,7 +1199,7 @@ piece(reduce.make_reduce_token_general, "            remaining = mask", "       
 prediction = us("two rows as pairs") or sending_us
 measure("bulk copies", make_package(kind=buffer_with()), prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("bulk copies", "two rows as pairs", prediction)
 KINDS_OF_BUFFER = {"two rows as pairs": with_pieces(max(1, 8 // RANKS), RANKS == 2), "bulk copies": buffer_with()}
 FEWER = fact("twelve_us", TIMED and {name: median_of(make_package(12, kind)) for name, kind in KINDS_OF_BUFFER.items()})
@@ -1211,7 +1215,7 @@ if FEWER:
 # **Idea.** So far all sending warps have equal shares. The next cell measures when each warp finishes.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 WRITTEN_DOWN = (
     ("from moe_numba.ptx.memory", "from moe_numba.ptx.special_registers import globaltimer\nfrom moe_numba.ptx.memory"),
     ("        griddepcontrol_wait()\n", "        griddepcontrol_wait()\n        begun = globaltimer()\n"),
@@ -1249,9 +1253,9 @@ EQUAL_SHARES = fact("equal_shares_us", ends_of(1))
 print(f"equal shares: {says_when(EQUAL_SHARES)}; {WHEN}" if EQUAL_SHARES else "equal shares: no figure is recorded yet")
 
 # %% [markdown]
-# The warps finish at different times. Likely causes are that a saturated link does not serve all SMs equally, and that
-# a warp delayed by a full ring cannot pass work to another. The tokens are therefore divided into four channels per
-# sending warp, and a warp that has finished a channel takes the next one from an atomic counter.
+# The warps finish at different times. With equal shares, a warp delayed by a full ring cannot pass work to another. The
+# tokens are therefore divided into four channels per sending warp, and a warp that has finished a channel takes the
+# next one from an atomic counter.
 
 # %%
 piece(next_channel, "    taken = ", None)
@@ -1266,7 +1270,7 @@ piece(next_channel, "    taken = ", None)
 prediction = us("bulk copies") and EQUAL_SHARES and us("bulk copies") - (EQUAL_SHARES[2] - EQUAL_SHARES[1])
 measure("final", make_package(), prediction or sending_us)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("final", "bulk copies", prediction or sending_us)
 DEALT_OUT = fact("dealt_out_us", ends_of(None))
 if DEALT_OUT:
@@ -1278,7 +1282,7 @@ if DEALT_OUT:
 #
 # **The cost of the summation.** In the next cell receivers only wait for rows and store zeros.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 NOTHING_ADDED = ("uint32(cuda.ballot_sync(FULL_MASK, position >= 0))", "uint32(0)")
 NOT_ADDED_US = fact(
     "not_added_us", median_of(make_package(kind=buffer_with(changed(NOTHING_ADDED).make_combine, None)))
@@ -1299,7 +1303,7 @@ else:
 # Half of the SMs send, but no more than saturate the link.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def sm_sweep():
     """{line: {num_sms: statistics}}; None where nothing is timed, and all only runs."""
     makes = {("moe_numba", n): make_package(n) for n in HERE.sweep}
@@ -1329,7 +1333,7 @@ else:
     picture = print("The sweep over multiprocessors has not been recorded yet.")
 picture
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 print(f"The package's combine, {WHEN}:" if LINES else "no figure is recorded yet")
 for n, stats in LINES["moe_numba"].items() if LINES else ():
     gbps = WIRE_BYTES / stats["median"] / 1000
@@ -1345,7 +1349,7 @@ for n, stats in LINES["moe_numba"].items() if LINES else ():
 # missing. With two ranks the first two would be *correct*, so this test uses four ranks, on the host.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def sums_in(order, narrow=False):
     """Rank 0's sums of the trial, in an order of the ranks; ``narrow``: rounded after each row."""
     total = torch.zeros(40, 8)
@@ -1380,7 +1384,7 @@ for name, wrong in WRONG.items():
 #
 # All steps again, interleaved.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder.measure_all(times_of(STEPS))
 if TIMED:
     for row in ladder.rows:
@@ -1405,7 +1409,7 @@ ladder.plot(floor_us=FLOOR_US, peers={"the push alone": PUSH_US} if PUSH_US else
 # channel, and several numbers of reducing warps (`R`), chunks, rings and seeds.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def lock_up(cases):
     """For each (warps of a rank, chunk, ring, seed): whether it hung, and rank 0's head and tail of rank 1's queue."""
     found = []
@@ -1451,7 +1455,7 @@ for (warps, chunk), cases in itertools.groupby(CASES, key=lambda case: case[:2])
 # A ring of `chunk + R - 1` rows is sufficient in all runs, and one row less deadlocks. The figure shows such a run.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def stuck_picture(case):
     warps, chunk, ring, _ = case
     head, tail, reducers = LOCKED[case]["head"], LOCKED[case]["tail"], 2 * warps - 1
@@ -1495,10 +1499,11 @@ for ring in (25, 26):
 # its next token, and meanwhile consumes nothing from the other rings.
 #
 # The example has three ranks. The first tokens of rank `r` go to rank `r + 1` only, the later ones to all ranks. In the
-# changed kernel, if *any* ring that still has rows to send is full, the sender sends nothing.
+# changed kernel, if *any* ring that still has rows to send is full, the sender sends nothing (`WAITING` in the folded
+# cell).
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 WAITING = (
     "                can_send = rows_left > 0 and uint32(tail - head) < capacity\n",
     "                full = cuda.any_sync(FULL_MASK, rows_left > 0 and uint32(tail - head) >= capacity)\n"
@@ -1566,7 +1571,7 @@ for name, found in THREE.items():
 # The heads and tails left in memory determine the whole cycle:
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def waits_in_a_circle(found, rank=0):
     """Follow the waits of channel 0 from rank's sender on; [(who, why)], which closes, or None."""
     tail, head, places, chain, sends = found["tail"], found["head"], found["heads"], [], True
@@ -1649,7 +1654,7 @@ assert not WITH_ALL and WEIGHTS_BACK
 # used twice.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def shapes():
     """Tokens of each rank, and where they go."""
     few, some, many = max(1, TOKENS // 10), max(2, TOKENS // 3), TOKENS // (2 if simulator.ENABLED else 1)
@@ -1700,7 +1705,7 @@ assert all(all(said) for said in PROPERTY.values())
 # - **early head**: a reducing warp releases its rows before it has read them.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def faults(names):
     """{fault: for each of six seeds, how many of 15 tokens were wrong}."""
     chosen, found = [torch.ones(tokens, 2, dtype=torch.bool) for tokens in (8, 7)], {}
@@ -1726,15 +1731,14 @@ for name, wrong in FAULTS.items():
     print(f"{name or 'as it is'}: {says}")
 
 # %% [markdown]
-# "early head" is the hardest to find: it shows in few tokens, and only if the sender overwrites a slot before a
-# reducing warp has read it.
+# "early head" shows in the fewest tokens, and only if the sender overwrites a slot before a reducing warp has read it.
 #
 # **A rank that does not arrive.** Rank 1 does not call combine. Rank 0 aborts after the timeout, an argument of
 # `Buffer`, and its next call raises the error. (DeepEP executes `trap` after 100 seconds, which makes the CUDA context
 # unusable.)
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def left_alone(timeout):
     """The sentence of a rank that waits in vain."""
     chosen, said = [torch.ones(4, 2, dtype=torch.bool)] * 2, []
@@ -1769,7 +1773,7 @@ assert SENTENCE
 # %% [markdown]
 # ## 9. Claims and measurements
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 if TIMED:
     ladder.row("final").update({name: found for name, found in FACTS.items() if found})
 ladder.save(notebook_sources("notebooks/09_combine.py"))
@@ -1778,7 +1782,7 @@ ladder.save(notebook_sources("notebooks/09_combine.py"))
 # The notebook computes every verdict; one that needs a number without a record is "open". "Confirmed" means reproduced
 # here, "refuted" not reproduced here.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 NOT_RECORDED = "open: not recorded yet"
 
 
