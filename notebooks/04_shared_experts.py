@@ -30,7 +30,7 @@ import moe_numba  # before Numba: it decides whether there is a GPU, or the simu
 
 print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 import inspect
 import json
 import tempfile
@@ -72,7 +72,7 @@ SHARED = records.recorded("shared_experts")  # what `python -m moe_numba bench s
 # **routed experts**, here 8, each with a weight. The layer's output is the weighted sum of their outputs times
 # `routed_scaling_factor` (2.5 for DeepSeek-V3), plus the shared expert's output. One token:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 torch.manual_seed(0)
 MANY_LOGITS, MANY_BIAS = torch.randn(4096, 256), torch.rand(256) * 0.1
 MANY_WEIGHTS, MANY_IDS = reference_gate(MANY_LOGITS, MANY_BIAS, 8, num_expert_group=8, topk_group=4)
@@ -184,7 +184,7 @@ assert all(bool(wrong) == name.startswith("wrong") for name, wrong in WRONG.item
 # sums few numbers). In FP8 each row of a weight matrix has a scale, and each token's row is **quantised** before each
 # GEMM.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 for dtype in (torch.float32, torch.bfloat16, FP8):
     layer = Layer(SMALL, dtype, DEVICE, replicas=8)
     tokens = layer.tokens(9)
@@ -258,10 +258,10 @@ FLOOR_US = floor_us(DECODE)
 # of 8 GPUs. Gate and alignment are this package's. The grouped GEMMs are torch's, `torch._grouped_mm` in bfloat16 and
 # `torch._scaled_grouped_mm` in FP8; the last step uses the package's. The layer:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown("```python\n" + inspect.getsource(Layer.experts) + "```")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown("```python\n" + inspect.getsource(Layer.shared_experts) + "\n" + inspect.getsource(Layer.separate) + "```")
 
 # %% [markdown]
@@ -273,7 +273,7 @@ Markdown("```python\n" + inspect.getsource(Layer.shared_experts) + "\n" + inspec
 # explanations compare the changes.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def setting(dtype, tokens):
     """Layers whose weights take turns, tokens, and what the first layer must make of them."""
     first = LAYERS[dtype][0]
@@ -395,7 +395,7 @@ def separate(layer, x):
 
 measure("separate", separate, prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("separate", predicted=prediction)
 if row := ladder.row("separate"):
     print(
@@ -447,7 +447,7 @@ gain = START_US * (COUNT[1] - 2) + 2 * SMALL_GEMM_US - 7 * START_US - weights_us
 prediction = (us("separate") or prediction) - gain
 measure("ninth column by torch", folded_by_torch, prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("ninth column by torch", "separate", prediction)
 
 # %% [markdown]
@@ -474,7 +474,7 @@ measure("8 replicas", partial(folded_by_torch, replicas=REPLICAS), prediction)
 if not ladder.untimed:
     ladder.rows[-1].update({"slower": True} if us("8 replicas") > us("ninth column by torch") else {})
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("8 replicas", "ninth column by torch", prediction)
 
 # %% [markdown]
@@ -526,7 +526,7 @@ for replicas in (1, 3):  # the routing itself, not only what the layer makes of 
 prediction = (us("ninth column by torch") or prediction) - 6 * START_US
 measure("ninth column, one kernel", folded_by_own_kernel, prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("ninth column, one kernel", "ninth column by torch", prediction)
 
 # %% [markdown]
@@ -556,7 +556,7 @@ def folded_by_fuse_routing(layer, x):
 prediction = (us("ninth column, one kernel") or prediction) - 0.5
 measure("fuse_routing", folded_by_fuse_routing, prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("fuse_routing", "ninth column, one kernel", prediction)
 
 # %% [markdown]
@@ -583,14 +583,14 @@ def folded_by_gate(layer, x):
 prediction = (us("fuse_routing") or prediction) - 1.5
 measure("final", folded_by_gate, prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("final", "fuse_routing", prediction)
 
 # %% [markdown]
 # **Explanation.** This change, too, is within the noise of the whole layer. The next cell therefore times the routing
 # alone, from the router's scores to the finished table, all variants interleaved:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 ROUTES = {
     "gate alone": lambda layer, logits: layer.choose(logits),
     "gate, then torch": by_torch,
@@ -640,7 +640,7 @@ if not KNOWN_ROUTES:
 # In FP8 the two are not interchangeable: torch's GEMM expects one scale per row of a weight matrix, the package's one
 # scale per expert or one per 128 x 128 block.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown("```python\n" + inspect.getsource(moe_numba_grouped_gemm) + "```")
 
 # %% [markdown]
@@ -660,7 +660,7 @@ def folded_on_own(layer, x):
 IN_BFLOAT16 = {which: OTHERS[which] for which in ("one", "batch", "prefill")}
 measure("own grouped GEMM", folded_on_own, prediction, {} if simulator.ENABLED else IN_BFLOAT16)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("own grouped GEMM", "final", prediction)
 
 # %% [markdown]
@@ -672,7 +672,7 @@ look_back("own grouped GEMM", "final", prediction)
 # in`), with torch's GEMM and with the package's:
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def recorded_us(variant, tokens, dtype="float8_e4m3fn", what="layer", model="tp8", key="kernel_us"):
     """A recorded median in microseconds, or None."""
     wanted = dict(step=f"{what}: {variant}", size={"tokens": tokens}, dtype=dtype, config={"model": model})
@@ -737,11 +737,11 @@ for wrong_layer in (no_division, all_replicas, forgets_one):
 #
 # All steps once more, measured interleaved.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder.measure_all()
 ladder.save(notebook_sources("notebooks/04_shared_experts.py"))
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder.plot(floor_us=FLOOR_US)
 
 # %% [markdown]
@@ -751,7 +751,7 @@ ladder.plot(floor_us=FLOOR_US)
 # In a CUDA graph, as in SGLang's decoding, the kernel time counts. Prefill usually runs without a graph, and the call
 # time counts:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 LADDER = ladder.record if ladder.untimed else {"rows": ladder.rows}
 if LADDER:
     picture = plots.split_figure(LADDER["rows"], title="What the GPU takes, and what Python takes")
@@ -767,7 +767,7 @@ picture
 # a **column**.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def rows_of(ids, experts):
     return torch.bincount(ids.flatten().long(), minlength=experts).tolist()
 
@@ -783,7 +783,7 @@ draw.load({name: counts for name, counts in LOADS.items() if name != "apart"}, 2
 # If one SM processes a whole column, the longest column determines the time. If the tiles are scheduled individually
 # from one queue, only their total number matters:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 draw.schedules([1, 2, 1, 1, 2, 1, 8], workers=4, shared={6})
 
 # %% [markdown]
@@ -816,7 +816,7 @@ for tile_rows in (64, 128):
 # shared_experts`.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def bars(what, dtype, model="tp8"):
     """The recorded times of one setting as a figure, or a sentence."""
     times = SHARED and layer_times(SHARED, model, dtype, what)
@@ -829,11 +829,11 @@ def bars(what, dtype, model="tp8"):
 
 bars("GEMMs", "bfloat16")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 bars("GEMMs", "float8_e4m3fn")
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def compare_replicas(dtype, what):
     """{tokens: how much longer one shared expert takes than eight replicas, in per cent}; empty if not recorded."""
     times = layer_times(SHARED, "tp8", dtype, what) if SHARED else {}
@@ -856,7 +856,7 @@ if not SHARED:
 # A pitfall: torch selects its tile size by the *average* number of rows per expert, 64 rows up to an average of 128 and
 # 128 rows above. The ninth column raises the average:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 for tokens in (1024, 2048, 4096, 8192):
     rules = []
     for name, replicas in (("apart", 0), ("one", 1), ("eight", 8)):
@@ -876,10 +876,10 @@ for tokens in (1024, 2048, 4096, 8192):
 #
 # The whole layer, relative to the layer with a separate shared expert.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 bars("layer", "bfloat16")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 bars("layer", "float8_e4m3fn")
 
 # %% [markdown]
@@ -891,10 +891,10 @@ bars("layer", "float8_e4m3fn")
 # With **expert parallelism** each of 8 GPUs holds 32 whole experts. An expert is then eight times as large, its rows
 # come from all GPUs, and the shared expert has 4 times the rows of a routed one instead of 32 times.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 bars("layer", "bfloat16", "ep8")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 bars("layer", "float8_e4m3fn", "ep8")
 
 # %% [markdown]
@@ -905,7 +905,7 @@ bars("layer", "float8_e4m3fn", "ep8")
 # Below, the routing over tokens. (`gate, then torch` has fewer operations than in step 1: one shared expert needs no
 # random number, and the weights are already normalised.) The ninth column in the gate's kernel adds little at any size.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 GATE_CONFIG = {"num_experts": 256, "num_expert_group": 8}
 if SHARED:
     lines = {name: records.series(SHARED, step=name, config=GATE_CONFIG) for name in GATES}
@@ -918,10 +918,10 @@ picture
 # ## 7. Loading the weights
 #
 # A checkpoint stores the shared expert under its own names, such as `mlp.shared_experts.up_proj.weight`. The loader
-# must rename it to experts 256, 257, ... The next cell creates a small checkpoint of DeepSeek-V3's structure and runs
-# the article's listing of SGLang's `load_weights` on it.
+# must rename it to experts 256, 257, ... The folded cell creates a small checkpoint of DeepSeek-V3's structure and runs
+# the article's listing of SGLang's `load_weights` (`article_load_weights`) on it.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 MODEL = {
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
@@ -1050,7 +1050,7 @@ print(f"of {size} bytes the article's code held {held[1]} at once, clones includ
 # `moe_numba.shared_experts.fuse_checkpoint` checks names and shapes and then streams the checkpoint tensor by tensor.
 # The next cell estimates the cost of the article's code for the real model.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 MEBI, GIBI = 1 << 20, 1 << 30
 cost = memory_cost(8)
 entries = cost.moe_layers * (256 + 8 + 1) * 6  # tensors of experts, replicas and shared experts, with their scales
@@ -1110,7 +1110,7 @@ for says, loaded in (("the article's code", articles), ("fuse_checkpoint", ours)
 # Two corrections. DeepSeek-V3 has 61 layers, of which the first 3 have no experts. And with TP8 a rank holds one eighth
 # of each of the eight replicas, in total one expert per layer, but no longer the eighth of the separate shared expert.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 theirs, layers58, on_a_rank = memory_cost(num_hidden_layers=51), memory_cost(), memory_cost(8, tensor_parallel_size=8)
 one_on_a_rank = memory_cost(1, tensor_parallel_size=8)
 print(f"an expert: {theirs.expert_bytes / MEBI:g} MiB")
@@ -1124,7 +1124,7 @@ for says, layers, amount in (
     each = amount / layers / MEBI
     print(f"{says:<48} {layers} x {each:5.2f} MiB = {amount / MEBI:6.1f} MiB = {amount / GIBI:.3f} GiB")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 EXTRA = {replicas: memory_cost(replicas, tensor_parallel_size=8).extra_bytes / GIBI for replicas in range(1, 9)}
 draw.memory(
     EXTRA,
@@ -1139,7 +1139,7 @@ draw.memory(
 #
 # ## 9. The article's measurements, and what a layer can explain
 #
-# `THEIRS` in the next cell holds the article's end-to-end results: before, after, and the change in percent. The model
+# `THEIRS` in the folded cell holds the article's end-to-end results: before, after, and the change in percent. The model
 # was served on 8 H200, with the fusion with 8 replicas and without it. QPS is queries per second, **TTFT** the time to
 # the first token and **ITL** the inter-token latency in milliseconds; throughput is in tokens per second.
 #
@@ -1147,7 +1147,7 @@ draw.memory(
 # DeepSeek-V3 has 58 layers with experts: 58 times the saving of one layer is the possible saving between two tokens; a
 # prompt passes all layers once.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 THEIRS = {
     1: {"throughput": (483.47, 485.72, 0.5), "TTFT": (949.18, 664.25, 30.0), "ITL": (54.69, 50.20, 8.2)},
     4: {"throughput": (1088.59, 1132.73, 4.0), "TTFT": (2630.26, 2144.08, 18.5), "ITL": (156.21, 132.75, 15.0)},
@@ -1207,7 +1207,7 @@ if not SHARED:
 # In [the appendix](appendix_claims.ipynb), which applies one set of rules to all articles, times of this layer count as
 # "different setup", because the article measures a server with another grouped GEMM.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 NOT_RECORDED = "open: not recorded yet"
 SIZES = (1, 8, 64, 256, 1024, 2048, 4096, 8192)
 
@@ -1467,7 +1467,7 @@ for says, seeds in (("five seeds", range(5)), ("one seed, five times", [0] * 5))
 # The kernel of `moe_numba.shared_experts.fuse_routing`. The gate's own column is in
 # `moe_numba/gate/device_functions.py`.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 from moe_numba.shared_experts import kernel as final_kernel
 
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")

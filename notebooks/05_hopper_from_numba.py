@@ -15,22 +15,16 @@
 # # Hopper from Numba: TMA, mbarrier and wgmma
 #
 # **Hopper** GPUs (H100, H200) have three features that a fast GEMM needs: asynchronous copies (TMA), barriers that
-# count bytes (mbarrier), and tensor core instructions that read their operands from shared memory (wgmma). Numba
-# supports none of them directly. This notebook issues them from Python and builds an FP8 GEMM with them, step by step.
-# The next notebook, [06_grouped_gemm](06_grouped_gemm.ipynb), extends it to the grouped GEMM of an MoE layer.
+# count bytes (mbarrier), and tensor core instructions that read operands from shared memory (wgmma). Numba supports
+# none of them directly. This notebook issues them from Python, in two ways, and builds an FP8 GEMM step by step.
+# [06_grouped_gemm](06_grouped_gemm.ipynb) extends it to a grouped GEMM.
 #
-# There are two ways to issue such an instruction from a Numba kernel.
+# 1. **Linked CUDA C++.** A device function in CUDA C++ contains the instruction as inline PTX (NVIDIA's virtual
+#    instruction set). Numba declares and calls it.
+# 2. **Intrinsics.** A Python function (`moe_numba/ptx/`) emits one PTX instruction into the code that Numba generates.
 #
-# 1. **Linked CUDA C++.** A device function in CUDA C++ contains the instruction as inline PTX. Numba declares its name
-#    and types (`cuda.declare_device(..., link=...)`) and passes arrays as pointers (`ffi.from_buffer`). Numba documents
-#    this foreign function interface.
-# 2. **Intrinsics.** A Python function emits one PTX instruction into the code that Numba generates. This course uses
-#    the intrinsics in `moe_numba/ptx/`.
-#
-# Section 5 compares their machine code. Code and outputs call the two ways "doors", and linked CUDA C++ the "linked
-# door". **PTX** is NVIDIA's virtual instruction set, **SASS** the machine code that the GPU executes.
-#
-# Without a Hopper GPU the kernels run in the simulator, at small sizes, and the printed times are recorded ones.
+# Code and outputs call the two ways "doors", and linked CUDA C++ the "linked door". Without a Hopper GPU the kernels
+# run in the simulator, and the printed times are recorded ones.
 
 # %%
 import os
@@ -40,7 +34,7 @@ import moe_numba  # before Numba: it decides whether there is a GPU, or the simu
 
 print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -95,31 +89,26 @@ torch.manual_seed(0)
 # %% [markdown]
 # ## 1. Data paths before Hopper and on Hopper
 #
-# An H200 has 132 **streaming multiprocessors** (SMs). Each has shared memory, of which a CTA (thread block) can use up
-# to 227 KB, and four **tensor cores**, which multiply small matrices. The operands start in global memory and must
-# reach the tensor cores.
+# Each of the 132 **streaming multiprocessors** (SMs) of an H200 has shared memory, of which a CTA (thread block) can
+# use 227 KB, and four **tensor cores**, which multiply small matrices.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 draw.problem()
 
 # %% [markdown]
-# On the left, every byte passes through registers twice, which costs instructions and registers. (Ampere's `cp.async`
-# avoids the first pass.) On Hopper, threads only issue the copies and the MMAs:
+# On the left, every byte passes through registers twice. On Hopper, threads only issue the copies and the MMAs:
 #
 # - **TMA**, the tensor memory accelerator: one thread issues the copy of a whole box of a matrix and continues.
-# - **mbarrier**: a barrier in shared memory that counts arriving threads *and landed bytes*, so that threads can wait
-#   for a copy.
-# - **wgmma**: a **warpgroup** (four warps, 128 threads) issues an MMA whose operands are in shared memory, and
-#   continues.
+# - **mbarrier**: a barrier in shared memory that counts arriving threads *and landed bytes*.
+# - **wgmma**: a **warpgroup** (four warps) issues an MMA whose operands are in shared memory, and continues.
 #
-# All three are *asynchronous*: issue and completion are separate. The typical bugs are accesses before completion,
-# missing fences and deadlocks. The simulator detects them; section 8 shows its reports.
+# All three are *asynchronous*. Section 8 shows the typical bugs: accesses before completion, missing fences and
+# deadlocks.
 #
 # ## 2. Reference
 #
-# The GEMM is `D = A Bᵀ`. A has `m` rows and B has `n` rows, each of `k` elements in **FP8** (`e4m3`: 1 sign, 4 exponent
-# and 3 mantissa bits). D is `bfloat16`. The reference adds float32 GEMMs over 128 columns each in float64; the rounding
-# error of a float32 GEMM of that length is negligible here.
+# The GEMM is `D = A Bᵀ`. A has `m` rows and B has `n` rows, each of `k` **FP8** elements (`e4m3`: 1 sign, 4 exponent
+# and 3 mantissa bits). D is `bfloat16`. The reference adds float32 GEMMs over 128 columns each in float64.
 
 
 # %%
@@ -153,14 +142,14 @@ print(f"A {tuple(A.shape)}, B {tuple(B.shape)}; bfloat16 alone makes an error of
 # %% [markdown]
 # ## 3. Lower bound: what limits one SM
 #
-# The data sheet's FP8 peak is 1979 TFLOP/s. At 8192 FLOP per clock and SM, 132 SMs reach it at 1.83 GHz; the table uses
-# this clock. (The clock printed first is the maximum boost clock.) Shared memory transfers 128 bytes per clock: 32
-# **banks** of 4 bytes. For the L2 cache NVIDIA publishes no bandwidth. The table uses 5.5 TB/s, 23 bytes per clock and
-# SM, which others measured on a smaller GPU (an H100 PCIe). HBM provides 4.8 TB/s, 20 bytes per clock and SM.
+# `g` warpgroups compute a tile of `64 g x n` elements of D. Per **stage** of 128 elements of `k`, the L2 cache delivers
+# the tiles of A and B, TMA writes them to shared memory, and each warpgroup reads its 64 rows of A and all `n` rows of
+# B. `clocks` returns the clocks that each unit needs, from its rate per clock and SM:
 #
-# The table considers a tile of D with `64 g x n` elements, computed by `g` warpgroups, and one **stage**: 128 elements
-# of `k`. It lists the clocks that each unit of the SM needs for a stage. The L2 cache delivers the tiles of A and B,
-# TMA writes them to shared memory, and each warpgroup reads its 64 rows of A and all `n` rows of B.
+# - **Tensor cores:** 8192 FLOP, with which 132 SMs reach the data sheet's FP8 peak at 1.83 GHz. (The clock printed
+#   first is the maximum boost clock.)
+# - **Shared memory:** 128 bytes, from 32 **banks** of 4 bytes.
+# - **L2 cache:** 23 bytes. NVIDIA publishes no value; this one was measured on a smaller GPU (an H100 PCIe).
 
 
 # %%
@@ -202,20 +191,19 @@ LOWER_BOUND_US = 2 * TIMED.m * TIMED.n * TIMED.k / PEAK * 1e6
 
 # %% [markdown]
 # The L2 cache is the limit in all three rows. A larger tile reuses each loaded byte more often, so its limit is higher.
-# This table predicts the times of the steps in section 6, and step 2 tests the L2 bandwidth that it assumes. The lower
-# bound of the whole GEMM is its FLOPs divided by the peak; figures label it "speed of light".
+# The table predicts the times in section 6. The lower bound of the GEMM ("speed of light" in figures) is its FLOPs
+# divided by the peak.
 #
 # ## 4. One instruction at a time
 #
 # ### A tile copied by threads
 #
-# **Idea.** The baseline is a copy without TMA. Each CTA copies a tile of 64 rows and 128 bytes to shared memory, and
-# from there to the output. Each of its 128 threads loads four 16-byte vectors.
+# **Idea.** The baseline uses no TMA. Each CTA of 128 threads copies a tile of 64 rows and 128 bytes to shared memory,
+# and from there to the output.
 #
 # **Predicted time.** Every byte is read once and written once, at the copy bandwidth printed in section 3.
 #
-# Each line has two times: `kernel` is the GPU time of one launch within a CUDA graph, `call` the CPU time of the Python
-# call, which does not wait for the GPU.
+# In the output, `kernel` is the GPU time of one launch within a CUDA graph, `call` the CPU time of the Python call.
 
 # %%
 FULL_MASK = 0xFFFFFFFF
@@ -255,23 +243,24 @@ copies = Ladder(
 )
 copies.step("threads", by_threads, dtype="uint8", prediction_us=round(COPY_US, 1), bytes=2 * SOURCE.numel())
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 copies.report("threads", predicted=COPY_US)
 print(f"with three passes over the bytes in place of two we should have predicted {1.5 * COPY_US:.1f} us")
 
 # %% [markdown]
-# **Explanation.** The prediction left out `torch.zeros_like`, which clears the output in each call so that a skipped
-# tile is detected. It writes the whole matrix once more. This third pass is the larger part of the difference, and the
-# next step includes it too. The rest is not explained here.
+# **Explanation.** The prediction left out `torch.zeros_like`, which clears the output in each call. This third pass,
+# which the next step has too, is the larger part of the difference. The rest is not explained here.
 #
 # ### A TMA load and its mbarrier
 #
-# **Idea.** One thread issues the copy of the whole box. It needs three things: a **tensor map**, 128 bytes that
-# describe the matrix (address, extents, strides) and the size of the box, which `TensorMap` encodes on the host; a
-# destination in shared memory, aligned to 128 bytes; and an mbarrier that counts the landed bytes.
+# **Idea.** One thread issues the copy of the whole box. It needs a **tensor map**, 128 bytes that describe the matrix
+# and the box (`TensorMap` encodes them on the host), a destination in shared memory, aligned to 128 bytes, and an
+# mbarrier that counts the landed bytes.
 #
-# The store from shared memory is a TMA copy too, but without an mbarrier. The issuing thread commits it to a **bulk
-# group** and waits for the group before the CTA exits.
+# The store is a TMA copy without an mbarrier: the issuing thread commits it to a **bulk group** and waits for the group
+# before the CTA exits.
+#
+# **Predicted time.** As for the copy by threads.
 
 
 # %%
@@ -310,33 +299,30 @@ def by_tma():
 
 copies.step("TMA", by_tma, dtype="uint8", prediction_us=round(COPY_US, 1), bytes=2 * SOURCE.numel())
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 copies.report("TMA", "threads", COPY_US)
 
 # %% [markdown]
-# **Explanation.** A CTA is now a single warp, and one of its lanes issues all instructions; the data never pass through
-# registers. Both kernels take about the same time, because memory bandwidth limits both. TMA needs one warp instead of
-# four.
+# **Explanation.** Both kernels take about the same time, because memory bandwidth limits both. TMA needs one warp
+# instead of four. Details that are easy to get wrong:
 #
-# Four details of this kernel are easy to get wrong:
-#
-# - **All shared memory is dynamic**, including the barrier, which is another view of the same bytes. Behind static
-#   arrays the dynamic array may not be aligned to 1024 bytes, which the 128-byte swizzle below requires.
-# - **`elect_sync`, not `thread == 0`.** Both select one lane, but only after `elect_sync` does the compiler treat the
-#   code as executed by a single lane. Otherwise it adds loops around TMA instructions; section 5 counts them.
-# - **A tensor map is passed by value.** TMA reads it from a `__grid_constant__` kernel parameter, which Numba cannot
-#   declare. `launch` therefore generates a small C++ entry around the kernel (`moe_numba/runtime/compile.py`). A map in
-#   global memory also works, but requires a fence; kernels below use it.
-# - **`fence_mbarrier_init`.** Threads initialise the barrier through the *generic proxy*, TMA accesses it through the
-#   *async proxy*. The fence makes the initialised barrier visible to TMA.
+# - **All shared memory is dynamic.** Behind static arrays it may not be aligned to 1024 bytes, which the swizzle below
+#   requires.
+# - **`elect_sync`, not `thread == 0`.** Otherwise the compiler does not treat the code as executed by a single lane and
+#   adds loops around TMA instructions (section 5).
+# - **A tensor map is passed by value**, as a `__grid_constant__` parameter, which Numba cannot declare. `launch`
+#   therefore generates a C++ entry around the kernel. A map in global memory requires a fence.
+# - **`fence_mbarrier_init`** makes the barrier, which threads initialise through the *generic proxy*, visible to TMA,
+#   which uses the *async proxy*.
 #
 # ### What an mbarrier counts
 #
 # **Idea.** An mbarrier passes through **phases**. A phase completes when no arrivals *and* no bytes are pending. A
-# waiting thread identifies the phase by its **parity**: 0 for the first phase, 1 for the second, then 0 again. The
-# simulator records the events of a kernel (`simulator.trace`); `in_simulator` runs it in a separate process.
+# waiting thread identifies the phase by its **parity**: 0 for the first, 1 for the second, then 0 again. Below,
+# `in_simulator` runs a kernel in a separate process (the folded cell has its imports), and `simulator.trace` records
+# its events.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 SETUP = """
 import moe_numba, torch, numpy as np
 from functools import cache
@@ -366,8 +352,8 @@ stream = lambda: 0
 """
 
 # %% [markdown]
-# The kernel loads boxes of `TILE` bytes one after another into the same shared memory and copies each to `out`. The
-# argument `announced` is the number of bytes that the barrier expects.
+# The kernel loads boxes of `TILE` bytes one after another into the same shared memory and copies each to `out`.
+# `announced` is the number of bytes that the barrier expects.
 
 
 # %%
@@ -409,33 +395,32 @@ def count_bytes():
 
 EVENTS = [SimpleNamespace(**event) for event in in_simulator(count_bytes, setup=SETUP)]
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 draw.barrier_life([e for e in EVENTS if "mbarrier" in e.what or "copy" in e.what], 2048, 1)
 
 # %% [markdown]
-# With the right count, phase 0 completes when the first box has landed, and phase 1 when the second has. The matrix has
-# only 100 rows. The rows of the second box beyond them are filled with zeros, *and these zeros count as bytes*. If 16
-# bytes too few are expected, the phase can complete before the copy does, which is a race on a GPU. If 16 too many are
-# expected, the phase never completes, and the kernel hangs.
+# With the right count, each box completes one phase. The matrix has only 100 rows: TMA fills the other rows of the
+# second box with zeros, *and these zeros count as bytes*. With 16 bytes too few, the phase can complete before the
+# copy, a race. With 16 too many, it never completes.
 #
-# On a newly initialised barrier a wait for parity 1 returns immediately, as if a phase of parity 1 had completed. The
-# producer of a ring of stages starts with this parity, because all stages are free at first.
+# On a newly initialised barrier a wait for parity 1 returns immediately. The producer of a ring of stages starts with
+# this parity, because all stages are free at first.
 #
 # ### Swizzle
 #
-# **Idea.** A tile row of 128 bytes spans all 32 banks once, so the same column of all rows is in the same banks.
-# Reading the same 16-byte chunk of 8 rows, as tensor cores do, uses only 4 banks and takes 8 wavefronts (a **bank
-# conflict**). The 128-byte swizzle permutes the chunks of each row differently. TMA applies it while it writes
-# (`swizzle=128`).
+# **Idea.** A tile row of 128 bytes spans all 32 banks once. Reading the same 16-byte chunk of 8 rows, as tensor cores
+# do, therefore uses only 4 banks and takes 8 wavefronts (a **bank conflict**). The 128-byte swizzle permutes the chunks
+# of each row differently. TMA applies it while it writes (`swizzle=128`).
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 draw.swizzle()
 
 # %% [markdown]
-# **Check.** TMA writes a box with the swizzle; the cell reads the raw bytes and undoes the swizzle by its formula.
+# **Check.** The folded cell loads a box with the swizzle and undoes it in the raw bytes by its formula,
+# `chunk ^ row % 8`.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit
 def dump_box(map_x, out):
     smem = cuda.shared.array(0, uint8, 1024)
@@ -468,15 +453,14 @@ print(
 # ### A first wgmma
 #
 # **Idea.** With `wgmma.mma_async.m64n64k32` a warpgroup multiplies 64 rows of A by 64 rows of B, 32 bytes of each. The
-# operands stay in shared memory. The result, 64 x 64 floats, is distributed over the registers of 128 threads, 32 each:
-# the **accumulator fragment**. The figure shows its first 16 columns.
+# result, 64 x 64 floats, is distributed over the registers of 128 threads: the **accumulator fragment**. The figure
+# shows 16 columns.
 #
-# Three more instructions are needed: `wgmma.fence` before the registers are used, `wgmma.commit_group`, and
-# `wgmma.wait_group`. `make_wgmma_tile` returns a function with the fence, four wgmmas (128 bytes of k) and the commit;
-# `make_wgmma_wait` returns the wait. The wait takes the accumulators and returns them, so code that uses its results
-# cannot be scheduled before it.
+# `make_wgmma_tile` returns a function with `wgmma.fence`, four wgmmas (128 bytes of k) and `wgmma.commit_group`.
+# `make_wgmma_wait` returns `wgmma.wait_group`. It takes the accumulators and returns them, so code that uses its
+# results cannot be scheduled before it.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 draw.fragment()
 
 # %%
@@ -522,34 +506,33 @@ assert error < 1e-3
 
 # %% [markdown]
 # Tensor cores multiply FP8 numbers exactly, but accumulate with lower precision than float32; DeepSeek reports about 14
-# bits. The simulator accumulates in float32. The error grows with the number of products added, which is 7168 in
-# section 6.
+# bits. The error grows with the number of products added.
 #
 # ### The descriptor's bits
 #
 # A 64-bit **descriptor** specifies each operand in shared memory: its start address, the stride to the next 8 rows, and
-# its swizzle. The figure shows the descriptor of the second tile of `first_wgmma`. Its address is 9216: the system
-# reserves the first 1024 bytes of a CTA's shared memory, and the first tile has 8192.
+# its swizzle. The figure shows that of the second tile of `first_wgmma`. Its address is 9216: 1024 bytes that the
+# system reserves, and 8192 of the first tile.
 
 # %%
 DESCRIPTOR = 1 << 62 | (1024 >> 4) << 32 | 1 << 16 | 9216 >> 4
 draw.descriptor(DESCRIPTOR)
 
 # %% [markdown]
-# With this swizzle the hardware ignores "leading bytes". A step along k is 32 bytes, so the next instruction's
-# descriptor is larger by 2. The descriptor does not contain the tile size; that is part of the instruction.
+# A step along k is 32 bytes, so the next instruction's descriptor is larger by 2. The tile size is part of the
+# instruction, not of the descriptor.
 #
 # ### The same MMA in linked CUDA C++
 #
-# **Idea.** The other way is a C++ device function with the instructions, from `moe_numba/ptx/cuda_cpp/wgmma.cu`:
+# **Idea.** The other way is a C++ device function, from `moe_numba/ptx/cuda_cpp/wgmma.cu`:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 with open(source("wgmma")) as file:
     WGMMA_CU = file.read()
 Markdown("```cpp\n" + WGMMA_CU[WGMMA_CU.index('extern "C"') :] + "```")
 
 # %% [markdown]
-# `moe_numba/ptx/cuda_cpp/` declares it to Numba (`"c"` selects the C calling convention):
+# `moe_numba/ptx/cuda_cpp/` declares it to Numba:
 #
 # ```python
 # step = cuda.declare_device(
@@ -559,9 +542,9 @@ Markdown("```cpp\n" + WGMMA_CU[WGMMA_CU.index('extern "C"') :] + "```")
 # )
 # ```
 #
-# A C++ function cannot take a Python tuple, so the accumulators are a local array, passed as a pointer. Numba compiles,
-# links and launches this kernel itself. Its launch cannot pass a tensor map by value, so the maps are in global memory,
-# and the thread that uses them first calls `fence_proxy_tensormap_acquire_sys`.
+# The accumulators are a local array, passed as a pointer (`ffi.from_buffer`). Numba's own launch cannot pass a tensor
+# map by value, so the maps are in global memory, and the thread that uses them first calls
+# `fence_proxy_tensormap_acquire_sys`.
 
 
 # %%
@@ -598,21 +581,18 @@ print("both doors give", "the same bits" if torch.equal(again.view(64, 64), out)
 assert torch.equal(again.view(64, 64), out)
 
 # %% [markdown]
-# The warning about the grid size is expected: the example launches one CTA.
+# The warning is expected: the example launches one CTA.
 #
 # ## 5. Cost of the two ways
 #
-# **Idea.** The results are bit-identical. This section compares the machine code. Both kernels are compiled in a
-# separate process, without a GPU, in two ways:
-#
-# - **With LTO** (link-time optimisation), Numba's code and the C++ are linked as intermediate code, and the compiler
-#   inlines the call.
-# - **Without LTO**, each is compiled to machine code separately, and the linker combines them.
+# **Idea.** The results are bit-identical; now compare the machine code. With **LTO** (link-time optimisation), Numba's
+# code and the C++ are linked as intermediate code, and the compiler can inline the call. Without LTO, the linker
+# combines machine code.
 #
 # **Prediction.** With LTO the code is the same. Without LTO a call remains. Its pointer argument must point to memory,
 # so each call stores 32 floats and loads them again.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 POINTERS, ARRAYS = ["uint8*", "uint8*", "float32*"], ["uint8[]", "uint8[]", "float32[]"]
 
 
@@ -661,26 +641,25 @@ INTERFACE_CODES = compiled(
 table(INTERFACE_CODES, COLUMNS)
 
 # %% [markdown]
-# **Explanation.** The kernels of the first four rows differ only in the MMA. With LTO, linked CUDA C++ costs nothing:
-# the compiler keeps the local array in registers and inlines the call. Without LTO a call, a stack, and local or
-# generic loads and stores remain, as predicted. The code with intrinsics is almost the same with and without LTO.
+# **Explanation.** The kernels of the first four rows differ only in the MMA. With LTO, linked CUDA C++ costs nothing.
+# Without LTO a call, a stack, and its loads and stores remain, as predicted.
 #
-# The last two rows show a different cost. Numba *arrays* allow negative indices, which count from the end, and each of
-# the 32 stores handles that case. This costs registers and instructions. *Pointers* have no such case. That is why the
-# course's kernels take pointers, and why `first_linked_wgmma` converts `out` to one.
+# The last two rows show a different cost. Numba *arrays* allow negative indices, and each of the 32 stores handles that
+# case, which costs registers and instructions. The course's kernels take *pointers*.
 #
-# With LTO, both ways produce equally good code for this MMA. Numba enables LTO by default if nvJitLink is available.
-# The course uses intrinsics for two reasons: a Python function can have a second implementation for the simulator, and
-# accumulators that are values instead of memory expose their data flow to the compiler.
+# With LTO, both ways are equally good for this MMA. The course uses intrinsics because a Python function can have a
+# second implementation for the simulator, and because accumulators that are values expose their data flow to the
+# compiler.
 #
 # ### Three compiler pitfalls
 #
-# The next cell defines the GEMM kernel of steps 5 to 8 in section 6: one producer warpgroup loads, two consumer
-# warpgroups compute. The cell after it compiles this kernel and two variants, to show what LTO, the division and
-# `elect_sync` change.
+# The first folded cell defines the GEMM kernel of steps 5 to 8: one lane of the producer warpgroup calls `load`, two
+# consumer warpgroups call `multiply`. The important lines are their loops over `k_blocks`: `load` waits for a stage's
+# `empty` barrier and issues the copies; `multiply` waits for its `full` barrier, computes and arrives on `empty`. The
+# second folded cell compiles this kernel and two variants.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_gemm(n, stages, exact=False):
     """``gemm(map_a, map_b, out, tiles_m, tiles, k_blocks, pitch)``: tiles of 128 x n; pitch counts 4 bytes of out."""
@@ -799,7 +778,7 @@ def make_store(n):
     return store
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 GEMM_PARTS = make_gemm, make_load, make_multiply, make_step, make_store
 GEMM_SIGNATURE = ["uint8*", "uint8*", "int32*", *["int32"] * 4]
 
@@ -830,11 +809,9 @@ table(
 )
 
 # %% [markdown]
-# - **`setmaxnreg`** moves registers from the producer warps to the consumer warps. **Without LTO, ptxas ignores it**,
-#   to maintain compatibility across compilation units (C7504).
-# - **64-bit integers.** Numba's integers have 64 bits by default, and a 64-bit division compiles to a function call. In
-#   this kernel the division is outside the main loop, but without LTO the call still makes ptxas serialise the wgmmas
-#   (C7509). That is why the kernel casts to `uint32`.
+# - **`setmaxnreg`** moves registers from producer to consumer warps. **Without LTO, ptxas ignores it** (C7504).
+# - **64-bit integers.** A division of Numba's 64-bit integers compiles to a function call. Without LTO it makes ptxas
+#   serialise the wgmmas (C7509), although it is outside the main loop. Hence the casts to `uint32`.
 # - **`elect_sync`.** With `thread == 256` instead, the compiler adds loops around TMA instructions.
 #
 # ## 6. The ladder: an FP8 GEMM
@@ -842,12 +819,11 @@ table(
 # On a GPU, D has 4096 x 4096 elements and k is 7168. The peer, labelled `torch`, is cuBLAS through `torch._scaled_mm`
 # with fast accumulation, like our kernels up to step 7.
 #
-# The line after each step compares times that were measured separately. It prints "the prediction holds" if the
-# measured time is within about 25 % of the predicted one, even if the change from the previous step was predicted
-# wrongly. The interleaved measurement at the end is the more reliable comparison of steps.
+# The message `the prediction holds` means that the total time is within about a quarter of the predicted one, even if
+# the change was predicted wrongly. The interleaved measurement at the end compares steps more reliably.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def output():
     """A result that is not written is NaN."""
     return torch.full((SIZES.m, SIZES.n), float("nan"), dtype=torch.bfloat16, device=DEVICE)
@@ -913,18 +889,18 @@ def lost_unless_faster(name, than):
 
 measure("torch", by_cublas)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("torch")
 
 # %% [markdown]
 # ### Step 1: thread copies and wgmma
 #
 # **Idea.** A CTA of one warpgroup computes 64 x 64 results (label `threads carry`). Its threads copy both tiles with
-# the swizzle, the layout that the tensor cores expect. Threads write shared memory through the generic proxy, wgmma
-# reads it through the async proxy, so each thread calls `fence_proxy_async_shared` before the barrier.
+# the swizzle. They write shared memory through the generic proxy, wgmma reads it through the async proxy, so each
+# thread calls `fence_proxy_async_shared` before the barrier.
 #
-# **Predicted time.** The first row of section 3's table gives the limit of the L2 cache for this tile. Copies and MMAs
-# alternate within a CTA, so we predict twice that time.
+# **Predicted time.** Twice that of the table's L2 limit for this tile (section 3), because copies and MMAs alternate
+# within a CTA.
 
 
 # %%
@@ -968,20 +944,20 @@ def gemm_with_thread_copies():
 prediction = 2 * predicted_us(64, 1)
 measure("threads carry", gemm_with_thread_copies, prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("threads carry", "torch", prediction, (64, 64))
 
 # %% [markdown]
-# **Explanation.** The step takes about half the predicted time. Two assumptions were too pessimistic: the tiles arrive
-# faster than the L2 bandwidth of the table allows (last line), and while one CTA copies, other CTAs on the same SM can
-# compute. How much each contributes is not measured.
+# **Explanation.** The step takes about half the predicted time: the tiles arrive at about the L2 bandwidth of the table
+# (last line), although copies and MMAs alternate. A likely reason, not measured: while one CTA copies, other CTAs on
+# the same SM compute.
 #
 # ### Step 2: TMA copies
 #
-# **Idea.** One lane issues the copies of both tiles (label `TMA carries`). The rest is unchanged: there is one stage,
-# and copies and MMAs alternate.
+# **Idea.** One lane issues the copies of both tiles (label `TMA carries`). There is still one stage, so copies and MMAs
+# alternate.
 #
-# **Predicted time.** As for step 1, because the kernel loads the same bytes through the same L2 cache.
+# **Predicted time.** As for step 1: the same bytes come through the same L2 cache.
 
 
 # %%
@@ -1012,26 +988,24 @@ def gemm_with_tma():
 
 measure("TMA carries", gemm_with_tma, prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("TMA carries", "threads carry", prediction, (64, 64))
 
 # %% [markdown]
-# **Explanation.** The registers and instructions of the copy are gone, and so is the fence: TMA writes through the
-# async proxy, through which wgmma reads. Within a CTA, copies and MMAs still alternate.
-#
-# The prediction is far too slow. Tiles arrive at about twice the L2 bandwidth that the table assumes, so the table
-# underestimates what small tiles can reach. Possible reasons, not measured: the bandwidth is that of a smaller GPU, or
-# the memory system combines requests of neighbouring CTAs for the same tile.
+# **Explanation.** The instructions of the copy are gone, and so is the fence: TMA, like wgmma, uses the async proxy.
+# The prediction is far too high. Tiles arrive at about twice the L2 bandwidth of the table. Possible reasons, not
+# measured: that bandwidth is of a smaller GPU, or the memory system combines requests of neighbouring CTAs for the same
+# tile.
 #
 # ### Step 3: linked CUDA C++
 #
-# **Idea.** The MMA is the linked C++ function (label `linked door`). As in section 4, the kernel takes Numba arrays and
-# converts them to pointers, and its tensor maps are in global memory.
+# **Idea.** Use the linked function (label `linked door`). The folded kernel `gemm_linked` is `gemm_by_tma` with
+# `wgmma_step_m64n64k128_e4m3`, a local array `acc` and tensor maps in global memory, as in section 4.
 #
 # **Predicted time.** The same as step 2, because section 5 found the same machine code.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit(launch_bounds=(128, 1))
 def gemm_linked(map_a, map_b, out, k_blocks, pitch):
     smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
@@ -1066,22 +1040,21 @@ prediction = ladder.median_us("TMA carries") or predicted_us(64, 1)
 measure("linked door", gemm_through_cpp, prediction)
 lost_unless_faster("linked door", "TMA carries")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("linked door", "TMA carries", prediction)
 
 # %% [markdown]
-# **Explanation.** The step is slower, so the predicted change (none) is wrong. Section 5 compared only a kernel with a
-# single MMA call. Here the tensor maps are in global memory, and Numba compiles and launches the whole kernel; which of
-# these costs the time is not measured. The *call* time is also much longer with Numba's own launch.
+# **Explanation.** The step is slower, although no change was predicted. Section 5 compiled only a kernel with a single
+# MMA call. Here the tensor maps are in global memory, and Numba compiles and launches the whole kernel; which of these
+# costs the time is not measured. The *call* time is also much longer.
 #
 # ### Step 4: a ring of stages
 #
 # **Idea.** While the tensor cores process one stage, TMA loads the next ones. Four stages form a **ring**, each with a
-# `full` barrier. Iteration `k` uses stage `k % 4` for the `k // 4`-th time, and the lowest bit of `k // 4` is the
-# parity to wait for. After `syncthreads`, all warps have finished with the stage, and one lane issues the loads for
-# iteration `k + 4`.
+# `full` barrier. Iteration `k` uses stage `k % 4`, and the lowest bit of `k // 4` is the parity to wait for. After
+# `syncthreads`, all warps have finished with the stage, and one lane issues the loads for iteration `k + 4`.
 #
-# **Predicted time.** The table's limit for this tile, assuming that loads keep the L2 cache busy without gaps.
+# **Predicted time.** The table's limit for this tile: loads keep the L2 cache busy without gaps.
 
 
 # %%
@@ -1118,25 +1091,23 @@ prediction = predicted_us(64, 1)
 measure("ring of 4 stages", gemm_with_pipeline, prediction)
 lost_unless_faster("ring of 4 stages", "TMA carries")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("ring of 4 stages", "TMA carries", prediction)
 
 # %% [markdown]
-# **Explanation.** The step is faster than the table's limit, as in step 2, but slower than step 2 itself. A likely
-# reason, not measured, is occupancy: the ring needs four times the shared memory, so only three CTAs fit on an SM. In
-# step 2 more CTAs share an SM, and one computes while another waits. The table suggests a larger tile. It needs more
-# warps, which should not all synchronise at every stage.
+# **Explanation.** The step is faster than the table's limit, but slower than step 2. A likely reason, not measured, is
+# occupancy: the ring needs four times the shared memory, so only three CTAs fit on an SM, fewer than in step 2. A
+# larger tile loads fewer bytes but needs more warps, which should not all synchronise at every stage.
 #
 # ### Step 5: warp specialisation
 #
 # **Idea.** This is the kernel of section 5 (label `loaders and multipliers`). A tile has 128 x 128 results; one warp of
 # a producer warpgroup loads and two consumer warpgroups compute (**warp specialisation**). Each stage has a second
 # barrier, `empty`: each consumer warp arrives on it after using the stage, and the producer waits for it before
-# refilling the stage. The main loop contains no `syncthreads`. `setmaxnreg` moves registers from the producer to the
-# consumers. The next cell traces a small example in the simulator.
+# refilling the stage. The main loop contains no `syncthreads`. The figure traces a small example in the simulator.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def play_ring():
     gemm, k = make_gemm(64, 3), 7 * 128
     a, b = torch.ones(128, k).to(E4M3), torch.ones(64, k).to(E4M3)
@@ -1158,8 +1129,8 @@ for span in draw.ring_spans(EVENTS, RING_FULL, RING_FULL + 3, 3)[:8]:
 draw.ring(EVENTS, RING_FULL, RING_FULL + 3, 3)
 
 # %% [markdown]
-# The simulator randomises the order of threads, so the lengths in the figure have no meaning, but the order constraints
-# are those of a GPU. Within a stage, loads and MMAs alternate, as the two barriers enforce. Across stages they overlap.
+# Only the order of events has a meaning, not their lengths, because the simulator randomises the order of threads.
+# Within a stage, loads and MMAs alternate, as the two barriers enforce. Across stages they overlap.
 #
 # **Predicted time.** The table's limit for 128 x 128.
 
@@ -1187,21 +1158,20 @@ def run_gemm(n, stages, blocks=None, exact=False, a=A, lines=LINES):
 prediction = predicted_us(128, 2)
 measure("loaders and multipliers", partial(run_gemm, 128, 6), prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("loaders and multipliers", "ring of 4 stages", prediction, (128, 128))
 
 # %% [markdown]
-# **Explanation.** This step changes two things at once. A tile with four times the results halves the bytes loaded per
-# FLOP. Specialised warps make such a tile practical: the ring of six stages takes 192 KB, so an SM holds only one CTA,
-# and loads must overlap with MMAs within it. The prediction is again too slow, because tiles arrive faster than the L2
-# bandwidth of the table allows.
+# **Explanation.** A tile with four times the results halves the bytes loaded per FLOP. Specialised warps make such a
+# tile practical: six stages take 192 KB, so an SM holds only one CTA, and loads must overlap with MMAs within it. The
+# prediction is again too high, because tiles arrive faster than the table allows.
 #
 # ### Step 6: persistent CTAs
 #
-# **Idea.** In step 5 each CTA computes one tile. Its successor on the SM initialises barriers and fills the ring again,
-# and no loads are in flight while a CTA stores its results. A **persistent** kernel launches one CTA per SM, and each
-# iterates over several tiles. The kernel already does this (`tile += gridDim.x`), so only the grid changes. The ring
-# continues across tiles, so the producer loads the next tile while the consumers store the current one.
+# **Idea.** In step 5 each CTA computes one tile. The next CTA on the SM fills the ring again, and no loads are in
+# flight while a CTA stores its results. A **persistent** kernel launches one CTA per SM, which iterates over several
+# tiles. The kernel already does this; only the grid changes. The ring continues across tiles: the producer loads the
+# next tile while the consumers store the current one.
 #
 # **Predicted time.** A tenth less than step 5: our estimate of the start-up and stores per tile.
 
@@ -1209,56 +1179,49 @@ look_back("loaders and multipliers", "ring of 4 stages", prediction, (128, 128))
 prediction = 0.9 * (ladder.median_us("loaders and multipliers") or prediction)
 measure("persistent", partial(run_gemm, 128, 6, SIZES.sms), prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("persistent", "loaders and multipliers", prediction)
 
 # %% [markdown]
-# **Explanation.** The predicted gain is not reached. In this measurement the step is slower than step 5. In the
-# interleaved measurement at the end it is slightly faster, by less than a tenth, and the spreads of the two overlap.
-# There are 1024 tiles for 132 CTAs, so in the last of 8 waves 32 CTAs are idle. A persistent kernel does not remove
-# this wave quantisation. [Notebook 06](06_grouped_gemm.ipynb) counts waves.
+# **Explanation.** The predicted gain is not reached. In this measurement the step is slower than step 5; in the
+# interleaved one at the end it is slightly faster, but the spreads of the two overlap. With 1024 tiles for 132 CTAs, 32
+# CTAs are idle in the last of 8 waves, which a persistent kernel does not change.
 #
 # ### Step 7: a wider tile
 #
 # **Idea.** With 128 x 256, each warpgroup reads fewer bytes from shared memory per FLOP. Each consumer thread has 128
-# accumulators, which need the registers that `setmaxnreg` provides. A stage has 48 KB, so only four stages fit.
+# accumulators, and only four stages of 48 KB fit.
 #
-# **Predicted time.** The table's limit for 128 x 256. The L2 cache is still the limit, but a higher one than for 128 x
-# 128.
+# **Predicted time.** The table's limit for 128 x 256: again that of the L2 cache, but higher than for 128 x 128.
 
 # %%
 prediction = predicted_us(256, 2)
 measure("128 x 256", partial(run_gemm, 256, 4, SIZES.sms), prediction)
 lost_unless_faster("128 x 256", "persistent")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("128 x 256", "persistent", prediction, (128, 256))
 
 # %% [markdown]
 # **Explanation.** The step is slower than step 6, in the interleaved measurement too. Its time is near the prediction
 # only by coincidence: the table also predicted 128 x 128 to be slower than 128 x 256, and step 6 refutes that. A
-# hypothesis, not measured, is the cost of the epilogue: a CTA computes at most four tiles instead of eight, and after
-# its last tile nothing overlaps with the 64 KB of 4-byte stores.
-#
-# Faster Hopper GEMMs such as fast.cu add three techniques: the CTAs of a cluster share loaded tiles by multicast
-# (exercise 5), TMA stores the results (exercise 4), and the tile order lets neighbouring tiles share data in the L2
-# cache.
+# hypothesis, not measured, is the cost of the epilogue: a CTA computes at most four tiles instead of eight, and nothing
+# overlaps with the 64 KB of stores of its last tile.
 #
 # ### Step 8: accumulation in float32
 #
-# **Idea.** The relative errors above show the reduced accumulation precision of FP8 tensor cores. DeepGEMM's remedy is
-# **promotion**: after each stage of 128 elements, threads add the tensor cores' partial sums to float32 accumulators in
-# registers (label `exact sums`). This needs twice the accumulators, so the tile is 128 x 128 again.
+# **Idea.** DeepGEMM's remedy for the reduced accumulation precision is **promotion**: after each stage of 128 elements,
+# threads add the tensor cores' partial sums to float32 accumulators in registers (label `exact sums`; see `make_step`).
+# This needs twice the accumulators, so the tile is 128 x 128 again.
 #
-# **Predicted time.** Each thread adds 64 floats per stage. On the SM's 128 lanes, 128 x 128 additions take 128 clocks,
-# and the tensor cores need 512 per stage. One warpgroup's additions can overlap with the other's MMAs: we predict 10 %
-# more time than step 6.
+# **Predicted time.** On the SM's 128 lanes, 128 x 128 additions per stage take 128 clocks, and the tensor cores need
+# 512. One warpgroup's additions can overlap with the other's MMAs: we predict a tenth more time than step 6.
 
 # %%
 prediction = 1.1 * (ladder.median_us("persistent") or predicted_us(128, 2))
 measure("exact sums", partial(run_gemm, 128, 6, SIZES.sms, exact=True), prediction, slower=True)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("exact sums", "persistent", prediction)
 if not simulator.ENABLED:
     ladder.rows[-1]["torch_exact_error"] = float(f"{relative_error(by_cublas(fast=False)[0], EXPECTED):.2e}")
@@ -1269,17 +1232,16 @@ for name, error in ERRORS.items():
         print(f"    {name}: {error:.2e}; without bfloat16's own rounding {max(0, error**2 - ROUNDING**2) ** 0.5:.1e}")
 
 # %% [markdown]
-# **Explanation.** The relative error includes the rounding of the result to bfloat16 (section 2); the last lines
-# subtract it. Promotion removes most of the remaining error, so the accumulation within a stage of 128 is accurate
-# enough. cuBLAS without fast accumulation has the same error. In the interleaved measurement the extra time is close to
-# the prediction. Notebook 06 continues with promotion, which its scales for every 128 elements of k require.
+# **Explanation.** The last lines subtract the rounding to bfloat16. Promotion removes most of the remaining error, so
+# the accumulation within a stage of 128 is accurate enough. cuBLAS without fast accumulation has the same error. In the
+# interleaved measurement the extra time is close to the prediction.
 #
 # ### Other sizes
 #
-# The kernel of step 7 and cuBLAS for other numbers of rows. With 128 rows there are 16 tiles of 128 x 256 for 132 SMs.
+# The kernel of step 7 and cuBLAS for other numbers of rows:
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def sweep():
     """Microseconds for some numbers of rows: {rows: {"torch": ..., "ours": ...}}; every result is checked."""
     found = {}
@@ -1311,16 +1273,16 @@ if not ladder.row("128 x 256"):
     print("no figure is recorded yet")
 
 # %% [markdown]
-# **Result.** cuBLAS is faster at every size. Our kernel takes the same time for 128 and 512 rows: with 16 and 64 tiles,
-# each CTA computes at most one.
+# **Result.** cuBLAS is faster at every size. Our kernel takes about the same time for 128 and 512 rows: with 16 and 64
+# tiles, each CTA computes at most one.
 #
 # ### Wrong results must be rejected
 #
-# Three wrong GEMMs test the check: one omits the last 128 elements of k, one omits the last column of tiles, and one
-# shifts the result by one column.
+# Three wrong GEMMs test the check: one omits the last 128 elements of k, one the last column of tiles, and one shifts
+# the result by one column.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def skip_one_k_block():
     OUT.fill_(float("nan"))
     tiles = SIZES.m // 128 * (SIZES.n // 128)
@@ -1358,10 +1320,9 @@ for wrong in (skip_one_k_block, skip_one_tile, shift_rows):
 # %% [markdown]
 # ### The whole ladder
 #
-# All steps are timed again, interleaved, so that clock drift affects all alike. The figure and the record use these
-# times, which for some steps differ from the ones printed above.
+# All steps are timed again, interleaved, so that clock drift affects all alike. The figure shows these times.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 SOURCES = [
     *notebook_sources("notebooks/05_hopper_from_numba.py"),
     *(f"moe_numba/ptx/cuda_cpp/{name}.cu" for name in ("tensormap", "wgmma")),
@@ -1371,10 +1332,10 @@ copies.save(SOURCES)
 ladder.measure_all()
 ladder.save(SOURCES)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder.plot(floor_us=LOWER_BOUND_US)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 for name in [row["step"] for row in (ladder.record or {"rows": ladder.rows})["rows"]]:
     if row := ladder.row(name):
         rate, best = row["flops"] / row["kernel_us"]["median"] / 1e6, ladder.median_us("torch")
@@ -1385,24 +1346,23 @@ for name in [row["step"] for row in (ladder.record or {"rows": ladder.rows})["ro
 
 # %% [markdown]
 # **Result.** The fastest of our kernels is `persistent`; cuBLAS is faster. The two large gains come from TMA (step 2)
-# and from the larger tile with specialised warps (step 5). Linked CUDA C++, the ring with a small tile and the 128 x
-# 256 tile are slower than the steps they started from. Promotion costs time and improves the accuracy.
+# and from the larger tile with specialised warps (step 5).
 #
 # ## 7. Tensor maps made on the device
 #
-# **Idea.** In an MoE layer each expert owns some rows of one long matrix, and only the GPU knows how many. hpc-ops
+# **Idea.** In an MoE layer each expert has some rows of one long matrix; their number is known only on the GPU. hpc-ops
 # therefore creates a tensor map for each expert on the device:
 #
 # 1. A warp copies a **template**, a map that the host encoded, to shared memory.
 # 2. One thread replaces fields with `tensormap.replace`, here the address and the number of rows.
-# 3. The warp publishes the map: `tensormap.cp_fenceproxy` copies its 128 bytes to global memory and is a release fence.
+# 3. The warp publishes the map: `tensormap.cp_fenceproxy` copies it to global memory and is a release fence.
 # 4. A thread that uses the map first *acquires* it with the matching fence.
 #
-# The instructions that create a map are linked CUDA C++ here; they run rarely, so the cost of a call would not matter.
-# The first kernel creates the maps, the second loads one box per group.
+# In the folded cell `make_maps` does 1 to 3 (`set_address`, `set_extent`, `tensormap_cp_fenceproxy`), and `load_groups`
+# does 4 (`fence_proxy_tensormap_acquire_sys`) and loads one box per group.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 set_address, set_extent = linked.tensormap_replace_global_address, linked.make_tensormap_replace_global_dim(1)
 
 
@@ -1462,10 +1422,9 @@ assert GROUPS["right and clipped"]
 
 # %% [markdown]
 # The last two results concern a single map for all groups. For *loads* it is sufficient, because a box may start at any
-# row. (Within a row it must start at a multiple of 16 bytes; other coordinates are an illegal instruction.) The box
-# then also contains rows of the next group, which are harmless if the results computed from them are not stored.
-# [Notebook 06](06_grouped_gemm.ipynb) uses this. For TMA *stores* each group needs its own map, whose extent prevents a
-# box from overwriting the next group's rows.
+# row. The box then also contains rows of the next group; [notebook 06](06_grouped_gemm.ipynb) does not store the
+# results computed from them. For TMA *stores* each group needs its own map, whose extent prevents a box from
+# overwriting the next group's rows.
 #
 # A 3D matrix, such as the weights of all experts, needs only one map. Its box can be flat: one expert, 64 rows, 128
 # bytes.
@@ -1499,11 +1458,11 @@ assert all(BOXES.values())
 # %% [markdown]
 # ## 8. Wrong kernels
 #
-# Each variant differs from a kernel above in one place. Seven of the eight are wrong; on a GPU they would be races or
-# hangs, and a race can still produce the right result. The simulator reports the error, the threads and the line.
+# Each of the `CASES` in the folded cell changes one place of a kernel above. Seven of the eight are wrong: races or
+# hangs on a GPU, errors in the simulator.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def try_cases(cases):
     """What the simulator says to each of the cases: (name, sources, call)."""
 
@@ -1620,11 +1579,10 @@ for name, said in REFUSED.items():
 #
 # ## 9. The article's statements
 #
-# The course's article on TMA, that of [notebook 06](06_grouped_gemm.ipynb), is *CUTLASS CuTe 7: group GEMM and TMA in
-# hpc-ops*. The table compares its statements about the instructions with the results above. The statement about the
-# acquire is checked only in the simulator.
+# The course's article on TMA is *CUTLASS CuTe 7: group GEMM and TMA in hpc-ops*. The table compares its statements with
+# the results above. The last three are checked only in the simulator.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 GLOBAL_REPLACE = """
 from moe_numba.ptx.intrinsic import POINTER, instruction
 def in_global(pointer, index, value): pass
@@ -1720,13 +1678,9 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 #
 # ## 11. Sources
 #
-# - NVIDIA, [PTX ISA](https://docs.nvidia.com/cuda/parallel-thread-execution/): *mbarrier*, *cp.async.bulk.tensor*,
-#   *tensormap.replace*, *wgmma.mma_async*, *setmaxnreg*, *Proxies*.
-# - [Numba CUDA's documentation](https://nvidia.github.io/numba-cuda/user/cuda_ffi.html) on calling foreign functions:
-#   `declare_device`, `ffi.from_buffer`, linking.
-# - pranjalssh, [fast.cu](https://github.com/pranjalssh/fast.cu): a ladder to a fast GEMM on an H100 in C++.
-# - DeepSeek-AI, [DeepGEMM](https://github.com/deepseek-ai/DeepGEMM): the model of section 3, and promotion.
-# - DeepSeek-AI, [DeepSeek-V3 Technical Report](https://arxiv.org/abs/2412.19437), on the accumulation precision of FP8
-#   GEMMs.
+# - NVIDIA: [PTX ISA](https://docs.nvidia.com/cuda/parallel-thread-execution/); *H200 Tensor Core GPU* data sheet.
+# - Numba CUDA: [calling foreign functions](https://nvidia.github.io/numba-cuda/user/cuda_ffi.html).
+# - pranjalssh: [fast.cu](https://github.com/pranjalssh/fast.cu), a ladder in C++.
+# - DeepSeek-AI: [DeepGEMM](https://github.com/deepseek-ai/DeepGEMM) (the model of section 3, promotion); [DeepSeek-V3
+#   Technical Report](https://arxiv.org/abs/2412.19437) (accumulation precision).
 # - The article: *CUTLASS CUTE 7: hpc-ops 之 group gemm & tma*, in Chinese.
-# - NVIDIA, *H200 Tensor Core GPU* data sheet, for the peak.
