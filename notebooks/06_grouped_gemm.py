@@ -14,25 +14,13 @@
 # %% [markdown]
 # # Grouped GEMM: the GEMMs of all experts in one launch
 #
-# The gate assigned experts to tokens, and alignment sorted the tokens by expert. Now each expert multiplies its tokens
-# by its weight. The weights differ, and so do the numbers of tokens. One kernel that computes all these GEMMs is called
-# a **grouped GEMM**.
+# Each expert multiplies its tokens by its weight, and the numbers of tokens differ. One kernel that computes all these
+# GEMMs is a **grouped GEMM**. The final kernel is faster than a loop over cuBLAS.
 #
-# The starting point is an article in Chinese (section 14) about the FP8 kernel of
-# [hpc-ops](https://github.com/Tencent/hpc-ops), Tencent's inference library. It names five techniques:
-#
-# 1. **Warp specialization.** Of a CTA's 384 threads, 256 issue MMAs and 128 load.
-# 2. **Producer and consumer.** mbarriers synchronise the two for each stage of shared memory.
-# 3. **TMA for groups.** Each group has its own TMA descriptor.
-# 4. **Adaptive tile sizes.** The tile size `kTileM` depends on the average number of tokens per group.
-# 5. **Two schedulers.** A horizontal one for small matrices, a vertical one for large ones.
-#
-# The first two are common in GEMM kernels, the last three specific to hpc-ops. Sections 5 and 6 build all five, one per
-# step. Section 7 goes on from there: the final kernel has no TMA descriptors per group and another order of tiles.
-# [Notebook 05](05_hopper_from_numba.ipynb) explains TMA, mbarriers and wgmma; here each gets a sentence or two.
-#
-# All kernels run on a GPU, and with few rows in the simulator on any computer. Without a GPU the times shown are
-# recorded ones and are marked as such.
+# An article explains the FP8 kernel of [hpc-ops](https://github.com/Tencent/hpc-ops): warp specialization, mbarriers
+# between producer and consumers, a TMA descriptor per group, a tile size `kTileM` that depends on the average number
+# of tokens, and two schedulers. Sections 5 and 6 build these; section 7 goes further. [Notebook
+# 05](05_hopper_from_numba.ipynb) explains TMA, mbarriers and wgmma. Without a GPU the times shown are recorded ones.
 
 # %%
 import os
@@ -42,7 +30,7 @@ import moe_numba  # before Numba: it decides whether there is a GPU, or the simu
 
 print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 import inspect
 from functools import cache
 from types import SimpleNamespace
@@ -106,29 +94,25 @@ GEMM = records.recorded("grouped_gemm")  # what `python -m moe_numba bench group
 # %% [markdown]
 # ## 1. The problem in one picture
 #
-# A GEMM computes `Y = X * W^T`. `X` has shape `[M, K]` (tokens), `W` has `[N, K]` (a row for each output column) and
-# `Y` has `[M, N]`. A grouped GEMM has `num_group` independent weights `W_0, W_1, ...`, and the rows of `X` are split
-# into as many consecutive groups. Each `X_i` is multiplied by its `W_i`, and the results are consecutive in `Y`:
+# The rows of `X` (tokens) are split into `num_group` consecutive groups, each with its own weight:
 #
 # ```python
-# # X (M, K)    W (num_group, N, K)    Y (M, N);  M is the number of all tokens from different groups
 # Y[start_i : end_i, :] = X[start_i : end_i, :] * W[i, :, :]^T
 # ```
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 draw.problem([5, 0, 9, 3])
 
 # %% [markdown]
-# `X` and `W` are **FP8**, in the format e4m3: 4 bits of exponent, 3 of mantissa. `Y` is bfloat16. The magnitudes of
-# e4m3 range from 2^-9 to 448, so values are scaled before rounding, and the result is scaled back. `seqlens` holds the
-# number of tokens of each group, and `cu_seqlens`, its exclusive prefix sum, the first row of each group.
+# `X` `[M, K]` and `W` `[num_group, N, K]` are **FP8** (e4m3), scaled before rounding; the result `Y` `[M, N]` is
+# scaled back to bfloat16. `seqlens` holds the number of tokens of each group, `cu_seqlens` its exclusive prefix sum.
 #
 # ## 2. The reference
 #
-# This is the article's torch version, unchanged:
+# The folded cell contains the article's torch loop, which calls `torch._scaled_mm` for each group with tokens:
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def naive_group_gemm_pertensor_fp8(x, w, seqlens, cu_seqlens, scale):
     # Step 1: get tensor shapes
     m, k = x.shape  # m = total_seq, k = hidden_size
@@ -189,17 +173,14 @@ for scale in (1.0, 0.5):
     )
 
 # %% [markdown]
-# The function passes `scale` as `scale_a` *and* as `scale_b`, so the result is multiplied by its square: 0.5 becomes
-# 0.25. It also has one scale for all groups. hpc-ops' kernel takes one scale per group, `y_scale`, the product of the
-# scale of the tokens and that of the group's weight. The kernels of this notebook do the same. (Its first assignment to
-# `start_idx` has no effect.)
+# The function passes `scale` as `scale_a` *and* `scale_b`, so 0.5 becomes 0.25. hpc-ops and this notebook use one
+# scale per group, `y_scale`.
 #
-# `mismatch` compares with float64 and returns `None` or a description of the error. Rounding to bfloat16 alone gives a
-# relative error of about 1.7e-3 per row; the limit is two to three times that. Outputs are filled with NaN before each
-# kernel, so rows that a kernel does not write are also found.
+# Outputs are filled with NaN before each kernel. `mismatch` compares each row with float64; bfloat16's rounding is
+# less than half of what it allows.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def poisoned(p):
     p.out.fill_(float("nan"))
     return p
@@ -222,11 +203,9 @@ print("a scale for all:", check_small(naive_group_gemm_pertensor_fp8(*given, tor
 # %% [markdown]
 # ## 3. Lower bound (speed of light)
 #
-# Two limits apply. Each byte moves at least once: the weights of all groups that have tokens, `X`, and `Y`. And the
-# tensor cores execute every multiplication. The lower bound, printed as "floor" and drawn as "speed of light", is the
-# larger of the two times at the data sheet's rates. (A plain copy reaches slightly less than nine tenths of the data
-# sheet's bandwidth, so a memory-bound kernel can come within about 12 % of its bound.) Which limit is the larger one
-# depends on the number of operations per byte: the **roofline** model.
+# Each byte of `X`, `Y` and the weights of non-empty groups moves once, and the tensor cores execute every
+# multiplication. The larger of the two times, at data-sheet rates, is the lower bound ("floor"): the **roofline**
+# model. Predictions assume nine tenths of the bandwidth.
 
 
 # %%
@@ -260,25 +239,16 @@ print(
 )
 
 # %% [markdown]
-# With 32 rows at random more than a quarter of the groups are empty, and their weights need not be read. The functions
-# below count only groups that have tokens.
-#
-# Up to about 230 rows per group the kernel is memory-bound: it **streams the weights**, 940 MB, and the tensor cores
-# can idle most of the time. A decoding server has 1 to 64 tokens per group. So on an H200 padding the MMA costs little.
-# hpc-ops was made for the H20, which has 4.0 TB/s but only 296 TFLOP/s: there the crossover is at about 40 rows, and a
-# small `kTileM` saves more.
-#
-# Each step below prints TFLOP/s, GB/s, and the **share of the roofline**: the lower bound divided by the time.
+# Up to about 230 rows per group the kernel is memory-bound: it **streams the weights**, 940 MB. On the H20, for which
+# hpc-ops was made, that is about 40 rows.
 #
 # ## 4. Why grouped?
 #
-# The article names two problems of the loop. Each group is a **launch** with a fixed cost. And consecutive launches do
-# not overlap: the next kernel cannot prefetch during the last tiles of the previous one. (The loop above also copies
-# each group's result into `y`. `out=` avoids that, and is used where the loop is timed.) The operations that the loop
-# issues ("products" are GEMMs):
+# In a loop each group is a **launch**, and consecutive launches do not overlap. The loop's operations ("products" are
+# GEMMs):
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 class OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts what a function asks of the GPU: products, copies, and how often the host waits for a number."""
 
@@ -304,23 +274,18 @@ LOOP_OPERATIONS = starts.found
 print("the loop, 4 groups, one of them empty:", ", ".join(f"{count} {what}" for what, count in LOOP_OPERATIONS.items()))
 
 # %% [markdown]
-# The loop also synchronises: `.item()` copies a number from the GPU, so the CPU waits for all previous work, and a CUDA
-# graph cannot capture the loop. A grouped kernel reads the lengths on the GPU.
+# `.item()` synchronises CPU and GPU, and a CUDA graph cannot capture it.
 #
-# The steps therefore print two times. The **kernel time** is the GPU time per launch, from many launches in one CUDA
-# graph, so that the CPU plays no role. The **call time** is the CPU time per Python call without a graph. If the call
-# time is longer, the GPU idles in eager mode.
-#
-# "The prediction holds" means that the measured time is between 0.8 and 1.25 times the predicted one. For a step that
-# changes less than that, this says little about the predicted change, which the explanations compare.
+# Each step prints its **kernel time** (on the GPU, in a CUDA graph) and its **call time** (on the CPU, without a
+# graph). "The prediction holds" means a measured time of 0.8 to 1.25 times the predicted one.
 #
 # ## 5. The ladder, first part: one matrix
 #
-# The first part has one group: 512 tokens, N = 4096, K = 7168. Launches alternate between several weights, so that none
-# is in the L2 cache. The reference is torch's `_scaled_mm`, which calls cuBLAS.
+# One group, 512 tokens, N = 4096, K = 7168. Weights alternate, so that none is in L2. `measure_dense` in the folded
+# cell checks and times a step.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def dense_problem():
     weight = topic.random_weight(1, N, K, device=DEVICE)
     p = topic.make_problem(weight, torch.tensor([DENSE_ROWS], dtype=torch.int32))
@@ -372,9 +337,7 @@ print(f"the floor: {DENSE_BYTES / 1e6:.1f} MB, {DENSE_FLOPS / 1e9:.1f} GFLOP, {D
 # %% [markdown]
 # ### Step 0: torch
 #
-# **Prediction.** 30 GFLOP take at least 15.2 us. In an earlier measurement cuBLAS reached 1290 TFLOP/s for a GEMM eight
-# times as large. Assume 70 % of that: 33 us. (With `use_fast_accum` the tensor cores accumulate all of K in their own
-# format, which has fewer bits than float32. This is faster, and `check` allows it a larger error.)
+# **Prediction.** Assume that cuBLAS reaches a little less than half of the peak rate.
 
 # %%
 ONE = torch.ones((), device=DEVICE)
@@ -387,20 +350,18 @@ def run_torch(p):
 
 measure_dense("torch", run_torch, 33)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("torch", predicted=33)
 
 # %% [markdown]
-# **Explanation.** The assumption was too pessimistic: cuBLAS reaches the rate of the larger GEMM.
+# **Explanation.** Too pessimistic: cuBLAS reaches two thirds of the roofline.
 #
 # ### Step 1: a naive kernel
 #
-# **Idea.** One thread computes one element of `Y`. It reads a row of `X` and a row of `W`, two elements per load, and
-# converts them to float32 (`e4m3x2_as_floats`).
+# **Idea.** One thread computes one element of `Y`.
 #
-# **Prediction.** The 32 lanes of a warp read 32 different rows of `W`, so each load touches 32 cache lines and takes 32
-# clocks; it feeds 2 x 32 multiply-adds. 15e9 multiply-adds / 64 per load x 32 clocks / 132 SMs / 1.755e9 clocks per
-# second = 32 ms.
+# **Prediction.** The 32 lanes of a warp read 32 rows of `W`, so a load takes 32 clocks, one per cache line, and feeds
+# 64 multiply-adds. 15e9 multiply-adds / 64 * 32 clocks / 132 SMs / 1.755 GHz.
 
 
 # %%
@@ -425,22 +386,21 @@ def run_naive(p):
 
 measure_dense("naive", run_naive, 32000, slow=True)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("naive", "torch", 32000)
 
 # %% [markdown]
-# **Explanation.** Less than a thousandth of the roofline: each load brings two elements, `W` is read again for every
-# row of `X`, and CUDA cores do the arithmetic.
+# **Explanation.** Less than a thousandth of the roofline: each load brings two elements, and `W` is read again for
+# every row of `X`.
 #
 # ### Step 2: tiles in shared memory
 #
-# **Idea.** A CTA of 256 threads computes a **tile** of 64 x 64 results from shared memory, so that each number is
-# converted once per CTA and used 64 times. A thread computes 4 x 4 results: 8 shared-memory loads for 16 multiply-adds.
+# **Idea.** A CTA computes a **tile** of 64 x 64 results. In the folded cell, `load_floats` converts each element once
+# per CTA, and the loop over `j` in `tiled` uses it 64 times.
 #
-# **Prediction.** CUDA cores reach at most 60 TFLOP/s. Of three instructions two are not multiply-adds; assume 15
-# TFLOP/s: 2 ms.
+# **Prediction.** Assume a quarter of the CUDA cores' rate, 128 multiply-adds per clock and SM.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 TILE, DEPTH, PITCH = 64, 32, 33  # the pitch is odd, so that a column falls on different banks
 TILE_ELEMENTS = TILE * PITCH
 
@@ -492,41 +452,30 @@ def run_tiled(p):
 
 measure_dense("tiles in shared memory", run_tiled, 2000, slow=True)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("tiles in shared memory", "naive", 2000)
 
 # %% [markdown]
-# **Explanation.** The prediction ignores that each number is converted and stored to shared memory before it is used.
-# Even 60 TFLOP/s would be a thirtieth of the roofline, so the next steps use the tensor cores.
+# **Explanation.** The prediction ignores conversions and stores to shared memory. The next steps use tensor cores.
 #
 # ### Step 3: TMA and wgmma, one stage
 #
-# **Idea.** Three features of Hopper do the work. [Notebook 05](05_hopper_from_numba.ipynb), section 4, introduces each
-# of them, with figures of the swizzle, the fragment and the descriptor that this kernel uses.
+# **Idea.** Use three features of Hopper ([notebook 05](05_hopper_from_numba.ipynb), section 4):
 #
-# - **TMA** (the tensor memory accelerator) copies a **box** of a matrix to shared memory. One thread issues the copy,
-#   with coordinates and a **tensor map**, a descriptor of 128 bytes that the host makes: address, shape, strides, box.
-#   Elements outside the matrix arrive as zeros.
-# - An **mbarrier** is a barrier in shared memory. It completes a **phase** when all expected arrivals and bytes, such
-#   as those of a TMA copy, have arrived.
-# - **wgmma** multiplies matrices in shared memory. The four warps of a **warpgroup** issue it together. One instruction
-#   computes 64 rows of its first operand by up to 256 of the second, with 32 elements of K. Each thread holds part of
-#   the result, its **fragment**, in registers.
+# - **TMA** copies a box of a matrix to shared memory. One thread issues the copy with a **tensor map**, a descriptor
+#   made by the host.
+# - An **mbarrier** completes a **phase** when all expected arrivals and bytes have arrived.
+# - **wgmma** multiplies matrices in shared memory; the four warps of a **warpgroup** issue it together.
 #
-# A CTA has two warpgroups and computes a tile of 128 tokens x 128 columns. Each iteration fills one **stage** with 128
-# bytes of each row, the most that TMA's 128-byte swizzle allows, so a stage feeds four wgmmas. With one stage an
-# iteration issues the copy, waits on `full`, issues wgmma and synchronises the CTA. In the code, `half` is the offset
-# of a warpgroup's 64 rows of tokens, and the index in `store_rows` follows the fragment: lane `l` holds rows `l / 4`
-# and `l / 4 + 8`, and in each group of 8 columns the two from `2 (l % 4)` on.
+# A CTA computes 128 tokens x 128 columns. An iteration fills one **stage**, K = 128. The tensor cores accumulate in
+# fewer bits than float32, so `fma` adds each iteration's result to float32 accumulators: **promotion**.
 #
-# The tensor cores accumulate e4m3 products with fewer bits than float32 has. So after every K = 128 the kernel adds the
-# result to float32 accumulators in registers (`fma`). This is called **promotion**. hpc-ops does it even with one scale
-# per tensor, and so do all kernels here.
+# The folded cell contains the kernel, `make_one_stage`. Its loop over `block` matters: `load_stage`, wait on `full`,
+# `tile` (wgmma), `fma`, `syncthreads`.
 #
-# **Prediction.** A copy takes 0.8 us to arrive, the MMA 128 x 128 x 128 / 4096 per clock = 0.3 us. 56 iterations: 62
-# us.
+# **Prediction.** 56 iterations of 1400 clocks (assumed) until a copy arrives, and 128^3 / 4096 = 512 for the MMA.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 BLOCK_K = 128  # bytes of K in a stage: four wgmmas
 TILE_BYTES = 128 * BLOCK_K
 STAGE_BYTES = 2 * TILE_BYTES  # tokens, then weights
@@ -617,24 +566,22 @@ def dense_step(made, threads):
 run_one_stage = dense_step(make_one_stage(), 256)
 measure_dense("wgmma, one stage", run_one_stage, 62)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("wgmma, one stage", "tiles in shared memory", 62)
 
 # %% [markdown]
-# **Explanation.** Copies and MMAs do not overlap: the tensor cores idle while data arrive, and no copy is in flight
-# during an MMA.
+# **Explanation.** Copies and MMAs do not overlap.
 #
 # ### Step 4: a ring of stages
 #
-# **Idea.** Use four stages in a **ring**. The prologue fills three of them. Each iteration waits for its stage and
-# issues the copy three iterations ahead. That stage is free: the previous iteration consumed it, and a `__syncthreads`
-# followed.
+# **Idea.** Use a **ring** of four stages. Each iteration issues the copy three iterations ahead, into the stage that
+# the previous one consumed. The kernel is folded; see the diff.
 #
-# **Prediction.** The latency of the copies is hidden, and their throughput remains. A CTA reads 32 KB per iteration,
-# all CTAs together 235 MB, from the L2 cache at an assumed 7 TB/s: 34 us. The MMAs alone take 17 us.
+# **Prediction.** The copies' latency is hidden. Their throughput remains: 32 KB per iteration from L2, at an assumed
+# 30 bytes per clock and SM twice as long as the MMA.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_ring(stages):
     tile, wait, fma = make_wgmma_tile(128, "e4m3"), make_wgmma_wait(128, 0), make_fma(128)
@@ -690,29 +637,21 @@ measure_dense("a ring of stages", run_ring, 34)
 # %%
 diff(make_one_stage, make_ring)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("a ring of stages", "wgmma, one stage", 34)
 
 # %% [markdown]
-# **Explanation.** Loads and MMAs now overlap, as predicted. One cost remains: the CTA-wide barrier of each iteration.
-# All warps wait for the slowest one, and only then is the next copy issued.
+# **Explanation.** Loads and MMAs overlap, but copies are issued after a CTA-wide barrier.
 #
 # ### Step 5: warp specialization
 #
-# **Idea.** Different warps load and multiply. A third warpgroup, the **producer**, only issues copies, from one of its
-# threads. The other two, the **consumers**, only multiply. Each stage has two mbarriers: `full` (`readable` in hpc-ops)
-# completes when the bytes have arrived, `empty` (`writable`) when the consumers have read them. 384 threads = 256 +
-# 128, as in the article.
+# **Idea.** A third warpgroup, the **producer**, only issues copies; the two **consumers** only multiply. Per stage,
+# `full` completes when the bytes have arrived, `empty` when the consumers have read them. `setmaxnreg` moves registers
+# from producer to consumers.
 #
-# Consumer threads need many registers, the producer few. With 384 threads the compiler may use 168 registers per
-# thread. `setmaxnreg` redistributes them: 168 x 384 = 40 x 128 + 232 x 256. All warps of a warpgroup must execute it,
-# so the producer's idle warps do too.
-#
-# **Phases.** A barrier's phase is 0 or 1, and waiting with parity `p` returns once *the phase with parity `p` has
-# completed*. A new barrier is in phase 0, so consumers first wait on `full` with parity 0. In its first round the
-# producer must not wait, because all stages are free. It starts with parity 1, that of the phase before, which counts
-# as completed. The article's pseudocode starts both sides with `int phase = 0`; taken literally the producer would
-# deadlock. The next cell tests both parities on a new barrier.
+# A wait with parity `p` returns once *the phase with parity `p` has completed*. A new barrier is in phase 0, so a
+# producer that must not wait in its first round starts with parity 1. The article's pseudocode starts with 0 and would
+# deadlock:
 
 
 # %%
@@ -732,10 +671,12 @@ NEW_BARRIER = answers.tolist()
 print(f"phase 0: {bool(NEW_BARRIER[0])}; phase 1: {bool(NEW_BARRIER[1])}")
 
 # %% [markdown]
-# **Prediction.** Without the CTA-wide barrier about 100 clocks per iteration, 0.06 us, are hidden: 3 us less.
+# **Prediction.** Without the CTA-wide barrier about 100 clocks per iteration are hidden.
+#
+# In the folded `make_specialised`, the branch `warp >= 8` is the producer, the other one the consumers.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit(device=True)
 def advance(stage, phase, stages):
     """The next stage of the ring; the phase changes where it begins anew."""
@@ -796,39 +737,32 @@ def make_specialised(stages):
 run_specialised = dense_step(make_specialised(STAGES), 384)
 measure_dense("warp specialization", run_specialised, 31)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("warp specialization", "a ring of stages", 31)
 
 # %% [markdown]
-# **Explanation.** The gain is more than twice the predicted one: the CTA-wide barrier costs more than its own clocks,
-# because it also delays the next copy.
+# **Explanation.** The gain is more than twice the predicted one, probably because the barrier delayed copies.
 #
-# **Arrival count of `empty`.** In the article one thread of each warpgroup arrives, so the barrier counts to 2. But a
-# warp waits only for its own part of a wgmma, so the other three warps may still read when the stage is released. Here
-# one lane of each consumer warp arrives, and the barrier counts to 8.
+# A warp waits only for its own part of a wgmma, so one lane of each consumer warp arrives on `empty` (in the article,
+# one thread per warpgroup).
 #
 # ### Step 6: the transposed MMA
 #
-# **Idea.** wgmma always processes 64 rows of its first operand. With tokens as rows, three tokens cost as much as 64.
-# The second operand may have any multiple of 8 rows, up to 256. So compute `Y^T = W * X^T`: the weights, of which there
-# are always enough rows, become the first operand and the tokens the second.
+# **Idea.** wgmma processes 64 rows of its first operand, so three tokens cost as much as 64. The second operand may
+# have any multiple of 8 rows. So compute `Y^T = W * X^T`:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 draw.padded_work([1, 8, 16, 32, 48, 64, 100, 128])
 
 # %% [markdown]
-# In the kernel the two descriptors are swapped. A tile has `tokens` tokens, a compile-time constant, and 128 columns;
-# hpc-ops calls these kTileM and kTileN.
+# In the folded `make_transposed` the descriptors `a` and `b` are swapped. A tile has `tokens` tokens (hpc-ops'
+# kTileM). `make_store_columns` stores two bytes at a time, because neighbours in a fragment now belong to two tokens.
 #
-# The stores get worse. Two adjacent elements of a fragment were neighbours in a row and formed one 32-bit word. Now
-# they belong to two *tokens*, so each store writes two bytes.
-#
-# **Prediction.** 512 tokens: as before, plus the slower stores, 128 x 128 results per CTA in 2-byte stores; assume 3
-# us. 16 tokens: the old kernel multiplies 128 rows 56 times, 0.3 us each: 17 us. The new one streams 16 KB of weights
-# per iteration into each of 32 SMs: about 12 us.
+# **Prediction.** 512 tokens: a tenth slower, because of the stores. 16 tokens: a third less time, since the MMA no
+# longer multiplies 128 rows.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit(device=True)
 def load_tile(smem, offset, map_x, map_weight, block, row, column, g, barriers, full, stage_bytes):
     """Weights, then tokens."""
@@ -938,14 +872,14 @@ measure_dense("transposed MMA", run_transposed, 34)
 # %%
 diff(make_specialised, make_transposed)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("transposed MMA", "warp specialization", 34)
 
 # %% [markdown]
 # With 16 tokens, before and after:
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def sixteen_tokens():
     """The same matrices and 16 tokens."""
     made = [topic.make_problem(p.weight, torch.tensor([16], dtype=torch.int32)) for p in DENSE]
@@ -966,37 +900,25 @@ for name, run in (("warp specialization", run_specialised), ("transposed MMA", t
         print(f"16 tokens, {name}: {took:.1f} us, {4096 * 7168 / took / 1e3:.0f} GB/s of weights")
 
 # %% [markdown]
-# **Explanation.** With 512 tokens the stores cost nothing measurable. Eight lanes hold eight neighbouring columns of
-# one token, so a warp-wide store touches 4 rows, 16 bytes in each; before it touched 8 rows, 16 bytes in each. There
-# are twice as many stores, but as many 16-byte segments as before.
-#
-# With 16 tokens the time is halved, a larger gain than predicted, although both kernels are slower than predicted. An
-# iteration is more than its MMA: wait, multiply, promote, one after the other. And 4096 columns are 32 tiles, so 100 of
-# the 132 SMs are idle, and the kernel is far from the memory bandwidth. 32 groups have a thousand tiles, which fill the
-# SMs.
+# **Explanation.** With 512 tokens the stores cost nothing measurable. With 16 the time is halved, more than predicted;
+# only 32 of 132 SMs have a tile.
 #
 # ### Step 7: the epilogue, by stmatrix and TMA
 #
-# **Idea.** Transpose the accumulators with `stmatrix.trans`, which writes 8 x 8 matrices of 16-bit numbers from a
-# warp's registers to shared memory: eight neighbours of a token become 16 bytes. Shared memory then holds the tile in
-# TMA's layout, and one thread stores it with `tma_store_2d`. TMA also clips what lies outside `Y`. `store_smem` is that
-# of our Numba port of hpc-ops' kernel:
+# **Idea.** `stmatrix.trans` writes 8 x 8 matrices from registers to shared memory, transposed, and one thread stores
+# the tile with TMA, which clips what lies outside `Y`. From our port of hpc-ops' kernel:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown("```python\n" + inspect.getsource(group_gemm.make_store_smem) + "```")
 
 # %% [markdown]
-# A token's 64 results of a warpgroup are a row of 128 bytes. The 16-byte vectors are **swizzled**: vector `c` of row
-# `m` is at position `c ^ (m & 7)`, so that eight rows, written vector by vector, use different banks. TMA undoes the
-# swizzle.
+# TMA reads shared memory through the **async proxy**, so `make_store_tile` in the folded cell needs
+# `fence_proxy_async_shared` and a barrier before the store.
 #
-# TMA accesses shared memory through the **async proxy**, threads through the generic proxy. So the order is: write,
-# `fence_proxy_async_shared`, a barrier of the warpgroup, then the store.
-#
-# **Prediction.** The stores' cost disappears: 31 us.
+# **Prediction.** The stores' assumed cost disappears.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_store_tile(tokens):
     """What comes in place of ``store(...)``."""
@@ -1097,7 +1019,7 @@ measure_dense("stmatrix and TMA store", epilogue_step(DENSE_TOKENS), 31)
 # %%
 diff(make_transposed, make_epilogue)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back("stmatrix and TMA store", "transposed MMA", 31)
 if took := dense.median_us("stmatrix and TMA store"):
     print(
@@ -1105,21 +1027,16 @@ if took := dense.median_us("stmatrix and TMA store"):
     )
 
 # %% [markdown]
-# **Explanation.** torch is still faster. A CTA has one tile here, and an SM one CTA, so the tensor cores idle while the
-# first stages arrive and while the results are stored. A persistent CTA overlaps both with its next tile, which section
-# 6 uses. And in each iteration a warpgroup waits, multiplies and promotes one after the other.
-#
-# The last line calls an iteration a "turn". Its MMA time assumes the clock of the data sheet's peak rate. Under load
-# the clock can be lower ([notebook 06b](06b_grouped_gemm_scales.ipynb), "What limits it now"), and the MMAs then take a
-# larger share of an iteration.
+# **Explanation.** The stores cost little; torch is still faster. A CTA has one tile, so the tensor cores idle at its
+# start and end; section 6 overlaps both with the next tile. In each iteration ("turn") a warpgroup waits, multiplies
+# and promotes one after the other. The last line assumes the clock of the peak rate.
 #
 # ### A check must be able to fail
 #
-# Two wrong kernels must be rejected: one that leaves out the last 128 elements of K, and one that leaves a row
-# unwritten.
+# Two wrong kernels: one leaves out the last 128 elements of K, one leaves a row unwritten.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def short_k(p):
     kernel, shared_bytes = make_one_stage()
     launch(
@@ -1148,25 +1065,22 @@ for wrong_step in (short_k, forgets_a_row):
     trial.step(wrong_step.__name__, lambda run=wrong_step: run(poisoned(DENSE[0])), expect_wrong=True)
 
 # %% [markdown]
-# All steps once more, interleaved, and the figure. The two slowest keep their kernel times. Interleaved, our kernels
-# take several per cent longer than above, torch's does not; compare steps of one list only.
+# All steps interleaved; the two slowest keep their times.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 dense.measure_all()
 dense.save(notebook_sources("notebooks/06_grouped_gemm.py"))
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 dense.plot(floor_us=DENSE_FLOOR)
 
 # %% [markdown]
 # ## 6. The ladder, second part: 32 groups
 #
-# Now 32 groups have 2048 tokens together, at random 43 to 78 per group. Each step is also timed with 32 tokens
-# (decoding, zero to three per group) and with 8192 (about 256 per group). Launches alternate between two sets of
-# weights of 940 MB. Only 2048 tokens are measured again, interleaved, at the end of the section; with 32 and 8192
-# tokens compare two steps with care.
+# 32 groups have 2048 tokens together, in other runs 32 and 8192. Two sets of weights, 940 MB each, alternate. Only the
+# times of 2048 tokens are measured again, interleaved; compare the others with care.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 WEIGHTS = [topic.random_weight(GROUPS, N, K, device=DEVICE) for _ in range(1 if simulator.ENABLED else topic.SETS)]
 SIZES = {"main": ROWS, "few": FEW_ROWS, "many": MANY_ROWS}
 RECORDED = {"main": 2048, "few": 32, "many": 8192}  # what a GPU measures here, and what is recorded
@@ -1235,11 +1149,9 @@ def look_back_at_groups(name, before=None, predicted=None):
 # %% [markdown]
 # ### Step 8: torch's loop
 #
-# **Idea.** The article's loop with lengths available on the CPU, and without copies of the results, so that a CUDA
-# graph can capture it. This is the best case for a loop.
+# **Idea.** The best case of a loop: lengths on the CPU, no copies of the results.
 #
-# **Prediction.** Each GEMM reads 29 MB, 6.8 us at the rate of a copy. But 64 tokens make about 32 tiles for 132 SMs,
-# and the end of one GEMM does not overlap with the start of the next. Assume twice the time, 32 times: 435 us.
+# **Prediction.** Each GEMM has 32 tiles for 132 SMs. Assume twice the time of reading the weights.
 
 
 # %%
@@ -1249,35 +1161,31 @@ def run_loop(p):
 
 measure("torch", run_loop, 435)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back_at_groups("torch", predicted=435)
 
 # %% [markdown]
-# **Explanation.** With 8192 tokens each GEMM fills the GPU by itself, and the loop reaches more than two fifths of the
-# roofline. With 32 tokens it takes twice the lower bound. The call time is several times the kernel time: called
-# without a graph, the loop is bound by the CPU.
+# **Explanation.** With 8192 tokens the loop reaches more than two fifths of the roofline. With 32 it takes twice the
+# lower bound. The call time is several times the kernel time.
 #
 # ### Step 9: padding, and one descriptor
 #
-# **Idea.** Use one tensor map for all of `X`. TMA accepts any row as the start of a box. But CuTe's tiled copies divide
-# a tensor into numbered boxes, so tiles begin at multiples of the box, and groups do not. The article lists two
-# solutions: **pad** the data, so that each group begins with a box; or make a tensor map for each group. (In the
-# figure, orange bars are tiles with rows of two groups.)
+# **Idea.** CuTe's tiled copies divide a tensor into boxes, so tiles begin at multiples of the box. Groups do not
+# (orange bars: tiles with rows of two groups). The article's solutions: **pad** each group, or make a tensor map per
+# group.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 draw.tile_starts([5, 3, 9, 2], 4)
 
 # %% [markdown]
-# This step pads, as in notebook 02: each group is padded to whole tiles, and a table like `expert_ids` has the group of
-# each tile. The rest of the kernel is step 7's; a few lines change. The rows must be copied to their padded positions,
-# and the results back. A kernel that gathers rows anyway, as MoE layers often do, does not need the first copy.
+# This step pads, as in notebook 02. The folded cell contains step 7's kernel, with the changes that its output shows,
+# and `Padded`, which copies rows to padded positions and results back.
 #
-# **Prediction.** Nine small torch kernels of 2 us. `X` and `Y`, 15 and 17 MB, are read and written once more: 15 us at
-# the rate of a copy. The GEMM: 225 us to read the weights at the rate of a copy. A CTA loads 24 KB per iteration and
-# cannot load a next tile while it stores its results; assume 280 us. Together 313 us.
+# **Prediction.** Nine small kernels, copies of `X` and `Y`, and a GEMM that takes a quarter more than reading the
+# weights.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
 def make_padded(tokens, stages):
     tile, wait, fma = make_wgmma_tile(tokens, "e4m3"), make_wgmma_wait(tokens, 0), make_fma(tokens)
@@ -1381,12 +1289,12 @@ def run_padded(p):
 
 diff(make_epilogue, make_padded)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 measure("padding, one map", run_padded, 313)
 if not simulator.ENABLED and us("padding, one map") > us("torch"):
     ladder.rows[-1]["slower"] = True  # drawn in grey
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back_at_groups("padding, one map", "torch", 313)
 if alone := kernel_time([p.made["padded"].multiply for p in PROBLEMS["main"]]):
     ladder.rows[-1]["product_us"] = round(alone.median, 2)
@@ -1394,60 +1302,26 @@ if us("padding, one map", "product_us"):
     print(f"    the product alone: {us('padding, one map', 'product_us'):.0f} us")
 
 # %% [markdown]
-# **Explanation.** The step is slower than the loop with 2048 tokens. The last line shows that the GEMM alone takes
-# longer than predicted. An SM holds one such CTA, since 384 threads of 168 registers use its register file. Each CTA
-# initialises its barriers and starts with empty stages, and the tensor cores idle until its first data arrive. The
-# copies and small kernels also take more than twice the predicted time. With 8192 tokens there are four times as many
-# bytes to copy, and the step takes twice as long as the loop.
-#
-# With 32 tokens it is faster than the loop, although nearly all rows are padding, one or two rows in a tile of 64: the
-# time is that of reading the weights. But the host must allocate `tokens / 64 + 32` tiles, the worst case.
+# **Explanation.** Slower than the loop with 2048 and 8192 tokens, faster with 32. The GEMM ("product alone") takes
+# longer than predicted: probably because one CTA fills an SM's registers and starts with empty stages. The rest takes
+# more than twice the predicted time.
 #
 # ### Step 10: `update_grouped_tma`, a map for each group
 #
-# **Idea.** The article's second solution, and that of hpc-ops. Group `i` of `X` begins at `x_ptr + cu_seqlens[i] * k`
-# and has `seqlens[i]` rows: a tensor map with that address and that number of rows. The same for `Y`, whose map also
-# keeps the last rows of a tile from being written into the next group. The lengths are on the GPU, so a small kernel,
-# `update_grouped_tma`, makes the maps on the GPU.
-#
-# It has `num_group + 1` CTAs of 32 threads. The first `num_group` each make the two maps of a group. The last one
-# counts **tiles** for the scheduler: `tiles[g] = ceil(seqlens[g] / kTileM)`, and their exclusive prefix sum `cu_tiles`.
-# This is our port, after the article's pseudocode:
+# **Idea.** hpc-ops' solution: group `i` of `X` begins at row `cu_seqlens[i]` and has `seqlens[i]` rows, so each group
+# gets its own tensor map; the one of `Y` clips a tile's last rows. A small kernel makes the maps. Its last CTA counts
+# **tiles**, `ceil(seqlens[g] / kTileM)`, and their prefix sum. Our port:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown("```python\n" + inspect.getsource(update_grouped_tma.make_update_grouped_tma) + "```")
 
 # %% [markdown]
-# **Making a map from a template.** The host makes a **template** with the strides, box and swizzle. The kernel copies
-# it to shared memory, and `tensormap.replace` changes two fields: the address and the number of rows. Strides stay:
-#
-# | tensor | shape | stride | changes? |
-# |---|---|---|---|
-# | X | [num_seq, k] | (k, 1) | k is the same for all groups |
-# | Y | [n, num_seq] | (1, n) | n is the same for all groups |
-#
-# Lane 0 changes the map of `X` and lane 1 that of `Y`, at the same time. `tensormap.replace` needs an address in shared
-# or global memory: the layout of a tensor map is not documented, so a thread cannot edit it in registers.
-#
-# **tma_desc_commit_group.** Before the maps are copied out, the article's code executes `cp.async.bulk.commit_group`
-# and `wait_group`, because it takes the replacement for an operation of the async proxy. These instructions wait for
-# bulk copies, and there are none. For sm_90a the compiler translates `tensormap.replace` to plain stores to shared
-# memory (checked in the machine code by the test `test_a_map_is_changed_by_plain_stores`). What the kernel needs is
-# `syncwarp`, since lanes of a warp may diverge.
-#
-# **tma_descriptor_cp_fence_release** (`tensormap.cp_fenceproxy`) copies the 128 bytes to global memory and is a
-# **release**: a thread that **acquires** the map sees all 128 bytes. The whole warp must execute it. TMA caches tensor
-# maps, so the thread of the main kernel that issues the copies must acquire them: `fence_proxy_tensormap_acquire_gpu`.
-# In the version of hpc-ops that we read, two of three schedulers leave out the acquire (section 12); the simulator and
-# the tests report that. (`tma_store_fence`, which the article also discusses, is neither acquire nor release: it orders
-# one thread's accesses through two *proxies*.)
-#
-# **BlockScan.** `cub::BlockScan<int, 32>::ExclusiveSum(tiles, tiles, block_aggregate)` takes 8 numbers from each of 32
-# threads, so at most 256 groups, and returns the exclusive prefix sum; `block_aggregate` is the total. CUB needs shared
-# memory for it (`TempStorage`); a warp can use shuffles instead. The article's example, with numbers for its letters,
-# computed by the kernel:
+# The kernel copies a **template** to shared memory, where `tensormap.replace` changes address and number of rows.
+# `tensormap.cp_fenceproxy` copies the map to global memory and is a **release**. TMA caches tensor maps, so the thread
+# that issues the copies must **acquire** them. The article also waits for bulk copies, but there are none. The
+# article's example of the prefix sum:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 ARTICLE = {"a": 3, "b": 0, "c": 4, "d": 2}  # tiles of four groups
 counted = topic.make_problem(SMALL.weight, torch.tensor([16 * tiles for tiles in ARTICLE.values()], dtype=torch.int32))
 scan = HpcOpsGroupGemm(
@@ -1469,15 +1343,8 @@ print("total:    ", AGGREGATE)
 print("inclusive:", [a + b for a, b in zip(EXCLUSIVE, values, strict=True)])
 
 # %% [markdown]
-# **TMA for X.** In hpc-ops the copy is `tma_a.with(td_x, readable[s])`: the group's descriptor and a barrier. All
-# groups share one coordinate tensor, because the coordinate `itile_m` counts **from the group's first row**, where the
-# map starts. In our kernel: `tma_load_2d(smem.u8, offset, maps, td_x, k, m * tile_m, ...)`, where `maps, td_x` is the
-# group's map.
-#
-# **TMA for W.** One map with three dimensions describes all weights, and the group is a coordinate. hpc-ops' copy has a
-# box of two dimensions, `take<0, 2>(SLayoutW{})`; in TMA's terms the box has three extents, and the third is 1. The
-# article also supposes that with dimensions ordered (num_group, n, k) the box would extend along num_group and n. The
-# next cell loads a box of one weight, then tries to make a map with such a box.
+# One map with three dimensions describes all weights. The article supposes that with dimensions (num_group, n, k) a
+# box extends along the first two; the cell loads a box of one weight, then tries that:
 
 
 # %%
@@ -1506,36 +1373,25 @@ except ValueError as error:
 print("box (4, 8, 1):", OTHER_BOX)
 
 # %% [markdown]
-# TMA rejects the second box: its innermost extent would be 1 byte, and TMA needs a multiple of 16.
+# TMA rejects the second box: its innermost extent must be a multiple of 16 bytes.
 #
-# **The main kernel** is step 7 made **persistent**: one CTA per SM, each of which computes one tile after another. The
-# producer loads the next tile's first stages while the consumers still compute the current tile. Producer and consumers
-# compute the same schedule independently, with the same function. Its producer and its consumer:
+# **The main kernel** is step 7 made **persistent**: one CTA per SM computes one tile after another. The producer loads
+# the next tile's first stages while the consumers compute the current tile. Both call `get_next_tile`:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown(
     "```python\n" + "\n\n".join(map(inspect.getsource, (group_gemm.make_producer, group_gemm.make_consumer))) + "```"
 )
 
 # %% [markdown]
-# In the article's terms: the prologue initialises the barriers and copies the scheduler's table to shared memory
-# (`shm_tiles`); then `get_next_tile`; for each K block the producer waits, expects the bytes and issues two copies, and
-# a consumer waits, multiplies and arrives; then the epilogue, `cast_to_bf16` and `tma_store`. Before a warpgroup
-# overwrites its output tile, its leader waits until TMA has read the previous one.
+# CTA `b` computes tiles `b`, `b + 132` and so on. A scheduler maps tile `i` to (group, m, n):
 #
-# **Schedulers.** CTA `b` of 132 computes tiles `b`, `b + 132`, `b + 264` and so on. The scheduler maps tile number `i`
-# to (group, m, n). `n_tiles` is the number of tiles along N.
+# - **Horizontal.** `m, n = divmod(i, n_tiles)`: neighbouring CTAs share tokens.
+# - **Vertical.** `n, m = divmod(i, m_tiles)`: neighbouring CTAs share columns.
 #
-# - **Horizontal.** `m, n = divmod(i, n_tiles)`: neighbouring CTAs have the same tokens and different columns. A linear
-#   scan over `tiles` finds the group, from the position where the last search ended.
-# - **Vertical.** `n, m = divmod(i, total tiles of tokens)`: neighbours have different tokens and the same columns. A
-#   binary search in `cu_tiles` finds the group.
-#
-# hpc-ops uses the horizontal one if `k <= 1024 or n <= 1024`. Both are integer arithmetic, so the same code runs on the
-# host, which draws the figure. In it, tiles in one column run at the same time: with the horizontal scheduler they
-# share rows of x, with the vertical one tiles of w of a group.
+# In the figure, tiles in one column run at the same time.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown("```python\n" + "\n".join(map(inspect.getsource, (schedulers.horizontal, schedulers.vertical))) + "```")
 
 
@@ -1559,8 +1415,7 @@ def schedule(name, tiles, n_tiles, blocks):
 draw.schedules({name: schedule(name, [2, 1, 3], 4, 5) for name in ("horizontal", "vertical")}, 3)
 
 # %% [markdown]
-# Tests check for random lengths that every tile is computed once. In the last **wave** some CTAs are idle. The share of
-# busy CTAs in the three sizes and in two others:
+# In the last **wave** some CTAs are idle:
 
 
 # %%
@@ -1577,12 +1432,12 @@ for rows, groups, n in ((32, 32, 4096), (2048, 32, 4096), (8192, 32, 4096), (204
     print(f"{rows:5} tokens, {groups:2} groups, N {n}: {tiles:5} tiles, {count:3} waves, {100 * busy:.0f} % busy")
 
 # %% [markdown]
-# **Prediction.** `update_grouped_tma` takes 3 us. With the horizontal scheduler, groups of more than 64 tokens have two
-# tiles of tokens that read the same weights 32 CTAs apart, the second from L2. In an earlier measurement on an H200
-# hpc-ops itself took 319 us, and the algorithm is the same: 320 us.
+# **Prediction.** The time of hpc-ops itself in an earlier measurement on an H200.
+#
+# The folded `hpc_ops_step` runs our port.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def hpc_ops_step(name, tokens=16 if simulator.ENABLED else 64, **options):
     """``run(problem)`` for our Numba port of hpc-ops' two kernels."""
     layout = group_gemm.SharedMemoryLayout(group_gemm.HpcOpsConfig(tile_m=tokens))
@@ -1603,7 +1458,7 @@ def hpc_ops_step(name, tokens=16 if simulator.ENABLED else 64, **options):
 run_horizontal = hpc_ops_step("horizontal", schedule="horizontal")
 measure("maps for groups, horizontal", run_horizontal, 320)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back_at_groups("maps for groups, horizontal", "padding, one map", 320)
 update_us = kernel_time([lambda p=p: p.made["horizontal"].update_maps() for p in PROBLEMS["main"]])
 if update_us:
@@ -1612,75 +1467,52 @@ if us("maps for groups, horizontal", "update_us"):
     print(f"    update_grouped_tma alone: {us('maps for groups, horizontal', 'update_us'):.2f} us")
 
 # %% [markdown]
-# **Explanation.** No copies, no padding, and no start-up cost per tile. With 32 tokens the step is much faster than the
-# loop. With 2048 tokens it is somewhat slower than predicted, and in the interleaved measurement below faster than the
-# loop. With 8192 tokens it is much slower than the loop: a group of 256 tokens is four tiles of 64, each of which loads
-# the same weights again (step 13).
-#
-# The call time answers section 4: two launches per call instead of dozens, and it falls by more than an order of
-# magnitude.
+# **Explanation.** No copies, no padding, no start-up cost per tile: faster than the loop with 32 and 2048 tokens. With
+# 8192 it is much slower: four tiles per group load the same weights (see step 13). The call time falls by more than an
+# order of magnitude.
 #
 # ### Step 11: the vertical scheduler
 #
-# **Idea.** hpc-ops uses the vertical scheduler here, since N and K are large. 132 neighbouring CTAs cover all tiles of
-# tokens of two or three columns, so the tiles of a group that share weights run at the same time.
+# **Idea.** The tiles of a group that share weights run at the same time. hpc-ops uses it for large N and K.
 #
-# **Prediction.** Either order reads the weights from DRAM once. The same time: 320 us.
+# **Prediction.** Either order reads the weights from DRAM once: the same time.
 
 # %%
 run_vertical = hpc_ops_step("vertical", schedule="vertical")
 measure("vertical", run_vertical, 320)
 print("hpc-ops takes", {True: "horizontal", False: "vertical"}[use_horizontal(4096, 7168)])
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back_at_groups("vertical", "maps for groups, horizontal", 320)
 
 # %% [markdown]
-# **Explanation.** As predicted, the order makes no difference with 32 and 2048 tokens; the interleaved measurement
-# agrees. With 8192 tokens the vertical order is slower, by no more than separate measurements can differ.
+# **Explanation.** As predicted with 32 and 2048 tokens. With 8192 it is slower, within noise.
 #
-# ### Step 12: programmatic dependent launch
+# ### Step 12: programmatic dependent launch (PDL)
 #
-# **Idea.** With **programmatic dependent launch** (PDL), as in hpc-ops, CTAs of the main kernel start before
-# `update_grouped_tma` has ended, initialise their barriers, and wait for the maps in `griddepcontrol.wait`.
+# **Idea.** CTAs of the main kernel start before `update_grouped_tma` has ended, and wait in `griddepcontrol.wait`.
 #
-# **Prediction.** The launch gap and part of the small kernel: 3 us less.
+# **Prediction.** The launch gap and part of the small kernel are saved.
 
 # %%
 prediction = round((us("vertical") or 320) - 3)
 measure("PDL", hpc_ops_step("dependent", dependent=True), prediction, slower=True)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back_at_groups("PDL", "vertical", prediction)
 
 # %% [markdown]
-# **Explanation.** With 32 tokens nothing is gained beyond noise. With 2048 tokens the step is slower, also in the
-# interleaved measurement, and with 8192 tokens much slower. The loss is larger than the whole time of
-# `update_grouped_tma` (the last line of step 10); its cause is not known. Steps 13 and 14 do without PDL. From step 15
-# on there is no map kernel; the package's kernel is launched with PDL after whichever kernel precedes it.
+# **Explanation.** No gain with 32 tokens; slower with 2048, much slower with 8192. The cause is not known.
 #
 # ### Step 13: kTileM by the average
 #
-# **Idea.** A tile of 64 tokens is too large for a group of two, and too small for one of 256. The article's table, by
-# the average number of tokens per group (`num_seq_per_group_avg`, which the caller passes, because the lengths are on
-# the GPU):
+# **Idea.** The article chooses `kTileM` by the average number of tokens per group: 16, 32, 48 up to these averages, 64
+# above. Each tile loads 128 x 128 weights per iteration, however few its tokens.
 #
-# | average | kTileM | kTileN | kTileK | kStage |
-# |---|---|---|---|---|
-# | <= 16 | 16 | 128 | 128 | 8 |
-# | <= 32 | 32 | 128 | 128 | 8 |
-# | <= 48 | 48 | 128 | 128 | 8 |
-# | > 48 | 64 | 128 | 128 | 8 |
-#
-# Shared memory for 8 stages limits the size. A small tile has a cost: each tile loads 128 x 128 weights per iteration,
-# however few its tokens. A group of 256 tokens in tiles of 64 loads its weights four times from L2.
-#
-# **Prediction.** With 32 tokens the size hardly matters: the weights are read once, at DRAM bandwidth. With 8192 tokens
-# there are 143 tiles of 64 tokens, each with 32 x 56 iterations of 24 KB: 6.3 GB from L2, at 7 TB/s 900 us. Of 128
-# tokens there are about 80 tiles with 32 KB per iteration: 4.7 GB, 670 us. With 2048 tokens a tile should hold a whole
-# group, 96: 32 tiles instead of 48, and 300 us.
+# **Prediction.** 32 tokens: no effect. 8192: tiles of 128 load a quarter less from L2 than tiles of 64. 2048: with
+# tiles of 96 each group is one tile, and the time falls by a tenth.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 TOKENS = (8,) if simulator.ENABLED else (8, 16, 32, 48, 64, 96, 128)
 BY_TILE = {}
 for tokens in TOKENS:
@@ -1696,7 +1528,7 @@ if not KNOWN_TILES:
     print("no figure is recorded yet")
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def best_tile(which, most=None):
     """The fastest kTileM for a size, of those up to ``most``, or None."""
     found = {int(tokens): own[which] for tokens, own in KNOWN_TILES.items() if not most or int(tokens) <= most}
@@ -1714,71 +1546,52 @@ best = best_tile("main") or TOKENS[-1]
 run_adapted = hpc_ops_step(f"tokens {best}", tokens=best)
 measure("kTileM chosen", run_adapted, 300)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back_at_groups("kTileM chosen", "vertical", 300)
 
 # %% [markdown]
-# **Explanation.** (This step uses the best tile for 2048 tokens in all three sizes.) With 32 tokens the sizes from 8 to
-# 48 take nearly the same time, since the weights must be read in any case. Only large tiles are slower: with one token,
-# a tile of 128 still multiplies and promotes 128 columns per iteration.
-#
-# With 2048 tokens 48 is slower than 32, although it has fewer tiles, 62 instead of 80 for each of the 32 columns. Part
-# of the reason may be the last wave: 62 x 32 tiles are 15 waves of 132 CTAs and 4 more tiles. The tile of 96 gains as
-# predicted.
-#
-# With 8192 tokens the time of small tiles follows the bytes from L2: twice the tile, a little more than half the time.
-# From 64 on the differences are smaller than the noise: the time of `kTileM` 96, one and the same kernel, differs by
-# more between the first cell and the last line. So these times do not determine which of 64, 96 and 128 is the best,
-# and neither does the verdict in section 11. They do not show the predicted gain of 128 over 64.
+# **Explanation.** With 32 tokens only large tiles are slower. With 2048 the tile of 96 gains as predicted. With 8192
+# small tiles are much slower; from 64 on the differences are smaller than the noise (compare the two times of 96).
 #
 # ## 7. Beyond hpc-ops
 #
 # ### Step 14: one map for X after all
 #
-# **Idea.** TMA accepts any first row, so one map of all of `X` suffices: a tile begins at row `cu_seqlens[g] + m *
-# tokens`. A group's last tile then also loads rows of the *next* group, which are multiplied by the wrong weight. But a
-# row of `X` affects only its row of `Y`. That row must not be stored, and the map of `Y` prevents it.
+# **Idea.** A TMA box may begin at any row, so one map of all of `X` suffices. A group's last tile also loads rows of
+# the *next* group, but these affect only rows of `Y` that its map clips.
 #
-# **Prediction.** The producer acquires one map less per group. No measurable gain.
+# **Prediction.** One acquire less per group: no measurable gain.
 
 # %%
 run_whole_x = hpc_ops_step("whole x", tokens=best, whole_x=True)
 prediction = round(us("kTileM chosen") or 300)
 measure("one map for X", run_whole_x, prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back_at_groups("one map for X", "kTileM chosen", prediction)
 
 # %% [markdown]
-# **Explanation.** With 2048 tokens as predicted, also interleaved. With 32 tokens the step is slower. A tile there has
-# one row of its own and 95 others. With a map per group those lie outside the map: TMA writes zeros and reads nothing.
-# Now they are rows of other groups, and are loaded in each iteration. So a map per group avoids loads of rows that are
-# thrown away; small tiles avoid them too, as in step 19. With 8192 tokens the step before was measured too differently
-# (step 13) to compare.
+# **Explanation.** As predicted with 2048 tokens. With 32 the step is slower: a tile now loads the 95 rows that a map
+# per group replaces by zeros.
 #
 # ### Step 15: no maps for groups at all
 #
-# **Idea.** This step replaces hpc-ops' kernel by the package's and changes four things at once; their gains are not
-# measured separately.
+# **Idea.** The package's kernel (`moe_numba/grouped_gemm/`) changes four things at once, not measured separately:
 #
-# - **Stores.** Only `Y` still needs a map per group, to clip rows. Instead, threads store the group's own rows, 16
-#   bytes each. A warpgroup alternates between two small buffers in shared memory (`stmatrix`, then 16-byte loads), and
-#   each token's row is a whole line of 128 bytes. The warpgroups are not synchronised with each other, so one stores
-#   while the other multiplies, and the loads of the next tile are already in flight.
-# - **No kernel before it.** CTAs count the tiles with a scan over the lengths. The tensor maps are kernel parameters
-#   and need no acquire. The producer publishes the tile's coordinates in shared memory with the tile's first stage.
-# - **Order of tiles.** Group by group, within a group by columns, tokens innermost. CTAs that run at the same time
-#   share tokens and weights in L2.
-# - **Even tiles.** A group's tokens are split evenly over its tiles, in multiples of 8.
+# - **Stores** (`epilogue.py`). Threads store the group's own rows, so `Y` needs no maps. One warpgroup stores while
+#   the other multiplies.
+# - **No kernel before it** (`producer.py`). CTAs count the tiles. Tensor maps are kernel parameters and need no
+#   acquire.
+# - **Order of tiles** (`scheduler.py`). By group, then column, tokens innermost, so that concurrent CTAs share data in
+#   L2.
+# - **Even tiles** per group.
 #
-# The code is in `moe_numba/grouped_gemm/`: `epilogue.py`, `producer.py` and `scheduler.py`; the end of this notebook
-# shows the kernel that calls them. (`warp_uniform=False` leaves out the change of the next step.)
+# The folded `package_step` launches it.
 #
-# **Prediction.** Every group fits into one tile of 96. 32 tiles of tokens x 32 of columns, 56 iterations, 28 KB: 1.6 GB
-# from L2 at 7 TB/s, and 940 MB from DRAM at the rate of a copy. Either takes about 230 us; with the start of the first
-# tile and the end of the last one 250 us.
+# **Prediction.** Every group fits into one tile of 96: 1.6 GB from L2, about as long as 940 MB from DRAM; add a tile's
+# start and end.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 BLOCKS = 2 if simulator.ENABLED else torch.cuda.get_device_properties(0).multi_processor_count
 
 
@@ -1824,24 +1637,18 @@ def package_step(config):
 ONE_SUBTILE = package_config(96, (96, 64), 7)
 measure("no maps for groups", package_step(ONE_SUBTILE._replace(warp_uniform=False)), 250)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back_at_groups("no maps for groups", "one map for X", 250)
 
 # %% [markdown]
-# **Explanation.** With 2048 tokens the prediction holds. The largest gain is with 8192 tokens, at the same tile size. A
-# hypothesis, not measured: the order of tiles. In vertical order, 132 neighbouring tiles are all tokens of about one
-# and a half columns, so all of `X`, 59 MB, is loaded again for every one or two columns, and L2 has 50 MB. Group by
-# group, a group's tokens are 2 MB and stay in L2. Even tiles may contribute, because the last tile of a group is no
-# longer almost empty.
+# **Explanation.** The prediction holds. The largest gain is with 8192 tokens. A hypothesis, not measured: in vertical
+# order all of `X`, 59 MB, passes through L2 (50 MB) for every one or two columns.
 #
 # ### Step 16: warp-uniform values
 #
-# **Idea.** wgmma takes its descriptors, and an mbarrier instruction its address, from **uniform registers**, which a
-# warp has once for all lanes. The stage number is the same in all lanes, but the compiler cannot prove it, because it
-# comes from loops whose bounds are loaded from memory. So it computes descriptors per lane and moves each to a uniform
-# register (`R2UR`), and it rematerialises the shared-memory address in every iteration. A shuffle from lane 0 makes a
-# value warp-uniform for the compiler: `uniform(x)`, and `uniform_array` for an array's address. The cell counts
-# instructions without it ("as it was") and with it ("agreed"):
+# **Idea.** wgmma takes descriptors from **uniform registers**, one per warp. The compiler cannot prove the stage
+# number warp-uniform, so it moves descriptors there (`R2UR`). A shuffle from lane 0, `uniform(x)`, helps. Instructions
+# without ("as it was") and with it ("agreed"):
 
 
 # %%
@@ -1861,60 +1668,48 @@ for name, code in CODES.items():
     )
 
 # %% [markdown]
-# **Prediction.** About 30 instructions per iteration less between a stage's promotion and the next wgmma. With 32 and
-# 2048 tokens memory is the limit, and nothing changes. With 8192 a tenth less.
+# **Prediction.** With 32 and 2048 tokens memory is the limit: no change. With 8192 a tenth less.
 
 # %%
 prediction = round(us("no maps for groups") or 250)
 measure("agreed", package_step(ONE_SUBTILE), prediction)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back_at_groups("agreed", "no maps for groups", prediction)
 
 # %% [markdown]
-# **Explanation.** With 32 and 2048 tokens nothing changes, as predicted. With 8192 tokens the step is faster, by less
-# than the predicted tenth and little more than the noise of separate measurements. The package keeps the change.
+# **Explanation.** With 8192 tokens the gain is less than predicted and little more than noise.
 #
 # ### Step 17: tiles of two subtiles
 #
-# **Idea.** More tokens per tile mean fewer bytes from L2. A fragment of 256 tokens needs 128 registers for the wgmma
-# result and 128 for the accumulators: too many. So a large tile has two **subtiles** ("parts") of up to 144 tokens. A
-# stage holds one tile of weights and both subtiles. A warpgroup multiplies them one after the other and keeps two
-# accumulators (`m_subtiles` in `kernel.py`).
+# **Idea.** More tokens per tile mean fewer bytes from L2, but registers limit a fragment. So a stage holds one tile of
+# weights and two **subtiles** ("parts") of up to 144 tokens, and a warpgroup keeps two accumulators.
 #
-# **Prediction.** With 8192 tokens most groups are one tile of two subtiles, 3.1 GB from L2: 440 us. With 64 tokens per
-# group it must be slower: each subtile has 32 tokens, and the smallest MMA of this configuration has 120 columns. Twice
-# 120 columns per iteration are nearly the work of 8192 tokens: 400 us.
+# **Prediction.** 8192 tokens: most groups are one tile, 3.1 GB from L2, a fifth less time. 2048: much slower, because
+# the smallest MMA here has 120 columns and a subtile 32 tokens.
 
 # %%
 measure("two parts", package_step(package_config(144, (144, 136, 128, 120), 4, m_subtiles=2)), 400, slower=True)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back_at_groups("two parts", "agreed", 400)
 
 # %% [markdown]
-# **Explanation.** With 8192 tokens the prediction holds, and the step is by far the fastest so far: a weight is loaded
-# from L2 once for a whole group, and up to 288 tokens share the fixed costs of an iteration. With 2048 tokens it is
-# slower than step 16, but much less than predicted. The model counts only multiplied columns; with few tokens reading
-# the weights can hide part of the MMAs.
+# **Explanation.** With 8192 tokens the gain is slightly larger than predicted. With 2048 the step is slower, but less
+# than predicted: the model counts only multiplied columns.
 #
 # ### Step 18: two CTAs share their tokens
 #
-# **Idea.** The two CTAs of a **cluster** compute neighbouring columns of the same tokens. Each loads half of the tokens
-# with a **multicast**, which writes to the shared memory of both (`multicast` in `producer.py`). A stage may be
-# overwritten when both CTAs have read it, so a consumer warp arrives on its own and on the other CTA's `empty` barrier.
+# **Idea.** The two CTAs of a **cluster** compute neighbouring columns of the same tokens, and each loads half of them
+# with a **multicast**. A consumer warp arrives on both CTAs' `empty` barriers.
 #
-# The obvious arrival on the other CTA's barrier, `mbarrier.arrive.release.cluster`, compiles to a GPU-wide memory
-# barrier (`MEMBAR.ALL.GPU`) per stage. The warp wrote nothing that the other CTA reads, so no cluster-scope release is
-# needed, and `.release.cta` suffices.
-#
-# **Prediction.** A CTA loads 128 + 64 rows per iteration from L2 instead of 128 + 128. Where L2 is the limit, with 8192
-# tokens, a quarter less; with 2048 tokens no gain, 250 us.
+# **Prediction.** 128 + 64 rows per iteration from L2 instead of 256: a quarter less with 8192 tokens, no gain with
+# 2048.
 
 # %%
 measure("two blocks share tokens", package_step(package_config(128, (128, 96, 64), 6, cluster_size=2)), 250)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back_at_groups("two blocks share tokens", "agreed", 250)
 if took := us("two blocks share tokens", "many_us"):
     turns = 56 * -(-sum(-(-int(rows) // 128) for rows in topic.random_lengths(32, 8192)) * 32 // LIMITS.sm_count)
@@ -1923,23 +1718,16 @@ if took := us("two blocks share tokens", "many_us"):
     )
 
 # %% [markdown]
-# **Explanation.** With 8192 tokens almost nothing of the predicted quarter is gained, so L2 traffic is not the limit.
-# The last line compares an iteration with its MMA at the clock of the data sheet's peak rate. At the clock that
-# notebook 06b measures for similar kernels at the power limit, the MMA would take about four fifths of the iteration.
-# The rest are the dependent steps of a warpgroup: wait, multiply, promote. Two subtiles amortise them, a cluster does
-# not. (With 32 tokens the larger tile is slower: 128 rows instead of 96.)
-#
-# The table of the next step, which is made by measurement, uses clusters for some problems.
+# **Explanation.** With 8192 tokens almost nothing is gained, so L2 traffic is not the limit. An iteration takes longer
+# than its MMA (last line): the steps of a warpgroup are dependent, and the clock may be lower than assumed ([notebook
+# 06b](06b_grouped_gemm_scales.ipynb)).
 #
 # ### Step 19: the package's own choice
 #
-# **Idea.** Choose the fastest configuration per problem. `python -m moe_numba.course.bench.tune_grouped_gemm` measures
-# them and writes the table `config_table.py`, which is used for N, K, number of groups and average near a measured
-# problem. For the three sizes here it has small tiles with many stages (32 tokens), one subtile (2048) and two subtiles
-# of 144 (8192).
+# **Idea.** `moe_numba.course.bench.tune_grouped_gemm` measures configurations and writes `config_table.py`. For the
+# three sizes: small tiles with many stages, one subtile, two subtiles of 144.
 #
-# **Prediction.** With 2048 tokens as step 18, 245 us. With 8192 as step 17. With 32 tokens small tiles save what steps
-# 14 to 18 lost: 10 % above the lower bound, 155 us.
+# **Prediction.** 2048 tokens as step 18, 8192 as step 17, 32 a tenth above the lower bound.
 
 
 # %%
@@ -1949,22 +1737,21 @@ def run_package(p):
 
 measure("final", run_package, 245)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 look_back_at_groups("final", "two blocks share tokens", 245)
 
 # %% [markdown]
-# **Explanation.** With 2048 tokens steps 15, 16, 18 and 19 are equal within noise, also in the interleaved measurement
-# below. Gains are at the two ends: small tiles for 32 tokens, two subtiles for 8192.
+# **Explanation.** With 2048 tokens steps 15, 16, 18 and 19 are equal within noise. Small tiles pay with 32 tokens,
+# though less than predicted, and two subtiles with 8192.
 #
 # ### The whole ladder
 #
-# All steps once more, interleaved, so that clock changes affect all of them alike. The figure also marks the times of
-# other projects' kernels that the record of section 10 contains; in this run there are none.
+# All steps interleaved:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder.measure_all()
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 GEMM_CONFIG = topic.row_config("gate_up")
 
 
@@ -1982,8 +1769,7 @@ ladder.plot(floor_us=FLOOR["main"][0], peers={name: time for name, time in times
 # %% [markdown]
 # ### A check must be able to fail
 #
-# Two wrong kernels must be rejected: one that gets a length that is one too small, and one that gets the scales of the
-# neighbouring groups.
+# Two wrong kernels: one gets a length that is one too small, one the neighbouring groups' scales.
 
 
 # %%
@@ -2004,19 +1790,10 @@ for wrong_step in (omits_a_row, neighbours_scale):
 # %% [markdown]
 # ## 8. Block scales
 #
-# One scale for a whole tensor limits accuracy: one large token sets the scale, and all other values become small. FP8
-# is a floating-point format, so values lose precision only where they become subnormal: in e4m3 below 2^-6. DeepSeek-V3
-# uses finer scales: one for each 128 elements of a token's row, and one for each 128 x 128 block of a weight. With `b`
-# a block of K:
-#
-# `y[t, n] = sum over b of  x_scale[t, b] * w_scale[n / 128, b] * (x[t, b] . w[n, b])`
-#
-# So the promotion after each K = 128 also multiplies by a factor. [Notebook 06b](06b_grouped_gemm_scales.ipynb) builds
-# the package's kernel for it. The rule for a scale is `scale = largest / 448`, so that the largest value becomes e4m3's
-# largest. The cell compares both kinds of scales on a difficult input: the values of one token are twenty thousand
-# times those of the others.
+# With block scales, CUDA cores multiply the sum of every 128 products by a factor ([notebook
+# 06b](06b_grouped_gemm_scales.ipynb)). Accuracy, where one token is twenty thousand times as large as the others:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 torch.manual_seed(3)
 hard = torch.randn(len(SMALL.x), 256, device=DEVICE)
 hard[7] *= 20000
@@ -2042,11 +1819,10 @@ for name, y in outputs.items():
     )
 
 # %% [markdown]
-# The large token sets the one scale, so most values of the other tokens are subnormal, and the worst error is more than
-# twice that of block scales. The time of both kinds:
+# The time of both kinds:
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def with_blocks(p):
     if not hasattr(p, "x_scale"):
         topic.add_block_scales([p])
@@ -2072,27 +1848,20 @@ if not us("final", "blocks_main_us"):
     print("no figure is recorded yet")
 
 # %% [markdown]
-# **Explanation.** With 32 and 2048 tokens, where memory is the limit, block scales cost nothing. With 8192 tokens they
-# take about a quarter longer. There the package uses another kernel, with rows of x as wgmma's M, in which a thread
-# needs few factors; notebook 06b derives it and measures what limits it.
+# **Explanation.** With 32 and 2048 tokens block scales cost nothing, with 8192 a quarter more.
 #
 # ## 9. More in the same launch
 #
 # ### The activation behind gate and up
 #
-# **Idea.** An expert's first GEMM computes two halves, gate and up. Then follow `silu(gate) * up`, with `silu(v) = v /
-# (1 + exp(-v))`, and rounding to FP8 with a scale for each 128 elements, for the second GEMM. A separate kernel reads 2
-# x 2048 bfloat16 numbers of a token and writes 2048 in FP8. But the results are in registers when the GEMM ends. If a
-# CTA computes a tile of gate *and* the same tile of up, its epilogue can do all that. A stage then holds two tiles of
-# weights. The rest is as with two subtiles: two accumulators.
+# **Idea.** `silu(gate) * up` and rounding to FP8 follow an expert's first GEMM. If a CTA computes a tile of gate *and*
+# the same tile of up, its epilogue can do both. The folded cell contains a separate kernel, `silu_and_mul_fp8`, and
+# `fused_silu_and_mul`, which calls the package's.
 #
-# **Prediction.** With 8192 tokens the separate kernel moves 84 MB, 20 us, and costs a launch; both are saved. With 32
-# tokens only the launch and its gap are saved: 2 us of 140.
-#
-# The separate kernel, for comparison; a warp processes 128 columns of a token:
+# **Prediction.** 8192 tokens: the separate kernel's 84 MB and a launch are saved; 32 tokens: only a launch.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit
 def silu_and_mul_fp8(y, scale, gate_up, rows, half):
     """``gate_up``: words of two bfloat16 numbers, ``half`` words a token; y: words of four in FP8."""
@@ -2170,7 +1939,7 @@ wrong_error = activation_error((p.activated[0].view(torch.uint8).roll(1, 0).view
 print(f"and if rows change places: {100 * wrong_error:.0f} %")
 assert wrong_error > 0.1
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 TWO_OR_ONE = {}
 if N % 256 == 0:
     for which in SIZES:
@@ -2189,26 +1958,17 @@ if not TWO_OR_ONE:
     print("no figure is recorded yet")
 
 # %% [markdown]
-# **Explanation.** With 2048 tokens the fused kernel is faster than the two kernels: it also writes a quarter of the
-# bytes, and takes no longer than the GEMM alone. With 32 tokens there is almost nothing to save. With 8192 tokens the
-# separate kernel costs more than predicted, but the fused GEMM is slower by as much, and nothing is gained.
-#
-# Two possible reasons, not measured: the activation needs the largest of 128 columns, of which each warpgroup has 64,
-# so the two synchronise several times per tile while the tensor cores idle. And two accumulators are two tiles of
-# weights here, not two subtiles of tokens: a group of 256 tokens is two tiles, and its weights are loaded from L2
-# twice.
+# **Explanation.** With 2048 tokens the fused kernel takes no longer than the GEMM alone ("the product"). With 32 there
+# is almost nothing to save. With 8192 the fused GEMM is slower by as much as the separate kernel costs; the reason was
+# not measured.
 #
 # ### Rows gathered while they are loaded
 #
-# **Idea.** So far a kernel has copied each token to the rows of its experts. The alignment (notebook 02) only
-# determines *which* token each row is. TMA of this GPU cannot gather rows by a list, but `cp.async` can: each thread
-# passes an address of 16 bytes and a destination. So three auxiliary warps of the producer warpgroup copy the tokens,
-# write the 16-byte vectors of a row to their swizzled positions, and arrive on the stage's `full` barrier. TMA still
-# loads the weights. wgmma reads through another proxy than these threads write, so each thread needs a proxy fence
-# before it arrives.
+# **Idea.** Instead of a kernel that copies each token to its experts' rows, three warps of the producer warpgroup
+# gather the tokens (`gather_indices`) with `cp.async`, and arrive on `full` after a proxy fence.
 #
-# **Prediction.** With 8192 tokens the copy moves 2 x 59 MB, 27 us, which is saved. But 96 threads issue 16-byte copies
-# where one thread issued 32 KB: where loads are the limit, the loss may be larger.
+# **Prediction.** With 8192 tokens a copy of 59 MB is saved. But 96 threads issue 16-byte copies where one thread
+# issued 32 KB.
 
 
 # %%
@@ -2250,23 +2010,14 @@ if not GATHERED:
     print("no figure is recorded yet")
 
 # %% [markdown]
-# **Explanation.** With 32 tokens it is even; with more tokens it is slower, the more the more tokens there are. It
-# saves the copy and costs two things. Two CTAs cannot share tokens, since each copies its own. And a stage of 288
-# tokens is 2304 vectors of 16 bytes, 72 for each lane of the warp that copies it, with an address and a test for each.
-# Each of the three warps has three iterations of time for a stage, so with 8192 tokens the copy warps probably are the
-# limit; this was not measured.
-#
-# Gathering pays with few tokens: it saves a launch and a buffer. For a large prefill the copy is faster. Exercise 7 is
-# about a faster gather.
+# **Explanation.** Equal with 32 tokens, slower with more. The copy warps probably are the limit (not measured).
 #
 # ### What a tile costs besides its iterations
 #
-# A tile has a start (tile look-up, wait for the first stage) and an end (the epilogue). The cell measures how much of
-# this is not hidden: if each iteration costs the same, time is linear in the number of iterations, and the intercept is
-# this cost.
+# If time is linear in the number of iterations, the intercept is a tile's start and end that are not hidden.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def time_per_tile():
     """Microseconds of a tile on one SM, for some numbers of turns; the largest size."""
     p, found = PROBLEMS["many"][0], {}
@@ -2296,24 +2047,19 @@ else:
     print("no figure is recorded yet")
 
 # %% [markdown]
-# The printed intercept is not valid, because the points are not on a line: the cost per iteration grows with K. A line
-# through the first three points has a positive intercept, more than a tenth of a tile with K = 2048, so with small K
-# the ends of a tile are not fully hidden. A possible cause of the bend is a clock that falls in longer kernels (power
-# limit, see notebook 06b); this was not measured.
+# The printed intercept is not valid, because the cost per iteration grows with K.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder.save(notebook_sources("notebooks/06_grouped_gemm.py"))
 
 # %% [markdown]
 # ## 10. The sweep over tokens
 #
-# `python -m moe_numba bench grouped_gemm` measures the large comparison, and the cells below read its record: both
-# weights of DeepSeek-V3's experts on one of 8 GPUs, 32 to 32768 tokens. `torch` is `_scaled_grouped_mm`, with a scale
-# per row. The record is of an earlier commit than the steps above, as the captions say, so its times differ from those
-# of section 7.
+# The figures show the record of `python -m moe_numba bench grouped_gemm`, of an earlier commit. `torch` is
+# `_scaled_grouped_mm`, with a scale per row.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def sweep(shape, series, label):
     """The times of all in ``series``, {label: {tokens: statistics}}, over the number of tokens; or a sentence."""
     if not GEMM or not series:
@@ -2330,15 +2076,13 @@ def sweep(shape, series, label):
 
 sweep("gate_up", GEMM and topic.series_by_label(GEMM, "gate_up"), "one scale a group")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 sweep("down", GEMM and topic.series_by_label(GEMM, "down"), "one scale a group")
 
 # %% [markdown]
-# With 8192 tokens `_scaled_grouped_mm` is slower than torch's loop, so its jump is not due to the size of the problem.
-# In this run the record has no times of hpc-ops or DeepGEMM; notebook 06b reads a newer record, which has DeepGEMM's.
 # With block scales:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 BLOCKWISE = {}
 for scaling, label in (("tensor", ", one scale"), ("block", ", by blocks")) if GEMM else ():
     own = topic.series_by_label(GEMM, "gate_up", scaling)
@@ -2346,12 +2090,12 @@ for scaling, label in (("tensor", ", one scale"), ("block", ", by blocks")) if G
 sweep("gate_up", BLOCKWISE, "one scale a group and scales by blocks")
 
 # %% [markdown]
-# The roofline: the sloping part is the memory bandwidth, the flat one the tensor cores' peak rate.
+# The roofline:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 topic.roofline(GEMM, plots.caption(GEMM)) if GEMM else print("no roofline is recorded yet")
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 for shape in topic.SHAPES if GEMM else ():
     for rows in topic.ROWS:
         row = records.find(GEMM, step="final", size={"rows": rows}, config=topic.row_config(shape))
@@ -2363,17 +2107,14 @@ for shape in topic.SHAPES if GEMM else ():
             )
 
 # %% [markdown]
-# Up to 512 tokens the kernel moves its bytes at about the rate of a copy, and little is left to gain. At 8192 tokens
-# and more it reaches about 60 % of the tensor cores' peak rate; notebook 06b discusses what limits a similar kernel
-# there.
+# Up to 512 tokens the kernel reaches about nine tenths of the roofline, from 8192 on about three fifths.
 #
 # ## 11. The article's claims
 #
-# The verdicts are computed from the outputs above. Three have a fixed verdict: "Unpadded groups need maps of their
-# own", "With (num_group, n, k) the box would go along num_group and n" and "Before maps are copied out, commit and wait
-# are needed". The times of 16, 32 and 8192 tokens and those of kTileM are not interleaved.
+# The folded cell computes the verdicts. Those on maps of their own, (num_group, n, k), and commit and wait are fixed
+# texts.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 NOT_RECORDED = "open: not recorded yet"
 
 
@@ -2516,25 +2257,18 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # %% [markdown]
 # ## 12. Defects found in hpc-ops
 #
-# Our port (`moe_numba/course/articles/hpc_ops/group_gemm.py`) avoids each of these, and tests run wrong kernels for
-# those that can be reproduced.
+# Our port (`moe_numba/course/articles/hpc_ops/group_gemm.py`) avoids these:
 #
-# - **No acquire.** Two of its three schedulers use tensor maps that another kernel made, without acquiring them. It
-#   mostly works, because TMA's cache does not happen to hold the old map. It can fail when lengths change and the
-#   buffer of maps is reused.
-# - **No tokens at all.** The vertical scheduler divides by the number of tiles, also if it is zero. Ours reports that
-#   no tile is left.
-# - **Barriers without a fence.** After `mbarrier.init` there is only `__syncthreads`. TMA uses another proxy, which
-#   needs `fence.mbarrier_init`.
-# - **256 arrivals, or 2.** All 256 threads arrive on `empty`: correct, but one arrival per warp suffices. The article's
-#   version has one per warpgroup: too few (step 5).
+# - Two of three schedulers do not acquire the tensor maps.
+# - The vertical scheduler divides by the number of tiles, which may be zero.
+# - After `mbarrier.init` there is no `fence.mbarrier_init`, which TMA's proxy needs.
 #
 # ## 13. Exercises
 #
 # All can be solved in the simulator; only a GPU measures speed. `check` reports whether a kernel is right.
 #
-# 1. **Number of stages.** Time step 5 with 2, 3, 4 and 6 stages. *Hint: how many stages cover 0.8 us if an iteration
-#    takes 0.3?*
+# 1. **Number of stages.** Time step 5 with 2, 3, 4 and 6 stages. *Hint: how many stages cover a latency of 1400 clocks
+#    if an iteration takes 512?*
 # 2. **A scheduler for L2.** Write a third scheduler: as vertical, but only within 8 tiles of tokens, then the next
 #    column. *Hint: `divide` twice. Draw it with `draw.schedules`, and check with `schedule` that each tile occurs
 #    once.*
@@ -2547,26 +2281,22 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # 6. **Promote less often.** Accumulate K = 256 before a promotion (`make_wgmma_tile(..., accumulate=True)`). How much
 #    time does it save, and how large does the error become? *Hint: in the simulator the sums are exact; this one needs
 #    a GPU.*
-# 7. **A faster gather.** Three warps copy the rows of `gather_indices`. How long may a warp take per 16-byte vector, if
-#    an iteration takes 1 us and a tile has 288 tokens? What would bulk copies of single rows (`cp.async.bulk`, 128
-#    bytes per row) change? *Hint: `gather.py`, and the swizzle.*
+# 7. **A faster gather.** Three warps copy the rows of `gather_indices`. How long may a warp take per 16-byte vector,
+#    if an iteration takes the time printed at the end of section 9 and a tile has 288 tokens? What would bulk copies
+#    of single rows (`cp.async.bulk`, 128 bytes per row) change? *Hint: `gather.py`, and the swizzle.*
 #
 # ## 14. Sources
 #
-# - The article: *CUTLASS CUTE 7: hpc-ops 之 group gemm & tma*, in Chinese; the first of two on
-#   [Tencent/hpc-ops](https://github.com/Tencent/hpc-ops), whose kernel is `src/group_gemm/kernels.cuh`. (The second one
-#   is to explain the transposed MMA, the scheduler and the scales; here they are taken from the code.)
-# - Other implementations: [DeepGEMM](https://github.com/deepseek-ai/DeepGEMM), and torch's `_scaled_grouped_mm`.
-# - NVIDIA, *PTX ISA*: `wgmma`, `cp.async.bulk.tensor`, `mbarrier`, `tensormap.replace`, `tensormap.cp_fenceproxy`,
-#   `fence.proxy.tensormap`, `stmatrix`, `setmaxnreg`, `griddepcontrol`.
-# - On accumulation in FP8 tensor cores: DeepSeek-AI, *DeepSeek-V3 Technical Report*, 2024, section 3.3.2.
-# - The order of the steps follows [SGEMM_CUDA](https://github.com/siboehm/SGEMM_CUDA) and
+# - *CUTLASS CUTE 7: hpc-ops 之 group gemm & tma*, in Chinese, on [Tencent/hpc-ops](https://github.com/Tencent/hpc-ops),
+#   `src/group_gemm/kernels.cuh`.
+# - NVIDIA, *PTX ISA*.
+# - *DeepSeek-V3 Technical Report*, section 3.3.2: accumulation in FP8 tensor cores.
+# - Order of the steps: [SGEMM_CUDA](https://github.com/siboehm/SGEMM_CUDA),
 #   [fast.cu](https://github.com/pranjalssh/fast.cu).
 #
 # ## The final kernel
 #
-# The kernel of `group_gemm_pertensor_fp8`. In the same package, `scheduler.py` has the tile scheduler, `producer.py`
-# the producer warps and `epilogue.py` the epilogue.
+# The kernel of `group_gemm_pertensor_fp8`:
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")
