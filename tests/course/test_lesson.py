@@ -95,3 +95,8 @@ LESSONS = (
 def test_the_lessons_keep_the_rules(name, capsys):
     path = records.repository() / "notebooks" / f"{name}.py"
     assert lesson.main([str(path)]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", executed.find(records.repository()), ids=lambda path: path.stem)
+def test_notebooks_keep_the_rules(path):
+    assert lesson.problems(executed.read(path)) == []

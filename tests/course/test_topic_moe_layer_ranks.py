@@ -114,7 +114,11 @@ def test_figure_and_tables():
     lines = moe_layer_ranks.readme_table(record).splitlines()
     assert lines[0] == "| GPUs, tokens on each | whole layer | DeepGEMM's mega-MoE | DeepEP and DeepGEMM |"
     assert lines[2] == "| 2, 8 | **198** |  |  |"
-    assert "rows, by tokens on each GPU: 8: 373, 64: " in lines[6] and "faster" not in lines[6] and "brackets" not in lines[6]
+    assert (
+        "rows, by tokens on each GPU: 8: 373, 64: " in lines[6]
+        and "faster" not in lines[6]
+        and "brackets" not in lines[6]
+    )
     assert lines[8] == "| GPUs, tokens on each | dispatch | experts | combine | sum of the parts |"
     assert lines[10] == "| 2, 8 | 36.0 | 100 | 62.0 | 198 |"
     assert "NVIDIA Toy" in lines[-1]
