@@ -8,7 +8,7 @@ from moe_numba.grouped_gemm.config import DTYPE_NAMES
 
 
 class GemmOptions(NamedTuple):
-    """Options of the epilogue, as for the public functions."""
+    """Options of a call: of the epilogue, as for the public functions, and ``early_weight``."""
 
     silu_and_mul: bool = False
     out_dtype: torch.dtype = torch.bfloat16
@@ -17,6 +17,9 @@ class GemmOptions(NamedTuple):
     alpha: float = 1.702
     limit: float = 7.0
     use_fast_accum: bool = False
+    # Load weights while the kernel launched before this one still runs. It may compute any input but the group sizes:
+    # the kernel that wrote them must have completed when that one allows its dependents to start.
+    early_weight: bool = False
 
 
 class GemmTensors(NamedTuple):
@@ -64,7 +67,7 @@ class GemmShape(NamedTuple):
 
 def has_epilogue_options(tensors: GemmTensors, options: GemmOptions) -> bool:
     """Whether a call needs an epilogue that the block-scaled kernel does not have."""
-    plain = PLAIN._replace(silu_and_mul=options.silu_and_mul)
+    plain = PLAIN._replace(silu_and_mul=options.silu_and_mul, early_weight=options.early_weight)
     return options != plain or any(t is not None for t in (tensors.bias, tensors.scatter_indices, tensors.row_weights))
 
 

@@ -64,6 +64,7 @@ class GemmConfig(NamedTuple):
     packed_x_scale: bool = False
     packed_weight_scale: bool = False
     weight_major: str = "k"  # contiguous dimension of weight [groups, n, k]: "k", or with bf16 "mn", which is n
+    early_weight: bool = False  # load weights before griddepcontrol.wait, see `producer.make_tma_producer`
 
     @property
     def keep_weight(self) -> bool:

@@ -36,6 +36,7 @@ class W4Config(NamedTuple):
     scatter: bool = False  # rows of y are stored to the rows that an index array names
     row_weights: bool = False  # each row of y is multiplied by a factor
     overlap: bool = True  # decode registers of A while the previous wgmmas run
+    early_weight: bool = False  # load weights before griddepcontrol.wait, see `producer.make_tma_producer`
 
     @property
     def columns(self) -> int:

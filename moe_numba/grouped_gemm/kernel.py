@@ -37,7 +37,7 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_init,
     mbarrier_wait_parity,
 )
-from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, ld_shared_s32x4
+from moe_numba.ptx.memory import griddepcontrol_wait, ld_shared_s32x4
 from moe_numba.ptx.pipeline import make_advance
 from moe_numba.ptx.warp import FULL_MASK, uniform, uniform_array
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
@@ -241,7 +241,7 @@ def make_compute_tiles(config, layout):
     uses_aux = config.scaling == "block" or config.gather
     stages, full, empty, tile_info_offset = config.stages, layout.full, layout.empty, layout.tile_info_offset
     scale_in_tile, full_arrivals, cluster_size = config.scale_in_tile, 2 if uses_aux else 1, config.cluster_size
-    first_tile, next_tile = make_tile_loop(cluster_size)
+    (first_tile, next_tile), early_weight = make_tile_loop(cluster_size), config.early_weight
     block_k_shift = 6 if config.dtype == "bf16" else 7
     # setmaxnreg redistributes the 168 registers per thread of the launch: 4 p + 8 c = 12 * 168.
     producer_registers, consumer_registers = (56, 224) if uses_aux else (40, 232) if cluster_size == 2 else (24, 240)
@@ -269,16 +269,18 @@ def make_compute_tiles(config, layout):
             cuda.syncwarp()
             barrier_cluster_arrive()
             barrier_cluster_wait()
-        griddepcontrol_wait()
+        if not early_weight:
+            griddepcontrol_wait()
         n = output.n
         n_tiles = int32((n + BLOCK_N - 1) >> 7)
         k_blocks = int32((k + (1 << block_k_shift) - 1) >> block_k_shift)
         tiles = count_tiles(smem, problem, int32((n_tiles + cluster_size - 1) // cluster_size))
+        if early_weight and warp != CONSUMER_WARPS:  # that warp's TMA producer waits later
+            griddepcontrol_wait()
         if warp >= CONSUMER_WARPS:
             setmaxnreg_dec()
             if warp == CONSUMER_WARPS and elect_sync(FULL_MASK):  # elect_sync tells the compiler: one thread only
                 tma_producer(smem, map_x, map_weight, scales, problem, tiles, k_blocks, n)
-                griddepcontrol_launch_dependents()
             if uses_aux and warp > CONSUMER_WARPS:
                 aux_warp = warp - CONSUMER_WARPS - 1
                 aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_tiles)

@@ -26,6 +26,7 @@ from moe_numba.grouped_gemm.layout_w4 import W4Layout, check_w4_config
 from moe_numba.grouped_gemm.mainloop_w4 import make_main_loop
 from moe_numba.grouped_gemm.packing_int4 import RESULT_EXPONENT as INT4_RESULT_EXPONENT
 from moe_numba.grouped_gemm.packing_mxfp4 import RESULT_EXPONENT as MXFP4_RESULT_EXPONENT
+from moe_numba.grouped_gemm.producer import allow_dependents
 from moe_numba.grouped_gemm.scheduler import Problem, divide, make_count_tiles, make_get_tile, make_tile_loop
 from moe_numba.grouped_gemm.weight_tiles import TILE
 from moe_numba.ptx.cp_async import bulk_load_hint
@@ -108,53 +109,133 @@ def make_load_weight(config, layout):
 
 
 @cache
-def make_tma_producer(config, layout):
-    """Make ``tma_producer(smem, map_x, weight, problem, tiles)``, which one thread executes.
+def make_begin_tile(config, layout):
+    """Make ``tile_info, boxes = begin_tile(smem, problem, tile, stage)``.
 
-    It looks up each tile and publishes it to the consumers with the tile's first stage.
+    It looks up a tile and publishes it to the consumers with the tile's first stage, which must be empty; ``stage`` -1
+    publishes nothing. ``boxes`` is the number of TMA loads of x for one of its tiles in a stage.
     """
-    stage_bytes, subtile_bytes, full, empty = layout.stage_bytes, layout.subtile_bytes, layout.full, layout.empty
     tile_info_offset, box_rows, gather, columns = (
         layout.tile_info_offset,
         config.box_rows,
         config.gather,
         config.columns,
     )
-    stage_tiles, x_tile_k = config.stage_tiles, config.x_tile_k
-    get_tile, advance = make_get_tile(config, layout), make_advance(config.stages)
-    load_weight, bytes_of_tiles = make_load_weight(config, layout)
-    first_tile, next_tile = make_tile_loop(1)
+    get_tile, always_publishes = make_get_tile(config, layout), not config.early_weight
 
     @cuda.jit(device=True)
-    def tma_producer(smem, map_x, weight, problem, tiles):
-        barriers = smem.barriers
-        stage, phase = int32(0), uint32(1)
-        evict_first, evict_last = createpolicy_evict_first(), createpolicy_evict_last()
-        tile = first_tile()
-        while tile < tiles:
-            g, row, rows, subtile_rows, n_tile = get_tile(smem, problem, tile)
-            mbarrier_wait_parity(barriers, empty + stage, phase)
+    def begin_tile(smem, problem, tile, stage):
+        tile_info = get_tile(smem, problem, tile)
+        g, row, rows, subtile_rows, n_tile = tile_info
+        if always_publishes or stage >= 0:
             info = uint32(tile_info_offset + 4 * stage)
             smem.i32[info] = row
             smem.i32[info + uint32(1)] = int32(rows | (subtile_rows << 16))
             smem.i32[info + uint32(2)] = int32(n_tile * columns)
             smem.i32[info + uint32(3)] = g
-            boxes = int32(0) if gather else divide(int32(subtile_rows + box_rows - 1), box_rows)
+        return tile_info, int32(0) if gather else divide(int32(subtile_rows + box_rows - 1), box_rows)
+
+    return begin_tile
+
+
+@cache
+def make_begin_stage(config, layout):
+    """Make ``begin_stage(smem, weight, info, k_tile, boxes, stage, policy)``, and ``x_tiles_of(k_tiles)``.
+
+    The former loads the weights of a stage and announces the bytes of x. The latter returns the number of tiles of x
+    that belong to as many of weight.
+    """
+    full, stage_tiles, x_tile_k, box_bytes = (
+        layout.full,
+        config.stage_tiles,
+        config.x_tile_k,
+        config.box_rows * BLOCK_K_BYTES,
+    )
+    load_weight, bytes_of_tiles = make_load_weight(config, layout)
+
+    @cuda.jit(device=True)
+    def x_tiles_of(k_tiles):
+        return divide(int32(k_tiles * TILE + (x_tile_k - 1)), x_tile_k)
+
+    @cuda.jit(device=True)
+    def begin_stage(smem, weight, info, k_tile, boxes, stage, policy):
+        k_tiles = int32(min(stage_tiles, weight.k_tiles - k_tile))
+        x_bytes = int32(x_tiles_of(k_tiles) * boxes * box_bytes)
+        mbarrier_arrive_expect_tx(smem.barriers, full + stage, int32(x_bytes + bytes_of_tiles(k_tiles)))
+        load_weight(smem, weight, info.group, info.n_tile, k_tile, k_tiles, stage, policy)
+
+    return begin_stage, x_tiles_of
+
+
+@cache
+def make_load_early_weight(config, layout):
+    """Make ``stages = load_early_weight(smem, weight, problem, tiles, policy)``.
+
+    It loads the weights of the first stages, at most all, publishes their tiles, and returns their number.
+    """
+    stages, stage_tiles, (first_tile, next_tile) = config.stages, config.stage_tiles, make_tile_loop(1)
+    begin_tile, (begin_stage, _) = make_begin_tile(config, layout), make_begin_stage(config, layout)
+
+    @cuda.jit(device=True)
+    def load_early_weight(smem, weight, problem, tiles, policy):
+        stage, tile = int32(0), first_tile()
+        while tile < tiles and stage < stages:
+            info, boxes = begin_tile(smem, problem, tile, stage)
+            for k_tile in range(0, min(weight.k_tiles, int32((stages - stage) * stage_tiles)), stage_tiles):
+                begin_stage(smem, weight, info, int32(k_tile), boxes, stage, policy)
+                stage = int32(stage + 1)
+            tile = next_tile(tile)
+        return stage
+
+    return load_early_weight
+
+
+@cache
+def make_tma_producer(config, layout):
+    """Make ``tma_producer(smem, map_x, weight, problem, tiles)``, which one thread executes.
+
+    It looks up each tile and publishes it to the consumers with the tile's first stage. For ``early_weight`` see
+    ``producer.make_tma_producer``.
+    """
+    stage_bytes, subtile_bytes, full, empty = layout.stage_bytes, layout.subtile_bytes, layout.full, layout.empty
+    box_rows, stage_tiles, x_tile_k, early_weight = (
+        config.box_rows,
+        config.stage_tiles,
+        config.x_tile_k,
+        config.early_weight,
+    )
+    advance, load_early_weight = make_advance(config.stages), make_load_early_weight(config, layout)
+    begin_tile, (begin_stage, x_tiles_of) = make_begin_tile(config, layout), make_begin_stage(config, layout)
+    first_tile, next_tile = make_tile_loop(1)
+
+    @cuda.jit(device=True)
+    def tma_producer(smem, map_x, weight, problem, tiles):
+        barriers = smem.barriers
+        stage, phase, early = int32(0), uint32(1), int32(0)  # early: stages whose weights have been loaded
+        evict_first, evict_last = createpolicy_evict_first(), createpolicy_evict_last()
+        if early_weight:
+            early = load_early_weight(smem, weight, problem, tiles, evict_first)
+            griddepcontrol_wait()
+        tile = first_tile()
+        while tile < tiles:
+            mbarrier_wait_parity(barriers, empty + stage, phase)
+            info, boxes = begin_tile(smem, problem, tile, int32(-1) if early > 0 else stage)
             for k_tile in range(0, weight.k_tiles, stage_tiles):
-                k_tiles = int32(min(stage_tiles, weight.k_tiles - k_tile))
-                x_tiles = divide(int32(k_tiles * TILE + (x_tile_k - 1)), x_tile_k)
-                x_bytes = int32(x_tiles * boxes * (box_rows * BLOCK_K_BYTES))
-                mbarrier_wait_parity(barriers, empty + stage, phase)
-                mbarrier_arrive_expect_tx(barriers, full + stage, int32(x_bytes + bytes_of_tiles(k_tiles)))
-                load_weight(smem, weight, g, n_tile, k_tile, k_tiles, stage, evict_first)
-                for i in range(x_tiles):
+                if early > 0:
+                    early = int32(early - 1)
+                else:
+                    mbarrier_wait_parity(barriers, empty + stage, phase)
+                    allow_dependents(stage, phase)
+                    begin_stage(smem, weight, info, int32(k_tile), boxes, stage, evict_first)
+                for i in range(x_tiles_of(int32(min(stage_tiles, weight.k_tiles - k_tile)))):
                     k, to = int32(k_tile * TILE + i * x_tile_k), int32(stage * stage_bytes + i * subtile_bytes)
                     for b in range(boxes):
-                        box_row = int32(row + b * box_rows)
+                        box_row = int32(info.row + b * box_rows)
                         tma_load_2d_hint(smem.u8, to, map_x, 0, k, box_row, barriers, full + stage, evict_last)
                         to = int32(to + box_rows * BLOCK_K_BYTES)
                 stage, phase = advance(stage, phase)
             tile = next_tile(tile)
+        griddepcontrol_launch_dependents()
 
     return tma_producer
 
@@ -278,7 +359,7 @@ def make_kernel(config):
     setmaxnreg_dec, setmaxnreg_inc = make_setmaxnreg_dec(layout.registers[0]), make_setmaxnreg_inc(layout.registers[1])
     count_tiles, tma_producer = make_count_tiles(config, layout), make_tma_producer(config, layout)
     consumer, aux_producer = make_consumer(config.mma_n, config, layout), make_aux_producer(config, layout)
-    first_tile, next_tile = make_tile_loop(1)
+    (first_tile, next_tile), early_weight = make_tile_loop(1), config.early_weight
     exponent = MXFP4_RESULT_EXPONENT if config.scales_in_registers else INT4_RESULT_EXPONENT * (config.weight == "int4")
     result_scale = float32(2.0**exponent)
 
@@ -324,14 +405,16 @@ def make_kernel(config):
                 mbarrier_init(smem.barriers, full + stage, 1 + has_aux)
                 mbarrier_init(smem.barriers, empty + stage, consumer_warps)
             fence_mbarrier_init()
-        griddepcontrol_wait()
+        if not early_weight:
+            griddepcontrol_wait()
         problem = Problem(lengths, starts, groups, total_rows, capacity)
         tiles = count_tiles(smem, problem, divide(int32(n_tiles + warpgroups - 1), warpgroups))
+        if early_weight and warp != consumer_warps:  # that warp's TMA producer waits later
+            griddepcontrol_wait()
         if warp >= consumer_warps:
             setmaxnreg_dec()
             if warp == consumer_warps and elect_sync(FULL_MASK):  # elect_sync tells the compiler: one thread only
                 tma_producer(smem, map_x, Weight(weight, w_scale, n_tiles, k_tiles, k_groups), problem, tiles)
-                griddepcontrol_launch_dependents()
             if has_aux and warp > consumer_warps:
                 source = GatherSource(x, row_indices, x_rows, row_bytes, valid_bytes)
                 scales = XScales(x_scale, x_scale_row, x_scale_block, x_scale_group)

@@ -60,15 +60,16 @@ def group_gemm(
     limit: float = 7.0,
     m_indices=None,
     use_fast_accum: bool = False,
+    early_weight: bool = False,
 ):
     """Check the arguments, select a configuration and launch the kernel.
 
-    ``scaling`` is "tensor", "row", "block" or "none". ``config`` replaces the configuration that the GPU and
+    ``scaling`` is "tensor", "row", "block" or "none"; ``early_weight`` is of :class:`GemmOptions`. ``config`` replaces the configuration that the GPU and
     ``average`` select, and its class the kernel; all else is as for the public functions.
     """
     if average is not None:  # before the look-up: 8.0 would find the plan for 8
         average = min(check_int("num_seq_per_group_avg", average, 0), MAX_AVERAGE)
-    options: tuple = silu_and_mul, out_dtype, accumulate, activation, alpha, limit, use_fast_accum
+    options: tuple = silu_and_mul, out_dtype, accumulate, activation, alpha, limit, use_fast_accum, early_weight
     tensors: tuple = x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, gather_indices, bias
     # Rows are scattered to an output of any number of rows.
     tensors = *tensors, scatter_indices, row_weights, None if scatter_indices is None else out, m_indices

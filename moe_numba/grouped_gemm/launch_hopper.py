@@ -32,6 +32,7 @@ def with_options(config, tensors, shape):
     return config._replace(
         scaling=shape.scaling,
         fast_accumulation=config.fast_accumulation or options.use_fast_accum,
+        early_weight=config.early_weight or options.early_weight,
         packed_x_scale=is_packed(tensors.x_scale),
         packed_weight_scale=is_packed(tensors.w_scale),
         partial=shape.silu_and_mul and shape.scaling == "tensor" and shape.n % BLOCK_N != 0,

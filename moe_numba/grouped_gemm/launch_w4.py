@@ -160,6 +160,7 @@ def with_options(config, tensors, options):
     """Return the configuration with the options of a call."""
     if options.silu_and_mul:
         config = config._replace(**activation_fields(options))
+    config = config._replace(early_weight=config.early_weight or options.early_weight)
     config = config._replace(gather=tensors.gather_indices is not None, **epilogue_fields(tensors, options))
     return fit_shared_memory(fit_registers(config))
 

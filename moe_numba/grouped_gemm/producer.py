@@ -15,6 +15,7 @@ from moe_numba.grouped_gemm.scheduler import make_get_banded_tile, make_get_tile
 from moe_numba.ptx.arithmetic import float_as_int
 from moe_numba.ptx.cluster import cluster_ctarank
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity
+from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.pipeline import make_advance
 from moe_numba.ptx.tma import (
     createpolicy_evict_first,
@@ -76,33 +77,33 @@ def make_load_weight(config):
     return load_weight
 
 
-@cache
-def make_tma_producer(config, layout):
-    """Make ``tma_producer(smem, map_x, map_weight, scales, problem, tiles, k_blocks, n)``, which one thread executes.
+@cuda.jit(device=True)
+def allow_dependents(stage, phase):
+    """Allow the next kernel to start its CTAs, once the consumers have released the first stage.
 
-    It looks up each tile and publishes it to the consumers with the tile's first stage: this thread runs ahead of the
-    consumers, which would otherwise wait for the group sizes to arrive from global memory.
+    They begin on each SM when the CTA of this kernel has ended there. To allow it earlier saves no time.
     """
-    stage_bytes, x_offset, subtile_bytes = layout.stage_bytes, layout.x_offset, layout.subtile_bytes
-    full, empty, two_subtiles = layout.full, layout.empty, config.m_subtiles == 2
-    multicast, box_rows, load_weight = config.cluster_size == 2, layout.x_box_rows, make_load_weight(config)
+    if stage == 0 and phase == 0:
+        griddepcontrol_launch_dependents()
+
+
+@cache
+def make_begin_tile(config, layout):
+    """Make ``tile_info, bytes_of_stage = begin_tile(smem, scales, problem, n_tiles, tile, stage)``.
+
+    It looks up a tile and publishes it to the consumers with the tile's first stage, which must be empty. ``stage``
+    -1 publishes nothing. ``bytes_of_stage`` is what TMA writes to a stage: an empty second subtile is not loaded.
+    """
     tile_info_offset, scale_in_tile, has_row_terms = layout.tile_info_offset, config.scale_in_tile, config.has_row_terms
-    tma_bytes, gather, keep_weight = layout.tma_bytes, config.gather, config.keep_weight
-    skips_empty = two_subtiles and not multicast and not gather  # an empty second subtile is not loaded
-    block_k = BLOCK_K_BYTES // 2 if config.dtype == "bf16" else BLOCK_K_BYTES
-    look_up_tile, advance = make_look_up_tile(config, layout), make_advance(config.stages)
-    (first_tile, next_tile), columns = make_tile_loop(config.cluster_size), BLOCK_N * config.cluster_size
+    tma_bytes, subtile_bytes, look_up_tile = layout.tma_bytes, layout.subtile_bytes, make_look_up_tile(config, layout)
+    skips_empty = config.m_subtiles == 2 and config.cluster_size == 1 and not config.gather
+    always_publishes = not config.early_weight
 
     @cuda.jit(device=True)
-    def tma_producer(smem, map_x, map_weight, scales, problem, tiles, k_blocks, n):
-        barriers = smem.barriers
-        stage, phase = int32(0), uint32(1)
-        evict_last = createpolicy_evict_last()
-        weight_policy = evict_last if keep_weight else createpolicy_evict_first()
-        tile, n_tiles = first_tile(), int32((n + columns - 1) // columns)
-        while tile < tiles:
-            g, row, rows, subtile_rows, n_tile = look_up_tile(smem, problem, n_tiles, tile)
-            mbarrier_wait_parity(barriers, empty + stage, phase)
+    def begin_tile(smem, scales, problem, n_tiles, tile, stage):
+        tile_info = look_up_tile(smem, problem, n_tiles, tile)
+        g, row, rows, subtile_rows, n_tile = tile_info
+        if always_publishes or stage >= 0:
             info = uint32(tile_info_offset + 4 * stage)
             smem.i32[info] = row
             smem.i32[info + uint32(1)] = int32(rows | (subtile_rows << 16))
@@ -111,17 +112,90 @@ def make_tma_producer(config, layout):
                 smem.i32[info + uint32(3)] = g
             else:
                 smem.i32[info + uint32(3)] = float_as_int(scales.weight[g]) if scale_in_tile else int32(0)
-            is_single = skips_empty and rows <= subtile_rows
-            bytes_of_stage = int32(tma_bytes - subtile_bytes) if is_single else int32(tma_bytes)
+        is_single = skips_empty and rows <= subtile_rows
+        return tile_info, int32(tma_bytes - subtile_bytes) if is_single else int32(tma_bytes)
+
+    return begin_tile
+
+
+@cache
+def make_load_early_weight(config, layout):
+    """Make ``stages = load_early_weight(smem, map_weight, scales, problem, tiles, k_blocks, n, policy)``.
+
+    It loads the weights of the first stages, at most all, publishes their tiles, and returns their number.
+    """
+    full, stage_bytes, stages = layout.full, layout.stage_bytes, config.stages
+    begin_tile, load_weight, block_k = make_begin_tile(config, layout), make_load_weight(config), block_k_of(config)
+    (first_tile, next_tile), columns = make_tile_loop(config.cluster_size), BLOCK_N * config.cluster_size
+
+    @cuda.jit(device=True)
+    def load_early_weight(smem, map_weight, scales, problem, tiles, k_blocks, n, policy):
+        stage, tile, n_tiles = int32(0), first_tile(), int32((n + columns - 1) // columns)
+        while tile < tiles and stage < stages:
+            info, bytes_of_stage = begin_tile(smem, scales, problem, n_tiles, tile, stage)
+            for k_block in range(min(k_blocks, int32(stages - stage))):
+                barrier, k, offset = full + stage, int32(k_block * block_k), int32(stage * stage_bytes)
+                mbarrier_arrive_expect_tx(smem.barriers, barrier, bytes_of_stage)
+                load_weight(smem, offset, map_weight, k, int32(info.n_tile * BLOCK_N), n, info.group, barrier, policy)
+                stage = int32(stage + 1)
+            tile = next_tile(tile)
+        return stage
+
+    return load_early_weight
+
+
+def block_k_of(config):
+    """Return the elements of k in a stage."""
+    return BLOCK_K_BYTES // 2 if config.dtype == "bf16" else BLOCK_K_BYTES
+
+
+@cache
+def make_tma_producer(config, layout):
+    """Make ``tma_producer(smem, map_x, map_weight, scales, problem, tiles, k_blocks, n)``, which one thread executes.
+
+    It looks up each tile and publishes it to the consumers with the tile's first stage: this thread runs ahead of the
+    consumers, which would otherwise wait for the group sizes to arrive from global memory.
+
+    With ``early_weight`` it fills the pipeline with weights before ``griddepcontrol.wait``, while the kernel before
+    still runs. That kernel may compute x, but the group sizes must be older: written by kernels that had completed
+    when it allowed its dependents to start.
+    """
+    stage_bytes, x_offset, subtile_bytes = layout.stage_bytes, layout.x_offset, layout.subtile_bytes
+    full, empty, two_subtiles, gather = layout.full, layout.empty, config.m_subtiles == 2, config.gather
+    multicast, box_rows, load_weight = config.cluster_size == 2, layout.x_box_rows, make_load_weight(config)
+    keep_weight, early_weight, tma_bytes = config.keep_weight, config.early_weight, layout.tma_bytes
+    begin_tile, load_early_weight = make_begin_tile(config, layout), make_load_early_weight(config, layout)
+    advance, block_k = make_advance(config.stages), block_k_of(config)
+    (first_tile, next_tile), columns = make_tile_loop(config.cluster_size), BLOCK_N * config.cluster_size
+
+    @cuda.jit(device=True)
+    def tma_producer(smem, map_x, map_weight, scales, problem, tiles, k_blocks, n):
+        barriers = smem.barriers
+        stage, phase, early = int32(0), uint32(1), int32(0)  # early: stages whose weights have been loaded
+        evict_last = createpolicy_evict_last()
+        weight_policy = evict_last if keep_weight else createpolicy_evict_first()
+        if early_weight:
+            early = load_early_weight(smem, map_weight, scales, problem, tiles, k_blocks, n, weight_policy)
+            griddepcontrol_wait()
+        tile, n_tiles = first_tile(), int32((n + columns - 1) // columns)
+        while tile < tiles:
+            mbarrier_wait_parity(barriers, empty + stage, phase)
+            published = int32(-1) if early > 0 else stage
+            info, bytes_of_stage = begin_tile(smem, scales, problem, n_tiles, tile, published)
+            g, row, _, subtile_rows, n_tile = info
             if multicast:  # each CTA loads half of the rows of x and multicasts them to both
                 rank = int32(cluster_ctarank())
                 row = int32(row + rank * (subtile_rows if two_subtiles else box_rows))
                 multicast_offset = int32(x_offset + rank * (box_rows * BLOCK_K_BYTES))
             for k_block in range(k_blocks):
                 k, offset = int32(k_block * block_k), int32(stage * stage_bytes)
-                mbarrier_wait_parity(barriers, empty + stage, phase)
-                mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)
-                load_weight(smem, offset, map_weight, k, int32(n_tile * BLOCK_N), n, g, full + stage, weight_policy)
+                if early > 0:
+                    early = int32(early - 1)
+                else:
+                    mbarrier_wait_parity(barriers, empty + stage, phase)
+                    allow_dependents(stage, phase)
+                    mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)
+                    load_weight(smem, offset, map_weight, k, int32(n_tile * BLOCK_N), n, g, full + stage, weight_policy)
                 if multicast:
                     to = int32(offset + multicast_offset)
                     tma_load_2d_multicast_hint(
@@ -129,11 +203,12 @@ def make_tma_producer(config, layout):
                     )
                 elif not gather:
                     tma_load_2d_hint(smem.u8, offset + x_offset, map_x, 0, k, row, barriers, full + stage, evict_last)
-                    if two_subtiles and not is_single:
+                    if two_subtiles and bytes_of_stage == tma_bytes:
                         to, second = int32(offset + x_offset + subtile_bytes), int32(row + subtile_rows)
                         tma_load_2d_hint(smem.u8, to, map_x, 0, k, second, barriers, full + stage, evict_last)
                 stage, phase = advance(stage, phase)
             tile = next_tile(tile)
+        griddepcontrol_launch_dependents()
 
     return tma_producer
 

@@ -7,16 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_numba.expert_parallel.fp8_cast import per_token_cast_to_fp8
-from moe_numba.grouped_gemm import (
-    group_gemm_bf16,
-    group_gemm_blockwise_fp8,
-    group_gemm_mxfp4,
-    group_gemm_pertensor_fp8,
-    group_gemm_silu_and_mul_bf16,
-    group_gemm_silu_and_mul_blockwise_fp8,
-    group_gemm_silu_and_mul_mxfp4,
-)
 from moe_numba.grouped_gemm.checks import has_wgmma, is_mn_major
+from moe_numba.grouped_gemm.launch import group_gemm
+from moe_numba.grouped_gemm.launch_w4 import group_gemm as group_gemm_w4
 from moe_numba.moe_layer.activation import Activation, silu_and_mul
 from moe_numba.moe_layer.decode import decode_launches
 from moe_numba.moe_layer.per_token_quant import per_token_quant_fp8, silu_and_mul_quant_fp8
@@ -123,15 +116,17 @@ def _bf16(call):
     t, groups = call.tensors, call.groups
     (gate_up,), (activated,), (rows,) = call.memory.gate_up, call.memory.activated, call.memory.rows
     x, launches = _bf16_rows(call)
-    first = dict(bias=t.w13_bias, **call.gathered)
+    first = dict(bias=t.w13_bias, early_weight=call.permutes, **call.gathered)
     if call.fuses:
         first |= _gemm_activation(call.activation)
-        launches["gate_up"] = partial(group_gemm_silu_and_mul_bf16, x, t.w13, *groups, out=activated, **first)
+        first |= dict(out=activated, silu_and_mul=True)
+        launches["gate_up"] = partial(group_gemm, "none", x, t.w13, *groups, None, None, **first)
     else:
-        launches["gate_up"] = partial(group_gemm_bf16, x, t.w13, *groups, out=gate_up, **first)
+        launches["gate_up"] = partial(group_gemm, "none", x, t.w13, *groups, None, None, out=gate_up, **first)
         options = dict(num_valid_rows=call.num_valid_rows, **call.activation.options)
         launches["activation"] = partial(silu_and_mul, gate_up, out=activated, **options)
-    launches["down"] = partial(group_gemm_bf16, activated, t.w2, *groups, out=rows, bias=t.w2_bias)
+    second = dict(out=rows, bias=t.w2_bias, early_weight=True)
+    launches["down"] = partial(group_gemm, "none", activated, t.w2, *groups, None, None, **second)
     return launches
 
 
@@ -139,9 +134,11 @@ def _mxfp4(call):
     t, groups = call.tensors, call.groups
     (activated,), (rows,) = call.memory.activated, call.memory.rows
     x, launches = _bf16_rows(call)
-    first = dict(bias=t.w13_bias, **call.gathered, **_gemm_activation(call.activation))
-    launches["gate_up"] = partial(group_gemm_silu_and_mul_mxfp4, x, t.w13, *groups, out=activated, **first)
-    launches["down"] = partial(group_gemm_mxfp4, activated, t.w2, *groups, out=rows, bias=t.w2_bias)
+    first = dict(bias=t.w13_bias, early_weight=call.permutes, **call.gathered, **_gemm_activation(call.activation))
+    first |= dict(out=activated, silu_and_mul=True)
+    launches["gate_up"] = partial(group_gemm_w4, "mxfp4", x, t.w13, *groups, **first)
+    second = dict(out=rows, bias=t.w2_bias, early_weight=True)
+    launches["down"] = partial(group_gemm_w4, "mxfp4", activated, t.w2, *groups, **second)
     return launches
 
 
@@ -158,10 +155,11 @@ def _fp8_block(call):
     else:
         launches["cast"] = partial(per_token_cast_to_fp8, t.x, out=memory.x)
     (activated, scale), (rows,) = memory.activated, memory.rows
-    first, gate_up = (x, t.w13, *groups, x_scale, t.w13_scale), group_gemm_silu_and_mul_blockwise_fp8
-    launches["gate_up"] = partial(gate_up, *first, out=memory.activated, **call.gathered)
+    first, options = (x, t.w13, *groups, x_scale, t.w13_scale), dict(out=memory.activated, silu_and_mul=True)
+    options |= dict(early_weight=bool(launches), **call.gathered)
+    launches["gate_up"] = partial(group_gemm, "block", *first, **options)
     second = activated, t.w2, *groups, scale, t.w2_scale
-    launches["down"] = partial(group_gemm_blockwise_fp8, *second, out=rows)
+    launches["down"] = partial(group_gemm, "block", *second, out=rows, early_weight=True)
     return launches
 
 
@@ -170,14 +168,14 @@ def _fp8_tensor(call):
     t, memory, groups = call.tensors, call.memory, call.groups
     (x, x_scale), (gate_up,), (activated, scale), (rows,) = memory.x, memory.gate_up, memory.activated, memory.rows
     quantise = partial(per_token_quant_fp8, t.x, t.a1_scale, call.inverse_indices, call.permutes, out=memory.x)
-    first = dict(out=gate_up, row_weights=x_scale, **call.gathered)
+    first = dict(out=gate_up, row_weights=x_scale, early_weight=True, **call.gathered)
     options = dict(num_valid_rows=call.num_valid_rows, **call.activation.options)
-    second = dict(out=rows, row_weights=scale)
+    second = dict(out=rows, row_weights=scale, early_weight=True)
     return {
         "permute" if call.permutes else "cast": quantise,
-        "gate_up": partial(group_gemm_pertensor_fp8, x, t.w13, *groups, t.w13_scale, **first),
+        "gate_up": partial(group_gemm, "tensor", x, t.w13, *groups, None, t.w13_scale, **first),
         "activation": partial(silu_and_mul_quant_fp8, gate_up, t.a2_scale, out=memory.activated, **options),
-        "down": partial(group_gemm_pertensor_fp8, activated, t.w2, *groups, t.w2_scale, **second),
+        "down": partial(group_gemm, "tensor", activated, t.w2, *groups, None, t.w2_scale, **second),
     }
 
 

@@ -29,6 +29,8 @@ from moe_numba.gate import kernel, kernel_4tokens, kernel_generic
 from moe_numba.gate.reference import mismatch
 from moe_numba.grouped_gemm import group_gemm_pertensor_fp8, group_starts
 from moe_numba.grouped_gemm import kernel as grouped_gemm
+from moe_numba.grouped_gemm import launch as gemm_launch
+from moe_numba.grouped_gemm import producer as gemm_producer
 from moe_numba.grouped_gemm import reference as gemm_reference
 from moe_numba.moe_layer import (
     group_by_expert,
@@ -127,6 +129,15 @@ def multiply(late):
     assert gemm_reference.mismatch(group_gemm_pertensor_fp8(x, weight, seqlens, cu_seqlens, scale), expected) is None
 
 
+def multiply_with_early_weights(late):
+    """Only x is late: the group sizes are those of an earlier kernel."""
+    x, weight, seqlens, cu_seqlens, scale = gemm_inputs()["pertensor"]
+    expected = gemm_reference.group_gemm(x, weight, seqlens, cu_seqlens, scale)
+    late(x)
+    y = gemm_launch.group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, scale, early_weight=True)
+    assert gemm_reference.mismatch(y, expected) is None
+
+
 def multiply_rows_of_groups(late):
     x, weight, seqlens, cu_seqlens, scale = gemm_inputs((5, 3))["pertensor"]
     expected = gemm_reference.group_gemm(x, weight, seqlens, cu_seqlens, scale)
@@ -189,6 +200,8 @@ CASES = {  # name: (module of the kernel, call that checks its result, limits of
     "weighted sum": (kernel_weighted_sum, sum_rows, {}),
     "activation": (kernel_silu_and_mul, activate, {}),
     "grouped GEMM": (grouped_gemm, multiply, {}),
+    # The wait of the thread that loads weights: the other threads of a CTA wait earlier.
+    "grouped GEMM, early weights": (gemm_producer, multiply_with_early_weights, {}),
     "rows of groups": (group_starts, multiply_rows_of_groups, {}),
     "notify": (notify, lambda late: exchange(late, "layout"), {}),
     "dispatch": (dispatch, lambda late: exchange(late, "rows"), {}),

@@ -227,6 +227,20 @@ def test_gather_with_sizes_that_are_no_multiples_of_a_tile(name, n, k, device):
     assert mismatch(run(GATHER_CONFIGS[name], p, blocks=3), p.expected) is None
 
 
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("name", ["tensor", "tensor, two subtiles", "block", "bf16", "block, two subtiles, cluster"])
+@pytest.mark.parametrize("lengths, k", [([5, 0, 12], 128), ([5, 30, 16], 640)], ids=["few stages", "many stages"])
+def test_early_weights(lengths, k, name, gathers, device):
+    """The first stages hold several tiles, or a part of one."""
+    if gathers and name not in GATHER_CONFIGS:
+        pytest.skip("a cluster gathers no rows")
+    config = (GATHER_CONFIGS if gathers else CONFIGS)[name]
+    p = make_problem(config, lengths, 256, k, device)
+    p = scatter(p) if gathers else p
+    early = run(config._replace(early_weight=True), p)
+    assert mismatch(early, p.expected) is None and torch.equal(early, run(config, p))
+
+
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_gather_does_not_depend_on_thread_order(seed, device):
     p = scatter(make_problem(GATHER_CONFIGS["block, two subtiles"], [30, 50], 128, 640, device))
@@ -240,6 +254,25 @@ def test_configs_that_cannot_gather():
         kernel.make_kernel(GATHER_CONFIGS["tensor"]._replace(cluster_size=2))
     with pytest.raises(ValueError, match="stages is 2; with block scaling or gather it must be 3 or more"):
         kernel.make_kernel(GATHER_CONFIGS["tensor"]._replace(stages=2))
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("                if early > 0:\n", "                if early > 1:\n"),
+        ("published = int32(-1) if early > 0 else stage", "published = int32(-1)"),
+        ("for k_block in range(min(k_blocks, int32(stages - stage))):", "for k_block in range(k_blocks):"),
+    ],
+    ids=["weights are loaded again", "later tiles are not published", "more stages than there are"],
+)
+def test_wrong_early_weights_are_rejected(old, new, device):
+    if not simulator.ENABLED:
+        pytest.skip("they wait forever on a GPU, or write out of bounds")
+    config = CONFIGS["tensor"]._replace(early_weight=True)
+    make_kernel = changed_maker(kernel, "make_kernel", producer, old, new)
+    p = make_problem(config, [5, 11, 7], 256, 640, device)
+    assert mismatch(run(config, p, blocks=1), p.expected) is None
+    assert is_rejected(lambda seed: mismatch(run(config, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected))
 
 
 def test_bands_of_tiles(device):
@@ -263,8 +296,8 @@ WRONG = {
     ),
     "a stage is filled while it is read": (
         producer,
-        "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                mbarrier_arrive_expect",
-        "                mbarrier_arrive_expect",
+        "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                    allow_dependents",
+        "                allow_dependents",
     ),
     "too few bytes are expected": (producer, "full + stage, bytes_of_stage)", "full + stage, bytes_of_stage - 16)"),
     "a stage is released before wgmma has read it": (
@@ -322,8 +355,8 @@ def test_wrong_kernels_are_rejected(what, device):
 @pytest.mark.parametrize(
     "module, old, new",
     [
-        (producer, "int32(tma_bytes - subtile_bytes) if is_single", "int32(tma_bytes) if is_single"),
-        (producer, "if two_subtiles and not is_single:", "if two_subtiles and is_single:"),
+        (producer, "full + stage, bytes_of_stage)", "full + stage, int32(tma_bytes))"),
+        (producer, "two_subtiles and bytes_of_stage == tma_bytes:", "two_subtiles and bytes_of_stage != tma_bytes:"),
         (kernel, "if tile.rows > tile.subtile_rows:", "if tile.rows > 2 * tile.subtile_rows:"),
     ],
     ids=["bytes of an empty subtile are expected", "only empty subtiles are loaded", "second subtiles are ignored"],

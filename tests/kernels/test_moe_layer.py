@@ -369,6 +369,19 @@ def call_with(change):
     return lambda function: lambda *args, **kwargs: function(*change(*args), **kwargs)
 
 
+def call_gemm_with(change, silu_and_mul):
+    """Return a maker as :func:`call_with`, for the layer's first grouped GEMM, with ``silu_and_mul``, or its second."""
+
+    def make(function):
+        def call(scaling, *args, **kwargs):
+            changes = kwargs.get("silu_and_mul", False) == silu_and_mul
+            return function(scaling, *(change(*args) if changes else args), **kwargs)
+
+        return call
+
+    return make
+
+
 def shift_experts(function):
     def call(ids, num_experts, out):
         return function((ids + 1) % num_experts, num_experts, out=out)
@@ -395,23 +408,23 @@ WRONG = {
     "shared experts are left out": (False, "weighted_sum", call_with(lambda y, i, w, shared: (y, i, w, None))),
     "gate and up exchanged": (
         False,
-        "group_gemm_silu_and_mul_bf16",
-        call_with(lambda x, w, *groups: (x, w.roll(w.shape[1] // 2, 1), *groups)),
+        "group_gemm",
+        call_gemm_with(lambda x, w, *groups: (x, w.roll(w.shape[1] // 2, 1), *groups), True),
     ),
     "scales of the next expert": (
         True,
-        "group_gemm_silu_and_mul_blockwise_fp8",
-        call_with(lambda x, w, s, cu, xs, ws: (x, w, s, cu, xs, ws.roll(1, 0))),
+        "group_gemm",
+        call_gemm_with(lambda x, w, s, cu, xs, ws: (x, w, s, cu, xs, ws.roll(1, 0)), True),
     ),
     "scales of x are not gathered": (
         True,
-        "group_gemm_silu_and_mul_blockwise_fp8",
-        call_with(lambda x, w, s, cu, xs, ws: (x, w, s, cu, xs.flip(0), ws)),
+        "group_gemm",
+        call_gemm_with(lambda x, w, s, cu, xs, ws: (x, w, s, cu, xs.flip(0), ws), True),
     ),
     "scales of another block": (
         True,
-        "group_gemm_blockwise_fp8",
-        call_with(lambda x, w, s, cu, xs, ws: (x, w, s, cu, xs, ws.flip(1))),
+        "group_gemm",
+        call_gemm_with(lambda x, w, s, cu, xs, ws: (x, w, s, cu, xs, ws.flip(1)), False),
     ),
 }
 

@@ -98,15 +98,24 @@ def call_with(change):
     return lambda function: lambda *args, **options: function(*args, **options | change(options))
 
 
+def if_fused(is_fused, change):
+    """Return a change of the options of grouped GEMMs that compute the activation, or else of the others."""
+    return lambda options: change(options) if options.get("silu_and_mul", False) == is_fused else {}
+
+
 WRONG = {  # case, function, change
-    "no activation's limit": ("gpt-oss", "group_gemm_silu_and_mul_bf16", call_with(lambda _: dict(limit=100.0))),
+    "no activation's limit": ("gpt-oss", "group_gemm", call_with(if_fused(True, lambda _: dict(limit=100.0)))),
     "another alpha": ("gpt-oss, transposed weights", "silu_and_mul", call_with(lambda _: dict(alpha=1.2))),
-    "biases of the next expert": ("gpt-oss", "group_gemm_bf16", call_with(lambda o: dict(bias=o["bias"].roll(1, 0)))),
-    "biases left out": ("MXFP4, gpt-oss", "group_gemm_silu_and_mul_mxfp4", call_with(lambda _: dict(bias=None))),
+    "biases of the next expert": (
+        "gpt-oss",
+        "group_gemm",
+        call_with(if_fused(False, lambda o: dict(bias=o["bias"].roll(1, 0)))),
+    ),
+    "biases left out": ("MXFP4, gpt-oss", "group_gemm_w4", call_with(if_fused(True, lambda _: dict(bias=None)))),
     "gate and up stacked": (
         "MXFP4, gpt-oss",
-        "group_gemm_silu_and_mul_mxfp4",
-        call_with(lambda _: dict(activation="silu")),
+        "group_gemm_w4",
+        call_with(if_fused(True, lambda _: dict(activation="silu"))),
     ),
     "a row too few is activated": (
         "silu with a limit",
@@ -116,7 +125,7 @@ WRONG = {  # case, function, change
     ),
     "scales of other rows": (
         "FP8, a scale per expert",
-        "group_gemm_pertensor_fp8",
+        "group_gemm",
         call_with(lambda o: dict(row_weights=o["row_weights"].roll(1))),
     ),
     "own scales instead of the given one": (

@@ -164,8 +164,8 @@ MUTANTS = [
         ONE_GROUP,
         (
             PRODUCER,
-            "            mbarrier_wait_parity(barriers, empty + stage, phase)\n            info =",
-            "            info =",
+            "            mbarrier_wait_parity(barriers, empty + stage, phase)\n            published =",
+            "            published =",
         ),
     ),
     mutant("M22", "cp.async.commit_group removed", GATHERED, (GATHER, "        cp_async_commit_group()\n", "")),
