@@ -38,6 +38,7 @@ class GemmTensors(NamedTuple):
     row_weights: Any
     out: Any  # that rows are scattered to
     m_indices: Any
+    out_scale: Any = None  # one float32, of y in FP8
 
 
 PLAIN = GemmOptions()

@@ -104,6 +104,8 @@ def check_scales(scaling, x, weight, x_scale, weight_scale):
     groups, n, k = weight.shape
     if scaling == "tensor":
         _check_array("y_scale", weight_scale, (groups,), torch.float32, x.device)
+        if x_scale is not None:
+            _check_number("x_scale", x_scale, x.device)
     elif scaling == "row":
         _check_array("x_scale", x_scale, tuple(x.shape[:-1]), torch.float32, x.device)
         _check_array("w_scale", weight_scale, (groups, n), torch.float32, x.device)
@@ -195,6 +197,10 @@ def check_arguments(scaling, tensors, options, has_out, dtype=None):
         check_indices(indices, x)
     check_scales(scaling, x, weight, tensors.x_scale, tensors.w_scale)
     check_options(options, weight.shape[1], scaling)
+    if tensors.out_scale is not None:
+        if scaling != "tensor" or not options.silu_and_mul:
+            raise ValueError("out_scale is given; it is allowed only with silu_and_mul and per-tensor scales")
+        _check_number("out_scale", tensors.out_scale, x.device)
     if is_mn_major(weight) and options.silu_and_mul:
         raise ValueError(
             f"weight has strides {weight.stride()}; with an activation its last dimension must be contiguous"
@@ -233,15 +239,15 @@ def check_rows(tensors):
         raise ValueError(f"x has strides {x.stride()}; with gather_indices its rows must be less than 2 GiB apart")
 
 
-def describe_outputs(shape, n, scaling, options, out=None):
+def describe_outputs(shape, n, scaling, options, out=None, out_scale=None):
     """Return name, shape and dtype of each output.
 
     ``shape`` is that of the rows, ``n`` the weight's. With ``out``, an output that rows are scattered to, the number of
-    rows is that of ``out``.
+    rows is that of ``out``. With ``out_scale`` FP8 results have no scales of their own.
     """
     if options.silu_and_mul and scaling != "none":
         y = "y", (*shape, n // 2), torch.float8_e4m3fn
-        return [y, ("scale", (*shape, -(-n // 256)), torch.float32)]
+        return [y] if out_scale is not None else [y, ("scale", (*shape, -(-n // 256)), torch.float32)]
     if out is not None:
         shape = out.shape[:1]
     dtype = torch.float32 if options.accumulate else options.out_dtype
@@ -261,6 +267,13 @@ def scale_strides(x_scale):
     if max(row, k_block) >= 1 << 31:
         raise ValueError(f"x_scale has strides {x_scale.stride()}; those of rows and blocks must be below 2^31")
     return row, k_block, group[0] - x_scale.shape[1] * row if group else 0
+
+
+def _check_number(name, tensor, device):
+    """Check a tensor of one float32."""
+    check_tensor(name, tensor, dtype=torch.float32, contiguous=True, device=(device, "x"))
+    if tensor.numel() != 1:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have one element")
 
 
 def _check_array(name, tensor, shape, dtype, device, contiguous=True):

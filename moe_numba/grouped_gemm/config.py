@@ -64,6 +64,8 @@ class GemmConfig(NamedTuple):
     packed_x_scale: bool = False
     packed_weight_scale: bool = False
     weight_major: str = "k"  # contiguous dimension of weight [groups, n, k]: "k", or with bf16 "mn", which is n
+    scaled_x: bool = False  # with scaling "tensor": x has a scale, too
+    scaled_y: bool = False  # with FP8 results of silu_and_mul: y has one given scale instead of one per 128 columns
     early_weight: bool = False  # load weights before griddepcontrol.wait, see `producer.make_tma_producer`
 
     @property
@@ -78,7 +80,7 @@ class GemmConfig(NamedTuple):
 
     @property
     def quantises(self) -> bool:
-        """Whether y is FP8 with a scale per 128 columns."""
+        """Whether y is FP8, with a scale per 128 columns or a given one."""
         return self.silu_and_mul and self.dtype == "e4m3"
 
     @property
@@ -285,6 +287,10 @@ def check_epilogue(config: GemmConfig) -> None:
     changed = [name for name, value in others.items() if getattr(config, name) != value]
     if config.silu_and_mul and (changed or config.scaling == "row"):
         raise ValueError(f"silu_and_mul is True; {changed[0] if changed else 'scaling'} must be the default then")
+    if (config.scaled_x or config.scaled_y) and config.scaling != "tensor":
+        raise ValueError(f"scaling is {config.scaling!r}; with scaled_x or scaled_y it must be 'tensor'")
+    if config.scaled_y and not config.quantises:
+        raise ValueError("scaled_y is True; silu_and_mul must be, too")
     if config.splits_weight and (config.scaling == "block" or (config.partial and not config.quantises)):
         raise ValueError(f"activation is {config.activation}, partial {config.partial}: scales must be per tensor")
 

@@ -148,13 +148,13 @@ def make_store_silu_and_mul(n, layout, first=0):
 
     Both consumer warpgroups write gate and up of 32 rows, rounded to bf16, to shared memory. Then each warp processes
     one row at a time, 4 of its 128 columns per lane, so that one warp reduction finds the largest magnitude. The result
-    is FP8 with one scale per row and 128 columns.
+    is FP8 with one scale per row and 128 columns, or with ``scaled_y`` the given one, ``output.y_scale[0]``.
     """
     count, epilogue_offset, config = min(SILU_ROWS, n - first), layout.epilogue_offset, layout.config
     limited, partial, limit = config.activation == "swigluoai", config.partial, np.float32(config.limit)
     exponent = np.float32(-LOG2_E * config.alpha)
     stmatrix = make_stmatrix_fragment(n, first, count, SILU_ROW_BYTES)
-    more = first + SILU_ROWS < n
+    more, scaled_y = first + SILU_ROWS < n, config.scaled_y
     store_next = make_store_silu_and_mul(n, layout, first + SILU_ROWS) if more else None
 
     @cuda.jit(device=True)
@@ -183,8 +183,11 @@ def make_store_silu_and_mul(n, layout, first=0):
                             value = g * rcp_approx(float32(1) + ex2_approx(g * float32(-LOG2_E))) * u
                         values[2 * i + h] = value
                         largest = max(largest, abs(value))
-                largest = int_as_float(redux_sync_max_s32(uint32(FULL_MASK), float_as_int(largest)))
-                scale = max(largest, float32(1e-10)) * float32(1 / FP8_MAX)
+                if scaled_y:
+                    scale = output.y_scale[0]
+                else:
+                    largest = int_as_float(redux_sync_max_s32(uint32(FULL_MASK), float_as_int(largest)))
+                    scale = max(largest, float32(1e-10)) * float32(1 / FP8_MAX)
                 inverse = rcp_approx(scale)  # a division is a function call, before which all wgmmas must complete
                 low = cvt_rn_satfinite_e4m3x2_f32(values[1] * inverse, values[0] * inverse)
                 high = cvt_rn_satfinite_e4m3x2_f32(values[3] * inverse, values[2] * inverse)
@@ -195,7 +198,7 @@ def make_store_silu_and_mul(n, layout, first=0):
                         output.y[index] = int32(uint32(low | uint32(high << uint32(16))))
                 else:
                     output.y[index] = int32(uint32(low | uint32(high << uint32(16))))
-                if lane == 0:
+                if lane == 0 and not scaled_y:
                     blocks = int32((output.n + 127) >> 7) if partial else output.n >> 7
                     output.y_scale[row * blocks + (tile.column >> 7)] = scale
         if more:

@@ -55,7 +55,7 @@ def make_load_row_terms(config, part=0):
         bool(config.bias),
         config.bias == "f32",
     )
-    parts, interleaved = 1 + config.silu_and_mul, config.interleaved
+    parts, interleaved, scaled_x = 1 + config.silu_and_mul, config.interleaved, by_tensor and config.scaled_x
 
     @cuda.jit(device=True)
     def weight_row(group, column, n):
@@ -77,6 +77,8 @@ def make_load_row_terms(config, part=0):
         bias_0, bias_1 = float32(0), float32(0)
         if by_tensor:
             scale_0 = inputs.weight_scale[tile.group]
+            if scaled_x:
+                scale_0 = scale_0 * inputs.x_scale[0]
             scale_1 = scale_0
         elif by_row:
             index = weight_row(tile.group, column if valid else int32(0), n)

@@ -33,6 +33,7 @@ from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.outputs import Outputs, remember, tensor_key
 from moe_numba.runtime.validate import check_int, make_outputs
 
+M_INDICES = GemmTensors._fields.index("m_indices")
 _plans: dict = {}
 
 
@@ -61,18 +62,23 @@ def group_gemm(
     m_indices=None,
     use_fast_accum: bool = False,
     early_weight: bool = False,
+    out_scale=None,
 ):
     """Check the arguments, select a configuration and launch the kernel.
 
-    ``scaling`` is "tensor", "row", "block" or "none"; ``early_weight`` is of :class:`GemmOptions`. ``config`` replaces the configuration that the GPU and
-    ``average`` select, and its class the kernel; all else is as for the public functions.
+    ``scaling`` is "tensor", "row", "block" or "none"; ``early_weight`` is of :class:`GemmOptions`. ``config`` replaces
+    the configuration that the GPU and ``average`` select, and its class the kernel; all else is as for the public
+    functions.
+
+    With "tensor" on GPUs with wgmma ``x_scale`` may be one float32, a factor of all results, and with ``silu_and_mul``
+    ``out_scale`` the scale of all of y, which then is the only output; magnitudes beyond 448 * ``out_scale`` saturate.
     """
     if average is not None:  # before the look-up: 8.0 would find the plan for 8
         average = min(check_int("num_seq_per_group_avg", average, 0), MAX_AVERAGE)
     options: tuple = silu_and_mul, out_dtype, accumulate, activation, alpha, limit, use_fast_accum, early_weight
     tensors: tuple = x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, gather_indices, bias
     # Rows are scattered to an output of any number of rows.
-    tensors = *tensors, scatter_indices, row_weights, None if scatter_indices is None else out, m_indices
+    tensors = *tensors, scatter_indices, row_weights, None if scatter_indices is None else out, m_indices, out_scale
     try:
         key = (scaling, average, options, config, *map(tensor_key, tensors))
     except AttributeError:  # an array of another library
@@ -86,8 +92,8 @@ def group_gemm(
         remember(_plans, key, plan)
     outputs = plan.outputs(out)
     if plan.launch is not None:
-        if tensors[-1] is not None:
-            tensors = *tensors[:2], *plan.group_starts(tensors[-1]), *tensors[4:]
+        if m_indices is not None:
+            tensors = *tensors[:2], *plan.group_starts(tensors[M_INDICES]), *tensors[4:]
         plan.launch(tensors, outputs)
     if out is not None:
         return out
@@ -108,7 +114,7 @@ class GemmPlan:
         rows = rows_of(tensors)
         total_rows = rows.numel()
         check_rows(tensors)
-        wanted = describe_outputs(rows, n, scaling, options, tensors.out)
+        wanted = describe_outputs(rows, n, scaling, options, tensors.out, tensors.out_scale)
         self.outputs = Outputs(wanted, x.device, aligned=[name for name, _, _ in wanted])
         self.launch = None
         if not total_rows or not wanted[0][1][0]:
@@ -138,6 +144,8 @@ class GemmPlan:
         elif isinstance(config, GemmConfig):
             self.launch, columns = HopperLaunch(config, tensors, shape, is_given), BLOCK_N
         else:
+            if scaling == "tensor" and (tensors.x_scale is not None or tensors.out_scale is not None):
+                raise ValueError(f"x_scale or out_scale is given; {gpu.name} has no kernel for them")
             if is_mn_major(weight):
                 raise ValueError(
                     f"weight has strides {weight.stride()}; the kernel with mma.sync, which {gpu.name} executes, needs "

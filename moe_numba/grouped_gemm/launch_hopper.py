@@ -35,6 +35,8 @@ def with_options(config, tensors, shape):
         early_weight=config.early_weight or options.early_weight,
         packed_x_scale=is_packed(tensors.x_scale),
         packed_weight_scale=is_packed(tensors.w_scale),
+        scaled_x=shape.scaling == "tensor" and tensors.x_scale is not None,
+        scaled_y=tensors.out_scale is not None,
         partial=shape.silu_and_mul and shape.scaling == "tensor" and shape.n % BLOCK_N != 0,
         **activation_fields(options),
         **epilogue_fields(tensors, options),

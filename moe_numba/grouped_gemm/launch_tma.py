@@ -42,6 +42,7 @@ class Pointers(NamedTuple):
     x_scale: Any
     w_scale: Any
     row_indices: Any
+    y_scale: Any  # an output, or with ``out_scale`` an input
     epilogue: tuple[Any, Any, Any]  # bias, row_weights and scatter_indices
 
 
@@ -71,7 +72,7 @@ class RowsLaunch(ABC):
 
     def __call__(self, tensors, outputs):
         """Launch the kernel."""
-        x, weight, seqlens, cu_seqlens, x_scale, w_scale, offs, indices, bias, scatter_indices, row_weights, *_ = (
+        x, weight, seqlens, cu_seqlens, x_scale, w_scale, offs, indices, bias, scatter_indices, row_weights, *more = (
             tensors
         )
         rows = x.flatten(0, 1) if self.is_masked else x
@@ -87,6 +88,7 @@ class RowsLaunch(ABC):
             lengths if x_scale is None else address(x_scale),
             lengths if w_scale is None else address(w_scale),
             lengths if indices is None else address(indices),
+            address(outputs[-1] if more[-1] is None else more[-1]),
             (
                 lengths if bias is None else address(bias),
                 lengths if row_weights is None else address(row_weights),
@@ -132,7 +134,7 @@ class TmaLaunch(RowsLaunch):
             self.weight_map(self.view_weight(weight)),
             *self.output_maps(outputs[0]),
             address(outputs[0]),
-            address(outputs[-1]),
+            pointers.y_scale,
             pointers.lengths,
             pointers.starts,
             pointers.x_scale,

@@ -95,6 +95,7 @@ def make_begin_tile(config, layout):
     -1 publishes nothing. ``bytes_of_stage`` is what TMA writes to a stage: an empty second subtile is not loaded.
     """
     tile_info_offset, scale_in_tile, has_row_terms = layout.tile_info_offset, config.scale_in_tile, config.has_row_terms
+    scaled_x = config.scaled_x
     tma_bytes, subtile_bytes, look_up_tile = layout.tma_bytes, layout.subtile_bytes, make_look_up_tile(config, layout)
     skips_empty = config.m_subtiles == 2 and config.cluster_size == 1 and not config.gather
     always_publishes = not config.early_weight
@@ -110,8 +111,11 @@ def make_begin_tile(config, layout):
             smem.i32[info + uint32(2)] = int32(n_tile * BLOCK_N)
             if has_row_terms:
                 smem.i32[info + uint32(3)] = g
+            elif scale_in_tile:
+                scale = scales.weight[g] * scales.x[0] if scaled_x else scales.weight[g]
+                smem.i32[info + uint32(3)] = float_as_int(scale)
             else:
-                smem.i32[info + uint32(3)] = float_as_int(scales.weight[g]) if scale_in_tile else int32(0)
+                smem.i32[info + uint32(3)] = int32(0)
         is_single = skips_empty and rows <= subtile_rows
         return tile_info, int32(tma_bytes - subtile_bytes) if is_single else int32(tma_bytes)
 

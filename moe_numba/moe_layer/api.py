@@ -15,7 +15,7 @@ from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.outputs import Outputs, remember, tensor_key
 from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
-from moe_numba.runtime.validate import check_aligned, check_device, check_tensor, make_outputs
+from moe_numba.runtime.validate import check_aligned, check_device, check_flag, check_tensor, make_outputs
 
 _NAMES = ExpertsTensors._fields
 _ALIGNED = "x", "w13", "w2", "shared"  # read in 16-byte vectors
@@ -42,6 +42,7 @@ def fused_experts(
     a1_scale: torch.Tensor | None = None,
     a2_scale: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Compute each token's experts, SwiGLU MLPs, and the weighted sum of their outputs.
 
@@ -98,6 +99,9 @@ def fused_experts(
     x_scale : tensor [tokens, hidden / 128], float32, optional
         Scales of FP8 x, for example from dispatch between ranks: one per 128 elements of a row, hidden / 128 rounded
         up. With block scales only. Any strides.
+    use_fast_accum : bool, optional
+        With a scale per expert: accumulate over all of k in the tensor cores, which add FP8 products with fewer bits
+        than float32, instead of per 128 elements; see :func:`group_gemm_pertensor_fp8`.
 
     Returns
     -------
@@ -131,7 +135,9 @@ def fused_experts(
       :func:`group_gemm_silu_and_mul_blockwise_fp8` of gathered rows, :func:`group_gemm_blockwise_fp8`,
       :func:`weighted_sum`. With ``x_scale`` nothing is cast.
     - FP8, a scale per expert: :func:`group_by_expert`, :func:`per_token_quant_fp8`, :func:`group_gemm_pertensor_fp8`
-      of gathered rows, :func:`silu_and_mul_quant_fp8`, :func:`group_gemm_pertensor_fp8`, :func:`weighted_sum`.
+      of gathered rows, :func:`silu_and_mul_quant_fp8`, :func:`group_gemm_pertensor_fp8`, :func:`weighted_sum`. With
+      both ``a1_scale`` and ``a2_scale``, and no limit with "silu", the first grouped GEMM computes and quantises the
+      activation.
 
     With few tokens in bfloat16 or with block scales, two launches of matrix-vector kernels replace these. The first
     computes the activations of each assignment, the second multiplies them by w2 and adds them up, weighted. All
@@ -158,13 +164,13 @@ def fused_experts(
     can be replayed with another routing.
     """
     if needs_dispatch(x, w13, w2, topk_weights, w13_bias, w2_bias):
-        options = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, x_scale
+        options = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, x_scale, use_fast_accum
         scales = w13_scale, w2_scale, shared
         return call_op("fused_experts", x, w13, w2, topk_weights, topk_ids, *scales, out, workspace, *options)
     given = w13, w2, topk_weights, topk_ids, w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale, x_scale
     t = ExpertsTensors(x, *(t if t is None else as_tensor(t, name) for t, name in zip(given, _NAMES[1:], strict=True)))
-    key = activation, alpha, limit, type(alpha), type(limit), *map(tensor_key, t)
-    plan = _plans.get(key) or remember(_plans, key, _make_plan(t, activation, alpha, limit))
+    key = activation, alpha, limit, type(alpha), type(limit), use_fast_accum, *map(tensor_key, t)
+    plan = _plans.get(key) or remember(_plans, key, _make_plan(t, activation, alpha, limit, use_fast_accum))
     shape, chosen, fuses, decodes, outputs = plan
     for name in _ALIGNED:
         if (tensor := getattr(t, name)) is not None:
@@ -178,18 +184,19 @@ def fused_experts(
         memory = workspace
     (result,) = outputs(out)
     if tokens:
-        call = ExpertsCall(t, shape, chosen, fuses, decodes, memory.intermediates(tokens))
+        call = ExpertsCall(t, shape, chosen, fuses, decodes, memory.intermediates(tokens), use_fast_accum)
         for launch in launches_of(call, result).values():
             launch()
     return result if out is None else out
 
 
-def _make_plan(t, activation, alpha, limit):
+def _make_plan(t, activation, alpha, limit, use_fast_accum):
     """Check the arguments; return the fields of an `ExpertsCall` that follow from them, and the :class:`Outputs`."""
     shape, chosen = check_experts(t, activation, alpha, limit)
+    check_fast_accum(use_fast_accum, shape.format)
     outputs = Outputs((("tensor", tuple(t.x.shape), torch.bfloat16),), t.x.device, aligned=("tensor",))
     decodes = t.x_scale is None and uses_decode_kernels(shape, *t.topk_ids.shape, t.w13, t.w2)
-    return shape, chosen, can_fuse_activation(t.w13, shape.format, chosen), decodes, outputs
+    return shape, chosen, can_fuse_activation(t, shape.format, chosen), decodes, outputs
 
 
 def check_experts(t, activation, alpha, limit):
@@ -249,6 +256,13 @@ def check_format(format_, chosen, has_bias):
         raise ValueError(f"limit is {chosen.limit}; with MXFP4 weights and 'silu' it must be None")
 
 
+def check_fast_accum(use_fast_accum, format_):
+    """Refuse what is no bool, and fast accumulation with weights without a scale per expert."""
+    check_flag("use_fast_accum", use_fast_accum)
+    if use_fast_accum and format_ != FP8_TENSOR:
+        raise ValueError("use_fast_accum is True; it is allowed only with FP8 weights that have a scale per expert")
+
+
 def _check_scale(name, scale, weight, shape, place):
     """Check the scales of a weight."""
     if shape.format not in (FP8_BLOCK, FP8_TENSOR):
@@ -270,5 +284,6 @@ def _check_scale(name, scale, weight, shape, place):
 def _fake_fused_experts(call):
     """Check the arguments of a call and return its output."""
     t = ExpertsTensors(*(getattr(call, name) for name in _NAMES))
-    check_experts(t, call.activation, call.alpha, call.limit)
+    shape, _ = check_experts(t, call.activation, call.alpha, call.limit)
+    check_fast_accum(call.use_fast_accum, shape.format)
     return make_outputs(call.out, (("tensor", tuple(call.x.shape), torch.bfloat16),), call.x.device)[0]

@@ -44,6 +44,7 @@ def fused_moe(
     limit: float | None = None,
     a1_scale: torch.Tensor | None = None,
     a2_scale: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Route each token, then compute its experts and the weighted sum of their outputs.
 
@@ -87,7 +88,7 @@ def fused_moe(
     workspace : ExpertsWorkspace, optional
         Memory for intermediate results. With it and ``out`` the call neither allocates nor synchronises. It is not an
         argument of the op: under torch.compile it is not used.
-    w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale : optional
+    w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, use_fast_accum : optional
         As for :func:`moe_numba.fused_experts`.
 
     Returns
@@ -112,7 +113,7 @@ def fused_moe(
     if needs_dispatch(x, router_logits, w13, w2, w13_bias, w2_bias):
         groups = num_expert_group, topk_group, num_fused_shared_experts, routed_scaling_factor, num_token_non_padded
         options = renormalize, *groups, scoring, w13_scale, w2_scale, shared, out, workspace
-        more = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale
+        more = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, use_fast_accum
         return call_op("fused_moe", x, router_logits, correction_bias, w13, w2, topk, *options, *more)
     logits = as_tensor(router_logits, "router_logits")
     tensors = x, logits, as_tensor(w13, "w13"), as_tensor(w2, "w2")
@@ -157,6 +158,7 @@ def fused_moe(
         limit,
         a1_scale,
         a2_scale,
+        use_fast_accum=use_fast_accum,
     )
 
 
@@ -194,6 +196,6 @@ def _fake_fused_moe(call):
         call.scoring,
     )
     names = "w13_scale", "w2_scale", "shared", "w13_bias", "w2_bias", "activation", "alpha", "limit"
-    options = {name: getattr(call, name) for name in (*names, "a1_scale", "a2_scale")}
+    options = {name: getattr(call, name) for name in (*names, "a1_scale", "a2_scale", "use_fast_accum")}
     experts = fused_experts(call.x, call.w13, call.w2, weights, ids, **options)
     return make_outputs(call.out, (("tensor", tuple(experts.shape), experts.dtype),), experts.device)[0]

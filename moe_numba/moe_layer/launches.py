@@ -49,6 +49,7 @@ class ExpertsCall(NamedTuple):
     fuses: bool  # whether the first grouped GEMM computes the activation
     decodes: bool  # whether the two kernels for few tokens compute all
     memory: Intermediates
+    use_fast_accum: bool = False
 
     @property
     def permutes(self):
@@ -76,12 +77,18 @@ class ExpertsCall(NamedTuple):
         return self.memory.routing[1][-1:]
 
 
-def can_fuse_activation(w13: torch.Tensor, format_: str, activation: Activation) -> bool:
-    """Return whether the first grouped GEMM can compute the activation in its epilogue."""
-    if format_ != BF16:
-        return format_ != FP8_TENSOR  # whose epilogue would quantise per 128 columns
-    supported = activation.is_plain or activation.name == "swigluoai"
-    return supported and has_wgmma(w13.device) and not is_mn_major(w13)
+def can_fuse_activation(t: ExpertsTensors, format_: str, activation: Activation) -> bool:
+    """Return whether the first grouped GEMM can compute the activation in its epilogue.
+
+    With FP8 weights and a scale per expert it needs the scales of x and of the activations: a row's own scale is not
+    known before all of its columns are.
+    """
+    if format_ in (FP8_BLOCK, MXFP4):
+        return True
+    supported = (activation.is_plain or activation.name == "swigluoai") and has_wgmma(t.w13.device)
+    if format_ == FP8_TENSOR:
+        return supported and t.a1_scale is not None and t.a2_scale is not None
+    return supported and not is_mn_major(t.w13)
 
 
 def launches_of(call: ExpertsCall, out: torch.Tensor) -> Launches:
@@ -168,9 +175,19 @@ def _fp8_tensor(call):
     t, memory, groups = call.tensors, call.memory, call.groups
     (x, x_scale), (gate_up,), (activated, scale), (rows,) = memory.x, memory.gate_up, memory.activated, memory.rows
     quantise = partial(per_token_quant_fp8, t.x, t.a1_scale, call.inverse_indices, call.permutes, out=memory.x)
-    first = dict(out=gate_up, row_weights=x_scale, early_weight=True, **call.gathered)
+    both: dict[str, Any] = dict(early_weight=True, use_fast_accum=call.use_fast_accum)
+    if call.fuses:
+        first = dict(silu_and_mul=True, out=activated, out_scale=t.a2_scale, **both, **call.gathered)
+        first |= _gemm_activation(call.activation)
+        second = dict(out=rows, **both)
+        return {
+            "permute" if call.permutes else "cast": quantise,
+            "gate_up": partial(group_gemm, "tensor", x, t.w13, *groups, t.a1_scale, t.w13_scale, **first),
+            "down": partial(group_gemm, "tensor", activated, t.w2, *groups, t.a2_scale, t.w2_scale, **second),
+        }
+    first = dict(out=gate_up, row_weights=x_scale, **both, **call.gathered)
     options = dict(num_valid_rows=call.num_valid_rows, **call.activation.options)
-    second = dict(out=rows, row_weights=scale, early_weight=True)
+    second = dict(out=rows, row_weights=scale, **both)
     return {
         "permute" if call.permutes else "cast": quantise,
         "gate_up": partial(group_gemm, "tensor", x, t.w13, *groups, None, t.w13_scale, **first),

@@ -8,7 +8,7 @@ from torch import nn
 
 from moe_numba.expert_parallel.fp8_cast import per_token_cast_back
 from moe_numba.moe_layer.activation import ALPHA, check_activation
-from moe_numba.moe_layer.api import check_format, fused_experts
+from moe_numba.moe_layer.api import check_fast_accum, check_format, fused_experts
 from moe_numba.moe_layer.gate_and_experts import fused_moe
 from moe_numba.moe_layer.launches import ExpertsTensors
 from moe_numba.moe_layer.router import router_logits
@@ -37,7 +37,7 @@ class Experts(nn.Module):
         Of FP8 weights: a scale per 128 x 128 block, or one per expert.
     has_bias : bool
         Whether gate and up, and the experts' outputs have biases.
-    activation, alpha, limit
+    activation, alpha, limit, use_fast_accum
         As for :func:`moe_numba.fused_experts`.
 
     Attributes
@@ -87,6 +87,7 @@ class Experts(nn.Module):
         activation: str = "silu",
         alpha: float = ALPHA,
         limit: float | None = None,
+        use_fast_accum: bool = False,
     ):
         super().__init__()
         num_experts, hidden = check_int("num_experts", num_experts, 1), check_int("hidden", hidden, 1)
@@ -110,6 +111,8 @@ class Experts(nn.Module):
         self.activation = check_activation(activation, alpha, limit)
         check_format(self.format, self.activation, has_bias)
         self.reference = check_stages(reference, self.format)
+        check_fast_accum(use_fast_accum, self.format)
+        self.use_fast_accum = use_fast_accum
 
     @property
     def tensors(self) -> dict[str, torch.Tensor | None]:
@@ -135,8 +138,9 @@ class Experts(nn.Module):
             x, x_scale = per_token_cast_back(x, x_scale), None
         given: dict[str, Any] = dict(x=x, topk_weights=topk_weights, topk_ids=topk_ids, shared=shared) | self.tensors
         if in_torch:
-            return run_experts(ExpertsTensors(**given), self.activation, self.reference)
-        return fused_experts(**given, **self.activation.options, workspace=workspace, x_scale=x_scale)
+            return run_experts(ExpertsTensors(**given), self.activation, self.reference, self.use_fast_accum)
+        options: dict[str, Any] = dict(workspace=workspace, x_scale=x_scale, use_fast_accum=self.use_fast_accum)
+        return fused_experts(**given, **self.activation.options, **options)
 
     def workspace(self, max_tokens: int, topk: int) -> ExpertsWorkspace:
         """Return an :class:`moe_numba.ExpertsWorkspace` for calls of up to ``max_tokens`` tokens with ``topk`` experts.

@@ -24,7 +24,7 @@ LAUNCHES = {
     "sum": ("weighted_sum",),
 }
 _QUANTISES = {FP8_BLOCK, FP8_TENSOR}
-_ACTIVATES = {BF16, FP8_TENSOR}  # others compute the activation in the gate_up GEMM's epilogue only
+_ACTIVATES = {BF16, FP8_TENSOR}  # others compute the activation only in the gate_up GEMM's epilogue
 _NAMES = {BF16: "bfloat16", FP8_BLOCK: "FP8", FP8_TENSOR: "FP8", MXFP4: "MXFP4"}
 
 
@@ -47,7 +47,7 @@ def route(logits, correction_bias, topk, options, replaced):
     return gate(logits, correction_bias, topk, **options)
 
 
-def run_experts(t, activation, replaced):
+def run_experts(t, activation, replaced, use_fast_accum=False):
     """Compute the experts as :func:`fused_experts`, with the stages in ``replaced`` in torch.
 
     ``t``: an ``ExpertsTensors``. The torch references of GEMMs copy the group sizes to the host, which synchronises.
@@ -58,10 +58,10 @@ def run_experts(t, activation, replaced):
         return out
     workspace = ExpertsWorkspace(*t.topk_ids.shape, t.w13, t.w2, scaling_of(t.w13_scale))
     # A launch that computes two stages is replaced by two, if only one of them is computed in torch.
-    fuses = can_fuse_activation(t.w13, shape.format, chosen)
-    if shape.format == BF16 and replaced & {"gate_up", "activation"}:
+    fuses = can_fuse_activation(t, shape.format, chosen)
+    if shape.format in _ACTIVATES and replaced & {"gate_up", "activation"}:
         fuses = False
-    call = ExpertsCall(t, shape, chosen, fuses, False, workspace.intermediates(len(t.x)))
+    call = ExpertsCall(t, shape, chosen, fuses, False, workspace.intermediates(len(t.x)), use_fast_accum)
     in_torch = {name for stage in replaced - {"gate"} for name in LAUNCHES[stage]}
     if shape.format in _QUANTISES and "quantise" not in replaced:
         in_torch.discard("permute")
@@ -169,5 +169,5 @@ def _down(call):
     if format_ == FP8_BLOCK:
         x = reference.dequantise_rows(x, memory.activated[1])
     elif format_ == FP8_TENSOR:
-        x = x * memory.activated[1][:, None]
+        x = x * (memory.activated[1][:, None] if t.a2_scale is None else t.a2_scale)
     memory.rows[0].copy_(_product(x, w2, call, t.w2_bias))

@@ -59,7 +59,7 @@ class SumAndCombine:
         t = ExpertsTensors(x=x, topk_weights=weights, topk_ids=ids, x_scale=x_scale, **experts.tensors)
         shape, chosen = check_experts(t, *experts.activation)
         memory = ExpertsWorkspace(*ids.shape, t.w13, t.w2, experts.scaling).intermediates(len(x))
-        fuses = can_fuse_activation(t.w13, shape.format, chosen)
+        fuses = can_fuse_activation(t, shape.format, chosen)
         call = ExpertsCall(t, shape, chosen, fuses, False, memory)
         for name, launch in launches_of(call, memory.rows[0]).items():
             if name != _SUM and len(x):

@@ -52,7 +52,8 @@ def test_rows_figure_and_table(small):
             assert parts == wanted
             steps = [row["step"] for row in rows if not row["step"].startswith("part: ")]
             peers = [f"peer:transformers {name}" for name in ("grouped_mm", "batched_mm") if layer.dtype == "bf16"]
-            assert steps == ["final", *peers, "both GEMMs"]
+            static = ["static scales", "static scales, fast accumulation"] if layer.scaling == "tensor" else []
+            assert steps == ["final", *peers, *static, "both GEMMs"]
             assert rows[0]["floor_us"] > 0 and rows[0]["flops"] == 2 * tokens * 2 * 3 * 128 * layer.intermediate
             bounds = {row.get("floor_us") for row in rows if not row["step"].startswith("part: ")}
             assert bounds == {rows[0]["floor_us"]}

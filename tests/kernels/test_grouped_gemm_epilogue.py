@@ -164,6 +164,42 @@ def test_activation_in_fp8(activation, n, device):
         assert silu_mismatch(y, scale, expected) is None
 
 
+def given_scales_mismatch(p, activation, bias=None):
+    """Return what is wrong with a product with given scales of x and of the activations, the largest of which saturate.
+
+    e4m3 rounds a number by up to 1/16, in the norm by 2.6e-2.
+    """
+    x_scale, y_scale = torch.full((1,), 0.25, device=p.x.device), torch.full((1,), 2.0**-16, device=p.x.device)
+    given = "tensor", p.x, p.weight, p.seqlens, p.cu_seqlens, x_scale, p.scales[0] * 1e-5
+    options = dict(activation=activation, gather_indices=p.gather, bias=bias, **ACTIVATION)
+    y = launch.group_gemm(*given, silu_and_mul=True, out_scale=y_scale, **options)
+    product = reference.finish_rows(p.product() * (0.25 * 1e-5), p.seqlens, p.cu_seqlens, bias)
+    expected = activated(product.bfloat16(), activation, F32)
+    saturated = (expected.abs() > 448 * y_scale).sum()
+    assert saturated > 0, "the test needs magnitudes that saturate"
+    return mismatch(y.float() * y_scale, expected.clamp(-448 * y_scale, 448 * y_scale), 4e-2)
+
+
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+@pytest.mark.parametrize("n", [96, 512])
+def test_activation_in_fp8_with_given_scales(activation, n, device):
+    needs_wgmma()
+    p = Inputs("pertensor", n=n, device=device)
+    for bias in (None, p.bias / 8):
+        assert given_scales_mismatch(p, activation, bias) is None
+
+
+def test_scale_of_x(device):
+    """It is a factor as the scale of the weight, with a bias or without."""
+    needs_wgmma()
+    p, x_scale = Inputs("pertensor", device=device), torch.full((1,), 0.3, device=device)
+    for bias in (None, p.bias):
+        options = dict(gather_indices=p.gather, bias=bias)
+        given = "tensor", p.x, p.weight, p.seqlens, p.cu_seqlens
+        y = launch.group_gemm(*given, x_scale, p.scales[0], **options)
+        assert torch.equal(y, launch.group_gemm(*given, None, p.scales[0] * x_scale, **options))
+
+
 # Wrong kernels
 
 APPLY = """        if by_row:
@@ -245,6 +281,17 @@ WRONG_FP8 = {
 }
 
 
+WRONG_GIVEN_SCALES = {
+    "activations have another scale": (epilogue, "scale = output.y_scale[0]", "scale = output.y_scale[0] * float32(2)"),
+    "the scale of x is left out": (
+        producer,
+        "scales.weight[g] * scales.x[0] if scaled_x",
+        "scales.weight[g] if scaled_x",
+    ),
+    "scales are stored": (epilogue, "if lane == 0 and not scaled_y:", "if lane == 0:"),
+}
+
+
 def use_kernel(monkeypatch, change):
     """Let the functions launch a kernel with a change."""
     if change is not None:
@@ -294,6 +341,11 @@ ATTEMPTS = {
     ),
     "activation": (WRONG_ACTIVATION, lambda device: Inputs("bf16", (5, 0, 9), 64, 64, device), attempt_activation),
     "FP8": (WRONG_FP8, lambda device: Inputs("pertensor", (5, 9), 96, 64, device), attempt_fp8),
+    "FP8, given scales": (
+        WRONG_GIVEN_SCALES,
+        lambda device: Inputs("pertensor", (5, 9), 256, 64, device),
+        lambda p: given_scales_mismatch(p, "silu"),
+    ),
 }
 
 

@@ -30,6 +30,12 @@ CASES = {
     "silu with a limit": ("bf16", False, dict(limit=1.0)),
     "FP8, a scale per expert": ("fp8_tensor", False, {}),
     "FP8, given scales": ("fp8_tensor", False, dict(a1_scale=0.004, a2_scale=0.003)),
+    "FP8, given scales, swigluoai": (
+        "fp8_tensor",
+        False,
+        dict(a1_scale=0.004, a2_scale=0.003, activation="swigluoai", limit=1.0),
+    ),
+    "FP8, a given scale of the activations": ("fp8_tensor", False, dict(a2_scale=0.003)),
     "MXFP4": ("mxfp4", False, {}),
     "MXFP4, gpt-oss": ("mxfp4", True, GPT_OSS),
 }
@@ -75,6 +81,13 @@ def wrong(given, arguments):
 
 def workspace_of(given):
     return ExpertsWorkspace(*given["topk_ids"].shape, given["w13"], given["w2"], scaling_of(given.get("w13_scale")))
+
+
+def test_fast_accumulation(device):
+    """In the simulator, whose tensor cores add exactly, it changes roundings only."""
+    for case in ("FP8, given scales", "FP8, a scale per expert"):
+        given = make_inputs(case, device) | dict(use_fast_accum=True)
+        assert wrong(fused_experts(**given), given) is None
 
 
 @each_case
@@ -128,8 +141,13 @@ WRONG = {  # case, function, change
         "group_gemm",
         call_with(lambda o: dict(row_weights=o["row_weights"].roll(1))),
     ),
-    "own scales instead of the given one": (
+    "another scale of the activations": (
         "FP8, given scales",
+        "group_gemm",
+        call_with(if_fused(True, lambda o: dict(out_scale=o["out_scale"] * 1.1))),
+    ),
+    "own scales instead of the given one": (
+        "FP8, a given scale of the activations",
         "silu_and_mul_quant_fp8",
         lambda function: lambda x, scale, **options: function(x, None, **options),
     ),
@@ -203,6 +221,8 @@ REFUSALS = [
         dict(a1_scale=torch.ones(1)),
         "a1_scale is given; it is allowed only with FP8 weights that have a scale",
     ),
+    ("FP8, given scales", dict(use_fast_accum=2), "use_fast_accum is 2; it must be"),
+    ("gpt-oss", dict(use_fast_accum=True), "use_fast_accum is True; it is allowed only with FP8 weights that have"),
     ("FP8, given scales", dict(a2_scale=torch.ones(3)), r"a2_scale has shape \(3,\); it must have one element"),
     ("FP8, given scales", dict(w2_scale=torch.ones(3, 1, 1)), r"w2_scale has shape \(3, 1, 1\); it must be \(3,\)"),
     (
@@ -258,6 +278,7 @@ STAGES = [
     ("gpt-oss", {"activation", "down"}),
     *(("FP8, given scales", {stage}) for stage in ("permute", "quantise", "gate_up", "activation", "down")),
     ("FP8, a scale per expert", {"quantise", "activation"}),
+    ("FP8, a given scale of the activations", {"down"}),
     ("MXFP4, gpt-oss", {"gate_up"}),
     ("MXFP4, gpt-oss", {"permute", "down", "sum"}),
 ]

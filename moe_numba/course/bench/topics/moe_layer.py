@@ -12,7 +12,7 @@ from typing import Any
 from moe_numba.course.bench import plots, records
 from moe_numba.course.bench.records import format_us
 from moe_numba.course.bench.tables import bold_best
-from moe_numba.course.bench.topics.moe_layer_measure import TRANSFORMERS, Layer
+from moe_numba.course.bench.topics.moe_layer_measure import FAST, STATIC, TRANSFORMERS, Layer
 from moe_numba.course.bench.topics.moe_layer_measure import measure as measure_layers
 
 GPT_OSS: dict[str, Any] = dict(num_experts=32, hidden=2880, intermediate=2880, topk=4, activation="swigluoai")
@@ -113,4 +113,16 @@ def _about_peers(record, named):
         text += f"Other projects: {', '.join(others)}; layouts that their kernels need are made beforehand. "
     if STATIC_SCALES in named:
         text += f"With a scale per expert, {label_of(STATIC_SCALES)} uses static scales; the others compute their own. "
+        for step in (STATIC, FAST):
+            text += _times_of(record, step)
     return text
+
+
+def _times_of(record, step):
+    """Return a sentence about moe_numba's times of a step that only some rows have, or nothing."""
+    rows = records.select(record, step=step)
+    if not rows:
+        return ""
+    times = " / ".join(format_us(row["kernel_us"]["median"]) for row in rows)
+    tokens = " / ".join(str(row["size"]["tokens"]) for row in rows)
+    return f"With {step} moe_numba takes {times} for {tokens} tokens of {rows[0]['config']['model']}. "

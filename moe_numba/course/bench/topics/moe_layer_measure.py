@@ -27,8 +27,10 @@ from moe_numba.moe_layer import ExpertsWorkspace, reference
 from moe_numba.moe_layer.activation import ALPHA, check_activation
 from moe_numba.moe_layer.decode import uses_decode_kernels
 from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of
+from moe_numba.moe_layer.weights import FP8_TENSOR
 
 TRANSFORMERS = "peer:transformers"
+STATIC, FAST = "static scales", "static scales, fast accumulation"  # of x and the activations, with FP8 per expert
 GROUPED = "grouped"  # with grouped GEMMs, where `fused_experts` takes the two kernels for few tokens
 GATHERED_BYTES = 16 << 30  # batched_mm copies the weights of each assignment: leave out larger copies
 # Relative error of a layer's output; see tests/kernels/test_moe_layer.py and test_moe_layer_formats.py.
@@ -164,6 +166,7 @@ def measure_layer(layer, given, options, peers=()):
         calls[GROUPED] = grouped_call(given, workspace, options)
     calls |= transformers_calls(layer, given, options) | peer_calls(layer, given, options, peers)
     drop_wrong(calls, reference.fused_experts(*given, **options), layer)
+    calls |= static_scales_calls(given, out, workspace)
     floor_us, flops = lower_bound(layer, given.ids)
     parts = part_calls(given, workspace, out, options)
     gemms = [parts["gate_up"], parts["down"]]
@@ -223,6 +226,27 @@ def grouped_call(given, workspace, options):
     return lambda: [launch() for launch in launches] and out
 
 
+def static_scales_calls(given, out, workspace):
+    """Return calls with one scale for all x and one for all activations, with FP8 weights and a scale per expert.
+
+    As a calibration would, they cover the largest magnitudes of this batch; each output is checked.
+    """
+    if workspace.shape.format != FP8_TENSOR:
+        return {}
+    moe_numba.fused_experts(*given, out=out, workspace=workspace)
+    scales = dict(
+        a1_scale=given.x.abs().max().float().reshape(1) / torch.finfo(FP8).max,
+        a2_scale=workspace.intermediates(len(given.x)).activated[1].max().reshape(1),
+    )
+    expected, calls = reference.fused_experts(*given, **scales), {}
+    for name, fast in ((STATIC, False), (FAST, True)):
+        options = scales | dict(use_fast_accum=fast, out=torch.empty_like(out), workspace=workspace)
+        calls[name] = partial(moe_numba.fused_experts, *given, **options)
+        if fault := mismatch(calls[name](), expected, BOUND_OF_ROW_SCALES):
+            raise AssertionError(f"{name}, {len(given.x)} tokens: {fault}")
+    return calls
+
+
 def part_calls(given, workspace, out, options, decodes=None):
     """Return {name: call} of the launches of ``fused_experts``, on the results that it left in its workspace.
 
@@ -231,7 +255,7 @@ def part_calls(given, workspace, out, options, decodes=None):
     activation = check_activation(options.get("activation", "silu"), ALPHA, None)
     biases = {name: value for name, value in options.items() if name.endswith("bias")}
     tensors = ExpertsTensors(*given, **biases)
-    fuses = can_fuse_activation(given.w13, workspace.shape.format, activation)
+    fuses = can_fuse_activation(tensors, workspace.shape.format, activation)
     if decodes is None:
         decodes = uses_decode_kernels(workspace.shape, *given.ids.shape, given.w13, given.w2)
     memory = workspace.intermediates(len(given.x))
