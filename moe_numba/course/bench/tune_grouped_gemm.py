@@ -6,7 +6,8 @@
 A row of the record has the times of the best candidates, ``tiles``, of one problem and routing. A problem's
 configuration is chosen for all routings, because the host does not know how rows are distributed: the mean over the
 routings of its time, relative to the best candidate's, is least. Of those within ``TOLERANCE`` of the least the table
-has the one that serves the most problems, so that noise causes no additional kernels, which take seconds to compile.
+has one with the most rows per tile, which loses least where rows are more skewed than in the routings, and among these
+the one that serves the most problems, so that noise causes no additional kernels, which take seconds to compile.
 """
 
 import argparse
@@ -166,11 +167,13 @@ def choose(rows):
     """Return {problem: name} of the chosen configurations; see the module. Single groups have rules of their own."""
     chosen: dict[Problem, str] = {}
     for kind in KINDS:
-        near = {}
+        near, configs = {}, candidates(kind)
         for problem, ratios in mean_ratios(rows).items():
             if problem.kind == kind and problem.groups > 1:
                 limit = TOLERANCE * min(ratios.values())
-                near[problem] = {name: ratio for name, ratio in ratios.items() if ratio <= limit}
+                found = {name: ratio for name, ratio in ratios.items() if ratio <= limit}
+                most = max(configs[name].block_m for name in found)
+                near[problem] = {name: ratio for name, ratio in found.items() if configs[name].block_m == most}
         while near:
             served: dict[str, list[float]] = {}
             for name, ratio in itertools.chain(*(found.items() for found in near.values())):
