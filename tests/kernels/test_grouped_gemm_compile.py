@@ -125,10 +125,13 @@ def test_shared_memory_is_enough(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_consumer_warps_do_not_spill(name, reports):
-    """No local memory is accessed between the first wgmma and the last."""
+    """No loop with a wgmma accesses local memory."""
+    code = reports[name]
     if name in CONFIGS and "blocks" not in name:  # with block scales producers, prologue and epilogue may spill
-        # With float32 the number of tiles is spilled, which a consumer warp reads once per tile.
-        assert reports[name].spilled_bytes <= (32 if name == "float32" else 0)
-    opcodes = [opcode.split(".")[0] for opcode in reports[name].opcodes]
-    wgmmas = [i for i, opcode in enumerate(opcodes) if opcode in ("QGMMA", "HGMMA")]
-    assert not {"LDL", "STL"} & set(opcodes[wgmmas[0] : wgmmas[-1]])
+        # With float32 a few values are spilled that a consumer warp reads once per tile.
+        assert code.spilled_bytes <= (96 if name == "float32" else 0)
+    opcodes = [opcode.split(".")[0] for opcode in code.opcodes]
+    inner = [(a, b) for a, b in code.loops if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in code.loops)]
+    bodies = [opcodes[first : last + 1] for first, last in inner]
+    main_loops = [body for body in bodies if {"QGMMA", "HGMMA"} & set(body)]
+    assert main_loops and not any({"LDL", "STL"} & set(body) for body in main_loops)

@@ -129,8 +129,8 @@ MUTANTS = [
             "            cuda.syncwarp()\n"
             "            barrier_cluster_arrive()\n"
             "            barrier_cluster_wait()\n"
-            "        griddep",
-            "        griddep",
+            "        if not early",
+            "        if not early",
         ),
     ),
     mutant(
