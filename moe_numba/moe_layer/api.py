@@ -157,9 +157,10 @@ def fused_experts(
     number of tokens, which chooses the launches. Group sizes stay on the GPU, so a CUDA graph that captures the call
     can be replayed with another routing.
     """
-    if needs_dispatch(x, w13, w2, topk_weights, w13_bias, w2_bias):
+    scales = w13_scale, w2_scale, shared
+    others = w13_bias, w2_bias, a1_scale, a2_scale, x_scale
+    if needs_dispatch(x, w13, w2, topk_weights, *scales, *others):
         options = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, x_scale
-        scales = w13_scale, w2_scale, shared
         return call_op("fused_experts", x, w13, w2, topk_weights, topk_ids, *scales, out, workspace, *options)
     given = w13, w2, topk_weights, topk_ids, w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale, x_scale
     t = ExpertsTensors(x, *(t if t is None else as_tensor(t, name) for t, name in zip(given, _NAMES[1:], strict=True)))

@@ -98,7 +98,8 @@ def fused_moe(
     Raises
     ------
     ValueError, TypeError
-        If an argument is invalid; the message names the argument, its value and what is allowed.
+        If an argument is invalid; the message names the argument, its value and what is allowed. ValueError also if a
+        tensor other than ``correction_bias`` requires grad: there is no backward.
     UnsupportedDeviceError
         If the GPU is older than compute capability 8.0, or has no wgmma (compute capability 9.0) and the weights need
         it: MXFP4 and transposed weights.
@@ -109,7 +110,8 @@ def fused_moe(
     graph that captures the call can be replayed with other logits. The gate is a launch of its own; the launches after
     it are those of :func:`moe_numba.fused_experts`.
     """
-    if needs_dispatch(x, router_logits, w13, w2, w13_bias, w2_bias):
+    others = w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale
+    if needs_dispatch(x, router_logits, w13, w2, *others):
         groups = num_expert_group, topk_group, num_fused_shared_experts, routed_scaling_factor, num_token_non_padded
         options = renormalize, *groups, scoring, w13_scale, w2_scale, shared, out, workspace
         more = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale

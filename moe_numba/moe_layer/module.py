@@ -169,7 +169,8 @@ class MoELayer(nn.Module):
         Experts per token, 1 to 32, as many as the gate selects.
     shared_experts : torch.nn.Module, optional
         Computes [tokens, hidden] bfloat16 from [tokens, hidden]; added to the experts' sum. It runs before the experts,
-        on the same stream; that of :class:`ExpertParallelMoE` runs concurrently.
+        on the same stream; that of :class:`ExpertParallelMoE` runs concurrently. The layer has no backward: if its
+        parameters require grad, as those of a new module do, call the layer in ``torch.no_grad()``.
     has_correction_bias : bool
         Whether the gate adds a bias to the scores to choose experts (DeepSeek-V3, GLM-4-MoE).
     has_router_bias : bool

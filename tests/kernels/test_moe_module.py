@@ -89,6 +89,14 @@ def test_shared_experts_and_leading_dimensions(references, device):
     assert mismatch(result.view(6, 128), wanted(layer, x.view(6, 128)), 1e-2) is not None
 
 
+def test_no_gradient_of_shared_experts_is_lost(device):
+    layer, x = make_layer(device, shared_experts=nn.Linear(128, 128).to(device, torch.bfloat16)), tokens_of(device, 3)
+    with pytest.raises(ValueError, match="shared requires grad; fused_moe has no backward"):
+        layer(x)
+    with torch.no_grad():
+        assert not layer(x).requires_grad
+
+
 def test_softmax_router_and_no_tokens(device):
     layer = make_layer(device, scoring="softmax", num_expert_group=1, topk_group=1, has_correction_bias=False)
     x = tokens_of(device, 3)

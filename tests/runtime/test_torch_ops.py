@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import shutil
 import sys
 
@@ -460,6 +461,99 @@ def test_derivatives_of_torch_func_are_refused(device):
     function, _, (x, *args), _ = call_of("group_gemm_bf16", device)
     with pytest.raises(ValueError, match="x has a tangent; group_gemm_bf16 has no forward-mode derivative"):
         torch.func.jvp(lambda x: function(x, *args).sum(), (x,), (x,))
+
+
+MORE_CALLS = {  # tensors that no other call has
+    "per_token_quant_fp8": lambda: ((bf16(3, 32), torch.rand(1)), {}),
+    "group_gemm_pertensor_fp8": lambda: (
+        (fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(2)),
+        dict(bias=bf16(2, 64), row_weights=torch.rand(6)),
+    ),
+    "group_gemm_blockwise_fp8": lambda: (
+        (fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(6, 1), torch.rand(2, 1, 1)),
+        dict(bias=bf16(2, 64), row_weights=torch.rand(6)),
+    ),
+    "group_gemm_rowwise_fp8": lambda: (
+        (fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(6), torch.rand(2, 64)),
+        dict(row_weights=torch.rand(6)),
+    ),
+    "group_gemm_int4": lambda: (
+        (bf16(6, 64), torch.randint(0, 256, (2, 1, 1, 2048), dtype=torch.uint8), *GROUPS, bf16(2, 1, 1, 64)),
+        dict(bias=bf16(2, 64), row_weights=torch.rand(6)),
+    ),
+    "group_gemm_silu_and_mul_pertensor_fp8": lambda: (
+        (fp8(6, 64), fp8(2, 256, 64), *GROUPS, torch.rand(2)),
+        dict(bias=bf16(2, 256)),
+    ),
+    "group_gemm_silu_and_mul_mxfp4": lambda: (
+        (fp8(6, 64), torch.randint(130, 160, (2, 1, 1, 136, 16), dtype=torch.uint8), *GROUPS),
+        dict(x_scale=torch.rand(6)),
+    ),
+    "fused_experts": lambda: (
+        (bf16(3, 128), fp8(4, 256, 128), fp8(4, 128, 128), torch.rand(3, 2), ids(3, 2)),
+        dict(w13_scale=torch.rand(4), w2_scale=torch.rand(4), a1_scale=torch.rand(1), a2_scale=torch.rand(1)),
+    ),
+    "fused_experts:biases": lambda: (
+        (bf16(3, 64), bf16(8, 128, 64), bf16(8, 64, 64), torch.rand(3, 2), ids(3, 2)),
+        dict(w13_bias=bf16(8, 128), w2_bias=bf16(8, 64)),
+    ),
+    "fused_moe": lambda: (
+        (bf16(3, 128), torch.randn(3, 4), None, fp8(4, 256, 128), fp8(4, 128, 128), 2),
+        dict(w13_scale=torch.rand(4), w2_scale=torch.rand(4), a1_scale=torch.rand(1), a2_scale=torch.rand(1)),
+    ),
+    "fused_moe:biases": lambda: (
+        (bf16(3, 64), torch.randn(3, 8), None, bf16(8, 128, 64), bf16(8, 64, 64), 2),
+        dict(w13_bias=bf16(8, 128), w2_bias=bf16(8, 64)),
+    ),
+}
+CHOICES_ONLY = {"correction_bias"}  # results do not depend on it differentiably
+NOT_YET = {(f"group_gemm{middle}_mxfp4", "x_scale") for middle in ("", "_silu_and_mul")} | {
+    (f"{name}_quant_fp8", "scale") for name in ("per_token", "silu_and_mul")
+}
+
+
+def float_tensors():
+    """Return (function, parameter, arguments of a call) of each parameter that is a floating-point tensor."""
+    found = {}
+    for case, make in [*CALLS.items(), *MORE_CALLS.items()]:
+        name, (args, kwargs) = case.partition(":")[0], make()
+        arguments = dict(zip(OPS[name], args)) | kwargs
+        for parameter, value in arguments.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                found[name, parameter] = arguments
+    return [(*key, arguments) for key, arguments in found.items()]
+
+
+FLOAT_TENSORS = float_tensors()
+
+
+@pytest.mark.parametrize(
+    "name, parameter, arguments",
+    [
+        pytest.param(*case, marks=[pytest.mark.xfail(strict=False)] * (case[:2] in NOT_YET), id=" ".join(case[:2]))
+        for case in FLOAT_TENSORS
+    ],
+)
+def test_no_gradient_is_lost(name, parameter, arguments, device):
+    """A function refuses an input that requires grad by its name, or has a result that requires grad."""
+    arguments = {n: to(value, device) for n, value in arguments.items()}
+    arguments[parameter] = arguments[parameter].detach().clone().requires_grad_()
+    try:
+        results = as_list(getattr(moe_numba, name)(**arguments))
+    except ValueError as error:
+        assert f"{parameter} requires grad; {name} has" in str(error)
+    else:
+        assert parameter in CHOICES_ONLY or [t.requires_grad for t in results] == [True]
+
+
+def test_the_gradient_of_each_tensor_is_tested():
+    tested = {case[:2] for case in FLOAT_TENSORS}
+    for name in OPS:
+        parameters = inspect.signature(getattr(moe_numba, name)).parameters.values()
+        tensors = {p.name for p in parameters if p.annotation in (torch.Tensor, torch.Tensor | None)}
+        others = {n for n in tensors if n == "out" or re.search("ids|idx|map|ind|len|offs|valid", n)}
+        missing = {(name, n) for n in tensors - others} - tested
+        assert missing <= {(name, "weight")} and (not missing or name.endswith("4"))  # 4-bit weights are uint8
 
 
 @each_function
