@@ -130,6 +130,15 @@ WRONG = {
     ),
     "the layer's other experts have": lambda w: w | {"model.layers.1.mlp.experts.3.up_proj.weight": torch.rand(3, 3)},
     "has shared_experts.down_proj.weight, but no routed": lambda w: without(w, "layers.1.mlp.experts"),
+    r"mlp.experts.2.\w+_proj.\w+ is missing; num_experts is 4": lambda w: without(w, "layers.1.mlp.experts.2"),
+    r"mlp.experts.3.down_proj.weight_scale_inv is missing": lambda w: without(w, "2.mlp.experts.3.down_proj.weight_s"),
+    "shared_experts.down_proj.bias; of an expert, only": lambda w: w | {f"{SHARED}.down_proj.bias": torch.rand(3)},
+    "experts.1.up_proj.weight_scale; of an": lambda w: (
+        w | {"layers.1.mlp.experts.1.up_proj.weight_scale": torch.rand(3)}
+    ),
+    r"has shape \(3,\); it must have 2 dimensions": lambda w: (
+        w | {f"{SHARED}.down_proj.weight_scale_inv": torch.rand(3)}
+    ),
 }
 
 
@@ -156,6 +165,26 @@ def test_invalid_checkpoints(message, tmp_path):
 def test_invalid_arguments(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         fuse(checkpoint(), **options)
+
+
+@pytest.mark.parametrize(
+    "weights, message",
+    [
+        (None, "weights is NoneType"),
+        ({}, "weights is dict; it must be a path or an iterable"),
+        ([1], "element of int; each must be"),
+        ([("name", 1)], "element of tuple; each must be"),
+    ],
+)
+def test_weights_of_a_wrong_type(weights, message):
+    with pytest.raises(TypeError, match=message):
+        list(fuse_checkpoint(weights, num_experts=EXPERTS, progress=False))
+
+
+def test_a_name_that_occurs_twice():
+    pairs = list(checkpoint().items())
+    with pytest.raises(ValueError, match="weights has model.layers.1.mlp.shared_experts.up_proj.weight twice"):
+        fuse(pairs + [pair for pair in pairs if "1.mlp.shared_experts.up" in pair[0]])
 
 
 def test_missing_file(tmp_path):
