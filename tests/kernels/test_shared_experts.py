@@ -4,6 +4,7 @@ import gc
 import json
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -209,6 +210,11 @@ def test_replicas_on_a_rank():
     assert cost.replicas_bytes == 58 * cost.expert_bytes
     assert cost.extra_bytes == 58 * cost.expert_bytes * 7 // 8
     assert memory_cost(8, tensor_parallel_size=8, bytes_per_weight=2).extra_bytes == 2 * cost.extra_bytes
+
+
+def test_memory_cost_of_numpy_integers():
+    sizes = dict(num_replicas=4, hidden_size=7168, moe_intermediate_size=2048, first_k_dense_replace=3)
+    assert memory_cost(**{name: np.int32(size) for name, size in sizes.items()}) == memory_cost(**sizes)
 
 
 @pytest.mark.parametrize("wrong", [dict(num_replicas=0), dict(first_k_dense_replace=62), dict(tensor_parallel_size=11)])
