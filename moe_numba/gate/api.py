@@ -90,7 +90,7 @@ def biased_grouped_topk(
         weight of each is the sum of the routed weights divided by routed_scaling_factor, so with ``renormalize`` it is
         1 / routed_scaling_factor. ``apply_routed_scaling_factor_on_output`` then multiplies it like the others.
     routed_scaling_factor : float or None
-        Finite and not zero. None is 1.
+        Finite and not zero in float32, as is its reciprocal. None is 1.
     apply_routed_scaling_factor_on_output : bool
         Multiply all weights by routed_scaling_factor.
     num_token_non_padded : int or tensor of one int32 or int64, optional

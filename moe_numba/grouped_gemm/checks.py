@@ -162,11 +162,11 @@ def check_options(options, n, scaling):
 
 
 def check_positive(name, value):
-    """Refuse what is no number, not positive or infinite."""
+    """Refuse what is no number, not positive, or infinite in float32, also times log2(e)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}; it must be a number")
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} is {value}; it must be positive and finite")
+    if not 0 < value <= 1e38:
+        raise ValueError(f"{name} is {value}; it must be positive and finite in float32, at most 1e38")
 
 
 def check_given_config(config, groups, **wanted):

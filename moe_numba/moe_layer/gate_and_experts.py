@@ -72,7 +72,7 @@ def fused_moe(
     num_fused_shared_experts : int
         Shared experts that every token uses. With ``renormalize`` their weight is 1.
     routed_scaling_factor : float or None
-        Multiplies the routed experts' weights; finite and not zero. None is 1.
+        Multiplies the routed experts' weights. Finite and not zero in float32, as is its reciprocal. None is 1.
     num_token_non_padded : int or tensor of one int32 or int64, optional
         Rows from this one on are padding: no expert is computed for them. The kernel reads a tensor, so the host does
         not wait.

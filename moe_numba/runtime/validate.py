@@ -1,5 +1,6 @@
 """Checks of what callers pass to public functions. Every error names the argument, its value and what is allowed."""
 
+import math
 import numbers
 
 import numpy as np
@@ -154,14 +155,18 @@ def check_choice(name, value, choices):
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
 
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
 def check_factor(name, value):
-    """Return a number as a float, 1.0 for None; refuse what is no number, and what is zero, infinite or NaN."""
+    """Return a number as a float, 1.0 for None; refuse what kernels cannot multiply and divide by in float32."""
     if value is None:
         return 1.0
-    if isinstance(value, bool) or not hasattr(type(value), "__float__"):
+    is_number = hasattr(type(value), "__float__") and math.prod(getattr(value, "shape", ())) == 1
+    if isinstance(value, bool) or not is_number:
         raise TypeError(f"{name} is {value!r}; it must be a number")
-    if not 0 < abs(float(value)) < float("inf"):
-        raise ValueError(f"{name} is {value}; it must be finite and not zero")
+    if not 1 / _FLOAT32_MAX <= abs(float(value)) <= _FLOAT32_MAX:
+        raise ValueError(f"{name} is {value}; it must be finite and not zero, as must its reciprocal, in float32")
     return float(value)
 
 

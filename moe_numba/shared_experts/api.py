@@ -44,7 +44,7 @@ def fuse_routing(
     num_fused_shared_experts : int
         Number of distinct shared experts, or of replicas of one shared expert.
     routed_scaling_factor : float or None
-        Finite and not zero. None is 1.
+        Finite and not zero in float32, as is its reciprocal. None is 1.
     policy : {"all", "round_robin", "random"}
         "all": the shared experts are distinct; append one column for each. "round_robin" and "random": they are
         replicas of one expert, which share its load; append one column with replica ``token % replicas`` or a random

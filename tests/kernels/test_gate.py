@@ -407,6 +407,10 @@ def test_peer_bug_duplicated_maximum(device, each_kernel):
         ),
         (dict(scoring="relu"), ValueError, "scoring is 'relu'; it must be one of sigmoid, softmax, sqrtsoftplus"),
         (dict(routed_scaling_factor=0.0), ValueError, "routed_scaling_factor is 0.0; it must be finite and not zero"),
+        (dict(routed_scaling_factor=-1e39), ValueError, "routed_scaling_factor is -1e.39; it must be .* in float32"),
+        (dict(routed_scaling_factor=1e-39), ValueError, "as must its reciprocal, in float32"),
+        (dict(routed_scaling_factor=float("nan")), ValueError, "routed_scaling_factor is nan"),
+        (dict(routed_scaling_factor=torch.ones(2)), TypeError, r"routed_scaling_factor is tensor\(.*must be a number"),
         (dict(num_token_non_padded=-1), ValueError, "num_token_non_padded is -1; it must be 0 or more"),
         (
             dict(num_token_non_padded=torch.zeros(2)),
