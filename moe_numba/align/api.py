@@ -96,7 +96,7 @@ def moe_align_block_size(
         to 2**30 - 1 if ``topk_ids`` has at most 1024 elements.
     expert_map : tensor [num_experts] of int32 or int64, optional
         For expert parallelism: the local id of each expert, or -1 for experts of other ranks. ``expert_ids`` are then
-        local ids.
+        local ids. An element that int32 cannot hold counts as -1.
     pad_sorted_ids : bool
         Round the length of ``sorted_token_ids`` up to whole blocks.
     ignore_invalid_experts : bool
