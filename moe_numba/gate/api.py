@@ -124,11 +124,11 @@ def biased_grouped_topk(
         experts = topk, renormalize, num_expert_group, topk_group, num_fused_shared_experts
         weights = routed_scaling_factor, apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
         return call_op("biased_grouped_topk", gating_output, correction_bias, *experts, *weights, out)
-    limit = limit_argument(num_token_non_padded, gating_output.device)
+    limit, limit_dtype = limit_argument(num_token_non_padded, gating_output.device)
     plan, bias = get_plan(
         gating_output,
         correction_bias,
-        num_token_non_padded,
+        limit_dtype,
         topk,
         renormalize,
         num_expert_group,
@@ -167,13 +167,15 @@ def check_options(
     )
 
 
-def get_plan(x, bias, num_token_non_padded, *options):
-    """Return the cached :class:`GatePlan` for these tensors and the arguments of `check_options`, and the bias."""
+def get_plan(x, bias, limit_dtype, *options):
+    """Return the cached :class:`GatePlan` for these tensors and the arguments of `check_options`, and the bias.
+
+    ``limit_dtype`` is what :func:`limit_argument` returns.
+    """
     bias = None if bias is None else as_tensor(bias, "correction_bias")
     # Python's types need no check before the look-up; others do, because 8.0 would find the plan for 8.
     if tuple(map(type, options)) != _OPTION_TYPES:
         options = check_options(*options)
-    limit_dtype = type(num_token_non_padded) is torch.Tensor and num_token_non_padded.dtype
     key = (
         x.shape[1:],
         x.stride(),
@@ -333,17 +335,20 @@ def _check_groups(num_experts, options):
 
 
 def limit_argument(num_token_non_padded, device):
-    """Return the kernel argument for ``num_token_non_padded``: a number, or the address of one."""
+    """Return the kernel argument for ``num_token_non_padded``: a number and None, or a tensor's address and dtype."""
     limit = num_token_non_padded
     if limit is None:
-        return _MAX_TOKENS
+        return _MAX_TOKENS, None
     if isinstance(limit, Integral):
-        return min(check_int("num_token_non_padded", limit, 0), _MAX_TOKENS)
-    if type(limit) is not torch.Tensor or limit.dtype not in _LIMIT_TYPES or limit.numel() != 1:
-        given = f"{limit.dtype} {tuple(limit.shape)}" if isinstance(limit, torch.Tensor) else type(limit).__name__
+        return min(check_int("num_token_non_padded", limit, 0), _MAX_TOKENS), None
+    if hasattr(limit, "__dlpack__"):
+        limit = as_tensor(limit, "num_token_non_padded")
+    is_tensor = isinstance(limit, torch.Tensor)
+    if not is_tensor or limit.dtype not in _LIMIT_TYPES or limit.numel() != 1:
+        given = f"{limit.dtype} {tuple(limit.shape)}" if is_tensor else type(limit).__name__
         raise TypeError(f"num_token_non_padded is {given}; it must be an int, or a tensor of one int32 or int64")
     check_tensor("num_token_non_padded", limit, device=(device, "gating_output"))
-    return address(limit)
+    return address(limit), limit.dtype
 
 
 @register_fake(biased_grouped_topk)
