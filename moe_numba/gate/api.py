@@ -198,7 +198,7 @@ class GatePlan:
     def __init__(self, x, bias, options, limit_dtype):
         _check_tensors(x, bias)
         num_experts = x.shape[1]
-        _check_groups(num_experts, options)
+        check_groups(num_experts, options)
         topk, num_groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
         scale, renormalize = options.routed_scaling_factor, options.renormalize
         dtype, bias_dtype = _DTYPES[x.dtype], None if bias is None else _DTYPES[bias.dtype]
@@ -318,7 +318,8 @@ def _check_tensors(x, bias):
         check_tensor("correction_bias", bias, dtype=tuple(_DTYPES), shape=(num_experts,), contiguous=True, device=place)
 
 
-def _check_groups(num_experts, options):
+def check_groups(num_experts, options):
+    """Refuse :class:`GateOptions` that do not fit a number of experts."""
     topk, groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
     if not 1 <= groups <= num_experts or num_experts % groups:
         raise ValueError(f"num_expert_group is {groups}; it must divide the {num_experts} experts")
@@ -356,7 +357,7 @@ def fake_topk(call):
     """Check the arguments of a call and return its outputs."""
     x, limit = call.gating_output, call.num_token_non_padded
     _check_tensors(x, call.correction_bias)
-    _check_groups(x.shape[1], check_options(*(getattr(call, name) for name in GateOptions._fields)))
+    check_groups(x.shape[1], check_options(*(getattr(call, name) for name in GateOptions._fields)))
     if limit is not None:
         check_tensor("num_token_non_padded", limit, dtype=tuple(_LIMIT_TYPES), device=(x.device, "gating_output"))
     shape = x.shape[0], call.topk
