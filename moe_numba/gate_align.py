@@ -335,7 +335,8 @@ def biased_grouped_topk_align(
     block_size, expert_map, pad_sorted_ids, ignore_invalid_experts
         See :func:`moe_numba.moe_align_block_size`.
     out : (topk_weights, topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad), optional
-        Tensors to write into. The call then neither allocates nor synchronises.
+        Tensors to write into, which must overlap neither an input nor each other. The call then neither allocates nor
+        synchronises.
 
     Returns
     -------

@@ -103,8 +103,9 @@ def moe_align_block_size(
         Drop slots that are invalid or whose expert is on another rank. Otherwise invalid slots come first, in blocks of
         expert -1, and experts of other ranks keep their blocks, also with expert -1.
     out : (sorted_token_ids, expert_ids, num_tokens_post_pad), optional
-        Contiguous int32 tensors to write into, at least as long as the returned ones would be. The call then neither
-        allocates nor synchronises, except that the first call on a stream may allocate a workspace (see Notes).
+        Contiguous int32 tensors to write into, at least as long as the returned ones would be; they must overlap
+        neither an input nor each other. The call then neither allocates nor synchronises, except that the first call
+        on a stream may allocate a workspace (see Notes).
 
     Returns
     -------

@@ -76,7 +76,7 @@ def biased_grouped_topk(
     gating_output : tensor [tokens, num_experts], float32, bfloat16 or float16
         Logits. Rows may be strided, columns may not. 1 to 1024 experts.
     correction_bias : tensor [num_experts], float32, bfloat16 or float16, or None
-        Added to the scores to choose experts, but not to the weights.
+        Added to the scores to choose experts, but not to the weights. It gets no gradient, so it may require grad.
     topk : int
         Columns of the result, 1 to 32, including fused shared experts. Without these at most
         ``topk_group * num_experts / num_expert_group``, the experts of the groups that are kept.
@@ -98,7 +98,8 @@ def biased_grouped_topk(
     scoring : {"sigmoid", "softmax", "sqrtsoftplus"}
         Score of a logit: its sigmoid; its softmax over all experts; or ``sqrt(log(1 + exp(logit)))``.
     out : (topk_weights, topk_ids), optional
-        Contiguous tensors to write into. The call then neither allocates nor synchronises.
+        Contiguous tensors to write into, which must overlap neither an input nor each other. The call then neither
+        allocates nor synchronises.
 
     Returns
     -------

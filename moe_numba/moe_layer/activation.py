@@ -69,7 +69,8 @@ def silu_and_mul(
         Gate and up, in the order that ``activation`` needs. Contiguous, 16-byte aligned; ``columns`` is a multiple of
         8.
     out : tensor [rows, columns], bfloat16, optional
-        Contiguous, 16-byte aligned, to write into. The call then neither allocates nor synchronises.
+        Contiguous, 16-byte aligned, to write into; it must not overlap ``x``. The call then neither allocates nor
+        synchronises.
     num_valid_rows : tensor [1], int32, optional
         Rows from this one on are neither read nor written. The kernel reads it, so the host does not wait for it.
     activation : str, optional

@@ -75,7 +75,8 @@ def fused_experts(
     shared : tensor [tokens, hidden], bfloat16, optional
         Added to the sum: the output of shared experts. Contiguous, 16-byte aligned.
     out : tensor [tokens, hidden], bfloat16, optional
-        Contiguous, 16-byte aligned, to write into; it may be ``x`` or ``shared``.
+        Contiguous, 16-byte aligned, to write into; it may be ``x`` or ``shared``, but must not overlap an input
+        otherwise.
     workspace : ExpertsWorkspace, optional
         Memory for intermediate results. With it and ``out`` the call neither allocates nor synchronises. Without it
         intermediate results are allocated. It is not an argument of the op: under torch.compile it is not used.

@@ -83,7 +83,8 @@ def fused_moe(
     shared : tensor [tokens, hidden], bfloat16, optional
         Added to the sum: the output of shared experts that are not fused. Contiguous, 16-byte aligned.
     out : tensor [tokens, hidden], bfloat16, optional
-        Contiguous, 16-byte aligned, to write into; it may be ``x`` or ``shared``.
+        Contiguous, 16-byte aligned, to write into; it may be ``x`` or ``shared``, but must not overlap an input
+        otherwise.
     workspace : ExpertsWorkspace, optional
         Memory for intermediate results. With it and ``out`` the call neither allocates nor synchronises. It is not an
         argument of the op: under torch.compile it is not used.

@@ -36,8 +36,8 @@ def weighted_sum(
     shared : tensor [tokens, hidden], bfloat16, optional
         Added last with weight 1: the output of shared experts. Contiguous, 16-byte aligned.
     out : tensor [tokens, hidden], bfloat16, optional
-        Contiguous, 16-byte aligned, to write into; it may be ``shared``. The call then neither allocates nor
-        synchronises.
+        Contiguous, 16-byte aligned, to write into; it may be ``shared``, but must not overlap an input otherwise. The
+        call then neither allocates nor synchronises.
 
     Returns
     -------
