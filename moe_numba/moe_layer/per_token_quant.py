@@ -40,8 +40,9 @@ def per_token_quant_fp8(
     x : tensor [tokens, hidden], bfloat16
         Contiguous, 16-byte aligned; ``hidden`` is a multiple of 16, up to 32768.
     scale : tensor of one float32, optional
-        Scale of all tokens; larger magnitudes saturate at 448 times it. The kernel reads it, so the host does not wait.
-        None: each token has its own scale.
+        Scale of all tokens; larger magnitudes saturate at 448 times it. The kernel reads it, so the host does not wait,
+        and multiplies by its reciprocal. If that is infinite, as for 0, zeros become NaN and other numbers saturate;
+        if the scale is NaN, all values are. None: each token has its own scale.
     inverse_indices : tensor [tokens, topk], int32, optional
         Row of each assignment, as :func:`moe_numba.group_by_expert` returns it. Contiguous; ``topk`` is 1 to 64. An
         index that is not in 0 to tokens * topk - 1, such as -1, is skipped. With it the scales are those of the rows of
@@ -56,8 +57,9 @@ def per_token_quant_fp8(
     values : tensor [tokens, hidden], or with ``permute`` [tokens * topk, hidden], float8_e4m3fn
         ``x / scale``, rounded to nearest even. Rows that no index names are not written.
     scales : tensor [tokens], or with ``inverse_indices`` [tokens * topk], float32
-        The largest magnitude of a token, but at least 1e-4, divided by 448; or the given scale. Both results are from
-        the library that ``x`` is from.
+        The largest magnitude of a token, but at least 1e-4, divided by 448; or the given scale. From the library that
+        ``x`` is from; the values are a torch tensor if that library has no FP8, as NumPy and CuPy. Scales of rows that
+        no index names are not written.
 
     Raises
     ------
