@@ -74,7 +74,7 @@ def per_token_quant_fp8(
     and the scale is ``amax * (1 / 448)``. Both reciprocals are first rounded to float32, as in
     :func:`moe_numba.per_token_cast_to_fp8`. If an element is NaN, so are all values of its token.
     """
-    if needs_dispatch(x):
+    if needs_dispatch(x, scale):
         return call_op("per_token_quant_fp8", x, scale, inverse_indices, permute, out)
     given = x, scale, inverse_indices
     tensors = tuple(t if t is None else as_tensor(t, n) for t, n in zip(given, ("x", "scale", "inverse_indices")))
@@ -128,7 +128,7 @@ def silu_and_mul_quant_fp8(
     UnsupportedDeviceError
         If the GPU is older than compute capability 7.5.
     """
-    if needs_dispatch(x):
+    if needs_dispatch(x, scale):
         return call_op("silu_and_mul_quant_fp8", x, scale, out, num_valid_rows, activation, alpha, limit)
     given = x, scale, num_valid_rows
     tensors = tuple(t if t is None else as_tensor(t, n) for t, n in zip(given, ("x", "scale", "num_valid_rows")))

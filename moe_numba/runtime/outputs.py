@@ -1,6 +1,7 @@
 """Outputs of public functions: allocated, or those of the caller's ``out`` argument after a check."""
 
 import torch
+from torch.autograd.graph import increment_version
 
 from moe_numba.runtime.validate import make_outputs
 
@@ -30,21 +31,31 @@ class Outputs:
         self._aligned = bool(aligned)
 
     def __call__(self, out):
-        """Return new output tensors, or those of ``out``: a tensor, or a tuple if there are several."""
+        """Return new output tensors, or those of ``out``: a tensor, or a tuple if there are several.
+
+        Those of ``out`` count as modified, so that a backward which needs their former contents raises torch's error.
+        """
         if out is None:
             return [make(*shape) for make, shape in self._makers]
         given = (out,) if len(self._expected) == 1 else out
         if type(given) is tuple and len(given) == len(self._expected):
             for tensor, expected in zip(given, self._expected):  # noqa: B905
-                if type(tensor) is not torch.Tensor:
+                if type(tensor) is not torch.Tensor or tensor.requires_grad:
                     break
                 if (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) != expected:
                     break
                 if self._aligned and tensor.data_ptr() & 15:
                     break
             else:
+                increment_version(given)  # not of inference tensors, which have no version
                 return given
-        return self._check(out)
+        tensors = self._check(out)
+        for i, tensor in enumerate(tensors):
+            if tensor.requires_grad and torch.is_grad_enabled():
+                name = "out" if len(tensors) == 1 else f"out[{i}]"
+                raise ValueError(f"{name} requires grad, but outputs have no backward: use torch.no_grad() or detach()")
+        increment_version(tensors)
+        return tensors
 
 
 _MAX_REMEMBERED = 4096

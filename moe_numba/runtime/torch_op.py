@@ -247,10 +247,13 @@ def _schema(signature, with_out):
 
 def _check_no_grad(name, arguments):
     """Refuse tensors that require grad, if the result would silently lose its gradient."""
+    out = arguments.get("out")
     if name not in _with_autograd:
         reason = f"{name} has no backward"
     else:
-        reason = f"{name} has a backward only without out" if arguments.get("out") is not None else ""
+        reason = f"{name} has a backward only without out" if out is not None else ""
+    if isinstance(out, (tuple, list)):
+        arguments = arguments | {f"out[{i}]": tensor for i, tensor in enumerate(out)}
     for parameter, tensor in arguments.items():
         if not isinstance(tensor, torch.Tensor):
             continue
