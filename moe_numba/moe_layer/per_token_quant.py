@@ -14,7 +14,7 @@ from moe_numba.moe_layer.kernel_per_token_quant import (
 from moe_numba.moe_layer.unpermute import check_topk
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
-from moe_numba.runtime.outputs import Outputs, remember, tensor_key
+from moe_numba.runtime.outputs import Outputs, look_up, remember, tensor_key
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_flag, check_tensor, make_outputs
 
@@ -78,8 +78,8 @@ def per_token_quant_fp8(
         return call_op("per_token_quant_fp8", x, scale, inverse_indices, permute, out)
     given = x, scale, inverse_indices
     tensors = tuple(t if t is None else as_tensor(t, n) for t, n in zip(given, ("x", "scale", "inverse_indices")))
-    key = permute, *map(tensor_key, tensors)
-    plan = _plans.get(key) or remember(_plans, key, _plan_tokens(check_flag("permute", permute), *tensors))
+    key = check_flag("permute", permute), *map(tensor_key, tensors)
+    plan = _plans.get(key) or remember(_plans, key, _plan_tokens(key[0], *tensors))
     start, ctas, threads, num_rows, outputs = plan
     check_aligned("x", x)
     results = outputs(out)
@@ -133,7 +133,7 @@ def silu_and_mul_quant_fp8(
     given = x, scale, num_valid_rows
     tensors = tuple(t if t is None else as_tensor(t, n) for t, n in zip(given, ("x", "scale", "num_valid_rows")))
     key = activation, alpha, limit, type(alpha), type(limit), *map(tensor_key, tensors)
-    plan = _plans.get(key)
+    plan = look_up(_plans, key)
     if plan is None:
         plan = remember(_plans, key, _plan_activation(check_activation(activation, alpha, limit), *tensors))
     start, ctas, threads, outputs = plan

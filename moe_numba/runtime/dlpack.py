@@ -9,14 +9,39 @@ from moe_numba import simulator
 
 _FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 _MISSING_DTYPES = {"cupy": _FP8, "numpy": (*_FP8, torch.bfloat16)}  # of libraries that results are converted to
+_FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def is_fake_mode():
+    """Whether FakeTensorMode is active."""
+    return torch._C._get_dispatch_mode(_FAKE_MODE) is not None
+
+
+def check_has_memory(name, tensor):
+    """Refuse a tensor without data: a FakeTensor, as under torch.compile, one on the meta device or one of vmap.
+
+    So are subclasses that wrap other tensors, such as DTensor.
+    """
+    try:
+        has_memory = tensor.untyped_storage().device.type != "meta" and (tensor.data_ptr() or not tensor.numel())
+    except NotImplementedError:
+        has_memory = False
+    if not has_memory:
+        raise TypeError(f"{name} is a {type(tensor).__name__} without memory; it must be a tensor with data")
 
 
 def as_tensor(array, name):
     """Return a torch tensor that shares the memory of an array of any library that supports DLPack.
 
-    The array named ``out``, and those of an ``out`` tuple, ``out[0]`` and so on, must be writable.
+    The array named ``out``, and those of an ``out`` tuple, ``out[0]`` and so on, must be writable. A tensor of a
+    subclass must have memory, except in FakeTensorMode.
     """
+    if type(array) in PLAIN_TYPES:
+        return array
     if isinstance(array, torch.Tensor):
+        if not is_fake_mode():
+            check_has_memory(name, array)
         return array
     if not hasattr(array, "__dlpack__"):
         raise TypeError(f"{name} is {type(array).__name__}; it must be a tensor, or an array that supports DLPack")

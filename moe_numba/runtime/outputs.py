@@ -3,6 +3,7 @@
 import torch
 from torch.autograd.graph import increment_version
 
+from moe_numba.runtime.dlpack import PLAIN_TYPES, as_tensor
 from moe_numba.runtime.validate import make_outputs
 
 
@@ -69,6 +70,55 @@ def remember(cache, key, value):
     return value
 
 
+def look_up(cache, key):
+    """Return an entry of a cache or None, also for a key with a list: the checks that follow name the argument."""
+    try:
+        return cache.get(key)
+    except TypeError:
+        return None
+
+
 def tensor_key(tensor):
     """Return what a launch plan depends on of a tensor, or None for None."""
-    return tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    if tensor is None:
+        return None
+    if type(tensor) in PLAIN_TYPES:
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, type(tensor)  # which may have no memory
+
+
+def find_plan(plans, options, tensors, names):
+    """Find the launch plan of a call.
+
+    Parameters
+    ----------
+    plans : dict
+    options : tuple
+        What the plan depends on except tensors. It must have the types of numbers whose type matters, because 1, 1.0
+        and True are equal.
+    tensors : tuple
+        The tensors of the call, arrays of other libraries and None.
+    names : tuple of str
+        Their names in messages.
+
+    Returns
+    -------
+    plan
+        None if the call needs a new plan. Then all tensors have memory.
+    key
+        To :func:`remember` it.
+    tensors : tuple
+        Without arrays of other libraries.
+    """
+    try:
+        key = options, *map(tensor_key, tensors)
+    except AttributeError:  # an array of another library
+        tensors = _as_tensors(tensors, names)
+        key = options, *map(tensor_key, tensors)
+    plan = look_up(plans, key)
+    return plan, key, _as_tensors(tensors, names) if plan is None else tensors
+
+
+def _as_tensors(arrays, names):
+    make = getattr(arrays, "_make", tuple)  # of a named tuple
+    return make(a if a is None else as_tensor(a, name) for a, name in zip(arrays, names, strict=True))
