@@ -54,7 +54,7 @@ def group_gemm_mxfp4(
     offs : tensor [groups], int32, optional
         End of each group's rows; replaces seqlens and cu_seqlens.
     out : tensor, optional
-        Contiguous output. The call then neither allocates nor synchronises.
+        Contiguous, 16-byte aligned output. The call then neither allocates nor synchronises.
     gather_indices : tensor [total], int32, optional
         Row i of the GEMM uses row ``gather_indices[i]`` of x, and zeros if that is out of bounds.
     bias : tensor [groups, n], bfloat16 or float32, optional
@@ -144,7 +144,7 @@ def group_gemm_silu_and_mul_mxfp4(
     offs : tensor [groups], int32, optional
         End of each group's rows; replaces seqlens and cu_seqlens.
     out : tensor, optional
-        Contiguous output.
+        Contiguous, 16-byte aligned output.
     gather_indices : tensor [total], int32, optional
         Row i of the GEMM uses row ``gather_indices[i]`` of x.
     bias : tensor [groups, n], bfloat16 or float32, optional
