@@ -37,6 +37,7 @@ class GemmTensors(NamedTuple):
     m_indices: Any
 
 
+NAMES = GemmTensors._fields
 PLAIN = GemmOptions()
 
 

@@ -10,9 +10,8 @@ from moe_numba import simulator
 from moe_numba.ptx.capability import OLDEST
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.device import UnsupportedDeviceError
-from moe_numba.runtime.dlpack import as_tensor
-
-_FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
+from moe_numba.runtime.dlpack import as_tensor, is_fake_mode
+from moe_numba.runtime.dlpack import check_has_memory as check_has_memory
 
 
 def check_device(device, name, capability=OLDEST):
@@ -42,11 +41,11 @@ def check_device(device, name, capability=OLDEST):
 
 def is_fake(device):
     """Whether tensors on a device have no data: it is the meta device, or FakeTensorMode is active."""
-    return torch._C._get_dispatch_mode(_FAKE_MODE) is not None or device.type == "meta"
+    return is_fake_mode() or device.type == "meta"
 
 
 def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, aligned=False, device=None):
-    """Refuse a tensor that is not as described.
+    """Refuse a tensor that is not as described, and a negated view (``tensor.is_neg()``).
 
     Parameters
     ----------
@@ -82,6 +81,8 @@ def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, alig
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}{strides}; it must be {wanted}")
     elif contiguous and not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
+    if tensor.is_neg():
+        raise ValueError(f"{name} is a negated view, whose memory has the opposite sign; use {name}.resolve_neg()")
     if aligned:
         check_aligned(name, tensor)
     if device is not None and tensor.device != device[0]:
@@ -113,16 +114,6 @@ def vector_strides(name, tensor):
                 "but must be a multiple of 16, positive and below 2^40"
             )
     return strides
-
-
-def check_has_memory(name, tensor):
-    """Refuse a tensor without data: a FakeTensor, as under torch.compile, one on the meta device or one of vmap."""
-    try:
-        has_memory = tensor.untyped_storage().device.type != "meta"
-    except NotImplementedError:
-        has_memory = False
-    if not has_memory:
-        raise TypeError(f"{name} is a {type(tensor).__name__} without memory; it must be a tensor with data")
 
 
 def check_int(name, value, least=None, most=None):

@@ -138,6 +138,7 @@ CALLS = {
     "weighted_sum:shared": lambda: ((bf16(6, 64), ids(3, 2), torch.rand(3, 2), bf16(3, 64)), {}),
     "silu_and_mul": lambda: ((bf16(3, 32),), {}),
     "per_token_quant_fp8": lambda: ((bf16(3, 32), None, int32(0, 1, 2, 3, 4, 5).view(3, 2), True), {}),
+    "per_token_quant_fp8:scale": lambda: ((bf16(3, 32), torch.rand(1)), {}),
     "silu_and_mul_quant_fp8": lambda: ((bf16(3, 64), torch.rand(1)), dict(activation="swigluoai", limit=2.0)),
     "fused_experts": lambda: ((bf16(3, 64), bf16(8, 128, 64), bf16(8, 64, 64), torch.rand(3, 2), ids(3, 2)), {}),
     "fused_moe": lambda: ((bf16(3, 64), torch.randn(3, 8), torch.randn(8), bf16(8, 128, 64), bf16(8, 64, 64), 2), {}),
@@ -451,6 +452,62 @@ def test_tensors_that_require_grad_are_refused(which, name, device):
         assert equal(function(*args), wanted) and equal(op(*args), wanted) and equal(traced[0](), wanted)
     args[which] = args[which].detach()
     assert equal(function(*args), wanted)
+
+
+WITHOUT_BACKWARD = [c for c in CALLS if c.startswith(("group_gemm", "k_grouped", "per_token", "silu_and_mul_quant"))]
+
+
+@pytest.mark.parametrize("case", WITHOUT_BACKWARD)
+def test_every_tensor_that_requires_grad_is_refused(case, device):
+    function, _, args, kwargs = call_of(case, device)
+    name = function.__name__
+    arguments = {} if name == "group_gemm_bf16" else inspect.signature(function).bind(*args, **kwargs).arguments
+    for argument, tensor in arguments.items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            with pytest.raises(ValueError, match=f"^{argument} requires grad; {name} has no backward"):
+                function(**arguments | {argument: tensor.detach().requires_grad_()})
+
+
+@each_function
+def test_outputs_that_require_grad_are_refused(case, device):
+    function, op, args, kwargs = call_of(case, device)
+    wanted = function(*args, **kwargs)
+    for i in (i for i, tensor in enumerate(as_list(wanted)) if tensor.is_floating_point()):
+        out = as_list(empty_like(wanted))
+        out[i].requires_grad_()
+        name, out = ("out", out[0]) if isinstance(wanted, torch.Tensor) else (f"out[{i}]", tuple(out))
+        for call in (function, op.out):
+            with pytest.raises(ValueError, match=re.escape(f"{name} requires grad")):
+                call(*args, **kwargs, out=out)
+        with torch.no_grad():
+            assert equal(function(*args, **kwargs, out=out), wanted)
+
+
+@each_function
+def test_writing_to_out_counts_as_a_modification(case, device):
+    """Otherwise a backward that needs the former contents would compute wrong gradients."""
+    function, op, args, kwargs = call_of(case, device)
+    wanted = function(*args, **kwargs)
+
+    def new():
+        out = empty_like(wanted)
+        return tuple(out) if isinstance(out, list) else out
+
+    for call in (function, op.out):
+        out = new()
+        call(*args, **kwargs, out=out)
+        assert all(tensor._version > 0 for tensor in as_list(out))
+    with torch.inference_mode():  # whose tensors have no version
+        function(*args, **kwargs, out=new())
+
+
+def test_a_backward_that_needs_what_out_had_is_refused(device):
+    x, weight = torch.randn(3, 136, device=device), torch.ones(3, 136, device=device, requires_grad=True)
+    values, scales = (t.clone() for t in moe_numba.per_token_cast_to_fp8(x))
+    loss = (weight[:, :2] * scales).sum()
+    moe_numba.per_token_cast_to_fp8(2 * x, out=(values, scales))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_derivatives_of_torch_func_are_refused(device):
