@@ -7,7 +7,7 @@ import torch
 from moe_numba.expert_parallel import low_latency_checks as checks
 from moe_numba.expert_parallel.events import EventOverlap
 from moe_numba.expert_parallel.low_latency_base import LowLatencyBase, scales_format
-from moe_numba.expert_parallel.low_latency_exchange import LowLatencyCombine, LowLatencyDispatch
+from moe_numba.expert_parallel.low_latency_exchange import SEND, LowLatencyCombine, LowLatencyDispatch
 from moe_numba.runtime.validate import check_flag
 
 
@@ -119,6 +119,7 @@ class LowLatencyBuffer(LowLatencyBase):
             exchange.launch(
                 x, topk_idx, None, out, phase, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
             )
+            checks.set_received(out.slot_rows, phase != SEND)
 
         event, hook = self._run(launch, async_finish, return_recv_hook, x, topk_idx, *out)
         handle = out.src_info, out.layout_range, shape.max_tokens, shape.hidden, shape.num_experts, out.slot_rows
@@ -148,7 +149,8 @@ class LowLatencyBuffer(LowLatencyBase):
             As for the dispatch.
         topk_weights : torch.Tensor [tokens, topk], float32
         handle : tuple
-            From `low_latency_dispatch`. A handle may be used more than once.
+            From `low_latency_dispatch`. A handle may be used more than once. A token is NaN if one of its rows has a
+            number in the handle that is beyond ``x``.
         use_logfmt : bool
             Must be False; ``use_fp8`` has a similar purpose.
         zero_copy : bool
@@ -178,7 +180,7 @@ class LowLatencyBuffer(LowLatencyBase):
         Raises
         ------
         ValueError, TypeError, TimeoutError, RuntimeError
-            As from `low_latency_dispatch`.
+            As from `low_latency_dispatch`. RuntimeError also if the dispatch returned a hook that was not called.
 
         Notes
         -----
@@ -193,6 +195,7 @@ class LowLatencyBuffer(LowLatencyBase):
             LowLatencyCombine, x, topk_idx, max_tokens, num_experts, hidden, combines_fp8=combines_fp8
         )
         checks.check_combine(exchange, x, slot_rows, topk_idx, topk_weights)
+        checks.check_received(slot_rows)
         checks.check_statistics(
             "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, torch.int64, self.group_size, self._device
         )

@@ -186,6 +186,17 @@ def check_combined(out, tokens, hidden, device):
     _check("out", out, torch.bfloat16, (tokens, hidden), device, 16)
 
 
+def set_received(slot_rows, is_received):
+    """Note for `check_received` whether the kernel that writes the rows of a handle was launched."""
+    slot_rows._is_received = is_received
+
+
+def check_received(slot_rows):
+    """Refuse the rows of a handle whose hook was not called: nothing has been written to them."""
+    if not getattr(slot_rows, "_is_received", True):
+        raise RuntimeError("handle's rows have not been received; call the hook that low_latency_dispatch returned")
+
+
 def check_handle(handle):
     """Return the parts of a handle of low_latency_dispatch."""
     if not isinstance(handle, tuple) or len(handle) != 6 or not isinstance(handle[5], torch.Tensor):

@@ -554,6 +554,73 @@ def test_a_masked_rank():
     run(3, work, timeout=20)
 
 
+# Rows that were not received
+
+
+def combine_wrong_rows(protocol, expert_major, beyond):
+    """Combine with row numbers on rank 0 that are ``beyond`` rows behind its last one; other ranks' tokens are right.
+
+    Without a timeout, a token is NaN if it has an expert on rank 0.
+    """
+    inputs = make_round([TOKENS, TOKENS], 1)
+
+    def work(buffer, rank):
+        plan = buffer.low_latency(TOKENS, HIDDEN, 4, 2, protocol=protocol, expert_major=expert_major, num_sms=SMS)
+        x, ids, weights = on_device(buffer, [part[rank] for part in inputs])
+        got = plan.dispatch(x, ids, None if expert_major else weights)
+        y = torch.ones(got.x.shape, dtype=torch.bfloat16, device=x.device)
+        synchronize(buffer)
+        if rank == 0:
+            last = y.shape[:-1].numel() - 1
+            got.slot_rows.masked_fill_(got.slot_rows >= 0, last + beyond)
+        out = plan.combine(y, ids, weights if expert_major else None)
+        buffer.check(synchronize=True)
+        on_rank_0 = ((ids >= 0) & (ids < 2)).any(1)
+        assert on_rank_0.any() and not on_rank_0.all()
+        assert torch.equal(out.isnan().all(1), on_rank_0) and torch.equal(out.isnan().any(1), on_rank_0)
+        plan.close()
+
+    run(2, work)
+
+
+@simulated
+@pytest.mark.parametrize("beyond", [1, (1 << 31) - 1 - 64])
+@pytest.mark.parametrize("expert_major", [True, False])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_row_numbers_beyond_x(protocol, expert_major, beyond):
+    combine_wrong_rows(protocol, expert_major, beyond)
+
+
+@simulated
+@pytest.mark.parametrize("expert_major", [True, False])
+def test_a_combine_that_trusts_row_numbers_is_rejected(expert_major, monkeypatch):
+    make = "make_low_latency_combine"
+    wrong = changed_maker(low_latency_combine, make, low_latency_combine, "row < num_rows", "row < num_rows + 1")
+    monkeypatch.setattr(low_latency_combine, make, wrong)
+    with pytest.raises(simulator.OutOfBounds):
+        combine_wrong_rows("lamport", expert_major, 1)
+
+
+def test_a_combine_before_rows_are_received_is_refused():
+    """Before the first dispatch of a pair, and before the hook of a dispatch was called."""
+
+    def work(buffer, rank):
+        inputs = make_round([TOKENS, TOKENS], 0)
+        x, ids, weights = on_device(buffer, [part[rank] for part in inputs])
+        plan = buffer.low_latency(TOKENS, HIDDEN, 4, 2, num_sms=SMS)
+        refused(RuntimeError, "called before the first dispatch", plan.combine, plan.received.x, ids, weights)
+        exchange_packed(buffer, rank, plan, inputs)
+        plan.close()
+        recv_x, _, handle, _, receive = buffer.low_latency_dispatch(
+            x, ids, TOKENS, 4, use_fp8=False, return_recv_hook=True
+        )
+        refused(RuntimeError, "call the hook", buffer.low_latency_combine, recv_x, ids, weights, handle)
+        receive()
+        buffer.low_latency_combine(recv_x, ids, weights, handle)
+
+    run(2, work)
+
+
 # Arguments
 
 
