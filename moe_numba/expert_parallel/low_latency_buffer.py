@@ -8,6 +8,7 @@ from moe_numba.expert_parallel import low_latency_checks as checks
 from moe_numba.expert_parallel.events import EventOverlap
 from moe_numba.expert_parallel.low_latency_base import LowLatencyBase, scales_format
 from moe_numba.expert_parallel.low_latency_exchange import SEND, LowLatencyCombine, LowLatencyDispatch
+from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.validate import check_flag
 
 
@@ -62,8 +63,8 @@ class LowLatencyBuffer(LowLatencyBase):
         async_finish : bool
             Do not make the current stream wait for the call; the returned event marks its end.
         return_recv_hook : bool
-            Only send; the returned hook receives, on the stream that is current when it is called. Between the two no
-            SM is in use.
+            Only send; the returned hook receives, once, on the stream that is current when it is called. Between the
+            two no SM is in use. Not in a prepared call, which could not receive again.
 
         Returns
         -------
@@ -229,3 +230,5 @@ class LowLatencyBuffer(LowLatencyBase):
 def _check_phases(async_finish, return_recv_hook):
     if check_flag("async_finish", async_finish) and check_flag("return_recv_hook", return_recv_hook):
         raise ValueError("async_finish and return_recv_hook are both True; at most one of them is allowed")
+    if return_recv_hook:
+        refuse_recording("return_recv_hook is True; it must be False in a prepared call, because a hook receives once")

@@ -623,6 +623,8 @@ def test_a_combine_before_rows_are_received_is_refused():
 
 # Arguments
 
+NO_HOOK = "return_recv_hook is True; it must be False in a prepared call"
+
 
 def test_refused_dispatch():
     both = dict(async_finish=True, return_recv_hook=True)
@@ -650,6 +652,8 @@ def test_refused_dispatch():
             (ValueError, "dispatch_wait_recv_cost_stats has shape", (x, ids, 2, 4, None, eight), {}),
         ):
             refused(error, match, buffer.low_latency_dispatch, *arguments, **{"use_fp8": False, **options})
+        arguments, options = (x, ids, 2, 4), dict(use_fp8=False, return_recv_hook=True)
+        refused(ValueError, NO_HOOK, prepare, buffer.low_latency_dispatch, *arguments, **options)
         mask = zeros(2, dtype=torch.int32)
         refused(ValueError, "rank_to_mask is 1; 0 to 0", buffer.low_latency_update_mask_buffer, 1)
         refused(ValueError, "mask_status has shape", buffer.low_latency_query_mask_buffer, mask)
@@ -671,6 +675,8 @@ def test_refused_combine():
             (TypeError, "out is torch.float32", (recv_x, ids, weights, handle), dict(out=x.float())),
         ):
             refused(error, match, buffer.low_latency_combine, *arguments, **options)
+        arguments, options = (recv_x, ids, weights, handle), dict(return_recv_hook=True)
+        refused(ValueError, NO_HOOK, prepare, buffer.low_latency_combine, *arguments, **options)
 
     run(1, work)
 
