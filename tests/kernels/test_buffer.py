@@ -254,6 +254,31 @@ def test_inconsistent_counts():
 
 
 @pytest.mark.intended_races("after an abort, several CTAs overwrite the same rows")
+@pytest.mark.parametrize("options", [{}, dict(num_worst_tokens=8)])
+@pytest.mark.parametrize("count", [-5, 4 * 32 + 1, (1 << 31) - 1])
+def test_impossible_counts_of_experts(count, options):
+    """4 tokens have at most 4 * 32 experts. All ranks raise an error, in that call or in the next one."""
+    inputs = make_inputs([4, 4])
+
+    def work(buffer, rank):
+        device = buffer.transport.device
+        x, idx = to_device(device, inputs.x[rank]), to_device(device, inputs.topk_idx[rank])
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(idx, inputs.experts)
+        layout = dict(num_tokens_per_rank=per_rank, is_token_in_rank=is_in_rank, config=SMALL, **options)
+        per_expert[1] = 4 * 32
+        buffer.dispatch(x, num_tokens_per_expert=per_expert, **layout)
+        if rank == 0:
+            per_expert[3] = count
+        sentence = f"on rank 0 num_tokens_per_expert has {count} tokens for an expert of rank 1; it must be 0 to 128"
+        with pytest.raises(ValueError, match=sentence):
+            buffer.dispatch(x, num_tokens_per_expert=per_expert, **layout)
+            buffer.check(synchronize=True)
+        refused(ValueError, sentence, buffer.check)
+
+    run(2, work, timeout=SHORT_TIMEOUT)
+
+
+@pytest.mark.intended_races("after an abort, several CTAs overwrite the same rows")
 def test_more_rows_than_num_worst_tokens():
     inputs = make_inputs([9, 9], only=0)
 
