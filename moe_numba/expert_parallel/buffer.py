@@ -48,7 +48,8 @@ class Buffer(LowLatencyBuffer):
         contradict each other, if an expert's count is negative or more than 32 times the tokens, if more rows arrive
         than an output can hold, or if the format of the rows, the number of experts or the configuration of a dispatch
         differs between ranks. All ranks raise such a difference: in the same call if its host waits for the counts,
-        otherwise in the next one. Other errors that a kernel detects are raised by the next call at the latest.
+        otherwise in the next one. Other errors that a kernel detects are raised by the next call at the latest. Calls
+        have no backward: a tensor that requires grad is a ValueError in grad mode.
     TimeoutError
         A rank did not arrive: from the call that waited for its counts, otherwise from the next call.
     RuntimeError

@@ -79,7 +79,7 @@ class LowLatency:
         Raises
         ------
         ValueError, TypeError
-            An argument is invalid; the message names it, its value and what is allowed.
+            An argument is invalid, or requires grad; the message names it, its value and what is allowed.
         TimeoutError
             An earlier low-latency call has timed out, and the buffer is without ``enable_shrink``.
         RuntimeError

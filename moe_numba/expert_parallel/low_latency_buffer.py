@@ -84,7 +84,7 @@ class LowLatencyBuffer(LowLatencyBase):
         Raises
         ------
         ValueError, TypeError
-            An argument is invalid; the message names it, its value and what is allowed.
+            An argument is invalid, or requires grad; the message names it, its value and what is allowed.
         TimeoutError
             An earlier low-latency call has waited for a rank longer than ``timeout``, and the buffer is without
             ``enable_shrink``. In that call, tokens that the rank was part of become NaN; no row is counted.

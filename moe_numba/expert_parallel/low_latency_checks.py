@@ -7,7 +7,14 @@ from moe_numba.expert_parallel.config import TOPK_IDX_POINTERS
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_TOPK
 from moe_numba.expert_parallel.kernels.low_latency_layout import MAX_LOCAL_EXPERTS, SCALE_GROUP
 from moe_numba.runtime.launch import address
-from moe_numba.runtime.validate import check_aligned, check_choice, check_has_memory, check_int, check_tensor
+from moe_numba.runtime.validate import (
+    check_aligned,
+    check_choice,
+    check_has_memory,
+    check_int,
+    check_no_grad,
+    check_tensor,
+)
 
 PROTOCOLS = "lamport", "flags"
 _MAX_TOKENS, _MAX_HIDDEN, _MAX_WORDS = 1 << 16, 1 << 16, (1 << 31) - 1
@@ -59,7 +66,7 @@ def check_shape(shape, shared_bytes):
 
 
 def _check(name, tensor, dtype, shape, device, alignment=4):
-    """Refuse what is not a contiguous tensor of this dtype, shape and device."""
+    """Refuse what is not a contiguous tensor of this dtype, shape and device, or requires grad."""
     if (
         type(tensor) is torch.Tensor
         and tensor.dtype is dtype
@@ -67,13 +74,16 @@ def _check(name, tensor, dtype, shape, device, alignment=4):
         and tensor.device == device
         and tensor.is_contiguous()
         and tensor.data_ptr() % alignment == 0
+        and not tensor.requires_grad
     ):
         return
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor {tuple(shape)} of {dtype}")
     check_tensor(name, tensor, dtype=dtype, shape=tuple(shape), contiguous=True, device=(device, "the buffer"))
     check_has_memory(name, tensor)
-    check_aligned(name, tensor)
+    check_no_grad(name, tensor, "Buffer")
+    if tensor.data_ptr() % alignment:
+        check_aligned(name, tensor)
 
 
 def make_addresses_of(shape, input_shape, topk_idx_dtype, has_weights, device, placeholder):
@@ -105,6 +115,7 @@ def make_addresses_of(shape, input_shape, topk_idx_dtype, has_weights, device, p
             and x.get_device() == topk_idx.get_device() == index
             and x.is_contiguous()
             and topk_idx.is_contiguous()
+            and not x.requires_grad
         ):
             return None
         rows, experts, weights = x.data_ptr(), topk_idx.data_ptr(), placeholder
@@ -115,6 +126,7 @@ def make_addresses_of(shape, input_shape, topk_idx_dtype, has_weights, device, p
                 and topk_weights.shape == size
                 and topk_weights.get_device() == index
                 and topk_weights.is_contiguous()
+                and not topk_weights.requires_grad
                 and (weights := topk_weights.data_ptr())
             ):
                 return None

@@ -382,6 +382,33 @@ def test_invalid_arguments():
     run(2, work)
 
 
+def test_tensors_that_require_grad():
+    """Their gradients would be lost; without grad mode, as in an autograd.Function, they are accepted."""
+    inputs = make_inputs([4])
+
+    def work(buffer, rank):
+        device = buffer.transport.device
+        x, idx, weights = (to_device(device, part[rank]) for part in inputs[:3])
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(idx, inputs.experts)
+        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank)
+        options = dict(topk_idx=idx, config=SMALL) | layout
+        rows, _, received, _, handle, _ = buffer.dispatch(x, topk_weights=weights, **options)
+        wants = lambda tensor: tensor.clone().requires_grad_()
+        for name, call in (
+            ("x", lambda: buffer.dispatch(wants(x), topk_weights=weights, **options)),
+            ("x's scales", lambda: buffer.dispatch((x.to(FP8), wants(x.float())[:, :1]), **layout, config=SMALL)),
+            ("topk_weights", lambda: buffer.dispatch(x, topk_weights=wants(weights), **options)),
+            ("x", lambda: buffer.combine(wants(rows), handle, config=SMALL)),
+            ("topk_weights", lambda: buffer.combine(rows, handle, wants(received), config=SMALL)),
+            ("bias 1", lambda: buffer.combine(rows, handle, bias=(x, wants(x)), config=SMALL)),
+        ):
+            refused(ValueError, f"{name} requires grad; Buffer has no backward: use torch.no_grad", call)
+            with torch.no_grad():
+                call()
+
+    run(1, work)
+
+
 def test_config():
     assert Config(24, 6, 28).num_max_nvl_chunked_recv_tokens == 28
     for wrong, error in [((3,), "num_sms is 3"), ((0,), "num_sms is 0"), ((134,), "num_sms is 134")]:

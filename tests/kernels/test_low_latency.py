@@ -681,6 +681,34 @@ def test_refused_combine():
     run(1, work)
 
 
+def test_tensors_that_require_grad():
+    """They are accepted without grad mode."""
+
+    def work(buffer, rank):
+        device = buffer.transport.device
+        x, ids = torch.zeros(2, 8, device=device).bfloat16(), torch.zeros(2, 2, dtype=torch.int64, device=device)
+        weights = torch.ones(2, 2, device=device)
+        pair = buffer.low_latency(2, 8, 4, 2, num_sms=SMS)
+        y = pair.dispatch(x, ids).x.clone()
+        handle = buffer.low_latency_dispatch(x, ids, 2, 4, use_fp8=False)[2]
+        wants = lambda tensor: tensor.clone().requires_grad_()
+        for name, call in (
+            ("x", lambda: pair.dispatch(wants(x), ids)),
+            ("x", lambda: pair.combine(wants(y), ids, weights)),
+            ("topk_weights", lambda: pair.combine(y, ids, wants(weights))),
+            ("x", lambda: buffer.low_latency_dispatch(wants(x), ids, 2, 4, use_fp8=False)),
+            ("x", lambda: buffer.low_latency_combine(wants(y), ids, weights, handle)),
+            ("topk_weights", lambda: buffer.low_latency_combine(y, ids, wants(weights), handle)),
+            ("out", lambda: buffer.low_latency_combine(y, ids, weights, handle, out=wants(x))),
+        ):
+            refused(ValueError, f"{name} requires grad; Buffer has no backward: use torch.no_grad", call)
+            with torch.no_grad():
+                call()
+        pair.close()
+
+    run(1, work)
+
+
 def test_refused_plans():
     def work(buffer, rank):
         zeros = lambda *size, dtype=torch.float32: torch.zeros(size, dtype=dtype, device=buffer.transport.device)
