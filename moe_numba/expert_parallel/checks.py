@@ -18,7 +18,7 @@ _BOOL, _INT32, _FLOAT32, _TOPK_IDX = (torch.bool,), (torch.int32,), (torch.float
 
 def check_timeout(seconds):
     """Refuse a timeout that is not a finite positive number of seconds."""
-    if not isinstance(seconds, (int, float)):
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise TypeError(f"timeout is {seconds!r}; it must be a number of seconds")
     if not 0 < seconds < 1e9:
         raise ValueError(f"timeout is {seconds} seconds; it must be more than 0 and less than 1e9")
@@ -234,6 +234,8 @@ def check_ready(ready, topk_weights, rows, device):
     """Check the flags of rows that another kernel computes while combine runs."""
     if topk_weights is not None:
         raise ValueError("ready is given, and so is topk_weights; only one of them is allowed")
+    if not isinstance(ready, torch.Tensor):
+        raise TypeError(f"ready is {type(ready).__name__}; it must be a tensor")
     check_tensor("ready", ready, dtype=torch.int32, contiguous=True, device=(device, "the buffer"))
     if ready.dim() != 1 or len(ready) < rows:
         raise ValueError(f"ready has shape {tuple(ready.shape)}; it must have one dimension and {rows} rows or more")

@@ -221,6 +221,7 @@ class LowLatencyBuffer(LowLatencyBase):
         key = max_tokens, hidden, num_experts, slot_rows.shape[1]
         tensor = self._combine_inputs.get(key)
         if tensor is None:
+            checks.check_sizes(self.group_size, max_tokens, hidden, slot_rows.shape[1], num_experts, None)
             size = num_experts // self.group_size, self.group_size * max_tokens, hidden
             tensor = torch.zeros(size, dtype=torch.bfloat16, device=self._device)
             self._combine_inputs[key] = tensor

@@ -193,6 +193,11 @@ def check_statistics(name, tensor, dtype, size, device):
         _check(name, tensor, dtype, (size,), device, dtype.itemsize)
 
 
+def check_mask_status(tensor, num_ranks, device):
+    """Check the tensor that the mask of the ranks is written to."""
+    _check("mask_status", tensor, torch.int32, (num_ranks,), device)
+
+
 def check_combined(out, tokens, hidden, device):
     """Check the ``out`` of a combine."""
     _check("out", out, torch.bfloat16, (tokens, hidden), device, 16)
@@ -211,6 +216,12 @@ def check_received(slot_rows):
 
 def check_handle(handle):
     """Return the parts of a handle of low_latency_dispatch."""
-    if not isinstance(handle, tuple) or len(handle) != 6 or not isinstance(handle[5], torch.Tensor):
+    if not (
+        isinstance(handle, tuple)
+        and len(handle) == 6
+        and type(handle[2]) is type(handle[3]) is type(handle[4]) is int
+        and isinstance(handle[5], torch.Tensor)
+        and handle[5].dim() == 2
+    ):
         raise ValueError(f"handle is {type(handle).__name__}; it must be the tuple of 6 from low_latency_dispatch")
     return handle

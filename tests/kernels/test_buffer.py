@@ -350,6 +350,18 @@ def test_invalid_arguments():
         refused(TypeError, "config is 24", buffer.dispatch, x, **layout, config=24)
         refused(TypeError, "config is 24", buffer.combine, given[0], handle, config=24)
         refused(ValueError, "offset is -4", buffer.get_local_buffer_tensor, torch.int32, offset=-4)
+        refused(TypeError, "dtype is 'f32'; it must be a torch.dtype", buffer.get_local_buffer_tensor, "f32")
+        refused(TypeError, "size is 5; it must be a tuple", buffer.get_local_buffer_tensor, torch.int32, 5)
+        refused(
+            ValueError, r"size\[0\] is -1; it must be 0 or more", buffer.get_local_buffer_tensor, torch.int32, (-1,)
+        )
+        refused(
+            TypeError, r"size\[1\] is 2.0; it must be an int", buffer.get_local_buffer_tensor, torch.int32, (2, 2.0)
+        )
+        refused(TypeError, "ready is list; it must be a tensor", buffer.combine, given[0], handle, ready=[1])
+        for name in ("async_finish", "allocate_on_comm_stream"):
+            refused(TypeError, f"{name} is 'yes'", buffer.combine, given[0], handle, config=SMALL, **{name: "yes"})
+            refused(TypeError, f"{name} is 'yes'", buffer.get_dispatch_layout, idx, inputs.experts, **{name: "yes"})
         refused(ValueError, "is_token_in_rank has shape", buffer.dispatch, x[:2], handle)
         refused(TypeError, "tuple of 6", buffer.dispatch, x, handle[:5])
         number = handle[0][0, 0]  # a 0-d tensor
@@ -430,6 +442,9 @@ def test_invalid_buffer_arguments():
             with pytest.raises(ValueError, match=error):
                 Buffer(transport, **wrong)
         refused(TypeError, "timeout is '9'", Buffer, transport, 256, timeout="9")
+        refused(TypeError, "timeout is True", Buffer, transport, 256, timeout=True)
+        for name in ("low_latency_mode", "enable_shrink"):
+            refused(TypeError, f"{name} is 'no'; it must be True or False", Buffer, transport, 256, **{name: "no"})
         for seconds in (0, -1.0, float("inf"), float("nan")):
             refused(ValueError, "timeout is", Buffer, transport, 256, timeout=seconds)
 

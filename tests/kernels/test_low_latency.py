@@ -634,6 +634,8 @@ def test_refused_dispatch():
         x, ids, eight = zeros(2, 8, dtype=torch.bfloat16), zeros(2, 2), zeros(4)
         for error, match, arguments, options in (
             (TypeError, "x is list; it must be a tensor", ([1], ids, 2, 4), {}),
+            (ValueError, r"x has shape \(\); it must have two", (x[0, 0], ids, 2, 4), {}),
+            (ValueError, r"topk_idx has shape \(\); it must have two", (x, ids[0, 0], 2, 4), {}),
             (TypeError, "topk_idx is torch.uint8; it must be torch.int64 or torch.int32", (x, ids.byte(), 2, 4), {}),
             (TypeError, "x is torch.float32; it must be torch.bfloat16", (x.float(), ids, 2, 4), {}),
             (ValueError, "x has 2 tokens; at most 1", (x, ids, 1, 4), {}),
@@ -654,6 +656,24 @@ def test_refused_dispatch():
             refused(error, match, buffer.low_latency_dispatch, *arguments, **{"use_fp8": False, **options})
         arguments, options = (x, ids, 2, 4), dict(use_fp8=False, return_recv_hook=True)
         refused(ValueError, NO_HOOK, prepare, buffer.low_latency_dispatch, *arguments, **options)
+        buffer.low_latency_dispatch(x, ids, 2, 4, use_fp8=False)  # what follows would find its exchange
+        for name, sizes in (("num_max_dispatch_tokens_per_rank", (2.0, 4)), ("num_experts", (2, 4.0))):
+            refused(
+                TypeError,
+                f"{name} is .*; it must be an int",
+                buffer.low_latency_dispatch,
+                x,
+                ids,
+                *sizes,
+                use_fp8=False,
+            )
+        for name, sizes in (
+            ("num_max_dispatch_tokens_per_rank", ("x", 8, 4)),
+            ("hidden", (2, None, 4)),
+            ("num_experts", (2, 8, 2.5)),
+        ):
+            refused(TypeError, f"{name} is .*; it must be an int", buffer.clean_low_latency_buffer, *sizes)
+        refused(TypeError, "mask_status is NoneType", buffer.low_latency_query_mask_buffer, None)
         mask = zeros(2, dtype=torch.int32)
         refused(ValueError, "rank_to_mask is 1; 0 to 0", buffer.low_latency_update_mask_buffer, 1)
         refused(ValueError, "mask_status has shape", buffer.low_latency_query_mask_buffer, mask)
@@ -669,12 +689,23 @@ def test_refused_combine():
         for error, match, arguments, options in (
             (ValueError, "use_logfmt is True; it must be False", (recv_x, ids, weights, handle), dict(use_logfmt=True)),
             (ValueError, "handle is tuple; it must be the tuple of 6", (recv_x, ids, weights, handle[:5]), {}),
+            (
+                ValueError,
+                "handle is tuple; it must be the",
+                (recv_x, ids, weights, (*handle[:2], 2.0, *handle[3:])),
+                {},
+            ),
             (ValueError, "x has shape", (recv_x[:1], ids, weights, handle), {}),
             (TypeError, "topk_weights is NoneType", (recv_x, ids, None, handle), {}),
             (ValueError, "topk_weights has shape", (recv_x, ids, weights[:1], handle), {}),
             (TypeError, "out is torch.float32", (recv_x, ids, weights, handle), dict(out=x.float())),
         ):
             refused(error, match, buffer.low_latency_combine, *arguments, **options)
+        numbers = *handle[:5], ids[0, 0]
+        refused(ValueError, "handle is tuple; it must be", buffer.get_next_low_latency_combine_buffer, numbers)
+        wrong = *handle[:2], -2, *handle[3:]
+        sentence = "num_max_dispatch_tokens_per_rank is -2"
+        refused(ValueError, sentence, buffer.get_next_low_latency_combine_buffer, wrong)
         arguments, options = (recv_x, ids, weights, handle), dict(return_recv_hook=True)
         refused(ValueError, NO_HOOK, prepare, buffer.low_latency_combine, *arguments, **options)
 
