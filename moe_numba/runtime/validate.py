@@ -202,3 +202,9 @@ def make_outputs(out, wanted, device, aligned=()):
         if name in aligned:
             check_aligned(f"out's {name}", tensor)
     return results
+
+
+def check_no_grad(name, tensor, function):
+    """Refuse a tensor that requires grad while grad mode is on; ``function`` names what has no backward."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires grad; {function} has no backward: use torch.no_grad() or detach()")
