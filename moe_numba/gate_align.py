@@ -335,7 +335,8 @@ def biased_grouped_topk_align(
     block_size, expert_map, pad_sorted_ids, ignore_invalid_experts
         See :func:`moe_numba.moe_align_block_size`.
     out : (topk_weights, topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad), optional
-        Tensors to write into. The call then neither allocates nor synchronises.
+        Tensors to write into, which must overlap neither an input nor each other. The call then neither allocates nor
+        synchronises.
 
     Returns
     -------
@@ -363,12 +364,12 @@ def biased_grouped_topk_align(
         block_size = check_int("block_size", block_size)
         pad_sorted_ids = check_flag("pad_sorted_ids", pad_sorted_ids)
         ignore_invalid_experts = check_flag("ignore_invalid_experts", ignore_invalid_experts)
-    limit = limit_argument(num_token_non_padded, x.device)
+    limit, limit_dtype = limit_argument(num_token_non_padded, x.device)
     expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
     gate_plan, bias = get_plan(
         x,
         bias,
-        num_token_non_padded,
+        limit_dtype,
         topk,
         renormalize,
         num_expert_group,

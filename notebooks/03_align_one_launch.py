@@ -91,10 +91,10 @@ say(
 # %% [markdown]
 # ## 1. The problem in one figure
 #
-# The function gets `topk_ids`, the experts that each token visits. An element of it is a **slot**: slot `s` belongs to
-# token `s // topk`. `sorted_token_ids` lists the slots by expert. The part of each expert is padded to whole **expert
-# blocks**, the row tiles of the grouped GEMM that follows, and `expert_ids` names the expert of each block. The arrays are
-# allocated for the worst case; their unused end is the **tail**.
+# The function gets `topk_ids`, the experts of each token. An element of it is a **slot**: slot `s` belongs to token
+# `s // topk`. `sorted_token_ids` lists the slots by expert. The part of each expert is padded to whole **expert
+# blocks**, the row tiles of the grouped GEMM that follows, and `expert_ids` names the expert of each block. The arrays
+# are allocated for the worst case; their unused end is the **tail**.
 
 # %%
 draw.two_launches()
@@ -107,8 +107,8 @@ draw.two_launches()
 # ## 2. The reference and the starting point
 #
 # All shapes are variables; try others. `wrong` compares the outputs with the package's torch reference, element by
-# element. Outputs are filled with -7 before each step. Only 0x5 is compared without the order and the tail, which it leaves
-# undefined.
+# element. Outputs are filled with -7 before each step. The order and the tail, which 0x5 leaves undefined, are not
+# compared for it.
 
 # %%
 SIMULATED = simulator.ENABLED
@@ -589,11 +589,11 @@ say(
 )
 
 # %% [markdown]
-# **Idea.** Numba follows Python's integer rules. `int32 + int32` is an `int64`; `//` rounds towards minus infinity and `%`
-# takes the divisor's sign; a negative index counts from the end of a shared array, so every signed index is tested. A GPU
-# has 32-bit integer units: a 64-bit addition takes two instructions, and a 64-bit division a long routine. `uint32(...)` around each
-# result tells the compiler that 32 bits suffice and that nothing is negative. `range` computes in 64 bits if an argument
-# is a Python integer, and always takes more instructions than a `while` with `uint32`.
+# **Idea.** Numba follows Python's integer rules. `int32 + int32` is an `int64`; `//` rounds towards minus infinity and
+# `%` takes the divisor's sign; a negative index counts from the end of a shared array, so every signed index is tested.
+# A GPU has 32-bit integer units: a 64-bit addition takes two instructions, and a 64-bit division a long routine.
+# `uint32(...)` around each result tells the compiler that 32 bits suffice and that nothing is negative. `range`
+# computes in 64 bits if an argument is a Python integer, and may take more instructions than a `while` with `uint32`.
 #
 # **Predicted gain.** `d` x slots / (32 x 4 x `f`), if issue limits the counting: `d` is the difference of instructions per
 # slot.
@@ -834,8 +834,8 @@ say(
 # **Bottleneck.** Each slot has three branches: one tests whether it exists, one whether it lies in an earlier chunk, one
 # skips the other addition. They also keep the compiler from interleaving the eight slots.
 #
-# **Idea.** Slots past the end go to an overflow bin, `num_experts`, which is dropped. `before` and `counts` become the two
-# halves of one array, so that the half is a number to be added, not a branch.
+# **Idea.** Slots past the end go to a **drop bin**, `num_experts`, which is not used. `before` and `counts` become the
+# two halves of one array, so that the half is a number to be added, not a branch.
 #
 # **Predicted gain.** As in step 2: `d` x slots / (32 x 4 x `f`). The next cell compiles both kernels for `d`.
 
@@ -906,7 +906,7 @@ step("drop bin", make_drop_bin, count_all, after="eight loads", predicted_gain_u
 # %% [markdown]
 # **Explanation.** Two kernels that end after `count` show what limits the counting now: one stores to the same words
 # instead of adding atomically, one computes ids instead of loading them. `wavefronts` counts how often shared memory is
-# accessed for one instruction of a warp: once for each word in the fullest of the 32 banks.
+# accessed for one instruction of a warp: once for each distinct word in the most-accessed bank.
 
 
 # %%
@@ -969,8 +969,8 @@ say(
 # **Bottleneck.** Each CTA counts all slots, which takes the share of the time that is printed above.
 #
 # **Idea.** Each CTA counts only its own chunk and stores its counts in a **workspace** in global memory. When all have
-# done so, each CTA adds up the counts of all CTAs, and separately those of earlier CTAs. With one slot per thread and CTA,
-# four more things change:
+# done so, each CTA adds up the counts of all CTAs, and separately those of earlier CTAs. With one slot per thread, four
+# more things change:
 #
 # - A CTA has as many threads as its chunk has slots (512 instead of 1024), at least one for each expert.
 # - A thread keeps its slot's id in the register `e` until `write`, instead of loading it three times.
@@ -992,11 +992,11 @@ draw.exchange_counts(ctas=3, experts=4)
 #   fit.
 # - **Order.** The counts must be visible to other SMs before the arrival is: a fence between the two, and another between
 #   the last poll and the loads of the counts.
-# - **The next use** finds the counter as this one left it. The last CTA could store 0, after another fence, while the
-#   others poll for 0, but with a second barrier in the kernel, a CTA that polls late would miss the 0. If each launch adds
-#   the number of CTAs and waits for the next multiple, the 32-bit counter overflows at some point (exercise 2). Here the
-#   CTAs together add `2**31`: CTA 0 adds `2**31` minus the number of others, these add 1 each. The top bit flips when the last one arrives, and the
-#   lower bits are 0 again.
+# - **The next use** finds the counter as this one left it. The last CTA could reset the counter to the 0 for which the
+#   others poll, but with a second barrier in the kernel a late poll would miss it. If each launch adds the number of
+#   CTAs and waits for the next multiple, the 32-bit counter overflows at some point (exercise 2). Here the CTAs
+#   together add `2**31`: CTA 0 adds `2**31` minus the number of others, these add 1 each. The top bit flips when the
+#   last one arrives, and the lower bits are 0 again.
 
 
 # %%
@@ -1200,10 +1200,10 @@ say(
 # **Bottleneck.** Before a CTA may load the first count it waits for a fence, for its own arrival, and for a poll that sees
 # the last arrival.
 #
-# **Idea.** Store each count and the number of this launch with one aligned 64-bit store, which no reader sees half done. A reader that finds the
-# right number knows that the count is there: it polls the data itself. **Decoupled look-back** (Merrill and Garland), the
-# scan of NVIDIA's CUB, publishes its sums like this. It then reads only earlier CTAs. Here every CTA must know the totals
-# of all experts before it can place a slot, so it reads all. The figure also shows step 7.
+# **Idea.** Store each count and the number of this launch with one aligned 64-bit store, which is atomic. A reader that
+# finds the right number knows that the count is there: it polls the data itself. **Decoupled look-back** (Merrill and
+# Garland), the scan of NVIDIA's CUB, publishes its sums like this. It then reads only earlier CTAs. Here every CTA must
+# know the totals of all experts before it can place a slot, so it reads all. The figure also shows step 7.
 
 # %%
 draw.count_words()
@@ -1233,8 +1233,8 @@ def chained_scan(values, prefix, flags):
 exercise("align_one_launch-3").check(chained_scan)
 
 # %% [markdown]
-# **Predicted gain.** `4 L - bytes / B_L2`: two fences, the atomic addition and the poll of the counter are no longer needed;
-# a count takes 8 bytes instead of 4.
+# **Predicted gain.** `4 L - bytes / B_L2`: two fences, the atomic addition and the poll of the counter are no longer
+# needed; but a count takes 8 bytes instead of 4, until step 7 packs two.
 
 # %%
 LAUNCHES, DONE = 0, 1  # in the workspace: launches so far, CTAs that have read all counts
@@ -1408,9 +1408,9 @@ say(
 exercise("align_one_launch-4").check((..., ..., ...))
 
 # %% [markdown]
-# **Predicted gain.** `(CTAs / 8 - 1) L + bytes / B_L2 - t_atomics`. One round of loads is left, and a count takes 4 bytes
-# instead of 8. Each thread adds 8 sums in shared memory; four lanes of a warp share a bank, so these take 8 x 4 clocks
-# per warp. The difference measured above is a second estimate: its one-round kernel loads an eighth of the bytes.
+# **Predicted gain.** `(CTAs / 8 - 1) L + bytes / B_L2 - t_atomics`. One round of loads is left, and a count takes 4
+# bytes instead of 8. Each thread adds 8 sums in shared memory; four lanes of a warp share a bank, so these take 8 x 4
+# clocks per warp.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1541,8 +1541,8 @@ say(
 # %% [markdown]
 # ### Step 8: rank while the counts arrive
 #
-# **Bottleneck.** From its own store to the last count that arrives, a CTA does nothing. Its slots' ranks within the chunk
-# need no counts of others, but are computed before (the bits) and after (the rank). The next cell removes both.
+# **Bottleneck.** From its own store until the last count arrives, a CTA is idle. Its slots' ranks within the chunk need
+# no counts of others, but are computed before (the bits) and after (the rank). The next cell removes both.
 
 
 # %%
@@ -1651,14 +1651,14 @@ say(
 # **Bottleneck.** The ranks, of which step 8 hides only a part: the masks of two experts are W words apart, for W warps, so
 # that many lanes of a load share a bank, and warp w loads w + 1 words.
 #
-# **Idea.** A warp ranks its own slots, in rounds of 32. Lanes with the same expert find each other through one mask per warp
-# and expert, and a counter per warp and expert holds what came before. Afterwards one thread per expert turns the counters
-# into sums over lower warps. `cuda.match_any_sync` returns the same mask without shared memory; the package uses it only
-# where the masks do not fit there.
+# **Idea.** A warp ranks its own slots, in rounds of 32. A mask per warp and expert has the bits of the lanes with that
+# expert, and a counter per warp and expert the number of earlier slots. Afterwards one thread per expert turns the
+# counters into sums over lower warps. `cuda.match_any_sync` returns the same mask without shared memory; the package
+# uses it only where the masks do not fit there.
 #
 # **Predicted gain.** `t_left - max(0, t_new - t_hidden)`: `t_left` is what the ranks still add, `t_hidden` what step 8
-# hides. For `t_new`, a rank loads two words. A thread per expert loads W counters together, in one latency of shared memory
-# (30 clocks), and stores W sums, a clock each: 2 W x `wavefronts(1)` + 30 + 2 W x experts / 32 clocks.
+# hides. For `t_new`, a rank loads two words. A thread per expert loads W counters together, in one latency of shared
+# memory (assumed: 30 clocks), and stores W sums, a clock each: 2 W x `wavefronts(1)` + 30 + 2 W x experts / 32 clocks.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1776,7 +1776,7 @@ say(
 # ### Step 10: half the CTAs, two slots per thread
 #
 # **Bottleneck.** Each CTA loads the counts of all CTAs, so the traffic grows with the square of their number. To
-# measure its cost, each CTA of a copy that ends after `exchange` loads only a quarter of the counts.
+# measure its cost, each CTA of a variant that ends after `exchange` loads only a quarter of the counts.
 
 # %%
 QUARTER = changed_source(add_up_packed, "uint32(cta + k * groups) < ctas:", "uint32(cta + k * groups) < ctas // 4:")
@@ -1834,14 +1834,14 @@ say(
 # **Bottleneck.** `start`: the launch, and the clearing of shared memory. Normally a kernel begins when the one before in the
 # stream has ended and its stores are visible.
 #
-# **Idea.** With **programmatic dependent launch** (Hopper and newer) the next kernel may start early: when all CTAs of this
-# one have executed `griddepcontrol.launch_dependents`, or have ended. It clears its shared memory meanwhile, and must
-# execute `griddepcontrol.wait` before it accesses memory that an earlier kernel writes or still reads: that waits until the
-# previous kernel has ended and its stores are visible. This kernel lets its successor start once it has read all counts.
-# When the successor starts, no CTA of this kernel waits for an SM any more, so the successor cannot take the SM of a CTA
-# that others poll. Older GPUs leave this step out.
+# **Idea.** With **programmatic dependent launch** (Hopper and newer) the next kernel may start early: when all CTAs of
+# this one have executed `griddepcontrol.launch_dependents`, or have ended. It clears its shared memory meanwhile, and
+# must execute `griddepcontrol.wait` before it accesses memory that an earlier kernel writes or still reads: that waits
+# until the previous kernel has ended and its stores are visible. This kernel lets its successor start once it has read
+# all counts. All CTAs of this kernel are resident by then, so the successor cannot take the SM of a CTA that others
+# poll. Older GPUs cannot do this.
 #
-# **Predicted gain.** `t_start - t_empty,dependent`: of `start` the dependent launch of an empty kernel remains.
+# **Predicted gain.** `t_start - t_empty,dependent`: `start` shrinks to the dependent launch of an empty kernel.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 early = changed_source(
@@ -1990,9 +1990,10 @@ say("Where the package is slower: {slower}.", slower=(", ".join(slower) or "nowh
 # %% [markdown]
 # ## 8. Fused with the gate
 #
-# During decoding, the gate and the alignment run one after the other for some 64 tokens. The ids pass through global memory
-# between two launches. A second ladder starts from two launches, each with a dependent launch where the GPU has it. The
-# gate is the device function of notebook 01's final kernel: one warp routes one token. The alignment is a simplified step 4 with one load at a time.
+# During decoding, the gate and the alignment run one after the other for about 64 tokens. The ids pass through global
+# memory between two launches. A second ladder starts from these, both dependent launches where the GPU supports them.
+# The gate is the device function of notebook 01's final kernel: one warp routes one token. The alignment is a
+# simplified step 4 with one load at a time.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 GROUPS = 8
@@ -2432,7 +2433,7 @@ fused.step("two functions", two_functions())
 fused.step("final", one_function(), after="two functions", predicted_gain_us=DEPENDENT_US)
 
 # %% [markdown]
-# **Explanation.** The two functions alone, and the call times, which count where no CUDA graph is used:
+# **Explanation.** The two functions alone, and the call times, which matter without a CUDA graph:
 
 # %%
 logits, outputs = LOGITS[FEW_TOKENS], routed_outputs(FEW_TOKENS)

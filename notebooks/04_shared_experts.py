@@ -19,7 +19,7 @@
 # 256, which every token chooses as its ninth, it becomes part of one grouped GEMM.
 #
 # This notebook follows an article about this fusion in SGLang ([PR
-# 4918](https://github.com/sgl-project/sglang/pull/4918)), after an idea by DiegoD94 for vLLM (section 13). No CUDA code
+# 4918](https://github.com/sgl-project/sglang/pull/4918)), after an idea by DiegoD94 for vLLM (section 12). No CUDA code
 # had to change there, because SGLang's `moe_align_block_size` already supported more than 256 experts.
 #
 # The subject is what a change is worth: which work stays the same, which is saved, and how much of an end-to-end gain
@@ -56,6 +56,7 @@ from moe_numba.course.bench.layer_figure import layer_bars
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics.shared_experts import GATES, layer_times
 from moe_numba.course.draw import shared_experts as draw
+from moe_numba.course.exercises import exercise
 from moe_numba.course.ladder import Ladder
 from moe_numba.gate.reference import biased_grouped_topk as reference_gate
 from moe_numba.runtime.launch import launch
@@ -174,6 +175,15 @@ for name, (weights, ids) in FUSIONS.items():
     WRONG[name] = mismatch(after, before, torch.float32 if "float32" in name else torch.float64)
     print(f"{name:<36} relative error {error:.1e}: {WRONG[name] or 'right'}")
 assert all(bool(wrong) == name.startswith("wrong") for name, wrong in WRONG.items())
+
+# %% [markdown]
+# **Exercise 1.** Write `nine_weights(weights, s, renormalize, scaled)`, from `[tokens, 8]` to `[tokens, 9]`. With
+# `renormalize` the eight weights are first divided by their sum, otherwise not. With `scaled` the nine weights contain
+# the factor `s`, and the layer does not multiply its sum by `s` again.
+
+# %%
+nine_weights = ...
+exercise("shared_experts-1").check(nine_weights)
 
 # %% [markdown]
 # A **replica** is a copy of the shared expert (section 5). All replicas compute the same output, so each token must use
@@ -484,7 +494,8 @@ look_back("8 replicas", "ninth column by torch", prediction)
 # ### Step 3: the ninth column in one kernel
 #
 # **Idea.** One kernel writes a table of nine columns from one of eight, with one thread per element. With replicas a
-# token takes number `token % replicas` (**round-robin**), which balances the load without random numbers.
+# token takes number `token % replicas` (**round-robin**), which balances the load to within one row, without random
+# numbers.
 #
 # **Prediction.** One kernel instead of seven.
 
@@ -563,6 +574,29 @@ look_back("fuse_routing", "ninth column, one kernel", prediction)
 # **Explanation.** The predicted change is far below the noise of a whole layer, and the measured changes have different
 # signs in the five settings.
 #
+# **Exercise 2.** This kernel appends a ninth column to the routing, one thread per element. Token `t` must take replica
+# `t % replicas`. A padding token, whose ids are -1, must get the id -1 and the weight 0 in this column, too. `weights`
+# and `ids` are `[tokens, 9]`. Find the two mistakes, and repair them.
+
+
+# %%
+@cuda.jit
+def append_replica(topk_weights, topk_ids, weights, ids, num_experts, replicas, shared_weight):
+    i = cuda.grid(1)
+    tokens, columns = ids.shape
+    token, column = i // columns, i % columns
+    if token < tokens:
+        if column < columns - 1:
+            weights[token, column] = topk_weights[token, column]
+            ids[token, column] = topk_ids[token, column]
+        else:
+            weights[token, column] = shared_weight
+            ids[token, column] = num_experts + i % replicas
+
+
+exercise("shared_experts-2").check(append_replica)
+
+# %% [markdown]
 # ### Step 5: the ninth column in the gate's kernel
 #
 # **Idea.** The article expects a larger gain in combination with a fused gate. With `num_fused_shared_experts=1` the
@@ -808,6 +842,15 @@ for tile_rows in (64, 128):
             f"tiles of {tile_rows:3} rows, {name:<29} longest column {max(tiles):2}, all {sum(tiles)}; rounds with "
             f"whole columns {units(counts, tile_rows, True):3}, tile by tile {units(counts, tile_rows, False):2}"
         )
+
+# %% [markdown]
+# **Exercise 3.** Write `rounds(counts, tile_rows, across, sms)`, which returns two numbers: the rounds that single
+# tiles need, and a lower bound for whole columns, from the longest column and the number of all tiles. `counts` has the
+# rows of each expert, and an expert has `across` columns.
+
+# %%
+rounds = ...
+exercise("shared_experts-3").check(rounds)
 
 # %% [markdown]
 # With single tiles, one shared expert and eight replicas need the same number of rounds, or one more or less. The
@@ -1081,6 +1124,15 @@ print(
     f"here they take about {seconds_for_all(names_to_remove):.1f} s, with a set "
     f"{seconds_for_all(set(names_to_remove)):.3f} s"
 )
+
+# %% [markdown]
+# **Exercise 4.** Write a generator `load_weights(weights, replicas, num_experts)` over an iterator of (name, tensor).
+# It yields each tensor of `shared_experts` once per replica, with the names of experts `num_experts` and following, and
+# all other pairs unchanged. It must not copy tensors, nor keep those that it has yielded.
+
+# %%
+load_weights = ...
+exercise("shared_experts-4").check(load_weights)
 
 # %% [markdown]
 # ### Two checkpoints that the article's code cannot load
@@ -1430,28 +1482,7 @@ for says, seeds in (("five seeds", range(5)), ("one seed, five times", [0] * 5))
 # All five runs are bit-identical: here torch's GEMM computed the same bits for a row, independent of its neighbours.
 # Torch does not guarantee this.
 #
-# ## 12. Exercises
-#
-# Each can be solved in the simulator; `mismatch` decides whether a layer is correct.
-#
-# 1. **Two shared experts.** Give `append_shared` a second column for a distinct shared expert.
-#    *Hint: `Shape(..., n_shared_experts=2)`. What is the weight of each?*
-# 2. **A gate without renormalisation.** With `renormalize=False` the eight weights do not sum to one. What must the
-#    ninth weight be?
-#    *Hint: does their sum occur in the equation of section 2? Compare with what the gate writes.*
-# 3. **The scaling factor in the routing.** Multiply all nine weights by `s` in the routing and drop
-#    `routed_scaling_factor`. What is the ninth weight?
-#    *Hint: `apply_routed_scaling_factor_on_output`.*
-# 4. **Least-loaded replica.** Send each token to the replica with the fewest rows so far. Is this better than
-#    round-robin?
-#    *Hint: by how many rows can two replicas differ with round-robin?*
-# 5. **Whole columns.** Write a `grouped` function in which one CTA processes an expert's whole column. How many
-#    replicas are best for it?
-#    *Hint: `units(counts, 128, True)` predicts it.*
-# 6. **Fewer kernels.** Fuse some of the kernels counted in step 0 in Numba and use the result in `Layer.experts`.
-#    *Hint: "where each slot went" is three kernels; one thread per slot needs one store.*
-#
-# ## 13. Sources
+# ## 12. Sources
 #
 # - The article: BBuf (GiantPandaCV), 分享一个DeepSeek V3和R1中 Shared Experts和普通Experts融合的一个小技巧, in Chinese.
 # - The idea: DiegoD94, [vllm 15502](https://github.com/vllm-project/vllm/pull/15502), with a [technical

@@ -48,6 +48,7 @@ from moe_numba.course.bench import kernel_times
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import hopper as draw
+from moe_numba.course.exercises import exercise
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.simulate import changed_source, define, in_simulator, source_of
 from moe_numba.ptx.accumulators import make_fma
@@ -406,6 +407,36 @@ draw.barrier_life([e for e in EVENTS if "mbarrier" in e.what or "copy" in e.what
 # On a newly initialised barrier a wait for parity 1 returns immediately. The producer of a ring of stages starts with
 # this parity, because all stages are free at first.
 #
+# **Exercise 1.** The kernel loads boxes of 8 rows of 128 bytes into two stages, each with an mbarrier, and copies them
+# to `out`: box `i + 1` is loaded while box `i` is copied. The matrix has `rows` rows, and the last box may end outside
+# it. Find two mistakes.
+
+
+# %%
+@cuda.jit
+def load_two_stages(map_x, out, rows, boxes):
+    smem, full = cuda.shared.array(2048, uint8, 1024), cuda.shared.array(2, uint64)
+    thread = int32(cuda.threadIdx.x)
+    if thread == 0:
+        for stage in range(2):
+            mbarrier_init(full, stage, 1)
+        fence_mbarrier_init()
+    cuda.syncthreads()
+    for box in range(-1, boxes):
+        ahead = int32(box + 1)
+        if ahead < boxes and thread < 32 and elect_sync(FULL_MASK):
+            mbarrier_arrive_expect_tx(full, ahead % 2, min(8, rows - 8 * ahead) * 128)
+            tma_load_2d(smem, 1024 * (ahead % 2), map_x, 0, 0, 8 * ahead, full, ahead % 2)
+        if box >= 0:
+            mbarrier_wait_parity(full, box % 2, uint32(box % 2))
+            for i in range(thread, 1024, 64):
+                out[1024 * box + i] = smem[1024 * (box % 2) + i]
+            cuda.syncthreads()
+
+
+exercise("hopper-1").check(load_two_stages)
+
+# %% [markdown]
 # ### Swizzle
 #
 # **Idea.** A tile row of 128 bytes spans all 32 banks once. Reading the same 16-byte chunk of 8 rows, as tensor cores
@@ -448,6 +479,14 @@ print(
     "place of a chunk: chunk xor (row mod 8). Banks that a column of 8 chunks lies in:",
     {name: sorted({len(draw.banks(c, on)) for c in range(8)}) for name, on in (("plain", False), ("swizzled", True))},
 )
+
+# %% [markdown]
+# **Exercise 2.** A tile has 64 rows of 64 bytes, four 16-byte chunks each. Return the place, 0 to 3, of a chunk in its
+# row, such that the same chunk of 8 rows (the first a multiple of 8) uses all 32 banks.
+
+# %%
+place_of_chunk = ...  # your answer: lambda row, chunk: ...
+exercise("hopper-2").check(place_of_chunk)
 
 # %% [markdown]
 # ### A first wgmma
@@ -952,6 +991,28 @@ look_back("threads carry", "torch", prediction, (64, 64))
 # (last line), although copies and MMAs alternate. A likely reason, not measured: while one CTA copies, other CTAs on
 # the same SM compute.
 #
+# **Exercise 3.** 64 threads add 1 to each byte of a tile of 8 rows of 128 bytes, and TMA stores the tile; the next tile
+# uses the same shared memory. A TMA store reads it through the async proxy. Find two mistakes.
+
+
+# %%
+@cuda.jit
+def add_one(x, map_y, tiles):
+    smem = cuda.shared.array(1024, uint8, 128)
+    thread = int32(cuda.threadIdx.x)
+    for tile in range(tiles):
+        for i in range(thread, 1024, 64):
+            smem[i] = x[1024 * tile + i] + uint8(1)
+        cuda.syncthreads()
+        if thread < 32 and elect_sync(FULL_MASK):
+            tma_store_2d(map_y, 0, 0, int32(8 * tile), smem, 0)
+            bulk_commit_group()
+            wait_until_read()
+
+
+exercise("hopper-3").check(add_one)
+
+# %% [markdown]
 # ### Step 2: TMA copies
 #
 # **Idea.** One lane issues the copies of both tiles (label `TMA carries`). There is still one stage, so copies and MMAs
@@ -1166,6 +1227,40 @@ look_back("loaders and multipliers", "ring of 4 stages", prediction, (128, 128))
 # tile practical: six stages take 192 KB, so an SM holds only one CTA, and loads must overlap with MMAs within it. The
 # prediction is again too high, because tiles arrive faster than the table allows.
 #
+# **Exercise 4.** Warp 2 is the producer of a ring of two stages, warps 0 and 1 are its consumers. `barriers` has two
+# `full` barriers, then two `empty` barriers. The producer may refill a stage too early: find two mistakes.
+
+
+# %%
+@cuda.jit
+def copy_by_roles(map_x, out, boxes):
+    smem, barriers = cuda.shared.array(2048, uint8, 1024), cuda.shared.array(4, uint64)
+    thread, warp, lane = int32(cuda.threadIdx.x), int32(cuda.threadIdx.x >> 5), int32(cuda.threadIdx.x & 31)
+    if thread == 0:
+        for stage in range(2):
+            mbarrier_init(barriers, stage, 1)
+            mbarrier_init(barriers, 2 + stage, 1)
+        fence_mbarrier_init()
+    cuda.syncthreads()
+    if warp < 2:
+        for box in range(boxes):
+            stage = int32(box % 2)
+            mbarrier_wait_parity(barriers, stage, uint32(box // 2 % 2))
+            if lane == 0:
+                mbarrier_arrive(barriers, 2 + stage)
+            for i in range(thread, 1024, 64):
+                out[1024 * box + i] = smem[1024 * stage + i]
+    elif elect_sync(FULL_MASK):
+        for box in range(boxes):
+            stage = int32(box % 2)
+            mbarrier_wait_parity(barriers, 2 + stage, uint32(1 - box // 2 % 2))
+            mbarrier_arrive_expect_tx(barriers, stage, 1024)
+            tma_load_2d(smem, 1024 * stage, map_x, 0, 0, int32(8 * box), barriers, stage)
+
+
+exercise("hopper-4").check(copy_by_roles)
+
+# %% [markdown]
 # ### Step 6: persistent CTAs
 #
 # **Idea.** In step 5 each CTA computes one tile. The next CTA on the SM fills the ring again, and no loads are in
@@ -1658,25 +1753,7 @@ claims = [
 Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
 
 # %% [markdown]
-# ## 10. Exercises
-#
-# All exercises can be done in the simulator. `mismatch` returns None if a result is right; only a GPU shows whether it
-# is fast.
-#
-# 1. **bfloat16.** Make `first_wgmma` multiply bfloat16. *Hint: use `"bf16"`; 16 elements are 32 bytes. What must the
-#    maps contain?*
-# 2. **64-byte rows.** Use `swizzle=64` and `wgmma_descriptor_64b`. *Hint: how many wgmmas does a stage need? See
-#    `steps=`.*
-# 3. **One MMA group in flight.** Keep one group of wgmmas in flight while the next is issued: `make_wgmma_wait(n, 1)`.
-#    *Hint: which stage can be released then? The simulator reports a release that is too early.*
-# 4. **TMA stores.** Store the results with TMA, as `tests/helpers/hopper_gemm.py` does: `stmatrix` into shared memory,
-#    a fence, one copy. *Hint: which thread may issue the copy, and when may the memory be reused?*
-# 5. **Multicast.** CTAs of a cluster can share loads: `tma_load_2d_multicast`. *Hint: how many warps release a stage,
-#    and on which CTA's barrier do they arrive?*
-# 6. **Your own linked function.** Add `prefetch.tensormap` to `tensormap.cu` and declare it. *Hint: it takes a pointer
-#    and an index, like `fence_proxy_tensormap_acquire_gpu`.*
-#
-# ## 11. Sources
+# ## 10. Sources
 #
 # - NVIDIA: [PTX ISA](https://docs.nvidia.com/cuda/parallel-thread-execution/); *H200 Tensor Core GPU* data sheet.
 # - Numba CUDA: [calling foreign functions](https://nvidia.github.io/numba-cuda/user/cuda_ffi.html).

@@ -50,6 +50,7 @@ from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics import grouped_gemm as topic
 from moe_numba.course.draw import grouped_gemm as draw
+from moe_numba.course.exercises import exercise
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.source_diff import diff
 from moe_numba.grouped_gemm import (
@@ -393,6 +394,24 @@ look_back("naive", "torch", 32000)
 # **Explanation.** Less than a thousandth of the roofline: each load brings two elements, and `W` is read again for
 # every row of `X`.
 #
+# **Exercise 1.** This is the naive kernel for one token: each CTA of 32 threads computes 32 elements of `y`; `weight` is
+# `[n, k]`, in float32, and k a multiple of 32. A load of `weight` touches 32 sectors of 32 bytes. Change the kernel so
+# that it touches 4.
+
+
+# %%
+@cuda.jit
+def one_token(x, weight, y, k):
+    lane, first = int32(cuda.threadIdx.x), int32(32 * cuda.blockIdx.x)
+    total = float32(0)
+    for j in range(k):
+        total += x[j] * weight[first + lane, j]
+    y[first + lane] = total
+
+
+exercise("grouped_gemm-1").check(one_token)
+
+# %% [markdown]
 # ### Step 2: tiles in shared memory
 #
 # **Idea.** A CTA computes a **tile** of 64 x 64 results. In the folded cell, `load_floats` converts each element once
@@ -643,6 +662,15 @@ look_back("a ring of stages", "wgmma, one stage", 34)
 # %% [markdown]
 # **Explanation.** Loads and MMAs overlap, but copies are issued after a CTA-wide barrier.
 #
+# **Exercise 2.** Such a ring issues copies `stages - 1` iterations ahead. With how many stages, at least, does no
+# iteration wait for its copy? `latency` is the time from issue to arrival, `iteration` that of an iteration, both in
+# clocks and integers.
+
+# %%
+fewest_stages = ...  # your answer: lambda latency, iteration: ...
+exercise("grouped_gemm-2").check(fewest_stages)
+
+# %% [markdown]
 # ### Step 5: warp specialization
 #
 # **Idea.** A third warpgroup, the **producer**, only issues copies; the two **consumers** only multiply. Per stage,
@@ -1471,6 +1499,31 @@ if us("maps for groups, horizontal", "update_us"):
 # 8192 it is much slower: four tiles per group load the same weights (see step 13). The call time falls by more than an
 # order of magnitude.
 #
+# **Exercise 3.** Two persistent CTAs of 4 threads add `x[row] * y_scale[group]` to each `y[row]`, by tiles of 4 rows, a
+# thread per row. As above, groups are not padded, and a tile has rows of only one group. Find two mistakes.
+
+
+# %%
+@cuda.jit
+def scale_groups(x, y_scale, seqlens, y):
+    thread, tile = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
+    g, first, before = int32(0), int32(0), int32(0)  # a group, its first row, and the tiles of earlier groups
+    while g < seqlens.shape[0]:
+        tiles = seqlens[g] // 4
+        if tile < before + tiles:
+            row = 4 * (tile - before) + thread
+            if first + row < x.shape[0]:
+                y[first + row] += x[first + row] * y_scale[g]
+            tile += cuda.gridDim.x
+        else:
+            first += seqlens[g]
+            before += tiles
+            g += 1
+
+
+exercise("grouped_gemm-3").check(scale_groups)
+
+# %% [markdown]
 # ### Step 11: the vertical scheduler
 #
 # **Idea.** The tiles of a group that share weights run at the same time. hpc-ops uses it for large N and K.
@@ -1488,6 +1541,15 @@ look_back_at_groups("vertical", "maps for groups, horizontal", 320)
 # %% [markdown]
 # **Explanation.** As predicted with 32 and 2048 tokens. With 8192 it is slower, within noise.
 #
+# **Exercise 4.** Triton's tutorial on matrix multiplication calls a third order *grouped ordering*: bands of 8 token
+# tiles, the last possibly smaller, one after the other, and vertical order within a band. Map the number of a tile to
+# `(m, n)`, for one group of `m_tiles` x `n_tiles` tiles.
+
+# %%
+in_bands = ...  # your answer: lambda tile, m_tiles, n_tiles: ...
+exercise("grouped_gemm-4").check(in_bands)
+
+# %% [markdown]
 # ### Step 12: programmatic dependent launch (PDL)
 #
 # **Idea.** CTAs of the main kernel start before `update_grouped_tma` has ended, and wait in `griddepcontrol.wait`.
@@ -2263,29 +2325,7 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # - The vertical scheduler divides by the number of tiles, which may be zero.
 # - After `mbarrier.init` there is no `fence.mbarrier_init`, which TMA's proxy needs.
 #
-# ## 13. Exercises
-#
-# All can be solved in the simulator; only a GPU measures speed. `check` reports whether a kernel is right.
-#
-# 1. **Number of stages.** Time step 5 with 2, 3, 4 and 6 stages. *Hint: how many stages cover a latency of 1400 clocks
-#    if an iteration takes 512?*
-# 2. **A scheduler for L2.** Write a third scheduler: as vertical, but only within 8 tiles of tokens, then the next
-#    column. *Hint: `divide` twice. Draw it with `draw.schedules`, and check with `schedule` that each tile occurs
-#    once.*
-# 3. **Fewer maps to make.** With `whole_x`, half of the work of `update_grouped_tma` is unused. Leave it out. *Hint:
-#    which lane is idle then? Does the kernel take less time?*
-# 4. **Clipping by TMA or by threads.** One kernel clips a tile's last rows by the descriptor, the other by a
-#    comparison. Which costs more with 32 tokens? *Hint: count the bytes that are written.*
-# 5. **Uneven groups.** Distribute the tokens over the groups by Zipf's law (`topic.random_lengths(...,
-#    routing="zipf")`). Which kTileM is the best now? *Hint: the average no longer describes a group.*
-# 6. **Promote less often.** Accumulate K = 256 before a promotion (`make_wgmma_tile(..., accumulate=True)`). How much
-#    time does it save, and how large does the error become? *Hint: in the simulator the sums are exact; this one needs
-#    a GPU.*
-# 7. **A faster gather.** Three warps copy the rows of `gather_indices`. How long may a warp take per 16-byte vector,
-#    if an iteration takes the time printed at the end of section 9 and a tile has 288 tokens? What would bulk copies
-#    of single rows (`cp.async.bulk`, 128 bytes per row) change? *Hint: `gather.py`, and the swizzle.*
-#
-# ## 14. Sources
+# ## 13. Sources
 #
 # - *CUTLASS CUTE 7: hpc-ops 之 group gemm & tma*, in Chinese, on [Tencent/hpc-ops](https://github.com/Tencent/hpc-ops),
 #   `src/group_gemm/kernels.cuh`.

@@ -187,8 +187,8 @@ LAUNCHES = {name: scales.StepLaunch(config, P, **parts) for name, (config, parts
 #
 # All times are kernel times of launches in a CUDA graph; a second number is the call time, measured on the host. A
 # step's line has both kernels interleaved, the predicted change, the measured one and a verdict: "within a third" of
-# the predicted change, "within the noise" (both changes are small), "no change" (a gain was predicted, the measured
-# change is within noise), "overestimated", "underestimated" or "wrong sign".
+# the predicted change, "within the noise" (both changes are below 1/50 of the time), "no change" (a gain was predicted,
+# the measured change is below 1/50), "overestimated", "underestimated" or "wrong sign".
 #
 # The GPU runs at its power limit: a kernel is faster if lighter kernels run in between. So compare numbers of one line
 # or table only; section 2 ends with the spread between lines. The predictions of steps 3, 8 and 10 use times of earlier
@@ -297,8 +297,8 @@ def one_scale(p):
 COLUMN_TIMES = times("bottleneck of columns", {"scales per column": per_column, "one scale": one_scale})
 
 # %% [markdown]
-# The difference is the cost of the scales. A thread accumulates 2 rows and 32 columns of a 64 x 128 product, so it
-# loads 32 factors from shared memory per k-block, 128 bytes.
+# The difference is about the cost of the scales. A thread accumulates 2 rows and 32 columns of a 64 x 128 product, so
+# it loads 32 factors from shared memory per k-block, 128 bytes.
 #
 # **Idea.** Make the rows of x the rows of wgmma, as DeepGEMM does (right side of the figure). A thread then needs two
 # scales of x, and one of weight, because 128 rows of weight share it. The auxiliary warps write scales without
@@ -325,9 +325,9 @@ Markdown(f"```python\n{dedent(OLD)}```\n```python\n{source_of(block_scale_parts.
 
 # %% [markdown]
 # **Explanation.** Step 1 splits the rows of a group evenly over its tiles, and wgmma's N can be 64 or 96 for smaller
-# ones: that is the advantage of the transposed product (notebook 06, step 6). Step 2 gives it up: in 15 of the 32
-# groups the last tile has 2 to 34 rows, and loads as many weights as a full one. In all there are 79 tiles of rows.
-# With 256 rows in every group there are 64, which shortens all three kernels:
+# ones: that is the advantage of the transposed product (notebook 06, step 6). Step 2 gives it up: in many groups the
+# last tile has few rows, and loads as many weights as a full one. With equal groups all tiles are full, which shortens
+# all three kernels:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 EVEN_STEPS = {"scales per column": per_column, "one scale": one_scale, "scales per row": per_row}
@@ -403,9 +403,10 @@ compute_192 = LAUNCHES["without loads"]
 PARTS = times("parts", {"192 columns": columns_192, "loads alone": loads_192, "without loads": compute_192}) or {}
 
 # %% [markdown]
-# Whichever takes longer is the limit. To find what the loads wait for, a variant of the kernel records when each tile
-# is computed. CTAs that compute tiles with the same weights begin together, but tiles of a group's last rows take less
-# time, so CTAs **drift** apart: later, tiles with the same weights run at different times.
+# The longer one is the limit: on an H200 computing, on an H100 the loads (end of this step). To find what the loads
+# wait for, a variant of the kernel records when each tile is computed. CTAs that compute tiles with the same weights
+# begin together, but tiles of a group's last rows take less time, so CTAs **drift** apart: later, tiles with the same
+# weights run at different times.
 
 
 # %%
@@ -422,8 +423,8 @@ TILES = traced("traced")
 draw.tile_times(TILES, 2 if SIMULATED else 12)
 
 # %% [markdown]
-# The **lag** of a tile of weights is the time between the first and the last start of a tile that reads it. A model of
-# L2 replays the trace with LRU eviction; a tile reads its blocks evenly over its time.
+# The **lag** of a block of weights is the time between the first and the last start of the tiles that read it. A model
+# of L2 replays the trace with LRU eviction; a tile's reads are spread evenly over its duration.
 
 # %%
 L2 = 1 << 18 if SIMULATED else torch.cuda.get_device_properties(0).L2_cache_size
@@ -482,8 +483,8 @@ SHOWN = kernel.make_release_stage, scheduler_pairs.count_pairs, scheduler_pairs.
 Markdown("```python\n" + "\n\n".join(map(source_of, SHOWN)) + "```")
 
 # %% [markdown]
-# **Predicted gain.** Loads alone shrink with the bytes from L2. The kernel gains as much as its limit falls, the longer
-# of loads and computing.
+# **Predicted gain.** Loads alone shrink with the bytes from L2. The kernel gains as much as its limit, the longer of
+# loads and computing, falls.
 
 # %%
 pairs = LAUNCHES["pairs of tiles"]
@@ -514,10 +515,9 @@ say(
 )
 
 # %% [markdown]
-# With 192 columns the bytes from L2 hardly limit the loads. (Step 3 does not show that they do: its wider tile also has
-# fewer stages.) The drift is gone, and the kernel is hardly faster, because computing is the limit. Drift does not
-# explain step 2 either. Pairs gain where loads are the limit, as on an H100, which has the same SMs, but less bandwidth
-# of DRAM:
+# With 192 columns the bytes from L2 hardly limit the loads. (Step 3 does not show that they do: wider tiles also need
+# fewer stages in all.) The drift is gone, and the kernel is hardly faster, because computing is the limit. Pairs gain
+# where loads are the limit, as on an H100, which has the same SMs, but less DRAM bandwidth:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 H100 = records.recorded("grouped_gemm_block_scales_ladder", "h100-80gb-hbm3") or {"rows": [], "diagnosis": {}}
@@ -661,12 +661,12 @@ LATE_TIMES = times("factors without loads", LATE)
 
 # %% [markdown]
 # Computing takes most of the time, and more than the tensor cores need at this clock. At the lower clock under load
-# (end of this section) they take about 1.4 times as long, which is most of the time of the kernel without loads. A warp
-# waits for the barrier of a stage, loads its factors, and issues its wgmma. These three are dependent, and testing an
-# mbarrier takes a shared-memory round trip even when the stage is already full.
+# (end of this section) they take longer, which is most of the time of the kernel without loads. A warp waits for the
+# barrier of a stage, loads its factors, and issues its wgmma. These three are dependent, and testing an mbarrier takes
+# a shared-memory round trip even when the stage is already full.
 #
 # **Idea.** Test the barrier of the next stage, without waiting, before the FFMAs: the result arrives while they are
-# executed. Also advance descriptors by an addition instead of building them for every stage.
+# executed. The same change advances descriptors by an addition instead of building them for every stage.
 #
 # **Predicted gain.** That of the loop alone, without loads, where neither loop ever waits for data:
 
@@ -683,8 +683,8 @@ step("barrier tested early", tested_early, after="factors by producers", predict
 # %% [markdown]
 # ### Step 8: look up the next tile ahead
 #
-# **Bottleneck.** In a trace, a tile begins when its first stage has arrived. Between two tiles a CTA waits: producers
-# look up the size of a tile's group in global memory before they can load.
+# **Bottleneck.** In a trace, a tile begins when its first stage has arrived. Between two tiles a CTA waits, perhaps
+# because producers look up the size of a tile's group in global memory before they can load.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 WAITING = keep("waiting", {"share": diagnoses.waiting_share(traced("traced early"))})
@@ -705,8 +705,8 @@ gain_us = (WAITING or {}).get("share", 0) * (ladder.median_us("barrier tested ea
 step("look-up ahead", look_up, after="barrier tested early", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The wait is as short as before, so it was not the look-up of a group that CTAs wait for, and the step
-# neither gains nor costs anything here. The trace, and both kernels with as many rows in every group:
+# **Explanation.** If the wait is as short as before, CTAs do not wait for the look-up, and the step neither gains nor
+# costs anything. The trace, and both kernels with equal groups:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 AHEAD = keep("waiting after looking up ahead", {"share": diagnoses.waiting_share(traced("traced look-up"))})
@@ -780,7 +780,7 @@ for columns, computed in COMPUTED_COLUMNS.items():
 change(kernel_block_scaled.make_multiply, kernel_block_scaled.make_multiply_halves)
 
 # %% [markdown]
-# Where the compiler does not assign the same registers to both results, it spills accumulators in the main loop.
+# If the compiler does not assign the same registers to both results, it spills accumulators in the main loop.
 # `make_wgmma_tile(..., overwrite=True)` puts the second result into the registers of the first. Instructions that
 # access spilled registers:
 
@@ -789,9 +789,9 @@ for name in ("256 columns, single", "registers by the compiler"):
     print(f"{name}: {count(name, 'STL', 'LDL')} of {len(LOOPS[name] or [])}")
 
 # %% [markdown]
-# `group_gemm_blockwise_fp8` uses a [table of measurements](../moe_numba/grouped_gemm/config_table.py) with one entry
-# per problem, the best in the mean over three distributions of rows. For this problem its tile is computed by single
-# CTAs, so the final kernel has none of step 4's pairs; the table uses pairs for other problems.
+# `group_gemm_blockwise_fp8` uses a [table](../moe_numba/grouped_gemm/config_table.py) of each problem's best tile, by
+# mean time over three distributions of rows. For this problem single CTAs compute it, so the final kernel has none of
+# step 4's pairs; other entries have pairs.
 #
 # **Predicted gain.** The time of the unused columns, if the package's tile for this problem has 256.
 
@@ -809,7 +809,7 @@ gain_us = (ladder.median_us("TMA store") or 0) * (1 - COMPUTED_COLUMNS[CHOSEN[0]
 step("final", package, after="TMA store", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** Both widths, in pairs and by single CTAs; the kernels of each column are interleaved:
+# **Explanation.** Both widths, in pairs and by single CTAs; the kernels of one problem are interleaved:
 
 # %%
 MANY_TIMED_ROWS = topic.random_lengths(32, 32768).tolist()
@@ -903,7 +903,7 @@ say(
 # measured.
 #
 # Zeros instead of the next group's rows in a group's last tile, pairs that share rows of x, and earlier loads of scales
-# were also tried on an H200, without gain.
+# were also measured on an H200, outside of this notebook, without gain.
 #
 # Wrong kernels must be rejected: one that exchanges the scales of a thread's two rows, and two diagnoses from above.
 
@@ -1055,8 +1055,8 @@ say(
 # **Idea.** Let the consumers of the GEMM decode. Codes arrive in shared memory in **weight tiles** of 64 rows by 64
 # elements of k: 2048 bytes of codes and 128 bytes of scales, contiguous in memory, so that one `cp.async.bulk` copies a
 # tile. wgmma takes its A operand from registers, so rows of weight are A. A thread decodes its 32 weights of a tile
-# into 16 registers, and issues four wgmmas with 16 elements of k each. Two sets of registers alternate: while the
-# wgmmas of one set run, the thread decodes the other (`make_overlapped_loop` in
+# into 16 registers, and the warpgroup issues four wgmmas with 16 elements of k each. Two sets of registers alternate:
+# while the wgmmas of one set run, the thread decodes the other (`make_overlapped_loop` in
 # [`mainloop_w4.py`](../moe_numba/grouped_gemm/mainloop_w4.py)).
 #
 # In this step the codes of a tile are in the order of rows, two neighbouring codes of a register in one byte:
@@ -1072,9 +1072,9 @@ parts = mxfp4.value_of, mxfp4.decode_byte, mxfp4.decode_step, mxfp4.decode_tile_
 Markdown("```python\n" + "\n\n".join(map(source_of, parts)) + "```")
 
 # %% [markdown]
-# **Predicted gain.** The new kernel reads the codes only. But each of an SM's four schedulers issues one instruction
-# per clock. The compiler's output shows the instructions per weight tile of the new kernel (not of step 1's), without
-# those of a kernel that loads 16 bytes and decodes nothing:
+# **Predicted gain.** The new kernel takes the longer of reading the codes and issuing its instructions, one per clock
+# on each of an SM's four schedulers. The compiler's output shows its instructions per weight tile, less those of a
+# kernel that loads 16 bytes and decodes nothing:
 
 # %%
 WAYS = "bytes, by value", "16 bytes, by value", "16 bytes, shift and mask"
@@ -1111,8 +1111,8 @@ DECODING_TIMES = times("without decoding", DECODING, FEW_ROWS, four)
 # %% [markdown]
 # ### Step 3: the order of fragments
 #
-# **Bottleneck.** A thread loads its codes byte by byte. Eight lanes read the same column of eight rows, 32 bytes apart,
-# so two rows share each bank. Two kernels that do not decode show what this costs where nothing hides it:
+# **Bottleneck.** A thread loads its codes byte by byte. Eight lanes read the same column of eight rows, 32 bytes apart:
+# a two-way bank conflict. Two kernels that do not decode show what this costs where nothing hides it:
 
 # %%
 LOADED = {"rows": mxfp4.StepLaunch(FEW_ROWS, "in_rows", "rows, not decoded"), "fragments": not_decoded}
@@ -1166,7 +1166,7 @@ draw.decoding(0b1101)
 # A register of two codes needs a shift, an AND (`fields`) and one `mul.bf16x2`, which also applies the scale. With the
 # exponents' biases, 127 of bfloat16 and 1 of e2m1, the bits are the number times 2^-126. But 2^126 times a scale of 4
 # or more exceeds the range of bfloat16. So the multiplication applies the scale times 2^94, and the epilogue multiplies
-# y by 2^32. Scales from 2^-93 to 2^33 then neither overflow nor become subnormal:
+# y by 2^32. For scales from 2^-93 to 2^33 nothing then overflows, and no decoded weight is subnormal:
 
 # %%
 SPLIT = packing_mxfp4.EXPONENT_OFFSET, packing_mxfp4.RESULT_EXPONENT
@@ -1174,18 +1174,19 @@ print(f"fields: word & {packing_mxfp4.FIELDS:#x}; scales are multiplied by 2**{S
 Markdown(f"```python\n{source_of(mxfp4.decode_block)}```")
 
 # %% [markdown]
-# Two words of codes, `a` and `b`, become eight registers. `fields` reads 8 bits of 32, at other places for each shift:
+# Two words of codes, `a` and `b`, become eight registers. `fields` keeps 8 bits of 32, other ones after each shift:
 #
 # | register | its bits of `a` |
 # |---|---|
 # | `a` | 31, 24:22, 15, 8:6 |
 # | `a << 6` | 25, 18:16, 9, 2:0 |
 # | `rotr(a, 4)` | 28:26, 19, 12:10, 3 |
-# | left | 30:29, 21:20, 14:13, 5:4 |
+# | remaining | 30:29, 21:20, 14:13, 5:4 |
 #
-# The 8 bits left in `a` and in `b` are not at the distances that one shift needs, so the fourth and the eighth register
-# are each the XOR of two shifted words. The XOR also has bits of other registers at these places, so packing sets the
-# left bits such that the XOR comes out right ([`packing_mxfp4.py`](../moe_numba/grouped_gemm/packing_mxfp4.py)):
+# The 8 remaining bits of `a` and of `b` are not at the distances that one shift needs, so the fourth and the eighth
+# register are each the XOR of two shifted words. The XOR also has bits of other registers at these places, so packing
+# sets the remaining bits such that the XOR comes out right
+# ([`packing_mxfp4.py`](../moe_numba/grouped_gemm/packing_mxfp4.py)):
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown(f"```python\n{source_of(packing_mxfp4._pack_codes)}```")
@@ -1308,8 +1309,8 @@ say(
 
 # %% [markdown]
 # **Conclusion.** With few rows the time is that of reading the codes, and 4-bit weights are faster than FP8. With 64
-# rows per group they are not: the FP8 kernel of notebook 06 (`final`, 2048 tokens) takes slightly less time, and MXFP4
-# saves memory only. What limits the kernel there has not been measured.
+# rows per group they are not: the FP8 kernel takes less time in the record of `bench grouped_gemm`, and MXFP4 saves
+# memory only. What limits the kernel there has not been measured.
 #
 # ## 5. Sources
 #

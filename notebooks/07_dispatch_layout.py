@@ -65,6 +65,7 @@ from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.topics.dispatch_layout import layout_bytes, layout_outputs, sizes, uniform_routing
 from moe_numba.course.draw import dispatch_layout as draw
+from moe_numba.course.exercises import exercise
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.simulate import changed_module, in_simulator, source_of
 from moe_numba.course.source_diff import OpCounter, diff
@@ -380,6 +381,28 @@ if us("global atomics"):
 # loads. The contention also costs more than assumed: dividing the growth from 4096 to 65536 tokens by the additional
 # additions per rank counter gives nearly twice the assumed nanosecond per addition.
 #
+# **Exercise 1.** Each thread of this kernel counts one token for the ranks that hold its experts. `topk_idx` is
+# `[tokens, topk]`, -1 stands for no expert, and `per_rank` is zero at first. Each rank holds `experts_per_rank`
+# consecutive experts. Some counts are too large. Find the mistake, and repair the kernel.
+
+
+# %%
+@cuda.jit
+def count_for_ranks(topk_idx, per_rank, experts_per_rank):
+    token = cuda.grid(1)
+    previous = int32(-1)
+    for k in range(topk_idx.shape[1]):
+        expert = int32(topk_idx[token, k])
+        if expert >= 0:
+            rank = expert // experts_per_rank
+            if rank != previous:
+                cuda.atomic.add(per_rank, rank, int32(1))
+            previous = rank
+
+
+exercise("dispatch_layout-1").check(count_for_ranks)
+
+# %% [markdown]
 # ### Step 2: shared atomics
 #
 # **Bottleneck.** Global atomics to the same address are serialised.
@@ -454,6 +477,24 @@ if us("shared atomics"):
 # remaining latency is longer than predicted. For 1 and 64 tokens this step is slower than step 1; it adds two barriers,
 # and each CTA clears and flushes 264 counters. Two of the three launches only write zeros; step 7 removes them.
 #
+# **Exercise 2.** `flags` is `[tokens, 8]`: 1 for each rank that a token goes to, else 0. CTAs of 64 threads add the
+# flags to `per_rank`, one token per thread; the last warp may have fewer than 32 tokens. Let each warp add at most once
+# to each rank's counter, with `cuda.ballot_sync` and `cuda.popc`.
+
+
+# %%
+@cuda.jit
+def add_flags(flags, per_rank):
+    token = cuda.grid(1)
+    if token < flags.shape[0]:
+        for rank in range(8):
+            if flags[token, rank] != 0:
+                cuda.atomic.add(per_rank, rank, int32(1))
+
+
+exercise("dispatch_layout-2").check(add_flags)
+
+# %% [markdown]
 # ### Step 3: private counters, as in DeepEP's first version
 #
 # **Idea.** **Each thread has its own counters**, so no addition needs to be atomic. Shared memory cannot hold 256
@@ -618,6 +659,30 @@ look_back("rows of 33 words", "private counters", prediction)
 # A possible reason is that the CTA that counts ranks is the slowest one there. Padding to 9 words removes most of its
 # bank conflicts without a gain, so something else must limit it.
 #
+# **Exercise 3.** One CTA of 64 threads counts the experts of 64 tokens, one `ids[t]` per thread, out of 32 experts.
+# Padding would remove the bank conflicts of the clearing, but takes memory. Keep rows of 32 words, and clear them
+# without bank conflicts. What must then separate clearing and counting?
+
+
+# %%
+@cuda.jit
+def count_experts(ids, per_expert):
+    rows = cuda.shared.array((64, 32), int32)
+    t = cuda.threadIdx.x
+    for j in range(32):
+        rows[t, j] = int32(0)
+    rows[t, ids[t]] += int32(1)
+    cuda.syncthreads()
+    if t < 32:
+        total = int32(0)
+        for i in range(64):
+            total = int32(total + rows[i, t])
+        per_expert[t] = total
+
+
+exercise("dispatch_layout-3").check(count_experts)
+
+# %% [markdown]
 # ### Step 5: the same kernel with atomics
 #
 # **Idea.** Steps 2 and 3 differ in more than private counters against atomics. To compare only these, this variant
@@ -720,7 +785,8 @@ look_back("4 experts a block", "private counters", prediction)
 # barrier, and can access each other's shared memory (**distributed shared memory**). One cluster of 8 CTAs partitions
 # the tokens. Each CTA counts into its own shared memory, as in step 2. Then each CTA reduces one eighth of the
 # counters: every CTA stores its counts of that eighth into the reducing CTA's shared memory, a cluster barrier follows,
-# and the reducing CTA sums and stores the results. Nothing must be zeroed by a separate launch.
+# and the reducing CTA sums and stores the results. Nothing must be zeroed by a separate launch, and concurrent launches
+# share no scratch memory.
 #
 # **Prediction.** Step 2 without the two zeroing launches, plus two cluster barriers of an assumed quarter of a
 # microsecond each.
@@ -788,6 +854,29 @@ look_back("one cluster", "shared atomics", prediction)
 # kernel. For 65536 tokens step 2 is much faster: it has 256 CTAs on all SMs, this kernel has 8. Here each thread has 16
 # iterations of 8 dependent loads. The next step shortens these, but still uses only 8 SMs.
 #
+# **Exercise 4.** The 8 CTAs of a cluster, of 32 threads each, have 8 counts each. CTA `c` must store in `sums[c]` the
+# sum of `counts[8 * cta + c]` over all CTAs. Each CTA stores its counts into the shared memory of the CTAs that sum
+# them. The kernel has two synchronisation errors. Repair them.
+
+
+# %%
+@cuda.jit
+def sum_counts(counts, sums):
+    parts = cuda.shared.array(8, int32)
+    t, cta = int32(cuda.threadIdx.x), int32(cluster_ctarank())
+    if t < 8:
+        st_cluster_s32(parts, cta, t, counts[8 * cta + t])
+    cuda.syncthreads()
+    if t == 0:
+        total = int32(0)
+        for other in range(8):
+            total = int32(total + parts[other])
+        sums[cta] = total
+
+
+exercise("dispatch_layout-4").check(sum_counts)
+
+# %% [markdown]
 # ### Step 8: a group of lanes per token
 #
 # **Idea.** The package's kernel uses the cluster of step 7 and distributes the tokens differently. A **group** of 8
@@ -1329,30 +1418,7 @@ for name, said in in_simulator(faults, FAULTS, constants=SMALL_SIZES).items():
 # - **Ids truncated to 32 bits.** The article's code converts each 64-bit id to `int`, so an id of 2**32 + 1 becomes
 #   expert 1. A gate does not produce such ids, but uninitialised memory may contain them.
 #
-# ## 9. Exercises
-#
-# Each can be solved in the simulator; `check` decides whether a kernel is correct.
-#
-# 1. **Clear along the rows.** Keep rows of 32 words and clear the table without bank conflicts.
-#    *Hint: treat the table as one array. Which words should the 32 lanes of a warp clear together? What must then
-#    separate clearing and counting?*
-# 2. **Parallelise the reduction.** 32 threads sum 256 counters each while 224 are idle. Use all 256 threads.
-#    *Hint: thread `t` takes column `t % 32` and every eighth row. How are the partial sums combined? Check the banks.*
-# 3. **Issue the loads first.** In step 7 a thread waits for each id. Load all of them into a `cuda.local.array` before
-#    counting the first. For which sizes does this help?
-#    *Hint: step 8 of this notebook.*
-# 4. **Fewer atomics for the ranks.** In step 2 all lanes of a warp add to the same 8 words. Let one lane add for the
-#    whole warp.
-#    *Hint: `cuda.ballot_sync` of a flag, then `cuda.popc`.*
-# 5. **Zero without extra launches.** Let step 2 zero the global counters without separate launches.
-#    *Hint: the kernel of one call can zero the counters of the next. What if two streams call at the same time?*
-# 6. **Concurrent launches.** The package's kernel has no scratch memory. Why does this matter for two CUDA graphs that
-#    run concurrently?
-#    *Hint: kernels that pass counts through global memory need scratch memory. What happens if two launches share it?*
-# 7. **Pointers are per process.** Let rank 1 store into rank 0's buffer through the list in *rank 0's* buffer.
-#    *Hint: in the simulator both lists are equal. Why do they differ between two processes?*
-#
-# ## 10. Sources
+# ## 9. Sources
 #
 # - The article: BoLi2001, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in
 #   Chinese.

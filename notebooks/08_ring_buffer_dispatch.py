@@ -65,6 +65,7 @@ from moe_numba.course.bench.topics import dispatch_combine_measure
 from moe_numba.course.bench.topics.dispatch_layout import uniform_routing
 from moe_numba.course.draw import dispatch as draw
 from moe_numba.course.draw.ring_trace import play, replay
+from moe_numba.course.exercises import exercise
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.simulate import in_simulator
 from moe_numba.course.sizes import dispatch_sizes
@@ -377,6 +378,15 @@ if TIMED:
 # One SM reaches a fraction of the link's bandwidth, somewhat less with bulk loads, so several SMs must send. Our port
 # of DeepEP's kernel gets 24 SMs: half send and half receive.
 #
+# **Exercise 1.** Each rank sends its rows to all `ranks` ranks, itself included, in equal numbers. A sending CTA copies
+# `cta_gbps` GB/s, own rows included, and a link carries `link_gbps`. Write a function that returns the smallest number
+# of sending CTAs that saturates the link.
+
+# %%
+ctas_that_saturate = ...  # your answer: lambda ranks, cta_gbps, link_gbps: ...
+exercise("ring_buffer_dispatch-1").check(ctas_that_saturate)
+
+# %% [markdown]
 # ## 3. The first store to a peer
 #
 # Rank 0 stores a message in rank 1's memory and then sets a **flag**. Rank 1 polls the flag, then reads the message. A
@@ -987,6 +997,14 @@ Markdown(
 )
 
 # %% [markdown]
+# **Exercise 2.** A receiver `rank` has `rank_prefix`, the matrix of section 5, and the flag `start` of a channel of rank
+# `source`, as published. Write a function that returns the row of `recv_x` at which this channel's rows begin.
+
+# %%
+first_row_of_channel = ...  # your answer: lambda rank_prefix, start, source, rank: ...
+exercise("ring_buffer_dispatch-2").check(first_row_of_channel)
+
+# %% [markdown]
 # The sender then sends **chunks** of rows. Reading the head costs an NVLink round trip, so the sender reads it once per
 # chunk and waits until the whole chunk fits. All warps of the group iterate over all tokens of the channel and take the
 # selected ones round-robin. After the chunk they synchronise (`bar_sync`, a named barrier), and one thread publishes
@@ -1036,6 +1054,34 @@ draw.timeline(SLOW)
 # %%
 SHORT = in_simulator(play, [rows[:6] for rows in EXAMPLE], 2, 1, 2, 1, 3)
 HTML(draw.animation(SHORT))
+
+# %% [markdown]
+# **Exercise 3.** A thread of rank 0 sends the elements `x[0]` to `x[rows - 1]` through a ring in rank 1's memory, where a
+# thread stores them in `out`. `TAIL`, `HEAD` and `RING` are offsets in that memory, whose words are 0 at first. Repair
+# the kernel, which has two mistakes.
+
+# %%
+SLOTS, TAIL, HEAD, RING = 4, 0, 1, 2
+
+
+@cuda.jit
+def send_through_ring(local, peers, rank, x, rows, out):
+    if rank == 0:
+        remote = pointer_from_address(peers[1], local)
+        for n in range(rows):
+            while n - ld_acquire_sys_s32(remote, HEAD) > SLOTS:
+                pass
+            remote[RING + n % SLOTS] = x[n]
+            st_release_sys_s32(remote, TAIL, int32(n + 1))
+    else:
+        for n in range(rows):
+            while ld_acquire_sys_s32(local, TAIL) <= n:
+                pass
+            st_release_sys_s32(local, HEAD, int32(n + 1))
+            out[n] = local[RING + n % SLOTS]
+
+
+exercise("ring_buffer_dispatch-3").check(send_through_ring)
 
 # %% [markdown]
 # ### Step 3: DeepEP's ring on GPUs
@@ -1233,6 +1279,42 @@ show(next_channel, "taken = ")
 
 # %%
 show(progress.make_publish, "def publish", "return publish")
+
+# %% [markdown]
+# **Exercise 4.** On rank 0, warps 0 and 1 each store 32 elements of `x` in rank 1's memory, and warp 2 signals them with
+# flags 0 and 1. Two warps of rank 1 poll the flags and copy the elements to `out`. Rank 1 is correct; repair rank 0.
+
+# %%
+from moe_numba.ptx.atomics import poll_acquire_cta_shared_s32, st_release_cta_shared_s32
+
+DATA = 2  # words of rank 1's memory before the elements: the flags
+
+
+@cuda.jit
+def signal_for_others(local, peers, rank, x, out):
+    posted, thread = cuda.shared.array(2, int32), int32(cuda.threadIdx.x)
+    warp, lane = thread // 32, thread % 32
+    if thread < 2:
+        posted[thread] = 0
+    cuda.syncthreads()
+    if rank == 0:
+        remote = pointer_from_address(peers[1], local)
+        if warp < 2:
+            remote[DATA + thread] = x[thread]
+            if lane == 0:
+                st_release_cta_shared_s32(posted, warp, 1)
+        elif lane < 2:
+            while poll_acquire_cta_shared_s32(posted, lane) == 0:
+                pass
+            st_relaxed_sys_s32(remote, lane, 1)
+            fence_acq_rel_sys()
+    elif warp < 2:
+        while ld_acquire_sys_s32(local, warp) == 0:
+            pass
+        out[thread] = local[DATA + thread]
+
+
+exercise("ring_buffer_dispatch-4").check(signal_for_others)
 
 # %% [markdown]
 # **Fewer proxy fences.** Bulk copies access memory through another *proxy* than loads and stores. A thread that has
@@ -1893,25 +1975,7 @@ claims.append(
 Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
 
 # %% [markdown]
-# ## 10. Exercises
-#
-# All can be done in the simulator, with `check` and `try_fault`.
-#
-# 1. **The smallest ring.** Remove the check in `launch.py` of our port. What does the simulator report for a ring of
-#    `chunk - 1` rows?
-# 2. **A chunk of one.** Run `play` on `EXAMPLE` with chunks of 1 and of 4, in rings of 4. How many tails are published,
-#    and what does each cost on a GPU?
-# 3. **A fence instead of a release.** Let the sender call `fence_acq_rel_sys` and store the tail relaxed. Is it
-#    correct, and is it faster? (See `COST`.)
-# 4. **The head in the sender's memory.** Move the heads of our port to the sender's buffer. Which rank must clear them?
-# 5. **No barriers.** Remove both barriers of `cached_notify_dispatch`, and let heads and tails continue. What else in
-#    the buffer must then not be overwritten?
-# 6. **The naive kernel with bulk copies.** Replace the loads and stores of step 2 by those of `make_push_bulk`. How
-#    many CTAs saturate the link?
-# 7. **Two outputs.** Alternate between two outputs in step 6. Which of its two barriers can be removed, and why not the
-#    other?
-#
-# ## 11. Sources
+# ## 10. Sources
 #
 # - BoLi2001, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in Chinese.
 # - [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `csrc/kernels/intranode.cu` and `csrc/deep_ep.cpp` of

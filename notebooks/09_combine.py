@@ -79,6 +79,7 @@ from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.timing_multigpu import can_time, outputs_of, rank_times, settle
 from moe_numba.course.draw import combine as draw
+from moe_numba.course.exercises import exercise
 from moe_numba.course.ladder import Ladder
 from moe_numba.course.simulate import changed_module, in_simulator
 from moe_numba.expert_parallel import reference
@@ -211,6 +212,13 @@ for (kind, dtype), (mean, worst, differ) in ERRORS.items():
 # summands have 8 significant bits, so 24 bits usually hold their sum exactly. Where large summands cancel and small
 # ones remain, the result depends on the order.
 #
+# **Exercise 1.** Find three `bfloat16` numbers whose sum, rounded to `bfloat16` after each addition from left to right,
+# differs from the sum that is rounded once.
+
+# %%
+exercise("combine-1").check((..., ..., ...))
+
+# %% [markdown]
 # `Y` in the next cell has one result row for each row that a rank received. `check` requires the exact bits of "in rank
 # order, in `float32`, rounded once".
 
@@ -404,6 +412,25 @@ for rank in range(RANKS):
         GAPS_RIGHT &= found[rank][tokens, peer].tolist() == right
 print("the kernel, run twice, fills the gaps as the walk does:", GAPS_RIGHT)
 assert GAPS_RIGHT
+
+# %% [markdown]
+# **Exercise 2.** A channel has 32 tokens. Here lane `t` of a warp handles token `t`, so that higher lanes have later
+# tokens. `send_head` is one rank's column; `filled` should become the column with filled gaps, as `fill_gaps` returns
+# it. Repair the kernel.
+
+
+# %%
+@cuda.jit
+def fill_gaps_of_warp(send_head, filled):
+    lane = int32(cuda.threadIdx.x)
+    position = send_head[lane]
+    sent = uint32(cuda.ballot_sync(FULL_MASK, position >= 0))
+    nearest = int32(31 - cuda.clz(sent))
+    following = cuda.shfl_sync(FULL_MASK, position, max(nearest, 0))
+    filled[lane] = position if position >= 0 else int32(-following - 1)
+
+
+exercise("combine-2").check(fill_gaps_of_warp)
 
 # %% [markdown]
 # ## 5. The ladder
@@ -761,6 +788,15 @@ look_back("more loads at once", "push, then add up", prediction)
 # **Look back.** The gain is small, because the push dominates. But the step uses the whole GPU, its buffer has the
 # worst-case size, and the link is idle during the summation.
 #
+# **Exercise 3.** A kernel sums `rows` rows per token. Each of `threads` threads on each of `sms` SMs issues `n` loads of
+# 16 bytes for each row before the first addition. Write a function that returns the smallest `n` for which the bytes in
+# flight suffice for `bandwidth` (bytes per second).
+
+# %%
+loads_in_flight = ...  # your answer: lambda bandwidth, latency_ns, sms, threads, rows: ...
+exercise("combine-3").check(loads_in_flight)
+
+# %% [markdown]
 # ### Step 3: DeepEP's rings
 #
 # **Idea.** Each channel has a pair of CTAs. The even one sends: its warps are divided among the ranks, and write chunks
@@ -1155,7 +1191,7 @@ for few, many, gain in GAINS:
 # **Idea.** The instructions of the summation may be the next limit. A 32-bit word holds two elements; summing two such
 # words takes 9 instructions: unpack, add in `float32`, pack. For *two* rows, Hopper adds two pairs of `bfloat16` in one
 # instruction (`add.rn.bf16x2`), which rounds each sum once. Rounding first to 24 bits and then to 8 never differs from
-# this for the sum of two numbers of 8 bits, because 24 is at least 2 x 8 + 2 (Figueroa 1995, section 11). Two
+# this for the sum of two numbers of 8 bits, because 24 is at least 2 x 8 + 2 (Figueroa 1995, section 10). Two
 # instructions per word remain: one adds 0, so that a sum is 0 and not -0, and one adds the second row.
 #
 # **Prediction.** If instructions limited the receivers, the wire is the limit now: the sending time of step 4.
@@ -1605,6 +1641,45 @@ draw.wait_cycle(CIRCLE) if CIRCLE else print("no circle was found")
 # runs of tokens to one rank fill them. In DeepEP's kernel each rank has its own sending warps, so a full ring delays
 # only the rows to that rank.
 #
+# **Exercise 4.** Two ranks combine rows of one word through rings of two slots; own rows use rings, too. `y` has
+# `rows[0]` rows to rank 0, then `rows[1]` to rank 1, each in token order. Bit `s` of `sources[t]` is set if rank `s` has
+# a row of token `t`. Repair the sender, which deadlocks.
+
+# %%
+SLOTS, TAILS, HEADS, RINGS = 2, 0, 2, 4  # the last three are offsets in `local`; each counter has a word per source
+
+
+@cuda.jit
+def combine_two_ranks(local, peers, rank, y, rows, sources, tokens, out):
+    if cuda.threadIdx.x == 0:  # sends
+        tail = cuda.local.array(2, int32)
+        tail[0] = tail[1] = 0
+        while tail[0] < rows[0] or tail[1] < rows[1]:
+            for to in range(2):
+                remote = pointer_from_address(peers[to], local)
+                if tail[to] < rows[to]:
+                    while tail[to] - ld_acquire_sys_s32(remote, HEADS + rank) == SLOTS:
+                        pass
+                    remote[RINGS + SLOTS * rank + tail[to] % SLOTS] = y[to * rows[0] + tail[to]]
+                    tail[to] += 1
+                    st_release_sys_s32(remote, TAILS + rank, tail[to])
+    elif cuda.threadIdx.x == 32:  # receives
+        head = cuda.local.array(2, int32)
+        head[0] = head[1] = 0
+        for token in range(tokens):
+            out[token] = 0
+            for source in range(2):
+                if sources[token] >> source & 1:
+                    while ld_acquire_sys_s32(local, TAILS + source) == head[source]:
+                        pass
+                    out[token] += local[RINGS + SLOTS * source + head[source] % SLOTS]
+                    head[source] += 1
+                    st_release_sys_s32(local, HEADS + source, head[source])
+
+
+exercise("combine-4").check(combine_two_ranks)
+
+# %% [markdown]
 # ## 7. Weights and biases
 #
 # The output of an MoE layer is a *weighted* sum of its experts' results, but **combine only adds**: each rank
@@ -1928,24 +2003,7 @@ claims.append(
 Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
 
 # %% [markdown]
-# ## 10. Exercises
-#
-# All can be done in the simulator, with `check` and the property test.
-#
-# 1. **Without filled gaps.** Leave `send_head` as dispatch returns it, and let `released` be 0 for a token that was not
-#    sent to a rank. What happens, and for which tokens?
-# 2. **Smaller chunks.** Change the sender of our port so that it sends as many rows as fit if a whole chunk does not.
-#    How short may rings be then?
-# 3. **A cycle of four.** Find tokens for four ranks for which the waiting sender deadlocks, although no token goes to
-#    one rank only.
-# 4. **Pull.** Let the source rank's kernel load the rows from the other ranks, without rings. What must be known before
-#    it starts, and how many bytes must be in flight?
-# 5. **Sum, round, sum.** Two experts of a token on one rank compute two results, which are summed before they are
-#    returned. Is that still one rounding?
-# 6. **A ring of one row.** Give the package's rings one slot. Is the result still correct, and what does it cost? (See
-#    `num_nvl_bytes`.)
-#
-# ## 11. Sources
+# ## 10. Sources
 #
 # - [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `cached_notify_combine` and `combine` in
 #   `csrc/kernels/intranode.cu` of its first version, and `tests/test_intranode.py`, the origin of the property test.

@@ -18,7 +18,7 @@
 # [08](08_ring_buffer_dispatch.ipynb) and [09](09_combine.ipynb) are built for thousands of tokens: rows stream through
 # ring buffers, and the bandwidth of NVLink limits the time. With few tokens almost nothing is sent, but the pair still
 # takes tens of microseconds. This notebook shows where that time goes, and builds a pair of kernels that avoids most of
-# it: one launch for each direction, no counts, and no wait on the CPU.
+# it: one launch for each direction, and no exchange of counts, so the CPU need not wait either.
 #
 # Notebooks 08 and 09 explain ranks, dispatch and combine, [notebook 00](00_start_here.ipynb) the simulator.
 
@@ -107,12 +107,13 @@ Markdown(
 # - **notify** exchanges counts, because a receiver must know how many rows arrive and where they go. Each rank stores
 #   its counts in the memory of all others, executes a system-scope fence, stores a flag, and waits for the others'
 #   flags.
-# - **dispatch** moves a row in six dependent operations: a bulk load into shared memory, a bulk store into the peer's
-#   ring, a fence and the store of the ring's tail, the receiver's poll, a bulk load, and a bulk store into the output.
+# - **dispatch** moves a row in six dependent operations: a TMA bulk load into shared memory, a bulk store into the
+#   peer's ring, a fence and the store of the ring's tail, the receiver's poll, a bulk load, and a bulk store into the
+#   output.
 # - **combine** does the same in the other direction.
 #
-# The **lower bound** contains what no such pair avoids, for each direction: a launch, a load (the experts of the
-# token), and one one-way NVLink latency. These are the latencies that all predictions below start from:
+# The **lower bound** is what no such pair avoids in either direction: a launch, a load (the token's experts), and a
+# one-way NVLink latency. These are the latencies that all predictions below start from:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 BASICS = records.read("align_one_launch_ladder", "h200")["diagnosis"]["basics"]
@@ -204,9 +205,9 @@ def check(inputs, outputs):
 # %% [markdown]
 # The kernels of the steps have no timeouts, so a wrong one may never end. They run in the simulator on every computer,
 # with two **virtual ranks** (`LocalGroup(2)`), and are checked, but not timed. `first_error` runs four rounds of random
-# inputs under each of six seeds, which determine the order of the threads. Memory is **weak**: a store becomes visible
-# late, and in any order, unless a fence or a release orders it. All rounds are queued at once, so a rank runs as far
-# ahead of the other as the kernels permit. Outputs are filled with NaN first.
+# inputs under each of six seeds, which determine the order of the threads. Simulated memory is **weakly ordered**:
+# stores become visible late and in any order, unless a fence or a release orders them. All rounds are queued at once,
+# so a rank runs as far ahead of the other as the kernels permit. Outputs are filled with NaN first.
 #
 # Times are those of the package's kernels, which use the same protocols; section 8 lists what they add.
 
@@ -243,28 +244,28 @@ def check_packed(inputs, outputs):
 # ## 3. Step 1: fixed slots, flags after data
 #
 # **Bottleneck.** The counts and the rings: no row leaves before `notify` has ended, and each row passes through shared
-# memory and a ring. Section 1 compares the pair with its lower bound.
+# memory and a ring. Their shares of the pair's time are not measured.
 #
 # **Idea.** The address of a slot depends only on the rank and the number of the token. Nothing must be counted, and a
 # sender needs no answer. CTA `t` sends token `t` of its rank and receives token `t` of every rank:
 #
 # - It stores the row directly in the slot on each rank that has one of the token's experts.
-# - After a barrier and a system-scope fence it stores a **flag** on *all* ranks: twice the number of the operation,
-#   plus 1 if the slot has a row. Thus a rank learns for every slot whether it has a row.
+# - After a barrier and a system-scope fence it stores a **flag** on *all* ranks: for the n-th dispatch (**operation**
+#   n) `2 * n`, plus 1 if the slot has a row. Thus a rank receives for every slot whether it has a row.
 # - It polls the flags of token `t` from all ranks, and copies the rows to the output.
 #
 # A CUDA graph passes the same arguments in each replay, so every CTA counts the operations itself, in `epochs`. Flags
-# contain this number, so they are never cleared. Slots have two **halves**, which operations use alternately: a rank in
-# operation n + 1 does not overwrite rows that another rank still reads in operation n. A rank cannot be two operations
-# ahead, because operation n + 1 ends only with the flags of all ranks, which they store after their operation n. All
-# CTAs must be resident at the same time, because they wait for CTAs of other ranks.
+# contain this number, so they are never cleared. Slots are double-buffered, in two **halves** that operations use
+# alternately: a rank in operation n + 1 does not overwrite rows that another rank still reads in operation n. A rank
+# cannot be two operations ahead, because operation n + 1 ends only with the flags of all ranks, which they store after
+# their operation n. All CTAs must be resident at the same time, because they wait for CTAs of other ranks.
 #
-# A flag has fewer bits for the number than a counter: `2 * number` overflows after 2^30 operations, and the
-# `number << 8` of step 4 after 2^23, whereupon a receiver would wait forever. So numbers wrap after 2^22 operations. A
-# few values suffice, since a slot holds the flag of operation n - 2 or n; they must be an even number, so that the
-# halves alternate.
+# A flag has few bits for the number: `2 * number` overflows after 2^30 operations, and the `number << 8` of step 4
+# after 2^23, whereupon a receiver would wait forever. So numbers wrap after 2^22 operations. A few values suffice,
+# since a slot holds the flag of operation n - 2 or n; their count must be even, so that the halves alternate.
 #
-# **Predicted time.** Two launches, two loads, and two fenced one-way NVLink latencies.
+# **Predicted time of the pair** (step 3 builds the combine): two launches, two loads, two fenced one-way NVLink
+# latencies.
 
 # %%
 NUMBERS = (1 << 22) - 1  # operations are counted modulo 2^22
@@ -398,8 +399,8 @@ player.strip([frame_of(player, "flag"), frame_of(player, ": row."), frame_of(pla
 # %% [markdown]
 # ## 4. Step 2: the data is its own flag
 #
-# **Bottleneck.** The fence. It waits for the acknowledgement of the row's stores, one round trip over NVLink; only then
-# the flag leaves, another one-way trip.
+# **Bottleneck.** The fence. It waits until the row's stores are acknowledged, presumably one NVLink round trip; only
+# then does the flag leave, another one-way trip.
 #
 # **Idea.** The receiver polls the row itself. TensorRT-LLM, whose all-reduce uses this protocol, calls it "Lamport".
 #
@@ -410,7 +411,8 @@ player.strip([frame_of(player, "flag"), frame_of(player, ": row."), frame_of(pla
 #   sender of operation n + 2 has received the receiver's metadata of operation n + 1. At that time the receiver's
 #   kernel of operation n had ended, with all its resets.
 # - The word that signals whether the slot has a row is now **metadata**. It contains the number of the operation, so it
-#   is its own flag. No ordering between stores is required: all are relaxed, without fence and barrier.
+#   is its own flag. Within an operation no ordering between stores is required: all are relaxed, without fence or
+#   barrier.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 GAIN_US = 2 * (model.FENCED_ONE_WAY_US - model.ONE_WAY_US)
@@ -447,8 +449,8 @@ def wait_vector(local, offset):
 
 
 # %% [markdown]
-# `copied` copies four registers, which the assembler removes again. Without it NVVM of CUDA 13.0 does not finish
-# compiling a loop that polls with a vector load:
+# `copied` copies four registers; ptxas removes the copies. Without it NVVM of CUDA 13.0 does not finish compiling a
+# loop that polls with a vector load:
 
 # %%
 listing(copied)
@@ -549,8 +551,8 @@ exercise("low_latency-1").check(exchange)
 # ## 5. Step 3: combine in rank order
 #
 # **Bottleneck.** Through ring buffers a result row takes the same six dependent operations as in dispatch (section 1),
-# and the receiver waits for ring positions that the dispatch has recorded. Adding rows in the order of arrival would
-# need no such bookkeeping, but the bits of a sum would change from run to run.
+# and the receiver waits until rings reach positions that the dispatch recorded. Adding rows in the order of arrival
+# would need no such record, but the bits of a sum would change from run to run.
 #
 # **Idea.** Combine uses the same protocol with slots `[expert rank, token]` in the memory of the source rank. The
 # source computes from its own `topk_idx` which ranks send a row, so combine needs no metadata. Rows may arrive in any
@@ -630,16 +632,17 @@ say(
 # other. Its **masked** layout is `[local experts, capacity, hidden]`, with the number of rows of each expert on the
 # GPU. Rows in slots would have to be copied once more, in another launch.
 #
-# **Idea.** The place of a row is the number of earlier slots with the same expert. Metadata now names the experts, in
-# one word for each of the top-k. Every CTA collects the metadata of all slots in shared memory and counts, so that no
-# CTA needs results of another one. Rows of an expert are ordered by source rank, then by token, in every run.
+# **Idea.** A row's **place**, its index within its expert, is the number of earlier slots with that expert. Metadata
+# now names the experts, in one word for each of the top-k. Every CTA collects the metadata of all slots in shared
+# memory and counts, so that no CTA needs results of another one. Rows of an expert are ordered by source rank, then by
+# token, in every run.
 #
 # The combine of packed rows also does more. Each rank first sums the rows of its own experts, times their weights, in
 # float32, and rounds to bfloat16, so that one row per rank and token is sent. The source sums these rows as in step 3.
 #
-# **Predicted gain.** A loss. Metadata leaves before any row, so that it adds no NVLink latency to dispatch. In combine
-# the expert ranks need the weights, which the source sends first: one more one-way NVLink latency, and the row numbers
-# and rows are loaded one after the other: two more dependent loads.
+# **Predicted gain.** Negative. To each rank metadata leaves before the row, so it adds no NVLink latency to dispatch.
+# In combine the expert ranks need the weights, which the source sends first: one more one-way NVLink latency. They load
+# row numbers, then rows: two more dependent loads.
 
 # %%
 EXAMPLE_IDS = [[[0, 1], [2, 0], [3, 2], [1, 3]], [[2, 3], [0, 3], [1, 2], [0, 1]]]  # 2 experts on each of 2 ranks
@@ -736,8 +739,8 @@ exercise("low_latency-2").check(place_rows)
 # %% [markdown]
 # ## 7. Wrong kernels
 #
-# A run on a GPU may not show the following mistakes: ranks must be an operation apart, or stores must become visible
-# out of order. Each mistake replaces one passage of a dispatch, and the check must reject it in the simulator.
+# A run on a GPU may hide the following mistakes: they show only if ranks are an operation apart or stores become
+# visible out of order. Each mistake replaces one passage of a dispatch, and the check must reject it in the simulator.
 
 # %%
 RESET = (
@@ -762,9 +765,9 @@ for name, (make, right, wrong) in MISTAKES.items():
 # - **A flag before its data**: without the fence the flag may become visible before the row. Without the barrier, lane
 #   0 may store the flag before other lanes have stored their parts of the row.
 #
-# ## 8. The package
+# ## 8. What the package adds
 #
-# The package's kernels follow steps 1 to 4. Two additions make them fast.
+# The package's kernels follow steps 1 to 4. Two additions follow; their gains are not measured here.
 #
 # **Placement by bits.** In step 4 every thread that places a row walks through all earlier slots. In the package each
 # receiving CTA builds a bit set of slots for each expert in shared memory, as the metadata arrives. A row's place is
@@ -774,10 +777,10 @@ for name, (make, right, wrong) in MISTAKES.items():
 listing((low_latency_packing.make_place_rows, "add_slot"), (low_latency_packing.make_place_rows, "count"))
 
 # %% [markdown]
-# **Senders and receivers.** In the steps a CTA sends its token and then receives. Loads behind stores to a peer wait
-# until NVLink has taken these. In the package each CTA of a launch does one of the two: the first third of the CTAs
-# sends, and the others read slots meanwhile. They begin with the rank's own rows, which need no slot, and if tokens are
-# few, several CTAs share a row.
+# **Senders and receivers.** In the steps a CTA sends its token and then receives. Loads issued after stores to a peer
+# probably wait until NVLink has accepted the stores. In the package each CTA of a launch does one of the two: the first
+# third of the CTAs sends, and the others read slots meanwhile. They begin with the rank's own rows, which need no slot,
+# and if tokens are few, several CTAs share a row.
 
 # %%
 listing(low_latency_protocol.roles, (low_latency_protocol.make_slot_at, "slot_at"))
@@ -912,7 +915,8 @@ say(
 # %% [markdown]
 # ### One rank alone
 #
-# Packing writes 8 rows per token of the rank, as it does on average with several ranks.
+# Packing writes 8 rows per token of the rank, as on average with several ranks. Why packing takes longer with 1 token
+# than with 8 is not known.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 OPTIONS = {

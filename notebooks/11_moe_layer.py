@@ -17,8 +17,8 @@
 # The earlier notebooks built a gate (the kernel of the router), grouped GEMMs, dispatch and combine. This notebook
 # assembles the experts of a layer, `moe_numba.fused_experts`. It starts from a loop over experts in torch and replaces
 # one stage after another by a kernel. Two of these kernels are new and are built here: `group_by_expert` and
-# `weighted_sum`. The last sections profile the layer, add a path for one token, run the layer on two virtual ranks and in
-# a Transformers model, and model 64 GPUs.
+# `weighted_sum`. The last sections profile the layer, add a path for one token, run the layer on two simulated ranks and
+# in a Transformers model, and model 64 GPUs.
 #
 # Notebooks [01](01_gate.ipynb) and [06](06_grouped_gemm.ipynb) explain router and grouped GEMM,
 # [notebook 00](00_start_here.ipynb) the simulator.
@@ -202,19 +202,19 @@ Markdown(f"{model.bounds_table([layer for layer in bench.LAYERS if layer.model i
 # compute-bound. In decode the other stages should add as little latency as possible; in prefill they should not move
 # large tensors through memory more often than necessary.
 #
-# ## 4. One stage after another
+# ## 4. Replacing torch stage by stage
 #
 # | stage | kernel | built in |
 # |---|---|---|
 # | group | `group_by_expert`: a counting sort that returns the group sizes and the indices in both directions. Groups have no padding, unlike the [expert blocks of notebook 02](02_align.ipynb). | section 5 |
-# | quantise | FP8 weights need FP8 tokens, with one scale per 128 elements of a token: launch `cast`, or `permute`, which does both. | [08](08_ring_buffer_dispatch.ipynb) |
+# | quantise | FP8 weights need FP8 tokens, with one scale per 128 elements of a token: launch `cast`, or `permute`, which also reorders the tokens. | [08](08_ring_buffer_dispatch.ipynb) |
 # | gate_up | A grouped GEMM: one launch for all experts. Group sizes stay on the GPU, so the CPU does not wait for them. | [06](06_grouped_gemm.ipynb) |
 # | activation | `silu(gate) * up`: part of the epilogue of the first grouped GEMM on GPUs with wgmma, otherwise a launch of its own. | |
 # | down | The same grouped GEMM. | [06](06_grouped_gemm.ipynb) |
-# | sum | `weighted_sum`: a thread adds the rows of a token in the order of k. | section 6 |
+# | sum | `weighted_sum`: a thread adds its columns of a token's rows in the order of k. | section 6 |
 #
 # With few rows per expert, the producer warps of the first grouped GEMM gather the rows of `x` by index. With many,
-# `permute_tokens` copies `x` into the order of the experts first, because TMA loads consecutive rows faster.
+# `permute_tokens` copies `x` into the order of the experts first, so that TMA can load consecutive rows.
 #
 # Three stages in torch, none of which waits for the GPU, and the layer with a function for each stage:
 
@@ -268,8 +268,8 @@ STEPS = {
 # Each step moves one stage out of torch; the first moves both GEMMs. The last step, `final`, is `fused_experts` with `out`
 # and an `ExpertsWorkspace` for the intermediate results, so that nothing is allocated.
 #
-# **Bottleneck.** At small batch sizes the CPU is the bottleneck: it issues every launch, and blocks where the loop needs a
-# size that is on the GPU. The steps are therefore compared by call time, and the number of torch operations is counted.
+# **Bottleneck.** At first the CPU is the bottleneck: it issues every launch, and blocks where the loop needs a size
+# that is on the GPU. The steps are therefore compared by call time, and the number of torch operations is counted.
 #
 # **Predicted gain.** The call time of `group_in_torch`, divided by its operations, is the CPU time of an operation that
 # does not wait for the GPU. Each operation removed should save that much.
@@ -322,7 +322,7 @@ say(
 )
 
 # %% [markdown]
-# The kernels of one call for one token without a CUDA graph, as torch's profiler saw them. The loop launches several
+# The kernels of one call for one token without a CUDA graph, as recorded by torch's profiler. The loop launches several
 # kernels per expert, and the CPU waits in between. `final` takes the path of the section "One token".
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -365,8 +365,8 @@ group_ladder.step("torch", partial(group_in_torch, IDS, G_EXPERTS), dtype="int32
 # %% [markdown]
 # ### Step 1: a counting sort in one launch
 #
-# **Bottleneck.** Each operation is a kernel or more. An empty kernel and torch's sort alone take the times below. With
-# **programmatic dependent launch** (PDL) a kernel starts before its predecessor ends; it must call
+# **Bottleneck.** Each operation launches at least one kernel. The next cell times an empty kernel and torch's sort
+# alone. With **programmatic dependent launch** (PDL) a kernel starts before its predecessor ends; it must call
 # `griddepcontrol_wait` before it reads the predecessor's output.
 
 
@@ -385,7 +385,8 @@ print_times(BASICS)
 
 # %% [markdown]
 # **Idea.** A **counting sort** in one CTA. Each warp counts a contiguous chunk of the assignments in counters of its
-# own, in shared memory. A scan turns counts into offsets. Then each warp reads its chunk again and places it.
+# own, in shared memory. A scan turns counts into offsets. Then each warp reads its chunk again and writes each
+# assignment to its row.
 
 # %%
 torch.manual_seed(3)
@@ -563,8 +564,8 @@ sum_ladder.step("torch", partial(sum_in_torch, ROWS, INVERSE, FACTORS), dtype="b
 # ### Step 1: one pass, two columns per thread
 #
 # **Bottleneck.** Memory traffic. With `R` bytes of rows the gather moves `2 R`, the multiplication `3 R`, because its
-# result is float32, and the reduction `2 R`. Copies, which move `2 R`, give the rate: torch's, and two of our own, whose
-# threads load and store 4 or 16 bytes at a time.
+# result is float32, and the reduction reads `2 R`. Copies, which move `2 R`, give the rate: torch's, and two of our
+# own, whose threads load and store 4 or 16 bytes at a time.
 
 
 # %%
@@ -704,7 +705,7 @@ sum_ladder.step("eight columns", sum_by(eight_columns, 8), after="two columns", 
 # %% [markdown]
 # **Explanation.** The predicted gain exceeds the kernel's whole time: the copy with 4 bytes is no model of the sum. A
 # thread of the copy loads one word and ends; one of the sum loads a word of each of the `topk` rows. The rates below,
-# interleaved, show how close two columns per thread already are to a copy.
+# interleaved, compare all kernels with a copy.
 #
 # **The package's kernel** is among them. `moe_numba.weighted_sum` also has `topk` as a compile-time constant, loads the
 # rows of all k before it adds the first, starts by PDL, and can add the output of shared experts.
@@ -722,8 +723,8 @@ sum_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
 
 # %% [markdown]
 # The sum has a fixed order, and the GEMMs compute each row independently of the others. So the bits of a token's result
-# depend neither on the run nor on the token's place in the batch. They may depend on the number of tokens, which chooses
-# the launches and the tiles of the GEMMs: results are not batch-invariant.
+# depend neither on the run nor on the token's place in the batch. They may depend on the number of tokens, which
+# determines the launches and the GEMM tiles: results are not batch-invariant.
 
 # %%
 order = torch.randperm(TOKENS, device=DEVICE)
@@ -757,9 +758,9 @@ say(
 )
 
 # %% [markdown]
-# **Hypothesis.** `permute` leaves the L2 cache full of rows that it has written, which might slow down the first grouped
-# GEMM. To test this, the GEMM runs alone, behind `permute`, and behind a neutral kernel that writes as many bytes; the
-# whole layer runs in the same measurement:
+# **Hypothesis.** `permute` leaves the L2 cache full of rows that it has written, which might slow down the first
+# grouped GEMM. To test this, the GEMM runs alone, after `permute`, and after a copy that writes as many bytes,
+# interleaved with the whole layer:
 
 # %%
 PROMPT = make_inputs(LAYER, TOKENS if SIMULATED else SIZES[-1], *WEIGHTS)
@@ -826,10 +827,13 @@ say(
 )
 
 # %% [markdown]
+# If only `permute` slows the GEMM down, written rows in L2 are not the cause, since the copy writes as many; the cause is
+# not known.
+#
 # ### One token
 #
-# **Bottleneck.** With one token each chosen expert has one row. The launches of a grouped call, each alone. Inputs
-# rotate, so that no launch finds its weights in the L2 cache: each set has other experts.
+# **Bottleneck.** With one token each chosen expert has one row. The next cell times the launches of a grouped call,
+# each alone. Inputs with other experts rotate, so that no launch finds its weights in the L2 cache.
 
 
 # %%
@@ -873,14 +877,14 @@ say(
 )
 
 # %% [markdown]
-# **Idea.** Use matrix-vector kernels (GEMV). A warp computes a few dot products. Its lanes load adjacent 16-byte vectors
-# of the weights' rows, several of them before the first is used. They multiply in float32 on CUDA cores, which is enough
-# because each weight is used once. Two launches remain. The first reads the experts of each assignment from `topk_ids`
-# and computes the activations. The second computes the rows of a token's experts, weights and adds them; it loads its
-# first weights before `griddepcontrol_wait`, while the first kernel still runs.
+# **Idea.** Use matrix-vector kernels (GEMV). A warp computes a few dot products. Its lanes load adjacent 16-byte
+# vectors of the weights' rows, several of them before the first is used. They multiply in float32 on CUDA cores, which
+# is enough because each weight is used once. Two launches remain. The first reads the expert of each assignment from
+# `topk_ids` and computes the activations. The second computes a token's rows, multiplies them by the router's weights
+# and adds them; it loads its first weights before `griddepcontrol_wait`, while the first kernel still runs.
 #
-# **Change.** The main loop of the first kernel. `rows` are a row of gate and one of up, `batch` the vectors that a lane
-# loads at once; a lane adds two products per 32-bit word, and a shuffle reduction adds the lanes' sums behind the loop:
+# **Change.** The main loop of the first kernel. `rows` is the number of weight rows of a warp, half of gate and half of
+# up, `batch` the vectors of each that a lane loads at once; a shuffle reduction adds the lanes' sums after the loop:
 
 # %%
 passage(make_decode_gate_up_kernel, "for step in range(0, steps, batch)", "sums[i] = cuda.fma(high_half")
@@ -927,11 +931,13 @@ say(
 )
 
 # %% [markdown]
+# Measured alone, each kernel follows a launch of itself and loads early as well, so the sum may already contain that gain.
+#
 # ## 8. Expert parallelism (EP)
 #
 # With several GPUs each **rank** holds a part of the experts. A token is sent once to each rank that has one of its
 # experts (notebooks [07](07_dispatch_layout.ipynb) and [08](08_ring_buffer_dispatch.ipynb)). That rank computes the
-# weighted sum of its own experts, and combine adds the sums of the ranks in rank order ([09](09_combine.ipynb)).
+# weighted sum of its experts' outputs, and combine adds the sums of the ranks in rank order ([09](09_combine.ipynb)).
 #
 # `ExpertParallelMoE` does this. The receiving rank sees local expert ids; other ranks' experts are -1, and
 # `group_by_expert` skips them. Two virtual ranks in the simulator must agree with one GPU that holds all experts:
@@ -988,11 +994,11 @@ ranks_reached = ...  # your answer: lambda num_experts, topk, ranks: ... (ranks 
 exercise("moe_layer-3").check(ranks_reached)
 
 # %% [markdown]
-# ## 9. A model of transformers
+# ## 9. In a model of transformers
 #
 # `register()` makes `fused_experts` known to transformers 5, `set_experts_implementation` selects it for a model, and
-# `fuse_routers` replaces the model's routers by the gate kernel. Here with a tiny Qwen3-MoE model with random weights,
-# and the next token predicted at each position. `eager` is the loop over experts in transformers:
+# `fuse_routers` replaces the model's routers by the gate kernel. The cell runs a tiny Qwen3-MoE model with random
+# weights and prints the next token predicted at each position. `eager` is the loop over experts in transformers:
 
 
 # %%
@@ -1022,9 +1028,10 @@ except ImportError as error:
     print(f"transformers 5 is not installed ({error}): pip install 'moe_numba[transformers]'")
 
 # %% [markdown]
-# The logits differ by rounding: eager rounds the weighted row of each expert to bfloat16 before it adds the row. For a
-# model with a layout that the kernels do not support, a ValueError names the attribute. The experts of gpt-oss, with
-# biases and their own activation, also run with their weights in MXFP4 ([example](../docs/examples/gpt_oss_mxfp4.py)).
+# The logits differ by rounding: for example, eager rounds the weighted row of each expert to bfloat16 before it adds
+# the row. For a model with a layout that the kernels do not support, a ValueError names the attribute. The experts of
+# gpt-oss, with biases and their own activation, also run with their weights in MXFP4
+# ([example](../docs/examples/gpt_oss_mxfp4.py)).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 MODELS = records.recorded("models")
@@ -1043,10 +1050,10 @@ say(
 # %% [markdown]
 # ## 10. What 64 GPUs would change
 #
-# **The rows for 1 and 64 GPUs are a model**, of one DeepSeek-V3 layer whose experts are distributed over GPUs in nodes
-# of 8, with uniform routing. A row crosses the network once per node that has one of its experts, and is
-# forwarded over NVLink; dispatch sends FP8, combine bfloat16. Every part takes the time of its bytes or operations, and
-# transfers do not overlap with GEMMs.
+# **All rows below are a model** of one DeepSeek-V3 layer whose experts are distributed over GPUs in nodes of 8, with
+# uniform routing. A row crosses the network once per node that has one of its experts, and is forwarded over NVLink;
+# dispatch sends FP8, combine bfloat16. Every part takes the time of its bytes or operations, and transfers do not
+# overlap with GEMMs.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 assumed = (

@@ -96,15 +96,16 @@ def moe_align_block_size(
         to 2**30 - 1 if ``topk_ids`` has at most 1024 elements.
     expert_map : tensor [num_experts] of int32 or int64, optional
         For expert parallelism: the local id of each expert, or -1 for experts of other ranks. ``expert_ids`` are then
-        local ids.
+        local ids. An element that int32 cannot hold counts as -1.
     pad_sorted_ids : bool
         Round the length of ``sorted_token_ids`` up to whole blocks.
     ignore_invalid_experts : bool
         Drop slots that are invalid or whose expert is on another rank. Otherwise invalid slots come first, in blocks of
         expert -1, and experts of other ranks keep their blocks, also with expert -1.
     out : (sorted_token_ids, expert_ids, num_tokens_post_pad), optional
-        Contiguous int32 tensors to write into, at least as long as the returned ones would be. The call then neither
-        allocates nor synchronises, except that the first call on a stream may allocate a workspace (see Notes).
+        Contiguous int32 tensors to write into, at least as long as the returned ones would be; they must overlap
+        neither an input nor each other. The call then neither allocates nor synchronises, except that the first call
+        on a stream may allocate a workspace (see Notes).
 
     Returns
     -------

@@ -7,7 +7,7 @@ unsigned, because the compiler emits extra instructions for signed indices that 
 
 from functools import cache
 
-from numba import cuda, int32, uint32
+from numba import cuda, int32, int64, uint32
 
 from moe_numba.ptx.memory import st_shared_s32x4
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_add_s32
@@ -30,6 +30,12 @@ def check_launch_shape(threads, capacity):
         raise ValueError(f"capacity is {capacity}; it must be a multiple of 4")
 
 
+@cuda.jit(device=True)
+def local_id(value):
+    """Convert an element of an expert map to int32; one of int64 that does not fit is -1, and no wrapped valid id."""
+    return int32(value) if int64(int32(value)) == value else int32(-1)
+
+
 @cache
 def make_bucket_of(capacity, ignore_invalid_experts, has_map):
     """Make ``bucket_of(expert, expert_map, num_experts)``, the bucket of a slot."""
@@ -41,7 +47,7 @@ def make_bucket_of(capacity, ignore_invalid_experts, has_map):
         def bucket_of(expert, expert_map, num_experts):
             bucket = uint32(invalid)
             if expert >= 0 and expert < num_experts:
-                bucket = uint32(uint32(expert) + uint32(1)) if expert_map[expert] >= 0 else bucket
+                bucket = uint32(uint32(expert) + uint32(1)) if local_id(expert_map[expert]) >= 0 else bucket
             return bucket
 
     else:
@@ -68,7 +74,7 @@ def make_expert_of(has_map):
         def expert_of(bucket, expert_map):
             expert = int32(-1)
             if bucket > 0:
-                expert = int32(expert_map[bucket - 1])
+                expert = local_id(expert_map[bucket - 1])
             return expert
 
     return expert_of

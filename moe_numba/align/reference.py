@@ -21,12 +21,17 @@ def sizes(numel, block_size, num_experts, pad_sorted_ids=True, ignore_invalid_ex
     return length, -(-length // block_size)
 
 
+def _local_ids(expert_map):
+    """Return an expert map whose elements that int32 cannot hold are -1, as those of experts of other ranks."""
+    return expert_map.where(expert_map.int() == expert_map, -1).long()
+
+
 def buckets_of(topk_ids, num_experts, expert_map=None, ignore_invalid_experts=False):
     """Return the bucket of each slot: 0 for an invalid id, 1 + e for expert e, num_experts + 1 for an ignored slot."""
     ids = topk_ids.reshape(-1).long()
     valid = (ids >= 0) & (ids < num_experts)
     if ignore_invalid_experts and expert_map is not None:
-        valid &= expert_map.long()[ids.clamp(0, num_experts - 1)] >= 0
+        valid &= _local_ids(expert_map)[ids.clamp(0, num_experts - 1)] >= 0
     return torch.where(valid, ids + 1, num_experts + 1 if ignore_invalid_experts else 0)
 
 
@@ -53,7 +58,7 @@ def moe_align_block_size(
 
     expert_of = torch.arange(-1, num_experts, device=device)
     if expert_map is not None:
-        expert_of[1:] = expert_map
+        expert_of[1:] = _local_ids(expert_map)
     expert_ids = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)
     expert_ids[: int(blocks.sum())] = expert_of.repeat_interleave(blocks).to(torch.int32)
     return sorted_token_ids, expert_ids, (blocks.sum() * block_size).to(torch.int32).reshape(1)

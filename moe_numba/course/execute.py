@@ -3,6 +3,7 @@
 python -m moe_numba.course.execute execute                        write pages of all notebooks to build/
 python -m moe_numba.course.execute execute --in-place --only 01   write the committed copy (without a GPU: stale)
 python -m moe_numba.course.execute prose                          update the prose of the committed copies, keep outputs
+python -m moe_numba.course.execute exercises --only 01            also execute new exercises, which needs no GPU
 """
 
 import argparse
@@ -30,6 +31,7 @@ from moe_numba.course.executed import (
     read,
     save_executed,
     save_simulated,
+    update_exercises,
     update_prose,
 )
 
@@ -239,7 +241,7 @@ async def _execute_all(paths, root, report, jobs):
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m moe_numba.course.execute", description=__doc__.split("\n")[0])
-    parser.add_argument("command", choices=["execute", "prose"])
+    parser.add_argument("command", choices=["execute", "prose", "exercises"])
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="notebooks whose names begin with NAME")
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder for the executed copies and pages")
     parser.add_argument("--in-place", action="store_true", help="write notebooks/NN_topic.ipynb, and no pages")
@@ -252,10 +254,12 @@ def main(argv: list[str] | None = None) -> int:
     if not paths:
         print(f"no notebooks {' '.join(options.only)} in {root / 'notebooks'}", file=sys.stderr)
         return 1
-    if options.command == "prose":
+    if options.command in ("prose", "exercises"):
         try:
             for path in paths:
                 update_prose(path, options.with_code)
+                if options.command == "exercises":
+                    update_exercises(path, execute(path, root, env={"MOE_NUMBA_SIMULATE": "1"}))
         except NotebookFailed as error:
             print(error, file=sys.stderr)
             return 1

@@ -14,6 +14,7 @@ import jupytext
 import nbformat
 
 from moe_numba.course.bench import records
+from moe_numba.course.bench.code_hash import is_exercise, without_exercises
 from moe_numba.course.bench.sources import package_sources
 
 NOT_EXECUTED = "not_executed"  # in the metadata of cells whose code was not executed on a GPU
@@ -72,17 +73,19 @@ def save_simulated(notebook, path: Path) -> None:
 
 
 def update_prose(path: Path, with_code: bool = False) -> None:
-    """Copy new prose into the committed copy and keep its outputs.
+    """Copy new prose and new exercises into the committed copy and keep its outputs.
 
-    ``with_code`` also copies changed code: new and changed cells have no outputs and are marked as not executed. The
-    hashes of the executed code remain, so that the copy is stale until it is executed again. Raises ``NotebookFailed``
-    if code has changed without ``with_code``.
+    New and changed exercises have no outputs until :func:`update_exercises`. ``with_code`` also copies other changed
+    code: new and changed cells have no outputs and are marked as not executed. The hashes of the executed code remain,
+    so that the copy is stale until it is executed again. Raises ``NotebookFailed`` if code has changed without
+    ``with_code``.
     """
     old, new = nbformat.read(path.with_suffix(".ipynb"), as_version=4), read(path)
     before, after = code_cells(old), code_cells(new)
-    sources = [[cell.source for cell in cells] for cells in (before, after)]
-    if sources[0] != sources[1] and not with_code:
+    measured = [[source for cell in cells if (source := without_exercises(cell.source))] for cells in (before, after)]
+    if measured[0] != measured[1] and not with_code:
         raise NotebookFailed(f"{path.stem}: its code cells have changed too: {_refresh(path.stem)}")
+    sources = [[without_exercises(cell.source) or cell.source for cell in cells] for cells in (before, after)]
     blocks = SequenceMatcher(None, *sources, autojunk=False).get_matching_blocks()
     kept = {block.b + i: before[block.a + i] for block in blocks for i in range(block.size)}
     for number, cell in enumerate(after):
@@ -93,6 +96,19 @@ def update_prose(path: Path, with_code: bool = False) -> None:
             cell.metadata[NOT_EXECUTED] = True
     new.metadata = old.metadata
     nbformat.write(new, path.with_suffix(".ipynb"))
+
+
+def update_exercises(path: Path, simulated) -> None:
+    """Copy the outputs of exercises without one from an execution of the notebook in the simulator.
+
+    On a GPU the simulator tests the answers as well, so the outputs are the same.
+    """
+    copy = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
+    found = {cell.source: cell.outputs for cell in code_cells(simulated)}
+    for cell in code_cells(copy):
+        if is_exercise(cell.source) and not cell.outputs:
+            cell.outputs = found[cell.source]
+    nbformat.write(copy, path.with_suffix(".ipynb"))
 
 
 # Checks of the committed copies

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from moe_numba.course import executed
+from moe_numba.course.bench.code_hash import is_exercise
 from moe_numba.course.ladder import judgement_of
 
 MAX_WORDS = 3500  # of prose
@@ -41,7 +42,12 @@ def is_folded(cell) -> bool:
 
 def problems(notebook, record: dict | None = None) -> list[str]:
     """Return a sentence for each rule that a notebook breaks; ``record`` is its ladder's, if there is one."""
-    return [*_too_long(notebook), *_typed_measurements(notebook), *_unexplained(notebook, record)]
+    return [
+        *_too_long(notebook),
+        *_typed_measurements(notebook),
+        *_uses_of_exercises(notebook),
+        *_unexplained(notebook, record),
+    ]
 
 
 def _lines(cell):
@@ -64,6 +70,35 @@ def _typed_measurements(notebook):
             for line in cell.source.splitlines():
                 if not line.lstrip().startswith(">") and (found := _MEASUREMENT.search(line)):
                     yield f"a typed measurement, {found[0]!r}: {line.strip()[:70]}"
+
+
+def _uses_of_exercises(notebook):
+    """Find cells that depend on what a reader changes, and on what is not hashed: on names of an exercise."""
+    names = {}
+    for cell in executed.code_cells(notebook):
+        tree = _parsed(cell.source)
+        if is_exercise(cell.source):
+            names |= dict.fromkeys(_bound(tree), _last_line(cell))
+        else:
+            used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+            yield from (
+                f"a cell uses {name!r} of {names[name]}: {_first_line(cell)}" for name in sorted(used & set(names))
+            )
+
+
+def _bound(tree):
+    """Return the names that a cell binds."""
+    names = set()
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            names.add(statement.name)
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.alias):
+                names.add((node.asname or node.name).partition(".")[0])
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+    return names
 
 
 def _unexplained(notebook, record):
@@ -116,6 +151,10 @@ def _parsed(source):
 
 def _first_line(cell):
     return next(line for line in cell.source.splitlines() if line.strip())
+
+
+def _last_line(cell):
+    return cell.source.rstrip().rpartition("\n")[2]
 
 
 def main(paths: list[str]) -> int:

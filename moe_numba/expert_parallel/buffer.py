@@ -45,10 +45,11 @@ class Buffer(LowLatencyBuffer):
     ------
     ValueError, TypeError
         An argument is invalid; the message names it, its value and what is allowed. ValueError also if the counts
-        contradict each other, if more rows arrive than an output can hold, or if the format of the rows, the number of
-        experts or the configuration of a dispatch differs between ranks. All ranks raise such a difference: in the same
-        call if its host waits for the counts, otherwise in the next one. Other errors that a kernel detects are raised
-        by the next call at the latest.
+        contradict each other, if an expert's count is negative or more than 32 times the tokens, if more rows arrive
+        than an output can hold, or if the format of the rows, the number of experts or the configuration of a dispatch
+        differs between ranks. All ranks raise such a difference: in the same call if its host waits for the counts,
+        otherwise in the next one. Other errors that a kernel detects are raised by the next call at the latest. Calls
+        have no backward: a tensor that requires grad is a ValueError in grad mode.
     TimeoutError
         A rank did not arrive: from the call that waited for its counts, otherwise from the next call.
     RuntimeError
@@ -155,8 +156,8 @@ class Buffer(LowLatencyBuffer):
             The counts in the returned list are rounded up to a multiple of this.
         num_worst_tokens : int
             If not 0, outputs have this many rows, and the host does not wait for the counts. The call can then be
-            captured in a CUDA graph. In rows beyond the received ones only ``recv_topk_idx`` is written. If more rows
-            arrive, the next call raises an error.
+            captured in a CUDA graph, or prepared. In rows beyond the received ones only ``recv_topk_idx`` is written.
+            If more rows arrive, the next call raises an error.
         config : Config, optional
             Default: `get_dispatch_config`.
         previous_event : EventOverlap or EventHandle, optional
@@ -188,6 +189,11 @@ class Buffer(LowLatencyBuffer):
             row's token index on its source rank. is_token_in_rank [tokens, num_ranks]. send_head [tokens, num_ranks]:
             position of a token among its channel's rows to rank r; -1 where it is not sent.
         event : EventOverlap
+
+        Raises
+        ------
+        ValueError, TypeError, TimeoutError, RuntimeError
+            As listed in `Buffer`. ValueError also from `moe_numba.prepare` if the host waits for the counts.
         """
         rt, device, ranks = self._runtime, self._device, self.group_size
         rt.check_alive()

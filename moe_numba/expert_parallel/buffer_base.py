@@ -1,5 +1,6 @@
 """What a ``Buffer`` is apart from its calls: construction, default configurations and access to its memory."""
 
+import math
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from moe_numba.expert_parallel.kernels.buffer_layout import MAX_RANKS
 from moe_numba.expert_parallel.output_buffer import SymmetricOutput
 from moe_numba.expert_parallel.runtime import Runtime
 from moe_numba.expert_parallel.warm_up import warm_up
-from moe_numba.runtime.validate import check_int
+from moe_numba.runtime.validate import check_flag, check_int
 
 _ALIGNMENT = 128  # of the size of a buffer, in bytes, as in DeepEP
 
@@ -48,6 +49,8 @@ class BufferBase:
     ):
         if comm is not None or group is None:
             raise ValueError("group is None or comm is given; pass a torch.distributed process group or a transport")
+        low_latency_mode = check_flag("low_latency_mode", low_latency_mode)
+        enable_shrink = check_flag("enable_shrink", enable_shrink)
         if enable_shrink and not low_latency_mode:
             raise ValueError(f"enable_shrink is {enable_shrink}; only low-latency calls can go on without a rank")
         if check_int("num_rdma_bytes", num_rdma_bytes, 0) and not low_latency_mode:
@@ -61,7 +64,7 @@ class BufferBase:
         if not 1 <= self.group_size <= MAX_RANKS:
             raise ValueError(f"the group has {self.group_size} ranks; 1 to {MAX_RANKS} are allowed")
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self.low_latency_mode, self.enable_shrink = bool(low_latency_mode), bool(enable_shrink)
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
         self._exchanges: dict[tuple, Any] = {}  # of low-latency calls
         self._combine_inputs: dict[tuple, torch.Tensor] = {}
@@ -113,8 +116,17 @@ class BufferBase:
             In bytes, a multiple of the dtype's size.
         use_rdma_buffer : bool
             Must be False: there is no memory for transfers between nodes.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An argument is invalid, or the memory is too small for ``size``.
+        RuntimeError
+            After `destroy`.
         """
         self._runtime.check_alive()
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is {dtype!r}; it must be a torch.dtype")
         if use_rdma_buffer:
             raise ValueError(f"use_rdma_buffer is {use_rdma_buffer}; it must be False: all ranks are in one node")
         offset = check_int("offset", offset, 0, self.num_nvl_bytes)
@@ -125,9 +137,12 @@ class BufferBase:
         memory = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         if size is None:
             return memory
-        count = torch.Size(size).numel()
+        if not isinstance(size, (tuple, list)):
+            raise TypeError(f"size is {size!r}; it must be a tuple of ints")
+        size = tuple(check_int(f"size[{i}]", length, 0) for i, length in enumerate(size))
+        count = math.prod(size)
         if count > memory.numel():
-            raise ValueError(f"size is {tuple(size)}; {memory.numel()} elements of {dtype} start at offset {offset}")
+            raise ValueError(f"size is {size}; {memory.numel()} elements of {dtype} start at offset {offset}")
         return memory[:count].view(size)
 
     def destroy(self) -> None:

@@ -10,7 +10,7 @@ from moe_numba.expert_parallel.config import TOPK_IDX_POINTERS, Config
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_CHANNELS, MAX_ROWS, MAX_TOPK
 from moe_numba.expert_parallel.output_buffer import SymmetricOutput
-from moe_numba.runtime.validate import check_aligned, check_has_memory, check_int, check_tensor
+from moe_numba.runtime.validate import check_aligned, check_has_memory, check_int, check_no_grad, check_tensor
 
 _FP8, _SCALE_TYPES = torch.float8_e4m3fn, (torch.float32, torch.int32)
 _BOOL, _INT32, _FLOAT32, _TOPK_IDX = (torch.bool,), (torch.int32,), (torch.float32,), tuple(TOPK_IDX_POINTERS)
@@ -18,7 +18,7 @@ _BOOL, _INT32, _FLOAT32, _TOPK_IDX = (torch.bool,), (torch.int32,), (torch.float
 
 def check_timeout(seconds):
     """Refuse a timeout that is not a finite positive number of seconds."""
-    if not isinstance(seconds, (int, float)):
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise TypeError(f"timeout is {seconds!r}; it must be a number of seconds")
     if not 0 < seconds < 1e9:
         raise ValueError(f"timeout is {seconds} seconds; it must be more than 0 and less than 1e9")
@@ -70,6 +70,8 @@ def _check_rows(name, tensor, dtype, device):
         wanted = ("tokens", "hidden")
         check_tensor(name, tensor, dtype=dtype, shape=wanted, contiguous=True, device=(device, "the buffer"))
         check_has_memory(name, tensor)
+    if tensor.requires_grad:
+        check_no_grad(name, tensor, "Buffer")
     rows, hidden = tensor.shape
     size_bytes = hidden * dtype.itemsize
     if size_bytes % 16 or not size_bytes or tensor.data_ptr() % 16:
@@ -104,6 +106,8 @@ def check_dispatch_input(x, scales, device):
             f"x's scales have shape {tuple(scales.shape)} on {scales.device}; they must be [{tokens}, n], n at most "
             f"{max_scales}, on {device}"
         )
+    if scales.requires_grad:
+        check_no_grad("x's scales", scales, "Buffer")
     if type(scales) is not torch.Tensor:
         check_has_memory("x's scales", scales)
     return tokens, hidden
@@ -159,8 +163,14 @@ def check_topk(topk_idx, topk_weights, tokens, device):
     shape = tokens, topk
     _check("topk_idx", topk_idx, shape, _TOPK_IDX, device)
     check_int("topk_idx' number of columns", topk, 1, MAX_TOPK)
-    _check("topk_weights", topk_weights, shape, _FLOAT32, device)
+    _check_weights(topk_weights, shape, device)
     return topk
+
+
+def _check_weights(topk_weights, shape, device):
+    _check("topk_weights", topk_weights, shape, _FLOAT32, device)
+    if topk_weights.requires_grad:
+        check_no_grad("topk_weights", topk_weights, "Buffer")
 
 
 def check_layout(per_rank, per_expert, is_in_rank, tokens, ranks, device):
@@ -212,7 +222,7 @@ def check_combine_input(x, topk_weights, biases, num_rows, tokens, device):
     topk = 0
     if topk_weights is not None:
         topk = _num_columns(topk_weights)
-        _check("topk_weights", topk_weights, (num_rows, topk), _FLOAT32, device)
+        _check_weights(topk_weights, (num_rows, topk), device)
         check_int("topk_weights' number of columns", topk, 1, MAX_TOPK)
     for i, bias in enumerate(biases):
         if _check_rows(f"bias {i}", bias, torch.bfloat16, device) != (tokens, hidden):
@@ -224,6 +234,8 @@ def check_ready(ready, topk_weights, rows, device):
     """Check the flags of rows that another kernel computes while combine runs."""
     if topk_weights is not None:
         raise ValueError("ready is given, and so is topk_weights; only one of them is allowed")
+    if not isinstance(ready, torch.Tensor):
+        raise TypeError(f"ready is {type(ready).__name__}; it must be a tensor")
     check_tensor("ready", ready, dtype=torch.int32, contiguous=True, device=(device, "the buffer"))
     if ready.dim() != 1 or len(ready) < rows:
         raise ValueError(f"ready has shape {tuple(ready.shape)}; it must have one dimension and {rows} rows or more")

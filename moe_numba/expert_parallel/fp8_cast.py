@@ -47,7 +47,8 @@ def per_token_cast_to_fp8(
         ``x * (448 / amax)``, rounded to nearest even. amax is the largest magnitude in the group, but at least 1e-4:
         the elements of a group below that are not scaled up to 448.
     scales : torch.Tensor [tokens, hidden / 128], float32
-        ``amax / 448``; hidden / 128 is rounded up. Both results are arrays of ``x``'s library.
+        ``amax / 448``; hidden / 128 is rounded up. An array of ``x``'s library; the values are a torch tensor if that
+        library has no FP8, as NumPy and CuPy.
 
     Raises
     ------

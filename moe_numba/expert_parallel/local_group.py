@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from moe_numba import simulator
+from moe_numba.expert_parallel.kernels.buffer_layout import MAX_RANKS
 from moe_numba.expert_parallel.peer_access import enable_peer_access
 from moe_numba.expert_parallel.transport import TIMEOUT_S, SharedMemory, Transport, poll
 from moe_numba.runtime.recording import wrap_recorded
+from moe_numba.runtime.validate import check_int
 
 
 class LocalGroup:
@@ -20,6 +22,7 @@ class LocalGroup:
     Parameters
     ----------
     num_ranks : int
+        1 to 8.
     devices : sequence of int, optional
         The GPU of each rank; by default all GPUs, round-robin. Ranks that share a GPU run on separate streams, so all
         their CTAs must be resident at once. In the simulator the ranks' host functions alternate. Kernels that wait
@@ -36,7 +39,7 @@ class LocalGroup:
     """
 
     def __init__(self, num_ranks: int, devices: Sequence[int] | None = None):
-        self.num_ranks = num_ranks
+        self.num_ranks = num_ranks = check_int("num_ranks", num_ranks, 1, MAX_RANKS)
         if simulator.ENABLED:
             self.devices = [torch.device("cpu")] * num_ranks
         else:

@@ -54,6 +54,7 @@ class LowLatency:
             )
         )
         self._sums = {shape.max_tokens: self.combined}  # number of tokens -> what combine returns
+        self._has_dispatched = False
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None = None
@@ -78,7 +79,7 @@ class LowLatency:
         Raises
         ------
         ValueError, TypeError
-            An argument is invalid; the message names it, its value and what is allowed.
+            An argument is invalid, or requires grad; the message names it, its value and what is allowed.
         TimeoutError
             An earlier low-latency call has timed out, and the buffer is without ``enable_shrink``.
         RuntimeError
@@ -89,6 +90,7 @@ class LowLatency:
             self._check_alive()
             checks.check_dispatch(self._dispatch, x, topk_idx, topk_weights)
             addresses = *self._runtime.pointers(x, topk_idx, topk_weights), topk_idx.shape[0]
+        self._has_dispatched = True
         self._runtime.launch_on_stream(self._launch_dispatch, *addresses)
         return self.received
 
@@ -117,12 +119,14 @@ class LowLatency:
         Raises
         ------
         ValueError, TypeError, TimeoutError, RuntimeError
-            As for `dispatch`.
+            As for `dispatch`. RuntimeError also before the first dispatch.
         """
         addresses = self._addresses_of_results(x, topk_idx, topk_weights)
-        if addresses is None or self._must_check_alive():
+        if addresses is None or not self._has_dispatched or self._must_check_alive():
             self._check_alive()
             checks.check_combine(self._combine, x, self.received.slot_rows, topk_idx, topk_weights)
+            if not self._has_dispatched:
+                raise RuntimeError("combine was called before the first dispatch; nothing has been received")
             addresses = *self._runtime.pointers(x, topk_idx, topk_weights), topk_idx.shape[0]
         self._runtime.launch_on_stream(self._launch_combine, *addresses)
         tokens = addresses[3]

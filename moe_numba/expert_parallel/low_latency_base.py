@@ -101,10 +101,16 @@ class LowLatencyBase(BufferBase):
 
         Raises
         ------
+        ValueError, TypeError
+            An argument is not a positive int. Sizes of which there was no call have no effect.
         TimeoutError
             A rank did not come in time, and the buffer is without ``enable_shrink``.
         """
-        wanted = num_max_dispatch_tokens_per_rank, hidden, num_experts
+        wanted = (
+            check_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1),
+            check_int("hidden", hidden, 1),
+            check_int("num_experts", num_experts, 1),
+        )
         for exchange in self._exchanges.values():
             shape = exchange.shape
             if (shape.max_tokens, shape.hidden, shape.num_experts) == wanted:
@@ -112,7 +118,7 @@ class LowLatencyBase(BufferBase):
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for each rank that is masked, and 0 for each other rank, to an int32 tensor [num_ranks]."""
-        checks.check_statistics("mask_status", mask_status, torch.int32, self.group_size, self._device)
+        checks.check_mask_status(mask_status, self.group_size, self._device)
         mask_status.copy_(self._mask().mask)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
@@ -157,14 +163,19 @@ class LowLatencyBase(BufferBase):
         for name, tensor in (("x", x), ("topk_idx", topk_idx)):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor")
+            if tensor.dim() < 2:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have two dimensions or more")
+        if not type(max_tokens) is type(num_experts) is int:  # before the look-up: 4.0 would find what was made for 4
+            max_tokens = check_int("num_max_dispatch_tokens_per_rank", max_tokens)
+            num_experts = check_int("num_experts", num_experts)
         mask = self._mask()
         mask.check()
         hidden = x.shape[-1] if isinstance(hidden, torch.Tensor) else hidden
-        topk = topk_idx.shape[-1] if topk_idx.dim() else 0
+        topk = topk_idx.shape[-1]
         key = make, max_tokens, hidden, topk, num_experts, scales, combines_fp8, topk_idx.dtype
         try:
             return self._exchanges[key]
-        except (KeyError, TypeError):
+        except KeyError:
             shape = make_shape(
                 self.group_size, max_tokens, hidden, topk, num_experts, scales=scales, combines_fp8=combines_fp8
             )

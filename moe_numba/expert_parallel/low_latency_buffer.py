@@ -7,7 +7,8 @@ import torch
 from moe_numba.expert_parallel import low_latency_checks as checks
 from moe_numba.expert_parallel.events import EventOverlap
 from moe_numba.expert_parallel.low_latency_base import LowLatencyBase, scales_format
-from moe_numba.expert_parallel.low_latency_exchange import LowLatencyCombine, LowLatencyDispatch
+from moe_numba.expert_parallel.low_latency_exchange import SEND, LowLatencyCombine, LowLatencyDispatch
+from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.validate import check_flag
 
 
@@ -62,8 +63,8 @@ class LowLatencyBuffer(LowLatencyBase):
         async_finish : bool
             Do not make the current stream wait for the call; the returned event marks its end.
         return_recv_hook : bool
-            Only send; the returned hook receives, on the stream that is current when it is called. Between the two no
-            SM is in use.
+            Only send; the returned hook receives, once, on the stream that is current when it is called. Between the
+            two no SM is in use. Not in a prepared call, which could not receive again.
 
         Returns
         -------
@@ -83,7 +84,7 @@ class LowLatencyBuffer(LowLatencyBase):
         Raises
         ------
         ValueError, TypeError
-            An argument is invalid; the message names it, its value and what is allowed.
+            An argument is invalid, or requires grad; the message names it, its value and what is allowed.
         TimeoutError
             An earlier low-latency call has waited for a rank longer than ``timeout``, and the buffer is without
             ``enable_shrink``. In that call, tokens that the rank was part of become NaN; no row is counted.
@@ -119,6 +120,7 @@ class LowLatencyBuffer(LowLatencyBase):
             exchange.launch(
                 x, topk_idx, None, out, phase, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
             )
+            checks.set_received(out.slot_rows, phase != SEND)
 
         event, hook = self._run(launch, async_finish, return_recv_hook, x, topk_idx, *out)
         handle = out.src_info, out.layout_range, shape.max_tokens, shape.hidden, shape.num_experts, out.slot_rows
@@ -148,7 +150,8 @@ class LowLatencyBuffer(LowLatencyBase):
             As for the dispatch.
         topk_weights : torch.Tensor [tokens, topk], float32
         handle : tuple
-            From `low_latency_dispatch`. A handle may be used more than once.
+            From `low_latency_dispatch`. A handle may be used more than once. A token is NaN if one of its rows has a
+            number in the handle that is beyond ``x``.
         use_logfmt : bool
             Must be False; ``use_fp8`` has a similar purpose.
         zero_copy : bool
@@ -178,7 +181,7 @@ class LowLatencyBuffer(LowLatencyBase):
         Raises
         ------
         ValueError, TypeError, TimeoutError, RuntimeError
-            As from `low_latency_dispatch`.
+            As from `low_latency_dispatch`. RuntimeError also if the dispatch returned a hook that was not called.
 
         Notes
         -----
@@ -193,6 +196,7 @@ class LowLatencyBuffer(LowLatencyBase):
             LowLatencyCombine, x, topk_idx, max_tokens, num_experts, hidden, combines_fp8=combines_fp8
         )
         checks.check_combine(exchange, x, slot_rows, topk_idx, topk_weights)
+        checks.check_received(slot_rows)
         checks.check_statistics(
             "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, torch.int64, self.group_size, self._device
         )
@@ -217,6 +221,7 @@ class LowLatencyBuffer(LowLatencyBase):
         key = max_tokens, hidden, num_experts, slot_rows.shape[1]
         tensor = self._combine_inputs.get(key)
         if tensor is None:
+            checks.check_sizes(self.group_size, max_tokens, hidden, slot_rows.shape[1], num_experts, None)
             size = num_experts // self.group_size, self.group_size * max_tokens, hidden
             tensor = torch.zeros(size, dtype=torch.bfloat16, device=self._device)
             self._combine_inputs[key] = tensor
@@ -226,3 +231,5 @@ class LowLatencyBuffer(LowLatencyBase):
 def _check_phases(async_finish, return_recv_hook):
     if check_flag("async_finish", async_finish) and check_flag("return_recv_hook", return_recv_hook):
         raise ValueError("async_finish and return_recv_hook are both True; at most one of them is allowed")
+    if return_recv_hook:
+        refuse_recording("return_recv_hook is True; it must be False in a prepared call, because a hook receives once")

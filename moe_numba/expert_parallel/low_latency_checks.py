@@ -7,7 +7,14 @@ from moe_numba.expert_parallel.config import TOPK_IDX_POINTERS
 from moe_numba.expert_parallel.kernels.buffer_layout import MAX_TOPK
 from moe_numba.expert_parallel.kernels.low_latency_layout import MAX_LOCAL_EXPERTS, SCALE_GROUP
 from moe_numba.runtime.launch import address
-from moe_numba.runtime.validate import check_aligned, check_choice, check_has_memory, check_int, check_tensor
+from moe_numba.runtime.validate import (
+    check_aligned,
+    check_choice,
+    check_has_memory,
+    check_int,
+    check_no_grad,
+    check_tensor,
+)
 
 PROTOCOLS = "lamport", "flags"
 _MAX_TOKENS, _MAX_HIDDEN, _MAX_WORDS = 1 << 16, 1 << 16, (1 << 31) - 1
@@ -59,7 +66,7 @@ def check_shape(shape, shared_bytes):
 
 
 def _check(name, tensor, dtype, shape, device, alignment=4):
-    """Refuse what is not a contiguous tensor of this dtype, shape and device."""
+    """Refuse what is not a contiguous tensor of this dtype, shape and device, or requires grad."""
     if (
         type(tensor) is torch.Tensor
         and tensor.dtype is dtype
@@ -67,13 +74,16 @@ def _check(name, tensor, dtype, shape, device, alignment=4):
         and tensor.device == device
         and tensor.is_contiguous()
         and tensor.data_ptr() % alignment == 0
+        and not tensor.requires_grad
     ):
         return
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor {tuple(shape)} of {dtype}")
     check_tensor(name, tensor, dtype=dtype, shape=tuple(shape), contiguous=True, device=(device, "the buffer"))
     check_has_memory(name, tensor)
-    check_aligned(name, tensor)
+    check_no_grad(name, tensor, "Buffer")
+    if tensor.data_ptr() % alignment:
+        check_aligned(name, tensor)
 
 
 def make_addresses_of(shape, input_shape, topk_idx_dtype, has_weights, device, placeholder):
@@ -105,6 +115,7 @@ def make_addresses_of(shape, input_shape, topk_idx_dtype, has_weights, device, p
             and x.get_device() == topk_idx.get_device() == index
             and x.is_contiguous()
             and topk_idx.is_contiguous()
+            and not x.requires_grad
         ):
             return None
         rows, experts, weights = x.data_ptr(), topk_idx.data_ptr(), placeholder
@@ -115,6 +126,7 @@ def make_addresses_of(shape, input_shape, topk_idx_dtype, has_weights, device, p
                 and topk_weights.shape == size
                 and topk_weights.get_device() == index
                 and topk_weights.is_contiguous()
+                and not topk_weights.requires_grad
                 and (weights := topk_weights.data_ptr())
             ):
                 return None
@@ -181,13 +193,35 @@ def check_statistics(name, tensor, dtype, size, device):
         _check(name, tensor, dtype, (size,), device, dtype.itemsize)
 
 
+def check_mask_status(tensor, num_ranks, device):
+    """Check the tensor that the mask of the ranks is written to."""
+    _check("mask_status", tensor, torch.int32, (num_ranks,), device)
+
+
 def check_combined(out, tokens, hidden, device):
     """Check the ``out`` of a combine."""
     _check("out", out, torch.bfloat16, (tokens, hidden), device, 16)
 
 
+def set_received(slot_rows, is_received):
+    """Note for `check_received` whether the kernel that writes the rows of a handle was launched."""
+    slot_rows._is_received = is_received
+
+
+def check_received(slot_rows):
+    """Refuse the rows of a handle whose hook was not called: nothing has been written to them."""
+    if not getattr(slot_rows, "_is_received", True):
+        raise RuntimeError("handle's rows have not been received; call the hook that low_latency_dispatch returned")
+
+
 def check_handle(handle):
     """Return the parts of a handle of low_latency_dispatch."""
-    if not isinstance(handle, tuple) or len(handle) != 6 or not isinstance(handle[5], torch.Tensor):
+    if not (
+        isinstance(handle, tuple)
+        and len(handle) == 6
+        and type(handle[2]) is type(handle[3]) is type(handle[4]) is int
+        and isinstance(handle[5], torch.Tensor)
+        and handle[5].dim() == 2
+    ):
         raise ValueError(f"handle is {type(handle).__name__}; it must be the tuple of 6 from low_latency_dispatch")
     return handle

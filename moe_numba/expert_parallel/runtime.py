@@ -28,6 +28,7 @@ from moe_numba.expert_parallel.stream_order import StreamOrder
 from moe_numba.expert_parallel.transport import check_same_on_all_ranks
 from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import address, current_stream
+from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.validate import check_device
 
 _NO_BARRIERS = contextlib.nullcontext()
@@ -127,12 +128,15 @@ class Runtime(StreamOrder):
         )
 
     def check_can_wait(self):
-        """Refuse a call whose host waits for the GPU while the current stream is captured in a CUDA graph."""
+        """Refuse a call whose host waits for the GPU in a CUDA graph, and in a prepared call: neither repeats that."""
         if is_capturing():
             raise RuntimeError(
                 "dispatch in a CUDA graph needs num_worst_tokens or a handle, because the host cannot wait for the "
                 "counts during the capture"
             )
+        refuse_recording(
+            "num_worst_tokens is 0; a prepared dispatch needs it or a handle, because its host does not wait for counts"
+        )
 
     def cached(self, make, *arguments):
         """Return ``make(self, *arguments)``, computed once per set of arguments."""

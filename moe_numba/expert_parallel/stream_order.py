@@ -8,6 +8,7 @@ from moe_numba import simulator
 from moe_numba.expert_parallel.checks import check_previous_event
 from moe_numba.expert_parallel.events import EventHandle, EventOverlap
 from moe_numba.runtime.context import current_stream
+from moe_numba.runtime.validate import check_flag
 
 _SAME_STREAM = contextlib.nullcontext(lambda *tensors: EventOverlap())  # see `StreamOrder.on_stream`
 
@@ -32,7 +33,8 @@ class StreamOrder:
         It yields a function that returns the call's event. The function takes all tensors that the call uses, and keeps
         their memory from being reused too early.
         """
-        if previous_event is None and not (async_finish or allocate_on_comm_stream) and self.continues_stream():
+        is_plain = previous_event is None and async_finish is False and allocate_on_comm_stream is False
+        if is_plain and self.continues_stream():
             return _SAME_STREAM
         return self._on_other_stream(previous_event, async_finish, allocate_on_comm_stream)
 
@@ -52,7 +54,8 @@ class StreamOrder:
 
     @contextlib.contextmanager
     def _on_other_stream(self, previous_event, async_finish, allocate_on_comm_stream):
-        previous = check_previous_event(previous_event)
+        previous, async_finish = check_previous_event(previous_event), check_flag("async_finish", async_finish)
+        allocate_on_comm_stream = check_flag("allocate_on_comm_stream", allocate_on_comm_stream)
         if allocate_on_comm_stream and not (async_finish and previous_event is not None):
             raise ValueError("allocate_on_comm_stream needs previous_event and async_finish")
         if simulator.ENABLED:

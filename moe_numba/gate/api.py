@@ -76,7 +76,7 @@ def biased_grouped_topk(
     gating_output : tensor [tokens, num_experts], float32, bfloat16 or float16
         Logits. Rows may be strided, columns may not. 1 to 1024 experts.
     correction_bias : tensor [num_experts], float32, bfloat16 or float16, or None
-        Added to the scores to choose experts, but not to the weights.
+        Added to the scores to choose experts, but not to the weights. It gets no gradient, so it may require grad.
     topk : int
         Columns of the result, 1 to 32, including fused shared experts. Without these at most
         ``topk_group * num_experts / num_expert_group``, the experts of the groups that are kept.
@@ -90,7 +90,7 @@ def biased_grouped_topk(
         weight of each is the sum of the routed weights divided by routed_scaling_factor, so with ``renormalize`` it is
         1 / routed_scaling_factor. ``apply_routed_scaling_factor_on_output`` then multiplies it like the others.
     routed_scaling_factor : float or None
-        Finite and not zero. None is 1.
+        Finite and not zero in float32, as is its reciprocal. None is 1.
     apply_routed_scaling_factor_on_output : bool
         Multiply all weights by routed_scaling_factor.
     num_token_non_padded : int or tensor of one int32 or int64, optional
@@ -98,7 +98,8 @@ def biased_grouped_topk(
     scoring : {"sigmoid", "softmax", "sqrtsoftplus"}
         Score of a logit: its sigmoid; its softmax over all experts; or ``sqrt(log(1 + exp(logit)))``.
     out : (topk_weights, topk_ids), optional
-        Contiguous tensors to write into. The call then neither allocates nor synchronises.
+        Contiguous tensors to write into, which must overlap neither an input nor each other. The call then neither
+        allocates nor synchronises.
 
     Returns
     -------
@@ -124,11 +125,11 @@ def biased_grouped_topk(
         experts = topk, renormalize, num_expert_group, topk_group, num_fused_shared_experts
         weights = routed_scaling_factor, apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
         return call_op("biased_grouped_topk", gating_output, correction_bias, *experts, *weights, out)
-    limit = limit_argument(num_token_non_padded, gating_output.device)
+    limit, limit_dtype = limit_argument(num_token_non_padded, gating_output.device)
     plan, bias = get_plan(
         gating_output,
         correction_bias,
-        num_token_non_padded,
+        limit_dtype,
         topk,
         renormalize,
         num_expert_group,
@@ -167,13 +168,15 @@ def check_options(
     )
 
 
-def get_plan(x, bias, num_token_non_padded, *options):
-    """Return the cached :class:`GatePlan` for these tensors and the arguments of `check_options`, and the bias."""
+def get_plan(x, bias, limit_dtype, *options):
+    """Return the cached :class:`GatePlan` for these tensors and the arguments of `check_options`, and the bias.
+
+    ``limit_dtype`` is what :func:`limit_argument` returns.
+    """
     bias = None if bias is None else as_tensor(bias, "correction_bias")
     # Python's types need no check before the look-up; others do, because 8.0 would find the plan for 8.
     if tuple(map(type, options)) != _OPTION_TYPES:
         options = check_options(*options)
-    limit_dtype = type(num_token_non_padded) is torch.Tensor and num_token_non_padded.dtype
     key = (
         x.shape[1:],
         x.stride(),
@@ -196,7 +199,7 @@ class GatePlan:
     def __init__(self, x, bias, options, limit_dtype):
         _check_tensors(x, bias)
         num_experts = x.shape[1]
-        _check_groups(num_experts, options)
+        check_groups(num_experts, options)
         topk, num_groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
         scale, renormalize = options.routed_scaling_factor, options.renormalize
         dtype, bias_dtype = _DTYPES[x.dtype], None if bias is None else _DTYPES[bias.dtype]
@@ -316,7 +319,8 @@ def _check_tensors(x, bias):
         check_tensor("correction_bias", bias, dtype=tuple(_DTYPES), shape=(num_experts,), contiguous=True, device=place)
 
 
-def _check_groups(num_experts, options):
+def check_groups(num_experts, options):
+    """Refuse :class:`GateOptions` that do not fit a number of experts."""
     topk, groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
     if not 1 <= groups <= num_experts or num_experts % groups:
         raise ValueError(f"num_expert_group is {groups}; it must divide the {num_experts} experts")
@@ -333,17 +337,20 @@ def _check_groups(num_experts, options):
 
 
 def limit_argument(num_token_non_padded, device):
-    """Return the kernel argument for ``num_token_non_padded``: a number, or the address of one."""
+    """Return the kernel argument for ``num_token_non_padded``: a number and None, or a tensor's address and dtype."""
     limit = num_token_non_padded
     if limit is None:
-        return _MAX_TOKENS
+        return _MAX_TOKENS, None
     if isinstance(limit, Integral):
-        return min(check_int("num_token_non_padded", limit, 0), _MAX_TOKENS)
-    if type(limit) is not torch.Tensor or limit.dtype not in _LIMIT_TYPES or limit.numel() != 1:
-        given = f"{limit.dtype} {tuple(limit.shape)}" if isinstance(limit, torch.Tensor) else type(limit).__name__
+        return min(check_int("num_token_non_padded", limit, 0), _MAX_TOKENS), None
+    if hasattr(limit, "__dlpack__"):
+        limit = as_tensor(limit, "num_token_non_padded")
+    is_tensor = isinstance(limit, torch.Tensor)
+    if not is_tensor or limit.dtype not in _LIMIT_TYPES or limit.numel() != 1:
+        given = f"{limit.dtype} {tuple(limit.shape)}" if is_tensor else type(limit).__name__
         raise TypeError(f"num_token_non_padded is {given}; it must be an int, or a tensor of one int32 or int64")
     check_tensor("num_token_non_padded", limit, device=(device, "gating_output"))
-    return address(limit)
+    return address(limit), limit.dtype
 
 
 @register_fake(biased_grouped_topk)
@@ -351,7 +358,7 @@ def fake_topk(call):
     """Check the arguments of a call and return its outputs."""
     x, limit = call.gating_output, call.num_token_non_padded
     _check_tensors(x, call.correction_bias)
-    _check_groups(x.shape[1], check_options(*(getattr(call, name) for name in GateOptions._fields)))
+    check_groups(x.shape[1], check_options(*(getattr(call, name) for name in GateOptions._fields)))
     if limit is not None:
         check_tensor("num_token_non_padded", limit, dtype=tuple(_LIMIT_TYPES), device=(x.device, "gating_output"))
     shape = x.shape[0], call.topk

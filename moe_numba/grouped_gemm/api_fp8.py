@@ -71,9 +71,14 @@ def group_gemm_pertensor_fp8(
     Notes
     -----
     The interface follows hpc-ops' function of this name. Products are accumulated in float32 (per 128 elements of k in
-    the tensor cores), and results are bit-identical from run to run. Group sizes that point outside of x are clamped,
-    so the kernel never accesses memory out of bounds. It runs on the caller's current stream, and can be captured in a
-    CUDA graph after one call has compiled it.
+    the tensor cores), and results are bit-identical from run to run. The kernel runs on the caller's current stream,
+    and can be captured in a CUDA graph after one call has compiled it.
+
+    Group sizes that point outside of x cause no access out of bounds. A group's first row is clamped to 0 to total, and
+    then its number of rows to 0 to what x has from there on. So a group that begins before row 0 is moved, not cut: 3
+    rows from row -2 on are rows 0 to 2. With ``offs`` group g begins at ``offs[g - 1]``, or at row 0, and its number of
+    rows is the difference to ``offs[g]`` in int32, which wraps around. In a masked x the number is clamped to 0 to
+    ``capacity``. If groups overlap, as they do if ``offs`` decreases, it is undefined whose result a common row has.
 
     GPUs of compute capability 9.0 (H100, H200) execute a kernel with TMA and wgmma; others from 8.0 on one with
     ``cp.async`` and ``mma.sync``. Before 8.9 there is no FP8 ``mma.sync``, so this kernel converts e4m3 to float16 in

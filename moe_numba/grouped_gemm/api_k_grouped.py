@@ -35,7 +35,7 @@ def k_grouped_gemm_bf16(
     offs : tensor [groups], int32, optional
         End of each group's rows, as for ``torch._grouped_mm``; replaces seqlens and cu_seqlens.
     out : tensor [groups, n, k], optional
-        Contiguous output. The call then neither allocates nor synchronises.
+        Contiguous, 16-byte aligned output. The call then neither allocates nor synchronises.
     out_dtype : torch.dtype, optional
         ``torch.float32`` or ``torch.bfloat16``; by default that of ``out``, or float32.
     accumulate : bool
@@ -57,9 +57,9 @@ def k_grouped_gemm_bf16(
     -----
     The interface follows DeepGEMM's k-grouped GEMM and ``torch._grouped_mm`` of two matrices. Products are accumulated
     in float32 in the tensor cores, each output element by one CTA, so results are bit-identical from run to run. Group
-    sizes that point outside of a are clamped.
+    sizes that point outside of a are clamped as by :func:`group_gemm_pertensor_fp8`. Groups may overlap.
     """
-    if needs_dispatch(a, b, out):
+    if needs_dispatch(a, b):
         return call_op("k_grouped_gemm_bf16", a, b, seqlens, cu_seqlens, offs, out, out_dtype, accumulate)
     return k_grouped_gemm(a, b, seqlens, cu_seqlens, offs, out, out_dtype, accumulate)
 

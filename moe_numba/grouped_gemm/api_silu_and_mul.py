@@ -101,7 +101,7 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     {num_seq_per_group_avg}
     {offs}
     out : (tensor, tensor), optional
-        Contiguous outputs: y and scale.
+        Contiguous, 16-byte aligned outputs: y and scale.
     {gather_indices}
     bias : tensor [groups, n], bfloat16 or float32, optional
         Added to gate and up before the activation.
@@ -170,6 +170,7 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     {num_seq_per_group_avg}
     {offs}
     out : (tensor, tensor), optional
+        Contiguous, 16-byte aligned outputs: y and scale.
     {gather_indices}
     {m_indices}
 

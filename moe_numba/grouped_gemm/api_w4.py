@@ -54,7 +54,7 @@ def group_gemm_mxfp4(
     offs : tensor [groups], int32, optional
         End of each group's rows; replaces seqlens and cu_seqlens.
     out : tensor, optional
-        Contiguous output. The call then neither allocates nor synchronises.
+        Contiguous, 16-byte aligned output. The call then neither allocates nor synchronises.
     gather_indices : tensor [total], int32, optional
         Row i of the GEMM uses row ``gather_indices[i]`` of x, and zeros if that is out of bounds.
     bias : tensor [groups, n], bfloat16 or float32, optional
@@ -101,7 +101,7 @@ def group_gemm_mxfp4(
     FP8 is for few rows: up to 16 rows per group it takes no more time than bf16. With more rows, the float32 additions,
     one per output and 32 elements of k, take longer than FP8 saves in the tensor cores, and bf16 is faster.
     """
-    if needs_dispatch(x, weight, bias, row_weights):
+    if needs_dispatch(x, weight, bias, row_weights, x_scale):
         groups, epilogue = (seqlens, cu_seqlens, num_seq_per_group_avg, offs), (bias, out_dtype, accumulate)
         rows = scatter_indices, row_weights, n, x_scale
         return call_op("group_gemm_mxfp4", x, weight, *groups, out, gather_indices, *epilogue, *rows)
@@ -144,7 +144,7 @@ def group_gemm_silu_and_mul_mxfp4(
     offs : tensor [groups], int32, optional
         End of each group's rows; replaces seqlens and cu_seqlens.
     out : tensor, optional
-        Contiguous output.
+        Contiguous, 16-byte aligned output.
     gather_indices : tensor [total], int32, optional
         Row i of the GEMM uses row ``gather_indices[i]`` of x.
     bias : tensor [groups, n], bfloat16 or float32, optional
@@ -168,7 +168,7 @@ def group_gemm_silu_and_mul_mxfp4(
     group_gemm_mxfp4 : Describes the weights and the errors.
     group_gemm_silu_and_mul_bf16 : Describes the activations.
     """
-    if needs_dispatch(x, weight, bias):
+    if needs_dispatch(x, weight, bias, x_scale):
         groups, epilogue = (seqlens, cu_seqlens, num_seq_per_group_avg, offs), (bias, activation, alpha, limit, x_scale)
         return call_op("group_gemm_silu_and_mul_mxfp4", x, weight, *groups, out, gather_indices, *epilogue)
     options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)

@@ -41,6 +41,7 @@ class GemmTensors(NamedTuple):
     out_scale: Any = None  # one float32, of y in FP8
 
 
+NAMES = GemmTensors._fields
 PLAIN = GemmOptions()
 
 

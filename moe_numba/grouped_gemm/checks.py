@@ -140,10 +140,10 @@ def is_packed(scale):
 
 def check_options(options, n, scaling):
     """Check the options of the epilogue that are not tensors; ``n`` is the weight's."""
-    for name in ("accumulate", "silu_and_mul"):
+    for name in ("accumulate", "silu_and_mul", "use_fast_accum"):
         check_flag(name, getattr(options, name))
     if options.out_dtype not in (torch.bfloat16, torch.float32):
-        raise TypeError(f"out_dtype is {options.out_dtype}; it must be torch.bfloat16 or torch.float32")
+        raise TypeError(f"out_dtype is {options.out_dtype!r}; it must be torch.bfloat16 or torch.float32")
     if not options.silu_and_mul:
         return
     check_choice("activation", options.activation, ("silu", "swigluoai"))
@@ -164,11 +164,11 @@ def check_options(options, n, scaling):
 
 
 def check_positive(name, value):
-    """Refuse what is no number, not positive or infinite."""
+    """Refuse what is no number, not positive, or infinite in float32, also times log2(e)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}; it must be a number")
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} is {value}; it must be positive and finite")
+    if not 0 < value <= 1e38:
+        raise ValueError(f"{name} is {value}; it must be positive and finite in float32, at most 1e38")
 
 
 def check_given_config(config, groups, **wanted):

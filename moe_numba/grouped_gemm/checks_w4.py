@@ -64,7 +64,7 @@ def _check_x(x, x_scale, weight_format):
     shape, scaling = list(x_scale.shape), "block"
     if x_scale.numel() == 1:
         scaling = "tensor"
-    elif shape in (rows, [*rows, 1]):
+    elif shape == rows or (shape == [*rows, 1] and (k_blocks > 1 or x_scale.is_contiguous())):
         scaling = "row"
     elif shape != [*rows, k_blocks]:
         raise ValueError(f"x_scale has shape {tuple(shape)}; it must be [1], {rows} or {[*rows, k_blocks]}")

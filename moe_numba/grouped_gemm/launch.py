@@ -6,7 +6,7 @@ A GPU with wgmma executes the kernel of ``kernel.py``, or with block scales and 
 
 import torch
 
-from moe_numba.grouped_gemm.arguments import GemmOptions, GemmShape, GemmTensors, has_epilogue_options
+from moe_numba.grouped_gemm.arguments import NAMES, GemmOptions, GemmShape, GemmTensors, has_epilogue_options
 from moe_numba.grouped_gemm.checks import (
     check_arguments,
     check_given_config,
@@ -29,11 +29,11 @@ from moe_numba.grouped_gemm.launch_mma import MmaLaunch
 from moe_numba.grouped_gemm.launch_tma import signature_of
 from moe_numba.runtime.cubin_cache import machine_code
 from moe_numba.runtime.device import gpu_of, persistent_ctas
-from moe_numba.runtime.dlpack import as_tensor
-from moe_numba.runtime.outputs import Outputs, remember, tensor_key
+from moe_numba.runtime.outputs import Outputs, find_plan, remember
 from moe_numba.runtime.validate import check_int, make_outputs
 
-M_INDICES = GemmTensors._fields.index("m_indices")
+M_INDICES = NAMES.index("m_indices")
+_NAMES_WITH_Y_SCALE = tuple("y_scale" if name == "w_scale" else name for name in NAMES)
 _plans: dict = {}
 
 
@@ -75,18 +75,13 @@ def group_gemm(
     """
     if average is not None:  # before the look-up: 8.0 would find the plan for 8
         average = min(check_int("num_seq_per_group_avg", average, 0), MAX_AVERAGE)
-    options: tuple = silu_and_mul, out_dtype, accumulate, activation, alpha, limit, use_fast_accum, early_weight
+    options = silu_and_mul, out_dtype, accumulate, activation, alpha, limit, use_fast_accum, early_weight
+    types = type(accumulate), type(alpha), type(limit), type(use_fast_accum)  # 1, 1.0 and True are equal
     tensors: tuple = x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, gather_indices, bias
     # Rows are scattered to an output of any number of rows.
     tensors = *tensors, scatter_indices, row_weights, None if scatter_indices is None else out, m_indices, out_scale
-    try:
-        key = (scaling, average, options, config, *map(tensor_key, tensors))
-    except AttributeError:  # an array of another library
-        scale = "y_scale" if scaling == "tensor" else "w_scale"
-        names = (scale if name == "w_scale" else name for name in GemmTensors._fields)
-        tensors = tuple(a if a is None else as_tensor(a, name) for a, name in zip(tensors, names, strict=True))
-        key = (scaling, average, options, config, *map(tensor_key, tensors))
-    plan = _plans.get(key)
+    names = _NAMES_WITH_Y_SCALE if scaling == "tensor" else NAMES
+    plan, key, tensors = find_plan(_plans, (scaling, average, config, options, types), tensors, names)
     if plan is None or (accumulate and out is None):
         plan = GemmPlan(scaling, GemmTensors(*tensors), average, GemmOptions(*options), config, out is not None)
         remember(_plans, key, plan)

@@ -1,7 +1,6 @@
 """Plan and launch the k-grouped GEMM: the implementation behind ``k_grouped_gemm_bf16``."""
 
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -20,13 +19,15 @@ from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.device import gpu_of, persistent_ctas
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
-from moe_numba.runtime.outputs import Outputs, remember, tensor_key
+from moe_numba.runtime.outputs import Outputs, find_plan, remember
+from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.tensor_map import tensor_map_template
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_device, check_flag, check_tensor
 
 K_GROUPED_SIGNATURE = (*(TENSOR_MAP,) * 3, *("int32*",) * 2, *("int32",) * 4)
 _OUT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
+_NAMES = "a", "b", "seqlens", "cu_seqlens", "offs"
 _plans: dict = {}
 
 
@@ -45,16 +46,10 @@ def k_grouped_gemm(
 
     ``config`` replaces the configuration that the sizes select; all else is as for the public function.
     """
-    tensors: tuple[Any, ...] = a, b, seqlens, cu_seqlens, offs
     accumulate = check_flag("accumulate", accumulate)
     out_dtype = select_out_dtype(out, out_dtype, accumulate)
-    try:
-        key = (out_dtype, accumulate, config, *map(tensor_key, tensors))
-    except AttributeError:  # an array of another library
-        names = "a", "b", "seqlens", "cu_seqlens", "offs"
-        tensors = tuple(t if t is None else as_tensor(t, name) for t, name in zip(tensors, names, strict=True))
-        key = (out_dtype, accumulate, config, *map(tensor_key, tensors))
-    plan = _plans.get(key)
+    tensors = a, b, seqlens, cu_seqlens, offs
+    plan, key, tensors = find_plan(_plans, (out_dtype, accumulate, config), tensors, _NAMES)
     if plan is None:
         plan = remember(_plans, key, KGroupedPlan(tensors, out_dtype, accumulate, config))
     outputs = plan.outputs(out)
@@ -68,8 +63,8 @@ def select_out_dtype(out, out_dtype, accumulate):
         raise ValueError("accumulate is True, but out is None; it must be the float32 tensor that is added to")
     if out_dtype is None:
         out_dtype = torch.float32 if out is None else as_tensor(out, "out").dtype
-    if out_dtype not in _OUT_DTYPES or (accumulate and out_dtype != torch.float32):
-        raise ValueError(f"out_dtype is {out_dtype}; it must be torch.float32, or without accumulate torch.bfloat16")
+    if out_dtype not in tuple(_OUT_DTYPES) or (accumulate and out_dtype != torch.float32):
+        raise ValueError(f"out_dtype is {out_dtype!r}; it must be torch.float32, or without accumulate torch.bfloat16")
     return out_dtype
 
 
@@ -100,14 +95,15 @@ def check_k_grouped_inputs(a, b, seqlens, cu_seqlens, offs):
             raise ValueError("offs is given: seqlens and cu_seqlens must be None")
         row_layout, sizes = "offsets", [("offs", offs, "groups")]
     else:
-        firsts = "groups + 1" if seqlens is None else seqlens.shape[0] + 1
-        row_layout, sizes = "lengths", [("seqlens", seqlens, "groups"), ("cu_seqlens", cu_seqlens, firsts)]
+        row_layout, sizes = "lengths", [("seqlens", seqlens, "groups"), ("cu_seqlens", cu_seqlens, "groups + 1")]
     for name, tensor, size in sizes:
         if tensor is None:
             raise TypeError(f"{name} is None; it must be a tensor ({size},) of torch.int32")
         check_tensor(name, tensor, dtype=torch.int32, shape=(size,), contiguous=True, device=(a.device, "a"))
     name, tensor, _ = sizes[0]
     groups = tensor.shape[0]
+    if offs is None:
+        check_tensor("cu_seqlens", cu_seqlens, shape=(groups + 1,))
     if not 1 <= groups <= MAX_GROUPS:
         raise ValueError(f"{name} has {groups} groups; 1 to {MAX_GROUPS} are allowed")
     return row_layout, (groups, a.shape[1], b.shape[1])
@@ -144,6 +140,7 @@ class KGroupedPlan:
         """Launch the kernel. A pointer that it does not use is that of the group sizes."""
         if self.start is None:  # a tensor map cannot be of an empty tensor
             if not self.accumulate:
+                refuse_recording("a has 0 rows; for a prepared call without accumulate it must have at least one")
                 out.zero_()
             return
         a, b, seqlens, cu_seqlens, offs = tensors

@@ -3,6 +3,7 @@
 from functools import cache
 
 from moe_numba.grouped_gemm.arguments import (
+    NAMES,
     GemmOptions,
     GemmTensors,
     activation_fields,
@@ -20,9 +21,8 @@ from moe_numba.grouped_gemm.layout_w4 import W4Layout, fit_shared_memory
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.cubin_cache import machine_code
-from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
-from moe_numba.runtime.outputs import Outputs, remember, tensor_key
+from moe_numba.runtime.outputs import Outputs, find_plan, remember
 from moe_numba.runtime.validate import check_aligned, check_int, make_outputs
 
 W4_SIGNATURE = (
@@ -33,7 +33,7 @@ W4_SIGNATURE = (
     *("uint8*", "int32"),  # w_scale, k_groups: of int4
     *("float32*", "int32", "int32", "int64"),  # x_scale and its strides: rows, blocks of k, groups
 )
-NO_TENSORS = dict.fromkeys(GemmTensors._fields)
+NO_TENSORS = dict.fromkeys(NAMES)
 
 _plans: dict = {}
 
@@ -71,13 +71,8 @@ def group_gemm(
     given |= dict(bias=bias, scatter_indices=scatter_indices, row_weights=row_weights, x_scale=x_scale, w_scale=w_scale)
     tensors = GemmTensors(**NO_TENSORS | given | dict(out=None if scatter_indices is None else out))
     made = GemmOptions(**options)
-    try:
-        key = (weight_format, average, n, config, made, *map(tensor_key, tensors))
-    except AttributeError:  # an array of another library
-        names = GemmTensors._fields
-        tensors = GemmTensors(*(a if a is None else as_tensor(a, name) for a, name in zip(tensors, names, strict=True)))
-        key = (weight_format, average, n, config, made, *map(tensor_key, tensors))
-    plan = _plans.get(key)
+    types = type(made.accumulate), type(made.alpha), type(made.limit)  # 1, 1.0 and True are equal
+    plan, key, tensors = find_plan(_plans, (weight_format, average, n, config, made, types), tensors, NAMES)
     if plan is None or (made.accumulate and out is None):
         plan = remember(_plans, key, W4Plan(weight_format, tensors, made, average, n, config, out is not None))
     outputs = plan.outputs(out)
@@ -168,7 +163,7 @@ def with_options(config, tensors, options):
 def fake_group_gemm(weight_format: str, call, silu_and_mul: bool = False):
     """Check the arguments of a public function's call and return its output."""
     given = vars(call)
-    tensors = GemmTensors(**{name: given.get(name) for name in GemmTensors._fields})
+    tensors = GemmTensors(**{name: given.get(name) for name in NAMES})
     if tensors.scatter_indices is None:
         tensors = tensors._replace(out=None)
     options = GemmOptions(**{name: given[name] for name in GemmOptions._fields if name in given})

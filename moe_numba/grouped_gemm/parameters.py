@@ -17,7 +17,7 @@ num_seq_per_group_avg : int, optional
 offs : tensor [groups], int32, optional
     End of each group's rows, as for ``torch._scaled_grouped_mm``; replaces seqlens and cu_seqlens.
 out : tensor, optional
-    Contiguous output. The call then neither allocates nor synchronises.
+    Contiguous, 16-byte aligned output. The call then neither allocates nor synchronises.
 gather_indices : tensor [total], int32, optional
     Contiguous. Row i of the GEMM uses row ``gather_indices[i]`` of x, and zeros if that is out of bounds. x and
     its scales are then [tokens, ...] in any order, so they need not be permuted first.

@@ -81,6 +81,9 @@ divide, num_tiles, subtile_size, find_group = device.divide, device.num_tiles, d
 def make_group_rows(row_layout):
     """Make ``first, count = group_rows(problem, group)``, clamped to the ``total_rows`` rows of x.
 
+    ``first`` is clamped on its own, and then ``count`` to the rows from there on: a group that begins before row 0 is
+    moved, not cut.
+
     - "lengths": ``lengths`` has the number of rows of each group, ``starts`` its first row.
     - "offsets": ``lengths`` has the end of each group.
     - "masked": ``lengths`` has the number of rows, and group g begins at row ``g * capacity``.

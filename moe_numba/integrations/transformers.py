@@ -17,6 +17,7 @@ from moe_numba.gate import biased_grouped_topk
 from moe_numba.moe_layer import ExpertParallelMoE, Experts, fused_experts
 from moe_numba.moe_layer.router import router_logits
 from moe_numba.moe_layer.weights import check_weights
+from moe_numba.runtime.validate import check_int
 
 try:
     from transformers.integrations import finegrained_fp8, moe
@@ -105,10 +106,18 @@ def experts_forward(
 def fp8_experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute a module of FP8 experts with a scale per 128 x 128 block; see :func:`experts_forward`."""
+    """Compute a module of FP8 experts with a scale per 128 x 128 block; see :func:`experts_forward`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As :func:`experts_forward`; TypeError if the weights are not float8_e4m3fn, or their scales not float32.
+    """
     check_attributes(self)
     check_attributes(self, [("has_bias", False, False), ("is_transposed", False, False)])
     check_silu(self)
+    if self.gate_up_proj.dtype != torch.float8_e4m3fn:  # first: a module in bfloat16 has none of what follows
+        raise TypeError(f"gate_up_proj is {self.gate_up_proj.dtype}; {NAME} supports torch.float8_e4m3fn only")
     block_size, scheme = self.block_size, self.activation_scheme
     if block_size is None or tuple(block_size) != (128, 128):
         raise ValueError(f"block_size is {block_size}; {NAME} supports (128, 128) only")
@@ -116,8 +125,6 @@ def fp8_experts_forward(
         raise ValueError(f"activation_scheme is {scheme!r}; {NAME} supports 'dynamic' only")
     if self.swiglu_alpha is not None:
         raise ValueError(f"swiglu_alpha is {self.swiglu_alpha}; {NAME} supports None only")
-    if self.gate_up_proj.dtype != torch.float8_e4m3fn:
-        raise TypeError(f"gate_up_proj is {self.gate_up_proj.dtype}; {NAME} supports torch.float8_e4m3fn only")
     for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
         if getattr(self, name).dtype != torch.float32:
             raise TypeError(f"{name} is {getattr(self, name).dtype}; {NAME} supports torch.float32 only")
@@ -151,7 +158,12 @@ def distribute_experts(model: torch.nn.Module, buffer: Buffer, num_worst_tokens:
     ValueError
         If the model has no module of such experts, if one is distributed already, if its layout is not supported,
         or if the number of ranks does not divide the number of experts. No module has then been changed.
+    TypeError
+        If ``buffer`` is not a Buffer, ``num_worst_tokens`` not an int, or the weights have another dtype.
     """
+    if not isinstance(buffer, Buffer):
+        raise TypeError(f"buffer is {type(buffer).__name__}; it must be a moe_numba.Buffer")
+    num_worst_tokens = check_int("num_worst_tokens", num_worst_tokens, 0)
     modules: list[Any] = [m for m in model.modules() if hasattr(m, "gate_up_proj") and hasattr(m, "_apply_gate")]
     if not modules:
         raise ValueError(f"model is a {type(model).__name__} without modules of experts")
@@ -209,6 +221,8 @@ def fuse_routers(model: torch.nn.Module) -> int:
 
     Supported: the routers of DeepSeek-V3, GLM-4-MoE, gpt-oss, Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE. Modules,
     parameters and outputs (logits, weights, int64 ids) remain as they are; :func:`unfuse_routers` undoes the change.
+    Outputs have a row per token. Those of gpt-oss' router do without this function only for hidden states
+    [tokens, hidden], which the model passes.
 
     Parameters
     ----------

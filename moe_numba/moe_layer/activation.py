@@ -8,7 +8,7 @@ from moe_numba.grouped_gemm.checks import check_positive
 from moe_numba.moe_layer.kernel_silu_and_mul import THREADS, VECTOR, make_silu_and_mul_kernel
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
-from moe_numba.runtime.outputs import Outputs, remember
+from moe_numba.runtime.outputs import Outputs, look_up, remember
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_choice, check_device, check_tensor, make_outputs
 
@@ -69,7 +69,8 @@ def silu_and_mul(
         Gate and up, in the order that ``activation`` needs. Contiguous, 16-byte aligned; ``columns`` is a multiple of
         8.
     out : tensor [rows, columns], bfloat16, optional
-        Contiguous, 16-byte aligned, to write into. The call then neither allocates nor synchronises.
+        Contiguous, 16-byte aligned, to write into; it must not overlap ``x``. The call then neither allocates nor
+        synchronises.
     num_valid_rows : tensor [1], int32, optional
         Rows from this one on are neither read nor written. The kernel reads it, so the host does not wait for it.
     activation : str, optional
@@ -104,7 +105,7 @@ def silu_and_mul(
     valid = None if num_valid_rows is None else as_tensor(num_valid_rows, "num_valid_rows")
     options = activation, alpha, limit, type(alpha), type(limit)
     key = x.shape, x.stride(), x.dtype, x.device, valid is not None and (valid.shape, valid.dtype, valid.device)
-    start, ctas, num_vectors, outputs = _plans.get((key, options)) or remember(
+    start, ctas, num_vectors, outputs = look_up(_plans, (key, options)) or remember(
         _plans, (key, options), _make_plan(x, valid, check_activation(activation, alpha, limit))
     )
     check_aligned("x", x)

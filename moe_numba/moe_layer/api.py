@@ -12,7 +12,7 @@ from moe_numba.moe_layer.unpermute import check_topk
 from moe_numba.moe_layer.weights import BLOCK, FP8, FP8_BLOCK, FP8_TENSOR, MXFP4, check_weights, check_wgmma, scaling_of
 from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_workspace
 from moe_numba.runtime.dlpack import as_tensor
-from moe_numba.runtime.outputs import Outputs, remember, tensor_key
+from moe_numba.runtime.outputs import Outputs, look_up, remember, tensor_key
 from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_flag, check_tensor, make_outputs
@@ -76,7 +76,8 @@ def fused_experts(
     shared : tensor [tokens, hidden], bfloat16, optional
         Added to the sum: the output of shared experts. Contiguous, 16-byte aligned.
     out : tensor [tokens, hidden], bfloat16, optional
-        Contiguous, 16-byte aligned, to write into; it may be ``x`` or ``shared``.
+        Contiguous, 16-byte aligned, to write into; it may be ``x`` or ``shared``, but must not overlap an input
+        otherwise.
     workspace : ExpertsWorkspace, optional
         Memory for intermediate results. With it and ``out`` the call neither allocates nor synchronises. Without it
         intermediate results are allocated. It is not an argument of the op: under torch.compile it is not used.
@@ -163,14 +164,16 @@ def fused_experts(
     number of tokens, which chooses the launches. Group sizes stay on the GPU, so a CUDA graph that captures the call
     can be replayed with another routing.
     """
-    if needs_dispatch(x, w13, w2, topk_weights, w13_bias, w2_bias):
+    scales = w13_scale, w2_scale, shared
+    others = w13_bias, w2_bias, a1_scale, a2_scale, x_scale
+    if needs_dispatch(x, w13, w2, topk_weights, *scales, *others):
         options = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, x_scale, use_fast_accum
-        scales = w13_scale, w2_scale, shared
         return call_op("fused_experts", x, w13, w2, topk_weights, topk_ids, *scales, out, workspace, *options)
     given = w13, w2, topk_weights, topk_ids, w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale, x_scale
     t = ExpertsTensors(x, *(t if t is None else as_tensor(t, name) for t, name in zip(given, _NAMES[1:], strict=True)))
-    key = activation, alpha, limit, type(alpha), type(limit), use_fast_accum, *map(tensor_key, t)
-    plan = _plans.get(key) or remember(_plans, key, _make_plan(t, activation, alpha, limit, use_fast_accum))
+    types = type(alpha), type(limit), type(use_fast_accum)  # 1, 1.0 and True are equal
+    key = activation, alpha, limit, use_fast_accum, types, *map(tensor_key, t)
+    plan = look_up(_plans, key) or remember(_plans, key, _make_plan(t, activation, alpha, limit, use_fast_accum))
     shape, chosen, fuses, decodes, outputs = plan
     for name in _ALIGNED:
         if (tensor := getattr(t, name)) is not None:

@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 from moe_numba.expert_parallel import Buffer, Config, per_token_cast_back, per_token_cast_to_fp8
+from moe_numba.expert_parallel.checks import check_config
 from moe_numba.moe_layer.module import Experts
 from moe_numba.moe_layer.sum_and_combine import SumAndCombine
-from moe_numba.moe_layer.weights import FP8_BLOCK
+from moe_numba.moe_layer.weights import FP8_BLOCK, shape_of
 from moe_numba.runtime.device import gpu_of
-from moe_numba.runtime.validate import check_int
+from moe_numba.runtime.validate import check_int, check_no_grad, check_tensor
 
 _MAX_LOW_LATENCY_TOKENS = 1 << 20
 
@@ -36,7 +37,8 @@ class ExpertParallelMoE(nn.Module):
         Of dispatch and combine. Default: the buffer's.
     shared_experts : torch.nn.Module, optional
         Computes [tokens, hidden] bfloat16 from this rank's tokens; added to the experts' sum. On a GPU it runs on a
-        stream of its own, while tokens are dispatched and experts computed.
+        stream of its own, while tokens are dispatched and experts computed. The layer has no backward: if its
+        parameters require grad, as those of a new module do, call the layer in ``torch.no_grad()``.
     fp8_dispatch : bool
         Send tokens in FP8 with one scale per 128 elements, which halves the bytes of dispatch. Experts in FP8 with
         block scales read the received FP8 rows directly; they would otherwise quantise tokens in the same way. For
@@ -90,7 +92,12 @@ class ExpertParallelMoE(nn.Module):
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name} is {value!r}; it must be True or False")
+        if config is not None:
+            check_config(config)
+        if shared_experts is not None and not isinstance(shared_experts, nn.Module):
+            raise TypeError(f"shared_experts is {type(shared_experts).__name__}; it must be a torch.nn.Module")
         self.buffer, self.experts, self.config = buffer, experts, config
+        self._hidden = shape_of(experts.w13, experts.w2, experts.format).hidden
         self.shared_experts, self.fp8_dispatch = shared_experts, fp8_dispatch
         self.num_worst_tokens = check_int("num_worst_tokens", num_worst_tokens, 0)
         self.low_latency_tokens = check_int("low_latency_tokens", low_latency_tokens, 0, _MAX_LOW_LATENCY_TOKENS)
@@ -124,6 +131,8 @@ class ExpertParallelMoE(nn.Module):
     ) -> torch.Tensor:
         """Compute the experts of this rank's tokens.
 
+        Arguments are checked before anything is sent.
+
         Parameters
         ----------
         x : tensor [tokens, hidden], bfloat16
@@ -131,7 +140,8 @@ class ExpertParallelMoE(nn.Module):
         topk_ids : tensor [tokens, topk], int32 or int64
             Global ids. One outside of 0 to num_experts - 1 adds nothing.
         shared : tensor [tokens, hidden], bfloat16, optional
-            Added to the sum: the output of shared experts. Not with ``shared_experts``.
+            Added to the sum: the output of shared experts. Contiguous and 16-byte aligned without
+            ``low_latency_tokens``. Not with ``shared_experts``.
 
         Returns
         -------
@@ -140,18 +150,43 @@ class ExpertParallelMoE(nn.Module):
         Raises
         ------
         ValueError, TypeError
-            If an argument is invalid, or x has more than ``low_latency_tokens`` tokens. ValueError also if an earlier
-            call received more than ``num_worst_tokens`` rows.
+            If an argument is invalid, or x has more than ``low_latency_tokens`` tokens. ValueError also if a tensor
+            requires grad, because there is no backward, or if an earlier call received more than ``num_worst_tokens``
+            rows.
         TimeoutError
             If a rank does not arrive within the buffer's timeout: from this call if the host waits for counts,
             otherwise from the next one.
         """
+        for name, tensor, columns in (("x", x, self._hidden), ("topk_ids", topk_ids, "topk")):
+            _check_is_tensor(name, tensor)
+            if tensor.dim() != 2 or (name == "x" and tensor.shape[1] != columns):  # dispatch checks all else
+                check_tensor(name, tensor, shape=("tokens", columns))
         if self.shared_experts is not None:
             if shared is not None:
                 raise ValueError("shared is given, but the layer has shared_experts; only one of them is allowed")
             shared = self._start_shared_experts(x)
+        if shared is not None or self.shared_experts is not None:
+            self._check_shared(shared, x)
         exchange = self._exchange_low_latency if self.low_latency_tokens else self._exchange
         return exchange(x, topk_weights, topk_ids, shared)
+
+    def _check_shared(self, shared, x):
+        """Refuse, before anything is sent, what combine cannot add to the sum of ``x``'s experts."""
+        if not (
+            type(shared) is torch.Tensor
+            and shared.dtype is torch.bfloat16
+            and shared.shape == x.shape
+            and shared.device == x.device
+            and shared.is_contiguous()
+            and shared.data_ptr() % 16 == 0
+            and not shared.requires_grad
+        ):
+            name = "shared" if self.shared_experts is None else "shared_experts' result"
+            _check_is_tensor(name, shared)
+            is_bias = not self.low_latency_tokens  # of `Buffer.combine`
+            layout = dict(contiguous=is_bias, aligned=is_bias, device=(x.device, "x"))
+            check_tensor(name, shared, dtype=torch.bfloat16, shape=tuple(x.shape), **layout)
+            check_no_grad(name, shared, "ExpertParallelMoE")
 
     def _start_shared_experts(self, x):
         """Launch the shared experts concurrently with the current stream; `_wait_for_shared_experts` waits."""
@@ -196,7 +231,7 @@ class ExpertParallelMoE(nn.Module):
         """Dispatch, compute and combine by low-latency launches. Slots that no token fills have the ids -1."""
         if len(x) > self.low_latency_tokens:
             raise ValueError(f"x has {len(x)} tokens; the layer's low_latency_tokens is {self.low_latency_tokens}")
-        plan = self._plan(x.shape[1], topk_ids)
+        plan = self._plan(topk_ids)
         slots = plan.dispatch(x, topk_ids, topk_weights)
         received = (slots.x, slots.scales) if self.fp8_dispatch else slots.x
         rows = self.compute(received, slots.topk_weights, slots.topk_idx)
@@ -228,13 +263,13 @@ class ExpertParallelMoE(nn.Module):
             return received, None
         return received if self.experts.format == FP8_BLOCK else (per_token_cast_back(*received), None)
 
-    def _plan(self, hidden, topk_ids):
+    def _plan(self, topk_ids):
         """Return the low-latency exchange for these columns and dtype of ``topk_ids``; the first call makes it."""
         key = topk_ids.shape[1], topk_ids.dtype
         if key not in self._plans:
             formats = dict(use_fp8=self.fp8_dispatch, use_fp8_combine=self.fp8_combine)
             options = dict(expert_major=False, topk_idx_dtype=topk_ids.dtype) | formats
-            sizes = self.low_latency_tokens, hidden, self.num_experts, topk_ids.shape[1]
+            sizes = self.low_latency_tokens, self._hidden, self.num_experts, topk_ids.shape[1]
             self._plans[key] = self.buffer.low_latency(*sizes, **options)
         return self._plans[key]
 
@@ -251,3 +286,8 @@ class ExpertParallelMoE(nn.Module):
         options += ", overlap_combine=True" if self._sum_and_combine is not None else ""
         options += f", low_latency_tokens={self.low_latency_tokens}" + ", fp8_combine=True" * self.fp8_combine
         return f"{ranks}, num_experts={self.num_experts}, {options}"
+
+
+def _check_is_tensor(name, tensor):
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor")

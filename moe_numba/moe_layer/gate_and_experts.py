@@ -73,7 +73,7 @@ def fused_moe(
     num_fused_shared_experts : int
         Shared experts that every token uses. With ``renormalize`` their weight is 1.
     routed_scaling_factor : float or None
-        Multiplies the routed experts' weights; finite and not zero. None is 1.
+        Multiplies the routed experts' weights. Finite and not zero in float32, as is its reciprocal. None is 1.
     num_token_non_padded : int or tensor of one int32 or int64, optional
         Rows from this one on are padding: no expert is computed for them. The kernel reads a tensor, so the host does
         not wait.
@@ -84,7 +84,8 @@ def fused_moe(
     shared : tensor [tokens, hidden], bfloat16, optional
         Added to the sum: the output of shared experts that are not fused. Contiguous, 16-byte aligned.
     out : tensor [tokens, hidden], bfloat16, optional
-        Contiguous, 16-byte aligned, to write into; it may be ``x`` or ``shared``.
+        Contiguous, 16-byte aligned, to write into; it may be ``x`` or ``shared``, but must not overlap an input
+        otherwise.
     workspace : ExpertsWorkspace, optional
         Memory for intermediate results. With it and ``out`` the call neither allocates nor synchronises. It is not an
         argument of the op: under torch.compile it is not used.
@@ -99,7 +100,8 @@ def fused_moe(
     Raises
     ------
     ValueError, TypeError
-        If an argument is invalid; the message names the argument, its value and what is allowed.
+        If an argument is invalid; the message names the argument, its value and what is allowed. ValueError also if a
+        tensor other than ``correction_bias`` requires grad: there is no backward.
     UnsupportedDeviceError
         If the GPU is older than compute capability 8.0, or has no wgmma (compute capability 9.0) and the weights need
         it: MXFP4 and transposed weights.
@@ -110,7 +112,8 @@ def fused_moe(
     graph that captures the call can be replayed with other logits. The gate is a launch of its own; the launches after
     it are those of :func:`moe_numba.fused_experts`.
     """
-    if needs_dispatch(x, router_logits, w13, w2, w13_bias, w2_bias):
+    others = w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale
+    if needs_dispatch(x, router_logits, w13, w2, *others):
         groups = num_expert_group, topk_group, num_fused_shared_experts, routed_scaling_factor, num_token_non_padded
         options = renormalize, *groups, scoring, w13_scale, w2_scale, shared, out, workspace
         more = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, use_fast_accum

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from moe_numba.expert_parallel.fp8_cast import per_token_cast_back
+from moe_numba.gate.api import check_groups, check_options
 from moe_numba.moe_layer.activation import ALPHA, check_activation
 from moe_numba.moe_layer.api import check_fast_accum, check_format, fused_experts
 from moe_numba.moe_layer.gate_and_experts import fused_moe
@@ -15,7 +16,7 @@ from moe_numba.moe_layer.router import router_logits
 from moe_numba.moe_layer.stages import check_stages, route, run_experts
 from moe_numba.moe_layer.weights import BLOCK, FP8_BLOCK, FP8_TENSOR, check_weights, packed_shape, shape_of
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
-from moe_numba.runtime.validate import check_int
+from moe_numba.runtime.validate import check_flag, check_int
 
 _TENSORS = "w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias", "a1_scale", "a2_scale"
 
@@ -91,7 +92,7 @@ class Experts(nn.Module):
     ):
         super().__init__()
         num_experts, hidden = check_int("num_experts", num_experts, 1), check_int("hidden", hidden, 1)
-        intermediate = check_int("intermediate", intermediate, 1)
+        intermediate, has_bias = check_int("intermediate", intermediate, 1), check_flag("has_bias", has_bias)
         if dtype == torch.uint8 and (hidden % 64 or intermediate % 64):
             sizes_ = f"hidden is {hidden} and intermediate {intermediate}"
             raise ValueError(f"{sizes_}; with MXFP4 weights they must be multiples of 64")
@@ -173,7 +174,8 @@ class MoELayer(nn.Module):
         Experts per token, 1 to 32, as many as the gate selects.
     shared_experts : torch.nn.Module, optional
         Computes [tokens, hidden] bfloat16 from [tokens, hidden]; added to the experts' sum. It runs before the experts,
-        on the same stream; that of :class:`ExpertParallelMoE` runs concurrently.
+        on the same stream; that of :class:`ExpertParallelMoE` runs concurrently. The layer has no backward: if its
+        parameters require grad, as those of a new module do, call the layer in ``torch.no_grad()``.
     has_correction_bias : bool
         Whether the gate adds a bias to the scores to choose experts (DeepSeek-V3, GLM-4-MoE).
     has_router_bias : bool
@@ -233,10 +235,14 @@ class MoELayer(nn.Module):
         self.experts = Experts(num_experts, hidden, intermediate, dtype, device, reference, *options)
         self.topk = check_int("topk", topk, 1, min(32, num_experts))
         self.router_weight = _parameter(num_experts, hidden, dtype=torch.bfloat16, device=device)
+        has_router_bias = check_flag("has_router_bias", has_router_bias)
         router_bias = _parameter(num_experts, dtype=torch.bfloat16, device=device) if has_router_bias else None
         self.register_parameter("router_bias", router_bias)
+        has_correction_bias = check_flag("has_correction_bias", has_correction_bias)
         bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if has_correction_bias else None
         self.register_buffer("correction_bias", bias)
+        if shared_experts is not None and not isinstance(shared_experts, nn.Module):
+            raise TypeError(f"shared_experts is {shared_experts!r}; it must be a torch.nn.Module")
         self.shared_experts = shared_experts
         self.gate_options: dict[str, Any] = dict(
             renormalize=renormalize,
@@ -245,6 +251,8 @@ class MoELayer(nn.Module):
             routed_scaling_factor=routed_scaling_factor,
             scoring=scoring,
         )
+        fixed = dict(num_fused_shared_experts=0, apply_routed_scaling_factor_on_output=True)
+        check_groups(num_experts, check_options(topk, **self.gate_options, **fixed))
 
     def forward(self, x: torch.Tensor, workspace: ExpertsWorkspace | None = None) -> torch.Tensor:
         """Compute the layer.
@@ -265,6 +273,7 @@ class MoELayer(nn.Module):
         ValueError, TypeError, moe_numba.UnsupportedDeviceError
             As from :func:`moe_numba.fused_moe`.
         """
+        self._check_input(x)
         tokens = x.reshape(-1, x.shape[-1])
         logits = router_logits(tokens, self.router_weight, self.router_bias)
         shared = None if self.shared_experts is None else self.shared_experts(tokens)
@@ -276,6 +285,17 @@ class MoELayer(nn.Module):
         options = self.gate_options | experts.tensors | experts.activation.options
         options |= dict(correction_bias=self.correction_bias, topk=self.topk, shared=shared)
         return fused_moe(tokens, logits, **options, workspace=workspace).view(x.shape)
+
+    def _check_input(self, x):
+        """Refuse what the router's GEMM would refuse without x's name."""
+        if not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16:
+            given = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            raise TypeError(f"x is {given}; it must be a tensor of torch.bfloat16")
+        hidden, device = self.router_weight.shape[1], self.router_weight.device
+        if not x.dim() or x.shape[-1] != hidden:
+            raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., {hidden}]")
+        if x.device != device:
+            raise ValueError(f"x is on {x.device}; it must be where the weights are, on {device}")
 
     def extra_repr(self) -> str:
         """Describe the gate."""

@@ -14,7 +14,7 @@ from moe_numba.moe_layer.kernel_per_token_quant import (
 from moe_numba.moe_layer.unpermute import check_topk
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
-from moe_numba.runtime.outputs import Outputs, remember, tensor_key
+from moe_numba.runtime.outputs import Outputs, look_up, remember, tensor_key
 from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_flag, check_tensor, make_outputs
 
@@ -40,8 +40,9 @@ def per_token_quant_fp8(
     x : tensor [tokens, hidden], bfloat16
         Contiguous, 16-byte aligned; ``hidden`` is a multiple of 16, up to 32768.
     scale : tensor of one float32, optional
-        Scale of all tokens; larger magnitudes saturate at 448 times it. The kernel reads it, so the host does not wait.
-        None: each token has its own scale.
+        Scale of all tokens; larger magnitudes saturate at 448 times it. The kernel reads it, so the host does not wait,
+        and multiplies by its reciprocal. If that is infinite, as for 0, zeros become NaN and other numbers saturate;
+        if the scale is NaN, all values are. None: each token has its own scale.
     inverse_indices : tensor [tokens, topk], int32, optional
         Row of each assignment, as :func:`moe_numba.group_by_expert` returns it. Contiguous; ``topk`` is 1 to 64. An
         index that is not in 0 to tokens * topk - 1, such as -1, is skipped. With it the scales are those of the rows of
@@ -56,8 +57,9 @@ def per_token_quant_fp8(
     values : tensor [tokens, hidden], or with ``permute`` [tokens * topk, hidden], float8_e4m3fn
         ``x / scale``, rounded to nearest even. Rows that no index names are not written.
     scales : tensor [tokens], or with ``inverse_indices`` [tokens * topk], float32
-        The largest magnitude of a token, but at least 1e-4, divided by 448; or the given scale. Both results are from
-        the library that ``x`` is from.
+        The largest magnitude of a token, but at least 1e-4, divided by 448; or the given scale. From the library that
+        ``x`` is from; the values are a torch tensor if that library has no FP8, as NumPy and CuPy. Scales of rows that
+        no index names are not written.
 
     Raises
     ------
@@ -72,12 +74,12 @@ def per_token_quant_fp8(
     and the scale is ``amax * (1 / 448)``. Both reciprocals are first rounded to float32, as in
     :func:`moe_numba.per_token_cast_to_fp8`. If an element is NaN, so are all values of its token.
     """
-    if needs_dispatch(x):
+    if needs_dispatch(x, scale):
         return call_op("per_token_quant_fp8", x, scale, inverse_indices, permute, out)
     given = x, scale, inverse_indices
     tensors = tuple(t if t is None else as_tensor(t, n) for t, n in zip(given, ("x", "scale", "inverse_indices")))
-    key = permute, *map(tensor_key, tensors)
-    plan = _plans.get(key) or remember(_plans, key, _plan_tokens(check_flag("permute", permute), *tensors))
+    key = check_flag("permute", permute), *map(tensor_key, tensors)
+    plan = _plans.get(key) or remember(_plans, key, _plan_tokens(key[0], *tensors))
     start, ctas, threads, num_rows, outputs = plan
     check_aligned("x", x)
     results = outputs(out)
@@ -126,12 +128,12 @@ def silu_and_mul_quant_fp8(
     UnsupportedDeviceError
         If the GPU is older than compute capability 7.5.
     """
-    if needs_dispatch(x):
+    if needs_dispatch(x, scale):
         return call_op("silu_and_mul_quant_fp8", x, scale, out, num_valid_rows, activation, alpha, limit)
     given = x, scale, num_valid_rows
     tensors = tuple(t if t is None else as_tensor(t, n) for t, n in zip(given, ("x", "scale", "num_valid_rows")))
     key = activation, alpha, limit, type(alpha), type(limit), *map(tensor_key, tensors)
-    plan = _plans.get(key)
+    plan = look_up(_plans, key)
     if plan is None:
         plan = remember(_plans, key, _plan_activation(check_activation(activation, alpha, limit), *tensors))
     start, ctas, threads, outputs = plan

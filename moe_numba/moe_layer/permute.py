@@ -41,7 +41,8 @@ def permute_tokens(x: torch.Tensor, inverse_indices: torch.Tensor, out: torch.Te
         Row of each assignment, as :func:`moe_numba.group_by_expert` returns it. Contiguous; ``topk`` is 1 to 64. An
         index that is not in 0 to tokens * topk - 1, such as -1, is skipped.
     out : tensor [tokens * topk, hidden], bfloat16, optional
-        Contiguous, 16-byte aligned, to write into; the call then neither allocates nor synchronises.
+        Contiguous, 16-byte aligned, to write into; it must not overlap an input. The call then neither allocates nor
+        synchronises.
 
     Returns
     -------
@@ -85,7 +86,8 @@ def permute_cast_to_fp8(
         Row of each assignment, as :func:`moe_numba.group_by_expert` returns it. Contiguous; ``topk`` is 1 to 64. An
         index that is not in 0 to tokens * topk - 1, such as -1, is skipped.
     out : (values, scales), optional
-        Contiguous tensors to write into, the values 16-byte aligned; the call then neither allocates nor synchronises.
+        Contiguous tensors to write into, the values 16-byte aligned; they must overlap neither an input nor each other.
+        The call then neither allocates nor synchronises.
 
     Returns
     -------

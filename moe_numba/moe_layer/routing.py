@@ -44,7 +44,8 @@ def group_by_expert(
     num_experts : int
         1 to 512.
     out : (seqlens, cu_seqlens, gather_indices, inverse_indices), optional
-        Contiguous tensors to write into. The call then neither allocates nor synchronises.
+        Contiguous tensors to write into, which must overlap neither an input nor each other. The call then neither
+        allocates nor synchronises.
 
     Returns
     -------

@@ -1,5 +1,6 @@
 """The layer stage by stage, each computed by its launch or by its torch reference."""
 
+from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -30,8 +31,8 @@ _NAMES = {BF16: "bfloat16", FP8_BLOCK: "FP8", FP8_TENSOR: "FP8", MXFP4: "MXFP4"}
 
 def check_stages(names, format_):
     """Return the names of stages to replace as a frozenset; refuse a name that is no stage with these weights."""
-    if isinstance(names, str):
-        raise TypeError(f"reference is the str {names!r}; it must be a set of stages")
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise TypeError(f"reference is the {type(names).__name__} {names!r}; it must be a set of stages")
     absent = ["quantise"] * (format_ not in _QUANTISES) + ["activation"] * (format_ not in _ACTIVATES)
     allowed = [name for name in ("gate", *LAUNCHES) if name not in absent]
     for name in names:

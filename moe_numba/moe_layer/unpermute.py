@@ -36,8 +36,8 @@ def weighted_sum(
     shared : tensor [tokens, hidden], bfloat16, optional
         Added last with weight 1: the output of shared experts. Contiguous, 16-byte aligned.
     out : tensor [tokens, hidden], bfloat16, optional
-        Contiguous, 16-byte aligned, to write into; it may be ``shared``. The call then neither allocates nor
-        synchronises.
+        Contiguous, 16-byte aligned, to write into; it may be ``shared``, but must not overlap an input otherwise. The
+        call then neither allocates nor synchronises.
 
     Returns
     -------
@@ -47,7 +47,8 @@ def weighted_sum(
     Raises
     ------
     ValueError, TypeError
-        If an argument is invalid; the message names the argument, its value and what is allowed.
+        If an argument is invalid; the message names the argument, its value and what is allowed. ValueError also if a
+        tensor requires grad: there is no backward.
     UnsupportedDeviceError
         If the GPU is older than compute capability 7.5.
 
@@ -57,7 +58,7 @@ def weighted_sum(
     sum is rounded once. So results are bit-identical from run to run, and do not depend on other tokens or on a token's
     position in the batch.
     """
-    if needs_dispatch(rows, topk_weights):
+    if needs_dispatch(rows, topk_weights, shared):
         return call_op("weighted_sum", rows, inverse_indices, topk_weights, shared, out)
     indices, weights = as_tensor(inverse_indices, "inverse_indices"), as_tensor(topk_weights, "topk_weights")
     shared = None if shared is None else as_tensor(shared, "shared")

@@ -8,6 +8,7 @@ from moe_numba.grouped_gemm import pack_mxfp4
 from moe_numba.grouped_gemm.checks import MAX_GROUPS, has_wgmma, is_mn_major
 from moe_numba.grouped_gemm.packing_mxfp4 import TILE_BYTES
 from moe_numba.grouped_gemm.weight_tiles import TILE
+from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_choice, check_tensor
 
 FP8, BLOCK = torch.float8_e4m3fn, 128
@@ -168,13 +169,20 @@ def pack_mxfp4_experts(
     -------
     w13 : tensor [experts, 2 * intermediate / 64, hidden / 64, 2176], uint8
     w2 : tensor [experts, hidden / 64, intermediate / 64, 2176], uint8
-        On the device of the blocks: 4.25 bits per weight.
+        On the device and in the library of ``gate_up_proj_blocks``: 4.25 bits per weight.
 
     Raises
     ------
     ValueError, TypeError
         If an argument is invalid; the message names the argument, its value and what is allowed.
     """
+    if not isinstance(gate_up_proj_blocks, torch.Tensor):
+        arguments = dict(gate_up_proj_blocks=gate_up_proj_blocks, gate_up_proj_scales=gate_up_proj_scales)
+        arguments |= dict(down_proj_blocks=down_proj_blocks, down_proj_scales=down_proj_scales, gate_up=gate_up)
+        return call_with_tensors(pack_mxfp4_experts, "gate_up_proj_blocks", arguments)
+    gate_up_proj_scales = as_tensor(gate_up_proj_scales, "gate_up_proj_scales")
+    down_proj_blocks = as_tensor(down_proj_blocks, "down_proj_blocks")
+    down_proj_scales = as_tensor(down_proj_scales, "down_proj_scales")
     check_choice("gate_up", gate_up, ("interleaved", "stacked"))
     for name, scales in (("gate_up_proj_scales", gate_up_proj_scales), ("down_proj_scales", down_proj_scales)):
         check_tensor(name, scales, dtype=torch.uint8, shape=("experts", "rows", "columns / 32"))

@@ -7,16 +7,53 @@ import torch
 
 from moe_numba import simulator
 
+_FP8 = torch.float8_e4m3fn, torch.float8_e5m2
+_MISSING_DTYPES = {"cupy": _FP8, "numpy": (*_FP8, torch.bfloat16)}  # of libraries that results are converted to
+_FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def is_fake_mode():
+    """Whether FakeTensorMode is active."""
+    return torch._C._get_dispatch_mode(_FAKE_MODE) is not None
+
+
+def check_has_memory(name, tensor):
+    """Refuse a tensor without data: a FakeTensor, as under torch.compile, one on the meta device or one of vmap.
+
+    So are subclasses that wrap other tensors, such as DTensor.
+    """
+    try:
+        has_memory = tensor.untyped_storage().device.type != "meta" and (tensor.data_ptr() or not tensor.numel())
+    except NotImplementedError:
+        has_memory = False
+    if not has_memory:
+        raise TypeError(f"{name} is a {type(tensor).__name__} without memory; it must be a tensor with data")
+
 
 def as_tensor(array, name):
-    """Return a torch tensor that shares the memory of an array of any library that supports DLPack."""
+    """Return a torch tensor that shares the memory of an array of any library that supports DLPack.
+
+    The array named ``out``, and those of an ``out`` tuple, ``out[0]`` and so on, must be writable. A tensor of a
+    subclass must have memory, except in FakeTensorMode.
+    """
+    if type(array) in PLAIN_TYPES:
+        return array
     if isinstance(array, torch.Tensor):
+        if not is_fake_mode():
+            check_has_memory(name, array)
         return array
     if not hasattr(array, "__dlpack__"):
         raise TypeError(f"{name} is {type(array).__name__}; it must be a tensor, or an array that supports DLPack")
     if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
         raise ValueError(f"{name} has strides {array.strides}; none may be negative")
-    return torch.from_dlpack(array)
+    if name.startswith("out") and not getattr(getattr(array, "flags", None), "writeable", True):  # torch ignores it
+        raise ValueError(f"{name} is read-only; it must be writable")
+    try:
+        return torch.from_dlpack(array)
+    except BufferError as error:
+        described = f"{type(array).__name__} of {getattr(array, 'dtype', 'unknown dtype')}"
+        raise TypeError(f"{name} is {described}; it must be an array that DLPack can describe: {error}") from error
 
 
 def call_with_tensors(function, name, arguments):
@@ -24,7 +61,8 @@ def call_with_tensors(function, name, arguments):
 
     All arrays among the arguments become tensors. If the first one is from CuPy, the call runs on CuPy's current
     stream, so that it is ordered with the caller's work on inputs and outputs. Results are from the library of the
-    first argument; ``out`` is returned as it was passed.
+    first argument, or torch tensors if it lacks their dtype (FP8; NumPy also bfloat16). ``out`` is returned as it was
+    passed.
 
     Parameters
     ----------
@@ -42,9 +80,13 @@ def call_with_tensors(function, name, arguments):
         result = function(**{key: _converted(key, value) for key, value in arguments.items()})
         if out is not None:
             return out
-        if library not in ("cupy", "numpy"):
+        if library not in _MISSING_DTYPES:
             return result
-        convert = importlib.import_module(library).from_dlpack
+        from_dlpack = importlib.import_module(library).from_dlpack
+
+        def convert(tensor):
+            return tensor if tensor.dtype in _MISSING_DTYPES[library] else from_dlpack(tensor)
+
         return tuple(map(convert, result)) if isinstance(result, tuple) else convert(result)
 
 

@@ -1,7 +1,9 @@
 """Outputs of public functions: allocated, or those of the caller's ``out`` argument after a check."""
 
 import torch
+from torch.autograd.graph import increment_version
 
+from moe_numba.runtime.dlpack import PLAIN_TYPES, as_tensor
 from moe_numba.runtime.validate import make_outputs
 
 
@@ -30,21 +32,31 @@ class Outputs:
         self._aligned = bool(aligned)
 
     def __call__(self, out):
-        """Return new output tensors, or those of ``out``: a tensor, or a tuple if there are several."""
+        """Return new output tensors, or those of ``out``: a tensor, or a tuple if there are several.
+
+        Those of ``out`` count as modified, so that a backward which needs their former contents raises torch's error.
+        """
         if out is None:
             return [make(*shape) for make, shape in self._makers]
         given = (out,) if len(self._expected) == 1 else out
         if type(given) is tuple and len(given) == len(self._expected):
             for tensor, expected in zip(given, self._expected):  # noqa: B905
-                if type(tensor) is not torch.Tensor:
+                if type(tensor) is not torch.Tensor or tensor.requires_grad:
                     break
                 if (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) != expected:
                     break
                 if self._aligned and tensor.data_ptr() & 15:
                     break
             else:
+                increment_version(given)  # not of inference tensors, which have no version
                 return given
-        return self._check(out)
+        tensors = self._check(out)
+        for i, tensor in enumerate(tensors):
+            if tensor.requires_grad and torch.is_grad_enabled():
+                name = "out" if len(tensors) == 1 else f"out[{i}]"
+                raise ValueError(f"{name} requires grad, but outputs have no backward: use torch.no_grad() or detach()")
+        increment_version(tensors)
+        return tensors
 
 
 _MAX_REMEMBERED = 4096
@@ -58,6 +70,55 @@ def remember(cache, key, value):
     return value
 
 
+def look_up(cache, key):
+    """Return an entry of a cache or None, also for a key with a list: the checks that follow name the argument."""
+    try:
+        return cache.get(key)
+    except TypeError:
+        return None
+
+
 def tensor_key(tensor):
     """Return what a launch plan depends on of a tensor, or None for None."""
-    return tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    if tensor is None:
+        return None
+    if type(tensor) in PLAIN_TYPES:
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, type(tensor)  # which may have no memory
+
+
+def find_plan(plans, options, tensors, names):
+    """Find the launch plan of a call.
+
+    Parameters
+    ----------
+    plans : dict
+    options : tuple
+        What the plan depends on except tensors. It must have the types of numbers whose type matters, because 1, 1.0
+        and True are equal.
+    tensors : tuple
+        The tensors of the call, arrays of other libraries and None.
+    names : tuple of str
+        Their names in messages.
+
+    Returns
+    -------
+    plan
+        None if the call needs a new plan. Then all tensors have memory.
+    key
+        To :func:`remember` it.
+    tensors : tuple
+        Without arrays of other libraries.
+    """
+    try:
+        key = options, *map(tensor_key, tensors)
+    except AttributeError:  # an array of another library
+        tensors = _as_tensors(tensors, names)
+        key = options, *map(tensor_key, tensors)
+    plan = look_up(plans, key)
+    return plan, key, _as_tensors(tensors, names) if plan is None else tensors
+
+
+def _as_tensors(arrays, names):
+    make = getattr(arrays, "_make", tuple)  # of a named tuple
+    return make(a if a is None else as_tensor(a, name) for a, name in zip(arrays, names, strict=True))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_numba.runtime.recording import recording
+from moe_numba.runtime.torch_op import OPS
 
 
 class PreparedCall:
@@ -44,7 +45,9 @@ def prepare(function: Callable, /, *args: Any, **kwargs: Any) -> PreparedCall:
     Raises
     ------
     ValueError
-        If the call also copies data, for example because ``topk_ids`` is not contiguous.
+        If the call also does what is no launch of this package: it copies data, for example because ``topk_ids`` is
+        not contiguous, or ``function`` launches nothing, such as ``pack_mxfp4``. Only calls of the functions that
+        launch kernels may launch nothing, with empty inputs.
 
     Notes
     -----
@@ -60,4 +63,7 @@ def prepare(function: Callable, /, *args: Any, **kwargs: Any) -> PreparedCall:
     """
     with recording() as launches:
         result = function(*args, **kwargs)
+    name = getattr(function, "__name__", type(function).__name__)
+    if not launches and name not in OPS:
+        raise ValueError(f"function is {name}, which launched no kernel; it must be one that launches kernels")
     return PreparedCall(launches, result, (args, kwargs))

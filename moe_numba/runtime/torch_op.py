@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar, get_args
 import torch
 from torch.autograd import forward_ad
 
-from moe_numba.runtime.dlpack import call_with_tensors
+from moe_numba.runtime.dlpack import PLAIN_TYPES, call_with_tensors
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,7 +36,6 @@ OPS: dict[str, tuple[str, ...]] = {}  # all ops that are registered, and the par
 # and triples the cost of a call.
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 # Of each function: the parameters that must be tensors, and those that may be an int or a tensor.
 _functions: dict[str, Callable] = {}
 _required_tensors: dict[str, tuple[str, ...]] = {}
@@ -88,10 +87,10 @@ def needs_dispatch(x, *others) -> bool:
     """
     if _is_dynamo_compiling():  # Dynamo replaces the call by True and does not trace the rest
         return True
-    if type(x) in _PLAIN_TYPES and not _num_dispatch_modes() and _functorch_interpreter() is None and not x.is_meta:
+    if type(x) in PLAIN_TYPES and not _num_dispatch_modes() and _functorch_interpreter() is None and not x.is_meta:
         if not x.requires_grad:
             for tensor in others:
-                if type(tensor) in _PLAIN_TYPES and tensor.requires_grad:
+                if type(tensor) in PLAIN_TYPES and tensor.requires_grad:
                     break
             else:
                 return False
@@ -247,10 +246,13 @@ def _schema(signature, with_out):
 
 def _check_no_grad(name, arguments):
     """Refuse tensors that require grad, if the result would silently lose its gradient."""
+    out = arguments.get("out")
     if name not in _with_autograd:
         reason = f"{name} has no backward"
     else:
-        reason = f"{name} has a backward only without out" if arguments.get("out") is not None else ""
+        reason = f"{name} has a backward only without out" if out is not None else ""
+    if isinstance(out, (tuple, list)):
+        arguments = arguments | {f"out[{i}]": tensor for i, tensor in enumerate(out)}
     for parameter, tensor in arguments.items():
         if not isinstance(tensor, torch.Tensor):
             continue

@@ -1,5 +1,6 @@
 """Checks of what callers pass to public functions. Every error names the argument, its value and what is allowed."""
 
+import math
 import numbers
 
 import numpy as np
@@ -9,9 +10,8 @@ from moe_numba import simulator
 from moe_numba.ptx.capability import OLDEST
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.device import UnsupportedDeviceError
-from moe_numba.runtime.dlpack import as_tensor
-
-_FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
+from moe_numba.runtime.dlpack import as_tensor, is_fake_mode
+from moe_numba.runtime.dlpack import check_has_memory as check_has_memory
 
 
 def check_device(device, name, capability=OLDEST):
@@ -41,11 +41,11 @@ def check_device(device, name, capability=OLDEST):
 
 def is_fake(device):
     """Whether tensors on a device have no data: it is the meta device, or FakeTensorMode is active."""
-    return torch._C._get_dispatch_mode(_FAKE_MODE) is not None or device.type == "meta"
+    return is_fake_mode() or device.type == "meta"
 
 
 def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, aligned=False, device=None):
-    """Refuse a tensor that is not as described.
+    """Refuse a tensor that is not as described, and a negated view (``tensor.is_neg()``).
 
     Parameters
     ----------
@@ -81,6 +81,8 @@ def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, alig
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}{strides}; it must be {wanted}")
     elif contiguous and not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
+    if tensor.is_neg():
+        raise ValueError(f"{name} is a negated view, whose memory has the opposite sign; use {name}.resolve_neg()")
     if aligned:
         check_aligned(name, tensor)
     if device is not None and tensor.device != device[0]:
@@ -114,16 +116,6 @@ def vector_strides(name, tensor):
     return strides
 
 
-def check_has_memory(name, tensor):
-    """Refuse a tensor without data: a FakeTensor, as under torch.compile, one on the meta device or one of vmap."""
-    try:
-        has_memory = tensor.untyped_storage().device.type != "meta"
-    except NotImplementedError:
-        has_memory = False
-    if not has_memory:
-        raise TypeError(f"{name} is a {type(tensor).__name__} without memory; it must be a tensor with data")
-
-
 def check_int(name, value, least=None, most=None):
     """Return an integer (also NumPy's) as an int; refuse a bool, a float, and what is not in the bounds."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
@@ -154,14 +146,18 @@ def check_choice(name, value, choices):
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
 
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
 def check_factor(name, value):
-    """Return a number as a float, 1.0 for None; refuse what is no number, and what is zero, infinite or NaN."""
+    """Return a number as a float, 1.0 for None; refuse what kernels cannot multiply and divide by in float32."""
     if value is None:
         return 1.0
-    if isinstance(value, bool) or not hasattr(type(value), "__float__"):
+    is_number = hasattr(type(value), "__float__") and math.prod(getattr(value, "shape", ())) == 1
+    if isinstance(value, bool) or not is_number:
         raise TypeError(f"{name} is {value!r}; it must be a number")
-    if not 0 < abs(float(value)) < float("inf"):
-        raise ValueError(f"{name} is {value}; it must be finite and not zero")
+    if not 1 / _FLOAT32_MAX <= abs(float(value)) <= _FLOAT32_MAX:
+        raise ValueError(f"{name} is {value}; it must be finite and not zero, as must its reciprocal, in float32")
     return float(value)
 
 
@@ -206,3 +202,9 @@ def make_outputs(out, wanted, device, aligned=()):
         if name in aligned:
             check_aligned(f"out's {name}", tensor)
     return results
+
+
+def check_no_grad(name, tensor, function):
+    """Refuse a tensor that requires grad while grad mode is on; ``function`` names what has no backward."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires grad; {function} has no backward: use torch.no_grad() or detach()")

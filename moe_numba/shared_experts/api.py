@@ -44,21 +44,23 @@ def fuse_routing(
     num_fused_shared_experts : int
         Number of distinct shared experts, or of replicas of one shared expert.
     routed_scaling_factor : float or None
-        Finite and not zero. None is 1.
+        Finite and not zero in float32, as is its reciprocal. None is 1.
     policy : {"all", "round_robin", "random"}
         "all": the shared experts are distinct; append one column for each. "round_robin" and "random": they are
         replicas of one expert, which share its load; append one column with replica ``token % replicas`` or a random
         replica. Replicas compute the same output, so the choice affects only the load.
     seed : int
-        Seed of the random choice, 0 to 2**64 - 1. Equal seeds make equal choices.
+        Seed of the random choice, 0 to 2**64 - 1, of the op (``torch.ops``, ``torch.compile``) to 2**63 - 1. Equal
+        seeds make equal choices.
     out : (weights, ids), optional
-        Contiguous tensors to write into. The call then neither allocates nor synchronises.
+        Contiguous tensors to write into, which must overlap neither an input nor each other. The call then neither
+        allocates nor synchronises.
 
     Returns
     -------
     weights : tensor [tokens, topk + columns], float32
     ids : tensor [tokens, topk + columns], int32
-        In the library of ``topk_ids``: torch, or CuPy through DLPack.
+        Both in the library of ``topk_weights``: torch, or CuPy through DLPack.
 
     Raises
     ------

@@ -6,7 +6,7 @@ Tensors are streamed one at a time. Tensors of shared experts are renamed.
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ _TENSOR = re.compile(
     r"(?P<layer>(?:.*\.)?layers\.\d+\.mlp)\.(?:experts\.(?P<expert>\d+)|(?P<shared>shared_experts))"
     r"\.(?P<suffix>(?P<projection>gate|up|down)_proj\.(?:weight|weight_scale_inv))"
 )
+_OF_EXPERT = re.compile(r"(?:.*\.)?layers\.\d+\.mlp\.(?:experts\.\d+|shared_experts)\..*")
 
 
 def fuse_checkpoint(
@@ -34,7 +35,8 @@ def fuse_checkpoint(
     Each tensor of ``mlp.shared_experts`` is yielded ``num_replicas`` times, as experts ``num_experts``,
     ``num_experts + 1``, ..., instead of under its original name. All other tensors are yielded unchanged. A checkpoint
     with several shared experts (DeepSeek-V2) stores them as one with a wider intermediate layer. They are split, and
-    the replicas of the first precede those of the second.
+    the replicas of the first precede those of the second. Of experts, routed and shared, ``weight`` and
+    ``weight_scale_inv`` of ``gate_proj``, ``up_proj`` and ``down_proj`` are supported.
 
     Parameters
     ----------
@@ -57,15 +59,18 @@ def fuse_checkpoint(
     Raises
     ------
     ValueError
-        If an argument is out of range, a layer has routed experts but lacks shared ones or one of their tensors, shapes
-        differ from those of the routed experts, or an expert id is ``num_experts`` or higher. With an iterable, missing
-        tensors are reported at its end.
+        If an argument is out of range, a name occurs twice, an expert has a tensor that is not supported, a layer has
+        routed experts but lacks one of ``num_experts`` or the shared ones, or one of their tensors, shapes differ from
+        those of the routed experts, or an expert id is ``num_experts`` or higher. With an iterable, missing tensors are
+        reported at its end.
     TypeError
-        If an argument is not an int.
+        If an argument is not an int, or ``weights`` is neither a path nor an iterable of (name, tensor).
     FileNotFoundError
         If a path names neither a safetensors file nor a folder of them.
     """
     path = Path(weights) if isinstance(weights, (str, os.PathLike)) else None
+    if path is None and (isinstance(weights, Mapping) or not isinstance(weights, Iterable)):
+        raise TypeError(f"weights is {type(weights).__name__}; it must be a path or an iterable of (name, tensor)")
     config = _config(path)
     num_experts = config.get("n_routed_experts") if num_experts is None else num_experts
     n_shared_experts = config.get("n_shared_experts", 1) if n_shared_experts is None else n_shared_experts
@@ -73,12 +78,8 @@ def fuse_checkpoint(
         raise ValueError(
             "num_experts is None; it is required, unless weights is a folder whose config.json has n_routed_experts"
         )
-    for name, value in (
-        ("num_replicas", num_replicas),
-        ("num_experts", num_experts),
-        ("n_shared_experts", n_shared_experts),
-    ):
-        check_int(name, value, 1)
+    num_replicas, num_experts = check_int("num_replicas", num_replicas, 1), check_int("num_experts", num_experts, 1)
+    n_shared_experts = check_int("n_shared_experts", n_shared_experts, 1)
     validator, total = _CheckpointValidator(num_experts, n_shared_experts), None
     if path is None:
         weights = _validated(weights, validator)
@@ -87,16 +88,20 @@ def fuse_checkpoint(
         for name, shape in _read_shapes(files):
             validator.add(name, shape)
         validator.finish()
-        weights, total = _read_tensors(files), validator.num_tensors
+        weights, total = _read_tensors(files), len(validator.names)
     return _rename_shared(weights, num_replicas, num_experts, n_shared_experts, total, progress)
 
 
 def _validated(weights, validator):
     """Yield the same pairs; validate each, and the whole checkpoint at the end."""
-    for name, tensor in weights:
-        validator.add(name, tuple(tensor.shape))
+    for pair in weights:
+        match pair:
+            case [str(name), torch.Tensor() as tensor]:
+                validator.add(name, tuple(tensor.shape))
+            case _:
+                raise TypeError(f"weights has an element of {type(pair).__name__}; each must be (name, tensor)")
         yield name, tensor
-        del tensor
+        del pair, tensor
     validator.finish()
 
 
@@ -125,15 +130,23 @@ class _CheckpointValidator:
     """Collects the shapes of a checkpoint's tensors and raises ValueError for the first error."""
 
     def __init__(self, num_experts, n_shared_experts):
-        self.num_experts, self.n_shared_experts, self.num_tensors = num_experts, n_shared_experts, 0
+        self.num_experts, self.n_shared_experts = num_experts, n_shared_experts
+        self.names = set()
         self.routed, self.shared = {}, {}  # {layer: {suffix: shape}}
 
     def add(self, name, shape):
-        self.num_tensors += 1
+        if name in self.names:
+            raise ValueError(f"weights has {name} twice; each name is allowed once")
+        self.names.add(name)
         match = _TENSOR.fullmatch(name)
         if not match:
+            if _OF_EXPERT.fullmatch(name):
+                supported = "weight and weight_scale_inv of gate_proj, up_proj and down_proj"
+                raise ValueError(f"weights has {name}; of an expert, only {supported} are supported")
             return
         layer, suffix = match["layer"], match["suffix"]
+        if len(shape) != 2:
+            raise ValueError(f"{name} has shape {shape}; it must have 2 dimensions")
         if match["shared"]:
             if shape[_intermediate_axis(match)] % self.n_shared_experts:
                 raise ValueError(f"{name} is {shape}; it cannot be split into {self.n_shared_experts} experts")
@@ -166,6 +179,9 @@ class _CheckpointValidator:
                 raise ValueError(f"{layer} has routed experts but no shared_experts")
             if missing := sorted(set(suffixes) - set(self.shared[layer])):
                 raise ValueError(f"{layer}.shared_experts.{missing[0]} is missing")
+            names = (f"{layer}.experts.{e}.{suffix}" for suffix in suffixes for e in range(self.num_experts))
+            if missing_name := next((name for name in names if name not in self.names), None):
+                raise ValueError(f"{missing_name} is missing; num_experts is {self.num_experts}")
         for layer, suffixes in self.shared.items():
             if unmatched := sorted(set(suffixes) - set(self.routed.get(layer, {}))):
                 raise ValueError(f"{layer} has shared_experts.{unmatched[0]}, but no routed expert has this tensor")

@@ -53,7 +53,7 @@ def memory_cost(
     ValueError, TypeError
         If an argument is invalid; the message names the argument, its value and what is allowed.
     """
-    named = dict(
+    positive = dict(
         num_replicas=num_replicas,
         hidden_size=hidden_size,
         moe_intermediate_size=moe_intermediate_size,
@@ -62,12 +62,13 @@ def memory_cost(
         bytes_per_weight=bytes_per_weight,
         tensor_parallel_size=tensor_parallel_size,
     )
-    for name, value in named.items():
-        check_int(name, value, 1)
-    check_int("first_k_dense_replace", first_k_dense_replace, 0, num_hidden_layers)
-    expert = hidden_size * moe_intermediate_size * 3 * bytes_per_weight
-    if expert % tensor_parallel_size:
-        raise ValueError(f"tensor_parallel_size is {tensor_parallel_size}; it must divide an expert's {expert} bytes")
-    layers = num_hidden_layers - first_k_dense_replace
-    before = expert // tensor_parallel_size * n_shared_experts * layers
-    return MemoryCost(expert, layers, before * num_replicas, before)
+    # As Python's integers, which do not overflow
+    replicas, hidden, intermediate, layers, shared, weight_bytes, ranks = (
+        check_int(name, value, 1) for name, value in positive.items()
+    )
+    moe_layers = layers - check_int("first_k_dense_replace", first_k_dense_replace, 0, layers)
+    expert = hidden * intermediate * 3 * weight_bytes
+    if expert % ranks:
+        raise ValueError(f"tensor_parallel_size is {ranks}; it must divide an expert's {expert} bytes")
+    before = expert // ranks * shared * moe_layers
+    return MemoryCost(expert, moe_layers, before * replicas, before)

@@ -46,6 +46,23 @@ def test_only_code_changes_the_hash_of_a_file(tmp_path, old, new, changed):
     assert (code_hash.hash_file(tmp_path, "a.py") != before) == changed
 
 
+@pytest.mark.parametrize(
+    ("more", "changed"),
+    [
+        ("from moe_numba.course.exercises import exercise\n", False),
+        ("\n# %%\nf = ...\nexercise('gate-1').check(f)\n".replace("'", '"'), False),
+        ("\n# %%\nf = ...\n", True),
+        ("\n# %%\nexercise('gate-1').check(f)\nx = 2\n".replace("'", '"'), True),
+    ],
+)
+def test_exercises_do_not_change_the_hash_of_a_notebook(tmp_path, more, changed):
+    hashes = []
+    for text in ("", more):
+        (tmp_path / "n.py").write_text(f"# %%\nx = 1\n{text}")
+        hashes.append(code_hash.hash_file(tmp_path, "n.py#code"))
+    assert (hashes[0] != hashes[1]) == changed
+
+
 def test_jupyter_commands_change_the_hash(tmp_path):
     for text in ("%matplotlib inline\nx = 1\n", "%matplotlib agg\nx = 1\n"):
         (tmp_path / "n.py").write_text(f"# %%\n{text}")

@@ -77,6 +77,13 @@ def test_a_recorded_step_without_a_cell_is_found(read):
     assert "no cell has the step 'wide loads'" in problem
 
 
+@pytest.mark.parametrize("use, count", [("f(3)", 1), ("x = limit + 1", 1), ("g(3)", 0), ("f = limit = 2", 0)])
+def test_uses_of_an_exercise_are_found(read, use, count):
+    exercise = 'limit = 4\n\n\ndef f(x):\n    g = x\n    return g\n\n\nexercise("gate-1").check(f)\n'
+    found = lesson.problems(read(CODE + exercise + "\n" + CODE + use + "\n"))
+    assert len(found) == count and all('exercise("gate-1").check(f)' in problem for problem in found)
+
+
 def test_command_line_reports_problems(read, tmp_path, capsys):
     read(PROSE + "# It takes 8 us.\n")
     assert lesson.main([str(tmp_path / "01_small.py")]) == 1

@@ -206,6 +206,32 @@ def test_changed_cells_of_a_copy_have_no_outputs_of_older_code(source, committed
     assert "not executed once each" in problems_of(committed)[0]
 
 
+EXERCISE = """
+# %%
+from moe_numba.course.exercises import exercise
+
+# %%
+answer = [...] * 8
+exercise("gate-2").check(answer)
+"""
+
+
+def test_exercises_are_executed_in_the_simulator(source, committed, repository):
+    """They come with their outputs, and without making the copy stale; other cells keep theirs."""
+    counts = [cell.execution_count for cell in executed.code_cells(nbformat.read(committed, as_version=4))]
+    first, *rest = NOTEBOOK.split("# %%\nfrom pathlib")
+    import_line = "from moe_numba.course.exercises import exercise\n"
+    source.write_text(
+        f"{first}# %%\n{import_line}from pathlib{rest[0]}\n{EXERCISE.partition(import_line)[2].strip()}\n"
+    )
+    assert main(repository, "exercises") == 0
+    assert executed.pair_problems(source) == [] == problems_of(committed)
+    assert executed.stale_problems(source, repository) == []
+    *cells, stub = executed.code_cells(nbformat.read(committed, as_version=4))
+    assert [cell.execution_count for cell in cells] == counts
+    assert "not answered yet" in stub.outputs[0].data["text/plain"] and stub.metadata[executed.NOT_EXECUTED]
+
+
 def test_a_copy_of_the_simulator_has_outputs_and_is_stale(source, committed, repository):
     about = nbformat.read(committed, as_version=4).metadata
     source.write_text(NOTEBOOK + "\n# %%\n3\n")

@@ -251,6 +251,8 @@ def test_own_gates_and_other_dtypes_are_refused(monkeypatch):
 def test_other_fp8_layouts_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make_fp8_experts("cpu", **options)(torch.zeros(1, 128).bfloat16(), torch.zeros(1, 2).long(), torch.ones(1, 2))
+    with pytest.raises(TypeError, match="gate_up_proj is torch.bfloat16; moe_numba supports torch.float8_e4m3fn only"):
+        integration.fp8_experts_forward(experts_of(), torch.zeros(1, 64).bfloat16(), None, None)
 
 
 @pytest.mark.parametrize("name, worst", [("Qwen3Moe", 0), ("GptOss", 10)])
@@ -264,6 +266,10 @@ def test_expert_parallel(name, worst, device):
 
     def work(transport):
         model, buffer = models[transport.rank].to(transport.device), Buffer(transport, 1 << 24)
+        with pytest.raises(TypeError, match="buffer is NoneType; it must be a moe_numba.Buffer"):
+            integration.distribute_experts(model, None)
+        with pytest.raises(ValueError, match="num_worst_tokens is -1; it must be 0 or more"):
+            integration.distribute_experts(model, buffer, -1)
         assert integration.distribute_experts(model, buffer, worst) == 2
         assert {len(m.gate_up_proj) for m in model.modules() if hasattr(m, "gate_up_proj")} == {4}
         model.set_experts_implementation("moe_numba_ep")

@@ -270,6 +270,16 @@ def test_expert_map(experts, ignore, device, each_kernel):
         )
 
 
+@pytest.mark.parametrize("ignore", [False, True])
+def test_an_expert_map_that_int32_cannot_hold(ignore, device, each_kernel):
+    """Truncated to 32 bits, the first five would be 1, -2**31, 0, 3 and -1."""
+    expert_map = torch.tensor([2**32 + 1, 2**31, -(2**40), 3 - 2**32, 2**63 - 1, 7, -1, 2**31 - 1], device=device)
+    expected = [[-1] * 5 + [7, -1, 2**31 - 1], [7, 2**31 - 1] + [-1] * 6][ignore]
+    options = dict(expert_map=expert_map, ignore_invalid_experts=ignore)
+    check(torch.arange(8, dtype=torch.int32, device=device), 1, 8, **options)
+    assert moe_align_block_size(torch.arange(8, device=device), 1, 8, **options)[1].tolist() == expected
+
+
 def test_any_shape(device, each_kernel):
     ids = make_ids(12, 6, 10, device)
     wide = make_ids(12, 13, 10, device)

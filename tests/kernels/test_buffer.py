@@ -254,6 +254,31 @@ def test_inconsistent_counts():
 
 
 @pytest.mark.intended_races("after an abort, several CTAs overwrite the same rows")
+@pytest.mark.parametrize("options", [{}, dict(num_worst_tokens=8)])
+@pytest.mark.parametrize("count", [-5, 4 * 32 + 1, (1 << 31) - 1])
+def test_impossible_counts_of_experts(count, options):
+    """4 tokens have at most 4 * 32 experts. All ranks raise an error, in that call or in the next one."""
+    inputs = make_inputs([4, 4])
+
+    def work(buffer, rank):
+        device = buffer.transport.device
+        x, idx = to_device(device, inputs.x[rank]), to_device(device, inputs.topk_idx[rank])
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(idx, inputs.experts)
+        layout = dict(num_tokens_per_rank=per_rank, is_token_in_rank=is_in_rank, config=SMALL, **options)
+        per_expert[1] = 4 * 32
+        buffer.dispatch(x, num_tokens_per_expert=per_expert, **layout)
+        if rank == 0:
+            per_expert[3] = count
+        sentence = f"on rank 0 num_tokens_per_expert has {count} tokens for an expert of rank 1; it must be 0 to 128"
+        with pytest.raises(ValueError, match=sentence):
+            buffer.dispatch(x, num_tokens_per_expert=per_expert, **layout)
+            buffer.check(synchronize=True)
+        refused(ValueError, sentence, buffer.check)
+
+    run(2, work, timeout=SHORT_TIMEOUT)
+
+
+@pytest.mark.intended_races("after an abort, several CTAs overwrite the same rows")
 def test_more_rows_than_num_worst_tokens():
     inputs = make_inputs([9, 9], only=0)
 
@@ -325,6 +350,18 @@ def test_invalid_arguments():
         refused(TypeError, "config is 24", buffer.dispatch, x, **layout, config=24)
         refused(TypeError, "config is 24", buffer.combine, given[0], handle, config=24)
         refused(ValueError, "offset is -4", buffer.get_local_buffer_tensor, torch.int32, offset=-4)
+        refused(TypeError, "dtype is 'f32'; it must be a torch.dtype", buffer.get_local_buffer_tensor, "f32")
+        refused(TypeError, "size is 5; it must be a tuple", buffer.get_local_buffer_tensor, torch.int32, 5)
+        refused(
+            ValueError, r"size\[0\] is -1; it must be 0 or more", buffer.get_local_buffer_tensor, torch.int32, (-1,)
+        )
+        refused(
+            TypeError, r"size\[1\] is 2.0; it must be an int", buffer.get_local_buffer_tensor, torch.int32, (2, 2.0)
+        )
+        refused(TypeError, "ready is list; it must be a tensor", buffer.combine, given[0], handle, ready=[1])
+        for name in ("async_finish", "allocate_on_comm_stream"):
+            refused(TypeError, f"{name} is 'yes'", buffer.combine, given[0], handle, config=SMALL, **{name: "yes"})
+            refused(TypeError, f"{name} is 'yes'", buffer.get_dispatch_layout, idx, inputs.experts, **{name: "yes"})
         refused(ValueError, "is_token_in_rank has shape", buffer.dispatch, x[:2], handle)
         refused(TypeError, "tuple of 6", buffer.dispatch, x, handle[:5])
         number = handle[0][0, 0]  # a 0-d tensor
@@ -357,6 +394,33 @@ def test_invalid_arguments():
     run(2, work)
 
 
+def test_tensors_that_require_grad():
+    """Their gradients would be lost; without grad mode, as in an autograd.Function, they are accepted."""
+    inputs = make_inputs([4])
+
+    def work(buffer, rank):
+        device = buffer.transport.device
+        x, idx, weights = (to_device(device, part[rank]) for part in inputs[:3])
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(idx, inputs.experts)
+        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank)
+        options = dict(topk_idx=idx, config=SMALL) | layout
+        rows, _, received, _, handle, _ = buffer.dispatch(x, topk_weights=weights, **options)
+        wants = lambda tensor: tensor.clone().requires_grad_()
+        for name, call in (
+            ("x", lambda: buffer.dispatch(wants(x), topk_weights=weights, **options)),
+            ("x's scales", lambda: buffer.dispatch((x.to(FP8), wants(x.float())[:, :1]), **layout, config=SMALL)),
+            ("topk_weights", lambda: buffer.dispatch(x, topk_weights=wants(weights), **options)),
+            ("x", lambda: buffer.combine(wants(rows), handle, config=SMALL)),
+            ("topk_weights", lambda: buffer.combine(rows, handle, wants(received), config=SMALL)),
+            ("bias 1", lambda: buffer.combine(rows, handle, bias=(x, wants(x)), config=SMALL)),
+        ):
+            refused(ValueError, f"{name} requires grad; Buffer has no backward: use torch.no_grad", call)
+            with torch.no_grad():
+                call()
+
+    run(1, work)
+
+
 def test_config():
     assert Config(24, 6, 28).num_max_nvl_chunked_recv_tokens == 28
     for wrong, error in [((3,), "num_sms is 3"), ((0,), "num_sms is 0"), ((134,), "num_sms is 134")]:
@@ -378,6 +442,9 @@ def test_invalid_buffer_arguments():
             with pytest.raises(ValueError, match=error):
                 Buffer(transport, **wrong)
         refused(TypeError, "timeout is '9'", Buffer, transport, 256, timeout="9")
+        refused(TypeError, "timeout is True", Buffer, transport, 256, timeout=True)
+        for name in ("low_latency_mode", "enable_shrink"):
+            refused(TypeError, f"{name} is 'no'; it must be True or False", Buffer, transport, 256, **{name: "no"})
         for seconds in (0, -1.0, float("inf"), float("nan")):
             refused(ValueError, "timeout is", Buffer, transport, 256, timeout=seconds)
 

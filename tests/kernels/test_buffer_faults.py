@@ -24,7 +24,7 @@ from helpers.expert_parallel import (
 )
 from helpers.wrong_kernels import changed
 
-from moe_numba import simulator
+from moe_numba import prepare, simulator
 from moe_numba.expert_parallel import Buffer, Config, runtime
 from moe_numba.expert_parallel.kernels import channels, combine, dispatch, dispatch_direct, notify, poison, timeout
 from moe_numba.expert_parallel.kernels.buffer_layout import ABORT_FLAG
@@ -408,6 +408,34 @@ def test_a_capture_that_would_wait_for_counts_is_refused(monkeypatch):
         send(buffer, rank, inputs)
 
     run(2, work)
+
+
+def test_a_prepared_call_that_would_wait_for_counts_is_refused():
+    """With ``num_worst_tokens`` it exchanges new counts, with a handle new rows."""
+    inputs, later = make_inputs([4 * SCALE]), make_inputs([4 * SCALE], seed=1)
+
+    def work(buffer, rank):
+        x, idx, weights = (part[0].to(buffer.transport.device, copy=True) for part in inputs[:3])
+        per_rank, _, per_expert, is_in_rank, _ = layout = buffer.get_dispatch_layout(idx, inputs.experts)
+        given = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank)
+        given |= dict(topk_idx=idx, topk_weights=weights, config=SMALL)
+        with pytest.raises(ValueError, match="num_worst_tokens is 0; a prepared dispatch needs it or a handle"):
+            prepare(buffer.dispatch, x, **given)
+        again = prepare(buffer.dispatch, x, buffer.dispatch(x, **given)[4], config=SMALL)
+        worst = prepare(buffer.dispatch, x, **given, num_worst_tokens=5 * SCALE)
+        for tensor, part in zip((x, idx, weights), later, strict=False):
+            tensor.copy_(part[0])
+        rows = again()[0]
+        buffer.check(synchronize=True)
+        assert bitwise_equal(rows, reference_dispatch(inputs._replace(x=later.x))[0].x)
+        for tensor, new in zip(layout, buffer.get_dispatch_layout(idx, inputs.experts), strict=True):
+            if isinstance(tensor, torch.Tensor):
+                tensor.copy_(new)
+        received = worst()
+        buffer.check(synchronize=True)
+        check_received(received, reference_dispatch(later)[0], 0, inputs.experts, 5 * SCALE)
+
+    run(1, work)
 
 
 @pytest.mark.gpu

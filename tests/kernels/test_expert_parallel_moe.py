@@ -165,6 +165,10 @@ def test_invalid_arguments():
             ExpertParallelMoE(buffer, experts, low_latency_tokens=-1)
         with pytest.raises(ValueError, match="fp8_combine is True and low_latency_tokens 0; only low-latency combine"):
             ExpertParallelMoE(buffer, experts, fp8_combine=True)
+        with pytest.raises(TypeError, match="shared_experts is int; it must be a torch.nn.Module"):
+            ExpertParallelMoE(buffer, experts, shared_experts=3)
+        with pytest.raises(TypeError, match="config is 3; it must be a Config"):
+            ExpertParallelMoE(buffer, experts, config=3)
         for name in ("fp8_dispatch", "overlap_combine", "fp8_combine"):
             with pytest.raises(TypeError, match=f"{name} is 1; it must be True or False"):
                 ExpertParallelMoE(buffer, experts, **{name: 1})
@@ -182,6 +186,60 @@ def test_invalid_arguments():
         layer = ExpertParallelMoE(buffer, experts, shared_experts=Shared())
         with pytest.raises(ValueError, match="shared is given, but the layer has shared_experts"):
             layer(x, weights, ids, x)
+        buffer.destroy()
+
+    LocalGroup(1).run(work)
+
+
+@pytest.mark.parametrize("tokens", [0, 2], ids=["dispatch", "low latency"])
+def test_invalid_tensors(tokens, monkeypatch):
+    """They are refused before anything is sent: nothing but a call with right ones reaches the experts."""
+    experts = Experts(PER_RANK, HIDDEN, HIDDEN)
+    for parameter in experts.parameters():
+        parameter.data.zero_()
+
+    def work(transport):
+        buffer = Buffer(transport, NUM_BYTES)
+        layer = ExpertParallelMoE(buffer, experts, config=SMALL, low_latency_tokens=tokens)
+        given = dict(
+            x=torch.ones(2, HIDDEN).bfloat16(), topk_weights=torch.ones(2, 2), topk_ids=torch.zeros(2, 2).int()
+        )
+        given["shared"] = given["x"].clone()
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "compute", lambda *_: pytest.fail("the experts were computed"))
+            for error, match, changed in (
+                (TypeError, "x is list; it must be a tensor", dict(x=[1])),
+                (ValueError, r"x has shape \(\); it must be \[tokens, 128\]", dict(x=torch.ones(()))),
+                (ValueError, r"x has shape \(2, 64\); it must be \[tokens, 128\]", dict(x=given["x"][:, :64])),
+                (ValueError, r"topk_ids has shape \(2,\); it must be \[tok", dict(topk_ids=given["topk_ids"][0])),
+                (TypeError, "shared is list; it must be a tensor", dict(shared=[1])),
+                (TypeError, "shared is torch.float32; it must be torch.bfloat16", dict(shared=given["x"].float())),
+                (ValueError, r"shared has shape \(1, 128\)", dict(shared=given["x"][:1])),
+                (ValueError, r"shared has shape \(3, 2, 128\)", dict(shared=given["x"].expand(3, 2, HIDDEN))),
+                *(
+                    (
+                        ValueError,
+                        f"{name} requires grad; .* has no backward",
+                        {name: given[name].clone().requires_grad_()},
+                    )
+                    for name in ("x", "topk_weights", "shared")
+                ),
+            ):
+                with pytest.raises(error, match=match):
+                    layer(**given | changed)
+        with torch.no_grad():
+            given["x"].requires_grad_()
+            assert torch.equal(layer(**given), given["shared"])
+        given["x"] = given["x"].detach()
+        layer = ExpertParallelMoE(
+            buffer, experts, config=SMALL, low_latency_tokens=tokens, shared_experts=torch.nn.Linear(HIDDEN, HIDDEN)
+        ).bfloat16()
+        given.pop("shared")
+        with pytest.raises(ValueError, match="shared_experts' result requires grad"):
+            layer(**given)
+        with torch.no_grad():
+            layer(**given)
+        layer.close()
         buffer.destroy()
 
     LocalGroup(1).run(work)

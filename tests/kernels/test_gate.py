@@ -157,6 +157,26 @@ def test_padding(limit, kind, device, each_kernel):
     assert (ids[limit:] == -1).all() and (weights[limit:] == 0).all() and (ids[:limit] >= 0).all()
 
 
+@pytest.mark.parametrize("kind", ["array", "Parameter", "subclass"])
+def test_any_tensor_of_the_number_of_tokens(kind, device):
+    """Arrays of other libraries beside torch's logits, and tensors of other types."""
+    library = np if simulator.ENABLED else pytest.importorskip("cupy")
+    number = torch.tensor([2], device=device)
+    limit = {
+        "array": lambda: library.from_dlpack(number),
+        "Parameter": lambda: torch.nn.Parameter(number, requires_grad=False),
+        "subclass": lambda: number.as_subclass(type("Subclass", (torch.Tensor,), {})),
+    }[kind]()
+    logits, bias = make_inputs(3, 64, device)
+    expected = biased_grouped_topk(logits, bias, 4, num_token_non_padded=number)
+    given = biased_grouped_topk(logits, bias, 4, num_token_non_padded=limit)
+    assert all(map(torch.equal, given, expected)) and given[1].tolist()[2] == [-1] * 4
+    fused = moe_numba.biased_grouped_topk_align(logits, bias, 4, 8, num_token_non_padded=limit)
+    assert all(map(torch.equal, fused[:2], expected))
+    with pytest.raises(TypeError, match=r"num_token_non_padded is torch.int32 \(0,\)"):
+        biased_grouped_topk(logits, bias, 4, num_token_non_padded=library.from_dlpack(number.int()[1:]))
+
+
 def test_strided_and_unaligned_rows(device, each_kernel):
     for width, start, dtype in [(300, 0, torch.float32), (264, 8, torch.bfloat16), (257, 1, torch.float16)]:
         wide, bias = make_inputs(6, width, device, dtype)
@@ -407,6 +427,10 @@ def test_peer_bug_duplicated_maximum(device, each_kernel):
         ),
         (dict(scoring="relu"), ValueError, "scoring is 'relu'; it must be one of sigmoid, softmax, sqrtsoftplus"),
         (dict(routed_scaling_factor=0.0), ValueError, "routed_scaling_factor is 0.0; it must be finite and not zero"),
+        (dict(routed_scaling_factor=-1e39), ValueError, "routed_scaling_factor is -1e.39; it must be .* in float32"),
+        (dict(routed_scaling_factor=1e-39), ValueError, "as must its reciprocal, in float32"),
+        (dict(routed_scaling_factor=float("nan")), ValueError, "routed_scaling_factor is nan"),
+        (dict(routed_scaling_factor=torch.ones(2)), TypeError, r"routed_scaling_factor is tensor\(.*must be a number"),
         (dict(num_token_non_padded=-1), ValueError, "num_token_non_padded is -1; it must be 0 or more"),
         (
             dict(num_token_non_padded=torch.zeros(2)),

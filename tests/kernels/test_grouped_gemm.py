@@ -111,6 +111,26 @@ def test_offsets_and_masked(name, device):
     assert all(bool(out[g, n:].isnan().all()) for g, n in enumerate(seqlens.tolist()))
 
 
+@pytest.mark.parametrize(
+    "lengths, starts, ends, written",
+    [
+        ((3, 0), (-2, 1, 1), None, {0: 1, 1: 1, 2: 1}),  # moved, not cut
+        ((3, 2), (3, -5, 0), None, {3: 1, 4: 1, 0: 2, 1: 2}),
+        (None, None, (-1, 3), {0: 2, 1: 2, 2: 2, 3: 2}),  # group 1 has 3 - -1 rows
+        (None, None, (-(2**31), 2**31 - 1), {}),  # group 1 has -1 rows
+    ],
+)
+def test_group_sizes_outside_of_x_are_clamped_as_documented(lengths, starts, ends, written, device):
+    def int32(values):
+        return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
+
+    x, weight = torch.ones(5, 16, device=device).bfloat16(), torch.ones(2, 16, 16, device=device).bfloat16()
+    out = x.new_zeros(5, 16)
+    weight[1] *= 2
+    group_gemm_bf16(x, weight, int32(lengths), int32(starts), offs=int32(ends), out=out)
+    assert out[:, 0].tolist() == [16 * written.get(row, 0) for row in range(5)]
+
+
 INDICES = {  # 20 indices into 20 rows of x
     "each twice": [i // 2 for i in range(20)],
     "permuted": [7 * i % 20 for i in range(20)],

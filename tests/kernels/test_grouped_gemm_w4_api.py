@@ -59,6 +59,17 @@ def test_mxfp4_with_fp8_activations(scaling, device):
     assert bool((y == 0).all())
 
 
+def test_scales_of_one_block_per_row_have_any_strides(device):
+    p = make_problem([5, 0, 12], 64, 128, device, E4M3._replace(x_scaling="block"))
+    scale = torch.full((len(p.x), 3), float("nan"), device=device)
+    scale[:, 1:2] = p.x_scale
+    y = group_gemm_mxfp4(p.x, pack(p)[0], p.lengths, p.starts, x_scale=scale[:, 1:2])
+    assert mismatch(y, p.expected) is None
+    scale = p.x_scale.view(-1).repeat_interleave(2)[::2]  # of rows: they must be contiguous
+    with pytest.raises(ValueError, match="x_scale has strides"):
+        group_gemm_mxfp4(p.x, pack(p)[0], p.lengths, p.starts, x_scale=scale)
+
+
 def test_masked_rows_with_scales_of_blocks(device):
     p = make_problem([3, 0, 20], 64, 256, device, BLOCK_SCALED._replace(row_layout="masked"))
     x, groups = p.x.view(3, p.capacity, -1), (p.lengths, None)

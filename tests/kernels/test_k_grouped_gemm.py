@@ -72,6 +72,7 @@ BAD = {
     "b has strides (130, 1)": dict(b=torch.cat([B, B], 1)[:, :130].contiguous()[:, :128]),
     "seqlens is None": dict(seqlens=None),
     "seqlens is torch.int64": dict(seqlens=SEQLENS.long()),
+    "seqlens has shape ()": dict(seqlens=SEQLENS[0]),
     "cu_seqlens is None": dict(cu_seqlens=None),
     "cu_seqlens has shape (3,)": dict(cu_seqlens=CU_SEQLENS[:3]),
     "seqlens has 0 groups": dict(seqlens=SEQLENS[:0], cu_seqlens=CU_SEQLENS[:1]),

@@ -554,7 +554,76 @@ def test_a_masked_rank():
     run(3, work, timeout=20)
 
 
+# Rows that were not received
+
+
+def combine_wrong_rows(protocol, expert_major, beyond):
+    """Combine with row numbers on rank 0 that are ``beyond`` rows behind its last one; other ranks' tokens are right.
+
+    Without a timeout, a token is NaN if it has an expert on rank 0.
+    """
+    inputs = make_round([TOKENS, TOKENS], 1)
+
+    def work(buffer, rank):
+        plan = buffer.low_latency(TOKENS, HIDDEN, 4, 2, protocol=protocol, expert_major=expert_major, num_sms=SMS)
+        x, ids, weights = on_device(buffer, [part[rank] for part in inputs])
+        got = plan.dispatch(x, ids, None if expert_major else weights)
+        y = torch.ones(got.x.shape, dtype=torch.bfloat16, device=x.device)
+        synchronize(buffer)
+        if rank == 0:
+            last = y.shape[:-1].numel() - 1
+            got.slot_rows.masked_fill_(got.slot_rows >= 0, last + beyond)
+        out = plan.combine(y, ids, weights if expert_major else None)
+        buffer.check(synchronize=True)
+        on_rank_0 = ((ids >= 0) & (ids < 2)).any(1)
+        assert on_rank_0.any() and not on_rank_0.all()
+        assert torch.equal(out.isnan().all(1), on_rank_0) and torch.equal(out.isnan().any(1), on_rank_0)
+        plan.close()
+
+    run(2, work)
+
+
+@simulated
+@pytest.mark.parametrize("beyond", [1, (1 << 31) - 1 - 64])
+@pytest.mark.parametrize("expert_major", [True, False])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_row_numbers_beyond_x(protocol, expert_major, beyond):
+    combine_wrong_rows(protocol, expert_major, beyond)
+
+
+@simulated
+@pytest.mark.parametrize("expert_major", [True, False])
+def test_a_combine_that_trusts_row_numbers_is_rejected(expert_major, monkeypatch):
+    make = "make_low_latency_combine"
+    wrong = changed_maker(low_latency_combine, make, low_latency_combine, "row < num_rows", "row < num_rows + 1")
+    monkeypatch.setattr(low_latency_combine, make, wrong)
+    with pytest.raises(simulator.OutOfBounds):
+        combine_wrong_rows("lamport", expert_major, 1)
+
+
+def test_a_combine_before_rows_are_received_is_refused():
+    """Before the first dispatch of a pair, and before the hook of a dispatch was called."""
+
+    def work(buffer, rank):
+        inputs = make_round([TOKENS, TOKENS], 0)
+        x, ids, weights = on_device(buffer, [part[rank] for part in inputs])
+        plan = buffer.low_latency(TOKENS, HIDDEN, 4, 2, num_sms=SMS)
+        refused(RuntimeError, "called before the first dispatch", plan.combine, plan.received.x, ids, weights)
+        exchange_packed(buffer, rank, plan, inputs)
+        plan.close()
+        recv_x, _, handle, _, receive = buffer.low_latency_dispatch(
+            x, ids, TOKENS, 4, use_fp8=False, return_recv_hook=True
+        )
+        refused(RuntimeError, "call the hook", buffer.low_latency_combine, recv_x, ids, weights, handle)
+        receive()
+        buffer.low_latency_combine(recv_x, ids, weights, handle)
+
+    run(2, work)
+
+
 # Arguments
+
+NO_HOOK = "return_recv_hook is True; it must be False in a prepared call"
 
 
 def test_refused_dispatch():
@@ -565,6 +634,8 @@ def test_refused_dispatch():
         x, ids, eight = zeros(2, 8, dtype=torch.bfloat16), zeros(2, 2), zeros(4)
         for error, match, arguments, options in (
             (TypeError, "x is list; it must be a tensor", ([1], ids, 2, 4), {}),
+            (ValueError, r"x has shape \(\); it must have two", (x[0, 0], ids, 2, 4), {}),
+            (ValueError, r"topk_idx has shape \(\); it must have two", (x, ids[0, 0], 2, 4), {}),
             (TypeError, "topk_idx is torch.uint8; it must be torch.int64 or torch.int32", (x, ids.byte(), 2, 4), {}),
             (TypeError, "x is torch.float32; it must be torch.bfloat16", (x.float(), ids, 2, 4), {}),
             (ValueError, "x has 2 tokens; at most 1", (x, ids, 1, 4), {}),
@@ -583,6 +654,26 @@ def test_refused_dispatch():
             (ValueError, "dispatch_wait_recv_cost_stats has shape", (x, ids, 2, 4, None, eight), {}),
         ):
             refused(error, match, buffer.low_latency_dispatch, *arguments, **{"use_fp8": False, **options})
+        arguments, options = (x, ids, 2, 4), dict(use_fp8=False, return_recv_hook=True)
+        refused(ValueError, NO_HOOK, prepare, buffer.low_latency_dispatch, *arguments, **options)
+        buffer.low_latency_dispatch(x, ids, 2, 4, use_fp8=False)  # what follows would find its exchange
+        for name, sizes in (("num_max_dispatch_tokens_per_rank", (2.0, 4)), ("num_experts", (2, 4.0))):
+            refused(
+                TypeError,
+                f"{name} is .*; it must be an int",
+                buffer.low_latency_dispatch,
+                x,
+                ids,
+                *sizes,
+                use_fp8=False,
+            )
+        for name, sizes in (
+            ("num_max_dispatch_tokens_per_rank", ("x", 8, 4)),
+            ("hidden", (2, None, 4)),
+            ("num_experts", (2, 8, 2.5)),
+        ):
+            refused(TypeError, f"{name} is .*; it must be an int", buffer.clean_low_latency_buffer, *sizes)
+        refused(TypeError, "mask_status is NoneType", buffer.low_latency_query_mask_buffer, None)
         mask = zeros(2, dtype=torch.int32)
         refused(ValueError, "rank_to_mask is 1; 0 to 0", buffer.low_latency_update_mask_buffer, 1)
         refused(ValueError, "mask_status has shape", buffer.low_latency_query_mask_buffer, mask)
@@ -598,12 +689,53 @@ def test_refused_combine():
         for error, match, arguments, options in (
             (ValueError, "use_logfmt is True; it must be False", (recv_x, ids, weights, handle), dict(use_logfmt=True)),
             (ValueError, "handle is tuple; it must be the tuple of 6", (recv_x, ids, weights, handle[:5]), {}),
+            (
+                ValueError,
+                "handle is tuple; it must be the",
+                (recv_x, ids, weights, (*handle[:2], 2.0, *handle[3:])),
+                {},
+            ),
             (ValueError, "x has shape", (recv_x[:1], ids, weights, handle), {}),
             (TypeError, "topk_weights is NoneType", (recv_x, ids, None, handle), {}),
             (ValueError, "topk_weights has shape", (recv_x, ids, weights[:1], handle), {}),
             (TypeError, "out is torch.float32", (recv_x, ids, weights, handle), dict(out=x.float())),
         ):
             refused(error, match, buffer.low_latency_combine, *arguments, **options)
+        numbers = *handle[:5], ids[0, 0]
+        refused(ValueError, "handle is tuple; it must be", buffer.get_next_low_latency_combine_buffer, numbers)
+        wrong = *handle[:2], -2, *handle[3:]
+        sentence = "num_max_dispatch_tokens_per_rank is -2"
+        refused(ValueError, sentence, buffer.get_next_low_latency_combine_buffer, wrong)
+        arguments, options = (recv_x, ids, weights, handle), dict(return_recv_hook=True)
+        refused(ValueError, NO_HOOK, prepare, buffer.low_latency_combine, *arguments, **options)
+
+    run(1, work)
+
+
+def test_tensors_that_require_grad():
+    """They are accepted without grad mode."""
+
+    def work(buffer, rank):
+        device = buffer.transport.device
+        x, ids = torch.zeros(2, 8, device=device).bfloat16(), torch.zeros(2, 2, dtype=torch.int64, device=device)
+        weights = torch.ones(2, 2, device=device)
+        pair = buffer.low_latency(2, 8, 4, 2, num_sms=SMS)
+        y = pair.dispatch(x, ids).x.clone()
+        handle = buffer.low_latency_dispatch(x, ids, 2, 4, use_fp8=False)[2]
+        wants = lambda tensor: tensor.clone().requires_grad_()
+        for name, call in (
+            ("x", lambda: pair.dispatch(wants(x), ids)),
+            ("x", lambda: pair.combine(wants(y), ids, weights)),
+            ("topk_weights", lambda: pair.combine(y, ids, wants(weights))),
+            ("x", lambda: buffer.low_latency_dispatch(wants(x), ids, 2, 4, use_fp8=False)),
+            ("x", lambda: buffer.low_latency_combine(wants(y), ids, weights, handle)),
+            ("topk_weights", lambda: buffer.low_latency_combine(y, ids, wants(weights), handle)),
+            ("out", lambda: buffer.low_latency_combine(y, ids, weights, handle, out=wants(x))),
+        ):
+            refused(ValueError, f"{name} requires grad; Buffer has no backward: use torch.no_grad", call)
+            with torch.no_grad():
+                call()
+        pair.close()
 
     run(1, work)
 

@@ -1,5 +1,6 @@
 """Test fused_experts with each format of weights and activation, and the modules with them, against the reference."""
 
+import numpy as np
 import pytest
 import torch
 from helpers.wrong_kernels import is_rejected
@@ -241,6 +242,33 @@ def test_invalid_arguments(case, change, message, device, monkeypatch):
         fused_experts(**make_inputs(case, device) | moved)
 
 
+CHECKPOINT = {  # the tensors of a layer of gpt-oss
+    "gate_up_proj_blocks": (3, 128, 2, 16),
+    "gate_up_proj_scales": (3, 128, 2),
+    "down_proj_blocks": (3, 64, 2, 16),
+    "down_proj_scales": (3, 64, 2),
+}
+
+
+def make_checkpoint():
+    return {name: torch.randint(0, 150, size, dtype=torch.uint8) for name, size in CHECKPOINT.items()}
+
+
+def test_packs_arrays_of_other_libraries():
+    tensors = make_checkpoint()
+    packed = pack_mxfp4_experts(**{name: tensor.numpy() for name, tensor in tensors.items()})
+    assert all(isinstance(array, np.ndarray) for array in packed)
+    assert all(map(torch.equal, map(torch.from_numpy, packed), pack_mxfp4_experts(**tensors)))
+    mixed = pack_mxfp4_experts(**tensors | dict(down_proj_scales=tensors["down_proj_scales"].numpy()))
+    assert torch.equal(mixed[1], torch.from_numpy(packed[1]))
+
+
+@pytest.mark.parametrize("name", CHECKPOINT)
+def test_packs_no_lists(name):
+    with pytest.raises(TypeError, match=f"{name} is list; it must be a tensor, or an array"):
+        pack_mxfp4_experts(**make_checkpoint() | {name: [1]})
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -250,11 +278,8 @@ def test_invalid_arguments(case, change, message, device, monkeypatch):
     ],
 )
 def test_invalid_checkpoints(change, message):
-    names = "gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"
-    sizes = (3, 128, 2, 16), (3, 128, 2), (3, 64, 2, 16), (3, 64, 2)
-    given = {name: torch.zeros(size, dtype=torch.uint8) for name, size in zip(names, sizes, strict=True)}
     with pytest.raises(ValueError, match=message):
-        pack_mxfp4_experts(**given | change)
+        pack_mxfp4_experts(**make_checkpoint() | change)
 
 
 # Modules

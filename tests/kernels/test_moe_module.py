@@ -89,6 +89,14 @@ def test_shared_experts_and_leading_dimensions(references, device):
     assert mismatch(result.view(6, 128), wanted(layer, x.view(6, 128)), 1e-2) is not None
 
 
+def test_no_gradient_of_shared_experts_is_lost(device):
+    layer, x = make_layer(device, shared_experts=nn.Linear(128, 128).to(device, torch.bfloat16)), tokens_of(device, 3)
+    with pytest.raises(ValueError, match="shared requires grad; fused_moe has no backward"):
+        layer(x)
+    with torch.no_grad():
+        assert not layer(x).requires_grad
+
+
 def test_softmax_router_and_no_tokens(device):
     layer = make_layer(device, scoring="softmax", num_expert_group=1, topk_group=1, has_correction_bias=False)
     x = tokens_of(device, 3)
@@ -164,6 +172,24 @@ def test_experts_alone(device):
         (lambda: MoELayer(8, 128, 128, 9), ValueError, "topk is 9; 1 to 8 are allowed"),
         (lambda: MoELayer(8, 128, 128, 2, reference={"gates"}), ValueError, "reference has 'gates'; the stages with b"),
         (lambda: MoELayer(8, 128, 128, 2, reference="gate"), TypeError, "reference is the str 'gate'; it must be a"),
+        (
+            lambda: MoELayer(8, 128, 128, 2, reference=None),
+            TypeError,
+            "reference is the NoneType None; it must be a set",
+        ),
+        (lambda: MoELayer(8, 128, 128, 2, renormalize="x"), TypeError, "renormalize is 'x'; it must be True or False"),
+        (
+            lambda: MoELayer(8, 128, 128, 2, num_expert_group=3),
+            ValueError,
+            "num_expert_group is 3; it must divide the 8",
+        ),
+        (lambda: MoELayer(8, 128, 128, 2, topk_group=9), ValueError, "topk_group is 9; 1 to num_expert_group"),
+        (lambda: MoELayer(8, 128, 128, 2, routed_scaling_factor=0.0), ValueError, "routed_scaling_factor is 0.0"),
+        (lambda: MoELayer(8, 128, 128, 2, scoring="x"), ValueError, "scoring is 'x'; it must be one of sigmoid"),
+        (lambda: MoELayer(8, 128, 128, 2, shared_experts=3), TypeError, "shared_experts is 3; it must be a torch.nn.M"),
+        (lambda: MoELayer(8, 128, 128, 2, has_bias="x"), TypeError, "has_bias is 'x'; it must be True or False"),
+        (lambda: MoELayer(8, 128, 128, 2, has_router_bias=2), TypeError, "has_router_bias is 2; it must be True or"),
+        (lambda: MoELayer(8, 128, 128, 2, has_correction_bias=2), TypeError, "has_correction_bias is 2; it must be"),
         (lambda: Experts(8, 128, 128, FP8, reference={"activation"}), ValueError, "the stages with FP8 weights are g"),
         (lambda: Experts(8, 128, 100), ValueError, "w13 has 200 rows, gate and up"),
         (lambda: Experts(0, 128, 128), ValueError, "num_experts is 0; it must be 1 or more"),
@@ -173,3 +199,18 @@ def test_experts_alone(device):
 def test_invalid_arguments(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "x, error, message",
+    [
+        ([1], TypeError, "x is list; it must be a tensor of torch.bfloat16"),
+        (torch.zeros(3, 128), TypeError, "x is torch.float32; it must be a tensor of torch.bfloat16"),
+        (torch.zeros(3, 64).bfloat16(), ValueError, r"x has shape \(3, 64\); it must be \[..., 128\]"),
+        (torch.tensor(1.0).bfloat16(), ValueError, r"x has shape \(\); it must be \[..., 128\]"),
+        (torch.zeros(3, 128, device="meta").bfloat16(), ValueError, "x is on meta; it must be where the weights are"),
+    ],
+)
+def test_invalid_inputs(x, error, message, device):
+    with pytest.raises(error, match=message):
+        make_layer(device)(x if not isinstance(x, torch.Tensor) or x.is_meta else x.to(device))

@@ -4,6 +4,7 @@ import gc
 import json
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -130,6 +131,15 @@ WRONG = {
     ),
     "the layer's other experts have": lambda w: w | {"model.layers.1.mlp.experts.3.up_proj.weight": torch.rand(3, 3)},
     "has shared_experts.down_proj.weight, but no routed": lambda w: without(w, "layers.1.mlp.experts"),
+    r"mlp.experts.2.\w+_proj.\w+ is missing; num_experts is 4": lambda w: without(w, "layers.1.mlp.experts.2"),
+    r"mlp.experts.3.down_proj.weight_scale_inv is missing": lambda w: without(w, "2.mlp.experts.3.down_proj.weight_s"),
+    "shared_experts.down_proj.bias; of an expert, only": lambda w: w | {f"{SHARED}.down_proj.bias": torch.rand(3)},
+    "experts.1.up_proj.weight_scale; of an": lambda w: (
+        w | {"layers.1.mlp.experts.1.up_proj.weight_scale": torch.rand(3)}
+    ),
+    r"has shape \(3,\); it must have 2 dimensions": lambda w: (
+        w | {f"{SHARED}.down_proj.weight_scale_inv": torch.rand(3)}
+    ),
 }
 
 
@@ -158,6 +168,26 @@ def test_invalid_arguments(options, message):
         fuse(checkpoint(), **options)
 
 
+@pytest.mark.parametrize(
+    "weights, message",
+    [
+        (None, "weights is NoneType"),
+        ({}, "weights is dict; it must be a path or an iterable"),
+        ([1], "element of int; each must be"),
+        ([("name", 1)], "element of tuple; each must be"),
+    ],
+)
+def test_weights_of_a_wrong_type(weights, message):
+    with pytest.raises(TypeError, match=message):
+        list(fuse_checkpoint(weights, num_experts=EXPERTS, progress=False))
+
+
+def test_a_name_that_occurs_twice():
+    pairs = list(checkpoint().items())
+    with pytest.raises(ValueError, match="weights has model.layers.1.mlp.shared_experts.up_proj.weight twice"):
+        fuse(pairs + [pair for pair in pairs if "1.mlp.shared_experts.up" in pair[0]])
+
+
 def test_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="neither a safetensors file"):
         fuse_checkpoint(tmp_path, num_experts=EXPERTS)
@@ -180,6 +210,11 @@ def test_replicas_on_a_rank():
     assert cost.replicas_bytes == 58 * cost.expert_bytes
     assert cost.extra_bytes == 58 * cost.expert_bytes * 7 // 8
     assert memory_cost(8, tensor_parallel_size=8, bytes_per_weight=2).extra_bytes == 2 * cost.extra_bytes
+
+
+def test_memory_cost_of_numpy_integers():
+    sizes = dict(num_replicas=4, hidden_size=7168, moe_intermediate_size=2048, first_k_dense_replace=3)
+    assert memory_cost(**{name: np.int32(size) for name, size in sizes.items()}) == memory_cost(**sizes)
 
 
 @pytest.mark.parametrize("wrong", [dict(num_replicas=0), dict(first_k_dense_replace=62), dict(tensor_parallel_size=11)])

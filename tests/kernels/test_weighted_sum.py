@@ -226,6 +226,7 @@ SILU_REFUSALS = [
     (dict(num_valid_rows=3), TypeError, "num_valid_rows is int"),
     (dict(activation="relu"), ValueError, "activation is 'relu'; it must be one of silu, swigluoai"),
     (dict(alpha=-1.0), ValueError, "alpha is -1.0; it must be positive and finite"),
+    (dict(alpha=3e38), ValueError, "alpha is 3e.38; it must be positive and finite in float32, at most 1e38"),
     (dict(limit=True), TypeError, "limit is True; it must be a number"),
     (dict(out=torch.zeros(3, 16).bfloat16()), ValueError, r"out's tensor is .*; it must be .* \(3, 8\)"),
 ]
@@ -239,6 +240,12 @@ def moved(arguments, device):
         return whole.as_strided(value.shape, value.stride(), value.storage_offset())
 
     return {name: move(value) for name, value in arguments.items()}
+
+
+def test_the_largest_alpha(device):
+    """No factor of the exponent is infinite: zeros stay zeros."""
+    x = torch.zeros(1, 16, device=device).bfloat16()
+    assert not silu_and_mul(x, activation="swigluoai", alpha=1e38).any()
 
 
 @pytest.mark.parametrize("change, error, message", SUM_REFUSALS)

@@ -18,6 +18,9 @@ def test_gather_returns_all_values_in_rank_order():
 
 def test_results_are_in_rank_order():
     assert LocalGroup(4).run(lambda t: (t.rank, t.num_ranks)) == [(rank, 4) for rank in range(4)]
+    for number, error in ((0, ValueError), (-1, ValueError), (9, ValueError), (True, TypeError), (2.0, TypeError)):
+        with pytest.raises(error, match=f"num_ranks is {number}; "):
+            LocalGroup(number)
 
 
 def test_memory_is_zeroed_and_all_ranks_know_its_addresses():

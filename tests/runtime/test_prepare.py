@@ -7,7 +7,9 @@ from moe_numba import (
     biased_grouped_topk,
     biased_grouped_topk_align,
     group_gemm_bf16,
+    k_grouped_gemm_bf16,
     moe_align_block_size,
+    pack_int4,
     per_token_cast_to_fp8,
     prepare,
     simulator,
@@ -49,6 +51,19 @@ def test_a_call_that_copies_is_not_prepared(device):
     with pytest.raises(ValueError, match="topk_ids has strides .* for a prepared call it must be contiguous"):
         prepare(moe_align_block_size, ids, 16, 16)
     moe_align_block_size(ids, 16, 16)
+
+
+def test_a_call_that_launches_nothing_is_not_prepared(device):
+    """Its result would never change. A function that launches kernels has nothing to do with empty inputs."""
+    codes, scales = torch.zeros(1, 32, 16, dtype=torch.uint8, device=device), torch.ones(1, 32, 1, device=device)
+    for function, *given in ((pack_int4, codes, scales), (torch.add, scales, 1)):
+        with pytest.raises(ValueError, match=f"function is {function.__name__}, which launched no kernel"):
+            prepare(function, *given)
+    no_rows = torch.zeros(0, 64, dtype=torch.bfloat16, device=device)
+    assert prepare(per_token_cast_to_fp8, no_rows)()[0].shape == (0, 64)
+    offs = torch.zeros(2, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="a has 0 rows; for a prepared call"):  # torch fills the output with zeros
+        prepare(k_grouped_gemm_bf16, no_rows, no_rows, None, None, offs)
 
 
 @pytest.mark.gpu

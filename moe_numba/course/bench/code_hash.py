@@ -1,7 +1,7 @@
 """Hashes of source files that ignore everything that cannot change a measurement.
 
 A Python file is hashed by its AST without docstrings, comments, formatting and the type hints of functions, and a
-py:percent notebook by its code cells alone. So documentation may be edited freely.
+py:percent notebook by its code cells alone, without those of exercises. So documentation may be edited freely.
 """
 
 import ast
@@ -35,7 +35,7 @@ def hash_file(root: Path, path: str) -> str | None:
 
 @functools.cache  # the records name the same files
 def _hash_code(text, only_cells):
-    cells = code_cells(text) if only_cells else [text]
+    cells = filter(None, map(without_exercises, code_cells(text))) if only_cells else [text]
     return hashlib.sha256("\n# %%\n".join(map(canonical, cells)).encode()).hexdigest()
 
 
@@ -88,3 +88,15 @@ def code_cells(text: str) -> list[str]:
         elif kind == "code":
             cells[-1].append(line.rstrip())
     return [cell for cell in ("\n".join(lines).strip("\n") for lines in cells) if cell]
+
+
+def is_exercise(code: str) -> bool:
+    """Whether a cell is the stub of an exercise: its last line is ``exercise("topic-1").check(answer)``."""
+    return re.match(r'exercise\("[\w-]+"\)\.check\(', code.rstrip().rpartition("\n")[2]) is not None
+
+
+def without_exercises(code: str) -> str:
+    """Return a cell's code without the import of ``exercise``; of an exercise, nothing."""
+    if is_exercise(code):
+        return ""
+    return re.sub(r"^from moe_numba\.course\.exercises import exercise\n?", "", code, flags=re.MULTILINE)

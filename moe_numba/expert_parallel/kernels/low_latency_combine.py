@@ -63,6 +63,7 @@ def make_low_latency_combine(shape):
     num_ranks, max_tokens, slots, topk = shape.num_ranks, shape.max_tokens, shape.slots, shape.topk
     sends, receives, ctas_per_sender = shape.sends, shape.receives, shape.ctas_per_sender
     parts, threads, local_experts, weighted = shape.parts, shape.threads, shape.local_experts, shape.expert_major
+    num_rows = slots * local_experts if weighted else slots  # of x
     data_is_flag, row_words, rows_per_slot = shape.data_is_flag, shape.combined_words, shape.rows_per_slot
     weights_offset, weights_half, flags_half = shape.weights_offset, shape.weights_half, shape.flags_half
     flags_offset, rows_offset = shape.flags_offset, shape.combine_rows
@@ -100,10 +101,11 @@ def make_low_latency_combine(shape):
 
     @cuda.jit(device=True)
     def load_row_number(slot_rows, slot, is_inside):
-        """Load this lane's row of a slot: its number, -1 for none, or POISONED."""
+        """Load this lane's row of a slot: its number, -1 for none, or POISONED, also for a number beyond x."""
         lane, row = int32(cuda.threadIdx.x & 31), int32(-1)
         if is_inside & (lane < rows_per_slot):
             row = slot_rows[int64(slot) * rows_per_slot + lane]
+            row = row if row < num_rows else int32(POISONED)
         return row
 
     @cuda.jit(device=True)

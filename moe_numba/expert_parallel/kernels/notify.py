@@ -11,7 +11,7 @@ all others with its own, and aborts if one differs.
 
 from functools import cache
 
-from numba import cuda, int32, int64
+from numba import cuda, int32, int64, uint32
 
 from moe_numba.expert_parallel.kernels.arguments import RankContext
 from moe_numba.expert_parallel.kernels.buffer_layout import (
@@ -20,6 +20,8 @@ from moe_numba.expert_parallel.kernels.buffer_layout import (
     CALL_WORDS,
     MAX_CHANNELS,
     MAX_EXPERTS,
+    MAX_ROWS,
+    MAX_TOPK,
     NOTIFY_COUNTS,
     buffer_layout,
 )
@@ -31,6 +33,7 @@ from moe_numba.expert_parallel.kernels.timeout import (
     COUNT_MISMATCH,
     COUNTS,
     TOO_MANY_ROWS,
+    WRONG_COUNT,
     abort,
     timed_out,
 )
@@ -116,8 +119,12 @@ def make_notify_dispatch(num_ranks, threads):
         cuda.syncthreads()
         for r in range(t, num_ranks, threads):
             st_relaxed_sys_s32(remote, offset + r, tokens_per_rank[r])
+        most = int32(min(int64(tokens) * MAX_TOPK, int64(MAX_ROWS)))
         for e in range(t, experts, threads):
-            st_relaxed_sys_s32(remote, offset + num_ranks + e, tokens_per_expert[int32(peer * experts + e)])
+            count = tokens_per_expert[int32(peer * experts + e)]
+            if uint32(count) > uint32(most):  # also if it is negative
+                abort(ctx, WRONG_COUNT, int32(-1), peer, count, most)
+            st_relaxed_sys_s32(remote, offset + num_ranks + e, count)
         for c in range(t, channels, threads):
             channel_prefix[int32(peer * channels + c)] = counts[c]
             before = counts[int32(c - 1)] if c > 0 else int32(0)

@@ -19,7 +19,7 @@ STATUS_WORDS = RECORD_WORDS
 _NUM_VALUES = 6  # of a record: the error code, and the numbers that the message takes
 # Why a rank has aborted: the code in ``status[0]``, and the error message, which takes the other numbers in ``status``.
 (DISPATCH_SPACE, DISPATCH_ROWS, COMBINE_SPACE, COMBINE_ROWS, COUNTS, BARRIER) = range(1, 7)
-(COUNT_MISMATCH, TOO_MANY_ROWS, CALL_MISMATCH) = range(7, 10)
+(COUNT_MISMATCH, TOO_MANY_ROWS, CALL_MISMATCH, WRONG_COUNT) = range(7, 11)
 MESSAGES = {
     DISPATCH_SPACE: "dispatch: rank {rank}, channel {channel} waited for space in its ring to rank {peer}: head "
     "{head}, tail {tail}",
@@ -36,8 +36,10 @@ MESSAGES = {
     TOO_MANY_ROWS: "notify: rank {rank} receives {tail} tokens; the output has {head} rows (num_worst_tokens, or out)",
     CALL_MISMATCH: "dispatch: {argument} is {head} on rank {rank} and {tail} on rank {peer}; it must be the same on "
     "all ranks",
+    WRONG_COUNT: "notify: on rank {rank} num_tokens_per_expert has {head} tokens for an expert of rank {peer}; it must "
+    "be 0 to {tail}",
 }
-ARGUMENT_ERRORS = COUNT_MISMATCH, TOO_MANY_ROWS, CALL_MISMATCH  # errors without a wait
+ARGUMENT_ERRORS = COUNT_MISMATCH, TOO_MANY_ROWS, CALL_MISMATCH, WRONG_COUNT  # errors without a wait
 # The arguments of a dispatch that must be the same on all ranks, in the order in which ranks exchange them, and the
 # names of the values of those that are not numbers.
 CALL_ARGUMENTS = (

@@ -1,0 +1,157 @@
+"""What all public functions do with arrays of other libraries, tensors without memory and outputs of callers."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+
+import moe_numba
+from moe_numba import simulator
+
+ON_THE_CPU = pytest.mark.skipif(not simulator.ENABLED, reason="NumPy's arrays are not on a GPU")
+
+
+# --- arrays of other libraries --------------------------------------------------------------------------------------
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+@ON_THE_CPU
+@pytest.mark.parametrize("first", [torch.from_numpy, lambda logits: logits], ids=["torch", "numpy"])
+def test_a_read_only_output_is_refused(first):
+    logits = read_only(np.ones((4, 8), np.float32))
+    out = np.ones((4, 2), np.float32), read_only(np.full((4, 2), 7, np.int32))
+    with pytest.raises(ValueError, match=r"^out\[1\] is read-only; it must be writable$"):
+        moe_numba.biased_grouped_topk(first(logits.copy()), None, 2, out=out)
+    assert (out[1] == 7).all()
+    moe_numba.biased_grouped_topk(logits, None, 2)  # an input may be
+
+
+@ON_THE_CPU
+@pytest.mark.parametrize("dtype", [">f4", object, [("a", "f4")]])
+def test_an_array_that_dlpack_cannot_describe_is_refused_by_name(dtype):
+    logits = torch.zeros(4, 8)
+    with pytest.raises(TypeError, match="^gating_output is ndarray of .*; it must be an array that DLPack can"):
+        moe_numba.biased_grouped_topk(logits.numpy().astype(dtype), None, 2)
+    with pytest.raises(TypeError, match="^correction_bias is ndarray of .*; it must be"):
+        moe_numba.biased_grouped_topk(logits, np.zeros(8).astype(dtype), 2)
+
+
+@ON_THE_CPU
+def test_results_of_a_dtype_that_numpy_lacks_are_torch_tensors():
+    x = torch.randn(2, 128)
+    values, scales = moe_numba.per_token_cast_to_fp8(x.numpy())
+    wanted = moe_numba.per_token_cast_to_fp8(x)
+    assert torch.equal(values.float(), wanted[0].float()) and type(scales) is np.ndarray
+    assert torch.equal(torch.from_numpy(scales), wanted[1])
+    codes, bf16_scales = torch.zeros(1, 32, 16, dtype=torch.uint8), torch.ones(1, 32, 1).bfloat16()
+    weight, w_scale = moe_numba.pack_int4(codes.numpy(), bf16_scales)
+    assert type(weight) is np.ndarray and w_scale.dtype == torch.bfloat16
+
+
+# --- tensors without memory -----------------------------------------------------------------------------------------
+
+
+def fake(tensor):
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(tensor)
+
+
+def wrapper(tensor):
+    return TwoTensor(tensor, tensor)
+
+
+@pytest.mark.parametrize("lose_memory", [fake, wrapper])
+@pytest.mark.parametrize("called_before", [False, True])
+def test_tensors_without_memory_are_refused_by_name(lose_memory, called_before, device):
+    """Also if tensors of the same shape have a launch plan."""
+    rows = torch.randn(6, 64 + called_before * 32, device=device).bfloat16()
+    k = rows.shape[1]
+    weight, sizes = rows.new_zeros(2, 64, k), torch.tensor([2, 4], dtype=torch.int32, device=device)
+    indices, offs = torch.arange(6, dtype=torch.int32, device=device).view(3, 2), sizes.cumsum(0, dtype=torch.int32)
+    calls = [
+        (moe_numba.group_gemm_bf16, dict(x=rows, weight=weight, seqlens=None, cu_seqlens=None, offs=offs)),
+        (moe_numba.k_grouped_gemm_bf16, dict(a=rows, b=rows, seqlens=None, cu_seqlens=None, offs=offs)),
+        (
+            moe_numba.per_token_quant_fp8,
+            dict(x=rows[:3].clone(), scale=torch.ones(1, device=device), inverse_indices=indices),
+        ),
+        (moe_numba.permute_tokens, dict(x=rows[:3].clone(), inverse_indices=indices)),
+    ]
+    for function, arguments in calls:
+        result = function(**arguments) if called_before else None
+        first, *others = [name for name, value in arguments.items() if value is not None]
+        changes = {name: lose_memory(arguments[name]) for name in others}
+        if called_before and isinstance(result, torch.Tensor):
+            changes["out"] = lose_memory(result)
+        for name, tensor in changes.items():
+            with pytest.raises(TypeError, match=f"^{name} is a .*Tensor without memory; it must be a tensor with data"):
+                function(**arguments | {name: tensor})
+
+
+def test_subclasses_with_memory_are_taken(device):
+    class Subclass(torch.Tensor):
+        pass
+
+    x, scale = torch.randn(3, 64, device=device).bfloat16(), torch.ones(1, device=device)
+    values, _ = moe_numba.per_token_quant_fp8(x, scale.as_subclass(Subclass))
+    assert torch.equal(values.float(), moe_numba.per_token_quant_fp8(x, scale)[0].float())
+    weight, offs = x.new_ones(1, 64, 64), torch.tensor([3], dtype=torch.int32, device=device)
+    y = moe_numba.group_gemm_bf16(x, weight.as_subclass(Subclass), None, None, offs=offs)
+    assert torch.equal(y, moe_numba.group_gemm_bf16(x, weight, None, None, offs=offs))
+
+
+def test_a_negated_view_is_refused(device):
+    x, scale = torch.zeros(3, 64, device=device).bfloat16(), torch.ones(1, dtype=torch.complex64, device=device)
+    with pytest.raises(ValueError, match=r"^scale is a negated view, .*; use scale.resolve_neg\(\)"):
+        moe_numba.per_token_quant_fp8(x, scale.conj().imag)
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def calls_with_options(device):
+    """Return calls, and options that each accepts."""
+    rows = torch.randn(6, 64, device=device).bfloat16()
+    weight, fp8 = rows.new_zeros(2, 64, 64), torch.float8_e4m3fn
+    offs, out = torch.tensor([2, 6], dtype=torch.int32, device=device), torch.zeros(6, 64, device=device)
+    scale, indices = torch.ones(2, device=device), torch.arange(6, dtype=torch.int32, device=device).view(6, 1)
+    packed = torch.full((2, 1, 1, 2176), 130, dtype=torch.uint8, device=device)
+    gemm = dict(seqlens=None, cu_seqlens=None, offs=offs)
+    activation = dict(activation="swigluoai", alpha=1.0, limit=1.0)
+    in_fp8 = dict(x=rows.to(fp8), weight=weight.to(fp8), y_scale=scale)
+    sums = dict(a=rows, b=rows, out=torch.zeros(2, 64, 64, device=device))
+    accumulate = dict(accumulate=True, out_dtype=torch.float32)
+    return {
+        moe_numba.group_gemm_bf16: (dict(x=rows, weight=weight, out=out) | gemm, accumulate),
+        moe_numba.group_gemm_mxfp4: (dict(x=rows, weight=packed, out=out) | gemm, accumulate),
+        moe_numba.group_gemm_silu_and_mul_bf16: (dict(x=rows, weight=weight) | gemm, activation),
+        moe_numba.group_gemm_silu_and_mul_mxfp4: (dict(x=rows, weight=packed) | gemm, activation),
+        moe_numba.group_gemm_pertensor_fp8: (in_fp8 | gemm, dict(use_fast_accum=True)),
+        moe_numba.k_grouped_gemm_bf16: (sums | gemm, accumulate),
+        moe_numba.per_token_quant_fp8: (dict(x=rows, inverse_indices=indices), dict(permute=True)),
+        moe_numba.silu_and_mul_quant_fp8: (dict(x=rows), activation),
+    }
+
+
+FUNCTIONS = [function.__name__ for function in calls_with_options("cpu")]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_options_of_another_type_are_refused_by_name(name, device):
+    """Also if they equal those of a call that has a launch plan, and if they cannot be hashed."""
+    function = getattr(moe_numba, name)
+    arguments, options = calls_with_options(device)[function]
+    function(**arguments | options)
+    for option, value in options.items():
+        equal = {bool: 1.0, float: True}.get(type(value), "x")
+        for wrong in (equal, [value], "False"):
+            message = f"^{option} is {re.escape(repr(wrong))}; it must be"
+            with pytest.raises((TypeError, ValueError), match=message):
+                function(**arguments | options | {option: wrong})
