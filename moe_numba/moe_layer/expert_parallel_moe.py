@@ -115,7 +115,7 @@ class ExpertParallelMoE(nn.Module):
                 f"low_latency_tokens is {self.low_latency_tokens}, experts.reference {sorted(self.experts.reference)}"
             )
             raise ValueError(f"{what}; with overlap_combine they must be 0 and empty")
-        config, device = self.config or Buffer.get_combine_config(self.buffer.group_size), self.experts.w13.device
+        config, device = self.config or Buffer.get_combine_config(self.buffer.group_size), self.buffer.transport.device
         if 2 * config.num_sms > gpu_of(device).sm_count:
             most = f"half of the GPU's {gpu_of(device).sm_count}"
             raise ValueError(f"config has {config.num_sms} SMs; with overlap_combine at most {most} are allowed")

@@ -151,12 +151,12 @@ def test_experts_of_another_rank_are_rejected():
 
 
 def test_invalid_arguments():
-    experts = Experts(PER_RANK, HIDDEN, HIDDEN)
     with pytest.raises(TypeError, match="buffer is NoneType; it must be a moe_numba.Buffer"):
-        ExpertParallelMoE(None, experts)
+        ExpertParallelMoE(None, Experts(PER_RANK, HIDDEN, HIDDEN))
 
     def work(transport):
-        buffer = Buffer(transport, NUM_BYTES)
+        buffer, device = Buffer(transport, NUM_BYTES), transport.device
+        experts = Experts(PER_RANK, HIDDEN, HIDDEN, device=device)
         with pytest.raises(TypeError, match="experts is Linear; it must be a moe_numba.moe_layer.Experts"):
             ExpertParallelMoE(buffer, torch.nn.Linear(2, 2))
         with pytest.raises(ValueError, match="num_worst_tokens is -1; it must be 0 or more"):
@@ -174,12 +174,13 @@ def test_invalid_arguments():
                 ExpertParallelMoE(buffer, experts, **{name: 1})
         with pytest.raises(ValueError, match="low_latency_tokens is 2, .*; with overlap_combine they must be 0 and"):
             ExpertParallelMoE(buffer, experts, low_latency_tokens=2, overlap_combine=True)
-        in_torch = Experts(PER_RANK, HIDDEN, HIDDEN, reference={"sum"})
+        in_torch = Experts(PER_RANK, HIDDEN, HIDDEN, device=device, reference={"sum"})
         with pytest.raises(ValueError, match=r"experts.reference \['sum'\]; with overlap_combine they must be 0 and"):
             ExpertParallelMoE(buffer, in_torch, overlap_combine=True)
         with pytest.raises(ValueError, match="config has 132 SMs; with overlap_combine at most half of the GPU's"):
             ExpertParallelMoE(buffer, experts, config=Config(132), overlap_combine=True)
-        x, weights, ids = torch.zeros(3, HIDDEN).bfloat16(), torch.zeros(3, 2), torch.zeros(3, 2).long()
+        x, weights, ids = (torch.zeros(3, columns, device=device) for columns in (HIDDEN, 2, 2))
+        x, ids = x.bfloat16(), ids.long()
         layer = ExpertParallelMoE(buffer, experts, low_latency_tokens=2)
         with pytest.raises(ValueError, match="x has 3 tokens; the layer's low_latency_tokens is 2"):
             layer(x, weights, ids)
@@ -194,16 +195,15 @@ def test_invalid_arguments():
 @pytest.mark.parametrize("tokens", [0, 2], ids=["dispatch", "low latency"])
 def test_invalid_tensors(tokens, monkeypatch):
     """They are refused before anything is sent: nothing but a call with right ones reaches the experts."""
-    experts = Experts(PER_RANK, HIDDEN, HIDDEN)
-    for parameter in experts.parameters():
-        parameter.data.zero_()
 
     def work(transport):
-        buffer = Buffer(transport, NUM_BYTES)
+        buffer, device = Buffer(transport, NUM_BYTES), transport.device
+        experts = Experts(PER_RANK, HIDDEN, HIDDEN, device=device)
+        for parameter in experts.parameters():
+            parameter.data.zero_()
         layer = ExpertParallelMoE(buffer, experts, config=SMALL, low_latency_tokens=tokens)
-        given = dict(
-            x=torch.ones(2, HIDDEN).bfloat16(), topk_weights=torch.ones(2, 2), topk_ids=torch.zeros(2, 2).int()
-        )
+        x, weights, ids = (torch.ones(2, columns, device=device) for columns in (HIDDEN, 2, 2))
+        given = dict(x=x.bfloat16(), topk_weights=weights, topk_ids=ids.int() - 1)
         given["shared"] = given["x"].clone()
         with monkeypatch.context() as patch:
             patch.setattr(layer, "compute", lambda *_: pytest.fail("the experts were computed"))
@@ -231,9 +231,8 @@ def test_invalid_tensors(tokens, monkeypatch):
             given["x"].requires_grad_()
             assert torch.equal(layer(**given), given["shared"])
         given["x"] = given["x"].detach()
-        layer = ExpertParallelMoE(
-            buffer, experts, config=SMALL, low_latency_tokens=tokens, shared_experts=torch.nn.Linear(HIDDEN, HIDDEN)
-        ).bfloat16()
+        linear = torch.nn.Linear(HIDDEN, HIDDEN, dtype=torch.bfloat16, device=device)
+        layer = ExpertParallelMoE(buffer, experts, config=SMALL, low_latency_tokens=tokens, shared_experts=linear)
         given.pop("shared")
         with pytest.raises(ValueError, match="shared_experts' result requires grad"):
             layer(**given)

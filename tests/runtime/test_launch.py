@@ -228,7 +228,7 @@ from moe_numba import biased_grouped_topk
 print(moe_numba.simulator.REASON, flush=True)
 ctypes.CDLL("libcuda.so.1").cuInit(0)
 """
-    environment = {name: value for name, value in os.environ.items() if "SIM" not in name}
+    environment = {n: value for n, value in os.environ.items() if "SIM" not in n and n != "CUDA_VISIBLE_DEVICES"}
     environment["LD_LIBRARY_PATH"] = str(tmp_path)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["a GPU was found", "cuInit"]
