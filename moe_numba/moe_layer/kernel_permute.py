@@ -1,7 +1,6 @@
-"""Kernels of ``permute_tokens``, ``gather_tokens``, ``permute_cast_to_fp8`` and ``permute_fp8``.
+"""Kernels of ``permute_tokens``, ``permute_cast_to_fp8`` and ``permute_fp8``.
 
 A thread reads 8 or 16 elements of a token once, casts them or not, and stores 16 bytes in each of the token's rows.
-``gather_tokens`` instead reads a token for each row, and stores rows in order.
 """
 
 from functools import cache
@@ -20,7 +19,6 @@ CAST_VECTOR = 16  # with the cast: 16 bytes of FP8
 _WORDS = CAST_VECTOR // 2  # of two bfloat16 each
 _LANES = GROUP // CAST_VECTOR  # that share a scale
 _MAX_BATCH = 8  # row numbers that a thread loads at once
-GATHERED_VECTORS = 4  # that a thread of `gather_tokens` copies
 
 
 def threads_per_token(hidden):
@@ -75,42 +73,6 @@ def make_permute_kernel(hidden, topk):
                         st_global_s32x4(rows, index, int32(a), int32(b), int32(c), int32(d))
 
     return permute_tokens
-
-
-@cache
-def make_gather_kernel(hidden):
-    """Make the kernel that copies the token of each row, for one ``hidden``.
-
-    CTAs store the rows one after another, so that the L2 cache writes whole pages of DRAM. Tokens are read as often as
-    they have rows, from the L2 cache if they fit.
-    """
-    _batch(hidden, VECTOR, 1)
-    per_row, num_words = hidden // VECTOR, 4 * GATHERED_VECTORS
-
-    @cuda.jit
-    def gather_tokens(x, gather_indices, rows, num_tokens, num_vectors):
-        griddepcontrol_wait()
-        griddepcontrol_launch_dependents()
-        first = uint32(cuda.blockIdx.x * (THREADS * GATHERED_VECTORS) + cuda.threadIdx.x)
-        words, tokens = cuda.local.array(num_words, uint32), cuda.local.array(GATHERED_VECTORS, int32)
-        for i in range(GATHERED_VECTORS):
-            vector, tokens[i] = uint32(first + uint32(i * THREADS)), int32(-1)
-            if vector < uint32(num_vectors):
-                tokens[i] = gather_indices[int32(vector // uint32(per_row))]
-        for i in range(GATHERED_VECTORS):
-            if tokens[i] >= 0 and tokens[i] < num_tokens:
-                vector = uint32(first + uint32(i * THREADS))
-                column = int32(vector - uint32(vector // uint32(per_row)) * uint32(per_row)) * VECTOR
-                loaded = load_nc_u32x4(x, int64(tokens[i]) * hidden + column)
-                for j in range(4):
-                    words[4 * i + j] = loaded[j]
-        for i in range(GATHERED_VECTORS):
-            if tokens[i] >= 0 and tokens[i] < num_tokens:
-                index = (int64(first) + i * THREADS) * VECTOR
-                a, b, c, d = words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]
-                st_global_s32x4(rows, index, int32(a), int32(b), int32(c), int32(d))
-
-    return gather_tokens
 
 
 @cache

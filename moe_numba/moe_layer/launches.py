@@ -13,7 +13,7 @@ from moe_numba.grouped_gemm.launch_w4 import group_gemm as group_gemm_w4
 from moe_numba.moe_layer.activation import Activation, silu_and_mul
 from moe_numba.moe_layer.decode import decode_launches
 from moe_numba.moe_layer.per_token_quant import per_token_quant_fp8, silu_and_mul_quant_fp8
-from moe_numba.moe_layer.permute import can_gather, gather_tokens, permute_cast_to_fp8, permute_fp8, permute_tokens
+from moe_numba.moe_layer.permute import permute_cast_to_fp8, permute_fp8, permute_tokens
 from moe_numba.moe_layer.routing import group_by_expert
 from moe_numba.moe_layer.unpermute import weighted_sum
 from moe_numba.moe_layer.weights import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, ExpertsShape
@@ -111,11 +111,7 @@ def _bf16_rows(call):
     if not call.permutes:
         return call.tensors.x, {}
     (x,) = call.memory.x
-    if not can_gather(*x.shape):
-        return x, {"permute": partial(permute_tokens, call.tensors.x, call.inverse_indices, out=x)}
-    # Rows are stored in order: after `permute_tokens`, which stores a token's rows all over x, the grouped GEMM of
-    # Qwen3's layer with 4096 tokens takes 9 % more time than alone.
-    return x, {"permute": partial(gather_tokens, call.tensors.x, call.memory.routing[2], out=x)}
+    return x, {"permute": partial(permute_tokens, call.tensors.x, call.inverse_indices, out=x)}
 
 
 def _gemm_activation(activation):

@@ -1,14 +1,12 @@
-"""``permute_tokens``, ``gather_tokens``, ``permute_cast_to_fp8`` and ``permute_fp8``: check, allocate and launch."""
+"""``permute_tokens``, ``permute_cast_to_fp8`` and ``permute_fp8``: check, allocate and launch."""
 
 import torch
 
 from moe_numba.expert_parallel.kernels.fp8_cast import GROUP
 from moe_numba.moe_layer.kernel_permute import (
     CAST_VECTOR,
-    GATHERED_VECTORS,
     THREADS,
     VECTOR,
-    make_gather_kernel,
     make_permute_cast_kernel,
     make_permute_fp8_kernel,
     make_permute_kernel,
@@ -22,7 +20,6 @@ from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, t
 from moe_numba.runtime.validate import check_aligned, check_device, check_tensor, make_outputs
 
 _SIGNATURE = "uint16*", "int32*", "uint16*", "int32", "int64"
-_GATHER_SIGNATURE = "uint16*", "int32*", "uint16*", "int32", "int32"
 _CAST_SIGNATURE = "uint16*", "int32*", "int32*", "float32*", "int32", "int64"
 _FP8_SIGNATURE = "uint16*", "float32*", "int32*", "int32*", "float32*", "int32", "int64", "int64", "int64"
 _MAX_ROWS, _MAX_THREADS = (1 << 31) - 1, 1 << 31
@@ -116,39 +113,6 @@ def permute_cast_to_fp8(
     if ctas:
         start(ctas, THREADS, None, *map(address, (x, indices, *results)), *sizes)
     return tuple(results) if out is None else out
-
-
-def can_gather(rows, hidden):
-    """Return whether :func:`gather_tokens` can store that many rows."""
-    return rows * (hidden // VECTOR) < _MAX_THREADS
-
-
-def gather_tokens(x, gather_indices, out):
-    """Store the token of each row, in one launch; as :func:`permute_tokens`, with the rows' tokens instead.
-
-    The caller has checked the arguments.
-
-    Parameters
-    ----------
-    x : tensor [tokens, hidden], bfloat16
-        Contiguous, 16-byte aligned; ``hidden`` is a multiple of 8.
-    gather_indices : tensor [rows], int32
-        Token of each row, as :func:`moe_numba.group_by_expert` returns it. A row whose index is not in 0 to tokens - 1
-        is not written. See :func:`can_gather` for the number of rows.
-    out : tensor [rows, hidden], bfloat16
-        Contiguous, 16-byte aligned.
-    """
-    key = "gather", x.shape, gather_indices.shape, x.device
-    start, ctas, sizes = _plans.get(key) or remember(_plans, key, _make_gather_plan(x, gather_indices))
-    if ctas:
-        start(ctas, THREADS, None, *map(address, (x, gather_indices, out)), *sizes)
-
-
-def _make_gather_plan(x, indices):
-    tokens, hidden = x.shape
-    num_vectors = len(indices) * (hidden // VECTOR)
-    start = launcher(make_gather_kernel(hidden), _GATHER_SIGNATURE, x.device.index or 0, dependent=True)
-    return start, -(-num_vectors // (THREADS * GATHERED_VECTORS)), (tokens, num_vectors)
 
 
 def permute_fp8(x, x_scale, inverse_indices, out):

@@ -101,11 +101,11 @@ def test_tokens_in_the_order_of_the_experts(wrong_rows, fp8, device, monkeypatch
     monkeypatch.setattr(layer_workspace, "MAX_GATHERED_AVERAGE", dict.fromkeys(FORMATS, 2))  # of 4 experts
     permuted = []
 
-    def permute(x, indices, out):
+    def permute(x, inverse_indices, out):
         permuted.append(len(x))
-        return function(x, indices.flip(0).contiguous() if wrong_rows else indices, out)
+        return function(x, inverse_indices.flip(0).contiguous() if wrong_rows else inverse_indices, out)
 
-    function = getattr(launches, name := "permute_cast_to_fp8" if fp8 else "gather_tokens")
+    function = getattr(launches, name := "permute_cast_to_fp8" if fp8 else "permute_tokens")
     monkeypatch.setattr(launches, name, permute)
     workspace = workspace_of(many)
     for given in (many, few, many):

@@ -85,41 +85,6 @@ def test_rows_are_in_the_order_of_the_experts(device):
     assert torch.equal(as_bytes(values), right) and torch.equal(scales, right_scales.view(scales.dtype))
 
 
-def gather_mismatch(tokens, rows, hidden, device):
-    """Return None, or what is wrong with gathered rows; rows with an index that is no token remain as they were."""
-    random = torch.Generator().manual_seed(rows)
-    x = torch.randn(tokens, hidden, generator=random).bfloat16().to(device)
-    indices = torch.randint(-1, tokens + 1, (rows,), generator=random).int().to(device)
-    out = unwritten(x, rows)
-    wanted = out.clone()
-    valid = (indices >= 0) & (indices < tokens)
-    wanted[16:-16].view(rows, -1)[valid] = as_bytes(x).view(torch.uint8).view(tokens, -1)[indices[valid].long()]
-    permute.gather_tokens(x, indices, out[16:-16].view(x.dtype).view(rows, hidden))
-    differ = int((out != wanted).sum())
-    return f"{differ} bytes of the output, or beside it, differ" if differ else None
-
-
-@pytest.mark.parametrize("tokens, rows, hidden", [(1, 1, 8), (5, 40, 128), (7, 9, 1032), (2, 3, 7168)])
-def test_gathered_tokens(tokens, rows, hidden, device):
-    assert gather_mismatch(tokens, rows, hidden, device) is None
-
-
-@SIMULATED
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ("tokens[i] >= 0 and tokens[i] < num_tokens", "tokens[i] >= 0"),
-        ("int64(tokens[i]) * hidden + column", "int64(tokens[i]) * hidden"),
-        ("(int64(first) + i * THREADS) * VECTOR", "int64(first) * VECTOR"),
-    ],
-    ids=["tokens beyond the last are read", "all columns are the first", "vectors are stored to one place"],
-)
-def test_wrong_gathers_are_rejected(old, new, device, monkeypatch):
-    monkeypatch.setattr(permute, "make_gather_kernel", changed(kernel_permute, old, new)["make_gather_kernel"])
-    monkeypatch.setattr(permute, "_plans", {})
-    assert is_rejected(lambda seed: gather_mismatch(5, 40, 128, device), seeds=1)
-
-
 def as_bytes(tensor):
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
