@@ -40,7 +40,7 @@ from moe_numba.ptx.arithmetic import int_as_float
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait
 from moe_numba.ptx.cp_async import make_bulk_wait_group
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_init, mbarrier_test_wait_parity, mbarrier_wait_parity
-from moe_numba.ptx.memory import griddepcontrol_wait, ld_shared_s32x4
+from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, ld_shared_s32x4
 from moe_numba.ptx.pipeline import make_advance
 from moe_numba.ptx.warp import FULL_MASK, uniform, uniform_array
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
@@ -278,6 +278,7 @@ def make_kernel(config):
             setmaxnreg_dec()
             if warp == CONSUMER_WARPS and elect_sync(FULL_MASK):  # elect_sync tells the compiler: one thread only
                 tma_producer(smem, map_x, map_weight, problem, tiles, k_blocks, n)
+                griddepcontrol_launch_dependents()
             aux_warp = int32(warp - CONSUMER_WARPS - 1)
             if (aux_warp >= 0) & (aux_warp < num_aux_warps):
                 n_blocks = int32(((n + 127) >> 7) << 1) if silu_and_mul else int32((n + 127) >> 7)

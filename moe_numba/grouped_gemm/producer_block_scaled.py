@@ -17,13 +17,13 @@ from moe_numba.grouped_gemm.block_scales import make_load_four, make_weight_scal
 from moe_numba.grouped_gemm.config import AUX_PRODUCER_WARPS, BLOCK_K_BYTES
 from moe_numba.grouped_gemm.config_block_scaled import BLOCK_M, BOX_ROWS
 from moe_numba.grouped_gemm.gather import GatherSource, index_slot, make_copy_rows, make_load_row_indices, wait_rows
-from moe_numba.grouped_gemm.producer import CLUSTER_MASK, allow_dependents
+from moe_numba.grouped_gemm.producer import CLUSTER_MASK
 from moe_numba.grouped_gemm.scheduler import make_tile_loop
 from moe_numba.grouped_gemm.scheduler_pairs import make_schedule
 from moe_numba.ptx.arithmetic import float_as_int
 from moe_numba.ptx.cluster import cluster_ctarank
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity
-from moe_numba.ptx.memory import griddepcontrol_launch_dependents, st_shared_s32x4
+from moe_numba.ptx.memory import st_shared_s32x4
 from moe_numba.ptx.pipeline import make_advance
 from moe_numba.ptx.tma import (
     createpolicy_evict_first,
@@ -104,7 +104,6 @@ def make_tma_producer(config, layout):
             for k_block in range(k_blocks):
                 k, offset = int32(k_block * BLOCK_K_BYTES), int32(stage * stage_bytes)
                 mbarrier_wait_parity(barriers, empty + stage, phase)
-                allow_dependents(stage, phase)
                 mbarrier_arrive_expect_tx(barriers, full + stage, tma_bytes)
                 load_weight(smem, offset, map_weight, k, column, second, g, full + stage, weight_policy, shares)
                 to = int32(offset + x_offset)
@@ -116,7 +115,6 @@ def make_tma_producer(config, layout):
                 stage, phase = advance(stage, phase)
                 if k_block == look_up_at:
                     info, shares_weight = get_tile(smem, problem, tile)
-        griddepcontrol_launch_dependents()
 
     return tma_producer
 

@@ -227,8 +227,8 @@ WRONG = {
     "a stage is read before it is full": (kernel, "            if ready == 0:\n", "            if ready == 2:\n"),
     "a stage is filled while it is read": (
         producer,
-        "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                allow_dependents",
-        "                allow_dependents",
+        "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                mbarrier_arrive_expect",
+        "                mbarrier_arrive_expect",
     ),
     "factors are overwritten while they are read": (
         producer,
