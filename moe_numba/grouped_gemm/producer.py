@@ -81,7 +81,8 @@ def make_load_weight(config):
 def allow_dependents(stage, phase):
     """Allow the next kernel to start its CTAs, once the consumers have released the first stage.
 
-    They begin on each SM when the CTA of this kernel has ended there. To allow it earlier saves no time.
+    They begin on each SM when the CTA of this kernel has ended there. To allow it earlier saves no time. A kernel with
+    tiles of 128 rows or more allows it at its end: on an H200 it would otherwise take 1 % to 2 % more time.
     """
     if stage == 0 and phase == 0:
         griddepcontrol_launch_dependents()
@@ -168,6 +169,7 @@ def make_tma_producer(config, layout):
     full, empty, two_subtiles, gather = layout.full, layout.empty, config.m_subtiles == 2, config.gather
     multicast, box_rows, load_weight = config.cluster_size == 2, layout.x_box_rows, make_load_weight(config)
     keep_weight, early_weight, tma_bytes = config.keep_weight, config.early_weight, layout.tma_bytes
+    allows_early = config.block_m < 128  # see `allow_dependents`
     begin_tile, load_early_weight = make_begin_tile(config, layout), make_load_early_weight(config, layout)
     advance, block_k = make_advance(config.stages), block_k_of(config)
     (first_tile, next_tile), columns = make_tile_loop(config.cluster_size), BLOCK_N * config.cluster_size
@@ -197,7 +199,8 @@ def make_tma_producer(config, layout):
                     early = int32(early - 1)
                 else:
                     mbarrier_wait_parity(barriers, empty + stage, phase)
-                    allow_dependents(stage, phase)
+                    if allows_early:
+                        allow_dependents(stage, phase)
                     mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)
                     load_weight(smem, offset, map_weight, k, int32(n_tile * BLOCK_N), n, g, full + stage, weight_policy)
                 if multicast:

@@ -296,8 +296,8 @@ WRONG = {
     ),
     "a stage is filled while it is read": (
         producer,
-        "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                    allow_dependents",
-        "                allow_dependents",
+        "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                    if allows",
+        "                if allows",
     ),
     "too few bytes are expected": (producer, "full + stage, bytes_of_stage)", "full + stage, bytes_of_stage - 16)"),
     "a stage is released before wgmma has read it": (
