@@ -109,11 +109,11 @@ def make_load_weight(config, layout):
 
 
 @cache
-def make_begin_tile(config, layout):
-    """Make ``tile_info, boxes = begin_tile(smem, problem, tile, stage)``.
+def make_publish_tile(config, layout):
+    """Make ``publish_tile(smem, tile_info, stage)`` and ``boxes_of(tile_info)``.
 
-    It looks up a tile and publishes it to the consumers with the tile's first stage, which must be empty; ``stage`` -1
-    publishes nothing. ``boxes`` is the number of TMA loads of x for one of its tiles in a stage.
+    The former stores a tile for the consumers; ``stage`` is the tile's first one, and empty. The latter returns the
+    number of TMA loads of x for one of its tiles in a stage.
     """
     tile_info_offset, box_rows, gather, columns = (
         layout.tile_info_offset,
@@ -121,21 +121,21 @@ def make_begin_tile(config, layout):
         config.gather,
         config.columns,
     )
-    get_tile, always_publishes = make_get_tile(config, layout), not config.early_weight
 
     @cuda.jit(device=True)
-    def begin_tile(smem, problem, tile, stage):
-        tile_info = get_tile(smem, problem, tile)
+    def publish_tile(smem, tile_info, stage):
         g, row, rows, subtile_rows, n_tile = tile_info
-        if always_publishes or stage >= 0:
-            info = uint32(tile_info_offset + 4 * stage)
-            smem.i32[info] = row
-            smem.i32[info + uint32(1)] = int32(rows | (subtile_rows << 16))
-            smem.i32[info + uint32(2)] = int32(n_tile * columns)
-            smem.i32[info + uint32(3)] = g
-        return tile_info, int32(0) if gather else divide(int32(subtile_rows + box_rows - 1), box_rows)
+        info = uint32(tile_info_offset + 4 * stage)
+        smem.i32[info] = row
+        smem.i32[info + uint32(1)] = int32(rows | (subtile_rows << 16))
+        smem.i32[info + uint32(2)] = int32(n_tile * columns)
+        smem.i32[info + uint32(3)] = g
 
-    return begin_tile
+    @cuda.jit(device=True)
+    def boxes_of(tile_info):
+        return int32(0) if gather else divide(int32(tile_info.subtile_rows + box_rows - 1), box_rows)
+
+    return publish_tile, boxes_of
 
 
 @cache
@@ -174,13 +174,16 @@ def make_load_early_weight(config, layout):
     It loads the weights of the first stages, at most all, publishes their tiles, and returns their number.
     """
     stages, stage_tiles, (first_tile, next_tile) = config.stages, config.stage_tiles, make_tile_loop(1)
-    begin_tile, (begin_stage, _) = make_begin_tile(config, layout), make_begin_stage(config, layout)
+    get_tile, (begin_stage, _) = make_get_tile(config, layout), make_begin_stage(config, layout)
+    publish_tile, boxes_of = make_publish_tile(config, layout)
 
     @cuda.jit(device=True)
     def load_early_weight(smem, weight, problem, tiles, policy):
         stage, tile = int32(0), first_tile()
         while tile < tiles and stage < stages:
-            info, boxes = begin_tile(smem, problem, tile, stage)
+            info = get_tile(smem, problem, tile)
+            boxes = boxes_of(info)
+            publish_tile(smem, info, stage)
             for k_tile in range(0, min(weight.k_tiles, int32((stages - stage) * stage_tiles)), stage_tiles):
                 begin_stage(smem, weight, info, int32(k_tile), boxes, stage, policy)
                 stage = int32(stage + 1)
@@ -205,7 +208,8 @@ def make_tma_producer(config, layout):
         config.early_weight,
     )
     advance, load_early_weight = make_advance(config.stages), make_load_early_weight(config, layout)
-    begin_tile, (begin_stage, x_tiles_of) = make_begin_tile(config, layout), make_begin_stage(config, layout)
+    get_tile, (begin_stage, x_tiles_of) = make_get_tile(config, layout), make_begin_stage(config, layout)
+    publish_tile, boxes_of = make_publish_tile(config, layout)
     first_tile, next_tile = make_tile_loop(1)
 
     @cuda.jit(device=True)
@@ -218,8 +222,11 @@ def make_tma_producer(config, layout):
             griddepcontrol_wait()
         tile = first_tile()
         while tile < tiles:
+            info = get_tile(smem, problem, tile)  # before the wait, which hides its latency
             mbarrier_wait_parity(barriers, empty + stage, phase)
-            info, boxes = begin_tile(smem, problem, tile, int32(-1) if early > 0 else stage)
+            if early == 0:
+                publish_tile(smem, info, stage)
+            boxes = boxes_of(info)
             for k_tile in range(0, weight.k_tiles, stage_tiles):
                 if early > 0:
                     early = int32(early - 1)

@@ -89,38 +89,47 @@ def allow_dependents(stage, phase):
 
 
 @cache
-def make_begin_tile(config, layout):
-    """Make ``tile_info, bytes_of_stage = begin_tile(smem, scales, problem, n_tiles, tile, stage)``.
+def make_publish_tile(config, layout):
+    """Make ``publish_tile(smem, scales, tile_info, stage)``, which stores a tile for the consumers.
 
-    It looks up a tile and publishes it to the consumers with the tile's first stage, which must be empty. ``stage``
-    -1 publishes nothing. ``bytes_of_stage`` is what TMA writes to a stage: an empty second subtile is not loaded.
+    ``stage`` is the tile's first one, and empty.
     """
     tile_info_offset, scale_in_tile, has_row_terms = layout.tile_info_offset, config.scale_in_tile, config.has_row_terms
     scaled_x = config.scaled_x
-    tma_bytes, subtile_bytes, look_up_tile = layout.tma_bytes, layout.subtile_bytes, make_look_up_tile(config, layout)
-    skips_empty = config.m_subtiles == 2 and config.cluster_size == 1 and not config.gather
-    always_publishes = not config.early_weight
 
     @cuda.jit(device=True)
-    def begin_tile(smem, scales, problem, n_tiles, tile, stage):
-        tile_info = look_up_tile(smem, problem, n_tiles, tile)
+    def publish_tile(smem, scales, tile_info, stage):
         g, row, rows, subtile_rows, n_tile = tile_info
-        if always_publishes or stage >= 0:
-            info = uint32(tile_info_offset + 4 * stage)
-            smem.i32[info] = row
-            smem.i32[info + uint32(1)] = int32(rows | (subtile_rows << 16))
-            smem.i32[info + uint32(2)] = int32(n_tile * BLOCK_N)
-            if has_row_terms:
-                smem.i32[info + uint32(3)] = g
-            elif scale_in_tile:
-                scale = scales.weight[g] * scales.x[0] if scaled_x else scales.weight[g]
-                smem.i32[info + uint32(3)] = float_as_int(scale)
-            else:
-                smem.i32[info + uint32(3)] = int32(0)
-        is_single = skips_empty and rows <= subtile_rows
-        return tile_info, int32(tma_bytes - subtile_bytes) if is_single else int32(tma_bytes)
+        info = uint32(tile_info_offset + 4 * stage)
+        smem.i32[info] = row
+        smem.i32[info + uint32(1)] = int32(rows | (subtile_rows << 16))
+        smem.i32[info + uint32(2)] = int32(n_tile * BLOCK_N)
+        if has_row_terms:
+            smem.i32[info + uint32(3)] = g
+        elif scale_in_tile:
+            scale = scales.weight[g] * scales.x[0] if scaled_x else scales.weight[g]
+            smem.i32[info + uint32(3)] = float_as_int(scale)
+        else:
+            smem.i32[info + uint32(3)] = int32(0)
 
-    return begin_tile
+    return publish_tile
+
+
+@cache
+def make_bytes_of_stage(config, layout):
+    """Make ``is_single, num_bytes = bytes_of_stage(tile_info)``: what TMA writes to a stage.
+
+    ``is_single``: the second subtile is empty, and not loaded.
+    """
+    tma_bytes, subtile_bytes = layout.tma_bytes, layout.subtile_bytes
+    skips_empty = config.m_subtiles == 2 and config.cluster_size == 1 and not config.gather
+
+    @cuda.jit(device=True)
+    def bytes_of_stage(tile_info):
+        is_single = skips_empty and tile_info.rows <= tile_info.subtile_rows
+        return is_single, int32(tma_bytes - subtile_bytes) if is_single else int32(tma_bytes)
+
+    return bytes_of_stage
 
 
 @cache
@@ -130,17 +139,24 @@ def make_load_early_weight(config, layout):
     It loads the weights of the first stages, at most all, publishes their tiles, and returns their number.
     """
     full, stage_bytes, stages = layout.full, layout.stage_bytes, config.stages
-    begin_tile, load_weight, block_k = make_begin_tile(config, layout), make_load_weight(config), block_k_of(config)
+    load_weight, block_k, bytes_of_stage = (
+        make_load_weight(config),
+        block_k_of(config),
+        make_bytes_of_stage(config, layout),
+    )
+    look_up_tile, publish_tile = make_look_up_tile(config, layout), make_publish_tile(config, layout)
     (first_tile, next_tile), columns = make_tile_loop(config.cluster_size), BLOCK_N * config.cluster_size
 
     @cuda.jit(device=True)
     def load_early_weight(smem, map_weight, scales, problem, tiles, k_blocks, n, policy):
         stage, tile, n_tiles = int32(0), first_tile(), int32((n + columns - 1) // columns)
         while tile < tiles and stage < stages:
-            info, bytes_of_stage = begin_tile(smem, scales, problem, n_tiles, tile, stage)
+            info = look_up_tile(smem, problem, n_tiles, tile)
+            _, num_bytes = bytes_of_stage(info)
+            publish_tile(smem, scales, info, stage)
             for k_block in range(min(k_blocks, int32(stages - stage))):
                 barrier, k, offset = full + stage, int32(k_block * block_k), int32(stage * stage_bytes)
-                mbarrier_arrive_expect_tx(smem.barriers, barrier, bytes_of_stage)
+                mbarrier_arrive_expect_tx(smem.barriers, barrier, num_bytes)
                 load_weight(smem, offset, map_weight, k, int32(info.n_tile * BLOCK_N), n, info.group, barrier, policy)
                 stage = int32(stage + 1)
             tile = next_tile(tile)
@@ -168,9 +184,10 @@ def make_tma_producer(config, layout):
     stage_bytes, x_offset, subtile_bytes = layout.stage_bytes, layout.x_offset, layout.subtile_bytes
     full, empty, two_subtiles, gather = layout.full, layout.empty, config.m_subtiles == 2, config.gather
     multicast, box_rows, load_weight = config.cluster_size == 2, layout.x_box_rows, make_load_weight(config)
-    keep_weight, early_weight, tma_bytes = config.keep_weight, config.early_weight, layout.tma_bytes
+    keep_weight, early_weight = config.keep_weight, config.early_weight
     allows_early = config.block_m < 128  # see `allow_dependents`
-    begin_tile, load_early_weight = make_begin_tile(config, layout), make_load_early_weight(config, layout)
+    look_up_tile, publish_tile = make_look_up_tile(config, layout), make_publish_tile(config, layout)
+    bytes_of_stage, load_early_weight = make_bytes_of_stage(config, layout), make_load_early_weight(config, layout)
     advance, block_k = make_advance(config.stages), block_k_of(config)
     (first_tile, next_tile), columns = make_tile_loop(config.cluster_size), BLOCK_N * config.cluster_size
 
@@ -185,10 +202,12 @@ def make_tma_producer(config, layout):
             griddepcontrol_wait()
         tile, n_tiles = first_tile(), int32((n + columns - 1) // columns)
         while tile < tiles:
-            mbarrier_wait_parity(barriers, empty + stage, phase)
-            published = int32(-1) if early > 0 else stage
-            info, bytes_of_stage = begin_tile(smem, scales, problem, n_tiles, tile, published)
+            info = look_up_tile(smem, problem, n_tiles, tile)  # before the wait, which hides its latency
             g, row, _, subtile_rows, n_tile = info
+            mbarrier_wait_parity(barriers, empty + stage, phase)
+            if early == 0:
+                publish_tile(smem, scales, info, stage)
+            is_single, num_bytes = bytes_of_stage(info)
             if multicast:  # each CTA loads half of the rows of x and multicasts them to both
                 rank = int32(cluster_ctarank())
                 row = int32(row + rank * (subtile_rows if two_subtiles else box_rows))
@@ -201,7 +220,7 @@ def make_tma_producer(config, layout):
                     mbarrier_wait_parity(barriers, empty + stage, phase)
                     if allows_early:
                         allow_dependents(stage, phase)
-                    mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)
+                    mbarrier_arrive_expect_tx(barriers, full + stage, num_bytes)
                     load_weight(smem, offset, map_weight, k, int32(n_tile * BLOCK_N), n, g, full + stage, weight_policy)
                 if multicast:
                     to = int32(offset + multicast_offset)
@@ -210,7 +229,7 @@ def make_tma_producer(config, layout):
                     )
                 elif not gather:
                     tma_load_2d_hint(smem.u8, offset + x_offset, map_x, 0, k, row, barriers, full + stage, evict_last)
-                    if two_subtiles and bytes_of_stage == tma_bytes:
+                    if two_subtiles and not is_single:
                         to, second = int32(offset + x_offset + subtile_bytes), int32(row + subtile_rows)
                         tma_load_2d_hint(smem.u8, to, map_x, 0, k, second, barriers, full + stage, evict_last)
                 stage, phase = advance(stage, phase)

@@ -260,7 +260,10 @@ def test_configs_that_cannot_gather():
     "old, new",
     [
         ("                if early > 0:\n", "                if early > 1:\n"),
-        ("published = int32(-1) if early > 0 else stage", "published = int32(-1)"),
+        (
+            "            if early == 0:\n                publish_tile(",
+            "            if False:\n                publish_tile(",
+        ),
         ("for k_block in range(min(k_blocks, int32(stages - stage))):", "for k_block in range(k_blocks):"),
     ],
     ids=["weights are loaded again", "later tiles are not published", "more stages than there are"],
@@ -299,7 +302,7 @@ WRONG = {
         "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                    if allows",
         "                if allows",
     ),
-    "too few bytes are expected": (producer, "full + stage, bytes_of_stage)", "full + stage, bytes_of_stage - 16)"),
+    "too few bytes are expected": (producer, "full + stage, num_bytes)", "full + stage, num_bytes - 16)"),
     "a stage is released before wgmma has read it": (
         kernel,
         f"product = wait(wgmma(a, b))\n{RELEASE}",
@@ -355,8 +358,8 @@ def test_wrong_kernels_are_rejected(what, device):
 @pytest.mark.parametrize(
     "module, old, new",
     [
-        (producer, "full + stage, bytes_of_stage)", "full + stage, int32(tma_bytes))"),
-        (producer, "two_subtiles and bytes_of_stage == tma_bytes:", "two_subtiles and bytes_of_stage != tma_bytes:"),
+        (producer, "return is_single, int32(tma_bytes - subtile_bytes) if is_single else", "return is_single,"),
+        (producer, "two_subtiles and not is_single:", "two_subtiles and is_single:"),
         (kernel, "if tile.rows > tile.subtile_rows:", "if tile.rows > 2 * tile.subtile_rows:"),
     ],
     ids=["bytes of an empty subtile are expected", "only empty subtiles are loaded", "second subtiles are ignored"],

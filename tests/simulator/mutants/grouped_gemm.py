@@ -164,8 +164,8 @@ MUTANTS = [
         ONE_GROUP,
         (
             PRODUCER,
-            "            mbarrier_wait_parity(barriers, empty + stage, phase)\n            published =",
-            "            published =",
+            "            mbarrier_wait_parity(barriers, empty + stage, phase)\n            if early",
+            "            if early",
         ),
     ),
     mutant("M22", "cp.async.commit_group removed", GATHERED, (GATHER, "        cp_async_commit_group()\n", "")),
@@ -199,13 +199,13 @@ MUTANTS = [
         "M28",
         "flag before data: tile info stored after the barrier's arrival",
         EDGES,
-        (PRODUCER, "            smem.i32[info] = row\n", ""),
+        (PRODUCER, "            if early == 0:\n                publish_tile(smem, scales, info, stage)\n", ""),
         (
             PRODUCER,
-            "                mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)\n",
-            "                mbarrier_arrive_expect_tx(barriers, full + stage, bytes_of_stage)\n"
-            "                if k_block == 0:\n"
-            "                    smem.i32[info] = row\n",
+            "                    mbarrier_arrive_expect_tx(barriers, full + stage, num_bytes)\n",
+            "                    mbarrier_arrive_expect_tx(barriers, full + stage, num_bytes)\n"
+            "                    if k_block == 0:\n"
+            "                        publish_tile(smem, scales, info, stage)\n",
         ),
     ),
     mutant(
