@@ -137,8 +137,8 @@ def fused_experts(
       :func:`weighted_sum`. With ``x_scale`` nothing is cast.
     - FP8, a scale per expert: :func:`group_by_expert`, :func:`per_token_quant_fp8`, :func:`group_gemm_pertensor_fp8`
       of gathered rows, :func:`silu_and_mul_quant_fp8`, :func:`group_gemm_pertensor_fp8`, :func:`weighted_sum`. With
-      both ``a1_scale`` and ``a2_scale``, and no limit with "silu", the first grouped GEMM computes and quantises the
-      activation.
+      both ``a1_scale`` and ``a2_scale``, at least 3 assignments, and no limit with "silu", the first grouped GEMM
+      computes and quantises the activation.
 
     With few tokens in bfloat16 or with block scales, two launches of matrix-vector kernels replace these. The first
     computes the activations of each assignment, the second multiplies them by w2 and adds them up, weighted. All

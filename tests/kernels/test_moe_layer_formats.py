@@ -6,6 +6,7 @@ import torch
 from helpers.wrong_kernels import is_rejected
 
 from moe_numba import simulator
+from moe_numba.grouped_gemm.checks import has_wgmma
 from moe_numba.grouped_gemm.reference import FP8, mismatch
 from moe_numba.grouped_gemm.reference_w4 import dequantise_mxfp4, quantise_mxfp4
 from moe_numba.moe_layer import (
@@ -105,6 +106,16 @@ def test_equals_reference(case, device, monkeypatch):
     assert fused_experts(**moved, out=out, workspace=workspace) is out and torch.equal(out, result[order])
     monkeypatch.setattr(layer_workspace, "MAX_GATHERED_AVERAGE", dict.fromkeys(FORMATS, 2))
     assert torch.equal(fused_experts(**given), result)
+
+
+@pytest.mark.parametrize("tokens, fuses", [(1, False), (2, True)])
+def test_given_scales_with_few_assignments(tokens, fuses, device, monkeypatch):
+    """With one or two, a launch of its own computes the activation; the result is of the same accuracy."""
+    given, launched = make_inputs("FP8, given scales", device, tokens), []
+    make = api.launches_of
+    monkeypatch.setattr(api, "launches_of", lambda *args: launched.append(make(*args)) or launched[-1])
+    assert wrong(fused_experts(**given), given) is None
+    assert ("activation" not in launched[0]) == (fuses and has_wgmma(given["w13"].device))
 
 
 def call_with(change):
