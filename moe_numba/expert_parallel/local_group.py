@@ -112,7 +112,7 @@ class LocalGroup:
                         r.timed_out = True
                 with simulator.together(only_exchanges=True):  # they run when each of these ranks waits, or has ended
                     for r in ready:
-                        with simulator.on_rank(r.rank):
+                        with simulator.on_rank(r.rank), r.own_grad_mode():
                             running[r].switch()
                         if running[r].dead:
                             del running[r]
@@ -120,7 +120,7 @@ class LocalGroup:
         finally:
             for r, coroutine in running.items():  # a rank has failed: the others must not wait for it
                 r.abandoned = True
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception), r.own_grad_mode():
                     coroutine.throw()
         return results
 
@@ -220,7 +220,14 @@ class _SimulatedRank(_LocalRank):
 
     def __init__(self, group, rank, scheduler):
         super().__init__(group, rank)
-        self._scheduler = scheduler
+        self._scheduler, self._is_grad_enabled = scheduler, True
+
+    @contextlib.contextmanager
+    def own_grad_mode(self):
+        """Set torch's grad mode to this rank's, as if the rank had a thread of its own."""
+        with torch.set_grad_enabled(self._is_grad_enabled):
+            yield
+            self._is_grad_enabled = torch.is_grad_enabled()
 
     def prepare_kernel(self, kernel, signature, timeout=TIMEOUT_S, **options):  # noqa: D102
         start = super().prepare_kernel(kernel, signature, timeout, **options)

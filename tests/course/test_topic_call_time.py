@@ -18,6 +18,7 @@ from moe_numba.course.bench.topics import call_time_buffer_measure, call_time_me
 from moe_numba.expert_parallel import Buffer, LocalGroup
 from moe_numba.gate import reference as gate_reference
 from moe_numba.grouped_gemm import reference as gemm_reference
+from moe_numba.runtime import torch_op
 
 call_time = topic("call_time")
 FUNCTIONS = (
@@ -111,10 +112,11 @@ def test_wrong_outputs_are_rejected(small, name):
 
 
 @pytest.mark.parametrize("step", ["final", "final, out=", "final, prepared"])
-def test_a_wrong_step_is_not_timed(step):
+def test_a_wrong_step_is_not_timed(step, monkeypatch):
     def function(x, out=None):
         return x + (step == "final") if out is None else out if step == "final, out=" else out.copy_(x)
 
+    monkeypatch.setitem(torch_op.OPS, "function", ())  # a function of the package may launch nothing
     x = torch.arange(4.0)
     equals = lambda outputs, is_peer: None if torch.equal(outputs[0], x) else "differs"
     with pytest.raises(AssertionError, match=f"function, {step}: differs"):

@@ -66,6 +66,22 @@ def test_the_other_ranks_run_their_finally_blocks():
     assert sorted(ended) == [0, 1, 2]
 
 
+def test_ranks_have_grad_modes_of_their_own():
+    def work(transport):
+        modes = [torch.is_grad_enabled()]
+        with torch.set_grad_enabled(transport.rank == 1):
+            transport.gather(None)
+            modes.append(torch.is_grad_enabled())
+            with torch.set_grad_enabled(transport.rank == 0):
+                transport.gather(None)
+                modes.append(torch.is_grad_enabled())
+            transport.gather(None)
+        return [*modes, torch.is_grad_enabled()]
+
+    assert LocalGroup(2).run(work) == [[True, False, True, True], [True, True, False, True]]
+    assert torch.is_grad_enabled()
+
+
 @pytest.mark.skipif(not simulator.ENABLED, reason="threads wait longer")
 def test_a_wait_that_cannot_end_times_out():
     with pytest.raises(TimeoutError, match="rank 0 waits for the others"):
