@@ -844,9 +844,9 @@ for tile_rows in (64, 128):
         )
 
 # %% [markdown]
-# **Exercise 3.** Write `rounds(counts, tile_rows, across, sms)`, which returns two numbers: the rounds that single
-# tiles need, and a lower bound for whole columns, from the longest column and the number of all tiles. `counts` has the
-# rows of each expert, and an expert has `across` columns.
+# **Exercise 3.** Write `rounds(counts, tile_rows, across, sms)`, which returns a pair: the rounds that single tiles
+# need, and a lower bound for whole columns, from the longest column and the number of all tiles. `counts` has the rows
+# of each expert, and an expert has `across` columns.
 
 # %%
 rounds = ...
@@ -1127,8 +1127,9 @@ print(
 
 # %% [markdown]
 # **Exercise 4.** Write a generator `load_weights(weights, replicas, num_experts)` over an iterator of (name, tensor).
-# It yields each tensor of `shared_experts` once per replica, with the names of experts `num_experts` and following, and
-# all other pairs unchanged. It must not copy tensors, nor keep those that it has yielded.
+# It yields each tensor of `shared_experts` once per replica, under the names of experts `num_experts` and following
+# (`mlp.experts.256.up_proj.weight`), and all other pairs unchanged. It must not copy tensors, nor keep those that it
+# has yielded.
 
 # %%
 load_weights = ...

@@ -24,7 +24,7 @@
 # 2. **Intrinsics.** A Python function (`moe_numba/ptx/`) emits one PTX instruction into the code that Numba generates.
 #
 # Code and outputs call the two ways "doors", and linked CUDA C++ the "linked door". Without a Hopper GPU the kernels
-# run in the simulator, and the printed times are recorded ones.
+# run in the simulator, and printed times are recorded ones.
 
 # %%
 import os
@@ -408,8 +408,8 @@ draw.barrier_life([e for e in EVENTS if "mbarrier" in e.what or "copy" in e.what
 # this parity, because all stages are free at first.
 #
 # **Exercise 1.** The kernel loads boxes of 8 rows of 128 bytes into two stages, each with an mbarrier, and copies them
-# to `out`: box `i + 1` is loaded while box `i` is copied. The matrix has `rows` rows, and the last box may end outside
-# it. Find two mistakes.
+# whole to `out`: box `i + 1` is loaded while box `i` is copied. The last box may end outside the matrix of `rows` rows.
+# Find two mistakes.
 
 
 # %%
@@ -991,8 +991,8 @@ look_back("threads carry", "torch", prediction, (64, 64))
 # (last line), although copies and MMAs alternate. A likely reason, not measured: while one CTA copies, other CTAs on
 # the same SM compute.
 #
-# **Exercise 3.** 64 threads add 1 to each byte of a tile of 8 rows of 128 bytes, and TMA stores the tile; the next tile
-# uses the same shared memory. A TMA store reads it through the async proxy. Find two mistakes.
+# **Exercise 3.** 64 threads add 1 to each byte of a tile of 8 x 128 bytes, and TMA stores the tile; the next tile uses
+# the same shared memory. A TMA store reads it through the async proxy. Find two mistakes.
 
 
 # %%
@@ -1227,8 +1227,9 @@ look_back("loaders and multipliers", "ring of 4 stages", prediction, (128, 128))
 # tile practical: six stages take 192 KB, so an SM holds only one CTA, and loads must overlap with MMAs within it. The
 # prediction is again too high, because tiles arrive faster than the table allows.
 #
-# **Exercise 4.** Warp 2 is the producer of a ring of two stages, warps 0 and 1 are its consumers. `barriers` has two
-# `full` barriers, then two `empty` barriers. The producer may refill a stage too early: find two mistakes.
+# **Exercise 4.** Warp 2 is the producer of a ring of two stages, warps 0 and 1 its consumers. `barriers` has two
+# `full` barriers, then two `empty` ones, on which lane 0 arrives for its whole warp. A stage may be refilled too early:
+# find two mistakes.
 
 
 # %%

@@ -395,8 +395,8 @@ look_back("naive", "torch", 32000)
 # every row of `X`.
 #
 # **Exercise 1.** This is the naive kernel for one token: each CTA of 32 threads computes 32 elements of `y`; `weight` is
-# `[n, k]`, in float32, and k a multiple of 32. A load of `weight` touches 32 sectors of 32 bytes. Change the kernel so
-# that it touches 4.
+# `[n, k]`, in float32, and n and k are multiples of 32. Each load of `weight` by the warp touches 32 sectors of 32
+# bytes. Change the kernel so that each touches 4.
 
 
 # %%
@@ -664,7 +664,7 @@ look_back("a ring of stages", "wgmma, one stage", 34)
 #
 # **Exercise 2.** Such a ring issues copies `stages - 1` iterations ahead. With how many stages, at least, does no
 # iteration wait for its copy? `latency` is the time from issue to arrival, `iteration` that of an iteration, both in
-# clocks and integers.
+# clocks. All numbers are integers.
 
 # %%
 fewest_stages = ...  # your answer: lambda latency, iteration: ...

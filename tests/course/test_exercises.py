@@ -10,6 +10,10 @@ import pytest
 from wrong_answers import start
 
 from moe_numba import simulator
+
+# isort: split
+from numba import cuda
+
 from moe_numba.course import exercises
 from moe_numba.course.exercises import exercise
 
@@ -35,6 +39,27 @@ def test_on_a_gpu_kernels_run_in_a_process_with_the_simulator(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
     assert exercise("start-1").check(start.no_barrier).wrong.startswith("two threads race")
     assert exercise("start-2").check(exercise("start-2").solution).wrong is None
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="another process, with its own limit, runs the kernel")
+def test_an_endless_loop_is_stopped(monkeypatch):
+    monkeypatch.setattr(exercises, "TIMEOUT_S", 1)
+    message = "it has not ended after 1 s: does a loop never end?; in the line `"
+    assert message in exercise("start-2").check(_endless_kernel).wrong
+    assert message in exercise("align-3").check(_endless).wrong
+    assert exercise("start-2").check(exercise("start-2").solution).wrong is None
+
+
+@cuda.jit
+def _endless_kernel(x, count):
+    i = cuda.grid(1)
+    while i >= 0:
+        i += 1
+
+
+def _endless(number):
+    while number:
+        number += 1
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -218,6 +218,23 @@ def test_negative_literals_count_from_the_end():
 
 
 @cuda.jit
+def copy_from_half(x, out, i):
+    out[i] = x[i / 2]
+
+
+@cuda.jit
+def store_at_half(x, out, i):
+    x[i, i / 2] = out[i]
+
+
+def test_an_index_must_be_an_integer():
+    with pytest.raises(simulator.OutOfBounds, match=r"index 1\.0 of x \(2 x float64\) is no integer"):
+        copy_from_half[1, 1](np.zeros(2), np.zeros(3), 2)
+    with pytest.raises(simulator.OutOfBounds, match=r"index \(2, 1\.0\) of x \(3 x 3 x float64\) is no integer"):
+        store_at_half[1, 1](np.zeros((3, 3)), np.zeros(3), np.int32(2))
+
+
+@cuda.jit
 def add_to(out, i):
     cuda.atomic.add(out, i, 1)
 

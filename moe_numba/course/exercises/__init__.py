@@ -5,9 +5,15 @@ A module per notebook, such as ``start``, has a dict ``EXERCISES`` of `Exercise`
 folded. A wrong answer raises no error, so that a notebook with all its stubs runs to its end.
 """
 
+import contextlib
 import html
 import importlib
+import linecache
+import os
+import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +23,7 @@ from moe_numba.course.simulate import in_simulator, source_of
 
 __all__ = ["Exercise", "Result", "exercise"]
 
+TIMEOUT_S = 60  # for an answer with an endless loop; tests take a few seconds
 _STYLE = """
 .exercise { border-left: 4px solid; padding: .2em .8em; font: 14px/1.5 system-ui, sans-serif }
 .exercise.right { border-color: rgb(46, 160, 67) }
@@ -56,6 +63,8 @@ class Exercise:
 
     def _wrong(self, answer):
         if not _is_kernel(answer):
+            if _is_kernel(self.solution):
+                return f"{getattr(answer, '__name__', repr(answer))} is no kernel: is @cuda.jit missing before def?"
             return _tested(self.test, answer)
         if simulator.ENABLED:
             return run_kernel(self.name, answer)
@@ -115,11 +124,51 @@ def run_kernel(name: str, kernel: Any) -> str | None:
 def _tested(test, answer):
     """Return what a test finds; an error that the answer raises is a finding, too."""
     try:
-        return test(answer)
+        with _time_limit():
+            return test(answer)
+    except _TooLong as error:
+        return f"it has not ended after {TIMEOUT_S} s: does a loop never end?{_place(error, answer)}"
     except simulator.SimulatorError as error:
-        return f"{_FINDINGS.get(type(error).__name__, 'the simulator refuses it')}: {error}"
+        finding = _FINDINGS.get(type(error).__name__, "the simulator refuses it")
+        return f"{finding}: {error}{_place(error, answer)}"
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}{_place(error, answer)}"
+
+
+class _TooLong(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def _time_limit():
+    """Raise `_TooLong` in this thread after `TIMEOUT_S` seconds, where the system has such signals."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_):
+        raise _TooLong
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    # Python ignores what is raised within a destructor, so raise again.
+    timer = signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S, 5)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)  # such as the time limit of pytest
+
+
+def _place(error, answer):
+    """Return the line of the answer that raised an error, unless the message names it already; otherwise ""."""
+    code = getattr(getattr(answer, "py_func", answer), "__code__", None)
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if code and frame.f_code.co_filename == code.co_filename]
+    if not lines or f"{os.path.basename(code.co_filename)}:{lines[-1]}" in str(error):
+        return ""
+    text = linecache.getline(code.co_filename, lines[-1]).strip()
+    return f"; in the line `{text}`" if text else ""
 
 
 _FINDINGS = {

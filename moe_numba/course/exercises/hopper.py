@@ -24,6 +24,7 @@ from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import TensorMap
 
 _SEEDS = 4
+_NOT_WRITTEN = 255  # no byte of a result
 wait_until_read = make_bulk_wait_group_read(0)
 
 
@@ -33,7 +34,7 @@ def _fault(kernel, threads, wanted, arguments_of, findings):
     ``arguments_of(out)`` are its arguments. ``findings`` has a sentence for each error of the simulator that is likely.
     """
     for seed in range(_SEEDS):
-        out = torch.full_like(wanted, 255)
+        out = torch.full_like(wanted, _NOT_WRITTEN)
         try:
             with simulator.seed(seed):
                 launch(kernel, 1, threads, *arguments_of(out))
@@ -45,10 +46,10 @@ def _fault(kernel, threads, wanted, arguments_of, findings):
             return f"{findings[kind]} ({kind}: {where})"
         if len(wrong := (out != wanted).nonzero()):
             row, column = wrong[0].tolist()
-            return (
-                f"with the thread order of seed {seed}, byte {column} of row {row % 8} of box {row // 8} is "
-                f"{out[row, column]}, not {wanted[row, column]}"
-            )
+            byte = f"with the thread order of seed {seed}, byte {column} of row {row % 8} of box {row // 8}"
+            if out[row, column] == _NOT_WRITTEN:
+                return f"{byte} is not written; it must be {wanted[row, column]}"
+            return f"{byte} is {out[row, column]}, not {wanted[row, column]}"
     return None
 
 
@@ -82,7 +83,7 @@ def load_two_stages(map_x, out, rows, boxes):
 
 _LOAD_FINDINGS = {
     "Deadlock": "threads wait for a phase that never completes",
-    "BarrierMisuse": "more bytes arrive than the barrier expects",
+    "BarrierMisuse": "a barrier gets arrivals or bytes that it does not expect, or is used wrongly",
     "DataRace": "a stage is read before its copy has completed, or filled again before it has been read",
     "AsyncRace": "a stage is read before its copy has completed, or filled again before it has been read",
 }

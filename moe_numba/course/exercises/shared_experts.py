@@ -29,14 +29,18 @@ def _weighs_all_nine(answer):
         for renormalize in (True, False):
             for scaled in (False, True):
                 case = f"s = {s}, renormalize = {renormalize}, scaled = {scaled}"
-                found = torch.as_tensor(answer(weights.clone(), s, renormalize, scaled)).double()
+                if (found := answer(weights.clone(), s, renormalize, scaled)) is None:
+                    return f"{case}: the result is None, not a tensor of shape (3, 9)"
+                found = torch.as_tensor(found).double()
                 if found.shape != (3, 9):
                     return f"{case}: the result has shape {tuple(found.shape)}, not (3, 9)"
                 wanted = nine_weights(weights, s, renormalize, scaled)
                 if not torch.allclose(found[:, :8], wanted[:, :8], rtol=1e-6):
+                    token, column = (~torch.isclose(found[:, :8], wanted[:, :8], rtol=1e-6)).nonzero()[0].tolist()
                     return (
-                        f"{case}: the eight weights of token 0 sum to {float(found[0, :8].sum()):.4g}, not "
-                        f"{float(wanted[0, :8].sum()):.4g}"
+                        f"{case}: weight {column} of token {token} is {float(found[token, column]):.4g}, not "
+                        f"{float(wanted[token, column]):.4g}; the eight weights sum to "
+                        f"{float(found[token, :8].sum()):.4g}, not {float(wanted[token, :8].sum()):.4g}"
                     )
                 factor = found[:, 8] * (1 if scaled else s)
                 if not torch.allclose(factor, torch.ones_like(factor), rtol=1e-6):
@@ -76,6 +80,7 @@ def _appends_replicas(kernel):
     topk_ids = np.stack([random.permutation(_EXPERTS)[:8] for _ in range(12)]).astype(np.int32)
     topk_weights = random.random((12, 8), dtype=np.float32)
     topk_ids[_PADDING], topk_weights[_PADDING] = -1, 0
+    topk_weights[2, 0] = 0  # a weight of 0 is no padding
     for replicas in (8, 1, 3):
         weights, ids = np.full((12, 9), np.nan, np.float32), np.full((12, 9), -7, np.int32)
         kernel[4, 32](topk_weights, topk_ids, weights, ids, _EXPERTS, replicas, _SHARED_WEIGHT)
@@ -89,6 +94,8 @@ def _wrong_routing(topk_weights, topk_ids, weights, ids, replicas):
         return "the first eight columns are not those of topk_ids and topk_weights"
     chosen, real = ids[:, 8] - _EXPERTS, np.arange(12) != _PADDING
     if outside := [int(token) for token in np.flatnonzero(real) if not 0 <= chosen[token] < replicas]:
+        if ids[outside[0], 8] == -1:
+            return f"token {outside[0]} gets the id -1, but is no padding: its first id is {topk_ids[outside[0], 0]}"
         last = _EXPERTS + replicas - 1
         return f"token {outside[0]} takes expert {ids[outside[0], 8]}; the replicas are {_EXPERTS} to {last}"
     if (chosen != np.arange(12) % replicas)[real].any():
@@ -163,7 +170,11 @@ def load_weights(weights, replicas, num_experts):
 
 
 _PARTS = [*(f"experts.{expert}" for expert in range(4)), "shared_experts"]
-_NAMES = [f"model.layers.{layer}.mlp.{part}.up_proj.weight" for layer in range(2, 5) for part in _PARTS]
+_NAMES = [
+    "model.embed_tokens.weight",
+    "model.layers.0.mlp.up_proj.weight",  # a dense layer
+    *(f"model.layers.{layer}.mlp.{part}.up_proj.weight" for layer in range(2, 5) for part in _PARTS),
+]
 _MOST_HELD = 3  # variables of two loops, and the next tensor
 
 
@@ -181,7 +192,9 @@ def _streams(answer):
             yield name, tensor
             del tensor
 
-    for name, tensor in answer(checkpoint(), 2, 4):
+    if (pairs := answer(checkpoint(), 2, 4)) is None:
+        return "the result is None: yield pairs of a name and a tensor"
+    for name, tensor in pairs:
         if name in found:
             return f"{name} is yielded twice"
         if not any(original() is tensor for original in made):
@@ -189,7 +202,7 @@ def _streams(answer):
         found[name] = _NAMES[int(tensor)]
     wanted = {new: name for name in _NAMES for new, _ in load_weights([(name, None)], 2, 4)}
     if missing := [name for name in wanted if name not in found]:
-        return f"{missing[0]} is missing, and {len(missing) - 1} other tensors"
+        return f"{missing[0]} is missing, and {plural(len(missing) - 1, 'other tensor')}"
     if unknown := [name for name in found if name not in wanted]:
         return f"there must be no {unknown[0]}: with 4 routed experts the replicas are experts 4 and 5"
     if wrong := [name for name in wanted if found[name] != wanted[name]]:

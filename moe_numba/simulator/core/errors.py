@@ -137,6 +137,11 @@ def location_of(code, instruction):
     return format_place(code, line)
 
 
+def plain_index(index):
+    """Return an index as messages show it: NumPy's numbers in a tuple become Python's."""
+    return tuple(getattr(part, "item", lambda part=part: part)() for part in index) if type(index) is tuple else index
+
+
 def source_location(frame):
     """Format where a frame stands: function, file and line."""
     frame = kernel_frame(frame)

@@ -16,7 +16,7 @@ import greenlet
 import numpy as np
 
 from moe_numba.simulator.core import uninitialized
-from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, kernel_frame
+from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, kernel_frame, plain_index
 from moe_numba.simulator.core.polling import LOADS, sample
 from moe_numba.simulator.core.settings import settings
 
@@ -342,7 +342,10 @@ class Array:
         return parts if type(i) is tuple else parts[0]
 
     def _out_of_bounds(self, index):
-        return OutOfBounds(f"{thread_prefix()}index {index} is outside {self}")
+        parts = index if type(index) is tuple else (index,)
+        if any(isinstance(part, (float, np.floating)) for part in parts):
+            return OutOfBounds(f"{thread_prefix()}index {plain_index(index)} of {self} is no integer")
+        return OutOfBounds(f"{thread_prefix()}index {plain_index(index)} is outside {self}")
 
     @property
     def address(self) -> int:

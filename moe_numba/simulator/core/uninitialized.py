@@ -18,7 +18,7 @@ import weakref
 
 import numpy as np
 
-from moe_numba.simulator.core.errors import UninitializedRead, source_location
+from moe_numba.simulator.core.errors import UninitializedRead, plain_index, source_location
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # of integers: an odd number, and a NaN as float32, float16 and bfloat16
 _allocations = {}  # address -> (address behind it, the poison of a word)
@@ -70,6 +70,7 @@ def check(thread, target, index, address, size):
     first, last = address & -4, min(address + size + 3 & -4, end)
     if ctypes.string_at(first, last - first) == (word * (last - first))[: last - first]:
         where = source_location(sys._getframe())
+        index = plain_index(index)
         raise UninitializedRead(f"{thread}, at {where}, reads index {index} of {target}, which nothing has written")
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_numba.simulator.core.errors import kernel_frame
+from moe_numba.simulator.core.errors import kernel_frame, plain_index
 from moe_numba.simulator.memory_model import race_report
 from moe_numba.simulator.memory_model.shadow_memory import ShadowMemory
 from moe_numba.simulator.memory_model.vector_clock import NOBODY, Merger, VectorClock, initial, join
@@ -289,7 +289,7 @@ class HappensBefore:
             target, index, value = where
             if value is not None and np.array_equal(target.array[index], value):
                 return  # a store that changes nothing
-            where = f"index {index} of {target}"
+            where = f"index {plain_index(index)} of {target}"
         raise race_report.data_race(a, b, where)
 
     def _check_proxy(self, earlier, later, state, where):

@@ -11,7 +11,7 @@ from moe_numba.simulator.core.memory import Array, Pointer, as_dtype
 from moe_numba.simulator.vector import state
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.lanes import Pointers, select, split
-from moe_numba.simulator.vector.local import Local, as_index, refuse
+from moe_numba.simulator.vector.local import Local, as_index, as_uniform_index, refuse
 from moe_numba.simulator.vector.numbers import Weak
 
 ndarray = np.ndarray
@@ -34,7 +34,7 @@ def load(mask, x, index):
     elif how is not ndarray:
         if not 0 <= index < len(array):
             raise Unsupported("an index out of bounds")
-        index = int(index)
+        index = as_uniform_index(index)
         value = array[index]
         state.gang.log.reads.append((region, x.address, array.strides[0], array.itemsize, index, mask, None))
         if region.shared is not None and region.shared.detector is not None:
@@ -86,7 +86,7 @@ def store(mask, x, index, value):
     if type(index) is not ndarray:
         if not 0 <= index < len(array):
             raise Unsupported("an index out of bounds")
-        index = int(index)
+        index = as_uniform_index(index)
         silent = may_be_silent and bool(np.all(array[index] == value))
         if type(value) is ndarray:
             lane = -1 if mask is None else mask.nonzero()[0][-1]
@@ -217,7 +217,7 @@ def flatten(x, index, mask):
         elif not 0 <= item < size:
             raise Unsupported("an index out of bounds")
         else:
-            item = int(item)
+            item = as_uniform_index(item)
         total = total + (item if scale == 1 else item * scale)
         scale *= size
     return x.address, array.itemsize, array.reshape(-1), total

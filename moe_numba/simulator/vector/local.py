@@ -18,6 +18,12 @@ def as_index(index):
     return index.astype(_INT64)
 
 
+def as_uniform_index(index):
+    if isinstance(index, (float, np.floating)):
+        raise Unsupported(f"an index of type {type(index).__name__}")
+    return int(index)
+
+
 def refuse():
     raise Unsupported("an index out of bounds")
 

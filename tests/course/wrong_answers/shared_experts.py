@@ -34,6 +34,14 @@ def sum_of_nine(weights, s, renormalize, scaled):
     return nine / nine.sum(dim=1, keepdim=True) if renormalize else nine
 
 
+def sum_of_all(weights, s, renormalize, scaled):
+    return nine_weights(weights / weights.sum() if renormalize else weights, s, False, scaled)
+
+
+def softmax(weights, s, renormalize, scaled):
+    return nine_weights(weights.softmax(dim=1) if renormalize else weights, s, False, scaled)
+
+
 @cuda.jit
 def append_by_element(topk_weights, topk_ids, weights, ids, num_experts, replicas, shared_weight):
     i = cuda.grid(1)
@@ -106,6 +114,36 @@ def append_behind_the_replicas(topk_weights, topk_ids, weights, ids, num_experts
 
 
 @cuda.jit
+def looks_at_the_weight(topk_weights, topk_ids, weights, ids, num_experts, replicas, shared_weight):
+    i = cuda.grid(1)
+    tokens, columns = ids.shape
+    token, column = i // columns, i % columns
+    if token < tokens:
+        if column < columns - 1:
+            weights[token, column] = topk_weights[token, column]
+            ids[token, column] = topk_ids[token, column]
+        else:
+            padding = topk_weights[token, 0] == 0
+            weights[token, column] = float32(0) if padding else shared_weight
+            ids[token, column] = int32(-1) if padding else int32(num_experts + token % replicas)
+
+
+@cuda.jit
+def looks_at_the_result(topk_weights, topk_ids, weights, ids, num_experts, replicas, shared_weight):
+    i = cuda.grid(1)
+    tokens, columns = ids.shape
+    token, column = i // columns, i % columns
+    if token < tokens:
+        if column < columns - 1:
+            weights[token, column] = topk_weights[token, column]
+            ids[token, column] = topk_ids[token, column]
+        else:
+            padding = ids[token, 0] < 0
+            weights[token, column] = float32(0) if padding else shared_weight
+            ids[token, column] = int32(-1) if padding else int32(num_experts + token % replicas)
+
+
+@cuda.jit
 def looks_at_the_own_column(topk_weights, topk_ids, weights, ids, num_experts, replicas, shared_weight):
     i = cuda.grid(1)
     tokens, columns = ids.shape
@@ -118,6 +156,11 @@ def looks_at_the_own_column(topk_weights, topk_ids, weights, ids, num_experts, r
 
 def shares_tiles(counts, tile_rows, across, sms):
     single = -(-(-(-sum(counts) // tile_rows) * across) // sms)
+    return single, max(single, -(-max(counts) // tile_rows))
+
+
+def rounds_up_early(counts, tile_rows, across, sms):
+    single = -(-sum(-(-rows * across // tile_rows) for rows in counts) // sms)
     return single, max(single, -(-max(counts) // tile_rows))
 
 
@@ -143,6 +186,20 @@ def keeps_the_shared_one(weights, replicas, num_experts):
 
 def forgets_the_routed_ones(weights, replicas, num_experts):
     return load_weights((pair for pair in weights if "shared" in pair[0]), replicas, num_experts)
+
+
+def only_experts(weights, replicas, num_experts):
+    return load_weights((pair for pair in weights if "experts" in pair[0]), replicas, num_experts)
+
+
+def shared_ones_last(weights, replicas, num_experts):
+    shared = []
+    for name, tensor in weights:
+        if "shared" in name:
+            shared.append((name, tensor))
+        else:
+            yield name, tensor
+    yield from load_weights(shared, replicas, num_experts)
 
 
 def numbers_from_one(weights, replicas, num_experts):
@@ -171,25 +228,39 @@ WRONG = [
     ),
     ("shared_experts-1", weight_one, "renormalize = True, scaled = False: .* token 0 by 2.5 in all, not by 1"),
     ("shared_experts-1", always_the_inverse, "renormalize = True, scaled = True: .* token 0 by 0.4 in all, not by 1"),
-    ("shared_experts-1", sum_of_nine, "the eight weights of token 0 sum to 0.9.*, not 1"),
+    ("shared_experts-1", sum_of_nine, "weight 0 of token 0 is .*, not .*; the eight weights sum to 0.9.*, not 1"),
+    ("shared_experts-1", sum_of_all, "the eight weights sum to 0.4184, not 1"),
+    ("shared_experts-1", softmax, "weight 0 of token 0 is .*, not .*; the eight weights sum to 1, not 1"),
+    ("shared_experts-1", lambda *given: None, "the result is None, not a tensor"),
     ("shared_experts-1", lambda weights, *_: weights, r"the result has shape \(3, 8\), not \(3, 9\)"),
     ("shared_experts-2", append_by_element, "with 8 replicas, token 5 is padding, .* its ninth id is 261"),
     ("shared_experts-2", append_by_element_with_padding, r"with 3 replicas, .* have \[0, 0, 11\] rows"),
     ("shared_experts-2", append_to_padding, "with 8 replicas, token 5 is padding, .* its ninth id is 261"),
     ("shared_experts-2", append_weight_to_padding, "token 5 is padding; but its ninth weight is 0.4, not 0"),
     ("shared_experts-2", append_behind_the_replicas, "token 7 takes expert 264; the replicas are 256 to 263"),
-    ("shared_experts-2", looks_at_the_own_column, "an index is out of bounds"),
+    ("shared_experts-2", looks_at_the_weight, "token 2 gets the id -1, but is no padding: its first id is"),
+    ("shared_experts-2", looks_at_the_result, "two threads race"),
+    (
+        "shared_experts-2",
+        looks_at_the_own_column,
+        r"an index is out of bounds: .* in the line `expert = topk_ids\[token, column\]`",
+    ),
+    ("shared_experts-2", nine_weights, "nine_weights is no kernel: is @cuda.jit missing before def?"),
     (
         "shared_experts-3",
         shares_tiles,
         r"\[10, 300, 0, 1, 65\] rows.*: single tiles take 3 rounds, not 2.*need \[1, 5, 0, 1, 2\] times 2 tiles",
     ),
+    ("shared_experts-3", rounds_up_early, r"\[32 times 16, 512\] rows.*: single tiles take 2 rounds, not 1"),
     ("shared_experts-3", longest_column_only, r"\[100, .*: whole columns take at least 4 rounds, not 1"),
     ("shared_experts-3", lambda *load: rounds(*load)[0], "the result is 4; two numbers are needed"),
-    ("shared_experts-4", holds_all, "the names are right, but up to 15 of 15 tensors are held at once"),
+    ("shared_experts-4", holds_all, "the names are right, but up to 17 of 17 tensors are held at once"),
     ("shared_experts-4", clones, r"model.layers.2.mlp.experts.5.up_proj.weight is a copy"),
     ("shared_experts-4", keeps_the_shared_one, "there must be no model.layers.2.mlp.shared_experts"),
-    ("shared_experts-4", forgets_the_routed_ones, "model.layers.2.mlp.experts.0.up_proj.weight is missing, and 11"),
+    ("shared_experts-4", forgets_the_routed_ones, "model.embed_tokens.weight is missing, and 13 other tensors"),
+    ("shared_experts-4", only_experts, "model.embed_tokens.weight is missing, and 1 other tensor"),
+    ("shared_experts-4", shared_ones_last, "the names are right, but up to 4 of 17 tensors are held at once"),
+    ("shared_experts-4", lambda *given: None, "the result is None: yield pairs"),
     ("shared_experts-4", numbers_from_one, "model.layers.2.mlp.experts.4.up_proj.weight is missing, and 2"),
     (
         "shared_experts-4",
