@@ -381,9 +381,10 @@ if us("global atomics"):
 # loads. The contention also costs more than assumed: dividing the growth from 4096 to 65536 tokens by the additional
 # additions per rank counter gives nearly twice the assumed nanosecond per addition.
 #
-# **Exercise 1.** Each thread of this kernel counts one token for the ranks that hold its experts. `topk_idx` is
-# `[tokens, topk]`, -1 stands for no expert, and `per_rank` is zero at first. Each rank holds `experts_per_rank`
-# consecutive experts. Some counts are too large. Find the mistake, and repair the kernel.
+# **Exercise 1.** Each thread of this kernel counts one token for the ranks that hold its experts; there are as many
+# threads as tokens. `topk_idx` is `[tokens, topk]`, -1 stands for no expert, and `per_rank`, a count per rank, is zero
+# at first. Each rank holds `experts_per_rank` consecutive experts. Some counts are too large. Find the mistake, and
+# repair the kernel.
 
 
 # %%
@@ -660,8 +661,8 @@ look_back("rows of 33 words", "private counters", prediction)
 # bank conflicts without a gain, so something else must limit it.
 #
 # **Exercise 3.** One CTA of 64 threads counts the experts of 64 tokens, one `ids[t]` per thread, out of 32 experts.
-# Padding would remove the bank conflicts of the clearing, but takes memory. Keep rows of 32 words, and clear them
-# without bank conflicts. What must then separate clearing and counting?
+# Padding would remove the bank conflicts of the clearing, but takes memory. Keep a row of 32 words for each thread, and
+# clear the rows without bank conflicts. What must then separate clearing and counting?
 
 
 # %%

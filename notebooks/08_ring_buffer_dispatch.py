@@ -997,8 +997,8 @@ Markdown(
 )
 
 # %% [markdown]
-# **Exercise 2.** A receiver `rank` has `rank_prefix`, the matrix of section 5, and the flag `start` of a channel of rank
-# `source`, as published. Write a function that returns the row of `recv_x` at which this channel's rows begin.
+# **Exercise 2.** A receiver `rank` has the array `rank_prefix` (`rank_prefix_matrix` of section 5) and the flag `start`
+# of a channel of rank `source`, as published. Write a function that returns this channel's first row in `recv_x`.
 
 # %%
 first_row_of_channel = ...  # your answer: lambda rank_prefix, start, source, rank: ...
@@ -1056,9 +1056,9 @@ SHORT = in_simulator(play, [rows[:6] for rows in EXAMPLE], 2, 1, 2, 1, 3)
 HTML(draw.animation(SHORT))
 
 # %% [markdown]
-# **Exercise 3.** A thread of rank 0 sends the elements `x[0]` to `x[rows - 1]` through a ring in rank 1's memory, where a
-# thread stores them in `out`. `TAIL`, `HEAD` and `RING` are offsets in that memory, whose words are 0 at first. Repair
-# the kernel, which has two mistakes.
+# **Exercise 3.** A thread of rank 0 sends `rows` elements of `x` through a ring in rank 1's memory, where a thread stores
+# them in `out`. `TAIL`, `HEAD` and `RING` are offsets in that memory, which is 0 at first. Rank 0 should use all slots;
+# tail and head end as `rows`. Repair the two mistakes.
 
 # %%
 SLOTS, TAIL, HEAD, RING = 4, 0, 1, 2
@@ -1282,7 +1282,8 @@ show(progress.make_publish, "def publish", "return publish")
 
 # %% [markdown]
 # **Exercise 4.** On rank 0, warps 0 and 1 each store 32 elements of `x` in rank 1's memory, and warp 2 signals them with
-# flags 0 and 1. Two warps of rank 1 poll the flags and copy the elements to `out`. Rank 1 is correct; repair rank 0.
+# flags 0 and 1. Two warps of rank 1 poll the flags and copy the elements to `out`. Rank 1 is correct; repair the
+# two mistakes of rank 0.
 
 # %%
 from moe_numba.ptx.atomics import poll_acquire_cta_shared_s32, st_release_cta_shared_s32

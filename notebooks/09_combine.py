@@ -213,7 +213,7 @@ for (kind, dtype), (mean, worst, differ) in ERRORS.items():
 # ones remain, the result depends on the order.
 #
 # **Exercise 1.** Find three `bfloat16` numbers whose sum, rounded to `bfloat16` after each addition from left to right,
-# differs from the sum that is rounded once.
+# differs from the sum that is accumulated in `float32` and rounded once. Replace the three `...`.
 
 # %%
 exercise("combine-1").check((..., ..., ...))
@@ -414,9 +414,9 @@ print("the kernel, run twice, fills the gaps as the walk does:", GAPS_RIGHT)
 assert GAPS_RIGHT
 
 # %% [markdown]
-# **Exercise 2.** A channel has 32 tokens. Here lane `t` of a warp handles token `t`, so that higher lanes have later
-# tokens. `send_head` is one rank's column; `filled` should become the column with filled gaps, as `fill_gaps` returns
-# it. Repair the kernel.
+# **Exercise 2.** A channel has 32 tokens. Here lane `t` handles token `t`, so higher lanes have later tokens. `send_head`
+# is one rank's column; `filled` should become what `fill_gaps` returns, with `NO_HEAD` where no later token is sent.
+# Repair the kernel.
 
 
 # %%
@@ -789,8 +789,8 @@ look_back("more loads at once", "push, then add up", prediction)
 # worst-case size, and the link is idle during the summation.
 #
 # **Exercise 3.** A kernel sums `rows` rows per token. Each of `threads` threads on each of `sms` SMs issues `n` loads of
-# 16 bytes for each row before the first addition. Write a function that returns the smallest `n` for which the bytes in
-# flight suffice for `bandwidth` (bytes per second).
+# 16 bytes for each row before the first addition. Write a function that returns the smallest `n` whose bytes in flight
+# suffice for `bandwidth` (bytes per second) and `latency_ns`.
 
 # %%
 loads_in_flight = ...  # your answer: lambda bandwidth, latency_ns, sms, threads, rows: ...
@@ -1643,7 +1643,7 @@ draw.wait_cycle(CIRCLE) if CIRCLE else print("no circle was found")
 #
 # **Exercise 4.** Two ranks combine rows of one word through rings of two slots; own rows use rings, too. `y` has
 # `rows[0]` rows to rank 0, then `rows[1]` to rank 1, each in token order. Bit `s` of `sources[t]` is set if rank `s` has
-# a row of token `t`. Repair the sender, which deadlocks.
+# a row of the receiving rank's token `t`. Repair the sender, which deadlocks.
 
 # %%
 SLOTS, TAILS, HEADS, RINGS = 2, 0, 2, 4  # the last three are offsets in `local`; each counter has a word per source

@@ -82,6 +82,11 @@ def test_numpy_integers_are_integers():
     assert exercise("align-3").check(lambda experts: np.int64(experts | 1)).wrong is None
 
 
+@pytest.mark.parametrize("answer", [None, 4, "n"])
+def test_what_is_no_function_is_refused(answer):
+    assert exercise("combine-3").check(answer).wrong == f"the answer must be a function, not {answer!r}"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_each_exercise_is_shown_wrong_answers(name):
     assert any(wrong == name for wrong, *_ in WRONG)

@@ -59,6 +59,8 @@ class Exercise:
         """Test an answer. ``...``, which stubs contain, counts as none."""
         if answer is ... or (isinstance(answer, (tuple, list)) and any(part is ... for part in answer)):
             return Result(self, f"not answered yet: the answer is {self.task}")
+        if callable(self.solution) and not _is_kernel(self.solution) and not callable(answer):
+            return Result(self, f"the answer must be a function, not {answer!r}")
         return Result(self, self._wrong(answer))
 
     def _wrong(self, answer):

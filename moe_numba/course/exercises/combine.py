@@ -23,8 +23,11 @@ _SEEDS = 4
 # 1: one rounding
 
 
-def _rounds_differently(numbers):
-    numbers = [float(number) for number in numbers]
+def _rounds_differently(answer):
+    try:
+        numbers = [float(number) for number in answer]
+    except (TypeError, ValueError):
+        return f"three finite numbers are needed, not {answer!r}"
     if len(numbers) != 3 or not all(map(isfinite, numbers)):
         return f"three finite numbers are needed, not {numbers}"
     for number in numbers:
@@ -33,7 +36,11 @@ def _rounds_differently(numbers):
     rows = torch.tensor(numbers).bfloat16()
     each, once = float(rows[0] + rows[1] + rows[2]), float(rows.float().sum().bfloat16())
     if each == once:
-        return f"the sum is {each:g} in both cases, after the partial sum {float(rows[0] + rows[1]):g} in bfloat16"
+        partial, precise = float(rows[0] + rows[1]), float(rows[0].float() + rows[1].float())
+        return (
+            f"the sum is {each:g} in both cases, after the partial sum {partial:.10g} in bfloat16 and "
+            f"{precise:.10g} in float32"
+        )
     return None
 
 
@@ -74,7 +81,13 @@ def _fills_gaps(kernel):
 
 # 3: bytes in flight
 
-_GPUS = (4.2e12, 600, 132, 512, 2), (4.2e12, 600, 12, 480, 2), (1.9e12, 500, 108, 256, 8), (3.3e12, 700, 100, 512, 1)
+_GPUS = [
+    (4.2e12, 600, 132, 512, 2),
+    (4.2e12, 600, 12, 480, 2),
+    (1.9e12, 500, 108, 256, 8),
+    (3.3e12, 700, 100, 512, 1),
+    (1.6e12, 512, 100, 256, 1),  # exactly 2, without rounding errors in any order of the operations
+]
 
 
 def loads_in_flight(bandwidth, latency_ns, sms, threads, rows):
@@ -88,7 +101,7 @@ def _fills_the_memory(answer):
             bandwidth, latency, sms, threads, rows = given
             return (
                 f"with {bandwidth / 1e12:g} TB/s, {latency} ns, {sms} SMs, {threads} threads per SM and {rows} rows "
-                f"you find {found!r}. Bandwidth times latency is {bandwidth * latency * 1e-15:.4g} MB, and one load "
+                f"you find {found}. Bandwidth times latency is {bandwidth * latency * 1e-15:.4g} MB, and one load "
                 f"per row and thread has {sms * threads * rows * 16e-6:.4g} MB in flight"
             )
     return None
@@ -152,6 +165,17 @@ def _combines(kernel):
                 f"with sources {sources.tolist()}, out[{token}] of rank {rank} is {int(out[rank][token])}, not "
                 f"{int(wanted[rank, token])}"
             )
+    return _waits_for_free_slots(kernel)
+
+
+def _waits_for_free_slots(kernel):
+    """Return what is wrong if rank 0 does not fill both rings while no rank receives."""
+    sizes = [torch.full((2,), rows, dtype=torch.int32) for rows in (SLOTS, 0)]
+    y, nothing = torch.arange(2 * SLOTS, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    try:
+        launch_ranks(kernel, 64, RINGS + 2 * SLOTS, [(y, rows, nothing, 0, nothing) for rows in sizes], seed=0)
+    except simulator.Deadlock as error:
+        return f"the sums are right, but rank 0 waits although a slot is free ({error})"
     return None
 
 

@@ -144,10 +144,10 @@ def _clears_without_conflicts(kernel):
         if (wrong := np.flatnonzero(per_expert != wanted)).size:
             return f"per_expert[{wrong[0]}] is {per_expert[wrong[0]]}, not {wanted[wrong[0]]}"
     (counted,) = profile.kernels
-    if (size := counted.launches[0]["shared_bytes"]) > _TABLE_BYTES:
+    if (size := counted.launches[0]["shared_bytes"]) != _TABLE_BYTES:
         return (
-            f"the counts are right, but the table takes {size} bytes instead of {_TABLE_BYTES}: keep rows of 32 words, "
-            "and change which words the lanes of a warp clear together"
+            f"the counts are right, but the table takes {size} bytes instead of {_TABLE_BYTES}: keep a row of 32 words "
+            "for each thread, and change which words the lanes of a warp clear together"
         )
     if conflicts := counted.total.bank_conflicts:
         return (
@@ -185,6 +185,7 @@ _TOO_LATE = (
     "a CTA sums, or exits, before all other CTAs have stored: cuda.syncthreads() waits for the threads of its own CTA "
     "only"
 )
+_UNPAIRED = "each barrier_cluster_wait() needs one barrier_cluster_arrive() before it"
 
 
 def _waits_for_the_cluster(kernel):
@@ -193,12 +194,15 @@ def _waits_for_the_cluster(kernel):
     for seed in range(_SEEDS):
         sums = torch.full((8,), -7, dtype=torch.int32)
         try:
-            with simulator.seed(seed):
+            with simulator.seed(seed), simulator.profile() as profile:
                 launch(kernel, 8, 32, counts, sums, cluster=8)
         except (simulator.ClusterError, simulator.DataRace, simulator.UninitializedRead) as error:
-            return f"{_TOO_EARLY if 'may not have started' in str(error) else _TOO_LATE} ({error})"
+            early, unpaired = "may not have started" in str(error), "arrived" in str(error)
+            return f"{_TOO_EARLY if early else _UNPAIRED if unpaired else _TOO_LATE} ({error})"
         if sums.tolist() != wanted:
             return f"with the thread order of seed {seed}, sums is {sums.tolist()}, not {wanted}"
+    if not profile.kernels[0].launches[0]["shared_bytes"]:
+        return "the sums are right, but the CTAs do not exchange their counts through shared memory"
     return None
 
 

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
+from numbers import Real
 from types import FunctionType
 
 import torch
@@ -28,11 +29,11 @@ from moe_numba.ptx.memory import pointer_from_address
 _SEEDS = 4
 
 
-def launch_ranks(kernel: Callable, threads: int, num_words: int, arguments: Sequence[Sequence], seed: int) -> None:
+def launch_ranks(kernel: Callable, threads: int, num_words: int, arguments: Sequence[Sequence], seed: int) -> list:
     """Launch a kernel of one CTA on several ranks with weak memory, each with zeroed memory that its peers can access.
 
     The kernel's arguments are that memory (int32), the addresses of all ranks' memory, the rank, and ``arguments`` of
-    the rank.
+    the rank. Returns what that memory contains afterwards, a list per rank.
     """
 
     def work(transport):
@@ -40,10 +41,12 @@ def launch_ranks(kernel: Callable, threads: int, num_words: int, arguments: Sequ
         local = shared.local.view(torch.int32)
         transport.launch(kernel, 1, threads, local, shared.addresses, rank, *arguments[rank])
         transport.gather(None)  # runs the kernels
+        words = local.tolist()
         shared.close()
+        return words
 
     with simulator.seed(seed), simulator.weak_memory():
-        LocalGroup(len(arguments)).run(work)
+        return LocalGroup(len(arguments)).run(work)
 
 
 def with_globals(kernel, **names):
@@ -52,14 +55,19 @@ def with_globals(kernel, **names):
     return cuda.jit(FunctionType(function.__code__, function.__globals__ | names, function.__name__))
 
 
-def _wrong_output(kernel, threads, num_words, length, sizes=()):
-    """Return what is wrong with rank 1's ``out``, which must become rank 0's ``x``, under one of the seeds."""
+def _wrong_output(kernel, threads, num_words, length, sizes=(), wrong_memory=lambda words: None):
+    """Return what is wrong with rank 1's ``out``, which must become rank 0's ``x``, under one of the seeds.
+
+    ``wrong_memory`` returns what is wrong with the final contents of rank 1's memory.
+    """
     for seed in range(_SEEDS):
         x, out = torch.arange(length, dtype=torch.int32) + 100, torch.full((length,), -7, dtype=torch.int32)
-        launch_ranks(kernel, threads, num_words, [(x, *sizes, out)] * 2, seed)
+        _, words = launch_ranks(kernel, threads, num_words, [(x, *sizes, out)] * 2, seed)
         if len(wrong := (out != x).nonzero()):
             i = int(wrong[0])
             return f"with the thread order of seed {seed}, out[{i}] is {int(out[i])}, not {int(x[i])}"
+        if wrong := wrong_memory(words):
+            return wrong
     return None
 
 
@@ -79,10 +87,12 @@ def _saturates(answer):
             ranks, cta, link = given
             if found == ceil(link / cta):
                 return f"a CTA also copies the rows that stay on their rank: with {ranks} ranks one of {ranks}"
+            text = f"with {ranks} ranks, {cta} GB/s per CTA and {link} GB/s of the link you find {found} CTAs"
+            if not isinstance(found, Real):
+                return text
             return (
-                f"with {ranks} ranks, {cta} GB/s per CTA and {link} GB/s of the link you find {found!r} CTAs. They put "
-                f"{cta * found * (ranks - 1) / ranks:.4g} GB/s on the link; the smallest number that reaches {link} is "
-                "wanted"
+                f"{text}. They put {cta * found * (ranks - 1) / ranks:.4g} GB/s on the link; the smallest whole number "
+                f"that reaches {link} is wanted"
             )
     return None
 
@@ -99,15 +109,15 @@ def _finds_first_rows(answer):
     for seed in range(_SEEDS):
         # Tokens of a channel that go to a rank, [source, rank, channel].
         counts = torch.randint(1, 9, (3, 3, 4), generator=torch.Generator().manual_seed(seed))
-        rank_prefix = counts.sum(dim=2).cumsum(dim=0).tolist()
+        rank_prefix = counts.sum(dim=2).cumsum(dim=0).numpy()
         for source, rank, channel in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
             earlier = int(counts[source, rank, :channel].sum())
             wanted = first_row_of_channel(rank_prefix, -earlier - 1, source, rank)
             found = answer(rank_prefix, -earlier - 1, source, rank)
             if found != wanted:
                 return (
-                    f"with rank_prefix_matrix {rank_prefix}, start {-earlier - 1}, source {source} and rank {rank} you "
-                    f"find row {found!r}, not {wanted}: {wanted - earlier} rows come from lower ranks, and {earlier} "
+                    f"with rank_prefix {rank_prefix.tolist()}, start {-earlier - 1}, source {source} and rank {rank} "
+                    f"you find row {found}, not {wanted}: {wanted - earlier} rows come from lower ranks, and {earlier} "
                     f"from lower channels of rank {source}"
                 )
     return None
@@ -135,12 +145,21 @@ def send_through_ring(local, peers, rank, x, rows, out):
             st_release_sys_s32(local, HEAD, int32(n + 1))
 
 
-_wrong_row = partial(_wrong_output, threads=1, num_words=RING + SLOTS, length=11, sizes=[11])
+def _wrong_counters(words):
+    for name, index, verb in (("TAIL", TAIL, "stored"), ("HEAD", HEAD, "read")):
+        if words[index] != 11:
+            return f"out is right, but the last {name} is {words[index]} after 11 rows have been {verb}"
+    return None
+
+
+_wrong_row = partial(
+    _wrong_output, threads=1, num_words=RING + SLOTS, length=11, sizes=[11], wrong_memory=_wrong_counters
+)
 
 
 def _sends_through_ring(kernel):
     try:
-        wrong = _wrong_row(kernel)
+        wrong = _wrong_row(kernel) or _waits_for_free_slots(kernel)
     except simulator.SimulatorError as error:
         if wrong := _overfilled(kernel):
             return f"{wrong} ({type(error).__name__}: {error})"
@@ -148,6 +167,16 @@ def _sends_through_ring(kernel):
             return f"a counter is published before the access to its slot, or without a release (DataRace: {error})"
         raise
     return wrong and (_overfilled(kernel) or wrong)
+
+
+def _waits_for_free_slots(kernel):
+    """Return what is wrong if rank 0 does not fill the ring while rank 1, which gets 0 rows to receive, reads none."""
+    x, out = torch.arange(SLOTS, dtype=torch.int32), torch.empty(SLOTS, dtype=torch.int32)
+    try:
+        launch_ranks(kernel, 1, RING + SLOTS, [(x, SLOTS, out), (x, 0, out)], seed=0)
+    except simulator.Deadlock as error:
+        return f"rank 0 waits although a slot is free: {SLOTS} rows fit before rank 1 has read one ({error})"
+    return None
 
 
 def _overfilled(kernel):
@@ -205,15 +234,25 @@ _wrong_element = partial(_wrong_output, threads=96, num_words=DATA + 64, length=
 
 def _signals(kernel):
     try:
-        return _wrong_element(kernel)
+        with simulator.trace() as events:
+            wrong = _wrong_element(kernel)
+        flags = [
+            e for e in events if e.rank == 0 and e.what == "store" and e.details["buffer"] == "the buffer of rank 1"
+        ]
+        if other := next((event for event in flags if event.warp != 2), None):
+            return wrong or f"out is right, but warp {other.warp} stores flag {other.details['index']}, not warp 2"
+        return wrong
     except simulator.DataRace as error:
+        if "the shared array" in str(error):
+            return f"two threads race in shared memory: {error}"
         fenced = lambda *given: (fence_acq_rel_sys(), st_relaxed_sys_s32(*given))
         try:
             _wrong_element(with_globals(kernel, st_relaxed_sys_s32=fenced))
         except simulator.DataRace as other:
             why = "even if a fence precedes the store of the flag, the flag does not cover the stores of all lanes"
             return f"two threads race: {why} ({other})"
-        return f"two threads race: no fence lies between warp 2's poll and its store of the flag ({error})"
+        why = "no system-scope fence of the same lane lies between warp 2's poll and its store of the flag"
+        return f"two threads race: {why} ({error})"
 
 
 EXERCISES = {

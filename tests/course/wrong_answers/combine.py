@@ -6,10 +6,11 @@ from moe_numba import simulator  # noqa: F401  before numba
 from numba import cuda, int32, uint32
 
 from moe_numba.course.articles.deepep.notify import NO_HEAD
-from moe_numba.course.exercises.combine import loads_in_flight
+from moe_numba.course.exercises.combine import combine_two_ranks, fill_gaps_of_warp, loads_in_flight
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, st_release_sys_s32
 from moe_numba.ptx.memory import pointer_from_address
 from moe_numba.ptx.warp import FULL_MASK
+from wrong_answers import changed
 
 SLOTS, TAILS, HEADS, RINGS = 2, 0, 2, 4
 
@@ -159,9 +160,20 @@ WRONG = [
     ("combine-1", (257, 1, 1), "257 is no bfloat16 number; the nearest is 256"),
     ("combine-1", (1, float("inf"), 0), "three finite numbers are needed"),
     ("combine-1", (256, 1), "three finite numbers are needed"),
+    ("combine-1", None, "three finite numbers are needed, not None"),
+    ("combine-1", (2**30, 1, -(2**30)), "the sum is 0 in both cases, .* bfloat16 and 1073741824 in float32"),
     ("combine-2", stub_of_gaps, r"filled\[0\] is -\d+, not -1: the next position is 0; send_head is"),
     ("combine-2", nothing_follows, "no later token is sent: NO_HEAD"),
     ("combine-2", shuffles_in_a_branch, "a lane is missing"),
+    ("combine-2", changed(fill_gaps_of_warp, (" >> uint32(1)", "")), r"filled\[0\] is .*, not -1"),
+    ("combine-2", changed(fill_gaps_of_warp, ("-following - 1", "-following")), r"filled\[0\] is 0, not -1"),
+    (
+        "combine-2",
+        changed(
+            fill_gaps_of_warp, ("filled[lane] = position if position >= 0 else", "if position < 0: filled[lane] =")
+        ),
+        r"filled\[1\] is -7, not 0: this token is sent",
+    ),
     ("combine-3", lambda bandwidth, latency, sms, threads, rows: 0, "you find 0. Bandwidth times latency is 2.52 MB"),
     (
         "combine-3",
@@ -173,8 +185,19 @@ WRONG = [
         lambda bandwidth, latency, sms, threads, rows: bandwidth * latency * 1e-9 / (sms * threads * rows * 16),
         "you find 1.165",
     ),
+    (
+        "combine-3",
+        lambda bandwidth, latency, sms, threads, rows: (
+            1 + int(bandwidth * latency * 1e-9 / (sms * threads * rows * 16))
+        ),
+        "with 1.6 TB/s, 512 ns, .* you find 3",
+    ),
     ("combine-4", stub_of_combine, "the ranks wait for each other"),
     ("combine-4", own_rank_first, "the ranks wait for each other"),
     ("combine-4", does_not_wait, r"out\[0\] of rank 0 is 120, not 114"),
     ("combine-4", one_source_per_token, r"out\[4\] of rank 0 is 118, not 222"),
+    ("combine-4", changed(combine_two_ranks, ("< SLOTS", "<= SLOTS")), r"out\[0\] of rank 0 is 116, not 114"),
+    ("combine-4", changed(combine_two_ranks, ("< SLOTS", "< SLOTS - 1")), "right, but rank 0 waits although a slot is"),
+    ("combine-4", changed(combine_two_ranks, ("rows[0] or tail", "rows[0] and tail")), "the ranks wait for each other"),
+    ("combine-4", changed(combine_two_ranks, ("tail[to] < rows[to] and ", "")), "an index is out of bounds"),
 ]

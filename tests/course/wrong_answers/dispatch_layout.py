@@ -5,7 +5,10 @@ from moe_numba import simulator  # noqa: F401  before numba
 # isort: split
 from numba import cuda, int32, uint32
 
+from moe_numba.course.exercises.dispatch_layout import add_flags, sum_counts
+from moe_numba.course.exercises.dispatch_layout import count_for_ranks as counts_once
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
+from wrong_answers import changed
 
 FULL = 0xFFFFFFFF
 
@@ -168,6 +171,29 @@ def sums_one_warp(ids, per_expert):
 
 
 @cuda.jit
+def counts_without_a_table(ids, per_expert):
+    t = cuda.threadIdx.x
+    if t < 32:
+        total = int32(0)
+        for i in range(64):
+            total = int32(total + (ids[i] == t))
+        per_expert[t] = total
+
+
+@cuda.jit
+def counts_in_one_row(ids, per_expert):
+    row = cuda.shared.array(32, int32)
+    t = cuda.threadIdx.x
+    if t < 32:
+        row[t] = int32(0)
+    cuda.syncthreads()
+    cuda.atomic.add(row, ids[t], int32(1))
+    cuda.syncthreads()
+    if t < 32:
+        per_expert[t] = row[t]
+
+
+@cuda.jit
 def no_cluster_barrier(counts, sums):
     parts = cuda.shared.array(8, int32)
     t, cta = int32(cuda.threadIdx.x), int32(cluster_ctarank())
@@ -240,6 +266,16 @@ def sums_a_row(counts, sums):
         sums[cta] = total
 
 
+@cuda.jit
+def sums_from_global_memory(counts, sums):
+    t, cta = int32(cuda.threadIdx.x), int32(cluster_ctarank())
+    if t == 0:
+        total = int32(0)
+        for other in range(8):
+            total = int32(total + counts[8 * other + cta])
+        sums[cta] = total
+
+
 WRONG = [
     (
         "dispatch_layout-1",
@@ -257,18 +293,39 @@ WRONG = [
         r"experts \[-1, -1, -1, -1\], on ranks \[none, .*\], adds 1 to rank 3, not 0",
     ),
     ("dispatch_layout-1", adds_without_atomics, "two threads race: .*per_rank"),
+    (
+        "dispatch_layout-1",
+        changed(counts_once, ("int32(expert // experts_per_rank)", "expert")),
+        r"experts \[0, 1, 2, 3\], on ranks \[0, 0, 0, 0\], adds 4 to rank 0, not 1",
+    ),
+    ("dispatch_layout-1", changed(counts_once, ("expert >= 0", "expert > 0")), "adds 0 to rank 0, not 1"),
     ("dispatch_layout-2", one_addition_per_flag, r"right after \d+ atomic additions; 4 warps and 8 ranks need 32"),
     ("dispatch_layout-2", ballot_in_a_branch, "104 tokens: not all lanes of a warp execute the ballot"),
     ("dispatch_layout-2", every_lane_adds, r"per_rank\[0\] is 4096, not 128; the warps' tokens have 32, 32, 32, 32"),
     ("dispatch_layout-2", one_warp_adds, r"per_rank\[0\] is 64, not 128"),
+    ("dispatch_layout-2", changed(add_flags, ("token < flags.shape[0] and ", "")), "out of bounds: .* outside flags"),
+    (
+        "dispatch_layout-2",
+        changed(add_flags, ("cuda.atomic.add(per_rank, rank, count)", "per_rank[rank] += count")),
+        "race",
+    ),
     ("dispatch_layout-3", clears_columns, "right, but bank conflicts cost 1984 additional wavefronts"),
-    ("dispatch_layout-3", clears_padded_rows, "the table takes 8448 bytes instead of 8192: keep rows of 32 words"),
+    ("dispatch_layout-3", clears_padded_rows, "the table takes 8448 bytes instead of 8192: keep a row of 32 words"),
     ("dispatch_layout-3", clears_rows_without_a_barrier, "two threads race: .* a barrier must separate clearing"),
     ("dispatch_layout-3", clears_half_of_the_rows, r"per_expert\[0\] is -.*, of 64 tokens: not all rows are cleared"),
     ("dispatch_layout-3", sums_one_warp, r"per_expert\[0\] is 7, not 13"),
+    ("dispatch_layout-3", counts_without_a_table, "the table takes 0 bytes instead of 8192: keep a row of 32 words"),
+    ("dispatch_layout-3", counts_in_one_row, "the table takes 128 bytes instead of 8192: keep a row of 32 words"),
     ("dispatch_layout-4", no_cluster_barrier, "before a cluster barrier has shown that this CTA has started"),
     ("dispatch_layout-4", barrier_after_only, "before a cluster barrier has shown that this CTA has started"),
     ("dispatch_layout-4", barrier_before_only, "before all other CTAs have stored: cuda.syncthreads"),
     ("dispatch_layout-4", barrier_of_some_lanes, "not all threads reach the barrier"),
     ("dispatch_layout-4", sums_a_row, r"seed 0, sums is .*, not \["),
+    ("dispatch_layout-4", sums_from_global_memory, "the CTAs do not exchange their counts through shared memory"),
+    (
+        "dispatch_layout-4",
+        changed(sum_counts, ("arrive()\n    barrier_cluster_wait()  # all CTAs have started", "wait()")),
+        r"each barrier_cluster_wait\(\) needs one barrier_cluster_arrive\(\)",
+    ),
+    ("dispatch_layout-4", changed(sum_counts, ("parts, cta, t, counts", "parts, t, cta, counts")), "seed 0, sums is"),
 ]

@@ -5,7 +5,7 @@ from moe_numba import simulator  # noqa: F401  before numba
 # isort: split
 from numba import cuda, int32
 
-from moe_numba.course.exercises.ring_buffer_dispatch import first_row_of_channel
+from moe_numba.course.exercises.ring_buffer_dispatch import first_row_of_channel, send_through_ring, signal_for_others
 from moe_numba.ptx.atomics import (
     ld_acquire_sys_s32,
     poll_acquire_cta_shared_s32,
@@ -15,6 +15,7 @@ from moe_numba.ptx.atomics import (
 )
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.memory import pointer_from_address
+from wrong_answers import changed
 
 SLOTS, TAIL, HEAD, RING = 4, 0, 1, 2
 DATA = 2
@@ -168,6 +169,22 @@ def does_not_wait(local, peers, rank, x, out):
         out[thread] = local[DATA + thread]
 
 
+@cuda.jit
+def signals_from_the_storing_warps(local, peers, rank, x, out):
+    thread = int32(cuda.threadIdx.x)
+    warp, lane = thread // 32, thread % 32
+    if rank == 0 and warp < 2:
+        remote = pointer_from_address(peers[1], local)
+        remote[DATA + thread] = x[thread]
+        cuda.syncwarp()
+        if lane == 0:
+            st_release_sys_s32(remote, warp, 1)
+    elif warp < 2:
+        while ld_acquire_sys_s32(local, warp) == 0:
+            pass
+        out[thread] = local[DATA + thread]
+
+
 WRONG = [
     ("ring_buffer_dispatch-1", lambda ranks, cta, link: -(-link // cta), "that stay .*: with 2 ranks one of 2"),
     (
@@ -176,6 +193,7 @@ WRONG = [
         r"with 2 ranks, 43 GB/s .* you find 15 CTAs. They put 322.5 GB/s on the link",
     ),
     ("ring_buffer_dispatch-1", lambda ranks, cta, link: link / cta * ranks, "you find 70.0 CTAs"),
+    ("ring_buffer_dispatch-1", lambda ranks, cta, link: None, "you find None CTAs$"),
     (
         "ring_buffer_dispatch-2",
         lambda rank_prefix, start, source, rank: rank_prefix[source - 1][rank] - start - 1,
@@ -200,8 +218,36 @@ WRONG = [
     ("ring_buffer_dispatch-3", one_row_too_many, r"the tail \d+ .* head \d+: 5 rows in a ring of 4 slots"),
     ("ring_buffer_dispatch-3", early_head, "a counter is published before the access to its slot, .*DataRace"),
     ("ring_buffer_dispatch-3", never_publishes_the_head, "threads wait for ever"),
+    (
+        "ring_buffer_dispatch-3",
+        changed(send_through_ring, ("HEAD, int32(n + 1)", "HEAD, int32(n)")),
+        "out is right, but the last HEAD is 10 after 11 rows have been read",
+    ),
+    (
+        "ring_buffer_dispatch-3",
+        changed(send_through_ring, (">= SLOTS", ">= SLOTS - 1")),
+        "rank 0 waits although a slot is free: 4 rows fit before rank 1 has read one",
+    ),
+    (
+        "ring_buffer_dispatch-3",
+        changed(send_through_ring, ("st_release_sys_s32(remote, TAIL", "st_relaxed_sys_s32(remote, TAIL")),
+        "a counter is published .* without a release",
+    ),
+    ("ring_buffer_dispatch-3", changed(send_through_ring, ("TAIL) <= n", "TAIL) < n")), r"out\[0\] is 0, not 100"),
     ("ring_buffer_dispatch-4", stub_of_signal, "the flag does not cover the stores of all lanes"),
     ("ring_buffer_dispatch-4", no_syncwarp, "the flag does not cover the stores of all lanes"),
-    ("ring_buffer_dispatch-4", fence_after_the_flag, "no fence lies between warp 2's poll and its store of the flag"),
+    ("ring_buffer_dispatch-4", fence_after_the_flag, "no .* fence of the same lane lies between warp 2's poll"),
     ("ring_buffer_dispatch-4", does_not_wait, "the flag does not cover the stores of all lanes"),
+    ("ring_buffer_dispatch-4", signals_from_the_storing_warps, "out is right, but warp . stores flag ., not warp 2"),
+    (
+        "ring_buffer_dispatch-4",
+        changed(signal_for_others, ("            cuda.syncwarp()\n", "            fence_acq_rel_sys()\n")),
+        "the flag does not cover the stores of all lanes",
+    ),
+    (
+        "ring_buffer_dispatch-4",
+        changed(signal_for_others, ("st_release_cta_shared_s32(posted, warp, 1)", "posted[warp] = 1")),
+        "two threads race in shared memory",
+    ),
+    ("ring_buffer_dispatch-4", changed(signal_for_others, ("elif lane < 2", "elif lane < 1")), "threads wait for ever"),
 ]
