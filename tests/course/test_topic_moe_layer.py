@@ -121,14 +121,14 @@ def make_peer(change=lambda out: out, scalings=("none", "block")):
     return SimpleNamespace(NAME="Other", VERSION="1.2", serves_experts=serves, plan_experts=plan)
 
 
-def steps_of(peer, monkeypatch, device):
+def steps_of(peer, layers, monkeypatch, device):
     patch_topic(monkeypatch, moe_layer_measure)
-    rows = moe_layer_measure.measure(LAYERS, [peer], str(device))
+    rows = moe_layer_measure.measure(layers, [peer], str(device))
     return rows, {row["config"]["model"] for row in rows if row["step"] == "peer:Other"}
 
 
 def test_peers_are_measured_in_the_formats_that_they_serve(monkeypatch, device):
-    rows, found = steps_of(make_peer(), monkeypatch, device)
+    rows, found = steps_of(make_peer(), LAYERS, monkeypatch, device)
     assert found == {"small FP8", "small bf16", "small gpt-oss"}
     assert all(row["version"] == "1.2" and row["floor_us"] for row in rows if row["step"] == "peer:Other")
     record = {"topic": "moe_layer", **ABOUT, "sources": {"a": "b"}, "rows": rows}
@@ -148,14 +148,14 @@ def test_peers_are_measured_in_the_formats_that_they_serve(monkeypatch, device):
     ],
 )
 def test_wrong_peers_are_reported_and_left_out(change, said, monkeypatch, device, capsys):
-    _, found = steps_of(make_peer(change), monkeypatch, device)
+    _, found = steps_of(make_peer(change), LAYERS[:1], monkeypatch, device)
     assert not found and re.search(said, capsys.readouterr().err)
 
 
 def test_output_that_a_peer_does_not_write_again_is_seen(monkeypatch, device, capsys):
     kept = []
     keep = lambda out: kept[-1] if kept and kept[-1].shape == out.shape else kept.append(out) or out
-    _, found = steps_of(make_peer(keep, ("block",)), monkeypatch, device)
+    _, found = steps_of(make_peer(keep, ("block",)), LAYERS[:1], monkeypatch, device)
     assert not found and "was not written, or is NaN" in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ from helpers.figures import misplaced
 
 from moe_numba.course.bench import Stats, records, topic
 from moe_numba.course.bench.topics import moe_layer_ranks_measure as measure
-from moe_numba.expert_parallel import Buffer, LocalGroup
+from moe_numba.expert_parallel import Buffer, LocalGroup, low_latency_config
 from moe_numba.moe_layer import module, reference
 
 moe_layer_ranks = topic("moe_layer_ranks")
@@ -38,6 +38,7 @@ def small(monkeypatch):
     monkeypatch.setattr(measure.LayerBench, "_times", times)
     shared = lambda hidden, intermediate, device: Twice()
     monkeypatch.setattr(measure, "SharedExpert", shared)
+    monkeypatch.setattr(low_latency_config, "default_parts", lambda max_tokens: 1)  # rows are short
 
 
 class Twice(torch.nn.Module):
