@@ -21,6 +21,7 @@ from helpers.low_latency import (
     run,
     synchronize,
 )
+from helpers.thirds import take_third
 from helpers.wrong_kernels import changed_maker
 
 from moe_numba import prepare, simulator
@@ -838,7 +839,7 @@ WRONG_FP8_SUMS = {  # the passage of the module of sums, and what replaces it
 
 
 @simulated
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", take_third(WRONG))
 def test_a_wrong_kernel_is_rejected(name, monkeypatch):
     kernel, where, right, wrong, protocol = WRONG[name]
     modules = {

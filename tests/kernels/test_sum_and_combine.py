@@ -13,6 +13,7 @@ from helpers.expert_parallel import (
     make_inputs,
     send,
 )
+from helpers.thirds import take_third
 from helpers.wrong_kernels import changed, is_rejected
 
 from moe_numba import simulator
@@ -81,7 +82,7 @@ WRONG = {
 
 
 @SIMULATED
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", take_third(WRONG))
 def test_wrong_kernels_are_rejected(name, monkeypatch):
     module, right, wrong = WRONG[name]
     make = "make_combine" if module is combine else "make_sum_for_combine_kernel"

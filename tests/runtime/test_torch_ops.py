@@ -272,7 +272,7 @@ def test_functions_pass_all_arguments_to_their_op(name, monkeypatch):
 
 
 @pytest.mark.parametrize("overload", ["default", pytest.param("out", marks=pytest.mark.slow)])
-@each_call
+@pytest.mark.parametrize("case", take_third(CALLS))
 def test_opcheck(case, overload, device):
     function, op, args, kwargs = call_of(case, device)
     if overload == "out":
