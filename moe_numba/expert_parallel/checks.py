@@ -65,8 +65,6 @@ def _check_rows(name, tensor, dtype, device):
         and tensor.device == device
         and tensor.is_contiguous()
     ):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor")
         wanted = ("tokens", "hidden")
         check_tensor(name, tensor, dtype=dtype, shape=wanted, contiguous=True, device=(device, "the buffer"))
         check_has_memory(name, tensor)
@@ -234,8 +232,6 @@ def check_ready(ready, topk_weights, rows, device):
     """Check the flags of rows that another kernel computes while combine runs."""
     if topk_weights is not None:
         raise ValueError("ready is given, and so is topk_weights; only one of them is allowed")
-    if not isinstance(ready, torch.Tensor):
-        raise TypeError(f"ready is {type(ready).__name__}; it must be a tensor")
     check_tensor("ready", ready, dtype=torch.int32, contiguous=True, device=(device, "the buffer"))
     if ready.dim() != 1 or len(ready) < rows:
         raise ValueError(f"ready has shape {tuple(ready.shape)}; it must have one dimension and {rows} rows or more")

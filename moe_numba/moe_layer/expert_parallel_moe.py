@@ -157,10 +157,8 @@ class ExpertParallelMoE(nn.Module):
             If a rank does not arrive within the buffer's timeout: from this call if the host waits for counts,
             otherwise from the next one.
         """
-        for name, tensor, columns in (("x", x, self._hidden), ("topk_ids", topk_ids, "topk")):
-            _check_is_tensor(name, tensor)
-            if tensor.dim() != 2 or (name == "x" and tensor.shape[1] != columns):  # dispatch checks all else
-                check_tensor(name, tensor, shape=("tokens", columns))
+        check_tensor("x", x, shape=("tokens", self._hidden))  # dispatch checks all else
+        check_tensor("topk_ids", topk_ids, shape=("tokens", "topk"))
         if self.shared_experts is not None:
             if shared is not None:
                 raise ValueError("shared is given, but the layer has shared_experts; only one of them is allowed")
@@ -172,21 +170,11 @@ class ExpertParallelMoE(nn.Module):
 
     def _check_shared(self, shared, x):
         """Refuse, before anything is sent, what combine cannot add to the sum of ``x``'s experts."""
-        if not (
-            type(shared) is torch.Tensor
-            and shared.dtype is torch.bfloat16
-            and shared.shape == x.shape
-            and shared.device == x.device
-            and shared.is_contiguous()
-            and shared.data_ptr() % 16 == 0
-            and not shared.requires_grad
-        ):
-            name = "shared" if self.shared_experts is None else "shared_experts' result"
-            _check_is_tensor(name, shared)
-            is_bias = not self.low_latency_tokens  # of `Buffer.combine`
-            layout = dict(contiguous=is_bias, aligned=is_bias, device=(x.device, "x"))
-            check_tensor(name, shared, dtype=torch.bfloat16, shape=tuple(x.shape), **layout)
-            check_no_grad(name, shared, "ExpertParallelMoE")
+        name = "shared" if self.shared_experts is None else "shared_experts' result"
+        is_bias = not self.low_latency_tokens  # of `Buffer.combine`
+        layout = dict(contiguous=is_bias, aligned=is_bias, device=(x.device, "x"))
+        check_tensor(name, shared, dtype=torch.bfloat16, shape=tuple(x.shape), **layout)
+        check_no_grad(name, shared, "ExpertParallelMoE")
 
     def _start_shared_experts(self, x):
         """Launch the shared experts concurrently with the current stream; `_wait_for_shared_experts` waits."""
@@ -286,8 +274,3 @@ class ExpertParallelMoE(nn.Module):
         options += ", overlap_combine=True" if self._sum_and_combine is not None else ""
         options += f", low_latency_tokens={self.low_latency_tokens}" + ", fp8_combine=True" * self.fp8_combine
         return f"{ranks}, num_experts={self.num_experts}, {options}"
-
-
-def _check_is_tensor(name, tensor):
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor")

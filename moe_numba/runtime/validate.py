@@ -45,7 +45,7 @@ def is_fake(device):
 
 
 def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, aligned=False, device=None):
-    """Refuse a tensor that is not as described, and a negated view (``tensor.is_neg()``).
+    """Refuse what is no tensor or not as described, and a negated view (``tensor.is_neg()``).
 
     Parameters
     ----------
@@ -64,10 +64,12 @@ def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, alig
     Raises
     ------
     TypeError
-        For the dtype.
+        For what is no tensor, and for the dtype.
     ValueError
         For everything else.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor")
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if dtype is not None and tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
