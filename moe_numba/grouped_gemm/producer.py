@@ -140,11 +140,8 @@ def make_load_early_weight(config, layout):
     It loads the weights of the first stages, at most all, publishes their tiles, and returns their number.
     """
     full, stage_bytes, stages = layout.full, layout.stage_bytes, config.stages
-    load_weight, block_k, bytes_of_stage = (
-        make_load_weight(config),
-        block_k_of(config),
-        make_bytes_of_stage(config, layout),
-    )
+    load_weight, block_k = make_load_weight(config), block_k_of(config)
+    bytes_of_stage = make_bytes_of_stage(config, layout)
     look_up_tile, publish_tile = make_look_up_tile(config, layout), make_publish_tile(config, layout)
     (first_tile, next_tile), columns = make_tile_loop(config.cluster_size), BLOCK_N * config.cluster_size
 
