@@ -223,8 +223,8 @@ def make_tma_producer(config, layout):
         tile = first_tile()
         while tile < tiles:
             info = get_tile(smem, problem, tile)  # before the wait, which hides its latency
-            mbarrier_wait_parity(barriers, empty + stage, phase)
-            if early == 0:
+            if early == 0:  # as in `producer.make_tma_producer`
+                mbarrier_wait_parity(barriers, empty + stage, phase)
                 publish_tile(smem, info, stage)
             boxes = boxes_of(info)
             for k_tile in range(0, weight.k_tiles, stage_tiles):

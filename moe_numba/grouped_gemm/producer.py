@@ -202,8 +202,8 @@ def make_tma_producer(config, layout):
         while tile < tiles:
             info = look_up_tile(smem, problem, n_tiles, tile)  # before the wait, which hides its latency
             g, row, _, subtile_rows, n_tile = info
-            mbarrier_wait_parity(barriers, empty + stage, phase)
-            if early == 0:
+            if early == 0:  # an early stage with gathered rows may have been released already: no later phase ends
+                mbarrier_wait_parity(barriers, empty + stage, phase)
                 publish_tile(smem, scales, info, stage)
             is_single, num_bytes = bytes_of_stage(info)
             if multicast:  # each CTA loads half of the rows of x and multicasts them to both

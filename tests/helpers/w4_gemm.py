@@ -117,9 +117,12 @@ def run(p, config=None, blocks=2, seed=0, make_kernel=kernel_w4.make_kernel, **p
     return y[:total]
 
 
-def wrong(module, right, text):
-    """Return the options of ``run`` for a passage of a kernel's or a packing module's source replaced by another."""
+def wrong(module, right, text, *more):
+    """Return the options of ``run`` for a passage of a kernel's or a packing module's source replaced by another.
+
+    ``more`` are further pairs of passages of a kernel's source.
+    """
     if module.__name__.rpartition(".")[2] in ("packing_mxfp4", "packing_int4", "weight_tiles"):
         makers = {"pack_mxfp4": packing_mxfp4, "pack_int4": packing_int4}
         return {name: changed_maker(packing, name, module, right, text) for name, packing in makers.items()}
-    return dict(make_kernel=changed_maker(kernel_w4, "make_kernel", module, right, text))
+    return dict(make_kernel=changed_maker(kernel_w4, "make_kernel", module, right, text, *more))

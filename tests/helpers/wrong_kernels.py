@@ -11,14 +11,17 @@ from moe_numba.course.simulate import changed_module
 _CHANGEABLE = tuple(f"moe_numba.{package}." for package in ("grouped_gemm", "expert_parallel.kernels", "ptx"))
 
 
-def changed(module, right, wrong):
-    """Return the namespace of ``module`` with the passage ``right`` of its source replaced by ``wrong``."""
-    return vars(changed_module(module, (right, wrong)))
+def changed(module, right, wrong, *more):
+    """Return the namespace of ``module`` with the passage ``right`` of its source replaced by ``wrong``.
+
+    ``more`` are further pairs (right, wrong).
+    """
+    return vars(changed_module(module, (right, wrong), *more))
 
 
-def changed_maker(kernel, make, module, right, wrong):
-    """Return the function ``make`` of the module ``kernel``, built with a change in a module that it depends on."""
-    return _with_change(kernel, {module.__name__: changed(module, right, wrong)})[make]
+def changed_maker(kernel, make, module, right, wrong, *more):
+    """Return the function ``make`` of the module ``kernel``, built with changes in a module that it depends on."""
+    return _with_change(kernel, {module.__name__: changed(module, right, wrong, *more)})[make]
 
 
 def _with_change(module, made):

@@ -111,6 +111,20 @@ def test_gather(variant, device):
     assert mismatch(run(p), p.expected) is None
 
 
+@pytest.mark.parametrize("variant", ["two tiles", "e4m3, block"])
+def test_consumers_release_an_early_stage_before_the_producer_continues(variant, device):
+    """As for the kernel of FP8 and bfloat16 weights."""
+    p = gathered(make_problem([5, 30, 16], 256, 832, device, VARIANTS[variant]._replace(early_weight=True)))
+    wait = "            griddepcontrol_wait()\n"
+    released = "            if early > 0:\n                mbarrier_wait_parity(barriers, empty, uint32(0))\n"
+    slow = kernel, f"{wait}        tile = first_tile()", f"{wait}{released}        tile = first_tile()"
+    assert mismatch(run(p, **wrong(*slow)), p.expected) is None
+    if simulator.ENABLED:
+        right = "            if early == 0:"
+        always = f"            mbarrier_wait_parity(barriers, empty + stage, phase)\n{right}"
+        assert is_rejected(lambda seed: mismatch(run(p, seed=seed, **wrong(*slow, (right, always))), p.expected))
+
+
 # Wrong kernels
 
 WAIT = "            mbarrier_wait_parity(smem.barriers, full + stage, phase)\n"

@@ -164,8 +164,8 @@ MUTANTS = [
         ONE_GROUP,
         (
             PRODUCER,
-            "            mbarrier_wait_parity(barriers, empty + stage, phase)\n            if early",
-            "            if early",
+            "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                publish_tile",
+            "                publish_tile",
         ),
     ),
     mutant("M22", "cp.async.commit_group removed", GATHERED, (GATHER, "        cp_async_commit_group()\n", "")),
@@ -199,7 +199,11 @@ MUTANTS = [
         "M28",
         "flag before data: tile info stored after the barrier's arrival",
         EDGES,
-        (PRODUCER, "            if early == 0:\n                publish_tile(smem, scales, info, stage)\n", ""),
+        (
+            PRODUCER,
+            "                publish_tile(smem, scales, info, stage)\n            is_single",
+            "            is_single",
+        ),
         (
             PRODUCER,
             "                    mbarrier_arrive_expect_tx(barriers, full + stage, num_bytes)\n",
