@@ -127,7 +127,7 @@ def slowdown(times: dict[str, float], launch: str, before: tuple[str, str]) -> d
         return dict.fromkeys((*before, "conclusion"))
     extra_us = {name: times[f"{name}, {launch}"] - times[name] - times[launch] for name in before}
     found: dict[str, str | None] = {
-        name: f"behind `{name}`, `{launch}` takes {us:+.0f} us ({_percent(us / times[launch])}) relative to "
+        name: f"after `{name}`, `{launch}` takes {us:+.0f} us ({_percent(us / times[launch])}) relative to "
         f"{times[launch]:.0f} us alone"
         for name, us in extra_us.items()
     }

@@ -62,7 +62,7 @@ def test_a_launch_is_slower_behind_others(pairs, conclusion):
     extra = pairs[0] - 110
     assert (
         found["permute"]
-        == f"behind `permute`, `gate_up` takes {extra:+.0f} us ({extra:+.1f} %) relative to 100 us alone"
+        == f"after `permute`, `gate_up` takes {extra:+.0f} us ({extra:+.1f} %) relative to 100 us alone"
     )
     assert set(slowdown({}, "gate_up", ("permute", "copy")).values()) == {None}
 
