@@ -236,6 +236,8 @@ def test_kernels_that_do_not_poison_are_rejected(operation, unchecked, monkeypat
 
     for module in (poison, notify):
         monkeypatch.setattr(module, "fill", fill_only_prefixes)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).zero_())  # no older poison
     found = poisoned_after_a_loss(operation, unchecked)
     assert not any(outputs[0].all() for outputs in found)
 

@@ -69,7 +69,7 @@ def _is_bytecode_of(path, sources):
 
 def run_tests(tests, sources=None, seed=None, timeout=TIMEOUT):
     """Run tests with changed sources, up to the first failure; return an `Outcome`."""
-    environment = {"MOE_NUMBA_RACES": os.environ.get("MOE_NUMBA_RACES", "1")}
+    environment = {"MOE_NUMBA_RACES": os.environ.get("MOE_NUMBA_RACES", "1"), "MOE_NUMBA_THIRD": "all"}
     environment |= {} if seed is None else {"MOE_NUMBA_SEED": str(seed)}
     with planted(sources or {}) as root:
         process = _processes.Process(target=_run_pytest, args=(root, tests, dict(os.environ) | environment))
