@@ -379,8 +379,8 @@ step("192 columns", columns_192, after="scales per row", predicted_gain_us=gain_
 loads_192 = LAUNCHES["loads of 192 columns"]
 LOADS = times("loads of both tiles", {"128 columns": loads_128, "192 columns": loads_192}) or {}
 say(
-    "Loads alone take {less:.0%} less time, for {bytes:.0%} fewer bytes from L2. These bytes are one limit of the loads; step 4 looks at "
-    "another, the time at which CTAs load them.",
+    "Loads alone take {less:.0%} less time, for {bytes:.0%} fewer bytes from L2. These bytes may limit the loads, though a wider tile also "
+    "needs fewer stages in all; step 4 looks at another limit, the time at which CTAs load them.",
     less=1 - LOADS["192 columns"] / LOADS["128 columns"] if LOADS else None,
     bytes=1 - L2_BYTES[192] / L2_BYTES[128],
 )
@@ -401,6 +401,8 @@ exercise("grouped_gemm_scales-2").check(bytes_from_l2)
 # %%
 compute_192 = LAUNCHES["without loads"]
 PARTS = times("parts", {"192 columns": columns_192, "loads alone": loads_192, "without loads": compute_192}) or {}
+if PARTS and PARTS["without loads"] > PARTS["192 columns"]:
+    print("a part takes longer than the whole: probably it runs at a lower clock (end of this section)")
 
 # %% [markdown]
 # The longer one is the limit: on an H200 computing, on an H100 the loads (end of this step). To find what the loads
@@ -579,8 +581,8 @@ say(
     "stays as a part of step 6, which is compared with step 4 there.",
     one=ONE_US and ONE_US - NO_LOADS_US,
     four=ONE_US and BY_FOUR_US - FOUR_NO_LOADS_US,
-    why="They have a quarter of the wavefronts, but a warp begins them only when it has written four stages, so less of their latency is "
-    "hidden than with three warps, each of which loads three stages ahead. "
+    why="They have a quarter of the wavefronts, but a warp begins them only when it has written four stages, so perhaps less of their latency "
+    "is hidden than with three warps, each of which loads three stages ahead. "
     if FOUR_TIMES and BY_FOUR_US - FOUR_NO_LOADS_US > ONE_US - NO_LOADS_US
     else "",
     rest=ONE_US and FOUR_NO_LOADS_US - NO_LOADS_US,
@@ -886,8 +888,9 @@ MJ = [energy["launch_mj"] for energy in ENERGY.values() if energy]
 LIMIT_W = ENERGY["final"].get("limit_watts")
 say(
     "The final kernel runs at {mhz:.0f} MHz of up to {boost:.0f} MHz. The kernels need {low:.0f} to {high:.0f} mJ per launch, which at the limit "
-    "of {limit:.0f} W take {low_us:.0f} to {high_us:.0f} us. The steps since 192 columns remove waiting, but hardly any energy: that is why "
-    "they gain so little. Neither pairs nor weights kept in L2 change that.",
+    "of {limit:.0f} W take {low_us:.0f} to {high_us:.0f} us. From 192 columns to the final kernel the energy falls by {saved:.0%} and "
+    "the time by {faster:.0%}: waiting is gone, but at the power limit the time follows the energy. If step 9 does not keep weights in L2, "
+    "its energy changes by {not_kept:+.0%}.",
     mhz=ENERGY["final"].get("sm_mhz"),
     boost=LIMITS.boost_clock / 1e6,
     low=min(MJ, default=None),
@@ -895,6 +898,9 @@ say(
     limit=LIMIT_W,
     low_us=min(MJ) / LIMIT_W * 1e3 if MJ else None,
     high_us=max(MJ) / LIMIT_W * 1e3 if MJ else None,
+    saved=1 - ENERGY["final"]["launch_mj"] / ENERGY["192 columns"]["launch_mj"] if MJ else None,
+    faster=1 - ENERGY["final"]["launch_us"] / ENERGY["192 columns"]["launch_us"] if MJ else None,
+    not_kept=ENERGY["weights not kept"]["launch_mj"] / ENERGY["TMA store"]["launch_mj"] - 1 if MJ else None,
 )
 
 # %% [markdown]

@@ -474,7 +474,7 @@ group_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "Interleaved, the package's kernel takes {final:.2f} us and ours {ours:.2f} us. It is launched up to {limit} assignments.",
+    "Interleaved, the package's kernel takes {final:.2f} us and the step's {ours:.2f} us. The former is launched up to {limit} assignments.",
     final=SORTS.get("final"),
     ours=SORTS.get("a chunk per warp"),
     limit=routing.MAX_SINGLE_CTA_ASSIGNMENTS,
@@ -749,7 +749,7 @@ Markdown(parts_table(of_models(RECORD, SHOWN)) if RECORD else NO_RECORD)
 say(
     "The [README](../README.md#experts-of-a-layer) compares these and other layers with other projects. For 1 / 64 / 4096 "
     "tokens {model}'s launches take {sums} us in sum, and the whole layer {calls} us. A launch that is repeated alone finds "
-    "what fits of its weights in the L2 cache, and waits for no other kernel, which shortens the sum with 1 token. With "
+    "part of its weights in the L2 cache, and waits for no other kernel, which shortens the sum with 1 token. With "
     "4096 tokens the whole layer takes {gap:+.0f} us relative to the sum.",
     model=QWEN,
     sums=joined(sum(SEEN.launches(tokens).values()) or None for tokens in SIZES),
@@ -915,8 +915,8 @@ say(
     "{overlap:+.1f} us relative to their sum.\n\n"
     "The GEMV kernels read an expert's weights once for each of its tokens. So `fused_experts` uses them for one token, and "
     "for more only if `tokens * topk` is at most {ratio:g} times the expected number of distinct experts; and only if the "
-    "weights of the assignments take at most {size} MiB. Beyond that, grouped GEMMs read weights faster than the saved "
-    "launches are worth.",
+    "weights of the assignments take at most {size} MiB. Measurements that this notebook does not repeat gave "
+    "these limits.",
     before=ONE.get("grouped GEMMs"),
     after=ONE.get("GEMV"),
     gain=GAIN and str(GAIN),
@@ -1071,7 +1071,7 @@ say(
     "For 8 GPUs there are measurements (section 8): with {few} tokens the model gives {few_model:.0f} us, and {few_us} us "
     "are measured; with {many} tokens {many_model:.0f} and {many_us} us. The model ignores fixed costs (launches, exchange "
     "of counts), and assumes the peak rates of memory, tensor cores and links.\n\n"
-    "**64 GPUs gain in decode and lose in prefill.** With {few} tokens on each, each of 64 GPUs reads {less:.0f} times fewer "
+    "**By this model 64 GPUs gain in decode and lose in prefill.** With {few} tokens on each, each of 64 GPUs reads {less:.0f} times fewer "
     "bytes than each of 8, because it holds fewer experts, and a layer takes {few_64:.2f} us per token instead of "
     "{few_8:.2f}. With {many} tokens it takes {many_64:.2f} us per token instead of {many_8:.2f}, {slower:.1f} times as long: "
     "computing takes longer than reading already on 8 GPUs, so reading less saves nothing, and dispatch and combine over the "
