@@ -848,9 +848,8 @@ table(
 # On a GPU, D has 4096 x 4096 elements and k is 7168. The peer, labelled `torch`, is cuBLAS through `torch._scaled_mm`
 # with fast accumulation, like our kernels up to step 7.
 #
-# A step predicts the microseconds that it saves over an earlier step. Both are timed interleaved; the line of a step has
-# both times, the predicted and the measured change, and a verdict on the change. A step that is slower than the one that
-# it changes, by more than the noise, is drawn in grey. `us(name)` is the time of a step.
+# A step predicts what it saves over an earlier step. Both are timed interleaved; the line of a step has both times, the
+# predicted and the measured change, and a verdict. Slower steps are drawn in grey. `us(name)` is the time of a step.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -862,11 +861,7 @@ def output():
 ONE = torch.ones((), device=DEVICE)
 OUT = output()
 MAPS = [TensorMap(t.view(torch.uint8), (64, 128), swizzle=128) for t in (A, B)]
-LINES, PITCH, K_BLOCKS = (
-    OUT.view(torch.int32),
-    SIZES.n // 2,
-    SIZES.k // 128,
-)  # the output as 4-byte words of two elements
+LINES, PITCH, K_BLOCKS = OUT.view(torch.int32), SIZES.n // 2, SIZES.k // 128  # two elements of OUT per 4-byte word
 
 
 def by_cublas(fast=True):
@@ -883,8 +878,6 @@ ladder = Ladder(
     reference_name="torch",
     size={"m": SIZES.m, "n": SIZES.n, "k": SIZES.k},
 )
-
-
 us = ladder.median_us  # the time of a step, measured now or recorded; None if there is none
 
 
@@ -932,7 +925,7 @@ print_rates("torch")
 # shared memory through the generic proxy, wgmma reads it through the async proxy, so each thread calls
 # `fence_proxy_async_shared` before the barrier.
 #
-# **Predicted gain.** None: this is the first of our kernels. cuBLAS, with which the ladder begins, has a larger tile.
+# **Predicted gain.** None: this is our first kernel, and it changes no other.
 
 
 # %%
@@ -1273,9 +1266,8 @@ measure("persistent CTAs", persistent, after="warp specialisation", predicted_ga
 print_rates("persistent CTAs")
 
 # %% [markdown]
-# **Explanation.** The predicted gain is small, and between repeated measurements steps 5 and 6 vary by about as much; the
-# spreads of the two overlap in the measurement at the end. With 1024 tiles for 132 CTAs, 32 CTAs are idle in the last of
-# 8 waves, which a persistent kernel does not change.
+# **Explanation.** The predicted gain is about as small as the variation of repeated measurements of these two steps. With
+# 1024 tiles for 132 CTAs, 32 CTAs are idle in the last of 8 waves, which a persistent kernel does not change.
 #
 # ### Step 7: a tile of 128 x 256
 #
@@ -1676,7 +1668,7 @@ for name, found in REFUSED.items():
 # ## 9. The article's statements
 #
 # The course's article on TMA is *CUTLASS CuTe 7: group GEMM and TMA in hpc-ops*. The table compares its statements with
-# the results above: `reproduced`, `not reproduced`, or `partly`. The last three are checked only in the simulator.
+# the results above. The last three are checked only in the simulator.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 GLOBAL_REPLACE = """
