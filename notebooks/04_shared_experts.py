@@ -311,7 +311,12 @@ OTHERS = {
     "prefill": setting(torch.bfloat16, HERE.prefill),
     "fp8": setting(FP8, HERE.decode),
 }
-SAYS = {"one": "1 token", "batch": f"{BATCH} tokens", "prefill": f"{PREFILL} tokens", "fp8": f"{DECODE} tokens, FP8"}
+SETTINGS = {
+    "one": "1 token",
+    "batch": f"{BATCH} tokens",
+    "prefill": f"{PREFILL} tokens",
+    "fp8": f"{DECODE} tokens, FP8",
+}
 EXPERTS, REPLICAS = HERE.shape.num_experts, HERE.replicas
 
 ladder = Ladder(
@@ -336,7 +341,7 @@ def measure(name, forward, others=OTHERS, **more):
     with ladder.attempt(name, "bfloat16"):
         for which, (layers, x, right) in others.items():
             wrong = mismatch(forward(layers[0], x), right, layers[0].dtype)
-            assert not wrong, f"{name}, {SAYS[which]}: {wrong}"
+            assert not wrong, f"{name}, {SETTINGS[which]}: {wrong}"
             calls = [partial(forward, layer, x) for layer in layers]
             often = {"launches": len(calls), "replays": 12} if which == "prefill" else {}
             stats = None if ladder.untimed else kernel_times({"": calls}, **often)[""]
@@ -360,11 +365,11 @@ def print_settings(name, before=None):
     row, old = ladder.row(name), ladder.row(before) if before else None
     if row and "launches" in row:
         print(f"    {row['launches']} kernels" + (f" (before: {old['launches']})" if old else ""))
-    for which, says in SAYS.items():
+    for which, label in SETTINGS.items():
         now, then = us(name, f"{which}_us"), us(before, f"{which}_us") if before else None
         if now:
             change = f" (before: {then:.1f} us, {now - then:+.1f})" if then else ""
-            print(f"    {says}: {now:.1f} us{change}")
+            print(f"    {label}: {now:.1f} us{change}")
 
 
 # %% [markdown]
@@ -867,9 +872,9 @@ def bars(what, dtype, model="tp8"):
     times = SHARED and layer_times(SHARED, model, dtype, what)
     if not times:
         return print("The layers have not been recorded yet; `python -m moe_numba bench shared_experts` does it.")
-    says = {"layer": "The layer", "GEMMs": "Its GEMMs alone"}[what]
+    label = {"layer": "The layer", "GEMMs": "Its GEMMs alone"}[what]
     ranks = {"tp8": "an eighth of 256 experts", "ep8": "32 whole experts"}[model]
-    return layer_bars(times, "separate", title=f"{says}: {ranks}, {dtype}", caption=plots.caption(SHARED))
+    return layer_bars(times, "separate", title=f"{label}: {ranks}, {dtype}", caption=plots.caption(SHARED))
 
 
 bars("GEMMs", "bfloat16")
@@ -1151,10 +1156,10 @@ try:
 except KeyError as error:
     print("no scales, the article's code: KeyError:", error)
 ours, articles, _, _ = load_both({**MODEL, "n_shared_experts": 2}, replicas=1)
-for says, loaded in (("the article's code", articles), ("fuse_checkpoint", ours)):
+for label, loaded in (("the article's code", articles), ("fuse_checkpoint", ours)):
     lengths = {name: len(bits) for name, bits in loaded if name.endswith("up_proj.weight")}
     widths = {expert: lengths.get(f"model.layers.1.mlp.experts.{expert}.up_proj.weight") for expert in (0, 8, 9)}
-    print(f"two shared experts, {says}: bytes of up_proj of experts 0, 8 and 9: {list(widths.values())}")
+    print(f"two shared experts, {label}: bytes of up_proj of experts 0, 8 and 9: {list(widths.values())}")
 
 # %% [markdown]
 # ## 8. The memory cost of replicas
@@ -1169,7 +1174,7 @@ for says, loaded in (("the article's code", articles), ("fuse_checkpoint", ours)
 theirs, layers58, on_a_rank = memory_cost(num_hidden_layers=51), memory_cost(), memory_cost(8, tensor_parallel_size=8)
 one_on_a_rank = memory_cost(1, tensor_parallel_size=8)
 print(f"an expert: {theirs.expert_bytes / MEBI:g} MiB")
-for says, layers, amount in (
+for label, layers, amount in (
     ("the article's 51 layers, one expert each", theirs.moe_layers, theirs.replicas_bytes),
     ("61 layers, one expert each", layers58.moe_layers, layers58.replicas_bytes),
     ("TP8, 8 replicas, on a rank", on_a_rank.moe_layers, on_a_rank.replicas_bytes),
@@ -1177,7 +1182,7 @@ for says, layers, amount in (
     ("TP8, one shared expert, no copies", one_on_a_rank.moe_layers, one_on_a_rank.extra_bytes),
 ):
     each = amount / layers / MEBI
-    print(f"{says:<48} {layers} x {each:5.2f} MiB = {amount / MEBI:6.1f} MiB = {amount / GIBI:.3f} GiB")
+    print(f"{label:<48} {layers} x {each:5.2f} MiB = {amount / MEBI:6.1f} MiB = {amount / GIBI:.3f} GiB")
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 EXTRA = {replicas: memory_cost(replicas, tensor_parallel_size=8).extra_bytes / GIBI for replicas in range(1, 9)}
@@ -1474,13 +1479,13 @@ print("four and a shared one:", ids[0].tolist())
 
 # %%
 layer, tokens, _ = OTHERS["prefill"]
-for says, seeds in (("five seeds", range(5)), ("one seed, five times", [0] * 5)):
+for label, seeds in (("five seeds", range(5)), ("one seed, five times", [0] * 5)):
     results = []
     for seed in seeds:
         routing = fuse_routing(*layer[0].route(tokens), EXPERTS, REPLICAS, 2.5, "random", seed)
         results.append(layer[0].fused(tokens, *routing))
     different = 1 + sum(not any(torch.equal(out, other) for other in results[:i]) for i, out in enumerate(results) if i)
-    print(f"{says}: {different} different result{'s' * (different > 1)}")
+    print(f"{label}: {different} different result{'s' * (different > 1)}")
 
 # %% [markdown]
 # All five runs are bit-identical: here torch's GEMM computed the same bits for a row, independent of its neighbours.
