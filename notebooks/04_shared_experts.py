@@ -26,9 +26,9 @@
 # one layer explains. Without a GPU, times are read from a record.
 
 # %%
-import moe_numba  # before Numba: it decides whether there is a GPU, or the simulator must do
+import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
-print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
+print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import inspect
@@ -58,6 +58,7 @@ from moe_numba.course.bench.topics.shared_experts import GATES, layer_times
 from moe_numba.course.draw import shared_experts as draw
 from moe_numba.course.exercises import exercise
 from moe_numba.course.ladder import Ladder
+from moe_numba.course.prose import say
 from moe_numba.gate.reference import biased_grouped_topk as reference_gate
 from moe_numba.runtime.launch import launch
 from moe_numba.shared_experts import fuse_checkpoint, fuse_routing, memory_cost, reference
@@ -65,6 +66,14 @@ from moe_numba.shared_experts import fuse_checkpoint, fuse_routing, memory_cost,
 HERE = torch_layer.notebook_sizes()  # DeepSeek-V3's layer on a GPU, a small one in the simulator
 DEVICE = HERE.device
 SHARED = records.recorded("shared_experts")  # what `python -m moe_numba bench shared_experts` measured
+
+
+def recorded_us(variant, tokens, dtype="float8_e4m3fn", what="layer", model="tp8", key="kernel_us"):
+    """Return a median of this record in microseconds, or None."""
+    wanted = dict(step=f"{what}: {variant}", size={"tokens": tokens}, dtype=dtype, config={"model": model})
+    row = SHARED and records.find(SHARED, **wanted)
+    return row[key]["median"] if row and key in row else None
+
 
 # %% [markdown]
 # ## 1. The problem in one figure
@@ -94,7 +103,7 @@ draw.problem(MANY_WEIGHTS[0], MANY_IDS[0], num_experts=256, scale=2.5)
 
 # %%
 def tensor_model_parallel_all_reduce(share):
-    return share  # one GPU's share is all there is here
+    return share  # one GPU: nothing to reduce
 
 
 class DeepseekV2MoE:
@@ -148,11 +157,11 @@ print(
 # %%
 WEIGHTS, IDS = exact.route(x)
 SCALE, FIRST_SHARED = SMALL.routed_scaling_factor, SMALL.num_experts
-COPIES = Layer(SMALL, torch.float64, DEVICE, replicas=8)  # the same numbers: replicas come last
+COPIES = Layer(SMALL, torch.float64, DEVICE, replicas=8)  # the same weights; replicas are the last experts
 
 
 def appended(replicas=1, scale=SCALE, policy="round_robin"):
-    """The routing in float64 with its ninth column, by the package's reference."""
+    """Append the ninth column in float64 with the package's reference."""
     return reference.fuse_routing(WEIGHTS.double(), IDS, FIRST_SHARED, replicas, scale, policy)
 
 
@@ -166,7 +175,7 @@ FUSIONS = {
     "one, weight in float32": fused_in_float32(),
     "wrong: the ninth weight is 1": appended(scale=1.0),
     "wrong: all 8 replicas added": appended(8, policy="all"),
-    "wrong: the ninth weight is left out": appended(scale=1e30),
+    "wrong: the ninth weight is 0": appended(scale=1e30),
 }
 WRONG = {}
 for name, (weights, ids) in FUSIONS.items():
@@ -216,7 +225,7 @@ for dtype in (torch.float32, torch.bfloat16, FP8):
 #
 # The article's server uses **tensor parallelism** on 8 GPUs (TP8): each GPU, or **rank**, holds one eighth of every
 # expert, 3 x 7168 x 256 weights. For few tokens, reading weights dominates: an expert that any token has chosen must be
-# read once. (`floor` in the output is the lower bound.)
+# read once.
 
 
 # %%
@@ -228,30 +237,30 @@ BYTES = {"bfloat16": 2, "float8_e4m3fn": 1}  # of a weight
 
 
 def experts_chosen(tokens, shape=TP8):
-    """How many of the routed experts at least one of so many tokens has chosen, on average."""
+    """Return the average number of routed experts that at least one of ``tokens`` tokens chooses."""
     return shape.num_experts * (1 - (1 - shape.topk / shape.num_experts) ** tokens)
 
 
 def weights_us(experts, dtype="bfloat16"):
-    """The time to read so many experts' weights, in microseconds."""
+    """Return the microseconds to read the weights of ``experts`` experts."""
     return experts * TP8.expert_weights * BYTES[dtype] / BANDWIDTH * 1e6
 
 
-def floor_us(tokens, dtype="bfloat16"):
-    """The least time for a layer, shared expert included: its bytes or its operations, in microseconds."""
+def lower_bound_us(tokens, dtype="bfloat16"):
+    """Return the microseconds to read a layer's weights or to compute, whichever takes longer."""
     flops = 2 * tokens * (TP8.topk + 1) * TP8.expert_weights
     return max(weights_us(experts_chosen(tokens) + 1, dtype), flops / RATES[dtype] * 1e6)
 
 
-print("tokens   experts read   floor in bfloat16   of which the shared one   floor in FP8")
+print("tokens   experts read   lower bound in bfloat16   shared expert's part   lower bound in FP8")
 for tokens in (1, 8, 64, 256, 1024, 4096):
     part = weights_us(1) / weights_us(experts_chosen(tokens) + 1)
     print(
-        f"{tokens:6}   {experts_chosen(tokens):12.0f}   {floor_us(tokens):14.1f} us   {100 * part:21.1f} %   "
-        f"{floor_us(tokens, 'float8_e4m3fn'):9.1f} us"
+        f"{tokens:6}   {experts_chosen(tokens):12.0f}   {lower_bound_us(tokens):20.1f} us   {100 * part:18.1f} %   "
+        f"{lower_bound_us(tokens, 'float8_e4m3fn'):15.1f} us"
     )
 DECODE, BATCH, PREFILL = 8, 64, 1024  # tokens in the ladder, on a GPU: few users, many users, and a prompt
-FLOOR_US = floor_us(DECODE)
+LOWER_BOUND_US = lower_bound_us(DECODE)
 
 # %% [markdown]
 # Before and after the fusion, the same weights are read and the same GEMMs are computed. **The fusion saves neither
@@ -279,13 +288,13 @@ Markdown("```python\n" + inspect.getsource(Layer.shared_experts) + "\n" + inspec
 # (**prefill**, processing a prompt), and in FP8, and is checked first in all five settings. The measurement rotates
 # through the weights of four layers, so that they are not in the L2 cache.
 #
-# The message `the prediction holds` compares total times. Most steps change them by a few percent only, so the
-# explanations compare the changes.
+# A step predicts what it saves over an earlier step; both are timed interleaved. The line of a step has both times, and
+# the predicted and the measured change.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def setting(dtype, tokens):
-    """Layers whose weights take turns, tokens, and what the first layer must make of them."""
+    """Return layers with different weights, tokens, and the expected output of the first layer."""
     first = LAYERS[dtype][0]
     x = first.tokens(tokens)
     return LAYERS[dtype], x, first.expected(x)
@@ -302,13 +311,18 @@ OTHERS = {
     "prefill": setting(torch.bfloat16, HERE.prefill),
     "fp8": setting(FP8, HERE.decode),
 }
-SAYS = {"one": "1 token", "batch": f"{BATCH} tokens", "prefill": f"{PREFILL} tokens", "fp8": f"{DECODE} tokens, FP8"}
+SETTINGS = {
+    "one": "1 token",
+    "batch": f"{BATCH} tokens",
+    "prefill": f"{PREFILL} tokens",
+    "fp8": f"{DECODE} tokens, FP8",
+}
 EXPERTS, REPLICAS = HERE.shape.num_experts, HERE.replicas
 
 ladder = Ladder(
     "shared_experts_ladder",
     lambda out: mismatch(out, MAIN[2], torch.bfloat16),
-    title=f"Folding the shared expert in: {DECODE} tokens, bfloat16, DeepSeek-V3 on one of 8 GPUs",
+    title=f"Fused shared expert: {DECODE} tokens, bfloat16, DeepSeek-V3 on one of 8 GPUs",
     reference_name="separate",
     config={
         "num_experts": EXPERTS,
@@ -322,12 +336,12 @@ ladder = Ladder(
 us = ladder.median_us  # a step's median time, measured now or recorded
 
 
-def measure(name, forward, predicted, others=OTHERS, **more):
+def measure(name, forward, others=OTHERS, **more):
     """Check and time ``forward(layer, x)`` in all settings."""
     with ladder.attempt(name, "bfloat16"):
         for which, (layers, x, right) in others.items():
             wrong = mismatch(forward(layers[0], x), right, layers[0].dtype)
-            assert not wrong, f"{name}, {SAYS[which]}: {wrong}"
+            assert not wrong, f"{name}, {SETTINGS[which]}: {wrong}"
             calls = [partial(forward, layer, x) for layer in layers]
             often = {"launches": len(calls), "replays": 12} if which == "prefill" else {}
             stats = None if ladder.untimed else kernel_times({"": calls}, **often)[""]
@@ -339,84 +353,71 @@ def measure(name, forward, predicted, others=OTHERS, **more):
             calls[0],
             timed=calls,
             dtype="bfloat16",
-            prediction_us=round(predicted, 1),
-            floor_us=FLOOR_US,
+            floor_us=LOWER_BOUND_US,
             launches=torch_layer.count_kernels(calls[0]),
             **more,
         )
 
 
-def look_back(name, before=None, predicted=None):
-    """What the step gained in each setting, and how many kernels it starts."""
-    ladder.report(name, before, predicted, FLOOR_US)
+def print_settings(name, before=None):
+    """Print a step's number of kernels and its times in the other settings, beside those of step ``before``."""
+    ladder.report(name, floor_us=LOWER_BOUND_US)
     row, old = ladder.row(name), ladder.row(before) if before else None
     if row and "launches" in row:
         print(f"    {row['launches']} kernels" + (f" (before: {old['launches']})" if old else ""))
-    for which, says in SAYS.items():
+    for which, label in SETTINGS.items():
         now, then = us(name, f"{which}_us"), us(before, f"{which}_us") if before else None
         if now:
             change = f" (before: {then:.1f} us, {now - then:+.1f})" if then else ""
-            print(f"    {says}: {now:.1f} us{change}")
+            print(f"    {label}: {now:.1f} us{change}")
 
 
 # %% [markdown]
 # ### Step 0: a separate shared expert
 #
 # **Idea.** The layer as it was: `forward_normal`.
-#
-# **Prediction.** The next cell states three assumptions, made before measuring: the share of the bandwidth at which
-# torch's grouped GEMM reads weights (`EFFICIENCY`), the time of a small kernel (`START_US`), and that of a dense GEMM
-# of a few rows (`SMALL_GEMM_US`), which has few tiles. A grouped GEMM counts as two kernels, because the first prepares
-# addresses and sizes.
+
 
 # %%
-EFFICIENCY, START_US, SMALL_GEMM_US = 0.7, 2.0, 10.0
-ROUTED_KERNELS = {
-    "router": 1,
-    "gate": 1,
-    "alignment": 1,
-    "ends of the experts": 1,
-    "weights by slot": 1,
-    "tokens by slot": 2,
-    "gate_up product": 2,
-    "silu, times up": 2,
-    "times weight": 1,
-    "down product": 2,
-    "where each slot went": 3,
-    "rows back": 1,
-    "sum": 1,
-    "times scaling factor": 1,
-}
-SHARED_KERNELS = {"gate_up product": 1, "silu, times up": 2, "down product": 1, "added": 1}
-COUNT = sum(ROUTED_KERNELS.values()), sum(SHARED_KERNELS.values())
-
-prediction = (
-    weights_us(experts_chosen(DECODE)) / EFFICIENCY
-    + START_US * (COUNT[0] - 4)  # all but the grouped products
-    + START_US * (COUNT[1] - 2)
-    + 2 * SMALL_GEMM_US
-)
-print(f"{COUNT[0]} kernels for the routed experts, {COUNT[1]} for the shared one; prediction: {prediction:.0f} us")
-
-
 def separate(layer, x):
     return layer.separate(x)
 
 
-measure("separate", separate, prediction)
+measure("separate", separate)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("separate", predicted=prediction)
-if row := ladder.row("separate"):
-    print(
-        f"{row['launches']} kernels were started, {sum(COUNT)} were counted; "
-        f"measured / predicted is {us('separate') / prediction:.2f}"
-    )
+print_settings("separate")
 
 # %% [markdown]
-# **Explanation.** According to the model most of this time is spent reading the weights of the chosen experts; the
-# fusion can only gain in the rest. By the record that step "own grouped GEMM" prints, torch's grouped GEMM reads
-# weights at a much lower rate than assumed, which accounts for much of the missing time. In FP8 each quantisation is
+# The predictions need the times of parts of this layer: a small torch operation, here on a table of eight tokens' nine
+# weights, and the shared expert. What torch's grouped GEMM needs per expert follows from its time alone in the record of
+# `python -m moe_numba bench shared_experts`.
+
+# %%
+TABLE = torch.rand(HERE.decode, HERE.shape.topk + 1, device=DEVICE)
+PARTS = ladder.times(
+    "parts of separate",
+    {
+        "small operation": partial(torch.mul, TABLE, 1.0, out=TABLE),
+        "shared expert": [partial(layer.shared_experts, MAIN[1]) for layer in MAIN[0]],
+    },
+)
+SMALL_US, SHARED_US = (PARTS["small operation"], PARTS["shared expert"]) if PARTS else (0, 0)
+GEMMS_US = recorded_us("1 shared", DECODE, "bfloat16", "GEMMs")
+EXPERT_US = GEMMS_US / (experts_chosen(DECODE) + 1) if GEMMS_US else weights_us(1)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+say(
+    "A small operation takes {small:.1f} us, the shared expert {shared:.1f} us. Torch's grouped GEMM takes {expert:.1f} us per "
+    "expert; to read its weights at the bandwidth of a copy takes {weights:.1f} us.",
+    small=PARTS and SMALL_US,
+    shared=PARTS and SHARED_US,
+    expert=GEMMS_US and EXPERT_US,
+    weights=weights_us(1),
+)
+
+# %% [markdown]
+# Most of the layer's time is spent in the grouped GEMMs; the fusion can only gain in the rest. In FP8 each quantisation is
 # several torch operations where a server uses one kernel, so the FP8 results overstate the gain.
 #
 # ### Step 1: the ninth column with torch operations
@@ -425,7 +426,7 @@ if row := ladder.row("separate"):
 # of the shared expert (with replicas, of a random one) and with the weight of section 2. At this point the weights are
 # not yet normalised, so the ninth becomes the sum of the other eight divided by the scaling factor.
 #
-# **Prediction.** Five kernels of the shared expert disappear, two of them GEMMs. Seven torch operations for the column
+# **Predicted gain.** The shared expert and the addition of its output disappear. Seven torch operations for the column
 # are added, and the grouped GEMM reads one more expert.
 
 
@@ -444,27 +445,26 @@ def append_by_torch(topk_weights, topk_ids, num_experts, n_share_experts_fusion,
 
 
 def by_torch(layer, logits, replicas=1):
-    """Gate and ninth column: nine experts are chosen, and one is thrown away."""
+    """Choose nine experts, and overwrite the last one."""
     nine = layer.choose(logits, topk=layer.shape.topk + 1, renormalize=False)
     return append_by_torch(*nine, layer.shape.num_experts, replicas, layer.shape.routed_scaling_factor)
 
 
-def folded_by_torch(layer, x, replicas=1):
+def fused_by_torch(layer, x, replicas=1):
     return layer.fused(x, *by_torch(layer, layer.logits(x), replicas), layer.shape.num_experts + replicas)
 
 
-gain = START_US * (COUNT[1] - 2) + 2 * SMALL_GEMM_US - 7 * START_US - weights_us(1) / EFFICIENCY
-prediction = (us("separate") or prediction) - gain
-measure("ninth column by torch", folded_by_torch, prediction)
+gain_us = SHARED_US + SMALL_US - 7 * SMALL_US - EXPERT_US
+measure("ninth column, torch", fused_by_torch, after="separate", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("ninth column by torch", "separate", prediction)
+print_settings("ninth column, torch", "separate")
 
 # %% [markdown]
-# **Explanation.** In bfloat16 the predicted gain did not occur: the layer is slower in all four settings. The
-# operations on a small table of 8 x 9 numbers need as many launches as the shared expert's kernels did. For 1024
-# tokens, gathering, scattering and summing the rows of the ninth slot is added. In FP8 the fusion is faster, since the
-# quantisation for the shared expert's own GEMMs disappears.
+# **Explanation.** In bfloat16 the layer is slower in all four settings: the operations on a small table of 8 x 9 numbers
+# need as many launches as the shared expert's kernels did. Gathering, scattering and summing the rows of the ninth slot is
+# added, which costs most for 1024 tokens. In FP8 the fusion is faster, since the quantisation for the shared expert's own
+# GEMMs disappears.
 #
 # ### Step 2: replicas
 #
@@ -472,24 +472,38 @@ look_back("ninth column by torch", "separate", prediction)
 # assumes that this imbalance makes the GEMM inefficient, and that replicas, as many as ranks (`tp_size = 8`), balance
 # the load: each token takes a random one. Its author measured that one shared expert was slower than eight replicas.
 #
-# **Prediction.** A loss. Eight tokens use about five of eight replicas, so about four more experts are read. Nothing
+# **Predicted gain.** A loss. Eight tokens use about five of eight replicas, so about four more experts are read. Nothing
 # offsets this: 64 rows in one expert fill one tile of torch's GEMM; in eight replicas they are eight partly filled
 # tiles.
 
 # %%
 replicas_read = 8 * (1 - (1 - 1 / 8) ** DECODE)
-prediction = (us("ninth column by torch") or prediction) + weights_us(replicas_read - 1) / EFFICIENCY
-print(f"{replicas_read:.1f} of 8 replicas are read; prediction: {prediction:.0f} us")
-measure("8 replicas", partial(folded_by_torch, replicas=REPLICAS), prediction)
-if not ladder.untimed:
-    ladder.rows[-1].update({"slower": True} if us("8 replicas") > us("ninth column by torch") else {})
+print(f"{replicas_read:.1f} of 8 replicas are read")
+gain_us = -(replicas_read - 1) * EXPERT_US
+eight = partial(fused_by_torch, replicas=REPLICAS)
+measure("8 replicas", eight, after="ninth column, torch", predicted_gain_us=gain_us)
+if not ladder.untimed and (gain := ladder.gain("8 replicas")) and gain.saved_us < 0:
+    ladder.rows[-1]["slower"] = True
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("8 replicas", "ninth column by torch", prediction)
+print_settings("8 replicas", "ninth column, torch")
 
 # %% [markdown]
-# **Explanation.** A loss as predicted, except for one token, which uses one replica. Section 5 measures many tokens,
-# where the shared expert has many tiles. The next step continues from step 1.
+# **Explanation.** A loss as predicted, except for one token, which uses one replica. Its size beside the GEMMs alone:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+REPLICA_GEMMS_US = recorded_us("8 replicas", DECODE, "bfloat16", "GEMMs")
+say(
+    "By the record, replicas add {loss:.1f} us to the GEMMs. At the bandwidth of a copy, reading {more:.1f} more experts takes "
+    "{weights:.1f} us, at the rate of the whole GEMM {average:.1f} us. That rate, which the prediction uses, includes fixed costs.",
+    loss=GEMMS_US and REPLICA_GEMMS_US and REPLICA_GEMMS_US - GEMMS_US,
+    more=replicas_read - 1,
+    weights=weights_us(replicas_read - 1),
+    average=(replicas_read - 1) * EXPERT_US,
+)
+
+# %% [markdown]
+# Section 5 measures many tokens, where the shared expert has many tiles. The next step continues from step 1.
 #
 # ### Step 3: the ninth column in one kernel
 #
@@ -497,7 +511,7 @@ look_back("8 replicas", "ninth column by torch", prediction)
 # token takes number `token % replicas` (**round-robin**), which balances the load to within one row, without random
 # numbers.
 #
-# **Prediction.** One kernel instead of seven.
+# **Predicted gain.** One kernel instead of seven saves six small operations.
 
 
 # %%
@@ -524,7 +538,7 @@ def by_own_kernel(layer, logits, replicas=1):
     return weights, ids
 
 
-def folded_by_own_kernel(layer, x):
+def fused_by_own_kernel(layer, x):
     return layer.fused(x, *by_own_kernel(layer, layer.logits(x)), layer.shape.num_experts + 1)
 
 
@@ -534,24 +548,23 @@ for replicas in (1, 3):  # the routing itself, not only what the layer makes of 
     right = reference.fuse_routing(*layer[0].choose(logits), EXPERTS, replicas, 2.5, "round_robin")
     assert all(map(torch.equal, by_own_kernel(layer[0], logits, replicas), right))
 
-prediction = (us("ninth column by torch") or prediction) - 6 * START_US
-measure("ninth column, one kernel", folded_by_own_kernel, prediction)
+measure("ninth column, 1 kernel", fused_by_own_kernel, after="ninth column, torch", predicted_gain_us=6 * SMALL_US)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("ninth column, one kernel", "ninth column by torch", prediction)
+print_settings("ninth column, 1 kernel", "ninth column, torch")
 
 # %% [markdown]
-# **Explanation.** Six kernels fewer, and a saving close to the prediction. The call time falls by more than the kernel
-# time, because each torch operation also costs host time.
+# **Explanation.** Six kernels fewer, and faster in all five settings. The call time falls by more than the kernel time,
+# because each torch operation also costs CPU time.
 #
-# ### Step 4: the package's kernel
+# ### Step 4: the package's `fuse_routing`
 #
 # **Idea.** `moe_numba.shared_experts.fuse_routing` extends this kernel. It has three policies: `"all"` for distinct
 # shared experts, and `"round_robin"` and `"random"` for replicas. The random choice is a hash of the token's number and
 # a seed. A padding token (id -1) remains padding. With programmatic dependent launch (notebook 01) its CTAs start while
 # the gate's kernel is still running.
 #
-# **Prediction.** Half a microsecond less, from the earlier start.
+# **Predicted gain.** What programmatic dependent launch saves for an empty kernel, from the record.
 
 
 # %%
@@ -560,15 +573,21 @@ def by_fuse_routing(layer, logits, replicas=1, policy="all"):
     return fuse_routing(*layer.choose(logits), layer.shape.num_experts, replicas, scale, policy)
 
 
-def folded_by_fuse_routing(layer, x):
+def fused_by_fuse_routing(layer, x):
     return layer.fused(x, *by_fuse_routing(layer, layer.logits(x)), layer.shape.num_experts + 1)
 
 
-prediction = (us("ninth column, one kernel") or prediction) - 0.5
-measure("fuse_routing", folded_by_fuse_routing, prediction)
+def empty_kernel_us(dependent):
+    """Return the recorded time of an empty kernel; 0 if there is no record."""
+    row = SHARED and records.find(SHARED, step="empty kernel", config={"dependent": dependent})
+    return row["kernel_us"]["median"] if row else 0
+
+
+gain_us = empty_kernel_us(dependent=False) - empty_kernel_us(dependent=True)
+measure("fuse_routing", fused_by_fuse_routing, after="ninth column, 1 kernel", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("fuse_routing", "ninth column, one kernel", prediction)
+print_settings("fuse_routing", "ninth column, 1 kernel")
 
 # %% [markdown]
 # **Explanation.** The predicted change is far below the noise of a whole layer, and the measured changes have different
@@ -602,7 +621,7 @@ exercise("shared_experts-2").check(append_replica)
 # **Idea.** The article expects a larger gain in combination with a fused gate. With `num_fused_shared_experts=1` the
 # gate writes nine columns instead of eight, and the shared expert needs no additional kernel.
 #
-# **Prediction.** One kernel less; with programmatic dependent launch it costs less than `START_US`.
+# **Predicted gain.** One kernel less saves the time of an empty kernel with programmatic dependent launch.
 
 
 # %%
@@ -610,15 +629,14 @@ def by_gate(layer, logits):
     return layer.choose(logits, shared=1)
 
 
-def folded_by_gate(layer, x):
+def fused_by_gate(layer, x):
     return layer.fused(x, *by_gate(layer, layer.logits(x)), layer.shape.num_experts + 1)
 
 
-prediction = (us("fuse_routing") or prediction) - 1.5
-measure("final", folded_by_gate, prediction)
+measure("final", fused_by_gate, after="fuse_routing", predicted_gain_us=empty_kernel_us(dependent=True))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("final", "fuse_routing", prediction)
+print_settings("final", "fuse_routing")
 
 # %% [markdown]
 # **Explanation.** This change, too, is within the noise of the whole layer. The next cell therefore times the routing
@@ -628,14 +646,14 @@ look_back("final", "fuse_routing", prediction)
 ROUTES = {
     "gate alone": lambda layer, logits: layer.choose(logits),
     "gate, then torch": by_torch,
-    "gate, then own kernel": by_own_kernel,
+    "gate, then one kernel": by_own_kernel,
     "gate, then fuse_routing": by_fuse_routing,
     "gate, column inside": by_gate,
 }
 
 
 def measure_routes():
-    """Microseconds of each way in decoding and in prefill: {way: {which: {"kernel": ..., "call": ...}}}."""
+    """Time each variant in decoding and in prefill: {variant: {which: {"kernel": us, "call": us}}}."""
     found = {name: {} for name in ROUTES}
     for which, (layers, x, _) in {"decode": MAIN, "prefill": OTHERS["prefill"]}.items():
         logits = layers[0].logits(x)
@@ -659,13 +677,13 @@ for name, times in (KNOWN_ROUTES or {}).items():
     ]
     print(f"{name:<24} {';  '.join(parts)}")
 if not KNOWN_ROUTES:
-    print("no figure is recorded yet")
+    print("no times are recorded yet")
 
 # %% [markdown]
 # At both sizes the gate with the ninth column takes as long as without it. The torch operations take several times as
 # long as the gate itself, in kernel time and in call time.
 #
-# ### One more step: the package's grouped GEMM
+# ### Step 6: moe_numba's grouped GEMM
 #
 # **Idea.** Torch's grouped GEMMs are most of the remaining time. The package's `group_gemm_bf16` ([notebook
 # 06](06_grouped_gemm.ipynb)) takes the same arguments: rows sorted by expert and the end offset of each expert
@@ -678,48 +696,38 @@ if not KNOWN_ROUTES:
 Markdown("```python\n" + inspect.getsource(moe_numba_grouped_gemm) + "```")
 
 # %% [markdown]
-# **Prediction.** The model keeps `EFFICIENCY` for torch and assumes nine tenths of the bandwidth for the package's
-# GEMM, about what notebook 06 measures for few tokens. The package's GEMM needs no preparing kernel, so two kernels
-# disappear.
+# **Predicted gain.** The difference of the GEMMs alone, from the record. Each of torch's two includes a kernel that
+# prepares addresses and sizes.
+
 
 # %%
-READS = weights_us(experts_chosen(DECODE) + 1)
-prediction = (us("final") or prediction) - READS / EFFICIENCY + READS / 0.9 - 2 * START_US
-
-
-def folded_on_own(layer, x):
-    return folded_by_gate(layer.with_grouped_gemm(moe_numba_grouped_gemm), x)
+def fused_with_moe_numba_gemm(layer, x):
+    return fused_by_gate(layer.with_grouped_gemm(moe_numba_grouped_gemm), x)
 
 
 IN_BFLOAT16 = {which: OTHERS[which] for which in ("one", "batch", "prefill")}
-measure("own grouped GEMM", folded_on_own, prediction, {} if simulator.ENABLED else IN_BFLOAT16)
+OTHER_SETTINGS = {} if simulator.ENABLED else IN_BFLOAT16
+OWN_GEMMS_US = recorded_us("1 shared, own GEMM", DECODE, "bfloat16", "GEMMs")
+gain_us = GEMMS_US - OWN_GEMMS_US if GEMMS_US and OWN_GEMMS_US else 0
+measure("moe_numba grouped GEMM", fused_with_moe_numba_gemm, OTHER_SETTINGS, after="final", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("own grouped GEMM", "final", prediction)
+print_settings("moe_numba grouped GEMM", "final")
 
 # %% [markdown]
-# **Explanation.** The saving is larger than predicted, for all numbers of tokens: the package's GEMM is at least as
-# fast as assumed (`GEMMs` below), and torch's was slower. The call time is more than twice the kernel time: without a
-# CUDA graph the layer is limited by the host, and the interleaved measurement below shows little of the gain.
+# **Explanation.** The layer saves about what its GEMMs save alone. The call time is more than twice the kernel time:
+# without a CUDA graph the CPU limits the layer, and the call times of the whole ladder show little of the gain.
 #
-# The record of `python -m moe_numba bench shared_experts` has the layer before (`apart`) and after the fusion (`folded
-# in`), with torch's GEMM and with the package's:
+# The record has the layer before and after the fusion, with torch's GEMM and with moe_numba's:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-def recorded_us(variant, tokens, dtype="float8_e4m3fn", what="layer", model="tp8", key="kernel_us"):
-    """A recorded median in microseconds, or None."""
-    wanted = dict(step=f"{what}: {variant}", size={"tokens": tokens}, dtype=dtype, config={"model": model})
-    row = SHARED and records.find(SHARED, **wanted)
-    return row[key]["median"] if row and key in row else None
-
-
 def percent(new, old):
     return 100 * (new / old - 1)
 
 
-def own_beside_torchs():
-    """Lines of the recorded layers in bfloat16, on torch's product and on ours."""
+def both_grouped_gemms():
+    """Format the recorded layers in bfloat16 with torch's grouped GEMM and with moe_numba's, a line per size."""
     for what in ("layer", "GEMMs"):
         for tokens in (1, 8, 64, 256, 1024, 4096):
             found = [
@@ -727,19 +735,18 @@ def own_beside_torchs():
                 for name in ("separate", "1 shared", "separate, own GEMM", "1 shared, own GEMM")
             ]
             if all(found):
-                torchs, ours = (
+                torch_us, moe_numba_us = (
                     f"{old:7.1f} -> {new:7.1f} us ({percent(new, old):+5.1f} %)" for old, new in (found[:2], found[2:])
                 )
-                yield f"{what:<6} {tokens:5} tokens, apart -> folded in: on torch's {torchs}; on ours {ours}"
+                yield f"{what:<6} {tokens:5} tokens, separate -> fused: torch {torch_us}; moe_numba {moe_numba_us}"
 
 
-print("\n".join(own_beside_torchs()) or "no figure is recorded yet")
+print("\n".join(both_grouped_gemms()) or "no times are recorded yet")
 
 # %% [markdown]
-# **Explanation.** Replacing the GEMM saves as much in the layer as in the GEMMs alone. Up to 64 tokens the fusion saves
-# about as many microseconds as with torch's GEMM. From 256 tokens on it is about neutral with torch's GEMM and slightly
-# slower with the package's. Hypothesis: the shared expert's separate GEMMs then fill the GPU on their own, and the rows
-# of the ninth slot cost what they cost in step 1.
+# Up to 64 tokens the fusion saves about as many microseconds as with torch's GEMM. From 256 tokens on it is about neutral
+# with torch's GEMM and slightly slower with the package's. Hypothesis: the shared expert's separate GEMMs then fill the
+# GPU on their own, and the rows of the ninth slot cost what they cost in step 1.
 #
 # ### Negative tests: wrong results must be rejected
 #
@@ -776,10 +783,10 @@ ladder.measure_all()
 ladder.save(notebook_sources("notebooks/04_shared_experts.py"))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-ladder.plot(floor_us=FLOOR_US)
+ladder.plot(floor_us=LOWER_BOUND_US)
 
 # %% [markdown]
-# The last steps before `own grouped GEMM` differ by less than the layer's time varies; the routing alone, above,
+# The last steps before `moe_numba grouped GEMM` differ by less than the layer's time varies; the routing alone, above,
 # decides their order.
 #
 # In a CUDA graph, as in SGLang's decoding, the kernel time counts. Prefill usually runs without a graph, and the call
@@ -788,9 +795,9 @@ ladder.plot(floor_us=FLOOR_US)
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 LADDER = ladder.record if ladder.untimed else {"rows": ladder.rows}
 if LADDER:
-    picture = plots.split_figure(LADDER["rows"], title="What the GPU takes, and what Python takes")
+    picture = plots.split_figure(LADDER["rows"], title="Kernel time and call time")
 else:
-    picture = print("No ladder is recorded yet, so there is nothing to draw.")
+    picture = print("No ladder is recorded yet.")
 picture
 
 # %% [markdown]
@@ -806,12 +813,12 @@ def rows_of(ids, experts):
     return torch.bincount(ids.flatten().long(), minlength=experts).tolist()
 
 
-ROUTINGS = {"apart": (MANY_IDS, 256)}
-for name, replicas in (("one shared expert", 1), ("8 replicas, chosen at random", 8)):
+ROUTINGS = {"separate": (MANY_IDS, 256)}
+for name, replicas in (("one shared expert", 1), ("8 replicas, random", 8)):
     ROUTINGS[name] = (reference.fuse_routing(MANY_WEIGHTS, MANY_IDS, 256, replicas, 2.5, "random")[1], 256 + replicas)
 LOADS = {name: rows_of(*routing) for name, routing in ROUTINGS.items()}
 
-draw.load({name: counts for name, counts in LOADS.items() if name != "apart"}, 256, tile_rows=128)
+draw.load({name: counts for name, counts in LOADS.items() if name != "separate"}, 256, tile_rows=128)
 
 # %% [markdown]
 # If one SM processes a whole column, the longest column determines the time. If the tiles are scheduled individually
@@ -839,7 +846,7 @@ for tile_rows in (64, 128):
         tiles = draw.tiles_per_expert(counts, tile_rows)
         LONGEST[name, tile_rows] = max(tiles)
         print(
-            f"tiles of {tile_rows:3} rows, {name:<29} longest column {max(tiles):2}, all {sum(tiles)}; rounds with "
+            f"tiles of {tile_rows:3} rows, {name:<18} longest column {max(tiles):2}, all {sum(tiles)}; rounds with "
             f"whole columns {units(counts, tile_rows, True):3}, tile by tile {units(counts, tile_rows, False):2}"
         )
 
@@ -861,13 +868,13 @@ exercise("shared_experts-3").check(rounds)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def bars(what, dtype, model="tp8"):
-    """The recorded times of one setting as a figure, or a sentence."""
+    """Draw the recorded times of one setting."""
     times = SHARED and layer_times(SHARED, model, dtype, what)
     if not times:
         return print("The layers have not been recorded yet; `python -m moe_numba bench shared_experts` does it.")
-    says = {"layer": "The layer", "GEMMs": "Its matrix products alone"}[what]
+    label = {"layer": "The layer", "GEMMs": "Its GEMMs alone"}[what]
     ranks = {"tp8": "an eighth of 256 experts", "ep8": "32 whole experts"}[model]
-    return layer_bars(times, "separate", title=f"{says}: {ranks}, {dtype}", caption=plots.caption(SHARED))
+    return layer_bars(times, "separate", title=f"{label}: {ranks}, {dtype}", caption=plots.caption(SHARED))
 
 
 bars("GEMMs", "bfloat16")
@@ -878,7 +885,7 @@ bars("GEMMs", "float8_e4m3fn")
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def compare_replicas(dtype, what):
-    """{tokens: how much longer one shared expert takes than eight replicas, in per cent}; empty if not recorded."""
+    """Return {tokens: percent by which one shared expert is slower than eight replicas}; empty if not recorded."""
     times = layer_times(SHARED, "tp8", dtype, what) if SHARED else {}
     return {tokens: 100 * (own["1 shared"] / own["8 replicas"] - 1) for tokens, own in times.items()}
 
@@ -889,7 +896,7 @@ for dtype in BYTES:
             listed = ", ".join(f"{tokens}: {more:+.1f} %" for tokens, more in differences.items())
             print(f"one shared expert against 8 replicas, {what:<5}, {dtype:<14} {listed}")
 if not SHARED:
-    print("no figure is recorded yet")
+    print("no times are recorded yet")
 
 # %% [markdown]
 # **Explanation.** For few tokens replicas are slower, as predicted (except for one token, which uses one replica). For
@@ -902,7 +909,7 @@ if not SHARED:
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 for tokens in (1024, 2048, 4096, 8192):
     rules = []
-    for name, replicas in (("apart", 0), ("one", 1), ("eight", 8)):
+    for name, replicas in (("separate", 0), ("1 shared", 1), ("8 replicas", 8)):
         slots, experts = tokens * (8 + (replicas > 0)), 256 + replicas
         tile = torch_layer.tile_rows(slots, experts, 512, 7168, torch.bfloat16)
         rules.append(f"{name}: {slots // experts} rows on average, tiles of {tile}")
@@ -952,7 +959,7 @@ bars("layer", "float8_e4m3fn", "ep8")
 GATE_CONFIG = {"num_experts": 256, "num_expert_group": 8}
 if SHARED:
     lines = {name: records.series(SHARED, step=name, config=GATE_CONFIG) for name in GATES}
-    picture = plots.sweep_figure(lines, title="The gate and its shared column", caption=plots.caption(SHARED))
+    picture = plots.sweep_figure(lines, title="Gate and ninth column", caption=plots.caption(SHARED))
 else:
     picture = print("The routing over tokens has not been recorded yet.")
 picture
@@ -999,7 +1006,7 @@ ALIVE = SimpleNamespace(bytes=0, most=0)
 
 
 def watched(folder):
-    """The checkpoint's (name, tensor) pairs; ALIVE knows how many bytes of them are held at the same time."""
+    """Yield the checkpoint's (name, tensor) pairs, and count in ALIVE the bytes that are held at the same time."""
     ALIVE.bytes = ALIVE.most = 0
 
     def gone(size):
@@ -1050,7 +1057,7 @@ def article_load_weights(self, weights):
 
 
 def load_both(model, replicas=8, scales=True):
-    """Both ways on one checkpoint: results as sets of (name, bits), and the most bytes that each held."""
+    """Load a checkpoint with fuse_checkpoint and with the article's code: sets of (name, bits), and the peak bytes."""
     model_object = SimpleNamespace(config=SimpleNamespace(**model), n_share_experts_fusion=replicas)
     bits = lambda tensor: tensor.contiguous().numpy().tobytes()
     with tempfile.TemporaryDirectory() as folder:
@@ -1108,7 +1115,7 @@ sample = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight" for layer 
 
 
 def seconds_for_all(names):
-    """The time to look all entries up in ``names``, from a sample, on this computer."""
+    """Estimate the seconds to look all entries up in ``names``, from a sample, on this computer."""
     started = time.perf_counter()
     found = sum(name in names for name in sample)
     assert found == 0
@@ -1121,7 +1128,7 @@ print(
     f"{entries * len(names_to_remove) / 1e6:.0f} million comparisons"
 )
 print(
-    f"here they take about {seconds_for_all(names_to_remove):.1f} s, with a set "
+    f"on this computer they take about {seconds_for_all(names_to_remove):.1f} s, with a set "
     f"{seconds_for_all(set(names_to_remove)):.3f} s"
 )
 
@@ -1149,10 +1156,10 @@ try:
 except KeyError as error:
     print("no scales, the article's code: KeyError:", error)
 ours, articles, _, _ = load_both({**MODEL, "n_shared_experts": 2}, replicas=1)
-for says, loaded in (("the article's code", articles), ("fuse_checkpoint", ours)):
+for label, loaded in (("the article's code", articles), ("fuse_checkpoint", ours)):
     lengths = {name: len(bits) for name, bits in loaded if name.endswith("up_proj.weight")}
     widths = {expert: lengths.get(f"model.layers.1.mlp.experts.{expert}.up_proj.weight") for expert in (0, 8, 9)}
-    print(f"two shared experts, {says}: bytes of up_proj of experts 0, 8 and 9: {list(widths.values())}")
+    print(f"two shared experts, {label}: bytes of up_proj of experts 0, 8 and 9: {list(widths.values())}")
 
 # %% [markdown]
 # ## 8. The memory cost of replicas
@@ -1167,7 +1174,7 @@ for says, loaded in (("the article's code", articles), ("fuse_checkpoint", ours)
 theirs, layers58, on_a_rank = memory_cost(num_hidden_layers=51), memory_cost(), memory_cost(8, tensor_parallel_size=8)
 one_on_a_rank = memory_cost(1, tensor_parallel_size=8)
 print(f"an expert: {theirs.expert_bytes / MEBI:g} MiB")
-for says, layers, amount in (
+for label, layers, amount in (
     ("the article's 51 layers, one expert each", theirs.moe_layers, theirs.replicas_bytes),
     ("61 layers, one expert each", layers58.moe_layers, layers58.replicas_bytes),
     ("TP8, 8 replicas, on a rank", on_a_rank.moe_layers, on_a_rank.replicas_bytes),
@@ -1175,7 +1182,7 @@ for says, layers, amount in (
     ("TP8, one shared expert, no copies", one_on_a_rank.moe_layers, one_on_a_rank.extra_bytes),
 ):
     each = amount / layers / MEBI
-    print(f"{says:<48} {layers} x {each:5.2f} MiB = {amount / MEBI:6.1f} MiB = {amount / GIBI:.3f} GiB")
+    print(f"{label:<48} {layers} x {each:5.2f} MiB = {amount / MEBI:6.1f} MiB = {amount / GIBI:.3f} GiB")
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 EXTRA = {replicas: memory_cost(replicas, tensor_parallel_size=8).extra_bytes / GIBI for replicas in range(1, 9)}
@@ -1211,20 +1218,20 @@ DECODE_SIZES, PREFILL_SIZES = (1, 8, 64, 256), (1024, 4096)
 
 
 def saved_ms(tokens, variant="1 shared", key="kernel_us"):
-    """What 58 layers save in FP8, in milliseconds, or None."""
+    """Return the milliseconds that 58 layers save in FP8, or None."""
     old, new = (recorded_us(name, tokens, key=key) for name in ("separate", variant))
     return (old - new) * MOE_LAYERS / 1000 if old and new else None
 
 
 def explained(metric, qps, sizes, variant):
-    """The largest part of the article's difference that the layers explain, and how; or None.
+    """Return the largest share of the article's difference that the layers explain, and its source; or None.
 
-    Decoding runs in a CUDA graph. Prefill may wait for the host, so what the calls save counts too.
+    Decoding runs in a CUDA graph. Prefill may wait for the CPU, so the call time counts too.
     """
     before, after, _ = THEIRS[qps][metric]
     found = {f"{tokens} tokens": saved_ms(tokens, variant) for tokens in sizes}
     if metric == "TTFT":
-        found["the host's calls"] = saved_ms(64, variant, "call_us")
+        found["call time"] = saved_ms(64, variant, "call_us")
     parts = [(ms / (before - after), how) for how, ms in found.items() if ms is not None]
     return max(parts, default=None)
 
@@ -1243,9 +1250,9 @@ for qps in THEIRS:
             )
 for variant in ("1 shared", "8 replicas"):
     if (ms := saved_ms(64, variant, "call_us")) is not None:
-        print(f"{variant:<10} without a CUDA graph the host saves {ms:.1f} ms in the calls of 58 layers")
+        print(f"{variant:<10} without a CUDA graph the CPU saves {ms:.1f} ms in the calls of 58 layers")
 if not SHARED:
-    print("no figure is recorded yet")
+    print("no times are recorded yet")
 
 # %% [markdown]
 # For ITL the layers can explain most of the difference at one query per second, and a smaller part at four and eight.
@@ -1265,28 +1272,28 @@ NOT_RECORDED = "open: not recorded yet"
 SIZES = (1, 8, 64, 256, 1024, 2048, 4096, 8192)
 
 
-def verdict(holds, figure):
-    return f"{'confirmed' if holds else 'refuted'}: {figure}"
+def verdict(holds, found):
+    return f"{'reproduced' if holds else 'not reproduced'}: {found}"
 
 
 def worse_for(dtype, what):
-    """For which tokens one shared expert is more than 1 % slower than eight, as a verdict on the article's claim."""
+    """Return for which tokens one shared expert is more than 1 % slower than eight, as a result of the claim."""
     if not (found := compare_replicas(dtype, what)):
         return NOT_RECORDED
     slower = [tokens for tokens, more in found.items() if more > 1]
     extremes = f"between {min(found.values()):+.1f} and {max(found.values()):+.1f} %"
     if not slower:
-        return f"refuted: over {min(found)} to {max(found)} tokens the difference is {extremes}"
+        return f"not reproduced: over {min(found)} to {max(found)} tokens the difference is {extremes}"
     if len(slower) == len(found):
-        return f"confirmed: {extremes}"
-    return f"more subtle: slower for {', '.join(map(str, slower))} tokens, not for the others; {extremes}"
+        return f"reproduced: {extremes}"
+    return f"partly: slower for {', '.join(map(str, slower))} tokens, not for the others; {extremes}"
 
 
 claims = []
 claims.append(
     (
         "After the fusion the layer's output is exactly the same",
-        "more subtle: equal as real numbers; in "
+        "partly: equal as real numbers; in "
         f"float64 {'right' if not WRONG['one shared expert'] else 'wrong'} to 1e-12; beyond, rounding differs",
     )
 )
@@ -1294,7 +1301,8 @@ claims.append(
     (
         "The ninth weight must be divided by routed_scaling_factor",
         verdict(
-            WRONG["wrong: the ninth weight is 1"] and not WRONG["one shared expert"], "without it the check refuses"
+            WRONG["wrong: the ninth weight is 1"] and not WRONG["one shared expert"],
+            "without the division the check rejects the output",
         ),
     )
 )
@@ -1310,7 +1318,7 @@ shapes = Counter(len(bits) for name, bits in articles if "mlp.experts" in name a
 claims.append(
     (
         "A shared expert has exactly the shape of a routed one",
-        f"more subtle: in V3 and R1; two shared experts, as in V2, give {len(shapes)} different shapes (section 7)",
+        f"partly: in V3 and R1; two shared experts, as in V2, give {len(shapes)} different shapes (section 7)",
     )
 )
 wrong = [
@@ -1330,7 +1338,7 @@ inside = [14.5 < fall < 20.5 for qps in (1, 4) for fall in falls[qps]]
 claims.append(
     (
         "With QPS up to 4, TTFT and ITL fall by 15 to 20 %",
-        ("confirmed: " if all(inside) else "more subtle: " if any(inside) else "refuted: ")
+        ("reproduced: " if all(inside) else "partly: " if any(inside) else "not reproduced: ")
         + "; ".join(f"QPS {qps}: {ttft:.1f} and {itl:.1f} %" for qps, (ttft, itl) in falls.items()),
     )
 )
@@ -1339,7 +1347,7 @@ for metric, sizes in (("ITL", DECODE_SIZES), ("TTFT", PREFILL_SIZES)):
     if all(parts):
         shares = {qps: share for qps, (share, _) in zip(THEIRS, parts)}
         least, most = min(shares.values()), max(shares.values())
-        text = "confirmed" if least > 0.5 else "refuted" if most < 0.05 else "more subtle"
+        text = "reproduced" if least > 0.5 else "not reproduced" if most < 0.05 else "partly"
         text += f": of the difference {MOE_LAYERS} layers explain at most " + ", ".join(
             f"{100 * share:.1f} % at QPS {qps}" for qps, share in shares.items()
         )
@@ -1359,20 +1367,20 @@ for tokens in (1, 64, 1024, 4096):
 for dtype in BYTES:
     claims.append((f"One shared expert is slower than 8 replicas (the layer, {dtype})", worse_for(dtype, "layer")))
 claims.append(
-    ("Too uneven a load makes the products inefficient (the products alone, FP8)", worse_for("float8_e4m3fn", "GEMMs"))
+    ("An uneven load makes the GEMMs inefficient (the GEMMs alone, FP8)", worse_for("float8_e4m3fn", "GEMMs"))
 )
-one, eight = (LOADS[name] for name in LOADS if name != "apart")
+one, eight = (LOADS[name] for name in LOADS if name != "separate")
 if_columns = units(one, 128, True) / units(eight, 128, True)
-products = [recorded_us(name, 4096, what="GEMMs") for name in ("1 shared", "8 replicas")]
+gemms = [recorded_us(name, 4096, what="GEMMs") for name in ("1 shared", "8 replicas")]
 claims.append(
     (
-        "The fullest expert's column decides (the products alone, 4096 tokens, FP8)",
+        "The longest column determines the time (the GEMMs alone, 4096 tokens, FP8)",
         verdict(
-            products[0] / products[1] > (1 + if_columns) / 2,
+            gemms[0] / gemms[1] > (1 + if_columns) / 2,
             f"then one shared expert would take {if_columns:.1f} times as "
-            f"long as 8 replicas; it takes {products[0] / products[1]:.2f} times",
+            f"long as 8 replicas; it takes {gemms[0] / gemms[1]:.2f} times",
         )
-        if all(products)
+        if all(gemms)
         else NOT_RECORDED,
     )
 )
@@ -1403,7 +1411,7 @@ claims.append(
 claims.append(
     (
         "(51 - 3) x 42 MB = 1.96 GB on each rank",
-        "more subtle: the sum is right, but the model has "
+        "partly: the sum is right, but the model has "
         f"{MOE_LAYERS} such layers, {layers58.replicas_bytes / GIBI:.2f} GiB; less the share before, "
         f"{on_a_rank.extra_bytes / GIBI:.2f} GiB; without copies {one_on_a_rank.extra_bytes}",
     )
@@ -1412,7 +1420,7 @@ extra = on_a_rank.extra_bytes / GIBI
 claims.append(
     (
         "1 to 2 GB more on a rank",
-        f"{'confirmed' if 1 <= extra <= 2 else 'more subtle'}: {extra:.2f} GiB "
+        f"{'reproduced' if 1 <= extra <= 2 else 'partly'}: {extra:.2f} GiB "
         f"with 8 replicas, {EXTRA[4]:.2f} with 4, {EXTRA[1]:.0f} with one shared expert",
     )
 )
@@ -1420,16 +1428,16 @@ rows = {name: SHARED and records.find(SHARED, step=name, size={"tokens": 64}, co
 if all(rows.values()):
     inside, outside = rows["gate, column inside"], rows["gate, then torch"]
     figure = "; ".join(
-        f"{says} {outside[key]['median']:.1f} -> {inside[key]['median']:.1f} us"
-        for says, key in (("kernel", "kernel_us"), ("call", "call_us"))
+        f"{time} {outside[key]['median']:.1f} -> {inside[key]['median']:.1f} us"
+        for time, key in (("kernel", "kernel_us"), ("call", "call_us"))
     )
     text = verdict(inside["kernel_us"]["median"] < outside["kernel_us"]["median"], f"{figure} for 64 tokens")
 else:
     text = NOT_RECORDED
-claims.append(("With a fused gate the trick is worth more", text))
+claims.append(("With a fused gate the fusion gains more", text))
 claims.append(("GSM8K: accuracy 0.952", "quoted: not measured again here"))
 
-Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
+Markdown("| claim | result |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
 
 # %% [markdown]
 # ## 11. Common bugs
@@ -1471,13 +1479,13 @@ print("four and a shared one:", ids[0].tolist())
 
 # %%
 layer, tokens, _ = OTHERS["prefill"]
-for says, seeds in (("five seeds", range(5)), ("one seed, five times", [0] * 5)):
+for label, seeds in (("five seeds", range(5)), ("one seed, five times", [0] * 5)):
     results = []
     for seed in seeds:
         routing = fuse_routing(*layer[0].route(tokens), EXPERTS, REPLICAS, 2.5, "random", seed)
         results.append(layer[0].fused(tokens, *routing))
     different = 1 + sum(not any(torch.equal(out, other) for other in results[:i]) for i, out in enumerate(results) if i)
-    print(f"{says}: {different} different result{'s' * (different > 1)}")
+    print(f"{label}: {different} different result{'s' * (different > 1)}")
 
 # %% [markdown]
 # All five runs are bit-identical: here torch's GEMM computed the same bits for a row, independent of its neighbours.

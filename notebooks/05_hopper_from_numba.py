@@ -23,16 +23,15 @@
 #    instruction set). Numba declares and calls it.
 # 2. **Intrinsics.** A Python function (`moe_numba/ptx/`) emits one PTX instruction into the code that Numba generates.
 #
-# Code and outputs call the two ways "doors", and linked CUDA C++ the "linked door". Without a Hopper GPU the kernels
-# run in the simulator, and printed times are recorded ones.
+# Without a Hopper GPU the kernels run in the simulator, and printed times are recorded ones.
 
 # %%
 import os
 
 os.environ["MOE_NUMBA_ONLY"] = "90"  # Hopper: with another GPU the simulator runs the kernels
-import moe_numba  # before Numba: it decides whether there is a GPU, or the simulator must do
+import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
-print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
+print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 from functools import cache, partial
@@ -50,6 +49,7 @@ from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.draw import hopper as draw
 from moe_numba.course.exercises import exercise
 from moe_numba.course.ladder import Ladder
+from moe_numba.course.prediction import NOISE
 from moe_numba.course.simulate import changed_source, define, in_simulator, source_of
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
@@ -75,7 +75,7 @@ from moe_numba.runtime.sass import compile_apart
 from moe_numba.runtime.tensor_map import TensorMap, tensor_map
 
 DEVICE = "cpu" if simulator.ENABLED else "cuda"
-TIMED = dict(m=4096, n=4096, k=7168, copy=(8192, 8192))  # the sizes that a GPU measures here, or has recorded
+TIMED = dict(m=4096, n=4096, k=7168, copy=(8192, 8192))  # the sizes of all times, measured now or recorded
 SIZES = SimpleNamespace(
     **(
         dict(m=128, n=256, k=384, sms=1, copy=(128, 256))
@@ -121,12 +121,12 @@ def reference(a, b):
 
 
 def relative_error(out, right):
-    """Of the whole result; NaN if an element was not written."""
+    """Norm of the error over norm of the result; NaN if an element was not written."""
     return float((out.double() - right).norm() / right.norm())
 
 
 def mismatch(outputs, bound=3e-2):
-    """None, or a sentence saying what is wrong; the bound leaves room for the tensor cores' own sums (see below)."""
+    """Return None, or a description of the error; the bound allows for the tensor cores' accumulation (see below)."""
     out, right = outputs
     error = relative_error(out, right)
     if error <= bound:
@@ -138,7 +138,7 @@ A = torch.randn(SIZES.m, SIZES.k, device=DEVICE).to(E4M3)
 B = torch.randn(SIZES.n, SIZES.k, device=DEVICE).to(E4M3)
 EXPECTED = reference(A, B)
 ROUNDING = relative_error(EXPECTED.bfloat16(), EXPECTED)
-print(f"A {tuple(A.shape)}, B {tuple(B.shape)}; bfloat16 alone makes an error of {ROUNDING:.2e}")
+print(f"A {tuple(A.shape)}, B {tuple(B.shape)}; rounding to bfloat16 alone gives a relative error of {ROUNDING:.2e}")
 
 # %% [markdown]
 # ## 3. Lower bound: what limits one SM
@@ -161,7 +161,7 @@ FLOPS, SHARED_BYTES, L2_BYTES = PEAK / CLOCK / SMS, 128, LIMITS.l2_bandwidth / C
 
 
 def clocks(n, groups):
-    """Of a stage of 128 bytes of k: what the tensor cores, shared memory and the L2 cache need."""
+    """Clocks that tensor cores, shared memory and L2 cache need for a stage of 128 bytes of k."""
     rows = 64 * groups
     return {
         "tensor cores": 2 * rows * n * 128 / FLOPS,
@@ -170,15 +170,10 @@ def clocks(n, groups):
     }
 
 
-def limit(n, groups):
-    """The share of the peak that the slowest part allows."""
+def peak_share(n, groups):
+    """Share of the peak that the slowest unit allows."""
     parts = clocks(n, groups)
     return parts["tensor cores"] / max(parts.values())
-
-
-def predicted_us(n, groups, m=TIMED.m, columns=TIMED.n, k=TIMED.k):
-    """Microseconds for the whole product, if the slowest part decides."""
-    return 2 * m * columns * k / (PEAK * limit(n, groups)) * 1e6
 
 
 print(" tile       tensor cores   shared memory   L2 cache   share of the peak")
@@ -186,14 +181,14 @@ for groups, n in ((1, 64), (2, 128), (2, 256)):
     parts = clocks(n, groups)
     print(
         f"{64 * groups:4} x {n:<4} {parts['tensor cores']:10.0f} {parts['shared memory']:15.0f} "
-        f"{parts['L2 cache']:11.0f}   {100 * limit(n, groups):10.0f} %"
+        f"{parts['L2 cache']:11.0f}   {100 * peak_share(n, groups):10.0f} %"
     )
 LOWER_BOUND_US = 2 * TIMED.m * TIMED.n * TIMED.k / PEAK * 1e6
 
 # %% [markdown]
 # The L2 cache is the limit in all three rows. A larger tile reuses each loaded byte more often, so its limit is higher.
-# The table predicts the times in section 6. The lower bound of the GEMM ("speed of light" in figures) is its FLOPs
-# divided by the peak.
+# Section 6 predicts from this table what a larger tile saves. The lower bound of the GEMM ("speed of light" in figures)
+# is its FLOPs divided by the peak.
 #
 # ## 4. One instruction at a time
 #
@@ -202,14 +197,15 @@ LOWER_BOUND_US = 2 * TIMED.m * TIMED.n * TIMED.k / PEAK * 1e6
 # **Idea.** The baseline uses no TMA. Each CTA of 128 threads copies a tile of 64 rows and 128 bytes to shared memory,
 # and from there to the output.
 #
-# **Predicted time.** Every byte is read once and written once, at the copy bandwidth printed in section 3.
+# **Lower bound.** Each call passes over the bytes three times: `torch.zeros_like` clears the output, and the kernel reads
+# and writes every byte. The bound takes the copy bandwidth printed in section 3 for all of them.
 #
 # In the output, `kernel` is the GPU time of one launch within a CUDA graph, `call` the CPU time of the Python call.
 
 # %%
 FULL_MASK = 0xFFFFFFFF
 TILE = 64 * 128  # bytes: 64 rows of 128
-COPY_US = 2 * TIMED.copy[0] * TIMED.copy[1] / LIMITS.copy_bandwidth * 1e6
+COPY_US = 3 * TIMED.copy[0] * TIMED.copy[1] / LIMITS.copy_bandwidth * 1e6  # clear, read, write
 SOURCE = torch.randint(0, 256, SIZES.copy, dtype=torch.uint8, device=DEVICE)
 
 
@@ -237,21 +233,18 @@ def by_threads():
 copies = Ladder(
     "hopper_copy",
     lambda outputs: None if torch.equal(*outputs) else "the copy differs",
-    title="A copy, tile by tile",
+    title="Copy of a matrix in tiles",
     reference_name="threads",
     config={"tile": [64, 128]},
     size={"rows": SIZES.copy[0], "row_bytes": SIZES.copy[1]},
 )
-copies.step("threads", by_threads, dtype="uint8", prediction_us=round(COPY_US, 1), bytes=2 * SOURCE.numel())
+COPY = {"dtype": "uint8", "floor_us": round(COPY_US, 1), "bytes": 2 * SOURCE.numel()}
+copies.step("threads", by_threads, **COPY)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-copies.report("threads", predicted=COPY_US)
-print(f"with three passes over the bytes in place of two we should have predicted {1.5 * COPY_US:.1f} us")
+copies.report("threads", floor_us=COPY_US)
 
 # %% [markdown]
-# **Explanation.** The prediction left out `torch.zeros_like`, which clears the output in each call. This third pass,
-# which the next step has too, is the larger part of the difference. The rest is not explained here.
-#
 # ### A TMA load and its mbarrier
 #
 # **Idea.** One thread issues the copy of the whole box. It needs a **tensor map**, 128 bytes that describe the matrix
@@ -261,18 +254,18 @@ print(f"with three passes over the bytes in place of two we should have predicte
 # The store is a TMA copy without an mbarrier: the issuing thread commits it to a **bulk group** and waits for the group
 # before the CTA exits.
 #
-# **Predicted time.** As for the copy by threads.
+# **Predicted gain.** Zero: memory bandwidth limits both kernels, and the bytes are the same.
 
 
 # %%
-BARRIER = 2 * TILE // 8  # a barrier's place, counted in its own size: behind two tiles
+BARRIER = 2 * TILE // 8  # index of the mbarrier behind two tiles, in units of its 8 bytes
 SHARED_MEMORY = 2 * TILE + 8
 
 
 @cuda.jit
 def copy_by_tma(map_x, map_y, y):
     smem = cuda.shared.array(0, uint8, 1024)
-    barriers = cuda.shared.array(0, uint64, 1024)  # the same memory, seen as barriers
+    barriers = cuda.shared.array(0, uint64, 1024)  # the same memory as mbarriers
     thread, row, column = int32(cuda.threadIdx.x), int32(cuda.blockIdx.y * 64), int32(cuda.blockIdx.x * 128)
     if thread == 0:
         mbarrier_init(barriers, TILE // 8, 1)  # each phase takes one arrival
@@ -298,14 +291,11 @@ def by_tma():
     return out, SOURCE
 
 
-copies.step("TMA", by_tma, dtype="uint8", prediction_us=round(COPY_US, 1), bytes=2 * SOURCE.numel())
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-copies.report("TMA", "threads", COPY_US)
+copies.step("TMA", by_tma, after="threads", predicted_gain_us=0.0, **COPY)
 
 # %% [markdown]
-# **Explanation.** Both kernels take about the same time, because memory bandwidth limits both. TMA needs one warp
-# instead of four. Details that are easy to get wrong:
+# **Explanation.** The times differ little, because memory bandwidth limits both kernels. TMA needs one warp instead of
+# four. Details that are easy to get wrong:
 #
 # - **All shared memory is dynamic.** Behind static arrays it may not be aligned to 1024 bytes, which the swizzle below
 #   requires.
@@ -509,7 +499,7 @@ ZEROS = (np.float32(0),) * 32
 
 @cuda.jit(device=True)
 def store_fragment(out, acc):
-    """Each thread's 32 results to where they belong in a matrix of 64 x 64 floats."""
+    """Store a thread's 32 accumulators at their positions in a matrix of 64 x 64 floats."""
     lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
     offset = (16 * warp + (lane >> 2)) * 64 + 2 * (lane & 3)
     for j in range(8):
@@ -609,14 +599,14 @@ def first_linked_wgmma(map_a, map_b, out):
 
 
 def stream():
-    """Torch's current stream, as Numba wants it."""
+    """Return torch's current stream as a stream of Numba."""
     return 0 if simulator.ENABLED else cuda.external_stream(torch.cuda.current_stream().cuda_stream)
 
 
 again = torch.full((64 * 64,), float("nan"), device=DEVICE)
 maps = [tensor_map(t.view(torch.uint8), (64, 128), swizzle=128) for t in (A, B)]
 first_linked_wgmma[1, 128, stream(), SHARED_MEMORY](*maps, again)
-print("both doors give", "the same bits" if torch.equal(again.view(64, 64), out) else "DIFFERENT results")
+print("both ways:", "bit-identical" if torch.equal(again.view(64, 64), out) else "DIFFERENT results")
 assert torch.equal(again.view(64, 64), out)
 
 # %% [markdown]
@@ -636,12 +626,12 @@ POINTERS, ARRAYS = ["uint8*", "uint8*", "float32*"], ["uint8[]", "uint8[]", "flo
 
 
 def compiled(requests, *functions):
-    """What the compiler makes of kernels: name -> (expression, signature, threads, lto)."""
+    """Compile kernels; ``requests``: name -> (expression, signature, threads, lto)."""
     return compile_apart(SETUP + "\n".join(map(source_of, functions)), requests)
 
 
 def table(codes, columns):
-    """A table of machine codes; a column is a name and what it shows."""
+    """Format machine codes as a table; ``columns``: heading -> function of a code."""
     lines = [["", *columns], ["---"] * (len(columns) + 1)]
     for name, code in codes.items():
         shown = [show(code) for show in columns.values()]
@@ -663,13 +653,13 @@ BY_LINK = """    acc = cuda.local.array(32, float32)
 CPP_VARIANT = changed_source(first_wgmma, "    acc = wait_tile(add_tile(ZEROS, a, b))", BY_LINK, "cpp_variant")
 INTERFACE_CODES = compiled(
     {
-        f"{door}, {'with' if lto else 'without'} LTO": (kernel, signature, 128, lto)
-        for door, kernel, signature in (("intrinsics", "first_wgmma", POINTERS), ("linked", "cpp_variant", POINTERS))
+        f"{way}, {'with' if lto else 'without'} LTO": (kernel, POINTERS, 128, lto)
+        for way, kernel in (("intrinsics", "first_wgmma"), ("linked CUDA C++", "cpp_variant"))
         for lto in (True, False)
     }
     | {
-        "linked, as Numba starts it, with LTO": ("first_linked_wgmma", ARRAYS, 128, True),
-        "the same, and `out` stays an array": ("into_an_array", ARRAYS, 128, True),
+        "linked CUDA C++, launched by Numba, with LTO": ("first_linked_wgmma", ARRAYS, 128, True),
+        "the same, `out` an array": ("into_an_array", ARRAYS, 128, True),
     },
     store_fragment,
     first_wgmma,
@@ -700,11 +690,11 @@ table(INTERFACE_CODES, COLUMNS)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
-def make_gemm(n, stages, exact=False):
+def make_gemm(n, stages, promote=False):
     """``gemm(map_a, map_b, out, tiles_m, tiles, k_blocks, pitch)``: tiles of 128 x n; pitch counts 4 bytes of out."""
     stage_bytes = (128 + n) * 128
     full, empty = stages * stage_bytes // 8, stages * stage_bytes // 8 + stages
-    load, multiply = make_load(n, stages), make_multiply(n, stages, exact)
+    load, multiply = make_load(n, stages), make_multiply(n, stages, promote)
     release, request = make_setmaxnreg_dec(40), make_setmaxnreg_inc(232)
 
     @cuda.jit
@@ -715,7 +705,7 @@ def make_gemm(n, stages, exact=False):
         if thread == 0:
             for stage in range(stages):
                 mbarrier_init(barriers, full + stage, 1)
-                mbarrier_init(barriers, empty + stage, 8)  # one arrival for each warp that multiplies
+                mbarrier_init(barriers, empty + stage, 8)  # one arrival of each consumer warp
             fence_mbarrier_init()
         cuda.syncthreads()
         if thread >= 256:
@@ -736,7 +726,7 @@ def make_load(n, stages):
 
     @cuda.jit(device=True)
     def load(smem, barriers, map_a, map_b, tiles_m, tiles, k_blocks):
-        stage, phase = int32(0), uint32(1)  # of a new barrier, phase "1" has ended: all stages are free
+        stage, phase = int32(0), uint32(1)  # a wait for parity 1 passes on a new barrier: all stages are free
         tile = uint32(cuda.blockIdx.x)
         while tile < uint32(tiles):
             column = uint32(tile // uint32(tiles_m))
@@ -758,10 +748,10 @@ def make_load(n, stages):
 
 
 @cache
-def make_multiply(n, stages, exact):
+def make_multiply(n, stages, promote):
     stage_bytes = (128 + n) * 128
     full, empty = stages * stage_bytes // 8, stages * stage_bytes // 8 + stages
-    step, store, zeros = make_step(n, exact), make_store(n), (np.float32(0),) * (n // 2)
+    step, store, zeros = make_step(n, promote), make_store(n), (np.float32(0),) * (n // 2)
 
     @cuda.jit(device=True)
     def multiply(smem, barriers, out, tiles_m, tiles, k_blocks, pitch):
@@ -789,14 +779,14 @@ def make_multiply(n, stages, exact):
 
 
 @cache
-def make_step(n, exact):
-    """A stage's product, added to the accumulators: by the tensor cores, or exactly, in float32."""
+def make_step(n, promote):
+    """Accumulate the MMAs of a stage in the tensor cores, or promote them: add them in float32 registers."""
     add, tile = make_wgmma_tile(n, "e4m3", accumulate=True), make_wgmma_tile(n, "e4m3")
     wait, fma = make_wgmma_wait(n, 0), make_fma(n)
 
     @cuda.jit(device=True)
     def step(acc, a, b):
-        if exact:
+        if promote:
             return fma(acc, wait(tile(a, b)), float32(1))
         return wait(add(acc, a, b))
 
@@ -807,7 +797,7 @@ def make_step(n, exact):
 def make_store(n):
     @cuda.jit(device=True)
     def store(out, acc, row, column, pitch):
-        """A warpgroup's results as bfloat16, two to a word of 4 bytes."""
+        """Store a warpgroup's results as bfloat16, two per 4-byte word."""
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5 & 3)
         offset = int64(row + 16 * warp + (lane >> 2)) * pitch + ((column >> 1) + (lane & 3))
         for j in range(n // 8):
@@ -823,7 +813,7 @@ GEMM_SIGNATURE = ["uint8*", "uint8*", "int32*", *["int32"] * 4]
 
 
 VARIANTS = {
-    "as it is": (),
+    "unchanged": (),
     "a 64-bit division": ((make_multiply, "uint32(tile // uint32(tiles_m))", "uint32(tile // int64(tiles_m))"),),
     "thread == 256, not elect_sync": ((make_gemm, "thread < 288 and elect_sync(FULL_MASK)", "thread == 256"),),
 }
@@ -835,15 +825,15 @@ for i, (variant, changes) in enumerate(VARIANTS.items()):
     for lto in (True, False) if i < 2 else (True,):
         name = f"{variant}, {'with' if lto else 'without'} LTO"
         requests[name] = f"space_{i}['make_gemm'](128, 6)", GEMM_SIGNATURE, 384, lto
-TRAPS = compiled(requests, *sources)
+PITFALLS = compiled(requests, *sources)
 table(
-    TRAPS,
+    PITFALLS,
     {
         "registers": COLUMNS["registers"],
         "setmaxnreg": lambda code: code.count("USETMAXREG"),
         "loops around TMA": lambda code: code.count("BRA.U.ANY"),
         "CALL": COLUMNS["CALL"],
-        "ptxas complains": lambda code: ", ".join(sorted(set(code.complaints))) or "no",
+        "ptxas warnings": lambda code: ", ".join(sorted(set(code.complaints))) or "none",
     },
 )
 
@@ -858,20 +848,20 @@ table(
 # On a GPU, D has 4096 x 4096 elements and k is 7168. The peer, labelled `torch`, is cuBLAS through `torch._scaled_mm`
 # with fast accumulation, like our kernels up to step 7.
 #
-# The message `the prediction holds` means that the total time is within about a quarter of the predicted one, even if
-# the change was predicted wrongly. The interleaved measurement at the end compares steps more reliably.
+# A step predicts what it saves over an earlier step. Both are timed interleaved; the line of a step has both times, the
+# predicted and the measured change, and a verdict. Slower steps are drawn in grey. `us(name)` is the time of a step.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def output():
-    """A result that is not written is NaN."""
+    """Make an output in which elements that a kernel does not write are NaN."""
     return torch.full((SIZES.m, SIZES.n), float("nan"), dtype=torch.bfloat16, device=DEVICE)
 
 
 ONE = torch.ones((), device=DEVICE)
 OUT = output()
 MAPS = [TensorMap(t.view(torch.uint8), (64, 128), swizzle=128) for t in (A, B)]
-LINES, PITCH, K_BLOCKS = OUT.view(torch.int32), SIZES.n // 2, SIZES.k // 128  # the result, two numbers to a word
+LINES, PITCH, K_BLOCKS = OUT.view(torch.int32), SIZES.n // 2, SIZES.k // 128  # two elements of OUT per 4-byte word
 
 
 def by_cublas(fast=True):
@@ -884,14 +874,15 @@ def by_cublas(fast=True):
 ladder = Ladder(
     "hopper_ladder",
     mismatch,
-    title=f"An FP8 matrix product, {TIMED.m} x {TIMED.n} x {TIMED.k}, from Numba",
+    title=f"FP8 GEMM in Numba: {TIMED.m} x {TIMED.n} x {TIMED.k}",
     reference_name="torch",
     size={"m": SIZES.m, "n": SIZES.n, "k": SIZES.k},
 )
+us = ladder.median_us  # the time of a step, measured now or recorded; None if there is none
 
 
-def measure(name, launch_it, prediction_us=None, **more):
-    """Check one step of the ladder, time it, and say what rate that is and how exact the result is."""
+def measure(name, launch_it, **more):
+    """Check and time a step of the ladder, and record its relative error."""
 
     def run():
         return launch_it() or (OUT, EXPECTED)
@@ -903,49 +894,44 @@ def measure(name, launch_it, prediction_us=None, **more):
         "error": float(f"{error:.2e}"),
         "floor_us": round(LOWER_BOUND_US, 1),
     }
-    ladder.step(name, run, dtype="float8_e4m3fn", prediction_us=prediction_us and round(prediction_us, 1), **more)
+    ladder.step(name, run, dtype="float8_e4m3fn", **more)
+    gain = None if ladder.untimed else ladder.gain(name)
+    if gain and gain.saved_us < -NOISE * gain.before_us:
+        ladder.rows[-1]["slower"] = True
 
 
-def look_back(name, before=None, predicted=None, tile=None):
-    """What a step gained, its rate and its error; with a tile's rows and columns, what it loads in a second."""
-    ladder.report(name, before, predicted)
+def print_rates(name, tile=None):
+    """Print the rate and the error of a step; with the rows and columns of its tile, the rate of its loads."""
     if row := ladder.row(name):
-        us = row["kernel_us"]["median"]
-        print(f"    {row['flops'] / us / 1e6:.0f} TFLOP/s, relative error {row['error']:.2e}")
+        time_us = row["kernel_us"]["median"]
+        print(f"{name}: {row['flops'] / time_us / 1e6:.0f} TFLOP/s, relative error {row['error']:.2e}")
         if tile:
             loaded = row["flops"] / 2 * (1 / tile[0] + 1 / tile[1])
             print(
-                f"    {loaded / us / 1e6:.1f} TB/s come into shared memory; the table lets the L2 cache give "
-                f"{L2_BYTES * CLOCK * SMS / 1e12:.1f}"
+                f"    tiles: {loaded / time_us / 1e6:.1f} TB/s into shared memory; L2 bandwidth of the table: "
+                f"{L2_BYTES * CLOCK * SMS / 1e12:.1f} TB/s"
             )
-
-
-def lost_unless_faster(name, than):
-    """Draw the step that was just measured in grey if it is no faster than an earlier one."""
-    if not simulator.ENABLED and ladder.median_us(name) >= ladder.median_us(than):
-        ladder.rows[-1]["slower"] = True
 
 
 measure("torch", by_cublas)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("torch")
+print_rates("torch")
 
 # %% [markdown]
-# ### Step 1: thread copies and wgmma
+# ### Step 1: thread copies
 #
-# **Idea.** A CTA of one warpgroup computes 64 x 64 results (label `threads carry`). Its threads copy both tiles with
-# the swizzle. They write shared memory through the generic proxy, wgmma reads it through the async proxy, so each
-# thread calls `fence_proxy_async_shared` before the barrier.
+# **Idea.** A CTA of one warpgroup computes 64 x 64 results. Its threads copy both tiles with the swizzle. They write
+# shared memory through the generic proxy, wgmma reads it through the async proxy, so each thread calls
+# `fence_proxy_async_shared` before the barrier.
 #
-# **Predicted time.** Twice that of the table's L2 limit for this tile (section 3), because copies and MMAs alternate
-# within a CTA.
+# **Predicted gain.** None: this is our first kernel, and it changes no other.
 
 
 # %%
 @cuda.jit(device=True)
 def copy_tile(smem_i32, offset, x, row, k, pitch):
-    """64 rows of 128 bytes, 16 bytes a thread at a time, swizzled; all in words of 4 bytes."""
+    """Copy 64 rows of 128 bytes, 16 bytes per thread and iteration, with the swizzle; offsets count 4-byte words."""
     for i in range(int32(cuda.threadIdx.x), 512, 128):
         a, b, c, d = load_nc_u32x4(x, int64(row + (i >> 3)) * pitch + (k + 4 * (i & 7)))
         chunk = (i & ~7) | ((i ^ i >> 3) & 7)
@@ -980,16 +966,14 @@ def gemm_with_thread_copies():
     )
 
 
-prediction = 2 * predicted_us(64, 1)
-measure("threads carry", gemm_with_thread_copies, prediction)
+measure("thread copies", gemm_with_thread_copies)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("threads carry", "torch", prediction, (64, 64))
+print_rates("thread copies", (64, 64))
 
 # %% [markdown]
-# **Explanation.** The step takes about half the predicted time: the tiles arrive at about the L2 bandwidth of the table
-# (last line), although copies and MMAs alternate. A likely reason, not measured: while one CTA copies, other CTAs on
-# the same SM compute.
+# The tiles arrive at about the L2 bandwidth of the table, although copies and MMAs alternate within a CTA. A likely
+# reason, not measured: while one CTA copies, other CTAs on the same SM compute.
 #
 # **Exercise 3.** 64 threads add 1 to each byte of a tile of 8 x 128 bytes, and TMA stores the tile; the next tile uses
 # the same shared memory. A TMA store reads it through the async proxy. Find two mistakes.
@@ -1015,10 +999,9 @@ exercise("hopper-3").check(add_one)
 # %% [markdown]
 # ### Step 2: TMA copies
 #
-# **Idea.** One lane issues the copies of both tiles (label `TMA carries`). There is still one stage, so copies and MMAs
-# alternate.
+# **Idea.** One lane issues the copies of both tiles. There is still one stage, so copies and MMAs alternate.
 #
-# **Predicted time.** As for step 1: the same bytes come through the same L2 cache.
+# **Predicted gain.** Zero: by the table the L2 cache is the limit of this tile, and it delivers the same bytes.
 
 
 # %%
@@ -1047,23 +1030,23 @@ def gemm_with_tma():
     launch(gemm_by_tma, GRID_64, 128, *MAPS, LINES, K_BLOCKS, PITCH, shared_bytes=SHARED_MEMORY)
 
 
-measure("TMA carries", gemm_with_tma, prediction)
+measure("TMA copies", gemm_with_tma, after="thread copies", predicted_gain_us=0.0)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("TMA carries", "threads carry", prediction, (64, 64))
+print_rates("TMA copies", (64, 64))
 
 # %% [markdown]
-# **Explanation.** The instructions of the copy are gone, and so is the fence: TMA, like wgmma, uses the async proxy.
-# The prediction is far too high. Tiles arrive at about twice the L2 bandwidth of the table. Possible reasons, not
-# measured: that bandwidth is of a smaller GPU, or the memory system combines requests of neighbouring CTAs for the same
-# tile.
+# **Explanation.** L2 was not the limit of step 1: tiles now arrive at about twice the L2 bandwidth of the table. The
+# instructions of the copy are gone, and so is the fence, because TMA, like wgmma, uses the async proxy. Possible reasons
+# for the higher rate, not measured: the table's bandwidth is of a smaller GPU, or the memory system combines requests of
+# neighbouring CTAs for the same tile.
 #
 # ### Step 3: linked CUDA C++
 #
-# **Idea.** Use the linked function (label `linked door`). The folded kernel `gemm_linked` is `gemm_by_tma` with
-# `wgmma_step_m64n64k128_e4m3`, a local array `acc` and tensor maps in global memory, as in section 4.
+# **Idea.** Use the linked function. The folded kernel `gemm_linked` is `gemm_by_tma` with `wgmma_step_m64n64k128_e4m3`, a
+# local array `acc` and tensor maps in global memory, as in section 4.
 #
-# **Predicted time.** The same as step 2, because section 5 found the same machine code.
+# **Predicted gain.** Zero: section 5 found the same machine code.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1097,25 +1080,24 @@ def gemm_through_cpp():
     gemm_linked[GRID_64, 128, stream(), SHARED_MEMORY](*GLOBAL_MAPS, LINES.view(-1), K_BLOCKS, PITCH)
 
 
-prediction = ladder.median_us("TMA carries") or predicted_us(64, 1)
-measure("linked door", gemm_through_cpp, prediction)
-lost_unless_faster("linked door", "TMA carries")
+measure("linked CUDA C++", gemm_through_cpp, after="TMA copies", predicted_gain_us=0.0)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("linked door", "TMA carries", prediction)
+print_rates("linked CUDA C++")
 
 # %% [markdown]
 # **Explanation.** The step is slower, although no change was predicted. Section 5 compiled only a kernel with a single
 # MMA call. Here the tensor maps are in global memory, and Numba compiles and launches the whole kernel; which of these
 # costs the time is not measured. The *call* time is also much longer.
 #
-# ### Step 4: a ring of stages
+# ### Step 4: a ring of 4 stages
 #
 # **Idea.** While the tensor cores process one stage, TMA loads the next ones. Four stages form a **ring**, each with a
 # `full` barrier. Iteration `k` uses stage `k % 4`, and the lowest bit of `k // 4` is the parity to wait for. After
 # `syncthreads`, all warps have finished with the stage, and one lane issues the loads for iteration `k + 4`.
 #
-# **Predicted time.** The table's limit for this tile: loads keep the L2 cache busy without gaps.
+# **Predicted gain.** In step 2 loads and MMAs of a CTA alternate. If all MMAs are hidden behind loads, their time is saved:
+# at the peak rate, that is the lower bound.
 
 
 # %%
@@ -1130,7 +1112,7 @@ def gemm_pipelined(map_a, map_b, out, k_blocks, pitch):
         fence_mbarrier_init()
     cuda.syncthreads()
     acc = ZEROS
-    for k in range(-4, k_blocks):  # the first four turns only load
+    for k in range(-4, k_blocks):  # the first four iterations only load
         stage = int32(k & 3)
         offset = int32(stage * 2 * TILE)
         if k >= 0:
@@ -1148,24 +1130,23 @@ def gemm_with_pipeline():
     launch(gemm_pipelined, GRID_64, 128, *MAPS, LINES, K_BLOCKS, PITCH, shared_bytes=4 * SHARED_MEMORY)
 
 
-prediction = predicted_us(64, 1)
-measure("ring of 4 stages", gemm_with_pipeline, prediction)
-lost_unless_faster("ring of 4 stages", "TMA carries")
+measure("ring of 4 stages", gemm_with_pipeline, after="TMA copies", predicted_gain_us=LOWER_BOUND_US)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("ring of 4 stages", "TMA carries", prediction)
+print_rates("ring of 4 stages")
 
 # %% [markdown]
-# **Explanation.** The step is faster than the table's limit, but slower than step 2. A likely reason, not measured, is
-# occupancy: the ring needs four times the shared memory, so only three CTAs fit on an SM, fewer than in step 2. A
-# larger tile loads fewer bytes but needs more warps, which should not all synchronise at every stage.
+# **Explanation.** The step is slower than step 2. Within a CTA, loads and MMAs now overlap, but in step 2 those of
+# different CTAs on an SM overlapped already. A likely reason for the loss, not measured, is occupancy: the ring needs
+# four times the shared memory, so only three CTAs fit on an SM, fewer than in step 2. A larger tile loads fewer bytes but
+# needs more warps, which should not all synchronise at every stage.
 #
 # ### Step 5: warp specialisation
 #
-# **Idea.** This is the kernel of section 5 (label `loaders and multipliers`). A tile has 128 x 128 results; one warp of
-# a producer warpgroup loads and two consumer warpgroups compute (**warp specialisation**). Each stage has a second
-# barrier, `empty`: each consumer warp arrives on it after using the stage, and the producer waits for it before
-# refilling the stage. The main loop contains no `syncthreads`. The figure traces a small example in the simulator.
+# **Idea.** This is the kernel of section 5. A tile has 128 x 128 results; one warp of a producer warpgroup loads and two
+# consumer warpgroups compute (**warp specialisation**). Each stage has a second barrier, `empty`: each consumer warp
+# arrives on it after using the stage, and the producer waits for it before refilling the stage. The main loop contains no
+# `syncthreads`. The figure traces a small example in the simulator.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1193,18 +1174,18 @@ draw.ring(EVENTS, RING_FULL, RING_FULL + 3, 3)
 # Only the order of events has a meaning, not their lengths, because the simulator randomises the order of threads.
 # Within a stage, loads and MMAs alternate, as the two barriers enforce. Across stages they overlap.
 #
-# **Predicted time.** The table's limit for 128 x 128.
+# **Predicted gain.** The share of the bytes from L2 that the larger tile does not load, of step 4's time.
 
 
 # %%
-def run_gemm(n, stages, blocks=None, exact=False, a=A, lines=LINES):
-    """The kernel of section 5; without a number of blocks, one for each tile."""
+def run_gemm(n, stages, ctas=None, promote=False, a=A, lines=LINES):
+    """Launch the kernel of section 5 with ``ctas`` CTAs; by default one CTA per tile."""
     tiles_m, tiles = len(a) // 128, len(a) // 128 * (SIZES.n // n)
     maps = [TensorMap(t.view(torch.uint8), (rows, 128), swizzle=128) for t, rows in ((a, 128), (B, n))]
     shared_bytes = stages * ((128 + n) * 128 + 16)
     launch(
-        make_gemm(n, stages, exact),
-        min(blocks or tiles, tiles),
+        make_gemm(n, stages, promote),
+        min(ctas or tiles, tiles),
         384,
         *maps,
         lines,
@@ -1216,16 +1197,21 @@ def run_gemm(n, stages, blocks=None, exact=False, a=A, lines=LINES):
     )
 
 
-prediction = predicted_us(128, 2)
-measure("loaders and multipliers", partial(run_gemm, 128, 6), prediction)
+def saved_by_tile(name, old, new):
+    """Microseconds that tile ``new`` = (n, groups) saves over step ``name`` with tile ``old``, if L2 is the limit."""
+    return (us(name) or 0) * (1 - peak_share(*old) / peak_share(*new))
+
+
+gain_us = saved_by_tile("ring of 4 stages", (64, 1), (128, 2))
+measure("warp specialisation", partial(run_gemm, 128, 6), after="ring of 4 stages", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("loaders and multipliers", "ring of 4 stages", prediction, (128, 128))
+print_rates("warp specialisation", (128, 128))
 
 # %% [markdown]
 # **Explanation.** A tile with four times the results halves the bytes loaded per FLOP. Specialised warps make such a
-# tile practical: six stages take 192 KB, so an SM holds only one CTA, and loads must overlap with MMAs within it. The
-# prediction is again too high, because tiles arrive faster than the table allows.
+# tile practical: six stages take 192 KB, so an SM holds only one CTA, and loads must overlap with MMAs within it. As in
+# step 2, tiles arrive faster than the table allows; only the ratio of bytes is used for the prediction.
 #
 # **Exercise 4.** Warp 2 is the producer of a ring of two stages, warps 0 and 1 its consumers. `barriers` has two
 # `full` barriers, then two `empty` ones, on which lane 0 arrives for its whole warp. A stage may be refilled too early:
@@ -1269,68 +1255,70 @@ exercise("hopper-4").check(copy_by_roles)
 # tiles. The kernel already does this; only the grid changes. The ring continues across tiles: the producer loads the
 # next tile while the consumers store the current one.
 #
-# **Predicted time.** A tenth less than step 5: our estimate of the start-up and stores per tile.
+# **Predicted gain.** The time to write D at the copy bandwidth, if loads are the limit and now continue during stores.
 
 # %%
-prediction = 0.9 * (ladder.median_us("loaders and multipliers") or prediction)
-measure("persistent", partial(run_gemm, 128, 6, SIZES.sms), prediction)
+gain_us = 2 * TIMED.m * TIMED.n / LIMITS.copy_bandwidth * 1e6  # bfloat16
+persistent = partial(run_gemm, 128, 6, SIZES.sms)
+measure("persistent CTAs", persistent, after="warp specialisation", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("persistent", "loaders and multipliers", prediction)
+print_rates("persistent CTAs")
 
 # %% [markdown]
-# **Explanation.** The predicted gain is not reached. In this measurement the step is slower than step 5; in the
-# interleaved one at the end it is slightly faster, but the spreads of the two overlap. With 1024 tiles for 132 CTAs, 32
-# CTAs are idle in the last of 8 waves, which a persistent kernel does not change.
+# **Explanation.** The predicted gain is about as small as the variation of repeated measurements of these two steps. With
+# 1024 tiles for 132 CTAs, 32 CTAs are idle in the last of 8 waves, which a persistent kernel does not change.
 #
-# ### Step 7: a wider tile
+# ### Step 7: a tile of 128 x 256
 #
-# **Idea.** With 128 x 256, each warpgroup reads fewer bytes from shared memory per FLOP. Each consumer thread has 128
+# **Idea.** With the wider tile, each warpgroup reads fewer bytes from shared memory per FLOP. Each consumer thread has 128
 # accumulators, and only four stages of 48 KB fit.
 #
-# **Predicted time.** The table's limit for 128 x 256: again that of the L2 cache, but higher than for 128 x 128.
+# **Predicted gain.** As in step 5, the share of the bytes from L2 that the larger tile does not load.
 
 # %%
-prediction = predicted_us(256, 2)
-measure("128 x 256", partial(run_gemm, 256, 4, SIZES.sms), prediction)
-lost_unless_faster("128 x 256", "persistent")
+gain_us = saved_by_tile("persistent CTAs", (128, 2), (256, 2))
+wider = partial(run_gemm, 256, 4, SIZES.sms)
+measure("tile of 128 x 256", wider, after="persistent CTAs", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("128 x 256", "persistent", prediction, (128, 256))
+print_rates("tile of 128 x 256", (128, 256))
 
 # %% [markdown]
-# **Explanation.** The step is slower than step 6, in the interleaved measurement too. Its time is near the prediction
-# only by coincidence: the table also predicted 128 x 128 to be slower than 128 x 256, and step 6 refutes that. A
-# hypothesis, not measured, is the cost of the epilogue: a CTA computes at most four tiles instead of eight, and nothing
-# overlaps with the 64 KB of stores of its last tile.
+# **Explanation.** The step is slower than step 6, so loads from L2 are no longer the limit. A hypothesis for the loss, not
+# measured, is the cost of the epilogue: a CTA computes at most four tiles instead of eight, and nothing overlaps with the
+# 64 KB of stores of its last tile.
 #
-# ### Step 8: accumulation in float32
+# ### Step 8: float32 accumulation
 #
 # **Idea.** DeepGEMM's remedy for the reduced accumulation precision is **promotion**: after each stage of 128 elements,
-# threads add the tensor cores' partial sums to float32 accumulators in registers (label `exact sums`; see `make_step`).
-# This needs twice the accumulators, so the tile is 128 x 128 again.
+# threads add the tensor cores' partial sums to float32 accumulators in registers (see `make_step`). This needs twice the
+# accumulators, so the tile is 128 x 128 again.
 #
-# **Predicted time.** On the SM's 128 lanes, 128 x 128 additions per stage take 128 clocks, and the tensor cores need
-# 512. One warpgroup's additions can overlap with the other's MMAs: we predict a tenth more time than step 6.
+# **Predicted gain.** A loss. An SM adds 128 floats per clock. One warpgroup's additions can overlap with the other's MMAs.
+# If all did, nothing would be lost; if none did, the time of all additions. The prediction is half of this time.
 
 # %%
-prediction = 1.1 * (ladder.median_us("persistent") or predicted_us(128, 2))
-measure("exact sums", partial(run_gemm, 128, 6, SIZES.sms, exact=True), prediction, slower=True)
+ADDITIONS_US = TIMED.m * TIMED.n * TIMED.k / 128 / (128 * SMS * CLOCK) * 1e6  # one per result and stage
+promoted = partial(run_gemm, 128, 6, SIZES.sms, promote=True)
+measure("float32 accumulation", promoted, after="persistent CTAs", predicted_gain_us=-ADDITIONS_US / 2)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("exact sums", "persistent", prediction)
-if not simulator.ENABLED:
-    ladder.rows[-1]["torch_exact_error"] = float(f"{relative_error(by_cublas(fast=False)[0], EXPECTED):.2e}")
-ERRORS = {name: (ladder.row(name) or {}).get("error") for name in ("torch", "persistent", "exact sums")}
-ERRORS["torch, without fast accumulation"] = (ladder.row("exact sums") or {}).get("torch_exact_error")
+if not ladder.untimed:
+    ladder.rows[-1]["torch_accurate_error"] = float(f"{relative_error(by_cublas(fast=False)[0], EXPECTED):.2e}")
+ERRORS = {name: (ladder.row(name) or {}).get("error") for name in ("torch", "persistent CTAs", "float32 accumulation")}
+ERRORS["torch, use_fast_accum=False"] = (ladder.row("float32 accumulation") or {}).get("torch_accurate_error")
+print(f"all additions: {ADDITIONS_US:.1f} us")
 for name, error in ERRORS.items():
     if error:  # independent errors add up as squares
-        print(f"    {name}: {error:.2e}; without bfloat16's own rounding {max(0, error**2 - ROUNDING**2) ** 0.5:.1e}")
+        print(
+            f"{name}: relative error {error:.2e}, {max(0, error**2 - ROUNDING**2) ** 0.5:.1e} without rounding to bfloat16"
+        )
 
 # %% [markdown]
-# **Explanation.** The last lines subtract the rounding to bfloat16. Promotion removes most of the remaining error, so
-# the accumulation within a stage of 128 is accurate enough. cuBLAS without fast accumulation has the same error. In the
-# interleaved measurement the extra time is close to the prediction.
+# **Explanation.** The last numbers subtract the rounding to bfloat16. Promotion removes most of the remaining error, so
+# the accumulation within a stage of 128 is accurate enough. cuBLAS without fast accumulation has the same error. The loss
+# is smaller than the time of all additions, so the two warpgroups overlap in part.
 #
 # ### Other sizes
 #
@@ -1339,7 +1327,7 @@ for name, error in ERRORS.items():
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def sweep():
-    """Microseconds for some numbers of rows: {rows: {"torch": ..., "ours": ...}}; every result is checked."""
+    """Check and time other numbers of rows; return {rows: {"torch": us, "ours": us}}."""
     found = {}
     for rows in (128, 256) if simulator.ENABLED else (128, 512, 1024, 2048, 8192):
         a = torch.randn(rows, SIZES.k, device=DEVICE).to(E4M3)
@@ -1357,16 +1345,16 @@ def sweep():
 
 SWEEP = sweep()
 for row in ladder.rows:
-    if row["step"] == "128 x 256" and not simulator.ENABLED:
+    if row["step"] == "tile of 128 x 256" and not ladder.untimed:
         row["sweep"] = SWEEP
-for rows, times in ((ladder.row("128 x 256") or {}).get("sweep") or {}).items():
-    rates = {name: 2 * int(rows) * 4096 * 7168 / us / 1e6 for name, us in times.items()}
+for rows, times in ((ladder.row("tile of 128 x 256") or {}).get("sweep") or {}).items():
+    rates = {name: 2 * int(rows) * TIMED.n * TIMED.k / time_us / 1e6 for name, time_us in times.items()}
     print(
         f"{rows:>5} rows: ours {times['ours']:7.1f} us, {rates['ours']:5.0f} TFLOP/s; "
         f"cuBLAS {times['torch']:7.1f} us, {rates['torch']:5.0f} TFLOP/s"
     )
-if not ladder.row("128 x 256"):
-    print("no figure is recorded yet")
+if not ladder.row("tile of 128 x 256"):
+    print("no times are recorded yet")
 
 # %% [markdown]
 # **Result.** cuBLAS is faster at every size. Our kernel takes about the same time for 128 and 512 rows: with 16 and 64
@@ -1441,8 +1429,8 @@ for name in [row["step"] for row in (ladder.record or {"rows": ladder.rows})["ro
         )
 
 # %% [markdown]
-# **Result.** The fastest of our kernels is `persistent`; cuBLAS is faster. The two large gains come from TMA (step 2)
-# and from the larger tile with specialised warps (step 5).
+# **Result.** The fastest of our kernels is that of steps 5 and 6; cuBLAS is faster. The two large gains come from TMA (step
+# 2) and from the larger tile with specialised warps (step 5).
 #
 # ## 7. Tensor maps made on the device
 #
@@ -1493,7 +1481,7 @@ def load_groups(maps, out, pick, rows):
 
 
 def groups_by_maps():
-    """Three groups' boxes, with a map for each: what lies behind a group's rows comes as zeros."""
+    """Load boxes of three groups, with a map per group and with one map for all."""
     device = "cpu" if simulator.ENABLED else "cuda"
     starts = torch.tensor([0, 20, 84, 100], dtype=torch.int32, device=device)
     x = torch.randint(1, 256, (100, 128), dtype=torch.uint8, device=device)
@@ -1503,18 +1491,22 @@ def groups_by_maps():
     pick, first = torch.arange(3, dtype=torch.int32, device=device), torch.zeros(3, dtype=torch.int32, device=device)
     out = torch.zeros(3, 64, 128, dtype=torch.uint8, device=device)
     launch(load_groups, 3, 32, maps, out, pick, first, shared_bytes=SHARED_MEMORY)
-    one = torch.zeros_like(out)  # one map for all, and a row to start from
+    one = torch.zeros_like(out)  # one map for all groups, and a first row
     launch(load_groups, 3, 32, template, one, 0 * pick, starts[:3].clone(), shared_bytes=SHARED_MEMORY)
     own = [x[a:b] for a, b in zip(starts.tolist(), starts.tolist()[1:])]
-    clipped = all(torch.equal(o[: len(r)], r) and not o[len(r) :].any() for o, r in zip(out, own))
-    there = all(torch.equal(o[: len(r)], r) for o, r in zip(one, own))
-    foreign = bool(one[0, 20:].any())
-    return {"right and clipped": clipped, "one map: rows are there": there, "one map: foreign rows too": foreign}
+    separate = all(torch.equal(o[: len(r)], r) and not o[len(r) :].any() for o, r in zip(out, own))
+    own_rows = all(torch.equal(o[: len(r)], r) for o, r in zip(one, own))
+    next_rows = bool(one[0, 20:].any())
+    return {
+        "a map per group: its rows, then zeros": separate,
+        "one map: the group's rows": own_rows,
+        "one map: rows of the next group": next_rows,
+    }
 
 
 GROUPS = groups_by_maps()
 print("; ".join(f"{name}: {'yes' if holds else 'NO'}" for name, holds in GROUPS.items()))
-assert GROUPS["right and clipped"]
+assert GROUPS["a map per group: its rows, then zeros"]
 
 # %% [markdown]
 # The last two results concern a single map for all groups. For *loads* it is sufficient, because a box may start at any
@@ -1522,7 +1514,7 @@ assert GROUPS["right and clipped"]
 # results computed from them. For TMA *stores* each group needs its own map, whose extent prevents a box from
 # overwriting the next group's rows.
 #
-# A 3D matrix, such as the weights of all experts, needs only one map. Its box can be flat: one expert, 64 rows, 128
+# A 3D tensor, such as the weights of all experts, needs only one map. Its box can lie in one expert: 1 x 64 rows of 128
 # bytes.
 
 
@@ -1544,7 +1536,7 @@ def load_3d(map_w, out, x, y, z):
 
 W = torch.randint(0, 256, (3, 128, 256), dtype=torch.uint8, device=DEVICE)  # experts, rows, bytes
 BOXES = {}
-for name, shape in (("flat", (1, 64, 128)), ("through two experts", (2, 32, 128))):
+for name, shape in (("one expert", (1, 64, 128)), ("two experts", (2, 32, 128))):
     out = torch.zeros(shape, dtype=torch.uint8, device=DEVICE)
     launch(load_3d, 1, 32, TensorMap(W, shape), out, 128, 64, 1, shared_bytes=SHARED_MEMORY)
     BOXES[name] = torch.equal(out, W[1 : 1 + shape[0], 64 : 64 + shape[1], 128:])
@@ -1560,7 +1552,7 @@ assert all(BOXES.values())
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def try_cases(cases):
-    """What the simulator says to each of the cases: (name, sources, call)."""
+    """Run cases (name, sources, call) in the simulator; return what it reports for each."""
 
     def boxes():
         x = (torch.arange(128 * 128) % 251).to(torch.uint8).view(128, 128)
@@ -1617,18 +1609,18 @@ def parts_with(function, old, new):
 
 CASES = [
     (
-        "the tile is read before its barrier",
+        "tile read without waiting for its mbarrier",
         [changed_source(load_boxes, "mbarrier_wait_parity(barriers, BARRIER, uint32(box & 1))", "pass")],
         "boxes()",
     ),
-    ("always the same parity", [*SMALL, changed_source(gemm_by_tma, "uint32(k & 1)", "uint32(0)")], BY_TMA),
+    ("constant parity", [*SMALL, changed_source(gemm_by_tma, "uint32(k & 1)", "uint32(0)")], BY_TMA),
     (
-        "no fence between the proxies",
+        "no proxy fence",
         [*SMALL, source_of(copy_tile), changed_source(gemm_by_threads, "fence_proxy_async_shared()", "pass")],
         BY_THREADS,
     ),
     (
-        "the results are read before the wait",
+        "no wgmma.wait_group",
         [
             *SMALL,
             changed_source(
@@ -1640,22 +1632,22 @@ CASES = [
         BY_TMA,
     ),
     (
-        "a stage is filled while it is used",
+        "producer does not wait for `empty`",
         parts_with(make_load, "mbarrier_wait_parity(barriers, empty + stage, phase)", "pass"),
         BY_GEMM,
     ),
     (
-        "loaders and multipliers both begin with phase 0",
+        "producer and consumers begin with the same parity",
         parts_with(make_load, "stage, phase = int32(0), uint32(1)", "stage, phase = int32(0), uint32(0)"),
         BY_GEMM,
     ),
     (
-        "the bytes are announced after the copy is ordered",
+        "bytes expected after the copy is issued",
         [changed_source(load_boxes, EXPECT + ORDER, ORDER + EXPECT)],
         "boxes()",
     ),
     (
-        "a map is used that was not acquired",
+        "tensor map not acquired",
         [
             "set_address, set_extent = linked.tensormap_replace_global_address, linked.make_tensormap_replace_global_dim(1)",
             source_of(make_maps),
@@ -1666,8 +1658,8 @@ CASES = [
     ),
 ]
 REFUSED = in_simulator(try_cases, CASES, setup=SETUP)
-for name, said in REFUSED.items():
-    print(f"{name}:\n    {said}\n")
+for name, found in REFUSED.items():
+    print(f"{name}:\n    {found}\n")
 
 # %% [markdown]
 # One variant is correct: the expected bytes may be announced after the copy is issued, because the phase cannot
@@ -1695,63 +1687,66 @@ except RuntimeError:
     IN_GLOBAL = False
 
 
-def verdict(holds, figure):
-    return f"{'confirmed' if holds else 'refuted'}: {figure}"
+def verdict(holds, found):
+    return f"{'reproduced' if holds else 'not reproduced'}: {found}"
 
 
 def refusal(name):
     return REFUSED[name].split(":")[0]
 
 
-claims = [
+statements = [
     (
-        "One TMA map of a matrix of three dimensions, and a copy of a box of two",
-        verdict(BOXES["flat"], "the box is (1, 64, 128); the copy names three coordinates"),
+        "One tensor map of three dimensions serves copies of 2D boxes",
+        verdict(BOXES["one expert"], "the box is (1, 64, 128); the copy takes three coordinates"),
     ),
     (
-        "The box follows the order of the dimensions: with the experts first it would go through experts",
-        verdict(BOXES["through two experts"], "a box of (2, 32, 128) brings rows of two experts"),
+        "The box follows the order of the dimensions: it can span experts",
+        verdict(BOXES["two experts"], "a box of (2, 32, 128) loads rows of two experts"),
     ),
     (
-        "With one map for all groups the rows must be padded; else each group needs a map of its own",
-        "more subtle: for loads one map is enough, any row may come first"
-        if GROUPS["one map: rows are there"]
-        else "confirmed",
+        "Without padding, each group needs its own map",
+        "partly: for loads one map is enough, because a box may start at any row"
+        if GROUPS["one map: the group's rows"]
+        else "reproduced",
     ),
     (
-        "Only address and shape of a map must be replaced, the distances stay",
+        "Only address and extent of a map must be replaced, not its strides",
         verdict(
-            GROUPS["right and clipped"], "our maps differ in these two alone, and rows past a group's end come as zeros"
+            GROUPS["a map per group: its rows, then zeros"],
+            "our maps differ only in these two, and rows past the end of a group are zeros",
         ),
     ),
     (
         "tensormap.replace needs the map in shared memory",
-        "more subtle: PTX has a form for global memory too, and it compiles" if IN_GLOBAL else "confirmed",
+        "partly: PTX also has a variant for global memory, and it compiles" if IN_GLOBAL else "reproduced",
     ),
     (
-        "Between replace and publication a bulk group must be committed and waited for (tma_desc_commit_group)",
-        "more subtle: ours goes without, by syncwarp, and its maps are right"
-        if GROUPS["right and clipped"]
+        "Between replacing and publishing, a bulk group must be committed and waited for (tma_desc_commit_group)",
+        "partly: our kernel uses syncwarp instead, and its maps are correct"
+        if GROUPS["a map per group: its rows, then zeros"]
         else "open",
     ),
     (
-        "The release of the new map must be met by an acquire",
-        verdict(refusal("a map is used that was not acquired") == "MissingFence", "without it the simulator refuses"),
+        "The release of the new map needs a matching acquire",
+        verdict(refusal("tensor map not acquired") == "MissingFence", "without it the simulator reports an error"),
     ),
     (
-        "The bytes are announced after both copies (its pseudo-code)",
-        verdict(REFUSED["the bytes are announced after the copy is ordered"] == "right", "either order is right"),
+        "The expected bytes are announced after both copies are issued (its pseudo-code)",
+        verdict(REFUSED["bytes expected after the copy is issued"] == "right", "both orders are correct"),
     ),
     (
-        "Producer and consumer both begin with phase 0 (its pseudo-code)",
+        "Producer and consumers both begin with parity 0 (its pseudo-code)",
         verdict(
-            refusal("loaders and multipliers both begin with phase 0") == "right",
-            f"on new barriers that is a {refusal('loaders and multipliers both begin with phase 0')}; "
+            refusal("producer and consumers begin with the same parity") == "right",
+            f"on new barriers that is a {refusal('producer and consumers begin with the same parity')}; "
             "the producer begins with parity 1",
         ),
     ),
 ]
-Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
+Markdown(
+    "| statement | result |\n|---|---|\n" + "\n".join(f"| {statement} | {text} |" for statement, text in statements)
+)
 
 # %% [markdown]
 # ## 10. Sources

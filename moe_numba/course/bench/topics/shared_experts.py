@@ -315,7 +315,7 @@ def figures(record):
         made["ladder"] = plots.ladder_figure(
             ladder["rows"],
             lines={"speed of light": next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)},
-            title=f"Folding the shared expert, step by step: {tokens} tokens, DeepSeek-V3 on one of 8 GPUs",
+            title=f"Fused shared expert, step by step: {tokens} tokens, DeepSeek-V3 on one of 8 GPUs",
             caption=plots.caption(ladder),
             reference="separate",
         )
