@@ -492,7 +492,7 @@ print(f"    model: {loads_us:.0f} us for loads from shared memory")
 # `tile` (wgmma), `fma`, `syncthreads`.
 #
 # **Predicted gain.** Each of the 56 iterations takes the time of its copy, 32 KB per CTA from L2, and then that of its
-# MMA. The last cell of this step computes both from the GPU's peak rates.
+# MMA, computed from the GPU's limits.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 BLOCK_K = 128  # bytes of K in a stage: four wgmmas
@@ -765,12 +765,12 @@ gain_us = ITERATIONS * 64 * 8 / 4 / LIMITS.tensor_clock * 1e6
 measure_dense("warp specialisation", run_specialised, after="ring of stages", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** The gain is larger than predicted, probably because the barrier also delayed copies.
+# **Explanation.** More than predicted, probably because the barrier also delayed copies.
 #
 # A warp waits only for its own part of a wgmma, so one lane of each consumer warp arrives on `empty` (in the article,
 # one thread per warpgroup).
 #
-# ### Step 6: the transposed MMA
+# ### Step 6: transposed MMA
 #
 # **Idea.** wgmma processes 64 rows of its first operand, so three tokens cost as much as 64. The second operand may
 # have any multiple of 8 rows. So compute `Y^T = W * X^T`:
@@ -1647,8 +1647,8 @@ KNOWN_TILES = (ladder.row("vertical scheduler") or {}).get("by_tile", {})
 for tokens in (8, 16, 32, 48, 64, 96, 128):
     own, words = KNOWN_TILES.get(str(tokens), {}), []
     for which, label in LABELS.items():
-        measured = f", {own[which]:.0f} us" if own else ""
-        words.append(f"{label}: {memory_us(which, l2_bytes(which, tokens)):.0f}{measured}")
+        measured = f", measured {own[which]:.0f}" if own else ""
+        words.append(f"{label}: model {memory_us(which, l2_bytes(which, tokens)):.0f}{measured} us")
     print(f"kTileM {tokens:>3}: " + "; ".join(words))
 if not KNOWN_TILES:
     print("no times are recorded")
@@ -2080,9 +2080,9 @@ if not ACTIVATION:
     print("no times are recorded")
 
 # %% [markdown]
-# **Explanation.** With 2048 tokens the fused kernel takes no longer than the GEMM alone. With 32 there is almost
-# nothing to save. With 8192 the fused GEMM is slower by as much as the separate kernel costs; the reason was not
-# measured.
+# **Explanation.** With 2048 tokens the separate kernel takes longer than predicted, and the fused one no longer than the
+# GEMM alone. With 32 there is almost nothing to save. With 8192 the fused GEMM is slower by as much as the separate
+# kernel costs (cause not measured).
 #
 # ### Rows gathered while they are loaded
 #
