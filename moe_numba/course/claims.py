@@ -172,16 +172,22 @@ LOOKUPS: dict[str, Row | Most | Diagnosis | None] = {
     # 06_grouped_gemm
     **{
         f"{step}, {size}": Row("grouped_gemm_ladder", step, at)
-        for step in ("torch", "padding, one map", "maps for groups, horizontal", "vertical", "one map for X")
+        for step in (
+            "torch",
+            "padding, one tensor map",
+            "tensor map per group",
+            "vertical scheduler",
+            "one tensor map for X",
+        )
         for size, at in GEMM_SIZES.items()
     },
     **{
-        f"kTileM {tile}, {size}": Row("grouped_gemm_ladder", "vertical", f"by_tile.{tile}.{key}")
+        f"kTileM {tile}, {size}": Row("grouped_gemm_ladder", "vertical scheduler", f"by_tile.{tile}.{key}")
         for tile in (8, 16, 32, 48, 64, 96, 128)
         for size, key in zip(GEMM_SIZES, ("main", "few", "many"))
     },
-    "kTileM chosen, 2048 rows": Row("grouped_gemm_ladder", "kTileM chosen"),
-    "16 tokens, not transposed": Row("grouped_gemm_dense_ladder", "warp specialization", "sixteen_us"),
+    "kTileM by the average, 2048 rows": Row("grouped_gemm_ladder", "kTileM by the average"),
+    "16 tokens, not transposed": Row("grouped_gemm_dense_ladder", "warp specialisation", "sixteen_us"),
     "16 tokens, transposed": Row("grouped_gemm_dense_ladder", "transposed MMA", "sixteen_us"),
     "hpc-ops": None,
     # 07_dispatch_layout

@@ -166,8 +166,8 @@ def test_the_grouped_gemm_is_compared_with_the_tile_that_hpc_ops_chooses():
     beside = {rows: claim_about("hpc-ops", f"time saved beside torch's loop, {rows} rows") for rows in (32, 2048, 8192)}
     assert {rows: claim.lookups[1] for rows, claim in beside.items()} == {
         32: "kTileM 16, 32 rows",
-        2048: "vertical, 2048 rows",
-        8192: "vertical, 8192 rows",
+        2048: "vertical scheduler, 2048 rows",
+        8192: "vertical scheduler, 8192 rows",
     }
     assert all(claim.quantity.endswith("kTileM 16" if rows == 32 else "kTileM 64") for rows, claim in beside.items())
 
@@ -327,7 +327,7 @@ def test_a_wrong_number_in_a_record_flips_the_verdict(recorded, article, quantit
 def test_a_refused_step_is_not_measured(recorded):
     claim = claim_about("hpc-ops", "wrong results without commit")
     assert judge(claim, recorded.get).found is not None
-    for row in records.select(recorded["grouped_gemm_ladder"], step="maps for groups, horizontal"):
+    for row in records.select(recorded["grouped_gemm_ladder"], step="tensor map per group"):
         del row["kernel_us"]
         row["refused"] = "wrong"
     assert judge(claim, recorded.get).verdict == "not measured"

@@ -21,7 +21,7 @@ SIZES = ("2048 rows", "32 rows", "8192 rows")
 INTERLEAVED = SIZES[:1]  # notebook 06 times the other sizes, and 16 tokens, step by step
 AVERAGES = {"2048 rows": 64, "32 rows": 1, "8192 rows": 256}  # per group, of 32
 TILES = (8, 16, 32, 48, 64, 96, 128)
-STEPS_TILE = 64  # kTileM of the steps "horizontal" and "vertical"
+STEPS_TILE = 64  # kTileM of the steps "tensor map per group" and "vertical scheduler"
 WHY, OVERVIEW, PSEUDOCODE, WHY_MAPS, FOR_W = (
     "why group GEMM",
     "overview",
@@ -38,7 +38,7 @@ def _pairs(old, new, sizes=SIZES):
 def _beside_torch(size):
     """Return the lookups of torch's loop and of the port with the kTileM that hpc-ops chooses."""
     tile = select_tile_m(AVERAGES[size])
-    return f"torch, {size}", f"vertical, {size}" if tile == STEPS_TILE else f"kTileM {tile}, {size}"
+    return f"torch, {size}", f"vertical scheduler, {size}" if tile == STEPS_TILE else f"kTileM {tile}, {size}"
 
 
 def _chosen_tile(average):
@@ -157,7 +157,7 @@ TILING = (
         About.DIRECTION,
         faster(interleaved=False),
         least_saving(SIZES),
-        _pairs("maps for groups, horizontal", "vertical"),
+        _pairs("tensor map per group", "vertical scheduler"),
         Setup.PORT,
     ),
     Claim(
@@ -194,7 +194,7 @@ MAPS = (
         About.CODE,
         exactly(0),
         _one_map,
-        ("kTileM chosen, 2048 rows", "one map for X, 2048 rows"),
+        ("kTileM by the average, 2048 rows", "one tensor map for X, 2048 rows"),
         Setup.OTHER,
         "coordinates given to TMA directly; the article speaks of CuTe's TiledCopy",
     ),
@@ -205,7 +205,7 @@ MAPS = (
         About.DIRECTION,
         faster(interleaved=False),
         least_saving(SIZES),
-        _pairs("padding, one map", "maps for groups, horizontal"),
+        _pairs("padding, one tensor map", "tensor map per group"),
         Setup.PORT,
     ),
     Claim(
@@ -266,7 +266,7 @@ MAPS = (
         About.CODE,
         at_least(1),
         _without_wait,
-        ("maps for groups, horizontal, 2048 rows",),
+        ("tensor map per group, 2048 rows",),
         Setup.PORT,
     ),
     Claim(
