@@ -250,7 +250,7 @@ def bound(run, ids):
     return lambda: run(ids, outputs)
 
 
-def measure(name, run, after=None, gain_us=None, graph=True, **more):
+def measure(name, run, after=None, predicted_gain_us=None, graph=True, **more):
     """Check and time ``run(ids, outputs)`` for the main size, compared with the step ``after``, and for the others."""
     with ladder.attempt(name, "int64"):
         for which, ids in {**OTHERS, "holes": HOLES}.items():
@@ -264,7 +264,7 @@ def measure(name, run, after=None, gain_us=None, graph=True, **more):
             bound(run, IDS),
             dtype="int64",
             after=after,
-            predicted_gain_us=gain_us,
+            predicted_gain_us=predicted_gain_us,
             graph=graph,
             floor_us=FLOOR_US,
             bytes=layout_bytes(HERE.tokens, TOPK, EXPERTS, RANKS),
@@ -367,7 +367,7 @@ CONTENTION_US = 4096 * ranks_of_a_token() / 8 / 1000
 chain_us = 3 * EMPTY_US[False] + 8 * LOAD_US + GLOBAL_US
 print(f"launches and loads {chain_us:.1f} us, contention at each rank's counter {CONTENTION_US:.1f} us")
 gain_us = (us("torch") or 0) - chain_us - CONTENTION_US
-measure("global atomics", run_global_atomics, after="torch", gain_us=gain_us)
+measure("global atomics", run_global_atomics, after="torch", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 one_us, main_us, many_us, skewed_us = (
@@ -472,7 +472,7 @@ def run_shared_atomics(ids, outputs):
 
 contention_us = main_us - one_us if known else CONTENTION_US
 gain_us = contention_us - 2 * 8 * SHARED_US - GLOBAL_US
-measure("shared atomics", run_shared_atomics, after="global atomics", gain_us=gain_us)
+measure("shared atomics", run_shared_atomics, after="global atomics", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 before_us, after_us = (
@@ -612,7 +612,7 @@ def run_deepep(ids, outputs):
 
 
 gain_us = (us("shared atomics") or 0) - (EMPTY_US[False] + CLEARING_US[32] + LOOP_US + REDUCTION_US)
-measure("private counters", run_deepep, after="shared atomics", gain_us=gain_us)
+measure("private counters", run_deepep, after="shared atomics", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 one_us, main_us, many_us, skewed_us = (
@@ -666,7 +666,7 @@ show(*WIDER)
 
 # %%
 gain_us = CLEARING_US[32] - CLEARING_US[33]
-measure("rows of 33 words", changed(*WIDER), after="private counters", gain_us=gain_us)
+measure("rows of 33 words", changed(*WIDER), after="private counters", predicted_gain_us=gain_us)
 
 # %% [markdown]
 # **Explanation.** The clearing does not depend on the number of tokens, so the saving should be the same for all sizes.
@@ -731,7 +731,7 @@ show(*ATOMIC)
 SERIALISED_US = 4096 * 8 / CLOCK_MHZ
 print(f"serialised additions to the rank counters: {SERIALISED_US:.1f} us")
 gain_us = CLEARING_US[32] + REDUCTION_US - SERIALISED_US
-measure("the same with atomics", changed(*ATOMIC), after="private counters", gain_us=gain_us)
+measure("the same with atomics", changed(*ATOMIC), after="private counters", predicted_gain_us=gain_us)
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -779,7 +779,7 @@ FOUR = (("EXPERTS_PER_BLOCK, RANKS_PER_BLOCK = 256, 32, 8", "EXPERTS_PER_BLOCK, 
 show(*FOUR)
 clearing_us = sum(draw.wavefronts([t * 4 + j for t in range(32)]) for j in range(4)) * 8 / CLOCK_MHZ
 gain_us = CLEARING_US[32] - clearing_us
-measure("4 experts per CTA", changed(*FOUR), after="private counters", gain_us=gain_us)
+measure("4 experts per CTA", changed(*FOUR), after="private counters", predicted_gain_us=gain_us)
 
 # %% [markdown]
 # **Explanation.** For 1 and 64 tokens the saving is about that of step 4, because the clearing needs fewer wavefronts.
@@ -873,7 +873,7 @@ def run_cluster(ids, outputs):
     return outputs
 
 
-measure("one cluster", run_cluster, after="shared atomics", gain_us=ZEROING_US - 2 * CLUSTER_BARRIER_US)
+measure("one cluster", run_cluster, after="shared atomics", predicted_gain_us=ZEROING_US - 2 * CLUSTER_BARRIER_US)
 
 # %% [markdown]
 # **Explanation.** The prediction leaves out the other differences: step 2 has 16 CTAs and global atomics, this kernel
@@ -925,7 +925,7 @@ def run_groups(ids, outputs):
     return outputs
 
 
-measure("groups of lanes", run_groups, after="one cluster", gain_us=7 * LOAD_US + 8 * SHARED_US)
+measure("groups of lanes", run_groups, after="one cluster", predicted_gain_us=7 * LOAD_US + 8 * SHARED_US)
 
 # %% [markdown]
 # For 65536 tokens the time drops to little more than half.
@@ -944,7 +944,7 @@ def run_package(ids, outputs):
     return get_dispatch_layout(ids, EXPERTS, RANKS, out=outputs)
 
 
-measure("final", run_package, after="groups of lanes", gain_us=EMPTY_US[False] - EMPTY_US[True])
+measure("final", run_package, after="groups of lanes", predicted_gain_us=EMPTY_US[False] - EMPTY_US[True])
 
 # %% [markdown]
 # **Explanation.** The saving is much larger than for an empty kernel, which has no work to overlap. This kernel starts

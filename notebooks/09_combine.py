@@ -283,8 +283,8 @@ print("correct:", check([rows.clone() for rows in WANTED]))
 # each received row is written to memory and read again, and the sums are written. **Published bandwidths often include
 # rows that stay on their rank**; here only the bytes on the wire count. Figures call the lower bound "speed of light".
 #
-# The predictions below use notebook 08's measurements: the rate of plain stores to a peer (`PUSH`), the time of a flag
-# (`FLAG_US`), and the rate of a CTA that bulk-loads rows and bulk-stores them to a peer (`RATES`).
+# Predictions use notebook 08's rate of plain stores to a peer (`PUSH`), time of a flag (`FLAG_US`), and rate of a CTA
+# that bulk-loads rows and bulk-stores them to a peer (`RATES`).
 
 # %%
 LINK = 18 * 25e9  # bytes per second each way, an H200's NVLink by its data sheet
@@ -442,7 +442,7 @@ exercise("combine-2").check(fill_gaps_of_warp)
 #
 # Each step returns all rows and sums them: on GPUs 4096 tokens of 7168 elements per rank, with the top 8 of 256
 # experts. Steps with rings use 24 SMs; the others use all. Steps are checked and timed as in notebook 08; the slowest
-# rank counts. Each step predicts the microseconds that it saves over an earlier one; both are timed interleaved.
+# rank counts. Each step predicts what it saves over an earlier one; both are timed interleaved.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder = Ladder(
@@ -499,7 +499,7 @@ def poisoned(make):
     return checked
 
 
-def measure(name, make, after=None, gain_us=None):
+def measure(name, make, after=None, predicted_gain_us=None):
     """Check a step on all ranks and time it, interleaved with the step ``after``."""
     STEPS[name] = make
     compared = {step: STEPS[step] for step in (after, name) if step}
@@ -509,7 +509,7 @@ def measure(name, make, after=None, gain_us=None):
         dtype="bfloat16",
         operation="combine",
         after=after,
-        predicted_gain_us=gain_us,
+        predicted_gain_us=predicted_gain_us,
         floor_us=FLOOR_US,
         bytes=int(WIRE_BYTES),
         kernel=lambda: times_of(compared),
@@ -700,7 +700,7 @@ def make_push_and_sum(vectors, only_push=False):
 push_us, sum_us = WIRE_BYTES / PUSH * 1e6, SUM_BYTES / MEMORY * 1e6
 print(f"push {push_us:.0f} us, sum {sum_us:.0f} us, launches and barriers {4 * EMPTY_US + 2 * FLAG_US:.1f} us")
 gain_us = (us("torch") or 0) - (push_us + sum_us + 4 * EMPTY_US + 2 * FLAG_US)
-measure("push, then sum", make_push_and_sum(1), after="torch", gain_us=gain_us)
+measure("push, then sum", make_push_and_sum(1), after="torch", predicted_gain_us=gain_us)
 
 # %% [markdown]
 # **Explanation.** The next cell measures the push alone, with its barrier, on all SMs. It takes longer than predicted,
@@ -781,7 +781,7 @@ for vectors in (1, 2, 4, 8):
 all_sms = max((ctas for ctas, _ in SUM_GBPS), default=0)
 of_all = {vectors: gbps for (ctas, vectors), gbps in SUM_GBPS.items() if ctas == all_sms}
 gain_us = SUM_BYTES * (1 / of_all[1] - 1 / of_all[max(of_all)]) / 1000 if of_all else 0
-measure("more loads in flight", make_push_and_sum(MOST), after="push, then sum", gain_us=gain_us)
+measure("more loads in flight", make_push_and_sum(MOST), after="push, then sum", predicted_gain_us=gain_us)
 
 # %% [markdown]
 # The gain is small, because the push dominates. The step uses the whole GPU, its buffer has the worst-case size, and the
@@ -813,8 +813,8 @@ Markdown("```python\n" + inspect.getsource(deepep_combine.make_reduce) + "```")
 # `released` in the listing uses the gaps of section 4: for a token that was not sent to rank `r`, `-position - 1` is
 # the position of the next row from there.
 #
-# **Predicted gain.** Negative: the rings take as long as those of dispatch, our port of which notebook 08 timed on as many
-# ranks and SMs. They move as many bytes in the other direction, and the summation overlaps with the transfer.
+# **Predicted gain.** Negative: the rings take as long as those of dispatch in notebook 08, on as many ranks and SMs, which
+# move as many bytes.
 
 
 # %%
@@ -844,7 +844,7 @@ def make_deepep(num_sms=HERE.num_sms):
 DISPATCH_STEP = records.find(DISPATCH, step="DeepEP's ring")
 if DISPATCH_STEP and DISPATCH_STEP["config"]["ranks"] == SHOWN_RANKS:
     gain_us = (us("more loads in flight") or 0) - DISPATCH_STEP["kernel_us"]["median"]
-    measure("DeepEP's rings", make_deepep(), after="more loads in flight", gain_us=gain_us)
+    measure("DeepEP's rings", make_deepep(), after="more loads in flight", predicted_gain_us=gain_us)
 else:
     measure("DeepEP's rings", make_deepep())  # notebook 08's times are of another number of ranks
 
@@ -1110,9 +1110,8 @@ channels = num_channels(HERE.num_sms, RANKS, ROW_BYTES, per_warp=1)
 print(f"{HERE.num_sms} SMs: {channels} channels here, {HERE.num_sms // 2} in DeepEP's kernel")
 
 # %% [markdown]
-# **Predicted gain.** The time of step 3, less the slower of two parts. Sending: half of the 24 SMs copy all rows, own rows
-# included, at the rate of a CTA with bulk loads; or the link limits them. Reading: the other SMs read all rows, and each
-# SM reads its bytes in flight once per latency.
+# **Predicted gain.** The time of step 3, less the slower of two parts. Sending: half of the 24 SMs copy all rows, or the
+# link limits them. Reading: the other SMs read all rows; each reads its bytes in flight once per latency.
 
 
 # %%
@@ -1133,7 +1132,7 @@ def reading_us(vectors, readers=12, warps=15):
 
 print(f"reading takes {reading_us(1):.0f} us, sending {sending_us(OWN_BYTES):.0f} us")
 gain_us = (us("DeepEP's rings") or 0) - max(sending_us(OWN_BYTES), reading_us(1))
-measure("one warp per channel", make_package(kind=with_vectors(1)), after="DeepEP's rings", gain_us=gain_us)
+measure("one warp per channel", make_package(kind=with_vectors(1)), after="DeepEP's rings", predicted_gain_us=gain_us)
 
 # %% [markdown]
 # Reading is the slower part: too few bytes are in flight.
@@ -1171,7 +1170,7 @@ if {1, 2} <= LOADS.keys():
 else:
     gain_us = reading_us(1) - max(sending_us(OWN_BYTES), reading_us(SEVERAL))
 several = make_package(kind=with_vectors(max(1, 8 // RANKS)))
-measure("several vectors per row", several, after="one warp per channel", gain_us=gain_us)
+measure("several vectors per row", several, after="one warp per channel", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 print(f"All numbers of vectors, {WHEN}:" if LOADS else "Other numbers of vectors: no times are recorded yet")
@@ -1194,13 +1193,12 @@ for few, many in itertools.pairwise(LOADS):
 # this for the sum of two numbers of 8 bits, because 24 is at least 2 x 8 + 2 (Figueroa 1995, section 10). Two
 # instructions per word remain: one adds 0, so that a sum is 0 and not -0, and one adds the second row.
 #
-# **Predicted gain.** If instructions limit the receivers, the senders are the limit after this step: the time of step 5,
-# less the sending time of step 4.
+# **Predicted gain.** If instructions limit the receivers, the senders are the new limit: step 5 less the sending time.
 
 # %%
 gain_us = (us("several vectors per row") or 0) - sending_us(OWN_BYTES) if SHOWN_RANKS == 2 else 0
 packed_pairs = with_vectors(max(1, 8 // RANKS), RANKS == 2)  # with more ranks the kernel is that of step 5
-measure("packed pairs", make_package(kind=packed_pairs), after="several vectors per row", gain_us=gain_us)
+measure("packed pairs", make_package(kind=packed_pairs), after="several vectors per row", predicted_gain_us=gain_us)
 
 # %% [markdown]
 # **Explanation.** The gain is much smaller than predicted, so instructions were not the main limit.
@@ -1231,7 +1229,7 @@ excerpt(reduce.make_reduce_token_general, "            remaining = mask", "     
 
 # %%
 gain_us = sending_us(OWN_BYTES) - sending_us(0)
-measure("bulk copies", make_package(kind=buffer_with()), after="packed pairs", gain_us=gain_us)
+measure("bulk copies", make_package(kind=buffer_with()), after="packed pairs", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 KINDS_OF_BUFFER = {"packed pairs": packed_pairs, "bulk copies": buffer_with()}
@@ -1301,7 +1299,7 @@ excerpt(next_channel, "    taken = ", None)
 
 # %%
 gain_us = EQUAL_SHARES[2] - EQUAL_SHARES[1] if EQUAL_SHARES else 0
-measure("final", make_package(), after="bulk copies", gain_us=gain_us)
+measure("final", make_package(), after="bulk copies", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 DYNAMIC_SHARES = fact("dynamic_shares_us", ends_of(None))

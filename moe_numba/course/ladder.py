@@ -156,9 +156,8 @@ class Ladder:
             self._run(name, call, fields, timed, graph, slow, expect_wrong, kernel)
         if after is not None and (gain := self.gain(name)) is not None:
             before, now = map(records.format_us, (gain.before_us, gain.after_us))
-            print(
-                f"{'' if self.untimed else name:<24}{'recorded: ' if self.untimed else ''}{before} -> {now} us; {gain}"
-            )
+            start = f"{'':<24}recorded:" if self.untimed else f"{name:<23}"
+            print(f"{start} {before} -> {now} us; {gain}")
 
     @contextmanager
     def attempt(self, name: str, dtype: str = "float32") -> Iterator[None]:
