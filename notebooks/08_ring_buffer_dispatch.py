@@ -22,16 +22,15 @@
 # kernel, our Numba port of DeepEP's rings, the package's rings, and direct writes.
 #
 # With fewer GPUs than ranks, the ranks are **virtual**: they share a GPU, or the simulator runs them. Every step is
-# then executed and checked, but not timed; recorded times are shown and labelled. Outputs call an SM a "multiprocessor"
-# and a CTA a "block".
+# then executed and checked, but not timed; recorded times are shown and labelled. "DeepEP's ring" is our port.
 
 # %%
 import os
 
 os.environ["MOE_NUMBA_ONLY"] = "90"  # Hopper: with another GPU the simulator runs the kernels
-import moe_numba  # before Numba: it decides whether there is a GPU, or the simulator must do
+import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
-print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
+print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import inspect
@@ -57,7 +56,6 @@ from moe_numba.course.articles.deepep.buffer_layout import (
 )
 from moe_numba.course.articles.deepep.simulate import RankTimeoutError, dispatch_all, virtual_ranks
 from moe_numba.course.bench import Stats, plots, records
-from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.baselines.nccl_all_to_all import all_to_all_counts, all_to_all_rows, played
 from moe_numba.course.bench.sources import notebook_sources
 from moe_numba.course.bench.timing_multigpu import can_time, host_times, outputs_of, rank_times, settle
@@ -67,6 +65,7 @@ from moe_numba.course.draw import dispatch as draw
 from moe_numba.course.draw.ring_trace import play, replay
 from moe_numba.course.exercises import exercise
 from moe_numba.course.ladder import Ladder
+from moe_numba.course.prediction import Judgement
 from moe_numba.course.simulate import in_simulator
 from moe_numba.course.sizes import dispatch_sizes
 from moe_numba.expert_parallel import reference
@@ -96,7 +95,7 @@ from moe_numba.ptx.memory import ld_nc_na_s32x4, pointer_from_address, st_na_s32
 from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.runtime.launch import launch
 
-warnings.filterwarnings("ignore", message=".*low occupancy.*")  # most of these kernels have few blocks, on purpose
+warnings.filterwarnings("ignore", message=".*low occupancy.*")  # most of these kernels have few CTAs on purpose
 HERE = dispatch_sizes()  # DeepSeek-V3's rows on GPUs, a few short ones in the simulator
 RANKS, EXPERTS, TOPK, TOKENS, HIDDEN, SMS = (
     HERE.ranks,
@@ -119,7 +118,7 @@ print(
 # `LocalGroup` runs one thread per rank in this process, each with a **transport**. It has the `rank`, `gather` (returns
 # the values of all ranks), and `allocate`, which returns memory that all ranks can access, with its `addresses`.
 #
-# ## 1. The problem in one picture
+# ## 1. The problem in one figure
 #
 # Two ranks have eight tokens each:
 
@@ -152,7 +151,7 @@ draw.row_order(EXAMPLE, CHANNELS)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def show(thing, start=None, stop=None):
-    """The source of a function, or of the part of it from the line that has ``start`` until the one with ``stop``."""
+    """Return a function's source, or the part from the line with ``start`` up to the line with ``stop``."""
     lines = inspect.getsource(inspect.unwrap(getattr(thing, "py_func", thing))).splitlines()
     first = next(i for i, line in enumerate(lines) if start in line) if start else 0
     last = next((i for i, line in enumerate(lines) if stop and i > first and stop in line), len(lines))
@@ -170,7 +169,7 @@ torch.manual_seed(0)
 IDS = [uniform_routing(TOKENS, EXPERTS, TOPK, device) for device in GROUP.devices]
 LAYOUTS = [reference.dispatch_layout(ids, RANKS, EXPERTS) for ids in IDS]
 X = [torch.randn(TOKENS, HIDDEN, device=device).bfloat16() for device in GROUP.devices]
-OTHER = [x.roll(1, dims=0) for x in X]  # for a first call: what it leaves behind must not make the second one right
+OTHER = [x.roll(1, dims=0) for x in X]  # rows of a first call, so that old results cannot pass the check
 HOME = GROUP.devices[0]
 WANT = reference.dispatch([x.to(HOME) for x in X], [layout[2].to(HOME) for layout in LAYOUTS])
 ROWS = [len(want.src_idx) for want in WANT]  # that each rank receives
@@ -181,7 +180,7 @@ def bits(tensor):
 
 
 def check(outputs):
-    """None, or a sentence that says what is wrong; outputs are (recv_x, src_idx) of each rank."""
+    """Return None, or a sentence that describes the error; outputs are (recv_x, src_idx) of each rank."""
     for rank, ((recv_x, src_idx), want) in enumerate(zip(outputs, WANT, strict=True)):
         for name, given, right in (("src_idx", src_idx, want.src_idx), ("recv_x", recv_x, want.x)):
             if given.shape != right.shape or given.dtype != right.dtype:
@@ -199,7 +198,7 @@ print("the reference:", check([(want.x, want.src_idx) for want in WANT]))
 wrong = WANT[1].x.clone()
 wrong[[0, 1]] = wrong[[1, 0]]
 print(
-    "two rows in each other's place:",
+    "two rows exchanged:",
     check([(WANT[0].x, WANT[0].src_idx), (wrong, WANT[1].src_idx), *((want.x, want.src_idx) for want in WANT[2:])]),
 )
 
@@ -208,7 +207,7 @@ print(
 #
 # The bytes of rows that leave their rank are the **wire bytes**. Published bandwidths often count all rows ("logical"
 # bytes), and can then exceed the link's. The lower bound is the wire bytes divided by the highest rate measured below;
-# outputs also call it "the floor" or "speed of light".
+# figures call it "speed of light".
 
 # %%
 SENT = [[int(layout[0][to]) for to in range(RANKS)] for layout in LAYOUTS]  # rows from each rank to each rank
@@ -226,31 +225,31 @@ print(
 # - **bulk copies** (TMA, notebook 05): one thread per warp copies a whole row from shared memory to the peer, once from
 #   shared memory alone, and once after a bulk load of the row from local memory, as in dispatch.
 #
-# **Prediction.** A thread does not wait for its stores to complete, so the rate at which an SM issues stores limits a
-# CTA, and a few CTAs saturate the link.
+# A thread does not wait for its stores to complete, so the rate at which an SM issues stores should limit a CTA, and a
+# few CTAs should saturate the link.
 
 # %%
-FLAGS, ROOM = 32, 64  # where, in words, the small kernels have their flags, and data
-copied, sent_on = make_bulk_wait_group(0), make_bulk_wait_group_read(0)
+FLAGS, PAYLOAD = 32, 64  # offsets of the small kernels' flags and data, in words
+copied, sent = make_bulk_wait_group(0), make_bulk_wait_group_read(0)
 
 
 @cuda.jit
-def push_stores(peers, mine, to, vectors):
-    theirs = pointer_from_address(peers[to], mine)
+def push_stores(peers, local, to, vectors):
+    remote = pointer_from_address(peers[to], local)
     for i in range(cuda.grid(1), vectors, cuda.gridsize(1)):
         k = int32(i)
-        st_na_s32x4(theirs, 4 * i, k, k, k, k)
+        st_na_s32x4(remote, 4 * i, k, k, k, k)
 
 
 @cache
 def make_push_bulk(row_words, warps, with_loads):
-    bar = warps * row_words // 2  # behind the rows, in 8 bytes
+    bar = warps * row_words // 2  # mbarriers lie after the rows; in words of 8 bytes
 
     @cuda.jit
-    def push_bulk(peers, mine, x, to, rows):
+    def push_bulk(peers, local, x, to, rows):
         smem, bars = cuda.shared.array(0, int32, 128), cuda.shared.array(0, uint64, 128)
         thread, parity = int32(cuda.threadIdx.x), uint32(0)
-        warp, lane, theirs = thread // 32, thread % 32, pointer_from_address(peers[to], mine)
+        warp, lane, remote = thread // 32, thread % 32, pointer_from_address(peers[to], local)
         stage = int32(warp * row_words)
         for i in range(lane, row_words, 32):
             smem[int32(stage + i)] = int32(7)
@@ -262,12 +261,12 @@ def make_push_bulk(row_words, warps, with_loads):
         if lane == 0:
             for row in range(cuda.blockIdx.x * warps + warp, rows, cuda.gridDim.x * warps):
                 if with_loads:
-                    sent_on()  # the row before has left shared memory
+                    sent()  # the store of the previous row has read shared memory
                     mbarrier_arrive_expect_tx(bars, bar + warp, 4 * row_words)
                     bulk_load(smem, stage, x, row * row_words, 4 * row_words, bars, bar + warp)
                     mbarrier_wait_parity(bars, bar + warp, parity)
                     parity = uint32(parity ^ uint32(1))
-                bulk_store(theirs, row * row_words, smem, stage, 4 * row_words)
+                bulk_store(remote, row * row_words, smem, stage, 4 * row_words)
                 bulk_commit_group()
             copied()
 
@@ -282,7 +281,7 @@ def make_push_bulk(row_words, warps, with_loads):
 ladder = Ladder(
     "ring_buffer_dispatch_ladder",
     check,
-    title=f"Dispatch, step by step: {TOKENS} tokens a rank, {RANKS} ranks, rows of {ROW_BYTES} bytes",
+    title=f"Dispatch, step by step: {TOKENS} tokens per rank, {RANKS} ranks, rows of {ROW_BYTES} bytes",
     reference_name="torch",
     config={"num_experts": EXPERTS, "topk": TOPK, "ranks": RANKS},
     size={"tokens": TOKENS, "hidden": HIDDEN},
@@ -293,78 +292,76 @@ RECORDED = {} if TIMED else ladder.row("final") or {}
 if RECORDED:
     size = RECORDED["size"]
     ladder.title = (
-        f"Dispatch, step by step: {size['tokens']} tokens a rank, {RECORDED['config']['ranks']} ranks, "
+        f"Dispatch, step by step: {size['tokens']} tokens per rank, {RECORDED['config']['ranks']} ranks, "
         f"rows of {2 * size['hidden']} bytes"
     )
-FACTS = {}  # what is measured beside the ladder; it goes into the record of the last step
+FACTS = {}  # other measurements; the record's row of the step "final" keeps them
 
 
 def fact(name, measured):
-    """Keep what was measured, or take what was recorded, and say so."""
+    """Keep and return a measurement, or what is recorded of it."""
     FACTS[name] = measured if TIMED else RECORDED.get(name) or {}
     if FACTS[name] and not TIMED:
-        print("not measured here; recorded are:")
+        print("not measured here; recorded:")
     return FACTS[name]
 
 
-WAYS = ("stores", "bulk copies", "bulk copies after bulk loads")
+METHODS = ("stores", "bulk copies", "bulk copies after bulk loads")
 
 
-def push(way, blocks):
-    """A step in which each rank writes rows into the next one's memory."""
-    with_loads = way == WAYS[2]
+def push(method, ctas):
+    """Return a step in which each rank writes rows into the next one's memory."""
+    with_loads = method == METHODS[2]
     row_words, warps = ROW_BYTES // 4, HERE.push_warps
-    kernel = push_stores if way == WAYS[0] else make_push_bulk(row_words, warps, with_loads)
+    kernel = push_stores if method == METHODS[0] else make_push_bulk(row_words, warps, with_loads)
 
     @contextmanager
     def make(transport):
         start, to = transport.launch, (transport.rank + 1) % transport.num_ranks
         shared = transport.allocate(HERE.push_rows * ROW_BYTES)
-        mine = shared.local.view(torch.int32)
-        x = torch.arange(len(mine), dtype=torch.int32, device=transport.device)
+        local = shared.local.view(torch.int32)
+        x = torch.arange(len(local), dtype=torch.int32, device=transport.device)
 
         def step():
-            if way == WAYS[0]:
-                start(
-                    kernel, blocks, HERE.threads, shared.addresses, mine, to, len(mine) // 4, launch_bounds=HERE.threads
-                )
+            if method == METHODS[0]:
+                vectors = len(local) // 4
+                start(kernel, ctas, HERE.threads, shared.addresses, local, to, vectors, launch_bounds=HERE.threads)
             else:
                 start(
                     kernel,
-                    blocks,
+                    ctas,
                     32 * warps,
                     shared.addresses,
-                    mine,
+                    local,
                     x,
                     to,
                     HERE.push_rows,
                     shared_bytes=warps * (ROW_BYTES + 8),
                     launch_bounds=32 * warps,
                 )
-            return mine
+            return local
 
         yield step
         settle(transport)
-        index = torch.arange(len(mine), dtype=torch.int32, device=transport.device)
-        right = {WAYS[0]: index // 4, WAYS[1]: torch.full_like(index, 7), WAYS[2]: index}[way]
-        assert torch.equal(mine, right), f"{way}: not all rows came"
+        index = torch.arange(len(local), dtype=torch.int32, device=transport.device)
+        right = {METHODS[0]: index // 4, METHODS[1]: torch.full_like(index, 7), METHODS[2]: index}[method]
+        assert torch.equal(local, right), f"{method}: not all rows have arrived"
         shared.close()
 
     return make
 
 
-PUSHES = {f"{way}: {blocks}": push(way, blocks) for way in WAYS for blocks in HERE.push_blocks}
+PUSHES = {f"{method}: {ctas}": push(method, ctas) for method in METHODS for ctas in HERE.push_blocks}
 times = rank_times(GROUP, PUSHES, launches=HERE.launches, samples=HERE.samples)
 PUSH = fact(
     "push_gbps",
     {name: round(HERE.push_rows * ROW_BYTES / stats.median / 1e3, 1) for name, stats in times.items() if stats},
 )
-for way in WAYS:
-    line = {name.split(": ")[1]: rate for name, rate in PUSH.items() if name.split(": ")[0] == way}
+for method in METHODS:
+    rates = {name.split(": ")[1]: rate for name, rate in PUSH.items() if name.split(": ")[0] == method}
     print(
-        f"{way}:",
-        ", ".join(f"{rate:.0f} GB/s with {blocks} blocks" for blocks, rate in line.items())
-        or "checked; no figure is recorded yet",
+        f"{method}, GB/s by the number of CTAs:",
+        ", ".join(f"{ctas}: {rate:.0f}" for ctas, rate in rates.items()) or "checked; no rates are recorded yet",
     )
 PEAK = max(PUSH.values(), default=0) * 1e9 or None  # bytes per second
 DATA_SHEET = 450  # GB/s each way, of an H200's NVLink
@@ -372,7 +369,7 @@ if PEAK:
     print(f"the fastest: {PEAK / 1e9:.0f} GB/s, {100 * PEAK / 1e9 / DATA_SHEET:.0f} % of the data sheet's {DATA_SHEET}")
 FLOOR_US = WIRE_BYTES / PEAK * 1e6 if TIMED else RECORDED.get("floor_us")
 if TIMED:
-    print(f"the floor for {WIRE_BYTES / 1e6:.1f} MB: {FLOOR_US:.0f} us")
+    print(f"the lower bound for {WIRE_BYTES / 1e6:.1f} MB: {FLOOR_US:.0f} us")
 
 # %% [markdown]
 # One SM reaches a fraction of the link's bandwidth, somewhat less with bulk loads, so several SMs must send. Our port
@@ -399,20 +396,20 @@ exercise("ring_buffer_dispatch-1").check(ctas_that_saturate)
 @cache
 def make_message(store, load):
     @cuda.jit
-    def message(peers, mine, out, rank, number):
+    def message(peers, local, out, rank, number):
         thread = int32(cuda.threadIdx.x)
         if rank == 0:
-            theirs = pointer_from_address(peers[1], mine)
-            theirs[ROOM + thread] = int32(number + thread)
+            remote = pointer_from_address(peers[1], local)
+            remote[PAYLOAD + thread] = int32(number + thread)
             cuda.syncthreads()
             if thread == 0:
-                store(theirs, FLAGS, number)
+                store(remote, FLAGS, number)
         else:
             if thread == 0:
-                while load(mine, FLAGS) != number:
+                while load(local, FLAGS) != number:
                     pass
             cuda.syncthreads()
-            out[thread] = mine[ROOM + thread]
+            out[thread] = local[PAYLOAD + thread]
 
     return message
 
@@ -423,10 +420,10 @@ message = make_message(st_release_sys_s32, ld_acquire_sys_s32)
 @contextmanager
 def send_message(transport):
     start, shared = transport.launch, transport.allocate(1024)
-    mine, out = shared.local.view(torch.int32), torch.zeros(64, dtype=torch.int32, device=transport.device)
+    local, out = shared.local.view(torch.int32), torch.zeros(64, dtype=torch.int32, device=transport.device)
 
     def step(number=100):
-        start(message, 1, 64, shared.addresses, mine, out, transport.rank, number)
+        start(message, 1, 64, shared.addresses, local, out, transport.rank, number)
         return out
 
     yield step
@@ -443,30 +440,30 @@ assert got.tolist() == list(range(100, 164))
 
 # %%
 @cuda.jit
-def ping_pong(peers, mine, rank, rounds, before):
-    theirs = pointer_from_address(peers[1 - rank], mine)
+def ping_pong(peers, local, rank, rounds, before):
+    remote = pointer_from_address(peers[1 - rank], local)
     for i in range(rounds):
         number = int32(before + i + 1)
         if rank == 0:
-            st_release_sys_s32(theirs, FLAGS, number)
-        while ld_acquire_sys_s32(mine, FLAGS) < number:
+            st_release_sys_s32(remote, FLAGS, number)
+        while ld_acquire_sys_s32(local, FLAGS) < number:
             pass
         if rank == 1:
-            st_release_sys_s32(theirs, FLAGS, number)
+            st_release_sys_s32(remote, FLAGS, number)
 
 
 @contextmanager
 def play_ping_pong(transport):
     start, shared, played = transport.launch, transport.allocate(1024), [0]
-    mine = shared.local.view(torch.int32)
+    local = shared.local.view(torch.int32)
 
     def step():
-        start(ping_pong, 1, 1, shared.addresses, mine, transport.rank, HERE.rounds, played[0])
+        start(ping_pong, 1, 1, shared.addresses, local, transport.rank, HERE.rounds, played[0])
         played[0] += HERE.rounds
-        return mine
+        return local
 
     yield step
-    assert int(mine[FLAGS]) == played[0]
+    assert int(local[FLAGS]) == played[0]
     shared.close()
 
 
@@ -475,7 +472,7 @@ FLAG = fact("flag", stats and {"us": round(stats.median / HERE.rounds / 2, 3)})
 print(
     f"a flag takes {FLAG['us']:.2f} us from one GPU to the other"
     if FLAG
-    else "the flags went there and back; no figure is recorded yet"
+    else "the ping-pong ran; no time is recorded yet"
 )
 
 # %% [markdown]
@@ -491,7 +488,7 @@ BY_NAME = "from moe_numba.ptx.atomics import *"  # `PAIRS` names them by strings
 
 
 def try_messages(pairs, seeds):
-    """For each pair of a store and a load: in how many runs rank 1 read something else than rank 0 had sent."""
+    """Return for each pair of a store and a load the number of runs in which rank 1 read other data than rank 0 sent."""
     return [
         sum(is_torn(make_message(globals()[store], globals()[load]), n) for n in range(seeds)) for store, load in pairs
     ]
@@ -524,14 +521,15 @@ for pair, torn in zip(PAIRS, in_simulator(try_messages, PAIRS, SEEDS, setup=BY_N
 #
 # A step is a context manager `make(transport)` that allocates, yields the function to call, and frees the memory. It is
 # checked before it is timed, after a call with different rows, so that old results in a buffer cannot pass. The counts
-# are known, as with a handle. `rate_of(way, blocks)` returns a rate of section 2.
+# are known, as with a handle. Each step predicts what it saves over an earlier one; both are timed interleaved.
+# `rate_of(method, ctas)` returns a rate of section 2.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 STEPS = {}
 
 
 def poisoned(make):
-    """The step as it is checked: other rows first, and no memory at hand that holds right results by chance."""
+    """Wrap a step for its check: it runs on other rows first, and memory that it may allocate is filled with NaN."""
 
     @contextmanager
     def checked(transport):
@@ -555,87 +553,87 @@ def poisoned(make):
     return checked
 
 
-def measure(name, make, predicted=None, **more):
-    """Check a step, and time it on all ranks."""
+def measure(name, make, after=None, predicted_gain_us=None, **more):
+    """Check a step on all ranks and time it, interleaved with the step ``after``."""
     STEPS[name] = make
+    compared = {step: STEPS[step] for step in (after, name) if step}
     ladder.step(
         name,
         lambda: outputs_of(GROUP, poisoned(make)),
         dtype="bfloat16",
         operation="dispatch",
-        prediction_us=predicted and round(predicted),
+        after=after,
+        predicted_gain_us=predicted_gain_us,
         floor_us=FLOOR_US,
         bytes=WIRE_BYTES,
-        kernel=lambda: rank_times(GROUP, {name: make}, launches=HERE.launches, samples=HERE.samples)[name],
+        kernel=lambda: rank_times(GROUP, compared, launches=HERE.launches, samples=HERE.samples),
         **more,
     )
     if TIMED:
-        row = ladder.row(name)
-        row["wire_gbps"] = round(WIRE_BYTES / us(name) / 1e3, 1)
+        ladder.row(name)["wire_gbps"] = round(WIRE_BYTES / us(name) / 1e3, 1)
+    print_rates(name)
 
 
 FACTS["wire_share"] = round(WIRE_BYTES / ALL_BYTES, 4)
 WIRE_SHARE = FACTS["wire_share"] if TIMED else RECORDED.get("wire_share")
 
 
-def look_back(name, before=None, predicted=None):
-    ladder.report(name, before, predicted, FLOOR_US)
+def print_rates(name):
     if rate := us(name, "wire_gbps"):
         sms = us(name, "num_sms")
-        print(
-            f"    {rate:.0f} GB/s over each rank's link"
-            + (
-                f"; {rate / WIRE_SHARE / sms:.0f} GB/s by each of {sms} multiprocessors, own rows included"
-                if WIRE_SHARE and sms
-                else ""
-            )
+        per_sm = (
+            f"; {rate / WIRE_SHARE / sms:.0f} GB/s per SM of {sms}, own rows included" if WIRE_SHARE and sms else ""
         )
+        print(f"    {rate:.0f} GB/s over each rank's link{per_sm}")
 
 
-def rate_of(way, blocks):
-    """Bytes a second that a push reached with so many blocks, or a number of the right size before any was recorded."""
-    known = {int(name.split(": ")[1]): rate for name, rate in PUSH.items() if name.split(": ")[0] == way}
-    return 1e9 * known[min(known, key=lambda n: abs(n - blocks))] if known else 3e11
+def rate_of(method, ctas):
+    """Return the bytes per second of a method of section 2 with the nearest number of CTAs; infinite if not known."""
+    known = {int(name.split(": ")[1]): rate for name, rate in PUSH.items() if name.split(": ")[0] == method}
+    return 1e9 * known[min(known, key=lambda n: abs(n - ctas))] if known else float("inf")
+
+
+def limit_us(method, senders, copied_bytes):
+    """Return the time of ``senders`` CTAs that copy ``copied_bytes``, of which the wire bytes pass through the link."""
+    return max(copied_bytes / (senders * rate_of(method, 1)), WIRE_BYTES / rate_of(method, senders)) * 1e6
 
 
 # %% [markdown]
 # ### Step 0: torch
 #
 # **Idea.** Each rank gathers the rows for each peer (`index_select`) and copies them to their place in the peer's
-# `recv_x`: the data movement of an *all-to-all*. When the barrier kernel of all ranks (`meet`) ends, all rows have
-# arrived. The folded cell has `meet` and `torch_dispatch`, whose `step` copies with `copy_` and then launches `meet`.
-#
-# **Prediction.** The wire time plus the gather.
+# `recv_x`: the data movement of an *all-to-all*. When the barrier kernel of all ranks (`wait_for_all`) ends, all rows have
+# arrived. Copies between GPUs run on copy engines and use no SMs.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cuda.jit
-def meet(peers, mine, rank, ranks, number):
-    """No rank is beyond this kernel before all have come: a flag from each rank to each, a running number."""
+def wait_for_all(peers, local, rank, ranks, number):
+    """Barrier of all ranks: each stores a sequence number in each peer's memory and waits for those of all peers."""
     thread = int32(cuda.threadIdx.x)
     if thread < ranks:
-        st_release_sys_s32(pointer_from_address(peers[thread], mine), FLAGS + rank, number)
-        while ld_acquire_sys_s32(mine, FLAGS + thread) < number:
+        st_release_sys_s32(pointer_from_address(peers[thread], local), FLAGS + rank, number)
+        while ld_acquire_sys_s32(local, FLAGS + thread) < number:
             pass
 
 
-def meeting(transport, start):
-    """``come()``: launch `meet`; and the memory for it."""
+def make_barrier(transport, start):
+    """Return the barrier's memory, and a function that launches `wait_for_all`."""
     shared, times = transport.allocate(1024), [0]
-    mine = shared.local.view(torch.int32)
+    local = shared.local.view(torch.int32)
 
-    def come():
+    def barrier():
         times[0] += 1
-        start(meet, 1, 32, shared.addresses, mine, transport.rank, transport.num_ranks, times[0])
+        start(wait_for_all, 1, 32, shared.addresses, local, transport.rank, transport.num_ranks, times[0])
 
-    return shared, come
+    return shared, barrier
 
 
 PREFIX = WANT[0].rank_prefix_matrix.tolist()  # (i, j): rows that rank j gets from ranks 0 to i
 
 
 def first_row(source, rank):
-    """Where a source's rows begin in a rank's recv_x."""
+    """Return where a source's rows begin in a rank's recv_x."""
     return PREFIX[source - 1][rank] if source else 0
 
 
@@ -646,14 +644,14 @@ def torch_dispatch(transport):
     src_idx = torch.full((ROWS[rank],), -7, dtype=torch.int32, device=device)
     everywhere = transport.gather((recv_x, src_idx))  # one process: the peers' tensors themselves
     chosen = [LAYOUTS[rank][2][:, to].nonzero().flatten() for to in range(RANKS)]
-    shared, come = meeting(transport, transport.launch)
+    shared, barrier = make_barrier(transport, transport.launch)
 
     def step(x=X[rank]):
         for to, tokens in enumerate(chosen):
-            there = slice(first_row(rank, to), first_row(rank, to) + len(tokens))
-            everywhere[to][0][there].copy_(x.index_select(0, tokens), non_blocking=True)
-            everywhere[to][1][there].copy_(tokens.int(), non_blocking=True)
-        come()
+            rows = slice(first_row(rank, to), first_row(rank, to) + len(tokens))
+            everywhere[to][0][rows].copy_(x.index_select(0, tokens), non_blocking=True)
+            everywhere[to][1][rows].copy_(tokens.int(), non_blocking=True)
+        barrier()
         return recv_x, src_idx
 
     yield step
@@ -661,20 +659,9 @@ def torch_dispatch(transport):
     shared.close()
 
 
-prediction = (
-    (WIRE_BYTES / (PEAK or 3.5e11) + 2 * ALL_BYTES / chip_limits().copy_bandwidth) * 1e6
-    if not simulator.ENABLED
-    else None
-)
-measure("torch", torch_dispatch, prediction)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("torch", predicted=prediction)
+measure("torch", torch_dispatch)
 
 # %% [markdown]
-# **Look back.** Copies between GPUs run on copy engines and use no SMs. The prediction omits costs per copy and launch,
-# and the barrier.
-#
 # ### Step 1: NCCL
 #
 # **Idea.** A rank exchanges its counts, waits on the host for the sizes, gathers its rows, and calls
@@ -682,7 +669,7 @@ look_back("torch", predicted=prediction)
 # take the collective as an argument, `all_to_all`. The check here emulates it; the timing runs NCCL in separate
 # processes, on tokens drawn from the same distribution.
 #
-# **Prediction.** As for torch.
+# **Predicted gain.** None: NCCL runs in other processes, so its time cannot be interleaved with that of another step.
 
 # %%
 show(all_to_all_counts)
@@ -704,7 +691,7 @@ def by_all_to_all(transport):
 
 
 def nccl_time():
-    """In processes of their own; the rows of all three ways are kept."""
+    """Time NCCL in processes of its own, and keep the rows of all three variants."""
     assert (dispatch_combine_measure.TOKENS, dispatch_combine_measure.HIDDEN, dispatch_combine_measure.TOPK) == (
         TOKENS,
         HIDDEN,
@@ -720,7 +707,6 @@ ladder.step(
     lambda: outputs_of(GROUP, poisoned(by_all_to_all)),
     dtype="bfloat16",
     operation="dispatch",
-    prediction_us=prediction and round(prediction),
     floor_us=FLOOR_US,
     kernel=nccl_time,
 )
@@ -732,11 +718,8 @@ NCCL = fact(
 for name, known in NCCL.items():
     print(f"{name}: {known['us']:.0f} us, {known['gbps']:.0f} GB/s over each rank's link")
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back(BY_NCCL, "torch", prediction)
-
 # %% [markdown]
-# **Look back.** The lines are the exchange of rows that are already in order, the same with `index_select`, and
+# The lines are the exchange of rows that are already in order, the same with `index_select`, and
 # everything that a first dispatch needs. The last one synchronises the host with the GPU twice: for the length of
 # `order` and for the counts.
 #
@@ -747,7 +730,7 @@ look_back(BY_NCCL, "torch", prediction)
 # `place[token, rank]`. In the folded kernel `make_naive` each lane loads four vectors into `words`, then stores them to
 # every rank `r` whose `place` is not -1.
 #
-# **Prediction.** With many CTAs, the rate of the stores of section 2.
+# **Predicted gain.** Torch's time, less that of the wire bytes at the rate of the stores of section 2 with many CTAs.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -756,7 +739,7 @@ def make_naive(ranks, row_bytes, src_idx_at):
     vectors, row_words = row_bytes // 16, row_bytes // 4
 
     @cuda.jit
-    def naive(x, place, peers, mine, tokens):
+    def naive(x, place, peers, local, tokens):
         words = cuda.local.array(16, int32)
         lane, warps = int32(cuda.threadIdx.x & 31), cuda.gridsize(1) // 32
         for token in range(cuda.grid(1) // 32, tokens, warps):
@@ -768,39 +751,39 @@ def make_naive(ranks, row_bytes, src_idx_at):
                 for r in range(ranks):
                     to = place[token * ranks + r]
                     if to >= 0:
-                        theirs = pointer_from_address(peers[r], mine)
+                        remote = pointer_from_address(peers[r], local)
                         for k in range(4):
                             if first + 32 * k < vectors:
                                 a, b, c, d = words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]
-                                st_na_s32x4(theirs, to * row_words + 4 * (first + 32 * k), a, b, c, d)
+                                st_na_s32x4(remote, to * row_words + 4 * (first + 32 * k), a, b, c, d)
             if lane < ranks:
                 to = place[token * ranks + lane]
                 if to >= 0:
-                    pointer_from_address(peers[lane], mine)[src_idx_at + to] = int32(token)
+                    pointer_from_address(peers[lane], local)[src_idx_at + to] = int32(token)
 
     return naive
 
 
 def places(rank, prefix):
-    """For each token and each rank: which row of that rank's recv_x it becomes, or -1; int64."""
+    """Return for each token and rank the token's row in that rank's recv_x, or -1; int64."""
     chosen = LAYOUTS[rank][2]
     before = torch.tensor([prefix[rank - 1][to] if rank else 0 for to in range(RANKS)], device=chosen.device)
     return (chosen.cumsum(dim=0) - 1 + before).where(chosen, -1).contiguous()
 
 
-def naive_dispatch(blocks, with_counts=False):
-    """The step; ``with_counts``: the host fetches and exchanges the counts in each call."""
-    src_idx_at = RANKS * TOKENS * ROW_BYTES // 4  # recv_x has room for all tokens of all ranks
+def naive_dispatch(ctas, with_counts=False):
+    """Return the step; ``with_counts``: the host fetches and exchanges the counts in each call."""
+    src_idx_at = RANKS * TOKENS * ROW_BYTES // 4  # recv_x has the capacity for all tokens of all ranks
     kernel = make_naive(RANKS, ROW_BYTES, src_idx_at)
 
     @contextmanager
     def make(transport):
         rank, start = transport.rank, transport.launch
         shared = transport.allocate(RANKS * TOKENS * (ROW_BYTES + 4))
-        mine = shared.local.view(torch.int32)
-        mine.fill_(-7)
+        local = shared.local.view(torch.int32)
+        local.fill_(-7)
         settle(transport)
-        flags, come = meeting(transport, start)
+        flags, barrier = make_barrier(transport, start)
         known = places(rank, PREFIX)
 
         def step(x=X[rank]):
@@ -810,18 +793,18 @@ def naive_dispatch(blocks, with_counts=False):
                 place = places(rank, torch.tensor(counts).cumsum(dim=0).tolist())
             start(
                 kernel,
-                blocks,
+                ctas,
                 HERE.threads,
                 x.view(torch.int32),
                 place,
                 shared.addresses,
-                mine,
+                local,
                 TOKENS,
                 launch_bounds=HERE.threads,
             )
-            come()
-            rows = mine[: ROWS[rank] * ROW_BYTES // 4].view(torch.bfloat16).view(ROWS[rank], HIDDEN)
-            return rows, mine[src_idx_at : src_idx_at + ROWS[rank]]
+            barrier()
+            rows = local[: ROWS[rank] * ROW_BYTES // 4].view(torch.bfloat16).view(ROWS[rank], HIDDEN)
+            return rows, local[src_idx_at : src_idx_at + ROWS[rank]]
 
         yield step
         settle(transport)
@@ -832,30 +815,24 @@ def naive_dispatch(blocks, with_counts=False):
 
 
 ALL_SMS = 2 if simulator.ENABLED else torch.cuda.get_device_properties(HOME).multi_processor_count
-prediction = WIRE_BYTES / rate_of(WAYS[0], 48) * 1e6 if not simulator.ENABLED else None
-measure("naive, all SMs", naive_dispatch(ALL_SMS), prediction, num_sms=ALL_SMS)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("naive, all SMs", "torch", prediction)
+gain_us = (us("torch") or 0) - WIRE_BYTES / rate_of(METHODS[0], 48) * 1e6
+measure("naive, all SMs", naive_dispatch(ALL_SMS), after="torch", predicted_gain_us=gain_us, num_sms=ALL_SMS)
 
 # %% [markdown]
-# **Look back.** The kernel writes each row once, directly to its place, and nearly reaches the lower bound. But it uses
-# all SMs, and the host must wait for the counts.
+# The kernel writes each row once, directly to its place, and nearly reaches the lower bound. But it uses all SMs, and the
+# host must wait for the counts.
 #
 # **The same kernel with few SMs.** A server computes while tokens are sent, so most SMs should stay free.
 #
-# **Prediction.** The rate of the stores of section 2 with as many CTAs.
+# **Predicted gain.** Negative: the difference between the rates of section 2 with many CTAs and with as many as now.
 
 # %%
 FEW = "naive, few SMs"
-prediction = WIRE_BYTES / rate_of(WAYS[0], SMS) * 1e6 if not simulator.ENABLED else None
-measure(FEW, naive_dispatch(SMS), prediction, num_sms=SMS)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back(FEW, "naive, all SMs", prediction)
+gain_us = (WIRE_BYTES / rate_of(METHODS[0], 48) - WIRE_BYTES / rate_of(METHODS[0], SMS)) * 1e6
+measure(FEW, naive_dispatch(SMS), after="naive, all SMs", predicted_gain_us=gain_us, num_sms=SMS)
 
 # %% [markdown]
-# **Look back.** The kernel takes somewhat longer than predicted. The stores of section 2 write constants; this kernel
+# **Explanation.** The kernel loses more than predicted. The stores of section 2 write constants; this kernel
 # must also load each row, copy the rows that stay on their rank, and wait for a barrier kernel.
 #
 # ## 5. DeepEP's kernels: `notify_dispatch`
@@ -932,7 +909,7 @@ Markdown("\n\n".join(tables))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def try_notify(ids, alignment):
-    """What each rank counted, and what each rank's host sees after notify_dispatch."""
+    """Return what each rank counted, and what each rank's host reads after notify_dispatch."""
     ids = [torch.tensor(rows) for rows in ids]
     layouts = [reference.dispatch_layout(rows, 2, 4) for rows in ids]
     c = DeepEPConfig(2, 2, 2, 2, 32, 2, 0, 4, 1)
@@ -1087,10 +1064,10 @@ exercise("ring_buffer_dispatch-3").check(send_through_ring)
 # ### Step 3: DeepEP's ring on GPUs
 #
 # **Idea.** The counts are known, so the step runs `cached_notify_dispatch` and `dispatch` (`step` in the folded
-# `document_step`).
+# `deepep_step`).
 #
-# **Prediction.** Half of the CTAs send, each at the rate of one CTA in section 2, unless the link is saturated; plus
-# the barriers.
+# **Predicted gain.** The time of the naive kernel on as many SMs, less two barriers of one flag each and the slower of
+# two limits: half of the CTAs send all rows at the rate of one CTA (section 2), and the link.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1098,15 +1075,15 @@ def constants_for(sms, chunk=None):
     return DeepEPConfig(RANKS, sms // 2, HERE.ring, chunk or HERE.chunk, ROW_BYTES, 0, 0, EXPERTS, HERE.warps)
 
 
-def document_step(sms, chunk=None, with_counts=False):
-    """The article's dispatch; ``with_counts``: with notify_dispatch, for whose counts the host waits."""
+def deepep_step(sms, chunk=None, with_counts=False):
+    """Return the step of our port; ``with_counts``: with notify_dispatch, for whose counts the host waits."""
     c = constants_for(sms, chunk)
     for make_kernel in (
         deepep_notify.make_notify_dispatch,
         deepep_notify.make_cached_notify_dispatch,
         deepep_dispatch.make_dispatch,
     ):
-        make_kernel(c)  # before there are several threads: each of them would make its own
+        make_kernel(c)  # before the ranks' threads start, each of which would make its own
 
     @contextmanager
     def make(transport):
@@ -1125,8 +1102,8 @@ def document_step(sms, chunk=None, with_counts=False):
         def notify():
             counter.fill_(-1), of_experts.fill_(-1)
             found = deepep_launch.notify_dispatch(r, c, LAYOUTS[rank], counter, of_experts)
-            come = transport.wait(lambda: int(counter[0]) >= 0 and int(of_experts.min()) >= 0, 10)
-            assert come, f"rank {rank}: the counts did not come; {polling.explain(status)}"
+            arrived = transport.wait(lambda: int(counter[0]) >= 0 and int(of_experts.min()) >= 0, 10)
+            assert arrived, f"rank {rank}: no counts have arrived; {polling.explain(status)}"
             return *found, int(counter[0])
 
         def step(x=X[rank]):
@@ -1140,22 +1117,20 @@ def document_step(sms, chunk=None, with_counts=False):
 
         yield step
         settle(transport)
-        said = polling.explain(status)
-        assert said is None, said
+        error = polling.explain(status)
+        assert error is None, error
         shared.close()
 
     return make
 
 
-prediction = WIRE_BYTES / rate_of(WAYS[0], SMS // 2) * 1e6 + 20 if not simulator.ENABLED else None
-DOCUMENT = "the ring"
-measure(DOCUMENT, document_step(SMS), prediction, num_sms=SMS)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back(DOCUMENT, FEW, prediction)
+DEEPEP = "DeepEP's ring"
+BARRIERS_US = 2 * FLAG.get("us", 0)
+gain_us = (us(FEW) or 0) - limit_us(METHODS[0], SMS // 2, ALL_BYTES) - BARRIERS_US
+measure(DEEPEP, deepep_step(SMS), after=FEW, predicted_gain_us=gain_us, num_sms=SMS)
 
 # %% [markdown]
-# **Look back.** The port is slower than predicted, and slower than the naive kernel on as many SMs. Every row is
+# **Explanation.** The port is slower than predicted, and slower than the naive kernel on as many SMs. Every row is
 # written twice: to the ring, and from there to `recv_x`. In return the memory that peers write to is small, and the
 # outputs are ordinary tensors.
 #
@@ -1163,70 +1138,70 @@ look_back(DOCUMENT, FEW, prediction)
 #
 # **Idea.** Each channel uses two SMs; vary the number of channels.
 #
-# **Prediction.** The time is inversely proportional to the number of SMs, until the link is saturated.
+# **Predicted gain.** The time is inversely proportional to the number of SMs, until the link is saturated.
 
 # %%
-RINGS = dict(zip(("the ring, fewer SMs", DOCUMENT, "the ring, more SMs"), HERE.deepep_sweep))
+RINGS = dict(zip((f"{DEEPEP}, fewer SMs", DEEPEP, f"{DEEPEP}, more SMs"), HERE.deepep_sweep))
+ring_us = us(DEEPEP) or 0
 for name, sms in RINGS.items():
-    if name != DOCUMENT:
-        prediction = us(DOCUMENT) and max(us(DOCUMENT) * RINGS[DOCUMENT] / sms, FLOOR_US or 0)
-        measure(name, document_step(sms), prediction, slower=True, num_sms=sms)
-        look_back(name, DOCUMENT, prediction)
+    if name != DEEPEP:
+        gain_us = ring_us - max(ring_us * RINGS[DEEPEP] / sms, FLOOR_US or 0)
+        measure(name, deepep_step(sms), after=DEEPEP, predicted_gain_us=gain_us, slower=True, num_sms=sms)
 
 # %% [markdown]
-# **Look back.** A sending CTA moves twice the figure printed for each SM. This is less than the rate of one CTA in
+# **Explanation.** A sending CTA moves twice the bytes printed per SM. This is less than the rate of one CTA in
 # section 2, and it falls as the number of SMs grows, although the link is not saturated. Possible causes: waits for the
 # head, the barrier and the release.
 #
 # ## 7. The package's dispatch
 #
-# The package's rings divide the work differently. First a measurement: in the folded kernel `cost`, thread 0 repeats a
-# store, a release or one of two fences, alone and while other warps of the SM write to a peer.
+# The package's rings divide the work differently. First a measurement: in the folded kernel `signal_cost`, thread 0 repeats
+# a store, a release or one of two fences, alone and while other warps of the SM write to a peer.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-TOLD = ("st.relaxed.sys", "st.release.sys", "fence.acq_rel.sys", "fence.proxy.async")
+SIGNALS = ("st.relaxed.sys", "st.release.sys", "fence.acq_rel.sys", "fence.proxy.async")
 
 
 @cuda.jit
-def cost(peers, mine, to, vectors, rounds, what, out):
-    """Thread 0 says something again and again; with ``vectors``, the other warps push rows meanwhile."""
-    theirs, thread = pointer_from_address(peers[to], mine), int32(cuda.threadIdx.x)
+def signal_cost(peers, local, to, vectors, rounds, signal, out):
+    """Time a signal that thread 0 repeats; with ``vectors``, the other warps write rows to the peer meanwhile."""
+    remote, thread = pointer_from_address(peers[to], local), int32(cuda.threadIdx.x)
     if thread == 0:
         begin = globaltimer()
         for i in range(rounds):
-            if what == 0:
-                st_relaxed_sys_s32(theirs, FLAGS, int32(i))
-            elif what == 1:
-                st_release_sys_s32(theirs, FLAGS, int32(i))
-            elif what == 2:
+            if signal == 0:
+                st_relaxed_sys_s32(remote, FLAGS, int32(i))
+            elif signal == 1:
+                st_release_sys_s32(remote, FLAGS, int32(i))
+            elif signal == 2:
                 fence_acq_rel_sys()
             else:
                 fence_proxy_async()
         out[0] = int32(uint64(globaltimer() - begin) // uint64(rounds))
     elif thread >= 32:
         for i in range(thread, vectors, cuda.blockDim.x):
-            st_na_s32x4(theirs, ROOM + 4 * int32(i & 0xFFFF), thread, thread, thread, thread)
+            st_na_s32x4(remote, PAYLOAD + 4 * int32(i & 0xFFFF), thread, thread, thread, thread)
 
 
-def told(what, busy):
+def time_signal(signal, busy):
     @contextmanager
     def make(transport):
-        start, shared = transport.launch, transport.allocate(4 * ROOM + 16 * 65536)
-        mine, out = shared.local.view(torch.int32), torch.zeros(1, dtype=torch.int32, device=transport.device)
+        start, shared = transport.launch, transport.allocate(4 * PAYLOAD + 16 * 65536)
+        local, out = shared.local.view(torch.int32), torch.zeros(1, dtype=torch.int32, device=transport.device)
         vectors = (8 if simulator.ENABLED else 1 << 21) if busy else 0
 
         def step():
             start(
-                cost,
+                signal_cost,
                 1,
                 HERE.threads,
                 shared.addresses,
-                mine,
+                local,
                 (transport.rank + 1) % 2,
                 vectors,
                 HERE.rounds,
-                TOLD.index(what),
+                SIGNALS.index(signal),
                 out,
                 launch_bounds=HERE.threads,
             )
@@ -1239,16 +1214,16 @@ def told(what, busy):
 
 
 COST = {}
-for what in TOLD:
+for signal in SIGNALS:
     for busy in (False, True):
-        ns = max(int(out) for out in outputs_of(PAIR, told(what, busy)))
-        COST[f"{what}, {'busy' if busy else 'idle'}"] = ns
-COST = fact("told_ns", COST)
-for what in TOLD:
+        ns = max(int(out) for out in outputs_of(PAIR, time_signal(signal, busy)))
+        COST[f"{signal}, {'busy' if busy else 'idle'}"] = ns
+COST = fact("signal_ns", COST)
+for signal in SIGNALS:
     print(
-        f"{what}: {COST[f'{what}, idle']} ns where nothing goes on, {COST[f'{what}, busy']} ns while others write"
+        f"{signal}: {COST[f'{signal}, idle']} ns alone, {COST[f'{signal}, busy']} ns while other warps write"
         if COST
-        else f"{what}: ran; no figure is recorded yet"
+        else f"{signal}: ran; no time is recorded yet"
     )
 
 # %% [markdown]
@@ -1349,14 +1324,13 @@ show(notify.make_notify_dispatch, "def notify_dispatch(", "return notify_dispatc
 # %% [markdown]
 # ### Step 5: the package's dispatch
 #
-# **Prediction.** Half of the SMs send, but no more than saturate the link. The limit is either the senders, at the rate
-# of one CTA in section 2 with bulk loads, with half of the own rows to copy too; or the link, at the rate of section 2
-# for as many CTAs.
+# **Predicted gain.** The time of step 3, less the slower of the two limits. Half of the SMs send, at the rate with bulk
+# loads, all rows that leave the rank and half of the own rows.
 
 
 # %%
-def package_step(sms, with_counts=False, x=X, straight=False):
-    """The package's dispatch; ``straight`` is for step 6."""
+def package_step(sms, with_counts=False, x=X, direct=False):
+    """Return the package's dispatch; ``direct`` is for step 6."""
     given = x
     ring = Buffer.get_dispatch_config(RANKS).num_max_nvl_chunked_recv_tokens
     config = Config(sms, HERE.chunk, 64 if simulator.ENABLED else ring)
@@ -1369,7 +1343,7 @@ def package_step(sms, with_counts=False, x=X, straight=False):
         buffer = Buffer(transport, size, timeout=10.0)
         per_rank, per_expert, chosen = LAYOUTS[rank]
         layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=chosen)
-        options = dict(config=config, out=buffer.new_output(RANKS * TOKENS, HIDDEN) if straight else None)
+        options = dict(config=config, out=buffer.new_output(RANKS * TOKENS, HIDDEN) if direct else None)
         handle = None if with_counts else buffer.dispatch(given[rank], **layout, **options)[4]
 
         def step(x=given[rank]):
@@ -1380,21 +1354,16 @@ def package_step(sms, with_counts=False, x=X, straight=False):
             return got[0], got[4][3]
 
         yield step
-        if straight:
+        if direct:
             options["out"].close()
         buffer.destroy()
 
     return make
 
 
-carried = WIRE_BYTES + (ALL_BYTES - WIRE_BYTES) / 2
-prediction = max(carried / (SMS // 2 * rate_of(WAYS[2], 1)), WIRE_BYTES / rate_of(WAYS[2], SMS // 2)) * 1e6 + 10
-prediction = None if simulator.ENABLED else prediction
-measure("final", package_step(SMS), prediction, num_sms=SMS)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("final", DOCUMENT, prediction)
-look_back("final", FEW)
+copied_bytes = WIRE_BYTES + (ALL_BYTES - WIRE_BYTES) / 2
+gain_us = (us(DEEPEP) or 0) - limit_us(METHODS[2], SMS // 2, copied_bytes)
+measure("final", package_step(SMS), after=DEEPEP, predicted_gain_us=gain_us, num_sms=SMS)
 
 # %% [markdown]
 # ### Step 6: direct writes to the peer's output buffer
@@ -1402,8 +1371,7 @@ look_back("final", FEW)
 # **Idea.** With rings each row that leaves the rank is copied twice, and half of the SMs only receive. The naive kernel
 # copied it once, but needed the host for the row indices. After `notify`, however, each rank's *GPU* has all counts,
 # and a warp that processes its channel's tokens in order can increment the row index. All CTAs send, with bulk copies,
-# directly to the destination rank's `recv_x`. (The package uses at most 16 CTAs; the step's label is "straight to an
-# output".)
+# directly to the destination rank's `recv_x`. (The package uses at most 16 CTAs.)
 
 # %%
 show(dispatch_direct.make_dispatch_direct, "while token < end:", "if has_next:")
@@ -1413,37 +1381,34 @@ show(dispatch_direct.make_dispatch_direct, "while token < end:", "if has_next:")
 # (`Buffer.new_output`), and that the next dispatch with it overwrites. All ranks execute a barrier before, so that no
 # rank still uses the previous contents, and one after, so that all rows have arrived.
 #
-# **Prediction.** As for step 5, but all 16 CTAs send, and they copy all own rows.
+# **Predicted gain.** The time of step 5, less both barriers and the slower limit, if 16 CTAs send all rows.
 
 # %%
-STRAIGHT, SENDING = "straight to an output", num_direct_senders(SMS)
+DIRECT, SENDING = "direct writes", num_direct_senders(SMS)
 
 
-def straight_us(sms):
-    """What we expect of so many multiprocessors."""
-    return max(ALL_BYTES / (sms * rate_of(WAYS[2], 1)), WIRE_BYTES / rate_of(WAYS[2], sms)) * 1e6 + 10
+def direct_us(sms):
+    """Return the predicted time of direct writes."""
+    return limit_us(METHODS[2], sms, ALL_BYTES) + BARRIERS_US
 
 
-prediction = None if simulator.ENABLED else straight_us(SENDING)
-measure(STRAIGHT, package_step(SMS, straight=True), prediction, num_sms=SENDING)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back(STRAIGHT, "final", prediction)
+gain_us = (us("final") or 0) - direct_us(SENDING)
+measure(DIRECT, package_step(SMS, direct=True), after="final", predicted_gain_us=gain_us, num_sms=SENDING)
 
 # %% [markdown]
-# **Look back.** With two ranks both limits are close: a CTA moves nearly as much as one CTA alone in section 2 with
+# **Explanation.** With two ranks both limits are close: a CTA moves nearly as much as one CTA alone in section 2 with
 # bulk loads, and the link carries nearly the rate measured there.
 #
 # ### The sweep: time over the number of SMs
 #
-# **Prediction.** With few SMs direct writes should take less time than rings, because all CTAs send: about half with
-# many ranks, two thirds with two ranks, where receivers copy every second own row.
+# **Predicted gain.** With few SMs direct writes take less time, because all CTAs send: half with many ranks, two thirds
+# with two ranks, where receivers copy every second own row.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-def sweep_us(straight):
-    """Microseconds by the number of multiprocessors, as text; what arrives is checked first."""
-    steps = {f"{sms}": package_step(sms, straight=straight) for sms in HERE.sweep}
+def sweep_us(direct):
+    """Return the microseconds by the number of SMs, as text; the rows that arrive are checked first."""
+    steps = {f"{sms}": package_step(sms, direct=direct) for sms in HERE.sweep}
     for name, make in steps.items():
         wrong = check(outputs_of(GROUP, poisoned(make)))
         assert not wrong, f"{name} SMs: {wrong}"
@@ -1451,24 +1416,24 @@ def sweep_us(straight):
     return {name: round(stats.median, 2) for name, stats in times.items() if stats}
 
 
-SWEEPS = {"moe_numba's rings": fact("sms_us", sweep_us(False)), STRAIGHT: fact("straight_sms_us", sweep_us(True))}
+SWEEPS = {"moe_numba's rings": fact("sms_us", sweep_us(False)), DIRECT: fact("direct_sms_us", sweep_us(True))}
 LINES = {
     **{name: {int(sms): t for sms, t in line.items()} for name, line in SWEEPS.items()},
-    "the article's ring": {ladder.row(name)["num_sms"]: us(name) for name in RINGS if us(name)},
+    DEEPEP: {ladder.row(name)["num_sms"]: us(name) for name in RINGS if us(name)},
 }
 LINES = {name: line for name, line in LINES.items() if line}
 for name, line in LINES.items():
     print(f"{name}:", ", ".join(f"{t:.0f} us with {sms} SMs" for sms, t in sorted(line.items())))
 AT_12 = {name: line[12] for name, line in LINES.items() if 12 in line}
-if STRAIGHT in AT_12 and TIMED:
-    print(f"{STRAIGHT}, 12 SMs: {AT_12[STRAIGHT]:.0f} us, predicted {straight_us(12):.0f}")
+if DIRECT in AT_12 and TIMED:
+    print(f"{DIRECT}, 12 SMs: {AT_12[DIRECT]:.0f} us, predicted {direct_us(12):.0f}")
 figure = None
 if LINES:
     figure = plots.sweep_figure(
         LINES,
         xlabel="SMs",
         floor=FLOOR_US and {sms: FLOOR_US for line in LINES.values() for sms in line},
-        title="Dispatch over the number of multiprocessors",
+        title="Dispatch over the number of SMs",
         caption=plots.caption(records.environment(), "measured now on")
         if TIMED
         else plots.caption(ladder.record, "not measured here: recorded on"),
@@ -1476,7 +1441,7 @@ if LINES:
 figure
 
 # %% [markdown]
-# **Look back.** With few SMs direct writes take slightly less than the predicted two thirds of the time of the rings,
+# **Explanation.** With few SMs direct writes take slightly less than the predicted two thirds of the time of the rings,
 # and they reach their minimum with fewer SMs. There the two differ little. Our port of DeepEP's kernel does not reach
 # it within this sweep.
 #
@@ -1527,7 +1492,7 @@ print(f"ones with scales {powers.tolist()}: {BACK[0]} by the article's function,
 
 
 # %% [markdown]
-# **Prediction.** The time of step 5, multiplied by the ratio of the row sizes.
+# **Predicted gain.** The time of step 5, multiplied by the part of the row that is saved.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1546,25 +1511,27 @@ fp8_want = reference.dispatch(
 for (*given, src_idx), want in zip(outputs_of(GROUP, fp8_step(SMS)), fp8_want, strict=True):
     for a, b in zip((*given, src_idx), (*want.x, want.src_idx), strict=True):
         assert torch.equal(a.to(HOME).contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), "FP8 is wrong"
-stats = TIMED and rank_times(GROUP, {"FP8": fp8_step(SMS)}, launches=HERE.launches, samples=HERE.samples)["FP8"]
+both = {"bfloat16": STEPS["final"], "FP8": fp8_step(SMS)}
+times = TIMED and rank_times(GROUP, both, launches=HERE.launches, samples=HERE.samples)
 IN_FP8 = fact(
     "fp8",
-    stats
+    times
     and {
-        "us": round(stats.median, 1),
-        "gbps": round(WIRE_ROWS * FP8_ROW / stats.median / 1e3, 1),
+        "us": round(times["FP8"].median, 1),
+        "bfloat16_us": round(times["bfloat16"].median, 1),
+        "gbps": round(WIRE_ROWS * FP8_ROW / times["FP8"].median / 1e3, 1),
         "share": round(FP8_ROW / ROW_BYTES, 3),
     },
 )
-print(
-    f"FP8: {IN_FP8['us']:.0f} us, predicted {us('final') * IN_FP8['share']:.0f}; {IN_FP8['gbps']:.0f} GB/s over each "
-    "rank's link"
-    if IN_FP8
-    else "FP8: right; no figure is recorded yet"
-)
+if IN_FP8:
+    before_us = IN_FP8.get("bfloat16_us") or us("final")
+    gain = Judgement(before_us, IN_FP8["us"], before_us * (1 - IN_FP8["share"]))
+    print(f"FP8: {before_us:.0f} -> {IN_FP8['us']:.0f} us; {gain}; {IN_FP8['gbps']:.0f} GB/s over each rank's link")
+else:
+    print("FP8: correct; no time is recorded yet")
 
 # %% [markdown]
-# **Look back.** FP8 takes less time than bfloat16, but more than predicted: the link carries a lower rate.
+# **Explanation.** FP8 gains less than predicted, because the link carries a lower rate.
 #
 # ### With the counts: host time
 #
@@ -1575,12 +1542,12 @@ print(
 calls = {
     f"{FEW}, known": naive_dispatch(SMS),
     f"{FEW}, with counts": naive_dispatch(SMS, with_counts=True),
-    f"{DOCUMENT}, known": document_step(SMS),
-    f"{DOCUMENT}, with counts": document_step(SMS, with_counts=True),
+    f"{DEEPEP}, known": deepep_step(SMS),
+    f"{DEEPEP}, with counts": deepep_step(SMS, with_counts=True),
     "final, known": package_step(SMS),
     "final, with counts": package_step(SMS, with_counts=True),
-    f"{STRAIGHT}, known": package_step(SMS, straight=True),
-    f"{STRAIGHT}, with counts": package_step(SMS, with_counts=True, straight=True),
+    f"{DIRECT}, known": package_step(SMS, direct=True),
+    f"{DIRECT}, with counts": package_step(SMS, with_counts=True, direct=True),
 }
 for name in list(calls)[1::2]:
     wrong = check(outputs_of(GROUP, poisoned(calls[name])))
@@ -1588,7 +1555,7 @@ for name in list(calls)[1::2]:
 times = host_times(GROUP, calls) if TIMED else {}
 HOST = fact("host_us", {name: round(stats.median, 1) for name, stats in times.items() if stats})
 for name in calls:
-    print(f"{name}: " + (f"{HOST[name]:.0f} us" if name in HOST else "right; no figure is recorded yet"))
+    print(f"{name}: " + (f"{HOST[name]:.0f} us" if name in HOST else "correct; no time is recorded yet"))
 
 # %% [markdown]
 # The difference between two lines contains the exchange, the synchronisation, and Python code that allocates the
@@ -1626,17 +1593,17 @@ ladder.plot(floor_us=FLOOR_US)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 WHAT = {
-    "": "as it is",
-    "plain tail": "the tail is published by a plain store, without release",
+    "": "unchanged",
+    "plain tail": "the tail is published with a plain store, without release",
     "tail first": "the tail is published before the row is written",
-    "no barrier": "the sender's warps do not meet before the tail is published",
-    "relaxed poll": "the receiver polls the tail by a relaxed load",
+    "no barrier": "the sender's warps do not synchronise before the tail is published",
+    "relaxed poll": "the receiver polls the tail with relaxed loads",
     "early head": "the head is published before the rows are copied",
 }
 
 
 def try_faults(faults, seeds):
-    torch.use_deterministic_algorithms(True)  # torch.empty is then filled: what lay there changed a seed's course
+    torch.use_deterministic_algorithms(True)  # torch.empty is then filled, so that each seed gives the same run
     try:
         return {fault: try_fault(fault, seeds) for fault in faults}
     finally:
@@ -1644,7 +1611,7 @@ def try_faults(faults, seeds):
 
 
 def try_fault(fault, seeds):
-    """For each seed None, or what was wrong with the dispatch of two ranks."""
+    """Return for each seed None, or the error in the dispatch of two ranks."""
     torch.manual_seed(1)
     chosen = [torch.ones(tokens, 2, dtype=torch.bool) for tokens in (9, 7)]
     x = [torch.randn(len(rows), 16).bfloat16() for rows in chosen]
@@ -1665,11 +1632,11 @@ SEEDS_OF_FAULTS = 6
 FOUND = in_simulator(try_faults, list(WHAT), SEEDS_OF_FAULTS)
 lines = []
 for fault, found in FOUND.items():
-    seeds = [str(i) for i, said in enumerate(found) if said]
+    seeds = [str(i) for i, error in enumerate(found) if error]
     first = next(filter(None, found), "")
     lines.append(f"| {WHAT[fault]} | {', '.join(seeds) or 'none'} | {first} |")
 Markdown(
-    f"| the kernel | wrong under these of {SEEDS_OF_FAULTS} seeds | under the first of them, wrong are |\n"
+    f"| the kernel | wrong under these of {SEEDS_OF_FAULTS} seeds | wrong rows under the first of them |\n"
     "|---|---|---|\n" + "\n".join(lines)
 )
 
@@ -1680,19 +1647,19 @@ Markdown(
 #
 # If a rank fails, DeepEP's kernels abort after 100 seconds with `trap`, which makes the CUDA context unusable. Our
 # kernels record what they waited for and exit, and the host raises an exception. In the next cell rank 1 never starts.
-# (`patience` is the timeout of our port; without one the simulator detects the deadlock, where a GPU would hang.)
+# (Our port's timeout can be switched off; the simulator then detects the deadlock, where a GPU would hang.)
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-def try_alone(patience_ns):
-    """What is said when rank 1 does not come."""
-    c, said, known = DeepEPConfig(2, 1, 2, 2, 32, 0, 0, 2, 1), {}, torch.zeros(2, 2, dtype=torch.int32)
-    for name, patience in (("the article's, with patience", patience_ns), ("without", 0)):
+def try_alone(timeout_ns):
+    """Return the errors of rank 0 if rank 1 does not start."""
+    c, errors, known = DeepEPConfig(2, 1, 2, 2, 32, 0, 0, 2, 1), {}, torch.zeros(2, 2, dtype=torch.int32)
+    for name, timeout in (("DeepEP's ring, with a timeout", timeout_ns), ("DeepEP's ring, without", 0)):
         try:
-            with virtual_ranks(2, min_buffer_bytes(c), patience) as ranks, simulator.seed(0):
+            with virtual_ranks(2, min_buffer_bytes(c), timeout) as ranks, simulator.seed(0):
                 simulate.on_all(ranks[:1], lambda r: deepep_launch.cached_notify_dispatch(r, c, known))
         except (RankTimeoutError, simulator.Deadlock) as error:
-            said[name] = "\n    ".join([type(error).__name__ + ": ", *str(error).splitlines()[:3]])
+            errors[name] = "\n    ".join([type(error).__name__ + ": ", *str(error).splitlines()[:3]])
 
     def work(transport):
         buffer = Buffer(transport, 1 << 18, timeout=1e-5)  # ten of the simulator's steps
@@ -1704,13 +1671,13 @@ def try_alone(patience_ns):
     try:
         LocalGroup(2).run(work)
     except TimeoutError as error:
-        said["the package's"] = f"TimeoutError: {error}"
-    return said
+        errors["the package's rings"] = f"TimeoutError: {error}"
+    return errors
 
 
-SAID = in_simulator(try_alone, 1_000_000)
-for name, words in SAID.items():
-    print(f"{name}: {words}")
+ERRORS = in_simulator(try_alone, 1_000_000)
+for name, error in ERRORS.items():
+    print(f"{name}: {error}")
 
 # %% [markdown]
 # ## 9. The article's claims
@@ -1727,7 +1694,7 @@ def verdict(holds, figure):
 
 
 def shows(fault):
-    return sum(said is not None for said in FOUND[fault])
+    return sum(error is not None for error in FOUND[fault])
 
 
 claims = []
@@ -1735,7 +1702,7 @@ moments, ranks = PLAYED["moments"], range(2)
 counts = torch.tensor(EXAMPLE).sum(dim=1)  # from, to
 claims.append(
     (
-        "rank_prefix_matrix (i, j): the rows that rank j gets from the ranks 0 to i",
+        "rank_prefix_matrix (i, j): the rows that rank j receives from the ranks 0 to i",
         verdict(
             all(m["rank_prefix_matrix"] == counts.cumsum(dim=0).tolist() for m in PLAYED["matrices"]),
             f"{PLAYED['matrices'][0]['rank_prefix_matrix']} for the example",
@@ -1783,9 +1750,9 @@ for _, now in replay(SLOW):
     most = max(most, *(ring.tail - ring.head for ring in now.values()))
 claims.append(
     (
-        "A sender waits until the ring has room for a chunk",
+        "A sender waits until the ring has space for a chunk",
         verdict(
-            most <= SLOW["ring"], f"never more than {most} rows published and not taken, in rings of {SLOW['ring']}"
+            most <= SLOW["ring"], f"never more than {most} rows published and not consumed, in rings of {SLOW['ring']}"
         ),
     )
 )
@@ -1820,17 +1787,17 @@ claims.append(
 slots = (at8.size - at8.src_idx) / (at8.src_idx - at8.x)
 claims.append(
     (
-        "For simplicity each slot has room for all top-k experts and weights",
+        "For simplicity each slot has space for all top-k experts and weights",
         verdict(
             at8.topk_weights - at8.topk_idx == 8 * 8 * queues8 * 256,
-            f"with src_idx it is {100 * slots:.1f} % of the rings' bytes: simplicity costs little",
+            f"with src_idx it is {100 * slots:.1f} % of the rings' bytes",
         ),
     )
 )
 share = f"{100 * IN_FP8['share']:.0f} % of the bytes; " if IN_FP8 else ""
 claims.append(
     (
-        "FP8 rows carry hidden / 128 scales",
+        "FP8 rows have hidden / 128 scales",
         verdict(
             FP8[0][1].shape == (TOKENS, -(-HIDDEN // 128)),
             f"{share}{100 * SAME_CAST:.0f} % of the values of the article's cast have the bits of the package's",
@@ -1861,7 +1828,7 @@ claims.append(
 )
 claims.append(
     (
-        "notify's matrix of expert counts shares its place with the flags, and is cleared for them",
+        "notify's matrix of expert counts shares its memory with the flags, and is cleared for them",
         verdict(
             "counts, queues_end = offsets.start // 4" in inspect.getsource(deepep_notify.make_notify_dispatch),
             f"both begin at byte {at8.start}",
@@ -1871,7 +1838,7 @@ claims.append(
 claims.append(
     (
         "With a handle, notify only copies rank_prefix_matrix",
-        "more subtle: it also clears the flags, and all ranks meet twice",
+        "more subtle: it also clears the flags, and executes two barriers",
     )
 )
 claims.append(
@@ -1900,7 +1867,7 @@ claims.append(
 )
 claims.append(
     (
-        "The warps of a rank must meet before the tail is published",
+        "The warps of a rank must synchronise before the tail is published",
         verdict(shows("no barrier") > 0, f"without it: {shows('no barrier')} of {SEEDS_OF_FAULTS} seeds"),
     )
 )
@@ -1911,21 +1878,21 @@ claims.append(
         f"releases and acquires. An early head shows under {shows('early head')} of {SEEDS_OF_FAULTS} seeds",
     )
 )
-one, rate = PUSH.get(f"{WAYS[0]}: 1"), us(DOCUMENT, "wire_gbps")
-senders = (us(DOCUMENT, "num_sms") or SMS) // 2
-carried = rate and WIRE_SHARE and rate / WIRE_SHARE / senders
+one, rate = PUSH.get(f"{METHODS[0]}: 1"), us(DEEPEP, "wire_gbps")
+senders = (us(DEEPEP, "num_sms") or SMS) // 2
+per_sender = rate and WIRE_SHARE and rate / WIRE_SHARE / senders
 claims.append(
     (
-        "(not in the article) a sender of its ring carries less than a block that only pushes",
+        "(not in the article) a sender of its ring copies less than a CTA that only pushes",
         verdict(
-            carried < 0.9 * one,
-            f"{carried:.0f} GB/s by each of {senders} senders, own rows included; one block pushes {one:.0f}",
+            per_sender < 0.9 * one,
+            f"{per_sender:.0f} GB/s by each of {senders} senders, own rows included; one CTA pushes {one:.0f}",
         )
-        if one and carried
+        if one and per_sender
         else NOT_RECORDED,
     )
 )
-nccl_us, naive_us, ring_us, own_us = us(BY_NCCL), us(FEW), us(DOCUMENT), us("final")
+nccl_us, naive_us, ring_us, own_us = us(BY_NCCL), us(FEW), us(DEEPEP), us("final")
 claims.append(
     (
         "(not in the article) where counts are known, its ring beats index_select and NCCL",
@@ -1936,7 +1903,7 @@ claims.append(
 )
 claims.append(
     (
-        "(not in the article) rows written once, to their places, beat its ring on as many SMs",
+        "(not in the article) rows that are written once, to their places, beat its ring on as many SMs",
         verdict(
             naive_us < ring_us,
             f"{naive_us:.0f} us naive, {ring_us:.0f} through the ring; the package's rings {own_us:.0f}",
@@ -1945,27 +1912,27 @@ claims.append(
         else NOT_RECORDED,
     )
 )
-straight_now = us(STRAIGHT)
+direct_now_us = us(DIRECT)
 claims.append(
     (
         "(not in the article) and the package's rings too",
         verdict(
-            straight_now < 0.98 * own_us,
-            f"{straight_now:.0f} us straight to an output, {own_us:.0f} through rings; "
+            direct_now_us < 0.98 * own_us,
+            f"{direct_now_us:.0f} us with direct writes, {own_us:.0f} through rings; "
             + "; ".join(f"{name} with 12 SMs {t:.0f}" for name, t in AT_12.items()),
         )
-        if straight_now and own_us
+        if direct_now_us and own_us
         else NOT_RECORDED,
     )
 )
 if known := HOST:
-    extra = known[f"{DOCUMENT}, with counts"] - known[f"{DOCUMENT}, known"]
+    extra = known[f"{DEEPEP}, with counts"] - known[f"{DEEPEP}, known"]
     own_extra = known["final, with counts"] - known["final, known"]
 claims.append(
     (
         "(not in the article) counting, with a host that waits, is a good part of a dispatch",
         verdict(
-            extra > 0.1 * known[f"{DOCUMENT}, known"],
+            extra > 0.1 * known[f"{DEEPEP}, known"],
             f"{extra:.0f} us more on the host's clock, the package's {own_extra:.0f}",
         )
         if known

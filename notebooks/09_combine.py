@@ -18,24 +18,22 @@
 # three result rows, one on each. **Combine** sends these rows back to the token's **source rank** and sums them there.
 #
 # The article of notebooks 07 and 08, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824),
-# ends before combine. This notebook follows the code of DeepEP's first version; code and outputs call our Numba port of
-# it "the document's".
+# ends before combine. This notebook follows the code of DeepEP's first version; "DeepEP's rings" are our Numba port.
 #
 # From notebook 08: a **ring** is a circular buffer of token slots in the receiver's memory. Its **tail** counts the
 # rows written, its **head** the rows consumed. A **channel** is a range of a rank's tokens with rings of its own. A
 # sender writes the data, then stores the tail with **release**; a receiver that loads the tail with **acquire** sees
 # the data.
 #
-# With fewer GPUs than ranks, the ranks are **virtual** (notebook 08), and recorded times are shown. Outputs call an SM
-# a "multiprocessor" and a CTA a "block".
+# With fewer GPUs than ranks, the ranks are **virtual** (notebook 08), and recorded times are shown.
 
 # %%
 import os
 
 os.environ["MOE_NUMBA_ONLY"] = "90"  # Hopper: with another GPU the simulator runs the kernels
-import moe_numba  # before Numba: it decides whether there is a GPU, or the simulator must do
+import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
-print("the simulator" if moe_numba.simulator.ENABLED else "a GPU", "runs the kernels:", moe_numba.simulator.REASON)
+print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import inspect
@@ -101,8 +99,8 @@ from moe_numba.ptx.memory import griddepcontrol_wait, ld_global_s32x4, ld_nc_na_
 from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.runtime.launch import launch
 
-warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some of these kernels have few blocks, on purpose
-HERE = inputs.combine_sizes()  # DeepSeek-V3's on the GPUs there are, small ones in the simulator
+warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some of these kernels have few CTAs on purpose
+HERE = inputs.combine_sizes()  # DeepSeek-V3's on GPUs, small ones in the simulator
 RANKS, TOKENS, HIDDEN, TOPK, EXPERTS = HERE.ranks, HERE.tokens, HERE.hidden, HERE.topk, HERE.experts
 ROW_BYTES = 2 * HIDDEN  # bfloat16
 GROUP = LocalGroup(RANKS, HERE.devices)  # ranks that are threads of this process
@@ -115,7 +113,7 @@ print(
 )
 
 # %% [markdown]
-# ## 1. The problem in one picture
+# ## 1. The problem in one figure
 #
 # Three ranks have four tokens each, and two experts each. Every rank has received rows, ordered by source rank and
 # token, and computed a result for each. These are the rows of rank 0's tokens:
@@ -178,7 +176,7 @@ draw.sum_in_steps((torch.randn(8) * 3).tolist())
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def spread(dtype, rows, orders):
-    """Add up rows in several orders, rounded to ``dtype`` at each step: mean and worst error, what part differs."""
+    """Sum rows in several orders, rounding to ``dtype`` after each row: mean and worst error, fraction that differs."""
     exact, results = rows.double().sum(dim=0), []
     for order in orders:
         total = rows[order[0]].to(dtype)
@@ -193,7 +191,7 @@ def spread(dtype, rows, orders):
 
 alike = torch.randn(8, 20_000)
 large = torch.randn(3, 20_000) * 2**14
-KINDS = {"of like size": alike.bfloat16(), "that cancel": torch.cat([large, alike[:2], -large]).bfloat16()}
+KINDS = {"of similar magnitude": alike.bfloat16(), "that cancel": torch.cat([large, alike[:2], -large]).bfloat16()}
 draw_order = random.Random(0)
 orders = [list(range(8)), *(draw_order.sample(range(8), 8) for _ in range(30))]
 ERRORS = {
@@ -203,7 +201,7 @@ ERRORS = {
 }
 for (kind, dtype), (mean, worst, differ) in ERRORS.items():
     print(
-        f"rows {kind}, rounded to {str(dtype).removeprefix('torch.'):8} at each step: mean error {mean:.3g}, worst "
+        f"rows {kind}, rounded to {str(dtype).removeprefix('torch.'):8} after each row: mean error {mean:.3g}, worst "
         f"{worst:.3g}; {100 * differ:.3f} % of the elements depend on the order"
     )
 
@@ -234,8 +232,8 @@ LAYOUTS = inputs.layouts_of(TOPK_IDX, EXPERTS)
 IS_IN = [layout[2] for layout in LAYOUTS]
 RECEIVED = inputs.received_by(IS_IN)
 X = [random_rows(TOKENS, device, rank) for rank, device in enumerate(DEVICES)]
-Y = [random_rows(len(there.src_idx), DEVICES[rank], 100 + rank) for rank, there in enumerate(RECEIVED)]
-OTHER = [rows.flip(0) for rows in Y]  # what a step combines first, before it is checked with Y
+Y = [random_rows(len(received.src_idx), DEVICES[rank], 100 + rank) for rank, received in enumerate(RECEIVED)]
+OTHER = [rows.flip(0) for rows in Y]  # each step combines these first, then Y, which is checked
 WANTED = [sums.to(DEVICES[rank]) for rank, sums in enumerate(inputs.sums_of(Y, RECEIVED, [TOKENS] * RANKS))]
 
 
@@ -244,7 +242,7 @@ def bits(tensor):
 
 
 def check(outputs, wanted=None):
-    """None, or a sentence that says what is wrong with the ranks' outputs."""
+    """Return None, or a sentence that describes the error in the ranks' outputs."""
     for rank, (given, right) in enumerate(zip(outputs, WANTED if wanted is None else wanted, strict=True)):
         if given.shape != right.shape or given.dtype != right.dtype:
             return f"rank {rank} has {given.dtype} {tuple(given.shape)}, not {right.dtype} {tuple(right.shape)}"
@@ -254,29 +252,29 @@ def check(outputs, wanted=None):
 
 
 def reference_error():
-    """The largest error of WANTED, in units of what one rounding to bfloat16 may do; computed for a few columns."""
+    """Return the largest error of WANTED for a few columns, in units of the largest error of one rounding to bfloat16."""
     part = [rows[:, :64].cpu() for rows in Y]
     totals = reference.combine(part, RECEIVED, [TOKENS] * RANKS)
     sizes = reference.combine([rows.abs() for rows in part], RECEIVED, [TOKENS] * RANKS)
     allowed = [total.abs() * 2**-8 + size * 2**-22 + 1e-30 for (total, _), (size, _) in zip(totals, sizes)]
     return max(
-        ((mine[:, :64].cpu().double() - total).abs() / most).max().item()
-        for mine, (total, _), most in zip(WANTED, totals, allowed)
+        ((sums[:, :64].cpu().double() - total).abs() / most).max().item()
+        for sums, (total, _), most in zip(WANTED, totals, allowed)
     )
 
 
-def all_there():
-    """Wait until the devices hold what was made for the ranks, which have streams of their own."""
+def synchronize_all():
+    """Wait until the inputs are on all devices: ranks use streams of their own."""
     for device in set() if simulator.ENABLED else set(DEVICES):
         torch.cuda.synchronize(device)
 
 
-all_there()
+synchronize_all()
 ONE_ROUNDING = reference_error()
-print(f"against float64: at most {ONE_ROUNDING:.3f} of what one rounding may do (half of the last place is 0.5 to 1)")
+print(f"against float64: at most {ONE_ROUNDING:.3f} of the largest error of one rounding")
 poison = [torch.full_like(rows, float("nan")) for rows in WANTED]
 print("poison:", check(poison))
-print("nothing wrong:", check([rows.clone() for rows in WANTED]))
+print("correct:", check([rows.clone() for rows in WANTED]))
 
 # %% [markdown]
 # ## 3. The lower bound
@@ -284,13 +282,20 @@ print("nothing wrong:", check([rows.clone() for rows in WANTED]))
 # A row that leaves its rank is sent once. NVLink of an H200 has 18 links in each direction (`LINK`). On the source rank
 # each received row is written to memory and read again, and the sums are written. **Published bandwidths often include
 # rows that stay on their rank**; here only the bytes on the wire count. Figures call the lower bound "speed of light".
+#
+# Predictions use notebook 08's rate of plain stores to a peer (`PUSH`), time of a flag (`FLAG_US`), and rate of a CTA
+# that bulk-loads rows and bulk-stores them to a peer (`RATES`).
 
 # %%
 LINK = 18 * 25e9  # bytes per second each way, an H200's NVLink by its data sheet
 LIMITS = chip_limits()
 print(LIMITS)
 MEMORY = LIMITS.copy_bandwidth  # bytes per second
-PUSH = 0.8 * LINK  # what we expect of plain stores: measured below
+ALIGN, DISPATCH = records.recorded("align"), records.recorded("ring_buffer_dispatch_ladder")
+EMPTY_US = records.find(ALIGN, step="empty kernel", config={"dependent": False})["kernel_us"]["median"]
+MEASURED_08 = records.find(DISPATCH, step="final")  # notebook 08's measurements
+RATES = {name: 1e9 * gbps for name, gbps in MEASURED_08["push_gbps"].items()}  # bytes per second, by "way: CTAs"
+PUSH, FLAG_US = max(rate for name, rate in RATES.items() if name.startswith("stores")), MEASURED_08["flag"]["us"]
 
 
 def ranks_of_a_token(num_experts, topk, ranks):
@@ -300,7 +305,7 @@ def ranks_of_a_token(num_experts, topk, ranks):
 
 
 def floor_of(ranks, tokens=4096, hidden=7168, topk=8, num_experts=256):
-    """Bytes of a rank on the wire, bytes of its memory, and the least time of either, in microseconds."""
+    """Return a rank's bytes on the wire, its bytes of memory traffic, and the least microseconds of each."""
     rows = tokens * ranks_of_a_token(num_experts, topk, ranks)
     wire = rows * (ranks - 1) / ranks * 2 * hidden
     memory = wire + rows * 2 * hidden + tokens * 2 * hidden
@@ -333,19 +338,19 @@ for ranks in (2, 4, 8):
 
 
 # %%
-def fill_gaps(column, tell=False):
-    """The gaps of one channel's column of send_head, filled in from the last token to the first."""
+def fill_gaps(column, verbose=False):
+    """Fill the gaps of one channel's column of send_head, from the last token to the first."""
     following, filled = NO_HEAD, list(column)
     for token in reversed(range(len(column))):
         if column[token] < 0:
             filled[token] = -following - 1
-            if tell:
-                says = "nothing follows" if following == NO_HEAD else f"place {following} follows: {filled[token]}"
-                print(f"    token {token}: {column[token]}, {says}")
+            if verbose:
+                note = "no row follows" if following == NO_HEAD else f"next position {following}: {filled[token]}"
+                print(f"    token {token}: {column[token]}, {note}")
         else:
             following = column[token]
-            if tell:
-                print(f"    token {token}: place {following}")
+            if verbose:
+                print(f"    token {token}: position {following}")
     return filled
 
 
@@ -354,7 +359,7 @@ GAPPED = [torch.rand(22, RANKS, generator=generator) < 0.45 for _ in range(RANKS
 GAPPED_HANDLES = inputs.handles_of(GAPPED, 2)
 column = GAPPED_HANDLES[0].send_head[:11, RANKS - 1].tolist()  # channel 0's tokens
 print("send_head:", column)
-filled = fill_gaps(column, tell=True)
+filled = fill_gaps(column, verbose=True)
 
 # %%
 draw.head_gaps(column, filled, NO_HEAD)
@@ -366,14 +371,14 @@ draw.head_gaps(column, filled, NO_HEAD)
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-def piece(function, begin, end):
-    """A part of a function's source, from some words up to others, or to the end."""
+def excerpt(function, begin, end):
+    """Return a function's source from one string up to another, or to the end."""
     source = inspect.getsource(inspect.unwrap(getattr(function, "py_func", function)))
     last = source.index(end) if end else len(source)
     return Markdown("```python\n" + textwrap.dedent(source[source.index(begin) : last]) + "```")
 
 
-piece(deepep_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n    def fill_in", "    @cuda.jit\n")
+excerpt(deepep_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n    def fill_in", "    @cuda.jit\n")
 
 # %% [markdown]
 # The next cell runs it on all ranks. A step is a context manager `make(transport)`, as in notebook 08.
@@ -381,15 +386,15 @@ piece(deepep_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n   
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 @contextmanager
-def made_by_document(transport, constants, handles, call):
-    """``call(rank, handle, ...)`` on a rank with a buffer of its own."""
-    rank, give_back = inputs.deepep_rank(transport, min_buffer_bytes(combine=constants))
+def made_by_deepep(transport, constants, handles, call):
+    """Yield ``call(rank, handle, ...)``, for a rank with its own buffer for DeepEP's kernels."""
+    rank, close = inputs.deepep_rank(transport, min_buffer_bytes(combine=constants))
     handle = deepep_launch.Handle(*(tensor.to(transport.device, copy=True) for tensor in handles[transport.rank]))
 
     yield lambda *given: call(rank, handle, *given)
-    if said := explain(rank.status.cpu()):
-        raise RuntimeError(said)
-    give_back()
+    if error := explain(rank.status.cpu()):
+        raise RuntimeError(error)
+    close()
 
 
 def make_gaps(transport):
@@ -400,7 +405,7 @@ def make_gaps(transport):
         deepep_launch.cached_notify_combine(rank, constants, handle)  # the second time changes nothing
         return handle.send_head
 
-    return made_by_document(transport, constants, GAPPED_HANDLES, call)
+    return made_by_deepep(transport, constants, GAPPED_HANDLES, call)
 
 
 found = outputs_of(GROUP, make_gaps)
@@ -410,7 +415,7 @@ for rank in range(RANKS):
         tokens = slice(11 * channel, 11 * (channel + 1))
         right = fill_gaps(GAPPED_HANDLES[rank].send_head[tokens, peer].tolist())
         GAPS_RIGHT &= found[rank][tokens, peer].tolist() == right
-print("the kernel, run twice, fills the gaps as the walk does:", GAPS_RIGHT)
+print("the kernel, run twice, fills the gaps as the loop does:", GAPS_RIGHT)
 assert GAPS_RIGHT
 
 # %% [markdown]
@@ -437,7 +442,7 @@ exercise("combine-2").check(fill_gaps_of_warp)
 #
 # Each step returns all rows and sums them: on GPUs 4096 tokens of 7168 elements per rank, with the top 8 of 256
 # experts. Steps with rings use 24 SMs; the others use all. Steps are checked and timed as in notebook 08; the slowest
-# rank counts.
+# rank counts. Each step predicts what it saves over an earlier one; both are timed interleaved.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder = Ladder(
@@ -450,31 +455,33 @@ ladder = Ladder(
 )
 us = ladder.median_us  # a step's median time, measured now or recorded
 RECORDED = {} if TIMED else ladder.row("final") or {}
-SHOWN_RANKS = RECORDED["config"]["ranks"] if RECORDED else RANKS  # times are of so many
+SHOWN_RANKS = RECORDED["config"]["ranks"] if RECORDED else RANKS  # of the times that are shown
 ladder.title = f"Combine, step by step: 4096 tokens a rank of 7168, {SHOWN_RANKS} ranks"
 WIRE_BYTES, MEMORY_BYTES, FLOOR_US, MEMORY_US = floor_of(SHOWN_RANKS)
+SUM_BYTES = MEMORY_BYTES - WIRE_BYTES  # that a rank's summation reads and writes
+ROWS_BYTES = WIRE_BYTES * SHOWN_RANKS / (SHOWN_RANKS - 1)  # of a rank's received rows, its own included
 STEPS = {}  # by name, how each is made
-FACTS = {}  # what is measured beside the ladder; it goes into the record of the last step
+FACTS = {}  # other measurements; the record's row of the last step keeps them
 
 
 def fact(name, measured):
-    """Keep what was measured; where nothing was, what was recorded, or None."""
+    """Keep and return a measurement, or what is recorded of it, or None."""
     FACTS[name] = measured or RECORDED.get(name)
     return FACTS[name]
 
 
 def times_of(makes):
-    """``{name: Stats}`` of the slowest rank, by turns; {} where nothing is timed."""
+    """Return ``{name: Stats}`` of the slowest rank, measured interleaved; {} if nothing is timed."""
     return rank_times(GROUP, makes, launches=HERE.launches, samples=HERE.samples) if TIMED else {}
 
 
 def median_of(make):
-    """A step's median time, or None where nothing is timed."""
+    """Return a step's median time, or None if nothing is timed."""
     return round(times_of({"": make})[""].median, 2) if TIMED else None
 
 
 def poisoned(make):
-    """The step as it is checked: other rows first, and no memory at hand that holds right results by chance."""
+    """Wrap a step for its check: it runs on other rows first, and memory that it may allocate is filled with NaN."""
 
     @contextmanager
     def checked(transport):
@@ -492,23 +499,21 @@ def poisoned(make):
     return checked
 
 
-def measure(name, make, predicted=None):
-    """Check a step on all ranks, time it, and print one line."""
+def measure(name, make, after=None, predicted_gain_us=None):
+    """Check a step on all ranks and time it, interleaved with the step ``after``."""
     STEPS[name] = make
+    compared = {step: STEPS[step] for step in (after, name) if step}
     ladder.step(
         name,
         lambda: outputs_of(GROUP, poisoned(make)),
         dtype="bfloat16",
         operation="combine",
-        prediction_us=predicted and round(predicted),
+        after=after,
+        predicted_gain_us=predicted_gain_us,
         floor_us=FLOOR_US,
         bytes=int(WIRE_BYTES),
-        kernel=lambda: times_of({name: make})[name],
+        kernel=lambda: times_of(compared),
     )
-
-
-def look_back(name, before=None, predicted=None):
-    ladder.report(name, before, predicted, FLOOR_US)
     if us(name):
         print(f"    {WIRE_BYTES / us(name) / 1000:.0f} GB/s on the wire, of {LINK / 1e9:.0f}; {WHEN}")
 
@@ -520,20 +525,16 @@ print(f"{SHOWN_RANKS} ranks: {WIRE_BYTES / 1e6:.1f} MB leave each rank, which ta
 #
 # **Idea.** Each rank *pulls* its rows: it copies its range from each other rank, converts it to `float32`, and adds
 # each row to its token's sum with `index_add_`, in rank order. A token has at most one row per range, so no two
-# additions conflict.
-#
-# **Prediction.** The wire time, and several passes over memory. Per element of a row: written once (2 bytes), read and
-# written by the conversion (6), read, added to and written by `index_add_` (12). Per element of a sum: cleared (4),
-# rounded (6).
+# additions conflict. The copies and the summation do not overlap.
 
 
 # %%
 def section(rank, peer):
-    """Which rows of a peer belong to a rank, and to which of its tokens."""
-    there = RECEIVED[peer]
-    first = int(there.rank_prefix_matrix[rank - 1, peer]) if rank else 0
-    rows = slice(first, int(there.rank_prefix_matrix[rank, peer]))
-    return rows, there.src_idx[rows].long()
+    """Return which rows of a peer belong to a rank, and to which of its tokens."""
+    received = RECEIVED[peer]
+    first = int(received.rank_prefix_matrix[rank - 1, peer]) if rank else 0
+    rows = slice(first, int(received.rank_prefix_matrix[rank, peer]))
+    return rows, received.src_idx[rows].long()
 
 
 @contextmanager
@@ -552,16 +553,9 @@ def make_torch(transport):
     yield call
 
 
-elements = WIRE_BYTES * SHOWN_RANKS / (SHOWN_RANKS - 1) / 2
-prediction = WIRE_BYTES / PUSH * 1e6 + (elements * 20 + 4096 * 7168 * 10) / MEMORY * 1e6
-measure("torch", make_torch, prediction)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("torch", predicted=prediction)
+measure("torch", make_torch)
 
 # %% [markdown]
-# **Look back.** The step takes longer than predicted. The copies and the summation do not overlap.
-#
 # ### Step 1: push, then sum
 #
 # **Idea.** The rank that has a row *pushes* it, because a store needs no reply. Each rank has a buffer for the worst
@@ -571,11 +565,11 @@ look_back("torch", predicted=prediction)
 # memory, with release, and waits for the same number from rank `p`. `call` in the folded cell launches these kernels in
 # order.
 #
-# **Prediction.** The push at the rate of plain stores; then the rows are read and the sums written; plus constants for
-# the launches and the barriers (`MEETINGS_US`).
+# **Predicted gain.** Torch's time, less the push at the rate of plain stores, the reading of the rows and writing of the
+# sums at the bandwidth of a copy, four launches, and two barriers of one flag each.
 
 # %%
-FIRST = 32  # words before the rows: the flags of the meetings
+FIRST = 32  # words before the rows: the flags of the barriers
 
 
 @cache
@@ -588,38 +582,38 @@ def make_push_kernel(ranks, row_bytes):
         warps = cuda.gridDim.x * cuda.blockDim.x // 32
         row, lane = thread // 32, int32(cuda.threadIdx.x % 32)
         while row < rows:
-            home = int32(0)
-            while row >= rank_prefix[home * ranks + rank]:
-                home = int32(home + 1)
-            theirs = pointer_from_address(peers[home], y)
+            source = int32(0)
+            while row >= rank_prefix[source * ranks + rank]:
+                source = int32(source + 1)
+            remote = pointer_from_address(peers[source], y)
             place = int64(src_idx[row]) * ranks + rank
-            copy_row(theirs, FIRST + place * row_words, y, row * row_words, lane)
+            copy_row(remote, FIRST + place * row_words, y, row * row_words, lane)
             row += warps
 
     return push
 
 
 @cache
-def make_meeting(ranks):
+def make_barrier_kernel(ranks):
     wait = make_wait(ld_acquire_sys_s32, at_least, BARRIER)
 
     @cuda.jit
-    def meeting(mine, peers, rank, number, patience, status):
+    def barrier(local, peers, rank, number, timeout_ns, status):
         lane = int32(cuda.threadIdx.x)
         if lane < ranks:
-            st_release_sys_s32(pointer_from_address(peers[lane], mine), rank, number)
-            wait(mine, lane, number, number, -1, lane, WaitContext(rank, patience, status))
+            st_release_sys_s32(pointer_from_address(peers[lane], local), rank, number)
+            wait(local, lane, number, number, -1, lane, WaitContext(rank, timeout_ns, status))
 
-    return meeting
+    return barrier
 
 
 # %%
 @cache
-def make_sum_kernel(ranks, row_words, at_once):
-    held = 4 * ranks * at_once
+def make_sum_kernel(ranks, row_words, vectors):
+    held = 4 * ranks * vectors
 
     @cuda.jit
-    def add_rows(mine, is_token_in_rank, tokens, out):
+    def sum_rows(local, is_token_in_rank, tokens, out):
         words, sums = cuda.local.array(held, int32), cuda.local.array(8, float32)
         thread = int64(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
         warps = cuda.gridDim.x * cuda.blockDim.x // 32
@@ -629,13 +623,13 @@ def make_sum_kernel(ranks, row_words, at_once):
             for r in range(ranks):
                 if is_token_in_rank[token * ranks + r] != 0:
                     mask = int32(mask | (1 << r))
-            for first in range(4 * lane, row_words, 128 * at_once):
-                for u in range(at_once):  # all these loads are on their way at once
+            for first in range(4 * lane, row_words, 128 * vectors):
+                for u in range(vectors):  # all these loads are in flight together
                     for r in range(ranks):
                         if first + 128 * u < row_words and mask >> r & 1:
                             at, j = FIRST + (token * ranks + r) * row_words + first + 128 * u, 4 * (ranks * u + r)
-                            words[j], words[j + 1], words[j + 2], words[j + 3] = ld_global_s32x4(mine, at)
-                for u in range(at_once):
+                            words[j], words[j + 1], words[j + 2], words[j + 3] = ld_global_s32x4(local, at)
+                for u in range(vectors):
                     if first + 128 * u < row_words:
                         for k in range(8):
                             sums[k] = float32(0)
@@ -651,26 +645,26 @@ def make_sum_kernel(ranks, row_words, at_once):
                         st_na_s32x4(out, at, int32(a), int32(b), int32(c), int32(d))
             token += warps
 
-    return add_rows
+    return sum_rows
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-def make_push_and_sum(at_once, only_push=False):
+def make_push_and_sum(vectors, only_push=False):
     @contextmanager
     def make(transport):
         r, device, numbers = transport.rank, transport.device, itertools.count(1)
         shared = transport.allocate(4 * FIRST + TOKENS * RANKS * ROW_BYTES)
-        mine, status = shared.local.view(torch.int32), torch.zeros(STATUS_WORDS, dtype=torch.int32, device=device)
-        patience = np.int64(0 if simulator.ENABLED else 10**10)
+        local, status = shared.local.view(torch.int32), torch.zeros(STATUS_WORDS, dtype=torch.int32, device=device)
+        timeout_ns = np.int64(0 if simulator.ENABLED else 10**10)
         src_idx, prefix = RECEIVED[r].src_idx.to(device), RECEIVED[r].rank_prefix_matrix.to(device)
         is_in, start = IS_IN[r].to(device), transport.launch
 
-        def meet():
-            start(make_meeting(RANKS), 1, 32, mine, shared.addresses, r, next(numbers), patience, status)
+        def barrier():
+            start(make_barrier_kernel(RANKS), 1, 32, local, shared.addresses, r, next(numbers), timeout_ns, status)
 
         def call(y=Y):
             out = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
-            meet()
+            barrier()
             start(
                 make_push_kernel(RANKS, ROW_BYTES),
                 HERE.blocks,
@@ -683,12 +677,12 @@ def make_push_and_sum(at_once, only_push=False):
                 r,
             )
             if not only_push:
-                meet()
+                barrier()
                 start(
-                    make_sum_kernel(RANKS, ROW_BYTES // 4, at_once),
+                    make_sum_kernel(RANKS, ROW_BYTES // 4, vectors),
                     HERE.blocks,
                     HERE.threads,
-                    mine,
+                    local,
                     is_in,
                     TOKENS,
                     out.view(torch.int32),
@@ -696,68 +690,56 @@ def make_push_and_sum(at_once, only_push=False):
             return out
 
         yield call
-        if said := explain(status.cpu()):
-            raise RuntimeError(said)
+        if error := explain(status.cpu()):
+            raise RuntimeError(error)
         shared.close()
 
     return make
 
 
-MEETINGS_US = 4 * 1 + 2 * 5
-prediction = WIRE_BYTES / PUSH * 1e6 + (MEMORY_BYTES - WIRE_BYTES) / MEMORY * 1e6 + MEETINGS_US
-measure("push, then add up", make_push_and_sum(1), prediction)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("push, then add up", "torch", prediction)
+push_us, sum_us = WIRE_BYTES / PUSH * 1e6, SUM_BYTES / MEMORY * 1e6
+print(f"push {push_us:.0f} us, sum {sum_us:.0f} us, launches and barriers {4 * EMPTY_US + 2 * FLAG_US:.1f} us")
+gain_us = (us("torch") or 0) - (push_us + sum_us + 4 * EMPTY_US + 2 * FLAG_US)
+measure("push, then sum", make_push_and_sum(1), after="torch", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Look back.** The next cell measures the push alone, with its barrier, on all SMs. The rings below are compared with
-# it. (It is not an upper limit: it also copies the rows that stay on their rank.)
+# **Explanation.** The next cell measures the push alone, with its barrier, on all SMs. It takes longer than predicted,
+# because it also copies the rows that stay on their rank; so it is no upper limit. The rings below are compared with it.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 PUSH_US = fact("push_us", median_of(make_push_and_sum(1, only_push=True)))
 if PUSH_US:
     print(
-        f"the push alone, {WHEN}: {PUSH_US:.0f} us, {WIRE_BYTES / PUSH_US / 1000:.0f} GB/s on the wire; the adding "
-        f"up and the second meeting: {us('push, then add up') - PUSH_US:.0f} us"
+        f"the push alone, {WHEN}: {PUSH_US:.0f} us, {WIRE_BYTES / PUSH_US / 1000:.0f} GB/s on the wire; the summation "
+        f"and the second barrier: {us('push, then sum') - PUSH_US:.0f} us"
     )
 else:
-    print("the push alone: no figure is recorded yet")
+    print("the push alone: no time is recorded yet")
 
 # %% [markdown]
 # ### Step 2: more loads in flight
 #
 # **Idea.** A lane that loads 16 bytes of each row, adds and stores them, and only then loads the next 16 bytes, mostly
-# waits for memory (`LATENCY_NS`). It should issue several 16-byte loads per row before the first addition: `at_once` in
-# the kernel above.
-#
-# Little's law determines the bytes in flight: bandwidth times latency.
+# waits for memory. It should issue several 16-byte loads per row before the first addition: `vectors` in the kernel
+# above. The summation alone, with few and with many CTAs:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-LATENCY_NS = 600
-needed = MEMORY * LATENCY_NS * 1e-9
-print(
-    f"{MEMORY / 1e12:.1f} TB/s x {LATENCY_NS} ns = {needed / 1e6:.2f} MB on their way in the whole GPU, "
-    f"{needed / LIMITS.sm_count / 1024:.0f} KB in each of {LIMITS.sm_count} SMs"
-)
-for at_once in (1, 2, 4, 8):
-    print(f"{at_once} at once, 2 rows, 512 threads: {at_once * 2 * 16 * 512 / 1024:.0f} KB in a multiprocessor")
 MOST = max(n for n in HERE.loads if n * RANKS <= 16)
 
 
 def sum_gbps():
-    """The adding kernel alone, on one GPU: {"blocks, at once": GB/s}; None in the simulator, where it only runs."""
+    """Time the sum kernel alone, on one GPU: {"CTAs, vectors": GB/s}; None in the simulator, where it only runs."""
     device = DEVICES[0]
-    mine = torch.randn(4 * FIRST + TOKENS * RANKS * HIDDEN, device=device).bfloat16().view(torch.int32)
+    local = torch.randn(4 * FIRST + TOKENS * RANKS * HIDDEN, device=device).bfloat16().view(torch.int32)
     is_in, out = IS_IN[0].to(device), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
     moved = (int(IS_IN[0].sum()) + TOKENS) * ROW_BYTES
     calls = {}
-    for blocks, at_once in itertools.product(HERE.sum_blocks, [n for n in HERE.loads if n <= MOST]):
-        calls[f"{blocks}, {at_once}"] = lambda blocks=blocks, at_once=at_once: launch(
-            make_sum_kernel(RANKS, ROW_BYTES // 4, at_once),
-            blocks,
+    for ctas, vectors in itertools.product(HERE.sum_blocks, [n for n in HERE.loads if n <= MOST]):
+        calls[f"{ctas}, {vectors}"] = lambda ctas=ctas, vectors=vectors: launch(
+            make_sum_kernel(RANKS, ROW_BYTES // 4, vectors),
+            ctas,
             HERE.threads,
-            mine,
+            local,
             is_in,
             TOKENS,
             out.view(torch.int32),
@@ -766,27 +748,44 @@ def sum_gbps():
     return None if simulator.ENABLED else {name: round(moved / stats.median / 1000) for name, stats in times.items()}
 
 
-SUM_GBPS = fact("sum_gbps", sum_gbps()) or {}
+recorded_gbps = fact("sum_gbps", sum_gbps()) or {}
+SUM_GBPS = {tuple(map(int, name.split(", "))): gbps for name, gbps in recorded_gbps.items()}
 if SUM_GBPS:
-    print(f"The adding kernel alone, {'recorded' if simulator.ENABLED else 'measured now'}:")
-for name, gbps in SUM_GBPS.items():
-    blocks, at_once = name.split(", ")
-    print(f"{blocks:>3} blocks of 512 threads, {at_once} at once: {gbps} GB/s")
+    print(f"The sum kernel alone, {'recorded' if simulator.ENABLED else 'measured now'}:")
+for (ctas, vectors), gbps in SUM_GBPS.items():
+    print(f"{ctas:>3} CTAs of 512 threads, vectors per row {vectors}: {gbps} GB/s")
 
 # %% [markdown]
-# **Prediction.** With the largest number of loads (`MOST`) the summation reaches the full memory bandwidth; the push is
-# unchanged.
-
-# %%
-prediction = (PUSH_US or WIRE_BYTES / PUSH * 1e6) + (MEMORY_BYTES - WIRE_BYTES) / MEMORY * 1e6 + 5
-measure("more loads at once", make_push_and_sum(MOST), prediction)
+# Little's law: the bytes in flight are bandwidth times latency. With few CTAs and one vector per row it gives the latency
+# (`LATENCY_NS`), because there the loads in flight are known. For the bandwidth of a copy, that latency requires:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("more loads at once", "push, then add up", prediction)
+LATENCY_NS = None
+if SUM_GBPS:
+    ctas, vectors = min(SUM_GBPS)
+    in_flight = ctas * 512 * vectors * 16 * ROWS_BYTES / (4096 * 2 * 7168)  # bytes: a row of each rank that has one
+    LATENCY_NS = in_flight / (SUM_GBPS[ctas, vectors] * ROWS_BYTES / SUM_BYTES)  # reads are a part of the bytes
+    needed = MEMORY * LATENCY_NS * 1e-9
+    print(
+        f"{MEMORY / 1e12:.1f} TB/s x {LATENCY_NS:.0f} ns = {needed / 1e6:.2f} MB in flight in the whole GPU, "
+        f"{needed / LIMITS.sm_count / 1024:.0f} KB in each of {LIMITS.sm_count} SMs"
+    )
+for vectors in (1, 2, 4, 8):
+    print(f"vectors per row {vectors}, 2 rows, 512 threads: {vectors * 2 * 16 * 512 / 1024:.0f} KB in an SM")
 
 # %% [markdown]
-# **Look back.** The gain is small, because the push dominates. But the step uses the whole GPU, its buffer has the
-# worst-case size, and the link is idle during the summation.
+# **Predicted gain.** The bytes of the summation at the rates of the kernel alone, with one vector per row and with the
+# largest number (`MOST`), on all SMs. The push is unchanged.
+
+# %%
+all_sms = max((ctas for ctas, _ in SUM_GBPS), default=0)
+of_all = {vectors: gbps for (ctas, vectors), gbps in SUM_GBPS.items() if ctas == all_sms}
+gain_us = SUM_BYTES * (1 / of_all[1] - 1 / of_all[max(of_all)]) / 1000 if of_all else 0
+measure("more loads in flight", make_push_and_sum(MOST), after="push, then sum", predicted_gain_us=gain_us)
+
+# %% [markdown]
+# The gain is small, because the push dominates. The step uses the whole GPU, its buffer has the worst-case size, and the
+# link is idle during the summation.
 #
 # **Exercise 3.** A kernel sums `rows` rows per token. Each of `threads` threads on each of `sms` SMs issues `n` loads of
 # 16 bytes for each row before the first addition. Write a function that returns the smallest `n` whose bytes in flight
@@ -814,45 +813,44 @@ Markdown("```python\n" + inspect.getsource(deepep_combine.make_reduce) + "```")
 # `released` in the listing uses the gaps of section 4: for a token that was not sent to rank `r`, `-position - 1` is
 # the position of the next row from there.
 #
-# **Prediction.** The wire rate `DEEPEP_WIRE`, which an earlier measurement on eight GPUs gave for DeepEP's own CUDA C++
-# kernel, plus a constant for the kernel before it.
+# **Predicted gain.** Negative: the rings take as long as those of dispatch in notebook 08, on as many ranks and SMs, which
+# move as many bytes.
 
 
 # %%
 @cache
-def document_constants(num_sms):
+def deepep_constants(num_sms):
     return DeepEPConfig(RANKS, num_sms // 2, HERE.ring, HERE.chunk, ROW_BYTES, 0, 0, EXPERTS, HERE.warps)
 
 
 @cache
-def document_handles(channels):
+def deepep_handles(channels):
     return inputs.handles_of(IS_IN, channels)
 
 
-def make_document(num_sms=HERE.num_sms):
-    constants = document_constants(num_sms)
+def make_deepep(num_sms=HERE.num_sms):
+    constants = deepep_constants(num_sms)
 
     def make(transport):
         def call(rank, handle, y=Y):
             deepep_launch.cached_notify_combine(rank, constants, handle)
             return deepep_launch.combine(rank, constants, y[transport.rank], handle)[0]
 
-        return made_by_document(transport, constants, document_handles(constants.channels), call)
+        return made_by_deepep(transport, constants, deepep_handles(constants.channels), call)
 
     return make
 
 
-DEEPEP_WIRE = 284e9
-prediction = WIRE_BYTES / DEEPEP_WIRE * 1e6 + 10
-measure("the document's rings", make_document(), prediction)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("the document's rings", "more loads at once", prediction)
+DISPATCH_STEP = records.find(DISPATCH, step="DeepEP's ring")
+if DISPATCH_STEP and DISPATCH_STEP["config"]["ranks"] == SHOWN_RANKS:
+    gain_us = (us("more loads in flight") or 0) - DISPATCH_STEP["kernel_us"]["median"]
+    measure("DeepEP's rings", make_deepep(), after="more loads in flight", predicted_gain_us=gain_us)
+else:
+    measure("DeepEP's rings", make_deepep())  # notebook 08's times are of another number of ranks
 
 # %% [markdown]
-# **Look back.** Our port on two ranks is far from the rate of DeepEP's own kernel on eight, and slower than the push,
-# which uses more than five times as many SMs. This notebook does not measure the cause; step 4 changes several
-# candidates at once.
+# **Explanation.** Our port of combine takes much longer than that of dispatch, and than the push, which uses more than
+# five times as many SMs. This notebook does not measure the cause; step 4 changes several candidates together.
 #
 # ### Step 4: one warp per channel
 #
@@ -869,7 +867,7 @@ look_back("the document's rings", "more loads at once", prediction)
 # The sender is the package's; `pipeline` is the module that copies rows. This is its loop:
 
 # %%
-piece(final_kernel.make_send, "            while cuda.any_sync(", "                # The earlier stores have")
+excerpt(final_kernel.make_send, "            while cuda.any_sync(", "                # The earlier stores have")
 
 # %% [markdown]
 # Steps 4 to 6 make one change to the package's source: a rank also sends its *own rows* through rings, to itself
@@ -878,19 +876,19 @@ piece(final_kernel.make_send, "            while cuda.any_sync(", "             
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def changed(*changes):
-    """The combine kernel's module, with some lines changed."""
+    """Return a copy of the combine kernel's module with some lines changed."""
     return changed_module(final_kernel, *changes)
 
 
 def buffer_with(make_combine=final_kernel.make_combine, channels_per_warp=1):
-    """What makes a ``Buffer`` with another combine kernel, and so many channels (None: as many as it takes itself)."""
+    """Return a constructor of a ``Buffer`` with another combine kernel and number of channels (None: its own number)."""
 
     def make(*arguments, **options):
         buffer = Buffer(*arguments, **options)
         buffer._channels_per_warp = channels_per_warp
         prepare = buffer._runtime.prepare_kernel
-        ours = lambda make: make_combine if make is final_kernel.make_combine else make
-        buffer._runtime.prepare_kernel = lambda make, *rest: prepare(ours(make), *rest)
+        replaced = lambda make: make_combine if make is final_kernel.make_combine else make
+        buffer._runtime.prepare_kernel = lambda make, *rest: prepare(replaced(make), *rest)
         return buffer
 
     return make
@@ -899,35 +897,35 @@ def buffer_with(make_combine=final_kernel.make_combine, channels_per_warp=1):
 SENT_TO_ITSELF = ("lane < ranks and lane != rank", "lane < ranks")
 
 # %% [markdown]
-# A lane loads `at_once` 16-byte vectors of each row before the first addition; in this step, one. (`as_pairs` is for
-# step 6.) The next two cells are folded: `add_up` loads into `words` and sums, as in step 1. For each token, `receive`
-# polls `tail` until its rows have arrived (`wanted`), calls `add_up`, and posts `head`.
+# A lane loads `vectors` 16-byte vectors of each row before the first addition; in this step, one. (`packed` is for
+# step 6.) The next two cells are folded: `sum_token` loads into `words` and sums, as in step 1. For each token, `receive`
+# polls `tail` until its rows have arrived (`wanted`), calls `sum_token`, and posts `head`.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
-def make_add_up(shape, at_once, as_pairs):
+def make_sum_token(shape, vectors, packed):
     ranks, row_words, stride = shape.num_ranks, shape.slot.row, shape.slot.stride
-    pieces, held, places_held = row_words // 4, 4 * ranks * at_once, max(2, ranks)
+    row_vectors, held, places_held = row_words // 4, 4 * ranks * vectors, max(2, ranks)
 
     @cuda.jit(device=True)
-    def add_up(mine, first_ring, ring_words, places, mask, out, token, lane):
+    def sum_token(local, first_ring, ring_words, places, mask, out, token, lane):
         """``places``: of lane r, the slot in rank r's ring."""
         begins, words = cuda.local.array(places_held, int64), cuda.local.array(held, int32)
         sums = cuda.local.array(8, float32)
         for r in range(ranks):
             place = cuda.shfl_sync(FULL_MASK, places, r)
             begins[r] = first_ring + int64(r) * ring_words + int64(place) * stride
-        for first in range(lane, pieces, 32 * at_once):
-            for u in range(at_once):  # all these loads are on their way at once
+        for first in range(lane, row_vectors, 32 * vectors):
+            for u in range(vectors):  # all these loads are in flight together
                 i = first + 32 * u
                 for r in range(ranks):
-                    if i < pieces and mask >> uint32(r) & uint32(1):
+                    if i < row_vectors and mask >> uint32(r) & uint32(1):
                         j = 4 * (ranks * u + r)
-                        words[j], words[j + 1], words[j + 2], words[j + 3] = ld_global_s32x4(mine, begins[r] + 4 * i)
-            for u in range(at_once):
+                        words[j], words[j + 1], words[j + 2], words[j + 3] = ld_global_s32x4(local, begins[r] + 4 * i)
+            for u in range(vectors):
                 i = first + 32 * u
-                if i < pieces and as_pairs and mask == uint32(3):
+                if i < row_vectors and packed and mask == uint32(3):
                     for k in range(8 * u, 8 * u + 4):
                         total = add_rn_bf16x2(uint32(words[k]), uint32(0))  # a sum is 0, not -0, even of -0 and -0
                         words[k] = int32(add_rn_bf16x2(total, uint32(words[k + 4])))
@@ -939,7 +937,7 @@ def make_add_up(shape, at_once, as_pairs):
                         words[8 * u + 2],
                         words[8 * u + 3],
                     )
-                elif i < pieces:
+                elif i < row_vectors:
                     for k in range(8):
                         sums[k] = float32(0)
                     for r in range(ranks):
@@ -952,23 +950,23 @@ def make_add_up(shape, at_once, as_pairs):
                     c, d = cvt_rn_bf16x2_f32(sums[5], sums[4]), cvt_rn_bf16x2_f32(sums[7], sums[6])
                     st_na_s32x4(out, int64(token) * row_words + 4 * i, int32(a), int32(b), int32(c), int32(d))
 
-    return add_up
+    return sum_token
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
-def make_receive(shape, at_once, as_pairs):
+def make_receive(shape, vectors, packed):
     ranks, warps, slots = shape.num_ranks, shape.warps, shape.slots
     progress_offset, done_offset = shape.progress_offset, shape.done_offset
     tail_offset, received_offset = buffer_layout(ranks).tail(True), received_counters(True)
-    add_up = make_add_up(shape, at_once, as_pairs)
+    sum_token = make_sum_token(shape, vectors, packed)
 
     @cuda.jit(device=True)
     def receive(smem_i32, smem_u64, channel, channels, ctx, rings, tensors):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         local, send_head = ctx.local, tensors.send_head
         source, has_ring = lane if lane < ranks else int32(0), lane < ranks
-        retire_warp(smem_i32, ctx.state, done_offset, warps, lane)  # taking other channels: that is step 8
+        retire_warp(smem_i32, ctx.state, done_offset, warps, lane)  # step 8 takes further channels
         if channel >= channels:
             return
         token = first_token(channel, channels, tensors.num_tokens)
@@ -997,7 +995,7 @@ def make_receive(shape, at_once, as_pairs):
             mask = uint32(cuda.ballot_sync(FULL_MASK, position >= 0))
             next_position = send_head[int64(token + 1) * ranks + source] if has_ring and token + 1 < end else int32(-1)
             slot = int32(uint32(position) % uint32(slots))
-            add_up(local, first_ring, rings.stride, slot, mask, tensors.out, token, lane)
+            sum_token(local, first_ring, rings.stride, slot, mask, tensors.out, token, lane)
             cuda.syncwarp()  # all have read
             if has_ring and position >= 0:
                 head = uint32(wanted + uint32(1))
@@ -1011,16 +1009,16 @@ def make_receive(shape, at_once, as_pairs):
 
 # %% [markdown]
 # In the folded kernel `combine` each warp runs `publish`, `receive` or `send`; weights and biases are not used.
-# `with_pieces(n)` selects `at_once`.
+# `with_vectors(n)` selects `vectors`.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 @cache
-def make_channels_kernel(shape, at_once, as_pairs=False):
+def make_channels_kernel(shape, vectors, packed=False):
     ranks, warps, barrier_offset = shape.num_ranks, shape.warps, shape.barrier_offset
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     tail_offset, head_offset = buffer_layout(ranks).tail(True), buffer_layout(ranks).head(True)
-    send, receive = changed(SENT_TO_ITSELF).make_send(shape), make_receive(shape, at_once, as_pairs)
+    send, receive = changed(SENT_TO_ITSELF).make_send(shape), make_receive(shape, vectors, packed)
     publish = make_publish(shape)
 
     @cuda.jit
@@ -1073,15 +1071,15 @@ def make_channels_kernel(shape, at_once, as_pairs=False):
     return combine
 
 
-def with_pieces(n, as_pairs=False):
-    """What makes a ``Buffer`` with this kernel, and n pieces of each row on their way."""
-    return buffer_with(lambda shape, biases: make_channels_kernel(shape, n, as_pairs))
+def with_vectors(n, packed=False):
+    """Return a constructor of a ``Buffer`` with this kernel and n vectors of each row in flight."""
+    return buffer_with(lambda shape, biases: make_channels_kernel(shape, n, packed))
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 @contextmanager
 def dispatched(transport, kind, config):
-    """A rank's buffer, of some kind, and the handle of a dispatch."""
+    """Yield a rank's buffer, made by ``kind``, and the handle of a dispatch."""
     buffer = kind(transport, config.get_nvl_buffer_size_hint(ROW_BYTES, RANKS), timeout=20.0)
     per_rank, per_expert, is_in = (tensor.to(transport.device) for tensor in LAYOUTS[transport.rank])
     yield (
@@ -1109,81 +1107,82 @@ def make_package(num_sms=HERE.num_sms, kind=Buffer):
 
 
 channels = num_channels(HERE.num_sms, RANKS, ROW_BYTES, per_warp=1)
-print(f"{HERE.num_sms} multiprocessors: {channels} channels here, {HERE.num_sms // 2} in the document")
+print(f"{HERE.num_sms} SMs: {channels} channels here, {HERE.num_sms // 2} in DeepEP's kernel")
 
 # %% [markdown]
-# **Prediction.** The slower of two parts. Sending takes the time of the push, plus a constant for the last row. (Own
-# rows use no wire.) Reading: half of the 24 SMs read all rows, and each SM reads its bytes in flight once per latency.
+# **Predicted gain.** The time of step 3, less the slower of two parts. Sending: half of the 24 SMs copy all rows, or the
+# link limits them. Reading: the other SMs read all rows; each reads its bytes in flight once per latency.
 
 
 # %%
-def reading_us(at_once, readers=12, warps=15):
-    """The time in which the receiving multiprocessors read all rows."""
-    on_the_way = at_once * SHOWN_RANKS * 16 * 32 * warps  # bytes in a multiprocessor
-    rows = MEMORY_BYTES - WIRE_BYTES - 4096 * 2 * 7168  # what comes, and a rank's own
-    return rows / readers / on_the_way * LATENCY_NS / 1000
+OWN_BYTES = ROWS_BYTES - WIRE_BYTES
 
 
-sending_us = (PUSH_US or WIRE_BYTES / PUSH * 1e6) + 10
-print(f"reading takes {reading_us(1):.0f} us, sending {sending_us:.0f} us")
-prediction = max(sending_us, reading_us(1))
-measure("a warp for a channel", make_package(kind=with_pieces(1)), prediction)
+def sending_us(own_bytes, senders=12):
+    """Return the time in which the sending SMs copy the rows that leave the rank, and ``own_bytes``."""
+    cta, link = (RATES[f"bulk copies after bulk loads: {ctas}"] for ctas in (1, senders))
+    return max((WIRE_BYTES + own_bytes) / (senders * cta), WIRE_BYTES / link) * 1e6
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("a warp for a channel", "the document's rings", prediction)
+
+def reading_us(vectors, readers=12, warps=15):
+    """Return the time in which the receiving SMs read all rows."""
+    in_flight = vectors * SHOWN_RANKS * 16 * 32 * warps  # bytes in an SM
+    return ROWS_BYTES / readers / in_flight * LATENCY_NS / 1000 if LATENCY_NS else 0
+
+
+print(f"reading takes {reading_us(1):.0f} us, sending {sending_us(OWN_BYTES):.0f} us")
+gain_us = (us("DeepEP's rings") or 0) - max(sending_us(OWN_BYTES), reading_us(1))
+measure("one warp per channel", make_package(kind=with_vectors(1)), after="DeepEP's rings", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Look back.** Reading is the slower part, as predicted: too few bytes are in flight.
+# Reading is the slower part: too few bytes are in flight.
 #
 # ### Step 5: several vectors per row
 #
-# **Idea.** More loads in flight, as in step 2, but now on few SMs, where it matters more: a larger `at_once` ("pieces"
-# in the code). We use as many as fit in 32 registers: four vectors per row with two ranks, two with four ranks.
+# **Idea.** More loads in flight, as in step 2, but now on few SMs, where it matters more: a larger `vectors`.
+# We use as many as fit in 32 registers: four vectors per row with two ranks, two with four ranks.
 #
-# **Prediction.** Two measurements predict a third. Assume that a part of the time is waiting for loads, that this part
+# **Predicted gain.** Two measurements predict a third. Assume that a part of the time is waiting for loads, that this part
 # is divided by the number of vectors, and that the rest is constant. The gain from the *second* vector is then half of
 # the waiting.
 
 
 # %%
 def loads_sweep():
-    """Microseconds by pieces on their way; None where nothing is timed, and all only runs."""
-    makes = {n: make_package(kind=with_pieces(n)) for n in HERE.loads if n * RANKS <= 16}
+    """Time each number of vectors in flight, {number: microseconds}; None if nothing is timed, and each only runs."""
+    makes = {n: make_package(kind=with_vectors(n)) for n in HERE.loads if n * RANKS <= 16}
     for n, make in makes.items():
         wrong = check(outputs_of(GROUP, poisoned(make)))
-        assert not wrong, f"{n} pieces: {wrong}"
+        assert not wrong, f"{n} vectors: {wrong}"
     return {str(n): round(stats.median, 2) for n, stats in times_of(makes).items()} or None
 
 
-def with_more(one, two, n):
-    """The time with n pieces on their way, from the times with one and two."""
-    waiting = 2 * (one - two)
-    return one - waiting + waiting / n
+def saved_by(vectors, one, two):
+    """Return what ``vectors`` per row save over one, predicted from the times with one and two."""
+    return 2 * (one - two) * (1 - 1 / vectors)
 
 
 SEVERAL = max(1, 8 // SHOWN_RANKS)  # 4 registers each
-LOADS = fact("loads_us", loads_sweep()) or {}
-if SEVERAL > 2 and {"1", "2"} <= LOADS.keys():
-    print(f"1 at once: {LOADS['1']:.0f} us, 2 at once: {LOADS['2']:.0f} us, {WHEN}")
-    prediction = with_more(LOADS["1"], LOADS["2"], SEVERAL)
+LOADS = {int(n): time for n, time in (fact("loads_us", loads_sweep()) or {}).items()}
+if {1, 2} <= LOADS.keys():
+    print(f"1 vector: {LOADS[1]:.0f} us, 2 vectors: {LOADS[2]:.0f} us, {WHEN}")
+    gain_us = saved_by(SEVERAL, LOADS[1], LOADS[2])
 else:
-    prediction = max(sending_us, reading_us(SEVERAL))
-print(f"predicted with {SEVERAL} at once: {prediction:.0f} us")
-measure("several pieces", make_package(kind=with_pieces(max(1, 8 // RANKS))), prediction)
+    gain_us = reading_us(1) - max(sending_us(OWN_BYTES), reading_us(SEVERAL))
+several = make_package(kind=with_vectors(max(1, 8 // RANKS)))
+measure("several vectors per row", several, after="one warp per channel", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("several pieces", "a warp for a channel", prediction)
-print(f"All numbers of pieces, {WHEN}:" if LOADS else "Other numbers of pieces: no figure is recorded yet")
+print(f"All numbers of vectors, {WHEN}:" if LOADS else "Other numbers of vectors: no times are recorded yet")
 for n, time in LOADS.items():
-    foreseen = f", foreseen {with_more(LOADS['1'], LOADS['2'], int(n)):.0f}" if int(n) > 2 else ""
-    print(f"{n} at once: {time:.0f} us{foreseen}; {WIRE_BYTES / time / 1000:.0f} GB/s on the wire")
-GAINS = [(few, many, 100 * (1 - LOADS[many] / LOADS[few])) for few, many in itertools.pairwise(LOADS)]  # percent
-for few, many, gain in GAINS:
-    says = "" if gain > 5 else ": this doubling brings little" if gain > 1 else ": this doubling brings nothing"
-    print(f"from {few} to {many}, {abs(gain):.1f} % {'less' if gain > 0 else 'more'} time{says}")
+    predicted = f", predicted {LOADS[1] - saved_by(n, LOADS[1], LOADS[2]):.0f}" if n > 2 else ""
+    print(f"{n} in flight: {time:.0f} us{predicted}; {WIRE_BYTES / time / 1000:.0f} GB/s on the wire")
+for few, many in itertools.pairwise(LOADS):
+    saved = 100 * (1 - LOADS[many] / LOADS[few])
+    print(f"from {few} to {many}: {-saved:+.1f} % of the time{'' if saved > 5 else ': this doubling does not help'}")
 
 # %% [markdown]
-# **Look back.** More than two vectors gain less than predicted, and the largest number is slower than the one below it:
+# **Explanation.** More than two vectors gain less than predicted, and the largest number is slower than the one below it:
 # the model does not hold beyond two.
 #
 # ### Step 6: two rows as packed pairs
@@ -1194,17 +1193,15 @@ for few, many, gain in GAINS:
 # this for the sum of two numbers of 8 bits, because 24 is at least 2 x 8 + 2 (Figueroa 1995, section 10). Two
 # instructions per word remain: one adds 0, so that a sum is 0 and not -0, and one adds the second row.
 #
-# **Prediction.** If instructions limited the receivers, the wire is the limit now: the sending time of step 4.
+# **Predicted gain.** If instructions limit the receivers, the senders are the new limit: step 5 less the sending time.
 
 # %%
-prediction = sending_us if SHOWN_RANKS == 2 else us("several pieces") or sending_us
-measure("two rows as pairs", make_package(kind=with_pieces(max(1, 8 // RANKS), RANKS == 2)), prediction)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("two rows as pairs", "several pieces", prediction)
+gain_us = (us("several vectors per row") or 0) - sending_us(OWN_BYTES) if SHOWN_RANKS == 2 else 0
+packed_pairs = with_vectors(max(1, 8 // RANKS), RANKS == 2)  # with more ranks the kernel is that of step 5
+measure("packed pairs", make_package(kind=packed_pairs), after="several vectors per row", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Look back.** The gain is much smaller than predicted, so instructions were not the main limit.
+# **Explanation.** The gain is much smaller than predicted, so instructions were not the main limit.
 #
 # ### Step 7: own rows without rings, bulk copies in the receiver
 #
@@ -1215,36 +1212,34 @@ look_back("two rows as pairs", "several pieces", prediction)
 # - The sum replaces it there, and another bulk copy stores it while the warp continues with the next token.
 
 # %%
-piece(final_kernel.make_receive, "                own = cuda.shfl_sync", "                wanted = ")
+excerpt(final_kernel.make_receive, "                own = cuda.shfl_sync", "                wanted = ")
 
 # %%
-piece(final_kernel.make_receive, "                reduce_token(", "                token = int32(token + 1)")
+excerpt(final_kernel.make_receive, "                reduce_token(", "                token = int32(token + 1)")
 
 # %% [markdown]
 # For tokens that may have more than two rows, or with biases, `reduce_token` accumulates in `float32` and keeps two
 # rows in flight:
 
 # %%
-piece(reduce.make_reduce_token_general, "            remaining = mask", "            for w in range(num_words):")
+excerpt(reduce.make_reduce_token_general, "            remaining = mask", "            for w in range(num_words):")
 
 # %% [markdown]
-# **Prediction.** The bytes on the wire are unchanged. If the wire is the limit, the time is that of step 6; with fewer
-# SMs the step should gain.
+# **Predicted gain.** The sending time with own rows, less that without. With fewer SMs the step should gain more.
 
 # %%
-prediction = us("two rows as pairs") or sending_us
-measure("bulk copies", make_package(kind=buffer_with()), prediction)
+gain_us = sending_us(OWN_BYTES) - sending_us(0)
+measure("bulk copies", make_package(kind=buffer_with()), after="packed pairs", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("bulk copies", "two rows as pairs", prediction)
-KINDS_OF_BUFFER = {"two rows as pairs": with_pieces(max(1, 8 // RANKS), RANKS == 2), "bulk copies": buffer_with()}
+KINDS_OF_BUFFER = {"packed pairs": packed_pairs, "bulk copies": buffer_with()}
 FEWER = fact("twelve_us", TIMED and {name: median_of(make_package(12, kind)) for name, kind in KINDS_OF_BUFFER.items()})
 if FEWER:
-    print(f"    with 12 multiprocessors, {WHEN}: {FEWER['two rows as pairs']:.0f} -> {FEWER['bulk copies']:.0f} us")
+    print(f"with 12 SMs, {WHEN}: {FEWER['packed pairs']:.0f} -> {FEWER['bulk copies']:.0f} us")
 
 # %% [markdown]
-# **Look back.** The wire was not the limit: the step gains, and more with 12 SMs. Senders now copy only the rows that
-# leave the rank, and receivers load only the rows that have arrived.
+# With 12 SMs the step gains more. Senders now copy only the rows that leave the rank, and receivers load only the rows
+# that have arrived.
 #
 # ### Step 8: dynamic load balancing
 #
@@ -1264,7 +1259,7 @@ WRITTEN_DOWN = (
 
 
 def ends_of(channels_per_warp):
-    """When rank 0's sending warps are done: the first, the mean, and the last, in microseconds."""
+    """Return when rank 0's sending warps finish, in microseconds: the first, the mean, and the last."""
     config, kernel = Config(HERE.num_sms, HERE.chunk, HERE.ring), changed(*WRITTEN_DOWN).make_combine
     kind, ends = buffer_with(lambda shape, biases: kernel(shape, 0), channels_per_warp), [None] * RANKS
 
@@ -1281,12 +1276,12 @@ def ends_of(channels_per_warp):
     return TIMED and [round(float(t), 1) for t in (us.min(), us.mean(), us.max())]
 
 
-def says_when(ends):
-    return f"the first sending warp is done after {ends[0]:.0f} us, the mean {ends[1]:.0f}, the last {ends[2]:.0f}"
+def ends_text(ends):
+    return f"the first sending warp finishes after {ends[0]:.0f} us, the mean {ends[1]:.0f}, the last {ends[2]:.0f}"
 
 
 EQUAL_SHARES = fact("equal_shares_us", ends_of(1))
-print(f"equal shares: {says_when(EQUAL_SHARES)}; {WHEN}" if EQUAL_SHARES else "equal shares: no figure is recorded yet")
+print(f"equal shares: {ends_text(EQUAL_SHARES)}; {WHEN}" if EQUAL_SHARES else "equal shares: no times are recorded yet")
 
 # %% [markdown]
 # The warps finish at different times. With equal shares, a warp delayed by a full ring cannot pass work to another. The
@@ -1294,42 +1289,41 @@ print(f"equal shares: {says_when(EQUAL_SHARES)}; {WHEN}" if EQUAL_SHARES else "e
 # next one from an atomic counter.
 
 # %%
-piece(next_channel, "    taken = ", None)
+excerpt(next_channel, "    taken = ", None)
 
 # %% [markdown]
 # The ranks cannot deadlock, although a warp now has several channels. Warps take channels in ascending order, so on
 # each rank some warp works on the lowest unfinished channel, and none of these warps waits for another channel.
 #
-# **Prediction.** The time of step 7, less the difference between the last warp and the mean.
+# **Predicted gain.** The difference between the last warp and the mean.
 
 # %%
-prediction = us("bulk copies") and EQUAL_SHARES and us("bulk copies") - (EQUAL_SHARES[2] - EQUAL_SHARES[1])
-measure("final", make_package(), prediction or sending_us)
+gain_us = EQUAL_SHARES[2] - EQUAL_SHARES[1] if EQUAL_SHARES else 0
+measure("final", make_package(), after="bulk copies", predicted_gain_us=gain_us)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-look_back("final", "bulk copies", prediction or sending_us)
-DEALT_OUT = fact("dealt_out_us", ends_of(None))
-if DEALT_OUT:
-    print(f"    {says_when(DEALT_OUT)}; {WHEN}")
+DYNAMIC_SHARES = fact("dynamic_shares_us", ends_of(None))
+if DYNAMIC_SHARES:
+    print(f"dynamic: {ends_text(DYNAMIC_SHARES)}; {WHEN}")
 
 # %% [markdown]
-# **Look back.** The sending warps finish closer together, but later than the former mean, so the gain is smaller than
+# **Explanation.** The sending warps finish closer together, but later than the former mean, so the gain is smaller than
 # predicted.
 #
 # **The cost of the summation.** In the next cell receivers only wait for rows and store zeros.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-NOTHING_ADDED = ("uint32(cuda.ballot_sync(FULL_MASK, position >= 0))", "uint32(0)")
-NOT_ADDED_US = fact(
-    "not_added_us", median_of(make_package(kind=buffer_with(changed(NOTHING_ADDED).make_combine, None)))
+NO_SUMMATION = ("uint32(cuda.ballot_sync(FULL_MASK, position >= 0))", "uint32(0)")
+NO_SUMMATION_US = fact(
+    "no_summation_us", median_of(make_package(kind=buffer_with(changed(NO_SUMMATION).make_combine, None)))
 )
-if NOT_ADDED_US:
+if NO_SUMMATION_US:
     print(
-        f"nothing added, {WHEN}: {NOT_ADDED_US:.0f} us, {NOT_ADDED_US / PUSH_US:.2f} times as long as the push "
-        f"by the whole GPU; with the adding it is {us('final') - NOT_ADDED_US:.0f} us more"
+        f"no summation, {WHEN}: {NO_SUMMATION_US:.0f} us, {NO_SUMMATION_US / PUSH_US:.2f} times as long as the push "
+        f"by the whole GPU; the summation adds {us('final') - NO_SUMMATION_US:.0f} us"
     )
 else:
-    print("nothing added: no figure is recorded yet")
+    print("no summation: no time is recorded yet")
 
 # %% [markdown]
 # Without the summation combine takes little less time, so the summation is almost completely hidden.
@@ -1341,9 +1335,9 @@ else:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def sm_sweep():
-    """{line: {num_sms: statistics}}; None where nothing is timed, and all only runs."""
+    """Return {line: {num_sms: statistics}}; None if nothing is timed, and each only runs."""
     makes = {("moe_numba", n): make_package(n) for n in HERE.sweep}
-    makes |= {("the document's rings", n): make_document(n) for n in HERE.deepep_sweep}
+    makes |= {("DeepEP's rings", n): make_deepep(n) for n in HERE.deepep_sweep}
     for name, make in makes.items():
         wrong = check(outputs_of(GROUP, poisoned(make)))
         assert not wrong, f"{name}: {wrong}"
@@ -1358,36 +1352,36 @@ LINES = {line: {int(n): stats for n, stats in points.items()} for line, points i
 if LINES:
     picture = plots.sweep_figure(
         LINES,
-        xlabel="multiprocessors",
+        xlabel="SMs",
         floor={n: FLOOR_US for n in LINES["moe_numba"]},
-        title="Combine over multiprocessors",
+        title="Combine over the number of SMs",
         caption=plots.caption(records.environment(), "measured now on")
         if TIMED
         else plots.caption(ladder.record, "not measured here: recorded on"),
     )
 else:
-    picture = print("The sweep over multiprocessors has not been recorded yet.")
+    picture = print("The sweep over SMs has not been recorded yet.")
 picture
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-print(f"The package's combine, {WHEN}:" if LINES else "no figure is recorded yet")
+print(f"The package's combine, {WHEN}:" if LINES else "no times are recorded yet")
 for n, stats in LINES["moe_numba"].items() if LINES else ():
     gbps = WIRE_BYTES / stats["median"] / 1000
-    print(f"{n:3} multiprocessors: {stats['median']:6.1f} us, {gbps:3.0f} GB/s on the wire")
+    print(f"{n:3} SMs: {stats['median']:6.1f} us, {gbps:3.0f} GB/s on the wire")
 
 # %% [markdown]
 # From 24 SMs on, the package's time hardly changes. Our port of DeepEP's combine with 48 SMs takes longer than the
 # package's with 8.
 #
-# ### A check must be able to fail
+# ### Negative tests: wrong results must be rejected
 #
-# Three results are wrong on purpose: a sum in descending rank order, a sum rounded after each row, and one token
+# Three wrong results: a sum in descending rank order, a sum rounded after each row, and one token
 # missing. With two ranks the first two would be *correct*, so this test uses four ranks, on the host.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def sums_in(order, narrow=False):
-    """Rank 0's sums of the trial, in an order of the ranks; ``narrow``: rounded after each row."""
+    """Return rank 0's sums of the trial in an order of the ranks; ``narrow``: rounded after each row."""
     total = torch.zeros(40, 8)
     for peer in order:
         first, last = 0, int(TRIAL[peer].rank_prefix_matrix[0, peer])
@@ -1400,7 +1394,7 @@ def sums_in(order, narrow=False):
 TRIAL = inputs.received_by([torch.ones(40, 4, dtype=torch.bool)] * 4)
 generator = torch.Generator().manual_seed(0)
 TRIAL_Y = [torch.randn(160, 8, generator=generator).bfloat16() for _ in range(4)]
-TRIAL_Y[0][:40] *= 2**14  # large, and taken away again by the last rank
+TRIAL_Y[0][:40] *= 2**14  # large, and cancelled by the last rank's rows
 TRIAL_Y[3][:40] = -TRIAL_Y[0][:40]
 TRIAL_WANTED = [list(inputs.sums_of(TRIAL_Y, TRIAL, [40] * 4))[0]]
 short_by_one = TRIAL_WANTED[0].clone()
@@ -1409,8 +1403,8 @@ trial = Ladder("combine_trial", lambda outputs: check(outputs, TRIAL_WANTED))
 assert check([sums_in(range(4))], TRIAL_WANTED) is None
 WRONG = {
     "descending order": sums_in(range(3, -1, -1)),
-    "rounded at each row": sums_in(range(4), True),
-    "a token less": short_by_one,
+    "rounded after each row": sums_in(range(4), True),
+    "last token missing": short_by_one,
 }
 for name, wrong in WRONG.items():
     trial.step(name, lambda wrong=wrong: [wrong], expect_wrong=True)
@@ -1447,7 +1441,7 @@ ladder.plot(floor_us=FLOOR_US, peers={"the push alone": PUSH_US} if PUSH_US else
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def lock_up(cases):
-    """For each (warps of a rank, chunk, ring, seed): whether it hung, and rank 0's head and tail of rank 1's queue."""
+    """Return for each (warps of a rank, chunk, ring, seed) if it deadlocked, and rank 0's head and tail of rank 1's queue."""
     found = []
     for warps, chunk, ring, seed in cases:
         reducers = 2 * warps - 1
@@ -1480,12 +1474,12 @@ for (warps, chunk), cases in itertools.groupby(CASES, key=lambda case: case[:2])
     rings = {}
     for case in cases:
         rings.setdefault(case[2], []).append(LOCKED[case]["hung"])
-    says = ", ".join(
-        f"ring {ring} {'hangs' if all(hung) else 'hangs at times' if any(hung) else 'is right'}"
+    found = ", ".join(
+        f"ring {ring} {'deadlocks' if all(hung) else 'deadlocks under some seeds' if any(hung) else 'is correct'}"
         for ring, hung in rings.items()
     )
     reducers = 2 * warps - 1
-    print(f"R = {reducers:2}, chunk {chunk}: {says}; chunk + R - 1 = {chunk + reducers - 1}")
+    print(f"R = {reducers:2}, chunk {chunk}: {found}; chunk + R - 1 = {chunk + reducers - 1}")
 
 # %% [markdown]
 # A ring of `chunk + R - 1` rows is sufficient in all runs, and one row less deadlocks. The figure shows such a run.
@@ -1497,10 +1491,10 @@ def stuck_picture(case):
     head, tail, reducers = LOCKED[case]["head"], LOCKED[case]["tail"], 2 * warps - 1
     tokens, states = 3 * reducers, []
     for warp in range(reducers):
-        own = range(warp, tokens, reducers)  # each token goes everywhere: its number is its place
-        later = [place for place in own if place >= tail]
-        states.append(([place for place in own if place < tail], later[0] if later else None))
-    assert head == min(read[-1] + 1 if read else 0 for read, _ in states), "the head is not the least"
+        own = range(warp, tokens, reducers)  # each token goes to all ranks: its index is its position
+        later = [position for position in own if position >= tail]
+        states.append(([position for position in own if position < tail], later[0] if later else None))
+    assert head == min(read[-1] + 1 if read else 0 for read, _ in states), "the head is not the minimum"
     return draw.deadlocked_ring(ring, chunk, head, tail, states, tokens)
 
 
@@ -1515,7 +1509,7 @@ stuck_picture(next(case for case in CASES if LOCKED[case]["hung"] and case[2] ==
 # %%
 c = DeepEPConfig(8)
 print(
-    f"DeepEP's combine on 8 ranks: {c.warps * c.ranks - 1} adding warps; the ring must have chunk + "
+    f"DeepEP's combine on 8 ranks: {c.warps * c.ranks - 1} reducing warps; the ring must have chunk + "
     f"{min_ring_slots(c) - c.chunk} rows"
 )
 for ring in (25, 26):
@@ -1545,11 +1539,11 @@ WAITING = (
     "                full = cuda.any_sync(FULL_MASK, rows_left > 0 and uint32(tail - head) >= capacity)\n"
     "                can_send = rows_left > 0 and not full\n",
 )
-KEPT = []  # buffers whose ranks have lost one another
+KEPT = []  # buffers of aborted ranks, which cannot be closed
 
 
 def three_ranks(changes):
-    """What three ranks give, or how they end; and heads, tails and places."""
+    """Return if the sums of three ranks are right, the errors of those that abort, and heads, tails and send_head."""
     early = torch.zeros(3, 3, 3, dtype=torch.bool)
     for rank in range(3):
         early[rank, :, (rank + 1) % 3] = True
@@ -1559,7 +1553,7 @@ def three_ranks(changes):
 
     def work(transport):
         r = transport.rank
-        # As much memory as makes rings of two rows: 2 halves of 2 channels, 3 ranks, 32 words.
+        # The size for rings of two rows: 2 halves of 2 channels, 3 ranks, 32 words.
         buffers[r] = buffer = kind(transport, 2 * 2 * 3 * 32 * 4 * slots)
         counts = chosen[r].sum(dim=0, dtype=torch.int32)
         x = torch.ones(len(chosen[r]), 16).bfloat16()
@@ -1574,17 +1568,17 @@ def three_ranks(changes):
         out = buffer.combine(y, handle, config=config)[0]
         return bool((out[:, 0] == chosen[r].sum(dim=1)).all())
 
-    right, flags, said = LocalGroup(3).run(work), buffer_layout(3), []
+    right, flags, errors = LocalGroup(3).run(work), buffer_layout(3), []
     for buffer in buffers:
         try:
             buffer._runtime.check_alive()
         except TimeoutError as error:
-            said.append(str(error))
+            errors.append(str(error))
     words = [buffer._runtime._local for buffer in buffers]
     KEPT.extend(buffers)
     return {
         "right": right,
-        "said": said,
+        "errors": errors,
         "slots": slots,
         "heads": [h.tolist() for h in heads],
         "tail": [w[flags.tail(True) :][:3].tolist() for w in words],  # [at rank][from], channel 0
@@ -1596,11 +1590,11 @@ def three_ranks_of(senders):
     return {name: three_ranks(changes) for name, changes in senders.items()}
 
 
-SENDERS = {"as it is": (), "a sender that waits": (WAITING,)}
+SENDERS = {"unchanged": (), "a sender that waits": (WAITING,)}
 THREE = in_simulator(three_ranks_of, SENDERS)
 for name, found in THREE.items():
-    print(f"{name}: {'all sums are right' if all(found['right']) and not found['said'] else 'the ranks gave up'}")
-    for sentence in found["said"]:
+    print(f"{name}: {'all sums are right' if all(found['right']) and not found['errors'] else 'the ranks aborted'}")
+    for sentence in found["errors"]:
         print("   ", sentence)
 
 # %% [markdown]
@@ -1608,8 +1602,8 @@ for name, found in THREE.items():
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-def waits_in_a_circle(found, rank=0):
-    """Follow the waits of channel 0 from rank's sender on; [(who, why)], which closes, or None."""
+def wait_cycle(found, rank=0):
+    """Follow the waits of channel 0 from a rank's sender on; return the cycle, [(waiter, reason)], or None."""
     tail, head, places, chain, sends = found["tail"], found["head"], found["heads"], [], True
     while not chain or (rank, sends) != chain[0][0]:
         if sends:  # a ring that leads away is full
@@ -1630,11 +1624,11 @@ def waits_in_a_circle(found, rank=0):
         sends = not sends
         if len(chain) > 8:
             return None
-    return [(f"rank {who} {'sends' if does else 'receives'}", why) for (who, does), why in chain]
+    return [(f"rank {rank} {'sends' if sends else 'receives'}", reason) for (rank, sends), reason in chain]
 
 
-CIRCLE = waits_in_a_circle(THREE["a sender that waits"]) if THREE["a sender that waits"]["said"] else None
-draw.wait_cycle(CIRCLE) if CIRCLE else print("no circle was found")
+CYCLE = wait_cycle(THREE["a sender that waits"]) if THREE["a sender that waits"]["errors"] else None
+draw.wait_cycle(CYCLE) if CYCLE else print("no cycle was found")
 
 # %% [markdown]
 # A sender of combine must therefore not wait for one ring while another has space. Longer rings do not help: longer
@@ -1711,13 +1705,13 @@ def make_with_all(transport):
 
 WEIGHTS = [torch.rand(TOKENS, TOPK, generator=torch.Generator().manual_seed(rank)) for rank in range(RANKS)]
 BIASES = [tuple(random_rows(TOKENS, device, 10 * rank + i) for i in (50, 51)) for rank, device in enumerate(DEVICES)]
-all_there()
+synchronize_all()
 outputs = outputs_of(GROUP, make_with_all)
 wanted = [sums.to(DEVICES[rank]) for rank, sums in enumerate(inputs.sums_of(Y, RECEIVED, [TOKENS] * RANKS, BIASES))]
 WITH_ALL = check([out for out, _ in outputs], wanted)
 WEIGHTS_BACK = all(torch.equal(given.cpu(), sent) for (_, given), sent in zip(outputs, WEIGHTS))
-print("two biases:", WITH_ALL or "right, to the last bit")
-print("weights come back as they were sent:", WEIGHTS_BACK)
+print("two biases:", WITH_ALL or "correct to the last bit")
+print("the returned weights have the bits that were sent:", WEIGHTS_BACK)
 WITH_ALL_US = fact("with_all_us", median_of(make_with_all))
 if WITH_ALL_US:
     print(f"with weights and two biases: {WITH_ALL_US:.0f} us; without: {us('final'):.0f} us, {WHEN}")
@@ -1731,7 +1725,7 @@ assert not WITH_ALL and WEIGHTS_BACK
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def shapes():
-    """Tokens of each rank, and where they go."""
+    """Yield names and routings, with different numbers of tokens per rank."""
     few, some, many = max(1, TOKENS // 10), max(2, TOKENS // 3), TOKENS // (2 if simulator.ENABLED else 1)
     first, skewed = [many, *[few] * (RANKS - 1)], [some] * RANKS
     yield "unequal", inputs.random_routing(first, EXPERTS, TOPK, seed=1)
@@ -1756,7 +1750,7 @@ def there_and_back(transport):
                 x, num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in, config=config
             )
             first, again = (buffer.combine(y, handle, config=config)[0] for _ in range(2))
-            right = (x.float() * is_in.sum(dim=1, keepdim=True) + 0.0).bfloat16()  # of nothing the sum is 0, not -0
+            right = (x.float() * is_in.sum(dim=1, keepdim=True) + 0.0).bfloat16()  # an empty sum is 0, not -0
             found.append((name, *(bool(torch.equal(bits(first), bits(other))) for other in (right, again))))
         return found
 
@@ -1767,8 +1761,10 @@ def there_and_back(transport):
 found = outputs_of(GROUP, there_and_back)
 PROPERTY = {name: [all(rank[i][k] for rank in found) for k in (1, 2)] for i, (name, *_) in enumerate(found[0])}
 for name, (right, same) in PROPERTY.items():
-    print(f"{name}: {'right' if right else 'WRONG'}; the second combine gives {'the same' if same else 'OTHER'} bits")
-assert all(all(said) for said in PROPERTY.values())
+    print(
+        f"{name}: {'correct' if right else 'WRONG'}; the second combine returns {'the same' if same else 'OTHER'} bits"
+    )
+assert all(all(results) for results in PROPERTY.values())
 
 # %% [markdown]
 # ## 8. Faults
@@ -1782,7 +1778,7 @@ assert all(all(said) for said in PROPERTY.values())
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def faults(names):
-    """{fault: for each of six seeds, how many of 15 tokens were wrong}."""
+    """Return {fault: the number of wrong tokens, of 15, under each of six seeds}."""
     chosen, found = [torch.ones(tokens, 2, dtype=torch.bool) for tokens in (8, 7)], {}
     handles, generator = inputs.handles_of(chosen, 1), torch.Generator().manual_seed(0)
     y = [torch.randn(len(h.recv_src_idx), 16, generator=generator).bfloat16() for h in handles]
@@ -1802,8 +1798,8 @@ def faults(names):
 FAULTS = in_simulator(faults, ["", *(name for name in deepep_combine.FAULTS if name != "short ring")])
 for name, wrong in FAULTS.items():
     seeds = [seed for seed, tokens in enumerate(wrong) if tokens]
-    says = f"wrong under seeds {seeds}; at most {max(wrong)} of 15 tokens" if seeds else "right under all six seeds"
-    print(f"{name or 'as it is'}: {says}")
+    result = f"wrong under seeds {seeds}; at most {max(wrong)} of 15 tokens" if seeds else "correct under all six seeds"
+    print(f"{name or 'unchanged'}: {result}")
 
 # %% [markdown]
 # "early head" shows in the fewest tokens, and only if the sender overwrites a slot before a reducing warp has read it.
@@ -1814,9 +1810,9 @@ for name, wrong in FAULTS.items():
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-def left_alone(timeout):
-    """The sentence of a rank that waits in vain."""
-    chosen, said = [torch.ones(4, 2, dtype=torch.bool)] * 2, []
+def without_peer(timeout):
+    """Return the error of a rank whose peer does not call combine."""
+    chosen, errors = [torch.ones(4, 2, dtype=torch.bool)] * 2, []
 
     def work(transport):
         buffer, config = Buffer(transport, 1 << 16, timeout=timeout), Config(2, 1, 23)
@@ -1835,15 +1831,15 @@ def left_alone(timeout):
             try:
                 buffer.combine(y, handle, config=config)
             except TimeoutError as error:
-                said.append(str(error))
+                errors.append(str(error))
 
     LocalGroup(2).run(work)
-    return said
+    return errors
 
 
-SENTENCE = in_simulator(left_alone, 0.004)
-print(*SENTENCE)
-assert SENTENCE
+TIMEOUT_ERROR = in_simulator(without_peer, 0.004)
+print(*TIMEOUT_ERROR)
+assert TIMEOUT_ERROR
 
 # %% [markdown]
 # ## 9. Claims and measurements
@@ -1870,17 +1866,19 @@ hung = [case for case in CASES if LOCKED[case]["hung"]]
 bound = lambda case: case[1] + 2 * case[0] - 2  # chunk + R - 1
 claims.append(
     (
-        "A ring of chunk + R - 2 rows hangs the document's combine, one of chunk + R - 1 does not (R adding warps)",
+        "A ring of chunk + R - 2 rows deadlocks DeepEP's combine, one of chunk + R - 1 does not (R reducing warps)",
         verdict(
             all(LOCKED[case]["hung"] == (case[2] < bound(case)) for case in CASES),
-            f"{len(hung)} of {len(CASES)} runs hung, all of them below the bound",
+            f"{len(hung)} of {len(CASES)} runs deadlocked, all of them below the bound",
         ),
     )
 )
 claims.append(
     (
-        "DeepEP's own check, ring > chunk, lets rings through that hang",
-        verdict(any(case[2] > case[1] for case in hung), f"{sum(case[2] > case[1] for case in hung)} such runs hung"),
+        "DeepEP's own check, ring > chunk, accepts rings that deadlock",
+        verdict(
+            any(case[2] > case[1] for case in hung), f"{sum(case[2] > case[1] for case in hung)} such runs deadlocked"
+        ),
     )
 )
 claims.append(
@@ -1888,32 +1886,32 @@ claims.append(
         "(of the article on dispatch) each token's src_idx is what combine reduces by",
         verdict(
             "src_idx" in inspect.getsource(deepep_combine.make_reduce),
-            "it travels, and nobody reads it: rows are found by send_head; the package's combine does not send it",
+            "it is sent, and not read: rows are found by send_head; the package's combine does not send it",
         ),
     )
 )
 claims.append(
     (
-        "A sender of combine that waits for a full ring can lock up three ranks",
+        "A sender of combine that waits for a full ring can deadlock three ranks",
         verdict(
-            bool(CIRCLE) and all(THREE["as it is"]["right"]) and not THREE["as it is"]["said"],
-            f"a circle of {len(CIRCLE or ())} waits; as it is, the same tokens come home",
+            bool(CYCLE) and all(THREE["unchanged"]["right"]) and not THREE["unchanged"]["errors"],
+            f"a cycle of {len(CYCLE or ())} waits; the unchanged sender returns the same tokens",
         ),
     )
 )
 claims.append(
     (
-        "Sums do not depend on the order in which rows come",
+        "Sums do not depend on the order in which rows arrive",
         verdict(not any(FAULTS[""]), f"{len(FAULTS[''])} seeds of the simulator, the same bits"),
     )
 )
-step_by_step, once = (ERRORS["of like size", dtype][0] for dtype in (torch.bfloat16, torch.float32))
+step_by_step, once = (ERRORS["of similar magnitude", dtype][0] for dtype in (torch.bfloat16, torch.float32))
 claims.append(
     (
         "They are rounded once",
         verdict(
             ONE_ROUNDING <= 1,
-            f"the error is at most {ONE_ROUNDING:.3f} of one rounding; rounded at each of eight rows, the "
+            f"the error is at most {ONE_ROUNDING:.3f} of one rounding; rounded after each of eight rows, the "
             f"mean error is {step_by_step / once:.1f} times as large",
         ),
     )
@@ -1923,7 +1921,7 @@ claims.append(
     (
         "The order of the ranks matters even with one rounding",
         ("more subtle" if alike == 0 < differing else "confirmed" if differing else "refuted")
-        + f": {alike:.3f} % of the elements depend on it where rows are of like size, {differing:.3f} % where large ones "
+        + f": {alike:.3f} % of the elements depend on it where rows are of similar magnitude, {differing:.3f} % where large ones "
         "cancel",
     )
 )
@@ -1954,12 +1952,12 @@ claims.append(
     )
 )
 step_us = {name: us(name) for name in STEPS}
-final = ladder.row("final") or {}  # with what was measured beside the ladder
+final = ladder.row("final") or {}  # with the other measurements
 push_us = final.get("push_us")
 
 
 def faster(claim, new, old):
-    """A claim that one step is faster than another, by 2 % or more."""
+    """Append the claim that one step is faster than another, by 2 % or more."""
     now, then = step_us[new], step_us[old]
     said = (
         now
@@ -1972,30 +1970,30 @@ def faster(claim, new, old):
     claims.append((claim, verdict(now < 0.98 * then, said) if said else NOT_RECORDED))
 
 
-faster("The package's combine is faster than the document's", "final", "the document's rings")
+faster("The package's combine is faster than DeepEP's", "final", "DeepEP's rings")
 if SHOWN_RANKS == 2:
-    faster("Two rows are added faster as pairs", "two rows as pairs", "several pieces")
-faster("Bulk copies, and own rows that stay, gain with 24 multiprocessors", "bulk copies", "two rows as pairs")
+    faster("Two rows are summed faster as packed pairs", "packed pairs", "several vectors per row")
+faster("Bulk copies, and own rows without rings, gain with 24 SMs", "bulk copies", "packed pairs")
 faster("It gains if a warp takes the next channel as soon as it is free", "final", "bulk copies")
 claims.append(
     (
-        "With 24 multiprocessors it is nearly as fast as the push with all of them",
+        "With 24 SMs it is nearly as fast as the push with all of them",
         verdict(
             step_us["final"] < 1.1 * push_us,
-            f"{records.format_us(step_us['final'])} us; the push alone, with nothing added up, {records.format_us(push_us)} us; {WHEN}",
+            f"{records.format_us(step_us['final'])} us; the push alone, without summation, {records.format_us(push_us)} us; {WHEN}",
         )
         if push_us
         else NOT_RECORDED,
     )
 )
-loads = final.get("loads_us", {})  # by pieces on their way
+loads = final.get("loads_us", {})  # by vectors in flight
 lines = [f"{n}: {time:.0f} us" for n, time in loads.items()]
 if len(loads) > 1:
     first, (*_, before, last) = next(iter(loads.values())), loads.values()
     lines.append(f"the last doubling changes {100 * (last / before - 1):+.0f} %")
 claims.append(
     (
-        "The adding loop needs several loads on their way",
+        "The summation needs several loads in flight",
         verdict(min(loads.values()) < 0.9 * first, "; ".join([*lines, WHEN])) if len(loads) > 1 else NOT_RECORDED,
     )
 )

@@ -199,7 +199,7 @@ LOOKUPS: dict[str, Row | Most | Diagnosis | None] = {
     },
     # 08_ring_buffer_dispatch
     "dispatch with a chunk of 1": None,
-    "dispatch with the default chunk": Row("ring_buffer_dispatch_ladder", "the ring"),
+    "dispatch with the default chunk": Row("ring_buffer_dispatch_ladder", "DeepEP's ring"),
 }
 
 

@@ -85,7 +85,7 @@ class Ladder:
         graph: bool = True,
         slow: bool = False,
         expect_wrong: bool = False,
-        kernel: Callable[[], Stats] | None = None,
+        kernel: Callable[[], Stats | dict[str, Stats]] | None = None,
         needs: tuple[int, int] | None = None,
         **more: Any,
     ) -> None:
@@ -119,7 +119,8 @@ class Ladder:
         expect_wrong : bool
             The check must reject the step. Its reason is printed instead of raised.
         kernel : callable, optional
-            Measures the kernel time itself, for example of several GPUs. The step then has no call time.
+            Measures the kernel time itself, for example of several GPUs. The step then has no call time. With ``after``
+            it returns ``{step: Stats}`` of both steps, measured interleaved, so that they can be compared.
         needs : (int, int), optional
             Least compute capability. Older GPUs then do not compile the kernel, which may take long before it fails.
         **more
@@ -155,9 +156,8 @@ class Ladder:
             self._run(name, call, fields, timed, graph, slow, expect_wrong, kernel)
         if after is not None and (gain := self.gain(name)) is not None:
             before, now = map(records.format_us, (gain.before_us, gain.after_us))
-            print(
-                f"{'' if self.untimed else name:<24}{'recorded: ' if self.untimed else ''}{before} -> {now} us; {gain}"
-            )
+            start = f"{'':<24}recorded:" if self.untimed else f"{name:<23}"
+            print(f"{start} {before} -> {now} us; {gain}")
 
     @contextmanager
     def attempt(self, name: str, dtype: str = "float32") -> Iterator[None]:
@@ -202,8 +202,13 @@ class Ladder:
             print(f"{name:<24} correct; not timed ({self.untimed}){recorded}")
             return
         if kernel is not None:
-            self.rows.append(records.row(name, kernel=kernel(), **fields))
-            print(self.line(self.rows[-1]))
+            measured = kernel()
+            times = measured if isinstance(measured, dict) else {name: measured}
+            self.rows.append(records.row(name, kernel=times[name], **fields))
+            if fields["after"] in times:
+                self._keep_comparison(times, fields["after"], name)
+            else:
+                print(self.line(self.rows[-1]))
             return
         few_launches = {"launches": 1, "replays": 5} if slow else {}
         kernel = kernel_time(timed or call, **few_launches) if graph else None
@@ -217,8 +222,10 @@ class Ladder:
         """Time a step and the one that it changes interleaved, and keep both medians in its row."""
         calls = {step: self._calls.get(step, (None, None))[0] for step in (before, name)}
         if None not in calls.values():
-            times = kernel_times(calls)
-            self.rows[-1]["compared_us"] = [round(times[step].median, 3) for step in (before, name)]
+            self._keep_comparison(kernel_times(calls), before, name)
+
+    def _keep_comparison(self, times, before, name):
+        self.rows[-1]["compared_us"] = [round(times[step].median, 3) for step in (before, name)]
 
     def times(self, name: str, calls: dict[str, Callable | list[Callable]]) -> dict[str, float] | None:
         """Time kernels that diagnose a step, such as one without its loads, and record them; they are no steps.

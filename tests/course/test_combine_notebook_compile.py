@@ -19,10 +19,10 @@ IMPORTS = re.search(r"^from contextlib.*?(?=^warnings)", TEXT, re.M | re.S)[0]
 SUM = ("int32*", "uint8*", "int32", "int32*")
 KERNELS = {
     "make_push_kernel(2, 14336)": ("int32*", "int32*", "int32*", "int32", "uint64*", "int32"),
-    "make_meeting(2)": ("int32*", "uint64*", "int32", "int32", "int64", "int32*"),
+    "make_barrier_kernel(2)": ("int32*", "uint64*", "int32", "int32", "int64", "int32*"),
     **{f"make_sum_kernel({ranks}, 3584, {n})": SUM for ranks, n in ((2, 1), (2, 2), (2, 4), (2, 8), (8, 1), (8, 2))},
 }
-COMBINES = [(2, 1, False), (2, 8, False), (2, 4, True), (8, 2, False)]  # ranks, rows at once, as pairs
+COMBINES = [(2, 1, False), (2, 8, False), (2, 4, True), (8, 2, False)]  # ranks, vectors per row, packed
 SHAPE = """
 from moe_numba.expert_parallel.config import Config, make_ring_shape
 from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
@@ -40,7 +40,7 @@ def constant(name):
     raise LookupError(name)
 
 
-PATCHES = {name: [constant(name)] for name in ("NOTHING_ADDED", "WAITING")}
+PATCHES = {name: [constant(name)] for name in ("NO_SUMMATION", "WAITING")}
 PATCHES["WRITTEN_DOWN"] = constant("WRITTEN_DOWN")
 
 
@@ -85,5 +85,5 @@ def test_the_patched_line_occurs_once_in_send():
 
 
 def test_all_of_the_notebooks_kernels_are_compiled():
-    made = set(re.findall(r"^def (make_\w+_kernel|make_meeting)\(", "\n".join(CELLS), re.M))
+    made = set(re.findall(r"^def (make_\w+_kernel)\(", "\n".join(CELLS), re.M))
     assert made == {expression.partition("(")[0] for expression in KERNELS} | {"make_channels_kernel"}

@@ -244,7 +244,7 @@ def test_notebooks_about_one_architecture_are_simulated_on_others(gpu, arch, onl
     assert done.stdout == printed + "\n", done.stderr[-2000:]
 
 
-NOT_RUN = {"04_shared_experts": ["moe_numba grouped GEMM"], "07_dispatch_layout": ["one cluster", "teams of lanes"]}
+NOT_RUN = {"04_shared_experts": ["moe_numba grouped GEMM"], "07_dispatch_layout": ["one cluster", "groups of lanes"]}
 
 
 @pytest.mark.parametrize("name", take_third(NOT_RUN))

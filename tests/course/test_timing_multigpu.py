@@ -147,6 +147,21 @@ def test_a_ladder_accepts_given_times(measured, capsys, tmp_path):
         steps.step("wrong", lambda: 2, kernel=lambda: pytest.fail("timed a wrong step"))
 
 
+def test_a_step_that_measures_its_own_time_is_compared_with_the_step_that_it_changes(measured, capsys, tmp_path):
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    steps = Ladder("toy", lambda out: None, root=tmp_path)
+    steps.step("first", lambda: 1, kernel=lambda: Stats(30.0, 29.0, 31.0))
+    both = {"first": Stats(32.0, 31.0, 33.0), "second": Stats(24.0, 23.0, 25.0)}
+    steps.step("second", lambda: 1, kernel=lambda: both, after="first", predicted_gain_us=6.0)
+    assert steps.median_us("second") == 24.0 and steps.rows[1]["compared_us"] == [32.0, 24.0]
+    assert steps.gain("second").verdict == "within a third"
+    assert "32.0 -> 24.0 us; predicted -6 us (-19 %), measured -8 us (-25 %)" in capsys.readouterr().out
+    steps.measure_all({name: Stats(20.0, 19.0, 21.0) for name in both})
+    assert steps.rows[1]["compared_us"] == [32.0, 24.0]
+    steps.step("alone", lambda: 1, kernel=lambda: Stats(9.0, 8.0, 10.0), after="second", predicted_gain_us=1.0)
+    assert steps.gain("alone") is None and "9.00 us kernel" in capsys.readouterr().out
+
+
 def test_an_untimed_ladder_reports_the_reason(measured, capsys, tmp_path):
     (tmp_path / "docs" / "results").mkdir(parents=True)
     steps = Ladder("toy", lambda out: None, root=tmp_path, untimed="one GPU")
