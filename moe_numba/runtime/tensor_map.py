@@ -161,8 +161,8 @@ def _checked(name, tensor, box, swizzle):
 def _encode_by_driver(name, tensor, start, extents, strides, box, swizzle):
     """Let the driver encode the 128 bytes.
 
-    L2 promotion is 128 bytes, which a row of a swizzled box has anyway. With 256 bytes an H200 reads a matrix from DRAM at
-    4.17 instead of 4.68 TB/s, and grouped GEMMs of few rows take 2 % to 7 % more time.
+    L2 promotion is 128 bytes, which a row of a swizzled box has anyway. With 256 bytes an H200 reads a matrix from DRAM
+    at 4.17 instead of 4.68 TB/s, and grouped GEMMs of few rows take 2 % to 7 % more time.
     """
     import numpy as np
     from cuda.bindings import driver as cu
