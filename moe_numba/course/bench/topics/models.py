@@ -58,8 +58,7 @@ def readme_table(record):
     lines = [f"| model | tokens | context | {' | '.join(names)} |", "|---|---:|---:|" + "---:|" * len(names)]
     for model, layers, tokens, context, steps in passes(record):
         cells = [_cell(steps.get(step)) for step in steps_shown]
-        ratios = [steps[BEFORE][time]["median"] / steps[steps_shown[-1]][time]["median"] for time in _TIMES]
-        cells.append("{} ({})".format(*map(records.format_ratio, ratios)))
+        cells.append(_speedup(steps.get(BEFORE), steps.get(WITH_ROUTERS)))
         cells += [_cell(steps.get(PACKED))] * has_packed
         lines.append(f"| {model}, {layers} layers | {tokens} | {context} | {' | '.join(cells)} |")
     version = next((row["version"] for row in record["rows"] if "version" in row), "")
@@ -75,6 +74,13 @@ def readme_table(record):
 
 
 _TIMES = "kernel_us", "pass_us"
+
+
+def _speedup(before, after):
+    if before is None or after is None:  # one did not fit into memory
+        return ""
+    ratios = [before[time]["median"] / after[time]["median"] for time in _TIMES]
+    return "{} ({})".format(*map(records.format_ratio, ratios))
 
 
 def _cell(row):
