@@ -60,6 +60,11 @@ def test_a_dimension_of_one_may_have_any_stride(device):
         ),
         (ValueError, "that of dimension 0 is 0 bytes", lambda x: tensor_map(x[:1].expand(4, -1), (1, 16))),
         (ValueError, "swizzle is 16; it must be 0, 32, 64 or 128", lambda x: tensor_map(x, (1, 16), swizzle=16)),
+        (
+            ValueError,
+            "l2_promotion is 32; it must be 0, 64, 128 or 256",
+            lambda x: tensor_map(x, (1, 16), l2_promotion=32),
+        ),
         (ValueError, r"box is \(1,\); it must have 2 extents", lambda x: tensor_map(x, (1,))),
         (
             ValueError,
