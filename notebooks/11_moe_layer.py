@@ -38,7 +38,7 @@ from itertools import count
 
 import torch
 from IPython.display import Markdown
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, int32, int64, uint32, uint64
 
 from moe_numba import simulator
 from moe_numba.align.device_functions import make_scan
@@ -77,9 +77,13 @@ from moe_numba.moe_layer import ExpertParallelMoE, Experts, ExpertsWorkspace, de
 from moe_numba.moe_layer.kernel_decode import make_decode_gate_up_kernel
 from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
+from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, load_nc_u32x4, st_global_s32x4
-from moe_numba.ptx.warp import lanemask_lt
+from moe_numba.ptx.tma import tma_load_2d
+from moe_numba.ptx.warp import FULL_MASK, lanemask_lt
+from moe_numba.ptx.warpgroup import elect_sync
 from moe_numba.runtime.launch import launch
+from moe_numba.runtime.tensor_map import TensorMap
 
 SIMULATED = simulator.ENABLED
 DEVICE = "cpu" if SIMULATED else "cuda"
@@ -830,6 +834,95 @@ say(
 # If only `permute` slows the GEMM down, written rows in L2 are not the cause, since the copy writes as many; the cause is
 # not known.
 #
+# ### 64 tokens: the rate of reading weights
+#
+# **Bottleneck.** Nearly all experts have a token, so the GEMMs read nearly all weights. Two kernels that only read them
+# show what rate is possible: one loads boxes of 128 rows x 128 bytes by TMA into a ring of stages, as a grouped GEMM
+# does, the other one reads memory in order with 16-byte loads.
+
+# %%
+STAGES, BOX, BOX_BYTES = 8, (128, 64), 128 * 128  # rows and bfloat16 elements of a box
+FULL = STAGES * BOX_BYTES // 8  # the mbarriers are behind the stages
+
+
+@cuda.jit
+def read_boxes(weights, row_tiles, boxes_per_row, odd):
+    smem, barriers = cuda.shared.array(0, int32, 1024), cuda.shared.array(0, uint64, 1024)
+    if cuda.threadIdx.x == 0:
+        for stage in range(STAGES):
+            mbarrier_init(barriers, FULL + stage, 1)
+        fence_mbarrier_init()
+    cuda.syncthreads()
+    if elect_sync(FULL_MASK):
+        issued, read, found = int32(0), int32(0), int32(0)
+        tile, box, tiles = int32(cuda.blockIdx.x), int32(0), int32(cuda.gridDim.x)
+        while tile < row_tiles or read < issued:
+            if tile < row_tiles and issued < read + STAGES:
+                stage = int32(issued % STAGES)
+                mbarrier_arrive_expect_tx(barriers, FULL + stage, BOX_BYTES)
+                tma_load_2d(smem, stage * (BOX_BYTES // 4), weights, 0, 64 * box, 128 * tile, barriers, FULL + stage)
+                issued, box = int32(issued + 1), int32(box + 1)
+                if box == boxes_per_row:
+                    tile, box = int32(tile + tiles), int32(0)
+            else:
+                stage = int32(read % STAGES)
+                mbarrier_wait_parity(barriers, FULL + stage, uint32(read // STAGES & 1))
+                found, read = int32(found + (smem[stage * (BOX_BYTES // 4)] & 1)), int32(read + 1)
+        odd[cuda.blockIdx.x] = found
+
+
+@cuda.jit
+def read_in_order(weights, vectors, odd):
+    found, step = int32(0), int32(cuda.gridDim.x * cuda.blockDim.x)
+    for i in range(cuda.grid(1), vectors, 4 * step):
+        for j in range(4):
+            if i + j * step < vectors:
+                found = int32(found + int32(load_nc_u32x4(weights, int64(i + j * step) * 4)[0] & 1))
+    odd[cuda.grid(1)] = found
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+MATRIX = w13.flatten(0, 1)  # all experts' rows
+WORDS, CTAS, THREADS = MATRIX.view(torch.int32), 4 if SIMULATED else model.GPU.sm_count, 32 if SIMULATED else 512
+ODD = torch.zeros(4 * CTAS * THREADS, dtype=torch.int32, device=DEVICE)
+
+
+def read_by_tma(promotion):
+    """Return a call that reads the matrix by TMA, with this L2 promotion in the tensor map."""
+    boxes = TensorMap(MATRIX, BOX, swizzle=128, l2_promotion=promotion), len(MATRIX) // 128, MATRIX.shape[1] // 64
+    return lambda: launch(read_boxes, CTAS, 32, *boxes, ODD, shared_bytes=STAGES * (BOX_BYTES + 8))
+
+
+READS = {"in order": lambda: launch(read_in_order, 4 * CTAS, THREADS, WORDS, WORDS.numel() // 4, ODD)}
+READS |= {f"boxes, L2 promotion {promotion} B": read_by_tma(promotion) for promotion in (256, 128, 64, 0)}
+for name, read in READS.items():
+    ODD.zero_()
+    read()
+    first_words = WORDS.flatten()[::4] if name == "in order" else WORDS[::128, ::32]
+    assert ODD.sum() == (first_words & 1).sum(), name
+READ_US = layer_ladder.times("read the weights", READS) or {}
+QWEN_LAYER = LAYERS[QWEN]
+W13_BYTES = QWEN_LAYER.num_experts * 2 * QWEN_LAYER.intermediate * QWEN_LAYER.hidden * 2
+for name, us in READ_US.items():
+    print(f"{name:26} {us:7.1f} us, {W13_BYTES / us * 1e-6:.2f} TB/s")
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+TOUCHED = (
+    RECORD and SEEN.us("final", 64, "floor_us") * model.GPU.hbm_bandwidth * 1e-12
+)  # MB of the experts with a token
+say(
+    "Each kernel counts the odd ones among the first words of its boxes or vectors, which is checked. The **L2 promotion** of "
+    "a tensor map is the least that L2 fetches from DRAM. With 256 bytes, twice a box's row, reading takes {slower} relative "
+    "to 128 bytes. All bytes are needed in either case; why it is slower is not known. The package's maps have 128 bytes. "
+    "For 64 tokens its GEMMs read at {gate_up:.2f} and {down:.2f} TB/s (recorded).",
+    slower=READ_US
+    and f"{READ_US['boxes, L2 promotion 256 B'] / READ_US['boxes, L2 promotion 128 B'] - 1:+.0%}"
+    or None,
+    gate_up=RECORD and TOUCHED * 2 / 3 / SEEN.launches(64)["gate_up"],
+    down=RECORD and TOUCHED / 3 / SEEN.launches(64)["down"],
+)
+
+# %% [markdown]
 # ### One token
 #
 # **Bottleneck.** With one token each chosen expert has one row. The next cell times the launches of a grouped call,
@@ -864,7 +957,6 @@ LAUNCHES = layer_ladder.times("launches with 1 token, rotating", GROUPED) or {}
 print_times(LAUNCHES)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-QWEN_LAYER = LAYERS[QWEN]
 GATE_UP_TILES = QWEN_LAYER.topk * -(-QWEN_LAYER.intermediate // BLOCK_N)  # a tile has gate and up
 ONE_BYTES = 3 * QWEN_LAYER.topk * QWEN_LAYER.hidden * QWEN_LAYER.intermediate * 2  # of the recorded times
 say(
