@@ -82,6 +82,7 @@ from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontro
 from moe_numba.ptx.tma import tma_load_2d
 from moe_numba.ptx.warp import FULL_MASK, lanemask_lt
 from moe_numba.ptx.warpgroup import elect_sync
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import TensorMap
 
@@ -885,6 +886,7 @@ def read_in_order(weights, vectors, odd):
 MATRIX = w13.flatten(0, 1)  # all experts' rows
 WORDS, CTAS, THREADS = MATRIX.view(torch.int32), 4 if SIMULATED else model.GPU.sm_count, 32 if SIMULATED else 512
 ODD = torch.zeros(4 * CTAS * THREADS, dtype=torch.int32, device=DEVICE)
+PROMOTIONS = (256, 128, 64, 0) if SIMULATED or gpu_of(0).capability >= (9, 0) else ()  # TMA
 
 
 def read_by_tma(promotion):
@@ -894,7 +896,7 @@ def read_by_tma(promotion):
 
 
 READS = {"in order": lambda: launch(read_in_order, 4 * CTAS, THREADS, WORDS, WORDS.numel() // 4, ODD)}
-READS |= {f"boxes, L2 promotion {promotion} B": read_by_tma(promotion) for promotion in (256, 128, 64, 0)}
+READS |= {f"boxes, L2 promotion {promotion} B": read_by_tma(promotion) for promotion in PROMOTIONS}
 for name, read in READS.items():
     ODD.zero_()
     read()
@@ -915,9 +917,9 @@ say(
     "a tensor map is the least that L2 fetches from DRAM. With 256 bytes, twice a box's row, reading takes {slower} relative "
     "to 128 bytes. All bytes are needed in either case; why it is slower is not known. The package's maps have 128 bytes. "
     "For 64 tokens its GEMMs read at {gate_up:.2f} and {down:.2f} TB/s (recorded).",
-    slower=READ_US
-    and f"{READ_US['boxes, L2 promotion 256 B'] / READ_US['boxes, L2 promotion 128 B'] - 1:+.0%}"
-    or None,
+    slower=f"{READ_US['boxes, L2 promotion 256 B'] / READ_US['boxes, L2 promotion 128 B'] - 1:+.0%}"
+    if READ_US and PROMOTIONS
+    else None,
     gate_up=RECORD and TOUCHED * 2 / 3 / SEEN.launches(64)["gate_up"],
     down=RECORD and TOUCHED / 3 / SEEN.launches(64)["down"],
 )
