@@ -1,8 +1,11 @@
 """Test ExpertParallelMoE on several ranks of one process, against the reference with all experts."""
 
+import itertools
+
 import pytest
 import torch
 from helpers.expert_parallel import NUM_BYTES, SMALL, engine
+from helpers.thirds import take_third
 
 from moe_numba import simulator
 from moe_numba.course.bench.compile_layers import compile_layers
@@ -78,22 +81,28 @@ def wrong(results, state, ranks, bound=BOUND):
     return None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("tokens, worst", [([3, 5], 0), ([3, 5], 9), ([4, 0, 2], 6), ([4], 0)])
-def test_equals_all_experts_on_one_gpu(tokens, worst, dtype):
+DTYPES = {"bf16": torch.bfloat16, "fp8": FP8}
+BATCHES = [([3, 5], 0), ([3, 5], 9), ([4, 0, 2], 6), ([4], 0)]
+
+
+@pytest.mark.parametrize("batch, name", take_third(itertools.product(BATCHES, DTYPES)))
+def test_equals_all_experts_on_one_gpu(batch, name):
+    (tokens, worst), dtype = batch, DTYPES[name]
     state, ranks = make_inputs(tokens, dtype)
     assert wrong(run(state, ranks, dtype, num_worst_tokens=worst), state, ranks) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("tokens", [[3, 5], [4, 0]])
-def test_low_latency_exchange(tokens, dtype):
+@pytest.mark.parametrize("tokens, name", take_third(itertools.product([[3, 5], [4, 0]], DTYPES)))
+def test_low_latency_exchange(tokens, name):
+    dtype = DTYPES[name]
     state, ranks = make_inputs(tokens, dtype)
     assert wrong(run(state, ranks, dtype, low_latency_tokens=5), state, ranks) is None
 
 
-@pytest.mark.parametrize("options", [dict(num_worst_tokens=8), dict(low_latency_tokens=5)])
-@pytest.mark.parametrize("in_torch", [False, True])
+EXCHANGES = dict(num_worst_tokens=8), dict(low_latency_tokens=5)
+
+
+@pytest.mark.parametrize("in_torch, options", take_third(itertools.product([False, True], EXCHANGES)))
 def test_dispatch_in_fp8(in_torch, options, monkeypatch):
     """Experts with block scales read what arrives. Stages in torch quantise it to the same numbers again."""
     if in_torch:
@@ -135,7 +144,7 @@ def test_sums_in_fp8(fp8_dispatch):
     assert not all(map(torch.equal, results, run(state, ranks, FP8, **options)))
 
 
-@pytest.mark.parametrize("options", [dict(num_worst_tokens=8), dict(low_latency_tokens=5)])
+@pytest.mark.parametrize("options", EXCHANGES)
 def test_dispatch_in_fp8_for_experts_in_bfloat16(options):
     """The experts' tokens are rounded to FP8, which is 1/16 of an element at most."""
     state, ranks = make_inputs([3, 5], torch.bfloat16)
@@ -144,7 +153,7 @@ def test_dispatch_in_fp8_for_experts_in_bfloat16(options):
     assert wrong(results, state, [(x.roll(1, 0), *rest) for x, *rest in ranks], 8e-2) is not None
 
 
-@pytest.mark.parametrize("options", [dict(num_worst_tokens=8), dict(low_latency_tokens=5)])
+@pytest.mark.parametrize("options", EXCHANGES)
 def test_shared_experts_run_beside(options):
     state, ranks = make_inputs([3, 5], torch.bfloat16)
     results = run(state, ranks, shared_experts=Shared(), **options)

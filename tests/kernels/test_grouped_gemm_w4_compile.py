@@ -3,6 +3,7 @@
 import pytest
 from helpers.once_per_run import once_per_run
 
+from moe_numba.course.bench.tune_grouped_gemm import MXFP4_TILES_OF_FOUR
 from moe_numba.grouped_gemm.config_w4 import CONFIGS, W4Config
 from moe_numba.grouped_gemm.launch_w4 import W4_SIGNATURE
 from moe_numba.grouped_gemm.layout_w4 import W4Layout
@@ -44,6 +45,12 @@ CASES = {
     | dict(overlap=False, gather=True)
     | ALL_OPTIONS,
 }
+
+
+# Several sizes of wgmma take more registers than one: ptxas may serialise wgmma, as it does with (32, 24, 16, 8).
+FOUR = {f"four warpgroups, {tile['mma_n']}": tile | dict(warpgroups=4, stages=6) for tile in MXFP4_TILES_OF_FOUR}
+SWIGLUOAI = dict(activation="swigluoai", bias="bf16", early_weight=True)
+CASES |= FOUR | {f"{name}, swigluoai": tile | SWIGLUOAI for name, tile in FOUR.items() if len(tile["mma_n"]) == 2}
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,18 @@ TILES = [  # subtile_m, m_subtiles, mma_n
     (144, 2, (144, 136, 128, 120, 104, 88, 64, 32)),
 ]
 SILU_TILES = [*TILES[:5], (112, 1, (112, 104, 96, 88)), (128, 1, (128, 120, 112, 104)), (144, 1, (144, 136, 128, 120))]
+# With four warpgroups ptxas serialises wgmma if the kernel overlaps decoding and has more than two sizes of wgmma, or
+# two of over 32 columns (C7512): such tiles have one or two, or do not overlap.
+MXFP4_TILES_OF_FOUR = [
+    dict(subtile_m=8, mma_n=(8,), box_rows=8),
+    dict(subtile_m=16, mma_n=(16,), box_rows=8),
+    dict(subtile_m=16, mma_n=(16, 8), box_rows=8),
+    dict(subtile_m=32, mma_n=(32,), box_rows=8),
+    dict(subtile_m=32, mma_n=(32, 16), box_rows=8),
+    dict(subtile_m=32, mma_n=(32, 24, 16, 8), box_rows=8, overlap=False),
+    dict(subtile_m=64, mma_n=(64,), box_rows=16),
+    dict(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16, overlap=False),
+]
 MXFP4_TILES = [
     dict(subtile_m=32, mma_n=(32, 24, 16, 8), box_rows=8),
     dict(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16),
@@ -110,11 +122,9 @@ def mxfp4_candidates():
     """Return the configurations of the kernel for MXFP4 weights."""
     found = [W4Config(**tile) for _, tile in MXFP4_CONFIGS]
     found += [W4Config(**tile, stages=stages) for tile, stages in zip(MXFP4_TILES, (11, 8))]
-    for tile, warpgroups in itertools.product(MXFP4_TILES, (2, 4)):
-        config = W4Config(**tile, warpgroups=warpgroups)
-        if warpgroups == 2 or config.subtile_m <= 64:  # four have too few registers for larger tiles
-            found.append(with_most_stages(config, W4Layout))
-    return found
+    configs = [W4Config(**tile) for tile in MXFP4_TILES]
+    configs += [W4Config(**tile, warpgroups=4) for tile in MXFP4_TILES_OF_FOUR]
+    return found + [with_most_stages(config, W4Layout) for config in configs]
 
 
 def with_most_stages(config, layout):
@@ -133,7 +143,7 @@ def name_of(config):
         name = "/".join(map(str, config.mma_n)) + f" x {config.m_subtiles}" * (config.m_subtiles > 1)
         name += f", bands of {band_rows} rows" if (band_rows := getattr(config, "band_rows", 0)) else ""
     if isinstance(config, W4Config):
-        name += f", {config.warpgroups} warpgroups"
+        name += f", {config.warpgroups} warpgroups" + ", no overlap" * (config.warpgroups == 4 and not config.overlap)
     return name + ", cluster" * (config.cluster_size > 1) + f", {config.stages} stages"
 
 
