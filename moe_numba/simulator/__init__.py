@@ -12,6 +12,7 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
     MOE_NUMBA_ENGINE=threads   run each thread in Python; `vector`: raise an error where vectors of lanes do not do;
                             `either` (the default): try vectors first
     MOE_NUMBA_PREEMPT=0.02  probability that a memory access yields to another thread first
+    MOE_NUMBA_SLOW_WARP=8   this warp of each block runs only while all others wait
     MOE_NUMBA_WEAK_MEMORY=1 weak memory in all launches (see `weak_memory`)
     MOE_NUMBA_RACES=1       detect data races in all launches (see `races`)
     MOE_NUMBA_WRAPAROUND=1  let computed negative indices of arrays count from the end, as compiled Numba does

@@ -57,6 +57,9 @@ def _add_options(parser):
     parser.add_argument(
         "--preempt", type=float, metavar="P", help="probability that a memory access yields to another thread first"
     )
+    parser.add_argument(
+        "--slow-warp", type=int, metavar="N", help="warp N of each block runs only while all others wait"
+    )
     parser.add_argument("--races", action="store_true", help="report data races, also those that change no value")
     parser.add_argument("--weak-memory", action="store_true", help="let stores to global memory become visible late")
     parser.add_argument("--wraparound", action="store_true", help="let computed negative indices count from the end")
@@ -73,9 +76,12 @@ def _prepare(options):
         raise _UserError(f"--seeds is {options.seeds}, but must be at least 1")
     if options.preempt is not None and not 0 <= options.preempt <= 1:
         raise _UserError(f"--preempt is {options.preempt}, but must lie between 0 and 1")
+    if options.slow_warp is not None and options.slow_warp < 0:
+        raise _UserError(f"--slow-warp is {options.slow_warp}, but must be 0 or more")
     values = {
         "MOE_NUMBA_SEED": options.seed,
         "MOE_NUMBA_PREEMPT": options.preempt,
+        "MOE_NUMBA_SLOW_WARP": options.slow_warp,
         "MOE_NUMBA_RACES": "1" if options.races else None,
         "MOE_NUMBA_WRAPAROUND": "1" if options.wraparound else None,
         "MOE_NUMBA_WEAK_MEMORY": "1" if options.weak_memory else None,

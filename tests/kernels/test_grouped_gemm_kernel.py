@@ -74,10 +74,10 @@ def test_every_config_fits_into_shared_memory(scaling, silu_and_mul):
 # The kernel
 
 
-def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel, first_row=0):
+def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel, first_row=0, **order):
     """Run the kernel on an output with 4 guard rows behind it, filled with NaN from ``first_row`` on.
 
-    ``blocks`` is a multiple of the cluster.
+    ``blocks`` is a multiple of the cluster; ``order`` is for ``simulator.seed``.
     """
     made, shared_bytes = make_kernel(config)
     indices = p.lengths if p.indices is None else p.indices
@@ -87,7 +87,7 @@ def run(config, p, blocks=2, seed=0, make_kernel=kernel.make_kernel, first_row=0
     y[first_row:] = float("nan")
     lengths = p.lengths if config.row_layout != "offsets" else (p.starts[:-1] + p.lengths)
     weight, box = (p.weight.mT, (1, 64, 64)) if config.weight_major == "mn" else (p.weight, (1, 128, block_k))
-    with simulator.seed(seed):
+    with simulator.seed(seed, **order):
         launch(
             made,
             blocks,
@@ -261,6 +261,16 @@ def test_consumers_release_an_early_stage_before_the_producer_continues(name, de
         always = f"            mbarrier_wait_parity(barriers, empty + stage, phase)\n{right}"
         wrong = changed_maker(kernel, "make_kernel", producer, *SLOW_PRODUCER, (right, always))
         assert is_rejected(lambda seed: mismatch(run(config, p, seed=seed, make_kernel=wrong), p.expected))
+        wrong, order = changed_maker(kernel, "make_kernel", producer, right, always), dict(preempt=0.1, slow_warp=8)
+        assert is_rejected(lambda seed: mismatch(run(config, p, seed=seed, make_kernel=wrong, **order), p.expected))
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="only the simulator can delay a warp")
+@pytest.mark.parametrize("slow_warp", [0, 4, 8, 9], ids=["consumer", "second consumer", "TMA producer", "auxiliary"])
+def test_a_warp_may_be_slow(slow_warp, device):
+    config = GATHER_CONFIGS["block, two subtiles"]._replace(early_weight=True)
+    p = scatter(make_problem(config, [5, 30], 128, 384, device))
+    assert mismatch(run(config, p, preempt=0.1, slow_warp=slow_warp), p.expected) is None
 
 
 @pytest.mark.parametrize("seed", range(1, 5))

@@ -118,12 +118,13 @@ def test_options_reach_the_simulator(run, script):
     program = (
         "from moe_numba import simulator\n"
         "world = simulator.World()\n"
-        "print(simulator.REASON, simulator.capability.SIMULATED, world.preempt, world.memory_model is not None)\n"
+        "print(simulator.REASON, simulator.capability.SIMULATED, world.preempt, world.slow_warp)\n"
+        "print(world.memory_model is not None)\n"
         "print(simulator.settings.settings['races'], simulator.settings.settings['seed'])"
     )
-    options = ("--arch", "80", "--preempt", "0.25", "--weak-memory", "--races", "--seed", "9")
+    options = ("--arch", "80", "--preempt", "0.25", "--slow-warp", "2", "--weak-memory", "--races", "--seed", "9")
     done = run(*options, script(program))
-    assert done.stdout == "python -m moe_numba.simulator (8, 0) 0.25 True\nTrue 9\n", done.stderr
+    assert done.stdout == "python -m moe_numba.simulator (8, 0) 0.25 2\nTrue\nTrue 9\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -131,6 +132,7 @@ def test_options_reach_the_simulator(run, script):
     [
         (("--arch", "77"), {}, "--arch is '77'; it must be one of 75, 80"),
         (("--preempt", "2"), {}, "--preempt is 2.0, but must lie between 0 and 1"),
+        (("--slow-warp", "-1"), {}, "--slow-warp is -1, but must be 0 or more"),
         (("--seeds", "0"), {}, "--seeds is 0, but must be at least 1"),
         ((), {"MOE_NUMBA_SEED": "abc"}, "MOE_NUMBA_SEED is 'abc'; it must be an integer"),
         (("--seeds", "2"), {"MOE_NUMBA_WEAK_MEMORY": "x"}, "MOE_NUMBA_WEAK_MEMORY is 'x'; it must be 0 or 1"),

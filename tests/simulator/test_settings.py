@@ -119,6 +119,7 @@ def test_contexts_may_end_in_any_order():
         ("MOE_NUMBA_SEED", "abc", "an integer"),
         ("MOE_NUMBA_PREEMPT", "1.5", "a number from 0 to 1"),
         ("MOE_NUMBA_PREEMPT", "often", "a number from 0 to 1"),
+        ("MOE_NUMBA_SLOW_WARP", "-1", "the number of a warp in its block"),
         ("MOE_NUMBA_WEAK_MEMORY", "yes", "0 or 1"),
         ("MOE_NUMBA_RACES", "2", "0 or 1"),
     ],
@@ -132,5 +133,6 @@ def test_invalid_variables_are_named(variable, text, allowed, monkeypatch):
 def test_the_environment_chooses_preemption_and_weak_memory(monkeypatch):
     monkeypatch.setenv("MOE_NUMBA_PREEMPT", "0.25")
     monkeypatch.setenv("MOE_NUMBA_WEAK_MEMORY", "1")
+    monkeypatch.setenv("MOE_NUMBA_SLOW_WARP", "3")
     world = simulator.World()
-    assert world.preempt == 0.25 and world.memory_model is not None
+    assert world.preempt == 0.25 and world.memory_model is not None and world.slow_warp == 3

@@ -1,6 +1,7 @@
 """Simulator: memory, warps, blocks, deadlocks, seeds; kernels it must reject, with their error messages."""
 
 import contextlib
+import itertools
 import os
 import random
 import subprocess
@@ -17,9 +18,10 @@ from moe_numba import simulator  # before numba: it selects the simulator or the
 
 # isort: split
 import numba
-from numba import cuda
+from numba import cuda, uint32, uint64
 
 from moe_numba.ptx.atomics import ld_volatile_s32
+from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive, mbarrier_init, mbarrier_wait_parity
 from moe_numba.ptx.memory import ld_global_s32x4
 from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.simulator.core.scheduler import shuffle
@@ -864,6 +866,53 @@ def test_a_seed_repeats_a_run_and_preemption_separates_load_from_store():
     assert run(3, 0) == 64 and run(3, 0.2) < 64
     assert run(3, 0.2) == run(3, 0.2)
     assert len({run(seed, 0.2) for seed in range(8)}) > 1
+
+
+def test_a_slow_warp_runs_after_all_others():
+    """Warp 0 overwrites what warp 1 has stored, unless warp 1 is the slow one; random orders do both."""
+
+    @cuda.jit
+    def kernel(out):
+        if cuda.threadIdx.x % 32 == 0:
+            out[cuda.blockIdx.x] = cuda.threadIdx.x // 32
+
+    def run(seed, **options):
+        out = np.full(3, -1)
+        with simulator.seed(seed, **options):
+            kernel[3, 64](out)
+        return out.tolist()
+
+    for seed, slow_warp in itertools.product(range(6), (0, 1)):
+        assert run(seed, slow_warp=slow_warp) == [slow_warp] * 3
+    assert {value for seed in range(6) for value in run(seed, preempt=0.1)} == {0, 1}
+
+
+def test_a_slow_warp_finds_a_wait_for_a_phase_that_has_passed():
+    """Warp 0 waits for an arrival of warp 1, which does not wait for it: the second phase may have ended before."""
+
+    @cuda.jit
+    def kernel(out):
+        barriers = cuda.shared.array(1, uint64)
+        if cuda.threadIdx.x == 0:
+            mbarrier_init(barriers, 0, 1)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if cuda.threadIdx.x == 32:
+            mbarrier_arrive(barriers, 0)
+            mbarrier_arrive(barriers, 0)
+        if cuda.threadIdx.x == 0:
+            out[0] = 1
+            mbarrier_wait_parity(barriers, 0, uint32(0))
+
+    def deadlocks(slow_warp):
+        with simulator.seed(0, preempt=1.0, slow_warp=slow_warp):
+            try:
+                kernel[1, 64](np.zeros(1))
+            except simulator.Deadlock:
+                return True
+        return False
+
+    assert deadlocks(0) and not deadlocks(1)
 
 
 def test_atomics_hold_under_preemption():

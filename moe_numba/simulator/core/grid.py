@@ -15,7 +15,7 @@ from moe_numba.simulator.async_.uses_async import uses_async_instructions
 from moe_numba.simulator.capability import SIMULATED, SM_COUNT, SM_LIMITS
 from moe_numba.simulator.core.engine import Dim3, Thread
 from moe_numba.simulator.core.errors import ClusterError, SimulatorError
-from moe_numba.simulator.core.scheduler import World, shuffle
+from moe_numba.simulator.core.scheduler import SLOWEST, World, shuffle
 from moe_numba.simulator.core.shared import SharedLayout, SharedMemory
 
 _MAX_LOCAL_BYTES = 512 * 1024  # per thread
@@ -39,7 +39,9 @@ class Warp:
         self.block, self.index, self.warpgroup = block, index, block.warpgroups[index // 4]
         self.lanes = (1 << min(32, block.size - 32 * index)) - 1
         self.open_rendezvous, self.exited, self.wgmma_groups = {}, 0, []
-        self.ready, self.queued, self.priority = [], False, block.grid.world.rng.random()
+        world = block.grid.world
+        self.ready, self.queued = [], False
+        self.priority = SLOWEST if index == world.slow_warp else world.rng.random()
 
     @functools.cached_property
     def threads(self):

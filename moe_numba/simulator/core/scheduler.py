@@ -26,6 +26,7 @@ _IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
 _IDLE_LIMIT = 4096  # fruitless polling rounds that count as a deadlock even if some local variable still changes
 _LONGEST_CYCLE = 8  # rounds within which a polling loop is expected to return to the same state
 _REDRAW = 0.125  # probability that a warp's priority is redrawn after a step
+SLOWEST = 3.0  # priority after all others
 
 
 class Event(NamedTuple):
@@ -54,13 +55,15 @@ def record_access(t, target, index, writes, nbytes, scope, value, operation):
     t.record_event(f"{space} {operation or ('store' if writes else 'load')}", details)
 
 
-def seed(n: int, preempt: float = 0.0) -> contextlib.AbstractContextManager:
+def seed(n: int, preempt: float = 0.0, slow_warp: int | None = None) -> contextlib.AbstractContextManager:
     """Return a context in which seed `n` determines the order of simulated threads.
 
-    It affects the OS thread that enters it; elsewhere ``MOE_NUMBA_SEED`` and ``MOE_NUMBA_PREEMPT`` do.
-    `preempt` is the probability that an indexed memory access yields to another thread first.
+    It affects the OS thread that enters it; elsewhere ``MOE_NUMBA_SEED``, ``MOE_NUMBA_PREEMPT`` and
+    ``MOE_NUMBA_SLOW_WARP`` do. `preempt` is the probability that an indexed memory access yields to another thread
+    first. Warp `slow_warp` of each block runs only while all others wait; with `preempt` they overtake it at its
+    accesses, too. That finds errors that need one warp to be late, as it rarely is in random orders.
     """
-    return override_settings(seed=n, preempt=preempt)
+    return override_settings(seed=n, preempt=preempt, slow_warp=slow_warp)
 
 
 def trace(accesses: bool = False) -> contextlib.AbstractContextManager[list[Event]]:
@@ -124,7 +127,7 @@ class World:
     def __init__(self, seed: int | None = None):
         self.rng = random.Random(settings["seed"] if seed is None else seed)
         self.preempt, self.events, self.profile = settings["preempt"], settings["events"], settings["profile"]
-        self.debugger = settings["debugger"]
+        self.debugger, self.slow_warp = settings["debugger"], settings["slow_warp"]
         self.observers = []  # called by `memory.before_access`
         self.grids, self.queue, self.pollers = [], [], []
         self.steps = self.tickets = self.changes = 0  # `changes` counts changes of memory that may end a poll
@@ -215,7 +218,7 @@ class World:
         _, _, unit = heapq.heappop(self.queue)
         unit.queued = False
         self.steps += 1
-        if self.rng.random() < _REDRAW:
+        if self.rng.random() < _REDRAW and unit.priority != SLOWEST:
             unit.priority = self.rng.random()
         unit.step(self.rng)
 

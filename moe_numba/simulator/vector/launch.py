@@ -21,6 +21,8 @@ def possible():
     """Return whether the settings in force leave the choice of the engine open."""
     if settings["engine"] == "threads" or settings["preempt"] or settings["memory_model"]:
         return False
+    if settings["slow_warp"] is not None:
+        return False
     return settings["events"] is None and settings["profile"] is None
 
 
