@@ -42,7 +42,7 @@ def check_steps(buffer, steps, draw):
         step.plan.close()
 
 
-@pytest.mark.parametrize("seed, expert_major", enumerate(LAYOUTS.values()))
+@pytest.mark.parametrize("seed, expert_major", list(enumerate(LAYOUTS.values())))
 def test_gate_and_dispatch(expert_major, seed):
     """One kernel writes what two do; rows may be loaded before the wait behind the gate."""
 

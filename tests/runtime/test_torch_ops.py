@@ -564,9 +564,6 @@ MORE_CALLS = {  # tensors that no other call has
     ),
 }
 CHOICES_ONLY = {"correction_bias"}  # results do not depend on it differentiably
-NOT_YET = {(f"group_gemm{middle}_mxfp4", "x_scale") for middle in ("", "_silu_and_mul")} | {
-    (f"{name}_quant_fp8", "scale") for name in ("per_token", "silu_and_mul")
-}
 
 
 def float_tensors():
@@ -585,11 +582,7 @@ FLOAT_TENSORS = float_tensors()
 
 
 @pytest.mark.parametrize(
-    "name, parameter, arguments",
-    [
-        pytest.param(*case, marks=[pytest.mark.xfail(strict=False)] * (case[:2] in NOT_YET), id=" ".join(case[:2]))
-        for case in FLOAT_TENSORS
-    ],
+    "name, parameter, arguments", [pytest.param(*case, id=" ".join(case[:2])) for case in FLOAT_TENSORS]
 )
 def test_no_gradient_is_lost(name, parameter, arguments, device):
     """A function refuses an input that requires grad by its name, or has a result that requires grad."""

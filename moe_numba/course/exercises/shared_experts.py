@@ -29,8 +29,11 @@ def _weighs_all_nine(answer):
         for renormalize in (True, False):
             for scaled in (False, True):
                 case = f"s = {s}, renormalize = {renormalize}, scaled = {scaled}"
-                if (found := answer(weights.clone(), s, renormalize, scaled)) is None:
+                given = weights.clone()
+                if (found := answer(given, s, renormalize, scaled)) is None:
                     return f"{case}: the result is None, not a tensor of shape (3, 9)"
+                if not given.equal(weights):
+                    return f"{case}: it changes its input: weights must stay as they are"
                 found = torch.as_tensor(found).double()
                 if found.shape != (3, 9):
                     return f"{case}: the result has shape {tuple(found.shape)}, not (3, 9)"
@@ -83,7 +86,10 @@ def _appends_replicas(kernel):
     topk_weights[2, 0] = 0  # a weight of 0 is no padding
     for replicas in (8, 1, 3):
         weights, ids = np.full((12, 9), np.nan, np.float32), np.full((12, 9), -7, np.int32)
-        kernel[4, 32](topk_weights, topk_ids, weights, ids, _EXPERTS, replicas, _SHARED_WEIGHT)
+        given = topk_weights.copy(), topk_ids.copy()
+        kernel[4, 32](*given, weights, ids, _EXPERTS, replicas, _SHARED_WEIGHT)
+        if (given[0] != topk_weights).any() or (given[1] != topk_ids).any():
+            return f"with {plural(replicas, 'replica')}, it changes topk_weights or topk_ids, which are inputs"
         if wrong := _wrong_routing(topk_weights, topk_ids, weights, ids, replicas):
             return f"with {plural(replicas, 'replica')}, {wrong}"
     return None
@@ -133,7 +139,10 @@ _LOADS = [  # counts, tile_rows, across, sms
 
 def _counts_rounds(answer):
     for case in _LOADS:
-        found, wanted = answer(*case), rounds(*case)
+        given = case[0].copy()
+        found, wanted = answer(given, *case[1:]), rounds(*case)
+        if given != case[0]:
+            return "it changes its input: counts must stay as they are"
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             return f"the result is {found!r}; two numbers are needed: for single tiles, and for whole columns"
         if tuple(found) == wanted:

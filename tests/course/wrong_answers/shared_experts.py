@@ -42,6 +42,12 @@ def softmax(weights, s, renormalize, scaled):
     return nine_weights(weights.softmax(dim=1) if renormalize else weights, s, False, scaled)
 
 
+def in_place(weights, s, renormalize, scaled):
+    if renormalize:
+        weights /= weights.sum(dim=1, keepdim=True)
+    return nine_weights(weights, s, False, scaled)
+
+
 @cuda.jit
 def append_by_element(topk_weights, topk_ids, weights, ids, num_experts, replicas, shared_weight):
     i = cuda.grid(1)
@@ -154,6 +160,27 @@ def looks_at_the_own_column(topk_weights, topk_ids, weights, ids, num_experts, r
         ids[token, column] = expert if column < columns - 1 else int32(num_experts + token % replicas)
 
 
+@cuda.jit
+def clears_its_input(topk_weights, topk_ids, weights, ids, num_experts, replicas, shared_weight):
+    i = cuda.grid(1)
+    tokens, columns = ids.shape
+    token, column = i // columns, i % columns
+    if token < tokens:
+        padding = topk_ids[token, 0] < 0
+        if column < columns - 1:
+            weights[token, column] = topk_weights[token, column]
+            ids[token, column] = topk_ids[token, column]
+            topk_weights[token, column] = float32(0)
+        else:
+            weights[token, column] = float32(0) if padding else shared_weight
+            ids[token, column] = int32(-1) if padding else int32(num_experts + token % replicas)
+
+
+def sorts_its_input(counts, tile_rows, across, sms):
+    counts.sort()
+    return rounds(counts, tile_rows, across, sms)
+
+
 def shares_tiles(counts, tile_rows, across, sms):
     single = -(-(-(-sum(counts) // tile_rows) * across) // sms)
     return single, max(single, -(-max(counts) // tile_rows))
@@ -231,6 +258,7 @@ WRONG = [
     ("shared_experts-1", sum_of_nine, "weight 0 of token 0 is .*, not .*; the eight weights sum to 0.9.*, not 1"),
     ("shared_experts-1", sum_of_all, "the eight weights sum to 0.4184, not 1"),
     ("shared_experts-1", softmax, "weight 0 of token 0 is .*, not .*; the eight weights sum to 1, not 1"),
+    ("shared_experts-1", in_place, "renormalize = True, scaled = False: it changes its input: weights must stay"),
     ("shared_experts-1", lambda *given: None, "the result is None, not a tensor"),
     ("shared_experts-1", lambda weights, *_: weights, r"the result has shape \(3, 8\), not \(3, 9\)"),
     ("shared_experts-2", append_by_element, "with 8 replicas, token 5 is padding, .* its ninth id is 261"),
@@ -245,6 +273,7 @@ WRONG = [
         looks_at_the_own_column,
         r"an index is out of bounds: .* in the line `expert = topk_ids\[token, column\]`",
     ),
+    ("shared_experts-2", clears_its_input, "with 8 replicas, it changes topk_weights or topk_ids, which are inputs"),
     ("shared_experts-2", nine_weights, "nine_weights is no kernel: is @cuda.jit missing before def?"),
     (
         "shared_experts-3",
@@ -253,6 +282,7 @@ WRONG = [
     ),
     ("shared_experts-3", rounds_up_early, r"\[32 times 16, 512\] rows.*: single tiles take 2 rounds, not 1"),
     ("shared_experts-3", longest_column_only, r"\[100, .*: whole columns take at least 4 rounds, not 1"),
+    ("shared_experts-3", sorts_its_input, "it changes its input: counts must stay as they are"),
     ("shared_experts-3", lambda *load: rounds(*load)[0], "the result is 4; two numbers are needed"),
     ("shared_experts-4", holds_all, "the names are right, but up to 17 of 17 tensors are held at once"),
     ("shared_experts-4", clones, r"model.layers.2.mlp.experts.5.up_proj.weight is a copy"),
