@@ -174,12 +174,16 @@ def mean_ratios(rows):
 
 
 def choose(rows):
-    """Return {problem: name} of the chosen configurations; see the module. Single groups have rules of their own."""
+    """Return {problem: name} of the chosen configurations; see the module. Single groups have rules of their own.
+
+    What an earlier version measured and is no candidate any more is not chosen.
+    """
     chosen: dict[Problem, str] = {}
     for kind in KINDS:
         near, configs = {}, candidates(kind)
         for problem, ratios in mean_ratios(rows).items():
             if problem.kind == kind and problem.groups > 1:
+                ratios = {name: ratio for name, ratio in ratios.items() if name in configs}
                 limit = TOLERANCE * min(ratios.values())
                 found = {name: ratio for name, ratio in ratios.items() if ratio <= limit}
                 most = max(configs[name].block_m for name in found)
