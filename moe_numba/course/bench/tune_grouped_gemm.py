@@ -182,8 +182,8 @@ def choose(rows):
     for kind in KINDS:
         near, configs = {}, candidates(kind)
         for problem, ratios in mean_ratios(rows).items():
-            if problem.kind == kind and problem.groups > 1:
-                ratios = {name: ratio for name, ratio in ratios.items() if name in configs}
+            ratios = {name: ratio for name, ratio in ratios.items() if name in configs}
+            if problem.kind == kind and problem.groups > 1 and ratios:
                 limit = TOLERANCE * min(ratios.values())
                 found = {name: ratio for name, ratio in ratios.items() if ratio <= limit}
                 most = max(configs[name].block_m for name in found)
