@@ -42,16 +42,15 @@ TILES = [  # subtile_m, m_subtiles, mma_n
     (144, 2, (144, 136, 128, 120, 104, 88, 64, 32)),
 ]
 SILU_TILES = [*TILES[:5], (112, 1, (112, 104, 96, 88)), (128, 1, (128, 120, 112, 104)), (144, 1, (144, 136, 128, 120))]
-# With four warpgroups ptxas serialises wgmma if the kernel overlaps decoding and has more than two sizes of wgmma, or
-# two of over 32 columns (C7512): such tiles have one or two, or do not overlap.
+# With four warpgroups, several sizes of wgmma and overlapped decoding, ptxas serialises wgmma (C7512), or registers are
+# spilled, as with (32, 24, 16, 8). Serialised wgmmas may still be the fastest, as with (64, 48, 32, 16).
 MXFP4_TILES_OF_FOUR = [
     dict(subtile_m=8, mma_n=(8,), box_rows=8),
-    dict(subtile_m=16, mma_n=(16,), box_rows=8),
     dict(subtile_m=16, mma_n=(16, 8), box_rows=8),
-    dict(subtile_m=32, mma_n=(32,), box_rows=8),
-    dict(subtile_m=32, mma_n=(32, 16), box_rows=8),
-    dict(subtile_m=32, mma_n=(32, 24, 16, 8), box_rows=8, overlap=False),
-    dict(subtile_m=64, mma_n=(64,), box_rows=16),
+    dict(subtile_m=24, mma_n=(24, 16, 8), box_rows=8),
+    dict(subtile_m=32, mma_n=(32, 16, 8), box_rows=8),
+    dict(subtile_m=64, mma_n=(64, 32, 16, 8), box_rows=8),
+    dict(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16),
     dict(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16, overlap=False),
 ]
 MXFP4_TILES = [
