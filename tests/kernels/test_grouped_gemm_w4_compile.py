@@ -3,7 +3,7 @@
 import pytest
 from helpers.once_per_run import once_per_run
 
-from moe_numba.course.bench.tune_grouped_gemm import MXFP4_TILES_OF_FOUR
+from moe_numba.course.bench.tune_grouped_gemm import candidates
 from moe_numba.grouped_gemm.config_w4 import CONFIGS, W4Config
 from moe_numba.grouped_gemm.launch_w4 import W4_SIGNATURE
 from moe_numba.grouped_gemm.layout_w4 import W4Layout
@@ -51,14 +51,14 @@ CASES = {
 }
 
 
-FOUR = {
-    f"four warpgroups, {tile['mma_n']}{', no overlap' * ('overlap' in tile)}": tile | dict(warpgroups=4, stages=6)
-    for tile in MXFP4_TILES_OF_FOUR
-}
-# Several sizes of wgmma, four warpgroups and overlap: ptxas serialises wgmma (C7512).
-SERIALISED = {f"four warpgroups, {sizes}" for sizes in ((64, 32, 16, 8), (64, 48, 32, 16))}
+# The table's candidates. With four warpgroups, several sizes of wgmma and overlap ptxas serialises wgmma (C7512).
+CANDIDATES = candidates("mxfp4")
+FOUR = {name: config for name, config in CANDIDATES.items() if config.warpgroups == 4}
+SERIALISED = {name for name, config in FOUR.items() if config.subtile_m == 64 and config.overlap}
 SWIGLUOAI = dict(activation="swigluoai", bias="bf16", early_weight=True)
-CASES |= FOUR | {f"{name}, swigluoai": tile | SWIGLUOAI for name, tile in FOUR.items() if tile["subtile_m"] <= 32}
+CASES |= {name: config._asdict() for name, config in CANDIDATES.items()} | {
+    f"{name}, swigluoai": config._asdict() | SWIGLUOAI for name, config in FOUR.items() if config.subtile_m <= 32
+}
 
 
 @pytest.fixture(scope="module")
