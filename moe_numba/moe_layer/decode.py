@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from moe_numba.moe_layer import kernel_decode, kernel_decode_fp8, kernel_decode_mxfp4
-from moe_numba.moe_layer.kernel_decode import DecodeShape, make_decode_down_kernel, make_decode_gate_up_kernel
+from moe_numba.moe_layer.kernel_decode import VECTOR, DecodeShape, make_decode_down_kernel, make_decode_gate_up_kernel
 from moe_numba.moe_layer.kernel_decode_fp8 import (
     ROWS,
     DecodeFp8Shape,
@@ -32,11 +32,15 @@ from moe_numba.runtime.outputs import remember
 # assignment, grouped GEMMs once.
 MAX_ASSIGNMENTS_PER_EXPERT = 1.06
 MAX_ASSIGNMENTS = 64
-# Max. weight bytes read by a call. Measured with one token (records `moe_layer` of both GPUs, when all three sizes took
-# these kernels): with 75 to 99 MB they take 0.54 to 0.75 of the grouped GEMMs' time, on an H100 and on an H200. With
-# 199 MB (gpt-oss, bfloat16) they take 0.98 of it on an H100 and 1.17 on an H200, with 352 MB (DeepSeek-V3, FP8) 0.98
-# and 1.04. They save a fixed time, that of two launches, but grouped GEMMs read at a higher rate.
-MAX_WEIGHT_BYTES = 128 << 20
+# Max. weight bytes read by a call. These kernels save a fixed time, that of two launches, but grouped GEMMs read at a
+# higher rate. Measured with one token (records `moe_layer` of both GPUs): with 75 to 99 MB they take 0.54 to 0.75 of
+# the grouped GEMMs' time, on an H100 and on an H200, and with 199 MB (gpt-oss, bfloat16) 0.88 on an H200; in FP8 with
+# 352 MB (DeepSeek-V3) 0.98 and 1.04.
+MAX_WEIGHT_BYTES = {BF16: 256 << 20, FP8_BLOCK: 128 << 20, MXFP4: 128 << 20}
+# Of the second kernel for bfloat16: from so many vectors of a row of weights on, a lane loads more of them at once.
+# gpt-oss, H200, both kernels: 72.2 us with 4 loads, 60.7 with 8, 55.0 with 16. Qwen3, where a lane has half as many
+# vectors: 22.4, 22.8 and 25.1 us.
+MANY_STEPS, MANY_LOADS = 32, 16
 MIN_FP8_WARPS = 1024  # of the first kernel for FP8: with fewer, a grouped GEMM loads the weights faster
 # Of a kernel for MXFP4, if k can be split between so many. gpt-oss with one token on an H200: 27.4 us with 1024, 23.1
 # with 2048, 28.1 with 4096; grouped GEMMs take 37.7.
@@ -51,7 +55,7 @@ def uses_decode_kernels(shape, tokens, topk, w13, w2):
     """Return whether a call with ``tokens`` tokens takes the matrix-vector kernels."""
     if shape.format not in _FITS or tokens * topk > MAX_ASSIGNMENTS:
         return False
-    if tokens * topk * (w13.nbytes + w2.nbytes) > MAX_WEIGHT_BYTES * shape.num_experts:
+    if tokens * topk * (w13.nbytes + w2.nbytes) > MAX_WEIGHT_BYTES[shape.format] * shape.num_experts:
         return False
     if not (w13.is_contiguous() and w2.is_contiguous() and _FITS[shape.format](shape, tokens, topk)):
         return False
@@ -165,6 +169,8 @@ def _make_plan(which, t, activation, bias):
     columns = 1 if is_first else 2
     bias_dtype = "" if bias is None else _BIAS_NAMES[bias.dtype]
     shape = DecodeShape(num_experts, hidden, intermediate, topk, bias_dtype, columns)
+    if not is_first and topk * -(-intermediate // (32 * VECTOR)) >= MANY_STEPS:
+        shape = shape._replace(max_loads=MANY_LOADS)
     threads, num_items = 32 * shape.warps, results // shape.columns
     pointers = "uint16*", "uint16*", _BIAS_TYPES[bias_dtype], ID_TYPES[t.topk_ids.dtype]
     if is_first:
