@@ -115,7 +115,7 @@ _SMALL = dict(subtile_m=32, mma_n=(32, 24, 16, 8), box_rows=8)
 _MEDIUM = dict(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16)
 _LARGE = dict(subtile_m=128, mma_n=(128, 96, 64, 32), box_rows=32)
 CONFIGS: Configs = (
-    (16, _SMALL | dict(stages=8, warpgroups=4)),
+    (16, dict(subtile_m=32, mma_n=(32, 16, 8), box_rows=8, stages=8, warpgroups=4)),
     (40, _MEDIUM | dict(stages=6, warpgroups=4)),
     (112, _LARGE | dict(stages=5)),
     (None, dict(subtile_m=256, mma_n=(256, 208, 160, 112, 56), box_rows=32, stages=5, stage_tiles=1, overlap=False)),

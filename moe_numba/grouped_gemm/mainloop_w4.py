@@ -2,6 +2,9 @@
 
 All are ``stage, phase, acc = main_loop(smem, warp, lane, stage, phase, k_tiles)``. MXFP4 weights for bf16 are scaled as
 they are decoded, so wgmma adds up all of k. The main loops for other weights are in ``promotion_w4.py``.
+
+Up to 16 rows of x are multiplied by ``mma.sync`` instead: a wgmma with A in registers takes as long for 8 columns as
+for 32, and reading 4-bit weights takes less time than that many wgmmas.
 """
 
 from functools import cache
@@ -12,18 +15,70 @@ from numba import cuda, int32, uint64
 from moe_numba.grouped_gemm.decode_w4 import decode_scaled_tile, make_load_tile
 from moe_numba.grouped_gemm.promotion_w4 import make_promoting_main_loop
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_wait_parity
+from moe_numba.ptx.mma import make_ldmatrix_x4, make_mma
 from moe_numba.ptx.pipeline import make_advance
 from moe_numba.ptx.wgmma import make_wgmma_tile_rs, make_wgmma_wait, make_wgmma_wait_registers, wgmma_descriptor
 
 STEPS = 4  # wgmmas of a tile in bf16, 16 elements of k each
 REGISTERS = 4 * STEPS  # registers of A of a tile in bf16
+MMA_SYNC_ROWS = 16  # rows of x up to which mma.sync multiplies
 
 
 def make_main_loop(n, config, layout):
     """Make the main loop of a configuration, for a wgmma of N = ``n``."""
     if not config.scales_in_registers:
         return make_promoting_main_loop(n, config, layout)
+    if n <= MMA_SYNC_ROWS and config.stage_tiles == 2:
+        return make_mma_sync_loop(n, config, layout)
     return (make_overlapped_loop if config.overlap else make_simple_loop)(n, config, layout)
+
+
+@cache
+def make_mma_sync_loop(n, config, layout):
+    """Make a main loop for scaled weights and up to 16 rows of x, by ``mma.sync``.
+
+    Its registers of A and of the accumulators are those of wgmma. Each warp loads the rows of x as B by ``ldmatrix``:
+    lane ``8 i + r`` addresses vector i, and then vector ``i + 4``, of 16 bytes of row r, which the swizzle of TMA has
+    put to place ``i ^ r``.
+    """
+    mma, load_rows = make_mma("bf16", 16, n), make_ldmatrix_x4(tuple(range(0, 128 * n, 1024)))
+    load_tile, advance, zeros = make_load_tile(config, layout), make_advance(config.stages), (np.float32(0),) * (n // 2)
+    stage_bytes, subtile_bytes, full, empty = layout.stage_bytes, layout.subtile_bytes, layout.full, layout.empty
+    has_two = n > 8
+
+    @cuda.jit(device=True)
+    def multiply(acc, a, b, c):
+        """Add the products of a tile: ``b`` has the rows of x for its first 32 elements of k, ``c`` for the others."""
+        acc = mma(acc, a[0:4], b[0:2] + b[4:6] if has_two else b[0:2])
+        acc = mma(acc, a[4:8], b[2:4] + b[6:8] if has_two else b[2:4])
+        acc = mma(acc, a[8:12], c[0:2] + c[4:6] if has_two else c[0:2])
+        return mma(acc, a[12:16], c[2:4] + c[6:8] if has_two else c[2:4])
+
+    @cuda.jit(device=True)
+    def main_loop(smem, warp, lane, stage, phase, k_tiles):
+        acc, left, row = zeros, int32(k_tiles), int32(lane & 7)
+        vector = int32(128 * row + ((lane >> 3 ^ row) << 4))
+        while left > 0:
+            mbarrier_wait_parity(smem.barriers, full + stage, phase)
+            first = int32(stage * stage_bytes + vector)
+            codes, scales = load_tile(smem, warp, lane, stage, int32(0))
+            b, c = load_rows(smem.u8, first), load_rows(smem.u8, int32(first ^ 64))
+            if left > 1:  # load the second tile before the first is decoded, so that the latency is hidden
+                second = int32(first + subtile_bytes)
+                codes_1, scales_1 = load_tile(smem, warp, lane, stage, int32(1))
+                b_1, c_1 = load_rows(smem.u8, second), load_rows(smem.u8, int32(second ^ 64))
+                acc = multiply(acc, decode_scaled_tile(codes, scales), b, c)
+                acc = multiply(acc, decode_scaled_tile(codes_1, scales_1), b_1, c_1)
+            else:
+                acc = multiply(acc, decode_scaled_tile(codes, scales), b, c)
+            cuda.syncwarp()
+            if lane == 0:
+                mbarrier_arrive(smem.barriers, empty + stage)
+            stage, phase = advance(stage, phase)
+            left = int32(left - 2)
+        return stage, phase, acc
+
+    return main_loop
 
 
 @cache

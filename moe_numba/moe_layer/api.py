@@ -140,17 +140,18 @@ def fused_experts(
       both ``a1_scale`` and ``a2_scale``, at least 3 assignments, and no limit with "silu", the first grouped GEMM
       computes and quantises the activation.
 
-    With few tokens in bfloat16 or with block scales, two launches of matrix-vector kernels replace these. The first
+    With few tokens in bfloat16, block scales or MXFP4, two launches of matrix-vector kernels replace these. The first
     computes the activations of each assignment, the second multiplies them by w2 and adds them up, weighted. All
     of these conditions must hold:
 
     - tokens * topk is at most 64, and with more than one token at most 1.06 times the expected number of distinct
       experts;
-    - the weights of the assignments take at most 128 MiB: beyond that, grouped GEMMs are as fast or faster, because
-      they read weights at a higher rate;
-    - w13 and w2 are contiguous, and topk is at most 32 (bfloat16) or 16 (block scales);
+    - the weights of the assignments take at most 256 MiB (bfloat16) or 128 MiB (block scales, MXFP4): beyond that,
+      grouped GEMMs are as fast or faster, because they read weights at a higher rate;
+    - w13 and w2 are contiguous, and topk is at most 32 (bfloat16) or 16 (block scales, MXFP4);
     - with block scales: compute capability 8.9 or newer, no ``x_scale``, hidden >= 2 * intermediate, tokens * topk *
-      intermediate >= 8192, and topk * intermediate <= 40960.
+      intermediate >= 8192, and topk * intermediate <= 40960;
+    - in MXFP4: hidden <= 20480, and topk * (intermediate + 256) <= 20480.
 
     If the mean rows per expert exceed 64 (bfloat16, and FP8 with a scale per expert), 2 (block scales) or 12 (MXFP4), x
     is permuted first: by :func:`permute_tokens`, or by the launch that casts it to FP8. Results between launches are

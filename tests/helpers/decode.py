@@ -3,7 +3,8 @@
 import torch
 
 from moe_numba.grouped_gemm.reference import mismatch, quantise_blocks
-from moe_numba.moe_layer import decode, launches, reference
+from moe_numba.grouped_gemm.reference_w4 import quantise_mxfp4
+from moe_numba.moe_layer import decode, launches, pack_mxfp4_experts, reference
 
 BOUND = 4e-3  # activations are rounded to bfloat16 in another order than in the reference, and the sums once
 
@@ -37,6 +38,13 @@ def make_fp8_inputs(tokens, topk, experts, hidden, intermediate, device, shared=
     return {name: tensor.to(device) for name, tensor in given.items()}
 
 
+def make_mxfp4_inputs(*shape, device, bias=None, shared=True, ids_dtype=torch.int32, gate_up="interleaved"):
+    """As `make_inputs`, with weights in MXFP4."""
+    given = make_inputs(*shape, "cpu", bias, shared, ids_dtype)
+    given["w13"], given["w2"] = pack_mxfp4_experts(*quantise_mxfp4(given["w13"]), *quantise_mxfp4(given["w2"]), gate_up)
+    return {name: tensor.to(device) for name, tensor in given.items()}
+
+
 def wrong(result, given, **options):
     return mismatch(result, reference.fused_experts(**given, **options), BOUND)
 
@@ -44,8 +52,8 @@ def wrong(result, given, **options):
 def count_launches(monkeypatch):
     """Return a list that the names of called launches are appended to: the kernels' and those that they replace."""
     calls = []
-    names = "decode_gate_up", "decode_down", "decode_fp8_gate_up", "decode_fp8_down", "group_by_expert", "weighted_sum"
-    for name in names:
+    names = [f"decode_{format_}{part}" for format_ in ("", "fp8_", "mxfp4_") for part in ("gate_up", "down")]
+    for name in (*names, "group_by_expert", "weighted_sum"):
         module = decode if name.startswith("decode") else launches
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, n=name, f=function, **options: calls.append(n) or f(*a, **options))

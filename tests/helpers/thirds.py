@@ -1,7 +1,8 @@
 """Which third, or sixth, of the slowest cases a run of the test suite tries, so that a few commits try all.
 
-These are planted bugs, corrupted handles, whole notebooks, calls of ``torch.library.opcheck``, and what kernels are
-compiled for: other architectures, and options of a kernel that every run compiles in its main configurations.
+These are planted bugs, some of the wrong kernels and corrupted handles, expert-parallel layers, whole notebooks, calls
+of ``torch.library.opcheck``, and what kernels are compiled for: other architectures, and options of a kernel that every
+run compiles in its main configurations.
 """
 
 import functools

@@ -19,6 +19,7 @@ SHAPES = [  # tokens, topk, experts, hidden, intermediate; the second has whole 
     (1, 3, 8, 320, 64),
     (1, 1, 1, 256, 256),
     (2, 2, 64, 128, 64),
+    (1, 16, 16, 64, 512),  # as many vectors along k as make a lane of the second kernel load more at once
 ]
 
 
@@ -102,10 +103,11 @@ def test_choice(tokens, topk, experts, decodes):
     "sizes, decodes",
     [
         ((1, 9, 257, 7168, 256), True),  # DeepSeek-V3, an eighth of each expert: 99 MB
-        ((2, 9, 257, 7168, 256), False),
+        ((2, 9, 257, 7168, 256), True),
+        ((3, 9, 257, 7168, 256), False),
         ((1, 8, 128, 2048, 768), True),  # Qwen3-30B-A3B: 75 MB
         ((1, 8, 128, 2816, 704), True),  # 95 MB
-        ((1, 4, 32, 2880, 2880), False),  # gpt-oss-20b: 199 MB
+        ((1, 4, 32, 2880, 2880), True),  # gpt-oss-20b: 199 MB
     ],
 )
 def test_choice_by_the_bytes_of_the_weights(sizes, decodes):
@@ -211,7 +213,9 @@ _SHAPES = (257, 7168, 256, 9, ""), (32, 2880, 2880, 4, "bf16")
 KERNELS = {}
 for _shape in _SHAPES:
     KERNELS[f"first {_shape}"] = f"make_decode_gate_up_kernel(DecodeShape{(*_shape, 1)})", _FIRST, 128, False
-    KERNELS[f"second {_shape}"] = f"make_decode_down_kernel(DecodeShape{(*_shape, 2)}, False)", _SECOND, 128, False
+    for _loads in (4, decode.MANY_LOADS):
+        _kernel = f"make_decode_down_kernel(DecodeShape{(*_shape, 2, _loads)}, False)"
+        KERNELS[f"second {_shape} {_loads}"] = _kernel, _SECOND, 128, False
 
 
 def test_the_machine_code():

@@ -8,7 +8,7 @@ from helpers.wrong_kernels import changed, is_rejected
 from moe_numba import simulator
 from moe_numba.moe_layer import ExpertsWorkspace, decode, fused_experts, kernel_decode_fp8
 from moe_numba.moe_layer.launches import ExpertsTensors
-from moe_numba.moe_layer.weights import check_weights
+from moe_numba.moe_layer.weights import FP8_BLOCK, check_weights
 from moe_numba.runtime.sass import compile_apart
 
 SIMULATED = pytest.mark.skipif(not simulator.ENABLED, reason="replaces a kernel in the simulator")
@@ -52,9 +52,9 @@ def test_choice(tokens, topk, hidden, intermediate, decodes, monkeypatch):
         for shape in ((2 * intermediate, hidden), (hidden, intermediate))
     )
     shape = check_weights(w13, w2)._replace(device=torch.device("cpu"))
-    few_bytes = tokens * topk * 3 * hidden * intermediate <= decode.MAX_WEIGHT_BYTES
+    few_bytes = tokens * topk * 3 * hidden * intermediate <= decode.MAX_WEIGHT_BYTES[FP8_BLOCK]
     assert decode.uses_decode_kernels(shape, tokens, topk, w13, w2) == (decodes and few_bytes)
-    monkeypatch.setattr(decode, "MAX_WEIGHT_BYTES", 1 << 40)
+    monkeypatch.setitem(decode.MAX_WEIGHT_BYTES, FP8_BLOCK, 1 << 40)
     assert decode.uses_decode_kernels(shape, tokens, topk, w13, w2) == decodes
 
 

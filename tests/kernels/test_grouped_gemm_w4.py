@@ -20,11 +20,13 @@ from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.runtime.device import H200
 
 BLOCK_SCALED = E4M3._replace(x_scaling="block")
+WGMMA = SMALL._replace(subtile_m=24, mma_n=(24,))
 VARIANTS = {
-    "two tiles": SMALL,
+    "two tiles": WGMMA,
     "one tile": SMALL._replace(stage_tiles=1),
-    "no overlap": SMALL._replace(overlap=False),
-    "four warpgroups": SMALL._replace(warpgroups=4, box_rows=16, mma_n=(16,)),
+    "no overlap": WGMMA._replace(overlap=False),
+    "mma.sync": SMALL,
+    "four warpgroups": SMALL._replace(warpgroups=4, subtile_m=24, mma_n=(24, 16, 8)),
     "e4m3, four warpgroups": E4M3._replace(warpgroups=4, mma_n=(16,)),
     "e4m3, tensor": E4M3._replace(x_scaling="tensor"),
     "e4m3, row": E4M3,
@@ -41,7 +43,10 @@ VARIANTS = {
     "pattern, variant",
     [
         *(("empty groups", variant) for variant in VARIANTS),
-        *(("an exact tile, and one row more", variant) for variant in ("two tiles", "one tile", "e4m3, block")),
+        *(
+            ("an exact tile, and one row more", variant)
+            for variant in ("two tiles", "one tile", "mma.sync", "e4m3, block")
+        ),
         ("no rows", "two tiles"),
     ],
 )
@@ -52,7 +57,9 @@ def test_group_sizes(pattern, variant, device):
 
 
 @pytest.mark.parametrize("k", [64, 832], ids=["few stages", "many stages"])
-@pytest.mark.parametrize("variant", ["two tiles", "one tile", "four warpgroups", "e4m3, block", "int4, groups of 64"])
+@pytest.mark.parametrize(
+    "variant", ["two tiles", "one tile", "mma.sync", "four warpgroups", "e4m3, block", "int4, groups of 64"]
+)
 def test_early_weights(variant, k, device):
     """The first stages hold several tiles, or a part of one."""
     late = make_problem([5, 0, 30, 7], 256, k, device, VARIANTS[variant])
@@ -67,6 +74,7 @@ def test_early_weights(variant, k, device):
         (32, 32, "two tiles"),
         (96, 96, "one tile"),
         (192, 224, "two tiles"),
+        (192, 224, "mma.sync"),
         (320, 96, "four warpgroups"),
         (96, 96, "e4m3, row"),
         (192, 32, "e4m3, block"),
@@ -87,7 +95,7 @@ def test_row_layouts(row_layout, variant, device):
     assert mismatch(run(p), p.expected) is None
 
 
-@pytest.mark.parametrize("seed, variant", [(1, "two tiles"), (2, "two tiles"), (1, "e4m3, block")])
+@pytest.mark.parametrize("seed, variant", [(1, "two tiles"), (2, "two tiles"), (1, "mma.sync"), (1, "e4m3, block")])
 def test_result_does_not_depend_on_thread_order(seed, variant, device):
     p = make_problem([30, 10], 64, 448, device, VARIANTS[variant])
     first = run(p)
@@ -102,7 +110,7 @@ def test_invalid_group_sizes_stay_in_bounds(lengths, starts, device):
     run(p)  # asserts that the guard rows are unchanged
 
 
-@pytest.mark.parametrize("variant", ["two tiles", "one tile", "e4m3, row", "e4m3, block"])
+@pytest.mark.parametrize("variant", ["two tiles", "one tile", "mma.sync", "e4m3, row", "e4m3, block"])
 def test_gather(variant, device):
     p = gathered(make_problem([5, 0, 40], 96, 160, device, VARIANTS[variant]))
     assert mismatch(run(p), p.expected) is None
@@ -246,12 +254,42 @@ WRONG |= {
         *(f"        if left > 0:\n{LAST_TILE}", f"        if left > 1:\n{LAST_TILE}"),
     ),
 }
+MMA_SYNC = "mma.sync", mainloop_w4
+RELEASE = "            if lane == 0:\n                mbarrier_arrive(smem.barriers, empty + stage)\n"
+WRONG |= {
+    "mma.sync: a stage is read before it is full": (*MMA_SYNC, f"{WAIT}            first = ", "            first = "),
+    "mma.sync: a stage is never released": (
+        *MMA_SYNC,
+        f"{RELEASE}            stage, phase = advance(stage, phase)\n            left = int32(left - 2)",
+        "            stage, phase = advance(stage, phase)\n            left = int32(left - 2)",
+    ),
+    "mma.sync: rows of x are read without their swizzle": (*MMA_SYNC, "(lane >> 3 ^ row)", "(lane >> 3)"),
+    "mma.sync: the second half of k has the first one's x": (*MMA_SYNC, "int32(first ^ 64)", "first"),
+    "mma.sync: the second tile of a stage is multiplied with the first one's x": (
+        *MMA_SYNC,
+        *("int32(first + subtile_bytes)", "first"),
+    ),
+    "mma.sync: rows of x from 8 on are the first ones": (
+        *MMA_SYNC,
+        "tuple(range(0, 128 * n, 1024))",
+        "(0,) * (n // 8)",
+    ),
+    "mma.sync: the last tile is left out": (
+        *MMA_SYNC,
+        f"        while left > 0:\n{WAIT}            first = ",
+        f"        while left > 1:\n{WAIT}            first = ",
+    ),
+}
 RACES = {"e4m3: a stage is released while other lanes read its scales"}  # all lanes of a warp are usually in time
 ON_A_GPU = {  # the others would hang a GPU, access memory out of bounds, or could be right by chance
     "rows of the next group are stored",
     "the wrong group's weight is loaded",
     "both warpgroups load the same rows of weight",
     "the second tile of a stage is multiplied with the first one's x",
+    "mma.sync: rows of x are read without their swizzle",
+    "mma.sync: the second half of k has the first one's x",
+    "mma.sync: the second tile of a stage is multiplied with the first one's x",
+    "mma.sync: rows of x from 8 on are the first ones",
     "the epilogue does not undo its swizzle",
     "e4m3: a block is multiplied with the x of its neighbour",
     "e4m3: a row has the scale of the next row of x",

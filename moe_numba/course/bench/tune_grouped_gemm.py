@@ -42,16 +42,15 @@ TILES = [  # subtile_m, m_subtiles, mma_n
     (144, 2, (144, 136, 128, 120, 104, 88, 64, 32)),
 ]
 SILU_TILES = [*TILES[:5], (112, 1, (112, 104, 96, 88)), (128, 1, (128, 120, 112, 104)), (144, 1, (144, 136, 128, 120))]
-# With four warpgroups ptxas serialises wgmma if the kernel overlaps decoding and has more than two sizes of wgmma, or
-# two of over 32 columns (C7512): such tiles have one or two, or do not overlap.
+# With four warpgroups, several sizes of wgmma and overlapped decoding, ptxas serialises wgmma (C7512), or registers are
+# spilled, as with (32, 24, 16, 8). Serialised wgmmas may still be the fastest, as with (64, 48, 32, 16).
 MXFP4_TILES_OF_FOUR = [
     dict(subtile_m=8, mma_n=(8,), box_rows=8),
-    dict(subtile_m=16, mma_n=(16,), box_rows=8),
     dict(subtile_m=16, mma_n=(16, 8), box_rows=8),
-    dict(subtile_m=32, mma_n=(32,), box_rows=8),
-    dict(subtile_m=32, mma_n=(32, 16), box_rows=8),
-    dict(subtile_m=32, mma_n=(32, 24, 16, 8), box_rows=8, overlap=False),
-    dict(subtile_m=64, mma_n=(64,), box_rows=16),
+    dict(subtile_m=24, mma_n=(24, 16, 8), box_rows=8),
+    dict(subtile_m=32, mma_n=(32, 16, 8), box_rows=8),
+    dict(subtile_m=64, mma_n=(64, 32, 16, 8), box_rows=8),
+    dict(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16),
     dict(subtile_m=64, mma_n=(64, 48, 32, 16), box_rows=16, overlap=False),
 ]
 MXFP4_TILES = [
@@ -174,12 +173,16 @@ def mean_ratios(rows):
 
 
 def choose(rows):
-    """Return {problem: name} of the chosen configurations; see the module. Single groups have rules of their own."""
+    """Return {problem: name} of the chosen configurations; see the module. Single groups have rules of their own.
+
+    What an earlier version measured and is no candidate any more is not chosen.
+    """
     chosen: dict[Problem, str] = {}
     for kind in KINDS:
         near, configs = {}, candidates(kind)
         for problem, ratios in mean_ratios(rows).items():
-            if problem.kind == kind and problem.groups > 1:
+            ratios = {name: ratio for name, ratio in ratios.items() if name in configs}
+            if problem.kind == kind and problem.groups > 1 and ratios:
                 limit = TOLERANCE * min(ratios.values())
                 found = {name: ratio for name, ratio in ratios.items() if ratio <= limit}
                 most = max(configs[name].block_m for name in found)

@@ -50,7 +50,7 @@ def moe_layer():
 
 
 def decode():
-    """The kernels of ``fused_experts`` for a few tokens, in bfloat16 and in FP8 blocks."""
+    """The kernels of ``fused_experts`` for a few tokens, in bfloat16, FP8 blocks and MXFP4."""
     from moe_numba import fused_experts
 
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
@@ -61,6 +61,8 @@ def decode():
         sizes = {"w13": (2 * intermediate, hidden), "w2": (hidden, intermediate)}
         given = {name: torch.empty(experts, *size, dtype=dtype) for name, size in sizes.items()}
         for name, (n, k) in sizes.items():
+            if dtype == torch.uint8:
+                given[name] = torch.empty(experts, n // 64, k // 64, 2176, dtype=dtype)
             if dtype == fp8:
                 given[f"{name}_scale"] = torch.empty(experts, n // 128, k // 128)
             if bias:
@@ -74,6 +76,7 @@ def decode():
     for bias in (None, bf16, torch.float32):
         name = "no bias" if bias is None else f"bias of {str(bias)[6:]}"
         yield f"bf16 {name}", lambda: call(1, *biased, bias=bias, activation="swigluoai")
+        yield f"mxfp4 {name}", lambda: call(1, 32, 4, 2880, 2880, torch.uint8, bias=bias, activation="swigluoai")
     for ids in (torch.int32, torch.int64):
         for shared in (False, True):
             name = f"{str(ids)[6:]}{', shared' * shared}"
