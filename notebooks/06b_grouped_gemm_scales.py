@@ -60,6 +60,7 @@ from moe_numba.grouped_gemm import (
     group_gemm_mxfp4,
     kernel,
     kernel_block_scaled,
+    mainloop_w4,
     pack_mxfp4,
     packing_mxfp4,
     producer_block_scaled,
@@ -174,9 +175,11 @@ STORE_CONFIG = VARIANTS["TMA store"][0]
 VARIANTS["four stages, stores by lanes"] = STORE_CONFIG, scales.BY_LANES
 VARIANTS["weights not kept"] = STORE_CONFIG._replace(keep_weight=False), {}
 FEW_AVERAGE, MANY_AVERAGE = 4, 64  # rows per group of the second ladder
+FOUR_TILE = measured_config("mxfp4", 4096, 7168, 32, FEW_AVERAGE)  # of the package
 if not SIMULATED:
     definitions = [scales.definition(*variant) for variant in VARIANTS.values()]
     definitions += [mxfp4.definition(rows, parts) for rows in (FEW_AVERAGE, MANY_AVERAGE) for parts in mxfp4.PARTS]
+    definitions.append(mxfp4.definition(FEW_AVERAGE, "shift and mask", FOUR_TILE))
     print(compile_ahead(definitions), "kernels")
 LAUNCHES = {name: scales.StepLaunch(config, P, **parts) for name, (config, parts) in VARIANTS.items()}
 
@@ -517,9 +520,9 @@ say(
 )
 
 # %% [markdown]
-# With 192 columns the bytes from L2 hardly limit the loads. (Step 3 does not show that they do: wider tiles also need
-# fewer stages in all.) The drift is gone, and the kernel is hardly faster, because computing is the limit. Pairs gain
-# where loads are the limit, as on an H100, which has the same SMs, but less DRAM bandwidth:
+# With 192 columns the bytes from L2 hardly limit the loads. The drift is gone, and the kernel is hardly faster, because
+# computing is the limit. Pairs gain where loads are the limit, as on an H100, which has the same SMs, but less DRAM
+# bandwidth:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 H100 = records.recorded("grouped_gemm_block_scales_ladder", "h100-80gb-hbm3") or {"rows": [], "diagnosis": {}}
@@ -908,9 +911,6 @@ say(
 # DeepGEMM's kernel is faster still (first output of this notebook); which of its differences matters has not been
 # measured.
 #
-# Zeros instead of the next group's rows in a group's last tile, pairs that share rows of x, and earlier loads of scales
-# were also measured on an H200, outside of this notebook, without gain.
-#
 # Wrong kernels must be rejected: one that exchanges the scales of a thread's two rows, and two diagnoses from above.
 
 # %%
@@ -1202,7 +1202,7 @@ Markdown(f"```python\n{source_of(packing_mxfp4._pack_codes)}```")
 
 
 # %%
-by_masks = mxfp4.StepLaunch(FEW_ROWS, "packed", "package")
+by_masks = mxfp4.StepLaunch(FEW_ROWS, "packed", "shift and mask")
 gain_us = (four.median_us("order of fragments") or READ_US) - max(READ_US, issue_us(WAYS[2]))
 four_step("shift, mask, multiply", by_masks, after="order of fragments", predicted_gain_us=gain_us)
 
@@ -1215,21 +1215,63 @@ LEFT_US = MASK_TIMES["shift, mask, multiply"] - MASK_TIMES["not decoded"] if MAS
 print(f"decoding: {LEFT_US:.1f} us")
 
 # %% [markdown]
-# ### Step 5: four consumer warpgroups, the package's tile
+# ### Step 5: four consumer warpgroups
 #
 # **Bottleneck.** Few instructions decode a tile, but each needs the result of the one before. With two consumer
 # warpgroups a scheduler has two warps that decode, and idles while both wait.
 #
-# **Idea.** `group_gemm_mxfp4` takes its tile from a table of measurements. Four warpgroups have twice as many warps
-# that decode. Each computes 64 columns of y, so a tile has 256.
+# **Idea.** Four warpgroups have twice as many warps that decode. This is the tile that `group_gemm_mxfp4` takes from a
+# table of measurements, with 256 columns of y.
 
 # %%
-FOUR_TILE = measured_config("mxfp4", TIMED["n"], TIMED["k"], 32, FEW_AVERAGE)
-for name, config in (("steps", mxfp4.config_of(FEW_AVERAGE)), ("package", FOUR_TILE)):
+for name, config in (("so far", mxfp4.config_of(FEW_AVERAGE)), ("now", FOUR_TILE)):
     print(f"{name}: {config.warpgroups} consumer warpgroups, {config.stages} stages, {config.subtile_m} rows of x")
 
 # %% [markdown]
-# **Predicted gain.** What is left of decoding, if the package has four warpgroups.
+# **Predicted gain.** What is left of decoding.
+
+# %%
+four_warpgroups = mxfp4.StepLaunch(FEW_ROWS, "packed", "shift and mask", FOUR_TILE)
+four_step("four warpgroups", four_warpgroups, after="shift, mask, multiply", predicted_gain_us=LEFT_US)
+
+# %% [markdown]
+# **Explanation.** What was left of decoding is hidden: the time is that of the kernel that does not decode.
+
+# %%
+HIDDEN = {"shift, mask, multiply": by_masks, "four warpgroups": four_warpgroups, "not decoded": not_decoded}
+HIDDEN_TIMES = times("four warpgroups", HIDDEN, FEW_ROWS, four)
+
+# %% [markdown]
+# ### Step 6: mma.sync for few rows
+#
+# **Bottleneck.** Neither decoding nor, at the rate of a copy, reading the codes explains this time. What remains is
+# wgmma: a tile has few rows of x, but a wgmma with A in registers takes almost as long for 8 columns as for 32.
+
+# %%
+ITERATIONS, CTAS = 200, 1 if SIMULATED else LIMITS.sm_count
+SUMS = torch.empty(CTAS * mxfp4.PRODUCT_THREADS, device=DEVICE)
+PRODUCTS = {
+    f"{instruction}, {n} columns": partial(
+        mxfp4.launch_products, instruction, n, SUMS, 1 if SIMULATED else ITERATIONS, CTAS
+    )
+    for instruction, n in (("wgmma", 8), ("wgmma", 32), ("mma.sync", 8), ("mma.sync", 16))
+}
+PRODUCT_US = four.times("products", PRODUCTS) or {}
+PRODUCT_NS = {
+    name: us * 1000 / (ITERATIONS * 8 * 4) for name, us in PRODUCT_US.items()
+}  # of an SM, with four warpgroups
+for name, ns in PRODUCT_NS.items():
+    print(f"64 rows of weight, 16 elements of k, {name}: {ns:.1f} ns")
+
+# %% [markdown]
+# **Idea.** `mma.sync` multiplies 16 rows by 8 columns in each warp. Its registers of A and of the accumulators are those
+# of wgmma, so decoding and epilogue stay as they are. Each warp loads the rows of x itself, by `ldmatrix`:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+Markdown(f"```python\n{source_of(mainloop_w4.make_mma_sync_loop)}```")
+
+# %% [markdown]
+# **Predicted gain.** At most the time of the multiplications that is saved, until reading the codes becomes the limit.
 
 
 # %%
@@ -1237,15 +1279,16 @@ def package_mxfp4(p):
     return group_gemm_mxfp4(p.x, p.packed, p.seqlens, p.cu_seqlens, p.average, out=p.out)
 
 
-gain_us = LEFT_US if FOUR_TILE.warpgroups == 4 else 0
-four_step("final", package_mxfp4, after="shift, mask, multiply", predicted_gain_us=gain_us)
+COUNT = USED * WEIGHTS / (64 * 16 * LIMITS.sm_count)  # products of an SM
+SAVED_US = COUNT * (PRODUCT_NS["wgmma, 8 columns"] - PRODUCT_NS["mma.sync, 8 columns"]) / 1000 if PRODUCT_NS else 0
+gain_us = min(SAVED_US, (four.median_us("four warpgroups") or READ_US) - READ_US)
+four_step("final", package_mxfp4, after="four warpgroups", predicted_gain_us=gain_us)
 
 # %% [markdown]
-# **Explanation.** What is left of decoding is hidden. The kernel that does not decode has two warpgroups and more
-# stages, so it is no lower bound for one with four:
+# **Explanation.** wgmmas run while other warpgroups load and decode, so only a part of their time was visible.
 
 # %%
-FINAL = {"shift, mask, multiply": by_masks, "final": package_mxfp4, "not decoded": not_decoded}
+FINAL = {"four warpgroups": four_warpgroups, "final": package_mxfp4}
 FINAL_TIMES = times("final", FINAL, FEW_ROWS, four)
 
 # %% [markdown]
@@ -1314,9 +1357,9 @@ say(
 )
 
 # %% [markdown]
-# **Conclusion.** With few rows the time is that of reading the codes, and 4-bit weights are faster than FP8. With 64
-# rows per group they are not: the FP8 kernel takes less time in the record of `bench grouped_gemm`, and MXFP4 saves
-# memory only. What limits the kernel there has not been measured.
+# **Conclusion.** With few rows, 4-bit weights are faster than FP8. With 64 rows per group they are not: the FP8 kernel
+# takes less time in the record of `bench grouped_gemm`, and MXFP4 saves memory only. What limits the kernel there has
+# not been measured.
 #
 # ## 5. Sources
 #

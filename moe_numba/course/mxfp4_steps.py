@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from numba import cuda, float32, int32, uint8, uint32, uint64
 
@@ -28,7 +29,10 @@ from moe_numba.grouped_gemm.reference_w4 import E2M1, dequantise_mxfp4
 from moe_numba.grouped_gemm.weight_tiles import CODE_BYTES, TILE
 from moe_numba.ptx.arithmetic import int_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
-from moe_numba.ptx.memory import st_global_s32x4
+from moe_numba.ptx.fence import fence_proxy_async_shared
+from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
+from moe_numba.ptx.mma import make_mma
+from moe_numba.ptx.wgmma import make_wgmma_tile_rs, make_wgmma_wait, wgmma_descriptor
 from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address, launch, launcher
 from moe_numba.runtime.tensor_map import tensor_map_template
@@ -42,13 +46,16 @@ __all__ = [  # with the parts of the package that the notebook shows
     "dequantise_mxfp4",
     "instructions_per_tile",
     "launch_dequantise",
+    "launch_products",
     "make_load_tile",
     "make_load_tile_by_bytes",
+    "make_product_kernel",
     "make_step_kernel",
     "pack_fragments",
     "pack_rows",
 ]
 DEQUANTISE_THREADS = 256
+PRODUCT_THREADS = 512  # four warpgroups
 
 
 # Layouts
@@ -236,6 +243,51 @@ def instructions_per_tile(names: Iterable[str], without: str) -> dict[str, dict[
     return found
 
 
+# Time of a multiplication
+
+
+@cache
+def make_product_kernel(instruction, n):
+    """Make a kernel that multiplies 64 x 16 by 16 x n matrices of ones, eight per warpgroup and iteration.
+
+    ``instruction`` is "wgmma", with A in registers, or "mma.sync", with n 8 or 16. Each thread stores the mean
+    of two elements of the sum.
+    """
+    ones, zeros = uint32(0x3F803F80), (np.float32(0),) * (n // 2)  # two bfloat16
+    a, words_of_b, last = (ones,) * 16, n // 4, n // 2 - 1
+    wgmma, wait, mma = make_wgmma_tile_rs(n, "bf16", 4), make_wgmma_wait(n, 0), make_mma("bf16", 16, n)
+    by_wgmma, words = instruction == "wgmma", 32 * n  # of B
+
+    @cuda.jit
+    def product_kernel(out, iterations):
+        u8, i32 = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, int32, 1024)
+        for i in range(cuda.threadIdx.x, words, cuda.blockDim.x):
+            i32[i] = int32(ones)
+        fence_proxy_async_shared()
+        cuda.syncthreads()
+        # Loaded, so that the compiler does not know that all columns are equal.
+        w_0, w_1, w_2, w_3 = ld_shared_s32x4(i32, int32(4 * (cuda.threadIdx.x & 31)))
+        b, acc, other = (uint32(w_0), uint32(w_1), uint32(w_2), uint32(w_3))[:words_of_b], zeros, zeros
+        for _ in range(iterations):
+            if by_wgmma:
+                descriptor = wgmma_descriptor(u8, int32(0))
+                acc = wgmma(acc, a, descriptor)
+                acc = wait(wgmma(acc, a, descriptor))
+            else:
+                for _ in range(4):
+                    acc, other = mma(acc, a[:4], b), mma(other, a[:4], b)
+        mean = float32(0.5) * (acc[0] + acc[last] + other[0] + other[last])
+        out[cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x] = mean
+
+    return product_kernel
+
+
+def launch_products(instruction: str, n: int, out: torch.Tensor, iterations: int, ctas: int) -> None:
+    """Launch `make_product_kernel`; ``out`` is float32, one element for each of 512 threads of a CTA."""
+    options = dict(shared_bytes=128 * n, cpp_entry=True)
+    launch(make_product_kernel(instruction, n), ctas, PRODUCT_THREADS, out, iterations, **options)
+
+
 # Kernels and launches
 
 
@@ -253,19 +305,20 @@ def make_step_kernel(config: W4Config, **parts: Any) -> tuple[Any, int]:
     return kernel.make_kernel(config)
 
 
+_WGMMA: dict[str, Any] = {"MMA_SYNC_ROWS": 0}  # also with few rows
 # The package multiplies scales by a power of two, to stay within bfloat16's range, and undoes it in the epilogue.
-_BY_VALUE = {"decode_scaled_tile": decode_tile_by_value, "MXFP4_RESULT_EXPONENT": 0}
+_BY_VALUE = _WGMMA | {"decode_scaled_tile": decode_tile_by_value, "MXFP4_RESULT_EXPONENT": 0}
 PARTS: dict[str, dict[str, Any]] = {
     "rows, by value": _BY_VALUE | {"make_load_tile": make_load_tile_by_bytes},
     "fragments, by value": _BY_VALUE,
-    "not decoded": {"decode_scaled_tile": decode_nothing},
-    "rows, not decoded": {"decode_scaled_tile": decode_nothing, "make_load_tile": make_load_tile_by_bytes},
-    "package": {},
+    "not decoded": _WGMMA | {"decode_scaled_tile": decode_nothing},
+    "rows, not decoded": _WGMMA | {"decode_scaled_tile": decode_nothing, "make_load_tile": make_load_tile_by_bytes},
+    "shift and mask": _WGMMA,
 }
 
 
 def config_of(average: int) -> W4Config:
-    """Return the configuration of all steps for groups of ``average`` rows, with two consumer warpgroups.
+    """Return the configuration of the first steps for groups of ``average`` rows, with two consumer warpgroups.
 
     With four, ptxas reports that a step's registers do not suffice for wgmmas that run while the next tile is decoded.
     """
@@ -278,9 +331,9 @@ def make_kernel_of(config: W4Config, parts: str) -> Any:
     return make_step_kernel(config, **PARTS[parts])[0]
 
 
-def definition(average: int, parts: str) -> KernelDefinition:
+def definition(average: int, parts: str, config: W4Config | None = None) -> KernelDefinition:
     """Return what `compile_ahead` needs to compile a step."""
-    config = config_of(average)
+    config = config or config_of(average)
     return KernelDefinition(make_kernel_of, (config, parts), W4_SIGNATURE, W4Layout(config).threads)
 
 
@@ -295,12 +348,14 @@ class StepLaunch:
         Name of the problem's packed weights, [groups, n / 64, k / 64, 2176].
     parts : str
         Key of ``PARTS``.
+    config : W4Config, optional
+        Configuration; by default that of `config_of`.
 
     Calling it with a problem returns ``problem.out``.
     """
 
-    def __init__(self, problem: Any, weight: str, parts: str):
-        config = config_of(problem.average)
+    def __init__(self, problem: Any, weight: str, parts: str, config: W4Config | None = None):
+        config = config or config_of(problem.average)
         (kernel, shared_bytes), self.threads = make_step_kernel(config, **PARTS[parts]), W4Layout(config).threads
         device, packed = problem.x.device, getattr(problem, weight)
         options = dict(launch_bounds=self.threads, shared_bytes=shared_bytes)

@@ -181,6 +181,14 @@ def test_steps_spill_no_accumulators_in_the_main_loop():
             assert bool(spills) == (name == "new registers"), f"{name}: {spills}"
 
 
+@pytest.mark.parametrize("instruction, n", [("wgmma", 8), ("wgmma", 32), ("mma.sync", 8), ("mma.sync", 16)])
+def test_products_of_ones(instruction, n, device):
+    """Their time is measured: each iteration must multiply eight times, 16 elements of k each."""
+    out = torch.zeros(mxfp4_steps.PRODUCT_THREADS, device=device)
+    mxfp4_steps.launch_products(instruction, n, out, 3, 1)
+    assert (out == 3 * 8 * 16).all()
+
+
 def test_weights_in_rows_compile_without_spills():
     definition = mxfp4_steps.definition(4, "rows, by value")
     source = "from moe_numba.course import mxfp4_steps"
