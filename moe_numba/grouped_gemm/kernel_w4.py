@@ -8,8 +8,9 @@ Producer warps: one thread issues the copies of a stage: for each consumer warpg
 packed tiles (see ``weight_tiles.py``), for int4 one of their scales, and TMA loads of x. Three auxiliary warps copy
 gathered rows of x instead, and scales of blocks of x.
 Consumers: each warpgroup multiplies 64 rows of weight. A thread loads its codes of a tile with one 16-byte load,
-decodes them to registers of A (``decode_w4.py``), and issues wgmmas, which run while it decodes the next codes
-(``mainloop_w4.py``, and ``promotion_w4.py`` for weights whose scales are applied to sums).
+decodes them to registers of A (``decode_w4.py``), and issues wgmmas, which run while it decodes the next codes, or with
+MXFP4 and few rows of x mma.sync (``mainloop_w4.py``, and ``promotion_w4.py`` for weights whose scales are applied to
+sums).
 """
 
 from functools import cache
