@@ -1009,7 +1009,7 @@ say(
     "{overlap:+.1f} us relative to their sum.\n\n"
     "The GEMV kernels read an expert's weights once for each of its tokens. So `fused_experts` uses them for one token, and "
     "for more only if `tokens * topk` is at most {ratio:g} times the expected number of distinct experts; and only if the "
-    "weights of the assignments take at most {size} MiB. Measurements that this notebook does not repeat gave "
+    "weights of the assignments take at most {size} MiB in bfloat16. Measurements that this notebook does not repeat gave "
     "these limits.",
     before=ONE.get("grouped GEMMs"),
     after=ONE.get("GEMV"),
@@ -1021,7 +1021,7 @@ say(
     copy=ONE_BYTES / ONE["copy"] * 1e-6 if ONE else None,
     overlap=ONE["GEMV"] - ONE["GEMV, gate_up"] - ONE["GEMV, down"] if ONE else None,
     ratio=decode.MAX_ASSIGNMENTS_PER_EXPERT,
-    size=decode.MAX_WEIGHT_BYTES >> 20,
+    size=decode.MAX_WEIGHT_BYTES["bf16"] >> 20,
 )
 
 # %% [markdown]
