@@ -45,13 +45,13 @@ def test_equals_reference(shape, shared, ids_dtype, device, monkeypatch):
         (1, 8, 16384, 5248, False),  # nor shared memory
     ],
 )
-def test_choice(tokens, topk, hidden, intermediate, decodes, monkeypatch):
+def test_choice(tokens, topk, hidden, intermediate, decodes, monkeypatch, device):
     """By the sizes; the bytes of the weights decide, too."""
     w13, w2 = (
         torch.empty(256, *shape, device="meta", dtype=torch.float8_e4m3fn)
         for shape in ((2 * intermediate, hidden), (hidden, intermediate))
     )
-    shape = check_weights(w13, w2)._replace(device=torch.device("cpu"))
+    shape = check_weights(w13, w2)._replace(device=torch.device(device))
     few_bytes = tokens * topk * 3 * hidden * intermediate <= decode.MAX_WEIGHT_BYTES[FP8_BLOCK]
     assert decode.uses_decode_kernels(shape, tokens, topk, w13, w2) == (decodes and few_bytes)
     monkeypatch.setitem(decode.MAX_WEIGHT_BYTES, FP8_BLOCK, 1 << 40)

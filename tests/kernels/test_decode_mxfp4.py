@@ -60,11 +60,11 @@ def test_equals_reference(shape, bias, shared, ids_dtype, options, device, warps
         (1, 8, 8192, 2048, False),  # 201 MB
     ],
 )
-def test_choice(tokens, topk, hidden, intermediate, decodes):
+def test_choice(tokens, topk, hidden, intermediate, decodes, device):
     tiles = -(-hidden // 64), -(-intermediate // 64)
     w13 = torch.empty(32, intermediate // 32, tiles[0], 2176, device="meta", dtype=torch.uint8)
     w2 = torch.empty(32, tiles[0], tiles[1], 2176, device="meta", dtype=torch.uint8)
-    shape = check_weights(w13, w2)._replace(device=torch.device("cpu"))
+    shape = check_weights(w13, w2)._replace(device=torch.device(device))
     assert decode.uses_decode_kernels(shape, tokens, topk, w13, w2) == decodes
 
 
