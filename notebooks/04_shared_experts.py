@@ -461,10 +461,10 @@ measure("ninth column, torch", fused_by_torch, after="separate", predicted_gain_
 print_settings("ninth column, torch", "separate")
 
 # %% [markdown]
-# **Explanation.** In bfloat16 the layer is slower in all four settings: the operations on a small table of 8 x 9 numbers
-# need as many launches as the shared expert's kernels did. Gathering, scattering and summing the rows of the ninth slot is
-# added, which costs most for 1024 tokens. In FP8 the fusion is faster, since the quantisation for the shared expert's own
-# GEMMs disappears.
+# **Explanation.** In bfloat16 the fusion gains nothing: for 8 tokens the change is within the noise, and in the other
+# three settings the layer is slower. The operations on a small table of 8 x 9 numbers need as many launches as the
+# shared expert's kernels did. Gathering, scattering and summing the rows of the ninth slot is added, which costs most
+# for 1024 tokens. In FP8 the fusion is faster, since the quantisation for the shared expert's own GEMMs disappears.
 #
 # ### Step 2: replicas
 #
@@ -554,8 +554,8 @@ measure("ninth column, 1 kernel", fused_by_own_kernel, after="ninth column, torc
 print_settings("ninth column, 1 kernel", "ninth column, torch")
 
 # %% [markdown]
-# **Explanation.** Six kernels fewer, and faster in all five settings. The call time falls by more than the kernel time,
-# because each torch operation also costs CPU time.
+# **Explanation.** Six kernels fewer, and faster in all settings except for 1024 tokens, where the saving is lost in the
+# noise. The call time falls by more than the kernel time, because each torch operation also costs CPU time.
 #
 # ### Step 4: the package's `fuse_routing`
 #
@@ -590,8 +590,7 @@ measure("fuse_routing", fused_by_fuse_routing, after="ninth column, 1 kernel", p
 print_settings("fuse_routing", "ninth column, 1 kernel")
 
 # %% [markdown]
-# **Explanation.** The predicted change is far below the noise of a whole layer, and the measured changes have different
-# signs in the five settings.
+# **Explanation.** The predicted change is far below the noise of a whole layer, and so are the measured changes.
 #
 # **Exercise 2.** This kernel appends a ninth column to the routing, one thread per element. Token `t` must take replica
 # `t % replicas`. A padding token, whose ids are -1, must get the id -1 and the weight 0 in this column, too. `weights`
@@ -715,8 +714,8 @@ measure("moe_numba grouped GEMM", fused_with_moe_numba_gemm, OTHER_SETTINGS, aft
 print_settings("moe_numba grouped GEMM", "final")
 
 # %% [markdown]
-# **Explanation.** The layer saves about what its GEMMs save alone. The call time is more than twice the kernel time:
-# without a CUDA graph the CPU limits the layer, and the call times of the whole ladder show little of the gain.
+# **Explanation.** The layer saves about what its GEMMs save alone. The call time is several times the kernel time:
+# without a CUDA graph the CPU limits the layer, and the call times of the whole ladder do not show the gain.
 #
 # The record has the layer before and after the fusion, with torch's GEMM and with moe_numba's:
 
@@ -744,9 +743,10 @@ def both_grouped_gemms():
 print("\n".join(both_grouped_gemms()) or "no times are recorded yet")
 
 # %% [markdown]
-# Up to 64 tokens the fusion saves about as many microseconds as with torch's GEMM. From 256 tokens on it is about neutral
-# with torch's GEMM and slightly slower with the package's. Hypothesis: the shared expert's separate GEMMs then fill the
-# GPU on their own, and the rows of the ninth slot cost what they cost in step 1.
+# Up to 64 tokens the fusion saves about as many microseconds as with torch's GEMM. From 256 tokens on it is about
+# neutral with torch's GEMM and slightly slower with the package's. With the package's GEMM the loss at 256 and 1024
+# tokens is in the GEMMs themselves; the cause is not known. At 4096 tokens it is outside of them: the rows of the ninth
+# slot must be gathered and summed, as in step 1.
 #
 # ### Negative tests: wrong results must be rejected
 #
@@ -786,8 +786,8 @@ ladder.save(notebook_sources("notebooks/04_shared_experts.py"))
 ladder.plot(floor_us=LOWER_BOUND_US)
 
 # %% [markdown]
-# The last steps before `moe_numba grouped GEMM` differ by less than the layer's time varies; the routing alone, above,
-# decides their order.
+# The last steps before `moe_numba grouped GEMM` differ by less than the layer's time varies from one measurement to the
+# next; the routing alone, above, decides their order.
 #
 # In a CUDA graph, as in SGLang's decoding, the kernel time counts. Prefill usually runs without a graph, and the call
 # time counts:
@@ -899,9 +899,10 @@ if not SHARED:
     print("no times are recorded yet")
 
 # %% [markdown]
-# **Explanation.** For few tokens replicas are slower, as predicted (except for one token, which uses one replica). For
-# many tokens one shared expert is not slower either: it is slightly faster in almost all settings. The number of rounds
-# does not explain this, and we have not isolated the reason.
+# **Explanation.** For few tokens replicas are slower, as predicted (except for one token, which uses one replica), and
+# at 64 and 256 tokens they lose more than the time to read seven experts. For many tokens one shared expert is not
+# slower either: it is faster in almost all settings, mostly by one to two percent. The number of rounds does not
+# explain this, and we have not isolated the reason.
 #
 # A pitfall: torch selects its tile size by the *average* number of rows per expert, 64 rows up to an average of 128 and
 # 128 rows above. The ninth column raises the average:

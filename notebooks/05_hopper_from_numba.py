@@ -1266,8 +1266,9 @@ measure("persistent CTAs", persistent, after="warp specialisation", predicted_ga
 print_rates("persistent CTAs")
 
 # %% [markdown]
-# **Explanation.** The predicted gain is about as small as the variation of repeated measurements of these two steps. With
-# 1024 tiles for 132 CTAs, 32 CTAs are idle in the last of 8 waves, which a persistent kernel does not change.
+# **Explanation.** Persistent CTAs are faster, as predicted, but both gains are smaller than the variation of repeated
+# measurements of these two steps. With 1024 tiles for 132 CTAs, 32 CTAs are idle in the last of 8 waves, which a
+# persistent kernel does not change.
 #
 # ### Step 7: a tile of 128 x 256
 #
@@ -1285,9 +1286,9 @@ measure("tile of 128 x 256", wider, after="persistent CTAs", predicted_gain_us=g
 print_rates("tile of 128 x 256", (128, 256))
 
 # %% [markdown]
-# **Explanation.** The step is slower than step 6, so loads from L2 are no longer the limit. A hypothesis for the loss, not
-# measured, is the cost of the epilogue: a CTA computes at most four tiles instead of eight, and nothing overlaps with the
-# 64 KB of stores of its last tile.
+# **Explanation.** The step is slower than step 6, so loads from L2 are no longer the limit. The reason is not known:
+# all of D is written in less time than the loss. In the sweep below, two tiles per CTA take twice as long as one, so
+# each tile is slow.
 #
 # ### Step 8: float32 accumulation
 #
@@ -1317,8 +1318,8 @@ for name, error in ERRORS.items():
 
 # %% [markdown]
 # **Explanation.** The last numbers subtract the rounding to bfloat16. Promotion removes most of the remaining error, so
-# the accumulation within a stage of 128 is accurate enough. cuBLAS without fast accumulation has the same error. The loss
-# is smaller than the time of all additions, so the two warpgroups overlap in part.
+# the accumulation within a stage of 128 is accurate enough. cuBLAS without fast accumulation has the same error. The
+# loss is closer to the time of all additions than to half of it, so the two warpgroups overlap little.
 #
 # ### Other sizes
 #

@@ -1561,7 +1561,8 @@ if UPDATE_US:
 
 # %% [markdown]
 # **Explanation.** Tiles overlap, so the main kernel is also faster than step 9's GEMM. With 32 and 2048 tokens the step
-# is faster than the loop. With 8192 it is much slower: four tiles per group load the same weights (see step 13).
+# is faster than the loop. With 8192 it is much slower: four or five tiles per group load the same weights (see step
+# 13).
 #
 # **Exercise 3.** Two persistent CTAs of 4 threads add `x[row] * y_scale[group]` to each `y[row]`, by tiles of 4 rows, a
 # thread per row. As above, groups are not padded, and a tile has rows of only one group. Find two mistakes.
@@ -1624,7 +1625,7 @@ run_dependent = hpc_ops_step("dependent", dependent=True)
 measure("PDL", run_dependent, after="vertical scheduler", predicted_gain_us=gains, slower=True)
 
 # %% [markdown]
-# **Explanation.** No gain with 32 tokens; slower with 2048, much slower with 8192. The cause is not known.
+# **Explanation.** Slower with 2048 tokens, within the noise with 32 and 8192. The cause is not known.
 #
 # ### Step 13: kTileM by the average
 #
@@ -1695,7 +1696,8 @@ gains = {which: saved[which] * (us("kTileM by the average", key) or 0) for which
 measure("one tensor map for X", run_whole_x, after="kTileM by the average", predicted_gain_us=gains)
 
 # %% [markdown]
-# **Explanation.** With 32 and 8192 tokens the loss is larger than predicted; the cause was not measured.
+# **Explanation.** With 32 tokens the loss is much larger than predicted, with 8192 it does not show (causes not
+# measured).
 #
 # ### Step 15: no per-group maps
 #
@@ -1801,7 +1803,7 @@ run = package_step(ONE_SUBTILE)
 measure("warp-uniform values", run, after="no per-group maps", predicted_gain_us=gains)
 
 # %% [markdown]
-# With 8192 tokens the gain is small, as the share of instructions is.
+# With 8192 tokens the gain exceeds the share of instructions (cause not measured).
 #
 # ### Step 17: two subtiles
 #
@@ -1821,7 +1823,7 @@ measure("two subtiles", run, after="warp-uniform values", predicted_gain_us=gain
 
 # %% [markdown]
 # **Explanation.** With 8192 tokens much of the predicted gain is reached. With 2048 the loss is larger than predicted:
-# MMAs and DRAM reads of equal length do not overlap perfectly.
+# Probably MMAs and DRAM reads of about equal length do not overlap perfectly.
 #
 # ### Step 18: cluster of two CTAs
 #
@@ -1841,14 +1843,14 @@ if took := us("cluster of two CTAs", "many_us"):
     print(f"    8192 tokens: {iteration_us:.2f} us per iteration; the MMA takes {MMA_US:.2f} us")
 
 # %% [markdown]
-# **Explanation.** With 8192 tokens almost nothing is gained, so L2 traffic is not the limit. An iteration takes longer
+# **Explanation.** With 8192 tokens little is gained, so L2 traffic is not the main limit. An iteration takes longer
 # than its MMA (last line): the steps of a warpgroup are dependent, and the clock may be lower than assumed ([notebook
 # 06b](06b_grouped_gemm_scales.ipynb)).
 #
 # ### Step 19: final, the package's choice
 #
 # **Idea.** `moe_numba.course.bench.tune_grouped_gemm` measures configurations and writes `config_table.py`. For the
-# three sizes: small tiles with many stages, one subtile, two subtiles of 144.
+# three sizes: small tiles with many stages, one subtile of 96, both in clusters of two, and two subtiles of 144.
 #
 # **Predicted gain.** None with 2048 tokens; 8192 take as long as in step 17, and 32 as long as reading from DRAM.
 
@@ -1970,7 +1972,7 @@ if not us("final", "blocks_main_us"):
     print("no times are recorded")
 
 # %% [markdown]
-# With 32 and 2048 tokens block scales cost nothing, with 8192 a quarter more.
+# Block scales cost time with 8192 tokens only.
 #
 # ## 9. More in the same launch
 #
@@ -2080,9 +2082,9 @@ if not ACTIVATION:
     print("no times are recorded")
 
 # %% [markdown]
-# **Explanation.** With 2048 tokens the separate kernel takes longer than predicted, and the fused one no longer than the
-# GEMM alone. With 32 there is almost nothing to save. With 8192 the fused GEMM is slower by as much as the separate
-# kernel costs (cause not measured).
+# **Explanation.** With 2048 tokens the separate kernel takes longer than predicted, and the fused one no longer than
+# the GEMM alone. With 32, where almost nothing can be saved, it is slower. With 8192 the fused GEMM is slower by as
+# much as the separate kernel costs (cause not measured).
 #
 # ### Rows gathered while they are loaded
 #
@@ -2136,8 +2138,8 @@ if not GATHERED:
     print("no times are recorded")
 
 # %% [markdown]
-# **Explanation.** With 32 tokens there is little to save; with more, gathering is slower. The copy warps probably are
-# the limit (not measured).
+# **Explanation.** Gathering is always slower, most with 8192 tokens. The copy warps probably are the limit (not
+# measured).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder.save(notebook_sources("notebooks/06_grouped_gemm.py"))

@@ -520,7 +520,7 @@ say(
 )
 
 # %% [markdown]
-# With 192 columns the bytes from L2 hardly limit the loads. The drift is gone, and the kernel is hardly faster, because
+# With 192 columns the bytes from L2 hardly limit the loads. The drift is gone, but the kernel is not faster, because
 # computing is the limit. Pairs gain where loads are the limit, as on an H100, which has the same SMs, but less DRAM
 # bandwidth:
 
@@ -847,8 +847,8 @@ BEST = [min(found.values()) for found in TILE_TIMES if found]
 CHOSEN_NAMES = [NAMES[scales.tile_of(chosen)] for chosen in CHOSEN]
 OWN = [found[name] for found, name in zip(TILE_TIMES, CHOSEN_NAMES) if name in found]
 say(
-    "With 8192 rows, 256 columns change the time of single CTAs by {single:+.1%}, about as predicted, but that of pairs by {pairs:+.1%}. And "
-    "single CTAs lose what pairs save: {lost:+.1%} with 192 columns. With even groups and with more rows per group, single CTAs are faster than "
+    "With 8192 rows, 256 columns change the time of single CTAs by {single:+.1%}, and that of pairs by {pairs:+.1%}. Giving up pairs changes it "
+    "by {lost:+.1%} with 192 columns. The step's two kernels, in the first and the last row, differ by {step:+.1%} here. With even groups and with more rows per group, single CTAs are faster than "
     "pairs by {even:.1%} and {many:.1%} (192 columns). The early test changes the time of single CTAs with 256 columns by {early:+.1%} with 8192 "
     "rows and {early_many:+.1%} with 32768. The tiles of a column differ by up to {range:.1%}, and the package's is up to "
     "{excess:.1%} slower than the best.",
@@ -856,6 +856,7 @@ say(
     early_many=TILE_TIMES[2]["256 columns, early test"] / TILE_TIMES[2]["256 columns, single"] - 1 if OWN else None,
     single=AT["256 columns, single"] / AT["192 columns, single"] - 1 if AT else None,
     pairs=AT["256 columns, pairs"] / AT["192 columns, pairs"] - 1 if AT else None,
+    step=AT["256 columns, early test"] / AT["192 columns, pairs"] - 1 if AT else None,
     lost=AT["192 columns, single"] / AT["192 columns, pairs"] - 1 if AT else None,
     even=1 - TILE_TIMES[1]["192 columns, single"] / TILE_TIMES[1]["192 columns, pairs"] if AT else None,
     many=1 - TILE_TIMES[2]["192 columns, single"] / TILE_TIMES[2]["192 columns, pairs"] if AT else None,
@@ -907,9 +908,8 @@ say(
 )
 
 # %% [markdown]
-# From `192 columns` to `TMA store` and `final`, energy and time fall by similar shares, as expected at the power limit.
-# DeepGEMM's kernel is faster still (first output of this notebook); which of its differences matters has not been
-# measured.
+# From `192 columns` to `final` energy and time fall by similar shares, as expected at the power limit. DeepGEMM's
+# kernel is faster still (first output of this notebook); which of its differences matters has not been measured.
 #
 # Wrong kernels must be rejected: one that exchanges the scales of a thread's two rows, and two diagnoses from above.
 
@@ -935,8 +935,8 @@ for row in FOUND["rows"]:
         SAME.setdefault(label, []).append(us)
 WIDEST = max(SAME, key=lambda label: max(SAME[label]) / min(SAME[label]), default=None)
 say(
-    "Step 1 takes {first:.0f} us and the final kernel {final:.0f} us, {ratio:.1f} times the lower bound, {rate:.0f} TFLOP/s. In the lines "
-    "above, the times of a kernel differ most for '{widest}': {low:.0f} to {high:.0f} us, depending on the kernels that run in between.",
+    "Step 1 takes {first:.0f} us and the final kernel {final:.0f} us, {ratio:.1f} times the lower bound, {rate:.0f} TFLOP/s. In the "
+    "comparisons above, without the last table and the energy, the times of a kernel differ most for '{widest}': {low:.0f} to {high:.0f} us, depending on the kernels that run in between.",
     first=ladder.median_us("scales per column"),
     final=FINAL_US,
     ratio=FINAL_US and FINAL_US / FLOOR_US,
@@ -1046,7 +1046,7 @@ FIRST_TIMES = times("parts of two kernels", FIRST, FEW_ROWS, four) or {}
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
     "**Explanation.** The GEMM takes {gemm:.0f} us, with {gemm_predicted:.0f} predicted, but the kernel that decodes {decode:.0f} us, with "
-    "{decode_predicted:.0f} predicted: it does not reach the rate of a copy, because a thread executes many instructions for a code. Step 2 counts them.",
+    "{decode_predicted:.0f} predicted: it does not reach the rate of a copy, probably because a thread executes many instructions for a code. Step 2 counts those of a GEMM that decodes in this way.",
     gemm=FIRST_TIMES["both"] - FIRST_TIMES["dequantise"] if FIRST_TIMES else None,
     gemm_predicted=GEMM_US,
     decode=FIRST_TIMES.get("dequantise"),
@@ -1141,7 +1141,7 @@ four_step("order of fragments", in_fragments, after="decode in the consumer", pr
 
 # %% [markdown]
 # **Explanation.** The step is slower, although a thread issues fewer instructions, so the model of instruction issue
-# does not hold here; the cause is not known. With 2048 rows the step is faster. Almost all of the time is decoding:
+# does not hold here; the cause is not known. With 2048 rows the step is faster. Four fifths of the time are decoding:
 
 # %%
 ORDERS = {"in rows": in_rows, "in fragments": in_fragments, "not decoded": not_decoded}
@@ -1235,7 +1235,8 @@ four_warpgroups = mxfp4.StepLaunch(FEW_ROWS, "packed", "shift and mask", FOUR_TI
 four_step("four warpgroups", four_warpgroups, after="shift, mask, multiply", predicted_gain_us=LEFT_US)
 
 # %% [markdown]
-# **Explanation.** What was left of decoding is hidden: the time is that of the kernel that does not decode.
+# **Explanation.** The step gains more than what was left of decoding. The kernel that does not decode still has two
+# warpgroups: it is no lower bound.
 
 # %%
 HIDDEN = {"shift, mask, multiply": by_masks, "four warpgroups": four_warpgroups, "not decoded": not_decoded}
@@ -1245,7 +1246,8 @@ HIDDEN_TIMES = times("four warpgroups", HIDDEN, FEW_ROWS, four)
 # ### Step 6: mma.sync for few rows
 #
 # **Bottleneck.** Neither decoding nor, at the rate of a copy, reading the codes explains this time. What remains is
-# wgmma: a tile has few rows of x, but a wgmma with A in registers takes almost as long for 8 columns as for 32.
+# wgmma: a tile has few rows of x, but a wgmma with A in registers takes more than three quarters as long for 8 columns
+# as for 32.
 
 # %%
 ITERATIONS, CTAS = 200, 1 if SIMULATED else LIMITS.sm_count

@@ -1035,8 +1035,9 @@ for tokens in LINES["moe_numba"] if LINES else ():
 
 # %% [markdown]
 # The sweep does not include step 2. Up to 4096 tokens it is much slower than the package's kernel; at 65536 tokens,
-# with 256 CTAs, it takes about half as long (see the times printed by steps 2 and 9). We keep the cluster: sending
-# 65536 bfloat16 rows of 7168 numbers takes milliseconds over NVLink.
+# with 256 CTAs, it takes about half as long (see the times printed by steps 2 and 9). In the sweep, with other ids and
+# outputs, global atomics take up to 1.7 times as long as in step 1; the cause is not known. We keep the cluster:
+# sending 65536 bfloat16 rows of 7168 numbers takes milliseconds over NVLink.
 #
 # ### The whole ladder
 #

@@ -704,7 +704,8 @@ measure("push, then sum", make_push_and_sum(1), after="torch", predicted_gain_us
 
 # %% [markdown]
 # **Explanation.** The next cell measures the push alone, with its barrier, on all SMs. It takes longer than predicted,
-# because it also copies the rows that stay on their rank; so it is no upper limit. The rings below are compared with it.
+# probably because it also copies the rows that stay on their rank, during which its link is idle; so it is no upper
+# limit. The rings below are compared with it.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 PUSH_US = fact("push_us", median_of(make_push_and_sum(1, only_push=True)))
@@ -1424,8 +1425,7 @@ if TIMED:
 ladder.plot(floor_us=FLOOR_US, peers={"the push alone": PUSH_US} if PUSH_US else None)
 
 # %% [markdown]
-# **Result.** The package's combine on 24 SMs takes about as long as the push alone on all SMs. The time of torch
-# differs noticeably from its first measurement.
+# **Result.** The package's combine on 24 SMs takes about as long as the push alone on all SMs.
 #
 # ## 6. Deadlock
 #

@@ -96,7 +96,7 @@ Markdown(
     + f". In slots it takes {SLOTS['median']:.1f} us. Single samples vary: the 10th and 90th percentiles are "
     f"{PACKED['p10']:.1f} and {PACKED['p90']:.1f} us packed, {SLOTS['p10']:.1f} and {SLOTS['p90']:.1f} us in slots. "
     "NCCL's pairs send every token to all ranks and back; they neither select ranks nor place rows by expert, and the "
-    "all-to-all does not add. Empty cells are not recorded."
+    "all-to-all does not add."
 )
 
 # %% [markdown]
@@ -337,9 +337,9 @@ try_kernel("flags after data", make_flags)
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-def where_time_goes(step, one_way_us):
+def where_time_goes(step):
     """Format the parts of the recorded time of a pair of 1 token on 2 GPUs."""
-    parts = times.parts_of(RECORD, step, one_way_us)
+    parts = times.parts_of(RECORD, step, model.ONE_WAY_US)
     return " + ".join(f"{us:.1f} us ({name})" for name, us in parts.items())
 
 
@@ -350,13 +350,14 @@ say(
     "{fenced:.1f} us; the pair takes {ratio:.1f} times as long.\n\n"
     "**Where does the rest go?** {flags:.1f} us = {parts}. One rank alone, whose rows do not cross NVLink, already takes "
     "{alone:.1f} us: the prediction leaves out loads that wait for one another (the number of the operation, then the row, "
-    "at the receiver the row again), barriers, and fences inside the GPU. Section 9 discusses the rest.\n\n"
+    "at the receiver the row again), barriers, and the fences. With two GPUs a fence also waits for the peer's acknowledgements, which is in the rest; "
+    "section 9 discusses it.\n\n"
     "Slots need memory for the worst case: 8 ranks x 128 tokens x 14336 bytes x 2 halves are {mb:.0f} MB on each rank.",
     ring=RING["median"],
     flags=FLAGS_US,
     fenced=fenced_us,
     ratio=FLAGS_US / fenced_us,
-    parts=where_time_goes("in slots, flags", model.FENCED_ONE_WAY_US),
+    parts=where_time_goes("in slots, flags"),
     alone=times.spread(RECORD, "in slots, flags", 1)["median"],
     mb=8 * 128 * 14336 * 2 / 1e6,
 )
@@ -507,9 +508,9 @@ flags_alone, slots_alone = (times.spread(RECORD, step, 1)["median"] for step in 
 say(
     "**Measured.** 1 token, 2 GPUs, both protocols interleaved: {gain}.\n\n"
     "**Explanation.** The prediction counts NVLink only. One rank alone gains {alone:.1f} us, although it sends no row: "
-    "with flags, sending CTAs of dispatch still execute a barrier and a system-scope fence, and combine signals its start "
-    "with a release at system scope instead of a relaxed store. Two GPUs gain {link:.1f} us beyond that, where "
-    "{gain_us:.1f} us were predicted.",
+    "with flags it still has sending CTAs in dispatch, which execute a barrier and a system-scope fence, while with data as "
+    "its own flag it has none; and combine signals its start with a release at system scope instead of a relaxed store. Two "
+    "GPUs gain {link:.1f} us beyond that, where {gain_us:.1f} us were predicted.",
     gain_us=GAIN_US,
     gain=gain,
     alone=flags_alone - slots_alone,
@@ -618,7 +619,7 @@ say(
     pair=SLOTS["median"],
     half=SLOTS["median"] / 2,
     bound=BOUND_US / 2,
-    parts=where_time_goes("in slots", model.ONE_WAY_US),
+    parts=where_time_goes("in slots"),
 )
 
 # %% [markdown]
@@ -718,7 +719,8 @@ say(
     "**Measured.** 1 token, 2 GPUs, slots against packed by expert: {loss}.\n\n"
     "**Explanation.** One rank alone already loses {alone:.1f} us ({slots:.1f} -> {packed:.1f} us), without NVLink: "
     "receivers clear and fill a set of slots for each expert in shared memory between barriers, no CTA places a row before "
-    "the metadata of all slots has arrived, a row is written once per expert, and combine reads and sums as many rows. "
+    "the metadata of all slots has arrived, a row is written once per expert, and combine reads and sums as many rows; "
+    "their shares are not measured. "
     "The {link:.1f} us that two GPUs lose beyond that contain the trip of the weights. Packing replaces a separate copy: "
     "a launch that reads and writes every row again.",
     loss=loss,
@@ -883,11 +885,11 @@ for rank, (combined, again, counts) in enumerate(LocalGroup(LAYER.ranks).run(dec
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 KINDS = {"one rank alone": "kernel", "2 NVLink latencies": "link", "rest": "rest"}
 STEPS = {
-    "step 1: slots, flags": ("in slots, flags", model.FENCED_ONE_WAY_US),
-    "steps 2 and 3: slots": ("in slots", model.ONE_WAY_US),
-    "step 4: packed by expert": ("final", model.ONE_WAY_US),
+    "step 1: slots, flags": "in slots, flags",
+    "steps 2 and 3: slots": "in slots",
+    "step 4: packed by expert": "final",
 }
-PARTS = {name: times.parts_of(RECORD, *step) for name, step in STEPS.items()}
+PARTS = {name: times.parts_of(RECORD, step, model.ONE_WAY_US) for name, step in STEPS.items()}
 draw.latency_chain(
     {name: times.spans({part: (KINDS[part], us) for part, us in parts.items()}) for name, parts in PARTS.items()},
     "1 token on 2 GPUs: recorded time, split",
@@ -899,10 +901,10 @@ spread_us = {ranks: times.spread(RECORD, "in slots", ranks) for ranks in (1, 2)}
 width_us = {ranks: found["p90"] - found["p10"] for ranks, found in spread_us.items()}
 say(
     "In slots {alone:.1f} of {pair:.1f} us are work on one GPU, of which two launches and two loads explain {known:.1f} us. "
-    "NVLink explains {link:.1f} us, and {rest:.1f} us are left. No measurement divides this rest. One candidate is waiting for "
-    "the slower rank, which each dispatch and each combine do: between the 10th and the 90th percentile, samples span "
-    "{two:.1f} us on 2 GPUs, {one:.1f} us on one. Another one is that whole rows are stored and polled, while the latency "
-    "in the table is that of one word.",
+    "NVLink explains {link:.1f} us, and {rest:.1f} us are left. No measurement divides this rest. One candidate is that whole "
+    "rows are stored and polled, while the latency in the table is that of one word. Another one is waiting for the slower "
+    "rank, which each dispatch and each combine do; if that varies, it is a small part: between the 10th and the 90th "
+    "percentile, samples span {two:.1f} us on 2 GPUs, {one:.1f} us on one.",
     alone=PARTS["steps 2 and 3: slots"]["one rank alone"],
     pair=SLOTS["median"],
     known=2 * (LAUNCH_US + LOAD_US),
@@ -948,9 +950,9 @@ for n in (2, 4, 8):
     COLUMNS[f"{n} GPUs, {kind}"] = {tokens: MODEL.pair_us(n, tokens) for tokens in RECORDED}
 by_tokens = {str(tokens): {name: column[tokens] for name, column in COLUMNS.items()} for tokens in RECORDED}
 Markdown(
-    f"Fit: {MODEL.latency_us:.1f} us + bytes of both directions / {MODEL.gbps:.0f} GB/s; its largest deviation from the "
-    f"record is {100 * MODEL.deviation(2, RECORDED):.0f} %. Microseconds, bfloat16 rows in slots:\n\n"
-    + times.table(by_tokens, COLUMNS, "tokens")
+    f"Fit: {MODEL.latency_us:.1f} us + bytes of both directions / {MODEL.gbps:.0f} GB/s, {MODEL.gbps / 4.5:.0f} % of NVLink's "
+    f"rate; its largest deviation from the record is {100 * MODEL.deviation(2, RECORDED):.0f} %. Microseconds, bfloat16 rows "
+    "in slots:\n\n" + times.table(by_tokens, COLUMNS, "tokens")
 )
 
 # %% [markdown]
@@ -966,7 +968,7 @@ exercise("low_latency-3").check(break_even_tokens)
 # ## 10. Sources
 #
 # - DeepSeek: [DeepEP](https://github.com/deepseek-ai/DeepEP), `low_latency_dispatch` and `low_latency_combine`, whose
-#   interface the package follows. DeepEP sends a row once per expert; here it is sent once per rank.
+#   interface the package follows. DeepEP sends a row once per expert; this package sends it once per rank.
 # - NVIDIA: TensorRT-LLM, one-shot all-reduce ("Lamport": the data is its own flag), and its one-sided NVLink
 #   all-to-all.
 # - NVIDIA: *PTX ISA*, memory consistency model, vector accesses; *CUDA C++ Programming Guide*, programmatic dependent

@@ -370,8 +370,8 @@ group_ladder.step("torch", partial(group_in_torch, IDS, G_EXPERTS), dtype="int32
 # %% [markdown]
 # ### Step 1: a counting sort in one launch
 #
-# **Bottleneck.** Each operation launches at least one kernel. The next cell times an empty kernel and torch's sort
-# alone. With **programmatic dependent launch** (PDL) a kernel starts before its predecessor ends; it must call
+# **Bottleneck.** Nearly every operation launches a kernel. The next cell times an empty kernel and torch's sort alone.
+# With **programmatic dependent launch** (PDL) a kernel starts before its predecessor ends; it must call
 # `griddepcontrol_wait` before it reads the predecessor's output.
 
 
@@ -754,7 +754,7 @@ Markdown(parts_table(of_models(RECORD, SHOWN)) if RECORD else NO_RECORD)
 say(
     "The [README](../README.md#experts-of-a-layer) compares these and other layers with other projects. For 1 / 64 / 4096 "
     "tokens {model}'s launches take {sums} us in sum, and the whole layer {calls} us. A launch that is repeated alone finds "
-    "part of its weights in the L2 cache, and waits for no other kernel, which shortens the sum with 1 token. With "
+    "part of its weights in the L2 cache, which shortens the sum with 1 token. With "
     "4096 tokens the whole layer takes {gap:+.0f} us relative to the sum.",
     model=QWEN,
     sums=joined(sum(SEEN.launches(tokens).values()) or None for tokens in SIZES),
@@ -832,8 +832,8 @@ say(
 )
 
 # %% [markdown]
-# If only `permute` slows the GEMM down, written rows in L2 are not the cause, since the copy writes as many; the cause is
-# not known.
+# `permute` and a copy that writes as many bytes slow the GEMM down alike, by about the noise. So the effect, if there
+# is one, is not special to `permute`.
 #
 # ### 64 tokens: the rate of reading weights
 #
@@ -962,8 +962,8 @@ print_times(LAUNCHES)
 GATE_UP_TILES = QWEN_LAYER.topk * -(-QWEN_LAYER.intermediate // BLOCK_N)  # a tile has gate and up
 ONE_BYTES = 3 * QWEN_LAYER.topk * QWEN_LAYER.hidden * QWEN_LAYER.intermediate * 2  # of the recorded times
 say(
-    "The GEMMs read their weights at {gate_up:.1f} and {down:.1f} TB/s. They have too few tiles to fill the GPU: the first "
-    "one has {tiles}, for {sms} SMs. Grouping has nothing to group.",
+    "The GEMMs read their weights at {gate_up:.1f} and {down:.1f} TB/s. The first one has only {tiles} tiles, for {sms} "
+    "SMs. The second one has nearly as many tiles as SMs, but is no faster. Grouping has nothing to group.",
     gate_up=ONE_BYTES * 2 / 3 / LAUNCHES["gate_up"] * 1e-6 if LAUNCHES else None,
     down=ONE_BYTES / 3 / LAUNCHES["down"] * 1e-6 if LAUNCHES else None,
     tiles=GATE_UP_TILES,
@@ -1006,7 +1006,7 @@ GAIN = Judgement(ONE["grouped GEMMs"], ONE["GEMV"], sum(LAUNCHES.values()) - ONE
 say(
     "**Measured.** {before:.1f} -> {after:.1f} us; {gain}. The two kernels alone take {first:.1f} and {second:.1f} us, at "
     "{first_rate:.1f} and {second_rate:.1f} TB/s; the copy reaches {copy:.1f} TB/s. One after the other they take "
-    "{overlap:+.1f} us relative to their sum.\n\n"
+    "{overlap:+.2f} us relative to their sum.\n\n"
     "The GEMV kernels read an expert's weights once for each of its tokens. So `fused_experts` uses them for one token, and "
     "for more only if `tokens * topk` is at most {ratio:g} times the expected number of distinct experts; and only if the "
     "weights of the assignments take at most {size} MiB in bfloat16. Measurements that this notebook does not repeat gave "

@@ -61,7 +61,7 @@ def call_times_table(ladder: Ladder, steps: Iterable[str]) -> str | None:
         if before is not None:
             saved, changed = operations[before] - operations[name], us[name] - us[before]
             judgement = Judgement(us[before], us[name], saved * operation_us)
-            change = str(judgement) if saved else f"measured {changed:+.0f} us ({_percent(changed / us[before])})"
+            change = str(judgement) if saved else f"measured {changed:+.1f} us ({_percent(changed / us[before])})"
         lines.append(f"| {name} | {operations[name]} | {' | '.join(times)} | {change} |")
     return "\n".join(lines)
 
@@ -136,6 +136,8 @@ def slowdown(times: dict[str, float], launch: str, before: tuple[str, str]) -> d
         conclusion = "The hypothesis is refuted: neither slows it down by more than the noise."
     elif len(slower) == 2:
         conclusion = f"Both slow it down, so that is no property of `{before[0]}`: any kernel that writes as much does."
+    elif max(extra_us.values()) - min(extra_us.values()) <= NOISE * times[launch]:
+        conclusion = f"Both change it alike, so that is no property of `{before[0]}`."
     else:
         conclusion = f"Only `{slower[0]}` slows it down."
     return found | {"conclusion": conclusion}

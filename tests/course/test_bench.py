@@ -376,7 +376,7 @@ def test_ladder_figure_shows_times_and_ratios(lines):
     dots = [line for line in axes.lines if line.get_marker() == "o"]
     assert [dot.get_color() for dot in dots] == [plots.ORANGE, plots.BLUE, plots.BLUE, plots.PALE, plots.BLUE]
     assert not axes.patches, "the length of a bar on a logarithmic axis means nothing"
-    assert "grey: slower than the step before" in " ".join(shown.split())
+    assert "grey: not faster than an earlier step" in " ".join(shown.split())
     vertical = [line for line in axes.lines if len(set(line.get_xdata())) == 1 and len(line.get_xdata()) == 2]
     for words in (t for t in axes.texts if t.get_text() in ("refused: wrong result", "no kernel time")):
         box = words.get_window_extent(figure.canvas.get_renderer())

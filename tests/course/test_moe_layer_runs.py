@@ -47,13 +47,18 @@ def test_call_times_are_predicted_by_the_time_per_operation():
         lines[1] == "| GEMMs | 20 | waits | 40.0 | predicted -60 us (-60 %), measured -60 us (-60 %): within a third |"
     )
     assert "predicted -40 us (-100 %), measured -10 us (-25 %): overestimated" in lines[2]
-    assert lines[3] == "| final | 0 | 7.00 | 15.0 | measured -15 us (-50.0 %) |", "no operation is saved"
+    assert lines[3] == "| final | 0 | 7.00 | 15.0 | measured -15.0 us (-50.0 %) |", "no operation is saved"
     assert call_times_table(ladder_of(times | {"final": (None, 0)}), times) is None
 
 
 @pytest.mark.parametrize(
     "pairs, conclusion",
-    [((110.0, 111.0), "The hypothesis is refuted"), ((140.0, 141.0), "Both slow"), ((140.0, 110.0), "Only `permute`")],
+    [
+        ((110.0, 111.0), "The hypothesis is refuted"),
+        ((140.0, 141.0), "Both slow"),
+        ((113.0, 111.5), "Both change it alike"),
+        ((140.0, 110.0), "Only `permute`"),
+    ],
 )
 def test_a_launch_is_slower_behind_others(pairs, conclusion):
     times = {"permute": 10.0, "copy": 10.0, "gate_up": 100.0}

@@ -130,7 +130,7 @@ def ladder_figure(
         number_columns(axes, rows, columns)
         levels = vertical_lines(figure, axes, lines)
         if any("kernel_us" in row and _is_slower(rows, row) for row in rows):
-            caption = "; ".join(filter(None, [caption, "grey: slower than the step before"]))
+            caption = "; ".join(filter(None, [caption, "grey: not faster than an earlier step"]))
         _finish(figure, axes, title, caption, rows=len(rows), levels=levels)
     return figure
 
