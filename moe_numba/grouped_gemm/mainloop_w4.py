@@ -3,8 +3,8 @@
 All are ``stage, phase, acc = main_loop(smem, warp, lane, stage, phase, k_tiles)``. MXFP4 weights for bf16 are scaled as
 they are decoded, so wgmma adds up all of k. The main loops for other weights are in ``promotion_w4.py``.
 
-Up to 16 rows of x are multiplied by ``mma.sync`` instead: a wgmma with A in registers takes as long for 8 columns as
-for 32, and reading 4-bit weights takes less time than that many wgmmas.
+Up to 16 rows of x are multiplied by ``mma.sync`` instead. On an H200 a wgmma of 64 rows takes 7.5 ns for 8 columns and
+9.6 ns for 32, with A in registers and four warpgroups; as many ``mma.sync`` for 8 columns take 3.7 ns (notebook 06b).
 """
 
 from functools import cache
