@@ -92,14 +92,13 @@ def decode_launches(call, out):
         activated = call.memory.rows[0].view(torch.float32)
         first, second = partial(decode_fp8_gate_up, t, activated), decode_fp8_down
     else:
-        (activated,), is_mxfp4 = call.memory.activated, call.shape.format == MXFP4
-        first, second = (decode_mxfp4_gate_up, decode_mxfp4_down) if is_mxfp4 else (decode_gate_up, decode_down)
-        first = partial(first, t, call.activation, activated)
+        (activated,) = call.memory.activated
+        first, second = partial(decode_gate_up, t, call.activation, activated), decode_down
     return {"gate_up": first, "down": partial(second, t, activated, out)}
 
 
 def decode_gate_up(t, activation, out):
-    """Launch the first kernel: the activations ``out`` [tokens * topk, intermediate] of each assignment.
+    """Launch the first kernel for bfloat16 or MXFP4: the activations ``out`` [tokens * topk, intermediate].
 
     ``t``: an ``ExpertsTensors``, whose tensors have been checked.
     """
@@ -110,7 +109,7 @@ def decode_gate_up(t, activation, out):
 
 
 def decode_down(t, activated, out):
-    """Launch the second kernel, directly after the first: the weighted sums ``out`` [tokens, hidden]."""
+    """Launch the second kernel for bfloat16 or MXFP4, directly after the first: the sums ``out`` [tokens, hidden]."""
     start, ctas, threads, sizes = _plan("down", t, None, t.w2_bias)
     bias, shared = (activated if tensor is None else tensor for tensor in (t.w2_bias, t.shared))
     pointers = activated, t.w2, bias, t.topk_ids, t.topk_weights, shared, out
@@ -120,33 +119,16 @@ def decode_down(t, activated, out):
 
 def decode_fp8_gate_up(t, out):
     """Launch the first kernel for FP8: the activations ``out``, in float32."""
-    start, ctas, threads, sizes = _plan("fp8 gate_up", t)
+    start, ctas, threads, sizes = _plan("gate_up", t)
     start(ctas, threads, None, *map(address, (t.x, t.w13, t.w13_scale, t.topk_ids, out)), *sizes)
     return out
 
 
 def decode_fp8_down(t, activated, out):
     """Launch the second kernel for FP8, directly after the first: the weighted sums ``out`` [tokens, hidden]."""
-    start, ctas, threads, sizes = _plan("fp8 down", t)
+    start, ctas, threads, sizes = _plan("down", t)
     shared = activated if t.shared is None else t.shared
     pointers = activated, t.w2, t.w2_scale, t.topk_ids, t.topk_weights, shared, out
-    start(ctas, threads, None, *map(address, pointers), *sizes)
-    return out
-
-
-def decode_mxfp4_gate_up(t, activation, out):
-    """Launch the first kernel for MXFP4: the activations ``out`` [tokens * topk, intermediate] of each assignment."""
-    start, ctas, threads, sizes = _plan("mxfp4 gate_up", t, activation, t.w13_bias)
-    bias = t.x if t.w13_bias is None else t.w13_bias
-    start(ctas, threads, None, *map(address, (t.x, t.w13, bias, t.topk_ids, out)), *sizes)
-    return out
-
-
-def decode_mxfp4_down(t, activated, out):
-    """Launch the second kernel for MXFP4, directly after the first: the weighted sums ``out`` [tokens, hidden]."""
-    start, ctas, threads, sizes = _plan("mxfp4 down", t, None, t.w2_bias)
-    bias, shared = (activated if tensor is None else tensor for tensor in (t.w2_bias, t.shared))
-    pointers = activated, t.w2, bias, t.topk_ids, t.topk_weights, shared, out
     start(ctas, threads, None, *map(address, pointers), *sizes)
     return out
 
@@ -154,9 +136,9 @@ def decode_mxfp4_down(t, activated, out):
 def _plan(which, t, activation=None, bias=None):
     """Return the launcher, the numbers of CTAs and threads, and the kernel's numbers."""
     ids = t.topk_ids
-    key = which, t.x.shape, t.w13.shape, ids.shape, ids.stride(), ids.dtype, ids.device, activation
+    key = which, t.x.shape, t.w13.shape, t.w13.dtype, ids.shape, ids.stride(), ids.dtype, ids.device, activation
     key = *key, None if bias is None else bias.dtype, t.shared is None
-    make = {"fp8": _make_fp8_plan, "mxfp4": _make_mxfp4_plan}.get(which.split()[0], _make_plan)
+    make = {torch.bfloat16: _make_plan, torch.uint8: _make_mxfp4_plan}.get(t.w13.dtype, _make_fp8_plan)
     return _plans.get(key) or remember(_plans, key, make(which, t, activation, bias))
 
 
@@ -187,7 +169,7 @@ def _make_fp8_plan(which, t, *_):
     num_experts, twice, hidden = t.w13.shape
     (tokens, topk), intermediate = t.topk_ids.shape, twice // 2
     shape, ids = DecodeFp8Shape(num_experts, hidden, intermediate, topk), ID_TYPES[t.topk_ids.dtype]
-    if which == "fp8 gate_up":
+    if which == "gate_up":
         kernel, threads = make_decode_fp8_gate_up_kernel(shape), 32 * shape.warps
         ctas = tokens * topk * intermediate // (_FP8_COLUMNS * shape.warps)
         signature = "uint16*", "uint8*", "float32*", ids, "float32*", "int64", "int64"
@@ -211,7 +193,7 @@ def _make_mxfp4_plan(which, t, activation, bias):
     bias_dtype = "" if bias is None else _BIAS_NAMES[bias.dtype]
     sizes = num_experts, hidden, intermediate, topk, bias_dtype
     pointers = "uint16*", "int32*", _BIAS_TYPES[bias_dtype], ID_TYPES[t.topk_ids.dtype]
-    if which == "mxfp4 gate_up":
+    if which == "gate_up":
         ctas = tokens * topk * row_tiles
         splits = _splits(QUARTERS * ctas, hidden, kernel_decode_mxfp4.MAX_SPLITS)
         kernel = make_decode_mxfp4_gate_up_kernel(DecodeMxfp4Shape(*sizes, splits), *activation)

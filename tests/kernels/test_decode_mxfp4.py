@@ -43,7 +43,7 @@ def test_equals_reference(shape, bias, shared, ids_dtype, options, device, warps
     workspace._whole.activated[0].fill_(float("nan"))
     out = torch.full_like(given["x"], float("nan"))
     assert fused_experts(**given, **options, out=out, workspace=workspace) is out
-    assert counted == ["decode_mxfp4_gate_up", "decode_mxfp4_down"]
+    assert counted == ["decode_gate_up", "decode_down"]
     assert wrong(out, given, **options) is None
     given["topk_ids"] = given["topk_ids"].t().contiguous().t()
     assert torch.equal(fused_experts(**given, **options), out)
@@ -84,9 +84,9 @@ def test_dependent_launch(device, monkeypatch):
     activated, out = torch.empty(3, 128, dtype=torch.bfloat16), torch.empty_like(t.x)
     late = LateInputs(kernel_decode_mxfp4, monkeypatch)
     late(t.x, t.topk_ids)
-    decode.decode_mxfp4_gate_up(t, check_activation("swigluoai", 1.702, 7.0), activated)
+    decode.decode_gate_up(t, check_activation("swigluoai", 1.702, 7.0), activated)
     late(activated, t.shared, t.topk_weights)
-    decode.decode_mxfp4_down(t, activated, out)
+    decode.decode_down(t, activated, out)
     assert wrong(out, given, activation="swigluoai") is None
 
 
