@@ -37,13 +37,13 @@ MAX_ASSIGNMENTS = 64
 # the grouped GEMMs' time, on an H100 and on an H200, and with 199 MB (gpt-oss, bfloat16) 0.88 on an H200; in FP8 with
 # 352 MB (DeepSeek-V3) 0.98 and 1.04.
 MAX_WEIGHT_BYTES = {BF16: 256 << 20, FP8_BLOCK: 128 << 20, MXFP4: 128 << 20}
-# Of the second kernel for bfloat16: from so many vectors of a row of weights on, a lane loads more of them at once.
-# gpt-oss, H200, both kernels: 72.2 us with 4 loads, 60.7 with 8, 55.0 with 16. Qwen3, where a lane has half as many
-# vectors: 22.4, 22.8 and 25.1 us.
+# In the second kernel for bfloat16 a lane loads MANY_LOADS vectors at once, instead of 4, if it reads at least
+# MANY_STEPS for each column. Both kernels on an H200, with 4, 8 and 16 loads: gpt-oss (48 vectors per column) takes
+# 72.2, 60.7 and 55.0 us, Qwen3-30B-A3B (24 vectors) 22.4, 22.8 and 25.1 us.
 MANY_STEPS, MANY_LOADS = 32, 16
 MIN_FP8_WARPS = 1024  # of the first kernel for FP8: with fewer, a grouped GEMM loads the weights faster
-# Of a kernel for MXFP4, if k can be split between so many. gpt-oss with one token on an H200: 27.4 us with 1024, 23.1
-# with 2048, 28.1 with 4096; grouped GEMMs take 37.7.
+# Warps that a kernel for MXFP4 should have; k is split between warps to reach this number. gpt-oss with one token on an
+# H200 takes 27.4 us with 1024 warps, 23.1 with 2048 and 28.1 with 4096; grouped GEMMs take 37.7.
 MXFP4_WARPS = 2048
 _BIAS_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _BIAS_TYPES = {"": "uint16*", "bf16": "uint16*", "f32": "float32*"}

@@ -1,9 +1,10 @@
 """Kernels of ``fused_experts`` for a few tokens, whose experts have a row each, with MXFP4 weights.
 
-As in ``kernel_decode_fp8.py`` a warp multiplies 16 rows of the weights with a vector by ``mma.sync``, whose eight
-columns all are that vector. The weights are packed for wgmma (``weight_tiles.py``), in tiles of 64 rows by 64 elements
-of k. What a lane has of a quarter of a tile, 16 rows, are its registers of A of four ``m16n8k16``: 16 bytes of codes
-and a word of scales. Warps that have the same rows split k, and their sums are added in a fixed order.
+As in ``kernel_decode_fp8.py`` a warp multiplies 16 rows of the weights by a vector with ``mma.sync``, all eight columns
+of which are that vector. The weights are packed for wgmma (``weight_tiles.py``), in tiles of 64 rows by 64 elements of
+k. A warp reads a quarter of a tile, 16 rows: each lane loads 16 bytes of codes and a word of scales, and decodes them
+to its registers of A for four ``m16n8k16``. Warps with the same rows split k, and their sums are added in a fixed
+order.
 """
 
 from functools import cache
@@ -31,7 +32,7 @@ ROWS = 16  # that a warp multiplies
 QUARTERS = TILE // ROWS  # of a weight tile
 COLUMNS = TILE // 2  # of the activations that a tile of gate and up has
 MAX_TOPK = 16
-MAX_SPLITS = 4  # warps of the first kernel that have the same rows
+MAX_SPLITS = 4  # warps that have the same rows
 MAX_WARPS = 32  # of a CTA of the second kernel
 MAX_SHARED_BYTES = 40960  # of a CTA's vectors
 _TILE_WORDS, _CODE_WORDS = TILE_BYTES // 4, CODE_BYTES // 4

@@ -5,6 +5,7 @@ import torch
 from moe_numba.grouped_gemm.reference import mismatch, quantise_blocks
 from moe_numba.grouped_gemm.reference_w4 import quantise_mxfp4
 from moe_numba.moe_layer import decode, launches, pack_mxfp4_experts, reference
+from moe_numba.moe_layer.launches import ExpertsTensors
 
 BOUND = 4e-3  # activations are rounded to bfloat16 in another order than in the reference, and the sums once
 
@@ -75,3 +76,18 @@ class LateInputs:
     def arrive(self):
         for tensor, value in self.values:
             tensor.copy_(value)
+
+
+def run_on_late_inputs(module, first, second, given, activated, monkeypatch):
+    """Return the result of two launches: what the kernel before each writes arrives when a thread waits for it.
+
+    ``first(t, activated)`` and ``second(t, activated, out)`` launch kernels of ``module``. The ids are there for the
+    second.
+    """
+    t, late = ExpertsTensors(**given), LateInputs(module, monkeypatch)
+    out = torch.empty_like(t.x)
+    late(t.x, t.topk_ids)
+    first(t, activated)
+    late(activated, t.shared, t.topk_weights)
+    second(t, activated, out)
+    return out

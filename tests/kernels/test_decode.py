@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.decode import LateInputs, count_launches, make_fp8_inputs, make_inputs, wrong
+from helpers.decode import count_launches, make_fp8_inputs, make_inputs, run_on_late_inputs, wrong
 from helpers.wrong_kernels import changed, is_rejected
 
 import moe_numba
@@ -10,7 +10,6 @@ from moe_numba import simulator
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.moe_layer import ExpertsWorkspace, decode, fused_experts, kernel_decode, reference
 from moe_numba.moe_layer.activation import check_activation
-from moe_numba.moe_layer.launches import ExpertsTensors
 from moe_numba.moe_layer.weights import check_weights
 from moe_numba.runtime.sass import compile_apart
 
@@ -119,15 +118,10 @@ def test_choice_by_the_bytes_of_the_weights(sizes, decodes):
 
 @SIMULATED
 def test_dependent_launch(device, monkeypatch):
-    """What the kernel before writes arrives when a thread calls griddepcontrol_wait; ids are there for the second."""
     given = make_inputs(*SHAPES[0], device)
-    t, activation = ExpertsTensors(**given), check_activation("silu", 1.702, None)
-    activated, out = torch.empty(3, 64).bfloat16(), torch.empty_like(t.x)
-    late = LateInputs(kernel_decode, monkeypatch)
-    late(t.x, t.topk_ids)
-    decode.decode_gate_up(t, activation, activated)
-    late(activated, t.shared, t.topk_weights)
-    decode.decode_down(t, activated, out)
+    activation, activated = check_activation("silu", 1.702, None), torch.empty(3, 64).bfloat16()
+    first = lambda t, out: decode.decode_gate_up(t, activation, out)
+    out = run_on_late_inputs(kernel_decode, first, decode.decode_down, given, activated, monkeypatch)
     assert wrong(out, given) is None
 
 

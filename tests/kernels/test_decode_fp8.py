@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from helpers.decode import LateInputs, count_launches, make_fp8_inputs, wrong
+from helpers.decode import count_launches, make_fp8_inputs, run_on_late_inputs, wrong
 from helpers.wrong_kernels import changed, is_rejected
 
 from moe_numba import simulator
 from moe_numba.moe_layer import ExpertsWorkspace, decode, fused_experts, kernel_decode_fp8
-from moe_numba.moe_layer.launches import ExpertsTensors
 from moe_numba.moe_layer.weights import FP8_BLOCK, check_weights
 from moe_numba.runtime.sass import compile_apart
 
@@ -61,13 +60,8 @@ def test_choice(tokens, topk, hidden, intermediate, decodes, monkeypatch, device
 @SIMULATED
 def test_dependent_launch(device, monkeypatch):
     given = make_fp8_inputs(*SHAPES[0], device)
-    t = ExpertsTensors(**given)
-    activated, out = torch.empty(2, 128), torch.empty_like(t.x)
-    late = LateInputs(kernel_decode_fp8, monkeypatch)
-    late(t.x, t.topk_ids)
-    decode.decode_fp8_gate_up(t, activated)
-    late(activated, t.shared, t.topk_weights)
-    decode.decode_fp8_down(t, activated, out)
+    launches, activated = (decode.decode_fp8_gate_up, decode.decode_fp8_down), torch.empty(2, 128)
+    out = run_on_late_inputs(kernel_decode_fp8, *launches, given, activated, monkeypatch)
     assert wrong(out, given) is None
 
 

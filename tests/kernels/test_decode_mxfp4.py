@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from helpers.decode import LateInputs, count_launches, make_mxfp4_inputs, wrong
+from helpers.decode import count_launches, make_mxfp4_inputs, run_on_late_inputs, wrong
 from helpers.wrong_kernels import changed, is_rejected
 
 from moe_numba import simulator
 from moe_numba.moe_layer import ExpertsWorkspace, decode, fused_experts, kernel_decode_mxfp4
 from moe_numba.moe_layer.activation import check_activation
-from moe_numba.moe_layer.launches import ExpertsTensors
 from moe_numba.moe_layer.weights import check_weights
 from moe_numba.runtime.sass import compile_apart
 
@@ -80,13 +79,9 @@ def test_parts_of_k():
 @SIMULATED
 def test_dependent_launch(device, monkeypatch):
     given = make_mxfp4_inputs(*SHAPES[0], device=device)
-    t = ExpertsTensors(**given)
-    activated, out = torch.empty(3, 128, dtype=torch.bfloat16), torch.empty_like(t.x)
-    late = LateInputs(kernel_decode_mxfp4, monkeypatch)
-    late(t.x, t.topk_ids)
-    decode.decode_gate_up(t, check_activation("swigluoai", 1.702, 7.0), activated)
-    late(activated, t.shared, t.topk_weights)
-    decode.decode_down(t, activated, out)
+    activation, activated = check_activation("swigluoai", 1.702, 7.0), torch.empty(3, 128).bfloat16()
+    first = lambda t, out: decode.decode_gate_up(t, activation, out)
+    out = run_on_late_inputs(kernel_decode_mxfp4, first, decode.decode_down, given, activated, monkeypatch)
     assert wrong(out, given, activation="swigluoai") is None
 
 
