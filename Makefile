@@ -11,7 +11,7 @@ help:  ## List the commands
 	@echo "Another Python: make test PYTHON=python3.12. More arguments: make test ARGS='-k gate'."
 
 notebooks: .venv/.ready  ## Run every notebook (on the GPU, or small in the simulator); pages land in build/
-	@$(RUN) moe_numba.course.execute execute --out build $(ARGS)
+	@$(RUN) moe_numba.course.pages.execute execute --out build $(ARGS)
 
 # On a GPU the tests run one after another; without one, one worker for each core (see tests/conftest.py).
 test: .venv/.ready  ## Run the whole test suite
@@ -27,7 +27,7 @@ stale: .venv/.ready  ## Name the records and executed notebooks that are older t
 	@$(RUN) moe_numba stale
 
 fingerprint: .venv/.ready  ## Hash the machine code of every kernel; ARGS=--check compares, ARGS=--restamp renews records
-	@$(RUN) moe_numba.course.bench.fingerprint $(ARGS)
+	@$(RUN) moe_numba.course.bench.records.fingerprint $(ARGS)
 
 lint: .venv/.ready  ## Run ruff check, ruff format --check and mypy
 	@$(RUN) ruff check

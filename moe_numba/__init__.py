@@ -13,6 +13,7 @@ from moe_numba.extras import missing_extra
 
 if TYPE_CHECKING:
     from moe_numba.align import moe_align_block_size
+    from moe_numba.align.with_gate import biased_grouped_topk_align
     from moe_numba.expert_parallel import (
         Buffer,
         Config,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         per_token_cast_to_fp8,
     )
     from moe_numba.gate import biased_grouped_topk
-    from moe_numba.gate_align import biased_grouped_topk_align
     from moe_numba.grouped_gemm import (
         group_gemm_bf16,
         group_gemm_blockwise_fp8,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 # Loaded on first use, so that the simulator can be imported without torch.
 _HOME = {
     "biased_grouped_topk": "gate",
-    "biased_grouped_topk_align": "gate_align",
+    "biased_grouped_topk_align": "align.with_gate",
     "fuse_routing": "shared_experts",
     "fuse_checkpoint": "shared_experts",
     "memory_cost": "shared_experts",

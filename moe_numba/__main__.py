@@ -79,7 +79,7 @@ def _doctor(options):
 
 
 def _stale(options):
-    from moe_numba.course.bench import sources
+    from moe_numba.course.bench.records import dependencies as sources
 
     try:
         found = list(sources.stale_results())
@@ -99,7 +99,8 @@ def _bench(options):
 
     from moe_numba import simulator
     from moe_numba.course import bench
-    from moe_numba.course.bench import records, sources
+    from moe_numba.course.bench import records
+    from moe_numba.course.bench.records import dependencies as sources
 
     topic = _topic(options.topic)
     budget = {} if options.seconds is None else {"seconds": options.seconds}
@@ -134,7 +135,8 @@ def _bench(options):
 
 
 def _plot(options):
-    from moe_numba.course.bench import plots, records
+    from moe_numba.course.bench import records
+    from moe_numba.course.bench.figures import plots
 
     topic = _topic(options.topic)
     try:
@@ -166,7 +168,7 @@ def _make_folder(path):
 
 def _plot_readme(topic, table, check):
     from moe_numba.course.bench import records
-    from moe_numba.course.readme import replace_block
+    from moe_numba.course.pages.readme import replace_block
 
     path = records.repository() / "README.md"
     try:
@@ -182,7 +184,7 @@ def _plot_readme(topic, table, check):
 
 
 def _readme(options):
-    from moe_numba.course import readme
+    from moe_numba.course.pages import readme
 
     try:
         changed = readme.regenerate(options.check)

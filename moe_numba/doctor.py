@@ -48,7 +48,7 @@ def tables(arch: tuple[int, int], own: tuple[int, int]) -> list[str]:
 
     ``arch`` is the compute capability that code is generated for, and ``own`` that of the GPU.
     """
-    from moe_numba.course import gpu_support
+    from moe_numba.course.pages import gpu_support
     from moe_numba.runtime.device import gpu_like
 
     gpu = gpu_like(arch)._replace(hardware_capability=own)
@@ -77,7 +77,7 @@ def probe(timeout_s: float = 120) -> dict:
 
 def _results_line():
     """Count the recorded results that are older than the code."""
-    from moe_numba.course.bench import sources
+    from moe_numba.course.bench.records import dependencies as sources
 
     try:
         found = len(list(sources.stale_results()))

@@ -50,19 +50,20 @@ from IPython.display import HTML, Markdown
 from numba import cuda, float32
 
 from moe_numba import doctor, simulator
-from moe_numba.course import readme
-from moe_numba.course.bench import plots, records, rotating
+from moe_numba.course.bench import records, rotating
 from moe_numba.course.bench.baselines.limits import chip_limits
-from moe_numba.course.bench.sources import notebook_sources
-from moe_numba.course.draw.call_timeline import call_timeline
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.draw.player import Player
 from moe_numba.course.draw.shared_memory import shared_accesses
 from moe_numba.course.draw.warp_frames import shuffles
 from moe_numba.course.exercises import exercise
-from moe_numba.course.ladder import Ladder
-from moe_numba.course.prose import say
-from moe_numba.course.simulate import in_simulator
-from moe_numba.course.source_diff import change
+from moe_numba.course.lessons.start.draw import call_timeline
+from moe_numba.course.pages import readme
+from moe_numba.course.pages.prose import say
+from moe_numba.course.steps.ladder import Ladder
+from moe_numba.course.steps.simulate import in_simulator
+from moe_numba.course.steps.source_diff import change
 from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some launches are small on purpose

@@ -35,26 +35,27 @@ import torch
 from numba import cuda, float32, int32, uint32
 
 from moe_numba import simulator
-from moe_numba.course.bench import plots, records
+from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import chip_limits
-from moe_numba.course.bench.launch_profile import launch_profile
-from moe_numba.course.bench.sources import notebook_sources
-from moe_numba.course.draw import gate as draw
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.records.dependencies import notebook_sources
+from moe_numba.course.bench.timing.launch_profile import launch_profile
 from moe_numba.course.draw.launch_timeline import is_search, launch_timeline
 from moe_numba.course.draw.player import Player
 from moe_numba.course.draw.warp_frames import shuffles
-from moe_numba.course.draw.warp_loads import warp_loads
 from moe_numba.course.exercises import exercise
-from moe_numba.course.gate_runs import GateRuns, Routing, numba_stream, phases, resident_ctas, shared_bytes_of
-from moe_numba.course.instruction_mix import instruction_mix
-from moe_numba.course.ladder import Ladder
-from moe_numba.course.pipe_clocks import PipeClocks, pipe_clocks
-from moe_numba.course.prose import say
-from moe_numba.course.simulate import changed_source, define, in_simulator
-from moe_numba.course.source_diff import OpCounter, change
+from moe_numba.course.lessons.gate import draw
+from moe_numba.course.lessons.gate.draw_warp_loads import warp_loads
+from moe_numba.course.lessons.gate.pipe_clocks import PipeClocks, pipe_clocks
+from moe_numba.course.lessons.gate.runs import GateRuns, Routing, numba_stream, phases, resident_ctas, shared_bytes_of
+from moe_numba.course.pages.prose import say
+from moe_numba.course.steps.instruction_mix import instruction_mix
+from moe_numba.course.steps.ladder import Ladder
+from moe_numba.course.steps.simulate import changed_source, define, in_simulator
+from moe_numba.course.steps.source_diff import OpCounter, change
 from moe_numba.gate.device_functions import LOG2_E, make_sort_descending, sorting_network
-from moe_numba.gate.kernel import GateConfig
-from moe_numba.gate.kernel_4tokens import WARPS_PER_BLOCK, launch_bounds, make_4tokens_kernel, supports
+from moe_numba.gate.four_tokens_per_warp import WARPS_PER_BLOCK, launch_bounds, make_4tokens_kernel, supports
+from moe_numba.gate.one_token_per_warp import GateConfig
 from moe_numba.gate.reference import biased_grouped_topk as reference
 from moe_numba.gate.reference import choose_experts
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
@@ -2352,7 +2353,7 @@ say(
 #
 # `moe_numba.biased_grouped_topk` uses a kernel like that of step 19 for many tokens and one like that of step 18 for few (one
 # token per warp, so the loop runs once). Both sources
-# ([kernel_4tokens.py](../moe_numba/gate/kernel_4tokens.py), [kernel.py](../moe_numba/gate/kernel.py)) differ too much for a
+# ([kernel_4tokens.py](../moe_numba/gate/four_tokens_per_warp.py), [kernel.py](../moe_numba/gate/one_token_per_warp.py)) differ too much for a
 # diff: they also handle NaN, 16-bit logits, other shapes, shared experts and padding.
 #
 # **Bottleneck.** By the pipe clocks, still the ALU.

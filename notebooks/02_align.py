@@ -46,24 +46,25 @@ from numba import cuda, int32, uint32
 from moe_numba import simulator
 from moe_numba.align.reference import moe_align_block_size as reference
 from moe_numba.align.reference import sizes
-from moe_numba.course.align_runs import poisoned, random_ids, wrong
-from moe_numba.course.bench import kernel_time, plots, records
+from moe_numba.course.bench import kernel_time, records
 from moe_numba.course.bench.baselines.limits import chip_limits
-from moe_numba.course.bench.sources import notebook_sources
-from moe_numba.course.draw import align as draw
-from moe_numba.course.draw.dispatch_layout import banks
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.draw.phases import phase_bars
 from moe_numba.course.draw.player import Player
 from moe_numba.course.draw.shared_memory import barrier_steps
 from moe_numba.course.draw.warp_frames import shuffles
 from moe_numba.course.exercises import exercise
-from moe_numba.course.instruction_mix import instruction_mix
-from moe_numba.course.kernel_phases import phases_of, until, without_earlier
-from moe_numba.course.ladder import Ladder
-from moe_numba.course.prediction import NOISE
-from moe_numba.course.prose import say
-from moe_numba.course.simulate import changed_source, define, in_simulator, source_with_dependencies
-from moe_numba.course.source_diff import OpCounter, change
+from moe_numba.course.lessons.align import draw
+from moe_numba.course.lessons.dispatch_layout.draw import banks
+from moe_numba.course.pages.prose import say
+from moe_numba.course.steps.align_runs import poisoned, random_ids, wrong
+from moe_numba.course.steps.instruction_mix import instruction_mix
+from moe_numba.course.steps.kernel_phases import phases_of, until, without_earlier
+from moe_numba.course.steps.ladder import Ladder
+from moe_numba.course.steps.prediction import NOISE
+from moe_numba.course.steps.simulate import changed_source, define, in_simulator, source_with_dependencies
+from moe_numba.course.steps.source_diff import OpCounter, change
 from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
 from moe_numba.runtime import sass
 from moe_numba.runtime.launch import launch

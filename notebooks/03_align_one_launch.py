@@ -35,22 +35,22 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 from moe_numba import simulator
 from moe_numba.align.device_functions import make_scan
 from moe_numba.align.reference import moe_align_block_size, sizes
-from moe_numba.course import buffer_copies
-from moe_numba.course.align_runs import poisoned, random_ids, wrong
-from moe_numba.course.bench import plots, records
+from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import chip_limits
-from moe_numba.course.bench.sources import notebook_sources
-from moe_numba.course.draw import align_one_launch as draw
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.draw.phases import phase_bars
 from moe_numba.course.draw.player import Player
 from moe_numba.course.exercises import exercise
-from moe_numba.course.kernel_phases import until
-from moe_numba.course.ladder import Ladder
-from moe_numba.course.phase_times import atomic_loop, phase_instructions, phases
-from moe_numba.course.prose import say
-from moe_numba.course.simulate import changed_source, define, in_simulator, source_of
-from moe_numba.course.source_diff import change
-from moe_numba.gate.kernel import GateConfig, make_router
+from moe_numba.course.lessons.align_one_launch import buffer_copies, draw
+from moe_numba.course.lessons.align_one_launch.phase_times import atomic_loop, phase_instructions, phases
+from moe_numba.course.pages.prose import say
+from moe_numba.course.steps.align_runs import poisoned, random_ids, wrong
+from moe_numba.course.steps.kernel_phases import until
+from moe_numba.course.steps.ladder import Ladder
+from moe_numba.course.steps.simulate import changed_source, define, in_simulator, source_of
+from moe_numba.course.steps.source_diff import change
+from moe_numba.gate.one_token_per_warp import GateConfig, make_router
 from moe_numba.ptx.atomics import (
     atom_add_relaxed_gpu_s32,
     ld_relaxed_gpu_s32,
@@ -2469,4 +2469,4 @@ fused.plot(floor_us=DEPENDENT_US)
 #   *PTX ISA*: memory consistency model, `griddepcontrol`, `barrier.cluster`.
 # - Users who need the same order in every run: [sglang 33511](https://github.com/sgl-project/sglang/pull/33511),
 #   [vllm 52532](https://github.com/vllm-project/vllm/pull/52532).
-# - The final kernels: [`moe_numba/align`](../moe_numba/align), [`moe_numba/gate_align.py`](../moe_numba/gate_align.py).
+# - The final kernels: [`moe_numba/align`](../moe_numba/align), [`moe_numba/align/with_gate.py`](../moe_numba/align/with_gate.py).

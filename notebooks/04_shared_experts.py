@@ -49,16 +49,17 @@ from safetensors.torch import save_file
 
 from moe_numba import simulator
 from moe_numba.align.reference import mismatch as align_mismatch
-from moe_numba.course.bench import call_times, kernel_times, plots, records
+from moe_numba.course.bench import call_times, kernel_times, records
 from moe_numba.course.bench.baselines import limits, torch_layer
 from moe_numba.course.bench.baselines.torch_layer import FP8, NAMES, SMALL, TP8, Layer, mismatch, moe_numba_grouped_gemm
-from moe_numba.course.bench.layer_figure import layer_bars
-from moe_numba.course.bench.sources import notebook_sources
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.bench.topics.shared_experts import GATES, layer_times
-from moe_numba.course.draw import shared_experts as draw
 from moe_numba.course.exercises import exercise
-from moe_numba.course.ladder import Ladder
-from moe_numba.course.prose import say
+from moe_numba.course.lessons.shared_experts import draw
+from moe_numba.course.lessons.shared_experts.layer_figure import layer_bars
+from moe_numba.course.pages.prose import say
+from moe_numba.course.steps.ladder import Ladder
 from moe_numba.gate.reference import biased_grouped_topk as reference_gate
 from moe_numba.runtime.launch import launch
 from moe_numba.shared_experts import fuse_checkpoint, fuse_routing, memory_cost, reference

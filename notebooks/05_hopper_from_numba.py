@@ -45,12 +45,12 @@ from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from moe_numba import simulator
 from moe_numba.course.bench import kernel_times
 from moe_numba.course.bench.baselines.limits import chip_limits
-from moe_numba.course.bench.sources import notebook_sources
-from moe_numba.course.draw import hopper as draw
+from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.exercises import exercise
-from moe_numba.course.ladder import Ladder
-from moe_numba.course.prediction import NOISE
-from moe_numba.course.simulate import changed_source, define, in_simulator, source_of
+from moe_numba.course.lessons.hopper import draw
+from moe_numba.course.steps.ladder import Ladder
+from moe_numba.course.steps.prediction import NOISE
+from moe_numba.course.steps.simulate import changed_source, define, in_simulator, source_of
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group_read
@@ -319,7 +319,7 @@ import moe_numba, torch, numpy as np
 from functools import cache
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from moe_numba import simulator
-from moe_numba.course.simulate import define
+from moe_numba.course.steps.simulate import define
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import TensorMap
 from moe_numba.ptx.accumulators import *

@@ -40,28 +40,30 @@ from IPython.display import Markdown
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from moe_numba import simulator
-from moe_numba.course.articles.hpc_ops import group_gemm, update_grouped_tma
-from moe_numba.course.articles.hpc_ops.launch import HpcOpsGroupGemm
-from moe_numba.course.articles.hpc_ops.scheduler import host as schedulers
-from moe_numba.course.articles.hpc_ops.scheduler import select_tile_m, use_horizontal
-from moe_numba.course.bench import kernel_time, kernel_times, plots, records, rotating
+from moe_numba.course.bench import kernel_time, kernel_times, records, rotating
 from moe_numba.course.bench.baselines.limits import chip_limits
-from moe_numba.course.bench.sources import notebook_sources
-from moe_numba.course.bench.topics import grouped_gemm as topic
-from moe_numba.course.draw import grouped_gemm as draw
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.records.dependencies import notebook_sources
+from moe_numba.course.bench.topics.grouped_gemm import show as topic
 from moe_numba.course.exercises import exercise
-from moe_numba.course.ladder import Ladder
-from moe_numba.course.prediction import Judgement
-from moe_numba.course.source_diff import diff
+from moe_numba.course.lessons.grouped_gemm import draw
+from moe_numba.course.lessons.grouped_gemm.hpc_ops_port import group_gemm, update_grouped_tma
+from moe_numba.course.lessons.grouped_gemm.hpc_ops_port.launch import HpcOpsGroupGemm
+from moe_numba.course.lessons.grouped_gemm.hpc_ops_port.scheduler import host as schedulers
+from moe_numba.course.lessons.grouped_gemm.hpc_ops_port.scheduler import select_tile_m, use_horizontal
+from moe_numba.course.steps.ladder import Ladder
+from moe_numba.course.steps.prediction import Judgement
+from moe_numba.course.steps.source_diff import diff
 from moe_numba.grouped_gemm import (
     group_gemm_blockwise_fp8,
     group_gemm_pertensor_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
     reference,
 )
-from moe_numba.grouped_gemm import kernel as final_kernel
-from moe_numba.grouped_gemm.config import THREADS, GemmConfig, SharedMemoryLayout
-from moe_numba.grouped_gemm.launch_tma import SIGNATURE
+from moe_numba.grouped_gemm.common.constants import THREADS
+from moe_numba.grouped_gemm.common.tma_launch import SIGNATURE
+from moe_numba.grouped_gemm.wgmma import kernel as final_kernel
+from moe_numba.grouped_gemm.wgmma.config import GemmConfig, SharedMemoryLayout
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32, e4m3x2_as_floats
@@ -1778,7 +1780,7 @@ measure("no per-group maps", run, after="one tensor map for X", predicted_gain_u
 # %%
 def machine_codes(named):
     """The instructions that the compiler makes, in a process of its own; no GPU is needed. {name: MachineCode}."""
-    text = "from moe_numba.grouped_gemm.config import GemmConfig\nfrom moe_numba.grouped_gemm.kernel import make_kernel"
+    text = "from moe_numba.grouped_gemm.wgmma.config import GemmConfig\nfrom moe_numba.grouped_gemm.wgmma.kernel import make_kernel"
     requests = {name: (f"make_kernel({config!r})[0]", SIGNATURE, THREADS, True) for name, config in named.items()}
     return compile_apart(text, requests)
 
@@ -1849,7 +1851,7 @@ if took := us("cluster of two CTAs", "many_us"):
 #
 # ### Step 19: final, the package's choice
 #
-# **Idea.** `moe_numba.course.bench.tune_grouped_gemm` measures configurations and writes `config_table.py`. For the
+# **Idea.** `moe_numba.course.bench.topics.grouped_gemm_tiles.tune` measures configurations and writes `config_table.py`. For the
 # three sizes: small tiles with many stages, one subtile of 96, both in clusters of two, and two subtiles of 144.
 #
 # **Predicted gain.** None with 2048 tokens; 8192 take as long as in step 17, and 32 as long as reading from DRAM.
@@ -2350,7 +2352,7 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # %% [markdown]
 # ## 12. Defects found in hpc-ops
 #
-# Our port (`moe_numba/course/articles/hpc_ops/group_gemm.py`) avoids these:
+# Our port (`moe_numba/course/lessons/grouped_gemm/hpc_ops_port/group_gemm.py`) avoids these:
 #
 # - Two of three schedulers do not acquire the tensor maps.
 # - The vertical scheduler divides by the number of tiles, which may be zero.

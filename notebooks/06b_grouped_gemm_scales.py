@@ -38,38 +38,31 @@ import torch
 from IPython.display import Markdown, display
 
 from moe_numba import simulator
-from moe_numba.course import block_scale_diagnoses as diagnoses
-from moe_numba.course import block_scale_parts
-from moe_numba.course import block_scale_steps as scales
-from moe_numba.course import mxfp4_steps as mxfp4
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import chip_limits
-from moe_numba.course.bench.sources import notebook_sources
-from moe_numba.course.bench.topics import grouped_gemm as topic
-from moe_numba.course.draw import grouped_gemm_scales as draw
+from moe_numba.course.bench.records.dependencies import notebook_sources
+from moe_numba.course.bench.topics.grouped_gemm import show as topic
 from moe_numba.course.exercises import exercise
-from moe_numba.course.ladder import Ladder
-from moe_numba.course.prose import say
-from moe_numba.course.simulate import source_of
-from moe_numba.course.source_diff import change
-from moe_numba.course.tile_traces import dram_bytes, l2_to_sm_bytes, lags, tiles_of
-from moe_numba.expert_parallel.compile_ahead import compile_ahead
-from moe_numba.grouped_gemm import (
-    group_gemm_bf16,
-    group_gemm_blockwise_fp8,
-    group_gemm_mxfp4,
-    kernel,
-    kernel_block_scaled,
-    mainloop_w4,
-    pack_mxfp4,
-    packing_mxfp4,
-    producer_block_scaled,
-    reference,
-    scheduler_pairs,
-)
-from moe_numba.grouped_gemm.config import GemmConfig
-from moe_numba.grouped_gemm.config_choice import measured_config
-from moe_numba.grouped_gemm.launch import group_gemm
+from moe_numba.course.lessons.grouped_gemm_scales import diagnoses, draw
+from moe_numba.course.lessons.grouped_gemm_scales import mxfp4_steps as mxfp4
+from moe_numba.course.lessons.grouped_gemm_scales import parts as block_scale_parts
+from moe_numba.course.lessons.grouped_gemm_scales import steps as scales
+from moe_numba.course.lessons.grouped_gemm_scales.tile_traces import dram_bytes, l2_to_sm_bytes, lags, tiles_of
+from moe_numba.course.pages.prose import say
+from moe_numba.course.steps.ladder import Ladder
+from moe_numba.course.steps.simulate import source_of
+from moe_numba.course.steps.source_diff import change
+from moe_numba.expert_parallel.ranks.compile_ahead import compile_ahead
+from moe_numba.grouped_gemm import group_gemm_bf16, group_gemm_blockwise_fp8, group_gemm_mxfp4, pack_mxfp4, reference
+from moe_numba.grouped_gemm.block_scaled import kernel as kernel_block_scaled
+from moe_numba.grouped_gemm.block_scaled import pairs as scheduler_pairs
+from moe_numba.grouped_gemm.block_scaled import producer as producer_block_scaled
+from moe_numba.grouped_gemm.call.heuristics import measured_config
+from moe_numba.grouped_gemm.call.plan import group_gemm
+from moe_numba.grouped_gemm.w4 import main_loop as mainloop_w4
+from moe_numba.grouped_gemm.w4 import packing as packing_mxfp4
+from moe_numba.grouped_gemm.wgmma import kernel
+from moe_numba.grouped_gemm.wgmma.config import GemmConfig
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 SIMULATED = simulator.ENABLED
@@ -144,7 +137,7 @@ print(f"here: {len(P.x)} rows in {GROUPS} groups, {dict(n=N, k=K)}")
 
 # %% [markdown]
 # From step 2 on, a step is the package's kernel in which some device functions are replaced by earlier versions
-# ([`block_scale_parts.py`](../moe_numba/course/block_scale_parts.py)). `VARIANTS` lists these steps, and kernels that
+# ([`block_scale_parts.py`](../moe_numba/course/lessons/grouped_gemm_scales/parts.py)). `VARIANTS` lists these steps, and kernels that
 # leave something out to explain a time.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -478,7 +471,7 @@ draw.pairs(rows=300, n_tiles=4)
 # the empty barriers of both CTAs, because either may write the other's shared memory. `policy` is the L2 eviction
 # policy of a load: `evict_last` for rows of x, and for weights if the configuration has `keep_weight`, else
 # `evict_first`. `get_pair` looks up a CTA's tile of a pair
-# ([`scheduler_pairs.py`](../moe_numba/grouped_gemm/scheduler_pairs.py)).
+# ([`scheduler_pairs.py`](../moe_numba/grouped_gemm/block_scaled/pairs.py)).
 
 # %%
 change(block_scale_parts.make_load_weight_of_one_cta, producer_block_scaled.make_load_weight)
@@ -794,7 +787,7 @@ for name in ("256 columns, single", "registers by the compiler"):
     print(f"{name}: {count(name, 'STL', 'LDL')} of {len(LOOPS[name] or [])}")
 
 # %% [markdown]
-# `group_gemm_blockwise_fp8` uses a [table](../moe_numba/grouped_gemm/config_table.py) of each problem's best tile, by
+# `group_gemm_blockwise_fp8` uses a [table](../moe_numba/grouped_gemm/call/config_table.py) of each problem's best tile, by
 # mean time over three distributions of rows. For this problem single CTAs compute it, so the final kernel has none of
 # step 4's pairs; other entries have pairs.
 #
@@ -1063,7 +1056,7 @@ say(
 # tile. wgmma takes its A operand from registers, so rows of weight are A. A thread decodes its 32 weights of a tile
 # into 16 registers, and the warpgroup issues four wgmmas with 16 elements of k each. Two sets of registers alternate:
 # while the wgmmas of one set run, the thread decodes the other (`make_overlapped_loop` in
-# [`mainloop_w4.py`](../moe_numba/grouped_gemm/mainloop_w4.py)).
+# [`mainloop_w4.py`](../moe_numba/grouped_gemm/w4/main_loop.py)).
 #
 # In this step the codes of a tile are in the order of rows, two neighbouring codes of a register in one byte:
 
@@ -1192,7 +1185,7 @@ Markdown(f"```python\n{source_of(mxfp4.decode_block)}```")
 # The 8 remaining bits of `a` and of `b` are not at the distances that one shift needs, so the fourth and the eighth
 # register are each the XOR of two shifted words. The XOR also has bits of other registers at these places, so packing
 # sets the remaining bits such that the XOR comes out right
-# ([`packing_mxfp4.py`](../moe_numba/grouped_gemm/packing_mxfp4.py)):
+# ([`packing_mxfp4.py`](../moe_numba/grouped_gemm/w4/packing.py)):
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown(f"```python\n{source_of(packing_mxfp4._pack_codes)}```")
@@ -1370,5 +1363,5 @@ say(
 # - Open Compute Project: *OCP Microscaling Formats (MX) Specification 1.0*.
 # - NVIDIA: *PTX ISA*, `wgmma` with A in registers and `cp.async.bulk.tensor` with multicast.
 # - [Marlin](https://github.com/IST-DASLab/marlin), which packs 4-bit integers in the order of fragments.
-# - The kernels: [`kernel_block_scaled.py`](../moe_numba/grouped_gemm/kernel_block_scaled.py),
-#   [`kernel_w4.py`](../moe_numba/grouped_gemm/kernel_w4.py).
+# - The kernels: [`kernel_block_scaled.py`](../moe_numba/grouped_gemm/block_scaled/kernel.py),
+#   [`kernel_w4.py`](../moe_numba/grouped_gemm/w4/kernel.py).

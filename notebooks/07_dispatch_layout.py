@@ -57,20 +57,21 @@ from IPython.display import Markdown
 from numba import cuda, int32, int64, uint8
 
 from moe_numba import simulator
-from moe_numba.course.articles.deepep import dispatch_layout as deepep_layout
-from moe_numba.course.bench import kernel_time, kernel_times, plots, records
+from moe_numba.course.bench import kernel_time, kernel_times, records
 from moe_numba.course.bench.baselines.limits import chip_limits
-from moe_numba.course.bench.sources import notebook_sources
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.bench.topics.dispatch_layout import layout_bytes, layout_outputs, sizes, uniform_routing
-from moe_numba.course.draw import dispatch_layout as draw
+from moe_numba.course.deepep_port import dispatch_layout as deepep_layout
 from moe_numba.course.exercises import exercise
-from moe_numba.course.ladder import Ladder
-from moe_numba.course.prediction import NOISE
-from moe_numba.course.prose import say
-from moe_numba.course.simulate import changed_module, in_simulator, source_of
-from moe_numba.course.source_diff import OpCounter, diff
+from moe_numba.course.lessons.dispatch_layout import draw
+from moe_numba.course.pages.prose import say
+from moe_numba.course.steps.ladder import Ladder
+from moe_numba.course.steps.prediction import NOISE
+from moe_numba.course.steps.simulate import changed_module, in_simulator, source_of
+from moe_numba.course.steps.source_diff import OpCounter, diff
 from moe_numba.expert_parallel import get_dispatch_layout
-from moe_numba.expert_parallel.kernels.dispatch_layout import CLUSTER_SIZE, make_layout_kernel
+from moe_numba.expert_parallel.layout.kernel import CLUSTER_SIZE, make_layout_kernel
 from moe_numba.expert_parallel.reference import dispatch_layout
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import atom_add_s32, pointer_from_address
@@ -1452,6 +1453,6 @@ for name, error in in_simulator(faults, FAULTS, constants=SMALL_SIZES).items():
 # The kernel of `moe_numba.expert_parallel.get_dispatch_layout`.
 
 # %%
-from moe_numba.expert_parallel.kernels import dispatch_layout as final_kernel
+from moe_numba.expert_parallel.layout import kernel as final_kernel
 
 Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")

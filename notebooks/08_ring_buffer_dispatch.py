@@ -44,38 +44,33 @@ from IPython.display import HTML, Markdown
 from numba import cuda, int32, uint32, uint64
 
 from moe_numba import simulator
-from moe_numba.course.articles.deepep import dispatch as deepep_dispatch
-from moe_numba.course.articles.deepep import launch as deepep_launch
-from moe_numba.course.articles.deepep import notify as deepep_notify
-from moe_numba.course.articles.deepep import polling, simulate
-from moe_numba.course.articles.deepep.buffer_layout import (
-    SIGNALS_BYTES,
-    DeepEPConfig,
-    dispatch_offsets,
-    min_buffer_bytes,
-)
-from moe_numba.course.articles.deepep.simulate import RankTimeoutError, dispatch_all, virtual_ranks
-from moe_numba.course.bench import Stats, plots, records
+from moe_numba.course.bench import Stats, records
 from moe_numba.course.bench.baselines.nccl_all_to_all import all_to_all_counts, all_to_all_rows, played
-from moe_numba.course.bench.sources import notebook_sources
-from moe_numba.course.bench.timing_multigpu import can_time, host_times, outputs_of, rank_times, settle
-from moe_numba.course.bench.topics import dispatch_combine_measure
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.records.dependencies import notebook_sources
+from moe_numba.course.bench.timing.multigpu import can_time, host_times, outputs_of, rank_times, settle
+from moe_numba.course.bench.topics.dispatch_combine import measure as dispatch_combine_measure
 from moe_numba.course.bench.topics.dispatch_layout import uniform_routing
-from moe_numba.course.draw import dispatch as draw
-from moe_numba.course.draw.ring_trace import play, replay
+from moe_numba.course.deepep_port import dispatch as deepep_dispatch
+from moe_numba.course.deepep_port import launch as deepep_launch
+from moe_numba.course.deepep_port import notify as deepep_notify
+from moe_numba.course.deepep_port import polling, simulate
+from moe_numba.course.deepep_port.buffer_layout import SIGNALS_BYTES, DeepEPConfig, dispatch_offsets, min_buffer_bytes
+from moe_numba.course.deepep_port.simulate import RankTimeoutError, dispatch_all, virtual_ranks
 from moe_numba.course.exercises import exercise
-from moe_numba.course.ladder import Ladder
-from moe_numba.course.prediction import Judgement
-from moe_numba.course.simulate import in_simulator
-from moe_numba.course.sizes import dispatch_sizes
+from moe_numba.course.lessons.ring_buffer_dispatch import draw
+from moe_numba.course.lessons.ring_buffer_dispatch.draw_ring_trace import play, replay
+from moe_numba.course.pages.sizes import dispatch_sizes
+from moe_numba.course.steps.ladder import Ladder
+from moe_numba.course.steps.prediction import Judgement
+from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.expert_parallel.config import Config, num_direct_senders
-from moe_numba.expert_parallel.fp8_cast import per_token_cast_back, per_token_cast_to_fp8
-from moe_numba.expert_parallel.kernels import dispatch as final_kernel
-from moe_numba.expert_parallel.kernels import dispatch_direct, notify, progress, token_slot
-from moe_numba.expert_parallel.kernels.channels import next_channel
-from moe_numba.expert_parallel.local_group import LocalGroup
+from moe_numba.expert_parallel.ranks.local_group import LocalGroup
+from moe_numba.expert_parallel.rings import dispatch as final_kernel
+from moe_numba.expert_parallel.rings import dispatch_direct, notify, progress, token_slot
+from moe_numba.expert_parallel.rings.channels import next_channel
+from moe_numba.expert_parallel.rings.config import Config, num_direct_senders
 from moe_numba.ptx.atomics import (
     ld_acquire_sys_s32,
     ld_relaxed_sys_s32,  # noqa: F401  by its name
@@ -93,6 +88,7 @@ from moe_numba.ptx.fence import fence_acq_rel_sys, fence_proxy_async, fence_prox
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
 from moe_numba.ptx.memory import ld_nc_na_s32x4, pointer_from_address, st_na_s32x4
 from moe_numba.ptx.special_registers import globaltimer
+from moe_numba.quantise.fp8_cast import per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # most of these kernels have few CTAs on purpose

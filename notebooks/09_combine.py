@@ -51,19 +51,18 @@ from IPython.display import Markdown
 from numba import cuda, float32, int32, int64, uint32, uint64
 
 from moe_numba import simulator
-from moe_numba.course import combine_inputs as inputs
-from moe_numba.course.articles.deepep import combine as deepep_combine
-from moe_numba.course.articles.deepep import launch as deepep_launch
-from moe_numba.course.articles.deepep import notify as deepep_notify
-from moe_numba.course.articles.deepep import simulate
-from moe_numba.course.articles.deepep.buffer_layout import (
-    DeepEPConfig,
-    combine_offsets,
-    min_buffer_bytes,
-    min_ring_slots,
-)
-from moe_numba.course.articles.deepep.notify import NO_HEAD
-from moe_numba.course.articles.deepep.polling import (
+from moe_numba.course.bench import kernel_times, records
+from moe_numba.course.bench.baselines.limits import chip_limits
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.records.dependencies import notebook_sources
+from moe_numba.course.bench.timing.multigpu import can_time, outputs_of, rank_times, settle
+from moe_numba.course.deepep_port import combine as deepep_combine
+from moe_numba.course.deepep_port import launch as deepep_launch
+from moe_numba.course.deepep_port import notify as deepep_notify
+from moe_numba.course.deepep_port import simulate
+from moe_numba.course.deepep_port.buffer_layout import DeepEPConfig, combine_offsets, min_buffer_bytes, min_ring_slots
+from moe_numba.course.deepep_port.notify import NO_HEAD
+from moe_numba.course.deepep_port.polling import (
     BARRIER,
     STATUS_WORDS,
     WaitContext,
@@ -72,26 +71,23 @@ from moe_numba.course.articles.deepep.polling import (
     make_copy_row,
     make_wait,
 )
-from moe_numba.course.bench import kernel_times, plots, records
-from moe_numba.course.bench.baselines.limits import chip_limits
-from moe_numba.course.bench.sources import notebook_sources
-from moe_numba.course.bench.timing_multigpu import can_time, outputs_of, rank_times, settle
-from moe_numba.course.draw import combine as draw
 from moe_numba.course.exercises import exercise
-from moe_numba.course.ladder import Ladder
-from moe_numba.course.simulate import changed_module, in_simulator
+from moe_numba.course.lessons.combine import combine_inputs as inputs
+from moe_numba.course.lessons.combine import draw
+from moe_numba.course.steps.ladder import Ladder
+from moe_numba.course.steps.simulate import changed_module, in_simulator
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.expert_parallel.config import Config, num_channels
-from moe_numba.expert_parallel.kernels import combine as final_kernel
-from moe_numba.expert_parallel.kernels import reduce
-from moe_numba.expert_parallel.kernels.arguments import CombineTensors, PrefixMatrices, RankContext, RingMemory
-from moe_numba.expert_parallel.kernels.buffer_layout import ABORT_FLAG, buffer_layout, received_counters
-from moe_numba.expert_parallel.kernels.bulk_pipeline import init_smem
-from moe_numba.expert_parallel.kernels.channels import first_channel, first_token, next_channel, retire_warp
-from moe_numba.expert_parallel.kernels.progress import make_publish, post_progress
-from moe_numba.expert_parallel.kernels.timeout import COMBINE_ROWS, start_of_wait, warp_abort_if_timed_out
-from moe_numba.expert_parallel.local_group import LocalGroup
+from moe_numba.expert_parallel.common import reduce
+from moe_numba.expert_parallel.common.arguments import CombineTensors, PrefixMatrices, RankContext, RingMemory
+from moe_numba.expert_parallel.common.buffer_layout import ABORT_FLAG, buffer_layout, received_counters
+from moe_numba.expert_parallel.common.timeout import COMBINE_ROWS, start_of_wait, warp_abort_if_timed_out
+from moe_numba.expert_parallel.ranks.local_group import LocalGroup
+from moe_numba.expert_parallel.rings import combine as final_kernel
+from moe_numba.expert_parallel.rings.bulk_pipeline import init_smem
+from moe_numba.expert_parallel.rings.channels import first_channel, first_token, next_channel, retire_warp
+from moe_numba.expert_parallel.rings.config import Config, num_channels
+from moe_numba.expert_parallel.rings.progress import make_publish, post_progress
 from moe_numba.ptx.arithmetic import add_rn_bf16x2, uint_as_float
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32, st_release_sys_s32
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32

@@ -36,22 +36,22 @@ from IPython.display import Markdown
 from numba import cuda, float32, int32
 
 from moe_numba import simulator
-from moe_numba.course import low_latency_model as model
-from moe_numba.course import low_latency_times as times
-from moe_numba.course.bench import plots, records
-from moe_numba.course.draw import low_latency as draw
+from moe_numba.course.bench import records
+from moe_numba.course.bench.figures import plots
 from moe_numba.course.draw.player import Player
 from moe_numba.course.exercises import exercise
-from moe_numba.course.low_latency_runs import Round, Sizes, first_error, random_rounds, run_rounds
-from moe_numba.course.prediction import Judgement
-from moe_numba.course.prose import say
-from moe_numba.course.simulate import changed_source, define, in_simulator, source_of
-from moe_numba.course.source_diff import change, listing, passage
+from moe_numba.course.lessons.low_latency import draw, model, times
+from moe_numba.course.lessons.low_latency.runs import Round, Sizes, first_error, random_rounds, run_rounds
+from moe_numba.course.pages.prose import say
+from moe_numba.course.steps.prediction import Judgement
+from moe_numba.course.steps.simulate import changed_source, define, in_simulator, source_of
+from moe_numba.course.steps.source_diff import change, listing, passage
 from moe_numba.expert_parallel import Buffer, LocalGroup
-from moe_numba.expert_parallel.kernels import low_latency_packing, low_latency_protocol
-from moe_numba.expert_parallel.kernels.low_latency_combine import add_row, round_sums
-from moe_numba.expert_parallel.kernels.low_latency_layout import CLEAN_NAN, SENTINEL
-from moe_numba.expert_parallel.kernels.low_latency_protocol import copied
+from moe_numba.expert_parallel.low_latency import packing as low_latency_packing
+from moe_numba.expert_parallel.low_latency import protocol as low_latency_protocol
+from moe_numba.expert_parallel.low_latency.combine import add_row, round_sums
+from moe_numba.expert_parallel.low_latency.layout import CLEAN_NAN, SENTINEL
+from moe_numba.expert_parallel.low_latency.protocol import copied
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_relaxed_sys_s32, st_relaxed_sys_s32
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.memory import ld_global_s32x4, pointer_from_address, st_global_s32x4
@@ -973,7 +973,7 @@ exercise("low_latency-3").check(break_even_tokens)
 #   all-to-all.
 # - NVIDIA: *PTX ISA*, memory consistency model, vector accesses; *CUDA C++ Programming Guide*, programmatic dependent
 #   launch.
-# - The final kernels: [`low_latency_dispatch.py`](../moe_numba/expert_parallel/kernels/low_latency_dispatch.py),
-#   [`low_latency_packing.py`](../moe_numba/expert_parallel/kernels/low_latency_packing.py),
-#   [`low_latency_combine.py`](../moe_numba/expert_parallel/kernels/low_latency_combine.py),
-#   [`low_latency_protocol.py`](../moe_numba/expert_parallel/kernels/low_latency_protocol.py).
+# - The final kernels: [`low_latency_dispatch.py`](../moe_numba/expert_parallel/low_latency/dispatch.py),
+#   [`low_latency_packing.py`](../moe_numba/expert_parallel/low_latency/packing.py),
+#   [`low_latency_combine.py`](../moe_numba/expert_parallel/low_latency/combine.py),
+#   [`low_latency_protocol.py`](../moe_numba/expert_parallel/low_latency/protocol.py).

@@ -42,20 +42,18 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 
 from moe_numba import simulator
 from moe_numba.align.device_functions import make_scan
-from moe_numba.course import moe_layer_model as model
 from moe_numba.course.bench import call_time, records, rotating
-from moe_numba.course.bench.launch_profile import launch_profile
-from moe_numba.course.bench.parts_figure import EXPERTS, draw_parts, parts_table, rates_table
-from moe_numba.course.bench.sources import notebook_sources
-from moe_numba.course.bench.topics import moe_layer as bench
-from moe_numba.course.bench.topics import moe_layer_ranks as ranks_bench
-from moe_numba.course.bench.topics.moe_layer_measure import Layer, make_inputs, make_weights, part_calls
-from moe_numba.course.draw import moe_layer as draw
+from moe_numba.course.bench.records.dependencies import notebook_sources
+from moe_numba.course.bench.timing.launch_profile import launch_profile
+from moe_numba.course.bench.topics.moe_layer import show as bench
+from moe_numba.course.bench.topics.moe_layer.measure import Layer, make_inputs, make_weights, part_calls
+from moe_numba.course.bench.topics.moe_layer_ranks import show as ranks_bench
 from moe_numba.course.draw.launch_timeline import launch_timeline
 from moe_numba.course.exercises import exercise
-from moe_numba.course.exercises.moe_layer import ranks_per_token
-from moe_numba.course.ladder import Ladder
-from moe_numba.course.moe_layer_runs import (
+from moe_numba.course.lessons.moe_layer import draw, model
+from moe_numba.course.lessons.moe_layer.exercises import ranks_per_token
+from moe_numba.course.lessons.moe_layer.parts_figure import EXPERTS, draw_parts, parts_table, rates_table
+from moe_numba.course.lessons.moe_layer.runs import (
     RecordedTimes,
     call_times_table,
     group_by,
@@ -66,15 +64,18 @@ from moe_numba.course.moe_layer_runs import (
     slowdown,
     tiny_model,
 )
-from moe_numba.course.prediction import Judgement
-from moe_numba.course.prose import NOT_MEASURED, say
-from moe_numba.course.simulate import in_simulator
-from moe_numba.course.source_diff import OpCounter, change, passage
+from moe_numba.course.pages.prose import NOT_MEASURED, say
+from moe_numba.course.steps.ladder import Ladder
+from moe_numba.course.steps.prediction import Judgement
+from moe_numba.course.steps.simulate import in_simulator
+from moe_numba.course.steps.source_diff import OpCounter, change, passage
 from moe_numba.expert_parallel import Buffer, LocalGroup
-from moe_numba.grouped_gemm.config import BLOCK_N
+from moe_numba.grouped_gemm.common.constants import BLOCK_N
 from moe_numba.grouped_gemm.reference import mismatch
-from moe_numba.moe_layer import ExpertParallelMoE, Experts, ExpertsWorkspace, decode, fused_experts, reference, routing
-from moe_numba.moe_layer.kernel_decode import make_decode_gate_up_kernel
+from moe_numba.moe_layer import ExpertParallelMoE, Experts, ExpertsWorkspace, fused_experts, reference
+from moe_numba.moe_layer.gemv import plan as decode
+from moe_numba.moe_layer.gemv.bf16 import make_decode_gate_up_kernel
+from moe_numba.moe_layer.group_by_expert import api as routing
 from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity

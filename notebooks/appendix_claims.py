@@ -22,7 +22,7 @@
 from IPython.display import Markdown
 
 from moe_numba.course import claims
-from moe_numba.course.prediction import NOISE
+from moe_numba.course.steps.prediction import NOISE
 from moe_numba.course.verdicts import CLEAR, SEPARATE_NOISE, TOLERANCE
 
 claims.contents()

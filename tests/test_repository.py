@@ -14,7 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from moe_numba.course.simulate import define
+from moe_numba.course.steps.simulate import define
 from moe_numba.extras import EXTRA_OF
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,11 @@ from typing import NamedTuple
 import torch
 
 from moe_numba import simulator
-from moe_numba.align import device_functions, kernel_large, kernel_medium, kernel_pairwise, kernel_small
+from moe_numba.align import device_functions
+from moe_numba.align import large as kernel_large
+from moe_numba.align import medium as kernel_medium
+from moe_numba.align import pairwise as kernel_pairwise
+from moe_numba.align import small as kernel_small
 from moe_numba.align.reference import sizes
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import as_tensor

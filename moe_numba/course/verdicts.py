@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from moe_numba.course.prediction import NOISE
+from moe_numba.course.steps.prediction import NOISE
 
 TOLERANCE = 0.1  # share by which a figure may be missed: "about 10 %" is met from 9 % on
 CLEAR = 0.1  # share of a time that counts as clear, or as not small

@@ -2,14 +2,14 @@
 
 import torch
 
-from moe_numba.expert_parallel import checks, launch_plans
-from moe_numba.expert_parallel.config import Config
-from moe_numba.expert_parallel.dispatch_call import DispatchCall
-from moe_numba.expert_parallel.dispatch_layout import get_dispatch_layout
-from moe_numba.expert_parallel.events import EventHandle, EventOverlap
-from moe_numba.expert_parallel.kernels.buffer_layout import MAX_ROWS
-from moe_numba.expert_parallel.low_latency_buffer import LowLatencyBuffer
-from moe_numba.expert_parallel.output_buffer import SymmetricOutput
+from moe_numba.expert_parallel.common.buffer_layout import MAX_ROWS
+from moe_numba.expert_parallel.layout.api import get_dispatch_layout
+from moe_numba.expert_parallel.low_latency.buffer import LowLatencyBuffer
+from moe_numba.expert_parallel.ranks.events import EventHandle, EventOverlap
+from moe_numba.expert_parallel.rings import checks, launch_plans
+from moe_numba.expert_parallel.rings.config import Config
+from moe_numba.expert_parallel.rings.dispatch_call import DispatchCall
+from moe_numba.expert_parallel.rings.output_buffer import SymmetricOutput
 from moe_numba.runtime.validate import check_int, check_tensor
 
 

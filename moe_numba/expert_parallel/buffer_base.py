@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from moe_numba.expert_parallel import checks, transport
-from moe_numba.expert_parallel.config import Config
-from moe_numba.expert_parallel.events import EventHandle, EventOverlap
-from moe_numba.expert_parallel.kernels.buffer_layout import MAX_RANKS
-from moe_numba.expert_parallel.output_buffer import SymmetricOutput
-from moe_numba.expert_parallel.runtime import Runtime
-from moe_numba.expert_parallel.warm_up import warm_up
+from moe_numba.expert_parallel.common.buffer_layout import MAX_RANKS
+from moe_numba.expert_parallel.ranks import transport
+from moe_numba.expert_parallel.ranks.events import EventHandle, EventOverlap
+from moe_numba.expert_parallel.ranks.runtime import Runtime
+from moe_numba.expert_parallel.ranks.warm_up import warm_up
+from moe_numba.expert_parallel.rings import checks
+from moe_numba.expert_parallel.rings.config import Config
+from moe_numba.expert_parallel.rings.output_buffer import SymmetricOutput
 from moe_numba.runtime.validate import check_flag, check_int
 
 _ALIGNMENT = 128  # of the size of a buffer, in bytes, as in DeepEP

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 
 from moe_numba import simulator
-from moe_numba.gate import kernel, kernel_4tokens, kernel_generic
+from moe_numba.gate import four_tokens_per_warp as kernel_4tokens
+from moe_numba.gate import generic as kernel_generic
+from moe_numba.gate import one_token_per_warp as kernel
 from moe_numba.gate.reference import SCORINGS
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import as_tensor

@@ -10,7 +10,7 @@ shift. The epilogue multiplies by ``2**RESULT_EXPONENT``.
 
 import torch
 
-from moe_numba.grouped_gemm.weight_tiles import (
+from moe_numba.grouped_gemm.w4.weight_tiles import (
     CODE_BYTES,
     TILE,
     as_bytes,

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, int32, uint64
 
-from moe_numba.grouped_gemm.decode_w4 import decode_e4m3_block, decode_int4_block, make_load_unscaled_tile
-from moe_numba.grouped_gemm.weight_tiles import TILE
+from moe_numba.grouped_gemm.w4.dequantize import decode_e4m3_block, decode_int4_block, make_load_unscaled_tile
+from moe_numba.grouped_gemm.w4.weight_tiles import TILE
 from moe_numba.ptx.accumulators import make_fma_blocks
 from moe_numba.ptx.matrix import make_fma_shared
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_wait_parity

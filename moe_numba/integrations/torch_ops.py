@@ -8,7 +8,8 @@ their ops. To write ops into a graph by hand, or to load an exported program, im
 ``group_gemm_bf16`` has a backward. They refuse torch.vmap.
 """
 
-from moe_numba import align, expert_parallel, gate, gate_align, grouped_gemm, moe_layer, shared_experts
+from moe_numba import align, expert_parallel, gate, grouped_gemm, moe_layer, shared_experts
+from moe_numba.align import with_gate as gate_align
 from moe_numba.runtime.torch_op import OPS
 
 __all__ = ["OPS", "align", "expert_parallel", "gate", "gate_align", "grouped_gemm", "moe_layer", "shared_experts"]

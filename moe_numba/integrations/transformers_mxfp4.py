@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from moe_numba.grouped_gemm.reference_w4 import dequantise_mxfp4, quantise_mxfp4
+from moe_numba.grouped_gemm.w4.reference import dequantise_mxfp4, quantise_mxfp4
 from moe_numba.moe_layer import pack_mxfp4_experts
 
 _PROJECTIONS = "gate_up_proj", "down_proj"

@@ -1,16 +1,16 @@
 """An MoE layer on one GPU: gate, group assignments by expert, two grouped GEMMs, activation, weighted sum."""
 
-from moe_numba.moe_layer.activation import silu_and_mul
-from moe_numba.moe_layer.api import fused_experts
-from moe_numba.moe_layer.expert_parallel_moe import ExpertParallelMoE
-from moe_numba.moe_layer.gate_and_experts import fused_moe
+from moe_numba.moe_layer.expert_parallel.layer import ExpertParallelMoE
+from moe_numba.moe_layer.fused_experts import fused_experts
+from moe_numba.moe_layer.fused_moe import fused_moe
+from moe_numba.moe_layer.group_by_expert.api import group_by_expert
 from moe_numba.moe_layer.module import Experts, MoELayer
-from moe_numba.moe_layer.per_token_quant import per_token_quant_fp8, silu_and_mul_quant_fp8
-from moe_numba.moe_layer.permute import permute_cast_to_fp8, permute_tokens
-from moe_numba.moe_layer.routing import group_by_expert
-from moe_numba.moe_layer.unpermute import weighted_sum
+from moe_numba.moe_layer.permute.api import permute_cast_to_fp8, permute_tokens
+from moe_numba.moe_layer.silu_and_mul.api import silu_and_mul
+from moe_numba.moe_layer.weighted_sum.api import weighted_sum
 from moe_numba.moe_layer.weights import pack_mxfp4_experts
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
+from moe_numba.quantise.per_token_quant import per_token_quant_fp8, silu_and_mul_quant_fp8
 
 __all__ = [
     "ExpertParallelMoE",

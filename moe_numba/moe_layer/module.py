@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_numba.expert_parallel.fp8_cast import per_token_cast_back
 from moe_numba.gate.api import check_groups, check_options
-from moe_numba.moe_layer.activation import ALPHA, check_activation
-from moe_numba.moe_layer.api import check_fast_accum, check_format, fused_experts
-from moe_numba.moe_layer.gate_and_experts import fused_moe
+from moe_numba.moe_layer.fused_experts import check_fast_accum, check_format, fused_experts
+from moe_numba.moe_layer.fused_moe import fused_moe
 from moe_numba.moe_layer.launches import ExpertsTensors
 from moe_numba.moe_layer.router import router_logits
-from moe_numba.moe_layer.stages import check_stages, route, run_experts
+from moe_numba.moe_layer.silu_and_mul.api import ALPHA, check_activation
+from moe_numba.moe_layer.torch_stages import check_stages, route, run_experts
 from moe_numba.moe_layer.weights import BLOCK, FP8_BLOCK, FP8_TENSOR, check_weights, packed_shape, shape_of
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
+from moe_numba.quantise.fp8_cast import per_token_cast_back
 from moe_numba.runtime.validate import check_flag, check_int
 
 _TENSORS = "w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias", "a1_scale", "a2_scale"

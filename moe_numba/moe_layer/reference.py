@@ -2,13 +2,13 @@
 
 import torch
 
-from moe_numba.expert_parallel.reference import per_token_cast_to_fp8
 from moe_numba.gate.reference import biased_grouped_topk
 from moe_numba.grouped_gemm import reference as gemm
 from moe_numba.grouped_gemm.reference import BLOCK, FP8, FP8_MAX
 from moe_numba.moe_layer.launches import ExpertsTensors
 from moe_numba.moe_layer.reference_mxfp4 import unpack, unpack_gate_up
 from moe_numba.moe_layer.weights import FP8_BLOCK, FP8_TENSOR, MXFP4, format_of, scaling_of
+from moe_numba.quantise.reference import per_token_cast_to_fp8
 
 
 def group_by_expert(topk_ids, num_experts):

@@ -2,9 +2,9 @@
 
 import torch
 
-from moe_numba.grouped_gemm.packing_mxfp4 import EXPONENT_OFFSET, EXPONENTS, FIELDS
-from moe_numba.grouped_gemm.reference_w4 import E2M1
-from moe_numba.grouped_gemm.weight_tiles import CODE_BYTES, TILE
+from moe_numba.grouped_gemm.w4.packing import EXPONENT_OFFSET, EXPONENTS, FIELDS
+from moe_numba.grouped_gemm.w4.reference import E2M1
+from moe_numba.grouped_gemm.w4.weight_tiles import CODE_BYTES, TILE
 
 
 def unpack(packed):

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 
 from moe_numba.grouped_gemm import pack_mxfp4
-from moe_numba.grouped_gemm.checks import MAX_GROUPS, has_wgmma, is_mn_major
-from moe_numba.grouped_gemm.packing_mxfp4 import TILE_BYTES
-from moe_numba.grouped_gemm.weight_tiles import TILE
+from moe_numba.grouped_gemm.call.checks import MAX_GROUPS, has_wgmma, is_mn_major
+from moe_numba.grouped_gemm.w4.packing import TILE_BYTES
+from moe_numba.grouped_gemm.w4.weight_tiles import TILE
 from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_choice, check_tensor
 

@@ -28,7 +28,7 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
 - `debug` stops kernels at breakpoints, steps lanes and warps, and goes back in time; see `debugger`.
 - `trace` records what happens; `write_chrome_trace` and `timeline` show it beside a GPU's time stamps; see `timelines`.
 - Hopper's asynchronous copies and wgmma complete at a time chosen by the seeded scheduler. Until a thread has waited
-  for them, `async_.race_detector` rejects conflicting accesses to their shared memory.
+  for them, `asynchronous.race_detector` rejects conflicting accesses to their shared memory.
 - The simulated GPU has an H200's 132 SMs, and the limits per SM of its compute capability (`capability`): launch
   bounds, static, dynamic and local memory, resident blocks and cooperative launches are checked, and the registers that
   `setmaxnreg` moves. How many registers a kernel needs is not known, nor what else runs on the GPU.
@@ -96,7 +96,7 @@ _PACKAGES = {
         *("grid", "host", "kernel", "libdevice", "memory", "pointer_wrapping", "polling", "random", "registers"),
         *("scheduler", "settings", "shared", "warp"),
     ),
-    "async_": (
+    "asynchronous": (
         *("async_copy", "fragments", "matrix", "mbarrier", "race_detector", "tensor_map", "uses_async", "wgmma"),
     ),
     "profiler": ("collect", "report"),
@@ -219,10 +219,14 @@ def __getattr__(name):
 
 def _install():
     """Make `cuda` the simulator's."""
-    from moe_numba.simulator.core import arithmetic, cuda_module
+    from moe_numba.simulator.core import arithmetic, cuda_module, engines
 
     cuda_module.install()
     arithmetic.wrap_integer_casts()
+
+    from moe_numba.simulator.vector import launch
+
+    engines.register(launch.run)
 
 
 def enable(reason: str = "simulator.enable()", arch: tuple[int, int] | None = None) -> None:

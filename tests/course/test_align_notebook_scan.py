@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.course.bench import code_hash
+from moe_numba.course.bench.records import code_hash
 from moe_numba.course.draw.player import Box
-from moe_numba.course.draw.scans import blelloch_steps
 from moe_numba.course.draw.shared_memory import barrier_steps
-from moe_numba.course.simulate import define
+from moe_numba.course.lessons.align.draw_scans import blelloch_steps
+from moe_numba.course.steps.simulate import define
 from moe_numba.runtime.launch import launch
 
 NUMBERS = [3, 1, 7, 0, 4, 1, 6, 3]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.thirds import take_third
 
-from moe_numba.course.bench import code_hash
+from moe_numba.course.bench.records import code_hash
 from moe_numba.runtime.sass import compile_apart
 
 TEXT = (Path(__file__).parents[2] / "notebooks" / "03_align_one_launch.py").read_text()

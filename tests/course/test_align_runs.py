@@ -1,10 +1,10 @@
-"""Inputs and checks of the alignment's notebooks: `moe_numba.course.align_runs`."""
+"""Inputs and checks of the alignment's notebooks: `moe_numba.course.steps.align_runs`."""
 
 import pytest
 import torch
 
 from moe_numba.align.reference import moe_align_block_size as reference
-from moe_numba.course.align_runs import POISON, poisoned, random_ids, wrong
+from moe_numba.course.steps.align_runs import POISON, poisoned, random_ids, wrong
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ from matplotlib.text import Text
 
 import moe_numba.course.bench as bench
 from moe_numba import doctor, simulator
-from moe_numba.course import ladder
-from moe_numba.course.bench import Stats, plots, records, timing
-from moe_numba.course.ladder import Ladder, WrongResult
+from moe_numba.course.bench import Stats, records, timing
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.steps import ladder
+from moe_numba.course.steps.ladder import Ladder, WrongResult
 from moe_numba.runtime.device import UnsupportedDeviceError
 
 

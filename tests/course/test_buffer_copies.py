@@ -1,8 +1,8 @@
-"""What runs with copies of buffers conclude: `moe_numba.course.buffer_copies`."""
+"""What runs with copies of buffers conclude: `moe_numba.course.lessons.align_one_launch.buffer_copies`."""
 
 import pytest
 
-from moe_numba.course.buffer_copies import conclude, of
+from moe_numba.course.lessons.align_one_launch.buffer_copies import conclude, of
 
 FAST, SLOW = 13.4, 17.8
 NO_DIFFERENCE = "the buffers make no difference"

@@ -4,7 +4,7 @@ import pytest
 from helpers.figures import misplaced
 from matplotlib.text import Text
 
-from moe_numba.course.draw.call_timeline import call_timeline, schedule
+from moe_numba.course.lessons.start.draw import call_timeline, schedule
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.course import combine_inputs as inputs
-from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig, min_buffer_bytes
-from moe_numba.course.articles.deepep.simulate import dispatch_all, virtual_ranks
+from moe_numba.course.deepep_port.buffer_layout import DeepEPConfig, min_buffer_bytes
+from moe_numba.course.deepep_port.simulate import dispatch_all, virtual_ranks
+from moe_numba.course.lessons.combine import combine_inputs as inputs
 from moe_numba.expert_parallel import reference
 
 

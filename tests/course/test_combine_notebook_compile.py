@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from helpers.once_per_run import once_per_run
 
-from moe_numba.course.bench import code_hash
-from moe_numba.expert_parallel.kernels import combine
+from moe_numba.course.bench.records import code_hash
+from moe_numba.expert_parallel.rings import combine
 from moe_numba.runtime.sass import compile_apart
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +24,8 @@ KERNELS = {
 }
 COMBINES = [(2, 1, False), (2, 8, False), (2, 4, True), (8, 2, False)]  # ranks, vectors per row, packed
 SHAPE = """
-from moe_numba.expert_parallel.config import Config, make_ring_shape
-from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
+from moe_numba.expert_parallel.rings.config import Config, make_ring_shape
+from moe_numba.expert_parallel.rings.token_slot import TokenSlot
 
 def shape(ranks):
     return make_ring_shape(Config(24, 10, 256), ranks, 15, 720, TokenSlot(3584, 0, 0, has_src_idx=False), 1 << 28)[0]

@@ -5,27 +5,25 @@ import torch
 from helpers.figures import cut_off, labelled, texts, values_of
 from helpers.schedules import schedule
 
-from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig
-from moe_numba.course.bench.layer_figure import layer_bars
-from moe_numba.course.bench.parts_figure import stacked_parts
-from moe_numba.course.draw import (
-    align,
-    align_one_launch,
-    combine,
-    dispatch,
-    dispatch_layout,
-    gate,
-    grouped_gemm,
-    grouped_gemm_scales,
-    hopper,
-    low_latency,
-    moe_layer,
-    shared_experts,
-)
+from moe_numba.course.deepep_port.buffer_layout import DeepEPConfig
 from moe_numba.course.draw.canvas import check_range, text
 from moe_numba.course.draw.launch_timeline import is_search, launch_timeline
-from moe_numba.course.draw.warp_loads import warp_loads
-from moe_numba.course.tile_traces import Tile
+from moe_numba.course.lessons.align import draw as align
+from moe_numba.course.lessons.align_one_launch import draw as align_one_launch
+from moe_numba.course.lessons.combine import draw as combine
+from moe_numba.course.lessons.dispatch_layout import draw as dispatch_layout
+from moe_numba.course.lessons.gate import draw as gate
+from moe_numba.course.lessons.gate.draw_warp_loads import warp_loads
+from moe_numba.course.lessons.grouped_gemm import draw as grouped_gemm
+from moe_numba.course.lessons.grouped_gemm_scales import draw as grouped_gemm_scales
+from moe_numba.course.lessons.grouped_gemm_scales.tile_traces import Tile
+from moe_numba.course.lessons.hopper import draw as hopper
+from moe_numba.course.lessons.low_latency import draw as low_latency
+from moe_numba.course.lessons.moe_layer import draw as moe_layer
+from moe_numba.course.lessons.moe_layer.parts_figure import stacked_parts
+from moe_numba.course.lessons.ring_buffer_dispatch import draw as dispatch
+from moe_numba.course.lessons.shared_experts import draw as shared_experts
+from moe_numba.course.lessons.shared_experts.layer_figure import layer_bars
 
 COUNTS = [3, 1, 7, 0, 4, 1, 6, 3]
 LOAD = {"separate": [4] * 256, "8 replicas": [4] * 256 + [99, 70, 80, 64, 65, 66, 67, 68]}

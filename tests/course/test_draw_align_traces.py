@@ -10,8 +10,8 @@ from moe_numba import simulator  # before numba
 # isort: split
 from numba import cuda, int32, uint32
 
-from moe_numba.course.draw.align_one_launch import barrier_frames
 from moe_numba.course.draw.player import Box, Label, Player
+from moe_numba.course.lessons.align_one_launch.draw import barrier_frames
 from moe_numba.ptx.atomics import atom_add_relaxed_gpu_s32, ld_relaxed_gpu_s32
 from moe_numba.runtime.launch import launch
 

@@ -9,9 +9,10 @@ from helpers.figures import cut_off, labelled
 from PIL import Image
 
 from moe_numba import simulator
-from moe_numba.course.draw import dispatch, hopper
-from moe_numba.course.draw.hopper_time import barrier_steps
-from moe_numba.course.draw.ring_trace import Moment, Ring, play, replay
+from moe_numba.course.lessons.hopper import draw as hopper
+from moe_numba.course.lessons.hopper.draw_time import barrier_steps
+from moe_numba.course.lessons.ring_buffer_dispatch import draw as dispatch
+from moe_numba.course.lessons.ring_buffer_dispatch.draw_ring_trace import Moment, Ring, play, replay
 from moe_numba.simulator.core.scheduler import Event
 
 simulated = pytest.mark.skipif(not simulator.ENABLED, reason="the figure's data come from the simulator")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from moe_numba.course.bench import code_hash, fingerprint
+from moe_numba.course.bench.records import code_hash, fingerprint
 from moe_numba.runtime.sass import disassembler
 
 CODE = '''"""A module."""
@@ -79,7 +79,7 @@ def test_other_files_are_hashed_by_their_bytes(tmp_path):
 
 KERNELS = """
 from numba import cuda, int32
-from moe_numba.course.bench.fingerprint import fingerprint
+from moe_numba.course.bench.records.fingerprint import fingerprint
 
 @cuda.jit(device=True)
 def add(x, i):

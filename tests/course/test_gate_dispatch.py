@@ -10,7 +10,7 @@ from moe_numba import simulator
 from numba import cuda
 
 from moe_numba.course.bench.gate_dispatch import KINDS, LAYOUTS, TOPK, Step, check_equal
-from moe_numba.expert_parallel import low_latency_config
+from moe_numba.expert_parallel.low_latency import config as low_latency_config
 from moe_numba.runtime.launch import launch
 
 EXPERTS, HIDDEN = 32, 64

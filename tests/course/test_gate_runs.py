@@ -1,11 +1,11 @@
-"""Inputs, checks and phases of the gate notebook: `moe_numba.course.gate_runs`."""
+"""Inputs, checks and phases of the gate notebook: `moe_numba.course.lessons.gate.runs`."""
 
 import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.course.gate_runs import GateRuns, Routing, phases, resident_ctas
-from moe_numba.course.ladder import Ladder
+from moe_numba.course.lessons.gate.runs import GateRuns, Routing, phases, resident_ctas
+from moe_numba.course.steps.ladder import Ladder
 from moe_numba.gate.reference import biased_grouped_topk
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="runs in the simulator")

@@ -12,8 +12,8 @@ from helpers.thirds import chosen_third, take_third
 
 from moe_numba import doctor
 from moe_numba.__main__ import main
-from moe_numba.course import execute, executed, gpu_support, readme
-from moe_numba.course.topics import TOPICS
+from moe_numba.course.pages import execute, executed, gpu_support, readme
+from moe_numba.course.pages.topics import TOPICS
 from moe_numba.runtime.device import gpu_like
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 PLANS = """
 import json, torch, moe_numba
 from moe_numba.expert_parallel import Buffer, get_dispatch_layout, per_token_cast_to_fp8
-from moe_numba.expert_parallel.runtime import Runtime
-from moe_numba.expert_parallel.local_group import LocalGroup
+from moe_numba.expert_parallel.ranks.runtime import Runtime
+from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 from moe_numba.ptx import conversions
 from moe_numba.runtime import launch
 from moe_numba.runtime.compile import TENSOR_MAP

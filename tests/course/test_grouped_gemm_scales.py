@@ -7,14 +7,24 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.course import block_scale_diagnoses, block_scale_parts, block_scale_steps, mxfp4_steps
-from moe_numba.course.bench.topics import grouped_gemm as topic
-from moe_numba.course.exercises.grouped_gemm_scales import place_of
-from moe_numba.course.tile_traces import Tile, dram_bytes, l2_to_sm_bytes, lags, pairs_of, tiles_of
+from moe_numba.course.bench.topics.grouped_gemm import show as topic
+from moe_numba.course.lessons.grouped_gemm_scales import diagnoses as block_scale_diagnoses
+from moe_numba.course.lessons.grouped_gemm_scales import mxfp4_steps
+from moe_numba.course.lessons.grouped_gemm_scales import parts as block_scale_parts
+from moe_numba.course.lessons.grouped_gemm_scales import steps as block_scale_steps
+from moe_numba.course.lessons.grouped_gemm_scales.exercises import place_of
+from moe_numba.course.lessons.grouped_gemm_scales.tile_traces import (
+    Tile,
+    dram_bytes,
+    l2_to_sm_bytes,
+    lags,
+    pairs_of,
+    tiles_of,
+)
 from moe_numba.grouped_gemm import reference
-from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig
-from moe_numba.grouped_gemm.config_choice import measured_config
-from moe_numba.grouped_gemm.launch_w4 import W4_SIGNATURE
+from moe_numba.grouped_gemm.block_scaled.config import BlockScaledConfig
+from moe_numba.grouped_gemm.call.heuristics import measured_config
+from moe_numba.grouped_gemm.w4.launch import W4_SIGNATURE
 from moe_numba.runtime.sass import compile_apart
 
 TRACED = {"make_consumer": block_scale_diagnoses.make_traced_consumer}

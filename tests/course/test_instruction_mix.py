@@ -1,4 +1,4 @@
-"""Instruction mix: `moe_numba.course.instruction_mix`."""
+"""Instruction mix: `moe_numba.course.steps.instruction_mix`."""
 
 import sys
 
@@ -9,9 +9,9 @@ from moe_numba import simulator  # noqa: F401  before numba
 # isort: split
 from numba import cuda, float32, int32
 
-from moe_numba.course.instruction_mix import CLASSES, InstructionMix, classify, instruction_mix
-from moe_numba.grouped_gemm.config import THREADS
-from moe_numba.grouped_gemm.launch_tma import SIGNATURE
+from moe_numba.course.steps.instruction_mix import CLASSES, InstructionMix, classify, instruction_mix
+from moe_numba.grouped_gemm.common.constants import THREADS
+from moe_numba.grouped_gemm.common.tma_launch import SIGNATURE
 from moe_numba.runtime.sass import MachineCode, compile_apart
 
 
@@ -103,10 +103,10 @@ def test_kernels_are_compiled_with_what_they_name(monkeypatch):
 
 def test_the_opcodes_of_large_kernels_have_classes():
     source = """
-from moe_numba.align.kernel_large import make_large_kernel
-from moe_numba.gate.kernel import GateConfig, make_kernel as make_gate
-from moe_numba.grouped_gemm.config import GemmConfig
-from moe_numba.grouped_gemm.kernel import make_kernel as make_gemm
+from moe_numba.align.large import make_large_kernel
+from moe_numba.gate.one_token_per_warp import GateConfig, make_kernel as make_gate
+from moe_numba.grouped_gemm.wgmma.config import GemmConfig
+from moe_numba.grouped_gemm.wgmma.kernel import make_kernel as make_gemm
 """
     config = "GateConfig(256, 8, 4, 8, 0, True, 'sigmoid', 'float32', 'float32', 16, 16)"
     gate = ["float32*", "float32*", "float32*", "int32*", "int32", "int64", "int32", "float32", "float32"]

@@ -1,4 +1,4 @@
-"""Kernels without their later phases: `moe_numba.course.kernel_phases`."""
+"""Kernels without their later phases: `moe_numba.course.steps.kernel_phases`."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from moe_numba import simulator  # noqa: F401  before numba
 # isort: split
 from numba import cuda, int32
 
-from moe_numba.course.kernel_phases import phases_of, until, without_earlier
+from moe_numba.course.steps.kernel_phases import phases_of, until, without_earlier
 
 
 def make_sums(size):

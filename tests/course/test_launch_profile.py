@@ -1,11 +1,11 @@
-"""The kernels that a call launches: `moe_numba.course.bench.launch_profile`."""
+"""The kernels that a call launches: `moe_numba.course.bench.timing.launch_profile`."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from moe_numba import simulator
-from moe_numba.course.bench.launch_profile import kernels_of, launch_profile, short_name
+from moe_numba.course.bench.timing.launch_profile import kernels_of, launch_profile, short_name
 
 
 def event(name, start, end):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from moe_numba.course import executed, lesson
 from moe_numba.course.bench import records
+from moe_numba.course.pages import executed, lesson
 
 HEAD = "# ---\n# jupyter:\n#   jupytext:\n#     formats: ipynb,py:percent\n# ---\n\n"
 PROSE = "# %% [markdown]\n"

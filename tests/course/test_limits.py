@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_numba.course.bench import code_hash, records
+from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines import limits
+from moe_numba.course.bench.records import code_hash
 from moe_numba.runtime import device as devices
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.py"))

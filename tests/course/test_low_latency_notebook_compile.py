@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_numba.course.bench import code_hash
+from moe_numba.course.bench.records import code_hash
 from moe_numba.runtime.sass import compile_apart
 
 TEXT = (Path(__file__).parents[2] / "notebooks" / "10_low_latency.py").read_text()

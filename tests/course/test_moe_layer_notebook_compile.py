@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_numba.course.bench import code_hash
+from moe_numba.course.bench.records import code_hash
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.sass import compile_apart
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_numba.course import moe_layer_model as model
-from moe_numba.course.bench.parts_figure import draw_parts, parts_of, parts_table, rates_table
-from moe_numba.course.bench.topics.moe_layer_measure import Layer
-from moe_numba.course.exercises.moe_layer import ranks_per_token
-from moe_numba.course.moe_layer_runs import (
+from moe_numba.course.bench.topics.moe_layer.measure import Layer
+from moe_numba.course.lessons.moe_layer import model
+from moe_numba.course.lessons.moe_layer.exercises import ranks_per_token
+from moe_numba.course.lessons.moe_layer.parts_figure import draw_parts, parts_of, parts_table, rates_table
+from moe_numba.course.lessons.moe_layer.runs import (
     RecordedTimes,
     call_times_table,
     groups_mismatch,

@@ -8,8 +8,8 @@ import torch
 from helpers.thirds import take_third
 
 from moe_numba import simulator
-from moe_numba.course import execute
-from moe_numba.course.sizes import dispatch_sizes
+from moe_numba.course.pages import execute
+from moe_numba.course.pages.sizes import dispatch_sizes
 
 
 @pytest.mark.parametrize(

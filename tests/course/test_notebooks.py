@@ -11,8 +11,8 @@ import nbformat
 import pytest
 from helpers.thirds import take_third
 
-from moe_numba.course import execute, executed
-from moe_numba.course.bench import sources
+from moe_numba.course.bench.records import dependencies as sources
+from moe_numba.course.pages import execute, executed
 
 ROOT = Path(__file__).parents[2]
 SOURCES = executed.find(ROOT)
@@ -125,7 +125,7 @@ def test_execute_writes_pages_and_figures_and_prints_their_paths(repository):
     old = repository / "build" / "01_small_figures" / "cell_09_0.png"
     old.parent.mkdir(parents=True)
     old.touch()
-    command = [sys.executable, "-m", "moe_numba.course.execute", "execute", "--out", str(repository / "build")]
+    command = [sys.executable, "-m", "moe_numba.course.pages.execute", "execute", "--out", str(repository / "build")]
     done = subprocess.run([*command, "--root", str(repository)], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "01_small  cell 2/3  'Step 1: a figure [in brackets]'" in done.stderr
@@ -364,11 +364,11 @@ def test_sources_follow_imports(tmp_path):
     def found(code):
         return [name.removeprefix("moe_numba/") for name in sources.package_sources(code, tmp_path)]
 
-    run = ["alpha/api.py", "alpha/kernel.py", "course/bench/timing.py", "launch.py", "ptx/warp.py"]
+    run = ["alpha/api.py", "alpha/kernel.py", "course/bench/timing/__init__.py", "launch.py", "ptx/warp.py"]
     assert found("%matplotlib inline\nfrom moe_numba import run") == run
     assert found("import moe_numba as moe\nmoe.run(1)") == run
-    assert found("def later():\n    import moe_numba.beta") == ["beta.py", "course/bench/timing.py"]
-    assert found("from moe_numba.course.bench import plots\nimport numpy") == ["course/bench/timing.py"]
+    assert found("def later():\n    import moe_numba.beta") == ["beta.py", "course/bench/timing/__init__.py"]
+    assert found("from moe_numba.course.bench import plots\nimport numpy") == ["course/bench/timing/__init__.py"]
     assert "alpha/api.py" in found("from moe_numba import *")
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from moe_numba.course.bench import overlap_model as model
 from moe_numba.course.bench import records
-from moe_numba.course.bench.topics.moe_layer_ranks import PARTS, medians
+from moe_numba.course.bench.topics.moe_layer_ranks.show import PARTS, medians
 
 
 def test_the_docs_have_the_table():

@@ -11,10 +11,11 @@ from moe_numba import simulator  # before numba
 # isort: split
 from numba import cuda, float32
 
-from moe_numba.course import ladder, phase_times
 from moe_numba.course.bench.timing import Stats
-from moe_numba.course.ladder import Ladder
-from moe_numba.course.phase_times import atomic_loop, phase_instructions, phases
+from moe_numba.course.lessons.align_one_launch import phase_times
+from moe_numba.course.lessons.align_one_launch.phase_times import atomic_loop, phase_instructions, phases
+from moe_numba.course.steps import ladder
+from moe_numba.course.steps.ladder import Ladder
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Clocks of pipes: `moe_numba.course.pipe_clocks`, and the main path and loops of machine code."""
+"""Clocks of pipes: `moe_numba.course.lessons.gate.pipe_clocks`, and the main path and loops of machine code."""
 
 import os
 
@@ -9,7 +9,7 @@ from moe_numba import simulator  # noqa: F401  before numba
 # isort: split
 from numba import cuda, float32
 
-from moe_numba.course.pipe_clocks import NAMES, PIPES, PipeClocks, clocks_of, executions, pipe_clocks
+from moe_numba.course.lessons.gate.pipe_clocks import NAMES, PIPES, PipeClocks, clocks_of, executions, pipe_clocks
 from moe_numba.runtime.sass import MachineCode, body_and_loops
 
 SASS = """

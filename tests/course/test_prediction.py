@@ -1,4 +1,4 @@
-"""Judgement of predicted gains: `moe_numba.course.prediction`."""
+"""Judgement of predicted gains: `moe_numba.course.steps.prediction`."""
 
 import json
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.course import ladder
 from moe_numba.course.bench import Stats, records
-from moe_numba.course.ladder import Ladder
-from moe_numba.course.prediction import Judgement
+from moe_numba.course.steps import ladder
+from moe_numba.course.steps.ladder import Ladder
+from moe_numba.course.steps.prediction import Judgement
 
 ENVIRONMENT = {
     "gpu": "NVIDIA H200",

@@ -1,4 +1,4 @@
-from moe_numba.course.prose import NOT_MEASURED, say
+from moe_numba.course.pages.prose import NOT_MEASURED, say
 
 
 def test_numbers_are_filled_in_or_the_paragraph_says_that_there_are_none():

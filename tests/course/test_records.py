@@ -13,9 +13,12 @@ from rich.console import Console
 
 from moe_numba import __main__ as cli
 from moe_numba import simulator
-from moe_numba.course import bench, readme, topics
-from moe_numba.course.bench import Stats, code_hash, plots, records, sources, tables
-from moe_numba.course.bench.dist import load_files, peer_files
+from moe_numba.course import bench
+from moe_numba.course.bench import Stats, records
+from moe_numba.course.bench.figures import plots, tables
+from moe_numba.course.bench.records import code_hash, sources
+from moe_numba.course.bench.timing.dist import load_files, peer_files
+from moe_numba.course.pages import readme, topics
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = sorted((ROOT / "docs" / "results").glob("*/*.json"))
@@ -112,7 +115,7 @@ def test_changed_source_is_stale(repository):
     assert records.stale(record, repository) == []
     (repository / "moe_numba" / "gate" / "kernel.py").write_text("a = 2\n")
     (sentence,) = records.stale(record, repository)
-    assert "moe_numba/gate/kernel.py has changed" in sentence
+    assert "moe_numba/gate/one_token_per_warp.py has changed" in sentence
     (repository / "moe_numba" / "gate" / "kernel.py").unlink()
     (sentence,) = records.stale(record, repository)
     assert "missing" in sentence
@@ -291,7 +294,7 @@ def test_bench_plot_and_readme_commands(toy_topic, capsys):
     capsys.readouterr()
     (toy_topic / "moe_numba" / "gate" / "kernel.py").write_text("a = 2")
     assert cli.main(["plot", "toy", "--check"]) == 0
-    assert "out of date: toy: moe_numba/gate/kernel.py has changed" in capsys.readouterr().err
+    assert "out of date: toy: moe_numba/gate/one_token_per_warp.py has changed" in capsys.readouterr().err
 
 
 def test_a_peer_without_a_name_is_refused(tmp_path):
@@ -371,19 +374,19 @@ def test_the_best_of_a_row_is_bold():
 @pytest.mark.parametrize(
     "topic, kernel",
     [
-        ("gate", "gate/kernel.py"),
-        ("align", "align/kernel_large.py"),
-        ("dispatch_layout", "expert_parallel/kernels/dispatch_layout.py"),
-        ("dispatch_combine", "expert_parallel/kernels/combine.py"),  # its second module imports the package
-        ("grouped_gemm", "grouped_gemm/kernel.py"),
+        ("gate", "gate/one_token_per_warp.py"),
+        ("align", "align/large.py"),
+        ("dispatch_layout", "expert_parallel/layout/kernel.py"),
+        ("dispatch_combine", "expert_parallel/rings/combine.py"),  # its second module imports the package
+        ("grouped_gemm", "grouped_gemm/wgmma/kernel.py"),
         ("shared_experts", "shared_experts/kernel.py"),
         ("call_time", "runtime/prepare.py"),
         ("call_time", "expert_parallel/buffer.py"),  # of its third module
-        ("older_gpus", "grouped_gemm/kernel_mma.py"),
-        ("older_gpus", "grouped_gemm/kernel.py"),
-        ("older_gpus", "expert_parallel/kernels/register_pipeline.py"),
-        ("older_gpus", "expert_parallel/kernels/bulk_pipeline.py"),
-        ("older_gpus", "course/bench/topics/dispatch_combine_measure.py"),  # another topic's, which it imports
+        ("older_gpus", "grouped_gemm/mma_sync/kernel.py"),
+        ("older_gpus", "grouped_gemm/wgmma/kernel.py"),
+        ("older_gpus", "expert_parallel/rings/register_pipeline.py"),
+        ("older_gpus", "expert_parallel/rings/bulk_pipeline.py"),
+        ("older_gpus", "course/bench/topics/dispatch_combine/measure.py"),  # another topic's, which it imports
     ],
 )
 def test_sources_of_a_topic_include_its_kernels(topic, kernel):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from moe_numba import simulator
-from moe_numba.course.simulate import changed_module, changed_source, define, in_simulator, source_of
+from moe_numba.course.steps.simulate import changed_module, changed_source, define, in_simulator, source_of
 
 NOTEBOOK = """
 import moe_numba
@@ -16,7 +16,7 @@ from functools import cache
 import torch as t
 from numba import cuda, int32 as i32
 from moe_numba import simulator
-from moe_numba.course.simulate import in_simulator
+from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.runtime.launch import launch
 
 DEVICE, LANES = "cuda", 32

@@ -1,4 +1,4 @@
-"""Diffs of kernels as notebooks show them: `moe_numba.course.source_diff`."""
+"""Diffs of kernels as notebooks show them: `moe_numba.course.steps.source_diff`."""
 
 from html.parser import HTMLParser
 
@@ -9,7 +9,7 @@ from moe_numba import simulator  # noqa: F401  before numba
 # isort: split
 from numba import cuda
 
-from moe_numba.course.source_diff import change, listing, passage
+from moe_numba.course.steps.source_diff import change, listing, passage
 
 
 @cuda.jit

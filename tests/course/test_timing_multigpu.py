@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.course import ladder
-from moe_numba.course.bench import Stats, timing_multigpu
-from moe_numba.course.ladder import Ladder, WrongResult
-from moe_numba.expert_parallel.local_group import LocalGroup
+from moe_numba.course.bench import Stats
+from moe_numba.course.bench.timing import multigpu as timing_multigpu
+from moe_numba.course.steps import ladder
+from moe_numba.course.steps.ladder import Ladder, WrongResult
+from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 
 # isort: split
 from numba import cuda

@@ -11,10 +11,11 @@ from helpers.bench_topics import ABOUT
 from helpers.figures import marks, misplaced
 
 from moe_numba import moe_align_block_size
-from moe_numba.course import readme
 from moe_numba.course.bench import Stats, records, topic
 from moe_numba.course.bench.baselines import peer_calls
-from moe_numba.course.bench.topics import call_time_buffer_measure, call_time_measure
+from moe_numba.course.bench.topics.call_time import measure as call_time_measure
+from moe_numba.course.bench.topics.call_time import measure_buffer as call_time_buffer_measure
+from moe_numba.course.pages import readme
 from moe_numba.expert_parallel import Buffer, LocalGroup
 from moe_numba.gate import reference as gate_reference
 from moe_numba.grouped_gemm import reference as gemm_reference

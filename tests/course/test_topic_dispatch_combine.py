@@ -14,11 +14,11 @@ from moe_numba.course.bench.baselines.nccl_all_to_all import (
     wrong_rows,
 )
 from moe_numba.course.bench.baselines.peer_push import push
-from moe_numba.course.bench.timing_multigpu import settle
-from moe_numba.course.bench.topics import dispatch_combine_measure
-from moe_numba.course.bench.topics.dispatch_combine_peers_measure import Problem, peer_rows
+from moe_numba.course.bench.timing.multigpu import settle
+from moe_numba.course.bench.topics.dispatch_combine import measure as dispatch_combine_measure
+from moe_numba.course.bench.topics.dispatch_combine.measure_peers import Problem, peer_rows
 from moe_numba.expert_parallel import reference
-from moe_numba.expert_parallel.local_group import LocalGroup
+from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 
 exchange = topic("dispatch_combine")
 

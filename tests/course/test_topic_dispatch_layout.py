@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers.bench_topics import patch_topic, record_of
 
-from moe_numba.course.articles.deepep import dispatch_layout
 from moe_numba.course.bench import records, topic_names
 from moe_numba.course.bench.topics import dispatch_layout as topic
+from moe_numba.course.deepep_port import dispatch_layout
 from moe_numba.expert_parallel import reference
 
 

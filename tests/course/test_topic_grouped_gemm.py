@@ -9,8 +9,8 @@ from helpers.bench_topics import ABOUT, patch_topic
 
 from moe_numba import simulator
 from moe_numba.course.bench import Stats, records
-from moe_numba.course.bench.topics import grouped_gemm as topic
-from moe_numba.course.bench.topics import grouped_gemm_measure as measuring
+from moe_numba.course.bench.topics.grouped_gemm import measure as measuring
+from moe_numba.course.bench.topics.grouped_gemm import show as topic
 
 
 class Reversed:

@@ -7,16 +7,16 @@ from helpers.bench_topics import ABOUT, patch_topic
 
 from moe_numba import simulator
 from moe_numba.course.bench import records
-from moe_numba.course.bench import tune_grouped_gemm as tuner
-from moe_numba.course.bench.topics import grouped_gemm_tiles as topic
-from moe_numba.course.bench.topics import grouped_gemm_tiles_measure as measuring
-from moe_numba.course.bench.tune_grouped_gemm import Problem
-from moe_numba.grouped_gemm import config_choice
-from moe_numba.grouped_gemm.arguments import GemmShape
-from moe_numba.grouped_gemm.config import GemmConfig, SharedMemoryLayout, check_config, select_config
-from moe_numba.grouped_gemm.config_block_scaled import BlockScaledConfig, BlockScaledLayout, check_block_scaled_config
-from moe_numba.grouped_gemm.config_w4 import W4Config
-from moe_numba.grouped_gemm.layout_w4 import W4Layout, check_w4_config
+from moe_numba.course.bench.topics.grouped_gemm_tiles import measure as measuring
+from moe_numba.course.bench.topics.grouped_gemm_tiles import show as topic
+from moe_numba.course.bench.topics.grouped_gemm_tiles import tune as tuner
+from moe_numba.course.bench.topics.grouped_gemm_tiles.tune import Problem
+from moe_numba.grouped_gemm.block_scaled.config import BlockScaledConfig, BlockScaledLayout, check_block_scaled_config
+from moe_numba.grouped_gemm.call import heuristics as config_choice
+from moe_numba.grouped_gemm.call.arguments import GemmShape
+from moe_numba.grouped_gemm.w4.config import W4Config
+from moe_numba.grouped_gemm.w4.layout import W4Layout, check_w4_config
+from moe_numba.grouped_gemm.wgmma.config import GemmConfig, SharedMemoryLayout, check_config, select_config
 from moe_numba.runtime import device as devices
 
 ROOT = Path(__file__).parents[2]

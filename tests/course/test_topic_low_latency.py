@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moe_numba.course.bench import Stats, records, topic
-from moe_numba.course.bench.topics import low_latency_measure
-from moe_numba.course.bench.topics.low_latency_peers_measure import Problem, peer_pairs
-from moe_numba.expert_parallel.local_group import LocalGroup
+from moe_numba.course.bench.topics.low_latency import measure as low_latency_measure
+from moe_numba.course.bench.topics.low_latency.measure_peers import Problem, peer_pairs
+from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 
 low_latency = topic("low_latency")
 

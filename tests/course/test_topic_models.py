@@ -11,7 +11,7 @@ from helpers.tiny_models import make_model  # noqa: E402
 
 from moe_numba.course.bench import Stats, compile_layers, records, topic  # noqa: E402
 from moe_numba.course.bench.kv_context import context_cache  # noqa: E402
-from moe_numba.course.bench.topics import models_measure  # noqa: E402
+from moe_numba.course.bench.topics.models import measure as models_measure  # noqa: E402
 from moe_numba.integrations import transformers as integration  # noqa: E402
 
 models = topic("models")

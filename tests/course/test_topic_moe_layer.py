@@ -13,7 +13,7 @@ from helpers.bench_topics import ABOUT, patch_topic, record_of
 from helpers.figures import misplaced
 
 from moe_numba.course.bench import compile_layers, records, topic
-from moe_numba.course.bench.topics import moe_layer_measure
+from moe_numba.course.bench.topics.moe_layer import measure as moe_layer_measure
 
 ROOT = Path(__file__).parents[2]
 moe_layer = topic("moe_layer")
@@ -161,7 +161,7 @@ def test_output_that_a_peer_does_not_write_again_is_seen(monkeypatch, device, ca
 
 COMPILE = """
 from moe_numba.course.bench.compile_layers import compile_share
-from moe_numba.course.bench.topics.moe_layer_measure import Layer
+from moe_numba.course.bench.topics.moe_layer.measure import Layer
 from moe_numba.runtime.device import H200
 
 layers = Layer("one", 8, 128, 128, "bf16", (1,), topk=2), Layer("other", 8, 128, 64, "bf16", (1,), topk=2)

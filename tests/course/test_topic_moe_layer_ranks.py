@@ -7,8 +7,9 @@ from helpers.expert_parallel import NUM_BYTES, SMALL, engine
 from helpers.figures import misplaced
 
 from moe_numba.course.bench import Stats, records, topic
-from moe_numba.course.bench.topics import moe_layer_ranks_measure as measure
-from moe_numba.expert_parallel import Buffer, LocalGroup, low_latency_config
+from moe_numba.course.bench.topics.moe_layer_ranks import measure
+from moe_numba.expert_parallel import Buffer, LocalGroup
+from moe_numba.expert_parallel.low_latency import config as low_latency_config
 from moe_numba.moe_layer import module, reference
 
 moe_layer_ranks = topic("moe_layer_ranks")
@@ -73,7 +74,7 @@ def test_wrong_layers_are_not_timed(name, small, monkeypatch):
         wrong = lambda module, state: load(module, {key: value.flip(0) for key, value in state.items()})
         monkeypatch.setattr(measure.Experts, "load_state_dict", wrong)
     else:
-        from moe_numba.moe_layer import expert_parallel_moe
+        from moe_numba.moe_layer.expert_parallel import layer as expert_parallel_moe
 
         cast = expert_parallel_moe.per_token_cast_to_fp8
         monkeypatch.setattr(expert_parallel_moe, name, lambda x: cast(x.flip(1)))

@@ -8,9 +8,12 @@ from helpers.bench_topics import ABOUT, patch_topic
 from helpers.figures import marks, misplaced
 
 from moe_numba import simulator
-from moe_numba.course import readme
-from moe_numba.course.bench import Stats, fingerprint, records, topic
-from moe_numba.course.bench.topics import dispatch_combine, dispatch_combine_measure, older_gpus_measure
+from moe_numba.course.bench import Stats, records, topic
+from moe_numba.course.bench.records import fingerprint
+from moe_numba.course.bench.topics.dispatch_combine import measure as dispatch_combine_measure
+from moe_numba.course.bench.topics.dispatch_combine import show as dispatch_combine
+from moe_numba.course.bench.topics.older_gpus import measure as older_gpus_measure
+from moe_numba.course.pages import readme
 
 older_gpus = topic("older_gpus")
 simulated = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU has one compute capability")

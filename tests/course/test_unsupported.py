@@ -10,9 +10,10 @@ import torch
 from matplotlib.text import Text
 
 from moe_numba import simulator
-from moe_numba.course.bench import Stats, plots, records
-from moe_numba.course.ladder import Ladder, WrongResult
-from moe_numba.course.unsupported import why_not_run
+from moe_numba.course.bench import Stats, records
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.pages.unsupported import why_not_run
+from moe_numba.course.steps.ladder import Ladder, WrongResult
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.device import UnsupportedDeviceError
 from moe_numba.simulator.capability import UnsupportedInstruction
@@ -58,7 +59,7 @@ def check(outputs):
 @pytest.fixture
 def measured(monkeypatch):
     """A GPU on which every step takes 20 us, and a call 30 us."""
-    from moe_numba.course import ladder
+    from moe_numba.course.steps import ladder
 
     monkeypatch.setattr(simulator, "ENABLED", False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -94,7 +95,7 @@ def test_other_errors_are_no_reason(error):
 def test_ptxas_names_the_instruction():
     code = """
 from numba import cuda
-from moe_numba.course.unsupported import why_not_run
+from moe_numba.course.pages.unsupported import why_not_run
 from moe_numba.ptx.cp_async import cp_async_commit_group
 from moe_numba.runtime.compile import compile_kernel
 

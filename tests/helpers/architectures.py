@@ -1,6 +1,6 @@
 """Compile the package's kernels for other architectures, without a GPU; report registers and spills.
 
-Kernels come from the cases of ``moe_numba.course.bench.fingerprint_cases``: those that the plans choose on a GPU of the
+Kernels come from the cases of ``moe_numba.course.bench.records.fingerprint_cases``: those that the plans choose on a GPU of the
 architecture. By default a sample of them; all of them, for all architectures, take about half an hour of one core::
 
     MOE_NUMBA_SIMULATE=0 PYTHONPATH=. python tests/helpers/architectures.py --all
@@ -43,7 +43,7 @@ SAMPLE = {
 
 def compile_for(arch, everything=False):
     """Compile for one architecture; yield (name, architecture, registers, spilled bytes)."""
-    from moe_numba.course.bench.fingerprint_cases import CASES
+    from moe_numba.course.bench.records.fingerprint_cases import CASES
     from moe_numba.runtime import device
     from moe_numba.runtime.compile import assemble, compile_kernel
     from moe_numba.runtime.sass import resources

@@ -10,9 +10,9 @@ from helpers.w4_gemm import E4M3, INT4
 from helpers.w4_gemm import make_problem as w4_problem
 from helpers.w4_gemm import pack as pack_w4
 from moe_numba.expert_parallel import Buffer
-from moe_numba.expert_parallel.local_group import LocalGroup
+from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 from moe_numba.grouped_gemm.reference import quantise_blocks
-from moe_numba.grouped_gemm.reference_w4 import quantise_mxfp4
+from moe_numba.grouped_gemm.w4.reference import quantise_mxfp4
 
 
 def gate(experts=256, groups=8, kept=4, **options):

@@ -3,8 +3,9 @@
 import torch
 
 from moe_numba.grouped_gemm.reference import mismatch, quantise_blocks
-from moe_numba.grouped_gemm.reference_w4 import quantise_mxfp4
-from moe_numba.moe_layer import decode, launches, pack_mxfp4_experts, reference
+from moe_numba.grouped_gemm.w4.reference import quantise_mxfp4
+from moe_numba.moe_layer import launches, pack_mxfp4_experts, reference
+from moe_numba.moe_layer.gemv import plan as decode
 from moe_numba.moe_layer.launches import ExpertsTensors
 
 BOUND = 4e-3  # activations are rounded to bfloat16 in another order than in the reference, and the sums once

@@ -8,7 +8,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, Config, reference
-from moe_numba.expert_parallel.local_group import LocalGroup
+from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 
 FP8 = torch.float8_e4m3fn
 HIDDEN = 32 if simulator.ENABLED else 1024

@@ -14,7 +14,9 @@ from collections import defaultdict
 import torch
 
 from moe_numba import biased_grouped_topk, simulator
-from moe_numba.gate import api, kernel, kernel_4tokens
+from moe_numba.gate import api
+from moe_numba.gate import four_tokens_per_warp as kernel_4tokens
+from moe_numba.gate import one_token_per_warp as kernel
 from moe_numba.gate.reference import mismatch
 
 

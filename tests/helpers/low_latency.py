@@ -4,8 +4,9 @@ import torch
 
 from helpers.expert_parallel import FP8, NUM_BYTES, bitwise_equal, engine
 from moe_numba import simulator
-from moe_numba.expert_parallel import Buffer, reference
-from moe_numba.expert_parallel.local_group import LocalGroup
+from moe_numba.expert_parallel import Buffer
+from moe_numba.expert_parallel.ranks.local_group import LocalGroup
+from moe_numba.quantise import reference
 
 SMS = 2 if simulator.ENABLED else 20
 HIDDEN = 32 if simulator.ENABLED else 1024

@@ -1,6 +1,6 @@
 """Tile schedules of the hpc-ops port, computed on the host."""
 
-from moe_numba.course.articles.hpc_ops.scheduler import host
+from moe_numba.course.lessons.grouped_gemm.hpc_ops_port.scheduler import host
 
 
 def schedule(name, tiles, n_tiles, blocks, schedulers=host):

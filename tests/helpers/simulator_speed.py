@@ -17,7 +17,7 @@ import torch
 from numba import cuda, float32, int32
 
 from moe_numba.expert_parallel import Buffer, Config
-from moe_numba.expert_parallel.local_group import LocalGroup
+from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 from moe_numba.grouped_gemm import reference
 from moe_numba.simulator.core.scheduler import override_settings
 from moe_numba.simulator.vector import launch

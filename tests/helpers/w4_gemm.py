@@ -8,13 +8,15 @@ from helpers.wrong_kernels import changed_maker
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from moe_numba.grouped_gemm import kernel_w4, packing_int4, packing_mxfp4, reference
-from moe_numba.grouped_gemm.config_w4 import W4Config
-from moe_numba.grouped_gemm.layout_w4 import W4Layout
+from moe_numba.grouped_gemm import packing_int4, reference
 from moe_numba.grouped_gemm.packing_int4 import pack_int4
-from moe_numba.grouped_gemm.packing_mxfp4 import pack_mxfp4
 from moe_numba.grouped_gemm.reference import FP8
-from moe_numba.grouped_gemm.reference_w4 import dequantise_int4, dequantise_mxfp4, quantise_int4, quantise_mxfp4
+from moe_numba.grouped_gemm.w4 import kernel as kernel_w4
+from moe_numba.grouped_gemm.w4 import packing as packing_mxfp4
+from moe_numba.grouped_gemm.w4.config import W4Config
+from moe_numba.grouped_gemm.w4.layout import W4Layout
+from moe_numba.grouped_gemm.w4.packing import pack_mxfp4
+from moe_numba.grouped_gemm.w4.reference import dequantise_int4, dequantise_mxfp4, quantise_int4, quantise_mxfp4
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import TensorMap
 

@@ -15,7 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 
 from moe_numba.expert_parallel import Buffer, LocalGroup  # noqa: E402
 from moe_numba.grouped_gemm.reference import mismatch, quantise_blocks  # noqa: E402
-from moe_numba.grouped_gemm.reference_w4 import dequantise_mxfp4, quantise_mxfp4  # noqa: E402
+from moe_numba.grouped_gemm.w4.reference import dequantise_mxfp4, quantise_mxfp4  # noqa: E402
 from moe_numba.integrations import transformers as integration  # noqa: E402
 from moe_numba.moe_layer import reference  # noqa: E402
 

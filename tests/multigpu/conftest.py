@@ -9,11 +9,11 @@ from helpers.rank_processes import num_ranks
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import Config
-from moe_numba.expert_parallel.compile_ahead import compile_ahead
-from moe_numba.expert_parallel.config import limits_of
-from moe_numba.expert_parallel.launch_plans import PlannedKernels
-from moe_numba.expert_parallel.low_latency_base import shape_of_options
-from moe_numba.expert_parallel.low_latency_exchange import BOTH, RECEIVE, SEND, exchange_kernels
+from moe_numba.expert_parallel.low_latency.base import shape_of_options
+from moe_numba.expert_parallel.low_latency.exchange import BOTH, RECEIVE, SEND, exchange_kernels
+from moe_numba.expert_parallel.ranks.compile_ahead import compile_ahead
+from moe_numba.expert_parallel.rings.config import limits_of
+from moe_numba.expert_parallel.rings.launch_plans import PlannedKernels
 from moe_numba.runtime.device import gpu_of
 
 DEEPEP = Config(24, 8, 256)  # of DeepEP's tests

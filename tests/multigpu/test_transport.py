@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moe_numba import simulator
-from moe_numba.expert_parallel import LocalGroup, local_group, transport
+from moe_numba.expert_parallel import LocalGroup
+from moe_numba.expert_parallel.ranks import local_group, transport
 
 
 def test_gather_returns_all_values_in_rank_order():

@@ -286,7 +286,7 @@ def test_both_interfaces_modify_tensor_maps_by_the_same_instructions(codes):
 
 def test_fill_swizzles_as_tma_does():
     """Compare the swizzle of `fill` with the simulator's."""
-    from moe_numba.simulator.async_.tensor_map import swizzled_chunks
+    from moe_numba.simulator.asynchronous.tensor_map import swizzled_chunks
 
     offset = np.arange(TILE)
     chunks = swizzled_chunks(0, TILE, 128)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from numba import cuda
 
-from moe_numba.align import kernel_medium
-from moe_numba.expert_parallel.kernels import dispatch_direct, notify
-from moe_numba.expert_parallel.kernels.channels import RingShape
-from moe_numba.expert_parallel.kernels.token_slot import TokenSlot
+from moe_numba.align import medium as kernel_medium
+from moe_numba.expert_parallel.rings import dispatch_direct, notify
+from moe_numba.expert_parallel.rings.channels import RingShape
+from moe_numba.expert_parallel.rings.token_slot import TokenSlot
 from moe_numba.runtime import cubin_cache
 from moe_numba.runtime.compile import entry_source
 from moe_numba.runtime.kernel_key import kernel_key
@@ -26,9 +26,10 @@ ROOT = Path(__file__).parents[2]
 COMPILE_TWO_KERNELS = """
 import json
 from moe_numba.runtime import cubin_cache
-from moe_numba.grouped_gemm.config import THREADS, GemmConfig
-from moe_numba.grouped_gemm.kernel import make_kernel
-from moe_numba.grouped_gemm.launch_tma import SIGNATURE
+from moe_numba.grouped_gemm.common.constants import THREADS
+from moe_numba.grouped_gemm.wgmma.config import GemmConfig
+from moe_numba.grouped_gemm.wgmma.kernel import make_kernel
+from moe_numba.grouped_gemm.common.tma_launch import SIGNATURE
 compiled, compile_kernel = [], cubin_cache.compile_kernel
 cubin_cache.compile_kernel = lambda *a, **k: compiled.append(1) or compile_kernel(*a, **k)
 for rows in (8, 16):

@@ -15,7 +15,7 @@ from numba import cuda, float32, int32
 
 from moe_numba import simulator
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, st_release_sys_s32
-from moe_numba.simulator.async_ import tensor_map
+from moe_numba.simulator.asynchronous import tensor_map
 from moe_numba.simulator.debugger.memory_copies import MemoryCopies
 from moe_numba.simulator.debugger.warp_steps import Line, align, find
 
@@ -287,8 +287,7 @@ def test_results_are_those_without_the_debugger(seed, weak):
 
     def run(commands):
         x, total = np.arange(8, dtype=np.int32), np.zeros(1, np.int32)
-        model = simulator.store_buffer.StoreBuffers if weak else None
-        with simulator.settings.override_settings(memory_model=model), simulator.trace() as events:
+        with simulator.settings.override_settings(weak_memory=weak), simulator.trace() as events:
             if commands is None:
                 racy[2, 32](x, total)
             else:

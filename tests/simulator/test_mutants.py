@@ -9,9 +9,9 @@ from mutants import runner
 from mutants.mutant import Mutant, mutant
 from mutants.runner import FOUND, MUTANTS, NOT_FOUND, TIMED_OUT, check_control, try_mutant
 
-KERNEL = "moe_numba/gate/kernel.py"
-NO_TOKENS = "tests/kernels/test_gate.py", "-k", "test_no_tokens"
-CONSTANT = ("tests/kernels/test_gate.py::test_constant_rows[1 token-sigmoid-0.0]",)
+KERNEL = "moe_numba/gate/one_token_per_warp.py"
+NO_TOKENS = "tests/gate/test_gate.py", "-k", "test_no_tokens"
+CONSTANT = ("tests/gate/test_gate.py::test_constant_rows[1 token-sigmoid-0.0]",)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_results_other_than_found(wrong, timeout, result):
     [
         (plant("lane < topk", "lane < missing", count=2), "the change is no valid code: NameError"),
         (plant("from typing import NamedTuple", "from typing import NamedTuples"), "(?s)ended with 4.*test_gate.py"),
-        (plant("lane < topk", "lane <= topk", ("tests/kernels/test_gate.py", "-k", "nothing"), 2), "ended with 5"),
+        (plant("lane < topk", "lane <= topk", ("tests/gate/test_gate.py", "-k", "nothing"), 2), "ended with 5"),
     ],
     ids=["unknown name", "import error", "no tests"],
 )

@@ -89,7 +89,7 @@ def test_threads_watch_memory_accesses_independently():
     [
         (lambda: simulator.seed(5, preempt=0.5), "seed"),
         (simulator.trace, "events"),
-        (simulator.weak_memory, "memory_model"),
+        (simulator.weak_memory, "weak_memory"),
         (lambda: simulator.on_rank(1), "rank"),
         (simulator.together, "ranks"),
     ],
@@ -108,9 +108,9 @@ def test_contexts_may_end_in_any_order():
     outer.enter_context(simulator.seed(5))
     inner.enter_context(simulator.weak_memory())
     outer.close()
-    assert settings["memory_model"] is not None and settings["seed"] == 0
+    assert settings["weak_memory"] and settings["seed"] == 0
     inner.close()
-    assert settings["memory_model"] is None
+    assert not settings["weak_memory"]
 
 
 @pytest.mark.parametrize(

@@ -35,16 +35,17 @@ def topic_names() -> list[str]:
     """Return the names of all bench topics, sorted."""
     from moe_numba.course.bench import topics
 
-    return sorted(
-        module.name for module in pkgutil.iter_modules(topics.__path__) if not module.name.endswith("_measure")
-    )
+    return sorted(module.name for module in pkgutil.iter_modules(topics.__path__))
 
 
 def topic(name: str) -> ModuleType:
     """Return the module of a topic; raise ``ValueError`` with the known names if there is none."""
     if name not in topic_names():
         raise ValueError(f"there is no topic {name!r}; the topics are: {', '.join(topic_names())}")
-    return importlib.import_module(f"{__name__}.topics.{name}")
+    module = f"{__name__}.topics.{name}"
+    return importlib.import_module(
+        f"{module}.show" if importlib.util.find_spec(module).submodule_search_locations else module
+    )
 
 
 def load_peers(folder: Path | str, names: Collection[str] | None = None) -> list[ModuleType]:

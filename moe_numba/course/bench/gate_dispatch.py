@@ -11,9 +11,9 @@ import sys
 
 import torch
 
-from moe_numba.course.bench.dist import free_port, process_group
 from moe_numba.course.bench.gate_dispatch_kernels import make_gate_dispatch, make_rows_early
-from moe_numba.course.bench.topics.low_latency_measure import (
+from moe_numba.course.bench.timing.dist import free_port, process_group
+from moe_numba.course.bench.topics.low_latency.measure import (
     BUFFER_BYTES,
     EXPERTS,
     HIDDEN,
@@ -22,8 +22,8 @@ from moe_numba.course.bench.topics.low_latency_measure import (
     LowLatencyBench,
 )
 from moe_numba.expert_parallel import Buffer
-from moe_numba.expert_parallel.launch_plans import Kernel
-from moe_numba.expert_parallel.low_latency_exchange import BOTH
+from moe_numba.expert_parallel.low_latency.exchange import BOTH
+from moe_numba.expert_parallel.rings.launch_plans import Kernel
 from moe_numba.gate.api import GatePlan, check_options
 from moe_numba.runtime.launch import address
 

@@ -6,9 +6,10 @@ bfloat16 rows and data that is its own flag.
 
 from functools import cache
 
-from moe_numba.course.simulate import changed_module
-from moe_numba.expert_parallel.kernels import low_latency_dispatch, low_latency_send
-from moe_numba.gate.kernel import make_router
+from moe_numba.course.steps.simulate import changed_module
+from moe_numba.expert_parallel.low_latency import dispatch as low_latency_dispatch
+from moe_numba.expert_parallel.low_latency import send as low_latency_send
+from moe_numba.gate.one_token_per_warp import make_router
 
 _WAIT = """        griddepcontrol_wait()
         griddepcontrol_launch_dependents()  # combine may become resident; it waits for this grid to end

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_numba.course.bench import records
-from moe_numba.course.bench.topics import moe_layer_ranks
-from moe_numba.course.bench.topics.moe_layer_ranks import PARTS, remote_rows
+from moe_numba.course.bench.topics.moe_layer_ranks import show as moe_layer_ranks
+from moe_numba.course.bench.topics.moe_layer_ranks.show import PARTS, remote_rows
 
 GPU, WIRE = "h200", "e4m3"
 TOKENS, RANKS, TOPK = (64, 512, 4096), (2, 8), 8

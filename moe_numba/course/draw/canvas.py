@@ -7,7 +7,7 @@ import matplotlib
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from moe_numba.course.bench.style import COLOURS, GREY, INK, STYLE, Picture
+from moe_numba.course.bench.figures.style import COLOURS, GREY, INK, STYLE, Picture
 
 WHITE = "#FFFFFF"
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from moe_numba.course.bench.style import BLUE, GREY, INK, ORANGE, WIDTH
+from moe_numba.course.bench.figures.style import BLUE, GREY, INK, ORANGE, WIDTH
 from moe_numba.course.draw.canvas import box, canvas, ink_on, note, plural, text
 
 _SEARCH = re.compile(r"topk|sort|radix|kthvalue|median", re.IGNORECASE)

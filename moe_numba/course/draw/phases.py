@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from moe_numba.course.bench.style import COLOURS, GREY, INK, ROW, WIDTH
+from moe_numba.course.bench.figures.style import COLOURS, GREY, INK, ROW, WIDTH
 from moe_numba.course.draw.canvas import box, canvas, check_range, ink_on, note, text
 
 _LEFT, _RIGHT, _BAR = 1.9, 0.9, 0.26

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from moe_numba.course.bench.style import BLUE, GREEN, GREY, INK, ORANGE, WIDTH
+from moe_numba.course.bench.figures.style import BLUE, GREEN, GREY, INK, ORANGE, WIDTH
 from moe_numba.course.draw.canvas import arrow, box, canvas, ink_on, text
 
 COLOURS = {"plain": None, "active": BLUE, "done": GREEN, "waits": ORANGE}

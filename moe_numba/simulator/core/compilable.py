@@ -12,7 +12,7 @@ import linecache
 import types
 import weakref
 
-from moe_numba.simulator.async_.uses_async import names_in, values_of
+from moe_numba.simulator.asynchronous.uses_async import names_in, values_of
 from moe_numba.simulator.core.errors import CompileError, Deadlock, file_name
 
 _UNSUPPORTED = {

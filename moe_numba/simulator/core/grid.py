@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moe_numba.simulator.async_.uses_async import uses_async_instructions
+from moe_numba.simulator.asynchronous.uses_async import uses_async_instructions
 from moe_numba.simulator.capability import SIMULATED, SM_COUNT, SM_LIMITS
 from moe_numba.simulator.core.engine import Dim3, Thread
 from moe_numba.simulator.core.errors import ClusterError, SimulatorError

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import greenlet
 
-from moe_numba.simulator.core import memory
+from moe_numba.simulator.core import engines, memory
 from moe_numba.simulator.core.compilable import check_compilable
 from moe_numba.simulator.core.engine import Thread
 from moe_numba.simulator.core.errors import ShortTraceback, SimulatorError
@@ -125,14 +125,13 @@ def run(
 
 def _run_alone(make_grid, seed):
     """Run one grid on the vector engine, or else with one greenlet per thread."""
-    from moe_numba.simulator.vector import launch  # it needs this module
 
     def with_threads():
         world = World(seed)
         world.add(make_grid(world))
         world.run()
 
-    launch.run(lambda world: {None: [make_grid(world)]}, lambda: run_world(with_threads), seed)
+    engines.run(lambda world: {None: [make_grid(world)]}, lambda: run_world(with_threads), seed)
 
 
 class Kernel:

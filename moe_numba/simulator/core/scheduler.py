@@ -21,6 +21,7 @@ from moe_numba.simulator.core.polling import LOADS, snapshot
 from moe_numba.simulator.core.settings import override_settings, settings
 from moe_numba.simulator.core.stall import Stall
 from moe_numba.simulator.memory_model.happens_before import HappensBefore
+from moe_numba.simulator.memory_model.store_buffer import StoreBuffers
 
 _IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
 _IDLE_LIMIT = 4096  # fruitless polling rounds that count as a deadlock even if some local variable still changes
@@ -133,8 +134,7 @@ class World:
         self.steps = self.tickets = self.changes = 0  # `changes` counts changes of memory that may end a poll
         self.snapshots, self.stall = None, Stall(self)
         self.queued_grids = {}  # rank -> grids that start when the one that runs on that rank has ended
-        memory_model = settings["memory_model"]
-        self.memory_model = memory_model(self) if memory_model else None
+        self.memory_model = StoreBuffers(self) if settings["weak_memory"] else None
         self.detects_races, self.races = settings["races"], None  # `races`: a HappensBefore, from the first grid on
         if self.detects_races and not settings.is_changed("races"):
             uninitialized.register_tensors()  # with MOE_NUMBA_RACES=1 there is no context that does it

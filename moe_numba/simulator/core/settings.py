@@ -29,18 +29,12 @@ def _warp(text):
     return int(text) if text else None
 
 
-def _memory_model(text):
-    from moe_numba.simulator.memory_model.store_buffer import StoreBuffers
-
-    return StoreBuffers if _switch(text) else None
-
-
 # Setting -> its environment variable, what an empty or missing variable counts as, how to read it, and what is allowed.
 _VARIABLES = {
     "seed": ("MOE_NUMBA_SEED", "0", int, "an integer"),
     "preempt": ("MOE_NUMBA_PREEMPT", "0", _probability, "a number from 0 to 1"),
     "slow_warp": ("MOE_NUMBA_SLOW_WARP", "", _warp, "the number of a warp in its block"),
-    "memory_model": ("MOE_NUMBA_WEAK_MEMORY", "0", _memory_model, "0 or 1"),
+    "weak_memory": ("MOE_NUMBA_WEAK_MEMORY", "0", _switch, "0 or 1"),
     "engine": ("MOE_NUMBA_ENGINE", "either", _engine, "either, vector or threads"),
     "races": ("MOE_NUMBA_RACES", "0", _switch, "0 or 1"),
     "wraparound": ("MOE_NUMBA_WRAPAROUND", "0", _switch, "0 or 1"),
@@ -56,8 +50,8 @@ class Settings:
     """What a new World starts from, by name.
 
     `seed`, `preempt`, `slow_warp` (None, or a warp of each block that runs last), `races` (whether to detect data
-    races) and `wraparound` (whether computed negative indices count from the end) are values; `memory_model` is a
-    factory or None (see `store_buffer`). `events` is the list of a trace; `ranks`, `rank` and `exchange`: see `ranks`.
+    races), `weak_memory` (see `store_buffer`) and `wraparound` (whether computed negative indices count from the end)
+    are values. `events` is the list of a trace; `ranks`, `rank` and `exchange`: see `ranks`.
     The environment is read when a value is needed, so that a wrong variable does not fail an import.
     """
 

@@ -6,7 +6,7 @@ every block, so that one block of a cluster can address another's memory.
 
 import numpy as np
 
-from moe_numba.simulator.async_.race_detector import RaceDetector
+from moe_numba.simulator.asynchronous.race_detector import RaceDetector
 from moe_numba.simulator.capability import SIMULATED, SM_LIMITS
 from moe_numba.simulator.core.errors import AsyncRace, Misaligned, OutOfBounds, SimulatorError, file_name
 from moe_numba.simulator.core.memory import Array, Pointer, as_dtype, poison, thread_prefix

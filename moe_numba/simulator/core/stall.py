@@ -15,6 +15,7 @@ import numpy as np
 from moe_numba.simulator.core.errors import kernel_frame
 from moe_numba.simulator.core.memory import LocalArray
 from moe_numba.simulator.core.polling import snapshot
+from moe_numba.simulator.core.reachable import bytes_at, intervals
 
 FIRST_CHECK = 1 << 12  # steps of the scheduler without an atomic, a strong store or a thread's end
 _SAMPLES = 8  # states of a thread; as many again must repeat them. Twice as many at each further attempt
@@ -64,13 +65,8 @@ class Stall:
 
     def _checksums(self):
         """Return checksums of the memory that the threads can reach; delayed stores count as changes anyway."""
-        from moe_numba.simulator.async_.tensor_map import bytes_at
-        from moe_numba.simulator.memory_model import ranks
-        from moe_numba.simulator.vector.regions import intervals_of
-
         grids = self.world.grids
-        intervals = intervals_of([value for grid in grids for value in grid.args] + list(ranks.buffers.values()))
-        arrays = [bytes_at(start, end - start) for start, end in sorted(set(intervals)) if start < end]
+        arrays = [bytes_at(start, end - start) for start, end in sorted(set(intervals(grids))) if start < end]
         arrays += [a.bytes for grid in grids for block in grid.blocks for a in block.shared.allocations.values()]
         return [zlib.crc32(np.ascontiguousarray(array)) for array in arrays]
 

@@ -1,8 +1,7 @@
 """Copies of a launch's global memory, from which the launch can start again."""
 
-from moe_numba.simulator.async_ import tensor_map
-from moe_numba.simulator.memory_model import ranks
-from moe_numba.simulator.vector.regions import intervals_of
+from moe_numba.simulator.asynchronous import tensor_map
+from moe_numba.simulator.core.reachable import bytes_at, intervals
 
 
 class MemoryCopies:
@@ -20,16 +19,16 @@ class MemoryCopies:
     def add(self, grid):
         """Copy what the arguments of a grid that is about to start, and registered buffers, can reach."""
         storages = {(first, first + size): alive for first, size, alive in tensor_map.storages if not alive.expired()}
-        intervals = [*intervals_of([*grid.args, *ranks.buffers.values()]), *storages]
+        reached = [*intervals([grid]), *storages]
         known = [(memory.ctypes.data, memory.ctypes.data + memory.size) for memory, *_ in self._copies]
-        for start, end in sorted({interval for interval in intervals if interval[0] < interval[1]}):
+        for start, end in sorted({interval for interval in reached if interval[0] < interval[1]}):
             if not self.complete or any(first <= start and end <= last for first, last in known):
                 continue
             self.bytes += end - start
             if not self.complete:
                 self._copies.clear()
                 break
-            memory = tensor_map.bytes_at(start, end - start)
+            memory = bytes_at(start, end - start)
             self._copies.append((memory, memory.copy(), storages.get((start, end))))
 
     def restore(self):

@@ -8,15 +8,13 @@ import signal
 import sys
 import threading
 
-from moe_numba.simulator.async_ import tensor_map
 from moe_numba.simulator.core import memory
+from moe_numba.simulator.core.reachable import bytes_at, intervals
 from moe_numba.simulator.debugger.breakpoints import Breakpoint, parse_location
 from moe_numba.simulator.debugger.frames import CommandError, describe
 from moe_numba.simulator.debugger.inspection import Inspection
 from moe_numba.simulator.debugger.stepping import Stepping
 from moe_numba.simulator.debugger.watchpoints import Watchpoint
-from moe_numba.simulator.memory_model import ranks
-from moe_numba.simulator.vector.regions import intervals_of
 
 _PROMPT = "(sim) "
 _ALIASES = {
@@ -219,9 +217,8 @@ def _at_address(address, dtype, grids):
         dtype = memory.as_dtype(dtype)
     except TypeError:
         raise CommandError(f"{dtype!r} is no data type; use a NumPy name such as int32") from None
-    values = [value for grid in grids for value in grid.args] + list(ranks.buffers.values())
-    if not any(start <= address and address + dtype.itemsize <= end for start, end in intervals_of(values)):
+    if not any(start <= address and address + dtype.itemsize <= end for start, end in intervals(grids)):
         raise CommandError(f"address {address:#x} lies in no argument of the launch and in no registered buffer")
     if address % dtype.itemsize:
         raise CommandError(f"address {address:#x} is not aligned for {dtype}")
-    return memory.Pointer(tensor_map.bytes_at(address, dtype.itemsize).view(dtype))
+    return memory.Pointer(bytes_at(address, dtype.itemsize).view(dtype))

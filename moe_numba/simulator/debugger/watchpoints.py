@@ -7,10 +7,10 @@ that ran in between, or to the scheduler, which completes asynchronous operation
 import greenlet
 import numpy as np
 
-from moe_numba.simulator.async_ import tensor_map
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.engine import Thread
 from moe_numba.simulator.core.errors import format_place
+from moe_numba.simulator.core.reachable import bytes_at
 from moe_numba.simulator.debugger.frames import CommandError, Hit, block_at
 
 
@@ -35,7 +35,7 @@ class Watchpoint:
             self._where = grid_number, block, key, address + allocation.to_window - allocation.start
             self.text += f" of block {block}"
         else:
-            self._bytes, self._owner = tensor_map.bytes_at(address, self.size), target.array  # which keeps it alive
+            self._bytes, self._owner = bytes_at(address, self.size), target.array  # which keeps it alive
 
     def bytes(self, grids):
         """Return a view of the watched bytes; None if a repeated launch has not declared their shared array yet."""

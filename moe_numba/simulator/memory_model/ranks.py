@@ -15,13 +15,14 @@ from collections.abc import Iterator
 
 import greenlet
 
+from moe_numba.simulator.core import engines
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, ShortTraceback, SimulatorError
 from moe_numba.simulator.core.memory import Pointer, as_dtype, thread_prefix
 from moe_numba.simulator.core.pointer_wrapping import pointer
+from moe_numba.simulator.core.reachable import buffers
 from moe_numba.simulator.core.scheduler import World, run_world
 from moe_numba.simulator.core.settings import override_settings, settings
 
-buffers = {}  # address of a registered buffer -> Pointer to its bytes
 _exchanging: weakref.WeakSet = weakref.WeakSet()  # kernels that have been launched within `exchange`
 
 
@@ -74,10 +75,8 @@ class _RankLaunches:
         self.done += done
 
     def run(self):
-        from moe_numba.simulator.vector import launch  # it needs this module
-
         if self.launches:
-            launch.run(self._streams, lambda: run_world(self._run_with_threads), self.seed)
+            engines.run(self._streams, lambda: run_world(self._run_with_threads), self.seed)
         for callback in self.done:
             callback()
 

@@ -29,7 +29,7 @@ _VISIBLE = 1 / 16  # probability that a scheduler step commits a store or ends a
 
 def weak_memory() -> contextlib.AbstractContextManager:
     """Return a context in which stores to global memory are weak; see this module."""
-    return override_settings(memory_model=StoreBuffers)
+    return override_settings(weak_memory=True)
 
 
 class _Overlay:

@@ -5,17 +5,17 @@ Gangs run in a random order that follows from the seed.
 
 import greenlet
 
-from moe_numba.simulator.async_ import tensor_map
-from moe_numba.simulator.async_.mbarrier import MBarrier
+from moe_numba.simulator.asynchronous import tensor_map
+from moe_numba.simulator.asynchronous.mbarrier import MBarrier
 from moe_numba.simulator.core import memory, scheduler
 from moe_numba.simulator.core.engine import Thread
+from moe_numba.simulator.core.reachable import intervals
 from moe_numba.simulator.core.scheduler import World
-from moe_numba.simulator.memory_model import ranks
 from moe_numba.simulator.vector import state
 from moe_numba.simulator.vector.clocks import Clocks
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.gang import Gang
-from moe_numba.simulator.vector.regions import Memory, intervals_of
+from moe_numba.simulator.vector.regions import Memory
 
 _EAGER_POLL = 1 / 32  # probability that pollers look again, after a change of memory, although other gangs can run
 _IDLE_LIMIT, _IDLE_LIMIT_WITH_CLOCK = 64, 4096  # rounds in which all gangs poll in vain
@@ -113,9 +113,8 @@ class Engine:
 
     def prepare(self, grids):
         """Prepare for these grids, of which some may start after others have ended."""
-        values = [value for grid in grids for value in grid.args] + list(ranks.buffers.values())
         storages = [(first, first + size) for first, size, alive in tensor_map.storages if not alive.expired()]
-        self.memory.add([*intervals_of(values), *storages])
+        self.memory.add([*intervals(grids), *storages])
         for grid in grids:
             for block in grid.blocks:
                 self.first_gang[block] = self.clocks.size

@@ -4,8 +4,8 @@ import inspect
 
 import numpy as np
 
-from moe_numba.simulator.async_ import fragments, matrix
-from moe_numba.simulator.async_.wgmma import PendingAccumulators
+from moe_numba.simulator.asynchronous import fragments, matrix
+from moe_numba.simulator.asynchronous.wgmma import PendingAccumulators
 from moe_numba.simulator.core.arithmetic import fma as scalar_fma
 from moe_numba.simulator.core.floats import fma_bf16
 from moe_numba.simulator.core.warp import FULL_MASK

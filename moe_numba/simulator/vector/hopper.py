@@ -1,13 +1,13 @@
 """Blocking and asynchronous instructions of gangs that are warps: mbarriers, copies, wgmma, named and cluster barriers.
 
-Copies and mbarriers are those of `async_`: most instructions are executed lane by lane, in the simulator's own code.
+Copies and mbarriers are those of `asynchronous`: most instructions are executed lane by lane, in the simulator's own code.
 """
 
 import sys
 
 import numpy as np
 
-from moe_numba.simulator.async_ import async_copy, fragments, mbarrier, race_detector, tensor_map, wgmma
+from moe_numba.simulator.asynchronous import async_copy, fragments, mbarrier, race_detector, tensor_map, wgmma
 from moe_numba.simulator.core import barrier, cluster, registers
 from moe_numba.simulator.core.warp import FULL_MASK
 from moe_numba.simulator.vector import access, collectives, cp_async, fragment, state

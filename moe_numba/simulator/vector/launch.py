@@ -19,7 +19,7 @@ fallbacks = {}  # name of a kernel -> why its last launch did not run on the vec
 
 def possible():
     """Return whether the settings in force leave the choice of the engine open."""
-    if settings["engine"] == "threads" or settings["preempt"] or settings["memory_model"]:
+    if settings["engine"] == "threads" or settings["preempt"] or settings["weak_memory"]:
         return False
     if settings["slow_warp"] is not None:
         return False

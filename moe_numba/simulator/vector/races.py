@@ -91,7 +91,7 @@ class Repetition:
     def __init__(self, with_threads):
         self.with_threads = with_threads
         self.settings = {name: settings[name] for name in ("seed", "wraparound")}
-        self.settings |= {"races": True, "preempt": 0.0, "memory_model": None, "events": None, "profile": None}
+        self.settings |= {"races": True, "preempt": 0.0, "weak_memory": False, "events": None, "profile": None}
         self.copies, self.accessed = [], []  # (bytes, what they were before the launch); (start, end, whether written)
 
     def keep(self, regions):

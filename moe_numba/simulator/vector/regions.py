@@ -2,10 +2,7 @@
 
 import bisect
 
-import numpy as np
-
-from moe_numba.simulator.async_ import tensor_map
-from moe_numba.simulator.core.memory import Array, Pointer
+from moe_numba.simulator.core.reachable import bytes_at
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.shadow import Region
 
@@ -26,7 +23,7 @@ class Memory:
             else:
                 merged.append([start, end])
         self.starts = [start for start, _ in merged]
-        self.regions = [Region(start, end, tensor_map.bytes_at(start, end - start)) for start, end in merged]
+        self.regions = [Region(start, end, bytes_at(start, end - start)) for start, end in merged]
 
     def find(self, x):
         allocation = x.allocation
@@ -51,14 +48,3 @@ class Memory:
     def restore(self):
         for region in self.regions:
             region.restore()
-
-
-def intervals_of(values):
-    """Yield the intervals of addresses that kernel arguments and registered buffers can reach."""
-    for value in values:
-        if type(value) is Pointer:
-            yield value.address, value.address + value.array.nbytes
-        elif type(value) is Array:
-            yield np.lib.array_utils.byte_bounds(value.array)
-        elif type(value) is tuple:
-            yield from intervals_of(value)

@@ -10,7 +10,7 @@ import types
 
 from numba.core.types.abstract import Type
 
-from moe_numba.simulator.async_.uses_async import names_in
+from moe_numba.simulator.asynchronous.uses_async import names_in
 from moe_numba.simulator.vector.errors import Unsupported
 
 

@@ -5,8 +5,8 @@ from moe_numba import simulator  # noqa: F401  before numba
 # isort: split
 from numba import cuda, int32, uint32
 
-from moe_numba.course.articles.deepep.notify import NO_HEAD
-from moe_numba.course.exercises.combine import combine_two_ranks, fill_gaps_of_warp, loads_in_flight
+from moe_numba.course.deepep_port.notify import NO_HEAD
+from moe_numba.course.lessons.combine.exercises import combine_two_ranks, fill_gaps_of_warp, loads_in_flight
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, st_release_sys_s32
 from moe_numba.ptx.memory import pointer_from_address
 from moe_numba.ptx.warp import FULL_MASK

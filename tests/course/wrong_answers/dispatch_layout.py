@@ -5,8 +5,8 @@ from moe_numba import simulator  # noqa: F401  before numba
 # isort: split
 from numba import cuda, int32, uint32
 
-from moe_numba.course.exercises.dispatch_layout import add_flags, sum_counts
-from moe_numba.course.exercises.dispatch_layout import count_for_ranks as counts_once
+from moe_numba.course.lessons.dispatch_layout.exercises import add_flags, sum_counts
+from moe_numba.course.lessons.dispatch_layout.exercises import count_for_ranks as counts_once
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from wrong_answers import changed
 

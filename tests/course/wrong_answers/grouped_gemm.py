@@ -5,7 +5,7 @@ from moe_numba import simulator  # noqa: F401  before numba
 # isort: split
 from numba import cuda, float32, int32
 
-from moe_numba.course.exercises.grouped_gemm import fewest_stages, in_bands, one_token, scale_groups
+from moe_numba.course.lessons.grouped_gemm.exercises import fewest_stages, in_bands, one_token, scale_groups
 from moe_numba.ptx.warp import FULL_MASK
 from wrong_answers import changed
 

@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of notebook 05: (exercise, answer, what the message must match)."""
 
-from moe_numba.course.exercises import hopper
+from moe_numba.course.lessons.hopper import exercises as hopper
 from wrong_answers import changed
 
 # 1: the stub has both of the first two mistakes

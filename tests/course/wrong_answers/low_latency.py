@@ -7,8 +7,8 @@ from moe_numba import simulator  # noqa: F401  before numba
 # isort: split
 from numba import cuda
 
-from moe_numba.course.exercises.low_latency import break_even_tokens, place_rows
-from moe_numba.expert_parallel.kernels.low_latency_layout import SENTINEL
+from moe_numba.course.lessons.low_latency.exercises import break_even_tokens, place_rows
+from moe_numba.expert_parallel.low_latency.layout import SENTINEL
 from moe_numba.ptx.atomics import ld_relaxed_sys_s32, st_relaxed_sys_s32
 from moe_numba.ptx.memory import pointer_from_address
 

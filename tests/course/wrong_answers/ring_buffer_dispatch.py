@@ -5,7 +5,11 @@ from moe_numba import simulator  # noqa: F401  before numba
 # isort: split
 from numba import cuda, int32
 
-from moe_numba.course.exercises.ring_buffer_dispatch import first_row_of_channel, send_through_ring, signal_for_others
+from moe_numba.course.lessons.ring_buffer_dispatch.exercises import (
+    first_row_of_channel,
+    send_through_ring,
+    signal_for_others,
+)
 from moe_numba.ptx.atomics import (
     ld_acquire_sys_s32,
     poll_acquire_cta_shared_s32,

@@ -7,7 +7,7 @@ from moe_numba import simulator  # noqa: F401  before numba
 # isort: split
 from numba import cuda, float32, int32
 
-from moe_numba.course.exercises.shared_experts import load_weights, nine_weights, rounds
+from moe_numba.course.lessons.shared_experts.exercises import load_weights, nine_weights, rounds
 
 
 def weight_of_the_article(weights, s, renormalize, scaled):

@@ -2,18 +2,18 @@
 
 from .mutant import mutant
 
-SHARED, LARGE = "moe_numba/align/device_functions.py", "moe_numba/align/kernel_large.py"
-SMALL, MEDIUM = "moe_numba/align/kernel_small.py", "moe_numba/align/kernel_medium.py"
-GATE_ALIGN, FUSE = "moe_numba/gate_align.py", "moe_numba/shared_experts/kernel.py"
-TESTS = "tests/kernels/test_align.py"
+SHARED, LARGE = "moe_numba/align/device_functions.py", "moe_numba/align/large.py"
+SMALL, MEDIUM = "moe_numba/align/small.py", "moe_numba/align/medium.py"
+GATE_ALIGN, FUSE = "moe_numba/align/with_gate.py", "moe_numba/shared_experts/kernel.py"
+TESTS = "tests/align/test_align.py"
 ORDERS = TESTS, "-k", "test_thread_orders and large"
-LATE_INPUTS = ("tests/kernels/test_dependent_launch.py::test_inputs_are_read_after_the_wait[align, medium]",)
+LATE_INPUTS = ("tests/runtime/test_dependent_launch.py::test_inputs_are_read_after_the_wait[align, medium]",)
 SHAPES = TESTS, "-k", "test_shapes and large and (1025 or 8192)"
 PUBLISHED = (f"{TESTS}::test_counts_are_published_with_their_launch_number",)
 NEW_WORKSPACE = (f"{TESTS}::test_a_new_workspace_is_zeroed",)
 TILES = (f"{TESTS}::test_tiles_of_8192_slots",)
-FUSED = ("tests/kernels/test_gate_align.py::test_thread_orders[0]",)
-ROUTING = "tests/kernels/test_fuse_routing.py", "-k", "test_equals_reference and 7-3"
+FUSED = ("tests/align/test_gate_align.py::test_thread_orders[0]",)
+ROUTING = "tests/moe_layer/test_fuse_routing.py", "-k", "test_equals_reference and 7-3"
 
 MUTANTS = [
     mutant(

@@ -2,21 +2,25 @@
 
 from .mutant import mutant
 
-KERNELS = "moe_numba/expert_parallel/kernels/"
+KERNELS = "moe_numba/expert_parallel/rings/"
 NOTIFY, CHANNELS = KERNELS + "notify.py", KERNELS + "channels.py"
 DISPATCH, COMBINE, DIRECT = KERNELS + "dispatch.py", KERNELS + "combine.py", KERNELS + "dispatch_direct.py"
 PROGRESS, TOKEN_SLOT, PIPELINE = KERNELS + "progress.py", KERNELS + "token_slot.py", KERNELS + "bulk_pipeline.py"
 
-BUFFER = "tests/kernels/test_buffer.py"
+BUFFER = "tests/expert_parallel/test_buffer.py"
 EXCHANGE = (f"{BUFFER}::test_dispatch_and_combine[None-0-two]",)
 LONG_ROWS = (f"{BUFFER}::test_dispatch_and_combine[None-0-long]",)
 MANY_EXPERTS = (f"{BUFFER}::test_dispatch_and_combine[None-0-many experts]",)
 SHORT_RINGS = (f"{BUFFER}::test_rings_of_one_slot[None-0]",)
 AHEAD = (f"{BUFFER}::test_counts_are_not_overwritten_while_they_are_read[0]",)
 WRAP_AROUND = (f"{BUFFER}::test_counters_wrap_around[int32]",)
-MANY_CHANNELS = ("tests/kernels/test_channels.py::test_several_channels_per_warp[2-0]",)
-WRONG_HANDLES = "tests/kernels/test_buffer_faults.py", "-k", "test_a_corrupted_handle and out-rank_prefix-highest"
-DIRECT_OUTPUT = ("tests/kernels/test_dispatch_direct.py::test_dispatch_to_an_output[2-0-None-bf16]",)
+MANY_CHANNELS = ("tests/expert_parallel/test_channels.py::test_several_channels_per_warp[2-0]",)
+WRONG_HANDLES = (
+    "tests/expert_parallel/test_buffer_faults.py",
+    "-k",
+    "test_a_corrupted_handle and out-rank_prefix-highest",
+)
+DIRECT_OUTPUT = ("tests/expert_parallel/test_dispatch_direct.py::test_dispatch_to_an_output[2-0-None-bf16]",)
 
 MUTANTS = [
     mutant(

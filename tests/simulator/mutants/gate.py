@@ -2,13 +2,13 @@
 
 from .mutant import mutant
 
-KERNEL, FOUR_TOKENS = "moe_numba/gate/kernel.py", "moe_numba/gate/kernel_4tokens.py"
-TESTS = "tests/kernels/test_gate.py"
+KERNEL, FOUR_TOKENS = "moe_numba/gate/one_token_per_warp.py", "moe_numba/gate/four_tokens_per_warp.py"
+TESTS = "tests/gate/test_gate.py"
 LOOPS = TESTS, "-k", "test_warps_route_several_tokens and None-41"
 WEIGHTS = TESTS, "-k", "test_weights and 0-False"
 TIES = TESTS, "-k", "test_tied_groups"
 PARTLY_FILLED = (f"{TESTS}::test_constant_rows_in_partly_filled_lanes[nan-None]",)
-LATE_INPUTS = ("tests/kernels/test_dependent_launch.py::test_inputs_are_read_after_the_wait[gate]",)
+LATE_INPUTS = ("tests/runtime/test_dependent_launch.py::test_inputs_are_read_after_the_wait[gate]",)
 
 MUTANTS = [
     mutant(

@@ -2,16 +2,16 @@
 
 from .mutant import mutant
 
-KERNEL, EPILOGUE = "moe_numba/grouped_gemm/kernel.py", "moe_numba/grouped_gemm/epilogue.py"
-PRODUCER = "moe_numba/grouped_gemm/producer.py"
-GATHER, SCHEDULER = "moe_numba/grouped_gemm/gather.py", "moe_numba/grouped_gemm/scheduler.py"
-TESTS = "tests/kernels/test_grouped_gemm_kernel.py"
+KERNEL, EPILOGUE = "moe_numba/grouped_gemm/wgmma/kernel.py", "moe_numba/grouped_gemm/wgmma/epilogue.py"
+PRODUCER = "moe_numba/grouped_gemm/wgmma/producer.py"
+GATHER, SCHEDULER = "moe_numba/grouped_gemm/common/gather.py", "moe_numba/grouped_gemm/common/scheduler.py"
+TESTS = "tests/grouped_gemm/test_grouped_gemm_kernel.py"
 SIZES = TESTS, "-k", "test_group_sizes and empty"
 FULL_TILES = (f"{TESTS}::test_group_sizes[an exact tile, and one row more-block]",)
 ONE_GROUP = (f"{TESTS}::test_group_sizes[all in one group-tensor, two subtiles]",)
 EDGES = (f"{TESTS}::test_sizes_that_are_no_multiples_of_a_tile[192-320-block, two subtiles, cluster]",)
 GATHERED = TESTS, "-k", "test_gather and empty"
-SILU = ("tests/kernels/test_grouped_gemm.py::test_silu_and_mul[16-pertensor]",)
+SILU = ("tests/grouped_gemm/test_grouped_gemm.py::test_silu_and_mul[16-pertensor]",)
 FAR = (f"{TESTS}::test_rows_beyond_2_31_elements",)
 LAYOUTS = (f"{TESTS}::test_row_layouts",)
 

@@ -12,10 +12,10 @@ import torch
 from numba import cuda, int32
 
 from moe_numba import simulator
-from moe_numba.course.articles.deepep import combine, dispatch_layout, launch, simulate
-from moe_numba.course.articles.deepep.buffer_layout import DeepEPConfig, dispatch_offsets, min_buffer_bytes
-from moe_numba.course.draw.ring_trace import play, replay
-from moe_numba.course.simulate import in_simulator
+from moe_numba.course.deepep_port import combine, dispatch_layout, launch, simulate
+from moe_numba.course.deepep_port.buffer_layout import DeepEPConfig, dispatch_offsets, min_buffer_bytes
+from moe_numba.course.lessons.ring_buffer_dispatch.draw_ring_trace import play, replay
+from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.course.verdicts import Found
 from moe_numba.expert_parallel import reference
 from moe_numba.ptx.memory import pointer_from_address

@@ -7,7 +7,7 @@ import torch
 from numba import cuda, float32, int32
 
 from moe_numba import simulator
-from moe_numba.course.simulate import in_simulator
+from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.course.verdicts import Found
 from moe_numba.runtime.launch import launch
 

@@ -1,7 +1,7 @@
 """What the article on hpc-ops' grouped GEMM and its use of TMA claims."""
 
 from moe_numba.course.articles.claims import hpc_ops_checks as checks
-from moe_numba.course.articles.hpc_ops.scheduler import select_tile_m
+from moe_numba.course.lessons.grouped_gemm.hpc_ops_port.scheduler import select_tile_m
 from moe_numba.course.verdicts import (
     TOLERANCE,
     About,

@@ -9,11 +9,11 @@ from numba import cuda, int32, uint8, uint32, uint64
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_numba import simulator
-from moe_numba.course.articles.hpc_ops import launch as hpc_ops
-from moe_numba.course.articles.hpc_ops.group_gemm import HpcOpsConfig
-from moe_numba.course.articles.hpc_ops.scheduler import select_tile_m
-from moe_numba.course.articles.hpc_ops.update_grouped_tma import MAP_BYTES
-from moe_numba.course.simulate import in_simulator
+from moe_numba.course.lessons.grouped_gemm.hpc_ops_port import launch as hpc_ops
+from moe_numba.course.lessons.grouped_gemm.hpc_ops_port.group_gemm import HpcOpsConfig
+from moe_numba.course.lessons.grouped_gemm.hpc_ops_port.scheduler import select_tile_m
+from moe_numba.course.lessons.grouped_gemm.hpc_ops_port.update_grouped_tma import MAP_BYTES
+from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.course.verdicts import Found
 from moe_numba.ptx.mbarrier import (
     fence_mbarrier_init,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from moe_numba import biased_grouped_topk, group_gemm_bf16, moe_align_block_size, simulator
-from moe_numba.course.bench.launch_profile import launch_profile
+from moe_numba.course.bench.timing.launch_profile import launch_profile
 from moe_numba.runtime.device import gpu_of
 from moe_numba.shared_experts import reference
 

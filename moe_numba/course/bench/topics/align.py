@@ -4,9 +4,10 @@ import torch
 
 from moe_numba import biased_grouped_topk, biased_grouped_topk_align, moe_align_block_size
 from moe_numba.align import api, reference
-from moe_numba.course.bench import plots, records
+from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
-from moe_numba.course.bench.tables import bold_best
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.figures.tables import bold_best
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.runtime.launch import launcher
 

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import torch
 
 from moe_numba import simulator
-from moe_numba.course.articles.deepep import dispatch_layout
-from moe_numba.course.bench import plots, records
+from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
-from moe_numba.course.bench.tables import bold_best
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.figures.tables import bold_best
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
+from moe_numba.course.deepep_port import dispatch_layout
 from moe_numba.expert_parallel import get_dispatch_layout, reference
 
 DEEPSEEK_V3 = dict(num_experts=256, topk=8, ranks=8)

@@ -3,9 +3,10 @@
 import torch
 
 from moe_numba import biased_grouped_topk
-from moe_numba.course.bench import plots, records
+from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import chip_limits, copy_bandwidth, empty_kernel
-from moe_numba.course.bench.tables import bold_best
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.figures.tables import bold_best
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.gate import reference
 

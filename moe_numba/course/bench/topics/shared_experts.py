@@ -6,10 +6,11 @@ There are no peers, because no other project provides the append as a separate f
 import torch
 
 from moe_numba import biased_grouped_topk
-from moe_numba.course.bench import plots, records
+from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines import torch_layer
 from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
-from moe_numba.course.bench.tables import bold_best
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.figures.tables import bold_best
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.shared_experts import fuse_routing, reference
 
@@ -284,7 +285,7 @@ def layer_times(record, model, dtype, what="layer"):
 
 def figures(record):
     """Draw the sweeps of the routing and the gate, layer times relative to the separate layer, and the ladder."""
-    from moe_numba.course.bench.layer_figure import layer_bars
+    from moe_numba.course.lessons.shared_experts.layer_figure import layer_bars
 
     caption, made = plots.caption(record), {}
     empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]

@@ -1,0 +1,286 @@
+"""Reads and writes records of measurements: ``docs/results/<gpu>/<topic>.json``.
+
+A record contains a hash of every file that the measurement depends on (see ``code_hash``), so that ``stale`` finds
+results older than their code without a GPU. Each row is one line of the file, so that a new measurement is a readable
+diff. All times are in microseconds.
+"""
+
+import json
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moe_numba.course.bench.records.code_hash import hash_file
+from moe_numba.course.bench.records.environment import SIMULATOR, environment, folder
+from moe_numba.course.bench.records.environment import versions as versions  # doctor prints them
+from moe_numba.course.bench.timing import Stats
+from moe_numba.simulator import capability
+
+FIELDS = ("topic", "gpu", "driver", "versions", "commit", "date", "sources", "rows")
+
+
+def repository(root: Path | str | None = None) -> Path:
+    """Return the repository, by default the one that contains this package.
+
+    Raises ``FileNotFoundError`` if there is none, as for an installed package.
+    """
+    root = Path(root) if root is not None else Path(__file__).resolve().parents[4]
+    if not ((root / "docs" / "results").is_dir() or (root / "pyproject.toml").is_file()):
+        raise FileNotFoundError(
+            f"{root} is not a clone of moe_numba's repository, which contains the records (docs/results)"
+        )
+    return root
+
+
+def row(
+    step: str,
+    *,
+    config: dict | None = None,
+    size: dict | None = None,
+    dtype: str | None = None,
+    kernel: Stats | None = None,
+    call: Stats | None = None,
+    floor_us: float | None = None,
+    **more: Any,
+) -> dict:
+    """Make one row of a record, with floats rounded to six digits.
+
+    Parameters
+    ----------
+    step : str
+        A step of a ladder, ``"final"`` for the package's own kernel, ``"peer:<name>"`` for another project's.
+    config, size : dict
+        Keys are the public function's argument names: ``{"num_experts": 256}``, ``{"tokens": 4096}``.
+    dtype : str
+        Such as "float32".
+    kernel, call : Stats
+        Kernel time and call time, microseconds.
+    floor_us : float
+        Lower bound from the chip's limits, microseconds.
+    **more
+        ``bytes``, ``flops``, ``wire_gbps``, ``operation``, ``note``, ... Fields that are None are left out.
+    """
+    fields = {
+        "step": step,
+        "config": config or {},
+        "size": size or {},
+        "dtype": dtype,
+        "kernel_us": times(kernel),
+        "call_us": times(call),
+        "floor_us": floor_us,
+        **more,
+    }
+    return {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in fields.items()
+        if value is not None
+    }
+
+
+def recorded(topic: str, gpu: str = "h200", root: Path | str | None = None) -> dict | None:
+    """Return a record, or None if there is none."""
+    try:
+        return read(topic, gpu, root)
+    except FileNotFoundError:
+        return None
+
+
+def peers(record: dict) -> list[str]:
+    """Return the steps of other projects' kernels, without variants such as "peer:name, out="."""
+    return sorted({row["step"] for row in record["rows"] if row["step"].startswith("peer:") and "," not in row["step"]})
+
+
+def select(record: dict, **wanted: Any) -> list[dict]:
+    """Return the rows that match all of ``wanted``; a dictionary (``size={"tokens": 64}``) may name some keys."""
+
+    def agrees(have, value):
+        return value.items() <= (have or {}).items() if isinstance(value, dict) else have == value
+
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    return [row for row in record["rows"] if all(agrees(row.get(name), value) for name, value in wanted.items())]
+
+
+def find(record: dict, **wanted: Any) -> dict | None:
+    """Return the first row that ``select`` finds."""
+    return next(iter(select(record, **wanted)), None)
+
+
+def series(record: dict, over: str = "tokens", value: str = "kernel_us", **wanted: Any) -> dict:
+    """Return ``{tokens: value}`` of the selected rows in ascending order: one line of ``plots.sweep_figure``."""
+    found = {row["size"][over]: row[value] for row in select(record, **wanted) if over in row["size"] and value in row}
+    return dict(sorted(found.items()))
+
+
+def format_us(us: float) -> str:
+    """Format microseconds with three significant digits: 2.31, 12.4, 178."""
+    return f"{us:.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
+
+
+def format_ratio(ratio: float) -> str:
+    """Format a speed ratio with one or two significant digits: 12, 1.3, 0.97, 0.04."""
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else format_slowdown(ratio)
+
+
+def format_slowdown(ratio: float) -> str:
+    """Format a ratio with two decimals, or one significant digit below 0.1."""
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.1g}"
+
+
+def find_step(rows: list[dict], name: str) -> dict | None:
+    """Return the row of a step."""
+    return next((row for row in rows if row["step"] == name), None)
+
+
+def previous_step(rows: list[dict], row: dict) -> dict | None:
+    """Return the last row before ``row`` that has a kernel time and is not marked as slower."""
+    before = rows[: rows.index(row)]
+    return next((r for r in reversed(before) if "kernel_us" in r and not r.get("slower")), None)
+
+
+def speedup(other: dict | None, row: dict) -> str | None:
+    """Format how many times faster the kernel of ``row`` is than that of ``other``.
+
+    Returns None if ``other`` is missing or ``row`` itself, or if one of the two has no kernel time.
+    """
+    if other is None or other is row or "kernel_us" not in other or "kernel_us" not in row:
+        return None
+    return format_ratio(other["kernel_us"]["median"] / row["kernel_us"]["median"])
+
+
+def sources(paths: Iterable[Path | str], root: Path | str | None = None) -> dict[str, str]:
+    """Hash files: ``{path: hash}``, with paths relative to the repository.
+
+    A folder means all Python files below it; ``notebooks/NN_topic.py#code`` means the code cells of a notebook.
+    """
+    root, found = repository(root), {}
+    for path in map(str, paths):
+        inside = sorted((root / path).rglob("*.py")) if (root / path).is_dir() else None
+        for name in [path] if inside is None else [file.relative_to(root).as_posix() for file in inside]:
+            found[name] = hash_file(root, name)
+            if found[name] is None:
+                raise FileNotFoundError(f"the source {name} is not in {root}")
+    return found
+
+
+def write(
+    topic: str,
+    rows: Iterable[dict],
+    sources_paths: Iterable[Path | str],
+    root: Path | str | None = None,
+    *,
+    results: Path | str | None = None,
+    env: dict | None = None,
+    diagnosis: dict[str, dict[str, float]] | None = None,
+) -> Path:
+    """Write a record and return its path, ``docs/results/<gpu>/<topic>.json``.
+
+    With ``MOE_NUMBA_ARCH=80`` the folder is ``<gpu>-sm80``, so that times of the paths for another GPU replace none.
+    ``results`` replaces ``docs/results``. ``diagnosis`` holds times of kernels that are no steps, such as those of a
+    step without one of its phases: ``{name: {label: microseconds}}``. Raises ``ValueError`` for invalid rows and
+    without a GPU.
+    """
+    env = env or environment()
+    if env["gpu"] == SIMULATOR:
+        raise ValueError("records are not written without a GPU: the simulator measures no times")
+    results = Path(results) if results is not None else repository(root) / "docs" / "results"
+    record = {"topic": topic, **env, "sources": sources(sources_paths, root), "rows": list(rows)}
+    if diagnosis:
+        record["diagnosis"] = diagnosis
+    if wrong := invalid(record):
+        raise ValueError("; ".join(wrong))
+    other = capability.requested()
+    path = results / (folder(env["gpu"]) + ("-sm{}{}".format(*other) if other else "")) / f"{topic}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dump(record))
+    return path
+
+
+def read(topic: str, gpu: str = "h200", root: Path | str | None = None) -> dict:
+    """Return the record of a topic; raise ``FileNotFoundError`` with its path if there is none."""
+    path = repository(root) / "docs" / "results" / gpu / f"{topic}.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no record {path}; `python -m moe_numba bench` writes it on a GPU")
+    return json.loads(path.read_text())
+
+
+def peers_of(record: dict | None) -> list[str]:
+    """Return the steps of other projects in a record, sorted."""
+    steps = {row["step"] for row in record["rows"]} if record else set()
+    return sorted(step.removeprefix("peer:") for step in steps if step.startswith("peer:"))
+
+
+def carried_over(record: dict | None, out_of_reach: Callable[[dict], bool], env: dict) -> list[dict]:
+    """Return the rows of an earlier record that this machine cannot measure again, with their commit and date.
+
+    The result is empty unless GPU, driver and all versions are those of ``env``.
+    """
+    if record is None or any(record[name] != env[name] for name in ("gpu", "driver", "versions")):
+        return []
+    when = {name: record[name] for name in ("commit", "date")}
+    return [{"measured": when, **row} for row in record["rows"] if out_of_reach(row)]
+
+
+def stale(record: dict, root: Path | str | None = None) -> list[str]:
+    """List the sources that changed since the record was measured, a sentence each."""
+    root, found = repository(root), []
+    for path, recorded in record["sources"].items():
+        now = hash_file(root, path)
+        if now is None:
+            found.append(f"{record['topic']}: {path}, a source of the record, is missing")
+        elif now != recorded:
+            found.append(f"{record['topic']}: {path} has changed since the record was measured ({record['date'][:10]})")
+    return found
+
+
+def has_changed(record: dict, root: Path | str | None = None) -> bool:
+    """Return whether code that the record depends on has changed; False without a repository to compare with."""
+    try:
+        return bool(stale(record, root))
+    except FileNotFoundError:
+        return False
+
+
+def invalid(record: dict) -> list[str]:
+    """List what is wrong with a record's format, a sentence each."""
+    wrong = [f"the field {name!r} is missing" for name in FIELDS if name not in record]
+    if wrong:
+        return wrong
+    if not record["sources"]:
+        wrong.append("the record names no sources, so it could never be found out of date")
+    if not record["rows"]:
+        wrong.append("the record has no rows")
+    for number, row in enumerate(record["rows"]):
+        where = f"row {number} ({row.get('step')})"
+        if not isinstance(row.get("step"), str):
+            wrong.append(f"{where}: step must be a name")
+        for name in ("config", "size"):
+            if not isinstance(row.get(name), dict):
+                wrong.append(f"{where}: {name} must be a dict")
+        if "measured" in row and set(row["measured"]) != {"commit", "date"}:
+            wrong.append(f"{where}: measured is a commit and a date, not {row['measured']}")
+        times = [row[name] for name in ("kernel_us", "call_us") if name in row]
+        if bool(times) + ("refused" in row) + ("not_run" in row) != 1:
+            wrong.append(f"{where}: either a time, or refused and why, or not_run and why")
+        for time in times:
+            if set(time) != {"median", "p10", "p90"} or not 0 < time["p10"] <= time["median"] <= time["p90"]:
+                wrong.append(f"{where}: a time is median, p10 and p90, in order and above zero, not {time}")
+    return wrong
+
+
+def times(stats: Stats | None) -> dict | None:
+    """Return statistics as a row stores them: microseconds, rounded."""
+    return None if stats is None else {name: round(value, 3) for name, value in asdict(stats).items()}
+
+
+def dump(record: dict) -> str:
+    """Format a record as the text of its file."""
+    fields = []
+    for name, value in record.items():
+        if name == "rows":
+            text = "[\n" + ",\n".join("    " + json.dumps(row, allow_nan=False) for row in value) + "\n  ]"
+        else:
+            text = textwrap.indent(json.dumps(value, indent=2), "  ").lstrip()
+        fields.append(f"  {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"

@@ -1,0 +1,135 @@
+"""Generates the blocks of README.md and docs/index.md that come from the table of topics and from records.
+
+A block stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``.
+"""
+
+from pathlib import Path
+
+from moe_numba.course import bench
+from moe_numba.course.bench import records
+from moe_numba.course.bench.figures.tables import bold_best
+from moe_numba.course.bench.records import format_us
+from moe_numba.course.pages import gpu_support
+from moe_numba.course.pages.topics import BENCH_TOPICS, HEADLINES, TOPICS
+from moe_numba.grouped_gemm.call import config_table
+
+
+def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, str]]:
+    """Return the text of every generated block: ``{file: {block: text}}``, files relative to the repository.
+
+    A topic without a record has no table.
+    """
+    found = {name: records.recorded(name, gpu, root) for name in BENCH_TOPICS}
+    tables = {name: record and bench.topic(name).readme_table(record) or "" for name, record in found.items()}
+    # The first of the records that the table of tile configurations is made of.
+    tiles = records.recorded("grouped_gemm_tiles", config_table.GPUS[0], root) if config_table.GPUS else None
+    tables["grouped_gemm_tiles"] = tiles and bench.topic("grouped_gemm_tiles").readme_table(tiles) or ""
+    readme = {
+        "headline": headline(gpu, root),
+        "notebooks": _notebooks(),
+        "bench": _bench_commands(),
+        "peers": _peers(found),
+        "gpus": _gpus(),
+        **tables,
+    }
+    return {"README.md": readme, "docs/index.md": {"notebooks": _notebooks("../"), "records": _records()}}
+
+
+def regenerate(check: bool = False, gpu: str = "h200", root: Path | None = None) -> list[str]:
+    """Rewrite the generated blocks whose text has changed, or with ``check`` only name them.
+
+    Returns
+    -------
+    list of str
+        ``"README.md: gate"`` for each block that was out of date.
+
+    Raises
+    ------
+    ValueError
+        A file lacks the markers of a block.
+    """
+    changed = []
+    for name, parts in blocks(gpu, root).items():
+        path = records.repository(root) / name
+        text = path.read_text()
+        for block, content in parts.items():
+            new = replace_block(text, block, content, name)
+            if new != text:
+                changed.append(f"{name}: {block}")
+            text = new
+        if not check:
+            path.write_text(text)
+    return changed
+
+
+def replace_block(text: str, block: str, content: str, name: str = "README.md") -> str:
+    """Return ``text`` with ``content`` between the two markers of a block.
+
+    Raises
+    ------
+    ValueError
+        The text does not hold each marker exactly once, in this order.
+    """
+    begin, end = f"<!-- {block}:begin -->", f"<!-- {block}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"{name} must contain {begin} and, after it, {end}, once each")
+    content = content.strip("\n")  # not blanks: a block may begin with an indented line
+    return f"{text[: text.index(begin)]}{begin}\n{content}\n{text[text.index(end) :]}"
+
+
+def _notebooks(base=""):
+    lines = ["| notebook | what it builds | after |", "|---|---|---|"]
+    for topic in TOPICS:
+        link = f"[{topic.notebook}]({base}notebooks/{topic.notebook}.ipynb)"
+        lines.append(f"| {link} | {topic.title} | {topic.source} |")
+    return "\n".join(lines)
+
+
+def _gpus():
+    lines = ["| compute capability | GPUs |", "|---|---|"]
+    lines += ["| {}.{} | {} |".format(*arch, gpus) for arch, gpus in gpu_support.ARCHITECTURES.items()]
+    for title, how in (("function", gpu_support.functions), ("notebook", gpu_support.notebooks)):
+        lines += ["", f"| {title} | how it runs |", "|---|---|"]
+        lines += [f"| {names} | {text} |" for names, text in gpu_support.by_name(how).items()]
+    return "\n".join(lines)
+
+
+def _bench_commands():
+    width = max(map(len, BENCH_TOPICS))
+    commands = [f"    python -m moe_numba bench {name:<{width}}  # {text}" for name, text in BENCH_TOPICS.items()]
+    return "\n" + "\n".join(commands)
+
+
+def _peers(found):
+    """Return the versions of other projects' kernels, and the records, {topic: record}, that have them."""
+    versions: dict[tuple[str, str], list[str]] = {}
+    for topic, record in found.items():
+        for step in records.peers(record) if record else ():
+            version = records.find(record, step=step).get("version", "")
+            versions.setdefault((step.removeprefix("peer:"), version), []).append(f"`{topic}`")
+    lines = ["| kernel | version | measured with |", "|---|---|---|"]
+    lines += [f"| {name} | {version} | {', '.join(topics)} |" for (name, version), topics in sorted(versions.items())]
+    return "\n".join(lines)
+
+
+def _records():
+    lines = ["| record | measured by |", "|---|---|"]
+    lines += [f"| `{name}` | `python -m moe_numba bench {name}`: {text} |" for name, text in BENCH_TOPICS.items()]
+    lines += [f"| `{name}` | notebook `{topic.notebook}` |" for topic in TOPICS for name in topic.records]
+    return "\n".join(lines)
+
+
+def headline(gpu: str = "h200", root: Path | None = None) -> str:
+    """Return the table of the package's kernels beside the fastest other implementation, in Markdown."""
+    lines = ["| kernel time, us | moe_numba | best other kernel measured | ratio |", "|---|---:|---:|---:|"]
+    for line in HEADLINES:
+        record = records.read(line.record, gpu, root)
+        steps = [line.ours, *records.peers(record), *line.others]
+        rows = {step: records.find(record, step=step, **line.where) for step in steps}
+        times = {step: row["kernel_us"]["median"] for step, row in rows.items() if row and "kernel_us" in row}
+        ours = times.pop(line.ours)
+        best = min(times, key=times.get)
+        name = line.notes.get(best, best.removeprefix("peer:"))
+        cells = bold_best([format_us(ours), format_us(times[best])])
+        lines.append(f"| {line.label} | {cells[0]} | {cells[1]} ({name}) | {times[best] / ours:.2f} |")
+    return "\n".join(lines)

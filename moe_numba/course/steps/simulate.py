@@ -1,0 +1,242 @@
+"""Runs functions of a notebook in the simulator, and builds variants of a module from changed source text.
+
+On a GPU the simulator needs a process of its own, because the first import of moe_numba chooses the mode for the whole
+process. `in_simulator` starts that process and copies into it the function, the notebook functions that it uses, and
+their imports.
+"""
+
+import ast
+import contextlib
+import importlib.abc
+import importlib.util
+import inspect
+import io
+import json
+import linecache
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_numba import simulator
+from moe_numba.simulator import capability
+
+_PLAIN = (str, bool, int, float, type(None))
+
+
+def in_simulator(
+    function: Callable,
+    *arguments: Any,
+    functions: Iterable[Callable] = (),
+    constants: Mapping[str, Any] | None = None,
+    setup: str = "",
+) -> Any:
+    """Run ``function(*arguments)`` in the simulator, print what it prints, and return its result.
+
+    Where kernels run in the simulator anyway, this is a plain call. On a GPU a new process runs the function. It gets
+    the source of ``function`` and, recursively, of the functions and kernels of the notebook that their source names,
+    together with their imports and their plain constants (strings, numbers, and lists, tuples and dicts of them).
+
+    Parameters
+    ----------
+    function : callable
+        A function of a notebook cell or of a module.
+    *arguments
+        Passed as JSON, so tuples arrive as lists.
+    functions : iterable of callables, optional
+        Further notebook functions to copy: those that are only named by strings.
+    constants : dict, optional
+        Global names of the new process that differ from the notebook's, such as ``{"DEVICE": "cpu"}``.
+    setup : str, optional
+        Python code that the new process runs after the imports, for globals that cannot be copied.
+
+    Returns
+    -------
+    The function's result after a round trip through JSON. Values that JSON lacks become strings.
+
+    Raises
+    ------
+    RuntimeError
+        The new process failed; the message ends with its traceback.
+    """
+    text = json.dumps(arguments)
+    if simulator.ENABLED:
+        return _as_json(function(*json.loads(text)))
+    job = {
+        "constants": {name: repr(value) for name, value in (constants or {}).items()},
+        "setup": setup,
+        "function": function.__name__,
+        "arguments": text,
+    }
+    job["imports"], job["sources"] = _dependencies([function, *functions], set(constants or {}))
+    package_root = str(Path(__file__).resolve().parents[3])
+    environment = os.environ | {
+        "MOE_NUMBA_SIMULATE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
+    }
+    for name in ("NUMBA_ENABLE_CUDASIM", capability.VARIABLE):  # a demonstration may use any instruction
+        environment.pop(name, None)
+    command = [sys.executable, "-m", __name__]
+    done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"the simulator's process failed:\n{done.stderr[-3000:]}")
+    answer = json.loads(done.stdout.splitlines()[-1])
+    print(answer["printed"], end="")
+    return answer["result"]
+
+
+def source_with_dependencies(functions: Iterable[Callable]) -> str:
+    """Return Python that defines notebook functions and kernels, what their sources name, and the imports of these."""
+    imports, sources = _dependencies(list(functions), set())
+    return "\n".join([*imports, *sources])
+
+
+def changed_module(module: types.ModuleType, *replacements: tuple[str, str]) -> types.ModuleType:
+    """Return a new module made from the source of ``module`` with passages replaced.
+
+    Parameters
+    ----------
+    module : module
+        Not modified.
+    *replacements : (old, new)
+        Applied in order; each replaces every occurrence of ``old``.
+
+    Raises
+    ------
+    ValueError
+        A passage does not occur in the source.
+    """
+    source = inspect.getsource(module)
+    for old, new in replacements:
+        if old not in source:
+            raise ValueError(f"{module.__name__} has no passage {old!r}")
+        source = source.replace(old, new)
+    name = f"{module.__name__}_changed"
+    loader = _SourceLoader(source, f"{name}_{abs(hash(source))}.py")
+    made = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    loader.exec_module(made)
+    return made
+
+
+def changed_source(function: Callable | str, old: str, new: str, name: str | None = None) -> str:
+    """Return a function's source with one passage replaced, which must occur once; ``name`` renames the function."""
+    source = source_of(function)
+    if source.count(old) != 1:
+        raise ValueError(f"the passage {old!r} occurs {source.count(old)} times, not once")
+    source = source.replace(old, new)
+    return source if name is None else source.replace(f"def {function.__name__}(", f"def {name}(")
+
+
+def source_of(function: Callable | str) -> str:
+    """Return the source of a function, of a cached function or of a kernel; a string is returned as it is."""
+    return function if isinstance(function, str) else inspect.getsource(_plain_function(function))
+
+
+def define(source: str, namespace: Mapping[str, Any], filename: str = "cell") -> dict[str, Any]:
+    """Run source text in a copy of ``namespace`` and return the copy with the names that the text defines."""
+    module = types.ModuleType("moe_numba_defined")
+    vars(module).update(namespace)
+    _SourceLoader(source, filename).exec_module(module)
+    return vars(module)
+
+
+class _SourceLoader(importlib.abc.InspectLoader):
+    """Loads a module from a string. Tracebacks and `inspect` find the source under ``filename``."""
+
+    def __init__(self, source, filename):
+        self.source, self.filename = source, filename
+        linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
+
+    def get_source(self, fullname):
+        return self.source
+
+    def get_code(self, fullname):
+        return self.source_to_code(self.source, self.filename)
+
+
+def _plain_function(thing):
+    """The Python function of a kernel, a cached function or a function."""
+    return inspect.unwrap(getattr(thing, "py_func", thing))
+
+
+def _is_of_notebook(thing):
+    """Whether a function, kernel or class was defined by a notebook cell, not by another function."""
+    thing = _plain_function(thing)
+    defined = inspect.isfunction(thing) or inspect.isclass(thing)
+    return defined and thing.__module__ == "__main__" and "<locals>" not in thing.__qualname__
+
+
+def _dependencies(functions, skip):
+    """Import lines, and {name: source} of notebook functions and constants, in the order of definition."""
+    imports, sources = {}, {}
+
+    def visit(name, value):
+        if name in skip or name in imports or name in sources:
+            return
+        if _is_of_notebook(value):
+            sources[name] = None  # stops a recursion
+            source = source_of(value)
+            scope = vars(sys.modules["__main__"])
+            used = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+            for other in sorted(used & scope.keys()):
+                visit(other, scope[other])
+            del sources[name]  # after everything that its decorators may need
+            sources[name] = source
+        elif _is_plain(value):
+            sources[name] = f"{name} = {value!r}"
+        elif line := _import_line(name, value):
+            imports[name] = line
+
+    for function in functions:
+        visit(function.__name__, function)
+    return list(imports.values()), list(sources.values())
+
+
+def _is_plain(value):
+    if isinstance(value, dict):
+        return all(map(_is_plain, [*value, *value.values()]))
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in _PLAIN
+
+
+def _import_line(name, value):
+    """The line that imports a module or an object under this name; None for what no module holds."""
+    if inspect.ismodule(value):
+        return f"import {value.__name__} as {name}"
+    home = sys.modules.get(getattr(value, "__module__", None) or "")
+    own_name = getattr(value, "__name__", name)
+    if home and home.__name__ != "__main__" and getattr(home, own_name, None) is value:
+        return f"from {home.__name__} import {own_name} as {name}"
+    modules = [m for key, m in list(sys.modules.items()) if getattr(m, "__name__", "__main__") == key != "__main__"]
+    for module in sorted(modules, key=lambda m: not m.__name__.startswith(("moe_numba.", "numba"))):
+        for other, found in list(vars(module).items()):
+            if found is value:
+                return f"from {module.__name__} import {other} as {name}"
+    return None
+
+
+def _as_json(value):
+    return json.loads(json.dumps(value, default=str))
+
+
+def _serve():
+    """Run the job that standard input describes, and write what it printed and returned as one line of JSON."""
+    import moe_numba  # noqa: F401  chooses the simulator
+
+    job, notebook = json.load(sys.stdin), types.ModuleType("__main__")
+    sys.modules["__main__"] = notebook
+    constants = [f"{name} = {value}" for name, value in job["constants"].items()]
+    pieces = ["\n".join(job["imports"]), "\n".join(constants), job["setup"], *job["sources"]]
+    for number, source in enumerate(pieces):
+        # The simulator's messages show the base name: the line number then counts from the function's first line.
+        _SourceLoader(source, f"{number}/cell").exec_module(notebook)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        result = getattr(notebook, job["function"])(*json.loads(job["arguments"]))
+    print(json.dumps({"printed": printed.getvalue(), "result": result}, default=str))
+
+
+if __name__ == "__main__":
+    _serve()

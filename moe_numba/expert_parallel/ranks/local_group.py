@@ -1,0 +1,273 @@
+"""The transport of ranks in one process: threads on one or several GPUs, or ranks of the simulator."""
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from moe_numba import simulator
+from moe_numba.expert_parallel.common.buffer_layout import MAX_RANKS
+from moe_numba.expert_parallel.ranks.peer_access import enable_peer_access
+from moe_numba.expert_parallel.ranks.transport import TIMEOUT_S, SharedMemory, Transport, poll
+from moe_numba.runtime.recording import wrap_recorded
+from moe_numba.runtime.validate import check_int
+
+
+class LocalGroup:
+    """Several ranks in one process: ``LocalGroup(4).run(work)`` calls ``work(transport)`` for each of them.
+
+    Parameters
+    ----------
+    num_ranks : int
+        1 to 8.
+    devices : sequence of int, optional
+        The GPU of each rank; by default all GPUs, round-robin. Ranks that share a GPU run on separate streams, so all
+        their CTAs must be resident at once. In the simulator the ranks' host functions alternate. Kernels that wait
+        for those of other ranks run together when all ranks wait, and other kernels at once.
+
+    Notes
+    -----
+    A host call (an allocation, loading a kernel) may block until all work of the GPU has finished. If that work waits
+    for a kernel that another rank on the same GPU has not launched yet, this is a deadlock. Ranks that share a GPU
+    therefore launch together: each rank launches when all are about to, and continues when all have launched. Ranks
+    with GPUs of their own need this only for the first launch of a kernel.
+
+    Memory that is closed while a rank is missing stays allocated as long as the group.
+    """
+
+    def __init__(self, num_ranks: int, devices: Sequence[int] | None = None):
+        self.num_ranks = num_ranks = check_int("num_ranks", num_ranks, 1, MAX_RANKS)
+        if simulator.ENABLED:
+            self.devices = [torch.device("cpu")] * num_ranks
+        else:
+            found = torch.cuda.device_count()
+            indices = [rank % found for rank in range(num_ranks)] if devices is None else list(devices)
+            if len(indices) != num_ranks:
+                raise ValueError(f"devices has {len(indices)} entries; it must have one for each of {num_ranks} ranks")
+            self.devices = [torch.device("cuda", i) for i in indices]
+        self.values = [None] * num_ranks
+        self.is_shared = len(set(self.devices)) < num_ranks  # some GPU has several ranks
+        self.arrival = threading.Condition()
+        self.kept: list = []  # closed memory to which a missing rank may still write
+        self._forget_arrivals()
+
+    def _forget_arrivals(self):
+        """Set how often each rank has arrived at each rendezvous, and whether it has ended."""
+        self.arrivals, self.ended = {}, [False] * self.num_ranks
+
+    def run(self, work: Callable[["_LocalRank"], Any]) -> list:
+        """Run ``work(transport)`` for all ranks concurrently; return the results by rank, or raise the first error."""
+        self._forget_arrivals()
+        return (self._run_simulated if simulator.ENABLED else self._run_threads)(work)
+
+    def end(self, rank):
+        """Record that a rank has ended: no rendezvous waits for it."""
+        with self.arrival:
+            self.ended[rank] = True
+            self.arrival.notify_all()
+
+    def _run_threads(self, work):
+        self._thread_barrier = threading.Barrier(self.num_ranks)
+        enable_peer_access({device.index for device in self.devices})
+        results, errors = [None] * self.num_ranks, []
+        streams = [torch.cuda.Stream(device) for device in self.devices]
+
+        def run(rank):
+            try:
+                with torch.cuda.device(self.devices[rank]), torch.cuda.stream(streams[rank]):
+                    results[rank] = work(_ThreadRank(self, rank))
+                    streams[rank].synchronize()
+            except BaseException as error:  # an exception of a thread is otherwise lost
+                errors.append(error)
+                self._thread_barrier.abort()  # ranks that wait for this one continue with a BrokenBarrierError
+            finally:
+                self.end(rank)
+                with contextlib.suppress(Exception):  # no kernel may outlive the memory that it uses
+                    streams[rank].synchronize()
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
+        return results
+
+    def _run_simulated(self, work):
+        import greenlet
+
+        results = [None] * self.num_ranks
+        self.ranks = [_SimulatedRank(self, rank, greenlet.getcurrent()) for rank in range(self.num_ranks)]
+        running = {r: greenlet.greenlet(lambda r=r: results.__setitem__(r.rank, work(r))) for r in self.ranks}
+        try:
+            while running:
+                ready = [r for r in running if r.condition is None or r.condition()]
+                if not ready:  # no rank can continue: the shortest waits time out
+                    ready = [r for r in running if r.seconds == min(other.seconds for other in running)]
+                    for r in ready:
+                        r.timed_out = True
+                with simulator.together(only_exchanges=True):  # they run when each of these ranks waits, or has ended
+                    for r in ready:
+                        with simulator.on_rank(r.rank), r.own_grad_mode():
+                            running[r].switch()
+                        if running[r].dead:
+                            del running[r]
+                            self.end(r.rank)
+        finally:
+            for r, coroutine in running.items():  # a rank has failed: the others must not wait for it
+                r.abandoned = True
+                with contextlib.suppress(Exception), r.own_grad_mode():
+                    coroutine.throw()
+        return results
+
+
+class _LocalRank(Transport):
+    """The transport of one rank of a `LocalGroup`."""
+
+    def __init__(self, group, rank):
+        super().__init__()
+        self.group, self.rank, self.num_ranks, self.device = group, rank, group.num_ranks, group.devices[rank]
+        self.can_repeat = not group.is_shared  # ranks that share a GPU, or the simulator, launch together
+
+    def _barrier(self):
+        raise NotImplementedError
+
+    def gather(self, value: Any) -> list:
+        """Return the values of all ranks, in rank order; all ranks must call it."""
+        self.group.values[self.rank] = value
+        self._barrier()
+        values = list(self.group.values)
+        self._barrier()  # all ranks have read the values
+        return values
+
+    def rendezvous(self, name: str, seconds: float, absent: Collection[int] = ()) -> bool:  # noqa: D102
+        group = self.group
+        with group.arrival:
+            arrivals = group.arrivals.setdefault(name, [0] * self.num_ranks)
+            arrivals[self.rank] += 1
+            group.arrival.notify_all()
+        have_arrived = lambda: all(rank in absent for rank in self.missing_at(name))
+        return seconds > 0 and self._wait_for_arrivals(have_arrived, seconds)
+
+    def missing_at(self, name: str) -> list[int]:  # noqa: D102
+        arrivals, ended = self.group.arrivals[name], self.group.ended
+        own = arrivals[self.rank]
+        return [rank for rank, arrived in enumerate(arrivals) if arrived < own and not ended[rank]]
+
+    def _wait_for_arrivals(self, have_arrived, seconds):
+        raise NotImplementedError
+
+    def prepare_kernel(self, kernel, signature, timeout=TIMEOUT_S, **options):  # noqa: D102
+        if self.group.is_shared:
+            options.pop("cooperative", None)  # a cooperative grid would exclude the grids of the other ranks
+        return super().prepare_kernel(kernel, signature, timeout, **options)
+
+    def allocate(self, num_bytes: int) -> SharedMemory:
+        """Allocate ``num_bytes`` of zeroed memory on each rank; all ranks must pass the same size."""
+        local, name = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device), self._name_allocation()
+        if simulator.ENABLED:
+            simulator.register(local, f"the buffer of rank {self.rank}")
+        else:
+            torch.cuda.synchronize(self.device)
+
+        def close(seconds):
+            if not self.rendezvous(name, seconds):
+                self.group.kept.append(local)
+            elif simulator.ENABLED:
+                simulator.forget(local.data_ptr())
+
+        addresses = self.gather(local.data_ptr())
+        return SharedMemory(local, torch.tensor(addresses, dtype=torch.uint64, device="cpu").to(self.device), close)
+
+
+class _ThreadRank(_LocalRank):
+    def prepare_kernel(self, kernel, signature, timeout=TIMEOUT_S, **options):  # noqa: D102
+        start = super().prepare_kernel(kernel, signature, timeout, **options)
+        if not self.group.is_shared:
+            return start
+
+        def together(launch):
+            def launch_together(*arguments):
+                self.rendezvous("start", timeout)
+                launch(*arguments)
+                self.rendezvous("start", timeout)
+
+            return launch_together
+
+        return _replayable(start, together)
+
+    def _wait_for_arrivals(self, have_arrived, seconds):
+        with self.group.arrival:
+            return self.group.arrival.wait_for(have_arrived, seconds)
+
+    def _barrier(self):
+        self.group._thread_barrier.wait(TIMEOUT_S)
+
+    def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Wait until ``ready()`` is true, without holding the GIL; return False after ``seconds``."""
+        return poll(ready, seconds)
+
+
+class _SimulatedRank(_LocalRank):
+    condition, seconds = None, math.inf  # what the rank waits for, and for how long
+    timed_out = False  # no rank can continue, and this one's wait is the shortest
+    barriers = 0  # that the rank has reached
+    abandoned = False  # another rank has failed
+
+    def __init__(self, group, rank, scheduler):
+        super().__init__(group, rank)
+        self._scheduler, self._is_grad_enabled = scheduler, True
+
+    @contextlib.contextmanager
+    def own_grad_mode(self):
+        """Set torch's grad mode to this rank's, as if the rank had a thread of its own."""
+        with torch.set_grad_enabled(self._is_grad_enabled):
+            yield
+            self._is_grad_enabled = torch.is_grad_enabled()
+
+    def prepare_kernel(self, kernel, signature, timeout=TIMEOUT_S, **options):  # noqa: D102
+        start = super().prepare_kernel(kernel, signature, timeout, **options)
+
+        def queued(launch):
+            def queue(*arguments):
+                with simulator.exchange():
+                    launch(*arguments)
+
+            return queue
+
+        return _replayable(start, queued)
+
+    def _barrier(self):
+        self.barriers += 1
+        if not self.wait(lambda: all(other.barriers >= self.barriers for other in self.group.ranks), None):
+            raise TimeoutError(f"rank {self.rank} waits for the others, which wait for something else or have ended")
+
+    def _wait_for_arrivals(self, have_arrived, seconds):
+        return self.wait(have_arrived, seconds)
+
+    def wait(self, ready, seconds):
+        """Run the other ranks and the kernels until ``ready()``.
+
+        Returns False if no rank can continue, and no other rank waits for fewer ``seconds`` (None: without limit).
+        """
+        if self.abandoned:
+            raise RuntimeError(f"rank {self.rank} cannot go on: another rank has failed")
+        self.condition, self.seconds = ready, math.inf if seconds is None else seconds
+        self._scheduler.switch()
+        timed_out, self.condition, self.timed_out = self.timed_out, None, False
+        return not timed_out
+
+
+def _replayable(start, wrap):
+    """Return ``wrap(start)``; a prepared call replays what it launches wrapped, too."""
+    wrapped = wrap(start)
+
+    def start_and_record(*arguments):
+        wrapped(*arguments)
+        wrap_recorded(wrap)
+
+    return start_and_record

@@ -1,0 +1,215 @@
+"""Epilogues of the block-scaled kernel: a warp's 16 accumulator rows become rows of y, in bf16 or activated in FP8.
+
+A warp writes its rows to its own buffers in shared memory, 128 bytes of 16 rows each, and TMA stores them while the
+warp computes its next tile. The 16-byte vectors of a buffer row are XORed with the row number, which is TMA's 128-byte
+swizzle and spreads rows over the banks. TMA stores whole boxes; the last rows of a group are stored by the lanes.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from numba import cuda, float32, int32, int64, uint32
+
+from moe_numba.grouped_gemm.block_scaled.config import BUFFER_BYTES, BUFFER_ROWS, ROW_BYTES, SCALE_BLOCK
+from moe_numba.grouped_gemm.common.outputs import FP8_MAX, LOG2_E
+from moe_numba.ptx.arithmetic import ex2_approx, rcp_approx, uint_as_float
+from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32
+from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group_read
+from moe_numba.ptx.fence import fence_proxy_async_shared
+from moe_numba.ptx.matrix import make_stmatrix_rows
+from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
+from moe_numba.ptx.tma import tma_store_2d
+from moe_numba.ptx.warp import FULL_MASK
+
+BUFFER_COLUMNS = ROW_BYTES // 2  # of bf16
+bulk_wait_read = make_bulk_wait_group_read(0)
+
+
+class BlockScaledOutput(NamedTuple):
+    """The outputs in global memory."""
+
+    map_y: Any  # tensor map of y, with boxes of a buffer
+    y: Any  # int32 pointer: two bf16 or four FP8 elements per integer
+    y_scale: Any  # float32 pointer
+    n: Any  # columns of y
+
+
+@cuda.jit(device=True)
+def wait_for_buffers(lane):
+    """Wait until the stores of the previous tile have read the warp's buffers."""
+    if lane == 0:
+        bulk_wait_read()
+    cuda.syncwarp()
+
+
+@cuda.jit(device=True)
+def publish_buffers():
+    """Make the warp's writes to its buffers visible to TMA and to all of its lanes."""
+    fence_proxy_async_shared()
+    cuda.syncwarp()
+
+
+@cache
+def make_store_buffer(elements):
+    """Make ``store_buffer(smem, output, buffer, lane, row, rows, column)``: store the first ``rows`` rows of a buffer.
+
+    An int32 of y has ``elements`` elements. ``row`` and ``column`` are where the buffer's first element lies in y.
+    """
+    vector_elements = 4 * elements
+
+    @cuda.jit(device=True)
+    def store_buffer(smem, output, buffer, lane, row, rows, column):
+        if rows >= BUFFER_ROWS:
+            if lane == 0:
+                tma_store_2d(output.map_y, 0, column, row, smem.u8, buffer)
+                bulk_commit_group()
+        else:
+            vector, pitch = int32(lane & 7), int32(output.n // elements)
+            y_index = int64(row) * pitch + column // elements
+            # A lane whose columns lie beyond y stores nothing.
+            rows = rows if column + vector_elements * vector < output.n else int32(0)
+            for i in range(4):
+                t = int32(4 * i + (lane >> 3))
+                a, b, c, d = ld_shared_s32x4(smem.i32, int32(buffer + t * ROW_BYTES + ((vector ^ (t & 7)) << 4)) >> 2)
+                if t < rows:
+                    st_global_s32x4(output.y, y_index + int64(t) * pitch + vector * 4, a, b, c, d)
+
+    return store_buffer
+
+
+@cache
+def make_write_buffers(n, first=0):
+    """Make ``write(smem, buffer, offset, acc)``: write columns ``first`` to ``n`` of ``acc`` in bf16, 64 per buffer.
+
+    ``offset`` is the lane's, see `make_stmatrix_rows`; ``buffer`` is the first buffer.
+    """
+    more, stmatrix_rows = first + BUFFER_COLUMNS < n, make_stmatrix_rows(n, first)
+    write_next = make_write_buffers(n, first + BUFFER_COLUMNS) if more else None
+
+    @cuda.jit(device=True)
+    def write(smem, buffer, offset, acc):
+        stmatrix_rows(smem.u8, int32(buffer + offset), acc)
+        if more:
+            write_next(smem, int32(buffer + BUFFER_BYTES), offset, acc)
+
+    return write
+
+
+@cache
+def make_store(n, layout, first_buffer=0):
+    """Make ``store(smem, output, warp, lane, acc, row, rows, column)``: store a warp's rows by ``n`` columns in bf16.
+
+    The warp's rows begin at ``row`` of y, and ``rows`` of them exist; ``column`` is the first column. A tile that is
+    stored in two parts uses the buffers from ``first_buffer`` on for the second one.
+    """
+    epilogue_offset, warp_bytes = layout.epilogue_offset + first_buffer * BUFFER_BYTES, layout.epilogue_warp_bytes
+    write, store_buffer, waits = make_write_buffers(n), make_store_buffer(2), first_buffer == 0
+
+    @cuda.jit(device=True)
+    def store(smem, output, warp, lane, acc, row, rows, column):
+        buffer, t = int32(epilogue_offset + warp * warp_bytes), int32(lane & 15)
+        if waits:
+            wait_for_buffers(lane)
+        write(smem, buffer, int32(t * ROW_BYTES + (((t & 7) ^ (lane >> 4)) << 4)), acc)
+        publish_buffers()
+        for first in range(0, n, BUFFER_COLUMNS):
+            if column + first < output.n:
+                store_buffer(smem, output, buffer, lane, row, rows, int32(column + first))
+            buffer = int32(buffer + BUFFER_BYTES)
+
+    return store
+
+
+@cuda.jit(device=True)
+def silu_and_mul(gate, up):
+    """Return silu(gate) * up of two numbers that are rounded to bf16 first, as two kernels would exchange them."""
+    pair = cvt_rn_bf16x2_f32(gate, up)
+    g, u = uint_as_float(uint32(pair & uint32(0xFFFF0000))), uint_as_float(uint32(pair << uint32(16)))
+    return g * rcp_approx(float32(1) + ex2_approx(g * float32(-LOG2_E))) * u
+
+
+@cache
+def make_activate(j=0):
+    """Make ``values, largest_0, largest_1 = activate(gate, up)`` for the accumulators from column ``8 j`` on.
+
+    The two maxima are those of the magnitudes in the thread's two rows.
+    """
+    i, more = 4 * j, 8 * j + 8 < SCALE_BLOCK
+    activate_next = make_activate(j + 1) if more else None
+
+    @cuda.jit(device=True)
+    def activate(gate, up):
+        a, b = silu_and_mul(gate[i], up[i]), silu_and_mul(gate[i + 1], up[i + 1])
+        c, d = silu_and_mul(gate[i + 2], up[i + 2]), silu_and_mul(gate[i + 3], up[i + 3])
+        largest_0, largest_1 = max(abs(a), abs(b)), max(abs(c), abs(d))
+        if more:
+            values, next_0, next_1 = activate_next(gate, up)
+            return (a, b, c, d) + values, max(largest_0, next_0), max(largest_1, next_1)
+        return (a, b, c, d), largest_0, largest_1
+
+    return activate
+
+
+@cache
+def make_write_fp8(j=0):
+    """Make ``write(smem, address, xor, values, inverse_0, inverse_1, lane)``: write columns from ``8 j`` on in FP8.
+
+    Two neighbouring lanes exchange a pair, so that the even one has four columns of the first row and the odd one those
+    of the second. ``address`` is the byte offset of the lane's row in the buffer, and ``xor`` is ``(row & 7) << 4``.
+    """
+    i, more = 4 * j, 8 * j + 8 < SCALE_BLOCK
+    write_next = make_write_fp8(j + 1) if more else None
+
+    @cuda.jit(device=True)
+    def write(smem, address, xor, values, inverse_0, inverse_1, lane):
+        first = uint32(cvt_rn_satfinite_e4m3x2_f32(values[i + 1] * inverse_0, values[i] * inverse_0))
+        second = uint32(cvt_rn_satfinite_e4m3x2_f32(values[i + 3] * inverse_1, values[i + 2] * inverse_1))
+        odd = (lane & 1) != 0
+        received = uint32(cuda.shfl_xor_sync(FULL_MASK, int32(first if odd else second), 1))
+        word = (
+            uint32(received | uint32(second << uint32(16))) if odd else uint32(first | uint32(received << uint32(16)))
+        )
+        smem.i32[uint32(int32(address + ((8 * j + ((lane & 2) << 1)) ^ xor)) >> 2)] = int32(word)
+        if more:
+            write_next(smem, address, xor, values, inverse_0, inverse_1, lane)
+
+    return write
+
+
+@cuda.jit(device=True)
+def largest_of_quad(value):
+    """Return the maximum over the four lanes that share a row."""
+    value = max(value, cuda.shfl_xor_sync(FULL_MASK, value, 1))
+    return max(value, cuda.shfl_xor_sync(FULL_MASK, value, 2))
+
+
+@cache
+def make_store_silu_and_mul(layout):
+    """Make ``store(smem, output, warp, lane, gate, up, row, rows, column)``: store silu(gate) * up of 16 rows in FP8.
+
+    ``row`` and ``rows`` are as for :func:`make_store`. Each row's 128 columns have one scale, the largest magnitude
+    over 448.
+    """
+    epilogue_offset, warp_bytes = layout.epilogue_offset, layout.epilogue_warp_bytes
+    activate, write_fp8, store_buffer = make_activate(), make_write_fp8(), make_store_buffer(4)
+
+    @cuda.jit(device=True)
+    def store(smem, output, warp, lane, gate, up, row, rows, column):
+        values, largest_0, largest_1 = activate(gate, up)
+        scale_0 = max(largest_of_quad(largest_0), float32(1e-10)) * float32(1 / FP8_MAX)
+        scale_1 = max(largest_of_quad(largest_1), float32(1e-10)) * float32(1 / FP8_MAX)
+        buffer, own = int32(epilogue_offset + warp * warp_bytes), int32(lane >> 2)
+        wait_for_buffers(lane)
+        t = int32(own + 8 * (lane & 1))
+        address, xor = int32(buffer + t * ROW_BYTES), int32((t & 7) << 4)
+        write_fp8(smem, address, xor, values, rcp_approx(scale_0), rcp_approx(scale_1), lane)
+        publish_buffers()
+        store_buffer(smem, output, buffer, lane, row, rows, column)
+        scale_pitch = int32(output.n >> 7)
+        scale_index = int64(row + own) * scale_pitch + (column >> 7)
+        if (lane & 3) == 0 and own < rows:
+            output.y_scale[scale_index] = scale_0
+        if (lane & 3) == 0 and own + 8 < rows:
+            output.y_scale[scale_index + 8 * scale_pitch] = scale_1
+
+    return store

@@ -1,0 +1,190 @@
+"""Plan and launch the grouped GEMM: the implementation behind the public functions.
+
+A GPU with wgmma executes the kernel of ``kernel.py``, or with block scales and many rows per group that of
+``kernel_block_scaled.py``; any other executes that of ``kernel_mma.py``.
+"""
+
+import torch
+
+from moe_numba.grouped_gemm.block_scaled.config import BlockScaledConfig
+from moe_numba.grouped_gemm.block_scaled.kernel import make_kernel as make_block_scaled_kernel
+from moe_numba.grouped_gemm.block_scaled.launch import BlockScaledLaunch
+from moe_numba.grouped_gemm.call.arguments import NAMES, GemmOptions, GemmShape, GemmTensors, has_epilogue_options
+from moe_numba.grouped_gemm.call.checks import (
+    check_arguments,
+    check_given_config,
+    check_rows,
+    describe_outputs,
+    is_mn_major,
+    rows_of,
+    scale_strides,
+)
+from moe_numba.grouped_gemm.call.heuristics import select_wgmma_config
+from moe_numba.grouped_gemm.common.constants import BLOCK_N, MAX_AVERAGE, MAX_TILES, THREADS
+from moe_numba.grouped_gemm.common.group_starts import GroupStarts
+from moe_numba.grouped_gemm.common.tma_launch import signature_of
+from moe_numba.grouped_gemm.mma_sync.config import MmaConfig
+from moe_numba.grouped_gemm.mma_sync.launch import MmaLaunch
+from moe_numba.grouped_gemm.wgmma.config import GemmConfig
+from moe_numba.grouped_gemm.wgmma.kernel import make_kernel
+from moe_numba.grouped_gemm.wgmma.launch import HopperLaunch
+from moe_numba.runtime.cubin_cache import machine_code
+from moe_numba.runtime.device import gpu_of, persistent_ctas
+from moe_numba.runtime.outputs import Outputs, find_plan, remember
+from moe_numba.runtime.validate import check_int, make_outputs
+
+M_INDICES = NAMES.index("m_indices")
+_NAMES_WITH_Y_SCALE = tuple("y_scale" if name == "w_scale" else name for name in NAMES)
+_plans: dict = {}
+
+
+def group_gemm(
+    scaling: str,
+    x,
+    weight,
+    seqlens,
+    cu_seqlens,
+    x_scale,
+    weight_scale,
+    average: int | None = None,
+    offs=None,
+    out=None,
+    silu_and_mul: bool = False,
+    gather_indices=None,
+    config: GemmConfig | BlockScaledConfig | MmaConfig | None = None,
+    bias=None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: bool = False,
+    scatter_indices=None,
+    row_weights=None,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    m_indices=None,
+    use_fast_accum: bool = False,
+    early_weight: bool = False,
+    out_scale=None,
+):
+    """Check the arguments, select a configuration and launch the kernel.
+
+    ``scaling`` is "tensor", "row", "block" or "none"; ``early_weight`` is of :class:`GemmOptions`. ``config`` replaces
+    the configuration that the GPU and ``average`` select, and its class the kernel; all else is as for the public
+    functions.
+
+    With "tensor" on GPUs with wgmma ``x_scale`` may be one float32, a factor of all results, and with ``silu_and_mul``
+    ``out_scale`` the scale of all of y, which then is the only output; magnitudes beyond 448 * ``out_scale`` saturate.
+    """
+    if average is not None:  # before the look-up: 8.0 would find the plan for 8
+        average = min(check_int("num_seq_per_group_avg", average, 0), MAX_AVERAGE)
+    options = silu_and_mul, out_dtype, accumulate, activation, alpha, limit, use_fast_accum, early_weight
+    types = type(accumulate), type(alpha), type(limit), type(use_fast_accum)  # 1, 1.0 and True are equal
+    tensors: tuple = x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, gather_indices, bias
+    # Rows are scattered to an output of any number of rows.
+    tensors = *tensors, scatter_indices, row_weights, None if scatter_indices is None else out, m_indices, out_scale
+    names = _NAMES_WITH_Y_SCALE if scaling == "tensor" else NAMES
+    plan, key, tensors = find_plan(_plans, (scaling, average, config, options, types), tensors, names)
+    if plan is None or (accumulate and out is None):
+        plan = GemmPlan(scaling, GemmTensors(*tensors), average, GemmOptions(*options), config, out is not None)
+        remember(_plans, key, plan)
+    outputs = plan.outputs(out)
+    if plan.launch is not None:
+        if m_indices is not None:
+            tensors = *tensors[:2], *plan.group_starts(tensors[M_INDICES]), *tensors[4:]
+        plan.launch(tensors, outputs)
+    if out is not None:
+        return out
+    return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+
+class GemmPlan:
+    """Launch plan for tensors of given shapes, strides and dtypes: the arguments are checked once.
+
+    ``tensors`` are :class:`GemmTensors`, ``options`` :class:`GemmOptions`; ``has_out`` is whether the call has an
+    output argument. The others are as for `group_gemm`.
+    """
+
+    def __init__(self, scaling, tensors, average, options, config, has_out):
+        x, weight, silu_and_mul = tensors.x, tensors.weight, options.silu_and_mul
+        row_layout = check_arguments(scaling, tensors, options, has_out)
+        groups, n, k = weight.shape
+        rows = rows_of(tensors)
+        total_rows = rows.numel()
+        check_rows(tensors)
+        wanted = describe_outputs(rows, n, scaling, options, tensors.out, tensors.out_scale)
+        self.outputs = Outputs(wanted, x.device, aligned=[name for name, _, _ in wanted])
+        self.launch = None
+        if not total_rows or not wanted[0][1][0]:
+            return
+        if tensors.m_indices is not None:
+            self.group_starts = GroupStarts(total_rows, groups, x.device)
+        average = -(-total_rows // groups) if average is None else average
+        capacity, n = x.shape[1] if row_layout == "masked" else 0, n // (1 + silu_and_mul)
+        y_rows = min(wanted[0][1][0], MAX_TILES)
+        shape = GemmShape(
+            scaling, row_layout, silu_and_mul, average, groups, total_rows, capacity, n, k, options, y_rows
+        )
+        if scaling == "block":
+            shape = shape._replace(scale_strides=scale_strides(tensors.x_scale))
+        is_plain = not has_epilogue_options(tensors, options)
+        gpu, is_given = gpu_of(x.device), config is not None
+        if is_given:
+            check_config_of_call(config, shape)
+        if not is_given and gpu.has_wgmma:
+            is_measured = is_plain and tensors.gather_indices is None and not is_mn_major(weight)
+            config = select_wgmma_config(shape, is_plain, is_measured, persistent_ctas(x.device, 2))
+        if isinstance(config, BlockScaledConfig):
+            if not is_plain:
+                raise ValueError(f"config is {config}; its kernel does not have these epilogue options")
+            self.launch = BlockScaledLaunch(config, tensors, shape)
+            columns = self.launch.config.columns
+        elif isinstance(config, GemmConfig):
+            self.launch, columns = HopperLaunch(config, tensors, shape, is_given), BLOCK_N
+        else:
+            if scaling == "tensor" and (tensors.x_scale is not None or tensors.out_scale is not None):
+                raise ValueError(f"x_scale or out_scale is given; {gpu.name} has no kernel for them")
+            if is_mn_major(weight):
+                raise ValueError(
+                    f"weight has strides {weight.stride()}; the kernel with mma.sync, which {gpu.name} executes, needs "
+                    "a contiguous last dimension: use weight.contiguous()"
+                )
+            self.launch = MmaLaunch(config, tensors, shape, gpu)
+            columns = self.launch.config.columns
+        if groups * -(-total_rows // self.launch.config.block_m) * -(-n // columns) > MAX_TILES:
+            raise ValueError(f"x has {total_rows} rows, too many for {groups} groups of {n} columns")
+
+
+def check_config_of_call(config, shape):
+    """Refuse an explicit configuration that a call with other arguments needs."""
+    if not isinstance(config, GemmConfig | BlockScaledConfig | MmaConfig):
+        raise TypeError(f"config is {config!r}; it must be a GemmConfig, BlockScaledConfig or MmaConfig")
+    if isinstance(config, BlockScaledConfig) and shape.scaling != "block":
+        raise ValueError(f"config is {config}; its kernel has block scales, scaling is {shape.scaling!r}")
+    check_given_config(
+        config,
+        shape.groups,
+        dtype="bf16" if shape.scaling == "none" else "e4m3",
+        scaling=shape.scaling,
+        row_layout=shape.row_layout,
+        silu_and_mul=shape.silu_and_mul,
+    )
+
+
+def fake_group_gemm(scaling: str, call, silu_and_mul: bool = False):
+    """Check the arguments of a public function's call and return its outputs."""
+    given = vars(call)
+    tensors = {name: given.get(name) for name in GemmTensors._fields}
+    tensors["w_scale"] = given.get("y_scale" if scaling == "tensor" else "w_scale")
+    if given.get("scatter_indices") is None:
+        tensors["out"] = None
+    options = {name: given[name] for name in GemmOptions._fields if name in given}
+    described = GemmTensors(**tensors), GemmOptions(**options)._replace(silu_and_mul=silu_and_mul)
+    check_arguments(scaling, *described, call.out is not None)
+    wanted = describe_outputs(rows_of(described[0]), call.weight.shape[1], scaling, described[1], tensors["out"])
+    outputs = make_outputs(call.out, wanted, call.x.device)
+    return outputs if len(wanted) > 1 else outputs[0]
+
+
+def compile_config(config: GemmConfig | BlockScaledConfig) -> None:
+    """Compile the kernel of a configuration into the cubin cache on disk; no GPU is needed."""
+    make = make_block_scaled_kernel if isinstance(config, BlockScaledConfig) else make_kernel
+    machine_code(make(config)[0], signature_of(config), launch_bounds=THREADS)

@@ -1,0 +1,184 @@
+"""Check the arguments of the grouped GEMM with 4-bit weights, plan and launch it."""
+
+from functools import cache
+
+from moe_numba.grouped_gemm.call.arguments import (
+    NAMES,
+    GemmOptions,
+    GemmTensors,
+    activation_fields,
+    epilogue_fields,
+    has_epilogue_options,
+)
+from moe_numba.grouped_gemm.call.checks import check_given_config, check_rows, rows_of, scale_strides
+from moe_numba.grouped_gemm.call.heuristics import select_w4
+from moe_numba.grouped_gemm.common.constants import MAX_AVERAGE, MAX_TILES
+from moe_numba.grouped_gemm.common.tma_launch import RowsLaunch
+from moe_numba.grouped_gemm.w4.checks import check_w4_arguments
+from moe_numba.grouped_gemm.w4.config import W4Config, fit_registers
+from moe_numba.grouped_gemm.w4.kernel import make_kernel
+from moe_numba.grouped_gemm.w4.layout import W4Layout, fit_shared_memory
+from moe_numba.runtime import device as devices
+from moe_numba.runtime.compile import TENSOR_MAP
+from moe_numba.runtime.cubin_cache import machine_code
+from moe_numba.runtime.launch import address, launcher
+from moe_numba.runtime.outputs import Outputs, find_plan, remember
+from moe_numba.runtime.validate import check_aligned, check_int, make_outputs
+
+W4_SIGNATURE = (
+    *(TENSOR_MAP, "uint8*", "int32*", "int32*", "int32*"),
+    *("int32",) * 6,
+    *("uint8*", "int32*", "int32", "int32", "int32"),  # x, row_indices, x_rows, row_bytes, valid_bytes: for gather
+    *("uint16*", "float32*", "int32*", "int32"),  # bias, row_weights, scatter_indices, y_rows
+    *("uint8*", "int32"),  # w_scale, k_groups: of int4
+    *("float32*", "int32", "int32", "int64"),  # x_scale and its strides: rows, blocks of k, groups
+)
+NO_TENSORS = dict.fromkeys(NAMES)
+
+_plans: dict = {}
+
+
+def group_gemm(
+    weight_format,
+    x,
+    weight,
+    seqlens,
+    cu_seqlens,
+    average: int | None = None,
+    offs=None,
+    out=None,
+    gather_indices=None,
+    bias=None,
+    scatter_indices=None,
+    row_weights=None,
+    x_scale=None,
+    w_scale=None,
+    n: int | None = None,
+    config: W4Config | None = None,
+    **options,
+):
+    """Check the arguments, select a configuration and launch the kernel.
+
+    ``weight_format`` is "mxfp4" or "int4"; ``options`` are fields of ``GemmOptions``. ``config`` replaces the
+    configuration that ``average`` selects; all else is as for the public functions.
+    """
+    if average is not None:  # before the look-up: 8.0 would find the plan for 8
+        average = min(check_int("num_seq_per_group_avg", average, 0), MAX_AVERAGE)
+    if n is not None:
+        n = check_int("n", n, 0)
+    # Rows are scattered to an output of any number of rows.
+    given = dict(x=x, weight=weight, seqlens=seqlens, cu_seqlens=cu_seqlens, offs=offs, gather_indices=gather_indices)
+    given |= dict(bias=bias, scatter_indices=scatter_indices, row_weights=row_weights, x_scale=x_scale, w_scale=w_scale)
+    tensors = GemmTensors(**NO_TENSORS | given | dict(out=None if scatter_indices is None else out))
+    made = GemmOptions(**options)
+    types = type(made.accumulate), type(made.alpha), type(made.limit)  # 1, 1.0 and True are equal
+    plan, key, tensors = find_plan(_plans, (weight_format, average, n, config, made, types), tensors, NAMES)
+    if plan is None or (made.accumulate and out is None):
+        plan = remember(_plans, key, W4Plan(weight_format, tensors, made, average, n, config, out is not None))
+    outputs = plan.outputs(out)
+    if plan.launch is not None:
+        plan.launch(tensors, outputs)
+    return outputs[0] if out is None else out
+
+
+class W4Plan:
+    """Launch plan for tensors of given shapes, strides and dtypes: the arguments are checked once."""
+
+    def __init__(self, weight_format, tensors, options, average, n, config, has_out):
+        x, weight, indices = tensors.x, tensors.weight, tensors.gather_indices
+        row_layout, wanted, formats = check_w4_arguments(weight_format, tensors, options, n, has_out)
+        check_rows(tensors)
+        (_, (*rows, n), _), total_rows = wanted[0], rows_of(tensors).numel()
+        self.outputs, self.launch = Outputs(wanted, x.device, aligned=["y"]), None
+        if not total_rows or not rows[0]:
+            return
+        groups, n_tiles = weight.shape[:2]
+        if config is None:
+            is_measured = indices is None and not options.silu_and_mul and not has_epilogue_options(tensors, options)
+            average = -(-total_rows // groups) if average is None else average
+            config = select_w4(row_layout, n, x.shape[-1], groups, average, is_measured, **formats)
+        else:
+            check_given_config(config, groups, row_layout=row_layout)
+            config = config._replace(**formats)
+        config = with_options(config, tensors, options)
+        if groups * -(-total_rows // config.block_m) * -(-n_tiles // config.warpgroups) > MAX_TILES:
+            raise ValueError(f"x has {total_rows} rows, too many for {groups} groups of {n} columns")
+        capacity = x.shape[1] if row_layout == "masked" else 0
+        self.launch = W4Launch(config, tensors, (groups, total_rows, capacity, n), min(rows[0], MAX_TILES))
+
+
+class W4Launch(RowsLaunch):
+    """Launches for tensors of given shapes, strides and dtypes.
+
+    ``sizes`` are the number of groups, all rows, the rows of a group if x is masked, or else 0, and the columns of y,
+    of which it has ``y_rows``.
+    """
+
+    def __init__(self, config, tensors, sizes, y_rows):
+        x, weight, self.config = tensors.x, tensors.weight, config
+        start, x_box = get_w4_launcher(config, x.device.index or 0), (config.box_rows, config.x_tile_k)
+        super().__init__(start, devices.persistent_ctas(x.device), W4Layout(config).threads, tensors, x_box)
+        self.sizes = *sizes, *weight.shape[1:3]
+        self.gather_sizes = *self.gather_sizes, x.element_size() * x.shape[-1]
+        self.y_rows, self.k_groups = y_rows, 0 if tensors.w_scale is None else tensors.w_scale.shape[2]
+        self.scale_strides = scale_strides(tensors.x_scale) if config.x_scaling == "block" else (0, 0, 0)
+
+    def __call__(self, tensors, outputs):
+        check_aligned("weight", tensors.weight)
+        if tensors.w_scale is not None:
+            check_aligned("w_scale", tensors.w_scale)
+        super().__call__(tensors, outputs)
+
+    def arguments(self, weight, outputs, pointers):
+        return (
+            address(weight),
+            address(outputs[0]),
+            pointers.lengths,
+            pointers.starts,
+            *self.sizes,
+            pointers.rows,
+            pointers.row_indices,
+            *self.gather_sizes,
+            *pointers.epilogue,
+            self.y_rows,
+            pointers.w_scale,
+            self.k_groups,
+            pointers.x_scale,
+            *self.scale_strides,
+        )
+
+    def stand_in(self, x, weight):
+        return weight.flatten()[: x.shape[-1] * x.element_size()].view(x.dtype)[None]
+
+
+def with_options(config, tensors, options):
+    """Return the configuration with the options of a call."""
+    if options.silu_and_mul:
+        config = config._replace(**activation_fields(options))
+    config = config._replace(early_weight=config.early_weight or options.early_weight)
+    config = config._replace(gather=tensors.gather_indices is not None, **epilogue_fields(tensors, options))
+    return fit_shared_memory(fit_registers(config))
+
+
+def fake_group_gemm(weight_format: str, call, silu_and_mul: bool = False):
+    """Check the arguments of a public function's call and return its output."""
+    given = vars(call)
+    tensors = GemmTensors(**{name: given.get(name) for name in NAMES})
+    if tensors.scatter_indices is None:
+        tensors = tensors._replace(out=None)
+    options = GemmOptions(**{name: given[name] for name in GemmOptions._fields if name in given})
+    options = options._replace(silu_and_mul=silu_and_mul)
+    _, wanted, _ = check_w4_arguments(weight_format, tensors, options, given.get("n"), call.out is not None)
+    return make_outputs(call.out, wanted, call.x.device)[0]
+
+
+@cache
+def get_w4_launcher(config: W4Config, device: int):
+    """Compile and load the kernel of a configuration on a device."""
+    (kernel, shared_bytes), threads = make_kernel(config), W4Layout(config).threads
+    return launcher(kernel, W4_SIGNATURE, device, launch_bounds=threads, shared_bytes=shared_bytes, dependent=True)
+
+
+def compile_w4_config(config: W4Config) -> None:
+    """Compile the kernel of a configuration into the cubin cache on disk; no GPU is needed."""
+    machine_code(make_kernel(config)[0], W4_SIGNATURE, launch_bounds=W4Layout(config).threads)

@@ -1,0 +1,276 @@
+"""``ExpertParallelMoE``: the experts of a layer on several GPUs of a node: dispatch, local experts, combine."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_numba.expert_parallel import Buffer, Config, per_token_cast_back, per_token_cast_to_fp8
+from moe_numba.expert_parallel.rings.checks import check_config
+from moe_numba.moe_layer.expert_parallel.sum_and_combine import SumAndCombine
+from moe_numba.moe_layer.module import Experts
+from moe_numba.moe_layer.weights import FP8_BLOCK, shape_of
+from moe_numba.runtime.device import gpu_of
+from moe_numba.runtime.validate import check_int, check_no_grad, check_tensor
+
+_MAX_LOW_LATENCY_TOKENS = 1 << 20
+
+
+class ExpertParallelMoE(nn.Module):
+    """Experts distributed over the ranks of a :class:`moe_numba.Buffer`.
+
+    Each rank has its own tokens and consecutive experts: rank r has the global ids r * n to (r + 1) * n - 1, where n is
+    the number of its local experts, the same on all ranks. All ranks must call the layer in the same order, including
+    ranks without tokens, and with the same options. The number of tokens may differ between ranks.
+
+    Parameters
+    ----------
+    buffer : moe_numba.Buffer
+        Of 1 to 8 ranks. ``config.get_nvl_buffer_size_hint(2 * hidden, ranks)`` returns a sufficient ``num_nvl_bytes``.
+    experts : Experts
+        The local experts. If a CUDA graph captures calls, they must have no ``reference`` stages.
+    num_worst_tokens : int
+        Most rows that this rank receives. If not 0, the host does not wait for the number of received rows, and a CUDA
+        graph can capture the call; max_tokens_per_rank * ranks is always enough. If more rows arrive, the next call
+        raises a ValueError. 0: the host waits.
+    config : Config, optional
+        Of dispatch and combine. Default: the buffer's.
+    shared_experts : torch.nn.Module, optional
+        Computes [tokens, hidden] bfloat16 from this rank's tokens; added to the experts' sum. On a GPU it runs on a
+        stream of its own, while tokens are dispatched and experts computed. The layer has no backward: if its
+        parameters require grad, as those of a new module do, call the layer in ``torch.no_grad()``.
+    fp8_dispatch : bool
+        Send tokens in FP8 with one scale per 128 elements, which halves the bytes of dispatch. Experts in FP8 with
+        block scales read the received FP8 rows directly; they would otherwise quantise tokens in the same way. For
+        experts in other formats, received rows are cast back to bfloat16.
+    low_latency_tokens : int
+        If not 0, the most tokens of a rank's call: dispatch and combine are then ``buffer.low_latency``, a launch each,
+        for decoding. Any buffer has them; one with ``low_latency_mode`` needs no ``num_nvl_bytes``. A CUDA graph can
+        capture the call after the first one. ``num_worst_tokens`` and ``config`` are not used.
+    overlap_combine : bool
+        Let combine send the first sums of the experts' rows while the last ones are computed. This saves a few percent
+        at most, with many tokens, and is slower with few: the README's table of expert-parallel layers has measured
+        times. Combine's SMs must be at most half of the GPU's. Not with ``low_latency_tokens``, nor with experts that
+        have ``reference`` stages.
+    fp8_combine : bool
+        With ``low_latency_tokens``: send the ranks' sums in FP8 with a scale per 128 elements, which halves the bytes
+        of combine. An element of another rank's sum deviates by at most 1/16 of it, or by 2**-10 / 448 of the largest
+        magnitude of its 128 elements if that is more; the sum of a token's own rank is not rounded to FP8.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is invalid; the message names the argument, its value and what is allowed.
+
+    Notes
+    -----
+    The order of operations is DeepEP's: a token is sent once to each rank that has one of its experts. That rank
+    computes the weighted sum of its experts, rounds it to bfloat16 and sends it back; combine adds the ranks' sums in
+    float32, in the order of the ranks. Results are bit-identical from run to run.
+
+    Each call allocates intermediate results and its output: there is no ``workspace`` and no ``out``.
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        experts: Experts,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        shared_experts: nn.Module | None = None,
+        fp8_dispatch: bool = False,
+        low_latency_tokens: int = 0,
+        overlap_combine: bool = False,
+        fp8_combine: bool = False,
+    ):
+        super().__init__()
+        if not isinstance(buffer, Buffer):
+            raise TypeError(f"buffer is {type(buffer).__name__}; it must be a moe_numba.Buffer")
+        if not isinstance(experts, Experts):
+            raise TypeError(f"experts is {type(experts).__name__}; it must be a moe_numba.moe_layer.Experts")
+        flags = dict(fp8_dispatch=fp8_dispatch, overlap_combine=overlap_combine, fp8_combine=fp8_combine)
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r}; it must be True or False")
+        if config is not None:
+            check_config(config)
+        if shared_experts is not None and not isinstance(shared_experts, nn.Module):
+            raise TypeError(f"shared_experts is {type(shared_experts).__name__}; it must be a torch.nn.Module")
+        self.buffer, self.experts, self.config = buffer, experts, config
+        self._hidden = shape_of(experts.w13, experts.w2, experts.format).hidden
+        self.shared_experts, self.fp8_dispatch = shared_experts, fp8_dispatch
+        self.num_worst_tokens = check_int("num_worst_tokens", num_worst_tokens, 0)
+        self.low_latency_tokens = check_int("low_latency_tokens", low_latency_tokens, 0, _MAX_LOW_LATENCY_TOKENS)
+        if fp8_combine and not low_latency_tokens:
+            raise ValueError("fp8_combine is True and low_latency_tokens 0; only low-latency combine sends FP8")
+        self.fp8_combine = fp8_combine
+        self._sum_and_combine = self._make_sum_and_combine() if overlap_combine else None
+        self._plans: dict[Any, Any] = {}  # of low-latency exchanges
+        self._stream: torch.cuda.Stream | None = None  # of the shared experts
+
+    def _make_sum_and_combine(self):
+        """Check that the weighted sum and combine can run at the same time."""
+        if self.low_latency_tokens or self.experts.reference - {"gate"}:
+            what = (
+                f"low_latency_tokens is {self.low_latency_tokens}, experts.reference {sorted(self.experts.reference)}"
+            )
+            raise ValueError(f"{what}; with overlap_combine they must be 0 and empty")
+        config, device = self.config or Buffer.get_combine_config(self.buffer.group_size), self.buffer.transport.device
+        if 2 * config.num_sms > gpu_of(device).sm_count:
+            most = f"half of the GPU's {gpu_of(device).sm_count}"
+            raise ValueError(f"config has {config.num_sms} SMs; with overlap_combine at most {most} are allowed")
+        return SumAndCombine(self.buffer, self.experts, config)
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of all ranks."""
+        return len(self.experts.w13) * self.buffer.group_size
+
+    def forward(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, shared: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute the experts of this rank's tokens.
+
+        Arguments are checked before anything is sent.
+
+        Parameters
+        ----------
+        x : tensor [tokens, hidden], bfloat16
+        topk_weights : tensor [tokens, topk], float32
+        topk_ids : tensor [tokens, topk], int32 or int64
+            Global ids. One outside of 0 to num_experts - 1 adds nothing.
+        shared : tensor [tokens, hidden], bfloat16, optional
+            Added to the sum: the output of shared experts. Contiguous and 16-byte aligned without
+            ``low_latency_tokens``. Not with ``shared_experts``.
+
+        Returns
+        -------
+        tensor [tokens, hidden], bfloat16
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument is invalid, or x has more than ``low_latency_tokens`` tokens. ValueError also if a tensor
+            requires grad, because there is no backward, or if an earlier call received more than ``num_worst_tokens``
+            rows.
+        TimeoutError
+            If a rank does not arrive within the buffer's timeout: from this call if the host waits for counts,
+            otherwise from the next one.
+        """
+        check_tensor("x", x, shape=("tokens", self._hidden))  # dispatch checks all else
+        check_tensor("topk_ids", topk_ids, shape=("tokens", "topk"))
+        if self.shared_experts is not None:
+            if shared is not None:
+                raise ValueError("shared is given, but the layer has shared_experts; only one of them is allowed")
+            shared = self._start_shared_experts(x)
+        if shared is not None or self.shared_experts is not None:
+            self._check_shared(shared, x)
+        exchange = self._exchange_low_latency if self.low_latency_tokens else self._exchange
+        return exchange(x, topk_weights, topk_ids, shared)
+
+    def _check_shared(self, shared, x):
+        """Refuse, before anything is sent, what combine cannot add to the sum of ``x``'s experts."""
+        name = "shared" if self.shared_experts is None else "shared_experts' result"
+        is_bias = not self.low_latency_tokens  # of `Buffer.combine`
+        layout = dict(contiguous=is_bias, aligned=is_bias, device=(x.device, "x"))
+        check_tensor(name, shared, dtype=torch.bfloat16, shape=tuple(x.shape), **layout)
+        check_no_grad(name, shared, "ExpertParallelMoE")
+
+    def _start_shared_experts(self, x):
+        """Launch the shared experts concurrently with the current stream; `_wait_for_shared_experts` waits."""
+        assert self.shared_experts is not None
+        if not x.is_cuda:
+            return self.shared_experts(x)
+        self._stream = self._stream or torch.cuda.Stream(x.device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            return self.shared_experts(x)
+
+    def _wait_for_shared_experts(self, x, shared):
+        """Let the current stream wait for the shared experts; keep their tensors for as long as both streams run."""
+        if self.shared_experts is None or not x.is_cuda:
+            return
+        current = torch.cuda.current_stream()
+        current.wait_stream(self._stream)
+        shared.record_stream(current)
+
+    def _exchange(self, x, topk_weights, topk_ids, shared):
+        """Dispatch, compute and combine. Layout and dispatch ignore ids that are no expert's."""
+        per_rank, _, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(topk_ids, self.num_experts)
+        received, ids, weights, _, handle, _ = self.buffer.dispatch(
+            per_token_cast_to_fp8(x) if self.fp8_dispatch else x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_expert=per_expert,
+            is_token_in_rank=is_in_rank,
+            topk_idx=topk_ids,
+            topk_weights=topk_weights,
+            num_worst_tokens=self.num_worst_tokens,
+            config=self.config,
+        )
+        # Padding rows have the ids -1, so no expert reads what they contain.
+        if self._sum_and_combine is not None:
+            self._wait_for_shared_experts(x, shared)
+            return self._sum_and_combine(*self._as_experts_read(received), weights, ids, handle, shared)
+        rows = self.compute(received, weights, ids)
+        self._wait_for_shared_experts(x, shared)
+        return self.buffer.combine(rows, handle, bias=shared, config=self.config)[0]
+
+    def _exchange_low_latency(self, x, topk_weights, topk_ids, shared):
+        """Dispatch, compute and combine by low-latency launches. Slots that no token fills have the ids -1."""
+        if len(x) > self.low_latency_tokens:
+            raise ValueError(f"x has {len(x)} tokens; the layer's low_latency_tokens is {self.low_latency_tokens}")
+        plan = self._plan(topk_ids)
+        slots = plan.dispatch(x, topk_ids, topk_weights)
+        received = (slots.x, slots.scales) if self.fp8_dispatch else slots.x
+        rows = self.compute(received, slots.topk_weights, slots.topk_idx)
+        out = plan.combine(rows, topk_ids)
+        self._wait_for_shared_experts(x, shared)
+        return out.clone() if shared is None else out + shared
+
+    def compute(self, received, weights, ids):
+        """Compute the local experts of what dispatch returned.
+
+        Parameters
+        ----------
+        received : tensor [rows, hidden] bfloat16; with ``fp8_dispatch`` (float8_e4m3fn, float32 [rows, hidden / 128])
+        weights : tensor [rows, topk], float32
+        ids : tensor [rows, topk], int32 or int64
+            Local ids; -1 for experts of other ranks, and in padding rows.
+
+        Returns
+        -------
+        tensor [rows, hidden], bfloat16
+            Weighted sums of the local experts.
+        """
+        x, x_scale = self._as_experts_read(received)
+        return self.experts(x, weights, ids, x_scale=x_scale)
+
+    def _as_experts_read(self, received):
+        """Return received rows and their scales, or None, in a format that the experts read."""
+        if not self.fp8_dispatch:
+            return received, None
+        return received if self.experts.format == FP8_BLOCK else (per_token_cast_back(*received), None)
+
+    def _plan(self, topk_ids):
+        """Return the low-latency exchange for these columns and dtype of ``topk_ids``; the first call makes it."""
+        key = topk_ids.shape[1], topk_ids.dtype
+        if key not in self._plans:
+            formats = dict(use_fp8=self.fp8_dispatch, use_fp8_combine=self.fp8_combine)
+            options = dict(expert_major=False, topk_idx_dtype=topk_ids.dtype) | formats
+            sizes = self.low_latency_tokens, self._hidden, self.num_experts, topk_ids.shape[1]
+            self._plans[key] = self.buffer.low_latency(*sizes, **options)
+        return self._plans[key]
+
+    def close(self) -> None:
+        """Free the memory of the low-latency exchanges, before the buffer is destroyed; all ranks must call it."""
+        for plan in self._plans.values():
+            plan.close()
+        self._plans.clear()
+
+    def extra_repr(self) -> str:
+        """Describe the ranks."""
+        ranks = f"rank={self.buffer.rank} of {self.buffer.group_size}"
+        options = f"num_worst_tokens={self.num_worst_tokens}, fp8_dispatch={self.fp8_dispatch}"
+        options += ", overlap_combine=True" if self._sum_and_combine is not None else ""
+        options += f", low_latency_tokens={self.low_latency_tokens}" + ", fp8_combine=True" * self.fp8_combine
+        return f"{ranks}, num_experts={self.num_experts}, {options}"

@@ -1,0 +1,204 @@
+"""``fused_moe``: an MoE layer on one GPU, given its router's logits: the gate, then the experts."""
+
+import torch
+
+from moe_numba.gate import biased_grouped_topk
+from moe_numba.moe_layer.fused_experts import fused_experts
+from moe_numba.moe_layer.silu_and_mul.api import ALPHA
+from moe_numba.moe_layer.weights import check_weights, scaling_of
+from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_workspace
+from moe_numba.runtime.dlpack import as_tensor
+from moe_numba.runtime.outputs import remember
+from moe_numba.runtime.recording import refuse_recording
+from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.validate import check_int, check_tensor, make_outputs
+
+_LOGITS = torch.float32, torch.bfloat16, torch.float16
+_plans: dict = {}
+
+
+@torch_op
+def fused_moe(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk: int,
+    renormalize: bool = True,
+    num_expert_group: int = 1,
+    topk_group: int = 1,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float | None = 1.0,
+    num_token_non_padded: int | torch.Tensor | None = None,
+    scoring: str = "sigmoid",
+    w13_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: ExpertsWorkspace | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = ALPHA,
+    limit: float | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """Route each token, then compute its experts and the weighted sum of their outputs.
+
+    The gate is :func:`moe_numba.biased_grouped_topk`, the rest :func:`moe_numba.fused_experts`. DeepSeek-V3 and
+    GLM-4-MoE: ``scoring="sigmoid"`` with a bias, groups and a scaling factor. Qwen3-MoE, Mixtral and OLMoE:
+    ``scoring="softmax"`` without them; ``renormalize`` is their ``norm_topk_prob`` (Mixtral: True). gpt-oss, whose
+    softmax is over the chosen experts only: ``scoring="softmax"`` with ``renormalize``.
+
+    Parameters
+    ----------
+    x : tensor [tokens, hidden], bfloat16
+        Contiguous, 16-byte aligned.
+    router_logits : tensor [tokens, routed experts], float32, bfloat16 or float16
+        Rows may be strided, columns may not.
+    correction_bias : tensor [routed experts], float32, bfloat16 or float16, or None
+        Added to the scores to choose experts, but not to the weights.
+    w13, w2 : tensor, bfloat16, float8_e4m3fn or uint8
+        Weights as for :func:`moe_numba.fused_experts`. The number of experts is that of routed experts plus
+        ``num_fused_shared_experts``, whose weights come last.
+    topk : int
+        Experts per token, 1 to 32, including fused shared experts.
+    renormalize : bool
+        Divide the routed experts' weights by their sum.
+    num_expert_group, topk_group : int
+        Number of groups of experts, and number of groups kept per token. 1 and 1: no groups.
+    num_fused_shared_experts : int
+        Shared experts that every token uses. With ``renormalize`` their weight is 1.
+    routed_scaling_factor : float or None
+        Multiplies the routed experts' weights. Finite and not zero in float32, as is its reciprocal. None is 1.
+    num_token_non_padded : int or tensor of one int32 or int64, optional
+        Rows from this one on are padding: no expert is computed for them. The kernel reads a tensor, so the host does
+        not wait.
+    scoring : {"sigmoid", "softmax", "sqrtsoftplus"}
+        As for :func:`moe_numba.biased_grouped_topk`.
+    w13_scale, w2_scale : tensor, float32, optional
+        Scales of FP8 weights, as for :func:`moe_numba.fused_experts`.
+    shared : tensor [tokens, hidden], bfloat16, optional
+        Added to the sum: the output of shared experts that are not fused. Contiguous, 16-byte aligned.
+    out : tensor [tokens, hidden], bfloat16, optional
+        Contiguous, 16-byte aligned, to write into; it may be ``x`` or ``shared``, but must not overlap an input
+        otherwise.
+    workspace : ExpertsWorkspace, optional
+        Memory for intermediate results. With it and ``out`` the call neither allocates nor synchronises. It is not an
+        argument of the op: under torch.compile it is not used.
+    w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, use_fast_accum : optional
+        As for :func:`moe_numba.fused_experts`.
+
+    Returns
+    -------
+    tensor [tokens, hidden], bfloat16
+        From the library that ``x`` is from.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is invalid; the message names the argument, its value and what is allowed. ValueError also if a
+        tensor other than ``correction_bias`` requires grad: there is no backward.
+    UnsupportedDeviceError
+        If the GPU is older than compute capability 8.0, or has no wgmma (compute capability 9.0) and the weights need
+        it: MXFP4 and transposed weights.
+
+    Notes
+    -----
+    Named after vLLM's ``fused_moe``. Results are bit-identical from run to run. No step waits for the host, so a CUDA
+    graph that captures the call can be replayed with other logits. The gate is a launch of its own; the launches after
+    it are those of :func:`moe_numba.fused_experts`.
+    """
+    others = w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale
+    if needs_dispatch(x, router_logits, w13, w2, *others):
+        groups = num_expert_group, topk_group, num_fused_shared_experts, routed_scaling_factor, num_token_non_padded
+        options = renormalize, *groups, scoring, w13_scale, w2_scale, shared, out, workspace
+        more = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, use_fast_accum
+        return call_op("fused_moe", x, router_logits, correction_bias, w13, w2, topk, *options, *more)
+    logits = as_tensor(router_logits, "router_logits")
+    tensors = x, logits, as_tensor(w13, "w13"), as_tensor(w2, "w2")
+    w13_scale = None if w13_scale is None else as_tensor(w13_scale, "w13_scale")
+    numbers, scaling = (topk, num_fused_shared_experts), scaling_of(w13_scale)
+    key = scaling, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors), numbers, *map(type, numbers)
+    shape = _plans.get(key) or remember(_plans, key, _check(*tensors, *numbers, scaling))
+    memory = None
+    if workspace is None:
+        refuse_recording("workspace is None; a prepared call needs one, which keeps its intermediate results")
+    else:
+        check_workspace(workspace, len(x), topk, shape)
+        memory = workspace.intermediates(len(x)).topk
+    weights, ids = biased_grouped_topk(
+        logits,
+        correction_bias,
+        topk,
+        renormalize,
+        num_expert_group,
+        topk_group,
+        num_fused_shared_experts,
+        routed_scaling_factor,
+        True,
+        num_token_non_padded,
+        scoring,
+        memory,
+    )
+    return fused_experts(
+        x,
+        *tensors[2:],
+        weights,
+        ids,
+        w13_scale,
+        w2_scale,
+        shared,
+        out,
+        workspace,
+        w13_bias,
+        w2_bias,
+        activation,
+        alpha,
+        limit,
+        a1_scale,
+        a2_scale,
+        use_fast_accum=use_fast_accum,
+    )
+
+
+def _check(x, router_logits, w13, w2, topk, num_fused_shared_experts, scaling):
+    """Check what neither the gate nor the experts can, or under another name; return the sizes of the experts."""
+    check_tensor("x", x, shape=("tokens", "hidden"))
+    shape = check_weights(w13, w2, scaling)
+    check_int("topk", topk, 1, 32)
+    num_shared = check_int("num_fused_shared_experts", num_fused_shared_experts, 0, topk - 1)
+    if len(w13) - num_shared < 1:
+        raise ValueError(f"w13 has {len(w13)} experts; {num_shared} of them are shared, and 1 or more must be routed")
+    sizes = x.shape[0], len(w13) - num_shared
+    check_tensor("router_logits", router_logits, dtype=_LOGITS, shape=sizes, device=(x.device, "x"))
+    if sizes[1] > 1 and router_logits.stride(1) != 1:
+        raise ValueError(f"router_logits has strides {router_logits.stride()}; its columns must be contiguous")
+    return shape
+
+
+@register_fake(fused_moe)
+def _fake_fused_moe(call):
+    """Check the arguments of a call and return its output; the gate's and the experts' fakes do most of it."""
+    sizes = call.topk, call.num_fused_shared_experts
+    _check(call.x, call.router_logits, call.w13, call.w2, *sizes, scaling_of(call.w13_scale))
+    weights, ids = biased_grouped_topk(
+        call.router_logits,
+        call.correction_bias,
+        call.topk,
+        call.renormalize,
+        call.num_expert_group,
+        call.topk_group,
+        call.num_fused_shared_experts,
+        call.routed_scaling_factor,
+        True,
+        call.num_token_non_padded,
+        call.scoring,
+    )
+    names = "w13_scale", "w2_scale", "shared", "w13_bias", "w2_bias", "activation", "alpha", "limit"
+    options = {name: getattr(call, name) for name in (*names, "a1_scale", "a2_scale", "use_fast_accum")}
+    experts = fused_experts(call.x, call.w13, call.w2, weights, ids, **options)
+    return make_outputs(call.out, (("tensor", tuple(experts.shape), experts.dtype),), experts.device)[0]

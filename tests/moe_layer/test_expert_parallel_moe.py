@@ -1,0 +1,347 @@
+"""Test ExpertParallelMoE on several ranks of one process, against the reference with all experts."""
+
+import itertools
+
+import pytest
+import torch
+from helpers.expert_parallel import NUM_BYTES, SMALL, engine
+from helpers.thirds import take_third
+
+from moe_numba import simulator
+from moe_numba.course.bench.compile_layers import compile_layers
+from moe_numba.course.bench.topics.moe_layer.measure import Layer
+from moe_numba.expert_parallel import Buffer, Config, LocalGroup
+from moe_numba.expert_parallel.low_latency import config as low_latency_config
+from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
+from moe_numba.moe_layer import ExpertParallelMoE, Experts, reference
+from moe_numba.moe_layer.expert_parallel import layer as expert_parallel_moe
+
+HIDDEN, PER_RANK, TOPK = 128, 2, 3
+# Each rank's sum is rounded to bfloat16 before combine adds the ranks' sums.
+BOUND = 1e-2
+
+
+@pytest.fixture(autouse=True)
+def one_part(monkeypatch):
+    """One CTA sends a row. By default four would share it, three of them without a vector of these short rows."""
+    if simulator.ENABLED:
+        monkeypatch.setattr(low_latency_config, "default_parts", lambda max_tokens: 1)
+
+
+def make_inputs(tokens, dtype, seed=0, hidden=HIDDEN, per_rank=PER_RANK):
+    """Weights of all experts, and x, topk_weights, topk_ids and shared of each rank."""
+    random, experts = torch.Generator().manual_seed(seed), per_rank * len(tokens)
+    draw = lambda *shape: torch.randn(shape, generator=random)
+    w13, w2 = draw(experts, 2 * hidden, hidden) / hidden**0.5, draw(experts, hidden, hidden) / hidden**0.5
+    state = dict(w13=w13, w2=w2)
+    if dtype == FP8:
+        (w13, scale13), (w2, scale2) = quantise_blocks(w13), quantise_blocks(w2)
+        state = dict(w13=w13, w2=w2, w13_scale=scale13, w2_scale=scale2)
+    state = {name: t if t.dtype != torch.float32 or "scale" in name else t.bfloat16() for name, t in state.items()}
+    ranks = [
+        (
+            draw(n, hidden).bfloat16(),
+            torch.rand(n, TOPK, generator=random),
+            torch.randint(-1, experts + 1, (n, TOPK), generator=random),
+            draw(n, hidden).bfloat16(),
+        )
+        for n in tokens
+    ]
+    return state, ranks
+
+
+def run(state, ranks, dtype=torch.bfloat16, shift=0, shared_experts=None, reference=(), **options):
+    """Run the layer on all ranks; with ``shift`` each has the experts of another one."""
+
+    def work(transport):
+        rank, device = transport.rank, transport.device
+        buffer = Buffer(transport, NUM_BYTES, low_latency_mode="low_latency_tokens" in options)
+        experts = Experts(PER_RANK, HIDDEN, HIDDEN, dtype, device, reference)
+        first = (rank + shift) % len(ranks) * PER_RANK
+        experts.load_state_dict({name: tensor[first : first + PER_RANK] for name, tensor in state.items()})
+        layer = ExpertParallelMoE(buffer, experts, config=SMALL, shared_experts=shared_experts, **options)
+        assert layer.num_experts == PER_RANK * len(ranks)
+        given = ranks[rank][: 3 if shared_experts else 4]
+        results = [layer(*(t.to(device) for t in given)).cpu() for _ in range(2)]
+        layer.close()
+        buffer.destroy()
+        assert torch.equal(*results)
+        return results[0]
+
+    with engine(0):
+        return LocalGroup(len(ranks)).run(work)
+
+
+def wrong(results, state, ranks, bound=BOUND):
+    """Return how the first wrong rank's result differs from the reference, or None."""
+    scales = state.get("w13_scale"), state.get("w2_scale")
+    for result, (x, weights, ids, shared) in zip(results, ranks, strict=True):
+        expected = reference.fused_experts(x, state["w13"], state["w2"], weights, ids, *scales, shared)
+        found = mismatch(result, expected, bound) if len(x) else None
+        if found or result.shape != x.shape:
+            return found or f"the shape is {tuple(result.shape)}"
+    return None
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp8": FP8}
+BATCHES = [([3, 5], 0), ([3, 5], 9), ([4, 0, 2], 6), ([4], 0)]
+
+
+@pytest.mark.parametrize("batch, name", take_third(itertools.product(BATCHES, DTYPES)))
+def test_equals_all_experts_on_one_gpu(batch, name):
+    (tokens, worst), dtype = batch, DTYPES[name]
+    state, ranks = make_inputs(tokens, dtype)
+    assert wrong(run(state, ranks, dtype, num_worst_tokens=worst), state, ranks) is None
+
+
+@pytest.mark.parametrize("tokens, name", take_third(itertools.product([[3, 5], [4, 0]], DTYPES)))
+def test_low_latency_exchange(tokens, name):
+    dtype = DTYPES[name]
+    state, ranks = make_inputs(tokens, dtype)
+    assert wrong(run(state, ranks, dtype, low_latency_tokens=5), state, ranks) is None
+
+
+EXCHANGES = dict(num_worst_tokens=8), dict(low_latency_tokens=5)
+
+
+@pytest.mark.parametrize("in_torch, options", take_third(itertools.product([False, True], EXCHANGES)))
+def test_dispatch_in_fp8(in_torch, options, monkeypatch):
+    """Experts with block scales read what arrives. Stages in torch quantise it to the same numbers again."""
+    if in_torch:
+        options = options | dict(reference={"sum"})
+    else:
+        monkeypatch.setattr(expert_parallel_moe, "per_token_cast_back", lambda *_: pytest.fail("rows were cast back"))
+    state, ranks = make_inputs([3, 5], FP8)
+    results = run(state, ranks, FP8, fp8_dispatch=True, **options)
+    assert wrong(results, state, ranks) is None
+    flipped = [(x.flip(1), *rest) for x, *rest in ranks]
+    assert wrong(results, state, flipped) is not None
+
+
+class Shared(torch.nn.Module):
+    """Shared experts that add what is known: twice the tokens."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize(
+    "tokens, worst, shared_experts, dtype", [([4, 0, 2], 6, None, torch.bfloat16), ([3, 5], 0, Shared(), FP8)]
+)
+def test_combine_during_the_sum(tokens, worst, shared_experts, dtype):
+    """Bit-identical to a sum before combine; also with FP8 dispatch, and a shared expert."""
+    state, ranks = make_inputs(tokens, dtype)
+    options = dict(num_worst_tokens=worst, fp8_dispatch=dtype == FP8, shared_experts=shared_experts)
+    results = run(state, ranks, dtype, overlap_combine=True, **options)
+    assert all(map(torch.equal, results, run(state, ranks, dtype, **options)))
+
+
+@pytest.mark.parametrize("fp8_dispatch", [False, True])
+def test_sums_in_fp8(fp8_dispatch):
+    """The other rank's sums are rounded to FP8, by 1/16 of an element at most."""
+    state, ranks = make_inputs([3, 5], FP8)
+    options = dict(low_latency_tokens=5, fp8_dispatch=fp8_dispatch)
+    results = run(state, ranks, FP8, fp8_combine=True, **options)
+    assert wrong(results, state, ranks, 4e-2) is None
+    assert not all(map(torch.equal, results, run(state, ranks, FP8, **options)))
+
+
+@pytest.mark.parametrize("options", EXCHANGES)
+def test_dispatch_in_fp8_for_experts_in_bfloat16(options):
+    """The experts' tokens are rounded to FP8, which is 1/16 of an element at most."""
+    state, ranks = make_inputs([3, 5], torch.bfloat16)
+    results = run(state, ranks, fp8_dispatch=True, **options)
+    assert wrong(results, state, ranks, 8e-2) is None
+    assert wrong(results, state, [(x.roll(1, 0), *rest) for x, *rest in ranks], 8e-2) is not None
+
+
+@pytest.mark.parametrize("options", EXCHANGES)
+def test_shared_experts_run_beside(options):
+    state, ranks = make_inputs([3, 5], torch.bfloat16)
+    results = run(state, ranks, shared_experts=Shared(), **options)
+    assert wrong(results, state, [(x, weights, ids, 2 * x) for x, weights, ids, _ in ranks]) is None
+    assert wrong(results, state, ranks) is not None
+
+
+def test_experts_of_another_rank_are_rejected():
+    state, ranks = make_inputs([3, 5], torch.bfloat16)
+    assert wrong(run(state, ranks, shift=1), state, ranks) is not None
+
+
+def test_invalid_arguments():
+    with pytest.raises(TypeError, match="buffer is NoneType; it must be a moe_numba.Buffer"):
+        ExpertParallelMoE(None, Experts(PER_RANK, HIDDEN, HIDDEN))
+
+    def work(transport):
+        buffer, device = Buffer(transport, NUM_BYTES), transport.device
+        experts = Experts(PER_RANK, HIDDEN, HIDDEN, device=device)
+        with pytest.raises(TypeError, match="experts is Linear; it must be a moe_numba.moe_layer.Experts"):
+            ExpertParallelMoE(buffer, torch.nn.Linear(2, 2))
+        with pytest.raises(ValueError, match="num_worst_tokens is -1; it must be 0 or more"):
+            ExpertParallelMoE(buffer, experts, -1)
+        with pytest.raises(ValueError, match="low_latency_tokens is -1; 0 to"):
+            ExpertParallelMoE(buffer, experts, low_latency_tokens=-1)
+        with pytest.raises(ValueError, match="fp8_combine is True and low_latency_tokens 0; only low-latency combine"):
+            ExpertParallelMoE(buffer, experts, fp8_combine=True)
+        with pytest.raises(TypeError, match="shared_experts is int; it must be a torch.nn.Module"):
+            ExpertParallelMoE(buffer, experts, shared_experts=3)
+        with pytest.raises(TypeError, match="config is 3; it must be a Config"):
+            ExpertParallelMoE(buffer, experts, config=3)
+        for name in ("fp8_dispatch", "overlap_combine", "fp8_combine"):
+            with pytest.raises(TypeError, match=f"{name} is 1; it must be True or False"):
+                ExpertParallelMoE(buffer, experts, **{name: 1})
+        with pytest.raises(ValueError, match="low_latency_tokens is 2, .*; with overlap_combine they must be 0 and"):
+            ExpertParallelMoE(buffer, experts, low_latency_tokens=2, overlap_combine=True)
+        in_torch = Experts(PER_RANK, HIDDEN, HIDDEN, device=device, reference={"sum"})
+        with pytest.raises(ValueError, match=r"experts.reference \['sum'\]; with overlap_combine they must be 0 and"):
+            ExpertParallelMoE(buffer, in_torch, overlap_combine=True)
+        with pytest.raises(ValueError, match="config has 132 SMs; with overlap_combine at most half of the GPU's"):
+            ExpertParallelMoE(buffer, experts, config=Config(132), overlap_combine=True)
+        x, weights, ids = (torch.zeros(3, columns, device=device) for columns in (HIDDEN, 2, 2))
+        x, ids = x.bfloat16(), ids.long()
+        layer = ExpertParallelMoE(buffer, experts, low_latency_tokens=2)
+        with pytest.raises(ValueError, match="x has 3 tokens; the layer's low_latency_tokens is 2"):
+            layer(x, weights, ids)
+        layer = ExpertParallelMoE(buffer, experts, shared_experts=Shared())
+        with pytest.raises(ValueError, match="shared is given, but the layer has shared_experts"):
+            layer(x, weights, ids, x)
+        buffer.destroy()
+
+    LocalGroup(1).run(work)
+
+
+@pytest.mark.parametrize("tokens", [0, 2], ids=["dispatch", "low latency"])
+def test_invalid_tensors(tokens, monkeypatch):
+    """They are refused before anything is sent: nothing but a call with right ones reaches the experts."""
+
+    def work(transport):
+        buffer, device = Buffer(transport, NUM_BYTES), transport.device
+        experts = Experts(PER_RANK, HIDDEN, HIDDEN, device=device)
+        for parameter in experts.parameters():
+            parameter.data.zero_()
+        layer = ExpertParallelMoE(buffer, experts, config=SMALL, low_latency_tokens=tokens)
+        x, weights, ids = (torch.ones(2, columns, device=device) for columns in (HIDDEN, 2, 2))
+        given = dict(x=x.bfloat16(), topk_weights=weights, topk_ids=ids.int() - 1)
+        given["shared"] = given["x"].clone()
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "compute", lambda *_: pytest.fail("the experts were computed"))
+            for error, match, changed in (
+                (TypeError, "x is list; it must be a tensor", dict(x=[1])),
+                (ValueError, r"x has shape \(\); it must be \[tokens, 128\]", dict(x=torch.ones(()))),
+                (ValueError, r"x has shape \(2, 64\); it must be \[tokens, 128\]", dict(x=given["x"][:, :64])),
+                (ValueError, r"topk_ids has shape \(2,\); it must be \[tok", dict(topk_ids=given["topk_ids"][0])),
+                (TypeError, "shared is list; it must be a tensor", dict(shared=[1])),
+                (TypeError, "shared is torch.float32; it must be torch.bfloat16", dict(shared=given["x"].float())),
+                (ValueError, r"shared has shape \(1, 128\)", dict(shared=given["x"][:1])),
+                (ValueError, r"shared has shape \(3, 2, 128\)", dict(shared=given["x"].expand(3, 2, HIDDEN))),
+                *(
+                    (
+                        ValueError,
+                        f"{name} requires grad; .* has no backward",
+                        {name: given[name].clone().requires_grad_()},
+                    )
+                    for name in ("x", "topk_weights", "shared")
+                ),
+            ):
+                with pytest.raises(error, match=match):
+                    layer(**given | changed)
+        with torch.no_grad():
+            given["x"].requires_grad_()
+            assert torch.equal(layer(**given), given["shared"])
+        given["x"] = given["x"].detach()
+        linear = torch.nn.Linear(HIDDEN, HIDDEN, dtype=torch.bfloat16, device=device)
+        layer = ExpertParallelMoE(buffer, experts, config=SMALL, low_latency_tokens=tokens, shared_experts=linear)
+        given.pop("shared")
+        with pytest.raises(ValueError, match="shared_experts' result requires grad"):
+            layer(**given)
+        with torch.no_grad():
+            layer(**given)
+        layer.close()
+        buffer.destroy()
+
+    LocalGroup(1).run(work)
+
+
+# One process and one GPU per rank
+
+GPU_HIDDEN, GPU_PER_RANK, GPU_TOKENS = 1024, 8, 64
+GPU_BOUND = 2e-2  # tensor cores add FP8 products with fewer bits, see test_moe_layer.py
+
+
+def compute_in_processes(rank, ranks, dtype):
+    """Eager calls with other numbers of tokens, also 0, and replays of a CUDA graph with other tokens and routing."""
+    import torch.distributed as dist
+
+    buffer = Buffer(dist.group.WORLD, 1 << 27, low_latency_mode=True, timeout=60)
+    device, worst = buffer.transport.device, dict(num_worst_tokens=ranks * GPU_TOKENS)
+    counts = [[GPU_TOKENS] * ranks, [5 * r for r in range(ranks)], [GPU_TOKENS - r for r in range(ranks)]]
+    sizes = dict(hidden=GPU_HIDDEN, per_rank=GPU_PER_RANK)
+    state, _ = make_inputs([1] * ranks, dtype, **sizes)
+    inputs = [make_inputs(tokens, dtype, i + 1, **sizes)[1][rank] for i, tokens in enumerate(counts)]
+    inputs = [[tensor.to(device) for tensor in given] for given in inputs]
+    state = {name: tensor.to(device) for name, tensor in state.items()}
+    experts = Experts(GPU_PER_RANK, GPU_HIDDEN, GPU_HIDDEN, dtype, device)
+    own = slice(rank * GPU_PER_RANK, (rank + 1) * GPU_PER_RANK)
+    experts.load_state_dict({name: tensor[own] for name, tensor in state.items()})
+
+    def check(result, given, what):
+        x, weights, ids, shared = given
+        scales = state.get("w13_scale"), state.get("w2_scale")
+        wanted = reference.fused_experts(x, state["w13"], state["w2"], weights, ids, *scales, shared)
+        found = mismatch(result, wanted, GPU_BOUND) if len(x) else None
+        assert found is None and result.shape == x.shape, f"{what}: {found}"
+
+    few = dict(low_latency_tokens=GPU_TOKENS)
+    beside = worst | dict(overlap_combine=True)
+    for options in (
+        {},
+        worst,
+        few,
+        beside,
+        *(other | dict(fp8_dispatch=True) for other in (worst, few, beside) if dtype == FP8),
+    ):
+        for shared_experts in (None, Shared()):
+            layer = ExpertParallelMoE(buffer, experts, shared_experts=shared_experts, **options)
+
+            def call(x, weights, ids, shared, layer=layer):
+                return layer(x, weights, ids) if layer.shared_experts else layer(x, weights, ids, shared)
+
+            if shared_experts:
+                inputs = [[x, weights, ids, 2 * x] for x, weights, ids, _ in inputs]
+            for i, given in enumerate(inputs):
+                for _ in range(3):
+                    check(call(*given), given, f"{options}, {shared_experts}, inputs {i}")
+            if options:
+                replay_with_other_inputs(call, inputs, check, f"graph, {options}, {shared_experts}")
+            buffer.check(synchronize=True)
+            layer.close()
+    buffer.destroy()
+
+
+def replay_with_other_inputs(call, inputs, check, what):
+    """Capture a call, and replay it with the first tokens of other inputs; ids of absent tokens are -1."""
+    import torch.distributed as dist
+
+    given = [tensor.clone() for tensor in inputs[0]]
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = call(*given)
+    for other in (*inputs, *inputs):
+        for tensor, new in zip(given, other, strict=True):
+            tensor.fill_(-1 if tensor.dtype == torch.int64 else 0)[: len(new)] = new
+        graph.replay()
+        check(result, given, what)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+def test_one_process_per_gpu(dtype):
+    from helpers.rank_processes import num_ranks, run
+
+    name = "e4m3" if dtype == FP8 else "bf16"
+    received = 8, GPU_TOKENS, num_ranks() * GPU_TOKENS
+    layers = [Layer("", GPU_PER_RANK, GPU_HIDDEN, GPU_HIDDEN, name, received, TOPK)]
+    compile_layers(layers, torch.int64)
+    run(compute_in_processes, dtype)

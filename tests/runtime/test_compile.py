@@ -1,0 +1,154 @@
+"""Compile kernels for Hopper without a GPU; check registers, spills and instructions."""
+
+import pytest
+
+from moe_numba.runtime.sass import compile_apart
+
+SOURCE = """
+import moe_numba
+from moe_numba.align import with_gate as gate_align
+from moe_numba.align import (large as kernel_large, medium as kernel_medium, pairwise as kernel_pairwise, small as kernel_small)
+from moe_numba.gate import (one_token_per_warp as kernel, four_tokens_per_warp as kernel_4tokens, generic as kernel_generic)
+from moe_numba.gate.one_token_per_warp import GateConfig
+from moe_numba.shared_experts import kernel as shared_experts
+"""
+# arguments after the logits and the bias
+GATE = ("float32*", "int32*", "int32", "int64", "int32", "float32", "float32")
+
+
+def gate(factory, experts, groups, kept, topk, dtype="float32", word_bytes=16, bounds=None):
+    constants = experts, groups, kept, topk, 0, True, "sigmoid", dtype, "float32", word_bytes, word_bytes
+    x = "float32*" if dtype == "float32" else "uint16*"
+    return f"{factory}(GateConfig{constants})", [x, "float32*", *GATE], bounds, False
+
+
+ROUTERS = {
+    "deepseek_v3": gate("kernel.make_kernel", 256, 8, 4, 8),
+    "deepseek_v3_bfloat16": gate("kernel.make_kernel", 256, 8, 4, 8, "bfloat16"),
+    "deepseek_v3_float16": gate("kernel.make_kernel", 256, 8, 4, 8, "float16"),
+    "kimi_k2": gate("kernel.make_kernel", 384, 1, 1, 8),
+    "widest": gate("kernel.make_kernel", 1024, 1, 1, 32),
+    "sixteen_groups": gate("kernel.make_kernel", 512, 16, 8, 16),
+    "4_tokens": gate("kernel_4tokens.make_4tokens_kernel", 256, 8, 4, 8, bounds=(128, 6)),
+    "4_tokens_bfloat16": gate("kernel_4tokens.make_4tokens_kernel", 256, 8, 4, 8, "bfloat16", bounds=(128, 6)),
+}
+GENERIC = "kernel_generic.make_generic_kernel()", ["float32*", "float32*", *GATE, *["int32"] * 6], None, False
+
+ALIGN = [*["int32*"] * 5, *["int32"] * 6]
+CONFIG = "GateConfig(256, 8, 4, 8, 0, True, 'sigmoid', 'float32', 'float32', 16, 16)"
+FUSED = ["float32*", "float32*", *GATE, *["int32*"] * 4, *["int32"] * 6]
+ALIGNERS = {
+    "small": ("kernel_small.make_small_kernel(True, False, False)", ALIGN, 1024, False),
+    "medium": ("kernel_medium.make_medium_kernel(512, 8, 288, False, False)", ALIGN, 512, False),
+    "medium_8192": ("kernel_medium.make_medium_kernel(1024, 8, 8224, True, True)", ALIGN, 1024, False),
+    "large": ("kernel_large.make_large_kernel(512, 288, 8, False, False)", ["int32*", *ALIGN], 512, False),
+    "large_8192": ("kernel_large.make_large_kernel(512, 8224, 8, True, True)", ["int32*", *ALIGN], 512, False),
+    "large_wide": ("kernel_large.make_large_kernel(512, 288, 8, False, False, True)", ["uint8*", *ALIGN], 512, False),
+    "pairwise": ("kernel_pairwise.make_pairwise_kernel(True, True)", ALIGN, 1024, False),
+    "fused_single_cta": (f"gate_align.make_single_cta_kernel({CONFIG}, False, True, False, False)", FUSED, 1024, False),
+    "fused_cluster": (f"gate_align.make_cluster_kernel({CONFIG}, False, 288, False, False)", FUSED, 256, False),
+}
+
+FUSE_ROUTING = ["float32*", "int32*", "float32*", "int32*", *["int32"] * 5, "uint32", "uint32", "float32"]
+SHARED = {
+    f"shared_{policy}": (f"shared_experts.make_fuse_kernel({policy!r})", FUSE_ROUTING, 128, False)
+    for policy in ("all", "round_robin", "random")
+}
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return compile_apart(SOURCE, {**ROUTERS, "generic": GENERIC, **ALIGNERS, **SHARED})
+
+
+@pytest.mark.parametrize(
+    "name", ["small", "medium", "large", "large_wide", "pairwise", "fused_single_cta", "fused_cluster"]
+)
+def test_alignment_uses_no_local_or_generic_memory(name, reports):
+    """No stack, and no generic loads and stores."""
+    report = reports[name]
+    assert (
+        report.spilled_bytes
+        == report.stack_bytes
+        == report.count("LDL")
+        == report.count("STL")
+        == report.count("LD")
+        == 0
+    )
+    assert report.count("ST") == (8 if name == "fused_cluster" else 0)  # to the shared memory of eight CTAs
+    assert report.registers <= {"large": 128, "large_wide": 128}.get(name, 64)
+
+
+@pytest.mark.parametrize("name", ["medium_8192", "large_8192"])
+def test_alignment_does_not_spill_for_8192_experts(name, reports):
+    assert reports[name].spilled_bytes == 0
+
+
+@pytest.mark.parametrize("name, batch", [("medium", 8), ("large", 8), ("fused_cluster", 2)])
+def test_counting_is_one_atomic_without_return(name, batch, reports):
+    assert reports[name].count("ATOMS.POPC.INC.32") == batch
+
+
+def test_counts_are_exchanged_without_fences(reports):
+    report = reports["large"]
+    assert report.count("LDG.E.128.STRONG.GPU") >= 8 and report.count("STG.E.64.STRONG.GPU")
+    assert report.count("MEMBAR") == 0
+
+
+def test_cluster_has_two_barriers(reports):
+    report = reports["fused_cluster"]
+    assert report.count("UCGABAR_ARV") == report.count("UCGABAR_WAIT") == 2
+    assert report.count("REDUX.MAX.S32") == 8 and report.count("WARPSYNC.COLLECTIVE") == 0
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_gate_uses_no_local_memory(name, reports):
+    report = reports[name]
+    assert report.spilled_bytes == report.stack_bytes == report.count("LDL") == report.count("STL") == 0
+    assert report.registers <= {"widest": 168, "4_tokens": 84, "4_tokens_bfloat16": 84}.get(name, 128)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3_bfloat16", "deepseek_v3_float16", "kimi_k2", "4_tokens"])
+def test_logits_are_loaded_with_16_byte_loads(name, reports):
+    assert reports[name].count("LDG.E.128.CONSTANT") >= 2
+
+
+def test_one_reduction_per_pick(reports):
+    assert reports["deepseek_v3"].count("REDUX.MAX.S32") == 8
+    assert reports["kimi_k2"].count("REDUX.MAX.S32") == 8
+
+
+def test_warp_is_known_to_be_converged(reports):
+    """If it is not, the compiler adds a second copy of each reduction for a diverged warp."""
+    assert reports["deepseek_v3"].count("WARPSYNC.COLLECTIVE") == 0
+
+
+def test_redistribution_uses_16_byte_accesses(reports):
+    for name in ("4_tokens", "4_tokens_bfloat16"):
+        assert reports[name].count("STS.128") == reports[name].count("LDS.128") == 16
+
+
+def test_fast_special_functions(reports):
+    for name in ("deepseek_v3", "4_tokens"):
+        assert reports[name].count("MUFU.EX2") and reports[name].count("MUFU.RCP")
+
+
+def test_dependent_launch(reports):
+    """Check for griddepcontrol.wait and .launch_dependents by their SASS names."""
+    for report in reports.values():
+        assert report.count("ACQBULK") == report.count("PREEXIT") == 1
+
+
+def test_generic_kernel_does_not_spill(reports):
+    assert reports["generic"].spilled_bytes == 0
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_fuse_routing_uses_few_registers(name, reports):
+    assert reports[name].spilled_bytes == 0 and reports[name].registers <= 32
+
+
+def test_spills_are_detected():
+    """Limited to 32 registers, the same kernel spills."""
+    report = compile_apart(SOURCE, {"": gate("kernel.make_kernel", 1024, 1, 1, 8, bounds=(1024, 2))})[""]
+    assert report.spilled_bytes > 0 and report.registers <= 32
