@@ -23,7 +23,7 @@ from moe_numba.grouped_gemm.call import plan as launch
 from moe_numba.grouped_gemm.common import epilogue_terms
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.grouped_gemm.wgmma import epilogue, kernel, producer
-from moe_numba.grouped_gemm.wgmma import launch as launch_hopper
+from moe_numba.grouped_gemm.wgmma import launch as wgmma_launch
 from moe_numba.grouped_gemm.wgmma.config import GemmConfig, check_config
 from moe_numba.ptx import fragments
 from moe_numba.runtime import device as devices
@@ -293,8 +293,8 @@ WRONG_GIVEN_SCALES = {
 def use_kernel(monkeypatch, change):
     """Let the functions launch a kernel with a change."""
     if change is not None:
-        monkeypatch.setattr(launch_hopper, "make_kernel", changed_maker(kernel, "make_kernel", *change))
-    monkeypatch.setattr(launch_hopper, "get_launcher", launch_hopper.get_launcher.__wrapped__)
+        monkeypatch.setattr(wgmma_launch, "make_kernel", changed_maker(kernel, "make_kernel", *change))
+    monkeypatch.setattr(wgmma_launch, "get_launcher", wgmma_launch.get_launcher.__wrapped__)
     monkeypatch.setattr(launch, "_plans", {})
 
 

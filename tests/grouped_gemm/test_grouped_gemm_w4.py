@@ -14,8 +14,7 @@ from moe_numba import simulator  # before numba: it chooses the engine
 from moe_numba.grouped_gemm import promotion_w4
 from moe_numba.grouped_gemm.common import epilogue_terms, gather
 from moe_numba.grouped_gemm.reference import mismatch
-from moe_numba.grouped_gemm.w4 import kernel
-from moe_numba.grouped_gemm.w4 import main_loop as mainloop_w4
+from moe_numba.grouped_gemm.w4 import kernel, main_loop
 from moe_numba.grouped_gemm.w4.config import fit_registers, select_w4_config
 from moe_numba.grouped_gemm.w4.layout import W4Layout, check_w4_config, fit_shared_memory
 from moe_numba.grouped_gemm.wgmma import epilogue
@@ -141,7 +140,7 @@ def test_consumers_release_an_early_stage_before_the_producer_continues(variant,
 WAIT = "            mbarrier_wait_parity(smem.barriers, full + stage, phase)\n"
 WRONG = {
     "a stage is read before it is full": (
-        *("two tiles", mainloop_w4),
+        *("two tiles", main_loop),
         f"{WAIT}            codes_0, scales_0",
         "            codes_0, scales_0",
     ),
@@ -151,12 +150,12 @@ WRONG = {
         "                allow_dependents",
     ),
     "a stage is released before wgmma has read it": (
-        *("two tiles", mainloop_w4),
+        *("two tiles", main_loop),
         "            stage_1 = stage\n",
         "            release(smem, lane, stage)\n            stage_1 = int32(-1)\n",
     ),
     "a stage is never released": (
-        *("two tiles", mainloop_w4),
+        *("two tiles", main_loop),
         *("        release(smem, lane, stage_1)\n        return", "        return"),
     ),
     "too few bytes are expected": (
@@ -181,11 +180,11 @@ WRONG = {
         *("row * weight.k_tiles + k_tile)", "row * weight.k_tiles + (k_tile ^ 2))"),
     ),
     "the second tile of a stage is multiplied with the first one's x": (
-        *("two tiles", mainloop_w4),
+        *("two tiles", main_loop),
         *("b = uint64(b + uint64(subtile_bytes >> 4))", "b = uint64(b)"),
     ),
     "the last tile is left out": (
-        *("two tiles", mainloop_w4),
+        *("two tiles", main_loop),
         f"        if left > 0:\n{WAIT}            codes_0, scales_0",
         f"        if left > 1:\n{WAIT}            codes_0, scales_0",
     ),
@@ -257,7 +256,7 @@ WRONG |= {
         *(f"        if left > 0:\n{LAST_TILE}", f"        if left > 1:\n{LAST_TILE}"),
     ),
 }
-MMA_SYNC = "mma.sync", mainloop_w4
+MMA_SYNC = "mma.sync", main_loop
 RELEASE = "            if lane == 0:\n                mbarrier_arrive(smem.barriers, empty + stage)\n"
 WRONG |= {
     "mma.sync: a stage is read before it is full": (*MMA_SYNC, f"{WAIT}            first = ", "            first = "),

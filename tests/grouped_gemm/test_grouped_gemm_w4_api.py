@@ -11,9 +11,9 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from moe_numba.grouped_gemm import group_gemm_int4, group_gemm_mxfp4, reference
 from moe_numba.grouped_gemm.reference import FP8, finish_rows, mismatch, store_rows
-from moe_numba.grouped_gemm.w4 import epilogue as epilogue_w4
+from moe_numba.grouped_gemm.w4 import epilogue as w4_epilogue
 from moe_numba.grouped_gemm.w4 import kernel
-from moe_numba.grouped_gemm.w4 import launch as launch_w4
+from moe_numba.grouped_gemm.w4 import launch as w4_launch
 from moe_numba.grouped_gemm.w4.launch import group_gemm
 from moe_numba.grouped_gemm.w4.packing import pack_mxfp4
 
@@ -344,16 +344,16 @@ def test_wrong_activations_are_rejected(what, device, monkeypatch):
     if "buffer" in what and not simulator.ENABLED:
         pytest.skip("a race, which a GPU may survive")
     config, *change = WRONG_ACTIVATION[what]
-    monkeypatch.setattr(launch_w4, "make_kernel", changed_maker(kernel, "make_kernel", epilogue_w4, *change))
-    launch_w4.get_w4_launcher.cache_clear()
+    monkeypatch.setattr(w4_launch, "make_kernel", changed_maker(kernel, "make_kernel", w4_epilogue, *change))
+    w4_launch.get_w4_launcher.cache_clear()
 
     def attempt(seed):
-        launch_w4._plans.clear()
+        w4_launch._plans.clear()
         with simulator.seed(seed):
             return activation_error("swigluoai", device, config, lengths=(12, 70))
 
     assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
-    launch_w4.get_w4_launcher.cache_clear()
+    w4_launch.get_w4_launcher.cache_clear()
 
 
 def test_rows_packed_without_gate_and_up_are_rejected(device):

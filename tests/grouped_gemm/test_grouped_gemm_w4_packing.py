@@ -9,9 +9,8 @@ from helpers.w4_gemm import E4M3, INT4, SMALL, make_problem, quantise, random_we
 from moe_numba.grouped_gemm import packing_int4
 from moe_numba.grouped_gemm.packing_int4 import pack_int4
 from moe_numba.grouped_gemm.reference import FP8, mismatch
-from moe_numba.grouped_gemm.w4 import dequantize as decode_w4
-from moe_numba.grouped_gemm.w4 import packing as packing_mxfp4
-from moe_numba.grouped_gemm.w4 import weight_tiles
+from moe_numba.grouped_gemm.w4 import dequantize, weight_tiles
+from moe_numba.grouped_gemm.w4 import packing as w4_packing
 from moe_numba.grouped_gemm.w4.packing import MAX_E4M3_SCALE, MAX_SCALE, MIN_SCALE, pack_mxfp4
 from moe_numba.grouped_gemm.w4.reference import E2M1, dequantise_int4, dequantise_mxfp4, quantise_int4, quantise_mxfp4
 
@@ -153,65 +152,65 @@ E4M3_FACTORS = "(factor(word), factor(shl(word, 8)), factor(shl(word, 16)), fact
 WRONG_DECODING = {
     "the two codes of a byte are swapped": ("bf16", weight_tiles, *SWAPPED),
     "bits of other registers are not compensated": (
-        *("bf16", packing_mxfp4),
+        *("bf16", w4_packing),
         *("    a = a | ((y ^ b << 3) & 0x80408040) >> 2\n", ""),
     ),
-    "scales below the range are not flushed": ("bf16", packing_mxfp4, "scales < MIN_SCALE, 0", "scales < 0, 0"),
-    "the sign is lost": ("bf16", decode_w4, "word & uint32(FIELDS)", "word & uint32(0x01C001C0)"),
+    "scales below the range are not flushed": ("bf16", w4_packing, "scales < MIN_SCALE, 0", "scales < 0, 0"),
+    "the sign is lost": ("bf16", dequantize, "word & uint32(FIELDS)", "word & uint32(0x01C001C0)"),
     "a block has the scale of its neighbour": (
-        *("bf16", decode_w4),
+        *("bf16", dequantize),
         *("rotr(word, 8) & uint32(EXPONENTS)", "word & uint32(EXPONENTS)"),
     ),
     "a thread's second row has the first one's scale": (
-        *("bf16", decode_w4),
+        *("bf16", dequantize),
         *("mul_rn_bf16x2_high(", "mul_rn_bf16x2_low("),
     ),
     "a scale is that of the next row": (
-        *("bf16", decode_w4),
+        *("bf16", dequantize),
         *("8 * (warp & 3) + (lane >> 2))]", "8 * (warp & 3) + (lane + 4 >> 2 & 7))]"),
     ),
     "registers of a block are in another order": (
-        *("bf16", decode_w4),
+        *("bf16", dequantize),
         *("fields(b), scales", "fields(rotr(b, 4)), scales"),
     ),
     "e4m3: bits of other registers are not compensated": (
-        *("e4m3", packing_mxfp4),
+        *("e4m3", w4_packing),
         *("    a = a | ((y ^ b >> 2) & 0x80808080) >> 1\n", ""),
     ),
-    "e4m3: the sign is lost": ("e4m3", decode_w4, "word & uint32(E4M3_FIELDS)", "word & uint32(0x1C1C1C1C)"),
+    "e4m3: the sign is lost": ("e4m3", dequantize, "word & uint32(E4M3_FIELDS)", "word & uint32(0x1C1C1C1C)"),
     "e4m3: registers are in another order": (
-        *("e4m3", decode_w4),
+        *("e4m3", dequantize),
         *("e4m3_fields(a), e4m3_fields(b)", "e4m3_fields(b), e4m3_fields(a)"),
     ),
     "e4m3: a block has the scale of its neighbour": (
-        *("e4m3", decode_w4, E4M3_FACTORS),
+        *("e4m3", dequantize, E4M3_FACTORS),
         "(factor(shl(word, 16)), factor(rotr(word, 8)), factor(word), factor(shl(word, 8)))",
     ),
     "e4m3: a thread's second row has the first one's scale": (
-        *("e4m3", decode_w4, E4M3_FACTORS),
+        *("e4m3", dequantize, E4M3_FACTORS),
         "(factor(word), factor(word), factor(shl(word, 16)), factor(shl(word, 16)))",
     ),
     "int4: the two codes of a byte are swapped": ("int4, bf16", weight_tiles, *SWAPPED),
     "int4: the code of zero is another": (
         "int4, bf16",
-        decode_w4,
+        dequantize,
         "uint32(LOW_FACTOR), uint32(MINUS_ZERO_CODE)",
         "uint32(LOW_FACTOR), uint32(0xBDE0BDE0)",
     ),
     "int4: a block has the scale of its neighbour": (
-        *("int4, bf16", decode_w4),
+        *("int4, bf16", dequantize),
         *("load_pair(smem, int32(first + group_words))", "load_pair(smem, first)"),
     ),
     "int4: a scale is that of the next row": (
-        *("int4, f32", decode_w4),
+        *("int4, f32", dequantize),
         *("(8 * (warp & 3) + (lane >> 2)))\n", "(8 * (warp & 3) + (lane + 4 >> 2 & 7)))\n"),
     ),
     "int4: a thread's second row has the first one's scale": (
-        *("int4, f16", decode_w4),
+        *("int4, f16", dequantize),
         *("half_bits_as_float(shr(word, 16))", "half_bits_as_float(word)"),
     ),
     "int4: registers are in another order": (
-        *("int4, bf16", decode_w4),
+        *("int4, bf16", dequantize),
         *("decode_low(a), decode_high(a)", "decode_high(a), decode_low(a)"),
     ),
 }

@@ -11,8 +11,8 @@ from moe_numba import simulator  # before numba: it chooses the engine
 from moe_numba.grouped_gemm import packing_int4, reference
 from moe_numba.grouped_gemm.packing_int4 import pack_int4
 from moe_numba.grouped_gemm.reference import FP8
-from moe_numba.grouped_gemm.w4 import kernel as kernel_w4
-from moe_numba.grouped_gemm.w4 import packing as packing_mxfp4
+from moe_numba.grouped_gemm.w4 import kernel as w4_kernel
+from moe_numba.grouped_gemm.w4 import packing as w4_packing
 from moe_numba.grouped_gemm.w4.config import W4Config
 from moe_numba.grouped_gemm.w4.layout import W4Layout
 from moe_numba.grouped_gemm.w4.packing import pack_mxfp4
@@ -91,7 +91,7 @@ def pack(p, gate_up=None, pack_mxfp4=pack_mxfp4, pack_int4=pack_int4):
     return pack_mxfp4(p.codes, p.scales, gate_up, torch.bfloat16 if p.config.dtype == "bf16" else FP8), None
 
 
-def run(p, config=None, blocks=2, seed=0, make_kernel=kernel_w4.make_kernel, **packing):
+def run(p, config=None, blocks=2, seed=0, make_kernel=w4_kernel.make_kernel, **packing):
     """Run the kernel on an output filled with NaN, with 4 guard rows behind it."""
     config = (config or p.config)._replace(gather=p.indices is not None)
     made, shared_bytes = make_kernel(config)
@@ -125,6 +125,6 @@ def wrong(module, right, text, *more):
     ``more`` are further pairs of passages of a kernel's source.
     """
     if module.__name__.rpartition(".")[2] in ("packing_mxfp4", "packing_int4", "weight_tiles"):
-        makers = {"pack_mxfp4": packing_mxfp4, "pack_int4": packing_int4}
+        makers = {"pack_mxfp4": w4_packing, "pack_int4": packing_int4}
         return {name: changed_maker(packing, name, module, right, text) for name, packing in makers.items()}
-    return dict(make_kernel=changed_maker(kernel_w4, "make_kernel", module, right, text, *more))
+    return dict(make_kernel=changed_maker(w4_kernel, "make_kernel", module, right, text, *more))

@@ -7,8 +7,7 @@ from helpers.wrong_kernels import changed, is_rejected
 import moe_numba
 from moe_numba import simulator
 from moe_numba.moe_layer import reference
-from moe_numba.quantise import per_token_quant
-from moe_numba.quantise import per_token_quant_kernels as kernel_per_token_quant
+from moe_numba.quantise import per_token_quant, per_token_quant_kernels
 from moe_numba.runtime.sass import compile_apart
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -153,7 +152,7 @@ WRONG = {  # check, passage, replacement
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_kernels_are_rejected(name, device, monkeypatch):
     check, right, replacement = WRONG[name]
-    made = changed(kernel_per_token_quant, right, replacement)
+    made = changed(per_token_quant_kernels, right, replacement)
     for make in ("make_token_quant_kernel", "make_activation_quant_kernel"):
         monkeypatch.setattr(per_token_quant, make, made[make])
     options = dict(permute=True) if check is check_tokens else dict(valid=2)

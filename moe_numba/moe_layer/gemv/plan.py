@@ -4,9 +4,9 @@ from functools import partial
 
 import torch
 
-from moe_numba.moe_layer.gemv import bf16 as kernel_decode
-from moe_numba.moe_layer.gemv import fp8_blocks as kernel_decode_fp8
-from moe_numba.moe_layer.gemv import mxfp4 as kernel_decode_mxfp4
+from moe_numba.moe_layer.gemv import bf16 as gemv_bf16
+from moe_numba.moe_layer.gemv import fp8_blocks as gemv_fp8_blocks
+from moe_numba.moe_layer.gemv import mxfp4 as gemv_mxfp4
 from moe_numba.moe_layer.gemv.bf16 import VECTOR, DecodeShape, make_decode_down_kernel, make_decode_gate_up_kernel
 from moe_numba.moe_layer.gemv.fp8_blocks import (
     ROWS,
@@ -66,12 +66,12 @@ def uses_decode_kernels(shape, tokens, topk, w13, w2):
 
 
 def _fits_bf16(shape, tokens, topk):
-    return topk <= kernel_decode.MAX_TOPK
+    return topk <= gemv_bf16.MAX_TOPK
 
 
 def _fits_fp8(shape, tokens, topk):
     """Return whether the kernels for FP8 have the sizes; activations are kept in the memory for rows, in float32."""
-    if topk > kernel_decode_fp8.MAX_TOPK or topk * shape.intermediate > kernel_decode_fp8.MAX_SHARED_BYTES:
+    if topk > gemv_fp8_blocks.MAX_TOPK or topk * shape.intermediate > gemv_fp8_blocks.MAX_SHARED_BYTES:
         return False
     if shape.hidden < 2 * shape.intermediate or gpu_of(shape.device).capability < (8, 9):  # mma.sync with e4m3
         return False
@@ -80,8 +80,8 @@ def _fits_fp8(shape, tokens, topk):
 
 def _fits_mxfp4(shape, tokens, topk):
     """Return whether the kernels for MXFP4 have the sizes."""
-    tiles = max(tiles_of(shape.hidden), topk * (tiles_of(shape.intermediate) + kernel_decode_mxfp4.MAX_SPLITS))
-    return topk <= kernel_decode_mxfp4.MAX_TOPK and 128 * tiles <= kernel_decode_mxfp4.MAX_SHARED_BYTES
+    tiles = max(tiles_of(shape.hidden), topk * (tiles_of(shape.intermediate) + gemv_mxfp4.MAX_SPLITS))
+    return topk <= gemv_mxfp4.MAX_TOPK and 128 * tiles <= gemv_mxfp4.MAX_SHARED_BYTES
 
 
 _FITS = {BF16: _fits_bf16, FP8_BLOCK: _fits_fp8, MXFP4: _fits_mxfp4}
@@ -197,12 +197,12 @@ def _make_mxfp4_plan(which, t, activation, bias):
     pointers = "uint16*", "int32*", _BIAS_TYPES[bias_dtype], ID_TYPES[t.topk_ids.dtype]
     if which == "gate_up":
         ctas = tokens * topk * row_tiles
-        splits = _splits(QUARTERS * ctas, hidden, kernel_decode_mxfp4.MAX_SPLITS)
+        splits = _splits(QUARTERS * ctas, hidden, gemv_mxfp4.MAX_SPLITS)
         kernel = make_decode_mxfp4_gate_up_kernel(DecodeMxfp4Shape(*sizes, splits), *activation)
         threads, signature = 32 * QUARTERS * splits, (*pointers, "uint16*", "int64", "int64")
     else:
-        ctas = tokens * hidden // kernel_decode_mxfp4.ROWS
-        most = min(kernel_decode_mxfp4.MAX_SPLITS, kernel_decode_mxfp4.MAX_WARPS // topk)
+        ctas = tokens * hidden // gemv_mxfp4.ROWS
+        most = min(gemv_mxfp4.MAX_SPLITS, gemv_mxfp4.MAX_WARPS // topk)
         splits = _splits(topk * ctas, intermediate, most)
         kernel = make_decode_mxfp4_down_kernel(DecodeMxfp4Shape(*sizes, splits), t.shared is not None)
         threads, signature = 32 * topk * splits, (*pointers, "float32*", "uint16*", "uint16*", "int64", "int64")

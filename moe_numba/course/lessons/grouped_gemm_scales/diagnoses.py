@@ -25,8 +25,8 @@ from moe_numba.course.lessons.grouped_gemm_scales.parts import (
 from moe_numba.course.lessons.grouped_gemm_scales.steps import SIGNATURE, TRACE_FIELDS
 from moe_numba.course.lessons.grouped_gemm_scales.tile_traces import Tile
 from moe_numba.course.steps.simulate import changed_source, define, source_of
-from moe_numba.grouped_gemm.block_scaled import kernel as kernel_block_scaled
-from moe_numba.grouped_gemm.block_scaled import producer as producer_block_scaled
+from moe_numba.grouped_gemm.block_scaled import kernel as block_scaled_kernel
+from moe_numba.grouped_gemm.block_scaled import producer as block_scaled_producer
 from moe_numba.grouped_gemm.block_scaled.config import BLOCK_M
 from moe_numba.grouped_gemm.block_scaled.kernel import make_skip_stages
 from moe_numba.grouped_gemm.common.constants import THREADS
@@ -78,12 +78,12 @@ def make_multiply_exchanging_rows(config, layout):
 @cache
 def make_halves_in_new_registers(config, layout):
     """As the package's ``make_multiply_halves``, with registers that the compiler chooses for each wgmma result."""
-    factory = kernel_block_scaled.make_multiply_halves
+    factory = block_scaled_kernel.make_multiply_halves
     source = changed_source(factory, ', "e4m3", overwrite=True)', ', "e4m3")')
     source = changed_source(source, "wgmma(product, x, weight)", "wgmma(x, weight)")
     source = changed_source(source, "wgmma(product, x, uint64", "wgmma(x, uint64")
     source = changed_source(source, "second, product, ready = zeros, zeros, zeros,", "second, ready = zeros, zeros,")
-    return _define(source, factory, kernel_block_scaled)(config, layout)
+    return _define(source, factory, block_scaled_kernel)(config, layout)
 
 
 @cache
@@ -92,9 +92,9 @@ def make_traced_consumer(config, layout):
 
     With a :class:`OneBufferLayout` it stores as the steps with that layout do.
     """
-    factory = kernel_block_scaled.make_consumer
+    factory = block_scaled_kernel.make_consumer
     if isinstance(layout, OneBufferLayout):
-        factory = _define(source_of(factory), factory, kernel_block_scaled, make_store=make_store_by_lanes)
+        factory = _define(source_of(factory), factory, block_scaled_kernel, make_store=make_store_by_lanes)
     consumer, columns = factory(config, layout), config.columns
 
     @cuda.jit(device=True)
@@ -165,7 +165,7 @@ def make_tma_producer_without_loads(config, layout):
     source = changed_source(source, f"                {load}", "")
     offsets = "layout.tile_info_offset, config.columns, "
     source = changed_source(source, f"{offsets}config.gather", f"{offsets}True")  # no loads of x
-    return _define(source, factory, producer_block_scaled)(config, layout)
+    return _define(source, factory, block_scaled_producer)(config, layout)
 
 
 # Machine code

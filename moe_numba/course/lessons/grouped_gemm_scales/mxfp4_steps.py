@@ -18,8 +18,8 @@ from moe_numba.course.steps.instruction_mix import instruction_mix
 from moe_numba.course.steps.simulate import changed_module
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
 from moe_numba.grouped_gemm.common.constants import SharedMemory
-from moe_numba.grouped_gemm.w4 import kernel as kernel_w4
-from moe_numba.grouped_gemm.w4 import main_loop as mainloop_w4
+from moe_numba.grouped_gemm.w4 import kernel as w4_kernel
+from moe_numba.grouped_gemm.w4 import main_loop
 from moe_numba.grouped_gemm.w4.config import W4Config, select_w4_config
 from moe_numba.grouped_gemm.w4.dequantize import decode_scaled_block as decode_block
 from moe_numba.grouped_gemm.w4.dequantize import decode_scaled_tile, make_load_tile
@@ -295,13 +295,13 @@ def launch_products(instruction: str, n: int, out: torch.Tensor, iterations: int
 def make_step_kernel(config: W4Config, **parts: Any) -> tuple[Any, int]:
     """Return the package's kernel with other functions of these names, and its shared memory in bytes."""
     if not parts:
-        return kernel_w4.make_kernel(config)
-    kernel, mainloop = changed_module(kernel_w4), changed_module(mainloop_w4)
+        return w4_kernel.make_kernel(config)
+    kernel, mainloop = changed_module(w4_kernel), changed_module(main_loop)
     kernel.make_main_loop = mainloop.make_main_loop
     for name, part in parts.items():
         module = next((module for module in (mainloop, kernel) if hasattr(module, name)), None)
         if module is None:
-            raise ValueError(f"{name!r} is not a name of {kernel_w4.__name__} or {mainloop_w4.__name__}")
+            raise ValueError(f"{name!r} is not a name of {w4_kernel.__name__} or {main_loop.__name__}")
         setattr(module, name, part)
     return kernel.make_kernel(config)
 

@@ -11,8 +11,8 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.course.steps.simulate import changed_source, define, source_of
-from moe_numba.grouped_gemm.block_scaled import kernel as kernel_block_scaled
-from moe_numba.grouped_gemm.block_scaled import producer as producer_block_scaled
+from moe_numba.grouped_gemm.block_scaled import kernel as block_scaled_kernel
+from moe_numba.grouped_gemm.block_scaled import producer as block_scaled_producer
 from moe_numba.grouped_gemm.block_scaled.config import (
     BLOCK_M,
     BUFFER_BYTES,
@@ -97,7 +97,7 @@ _BY_FACTORS = (
 make_multiply_by_factors = _define(
     "make_multiply_by_factors",
     reduce(lambda source, pair: changed_source(source, *pair), _BY_FACTORS, source_of(make_multiply_by_scales)),
-    vars(kernel_block_scaled),
+    vars(block_scaled_kernel),
 )
 
 
@@ -247,26 +247,26 @@ def _without_look_ahead(factory, name, look_up, **names):
     source = changed_source(source, f"                if k_block == look_up_at:\n                    {look_up}", "")
     source = re.sub(r" +look_up_at = .*\n", "", source)
     source = changed_source(source, f"def {factory.__name__}(", f"def {name}(")
-    return _define(name, source, vars(producer_block_scaled), **names)
+    return _define(name, source, vars(block_scaled_producer), **names)
 
 
 _LOOK_UP_SHARED = "info, shares_weight = get_tile(smem, problem, tile)\n"
 make_tma_producer_without_look_ahead = _without_look_ahead(
-    producer_block_scaled.make_tma_producer, "make_tma_producer_without_look_ahead", _LOOK_UP_SHARED
+    block_scaled_producer.make_tma_producer, "make_tma_producer_without_look_ahead", _LOOK_UP_SHARED
 )
 make_tma_producer_of_one_cta = _without_look_ahead(
-    producer_block_scaled.make_tma_producer,
+    block_scaled_producer.make_tma_producer,
     "make_tma_producer_of_one_cta",
     _LOOK_UP_SHARED,
     make_load_weight=make_load_weight_of_one_cta,
 )
 _LOOK_UP = "info, _ = get_tile(smem, problem, tile)\n"
 make_factors_without_look_ahead = _without_look_ahead(
-    producer_block_scaled.make_factor_producer, "make_factors_without_look_ahead", _LOOK_UP
+    block_scaled_producer.make_factor_producer, "make_factors_without_look_ahead", _LOOK_UP
 )
 # Where the configuration allows it, the scales of four stages are one load of 16 bytes for each row of x.
 make_scales_by_four = _without_look_ahead(
-    producer_block_scaled.make_factor_producer, "make_scales_by_four", _LOOK_UP, make_write_factors=make_write_scales
+    block_scaled_producer.make_factor_producer, "make_scales_by_four", _LOOK_UP, make_write_factors=make_write_scales
 )
 
 
@@ -281,7 +281,7 @@ def _make_load_ones(packed, vector):
 
 # To explain the time of the one above: with ones instead of its loads.
 make_ones_by_four = _without_look_ahead(
-    producer_block_scaled.make_factor_producer,
+    block_scaled_producer.make_factor_producer,
     "make_ones_by_four",
     _LOOK_UP,
     make_write_factors=make_write_scales,

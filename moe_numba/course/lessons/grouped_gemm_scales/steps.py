@@ -12,7 +12,7 @@ import torch
 from moe_numba.course.lessons.grouped_gemm_scales import parts as replacements
 from moe_numba.course.steps.simulate import changed_module
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
-from moe_numba.grouped_gemm.block_scaled import kernel as kernel_block_scaled
+from moe_numba.grouped_gemm.block_scaled import kernel as block_scaled_kernel
 from moe_numba.grouped_gemm.block_scaled.config import BLOCK_M, BOX_ROWS, BUFFER_ROWS, BlockScaledConfig
 from moe_numba.grouped_gemm.block_scaled.epilogue import BUFFER_COLUMNS
 from moe_numba.grouped_gemm.common.constants import BLOCK_K_BYTES, THREADS
@@ -98,11 +98,11 @@ def changed_fields(before: BlockScaledConfig, after: BlockScaledConfig) -> str:
 def make_step_kernel(config: BlockScaledConfig, **parts: Callable) -> tuple[Any, int]:
     """Return the package's kernel with other factories of these names, and its shared memory in bytes."""
     if not parts:
-        return kernel_block_scaled.make_kernel(config)
-    module = changed_module(kernel_block_scaled)
+        return block_scaled_kernel.make_kernel(config)
+    module = changed_module(block_scaled_kernel)
     for name, part in parts.items():
         if not hasattr(module, name):
-            raise ValueError(f"{name!r} is not the name of a factory of {kernel_block_scaled.__name__}")
+            raise ValueError(f"{name!r} is not the name of a factory of {block_scaled_kernel.__name__}")
         setattr(module, name, part)
     return module.make_kernel(config)
 

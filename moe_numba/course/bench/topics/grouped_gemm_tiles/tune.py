@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from moe_numba.course.bench import records
 from moe_numba.grouped_gemm.block_scaled.config import BlockScaledConfig, BlockScaledLayout
-from moe_numba.grouped_gemm.call import config_table
-from moe_numba.grouped_gemm.call import heuristics as config_choice
+from moe_numba.grouped_gemm.call import config_table, heuristics
 from moe_numba.grouped_gemm.call.heuristics import kind_of
 from moe_numba.grouped_gemm.w4.config import CONFIGS as MXFP4_CONFIGS
 from moe_numba.grouped_gemm.w4.config import W4Config
@@ -213,7 +212,7 @@ def excess(rows, chosen=None):
     found = {}
     for problem, ratios in mean_ratios(rows).items():
         if problem.groups > 1:
-            name = chosen(problem) if chosen else name_of(config_choice.measured_config(*problem))
+            name = chosen(problem) if chosen else name_of(heuristics.measured_config(*problem))
             found[problem] = ratios[name] / min(ratios.values())
     return found
 
