@@ -1187,7 +1187,7 @@ for few, many in itertools.pairwise(LOADS):
 # **Idea.** The instructions of the summation may be the next limit. A 32-bit word holds two elements; summing two such
 # words takes 9 instructions: unpack, add in `float32`, pack. For *two* rows, Hopper adds two pairs of `bfloat16` in one
 # instruction (`add.rn.bf16x2`), which rounds each sum once. Rounding first to 24 bits and then to 8 never differs from
-# this for the sum of two numbers of 8 bits, because 24 is at least 2 x 8 + 2 (Figueroa 1995, section 10). Two
+# this for the sum of two numbers of 8 bits, because 24 is at least 2 x 8 + 2 (Figueroa 1995, section 9). Two
 # instructions per word remain: one adds 0, so that a sum is 0 and not -0, and one adds the second row.
 #
 # **Predicted gain.** If instructions limit the receivers, the senders are the new limit: step 5 less the sending time.
@@ -1837,167 +1837,13 @@ TIMEOUT_ERROR = in_simulator(without_peer, 0.004)
 print(*TIMEOUT_ERROR)
 assert TIMEOUT_ERROR
 
-# %% [markdown]
-# ## 9. Claims and measurements
-
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 if TIMED:
     ladder.row("final").update({name: found for name, found in FACTS.items() if found})
 ladder.save(notebook_sources("notebooks/09_combine.py"))
 
 # %% [markdown]
-# The notebook computes every verdict; one that needs a number without a record is "open". "Confirmed" means reproduced
-# here, "refuted" not reproduced here.
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-NOT_RECORDED = "open: not recorded yet"
-
-
-def verdict(holds, figure):
-    return f"{'confirmed' if holds else 'refuted'}: {figure}"
-
-
-claims = []
-hung = [case for case in CASES if LOCKED[case]["hung"]]
-bound = lambda case: case[1] + 2 * case[0] - 2  # chunk + R - 1
-claims.append(
-    (
-        "A ring of chunk + R - 2 rows deadlocks DeepEP's combine, one of chunk + R - 1 does not (R reducing warps)",
-        verdict(
-            all(LOCKED[case]["hung"] == (case[2] < bound(case)) for case in CASES),
-            f"{len(hung)} of {len(CASES)} runs deadlocked, all of them below the bound",
-        ),
-    )
-)
-claims.append(
-    (
-        "DeepEP's own check, ring > chunk, accepts rings that deadlock",
-        verdict(
-            any(case[2] > case[1] for case in hung), f"{sum(case[2] > case[1] for case in hung)} such runs deadlocked"
-        ),
-    )
-)
-claims.append(
-    (
-        "(of the article on dispatch) each token's src_idx is what combine reduces by",
-        verdict(
-            "src_idx" in inspect.getsource(deepep_combine.make_reduce),
-            "it is sent, and not read: rows are found by send_head; the package's combine does not send it",
-        ),
-    )
-)
-claims.append(
-    (
-        "A sender of combine that waits for a full ring can deadlock three ranks",
-        verdict(
-            bool(CYCLE) and all(THREE["unchanged"]["right"]) and not THREE["unchanged"]["errors"],
-            f"a cycle of {len(CYCLE or ())} waits; the unchanged sender returns the same tokens",
-        ),
-    )
-)
-claims.append(
-    (
-        "Sums do not depend on the order in which rows arrive",
-        verdict(not any(FAULTS[""]), f"{len(FAULTS[''])} seeds of the simulator, the same bits"),
-    )
-)
-step_by_step, once = (ERRORS["of similar magnitude", dtype][0] for dtype in (torch.bfloat16, torch.float32))
-claims.append(
-    (
-        "They are rounded once",
-        verdict(
-            ONE_ROUNDING <= 1,
-            f"the error is at most {ONE_ROUNDING:.3f} of one rounding; rounded after each of eight rows, the "
-            f"mean error is {step_by_step / once:.1f} times as large",
-        ),
-    )
-)
-alike, differing = (100 * ERRORS[kind, torch.float32][2] for kind in KINDS)
-claims.append(
-    (
-        "The order of the ranks matters even with one rounding",
-        ("more subtle" if alike == 0 < differing else "confirmed" if differing else "refuted")
-        + f": {alike:.3f} % of the elements depend on it where rows are of similar magnitude, {differing:.3f} % where large ones "
-        "cancel",
-    )
-)
-claims.append(
-    (
-        "A handle can be combined again and again",
-        verdict(
-            GAPS_RIGHT and all(same for _, same in PROPERTY.values()),
-            f"filling the gaps twice changes nothing; {len(PROPERTY)} handles were used twice, with the same bits",
-        ),
-    )
-)
-claims.append(
-    (
-        "combine(dispatch(x)) is x times the number of ranks",
-        verdict(all(right for right, _ in PROPERTY.values()), f"to the last bit, for {len(PROPERTY)} shapes"),
-    )
-)
-claims.append(
-    (
-        "Each of the three faults shows in the simulator",
-        verdict(
-            all(any(wrong) for name, wrong in FAULTS.items() if name),
-            ", ".join(
-                f"{name} under {sum(map(bool, wrong))} of {len(wrong)} seeds" for name, wrong in FAULTS.items() if name
-            ),
-        ),
-    )
-)
-step_us = {name: us(name) for name in STEPS}
-final = ladder.row("final") or {}  # with the other measurements
-push_us = final.get("push_us")
-
-
-def faster(claim, new, old):
-    """Append the claim that one step is faster than another, by 2 % or more."""
-    now, then = step_us[new], step_us[old]
-    said = (
-        now
-        and then
-        and (
-            f"{records.format_us(now)} us, {WIRE_BYTES / now / 1000:.0f} GB/s on the wire; '{old}' has "
-            f"{records.format_us(then)} us, {WIRE_BYTES / then / 1000:.0f}; {WHEN}"
-        )
-    )
-    claims.append((claim, verdict(now < 0.98 * then, said) if said else NOT_RECORDED))
-
-
-faster("The package's combine is faster than DeepEP's", "final", "DeepEP's rings")
-if SHOWN_RANKS == 2:
-    faster("Two rows are summed faster as packed pairs", "packed pairs", "several vectors per row")
-faster("Bulk copies, and own rows without rings, gain with 24 SMs", "bulk copies", "packed pairs")
-faster("It gains if a warp takes the next channel as soon as it is free", "final", "bulk copies")
-claims.append(
-    (
-        "With 24 SMs it is nearly as fast as the push with all of them",
-        verdict(
-            step_us["final"] < 1.1 * push_us,
-            f"{records.format_us(step_us['final'])} us; the push alone, without summation, {records.format_us(push_us)} us; {WHEN}",
-        )
-        if push_us
-        else NOT_RECORDED,
-    )
-)
-loads = final.get("loads_us", {})  # by vectors in flight
-lines = [f"{n}: {time:.0f} us" for n, time in loads.items()]
-if len(loads) > 1:
-    first, (*_, before, last) = next(iter(loads.values())), loads.values()
-    lines.append(f"the last doubling changes {100 * (last / before - 1):+.0f} %")
-claims.append(
-    (
-        "The summation needs several loads in flight",
-        verdict(min(loads.values()) < 0.9 * first, "; ".join([*lines, WHEN])) if len(loads) > 1 else NOT_RECORDED,
-    )
-)
-
-Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
-
-# %% [markdown]
-# ## 10. Sources
+# ## 9. Sources
 #
 # - [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `cached_notify_combine` and `combine` in
 #   `csrc/kernels/intranode.cu` of its first version, and `tests/test_intranode.py`, the origin of the property test.
