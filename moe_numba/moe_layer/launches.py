@@ -147,9 +147,9 @@ def _mxfp4(call):
     x, launches = _bf16_rows(call)
     first = dict(bias=t.w13_bias, early_weight=call.permutes, **call.gathered, **_gemm_activation(call.activation))
     first |= dict(out=activated, silu_and_mul=True)
-    launches["gate_up"] = partial(group_gemm_w4, "mxfp4", x, t.w13, *groups, **first)
+    launches["gate_up"] = partial(group_gemm_w4, x, t.w13, *groups, **first)
     second = dict(out=rows, bias=t.w2_bias, early_weight=True)
-    launches["down"] = partial(group_gemm_w4, "mxfp4", activated, t.w2, *groups, **second)
+    launches["down"] = partial(group_gemm_w4, activated, t.w2, *groups, **second)
     return launches
 
 

@@ -1,4 +1,4 @@
-"""Epilogue of the kernel for 4-bit weights with an activation; without one it is that of ``epilogue.py``.
+"""Epilogue of the kernel for MXFP4 weights with an activation; without one it is that of ``epilogue.py``.
 
 Of 16 rows of weight that a warp multiplies the first eight are of gate, and the others the rows of
 up that belong to them (see ``weight_tiles.py``). So a thread's first row of accumulators is of gate and its second of
@@ -10,17 +10,12 @@ from functools import cache
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.grouped_gemm.common.epilogue_terms import (
-    RowTerms,
-    make_apply_row_terms,
-    make_load_row_values,
-    make_load_terms,
-)
+from moe_numba.grouped_gemm.common.epilogue_terms import RowTerms, make_apply_row_terms, make_load_terms
 from moe_numba.grouped_gemm.wgmma.config import EPILOGUE_BYTES
 from moe_numba.grouped_gemm.wgmma.epilogue import make_epilogue
 from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.fragments import make_select_rows, make_silu_and_mul, make_swigluoai
-from moe_numba.ptx.matrix import make_fma_shared, make_stmatrix_fragment
+from moe_numba.ptx.matrix import make_stmatrix_fragment
 from moe_numba.ptx.memory import ld_shared_s32x4, load_nc_u16, load_nc_u32x1, st_global_s32x4
 from moe_numba.ptx.warpgroup import bar_sync
 
@@ -98,9 +93,7 @@ def make_store_chunk(n, first, layout):
 @cache
 def make_activating_epilogue(n, config, layout):
     """Make ``epilogue(smem, output, warp, lane, acc, _, tile, terms)``; ``n`` is wgmma's N."""
-    padded, zeros, by_row = -(-n // 16) * 16, (np.float32(0),) * (n // 2), config.x_scaling == "row"
-    load_row_values, scale_columns = make_load_row_values(config, layout), make_fma_shared(n)
-    x_scale, pitch = layout.row_value_offsets[0], layout.scale_pitch
+    padded = -(-n // 16) * 16
     apply_row_terms, store_chunk = make_apply_row_terms(n), make_store_chunk(padded, 0, layout)
     padding = (np.float32(0),) * ((padded - n) // 4)
     select_gate, select_up = make_select_rows(n, 0), make_select_rows(n, 1)
@@ -111,9 +104,6 @@ def make_activating_epilogue(n, config, layout):
 
     @cuda.jit(device=True)
     def epilogue(smem, output, warp, lane, acc, _, tile, terms):
-        if by_row:
-            load_row_values(smem, output.inputs, warp, lane, tile)
-            acc = scale_columns(zeros, acc, smem.f32, int32(x_scale + (lane & 3) * pitch))
         acc = apply_row_terms(acc, terms)
         values = activate(select_gate(acc), select_up(acc))
         store_chunk(smem, output, warp, lane, values + padding if padded > n else values, tile)
@@ -125,5 +115,4 @@ def make_terms_and_epilogue(n, config, layout):
     """Make ``terms = load_terms(inputs, tile, warp, lane, n)``, called before the main loop, and the epilogue."""
     if config.activation:
         return make_load_activation_terms(config), make_activating_epilogue(n, config, layout)
-    # The weight has no scales per row, which a configuration with scales per row of x would load here.
-    return make_load_terms(config._replace(x_scaling="none")), make_epilogue(n, config, layout)
+    return make_load_terms(config), make_epilogue(n, config, layout)

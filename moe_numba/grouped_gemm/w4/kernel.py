@@ -1,16 +1,15 @@
-"""Grouped GEMM kernel for 4-bit weights: persistent, warp-specialised CTAs that decode weights into registers.
+"""Grouped GEMM kernel for MXFP4 weights: persistent, warp-specialised CTAs that decode weights into registers.
 
 The kernel computes the transposed product, as that of ``kernel.py``: rows of weight are wgmma's M, rows of x its N.
 Weights are A, in registers: with 4.25 bits per weight the time of few rows is that of reading the weights, so they
 should pass through shared memory once and as codes. Rows of x are B, in shared memory.
 
 Producer warps: one thread issues the copies of a stage: for each consumer warpgroup a ``cp.async.bulk`` of one or two
-packed tiles (see ``weight_tiles.py``), for int4 one of their scales, and TMA loads of x. Three auxiliary warps copy
-gathered rows of x instead, and scales of blocks of x.
+packed tiles (see ``weight_tiles.py``), and TMA loads of x. With gathered rows of x, three auxiliary warps copy them
+instead.
 Consumers: each warpgroup multiplies 64 rows of weight. A thread loads its codes of a tile with one 16-byte load,
 decodes them to registers of A (``decode_w4.py``), and issues wgmmas, which run while it decodes the next codes, or with
-MXFP4 and few rows of x mma.sync (``mainloop_w4.py``, and ``promotion_w4.py`` for weights whose scales are applied to
-sums).
+few rows of x mma.sync (``mainloop_w4.py``).
 """
 
 from functools import cache
@@ -20,21 +19,14 @@ from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from moe_numba.grouped_gemm.common.constants import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, SharedMemory
 from moe_numba.grouped_gemm.common.epilogue_terms import EpilogueInputs
-from moe_numba.grouped_gemm.common.gather import (
-    GatherSource,
-    index_slot,
-    make_copy_rows,
-    make_load_row_indices,
-    wait_rows,
-)
+from moe_numba.grouped_gemm.common.gather import GatherSource, make_copy_rows, make_load_row_indices, wait_rows
 from moe_numba.grouped_gemm.common.outputs import EpilogueOperands, OutputTile
 from moe_numba.grouped_gemm.common.pipeline import allow_dependents
 from moe_numba.grouped_gemm.common.scheduler import Problem, divide, make_count_tiles, make_get_tile, make_tile_loop
-from moe_numba.grouped_gemm.packing_int4 import RESULT_EXPONENT as INT4_RESULT_EXPONENT
 from moe_numba.grouped_gemm.w4.epilogue import make_terms_and_epilogue
 from moe_numba.grouped_gemm.w4.layout import W4Layout, check_w4_config
 from moe_numba.grouped_gemm.w4.main_loop import make_main_loop
-from moe_numba.grouped_gemm.w4.packing import RESULT_EXPONENT as MXFP4_RESULT_EXPONENT
+from moe_numba.grouped_gemm.w4.packing import RESULT_EXPONENT, TILE_BYTES
 from moe_numba.grouped_gemm.w4.weight_tiles import TILE
 from moe_numba.ptx.cp_async import bulk_load_hint
 from moe_numba.ptx.mbarrier import (
@@ -55,22 +47,20 @@ class Weight(NamedTuple):
     """The packed weight in global memory."""
 
     tiles: Any  # uint8 pointer: [groups, n_tiles, k_tiles] weight tiles
-    scales: Any  # uint8 pointer: [groups, n_tiles, k_groups] with int4, 64 scales each
     n_tiles: Any
     k_tiles: Any
-    k_groups: Any
-
-
-class XScales(NamedTuple):
-    """Scales of 1 x 128 blocks of x, and their strides; ``group`` is beyond the rows of one group, if x is masked."""
-
-    values: Any  # float32 pointer
-    row: Any
-    k_block: Any
-    group: Any
 
 
 # Producer warpgroup
+
+
+@cuda.jit(device=True)
+def x_tiles_of(k_tiles):
+    """Return the number of tiles of x that belong to ``k_tiles`` tiles of weight: as many.
+
+    Returning ``k_tiles`` itself changes the machine code of the producer, and records were measured with this one.
+    """
+    return divide(int32(k_tiles * TILE + (TILE - 1)), TILE)
 
 
 @cache
@@ -79,15 +69,8 @@ def make_load_weight(config, layout):
 
     ``n_tile`` is that of the output, 64 rows of weight per warpgroup; ``tiles`` tiles along k from ``k_tile`` on.
     """
-    weight_offset, weight_bytes, full, tile_bytes = (
-        layout.weight_offset,
-        layout.weight_bytes,
-        layout.full,
-        config.tile_bytes,
-    )
-    scale_offset, scale_bytes, group_bytes = layout.scale_offset, layout.scale_bytes, config.scale_group_bytes
-    stage_tiles, group_size, scale_groups = config.stage_tiles, config.group_size, layout.scale_groups
-    warpgroups = config.warpgroups
+    weight_offset, weight_bytes, full = layout.weight_offset, layout.weight_bytes, layout.full
+    stage_tiles, warpgroups = config.stage_tiles, config.warpgroups
 
     @cuda.jit(device=True)
     def load_weight(smem, weight, group, n_tile, k_tile, tiles, stage, policy):
@@ -95,24 +78,11 @@ def make_load_weight(config, layout):
         for w in range(warpgroups):
             # The last tile may lie partly beyond the weight: clamp it.
             row = int64(group) * weight.n_tiles + min(int32(n_tile * warpgroups + w), int32(weight.n_tiles - 1))
-            to = int32(weight_offset + stage * weight_bytes + w * (stage_tiles * tile_bytes))
-            index, size = (row * weight.k_tiles + k_tile) * tile_bytes, int32(tiles * tile_bytes)
+            to = int32(weight_offset + stage * weight_bytes + w * (stage_tiles * TILE_BYTES))
+            index, size = (row * weight.k_tiles + k_tile) * TILE_BYTES, int32(tiles * TILE_BYTES)
             bulk_load_hint(smem.u8, to, weight.tiles, index, size, barriers, full + stage, policy)
-            if group_bytes:
-                first, size = int32(k_tile * TILE // group_size), int32(tiles_to_groups(tiles) * group_bytes)
-                to = int32(scale_offset + stage * scale_bytes + w * (scale_groups * group_bytes))
-                index = (row * weight.k_groups + first) * group_bytes
-                bulk_load_hint(smem.u8, to, weight.scales, index, size, barriers, full + stage, policy)
 
-    @cuda.jit(device=True)
-    def tiles_to_groups(tiles):
-        return int32(tiles * TILE + (group_size - 1)) // group_size
-
-    @cuda.jit(device=True)
-    def bytes_of_tiles(tiles):
-        return int32(warpgroups * (tiles * tile_bytes + tiles_to_groups(tiles) * group_bytes))
-
-    return load_weight, bytes_of_tiles
+    return load_weight
 
 
 @cache
@@ -122,12 +92,8 @@ def make_publish_tile(config, layout):
     The former stores a tile for the consumers; ``stage`` is the tile's first one, and empty. The latter returns the
     number of TMA loads of x for one of its tiles in a stage.
     """
-    tile_info_offset, box_rows, gather, columns = (
-        layout.tile_info_offset,
-        config.box_rows,
-        config.gather,
-        config.columns,
-    )
+    tile_info_offset, columns = layout.tile_info_offset, config.columns
+    box_rows, gather = config.box_rows, config.gather
 
     @cuda.jit(device=True)
     def publish_tile(smem, tile_info, stage):
@@ -147,31 +113,21 @@ def make_publish_tile(config, layout):
 
 @cache
 def make_begin_stage(config, layout):
-    """Make ``begin_stage(smem, weight, info, k_tile, boxes, stage, policy)``, and ``x_tiles_of(k_tiles)``.
+    """Make ``begin_stage(smem, weight, info, k_tile, boxes, stage, policy)``.
 
-    The former loads the weights of a stage and announces the bytes of x. The latter returns the number of tiles of x
-    that belong to as many of weight.
+    It loads the weights of a stage and announces their bytes and those of x.
     """
-    full, stage_tiles, x_tile_k, box_bytes = (
-        layout.full,
-        config.stage_tiles,
-        config.x_tile_k,
-        config.box_rows * BLOCK_K_BYTES,
-    )
-    load_weight, bytes_of_tiles = make_load_weight(config, layout)
-
-    @cuda.jit(device=True)
-    def x_tiles_of(k_tiles):
-        return divide(int32(k_tiles * TILE + (x_tile_k - 1)), x_tile_k)
+    full, stage_tiles, warpgroups = layout.full, config.stage_tiles, config.warpgroups
+    box_bytes, load_weight = config.box_rows * BLOCK_K_BYTES, make_load_weight(config, layout)
 
     @cuda.jit(device=True)
     def begin_stage(smem, weight, info, k_tile, boxes, stage, policy):
         k_tiles = int32(min(stage_tiles, weight.k_tiles - k_tile))
         x_bytes = int32(x_tiles_of(k_tiles) * boxes * box_bytes)
-        mbarrier_arrive_expect_tx(smem.barriers, full + stage, int32(x_bytes + bytes_of_tiles(k_tiles)))
+        mbarrier_arrive_expect_tx(smem.barriers, full + stage, int32(x_bytes + warpgroups * k_tiles * TILE_BYTES))
         load_weight(smem, weight, info.group, info.n_tile, k_tile, k_tiles, stage, policy)
 
-    return begin_stage, x_tiles_of
+    return begin_stage
 
 
 @cache
@@ -181,7 +137,7 @@ def make_load_early_weight(config, layout):
     It loads the weights of the first stages, at most all, publishes their tiles, and returns their number.
     """
     stages, stage_tiles, (first_tile, next_tile) = config.stages, config.stage_tiles, make_tile_loop(1)
-    get_tile, (begin_stage, _) = make_get_tile(config, layout), make_begin_stage(config, layout)
+    get_tile, begin_stage = make_get_tile(config, layout), make_begin_stage(config, layout)
     publish_tile, boxes_of = make_publish_tile(config, layout)
 
     @cuda.jit(device=True)
@@ -208,14 +164,9 @@ def make_tma_producer(config, layout):
     ``producer.make_tma_producer``.
     """
     stage_bytes, subtile_bytes, full, empty = layout.stage_bytes, layout.subtile_bytes, layout.full, layout.empty
-    box_rows, stage_tiles, x_tile_k, early_weight = (
-        config.box_rows,
-        config.stage_tiles,
-        config.x_tile_k,
-        config.early_weight,
-    )
+    box_rows, stage_tiles, early_weight = config.box_rows, config.stage_tiles, config.early_weight
     advance, load_early_weight = make_advance(config.stages), make_load_early_weight(config, layout)
-    get_tile, (begin_stage, x_tiles_of) = make_get_tile(config, layout), make_begin_stage(config, layout)
+    get_tile, begin_stage = make_get_tile(config, layout), make_begin_stage(config, layout)
     publish_tile, boxes_of = make_publish_tile(config, layout)
     first_tile, next_tile = make_tile_loop(1)
 
@@ -242,7 +193,7 @@ def make_tma_producer(config, layout):
                     allow_dependents(stage, phase)
                     begin_stage(smem, weight, info, int32(k_tile), boxes, stage, evict_first)
                 for i in range(x_tiles_of(int32(min(stage_tiles, weight.k_tiles - k_tile)))):
-                    k, to = int32(k_tile * TILE + i * x_tile_k), int32(stage * stage_bytes + i * subtile_bytes)
+                    k, to = int32(k_tile * TILE + i * TILE), int32(stage * stage_bytes + i * subtile_bytes)
                     for b in range(boxes):
                         box_row = int32(info.row + b * box_rows)
                         tma_load_2d_hint(smem.u8, to, map_x, 0, k, box_row, barriers, full + stage, evict_last)
@@ -256,62 +207,33 @@ def make_tma_producer(config, layout):
 
 @cache
 def make_aux_producer(config, layout):
-    """Make ``aux_producer(smem, aux_warp, lane, source, scales, problem, tiles, k_tiles)``.
+    """Make ``aux_producer(smem, aux_warp, lane, source, problem, tiles, k_tiles)``.
 
-    Auxiliary warp ``aux_warp`` (0 to 2) copies gathered rows of every third stage, and scales of blocks of x, ordered
-    as a consumer thread needs them; see ``SharedMemoryLayout.scale_pitch``.
+    Auxiliary warp ``aux_warp`` (0 to 2) copies gathered rows of x for every third stage.
     """
     full, empty, advance, stage_tiles = layout.full, layout.empty, make_advance(config.stages), config.stage_tiles
-    row_index_offset, row_indices, gather = layout.row_index_offset, layout.row_indices, config.gather
-    stage_x_tiles, x_tile_k, by_block = layout.stage_x_tiles, config.x_tile_k, config.x_scaling == "block"
-    x_scale_offset, stage_scales, pitch = layout.x_scale_offset, layout.row_values, layout.scale_pitch
-    subtile_m, rows_per_lane = config.subtile_m, -(-config.subtile_m // 32)
+    row_index_offset, row_indices = layout.row_index_offset, layout.row_indices
     load_row_indices, copy_rows = make_load_row_indices(config, layout.x_tiles), make_copy_rows(config, layout.x_tiles)
     get_tile, (first_tile, next_tile) = make_get_tile(config, layout), make_tile_loop(1)
 
     @cuda.jit(device=True)
-    def load_scale(smem, indices, scales, info, t, k_block):
-        """Load the scale of row ``t`` of the tile and a block of k, or 0 for a row that does not exist."""
-        valid = t < min(info.subtile_rows, info.rows)
-        index = int64(info.row + t) * scales.row
-        if gather:
-            x_row = smem.i32[uint32(indices + index_slot(t))]
-            valid, index = valid and x_row >= 0, int64(x_row) * scales.row
-        index += info.group * scales.group + int64(k_block) * scales.k_block
-        return scales.values[index] if valid else float32(0)
-
-    @cuda.jit(device=True)
-    def aux_producer(smem, aux_warp, lane, source, scales, problem, tiles, k_tiles):
+    def aux_producer(smem, aux_warp, lane, source, problem, tiles, k_tiles):
         stage, phase, skip = int32(0), uint32(1), int32(aux_warp)  # skip: stages before this warp's next one
         indices = int32(row_index_offset + aux_warp * row_indices)
         x_rows, row_bytes = source.x_rows, uniform(source.row_bytes)
         source = GatherSource(source.x, source.row_indices, x_rows, row_bytes, source.valid_bytes)
-        x_scales = cuda.local.array(rows_per_lane, float32)
         tile = first_tile()
         while tile < tiles:
             info = get_tile(smem, problem, tile)
-            if gather:
-                load_row_indices(smem, indices, lane, source, info)
+            load_row_indices(smem, indices, lane, source, info)
             for k_tile in range(0, k_tiles, stage_tiles):
                 if skip == 0:
-                    if by_block:  # load from global memory before waiting for the stage, to hide the latency
-                        for i in range(rows_per_lane):
-                            t = int32(lane + 32 * i)
-                            x_scales[i] = load_scale(smem, indices, scales, info, t, int32(k_tile // stage_tiles))
                     mbarrier_wait_parity(smem.barriers, empty + stage, phase)
-                    if gather:
-                        x_tiles = divide(int32(min(stage_tiles, k_tiles - k_tile) * TILE + (x_tile_k - 1)), x_tile_k)
-                        for i in range(x_tiles):
-                            x_tile = int32(k_tile // stage_tiles * stage_x_tiles + i)
-                            copy_rows(smem, indices, lane, int32(stage_x_tiles * stage + i), x_tile, source, info)
-                    if by_block:
-                        for i in range(rows_per_lane):
-                            t = int32(lane + 32 * i)
-                            if t < subtile_m:
-                                to = int32(x_scale_offset + stage * stage_scales + ((t >> 1) & 3) * pitch)
-                                smem.f32[uint32(to + (t >> 3) * 2 + (t & 1))] = x_scales[i]
-                    if gather:
-                        wait_rows()
+                    for i in range(x_tiles_of(int32(min(stage_tiles, k_tiles - k_tile)))):
+                        to = int32(stage_tiles * stage + i)
+                        x_tile = int32(k_tile // stage_tiles * stage_tiles + i)  # k_tile + i, as in `x_tiles_of`
+                        copy_rows(smem, indices, lane, to, x_tile, source, info)
+                    wait_rows()
                     cuda.syncwarp()
                     if lane == 0:
                         mbarrier_arrive(smem.barriers, full + stage)
@@ -367,15 +289,14 @@ def make_kernel(config):
     A CTA has 128 threads for each consumer warpgroup and 128 for the producers.
     """
     check_w4_config(config)
-    layout, gather, x_scaling = W4Layout(config), config.gather, config.x_scaling
+    layout, gather = W4Layout(config), config.gather
     stages, full, empty, tile_info_offset = config.stages, layout.full, layout.empty, layout.tile_info_offset
-    has_aux, consumer_warps, warpgroups = gather or x_scaling == "block", layout.consumer_warps, config.warpgroups
+    consumer_warps, warpgroups = layout.consumer_warps, config.warpgroups
     setmaxnreg_dec, setmaxnreg_inc = make_setmaxnreg_dec(layout.registers[0]), make_setmaxnreg_inc(layout.registers[1])
     count_tiles, tma_producer = make_count_tiles(config, layout), make_tma_producer(config, layout)
     consumer, aux_producer = make_consumer(config.mma_n, config, layout), make_aux_producer(config, layout)
     (first_tile, next_tile), early_weight = make_tile_loop(1), config.early_weight
-    exponent = MXFP4_RESULT_EXPONENT if config.scales_in_registers else INT4_RESULT_EXPONENT * (config.weight == "int4")
-    result_scale = float32(2.0**exponent)
+    result_scale = float32(2.0**RESULT_EXPONENT)
 
     @cuda.jit
     def grouped_gemm_w4(
@@ -399,12 +320,6 @@ def make_kernel(config):
         row_weights,
         scatter_indices,
         y_rows,
-        w_scale,
-        k_groups,
-        x_scale,
-        x_scale_row,
-        x_scale_block,
-        x_scale_group,
     ):
         smem = SharedMemory(
             cuda.shared.array(0, uint8, 1024),
@@ -416,7 +331,7 @@ def make_kernel(config):
         lane, warp = int32(thread & 31), int32(thread >> 5)
         if thread == 0:
             for stage in range(stages):
-                mbarrier_init(smem.barriers, full + stage, 1 + has_aux)
+                mbarrier_init(smem.barriers, full + stage, 1 + gather)
                 mbarrier_init(smem.barriers, empty + stage, consumer_warps)
             fence_mbarrier_init()
         if not early_weight:
@@ -428,18 +343,18 @@ def make_kernel(config):
         if warp >= consumer_warps:
             setmaxnreg_dec()
             if warp == consumer_warps and elect_sync(FULL_MASK):  # elect_sync tells the compiler: one thread only
-                tma_producer(smem, map_x, Weight(weight, w_scale, n_tiles, k_tiles, k_groups), problem, tiles)
-            if has_aux and warp > consumer_warps:
+                tma_producer(smem, map_x, Weight(weight, n_tiles, k_tiles), problem, tiles)
+            if gather and warp > consumer_warps:
                 source = GatherSource(x, row_indices, x_rows, row_bytes, valid_bytes)
-                scales = XScales(x_scale, x_scale_row, x_scale_block, x_scale_group)
-                aux_producer(smem, warp - consumer_warps - 1, lane, source, scales, problem, tiles, k_tiles)
+                aux_producer(smem, warp - consumer_warps - 1, lane, source, problem, tiles, k_tiles)
         else:
             setmaxnreg_inc()
             stage, phase = int32(0), uint32(0)
             u8, barriers = uniform_array(smem.u8), uniform_array(smem.barriers)
             smem = SharedMemory(u8, smem.i32, smem.f32, barriers)
             warp = uniform(warp)
-            inputs = EpilogueInputs(x_scale, x_scale, bias, row_weights, row_indices, x_rows, scatter_indices, y_rows)
+            scales = row_weights, row_weights  # of rows of x and of weight: not used
+            inputs = EpilogueInputs(*scales, bias, row_weights, row_indices, x_rows, scatter_indices, y_rows)
             output = EpilogueOperands(y, y, n, inputs)
             tile = first_tile()
             while tile < tiles:
@@ -447,9 +362,8 @@ def make_kernel(config):
                 mbarrier_wait_parity(smem.barriers, full + stage, phase)
                 row, rows, column, group = ld_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage))
                 cuda.syncwarp()  # lane 0 releases the stage for all lanes
-                scale = x_scale[0] if x_scaling == "tensor" else result_scale
                 row_count, subtile_rows = uniform(int32(rows & 0xFFFF)), uniform(int32(rows >> 16))
-                output_tile = OutputTile(uniform(row), row_count, subtile_rows, column, scale, group)
+                output_tile = OutputTile(uniform(row), row_count, subtile_rows, column, result_scale, group)
                 stage, phase = consumer(smem, output, warp, lane, stage, phase, k_tiles, output_tile)
                 tile = next_tile(tile)
 

@@ -1,7 +1,7 @@
-"""Main loops over k of the grouped GEMM with 4-bit weights: decode weights into registers, and multiply.
+"""Main loops over k of the grouped GEMM with MXFP4 weights: decode weights into registers, and multiply.
 
-All are ``stage, phase, acc = main_loop(smem, warp, lane, stage, phase, k_tiles)``. MXFP4 weights for bf16 are scaled as
-they are decoded, so wgmma adds up all of k. The main loops for other weights are in ``promotion_w4.py``.
+All are ``stage, phase, acc = main_loop(smem, warp, lane, stage, phase, k_tiles)``. Weights are scaled
+as they are decoded, so wgmma adds up all of k.
 
 Up to 16 rows of x are multiplied by ``mma.sync`` instead. On an H200 a wgmma of 64 rows takes 7.5 ns for 8 columns and
 9.6 ns for 32, with A in registers and four warpgroups; as many ``mma.sync`` for 8 columns take 3.7 ns (notebook 06b).
@@ -12,22 +12,19 @@ from functools import cache
 import numpy as np
 from numba import cuda, int32, uint64
 
-from moe_numba.grouped_gemm.promotion_w4 import make_promoting_main_loop
 from moe_numba.grouped_gemm.w4.dequantize import decode_scaled_tile, make_load_tile
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_wait_parity
 from moe_numba.ptx.mma import make_ldmatrix_x4, make_mma
 from moe_numba.ptx.pipeline import make_advance
 from moe_numba.ptx.wgmma import make_wgmma_tile_rs, make_wgmma_wait, make_wgmma_wait_registers, wgmma_descriptor
 
-STEPS = 4  # wgmmas of a tile in bf16, 16 elements of k each
-REGISTERS = 4 * STEPS  # registers of A of a tile in bf16
+STEPS = 4  # wgmmas of a tile, 16 elements of k each
+REGISTERS = 4 * STEPS  # registers of A of a tile
 MMA_SYNC_ROWS = 16  # rows of x up to which mma.sync multiplies
 
 
 def make_main_loop(n, config, layout):
     """Make the main loop of a configuration, for a wgmma of N = ``n``."""
-    if not config.scales_in_registers:
-        return make_promoting_main_loop(n, config, layout)
     if n <= MMA_SYNC_ROWS and config.stage_tiles == 2:
         return make_mma_sync_loop(n, config, layout)
     return (make_overlapped_loop if config.overlap else make_simple_loop)(n, config, layout)
@@ -35,7 +32,7 @@ def make_main_loop(n, config, layout):
 
 @cache
 def make_mma_sync_loop(n, config, layout):
-    """Make a main loop for scaled weights and up to 16 rows of x, by ``mma.sync``.
+    """Make a main loop for up to 16 rows of x, by ``mma.sync``.
 
     Its registers of A and of the accumulators are those of wgmma. Each warp loads the rows of x as B by ``ldmatrix``:
     lane ``8 i + r`` addresses vector i, and then vector ``i + 4``, of 16 bytes of row r, which the swizzle of TMA has
@@ -83,7 +80,7 @@ def make_mma_sync_loop(n, config, layout):
 
 @cache
 def make_simple_loop(n, config, layout):
-    """Make a main loop for scaled weights with one set of registers of A.
+    """Make a main loop with one set of registers of A.
 
     A warpgroup decodes a tile, multiplies, and waits. With large wgmmas the other warpgroup keeps the tensor cores busy
     while this one decodes, and the accumulators leave no registers for a second set.
@@ -115,7 +112,7 @@ def make_simple_loop(n, config, layout):
 
 @cache
 def make_overlapped_loop(n, config, layout):
-    """Make a main loop for scaled weights with two sets of registers of A.
+    """Make a main loop with two sets of registers of A.
 
     Tiles alternate between ``a_0`` and ``a_1``. Before a set is decoded anew, the thread waits for the wgmmas that read
     it, and releases the stage that they read; those of the other set may still run.

@@ -308,7 +308,7 @@ def make_step_kernel(config: W4Config, **parts: Any) -> tuple[Any, int]:
 
 _WGMMA: dict[str, Any] = {"MMA_SYNC_ROWS": 0}  # also with few rows
 # The package multiplies scales by a power of two, to stay within bfloat16's range, and undoes it in the epilogue.
-_BY_VALUE = _WGMMA | {"decode_scaled_tile": decode_tile_by_value, "MXFP4_RESULT_EXPONENT": 0}
+_BY_VALUE = _WGMMA | {"decode_scaled_tile": decode_tile_by_value, "RESULT_EXPONENT": 0}
 PARTS: dict[str, dict[str, Any]] = {
     "rows, by value": _BY_VALUE | {"make_load_tile": make_load_tile_by_bytes},
     "fragments, by value": _BY_VALUE,
@@ -372,6 +372,6 @@ class StepLaunch:
         pointers = map(address, (getattr(p, self.weight), p.out, p.seqlens, p.cu_seqlens))
         gather = address(p.x), lengths, len(p.x), 0, 2 * p.x.shape[1]  # unused, as the epilogue's pointers
         sizes = *self.sizes, *gather
-        unused = *[lengths] * 3, len(p.x), lengths, 0, lengths, 0, 0, 0  # of the epilogue, and of other formats
+        unused = *[lengths] * 3, len(p.x)  # of the epilogue
         self.start(self.grid, self.threads, None, self.x_map(p.x), *pointers, *sizes, *unused)
         return p.out

@@ -197,7 +197,7 @@ def calls_of(case, config):
     """Return a call for each set of weights."""
     problem, options = case.problem, dict(out=case.out, config=config)
     if problem.kind == "mxfp4":
-        return [lambda w=w: w4_launch.group_gemm("mxfp4", case.x, w, *case.sizes, **options) for w in case.weights]
+        return [lambda w=w: w4_launch.group_gemm(case.x, w, *case.sizes, **options) for w in case.weights]
     options |= dict(silu_and_mul=problem.silu_and_mul)
     return [
         lambda w=w: group_gemm(problem.scaling, case.x, w, *case.sizes, *case.scales, **options) for w in case.weights
