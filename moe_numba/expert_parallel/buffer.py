@@ -250,7 +250,6 @@ class Buffer(LowLatencyBuffer):
         previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-        ready: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Send rows back to the ranks of their tokens, and sum each token's rows.
 
@@ -266,11 +265,6 @@ class Buffer(LowLatencyBuffer):
             Added to the sum.
         config, previous_event, async_finish, allocate_on_comm_stream
             As for `dispatch`.
-        ready : torch.Tensor [received], int32, optional
-            One flag per row of ``x``, initially 0; contiguous. A kernel on another stream computes ``x`` concurrently:
-            after it has written a row, it stores 1 to the row's flag with ``st.release.sys``. Combine polls the flag
-            before it reads the row, and resets it to 0. Not with ``topk_weights``. ``config.num_sms`` must leave SMs
-            for that kernel.
 
         Returns
         -------
@@ -286,17 +280,14 @@ class Buffer(LowLatencyBuffer):
         biases = checks.as_biases(bias)
         tokens, channels, rows = checks.check_handle(handle, self.group_size, device)
         hidden, topk = checks.check_combine_input(x, topk_weights, biases, rows, tokens, device)
-        waits = ready is not None
-        if waits:
-            checks.check_ready(ready, topk_weights, rows, device)
-        start = rt.cached(launch_plans.plan_combine, config, hidden, topk, channels, len(biases), waits)
+        start = rt.cached(launch_plans.plan_combine, config, hidden, topk, channels, len(biases))
         *prefix, _, _, send_head = handle
         with rt.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             out = x.new_empty(tokens, hidden)
             out_weights = None if topk_weights is None else topk_weights.new_empty(tokens, topk)
-            inputs = rt.pointers(x, ready if waits else topk_weights, *prefix, send_head)
+            inputs = rt.pointers(x, topk_weights, *prefix, send_head)
             outputs = rt.pointers(*(*biases, None, None)[:2], out, out_weights)
             with rt.with_barriers_if_layout_changed(True, channels):
                 start(*inputs, tokens, *outputs, rows)
-            event = finish(x, topk_weights, ready, *biases, out, out_weights, *handle)
+            event = finish(x, topk_weights, *biases, out, out_weights, *handle)
         return out, out_weights, event

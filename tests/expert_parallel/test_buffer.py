@@ -366,7 +366,6 @@ def test_invalid_arguments():
         refused(
             TypeError, r"size\[1\] is 2.0; it must be an int", buffer.get_local_buffer_tensor, torch.int32, (2, 2.0)
         )
-        refused(TypeError, "ready is list; it must be a tensor", buffer.combine, given[0], handle, ready=[1])
         for name in ("async_finish", "allocate_on_comm_stream"):
             refused(TypeError, f"{name} is 'yes'", buffer.combine, given[0], handle, config=SMALL, **{name: "yes"})
             refused(TypeError, f"{name} is 'yes'", buffer.get_dispatch_layout, idx, inputs.experts, **{name: "yes"})

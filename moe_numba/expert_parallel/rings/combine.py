@@ -5,9 +5,6 @@ channel's rings round-robin and skips full ones: if it waited for one ring, rank
 A receiving warp takes its tokens in order, waits until a token's rows have arrived from all ranks that received the
 token, and sums them in rank order, in float32, rounded once: the result is bitwise reproducible. A rank's own rows do
 not pass through a ring.
-
-With ``waits`` another kernel may still compute the rows while this one runs. That kernel sets a flag after each row. A
-warp waits for the flag before it loads the row, and clears it. The flags take the place of ``topk_weights``.
 """
 
 from functools import cache
@@ -40,17 +37,8 @@ from moe_numba.ptx.memory import griddepcontrol_wait, pointer_from_address
 from moe_numba.ptx.warp import FULL_MASK
 
 
-@cuda.jit(device=True)
-def take_row(ready, row):
-    """Return whether a row has been computed; if so, clear its flag: no other thread reads the flag."""
-    computed = ld_acquire_sys_s32(ready, row) != 0
-    if computed:
-        ready[row] = int32(0)
-    return computed
-
-
 @cache
-def make_send(shape, waits=False):
+def make_send(shape):
     """Make ``send``, the work of a warp of a sending CTA; it returns whether the warp has aborted.
 
     Lane r handles the ring to rank r.
@@ -79,18 +67,11 @@ def make_send(shape, waits=False):
             tail, head = base, uint32(base - uint32(slots))  # the head is unknown: read it before the first row
             capacity = uint32(1)  # the last launch may have used other slots: wait until the ring is empty
             rows_left, start = rows_left if has_ring else int32(0), uint64(0)
-            computed = not waits  # whether the lane's next row is
             while cuda.any_sync(FULL_MASK, rows_left > 0):
                 if rows_left > 0 and uint32(tail - head) >= capacity:
                     head = uint32(ld_acquire_sys_s32(ctx.local, head_offset + channel * ranks + peer))
                     pipeline.fence_acquired()
                 can_send = rows_left > 0 and uint32(tail - head) < capacity
-                if waits:
-                    if can_send and not computed:
-                        computed = take_row(tensors.topk_weights, row)
-                    can_send = can_send and computed
-                    cuda.syncwarp()  # lane 0 loads rows that other lanes have found computed
-                    pipeline.fence_acquired()
                 mask = uint32(cuda.ballot_sync(FULL_MASK, can_send))
                 for d in range(ranks):  # one row to each rank whose ring has space
                     if mask >> uint32(d) & uint32(1):
@@ -114,7 +95,6 @@ def make_send(shape, waits=False):
                     post_progress(smem_u64, progress_slot, channel, tail)
                 if can_send:
                     tail, rows_left, row = uint32(tail + uint32(1)), int32(rows_left - 1), int32(row + 1)
-                    computed = not waits
                 cuda.syncwarp()
                 if mask != uint32(0):
                     start = uint64(0)
@@ -140,7 +120,7 @@ def make_send(shape, waits=False):
 
 
 @cache
-def make_receive(shape, biases, waits=False):
+def make_receive(shape, biases):
     """Make ``receive``, the work of a warp of a receiving CTA; it returns whether the warp has aborted.
 
     Lane r handles the ring from rank r.
@@ -181,20 +161,6 @@ def make_receive(shape, biases, waits=False):
                 position = next_position if next_position < max_rows else int32(-1)
                 own = cuda.shfl_sync(FULL_MASK, position, rank)
                 own_row = int64(first_own_row + own)
-                if waits:
-                    start, computed = uint64(0), own < 0
-                    while not computed:
-                        found = lane == 0 and take_row(tensors.topk_weights, own_row)
-                        computed = cuda.any_sync(FULL_MASK, found) != 0
-                        if not computed:
-                            start = start_of_wait(start)
-                            if warp_abort_if_timed_out(start, lane == 0, ctx, COMBINE_ROWS, channel, rank, own, 0):
-                                aborted, computed = int32(1), True
-                    if aborted != 0:
-                        has_next = False
-                        break
-                    cuda.syncwarp()  # lane 0 has found the row computed
-                    pipeline.fence_acquired()
                 if own >= 0:
                     load_row(smem_i32, smem_u64, warp, lane, staging, tensors.x, own_row * row_words, row_bytes)
                 else:
@@ -251,17 +217,15 @@ def make_receive(shape, biases, waits=False):
 
 
 @cache
-def make_combine(shape, biases, waits=False):
+def make_combine(shape, biases):
     """Make the kernel, for CTAs of ``shape.threads`` threads and 0 to 2 biases.
 
-    The first ``senders`` CTAs send, at most half of them. ``waits``: see the module; no weights are sent then.
+    The first ``senders`` CTAs send, at most half of them.
     """
-    if waits and shape.slot.scales:
-        raise ValueError(f"{shape} sends weights, whose pointer has the flags with waits")
     ranks, warps, barrier_offset = shape.num_ranks, shape.warps, shape.barrier_offset
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     tail_offset, head_offset = buffer_layout(ranks).tail(True), buffer_layout(ranks).head(True)
-    send, receive, publish = make_send(shape, waits), make_receive(shape, biases, waits), make_publish(shape)
+    send, receive, publish = make_send(shape), make_receive(shape, biases), make_publish(shape)
     poison_sums, pipeline = make_poison_sums(shape.slot), shape.pipeline
 
     @cuda.jit

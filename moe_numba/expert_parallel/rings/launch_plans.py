@@ -154,14 +154,13 @@ def plan_direct_dispatch(
     return channels, runtime.prepare_launch(start, blocks, channels), (hidden, _DTYPES.index(dtype), scales, topk, 0)
 
 
-def plan_combine(runtime, config, hidden, topk, channels, biases, waits=False):
-    """Prepare combine; return a function that starts the kernel. With ``waits`` it waits for each row's flag."""
+def plan_combine(runtime, config, hidden, topk, channels, biases):
+    """Prepare combine; return a function that starts the kernel."""
     ranks, slot = runtime.num_ranks, TokenSlot(hidden // 2, topk, 0, has_src_idx=False)
     warps = max_warps(2 * hidden, runtime.limits)
     shape, ring_words = make_ring_shape(config, ranks, warps, channels, slot, runtime.ring_words, limits=runtime.limits)
-    constants = (shape, biases, True) if waits else (shape, biases)
     start = runtime.prepare_kernel(
-        combine.make_combine, constants, combine.SIGNATURE, shape.threads, shape.shared_bytes
+        combine.make_combine, (shape, biases), combine.SIGNATURE, shape.threads, shape.shared_bytes
     )
     rings_offset = runtime.rings_offset + runtime.ring_words
     senders = num_senders(config.num_sms, ranks)
