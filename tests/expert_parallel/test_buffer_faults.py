@@ -116,10 +116,6 @@ def mismatch(name, ranks, **options):
     return run(ranks, work, timeout=SHORT_TIMEOUT if simulator.ENABLED else 10)
 
 
-def are_named(errors, match):
-    return all(type(e) is ValueError and pytest.raises(ValueError, match=match).matches(e) for e in errors)
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_calls_that_differ_across_ranks(name, ranks):

@@ -28,14 +28,6 @@ from moe_numba.ptx.warp import FULL_MASK, redux_sync_max_s32
 from moe_numba.ptx.warpgroup import bar_sync
 
 
-class Output(NamedTuple):
-    """The outputs in global memory."""
-
-    y: Any  # int32 pointer: two bf16 or four FP8 elements per integer
-    y_scale: Any  # float32 pointer
-    n: Any  # columns of y
-
-
 class RowStore(NamedTuple):
     """A thread's part in storing a tile; see :func:`make_store_rows`."""
 
