@@ -59,7 +59,7 @@ from moe_numba.grouped_gemm.block_scaled import pairs as scheduler_pairs
 from moe_numba.grouped_gemm.block_scaled import producer as producer_block_scaled
 from moe_numba.grouped_gemm.call.heuristics import measured_config
 from moe_numba.grouped_gemm.call.plan import group_gemm
-from moe_numba.grouped_gemm.w4 import main_loop as mainloop_w4
+from moe_numba.grouped_gemm.w4 import kernel as w4_kernel
 from moe_numba.grouped_gemm.w4 import packing as packing_mxfp4
 from moe_numba.grouped_gemm.wgmma import kernel
 from moe_numba.grouped_gemm.wgmma.config import GemmConfig
@@ -1056,7 +1056,7 @@ say(
 # tile. wgmma takes its A operand from registers, so rows of weight are A. A thread decodes its 32 weights of a tile
 # into 16 registers, and the warpgroup issues four wgmmas with 16 elements of k each. Two sets of registers alternate:
 # while the wgmmas of one set run, the thread decodes the other (`make_overlapped_loop` in
-# [`mainloop_w4.py`](../moe_numba/grouped_gemm/w4/main_loop.py)).
+# [`w4/kernel.py`](../moe_numba/grouped_gemm/w4/kernel.py)).
 #
 # In this step the codes of a tile are in the order of rows, two neighbouring codes of a register in one byte:
 
@@ -1185,7 +1185,7 @@ Markdown(f"```python\n{source_of(mxfp4.decode_block)}```")
 # The 8 remaining bits of `a` and of `b` are not at the distances that one shift needs, so the fourth and the eighth
 # register are each the XOR of two shifted words. The XOR also has bits of other registers at these places, so packing
 # sets the remaining bits such that the XOR comes out right
-# ([`packing_mxfp4.py`](../moe_numba/grouped_gemm/w4/packing.py)):
+# ([`w4/packing.py`](../moe_numba/grouped_gemm/w4/packing.py)):
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown(f"```python\n{source_of(packing_mxfp4._pack_codes)}```")
@@ -1263,7 +1263,7 @@ for name, ns in PRODUCT_NS.items():
 # of wgmma, so decoding and epilogue stay as they are. Each warp loads the rows of x itself, by `ldmatrix`:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-Markdown(f"```python\n{source_of(mainloop_w4.make_mma_sync_loop)}```")
+Markdown(f"```python\n{source_of(w4_kernel.make_mma_sync_loop)}```")
 
 # %% [markdown]
 # **Predicted gain.** At most the time of the multiplications that is saved, until reading the codes becomes the limit.
@@ -1364,4 +1364,4 @@ say(
 # - NVIDIA: *PTX ISA*, `wgmma` with A in registers and `cp.async.bulk.tensor` with multicast.
 # - [Marlin](https://github.com/IST-DASLab/marlin), which packs 4-bit integers in the order of fragments.
 # - The kernels: [`kernel_block_scaled.py`](../moe_numba/grouped_gemm/block_scaled/kernel.py),
-#   [`kernel_w4.py`](../moe_numba/grouped_gemm/w4/kernel.py).
+#   [`w4/kernel.py`](../moe_numba/grouped_gemm/w4/kernel.py).

@@ -20,7 +20,7 @@ from moe_numba.grouped_gemm import (
     reference,
 )
 from moe_numba.grouped_gemm.call import plan as launch
-from moe_numba.grouped_gemm.common import epilogue_terms
+from moe_numba.grouped_gemm.common import epilogue_terms, store_tile
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.grouped_gemm.wgmma import epilogue, kernel, producer
 from moe_numba.grouped_gemm.wgmma import launch as wgmma_launch
@@ -232,11 +232,11 @@ WRONG = WRONG_VALUES | {
         "weight_row(tile.group, column if",
         "weight_row(0, column if",
     ),
-    "the second subtile has the first one's values": (epilogue, "int32(values_0 + 4 * pitch)", "values_0"),
+    "the second subtile has the first one's values": (store_tile, "int32(values_0 + 4 * pitch)", "values_0"),
     "rows are stored to their neighbours' rows": (fragments, "row = rows[index + k]", "row = rows[index + (k ^ 1)]"),
     "rows of the next group are stored": (epilogue_terms, "c < tile.subtile_rows and row < tile.rows", "True"),
     "accumulation overwrites": (
-        epilogue,
+        store_tile,
         "make_scatter_columns(n, config.accumulate)",
         "make_scatter_columns(n, False)",
     ),
@@ -247,9 +247,9 @@ WRONG = WRONG_VALUES | {
     ),
 }
 WRONG_BF16 = WRONG_VALUES | {
-    "rows are stored to the next row": (epilogue, "int64(row) * store.pitch", "int64(row + 1) * store.pitch"),
-    "all chunks have the first one's rows": (epilogue, "store.destinations + destination", "store.destinations"),
-    "a row has the row of the other half": (epilogue, "+ (t >> 3) * 2 + (t & 1)", "+ (t & 1)"),
+    "rows are stored to the next row": (store_tile, "int64(row) * store.pitch", "int64(row + 1) * store.pitch"),
+    "all chunks have the first one's rows": (store_tile, "store.destinations + destination", "store.destinations"),
+    "a row has the row of the other half": (store_tile, "+ (t >> 3) * 2 + (t & 1)", "+ (t & 1)"),
 }
 WRONG_ACTIVATION = {
     "gate and up are swapped": (epilogue_terms, "activate_scaled(gate, up)", "activate_scaled(up, gate)"),

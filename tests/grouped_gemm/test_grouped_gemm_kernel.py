@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from moe_numba.grouped_gemm.common import gather, scheduler
+from moe_numba.grouped_gemm.common import gather, scheduler, store_tile
 from moe_numba.grouped_gemm.common.constants import THREADS
 from moe_numba.grouped_gemm.common.scheduler import host
 from moe_numba.grouped_gemm.reference import mismatch
-from moe_numba.grouped_gemm.wgmma import epilogue, kernel, producer
+from moe_numba.grouped_gemm.wgmma import kernel, producer
 from moe_numba.grouped_gemm.wgmma.config import GemmConfig, SharedMemoryLayout, select_config
 from moe_numba.runtime.device import H200
 from moe_numba.runtime.launch import launch
@@ -340,16 +340,16 @@ WRONG = {
         f"product = wgmma(a, b)\n{RELEASE}            product = wait(product)\n",
     ),
     "consumers request more registers than producers release": (kernel, "else (24, 240)", "else (24, 256)"),
-    "rows of the next group are stored": (epilogue, "int32(min(tile.rows, tile.subtile_rows))", "tile.subtile_rows"),
+    "rows of the next group are stored": (store_tile, "int32(min(tile.rows, tile.subtile_rows))", "tile.subtile_rows"),
     "the wrong group's weight is loaded": (
         producer,
         "k, column, group, barriers, full, policy)\n            if",
         "k, column, int32(0), barriers, full, policy)\n            if",
     ),
     "the last stage is left out": (kernel, "for _ in range(k_blocks):", "for _ in range(k_blocks - 1):"),
-    "the epilogue does not undo its swizzle": (epilogue, "((vector ^ (t & 7)) << 4)", "(vector << 4)"),
+    "the epilogue does not undo its swizzle": (store_tile, "((vector ^ (t & 7)) << 4)", "(vector << 4)"),
     "an epilogue buffer is read before all four warps wrote it": (
-        epilogue,
+        store_tile,
         "acc_0, scale)\n            bar_sync(int32(2 + warpgroup), 128)\n",
         "acc_0, scale)\n",
     ),
@@ -437,7 +437,7 @@ def test_kernels_that_ignore_the_strides_of_scales_are_rejected(right, wrong, de
 
 
 def test_a_kernel_that_stores_columns_beyond_y_is_rejected(device):
-    change = epilogue, "            if column + 8 * vector >= output.n:", "            if column >= output.n:"
+    change = store_tile, "            if column + 8 * vector >= output.n:", "            if column >= output.n:"
     make_kernel, config = changed_maker(kernel, "make_kernel", *change), CONFIGS["tensor"]
     p = make_problem(config, [5, 11], 80, 64, device)
     assert is_rejected(lambda seed: mismatch(run(config, p, seed=seed, make_kernel=make_kernel), p.expected))

@@ -9,13 +9,12 @@ from helpers.wrong_kernels import is_rejected
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from moe_numba.grouped_gemm.common import gather
+from moe_numba.grouped_gemm.common import gather, store_tile
+from moe_numba.grouped_gemm.common.constants import EPILOGUE_BYTES
 from moe_numba.grouped_gemm.reference import mismatch
-from moe_numba.grouped_gemm.w4 import kernel, main_loop
+from moe_numba.grouped_gemm.w4 import kernel
 from moe_numba.grouped_gemm.w4.config import fit_registers, select_w4_config
 from moe_numba.grouped_gemm.w4.layout import W4Layout, check_w4_config, fit_shared_memory
-from moe_numba.grouped_gemm.wgmma import epilogue
-from moe_numba.grouped_gemm.wgmma.config import EPILOGUE_BYTES
 from moe_numba.runtime.device import H200
 
 WGMMA = SMALL._replace(subtile_m=24, mma_n=(24,))
@@ -99,72 +98,75 @@ def test_gather(variant, device):
 def test_consumers_release_an_early_stage_before_the_producer_continues(device):
     """As for the kernel of FP8 and bfloat16 weights."""
     p = gathered(make_problem([5, 30, 16], 256, 832, device, WGMMA._replace(early_weight=True)))
-    wait = "            griddepcontrol_wait()\n"
-    released = "            if early > 0:\n                mbarrier_wait_parity(barriers, empty, uint32(0))\n"
-    slow = kernel, f"{wait}        tile = first_tile()", f"{wait}{released}        tile = first_tile()"
+    wait, loop = "                    griddepcontrol_wait()\n", "                tile = int32(cuda.blockIdx.x)\n"
+    released = (
+        "                if early > 0:\n                    mbarrier_wait_parity(smem.barriers, empty, uint32(0))\n"
+    )
+    slow = kernel, f"{wait}{loop}", f"{wait}{released}{loop}"
     assert mismatch(run(p, **wrong(*slow)), p.expected) is None
     if simulator.ENABLED:
-        right = "            if early == 0:"
-        always = f"            mbarrier_wait_parity(barriers, empty + stage, phase)\n{right}"
+        right = "                    if early == 0:"
+        always = f"                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n{right}"
         assert is_rejected(lambda seed: mismatch(run(p, seed=seed, **wrong(*slow, (right, always))), p.expected))
 
 
 # Wrong kernels
 
 WAIT = "            mbarrier_wait_parity(smem.barriers, full + stage, phase)\n"
+PRODUCER_WAIT = "                            mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n"
 WRONG = {
     "a stage is read before it is full": (
-        *("two tiles", main_loop),
+        *("two tiles", kernel),
         f"{WAIT}            codes_0, scales_0",
         "            codes_0, scales_0",
     ),
     "a stage is filled while it is read": (
         *("two tiles", kernel),
-        "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                    allow_dependents",
-        "                allow_dependents",
+        f"{PRODUCER_WAIT}                            allow_dependents",
+        "                            allow_dependents",
     ),
     "a stage is released before wgmma has read it": (
-        *("two tiles", main_loop),
+        *("two tiles", kernel),
         "            stage_1 = stage\n",
         "            release(smem, lane, stage)\n            stage_1 = int32(-1)\n",
     ),
     "a stage is never released": (
-        *("two tiles", main_loop),
+        *("two tiles", kernel),
         *("        release(smem, lane, stage_1)\n        return", "        return"),
     ),
-    "too few bytes are expected": (*("two tiles", kernel), *("k_tiles * TILE_BYTES))", "k_tiles * TILE_BYTES - 16))")),
+    "too few bytes are expected": (*("two tiles", kernel), *("* tiles * TILE_BYTES))", "* tiles * TILE_BYTES - 16))")),
     "consumers request more registers than producers release": (
         *("two tiles", kernel),
         *("make_setmaxnreg_inc(layout.registers[1])", "make_setmaxnreg_inc(248)"),
     ),
     "rows of the next group are stored": (
-        *("two tiles", epilogue),
+        *("two tiles", store_tile),
         *("int32(min(tile.rows, tile.subtile_rows))", "tile.subtile_rows"),
     ),
-    "the wrong group's weight is loaded": ("two tiles", kernel, "int64(group) * weight.n_tiles", "int64(0)"),
+    "the wrong group's weight is loaded": ("two tiles", kernel, "int64(info.group) * n_tiles", "int64(0)"),
     "both warpgroups load the same rows of weight": (
         *("two tiles", kernel),
-        *("n_tile * warpgroups + w)", "n_tile * warpgroups)"),
+        *("info.n_tile * warpgroups + w)", "info.n_tile * warpgroups)"),
     ),
     "tiles of k are in another order": (
         *("two tiles", kernel),
-        *("row * weight.k_tiles + k_tile)", "row * weight.k_tiles + (k_tile ^ 2))"),
+        *("(row * k_tiles + k_tile)", "(row * k_tiles + (k_tile ^ 2))"),
     ),
     "the second tile of a stage is multiplied with the first one's x": (
-        *("two tiles", main_loop),
+        *("two tiles", kernel),
         *("b = uint64(b + uint64(subtile_bytes >> 4))", "b = uint64(b)"),
     ),
     "the last tile is left out": (
-        *("two tiles", main_loop),
+        *("two tiles", kernel),
         f"        if left > 0:\n{WAIT}            codes_0, scales_0",
         f"        if left > 1:\n{WAIT}            codes_0, scales_0",
     ),
     "the epilogue does not undo its swizzle": (
-        *("two tiles", epilogue),
+        *("two tiles", store_tile),
         *("((vector ^ (t & 7)) << 4)", "(vector << 4)"),
     ),
 }
-MMA_SYNC = "mma.sync", main_loop
+MMA_SYNC = "mma.sync", kernel
 RELEASE = "            if lane == 0:\n                mbarrier_arrive(smem.barriers, empty + stage)\n"
 WRONG |= {
     "mma.sync: a stage is read before it is full": (*MMA_SYNC, f"{WAIT}            first = ", "            first = "),
@@ -216,10 +218,10 @@ WRONG_GATHER = {
     "gathered rows are not waited for": (gather, "    cp_async_wait_all()\n", ""),
     "gathered rows are copied into a stage that is read": (
         kernel,
-        "                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n                    for i",
-        "                    for i",
+        f"{PRODUCER_WAIT}                            for i",
+        "                            for i",
     ),
-    "the second tile has the first one's columns": (kernel, "* stage_tiles + i)  #", "* stage_tiles)  #"),
+    "the second tile has the first one's columns": (kernel, "* stage_tiles + i)\n", "* stage_tiles)\n"),
 }
 
 

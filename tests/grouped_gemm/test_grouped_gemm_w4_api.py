@@ -11,7 +11,6 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from moe_numba.grouped_gemm import group_gemm_mxfp4, reference
 from moe_numba.grouped_gemm.reference import finish_rows, mismatch, store_rows
-from moe_numba.grouped_gemm.w4 import epilogue as w4_epilogue
 from moe_numba.grouped_gemm.w4 import kernel
 from moe_numba.grouped_gemm.w4 import launch as w4_launch
 from moe_numba.grouped_gemm.w4.launch import group_gemm
@@ -201,7 +200,7 @@ WRONG_ACTIVATION = {
     "gate and up are exchanged": (SMALL, "select_gate(acc), select_up(acc)", "select_up(acc), select_gate(acc)"),
     "up has the bias of gate": (SMALL, "2 * column + 1 if", "2 * column if"),
     "the bias is that of another group": (SMALL, "int64(tile.group)", "int64(0)"),
-    "the second warpgroup stores the first one's columns": (SMALL, "warpgroup * TILE_COLUMNS", "0"),
+    "the second warpgroup stores the first one's columns": (SMALL, "warpgroup * ACTIVATED_COLUMNS", "0"),
     "a buffer is read before all four warps wrote it": (
         LARGE,
         "        bar_sync(int32(2 + warpgroup), 128)\n        vector",
@@ -220,7 +219,7 @@ def test_wrong_activations_are_rejected(what, device, monkeypatch):
     if "buffer" in what and not simulator.ENABLED:
         pytest.skip("a race, which a GPU may survive")
     config, *change = WRONG_ACTIVATION[what]
-    monkeypatch.setattr(w4_launch, "make_kernel", changed_maker(kernel, "make_kernel", w4_epilogue, *change))
+    monkeypatch.setattr(w4_launch, "make_kernel", changed_maker(kernel, "make_kernel", kernel, *change))
     w4_launch.get_w4_launcher.cache_clear()
 
     def attempt(seed):

@@ -5,9 +5,9 @@ from helpers.once_per_run import once_per_run
 
 from moe_numba.course.bench.topics.grouped_gemm_tiles.tune import candidates
 from moe_numba.grouped_gemm.w4.config import CONFIGS, W4Config
+from moe_numba.grouped_gemm.w4.kernel import MMA_SYNC_ROWS
 from moe_numba.grouped_gemm.w4.launch import W4_SIGNATURE
 from moe_numba.grouped_gemm.w4.layout import W4Layout
-from moe_numba.grouped_gemm.w4.main_loop import MMA_SYNC_ROWS
 from moe_numba.runtime.sass import compile_apart
 
 SOURCE = """

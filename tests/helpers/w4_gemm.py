@@ -95,6 +95,6 @@ def wrong(module, right, text, *more):
 
     ``more`` are further pairs of passages of a kernel's source.
     """
-    if module.__name__.rpartition(".")[2] in ("packing_mxfp4", "weight_tiles"):
+    if module.__name__.rpartition(".")[2] in ("packing", "weight_tiles"):
         return dict(pack_mxfp4=changed_maker(w4_packing, "pack_mxfp4", module, right, text))
     return dict(make_kernel=changed_maker(w4_kernel, "make_kernel", module, right, text, *more))

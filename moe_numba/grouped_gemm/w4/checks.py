@@ -3,7 +3,7 @@
 import torch
 
 from moe_numba.grouped_gemm.call.checks import check_arguments, describe_outputs, rows_of
-from moe_numba.grouped_gemm.w4.packing import SCALE_BLOCK, TILE_BYTES
+from moe_numba.grouped_gemm.w4.packing import MX_BLOCK, TILE_BYTES
 from moe_numba.grouped_gemm.w4.weight_tiles import TILE
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_tensor, is_fake
@@ -24,13 +24,13 @@ def check_w4_arguments(tensors, options, n, has_out):
     check_tensor("weight", weight, dtype=torch.uint8, shape=shape, contiguous=True)
     n_tiles, k_tiles = weight.shape[1:3]
     k = x.shape[-1] if x.dim() else 0
-    if k % SCALE_BLOCK or -(-k // TILE) != k_tiles:
+    if k % MX_BLOCK or -(-k // TILE) != k_tiles:
         raise ValueError(
-            f"x has {k} columns; weight is packed for {TILE * k_tiles - SCALE_BLOCK} or {TILE * k_tiles} of them"
+            f"x has {k} columns; weight is packed for {TILE * k_tiles - MX_BLOCK} or {TILE * k_tiles} of them"
         )
     n = TILE * n_tiles if n is None else n
-    if n % SCALE_BLOCK or -(-n // TILE) != n_tiles:
-        raise ValueError(f"n is {n}; weight is packed for {TILE * n_tiles - SCALE_BLOCK} or {TILE * n_tiles} rows")
+    if n % MX_BLOCK or -(-n // TILE) != n_tiles:
+        raise ValueError(f"n is {n}; weight is packed for {TILE * n_tiles - MX_BLOCK} or {TILE * n_tiles} rows")
     # One row of weight, expanded to the shape before packing, has what the other checks ask for.
     unpacked = weight.new_empty(k, dtype=x.dtype).expand(len(weight), n, k)
     tensors = tensors._replace(weight=unpacked)

@@ -20,23 +20,23 @@ class W4Config(NamedTuple):
     row_layout: str = "lengths"  # a group's rows: "lengths" and starts, "offsets" (group ends), or "masked"
     max_groups: int = 512
     gather: bool = False  # rows of x are read through an array of row indices
-    activation: str = ""  # of gate and up, of which a weight tile has 32 rows each: "silu" or "swigluoai", or none
-    alpha: float = 1.702  # of swigluoai
-    limit: float = 7.0  # of swigluoai
+    activation: str = ""  # "silu", "swigluoai" or none; a weight tile then has 32 rows of gate and 32 of up
+    alpha: float = 1.702  # for swigluoai
+    limit: float = 7.0  # for swigluoai
     bias: str = ""  # dtype of a bias per row of weight: "bf16" or "f32", or none
     out_dtype: str = "bf16"  # "bf16" or "f32"
     accumulate: bool = False  # add to y, in f32
     scatter: bool = False  # rows of y are stored to the rows that an index array names
     row_weights: bool = False  # each row of y is multiplied by a factor
     overlap: bool = True  # decode registers of A while the previous wgmmas run
-    early_weight: bool = False  # load weights before griddepcontrol.wait, see `producer.make_tma_producer`
+    early_weight: bool = False  # load weights before griddepcontrol.wait, see kernel.py
 
     @property
     def columns(self) -> int:
         """Columns of y in a tile."""
         return self.warpgroups * TILE // 2 if self.activation else self.warpgroups * TILE
 
-    # What the tile scheduler, the gather and the epilogue ask of any kernel's configuration:
+    # The tile scheduler, the gather and the epilogue read these from any kernel's configuration:
 
     @property
     def block_m(self) -> int:
@@ -52,7 +52,7 @@ class W4Config(NamedTuple):
 
     @property
     def silu_and_mul(self) -> bool:
-        return False  # with two accumulators, for gate and up
+        return False  # gate and up share an accumulator
 
     @property
     def quantises(self) -> bool:

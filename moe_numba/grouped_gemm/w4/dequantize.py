@@ -1,6 +1,6 @@
 """Decoding of MXFP4 weights in registers: a thread's words of codes become its registers of wgmma's A operand.
 
-How the codes are packed, and why shifts and masks decode them, is in ``packing_mxfp4.py``.
+``packing.py`` says how codes are packed, and why shifts and masks decode them.
 """
 
 from functools import cache
@@ -64,8 +64,9 @@ def decode_scaled_tile(codes, scales):
 
 @cache
 def make_load_tile(config, layout):
-    """Make ``codes, scales = load_tile(smem, warp, lane, stage, tile)``: the thread's four words of codes of a tile,
-    and its word of scales.
+    """Make ``codes, scales = load_tile(smem, warp, lane, stage, tile)``.
+
+    It loads the thread's four words of codes of a weight tile, and its word of scales.
     """
     weight_offset, stage_words, tiles = layout.weight_offset // 4, layout.weight_bytes // 4, config.stage_tiles
     tile_words, code_words = TILE_BYTES // 4, CODE_BYTES // 4

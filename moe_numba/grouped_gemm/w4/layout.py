@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from moe_numba.grouped_gemm.common.constants import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, MAX_SHARED_BYTES
+from moe_numba.grouped_gemm.common.constants import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, EPILOGUE_BYTES, MAX_SHARED_BYTES
 from moe_numba.grouped_gemm.w4.config import W4Config
 from moe_numba.grouped_gemm.w4.packing import TILE_BYTES
-from moe_numba.grouped_gemm.wgmma.config import EPILOGUE_BYTES
 
 
 class XTileLayout(NamedTuple):
@@ -147,7 +146,7 @@ def fit_shared_memory(config: W4Config) -> W4Config:
 
 
 def check_w4_config(config: W4Config) -> None:
-    """Refuse a configuration that the kernel does not support."""
+    """Raise if the kernel does not support the configuration."""
     if config.stage_tiles not in (1, 2):
         raise ValueError(f"stage_tiles is {config.stage_tiles}; it must be 1 or 2")
     sizes = config.mma_n

@@ -1,4 +1,4 @@
-"""Packing of MXFP4 weights into the tiles of ``weight_tiles.py``.
+"""Packing of MXFP4 weights into weight tiles, whose order is in ``weight_tiles.py``.
 
 A tile has 2048 bytes of codes and 128 of scales. A thread decodes two words of codes to the eight registers of a
 32-column block. The bits of an e2m1 number, its sign and the other three, have places in a bf16, bits 15 and 8 to 6,
@@ -27,8 +27,8 @@ from moe_numba.grouped_gemm.w4.weight_tiles import (
 from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.validate import check_has_memory, check_tensor
 
-SCALE_BLOCK = 32  # elements of k that share a scale
-SCALE_BYTES = 128  # of a tile
+MX_BLOCK = 32  # elements of k that share a scale
+SCALE_BYTES = 128  # scales of a tile
 TILE_BYTES = CODE_BYTES + SCALE_BYTES
 FIELDS = 0x81C081C0  # sign and the low three bits of exponent and mantissa, in two bf16
 EXPONENTS = 0x7F807F80  # exponents of two bf16
@@ -85,7 +85,7 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, gate_up: str | None =
     packed = torch.empty(groups, rows, columns, TILE_BYTES, dtype=torch.uint8, device=blocks.device)
     for group in range(groups):  # one at a time: the intermediate results take many times the memory
         codes, bytes_ = (order_rows(t, gate_up) for t in (blocks[group].reshape(n, -1), scales[group]))
-        is_nan = (bytes_ == NAN_SCALE).repeat_interleave(SCALE_BLOCK, 1)
+        is_nan = (bytes_ == NAN_SCALE).repeat_interleave(MX_BLOCK, 1)
         codes = unpack_nibbles(codes).masked_fill(is_nan, 0)  # 0 * infinity is NaN
         codes = pad(codes, rows * TILE, columns * TILE).long()
         exponents = pad(_exponents(bytes_), rows * TILE, 2 * columns).long()

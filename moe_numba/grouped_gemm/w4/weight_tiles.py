@@ -1,8 +1,8 @@
-"""Tiles of MXFP4 weights: the order in which the kernel of ``kernel_w4.py`` reads packed weights.
+"""Tiles of MXFP4 weights: the order in which ``kernel.py`` reads packed weights.
 
 A weight tile is 64 rows of a weight by 64 elements of k: the A operand of wgmmas of one warpgroup. It has 16 bytes of
 codes for each of the 128 threads, so that a thread loads its codes with one instruction, and then scales; see
-``packing_mxfp4.py``.
+``packing.py``.
 """
 
 import torch
@@ -13,7 +13,7 @@ GATE_UP = (None, "interleaved", "stacked")
 
 
 def check_gate_up(gate_up, n):
-    """Refuse a ``gate_up`` that the packing functions do not have, or with which ``n`` rows cannot be packed."""
+    """Raise if ``gate_up`` is not a name that packing knows, or if ``n`` rows cannot be packed with it."""
     if gate_up not in GATE_UP:
         raise ValueError(f"gate_up is {gate_up!r}; it must be None, 'interleaved' or 'stacked'")
     if gate_up is not None and n % TILE:

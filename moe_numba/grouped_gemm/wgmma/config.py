@@ -8,14 +8,13 @@ from moe_numba.grouped_gemm.common.constants import (
     AUX_PRODUCER_WARPS,
     BLOCK_K_BYTES,
     BLOCK_N,
+    EPILOGUE_BYTES,
     MAX_GROUPS,
     MAX_SHARED_BYTES,
     THREADS,
     WARPS,
 )
 
-EPILOGUE_ROWS = 16  # rows of y that one epilogue buffer holds
-EPILOGUE_BYTES = 2 * EPILOGUE_ROWS * BLOCK_K_BYTES  # a consumer warpgroup's two epilogue buffers
 SILU_ROWS = 32  # rows of y that the silu-and-mul epilogue processes at once
 SILU_ROW_BYTES = 2 * 2 * BLOCK_N + 16  # a row's gate and up in bf16, and 16 bytes that spread rows over the banks
 

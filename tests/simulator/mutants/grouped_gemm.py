@@ -4,6 +4,7 @@ from .mutant import mutant
 
 KERNEL, EPILOGUE = "moe_numba/grouped_gemm/wgmma/kernel.py", "moe_numba/grouped_gemm/wgmma/epilogue.py"
 PRODUCER = "moe_numba/grouped_gemm/wgmma/producer.py"
+STORES = "moe_numba/grouped_gemm/common/store_tile.py"
 GATHER, SCHEDULER = "moe_numba/grouped_gemm/common/gather.py", "moe_numba/grouped_gemm/common/scheduler.py"
 TESTS = "tests/grouped_gemm/test_grouped_gemm_kernel.py"
 SIZES = TESTS, "-k", "test_group_sizes and empty"
@@ -138,12 +139,12 @@ MUTANTS = [
         "32-bit product in the output's address",
         FAR,
         (
-            EPILOGUE,
+            STORES,
             "(int64(tile.row) + t) * pitch + ((column >> 1) + vector * 4)",
             "int32(int32(tile.row + t) * pitch + ((column >> 1) + vector * 4))",
         ),
         (
-            EPILOGUE,
+            STORES,
             "subtile_pitch = int64(tile.subtile_rows) * pitch",
             "subtile_pitch = int32(tile.subtile_rows * pitch)",
         ),

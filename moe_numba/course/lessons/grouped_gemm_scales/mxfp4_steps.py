@@ -1,7 +1,7 @@
 """Steps of the grouped GEMM with MXFP4 weights: layouts of the weights, parts that decode them, and launches.
 
-A step is the kernel of ``grouped_gemm/kernel_w4.py`` with other functions that load and decode a weight tile, 64
-rows of weight by 64 elements of k. Its registers of A are numbered as in ``packing_mxfp4.py``: register
+A step is the kernel of ``grouped_gemm/w4/kernel.py`` with other functions that load and decode a weight tile, 64
+rows of weight by 64 elements of k. Its registers of A are numbered as in ``w4/packing.py``: register
 ``4 s + 2 h + r`` of lane l in warp w has the columns ``16 s + 8 h + 2 (l % 4)`` and the next one of row
 ``16 w + l // 4 + 8 r``.
 """
@@ -19,7 +19,6 @@ from moe_numba.course.steps.simulate import changed_module
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
 from moe_numba.grouped_gemm.common.constants import SharedMemory
 from moe_numba.grouped_gemm.w4 import kernel as w4_kernel
-from moe_numba.grouped_gemm.w4 import main_loop
 from moe_numba.grouped_gemm.w4.config import W4Config, select_w4_config
 from moe_numba.grouped_gemm.w4.dequantize import decode_scaled_block as decode_block
 from moe_numba.grouped_gemm.w4.dequantize import decode_scaled_tile, make_load_tile
@@ -296,14 +295,12 @@ def make_step_kernel(config: W4Config, **parts: Any) -> tuple[Any, int]:
     """Return the package's kernel with other functions of these names, and its shared memory in bytes."""
     if not parts:
         return w4_kernel.make_kernel(config)
-    kernel, mainloop = changed_module(w4_kernel), changed_module(main_loop)
-    kernel.make_main_loop = mainloop.make_main_loop
+    module = changed_module(w4_kernel)
     for name, part in parts.items():
-        module = next((module for module in (mainloop, kernel) if hasattr(module, name)), None)
-        if module is None:
-            raise ValueError(f"{name!r} is not a name of {w4_kernel.__name__} or {main_loop.__name__}")
+        if not hasattr(module, name):
+            raise ValueError(f"{name!r} is not a name of {w4_kernel.__name__}")
         setattr(module, name, part)
-    return kernel.make_kernel(config)
+    return module.make_kernel(config)
 
 
 _WGMMA: dict[str, Any] = {"MMA_SYNC_ROWS": 0}  # also with few rows
