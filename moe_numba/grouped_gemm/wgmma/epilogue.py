@@ -76,7 +76,7 @@ def make_store_rows(n, m_subtiles, i=0, scatter_pitch=0):
         a, b, c, d = ld_shared_s32x4(smem.i32, int32(store.read_offset + buffer // 4))
         if more or buffer == 0:  # the next tile starts with buffer 0, which other warps may still read
             bar_sync(int32(2 + store.warpgroup), 128)
-        if store.t + first < (store.rows_1 if subtile else store.rows_0):
+        if int32(store.t + first) < (store.rows_1 if subtile else store.rows_0):
             if scatter:
                 row = smem.i32[uint32(store.destinations + destination)]
                 if row >= 0:
