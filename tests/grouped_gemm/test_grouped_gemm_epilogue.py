@@ -272,8 +272,8 @@ WRONG_FP8 = {
     "columns beyond y are stored": (epilogue, "if tile.column + 4 * lane < output.n:", "if tile.column < output.n:"),
     "scales are stored as if all blocks were whole": (
         epilogue,
-        "int32((output.n + 127) >> 7) if partial",
-        "int32(output.n >> 7) if partial",
+        "int32((output.n + 127) >> 7) if ragged_n",
+        "int32(output.n >> 7) if ragged_n",
     ),
     "up is loaded from gate's rows": (producer, "else (column, int32(part))", "else (column, int32(0))"),
 }
@@ -412,7 +412,7 @@ def test_invalid_activations_are_refused(device):
         (dict(accumulate=True), "out_dtype is bf16; with accumulate it must be f32"),
         (dict(silu_and_mul=True, scatter=True), "scatter must be the default"),
         (dict(silu_and_mul=True, scaling="row"), "scaling must be the default"),
-        (dict(silu_and_mul=True, scaling="block", partial=True), "scales must be per tensor"),
+        (dict(silu_and_mul=True, scaling="block", ragged_n=True), "scales must be per tensor"),
     ]:
         with pytest.raises(ValueError, match=message):
             check_config(GemmConfig(**change))

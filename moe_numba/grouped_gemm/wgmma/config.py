@@ -44,7 +44,7 @@ class GemmConfig(NamedTuple):
     activation: str = "silu"  # "silu": gate is stacked on up; "swigluoai": their rows are interleaved, with limits
     alpha: float = 1.702  # of swigluoai
     limit: float = 7.0  # of swigluoai
-    partial: bool = False  # with FP8 results of silu_and_mul: their last block has less than 128 columns
+    ragged_n: bool = False  # with FP8 results of silu_and_mul: their last block has less than 128 columns
     bias: str = ""  # dtype of a bias per row of weight: "bf16" or "f32", or none
     out_dtype: str = "bf16"  # "bf16" or "f32"
     accumulate: bool = False  # add to y, in f32
@@ -86,7 +86,7 @@ class GemmConfig(NamedTuple):
     @property
     def splits_weight(self) -> bool:
         """Whether the tensor map of weight has gate and up as a dimension of its own."""
-        return self.interleaved or self.partial
+        return self.interleaved or self.ragged_n
 
     @property
     def has_row_terms(self) -> bool:
@@ -99,7 +99,7 @@ class GemmConfig(NamedTuple):
         return self.scaling == "row" or self.row_weights or self.scatter
 
     @property
-    def has_inputs(self) -> bool:
+    def epilogue_loads(self) -> bool:
         """Whether the epilogue reads arrays of its own."""
         return self.has_row_terms or self.has_row_values
 
@@ -274,8 +274,8 @@ def check_epilogue(config: GemmConfig) -> None:
         raise ValueError(f"scaling is {config.scaling!r}; with scaled_x or scaled_y it must be 'tensor'")
     if config.scaled_y and not config.quantises:
         raise ValueError("scaled_y is True; silu_and_mul must be, too")
-    if config.splits_weight and (config.scaling == "block" or (config.partial and not config.quantises)):
-        raise ValueError(f"activation is {config.activation}, partial {config.partial}: scales must be per tensor")
+    if config.splits_weight and (config.scaling == "block" or (config.ragged_n and not config.quantises)):
+        raise ValueError(f"activation is {config.activation}, ragged_n {config.ragged_n}: scales must be per tensor")
 
 
 # (maximum average rows per group, tile configuration), measured by course/bench/tune_grouped_gemm.py.

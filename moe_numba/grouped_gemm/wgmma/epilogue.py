@@ -122,7 +122,7 @@ def make_store_silu_and_mul(n, layout, first=0):
     is FP8 with one scale per row and 128 columns, or with ``scaled_y`` the given one, ``output.y_scale[0]``.
     """
     count, epilogue_offset, config = min(SILU_ROWS, n - first), layout.epilogue_offset, layout.config
-    limited, partial, limit = config.activation == "swigluoai", config.partial, np.float32(config.limit)
+    limited, ragged_n, limit = config.activation == "swigluoai", config.ragged_n, np.float32(config.limit)
     exponent = np.float32(-LOG2_E * config.alpha)
     stmatrix = make_stmatrix_fragment(n, first, count, SILU_ROW_BYTES)
     more, scaled_y = first + SILU_ROWS < n, config.scaled_y
@@ -164,13 +164,13 @@ def make_store_silu_and_mul(n, layout, first=0):
                 high = cvt_rn_satfinite_e4m3x2_f32(values[3] * inverse, values[2] * inverse)
                 row = int64(tile.row + first + t)
                 index = (row * output.n + tile.column) // 4 + lane
-                if partial:
+                if ragged_n:
                     if tile.column + 4 * lane < output.n:
                         output.y[index] = int32(uint32(low | uint32(high << uint32(16))))
                 else:
                     output.y[index] = int32(uint32(low | uint32(high << uint32(16))))
                 if lane == 0 and not scaled_y:
-                    blocks = int32((output.n + 127) >> 7) if partial else output.n >> 7
+                    blocks = int32((output.n + 127) >> 7) if ragged_n else output.n >> 7
                     output.y_scale[row * blocks + (tile.column >> 7)] = scale
         if more:
             store_next(smem, output, warp, lane, gate, up, tile)

@@ -283,7 +283,7 @@ def make_kernel(config):
     compute_tiles, valid_shift = make_compute_tiles(config, layout), 1 if config.dtype == "bf16" else 0
     weight_parts = layout.weight_tiles
 
-    if config.has_inputs:
+    if config.epilogue_loads:
 
         @cuda.jit
         def grouped_gemm(
