@@ -12,14 +12,13 @@ from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
 from moe_numba.grouped_gemm import promotion_w4
-from moe_numba.grouped_gemm.common import epilogue_terms, gather
+from moe_numba.grouped_gemm.common import epilogue_terms, gather, store_tile
+from moe_numba.grouped_gemm.common.constants import EPILOGUE_BYTES
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.grouped_gemm.w4 import kernel
 from moe_numba.grouped_gemm.w4 import main_loop as mainloop_w4
 from moe_numba.grouped_gemm.w4.config import fit_registers, select_w4_config
 from moe_numba.grouped_gemm.w4.layout import W4Layout, check_w4_config, fit_shared_memory
-from moe_numba.grouped_gemm.wgmma import epilogue
-from moe_numba.grouped_gemm.wgmma.config import EPILOGUE_BYTES
 from moe_numba.runtime.device import H200
 
 BLOCK_SCALED = E4M3._replace(x_scaling="block")
@@ -168,7 +167,7 @@ WRONG = {
         *("make_setmaxnreg_inc(layout.registers[1])", "make_setmaxnreg_inc(248)"),
     ),
     "rows of the next group are stored": (
-        *("two tiles", epilogue),
+        *("two tiles", store_tile),
         *("int32(min(tile.rows, tile.subtile_rows))", "tile.subtile_rows"),
     ),
     "the wrong group's weight is loaded": ("two tiles", kernel, "int64(group) * weight.n_tiles", "int64(0)"),
@@ -190,7 +189,7 @@ WRONG = {
         f"        if left > 1:\n{WAIT}            codes_0, scales_0",
     ),
     "the epilogue does not undo its swizzle": (
-        *("two tiles", epilogue),
+        *("two tiles", store_tile),
         *("((vector ^ (t & 7)) << 4)", "(vector << 4)"),
     ),
     "e4m3: a block is multiplied with the x of its neighbour": (

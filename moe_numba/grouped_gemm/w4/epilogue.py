@@ -1,4 +1,4 @@
-"""Epilogue of the kernel for 4-bit weights with an activation; without one it is that of ``epilogue.py``.
+"""Epilogue of the kernel for 4-bit weights with an activation; without one it is that of ``store_tile.py``.
 
 Of 16 rows of weight that a warp multiplies the first eight are of gate, and the others the rows of
 up that belong to them (see ``weight_tiles.py``). So a thread's first row of accumulators is of gate and its second of
@@ -10,14 +10,14 @@ from functools import cache
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
+from moe_numba.grouped_gemm.common.constants import EPILOGUE_BYTES
 from moe_numba.grouped_gemm.common.epilogue_terms import (
     RowTerms,
     make_apply_row_terms,
     make_load_row_values,
     make_load_terms,
 )
-from moe_numba.grouped_gemm.wgmma.config import EPILOGUE_BYTES
-from moe_numba.grouped_gemm.wgmma.epilogue import make_epilogue
+from moe_numba.grouped_gemm.common.store_tile import make_epilogue
 from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.fragments import make_select_rows, make_silu_and_mul, make_swigluoai
 from moe_numba.ptx.matrix import make_fma_shared, make_stmatrix_fragment

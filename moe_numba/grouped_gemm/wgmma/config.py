@@ -8,14 +8,13 @@ from moe_numba.grouped_gemm.common.constants import (
     AUX_PRODUCER_WARPS,
     BLOCK_K_BYTES,
     BLOCK_N,
+    EPILOGUE_BYTES,
     MAX_GROUPS,
     MAX_SHARED_BYTES,
     THREADS,
     WARPS,
 )
 
-EPILOGUE_ROWS = 16  # rows of y that one epilogue buffer holds
-EPILOGUE_BYTES = 2 * EPILOGUE_ROWS * BLOCK_K_BYTES  # a consumer warpgroup's two epilogue buffers
 SILU_ROWS = 32  # rows of y that the silu-and-mul epilogue processes at once
 SILU_ROW_BYTES = 2 * 2 * BLOCK_N + 16  # a row's gate and up in bf16, and 16 bytes that spread rows over the banks
 
@@ -53,7 +52,7 @@ class GemmConfig(NamedTuple):
     cluster_size: int = 1  # CTAs with neighbouring tiles of weight that load their rows of x by multicast, 1 or 2
     gather: bool = False  # rows of x are read through an array of row indices
     warp_uniform: bool = True  # tell the compiler which values of the main loop are warp-uniform
-    fast_accumulation: bool = False  # FP8: accumulate over all of k in the tensor cores, see `kernel.make_mma_stage`
+    fast_accumulation: bool = False  # FP8: accumulate over all of k in the tensor cores, see `multiply_stage`
     band_rows: int = 0  # rows of a group whose tiles follow one another; 0: all, see `scheduler.make_get_banded_tile`
     # Block scales as packed UE8M0 exponents instead of float32, see `block_scales.py`:
     packed_x_scale: bool = False
@@ -61,7 +60,7 @@ class GemmConfig(NamedTuple):
     weight_major: str = "k"  # contiguous dimension of weight [groups, n, k]: "k", or with bf16 "mn", which is n
     scaled_x: bool = False  # with scaling "tensor": x has a scale, too
     scaled_y: bool = False  # with FP8 results of silu_and_mul: y has one given scale instead of one per 128 columns
-    early_weight: bool = False  # load weights before griddepcontrol.wait, see `producer.make_tma_producer`
+    early_weight: bool = False  # load weights before griddepcontrol.wait, see kernel.py
 
     @property
     def keep_weight(self) -> bool:
@@ -235,7 +234,7 @@ class SharedMemoryLayout:
 
 
 def check_config(config: GemmConfig) -> None:
-    """Refuse a configuration that the kernel does not support."""
+    """Raise ValueError if the kernel does not support a configuration."""
     sizes = config.mma_n
     is_descending = all(large > small for large, small in zip(sizes, sizes[1:]))
     if not sizes or sizes[0] != config.subtile_m or not is_descending or any(n % 8 or not 8 <= n <= 256 for n in sizes):
@@ -263,7 +262,7 @@ def check_config(config: GemmConfig) -> None:
 
 
 def check_epilogue(config: GemmConfig) -> None:
-    """Refuse a combination of epilogue options that the kernel does not support."""
+    """Raise ValueError if the kernel does not support a combination of epilogue options."""
     if config.accumulate and config.out_dtype != "f32":
         raise ValueError(f"out_dtype is {config.out_dtype}; with accumulate it must be f32")
     others = dict(out_dtype="bf16", scatter=False, row_weights=False)
