@@ -1705,9 +1705,9 @@ measure("one tensor map for X", run_whole_x, after="kTileM by the average", pred
 #
 # **Idea.** The package's kernel (`moe_numba/grouped_gemm/`) changes four things at once, not measured separately:
 #
-# - **Stores** (`epilogue.py`). Threads store the group's own rows, so `Y` needs no maps. One warpgroup stores while
-#   the other multiplies.
-# - **No kernel before it** (`producer.py`). CTAs count the tiles. Tensor maps are kernel parameters and need no
+# - **Stores** (`common/store_tile.py`). Threads store the group's own rows, so `Y` needs no maps. One warpgroup stores
+#   while the other multiplies.
+# - **No kernel before it** (`wgmma/kernel.py`). CTAs count the tiles. Tensor maps are kernel parameters and need no
 #   acquire.
 # - **Order of tiles** (`scheduler.py`). By group, then column, tokens innermost, so that concurrent CTAs share data in
 #   L2.

@@ -313,10 +313,8 @@ step("scales per row", per_row, after="scales per column", predicted_gain_us=gai
 # from now on: `a` and `b` are the factors of the thread's two rows, for up to three blocks of columns.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-OLD = (
-    "        load_scales, fma"
-    + source_of(kernel.make_mma_stage).split("        load_scales, fma")[1].split("\n    elif")[0]
-)
+START = "        @cuda.jit(device=True)\n        def multiply_stage("
+OLD = START + source_of(kernel.make_kernel).split(START)[1].split("\n        @cuda.jit")[0]
 Markdown(f"```python\n{dedent(OLD)}```\n```python\n{source_of(block_scale_parts.make_multiply_by_scales)}```")
 
 # %% [markdown]

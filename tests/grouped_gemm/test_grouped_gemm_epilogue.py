@@ -22,7 +22,7 @@ from moe_numba.grouped_gemm import (
 from moe_numba.grouped_gemm.call import plan as launch
 from moe_numba.grouped_gemm.common import epilogue_terms, store_tile
 from moe_numba.grouped_gemm.reference import mismatch
-from moe_numba.grouped_gemm.wgmma import epilogue, kernel, producer
+from moe_numba.grouped_gemm.wgmma import epilogue, kernel
 from moe_numba.grouped_gemm.wgmma import launch as wgmma_launch
 from moe_numba.grouped_gemm.wgmma.config import GemmConfig, check_config
 from moe_numba.ptx import fragments
@@ -241,8 +241,8 @@ WRONG = WRONG_VALUES | {
         "make_scatter_columns(n, False)",
     ),
     "the producer publishes another group": (
-        producer,
-        "smem.i32[info + uint32(3)] = g\n",
+        kernel,
+        "smem.i32[info + uint32(3)] = tile.group\n",
         "smem.i32[info + uint32(3)] = int32(0)\n",
     ),
 }
@@ -262,7 +262,7 @@ WRONG_ACTIVATION = {
     "up is limited from above only": (fragments, "u = np.float32(-limit) if u < np.float32(-limit) else u", "pass"),
     "alpha is 1": (fragments, "np.float32(-LOG2_E * alpha)", "np.float32(-LOG2_E)"),
     "rows of weight are not interleaved": (
-        producer,
+        kernel,
         "(int32(part), column) if interleaved",
         "(int32(0), column) if interleaved",
     ),
@@ -272,19 +272,19 @@ WRONG_FP8 = {
     "columns beyond y are stored": (epilogue, "if tile.column + 4 * lane < output.n:", "if tile.column < output.n:"),
     "scales are stored as if all blocks were whole": (
         epilogue,
-        "int32((output.n + 127) >> 7) if partial",
-        "int32(output.n >> 7) if partial",
+        "int32((output.n + 127) >> 7) if ragged_n",
+        "int32(output.n >> 7) if ragged_n",
     ),
-    "up is loaded from gate's rows": (producer, "else (column, int32(part))", "else (column, int32(0))"),
+    "up is loaded from gate's rows": (kernel, "else (column, int32(part))", "else (column, int32(0))"),
 }
 
 
 WRONG_GIVEN_SCALES = {
     "activations have another scale": (epilogue, "scale = output.y_scale[0]", "scale = output.y_scale[0] * float32(2)"),
     "the scale of x is left out": (
-        producer,
-        "scales.weight[g] * scales.x[0] if scaled_x",
-        "scales.weight[g] if scaled_x",
+        kernel,
+        "scales.weight[tile.group] * scales.x[0] if scaled_x",
+        "scales.weight[tile.group] if scaled_x",
     ),
     "scales are stored": (epilogue, "if lane == 0 and not scaled_y:", "if lane == 0:"),
 }
@@ -412,7 +412,7 @@ def test_invalid_activations_are_refused(device):
         (dict(accumulate=True), "out_dtype is bf16; with accumulate it must be f32"),
         (dict(silu_and_mul=True, scatter=True), "scatter must be the default"),
         (dict(silu_and_mul=True, scaling="row"), "scaling must be the default"),
-        (dict(silu_and_mul=True, scaling="block", partial=True), "scales must be per tensor"),
+        (dict(silu_and_mul=True, scaling="block", ragged_n=True), "scales must be per tensor"),
     ]:
         with pytest.raises(ValueError, match=message):
             check_config(GemmConfig(**change))

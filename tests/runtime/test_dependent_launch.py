@@ -34,7 +34,6 @@ from moe_numba.grouped_gemm import reference as gemm_reference
 from moe_numba.grouped_gemm.call import plan as gemm_launch
 from moe_numba.grouped_gemm.common import group_starts
 from moe_numba.grouped_gemm.wgmma import kernel as grouped_gemm
-from moe_numba.grouped_gemm.wgmma import producer as gemm_producer
 from moe_numba.moe_layer import group_by_expert, silu_and_mul, weighted_sum
 from moe_numba.moe_layer import reference as layer_reference
 from moe_numba.moe_layer.group_by_expert import api as group_by_expert_api
@@ -200,7 +199,7 @@ CASES = {  # name: (module of the kernel, call that checks its result, limits of
     "activation": (kernel_silu_and_mul, activate, {}),
     "grouped GEMM": (grouped_gemm, multiply, {}),
     # The wait of the thread that loads weights: the other threads of a CTA wait earlier.
-    "grouped GEMM, early weights": (gemm_producer, multiply_with_early_weights, {}),
+    "grouped GEMM, early weights": (grouped_gemm, multiply_with_early_weights, {}),
     "rows of groups": (group_starts, multiply_rows_of_groups, {}),
     "notify": (notify, lambda late: exchange(late, "layout"), {}),
     "dispatch": (dispatch, lambda late: exchange(late, "rows"), {}),

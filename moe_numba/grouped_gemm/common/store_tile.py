@@ -56,7 +56,7 @@ def make_store_rows(n, m_subtiles, i=0, scatter_pitch=0):
         a, b, c, d = ld_shared_s32x4(smem.i32, int32(store.read_offset + buffer // 4))
         if more or buffer == 0:  # the next tile starts with buffer 0, which other warps may still read
             bar_sync(int32(2 + store.warpgroup), 128)
-        if store.t + first < (store.rows_1 if subtile else store.rows_0):
+        if int32(store.t + first) < (store.rows_1 if subtile else store.rows_0):
             if scatter:
                 row = smem.i32[uint32(store.destinations + destination)]
                 if row >= 0:
@@ -142,7 +142,7 @@ def make_epilogue(n, config, layout):
     :class:`RowTerms`.
     """
     two, store_f32, has_row_values = config.m_subtiles == 2, config.out_dtype == "f32", config.has_row_values
-    finishes = config.has_row_terms or has_row_values or store_f32
+    has_epilogue_math = config.has_row_terms or has_row_values or store_f32
     finish, store_floats = make_finish(n, config, layout), make_store_floats(n, config, layout)
     load_row_values, store_tile = make_load_row_values(config, layout), make_store_tile(n, config, layout)
     pitch = layout.scale_pitch
@@ -154,7 +154,7 @@ def make_epilogue(n, config, layout):
             load_row_values(smem, output.inputs, warp, lane, tile)
             values_0 = int32((lane & 3) * pitch)
             values_1 = int32(values_0 + 4 * pitch)
-        if finishes:
+        if has_epilogue_math:
             acc_0 = finish(acc_0, smem, values_0, tile, terms)
             if two:
                 acc_1 = finish(acc_1, smem, values_1, tile, terms)
@@ -167,6 +167,6 @@ def make_epilogue(n, config, layout):
                     rows_1 = int32(tile.rows - tile.subtile_rows)
                     store_floats(smem, output, values_1, quarter, column, acc_1, second, rows_1)
         else:
-            store_tile(smem, output, warp, lane, acc_0, acc_1, tile, float32(1) if finishes else tile.scale)
+            store_tile(smem, output, warp, lane, acc_0, acc_1, tile, float32(1) if has_epilogue_math else tile.scale)
 
     return epilogue

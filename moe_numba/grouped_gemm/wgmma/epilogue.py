@@ -1,7 +1,4 @@
-"""Epilogue: a tile's accumulators become rows of y, in bf16 or float32, or activated and quantised to FP8.
-
-Scales, biases and activations in registers are in ``epilogue_terms.py``.
-"""
+"""Epilogue for FP8 results: silu(gate) * up, quantised."""
 
 from functools import cache
 
@@ -9,10 +6,8 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.grouped_gemm.common.constants import BLOCK_N, CONSUMER_WARPS
-from moe_numba.grouped_gemm.common.epilogue_terms import ALL_CONSUMERS, make_activate, make_apply_row_terms
+from moe_numba.grouped_gemm.common.epilogue_terms import ALL_CONSUMERS
 from moe_numba.grouped_gemm.common.outputs import FP8_MAX, LOG2_E
-from moe_numba.grouped_gemm.common.store_tile import make_epilogue as make_storing_epilogue
-from moe_numba.grouped_gemm.common.store_tile import make_store_tile
 from moe_numba.grouped_gemm.wgmma.config import SILU_ROW_BYTES, SILU_ROWS
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_satfinite_e4m3x2_f32
@@ -30,7 +25,7 @@ def make_store_silu_and_mul(n, layout, first=0):
     is FP8 with one scale per row and 128 columns, or with ``scaled_y`` the given one, ``output.y_scale[0]``.
     """
     count, epilogue_offset, config = min(SILU_ROWS, n - first), layout.epilogue_offset, layout.config
-    limited, partial, limit = config.activation == "swigluoai", config.partial, np.float32(config.limit)
+    limited, ragged_n, limit = config.activation == "swigluoai", config.ragged_n, np.float32(config.limit)
     exponent = np.float32(-LOG2_E * config.alpha)
     stmatrix = make_stmatrix_fragment(n, first, count, SILU_ROW_BYTES)
     more, scaled_y = first + SILU_ROWS < n, config.scaled_y
@@ -72,54 +67,15 @@ def make_store_silu_and_mul(n, layout, first=0):
                 high = cvt_rn_satfinite_e4m3x2_f32(values[3] * inverse, values[2] * inverse)
                 row = int64(tile.row + first + t)
                 index = (row * output.n + tile.column) // 4 + lane
-                if partial:
+                if ragged_n:
                     if tile.column + 4 * lane < output.n:
                         output.y[index] = int32(uint32(low | uint32(high << uint32(16))))
                 else:
                     output.y[index] = int32(uint32(low | uint32(high << uint32(16))))
                 if lane == 0 and not scaled_y:
-                    blocks = int32((output.n + 127) >> 7) if partial else output.n >> 7
+                    blocks = int32((output.n + 127) >> 7) if ragged_n else output.n >> 7
                     output.y_scale[row * blocks + (tile.column >> 7)] = scale
         if more:
             store_next(smem, output, warp, lane, gate, up, tile)
 
     return store_silu_and_mul
-
-
-@cache
-def make_epilogue(n, config, layout):
-    """Make ``epilogue(smem, output, warp, lane, acc_0, acc_1, tile, terms)``; ``n`` is wgmma's N.
-
-    ``acc_0`` and ``acc_1`` are the accumulators of two subtiles, or of gate and up. ``terms`` are the thread's
-    :class:`RowTerms`.
-    """
-    if config.quantises:
-        return _make_quantising_epilogue(n, config, layout)
-    if config.silu_and_mul:
-        return _make_activating_epilogue(n, config, layout)
-    return make_storing_epilogue(n, config, layout)
-
-
-def _make_quantising_epilogue(n, config, layout):
-    store_silu_and_mul, has_row_terms = make_store_silu_and_mul(n, layout), config.has_row_terms
-    apply_row_terms = make_apply_row_terms(n)
-
-    @cuda.jit(device=True)
-    def epilogue(smem, output, warp, lane, acc_0, acc_1, tile, terms):
-        if tile.column < output.n:
-            if has_row_terms:
-                acc_0, acc_1 = apply_row_terms(acc_0, terms[0]), apply_row_terms(acc_1, terms[1])
-            store_silu_and_mul(smem, output, warp, lane, acc_0, acc_1, tile)
-
-    return epilogue
-
-
-def _make_activating_epilogue(n, config, layout):
-    activate, store_tile = make_activate(n, config), make_store_tile(n, config, layout)
-
-    @cuda.jit(device=True)
-    def epilogue(smem, output, warp, lane, acc_0, acc_1, tile, terms):
-        acc = activate(acc_0, acc_1, tile, terms)
-        store_tile(smem, output, warp, lane, acc, acc, tile, float32(1))
-
-    return epilogue
