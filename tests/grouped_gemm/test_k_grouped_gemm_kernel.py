@@ -77,6 +77,7 @@ CASES = {
     # configuration, lengths, n, k, rows behind each group
     "one group of full stages": (SMALL, [128], 128, 64, 0),
     "empty groups at both ends": (SMALL, [0, 5, 0, 70, 0], 128, 64, 3),
+    "more empty groups than stages": (SMALL, [0] * 11 + [1], 8, 8, 0),
     "no rows": (SMALL, [0, 0], 64, 16, 0),
     "n and k beyond a tile": (SMALL._replace(stages=3), [70, 64], 200, 136, 1),
     "smallest": (SMALL, [1], 8, 8, 0),
