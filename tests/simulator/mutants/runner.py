@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from . import align, dispatch_layout, expert_parallel, gate, gemv, grouped_gemm, k_grouped, mma_sync, w4
+from . import align, block_scaled, dispatch_layout, expert_parallel, gate, gemv, grouped_gemm, k_grouped, mma_sync, w4
 from .mutant import REPOSITORY
 
-_TOPICS = gate, align, dispatch_layout, expert_parallel, grouped_gemm, k_grouped, mma_sync, w4, gemv
+_TOPICS = gate, align, dispatch_layout, expert_parallel, grouped_gemm, block_scaled, k_grouped, mma_sync, w4, gemv
 MUTANTS = {m.name: m for topic in _TOPICS for m in topic.MUTANTS}
 TIMEOUT = 120  # seconds, for one run of a mutant's tests
 
