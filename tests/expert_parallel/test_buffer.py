@@ -632,18 +632,18 @@ def test_slots_that_are_overwritten_before_they_are_read_are_rejected(module, ri
         (
             None,
             dispatch,
-            "pipeline.fence_acquired()\n                    for s",
-            "pipeline.fence_acquired()\n                    if arrived > 0:\n"
-            "                        post_progress(smem_u64, progress_slot, channel, head + uint32(arrived))\n"
-            "                    for s",
+            "pipeline.fence_acquired()\n                            for s",
+            "pipeline.fence_acquired()\n                            if arrived > 0:\n"
+            "                                post_progress(smem_u64, progress_slot, channel, head + uint32(arrived))\n"
+            "                            for s",
         ),
         (
             False,
             combine,
-            "                cuda.syncwarp()  # makes",
-            "                if has_ring and position >= 0:\n"
-            "                    post_progress(smem_u64, progress_slot, channel, wanted + uint32(1))\n"
-            "                cuda.syncwarp()  # makes",
+            "                        cuda.syncwarp()  # makes",
+            "                        if has_ring and position >= 0:\n"
+            "                            post_progress(smem_u64, progress_slot, channel, wanted + uint32(1))\n"
+            "                        cuda.syncwarp()  # makes",
         ),
     ],
     ids=MAKE.values(),
