@@ -40,7 +40,7 @@ from moe_numba.expert_parallel.common.buffer_layout import (
     sent_counters,
 )
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
-from moe_numba.expert_parallel.ranks.runtime import Runtime
+from moe_numba.expert_parallel.ranks.rank_state import RankState
 from moe_numba.expert_parallel.rings import (
     bulk_pipeline,
     combine,
@@ -761,5 +761,5 @@ def test_a_sender_that_does_not_wait_for_an_empty_ring_is_rejected(monkeypatch):
 
 @pytest.mark.skipif(simulator.ENABLED, reason="simulated ranks do not run ahead")
 def test_missing_barriers_after_a_change_of_channels_are_rejected(monkeypatch):
-    monkeypatch.setattr(Runtime, "with_barriers_if_layout_changed", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(RankState, "with_barriers_if_layout_changed", lambda *_: contextlib.nullcontext())
     assert not late_rank_receives_its_rows("more channels")
