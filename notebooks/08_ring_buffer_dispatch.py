@@ -1300,14 +1300,14 @@ exercise("ring_buffer_dispatch-4").check(signal_for_others)
 # **The head is in the sender's memory.** Sender and receiver both poll local memory, as in the ping-pong.
 
 # %%
-show(final_kernel.make_send, "# Wait for space in all rings", "if token == end")
+show(final_kernel.make_dispatch, "# Wait for space in all rings", "if token == end")
 
 # %% [markdown]
 # **Own rows.** Rows that stay on their rank use no ring, but an SM must copy them, at the rate of section 2. A sender
 # copies every second one, and the receivers copy the others while no rows arrive.
 
 # %%
-show(final_kernel.make_receive, "elif token < end", "else:")
+show(final_kernel.make_dispatch, "elif token < end", "else:")
 
 # %% [markdown]
 # **Counters are never cleared.** Heads and tails continue from the previous launch. The flags of notify are sequence

@@ -74,20 +74,21 @@ from moe_numba.course.deepep_port.polling import (
 from moe_numba.course.exercises import exercise
 from moe_numba.course.lessons.combine import combine_inputs as inputs
 from moe_numba.course.lessons.combine import draw
+from moe_numba.course.lessons.combine.channel_sender import CombineTensors, PrefixMatrices, RingMemory, make_send
 from moe_numba.course.steps.ladder import Ladder
 from moe_numba.course.steps.simulate import changed_module, in_simulator
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
 from moe_numba.expert_parallel.common import reduce
-from moe_numba.expert_parallel.common.arguments import CombineTensors, PrefixMatrices, RankContext, RingMemory
+from moe_numba.expert_parallel.common.arguments import RankContext
 from moe_numba.expert_parallel.common.buffer_layout import ABORT_FLAG, buffer_layout, received_counters
 from moe_numba.expert_parallel.common.timeout import COMBINE_ROWS, start_of_wait, warp_abort_if_timed_out
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 from moe_numba.expert_parallel.rings import combine as final_kernel
-from moe_numba.expert_parallel.rings.bulk_pipeline import init_smem
+from moe_numba.expert_parallel.rings.bulk_pipeline import init_barriers
 from moe_numba.expert_parallel.rings.channels import first_channel, first_token, next_channel, retire_warp
 from moe_numba.expert_parallel.rings.config import Config, num_channels
-from moe_numba.expert_parallel.rings.progress import make_publish, post_progress
+from moe_numba.expert_parallel.rings.progress import clear_progress, make_publish, post_progress
 from moe_numba.ptx.arithmetic import add_rn_bf16x2, uint_as_float
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32, st_release_sys_s32
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
@@ -864,11 +865,15 @@ else:
 # The sender is the package's; `pipeline` is the module that copies rows. This is its loop:
 
 # %%
-excerpt(final_kernel.make_send, "            while cuda.any_sync(", "                # The earlier stores have")
+excerpt(
+    final_kernel.make_combine,
+    "                    while cuda.any_sync(FULL_MASK, rows_left > 0)",
+    "                        # The earlier stores have",
+)
 
 # %% [markdown]
-# Steps 4 to 6 make one change to the package's source: a rank also sends its *own rows* through rings, to itself
-# (`SENT_TO_ITSELF`).
+# In steps 4 to 6 the sender (`channel_sender.py`) differs in one thing: a rank also sends its *own rows* through rings,
+# to itself.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -890,8 +895,6 @@ def buffer_with(make_combine=final_kernel.make_combine, channels_per_warp=1):
 
     return make
 
-
-SENT_TO_ITSELF = ("lane < ranks and lane != rank", "lane < ranks")
 
 # %% [markdown]
 # A lane loads `vectors` 16-byte vectors of each row before the first addition; in this step, one. (`packed` is for
@@ -1015,8 +1018,7 @@ def make_channels_kernel(shape, vectors, packed=False):
     ranks, warps, barrier_offset = shape.num_ranks, shape.warps, shape.barrier_offset
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     tail_offset, head_offset = buffer_layout(ranks).tail(True), buffer_layout(ranks).head(True)
-    send, receive = changed(SENT_TO_ITSELF).make_send(shape), make_receive(shape, vectors, packed)
-    publish = make_publish(shape)
+    send, receive, publish = make_send(shape), make_receive(shape, vectors, packed), make_publish(shape)
 
     @cuda.jit
     def combine(
@@ -1048,10 +1050,11 @@ def make_channels_kernel(shape, vectors, packed=False):
         ctx = RankContext(local, peers, state, status, timeout_ns, rank)
         rings = RingMemory(rings_offset, ring_words)
         prefix = PrefixMatrices(rank_prefix, channel_prefix, recv_channel_prefix)
-        tensors = CombineTensors(x, num_rows, topk_weights, send_head, num_tokens, bias_0, bias_1, out, out_weights)
+        tensors = CombineTensors(x, num_rows, send_head, num_tokens, out)
         receives, blocks, channel = first_channel(senders, warp)
         griddepcontrol_wait()
-        init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks)
+        init_barriers(smem_u64, barrier_offset, warps)
+        clear_progress(smem_i32, smem_u64, progress_offset, published_offset, done_offset, warps, ranks)
         if ld_volatile_s32(local, ABORT_FLAG) != 0:
             pass  # the rank has aborted in an earlier kernel
         elif warp == warps:
@@ -1209,10 +1212,14 @@ measure("packed pairs", make_package(kind=packed_pairs), after="several vectors 
 # - The sum replaces it there, and another bulk copy stores it while the warp continues with the next token.
 
 # %%
-excerpt(final_kernel.make_receive, "                own = cuda.shfl_sync", "                wanted = ")
+excerpt(final_kernel.make_combine, "                        own = cuda.shfl_sync", "                        wanted = ")
 
 # %%
-excerpt(final_kernel.make_receive, "                reduce_token(", "                token = int32(token + 1)")
+excerpt(
+    final_kernel.make_combine,
+    "                        reduce_token(",
+    "                        token = int32(token + 1)",
+)
 
 # %% [markdown]
 # For tokens that may have more than two rows, or with biases, `reduce_token` accumulates in `float32` and keeps two
@@ -1531,9 +1538,9 @@ for ring in (25, 26):
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 WAITING = (
-    "                can_send = rows_left > 0 and uint32(tail - head) < capacity\n",
-    "                full = cuda.any_sync(FULL_MASK, rows_left > 0 and uint32(tail - head) >= capacity)\n"
-    "                can_send = rows_left > 0 and not full\n",
+    "                        can_send = rows_left > 0 and uint32(tail - head) < capacity\n",
+    "                        full = cuda.any_sync(FULL_MASK, rows_left > 0 and uint32(tail - head) >= capacity)\n"
+    "                        can_send = rows_left > 0 and not full\n",
 )
 KEPT = []  # buffers of aborted ranks, which cannot be closed
 

@@ -109,7 +109,7 @@ class Buffer(LowLatencyBuffer):
         self._runtime.check_alive()
         if isinstance(topk_idx, torch.Tensor):
             check_tensor("topk_idx", topk_idx, device=(self._device, "the buffer"))
-        with self._runtime.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
+        with self._runtime.streams.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             per_rank, per_expert, is_in_rank = get_dispatch_layout(topk_idx, num_experts, self.group_size)
             event = finish(topk_idx, per_rank, per_expert, is_in_rank)
         return per_rank, None, per_expert, is_in_rank, event
@@ -232,7 +232,7 @@ class Buffer(LowLatencyBuffer):
         )
         sent = x, scales, topk_idx, topk_weights
         sizes = tokens, hidden, topk, experts, expert_alignment, rows, num_worst_tokens, capacity
-        with rt.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
+        with rt.streams.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             exchange = DispatchCall(*sent, layout, handle, out, *sizes)
             outputs, counts, new_handle = exchange.run(rt, channels, start, call)
             event = finish(x, scales, topk_idx, topk_weights, *layout[:2], *outputs[:4], *new_handle)
@@ -282,7 +282,7 @@ class Buffer(LowLatencyBuffer):
         hidden, topk = checks.check_combine_input(x, topk_weights, biases, rows, tokens, device)
         start = rt.cached(launch_plans.plan_combine, config, hidden, topk, channels, len(biases))
         *prefix, _, _, send_head = handle
-        with rt.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
+        with rt.streams.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             out = x.new_empty(tokens, hidden)
             out_weights = None if topk_weights is None else topk_weights.new_empty(tokens, topk)
             inputs = rt.pointers(x, topk_weights, *prefix, send_head)

@@ -9,7 +9,7 @@ import torch
 from moe_numba.expert_parallel.common.buffer_layout import MAX_RANKS
 from moe_numba.expert_parallel.ranks import transport
 from moe_numba.expert_parallel.ranks.events import EventHandle, EventOverlap
-from moe_numba.expert_parallel.ranks.runtime import Runtime
+from moe_numba.expert_parallel.ranks.rank_state import RankState
 from moe_numba.expert_parallel.ranks.warm_up import warm_up
 from moe_numba.expert_parallel.rings import checks
 from moe_numba.expert_parallel.rings.config import Config
@@ -71,7 +71,7 @@ class BufferBase:
         self._combine_inputs: dict[tuple, torch.Tensor] = {}
         # Half of the memory is for the rings of dispatch, and both halves start at multiples of _ALIGNMENT.
         num_bytes = -(-num_nvl_bytes // (2 * _ALIGNMENT)) * 2 * _ALIGNMENT
-        self._runtime = Runtime(self.transport, num_bytes, timeout, self._uses_tma)
+        self._runtime = RankState(self.transport, num_bytes, timeout, self._uses_tma)
         self._device = self.transport.device
 
     @staticmethod
@@ -101,7 +101,7 @@ class BufferBase:
 
     def get_comm_stream(self) -> "torch.cuda.Stream | None":
         """Return the stream on which calls with ``async_finish`` run; None in the simulator."""
-        return self._runtime.comm_stream
+        return self._runtime.streams.comm_stream
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: tuple[int, ...] | None = None, offset: int = 0, use_rdma_buffer: bool = False

@@ -188,7 +188,7 @@ class LowLatencyBase(BufferBase):
     def _run(self, launch, async_finish, return_recv_hook, *tensors):
         """Launch an operation, or its send phase; return its event and hook."""
         runtime, tensors = self._runtime, [t for t in tensors if isinstance(t, torch.Tensor)]
-        with runtime.on_stream(None, async_finish, False) as finish:
+        with runtime.streams.on_stream(None, async_finish, False) as finish:
             launch(SEND if return_recv_hook else BOTH)
             event = finish(*tensors)
         if not return_recv_hook:
@@ -199,7 +199,7 @@ class LowLatencyBase(BufferBase):
             if not pending:
                 raise RuntimeError("this hook was called before; it receives once")
             pending.clear()
-            with runtime.on_stream(None, False, False) as finish:
+            with runtime.streams.on_stream(None, False, False) as finish:
                 launch(RECEIVE)
                 finish(*tensors)
 

@@ -26,12 +26,12 @@ _DTYPES = torch.bfloat16, torch.float8_e4m3fn  # as ranks exchange them, see `ti
 class Kernel:
     """A kernel that exchanges data with the peers; ``kernel(grid, *arguments)`` adds the `RankContext` and launches it.
 
-    The first call compiles it. If the operation begins with `Runtime.notify`, ranks whose calls differ find that out
+    The first call compiles it. If the operation begins with `RankState.notify`, ranks whose calls differ find that out
     before one of them compiles.
 
     Parameters
     ----------
-    runtime : Runtime
+    runtime : RankState
     definition : KernelDefinition
         Ranks that use the kernel together have the same ``constants[0]``.
     """
@@ -114,8 +114,8 @@ def plan_barrier(runtime):
     return runtime.prepare_kernel(notify.make_barrier, constants, notify.BARRIER_SIGNATURE, _BARRIER_THREADS)
 
 
-# Launch plans. Each is computed once per configuration and row format, see `Runtime.cached`. Those of dispatch return
-# the number of channels, a function that starts the kernel, and what `Runtime.notify` compares across ranks.
+# Launch plans. Each is computed once per configuration and row format, see `RankState.cached`. Those of dispatch return
+# the number of channels, a function that starts the kernel, and what `RankState.notify` compares across ranks.
 
 
 def plan_ring_dispatch(
@@ -168,7 +168,7 @@ def plan_combine(runtime, config, hidden, topk, channels, biases):
 
 
 class PlannedKernels:
-    """In place of a `Runtime`: only lists the kernels of launch plans, for `compile_ahead`.
+    """In place of a `RankState`: only lists the kernels of launch plans, for `compile_ahead`.
 
     Parameters
     ----------
