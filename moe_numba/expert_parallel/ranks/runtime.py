@@ -1,4 +1,4 @@
-"""State that all calls of a ``Buffer`` share: shared memory, status, kernels, launch plans and streams."""
+"""State that all calls of a ``Buffer`` share: shared memory, status, kernels and launch plans."""
 
 import contextlib
 
@@ -22,7 +22,6 @@ from moe_numba.expert_parallel.common.timeout import (
 )
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
 from moe_numba.expert_parallel.ranks.events import is_capturing
-from moe_numba.expert_parallel.ranks.stream_order import StreamOrder
 from moe_numba.expert_parallel.ranks.transport import check_same_on_all_ranks
 from moe_numba.expert_parallel.rings.config import GpuLimits, limits_of
 from moe_numba.expert_parallel.rings.launch_plans import Kernel, Launch, load, plan_barrier, plan_notify
@@ -37,7 +36,7 @@ _COMPILE_S = 100.0  # seconds that ranks wait for one another's compilers
 _SCALE_DTYPES = None, torch.float32, torch.int32
 
 
-class Runtime(StreamOrder):
+class Runtime:
     """A rank's memory and kernels for the exchange of tokens with its peers.
 
     Parameters
@@ -54,8 +53,7 @@ class Runtime(StreamOrder):
     def __init__(self, transport, num_bytes, timeout, uses_tma=None):
         device = transport.device
         check_device(device, "group's device")
-        super().__init__(transport)
-        self.timeout = timeout
+        self.transport, self.timeout, self._device_index = transport, timeout, device.index or 0
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
         self.rings_offset = buffer_layout(self.num_ranks).rings  # in words
         self.ring_words = num_bytes // 8  # for the rings of dispatch, and as many for those of combine
