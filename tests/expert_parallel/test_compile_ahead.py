@@ -9,7 +9,7 @@ from helpers.expert_parallel import NUM_BYTES, SMALL, make_inputs, new_output, s
 from helpers.low_latency import SMS
 
 from moe_numba.expert_parallel import Buffer, LocalGroup
-from moe_numba.expert_parallel.low_latency.base import shape_of_options
+from moe_numba.expert_parallel.low_latency.config import shape_of_options
 from moe_numba.expert_parallel.low_latency.exchange import exchange_kernels
 from moe_numba.expert_parallel.ranks import compile_ahead
 from moe_numba.expert_parallel.rings import launch_plans

@@ -326,7 +326,7 @@ def exchange_ahead(seed, protocol="lamport", rounds=3, hidden=HIDDEN, use_fp8_co
         for (x, ids, weights), y in zip(inputs, ys, strict=True):
             x, ids, weights, y = on_device(buffer, (x[rank], ids[rank], weights[rank], y[rank]))
             received, sums = [dispatch.new_output() for _ in range(2)], [torch.zeros_like(x) for _ in range(2)]
-            with buffer._runtime.streams.on_stream(None, True, False) as finish:
+            with buffer._streams.on_stream(None, True, False) as finish:
                 for got in received:
                     got.x.zero_()
                     dispatch.launch(x, ids, None, got)
@@ -356,7 +356,7 @@ def dispatch_ahead(seed, protocol="lamport", hidden=HIDDEN):
         ids = torch.full((2, 1), 1 - rank, device=buffer.transport.device)
         given, weights = on_device(buffer, [x[rank] for x in xs]), torch.ones_like(ids).float()
         received = [plan._dispatch.new_output() for _ in xs]
-        with buffer._runtime.streams.on_stream(None, True, False) as finish:
+        with buffer._streams.on_stream(None, True, False) as finish:
             for x, out in zip(given, received, strict=True):
                 plan._dispatch.launch(x, ids, weights, out)
             finish(ids, weights, *given)
@@ -380,7 +380,7 @@ def combine_ahead(seed, protocol="lamport"):
         ids = torch.full((2, 1), 3, device=buffer.transport.device)
         x, *given = on_device(buffer, [ys[0][:2], *ys])
         got, sums = plan.dispatch(x, ids, torch.ones_like(ids).float()), [torch.zeros_like(x) for _ in ys]
-        with buffer._runtime.streams.on_stream(None, True, False) as finish:
+        with buffer._streams.on_stream(None, True, False) as finish:
             for y, out in zip(given, sums, strict=True):
                 plan._combine.launch(y, got.slot_rows, ids, None, out)
             finish(ids, *given, *sums)
@@ -509,7 +509,7 @@ def test_a_rank_in_time_again():
         if rank == 0:  # the host sees a later timeout, too
             exchange(0)
             synchronize(buffer)
-            assert buffer._mask().status[0] and buffer._mask().mask.tolist() == [0, 1]
+            assert buffer._low_latency.rank_mask.status[0] and buffer._low_latency.rank_mask.mask.tolist() == [0, 1]
 
     run(2, work, timeout=SHORT_TIMEOUT, enable_shrink=True)
 
@@ -522,7 +522,7 @@ def test_a_rank_that_does_not_clear_the_buffer(enable_shrink):
         plan = buffer.low_latency(1, 8, 2, 1, num_sms=SMS)
         if rank == 0 and enable_shrink:
             plan.reset()
-            assert buffer._mask().masked_ranks() == [1]
+            assert buffer._low_latency.rank_mask.masked_ranks() == [1]
             sentence = r"waits for all ranks, but these are masked: \[1\]"
             refused(RuntimeError, sentence, buffer.low_latency, 2, 8, 2, 1)
         elif rank == 0:

@@ -152,7 +152,7 @@ def exchange_as_deepep_low_latency_test(deep_ep, group, rank, ranks, device):
         allow_mnnvl=False,
         enable_shrink=False,
     )
-    buffer._low_latency_sms = 2 if simulator.ENABLED else None
+    buffer._low_latency.num_sms = 2 if simulator.ENABLED else None
     generator = torch.Generator(device="cpu").manual_seed(rank)
     scores = torch.rand(LL_TOKENS, experts, generator=generator, device="cpu")
     topk_idx = scores.topk(LL_TOPK, dim=-1).indices.to(device).to(deep_ep.topk_idx_t)

@@ -140,7 +140,7 @@ def run(ranks, work, seed=0, **options):
 
     def on_rank(transport):
         buffer = Buffer(transport, NUM_BYTES, low_latency_mode=True, **options)
-        buffer._low_latency_sms = SMS
+        buffer._low_latency.num_sms = SMS
         result = work(buffer, transport.rank)
         buffer.destroy()
         return result

@@ -9,7 +9,7 @@ from helpers.rank_processes import num_ranks
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import Config
-from moe_numba.expert_parallel.low_latency.base import shape_of_options
+from moe_numba.expert_parallel.low_latency.config import shape_of_options
 from moe_numba.expert_parallel.low_latency.exchange import BOTH, RECEIVE, SEND, exchange_kernels
 from moe_numba.expert_parallel.ranks.compile_ahead import compile_ahead
 from moe_numba.expert_parallel.rings.config import limits_of

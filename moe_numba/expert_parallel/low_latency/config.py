@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from moe_numba.expert_parallel.low_latency import checks
 from moe_numba.expert_parallel.low_latency.layout import LowLatencyShape
+from moe_numba.runtime.validate import check_flag
 
 _PARTS = (4, 7), (16, 4), (33, 2)  # maximum number of tokens, CTAs that share a row
 _CTAS_PER_SENDER = 3  # the others receive, and copy the rank's own rows
@@ -46,6 +47,47 @@ def make_shape(
         ctas_per_sender=_CTAS_PER_SENDER,
     )
     return with_threads(shape, shape.row_words)
+
+
+def scales_format(use_fp8, round_scale, use_ue8m0):
+    """Return the name of the scales' format, None for bfloat16."""
+    use_fp8, round_scale, use_ue8m0 = (
+        check_flag(name, value)
+        for name, value in (("use_fp8", use_fp8), ("round_scale", round_scale), ("use_ue8m0", use_ue8m0))
+    )
+    if use_ue8m0 and not round_scale:
+        raise ValueError("use_ue8m0 is True and round_scale is False; exponents alone need round_scale=True")
+    if round_scale and not use_fp8:
+        raise ValueError("round_scale is True and use_fp8 is False; only FP8 rows have scales")
+    return None if not use_fp8 else "ue8m0" if use_ue8m0 else "rounded" if round_scale else "float32"
+
+
+def shape_of_options(
+    num_ranks,
+    num_max_dispatch_tokens_per_rank,
+    hidden,
+    num_experts,
+    num_topk,
+    *,
+    use_fp8=False,
+    round_scale=False,
+    use_ue8m0=False,
+    expert_major=True,
+    protocol="lamport",
+    use_fp8_combine=False,
+):
+    """Return what `Buffer.low_latency` compiles its kernels for; parameters as there."""
+    scales = scales_format(use_fp8, round_scale, use_ue8m0)
+    sizes = num_max_dispatch_tokens_per_rank, hidden, num_topk, num_experts
+    expert_major = check_flag("expert_major", expert_major)
+    return make_shape(
+        num_ranks,
+        *sizes,
+        scales=scales,
+        expert_major=expert_major,
+        protocol=protocol,
+        combines_fp8=check_flag("use_fp8_combine", use_fp8_combine),
+    )
 
 
 def with_threads(shape, row_words):

@@ -15,6 +15,7 @@ from moe_numba.expert_parallel.low_latency.exchange import (
 from moe_numba.expert_parallel.low_latency.layout import LowLatencyShape
 from moe_numba.expert_parallel.low_latency.rank_mask import RankMask
 from moe_numba.expert_parallel.ranks.rank_state import RankState
+from moe_numba.expert_parallel.ranks.stream_order import StreamOrder
 
 
 class LowLatency:
@@ -36,8 +37,16 @@ class LowLatency:
         What combine writes.
     """
 
-    def __init__(self, runtime: RankState, rank_mask: RankMask, shape: LowLatencyShape, topk_idx_dtype, num_sms=None):
-        self._runtime, self._rank_mask, self.shape = runtime, rank_mask, shape
+    def __init__(
+        self,
+        runtime: RankState,
+        streams: StreamOrder,
+        rank_mask: RankMask,
+        shape: LowLatencyShape,
+        topk_idx_dtype: torch.dtype,
+        num_sms: int | None = None,
+    ):
+        self._runtime, self._streams, self._rank_mask, self.shape = runtime, streams, rank_mask, shape
         self._status = rank_mask.status.numpy().data
         self._dispatch = LowLatencyDispatch(runtime, rank_mask, shape, topk_idx_dtype, num_sms)
         self._combine = LowLatencyCombine(runtime, rank_mask, shape, topk_idx_dtype, num_sms)
@@ -91,7 +100,7 @@ class LowLatency:
             checks.check_dispatch(self._dispatch, x, topk_idx, topk_weights)
             addresses = *self._runtime.pointers(x, topk_idx, topk_weights), topk_idx.shape[0]
         self._has_dispatched = True
-        self._runtime.streams.launch_on_stream(self._launch_dispatch, *addresses)
+        self._streams.launch_on_stream(self._launch_dispatch, *addresses)
         return self.received
 
     def combine(
@@ -128,7 +137,7 @@ class LowLatency:
             if not self._has_dispatched:
                 raise RuntimeError("combine was called before the first dispatch; nothing has been received")
             addresses = *self._runtime.pointers(x, topk_idx, topk_weights), topk_idx.shape[0]
-        self._runtime.streams.launch_on_stream(self._launch_combine, *addresses)
+        self._streams.launch_on_stream(self._launch_combine, *addresses)
         tokens = addresses[3]
         sums = self._sums.get(tokens)
         return self._sums.setdefault(tokens, self.combined[:tokens]) if sums is None else sums

@@ -1,4 +1,4 @@
-"""State that all calls of a ``Buffer`` share: shared memory, status, kernels, launch plans and streams."""
+"""State that all calls of a ``Buffer`` share: shared memory, status, kernels and launch plans."""
 
 import contextlib
 
@@ -22,7 +22,6 @@ from moe_numba.expert_parallel.common.timeout import (
 )
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
 from moe_numba.expert_parallel.ranks.events import is_capturing
-from moe_numba.expert_parallel.ranks.stream_order import StreamOrder
 from moe_numba.expert_parallel.ranks.transport import check_same_on_all_ranks
 from moe_numba.expert_parallel.rings.config import GpuLimits, limits_of
 from moe_numba.expert_parallel.rings.launch_plans import Kernel, Launch, load, plan_barrier, plan_notify
@@ -54,7 +53,7 @@ class RankState:
     def __init__(self, transport, num_bytes, timeout, uses_tma=None):
         device = transport.device
         check_device(device, "group's device")
-        self.transport, self.timeout, self.streams = transport, timeout, StreamOrder(transport)
+        self.transport, self.timeout, self._device_index = transport, timeout, device.index or 0
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
         self.rings_offset = buffer_layout(self.num_ranks).rings  # in words
         self.ring_words = num_bytes // 8  # for the rings of dispatch, and as many for those of combine

@@ -63,7 +63,7 @@ def expert_parallel():
 
 def low_latency():
     from moe_numba.course.bench.topics.low_latency.measure import LOW_LATENCY
-    from moe_numba.expert_parallel.low_latency.base import shape_of_options
+    from moe_numba.expert_parallel.low_latency.config import shape_of_options
     from moe_numba.expert_parallel.low_latency.exchange import RECEIVE, SEND, exchange_kernels
     from moe_numba.runtime.launch import launcher
 

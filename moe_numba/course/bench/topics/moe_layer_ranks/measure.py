@@ -20,7 +20,7 @@ from moe_numba.course.bench.timing import Stats
 from moe_numba.course.bench.timing.dist import free_port, process_group
 from moe_numba.course.bench.topics.moe_layer.measure import Layer, make_weights
 from moe_numba.expert_parallel import Buffer, get_dispatch_layout, per_token_cast_to_fp8
-from moe_numba.expert_parallel.low_latency.base import shape_of_options
+from moe_numba.expert_parallel.low_latency.config import shape_of_options
 from moe_numba.expert_parallel.low_latency.exchange import exchange_kernels
 from moe_numba.expert_parallel.ranks.compile_ahead import compile_ahead
 from moe_numba.expert_parallel.rings.config import limits_of
