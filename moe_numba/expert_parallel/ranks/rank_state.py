@@ -53,7 +53,7 @@ class RankState:
     def __init__(self, transport, num_bytes, timeout, uses_tma=None):
         device = transport.device
         check_device(device, "group's device")
-        self.transport, self.timeout, self._device_index = transport, timeout, device.index or 0
+        self.transport, self.timeout = transport, timeout
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
         self.rings_offset = buffer_layout(self.num_ranks).rings  # in words
         self.ring_words = num_bytes // 8  # for the rings of dispatch, and as many for those of combine
