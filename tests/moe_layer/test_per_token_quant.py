@@ -7,7 +7,8 @@ from helpers.wrong_kernels import changed, is_rejected
 import moe_numba
 from moe_numba import simulator
 from moe_numba.moe_layer import reference
-from moe_numba.quantise import per_token_quant, per_token_quant_kernels
+from moe_numba.moe_layer.per_token_quant import api as per_token_quant
+from moe_numba.moe_layer.per_token_quant import kernel as per_token_quant_kernels
 from moe_numba.runtime.sass import compile_apart
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -179,7 +180,7 @@ KERNELS = {
 
 def test_the_machine_code():
     """16-byte accesses, no spills; two CTAs of 448 threads fit into the registers of an SM."""
-    for name, report in compile_apart("from moe_numba.quantise.per_token_quant_kernels import *", KERNELS).items():
+    for name, report in compile_apart("from moe_numba.moe_layer.per_token_quant.kernel import *", KERNELS).items():
         assert report.spilled_bytes == report.stack_bytes == 0 and report.registers <= 72, name
         if report.opcodes is not None:
             assert report.count("LDG.E.128.CONSTANT") == {"tokens": 2, "activation": 8}[name]
