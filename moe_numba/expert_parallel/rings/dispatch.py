@@ -320,7 +320,7 @@ def make_dispatch(shape):
                 st_release_cta_shared_s32(smem_i32, done_offset + warp, 1)
             if receives and topk > 0:
                 nth = warp * blocks + cuda.blockIdx.x - senders
-                num_received = rank_prefix[int32((ranks - 1) * ranks + rank)]
+                num_received = rank_prefix[(ranks - 1) * ranks + rank]
                 pad_tail(recv_topk_idx, topk, num_received, num_recv_rows, nth, blocks * warps, lane)
 
         # ---- After an abort: poison the outputs ----

@@ -129,7 +129,7 @@ def make_dispatch_direct(shape):
             retire_warp(smem_i32, state, done_offset, warps, lane)
         pipeline.wait_all()
         if topk > 0:
-            nth, received = warp * blocks + cuda.blockIdx.x, rank_prefix[int32((ranks - 1) * ranks + rank)]
+            nth, received = warp * blocks + cuda.blockIdx.x, rank_prefix[(ranks - 1) * ranks + rank]
             pad_tail(recv_topk_idx, topk, received, num_recv_rows, nth, blocks * warps, lane)
 
     return dispatch_direct
