@@ -352,8 +352,8 @@ def test_sources_follow_imports(tmp_path):
         "simulator/__init__": "import moe_numba.launch\n",
         "launch": "",
         "beta": "",
-        "course/bench/timing": "",
-        "course/bench/plots": "",
+        "course/bench/timing/__init__": "",
+        "course/bench/figures/plots": "",
     }
     (tmp_path / "pyproject.toml").touch()
     for name, text in files.items():
