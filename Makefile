@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 RUN := .venv/bin/python -m
 
-.PHONY: help notebooks test test-fast mutants stale fingerprint lint wheel clean
+.PHONY: help notebooks test test-fast test-all mutants stale fingerprint lint wheel clean
 
 help:  ## List the commands
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile
@@ -13,15 +13,19 @@ help:  ## List the commands
 notebooks: .venv/.ready  ## Run every notebook (on the GPU, or small in the simulator); pages land in build/
 	@$(RUN) moe_numba.course.pages.execute execute --out build $(ARGS)
 
-# On a GPU the tests run one after another; without one, one worker for each core (see tests/conftest.py).
-test: .venv/.ready  ## Run the whole test suite
-	@$(RUN) pytest -n auto --dist worksteal $(ARGS)
+# On a GPU the tests run one after another; without one, one worker for each core. tests/helpers/suite.py says which
+# tests a commit's run has.
+test: .venv/.ready  ## Run the tests of a commit: the cheap ones, those that find the planted bugs, a shard of the rest
+	@$(RUN) pytest -n auto --dist worksteal --suite commit $(ARGS)
 
 test-fast: .venv/.ready  ## Run the tests that take under 3 minutes together
-	@$(RUN) pytest -n auto --dist worksteal -m "not slow" $(ARGS)
+	@$(RUN) pytest -n auto --dist worksteal --suite fast $(ARGS)
+
+test-all: .venv/.ready  ## Run all tests; ARGS=--write-costs measures them for the choice of the others
+	@$(RUN) pytest -n auto --dist worksteal $(ARGS)
 
 mutants: .venv/.ready  ## Plant each bug of tests/simulator/mutants, and say which test finds it
-	@PYTHONPATH=tests/simulator:$$PYTHONPATH $(RUN) mutants.runner $(ARGS)
+	@PYTHONPATH=tests:tests/simulator:$$PYTHONPATH $(RUN) mutants.runner $(ARGS)
 
 stale: .venv/.ready  ## Name the records and executed notebooks that are older than their code
 	@$(RUN) moe_numba stale

@@ -14,53 +14,15 @@ import gc
 import sys
 
 import pytest
-from helpers.thirds import THIRD, chosen_third, take_sixth
+from helpers.measure_costs import CostWriter
+from helpers.suite import SHARDS, Suite, parse_shard, read_costs, shard_of_commit
 
 from moe_numba import simulator
 from moe_numba.runtime.device import gpu_like, gpu_of
 
-# Left out by ``make test-fast``: whole modules, and single tests, that take more than about 8 s of one core.
-SLOW_MODULES = {
-    "test_buffer_compile",
-    "test_buffer_faults",
-    "test_channels",
-    "test_combine_notebook_compile",
-    "test_deepep_port_compile",
-    "test_dispatch_direct",
-    "test_grouped_gemm_compile",
-    "test_grouped_gemm_kernel",
-    "test_grouped_gemm_mma",
-    "test_grouped_gemm_mma_compile",
-    "test_hpc_ops",
-    "test_k_grouped_gemm_kernel",
-    "test_low_latency_compile",
-    "test_torch_layer",
-}
-SLOW_TESTS = {
-    "test_a_kernel_that_cannot_be_compiled_says_why",
-    "test_alignment_uses_no_local_or_generic_memory",
-    "test_deepseek_v3",
-    "test_dispatch_and_combine",
-    "test_doctor_on_this_machine",
-    "test_every_public_function_is_measured_with_out_and_prepared",
-    "test_functions_take_the_paths_of_the_table",
-    "test_gate_notebook_runs_with_other_sizes",
-    "test_gather_indices_match_gathered_rows",
-    "test_kernels_for_an_older_gpu_are_measured_in_a_process",
-    "test_notebooks_go_on_after_steps_that_a_t4_cannot_run",
-    "test_registers_of_a_kernel_with_setmaxnreg",
-    "test_runs_in_the_simulator",
-    "test_static_properties_from_the_compiler",
-    "test_the_first_seed_that_fails_is_named",
-    "test_the_machine_code",
-    "test_tuner_tries_configs_that_fit",
-    "test_with_lto_both_interfaces_compile_alike",
-    "test_wrong_kernels_are_rejected",
-}
-
-# Tests of these modules detect data races, and so do the tests that look for planted bugs; with MOE_NUMBA_RACES=1 all
-# tests do. Kernels that the vector engine can judge take the same time; asynchronous copies and several ranks need
-# threads, which takes up to twice the time.
+# Tests of these modules detect data races, and so do those that are the cheapest to find a planted bug; with
+# MOE_NUMBA_RACES=1 all tests do. Kernels that the vector engine can judge take the same time; asynchronous copies and
+# several ranks need threads, which takes up to twice the time.
 RACES = {
     "test_align",
     "test_dependent_launch",
@@ -108,31 +70,32 @@ CAPABILITIES = {
     },
 }
 
-# Modules that only compile kernels of one topic: a commit's run takes a sixth of them, and other tests run the kernels.
-COMPILE_CHECKS = [
-    "test_buffer_compile",
-    "test_align_notebook_compile",
-    "test_grouped_gemm_mma_compile",
-    "test_low_latency_compile",
-    "test_align_one_launch_compile",
-    "test_grouped_gemm_w4_compile",
-    "test_moe_layer_notebook_compile",
-    "test_combine_notebook_compile",
-    "test_low_latency_notebook_compile",
-]
+
+def pytest_addoption(parser):
+    """Add the options that choose tests; see ``helpers/suite.py``."""
+    parser.addoption("--suite", choices=("fast", "commit", "all"), default="all", help="which tests; default: all")
+    parser.addoption("--shard", metavar="N/M", help="with --suite commit: the shard of the tests that take long")
+    parser.addoption("--cheapest-first", action="store_true", help="run tests in the order of their times")
+    parser.addoption("--write-costs", action="store_true", help="write the tests' times to tests/costs.json")
 
 
-def pytest_report_header():
-    """Say which third of the slowest cases this run tries, so that it can be repeated."""
-    return f"planted bugs, notebooks, architectures: {THIRD}={chosen_third()}"
+def pytest_configure(config):
+    """Choose the suite; the processes of pytest-xdist get the options of the first one."""
+    if config.option.shard is None:
+        config.option.shard = f"{shard_of_commit()}/{SHARDS}"
+    try:
+        shard = parse_shard(config.option.shard)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.suite = Suite(read_costs(), config.option.suite, shard)
+    if config.option.write_costs:
+        config.pluginmanager.register(CostWriter())
 
 
-def takes_long(module):
-    """Return whether a module has long tests or set-ups: begun last, they would keep one worker while others are idle.
-
-    A set-up that workers share (`helpers.once_per_run`) would also make them wait for each other.
-    """
-    return module.endswith("_compile") or module in ("test_architectures", "test_notebooks")
+def pytest_report_header(config):
+    """Say which tests this run has, so that it can be repeated."""
+    shard = f" --shard {config.option.shard}" if config.option.suite == "commit" else ""
+    return f"tests: --suite {config.option.suite}{shard}"
 
 
 def gpus():
@@ -146,7 +109,7 @@ def gpus():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Deselect tests that need more or newer GPUs, and compile checks of other thirds: a skip looks like a problem."""
+    """Deselect tests that need more or newer GPUs, or that the suite leaves out: a skip looks like a problem."""
     found = gpus()
     gpu = gpu_of(0) if found else gpu_like((9, 0))
     too_new = set().union(
@@ -154,21 +117,25 @@ def pytest_collection_modifyitems(config, items):
         CAPABILITIES[9, 0] if not gpu.has_wgmma else set(),
     )
 
-    left_out = set(COMPILE_CHECKS) - set(take_sixth(COMPILE_CHECKS))
-
     def available(item):
         needed = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
-        return needed <= found and item.module.__name__ not in too_new | left_out
+        return needed <= found and item.module.__name__ not in too_new
 
-    for item in items:
-        if item.module.__name__ in SLOW_MODULES or item.originalname in SLOW_TESTS:
-            item.add_marker("slow")
-    unavailable = [item for item in items if not available(item)]
-    if unavailable:
-        config.hook.pytest_deselected(items=unavailable)
-        items[:] = [item for item in items if available(item)]
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: not takes_long(item.module.__name__))
+    suite, nodeids = config.suite, [item.nodeid for item in items if available(item)]
+    if suite.name == "commit" and config.args == config.getini("testpaths") and (missing := suite.missing(nodeids)):
+        raise pytest.UsageError(
+            f"make mutants ARGS=--write must choose others than {', '.join(missing)}: not collected"
+        )
+    chosen = suite.choose(nodeids)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]
+    if config.option.cheapest_first:
+        items.sort(key=lambda item: suite.seconds(item.nodeid))
+    elif "PYTEST_XDIST_WORKER" in os.environ:  # begun last, a long test would keep one worker while others are idle
+        longest = {}
+        for item in items:
+            longest[item.path] = max(longest.get(item.path, 0.0), suite.seconds(item.nodeid))
+        items.sort(key=lambda item: -longest[item.path])  # which keeps the tests of a module together
 
 
 def pytest_collection_finish():
@@ -192,11 +159,13 @@ def no_plans():
 
 @pytest.fixture(autouse=True)
 def data_races(request):
-    """Report data races in the modules of `RACES`, but not in tests marked ``intended_races(reason)``."""
+    """Report data races in the tests that `RACES` describes, but not in tests marked ``intended_races(reason)``."""
     if request.node.get_closest_marker("intended_races"):
         context = simulator.races(False)
+    elif request.module.__name__ in RACES or request.node.nodeid in request.config.suite.finders:
+        context = simulator.races()
     else:
-        context = simulator.races() if request.module.__name__ in RACES else contextlib.nullcontext()
+        context = contextlib.nullcontext()
     with context:
         yield
 

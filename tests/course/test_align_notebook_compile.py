@@ -4,7 +4,6 @@ import ast
 from pathlib import Path
 
 import pytest
-from helpers.thirds import take_third
 
 from moe_numba.course.bench.records import code_hash
 from moe_numba.runtime.sass import compile_apart
@@ -57,8 +56,7 @@ def definitions():
     return "\n".join(kept)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", take_third([(7, 5), (8, 0), (9, 0, "a")]), ids=str)
+@pytest.mark.parametrize("arch", [(7, 5), (8, 0), (9, 0, "a")], ids=str)
 def test_the_notebooks_kernels_do_not_spill(arch):
     requests = {name: (name, signature, threads, False) for name, (signature, threads) in KERNELS.items()}
     codes = compile_apart(definitions(), requests, arch)

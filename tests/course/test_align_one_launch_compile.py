@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers.thirds import take_third
 
 from moe_numba.course.bench.records import code_hash
 from moe_numba.runtime.sass import compile_apart
@@ -48,7 +47,7 @@ def source():
     return "\n\n".join(decorated)
 
 
-@pytest.fixture(scope="module", params=take_third(ARCHS), ids=lambda arch: "sm_" + "".join(map(str, arch)))
+@pytest.fixture(scope="module", params=ARCHS, ids=lambda arch: "sm_" + "".join(map(str, arch)))
 def codes(request):
     arch = request.param
     kernels = {name: kernel for name, kernel in KERNELS.items() if "cluster" not in name or arch >= (9, 0)}

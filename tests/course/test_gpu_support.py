@@ -8,7 +8,6 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from helpers.thirds import chosen_third, take_third
 
 from moe_numba import doctor
 from moe_numba.__main__ import main
@@ -145,7 +144,7 @@ def differences(table, chosen):
     return wrong
 
 
-@pytest.mark.parametrize("arch", take_third(gpu_support.ARCHITECTURES), ids="{0[0]}{0[1]}".format)
+@pytest.mark.parametrize("arch", gpu_support.ARCHITECTURES, ids="{0[0]}{0[1]}".format)
 def test_functions_take_the_paths_of_the_table(arch):
     chosen = plans(arch)
     assert differences(gpu_support.functions(gpu_like(arch)), chosen) == []
@@ -247,7 +246,7 @@ def test_notebooks_about_one_architecture_are_simulated_on_others(gpu, arch, onl
 NOT_RUN = {"04_shared_experts": ["moe_numba grouped GEMM"], "07_dispatch_layout": ["one cluster", "groups of lanes"]}
 
 
-@pytest.mark.parametrize("name", take_third(NOT_RUN))
+@pytest.mark.parametrize("name", NOT_RUN)
 def test_notebooks_go_on_after_steps_that_a_t4_cannot_run(name):
     path = ROOT / "notebooks" / f"{name}.py"
     page = execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1", "MOE_NUMBA_ARCH": "75"})
@@ -258,7 +257,6 @@ def test_notebooks_go_on_after_steps_that_a_t4_cannot_run(name):
     assert nbformat.validate(page) is None
 
 
-@pytest.mark.skipif(chosen_third() not in ("2", "all"), reason="the other commits execute notebooks 04 and 07 for a T4")
 def test_the_notebook_on_one_launch_goes_on_after_steps_that_a_t4_cannot_run():
     path = ROOT / "notebooks" / "03_align_one_launch.py"
     page = execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1", "MOE_NUMBA_ARCH": "75"})

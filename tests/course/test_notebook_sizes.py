@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.thirds import take_third
 
 from moe_numba import simulator
 from moe_numba.course.pages import execute
@@ -80,10 +79,8 @@ def test_other_sizes_replace_the_notebooks(name):
     assert with_other_sizes(name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", take_third(OTHER_SIZES))
+@pytest.mark.parametrize("name", OTHER_SIZES)
 def test_runs_with_other_sizes(name, tmp_path):
-    """One of the notebooks, by the commit; ``MOE_NUMBA_THIRD=all`` tries all of them."""
     path = tmp_path / f"{name}.py"
     path.write_text(with_other_sizes(name))
     execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1"})

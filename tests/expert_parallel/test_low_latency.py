@@ -21,7 +21,6 @@ from helpers.low_latency import (
     run,
     synchronize,
 )
-from helpers.thirds import take_third
 from helpers.wrong_kernels import changed_maker
 
 from moe_numba import prepare, simulator
@@ -416,7 +415,7 @@ def has_living_experts(ids, ranks):
     "ranks, protocol, when",
     [
         *((2, protocol, when) for protocol in PROTOCOLS for when in ("dispatch", "combine")),
-        pytest.param(3, PROTOCOLS[0], "combine", marks=pytest.mark.slow),
+        (3, PROTOCOLS[0], "combine"),
     ],
 )
 def test_the_others_go_on_without_a_dead_rank(ranks, protocol, when):
@@ -838,7 +837,7 @@ WRONG_FP8_SUMS = {  # the passage of the module of sums, and what replaces it
 
 
 @simulated
-@pytest.mark.parametrize("name", take_third(WRONG))
+@pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_is_rejected(name, monkeypatch):
     kernel, where, right, wrong, protocol = WRONG[name]
     modules = {

@@ -2,7 +2,6 @@
 
 import pytest
 from helpers.once_per_run import once_per_run
-from helpers.thirds import take_sixth
 
 from moe_numba.grouped_gemm.block_scaled.config import BlockScaledConfig
 from moe_numba.grouped_gemm.common.constants import THREADS
@@ -66,9 +65,7 @@ BLOCK_SCALED = {
     "block-scaled, gather": dict(block_n=256, stages=3, cluster_size=1, gather=True),
     "block-scaled, silu, gather": dict(block_n=256, stages=4, silu_and_mul=True, cluster_size=1, gather=True),
 }
-# Every run compiles these, which tests name or which have the most registers, and a sixth of the others.
-ALWAYS = "prefill", "prefill, blocks", "bf16", "bf16, MN-major", "float32", "block-scaled", "block-scaled, silu"
-NAMES = *ALWAYS, *take_sixth(name for name in (*CONFIGS, *BLOCK_SCALED) if name not in ALWAYS)
+NAMES = *CONFIGS, *BLOCK_SCALED
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 from helpers.expert_parallel import NUM_BYTES, SMALL, engine
-from helpers.thirds import take_third
 
 from moe_numba import simulator
 from moe_numba.course.bench.compile_layers import compile_layers
@@ -87,14 +86,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp8": FP8}
 BATCHES = [([3, 5], 0), ([3, 5], 9), ([4, 0, 2], 6), ([4], 0)]
 
 
-@pytest.mark.parametrize("batch, name", take_third(itertools.product(BATCHES, DTYPES)))
+@pytest.mark.parametrize("batch, name", itertools.product(BATCHES, DTYPES))
 def test_equals_all_experts_on_one_gpu(batch, name):
     (tokens, worst), dtype = batch, DTYPES[name]
     state, ranks = make_inputs(tokens, dtype)
     assert wrong(run(state, ranks, dtype, num_worst_tokens=worst), state, ranks) is None
 
 
-@pytest.mark.parametrize("tokens, name", take_third(itertools.product([[3, 5], [4, 0]], DTYPES)))
+@pytest.mark.parametrize("tokens, name", itertools.product([[3, 5], [4, 0]], DTYPES))
 def test_low_latency_exchange(tokens, name):
     dtype = DTYPES[name]
     state, ranks = make_inputs(tokens, dtype)
@@ -104,7 +103,7 @@ def test_low_latency_exchange(tokens, name):
 EXCHANGES = dict(num_worst_tokens=8), dict(low_latency_tokens=5)
 
 
-@pytest.mark.parametrize("in_torch, options", take_third(itertools.product([False, True], EXCHANGES)))
+@pytest.mark.parametrize("in_torch, options", itertools.product([False, True], EXCHANGES))
 def test_dispatch_in_fp8(in_torch, options, monkeypatch):
     """Experts with block scales read what arrives. Stages in torch quantise it to the same numbers again."""
     if in_torch:

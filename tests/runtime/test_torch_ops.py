@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from helpers.thirds import take_third
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -258,8 +257,8 @@ def test_functions_pass_all_arguments_to_their_op(name, monkeypatch):
     assert function(*parameters) == (name, *parameters)
 
 
-@pytest.mark.parametrize("overload", ["default", pytest.param("out", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", take_third(CALLS))
+@pytest.mark.parametrize("overload", ["default", "out"])
+@pytest.mark.parametrize("case", CALLS)
 def test_opcheck(case, overload, device):
     function, op, args, kwargs = call_of(case, device)
     if overload == "out":
@@ -623,7 +622,6 @@ def close(a, b):
     return equal(a[1:], b[1:])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_with_any_number_of_tokens(backend, device):
     layer = compiled(moe, backend, dynamic=True)
@@ -636,9 +634,7 @@ def test_compile_with_any_number_of_tokens(backend, device):
 
 
 @pytest.mark.parametrize(
-    "case, backend",
-    [(case, "aot_eager") for case in FIRST_CALLS]
-    + [pytest.param(case, "inductor", marks=pytest.mark.slow) for case in take_third(FIRST_CALLS)],
+    "case, backend", [(case, backend) for backend in ("aot_eager", "inductor") for case in FIRST_CALLS]
 )
 def test_compile_each_function_with_and_without_out(case, backend, device):
     function, _, args, kwargs = call_of(case, device)

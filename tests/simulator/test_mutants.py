@@ -4,7 +4,6 @@ import hashlib
 import os
 
 import pytest
-from helpers.thirds import THIRD, chosen_third, take_sixth, take_third
 from mutants import runner
 from mutants.mutant import Mutant, mutant
 from mutants.runner import FOUND, MUTANTS, NOT_FOUND, TIMED_OUT, check_control, try_mutant
@@ -29,10 +28,8 @@ def check_control_once(tmp_path_factory):
     return check
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", take_sixth(MUTANTS))
+@pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bugs_are_found(name, check_control_once):
-    """Half of a third of them; the header of pytest's output says which third."""
     planted = MUTANTS[name]
     outcome = try_mutant(planted)
     if outcome.result == FOUND:
@@ -48,16 +45,6 @@ def test_planted_bugs_are_found(name, check_control_once):
 def test_planted_bugs_change_code(name):
     """Each passage occurs in today's sources as often as stated, and the code without it differs."""
     assert MUTANTS[name].changes_code()
-
-
-def test_three_thirds_are_all(monkeypatch):
-    thirds = [take_third(MUTANTS, str(i)) for i in range(3)]
-    assert sorted(sum(thirds, [])) == sorted(take_third(MUTANTS, "all")) == sorted(MUTANTS)
-    monkeypatch.setenv(THIRD, "3")
-    with pytest.raises(ValueError, match="MOE_NUMBA_THIRD is '3'; it must be 0, 1, 2 or all"):
-        chosen_third()
-    monkeypatch.delenv(THIRD)
-    assert chosen_third() in "012"
 
 
 def plant(right, wrong, tests=CONSTANT, count=1):

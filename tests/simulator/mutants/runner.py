@@ -1,6 +1,7 @@
 """Plants bugs in copies of the package, and runs the tests that should find them.
 
-A bug counts as found if one of its tests fails that passes without it. Bugs are planted in a temporary folder of
+A bug counts as found if one of its tests fails that passes without it; they run in the order of their times, so that
+it is the cheapest one. Bugs are planted in a temporary folder of
 symbolic links to the repository; only the changed files are copies. Tests run in the simulator, in a process of their
 own, which gets this process's environment, so that settings such as MOE_NUMBA_SEED apply to the bug and its control.
 """
@@ -16,6 +17,9 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+from helpers.measure_costs import write_costs
+from helpers.suite import read_costs
 
 from . import align, block_scaled, dispatch_layout, expert_parallel, gate, gemv, grouped_gemm, k_grouped, mma_sync, w4
 from .mutant import REPOSITORY
@@ -69,7 +73,7 @@ def _is_bytecode_of(path, sources):
 
 def run_tests(tests, sources=None, seed=None, timeout=TIMEOUT):
     """Run tests with changed sources, up to the first failure; return an `Outcome`."""
-    environment = {"MOE_NUMBA_RACES": os.environ.get("MOE_NUMBA_RACES", "1"), "MOE_NUMBA_THIRD": "all"}
+    environment = {"MOE_NUMBA_RACES": os.environ.get("MOE_NUMBA_RACES", "1")}
     environment |= {} if seed is None else {"MOE_NUMBA_SEED": str(seed)}
     with planted(sources or {}) as root:
         process = _processes.Process(target=_run_pytest, args=(root, tests, dict(os.environ) | environment))
@@ -111,7 +115,9 @@ def _run_pytest(root, tests, environment):
 
     if not Path(moe_numba.__file__).is_relative_to(root):
         raise RuntimeError(f"tests would import {moe_numba.__file__}, which is not in {root}")
-    sys.exit(pytest.main([*"-x -q --tb=no -rfE -p no:cacheprovider --hypothesis-seed=0".split(), *tests]))
+    sys.exit(
+        pytest.main([*"-x -q --tb=no -rfE -p no:cacheprovider --hypothesis-seed=0 --cheapest-first".split(), *tests])
+    )
 
 
 def check_control(tests, seed=None):
@@ -151,6 +157,7 @@ def main():
     parser.add_argument("--seeds", type=int, metavar="N", help="thread orders to try: MOE_NUMBA_SEED=0 to N-1")
     parser.add_argument("-n", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="for one run of tests")
+    parser.add_argument("--write", action="store_true", help="name the tests that found them in tests/costs.json")
     parser.add_argument("--least", type=int, default=0, metavar="N", help="fail if fewer mutants are found")
     arguments = parser.parse_args()
     names, seeds = list(arguments.only), range(arguments.seeds) if arguments.seeds else (None,)
@@ -163,6 +170,10 @@ def main():
         used = {(MUTANTS[name].tests, outcome.seed) for name, outcome in outcomes.items() if outcome.result == FOUND}
         list(pool.map(lambda control: check_control(*control), used))
     found = [name for name, outcome in outcomes.items() if outcome.result == FOUND]
+    if arguments.write:
+        costs = read_costs()
+        kept = {name: test for name, test in costs["finders"].items() if name in MUTANTS and name not in names}
+        write_costs(costs["functions"], costs["modules"], kept | {name: outcomes[name].test for name in found})
     lost = [name for name in names if name not in found and MUTANTS[name].is_expected]
     print(f"{len(found)} of {len(names)} found" + (f"; expected, but not found: {', '.join(lost)}" if lost else ""))
     return int(bool(lost) or len(found) < arguments.least)
