@@ -2,9 +2,8 @@
 
 Usage, without a GPU::
 
-    python -m moe_numba.course.bench.records.fingerprint write docs/results/fingerprints.json
-    python -m moe_numba.course.bench.records.fingerprint --check  name the kernels whose code differs
-    python -m moe_numba.course.bench.records.fingerprint --restamp  after a check, update the records
+    python -m moe_numba.course.bench.records.fingerprint            write docs/results/fingerprints.json
+    python -m moe_numba.course.bench.records.fingerprint --check    name the kernels whose machine code differs from it
 
 A hash covers the disassembled instructions, the data sections and the launch options of a kernel. Symbol names and
 label numbers are normalised, so that renaming a function or moving it to another module changes no hash.
@@ -20,13 +19,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from moe_numba.course.bench import records
-from moe_numba.course.bench.records.code_hash import hash_file
-from moe_numba.course.bench.records.dependencies import all_results, result_sources
 from moe_numba.course.bench.records.environment import version
 from moe_numba.course.bench.records.fingerprint_cases import CASES
 from moe_numba.runtime.sass import disassemble
 
-NOT_HASHED = ("older_gpus",)  # records of kernels that no public function launches on an H200
 VERSIONS = ("numba", "numba-cuda", "llvmlite", "nvidia-nvjitlink", "nvidia-cuda-nvrtc", "nvidia-nvvm")
 
 
@@ -110,36 +106,6 @@ def compile_all(only=()):
         return dict(sorted(tuple(pair) for pairs in pool.map(run, range(workers)) for pair in pairs))
 
 
-def restamp(root=None):
-    """Update the source hashes of all records and notebooks whose own code is unchanged.
-
-    Check the machine code of the package's kernels first. Kernels in a notebook's cells are not in
-    the fingerprints, so a notebook whose cells have changed, and the records that it wrote, must be executed again. Nor
-    are kernels for other GPUs, so their record must be measured again.
-    """
-    import nbformat
-
-    root = records.repository(root)
-    for file, record in all_results(root):
-        own = [name for name in record["sources"] if name.endswith("#code")]
-        if any(hash_file(root, name) != record["sources"][name] for name in own):
-            print(f"{record['topic']}: the notebook's code has changed; execute it again")
-            continue
-        sources = records.sources(result_sources(record, root), root)
-        if sources == record["sources"]:
-            continue
-        if record["topic"] in NOT_HASHED:
-            print(f"{record['topic']}: its kernels have no fingerprints; measure it again")
-            continue
-        if file.suffix == ".ipynb":
-            notebook = nbformat.read(file, as_version=4)
-            notebook.metadata.moe_numba["sources"] = sources
-            nbformat.write(notebook, file)
-        else:
-            file.write_text(records.dump(record | {"sources": sources}))
-        print(f"{record['topic']}: sources updated")
-
-
 def path(root=None):
     """Return the file of the stored fingerprints."""
     return records.repository(root) / "docs" / "results" / "fingerprints.json"
@@ -157,7 +123,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; exit status 1 if a check finds a difference."""
     parser = argparse.ArgumentParser(prog="make fingerprint", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare with the file, and write nothing")
-    parser.add_argument("--restamp", action="store_true", help="check, then update the sources of all records")
     parser.add_argument("--only", nargs="+", default=[], choices=CASES, help="with --check: some of the cases")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -169,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.only and not options.check:
         parser.error("--only goes with --check")
     now = {"arch": "sm_90a", "versions": versions(), "kernels": compile_all(options.only)}
-    if not (options.check or options.restamp):
+    if not options.check:
         path().write_text(json.dumps(now, indent=1) + "\n")
         print(f"{len(now['kernels'])} kernels: {path()}")
         return 0
@@ -180,11 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     kernels = {name: old for name, old in before["kernels"].items() if name.split(":")[0] in (options.only or CASES)}
     found = list(differences(kernels, now["kernels"]))
     print(*found, f"{len(found)} of {len(now['kernels'])} kernels differ", sep="\n")
-    if found:
-        return 1
-    if options.restamp:
-        restamp()
-    return 0
+    return int(bool(found))
 
 
 if __name__ == "__main__":
