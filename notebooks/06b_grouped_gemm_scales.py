@@ -135,7 +135,7 @@ print(f"here: {len(P.x)} rows in {GROUPS} groups, {dict(n=N, k=K)}")
 
 # %% [markdown]
 # From step 2 on, a step is the package's kernel divided into functions
-# ([`kernel.py`](../moe_numba/course/lessons/grouped_gemm_scales/kernel.py)), some of which are replaced by earlier versions
+# ([`kernel.py`](../moe_numba/course/lessons/grouped_gemm_scales/kernel.py)), some replaced by earlier versions
 # ([`parts.py`](../moe_numba/course/lessons/grouped_gemm_scales/parts.py)). `VARIANTS` lists these steps, and kernels that
 # leave something out to explain a time.
 

@@ -181,6 +181,6 @@ def test_of_each_problem_the_first_record_counts():
 def test_the_packages_table_is_near_the_best_of_its_records():
     """It is generated from the records; whoever measures again generates it again."""
     by_gpu = tuner.recorded_rows()
-    path = ROOT / "moe_numba" / "grouped_gemm" / "config_table.py"
+    path = ROOT / "moe_numba" / "grouped_gemm" / "call" / "config_table.py"
     assert path.read_text() == tuner.table_text(by_gpu)
     assert too_slow(tuner.first_rows(by_gpu)) == []

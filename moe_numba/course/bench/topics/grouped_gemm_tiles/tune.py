@@ -244,9 +244,9 @@ def table_text(by_gpu):
         "",
         "from typing import Any",
         "",
-        "from moe_numba.grouped_gemm.wgmma.config import GemmConfig",
         "from moe_numba.grouped_gemm.block_scaled.config import BlockScaledConfig",
         "from moe_numba.grouped_gemm.w4.config import W4Config",
+        "from moe_numba.grouped_gemm.wgmma.config import GemmConfig",
         "",
         f"GPUS: tuple[str, ...] = {tuple(by_gpu)}",
         "",
@@ -280,7 +280,7 @@ def recorded_rows(gpus=config_table.GPUS):
 
 def write_table(by_gpu, root=None) -> Path:
     """Write ``config_table.py`` and return its path."""
-    path = records.repository(root) / "moe_numba" / "grouped_gemm" / "config_table.py"
+    path = records.repository(root) / "moe_numba" / "grouped_gemm" / "call" / "config_table.py"
     path.write_text(table_text(by_gpu))
     return path
 
