@@ -88,13 +88,13 @@ def launched_kernels():
 
 def note_loaded(launcher):
     """Note that a launcher's kernel, ``launcher.launched``, was loaded."""
-    _launched[id(launcher)] = launcher.launched
+    _launched[id(launcher.launched)] = launcher.launched
 
 
 def note(launcher):
     """Note a launch, if `noted_launches` collects them."""
     if (noted := recordings.get(_ALL_THREADS)) is not None:
-        noted[id(launcher)] = launcher.launched
+        noted[id(launcher.launched)] = launcher.launched
 
 
 @contextlib.contextmanager

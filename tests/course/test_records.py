@@ -17,7 +17,7 @@ from moe_numba import simulator
 from moe_numba.course import bench
 from moe_numba.course.bench import Stats, records
 from moe_numba.course.bench.figures import plots, tables
-from moe_numba.course.bench.records import code_hash, kernel_hash, staleness
+from moe_numba.course.bench.records import code_hash, kernel_hash
 from moe_numba.course.bench.timing.dist import load_files, peer_files
 from moe_numba.course.pages import readme, topics
 from moe_numba.runtime.recording import Launched
@@ -137,33 +137,6 @@ def test_a_row_keeps_the_kernels_that_it_timed(repository):
     assert all("kernels" not in row for row in record["rows"][1:]) and not records.invalid(record)
     assert record["functions"] == {"scale": kernel_hash.functions(kernel)}
     assert sum('"scale"' in line for line in path.read_text().splitlines()) == 2, "one line for its functions"
-
-
-def test_rows_of_changed_kernels_are_stale(repository, monkeypatch):
-    monkeypatch.setattr(kernel_hash, "_is_own", lambda value: True)  # as if this file were part of the package
-    monkeypatch.setattr(kernel_hash, "_homes", lambda: {"make_scale": [__name__]})
-    kernel_hash._defined_now.cache_clear()
-    path = records.write("gate", [timed_row(3), *rows()], repository, env=ENVIRONMENT)
-    record = records.read("gate", root=repository)
-    assert records.stale(record) == [] and list(staleness.stale_results(repository)) == []
-    assert staleness.summary(repository) == "all 1 records were measured with the present kernels"
-    monkeypatch.setitem(globals(), "OFFSET", 4)  # one changed constant
-    kernel_hash._defined_now.cache_clear()
-    (sentence,) = records.stale(record)
-    assert sentence == (
-        "1 of 6 rows were measured at commit 1a2b3c4 with kernels that have changed since: scale (make_scale)"
-    )
-    assert list(staleness.stale_results(repository)) == [f"h200/gate: {sentence}"]
-    assert "1 of 1 records were measured with kernels that have changed since" in staleness.summary(repository)
-    path.write_text(records.dump({name: value for name, value in record.items() if name != "functions"}))
-    (sentence,) = staleness.stale_results(repository)
-    assert sentence == "h200/gate: measured at commit 1a2b3c4, before kernels were hashed"
-    assert "1 of 1 records were measured before kernels were hashed" in staleness.summary(repository)
-    kernel_hash._defined_now.cache_clear()
-
-
-def test_a_function_that_is_gone_is_changed():
-    assert kernel_hash.changed_functions(["no_such_function 00000000"]) == ["no_such_function"]
 
 
 def test_code_cells_leave_out_prose():

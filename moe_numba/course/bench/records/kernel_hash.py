@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import linecache
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -131,9 +132,10 @@ def _defined_now(name):
 @functools.cache
 def _homes():
     """Return the modules of the package that define each name."""
-    homes, root = defaultdict(list), Path(moe_numba.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
+    homes = defaultdict(list)
+    files = ((folder, file) for folder in moe_numba.__path__ for file in sorted(Path(folder).rglob("*.py")))
+    for folder, path in files:
+        parts = path.relative_to(folder).with_suffix("").parts
         module = ".".join([_OWN, *(parts[:-1] if parts[-1] == "__init__" else parts)])
         for name in {n for names in _DEFINITION.findall(path.read_text()) for n in "".join(names).split(", ")}:
             homes[name].append(module)
@@ -223,8 +225,13 @@ def _function_of(value):
 
 
 def _is_own(value):
-    """Return whether the package defines a function or class, and not in its simulator."""
-    return (value.__module__ or "").startswith(f"{_OWN}.") and not value.__module__.startswith(_SIMULATOR)
+    """Return whether the package defines a function or class, and not in its simulator.
+
+    A notebook also makes modules from the package's source with some passages replaced; ``sys.modules`` has none of
+    them.
+    """
+    module = value.__module__ or ""
+    return module.startswith(f"{_OWN}.") and not module.startswith(_SIMULATOR) and module in sys.modules
 
 
 def _is_library(function):
@@ -352,7 +359,7 @@ def _statement_hash(statement, namespace):
 
 def _definition_by_mode(name, namespace):
     """Return how the package defines a constant that has another value in the simulator; None for all others."""
-    if not namespace.get("__name__", "").startswith(f"{_OWN}."):
+    if not namespace.get("__name__", "").startswith(f"{_OWN}.") or "__file__" not in namespace:
         return None
     texts = [_text(statement) for statement in _definitions(namespace["__file__"]).get(name, ())]
     return " ".join(texts) if len(texts) > 1 or any("attr='ENABLED'" in text for text in texts) else None
