@@ -223,7 +223,36 @@ def test_a_hash_of_machine_code_depends_on_code_and_not_on_names():
     assert kernel == renamed and len({kernel, *others}) == 5, "a table, shared memory, a constant, launch bounds"
 
 
+def hashes(**codes):
+    return {name: {"code": code, "ast": "0"} for name, code in codes.items()}
+
+
 def test_a_kernel_that_differs_is_named():
-    old, new = {"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "0", "d": "4"}
+    old, new = hashes(a="1", b="2", c="3"), hashes(a="1", b="0", d="4")
     assert list(fingerprint.differences(old, new)) == ["b: differs", "c: is missing", "d: is new"]
     assert list(fingerprint.differences(old, old)) == []
+
+
+def test_the_command_writes_and_checks_the_hashes(tmp_path, monkeypatch, capsys):
+    now = hashes(**{"gate: one": "1", "align: two": "2"})
+    compile_all = lambda only: {name: now[name] for name in now if name.split(":")[0] in (only or fingerprint.CASES)}
+    monkeypatch.setattr(fingerprint, "compile_all", compile_all)
+    monkeypatch.setattr(fingerprint, "path", lambda: tmp_path / "fingerprints.json")
+    assert fingerprint.main([]) == 0
+    text = (tmp_path / "fingerprints.json").read_text()
+    assert json.loads(text)["kernels"] == now
+    assert sum('"code"' in line for line in text.splitlines()) == 2, "one line per kernel"
+    assert fingerprint.main(["--check"]) == 0
+    now["align: two"] = now["align: two"] | {"code": "0"}
+    capsys.readouterr()
+    assert fingerprint.main(["--check"]) == 1
+    assert capsys.readouterr().out == "align: two: differs\n1 of 2 kernels differ\n"
+    assert fingerprint.main(["--check", "--only", "gate"]) == 0
+    monkeypatch.setattr(fingerprint, "versions", lambda: {"numba": "another"})
+    assert fingerprint.main(["--check"]) == 1 and "other compilers" in capsys.readouterr().out
+
+
+def test_the_stored_hashes_are_of_known_cases():
+    stored = json.loads(fingerprint.path().read_text())
+    assert {name.split(":")[0] for name in stored["kernels"]} <= set(fingerprint.CASES)
+    assert all(hashes.keys() == {"code", "ast"} for hashes in stored["kernels"].values())

@@ -323,8 +323,8 @@ def dump(record: dict) -> str:
     for name, value in record.items():
         if name == "rows":
             text = "[\n" + ",\n".join("    " + json.dumps(row, allow_nan=False) for row in value) + "\n  ]"
-        elif name == "functions" and value:
-            lines = (f"    {json.dumps(kernel)}: {json.dumps(functions)}" for kernel, functions in value.items())
+        elif name in ("functions", "kernels") and value:  # of a record, of fingerprints
+            lines = (f"    {json.dumps(kernel)}: {json.dumps(about)}" for kernel, about in value.items())
             text = "{\n" + ",\n".join(lines) + "\n  }"
         else:
             text = textwrap.indent(json.dumps(value, indent=2), "  ").lstrip()
