@@ -390,7 +390,7 @@ def some_rows(low=6.9):
     ]
 
 
-CAPTION = plots.caption(ENVIRONMENT, "not measured here: recorded on") + "; code changed since"
+CAPTION = plots.caption(ENVIRONMENT, "not measured here: recorded on") + "; kernels changed since"
 
 
 @pytest.mark.parametrize(

@@ -212,9 +212,7 @@ def test_changed_cells_of_a_copy_have_no_outputs_of_older_code(source, committed
     *same, last = executed.code_cells(nbformat.read(committed, as_version=4))
     source.write_text(NOTEBOOK.replace(last.source, f"{last.source}  # changed") + "\n# %%\n3\n")
     executed.update_prose(source, with_code=True)
-    assert executed.pair_problems(source) == [] == problems_of(committed) and executed.stale_problems(
-        source, repository
-    )
+    assert executed.pair_problems(source) == [] == problems_of(committed) and executed.stale_problems(source)
     cells = executed.code_cells(nbformat.read(committed, as_version=4))
     assert [cell.execution_count for cell in cells] == [*range(1, len(same) + 1), None, None]
     assert [bool(cell.outputs) for cell in cells[-2:]] == [False, False]
