@@ -27,10 +27,10 @@ test-all: .venv/.ready  ## Run all tests; ARGS=--write-costs measures them for t
 mutants: .venv/.ready  ## Plant each bug of tests/simulator/mutants, and say which test finds it
 	@PYTHONPATH=tests:tests/simulator:$$PYTHONPATH $(RUN) mutants.runner $(ARGS)
 
-stale: .venv/.ready  ## Name the records and executed notebooks that are older than their code
+stale: .venv/.ready  ## Name the records and executed notebooks whose kernels have changed since
 	@$(RUN) moe_numba stale
 
-fingerprint: .venv/.ready  ## Hash the machine code of every kernel; ARGS=--check compares, ARGS=--restamp renews records
+fingerprint: .venv/.ready  ## Hash the machine code of every kernel; ARGS=--check compares
 	@$(RUN) moe_numba.course.bench.records.fingerprint $(ARGS)
 
 lint: .venv/.ready  ## Run ruff check, ruff format --check and mypy
