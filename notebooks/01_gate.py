@@ -50,7 +50,7 @@ from moe_numba.course.lessons.gate.runs import GateRuns, Routing, numba_stream, 
 from moe_numba.course.pages.prose import say
 from moe_numba.course.steps.instruction_mix import instruction_mix
 from moe_numba.course.steps.ladder import Ladder
-from moe_numba.course.steps.simulate import changed_source, define, in_simulator
+from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.course.steps.source_diff import OpCounter, change
 from moe_numba.gate.device_functions import LOG2_E, make_sort_descending, sorting_network
 from moe_numba.gate.four_tokens_per_warp import WARPS_PER_BLOCK, launch_bounds, make_4tokens_kernel, supports
@@ -60,6 +60,7 @@ from moe_numba.gate.reference import choose_experts
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.memory import ld_shared_s32x4, load_nc_u32x4, st_shared_s32x4
 from moe_numba.ptx.warp import redux_sync_max_s32
+from moe_numba.runtime.changed_source import changed_source, define
 from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import launch
 

@@ -62,10 +62,11 @@ from moe_numba.course.steps.instruction_mix import instruction_mix
 from moe_numba.course.steps.kernel_phases import phases_of, until, without_earlier
 from moe_numba.course.steps.ladder import Ladder
 from moe_numba.course.steps.prediction import NOISE
-from moe_numba.course.steps.simulate import changed_source, define, in_simulator, source_with_dependencies
+from moe_numba.course.steps.simulate import in_simulator, source_with_dependencies
 from moe_numba.course.steps.source_diff import OpCounter, change
 from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
 from moe_numba.runtime import sass
+from moe_numba.runtime.changed_source import changed_source, define
 from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # these kernels have one CTA, on purpose

@@ -47,7 +47,7 @@ from moe_numba.course.pages.prose import say
 from moe_numba.course.steps.align_runs import poisoned, random_ids, wrong
 from moe_numba.course.steps.kernel_phases import until
 from moe_numba.course.steps.ladder import Ladder
-from moe_numba.course.steps.simulate import changed_source, define, in_simulator, source_of
+from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.course.steps.source_diff import change
 from moe_numba.gate.one_token_per_warp import GateConfig, make_router
 from moe_numba.ptx.atomics import (
@@ -61,6 +61,7 @@ from moe_numba.ptx.atomics import (
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import atom_add_s32, griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import lanemask_lt
+from moe_numba.runtime.changed_source import changed_source, define, source_of
 from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some kernels have few CTAs on purpose

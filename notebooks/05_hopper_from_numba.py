@@ -49,7 +49,7 @@ from moe_numba.course.exercises import exercise
 from moe_numba.course.lessons.hopper import draw
 from moe_numba.course.steps.ladder import Ladder
 from moe_numba.course.steps.prediction import NOISE
-from moe_numba.course.steps.simulate import changed_source, define, in_simulator, source_of
+from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.ptx.accumulators import make_fma
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group_read
@@ -69,6 +69,7 @@ from moe_numba.ptx.tensormap import fence_proxy_tensormap_acquire_sys
 from moe_numba.ptx.tma import tma_load_2d, tma_load_3d, tma_store_2d
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
+from moe_numba.runtime.changed_source import changed_source, define, source_of
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.sass import compile_apart
 from moe_numba.runtime.tensor_map import TensorMap, tensor_map
@@ -318,7 +319,7 @@ import moe_numba, torch, numpy as np
 from functools import cache
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from moe_numba import simulator
-from moe_numba.course.steps.simulate import define
+from moe_numba.runtime.changed_source import define
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import TensorMap
 from moe_numba.ptx.accumulators import *

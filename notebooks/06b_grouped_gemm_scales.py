@@ -50,7 +50,6 @@ from moe_numba.course.lessons.grouped_gemm_scales import steps as scales
 from moe_numba.course.lessons.grouped_gemm_scales.tile_traces import dram_bytes, l2_to_sm_bytes, lags, tiles_of
 from moe_numba.course.pages.prose import say
 from moe_numba.course.steps.ladder import Ladder
-from moe_numba.course.steps.simulate import source_of
 from moe_numba.course.steps.source_diff import change
 from moe_numba.expert_parallel.ranks.compile_ahead import compile_ahead
 from moe_numba.grouped_gemm import group_gemm_bf16, group_gemm_blockwise_fp8, group_gemm_mxfp4, pack_mxfp4, reference
@@ -61,6 +60,7 @@ from moe_numba.grouped_gemm.w4 import kernel as w4_kernel
 from moe_numba.grouped_gemm.w4 import packing as packing_mxfp4
 from moe_numba.grouped_gemm.wgmma import kernel
 from moe_numba.grouped_gemm.wgmma.config import GemmConfig
+from moe_numba.runtime.changed_source import source_of
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 SIMULATED = simulator.ENABLED

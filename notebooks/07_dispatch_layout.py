@@ -66,13 +66,14 @@ from moe_numba.course.lessons.dispatch_layout import draw
 from moe_numba.course.pages.prose import say
 from moe_numba.course.steps.ladder import Ladder
 from moe_numba.course.steps.prediction import NOISE
-from moe_numba.course.steps.simulate import changed_module, in_simulator, source_of
+from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.course.steps.source_diff import OpCounter, diff
 from moe_numba.expert_parallel import get_dispatch_layout
 from moe_numba.expert_parallel.layout.kernel import CLUSTER_SIZE, make_layout_kernel
 from moe_numba.expert_parallel.reference import dispatch_layout
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import atom_add_s32, pointer_from_address
+from moe_numba.runtime.changed_source import changed_module, source_of
 from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # most of these kernels have few CTAs on purpose

@@ -75,7 +75,7 @@ from moe_numba.course.lessons.combine import combine_inputs as inputs
 from moe_numba.course.lessons.combine import draw
 from moe_numba.course.lessons.combine.channel_sender import CombineTensors, PrefixMatrices, RingMemory, make_send
 from moe_numba.course.steps.ladder import Ladder
-from moe_numba.course.steps.simulate import changed_module, in_simulator
+from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
 from moe_numba.expert_parallel.common import reduce
@@ -93,6 +93,7 @@ from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_releas
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import griddepcontrol_wait, ld_global_s32x4, ld_nc_na_s32x4, pointer_from_address, st_na_s32x4
 from moe_numba.ptx.warp import FULL_MASK
+from moe_numba.runtime.changed_source import changed_module
 from moe_numba.runtime.launch import launch
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some of these kernels have few CTAs on purpose

@@ -44,7 +44,7 @@ from moe_numba.course.lessons.low_latency import draw, model, times
 from moe_numba.course.lessons.low_latency.runs import Round, Sizes, first_error, random_rounds, run_rounds
 from moe_numba.course.pages.prose import say
 from moe_numba.course.steps.prediction import Judgement
-from moe_numba.course.steps.simulate import changed_source, define, in_simulator, source_of
+from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.course.steps.source_diff import change, listing, passage
 from moe_numba.expert_parallel import Buffer, LocalGroup
 from moe_numba.expert_parallel.low_latency import packing as low_latency_packing
@@ -56,6 +56,7 @@ from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_relaxed_sys_s32, st_rel
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.memory import ld_global_s32x4, pointer_from_address, st_global_s32x4
 from moe_numba.ptx.system_vectors import ld_relaxed_sys_s32x4, st_relaxed_sys_s32x4
+from moe_numba.runtime.changed_source import changed_source, define, source_of
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some kernels have few CTAs on purpose
 

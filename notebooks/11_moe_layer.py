@@ -45,7 +45,7 @@ from moe_numba.align.device_functions import make_scan
 from moe_numba.course.bench import call_time, records, rotating
 from moe_numba.course.bench.timing.launch_profile import launch_profile
 from moe_numba.course.bench.topics.moe_layer import show as bench
-from moe_numba.course.bench.topics.moe_layer.measure import Layer, make_inputs, make_weights, part_calls
+from moe_numba.course.bench.topics.moe_layer.measure import make_inputs, make_weights, part_calls
 from moe_numba.course.bench.topics.moe_layer_ranks import show as ranks_bench
 from moe_numba.course.draw.launch_timeline import launch_timeline
 from moe_numba.course.exercises import exercise
@@ -72,6 +72,7 @@ from moe_numba.expert_parallel import Buffer, LocalGroup
 from moe_numba.grouped_gemm.common.constants import BLOCK_N
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.moe_layer import ExpertParallelMoE, Experts, ExpertsWorkspace, fused_experts, reference
+from moe_numba.moe_layer.compile_layers import Layer
 from moe_numba.moe_layer.gemv import plan as decode
 from moe_numba.moe_layer.gemv.bf16 import make_decode_gate_up_kernel
 from moe_numba.moe_layer.group_by_expert import api as routing

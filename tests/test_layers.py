@@ -99,6 +99,13 @@ def test_only_the_course_imports_the_course():
             assert not any(target.startswith("moe_numba.course") for target, _ in imports(module)), module
 
 
+def test_tests_of_the_package_do_not_import_the_course():
+    """Those of the course are in tests/course; tests/*.py are about the whole repository."""
+    for folder in (ROOT / "tests").iterdir():
+        for path in folder.rglob("*.py") if folder.name != "course" else ():
+            assert "moe_numba.course" not in path.read_text(), path
+
+
 def private_uses(module):
     """Yield the private names of other modules of the package that a module imports or accesses."""
     aliases = {}

@@ -14,8 +14,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from moe_numba.course.steps.simulate import define
 from moe_numba.extras import EXTRA_OF
+from moe_numba.runtime.changed_source import define
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_numba import simulator
-from moe_numba.course.steps.simulate import in_simulator, source_of
+from moe_numba.course.steps.simulate import in_simulator
+from moe_numba.runtime.changed_source import source_of
 
 __all__ = ["Exercise", "Result", "exercise"]
 

@@ -10,7 +10,7 @@ from moe_numba.course.bench.records import code_hash
 from moe_numba.course.draw.player import Box
 from moe_numba.course.draw.shared_memory import barrier_steps
 from moe_numba.course.lessons.align.draw_scans import blelloch_steps
-from moe_numba.course.steps.simulate import define
+from moe_numba.runtime.changed_source import define
 from moe_numba.runtime.launch import launch
 
 NUMBERS = [3, 1, 7, 0, 4, 1, 6, 3]

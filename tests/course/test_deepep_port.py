@@ -17,6 +17,7 @@ from moe_numba.course.deepep_port.buffer_layout import (
     min_buffer_bytes,
     min_ring_slots,
 )
+from moe_numba.course.deepep_port.polling import make_copy_row
 from moe_numba.course.deepep_port.simulate import RankTimeoutError, combine_all, dispatch_all, notify_all, virtual_ranks
 from moe_numba.expert_parallel import reference
 
@@ -473,3 +474,8 @@ def test_sections_are_aligned_and_do_not_overlap(ranks):
 def test_buffer_size_of_deepeps_default_config():
     assert round(min_buffer_bytes(DeepEPConfig(8)) / 1e6) == 355
     assert min_buffer_bytes(DeepEPConfig(1, 1, 1, 1, 16, 0, experts=4096)) == 128 + 4 * 4096
+
+
+def test_rows_are_whole_vectors():
+    with pytest.raises(ValueError, match="row_bytes is 100; it must be a multiple of 16"):
+        make_copy_row(100, None)

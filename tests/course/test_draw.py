@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.figures import cut_off, labelled, texts, values_of
-from helpers.schedules import schedule
+from schedules import schedule
 
 from moe_numba.course.deepep_port.buffer_layout import DeepEPConfig
 from moe_numba.course.draw.canvas import check_range, text

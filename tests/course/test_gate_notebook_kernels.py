@@ -9,8 +9,8 @@ import torch
 from moe_numba import simulator
 from moe_numba.course.draw.player import Player
 from moe_numba.course.lessons.gate import draw
-from moe_numba.course.steps.simulate import define
 from moe_numba.gate.reference import mismatch
+from moe_numba.runtime.changed_source import define
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.sass import compile_apart
 

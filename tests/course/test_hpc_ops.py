@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.hopper import hopper
-from helpers.schedules import schedule
 from helpers.wrong_kernels import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedules import schedule
 
 from moe_numba import simulator  # before numba: it chooses the engine
 
@@ -282,3 +282,15 @@ def test_invalid_arguments_are_refused():
         HpcOpsGroupGemm(*p.tensors, p.out, HpcOpsConfig(max_groups=0))
     with pytest.raises(ValueError, match="launch of update_grouped_tma: no argument is a tensor"):
         launch(update_grouped_tma.make_update_grouped_tma(16), 1, 32, 5)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (HpcOpsConfig(tile_m=20), "tile_m=20.* a multiple of 8"),
+        (HpcOpsConfig(tile_m=256, stages=8), "stages=8.* fit 232448"),
+    ],
+)
+def test_the_factory_refuses_shapes(config, message):
+    with pytest.raises(ValueError, match=message):
+        group_gemm.make_kernel(config)

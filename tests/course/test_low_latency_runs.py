@@ -13,7 +13,7 @@ from moe_numba.course.lessons.low_latency import model as low_latency_model
 from moe_numba.course.lessons.low_latency import times as low_latency_times
 from moe_numba.course.lessons.low_latency.draw import slot_frames
 from moe_numba.course.lessons.low_latency.runs import Round, Sizes, first_error, random_rounds, run_rounds
-from moe_numba.course.steps.simulate import changed_source, define
+from moe_numba.runtime.changed_source import changed_source, define
 
 simulated = pytest.mark.skipif(not simulator.ENABLED, reason="the kernels run in the simulator")
 CELLS = code_hash.code_cells((Path(__file__).parents[2] / "notebooks" / "10_low_latency.py").read_text())

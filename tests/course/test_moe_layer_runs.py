@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_numba.course.bench.topics.moe_layer.measure import Layer
 from moe_numba.course.lessons.moe_layer import model
 from moe_numba.course.lessons.moe_layer.exercises import ranks_per_token
 from moe_numba.course.lessons.moe_layer.parts_figure import draw_parts, parts_of, parts_table, rates_table
@@ -18,6 +17,7 @@ from moe_numba.course.lessons.moe_layer.runs import (
     slowdown,
 )
 from moe_numba.moe_layer import reference
+from moe_numba.moe_layer.compile_layers import Layer
 
 LAYER = Layer("toy, 1 of 2 GPUs", 8, 1024, 256, "bf16", (1, 64), topk=2)
 

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from moe_numba import simulator
-from moe_numba.course.steps.simulate import changed_module, changed_source, define, in_simulator, source_of
+from moe_numba.course.steps.simulate import in_simulator
+from moe_numba.runtime.changed_source import changed_module, changed_source, define, source_of
 
 NOTEBOOK = """
 import moe_numba

@@ -10,7 +10,7 @@ import pytest
 import moe_numba
 from moe_numba.course.bench import Stats, records
 from moe_numba.course.bench.records import kernel_hash, staleness
-from moe_numba.course.steps.simulate import changed_module
+from moe_numba.runtime.changed_source import changed_module
 from moe_numba.runtime.recording import Launched
 
 ENVIRONMENT = {

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.bench_topics import record_with
+from bench_topics import record_with
 from helpers.figures import marks, misplaced
 
 from moe_numba import moe_align_block_size

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.bench_topics import patch_topic, record_of
+from bench_topics import patch_topic, record_of
 
 from moe_numba.course.bench import records, topic_names
 from moe_numba.course.bench.topics import dispatch_layout as topic

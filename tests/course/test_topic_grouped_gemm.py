@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.bench_topics import patch_topic, record_with
+from bench_topics import patch_topic, record_with
 
 from moe_numba import simulator
 from moe_numba.course.bench import Stats, records

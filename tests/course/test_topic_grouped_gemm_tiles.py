@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers.bench_topics import patch_topic, record_with
+from bench_topics import patch_topic, record_with
 
 from moe_numba import simulator
 from moe_numba.course.bench import records

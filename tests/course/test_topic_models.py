@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from helpers.bench_topics import ABOUT, patch_topic, record_of
+from bench_topics import ABOUT, patch_topic, record_of
 from helpers.figures import misplaced
 
 transformers = pytest.importorskip("transformers", minversion="5.17", reason="transformers 5.17 or newer is needed")
 
 
-from moe_numba.course.bench import Stats, compile_layers, records, topic  # noqa: E402
+from moe_numba.course.bench import Stats, records, topic  # noqa: E402
 from moe_numba.course.bench.topics.models import measure as models_measure  # noqa: E402
 from moe_numba.integrations import transformers as integration  # noqa: E402
+from moe_numba.moe_layer import compile_layers  # noqa: E402
 
 models = topic("models")
 TINY = models_measure.Model(

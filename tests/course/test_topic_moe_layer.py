@@ -9,20 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.bench_topics import patch_topic, record_of, record_with
+from bench_topics import patch_topic, record_of, record_with
 from helpers.figures import misplaced
 
-from moe_numba.course.bench import compile_layers, records, topic
+from moe_numba.course.bench import records, topic
 from moe_numba.course.bench.topics.moe_layer import measure as moe_layer_measure
+from moe_numba.moe_layer import compile_layers
 
 ROOT = Path(__file__).parents[2]
 moe_layer = topic("moe_layer")
 LAYERS = (
-    moe_layer_measure.Layer("small FP8", 4, 128, 128, "e4m3", (1,), topk=2),
-    moe_layer_measure.Layer("small bf16", 4, 128, 64, "bf16", (150,), topk=2),
-    moe_layer_measure.Layer("small gpt-oss", 4, 128, 64, "bf16", (3,), topk=2, activation="swigluoai"),
-    moe_layer_measure.Layer("small MXFP4", 4, 128, 64, "mxfp4", (3,), topk=2, activation="swigluoai"),
-    moe_layer_measure.Layer("small, a scale per expert", 4, 128, 64, "e4m3", (3,), topk=2, scaling="tensor"),
+    compile_layers.Layer("small FP8", 4, 128, 128, "e4m3", (1,), topk=2),
+    compile_layers.Layer("small bf16", 4, 128, 64, "bf16", (150,), topk=2),
+    compile_layers.Layer("small gpt-oss", 4, 128, 64, "bf16", (3,), topk=2, activation="swigluoai"),
+    compile_layers.Layer("small MXFP4", 4, 128, 64, "mxfp4", (3,), topk=2, activation="swigluoai"),
+    compile_layers.Layer("small, a scale per expert", 4, 128, 64, "e4m3", (3,), topk=2, scaling="tensor"),
 )
 PARTS = {
     "block": ["group_by_expert", "cast", "gate_up", "down", "weighted_sum"],
@@ -160,8 +161,8 @@ def test_output_that_a_peer_does_not_write_again_is_seen(monkeypatch, device, ca
 
 
 COMPILE = """
-from moe_numba.course.bench.compile_layers import compile_share
-from moe_numba.course.bench.topics.moe_layer.measure import Layer
+from moe_numba.moe_layer.compile_layers import compile_share
+from moe_numba.moe_layer.compile_layers import Layer
 from moe_numba.runtime.device import H200
 
 layers = Layer("one", 8, 128, 128, "bf16", (1,), topk=2), Layer("other", 8, 128, 64, "bf16", (1,), topk=2)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.bench_topics import record_with
+from bench_topics import record_with
 from helpers.expert_parallel import NUM_BYTES, SMALL, engine
 from helpers.figures import misplaced
 

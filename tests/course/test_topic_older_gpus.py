@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.bench_topics import patch_topic, record_with
+from bench_topics import patch_topic, record_with
 from helpers.figures import marks, misplaced
 
 from moe_numba import simulator

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.bench_topics import patch_topic, record_of
+from bench_topics import patch_topic, record_of
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines import torch_layer

@@ -2,57 +2,16 @@
 
 import pytest
 import torch
+from helpers.layout_checks import TOKENS, check, mismatch, reject, skewed, some, with_invalid_experts
 from helpers.wrong_kernels import changed
 
 from moe_numba import simulator
-from moe_numba.course.deepep_port import dispatch_layout as deepep_layout
 from moe_numba.expert_parallel import get_dispatch_layout, reference
 from moe_numba.expert_parallel.layout import api as dispatch_layout
 from moe_numba.expert_parallel.layout import kernel as layout_kernel
 from moe_numba.runtime import device as devices
 
-KERNELS = {"package": get_dispatch_layout, "deepep": deepep_layout.get_dispatch_layout}
 HAS_CLUSTERS = devices.gpu_of(0).has_clusters
-NAMES = ("num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank")
-TOKENS = (0, 1, 31, 33, 300)
-BAD_IDS = (-1, -2, 1 << 31, 1 << 32, (1 << 32) + 1, 1 << 40, -(1 << 32), -(1 << 63), (1 << 63) - 1)
-
-
-def some(tokens, topk, experts, device, invalid=0.2, seed=0):
-    """Draw distinct experts for each token where there are enough, some of them -1."""
-    random = torch.Generator().manual_seed(seed)
-    ids = torch.rand(tokens, max(experts, topk), generator=random).argsort(dim=1)[:, :topk] % experts
-    ids[torch.rand(tokens, topk, generator=random) < invalid] = -1
-    return ids.contiguous().to(device)
-
-
-def poisoned(tokens, experts, ranks, device):
-    """Return poisoned outputs inside larger buffers, and the bytes of these buffers."""
-    shapes = ((ranks,), torch.int32), ((experts,), torch.int32), ((tokens, ranks), torch.bool)
-    out, buffers = [], []
-    for shape, dtype in shapes:
-        size = torch.Size(shape).numel()
-        whole = torch.full(((size + 10) * dtype.itemsize,), 0xCD, dtype=torch.uint8, device=device)
-        out.append(whole.view(dtype)[5:-5].view(shape))
-        buffers.append((whole[: 5 * dtype.itemsize], whole[-5 * dtype.itemsize :]))
-    return out, buffers
-
-
-def mismatch(given, ids, experts, ranks):
-    """Return what is wrong with a layout, or None. Flags are compared as bytes, 0 or 1."""
-    for name, mine, right in zip(NAMES, given, reference.dispatch_layout(ids.long(), ranks, experts), strict=True):
-        if mine.shape != right.shape or mine.dtype != right.dtype:
-            return f"{name} is {mine.dtype} {tuple(mine.shape)}, not {right.dtype} {tuple(right.shape)}"
-        if not torch.equal(mine.view(torch.uint8), right.view(torch.uint8)):
-            return f"{name} is wrong at {(mine != right).nonzero()[:4].tolist()}"
-    return None
-
-
-def check(ids, experts, ranks, function=get_dispatch_layout):
-    out, buffers = poisoned(len(ids), experts, ranks, ids.device)
-    assert function(ids, experts, ranks, out=out) is out
-    assert (wrong := mismatch(out, ids, experts, ranks)) is None, wrong
-    assert all((edge == 0xCD).all() for edges in buffers for edge in edges), "written outside of the outputs"
 
 
 def test_the_reference_on_a_small_example():
@@ -70,21 +29,19 @@ def without_clusters(monkeypatch):
     monkeypatch.setattr(dispatch_layout, "gpu_of", lambda device: devices.gpu_like((8, 0)))
 
 
-@pytest.mark.parametrize("which", KERNELS)
 @pytest.mark.parametrize("topk", [1, 2, 8])
 @pytest.mark.parametrize("experts, ranks", [(e, r) for e in (8, 24, 256) for r in (1, 2, 3, 4, 8) if e % r == 0])
-def test_the_reference_bit_for_bit(experts, ranks, topk, which, device):
+def test_the_reference_bit_for_bit(experts, ranks, topk, device):
     for tokens in TOKENS if topk == 8 else TOKENS[:-1]:
-        check(some(tokens, topk, experts, device, seed=tokens), experts, ranks, KERNELS[which])
+        check(some(tokens, topk, experts, device, seed=tokens), experts, ranks)
 
 
-@pytest.mark.parametrize("which", KERNELS)
 @pytest.mark.parametrize(
     "experts, ranks, topk", [(5, 5, 3), (7, 7, 32), (12, 6, 5), (1024, 8, 32), (1, 1, 1), (33, 1, 17)]
 )
-def test_odd_and_maximum_sizes(experts, ranks, topk, which, device):
+def test_odd_and_maximum_sizes(experts, ranks, topk, device):
     for tokens in (1, 70):
-        check(some(tokens, topk, experts, device), experts, ranks, KERNELS[which])
+        check(some(tokens, topk, experts, device), experts, ranks)
 
 
 @pytest.mark.parametrize("experts, ranks, topk", [(256, 8, 8), (7, 7, 32), (12, 6, 5), (1024, 8, 32), (1, 1, 1)])
@@ -93,25 +50,13 @@ def test_one_cta(experts, ranks, topk, device, without_clusters):
         check(some(tokens, topk, experts, device, seed=tokens), experts, ranks)
 
 
-@pytest.mark.parametrize("which", KERNELS)
-def test_skewed_routings(which, device):
-    shape = (70, 8)
-    for ids in (
-        torch.full(shape, -1),
-        torch.full(shape, 255),  # one expert, eight times a token
-        torch.arange(8).expand(shape),  # eight experts of one rank
-        torch.arange(0, 256, 32).expand(shape),  # an expert of each rank
-        torch.arange(70)[:, None].expand(shape),
-    ):
-        check(ids.contiguous().to(device), 256, 8, KERNELS[which])
+def test_skewed_routings(device):
+    for ids in skewed():
+        check(ids.to(device), 256, 8)
 
 
-@pytest.mark.parametrize("which", KERNELS)
-def test_invalid_experts_are_not_counted(which, device):
-    ids = some(40, 8, 24, "cpu")
-    ids.view(-1)[:: 320 // len(BAD_IDS)][: len(BAD_IDS)] = torch.tensor(BAD_IDS)
-    ids[-1, -1], ids[-2] = 24, 24
-    check(ids.to(device), 24, 8, KERNELS[which])
+def test_invalid_experts_are_not_counted(device):
+    check(with_invalid_experts().to(device), 24, 8)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 300])
@@ -122,11 +67,10 @@ def test_int32_experts(tokens, device):
     check(ids.int().to(device), 24, 8)
 
 
-@pytest.mark.parametrize("which", KERNELS)
 @pytest.mark.parametrize("seed, preempt", [(0, 0), (1, 0), (2, 0), (3, 0.02)])
-def test_any_order_of_the_threads(seed, preempt, which, device):
+def test_any_order_of_the_threads(seed, preempt, device):
     with simulator.seed(seed, preempt=preempt):
-        check(some(70, 8, 24, device, seed=seed), 24, 8, KERNELS[which])
+        check(some(70, 8, 24, device, seed=seed), 24, 8)
 
 
 def test_outputs_are_allocated_or_used_again(device):
@@ -243,15 +187,12 @@ WRONG = {
         "        barrier_cluster_arrive()\n        barrier_cluster_wait()\n",
         "        cuda.syncthreads()\n",
     ),
-    "columns are summed before they are complete": (deepep_layout, "        cuda.syncthreads()\n", ""),
-    "a flag is a count": (deepep_layout, "int32(1) if is_in_rank[j] > 0 else int32(0)", "is_in_rank[j]"),
-    "all threads share a row": (deepep_layout, "rows[t, int32", "rows[0, int32"),
 }
 WRONG_ONE_CTA = {
     "counting starts before all counters are cleared": "        cuda.syncthreads()\n        count_tokens(",
     "counts are written before they are complete": "        cuda.syncthreads()\n        for v in range(-(-num_counters",
 }
-ON_A_GPU = [w for w in WRONG if not any(part in w for part in ("before", "start at", "last counters", "share a row"))]
+ON_A_GPU = [w for w in WRONG if not any(part in w for part in ("before", "start at", "last counters"))]
 # On a GPU the others may produce right results by chance, or end the process.
 
 
@@ -263,7 +204,7 @@ def test_wrong_kernels_are_rejected(what, monkeypatch, device):
     made = changed(module, right, wrong)
     for make in ("make_layout_kernel", "make_single_cta_layout_kernel"):
         monkeypatch.setattr(dispatch_layout, make, made.get(make))
-    reject(made["get_dispatch_layout"] if module is deepep_layout else get_dispatch_layout, what, device)
+    reject(get_dispatch_layout, what, device)
 
 
 @pytest.mark.parametrize("what", WRONG_ONE_CTA)
@@ -277,33 +218,16 @@ def test_wrong_kernels_of_one_cta_are_rejected(what, monkeypatch, device, withou
     reject(get_dispatch_layout, what, device)
 
 
-def reject(function, what, device):
-    """Fail unless the first run, or some thread order of the simulator, is found to be wrong."""
-    for seed in range(10):
-        ids = some(70, 8, 100, "cpu", seed=seed)
-        ids[5, 2], ids[6, 3], ids[7, 4], ids[69, 0], ids[68, :2] = 100, (1 << 32) + 1, -1 << 32, 99, torch.arange(2)
-        out, buffers = poisoned(70, 100, 5, device)
-        try:
-            with simulator.seed(seed, preempt=0.02 if what == "all threads share a row" else 0):
-                function(ids.to(device), 100, 5, out=out)
-        except simulator.SimulatorError:
-            return
-        if mismatch(out, ids.to(device), 100, 5) or any((e != 0xCD).any() for edges in buffers for e in edges):
-            return
-    pytest.fail(f"the check accepts a kernel in which {what}")
-
-
 # On a GPU: large sizes, graphs, streams.
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("which", KERNELS)
 @pytest.mark.parametrize("tokens", [4095, 4096, 65536, 100_003])
-def test_many_tokens(tokens, which):
+def test_many_tokens(tokens):
     for experts, ranks, topk in ((256, 8, 8), (64, 4, 6), (1024, 8, 32), (7, 7, 1)):
         for invalid in (0.0, 0.3, 1.0):
-            check(some(tokens, topk, experts, "cuda", invalid), experts, ranks, KERNELS[which])
-    check(torch.full((tokens, 8), 255, device="cuda"), 256, 8, KERNELS[which])
+            check(some(tokens, topk, experts, "cuda", invalid), experts, ranks)
+    check(torch.full((tokens, 8), 255, device="cuda"), 256, 8)
 
 
 @pytest.mark.gpu

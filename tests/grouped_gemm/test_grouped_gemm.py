@@ -407,17 +407,21 @@ def test_large_sizes(name, lengths, n, k):
     [(1, 8192, 8192, 8192, 200), (32, 2048, 4096, 7168, 1000), (32, 8192, 7168, 2048, 500)],
 )
 def test_results_are_bit_identical(groups, rows, n, k, repeats):
-    from moe_numba.course.bench.topics.grouped_gemm import show as topic
-
-    p = topic.make_problem(topic.random_weight(groups, n, k), topic.random_lengths(groups, rows))
-    arguments = p.x, p.weight, p.seqlens, p.cu_seqlens, p.y_scale
+    torch.manual_seed(1)
+    lengths = torch.bincount(torch.randint(0, groups, (rows,)), minlength=groups).int()
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+    x, weight = (torch.empty(*sizes, k, dtype=torch.float8_e4m3fn, device="cuda") for sizes in ((rows,), (groups, n)))
+    for part in (x, *weight):  # float32 for all groups would need too much memory
+        part.copy_(torch.randn(part.shape, device="cuda") * 0.5)
+    arguments = x, weight, lengths.cuda(), starts.cuda(), torch.rand(groups, device="cuda") + 0.5
     expected = reference.group_gemm(*arguments)
     first = group_gemm_pertensor_fp8(*arguments)
     assert mismatch(first, expected) is None
+    out = torch.empty_like(first)
     for i in range(repeats):
-        p.out.fill_(float("nan"))
-        group_gemm_pertensor_fp8(*arguments, out=p.out)
-        assert torch.equal(p.out, first), f"call {i}: {int((p.out != first).sum())} elements differ"
+        out.fill_(float("nan"))
+        group_gemm_pertensor_fp8(*arguments, out=out)
+        assert torch.equal(out, first), f"call {i}: {int((out != first).sum())} elements differ"
 
 
 @pytest.mark.gpu

@@ -9,12 +9,12 @@ from torch.library import opcheck
 
 import moe_numba
 from moe_numba import group_gemm_bf16, k_grouped_gemm_bf16, simulator
-from moe_numba.course.steps.simulate import changed_module
 from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.k_grouped import launch as k_grouped_launch
 from moe_numba.grouped_gemm.k_grouped import unused_rows
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.runtime import device as devices
+from moe_numba.runtime.changed_source import changed_module
 from moe_numba.runtime.validate import UnsupportedDeviceError
 
 ROUNDING = 2.3e-3  # relative error of rounding to bfloat16; see ``mismatch``

@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 import pytest
 import torch
 
-from moe_numba.course.bench.timing.dist import free_port, process_group
+from moe_numba.expert_parallel.ranks.process_group import free_port, process_group
 
 SECONDS = 220  # for one function
 needs_nvshmem = pytest.mark.skipif(

@@ -6,7 +6,7 @@ import importlib
 import inspect
 
 from moe_numba import simulator
-from moe_numba.course.steps.simulate import changed_module
+from moe_numba.runtime.changed_source import changed_module
 
 _CHANGEABLE = tuple(f"moe_numba.{package}." for package in ("grouped_gemm", "expert_parallel", "ptx"))
 

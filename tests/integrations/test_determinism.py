@@ -15,9 +15,11 @@ pytest.importorskip("transformers", minversion="5.17", reason="transformers 5.17
 from helpers.tiny_models import make_model  # noqa: E402
 
 import moe_numba  # noqa: E402
-from moe_numba.course.bench.compile_layers import compile_layers  # noqa: E402
-from moe_numba.course.bench.topics.moe_layer.measure import Layer  # noqa: E402
 from moe_numba.integrations import transformers as integration  # noqa: E402
+from moe_numba.moe_layer.compile_layers import (
+    Layer,  # noqa: E402
+    compile_layers,  # noqa: E402
+)
 
 pytestmark = pytest.mark.gpu
 RUNS = 100

@@ -7,12 +7,11 @@ import torch
 from helpers.expert_parallel import NUM_BYTES, SMALL, engine
 
 from moe_numba import simulator
-from moe_numba.course.bench.compile_layers import compile_layers
-from moe_numba.course.bench.topics.moe_layer.measure import Layer
 from moe_numba.expert_parallel import Buffer, LocalGroup
 from moe_numba.expert_parallel.low_latency import config as low_latency_config
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
 from moe_numba.moe_layer import ExpertParallelMoE, Experts, reference
+from moe_numba.moe_layer.compile_layers import Layer, compile_layers
 from moe_numba.moe_layer.expert_parallel import layer as expert_parallel_moe
 
 HIDDEN, PER_RANK, TOPK = 128, 2, 3

@@ -1,4 +1,4 @@
-"""GPUs other than Hopper: kernels compile without spills, and give right results in the simulator."""
+"""GPUs other than Hopper: kernels give right results in the simulator, and refuse what a GPU lacks."""
 
 import os
 import subprocess
@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from helpers.architectures import ARCHITECTURES, compile_apart
 
 from moe_numba import simulator
 from moe_numba.ptx import conversions, warp
@@ -15,23 +14,6 @@ from moe_numba.runtime import device as devices
 from moe_numba.runtime.device import UnsupportedDeviceError
 from moe_numba.runtime.sass import resources
 from moe_numba.simulator import capability
-
-KERNELS = {
-    *("biased_grouped_topk", "biased_grouped_topk_4tokens", "biased_grouped_topk_generic", "fuse_routing"),
-    *("moe_align_block_size_small", "moe_align_block_size_medium", "moe_align_block_size_large"),
-    *("moe_align_block_size_pairwise", "biased_grouped_topk_align_single_cta", "get_dispatch_layout"),
-    *("cast_to_fp8", "cast_back", "weighted_sum", "silu_and_mul", "group_by_expert"),
-    *("group_by_expert_count", "group_by_expert_scan", "group_by_expert_assign"),
-}
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda arch: f"sm_{arch[0]}{arch[1]}")
-def test_kernels_compile_without_spills(arch):
-    reports = compile_apart(arch)
-    spilled = [(name, link_arch, number) for name, link_arch, _, number in reports if number]
-    assert not spilled
-    assert {tuple(link_arch) for _, link_arch, *_ in reports} == set(ARCHITECTURES[arch])
-    assert KERNELS <= {name.split(", ")[-1] for name, *_ in reports}
 
 
 def test_spills_are_found():

@@ -5,8 +5,6 @@ Those of the gate and the alignment are tested beside their kernels.
 
 import pytest
 
-from moe_numba.course.deepep_port.polling import make_copy_row
-from moe_numba.course.lessons.grouped_gemm.hpc_ops_port import group_gemm as hpc_ops
 from moe_numba.expert_parallel.layout.kernel import make_layout_kernel
 from moe_numba.expert_parallel.rings.channels import RingShape
 from moe_numba.expert_parallel.rings.token_slot import TokenSlot
@@ -27,9 +25,6 @@ from moe_numba.quantise.fp8_cast_kernels import make_cast_back, make_cast_to_fp8
         (RingShape, (8, 4, 8, TokenSlot(64, topk=33)), "topk=33.* at most 32 experts"),
         (make_cast_to_fp8, ("bfloat16", 132), "hidden is 132; it must be a multiple of the 8 elements"),
         (make_cast_back, (129, False), "hidden is 129; it must be a multiple of the 8 elements"),
-        (make_copy_row, (100, None), "row_bytes is 100; it must be a multiple of 16"),
-        (hpc_ops.make_kernel, (hpc_ops.HpcOpsConfig(tile_m=20),), "tile_m=20.* a multiple of 8"),
-        (hpc_ops.make_kernel, (hpc_ops.HpcOpsConfig(tile_m=256, stages=8),), "stages=8.* fit 232448"),
     ],
 )
 def test_factories_refuse_shapes(make, arguments, message):

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moe_numba
 from moe_numba import simulator
-from moe_numba.course.steps.simulate import changed_module
 from moe_numba.integrations.torch_ops import OPS
+from moe_numba.runtime.changed_source import changed_module
 from moe_numba.runtime.torch_op import needs_dispatch
 from moe_numba.runtime.validate import check_device
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moe_numba.course.steps.simulate import define, source_of
+from moe_numba.runtime.changed_source import define, source_of
 
 _PHASE = re.compile(r"^        # ([a-z_ ]+)\n", re.M)
 _END = "    return kernel"

@@ -1,4 +1,4 @@
-"""Runs functions of a notebook in the simulator, and builds variants of a module from changed source text.
+"""Runs functions of a notebook in the simulator.
 
 On a GPU the simulator needs a process of its own, because the first import of moe_numba chooses the mode for the whole
 process. `in_simulator` starts that process and copies into it the function, the notebook functions that it uses, and
@@ -7,12 +7,9 @@ their imports.
 
 import ast
 import contextlib
-import importlib.abc
-import importlib.util
 import inspect
 import io
 import json
-import linecache
 import os
 import subprocess
 import sys
@@ -22,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_numba import simulator
+from moe_numba.runtime.changed_source import SourceLoader, plain_function, source_of
 from moe_numba.simulator import capability
 
 _PLAIN = (str, bool, int, float, type(None))
@@ -94,77 +92,9 @@ def source_with_dependencies(functions: Iterable[Callable]) -> str:
     return "\n".join([*imports, *sources])
 
 
-def changed_module(module: types.ModuleType, *replacements: tuple[str, str]) -> types.ModuleType:
-    """Return a new module made from the source of ``module`` with passages replaced.
-
-    Parameters
-    ----------
-    module : module
-        Not modified.
-    *replacements : (old, new)
-        Applied in order; each replaces every occurrence of ``old``.
-
-    Raises
-    ------
-    ValueError
-        A passage does not occur in the source.
-    """
-    source = inspect.getsource(module)
-    for old, new in replacements:
-        if old not in source:
-            raise ValueError(f"{module.__name__} has no passage {old!r}")
-        source = source.replace(old, new)
-    name = f"{module.__name__}_changed"
-    loader = _SourceLoader(source, f"{name}_{abs(hash(source))}.py")
-    made = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
-    loader.exec_module(made)
-    return made
-
-
-def changed_source(function: Callable | str, old: str, new: str, name: str | None = None) -> str:
-    """Return a function's source with one passage replaced, which must occur once; ``name`` renames the function."""
-    source = source_of(function)
-    if source.count(old) != 1:
-        raise ValueError(f"the passage {old!r} occurs {source.count(old)} times, not once")
-    source = source.replace(old, new)
-    return source if name is None else source.replace(f"def {function.__name__}(", f"def {name}(")
-
-
-def source_of(function: Callable | str) -> str:
-    """Return the source of a function, of a cached function or of a kernel; a string is returned as it is."""
-    return function if isinstance(function, str) else inspect.getsource(_plain_function(function))
-
-
-def define(source: str, namespace: Mapping[str, Any], filename: str = "cell") -> dict[str, Any]:
-    """Run source text in a copy of ``namespace`` and return the copy with the names that the text defines."""
-    module = types.ModuleType("moe_numba_defined")
-    vars(module).update(namespace)
-    _SourceLoader(source, filename).exec_module(module)
-    return vars(module)
-
-
-class _SourceLoader(importlib.abc.InspectLoader):
-    """Loads a module from a string. Tracebacks and `inspect` find the source under ``filename``."""
-
-    def __init__(self, source, filename):
-        self.source, self.filename = source, filename
-        linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
-
-    def get_source(self, fullname):
-        return self.source
-
-    def get_code(self, fullname):
-        return self.source_to_code(self.source, self.filename)
-
-
-def _plain_function(thing):
-    """The Python function of a kernel, a cached function or a function."""
-    return inspect.unwrap(getattr(thing, "py_func", thing))
-
-
 def _is_of_notebook(thing):
     """Whether a function, kernel or class was defined by a notebook cell, not by another function."""
-    thing = _plain_function(thing)
+    thing = plain_function(thing)
     defined = inspect.isfunction(thing) or inspect.isclass(thing)
     return defined and thing.__module__ == "__main__" and "<locals>" not in thing.__qualname__
 
@@ -231,7 +161,7 @@ def _serve():
     pieces = ["\n".join(job["imports"]), "\n".join(constants), job["setup"], *job["sources"]]
     for number, source in enumerate(pieces):
         # The simulator's messages show the base name: the line number then counts from the function's first line.
-        _SourceLoader(source, f"{number}/cell").exec_module(notebook)
+        SourceLoader(source, f"{number}/cell").exec_module(notebook)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         result = getattr(notebook, job["function"])(*json.loads(job["arguments"]))

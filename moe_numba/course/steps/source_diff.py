@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from IPython.display import Markdown
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_numba.course.steps.simulate import source_of
+from moe_numba.runtime.changed_source import source_of
 
 _STYLE = """
 .step-diff pre { font: 12px/1.45 ui-monospace, Menlo, Consolas, monospace; margin: .4em 0; overflow-x: auto }

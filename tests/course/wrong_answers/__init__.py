@@ -2,7 +2,7 @@
 
 import itertools
 
-from moe_numba.course.steps.simulate import changed_source, define
+from moe_numba.runtime.changed_source import changed_source, define
 
 _numbers = itertools.count()
 

@@ -1,40 +1,12 @@
-"""Process groups of ranks on one node, one GPU per rank, and peers in their processes."""
+"""Peers in the processes of ranks, and calls on all ranks."""
 
-import os
-import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from moe_numba.course.bench import load_peers
-
-
-def free_port() -> int:
-    """Return an unused port for the rendezvous of a process group."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-@contextmanager
-def process_group(rank: int, ranks: int, port: int) -> Iterator[None]:
-    """Join torch's default process group over NCCL, on the GPU with the rank's number.
-
-    All ranks must enter with the same port (`free_port`). After an error the group is not destroyed, because that
-    would wait for the other ranks.
-    """
-    import torch.distributed as dist
-
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
-    yield
-    dist.destroy_process_group()
 
 
 def peer_files(peers: Iterable[ModuleType], function: str) -> list[str]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from moe_numba.course.steps.instruction_mix import classify
 from moe_numba.course.steps.kernel_phases import phases_of, until, without_earlier
 from moe_numba.course.steps.ladder import Ladder
-from moe_numba.course.steps.simulate import source_of, source_with_dependencies
+from moe_numba.course.steps.simulate import source_with_dependencies
+from moe_numba.runtime.changed_source import source_of
 from moe_numba.runtime.sass import MachineCode, compile_apart
 
 

@@ -12,7 +12,8 @@ from moe_numba import simulator  # noqa: F401  before numba
 from numba import cuda, int32
 
 from moe_numba.course.exercises import Exercise
-from moe_numba.course.steps.simulate import source_of, source_with_dependencies
+from moe_numba.course.steps.simulate import source_with_dependencies
+from moe_numba.runtime.changed_source import source_of
 from moe_numba.runtime.sass import compile_apart
 
 FULL = 0xFFFFFFFF

@@ -26,10 +26,10 @@ from moe_numba.course.lessons.grouped_gemm_scales.parts import (
 )
 from moe_numba.course.lessons.grouped_gemm_scales.steps import SIGNATURE, TRACE_FIELDS
 from moe_numba.course.lessons.grouped_gemm_scales.tile_traces import Tile
-from moe_numba.course.steps.simulate import changed_source, define, source_of
 from moe_numba.grouped_gemm.block_scaled.config import BLOCK_M
 from moe_numba.grouped_gemm.common.constants import THREADS
 from moe_numba.ptx.special_registers import globaltimer
+from moe_numba.runtime.changed_source import changed_source, define, source_of
 from moe_numba.runtime.sass import MachineCode, compile_apart
 
 

@@ -15,7 +15,6 @@ import torch
 from numba import cuda, float32, int32, uint8, uint32, uint64
 
 from moe_numba.course.steps.instruction_mix import instruction_mix
-from moe_numba.course.steps.simulate import changed_module
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
 from moe_numba.grouped_gemm.common.constants import SharedMemory
 from moe_numba.grouped_gemm.w4 import kernel as w4_kernel
@@ -33,6 +32,7 @@ from moe_numba.ptx.fence import fence_proxy_async_shared
 from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
 from moe_numba.ptx.mma import make_mma
 from moe_numba.ptx.wgmma import make_wgmma_tile_rs, make_wgmma_wait, wgmma_descriptor
+from moe_numba.runtime.changed_source import changed_module
 from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address, launch, launcher
 from moe_numba.runtime.tensor_map import tensor_map_template

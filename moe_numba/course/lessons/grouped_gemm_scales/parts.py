@@ -12,7 +12,6 @@ from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.course.lessons.grouped_gemm_scales import kernel as kernel_in_parts
 from moe_numba.course.lessons.grouped_gemm_scales.kernel import make_release_stage
-from moe_numba.course.steps.simulate import changed_source, define, source_of
 from moe_numba.grouped_gemm.block_scaled.config import (
     BLOCK_M,
     BUFFER_BYTES,
@@ -32,6 +31,7 @@ from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4, st_shared_s32
 from moe_numba.ptx.pipeline import make_advance
 from moe_numba.ptx.tma import tma_load_3d_hint
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
+from moe_numba.runtime.changed_source import changed_source, define, source_of
 
 # Consumers
 

@@ -11,12 +11,12 @@ import torch
 
 from moe_numba.course.lessons.grouped_gemm_scales import kernel as kernel_in_parts
 from moe_numba.course.lessons.grouped_gemm_scales import parts as replacements
-from moe_numba.course.steps.simulate import changed_module
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
 from moe_numba.grouped_gemm.block_scaled import kernel as block_scaled_kernel
 from moe_numba.grouped_gemm.block_scaled.config import BLOCK_M, BOX_ROWS, BUFFER_COLUMNS, BUFFER_ROWS, BlockScaledConfig
 from moe_numba.grouped_gemm.common.constants import BLOCK_K_BYTES, THREADS
 from moe_numba.grouped_gemm.common.tma_launch import SIGNATURE as TMA_SIGNATURE
+from moe_numba.runtime.changed_source import changed_module
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address, launcher

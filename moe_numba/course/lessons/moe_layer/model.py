@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from moe_numba.course.bench.baselines.limits import H200 as GPU
 from moe_numba.course.bench.topics.grouped_gemm.show import TORCH_NAMES
-from moe_numba.course.bench.topics.moe_layer.measure import Layer
 from moe_numba.course.lessons.moe_layer.exercises import ranks_per_token
+from moe_numba.moe_layer.compile_layers import Layer
 
 NVLINK, NETWORK, NODE = 450e9, 50e9, 8  # bytes per second of a GPU in each direction; GPUs
 NUM_EXPERTS, TOPK, HIDDEN, INTERMEDIATE, MOE_LAYERS = 256, 8, 7168, 2048, 58

@@ -15,10 +15,10 @@ import torch
 from moe_numba.course.bench import records
 from moe_numba.course.bench.records.environment import version
 from moe_numba.course.bench.timing import launched_by
-from moe_numba.course.bench.timing.dist import free_port, process_group
 from moe_numba.course.bench.timing.multigpu import settle, slowest
 from moe_numba.course.bench.topics.call_time.measure import loop_times
 from moe_numba.expert_parallel import Buffer
+from moe_numba.expert_parallel.ranks.process_group import free_port, process_group
 
 RANKS = 2  # processes, with a GPU each
 TOKENS, HIDDEN, EXPERTS, TOPK = 64, 7168, 256, 8

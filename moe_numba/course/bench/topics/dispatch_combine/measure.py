@@ -15,8 +15,9 @@ import torch
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.nccl_all_to_all import all_to_all_counts, all_to_all_rows, poisoned, wrong_rows
 from moe_numba.course.bench.timing import Stats, launched_by
-from moe_numba.course.bench.timing.dist import free_port, load_files, peer_files, process_group
+from moe_numba.course.bench.timing.dist import load_files, peer_files
 from moe_numba.course.bench.topics.dispatch_combine.measure_peers import Problem, peer_rows
+from moe_numba.expert_parallel.ranks.process_group import free_port, process_group
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 4096, 7168, 256, 8
 SMS = (4, 8, 12, 16, 20, 24, 32, 48)

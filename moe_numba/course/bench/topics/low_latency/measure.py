@@ -21,13 +21,14 @@ import torch
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.timing import Stats, launched_by
-from moe_numba.course.bench.timing.dist import free_port, load_files, peer_files, process_group
+from moe_numba.course.bench.timing.dist import load_files, peer_files
 from moe_numba.course.bench.topics.dispatch_combine.measure import BUFFER_BYTES, EXPERTS, HIDDEN, MAIN_SMS, TOPK
 from moe_numba.course.bench.topics.low_latency.measure_peers import Problem, peer_pairs
 from moe_numba.expert_parallel import Buffer, Config, LocalGroup
 from moe_numba.expert_parallel.low_latency.config import shape_of_options
 from moe_numba.expert_parallel.low_latency.exchange import exchange_kernels
 from moe_numba.expert_parallel.ranks.compile_ahead import compile_ahead
+from moe_numba.expert_parallel.ranks.process_group import free_port, process_group
 from moe_numba.expert_parallel.rings.config import limits_of
 from moe_numba.expert_parallel.rings.launch_plans import PlannedKernels
 from moe_numba.runtime.device import gpu_of

@@ -9,13 +9,12 @@ import torch
 import transformers
 
 from moe_numba.course.bench import Stats, kernel_times, records
-from moe_numba.course.bench.compile_layers import call_gate, compile_layers
 from moe_numba.course.bench.timing import no_garbage_collection, shuffled_rounds
 from moe_numba.course.bench.topics.models.rows import DEFAULT, OURS, PACKED, WITH_ROUTERS
-from moe_numba.course.bench.topics.moe_layer.measure import Layer
 from moe_numba.integrations.transformers import fuse_routers, pack_mxfp4_weights, register, unfuse_routers
 from moe_numba.integrations.transformers_layout import arguments_of
 from moe_numba.moe_layer import reference
+from moe_numba.moe_layer.compile_layers import Layer, call_gate, compile_layers
 
 PEERS = DEFAULT, "batched_mm"
 STEPS = *PEERS, OURS, WITH_ROUTERS

@@ -11,19 +11,19 @@ A module of ``--peers`` provides two functions for this topic:
 
 import sys
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 import moe_numba
 from moe_numba.course.bench import kernel_times, records
 from moe_numba.course.bench.baselines.limits import chip_limits
-from moe_numba.course.bench.compile_layers import compile_layers
 from moe_numba.course.bench.topics.grouped_gemm.measure import BYTES_OF_WEIGHT
 from moe_numba.course.bench.topics.grouped_gemm.show import FP8, TORCH_NAMES, random_weight
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.grouped_gemm.w4.reference import quantise_mxfp4
 from moe_numba.moe_layer import ExpertsWorkspace, reference
+from moe_numba.moe_layer.compile_layers import compile_layers
 from moe_numba.moe_layer.gemv.plan import uses_decode_kernels
 from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of
 from moe_numba.moe_layer.silu_and_mul.api import ALPHA, check_activation
@@ -38,33 +38,6 @@ BOUND, BOUND_OF_ROW_SCALES = 1e-2, 2.5e-2
 # The reference rounds where the package's kernels do. Other projects round activations to bfloat16 before they quantise
 # them (1.2e-2), and with a scale per expert have one scale for all tokens (4e-2).
 BOUNDS_OF_PEERS = {"none": 1e-2, "block": 2.5e-2, "tensor": 6e-2, "mxfp4": 1e-2}
-
-
-class Layer(NamedTuple):
-    """Sizes of a layer; each token has ``topk`` experts, the shared ones and others drawn evenly at random."""
-
-    model: str
-    num_experts: int
-    hidden: int
-    intermediate: int
-    dtype: str
-    token_counts: tuple[int, ...]
-    topk: int = 8
-    scaling: str = "block"  # of e4m3: a scale per 128 x 128 block, or "tensor", one per expert
-    activation: str = "silu"  # "swigluoai" with biases, as gpt-oss
-    num_shared: int = 0  # the last experts, which every token has
-    transposed: bool = False  # in a model: w13 and w2 are transposed views
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Configuration of a row."""
-        names = "model", "num_experts", "hidden", "intermediate", "topk"
-        changed = [
-            name
-            for name in ("scaling", "activation", "num_shared")
-            if getattr(self, name) != self._field_defaults[name]
-        ]
-        return {name: getattr(self, name) for name in (*names, *changed)}
 
 
 class Inputs(NamedTuple):

@@ -13,8 +13,9 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.figures import plots
 from moe_numba.course.bench.figures.tables import bold_best
 from moe_numba.course.bench.records import format_us
-from moe_numba.course.bench.topics.moe_layer.measure import FAST, STATIC, TRANSFORMERS, Layer
+from moe_numba.course.bench.topics.moe_layer.measure import FAST, STATIC, TRANSFORMERS
 from moe_numba.course.bench.topics.moe_layer.measure import measure as measure_layers
+from moe_numba.moe_layer.compile_layers import Layer
 
 GPT_OSS: dict[str, Any] = dict(num_experts=32, hidden=2880, intermediate=2880, topk=4, activation="swigluoai")
 LAYERS = (

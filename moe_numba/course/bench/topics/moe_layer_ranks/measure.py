@@ -15,18 +15,18 @@ from torch import nn
 
 import moe_numba
 from moe_numba.course.bench import records
-from moe_numba.course.bench.compile_layers import compile_layers, empty_arguments
 from moe_numba.course.bench.timing import Stats, launched_by
-from moe_numba.course.bench.timing.dist import free_port, process_group
-from moe_numba.course.bench.topics.moe_layer.measure import Layer, make_weights
+from moe_numba.course.bench.topics.moe_layer.measure import make_weights
 from moe_numba.expert_parallel import Buffer, get_dispatch_layout, per_token_cast_to_fp8
 from moe_numba.expert_parallel.low_latency.config import shape_of_options
 from moe_numba.expert_parallel.low_latency.exchange import exchange_kernels
 from moe_numba.expert_parallel.ranks.compile_ahead import compile_ahead
+from moe_numba.expert_parallel.ranks.process_group import free_port, process_group
 from moe_numba.expert_parallel.rings.config import limits_of
 from moe_numba.expert_parallel.rings.launch_plans import PlannedKernels
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.moe_layer import ExpertParallelMoE, Experts
+from moe_numba.moe_layer.compile_layers import Layer, compile_layers, empty_arguments
 from moe_numba.runtime.device import gpu_of
 
 TOKENS = (8, 64, 512, 4096)

@@ -1,13 +1,14 @@
-"""Compilation of all kernels of some MoE layers by several processes, before the layers are measured.
+"""Compilation of all kernels of some MoE layers by several processes, before the layers are used.
 
 Each process calls the layers in compile-only mode, which reports the kernels, and compiles its share into the cache of
-machine code. One process would compile for longer than the measurement takes.
+machine code.
 """
 
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +18,33 @@ from moe_numba.runtime import cubin_cache, device
 
 MAX_PROCESSES = 16
 _DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "mxfp4": torch.uint8}
+
+
+class Layer(NamedTuple):
+    """Sizes of a layer; each token has ``topk`` experts, the shared ones and others drawn evenly at random."""
+
+    model: str
+    num_experts: int
+    hidden: int
+    intermediate: int
+    dtype: str
+    token_counts: tuple[int, ...]
+    topk: int = 8
+    scaling: str = "block"  # of e4m3: a scale per 128 x 128 block, or "tensor", one per expert
+    activation: str = "silu"  # "swigluoai" with biases, as gpt-oss
+    num_shared: int = 0  # the last experts, which every token has
+    transposed: bool = False  # in a model: w13 and w2 are transposed views
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Configuration of a row."""
+        names = "model", "num_experts", "hidden", "intermediate", "topk"
+        changed = [
+            name
+            for name in ("scaling", "activation", "num_shared")
+            if getattr(self, name) != self._field_defaults[name]
+        ]
+        return {name: getattr(self, name) for name in (*names, *changed)}
 
 
 def compile_layers(layers, ids_dtype=torch.int32, also=()):

@@ -1,8 +1,8 @@
 """Comparison of the simulator's counters with those of Nsight Compute: parser and verdicts, on hand-written output."""
 
+import ncu_counters
 import pytest
-from helpers import ncu_counters
-from helpers.ncu_counters import EXACT, INSTRUCTIONS, KERNELS, METRICS, compare, parse_csv
+from ncu_counters import EXACT, INSTRUCTIONS, KERNELS, METRICS, compare, parse_csv
 
 from moe_numba import simulator
 from moe_numba.course.bench import records

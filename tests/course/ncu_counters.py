@@ -1,10 +1,10 @@
 """Compare the simulator's counters of ten kernels with those that Nsight Compute measures on a GPU.
 
-    PYTHONPATH=. python tests/helpers/ncu_counters.py                    # needs an H200 and ncu
-    PYTHONPATH=. python tests/helpers/ncu_counters.py --gpu A100
-    PYTHONPATH=. python tests/helpers/ncu_counters.py --save FILE        # write what ncu prints to a file, too
-    PYTHONPATH=. python tests/helpers/ncu_counters.py --csv FILE         # compare with what an earlier ncu printed
-    PYTHONPATH=. python tests/helpers/ncu_counters.py --simulate         # print the simulator's counters as JSON
+    PYTHONPATH=. python tests/course/ncu_counters.py                    # needs an H200 and ncu
+    PYTHONPATH=. python tests/course/ncu_counters.py --gpu A100
+    PYTHONPATH=. python tests/course/ncu_counters.py --save FILE        # write what ncu prints to a file, too
+    PYTHONPATH=. python tests/course/ncu_counters.py --csv FILE         # compare with what an earlier ncu printed
+    PYTHONPATH=. python tests/course/ncu_counters.py --simulate         # print the simulator's counters as JSON
 
 Requests, sectors, wavefronts and bank conflicts must be equal. Executed instructions must agree to 10 %: their estimate
 is the sum over the source lines of executions in the simulator times SASS instructions of the line, so it needs the

@@ -4,7 +4,7 @@ Kernels come from the cases of ``moe_numba.course.bench.records.fingerprint_case
 choose on a GPU of the architecture. By default a sample of them; all of them, for all architectures, take about half an
 hour of one core::
 
-    MOE_NUMBA_SIMULATE=0 PYTHONPATH=. python tests/helpers/architectures.py --all
+    MOE_NUMBA_SIMULATE=0 PYTHONPATH=. python tests/course/architectures.py --all
 """
 
 import argparse
