@@ -23,10 +23,10 @@ test-fast: .venv/.ready  ## Run the tests that take under 3 minutes together
 mutants: .venv/.ready  ## Plant each bug of tests/simulator/mutants, and say which test finds it
 	@PYTHONPATH=tests/simulator:$$PYTHONPATH $(RUN) mutants.runner $(ARGS)
 
-stale: .venv/.ready  ## Name the records and executed notebooks that are older than their code
+stale: .venv/.ready  ## Name the records and executed notebooks whose kernels have changed since
 	@$(RUN) moe_numba stale
 
-fingerprint: .venv/.ready  ## Hash the machine code of every kernel; ARGS=--check compares, ARGS=--restamp renews records
+fingerprint: .venv/.ready  ## Hash the machine code of every kernel; ARGS=--check compares
 	@$(RUN) moe_numba.course.bench.records.fingerprint $(ARGS)
 
 lint: .venv/.ready  ## Run ruff check, ruff format --check and mypy

@@ -42,7 +42,7 @@ def _parser():
     doctor.add_argument("--arch", metavar="75", help="print what runs on GPUs of another compute capability, here 7.5")
     doctor.set_defaults(run=_doctor)
 
-    stale = commands.add_parser("stale", help="list records and executed notebooks that are older than their code")
+    stale = commands.add_parser("stale", help="list records and executed notebooks of kernels that have changed since")
     stale.set_defaults(run=_stale)
 
     bench = commands.add_parser("bench", help="benchmark a topic on this GPU and write its record")
@@ -79,13 +79,13 @@ def _doctor(options):
 
 
 def _stale(options):
-    from moe_numba.course.bench.records import dependencies as sources
+    from moe_numba.course.bench.records.staleness import stale_results
 
     try:
-        found = list(sources.stale_results())
+        found = list(stale_results())
     except FileNotFoundError as error:
         raise UserError(error) from error
-    print(*found or ["no record or executed notebook is older than its code"], sep="\n")
+    print(*found or ["all records and executed notebooks are of the present kernels"], sep="\n")
     return int(bool(found))
 
 
@@ -100,7 +100,6 @@ def _bench(options):
     from moe_numba import simulator
     from moe_numba.course import bench
     from moe_numba.course.bench import records
-    from moe_numba.course.bench.records import dependencies as sources
 
     topic = _topic(options.topic)
     budget = {} if options.seconds is None else {"seconds": options.seconds}
@@ -124,13 +123,12 @@ def _bench(options):
             "name their folder with --peers, or another folder for the record with --out"
         )
     rows = topic.measure(peers, options.quick, **budget)
-    if hasattr(topic, "generate"):  # before the hashes of the sources, of which what it writes is one
+    if hasattr(topic, "generate"):
         print(f"written: {topic.generate(rows, records.folder(env['gpu']))}")
     if hasattr(topic, "out_of_reach"):
         rows += records.carried_over(earlier, topic.out_of_reach, env)
     print(topic.summary(rows)) if hasattr(topic, "summary") else print_table(rows, options.topic)
-    sources = sources.topic_sources(options.topic)
-    print(f"written to {records.write(options.topic, rows, sources, results=options.out, env=env)}")
+    print(f"written to {records.write(options.topic, rows, results=options.out, env=env)}")
     return 0
 
 
@@ -144,7 +142,7 @@ def _plot(options):
     except FileNotFoundError as error:
         raise UserError(error) from error
     for sentence in records.stale(record):
-        print(f"out of date: {sentence}", file=sys.stderr)
+        print(f"out of date: {options.topic}: {sentence}", file=sys.stderr)
     if options.readme or options.check:
         return _plot_readme(options.topic, topic.readme_table(record), options.check)
     _make_folder(options.out)

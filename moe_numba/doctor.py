@@ -76,14 +76,13 @@ def probe(timeout_s: float = 120) -> dict:
 
 
 def _results_line():
-    """Count the recorded results that are older than the code."""
-    from moe_numba.course.bench.records import dependencies as sources
+    """Count the records that were measured with other kernels than the present ones."""
+    from moe_numba.course.bench.records import staleness
 
     try:
-        found = len(list(sources.stale_results()))
+        return staleness.summary()
     except FileNotFoundError:
         return "not installed: the records of measurements are part of the repository, not of the package"
-    return f"{found} are older than the code; `make stale` lists them" if found else "all match the code"
 
 
 def _gpu_line(found, why_simulated):

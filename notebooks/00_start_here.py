@@ -53,7 +53,6 @@ from moe_numba import doctor, simulator
 from moe_numba.course.bench import records, rotating
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.draw.player import Player
 from moe_numba.course.draw.shared_memory import shared_accesses
 from moe_numba.course.draw.warp_frames import shuffles
@@ -644,11 +643,11 @@ exercise("start-4").check(all_close)
 # ## 7. Records
 #
 # A measurement on a GPU is written to `docs/results/<gpu>/<topic>.json` with the GPU, the driver, the versions, the commit
-# and a hash of every source file that it depends on. All figures and tables are drawn from these records; `python -m
-# moe_numba plot gate` draws them again on any computer. `make stale` lists records that are older than their code.
+# and hashes of the kernels that were timed. All figures and tables are drawn from these records; `python -m
+# moe_numba plot gate` draws them again on any computer. `make stale` lists records of kernels that have changed since.
 
 # %%
-ladder.save(notebook_sources("notebooks/00_start_here.py"))
+ladder.save()
 
 # %% [markdown]
 # ## Sources

@@ -38,7 +38,6 @@ from moe_numba import simulator
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.bench.timing.launch_profile import launch_profile
 from moe_numba.course.draw.launch_timeline import is_search, launch_timeline
 from moe_numba.course.draw.player import Player
@@ -2555,7 +2554,7 @@ say(
 
 # %%
 ladder.measure_all()
-ladder.save(notebook_sources("notebooks/01_gate.py"))
+ladder.save()
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]

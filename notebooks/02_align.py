@@ -49,7 +49,6 @@ from moe_numba.align.reference import sizes
 from moe_numba.course.bench import kernel_time, records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.draw.phases import phase_bars
 from moe_numba.course.draw.player import Player
 from moe_numba.course.draw.shared_memory import barrier_steps
@@ -2355,7 +2354,7 @@ say(
 
 # %%
 for steps in (ladder, small_ladder):  # all measurements are done
-    steps.save(notebook_sources("notebooks/02_align.py"))
+    steps.save()
 
 # %% [markdown]
 # **Exercise align-5.** If many lanes of a warp have the same expert, one of them can add for all (a *warp-aggregated* atomic

@@ -38,7 +38,6 @@ from moe_numba.align.reference import moe_align_block_size, sizes
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.draw.phases import phase_bars
 from moe_numba.course.draw.player import Player
 from moe_numba.course.exercises import exercise
@@ -1947,7 +1946,7 @@ phase_bars(known, "Where the time of each step goes") if known else print("no ph
 for what, ids in OTHERS.items():
     found = ladder.times(what, {name: run(ids) for name, run in RUNS.items()})
     print(f"{what}: " + (", ".join(f"{name} {us:.2f}" for name, us in found.items()) if found else "not measured yet"))
-ladder.save(notebook_sources("notebooks/03_align_one_launch.py"))
+ladder.save()
 
 # %% [markdown]
 # ## 7. The sweep over tokens
@@ -2441,7 +2440,7 @@ gate_alone = lambda: moe_numba.biased_grouped_topk(logits, BIAS, TOPK, **OPTIONS
 align_alone = lambda: moe_numba.moe_align_block_size(outputs[1], BLOCK, EXPERTS, out=outputs[2:])
 alone = fused.times("functions", {"gate": gate_alone, "align": align_alone})
 fused.measure_all()
-fused.save(notebook_sources("notebooks/03_align_one_launch.py"))
+fused.save()
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(

@@ -51,7 +51,6 @@ from moe_numba.course.bench import call_times, kernel_times, records
 from moe_numba.course.bench.baselines import limits, torch_layer
 from moe_numba.course.bench.baselines.torch_layer import FP8, NAMES, SMALL, TP8, Layer, mismatch, moe_numba_grouped_gemm
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.bench.topics.shared_experts import GATES, layer_times
 from moe_numba.course.exercises import exercise
 from moe_numba.course.lessons.shared_experts import draw
@@ -779,7 +778,7 @@ for wrong_layer in (no_division, all_replicas, forgets_one):
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder.measure_all()
-ladder.save(notebook_sources("notebooks/04_shared_experts.py"))
+ladder.save()
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder.plot(floor_us=LOWER_BOUND_US)

@@ -45,7 +45,6 @@ from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from moe_numba import simulator
 from moe_numba.course.bench import kernel_times
 from moe_numba.course.bench.baselines.limits import chip_limits
-from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.exercises import exercise
 from moe_numba.course.lessons.hopper import draw
 from moe_numba.course.steps.ladder import Ladder
@@ -1408,14 +1407,10 @@ for wrong in (skip_one_k_block, skip_one_tile, shift_rows):
 # All steps are timed again, interleaved, so that clock drift affects all alike. The figure shows these times.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-SOURCES = [
-    *notebook_sources("notebooks/05_hopper_from_numba.py"),
-    *(f"moe_numba/ptx/cuda_cpp/{name}.cu" for name in ("tensormap", "wgmma")),
-]
 copies.measure_all()
-copies.save(SOURCES)
+copies.save()
 ladder.measure_all()
-ladder.save(SOURCES)
+ladder.save()
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 ladder.plot(floor_us=LOWER_BOUND_US)

@@ -43,7 +43,6 @@ from moe_numba import simulator
 from moe_numba.course.bench import kernel_time, kernel_times, records, rotating
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.bench.topics.grouped_gemm import show as topic
 from moe_numba.course.exercises import exercise
 from moe_numba.course.lessons.grouped_gemm import draw
@@ -1099,7 +1098,7 @@ for wrong_step in (short_k, forgets_a_row):
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 dense.measure_all()
-dense.save(notebook_sources("notebooks/06_grouped_gemm.py"))
+dense.save()
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 dense.plot(floor_us=DENSE_BOUND)
@@ -2144,7 +2143,7 @@ if not GATHERED:
 # measured).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-ladder.save(notebook_sources("notebooks/06_grouped_gemm.py"))
+ladder.save()
 
 # %% [markdown]
 # ## 10. The sweep over tokens

@@ -40,7 +40,6 @@ from IPython.display import Markdown, display
 from moe_numba import simulator
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import chip_limits
-from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.bench.topics.grouped_gemm import show as topic
 from moe_numba.course.exercises import exercise
 from moe_numba.course.lessons.grouped_gemm_scales import diagnoses, draw
@@ -912,7 +911,7 @@ assert all("refused" in row for row in ladder.rows[-len(WRONG) :])
 
 # %%
 ladder.measure_all()
-ladder.save(notebook_sources("notebooks/06b_grouped_gemm_scales.py"))
+ladder.save()
 ladder.plot(floor_us=FLOOR_US, without=("torch", *WRONG))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -1330,7 +1329,7 @@ for name, launch in MANY_STEPS.items():
     error = reference.mismatch(launch(MANY_ROWS), MANY_ROWS.right)
     assert error is None, f"{name}: {error}"
 MANY_US = four.times("many rows", {name: partial(launch, MANY_ROWS) for name, launch in MANY_STEPS.items()})
-four.save(notebook_sources("notebooks/06b_grouped_gemm_scales.py"))
+four.save()
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 table = ["| step | 128 rows, us | 2048 rows, us |", "|---|---:|---:|"]

@@ -59,7 +59,6 @@ from moe_numba import simulator
 from moe_numba.course.bench import kernel_time, kernel_times, records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.bench.topics.dispatch_layout import layout_bytes, layout_outputs, sizes, uniform_routing
 from moe_numba.course.deepep_port import dispatch_layout as deepep_layout
 from moe_numba.course.exercises import exercise
@@ -1190,7 +1189,7 @@ assert SHARED is None or SHARED["words"] == list(range(100, 108))
 # The handle's size goes into the record of the ladder.
 if not simulator.ENABLED and SHARED:
     next(row for row in ladder.rows if row["step"] == "final")["ipc"] = {"handle_bytes": SHARED["handle_bytes"]}
-ladder.save(notebook_sources("notebooks/07_dispatch_layout.py"))
+ladder.save()
 
 # %% [markdown]
 # Both processes use the same GPU here; with two GPUs the same stores travel over NVLink. Two rules: a handle refers to

@@ -47,7 +47,6 @@ from moe_numba import simulator
 from moe_numba.course.bench import Stats, records
 from moe_numba.course.bench.baselines.nccl_all_to_all import all_to_all_counts, all_to_all_rows, played
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.bench.timing.multigpu import can_time, host_times, outputs_of, rank_times, settle
 from moe_numba.course.bench.topics.dispatch_combine import measure as dispatch_combine_measure
 from moe_numba.course.bench.topics.dispatch_layout import uniform_routing
@@ -1574,7 +1573,7 @@ if TIMED:
             row |= FACTS
 
 # %%
-ladder.save(notebook_sources("notebooks/08_ring_buffer_dispatch.py"))
+ladder.save()
 ladder.plot(floor_us=FLOOR_US)
 
 # %% [markdown]

@@ -54,7 +54,6 @@ from moe_numba import simulator
 from moe_numba.course.bench import kernel_times, records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.bench.timing.multigpu import can_time, outputs_of, rank_times, settle
 from moe_numba.course.deepep_port import combine as deepep_combine
 from moe_numba.course.deepep_port import launch as deepep_launch
@@ -1847,7 +1846,7 @@ assert TIMEOUT_ERROR
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 if TIMED:
     ladder.row("final").update({name: found for name, found in FACTS.items() if found})
-ladder.save(notebook_sources("notebooks/09_combine.py"))
+ladder.save()
 
 # %% [markdown]
 # ## 9. Sources

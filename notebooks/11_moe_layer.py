@@ -43,7 +43,6 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 from moe_numba import simulator
 from moe_numba.align.device_functions import make_scan
 from moe_numba.course.bench import call_time, records, rotating
-from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.bench.timing.launch_profile import launch_profile
 from moe_numba.course.bench.topics.moe_layer import show as bench
 from moe_numba.course.bench.topics.moe_layer.measure import Layer, make_inputs, make_weights, part_calls
@@ -476,7 +475,7 @@ group_ladder.step("a chunk per warp", by_chunk, after="torch", predicted_gain_us
 by_package = partial(moe_numba.group_by_expert, IDS, G_EXPERTS, out=poisoned_groups(IDS, G_EXPERTS))
 group_ladder.step("final", by_package, dtype="int32")
 SORTS = group_ladder.times("two counting sorts", {"a chunk per warp": by_chunk, "final": by_package}) or {}
-group_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
+group_ladder.save()
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
@@ -725,7 +724,7 @@ assert torch.equal(by_two(), final()) and torch.equal(by_eight(), final()), "all
 for name, us in (sum_ladder.times("rates", calls) or {}).items():
     moved = R_BYTES * (2 if name == "copy" else 9 / 8)
     print(f"{name:<16}{us:6.1f} us, {moved / us * 1e-6:.2f} TB/s")
-sum_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
+sum_ladder.save()
 
 # %% [markdown]
 # The sum has a fixed order, and the GEMMs compute each row independently of the others. So the bits of a token's result
@@ -1000,7 +999,7 @@ for name, launches in {"grouped GEMMs": GROUPED, "GEMV": GEMV}.items():
     ]
 ONE = layer_ladder.times("whole layer with 1 token", calls) or {}
 print_times(ONE)
-layer_ladder.save(notebook_sources("notebooks/11_moe_layer.py"))
+layer_ladder.save()
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 GAIN = Judgement(ONE["grouped GEMMs"], ONE["GEMV"], sum(LAUNCHES.values()) - ONE["copy"]) if ONE and LAUNCHES else None

@@ -25,13 +25,13 @@ SHARED = "shared"
 def factory(function):
     """Cache the functions that ``function`` makes for kernels.
 
-    In the simulator each remembers the call that made it, so that its profiler can compile kernels that use it.
+    Each remembers the call that made it: the simulator's profiler repeats it to compile kernels that use the function,
+    and a hash of a kernel identifies the function by it.
     """
 
     def make(*args, **kwargs):
         made = function(*args, **kwargs)
-        if simulator.ENABLED and inspect.isfunction(made):
-            made.made_by = function.__module__, function.__name__, args, kwargs
+        made.made_by = function.__module__, function.__name__, args, kwargs
         return made
 
     return functools.cache(functools.wraps(function)(make))
@@ -147,7 +147,7 @@ def _intrinsic(template, result, operands, side_effect, simulate, fallback, need
 
 
 def make_intrinsic(simulate, count, typing):
-    """Make a Numba intrinsic of ``count`` arguments, with the name and docstring of ``simulate``.
+    """Make a Numba intrinsic of ``count`` arguments, with the name, module and docstring of ``simulate``.
 
     ``typing(*types)`` returns the signature and the code generator.
     """
@@ -159,5 +159,9 @@ def make_intrinsic(simulate, count, typing):
     names = ["typingctx", *(f"a{i}" for i in range(count))]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     definition.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-    definition.__name__, definition.__doc__ = simulate.__name__, simulate.__doc__
+    definition.__name__, definition.__module__, definition.__doc__ = (
+        simulate.__name__,
+        simulate.__module__,
+        simulate.__doc__,
+    )
     return intrinsic(definition)

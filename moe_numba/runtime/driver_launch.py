@@ -12,7 +12,7 @@ from moe_numba.runtime import device as devices
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.context import bind_context, current_raw_stream
 from moe_numba.runtime.cubin_cache import machine_code
-from moe_numba.runtime.recording import record, recordings
+from moe_numba.runtime.recording import Launched, note, record, recordings
 
 # An argument's bytes in the buffer that the driver reads; each is padded to a multiple of 8.
 _FORMATS = {"int32": "i4x", "uint32": "I4x", "int64": "q", "uint64": "Q", "float32": "f4x", "float64": "d"}
@@ -58,6 +58,8 @@ class Launcher:
         gpu = devices.gpu_of(device)
         options = dict(arch=gpu.arch, link_arch=gpu.hardware_arch, launch_bounds=launch_bounds, cpp_entry=cpp_entry)
         cubin, entry = machine_code(kernel, signature, **options)
+        options = dict(launch_bounds=launch_bounds, shared_bytes=shared_bytes, cluster=cluster)
+        self.launched = Launched(kernel, cubin, options | dict(cooperative=cooperative, dependent=dependent))
         self.name = kernel.py_func.__name__
         self._kernel = ObjectCode.from_cubin(cubin).get_kernel(entry)  # keeps the code loaded
         self._function = int(self._kernel.handle)
@@ -135,6 +137,8 @@ class Launcher:
             error = start(config, function, pointers, None)
             if error:
                 self._raise(error, grid, block)
+            if recordings:
+                note(self)
 
         return launch_prepared
 

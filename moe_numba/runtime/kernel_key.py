@@ -91,7 +91,7 @@ class _Walk:
             raise UnknownValueError(f"{function.__qualname__} is from {function.__module__}")
         self._add_code(function.__code__)
         self.add(function.__defaults__)
-        enclosed = _enclosed_by(function)
+        enclosed = enclosed_by(function)
         for value in enclosed.values():
             self.add(value)
         used = *_globals_of(function.__code__, function.__globals__), *_attributes_of(function.__code__, enclosed)
@@ -104,7 +104,7 @@ class _Walk:
         self.add(code.co_consts)
 
 
-def _enclosed_by(function):
+def enclosed_by(function):
     """Return the values of a function's closure by name."""
     values = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

@@ -17,7 +17,7 @@ from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.context import current_stream
 from moe_numba.runtime.device import UnsupportedDeviceError
 from moe_numba.runtime.driver_launch import Launcher, three
-from moe_numba.runtime.recording import record
+from moe_numba.runtime.recording import Launched, note_loaded, record
 from moe_numba.runtime.tensor_map import TensorMap, address
 
 __all__ = ["address", "launch", "launcher", "signature_of"]
@@ -49,9 +49,7 @@ class _SimulatedLauncher:
     device = 0
 
     def __init__(self, kernel, signature, options):
-        self._kernel = kernel
-        names = "launch_bounds", "shared_bytes", "cluster", "cooperative", "dependent"
-        self._options = {name: options[name] for name in names}
+        self.launched = Launched(kernel, None, options)
         plain = ["uint8*" if s == TENSOR_MAP else s for s in signature]
         self._types = [np.dtype(s.removesuffix("*")) for s in plain]
         self._is_pointer = [s[-1] == "*" for s in plain]
@@ -62,7 +60,7 @@ class _SimulatedLauncher:
             for v, t, p in zip(values, self._types, self._is_pointer, strict=True)
         ]
         with simulator.errors.ShortTraceback():
-            simulator.run(self._kernel, grid, block, arguments, **self._options)
+            simulator.run(self.launched.kernel, grid, block, arguments, **self.launched.options)
         record(self, grid, block, 0, values)
 
     def prepare(self, grid, block, *values):
@@ -127,11 +125,14 @@ def _make_launcher(kernel, signature, device, options, cpp_entry):
                 "{}.{}".format(*gpu.capability)
             )
         options["dependent"] = False
-    if simulator.ENABLED:
-        return _SimulatedLauncher(kernel, signature, options)
     if devices.target():
         return _CompileOnlyLauncher(kernel, signature, options)
-    return Launcher(kernel, signature, device, **options, cpp_entry=cpp_entry)
+    if simulator.ENABLED:
+        made = _SimulatedLauncher(kernel, signature, options)
+    else:
+        made = Launcher(kernel, signature, device, **options, cpp_entry=cpp_entry)
+    note_loaded(made)
+    return made
 
 
 def launch(kernel, grid, block, *args, stream=None, **options):

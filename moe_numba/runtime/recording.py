@@ -1,14 +1,18 @@
-"""Recording of launches: what ``prepare`` repeats of a call."""
+"""Recording of launches: what ``prepare`` repeats of a call, and which kernels a measurement launched."""
 
 import contextlib
 import threading
+from typing import Any, NamedTuple
 
 import torch
 
 from moe_numba import simulator
 from moe_numba.runtime.context import current_stream
 
-recordings: dict = {}  # thread -> _Recording
+recordings: dict = {}  # thread -> _Recording; _ALL_THREADS -> the kernels that `noted_launches` collects
+_ALL_THREADS = None
+_launched: dict = {}  # what `launched_kernels` returns
+_SIMULATED = simulator.ENABLED
 # In the simulator the ranks of a group are greenlets of one thread.
 if simulator.ENABLED:
     from greenlet import getcurrent as _current_thread
@@ -20,6 +24,77 @@ class _Recording(list):
     """The launches of a call, as functions that launch them again on the current stream."""
 
     stream_bound = False  # whether the call uses memory that belongs to its stream
+
+
+class Launched(NamedTuple):
+    """A kernel that was launched, or at least loaded."""
+
+    kernel: Any  # a ``@cuda.jit`` function
+    cubin: bytes | None  # None in the simulator
+    options: dict  # of the launcher
+
+
+@contextlib.contextmanager
+def noted_launches():
+    """Collect the kernels that all threads launch meanwhile: yield a dict that has them as its values."""
+    outer = recordings.get(_ALL_THREADS)
+    recordings[_ALL_THREADS] = noted = {}
+    try:
+        with _launches_by_numba(noted):
+            yield noted
+    finally:
+        _launched.update(noted)
+        if outer is None:
+            del recordings[_ALL_THREADS]
+        else:
+            recordings[_ALL_THREADS] = outer
+            outer.update(noted)
+
+
+@contextlib.contextmanager
+def _launches_by_numba(noted):
+    """Collect what ``kernel[grid, block](...)`` launches, which passes no launcher of this package."""
+    if _SIMULATED:
+        from moe_numba.simulator.core.kernel import Kernel as kind
+
+        method, describe = "_launch", lambda kernel: Launched(kernel, None, {})
+    else:
+        from numba.cuda.dispatcher import _Kernel as kind
+
+        method, describe = "launch", lambda kernel: Launched(kernel, _cubin_of(kernel), {})
+    launch = getattr(kind, method)
+
+    def launch_and_note(kernel, *args, **kwargs):
+        if id(kernel) not in noted:
+            noted[id(kernel)] = describe(kernel)
+        return launch(kernel, *args, **kwargs)
+
+    setattr(kind, method, launch_and_note)
+    try:
+        yield
+    finally:
+        setattr(kind, method, launch)
+
+
+def _cubin_of(kernel):
+    cubin = kernel.library.get_cubin()
+    return getattr(cubin, "code", cubin)
+
+
+def launched_kernels():
+    """Return the kernels that this process has loaded with a launcher, or that `noted_launches` has collected."""
+    return list(_launched.values())
+
+
+def note_loaded(launcher):
+    """Note that a launcher's kernel, ``launcher.launched``, was loaded."""
+    _launched[id(launcher.launched)] = launcher.launched
+
+
+def note(launcher):
+    """Note a launch, if `noted_launches` collects them."""
+    if (noted := recordings.get(_ALL_THREADS)) is not None:
+        noted[id(launcher.launched)] = launcher.launched
 
 
 @contextlib.contextmanager
@@ -57,6 +132,7 @@ def bind_recording_to_stream():
 
 
 def record(launcher, grid, block, stream, values):
+    note(launcher)
     launches = current_recording()
     if launches is None:
         return

@@ -10,7 +10,6 @@ import os
 import re
 import runpy
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+
+from moe_numba.runtime.elf import sections
 
 __all__ = [
     "MachineCode",
@@ -135,11 +136,7 @@ def body_and_loops(text):
 
 def static_shared_bytes(cubin, arch):
     """Return the bytes of static shared memory of a kernel, from its machine code (an ELF file) for ``arch``."""
-    (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<3H", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
-    start = sections[names][4]
-    name = lambda section: cubin[start + section[0] :].split(b"\0", 1)[0].decode()
-    size = sum(s[5] for s in sections if name(s).startswith(".nv.shared."))
+    size = sum(section.size for section in sections(cubin) if section.name.startswith(".nv.shared."))
     return max(0, size - (_RESERVED_SHARED_BYTES if tuple(arch[:2]) >= (9, 0) else 0))
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 import matplotlib
 import numpy as np
 import pytest
+import torch
 from helpers.figures import misplaced
 from matplotlib.text import Text
 
@@ -20,6 +21,11 @@ from moe_numba.course.bench.figures import plots
 from moe_numba.course.steps import ladder
 from moe_numba.course.steps.ladder import Ladder, WrongResult
 from moe_numba.runtime.device import UnsupportedDeviceError
+from moe_numba.runtime.launch import launch
+from moe_numba.runtime.recording import noted_launches
+
+# isort: split
+from numba import cuda
 
 
 @pytest.fixture
@@ -227,11 +233,10 @@ def test_times_of_copies_are_plausible():
 
 def test_simulated_steps_print_the_recorded_times(simulated, tmp_path, capsys):
     (tmp_path / "docs" / "results").mkdir(parents=True)
-    (tmp_path / "kernel.py").write_text("")
     row = records.row(
         "wide loads", size={"tokens": 4096}, dtype="float32", kernel=Stats(12.4, 12, 13), call=Stats(18, 17, 19)
     )
-    records.write("gate_ladder", [row], ["kernel.py"], tmp_path, env=ENVIRONMENT)
+    records.write("gate_ladder", [row], tmp_path, env=ENVIRONMENT)
     steps = Ladder("gate_ladder", check, root=tmp_path)
     steps.step("wide loads", Step(RIGHT), size={"tokens": 4}, prediction_us=14)
     steps.step("narrow loads", Step(RIGHT))
@@ -241,12 +246,45 @@ def test_simulated_steps_print_the_recorded_times(simulated, tmp_path, capsys):
     )
     assert "correct; not timed (simulator)" in second and "no times are recorded" in second
     steps.measure_all()
-    steps.save(["kernel.py"])
+    steps.save()
     assert "no record is written" in capsys.readouterr().out
     assert "not measured here: recorded on NVIDIA H200" in all_text(steps.plot())
-    (tmp_path / "kernel.py").write_text("changed")
+    assert "changed since" not in all_text(steps.plot())
+    steps.record["functions"] = {"kernel": ["make_kernel 00000000"]}
     assert "changed since" in all_text(steps.plot())
     assert Ladder("unknown", check, root=tmp_path).plot() is None
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="a GPU times an edited kernel")
+def test_an_edited_kernel_is_not_shown_with_a_recorded_time(tmp_path, capsys):
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    out = torch.zeros(32, dtype=torch.int32)
+    with noted_launches() as noted:
+        launch(make_fill(3), 1, 32, out)
+    row = records.row("fill", dtype="float32", kernel=Stats(12.4, 12, 13, tuple(noted.values())))
+    records.write("ladder", [row], tmp_path, env=ENVIRONMENT)
+    steps = Ladder("ladder", lambda _: None, root=tmp_path)
+    for kernel in (make_fill(3), make_fill(4), make_edited_fill(3)):
+        steps.step("fill", lambda kernel=kernel: launch(kernel, 1, 32, out))
+    own, other_value, edited = capsys.readouterr().out.splitlines()
+    assert "H200 recorded: 12.4 us kernel" in own and "12.4" in other_value, "the simulator runs smaller sizes"
+    assert "your version of make_edited_fill: no time is recorded" in edited and "12.4" not in edited
+
+
+def make_fill(value):
+    @cuda.jit
+    def fill(out):
+        out[cuda.threadIdx.x] = value
+
+    return fill
+
+
+def make_edited_fill(value):
+    @cuda.jit
+    def fill(out):
+        out[cuda.threadIdx.x] = value + 1
+
+    return fill
 
 
 @pytest.mark.parametrize(
@@ -268,7 +306,6 @@ def test_wrong_results_are_refused(measured, capsys, outputs, why):
 
 def test_lines_and_record_of_a_measured_ladder(measured, tmp_path, capsys):
     (tmp_path / "docs" / "results").mkdir(parents=True)
-    (tmp_path / "kernel.py").write_text("")
     steps = Ladder("gate", check, "Gate", root=tmp_path, size={"tokens": 4096})
     steps.step("torch eager", Step(RIGHT, 600.0))
     steps.step("one thread", Step(RIGHT, 60.0))
@@ -284,7 +321,7 @@ def test_lines_and_record_of_a_measured_ladder(measured, tmp_path, capsys):
     steps.step("wide loads", Step(RIGHT, 10.0), prediction_us=14, bytes=1000)  # the cell is executed again
     assert [row["step"] for row in steps.rows].count("wide loads") == 1
     steps.measure_all()
-    steps.save(["kernel.py"])
+    steps.save()
     record = records.read("gate", root=tmp_path)
     assert records.find(record, step="wide loads")["kernel_us"]["median"] == 10
     assert records.find(record, step="wide loads")["bytes"] == 1000
@@ -298,11 +335,10 @@ def test_lines_and_record_of_a_measured_ladder(measured, tmp_path, capsys):
 
 def test_diagnostic_times_are_recorded_beside_the_steps(measured, tmp_path, capsys, monkeypatch):
     (tmp_path / "docs" / "results").mkdir(parents=True)
-    (tmp_path / "kernel.py").write_text("")
     steps = Ladder("gate", check, root=tmp_path)
     steps.step("pointers", Step(RIGHT, 48.0))
     assert steps.times("phases", {"loads": Step(None, 30.5), "all": Step(None, 48.0)}) == {"loads": 30.5, "all": 48.0}
-    steps.save(["kernel.py"])
+    steps.save()
     record = records.read("gate", root=tmp_path)
     assert record["diagnosis"] == {"phases": {"loads": 30.5, "all": 48.0}} and len(record["rows"]) == 1
     monkeypatch.setattr(simulator, "ENABLED", True)
@@ -354,7 +390,7 @@ def some_rows(low=6.9):
     ]
 
 
-CAPTION = plots.caption(ENVIRONMENT, "not measured here: recorded on") + "; code changed since"
+CAPTION = plots.caption(ENVIRONMENT, "not measured here: recorded on") + "; kernels changed since"
 
 
 @pytest.mark.parametrize(

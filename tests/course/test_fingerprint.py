@@ -1,49 +1,154 @@
-"""Hashes of source code and fingerprints of machine code."""
+"""Hashes of kernels, of notebooks and of machine code."""
 
+import json
+import linecache
 import os
+import runpy
 import subprocess
 import sys
 
 import pytest
 
-from moe_numba.course.bench.records import code_hash, fingerprint
-from moe_numba.runtime.sass import disassembler
+from moe_numba.course.bench.records import code_hash, fingerprint, kernel_hash
+from moe_numba.runtime.recording import Launched
 
 CODE = '''"""A module."""
 
 import math
 
+from numba import cuda, float32
+
 LIMIT = 7  # tokens
 
 
-def scale(x, factor=2):
-    """Multiply."""
-    # Doubles x by default.
-    return x * factor * LIMIT
+def make_scale(factor):
+    @cuda.jit(device=True)
+    def scale(x):
+        """Multiply."""
+        # By the limit.
+        return x * float32(factor * LIMIT)
+
+    return scale
+
+
+def make_kernel(factor):
+    scale = make_scale(factor)
+
+    @cuda.jit
+    def kernel(x):
+        x[0] = math.sqrt(scale(x[0]))
+
+    return kernel
 '''
+CODE_CHANGES, VALUES_CHANGE = "code", "values"
+
+
+def hash_of(folder, code, factor=2, name="a"):
+    """Return `ast_hash` of a kernel whose module is a file."""
+    path = folder / f"{name}.py"
+    path.write_text(code)
+    linecache.checkcache(str(path))
+    return kernel_hash.ast_hash(runpy.run_path(str(path))["make_kernel"](factor))
 
 
 @pytest.mark.parametrize(
     ("old", "new", "changed"),
     [
-        ('"""A module."""', '"""A module with a better\ndocstring."""', False),
-        ('    """Multiply."""\n', "", False),
-        ("  # tokens", "", False),
-        ("    # Doubles x by default.\n", "    # Doubles x.\n\n", False),
-        ("x * factor * LIMIT", "(x\n        * factor * LIMIT)", False),
-        ("(x, factor=2)", "(x: float, factor: float = 2) -> float", False),
-        ("LIMIT = 7", "LIMIT = 8", True),
-        ("factor=2", "factor=2.0", True),
-        ("x * factor", "x + factor", True),
-        ("import math", "import cmath", True),
+        ('"""A module."""', '"""A module with a better\ndocstring."""', None),
+        ('        """Multiply."""\n', "", None),
+        ("  # tokens", "", None),
+        ("        # By the limit.\n", "        # By it.\n\n", None),
+        ("x * float32(factor * LIMIT)", "(x\n            * float32(factor * LIMIT))", None),
+        ("def scale(x)", "def scale(x: float) -> float", None),
+        ("def make_scale", "def unused():\n    return LIMIT\n\n\ndef make_scale", None),
+        ("LIMIT = 7", "LIMIT = 8", CODE_CHANGES),
+        ("float32(factor", "float32(1 + factor", CODE_CHANGES),
+        ("x * float32", "x + float32", CODE_CHANGES),
+        ("math.sqrt", "math.sin", CODE_CHANGES),
+        ("make_scale(factor)\n\n    @", "make_scale(factor + 1)\n\n    @", VALUES_CHANGE),
     ],
 )
-def test_only_code_changes_the_hash_of_a_file(tmp_path, old, new, changed):
-    assert old in CODE
-    (tmp_path / "a.py").write_text(CODE)
-    before = code_hash.hash_file(tmp_path, "a.py")
-    (tmp_path / "a.py").write_text(CODE.replace(old, new))
-    assert (code_hash.hash_file(tmp_path, "a.py") != before) == changed
+def test_only_code_and_constants_change_the_hash_of_a_kernel(tmp_path, old, new, changed):
+    assert CODE.count(old) == 1
+    before, after = hash_of(tmp_path, CODE), hash_of(tmp_path, CODE.replace(old, new))
+    assert len(before) == 16
+    assert [before[:8] != after[:8], before[8:] != after[8:]] == [changed == CODE_CHANGES, changed == VALUES_CHANGE]
+
+
+def test_neither_modules_nor_lines_change_the_hash_of_a_kernel(tmp_path):
+    assert hash_of(tmp_path, CODE) == hash_of(tmp_path, "\n\n" + CODE, name="another")
+    assert hash_of(tmp_path, CODE)[:8] == hash_of(tmp_path, CODE, factor=3)[:8] != hash_of(tmp_path, CODE, factor=3)
+
+
+def test_a_kernel_without_source_has_no_hash_of_it():
+    space = {}
+    exec(CODE, space)  # noqa: S102
+    kernel = space["make_kernel"](2)
+    with pytest.raises(OSError, match="the source of kernel is not available"):
+        kernel_hash.ast_hash(kernel)
+    assert kernel_hash.describe([Launched(kernel, None, {})]) == [{"name": "kernel"}]
+
+
+# Instructions and their factories, a type and a number that a factory passes, and kernels of the package.
+BOTH_MODES = """
+import json
+
+import moe_numba
+import numpy as np
+from numba import cuda, float32
+
+from moe_numba.course.bench.records import kernel_hash
+from moe_numba.course.deepep_port.buffer_layout import DeepEPConfig
+from moe_numba.course.deepep_port.notify import make_notify_dispatch
+from moe_numba.expert_parallel.layout.kernel import make_layout_kernel
+from moe_numba.gate.generic import make_generic_kernel
+from moe_numba.moe_layer.weighted_sum.kernel import make_weighted_sum_kernel
+from moe_numba.ptx.atomics import ld_acquire_sys_s32
+from moe_numba.ptx.cp_async import advance
+from moe_numba.ptx.matrix import stmatrix_x2_trans
+from moe_numba.ptx.mma import make_ldmatrix_x4, make_mma
+
+
+def make(dtype, factor):
+    mma, ldmatrix = make_mma("bf16", n=16), make_ldmatrix_x4((0, 16))
+
+    @cuda.jit
+    def kernel(x):
+        shared = cuda.shared.array(64, dtype)
+        stmatrix_x2_trans(shared, 0, mma(ldmatrix(shared, 0)), ld_acquire_sys_s32(advance(x, 1), 0) * factor)
+
+    return kernel
+
+
+package = (
+    make_layout_kernel(256, 8, 8, 256),
+    make_notify_dispatch(DeepEPConfig(2)),
+    make_generic_kernel(),
+    make_weighted_sum_kernel(7168, 8, False),
+)
+kernels = make(float32, np.float32(2)), *package
+print(json.dumps([[kernel_hash.ast_hash(kernel), kernel_hash.functions(kernel)] for kernel in kernels]))
+functions = [function for kernel in package for function in kernel_hash.functions(kernel)]
+assert kernel_hash.changed_functions(functions) == []
+"""
+
+
+def test_the_hash_of_a_kernel_is_the_same_in_the_simulator(tmp_path):
+    found = []
+    (tmp_path / "both.py").write_text(BOTH_MODES)
+    for simulated in "01":
+        environment = os.environ | {"MOE_NUMBA_SIMULATE": simulated, "NUMBA_ENABLE_CUDASIM": simulated}
+        command = [sys.executable, str(tmp_path / "both.py")]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    compiled, simulated = found
+    for (one, functions), (other, same_functions) in zip(compiled, simulated, strict=True):
+        assert one[:8] == other[:8] and functions == same_functions
+    same = [one == other for (one, _), (other, _) in zip(compiled, simulated, strict=True)]
+    assert same == [True, True, False, True, True], "only the port of DeepEP's notify runs fewer threads there"
+    names = [function.split()[0] for function in compiled[0][1]]
+    assert names == ["advance", "cells.make", "ld_acquire_sys_s32", "make_ldmatrix_x4", "make_mma", "stmatrix_x2_trans"]
 
 
 @pytest.mark.parametrize(
@@ -51,73 +156,103 @@ def test_only_code_changes_the_hash_of_a_file(tmp_path, old, new, changed):
     [
         ("from moe_numba.course.exercises import exercise\n", False),
         ("\n# %%\nf = ...\nexercise('gate-1').check(f)\n".replace("'", '"'), False),
+        ("\n# %% [markdown]\n# Better prose.\n", False),
         ("\n# %%\nf = ...\n", True),
         ("\n# %%\nexercise('gate-1').check(f)\nx = 2\n".replace("'", '"'), True),
     ],
 )
-def test_exercises_do_not_change_the_hash_of_a_notebook(tmp_path, more, changed):
-    hashes = []
-    for text in ("", more):
-        (tmp_path / "n.py").write_text(f"# %%\nx = 1\n{text}")
-        hashes.append(code_hash.hash_file(tmp_path, "n.py#code"))
-    assert (hashes[0] != hashes[1]) == changed
+def test_only_cells_that_measure_change_the_hash_of_a_notebook(more, changed):
+    hashes = {code_hash.hash_cells(f"# %%\nx = 1\n{text}") for text in ("", more)}
+    assert (len(hashes) > 1) == changed
 
 
-def test_jupyter_commands_change_the_hash(tmp_path):
-    for text in ("%matplotlib inline\nx = 1\n", "%matplotlib agg\nx = 1\n"):
-        (tmp_path / "n.py").write_text(f"# %%\n{text}")
-        hashes = {code_hash.hash_file(tmp_path, "n.py#code")} | locals().get("hashes", set())
+def test_jupyter_commands_change_the_hash():
+    hashes = {code_hash.hash_cells(f"# %%\n%matplotlib {which}\nx = 1\n") for which in ("inline", "agg")}
     assert len(hashes) == 2
 
 
-def test_other_files_are_hashed_by_their_bytes(tmp_path):
-    (tmp_path / "a.cu").write_text("// one\n")
-    before = code_hash.hash_file(tmp_path, "a.cu")
-    (tmp_path / "a.cu").write_text("// two\n")
-    assert code_hash.hash_file(tmp_path, "a.cu") != before and code_hash.hash_file(tmp_path, "b.cu") is None
-
-
 KERNELS = """
-from numba import cuda, int32
-from moe_numba.course.bench.records.fingerprint import fingerprint
+import numpy as np
+from numba import cuda, float32
+from moe_numba.course.bench.records.kernel_hash import machine_code_hash
+from moe_numba.runtime.compile import compile_kernel
+
+TABLE = np.arange(32, dtype=np.float32)
 
 @cuda.jit(device=True)
 def add(x, i):
-    return int32(x[i] + 1)
+    return x[i] / float32(3.3) + float32(1)  # the division calls a function, so the machine code has relocations
 
 @cuda.jit(device=True)
 def plus(x, i):
-    return int32(x[i] + 1)
+    return x[i] / float32(3.3) + float32(1)
 
-@cuda.jit
-def one(x):
-    x[cuda.threadIdx.x] = add(x, cuda.threadIdx.x)
+def make(table=TABLE, size=32, one=1):
+    @cuda.jit
+    def kernel(x):
+        s, t = cuda.shared.array(size, float32), cuda.const.array_like(table)
+        i = cuda.threadIdx.x
+        s[i] = add(x, i)
+        cuda.syncthreads()
+        x[i] = s[31 - i] + t[i] * float32(one)
+
+    return kernel
 
 @cuda.jit
 def renamed(x):
-    x[cuda.threadIdx.x] = plus(x, cuda.threadIdx.x)
+    s, t = cuda.shared.array(32, float32), cuda.const.array_like(TABLE)
+    i = cuda.threadIdx.x
+    s[i] = plus(x, i)
+    cuda.syncthreads()
+    x[i] = s[31 - i] + t[i] * float32(1)
 
-@cuda.jit
-def another_constant(x):
-    x[cuda.threadIdx.x] = add(x, cuda.threadIdx.x) + 1
+def hash_of(kernel, bounds=32):
+    code = compile_kernel(kernel, ("float32*",), launch_bounds=32).code.code
+    return machine_code_hash(code, {"launch_bounds": bounds})
 
-for kernel in (one, renamed, another_constant):
-    print(fingerprint(kernel, ("int32*",), {"launch_bounds": 32}))
-print(fingerprint(one, ("int32*",), {"launch_bounds": 64}))
+print(hash_of(make()), hash_of(renamed))
+print(hash_of(make(TABLE + 1)), hash_of(make(size=64)), hash_of(make(one=2)), hash_of(renamed, 64))
 """
 
 
-@pytest.mark.skipif(disassembler() is None, reason="nvdisasm is not installed")
-def test_fingerprint_depends_on_code_and_not_on_names():
+def test_a_hash_of_machine_code_depends_on_code_and_not_on_names():
     environment = os.environ | {"MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0"}
-    code = [sys.executable, "-"]
-    done = subprocess.run(code, input=KERNELS, capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, "-"], input=KERNELS, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    one, renamed, another_constant, other_bounds = done.stdout.split()
-    assert one == renamed and len({one, another_constant, other_bounds}) == 3
+    kernel, renamed, *others = done.stdout.split()
+    assert kernel == renamed and len({kernel, *others}) == 5, "a table, shared memory, a constant, launch bounds"
+
+
+def hashes(**codes):
+    return {name: {"code": code, "ast": "0"} for name, code in codes.items()}
 
 
 def test_a_kernel_that_differs_is_named():
-    old, new = {"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "0", "d": "4"}
+    old, new = hashes(a="1", b="2", c="3"), hashes(a="1", b="0", d="4")
     assert list(fingerprint.differences(old, new)) == ["b: differs", "c: is missing", "d: is new"]
     assert list(fingerprint.differences(old, old)) == []
+
+
+def test_the_command_writes_and_checks_the_hashes(tmp_path, monkeypatch, capsys):
+    now = hashes(**{"gate: one": "1", "align: two": "2"})
+    compile_all = lambda only: {name: now[name] for name in now if name.split(":")[0] in (only or fingerprint.CASES)}
+    monkeypatch.setattr(fingerprint, "compile_all", compile_all)
+    monkeypatch.setattr(fingerprint, "path", lambda: tmp_path / "fingerprints.json")
+    assert fingerprint.main([]) == 0
+    text = (tmp_path / "fingerprints.json").read_text()
+    assert json.loads(text)["kernels"] == now
+    assert sum('"code"' in line for line in text.splitlines()) == 2, "one line per kernel"
+    assert fingerprint.main(["--check"]) == 0
+    now["align: two"] = now["align: two"] | {"code": "0"}
+    capsys.readouterr()
+    assert fingerprint.main(["--check"]) == 1
+    assert capsys.readouterr().out == "align: two: differs\n1 of 2 kernels differ\n"
+    assert fingerprint.main(["--check", "--only", "gate"]) == 0
+    monkeypatch.setattr(fingerprint, "versions", lambda: {"numba": "another"})
+    assert fingerprint.main(["--check"]) == 1 and "other compilers" in capsys.readouterr().out
+
+
+def test_the_stored_hashes_are_of_known_cases():
+    stored = json.loads(fingerprint.path().read_text())
+    assert {name.split(":")[0] for name in stored["kernels"]} <= set(fingerprint.CASES)
+    assert all(hashes.keys() == {"code", "ast"} for hashes in stored["kernels"].values())

@@ -118,7 +118,7 @@ def record():
         "commit": "c" * 40,
         "date": "2026-01-01",
     }
-    return known | {"sources": {}, "rows": rows}
+    return known | {"rows": rows}
 
 
 def test_parts_and_rates_of_a_record():

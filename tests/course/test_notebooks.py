@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import nbformat
 import pytest
 from helpers.thirds import take_third
 
-from moe_numba.course.bench.records import dependencies as sources
 from moe_numba.course.pages import execute, executed
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +77,25 @@ plt.show()
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 1 + 1
 """
+WITH_KERNEL = """\
+# %%
+import moe_numba
+
+import torch
+from numba import cuda
+
+from moe_numba.ptx.memory import griddepcontrol_wait
+from moe_numba.runtime.launch import launch
+
+
+@cuda.jit
+def add_one(x):
+    griddepcontrol_wait()
+    x[cuda.threadIdx.x] += 1
+
+
+launch(add_one, 1, 32, torch.zeros(32, dtype=torch.int32))
+"""
 ABOUT = {"gpu": "NVIDIA H200", "driver": "1", "versions": {}, "commit": "c", "date": "2026-01-01T00:00:00Z"}
 
 
@@ -101,8 +118,9 @@ def committed(source, repository, monkeypatch):
     notebook = executed.read(source)
     for count, cell in enumerate(executed.code_cells(notebook), start=1):
         cell.execution_count = count
+    notebook.metadata.moe_numba = {"kernels": [], "functions": {}}
     monkeypatch.setattr(execute.records, "environment", lambda: dict(ABOUT))
-    executed.save_executed(notebook, source, repository)
+    executed.save_executed(notebook, source)
     return source.with_suffix(".ipynb")
 
 
@@ -141,7 +159,7 @@ def test_execute_writes_pages_and_figures_and_prints_their_paths(repository):
 
 def test_execute_in_place_makes_a_copy_that_is_valid_on_a_gpu(repository, source):
     assert main(repository, "execute", "--in-place") == 0
-    assert executed.pair_problems(source) == [] == executed.stale_problems(source, repository)
+    assert executed.pair_problems(source) == [] == executed.stale_problems(source)
     problems = problems_of(source.with_suffix(".ipynb"))
     simulated = nbformat.read(source.with_suffix(".ipynb"), as_version=4).metadata.moe_numba.gpu == "simulator"
     assert [problem.split(":")[0] for problem in problems] == ["the metadata names no GPU"] * simulated
@@ -169,7 +187,7 @@ def test_an_unknown_notebook_is_refused(repository, capsys):
 
 def test_a_valid_copy_is_accepted(source, committed, repository):
     assert executed.pair_problems(source) == []
-    assert executed.stale_problems(source, repository) == []
+    assert executed.stale_problems(source) == []
     assert problems_of(committed) == []
 
 
@@ -180,12 +198,13 @@ def test_a_missing_copy_is_reported(source):
 def test_changed_code_is_reported_with_the_command_to_execute(source, committed, repository):
     source.write_text(NOTEBOOK.replace("1 + 1", "1 + 2"))
     assert "code cells" in executed.pair_problems(source)[0]
-    problem = executed.stale_problems(source, repository)[0]
-    assert "01_small.py#code has changed" in problem and "--in-place --only 01_small" in problem
+    problem = executed.stale_problems(source)[0]
+    assert "executed at commit c; its code cells have changed since" in problem
+    assert "--in-place --only 01_small" in problem
     with pytest.raises(executed.NotebookFailed, match="code cells have changed"):
         executed.update_prose(source)
     executed.update_prose(source, with_code=True)
-    assert executed.pair_problems(source) == [] and executed.stale_problems(source, repository) == [problem]
+    assert executed.pair_problems(source) == [] and executed.stale_problems(source) == [problem]
     assert problems_of(committed) == []
 
 
@@ -193,9 +212,7 @@ def test_changed_cells_of_a_copy_have_no_outputs_of_older_code(source, committed
     *same, last = executed.code_cells(nbformat.read(committed, as_version=4))
     source.write_text(NOTEBOOK.replace(last.source, f"{last.source}  # changed") + "\n# %%\n3\n")
     executed.update_prose(source, with_code=True)
-    assert executed.pair_problems(source) == [] == problems_of(committed) and executed.stale_problems(
-        source, repository
-    )
+    assert executed.pair_problems(source) == [] == problems_of(committed) and executed.stale_problems(source)
     cells = executed.code_cells(nbformat.read(committed, as_version=4))
     assert [cell.execution_count for cell in cells] == [*range(1, len(same) + 1), None, None]
     assert [bool(cell.outputs) for cell in cells[-2:]] == [False, False]
@@ -226,7 +243,7 @@ def test_exercises_are_executed_in_the_simulator(source, committed, repository):
     )
     assert main(repository, "exercises") == 0
     assert executed.pair_problems(source) == [] == problems_of(committed)
-    assert executed.stale_problems(source, repository) == []
+    assert executed.stale_problems(source) == []
     *cells, stub = executed.code_cells(nbformat.read(committed, as_version=4))
     assert [cell.execution_count for cell in cells] == counts
     assert "not answered yet" in stub.outputs[0].data["text/plain"] and stub.metadata[executed.NOT_EXECUTED]
@@ -240,7 +257,7 @@ def test_a_copy_of_the_simulator_has_outputs_and_is_stale(source, committed, rep
         cell.outputs, cell.execution_count = [nbformat.v4.new_output("stream", text=f"{count}")], count
     executed.save_simulated(notebook, source)
     assert executed.pair_problems(source) == [] == problems_of(committed)
-    assert executed.stale_problems(source, repository) != []
+    assert executed.stale_problems(source) != []
     source.write_text(source.read_text().replace("a figure", "one figure"))
     executed.update_prose(source)  # keeps the outputs, and the mark
     copy = nbformat.read(committed, as_version=4)
@@ -252,28 +269,38 @@ def test_a_copy_of_the_simulator_has_outputs_and_is_stale(source, committed, rep
 def test_changed_prose_is_reported_and_updated_without_a_gpu(source, committed, repository):
     source.write_text(NOTEBOOK.replace("a figure", "one figure"))
     assert "older prose" in executed.pair_problems(source)[0]
-    assert executed.stale_problems(source, repository) == []
+    assert executed.stale_problems(source) == []
     assert main(repository, "prose") == 0
     assert executed.pair_problems(source) == [] == problems_of(committed)
 
 
-def test_a_changed_package_source_is_reported(source, repository, monkeypatch):
-    shutil.copytree(ROOT / "moe_numba" / "course", repository / "moe_numba" / "course")
-    kernel = repository / "moe_numba" / "kernel.py"
-    kernel.write_text("THREADS = 32\n")
-    source.write_text("# %%\nfrom moe_numba.kernel import THREADS\n")
+def test_a_copy_keeps_the_kernels_that_it_launched(source, monkeypatch):
+    """And it is stale as soon as a function of the package that they consist of has changed."""
+    source.write_text(WITH_KERNEL)
+    notebook = execute.execute(source, env={"MOE_NUMBA_SIMULATE": "1"})
+    assert "launched" not in json.dumps(notebook.cells), "what asks for the kernels is removed"
+    assert [cell.source for cell in notebook.cells] == [cell.source for cell in executed.read(source).cells]
     monkeypatch.setattr(execute.records, "environment", lambda: dict(ABOUT))
-    executed.save_executed(executed.read(source), source, repository)
-    assert executed.stale_problems(source, repository) == []
-    kernel.write_text("THREADS = 64\n")
-    assert "moe_numba/kernel.py has changed" in executed.stale_problems(source, repository)[0]
-    kernel.unlink()
-    assert "moe_numba/kernel.py" in executed.stale_problems(source, repository)[0]
+    executed.save_executed(notebook, source)
+    about = nbformat.read(source.with_suffix(".ipynb"), as_version=4).metadata.moe_numba
+    assert [kernel["name"] for kernel in about.kernels] == ["add_one"] and "code" not in about.kernels[0]
+    names = [function.split()[0] for function in about.functions["add_one"]]
+    assert names == ["cells.add_one", "griddepcontrol_wait"]
+    assert executed.stale_problems(source) == []
+
+    def change(notebook):
+        functions = notebook.metadata.moe_numba.functions["add_one"]
+        notebook.metadata.moe_numba.functions["add_one"] = [functions[0], f"{names[1]} 00000000"]
+
+    rewrite(source.with_suffix(".ipynb"), change)
+    assert "kernels that have changed since: add_one (griddepcontrol_wait)" in executed.stale_problems(source)[0]
 
 
-def test_a_copy_without_sources_is_reported(source, committed, repository):
-    rewrite(committed, lambda notebook: notebook.metadata.moe_numba.sources.clear())
-    assert "does not say which code" in executed.stale_problems(source, repository)[0]
+def test_a_copy_without_hashes_is_reported(source, committed):
+    rewrite(committed, lambda notebook: notebook.metadata.moe_numba.pop("functions"))
+    assert "before kernels were hashed" in executed.stale_problems(source)[0]
+    rewrite(committed, lambda notebook: notebook.metadata.moe_numba.pop("code"))
+    assert "does not say which code" in executed.stale_problems(source)[0]
 
 
 def stream(text):
@@ -339,39 +366,6 @@ def test_urls_and_images_are_not_local_paths(committed):
 
     rewrite(committed, change)
     assert problems_of(committed) == []
-
-
-def test_sources_follow_imports(tmp_path):
-    files = {
-        "__init__": "from .alpha import run\nfrom .beta import other\n",
-        "alpha/__init__": "from .api import run\n",
-        "alpha/api": "from .. import launch\nfrom . import kernel\n",
-        "alpha/kernel": "from ..ptx.warp import shuffle\nimport numpy\n",
-        "ptx/__init__": "",
-        "ptx/warp": "from moe_numba import simulator\n",
-        "simulator/__init__": "import moe_numba.launch\n",
-        "launch": "",
-        "beta": "",
-        "course/bench/timing/__init__": "",
-        "course/bench/figures/plots": "",
-    }
-    (tmp_path / "pyproject.toml").touch()
-    for name, text in files.items():
-        path = tmp_path / "moe_numba" / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-    def found(code):
-        return [name.removeprefix("moe_numba/") for name in sources.package_sources(code, tmp_path)]
-
-    run = ["alpha/api.py", "alpha/kernel.py", "course/bench/timing/__init__.py", "launch.py", "ptx/warp.py"]
-    assert found("%matplotlib inline\nfrom moe_numba import run") == run
-    assert found("import moe_numba as moe\nmoe.run(1)") == run
-    assert found("def later():\n    import moe_numba.beta") == ["beta.py", "course/bench/timing/__init__.py"]
-    assert found("from moe_numba.course.bench.figures import plots\nimport numpy") == [
-        "course/bench/timing/__init__.py"
-    ]
-    assert "alpha/api.py" in found("from moe_numba import *")
 
 
 def test_the_committed_json_is_valid(committed):

@@ -55,7 +55,7 @@ def test_a_step_is_compared_with_the_one_that_it_changes(measured, tmp_path, cap
     steps.step("wide loads", Step(37, interleaved_us=36), after="pointers", predicted_gain_us=16)
     line = "48.0 -> 36.0 us; predicted -16 us (-33 %), measured -12 us (-25 %): within a third"
     assert capsys.readouterr().out.splitlines()[1:] == [f"{'wide loads':<24}{line}"], "only the interleaved times"
-    steps.save(["source.py"])
+    steps.save()
     (row,) = [
         row for row in json.loads((tmp_path / "docs/results/h200/trial.json").read_text())["rows"] if "after" in row
     ]

@@ -1,5 +1,6 @@
 """Records, the command line that writes and draws them, and the records in docs/results."""
 
+import functools
 import io
 import json
 import subprocess
@@ -16,10 +17,13 @@ from moe_numba import simulator
 from moe_numba.course import bench
 from moe_numba.course.bench import Stats, records
 from moe_numba.course.bench.figures import plots, tables
-from moe_numba.course.bench.records import code_hash
-from moe_numba.course.bench.records import dependencies as sources
+from moe_numba.course.bench.records import code_hash, kernel_hash
 from moe_numba.course.bench.timing.dist import load_files, peer_files
 from moe_numba.course.pages import readme, topics
+from moe_numba.runtime.recording import Launched
+
+# isort: split
+from numba import cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = sorted((ROOT / "docs" / "results").glob("*/*.json"))
@@ -46,6 +50,18 @@ y = 2
 """
 
 
+OFFSET = 3  # of `scale`
+
+
+@functools.cache
+def make_scale(factor):
+    @cuda.jit
+    def scale(x):
+        x[cuda.threadIdx.x] = x[cuda.threadIdx.x] * factor + OFFSET
+
+    return scale
+
+
 def name(path):
     return f"{path.parent.name}/{path.stem}"
 
@@ -53,8 +69,6 @@ def name(path):
 @pytest.fixture
 def repository(tmp_path):
     (tmp_path / "docs" / "results").mkdir(parents=True)
-    (tmp_path / "moe_numba" / "gate").mkdir(parents=True)
-    (tmp_path / "moe_numba" / "gate" / "one_token_per_warp.py").write_text("a = 1\n")
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "notebooks" / "01_gate.py").write_text(NOTEBOOK)
     return tmp_path
@@ -77,8 +91,8 @@ def rows():
     ] + [records.row("peer:triton", size={"tokens": 64}, dtype="float32", call=Stats(3.0, 2.0, 4.0))]
 
 
-def write(root, paths=("moe_numba/gate", "notebooks/01_gate.py#code"), **more):
-    return records.write("gate", rows(), paths, root, env=ENVIRONMENT, **more)
+def write(root, **more):
+    return records.write("gate", rows(), root, env=ENVIRONMENT, **more)
 
 
 def test_a_record_is_read_as_it_was_written(repository):
@@ -86,7 +100,7 @@ def test_a_record_is_read_as_it_was_written(repository):
     assert path == repository / "docs" / "results" / "h200" / "gate.json"
     record = records.read("gate", root=repository)
     assert record["rows"] == rows() and record["gpu"] == "NVIDIA H200" and not records.invalid(record)
-    assert list(record) == list(records.FIELDS)
+    assert list(record) == [*records.FIELDS[:-1], "functions", "rows"]
     text = path.read_text()
     assert text.endswith("}\n")
     assert sum('"step"' in line for line in text.splitlines()) == len(rows()), "one line per row"
@@ -110,31 +124,19 @@ def test_rows_are_found_by_step_config_and_size(repository):
     assert records.series(record, step="peer:triton") == {}, "rows without the value are left out"
 
 
-def test_changed_source_is_stale(repository):
-    write(repository)
+def timed_row(factor=2, **more):
+    """Return a row of a kernel that was timed, without its machine code."""
+    return records.row("final", call=Stats(2.0, 1.0, 3.0, (Launched(make_scale(factor), None, {}),)), **more)
+
+
+def test_a_row_keeps_the_kernels_that_it_timed(repository):
+    kernel = make_scale(2)
+    path = records.write("gate", [timed_row(), *rows()], repository, env=ENVIRONMENT)
     record = records.read("gate", root=repository)
-    assert records.stale(record, repository) == []
-    (repository / "moe_numba" / "gate" / "one_token_per_warp.py").write_text("a = 2\n")
-    (sentence,) = records.stale(record, repository)
-    assert "moe_numba/gate/one_token_per_warp.py has changed" in sentence
-    (repository / "moe_numba" / "gate" / "one_token_per_warp.py").unlink()
-    (sentence,) = records.stale(record, repository)
-    assert "missing" in sentence
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "changed"),
-    [
-        ("Prose", "Better prose", False),
-        ("jupytext: {}", "jupytext: {a: 1}", False),
-        ("x = 1", "x = 3", True),
-        ("y = 2", "y = 2\ny += 1", True),
-    ],
-)
-def test_only_the_code_of_a_notebook_counts(repository, old, new, changed):
-    write(repository)
-    (repository / "notebooks" / "01_gate.py").write_text(NOTEBOOK.replace(old, new))
-    assert bool(records.stale(records.read("gate", root=repository), repository)) == changed
+    assert record["rows"][0]["kernels"] == [{"name": "scale", "ast": kernel_hash.ast_hash(kernel)}]
+    assert all("kernels" not in row for row in record["rows"][1:]) and not records.invalid(record)
+    assert record["functions"] == {"scale": kernel_hash.functions(kernel)}
+    assert sum('"scale"' in line for line in path.read_text().splitlines()) == 2, "one line for its functions"
 
 
 def test_code_cells_leave_out_prose():
@@ -144,13 +146,7 @@ def test_code_cells_leave_out_prose():
 
 def test_invalid_writes_and_reads_are_refused(repository, tmp_path):
     with pytest.raises(ValueError, match="without a GPU"):
-        records.write("gate", rows(), ["moe_numba/gate"], repository, env=ENVIRONMENT | {"gpu": records.SIMULATOR})
-    with pytest.raises(FileNotFoundError, match="nowhere.py"):
-        write(repository, ["nowhere.py"])
-    with pytest.raises(ValueError, match="sources"):
-        write(repository, [])
-    with pytest.raises(ValueError, match="#code"):
-        write(repository, ["notebooks/01_gate.py#prose"])
+        records.write("gate", rows(), repository, env=ENVIRONMENT | {"gpu": records.SIMULATOR})
     with pytest.raises(FileNotFoundError, match="moe_numba bench"):
         records.read("align", root=repository)
     with pytest.raises(FileNotFoundError, match="clone"):
@@ -168,11 +164,12 @@ def test_invalid_writes_and_reads_are_refused(repository, tmp_path):
         ({"rows": [records.row("final", call=Stats(0.0, 0.0, 0.0))]}, "above zero"),
         ({"rows": [records.row(None, call=Stats(1, 1, 1))]}, "a name"),
         ({"rows": [records.row("final", call=Stats(1, 1, 1), measured={"date": "2026-11-20"})]}, "a commit and a date"),
-        ({"sources": {}}, "no sources"),
+        ({"rows": [timed_row()]}, "a kernel is name, code and ast"),
+        ({"rows": [records.row("final", call=Stats(1, 1, 1), kernels=[{"name": "unknown"}])]}, "has functions"),
     ],
 )
 def test_invalid_records_are_refused(change, message):
-    good = {"topic": "gate", **ENVIRONMENT, "sources": {"a": "b"}, "rows": rows()}
+    good = {"topic": "gate", **ENVIRONMENT, "rows": rows()}
     assert records.invalid(good) == []
     assert message in records.invalid(good | change)[0]
     assert "missing" in records.invalid({name: value for name, value in good.items() if name != "commit"})[0]
@@ -206,7 +203,6 @@ def toy_topic(repository, monkeypatch):
         readme_table=lambda record: f"| {record['gpu']} |",
     )
     monkeypatch.setattr(bench, "topic", lambda name: module)
-    monkeypatch.setattr(sources, "topic_sources", lambda name: ["moe_numba/gate"])
     monkeypatch.setattr(records, "repository", lambda root=None: repository)
     monkeypatch.setattr(records, "environment", lambda: dict(ENVIRONMENT))
     monkeypatch.setattr(simulator, "ENABLED", False)
@@ -240,6 +236,24 @@ def test_bench_keeps_rows_that_need_more_gpus(toy_topic, monkeypatch):
     measured = {"measured": {"commit": first["commit"], "date": first["date"]}}
     kept = [measured | row for row in first["rows"] if row["dtype"] == "bfloat16"]
     assert second["commit"] == "later" and second["rows"] == [*rows()[:1], *kept] and len(kept) == 2
+
+
+def test_rows_that_are_kept_keep_the_hashes_of_present_kernels(toy_topic, monkeypatch):
+    own = timed_row(dtype="bfloat16")
+    bench.topic("toy").measure = lambda peers, quick: [own, *rows()[:1]]
+    assert cli.main(["bench", "toy"]) == 0
+    first = records.recorded("toy", root=toy_topic)
+    toy = bench.topic("toy")
+    toy.measure, toy.out_of_reach = lambda peers, quick: rows()[:1], lambda row: row["dtype"] == "bfloat16"
+    monkeypatch.setattr(records, "environment", lambda: ENVIRONMENT | {"commit": "later"})
+    assert cli.main(["bench", "toy"]) == 0
+    second = records.recorded("toy", root=toy_topic)
+    assert second["rows"][1]["kernels"] == first["rows"][0]["kernels"] and second["functions"] == first["functions"]
+    first["functions"]["scale"].append("gone 00000000")  # the kernel has changed
+    (row,) = records.carried_over(first, toy.out_of_reach, ENVIRONMENT)
+    assert "kernels" not in row
+    (sentence,) = records.stale(second | {"functions": {}, "rows": [row, *rows()]})
+    assert "1 of 6 rows were measured at commit 1a2b3c4 with other kernels" in sentence
 
 
 def test_times_of_an_older_path_are_recorded_apart(toy_topic, monkeypatch):
@@ -293,9 +307,11 @@ def test_bench_plot_and_readme_commands(toy_topic, capsys):
     assert page.read_text() == "before\n<!-- toy:begin -->\n| NVIDIA H200 |\n<!-- toy:end -->\nafter\n"
     assert cli.main(["plot", "toy", "--readme", "--check"]) == 0
     capsys.readouterr()
-    (toy_topic / "moe_numba" / "gate" / "one_token_per_warp.py").write_text("a = 2")
+    file = toy_topic / "docs" / "results" / "h200" / "toy.json"
+    record = json.loads(file.read_text())
+    file.write_text(records.dump({name: value for name, value in record.items() if name != "functions"}))
     assert cli.main(["plot", "toy", "--check"]) == 0
-    assert "out of date: toy: moe_numba/gate/one_token_per_warp.py has changed" in capsys.readouterr().err
+    assert "out of date: toy: measured at commit 1a2b3c4, before kernels" in capsys.readouterr().err
 
 
 def test_a_peer_without_a_name_is_refused(tmp_path):
@@ -370,28 +386,6 @@ def test_the_table_of_topics_names_every_notebook_record_and_bench_topic():
 def test_the_best_of_a_row_is_bold():
     assert tables.bold_best(["2.0", "1.5", "", "1.5 (torch)"]) == ["2.0", "**1.5**", "", "**1.5 (torch)**"]
     assert tables.bold_best(["3", "2", "8 %"], slice(1)) == ["**3**", "2", "8 %"] and tables.bold_best([""]) == [""]
-
-
-@pytest.mark.parametrize(
-    "topic, kernel",
-    [
-        ("gate", "gate/one_token_per_warp.py"),
-        ("align", "align/large.py"),
-        ("dispatch_layout", "expert_parallel/layout/kernel.py"),
-        ("dispatch_combine", "expert_parallel/rings/combine.py"),  # its second module imports the package
-        ("grouped_gemm", "grouped_gemm/wgmma/kernel.py"),
-        ("shared_experts", "shared_experts/kernel.py"),
-        ("call_time", "runtime/prepare.py"),
-        ("call_time", "expert_parallel/buffer.py"),  # of its third module
-        ("older_gpus", "grouped_gemm/mma_sync/kernel.py"),
-        ("older_gpus", "grouped_gemm/wgmma/kernel.py"),
-        ("older_gpus", "expert_parallel/rings/register_pipeline.py"),
-        ("older_gpus", "expert_parallel/rings/bulk_pipeline.py"),
-        ("older_gpus", "course/bench/topics/dispatch_combine/measure.py"),  # another topic's, which it imports
-    ],
-)
-def test_sources_of_a_topic_include_its_kernels(topic, kernel):
-    assert f"moe_numba/{kernel}" in sources.topic_sources(topic)
 
 
 def test_only_peers_of_a_folder_keep_a_record_from_being_measured_again():

@@ -168,7 +168,7 @@ def test_an_untimed_ladder_reports_the_reason(measured, capsys, tmp_path):
     steps = Ladder("toy", lambda out: None, root=tmp_path, untimed="one GPU")
     steps.step("own", lambda: 1, kernel=lambda: pytest.fail("timed"))
     steps.measure_all()
-    steps.save([])
+    steps.save()
     assert steps.plot() is None and steps.median_us("own") is None
     printed = capsys.readouterr().out
     assert "correct; not timed (one GPU)" in printed and "not timed (one GPU): no record is written" in printed

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.bench_topics import ABOUT
+from helpers.bench_topics import record_with
 from helpers.figures import marks, misplaced
 
 from moe_numba import moe_align_block_size
@@ -97,7 +97,7 @@ def test_every_public_function_is_measured_with_out_and_prepared(small):
     ]
     assert rows[0]["call_us"] == {"median": 1.0, "p10": 1.0, "p90": 1.0} and rows[4]["call_us"]["median"] == 5
     assert rows[0]["config"] == call_time_measure.GATE and rows[0]["size"] == {"tokens": 3}
-    assert records.invalid({"topic": "call_time", **ABOUT, "sources": {"a": "b"}, "rows": rows}) == []
+    assert records.invalid(record_with("call_time", rows)) == []
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -170,7 +170,7 @@ def test_rows_of_two_gpus_are_measured_or_kept(monkeypatch, gpus, is_measured):
 
 @pytest.mark.gpu
 def test_a_record_is_measured_on_a_gpu():
-    record = {"topic": "call_time", **ABOUT, "sources": {"a": "b"}, "rows": call_time.measure([], True)}
+    record = record_with("call_time", call_time.measure([], True))
     assert records.invalid(record) == [] and call_time.readme_table(record) and call_time.figures(record)
     has_buffer = any(row["operation"].startswith("Buffer.") for row in record["rows"])
     assert has_buffer == (torch.cuda.device_count() >= 2)
@@ -271,7 +271,7 @@ def make_record(peer="peer:sgl_kernel"):
     rows += [row("torch.sigmoid", "torch", 7.2), row("torch.sigmoid", "torch, out=", 5.9)]
     rows += [row("torch.empty, twice", "torch", 6.8), row("Buffer.combine", "final", 40.0, config={"ranks": 2})]
     rows += [row("moe_align_block_size", step, 12.0 + i) for i, step in enumerate((peer, f"{peer}, out=")) if peer]
-    return {"topic": "call_time", **ABOUT, "sources": {}, "rows": rows}
+    return record_with("call_time", rows)
 
 
 def test_the_table_has_a_row_per_function():

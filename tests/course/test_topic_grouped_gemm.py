@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.bench_topics import ABOUT, patch_topic
+from helpers.bench_topics import patch_topic, record_with
 
 from moe_numba import simulator
 from moe_numba.course.bench import Stats, records
@@ -117,7 +117,7 @@ def made_up_record():
                             flops=10**9,
                         )
                     )
-    record = {"topic": "grouped_gemm", **ABOUT, "sources": {"a": "b"}, "rows": rows}
+    record = record_with("grouped_gemm", rows)
     assert records.invalid(record) == []
     return record
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers.bench_topics import ABOUT, patch_topic
+from helpers.bench_topics import patch_topic, record_with
 
 from moe_numba import simulator
 from moe_numba.course.bench import records
@@ -52,7 +52,7 @@ def test_correct_candidates_are_measured(kind, monkeypatch, capsys):
     rows = measuring.measure_problem(problem, small, measuring.Operands("cpu"))
     assert [row["config"]["routing"] for row in rows] == ["uniform", "zipf"] and capsys.readouterr().out == ""
     assert all(tuner.problem_of(row) == problem and set(small) <= set(row["tiles"]) for row in rows)
-    record = {"topic": "grouped_gemm_tiles", **ABOUT, "sources": {"a": "b"}, "rows": rows}
+    record = record_with("grouped_gemm_tiles", rows)
     assert records.invalid(record) == [] and all(topic.figures(record).values())
     assert f"| {kind} | 1 | " in topic.readme_table(record)
 

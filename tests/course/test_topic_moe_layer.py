@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.bench_topics import ABOUT, patch_topic, record_of
+from helpers.bench_topics import patch_topic, record_of, record_with
 from helpers.figures import misplaced
 
 from moe_numba.course.bench import compile_layers, records, topic
@@ -131,7 +131,7 @@ def test_peers_are_measured_in_the_formats_that_they_serve(monkeypatch, device):
     rows, found = steps_of(make_peer(), LAYERS, monkeypatch, device)
     assert found == {"small FP8", "small bf16", "small gpt-oss"}
     assert all(row["version"] == "1.2" and row["floor_us"] for row in rows if row["step"] == "peer:Other")
-    record = {"topic": "moe_layer", **ABOUT, "sources": {"a": "b"}, "rows": rows}
+    record = record_with("moe_layer", rows)
     lines = moe_layer.readme_table(record).splitlines()
     assert "| speed of light | Other |" in lines[0] and "Other projects: Other (1.2);" in lines[-1]
     figures = moe_layer.figures(record)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.bench_topics import ABOUT
+from helpers.bench_topics import record_with
 from helpers.expert_parallel import NUM_BYTES, SMALL, engine
 from helpers.figures import misplaced
 
@@ -91,7 +91,7 @@ def made_record():
         for step, t in steps.items():
             config, size = dict(ranks=2, num_experts=64), dict(tokens=tokens)
             rows.append(records.row(step, config=config, size=size, dtype="bf16", kernel=Stats(t, t, t)))
-    return {"topic": "moe_layer_ranks", **ABOUT, "sources": {"a": "b"}, "rows": rows}
+    return record_with("moe_layer_ranks", rows)
 
 
 def test_prediction():

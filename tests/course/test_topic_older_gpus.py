@@ -4,12 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.bench_topics import ABOUT, patch_topic
+from helpers.bench_topics import patch_topic, record_with
 from helpers.figures import marks, misplaced
 
 from moe_numba import simulator
 from moe_numba.course.bench import Stats, records, topic
-from moe_numba.course.bench.records import fingerprint
 from moe_numba.course.bench.topics.dispatch_combine import measure as dispatch_combine_measure
 from moe_numba.course.bench.topics.dispatch_combine import show as dispatch_combine
 from moe_numba.course.bench.topics.older_gpus import measure as older_gpus_measure
@@ -96,7 +95,7 @@ def test_jobs_compile_the_kernels_by_small_calls(monkeypatch):
 def test_rows_of_the_gemms(monkeypatch):
     patch_topic(monkeypatch, older_gpus_measure)
     rows = older_gpus_measure.measure_gemm(*SMALL)
-    assert records.invalid({"topic": "older_gpus", **ABOUT, "sources": {"a": "b"}, "rows": rows}) == []
+    assert records.invalid(record_with("older_gpus", rows)) == []
     dense, by_torch, dense_alone, by_torch_alone, *grouped = rows
     for row, alone in ((dense, dense_alone), (by_torch, by_torch_alone)):
         assert alone["step"] == row["step"] + ", alone" and alone["config"] == row["config"]
@@ -172,7 +171,7 @@ def gemm_rows(capability, us):
 def record():
     rows = [*gemm_rows("8.0", 250.0), *exchange_rows("8.0", 400.0)]
     rows += [*gemm_rows("9.0", 150.0), *exchange_rows("9.0", 300.0)]
-    return {"topic": "older_gpus", **ABOUT, "sources": {"a": "b"}, "rows": rows}
+    return record_with("older_gpus", rows)
 
 
 def test_the_record_is_valid(record):
@@ -240,24 +239,10 @@ def test_the_readmes_block_with_and_without_a_record(record, monkeypatch, is_rec
     assert table in section and "<!-- older_gpus:begin -->" in section
 
 
-def test_the_record_is_not_restamped(record, monkeypatch, tmp_path, capsys):
-    """Its kernels have no fingerprints, so unchanged fingerprints do not prove that they are unchanged."""
-    (tmp_path / "docs" / "results" / "toy").mkdir(parents=True)
-    (tmp_path / "a.py").write_text("a = 1\n")
-    monkeypatch.setattr(fingerprint, "result_sources", lambda record, root: ["a.py"])
-    for name in ("older_gpus", "other"):
-        file = tmp_path / "docs" / "results" / "toy" / f"{name}.json"
-        file.write_text(records.dump(record | {"topic": name, "sources": {"a.py": "old"}}))
-    fingerprint.restamp(tmp_path)
-    assert records.read("older_gpus", "toy", tmp_path)["sources"] == {"a.py": "old"}
-    assert records.read("other", "toy", tmp_path)["sources"] != {"a.py": "old"}
-    assert "older_gpus: its kernels have no fingerprints; measure it again" in capsys.readouterr().out
-
-
 @pytest.mark.gpu
 def test_a_record_is_measured_on_a_gpu():
     rows = older_gpus.measure([], True)
-    record = {"topic": "older_gpus", **ABOUT, "sources": {"a": "b"}, "rows": rows}
+    record = record_with("older_gpus", rows)
     assert records.invalid(record) == [] and older_gpus.figures(record)
     assert "(torch.mm)" in older_gpus.readme_table(record)
     assert any("ranks" in row["config"] for row in rows) == (torch.cuda.device_count() >= 2)

@@ -74,9 +74,8 @@ def measured(monkeypatch):
 def root(tmp_path):
     """A repository with an H200's record of three steps."""
     (tmp_path / "docs" / "results").mkdir(parents=True)
-    (tmp_path / "kernel.py").write_text("")
     rows = [records.row(name, dtype="float32", kernel=Stats(5, 4, 6)) for name in ("torch eager", "cluster", "final")]
-    records.write("ladder", rows, ["kernel.py"], tmp_path, env=ENVIRONMENT | {"gpu": "NVIDIA H200"})
+    records.write("ladder", rows, tmp_path, env=ENVIRONMENT | {"gpu": "NVIDIA H200"})
     return tmp_path
 
 
@@ -129,7 +128,7 @@ def test_a_step_that_the_gpu_cannot_run_is_left_out(measured, root, capsys):
     assert steps.not_run == {"cluster": reason} and steps.row("cluster") is steps.median_us("cluster") is None
     steps.measure_all()
     assert "cluster" not in capsys.readouterr().out
-    steps.save(["kernel.py"])
+    steps.save()
     record = records.read("ladder", "t4", root)
     assert records.invalid(record) == [] and records.find(record, step="cluster")["not_run"] == reason
     figure = steps.plot()

@@ -9,6 +9,7 @@ python -m moe_numba.course.pages.execute exercises --only 01            also exe
 import argparse
 import asyncio
 import base64
+import json
 import os
 import re
 import shutil
@@ -37,6 +38,18 @@ from moe_numba.course.pages.executed import (
 
 CELL_LIMIT_S = 600
 TRACEBACK_LINES = 25
+# Executed behind the last cell, and removed: prints the kernels that the notebook launched.
+LAUNCHED = """
+import json
+import sys
+
+launched = {"kernels": [], "functions": {}}
+if "moe_numba.runtime.recording" in sys.modules:
+    from moe_numba.course.bench import records
+
+    launched = records.launched_here()
+print(json.dumps(launched))
+"""
 
 
 # Running
@@ -57,7 +70,7 @@ def execute(path, root=None, *, report=None, env=None):
 
     Returns
     -------
-    The executed notebook.
+    The executed notebook. Its metadata has the kernels that it launched, and their functions, as a record does.
 
     Raises
     ------
@@ -76,8 +89,12 @@ async def _execute(path, root, report, env):
     notebook, started = read(path), time.monotonic()
     numbers = {cell.id: number for number, cell in enumerate(code_cells(notebook), start=1)}
     total, current = len(numbers), {}
+    launched = nbformat.v4.new_code_cell(LAUNCHED)
+    notebook.cells.append(launched)
 
     def before(cell, cell_index):
+        if cell is launched:
+            return
         current.update(cell=cell, number=numbers[cell.id], heading=_heading(notebook, cell_index))
         report(path.stem, current["number"] - 1, total, f"cell {current['number']}/{total}  '{current['heading']}'")
 
@@ -107,6 +124,9 @@ async def _execute(path, root, report, env):
             + "\n".join(lines[-TRACEBACK_LINES:])
         ) from error
     report(path.stem, total, total, f"{total} cells in {time.monotonic() - started:.0f} s")
+    notebook.cells.remove(launched)
+    printed = "".join(output.text for output in launched.outputs if output.get("name") == "stdout")
+    notebook.metadata.moe_numba = json.loads(printed)
     notebook.metadata.language_info.pop("version", None)  # already in the metadata's "versions"
     return _without_machine(notebook, root)
 
@@ -281,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
             if simulator.ENABLED and path.with_suffix(".ipynb").is_file():
                 save_simulated(result, path)
             else:
-                save_executed(result, path, root)
+                save_executed(result, path)
             pages.append(path.with_suffix(".ipynb"))
         else:
             pages.append(write_page(result, path.stem, options.out))

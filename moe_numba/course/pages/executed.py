@@ -1,8 +1,8 @@
 """Notebook files: sources, executed copies, and checks that the two agree.
 
 ``notebooks/NN_topic.py`` (py:percent) is the source. ``notebooks/NN_topic.ipynb`` is its copy, executed on a GPU and
-committed with its outputs; its metadata contains the GPU, the versions and the SHA-256 of the executed code. Functions
-that end in ``_problems`` return a sentence per problem.
+committed with its outputs; its metadata contains the GPU, the versions and the hashes of the executed cells and of the
+kernels that they launched. Functions that end in ``_problems`` return a sentence per problem.
 """
 
 import re
@@ -14,8 +14,8 @@ import jupytext
 import nbformat
 
 from moe_numba.course.bench import records
-from moe_numba.course.bench.records.code_hash import is_exercise, without_exercises
-from moe_numba.course.bench.records.dependencies import package_sources
+from moe_numba.course.bench.records.code_hash import hash_cells, is_exercise, without_exercises
+from moe_numba.course.bench.records.staleness import stale_notebook
 
 NOT_EXECUTED = "not_executed"  # in the metadata of cells whose code was not executed on a GPU
 BINARY = ("image/png", "image/jpeg", "application/pdf")
@@ -51,12 +51,10 @@ def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
 
 
-def save_executed(notebook, path: Path, root: Path | str | None = None) -> None:
-    """Write the executed copy next to its source, with the environment and the hashes of the executed code."""
-    root = records.repository(root)
-    name = f"{path.relative_to(root).as_posix()}#code"
-    paths = [name, *package_sources("\n".join(cell.source for cell in code_cells(notebook)), root)]
-    notebook.metadata.moe_numba = {**records.environment(), "sources": records.sources(paths, root)}
+def save_executed(notebook, path: Path) -> None:
+    """Write the executed copy next to its source, with the environment and the hashes of the cells and the kernels."""
+    kernels = notebook.metadata.get("moe_numba", {})  # see `execute`
+    notebook.metadata.moe_numba = {**records.environment(), "code": hash_cells(path.read_text()), **kernels}
     nbformat.write(notebook, path.with_suffix(".ipynb"))
 
 
@@ -127,13 +125,9 @@ def pair_problems(path: Path) -> list[str]:
     return []
 
 
-def stale_problems(path: Path, root: Path | str | None = None) -> list[str]:
-    """Check that the committed copy was executed with the current code."""
-    about = nbformat.read(path.with_suffix(".ipynb"), as_version=4).metadata.get("moe_numba", {})
-    if f"notebooks/{path.name}#code" not in about.get("sources", {}):
-        return [f"{path.stem} does not say which code it was executed with: {_refresh(path.stem)}"]
-    record = {"topic": path.stem, "date": about.get("date", "date unknown"), "sources": about["sources"]}
-    return [f"{problem}: {_refresh(path.stem)}" for problem in records.stale(record, root)]
+def stale_problems(path: Path) -> list[str]:
+    """Check that the committed copy was executed with the current cells and kernels."""
+    return [f"{path.stem}: {problem}: {_refresh(path.stem)}" for problem in stale_notebook(path)]
 
 
 def format_problems(notebook) -> list[str]:

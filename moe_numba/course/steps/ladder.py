@@ -12,6 +12,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.timing import Stats, call_time, call_times, kernel_time, kernel_times
 from moe_numba.course.pages.unsupported import why_not_run
 from moe_numba.course.steps.prediction import Judgement
+from moe_numba.runtime.recording import noted_launches
 from moe_numba.runtime.validate import check_device
 
 
@@ -23,7 +24,8 @@ class Ladder:
     """Checks, times, prints and records the steps of a notebook, in teaching order.
 
     On a GPU each step prints its measured times. In the simulator it prints that nothing was timed, and the times that
-    a GPU recorded earlier. A step that the GPU cannot run prints why, and the recorded times.
+    a GPU recorded earlier, unless a reader has edited the step's kernel since. A step that the GPU cannot run prints
+    why, and the recorded times.
 
     Parameters
     ----------
@@ -63,7 +65,7 @@ class Ladder:
         self.topic, self.check, self.title, self.reference_name = topic, check, title or topic, reference_name
         self.config, self.size, self.root = config or {}, size or {}, root
         self.untimed = "simulator" if simulator.ENABLED else untimed
-        self.rows, self.diagnosis, self._calls = [], {}, {}
+        self.rows, self.diagnosis, self._calls, self._edited = [], {}, {}, set()
         self._environment = None
         self.record = records.recorded(topic, gpu, root)
 
@@ -154,7 +156,7 @@ class Ladder:
             if needs is not None:
                 check_device(torch.device("cpu" if simulator.ENABLED else "cuda"), name, needs)
             self._run(name, call, fields, timed, graph, slow, expect_wrong, kernel)
-        if after is not None and (gain := self.gain(name)) is not None:
+        if after is not None and name not in self._edited and (gain := self.gain(name)) is not None:
             before, now = map(records.format_us, (gain.before_us, gain.after_us))
             start = f"{'':<24}recorded:" if self.untimed else f"{name:<23}"
             print(f"{start} {before} -> {now} us; {gain}")
@@ -179,9 +181,11 @@ class Ladder:
     def _forget(self, name):
         self.rows = [row for row in self.rows if row["step"] != name]
         self._calls.pop(name, None)
+        self._edited.discard(name)
 
     def _run(self, name, call, fields, timed, graph, slow, expect_wrong, kernel):
-        dtype, outputs = fields["dtype"], call()
+        with noted_launches() as noted:
+            outputs = call()
         if not simulator.ENABLED:
             torch.cuda.synchronize()  # report an error of this step's kernel here, not in a later step
         wrong = self.check(outputs)
@@ -198,7 +202,11 @@ class Ladder:
             self._calls[name] = (timed or call if graph and not slow else None, call)
         if self.untimed:
             self.rows.append(records.row(name, **fields))
-            recorded = "" if fields["after"] and self.gain(name) else f"   {self._recorded(name, dtype)}"
+            if edited := records.edited(self.record or {}, noted.values()):
+                self._edited.add(name)
+                recorded = f"   your version of {', '.join(edited)}: no time is recorded"
+            else:
+                recorded = "" if fields["after"] and self.gain(name) else f"   {self._recorded(name, fields['dtype'])}"
             print(f"{name:<24} correct; not timed ({self.untimed}){recorded}")
             return
         if kernel is not None:
@@ -292,7 +300,8 @@ class Ladder:
         kernels |= given or {}
         for i, row in enumerate(self.rows):
             if (name := row["step"]) in calls or name in (given or {}):
-                rest = {key: value for key, value in row.items() if key not in ("step", "kernel_us", "call_us")}
+                measured = "step", "kernel_us", "call_us", "kernels"
+                rest = {key: value for key, value in row.items() if key not in measured}
                 self.rows[i] = records.row(name, kernel=kernels.get(name), call=calls.get(name), **rest)
                 if "kernel_us" in row and name not in kernels:
                     self.rows[i]["kernel_us"] = row["kernel_us"]  # of a slow step
@@ -340,13 +349,13 @@ class Ladder:
             text += "; the prediction holds" if 0.8 < ratio < 1.25 else f"; measured / predicted is {ratio:.1f}"
         print(text + ".")
 
-    def save(self, sources: list[str], *, results: Path | None = None) -> None:
-        """Write the record with the hashes of ``sources``; if nothing was timed, print that and write nothing."""
+    def save(self, *, results: Path | None = None) -> None:
+        """Write the record; if nothing was timed, print that and write nothing."""
         if self.untimed:
             print(f"not timed ({self.untimed}): no record is written")
             return
         path = records.write(
-            self.topic, self.rows, sources, self.root, results=results, env=self._environment, diagnosis=self.diagnosis
+            self.topic, self.rows, self.root, results=results, env=self._environment, diagnosis=self.diagnosis
         )
         print(f"{len(self.rows)} rows written to {path}")
 
@@ -366,7 +375,7 @@ class Ladder:
             caption = plots.caption(self._environment or records.environment(), "measured now on")
             rows = self.rows
         elif self.record:
-            caption = plots.caption(self.record, "not measured here: recorded on", self.root)
+            caption = plots.caption(self.record, "not measured here: recorded on")
             rows = self.record["rows"]
         else:
             print(f"not timed ({self.untimed}), and there is no record {self.topic} to draw")

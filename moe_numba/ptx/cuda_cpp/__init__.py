@@ -68,4 +68,6 @@ def declared(name, file, *operands, simulate):
     from numba import cuda
 
     signature = f"int32({', '.join(_TYPES.get(operand, operand) for operand in operands)})"
-    return cuda.declare_device(name, signature, link=source(file), abi="c")
+    made = cuda.declare_device(name, signature, link=source(file), abi="c")
+    made.__module__ = simulate.__module__
+    return made

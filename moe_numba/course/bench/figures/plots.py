@@ -47,10 +47,9 @@ def save(figure: Figure, path: Path | str) -> list[Path]:
     return written
 
 
-def caption(record: dict, verb: str = "recorded on", root: Path | str | None = None) -> str:
-    """Return the provenance of a record, and whether its code has changed since."""
-    changed = "sources" in record and records.has_changed(record, root)
-    return provenance(record, verb) + ("; code changed since" if changed else "")
+def caption(record: dict, verb: str = "recorded on") -> str:
+    """Return the provenance of a record, and whether its kernels have changed since."""
+    return provenance(record, verb) + ("; kernels changed since" if records.changed_kernels(record) else "")
 
 
 def provenance(record: dict, verb: str = "recorded on") -> str:

@@ -1,24 +1,25 @@
 """Reads and writes records of measurements: ``docs/results/<gpu>/<topic>.json``.
 
-A record contains a hash of every file that the measurement depends on (see ``code_hash``), so that ``stale`` finds
-results older than their code without a GPU. Each row is one line of the file, so that a new measurement is a readable
-diff. All times are in microseconds.
+Each row names the kernels that were timed, with hashes of their source and of their machine code (``kernel_hash``), and
+the record has the hashes of the functions that these kernels consist of. So ``stale`` finds without a GPU which rows
+were measured with other kernels than the present ones. Each row is one line of the file, so that diffs are readable.
+All times are in microseconds.
 """
 
 import json
 import textwrap
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moe_numba.course.bench.records.code_hash import hash_file
 from moe_numba.course.bench.records.environment import SIMULATOR, environment, folder
 from moe_numba.course.bench.records.environment import versions as versions  # doctor prints them
+from moe_numba.course.bench.records.kernel_hash import CELLS, changed_functions, describe
 from moe_numba.course.bench.timing import Stats
+from moe_numba.runtime.recording import Launched, launched_kernels
 from moe_numba.simulator import capability
 
-FIELDS = ("topic", "gpu", "driver", "versions", "commit", "date", "sources", "rows")
+FIELDS = ("topic", "gpu", "driver", "versions", "commit", "date", "rows")
 
 
 def repository(root: Path | str | None = None) -> Path:
@@ -56,12 +57,13 @@ def row(
     dtype : str
         Such as "float32".
     kernel, call : Stats
-        Kernel time and call time, microseconds.
+        Kernel time and call time, microseconds; the kernels that they timed become the row's ``kernels``.
     floor_us : float
         Lower bound from the chip's limits, microseconds.
     **more
         ``bytes``, ``flops``, ``wire_gbps``, ``operation``, ``note``, ... Fields that are None are left out.
     """
+    timed = [launched for stats in (kernel, call) if stats is not None for launched in stats.kernels]
     fields = {
         "step": step,
         "config": config or {},
@@ -70,6 +72,7 @@ def row(
         "kernel_us": times(kernel),
         "call_us": times(call),
         "floor_us": floor_us,
+        "kernels": describe(timed) or None,
         **more,
     }
     return {
@@ -149,25 +152,9 @@ def speedup(other: dict | None, row: dict) -> str | None:
     return format_ratio(other["kernel_us"]["median"] / row["kernel_us"]["median"])
 
 
-def sources(paths: Iterable[Path | str], root: Path | str | None = None) -> dict[str, str]:
-    """Hash files: ``{path: hash}``, with paths relative to the repository.
-
-    A folder means all Python files below it; ``notebooks/NN_topic.py#code`` means the code cells of a notebook.
-    """
-    root, found = repository(root), {}
-    for path in map(str, paths):
-        inside = sorted((root / path).rglob("*.py")) if (root / path).is_dir() else None
-        for name in [path] if inside is None else [file.relative_to(root).as_posix() for file in inside]:
-            found[name] = hash_file(root, name)
-            if found[name] is None:
-                raise FileNotFoundError(f"the source {name} is not in {root}")
-    return found
-
-
 def write(
     topic: str,
     rows: Iterable[dict],
-    sources_paths: Iterable[Path | str],
     root: Path | str | None = None,
     *,
     results: Path | str | None = None,
@@ -185,7 +172,8 @@ def write(
     if env["gpu"] == SIMULATOR:
         raise ValueError("records are not written without a GPU: the simulator measures no times")
     results = Path(results) if results is not None else repository(root) / "docs" / "results"
-    record = {"topic": topic, **env, "sources": sources(sources_paths, root), "rows": list(rows)}
+    functions, rows = functions_apart(rows)
+    record = {"topic": topic, **env, "functions": functions, "rows": rows}
     if diagnosis:
         record["diagnosis"] = diagnosis
     if wrong := invalid(record):
@@ -195,6 +183,26 @@ def write(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dump(record))
     return path
+
+
+def functions_apart(rows: Iterable[dict]) -> tuple[dict[str, list[str]], list[dict]]:
+    """Move the functions of the kernels out of rows; return ``{kernel: [function and hash]}``, and the rows."""
+    functions: dict[str, set[str]] = {}
+    found = []
+    for row in rows:
+        if "kernels" in row:
+            kernels = [dict(kernel) for kernel in row["kernels"]]
+            for kernel in kernels:
+                functions.setdefault(kernel["name"], set()).update(kernel.pop("functions", ()))
+            row = row | {"kernels": kernels}
+        found.append(row)
+    return {kernel: sorted(functions[kernel]) for kernel in sorted(functions)}, found
+
+
+def launched_here() -> dict:
+    """Return ``{"kernels", "functions"}`` of what this process has launched, for the metadata of a notebook."""
+    functions, (about,) = functions_apart([{"kernels": describe(launched_kernels())}])
+    return {**about, "functions": functions}
 
 
 def read(topic: str, gpu: str = "h200", root: Path | str | None = None) -> dict:
@@ -214,32 +222,66 @@ def peers_of(record: dict | None) -> list[str]:
 def carried_over(record: dict | None, out_of_reach: Callable[[dict], bool], env: dict) -> list[dict]:
     """Return the rows of an earlier record that this machine cannot measure again, with their commit and date.
 
-    The result is empty unless GPU, driver and all versions are those of ``env``.
+    The result is empty unless GPU, driver and all versions are those of ``env``. Rows whose kernels have changed since
+    lose the hashes of these.
     """
     if record is None or any(record[name] != env[name] for name in ("gpu", "driver", "versions")):
         return []
     when = {name: record[name] for name in ("commit", "date")}
-    return [{"measured": when, **row} for row in record["rows"] if out_of_reach(row)]
-
-
-def stale(record: dict, root: Path | str | None = None) -> list[str]:
-    """List the sources that changed since the record was measured, a sentence each."""
-    root, found = repository(root), []
-    for path, recorded in record["sources"].items():
-        now = hash_file(root, path)
-        if now is None:
-            found.append(f"{record['topic']}: {path}, a source of the record, is missing")
-        elif now != recorded:
-            found.append(f"{record['topic']}: {path} has changed since the record was measured ({record['date'][:10]})")
+    changed, found = changed_kernels(record), []
+    for row in filter(out_of_reach, record["rows"]):
+        row = {"measured": when, **row}
+        kernels = row.pop("kernels", [])
+        if kernels and not any(kernel["name"] in changed for kernel in kernels):
+            row["kernels"] = [kernel | {"functions": record["functions"][kernel["name"]]} for kernel in kernels]
+        found.append(row)
     return found
 
 
-def has_changed(record: dict, root: Path | str | None = None) -> bool:
-    """Return whether code that the record depends on has changed; False without a repository to compare with."""
-    try:
-        return bool(stale(record, root))
-    except FileNotFoundError:
-        return False
+def edited(record: dict, launched: Iterable[Launched]) -> list[str]:
+    """Return the functions of a notebook's cells, in kernels that were launched now, that are not those of a record."""
+    found = set()
+    for kernel in describe(launched):
+        recorded = record.get("functions", {}).get(kernel["name"])
+        functions = [function for function in kernel.get("functions", ()) if function.startswith(CELLS)]
+        if recorded is not None:
+            found |= {function.removeprefix(CELLS).split()[0] for function in functions if function not in recorded}
+    return sorted(found)
+
+
+def changed_kernels(record: dict) -> dict[str, list[str]]:
+    """Return ``{kernel: [function]}`` of the functions in a record's kernels that the package no longer has like this.
+
+    ``record`` may also be the metadata of an executed notebook. Kernels that were not hashed are left out.
+    """
+    found = {kernel: changed_functions(functions) for kernel, functions in record.get("functions", {}).items()}
+    return {kernel: functions for kernel, functions in found.items() if functions}
+
+
+def stale(record: dict) -> list[str]:
+    """Describe which rows of a record were measured with other kernels than the present ones, a sentence each."""
+    when = f"measured at commit {record['commit'][:7]}"
+    if "functions" not in record:
+        return [f"{when}, before kernels were hashed"]
+    changed, found = changed_kernels(record), []
+    rows = [row for row in record["rows"] if any(kernel["name"] in changed for kernel in row.get("kernels", ()))]
+    if rows:
+        count = f"{len(rows)} of {len(record['rows'])} rows"
+        found.append(f"{count} were {when} with kernels that have changed since: {format_changes(changed)}")
+    kept = [row for row in record["rows"] if "measured" in row and "kernels" not in row and _is_own(row)]
+    if kept:
+        commits = ", ".join(sorted({row["measured"]["commit"][:7] for row in kept}))
+        found.append(f"{len(kept)} of {len(record['rows'])} rows were measured at commit {commits} with other kernels")
+    return found
+
+
+def format_changes(changed: dict[str, list[str]]) -> str:
+    """Format what ``changed_kernels`` returns: "gate_kernel (make_select, load)"."""
+    return ", ".join(f"{kernel} ({', '.join(functions)})" for kernel, functions in sorted(changed.items()))
+
+
+def _is_own(row):
+    return not row["step"].startswith(("peer:", "torch"))
 
 
 def invalid(record: dict) -> list[str]:
@@ -247,8 +289,6 @@ def invalid(record: dict) -> list[str]:
     wrong = [f"the field {name!r} is missing" for name in FIELDS if name not in record]
     if wrong:
         return wrong
-    if not record["sources"]:
-        wrong.append("the record names no sources, so it could never be found out of date")
     if not record["rows"]:
         wrong.append("the record has no rows")
     for number, row in enumerate(record["rows"]):
@@ -258,6 +298,9 @@ def invalid(record: dict) -> list[str]:
         for name in ("config", "size"):
             if not isinstance(row.get(name), dict):
                 wrong.append(f"{where}: {name} must be a dict")
+        for kernel in row.get("kernels", ()):
+            if kernel["name"] not in record.get("functions", {}) or not kernel.keys() <= {"name", "code", "ast"}:
+                wrong.append(f"{where}: a kernel is name, code and ast, and has functions, unlike {kernel}")
         if "measured" in row and set(row["measured"]) != {"commit", "date"}:
             wrong.append(f"{where}: measured is a commit and a date, not {row['measured']}")
         times = [row[name] for name in ("kernel_us", "call_us") if name in row]
@@ -271,7 +314,7 @@ def invalid(record: dict) -> list[str]:
 
 def times(stats: Stats | None) -> dict | None:
     """Return statistics as a row stores them: microseconds, rounded."""
-    return None if stats is None else {name: round(value, 3) for name, value in asdict(stats).items()}
+    return stats and {name: round(getattr(stats, name), 3) for name in ("median", "p10", "p90")}
 
 
 def dump(record: dict) -> str:
@@ -280,6 +323,9 @@ def dump(record: dict) -> str:
     for name, value in record.items():
         if name == "rows":
             text = "[\n" + ",\n".join("    " + json.dumps(row, allow_nan=False) for row in value) + "\n  ]"
+        elif name in ("functions", "kernels") and value:  # of a record, of fingerprints
+            lines = (f"    {json.dumps(kernel)}: {json.dumps(about)}" for kernel, about in value.items())
+            text = "{\n" + ",\n".join(lines) + "\n  }"
         else:
             text = textwrap.indent(json.dumps(value, indent=2), "  ").lstrip()
         fields.append(f"  {json.dumps(name)}: {text}")

@@ -1,41 +1,17 @@
-"""Hashes of source files that ignore everything that cannot change a measurement.
+"""Syntax trees as text without what cannot change a measurement, and the hash of a notebook's code cells.
 
-A Python file is hashed by its AST without docstrings, comments, formatting and the type hints of functions, and a
-py:percent notebook by its code cells alone, without those of exercises. So documentation may be edited freely.
+Docstrings, comments, formatting and the type hints of functions are left out, and so are the cells of exercises. So
+documentation may be edited freely.
 """
 
 import ast
-import functools
 import hashlib
 import re
-from pathlib import Path
 
 
-def hash_file(root: Path, path: str) -> str | None:
-    """Return the SHA-256 of a file's code, or None if the file is missing.
-
-    Parameters
-    ----------
-    root : pathlib.Path
-        The repository.
-    path : str
-        Relative to it. ``notebooks/NN_topic.py#code`` means the code cells of a py:percent notebook. A file that is
-        not Python is hashed by its bytes.
-    """
-    name, _, part = path.partition("#")
-    if part not in ("", "code"):
-        raise ValueError(f"{path}: the only part of a file that can be hashed alone is #code")
-    file = root / name
-    if not file.is_file():
-        return None
-    if part == "code" or file.suffix == ".py":
-        return _hash_code(file.read_text(), part == "code")
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-@functools.cache  # the records name the same files
-def _hash_code(text, only_cells):
-    cells = filter(None, map(without_exercises, code_cells(text))) if only_cells else [text]
+def hash_cells(text: str) -> str:
+    """Return the SHA-256 of the code cells of a py:percent notebook, without those of exercises."""
+    cells = filter(None, map(without_exercises, code_cells(text)))
     return hashlib.sha256("\n# %%\n".join(map(canonical, cells)).encode()).hexdigest()
 
 
@@ -43,12 +19,13 @@ def canonical(code: str) -> str:
     """Return text that is equal for code with the same AST, in all Python versions."""
     # Jupyter commands are not Python: keep each as a string.
     code = re.sub(r"^(\s*)([%!].*)$", lambda m: f"{m[1]}{m[2]!r} + ''", code, flags=re.MULTILINE)
-    return _dump(ast.parse(code))
+    return dump(ast.parse(code))
 
 
-def _dump(node):
+def dump(node: ast.AST | list) -> str:
+    """Return a syntax tree as text, without docstrings and the type hints of functions."""
     if isinstance(node, list):
-        return "[" + ",".join(map(_dump, node)) + "]"
+        return "[" + ",".join(map(dump, node)) + "]"
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = {name: value for name, value in ast.iter_fields(node) if value is not None and value != []}
@@ -62,7 +39,7 @@ def _dump(node):
         fields.pop("kind", None)
     if isinstance(node, ast.JoinedStr):  # from Python 3.12 on, one that ends with a field may end with an empty string
         fields["values"] = [child for child in node.values if not _is_empty_string(child)]
-    inside = ",".join(f"{name}={_dump(value)}" for name, value in sorted(fields.items()))
+    inside = ",".join(f"{name}={dump(value)}" for name, value in sorted(fields.items()))
     return f"{type(node).__name__}({inside})"
 
 

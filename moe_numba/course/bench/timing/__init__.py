@@ -12,12 +12,13 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from moe_numba import simulator
+from moe_numba.runtime.recording import Launched, noted_launches
 
 REPLAY_US = 1500  # long enough to drown the cost of starting a graph, short enough to repeat
 CALL_BUDGET_S = 1.0  # per function, for call time
@@ -25,17 +26,18 @@ CALL_BUDGET_S = 1.0  # per function, for call time
 
 @dataclass(frozen=True)
 class Stats:
-    """Median, 10th and 90th percentile, in microseconds."""
+    """Median, 10th and 90th percentile, in microseconds, and the package's kernels that were timed."""
 
     median: float
     p10: float
     p90: float
+    kernels: tuple[Launched, ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
-    def of(cls, samples: Iterable[float]) -> "Stats":
+    def of(cls, samples: Iterable[float], kernels: Iterable[Launched] = ()) -> "Stats":
         """Compute the statistics of samples in microseconds."""
         median, p10, p90 = np.percentile(samples, [50, 10, 90])
-        return cls(float(median), float(p10), float(p90))
+        return cls(float(median), float(p10), float(p90), tuple(kernels))
 
 
 def kernel_time(calls: Callable | list[Callable], *, launches: int | None = None, replays: int = 30) -> Stats | None:
@@ -70,9 +72,11 @@ def kernel_times(
         return _run_once([call for calls in named.values() for call in calls], named)
     import torch
 
-    counts, graphs = {}, {}
+    counts, graphs, kernels = {}, {}, {}
     for name, calls in named.items():
-        _warm_up(calls)
+        with noted_launches() as noted:
+            _warm_up(calls)
+        kernels[name] = noted.values()
         counts[name] = launches or _choose_launches(_estimate_us(calls), len(calls))
         graphs[name] = _capture(calls, counts[name])
         graphs[name].replay()  # the first replay uploads the graph
@@ -86,7 +90,7 @@ def kernel_times(
         events[name].append((start, end))
     torch.cuda.synchronize()
     return {
-        name: Stats.of([start.elapsed_time(end) * 1000 / counts[name] for start, end in pairs])
+        name: Stats.of([start.elapsed_time(end) * 1000 / counts[name] for start, end in pairs], kernels[name])
         for name, pairs in events.items()
     }
 
@@ -155,6 +159,13 @@ def shuffled_rounds(names: Iterable[str], count: int) -> Iterator[str]:
     for _ in range(count):
         shuffle(order)
         yield from order
+
+
+def launched_by(call: Callable) -> tuple[Launched, ...]:
+    """Call once, and return the kernels of this package that it launched; ``call.kernels`` if it replays a graph."""
+    with noted_launches() as noted:
+        call()
+    return (*noted.values(), *getattr(call, "kernels", ()))
 
 
 @contextmanager
@@ -232,12 +243,14 @@ def _call_times(named, repeats, batch, synchronize, clock):
         synchronize()
         return max(clock() - start, 1) / 1000
 
-    counts, samples = {}, {name: [] for name in named}
+    counts, kernels, samples = {}, {}, {name: [] for name in named}
     for name, call in named.items():
-        batch_us(call, 2)
+        with noted_launches() as noted:
+            batch_us(call, 2)
+        kernels[name] = noted.values()
         counts[name] = max(1, min(batch, int(CALL_BUDGET_S * 1e6 / repeats / whole_call_us(call))))
     with no_garbage_collection():
         for name in shuffled_rounds(named, repeats):
             samples[name].append(batch_us(named[name], counts[name]))
     synchronize()
-    return {name: Stats.of(values) for name, values in samples.items()}
+    return {name: Stats.of(values, kernels[name]) for name, values in samples.items()}

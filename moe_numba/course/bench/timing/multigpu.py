@@ -23,7 +23,7 @@ from moe_numba import simulator  # before numba: it chooses the engine
 # isort: split
 from numba import cuda, uint64
 
-from moe_numba.course.bench.timing import Stats, no_garbage_collection, shuffled_rounds
+from moe_numba.course.bench.timing import Stats, launched_by, no_garbage_collection, shuffled_rounds
 from moe_numba.ptx.atomics import ld_acquire_sys_s32
 from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.runtime.launch import address
@@ -80,16 +80,9 @@ def rank_times(group, named, *, launches=10, samples=20):
             outputs_of(group, make)
         return dict.fromkeys(named)
     gate = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
-    with no_garbage_collection():
-        return slowest(
-            group.run(
-                lambda transport: _work(
-                    transport,
-                    named,
-                    lambda steps: measure(transport, steps, launches, samples, _Clock(transport, gate)),
-                )
-            )
-        )
+    return _slowest_of(
+        group, named, lambda transport, steps: measure(transport, steps, launches, samples, _Clock(transport, gate))
+    )
 
 
 def host_times(group, named, *, repeats=30):
@@ -108,10 +101,7 @@ def host_times(group, named, *, repeats=30):
             transport.gather(None)
         return times
 
-    with no_garbage_collection():
-        return slowest(
-            group.run(lambda transport: _work(transport, named, lambda steps: measure_host(transport, steps)))
-        )
+    return _slowest_of(group, named, measure_host)
 
 
 def measure(transport, steps, launches, samples, clock):
@@ -130,21 +120,39 @@ def measure(transport, steps, launches, samples, clock):
     return times
 
 
-def slowest(rank_samples):
-    """Return ``{name: Stats}`` of the maximum over ranks per sample, from each rank's ``{name: [samples]}``."""
-    return {name: Stats.of(np.max([times[name] for times in rank_samples], axis=0)) for name in rank_samples[0]}
+def slowest(rank_samples, kernels=None):
+    """Return ``{name: Stats}`` of the maximum over ranks per sample, from each rank's ``{name: [samples]}``.
+
+    ``kernels`` has the kernels that each step launches, if they are known: ``{name: kernels}``.
+    """
+    return {
+        name: Stats.of(np.max([times[name] for times in rank_samples], axis=0), (kernels or {}).get(name, ()))
+        for name in rank_samples[0]
+    }
+
+
+def _slowest_of(group, named, measure):
+    with no_garbage_collection():
+        found = group.run(lambda transport: _work(transport, named, lambda steps: measure(transport, steps)))
+    return slowest([samples for samples, _ in found], found[0][1])
 
 
 def _work(transport, named, measure):
-    """Make the steps of one rank, warm them up, and measure."""
+    """Make the steps of one rank, warm them up, and measure; return the samples, and on rank 0 the steps' kernels."""
     with ExitStack() as stack:
         steps = {name: stack.enter_context(make(transport)) for name, make in named.items()}
         stack.callback(settle, transport)
+        kernels = {}
         for _ in range(3):  # compile, load, and allocate all memory
-            for step in steps.values():
-                step()
-                settle(transport)
-        return measure(steps)
+            for name, step in steps.items():
+                # Launches of all threads are noted, so one rank does it, while all ranks launch the same.
+                if transport.rank == 0:
+                    kernels[name] = launched_by(lambda step=step: [step(), settle(transport)])
+                else:
+                    step()
+                    settle(transport)
+                transport.gather(None)
+        return measure(steps), kernels
 
 
 @cuda.jit

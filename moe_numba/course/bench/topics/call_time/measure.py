@@ -12,7 +12,7 @@ from moe_numba import biased_grouped_topk, biased_grouped_topk_align, moe_align_
 from moe_numba.align import reference as align_reference
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.peer_calls import installed_peers
-from moe_numba.course.bench.timing import no_garbage_collection, shuffled_rounds
+from moe_numba.course.bench.timing import launched_by, no_garbage_collection, shuffled_rounds
 from moe_numba.course.bench.timing.multigpu import slowest
 from moe_numba.expert_parallel import get_dispatch_layout, per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.expert_parallel import reference as expert_parallel_reference
@@ -102,7 +102,9 @@ def measure_functions(peers, loops):
     cases = make_cases()
     steps = [step for case in cases.values() for step in function_steps(case)]
     steps += [*torch_steps(*cases["biased_grouped_topk"].args[::2]), *peer_steps(peers, cases)]
-    times = slowest([loop_times({i: step.call for i, step in enumerate(steps)}, _synchronize, loops)])
+    calls = {i: step.call for i, step in enumerate(steps)}
+    kernels = {i: launched_by(call) for i, call in calls.items()}
+    times = slowest([loop_times(calls, _synchronize, loops)], kernels)
     return [records.row(step.step, call=times[i], **step.row) for i, step in enumerate(steps)]
 
 

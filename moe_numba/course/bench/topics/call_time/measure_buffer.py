@@ -14,6 +14,7 @@ import torch
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.records.environment import version
+from moe_numba.course.bench.timing import launched_by
 from moe_numba.course.bench.timing.dist import free_port, process_group
 from moe_numba.course.bench.timing.multigpu import settle, slowest
 from moe_numba.course.bench.topics.call_time.measure import loop_times
@@ -49,7 +50,11 @@ def measure_rank(group, loops):
     out = buffer.new_output(RANKS * TOKENS, HIDDEN, x.dtype, num_topk=TOPK)
     steps = {(name, f"final{suffix}"): call for (name, suffix), call in buffer_calls(buffer, *arguments, out).items()}
     steps |= {(name, "peer:DeepEP"): call for (name, _), call in _deep_ep_calls(group, arguments).items()}
-    times = slowest(buffer.transport.gather(loop_times(steps, partial(settle, buffer.transport), loops)))
+    kernels = {}
+    for name, call in steps.items():
+        kernels[name] = launched_by(call)
+        settle(buffer.transport)
+    times = slowest(buffer.transport.gather(loop_times(steps, partial(settle, buffer.transport), loops)), kernels)
     out.close()
     buffer.destroy()
     row = dict(

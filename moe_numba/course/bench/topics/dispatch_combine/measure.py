@@ -14,7 +14,7 @@ import torch
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.nccl_all_to_all import all_to_all_counts, all_to_all_rows, poisoned, wrong_rows
-from moe_numba.course.bench.timing import Stats
+from moe_numba.course.bench.timing import Stats, launched_by
 from moe_numba.course.bench.timing.dist import free_port, load_files, peer_files, process_group
 from moe_numba.course.bench.topics.dispatch_combine.measure_peers import Problem, peer_rows
 
@@ -123,16 +123,17 @@ class _Bench:
         dist.barrier()
         torch.cuda.synchronize()
 
-    def _slowest(self, samples):
+    def _slowest(self, samples, kernels=()):
         """Return the statistics of the maximum over ranks of each sample."""
         import torch.distributed as dist
 
         samples = torch.tensor(samples, device=self.device)
         dist.all_reduce(samples, dist.ReduceOp.MAX)
-        return Stats.of(samples.cpu().numpy())
+        return Stats.of(samples.cpu().numpy(), kernels)
 
     def _time(self, call, repeats, batch):
-        for _ in range(3):
+        kernels = launched_by(call)
+        for _ in range(2):
             call()
         samples = []
         for _ in range(repeats):
@@ -144,7 +145,7 @@ class _Bench:
             end.record()
             torch.cuda.synchronize()
             samples.append(begin.elapsed_time(end) * 1e3 / batch)
-        return self._slowest(samples)
+        return self._slowest(samples, kernels)
 
     def kernel(self, call):
         """Measure many back-to-back calls."""
@@ -348,9 +349,10 @@ class _Bench:
         """Capture a call in a CUDA graph, and return the function that replays it."""
         self._barrier()
         graph = torch.cuda.CUDAGraph()
+        replay = partial(graph.replay)
         with torch.cuda.graph(graph):
-            call()
-        return graph.replay
+            replay.kernels = launched_by(call)
+        return replay
 
     def _decode_rows(self, steps, tokens):
         return [

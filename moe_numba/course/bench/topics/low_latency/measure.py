@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from moe_numba.course.bench import records
-from moe_numba.course.bench.timing import Stats
+from moe_numba.course.bench.timing import Stats, launched_by
 from moe_numba.course.bench.timing.dist import free_port, load_files, peer_files, process_group
 from moe_numba.course.bench.topics.dispatch_combine.measure import BUFFER_BYTES, EXPERTS, HIDDEN, MAIN_SMS, TOPK
 from moe_numba.course.bench.topics.low_latency.measure_peers import Problem, peer_pairs
@@ -132,14 +132,14 @@ class LowLatencyBench:
             dist.barrier()
             torch.cuda.synchronize()
 
-    def _slowest(self, samples):
+    def _slowest(self, samples, kernels):
         """Return the statistics of the maximum over ranks of each sample."""
         import torch.distributed as dist
 
         samples = torch.tensor(samples, device=self.device)
         if self.ranks > 1:
             dist.all_reduce(samples, dist.ReduceOp.MAX)
-        return Stats.of(samples.cpu().numpy())
+        return Stats.of(samples.cpu().numpy(), kernels)
 
     def _pairs(self, tokens):
         x, idx, weights = (part[:tokens].contiguous() for part in (self.x, self.topk_idx, self.topk_weights))
@@ -256,8 +256,11 @@ class LowLatencyBench:
 
     def _interleaved(self, steps, pairs, rounds=20, begins_together=False):
         """Return the Stats of each step, in microseconds per pair; each round times every step once."""
-        samples = {key: [] for key in steps}
-        for round_ in range(rounds + 2):
+        samples, kernels = {key: [] for key in steps}, {}
+        for key, call in steps.items():
+            self._barrier()
+            kernels[key] = launched_by(call)
+        for round_ in range(rounds + 1):
             for key, call in steps.items():
                 self._barrier()
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -267,6 +270,6 @@ class LowLatencyBench:
                 call()
                 end.record()
                 torch.cuda.synchronize()
-                if round_ >= 2:
+                if round_ >= 1:
                     samples[key].append(begin.elapsed_time(end) * 1e3 / pairs)
-        return {key: self._slowest(found) for key, found in samples.items()}
+        return {key: self._slowest(found, kernels[key]) for key, found in samples.items()}

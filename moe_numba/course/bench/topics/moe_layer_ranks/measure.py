@@ -16,7 +16,7 @@ from torch import nn
 import moe_numba
 from moe_numba.course.bench import records
 from moe_numba.course.bench.compile_layers import compile_layers, empty_arguments
-from moe_numba.course.bench.timing import Stats
+from moe_numba.course.bench.timing import Stats, launched_by
 from moe_numba.course.bench.timing.dist import free_port, process_group
 from moe_numba.course.bench.topics.moe_layer.measure import Layer, make_weights
 from moe_numba.expert_parallel import Buffer, get_dispatch_layout, per_token_cast_to_fp8
@@ -217,9 +217,10 @@ class LayerBench:
     def _times(self, calls):
         """Return the Stats of the slowest rank's microseconds per call, of graphs replayed interleaved."""
         graphs, samples, memory = {}, {key: [] for key in calls}, torch.cuda.graph_pool_handle()
+        kernels = {}
         for key, call in calls.items():
-            for _ in range(2):
-                call()
+            kernels[key] = launched_by(call)
+            call()
             self._barrier()
             graphs[key] = torch.cuda.CUDAGraph()
             # The graphs share memory, as they are replayed one after another and nothing reads their results.
@@ -237,10 +238,10 @@ class LayerBench:
                 torch.cuda.synchronize()
                 if round_ >= 2:
                     samples[key].append(begin.elapsed_time(end) * 1e3 / CALLS)
-        return {key: self._slowest(found) for key, found in samples.items()}
+        return {key: self._slowest(found, kernels[key]) for key, found in samples.items()}
 
-    def _slowest(self, samples):
+    def _slowest(self, samples, kernels):
         samples = torch.tensor(samples, device=self.device)
         if self.ranks > 1:
             torch.distributed.all_reduce(samples, torch.distributed.ReduceOp.MAX)
-        return Stats.of(samples.cpu().numpy())
+        return Stats.of(samples.cpu().numpy(), kernels)

@@ -1,0 +1,50 @@
+"""Finds records and executed notebooks that were measured with other code than the present one. It compiles nothing."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_numba.course.bench import records
+from moe_numba.course.bench.records.code_hash import hash_cells
+
+
+def stale_records(root: Path | str | None = None) -> dict[str, list[str]]:
+    """Return ``{"<gpu>/<topic>": sentences}`` of all records; no sentences for one with the present kernels."""
+    paths = sorted((records.repository(root) / "docs" / "results").glob("*/*.json"))
+    return {f"{path.parent.name}/{path.stem}": records.stale(json.loads(path.read_text())) for path in paths}
+
+
+def stale_notebook(path: Path) -> list[str]:
+    """Describe how the code of a notebook, ``notebooks/NN_topic.py``, differs from that of its executed copy."""
+    about = json.loads(path.with_suffix(".ipynb").read_text())["metadata"].get("moe_numba", {})
+    if "code" not in about:
+        return ["the executed copy does not say which code was executed"]
+    when, found = f"executed at commit {about['commit'][:7]}", []
+    if about["code"] != hash_cells(path.read_text()):
+        found.append(f"{when}; its code cells have changed since")
+    elif "functions" not in about:
+        found.append(f"{when}, before kernels were hashed")
+    if changed := records.changed_kernels(about):
+        found.append(f"{when} with kernels that have changed since: {records.format_changes(changed)}")
+    return found
+
+
+def stale_results(root: Path | str | None = None) -> Iterator[str]:
+    """Yield the sentences of all records and executed notebooks."""
+    for name, sentences in stale_records(root).items():
+        yield from (f"{name}: {sentence}" for sentence in sentences)
+    for copy in sorted((records.repository(root) / "notebooks").glob("*.ipynb")):
+        if (source := copy.with_suffix(".py")).is_file():
+            yield from (f"{copy.name}: {sentence}" for sentence in stale_notebook(source))
+
+
+def summary(root: Path | str | None = None) -> str:
+    """Say in a line how many records were measured with other kernels than the present ones."""
+    found = stale_records(root).values()
+    unhashed = sum(any("before kernels were hashed" in sentence for sentence in sentences) for sentences in found)
+    changed = sum(map(bool, found)) - unhashed
+    if not changed and not unhashed:
+        return f"all {len(found)} records were measured with the present kernels"
+    parts = [f"{changed} of {len(found)} records were measured with kernels that have changed since"] * (changed > 0)
+    parts += [f"{unhashed} of {len(found)} records were measured before kernels were hashed"] * (unhashed > 0)
+    return f"{', '.join(parts)}; `make stale` names them"
