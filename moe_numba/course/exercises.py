@@ -5,26 +5,20 @@ A module per notebook, such as ``start``, has a dict ``EXERCISES`` of `Exercise`
 folded. A wrong answer raises no error, so that a notebook with all its stubs runs to its end.
 """
 
-import contextlib
 import html
 import importlib
-import linecache
-import os
-import signal
 import sys
-import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from moe_numba import simulator
+from moe_numba.course.grader import fault, is_kernel
 from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.runtime.changed_source import source_of
 
 __all__ = ["Exercise", "Result", "exercise"]
 
-TIMEOUT_S = 60  # for an answer with an endless loop; tests take a few seconds
 _STYLE = """
 .exercise { border-left: 4px solid; padding: .2em .8em; font: 14px/1.5 system-ui, sans-serif }
 .exercise.right { border-color: rgb(46, 160, 67) }
@@ -43,15 +37,15 @@ class Exercise:
     task : str
         What the answer is, a noun phrase: "a kernel that reverses 64 elements".
     test : callable
-        ``test(answer)`` returns None for a right answer, or a sentence that says what is wrong. If the answer is a
-        kernel, it runs in the simulator, where errors such as a race become such a sentence.
+        ``test(answer)`` raises an error if the answer is wrong; `course.grader` makes tests. If the answer is a kernel,
+        it runs in the simulator.
     hint : str
     solution : function, kernel or str
         Its source is shown.
     """
 
     task: str
-    test: Callable[[Any], str | None]
+    test: Callable[[Any], None]
     hint: str
     solution: Any
     name: str = ""
@@ -60,15 +54,15 @@ class Exercise:
         """Test an answer. ``...``, which stubs contain, counts as none."""
         if answer is ... or (isinstance(answer, (tuple, list)) and any(part is ... for part in answer)):
             return Result(self, f"not answered yet: the answer is {self.task}")
-        if callable(self.solution) and not _is_kernel(self.solution) and not callable(answer):
+        if callable(self.solution) and not is_kernel(self.solution) and not callable(answer):
             return Result(self, f"the answer must be a function, not {answer!r}")
         return Result(self, self._wrong(answer))
 
     def _wrong(self, answer):
-        if not _is_kernel(answer):
-            if _is_kernel(self.solution):
+        if not is_kernel(answer):
+            if is_kernel(self.solution):
                 return f"{getattr(answer, '__name__', repr(answer))} is no kernel: is @cuda.jit missing before def?"
-            return _tested(self.test, answer)
+            return fault(self.test, answer)
         if simulator.ENABLED:
             return run_kernel(self.name, answer)
         return in_simulator(_run_by_name, self.name, answer.__name__, functions=[answer])
@@ -110,10 +104,6 @@ def exercise(name: str) -> Exercise:
     return Exercise(found.task, found.test, found.hint, found.solution, name)
 
 
-def _is_kernel(answer):
-    return hasattr(answer, "__getitem__") and callable(getattr(answer, "py_func", None))
-
-
 def _run_by_name(name, kernel):
     return run_kernel(name, getattr(sys.modules["__main__"], kernel))  # where `in_simulator` copies it
 
@@ -121,66 +111,4 @@ def _run_by_name(name, kernel):
 def run_kernel(name: str, kernel: Any) -> str | None:
     """Test a kernel in the simulator, and detect races; return what is wrong, or None."""
     with simulator.races():
-        return _tested(exercise(name).test, kernel)
-
-
-def _tested(test, answer):
-    """Return what a test finds; an error that the answer raises is a finding, too."""
-    try:
-        with _time_limit():
-            return test(answer)
-    except _TooLong as error:
-        return f"it has not ended after {TIMEOUT_S} s: does a loop never end?{_place(error, answer)}"
-    except simulator.SimulatorError as error:
-        finding = _FINDINGS.get(type(error).__name__, "the simulator refuses it")
-        return f"{finding}: {error}{_place(error, answer)}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}{_place(error, answer)}"
-
-
-class _TooLong(Exception):
-    pass
-
-
-@contextlib.contextmanager
-def _time_limit():
-    """Raise `_TooLong` in this thread after `TIMEOUT_S` seconds, where the system has such signals."""
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_):
-        raise _TooLong
-
-    handler = signal.signal(signal.SIGALRM, stop)
-    # Python ignores what is raised within a destructor, so raise again.
-    timer = signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S, 5)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, *timer)  # such as the time limit of pytest
-
-
-def _place(error, answer):
-    """Return the line of the answer that raised an error, unless the message names it already; otherwise ""."""
-    code = getattr(getattr(answer, "py_func", answer), "__code__", None)
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, line in frames if code and frame.f_code.co_filename == code.co_filename]
-    if not lines or f"{os.path.basename(code.co_filename)}:{lines[-1]}" in str(error):
-        return ""
-    text = linecache.getline(code.co_filename, lines[-1]).strip()
-    return f"; in the line `{text}`" if text else ""
-
-
-_FINDINGS = {
-    "DataRace": "two threads race",
-    "UninitializedRead": "it reads memory that nothing has written",
-    "OutOfBounds": "an index is out of bounds",
-    "Misaligned": "an access is not aligned",
-    "Deadlock": "threads wait for ever",
-    "DivergentBarrier": "not all threads reach the barrier",
-    "MissingLane": "a lane is missing from a warp's operation",
-    "CompileError": "Numba would not compile it",
-}
+        return fault(exercise(name).test, kernel)

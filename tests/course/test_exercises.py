@@ -1,21 +1,24 @@
 """Exercises: stubs and typical wrong answers get the right message, solutions pass."""
 
 import importlib
-import os
+import itertools
 import pkgutil
 import re
+import sys
+import types
 
 import numpy as np
 import pytest
-from wrong_answers import start
+from wrong_answers import WRONG
 
 from moe_numba import simulator
 
 # isort: split
 from numba import cuda
 
-from moe_numba.course import exercises, lessons
+from moe_numba.course import grader, lessons
 from moe_numba.course.exercises import exercise
+from moe_numba.runtime.changed_source import changed_source, define
 
 TOPICS = [module.name for module in pkgutil.iter_modules(lessons.__path__)]
 NAMES = [
@@ -23,27 +26,51 @@ NAMES = [
     for topic in TOPICS
     for number in importlib.import_module(f"moe_numba.course.lessons.{topic}.exercises").EXERCISES
 ]
-WRONG = [answer for topic in TOPICS for answer in importlib.import_module(f"wrong_answers.{topic}").WRONG]
+ROWS = [pytest.param(name, row, id=f"{name}-{n}") for name in WRONG for n, row in enumerate(WRONG[name])]
+_numbers = itertools.count()
 
 
-@pytest.mark.parametrize("name, answer, message", WRONG, ids=lambda value: getattr(value, "__name__", None))
-def test_wrong_answers_are_told_what_is_wrong(name, answer, message, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))  # other processes import kernels from there
-    result = exercise(name).check(answer)
+@pytest.fixture
+def notebook(monkeypatch):
+    """Return a module that stands for the notebook in which the answers are defined."""
+    module = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    return module
+
+
+def planted(notebook, name, right, wrong):
+    """Return the solution of an exercise with a passage of its source replaced."""
+    solution = exercise(name).solution
+    function = getattr(solution, "py_func", solution)
+    source, file = changed_source(solution, right, wrong), f"{name}_{next(_numbers)}.py"  # the source is found by file
+    vars(notebook).update(define(source, function.__globals__ | {"__name__": "__main__"}, file))
+    return vars(notebook)[function.__name__]
+
+
+def evaluated(name, text):
+    """Return the value of an expression that may name what the exercise's module contains."""
+    topic, _, _ = name.rpartition("-")
+    return eval(text, vars(importlib.import_module(f"moe_numba.course.lessons.{topic}.exercises")))
+
+
+@pytest.mark.parametrize("name, row", ROWS)
+def test_wrong_answers_are_told_what_is_wrong(notebook, name, row):
+    *answer, message = row
+    result = exercise(name).check(planted(notebook, name, *answer) if len(answer) == 2 else evaluated(name, *answer))
     assert result.wrong is not None
     assert re.search(message, result.wrong, re.DOTALL), result.wrong
 
 
-def test_on_a_gpu_kernels_run_in_a_process_with_the_simulator(monkeypatch):
+def test_on_a_gpu_kernels_run_in_a_process_with_the_simulator(notebook, monkeypatch):
     monkeypatch.setattr(simulator, "ENABLED", False)
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
-    assert exercise("start-1").check(start.no_barrier).wrong.startswith("two threads race")
+    without_barrier = planted(notebook, "start-1", "    cuda.syncthreads()\n", "")
+    assert exercise("start-1").check(without_barrier).wrong.startswith("two threads race")
     assert exercise("start-2").check(exercise("start-2").solution).wrong is None
 
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="another process, with its own limit, runs the kernel")
 def test_an_endless_loop_is_stopped(monkeypatch):
-    monkeypatch.setattr(exercises, "TIMEOUT_S", 1)
+    monkeypatch.setattr(grader, "TIMEOUT_S", 1)
     message = "it has not ended after 1 s: does a loop never end?; in the line `"
     assert message in exercise("start-2").check(_endless_kernel).wrong
     assert message in exercise("align-3").check(_endless).wrong
@@ -72,7 +99,7 @@ def test_a_stub_is_not_answered(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_solution_is_right(name):
     found = exercise(name)
-    solution = eval(found.solution) if isinstance(found.solution, str) else found.solution
+    solution = evaluated(name, found.solution) if isinstance(found.solution, str) else found.solution
     result = found.check(solution)
     assert result.wrong is None and str(result) == f"{name}: right"
     assert "<summary>Hint" in result._repr_html_() and "<summary>Solution" in result._repr_html_()
@@ -89,7 +116,7 @@ def test_what_is_no_function_is_refused(answer):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_exercise_is_shown_wrong_answers(name):
-    assert any(wrong == name for wrong, *_ in WRONG)
+    assert WRONG[name]
 
 
 @pytest.mark.parametrize("name", ["start-9", "start", "start-x", "nothing-1", "-1"])

@@ -134,6 +134,26 @@ def ladder_figure(
     return figure
 
 
+def recorded_ladder(
+    record: dict, topic: str, title: str, lines: dict[str, float] | None = None, reference: str = "torch"
+) -> Picture | None:
+    """Draw a ladder that was recorded on the GPU of ``record``; return None if there is none.
+
+    ``title`` may contain the sizes and the configuration of the ladder's first step, such as "{tokens} tokens".
+    """
+    ladder = records.recorded(topic, records.folder(record["gpu"]))
+    if ladder is None:
+        return None
+    first, floor_us = ladder["rows"][0], next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)
+    return ladder_figure(
+        ladder["rows"],
+        lines={"speed of light": floor_us} | (lines or {}),
+        title=title.format(**first["config"] | first["size"]),
+        caption=caption(ladder),
+        reference=reference,
+    )
+
+
 def split_figure(rows: list[dict], *, title: str = "", caption: str = "") -> Picture:
     """Draw kernel time and call time of each step, one bar below the other."""
     return bars_figure(rows, {"kernel_us": "kernel µs", "call_us": "call µs"}, title=title, caption=caption)
@@ -226,6 +246,20 @@ def sweep_figure(
         headings(figure, title, caption)
         name_ends(figure, axes, ends)
     return figure
+
+
+def kernel_sweep(record: dict, steps: dict[str, str], wanted: dict, over: str = "tokens", **texts: str) -> Picture:
+    """Draw the kernel times of ``{label: step}`` over a size, and the lower bound, if that is known.
+
+    ``wanted`` selects rows as in ``records.select``. The lower bound is not below the time of an empty kernel, if that
+    was measured. ``texts`` are further arguments of ``sweep_figure``.
+    """
+    found = {label: records.series(record, over, step=step, **wanted) for label, step in steps.items()}
+    floor = records.series(record, over, value="floor_us", step="final", **wanted)
+    if empty := records.find(record, step="empty kernel", config={"dependent": True}):
+        floor = {size: max(us, empty["kernel_us"]["median"]) for size, us in floor.items()}
+    series = {label: points for label, points in found.items() if points}
+    return sweep_figure(series, floor=floor, caption=caption(record), **texts)
 
 
 def _bars(rows, columns):

@@ -7,7 +7,7 @@ from moe_numba.align import api, reference
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.figures.tables import bold_best
+from moe_numba.course.bench.figures.tables import kernel_times_table, steps_with_peers
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.runtime.launch import launcher
 
@@ -163,56 +163,30 @@ def torch_align(topk_ids, block_size, num_experts):
 
 def figures(record):
     """Draw the sweep over tokens for both block sizes and, if recorded, the ladder."""
-    made = {}
-    caption = plots.caption(record)
-    empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]
-    for block_size in BLOCK_SIZES:
-        config = {**DEEPSEEK_V3, "block_size": block_size}
-        steps = {"moe_numba": "final", **{n.removeprefix("peer:"): n for n in records.peers(record)}, "torch": "torch"}
-        series = {name: records.series(record, step=s, config=config, dtype="int32") for name, s in steps.items()}
-        floor = records.series(record, value="floor_us", step="final", config=config, dtype="int32")
-        made[f"sweep-block-{block_size}"] = plots.sweep_figure(
-            {label: points for label, points in series.items() if points},
-            floor={tokens: max(us, empty) for tokens, us in floor.items()},
+    made = {
+        f"sweep-block-{block_size}": plots.kernel_sweep(
+            record,
+            steps_with_peers(record, "torch"),
+            dict(config={**DEEPSEEK_V3, "block_size": block_size}, dtype="int32"),
             title=f"moe_align_block_size, 256 experts, top-8, block {block_size}: kernel time",
-            caption=caption,
         )
-    try:
-        ladder = records.read("align_ladder", records.folder(record["gpu"]))
-    except FileNotFoundError:
-        return made
-    size = ladder["rows"][0]["size"]
-    wanted = dict(size=size, dtype="int32", config={**DEEPSEEK_V3, "block_size": 16})
-    lines = {"speed of light": next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)}
-    for name in records.peers(record):
-        if row := records.find(record, step=name, **wanted):
-            lines[name.removeprefix("peer:")] = row["kernel_us"]["median"]
-    made["ladder"] = plots.ladder_figure(
-        ladder["rows"],
-        lines=lines,
-        title=f"Alignment, step by step: {size['tokens']} tokens, 256 experts, block 16",
-        caption=plots.caption(ladder),
-        reference="torch",
-    )
+        for block_size in BLOCK_SIZES
+    }
+    wanted = dict(size={"tokens": 4096}, dtype="int32", config={**DEEPSEEK_V3, "block_size": 16})
+    peers = {name: records.find(record, step=name, **wanted) for name in records.peers(record)}
+    lines = {name.removeprefix("peer:"): row["kernel_us"]["median"] for name, row in peers.items() if row}
+    title = "Alignment, step by step: {tokens} tokens, 256 experts, block 16"
+    if ladder := plots.recorded_ladder(record, "align_ladder", title, lines):
+        made["ladder"] = ladder
     return made
 
 
 def readme_table(record):
     """Return a table of kernel times in microseconds: this package, the peers, torch, and the lower bound."""
-    columns = ["final", *records.peers(record), "torch"]
-    names = ["moe_numba", *(c.removeprefix("peer:") for c in columns[1:])]
-    lines = [f"| tokens, block | {' | '.join(names)} | speed of light |", "|---|" + "---:|" * (len(names) + 1)]
-    for block_size in BLOCK_SIZES:
-        for tokens in TOKENS:
-            config = {**DEEPSEEK_V3, "block_size": block_size}
-            rows = [records.find(record, step=c, config=config, size={"tokens": tokens}) for c in columns]
-            if not rows[0]:
-                continue
-            cells = [f"{r['kernel_us']['median']:.2f}" if r and "kernel_us" in r else "" for r in rows]
-            cells = bold_best(cells)
-            floor = rows[0]["floor_us"]
-            cells.append(f"{floor:.2f}" if floor >= 0.01 else "< 0.01")
-            lines.append(f"| {tokens}, {block_size} | {' | '.join(cells)} |")
-    lines.append("")
-    lines.append(f"Kernel time in microseconds, median, {plots.provenance(record)}.")
-    return "\n".join(lines)
+    rows = {
+        f"{tokens}, {block_size}": dict(config={**DEEPSEEK_V3, "block_size": block_size}, size={"tokens": tokens})
+        for block_size in BLOCK_SIZES
+        for tokens in TOKENS
+    }
+    table = kernel_times_table(record, "tokens, block", steps_with_peers(record, "torch"), rows)
+    return f"{table}\n\nKernel time in microseconds, median, {plots.provenance(record)}."

@@ -8,7 +8,7 @@ from moe_numba import simulator
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.figures.tables import bold_best
+from moe_numba.course.bench.figures.tables import kernel_times_table
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.course.deepep_port import dispatch_layout
 from moe_numba.expert_parallel import get_dispatch_layout, reference
@@ -109,38 +109,16 @@ def torch_layout(topk_idx, num_experts, ranks):
 
 def figures(record):
     """Draw the layout over tokens, and the ladder if recorded."""
-    made, caption = {}, plots.caption(record)
-    empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]
-    wanted = dict(operation="layout", config=DEEPSEEK_V3)
-    floor = records.series(record, value="floor_us", step="final", **wanted)
-    made["layout"] = plots.sweep_figure(
-        {name: records.series(record, step=step, **wanted) for name, step in STEPS.items()},
-        floor={tokens: max(us, empty) for tokens, us in floor.items()},
-        title="get_dispatch_layout, 256 experts, top-8, 8 ranks: kernel time",
-        caption=caption,
-    )
-    if ladder := records.recorded("dispatch_layout_ladder", records.folder(record["gpu"])):
-        made["layout-ladder"] = plots.ladder_figure(
-            ladder["rows"],
-            lines={"speed of light": next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)},
-            title=f"The dispatch layout, step by step: {ladder['rows'][0]['size']['tokens']} tokens",
-            caption=plots.caption(ladder),
-            reference="torch",
-        )
+    title = "get_dispatch_layout, 256 experts, top-8, 8 ranks: kernel time"
+    made = {"layout": plots.kernel_sweep(record, STEPS, dict(operation="layout", config=DEEPSEEK_V3), title=title)}
+    title = "The dispatch layout, step by step: {tokens} tokens"
+    if ladder := plots.recorded_ladder(record, "dispatch_layout_ladder", title):
+        made["layout-ladder"] = ladder
     return made
 
 
 def readme_table(record):
     """Format the kernel times in microseconds: the package, our port of DeepEP's kernel, torch, the lower bound."""
-    lines = [f"| tokens | {' | '.join(STEPS)} | speed of light |", "|---|" + "---:|" * (len(STEPS) + 1)]
-    for tokens in TOKENS:
-        wanted = dict(operation="layout", config=DEEPSEEK_V3, size={"tokens": tokens})
-        rows = [records.find(record, step=step, **wanted) for step in STEPS.values()]
-        if all(rows):
-            cells = [f"{row['kernel_us']['median']:.2f}" for row in rows]
-            cells = bold_best(cells)
-            floor = rows[0]["floor_us"]
-            lines.append(f"| {tokens} | {' | '.join(cells)} | {f'{floor:.2f}' if floor >= 0.01 else '< 0.01'} |")
-    lines.append("")
-    lines.append(f"`get_dispatch_layout`: kernel time in microseconds, median, {plots.provenance(record)}.")
-    return "\n".join(lines)
+    rows = {str(tokens): dict(operation="layout", config=DEEPSEEK_V3, size={"tokens": tokens}) for tokens in TOKENS}
+    table = kernel_times_table(record, "tokens", STEPS, rows)
+    return f"{table}\n\n`get_dispatch_layout`: kernel time in microseconds, median, {plots.provenance(record)}."

@@ -6,7 +6,7 @@ from moe_numba import biased_grouped_topk
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import chip_limits, copy_bandwidth, empty_kernel
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.figures.tables import bold_best
+from moe_numba.course.bench.figures.tables import kernel_times_table, steps_with_peers
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.gate import reference
 
@@ -119,64 +119,39 @@ def _eager(gating_output, correction_bias, topk, num_expert_group, topk_group):
 
 def figures(record):
     """Draw the sweeps over tokens, the time of a call and, if recorded, the ladder."""
-    made = {}
-    caption = plots.caption(record)
-    for dtype in DTYPES:
-        series = {
-            label: records.series(record, step=step, config=DEEPSEEK_V3, dtype=dtype)
-            for label, step in [("moe_numba", "final"), *((n.removeprefix("peer:"), n) for n in records.peers(record))]
-            + [("torch.compile", "torch.compile"), ("torch eager", "torch eager")]
-        }
-        empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]
-        floor = records.series(record, value="floor_us", step="final", config=DEEPSEEK_V3, dtype=dtype)
-        made[f"sweep-{dtype}"] = plots.sweep_figure(
-            {label: points for label, points in series.items() if points},
-            floor={tokens: max(us, empty) for tokens, us in floor.items()},
+    steps = steps_with_peers(record, "torch.compile", "torch eager")
+    made = {
+        f"sweep-{dtype}": plots.kernel_sweep(
+            record,
+            steps,
+            dict(config=DEEPSEEK_V3, dtype=dtype),
             title=f"DeepSeek-V3's gate, {dtype} logits: kernel time",
-            caption=caption,
         )
+        for dtype in DTYPES
+    }
     rows = [
         {**row, "step": row["step"].removeprefix("peer:")}
         for row in records.select(record, config=DEEPSEEK_V3, size={"tokens": 64}, dtype="float32")
     ]
-    made["call"] = plots.split_figure(rows, title="A call for 64 tokens: GPU time and host time", caption=caption)
-    try:
-        ladder = records.read("gate_ladder", records.folder(record["gpu"]))
-    except FileNotFoundError:
-        return made
-    lines = {"speed of light": next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)}
+    title = "A call for 64 tokens: GPU time and host time"
+    made["call"] = plots.split_figure(rows, title=title, caption=plots.caption(record))
     wanted = dict(size={"tokens": 16384}, dtype="float32", config=DEEPSEEK_V3)
     peers = {name: records.find(record, step=name, **wanted) for name in records.peers(record)}
-    if times := {name: row["kernel_us"]["median"] for name, row in peers.items() if row}:
-        best = min(times, key=times.get)
-        lines[best.removeprefix("peer:")] = times[best]
-    made["ladder"] = plots.ladder_figure(
-        ladder["rows"],
-        lines=lines,
-        title="Gate, step by step: 16384 tokens, 256 experts, float32",
-        caption=plots.caption(ladder),
-    )
+    times = {name.removeprefix("peer:"): row["kernel_us"]["median"] for name, row in peers.items() if row}
+    best = dict(sorted(times.items(), key=lambda item: item[1])[:1])
+    title = "Gate, step by step: {tokens} tokens, 256 experts, float32"
+    if ladder := plots.recorded_ladder(record, "gate_ladder", title, best, "torch eager"):
+        made["ladder"] = ladder
     return made
 
 
 def readme_table(record):
     """Return a table of kernel times in microseconds: this package, the peers, torch, and the lower bound."""
-    columns = ["final", *records.peers(record), "torch.compile", "torch eager"]
-    names = ["moe_numba", *(c.removeprefix("peer:") for c in columns[1:])]
-    lines = [f"| tokens, logits | {' | '.join(names)} | speed of light |", "|---|" + "---:|" * (len(names) + 1)]
-    for dtype in DTYPES:
-        for tokens in TOKENS:
-            rows = [
-                records.find(record, step=c, config=DEEPSEEK_V3, size={"tokens": tokens}, dtype=dtype) for c in columns
-            ]
-            if not rows[0]:
-                continue
-            cells = [f"{r['kernel_us']['median']:.2f}" if r and "kernel_us" in r else "" for r in rows]
-            cells = bold_best(cells)
-            floor = rows[0]["floor_us"]
-            lines.append(
-                f"| {tokens}, {dtype} | {' | '.join(cells)} | {f'{floor:.2f}' if floor >= 0.01 else '< 0.01'} |"
-            )
-    lines.append("")
-    lines.append(f"Kernel time in microseconds, median, {plots.provenance(record)}.")
-    return "\n".join(lines)
+    rows = {
+        f"{tokens}, {dtype}": dict(config=DEEPSEEK_V3, size={"tokens": tokens}, dtype=dtype)
+        for dtype in DTYPES
+        for tokens in TOKENS
+    }
+    steps = steps_with_peers(record, "torch.compile", "torch eager")
+    table = kernel_times_table(record, "tokens, logits", steps, rows)
+    return f"{table}\n\nKernel time in microseconds, median, {plots.provenance(record)}."

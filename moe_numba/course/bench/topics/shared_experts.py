@@ -10,7 +10,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines import torch_layer
 from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.figures.tables import bold_best
+from moe_numba.course.bench.figures.tables import bold_best, markdown_table
 from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.shared_experts import fuse_routing, reference
 
@@ -287,16 +287,9 @@ def figures(record):
     """Draw the sweeps of the routing and the gate, layer times relative to the separate layer, and the ladder."""
     from moe_numba.course.lessons.shared_experts.layer_figure import layer_bars
 
-    caption, made = plots.caption(record), {}
-    empty = records.find(record, step="empty kernel", config={"dependent": True})["kernel_us"]["median"]
-    config = {**ROUTING, "policy": "random"}
-    floor = records.series(record, value="floor_us", step="final", config=config)
-    made["routing"] = plots.sweep_figure(
-        {n: records.series(record, step=s, config=config) for n, s in (("fuse_routing", "final"), ("torch", "torch"))},
-        floor={tokens: max(us, empty) for tokens, us in floor.items()},
-        title="Appending one of 8 replicas to a routing: kernel time",
-        caption=caption,
-    )
+    caption, steps = plots.caption(record), {"fuse_routing": "final", "torch": "torch"}
+    title = "Appending one of 8 replicas to a routing: kernel time"
+    made = {"routing": plots.kernel_sweep(record, steps, dict(config={**ROUTING, "policy": "random"}), title=title)}
     made["gate"] = plots.sweep_figure(
         {name: records.series(record, step=name, config=GATE) for name in GATES},
         title="The gate and its shared column: kernel time",
@@ -310,24 +303,16 @@ def figures(record):
                     made[f"{what.lower()}-{model}-{dtype}"] = layer_bars(
                         times, "separate", title=title, caption=caption
                     )
-    ladder = records.recorded("shared_experts_ladder", records.folder(record["gpu"]))
-    if ladder:
-        tokens = ladder["rows"][0]["size"]["tokens"]
-        made["ladder"] = plots.ladder_figure(
-            ladder["rows"],
-            lines={"speed of light": next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)},
-            title=f"Fused shared expert, step by step: {tokens} tokens, DeepSeek-V3 on one of 8 GPUs",
-            caption=plots.caption(ladder),
-            reference="separate",
-        )
+    title = "Fused shared expert, step by step: {tokens} tokens, DeepSeek-V3 on one of 8 GPUs"
+    if ladder := plots.recorded_ladder(record, "shared_experts_ladder", title, reference="separate"):
+        made["ladder"] = ladder
     return made
 
 
 def readme_table(record):
     """Return a table of layer times before and after the fusion, and the time of the append."""
     heads = ["separate shared expert", "fused", "fused, 8 replicas", "fused, moe_numba GEMM", "saved"]
-    lines = [f"| tokens, weights | {' | '.join(heads)} | speed of light |", "|---|" + "---:|" * (len(heads) + 1)]
-    kernel_counts = {}
+    lines, kernel_counts = [], {}
     for dtype in map(torch_layer.NAMES.get, DTYPES):
         for tokens, us in layer_times(record, "tp8", dtype).items():
             wanted = dict(config={"model": "tp8"}, size={"tokens": tokens}, dtype=dtype)
@@ -337,7 +322,7 @@ def readme_table(record):
             fused_gemm = records.find(record, step="layer: 1 shared, own GEMM", **wanted)
             cells.insert(3, f"{fused_gemm['kernel_us']['median']:.1f}" if fused_gemm else "")
             cells = bold_best(cells, slice(4))
-            lines.append(f"| {tokens}, {dtype} | {' | '.join(cells)} | {rows['1 shared']['floor_us']:.1f} |")
+            lines.append([f"{tokens}, {dtype}", *cells, f"{rows['1 shared']['floor_us']:.1f}"])
             if "launches" in rows["separate"]:
                 kernel_counts[dtype] = rows["separate"]["launches"], rows["1 shared"]["launches"]
     counts = "; ".join(
@@ -345,13 +330,11 @@ def readme_table(record):
     )
     config = {**ROUTING, "policy": "random"}
     append = [records.find(record, step=s, config=config, size={"tokens": CALL_TOKENS}) for s in ("final", "torch")]
-    lines.append("")
+    text = [markdown_table(["tokens, weights", *heads, "speed of light"], lines)]
     if all(append) and kernel_counts:
         append_us, torch_us = (row["kernel_us"]["median"] for row in append)
-        lines.append(
+        text.append(
             f"Kernels per layer: {counts}. Appending the column for {CALL_TOKENS} tokens takes {append_us:.2f} us "
             f"with `fuse_routing` and {torch_us:.2f} us with torch; the gate can also write it itself."
         )
-        lines.append("")
-    lines.append(f"Kernel time in microseconds, median, {plots.provenance(record)}.")
-    return "\n".join(lines)
+    return "\n\n".join([*text, f"Kernel time in microseconds, median, {plots.provenance(record)}."])

@@ -3,17 +3,17 @@
 import numpy as np
 import torch
 
-from moe_numba import simulator  # before numba
+from moe_numba import simulator  # noqa: F401  before numba
 
 # isort: split
 from numba import cuda, int32, uint32
 
 from moe_numba.course.exercises import Exercise
+from moe_numba.course.grader import Run, kernel_test
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.runtime.launch import launch
 
 _ALL_LANES = 0xFFFFFFFF
-_SEEDS, _RANKS = 4, 4
 
 
 # 1: a token counts once for a rank
@@ -35,30 +35,16 @@ def count_for_ranks(topk_idx, per_rank, experts_per_rank):
 _TOKENS = [[0, 1, 2, 3], [0, 5, 9, 15], [-1, -1, -1, -1], [7, -1, 6, 8], [2, 5, 1, 12], [13, -1, 3, 14]]  # 16 experts
 
 
-def _counts_tokens_once(kernel):
-    for token in _TOKENS:
-        found, wanted = (how([token]) for how in (lambda ids: _run_counts(kernel, ids), _tokens_per_rank))
-        if found != wanted:
-            rank = next(r for r in range(_RANKS) if found[r] != wanted[r])
-            named = [r if r >= 0 else "none" for r in (expert // 4 for expert in token)]
-            return (
-                f"a single token with experts {token}, on ranks [{', '.join(map(str, named))}], adds {found[rank]} to "
-                f"rank {rank}, not {wanted[rank]}"
-            )
-    ids = np.random.default_rng(0).integers(-1, 16, (64, 4)).tolist()
-    found, wanted = _run_counts(kernel, ids), _tokens_per_rank(ids)
-    return None if found == wanted else f"64 tokens: per_rank is {found}, not {wanted}; each thread has another token"
+def _count_run(ids, case):
+    per_rank = [sum(any(expert // 4 == rank for expert in token if expert >= 0) for token in ids) for rank in range(4)]
+    arguments = {"topk_idx": np.array(ids), "per_rank": np.zeros(4, np.int32), "experts_per_rank": 4}
+    return Run((-(-len(ids) // 32), min(len(ids), 32)), arguments, {"per_rank": per_rank}, case)
 
 
-def _run_counts(kernel, ids):
-    per_rank = np.zeros(_RANKS, np.int32)
-    kernel[-(-len(ids) // 32), min(len(ids), 32)](np.array(ids), per_rank, 4)
-    return per_rank.tolist()
-
-
-def _tokens_per_rank(ids):
-    ranks = [{expert // 4 for expert in token if expert >= 0} for token in ids]
-    return [sum(rank in of_token for of_token in ranks) for rank in range(_RANKS)]
+_COUNT_RUNS = [
+    *(_count_run([token], f"a token with the experts {token}") for token in _TOKENS),
+    _count_run(np.random.default_rng(0).integers(-1, 16, (64, 4)).tolist(), "64 tokens"),
+]
 
 
 # 2: one atomic addition per warp
@@ -74,34 +60,11 @@ def add_flags(flags, per_rank):
             cuda.atomic.add(per_rank, rank, count)
 
 
-def _adds_once_per_warp(kernel):
-    warps, most = 4, 4 * 8
-    for tokens in (128, 104):  # 104: the last warp has 8 tokens
-        flags = np.random.default_rng(tokens).integers(0, 2, (tokens, 8)).astype(np.uint8)
-        flags[:, 0] = 1
-        per_rank, wanted = np.zeros(8, np.int32), flags.sum(axis=0, dtype=np.int32)
-        try:
-            with simulator.trace(accesses=True) as events:
-                kernel[2, 64](flags, per_rank)
-        except simulator.MissingLane as error:
-            return (
-                f"{tokens} tokens: not all lanes of a warp execute the ballot. Lanes without a token, or with a flag "
-                f"of 0, must execute it too ({error})"
-            )
-        if (wrong := np.flatnonzero(per_rank != wanted)).size:
-            rank, warp_counts = wrong[0], flags[:, wrong[0]].reshape(-1, 8).sum(axis=1, dtype=int)
-            by_warp = [int(warp_counts[first : first + 4].sum()) for first in range(0, len(warp_counts), 4)]
-            return (
-                f"{tokens} tokens: per_rank[{rank}] is {per_rank[rank]}, not {wanted[rank]}; the warps' tokens have "
-                f"{', '.join(map(str, by_warp))} flags of this rank"
-            )
-        atomics = sum("atomic" in event.what for event in events)
-        if atomics > most:
-            return (
-                f"{tokens} tokens: the counts are right after {atomics} atomic additions; {warps} warps and 8 ranks "
-                f"need {most} at most"
-            )
-    return None
+def _flags(tokens):
+    flags = np.random.default_rng(tokens).integers(0, 2, (tokens, 8)).astype(np.uint8)
+    flags[:, 0] = 1
+    per_rank = np.zeros(8, np.int32)
+    return Run((2, 64), {"flags": flags, "per_rank": per_rank}, {"per_rank": flags.sum(axis=0)}, f"{tokens} tokens")
 
 
 # 3: clearing without bank conflicts
@@ -123,38 +86,14 @@ def count_experts(ids, per_expert):
         per_expert[t] = total
 
 
+def _ids(ids):
+    per_expert = np.bincount(ids, minlength=32)
+    return Run((1, 64), {"ids": ids, "per_expert": np.full(32, -7, np.int32)}, {"per_expert": per_expert})
+
+
 _TABLE_BYTES = 64 * 32 * 4
-
-
-def _clears_without_conflicts(kernel):
-    distinct = np.concatenate([np.arange(32), np.arange(32)[::-1]]).astype(np.int32)  # a warp's lanes use all banks
-    for ids in (np.arange(64, dtype=np.int32) % 5, distinct):
-        per_expert = np.full(32, -7, np.int32)
-        try:
-            with simulator.profile() as profile:
-                kernel[1, 64](ids, per_expert)
-        except simulator.DataRace as error:
-            return (
-                "two threads race: if a thread clears counters of other threads' rows, a barrier must separate "
-                f"clearing and counting; another one separates counting and summing ({error})"
-            )
-        if (wrong := np.flatnonzero((per_expert < 0) | (per_expert > 64))).size:
-            return f"per_expert[{wrong[0]}] is {per_expert[wrong[0]]}, of 64 tokens: not all rows are cleared"
-        wanted = np.bincount(ids, minlength=32)
-        if (wrong := np.flatnonzero(per_expert != wanted)).size:
-            return f"per_expert[{wrong[0]}] is {per_expert[wrong[0]]}, not {wanted[wrong[0]]}"
-    (counted,) = profile.kernels
-    if (size := counted.launches[0]["shared_bytes"]) != _TABLE_BYTES:
-        return (
-            f"the counts are right, but the table takes {size} bytes instead of {_TABLE_BYTES}: keep a row of 32 words "
-            "for each thread, and change which words the lanes of a warp clear together"
-        )
-    if conflicts := counted.total.bank_conflicts:
-        return (
-            f"the counts are right, but bank conflicts cost {conflicts} additional wavefronts. Counting has none here, "
-            "because the tokens of a warp have 32 different experts"
-        )
-    return None
+_EQUAL_IDS = np.arange(64, dtype=np.int32) % 5
+_DISTINCT_IDS = np.concatenate([np.arange(32), np.arange(32)[::-1]]).astype(np.int32)  # a warp's lanes use all banks
 
 
 # 4: the barriers of a cluster
@@ -178,59 +117,44 @@ def sum_counts(counts, sums):
         sums[cta] = total
 
 
-_TOO_EARLY = (
-    "a CTA stores into another CTA's shared memory before a cluster barrier has shown that this CTA has started"
+_CLUSTER_COUNTS = torch.arange(64, dtype=torch.int32) * 5 % 64
+_CLUSTER = Run(
+    lambda kernel, *arguments: launch(kernel, 8, 32, *arguments, cluster=8),
+    {"counts": _CLUSTER_COUNTS, "sums": torch.full((8,), -7, dtype=torch.int32)},
+    {"sums": _CLUSTER_COUNTS.view(8, 8).sum(dim=0)},
 )
-_TOO_LATE = (
-    "a CTA sums, or exits, before all other CTAs have stored: cuda.syncthreads() waits for the threads of its own CTA "
-    "only"
-)
-_UNPAIRED = "each barrier_cluster_wait() needs one barrier_cluster_arrive() before it"
-
-
-def _waits_for_the_cluster(kernel):
-    counts = torch.arange(64, dtype=torch.int32) * 5 % 64
-    wanted = counts.view(8, 8).sum(dim=0).tolist()
-    for seed in range(_SEEDS):
-        sums = torch.full((8,), -7, dtype=torch.int32)
-        try:
-            with simulator.seed(seed), simulator.profile() as profile:
-                launch(kernel, 8, 32, counts, sums, cluster=8)
-        except (simulator.ClusterError, simulator.DataRace, simulator.UninitializedRead) as error:
-            early, unpaired = "may not have started" in str(error), "arrived" in str(error)
-            return f"{_TOO_EARLY if early else _UNPAIRED if unpaired else _TOO_LATE} ({error})"
-        if sums.tolist() != wanted:
-            return f"with the thread order of seed {seed}, sums is {sums.tolist()}, not {wanted}"
-    if not profile.kernels[0].launches[0]["shared_bytes"]:
-        return "the sums are right, but the CTAs do not exchange their counts through shared memory"
-    return None
 
 
 EXERCISES = {
     1: Exercise(
         "a kernel that adds 1 to each rank that holds at least one of the token's experts",
-        _counts_tokens_once,
+        kernel_test(*_COUNT_RUNS),
         "The ids are not sorted by rank, so the previous id is not enough. Keep a bit mask of the ranks that the token "
         "has been counted for.",
         count_for_ranks,
     ),
     2: Exercise(
         "a kernel in which a warp adds at most once to each rank's counter",
-        _adds_once_per_warp,
+        kernel_test(_flags(128), _flags(104), at_most={"global atomics": 4 * 8}),  # 104: the last warp has 8 tokens
         "cuda.ballot_sync(0xFFFFFFFF, flag) returns a mask with a bit per lane, and cuda.popc counts its bits. All 32 "
         "lanes must execute it; a lane without a token has the flag False.",
         add_flags,
     ),
     3: Exercise(
         "a kernel that counts in rows of 32 words and has no bank conflicts if the experts of a warp are distinct",
-        _clears_without_conflicts,
+        kernel_test(
+            _ids(_EQUAL_IDS),
+            _ids(_DISTINCT_IDS),
+            at_most={"bytes of shared memory": _TABLE_BYTES, "bank conflicts": 0},
+            at_least={"bytes of shared memory": _TABLE_BYTES},
+        ),
         "Which 32 words lie in 32 different banks? Let a warp clear them together. Then a thread clears counters that "
         "other threads add to.",
         count_experts,
     ),
     4: Exercise(
         "a kernel in which CTA c of a cluster sums element c of all CTAs' counts",
-        _waits_for_the_cluster,
+        kernel_test(_CLUSTER, seeds=4, at_least={"bytes stored to other CTAs": 7 * 8 * 4}),
         "barrier_cluster_arrive() followed by barrier_cluster_wait() is a barrier of all CTAs. Other CTAs must have "
         "started before a thread stores into their memory, and all stores must precede the sum.",
         sum_counts,

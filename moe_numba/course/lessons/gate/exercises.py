@@ -1,8 +1,8 @@
 """Exercises of notebook 01, on the gate."""
 
 import ast
-import math
 import textwrap
+from numbers import Integral
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from moe_numba import simulator  # noqa: F401  before numba
 from numba import cuda, int32
 
 from moe_numba.course.exercises import Exercise
+from moe_numba.course.grader import Run, Wrong, case, expect_between, kernel_test
 from moe_numba.course.steps.simulate import source_with_dependencies
 from moe_numba.runtime.changed_source import source_of
 from moe_numba.runtime.sass import compile_apart
@@ -28,70 +29,22 @@ def max_of_half_warps(x, out):
     out[lane] = value
 
 
-def _tree(kernel):
-    return ast.parse(textwrap.dedent(source_of(kernel)))
-
-
-def _names(tree):
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-
-
-def _has_shuffle_in_a_lane_branch(tree):
-    """Return whether a shuffle is in a branch whose condition depends on the thread."""
-    of_thread = lambda node: "threadIdx" in ast.unparse(node) or "laneid" in ast.unparse(node)
-    tainted, known = set(), None
-    while tainted != known:  # names that depend on the thread, also through others
-        known = set(tainted)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign | ast.AugAssign) and (of_thread(node.value) or _names(node.value) & tainted):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                tainted |= set().union(*map(_names, targets))
-    branches = (node for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp | ast.While))
-    diverging = (node for node in branches if of_thread(node.test) or _names(node.test) & tainted)
-    parts = (part for node in diverging for field in (node.body, node.orelse) for part in np.atleast_1d(field))
-    return any("shfl" in ast.unparse(part) for part in parts)
-
-
-def _finds_both_maxima(kernel):
-    x, out = (np.arange(32) * 7 % 32).astype(np.float32), np.full(32, np.nan, np.float32)
-    with simulator.trace() as events:
-        kernel[1, 32](x, out)
-    wanted = x.reshape(2, 16).max(axis=1).repeat(16)
-    if (wrong := np.flatnonzero(out != wanted)).size:
-        lane, first = wrong[0], wrong[0] // 16 * 16
-        return f"lane {lane} has {out[lane]:g}; the maximum of lanes {first} to {first + 15} is {wanted[lane]:g}"
-    shuffles = [event for event in events if event.what.startswith("shfl")]
-    halves = [0xFFFF << (event.lane // 16 * 16) for event in shuffles]
-    crosses = any(event.details["mask"] & 0xFFFFFFFF & ~half for event, half in zip(shuffles, halves))
-    if crosses and _has_shuffle_in_a_lane_branch(_tree(kernel)):
-        return (
-            "the result is right here, but a shuffle is in a branch that only some lanes take, and its mask names "
-            "lanes that do not: on a GPU this is undefined. Let all 32 lanes execute the same shuffles"
-        )
-    rounds = sum(event.lane == 0 for event in shuffles)
-    return None if rounds == 4 else f"the result is right after {rounds} shuffles; 16 lanes need 4"
+_X = (np.arange(32) * 7 % 32).astype(np.float32)
+_MAXIMA = _X.reshape(2, 16).max(axis=1).repeat(16)
 
 
 def _sorts_as_floats(order_key):
     largest = np.finfo(np.float32).max
-    floats = np.array(
-        [-np.inf, -largest, -2, -1.5, -0.5, -1e-30, 0, 1e-30, 0.25, 0.5, 1, 2, largest, np.inf], np.float32
-    )
+    floats = [-np.inf, -largest, -2, -1.5, -0.5, -1e-30, 0, 1e-30, 0.25, 0.5, 1, 2, largest, np.inf]
     keys = []
-    for bits in floats.view(np.int32).tolist():
+    for number, bits in zip(floats, np.array(floats, np.float32).view(np.int32).tolist(), strict=True):
         key = order_key(bits)
-        if key is ...:
-            return "not answered yet: return an int"
-        if not isinstance(key, int | np.integer):
-            return f"the key of bits {bits} is {key!r}, which is no integer"
-        if not -(1 << 31) <= key < 1 << 31:
-            return f"the key of bits {bits} is {key}, which is no int32"
-        keys.append(int(key))
-    for number in range(len(floats) - 1):
-        a, b = floats[number : number + 2]
-        if not keys[number] < keys[number + 1]:
-            return f"{a:g} < {b:g}, but their keys are {keys[number]} and {keys[number + 1]}"
-    return None
+        with case(f"{number:g}, bits {bits}"):
+            if not isinstance(key, Integral) or not -(1 << 31) <= key < 1 << 31:
+                raise Wrong(f"the key is {key!r}, not an int32")
+            if keys and key <= keys[-1]:
+                raise Wrong(f"the key is {key}, not above {keys[-1]}, the key of the next lower number")
+        keys.append(key)
 
 
 @cuda.jit
@@ -108,40 +61,26 @@ def sort_four(keys, slots):
         keys[row, i], slots[row, i] = key[i], slot[i]
 
 
-def _sorts_without_branches(kernel):
-    generator = np.random.default_rng(0)
-    keys = generator.integers(-2, 3, (32, 4)).astype(np.int32)  # few values, so that many are equal
+def _sort_rows():
+    keys = np.random.default_rng(0).integers(-2, 3, (32, 4)).astype(np.int32)  # few values, so that many are equal
+    order = np.argsort(-keys, axis=1, kind="stable").astype(np.int32)
     slots = np.tile(np.arange(4, dtype=np.int32), (32, 1))
-    new_keys, new_slots = keys.copy(), slots.copy()
-    kernel[1, 32](new_keys, new_slots)
-    for row in range(32):
-        wanted = sorted(zip(keys[row].tolist(), slots[row].tolist()), key=lambda pair: (-pair[0], pair[1]))
-        found = list(zip(new_keys[row].tolist(), new_slots[row].tolist()))
-        if found == wanted:
-            continue
-        if _compares_bits(_tree(kernel)):
-            return "`|` and `&` bind more tightly than comparisons: put each comparison in parentheses"
-        if sorted(found) == sorted(wanted) and [key for key, _ in found] == [key for key, _ in wanted]:
-            return f"the keys are sorted, but of equal keys the lower slot must come first: {found}, not {wanted}"
-        return f"the keys {keys[row].tolist()} become the (key, slot) pairs {found}, not {wanted}"
+    return Run((1, 32), {"keys": keys, "slots": slots}, {"keys": np.take_along_axis(keys, order, 1), "slots": order})
+
+
+_sorts = kernel_test(_sort_rows())
+
+
+def _sorts_without_branches(kernel):
+    _sorts(kernel)
     signature = "int32[,]", "int32[,]"
-    (code,) = compile_apart(
-        source_with_dependencies([kernel]), {"": (kernel.__name__, signature, None, False)}
-    ).values()
-    if (branches := code.count("BRA", "BSSY", "BSYNC")) is None:
-        return "it sorts, but its machine code cannot be read: install nvidia-cuda-nvdisasm"
-    if branches > 1:  # one is the endless loop behind the EXIT
-        return f"it sorts, but its machine code has {branches - 1} branch instructions"
-    if any(isinstance(node, ast.BoolOp) for node in ast.walk(_tree(kernel))):
-        return "it sorts, and the compiler removed the branches of this small network, but an `and` or `or` is left"
-    return None
-
-
-def _compares_bits(tree):
-    """Return whether a comparison has an unparenthesised `|` or `&` as an operand: ``a > b | c < d``."""
-    bits = lambda node: isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr | ast.BitAnd)
-    compares = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
-    return any(bits(part) for node in compares for part in (node.left, *node.comparators))
+    compiled = compile_apart(source_with_dependencies([kernel]), {"": (kernel.__name__, signature, None, False)})
+    if (branches := compiled[""].count("BRA", "BSSY", "BSYNC")) is None:
+        raise Wrong("it sorts, but its machine code cannot be read: install nvidia-cuda-nvdisasm")
+    expect_between("branch instructions", branches - 1, most=0)  # one is the endless loop behind the EXIT
+    # The compiler removes some of the branches of this small network.
+    tree = ast.parse(textwrap.dedent(source_of(kernel)))
+    expect_between("`and` or `or`", sum(isinstance(node, ast.BoolOp) for node in ast.walk(tree)), most=0)
 
 
 def better_groups(sums, with_ties):
@@ -151,23 +90,19 @@ def better_groups(sums, with_ties):
 
 
 def _shows_the_missing_rule(sums):
-    sums = list(sums)
-    if len(sums) != 8:
-        return f"the answer has {len(sums)} numbers; one for each of 8 groups is needed"
-    if not all(math.isfinite(value) for value in sums):
-        return "a sum of two scores is finite: the answer needs eight finite numbers"
-    kept = sum(count < 4 for count in better_groups(sums, with_ties=False))
-    if kept == 4:
-        return (
-            "without the rule for ties 4 groups are kept, as they should be: make the fourth and the fifth best equal"
-        )
-    return None
+    if np.shape(sums) != (8,) or not np.isfinite(sums).all():
+        raise Wrong("eight finite numbers are needed, one for each group")
+    if sum(count < 4 for count in better_groups(sums, with_ties=False)) == 4:
+        raise Wrong("without the rule 4 groups are kept, as they should be: make the fourth and the fifth best equal")
 
 
 EXERCISES = {
     1: Exercise(
         "a kernel that leaves in `out[lane]` the maximum of the lane's own half of the warp, after four shuffles",
-        _finds_both_maxima,
+        kernel_test(
+            Run((1, 32), {"x": _X, "out": np.full(32, np.nan, np.float32)}, {"out": _MAXIMA}),
+            at_most={"shuffles by each lane": 4, "shuffles that only some lanes execute": 0},
+        ),
         "Which bit of the lane index tells the two halves apart? No shuffle may cross it.",
         max_of_half_warps,
     ),

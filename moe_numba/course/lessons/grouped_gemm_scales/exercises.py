@@ -1,6 +1,9 @@
 """Exercises of the notebook on block scales and 4-bit weights."""
 
+from itertools import product
+
 from moe_numba.course.exercises import Exercise
+from moe_numba.course.grader import function_test
 
 # 1: scales of a thread
 
@@ -9,34 +12,11 @@ def scales_of_thread(n, x_is_rows):
     return 2 + n // 64 if x_is_rows else n // 4
 
 
-def _counts_scales(answer):
-    for n in (64, 128, 192, 256):
-        for x_is_rows in (False, True):
-            found, wanted = answer(n, x_is_rows), scales_of_thread(n, x_is_rows)
-            if found != wanted:
-                where = "rows" if x_is_rows else "columns"
-                return f"with n = {n} and rows of x as {where} you find {found} scales; a thread needs {wanted}"
-    return None
-
-
 # 2: bytes from L2
 
 
 def bytes_from_l2(rows, columns, ctas):
     return 128 * (rows + columns / ctas) / (rows * columns)
-
-
-def _counts_bytes(answer):
-    for given in ((128, 128, 1), (128, 192, 1), (128, 192, 2), (64, 256, 2)):
-        found, wanted = answer(*given), bytes_from_l2(*given)
-        if not abs(found - wanted) <= 1e-3 * wanted:
-            rows, columns, ctas = given
-            loads = f"{rows} rows of x and {columns // ctas} rows of weight"
-            return (
-                f"with tiles of {rows} x {columns} and {ctas} CTAs per cluster you find {found:.4g} bytes; a CTA loads "
-                f"{loads} of 128 bytes for {rows * columns} elements"
-            )
-    return None
 
 
 # 3: the place of a code in the order of fragments
@@ -48,18 +28,6 @@ def place_of(row, column):
     return thread, byte, column % 2
 
 
-def _places(answer):
-    for row in range(64):
-        for column in range(64):
-            found, wanted = tuple(answer(row, column)), place_of(row, column)
-            if found != wanted:
-                return (
-                    f"the code of row {row}, column {column} is not in thread, byte, half {found}: the thread "
-                    f"{'is right' if found[0] == wanted[0] else f'is {wanted[0]}'}"
-                )
-    return None
-
-
 # 4: two codes become a register
 
 
@@ -69,39 +37,31 @@ def decode_two(byte):
     return first | second
 
 
-def _decodes(answer):
-    for byte in range(256):
-        found, wanted = answer(byte), decode_two(byte)
-        if found != wanted:
-            return f"byte 0x{byte:02x} becomes 0x{int(found) & 0xFFFFFFFF:08x}; the two bfloat16 are 0x{wanted:08x}"
-    return None
-
-
 EXERCISES = {
     1: Exercise(
         "a function of the n of wgmma and of whether rows of x are its rows",
-        _counts_scales,
+        function_test(scales_of_thread, list(product((64, 128, 192, 256), (False, True)))),
         "A thread has two rows and n / 4 columns of the accumulators. 128 rows of weight share a scale; the kernel "
         "loads one for each 64 columns of a tile.",
         scales_of_thread,
     ),
     2: Exercise(
         "a function of the rows and columns of a tile, and of the CTAs that share its weights",
-        _counts_bytes,
+        function_test(bytes_from_l2, [(128, 128, 1), (128, 192, 1), (128, 192, 2), (64, 256, 2)], rtol=1e-3),
         "For 128 elements of k, which are 128 bytes, a CTA loads its rows of x and its share of the tile's rows of "
         "weight. Divide by the elements of the tile.",
         bytes_from_l2,
     ),
     3: Exercise(
         "a function of the row and the column, both 0 to 63, that returns thread, byte and half (0 is low)",
-        _places,
+        function_test(place_of, list(product(range(64), repeat=2))),
         "The register 4 s + 2 h + r of lane l in warp w has the columns 16 s + 8 h + 2 (l % 4) and the next one of row "
         "16 w + l // 4 + 8 r. Byte b of a thread is its register b.",
         place_of,
     ),
     4: Exercise(
         "a function of a byte with two codes, the first in the low half, that returns a 32-bit integer",
-        _decodes,
+        function_test(decode_two, [(byte,) for byte in range(256)]),
         "In each half of the register the sign is bit 15, and the other three bits are bits 8 to 6.",
         decode_two,
     ),

@@ -1,13 +1,16 @@
 """Exercises of notebook 05, on TMA, mbarriers, the swizzle and proxies."""
 
+from itertools import product
+
 import torch
 
-from moe_numba import simulator  # before numba
+from moe_numba import simulator  # noqa: F401  before numba
 
 # isort: split
 from numba import cuda, int32, uint8, uint32, uint64
 
 from moe_numba.course.exercises import Exercise
+from moe_numba.course.grader import Run, Wrong, kernel_test
 from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.fence import fence_proxy_async_shared
 from moe_numba.ptx.mbarrier import (
@@ -23,38 +26,23 @@ from moe_numba.ptx.warpgroup import elect_sync
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import TensorMap
 
-_SEEDS = 4
-_NOT_WRITTEN = 255  # no byte of a result
+_SEEDS = 2
 wait_until_read = make_bulk_wait_group_read(0)
-
-
-def _fault(kernel, threads, wanted, arguments_of, findings):
-    """Run a kernel with several thread orders; return what is wrong, or None.
-
-    ``arguments_of(out)`` are its arguments. ``findings`` has a sentence for each error of the simulator that is likely.
-    """
-    for seed in range(_SEEDS):
-        out = torch.full_like(wanted, _NOT_WRITTEN)
-        try:
-            with simulator.seed(seed):
-                launch(kernel, 1, threads, *arguments_of(out))
-        except simulator.SimulatorError as error:
-            if (kind := type(error).__name__) not in findings:
-                raise
-            first, *waiting = str(error).splitlines()  # a Deadlock lists what threads wait for
-            where = (waiting or [first])[0].strip().partition("; nothing orders")[0]
-            return f"{findings[kind]} ({kind}: {where})"
-        if len(wrong := (out != wanted).nonzero()):
-            row, column = wrong[0].tolist()
-            byte = f"with the thread order of seed {seed}, byte {column} of row {row % 8} of box {row // 8}"
-            if out[row, column] == _NOT_WRITTEN:
-                return f"{byte} is not written; it must be {wanted[row, column]}"
-            return f"{byte} is {out[row, column]}, not {wanted[row, column]}"
-    return None
 
 
 def _matrix(rows):
     return (torch.arange(rows * 128) % 251).to(torch.uint8).view(rows, 128)
+
+
+def _not_written(rows):
+    return torch.full((rows, 128), 255, dtype=torch.uint8)  # no byte of a result
+
+
+def _boxes(rows):
+    """Return a matrix with all rows of the boxes of the first ``rows``."""
+    matrix = torch.zeros(-(-rows // 8) * 8, 128, dtype=torch.uint8)
+    matrix[:rows] = _matrix(rows)
+    return matrix
 
 
 # 1: bytes and phases of two barriers
@@ -81,25 +69,12 @@ def load_two_stages(map_x, out, rows, boxes):
             cuda.syncthreads()
 
 
-_LOAD_FINDINGS = {
-    "Deadlock": "threads wait for a phase that never completes",
-    "BarrierMisuse": "a barrier gets arrivals or bytes that it does not expect, or is used wrongly",
-    "DataRace": "a stage is read before its copy has completed, or filled again before it has been read",
-    "AsyncRace": "a stage is read before its copy has completed, or filled again before it has been read",
-}
+def _load(rows):
+    def load(kernel, x, out):
+        launch(kernel, 1, 64, TensorMap(x, (8, 128)), out.view(-1), rows, len(out) // 8)
 
-
-def _loads_all(kernel):
-    return _loads(kernel, 40) or _loads(kernel, 36)
-
-
-def _loads(kernel, rows):
-    x, boxes = _matrix(rows), -(-rows // 8)
-    wanted = torch.zeros(8 * boxes, 128, dtype=torch.uint8)
-    wanted[:rows] = x
-    arguments_of = lambda out: (TensorMap(x, (8, 128)), out.view(-1), rows, boxes)
-    wrong = _fault(kernel, 64, wanted, arguments_of, _LOAD_FINDINGS)
-    return wrong and f"a matrix of {rows} rows: {wrong}"
+    wanted = _boxes(rows)
+    return Run(load, {"x": _matrix(rows), "out": _not_written(len(wanted))}, {"out": wanted}, f"{rows} rows")
 
 
 # 2: a swizzle of rows of 64 bytes
@@ -110,20 +85,16 @@ def place_of_chunk(row, chunk):
 
 
 def _has_no_bank_conflicts(answer):
-    used = {}  # (chunk, group of 8 rows, first bank) -> row
-    for row in range(64):
-        places = [answer(row, chunk) for chunk in range(4)]
-        if ... in places:
-            return "not answered yet: return a place from 0 to 3"
-        for chunk, place in enumerate(places):
-            if place not in range(4):
-                return f"chunk {chunk} of row {row} goes to place {place}; a row has the places 0 to 3"
-            if (other := places.index(place)) != chunk:
-                return f"row {row}: chunks {other} and {chunk} both go to place {place}"
-            bank = 16 * (row % 2) + 4 * int(place)
-            if (other := used.setdefault((chunk, row // 8, bank), row)) != row:
-                return f"chunk {chunk} of rows {other} and {row} is in the same banks, {bank} to {bank + 3}"
-    return None
+    places = [[answer(row, chunk) for chunk in range(4)] for row in range(64)]
+    for row, of_row in enumerate(places):
+        if sorted(of_row) != [0, 1, 2, 3]:
+            raise Wrong(f"the chunks of row {row} have the places {of_row}; each of 0 to 3 is needed once")
+    for first, chunk in product(range(0, 64, 8), range(4)):
+        used = {}  # first bank -> row
+        for row in range(first, first + 8):
+            bank = 16 * (row % 2) + 4 * int(places[row][chunk])
+            if (other := used.setdefault(bank, row)) != row:
+                raise Wrong(f"chunk {chunk} of rows {other} and {row} is in the same banks, {bank} to {bank + 3}")
 
 
 # 3: a TMA store
@@ -145,17 +116,11 @@ def add_one(x, map_y, tiles):
         cuda.syncthreads()
 
 
-_STORE_FINDINGS = {
-    "MissingFence": "TMA reads bytes that the thread which wrote them has not fenced for the async proxy",
-    "DataRace": "TMA reads the tile while a thread may write it",
-    "AsyncRace": "TMA reads the tile while a thread may write it",
-}
-
-
-def _stores_all(kernel):
-    x = _matrix(32)
-    arguments_of = lambda y: (x.view(-1), TensorMap(y, (8, 128)), 4)
-    return _fault(kernel, 64, x + 1, arguments_of, _STORE_FINDINGS)
+_STORE = Run(
+    lambda kernel, x, y: launch(kernel, 1, 64, x.view(-1), TensorMap(y, (8, 128)), 4),
+    {"x": _matrix(32), "y": _not_written(32)},
+    {"y": _matrix(32) + 1},
+)
 
 
 # 4: full and empty barriers
@@ -188,23 +153,17 @@ def copy_by_roles(map_x, out, boxes):
             tma_load_2d(smem, 1024 * stage, map_x, 0, 0, int32(8 * box), barriers, stage)
 
 
-_ROLE_FINDINGS = {
-    "Deadlock": "a warp waits for a phase that never completes, or has missed one",
-    "DataRace": "a stage is filled again while a consumer may still read it, or read while it is filled",
-    "AsyncRace": "a stage is filled again while a consumer may still read it, or read while it is filled",
-}
-
-
-def _copies_all(kernel):
-    x = _matrix(48)
-    arguments_of = lambda out: (TensorMap(x, (8, 128)), out.view(-1), 6)
-    return _fault(kernel, 96, x, arguments_of, _ROLE_FINDINGS)
+_COPY = Run(
+    lambda kernel, x, out: launch(kernel, 1, 96, TensorMap(x, (8, 128)), out.view(-1), 6),
+    {"x": _matrix(48), "out": _not_written(48)},
+    {"out": _matrix(48)},
+)
 
 
 EXERCISES = {
     1: Exercise(
         "a kernel that copies the boxes of a matrix through two stages",
-        _loads_all,
+        kernel_test(_load(40), _load(36), seeds=_SEEDS),
         "How many bytes does TMA write for a box that ends outside the matrix? Stage 0 has the boxes 0, 2 and 4: which "
         "phase of its barrier does each of them complete?",
         load_two_stages,
@@ -218,14 +177,14 @@ EXERCISES = {
     ),
     3: Exercise(
         "a kernel that adds 1 to each byte of a matrix and stores the tiles with TMA",
-        _stores_all,
+        kernel_test(_STORE, seeds=_SEEDS),
         "Which threads write the tile, and which one waits until TMA has read it? The fence is for the writers; all "
         "threads must know of the wait before they write the next tile.",
         add_one,
     ),
     4: Exercise(
         "a kernel in which one warp loads boxes and two warps copy them to out",
-        _copies_all,
+        kernel_test(_COPY, seeds=_SEEDS),
         "How many arrivals does each use of a stage bring? An arrival on empty says that all lanes of the warp have "
         "read the stage: cuda.syncwarp() orders the reads of its lanes.",
         copy_by_roles,

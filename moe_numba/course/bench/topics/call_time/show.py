@@ -13,6 +13,7 @@ is an installed package, see ``baselines.peer_calls``, or a module of ``--peers`
 import torch
 
 from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.figures.tables import markdown_table
 from moe_numba.course.bench.records import format_us
 from moe_numba.course.bench.topics.call_time import measure as call_time_measure
 from moe_numba.course.bench.topics.call_time import measure_buffer as call_time_buffer_measure
@@ -68,15 +69,16 @@ def readme_table(record):
     """Return a table of call times in microseconds: called, with ``out=``, prepared, and the peers if there are any."""
     has_peers = any(row["step"].startswith("peer:") for row in record["rows"])
     columns = ["call", "with `out=`", "prepared", *(["other projects"] if has_peers else [])]
-    lines = [f"| function | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
+    lines = []
     for name, steps in rows_by_operation(record).items():
         times = {step: format_us(row["call_us"]["median"]) for step, row in steps.items()}
         cells = [times.get(suffix, "") for suffix in COLUMNS]
         if has_peers:
             cells.append("; ".join(f"{us} ({step[5:]})" for step, us in times.items() if step.startswith("peer:")))
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        lines.append([f"`{name}`", *cells])
     calls = f"median of loops of {call_time_measure.CALLS} calls"
-    return "\n".join([*lines, "", f"Call time in microseconds, {calls}, {_provenance(record)}."])
+    table = markdown_table(["function", *columns], lines)
+    return f"{table}\n\nCall time in microseconds, {calls}, {_provenance(record)}."
 
 
 def _provenance(record):

@@ -7,7 +7,7 @@ import torch
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.figures.tables import bold_best
+from moe_numba.course.bench.figures.tables import bold_best, markdown_table
 from moe_numba.course.bench.topics.dispatch_combine import measure as dispatch_combine_measure
 from moe_numba.expert_parallel.rings.config import num_direct_senders
 
@@ -96,15 +96,9 @@ def figures(record):
         ),
     }
     for name, topic in LADDERS.items():
-        if ladder := records.recorded(topic, records.folder(record["gpu"])):
-            size, ranks = ladder["rows"][0]["size"], ladder["rows"][0]["config"]["ranks"]
-            made[f"{name}-ladder"] = plots.ladder_figure(
-                ladder["rows"],
-                caption=plots.caption(ladder),
-                reference="torch",
-                lines={"speed of light": next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)},
-                title=f"{name.capitalize()}, step by step: {size['tokens']} tokens on each of {ranks} GPUs",
-            )
+        title = f"{name.capitalize()}, step by step: {{tokens}} tokens on each of {{ranks}} GPUs"
+        if ladder := plots.recorded_ladder(record, topic, title):
+            made[f"{name}-ladder"] = ladder
     return made
 
 
@@ -125,29 +119,26 @@ def readme_table(record):
     rows |= {f"{step}, bfloat16": (dict(step=step), None) for step in NCCL_STEPS}
     rows["plain push, 132 SMs"] = dict(step="plain push"), 132
     rows["push to all others, 132 SMs"] = dict(step="push to all"), 132
-    lines = [f"| {dispatch_combine_measure.TOKENS} tokens each | {' | '.join(f'{n} GPUs' for n in numbers)} |"]
-    lines.append("|---|" + "---:|" * len(numbers))
+    many, few_tokens = [], []
     for name, (wanted, sms) in rows.items():
         cells = []
         for ranks in numbers:
             row = records.find(record, **wanted, config={"ranks": ranks} | ({"num_sms": sms} if sms else {}))
             cells.append(f"{row['kernel_us']['median']:.0f} us, {row['wire_gbps']:.0f} GB/s" if row else "")
         if any(cells):  # older records lack some steps
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        f"| few tokens, {numbers[-1]} GPUs | {' | '.join(DECODE_STEPS)} |",
-        "|---|" + "---:|" * len(DECODE_STEPS),
-    ]
+            many.append([name, *cells])
     for tokens in dispatch_combine_measure.DECODE_TOKENS:
         wanted = dict(operation="dispatch and combine", config={"ranks": numbers[-1]}, size={"tokens": tokens})
         found = [records.find(record, step=step, **wanted) for step in DECODE_STEPS.values()]
         if all(found):
             times = bold_best([f"{row['kernel_us']['median']:.0f}" for row in found])
-            lines.append(f"| {tokens} | {' | '.join(times)} |")
-    lines.append("")
+            few_tokens.append([tokens, *times])
     caption = plots.provenance(record) + plots.other_commits(record, lambda row: f"{row['config']['ranks']} GPUs")
-    lines.append(
-        f"Median kernel time of the slowest rank, microseconds; few tokens: dispatch and combine together; {caption}."
+    text = "Median kernel time of the slowest rank, microseconds; few tokens: dispatch and combine together"
+    return "\n\n".join(
+        [
+            markdown_table([f"{dispatch_combine_measure.TOKENS} tokens each", *(f"{n} GPUs" for n in numbers)], many),
+            markdown_table([f"few tokens, {numbers[-1]} GPUs", *DECODE_STEPS], few_tokens),
+            f"{text}; {caption}.",
+        ]
     )
-    return "\n".join(lines)

@@ -5,7 +5,7 @@
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.figures.tables import bold_best
+from moe_numba.course.bench.figures.tables import kernel_times_table, steps_with_peers
 from moe_numba.course.bench.topics.grouped_gemm.measure import (
     FEW_GROUPS,
     FP8,
@@ -70,41 +70,31 @@ def row_config(shape, scaling="tensor", groups=GROUPS, routing="uniform"):
 
 def series_by_label(record, shape, scaling="tensor"):
     """Return ``{label: {rows: statistics}}`` of all kernels that were measured for a shape."""
-    named = {"moe_numba": "final", **{n.removeprefix("peer:"): n for n in records.peers(record)}}
-    named |= {"torch": "torch", "torch, loop": "torch, loop"}
     config = row_config(shape, scaling)
-    found = {label: records.series(record, over="rows", step=step, config=config) for label, step in named.items()}
+    steps = steps_with_peers(record, "torch", "torch, loop").items()
+    found = {label: records.series(record, over="rows", step=step, config=config) for label, step in steps}
     return {label: points for label, points in found.items() if points}
 
 
 def figures(record):
     """Plot a sweep over rows for each shape and scaling, the roofline, and the recorded ladders."""
-    made, caption = {}, plots.caption(record)
+    made, steps = {}, steps_with_peers(record, "torch", "torch, loop")
     for shape, (n, k) in {name: sides.values() for name, sides in SHAPES.items()}.items():
         for scaling in TITLES:
-            if series := series_by_label(record, shape, scaling):
-                floors = records.series(
-                    record, over="rows", value="floor_us", step="final", config=row_config(shape, scaling)
-                )
-                made[f"sweep-{shape}-{scaling}"] = plots.sweep_figure(
-                    series,
+            if series_by_label(record, shape, scaling):
+                made[f"sweep-{shape}-{scaling}"] = plots.kernel_sweep(
+                    record,
+                    steps,
+                    dict(config=row_config(shape, scaling)),
+                    over="rows",
                     xlabel="rows in 32 groups",
-                    floor=floors,
-                    caption=caption,
                     title=f"Grouped GEMM, N {n}, K {k}, {TITLES[scaling]}: kernel time",
                 )
-    made["roofline"] = roofline(record, caption)
-    for topic, title in (("grouped_gemm_dense_ladder", "One matrix"), ("grouped_gemm_ladder", "32 groups")):
-        ladder = records.recorded(topic, records.folder(record["gpu"]))
-        if ladder:
-            floor_us = next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)
-            made[topic.removeprefix("grouped_gemm_").replace("_", "-")] = plots.ladder_figure(
-                ladder["rows"],
-                lines={"speed of light": floor_us},
-                title=f"Grouped GEMM step by step: {title}",
-                caption=plots.caption(ladder),
-                reference="torch",
-            )
+    made["roofline"] = roofline(record, plots.caption(record))
+    for name, title in (("dense-ladder", "One matrix"), ("ladder", "32 groups")):
+        topic = f"grouped_gemm_{name.replace('-', '_')}"
+        if ladder := plots.recorded_ladder(record, topic, f"Grouped GEMM step by step: {title}"):
+            made[name] = ladder
     return made
 
 
@@ -130,26 +120,23 @@ def roofline(record, caption=""):
 
 def readme_table(record):
     """Return a table for each scaling: kernel times of this package, the peers, torch and the lower bound."""
-    peers, lines = records.peers(record), []
+    lines = []
     for scaling, title in TITLES.items():
-        steps = ["final", *peers, "torch", "torch, loop"]
-        steps = [s for s in steps if records.find(record, step=s, config={"scaling": scaling})]
-        if steps[:1] != ["final"]:
-            continue
-        names = ["moe_numba" if name == "final" else name.removeprefix("peer:") for name in steps]
-        lines += [f"{title}:", "", f"| N x K, rows | {' | '.join(names)} | speed of light |"]
-        lines.append("|---|" + "---:|" * (len(names) + 1))
-        for shape, sides in SHAPES.items():
-            for groups, routing, rows, label in TABLE_ROWS:
-                size, config = {"rows": rows}, row_config(shape, scaling, groups, routing)
-                found = [records.find(record, step=step, config=config, size=size) for step in steps]
-                if found[0]:
-                    cells = [f"{row['kernel_us']['median']:.0f}" if row else "" for row in found]
-                    cells = bold_best(cells) if len(steps) > 1 else cells
-                    cells.append(f"{found[0]['floor_us']:.0f}")
-                    lines.append(f"| {sides['n']} x {sides['k']}, {rows}{label} | {' | '.join(cells)} |")
-        lines.append("")
+        steps = {
+            name: step
+            for name, step in steps_with_peers(record, "torch", "torch, loop").items()
+            if records.find(record, step=step, config={"scaling": scaling})
+        }
+        if "moe_numba" in steps:
+            rows = {
+                f"{sides['n']} x {sides['k']}, {rows}{label}": dict(
+                    config=row_config(shape, scaling, groups, routing), size={"rows": rows}
+                )
+                for shape, sides in SHAPES.items()
+                for groups, routing, rows, label in TABLE_ROWS
+            }
+            lines += [f"{title}:", "", kernel_times_table(record, "N x K, rows", steps, rows, digits=0), ""]
     text = f"32 groups and rows drawn evenly at random, unless stated. Kernel time in us, {plots.provenance(record)}."
-    if peers:
+    if records.peers(record):
         text += " Layouts that other projects' kernels need are made beforehand."
     return "\n".join([*lines, text])

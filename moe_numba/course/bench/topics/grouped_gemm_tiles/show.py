@@ -4,6 +4,7 @@
 """
 
 from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.figures.tables import markdown_table
 from moe_numba.course.bench.topics.grouped_gemm_tiles import tune as tuner
 from moe_numba.course.bench.topics.grouped_gemm_tiles.measure import measure
 
@@ -54,12 +55,12 @@ def readme_table(record):
 
 def summary(rows):
     """Return a table: for each kind how much slower the choice is than the best configuration of each problem."""
-    found, heading = choices(rows), "| scaling | problems | before: mean | before: worst | table: mean | table: worst |"
-    lines = [heading, "|---|" + "---:|" * 5]
+    found, lines = choices(rows), []
     for kind in dict.fromkeys(problem.kind for problem in found["table"]):
         cells = []
         for ratios in found.values():
             own = [100 * (ratio - 1) for problem, ratio in ratios.items() if problem.kind == kind]
             cells += [f"{sum(own) / len(own):.1f} %", f"{max(own):.1f} %"]
-        lines.append(f"| {kind} | {len(own)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([kind, len(own), *cells])
+    headings = ["scaling", "problems", "before: mean", "before: worst", "table: mean", "table: worst"]
+    return markdown_table(headings, lines)

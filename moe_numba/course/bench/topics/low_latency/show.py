@@ -7,7 +7,7 @@ import torch
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.figures.tables import bold_best
+from moe_numba.course.bench.figures.tables import bold_best, markdown_table
 from moe_numba.course.bench.topics.low_latency import measure as low_latency_measure
 
 NUMBERS_OF_RANKS = (1, 2, 4, 8)
@@ -64,7 +64,7 @@ def figures(record):
 def readme_table(record):
     """Format the time of a pair per group size and number of tokens."""
     steps = steps_of(record)
-    lines = [f"| GPUs, tokens | {' | '.join(steps)} | one call | in a loop |", "|---|" + "---:|" * (len(steps) + 2)]
+    lines = []
     for ranks in _numbers_of_ranks(record):
         for tokens in low_latency_measure.TOKENS:
             wanted = dict(config={"ranks": ranks}, size={"tokens": tokens})
@@ -75,13 +75,12 @@ def readme_table(record):
                 called = [
                     f"{rows[0][name]['median']:.0f}" if name in rows[0] else "" for name in ("call_us", "loop_us")
                 ]
-                lines.append(f"| {ranks}, {tokens} | {' | '.join([*times, *called])} |")
-    lines += [
-        "",
+                lines.append([f"{ranks}, {tokens}", *times, *called])
+    text = (
         "Median time of the slowest rank for dispatch and combine together, microseconds, in a CUDA graph. The last "
         "two columns are for *packed by expert*, called from Python: *one call* is a single pair after a barrier, "
         "which includes the time between the ranks' leaving it; *in a loop* is the mean of consecutive pairs. With 1 "
         f"GPU a rank copies its own tokens, for {low_latency_measure.ONE_RANK_EXPERTS} experts, and nothing crosses "
-        f"NVLink; {plots.provenance(record)}.",
-    ]
-    return "\n".join(lines)
+        f"NVLink; {plots.provenance(record)}."
+    )
+    return f"{markdown_table(['GPUs, tokens', *steps, 'one call', 'in a loop'], lines)}\n\n{text}"

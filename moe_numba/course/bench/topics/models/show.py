@@ -7,6 +7,7 @@ an earlier version with a context: 1024 earlier tokens of each sequence in a key
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.figures.tables import markdown_table
 from moe_numba.course.bench.records import format_us
 from moe_numba.course.bench.topics.models.rows import DEFAULT, OURS, PACKED, WITH_ROUTERS
 
@@ -53,12 +54,12 @@ def readme_table(record):
     names = [f"`{name}`" for name in (*names, "moe_numba")] + ["with fused routers", "speedup"]
     has_packed = any(row["step"] == PACKED for row in record["rows"])
     names += ["in MXFP4"] * has_packed
-    lines = [f"| model | tokens | context | {' | '.join(names)} |", "|---|---:|---:|" + "---:|" * len(names)]
+    lines = []
     for model, layers, tokens, context, steps in passes(record):
         cells = [_cell(steps.get(step)) for step in steps_shown]
         cells.append(_speedup(steps.get(BEFORE), steps.get(WITH_ROUTERS)))
         cells += [_cell(steps.get(PACKED))] * has_packed
-        lines.append(f"| {model}, {layers} layers | {tokens} | {context} | {' | '.join(cells)} |")
+        lines.append([f"{model}, {layers} layers", tokens, context, *cells])
     version = next((row["version"] for row in record["rows"] if "version" in row), "")
     provenance = plots.provenance(record) + plots.other_commits(record, lambda row: row["config"]["model"])
     text = (
@@ -68,7 +69,7 @@ def readme_table(record):
         f"are a prompt. `{DEFAULT}` is what transformers {version} runs by default; the speedup is that with fused "
         f"routers. {provenance[0].upper()}{provenance[1:]}."
     )
-    return "\n".join([*lines, "", text])
+    return f"{markdown_table(['model', 'tokens', 'context', *names], lines)}\n\n{text}"
 
 
 _TIMES = "kernel_us", "pass_us"

@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.figures.tables import bold_best
+from moe_numba.course.bench.figures.tables import bold_best, markdown_table
 from moe_numba.course.bench.records import format_us
 from moe_numba.course.bench.topics.moe_layer.measure import FAST, STATIC, TRANSFORMERS
 from moe_numba.course.bench.topics.moe_layer.measure import measure as measure_layers
@@ -80,7 +80,7 @@ def readme_table(record):
     others = records.peers(record)
     named = {step: f"`{label_of(step)}`" if step.startswith(TRANSFORMERS) else label_of(step) for step in others}
     names = [label_of(OURS), label_of(GEMMS), "speed of light", *named.values()]
-    lines = [f"| experts | tokens | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
+    lines = []
     for model, tokens, steps in layers(record):
         times = [steps[step]["kernel_us"]["median"] if step in steps else None for step in (OURS, GEMMS, *others)]
         times.insert(2, steps[OURS]["floor_us"])
@@ -88,7 +88,7 @@ def readme_table(record):
         if any(cells[3:]):  # there is something to compare with
             ours, *best = bold_best([cells[0], *cells[3:]])
             cells = [ours, *cells[1:3], *best]
-        lines.append(f"| {model} | {tokens} | {' | '.join(cells)} |")
+        lines.append([model, tokens, *cells])
     provenance = plots.provenance(record)
     text = (
         "Kernel time in microseconds, with 8 experts per token (gpt-oss: 4, Mixtral: 2; tensor parallel: also the "
@@ -100,7 +100,7 @@ def readme_table(record):
         "compute, whichever is longer. "
         f"{_about_peers(record, named)}{provenance[0].upper()}{provenance[1:]}."
     )
-    return "\n".join([*lines, "", text])
+    return f"{markdown_table(['experts', 'tokens', *names], lines)}\n\n{text}"
 
 
 def _about_peers(record, named):

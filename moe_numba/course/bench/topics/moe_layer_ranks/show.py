@@ -7,7 +7,7 @@ import torch
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.figures.tables import bold_best
+from moe_numba.course.bench.figures.tables import bold_best, markdown_table
 from moe_numba.course.bench.topics.moe_layer_ranks import measure as moe_layer_ranks_measure
 from moe_numba.course.lessons.moe_layer.exercises import ranks_per_token
 
@@ -115,13 +115,13 @@ def _table(record, columns, more=(), cells_of=lambda ranks, tokens, steps: []):
     columns = {name: key for name, key in columns.items() if key in measured}
     names = [*columns, *more]
     layers = sum(key in LAYERS for key in columns.values())
-    lines = [f"| GPUs, tokens on each | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+    lines = []
     for ranks, times in found.items():
         for tokens, steps in times.items():
             cells = [records.format_us(steps[key]) if key in steps else "" for key in columns.values()]
             cells = bold_best(cells, slice(0, layers)) + cells_of(ranks, tokens, steps)
-            lines.append(f"| {ranks}, {tokens} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append([f"{ranks}, {tokens}", *cells])
+    return markdown_table(["GPUs, tokens on each", *names], lines)
 
 
 def layers_table(record):

@@ -8,6 +8,7 @@ import torch
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.figures.tables import markdown_table
 from moe_numba.course.bench.records import format_us
 from moe_numba.course.bench.topics.dispatch_combine import show as dispatch_combine
 from moe_numba.course.bench.topics.older_gpus import measure as older_gpus_measure
@@ -74,13 +75,14 @@ def figures(record):
 
 def readme_table(record):
     """Return a table of kernel times in microseconds: the older path, and what it is compared with."""
-    lines = [f"| operation | size | path for {OLDER_NAME} | compared with | ratio |", "|---|---|---:|---:|---:|"]
+    lines = []
     for operation, size, row, others in comparisons(record):
         own, name = row["kernel_us"]["median"], f"`{operation}`" if "num_groups" in row["config"] else operation
         for other, found in others.items():
             us = found["kernel_us"]["median"]
-            lines.append(f"| {name} | {size} | {format_us(own)} | {format_us(us)} ({other}) | {us / own:.2f} |")
-    return "\n".join([*lines, "", _caption(record)])
+            lines.append([name, size, format_us(own), f"{format_us(us)} ({other})", f"{us / own:.2f}"])
+    headings = ["operation", "size", f"path for {OLDER_NAME}", "compared with", "ratio"]
+    return f"{markdown_table(headings, lines, text_columns=2)}\n\n{_caption(record)}"
 
 
 def _caption(record):

@@ -1,0 +1,452 @@
+"""Wrong answers to the exercises of the notebooks, and what the messages must match.
+
+A row is ``(right, wrong, message)``: the solution's source with one passage replaced, which must occur once. Or it is
+``(answer, message)`` with the text of another answer, which may name what the module of the exercises contains.
+"""
+
+PUBLISH_FIRST = (
+    "    prefix[cta] = before + values[cta]\n    cuda.threadfence()\n    st_relaxed_gpu_s32(flags, cta, 1)\n",
+    "    st_relaxed_gpu_s32(flags, cta, 1)\n    prefix[cta] = before + values[cta]\n",
+)
+WAIT_FOR_TOP_BIT = (
+    "    old = atom_add_relaxed_gpu_s32(counter, 0, int32(uint32(1 << 31) - uint32(2)) if cta == 0 else int32(1))\n"
+    "    while int32(old ^ ld_relaxed_gpu_s32(counter, 0)) >= 0:  # until the top bit differs\n"
+)
+FIRST_BARRIER = "    barrier_cluster_arrive()\n    barrier_cluster_wait()  # all CTAs have started\n"
+LAST_BARRIER = "    barrier_cluster_arrive()\n    barrier_cluster_wait()  # all CTAs have stored\n"
+SUM_OF_CTAS = (
+    "    parts = cuda.shared.array(8, int32)\n    t, cta = int32(cuda.threadIdx.x), int32(cluster_ctarank())\n"
+)
+READ_ROW, STORE_HEAD = (
+    "            out[n] = local[RING + n % SLOTS]\n",
+    "            st_release_sys_s32(local, HEAD, int32(n + 1))\n",
+)
+COPY = "            for i in range(thread, 1024, 64):\n                out[1024 * box + i] = smem[1024 * stage + i]\n"
+ARRIVE = (
+    "            cuda.syncwarp()\n            if lane == 0:\n                mbarrier_arrive(barriers, 2 + stage)\n"
+)
+
+WRONG = {
+    "start-1": [
+        ("    cuda.syncthreads()\n", "", "^two threads race: .* it needs cuda.syncthreads"),
+        ("    cuda.sync", "    if i < 32:\n        cuda.sync", "not all threads reach the barrier|two threads race"),
+        ("63 - i", "64 - i", "^an index is out of bounds: .* index 64 is outside the shared array"),
+        ("tile[63 - i]", "tile[i]", r"^out\[0\] is 0.*, not 63.*; 64 of 64 are wrong"),
+        ("= x[i]", "= y[i]", "^NameError: name 'y' is not defined; in the line `tile"),
+    ],
+    "start-2": [
+        (
+            "cuda.atomic.add(count, 0, int32(1))",
+            "count[0] += 1",
+            "^256 numbers: two threads race: .* an atomic operation",
+        ),
+        ("i < len(x) and ", "", r"^250 numbers: an index is out of bounds: .* index 25\d "),
+        ("cuda.grid(1)", "cuda.threadIdx.x + 64 * 0 * cuda.grid(1)", r"^256 numbers: count\[0\] is 84, not 85"),
+    ],
+    "start-3": [
+        ("9", "^2 numbers are needed, in parentheses"),
+        ("(9, 4.5)", "^4.5 is wrong$"),
+        ("(9.75, 7.125)", "^9.75 and 7.125 are wrong$"),
+        ("(9, ...)", "^not answered yet: the answer is two numbers, in microseconds"),
+    ],
+    "start-4": [
+        ("lambda a, b: not ((a - b).abs() > 1e-3).any()", "never written: it is NaN: the result is True, not False"),
+        ("lambda a, b: bool((a == b).all())", "largest error is 0.0001: the result is False, not True"),
+        ("lambda a, b: bool((a - b <= 1e-3).all())", "^a result that is too small: the result is True, not False"),
+        ("lambda a, b: (a - b).abs().mean() <= 1e-3", "wrong by 0.002: the result is True, not False"),
+        ("lambda a, b: True", "one element is wrong by 1: the result is True, not False"),
+    ],
+    "gate-1": [
+        ("range(4)", "range(5)", r"^out\[16\] is 31, not 30; 16 of 32 are wrong"),
+        ("range(4):\n", "(0, 1, 2, 3, 3):\n", "^right, but with 5 shuffles by each lane; at most 4 are needed"),
+        (
+            "        value = max(value, cuda.shfl_xor_sync(FULL, value, 1 << r))\n",
+            "        if lane < 16:\n            value = max(value, cuda.shfl_xor_sync(FULL, value, 1 << r))\n"
+            "        else:\n            value = max(value, cuda.shfl_xor_sync(FULL, value, 1 << r))\n",
+            r"^right, but with \d shuffles that only some lanes execute; at most 0",
+        ),
+    ],
+    "gate-2": [
+        ("[...] * 8", "^not answered yet"),
+        ("[9, 8, 7, 6, 4, 3, 2, 1]", "4 groups are kept, as they should be"),
+        ("[float('nan')] * 8", "^eight finite numbers are needed, one for each group"),
+        ("[5, 5]", "^eight finite numbers are needed"),
+    ],
+    "gate-3": [
+        ("lambda bits: ...", "^not answered yet"),
+        ("lambda bits: None", "^-inf, bits -8388608: the key is None, not an int32"),
+        ("lambda bits: bits & 0xFFFFFFFF", "^-inf, bits -8388608: the key is 4286578688, not an int32"),
+        ("lambda bits: bits", r"^-3.40282e\+38, .* not above -8388608, the key of the next lower number"),
+    ],
+    "gate-4": [
+        ("swap = (key[j] > key[i]) | (", "swap = key[j] > key[i] or (", "^right, but with [1-9][0-9]* branch instr"),
+        (") & (slot", ") and (slot", "^right, but with .* (branch instructions|`and` or `or`); at most 0 are needed"),
+        (" | ((key[j] == key[i]) & (slot[j] < slot[i]))", "", r"^slots\[3, 1\] is 3, not 1; 10 of 128 are wrong"),
+    ],
+    "align-1": [
+        ("(sums[0] if warp == 1 else 0)", "0", r"^starts\[32\] is 0, not 174; 32 of 64 are wrong"),
+        ("    cuda.syncthreads()\n", "", "^two threads race: .* it needs cuda.syncthreads"),
+        (
+            "        below = cuda.shfl_up_sync(_ALL_LANES, value, 1 << k)\n        if lane >= 1 << k:\n",
+            "        if lane >= 1 << k:\n            below = cuda.shfl_up_sync(_ALL_LANES, value, 1 << k)\n",
+            "^a lane is missing from a warp's operation",
+        ),
+    ],
+    "align-2": [
+        ("lambda n, e, b: n", "^numel = 1, num_experts = 1, block_size = 2: the result is 1, not 2"),
+        ("lambda n, e, b: n + e * (b - 1)", "^numel = 0, num_experts = 1, block_size = 2: the result is 1, not 0"),
+        ("lambda n, e, b: ...", "^not answered yet"),
+    ],
+    "align-3": [
+        ("lambda e: e", "^64 experts: right, but with 32 wavefronts to read a column of rows of 64 words; at most 1 "),
+        ("lambda e: e + 1", "^7 experts: right, but with 8 wavefronts to read a column of rows of 8 words"),
+        ("lambda e: 33", "^64 experts: a row has 33 words; an integer from 64 to 130 is needed"),
+        ("lambda e: e + 0.5", "^64 experts: a row has 64.5 words; an integer"),
+        ("65", "^TypeError: 'int' object is not callable"),
+    ],
+    "align-4": [
+        ("lambda t, threads, n: range(t, n, threads)", r"^32 threads, 100 slots, .*: slots\[1\] is 32, not 1; 98 of"),
+        (
+            "lambda t, threads, n: range(n) if t == 0 else ()",
+            "^32 threads, 100 slots, .*: right, but with 100 slots of one ",
+        ),
+        ("lambda t, threads, n: range(4 * t, 4 * t + 4)", r"slots has the shape \(128,\), not \(100,\)"),
+        ("lambda t, threads, n: 4 * t", "^32 threads, .*: TypeError: 'int' object is not iterable"),
+        ("lambda t, threads, n: ...", "^not answered yet"),
+    ],
+    "align-5": [
+        (
+            "    if lane == lowest:\n",
+            "    if lane != lowest:\n        cuda.atomic.add(next_place, expert, 0)\n    else:\n",
+            "^right, but with 128 global atomics; at most 41 are needed",
+        ),
+        ("    first = cuda.shfl_sync(_ALL_LANES, first, lowest)\n", "", r"^the expert of place\[\d+\] is .* are wrong"),
+        (" - uint32(1))", ")", r"^the expert of place\[0\] is -1, not 0"),
+    ],
+    "align_one_launch-1": [
+        (" & lanemask_lt()", "", r"^3 experts, thread order 0: ranks\[0\] is \d+, not 0; "),
+        ("    if i >= 32:\n        rank += cuda.popc(uint32(masks[2 * ids[i]]))\n", "", r"ranks\[3\d\] is 0, not \d+"),
+    ],
+    "align_one_launch-2": [
+        (
+            WAIT_FOR_TOP_BIT,
+            "    goal = int32((atom_add_relaxed_gpu_s32(counter, 0, 1) // 3 + 1) * 3)\n"
+            "    while ld_relaxed_gpu_s32(counter, 0) < goal:\n",
+            "^after 715,827,882 launches, when the counter is 2,147,483,646: two threads race",
+        ),
+        (
+            WAIT_FOR_TOP_BIT,
+            "    goal = int32((uint32(atom_add_relaxed_gpu_s32(counter, 0, 1)) // uint32(3) + uint32(1)) * uint32(3))\n"
+            "    while int32(ld_relaxed_gpu_s32(counter, 0) - goal) < 0:\n",
+            "^after 1,431,655,765 launches, when the counter is -1: ",
+        ),
+        (
+            "int32(uint32(1 << 31) - uint32(2)) if cta == 0 else int32(1)",
+            "1",
+            "^the first launches: threads wait for ever",
+        ),
+        (
+            "    while int32(old ^ ld_relaxed_gpu_s32(counter, 0)) >= 0:",
+            "    while False:",
+            "^the first launches: two threads",
+        ),
+    ],
+    "align_one_launch-3": [
+        (*PUBLISH_FIRST, "^thread order 0: two threads race: .*prefix"),
+        (
+            "            pass\n        cuda.threadfence()\n",
+            "            pass\n",
+            "^thread order 0: two threads race: .*prefix",
+        ),
+        ("    cuda.threadfence()\n    st_rel", "    st_rel", "^thread order 0: two threads race: .*prefix"),
+        ("before + values", "values", r"^thread order 0: prefix\[1\] is 3, not 8; 3 of 4 are wrong"),
+    ],
+    "align_one_launch-4": [
+        ("65535", "^3 numbers are needed"),
+        ("(65536, 1, 5)", "^65536 is wrong"),
+        ("(65535, 65537, 4)", "^65537 and 4 are wrong"),
+        ("(65535, ..., 5)", "^not answered yet"),
+    ],
+    "shared_experts-1": [
+        (
+            "1 / s",
+            "1.0",
+            r"^s = 2.5, renormalize = True, scaled = False: the result\[0, 8\] is 1, not 0.4; 3 of 27 are wrong",
+        ),
+        ("nine * s if", "nine if", r"renormalize = True, scaled = True: the result\[0, 0\] is"),
+        ("weights = weights / ", "weights /= ", "renormalize = True, scaled = False: it changes its argument weights"),
+        ("lambda weights, *_: weights", r"the result has the shape \(3, 8\), not \(3, 9\)"),
+        ("lambda *given: None", r"the result has the shape \(\), not \(3, 9\)"),
+    ],
+    "shared_experts-2": [
+        (
+            "else int32(num_experts + token",
+            "else int32(num_experts + i",
+            r"^3 replicas, token 5 is padding: ids\[0, 8\] is 258, not 256; ",
+        ),
+        ("int32(-1) if padding else ", "", r"^8 replicas, .*: ids\[5, 8\] is 261, not -1; 1 of 108 is"),
+        ("float32(0) if padding else ", "", r"^8 replicas, .*: weights\[5, 8\] is 0.4\d*, not 0; 1 of 108 is"),
+        ("topk_ids[token, 0] < 0", "topk_weights[token, 0] == 0", r"^8 replicas, .*: weights\[2, 8\] is 0, not 0.4"),
+        ("topk_ids[token, 0] < 0", "ids[token, 0] < 0", "^8 replicas, .*: two threads race"),
+        ("topk_ids[token, 0] < 0", "topk_ids[token, column] < 0", "out of bounds: .* in the line `padding = topk_ids"),
+        (
+            "            ids[token, column] = topk_ids[token, column]\n",
+            "            ids[token, column] = topk_ids[token, column]\n            topk_weights[token, column] = 0\n",
+            r"^8 replicas, .*: topk_weights\[0, 0\] is 0, not 0",
+        ),
+        ("nine_weights", "^nine_weights is no kernel: is @cuda.jit missing before def?"),
+    ],
+    "shared_experts-3": [
+        ("lambda c, t, a, s: (-(-(-(-sum(c) // t) * a) // s), 7)", r"the result is \(.*, 7\), not \(4, 8\)"),
+        ("max(single, max(columns))", "max(columns)", r"counts = \[100, .*: the result is \(4, 1\), not \(4, 4\)"),
+        ("lambda *load: rounds(*load)[0]", r"the result is 4, not \(4, 8\)"),
+        ("    columns = ", "    counts.sort()\n    columns = ", "it changes its argument counts"),
+    ],
+    "shared_experts-4": [
+        ("in weights:", "in list(weights):", "^right, but with 17 of 17 tensors held at once; at most 3 are needed"),
+        ('.{num_experts + replica}."), tensor', '.{num_experts + replica}."), tensor.clone()', "experts.4.* is a copy"),
+        (
+            "            yield name, tensor\n            continue\n",
+            "            continue\n",
+            "the tensor of model.embed_tokens.weight is None, not model.embed_tokens.weight",
+        ),
+        ("num_experts + replica", "num_experts + replica + 1", "experts.4.up_proj.weight is None, not model.*shared"),
+        ("num_experts + replica", "num_experts", "experts.4.up_proj.weight is yielded twice"),
+        ("lambda *given: None", "^TypeError: 'NoneType' object is not iterable"),
+    ],
+    "hopper-1": [
+        (
+            "uint32(box // 2 % 2)",
+            "uint32(box % 2)",
+            "^40 rows, thread order 0: threads wait for ever: .*load_two_stages",
+        ),
+        (
+            "full, ahead % 2, 1024)",
+            "full, ahead % 2, min(8, rows - 8 * ahead) * 128)",
+            "^36 rows, .* is used wrongly: .*512 b",
+        ),
+        ("uint32(box // 2 % 2)", "uint32(box // 2)", "a barrier is used wrongly: .* which is neither 0 nor 1"),
+        (" and elect_sync(FULL_MASK)", "", "a barrier is used wrongly: .* already has all 1 arrivals"),
+        ("        fence_mbarrier_init()\n", "", "has not called fence_mbarrier_init"),
+        ("1024, 64):", "min(1024, 128 * rows - 1024 * box), 64):", r"^36 rows, .*: out\[36, 0\] is 255, not 0; 512 of"),
+        ("mbarrier_wait_parity(full, box % 2, uint32(box // 2 % 2))", "cuda.syncthreads()", "race.*"),
+        ("            cuda.syncthreads()\n", "", "race"),
+        ("out[1024 * box + i]", "out[i]", r"^40 rows, thread order 0: out\[0, 0\] is 80, not 0; "),
+    ],
+    "hopper-2": [
+        ("lambda row, chunk: ...", "^not answered yet"),
+        ("lambda row, chunk: chunk", "^chunk 0 of rows 0 and 2 is in the same banks, 0 to 3"),
+        (
+            "lambda row, chunk: chunk ^ row % 8",
+            r"^the chunks of row 4 have the places \[4, 5, 6, 7\]; each of 0 to 3 is needed once",
+        ),
+    ],
+    "hopper-3": [
+        ("        fence_proxy_async_shared()\n", "", "^thread order 0: a fence is missing: .*at add_one"),
+        ("wait_until_read()\n        cuda.syncthreads()\n", "wait_until_read()\n", "race"),
+        ("        cuda.syncthreads()\n        if", "        if", "race|a fence is missing"),
+        ("            wait_until_read()\n", "", "race.*make_bulk_wait_group_read"),
+        ("uint8(1)", "uint8(2)", r"^thread order 0: y\[0, 0\] is 2, not 1; 4096 of 4096"),
+    ],
+    "hopper-4": [
+        (COPY + ARRIVE, ARRIVE + COPY, "^thread order 0: two threads race: .*while|race"),
+        ("            cuda.syncwarp()\n", "", "race"),
+        ("2 + stage, 2)", "2 + stage, 64)", "threads wait for ever"),
+        ("cuda.syncwarp()", "cuda.syncthreads()", "not all threads reach the barrier"),
+        ("uint32(1 - box // 2 % 2)", "uint32(box // 2 % 2)", "threads wait for ever: .* waits for 1 of 1 arrivals"),
+    ],
+    "grouped_gemm-1": [
+        (
+            "range(lane, k, 32)",
+            "range(lane * k // 32, (lane + 1) * k // 32)",
+            "^n = 32, k = 96: right, but with 12 sectors per load; at most 4",
+        ),
+        ("in range(5)", "in range(4)", r"^n = 32, k = 32: y\[0\] is 79, not 163; \d+ of 32 are wrong"),
+        ("range(lane, k, 32)", "(lane, lane + 32)", "^n = 32, k = 32: an index is out of bounds: .* in the line|line"),
+        (
+            "range(lane, k, 32):",
+            "range(k if lane == 0 else 0):",
+            "^n = 32, k = 96: right, but with 6144 loaded sectors; at most 800",
+        ),
+    ],
+    "grouped_gemm-2": [
+        ("lambda latency, iteration: ...", "^not answered yet"),
+        ("1 + -", "-", "^latency = 1400, iteration = 512: the result is 3, not 4"),
+        (
+            "-(-latency // iteration)",
+            "latency / iteration",
+            "^latency = 1400, iteration = 512: the result is 3.734375, not 4",
+        ),
+    ],
+    "grouped_gemm-3": [
+        (
+            "(seqlens[g] + 3) // 4",
+            "seqlens[g] // 4",
+            r"^seqlens \[5, 0, 9, 3\], thread order 0: y\[4\] is 0.5, not 5.5; ",
+        ),
+        ("if row < seqlens[g]", "if first + row < x.shape[0]", "two threads race"),
+        ("y_scale[g]", "y_scale[0]", r"y\[5\] is 6.5, not 600.5"),
+        ("(seqlens[g] + 3) // 4", "(seqlens[g] + 3) / 4", r"index \d+\.0 of y .* is no integer.* in the line"),
+        ("first += seqlens[g]", "first += 4 * tiles", "an index is out of bounds: .* in the line `y.first"),
+    ],
+    "grouped_gemm-4": [
+        ("lambda tile, m_tiles, n_tiles: ...", "^not answered yet"),
+        ("lambda tile, m_tiles, n_tiles: tile", r"^tile = 0, m_tiles = 8, n_tiles = 3: the result is 0, not \(0, 0\)"),
+        ("min(8, m_tiles - 8 * band)", "8", r"m_tiles = 19, n_tiles = 5: the result is \(19, 0\), not \(16, 1\)"),
+        ("min(8, m_tiles - 8 * band)", "min(8, m_tiles % 8)", "ZeroDivisionError: .*; in the line `n, m = divmod"),
+    ],
+    "grouped_gemm_scales-1": [
+        ("2 + n // 64 if x_is_rows else n // 4", "n // 4", "^n = 64, x_is_rows = True: the result is 16, not 3")
+    ],
+    "grouped_gemm_scales-2": [
+        ("columns / ctas", "columns", "^rows = 128, columns = 192, ctas = 2: the result is 1.6.*, not 1.1.*")
+    ],
+    "grouped_gemm_scales-3": [
+        (
+            "lambda r, c: (2 * r + c // 32, c // 2 % 16, c % 2)",
+            r"^row = 0, column = 2: the result is \(0, 1, 0\), not \(1, 0, 0\)",
+        )
+    ],
+    "grouped_gemm_scales-4": [("(byte & 0x08) << 12 | ", "", "^byte = 8: the result is 0, not 32768")],
+    "dispatch_layout-1": [
+        (
+            "seen = int32(seen | bit)",
+            "seen = bit",
+            r"^a token with the experts \[2, 5, 1, 12\]: per_rank\[0\] is 2, not 1; ",
+        ),
+        (
+            "if not seen & bit",
+            "if True",
+            r"^a token with the experts \[0, 1, 2, 3\]: per_rank\[0\] is 4, not 1; 1 of 4",
+        ),
+        (
+            "cuda.atomic.add(per_rank, expert // experts_per_rank, int32(1))",
+            "per_rank[expert // experts_per_rank] += 1",
+            "^64 tokens: two threads race: .*per_rank",
+        ),
+        ("expert >= 0", "expert > 0", r"per_rank\[0\] is 0, not 1"),
+    ],
+    "dispatch_layout-2": [
+        (
+            "if lane == 0:\n            cuda.atomic.add(per_rank, rank, count)",
+            "if flag:\n            cuda.atomic.add(per_rank, rank, 1)",
+            r"^104 tokens: right, but with \d+ global atomics; at most 32",
+        ),
+        (
+            "        count = cuda.popc(uint32(cuda.ballot_sync",
+            "        count = flag and cuda.popc(uint32(cuda.ballot_sync",
+            "a lane is missing",
+        ),
+        ("token < flags.shape[0] and ", "", "^104 tokens: an index is out of bounds: .* outside flags"),
+        ("cuda.atomic.add(per_rank, rank, count)", "per_rank[rank] += count", "two threads race"),
+        ("if lane == 0", "if cuda.threadIdx.x == 0", r"^128 tokens: per_rank\[0\] is 64, not 128"),
+    ],
+    "dispatch_layout-3": [
+        (
+            "rows[2 * i + t // 32, t % 32] =",
+            "rows[t, i] =",
+            "^right, but with 1984 bank conflicts; at most 0 are needed",
+        ),
+        ("(64, 32)", "(64, 33)", "^right, but with 8448 bytes of shared memory; at most 8192"),
+        (
+            "    rows = cuda.shared.array((64, 32), int32)\n    t = cuda.threadIdx.x\n",
+            "    t = cuda.threadIdx.x\n    if t < 32:\n        per_expert[t] = 0\n        for i in range(64):\n"
+            "            per_expert[t] += ids[i] == t\n    return\n    rows = cuda.shared.array((64, 32), int32)\n",
+            "^right, but with 0 bytes of shared memory; at least 8192 are needed",
+        ),
+        ("int32(0)\n    cuda.syncthreads()\n", "int32(0)\n", "^two threads race"),
+        ("rows[2 * i + t // 32, t", "rows[i, t", r"^per_expert\[0\] is -?\d+, not 13|it reads memory that nothing"),
+    ],
+    "dispatch_layout-4": [
+        (FIRST_BARRIER, "", "^thread order 0: the CTAs of a cluster are not synchronised: .* may not have started"),
+        (
+            LAST_BARRIER,
+            "    cuda.syncthreads()\n",
+            "^thread order 0: the CTAs of a cluster are not synchronised: .* has exited",
+        ),
+        ("arrive()\n    barrier_cluster_wait()  # all CTAs have started", "wait()", "arrived"),
+        ("parts, cta, t, counts", "parts, t, cta, counts", r"^thread order 0: sums\[0\] is \d+, not \d+; "),
+        (
+            SUM_OF_CTAS,
+            SUM_OF_CTAS + "    if t == 0:\n        sums[cta] = 0\n        for other in range(8):\n"
+            "            sums[cta] += counts[8 * other + cta]\n    return\n",
+            "^right, but with 0 bytes stored to other CTAs; at least 224 are needed",
+        ),
+    ],
+    "ring_buffer_dispatch-1": [
+        (
+            "lambda ranks, cta, link: -(-link // cta)",
+            "^ranks = 2, cta_gbps = 50, link_gbps = 350: the result is 7, not 14",
+        ),
+        ("lambda ranks, cta, link: None", "the result is None, not 14"),
+    ],
+    "ring_buffer_dispatch-2": [
+        (" if source else 0", "", "source = 0, rank = 0: the result is .*, not 0"),
+        ("- start - 1", "+ start", "start = -1, source = 0, rank = 0: the result is -1, not 0"),
+    ],
+    "ring_buffer_dispatch-3": [
+        (">= SLOTS", "> SLOTS", r"^11 rows, thread order \d: (out\[0\] is 104, not 100|two threads race)"),
+        (READ_ROW + STORE_HEAD, STORE_HEAD + READ_ROW, "^11 rows, thread order .: two threads race"),
+        (STORE_HEAD, "", "^11 rows, thread order 0: threads wait for ever"),
+        ("HEAD, int32(n + 1)", "HEAD, int32(n)", "^11 rows, thread order 0: HEAD is 10, not 11"),
+        (">= SLOTS", ">= SLOTS - 1", "^rank 1 receives nothing, and 4 rows fit, thread order 0: threads wait for ever"),
+    ],
+    "ring_buffer_dispatch-4": [
+        ("            cuda.syncwarp()\n", "", "^thread order .: two threads race"),
+        ("            fence_acq_rel_sys()\n", "", "^thread order .: two threads race"),
+        ("st_release_cta_shared_s32(posted, warp, 1)", "posted[warp] = 1", "two threads race: .*shared array"),
+        ("elif lane < 2", "elif lane < 1", "threads wait for ever"),
+        (
+            "                st_release_cta_shared_s32(posted, warp, 1)\n        elif lane < 2:",
+            "                st_release_sys_s32(remote, warp, 1)\n        elif lane < 0:",
+            r"^right, but with \d+ flags that warps 0 and 1 store; at most 0",
+        ),
+    ],
+    "combine-1": [
+        ("(..., ..., ...)", "^not answered yet"),
+        ("(1, 1, 256)", "^the sum is 258 in both cases"),
+        ("(257, 1, 1)", "^257 is no bfloat16 number; the nearest is 256"),
+        ("(1, float('inf'), 0)", "^three finite numbers are needed"),
+        ("(256, 1)", "^three finite numbers are needed"),
+        ("None", "^TypeError: 'NoneType' object is not iterable"),
+    ],
+    "combine-2": [
+        ("    if later == uint32(0):\n        following = int32(NO_HEAD)\n", "", r"filled\[\d+\] is .*, not -"),
+        ("following = cuda.shfl_sync(", "following = 0 if position >= 0 else cuda.shfl_sync(", "a lane is missing"),
+        (" >> uint32(1)", "", r"filled\[0\] is .*, not -1; "),
+    ],
+    "combine-3": [
+        ("ceil(", "(", "the result is 1.1.*, not 2"),
+        ("* rows * 16", "* 16", "^bandwidth = 4.2e.12, latency_ns = 600, .* rows = 2: the result is 3, not 2"),
+    ],
+    "combine-4": [
+        ("< SLOTS", "<= SLOTS", r"^sources is \[\[2, 2.*, thread order 0: out\[0, 0\] is 116, not 114"),
+        ("< SLOTS", "< SLOTS - 1", "^rank 0 has 2 rows for each rank, and no rank receives, .*: threads wait for ever"),
+        ("rows[0] or tail", "rows[0] and tail", "threads wait for ever"),
+        ("tail[to] < rows[to] and ", "", "an index is out of bounds"),
+    ],
+    "low_latency-1": [
+        ("epoch[0] % 2", "0", "threads wait for ever"),
+        ("    st_relaxed_sys_s32(local, half, SENTINEL)\n", "", r"^thread order \d: rank .'s words\[\d\] is \d+, not"),
+        ("while word == SENTINEL", "while False", r"^thread order \d: rank .'s words\[0\] is .*, not \d00"),
+    ],
+    "low_latency-2": [
+        (".tril(-1)", ".tril()", r"^experts = .*: the result\[\d, \d\] is 1, not 0; "),
+        ("flat >= 0", "flat >= -1", r"the result\[\d, \d\] is \d, not -1"),
+        ("lambda experts: place_rows(experts)[:, 0]", r"the result has the shape \(5,\), not \(5, 2\)"),
+    ],
+    "low_latency-3": [("(2 * row_bytes)", "row_bytes", r"^model = PairModel\(.*: the result is .*, not ")],
+    "moe_layer-1": [
+        ("(2 * topk * bandwidth)", "(topk * bandwidth)", "^num_experts = 256, topk = 8, .*: the result is .*, not 659"),
+        ("lambda *given: None", "the result is None, not "),
+    ],
+    "moe_layer-2": [
+        (
+            "range(inverse.shape[1])",
+            "range(inverse.shape[1] - 1, -1, -1)",
+            r"^thread order 0: out\[0, \d\] is .* are wrong",
+        ),
+        ("weights[token, k] * ", "", "^thread order 0: out.* of 32 are wrong"),
+    ],
+    "moe_layer-3": [("lambda experts, topk, ranks: min(topk, ranks)", "topk = 2, ranks = 2: the result is 2, not 1.5")],
+}
