@@ -127,6 +127,8 @@ def pytest_collection_modifyitems(config, items):
             f"make mutants ARGS=--write must choose others than {', '.join(missing)}: not collected"
         )
     chosen = suite.choose(nodeids)
+    if suite.name == "commit":
+        chosen |= {item.nodeid for item in items if item.get_closest_marker("each_commit")}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
     if config.option.cheapest_first:

@@ -29,6 +29,7 @@ __all__ = [
     "resources",
     "sass_per_line",
     "static_shared_bytes",
+    "warnings_of",
 ]
 
 _RESERVED_SHARED_BYTES = 1024  # from compute capability 9.0 on, machine code counts the system's part as well
@@ -284,12 +285,17 @@ def resources(log):
     }
 
 
+def warnings_of(log):
+    """Return the numbers of the compiler's warnings, such as ``["C7512"]``, from what ptxas printed."""
+    return ["".join(found) for found in _WARNING.findall(log)]
+
+
 def _report(compiled):
     text = disassemble(compiled.code.code, "-c")
     body, loops = body_and_loops(text) if text else (None, None)
     return {
         **resources(compiled.log),
-        "complaints": ["".join(found) for found in _WARNING.findall(compiled.log)],
+        "complaints": warnings_of(compiled.log),
         "opcodes": text and _OPCODE.findall(text),
         "setmaxnreg": text and [int(count, 16) for count in _SETMAXNREG.findall(text)],
         "wgmma_transposes": text and _TRANSPOSES.findall(text),

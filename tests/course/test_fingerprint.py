@@ -235,14 +235,20 @@ def test_a_kernel_that_differs_is_named():
 
 def test_the_command_writes_and_checks_the_hashes(tmp_path, monkeypatch, capsys):
     now = hashes(**{"gate: one": "1", "align: two": "2"})
-    compile_all = lambda only: {name: now[name] for name in now if name.split(":")[0] in (only or fingerprint.CASES)}
+    given = []
+
+    def compile_all(known, only):
+        given.append(known)
+        return {name: now[name] for name in now if name.split(":")[0] in (only or fingerprint.CASES)}
+
     monkeypatch.setattr(fingerprint, "compile_all", compile_all)
     monkeypatch.setattr(fingerprint, "path", lambda: tmp_path / "fingerprints.json")
     assert fingerprint.main([]) == 0
     text = (tmp_path / "fingerprints.json").read_text()
     assert json.loads(text)["kernels"] == now
     assert sum('"code"' in line for line in text.splitlines()) == 2, "one line per kernel"
-    assert fingerprint.main(["--check"]) == 0
+    assert fingerprint.main(["--check"]) == 0 and fingerprint.main(["--check", "--all"]) == 0
+    assert given == [{}, now, {}]
     now["align: two"] = now["align: two"] | {"code": "0"}
     capsys.readouterr()
     assert fingerprint.main(["--check"]) == 1
@@ -252,7 +258,50 @@ def test_the_command_writes_and_checks_the_hashes(tmp_path, monkeypatch, capsys)
     assert fingerprint.main(["--check"]) == 1 and "other compilers" in capsys.readouterr().out
 
 
-def test_the_stored_hashes_are_of_known_cases():
-    stored = json.loads(fingerprint.path().read_text())
-    assert {name.split(":")[0] for name in stored["kernels"]} <= set(fingerprint.CASES)
-    assert all(hashes.keys() == {"code", "ast"} for hashes in stored["kernels"].values())
+# The table
+
+
+def test_only_kernels_with_another_source_or_launch_are_compiled(monkeypatch):
+    launches = [("gate: a", "a", (), {"launch_bounds": 32}), ("gate: b", "b", (), {"launch_bounds": 64})]
+    monkeypatch.setattr(fingerprint, "launches_of_cases", lambda only: iter(launches))
+    monkeypatch.setattr(fingerprint, "ast_hash", lambda kernel: kernel)
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda kernel, *_: {"code": kernel})
+    known = dict(fingerprint.compile_cases(0, 1, {}))
+    assert {name: entry["code"] for name, entry in known.items()} == {"gate: a": "a", "gate: b": "b"}
+    for name in known:
+        known[name]["code"] = "kept"
+    launches[1] = *launches[1][:3], {"launch_bounds": 128}
+    found = dict(fingerprint.compile_cases(0, 1, known))
+    assert {name: entry["code"] for name, entry in found.items()} == {"gate: a": "kept", "gate: b": "b"}
+    parts = [dict(fingerprint.compile_cases(worker, 2, known)) for worker in (0, 1)]
+    assert sorted([*parts[0], *parts[1]]) == sorted(found), "two workers share the kernels"
+
+
+@pytest.mark.each_commit("no other test notices that the table is older than the kernels")
+def test_the_table_has_todays_kernels():
+    """``make fingerprint`` compiles what has changed."""
+    command = "from moe_numba.course.bench.records import fingerprint; print(*fingerprint.outdated(), sep='\\n')"
+    environment = os.environ | {"MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0"}
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def entries():
+    return fingerprint.read()["kernels"].items()
+
+
+def test_no_kernel_spills_beyond_what_is_known():
+    assert {name for name, entry in entries() if entry["spilled_bytes"] > allowed_spill(name)} == set()
+
+
+def allowed_spill(name):
+    """Return how many bytes a kernel may spill."""
+    return 0
+
+
+def test_ptxas_warns_of_nothing():
+    assert {name: entry["warnings"] for name, entry in entries() if entry["warnings"]} == {}
+
+
+def test_registers_suffice_for_a_cta():
+    assert all(entry["registers"] * entry["threads"] <= 65536 for _, entry in entries())
