@@ -242,7 +242,7 @@ def test_the_command_writes_and_checks_the_hashes(tmp_path, monkeypatch, capsys)
         return {name: now[name] for name in now if name.split(":")[0] in (only or fingerprint.CASES)}
 
     monkeypatch.setattr(fingerprint, "compile_all", compile_all)
-    monkeypatch.setattr(fingerprint, "path", lambda: tmp_path / "fingerprints.json")
+    monkeypatch.setattr(fingerprint, "path", lambda root=None: tmp_path / "fingerprints.json")
     assert fingerprint.main([]) == 0
     text = (tmp_path / "fingerprints.json").read_text()
     assert json.loads(text)["kernels"] == now
