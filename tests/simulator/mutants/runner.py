@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from . import align, dispatch_layout, expert_parallel, gate, grouped_gemm
+from . import align, dispatch_layout, expert_parallel, gate, grouped_gemm, low_latency
 from .mutant import REPOSITORY
 
-_TOPICS = gate, align, dispatch_layout, expert_parallel, grouped_gemm
+_TOPICS = gate, align, dispatch_layout, expert_parallel, grouped_gemm, low_latency
 MUTANTS = {m.name: m for topic in _TOPICS for m in topic.MUTANTS}
 TIMEOUT = 120  # seconds, for one run of a mutant's tests
 
