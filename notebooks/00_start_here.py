@@ -86,8 +86,8 @@ warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some launches 
 # | the same for few tokens, as during decode | [10_low_latency](10_low_latency.ipynb) | DeepEP |
 # | the experts of a whole layer in one call | [11_moe_layer](11_moe_layer.ipynb) | vLLM and SGLang |
 #
-# Read this notebook first, then the others in order. [appendix_claims](appendix_claims.ipynb) compares the articles that
-# the notebooks follow with what was measured here.
+# Read this notebook first, then the others in order. The documentation compares [the articles' claims](../docs/claims.md)
+# with our measurements.
 #
 # These are kernel times of the package's kernels beside the fastest of the other kernels that were measured in the same
 # run; the ratio is the other time divided by the package's. The README lists what was measured.

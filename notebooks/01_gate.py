@@ -2617,7 +2617,7 @@ picture
 # %% [markdown]
 # ## Sources
 #
-# - The article: a walk through SGLang's `moe_fused_gate`, in Chinese. The [appendix](appendix_claims.ipynb) checks its claims.
+# - The article: a walk through SGLang's `moe_fused_gate`, in Chinese. We compare [its claims](../docs/claims.md#gate) with our measurements.
 # - The kernel: [sglang PR 4530](https://github.com/sgl-project/sglang/pull/4530), used since
 #   [PR 5371](https://github.com/sgl-project/sglang/pull/5371). The article traces it to TensorRT-LLM and
 #   FasterTransformer.

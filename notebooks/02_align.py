@@ -2406,4 +2406,4 @@ print(f"0x5: {distinct_results(run_0x5, IDS, RUNS)} different orders in {RUNS} r
 #   above.
 # - G. E. Blelloch, *Prefix sums and their applications*, 1990.
 # - NVIDIA, *PTX ISA*: `st.global.v4`, `shfl.sync`, `atom`; *CUDA C++ Programming Guide*, on barriers in branches.
-# - What the article claims, and what is measured: [appendix_claims](appendix_claims.ipynb).
+# - We compare [the article's claims](../docs/claims.md#align) with our measurements.

@@ -19,7 +19,7 @@
 # 256, which every token chooses as its ninth, it becomes part of one grouped GEMM.
 #
 # This notebook follows an article about this fusion in SGLang ([PR
-# 4918](https://github.com/sgl-project/sglang/pull/4918)), after an idea by DiegoD94 for vLLM (section 12). No CUDA code
+# 4918](https://github.com/sgl-project/sglang/pull/4918)), after an idea by DiegoD94 for vLLM (section 11). No CUDA code
 # had to change there, because SGLang's `moe_align_block_size` already supported more than 256 experts.
 #
 # The subject is what a change is worth: which work stays the same, which is saved, and how much of an end-to-end gain
@@ -36,7 +36,6 @@ import json
 import tempfile
 import time
 import weakref
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +47,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moe_numba import simulator
-from moe_numba.align.reference import mismatch as align_mismatch
 from moe_numba.course.bench import call_times, kernel_times, records
 from moe_numba.course.bench.baselines import limits, torch_layer
 from moe_numba.course.bench.baselines.torch_layer import FP8, NAMES, SMALL, TP8, Layer, mismatch, moe_numba_grouped_gemm
@@ -1264,185 +1262,7 @@ if not SHARED:
 # For TTFT they explain a small part only. Hypothesis: first tokens also wait for queued prompts. A shorter queue can
 # make the end-to-end gain larger than the layers' saving, but that depends on the load of the server.
 #
-# ## 10. The article's claims
-#
-# In [the appendix](appendix_claims.ipynb), which applies one set of rules to all articles, times of this layer count as
-# "different setup", because the article measures a server with another grouped GEMM.
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-NOT_RECORDED = "open: not recorded yet"
-SIZES = (1, 8, 64, 256, 1024, 2048, 4096, 8192)
-
-
-def verdict(holds, found):
-    return f"{'reproduced' if holds else 'not reproduced'}: {found}"
-
-
-def worse_for(dtype, what):
-    """Return for which tokens one shared expert is more than 1 % slower than eight, as a result of the claim."""
-    if not (found := compare_replicas(dtype, what)):
-        return NOT_RECORDED
-    slower = [tokens for tokens, more in found.items() if more > 1]
-    extremes = f"between {min(found.values()):+.1f} and {max(found.values()):+.1f} %"
-    if not slower:
-        return f"not reproduced: over {min(found)} to {max(found)} tokens the difference is {extremes}"
-    if len(slower) == len(found):
-        return f"reproduced: {extremes}"
-    return f"partly: slower for {', '.join(map(str, slower))} tokens, not for the others; {extremes}"
-
-
-claims = []
-claims.append(
-    (
-        "After the fusion the layer's output is exactly the same",
-        "partly: equal as real numbers; in "
-        f"float64 {'right' if not WRONG['one shared expert'] else 'wrong'} to 1e-12; beyond, rounding differs",
-    )
-)
-claims.append(
-    (
-        "The ninth weight must be divided by routed_scaling_factor",
-        verdict(
-            WRONG["wrong: the ninth weight is 1"] and not WRONG["one shared expert"],
-            "without the division the check rejects the output",
-        ),
-    )
-)
-ids = fuse_routing(*(t[:8].to(DEVICE) for t in (MANY_WEIGHTS, MANY_IDS)), 256, 8, 2.5, "random")[1]
-aligned = moe_numba.moe_align_block_size(ids, 16, 264)
-claims.append(
-    (
-        "No CUDA code must change: the alignment takes more than 256 experts",
-        verdict(not align_mismatch(*aligned, ids, 16, 264), "264 experts, ours; see notebook 02 for SGLang's"),
-    )
-)
-shapes = Counter(len(bits) for name, bits in articles if "mlp.experts" in name and name.endswith("up_proj.weight"))
-claims.append(
-    (
-        "A shared expert has exactly the shape of a routed one",
-        f"partly: in V3 and R1; two shared experts, as in V2, give {len(shapes)} different shapes (section 7)",
-    )
-)
-wrong = [
-    (qps, name)
-    for qps, own in THEIRS.items()
-    for name, (before, after, said) in own.items()
-    if abs(abs(percent(after, before)) - said) > 0.06
-]
-claims.append(
-    (
-        "The percentages of its table",
-        verdict(not wrong, f"not at {wrong}" if wrong else "they follow from its figures; not measured again here"),
-    )
-)
-falls = {qps: [-percent(*own[name][1::-1]) for name in ("TTFT", "ITL")] for qps, own in THEIRS.items()}
-inside = [14.5 < fall < 20.5 for qps in (1, 4) for fall in falls[qps]]
-claims.append(
-    (
-        "With QPS up to 4, TTFT and ITL fall by 15 to 20 %",
-        ("reproduced: " if all(inside) else "partly: " if any(inside) else "not reproduced: ")
-        + "; ".join(f"QPS {qps}: {ttft:.1f} and {itl:.1f} %" for qps, (ttft, itl) in falls.items()),
-    )
-)
-for metric, sizes in (("ITL", DECODE_SIZES), ("TTFT", PREFILL_SIZES)):
-    parts = [explained(metric, qps, sizes, "8 replicas") for qps in THEIRS]
-    if all(parts):
-        shares = {qps: share for qps, (share, _) in zip(THEIRS, parts)}
-        least, most = min(shares.values()), max(shares.values())
-        text = "reproduced" if least > 0.5 else "not reproduced" if most < 0.05 else "partly"
-        text += f": of the difference {MOE_LAYERS} layers explain at most " + ", ".join(
-            f"{100 * share:.1f} % at QPS {qps}" for qps, share in shares.items()
-        )
-    else:
-        text = NOT_RECORDED
-    claims.append((f"The fusion makes the gain in {metric} (with its 8 replicas)", text))
-for tokens in (1, 64, 1024, 4096):
-    old, new = (recorded_us(name, tokens) for name in ("separate", "1 shared"))
-    claims.append(
-        (
-            f"The fused layer is faster, {tokens} token{'s' * (tokens > 1)}, FP8, one shared expert",
-            verdict(new < old, f"{old:.1f} -> {new:.1f} us, {percent(new, old):+.1f} %")
-            if old and new
-            else NOT_RECORDED,
-        )
-    )
-for dtype in BYTES:
-    claims.append((f"One shared expert is slower than 8 replicas (the layer, {dtype})", worse_for(dtype, "layer")))
-claims.append(
-    ("An uneven load makes the GEMMs inefficient (the GEMMs alone, FP8)", worse_for("float8_e4m3fn", "GEMMs"))
-)
-one, eight = (LOADS[name] for name in LOADS if name != "separate")
-if_columns = units(one, 128, True) / units(eight, 128, True)
-gemms = [recorded_us(name, 4096, what="GEMMs") for name in ("1 shared", "8 replicas")]
-claims.append(
-    (
-        "The longest column determines the time (the GEMMs alone, 4096 tokens, FP8)",
-        verdict(
-            gemms[0] / gemms[1] > (1 + if_columns) / 2,
-            f"then one shared expert would take {if_columns:.1f} times as "
-            f"long as 8 replicas; it takes {gemms[0] / gemms[1]:.2f} times",
-        )
-        if all(gemms)
-        else NOT_RECORDED,
-    )
-)
-slower = []
-for tokens in PREFILL_SIZES:
-    old, new = (recorded_us(name, tokens) for name in ("separate", "1 shared"))
-    slower.append(percent(new, old) if old and new else None)
-if None in slower:
-    text = NOT_RECORDED
-else:
-    text = verdict(
-        min(slower) > 0,
-        " and ".join(f"{more:+.1f} % for {tokens} tokens" for more, tokens in zip(slower, PREFILL_SIZES)),
-    )
-claims.append(("With one shared expert even TTFT gets longer (the layer in prefill, FP8)", text))
-tiles = [torch_layer.tile_rows(4096 * topk, experts, 512, 7168, FP8) for topk, experts in ((8, 256), (9, 264))]
-claims.append(
-    (
-        "The fused kernel must be tuned anew",
-        verdict(
-            tiles[0] != tiles[1], f"torch's own rule goes from tiles of {tiles[0]} rows to {tiles[1]} at 4096 tokens"
-        ),
-    )
-)
-claims.append(
-    ("An expert is 42 MB in FP8", verdict(theirs.expert_bytes == 42 * MEBI, "42 MiB to the byte, scales apart"))
-)
-claims.append(
-    (
-        "(51 - 3) x 42 MB = 1.96 GB on each rank",
-        "partly: the sum is right, but the model has "
-        f"{MOE_LAYERS} such layers, {layers58.replicas_bytes / GIBI:.2f} GiB; less the share before, "
-        f"{on_a_rank.extra_bytes / GIBI:.2f} GiB; without copies {one_on_a_rank.extra_bytes}",
-    )
-)
-extra = on_a_rank.extra_bytes / GIBI
-claims.append(
-    (
-        "1 to 2 GB more on a rank",
-        f"{'reproduced' if 1 <= extra <= 2 else 'partly'}: {extra:.2f} GiB "
-        f"with 8 replicas, {EXTRA[4]:.2f} with 4, {EXTRA[1]:.0f} with one shared expert",
-    )
-)
-rows = {name: SHARED and records.find(SHARED, step=name, size={"tokens": 64}, config=GATE_CONFIG) for name in GATES}
-if all(rows.values()):
-    inside, outside = rows["gate, column inside"], rows["gate, then torch"]
-    figure = "; ".join(
-        f"{time} {outside[key]['median']:.1f} -> {inside[key]['median']:.1f} us"
-        for time, key in (("kernel", "kernel_us"), ("call", "call_us"))
-    )
-    text = verdict(inside["kernel_us"]["median"] < outside["kernel_us"]["median"], f"{figure} for 64 tokens")
-else:
-    text = NOT_RECORDED
-claims.append(("With a fused gate the fusion gains more", text))
-claims.append(("GSM8K: accuracy 0.952", "quoted: not measured again here"))
-
-Markdown("| claim | result |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
-
-# %% [markdown]
-# ## 11. Common bugs
+# ## 10. Common bugs
 #
 # ### A variable that is not always assigned
 #
@@ -1493,9 +1313,10 @@ for label, seeds in (("five seeds", range(5)), ("one seed, five times", [0] * 5)
 # All five runs are bit-identical: here torch's GEMM computed the same bits for a row, independent of its neighbours.
 # Torch does not guarantee this.
 #
-# ## 12. Sources
+# ## 11. Sources
 #
 # - The article: BBuf (GiantPandaCV), 分享一个DeepSeek V3和R1中 Shared Experts和普通Experts融合的一个小技巧, in Chinese.
+#   We compare [its claims](../docs/claims.md#shared-experts) with our measurements.
 # - The idea: DiegoD94, [vllm 15502](https://github.com/vllm-project/vllm/pull/15502), with a [technical
 #   document](https://docs.google.com/document/d/1iXgzR6Mt6s0DpT7w2Pz93ExlUJ-nnSnU_o9Sqd8TE34).
 # - SGLang: [PR 4918](https://github.com/sgl-project/sglang/pull/4918), with commands and a benchmark of a single shared

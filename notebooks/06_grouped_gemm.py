@@ -1705,9 +1705,9 @@ measure("one tensor map for X", run_whole_x, after="kTileM by the average", pred
 #
 # **Idea.** The package's kernel (`moe_numba/grouped_gemm/`) changes four things at once, not measured separately:
 #
-# - **Stores** (`epilogue.py`). Threads store the group's own rows, so `Y` needs no maps. One warpgroup stores while
-#   the other multiplies.
-# - **No kernel before it** (`producer.py`). CTAs count the tiles. Tensor maps are kernel parameters and need no
+# - **Stores** (`common/store_tile.py`). Threads store the group's own rows, so `Y` needs no maps. One warpgroup stores
+#   while the other multiplies.
+# - **No kernel before it** (`wgmma/kernel.py`). CTAs count the tiles. Tensor maps are kernel parameters and need no
 #   acquire.
 # - **Order of tiles** (`scheduler.py`). By group, then column, tokens innermost, so that concurrent CTAs share data in
 #   L2.
@@ -2203,154 +2203,7 @@ for shape in topic.SHAPES if GEMM else ():
 # %% [markdown]
 # Up to 512 tokens the kernel reaches about nine tenths of the roofline, from 8192 on about three fifths.
 #
-# ## 11. The article's claims
-#
-# The folded cell computes the verdicts. Those on maps of their own, (num_group, n, k), and commit and wait are fixed
-# texts.
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-NOT_RECORDED = "not measured"
-
-
-def verdict(holds, figure):
-    return f"{'reproduced' if holds else 'not reproduced'}: {figure}"
-
-
-def faster(new, old, key="kernel_us"):
-    """Whether a step of the ladder is faster than another, by more than chance."""
-    a, b = us(new, key), us(old, key)
-    if not (a and b):
-        return NOT_RECORDED
-    figure = f"{b:.0f} -> {a:.0f} us"
-    return verdict(a < b, figure) if abs(a / b - 1) > 0.02 else f"not reproduced: no difference, {figure}"
-
-
-claims = []
-claims.append(
-    (
-        "The loop launches a kernel for each group",
-        verdict(
-            LOOP_OPERATIONS["GEMMs"] == 3,
-            f"{LOOP_OPERATIONS['GEMMs']} GEMMs for 3 groups that have tokens, "
-            f"{LOOP_OPERATIONS['copies and fills']} copies and fills, and {LOOP_OPERATIONS['synchronisations']} synchronisations",
-        ),
-    )
-)
-claims.append(("One launch is faster than the loop (2048 tokens)", faster("vertical scheduler", "torch")))
-claims.append(("The same with 32 tokens", faster("vertical scheduler", "torch", "few_us")))
-claims.append(("The same with 8192 tokens, tiles of 64", faster("vertical scheduler", "torch", "many_us")))
-claims.append(("The same with 8192 tokens, the package's kernel", faster("final", "torch", "many_us")))
-own_maps = {key: (us("kTileM by the average", key), us("one tensor map for X", key)) for key in ("kernel_us", "few_us")}
-claims.append(
-    (
-        "Unpadded groups need maps of their own",
-        NOT_RECORDED
-        if None in own_maps["few_us"]
-        else "not reproduced: one map serves all groups, but its boxes also contain other groups' rows: "
-        + ", ".join(
-            f"{old:.0f} -> {new:.0f} us with {label}"
-            for (old, new), label in zip(own_maps.values(), ("2048 tokens", "32"))
-        ),
-    )
-)
-alone = us("padding, one tensor map", "gemm_us")
-claims.append(
-    (
-        "A map for each group is better than padding",
-        faster("tensor map per group", "padding, one tensor map")
-        + (f"; without its copies padding takes {alone:.0f} us" if alone else ""),
-    )
-)
-claims.append(
-    (
-        "The transposition is very friendly to small M (16 tokens)",
-        verdict(
-            dense.median_us("transposed MMA", "sixteen_us") < dense.median_us("warp specialisation", "sixteen_us"),
-            f"{dense.median_us('warp specialisation', 'sixteen_us'):.1f} -> {dense.median_us('transposed MMA', 'sixteen_us'):.1f} us",
-        )
-        if dense.median_us("transposed MMA", "sixteen_us")
-        else NOT_RECORDED,
-    )
-)
-for which, average in AVERAGES.items():
-    label = f"{average} token{'s' * (average > 1)} per group"
-    claims.append(
-        (
-            f"kTileM {select_tile_m(average)} is good for {label}",
-            verdict(
-                KNOWN_TILES[str(select_tile_m(average))][which] < 1.03 * KNOWN_TILES[str(best_tile(which))][which],
-                f"the fastest is {best_tile(which)}, {KNOWN_TILES[str(best_tile(which))][which]:.0f} us, and "
-                f"{select_tile_m(average)} takes {KNOWN_TILES[str(select_tile_m(average))][which]:.0f} us",
-            )
-            if KNOWN_TILES
-            else NOT_RECORDED,
-        )
-    )
-claims.append(
-    ("Vertical suits large matrices better than horizontal", faster("vertical scheduler", "tensor map per group"))
-)
-claims.append(
-    (
-        "One phase variable, 0 at first, serves both sides (the pseudocode)",
-        verdict(
-            NEW_BARRIER[0] == 1,
-            "on a new barrier a wait for phase 0 does not return; the producer must start with phase 1",
-        ),
-    )
-)
-claims.append(
-    (
-        "A 3-D coordinate and a 2-D box: the box covers the first two dimensions",
-        verdict(BOX_MATCHES, "it has three extents, and the third is 1"),
-    )
-)
-claims.append(
-    (
-        "With (num_group, n, k) the box would go along num_group and n",
-        "different setup: TMA rejects such a box (" + OTHER_BOX.partition("so that ")[2] + ")",
-    )
-)
-claims.append(
-    (
-        "An exclusive scan of [a, b, c, d] is [0, a, a+b, a+b+c]",
-        verdict(
-            EXCLUSIVE == [0, 3, 3, 7] and AGGREGATE == 9,
-            f"{list(ARTICLE.values())} gives {EXCLUSIVE}, in all {AGGREGATE}",
-        ),
-    )
-)
-claims.append(
-    (
-        "Strides need no update: k and n are the same for all groups",
-        verdict(not ladder.check(run_vertical(poisoned(PROBLEMS["main"][0]))), "address and rows are enough"),
-    )
-)
-claims.append(
-    (
-        "Before maps are copied out, commit and wait are needed",
-        "not reproduced: they wait for bulk copies, and there are none; the results are right without them",
-    )
-)
-for rows in (32, 8192):
-    found = {name: recorded_us(name, rows) for name in ("final", "torch", "torch, loop", *PEERS)}
-    found = {name: took for name, took in found.items() if took}
-    best = min(found, key=found.get) if found else ""
-    text = f"of those measured the fastest is {best.replace('final', 'ours')}, {found[best]:.0f} us" if found else ""
-    claims.append(
-        (
-            f"SOTA kernels in hundreds of lines ({rows} tokens): hpc-ops is the fastest",
-            NOT_RECORDED
-            if not found
-            else verdict("hpc" in best, text)
-            if any("hpc" in name for name in found)
-            else f"not measured: hpc-ops itself; {text}",
-        )
-    )
-
-Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
-
-# %% [markdown]
-# ## 12. Defects found in hpc-ops
+# ## 11. Defects found in hpc-ops
 #
 # Our port (`moe_numba/course/lessons/grouped_gemm/hpc_ops_port/group_gemm.py`) avoids these:
 #
@@ -2358,10 +2211,10 @@ Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" 
 # - The vertical scheduler divides by the number of tiles, which may be zero.
 # - After `mbarrier.init` there is no `fence.mbarrier_init`, which TMA's proxy needs.
 #
-# ## 13. Sources
+# ## 12. Sources
 #
 # - *CUTLASS CUTE 7: hpc-ops 之 group gemm & tma*, in Chinese, on [Tencent/hpc-ops](https://github.com/Tencent/hpc-ops),
-#   `src/group_gemm/kernels.cuh`.
+#   `src/group_gemm/kernels.cuh`. We compare [its claims](../docs/claims.md#hpc-ops) with our measurements.
 # - NVIDIA, *PTX ISA*.
 # - *DeepSeek-V3 Technical Report*, section 3.3.2: accumulation in FP8 tensor cores.
 # - Order of the steps: [SGEMM_CUDA](https://github.com/siboehm/SGEMM_CUDA),

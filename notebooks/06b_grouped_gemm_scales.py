@@ -44,6 +44,7 @@ from moe_numba.course.bench.records.dependencies import notebook_sources
 from moe_numba.course.bench.topics.grouped_gemm import show as topic
 from moe_numba.course.exercises import exercise
 from moe_numba.course.lessons.grouped_gemm_scales import diagnoses, draw
+from moe_numba.course.lessons.grouped_gemm_scales import kernel as kernel_in_parts
 from moe_numba.course.lessons.grouped_gemm_scales import mxfp4_steps as mxfp4
 from moe_numba.course.lessons.grouped_gemm_scales import parts as block_scale_parts
 from moe_numba.course.lessons.grouped_gemm_scales import steps as scales
@@ -54,12 +55,10 @@ from moe_numba.course.steps.simulate import source_of
 from moe_numba.course.steps.source_diff import change
 from moe_numba.expert_parallel.ranks.compile_ahead import compile_ahead
 from moe_numba.grouped_gemm import group_gemm_bf16, group_gemm_blockwise_fp8, group_gemm_mxfp4, pack_mxfp4, reference
-from moe_numba.grouped_gemm.block_scaled import kernel as kernel_block_scaled
 from moe_numba.grouped_gemm.block_scaled import pairs as scheduler_pairs
-from moe_numba.grouped_gemm.block_scaled import producer as producer_block_scaled
 from moe_numba.grouped_gemm.call.heuristics import measured_config
 from moe_numba.grouped_gemm.call.plan import group_gemm
-from moe_numba.grouped_gemm.w4 import main_loop as mainloop_w4
+from moe_numba.grouped_gemm.w4 import kernel as w4_kernel
 from moe_numba.grouped_gemm.w4 import packing as packing_mxfp4
 from moe_numba.grouped_gemm.wgmma import kernel
 from moe_numba.grouped_gemm.wgmma.config import GemmConfig
@@ -136,8 +135,9 @@ print(f"timed: {sum(TIMED_ROWS)} rows in 32 groups of {min(TIMED_ROWS)} to {max(
 print(f"here: {len(P.x)} rows in {GROUPS} groups, {dict(n=N, k=K)}")
 
 # %% [markdown]
-# From step 2 on, a step is the package's kernel in which some device functions are replaced by earlier versions
-# ([`block_scale_parts.py`](../moe_numba/course/lessons/grouped_gemm_scales/parts.py)). `VARIANTS` lists these steps, and kernels that
+# From step 2 on, a step is the package's kernel divided into functions
+# ([`kernel.py`](../moe_numba/course/lessons/grouped_gemm_scales/kernel.py)), some replaced by earlier versions
+# ([`parts.py`](../moe_numba/course/lessons/grouped_gemm_scales/parts.py)). `VARIANTS` lists these steps, and kernels that
 # leave something out to explain a time.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -313,10 +313,8 @@ step("scales per row", per_row, after="scales per column", predicted_gain_us=gai
 # from now on: `a` and `b` are the factors of the thread's two rows, for up to three blocks of columns.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-OLD = (
-    "        load_scales, fma"
-    + source_of(kernel.make_mma_stage).split("        load_scales, fma")[1].split("\n    elif")[0]
-)
+START = "        @cuda.jit(device=True)\n        def multiply_stage("
+OLD = START + source_of(kernel.make_kernel).split(START)[1].split("\n        @cuda.jit")[0]
 Markdown(f"```python\n{dedent(OLD)}```\n```python\n{source_of(block_scale_parts.make_multiply_by_scales)}```")
 
 # %% [markdown]
@@ -471,13 +469,13 @@ draw.pairs(rows=300, n_tiles=4)
 # the empty barriers of both CTAs, because either may write the other's shared memory. `policy` is the L2 eviction
 # policy of a load: `evict_last` for rows of x, and for weights if the configuration has `keep_weight`, else
 # `evict_first`. `get_pair` looks up a CTA's tile of a pair
-# ([`scheduler_pairs.py`](../moe_numba/grouped_gemm/block_scaled/pairs.py)).
+# ([`pairs.py`](../moe_numba/grouped_gemm/block_scaled/pairs.py)).
 
 # %%
-change(block_scale_parts.make_load_weight_of_one_cta, producer_block_scaled.make_load_weight)
+change(block_scale_parts.make_load_weight_of_one_cta, kernel_in_parts.make_load_weight)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-SHOWN = kernel.make_release_stage, scheduler_pairs.count_pairs, scheduler_pairs.make_get_pair
+SHOWN = kernel.make_release_stage, scheduler_pairs.count_pairs, scheduler_pairs.make_look_up_tile
 Markdown("```python\n" + "\n\n".join(map(source_of, SHOWN)) + "```")
 
 # %% [markdown]
@@ -617,7 +615,7 @@ for name in ("scales of four stages", "factors by producers"):
 
 # %%
 display(change(block_scale_parts.make_multiply_by_scales, block_scale_parts.make_multiply_by_factors))
-change(block_scale_parts.make_write_scales, producer_block_scaled.make_write_factors)
+change(block_scale_parts.make_write_scales, kernel_in_parts.make_write_factors)
 
 # %%
 factors = LAUNCHES["factors by producers"]
@@ -671,7 +669,7 @@ LATE_TIMES = times("factors without loads", LATE)
 # %%
 EARLY = {"tested late": LAUNCHES["tested late, no loads"], "tested early": LAUNCHES["tested early, no loads"]}
 EARLY_TIMES = times("barrier without loads", EARLY)
-change(block_scale_parts.make_multiply_by_factors, kernel_block_scaled.make_multiply)
+change(block_scale_parts.make_multiply_by_factors, kernel_in_parts.make_multiply)
 
 # %%
 tested_early = LAUNCHES["barrier tested early"]
@@ -695,7 +693,7 @@ say("CTAs wait for the first stage of a tile for {share:.1%} of their time.", sh
 # **Predicted gain.** All of this time.
 
 # %%
-change(block_scale_parts.make_tma_producer_without_look_ahead, producer_block_scaled.make_tma_producer)
+change(block_scale_parts.make_tma_producer_without_look_ahead, kernel_in_parts.make_tma_producer)
 
 # %%
 look_up = LAUNCHES["look-up ahead"]
@@ -733,7 +731,7 @@ STORE_TIMES = times("store", {"look-up ahead": look_up, "no store": no_store})
 # **Predicted gain.** The difference, less the time to write y to DRAM, assuming that four stages suffice.
 
 # %%
-change(block_scale_parts.make_store_by_lanes, kernel_block_scaled.make_store)
+change(block_scale_parts.make_store_by_lanes, kernel_in_parts.make_store)
 
 # %%
 tma_store = LAUNCHES["TMA store"]
@@ -775,7 +773,7 @@ for columns, computed in COMPUTED_COLUMNS.items():
 # stage, and shared memory for three stages only. `early_test` adds step 7's test of the next barrier.
 
 # %%
-change(kernel_block_scaled.make_multiply, kernel_block_scaled.make_multiply_halves)
+change(kernel_in_parts.make_multiply, kernel_in_parts.make_multiply_halves)
 
 # %% [markdown]
 # If the compiler does not assign the same registers to both results, it spills accumulators in the main loop.
@@ -1056,7 +1054,7 @@ say(
 # tile. wgmma takes its A operand from registers, so rows of weight are A. A thread decodes its 32 weights of a tile
 # into 16 registers, and the warpgroup issues four wgmmas with 16 elements of k each. Two sets of registers alternate:
 # while the wgmmas of one set run, the thread decodes the other (`make_overlapped_loop` in
-# [`mainloop_w4.py`](../moe_numba/grouped_gemm/w4/main_loop.py)).
+# [`w4/kernel.py`](../moe_numba/grouped_gemm/w4/kernel.py)).
 #
 # In this step the codes of a tile are in the order of rows, two neighbouring codes of a register in one byte:
 
@@ -1185,7 +1183,7 @@ Markdown(f"```python\n{source_of(mxfp4.decode_block)}```")
 # The 8 remaining bits of `a` and of `b` are not at the distances that one shift needs, so the fourth and the eighth
 # register are each the XOR of two shifted words. The XOR also has bits of other registers at these places, so packing
 # sets the remaining bits such that the XOR comes out right
-# ([`packing_mxfp4.py`](../moe_numba/grouped_gemm/w4/packing.py)):
+# ([`w4/packing.py`](../moe_numba/grouped_gemm/w4/packing.py)):
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 Markdown(f"```python\n{source_of(packing_mxfp4._pack_codes)}```")
@@ -1263,7 +1261,7 @@ for name, ns in PRODUCT_NS.items():
 # of wgmma, so decoding and epilogue stay as they are. Each warp loads the rows of x itself, by `ldmatrix`:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-Markdown(f"```python\n{source_of(mainloop_w4.make_mma_sync_loop)}```")
+Markdown(f"```python\n{source_of(w4_kernel.make_mma_sync_loop)}```")
 
 # %% [markdown]
 # **Predicted gain.** At most the time of the multiplications that is saved, until reading the codes becomes the limit.
@@ -1363,5 +1361,5 @@ say(
 # - Open Compute Project: *OCP Microscaling Formats (MX) Specification 1.0*.
 # - NVIDIA: *PTX ISA*, `wgmma` with A in registers and `cp.async.bulk.tensor` with multicast.
 # - [Marlin](https://github.com/IST-DASLab/marlin), which packs 4-bit integers in the order of fragments.
-# - The kernels: [`kernel_block_scaled.py`](../moe_numba/grouped_gemm/block_scaled/kernel.py),
-#   [`kernel_w4.py`](../moe_numba/grouped_gemm/w4/kernel.py).
+# - The kernels: [`block_scaled/kernel.py`](../moe_numba/grouped_gemm/block_scaled/kernel.py),
+#   [`w4/kernel.py`](../moe_numba/grouped_gemm/w4/kernel.py).

@@ -43,7 +43,6 @@ print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import inspect
-import json
 import subprocess
 import sys
 import textwrap
@@ -76,7 +75,6 @@ from moe_numba.expert_parallel.reference import dispatch_layout
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import atom_add_s32, pointer_from_address
 from moe_numba.runtime.launch import launch
-from moe_numba.runtime.sass import compile_apart
 
 warnings.filterwarnings("ignore", message=".*low occupancy.*")  # most of these kernels have few CTAs on purpose
 HERE = sizes()  # DeepSeek-V3's routing on a GPU, a small one in the simulator
@@ -785,7 +783,7 @@ measure("4 experts per CTA", changed(*FOUR), after="private counters", predicted
 # %% [markdown]
 # **Explanation.** For 1 and 64 tokens the saving is about that of step 4, because the clearing needs fewer wavefronts.
 # For more tokens the gain is at most a few percent. Hypothesis: the CTA that counts ranks is the slowest, since it
-# divides each id by a number that is only known at run time and keeps its flags in local memory (see section 7).
+# divides each id by a number that is only known at run time and keeps its flags in local memory.
 #
 # More CTAs do not help while each of them reads all tokens. They should partition the tokens instead of the counters.
 # Then their counts must be summed, for which step 2 needed zeroed counters.
@@ -1223,171 +1221,7 @@ assert counter[0] == per_rank.sum()
 # **Between nodes** DeepEP uses NVSHMEM: every GPU can access the memory that a group of GPUs allocates collectively,
 # over the network if necessary. For the normal kernels a group has one GPU per node, those with the same `nvl_rank`.
 #
-# ## 7. The article's claims
-#
-# [The appendix](appendix_claims.ipynb) applies one set of rules to all articles.
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def machine_code():
-    """Return counts in the machine code of DeepEP's kernel, and of that with atomics; None without a disassembler."""
-    source = atomic = inspect.getsource(deepep_layout)
-    for old, new in ATOMIC:
-        atomic = atomic.replace(old, new)
-    types = ("int64*", "int32*", "int32*", "uint8*", *["int32"] * 4)
-    names = {"deepep": "make_layout_kernel", "atomic": "make_atomic_kernel"}
-    requests = {name: (f"{function}(256)", types, 256, False) for name, function in names.items()}
-    codes = compile_apart(source + atomic.replace("make_layout_kernel", "make_atomic_kernel"), requests)
-    return {
-        name: {
-            "atomics": code.count("ATOMS", "ATOM", "ATOMG", "RED"),
-            "shared stores": code.count("STS"),
-            "stack bytes": code.stack_bytes,
-        }
-        for name, code in codes.items()
-    }
-
-
-CODE = machine_code()
-print(json.dumps(CODE))
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-NOT_RECORDED = "open: not recorded yet"
-
-
-def verdict(holds, figure):
-    return f"{'confirmed' if holds else 'refuted'}: {figure}"
-
-
-def which_is_faster():
-    """Return a verdict on private counters against atomics in the same kernel, over the sizes that were measured."""
-    if not (found := private_or_atomic()):
-        return NOT_RECORDED
-    text = "; ".join(
-        f"{size} {private:.1f} us private, {atomic:.1f} atomic" for size, (private, _, atomic) in found.items()
-    )
-    better = [faster_of(private, atomic) == "private counters" for private, _, atomic in found.values()]
-    return f"{'confirmed' if all(better) else 'more subtle' if any(better) else 'refuted'}: {text}"
-
-
-claims = []
-atomics = {name: numbers["atomics"] for name, numbers in CODE.items()}
-claims.append(
-    (
-        "Private counters need no atomic operations",
-        NOT_RECORDED
-        if None in atomics.values()
-        else verdict(
-            atomics["deepep"] == 0 < atomics["atomic"],
-            f"{atomics['deepep']} atomic instructions in the machine code; {atomics['atomic']} in that of step 5",
-        ),
-    )
-)
-claims.append(("and so they are the better way (the same kernel with atomics)", which_is_faster()))
-claims.append(
-    (
-        "A block counts 32 experts, or 8 ranks; the grid has a block for each part",
-        verdict(
-            (deepep_layout.EXPERTS_PER_BLOCK, deepep_layout.RANKS_PER_BLOCK, CTAS) == (32, 8, 9),
-            f"{CTAS} CTAs for 256 experts and 8 ranks, on {LIMITS.sm_count} SMs",
-        ),
-    )
-)
-ids_bytes = 8 * 4096 * 8
-claims.append(
-    (
-        "Each block walks all tokens",
-        f"confirmed: {CTAS} CTAs read {CTAS * ids_bytes / 1e6:.2f} MB, and the ids have {ids_bytes / 1e6:.2f}",
-    )
-)
-one, many = us("private counters", "one_us"), us("private counters", "many_us")
-own_one, own_many, four_many = us("final", "one_us"), us("final", "many_us"), us("4 experts per CTA", "many_us")
-claims.append(
-    (
-        "(not in the article) so its time grows with the tokens, and more CTAs do not help",
-        verdict(
-            many > 2 * one and four_many > many / 2,
-            f"{one:.1f} us for 1 token, {many:.1f} for 65536, with 65 CTAs "
-            f"{four_many:.1f}; the package's {own_one:.1f} and {own_many:.1f}",
-        )
-        if all((one, many, own_one, own_many, four_many))
-        else NOT_RECORDED,
-    )
-)
-claims.append(
-    (
-        "The counters are a table of 256 x 32, in the end 32 threads add up 256 numbers each",
-        verdict(
-            256 * 32 * 4 <= 48 * 1024,
-            f"{256 * 32 * 4} bytes of shared memory; 224 of 256 threads idle meanwhile, and "
-            f"clearing it takes {CLEARING[32]} wavefronts, {CLEARING[33]} with rows of 33 words",
-        ),
-    )
-)
-old, new = us("private counters"), us("rows of 33 words")
-claims.append(
-    (
-        "(not in the article) bank conflicts cost it time",
-        verdict(new < 0.98 * old, f"{old:.1f} -> {new:.1f} us with rows of 33 words") if old and new else NOT_RECORDED,
-    )
-)
-stack = CODE["deepep"]["stack bytes"]
-claims.append(
-    (
-        "is_in_rank, 8 numbers, is kept in registers (寄存器)",
-        verdict(
-            stack == 0,
-            f"as Numba compiles it, the kernel has a stack of {stack} bytes for it; an index that is known only "
-            "when the kernel runs names no register",
-        ),
-    )
-)
-experts_on_a_rank = int(per_expert.sum())
-claims.append(
-    (
-        "A token counts once for a rank, and once for each of its experts",
-        verdict(
-            VISITED < TOPK and experts_on_a_rank == HERE.tokens * TOPK,
-            f"{int(per_rank.sum())} against {experts_on_a_rank} for {HERE.tokens} tokens",
-        ),
-    )
-)
-parts = draw.buffer_parts(2 * 10**9)
-ends = [offset + size for offset, size in parts.values()]
-claims.append(
-    (
-        "One cudaMalloc holds data, signals and both lists of pointers",
-        verdict(
-            [offset for offset, _ in parts.values()] == [0, *ends[:-1]], f"{ends[-1] - ends[0]} bytes after the data"
-        ),
-    )
-)
-claims.append(
-    (
-        "The two buffers are a double buffer",
-        "more subtle: two buffers for two networks; within a node there is one, and nothing alternates",
-    )
-)
-handle = (SHARED or {}).get("handle_bytes") or ((ladder.row("final") or {}).get("ipc") or {}).get("handle_bytes")
-claims.append(
-    (
-        "With its handle (CUDA_IPC_HANDLE_SIZE is 64) others map the memory and store into it",
-        verdict(handle == 64, f"{handle} bytes; a kernel of a second process stored into this one's buffer")
-        if handle
-        else "open: in the simulator addresses are registered; no GPU's run is recorded yet",
-    )
-)
-
-Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
-
-# %% [markdown]
-# How to read the table:
-#
-# - `refuted` applies to our Numba port. DeepEP's own kernel is CUDA C++ and may behave differently, so the appendix
-#   lists the comparison with atomics and the question of registers as "different setup".
-# - The row on bank conflicts is about 4096 tokens. For one token, conflict-free rows do save time (step 4).
-#
-# ## 8. Common bugs
+# ## 7. Common bugs
 #
 # Each bug is a change of one or two lines in the port, run in the simulator on a small input.
 
@@ -1439,10 +1273,10 @@ for name, error in in_simulator(faults, FAULTS, constants=SMALL_SIZES).items():
 # - **Ids truncated to 32 bits.** The article's code converts each 64-bit id to `int`, so an id of 2**32 + 1 becomes
 #   expert 1. A gate does not produce such ids, but uninitialised memory may contain them.
 #
-# ## 9. Sources
+# ## 8. Sources
 #
 # - The article: BoLi2001, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in
-#   Chinese.
+#   Chinese. We compare [its claims](../docs/claims.md#deepep) with our measurements.
 # - The code: [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `csrc/kernels/layout.cu`, `csrc/deep_ep.cpp`
 #   and `deep_ep/buffer.py` of its first version. Commit `d4f3497` changed 32 experts per CTA to 4.
 # - On clusters and IPC: NVIDIA, *CUDA C++ Programming Guide*, "Thread Block Clusters" and "Interprocess Communication";

@@ -55,11 +55,11 @@ from moe_numba.course.deepep_port import dispatch as deepep_dispatch
 from moe_numba.course.deepep_port import launch as deepep_launch
 from moe_numba.course.deepep_port import notify as deepep_notify
 from moe_numba.course.deepep_port import polling, simulate
-from moe_numba.course.deepep_port.buffer_layout import SIGNALS_BYTES, DeepEPConfig, dispatch_offsets, min_buffer_bytes
+from moe_numba.course.deepep_port.buffer_layout import SIGNALS_BYTES, DeepEPConfig, min_buffer_bytes
 from moe_numba.course.deepep_port.simulate import RankTimeoutError, dispatch_all, virtual_ranks
 from moe_numba.course.exercises import exercise
 from moe_numba.course.lessons.ring_buffer_dispatch import draw
-from moe_numba.course.lessons.ring_buffer_dispatch.draw_ring_trace import play, replay
+from moe_numba.course.lessons.ring_buffer_dispatch.draw_ring_trace import play
 from moe_numba.course.pages.sizes import dispatch_sizes
 from moe_numba.course.steps.ladder import Ladder
 from moe_numba.course.steps.prediction import Judgement
@@ -1300,14 +1300,14 @@ exercise("ring_buffer_dispatch-4").check(signal_for_others)
 # **The head is in the sender's memory.** Sender and receiver both poll local memory, as in the ping-pong.
 
 # %%
-show(final_kernel.make_send, "# Wait for space in all rings", "if token == end")
+show(final_kernel.make_dispatch, "# Wait for space in all rings", "if token == end")
 
 # %% [markdown]
 # **Own rows.** Rows that stay on their rank use no ring, but an SM must copy them, at the rate of section 2. A sender
 # copies every second one, and the receivers copy the others while no rows arrive.
 
 # %%
-show(final_kernel.make_receive, "elif token < end", "else:")
+show(final_kernel.make_dispatch, "elif token < end", "else:")
 
 # %% [markdown]
 # **Counters are never cleared.** Heads and tails continue from the previous launch. The flags of notify are sequence
@@ -1676,272 +1676,10 @@ for name, error in ERRORS.items():
     print(f"{name}: {error}")
 
 # %% [markdown]
-# ## 9. The article's claims
-#
-# The notebook computes every verdict; one that needs a number without a record is "open". "Confirmed" means reproduced
-# here, "refuted" not reproduced here, and "its ring" is our port of DeepEP's dispatch.
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-NOT_RECORDED = "open: not recorded yet"
-
-
-def verdict(holds, figure):
-    return f"{'confirmed' if holds else 'refuted'}: {figure}"
-
-
-def shows(fault):
-    return sum(error is not None for error in FOUND[fault])
-
-
-claims = []
-moments, ranks = PLAYED["moments"], range(2)
-counts = torch.tensor(EXAMPLE).sum(dim=1)  # from, to
-claims.append(
-    (
-        "rank_prefix_matrix (i, j): the rows that rank j receives from the ranks 0 to i",
-        verdict(
-            all(m["rank_prefix_matrix"] == counts.cumsum(dim=0).tolist() for m in PLAYED["matrices"]),
-            f"{PLAYED['matrices'][0]['rank_prefix_matrix']} for the example",
-        ),
-    )
-)
-by_channel = [torch.tensor(rows).view(CHANNELS, -1, 2).sum(dim=1).T.cumsum(dim=1).tolist() for rows in EXAMPLE]
-claims.append(
-    (
-        "channel_prefix_matrix (i, j): the rows that this rank's channels 0 to j send to rank i",
-        verdict([m["channel_prefix_matrix"] for m in PLAYED["matrices"]] == by_channel, f"rank 0: {by_channel[0]}"),
-    )
-)
-right_order = [[[s, t] for s in ranks for t, rows in enumerate(EXAMPLE[s]) if rows[r]] for r in ranks]
-claims.append(
-    (
-        "recv_x is ordered by rank, channel and token",
-        verdict(
-            PLAYED["received"] == right_order == SLOW["received"], "also with other channels, draw, and another seed"
-        ),
-    )
-)
-sent_offsets = [m[4] for m in moments if m[0] in ("start", "end")]
-claims.append(
-    (
-        "start and end are sent as -n - 1, so that 0 means: not written yet",
-        verdict(max(sent_offsets) < 0, f"{len(sent_offsets)} flags from {min(sent_offsets)} to {max(sent_offsets)}"),
-    )
-)
-copies = all(
-    offsets[to, s, c, name] == -(by_channel[s][to][c - (name == "start")] if c or name == "end" else 0) - 1
-    for to in ranks
-    for s in ranks
-    for c in range(CHANNELS)
-    for name in ("start", "end")
-)
-claims.append(
-    (
-        "start is the sender's channel_prefix_matrix for the channel before, end that for its own",
-        verdict(copies, f"{len(sent_offsets)} of {len(sent_offsets)} in the example" if copies else "not all"),
-    )
-)
-most = 0
-for _, now in replay(SLOW):
-    most = max(most, *(ring.tail - ring.head for ring in now.values()))
-claims.append(
-    (
-        "A sender waits until the ring has space for a chunk",
-        verdict(
-            most <= SLOW["ring"], f"never more than {most} rows published and not consumed, in rings of {SLOW['ring']}"
-        ),
-    )
-)
-claims.append(
-    (
-        "With eight ranks three warps serve one (the listing's comment for the sender says 8)",
-        verdict(
-            768 // 32 // 8 == 3,
-            f"{768 // 32} warps, {768 // 32 // 8} for a rank: the comment is wrong, the text is right",
-        ),
-    )
-)
-c8 = DeepEPConfig(8, 12, 256, 6, 14336, 8, 0, 256)
-at8, queues8 = dispatch_offsets(c8), 8 * 12
-claims.append(
-    (
-        "num_memset_int = channels * ranks * 4 clears start, end, head and tail",
-        verdict(
-            at8.x - at8.start == 4 * 4 * queues8, f"{4 * queues8} int32, {at8.x - at8.start} bytes before the rings"
-        ),
-    )
-)
-claims.append(
-    (
-        "A ring for each channel and rank; the buffer has channels * ranks * ring * hidden for them",
-        verdict(
-            at8.src_idx - at8.x == queues8 * 256 * 14336,
-            f"{(at8.src_idx - at8.x) / 1e6:.0f} MB for 8 ranks, 12 channels, 256 rows of 14336 bytes",
-        ),
-    )
-)
-slots = (at8.size - at8.src_idx) / (at8.src_idx - at8.x)
-claims.append(
-    (
-        "For simplicity each slot has space for all top-k experts and weights",
-        verdict(
-            at8.topk_weights - at8.topk_idx == 8 * 8 * queues8 * 256,
-            f"with src_idx it is {100 * slots:.1f} % of the rings' bytes",
-        ),
-    )
-)
-share = f"{100 * IN_FP8['share']:.0f} % of the bytes; " if IN_FP8 else ""
-claims.append(
-    (
-        "FP8 rows have hidden / 128 scales",
-        verdict(
-            FP8[0][1].shape == (TOKENS, -(-HIDDEN // 128)),
-            f"{share}{100 * SAME_CAST:.0f} % of the values of the article's cast have the bits of the package's",
-        ),
-    )
-)
-claims.append(
-    (
-        "Scales may be packed, four exponents to an int32",
-        verdict(
-            BACK[0] == powers.tolist(),
-            f"its function gives {BACK[0][-1]:g} for a scale of {powers[-1]:g}: it reads the "
-            "exponents as signed; the package's does not",
-        ),
-    )
-)
-claims.append(
-    (
-        "num_recv_tokens_per_expert_list: each local expert's tokens from all ranks, rounded up",
-        verdict(
-            all(
-                HOST_SEES[r][1] == [-(-sum(COUNTED[s][1][2 * r + e] for s in ranks) // 4) * 4 for e in ranks]
-                for r in ranks
-            ),
-            f"{HOST_SEES[0][1]} and {HOST_SEES[1][1]} in the example",
-        ),
-    )
-)
-claims.append(
-    (
-        "notify's matrix of expert counts shares its memory with the flags, and is cleared for them",
-        verdict(
-            "counts, queues_end = offsets.start // 4" in inspect.getsource(deepep_notify.make_notify_dispatch),
-            f"both begin at byte {at8.start}",
-        ),
-    )
-)
-claims.append(
-    (
-        "With a handle, notify only copies rank_prefix_matrix",
-        "more subtle: it also clears the flags, and executes two barriers",
-    )
-)
-claims.append(
-    (
-        "Each token's src_idx is what combine reduces by",
-        "open here: notebook 09; in DeepEP's code combine finds rows by send_head",
-    )
-)
-claims.append(
-    (
-        "The tail must be released",
-        verdict(
-            shows("plain tail") > 0 == shows(""),
-            f"a plain store shows under {shows('plain tail')} of {SEEDS_OF_FAULTS} "
-            f"seeds, the right kernel under {shows('')}",
-        ),
-    )
-)
-claims.append(
-    (
-        "and acquired",
-        verdict(
-            shows("relaxed poll") > 0, f"a relaxed poll shows under {shows('relaxed poll')} of {SEEDS_OF_FAULTS} seeds"
-        ),
-    )
-)
-claims.append(
-    (
-        "The warps of a rank must synchronise before the tail is published",
-        verdict(shows("no barrier") > 0, f"without it: {shows('no barrier')} of {SEEDS_OF_FAULTS} seeds"),
-    )
-)
-claims.append(
-    (
-        "Head may be stored relaxed and polled volatile (the code of the article)",
-        "more subtle: nothing in the memory model then keeps the receiver's loads before the head; ours "
-        f"releases and acquires. An early head shows under {shows('early head')} of {SEEDS_OF_FAULTS} seeds",
-    )
-)
-one, rate = PUSH.get(f"{METHODS[0]}: 1"), us(DEEPEP, "wire_gbps")
-senders = (us(DEEPEP, "num_sms") or SMS) // 2
-per_sender = rate and WIRE_SHARE and rate / WIRE_SHARE / senders
-claims.append(
-    (
-        "(not in the article) a sender of its ring copies less than a CTA that only pushes",
-        verdict(
-            per_sender < 0.9 * one,
-            f"{per_sender:.0f} GB/s by each of {senders} senders, own rows included; one CTA pushes {one:.0f}",
-        )
-        if one and per_sender
-        else NOT_RECORDED,
-    )
-)
-nccl_us, naive_us, ring_us, own_us = us(BY_NCCL), us(FEW), us(DEEPEP), us("final")
-claims.append(
-    (
-        "(not in the article) where counts are known, its ring beats index_select and NCCL",
-        verdict(ring_us < nccl_us, f"{ring_us:.0f} us, NCCL {nccl_us:.0f}; the package's rings {own_us:.0f}")
-        if nccl_us and ring_us and own_us
-        else NOT_RECORDED,
-    )
-)
-claims.append(
-    (
-        "(not in the article) rows that are written once, to their places, beat its ring on as many SMs",
-        verdict(
-            naive_us < ring_us,
-            f"{naive_us:.0f} us naive, {ring_us:.0f} through the ring; the package's rings {own_us:.0f}",
-        )
-        if naive_us and ring_us and own_us
-        else NOT_RECORDED,
-    )
-)
-direct_now_us = us(DIRECT)
-claims.append(
-    (
-        "(not in the article) and the package's rings too",
-        verdict(
-            direct_now_us < 0.98 * own_us,
-            f"{direct_now_us:.0f} us with direct writes, {own_us:.0f} through rings; "
-            + "; ".join(f"{name} with 12 SMs {t:.0f}" for name, t in AT_12.items()),
-        )
-        if direct_now_us and own_us
-        else NOT_RECORDED,
-    )
-)
-if known := HOST:
-    extra = known[f"{DEEPEP}, with counts"] - known[f"{DEEPEP}, known"]
-    own_extra = known["final, with counts"] - known["final, known"]
-claims.append(
-    (
-        "(not in the article) counting, with a host that waits, is a good part of a dispatch",
-        verdict(
-            extra > 0.1 * known[f"{DEEPEP}, known"],
-            f"{extra:.0f} us more on the host's clock, the package's {own_extra:.0f}",
-        )
-        if known
-        else NOT_RECORDED,
-    )
-)
-
-Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
-
-# %% [markdown]
-# ## 10. Sources
+# ## 9. Sources
 #
 # - BoLi2001, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in Chinese.
+#   We compare [its claims](../docs/claims.md#deepep) with our measurements.
 # - [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `csrc/kernels/intranode.cu` and `csrc/deep_ep.cpp` of
 #   its first version. [TileScale](https://github.com/tile-ai/tilescale) has a port with direct writes.
 # - NVIDIA, *PTX ISA*, "Memory Consistency Model" and "Proxies".

@@ -74,20 +74,21 @@ from moe_numba.course.deepep_port.polling import (
 from moe_numba.course.exercises import exercise
 from moe_numba.course.lessons.combine import combine_inputs as inputs
 from moe_numba.course.lessons.combine import draw
+from moe_numba.course.lessons.combine.channel_sender import CombineTensors, PrefixMatrices, RingMemory, make_send
 from moe_numba.course.steps.ladder import Ladder
 from moe_numba.course.steps.simulate import changed_module, in_simulator
 from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.buffer import Buffer
 from moe_numba.expert_parallel.common import reduce
-from moe_numba.expert_parallel.common.arguments import CombineTensors, PrefixMatrices, RankContext, RingMemory
+from moe_numba.expert_parallel.common.arguments import RankContext
 from moe_numba.expert_parallel.common.buffer_layout import ABORT_FLAG, buffer_layout, received_counters
 from moe_numba.expert_parallel.common.timeout import COMBINE_ROWS, start_of_wait, warp_abort_if_timed_out
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 from moe_numba.expert_parallel.rings import combine as final_kernel
-from moe_numba.expert_parallel.rings.bulk_pipeline import init_smem
+from moe_numba.expert_parallel.rings.bulk_pipeline import init_barriers
 from moe_numba.expert_parallel.rings.channels import first_channel, first_token, next_channel, retire_warp
 from moe_numba.expert_parallel.rings.config import Config, num_channels
-from moe_numba.expert_parallel.rings.progress import make_publish, post_progress
+from moe_numba.expert_parallel.rings.progress import clear_progress, make_publish, post_progress
 from moe_numba.ptx.arithmetic import add_rn_bf16x2, uint_as_float
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32, st_release_sys_s32
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
@@ -864,11 +865,15 @@ else:
 # The sender is the package's; `pipeline` is the module that copies rows. This is its loop:
 
 # %%
-excerpt(final_kernel.make_send, "            while cuda.any_sync(", "                # The earlier stores have")
+excerpt(
+    final_kernel.make_combine,
+    "                    while cuda.any_sync(FULL_MASK, rows_left > 0)",
+    "                        # The earlier stores have",
+)
 
 # %% [markdown]
-# Steps 4 to 6 make one change to the package's source: a rank also sends its *own rows* through rings, to itself
-# (`SENT_TO_ITSELF`).
+# In steps 4 to 6 the sender (`channel_sender.py`) differs in one thing: a rank also sends its *own rows* through rings,
+# to itself.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -890,8 +895,6 @@ def buffer_with(make_combine=final_kernel.make_combine, channels_per_warp=1):
 
     return make
 
-
-SENT_TO_ITSELF = ("lane < ranks and lane != rank", "lane < ranks")
 
 # %% [markdown]
 # A lane loads `vectors` 16-byte vectors of each row before the first addition; in this step, one. (`packed` is for
@@ -1015,8 +1018,7 @@ def make_channels_kernel(shape, vectors, packed=False):
     ranks, warps, barrier_offset = shape.num_ranks, shape.warps, shape.barrier_offset
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
     tail_offset, head_offset = buffer_layout(ranks).tail(True), buffer_layout(ranks).head(True)
-    send, receive = changed(SENT_TO_ITSELF).make_send(shape), make_receive(shape, vectors, packed)
-    publish = make_publish(shape)
+    send, receive, publish = make_send(shape), make_receive(shape, vectors, packed), make_publish(shape)
 
     @cuda.jit
     def combine(
@@ -1048,10 +1050,11 @@ def make_channels_kernel(shape, vectors, packed=False):
         ctx = RankContext(local, peers, state, status, timeout_ns, rank)
         rings = RingMemory(rings_offset, ring_words)
         prefix = PrefixMatrices(rank_prefix, channel_prefix, recv_channel_prefix)
-        tensors = CombineTensors(x, num_rows, topk_weights, send_head, num_tokens, bias_0, bias_1, out, out_weights)
+        tensors = CombineTensors(x, num_rows, send_head, num_tokens, out)
         receives, blocks, channel = first_channel(senders, warp)
         griddepcontrol_wait()
-        init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks)
+        init_barriers(smem_u64, barrier_offset, warps)
+        clear_progress(smem_i32, smem_u64, progress_offset, published_offset, done_offset, warps, ranks)
         if ld_volatile_s32(local, ABORT_FLAG) != 0:
             pass  # the rank has aborted in an earlier kernel
         elif warp == warps:
@@ -1187,7 +1190,7 @@ for few, many in itertools.pairwise(LOADS):
 # **Idea.** The instructions of the summation may be the next limit. A 32-bit word holds two elements; summing two such
 # words takes 9 instructions: unpack, add in `float32`, pack. For *two* rows, Hopper adds two pairs of `bfloat16` in one
 # instruction (`add.rn.bf16x2`), which rounds each sum once. Rounding first to 24 bits and then to 8 never differs from
-# this for the sum of two numbers of 8 bits, because 24 is at least 2 x 8 + 2 (Figueroa 1995, section 10). Two
+# this for the sum of two numbers of 8 bits, because 24 is at least 2 x 8 + 2 (Figueroa 1995, section 9). Two
 # instructions per word remain: one adds 0, so that a sum is 0 and not -0, and one adds the second row.
 #
 # **Predicted gain.** If instructions limit the receivers, the senders are the new limit: step 5 less the sending time.
@@ -1209,10 +1212,14 @@ measure("packed pairs", make_package(kind=packed_pairs), after="several vectors 
 # - The sum replaces it there, and another bulk copy stores it while the warp continues with the next token.
 
 # %%
-excerpt(final_kernel.make_receive, "                own = cuda.shfl_sync", "                wanted = ")
+excerpt(final_kernel.make_combine, "                        own = cuda.shfl_sync", "                        wanted = ")
 
 # %%
-excerpt(final_kernel.make_receive, "                reduce_token(", "                token = int32(token + 1)")
+excerpt(
+    final_kernel.make_combine,
+    "                        reduce_token(",
+    "                        token = int32(token + 1)",
+)
 
 # %% [markdown]
 # For tokens that may have more than two rows, or with biases, `reduce_token` accumulates in `float32` and keeps two
@@ -1531,9 +1538,9 @@ for ring in (25, 26):
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 WAITING = (
-    "                can_send = rows_left > 0 and uint32(tail - head) < capacity\n",
-    "                full = cuda.any_sync(FULL_MASK, rows_left > 0 and uint32(tail - head) >= capacity)\n"
-    "                can_send = rows_left > 0 and not full\n",
+    "                        can_send = rows_left > 0 and uint32(tail - head) < capacity\n",
+    "                        full = cuda.any_sync(FULL_MASK, rows_left > 0 and uint32(tail - head) >= capacity)\n"
+    "                        can_send = rows_left > 0 and not full\n",
 )
 KEPT = []  # buffers of aborted ranks, which cannot be closed
 
@@ -1837,167 +1844,13 @@ TIMEOUT_ERROR = in_simulator(without_peer, 0.004)
 print(*TIMEOUT_ERROR)
 assert TIMEOUT_ERROR
 
-# %% [markdown]
-# ## 9. Claims and measurements
-
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 if TIMED:
     ladder.row("final").update({name: found for name, found in FACTS.items() if found})
 ladder.save(notebook_sources("notebooks/09_combine.py"))
 
 # %% [markdown]
-# The notebook computes every verdict; one that needs a number without a record is "open". "Confirmed" means reproduced
-# here, "refuted" not reproduced here.
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-NOT_RECORDED = "open: not recorded yet"
-
-
-def verdict(holds, figure):
-    return f"{'confirmed' if holds else 'refuted'}: {figure}"
-
-
-claims = []
-hung = [case for case in CASES if LOCKED[case]["hung"]]
-bound = lambda case: case[1] + 2 * case[0] - 2  # chunk + R - 1
-claims.append(
-    (
-        "A ring of chunk + R - 2 rows deadlocks DeepEP's combine, one of chunk + R - 1 does not (R reducing warps)",
-        verdict(
-            all(LOCKED[case]["hung"] == (case[2] < bound(case)) for case in CASES),
-            f"{len(hung)} of {len(CASES)} runs deadlocked, all of them below the bound",
-        ),
-    )
-)
-claims.append(
-    (
-        "DeepEP's own check, ring > chunk, accepts rings that deadlock",
-        verdict(
-            any(case[2] > case[1] for case in hung), f"{sum(case[2] > case[1] for case in hung)} such runs deadlocked"
-        ),
-    )
-)
-claims.append(
-    (
-        "(of the article on dispatch) each token's src_idx is what combine reduces by",
-        verdict(
-            "src_idx" in inspect.getsource(deepep_combine.make_reduce),
-            "it is sent, and not read: rows are found by send_head; the package's combine does not send it",
-        ),
-    )
-)
-claims.append(
-    (
-        "A sender of combine that waits for a full ring can deadlock three ranks",
-        verdict(
-            bool(CYCLE) and all(THREE["unchanged"]["right"]) and not THREE["unchanged"]["errors"],
-            f"a cycle of {len(CYCLE or ())} waits; the unchanged sender returns the same tokens",
-        ),
-    )
-)
-claims.append(
-    (
-        "Sums do not depend on the order in which rows arrive",
-        verdict(not any(FAULTS[""]), f"{len(FAULTS[''])} seeds of the simulator, the same bits"),
-    )
-)
-step_by_step, once = (ERRORS["of similar magnitude", dtype][0] for dtype in (torch.bfloat16, torch.float32))
-claims.append(
-    (
-        "They are rounded once",
-        verdict(
-            ONE_ROUNDING <= 1,
-            f"the error is at most {ONE_ROUNDING:.3f} of one rounding; rounded after each of eight rows, the "
-            f"mean error is {step_by_step / once:.1f} times as large",
-        ),
-    )
-)
-alike, differing = (100 * ERRORS[kind, torch.float32][2] for kind in KINDS)
-claims.append(
-    (
-        "The order of the ranks matters even with one rounding",
-        ("more subtle" if alike == 0 < differing else "confirmed" if differing else "refuted")
-        + f": {alike:.3f} % of the elements depend on it where rows are of similar magnitude, {differing:.3f} % where large ones "
-        "cancel",
-    )
-)
-claims.append(
-    (
-        "A handle can be combined again and again",
-        verdict(
-            GAPS_RIGHT and all(same for _, same in PROPERTY.values()),
-            f"filling the gaps twice changes nothing; {len(PROPERTY)} handles were used twice, with the same bits",
-        ),
-    )
-)
-claims.append(
-    (
-        "combine(dispatch(x)) is x times the number of ranks",
-        verdict(all(right for right, _ in PROPERTY.values()), f"to the last bit, for {len(PROPERTY)} shapes"),
-    )
-)
-claims.append(
-    (
-        "Each of the three faults shows in the simulator",
-        verdict(
-            all(any(wrong) for name, wrong in FAULTS.items() if name),
-            ", ".join(
-                f"{name} under {sum(map(bool, wrong))} of {len(wrong)} seeds" for name, wrong in FAULTS.items() if name
-            ),
-        ),
-    )
-)
-step_us = {name: us(name) for name in STEPS}
-final = ladder.row("final") or {}  # with the other measurements
-push_us = final.get("push_us")
-
-
-def faster(claim, new, old):
-    """Append the claim that one step is faster than another, by 2 % or more."""
-    now, then = step_us[new], step_us[old]
-    said = (
-        now
-        and then
-        and (
-            f"{records.format_us(now)} us, {WIRE_BYTES / now / 1000:.0f} GB/s on the wire; '{old}' has "
-            f"{records.format_us(then)} us, {WIRE_BYTES / then / 1000:.0f}; {WHEN}"
-        )
-    )
-    claims.append((claim, verdict(now < 0.98 * then, said) if said else NOT_RECORDED))
-
-
-faster("The package's combine is faster than DeepEP's", "final", "DeepEP's rings")
-if SHOWN_RANKS == 2:
-    faster("Two rows are summed faster as packed pairs", "packed pairs", "several vectors per row")
-faster("Bulk copies, and own rows without rings, gain with 24 SMs", "bulk copies", "packed pairs")
-faster("It gains if a warp takes the next channel as soon as it is free", "final", "bulk copies")
-claims.append(
-    (
-        "With 24 SMs it is nearly as fast as the push with all of them",
-        verdict(
-            step_us["final"] < 1.1 * push_us,
-            f"{records.format_us(step_us['final'])} us; the push alone, without summation, {records.format_us(push_us)} us; {WHEN}",
-        )
-        if push_us
-        else NOT_RECORDED,
-    )
-)
-loads = final.get("loads_us", {})  # by vectors in flight
-lines = [f"{n}: {time:.0f} us" for n, time in loads.items()]
-if len(loads) > 1:
-    first, (*_, before, last) = next(iter(loads.values())), loads.values()
-    lines.append(f"the last doubling changes {100 * (last / before - 1):+.0f} %")
-claims.append(
-    (
-        "The summation needs several loads in flight",
-        verdict(min(loads.values()) < 0.9 * first, "; ".join([*lines, WHEN])) if len(loads) > 1 else NOT_RECORDED,
-    )
-)
-
-Markdown("| claim | verdict |\n|---|---|\n" + "\n".join(f"| {claim} | {text} |" for claim, text in claims))
-
-# %% [markdown]
-# ## 10. Sources
+# ## 9. Sources
 #
 # - [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `cached_notify_combine` and `combine` in
 #   `csrc/kernels/intranode.cu` of its first version, and `tests/test_intranode.py`, the origin of the property test.

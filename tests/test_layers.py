@@ -4,8 +4,6 @@ import ast
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 USERS_OF_COURSE = {"moe_numba.__main__", "moe_numba.doctor"}  # they import it inside functions
 
@@ -51,22 +49,46 @@ def imports(module, nested=False):
                 yield (submodule, None) if submodule in modules() else (source, alias.name)
 
 
-def test_there_is_no_import_cycle():
-    """Imports inside functions count."""
-    graph = {m: {target for target, _ in imports(m, nested=True) if target != m} for m in modules()}
+def ancestors(module):
+    """Return the packages of a module, which Python imports before it."""
+    parts = module.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts))}
+
+
+def find_cycle(graph):
+    """Return the modules of an import cycle, in order, or None."""
     done, path = set(), []
 
     def visit(module):
         if module in path:
-            pytest.fail("import cycle: " + " -> ".join([*path[path.index(module) :], module]))
+            return [*path[path.index(module) :], module]
         if module not in done:
             path.append(module)
-            for target in graph.get(module, ()):
-                visit(target)
+            for target in sorted(graph.get(module, ())):
+                if cycle := visit(target):
+                    return cycle
             done.add(path.pop())
+        return None
 
-    for module in graph:
-        visit(module)
+    return next(filter(None, map(visit, graph)), None)
+
+
+def test_there_is_no_import_cycle():
+    """Imports inside functions count."""
+    assert find_cycle({m: {target for target, _ in imports(m, nested=True)} - {m} for m in modules()}) is None
+
+
+def test_each_module_can_be_imported_first():
+    """Importing a module also runs the __init__.py of its packages, unless they are running already."""
+    graph = {}
+    for module in modules():
+        targets = {target for target, _ in imports(module)}
+        graph[module] = targets.union(*map(ancestors, targets)) - ancestors(module) - {module}
+    assert find_cycle(graph) is None
+
+
+def test_cycles_are_found():
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
 def test_only_the_course_imports_the_course():

@@ -6,11 +6,7 @@ from typing import NamedTuple
 import torch
 
 from moe_numba import simulator
-from moe_numba.align import device_functions
-from moe_numba.align import large as kernel_large
-from moe_numba.align import medium as kernel_medium
-from moe_numba.align import pairwise as kernel_pairwise
-from moe_numba.align import small as kernel_small
+from moe_numba.align import device_functions, large, medium, pairwise, small
 from moe_numba.align.reference import sizes
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import as_tensor
@@ -31,7 +27,7 @@ from moe_numba.runtime.workspace import workspace
 
 MAP_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
 ID_TYPES = {torch.uint8: "uint8*", torch.int16: "int16*"} | MAP_TYPES
-_MAX_EXPERTS = kernel_small.DROP_BUCKET - 1
+_MAX_EXPERTS = small.DROP_BUCKET - 1
 _MAX_COUNTED_EXPERTS = 8192  # beyond, shared memory cannot hold a count per expert
 _MAX_ELEMENTS = (1 << 31) - 1
 # Beyond either, the large kernel publishes 32-bit counts and has 64-bit row numbers. All other kernels stay below.
@@ -39,7 +35,7 @@ MAX_NARROW_SLOTS_PER_CTA, MAX_NARROW_ELEMENTS = (1 << 16) - 1, 1 << 30
 
 # The small kernel serves up to SMALL_MAX_SLOTS slots, the medium kernel up to MEDIUM_MAX_SLOTS. Beyond, the exchange of
 # counts in the large kernel costs less than counting all slots in every CTA.
-SMALL_MAX_SLOTS = kernel_small.MAX_SLOTS
+SMALL_MAX_SLOTS = small.MAX_SLOTS
 MEDIUM_MAX_SLOTS = 16384
 
 
@@ -179,8 +175,8 @@ class AlignPlan:
         self.options = ignore_invalid_experts, expert_map is not None
         map_type = "int32*" if expert_map is None else MAP_TYPES[expert_map.dtype]
         self.pointers = (ID_TYPES[ids.dtype], map_type, "int32*", "int32*", "int32*")
-        self.medium_slots_per_cta = 32 * kernel_medium.mask_words_for(self.capacity)
-        self.medium_fits = kernel_medium.shared_bytes(self.capacity) <= gpu.shared_bytes
+        self.medium_slots_per_cta = 32 * medium.mask_words_for(self.capacity)
+        self.medium_fits = medium.shared_bytes(self.capacity) <= gpu.shared_bytes
         fitting = (c for c in _LARGE_CONFIGS if self._large_shared_bytes(c) <= gpu.shared_bytes)
         self.large_config = next(fitting, _LARGE_CONFIGS[-1])
         self.max_large_ctas = min(self.large_config.max_ctas, gpu.sm_count)  # cooperative: all CTAs must be resident
@@ -199,24 +195,24 @@ class AlignPlan:
         return launcher(kernel, signature, self.device, dependent=True, **options)
 
     def _compile_small(self, aligned):
-        return self._launcher(kernel_small.make_small_kernel(aligned, *self.options), launch_bounds=1024)
+        return self._launcher(small.make_small_kernel(aligned, *self.options), launch_bounds=1024)
 
     def _compile_pairwise(self, _):
-        return self._launcher(kernel_pairwise.make_pairwise_kernel(*self.options), launch_bounds=1024)
+        return self._launcher(pairwise.make_pairwise_kernel(*self.options), launch_bounds=1024)
 
     def _compile_medium(self, config):
-        kernel = kernel_medium.make_medium_kernel(config.threads, config.batch, self.capacity, *self.options)
-        shared_bytes = kernel_medium.shared_bytes(self.capacity)
+        kernel = medium.make_medium_kernel(config.threads, config.batch, self.capacity, *self.options)
+        shared_bytes = medium.shared_bytes(self.capacity)
         return self._launcher(kernel, launch_bounds=config.threads, shared_bytes=shared_bytes)
 
     def _large_shared_bytes(self, config):
-        return kernel_large.shared_bytes(config.threads, self.capacity, config.slots_per_thread)
+        return large.shared_bytes(config.threads, self.capacity, config.slots_per_thread)
 
     def _compile_large(self, wide):
         config = self.large_config
         shape = config.threads, self.capacity, config.slots_per_thread
         return self._launcher(
-            kernel_large.make_large_kernel(*shape, *self.options, wide),
+            large.make_large_kernel(*shape, *self.options, wide),
             pointers=(*self.pointers, "int32*"),
             launch_bounds=config.threads,
             shared_bytes=self._large_shared_bytes(config),
@@ -232,10 +228,10 @@ class AlignPlan:
         return self._cached(self._compile_medium, config), -(-numel // slots_per_cta), config.threads, slots_per_cta
 
     def _pairwise(self, numel):
-        if numel > kernel_pairwise.MAX_SLOTS:
+        if numel > pairwise.MAX_SLOTS:
             raise ValueError(
                 f"num_experts is {self.num_experts}: with {numel} slots at most {_MAX_COUNTED_EXPERTS} are allowed, "
-                f"with up to {kernel_pairwise.MAX_SLOTS} slots {_MAX_EXPERTS}"
+                f"with up to {pairwise.MAX_SLOTS} slots {_MAX_EXPERTS}"
             )
         return self._cached(self._compile_pairwise, "pairwise"), 1, 32 * max(-(-numel // 32), 1), 0
 
@@ -252,7 +248,7 @@ class AlignPlan:
             slots_per_cta = max(-(-numel // (self.max_large_ctas * threads)), 1) * threads
         wide = wide or slots_per_cta > MAX_NARROW_SLOTS_PER_CTA
         launch = self._cached(self._compile_large, wide)
-        words = kernel_large.workspace_words(self.max_large_ctas, self.capacity, wide)
+        words = large.workspace_words(self.max_large_ctas, self.capacity, wide)
         return launch, max(-(-numel // slots_per_cta), 1), threads, slots_per_cta, words
 
     def launch(self, ids, expert_map, outputs):
@@ -280,7 +276,7 @@ class AlignPlan:
         wide, workspace_words = max(length, num_blocks) > MAX_NARROW_ELEMENTS, 0
         if numel <= min(SMALL_MAX_SLOTS, MEDIUM_MAX_SLOTS) and not wide:
             start, ctas, threads, slots_per_cta = self._small(numel, is_aligned)
-        elif self.num_experts > _MAX_COUNTED_EXPERTS or (numel <= kernel_pairwise.MAX_SLOTS and not self.medium_fits):
+        elif self.num_experts > _MAX_COUNTED_EXPERTS or (numel <= pairwise.MAX_SLOTS and not self.medium_fits):
             start, ctas, threads, slots_per_cta = self._pairwise(numel)
         elif self._is_medium(numel) and not wide:
             start, ctas, threads, slots_per_cta = self._medium(numel)

@@ -12,9 +12,8 @@ import torch
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba import simulator
-from moe_numba.align import device_functions, moe_align_block_size
+from moe_numba.align import device_functions, moe_align_block_size, small
 from moe_numba.align import medium as align_kernel
-from moe_numba.align import small as kernel_small
 from moe_numba.align.api import (
     MAP_TYPES,
     MAX_NARROW_ELEMENTS,
@@ -51,8 +50,8 @@ def make_single_cta_kernel(gate_config, limit_on_device, aligned, ignore_invalid
     topk = gate_config.topk
     lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = gate_kernel.make_router(gate_config)
     num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
-    align_small = kernel_small.make_align_small(ignore_invalid_experts, has_map)
-    fill_outputs = kernel_small.make_fill_outputs(aligned)
+    align_small = small.make_align_small(ignore_invalid_experts, has_map)
+    fill_outputs = small.make_fill_outputs(aligned)
 
     @cuda.jit
     def biased_grouped_topk_align_single_cta(
@@ -217,7 +216,7 @@ class FusedPlan:
         self.max_fused_tokens = 0  # the generic gate kernel is launched on its own
         if gate_plan.config is not None:
             has_clusters = gpu_of(device).has_clusters
-            self.max_fused_tokens = MAX_TOKENS if has_clusters else kernel_small.MAX_SLOTS // gate_plan.shape[3]
+            self.max_fused_tokens = MAX_TOKENS if has_clusters else small.MAX_SLOTS // gate_plan.shape[3]
         self._outputs, self._launches = {}, {}
         self._aligned_outputs = AlignOutputs(block_size, self.num_experts, ignore_invalid_experts, device)
 
@@ -290,7 +289,7 @@ class FusedPlan:
     def _launch_for(self, tokens, length, num_blocks, is_aligned):
         """Return launcher, CTAs, threads per CTA, and the numbers that the kernel gets."""
         numel = tokens * self.gate_plan.shape[3]
-        if numel <= kernel_small.MAX_SLOTS:
+        if numel <= small.MAX_SLOTS:
             start = self.single_cta_aligned if is_aligned else self.single_cta
             threads, ctas = 32 * numel, 1
         else:

@@ -14,7 +14,7 @@ from moe_numba.expert_parallel.low_latency.mode import LowLatencyMode
 from moe_numba.expert_parallel.low_latency.pair import LowLatency
 from moe_numba.expert_parallel.ranks import transport
 from moe_numba.expert_parallel.ranks.events import EventHandle, EventOverlap
-from moe_numba.expert_parallel.ranks.runtime import Runtime
+from moe_numba.expert_parallel.ranks.rank_state import RankState
 from moe_numba.expert_parallel.ranks.stream_order import StreamOrder
 from moe_numba.expert_parallel.ranks.warm_up import warm_up
 from moe_numba.expert_parallel.rings import checks, launch_plans
@@ -138,7 +138,7 @@ class Buffer:
         self.explicitly_destroy = explicitly_destroy
         # Half of the memory is for the rings of dispatch, and both halves start at multiples of _ALIGNMENT.
         num_bytes = -(-num_nvl_bytes // (2 * _ALIGNMENT)) * 2 * _ALIGNMENT
-        self._runtime = Runtime(self.transport, num_bytes, timeout, self._uses_tma)
+        self._runtime = RankState(self.transport, num_bytes, timeout, self._uses_tma)
         self._device = self.transport.device
         self._streams = StreamOrder(self.transport)
         self._low_latency = LowLatencyMode(self._runtime, self._streams, enable_shrink)
@@ -339,7 +339,6 @@ class Buffer:
         previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-        ready: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Send rows back to the ranks of their tokens, and sum each token's rows.
 
@@ -355,11 +354,6 @@ class Buffer:
             Added to the sum.
         config, previous_event, async_finish, allocate_on_comm_stream
             As for `dispatch`.
-        ready : torch.Tensor [received], int32, optional
-            One flag per row of ``x``, initially 0; contiguous. A kernel on another stream computes ``x`` concurrently:
-            after it has written a row, it stores 1 to the row's flag with ``st.release.sys``. Combine polls the flag
-            before it reads the row, and resets it to 0. Not with ``topk_weights``. ``config.num_sms`` must leave SMs
-            for that kernel.
 
         Returns
         -------
@@ -375,19 +369,16 @@ class Buffer:
         biases = checks.as_biases(bias)
         tokens, channels, rows = checks.check_handle(handle, self.group_size, device)
         hidden, topk = checks.check_combine_input(x, topk_weights, biases, rows, tokens, device)
-        waits = ready is not None
-        if waits:
-            checks.check_ready(ready, topk_weights, rows, device)
-        start = rt.cached(launch_plans.plan_combine, config, hidden, topk, channels, len(biases), waits)
+        start = rt.cached(launch_plans.plan_combine, config, hidden, topk, channels, len(biases))
         *prefix, _, _, send_head = handle
         with self._streams.on_stream(previous_event, async_finish, allocate_on_comm_stream) as finish:
             out = x.new_empty(tokens, hidden)
             out_weights = None if topk_weights is None else topk_weights.new_empty(tokens, topk)
-            inputs = rt.pointers(x, ready if waits else topk_weights, *prefix, send_head)
+            inputs = rt.pointers(x, topk_weights, *prefix, send_head)
             outputs = rt.pointers(*(*biases, None, None)[:2], out, out_weights)
             with rt.with_barriers_if_layout_changed(True, channels):
                 start(*inputs, tokens, *outputs, rows)
-            event = finish(x, topk_weights, ready, *biases, out, out_weights, *handle)
+            event = finish(x, topk_weights, *biases, out, out_weights, *handle)
         return out, out_weights, event
 
     def low_latency_dispatch(

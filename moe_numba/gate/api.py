@@ -7,9 +7,7 @@ from typing import NamedTuple
 import torch
 
 from moe_numba import simulator
-from moe_numba.gate import four_tokens_per_warp as kernel_4tokens
-from moe_numba.gate import generic as kernel_generic
-from moe_numba.gate import one_token_per_warp as kernel
+from moe_numba.gate import four_tokens_per_warp, generic, one_token_per_warp
 from moe_numba.gate.reference import SCORINGS
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import as_tensor
@@ -214,12 +212,12 @@ class GatePlan:
         )
         self.shape = (num_experts, num_groups, options.topk_group, topk, shared)
         self.config = None  # only the generic kernel, which takes shapes as arguments, supports this shape
-        if kernel.supports(num_experts, num_groups, devices.gpu_of(x.device).capability):
-            _, experts_per_lane = kernel.lane_layout(num_experts, num_groups)
+        if one_token_per_warp.supports(num_experts, num_groups, devices.gpu_of(x.device).capability):
+            _, experts_per_lane = one_token_per_warp.lane_layout(num_experts, num_groups)
             group_size = num_experts // num_groups
             load_bytes = _load_bytes(x, experts_per_lane, group_size)
             bias_load_bytes = 4 if bias is None else _load_bytes(bias, experts_per_lane, group_size)
-            self.config = kernel.GateConfig(
+            self.config = one_token_per_warp.GateConfig(
                 *self.shape, renormalize, options.scoring, dtype, bias_dtype, load_bytes, bias_load_bytes
             )
         else:
@@ -240,23 +238,23 @@ class GatePlan:
     def one_token_per_warp(self):
         """Launcher and launch shape of the kernel for small batches, or of the generic kernel."""
         if self.config:
-            made = kernel.make_kernel(self.config, self.limit_on_device)
-            return self._launch_shape(made, self.signature, kernel.WARPS_PER_BLOCK)
-        made = kernel_generic.make_generic_kernel(*self.kernel_types, self.limit_on_device)
-        shared_bytes = kernel_generic.shared_bytes(*self.shape[:2])
+            made = one_token_per_warp.make_kernel(self.config, self.limit_on_device)
+            return self._launch_shape(made, self.signature, one_token_per_warp.WARPS_PER_BLOCK)
+        made = generic.make_generic_kernel(*self.kernel_types, self.limit_on_device)
+        shared_bytes = generic.shared_bytes(*self.shape[:2])
         return self._launch_shape(made, (*self.signature, *("int32",) * 6), 1, shared_bytes=shared_bytes)
 
     @cached_property
     def four_tokens_per_warp(self):
         """Launcher and launch shape of the kernel for large batches, where it supports the shape."""
-        if not self.config or not kernel_4tokens.supports(*self.shape):
+        if not self.config or not four_tokens_per_warp.supports(*self.shape):
             return self.one_token_per_warp
         return self._launch_shape(
-            kernel_4tokens.make_4tokens_kernel(self.config, self.limit_on_device),
+            four_tokens_per_warp.make_4tokens_kernel(self.config, self.limit_on_device),
             self.signature,
-            kernel_4tokens.WARPS_PER_BLOCK,
-            tokens_per_warp=kernel_4tokens.TOKENS_PER_WARP,
-            launch_bounds=kernel_4tokens.launch_bounds(devices.gpu_of(self.device).capability),
+            four_tokens_per_warp.WARPS_PER_BLOCK,
+            tokens_per_warp=four_tokens_per_warp.TOKENS_PER_WARP,
+            launch_bounds=four_tokens_per_warp.launch_bounds(devices.gpu_of(self.device).capability),
         )
 
     def _launch_shape(self, made, signature, warps, tokens_per_warp=1, **options):

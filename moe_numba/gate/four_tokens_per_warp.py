@@ -68,7 +68,7 @@ def _group_pitch(group_size):
 
 @cache
 def make_4tokens_kernel(config, limit_on_device=False):
-    """Make the kernel that routes four tokens per warp; ``config`` is a :class:`moe_numba.gate.one_token_per_warp.GateConfig`.
+    """Make the kernel that routes four tokens per warp; ``config`` is a `one_token_per_warp.GateConfig`.
 
     Raises
     ------

@@ -9,28 +9,18 @@ from moe_numba.grouped_gemm.api.silu_and_mul import (
     group_gemm_silu_and_mul_blockwise_fp8,
     group_gemm_silu_and_mul_pertensor_fp8,
 )
-from moe_numba.grouped_gemm.api.w4 import (
-    group_gemm_int4,
-    group_gemm_mxfp4,
-    group_gemm_silu_and_mul_int4,
-    group_gemm_silu_and_mul_mxfp4,
-    pack_int4,
-    pack_mxfp4,
-)
+from moe_numba.grouped_gemm.api.w4 import group_gemm_mxfp4, group_gemm_silu_and_mul_mxfp4, pack_mxfp4
 
 __all__ = [
     "group_gemm_bf16",
     "group_gemm_blockwise_fp8",
-    "group_gemm_int4",
     "group_gemm_mxfp4",
     "group_gemm_pertensor_fp8",
     "group_gemm_rowwise_fp8",
     "group_gemm_silu_and_mul_bf16",
     "group_gemm_silu_and_mul_blockwise_fp8",
-    "group_gemm_silu_and_mul_int4",
     "group_gemm_silu_and_mul_mxfp4",
     "group_gemm_silu_and_mul_pertensor_fp8",
     "k_grouped_gemm_bf16",
-    "pack_int4",
     "pack_mxfp4",
 ]

@@ -6,11 +6,11 @@ from moe_numba.grouped_gemm.call.checks import check_gpu
 from moe_numba.moe_layer.gemv.plan import uses_decode_kernels
 from moe_numba.moe_layer.group_by_expert.api import check_routing
 from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of
+from moe_numba.moe_layer.per_token_quant.api import check_scale
 from moe_numba.moe_layer.silu_and_mul.api import ALPHA, check_activation
 from moe_numba.moe_layer.weighted_sum.api import check_topk
 from moe_numba.moe_layer.weights import BLOCK, FP8, FP8_BLOCK, FP8_TENSOR, MXFP4, check_weights, check_wgmma, scaling_of
 from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_workspace
-from moe_numba.quantise.per_token_quant import check_scale
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.outputs import Outputs, look_up, remember, tensor_key
 from moe_numba.runtime.recording import refuse_recording

@@ -11,13 +11,13 @@ from moe_numba.grouped_gemm.call.plan import group_gemm
 from moe_numba.grouped_gemm.w4.launch import group_gemm as group_gemm_w4
 from moe_numba.moe_layer.gemv.plan import decode_launches
 from moe_numba.moe_layer.group_by_expert.api import group_by_expert
+from moe_numba.moe_layer.per_token_quant.api import per_token_quant_fp8, silu_and_mul_quant_fp8
 from moe_numba.moe_layer.permute.api import permute_cast_to_fp8, permute_fp8, permute_tokens
 from moe_numba.moe_layer.silu_and_mul.api import Activation, silu_and_mul
 from moe_numba.moe_layer.weighted_sum.api import weighted_sum
 from moe_numba.moe_layer.weights import BF16, FP8_BLOCK, FP8_TENSOR, MXFP4, ExpertsShape
 from moe_numba.moe_layer.workspace import Intermediates, is_permuted
 from moe_numba.quantise.fp8_cast import per_token_cast_to_fp8
-from moe_numba.quantise.per_token_quant import per_token_quant_fp8, silu_and_mul_quant_fp8
 
 Launches = dict[str, Callable[[], Any]]
 # With given scales: fewest assignments for which the first grouped GEMM computes the activation. Its tiles have twice
@@ -147,9 +147,9 @@ def _mxfp4(call):
     x, launches = _bf16_rows(call)
     first = dict(bias=t.w13_bias, early_weight=call.permutes, **call.gathered, **_gemm_activation(call.activation))
     first |= dict(out=activated, silu_and_mul=True)
-    launches["gate_up"] = partial(group_gemm_w4, "mxfp4", x, t.w13, *groups, **first)
+    launches["gate_up"] = partial(group_gemm_w4, x, t.w13, *groups, **first)
     second = dict(out=rows, bias=t.w2_bias, early_weight=True)
-    launches["down"] = partial(group_gemm_w4, "mxfp4", activated, t.w2, *groups, **second)
+    launches["down"] = partial(group_gemm_w4, activated, t.w2, *groups, **second)
     return launches
 
 

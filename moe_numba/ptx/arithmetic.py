@@ -74,16 +74,6 @@ def mul_rn_bf16x2(a, b):
     return np.uint32(simulator.floats.bf16_bits(high) << 16 | simulator.floats.bf16_bits(low))
 
 
-def fma_rn_bf16x2(a, b, c):
-    """``fma.rn.bf16x2``: a * b + c of the low halves and of the high halves of three registers, each rounded once.
-
-    Subnormal operands and results are kept.
-    """
-    halves = [np.array([x], np.uint32) << np.array([16, 0], np.uint32) & np.uint32(0xFFFF0000) for x in (a, b, c)]
-    low, high = simulator.floats.fma_bf16(*(half.view(np.float32) for half in halves))
-    return np.uint32(high << np.uint32(16) | low)
-
-
 def mul_rn_bf16x2_low(a, b):
     """``mul.rn.bf16x2`` of both halves of ``a`` by the low half of ``b``, which needs no instruction of its own."""
     b = np.uint32(b)
@@ -114,7 +104,6 @@ mul_rn_bf16x2_bits = mul_rn_bf16x2
 _BROADCAST = (
     "{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, $2; mov.b32 both, {%s}; mul.rn.bf16x2 $0, $1, both; }"
 )
-fma_rn_bf16x2 = _pure("fma.rn.bf16x2 $0, $1, $2, $3;", "u32", "u32", "u32", "u32", simulate=fma_rn_bf16x2)
 mul_rn_bf16x2 = _pure("mul.rn.bf16x2 $0, $1, $2;", "u32", "u32", "u32", simulate=mul_rn_bf16x2)
 mul_rn_bf16x2_low = _pure(_BROADCAST % "low, low", "u32", "u32", "u32", simulate=mul_rn_bf16x2_low)
 mul_rn_bf16x2_high = _pure(_BROADCAST % "high, high", "u32", "u32", "u32", simulate=mul_rn_bf16x2_high)

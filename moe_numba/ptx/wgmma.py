@@ -129,17 +129,16 @@ def make_wgmma_tile(n, dtype, steps=4, accumulate=False, a_major="k", b_major="k
 
 
 @factory
-def make_wgmma_tile_rs(n, dtype, steps=4, b_major="k", accumulate=True):
+def make_wgmma_tile_rs(n, dtype, steps=4, b_major="k"):
     """Make ``tile(acc, a, b)``, as ``make_wgmma_tile`` with ``accumulate`` and with A in registers ("RS").
 
     ``a`` is a tuple of ``4 * steps`` uint32, four for each step along k, and ``b`` a descriptor; ``b_major`` is as for
-    ``make_wgmma_tile``. Without ``accumulate`` it is ``tile(a, b)``. The registers of ``a`` must not change before the
-    group has completed: pass them to ``make_wgmma_wait_registers``, or to ``make_wgmma_wait``.
+    ``make_wgmma_tile``. The registers of ``a`` must not change before the group has completed: pass them to
+    ``make_wgmma_wait_registers``.
     """
     _check(n, dtype, b_major=b_major)
 
-    def wgmma_tile_rs(*arguments):
-        acc, a, b = arguments if accumulate else (None, *arguments)
+    def wgmma_tile_rs(acc, a, b):
         return simulator.wgmma.multiply(n, dtype, a, int(b), acc, steps, (None, b_major))
 
     def template(registers, *operands):
@@ -148,10 +147,10 @@ def make_wgmma_tile_rs(n, dtype, steps=4, b_major="k", accumulate=True):
         for step in range(steps):
             a, advance = ", ".join(operands[4 * step : 4 * step + 4]), f"add.u32 l, l, {_K_STEP[b_major]}; "
             lines.append(f"{advance * (step > 0)}mov.b64 b, {{l, h}};")
-            lines.append(_wgmma(dtype, registers, f"{{{a}}}", int(accumulate or step > 0), b_major))
+            lines.append(_wgmma(dtype, registers, f"{{{a}}}", 1, b_major))
         return " ".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
-    return assembly(template, n // 2, 1, words=4 * steps, in_place=accumulate, simulate=wgmma_tile_rs)
+    return assembly(template, n // 2, 1, words=4 * steps, in_place=True, simulate=wgmma_tile_rs)
 
 
 @factory
@@ -184,17 +183,16 @@ def make_wgmma_wait_registers(count, pending):
 
 
 @factory
-def make_wgmma_wait(n, pending, registers=0):
+def make_wgmma_wait(n, pending):
     """Make ``wait(acc)``, ``wgmma.wait_group.sync.aligned``: wait until at most ``pending`` groups are in flight.
 
-    It returns ``acc``, which may then be read. Passing it through keeps the compiler from reading it earlier. With
-    ``registers`` it is ``wait(acc, a)``, with that many registers of A; see ``make_wgmma_wait_registers``.
+    It returns ``acc``, which may then be read. Passing it through keeps the compiler from reading it earlier.
     """
 
-    def wgmma_wait(acc, a=None):
+    def wgmma_wait(acc):
         return simulator.wgmma.wait(pending, acc)
 
-    def template(accumulators, *a):
+    def template(accumulators):
         return f"wgmma.wait_group.sync.aligned {pending};"
 
-    return assembly(template, n // 2, words=registers, in_place=True, simulate=wgmma_wait)
+    return assembly(template, n // 2, in_place=True, simulate=wgmma_wait)

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 
 import moe_numba
 from moe_numba import moe_align_block_size, simulator
-from moe_numba.align import api, reference
-from moe_numba.align import large as kernel_large
-from moe_numba.align import medium as kernel_medium
+from moe_numba.align import api, large, medium, reference
 from moe_numba.align.reference import mismatch, sizes
 from moe_numba.runtime import workspace as workspaces
 
@@ -360,8 +358,8 @@ def lower_limits(monkeypatch, where=api):
 @pytest.mark.parametrize("tokens, experts", [(0, 8), (1, 8), (20, 100), (100, 64), (9, 1025)])
 def test_wide_counts_and_rows(tokens, experts, dtype, device, monkeypatch):
     lower_limits(monkeypatch)
-    made, make = [], kernel_large.make_large_kernel
-    monkeypatch.setattr(kernel_large, "make_large_kernel", lambda *config: made.append(config) or make(*config))
+    made, make = [], large.make_large_kernel
+    monkeypatch.setattr(large, "make_large_kernel", lambda *config: made.append(config) or make(*config))
     ids = make_ids(tokens, 8, experts, device, dtype, invalid=0.1)
     check(ids, 4, experts, longer=101)
     check(ids, 4, experts, expert_map=make_map(experts, device), ignore_invalid_experts=True, longer=101)
@@ -522,12 +520,12 @@ def test_numpy_integers_and_flags(device):
 @pytest.mark.parametrize(
     "make, arguments, message",
     [
-        (kernel_medium.make_medium_kernel, (100, 2, 96, False, False), "threads is 100; it must be a multiple of 32"),
-        (kernel_medium.make_medium_kernel, (2048, 2, 96, False, False), "threads is 2048; it must be a multiple of 32"),
-        (kernel_medium.make_medium_kernel, (64, 2, 98, False, False), "capacity is 98; it must be a multiple of 4"),
-        (kernel_large.make_large_kernel, (48, 96, 8, False, False), "threads is 48; it must be a multiple of 32"),
-        (kernel_large.make_large_kernel, (512, 96, 17, False, False), "slots_per_thread 17 .* at most 8192 slots"),
-        (kernel_large.make_large_kernel, (512, 1 << 20, 8, False, False), "capacity 1048576; .* 524288 buckets"),
+        (medium.make_medium_kernel, (100, 2, 96, False, False), "threads is 100; it must be a multiple of 32"),
+        (medium.make_medium_kernel, (2048, 2, 96, False, False), "threads is 2048; it must be a multiple of 32"),
+        (medium.make_medium_kernel, (64, 2, 98, False, False), "capacity is 98; it must be a multiple of 4"),
+        (large.make_large_kernel, (48, 96, 8, False, False), "threads is 48; it must be a multiple of 32"),
+        (large.make_large_kernel, (512, 96, 17, False, False), "slots_per_thread 17 .* at most 8192 slots"),
+        (large.make_large_kernel, (512, 1 << 20, 8, False, False), "capacity 1048576; .* 524288 buckets"),
     ],
 )
 def test_factories_refuse_shapes(make, arguments, message):
@@ -538,9 +536,9 @@ def test_factories_refuse_shapes(make, arguments, message):
 # Wrong kernels, each with one change of the source. Only some thread orders of the simulator expose RACES.
 
 WRONG = {  # name: (module, kernel, source text, its replacement)
-    "a slot counts itself": ("kernel_medium", "medium", "& lanemask_lt())", "& ~lanemask_lt())"),
+    "a slot counts itself": ("medium", "medium", "& lanemask_lt())", "& ~lanemask_lt())"),
     "the last slot is not counted": (
-        "kernel_medium",
+        "medium",
         "medium",
         "threads + thread) < numel:",
         "threads + thread) < numel - 1:",
@@ -561,50 +559,35 @@ WRONG = {  # name: (module, kernel, source text, its replacement)
         "row < num_blocks - 1:",
     ),
     "a block writes too far": ("device_functions", "large", "row < num_blocks:", "row < num_blocks + 1:"),
-    "a CTA's own slots count as slots of lower CTAs": ("kernel_large", "large", "< block\n", "<= block\n"),
+    "a CTA's own slots count as slots of lower CTAs": ("large", "large", "< block\n", "<= block\n"),
     "counts are published with 16 bits": (
-        "kernel_large",
+        "large",
         "wide",
         "counts_per_word = 1 if wide",
         "counts_per_word = 2 if wide",
     ),
-    "a slot is its own predecessor": ("kernel_pairwise", "pairwise", "slot < thread", "slot <= thread"),
-    "equal buckets are lower": ("kernel_pairwise", "pairwise", "[slot] < bucket", "[slot] <= bucket"),
-    "slots in reverse": ("kernel_small", "default", "same_bucket & uint32(", "same_bucket & ~uint32(2 * "),
+    "a slot is its own predecessor": ("pairwise", "pairwise", "slot < thread", "slot <= thread"),
+    "equal buckets are lower": ("pairwise", "pairwise", "[slot] < bucket", "[slot] <= bucket"),
+    "slots in reverse": ("small", "default", "same_bucket & uint32(", "same_bucket & ~uint32(2 * "),
     "a warp's slots are in reverse": (
-        *("kernel_large", "large"),
+        *("large", "large"),
         "same_bucket & lanemask_lt()",
         "same_bucket & (uint32(0xFFFFFFFE) << lane)",
     ),
 }
 RACES = {
-    "no barrier after a slot's blocks": (
-        "kernel_small",
-        "default",
-        "cuda.syncthreads()\n        lane_blocks",
-        "lane_blocks",
-    ),
-    "no barrier after the buckets": ("kernel_pairwise", "pairwise", "cuda.syncthreads()\n        count", "count"),
-    "no barrier after the blocks of slots": (
-        "kernel_pairwise",
-        "pairwise",
-        "cuda.syncthreads()\n        total",
-        "total",
-    ),
-    "no barrier after the counting": (
-        "kernel_medium",
-        "medium",
-        "cuda.syncthreads()\n        total_blocks",
-        "total_blocks",
-    ),
+    "no barrier after a slot's blocks": ("small", "default", "cuda.syncthreads()\n        lane_blocks", "lane_blocks"),
+    "no barrier after the buckets": ("pairwise", "pairwise", "cuda.syncthreads()\n        count", "count"),
+    "no barrier after the blocks of slots": ("pairwise", "pairwise", "cuda.syncthreads()\n        total", "total"),
+    "no barrier after the counting": ("medium", "medium", "cuda.syncthreads()\n        total_blocks", "total_blocks"),
     "no barrier after the first blocks": (
-        "kernel_medium",
+        "medium",
         "medium",
         "cuda.syncthreads()\n        if not launch_dependents",
         "if not launch_dependents",
     ),
-    "no barrier after masks": ("kernel_large", "large", f"counter, bit)\n{' ' * 28}cuda.syncwarp()", "counter, bit)"),
-    "no wait for the other CTAs": ("kernel_large", "large", "while stale:", "for _ in range(1):"),
+    "no barrier after masks": ("large", "large", f"counter, bit)\n{' ' * 28}cuda.syncwarp()", "counter, bit)"),
+    "no wait for the other CTAs": ("large", "large", "while stale:", "for _ in range(1):"),
 }
 NUM_TOKENS = 80  # top-8: enough for several CTAs in both kernels
 
@@ -613,7 +596,7 @@ def changed(module, right, wrong, monkeypatch):
     """Reload the package's modules with a change in one of them, and return its api module; it has new workspaces."""
     for cache in ("_workspaces", "_pools"):
         monkeypatch.setattr(workspaces, cache, {})
-    for name in ("device_functions", "kernel_small", "kernel_medium", "kernel_large", "kernel_pairwise", "api"):
+    for name in ("device_functions", "small", "medium", "large", "pairwise", "api"):
         real = importlib.import_module(f"moe_numba.align.{name}")
         source, fresh = inspect.getsource(real), types.ModuleType(real.__name__)
         if name == module:
@@ -638,7 +621,7 @@ def test_checker_rejects_wrong_kernels(case, monkeypatch, device):
         # New ids each time, so that stale results do not pass
         ids = make_ids(NUM_TOKENS, 8, 100, device, invalid=0.1, seed=seed)
         ids[NUM_TOKENS // 2] = experts  # invalid by one
-        ids = ids[:4] if module == "kernel_small" else ids
+        ids = ids[:4] if module == "small" else ids
         try:
             with simulator.seed(seed):
                 out = align(ids, 16, experts, longer=99, function=wrong_api.moe_align_block_size)

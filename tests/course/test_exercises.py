@@ -14,14 +14,14 @@ from moe_numba import simulator
 # isort: split
 from numba import cuda
 
-from moe_numba.course import exercises
+from moe_numba.course import exercises, lessons
 from moe_numba.course.exercises import exercise
 
-TOPICS = [module.name for module in pkgutil.iter_modules(exercises.__path__)]
+TOPICS = [module.name for module in pkgutil.iter_modules(lessons.__path__)]
 NAMES = [
     f"{topic}-{number}"
     for topic in TOPICS
-    for number in importlib.import_module(f"moe_numba.course.exercises.{topic}").EXERCISES
+    for number in importlib.import_module(f"moe_numba.course.lessons.{topic}.exercises").EXERCISES
 ]
 WRONG = [answer for topic in TOPICS for answer in importlib.import_module(f"wrong_answers.{topic}").WRONG]
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PLANS = """
 import json, torch, moe_numba
 from moe_numba.expert_parallel import Buffer, get_dispatch_layout, per_token_cast_to_fp8
-from moe_numba.expert_parallel.ranks.runtime import Runtime
+from moe_numba.expert_parallel.ranks.rank_state import RankState
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 from moe_numba.ptx import conversions
 from moe_numba.runtime import launch
@@ -75,7 +75,7 @@ found = {name: launches_of(call) for name, call in functions.items()}
 found["FP8 casts"] = conversions.cvt_rn_satfinite_e4m3x2_f32 is not conversions._e4m3x2_by_integers
 per_token_cast_to_fp8(torch.ones(1, 128))
 uses_tma = []
-LocalGroup(1).run(lambda transport: uses_tma.append(Runtime(transport, 1 << 16, 1.0).limits.uses_tma))
+LocalGroup(1).run(lambda transport: uses_tma.append(RankState(transport, 1 << 16, 1.0).limits.uses_tma))
 found["dispatch and combine"] = uses_tma[0]
 
 

@@ -201,7 +201,7 @@ def test_products_of_ones(instruction, n, device):
 
 def test_weights_in_rows_compile_without_spills():
     definition = mxfp4_steps.definition(4, "rows, by value")
-    source = "from moe_numba.course import mxfp4_steps"
+    source = "from moe_numba.course.lessons.grouped_gemm_scales import mxfp4_steps"
     kernel = "mxfp4_steps.make_kernel_of(mxfp4_steps.config_of(4), 'rows, by value')"
     code = compile_apart(source, {"kernel": (kernel, W4_SIGNATURE, definition.block, True)})["kernel"]
     assert code.spilled_bytes == 0 and code.complaints == []

@@ -98,7 +98,7 @@ LESSONS = (
 )
 
 
-@pytest.mark.parametrize("name", [*LESSONS, "appendix_claims"])
+@pytest.mark.parametrize("name", LESSONS)
 def test_the_lessons_keep_the_rules(name, capsys):
     path = records.repository() / "notebooks" / f"{name}.py"
     assert lesson.main([str(path)]) == 0, capsys.readouterr().out

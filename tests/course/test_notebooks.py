@@ -352,8 +352,8 @@ def test_sources_follow_imports(tmp_path):
         "simulator/__init__": "import moe_numba.launch\n",
         "launch": "",
         "beta": "",
-        "course/bench/timing": "",
-        "course/bench/plots": "",
+        "course/bench/timing/__init__": "",
+        "course/bench/figures/plots": "",
     }
     (tmp_path / "pyproject.toml").touch()
     for name, text in files.items():
@@ -368,7 +368,9 @@ def test_sources_follow_imports(tmp_path):
     assert found("%matplotlib inline\nfrom moe_numba import run") == run
     assert found("import moe_numba as moe\nmoe.run(1)") == run
     assert found("def later():\n    import moe_numba.beta") == ["beta.py", "course/bench/timing/__init__.py"]
-    assert found("from moe_numba.course.bench import plots\nimport numpy") == ["course/bench/timing/__init__.py"]
+    assert found("from moe_numba.course.bench.figures import plots\nimport numpy") == [
+        "course/bench/timing/__init__.py"
+    ]
     assert "alpha/api.py" in found("from moe_numba import *")
 
 

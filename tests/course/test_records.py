@@ -16,7 +16,8 @@ from moe_numba import simulator
 from moe_numba.course import bench
 from moe_numba.course.bench import Stats, records
 from moe_numba.course.bench.figures import plots, tables
-from moe_numba.course.bench.records import code_hash, sources
+from moe_numba.course.bench.records import code_hash
+from moe_numba.course.bench.records import dependencies as sources
 from moe_numba.course.bench.timing.dist import load_files, peer_files
 from moe_numba.course.pages import readme, topics
 
@@ -53,7 +54,7 @@ def name(path):
 def repository(tmp_path):
     (tmp_path / "docs" / "results").mkdir(parents=True)
     (tmp_path / "moe_numba" / "gate").mkdir(parents=True)
-    (tmp_path / "moe_numba" / "gate" / "kernel.py").write_text("a = 1\n")
+    (tmp_path / "moe_numba" / "gate" / "one_token_per_warp.py").write_text("a = 1\n")
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "notebooks" / "01_gate.py").write_text(NOTEBOOK)
     return tmp_path
@@ -113,10 +114,10 @@ def test_changed_source_is_stale(repository):
     write(repository)
     record = records.read("gate", root=repository)
     assert records.stale(record, repository) == []
-    (repository / "moe_numba" / "gate" / "kernel.py").write_text("a = 2\n")
+    (repository / "moe_numba" / "gate" / "one_token_per_warp.py").write_text("a = 2\n")
     (sentence,) = records.stale(record, repository)
     assert "moe_numba/gate/one_token_per_warp.py has changed" in sentence
-    (repository / "moe_numba" / "gate" / "kernel.py").unlink()
+    (repository / "moe_numba" / "gate" / "one_token_per_warp.py").unlink()
     (sentence,) = records.stale(record, repository)
     assert "missing" in sentence
 
@@ -292,7 +293,7 @@ def test_bench_plot_and_readme_commands(toy_topic, capsys):
     assert page.read_text() == "before\n<!-- toy:begin -->\n| NVIDIA H200 |\n<!-- toy:end -->\nafter\n"
     assert cli.main(["plot", "toy", "--readme", "--check"]) == 0
     capsys.readouterr()
-    (toy_topic / "moe_numba" / "gate" / "kernel.py").write_text("a = 2")
+    (toy_topic / "moe_numba" / "gate" / "one_token_per_warp.py").write_text("a = 2")
     assert cli.main(["plot", "toy", "--check"]) == 0
     assert "out of date: toy: moe_numba/gate/one_token_per_warp.py has changed" in capsys.readouterr().err
 

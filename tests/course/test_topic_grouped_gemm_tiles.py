@@ -12,7 +12,7 @@ from moe_numba.course.bench.topics.grouped_gemm_tiles import show as topic
 from moe_numba.course.bench.topics.grouped_gemm_tiles import tune as tuner
 from moe_numba.course.bench.topics.grouped_gemm_tiles.tune import Problem
 from moe_numba.grouped_gemm.block_scaled.config import BlockScaledConfig, BlockScaledLayout, check_block_scaled_config
-from moe_numba.grouped_gemm.call import heuristics as config_choice
+from moe_numba.grouped_gemm.call import heuristics
 from moe_numba.grouped_gemm.call.arguments import GemmShape
 from moe_numba.grouped_gemm.w4.config import W4Config
 from moe_numba.grouped_gemm.w4.layout import W4Layout, check_w4_config
@@ -30,8 +30,8 @@ CHECKS = {
 
 @pytest.mark.parametrize("kind", tuner.KINDS)
 def test_candidates_fit_and_include_the_rules(kind, monkeypatch):
-    monkeypatch.setattr(config_choice, "TABLE", {})
-    config_choice.measured_config.cache_clear()
+    monkeypatch.setattr(heuristics, "TABLE", {})
+    heuristics.measured_config.cache_clear()
     found = tuner.candidates(kind)
     assert len(found) >= 7 and len(set(found.values())) == len(found)
     for config in found.values():
@@ -118,16 +118,16 @@ def use_table(monkeypatch, text):
     """Use a table's text as the package's."""
     table: dict = {}
     exec(text, table)
-    monkeypatch.setattr(config_choice, "TABLE", table["TABLE"])
-    monkeypatch.setattr(config_choice, "CONFIGS", table["CONFIGS"])
-    config_choice.measured_config.cache_clear()
+    monkeypatch.setattr(heuristics, "TABLE", table["TABLE"])
+    monkeypatch.setattr(heuristics, "CONFIGS", table["CONFIGS"])
+    heuristics.measured_config.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def forget_choices():
     """Forget choices from tables of tests."""
     yield
-    config_choice.measured_config.cache_clear()
+    heuristics.measured_config.cache_clear()
 
 
 def too_slow(rows):
@@ -159,16 +159,16 @@ def test_a_table_with_one_altered_entry_is_rejected(monkeypatch):
 
 def test_the_nearest_problem_is_used_and_beyond_the_table_the_rules(monkeypatch):
     use_table(monkeypatch, tuner.table_text({"toy": made_up_rows()}))
-    name = lambda *sizes: tuner.name_of(config_choice.measured_config("tensor", *sizes))
+    name = lambda *sizes: tuner.name_of(heuristics.measured_config("tensor", *sizes))
     assert name(4096, 7168, 32, 15) == name(4096, 7168, 32, 19) == B and name(4096, 7168, 32, 150) == C
     assert name(5000, 6000, 40, 128) == C and name(4096, 7168, 32, 0) == B
     for sizes in ((4096, 7168, 32, 20), (4096, 7168, 32, 64), (6000, 7168, 32, 16), (4096, 7168, 64, 16)):
-        assert config_choice.measured_config("tensor", *sizes) is None
-    assert config_choice.measured_config("block", 4096, 7168, 32, 16) is None
+        assert heuristics.measured_config("tensor", *sizes) is None
+    assert heuristics.measured_config("block", 4096, 7168, 32, 16) is None
     shape = GemmShape("tensor", "masked", False, 128, 32, 4096, 128, 4096, 7168)
-    measured = config_choice.select_wgmma_config(shape, True, True, 132)
+    measured = heuristics.select_wgmma_config(shape, True, True, 132)
     assert measured.row_layout == "masked" and tuner.name_of(measured) == C
-    other = config_choice.select_wgmma_config(shape, False, False, 132)
+    other = heuristics.select_wgmma_config(shape, False, False, 132)
     assert other == select_config("tensor", "masked", 128)
 
 
@@ -181,6 +181,6 @@ def test_of_each_problem_the_first_record_counts():
 def test_the_packages_table_is_near_the_best_of_its_records():
     """It is generated from the records; whoever measures again generates it again."""
     by_gpu = tuner.recorded_rows()
-    path = ROOT / "moe_numba" / "grouped_gemm" / "config_table.py"
+    path = ROOT / "moe_numba" / "grouped_gemm" / "call" / "config_table.py"
     assert path.read_text() == tuner.table_text(by_gpu)
     assert too_slow(tuner.first_rows(by_gpu)) == []

@@ -7,10 +7,8 @@ from helpers.figures import misplaced
 
 transformers = pytest.importorskip("transformers", minversion="5.17", reason="transformers 5.17 or newer is needed")
 
-from helpers.tiny_models import make_model  # noqa: E402
 
 from moe_numba.course.bench import Stats, compile_layers, records, topic  # noqa: E402
-from moe_numba.course.bench.kv_context import context_cache  # noqa: E402
 from moe_numba.course.bench.topics.models import measure as models_measure  # noqa: E402
 from moe_numba.integrations import transformers as integration  # noqa: E402
 
@@ -63,11 +61,7 @@ def test_rows_figure_and_table(record):
     steps = ["peer:transformers grouped_mm", "peer:transformers batched_mm", "final", "final, fused routers"]
     few = [step for step in steps if "batched" not in step]
     found = [(row["operation"], *row["size"].values(), row["step"]) for row in record["rows"]]
-    assert found == [
-        *(("decode", 1, step) for step in steps),
-        *(("prefill", 1024, step) for step in few),
-        *(("decode", 1, models.CONTEXT, step) for step in few),
-    ]
+    assert found == [*(("decode", 1, step) for step in steps), *(("prefill", 1024, step) for step in few)]
     assert all(row["config"] == {"model": "Tiny", "layers": 1} for row in record["rows"])
     lines = models.readme_table(record).splitlines()
     assert lines[0].startswith(
@@ -77,8 +71,10 @@ def test_rows_figure_and_table(record):
         "| Tiny, 1 layers | 1 | 0 | 10.0 (2000) | 11.0 (3000) | 12.0 (4000) | 13.0 (5000) | 0.77 (0.40) |"
     )
     assert lines[3] == "| Tiny, 1 layers | 1024 | 0 | 14.0 (6000) |  | 15.0 (7000) | 16.0 (8000) | 0.88 (0.75) |"
-    assert lines[4].startswith(f"| Tiny, 1 layers | 1 | {models.CONTEXT} | 17.0 (9000) |  | 18.0 (10000) |")
     assert "Recorded on NVIDIA Toy" in lines[-1]
+    row = record["rows"][0]
+    record["rows"].append(row | dict(size=row["size"] | dict(context=1024)))  # of an earlier version
+    assert "\n| Tiny, 1 layers | 1 | 1024 | 10.0 (2000) |" in models.readme_table(record)
     (figure,) = models.figures(record).values()
     assert not misplaced(figure)
 
@@ -126,23 +122,20 @@ def test_kernels_are_compiled_for_the_routers_of_the_models(about, device, monke
     assert len(seen) == 2 and seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("context", [0, 9])
-def test_masks_of_eager_attention_are_made_once(context, device, monkeypatch):
+def test_masks_of_eager_attention_are_made_once(device, monkeypatch):
     """A CUDA graph cannot capture how transformers makes them."""
     about = TINY_GPT_OSS._replace(layers=2, options=TINY_GPT_OSS.options | dict(sliding_window=4))
     model = models_measure.make_model(about, str(device))
     model.set_attn_implementation("eager")
-    ids = torch.arange(3, device=device)[:, None] if context else torch.arange(7, device=device)[None]
-    cache = context_cache(model.config, context) if context else None
-    options = dict(past_key_values=cache, use_cache=cache is not None)
-    masks = models_measure.masks_of(model, ids, cache)
+    ids = torch.arange(7, device=device)[None]
+    masks = models_measure.masks_of(model, ids)
     assert set(masks) == set(model.config.layer_types)
     with torch.no_grad():
-        expected = model(ids, **options).logits
+        expected = model(ids, use_cache=False).logits
         monkeypatch.setattr(transformers.masking_utils, "sdpa_mask", lambda *_, **__: pytest.fail("a mask was made"))
-        assert torch.equal(model(ids, attention_mask=masks, **options).logits, expected)
+        assert torch.equal(model(ids, attention_mask=masks, use_cache=False).logits, expected)
     qwen = models_measure.make_model(TINY, str(device))
-    assert models_measure.masks_of(qwen, ids, None) is None
+    assert models_measure.masks_of(qwen, ids) is None
 
 
 def test_a_model_that_fails_does_not_lose_the_others(monkeypatch, capsys):
@@ -165,8 +158,8 @@ def test_passes_that_do_not_fit_are_reported(monkeypatch, capsys):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
     monkeypatch.setattr(models_measure, "measure_passes", fail)
-    assert models_measure.measure_if_it_fits(TINY, None, 64, models_measure.STEPS, 1024) == []
-    assert capsys.readouterr().err == "Tiny, 64 tokens, context 1024: left out, CUDA out of memory\n"
+    assert models_measure.measure_if_it_fits(TINY, None, 64, models_measure.STEPS) == []
+    assert capsys.readouterr().err == "Tiny, 64 tokens: left out, CUDA out of memory\n"
 
 
 def test_each_step_selects_its_implementation(device):
@@ -196,34 +189,13 @@ def check_wrong_experts(model, name):
 
 def test_gpt_oss_is_measured_in_mxfp4_too(monkeypatch, device):
     seen, check = [], models_measure.check_experts
-    monkeypatch.setattr(
-        models_measure, "measure_passes", lambda about, model, tokens, steps, context=0: [(tokens, steps, context)]
-    )
+    monkeypatch.setattr(models_measure, "measure_passes", lambda about, model, tokens, steps: [(tokens, steps)])
     monkeypatch.setattr(models_measure, "check_experts", lambda model, name: seen.append(name) or check(model, name))
     rows = models_measure.measure([TINY_GPT_OSS], (1, 4), str(device))
-    few, packed = ("grouped_mm", "final", "final, fused routers"), ("final, MXFP4",)
-    wanted = [(tokens, models_measure.STEPS, 0) for tokens in (1, 4)] + [(tokens, few, 1024) for tokens in (1, 4)]
-    assert rows == wanted + [(tokens, packed, context) for tokens in (1, 4) for context in (0, 1024)]
+    assert rows == [(tokens, steps) for steps in (models_measure.STEPS, ("final, MXFP4",)) for tokens in (1, 4)]
     assert seen == ["final", *models_measure.PEERS, "final, MXFP4"]
     rows = [records.row(step, config=dict(model="m", layers=1), size=dict(tokens=1)) for step in models.COLUMNS]
     times = dict(kernel_us=dict(median=3.0), pass_us=dict(median=5.0))
     record = dict(ABOUT, rows=[row | times for row in rows])
     lines = models.readme_table(record).splitlines()
     assert lines[0].endswith("| with fused routers | speedup | in MXFP4 |") and lines[2].endswith("| 3.00 (5.00) |")
-
-
-@pytest.mark.parametrize("name, options", [("Qwen3Moe", {}), ("DeepseekV3", {}), ("GptOss", dict(sliding_window=8))])
-def test_a_step_with_context_equals_a_longer_prompt(name, options):
-    model = make_model(name, "cpu", **options)
-    ids = torch.randint(0, 64, (3, 21), generator=torch.Generator().manual_seed(0))
-    cache = context_cache(model.config, 20)
-    with torch.no_grad():
-        wanted = model(ids, use_cache=False).logits[:, -1]
-        earlier = model(ids[:, :-1], use_cache=True).past_key_values
-        step = lambda: model(ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
-        assert not torch.allclose(step(), wanted, atol=1e-2)  # allocates the cache, with random contents
-        for own, theirs in zip(cache.layers, earlier.layers, strict=True):
-            kept = own.max_cache_len - 1
-            own.keys[:, :, :-1], own.values[:, :, :-1] = theirs.keys[:, :, -kept:], theirs.values[:, :, -kept:]
-        for _ in range(2):
-            assert torch.allclose(step(), wanted, atol=1e-2)

@@ -61,7 +61,7 @@ def test_rows(small):
     steps = [(row["step"], row["dtype"]) for row in first]
     both = lambda *names: [(name, dtype) for dtype in ("bf16", "e4m3") for name in names]
     beside = [(f"shared experts {how}", "bf16") for how in ("beside", "first")]
-    layers = both("final", "combine during the sum", "low latency")
+    layers = both("final", "low latency")
     layers.append(("low latency, FP8 sums", "e4m3"))
     assert steps == [*layers, *beside, ("part: shared experts", "bf16"), *both(*PARTS)]
     assert all(row["config"]["ranks"] == 2 and row["config"]["num_experts"] == 4 for row in first)

@@ -40,7 +40,7 @@ from moe_numba.expert_parallel.common.buffer_layout import (
     sent_counters,
 )
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
-from moe_numba.expert_parallel.ranks.runtime import Runtime
+from moe_numba.expert_parallel.ranks.rank_state import RankState
 from moe_numba.expert_parallel.rings import (
     bulk_pipeline,
     combine,
@@ -366,7 +366,6 @@ def test_invalid_arguments():
         refused(
             TypeError, r"size\[1\] is 2.0; it must be an int", buffer.get_local_buffer_tensor, torch.int32, (2, 2.0)
         )
-        refused(TypeError, "ready is list; it must be a tensor", buffer.combine, given[0], handle, ready=[1])
         for name in ("async_finish", "allocate_on_comm_stream"):
             refused(TypeError, f"{name} is 'yes'", buffer.combine, given[0], handle, config=SMALL, **{name: "yes"})
             refused(TypeError, f"{name} is 'yes'", buffer.get_dispatch_layout, idx, inputs.experts, **{name: "yes"})
@@ -632,18 +631,18 @@ def test_slots_that_are_overwritten_before_they_are_read_are_rejected(module, ri
         (
             None,
             dispatch,
-            "pipeline.fence_acquired()\n                    for s",
-            "pipeline.fence_acquired()\n                    if arrived > 0:\n"
-            "                        post_progress(smem_u64, progress_slot, channel, head + uint32(arrived))\n"
-            "                    for s",
+            "pipeline.fence_acquired()\n                            for s",
+            "pipeline.fence_acquired()\n                            if arrived > 0:\n"
+            "                                post_progress(smem_u64, progress_slot, channel, head + uint32(arrived))\n"
+            "                            for s",
         ),
         (
             False,
             combine,
-            "                cuda.syncwarp()  # makes",
-            "                if has_ring and position >= 0:\n"
-            "                    post_progress(smem_u64, progress_slot, channel, wanted + uint32(1))\n"
-            "                cuda.syncwarp()  # makes",
+            "                        cuda.syncwarp()  # makes",
+            "                        if has_ring and position >= 0:\n"
+            "                            post_progress(smem_u64, progress_slot, channel, wanted + uint32(1))\n"
+            "                        cuda.syncwarp()  # makes",
         ),
     ],
     ids=MAKE.values(),
@@ -761,5 +760,5 @@ def test_a_sender_that_does_not_wait_for_an_empty_ring_is_rejected(monkeypatch):
 
 @pytest.mark.skipif(simulator.ENABLED, reason="simulated ranks do not run ahead")
 def test_missing_barriers_after_a_change_of_channels_are_rejected(monkeypatch):
-    monkeypatch.setattr(Runtime, "with_barriers_if_layout_changed", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(RankState, "with_barriers_if_layout_changed", lambda *_: contextlib.nullcontext())
     assert not late_rank_receives_its_rows("more channels")

@@ -29,9 +29,9 @@ from moe_numba import prepare, simulator
 from moe_numba.expert_parallel import Buffer, Config
 from moe_numba.expert_parallel.common import poison, timeout
 from moe_numba.expert_parallel.common.buffer_layout import ABORT_FLAG
-from moe_numba.expert_parallel.ranks import runtime
+from moe_numba.expert_parallel.ranks import rank_state
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
-from moe_numba.expert_parallel.ranks.runtime import Runtime
+from moe_numba.expert_parallel.ranks.rank_state import RankState
 from moe_numba.expert_parallel.rings import channels, combine, dispatch, dispatch_direct, notify
 
 simulated = pytest.mark.skipif(not simulator.ENABLED, reason="depends on the simulator's order of events")
@@ -116,10 +116,6 @@ def mismatch(name, ranks, **options):
     return run(ranks, work, timeout=SHORT_TIMEOUT if simulator.ENABLED else 10)
 
 
-def are_named(errors, match):
-    return all(type(e) is ValueError and pytest.raises(ValueError, match=match).matches(e) for e in errors)
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_calls_that_differ_across_ranks(name, ranks):
@@ -155,7 +151,7 @@ def unchecked(monkeypatch):
     """Calls that do not look at the status are like replays of a graph; their outputs look like stale memory."""
 
     def enable():
-        monkeypatch.setattr(Runtime, "check_alive", lambda self: None)
+        monkeypatch.setattr(RankState, "check_alive", lambda self: None)
         zeros = torch.zeros
         monkeypatch.setattr(
             torch, "empty", lambda *size, **options: zeros(size[0] if isinstance(size[0], tuple) else size, **options)
@@ -236,7 +232,7 @@ def test_kernels_that_do_not_poison_are_rejected(operation, unchecked, monkeypat
         if value == 0:
             fill(pointer, count, value)
 
-    for module in (poison, notify):
+    for module in (dispatch, combine, notify):
         monkeypatch.setattr(module, "fill", fill_only_prefixes)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).zero_())  # no older poison
@@ -398,7 +394,7 @@ def test_destroy_ends_although_a_peer_is_missing():
 @simulated
 def test_a_capture_that_would_wait_for_counts_is_refused(monkeypatch):
     inputs, captured = make_inputs([4, 4]), []
-    monkeypatch.setattr(runtime, "is_capturing", lambda: bool(captured))
+    monkeypatch.setattr(rank_state, "is_capturing", lambda: bool(captured))
 
     def work(buffer, rank):
         given = send(buffer, rank, inputs)

@@ -23,7 +23,7 @@ from helpers.expert_parallel import (
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, LocalGroup
-from moe_numba.expert_parallel.ranks import peer_access, runtime
+from moe_numba.expert_parallel.ranks import peer_access, rank_state
 from moe_numba.expert_parallel.rings.config import GpuLimits
 from moe_numba.runtime.device import UnsupportedDeviceError, gpu_like
 from moe_numba.simulator.core import atomic
@@ -39,7 +39,7 @@ def gpus(monkeypatch):
     def choose(*capabilities):
         # Ranks construct their buffers in rank order, and each asks for its GPU once.
         found = iter([gpu_like(capability) for capability in capabilities])
-        monkeypatch.setattr(runtime, "gpu_of", lambda device: next(found))
+        monkeypatch.setattr(rank_state, "gpu_of", lambda device: next(found))
 
     return choose
 

@@ -29,7 +29,7 @@ from helpers.wrong_kernels import changed
 
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer
-from moe_numba.expert_parallel.ranks.runtime import Runtime
+from moe_numba.expert_parallel.ranks.rank_state import RankState
 from moe_numba.expert_parallel.rings import dispatch_direct
 from moe_numba.runtime.launch import current_stream
 
@@ -201,5 +201,5 @@ def only_after(runtime, has_synchronized=False, out=None):
 @pytest.mark.skipif(simulator.ENABLED, reason="simulated ranks do not run ahead")
 @pytest.mark.parametrize("with_barriers, tokens", [(only_before, [6000, 1]), (only_after, [13 * SCALE, 8 * SCALE])])
 def test_missing_barriers_are_rejected(monkeypatch, with_barriers, tokens):
-    monkeypatch.setattr(Runtime, "with_barriers", with_barriers)
+    monkeypatch.setattr(RankState, "with_barriers", with_barriers)
     assert not all(map(all, late_reads_are_right(make_inputs(tokens))))

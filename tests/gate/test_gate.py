@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 
 import moe_numba
 from moe_numba import biased_grouped_topk, simulator
-from moe_numba.gate import api, reference
-from moe_numba.gate import four_tokens_per_warp as kernel_4tokens
-from moe_numba.gate import generic as kernel_generic
-from moe_numba.gate import one_token_per_warp as kernel
+from moe_numba.gate import api, four_tokens_per_warp, generic, one_token_per_warp, reference
 from moe_numba.gate.reference import mismatch
 
 SHAPES = [  # experts, groups, groups kept per token, top-k
@@ -95,7 +92,7 @@ def test_more_shapes_of_each_class(lanes_per_group):
 def test_warps_route_several_tokens(tokens, limit, device, each_kernel):
     """Each warp routes several tokens, one after another; the last tokens are padding."""
     if simulator.ENABLED:
-        assert tokens > api._MAX_BLOCKS * kernel.WARPS_PER_BLOCK
+        assert tokens > api._MAX_BLOCKS * one_token_per_warp.WARPS_PER_BLOCK
     options = dict(num_expert_group=8, topk_group=4, num_token_non_padded=limit)
     check(*make_inputs(tokens, 256, device), 8, **options)
     check(*make_inputs(tokens, 96, device), 8, **options | dict(num_expert_group=48, topk_group=20))
@@ -320,7 +317,7 @@ def test_zero_sum_has_zero_weights(device):
 def test_peer_bug_dangling_else(device):
     """SGLang's static templates for 256/16 and 128/8 were unreachable."""
     for experts, groups in ((256, 16), (128, 8)):
-        lanes, values = kernel.lane_layout(experts, groups)
+        lanes, values = one_token_per_warp.lane_layout(experts, groups)
         assert lanes * groups == 32 and values * lanes * groups == experts
         check(*make_inputs(3, experts, device), 8, num_expert_group=groups, topk_group=groups // 2)
 
@@ -520,37 +517,41 @@ def test_checker_rejects_wrong_outputs(case, device):
 
 WRONG = {  # name: (module, source text, its replacement)
     "the tie goes to the higher group": (
-        kernel,
+        one_token_per_warp,
         "rival_key == group_key and rival_group < group",
         "rival_key == group_key and rival_group > group",
     ),
-    "one group too many is kept": (kernel, ">= topk_group:", "> topk_group:"),
+    "one group too many is kept": (one_token_per_warp, ">= topk_group:", "> topk_group:"),
     "expert ids are one too high": (
-        kernel,
+        one_token_per_warp,
         "experts_per_lane + cuda.ffs(match_mask) - 1",
         "experts_per_lane + cuda.ffs(match_mask)",
     ),
-    "the last column is not written": (kernel, "if lane < topk:", "if lane < topk - 1:"),
-    "the bias is forgotten": (kernel, "scores[j] + lane_bias[j] if has_bias else scores[j]", "scores[j]"),
-    "repeats are ignored": (kernel, "if repeats != 0:", "if repeats == 12345:"),
+    "the last column is not written": (one_token_per_warp, "if lane < topk:", "if lane < topk - 1:"),
+    "the bias is forgotten": (one_token_per_warp, "scores[j] + lane_bias[j] if has_bias else scores[j]", "scores[j]"),
+    "repeats are ignored": (one_token_per_warp, "if repeats != 0:", "if repeats == 12345:"),
     "no barrier before the redistribution": (
-        kernel_4tokens,
+        four_tokens_per_warp,
         "& lower_group_lanes))] = group\n            cuda.syncwarp()",
         "& lower_group_lanes))] = group",
     ),
-    "tied groups are resolved wrongly": (kernel_4tokens, "group_key - tie_break", "group_key"),
+    "tied groups are resolved wrongly": (four_tokens_per_warp, "group_key - tie_break", "group_key"),
 }
 WRONG_LOOPS = {  # wrong only if a warp routes several tokens
-    "the next row is not loaded": (kernel, "if next_token < num_unpadded:", "if next_token < 0:"),
-    "the same row is loaded again": (kernel, "int64(next_token) * row_stride", "int64(token) * row_stride"),
+    "the next row is not loaded": (one_token_per_warp, "if next_token < num_unpadded:", "if next_token < 0:"),
+    "the same row is loaded again": (one_token_per_warp, "int64(next_token) * row_stride", "int64(token) * row_stride"),
     "the stride is too large": (
-        kernel,
+        one_token_per_warp,
         "token_stride = int32(cuda.gridDim.x *",
         "token_stride = int32(2 * cuda.gridDim.x *",
     ),
-    "the bias is overwritten": (kernel, "token = next_token", "lane_bias[0], token = scores[0], next_token"),
+    "the bias is overwritten": (
+        one_token_per_warp,
+        "token = next_token",
+        "lane_bias[0], token = scores[0], next_token",
+    ),
     "each warp routes four tokens": (
-        kernel_4tokens,
+        four_tokens_per_warp,
         "token = int32(token + token_stride)",
         "token = int32(token + num_tokens)",
     ),
@@ -561,9 +562,9 @@ RACES = {"no barrier before the redistribution"}  # lanes of a GPU mostly run in
 
 
 def use_wrong_kernel(module, right, wrong, monkeypatch):
-    name = "make_kernel" if module is kernel else "make_4tokens_kernel"
+    name = "make_kernel" if module is one_token_per_warp else "make_4tokens_kernel"
     monkeypatch.setattr(module, name, changed(module, right, wrong)[name])
-    force_kernel(module is kernel_4tokens, monkeypatch)
+    force_kernel(module is four_tokens_per_warp, monkeypatch)
     monkeypatch.setattr(api, "_plans", {})
 
 
@@ -602,27 +603,35 @@ def test_checker_rejects_wrong_loops(case, monkeypatch, device):
 
 # Kernel factories refuse what they do not support.
 
-V3 = kernel.GateConfig(256, 8, 4, 8)
+V3 = one_token_per_warp.GateConfig(256, 8, 4, 8)
 
 
 @pytest.mark.parametrize(
     "make, config, message",
     [
         (
-            kernel.make_kernel,
+            one_token_per_warp.make_kernel,
             V3._replace(num_experts=960, num_expert_group=6),
             "960 experts, 6 groups.* 32 experts per lane",
         ),
-        (kernel.make_kernel, V3._replace(num_experts=1024, num_expert_group=64), "1024 experts, 64 groups"),
-        (kernel.make_kernel, V3._replace(num_expert_group=7), "256 experts, 7 groups, .* must divide"),
-        (kernel.make_kernel, V3._replace(topk_group=9), "8 groups, 9 kept"),
-        (kernel.make_kernel, V3._replace(topk=33), "top-33 .* at most 32"),
-        (kernel.make_kernel, V3._replace(num_experts=96), r"load_bytes is 16; it must be one of \[4\]"),
-        (kernel.make_kernel, V3._replace(num_experts=96, load_bytes=4), "bias_load_bytes is 16"),
-        (kernel_4tokens.make_4tokens_kernel, kernel.GateConfig(128, 4, 2, 6), "128 experts, 4 groups, .* 8 groups"),
-        (kernel_4tokens.make_4tokens_kernel, V3._replace(topk=9), "top-9 .* at most 8 routed"),
-        (kernel_4tokens.make_4tokens_kernel, kernel.GateConfig(1024, 8, 1, 8), "1024 experts"),  # 66 KB of keys
-        (kernel_4tokens.make_4tokens_kernel, V3._replace(num_expert_group=0), "0 groups"),
+        (one_token_per_warp.make_kernel, V3._replace(num_experts=1024, num_expert_group=64), "1024 experts, 64 groups"),
+        (one_token_per_warp.make_kernel, V3._replace(num_expert_group=7), "256 experts, 7 groups, .* must divide"),
+        (one_token_per_warp.make_kernel, V3._replace(topk_group=9), "8 groups, 9 kept"),
+        (one_token_per_warp.make_kernel, V3._replace(topk=33), "top-33 .* at most 32"),
+        (one_token_per_warp.make_kernel, V3._replace(num_experts=96), r"load_bytes is 16; it must be one of \[4\]"),
+        (one_token_per_warp.make_kernel, V3._replace(num_experts=96, load_bytes=4), "bias_load_bytes is 16"),
+        (
+            four_tokens_per_warp.make_4tokens_kernel,
+            one_token_per_warp.GateConfig(128, 4, 2, 6),
+            "128 experts, 4 groups, .* 8 groups",
+        ),
+        (four_tokens_per_warp.make_4tokens_kernel, V3._replace(topk=9), "top-9 .* at most 8 routed"),
+        (
+            four_tokens_per_warp.make_4tokens_kernel,
+            one_token_per_warp.GateConfig(1024, 8, 1, 8),
+            "1024 experts",
+        ),  # 66 KB of keys
+        (four_tokens_per_warp.make_4tokens_kernel, V3._replace(num_expert_group=0), "0 groups"),
     ],
 )
 def test_factories_refuse_shapes(make, config, message):
@@ -632,9 +641,9 @@ def test_factories_refuse_shapes(make, config, message):
 
 def test_generic_factory_refuses_scorings_and_dtypes():
     with pytest.raises(ValueError, match="scoring is 'relu'; it must be one of"):
-        kernel_generic.make_generic_kernel("relu")
+        generic.make_generic_kernel("relu")
     with pytest.raises(ValueError, match="dtype is 'float64'; it must be one of"):
-        kernel_generic.make_generic_kernel(dtype="float64")
+        generic.make_generic_kernel(dtype="float64")
 
 
 # On a GPU: large inputs, graphs, streams

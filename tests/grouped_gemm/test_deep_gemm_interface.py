@@ -28,7 +28,7 @@ from moe_numba.grouped_gemm.call.checks import scale_strides
 from moe_numba.grouped_gemm.common import block_scales, group_starts
 from moe_numba.grouped_gemm.reference import FP8, mismatch
 from moe_numba.grouped_gemm.wgmma import kernel
-from moe_numba.grouped_gemm.wgmma import launch as launch_hopper
+from moe_numba.grouped_gemm.wgmma import launch as wgmma_launch
 from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.sass import compile_apart
@@ -352,8 +352,8 @@ WRONG_INDICES = {
 @pytest.mark.parametrize("what", WRONG_INDICES)
 def test_wrong_indices_of_packed_scales_are_rejected(what, monkeypatch, device):
     made = changed_maker(kernel, "make_kernel", block_scales, *WRONG_INDICES[what])
-    monkeypatch.setattr(launch_hopper, "make_kernel", made)
-    monkeypatch.setattr(launch_hopper, "get_launcher", launch_hopper.get_launcher.__wrapped__)
+    monkeypatch.setattr(wgmma_launch, "make_kernel", made)
+    monkeypatch.setattr(wgmma_launch, "get_launcher", wgmma_launch.get_launcher.__wrapped__)
     monkeypatch.setattr(gemm_launch, "_plans", {})
     assert is_rejected(lambda seed: packed_error(device, 1, n=272), seeds=1)
 

@@ -9,7 +9,7 @@ from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
 from moe_numba.grouped_gemm import reference
-from moe_numba.grouped_gemm.block_scaled import epilogue, kernel, pairs, producer
+from moe_numba.grouped_gemm.block_scaled import epilogue, kernel, pairs
 from moe_numba.grouped_gemm.block_scaled.config import (
     BOX_ROWS,
     BlockScaledConfig,
@@ -223,47 +223,71 @@ def test_shared_memory_regions_do_not_overlap():
 
 
 WRONG = {
-    "a stage is read before it is full": (kernel, "            if ready == 0:\n", "            if ready == 2:\n"),
+    "a stage is read before it is full": (
+        kernel,
+        "                        if ready == 0:\n",
+        "                        if ready == 2:\n",
+    ),
     "a stage is filled while it is read": (
-        producer,
-        "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                mbarrier_arrive_expect",
-        "                mbarrier_arrive_expect",
+        kernel,
+        "                        mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n"
+        "                        mbarrier_arrive_expect",
+        "                        mbarrier_arrive_expect",
     ),
     "factors are overwritten while they are read": (
-        producer,
-        "        mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n        write(",
-        "        write(",
+        kernel,
+        "        mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n        write_factors(",
+        "        write_factors(",
     ),
     "factors are published before they are written": (
-        producer,
-        "        mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n        write(",
-        "        arrive(smem, stage, lane)\n"
-        "        mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n        write(",
+        kernel,
+        "        mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n        write_factors(",
+        "        cuda.syncwarp()\n"
+        "        if lane == 0:\n"
+        "            mbarrier_arrive(smem.barriers, full + stage)\n"
+        "        mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n        write_factors(",
     ),
     "a stage is released before wgmma has read it": (
         kernel,
-        "            product = wait(product)\n            release_stage(smem, stage, lane)\n",
-        "            release_stage(smem, stage, lane)\n            product = wait(product)\n",
+        "                            product = wait(wgmma(x_tile, weight_tile))\n",
+        "                            product = wgmma(x_tile, weight_tile)\n"
+        "                            cuda.syncwarp()\n"
+        "                            if lane == 0:\n"
+        "                                release_stage(smem.barriers, empty + stage)\n"
+        "                            product = wait(product)\n",
+        (
+            "                        cuda.syncwarp()\n"
+            "                        if lane == 0:\n"
+            "                            release_stage(smem.barriers, empty + stage)\n"
+            "                        stage, phase = advance(stage, phase)\n"
+            "                        if tests_early",
+            "                        stage, phase = advance(stage, phase)\n                        if tests_early",
+        ),
     ),
     "a warpgroup without rows does not wait for its stages": (
         kernel,
-        "            mbarrier_wait_parity(smem.barriers, full + stage, phase)\n            release_stage",
-        "            release_stage",
+        "                        mbarrier_wait_parity(smem.barriers, full + stage, phase)\n"
+        "                        cuda.syncwarp()\n",
+        "                        cuda.syncwarp()\n",
     ),
-    "too few bytes are expected": (producer, "full + stage, tma_bytes)", "full + stage, tma_bytes - 16)"),
+    "too few bytes are expected": (kernel, "full + stage, tma_bytes)", "full + stage, tma_bytes - 16)"),
     "consumers request more registers than producers release": (kernel, "else (56, 224)", "else (56, 240)"),
     "rows of the next group are stored": (epilogue, "        if t < rows:", "        if t < 16:"),
-    "the wrong group's weight is loaded": (producer, "k, column, group, barriers", "k, column, int32(0), barriers"),
-    "the wrong group's weight scales are loaded": (producer, "find_weight(info.group, ", "find_weight(int32(0), "),
-    "all columns have the first weight scale": (producer, "columns + i * width", "columns"),
-    "all tiles have the first one's factors": (producer, "int32(min(4, (k_blocks - 1) & -4))", "int32(-1)"),
+    "the wrong group's weight is loaded": (kernel, "k_at, column, g)", "k_at, column, int32(0))"),
+    "the wrong group's weight scales are loaded": (
+        kernel,
+        "find_weight_scale(info.group, ",
+        "find_weight_scale(int32(0), ",
+    ),
+    "all columns have the first weight scale": (kernel, "columns + i * scaled_columns", "columns"),
+    "all tiles have the first one's factors": (kernel, "int32(min(4, (k_blocks - 1) & -4))", "int32(-1)"),
     "TMA stores a buffer before it is written": (epilogue, "    fence_proxy_async_shared()\n", ""),
     "a buffer is overwritten while TMA reads it": (epilogue, "        bulk_wait_read()\n", "        pass\n"),
-    "a thread's second row has the first one's scale": (kernel, "int32(offset + 4 * 8)", "offset"),
+    "a thread's second row has the first one's scale": (kernel, "int32(factors + 4 * 8)", "factors"),
     "the last stage is left out": (
         kernel,
-        "        for _ in range(k_blocks):\n            if ready == 0:",
-        "        for _ in range(k_blocks - 1):\n            if ready == 0:",
+        "for _ in range(k_blocks):\n                        if ready == 0:",
+        "for _ in range(k_blocks - 1):\n                        if ready == 0:",
     ),
     "the epilogue does not undo its swizzle": (epilogue, "((vector ^ (t & 7)) << 4)", "(vector << 4)"),
 }
@@ -287,19 +311,19 @@ def test_wrong_kernels_are_rejected(what, device):
 
 WRONG_PAIRS = {
     "both CTAs load the same half of the weights": (
-        producer,
-        "row, to = second if rank else column",
-        "row, to = column",
+        kernel,
+        "half, to = second if rank else column",
+        "half, to = column",
     ),
-    "a stage is released in one CTA only": (kernel, "make_release(cluster_size)", "make_release(1)"),
+    "a stage is released in one CTA only": (kernel, "make_release_stage(cluster_size)", "make_release_stage(1)"),
     "both CTAs compute the first rows": (pairs, "                begin = middle", "                end = middle"),
     "both CTAs compute the first columns": (pairs, "int32(n_tile + rank)", "n_tile"),
     "a block of rows is left out": (pairs, "begin = middle", "begin = int32(middle + 1)"),
     "the second tile of columns is left out": (pairs, "pair >= sharing", "pair > sharing"),
     "a CTA exits while the other may write its shared memory": (
         kernel,
-        "        if cluster_size == 2:  # the other",
-        "        if cluster_size == 3:  # the other",
+        "        if pairs:  # the other",
+        "        if not pairs:  # the other",
     ),
 }
 
@@ -307,8 +331,8 @@ WRONG_PAIRS = {
 WRONG_EARLY_TESTS = {
     "a stage is read before the early test finds it full": (
         kernel,
-        "ready = mbarrier_test_wait_parity(smem.barriers, full + stage, phase)\n            second",
-        "ready = uint32(1)\n            second",
+        "ready = mbarrier_test_wait_parity(smem.barriers, full + stage, phase)",
+        "ready = uint32(1)",
     )
 }
 
@@ -333,14 +357,15 @@ WRONG_GATHER = {
     "gathered rows are not waited for": (gather, "    cp_async_wait_all()\n", ""),
     "gathered rows are not fenced": (gather, "    fence_proxy_async_shared()\n", ""),
     "gathered rows are copied into a stage that is read": (
-        producer,
-        "                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n                    copy_rows",
-        "                    copy_rows",
+        kernel,
+        "                                mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n"
+        "                                copy_rows",
+        "                                copy_rows",
     ),
     "a row has the scales of the row of its own number": (
-        producer,
-        "int64(row) * strides.row + offset",
-        "int64(info.row + lane + 32 * i) * strides.row + offset",
+        kernel,
+        "int64(x_row) * scale_row_stride + offset",
+        "int64(info.row + lane + 32 * i) * scale_row_stride + offset",
     ),
     "an index beyond x is used": (gather, "index if index < source.x_rows else int32(-1)", "index"),
 }
@@ -359,13 +384,13 @@ def test_wrong_gathers_are_rejected(what, device):
 
 
 WRONG_SILU = {
-    "a tile beyond the weight is stored": (producer, "rows if column < n else int32(0)", "rows"),
-    "gate is loaded in place of up": (producer, "int32(n + column) if silu", "int32(column) if silu"),
+    "a tile beyond the weight is stored": (kernel, "rows if column < n else int32(0)", "rows"),
+    "gate is loaded in place of up": (kernel, "int32(n + column) if silu", "int32(column) if silu"),
     "up has gate's scales": (kernel, "(a[1], b[1])", "(a[0], b[0])"),
     "the first half's result is overwritten": (
         kernel,
-        "product = wait(wgmma(product, x, uint64(",
-        "first = wait(wgmma(product, x, uint64(",
+        "product = wait(wgmma(product, x_tile, uint64(",
+        "acc = wait(wgmma(product, x_tile, uint64(",
     ),
     "the scale leaves out half of the columns": (
         epilogue,
@@ -390,7 +415,7 @@ def test_wrong_activations_are_rejected(what, device):
 
 
 def test_a_kernel_that_stores_columns_beyond_y_is_rejected(device):
-    change = epilogue, "rows if column + vector_elements * vector < output.n else int32(0)", "rows"
+    change = epilogue, "rows if column + vector_elements * vector < n else int32(0)", "rows"
     make_kernel = changed_maker(kernel, "make_kernel", *change)
     p = problem([70, 11], 80, 64, device)
     assert is_rejected(lambda seed: mismatch(run(SMALL, p, seed=seed, make_kernel=make_kernel), p.expected))

@@ -51,7 +51,7 @@ CONFIGS = {
         **dict(dtype="bf16", scaling="none", silu_and_mul=True, activation="swigluoai", bias="bf16"),
         **dict(subtile_m=144, mma_n=(144,), stages=4),
     ),
-    "silu, partial": dict(silu_and_mul=True, partial=True, subtile_m=128, mma_n=(128,), stages=4),
+    "silu, ragged n": dict(silu_and_mul=True, ragged_n=True, subtile_m=128, mma_n=(128,), stages=4),
 }
 BLOCK_SCALED = {
     "block-scaled": dict(block_n=256, stages=3, vector_x_scale=True, vector_weight_scale=True),

@@ -20,10 +20,10 @@ from moe_numba.grouped_gemm import (
     reference,
 )
 from moe_numba.grouped_gemm.call import plan as launch
-from moe_numba.grouped_gemm.common import epilogue_terms
+from moe_numba.grouped_gemm.common import epilogue_terms, store_tile
 from moe_numba.grouped_gemm.reference import mismatch
-from moe_numba.grouped_gemm.wgmma import epilogue, kernel, producer
-from moe_numba.grouped_gemm.wgmma import launch as launch_hopper
+from moe_numba.grouped_gemm.wgmma import epilogue, kernel
+from moe_numba.grouped_gemm.wgmma import launch as wgmma_launch
 from moe_numba.grouped_gemm.wgmma.config import GemmConfig, check_config
 from moe_numba.ptx import fragments
 from moe_numba.runtime import device as devices
@@ -232,24 +232,24 @@ WRONG = WRONG_VALUES | {
         "weight_row(tile.group, column if",
         "weight_row(0, column if",
     ),
-    "the second subtile has the first one's values": (epilogue, "int32(values_0 + 4 * pitch)", "values_0"),
+    "the second subtile has the first one's values": (store_tile, "int32(values_0 + 4 * pitch)", "values_0"),
     "rows are stored to their neighbours' rows": (fragments, "row = rows[index + k]", "row = rows[index + (k ^ 1)]"),
     "rows of the next group are stored": (epilogue_terms, "c < tile.subtile_rows and row < tile.rows", "True"),
     "accumulation overwrites": (
-        epilogue,
+        store_tile,
         "make_scatter_columns(n, config.accumulate)",
         "make_scatter_columns(n, False)",
     ),
     "the producer publishes another group": (
-        producer,
-        "smem.i32[info + uint32(3)] = g\n",
+        kernel,
+        "smem.i32[info + uint32(3)] = tile.group\n",
         "smem.i32[info + uint32(3)] = int32(0)\n",
     ),
 }
 WRONG_BF16 = WRONG_VALUES | {
-    "rows are stored to the next row": (epilogue, "int64(row) * store.pitch", "int64(row + 1) * store.pitch"),
-    "all chunks have the first one's rows": (epilogue, "store.destinations + destination", "store.destinations"),
-    "a row has the row of the other half": (epilogue, "+ (t >> 3) * 2 + (t & 1)", "+ (t & 1)"),
+    "rows are stored to the next row": (store_tile, "int64(row) * store.pitch", "int64(row + 1) * store.pitch"),
+    "all chunks have the first one's rows": (store_tile, "store.destinations + destination", "store.destinations"),
+    "a row has the row of the other half": (store_tile, "+ (t >> 3) * 2 + (t & 1)", "+ (t & 1)"),
 }
 WRONG_ACTIVATION = {
     "gate and up are swapped": (epilogue_terms, "activate_scaled(gate, up)", "activate_scaled(up, gate)"),
@@ -262,7 +262,7 @@ WRONG_ACTIVATION = {
     "up is limited from above only": (fragments, "u = np.float32(-limit) if u < np.float32(-limit) else u", "pass"),
     "alpha is 1": (fragments, "np.float32(-LOG2_E * alpha)", "np.float32(-LOG2_E)"),
     "rows of weight are not interleaved": (
-        producer,
+        kernel,
         "(int32(part), column) if interleaved",
         "(int32(0), column) if interleaved",
     ),
@@ -272,19 +272,19 @@ WRONG_FP8 = {
     "columns beyond y are stored": (epilogue, "if tile.column + 4 * lane < output.n:", "if tile.column < output.n:"),
     "scales are stored as if all blocks were whole": (
         epilogue,
-        "int32((output.n + 127) >> 7) if partial",
-        "int32(output.n >> 7) if partial",
+        "int32((output.n + 127) >> 7) if ragged_n",
+        "int32(output.n >> 7) if ragged_n",
     ),
-    "up is loaded from gate's rows": (producer, "else (column, int32(part))", "else (column, int32(0))"),
+    "up is loaded from gate's rows": (kernel, "else (column, int32(part))", "else (column, int32(0))"),
 }
 
 
 WRONG_GIVEN_SCALES = {
     "activations have another scale": (epilogue, "scale = output.y_scale[0]", "scale = output.y_scale[0] * float32(2)"),
     "the scale of x is left out": (
-        producer,
-        "scales.weight[g] * scales.x[0] if scaled_x",
-        "scales.weight[g] if scaled_x",
+        kernel,
+        "scales.weight[tile.group] * scales.x[0] if scaled_x",
+        "scales.weight[tile.group] if scaled_x",
     ),
     "scales are stored": (epilogue, "if lane == 0 and not scaled_y:", "if lane == 0:"),
 }
@@ -293,8 +293,8 @@ WRONG_GIVEN_SCALES = {
 def use_kernel(monkeypatch, change):
     """Let the functions launch a kernel with a change."""
     if change is not None:
-        monkeypatch.setattr(launch_hopper, "make_kernel", changed_maker(kernel, "make_kernel", *change))
-    monkeypatch.setattr(launch_hopper, "get_launcher", launch_hopper.get_launcher.__wrapped__)
+        monkeypatch.setattr(wgmma_launch, "make_kernel", changed_maker(kernel, "make_kernel", *change))
+    monkeypatch.setattr(wgmma_launch, "get_launcher", wgmma_launch.get_launcher.__wrapped__)
     monkeypatch.setattr(launch, "_plans", {})
 
 
@@ -412,7 +412,7 @@ def test_invalid_activations_are_refused(device):
         (dict(accumulate=True), "out_dtype is bf16; with accumulate it must be f32"),
         (dict(silu_and_mul=True, scatter=True), "scatter must be the default"),
         (dict(silu_and_mul=True, scaling="row"), "scaling must be the default"),
-        (dict(silu_and_mul=True, scaling="block", partial=True), "scales must be per tensor"),
+        (dict(silu_and_mul=True, scaling="block", ragged_n=True), "scales must be per tensor"),
     ]:
         with pytest.raises(ValueError, match=message):
             check_config(GemmConfig(**change))

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from moe_numba.grouped_gemm.common import gather, scheduler
+from moe_numba.grouped_gemm.common import gather, scheduler, store_tile
 from moe_numba.grouped_gemm.common.constants import THREADS
 from moe_numba.grouped_gemm.common.scheduler import host
 from moe_numba.grouped_gemm.reference import mismatch
-from moe_numba.grouped_gemm.wgmma import epilogue, kernel, producer
+from moe_numba.grouped_gemm.wgmma import kernel
 from moe_numba.grouped_gemm.wgmma.config import GemmConfig, SharedMemoryLayout, select_config
 from moe_numba.runtime.device import H200
 from moe_numba.runtime.launch import launch
@@ -244,10 +244,10 @@ def test_early_weights(lengths, k, name, gathers, device):
 
 
 SLOW_PRODUCER = (
-    "            griddepcontrol_wait()\n",
-    "            griddepcontrol_wait()\n"
-    "            if early > 0:\n"
-    "                mbarrier_wait_parity(barriers, empty, uint32(0))\n",
+    "                    griddepcontrol_wait()\n",
+    "                    griddepcontrol_wait()\n"
+    "                    if early > 0:\n"
+    "                        mbarrier_wait_parity(smem.barriers, empty, uint32(0))\n",
 )
 
 
@@ -256,14 +256,14 @@ def test_consumers_release_an_early_stage_before_the_producer_continues(name, de
     """With gathered rows they need no more of the TMA producer, which must not wait for such a stage to be empty."""
     config = GATHER_CONFIGS[name]._replace(early_weight=True)
     p = scatter(make_problem(config, [5, 30, 16], 256, 640 if name != "bf16" else 320, device))
-    make_kernel = changed_maker(kernel, "make_kernel", producer, *SLOW_PRODUCER)
+    make_kernel = changed_maker(kernel, "make_kernel", kernel, *SLOW_PRODUCER)
     assert mismatch(run(config, p, make_kernel=make_kernel), p.expected) is None
     if simulator.ENABLED:
-        right = "            if early == 0:"
-        always = f"            mbarrier_wait_parity(barriers, empty + stage, phase)\n{right}"
-        wrong = changed_maker(kernel, "make_kernel", producer, *SLOW_PRODUCER, (right, always))
+        right = "                    if early == 0:"
+        always = f"                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n{right}"
+        wrong = changed_maker(kernel, "make_kernel", kernel, *SLOW_PRODUCER, (right, always))
         assert is_rejected(lambda seed: mismatch(run(config, p, seed=seed, make_kernel=wrong), p.expected))
-        wrong, order = changed_maker(kernel, "make_kernel", producer, right, always), dict(preempt=0.1, slow_warp=8)
+        wrong, order = changed_maker(kernel, "make_kernel", kernel, right, always), dict(preempt=0.1, slow_warp=8)
         assert is_rejected(lambda seed: mismatch(run(config, p, seed=seed, make_kernel=wrong, **order), p.expected))
 
 
@@ -293,9 +293,9 @@ def test_configs_that_cannot_gather():
 @pytest.mark.parametrize(
     "old, new",
     [
-        ("                if early > 0:\n", "                if early > 1:\n"),
-        ("            if early == 0:", "            if False:"),
-        ("for k_block in range(min(k_blocks, int32(stages - stage))):", "for k_block in range(k_blocks):"),
+        ("                        if early > 0:\n", "                        if early > 1:\n"),
+        ("                    if early == 0:", "                    if False:"),
+        ("for k_block in range(min(k_blocks, int32(stages - early))):", "for k_block in range(k_blocks):"),
     ],
     ids=["weights are loaded again", "later tiles are not published", "more stages than there are"],
 )
@@ -303,7 +303,7 @@ def test_wrong_early_weights_are_rejected(old, new, device):
     if not simulator.ENABLED:
         pytest.skip("they wait forever on a GPU, or write out of bounds")
     config = CONFIGS["tensor"]._replace(early_weight=True)
-    make_kernel = changed_maker(kernel, "make_kernel", producer, old, new)
+    make_kernel = changed_maker(kernel, "make_kernel", kernel, old, new)
     p = make_problem(config, [5, 11, 7], 256, 640, device)
     assert mismatch(run(config, p, blocks=1), p.expected) is None
     assert is_rejected(lambda seed: mismatch(run(config, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected))
@@ -321,35 +321,34 @@ def test_bands_of_tiles(device):
 
 # Wrong kernels
 
-RELEASE = "            if release:\n                release_stage(smem.barriers, empty + stage)\n"
+WAIT, ADD = "                product = wait(product)\n", "            if scales_fit:\n                acc = add_scaled("
 WRONG = {
     "a stage is read before it is full": (
         kernel,
-        "            mbarrier_wait_parity(smem.barriers, full + stage, phase)\n            offset",
-        "            offset",
+        "                mbarrier_wait_parity(smem.barriers, full + stage, phase)\n                offset",
+        "                offset",
     ),
     "a stage is filled while it is read": (
-        producer,
-        "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                    if allows",
-        "                if allows",
-    ),
-    "too few bytes are expected": (producer, "full + stage, num_bytes)", "full + stage, num_bytes - 16)"),
-    "a stage is released before wgmma has read it": (
         kernel,
-        f"product = wait(wgmma(a, b))\n{RELEASE}",
-        f"product = wgmma(a, b)\n{RELEASE}            product = wait(product)\n",
+        "mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n                            if allows",
+        "if allows",
+    ),
+    "too few bytes are expected": (kernel, "barrier, num_bytes)", "barrier, num_bytes - 16)"),
+    "a stage is released before wgmma has read it": (
+        *(kernel, WAIT, ""),
+        (ADD, f"            if promotes:\n{WAIT}{ADD}"),
     ),
     "consumers request more registers than producers release": (kernel, "else (24, 240)", "else (24, 256)"),
-    "rows of the next group are stored": (epilogue, "int32(min(tile.rows, tile.subtile_rows))", "tile.subtile_rows"),
+    "rows of the next group are stored": (store_tile, "int32(min(tile.rows, tile.subtile_rows))", "tile.subtile_rows"),
     "the wrong group's weight is loaded": (
-        producer,
-        "k, column, group, barriers, full, policy)\n            if",
-        "k, column, int32(0), barriers, full, policy)\n            if",
+        kernel,
+        "k, column, group, barriers, barrier, policy)\n            if",
+        "k, column, int32(0), barriers, barrier, policy)\n            if",
     ),
     "the last stage is left out": (kernel, "for _ in range(k_blocks):", "for _ in range(k_blocks - 1):"),
-    "the epilogue does not undo its swizzle": (epilogue, "((vector ^ (t & 7)) << 4)", "(vector << 4)"),
+    "the epilogue does not undo its swizzle": (store_tile, "((vector ^ (t & 7)) << 4)", "(vector << 4)"),
     "an epilogue buffer is read before all four warps wrote it": (
-        epilogue,
+        store_tile,
         "acc_0, scale)\n            bar_sync(int32(2 + warpgroup), 128)\n",
         "acc_0, scale)\n",
     ),
@@ -387,34 +386,34 @@ def test_wrong_kernels_are_rejected(what, device):
 
 
 @pytest.mark.parametrize(
-    "module, old, new",
+    "old, new",
     [
-        (producer, "return is_single, int32(tma_bytes - subtile_bytes) if is_single else", "return is_single,"),
-        (producer, "two_subtiles and not is_single:", "two_subtiles and is_single:"),
-        (kernel, "if tile.rows > tile.subtile_rows:", "if tile.rows > 2 * tile.subtile_rows:"),
+        ("int32(tma_bytes - subtile_bytes) if is_single else int32(tma_bytes)", "int32(tma_bytes)"),
+        ("two_subtiles and not is_single:", "two_subtiles and is_single:"),
+        ("output_tile.rows > output_tile.subtile_rows:", "output_tile.rows > 2 * output_tile.subtile_rows:"),
     ],
     ids=["bytes of an empty subtile are expected", "only empty subtiles are loaded", "second subtiles are ignored"],
 )
-def test_wrong_kernels_with_two_subtiles_are_rejected(module, old, new, device):
+def test_wrong_kernels_with_two_subtiles_are_rejected(old, new, device):
     if not simulator.ENABLED:
         pytest.skip("the first two wait forever on a GPU")
-    make_kernel, config = changed_maker(kernel, "make_kernel", module, old, new), CONFIGS["tensor, two subtiles"]
+    make_kernel, config = changed_maker(kernel, "make_kernel", kernel, old, new), CONFIGS["tensor, two subtiles"]
     p = make_problem(config, [5, 30, 16], 128, 256, device)
     assert mismatch(run(config, p, blocks=1), p.expected) is None
     assert is_rejected(lambda seed: mismatch(run(config, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected))
 
 
 @pytest.mark.parametrize(
-    "module, old, new",
+    "old, new",
     [
-        (kernel, "accumulate=True, a_major=config.weight_major", 'accumulate=True, a_major="k"'),
-        (producer, "int32(column + half_rows)", "column"),
-        (producer, "map_weight, 0, column, k, group,", "map_weight, 0, column, int32(0), group,"),
+        ("accumulate=not promotes, a_major=config.weight_major", 'accumulate=not promotes, a_major="k"'),
+        ("int32(column + HALF_TILE_ROWS)", "column"),
+        ("map_weight, 0, column, k, group,", "map_weight, 0, column, int32(0), group,"),
     ],
     ids=["wrong major bit", "both warpgroups have the same rows of weight", "always the first 64 k"],
 )
-def test_wrong_kernels_with_mn_major_weights_are_rejected(module, old, new, device):
-    make_kernel = changed_maker(kernel, "make_kernel", module, old, new)
+def test_wrong_kernels_with_mn_major_weights_are_rejected(old, new, device):
+    make_kernel = changed_maker(kernel, "make_kernel", kernel, old, new)
     p = make_problem(MN_MAJOR, [5, 11], 128, 128, device)
     assert is_rejected(lambda seed: mismatch(run(MN_MAJOR, p, seed=seed, make_kernel=make_kernel), p.expected))
 
@@ -422,22 +421,22 @@ def test_wrong_kernels_with_mn_major_weights_are_rejected(module, old, new, devi
 @pytest.mark.parametrize(
     "right, wrong",
     [
-        (") * strides.row + info.group", ") * k_blocks + info.group"),
-        ("k_offset(k_block, strides.k_block)", "k_block"),
+        (") * strides.row + tile.group", ") * k_blocks + tile.group"),
+        ("x_scale_offset(k_block, strides.k_block)", "k_block"),
         ("32 * i) * strides.row", "32 * i) * k_blocks"),
-        ("info.group * strides.group", "int64(0)"),
+        ("tile.group * strides.group", "int64(0)"),
     ],
 )
 def test_kernels_that_ignore_the_strides_of_scales_are_rejected(right, wrong, device):
     config = CONFIGS["block, two subtiles"]._replace(row_layout="masked")
     p = lay_out_scales(make_problem(config, [5, 30], 64, 256, device), config)
     assert mismatch(run(config, p, blocks=1), p.expected) is None
-    make_kernel = changed_maker(kernel, "make_kernel", producer, right, wrong)
+    make_kernel = changed_maker(kernel, "make_kernel", kernel, right, wrong)
     assert is_rejected(lambda seed: mismatch(run(config, p, seed=seed, make_kernel=make_kernel), p.expected), seeds=1)
 
 
 def test_a_kernel_that_stores_columns_beyond_y_is_rejected(device):
-    change = epilogue, "            if column + 8 * vector >= output.n:", "            if column >= output.n:"
+    change = store_tile, "            if column + 8 * vector >= output.n:", "            if column >= output.n:"
     make_kernel, config = changed_maker(kernel, "make_kernel", *change), CONFIGS["tensor"]
     p = make_problem(config, [5, 11], 80, 64, device)
     assert is_rejected(lambda seed: mismatch(run(config, p, seed=seed, make_kernel=make_kernel), p.expected))

@@ -39,12 +39,11 @@ from moe_numba.grouped_gemm import (
 from moe_numba.grouped_gemm.call import checks
 from moe_numba.grouped_gemm.call import plan as launch
 from moe_numba.grouped_gemm.call.arguments import PLAIN, GemmTensors
-from moe_numba.grouped_gemm.common import tma_launch as launch_tma
-from moe_numba.grouped_gemm.mma_sync import config as config_mma
-from moe_numba.grouped_gemm.mma_sync import copies as copies_mma
-from moe_numba.grouped_gemm.mma_sync import epilogue as epilogue_mma
-from moe_numba.grouped_gemm.mma_sync import kernel as kernel_mma
-from moe_numba.grouped_gemm.mma_sync import launch as launch_mma
+from moe_numba.grouped_gemm.common import tma_launch
+from moe_numba.grouped_gemm.mma_sync import config as mma_sync_config
+from moe_numba.grouped_gemm.mma_sync import epilogue as mma_sync_epilogue
+from moe_numba.grouped_gemm.mma_sync import kernel as mma_sync_kernel
+from moe_numba.grouped_gemm.mma_sync import launch as mma_sync_launch
 from moe_numba.grouped_gemm.mma_sync.config import MmaConfig, MmaLayout, check_mma_config, select_mma_config
 from moe_numba.grouped_gemm.mma_sync.launch import MMA_SIGNATURE
 from moe_numba.grouped_gemm.reference import mismatch
@@ -156,13 +155,13 @@ def test_shared_memory_regions_do_not_overlap(name):
 )
 def test_configs_that_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        kernel_mma.make_mma_kernel(SMALL._replace(**change))
+        mma_sync_kernel.make_kernel(SMALL._replace(**change))
 
 
 # The kernel
 
 
-def run(config, p, blocks=2, seed=0, make_kernel=kernel_mma.make_mma_kernel):
+def run(config, p, blocks=2, seed=0, make_kernel=mma_sync_kernel.make_kernel):
     """Run the kernel on a NaN-filled output with 4 guard rows behind it."""
     made, shared_bytes = make_kernel(config)
     indices = p.lengths if p.indices is None else p.indices
@@ -254,10 +253,10 @@ def gpu(request, monkeypatch):
         pytest.skip("the GPU is older")
     like = gpu_like(request.param, sm_count=found.sm_count)
     monkeypatch.setattr(launch, "gpu_of", lambda device: like._replace(hardware_capability=found.capability))
-    monkeypatch.setattr(launch_tma, "tensor_map_template", None)  # this path has no tensor maps
+    monkeypatch.setattr(tma_launch, "tensor_map_template", None)  # this path has no tensor maps
     monkeypatch.setattr(launch, "_plans", {})
     if simulator.ENABLED:  # smaller tiles, which take less time
-        monkeypatch.setattr(config_mma, "_MAX_STAGES", 3)
+        monkeypatch.setattr(mma_sync_config, "_MAX_STAGES", 3)
     select_mma_config.cache_clear()
     yield like
     select_mma_config.cache_clear()
@@ -370,38 +369,38 @@ def test_what_cp_async_cannot_copy_is_refused_by_name(name, change, message, gpu
 
 WRONG = {
     "the copies of a stage are not waited for": (
-        kernel_mma,
-        "            wait_for_next_stage()\n            cuda.syncthreads()",
-        "            cuda.syncthreads()",
+        mma_sync_kernel,
+        "                wait_for_next_stage()\n                cuda.syncthreads()",
+        "                cuda.syncthreads()",
     ),
     "the first stage is not waited for": (
-        kernel_mma,
-        "        wait_for_next_stage()\n        cuda.syncthreads()\n\n        stage,",
-        "        cuda.syncthreads()\n\n        stage,",
+        mma_sync_kernel,
+        "        wait_for_next_stage()\n        cuda.syncthreads()\n\n",
+        "        cuda.syncthreads()\n\n",
     ),
-    "the barrier is missing": (kernel_mma, "cuda.syncthreads()  # all threads'", "pass  # all threads'"),
+    "the barrier is missing": (mma_sync_kernel, "cuda.syncthreads()  # all threads'", "pass  # all threads'"),
     "a stage is overwritten while a warp reads it": (
-        kernel_mma,
+        mma_sync_kernel,
         "        for _ in range(stages - 1):\n",
         "        for _ in range(stages):\n",
     ),
     "too many groups of copies may be in flight": (
-        kernel_mma,
-        "    wait_for_next_stage = make_cp_async_wait_group(config.stages - 2)\n    more",
-        "    wait_for_next_stage = make_cp_async_wait_group(config.stages - 1)\n    more",
+        mma_sync_kernel,
+        "make_cp_async_wait_group(stages - 2), make_cp_async_wait_group(0)",
+        "make_cp_async_wait_group(stages - 1), make_cp_async_wait_group(0)",
     ),
-    "rows of weight are swizzled by another phase": (copies_mma, "(row >> 2 & 6) | (row & 1)", "row & 7"),
-    "rows of x are not swizzled": (copies_mma, "((vector ^ ((row & 7) >> phase_shift)) << 4)", "(vector << 4)"),
-    "fragments are read without the swizzle": (kernel_mma, "(((lane >> 4) ^ phase) << 4)", "((lane >> 4) << 4)"),
-    "rows of the next group are stored": (epilogue_mma, "if row < rows and", "if"),
-    "the wrong group's weight is loaded": (copies_mma, "int64(info.group) * operands.group_pitch", "int64(0)"),
+    "rows of weight are swizzled by another phase": (mma_sync_kernel, "(row >> 2 & 6) | (row & 1)", "row & 7"),
+    "rows of x are not swizzled": (mma_sync_kernel, "((vector ^ (x_phase >> phase_shift)) << 4)", "(vector << 4)"),
+    "fragments are read without the swizzle": (mma_sync_kernel, "(((lane >> 4) ^ phase) << 4)", "((lane >> 4) << 4)"),
+    "rows of the next group are stored": (mma_sync_epilogue, "if row < rows and", "if"),
+    "the wrong group's weight is loaded": (mma_sync_kernel, "int64(info.group) * operands.group_pitch", "int64(0)"),
     "the last stage is left out": (
-        kernel_mma,
+        mma_sync_kernel,
         "for k_block in range(k_blocks):",
         "for k_block in range(k_blocks - 1):",
     ),
     "an index beyond x is used": (
-        copies_mma,
+        mma_sync_kernel,
         "if row >= 0 and row < operands.x_rows else uint32(NO_ROW)",
         "if row >= 0 else uint32(NO_ROW)",
     ),
@@ -421,22 +420,22 @@ ON_A_GPU = {  # the others could be right by chance, or access memory out of bou
     [
         ("int64(row) * scales.row_stride", "int64(row) * scales.k_stride"),
         ("k_offset(k_block, scales.k_stride)", "k_block"),
-        ("tile.group * scales.group_stride", "int64(0)"),
+        ("group * scale_group_stride", "int64(0)"),
     ],
 )
 def test_kernels_that_ignore_the_strides_of_scales_are_rejected(right, wrong, device):
     config = next(CONFIGS[name] for name in NAMES if CONFIGS[name].scaling == "block")._replace(row_layout="masked")
     p = lay_out_scales(make_problem(config, [5, 12], 64, 256, device), config)
     assert mismatch(run(config, p, blocks=1), p.expected) is None
-    make_kernel = changed_maker(kernel_mma, "make_mma_kernel", kernel_mma, right, wrong)
+    make_kernel = changed_maker(mma_sync_kernel, "make_kernel", mma_sync_kernel, right, wrong)
     assert is_rejected(lambda seed: mismatch(run(config, p, make_kernel=make_kernel), p.expected), seeds=1)
 
 
 @pytest.mark.parametrize("what", [what for what in WRONG if simulator.ENABLED or what in ON_A_GPU])
 def test_wrong_kernels_are_rejected(what, device):
-    make_kernel, config = changed_maker(kernel_mma, "make_mma_kernel", *WRONG[what]), SMALL
+    make_kernel, config = changed_maker(mma_sync_kernel, "make_kernel", *WRONG[what]), SMALL
     # The simulator repeats an access out of bounds thread by thread; the epilogue does not depend on k.
-    k = 64 if WRONG[what][0] is epilogue_mma else 384
+    k = 64 if WRONG[what][0] is mma_sync_epilogue else 384
     p = make_problem(config, [5, 35], 64, k, device)
     if "beyond x" in what:
         p, config = scatter(p), SMALL._replace(gather=True)
@@ -446,15 +445,15 @@ def test_wrong_kernels_are_rejected(what, device):
 
 
 def test_a_kernel_that_stores_columns_beyond_y_is_rejected(device):
-    change = epilogue_mma, "int32(output.n - column - (lane & 3) * 8)", "int32(output.n - column)"
-    make_kernel = changed_maker(kernel_mma, "make_mma_kernel", *change)
+    change = mma_sync_kernel, "int32(n - column - (lane & 3) * 8)", "int32(n - column)"
+    make_kernel = changed_maker(mma_sync_kernel, "make_kernel", *change)
     p = make_problem(SMALL, [5, 35], 80, 64, device)
     assert is_rejected(lambda seed: mismatch(run(SMALL, p, seed=seed, make_kernel=make_kernel), p.expected))
 
 
 def test_a_kernel_that_reads_beyond_the_end_of_k_is_rejected(device):
-    change = copies_mma, "active = active and begin < operands.k_bytes", "active = active and begin >= 0"
-    make_kernel = changed_maker(kernel_mma, "make_mma_kernel", *change)
+    change = mma_sync_kernel, "ahead.tile < tiles and begin < operands.k_bytes", "ahead.tile < tiles"
+    make_kernel = changed_maker(mma_sync_kernel, "make_kernel", *change)
     p = make_problem(SMALL, [5, 35], 64, 80, device)
     assert is_rejected(lambda seed: mismatch(run(SMALL, p, seed=seed, make_kernel=make_kernel), p.expected))
 
@@ -504,15 +503,15 @@ def test_graph_replay_reads_new_lengths(gpu):
 
 
 WRONG_OPTIONS = {
-    "the first group's bias is added": ("int64(tile.group) * output.n + first", "int64(first)"),
+    "the first group's bias is added": ("int64(group) * n + first", "int64(first)"),
     "rows are weighted before the bias is added": (
         "(value * scale * term[0] + term[1]) * weight",
         "value * scale * term[0] * weight + term[1]",
     ),
-    "scales of x are not gathered": ("row = inputs.row_indices[row]", "pass"),
+    "scales of x are not gathered": ("x_row = inputs.row_indices[x_row]", "pass"),
     "rows beyond the output are stored": ("y_row if y_row < inputs.y_rows else int32(-1)", "y_row"),
     "accumulation overwrites": ("v0 + int_as_float(a)", "v0"),
-    "rows of the next group are stored": ("if below < rows:\n            inputs", "if True:\n            inputs"),
+    "rows of the next group are stored": ("if below < rows:\n            y_row", "if True:\n            y_row"),
 }
 
 
@@ -520,9 +519,9 @@ WRONG_OPTIONS = {
 def test_wrong_options_are_rejected(what, device, monkeypatch):
     if not simulator.ENABLED:
         pytest.skip("some changes write out of bounds")
-    made = changed_maker(kernel_mma, "make_mma_kernel", epilogue_mma, *WRONG_OPTIONS[what])
+    made = changed_maker(mma_sync_kernel, "make_kernel", mma_sync_epilogue, *WRONG_OPTIONS[what])
     monkeypatch.setattr(launch, "gpu_of", lambda device: gpu_like((8, 0)))
     monkeypatch.setattr(launch, "_plans", {})
-    monkeypatch.setattr(launch_mma, "make_mma_kernel", made)
-    monkeypatch.setattr(launch_mma, "get_mma_launcher", launch_mma.get_mma_launcher.__wrapped__)
+    monkeypatch.setattr(mma_sync_launch, "make_kernel", made)
+    monkeypatch.setattr(mma_sync_launch, "get_mma_launcher", mma_sync_launch.get_mma_launcher.__wrapped__)
     assert is_rejected(lambda seed: options_mismatch("rowwise", device, n=32, k=64), seeds=1)

@@ -9,7 +9,7 @@ from moe_numba.runtime.sass import compile_apart
 
 SOURCE = """
 from moe_numba.grouped_gemm.mma_sync.config import MmaConfig
-from moe_numba.grouped_gemm.mma_sync.kernel import make_mma_kernel
+from moe_numba.grouped_gemm.mma_sync.kernel import make_kernel
 """
 EMULATED = gpu_like((8, 9))._replace(hardware_capability=(9, 0))  # MOE_NUMBA_ARCH=89 on an H200
 # The configurations of many rows per group, in which warps have most accumulators: name -> GPU, scaling, silu_and_mul
@@ -45,7 +45,7 @@ def reports():
             names = [n for n, (gpu, *_) in CASES.items() if gpu.capability == arch and ("emulated" in n) == emulated]
             configs = {name: config_of(name) for name in names}
             requests = {
-                name: (f"make_mma_kernel(MmaConfig(**{c._asdict()}))[0]", MMA_SIGNATURE, c.threads, False)
+                name: (f"make_kernel(MmaConfig(**{c._asdict()}))[0]", MMA_SIGNATURE, c.threads, False)
                 for name, c in configs.items()
             }
             found |= compile_apart(SOURCE, requests, arch, link_archs(names[0]))

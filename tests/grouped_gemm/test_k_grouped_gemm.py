@@ -11,7 +11,7 @@ import moe_numba
 from moe_numba import group_gemm_bf16, k_grouped_gemm_bf16, simulator
 from moe_numba.course.steps.simulate import changed_module
 from moe_numba.grouped_gemm import reference
-from moe_numba.grouped_gemm.k_grouped import launch as launch_k_grouped
+from moe_numba.grouped_gemm.k_grouped import launch as k_grouped_launch
 from moe_numba.grouped_gemm.k_grouped import unused_rows
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.runtime import device as devices
@@ -103,7 +103,7 @@ def test_invalid_arguments_are_refused(message, device):
 
 def test_older_gpus_are_refused(monkeypatch, device):
     monkeypatch.setattr(devices, "gpu_of", lambda device: devices.gpu_like((8, 0)))
-    monkeypatch.setattr(launch_k_grouped, "gpu_of", devices.gpu_of)
+    monkeypatch.setattr(k_grouped_launch, "gpu_of", devices.gpu_of)
     with pytest.raises(UnsupportedDeviceError, match="has compute capability 8.0; k_grouped_gemm_bf16 needs a Hopper"):
         k_grouped_gemm_bf16(*inputs(device))
 

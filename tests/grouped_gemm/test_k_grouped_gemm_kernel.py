@@ -77,6 +77,7 @@ CASES = {
     # configuration, lengths, n, k, rows behind each group
     "one group of full stages": (SMALL, [128], 128, 64, 0),
     "empty groups at both ends": (SMALL, [0, 5, 0, 70, 0], 128, 64, 3),
+    "more empty groups than stages": (SMALL, [0] * 11 + [1], 8, 8, 0),
     "no rows": (SMALL, [0, 0], 64, 16, 0),
     "n and k beyond a tile": (SMALL._replace(stages=3), [70, 64], 200, 136, 1),
     "smallest": (SMALL, [1], 8, 8, 0),
@@ -145,28 +146,35 @@ def test_shared_memory_regions_do_not_overlap():
 
 WRONG = {
     "a group's last rows are not masked": ("if (rows & (BLOCK_ROWS - 1)) != 0:", "if rows < 0:"),
-    "only a is masked": ("boxes, vectors = layout.stage_bytes // BOX_BYTES,", "boxes, vectors = 2,"),
-    "one row too few is masked": ("rows * VECTORS_PER_ROW + thread", "(rows + 1) * VECTORS_PER_ROW + thread"),
-    "one row too many is masked": ("rows * VECTORS_PER_ROW + thread", "(rows - 1) * VECTORS_PER_ROW + thread"),
-    "zeros are not fenced": ("        fence_proxy_async_shared()  # wgmma reads", "        # wgmma reads"),
-    "zeros are not waited for": ("mbarrier_wait_parity(smem.barriers, masked + slot, slot_phase)", "cuda.syncwarp()"),
+    "only a is masked": (
+        "boxes, band_tiles = layout.epilogue_offset, stage_bytes // BOX_BYTES,",
+        "boxes, band_tiles = layout.epilogue_offset, 2,",
+    ),
+    "one row too few is masked": ("rows_to_keep * VECTORS_PER_ROW", "(rows_to_keep + 1) * VECTORS_PER_ROW"),
+    "one row too many is masked": ("rows_to_keep * VECTORS_PER_ROW", "(rows_to_keep - 1) * VECTORS_PER_ROW"),
+    "zeros are not fenced": ("fence_proxy_async_shared()  # wgmma reads", "pass  # wgmma reads"),
+    "zeros are not waited for": ("mbarrier_wait_parity(barriers, masked + mask, mask_phase)", "cuda.syncwarp()"),
     "the wrong major bit of a": ('a_major="mn", b_major="mn"', 'b_major="mn"'),
     "the wrong major bit of b": ('a_major="mn", b_major="mn"', 'a_major="mn"'),
     "the wrong distance of boxes": ("make_wgmma_descriptor_mn(BOX_BYTES)", "make_wgmma_descriptor_mn(BOX_BYTES // 2)"),
     "both warpgroups multiply the same columns": ("int32((warp >> 2) * BOX_BYTES)", "int32(0)"),
-    "the next group's rows": ("row, rows = group_rows(problem, group)", "row, rows = group_rows(problem, 1 - group)"),
+    "the next group's rows": (
+        "first_row, rows = group_rows(problem, group)",
+        "first_row, rows = group_rows(problem, 1 - group)",
+    ),
     "a stage is filled while it is read": (
-        "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                mbarrier_arrive_expect",
-        "                mbarrier_arrive_expect",
+        "                        mbarrier_wait_parity(barriers, empty + stage, phase)\n"
+        "                        mbarrier_arrive_expect_tx(",
+        "                        mbarrier_arrive_expect_tx(",
     ),
     "a buffer is overwritten while it is stored": ("            wait_read()  # an earlier", "            pass  #"),
     "a buffer is not fenced": (
-        "        write_rows(smem.u8, offset, acc)\n        fence_proxy_async_shared()\n",
-        "        write_rows(smem.u8, offset, acc)\n",
+        "        write_rows(smem, offset, acc)\n        fence_proxy_async_shared()\n",
+        "        write_rows(smem, offset, acc)\n",
     ),
-    "the CTA ends before its stores": ("            if elect_sync(FULL_MASK):\n                wait_read()\n", ""),
+    "the CTA ends before its stores": ("                wait_for_stores()", "                pass"),
     "the swizzle of a store is left out": ("((vector ^ (row & 7)) << 4)", "(vector << 4)"),
-    "empty groups are not written": ("if not accumulate or info.rows > 0:", "if info.rows > 0:"),
+    "empty groups are not written": ("if not accumulate or rows > 0:", "if rows > 0:"),
 }
 
 

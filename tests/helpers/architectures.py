@@ -1,7 +1,8 @@
 """Compile the package's kernels for other architectures, without a GPU; report registers and spills.
 
-Kernels come from the cases of ``moe_numba.course.bench.records.fingerprint_cases``: those that the plans choose on a GPU of the
-architecture. By default a sample of them; all of them, for all architectures, take about half an hour of one core::
+Kernels come from the cases of ``moe_numba.course.bench.records.fingerprint_cases``: those that the plans
+choose on a GPU of the architecture. By default a sample of them; all of them, for all architectures, take about half an
+hour of one core::
 
     MOE_NUMBA_SIMULATE=0 PYTHONPATH=. python tests/helpers/architectures.py --all
 """

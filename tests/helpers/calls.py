@@ -6,9 +6,6 @@ import torch
 import moe_numba
 from helpers.expert_parallel import NUM_BYTES, SMALL, make_inputs, new_output, send
 from helpers.grouped_gemm import FUNCTIONS, SILU, inputs
-from helpers.w4_gemm import E4M3, INT4
-from helpers.w4_gemm import make_problem as w4_problem
-from helpers.w4_gemm import pack as pack_w4
 from moe_numba.expert_parallel import Buffer
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 from moe_numba.grouped_gemm.reference import quantise_blocks
@@ -50,14 +47,6 @@ def mxfp4_activation():
     weight, bias = moe_numba.pack_mxfp4(blocks, scales, "interleaved"), torch.linspace(-1, 1, 3 * 128).view(3, 128)
     arguments = x, weight, seqlens, cu_seqlens
     return lambda: moe_numba.group_gemm_silu_and_mul_mxfp4(*arguments, bias=bias, activation="swigluoai")
-
-
-def w4_gemm(config):
-    p = w4_problem((5, 0, 15), 96, 192, config=config)
-    weight, w_scale = pack_w4(p)
-    if w_scale is not None:
-        return lambda: moe_numba.group_gemm_int4(p.x, weight, p.lengths, p.starts, w_scale, n=96)
-    return lambda: moe_numba.group_gemm_mxfp4(p.x, weight, p.lengths, p.starts, n=96, x_scale=p.x_scale)
 
 
 def backward():
@@ -200,8 +189,6 @@ CALLS = {
     "grouped GEMM with MXFP4 weights": mxfp4_gemm(False),
     "grouped GEMM with MXFP4 weights of gathered rows": mxfp4_gemm(True),
     "grouped GEMM with MXFP4 weights and activation": mxfp4_activation(),
-    "grouped GEMM with MXFP4 weights and block scales": w4_gemm(E4M3._replace(x_scaling="block")),
-    "grouped GEMM with int4 weights": w4_gemm(INT4),
     "grouped GEMM, backward": backward(),
     "k-grouped GEMM, accumulated": k_grouped_gemm(),
     "grouped GEMM of scattered rows, bf16": scattered_rows(),

@@ -5,7 +5,7 @@ import torch
 from moe_numba.grouped_gemm.reference import mismatch, quantise_blocks
 from moe_numba.grouped_gemm.w4.reference import quantise_mxfp4
 from moe_numba.moe_layer import launches, pack_mxfp4_experts, reference
-from moe_numba.moe_layer.gemv import plan as decode
+from moe_numba.moe_layer.gemv import plan as gemv_plan
 from moe_numba.moe_layer.launches import ExpertsTensors
 
 BOUND = 4e-3  # activations are rounded to bfloat16 in another order than in the reference, and the sums once
@@ -56,7 +56,7 @@ def count_launches(monkeypatch):
     calls = []
     names = [f"decode_{format_}{part}" for format_ in ("", "fp8_") for part in ("gate_up", "down")]
     for name in (*names, "group_by_expert", "weighted_sum"):
-        module = decode if name.startswith("decode") else launches
+        module = gemv_plan if name.startswith("decode") else launches
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, n=name, f=function, **options: calls.append(n) or f(*a, **options))
     return calls

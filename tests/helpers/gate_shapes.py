@@ -14,9 +14,7 @@ from collections import defaultdict
 import torch
 
 from moe_numba import biased_grouped_topk, simulator
-from moe_numba.gate import api
-from moe_numba.gate import four_tokens_per_warp as kernel_4tokens
-from moe_numba.gate import one_token_per_warp as kernel
+from moe_numba.gate import api, four_tokens_per_warp, one_token_per_warp
 from moe_numba.gate.reference import mismatch
 
 
@@ -29,7 +27,7 @@ def shape_classes(shapes):
     """Return {(lanes per group, experts per lane): shapes}; no lanes for more than 32 groups."""
     classes = defaultdict(list)
     for shape in shapes:
-        classes[kernel.lane_layout(*shape)].append(shape)
+        classes[one_token_per_warp.lane_layout(*shape)].append(shape)
     return classes
 
 
@@ -72,7 +70,7 @@ def check_shapes(shapes):
         topk, options = draw_options(experts, groups)
         logits, bias = make_inputs(experts, groups, device)
         shape = experts, groups, options["topk_group"], topk, options["num_fused_shared_experts"]
-        for least_tokens in (1 << 31, 1) if kernel_4tokens.supports(*shape) else (1 << 31,):
+        for least_tokens in (1 << 31, 1) if four_tokens_per_warp.supports(*shape) else (1 << 31,):
             api.MIN_TOKENS_FOR_4TOKENS_KERNEL = least_tokens
             try:
                 out = (

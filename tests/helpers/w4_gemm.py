@@ -1,4 +1,4 @@
-"""Inputs of the grouped GEMM with 4-bit weights for tests, and runs of its kernel."""
+"""Inputs of the grouped GEMM with MXFP4 weights for tests, and runs of its kernel."""
 
 from types import SimpleNamespace
 
@@ -8,21 +8,18 @@ from helpers.wrong_kernels import changed_maker
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
-from moe_numba.grouped_gemm import packing_int4, reference
-from moe_numba.grouped_gemm.packing_int4 import pack_int4
-from moe_numba.grouped_gemm.reference import FP8
-from moe_numba.grouped_gemm.w4 import kernel as kernel_w4
-from moe_numba.grouped_gemm.w4 import packing as packing_mxfp4
+from moe_numba.grouped_gemm import reference
+from moe_numba.grouped_gemm.w4 import kernel as w4_kernel
+from moe_numba.grouped_gemm.w4 import packing as w4_packing
 from moe_numba.grouped_gemm.w4.config import W4Config
 from moe_numba.grouped_gemm.w4.layout import W4Layout
 from moe_numba.grouped_gemm.w4.packing import pack_mxfp4
-from moe_numba.grouped_gemm.w4.reference import dequantise_int4, dequantise_mxfp4, quantise_int4, quantise_mxfp4
+from moe_numba.grouped_gemm.w4.reference import dequantise_mxfp4, quantise_mxfp4
+from moe_numba.grouped_gemm.w4.weight_tiles import TILE
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import TensorMap
 
 SMALL = W4Config(subtile_m=16, mma_n=(16, 8), box_rows=8, stages=3, max_groups=8)
-E4M3 = SMALL._replace(dtype="e4m3", x_scaling="row")
-INT4 = SMALL._replace(weight="int4", group_size=64)
 
 
 def random_weight(groups, n, k):
@@ -31,27 +28,10 @@ def random_weight(groups, n, k):
     return torch.randn(groups, n, k) * rows * blocks.repeat_interleave(32, 2)
 
 
-def quantise(weight, config):
-    """Quantise to the format of a configuration; return codes, scales and the dequantised weight."""
-    if config.weight == "int4":
-        dtype = {name: dtype for dtype, name in packing_int4.SCALE_DTYPES.items()}[config.scale_dtype]
-        codes, scales = quantise_int4(weight, config.group_size, dtype)
-        return codes, scales, dequantise_int4(codes, scales)
+def quantise(weight):
+    """Quantise to MXFP4; return codes, scales and the dequantised weight."""
     blocks, scales = quantise_mxfp4(weight)
     return blocks, scales, dequantise_mxfp4(blocks, scales)
-
-
-def make_x(total, k, config):
-    """Random rows of x, their scales (or None), and the rows in float64."""
-    x = torch.randn(total, k)
-    if config.dtype == "bf16":
-        x = x.bfloat16()
-        return x, None, x.double()
-    x = (x * 16).to(FP8)
-    shape = {"tensor": (1,), "row": (total,), "block": (total, -(-k // 128))}[config.x_scaling]
-    scale = torch.rand(shape) + 0.5
-    wide = scale.repeat_interleave(128, 1)[:, :k] if config.x_scaling == "block" else scale[:, None]
-    return x, scale, x.double() * wide.double()
 
 
 def make_problem(lengths, n, k, device="cpu", config=SMALL, seed=0, weight=None):
@@ -63,56 +43,47 @@ def make_problem(lengths, n, k, device="cpu", config=SMALL, seed=0, weight=None)
         capacity = int(lengths.max()) + 3
         starts = torch.arange(len(lengths), dtype=torch.int32) * capacity
     total = capacity * len(lengths) if capacity else int(lengths.sum()) or 4  # a tensor map cannot be of no rows
-    x, x_scale, rows = make_x(total, k, config)
-    codes, scales, wide = weight or quantise(random_weight(len(lengths), n, k), config)
-    expected = reference.group_gemm(rows, wide, lengths, starts)
-    tensors = dict(x=x, x_scale=x_scale, codes=codes, scales=scales, lengths=lengths, starts=starts, expected=expected)
-    tensors = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+    x = torch.randn(total, k).bfloat16()
+    blocks, scales, wide = weight or quantise(random_weight(len(lengths), n, k))
+    expected = reference.group_gemm(x.double(), wide, lengths, starts)
+    tensors = dict(x=x, blocks=blocks, scales=scales, lengths=lengths, starts=starts, expected=expected)
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     return SimpleNamespace(**tensors, capacity=capacity, n=n, k=k, indices=None, config=config)
 
 
 def gathered(p):
-    """The same problem with x and its scales in another order, among rows of NaN that no index names."""
+    """The same problem with x in another order, among rows of NaN that no index names."""
     count, rows = len(p.x), torch.randperm(len(p.x) + 5)[: len(p.x)].to(p.x.device)
-    for name in ("x", "x_scale"):
-        values = getattr(p, name)
-        if values is not None and len(values) == count:
-            wide = torch.full((count + 5, *values.shape[1:]), float("nan"), device=values.device).to(values.dtype)
-            wide[rows] = values
-            setattr(p, name, wide)
-    p.indices = rows.int()
+    wide = torch.full((count + 5, p.k), float("nan"), dtype=p.x.dtype, device=p.x.device)
+    wide[rows] = p.x
+    p.x, p.indices = wide, rows.int()
     return p
 
 
-def pack(p, gate_up=None, pack_mxfp4=pack_mxfp4, pack_int4=pack_int4):
-    """Return the packed weight and, of int4, its scales; else None."""
-    if p.config.weight == "int4":
-        return pack_int4(p.codes, p.scales, gate_up)
-    return pack_mxfp4(p.codes, p.scales, gate_up, torch.bfloat16 if p.config.dtype == "bf16" else FP8), None
+def pack(p, gate_up=None):
+    """Return the packed weight."""
+    return pack_mxfp4(p.blocks, p.scales, gate_up)
 
 
-def run(p, config=None, blocks=2, seed=0, make_kernel=kernel_w4.make_kernel, **packing):
+def run(p, config=None, blocks=2, seed=0, make_kernel=w4_kernel.make_kernel, pack_mxfp4=pack_mxfp4):
     """Run the kernel on an output filled with NaN, with 4 guard rows behind it."""
     config = (config or p.config)._replace(gather=p.indices is not None)
     made, shared_bytes = make_kernel(config)
-    (weight, w_scale), indices = pack(p, **packing), p.lengths if p.indices is None else p.indices
+    weight, indices = pack_mxfp4(p.blocks, p.scales), p.lengths if p.indices is None else p.indices
     total, size = len(p.x if p.indices is None else p.indices), p.x.element_size()
     y = torch.full((total + 4, p.n), float("nan"), dtype=torch.bfloat16, device=p.x.device)
     lengths = p.lengths if config.row_layout != "offsets" else (p.starts[:-1] + p.lengths)
-    strides = p.x_scale.stride() if config.x_scaling == "block" else (0, 0)
     with simulator.seed(seed):
         launch(
             made,
             blocks,
             W4Layout(config).threads,
-            TensorMap(p.x, (config.box_rows, config.x_tile_k), swizzle=128),
+            TensorMap(p.x, (config.box_rows, TILE), swizzle=128),
             weight,
             *(y.view(torch.int32), lengths, p.starts),
             *(len(p.lengths), total, p.capacity, p.n, weight.shape[1], weight.shape[2]),
             *(p.x.view(torch.uint8), indices, len(p.x), size * p.x.shape[1], size * p.x.shape[1]),
             *(p.lengths, p.lengths, p.lengths, total),  # bias, row_weights, scatter_indices: not used
-            *(p.lengths, 0) if w_scale is None else (w_scale.view(torch.uint8), w_scale.shape[2]),
-            *(p.lengths if p.x_scale is None else p.x_scale, *strides, 0),
             shared_bytes=shared_bytes,
         )
     assert bool(y[total:].isnan().all()), "rows behind the output were written"
@@ -124,7 +95,6 @@ def wrong(module, right, text, *more):
 
     ``more`` are further pairs of passages of a kernel's source.
     """
-    if module.__name__.rpartition(".")[2] in ("packing_mxfp4", "packing_int4", "weight_tiles"):
-        makers = {"pack_mxfp4": packing_mxfp4, "pack_int4": packing_int4}
-        return {name: changed_maker(packing, name, module, right, text) for name, packing in makers.items()}
-    return dict(make_kernel=changed_maker(kernel_w4, "make_kernel", module, right, text, *more))
+    if module.__name__.rpartition(".")[2] in ("packing", "weight_tiles"):
+        return dict(pack_mxfp4=changed_maker(w4_packing, "pack_mxfp4", module, right, text))
+    return dict(make_kernel=changed_maker(w4_kernel, "make_kernel", module, right, text, *more))

@@ -10,7 +10,7 @@ from helpers.thirds import take_third
 from moe_numba import simulator
 from moe_numba.course.bench.compile_layers import compile_layers
 from moe_numba.course.bench.topics.moe_layer.measure import Layer
-from moe_numba.expert_parallel import Buffer, Config, LocalGroup
+from moe_numba.expert_parallel import Buffer, LocalGroup
 from moe_numba.expert_parallel.low_latency import config as low_latency_config
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
 from moe_numba.moe_layer import ExpertParallelMoE, Experts, reference
@@ -125,17 +125,6 @@ class Shared(torch.nn.Module):
         return 2 * x
 
 
-@pytest.mark.parametrize(
-    "tokens, worst, shared_experts, dtype", [([4, 0, 2], 6, None, torch.bfloat16), ([3, 5], 0, Shared(), FP8)]
-)
-def test_combine_during_the_sum(tokens, worst, shared_experts, dtype):
-    """Bit-identical to a sum before combine; also with FP8 dispatch, and a shared expert."""
-    state, ranks = make_inputs(tokens, dtype)
-    options = dict(num_worst_tokens=worst, fp8_dispatch=dtype == FP8, shared_experts=shared_experts)
-    results = run(state, ranks, dtype, overlap_combine=True, **options)
-    assert all(map(torch.equal, results, run(state, ranks, dtype, **options)))
-
-
 @pytest.mark.parametrize("fp8_dispatch", [False, True])
 def test_sums_in_fp8(fp8_dispatch):
     """The other rank's sums are rounded to FP8, by 1/16 of an element at most."""
@@ -187,16 +176,9 @@ def test_invalid_arguments():
             ExpertParallelMoE(buffer, experts, shared_experts=3)
         with pytest.raises(TypeError, match="config is 3; it must be a Config"):
             ExpertParallelMoE(buffer, experts, config=3)
-        for name in ("fp8_dispatch", "overlap_combine", "fp8_combine"):
+        for name in ("fp8_dispatch", "fp8_combine"):
             with pytest.raises(TypeError, match=f"{name} is 1; it must be True or False"):
                 ExpertParallelMoE(buffer, experts, **{name: 1})
-        with pytest.raises(ValueError, match="low_latency_tokens is 2, .*; with overlap_combine they must be 0 and"):
-            ExpertParallelMoE(buffer, experts, low_latency_tokens=2, overlap_combine=True)
-        in_torch = Experts(PER_RANK, HIDDEN, HIDDEN, device=device, reference={"sum"})
-        with pytest.raises(ValueError, match=r"experts.reference \['sum'\]; with overlap_combine they must be 0 and"):
-            ExpertParallelMoE(buffer, in_torch, overlap_combine=True)
-        with pytest.raises(ValueError, match="config has 132 SMs; with overlap_combine at most half of the GPU's"):
-            ExpertParallelMoE(buffer, experts, config=Config(132), overlap_combine=True)
         x, weights, ids = (torch.zeros(3, columns, device=device) for columns in (HIDDEN, 2, 2))
         x, ids = x.bfloat16(), ids.long()
         layer = ExpertParallelMoE(buffer, experts, low_latency_tokens=2)
@@ -292,14 +274,7 @@ def compute_in_processes(rank, ranks, dtype):
         assert found is None and result.shape == x.shape, f"{what}: {found}"
 
     few = dict(low_latency_tokens=GPU_TOKENS)
-    beside = worst | dict(overlap_combine=True)
-    for options in (
-        {},
-        worst,
-        few,
-        beside,
-        *(other | dict(fp8_dispatch=True) for other in (worst, few, beside) if dtype == FP8),
-    ):
+    for options in ({}, worst, few, *(other | dict(fp8_dispatch=True) for other in (worst, few) if dtype == FP8)):
         for shared_experts in (None, Shared()):
             layer = ExpertParallelMoE(buffer, experts, shared_experts=shared_experts, **options)
 

@@ -9,8 +9,8 @@ import moe_numba
 from moe_numba import simulator
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.moe_layer import ExpertsWorkspace, fused_experts, reference
-from moe_numba.moe_layer.gemv import bf16 as kernel_decode
-from moe_numba.moe_layer.gemv import plan as decode
+from moe_numba.moe_layer.gemv import bf16 as gemv_bf16
+from moe_numba.moe_layer.gemv import plan as gemv_plan
 from moe_numba.moe_layer.silu_and_mul.api import check_activation
 from moe_numba.moe_layer.weights import check_weights
 from moe_numba.runtime.sass import compile_apart
@@ -27,8 +27,8 @@ SHAPES = [  # tokens, topk, experts, hidden, intermediate; the second has whole 
 @pytest.fixture
 def few_loads(monkeypatch):
     """Two vectors at once, so that small shapes need several iterations."""
-    monkeypatch.setattr(decode, "DecodeShape", lambda *sizes: kernel_decode.DecodeShape(*sizes, max_loads=2))
-    monkeypatch.setattr(decode, "_plans", {})
+    monkeypatch.setattr(gemv_plan, "DecodeShape", lambda *sizes: gemv_bf16.DecodeShape(*sizes, max_loads=2))
+    monkeypatch.setattr(gemv_plan, "_plans", {})
 
 
 @pytest.fixture
@@ -63,13 +63,15 @@ def test_equals_reference(shape, bias, shared, ids_dtype, options, counted, few_
 def test_the_number_of_columns_does_not_matter(device, monkeypatch):
     """A warp with one or two columns computes the same bits."""
     given, made = make_inputs(*SHAPES[0], device), []
-    make = decode.make_decode_gate_up_kernel
-    monkeypatch.setattr(decode, "make_decode_gate_up_kernel", lambda shape, *a: made.append(shape) or make(shape, *a))
+    make = gemv_plan.make_decode_gate_up_kernel
+    monkeypatch.setattr(
+        gemv_plan, "make_decode_gate_up_kernel", lambda shape, *a: made.append(shape) or make(shape, *a)
+    )
     results = []
     for columns in (1, 2):
-        shape = lambda *sizes, columns=columns: kernel_decode.DecodeShape(*sizes[:-1], columns)
-        monkeypatch.setattr(decode, "DecodeShape", shape)
-        monkeypatch.setattr(decode, "_plans", {})
+        shape = lambda *sizes, columns=columns: gemv_bf16.DecodeShape(*sizes[:-1], columns)
+        monkeypatch.setattr(gemv_plan, "DecodeShape", shape)
+        monkeypatch.setattr(gemv_plan, "_plans", {})
         results.append(fused_experts(**given))
     assert [shape.columns for shape in made] == [1, 2] and torch.equal(*results)
 
@@ -95,7 +97,7 @@ def test_out_may_be_an_input(name, device):
 )
 def test_choice(tokens, topk, experts, decodes):
     w13, w2 = torch.empty(experts, 128, 64).bfloat16(), torch.empty(experts, 64, 64).bfloat16()
-    choose = lambda w13, w2: decode.uses_decode_kernels(check_weights(w13, w2), tokens, topk, w13, w2)
+    choose = lambda w13, w2: gemv_plan.uses_decode_kernels(check_weights(w13, w2), tokens, topk, w13, w2)
     assert choose(w13, w2) == decodes
     assert not choose(w13.mT.contiguous().mT, w2)
 
@@ -115,15 +117,15 @@ def test_choice_by_the_bytes_of_the_weights(sizes, decodes):
     tokens, topk, experts, hidden, intermediate = sizes
     make = lambda *shape: torch.empty(shape, dtype=torch.bfloat16)  # whose memory is not touched
     w13, w2 = make(experts, 2 * intermediate, hidden), make(experts, hidden, intermediate)
-    assert decode.uses_decode_kernels(check_weights(w13, w2), tokens, topk, w13, w2) == decodes
+    assert gemv_plan.uses_decode_kernels(check_weights(w13, w2), tokens, topk, w13, w2) == decodes
 
 
 @SIMULATED
 def test_dependent_launch(device, monkeypatch):
     given = make_inputs(*SHAPES[0], device)
     activation, activated = check_activation("silu", 1.702, None), torch.empty(3, 64).bfloat16()
-    first = lambda t, out: decode.decode_gate_up(t, activation, out)
-    out = run_on_late_inputs(kernel_decode, first, decode.decode_down, given, activated, monkeypatch)
+    first = lambda t, out: gemv_plan.decode_gate_up(t, activation, out)
+    out = run_on_late_inputs(gemv_bf16, first, gemv_plan.decode_down, given, activated, monkeypatch)
     assert wrong(out, given) is None
 
 
@@ -142,9 +144,9 @@ WRONG = {
 @SIMULATED
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_kernels_are_rejected(name, few_loads, device, monkeypatch):
-    module = changed(kernel_decode, *WRONG[name])
+    module = changed(gemv_bf16, *WRONG[name])
     for maker in ("make_decode_gate_up_kernel", "make_decode_down_kernel"):
-        monkeypatch.setattr(decode, maker, module[maker])
+        monkeypatch.setattr(gemv_plan, maker, module[maker])
     given = make_inputs(2, 3, 96, 320, 64, device)
     assert is_rejected(lambda seed: wrong(fused_experts(**given), given), seeds=1)
 
@@ -209,7 +211,7 @@ _SHAPES = (257, 7168, 256, 9, ""), (32, 2880, 2880, 4, "bf16")
 KERNELS = {}
 for _shape in _SHAPES:
     KERNELS[f"first {_shape}"] = f"make_decode_gate_up_kernel(DecodeShape{(*_shape, 1)})", _FIRST, 128, False
-    for _loads in (4, decode.MANY_LOADS):
+    for _loads in (4, gemv_plan.MANY_LOADS):
         _kernel = f"make_decode_down_kernel(DecodeShape{(*_shape, 2, _loads)}, False)"
         KERNELS[f"second {_shape} {_loads}"] = _kernel, _SECOND, 128, False
 

@@ -7,8 +7,8 @@ from helpers.wrong_kernels import changed, is_rejected
 
 from moe_numba import simulator
 from moe_numba.moe_layer import ExpertsWorkspace, fused_experts
-from moe_numba.moe_layer.gemv import fp8_blocks as kernel_decode_fp8
-from moe_numba.moe_layer.gemv import plan as decode
+from moe_numba.moe_layer.gemv import fp8_blocks as gemv_fp8_blocks
+from moe_numba.moe_layer.gemv import plan as gemv_plan
 from moe_numba.moe_layer.weights import FP8_BLOCK, check_weights
 from moe_numba.runtime.sass import compile_apart
 
@@ -20,7 +20,7 @@ SHAPES = [(1, 2, 4, 320, 128), (2, 3, 64, 256, 128), (1, 1, 1, 576, 256)]
 @pytest.mark.parametrize("shared, ids_dtype", [(True, torch.int32), (False, torch.int64)])
 def test_equals_reference(shape, shared, ids_dtype, device, monkeypatch):
     counted = count_launches(monkeypatch)
-    monkeypatch.setattr(decode, "MIN_FP8_WARPS", 1)
+    monkeypatch.setattr(gemv_plan, "MIN_FP8_WARPS", 1)
     given = make_fp8_inputs(*shape, device, shared, ids_dtype)
     tokens, topk = given["topk_ids"].shape
     workspace = ExpertsWorkspace(tokens, topk, given["w13"], given["w2"])
@@ -53,17 +53,17 @@ def test_choice(tokens, topk, hidden, intermediate, decodes, monkeypatch, device
         for shape in ((2 * intermediate, hidden), (hidden, intermediate))
     )
     shape = check_weights(w13, w2)._replace(device=torch.device(device))
-    few_bytes = tokens * topk * 3 * hidden * intermediate <= decode.MAX_WEIGHT_BYTES[FP8_BLOCK]
-    assert decode.uses_decode_kernels(shape, tokens, topk, w13, w2) == (decodes and few_bytes)
-    monkeypatch.setitem(decode.MAX_WEIGHT_BYTES, FP8_BLOCK, 1 << 40)
-    assert decode.uses_decode_kernels(shape, tokens, topk, w13, w2) == decodes
+    few_bytes = tokens * topk * 3 * hidden * intermediate <= gemv_plan.MAX_WEIGHT_BYTES[FP8_BLOCK]
+    assert gemv_plan.uses_decode_kernels(shape, tokens, topk, w13, w2) == (decodes and few_bytes)
+    monkeypatch.setitem(gemv_plan.MAX_WEIGHT_BYTES, FP8_BLOCK, 1 << 40)
+    assert gemv_plan.uses_decode_kernels(shape, tokens, topk, w13, w2) == decodes
 
 
 @SIMULATED
 def test_dependent_launch(device, monkeypatch):
     given = make_fp8_inputs(*SHAPES[0], device)
-    launches, activated = (decode.decode_fp8_gate_up, decode.decode_fp8_down), torch.empty(2, 128)
-    out = run_on_late_inputs(kernel_decode_fp8, *launches, given, activated, monkeypatch)
+    launches, activated = (gemv_plan.decode_fp8_gate_up, gemv_plan.decode_fp8_down), torch.empty(2, 128)
+    out = run_on_late_inputs(gemv_fp8_blocks, *launches, given, activated, monkeypatch)
     assert wrong(out, given) is None
 
 
@@ -81,12 +81,12 @@ WRONG = {
 @SIMULATED
 @pytest.mark.parametrize("name", [None, *WRONG])
 def test_wrong_kernels_are_rejected(name, device, monkeypatch):
-    monkeypatch.setattr(decode, "MIN_FP8_WARPS", 1)
-    monkeypatch.setattr(decode, "_plans", {})
+    monkeypatch.setattr(gemv_plan, "MIN_FP8_WARPS", 1)
+    monkeypatch.setattr(gemv_plan, "_plans", {})
     if name:
-        module = changed(kernel_decode_fp8, *WRONG[name])
+        module = changed(gemv_fp8_blocks, *WRONG[name])
         for maker in ("make_decode_fp8_gate_up_kernel", "make_decode_fp8_down_kernel"):
-            monkeypatch.setattr(decode, maker, module[maker])
+            monkeypatch.setattr(gemv_plan, maker, module[maker])
     given = make_fp8_inputs(2, 3, 64, 256, 128, device)
     for scales in ("w13_scale", "w2_scale"):  # blocks differ
         given[scales] *= torch.rand(given[scales].shape, generator=torch.Generator().manual_seed(0)).to(device) + 0.5

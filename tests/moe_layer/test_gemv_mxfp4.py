@@ -7,8 +7,8 @@ from helpers.wrong_kernels import changed, is_rejected
 
 from moe_numba import simulator
 from moe_numba.moe_layer import ExpertsWorkspace, fused_experts
-from moe_numba.moe_layer.gemv import mxfp4 as kernel_decode_mxfp4
-from moe_numba.moe_layer.gemv import plan as decode
+from moe_numba.moe_layer.gemv import mxfp4 as gemv_mxfp4
+from moe_numba.moe_layer.gemv import plan as gemv_plan
 from moe_numba.moe_layer.silu_and_mul.api import check_activation
 from moe_numba.moe_layer.weights import check_weights
 from moe_numba.runtime.sass import compile_apart
@@ -22,8 +22,8 @@ GPT_OSS = dict(activation="swigluoai", limit=0.5)
 @pytest.fixture(params=[1, 2048], ids=["few warps", "many warps"])
 def warps(request, monkeypatch):
     """How many warps the plans want: with many, several warps have parts of k."""
-    monkeypatch.setattr(decode, "MXFP4_WARPS", request.param)
-    monkeypatch.setattr(decode, "_plans", {})
+    monkeypatch.setattr(gemv_plan, "MXFP4_WARPS", request.param)
+    monkeypatch.setattr(gemv_plan, "_plans", {})
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -66,24 +66,24 @@ def test_choice(tokens, topk, hidden, intermediate, decodes, device):
     w13 = torch.empty(32, intermediate // 32, tiles[0], 2176, device="meta", dtype=torch.uint8)
     w2 = torch.empty(32, tiles[0], tiles[1], 2176, device="meta", dtype=torch.uint8)
     shape = check_weights(w13, w2)._replace(device=torch.device(device))
-    assert decode.uses_decode_kernels(shape, tokens, topk, w13, w2) == decodes
+    assert gemv_plan.uses_decode_kernels(shape, tokens, topk, w13, w2) == decodes
 
 
 def test_parts_of_k():
     """All warps of the kernels have a part, and the parts have about as many tiles each."""
     for warps, k, most in ((1, 2880, 4), (720, 2880, 4), (1440, 2880, 4), (10, 64, 4), (1, 320, 4), (4096, 2880, 4)):
-        splits, tiles = decode._splits(warps, k, most), kernel_decode_mxfp4.tiles_of(k)
-        part = kernel_decode_mxfp4.part_of(k, splits)
+        splits, tiles = gemv_plan._splits(warps, k, most), gemv_mxfp4.tiles_of(k)
+        part = gemv_mxfp4.part_of(k, splits)
         assert 1 <= splits <= most and (splits - 1) * part < tiles <= splits * part
-    assert decode._splits(720, 2880, 4) == 3 and decode._splits(4096, 2880, 4) == 1
+    assert gemv_plan._splits(720, 2880, 4) == 3 and gemv_plan._splits(4096, 2880, 4) == 1
 
 
 @SIMULATED
 def test_dependent_launch(device, monkeypatch):
     given = make_mxfp4_inputs(*SHAPES[0], device=device)
     activation, activated = check_activation("swigluoai", 1.702, 7.0), torch.empty(3, 128).bfloat16()
-    first = lambda t, out: decode.decode_gate_up(t, activation, out)
-    out = run_on_late_inputs(kernel_decode_mxfp4, first, decode.decode_down, given, activated, monkeypatch)
+    first = lambda t, out: gemv_plan.decode_gate_up(t, activation, out)
+    out = run_on_late_inputs(gemv_mxfp4, first, gemv_plan.decode_down, given, activated, monkeypatch)
     assert wrong(out, given, activation="swigluoai") is None
 
 
@@ -102,11 +102,11 @@ WRONG = {
 @SIMULATED
 @pytest.mark.parametrize("name", [None, *WRONG])
 def test_wrong_kernels_are_rejected(name, device, monkeypatch):
-    monkeypatch.setattr(decode, "_plans", {})
+    monkeypatch.setattr(gemv_plan, "_plans", {})
     if name:
-        module = changed(kernel_decode_mxfp4, *WRONG[name])
+        module = changed(gemv_mxfp4, *WRONG[name])
         for maker in ("make_decode_mxfp4_gate_up_kernel", "make_decode_mxfp4_down_kernel"):
-            monkeypatch.setattr(decode, maker, module[maker])
+            monkeypatch.setattr(gemv_plan, maker, module[maker])
     given = make_mxfp4_inputs(2, 3, 64, 192, 128, device=device, bias=torch.float32)
     attempt = lambda seed: wrong(fused_experts(**given, **GPT_OSS), given, **GPT_OSS)
     assert is_rejected(attempt, seeds=1) == bool(name)
@@ -117,13 +117,13 @@ KERNELS = {
     "first": (
         'make_decode_mxfp4_gate_up_kernel(DecodeMxfp4Shape(32, 2880, 2880, 4, "bf16", 2), "swigluoai", 1.702, 7.0)',
         (*_POINTERS, "uint16*", "int64", "int64"),
-        kernel_decode_mxfp4.launch_bounds_of(256),
+        gemv_mxfp4.launch_bounds_of(256),
         False,
     ),
     "second": (
         'make_decode_mxfp4_down_kernel(DecodeMxfp4Shape(32, 2880, 2880, 4, "bf16", 3), False)',
         (*_POINTERS, "float32*", "uint16*", "uint16*", "int64", "int64"),
-        kernel_decode_mxfp4.launch_bounds_of(384),
+        gemv_mxfp4.launch_bounds_of(384),
         False,
     ),
 }

@@ -10,7 +10,7 @@ from helpers.wrong_kernels import changed, is_rejected
 import moe_numba
 from moe_numba import simulator
 from moe_numba.moe_layer import group_by_expert, reference
-from moe_numba.moe_layer.group_by_expert import api as routing
+from moe_numba.moe_layer.group_by_expert import api as group_by_expert_api
 from moe_numba.moe_layer.group_by_expert import kernel as kernels
 from moe_numba.runtime.sass import compile_apart
 
@@ -53,7 +53,7 @@ def check(ids, experts):
 
 @pytest.fixture
 def three_launches(monkeypatch):
-    monkeypatch.setattr(routing, "MAX_SINGLE_CTA_ASSIGNMENTS", 0)
+    monkeypatch.setattr(group_by_expert_api, "MAX_SINGLE_CTA_ASSIGNMENTS", 0)
 
 
 def test_reference_by_hand():
@@ -74,7 +74,7 @@ def test_one_launch(tokens, topk, experts, device):
 @pytest.mark.parametrize("tokens, topk", [(64, 8), (300, 8), (1031, 1)])
 def test_three_launches(tokens, topk, experts, device, three_launches):
     if simulator.ENABLED:
-        assert tokens * topk >= max(routing._MIN_CHUNK, experts)
+        assert tokens * topk >= max(group_by_expert_api._MIN_CHUNK, experts)
     check(make_ids(tokens, topk, experts, device), experts)
 
 
@@ -102,7 +102,7 @@ def test_int64_ids_that_wrap_around_are_invalid(device):
 @pytest.mark.parametrize("limit", [8192, 0])
 def test_strides(dtype, limit, device, monkeypatch):
     """Ids are read in place, without a copy."""
-    monkeypatch.setattr(routing, "MAX_SINGLE_CTA_ASSIGNMENTS", limit)
+    monkeypatch.setattr(group_by_expert_api, "MAX_SINGLE_CTA_ASSIGNMENTS", limit)
     ids = make_ids(80, 6, 16, device, dtype)
     wide = torch.full((160, 19), 5, dtype=dtype, device=device)
     wide[::2, ::3][:, :6] = ids
@@ -114,8 +114,8 @@ def test_strides(dtype, limit, device, monkeypatch):
 def test_three_launches_return_the_same_as_one(device, monkeypatch):
     ids = make_ids(200, 8, 64, device)
     one = group_by_expert(ids, 64)
-    monkeypatch.setattr(routing, "MAX_SINGLE_CTA_ASSIGNMENTS", 0)
-    routing._plans.clear()
+    monkeypatch.setattr(group_by_expert_api, "MAX_SINGLE_CTA_ASSIGNMENTS", 0)
+    group_by_expert_api._plans.clear()
     assert mismatch(group_by_expert(ids, 64), one) is None
 
 
@@ -132,7 +132,7 @@ def test_numpy_numbers_and_arrays(device):
 @SIMULATED
 @pytest.mark.parametrize("limit", [8192, 0])
 def test_thread_orders(limit, device, monkeypatch):
-    monkeypatch.setattr(routing, "MAX_SINGLE_CTA_ASSIGNMENTS", limit)
+    monkeypatch.setattr(group_by_expert_api, "MAX_SINGLE_CTA_ASSIGNMENTS", limit)
     ids = make_ids(40, 8, 24, device)
     for seed in range(6):
         with simulator.seed(seed, preempt=0.1), simulator.settings.settings.override(engine="threads"):
@@ -242,13 +242,13 @@ WRONG = {
 def test_wrong_kernels_are_rejected(name, device, monkeypatch):
     limit, right, wrong = WRONG[name]
     made = changed(kernels, right, wrong)
-    monkeypatch.setattr(routing, "MAX_SINGLE_CTA_ASSIGNMENTS", limit)
+    monkeypatch.setattr(group_by_expert_api, "MAX_SINGLE_CTA_ASSIGNMENTS", limit)
     for factory in [key for key in made if key.startswith("make_") and key.endswith("_kernel")]:
         monkeypatch.setattr(kernels, factory, made[factory])
     ids = make_ids(41, 8, 16, device)
 
     def attempt(seed):
-        routing._plans.clear()
+        group_by_expert_api._plans.clear()
         with simulator.seed(seed), simulator.races():
             check(ids, 16)
             check(torch.where(ids == 3, ids.long() - (1 << 33), ids.long()), 16)

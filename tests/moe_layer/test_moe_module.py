@@ -7,8 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
-from moe_numba.moe_layer import Experts, ExpertsWorkspace, MoELayer, launches, reference
-from moe_numba.moe_layer import torch_stages as stages
+from moe_numba.moe_layer import Experts, ExpertsWorkspace, MoELayer, launches, reference, torch_stages
 from moe_numba.moe_layer.router import router_logits
 
 DEEPSEEK = dict(num_expert_group=4, topk_group=2, routed_scaling_factor=2.5, has_correction_bias=True)
@@ -71,7 +70,7 @@ def test_only_the_named_stage_is_replaced(stage, device, monkeypatch):
     """A kernel that must not run, and a reference that must."""
     kernels = {"permute": "group_by_expert", "sum": "weighted_sum", "gate": "biased_grouped_topk"}
     refuse = lambda *_, **__: pytest.fail(f"the kernel of {stage} was launched")
-    monkeypatch.setattr(stages if stage == "gate" else launches, kernels[stage], refuse)
+    monkeypatch.setattr(torch_stages if stage == "gate" else launches, kernels[stage], refuse)
     x = tokens_of(device, 3)
     assert make_layer(device, reference={stage})(x).isfinite().all()
     with pytest.raises(pytest.fail.Exception, match=f"the kernel of {stage} was launched"):

@@ -172,5 +172,5 @@ def test_the_machine_code():
         make: (f"kernel_permute.{make}(7168, 8)", signature, threads, True)
         for make, signature in zip(makers, (permute._SIGNATURE, permute._CAST_SIGNATURE), strict=True)
     }
-    for report in compile_apart("from moe_numba.moe_layer import kernel_permute", requests).values():
+    for report in compile_apart("from moe_numba.moe_layer.permute import kernel as kernel_permute", requests).values():
         assert report.spilled_bytes == 0 and report.count("STG.E.128") == 8

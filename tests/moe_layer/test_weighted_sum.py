@@ -9,9 +9,9 @@ import moe_numba
 from moe_numba import simulator
 from moe_numba.moe_layer import reference, silu_and_mul
 from moe_numba.moe_layer import weighted_sum as public_weighted_sum
-from moe_numba.moe_layer.silu_and_mul import api as activation
+from moe_numba.moe_layer.silu_and_mul import api as silu_and_mul_api
 from moe_numba.moe_layer.silu_and_mul import kernel as kernel_silu_and_mul
-from moe_numba.moe_layer.weighted_sum import api as unpermute
+from moe_numba.moe_layer.weighted_sum import api as weighted_sum_api
 from moe_numba.moe_layer.weighted_sum import kernel as kernel_weighted_sum
 from moe_numba.runtime.sass import compile_apart
 
@@ -311,12 +311,12 @@ WRONG_SILUS = {
 @pytest.mark.parametrize("name", WRONG_SUMS)
 def test_wrong_sums_are_rejected(name, device, monkeypatch):
     made = changed(kernel_weighted_sum, *WRONG_SUMS[name])
-    monkeypatch.setattr(unpermute, "make_weighted_sum_kernel", made["make_weighted_sum_kernel"])
+    monkeypatch.setattr(weighted_sum_api, "make_weighted_sum_kernel", made["make_weighted_sum_kernel"])
     rows, indices, weights, shared = make_inputs(5, 22, 72, device)
     indices[0, :2] = torch.tensor([-1, len(rows)])
 
     def attempt(seed):
-        unpermute._plans.clear()
+        weighted_sum_api._plans.clear()
         with simulator.seed(seed), simulator.races():
             check_sum(*make_cancelling_inputs(device))
             check_sum(rows, indices, weights, shared)
@@ -329,11 +329,11 @@ def test_wrong_sums_are_rejected(name, device, monkeypatch):
 @pytest.mark.parametrize("name", WRONG_SILUS)
 def test_wrong_activations_are_rejected(name, device, monkeypatch):
     made = changed(kernel_silu_and_mul, *WRONG_SILUS[name])
-    monkeypatch.setattr(activation, "make_silu_and_mul_kernel", made["make_silu_and_mul_kernel"])
+    monkeypatch.setattr(silu_and_mul_api, "make_silu_and_mul_kernel", made["make_silu_and_mul_kernel"])
     x = make_inputs(5, 1, 48, device)[0]
 
     def attempt(seed):
-        activation._plans.clear()
+        silu_and_mul_api._plans.clear()
         with simulator.seed(seed), simulator.races():
             check_silu(x, torch.tensor([3], dtype=torch.int32))
 

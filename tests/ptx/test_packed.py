@@ -1,14 +1,11 @@
-"""add.rn.bf16x2, mul.rn.bf16x2 and fma.rn.bf16x2: GPU and simulator return float32 results rounded to bf16."""
-
-import math
-from fractions import Fraction
+"""add.rn.bf16x2 and mul.rn.bf16x2: GPU and simulator return float32 results rounded to bf16."""
 
 import numpy as np
 import torch
 from helpers.hopper import runs
 from numba import cuda
 
-from moe_numba.ptx.arithmetic import add_rn_bf16x2, fma_rn_bf16x2, mul_rn_bf16x2, mul_rn_bf16x2_high, mul_rn_bf16x2_low
+from moe_numba.ptx.arithmetic import add_rn_bf16x2, mul_rn_bf16x2, mul_rn_bf16x2_high, mul_rn_bf16x2_low
 
 SPECIAL_VALUES = [
     0x0000,
@@ -84,45 +81,3 @@ def test_products_equal_float32_products_rounded_once(device):
         assert torch.equal(found.isnan(), right.isnan()) and int((tiny & exact).sum()) > 100
         compared = exact & ~right.isnan()
         assert torch.equal(found[compared].view(torch.int16), right[compared].view(torch.int16))
-
-
-@cuda.jit
-def multiply_and_add_pairs(out, a, b, c):
-    i = cuda.grid(1)
-    out[i] = fma_rn_bf16x2(a[i], b[i], c[i])
-
-
-def rounded_to_bf16(number):
-    """Round a Fraction to the nearest bf16, ties to even, as a float; infinity beyond the largest."""
-    if not number:
-        return 0.0
-    exponent = max(math.frexp(float(abs(number)))[1] - 8, -133)  # of a unit in the last place
-    units = round(number / Fraction(2) ** exponent)
-    return math.ldexp(units, exponent) if abs(units) < 256 or exponent < 120 else math.copysign(math.inf, units)
-
-
-def test_fused_multiplications_and_additions_are_rounded_once(device):
-    generator = np.random.default_rng(0)
-    a, b, c = generator.integers(0, 1 << 16, (3, 1024), dtype=np.uint16)
-    number = lambda bits: (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    as_bits = lambda values: torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view(np.uint16)
-    a[:256], b[:256] = generator.integers(0, 256, 256), 0x7F00  # up to the first normal numbers; times 2**127
-    c[:128], c[128:256] = 0xBE00, 0xBB00
-    with np.errstate(over="ignore", invalid="ignore"):
-        c[256:512] = as_bits(-number(a) * number(b))[256:512]  # sums that nearly cancel
-        c[512:640] = (as_bits(number(a) * number(b))[512:640] & 0xFF80) - 0x1400  # far below the product's last bit
-    a[512:640], b[512:640] = a[512:640] & 0xFFF0 | 0x88, b[512:640] & 0xFFF0 | 0x80  # products close to a tie
-    number_of = lambda bits: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).double()
-    x, y, z = map(number_of, (a, b, c))
-    finite = (x.isfinite() & y.isfinite() & z.isfinite()).tolist()
-    right = torch.tensor(
-        [
-            rounded_to_bf16(Fraction(p) * Fraction(q) + Fraction(r)) if valid else math.nan
-            for p, q, r, valid in zip(x.tolist(), y.tolist(), z.tolist(), finite, strict=True)
-        ]
-    )
-    words = lambda bits: torch.from_numpy(bits.copy().view(np.uint32)).to(device)
-    make = lambda: [torch.zeros(512, dtype=torch.uint32, device=device), words(a), words(b), words(c)]
-    for out, *_ in runs(multiply_and_add_pairs, make, blocks=16, count=1):
-        found, valid = out.cpu().view(torch.bfloat16).double(), torch.tensor(finite)
-        assert torch.equal(found[valid], right[valid].double())

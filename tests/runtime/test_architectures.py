@@ -44,6 +44,7 @@ SCRIPT = """
 import torch, moe_numba
 from moe_numba.align import reference as align
 from moe_numba.expert_parallel import per_token_cast_back, per_token_cast_to_fp8
+from moe_numba.expert_parallel import reference as ranks
 from moe_numba.quantise import reference
 from moe_numba.gate import reference as gate
 from moe_numba.align.with_gate import biased_grouped_topk_align
@@ -59,7 +60,7 @@ for tokens in (2, 9):  # one CTA that fuses both, and two launches
 many = torch.randint(0, 2000, (5, 8), dtype=torch.int32)
 assert align.mismatch(*moe_numba.moe_align_block_size(many, 16, 2000), many, 16, 2000) is None
 layout = moe_numba.get_dispatch_layout(ids.long(), 64, 2)
-assert all(map(torch.equal, layout, reference.dispatch_layout(ids.long(), 2, 64)))
+assert all(map(torch.equal, layout, ranks.dispatch_layout(ids.long(), 2, 64)))
 values, scales = per_token_cast_to_fp8(x.repeat(1, 4))
 right = reference.per_token_cast_to_fp8(x.repeat(1, 4))
 assert torch.equal(values.view(torch.uint8), right[0].view(torch.uint8)) and torch.equal(scales, right[1])

@@ -50,9 +50,6 @@ def test_results_of_a_dtype_that_numpy_lacks_are_torch_tensors():
     wanted = moe_numba.per_token_cast_to_fp8(x)
     assert torch.equal(values.float(), wanted[0].float()) and type(scales) is np.ndarray
     assert torch.equal(torch.from_numpy(scales), wanted[1])
-    codes, bf16_scales = torch.zeros(1, 32, 16, dtype=torch.uint8), torch.ones(1, 32, 1).bfloat16()
-    weight, w_scale = moe_numba.pack_int4(codes.numpy(), bf16_scales)
-    assert type(weight) is np.ndarray and w_scale.dtype == torch.bfloat16
 
 
 # --- tensors without memory -----------------------------------------------------------------------------------------

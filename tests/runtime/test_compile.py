@@ -6,9 +6,9 @@ from moe_numba.runtime.sass import compile_apart
 
 SOURCE = """
 import moe_numba
-from moe_numba.align import with_gate as gate_align
-from moe_numba.align import (large as kernel_large, medium as kernel_medium, pairwise as kernel_pairwise, small as kernel_small)
-from moe_numba.gate import (one_token_per_warp as kernel, four_tokens_per_warp as kernel_4tokens, generic as kernel_generic)
+from moe_numba.align import with_gate
+from moe_numba.align import large, medium, pairwise, small
+from moe_numba.gate import four_tokens_per_warp, generic, one_token_per_warp
 from moe_numba.gate.one_token_per_warp import GateConfig
 from moe_numba.shared_experts import kernel as shared_experts
 """
@@ -23,30 +23,30 @@ def gate(factory, experts, groups, kept, topk, dtype="float32", word_bytes=16, b
 
 
 ROUTERS = {
-    "deepseek_v3": gate("kernel.make_kernel", 256, 8, 4, 8),
-    "deepseek_v3_bfloat16": gate("kernel.make_kernel", 256, 8, 4, 8, "bfloat16"),
-    "deepseek_v3_float16": gate("kernel.make_kernel", 256, 8, 4, 8, "float16"),
-    "kimi_k2": gate("kernel.make_kernel", 384, 1, 1, 8),
-    "widest": gate("kernel.make_kernel", 1024, 1, 1, 32),
-    "sixteen_groups": gate("kernel.make_kernel", 512, 16, 8, 16),
-    "4_tokens": gate("kernel_4tokens.make_4tokens_kernel", 256, 8, 4, 8, bounds=(128, 6)),
-    "4_tokens_bfloat16": gate("kernel_4tokens.make_4tokens_kernel", 256, 8, 4, 8, "bfloat16", bounds=(128, 6)),
+    "deepseek_v3": gate("one_token_per_warp.make_kernel", 256, 8, 4, 8),
+    "deepseek_v3_bfloat16": gate("one_token_per_warp.make_kernel", 256, 8, 4, 8, "bfloat16"),
+    "deepseek_v3_float16": gate("one_token_per_warp.make_kernel", 256, 8, 4, 8, "float16"),
+    "kimi_k2": gate("one_token_per_warp.make_kernel", 384, 1, 1, 8),
+    "widest": gate("one_token_per_warp.make_kernel", 1024, 1, 1, 32),
+    "sixteen_groups": gate("one_token_per_warp.make_kernel", 512, 16, 8, 16),
+    "4_tokens": gate("four_tokens_per_warp.make_4tokens_kernel", 256, 8, 4, 8, bounds=(128, 6)),
+    "4_tokens_bfloat16": gate("four_tokens_per_warp.make_4tokens_kernel", 256, 8, 4, 8, "bfloat16", bounds=(128, 6)),
 }
-GENERIC = "kernel_generic.make_generic_kernel()", ["float32*", "float32*", *GATE, *["int32"] * 6], None, False
+GENERIC = "generic.make_generic_kernel()", ["float32*", "float32*", *GATE, *["int32"] * 6], None, False
 
 ALIGN = [*["int32*"] * 5, *["int32"] * 6]
 CONFIG = "GateConfig(256, 8, 4, 8, 0, True, 'sigmoid', 'float32', 'float32', 16, 16)"
 FUSED = ["float32*", "float32*", *GATE, *["int32*"] * 4, *["int32"] * 6]
 ALIGNERS = {
-    "small": ("kernel_small.make_small_kernel(True, False, False)", ALIGN, 1024, False),
-    "medium": ("kernel_medium.make_medium_kernel(512, 8, 288, False, False)", ALIGN, 512, False),
-    "medium_8192": ("kernel_medium.make_medium_kernel(1024, 8, 8224, True, True)", ALIGN, 1024, False),
-    "large": ("kernel_large.make_large_kernel(512, 288, 8, False, False)", ["int32*", *ALIGN], 512, False),
-    "large_8192": ("kernel_large.make_large_kernel(512, 8224, 8, True, True)", ["int32*", *ALIGN], 512, False),
-    "large_wide": ("kernel_large.make_large_kernel(512, 288, 8, False, False, True)", ["uint8*", *ALIGN], 512, False),
-    "pairwise": ("kernel_pairwise.make_pairwise_kernel(True, True)", ALIGN, 1024, False),
-    "fused_single_cta": (f"gate_align.make_single_cta_kernel({CONFIG}, False, True, False, False)", FUSED, 1024, False),
-    "fused_cluster": (f"gate_align.make_cluster_kernel({CONFIG}, False, 288, False, False)", FUSED, 256, False),
+    "small": ("small.make_small_kernel(True, False, False)", ALIGN, 1024, False),
+    "medium": ("medium.make_medium_kernel(512, 8, 288, False, False)", ALIGN, 512, False),
+    "medium_8192": ("medium.make_medium_kernel(1024, 8, 8224, True, True)", ALIGN, 1024, False),
+    "large": ("large.make_large_kernel(512, 288, 8, False, False)", ["int32*", *ALIGN], 512, False),
+    "large_8192": ("large.make_large_kernel(512, 8224, 8, True, True)", ["int32*", *ALIGN], 512, False),
+    "large_wide": ("large.make_large_kernel(512, 288, 8, False, False, True)", ["uint8*", *ALIGN], 512, False),
+    "pairwise": ("pairwise.make_pairwise_kernel(True, True)", ALIGN, 1024, False),
+    "fused_single_cta": (f"with_gate.make_single_cta_kernel({CONFIG}, False, True, False, False)", FUSED, 1024, False),
+    "fused_cluster": (f"with_gate.make_cluster_kernel({CONFIG}, False, 288, False, False)", FUSED, 256, False),
 }
 
 FUSE_ROUTING = ["float32*", "int32*", "float32*", "int32*", *["int32"] * 5, "uint32", "uint32", "float32"]
@@ -150,5 +150,5 @@ def test_fuse_routing_uses_few_registers(name, reports):
 
 def test_spills_are_detected():
     """Limited to 32 registers, the same kernel spills."""
-    report = compile_apart(SOURCE, {"": gate("kernel.make_kernel", 1024, 1, 1, 8, bounds=(1024, 2))})[""]
+    report = compile_apart(SOURCE, {"": gate("one_token_per_warp.make_kernel", 1024, 1, 1, 8, bounds=(1024, 2))})[""]
     assert report.spilled_bytes > 0 and report.registers <= 32

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from numba import cuda
 
-from moe_numba.align import medium as kernel_medium
+from moe_numba.align import medium
 from moe_numba.expert_parallel.rings import dispatch_direct, notify
 from moe_numba.expert_parallel.rings.channels import RingShape
 from moe_numba.expert_parallel.rings.token_slot import TokenSlot
@@ -179,12 +179,12 @@ def test_the_folder_is_expanded(tmp_path, monkeypatch):
 
 def test_keys_tell_kernels_apart(monkeypatch):
     def key(threads, capacity):
-        return kernel_key(kernel_medium.make_medium_kernel.__wrapped__(threads, 2, capacity, False, False))
+        return kernel_key(medium.make_medium_kernel.__wrapped__(threads, 2, capacity, False, False))
 
     assert key(64, 128) == key(64, 128)  # two kernels of the same factory and configuration
     assert len({key(64, 128), key(64, 256), key(128, 128)}) == 3
     before = key(64, 128)
-    monkeypatch.setattr(kernel_medium, "griddepcontrol_wait", kernel_medium.griddepcontrol_launch_dependents)
+    monkeypatch.setattr(medium, "griddepcontrol_wait", medium.griddepcontrol_launch_dependents)
     assert key(64, 128) != before  # a device function was replaced
     assert kernel_key(fill) is None  # a kernel from elsewhere is not cached
 

@@ -19,29 +19,24 @@ from helpers.grouped_gemm import inputs as gemm_inputs
 
 from moe_numba import biased_grouped_topk, biased_grouped_topk_align, moe_align_block_size, simulator
 from moe_numba.align import api as align_api
-from moe_numba.align import large as kernel_large
-from moe_numba.align import medium as kernel_medium
+from moe_numba.align import large, medium, small
 from moe_numba.align import reference as align_reference
-from moe_numba.align import small as kernel_small
 from moe_numba.align import with_gate as gate_align
 from moe_numba.expert_parallel import get_dispatch_layout
 from moe_numba.expert_parallel import reference as layout_reference
 from moe_numba.expert_parallel.layout import kernel as dispatch_layout
 from moe_numba.expert_parallel.rings import combine, dispatch, dispatch_direct, notify
 from moe_numba.gate import api as gate_api
-from moe_numba.gate import four_tokens_per_warp as kernel_4tokens
-from moe_numba.gate import generic as kernel_generic
-from moe_numba.gate import one_token_per_warp as kernel
+from moe_numba.gate import four_tokens_per_warp, generic, one_token_per_warp
 from moe_numba.gate.reference import mismatch
 from moe_numba.grouped_gemm import group_gemm_pertensor_fp8
 from moe_numba.grouped_gemm import reference as gemm_reference
 from moe_numba.grouped_gemm.call import plan as gemm_launch
 from moe_numba.grouped_gemm.common import group_starts
 from moe_numba.grouped_gemm.wgmma import kernel as grouped_gemm
-from moe_numba.grouped_gemm.wgmma import producer as gemm_producer
 from moe_numba.moe_layer import group_by_expert, silu_and_mul, weighted_sum
 from moe_numba.moe_layer import reference as layer_reference
-from moe_numba.moe_layer.group_by_expert import api as routing
+from moe_numba.moe_layer.group_by_expert import api as group_by_expert_api
 from moe_numba.moe_layer.group_by_expert import kernel as kernel_group_by_expert
 from moe_numba.moe_layer.silu_and_mul import kernel as kernel_silu_and_mul
 from moe_numba.moe_layer.weighted_sum import kernel as kernel_weighted_sum
@@ -184,12 +179,12 @@ def exchange(late, what):
 
 
 CASES = {  # name: (module of the kernel, call that checks its result, limits of the api)
-    "gate": (kernel, route, {}),
-    "gate, four tokens": (kernel_4tokens, route, {(gate_api, "MIN_TOKENS_FOR_4TOKENS_KERNEL"): 1}),
-    "gate, generic": (kernel_generic, lambda late: route(late, 561, 17, 5), {}),
-    "align, small": (kernel_small, lambda late: align(late, 3), {}),
-    "align, medium": (kernel_medium, align, {}),
-    "align, large": (kernel_large, align, {(align_api, "SMALL_MAX_SLOTS"): 0, (align_api, "MEDIUM_MAX_SLOTS"): 0}),
+    "gate": (one_token_per_warp, route, {}),
+    "gate, four tokens": (four_tokens_per_warp, route, {(gate_api, "MIN_TOKENS_FOR_4TOKENS_KERNEL"): 1}),
+    "gate, generic": (generic, lambda late: route(late, 561, 17, 5), {}),
+    "align, small": (small, lambda late: align(late, 3), {}),
+    "align, medium": (medium, align, {}),
+    "align, large": (large, align, {(align_api, "SMALL_MAX_SLOTS"): 0, (align_api, "MEDIUM_MAX_SLOTS"): 0}),
     "gate and align, one CTA": (gate_align, lambda late: route_and_align(late, 3), {}),
     "gate and align, cluster": (gate_align, lambda late: route_and_align(late, 11), {}),
     "shared experts": (fuse_kernel, append_shared_experts, {}),
@@ -198,13 +193,13 @@ CASES = {  # name: (module of the kernel, call that checks its result, limits of
     "assignments by expert, three launches": (
         kernel_group_by_expert,
         group,
-        {(routing, "MAX_SINGLE_CTA_ASSIGNMENTS"): 0},
+        {(group_by_expert_api, "MAX_SINGLE_CTA_ASSIGNMENTS"): 0},
     ),
     "weighted sum": (kernel_weighted_sum, sum_rows, {}),
     "activation": (kernel_silu_and_mul, activate, {}),
     "grouped GEMM": (grouped_gemm, multiply, {}),
     # The wait of the thread that loads weights: the other threads of a CTA wait earlier.
-    "grouped GEMM, early weights": (gemm_producer, multiply_with_early_weights, {}),
+    "grouped GEMM, early weights": (grouped_gemm, multiply_with_early_weights, {}),
     "rows of groups": (group_starts, multiply_rows_of_groups, {}),
     "notify": (notify, lambda late: exchange(late, "layout"), {}),
     "dispatch": (dispatch, lambda late: exchange(late, "rows"), {}),

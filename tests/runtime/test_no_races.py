@@ -7,11 +7,13 @@ import os
 
 import pytest
 from helpers.calls import CALLS
+from helpers.wrong_kernels import changed_maker
 
 from moe_numba import simulator
 
 # isort: split
-from moe_numba.grouped_gemm.wgmma import producer
+from moe_numba.grouped_gemm.call import plan
+from moe_numba.grouped_gemm.wgmma import kernel, launch
 from moe_numba.moe_layer import launches
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="it tests in the simulator")
@@ -26,8 +28,11 @@ def test_no_data_races(topic, seed):
 
 
 def test_rows_of_x_that_are_loaded_before_the_wait_are_a_race(monkeypatch):
-    monkeypatch.setattr(producer, "griddepcontrol_wait", lambda: None)
-    with simulator.races(), pytest.raises(simulator.DataRace, match="at tma_producer.* reads .* store_rows"):
+    wait_of_producer = "                    griddepcontrol_wait()\n"
+    monkeypatch.setattr(launch, "make_kernel", changed_maker(kernel, "make_kernel", kernel, wait_of_producer, ""))
+    monkeypatch.setattr(launch, "get_launcher", launch.get_launcher.__wrapped__)
+    monkeypatch.setattr(plan, "_plans", {})
+    with simulator.races(), pytest.raises(simulator.DataRace, match="at compute_tiles.* reads .* store_rows"):
         CALLS["experts of a layer"]()
 
 

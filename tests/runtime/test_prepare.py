@@ -9,7 +9,7 @@ from moe_numba import (
     group_gemm_bf16,
     k_grouped_gemm_bf16,
     moe_align_block_size,
-    pack_int4,
+    pack_mxfp4,
     per_token_cast_to_fp8,
     prepare,
     simulator,
@@ -55,8 +55,9 @@ def test_a_call_that_copies_is_not_prepared(device):
 
 def test_a_call_that_launches_nothing_is_not_prepared(device):
     """Its result would never change. A function that launches kernels has nothing to do with empty inputs."""
-    codes, scales = torch.zeros(1, 32, 16, dtype=torch.uint8, device=device), torch.ones(1, 32, 1, device=device)
-    for function, *given in ((pack_int4, codes, scales), (torch.add, scales, 1)):
+    blocks = torch.zeros(1, 32, 16, dtype=torch.uint8, device=device)
+    scales = torch.zeros(1, 32, 1, dtype=torch.uint8, device=device)
+    for function, *given in ((pack_mxfp4, blocks, scales), (torch.add, scales, 1)):
         with pytest.raises(ValueError, match=f"function is {function.__name__}, which launched no kernel"):
             prepare(function, *given)
     no_rows = torch.zeros(0, 64, dtype=torch.bfloat16, device=device)

@@ -29,7 +29,6 @@ NOT_TENSOR_FUNCTIONS = {
     "Config",
     "UnsupportedDeviceError",
     "fuse_checkpoint",
-    "pack_int4",
     "pack_mxfp4",
     "pack_mxfp4_experts",
     "memory_cost",
@@ -86,18 +85,6 @@ CALLS = {
     "group_gemm_mxfp4:options": lambda: (
         (bf16(6, 64), torch.randint(130, 160, (2, 1, 1, 2176), dtype=torch.uint8), *GROUPS),
         dict(bias=bf16(2, 64), out_dtype=torch.float32, row_weights=torch.rand(6)),
-    ),
-    "group_gemm_mxfp4:fp8": lambda: (
-        (fp8(6, 64), torch.randint(130, 160, (2, 1, 1, 136, 16), dtype=torch.uint8), *GROUPS),
-        dict(x_scale=torch.rand(6)),
-    ),
-    "group_gemm_int4": lambda: (
-        (bf16(6, 64), torch.randint(0, 256, (2, 1, 1, 2048), dtype=torch.uint8), *GROUPS, bf16(2, 1, 1, 64)),
-        dict(n=32),
-    ),
-    "group_gemm_silu_and_mul_int4": lambda: (
-        (bf16(6, 64), torch.randint(0, 256, (2, 1, 1, 2048), dtype=torch.uint8), *GROUPS, bf16(2, 1, 2, 64)),
-        dict(bias=bf16(2, 64)),
     ),
     "group_gemm_silu_and_mul_mxfp4": lambda: (
         (bf16(6, 64), torch.randint(130, 160, (2, 1, 1, 2176), dtype=torch.uint8), *GROUPS),
@@ -534,17 +521,9 @@ MORE_CALLS = {  # tensors that no other call has
         (fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(6), torch.rand(2, 64)),
         dict(row_weights=torch.rand(6)),
     ),
-    "group_gemm_int4": lambda: (
-        (bf16(6, 64), torch.randint(0, 256, (2, 1, 1, 2048), dtype=torch.uint8), *GROUPS, bf16(2, 1, 1, 64)),
-        dict(bias=bf16(2, 64), row_weights=torch.rand(6)),
-    ),
     "group_gemm_silu_and_mul_pertensor_fp8": lambda: (
         (fp8(6, 64), fp8(2, 256, 64), *GROUPS, torch.rand(2)),
         dict(bias=bf16(2, 256)),
-    ),
-    "group_gemm_silu_and_mul_mxfp4": lambda: (
-        (fp8(6, 64), torch.randint(130, 160, (2, 1, 1, 136, 16), dtype=torch.uint8), *GROUPS),
-        dict(x_scale=torch.rand(6)),
     ),
     "fused_experts": lambda: (
         (bf16(3, 128), fp8(4, 256, 128), fp8(4, 128, 128), torch.rand(3, 2), ids(3, 2)),

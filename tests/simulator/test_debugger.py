@@ -253,10 +253,6 @@ def test_an_atomic_is_a_load_and_a_change():
 # --- backwards ------------------------------------------------------------------------------------------------------
 
 
-def positions(stops):
-    return [stop.split("\n", 1)[-1] for stop in stops]
-
-
 @pytest.mark.parametrize("seed, preempt", [(0, 0), (1, 0), (2, 0.05), (3, 0.3)])
 def test_backwards_lands_on_the_state_that_forwards_passed(arrays, seed, preempt):
     show = ["print i, tile[i], out.sum()", "info threads"]

@@ -99,7 +99,7 @@ def test_a_control_that_fails_is_refused(tmp_path):
 
 
 def test_stale_passages_are_refused():
-    with pytest.raises(ValueError, match=r"kernel.py has 2 times, not 1, the passage 'if lane < topk:'"):
+    with pytest.raises(ValueError, match=r"one_token_per_warp.py has 2 times, not 1, the passage 'if lane < topk:'"):
         plant("if lane < topk:", "if lane <= topk:").changes_code()
     assert not plant("# padding rows", "# rows of padding").changes_code()
 

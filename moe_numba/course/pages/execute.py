@@ -2,7 +2,7 @@
 
 python -m moe_numba.course.pages.execute execute                        write pages of all notebooks to build/
 python -m moe_numba.course.pages.execute execute --in-place --only 01   write the committed copy (without a GPU: stale)
-python -m moe_numba.course.pages.execute prose                          update the prose of the committed copies, keep outputs
+python -m moe_numba.course.pages.execute prose                     update the prose of the committed copies
 python -m moe_numba.course.pages.execute exercises --only 01            also execute new exercises, which needs no GPU
 """
 

@@ -163,5 +163,4 @@ _LIMITS = {
     "04_shared_experts": lambda gpu: "" if has_grouped_gemm(gpu) else "results are checked, times are those of an H200",
     "07_dispatch_layout": lambda gpu: "" if gpu.has_clusters else "all but the two steps with a cluster",
     "10_low_latency": lambda gpu: "the package's kernels; the steps run in the simulator",
-    "appendix_claims": lambda gpu: "tables of records; its checks run in the simulator",
 }

@@ -117,9 +117,6 @@ TOPICS = (
         ("moe_layer_ladder", "moe_layer_group_ladder", "moe_layer_sum_ladder"),
         hopper=True,
     ),
-    Topic(
-        "appendix_claims", "builds nothing: what the five articles claim, what was measured here, and whether it agrees"
-    ),
 )
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {

@@ -17,21 +17,6 @@ class RankContext(NamedTuple):
     rank: object  # int32
 
 
-class RingMemory(NamedTuple):
-    """The token slots of one operation in each rank's shared buffer, in words."""
-
-    offset: object  # int64, of the first ring
-    stride: object  # int32, from ring to ring
-
-
-class PrefixMatrices(NamedTuple):
-    """The prefix sums of row counts that notify computes; the first three tensors of a handle."""
-
-    rank: object  # int32* [num_ranks, num_ranks]
-    channel: object  # int32* [num_ranks, channels]
-    recv_channel: object  # int32* [num_ranks, channels]
-
-
 class TokenInputs(NamedTuple):
     """The tokens that this rank dispatches."""
 
@@ -41,9 +26,6 @@ class TokenInputs(NamedTuple):
     scale_stride: object  # int64
     topk_idx: object  # int64* or int32*
     topk_weights: object  # int32*, bits of float32
-    is_token_in_rank: object  # uint8* [num_tokens, num_ranks]
-    num_tokens: object  # int32
-    experts_per_rank: object  # int32
 
 
 class RecvTensors(NamedTuple):
@@ -54,18 +36,3 @@ class RecvTensors(NamedTuple):
     topk_idx: object  # int64* or int32*
     topk_weights: object  # int32*, bits of float32
     src_idx: object  # int32*
-    num_rows: object  # int32
-
-
-class CombineTensors(NamedTuple):
-    """The inputs and outputs of combine."""
-
-    x: object  # int32* [num_rows, hidden / 2], pairs of bfloat16
-    num_rows: object  # int32
-    topk_weights: object  # int32*, bits of float32
-    send_head: object  # int32* [num_tokens, num_ranks]
-    num_tokens: object  # int32
-    bias_0: object  # int32*, pairs of bfloat16
-    bias_1: object  # int32*
-    out: object  # int32*
-    out_weights: object  # float32*

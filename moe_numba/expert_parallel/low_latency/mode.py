@@ -16,7 +16,7 @@ from moe_numba.expert_parallel.low_latency.layout import LowLatencyShape
 from moe_numba.expert_parallel.low_latency.pair import LowLatency
 from moe_numba.expert_parallel.low_latency.rank_mask import RankMask
 from moe_numba.expert_parallel.ranks.events import is_capturing
-from moe_numba.expert_parallel.ranks.runtime import Runtime
+from moe_numba.expert_parallel.ranks.rank_state import RankState
 from moe_numba.expert_parallel.ranks.stream_order import StreamOrder
 from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.validate import check_flag, check_int
@@ -30,13 +30,13 @@ class LowLatencyMode:
 
     Parameters
     ----------
-    runtime : Runtime
+    runtime : RankState
     streams : StreamOrder
     enable_shrink : bool
         Whether calls go on without ranks that are late.
     """
 
-    def __init__(self, runtime: Runtime, streams: StreamOrder, enable_shrink: bool):
+    def __init__(self, runtime: RankState, streams: StreamOrder, enable_shrink: bool):
         self._runtime, self._streams = runtime, streams
         self._num_ranks, self._device = runtime.num_ranks, runtime.transport.device
         self.num_sms: int | None = None  # of a launch; None: all SMs

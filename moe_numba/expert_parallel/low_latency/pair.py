@@ -14,7 +14,7 @@ from moe_numba.expert_parallel.low_latency.exchange import (
 )
 from moe_numba.expert_parallel.low_latency.layout import LowLatencyShape
 from moe_numba.expert_parallel.low_latency.rank_mask import RankMask
-from moe_numba.expert_parallel.ranks.runtime import Runtime
+from moe_numba.expert_parallel.ranks.rank_state import RankState
 from moe_numba.expert_parallel.ranks.stream_order import StreamOrder
 
 
@@ -39,7 +39,7 @@ class LowLatency:
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: RankState,
         streams: StreamOrder,
         rank_mask: RankMask,
         shape: LowLatencyShape,

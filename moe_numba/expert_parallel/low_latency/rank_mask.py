@@ -7,7 +7,7 @@ import torch
 from moe_numba import simulator
 from moe_numba.expert_parallel.low_latency.layout import MASK_WORDS
 from moe_numba.expert_parallel.low_latency.protocol import MESSAGES
-from moe_numba.expert_parallel.ranks.runtime import Runtime
+from moe_numba.expert_parallel.ranks.rank_state import RankState
 
 _STATUS_WORDS = 8
 
@@ -15,7 +15,7 @@ _STATUS_WORDS = 8
 class RankMask:
     """Which ranks are late or dead, and the first reason; shared by all low-latency operations of a buffer."""
 
-    def __init__(self, runtime: Runtime, raises: bool):
+    def __init__(self, runtime: RankState, raises: bool):
         pinned: dict[str, Any] = {} if simulator.ENABLED else {"pin_memory": True}
         self._words = torch.zeros(MASK_WORDS, dtype=torch.int32, device=runtime.transport.device)
         self.mask = self._words[: runtime.num_ranks]

@@ -11,7 +11,7 @@ import torch
 from moe_numba import simulator
 from moe_numba.expert_parallel.common.buffer_layout import MAX_RANKS
 from moe_numba.expert_parallel.ranks.peer_access import enable_peer_access
-from moe_numba.expert_parallel.ranks.transport import TIMEOUT_S, SharedMemory, Transport, poll
+from moe_numba.expert_parallel.ranks.transport import TIMEOUT_S, SymmetricAllocation, Transport, poll
 from moe_numba.runtime.recording import wrap_recorded
 from moe_numba.runtime.validate import check_int
 
@@ -166,7 +166,7 @@ class _LocalRank(Transport):
             options.pop("cooperative", None)  # a cooperative grid would exclude the grids of the other ranks
         return super().prepare_kernel(kernel, signature, timeout, **options)
 
-    def allocate(self, num_bytes: int) -> SharedMemory:
+    def allocate(self, num_bytes: int) -> SymmetricAllocation:
         """Allocate ``num_bytes`` of zeroed memory on each rank; all ranks must pass the same size."""
         local, name = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device), self._name_allocation()
         if simulator.ENABLED:
@@ -181,7 +181,9 @@ class _LocalRank(Transport):
                 simulator.forget(local.data_ptr())
 
         addresses = self.gather(local.data_ptr())
-        return SharedMemory(local, torch.tensor(addresses, dtype=torch.uint64, device="cpu").to(self.device), close)
+        return SymmetricAllocation(
+            local, torch.tensor(addresses, dtype=torch.uint64, device="cpu").to(self.device), close
+        )
 
 
 class _ThreadRank(_LocalRank):

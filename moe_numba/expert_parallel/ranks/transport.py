@@ -30,7 +30,7 @@ COMPILE_LOCK = threading.RLock()  # Numba's compiler is not thread-safe, and ran
 
 
 @dataclass
-class SharedMemory:
+class SymmetricAllocation:
     """Memory that all ranks of a group can access."""
 
     local: Any  # torch.Tensor, uint8 [bytes], this rank's part
@@ -231,7 +231,7 @@ class SymmetricMemory(ProcessGroupTransport):
         This rank's GPU; by default the current one.
     """
 
-    def allocate(self, num_bytes: int) -> SharedMemory:
+    def allocate(self, num_bytes: int) -> SymmetricAllocation:
         """Allocate ``num_bytes`` of zeroed memory on each rank; all ranks must pass the same size."""
         import torch.distributed._symmetric_memory as symmetric
 
@@ -247,13 +247,13 @@ class SymmetricMemory(ProcessGroupTransport):
             self.rendezvous(name, seconds)
             references.clear()  # the driver frees the memory after all ranks have released it
 
-        return SharedMemory(local, self._addresses([peer.data_ptr() for peer in peers]), close)
+        return SymmetricAllocation(local, self._addresses([peer.data_ptr() for peer in peers]), close)
 
 
 class CudaIpc(ProcessGroupTransport):
     """Transport over CUDA IPC: each rank opens the handles of the others; parameters as for `SymmetricMemory`."""
 
-    def allocate(self, num_bytes: int) -> SharedMemory:
+    def allocate(self, num_bytes: int) -> SymmetricAllocation:
         """Allocate ``num_bytes`` of zeroed memory on each rank; all ranks must pass the same size."""
         import cupy
 
@@ -276,4 +276,4 @@ class CudaIpc(ProcessGroupTransport):
                 if self.rendezvous(name, seconds):  # all ranks have closed their handles
                     runtime.free(own)
 
-        return SharedMemory(local, self._addresses(addresses), close)
+        return SymmetricAllocation(local, self._addresses(addresses), close)

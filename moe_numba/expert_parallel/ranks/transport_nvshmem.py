@@ -9,7 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_numba.expert_parallel.ranks.transport import ProcessGroupTransport, SharedMemory, check_same_on_all_ranks
+from moe_numba.expert_parallel.ranks.transport import (
+    ProcessGroupTransport,
+    SymmetricAllocation,
+    check_same_on_all_ranks,
+)
 from moe_numba.extras import missing_extra
 from moe_numba.runtime.device import UnsupportedDeviceError
 
@@ -101,7 +105,7 @@ class Nvshmem(ProcessGroupTransport):
             )
         type(self)._job, type(self)._heap_device = self._prefix, self.device
 
-    def allocate(self, num_bytes: int) -> SharedMemory:
+    def allocate(self, num_bytes: int) -> SymmetricAllocation:
         """Allocate ``num_bytes`` of zeroed memory on each rank; all ranks must pass the same size.
 
         Raises
@@ -135,7 +139,7 @@ class Nvshmem(ProcessGroupTransport):
             if self._all_free(name, seconds):
                 self._free(own)
 
-        return SharedMemory(local, self._addresses(addresses), close)
+        return SymmetricAllocation(local, self._addresses(addresses), close)
 
     def _free(self, address):
         with torch.cuda.device(self.device):

@@ -114,22 +114,22 @@ def clamp(value, most):
 
 
 @cuda.jit(device=True)
-def rows_of_channel(prefix, source, rank, ranks, channel, channels, num_rows):
+def rows_of_channel(rank_prefix, recv_channel_prefix, source, rank, ranks, channel, channels, num_rows):
     """Return the rows that ``rank`` receives from a channel of ``source``: count, first row, rows of later channels."""
-    before = prefix.rank[int32((source - 1) * ranks + rank)] if source > 0 else int32(0)
-    begin = prefix.recv_channel[int32(source * channels + channel)]
-    from_source = int32(prefix.rank[int32(source * ranks + rank)] - before)
-    end = prefix.recv_channel[int32(source * channels + channel + 1)] if channel + 1 < channels else from_source
+    before = rank_prefix[int32((source - 1) * ranks + rank)] if source > 0 else int32(0)
+    begin = recv_channel_prefix[int32(source * channels + channel)]
+    from_source = int32(rank_prefix[int32(source * ranks + rank)] - before)
+    end = recv_channel_prefix[int32(source * channels + channel + 1)] if channel + 1 < channels else from_source
     first = clamp(int32(before + begin), num_rows)
     return clamp(int32(end - begin), num_rows - first), first, int32(from_source - end)
 
 
 @cuda.jit(device=True)
-def first_row_at_peer(prefix, rank, peer, ranks, channel, channels, num_rows):
+def first_row_at_peer(rank_prefix, channel_prefix, rank, peer, ranks, channel, channels, num_rows):
     """Return the row of ``peer``'s output, of ``num_rows`` rows, where the rows of this rank's channel begin."""
-    before = prefix.rank[int32((rank - 1) * ranks + peer)] if rank > 0 else int32(0)
+    before = rank_prefix[int32((rank - 1) * ranks + peer)] if rank > 0 else int32(0)
     if channel > 0:
-        before = int32(before + prefix.channel[int32(peer * channels + channel - 1)])
+        before = int32(before + channel_prefix[int32(peer * channels + channel - 1)])
     return clamp(before, num_rows)
 
 

@@ -226,12 +226,3 @@ def check_combine_input(x, topk_weights, biases, num_rows, tokens, device):
         if _check_rows(f"bias {i}", bias, torch.bfloat16, device) != (tokens, hidden):
             raise ValueError(f"bias {i} has shape {tuple(bias.shape)}; it must be {(tokens, hidden)}")
     return hidden, topk
-
-
-def check_ready(ready, topk_weights, rows, device):
-    """Check the flags of rows that another kernel computes while combine runs."""
-    if topk_weights is not None:
-        raise ValueError("ready is given, and so is topk_weights; only one of them is allowed")
-    check_tensor("ready", ready, dtype=torch.int32, contiguous=True, device=(device, "the buffer"))
-    if ready.dim() != 1 or len(ready) < rows:
-        raise ValueError(f"ready has shape {tuple(ready.shape)}; it must have one dimension and {rows} rows or more")

@@ -1,20 +1,17 @@
 """Combine kernel: sends rows back through rings and sums each token's rows on the token's own rank.
 
-As in dispatch, a warp works on one channel after the other, and the first CTAs send. A sending warp serves its
-channel's rings round-robin and skips full ones: if it waited for one ring, ranks could wait for one another in a cycle.
-A receiving warp takes its tokens in order, waits until a token's rows have arrived from all ranks that received the
-token, and sums them in rank order, in float32, rounded once: the result is bitwise reproducible. A rank's own rows do
-not pass through a ring.
-
-With ``waits`` another kernel may still compute the rows while this one runs. That kernel sets a flag after each row. A
-warp waits for the flag before it loads the row, and clears it. The flags take the place of ``topk_weights``.
+The protocol of the rings is that of dispatch, see `dispatch.py`. A warp works on one channel after the other, and the
+first CTAs send. A sending warp serves its channel's rings round-robin and skips full ones: if it waited for one ring,
+ranks could wait for one another in a cycle. A receiving warp takes its tokens in order, waits until a token's rows have
+arrived from all ranks that received the token, and sums them in rank order, in float32, rounded once: the result is
+bitwise reproducible. A rank's own rows do not pass through a ring.
 """
 
 from functools import cache
 
-from numba import cuda, int32, int64, uint32, uint64
+from numba import cuda, float32, int32, int64, uint32, uint64
 
-from moe_numba.expert_parallel.common.arguments import CombineTensors, PrefixMatrices, RankContext, RingMemory
+from moe_numba.expert_parallel.common.arguments import RankContext
 from moe_numba.expert_parallel.common.buffer_layout import (
     ABORT_FLAG,
     MAX_ROWS,
@@ -23,7 +20,7 @@ from moe_numba.expert_parallel.common.buffer_layout import (
     received_counters,
     sent_counters,
 )
-from moe_numba.expert_parallel.common.poison import make_poison_sums
+from moe_numba.expert_parallel.common.poison import adopt_abort, fill
 from moe_numba.expert_parallel.common.reduce import make_reduce_token, make_reduce_weights
 from moe_numba.expert_parallel.common.timeout import COMBINE_ROWS, COMBINE_SPACE, start_of_wait, warp_abort_if_timed_out
 from moe_numba.expert_parallel.rings.channels import (
@@ -34,235 +31,29 @@ from moe_numba.expert_parallel.rings.channels import (
     retire_warp,
     rows_of_channel,
 )
-from moe_numba.expert_parallel.rings.progress import make_publish, post_progress
+from moe_numba.expert_parallel.rings.progress import clear_progress, make_publish, post_progress
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32
 from moe_numba.ptx.memory import griddepcontrol_wait, pointer_from_address
 from moe_numba.ptx.warp import FULL_MASK
 
-
-@cuda.jit(device=True)
-def take_row(ready, row):
-    """Return whether a row has been computed; if so, clear its flag: no other thread reads the flag."""
-    computed = ld_acquire_sys_s32(ready, row) != 0
-    if computed:
-        ready[row] = int32(0)
-    return computed
+_NAN = float("nan")
 
 
 @cache
-def make_send(shape, waits=False):
-    """Make ``send``, the work of a warp of a sending CTA; it returns whether the warp has aborted.
-
-    Lane r handles the ring to rank r.
-    """
-    ranks, warps, slots, slot = shape.num_ranks, shape.warps, shape.slots, shape.slot
-    progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
-    head_offset, sent_offset = buffer_layout(ranks).head(True), sent_counters(True)
-    row_words, topk, staging_words, weights_offset = slot.row, slot.scales, align_words(slot.words), slot.row
-    row_bytes, pipeline = 4 * slot.row, shape.pipeline
-    (load_row, wait_row), store_slot = pipeline.make_row_loader(shape.barrier_offset), pipeline.make_store_slot(shape)
-
-    @cuda.jit(device=True)
-    def send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors):
-        lane, warp, rank = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5), ctx.rank
-        peer, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
-        remote = pointer_from_address(ctx.peers[peer], ctx.local)
-        progress_slot = int32(progress_offset + warp * ranks + lane)
-        published_slot = int32(published_offset + warp * ranks + lane)
-        staging, phase, has_next, aborted = int32(warp * staging_words), uint32(0), True, int32(0)
-        while has_next and channel < channels:
-            rows_left, row, later_rows = rows_of_channel(prefix, peer, rank, ranks, channel, channels, tensors.num_rows)
-            has_next = cuda.any_sync(FULL_MASK, has_ring and later_rows > 0) != 0
-            if not has_next:
-                retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
-            base = uint32(ctx.state[sent_offset + channel * ranks + peer])
-            tail, head = base, uint32(base - uint32(slots))  # the head is unknown: read it before the first row
-            capacity = uint32(1)  # the last launch may have used other slots: wait until the ring is empty
-            rows_left, start = rows_left if has_ring else int32(0), uint64(0)
-            computed = not waits  # whether the lane's next row is
-            while cuda.any_sync(FULL_MASK, rows_left > 0):
-                if rows_left > 0 and uint32(tail - head) >= capacity:
-                    head = uint32(ld_acquire_sys_s32(ctx.local, head_offset + channel * ranks + peer))
-                    pipeline.fence_acquired()
-                can_send = rows_left > 0 and uint32(tail - head) < capacity
-                if waits:
-                    if can_send and not computed:
-                        computed = take_row(tensors.topk_weights, row)
-                    can_send = can_send and computed
-                    cuda.syncwarp()  # lane 0 loads rows that other lanes have found computed
-                    pipeline.fence_acquired()
-                mask = uint32(cuda.ballot_sync(FULL_MASK, can_send))
-                for d in range(ranks):  # one row to each rank whose ring has space
-                    if mask >> uint32(d) & uint32(1):
-                        from_row = int64(cuda.shfl_sync(FULL_MASK, row, d))
-                        x_offset = from_row * row_words
-                        load_row(smem_i32, smem_u64, warp, lane, staging, tensors.x, x_offset, row_bytes)
-                        for i in range(lane, topk, 32):
-                            smem_i32[int32(staging + weights_offset + i)] = tensors.topk_weights[from_row * topk + i]
-                        pipeline.fence_staging()
-                        phase = wait_row(smem_u64, warp, phase)
-                        position = uint32(tail - base)
-                        capacity = store_slot(
-                            lane == d, capacity, remote, ctx, rings, channel, position, smem_i32, staging
-                        )
-                # The earlier stores have completed, except perhaps the last one.
-                if can_send:
-                    pipeline.wait_all_but_one()
-                elif has_ring:
-                    pipeline.wait_all()
-                if has_ring:
-                    post_progress(smem_u64, progress_slot, channel, tail)
-                if can_send:
-                    tail, rows_left, row = uint32(tail + uint32(1)), int32(rows_left - 1), int32(row + 1)
-                    computed = not waits
-                cuda.syncwarp()
-                if mask != uint32(0):
-                    start = uint64(0)
-                else:
-                    start, full = start_of_wait(start), rows_left > 0
-                    if warp_abort_if_timed_out(start, full, ctx, COMBINE_SPACE, channel, lane, head, tail):
-                        has_next, aborted = False, int32(1)
-                        break
-            cuda.syncwarp()  # all lanes have read the counters
-            if has_ring:
-                pipeline.wait_all()
-                post_progress(smem_u64, progress_slot, channel, tail)
-                ctx.state[sent_offset + channel * ranks + peer] = int32(tail)
-            if has_next:
-                channel = next_channel_after_publish(
-                    ctx.state, False, blocks, warps, smem_u64, progress_slot, published_slot, has_ring, lane
-                )
-        if has_next:
-            retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
-        return aborted
-
-    return send
-
-
-@cache
-def make_receive(shape, biases, waits=False):
-    """Make ``receive``, the work of a warp of a receiving CTA; it returns whether the warp has aborted.
-
-    Lane r handles the ring from rank r.
-    """
-    ranks, warps, slots, row_words = shape.num_ranks, shape.warps, shape.slots, shape.slot.row
-    progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
-    tail_offset, received_offset = buffer_layout(ranks).tail(True), received_counters(True)
-    row_bytes, slot_stride, staging_words = 4 * row_words, shape.slot.stride, align_words(shape.slot.words)
-    reduce_token, reduce_weights, pipeline = (
-        make_reduce_token(shape, biases),
-        make_reduce_weights(shape),
-        shape.pipeline,
-    )
-    load_row, wait_row = pipeline.make_row_loader(shape.barrier_offset)
-
-    @cuda.jit(device=True)
-    def receive(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors):
-        lane, warp, rank = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5), ctx.rank
-        local, send_head = ctx.local, tensors.send_head
-        source, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
-        progress_slot = int32(progress_offset + warp * ranks + lane)
-        published_slot = int32(published_offset + warp * ranks + lane)
-        staging, phase, has_next, aborted = int32(warp * staging_words), uint32(0), True, int32(0)
-        while has_next and channel < channels:
-            token = first_token(channel, channels, tensors.num_tokens)
-            end = first_token(channel + 1, channels, tensors.num_tokens)
-            has_next = end < tensors.num_tokens
-            if not has_next:
-                retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
-            first_own_row = first_row_at_peer(prefix, rank, rank, ranks, channel, channels, tensors.num_rows)
-            # An own row is loaded from x. Rows of peers are loaded from rings, which every position lies in.
-            max_rows = int32(tensors.num_rows - first_own_row) if lane == rank else int32(MAX_ROWS)
-            base = uint32(ctx.state[received_offset + channel * ranks + source])
-            head, tail, ring = base, base, rings.offset + int64(channel * ranks + lane) * rings.stride
-            next_position = send_head[int64(token) * ranks + source] if lane < ranks and token < end else int32(-1)
-            while token < end:
-                # Of the token's row in the ring, or among the own rows of the channel; or -1.
-                position = next_position if next_position < max_rows else int32(-1)
-                own = cuda.shfl_sync(FULL_MASK, position, rank)
-                own_row = int64(first_own_row + own)
-                if waits:
-                    start, computed = uint64(0), own < 0
-                    while not computed:
-                        found = lane == 0 and take_row(tensors.topk_weights, own_row)
-                        computed = cuda.any_sync(FULL_MASK, found) != 0
-                        if not computed:
-                            start = start_of_wait(start)
-                            if warp_abort_if_timed_out(start, lane == 0, ctx, COMBINE_ROWS, channel, rank, own, 0):
-                                aborted, computed = int32(1), True
-                    if aborted != 0:
-                        has_next = False
-                        break
-                    cuda.syncwarp()  # lane 0 has found the row computed
-                    pipeline.fence_acquired()
-                if own >= 0:
-                    load_row(smem_i32, smem_u64, warp, lane, staging, tensors.x, own_row * row_words, row_bytes)
-                else:
-                    pipeline.wait_read()  # the store of the previous sum has read the staging buffer
-                wanted = uint32(base + uint32(position))
-                start, waiting, ready = uint64(0), int32(1), int32(1)
-                while waiting != 0:
-                    missing = has_ring and position >= 0 and int32(uint32(tail - wanted)) <= 0
-                    if missing:
-                        tail = uint32(ld_acquire_sys_s32(local, tail_offset + channel * ranks + source))
-                        missing = int32(uint32(tail - wanted)) <= 0
-                    waiting = int32(1 if cuda.any_sync(FULL_MASK, missing) else 0)
-                    if waiting != 0:
-                        start = start_of_wait(start)
-                        if warp_abort_if_timed_out(start, missing, ctx, COMBINE_ROWS, channel, lane, wanted, tail):
-                            waiting = ready = int32(0)
-                next_position = (
-                    send_head[int64(token + 1) * ranks + source] if lane < ranks and token + 1 < end else int32(-1)
-                )
-                if own >= 0:
-                    phase = wait_row(smem_u64, warp, phase)
-                if ready == 0:
-                    has_next, aborted = False, int32(1)
-                    break
-                cuda.syncwarp()  # makes the rows that one lane has acquired visible to all lanes
-                mask, out_offset = uint32(cuda.ballot_sync(FULL_MASK, position >= 0)), int64(token) * row_words
-                row_offset = ring + int64(uint32(position) % uint32(slots)) * slot_stride
-                reduce_token(
-                    smem_i32, staging, local, row_offset, mask, rank, lane, tensors.bias_0, tensors.bias_1, out_offset
-                )
-                reduce_weights(
-                    local, row_offset, mask, rank, lane, tensors.topk_weights, own_row, tensors.out_weights, token
-                )
-                pipeline.fence_staging()
-                cuda.syncwarp()  # all lanes have read the rows and written the sum
-                pipeline.store_row(lane, 0, tensors.out, out_offset, smem_i32, staging, row_bytes)
-                if has_ring and position >= 0:
-                    head = uint32(wanted + uint32(1))
-                    post_progress(smem_u64, progress_slot, channel, head)
-                token = int32(token + 1)
-            cuda.syncwarp()  # all lanes have read the counters
-            if has_ring:
-                ctx.state[received_offset + channel * ranks + source] = int32(head)
-            if has_next:
-                channel = next_channel_after_publish(
-                    ctx.state, True, blocks, warps, smem_u64, progress_slot, published_slot, has_ring, lane
-                )
-        if has_next:
-            retire_warp(smem_i32, ctx.state, done_offset, warps, lane)
-        pipeline.wait_all()
-        return aborted
-
-    return receive
-
-
-@cache
-def make_combine(shape, biases, waits=False):
+def make_combine(shape, biases):
     """Make the kernel, for CTAs of ``shape.threads`` threads and 0 to 2 biases.
 
-    The first ``senders`` CTAs send, at most half of them. ``waits``: see the module; no weights are sent then.
+    The first ``senders`` CTAs send, at most half of them.
     """
-    if waits and shape.slot.scales:
-        raise ValueError(f"{shape} sends weights, whose pointer has the flags with waits")
-    ranks, warps, barrier_offset = shape.num_ranks, shape.warps, shape.barrier_offset
-    progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
+    ranks, warps, slots, slot, pipeline = shape.num_ranks, shape.warps, shape.slots, shape.slot, shape.pipeline
+    row_words, row_bytes, topk, weights_offset = slot.row, 4 * slot.row, slot.scales, slot.row
+    staging_words, slot_stride, slot_bytes = align_words(slot.words), slot.stride, 4 * slot.words
+    barrier_offset, progress_offset = shape.barrier_offset, shape.progress_offset
+    published_offset, done_offset = shape.published_offset, shape.done_offset
     tail_offset, head_offset = buffer_layout(ranks).tail(True), buffer_layout(ranks).head(True)
-    send, receive, publish = make_send(shape, waits), make_receive(shape, biases, waits), make_publish(shape)
-    poison_sums, pipeline = make_poison_sums(shape.slot), shape.pipeline
+    sent_offset, received_offset = sent_counters(True), received_counters(True)
+    reduce_token, reduce_weights = make_reduce_token(shape, biases), make_reduce_weights(shape)
+    publish = make_publish(shape)
 
     @cuda.jit
     def combine(
@@ -289,34 +80,203 @@ def make_combine(shape, biases, waits=False):
         out_weights,
         num_rows,
     ):
+        ctx = RankContext(local, peers, state, status, timeout_ns, rank)
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        receives, blocks, channel = first_channel(senders, warp)
+
+        # ---- Shared memory: of each warp a row, an mbarrier, and its progress on each ring ----
         smem_i32 = cuda.shared.array(0, int32, 128)
         smem_u64 = cuda.shared.array(0, uint64, 128)  # the same memory
-        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        ctx = RankContext(local, peers, state, status, timeout_ns, rank)
-        rings = RingMemory(rings_offset, ring_words)
-        prefix = PrefixMatrices(rank_prefix, channel_prefix, recv_channel_prefix)
-        tensors = CombineTensors(x, num_rows, topk_weights, send_head, num_tokens, bias_0, bias_1, out, out_weights)
-        receives, blocks, channel = first_channel(senders, warp)
         griddepcontrol_wait()
-        pipeline.init_smem(
-            smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks
-        )
+        pipeline.init_barriers(smem_u64, barrier_offset, warps)
+        clear_progress(smem_i32, smem_u64, progress_offset, published_offset, done_offset, warps, ranks)
+
         # The same for all warps of a CTA: its publisher and its copy warps wait for one another.
         aborted = int32(cuda.syncthreads_or(ld_volatile_s32(local, ABORT_FLAG)))
         if aborted != 0:
             pass  # a rank has aborted in an earlier kernel
         elif warp == warps:
+            # ---- Publisher: stores the progress of the CTA's other warps, tails or heads, to the peers ----
             publish(smem_i32, smem_u64, lane, rank, head_offset if receives else tail_offset, local, peers)
         else:
-            if receives:
-                aborted = receive(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors)
+            if not receives:
+                # ---- Sender: in each iteration one row to each rank whose ring has space ----
+                # Lane r handles the ring to rank r.
+                peer, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
+                remote = pointer_from_address(peers[peer], local)
+                progress_slot = int32(progress_offset + warp * ranks + lane)
+                published_slot = int32(published_offset + warp * ranks + lane)
+                staging, phase, has_next = int32(warp * staging_words), uint32(0), True
+                while has_next and channel < channels:
+                    rows_left, row, later_rows = rows_of_channel(
+                        rank_prefix, recv_channel_prefix, peer, rank, ranks, channel, channels, num_rows
+                    )
+                    has_next = cuda.any_sync(FULL_MASK, has_ring and later_rows > 0) != 0
+                    if not has_next:
+                        retire_warp(smem_i32, state, done_offset, warps, lane)
+                    base = uint32(state[sent_offset + channel * ranks + peer])
+                    tail, head = base, uint32(base - uint32(slots))  # the head is unknown: read it before the first row
+                    capacity = uint32(1)  # the last launch may have used other slots: wait until the ring is empty
+                    rows_left, start = rows_left if has_ring else int32(0), uint64(0)
+                    while cuda.any_sync(FULL_MASK, rows_left > 0):
+                        if rows_left > 0 and uint32(tail - head) >= capacity:
+                            head = uint32(ld_acquire_sys_s32(local, head_offset + channel * ranks + peer))
+                            pipeline.fence_acquired()
+                        can_send = rows_left > 0 and uint32(tail - head) < capacity
+                        mask = uint32(cuda.ballot_sync(FULL_MASK, can_send))
+                        for d in range(ranks):
+                            if mask >> uint32(d) & uint32(1):
+                                from_row = int64(cuda.shfl_sync(FULL_MASK, row, d))
+                                x_offset = from_row * row_words
+                                pipeline.load_row(
+                                    smem_i32, smem_u64, barrier_offset + warp, lane, staging, x, x_offset, row_bytes
+                                )
+                                for i in range(lane, topk, 32):
+                                    smem_i32[int32(staging + weights_offset + i)] = topk_weights[from_row * topk + i]
+                                pipeline.fence_staging()
+                                phase = pipeline.wait_row(smem_u64, barrier_offset + warp, phase)
+                                slot_offset = int64(uint32(tail - base) % uint32(slots)) * slot_stride
+                                ring = rings_offset + int64(channel * ranks + rank) * ring_words
+                                capacity = pipeline.store_slot(
+                                    lane == d,
+                                    capacity,
+                                    slots,
+                                    remote,
+                                    ctx,
+                                    ring + slot_offset,
+                                    smem_i32,
+                                    staging,
+                                    slot_bytes,
+                                )
+                        # The earlier stores have completed, except perhaps the last one.
+                        if can_send:
+                            pipeline.wait_all_but_one()
+                        elif has_ring:
+                            pipeline.wait_all()
+                        if has_ring:
+                            post_progress(smem_u64, progress_slot, channel, tail)
+                        if can_send:
+                            tail, rows_left, row = uint32(tail + uint32(1)), int32(rows_left - 1), int32(row + 1)
+                        cuda.syncwarp()
+                        if mask != uint32(0):
+                            start = uint64(0)
+                        else:
+                            start, full = start_of_wait(start), rows_left > 0
+                            if warp_abort_if_timed_out(start, full, ctx, COMBINE_SPACE, channel, lane, head, tail):
+                                has_next, aborted = False, int32(1)
+                                break
+                    cuda.syncwarp()  # all lanes have read the counters
+                    if has_ring:
+                        pipeline.wait_all()
+                        post_progress(smem_u64, progress_slot, channel, tail)
+                        state[sent_offset + channel * ranks + peer] = int32(tail)
+                    if has_next:
+                        channel = next_channel_after_publish(
+                            state, False, blocks, warps, smem_u64, progress_slot, published_slot, has_ring, lane
+                        )
+                if has_next:
+                    retire_warp(smem_i32, state, done_offset, warps, lane)
             else:
-                aborted = send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors)
+                # ---- Receiver: one token after the other, the sum of its rows ----
+                # Lane r handles the ring from rank r.
+                source, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
+                progress_slot = int32(progress_offset + warp * ranks + lane)
+                published_slot = int32(published_offset + warp * ranks + lane)
+                staging, phase, has_next = int32(warp * staging_words), uint32(0), True
+                while has_next and channel < channels:
+                    token = first_token(channel, channels, num_tokens)
+                    end = first_token(channel + 1, channels, num_tokens)
+                    has_next = end < num_tokens
+                    if not has_next:
+                        retire_warp(smem_i32, state, done_offset, warps, lane)
+                    first_own_row = first_row_at_peer(
+                        rank_prefix, channel_prefix, rank, rank, ranks, channel, channels, num_rows
+                    )
+                    # An own row is loaded from x. Rows of sources are loaded from rings, which every position lies in.
+                    max_rows = int32(num_rows - first_own_row) if lane == rank else int32(MAX_ROWS)
+                    base = uint32(state[received_offset + channel * ranks + source])
+                    head, tail, ring = base, base, rings_offset + int64(channel * ranks + lane) * ring_words
+                    next_position = (
+                        send_head[int64(token) * ranks + source] if lane < ranks and token < end else int32(-1)
+                    )
+                    while token < end:
+                        # Start to load the own row. A position is that of the token's row in the ring, or among the own
+                        # rows of the channel; or -1.
+                        position = next_position if next_position < max_rows else int32(-1)
+                        own = cuda.shfl_sync(FULL_MASK, position, rank)
+                        own_row = int64(first_own_row + own)
+                        if own >= 0:
+                            pipeline.load_row(
+                                smem_i32,
+                                smem_u64,
+                                barrier_offset + warp,
+                                lane,
+                                staging,
+                                x,
+                                own_row * row_words,
+                                row_bytes,
+                            )
+                        else:
+                            pipeline.wait_read()  # the store of the previous sum has read the staging buffer
+                        # Wait for the rows of the sources.
+                        wanted = uint32(base + uint32(position))
+                        start, waiting, ready = uint64(0), int32(1), int32(1)
+                        while waiting != 0:
+                            missing = has_ring and position >= 0 and int32(uint32(tail - wanted)) <= 0
+                            if missing:
+                                tail = uint32(ld_acquire_sys_s32(local, tail_offset + channel * ranks + source))
+                                missing = int32(uint32(tail - wanted)) <= 0
+                            waiting = int32(1 if cuda.any_sync(FULL_MASK, missing) else 0)
+                            if waiting != 0:
+                                start = start_of_wait(start)
+                                if warp_abort_if_timed_out(
+                                    start, missing, ctx, COMBINE_ROWS, channel, lane, wanted, tail
+                                ):
+                                    waiting = ready = int32(0)
+                        next_position = (
+                            send_head[int64(token + 1) * ranks + source]
+                            if lane < ranks and token + 1 < end
+                            else int32(-1)
+                        )
+                        if own >= 0:
+                            phase = pipeline.wait_row(smem_u64, barrier_offset + warp, phase)
+                        if ready == 0:
+                            has_next, aborted = False, int32(1)
+                            break
+                        cuda.syncwarp()  # makes the rows that one lane has acquired visible to all lanes
+                        # Sum the rows, in place of the own one, and store the sum.
+                        mask, out_offset = uint32(cuda.ballot_sync(FULL_MASK, position >= 0)), int64(token) * row_words
+                        row_offset = ring + int64(uint32(position) % uint32(slots)) * slot_stride
+                        reduce_token(smem_i32, staging, local, row_offset, mask, rank, lane, bias_0, bias_1, out_offset)
+                        reduce_weights(local, row_offset, mask, rank, lane, topk_weights, own_row, out_weights, token)
+                        pipeline.fence_staging()
+                        cuda.syncwarp()  # all lanes have read the rows and written the sum
+                        pipeline.store_row(lane, 0, out, out_offset, smem_i32, staging, row_bytes)
+                        if has_ring and position >= 0:
+                            head = uint32(wanted + uint32(1))
+                            post_progress(smem_u64, progress_slot, channel, head)
+                        token = int32(token + 1)
+                    cuda.syncwarp()  # all lanes have read the counters
+                    if has_ring:
+                        state[received_offset + channel * ranks + source] = int32(head)
+                    if has_next:
+                        channel = next_channel_after_publish(
+                            state, True, blocks, warps, smem_u64, progress_slot, published_slot, has_ring, lane
+                        )
+                if has_next:
+                    retire_warp(smem_i32, state, done_offset, warps, lane)
+                pipeline.wait_all()
+            # ---- Tell the publisher that this warp is done ----
             cuda.syncwarp()
             if lane == 0:
                 st_release_cta_shared_s32(smem_i32, done_offset + warp, 1)
+
+        # ---- After an abort: poison the outputs ----
         if cuda.syncthreads_or(aborted) != 0:
-            poison_sums(ctx, tensors)
+            adopt_abort(ctx)
+            tokens = int64(num_tokens)
+            fill(out, tokens * row_words, int32(-1))
+            fill(out_weights, tokens * topk, float32(_NAN))
 
     return combine
 

@@ -11,7 +11,7 @@ from functools import cache
 
 from numba import cuda, int32, int64, uint32, uint64
 
-from moe_numba.expert_parallel.common.arguments import PrefixMatrices, RecvTensors, TokenInputs
+from moe_numba.expert_parallel.common.arguments import RecvTensors, TokenInputs
 from moe_numba.expert_parallel.common.buffer_layout import ABORT_FLAG, align_words
 from moe_numba.expert_parallel.rings.channels import (
     first_channel,
@@ -20,7 +20,8 @@ from moe_numba.expert_parallel.rings.channels import (
     next_channel,
     retire_warp,
 )
-from moe_numba.expert_parallel.rings.token_slot import make_pack_token, make_pad_tail, make_unpack_token
+from moe_numba.expert_parallel.rings.progress import clear_progress
+from moe_numba.expert_parallel.rings.token_slot import make_pack_token, make_unpack_token, pad_tail
 from moe_numba.ptx.atomics import ld_volatile_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, pointer_from_address
 from moe_numba.ptx.warp import FULL_MASK
@@ -31,9 +32,8 @@ def make_dispatch_direct(shape):
     """Make the kernel, for CTAs of ``32 * shape.warps`` threads."""
     ranks, warps, barrier_offset, slot = shape.num_ranks, shape.warps, shape.barrier_offset, shape.slot
     progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
-    pack_token, unpack_token, pad_tail = make_pack_token(shape), make_unpack_token(shape), make_pad_tail(slot)
-    staging_words, pipeline = align_words(slot.words), shape.pipeline
-    _, wait_row = pipeline.make_row_loader(barrier_offset)
+    pack_token, unpack_token, pipeline = make_pack_token(shape), make_unpack_token(shape), shape.pipeline
+    staging_words, topk = align_words(slot.words), slot.topk
 
     @cuda.jit
     def dispatch_direct(
@@ -70,29 +70,21 @@ def make_dispatch_direct(shape):
         send_head,
         num_recv_rows,
     ):
+        inputs = TokenInputs(x, scales, token_stride, scale_stride, topk_idx, topk_weights)
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        peer, has_next = lane if lane < ranks else int32(0), True  # lane r counts the rows to rank r
+        _, blocks, channel = first_channel(int32(cuda.gridDim.x), warp)
+
+        # ---- Shared memory: of each warp a row and an mbarrier ----
         smem_i32 = cuda.shared.array(0, int32, 128)
         smem_u64 = cuda.shared.array(0, uint64, 128)  # the same memory
-        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        prefix = PrefixMatrices(rank_prefix, channel_prefix, recv_channel_prefix)
-        inputs = TokenInputs(
-            x,
-            scales,
-            token_stride,
-            scale_stride,
-            topk_idx,
-            topk_weights,
-            is_token_in_rank,
-            num_tokens,
-            experts_per_rank,
-        )
-        peer, staging, phase = lane if lane < ranks else int32(0), int32(warp * staging_words), uint32(0)
-        has_next = True
-        _, blocks, channel = first_channel(int32(cuda.gridDim.x), warp)
+        staging, phase = int32(warp * staging_words), uint32(0)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()  # the barrier kernel may become resident; it waits for this grid to end
-        pipeline.init_smem(
-            smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks
-        )
+        pipeline.init_barriers(smem_u64, barrier_offset, warps)
+        clear_progress(smem_i32, smem_u64, progress_offset, published_offset, done_offset, warps, ranks)
+
+        # ---- One row after the other, to all ranks that the token goes to ----
         if ld_volatile_s32(local, ABORT_FLAG) != 0:
             channel = channels  # the counts may be wrong
         while has_next and channel < channels:
@@ -100,11 +92,14 @@ def make_dispatch_direct(shape):
             has_next = end < num_tokens
             if not has_next:
                 retire_warp(smem_i32, state, done_offset, warps, lane)
-            first_row, sent = first_row_at_peer(prefix, rank, peer, ranks, channel, channels, capacity), int32(0)
+            first_row, sent = (
+                first_row_at_peer(rank_prefix, channel_prefix, rank, peer, ranks, channel, channels, capacity),
+                int32(0),
+            )
             max_rows = int32(capacity - first_row)
             selected = lane < ranks and token < end and is_token_in_rank[int64(token) * ranks + peer] != 0
             while token < end:
-                pack_token(smem_i32, smem_u64, warp, lane, staging, token, inputs)
+                pack_token(smem_i32, smem_u64, barrier_offset + warp, lane, staging, token, inputs)
                 if lane < ranks:
                     send_head[int64(token) * ranks + peer] = sent if selected else int32(-1)
                 next_selected = (
@@ -112,7 +107,7 @@ def make_dispatch_direct(shape):
                 )
                 # Writes are clipped to the output's capacity; a rank whose output is too small aborts in notify.
                 mask = uint32(cuda.ballot_sync(FULL_MASK, selected and sent < max_rows))
-                phase = wait_row(smem_u64, warp, phase)
+                phase = pipeline.wait_row(smem_u64, barrier_offset + warp, phase)
                 for d in range(ranks):
                     if mask >> uint32(d) & uint32(1):
                         row, output = int64(cuda.shfl_sync(FULL_MASK, int32(first_row + sent), d)), outputs[d]
@@ -122,7 +117,6 @@ def make_dispatch_direct(shape):
                             pointer_from_address(uint64(output + topk_idx_offset), recv_topk_idx),
                             pointer_from_address(uint64(output + topk_weights_offset), recv_topk_weights),
                             pointer_from_address(uint64(output + src_idx_offset), recv_src_idx),
-                            capacity,
                         )
                         unpack_token(smem_i32, staging, lane, d, row, d, experts_per_rank, recv)
                 if selected:
@@ -134,8 +128,9 @@ def make_dispatch_direct(shape):
         if has_next:
             retire_warp(smem_i32, state, done_offset, warps, lane)
         pipeline.wait_all()
-        nth = warp * blocks + cuda.blockIdx.x
-        pad_tail(recv_topk_idx, rank_prefix, rank, ranks, num_recv_rows, nth, blocks * warps, lane)
+        if topk > 0:
+            nth, received = warp * blocks + cuda.blockIdx.x, rank_prefix[(ranks - 1) * ranks + rank]
+            pad_tail(recv_topk_idx, topk, received, num_recv_rows, nth, blocks * warps, lane)
 
     return dispatch_direct
 

@@ -26,12 +26,12 @@ _DTYPES = torch.bfloat16, torch.float8_e4m3fn  # as ranks exchange them, see `ti
 class Kernel:
     """A kernel that exchanges data with the peers; ``kernel(grid, *arguments)`` adds the `RankContext` and launches it.
 
-    The first call compiles it. If the operation begins with `Runtime.notify`, ranks whose calls differ find that out
+    The first call compiles it. If the operation begins with `RankState.notify`, ranks whose calls differ find that out
     before one of them compiles.
 
     Parameters
     ----------
-    runtime : Runtime
+    runtime : RankState
     definition : KernelDefinition
         Ranks that use the kernel together have the same ``constants[0]``.
     """
@@ -114,8 +114,8 @@ def plan_barrier(runtime):
     return runtime.prepare_kernel(notify.make_barrier, constants, notify.BARRIER_SIGNATURE, _BARRIER_THREADS)
 
 
-# Launch plans. Each is computed once per configuration and row format, see `Runtime.cached`. Those of dispatch return
-# the number of channels, a function that starts the kernel, and what `Runtime.notify` compares across ranks.
+# Launch plans. Each is computed once per configuration and row format, see `RankState.cached`. Those of dispatch return
+# the number of channels, a function that starts the kernel, and what `RankState.notify` compares across ranks.
 
 
 def plan_ring_dispatch(
@@ -154,14 +154,13 @@ def plan_direct_dispatch(
     return channels, runtime.prepare_launch(start, blocks, channels), (hidden, _DTYPES.index(dtype), scales, topk, 0)
 
 
-def plan_combine(runtime, config, hidden, topk, channels, biases, waits=False):
-    """Prepare combine; return a function that starts the kernel. With ``waits`` it waits for each row's flag."""
+def plan_combine(runtime, config, hidden, topk, channels, biases):
+    """Prepare combine; return a function that starts the kernel."""
     ranks, slot = runtime.num_ranks, TokenSlot(hidden // 2, topk, 0, has_src_idx=False)
     warps = max_warps(2 * hidden, runtime.limits)
     shape, ring_words = make_ring_shape(config, ranks, warps, channels, slot, runtime.ring_words, limits=runtime.limits)
-    constants = (shape, biases, True) if waits else (shape, biases)
     start = runtime.prepare_kernel(
-        combine.make_combine, constants, combine.SIGNATURE, shape.threads, shape.shared_bytes
+        combine.make_combine, (shape, biases), combine.SIGNATURE, shape.threads, shape.shared_bytes
     )
     rings_offset = runtime.rings_offset + runtime.ring_words
     senders = num_senders(config.num_sms, ranks)
@@ -169,7 +168,7 @@ def plan_combine(runtime, config, hidden, topk, channels, biases, waits=False):
 
 
 class PlannedKernels:
-    """In place of a `Runtime`: only lists the kernels of launch plans, for `compile_ahead`.
+    """In place of a `RankState`: only lists the kernels of launch plans, for `compile_ahead`.
 
     Parameters
     ----------

@@ -5,11 +5,8 @@ are in flight, which hides the latency of memory. No wait follows a store: when 
 lanes have issued theirs, and the publisher's fence orders them before the tail.
 """
 
-from functools import cache
+from numba import cuda, int32, uint32
 
-from numba import cuda, int32, int64, uint32
-
-from moe_numba.expert_parallel.rings.progress import clear_progress
 from moe_numba.ptx.memory import (
     ld_global_s32x4,
     ld_shared_s32x4,
@@ -31,9 +28,8 @@ wait_all = wait_all_but_one = wait_read = fence_acquired = fence_staging = _noth
 
 
 @cuda.jit(device=True)
-def init_smem(smem_i32, smem_u64, barrier_offset, progress_offset, published_offset, done_offset, warps, ranks):
-    """Clear a CTA's progress, published and done slots."""
-    clear_progress(smem_i32, smem_u64, progress_offset, published_offset, done_offset, warps, ranks)
+def init_barriers(smem_u64, barrier_offset, warps):
+    """Do nothing: no copy completes on an mbarrier."""
 
 
 @cuda.jit(device=True)
@@ -43,7 +39,8 @@ def _num_vectors(size_bytes):
 
 
 @cuda.jit(device=True)
-def _load_row(smem_i32, smem_u64, warp, lane, staging, source, offset, size_bytes):
+def load_row(smem_i32, smem_u64, barrier, lane, staging, source, offset, size_bytes):
+    """Load a row into the warp's staging buffer."""
     words = cuda.local.array(_WORDS, int32)
     vectors = _num_vectors(size_bytes)
     cuda.syncwarp()  # all lanes have read the previous row, and one of them has acquired this one
@@ -61,15 +58,10 @@ def _load_row(smem_i32, smem_u64, warp, lane, staging, source, offset, size_byte
 
 
 @cuda.jit(device=True)
-def _wait_row(smem_u64, warp, phase):
+def wait_row(smem_u64, barrier, phase):
+    """Wait until all lanes have loaded their part of the row; return the phase, which is not used."""
     cuda.syncwarp()
     return phase
-
-
-@cache
-def make_row_loader(barrier_offset):
-    """Return ``load_row``, which loads a row into a warp's staging buffer, and ``wait_row``, which synchronises it."""
-    return _load_row, _wait_row
 
 
 @cuda.jit(device=True)
@@ -86,25 +78,14 @@ def store_row(lane, store_lane, pointer, offset, smem_i32, staging, size_bytes):
     cuda.syncwarp()
 
 
-@cache
-def make_store_slot(shape):
-    """Make ``store_slot``: store the staging buffer, for each lane with ``selected``, to a slot of the lane's ring.
-
-    Parameters and result as in `bulk_pipeline.py`; all lanes store each row.
-    """
-    ranks, slots, slot_stride, slot_bytes = shape.num_ranks, shape.slots, shape.slot.stride, 4 * shape.slot.words
-
-    @cuda.jit(device=True)
-    def store_slot(selected, capacity, remote, ctx, rings, channel, position, smem_i32, staging):
-        lane, remaining = int32(cuda.threadIdx.x & 31), uint32(cuda.ballot_sync(FULL_MASK, selected))
-        slot, ring = int32(position % uint32(slots)), rings.offset + int64(channel * ranks + ctx.rank) * rings.stride
-        while remaining != uint32(0):
-            peer = int32(cuda.ffs(remaining) - 1)
-            remaining = uint32(remaining & (remaining - uint32(1)))
-            to_peer = pointer_from_address(ctx.peers[peer], ctx.local)
-            slot_offset = int64(cuda.shfl_sync(FULL_MASK, slot, peer)) * slot_stride
-            _copy(lane, to_peer, ring + slot_offset, smem_i32, staging, slot_bytes)
-        cuda.syncwarp()  # the lane that posts the row does so after the stores of all lanes
-        return uint32(slots) if selected else capacity
-
-    return store_slot
+@cuda.jit(device=True)
+def store_slot(selected, capacity, slots, remote, ctx, offset, smem_i32, staging, size_bytes):
+    """Store the staging buffer, with all lanes, to the peer of each lane with ``selected``, at that lane's offset."""
+    lane, remaining = int32(cuda.threadIdx.x & 31), uint32(cuda.ballot_sync(FULL_MASK, selected))
+    while remaining != uint32(0):
+        peer = int32(cuda.ffs(remaining) - 1)
+        remaining = uint32(remaining & (remaining - uint32(1)))
+        to_peer = pointer_from_address(ctx.peers[peer], ctx.local)
+        _copy(lane, to_peer, cuda.shfl_sync(FULL_MASK, offset, peer), smem_i32, staging, size_bytes)
+    cuda.syncwarp()  # the lane that posts the row does so after the stores of all lanes
+    return uint32(slots) if selected else capacity

@@ -49,14 +49,13 @@ class TokenSlot:
 def make_pack_token(shape):
     """Make ``pack_token``: start the load of a token's row to the staging buffer, and write its metadata there."""
     slot, pipeline = shape.slot, shape.pipeline
-    load_row, _ = pipeline.make_row_loader(shape.barrier_offset)
     row_words, scale_words, topk, row_bytes = slot.row, slot.scales, slot.topk, 4 * slot.row
     experts_offset, weights_offset, source_offset = slot.topk_idx, slot.topk_weights, slot.src_idx
     scales_per_lane = -(-scale_words // 32)
     num_registers = max(1, scales_per_lane)
 
     @cuda.jit(device=True)
-    def pack_token(smem_i32, smem_u64, warp, lane, staging, token, inputs):
+    def pack_token(smem_i32, smem_u64, barrier, lane, staging, token, inputs):
         # Load the metadata first: its latency overlaps with the store of the previous row.
         scales = cuda.local.array(num_registers, int32)
         expert, weight = int32(-1), int32(0)
@@ -67,7 +66,7 @@ def make_pack_token(shape):
             number = inputs.topk_idx[int64(token) * topk + lane]
             expert = int32(number) if 0 <= number and number <= _MAX_EXPERT else int32(-1)
             weight = inputs.topk_weights[int64(token) * topk + lane]
-        load_row(smem_i32, smem_u64, warp, lane, staging, inputs.x, int64(token) * row_words, row_bytes)
+        pipeline.load_row(smem_i32, smem_u64, barrier, lane, staging, inputs.x, int64(token) * row_words, row_bytes)
         for j in range(scales_per_lane):
             if lane + 32 * j < scale_words:
                 smem_i32[int32(staging + row_words + lane + 32 * j)] = scales[j]
@@ -87,13 +86,13 @@ def make_unpack_token(shape):
 
     Lane ``store_lane`` issues the store of the row. Experts become local to ``rank``; others become -1.
     """
-    slot, store_row = shape.slot, shape.pipeline.store_row
+    slot, pipeline = shape.slot, shape.pipeline
     row_words, scale_words, topk, row_bytes = slot.row, slot.scales, slot.topk, 4 * slot.row
     experts_offset, weights_offset, source_offset = slot.topk_idx, slot.topk_weights, slot.src_idx
 
     @cuda.jit(device=True)
     def unpack_token(smem_i32, staging, lane, store_lane, row, rank, experts_per_rank, recv):
-        store_row(lane, store_lane, recv.x, row * row_words, smem_i32, staging, row_bytes)
+        pipeline.store_row(lane, store_lane, recv.x, row * row_words, smem_i32, staging, row_bytes)
         for i in range(lane, scale_words, 32):
             recv.scales[row * scale_words + i] = smem_i32[int32(staging + row_words + i)]
         for i in range(lane, topk, 32):
@@ -108,17 +107,10 @@ def make_unpack_token(shape):
     return unpack_token
 
 
-@cache
-def make_pad_tail(slot):
-    """Make ``pad_tail``: set the experts of the output rows beyond the received ones to -1."""
-    topk = slot.topk
-
-    @cuda.jit(device=True)
-    def pad_tail(recv_topk_idx, rank_prefix, rank, ranks, num_rows, warp, warps, lane):
-        if topk > 0:
-            offset = int64(int64(rank_prefix[(ranks - 1) * ranks + rank]) * topk + warp * 32 + lane)
-            while offset < int64(num_rows) * topk:
-                recv_topk_idx[offset] = int32(-1)
-                offset += int64(warps * 32)
-
-    return pad_tail
+@cuda.jit(device=True)
+def pad_tail(recv_topk_idx, topk, num_received, num_rows, warp, warps, lane):
+    """Set the experts of the output rows beyond the received ones to -1, with ``warps`` warps."""
+    offset = int64(int64(num_received) * topk + warp * 32 + lane)
+    while offset < int64(num_rows) * topk:
+        recv_topk_idx[offset] = int32(-1)
+        offset += int64(warps * 32)

@@ -21,6 +21,8 @@ BOX_ROWS = 64  # rows of x that one TMA load copies
 ROW_BYTES = 128  # of a row of y in a buffer: 64 columns of bf16, or 128 of FP8
 BUFFER_ROWS = 16  # rows of y in a buffer of the epilogue: those of a warp
 BUFFER_BYTES = BUFFER_ROWS * ROW_BYTES
+BUFFER_COLUMNS = ROW_BYTES // 2  # of bf16
+FACTOR_WARPS = 2  # auxiliary warps without gather: each writes the factors of BLOCK_M / 2 rows
 
 
 class BlockScaledConfig(NamedTuple):
@@ -38,7 +40,7 @@ class BlockScaledConfig(NamedTuple):
     keep_weight: bool = False  # keep weights in L2 as long as rows of x
     early_test: bool = False  # with 256 columns: test the next stage's barrier before the last FFMAs of a stage
     gather: bool = False  # rows of x are read through an array of row indices
-    cluster_size: int = 2  # CTAs that compute a pair of tiles, see ``scheduler_pairs.py``; or 1
+    cluster_size: int = 2  # CTAs that compute a pair of tiles, see ``pairs.py``; or 1
     # Block scales as packed UE8M0 exponents instead of float32, see `block_scales.py`:
     packed_x_scale: bool = False
     # Scales of four blocks of k, from a multiple of four on, are 16 contiguous and aligned bytes:
@@ -179,7 +181,7 @@ class BlockScaledLayout:
 
 
 def check_block_scaled_config(config: BlockScaledConfig) -> None:
-    """Refuse a configuration that the kernel does not support."""
+    """Raise ValueError for a configuration that the kernel does not support."""
     allowed = (2 * SCALE_BLOCK,) if config.silu_and_mul else (128, 192, 2 * SCALE_BLOCK)
     if config.block_n not in allowed:
         raise ValueError(
@@ -197,7 +199,7 @@ def check_block_scaled_config(config: BlockScaledConfig) -> None:
         raise ValueError(f"{config} needs {num_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}")
 
 
-# With fewer rows per group the kernel of ``kernel.py`` is as fast.
+# With fewer rows per group the kernel of ``wgmma/kernel.py`` is as fast.
 MIN_AVERAGE = 80
 _TILE: dict[str, Any] = dict(block_n=2 * SCALE_BLOCK, stages=3, cluster_size=1, early_test=True)
 # For a tile of rows per group, and for columns of which tiles of 256 would leave more than 1/16 of their work unused.

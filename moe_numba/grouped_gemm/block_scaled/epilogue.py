@@ -1,16 +1,18 @@
-"""Epilogues of the block-scaled kernel: a warp's 16 accumulator rows become rows of y, in bf16 or activated in FP8.
+"""Epilogue of the block-scaled kernel: a warp's 16 accumulator rows become rows of y, in bf16 or activated in FP8.
 
 A warp writes its rows to its own buffers in shared memory, 128 bytes of 16 rows each, and TMA stores them while the
 warp computes its next tile. The 16-byte vectors of a buffer row are XORed with the row number, which is TMA's 128-byte
 swizzle and spreads rows over the banks. TMA stores whole boxes; the last rows of a group are stored by the lanes.
+
+Accumulators are tuples, which only constants can index. So code that is repeated for parts of them is generated: a
+factory makes the function for a part, which calls that of the next part.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.grouped_gemm.block_scaled.config import BUFFER_BYTES, BUFFER_ROWS, ROW_BYTES, SCALE_BLOCK
+from moe_numba.grouped_gemm.block_scaled.config import BUFFER_BYTES, BUFFER_COLUMNS, BUFFER_ROWS, ROW_BYTES, SCALE_BLOCK
 from moe_numba.grouped_gemm.common.outputs import FP8_MAX, LOG2_E
 from moe_numba.ptx.arithmetic import ex2_approx, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32
@@ -21,17 +23,7 @@ from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
 from moe_numba.ptx.tma import tma_store_2d
 from moe_numba.ptx.warp import FULL_MASK
 
-BUFFER_COLUMNS = ROW_BYTES // 2  # of bf16
 bulk_wait_read = make_bulk_wait_group_read(0)
-
-
-class BlockScaledOutput(NamedTuple):
-    """The outputs in global memory."""
-
-    map_y: Any  # tensor map of y, with boxes of a buffer
-    y: Any  # int32 pointer: two bf16 or four FP8 elements per integer
-    y_scale: Any  # float32 pointer
-    n: Any  # columns of y
 
 
 @cuda.jit(device=True)
@@ -50,41 +42,13 @@ def publish_buffers():
 
 
 @cache
-def make_store_buffer(elements):
-    """Make ``store_buffer(smem, output, buffer, lane, row, rows, column)``: store the first ``rows`` rows of a buffer.
-
-    An int32 of y has ``elements`` elements. ``row`` and ``column`` are where the buffer's first element lies in y.
-    """
-    vector_elements = 4 * elements
-
-    @cuda.jit(device=True)
-    def store_buffer(smem, output, buffer, lane, row, rows, column):
-        if rows >= BUFFER_ROWS:
-            if lane == 0:
-                tma_store_2d(output.map_y, 0, column, row, smem.u8, buffer)
-                bulk_commit_group()
-        else:
-            vector, pitch = int32(lane & 7), int32(output.n // elements)
-            y_index = int64(row) * pitch + column // elements
-            # A lane whose columns lie beyond y stores nothing.
-            rows = rows if column + vector_elements * vector < output.n else int32(0)
-            for i in range(4):
-                t = int32(4 * i + (lane >> 3))
-                a, b, c, d = ld_shared_s32x4(smem.i32, int32(buffer + t * ROW_BYTES + ((vector ^ (t & 7)) << 4)) >> 2)
-                if t < rows:
-                    st_global_s32x4(output.y, y_index + int64(t) * pitch + vector * 4, a, b, c, d)
-
-    return store_buffer
-
-
-@cache
-def make_write_buffers(n, first=0):
+def make_write_bf16(n, first=0):
     """Make ``write(smem, buffer, offset, acc)``: write columns ``first`` to ``n`` of ``acc`` in bf16, 64 per buffer.
 
     ``offset`` is the lane's, see `make_stmatrix_rows`; ``buffer`` is the first buffer.
     """
     more, stmatrix_rows = first + BUFFER_COLUMNS < n, make_stmatrix_rows(n, first)
-    write_next = make_write_buffers(n, first + BUFFER_COLUMNS) if more else None
+    write_next = make_write_bf16(n, first + BUFFER_COLUMNS) if more else None
 
     @cuda.jit(device=True)
     def write(smem, buffer, offset, acc):
@@ -93,31 +57,6 @@ def make_write_buffers(n, first=0):
             write_next(smem, int32(buffer + BUFFER_BYTES), offset, acc)
 
     return write
-
-
-@cache
-def make_store(n, layout, first_buffer=0):
-    """Make ``store(smem, output, warp, lane, acc, row, rows, column)``: store a warp's rows by ``n`` columns in bf16.
-
-    The warp's rows begin at ``row`` of y, and ``rows`` of them exist; ``column`` is the first column. A tile that is
-    stored in two parts uses the buffers from ``first_buffer`` on for the second one.
-    """
-    epilogue_offset, warp_bytes = layout.epilogue_offset + first_buffer * BUFFER_BYTES, layout.epilogue_warp_bytes
-    write, store_buffer, waits = make_write_buffers(n), make_store_buffer(2), first_buffer == 0
-
-    @cuda.jit(device=True)
-    def store(smem, output, warp, lane, acc, row, rows, column):
-        buffer, t = int32(epilogue_offset + warp * warp_bytes), int32(lane & 15)
-        if waits:
-            wait_for_buffers(lane)
-        write(smem, buffer, int32(t * ROW_BYTES + (((t & 7) ^ (lane >> 4)) << 4)), acc)
-        publish_buffers()
-        for first in range(0, n, BUFFER_COLUMNS):
-            if column + first < output.n:
-                store_buffer(smem, output, buffer, lane, row, rows, int32(column + first))
-            buffer = int32(buffer + BUFFER_BYTES)
-
-    return store
 
 
 @cuda.jit(device=True)
@@ -184,32 +123,79 @@ def largest_of_quad(value):
 
 
 @cache
-def make_store_silu_and_mul(layout):
-    """Make ``store(smem, output, warp, lane, gate, up, row, rows, column)``: store silu(gate) * up of 16 rows in FP8.
+def make_store_tile(config, layout):
+    """Make ``store_tile(smem, map_y, y, y_scale, n, warp, lane, acc, acc_1, row, rows, column)``: store a warp's rows.
 
-    ``row`` and ``rows`` are as for :func:`make_store`. Each row's 128 columns have one scale, the largest magnitude
-    over 448.
+    They begin at ``row`` of y, and ``rows`` of them exist; ``column`` is the tile's first column of ``n``. ``acc_1`` is
+    the accumulator of the second half of a tile of 256 columns, or of up.
+
+    It is a function because the compiler moves more out of the kernel's loop over tiles, and spills, without it.
     """
-    epilogue_offset, warp_bytes = layout.epilogue_offset, layout.epilogue_warp_bytes
-    activate, write_fp8, store_buffer = make_activate(), make_write_fp8(), make_store_buffer(4)
+    epilogue_offset, warp_bytes, silu_and_mul = layout.epilogue_offset, layout.epilogue_warp_bytes, config.silu_and_mul
+    halves = config.block_n == 2 * SCALE_BLOCK
+    columns = config.half_rows if halves else config.block_n  # of an accumulator
+    offset_1 = epilogue_offset + columns // BUFFER_COLUMNS * BUFFER_BYTES
+    activate, write_fp8, write_bf16 = make_activate(), make_write_fp8(), make_write_bf16(columns)
+    elements = 4 if silu_and_mul else 2  # in an int32 of y
+    vector_elements = 4 * elements
 
     @cuda.jit(device=True)
-    def store(smem, output, warp, lane, gate, up, row, rows, column):
-        values, largest_0, largest_1 = activate(gate, up)
-        scale_0 = max(largest_of_quad(largest_0), float32(1e-10)) * float32(1 / FP8_MAX)
-        scale_1 = max(largest_of_quad(largest_1), float32(1e-10)) * float32(1 / FP8_MAX)
-        buffer, own = int32(epilogue_offset + warp * warp_bytes), int32(lane >> 2)
-        wait_for_buffers(lane)
-        t = int32(own + 8 * (lane & 1))
-        address, xor = int32(buffer + t * ROW_BYTES), int32((t & 7) << 4)
-        write_fp8(smem, address, xor, values, rcp_approx(scale_0), rcp_approx(scale_1), lane)
-        publish_buffers()
-        store_buffer(smem, output, buffer, lane, row, rows, column)
-        scale_pitch = int32(output.n >> 7)
-        scale_index = int64(row + own) * scale_pitch + (column >> 7)
-        if (lane & 3) == 0 and own < rows:
-            output.y_scale[scale_index] = scale_0
-        if (lane & 3) == 0 and own + 8 < rows:
-            output.y_scale[scale_index + 8 * scale_pitch] = scale_1
+    def store_buffer(smem, map_y, y, n, buffer, lane, row, rows, column):
+        """Store the first ``rows`` rows of a buffer, whose first element lies at ``row`` and ``column`` of y."""
+        if rows >= BUFFER_ROWS:
+            if lane == 0:
+                tma_store_2d(map_y, 0, column, row, smem.u8, buffer)
+                bulk_commit_group()
+        else:
+            vector, pitch = int32(lane & 7), int32(n // elements)
+            y_index = int64(row) * pitch + column // elements
+            # A lane whose columns lie beyond y stores nothing.
+            rows = rows if column + vector_elements * vector < n else int32(0)
+            for i in range(4):
+                t = int32(4 * i + (lane >> 3))
+                a, b, c, d = ld_shared_s32x4(smem.i32, int32(buffer + t * ROW_BYTES + ((vector ^ (t & 7)) << 4)) >> 2)
+                if t < rows:
+                    st_global_s32x4(y, y_index + int64(t) * pitch + vector * 4, a, b, c, d)
 
-    return store
+    @cuda.jit(device=True)
+    def store_buffers(smem, map_y, y, n, buffer, lane, row, rows, column):
+        """Store an accumulator's columns, which the warp has written to its buffers in bf16."""
+        publish_buffers()
+        for first in range(0, columns, BUFFER_COLUMNS):
+            if column + first < n:
+                store_buffer(smem, map_y, y, n, buffer, lane, row, rows, int32(column + first))
+            buffer = int32(buffer + BUFFER_BYTES)
+
+    @cuda.jit(device=True)
+    def store_tile(smem, map_y, y, y_scale, n, warp, lane, acc, acc_1, row, rows, column):
+        buffer = int32(epilogue_offset + warp * warp_bytes)
+        if silu_and_mul:
+            # The 128 columns of a row have one scale, their largest magnitude over 448.
+            values, largest_0, largest_1 = activate(acc, acc_1)
+            scale_0 = max(largest_of_quad(largest_0), float32(1e-10)) * float32(1 / FP8_MAX)
+            scale_1 = max(largest_of_quad(largest_1), float32(1e-10)) * float32(1 / FP8_MAX)
+            wait_for_buffers(lane)
+            own = int32(lane >> 2)
+            t = int32(own + 8 * (lane & 1))
+            address, xor = int32(buffer + t * ROW_BYTES), int32((t & 7) << 4)
+            write_fp8(smem, address, xor, values, rcp_approx(scale_0), rcp_approx(scale_1), lane)
+            publish_buffers()
+            store_buffer(smem, map_y, y, n, buffer, lane, row, rows, column)
+            scale_pitch = int32(n >> 7)
+            scale_index = int64(row + own) * scale_pitch + (column >> 7)
+            if (lane & 3) == 0 and own < rows:
+                y_scale[scale_index] = scale_0
+            if (lane & 3) == 0 and own + 8 < rows:
+                y_scale[scale_index + 8 * scale_pitch] = scale_1
+        else:
+            wait_for_buffers(lane)
+            t = int32(lane & 15)
+            offset = int32(t * ROW_BYTES + (((t & 7) ^ (lane >> 4)) << 4))
+            write_bf16(smem, buffer, offset, acc)
+            store_buffers(smem, map_y, y, n, buffer, lane, row, rows, column)
+            if halves:
+                buffer, column = int32(offset_1 + warp * warp_bytes), int32(column + columns)
+                write_bf16(smem, buffer, offset, acc_1)
+                store_buffers(smem, map_y, y, n, buffer, lane, row, rows, column)
+
+    return store_tile

@@ -45,24 +45,24 @@ def pairs_of_group(rows, n_tiles):
 
 
 @cache
-def make_get_pair(config, layout):
-    """Make ``tile, shares_weight = get_pair(smem, problem, pair)``: this CTA's tile of a pair, after ``count_tiles``.
+def make_look_up_tile(config, layout):
+    """Make ``tile, shares_weight = look_up_tile(smem, problem, number)``, to be called after ``count_tiles``.
 
-    A tile of columns may lie beyond the weight, if their number is odd. Pairs with the same columns follow one another.
+    In a cluster of two CTAs it returns this CTA's tile of pair ``number``. A tile of columns may then lie beyond the
+    weight, if their number is odd. Pairs with the same columns follow one another.
     """
-    first_pair, group_rows, tile_rows = (
-        layout.first_tile_offset,
-        make_group_rows(config.row_layout),
-        TILE_BLOCKS * BLOCK_ROWS,
-    )
+    pairs, first_pair, tile_rows = config.cluster_size == 2, layout.first_tile_offset, TILE_BLOCKS * BLOCK_ROWS
+    get_tile, group_rows = make_get_tile(config, layout, even=False), make_group_rows(config.row_layout)
 
     @cuda.jit(device=True)
-    def get_pair(smem, problem, pair):
-        g = find_group(smem.i32, first_pair, problem.groups, pair)
+    def look_up_tile(smem, problem, number):
+        if not pairs:
+            return get_tile(smem, problem, number), False
+        g = find_group(smem.i32, first_pair, problem.groups, number)
         first, count = group_rows(problem, g)
         sharing, left = count_pairs(count)
         rank = int32(cluster_ctarank())
-        pair = int32(pair - smem.i32[uint32(first_pair + g)])
+        pair = int32(number - smem.i32[uint32(first_pair + g)])
         of_two_columns = pairs_of_two_columns(count)
         n_pair = divide(pair, of_two_columns)
         pair = int32(pair - n_pair * of_two_columns)
@@ -82,18 +82,4 @@ def make_get_pair(config, layout):
         begin, end = int32(begin * BLOCK_ROWS), int32(min(end * BLOCK_ROWS, count))
         return TileInfo(g, int32(first + begin), int32(end - begin), int32(tile_rows), n_tile), shares_weight
 
-    return get_pair
-
-
-@cache
-def make_schedule(config, layout):
-    """Make ``tile, shares_weight = get_tile(smem, problem, tile)``, which looks up a tile, or this CTA's of a pair."""
-    if config.cluster_size == 2:
-        return make_get_pair(config, layout)
-    get_tile = make_get_tile(config, layout, even=False)
-
-    @cuda.jit(device=True)
-    def get_unshared_tile(smem, problem, tile):
-        return get_tile(smem, problem, tile), False
-
-    return get_unshared_tile
+    return look_up_tile

@@ -183,13 +183,12 @@ def check_given_config(config, groups, **wanted):
         raise ValueError(f"config has max_groups {config.max_groups}; weight has {groups} groups")
 
 
-def check_arguments(scaling, tensors, options, has_out, dtype=None):
+def check_arguments(scaling, tensors, options, has_out):
     """Check everything except outputs; return the row layout, as :func:`check_inputs`.
 
-    ``has_out`` is whether the call has an output argument. ``dtype`` is that of x and weight, if ``scaling`` does not
-    say it.
+    ``has_out`` is whether the call has an output argument.
     """
-    dtype = dtype or (torch.bfloat16 if scaling == "none" else torch.float8_e4m3fn)
+    dtype = torch.bfloat16 if scaling == "none" else torch.float8_e4m3fn
     x, weight, indices = tensors.x, tensors.weight, tensors.gather_indices
     sizes = tensors.seqlens, tensors.cu_seqlens, tensors.offs
     row_layout = check_inputs(x, weight, *sizes, dtype, tensors.m_indices)

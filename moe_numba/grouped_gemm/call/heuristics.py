@@ -50,17 +50,11 @@ def measured_config(kind: str, n: int, k: int, groups: int, average: int) -> Any
     return None
 
 
-def select_w4(
-    row_layout: str, n: int, k: int, groups: int, average: int, is_measured: bool, **formats: Any
-) -> W4Config:
-    """Select the configuration for 4-bit weights; ``formats`` are its fields that describe x and the weight.
-
-    The other arguments are those of the other functions of this module. MXFP4 weights with x in bfloat16 are measured.
-    """
-    is_measured = is_measured and W4Config(**formats).scales_in_registers
+def select_w4(row_layout: str, n: int, k: int, groups: int, average: int, is_measured: bool) -> W4Config:
+    """Select the configuration for MXFP4 weights. The arguments are those of the other functions of this module."""
     config = measured_config("mxfp4", n, k, groups, average) if is_measured else None
     if config is None:
-        return select_w4_config(row_layout, average, **formats)
+        return select_w4_config(row_layout, average)
     return config._replace(row_layout=row_layout)
 
 

@@ -1,7 +1,7 @@
 """Plan and launch the grouped GEMM: the implementation behind the public functions.
 
-A GPU with wgmma executes the kernel of ``kernel.py``, or with block scales and many rows per group that of
-``kernel_block_scaled.py``; any other executes that of ``kernel_mma.py``.
+A GPU with wgmma executes the kernel of ``wgmma/kernel.py``, or with block scales and many rows per group that of
+``block_scaled/kernel.py``; any other executes that of ``mma_sync/kernel.py``.
 """
 
 import torch

@@ -22,8 +22,8 @@ EPILOGUE_INPUTS = "uint16*", "float32*", "int32*", "int32"
 
 def signature_of(config):
     """Return the signature of the kernel of a configuration, a GemmConfig or a BlockScaledConfig."""
-    has_inputs = getattr(config, "has_inputs", False)
-    signature = with_scale_types((*SIGNATURE, *EPILOGUE_INPUTS) if has_inputs else SIGNATURE, config)
+    epilogue_loads = getattr(config, "epilogue_loads", False)
+    signature = with_scale_types((*SIGNATURE, *EPILOGUE_INPUTS) if epilogue_loads else SIGNATURE, config)
     return (TENSOR_MAP, *signature) if isinstance(config, BlockScaledConfig) else signature  # its output has a map, too
 
 
@@ -116,18 +116,18 @@ class TmaLaunch(RowsLaunch):
         What one TMA load of the weight copies.
     view_weight : callable, optional
         Returns the view of weight that its tensor map covers.
-    has_inputs : bool
+    epilogue_loads : bool
         Whether the kernel takes ``EPILOGUE_INPUTS``.
     start, tensors, x_box
         See :class:`RowsLaunch`.
     """
 
-    def __init__(self, start, tensors, shape, x_box, weight_box, view_weight=None, has_inputs=False):
+    def __init__(self, start, tensors, shape, x_box, weight_box, view_weight=None, epilogue_loads=False):
         super().__init__(start, persistent_ctas(tensors.x.device, 2), THREADS, tensors, x_box)  # even: clusters of two
         self.view_weight = view_weight or (lambda weight: weight)
         self.weight_map = tensor_map_template(self.view_weight(tensors.weight), weight_box, swizzle=128, name="weight")
         self.sizes = *shape.sizes, shape.k, *shape.scale_strides
-        self.y_rows = shape.y_rows if has_inputs else None
+        self.y_rows = shape.y_rows if epilogue_loads else None
 
     def arguments(self, weight, outputs, pointers):
         return (

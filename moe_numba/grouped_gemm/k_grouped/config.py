@@ -88,7 +88,7 @@ class KGroupedLayout:
 
 
 def check_k_grouped_config(config: KGroupedConfig) -> None:
-    """Refuse a configuration that the kernel does not support."""
+    """Raise ValueError if the kernel does not support a configuration."""
     if config.block_k % BOX_COLUMNS or not BOX_COLUMNS <= config.block_k <= 256:
         raise ValueError(f"block_k is {config.block_k}; it must be a multiple of {BOX_COLUMNS} up to 256")
     if config.cluster_size not in (1, 2) or KGroupedLayout(config).b_boxes % config.cluster_size:

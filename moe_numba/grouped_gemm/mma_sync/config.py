@@ -58,7 +58,7 @@ class MmaConfig(NamedTuple):
         return self.block_m
 
     @property
-    def finishes(self) -> bool:
+    def has_epilogue_math(self) -> bool:
         """Whether the epilogue does more than to round scaled rows to bfloat16."""
         return bool(self.bias) or self.scaling == "row" or self.out_dtype == "f32" or self.scatter or self.row_weights
 
@@ -150,7 +150,7 @@ class MmaLayout:
 
 
 def check_mma_config(config: MmaConfig) -> None:
-    """Refuse a configuration that the kernel does not support."""
+    """Raise ValueError if the kernel does not support a configuration."""
     unit = 2 * COLUMN_GROUP if config.silu_and_mul else COLUMN_GROUP
     if config.block_m % (16 * config.warps_m) or config.block_n % (unit * config.warps_n):
         raise ValueError(
@@ -163,7 +163,7 @@ def check_mma_config(config: MmaConfig) -> None:
         raise ValueError(f"block_k_bytes is {config.block_k_bytes}; it must be 64 or 128, and with e4m3 or blocks 128")
     if config.scaling == "block" and SCALE_BLOCK % config.warp_n:
         raise ValueError(f"block_n is {config.block_n}; a warp's part must divide {SCALE_BLOCK} with block scaling")
-    if config.silu_and_mul and config.finishes:
+    if config.silu_and_mul and config.has_epilogue_math:
         raise ValueError("silu_and_mul is True; bias, out_dtype, scatter and row_weights must be the defaults")
     if config.accumulate and config.out_dtype != "f32":
         raise ValueError(f"out_dtype is {config.out_dtype}; with accumulate it must be f32")

@@ -1,31 +1,19 @@
 """Epilogue of the grouped GEMM with ``mma.sync``: accumulators become rows of y, without a detour by shared memory.
 
-A lane has 8 neighbouring columns of each of its rows, 16 bytes in bf16, and four lanes have 32.
+A lane has 8 neighbouring columns of each of its rows, 16 bytes in bf16, and four lanes have 32. The accumulators are a
+tuple, whose indices must be constants: so the code is repeated for each chunk of 8, by functions that call one another.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.grouped_gemm.common.outputs import FP8_MAX, LOG2_E, EpilogueOperands
+from moe_numba.grouped_gemm.common.outputs import FP8_MAX, LOG2_E
 from moe_numba.grouped_gemm.mma_sync.config import COLUMN_GROUP
 from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32
 from moe_numba.ptx.memory import ld_global_s32x4, load_nc_u16, load_nc_u32x1, st_global_s32x2, st_global_s32x4
 from moe_numba.ptx.warp import FULL_MASK
-
-__all__ = ["EpilogueOperands", "OutputTile", "make_epilogue"]
-
-
-class OutputTile(NamedTuple):
-    """A CTA's tile of y."""
-
-    row: Any
-    rows: Any
-    column: Any
-    scale: Any  # float32
-    group: Any
 
 
 def _indices(config, chunk, columns_of_chunk):
@@ -68,32 +56,23 @@ def make_store_rows(config, chunk=0):
 
 
 @cache
-def make_load_terms(config, i=0):
-    """Make ``terms = load_terms(inputs, index)``: scale and bias of 8 neighbouring rows of weight from ``index`` on."""
-    by_row, has_bias, is_f32 = config.scaling == "row", bool(config.bias), config.bias == "f32"
-    load_next = make_load_terms(config, i + 1) if i < 7 else None
-    last = i == 7
+def make_finish_rows(config, part, i=0):
+    """Make ``finish_rows(y, n, inputs, scale, terms, row, rows, column, d)``: finish and store 8 columns of each row.
+
+    ``row`` is the lane's first row of the product, and ``rows`` how many there are from it on. The columns, ``column``
+    in y, are those of part ``part`` of the warp's columns; ``terms`` are their scales and biases. The function's first
+    row is the lane's i-th, 8 i behind ``row``.
+    """
+    below, _, (c0, c1, c2, c3, c4, c5, c6, c7) = _indices(
+        config, i * (config.warp_n // COLUMN_GROUP) + part, COLUMN_GROUP
+    )
+    by_row, gather, row_weights, scatter = config.scaling == "row", config.gather, config.row_weights, config.scatter
+    is_f32, accumulate, more = config.out_dtype == "f32", config.accumulate, i + 1 < config.warp_m // 8
+    finish_next = make_finish_rows(config, part, i + 1) if more else None
 
     @cuda.jit(device=True)
-    def load_terms(inputs, index):
-        scale = inputs.weight_scale[index + i] if by_row else float32(1)
-        bias = float32(0)
-        if has_bias:
-            if is_f32:
-                bias = uint_as_float(load_nc_u32x1(inputs.bias, 2 * (index + i)))
-            else:
-                bias = uint_as_float(uint32(load_nc_u16(inputs.bias, index + i) << uint32(16)))
-        if last:
-            return ((scale, bias),)
-        return ((scale, bias),) + load_next(inputs, index)
-
-    return load_terms
-
-
-@cache
-def make_store_values(config):
-    """Make ``store_values(y, index, v0, ..., v7)``: store 8 neighbouring columns at element ``index`` of y."""
-    is_f32, accumulate = config.out_dtype == "f32", config.accumulate
+    def finish(value, scale, term, weight):
+        return (value * scale * term[0] + term[1]) * weight
 
     @cuda.jit(device=True)
     def store_four(y, index, v0, v1, v2, v3):
@@ -103,92 +82,86 @@ def make_store_values(config):
         st_global_s32x4(y, index, float_as_int(v0), float_as_int(v1), float_as_int(v2), float_as_int(v3))
 
     @cuda.jit(device=True)
-    def store_values(y, index, v0, v1, v2, v3, v4, v5, v6, v7):
-        if is_f32:
-            store_four(y, index, v0, v1, v2, v3)
-            store_four(y, index + 4, v4, v5, v6, v7)
-        else:
-            st_global_s32x4(
-                y,
-                index >> 1,
-                int32(cvt_rn_bf16x2_f32(v1, v0)),
-                int32(cvt_rn_bf16x2_f32(v3, v2)),
-                int32(cvt_rn_bf16x2_f32(v5, v4)),
-                int32(cvt_rn_bf16x2_f32(v7, v6)),
-            )
-
-    return store_values
-
-
-@cache
-def make_finish_rows(config, group, i=0):
-    """Make ``finish_rows(output, row, rows, column, d, scale, terms)``: finish and store 8 columns of each row.
-
-    ``row`` is the lane's first row of the product, and ``rows`` how many there are from it on. The columns, ``column``
-    in y, are those of column group ``group``, the function's first row is the lane's i-th, 8 i behind ``row``.
-    """
-    groups = config.warp_n // COLUMN_GROUP
-    below, _, (c0, c1, c2, c3, c4, c5, c6, c7) = _indices(config, i * groups + group, COLUMN_GROUP)
-    more = i + 1 < config.warp_m // 8
-    finish_next, store_values = make_finish_rows(config, group, i + 1) if more else None, make_store_values(config)
-    by_row, gather, row_weights, scatter = config.scaling == "row", config.gather, config.row_weights, config.scatter
-
-    @cuda.jit(device=True)
-    def load_x_scale(inputs, row):
-        if gather:
-            row = inputs.row_indices[row]
-            return inputs.x_scale[row] if row >= 0 and row < inputs.x_rows else float32(0)
-        return inputs.x_scale[row]
-
-    @cuda.jit(device=True)
-    def finish(value, scale, term, weight):
-        return (value * scale * term[0] + term[1]) * weight
-
-    @cuda.jit(device=True)
-    def finish_rows(output, row, rows, column, d, scale, terms):
+    def finish_rows(y, n, inputs, scale, terms, row, rows, column, d):
         if below < rows:
-            inputs, y_row, weight, row_scale = output.inputs, int32(row + below), float32(1), scale
+            y_row, weight, row_scale = int32(row + below), float32(1), scale
             if by_row:
-                row_scale = scale * load_x_scale(inputs, int32(row + below))
+                x_row, x_scale = int32(row + below), float32(0)
+                if gather:
+                    x_row = inputs.row_indices[x_row]
+                    if x_row >= 0 and x_row < inputs.x_rows:
+                        x_scale = inputs.x_scale[x_row]
+                else:
+                    x_scale = inputs.x_scale[x_row]
+                row_scale = scale * x_scale
             if row_weights:
                 weight = inputs.row_weights[row + below]
             if scatter:
                 y_row = inputs.scatter_indices[row + below]
                 y_row = y_row if y_row < inputs.y_rows else int32(-1)
             if y_row >= 0:
-                store_values(
-                    output.y,
-                    int64(y_row) * output.n + column,
-                    finish(d[c0], row_scale, terms[0], weight),
-                    finish(d[c1], row_scale, terms[1], weight),
-                    finish(d[c2], row_scale, terms[2], weight),
-                    finish(d[c3], row_scale, terms[3], weight),
-                    finish(d[c4], row_scale, terms[4], weight),
-                    finish(d[c5], row_scale, terms[5], weight),
-                    finish(d[c6], row_scale, terms[6], weight),
-                    finish(d[c7], row_scale, terms[7], weight),
-                )
+                index = int64(y_row) * n + column
+                v0, v1 = finish(d[c0], row_scale, terms[0], weight), finish(d[c1], row_scale, terms[1], weight)
+                v2, v3 = finish(d[c2], row_scale, terms[2], weight), finish(d[c3], row_scale, terms[3], weight)
+                v4, v5 = finish(d[c4], row_scale, terms[4], weight), finish(d[c5], row_scale, terms[5], weight)
+                v6, v7 = finish(d[c6], row_scale, terms[6], weight), finish(d[c7], row_scale, terms[7], weight)
+                if is_f32:
+                    store_four(y, index, v0, v1, v2, v3)
+                    store_four(y, index + 4, v4, v5, v6, v7)
+                else:
+                    st_global_s32x4(
+                        y,
+                        index >> 1,
+                        int32(cvt_rn_bf16x2_f32(v1, v0)),
+                        int32(cvt_rn_bf16x2_f32(v3, v2)),
+                        int32(cvt_rn_bf16x2_f32(v5, v4)),
+                        int32(cvt_rn_bf16x2_f32(v7, v6)),
+                    )
         if more:
-            finish_next(output, row, rows, column, d, scale, terms)
+            finish_next(y, n, inputs, scale, terms, row, rows, column, d)
 
     return finish_rows
 
 
 @cache
-def make_finish_columns(config, group=0):
-    """Make ``finish_columns(output, tile, row, rows, column, d)``, for column groups from ``group`` on."""
-    load_terms, finish_rows = make_load_terms(config), make_finish_rows(config, group)
-    more = group + 1 < config.warp_n // COLUMN_GROUP
-    finish_next = make_finish_columns(config, group + 1) if more else None
+def make_finish_columns(config, part=0):
+    """Make ``finish_columns(y, n, inputs, group, scale, row, rows, column, d)``: finish and store a lane's results.
+
+    It does so for the parts of 32 of the warp's columns from ``part`` on; ``column`` is the lane's first of part 0.
+    """
+    by_row, has_bias, bias_is_f32 = config.scaling == "row", bool(config.bias), config.bias == "f32"
+    finish_rows, more = make_finish_rows(config, part), part + 1 < config.warp_n // COLUMN_GROUP
+    finish_next = make_finish_columns(config, part + 1) if more else None
 
     @cuda.jit(device=True)
-    def finish_columns(output, tile, row, rows, column, d):
-        first = int32(column + COLUMN_GROUP * group)
-        if first < output.n:
-            terms = load_terms(output.inputs, int64(tile.group) * output.n + first)
-            finish_rows(output, row, rows, first, d, tile.scale, terms)
+    def load_term(inputs, index):
+        """Return scale and bias of a row of weight."""
+        scale, bias = inputs.weight_scale[index] if by_row else float32(1), float32(0)
+        if has_bias:
+            if bias_is_f32:
+                bias = uint_as_float(load_nc_u32x1(inputs.bias, 2 * index))
+            else:
+                bias = uint_as_float(uint32(load_nc_u16(inputs.bias, index) << uint32(16)))
+        return scale, bias
+
+    @cuda.jit(device=True)
+    def finish_columns(y, n, inputs, group, scale, row, rows, column, d):
+        first = int32(column + COLUMN_GROUP * part)
+        if first < n:
+            index = int64(group) * n + first
+            terms = (
+                load_term(inputs, index),
+                load_term(inputs, index + 1),
+                load_term(inputs, index + 2),
+                load_term(inputs, index + 3),
+                load_term(inputs, index + 4),
+                load_term(inputs, index + 5),
+                load_term(inputs, index + 6),
+                load_term(inputs, index + 7),
+            )
+            finish_rows(y, n, inputs, scale, terms, row, rows, first, d)
         if more:
-            finish_next(output, tile, row, rows, column, d)
+            finish_next(y, n, inputs, group, scale, row, rows, column, d)
 
     return finish_columns
 
@@ -259,82 +232,33 @@ def make_find_maxima(config, chunk=0):
 
 
 @cache
-def make_store_activated(config, layout, chunk=0):
-    """Make ``store_activated(smem, output, offset, lane, warp_column, row, rows, column, d, scale)``.
+def make_store_activated(config, chunk=0):
+    """Make ``store_activated(smem, y, y_scale, n, offset, lane, warp_column, row, rows, column, d, scale)``.
 
     It quantises the activated rows to FP8, with a scale per row and 128 columns, which all warps of a row share.
     """
     activate_chunk, more = make_activate_chunk(config, chunk), chunk + 1 < config.warp_m // 8
-    store_next = make_store_activated(config, layout, chunk + 1) if more else None
+    store_next = make_store_activated(config, chunk + 1) if more else None
     warps_n, block_m, below = config.warps_n, config.block_m, 8 * chunk
 
     @cuda.jit(device=True)
-    def store_activated(smem, output, offset, lane, warp_column, row, rows, column, d, scale):
+    def store_activated(smem, y, y_scale, n, offset, lane, warp_column, row, rows, column, d, scale):
         v0, v1, v2, v3, v4, v5, v6, v7 = activate_chunk(d, scale)
         largest = float32(1e-10)
         for w in range(warps_n):
             largest = max(largest, smem.f32[uint32(offset + w * block_m + below)])
-        y_scale = largest * float32(1 / FP8_MAX)
-        inverse = rcp_approx(y_scale)
+        row_scale = largest * float32(1 / FP8_MAX)
+        inverse = rcp_approx(row_scale)
         if below < rows:
             low = cvt_rn_satfinite_e4m3x2_f32(v1 * inverse, v0 * inverse)
             low |= uint32(cvt_rn_satfinite_e4m3x2_f32(v3 * inverse, v2 * inverse) << uint32(16))
             high = cvt_rn_satfinite_e4m3x2_f32(v5 * inverse, v4 * inverse)
             high |= uint32(cvt_rn_satfinite_e4m3x2_f32(v7 * inverse, v6 * inverse) << uint32(16))
-            index = (int64(row + below) * output.n + column) >> 2
-            st_global_s32x2(output.y, index, int32(low), int32(high))
+            index = (int64(row + below) * n + column) >> 2
+            st_global_s32x2(y, index, int32(low), int32(high))
             if lane & 3 == 0 and warp_column == 0:
-                output.y_scale[int64(row + below) * (output.n >> 7) + (column >> 7)] = y_scale
+                y_scale[int64(row + below) * (n >> 7) + (column >> 7)] = row_scale
         if more:
-            store_next(smem, output, offset, lane, warp_column, row, rows, column, d, scale)
+            store_next(smem, y, y_scale, n, offset, lane, warp_column, row, rows, column, d, scale)
 
     return store_activated
-
-
-@cache
-def make_epilogue(config, layout):
-    """Make ``epilogue(smem, output, warp, lane, d, tile)``; all warps of the CTA must call it."""
-    warp_m, warp_n, warps_n, block_m = config.warp_m, config.warp_n, config.warps_n, config.block_m
-    if config.finishes:
-        finish_columns = make_finish_columns(config)
-
-        @cuda.jit(device=True)
-        def epilogue(smem, output, warp, lane, d, tile):
-            first = int32(warp // warps_n * warp_m + (lane >> 2))
-            column = int32(tile.column + warp % warps_n * warp_n + (lane & 3) * 8)
-            finish_columns(output, tile, int32(tile.row + first), int32(tile.rows - first), column, d)
-
-        return epilogue
-
-    if not config.silu_and_mul:
-        store_rows = make_store_rows(config)
-
-        @cuda.jit(device=True)
-        def epilogue(smem, output, warp, lane, d, tile):
-            first = int32(warp // warps_n * warp_m + (lane >> 2))
-            column, pitch = int32(tile.column + warp % warps_n * warp_n), int32(output.n >> 1)
-            index = int64(tile.row + first) * pitch + ((column >> 1) + (lane & 3) * 4)
-            columns = int32(output.n - column - (lane & 3) * 8)
-            store_rows(output.y, index, pitch, int32(tile.rows - first), columns, d, tile.scale)
-
-        return epilogue
-
-    row_max, find_maxima, store_activated = (
-        layout.row_max_offset,
-        make_find_maxima(config),
-        make_store_activated(config, layout),
-    )
-
-    @cuda.jit(device=True)
-    def epilogue(smem, output, warp, lane, d, tile):
-        warp_row, warp_column = int32(warp // warps_n * warp_m), int32(warp % warps_n)
-        cuda.syncthreads()  # all warps have read the maxima of the previous tile
-        find_maxima(smem, int32(row_max + warp_column * block_m + warp_row), lane, d, tile.scale)
-        cuda.syncthreads()
-        first = int32(warp_row + (lane >> 2))
-        row, rows = int32(tile.row + first), int32(tile.rows - first)
-        column = int32(tile.column + warp_column * COLUMN_GROUP + (lane & 3) * 8)
-        offset = int32(row_max + first)
-        store_activated(smem, output, offset, lane, warp_column, row, rows, column, d, tile.scale)
-
-    return epilogue

@@ -7,8 +7,7 @@ from moe_numba.grouped_gemm.call.checks import is_packed
 from moe_numba.grouped_gemm.common.constants import SCALE_BLOCK
 from moe_numba.grouped_gemm.common.tma_launch import with_scale_types
 from moe_numba.grouped_gemm.mma_sync.config import MmaConfig, select_mma_config
-from moe_numba.grouped_gemm.mma_sync.copies import NO_ROW
-from moe_numba.grouped_gemm.mma_sync.kernel import make_mma_kernel
+from moe_numba.grouped_gemm.mma_sync.kernel import NO_ROW, make_kernel
 from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_aligned, vector_strides
@@ -103,6 +102,6 @@ def _with_options(config, tensors, shape, gpu):
 @cache
 def get_mma_launcher(config: MmaConfig, device: int):
     """Compile and load the kernel of a configuration on a device."""
-    kernel, shared_bytes = make_mma_kernel(config)
+    kernel, shared_bytes = make_kernel(config)
     signature, bounds = with_scale_types(MMA_SIGNATURE, config), (config.threads, config.min_blocks)
     return launcher(kernel, signature, device, launch_bounds=bounds, shared_bytes=shared_bytes)

@@ -1,42 +1,38 @@
-"""Grouped GEMM kernel for 4-bit weights: persistent, warp-specialised CTAs that decode weights into registers.
+"""Grouped GEMM kernel for MXFP4 weights: persistent, warp-specialised CTAs that decode weights into registers.
 
-The kernel computes the transposed product, as that of ``kernel.py``: rows of weight are wgmma's M, rows of x its N.
-Weights are A, in registers: with 4.25 bits per weight the time of few rows is that of reading the weights, so they
-should pass through shared memory once and as codes. Rows of x are B, in shared memory.
+The kernel computes the transposed product, y.T = weight @ x.T: rows of weight are wgmma's M, rows of x its N. With few
+rows of x per group it is limited by reading weights, so codes pass through shared memory once and stay 4 bits wide:
+each thread decodes its operand A in registers. Rows of x are operand B, in shared memory.
 
-Producer warps: one thread issues the copies of a stage: for each consumer warpgroup a ``cp.async.bulk`` of one or two
-packed tiles (see ``weight_tiles.py``), for int4 one of their scales, and TMA loads of x. Three auxiliary warps copy
-gathered rows of x instead, and scales of blocks of x.
-Consumers: each warpgroup multiplies 64 rows of weight. A thread loads its codes of a tile with one 16-byte load,
-decodes them to registers of A (``decode_w4.py``), and issues wgmmas, which run while it decodes the next codes, or with
-MXFP4 and few rows of x mma.sync (``mainloop_w4.py``, and ``promotion_w4.py`` for weights whose scales are applied to
-sums).
+A CTA has two or four consumer warpgroups and a producer warpgroup, which fills a ring of stages in shared memory. A
+stage holds one or two weight tiles for each consumer warpgroup, 64 rows by 64 elements of k each (``packing.py``), and
+the same columns of the tile's rows of x. Its full barrier completes when its data have arrived, its empty barrier when
+all consumer warps have read it.
+
+`make_kernel`, at the end, has the kernel: barriers, producers and the consumers' loop. What consumers do with a tile
+differs with wgmma's N and stands above it: main loops over k, stores of activated rows, `make_compute_tile`.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
 
+import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
-from moe_numba.grouped_gemm.common.constants import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, SharedMemory
-from moe_numba.grouped_gemm.common.epilogue_terms import EpilogueInputs
-from moe_numba.grouped_gemm.common.gather import (
-    GatherSource,
-    index_slot,
-    make_copy_rows,
-    make_load_row_indices,
-    wait_rows,
-)
+from moe_numba.grouped_gemm.common.constants import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, EPILOGUE_BYTES, SharedMemory
+from moe_numba.grouped_gemm.common.epilogue_terms import EpilogueInputs, RowTerms, make_apply_row_terms, make_load_terms
+from moe_numba.grouped_gemm.common.gather import GatherSource, make_copy_rows, make_load_row_indices, wait_rows
 from moe_numba.grouped_gemm.common.outputs import EpilogueOperands, OutputTile
 from moe_numba.grouped_gemm.common.pipeline import allow_dependents
-from moe_numba.grouped_gemm.common.scheduler import Problem, divide, make_count_tiles, make_get_tile, make_tile_loop
-from moe_numba.grouped_gemm.packing_int4 import RESULT_EXPONENT as INT4_RESULT_EXPONENT
-from moe_numba.grouped_gemm.w4.epilogue import make_terms_and_epilogue
+from moe_numba.grouped_gemm.common.scheduler import Problem, divide, make_count_tiles, make_get_tile
+from moe_numba.grouped_gemm.common.store_tile import make_epilogue
+from moe_numba.grouped_gemm.w4.dequantize import decode_scaled_tile, make_load_tile
 from moe_numba.grouped_gemm.w4.layout import W4Layout, check_w4_config
-from moe_numba.grouped_gemm.w4.main_loop import make_main_loop
-from moe_numba.grouped_gemm.w4.packing import RESULT_EXPONENT as MXFP4_RESULT_EXPONENT
+from moe_numba.grouped_gemm.w4.packing import RESULT_EXPONENT, TILE_BYTES
 from moe_numba.grouped_gemm.w4.weight_tiles import TILE
+from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.cp_async import bulk_load_hint
+from moe_numba.ptx.fragments import make_select_rows, make_silu_and_mul, make_swigluoai
+from moe_numba.ptx.matrix import make_stmatrix_fragment
 from moe_numba.ptx.mbarrier import (
     fence_mbarrier_init,
     mbarrier_arrive,
@@ -44,320 +40,292 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_init,
     mbarrier_wait_parity,
 )
-from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, ld_shared_s32x4
+from moe_numba.ptx.memory import (
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    ld_shared_s32x4,
+    load_nc_u16,
+    load_nc_u32x1,
+    st_global_s32x4,
+)
+from moe_numba.ptx.mma import make_ldmatrix_x4, make_mma
 from moe_numba.ptx.pipeline import make_advance
 from moe_numba.ptx.tma import createpolicy_evict_first, createpolicy_evict_last, tma_load_2d_hint
 from moe_numba.ptx.warp import FULL_MASK, uniform, uniform_array
-from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
+from moe_numba.ptx.warpgroup import bar_sync, elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
+from moe_numba.ptx.wgmma import make_wgmma_tile_rs, make_wgmma_wait, make_wgmma_wait_registers, wgmma_descriptor
+
+STEPS = 4  # wgmmas per weight tile, each multiplies 16 elements of k
+REGISTERS = 4 * STEPS  # a thread's registers of A for a weight tile
+# Up to 16 rows of x are multiplied by mma.sync instead. On an H200 a wgmma of 64 rows takes 7.5 ns for 8 columns and
+# 9.6 ns for 32, with A in registers and four warpgroups; as many mma.sync for 8 columns take 3.7 ns (notebook 06b).
+MMA_SYNC_ROWS = 16
+ACTIVATED_COLUMNS = 32  # columns of y that a warpgroup stores after an activation: half of its 64 rows of weight
+ROW_BYTES = 2 * ACTIVATED_COLUMNS
+BUFFER_ROWS = EPILOGUE_BYTES // ROW_BYTES  # activated rows of y that a warpgroup stores at once
 
 
-class Weight(NamedTuple):
-    """The packed weight in global memory."""
-
-    tiles: Any  # uint8 pointer: [groups, n_tiles, k_tiles] weight tiles
-    scales: Any  # uint8 pointer: [groups, n_tiles, k_groups] with int4, 64 scales each
-    n_tiles: Any
-    k_tiles: Any
-    k_groups: Any
-
-
-class XScales(NamedTuple):
-    """Scales of 1 x 128 blocks of x, and their strides; ``group`` is beyond the rows of one group, if x is masked."""
-
-    values: Any  # float32 pointer
-    row: Any
-    k_block: Any
-    group: Any
-
-
-# Producer warpgroup
+# ==== Main loops over k, all ``stage, phase, acc = main_loop(smem, warp, lane, stage, phase, k_tiles)`` ====
+# Weights are scaled as they are decoded, so the tensor cores add up all of k.
 
 
 @cache
-def make_load_weight(config, layout):
-    """Make ``load_weight(smem, weight, group, n_tile, k_tile, tiles, stage, policy)``: load a stage's weight tiles.
+def make_mma_sync_loop(n, config, layout):
+    """Make a main loop for up to 16 rows of x, by ``mma.sync``.
 
-    ``n_tile`` is that of the output, 64 rows of weight per warpgroup; ``tiles`` tiles along k from ``k_tile`` on.
+    Its registers of A and of the accumulators are those of wgmma. Each warp loads the rows of x as B by ``ldmatrix``:
+    lane ``8 i + r`` addresses vector i, and then vector ``i + 4``, of 16 bytes of row r, which the swizzle of TMA has
+    put to place ``i ^ r``.
     """
-    weight_offset, weight_bytes, full, tile_bytes = (
-        layout.weight_offset,
-        layout.weight_bytes,
-        layout.full,
-        config.tile_bytes,
-    )
-    scale_offset, scale_bytes, group_bytes = layout.scale_offset, layout.scale_bytes, config.scale_group_bytes
-    stage_tiles, group_size, scale_groups = config.stage_tiles, config.group_size, layout.scale_groups
-    warpgroups = config.warpgroups
-
-    @cuda.jit(device=True)
-    def load_weight(smem, weight, group, n_tile, k_tile, tiles, stage, policy):
-        barriers = smem.barriers
-        for w in range(warpgroups):
-            # The last tile may lie partly beyond the weight: clamp it.
-            row = int64(group) * weight.n_tiles + min(int32(n_tile * warpgroups + w), int32(weight.n_tiles - 1))
-            to = int32(weight_offset + stage * weight_bytes + w * (stage_tiles * tile_bytes))
-            index, size = (row * weight.k_tiles + k_tile) * tile_bytes, int32(tiles * tile_bytes)
-            bulk_load_hint(smem.u8, to, weight.tiles, index, size, barriers, full + stage, policy)
-            if group_bytes:
-                first, size = int32(k_tile * TILE // group_size), int32(tiles_to_groups(tiles) * group_bytes)
-                to = int32(scale_offset + stage * scale_bytes + w * (scale_groups * group_bytes))
-                index = (row * weight.k_groups + first) * group_bytes
-                bulk_load_hint(smem.u8, to, weight.scales, index, size, barriers, full + stage, policy)
-
-    @cuda.jit(device=True)
-    def tiles_to_groups(tiles):
-        return int32(tiles * TILE + (group_size - 1)) // group_size
-
-    @cuda.jit(device=True)
-    def bytes_of_tiles(tiles):
-        return int32(warpgroups * (tiles * tile_bytes + tiles_to_groups(tiles) * group_bytes))
-
-    return load_weight, bytes_of_tiles
-
-
-@cache
-def make_publish_tile(config, layout):
-    """Make ``publish_tile(smem, tile_info, stage)`` and ``boxes_of(tile_info)``.
-
-    The former stores a tile for the consumers; ``stage`` is the tile's first one, and empty. The latter returns the
-    number of TMA loads of x for one of its tiles in a stage.
-    """
-    tile_info_offset, box_rows, gather, columns = (
-        layout.tile_info_offset,
-        config.box_rows,
-        config.gather,
-        config.columns,
-    )
-
-    @cuda.jit(device=True)
-    def publish_tile(smem, tile_info, stage):
-        g, row, rows, subtile_rows, n_tile = tile_info
-        info = uint32(tile_info_offset + 4 * stage)
-        smem.i32[info] = row
-        smem.i32[info + uint32(1)] = int32(rows | (subtile_rows << 16))
-        smem.i32[info + uint32(2)] = int32(n_tile * columns)
-        smem.i32[info + uint32(3)] = g
-
-    @cuda.jit(device=True)
-    def boxes_of(tile_info):
-        return int32(0) if gather else divide(int32(tile_info.subtile_rows + box_rows - 1), box_rows)
-
-    return publish_tile, boxes_of
-
-
-@cache
-def make_begin_stage(config, layout):
-    """Make ``begin_stage(smem, weight, info, k_tile, boxes, stage, policy)``, and ``x_tiles_of(k_tiles)``.
-
-    The former loads the weights of a stage and announces the bytes of x. The latter returns the number of tiles of x
-    that belong to as many of weight.
-    """
-    full, stage_tiles, x_tile_k, box_bytes = (
-        layout.full,
-        config.stage_tiles,
-        config.x_tile_k,
-        config.box_rows * BLOCK_K_BYTES,
-    )
-    load_weight, bytes_of_tiles = make_load_weight(config, layout)
-
-    @cuda.jit(device=True)
-    def x_tiles_of(k_tiles):
-        return divide(int32(k_tiles * TILE + (x_tile_k - 1)), x_tile_k)
-
-    @cuda.jit(device=True)
-    def begin_stage(smem, weight, info, k_tile, boxes, stage, policy):
-        k_tiles = int32(min(stage_tiles, weight.k_tiles - k_tile))
-        x_bytes = int32(x_tiles_of(k_tiles) * boxes * box_bytes)
-        mbarrier_arrive_expect_tx(smem.barriers, full + stage, int32(x_bytes + bytes_of_tiles(k_tiles)))
-        load_weight(smem, weight, info.group, info.n_tile, k_tile, k_tiles, stage, policy)
-
-    return begin_stage, x_tiles_of
-
-
-@cache
-def make_load_early_weight(config, layout):
-    """Make ``stages = load_early_weight(smem, weight, problem, tiles, policy)``.
-
-    It loads the weights of the first stages, at most all, publishes their tiles, and returns their number.
-    """
-    stages, stage_tiles, (first_tile, next_tile) = config.stages, config.stage_tiles, make_tile_loop(1)
-    get_tile, (begin_stage, _) = make_get_tile(config, layout), make_begin_stage(config, layout)
-    publish_tile, boxes_of = make_publish_tile(config, layout)
-
-    @cuda.jit(device=True)
-    def load_early_weight(smem, weight, problem, tiles, policy):
-        stage, tile = int32(0), first_tile()
-        while tile < tiles and stage < stages:
-            info = get_tile(smem, problem, tile)
-            boxes = boxes_of(info)
-            publish_tile(smem, info, stage)
-            for k_tile in range(0, min(weight.k_tiles, int32((stages - stage) * stage_tiles)), stage_tiles):
-                begin_stage(smem, weight, info, int32(k_tile), boxes, stage, policy)
-                stage = int32(stage + 1)
-            tile = next_tile(tile)
-        return stage
-
-    return load_early_weight
-
-
-@cache
-def make_tma_producer(config, layout):
-    """Make ``tma_producer(smem, map_x, weight, problem, tiles)``, which one thread executes.
-
-    It looks up each tile and publishes it to the consumers with the tile's first stage. For ``early_weight`` see
-    ``producer.make_tma_producer``.
-    """
+    mma, load_rows = make_mma("bf16", 16, n), make_ldmatrix_x4(tuple(range(0, 128 * n, 1024)))
+    load_tile, advance, zeros = make_load_tile(config, layout), make_advance(config.stages), (np.float32(0),) * (n // 2)
     stage_bytes, subtile_bytes, full, empty = layout.stage_bytes, layout.subtile_bytes, layout.full, layout.empty
-    box_rows, stage_tiles, x_tile_k, early_weight = (
-        config.box_rows,
-        config.stage_tiles,
-        config.x_tile_k,
-        config.early_weight,
-    )
-    advance, load_early_weight = make_advance(config.stages), make_load_early_weight(config, layout)
-    get_tile, (begin_stage, x_tiles_of) = make_get_tile(config, layout), make_begin_stage(config, layout)
-    publish_tile, boxes_of = make_publish_tile(config, layout)
-    first_tile, next_tile = make_tile_loop(1)
+    has_two = n > 8
 
     @cuda.jit(device=True)
-    def tma_producer(smem, map_x, weight, problem, tiles):
-        barriers = smem.barriers
-        stage, phase, early = int32(0), uint32(1), int32(0)  # early: stages whose weights have been loaded
-        evict_first, evict_last = createpolicy_evict_first(), createpolicy_evict_last()
-        if early_weight:
-            early = load_early_weight(smem, weight, problem, tiles, evict_first)
-            griddepcontrol_wait()
-        tile = first_tile()
-        while tile < tiles:
-            info = get_tile(smem, problem, tile)  # before the wait, which hides its latency
-            if early == 0:  # as in `producer.make_tma_producer`
-                mbarrier_wait_parity(barriers, empty + stage, phase)
-                publish_tile(smem, info, stage)
-            boxes = boxes_of(info)
-            for k_tile in range(0, weight.k_tiles, stage_tiles):
-                if early > 0:
-                    early = int32(early - 1)
-                else:
-                    mbarrier_wait_parity(barriers, empty + stage, phase)
-                    allow_dependents(stage, phase)
-                    begin_stage(smem, weight, info, int32(k_tile), boxes, stage, evict_first)
-                for i in range(x_tiles_of(int32(min(stage_tiles, weight.k_tiles - k_tile)))):
-                    k, to = int32(k_tile * TILE + i * x_tile_k), int32(stage * stage_bytes + i * subtile_bytes)
-                    for b in range(boxes):
-                        box_row = int32(info.row + b * box_rows)
-                        tma_load_2d_hint(smem.u8, to, map_x, 0, k, box_row, barriers, full + stage, evict_last)
-                        to = int32(to + box_rows * BLOCK_K_BYTES)
-                stage, phase = advance(stage, phase)
-            tile = next_tile(tile)
-        griddepcontrol_launch_dependents()
+    def multiply(acc, a, b, c):
+        """Add the products of a tile: ``b`` has the rows of x for its first 32 elements of k, ``c`` for the others."""
+        acc = mma(acc, a[0:4], b[0:2] + b[4:6] if has_two else b[0:2])
+        acc = mma(acc, a[4:8], b[2:4] + b[6:8] if has_two else b[2:4])
+        acc = mma(acc, a[8:12], c[0:2] + c[4:6] if has_two else c[0:2])
+        return mma(acc, a[12:16], c[2:4] + c[6:8] if has_two else c[2:4])
 
-    return tma_producer
+    @cuda.jit(device=True)
+    def main_loop(smem, warp, lane, stage, phase, k_tiles):
+        acc, left, row = zeros, int32(k_tiles), int32(lane & 7)
+        vector = int32(128 * row + ((lane >> 3 ^ row) << 4))
+        while left > 0:
+            mbarrier_wait_parity(smem.barriers, full + stage, phase)
+            first = int32(stage * stage_bytes + vector)
+            codes, scales = load_tile(smem, warp, lane, stage, int32(0))
+            b, c = load_rows(smem.u8, first), load_rows(smem.u8, int32(first ^ 64))
+            if left > 1:  # load the second tile before the first is decoded, so that the latency is hidden
+                second = int32(first + subtile_bytes)
+                codes_1, scales_1 = load_tile(smem, warp, lane, stage, int32(1))
+                b_1, c_1 = load_rows(smem.u8, second), load_rows(smem.u8, int32(second ^ 64))
+                acc = multiply(acc, decode_scaled_tile(codes, scales), b, c)
+                acc = multiply(acc, decode_scaled_tile(codes_1, scales_1), b_1, c_1)
+            else:
+                acc = multiply(acc, decode_scaled_tile(codes, scales), b, c)
+            cuda.syncwarp()
+            if lane == 0:
+                mbarrier_arrive(smem.barriers, empty + stage)
+            stage, phase = advance(stage, phase)
+            left = int32(left - 2)
+        return stage, phase, acc
+
+    return main_loop
 
 
 @cache
-def make_aux_producer(config, layout):
-    """Make ``aux_producer(smem, aux_warp, lane, source, scales, problem, tiles, k_tiles)``.
+def make_simple_loop(n, config, layout):
+    """Make a main loop with one set of registers of A.
 
-    Auxiliary warp ``aux_warp`` (0 to 2) copies gathered rows of every third stage, and scales of blocks of x, ordered
-    as a consumer thread needs them; see ``SharedMemoryLayout.scale_pitch``.
+    A warpgroup decodes a tile, multiplies, and waits. With large wgmmas the other warpgroup keeps the tensor cores busy
+    while this one decodes, and the accumulators leave no registers for a second set.
     """
-    full, empty, advance, stage_tiles = layout.full, layout.empty, make_advance(config.stages), config.stage_tiles
-    row_index_offset, row_indices, gather = layout.row_index_offset, layout.row_indices, config.gather
-    stage_x_tiles, x_tile_k, by_block = layout.stage_x_tiles, config.x_tile_k, config.x_scaling == "block"
-    x_scale_offset, stage_scales, pitch = layout.x_scale_offset, layout.row_values, layout.scale_pitch
-    subtile_m, rows_per_lane = config.subtile_m, -(-config.subtile_m // 32)
-    load_row_indices, copy_rows = make_load_row_indices(config, layout.x_tiles), make_copy_rows(config, layout.x_tiles)
-    get_tile, (first_tile, next_tile) = make_get_tile(config, layout), make_tile_loop(1)
+    wgmma, wait = make_wgmma_tile_rs(n, "bf16", STEPS), make_wgmma_wait(n, 0)
+    wait_registers, load_tile = make_wgmma_wait_registers(REGISTERS, 0), make_load_tile(config, layout)
+    stage_bytes, subtile_bytes, stage_tiles = layout.stage_bytes, layout.subtile_bytes, config.stage_tiles
+    full, empty, advance, zeros = layout.full, layout.empty, make_advance(config.stages), (np.float32(0),) * (n // 2)
 
     @cuda.jit(device=True)
-    def load_scale(smem, indices, scales, info, t, k_block):
-        """Load the scale of row ``t`` of the tile and a block of k, or 0 for a row that does not exist."""
-        valid = t < min(info.subtile_rows, info.rows)
-        index = int64(info.row + t) * scales.row
-        if gather:
-            x_row = smem.i32[uint32(indices + index_slot(t))]
-            valid, index = valid and x_row >= 0, int64(x_row) * scales.row
-        index += info.group * scales.group + int64(k_block) * scales.k_block
-        return scales.values[index] if valid else float32(0)
+    def main_loop(smem, warp, lane, stage, phase, k_tiles):
+        acc, left = zeros, int32(k_tiles)
+        while left > 0:
+            mbarrier_wait_parity(smem.barriers, full + stage, phase)
+            for tile in range(min(left, stage_tiles)):
+                codes, scales = load_tile(smem, warp, lane, stage, int32(tile))
+                a = decode_scaled_tile(codes, scales)
+                acc = wgmma(acc, a, wgmma_descriptor(smem.u8, int32(stage * stage_bytes + tile * subtile_bytes)))
+                wait_registers(a)
+                acc = wait(acc)
+            if lane == 0:
+                mbarrier_arrive(smem.barriers, empty + stage)
+            stage, phase = advance(stage, phase)
+            left = int32(left - stage_tiles)
+        return stage, phase, acc
+
+    return main_loop
+
+
+@cache
+def make_overlapped_loop(n, config, layout):
+    """Make a main loop with two sets of registers of A: a tile is decoded while the wgmmas of the previous one run.
+
+    Tiles alternate between ``a_0`` and ``a_1``. Before a set is decoded anew, the thread waits for the wgmmas that read
+    it, and releases the stage that they read; those of the other set may still run.
+    """
+    wgmma, wait = make_wgmma_tile_rs(n, "bf16", STEPS), make_wgmma_wait(n, 0)
+    wait_tile, wait_both = make_wgmma_wait_registers(REGISTERS, 1), make_wgmma_wait_registers(2 * REGISTERS, 0)
+    load_tile, advance, single = make_load_tile(config, layout), make_advance(config.stages), config.stage_tiles == 1
+    stage_bytes, subtile_bytes, full, empty = layout.stage_bytes, layout.subtile_bytes, layout.full, layout.empty
+    zeros, no_registers = (np.float32(0),) * (n // 2), (np.uint32(0),) * REGISTERS
 
     @cuda.jit(device=True)
-    def aux_producer(smem, aux_warp, lane, source, scales, problem, tiles, k_tiles):
-        stage, phase, skip = int32(0), uint32(1), int32(aux_warp)  # skip: stages before this warp's next one
-        indices = int32(row_index_offset + aux_warp * row_indices)
-        x_rows, row_bytes = source.x_rows, uniform(source.row_bytes)
-        source = GatherSource(source.x, source.row_indices, x_rows, row_bytes, source.valid_bytes)
-        x_scales = cuda.local.array(rows_per_lane, float32)
-        tile = first_tile()
-        while tile < tiles:
-            info = get_tile(smem, problem, tile)
-            if gather:
-                load_row_indices(smem, indices, lane, source, info)
-            for k_tile in range(0, k_tiles, stage_tiles):
-                if skip == 0:
-                    if by_block:  # load from global memory before waiting for the stage, to hide the latency
-                        for i in range(rows_per_lane):
-                            t = int32(lane + 32 * i)
-                            x_scales[i] = load_scale(smem, indices, scales, info, t, int32(k_tile // stage_tiles))
-                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)
-                    if gather:
-                        x_tiles = divide(int32(min(stage_tiles, k_tiles - k_tile) * TILE + (x_tile_k - 1)), x_tile_k)
-                        for i in range(x_tiles):
-                            x_tile = int32(k_tile // stage_tiles * stage_x_tiles + i)
-                            copy_rows(smem, indices, lane, int32(stage_x_tiles * stage + i), x_tile, source, info)
-                    if by_block:
-                        for i in range(rows_per_lane):
-                            t = int32(lane + 32 * i)
-                            if t < subtile_m:
-                                to = int32(x_scale_offset + stage * stage_scales + ((t >> 1) & 3) * pitch)
-                                smem.f32[uint32(to + (t >> 3) * 2 + (t & 1))] = x_scales[i]
-                    if gather:
-                        wait_rows()
-                    cuda.syncwarp()
-                    if lane == 0:
-                        mbarrier_arrive(smem.barriers, full + stage)
-                skip = int32(skip + AUX_PRODUCER_WARPS - 1) if skip == 0 else int32(skip - 1)
+    def release(smem, lane, stage):
+        if lane == 0 and stage >= 0:
+            mbarrier_arrive(smem.barriers, empty + stage)
+
+    @cuda.jit(device=True)
+    def main_loop(smem, warp, lane, stage, phase, k_tiles):
+        acc, a_0, a_1 = zeros, no_registers, no_registers
+        stage_0, stage_1 = int32(-1), int32(-1)  # to be released when the wgmmas of a_0 and of a_1 have completed
+        left = int32(k_tiles)
+        while left > 1:
+            mbarrier_wait_parity(smem.barriers, full + stage, phase)
+            codes_0, scales_0 = load_tile(smem, warp, lane, stage, int32(0))
+            b = wgmma_descriptor(smem.u8, int32(stage * stage_bytes))
+            if not single:  # load the second tile before the first is decoded, so that the latency is hidden
+                codes_1, scales_1 = load_tile(smem, warp, lane, stage, int32(1))
+            wait_tile(a_0)
+            if single:
+                release(smem, lane, stage_0)
+            a_0 = decode_scaled_tile(codes_0, scales_0)
+            acc = wgmma(acc, a_0, b)
+            if single:
+                stage_0 = stage
                 stage, phase = advance(stage, phase)
-            tile = next_tile(tile)
+                mbarrier_wait_parity(smem.barriers, full + stage, phase)
+                codes_1, scales_1 = load_tile(smem, warp, lane, stage, int32(0))
+                b = wgmma_descriptor(smem.u8, int32(stage * stage_bytes))
+            else:
+                b = uint64(b + uint64(subtile_bytes >> 4))
+            wait_tile(a_1)
+            release(smem, lane, stage_1)
+            a_1 = decode_scaled_tile(codes_1, scales_1)
+            acc = wgmma(acc, a_1, b)
+            stage_1 = stage
+            stage, phase = advance(stage, phase)
+            left = int32(left - 2)
+        if left > 0:
+            mbarrier_wait_parity(smem.barriers, full + stage, phase)
+            codes_0, scales_0 = load_tile(smem, warp, lane, stage, int32(0))
+            wait_tile(a_0)
+            if single:
+                release(smem, lane, stage_0)
+            a_0 = decode_scaled_tile(codes_0, scales_0)
+            acc = wgmma(acc, a_0, wgmma_descriptor(smem.u8, int32(stage * stage_bytes)))
+            stage_0 = stage
+            stage, phase = advance(stage, phase)
+        wait_both(a_0 + a_1)
+        acc = wait(acc)
+        release(smem, lane, stage_0)
+        release(smem, lane, stage_1)
+        return stage, phase, acc
 
-    return aux_producer
+    return main_loop
 
 
-# Consumer warpgroups
+# ==== A tile of a consumer warpgroup: biases, main loop, epilogue ====
 
 
-def make_consumer(sizes, config, layout):
-    """Make ``stage, phase = consumer(smem, output, warp, lane, stage, phase, k_tiles, tile)``, which computes a tile.
+@cache
+def make_store_activated(n, first, layout):
+    """Make ``store_activated(smem, output, warp, lane, values, tile)``: store the rows of y from ``first`` on.
 
-    It uses the smallest wgmma N in ``sizes`` that holds the tile's rows.
+    ``n`` is a multiple of 16, and the thread has n / 4 values, two for each eight rows.
+    The warpgroup transposes up to 64 rows through its shared-memory buffer, so that four lanes store the 64 bytes of a
+    row. The 16-byte vectors of a row are XORed with half of the row number, so that the eight rows of a ``stmatrix``
+    fall into different banks.
     """
-    largest = make_consumer_of_size(sizes[0], config, layout)
-    if len(sizes) == 1:
-        return largest
-    smaller, next_size = make_consumer(sizes[1:], config, layout), sizes[1]
+    count, epilogue_offset, more = min(BUFFER_ROWS, n - first), layout.epilogue_offset, first + BUFFER_ROWS < n
+    # stmatrix_fragment takes a thread's values of eight rows of x for those of one row, and the values of the next
+    # eight for those of a second row: it stores twice as many rows.
+    stmatrix = make_stmatrix_fragment(n // 2, first // 2, count // 2, 2 * ROW_BYTES)
+    store_next = make_store_activated(n, first + BUFFER_ROWS, layout) if more else None
 
     @cuda.jit(device=True)
-    def consumer(smem, output, warp, lane, stage, phase, k_tiles, tile):
-        if tile.subtile_rows > next_size:
-            stage, phase = largest(smem, output, warp, lane, stage, phase, k_tiles, tile)
+    def store_activated(smem, output, warp, lane, values, tile):
+        warpgroup = int32(warp >> 2)
+        buffer = int32(epilogue_offset + warpgroup * EPILOGUE_BYTES)
+        bar_sync(int32(2 + warpgroup), 128)  # all warps have read the previous rows
+        to = int32(buffer + (lane & 15) * ROW_BYTES + (((warp & 3) ^ (lane >> 1 & 3)) << 4))
+        stmatrix(smem.u8, to, values, float32(1))
+        bar_sync(int32(2 + warpgroup), 128)
+        vector, column = int32(lane & 3), int32(tile.column + warpgroup * ACTIVATED_COLUMNS)
+        for j in range(0, count, 32):
+            t = int32(j + 8 * (warp & 3) + (lane >> 2))
+            source = int32(buffer + t * ROW_BYTES + ((vector ^ (t >> 1 & 3)) << 4))
+            a, b, c, d = ld_shared_s32x4(smem.i32, source >> 2)
+            if first + t < tile.rows and column < output.n:
+                y_index = (int64(tile.row) + (first + t)) * (output.n >> 1) + ((column >> 1) + vector * 4)
+                st_global_s32x4(output.y, y_index, a, b, c, d)
+        if more:
+            store_next(smem, output, warp, lane, values, tile)
+
+    return store_activated
+
+
+def make_compute_tile(sizes, config, layout):
+    """Make ``stage, phase = compute_tile(smem, output, warp, lane, stage, phase, k_tiles, tile)``.
+
+    It multiplies with the smallest wgmma N in ``sizes``, which descend, that holds the tile's rows of x.
+    """
+    n, is_last = sizes[0], len(sizes) == 1
+    next_n, compute_smaller = (0, None) if is_last else (sizes[1], make_compute_tile(sizes[1:], config, layout))
+    if n <= MMA_SYNC_ROWS and config.stage_tiles == 2:
+        main_loop = make_mma_sync_loop(n, config, layout)
+    else:
+        main_loop = (make_overlapped_loop if config.overlap else make_simple_loop)(n, config, layout)
+    load_terms, epilogue = make_load_terms(config), make_epilogue(n, config, layout)
+    activates, interleaved = bool(config.activation), config.activation == "swigluoai"
+    has_bias, bias_is_f32 = bool(config.bias), config.bias == "f32"
+    padded = -(-n // 16) * 16
+    padding, store_activated = (np.float32(0),) * ((padded - n) // 4), make_store_activated(padded, 0, layout)
+    apply_row_terms, select_gate, select_up = make_apply_row_terms(n), make_select_rows(n, 0), make_select_rows(n, 1)
+    activate = make_swigluoai(n // 2, config.alpha, config.limit) if interleaved else make_silu_and_mul(n // 2)
+
+    @cuda.jit(device=True)
+    def load_bias(inputs, index):
+        if bias_is_f32:
+            return uint_as_float(load_nc_u32x1(inputs.bias, 2 * index))
+        return uint_as_float(uint32(load_nc_u16(inputs.bias, index) << uint32(16)))
+
+    @cuda.jit(device=True)
+    def compute_tile(smem, output, warp, lane, stage, phase, k_tiles, tile):
+        if is_last or tile.subtile_rows > next_n:
+            # Biases are loaded before the main loop, which hides their latency.
+            if activates:
+                # Of 16 rows of weight that a warp multiplies the first eight are rows of gate, and the others the rows
+                # of up that belong to them. So a thread has a gate and its up, and the activation needs no exchange.
+                # The biases of a group are in the order of the rows of weight before packing.
+                bias_gate, bias_up = float32(0), float32(0)
+                if has_bias:
+                    column, n_y = int32(tile.column + 8 * warp + (lane >> 2)), output.n
+                    if column < n_y:
+                        first = int64(tile.group) * (2 * n_y)
+                        bias_gate = load_bias(output.inputs, first + (2 * column if interleaved else column))
+                        bias_up = load_bias(output.inputs, first + (2 * column + 1 if interleaved else n_y + column))
+                terms = RowTerms(tile.scale, tile.scale, bias_gate, bias_up)
+            else:
+                terms = load_terms(output.inputs, tile, warp, lane, output.n)
+
+            stage, phase, acc = main_loop(smem, warp, lane, stage, phase, k_tiles)
+
+            if activates:
+                acc = apply_row_terms(acc, terms)
+                values = activate(select_gate(acc), select_up(acc))
+                store_activated(smem, output, warp, lane, values + padding if padded > n else values, tile)
+            else:
+                epilogue(smem, output, warp, lane, acc, acc, tile, terms)
         else:
-            stage, phase = smaller(smem, output, warp, lane, stage, phase, k_tiles, tile)
+            stage, phase = compute_smaller(smem, output, warp, lane, stage, phase, k_tiles, tile)
         return stage, phase
 
-    return consumer
+    return compute_tile
 
 
-def make_consumer_of_size(n, config, layout):
-    """Make the main loop over k and the epilogue of a tile, for a wgmma of N = ``n``."""
-    main_loop, (load_terms, epilogue) = make_main_loop(n, config, layout), make_terms_and_epilogue(n, config, layout)
+# ==== The kernel ====
 
-    @cuda.jit(device=True)
-    def consumer(smem, output, warp, lane, stage, phase, k_tiles, tile):
-        terms = load_terms(output.inputs, tile, warp, lane, output.n)
-        stage, phase, acc = main_loop(smem, warp, lane, stage, phase, k_tiles)
-        epilogue(smem, output, warp, lane, acc, acc, tile, terms)
-        return stage, phase
 
-    return consumer
+@cuda.jit(device=True)
+def x_tiles_of(k_tiles):
+    """Return the number of tiles of x that belong to ``k_tiles`` tiles of weight: as many.
+
+    Returning ``k_tiles`` itself changes the machine code of the producer, and records were measured with this one.
+    """
+    return divide(int32(k_tiles * TILE + (TILE - 1)), TILE)
 
 
 @cache
@@ -367,15 +335,47 @@ def make_kernel(config):
     A CTA has 128 threads for each consumer warpgroup and 128 for the producers.
     """
     check_w4_config(config)
-    layout, gather, x_scaling = W4Layout(config), config.gather, config.x_scaling
-    stages, full, empty, tile_info_offset = config.stages, layout.full, layout.empty, layout.tile_info_offset
-    has_aux, consumer_warps, warpgroups = gather or x_scaling == "block", layout.consumer_warps, config.warpgroups
+    layout = W4Layout(config)
+    gather, early_weight = config.gather, config.early_weight
+    stages, stage_tiles = config.stages, config.stage_tiles
+    warpgroups, consumer_warps = config.warpgroups, layout.consumer_warps
+    full, empty, tile_info_offset, advance = layout.full, layout.empty, layout.tile_info_offset, make_advance(stages)
+    stage_bytes, subtile_bytes, box_rows = layout.stage_bytes, layout.subtile_bytes, config.box_rows
+    box_bytes, columns = box_rows * BLOCK_K_BYTES, config.columns
+    weight_offset, weight_bytes = layout.weight_offset, layout.weight_bytes
+    row_index_offset, indices_per_warp = layout.row_index_offset, layout.row_indices
     setmaxnreg_dec, setmaxnreg_inc = make_setmaxnreg_dec(layout.registers[0]), make_setmaxnreg_inc(layout.registers[1])
-    count_tiles, tma_producer = make_count_tiles(config, layout), make_tma_producer(config, layout)
-    consumer, aux_producer = make_consumer(config.mma_n, config, layout), make_aux_producer(config, layout)
-    (first_tile, next_tile), early_weight = make_tile_loop(1), config.early_weight
-    exponent = MXFP4_RESULT_EXPONENT if config.scales_in_registers else INT4_RESULT_EXPONENT * (config.weight == "int4")
-    result_scale = float32(2.0**exponent)
+    count_tiles, get_tile = make_count_tiles(config, layout), make_get_tile(config, layout)
+    load_row_indices, copy_rows = make_load_row_indices(config, layout.x_tiles), make_copy_rows(config, layout.x_tiles)
+    compute_tile, result_scale = make_compute_tile(config.mma_n, config, layout), float32(2.0**RESULT_EXPONENT)
+
+    @cuda.jit(device=True)
+    def count_boxes(info):
+        """Return the number of TMA loads that copy a tile's rows of x for one weight tile."""
+        return int32(0) if gather else divide(int32(info.subtile_rows + box_rows - 1), box_rows)
+
+    @cuda.jit(device=True)
+    def publish_tile(smem, info, stage):
+        """Store a tile for the consumers; ``stage`` is the tile's first one, and empty."""
+        g, row, rows, subtile_rows, n_tile = info
+        to = uint32(tile_info_offset + 4 * stage)
+        smem.i32[to] = row
+        smem.i32[to + uint32(1)] = int32(rows | (subtile_rows << 16))
+        smem.i32[to + uint32(2)] = int32(n_tile * columns)
+        smem.i32[to + uint32(3)] = g
+
+    @cuda.jit(device=True)
+    def begin_stage(smem, weight, n_tiles, k_tiles, info, k_tile, boxes, stage, policy):
+        """Announce the bytes of a stage, weights and rows of x, and copy its weight tiles from ``k_tile`` on."""
+        tiles = int32(min(stage_tiles, k_tiles - k_tile))
+        x_bytes = int32(x_tiles_of(tiles) * boxes * box_bytes)
+        mbarrier_arrive_expect_tx(smem.barriers, full + stage, int32(x_bytes + warpgroups * tiles * TILE_BYTES))
+        for w in range(warpgroups):
+            # The output's last tile may lie partly beyond the weight: clamp its rows.
+            row = int64(info.group) * n_tiles + min(int32(info.n_tile * warpgroups + w), int32(n_tiles - 1))
+            to = int32(weight_offset + stage * weight_bytes + w * (stage_tiles * TILE_BYTES))
+            index, size = (row * k_tiles + k_tile) * TILE_BYTES, int32(tiles * TILE_BYTES)
+            bulk_load_hint(smem.u8, to, weight, index, size, smem.barriers, full + stage, policy)
 
     @cuda.jit
     def grouped_gemm_w4(
@@ -399,13 +399,8 @@ def make_kernel(config):
         row_weights,
         scatter_indices,
         y_rows,
-        w_scale,
-        k_groups,
-        x_scale,
-        x_scale_row,
-        x_scale_block,
-        x_scale_group,
     ):
+        # ---- Shared memory and barriers ----
         smem = SharedMemory(
             cuda.shared.array(0, uint8, 1024),
             cuda.shared.array(0, int32, 1024),
@@ -416,41 +411,105 @@ def make_kernel(config):
         lane, warp = int32(thread & 31), int32(thread >> 5)
         if thread == 0:
             for stage in range(stages):
-                mbarrier_init(smem.barriers, full + stage, 1 + has_aux)
+                mbarrier_init(smem.barriers, full + stage, 1 + gather)
                 mbarrier_init(smem.barriers, empty + stage, consumer_warps)
             fence_mbarrier_init()
+
+        # ---- Tiles of all groups; `count_tiles` synchronises the CTA ----
         if not early_weight:
             griddepcontrol_wait()
         problem = Problem(lengths, starts, groups, total_rows, capacity)
         tiles = count_tiles(smem, problem, divide(int32(n_tiles + warpgroups - 1), warpgroups))
-        if early_weight and warp != consumer_warps:  # that warp's TMA producer waits later
+        if early_weight and warp != consumer_warps:  # the TMA producer's warp waits later
             griddepcontrol_wait()
+
         if warp >= consumer_warps:
             setmaxnreg_dec()
             if warp == consumer_warps and elect_sync(FULL_MASK):  # elect_sync tells the compiler: one thread only
-                tma_producer(smem, map_x, Weight(weight, w_scale, n_tiles, k_tiles, k_groups), problem, tiles)
-            if has_aux and warp > consumer_warps:
-                source = GatherSource(x, row_indices, x_rows, row_bytes, valid_bytes)
-                scales = XScales(x_scale, x_scale_row, x_scale_block, x_scale_group)
-                aux_producer(smem, warp - consumer_warps - 1, lane, source, scales, problem, tiles, k_tiles)
+                # ---- TMA producer: weights, rows of x that are not gathered, and the tiles for the consumers ----
+                stage, phase, early = int32(0), uint32(1), int32(0)
+                evict_first, evict_last = createpolicy_evict_first(), createpolicy_evict_last()
+                if early_weight:
+                    # Fill the pipeline with weights while the kernel before still runs. That kernel may compute x, but
+                    # the group sizes must be older: written by kernels that had completed when it allowed its
+                    # dependents to start. Afterwards ``early`` is the number of stages that have their weights.
+                    tile = int32(cuda.blockIdx.x)
+                    while tile < tiles and early < stages:
+                        info = get_tile(smem, problem, tile)
+                        boxes = count_boxes(info)
+                        publish_tile(smem, info, early)
+                        for k_tile in range(0, min(k_tiles, int32((stages - early) * stage_tiles)), stage_tiles):
+                            begin_stage(smem, weight, n_tiles, k_tiles, info, int32(k_tile), boxes, early, evict_first)
+                            early = int32(early + 1)
+                        tile = int32(tile + int32(cuda.gridDim.x))
+                    griddepcontrol_wait()
+                tile = int32(cuda.blockIdx.x)
+                while tile < tiles:
+                    info = get_tile(smem, problem, tile)  # before the wait, which hides its latency
+                    if early == 0:  # an early stage with gathered rows may have been released: no later phase ends
+                        mbarrier_wait_parity(smem.barriers, empty + stage, phase)
+                        publish_tile(smem, info, stage)
+                    boxes = count_boxes(info)
+                    for k_tile in range(0, k_tiles, stage_tiles):
+                        if early > 0:
+                            early = int32(early - 1)
+                        else:
+                            mbarrier_wait_parity(smem.barriers, empty + stage, phase)
+                            allow_dependents(stage, phase)
+                            begin_stage(smem, weight, n_tiles, k_tiles, info, int32(k_tile), boxes, stage, evict_first)
+                        for i in range(x_tiles_of(int32(min(stage_tiles, k_tiles - k_tile)))):
+                            k, to = int32(k_tile * TILE + i * TILE), int32(stage * stage_bytes + i * subtile_bytes)
+                            for b in range(boxes):
+                                box_row, barriers = int32(info.row + b * box_rows), smem.barriers
+                                tma_load_2d_hint(smem.u8, to, map_x, 0, k, box_row, barriers, full + stage, evict_last)
+                                to = int32(to + box_bytes)
+                        stage, phase = advance(stage, phase)
+                    tile = int32(tile + int32(cuda.gridDim.x))
+                griddepcontrol_launch_dependents()
+            if gather and warp > consumer_warps:
+                # ---- Auxiliary producers: each of three warps copies the gathered rows of x for every third stage ----
+                aux_warp = warp - consumer_warps - 1
+                stage, phase, skip = int32(0), uint32(1), int32(aux_warp)  # skip: stages before this warp's next one
+                indices = int32(row_index_offset + aux_warp * indices_per_warp)
+                source = GatherSource(x, row_indices, x_rows, uniform(row_bytes), valid_bytes)
+                tile = int32(cuda.blockIdx.x)
+                while tile < tiles:
+                    info = get_tile(smem, problem, tile)
+                    load_row_indices(smem, indices, lane, source, info)
+                    for k_tile in range(0, k_tiles, stage_tiles):
+                        if skip == 0:
+                            mbarrier_wait_parity(smem.barriers, empty + stage, phase)
+                            for i in range(x_tiles_of(int32(min(stage_tiles, k_tiles - k_tile)))):
+                                to = int32(stage_tiles * stage + i)
+                                # k_tile + i; see `x_tiles_of`
+                                x_tile = int32(k_tile // stage_tiles * stage_tiles + i)
+                                copy_rows(smem, indices, lane, to, x_tile, source, info)
+                            wait_rows()
+                            cuda.syncwarp()
+                            if lane == 0:
+                                mbarrier_arrive(smem.barriers, full + stage)
+                        skip = int32(skip + AUX_PRODUCER_WARPS - 1) if skip == 0 else int32(skip - 1)
+                        stage, phase = advance(stage, phase)
+                    tile = int32(tile + int32(cuda.gridDim.x))
         else:
+            # ---- Consumers: each warpgroup multiplies 64 rows of weight with all rows of x of a tile ----
             setmaxnreg_inc()
             stage, phase = int32(0), uint32(0)
             u8, barriers = uniform_array(smem.u8), uniform_array(smem.barriers)
             smem = SharedMemory(u8, smem.i32, smem.f32, barriers)
             warp = uniform(warp)
-            inputs = EpilogueInputs(x_scale, x_scale, bias, row_weights, row_indices, x_rows, scatter_indices, y_rows)
+            scales = row_weights, row_weights  # scales of rows of x and of weight, which the kernel does not have
+            inputs = EpilogueInputs(*scales, bias, row_weights, row_indices, x_rows, scatter_indices, y_rows)
             output = EpilogueOperands(y, y, n, inputs)
-            tile = first_tile()
+            tile = int32(cuda.blockIdx.x)
             while tile < tiles:
                 stage, phase = uniform(stage), uint32(uniform(int32(phase)))
                 mbarrier_wait_parity(smem.barriers, full + stage, phase)
                 row, rows, column, group = ld_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage))
                 cuda.syncwarp()  # lane 0 releases the stage for all lanes
-                scale = x_scale[0] if x_scaling == "tensor" else result_scale
                 row_count, subtile_rows = uniform(int32(rows & 0xFFFF)), uniform(int32(rows >> 16))
-                output_tile = OutputTile(uniform(row), row_count, subtile_rows, column, scale, group)
-                stage, phase = consumer(smem, output, warp, lane, stage, phase, k_tiles, output_tile)
-                tile = next_tile(tile)
+                output_tile = OutputTile(uniform(row), row_count, subtile_rows, column, result_scale, group)
+                stage, phase = compute_tile(smem, output, warp, lane, stage, phase, k_tiles, output_tile)
+                tile = int32(tile + int32(cuda.gridDim.x))
 
     return grouped_gemm_w4, layout.bytes

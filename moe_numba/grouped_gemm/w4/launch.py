@@ -1,4 +1,4 @@
-"""Check the arguments of the grouped GEMM with 4-bit weights, plan and launch it."""
+"""Check the arguments of the grouped GEMM with MXFP4 weights, plan and launch it."""
 
 from functools import cache
 
@@ -10,7 +10,7 @@ from moe_numba.grouped_gemm.call.arguments import (
     epilogue_fields,
     has_epilogue_options,
 )
-from moe_numba.grouped_gemm.call.checks import check_given_config, check_rows, rows_of, scale_strides
+from moe_numba.grouped_gemm.call.checks import check_given_config, check_rows, rows_of
 from moe_numba.grouped_gemm.call.heuristics import select_w4
 from moe_numba.grouped_gemm.common.constants import MAX_AVERAGE, MAX_TILES
 from moe_numba.grouped_gemm.common.tma_launch import RowsLaunch
@@ -18,6 +18,7 @@ from moe_numba.grouped_gemm.w4.checks import check_w4_arguments
 from moe_numba.grouped_gemm.w4.config import W4Config, fit_registers
 from moe_numba.grouped_gemm.w4.kernel import make_kernel
 from moe_numba.grouped_gemm.w4.layout import W4Layout, fit_shared_memory
+from moe_numba.grouped_gemm.w4.weight_tiles import TILE
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.cubin_cache import machine_code
@@ -30,8 +31,6 @@ W4_SIGNATURE = (
     *("int32",) * 6,
     *("uint8*", "int32*", "int32", "int32", "int32"),  # x, row_indices, x_rows, row_bytes, valid_bytes: for gather
     *("uint16*", "float32*", "int32*", "int32"),  # bias, row_weights, scatter_indices, y_rows
-    *("uint8*", "int32"),  # w_scale, k_groups: of int4
-    *("float32*", "int32", "int32", "int64"),  # x_scale and its strides: rows, blocks of k, groups
 )
 NO_TENSORS = dict.fromkeys(NAMES)
 
@@ -39,7 +38,6 @@ _plans: dict = {}
 
 
 def group_gemm(
-    weight_format,
     x,
     weight,
     seqlens,
@@ -51,16 +49,14 @@ def group_gemm(
     bias=None,
     scatter_indices=None,
     row_weights=None,
-    x_scale=None,
-    w_scale=None,
     n: int | None = None,
     config: W4Config | None = None,
     **options,
 ):
     """Check the arguments, select a configuration and launch the kernel.
 
-    ``weight_format`` is "mxfp4" or "int4"; ``options`` are fields of ``GemmOptions``. ``config`` replaces the
-    configuration that ``average`` selects; all else is as for the public functions.
+    ``options`` are fields of ``GemmOptions``. ``config`` replaces the configuration that ``average`` selects; all else
+    is as for the public functions.
     """
     if average is not None:  # before the look-up: 8.0 would find the plan for 8
         average = min(check_int("num_seq_per_group_avg", average, 0), MAX_AVERAGE)
@@ -68,13 +64,13 @@ def group_gemm(
         n = check_int("n", n, 0)
     # Rows are scattered to an output of any number of rows.
     given = dict(x=x, weight=weight, seqlens=seqlens, cu_seqlens=cu_seqlens, offs=offs, gather_indices=gather_indices)
-    given |= dict(bias=bias, scatter_indices=scatter_indices, row_weights=row_weights, x_scale=x_scale, w_scale=w_scale)
+    given |= dict(bias=bias, scatter_indices=scatter_indices, row_weights=row_weights)
     tensors = GemmTensors(**NO_TENSORS | given | dict(out=None if scatter_indices is None else out))
     made = GemmOptions(**options)
     types = type(made.accumulate), type(made.alpha), type(made.limit)  # 1, 1.0 and True are equal
-    plan, key, tensors = find_plan(_plans, (weight_format, average, n, config, made, types), tensors, NAMES)
+    plan, key, tensors = find_plan(_plans, (average, n, config, made, types), tensors, NAMES)
     if plan is None or (made.accumulate and out is None):
-        plan = remember(_plans, key, W4Plan(weight_format, tensors, made, average, n, config, out is not None))
+        plan = remember(_plans, key, W4Plan(tensors, made, average, n, config, out is not None))
     outputs = plan.outputs(out)
     if plan.launch is not None:
         plan.launch(tensors, outputs)
@@ -84,9 +80,9 @@ def group_gemm(
 class W4Plan:
     """Launch plan for tensors of given shapes, strides and dtypes: the arguments are checked once."""
 
-    def __init__(self, weight_format, tensors, options, average, n, config, has_out):
+    def __init__(self, tensors, options, average, n, config, has_out):
         x, weight, indices = tensors.x, tensors.weight, tensors.gather_indices
-        row_layout, wanted, formats = check_w4_arguments(weight_format, tensors, options, n, has_out)
+        row_layout, wanted = check_w4_arguments(tensors, options, n, has_out)
         check_rows(tensors)
         (_, (*rows, n), _), total_rows = wanted[0], rows_of(tensors).numel()
         self.outputs, self.launch = Outputs(wanted, x.device, aligned=["y"]), None
@@ -96,10 +92,9 @@ class W4Plan:
         if config is None:
             is_measured = indices is None and not options.silu_and_mul and not has_epilogue_options(tensors, options)
             average = -(-total_rows // groups) if average is None else average
-            config = select_w4(row_layout, n, x.shape[-1], groups, average, is_measured, **formats)
+            config = select_w4(row_layout, n, x.shape[-1], groups, average, is_measured)
         else:
             check_given_config(config, groups, row_layout=row_layout)
-            config = config._replace(**formats)
         config = with_options(config, tensors, options)
         if groups * -(-total_rows // config.block_m) * -(-n_tiles // config.warpgroups) > MAX_TILES:
             raise ValueError(f"x has {total_rows} rows, too many for {groups} groups of {n} columns")
@@ -116,17 +111,14 @@ class W4Launch(RowsLaunch):
 
     def __init__(self, config, tensors, sizes, y_rows):
         x, weight, self.config = tensors.x, tensors.weight, config
-        start, x_box = get_w4_launcher(config, x.device.index or 0), (config.box_rows, config.x_tile_k)
+        start, x_box = get_w4_launcher(config, x.device.index or 0), (config.box_rows, TILE)
         super().__init__(start, devices.persistent_ctas(x.device), W4Layout(config).threads, tensors, x_box)
         self.sizes = *sizes, *weight.shape[1:3]
         self.gather_sizes = *self.gather_sizes, x.element_size() * x.shape[-1]
-        self.y_rows, self.k_groups = y_rows, 0 if tensors.w_scale is None else tensors.w_scale.shape[2]
-        self.scale_strides = scale_strides(tensors.x_scale) if config.x_scaling == "block" else (0, 0, 0)
+        self.y_rows = y_rows
 
     def __call__(self, tensors, outputs):
         check_aligned("weight", tensors.weight)
-        if tensors.w_scale is not None:
-            check_aligned("w_scale", tensors.w_scale)
         super().__call__(tensors, outputs)
 
     def arguments(self, weight, outputs, pointers):
@@ -141,10 +133,6 @@ class W4Launch(RowsLaunch):
             *self.gather_sizes,
             *pointers.epilogue,
             self.y_rows,
-            pointers.w_scale,
-            self.k_groups,
-            pointers.x_scale,
-            *self.scale_strides,
         )
 
     def stand_in(self, x, weight):
@@ -160,7 +148,7 @@ def with_options(config, tensors, options):
     return fit_shared_memory(fit_registers(config))
 
 
-def fake_group_gemm(weight_format: str, call, silu_and_mul: bool = False):
+def fake_group_gemm(call, silu_and_mul: bool = False):
     """Check the arguments of a public function's call and return its output."""
     given = vars(call)
     tensors = GemmTensors(**{name: given.get(name) for name in NAMES})
@@ -168,7 +156,7 @@ def fake_group_gemm(weight_format: str, call, silu_and_mul: bool = False):
         tensors = tensors._replace(out=None)
     options = GemmOptions(**{name: given[name] for name in GemmOptions._fields if name in given})
     options = options._replace(silu_and_mul=silu_and_mul)
-    _, wanted, _ = check_w4_arguments(weight_format, tensors, options, given.get("n"), call.out is not None)
+    _, wanted = check_w4_arguments(tensors, options, given.get("n"), call.out is not None)
     return make_outputs(call.out, wanted, call.x.device)[0]
 
 

@@ -1,13 +1,12 @@
-"""Shared-memory layout of the grouped GEMM kernel for 4-bit weights, and the check of its configuration."""
+"""Shared-memory layout of the grouped GEMM kernel for MXFP4 weights, and the check of its configuration."""
 
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from moe_numba.grouped_gemm.common.constants import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, MAX_SHARED_BYTES
+from moe_numba.grouped_gemm.common.constants import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, EPILOGUE_BYTES, MAX_SHARED_BYTES
 from moe_numba.grouped_gemm.w4.config import W4Config
-from moe_numba.grouped_gemm.w4.weight_tiles import TILE
-from moe_numba.grouped_gemm.wgmma.config import EPILOGUE_BYTES
+from moe_numba.grouped_gemm.w4.packing import TILE_BYTES
 
 
 class XTileLayout(NamedTuple):
@@ -40,12 +39,12 @@ class W4Layout:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers per thread of producers and consumers, at most 65536 in all."""
-        has_aux = self.config.gather or self.config.x_scaling == "block"
+        gather = self.config.gather
         if self.config.warpgroups == 4:
-            return (64, 104) if has_aux else (32, 112)
-        if self.config.gather and self.config.subtile_m > 128:
+            return (64, 104) if gather else (32, 112)
+        if gather and self.config.subtile_m > 128:
             return 72, 216
-        return (56, 224) if has_aux else (24, 240)
+        return (56, 224) if gather else (24, 240)
 
     @property
     def subtile_bytes(self) -> int:
@@ -53,14 +52,9 @@ class W4Layout:
         return self.config.subtile_m * BLOCK_K_BYTES
 
     @property
-    def stage_x_tiles(self) -> int:
-        """Tiles of x in a stage."""
-        return -(-self.config.stage_tiles * TILE // self.config.x_tile_k)
-
-    @property
     def stage_bytes(self) -> int:
         """u8: from a stage's rows of x to the next one's."""
-        return self.stage_x_tiles * self.subtile_bytes
+        return self.config.stage_tiles * self.subtile_bytes
 
     @property
     def weight_offset(self) -> int:
@@ -70,27 +64,12 @@ class W4Layout:
     @property
     def weight_bytes(self) -> int:
         """u8: the weight tiles of a stage."""
-        return self.config.warpgroups * self.config.stage_tiles * self.config.tile_bytes
-
-    @property
-    def scale_offset(self) -> int:
-        """u8: the scales of the weights of the first stage, warpgroup by warpgroup, if tiles do not have them."""
-        return self.weight_offset + self.config.stages * self.weight_bytes
-
-    @property
-    def scale_groups(self) -> int:
-        """Groups along k in a stage, each with a scale for a row of weight."""
-        return self.config.stage_tiles * TILE // self.config.group_size
-
-    @property
-    def scale_bytes(self) -> int:
-        """u8: the scales of the weights of a stage."""
-        return self.config.warpgroups * self.scale_groups * self.config.scale_group_bytes
+        return self.config.warpgroups * self.config.stage_tiles * TILE_BYTES
 
     @property
     def epilogue_offset(self) -> int:
         """u8: the epilogue buffers of the consumer warpgroups."""
-        return self.scale_offset + self.config.stages * self.scale_bytes
+        return self.weight_offset + self.config.stages * self.weight_bytes
 
     @cached_property
     def full(self) -> int:
@@ -144,18 +123,11 @@ class W4Layout:
         return 4 * self.scale_pitch
 
     @cached_property
-    def x_scale_offset(self) -> int:
-        """f32: the scales of x of the first stage, if they are of blocks."""
-        return self.row_index_offset + AUX_PRODUCER_WARPS * self.row_indices
-
-    @cached_property
     def row_value_offsets(self) -> tuple[int, int, int, int]:
-        """f32 or i32: scales of rows of x, row weights, and rows of y, and the end of them."""
-        config = self.config
-        first = self.x_scale_offset + config.stages * self.row_values * (config.x_scaling == "block")
-        second = first + self.row_values * (config.x_scaling == "row")
-        third = second + self.row_values * config.row_weights
-        return first, second, third, third + self.row_values * config.scatter
+        """f32 or i32: scales of rows of x, of which there are none, row weights, and rows of y, and the end of them."""
+        weights = self.row_index_offset + AUX_PRODUCER_WARPS * self.row_indices
+        destinations = weights + self.row_values * self.config.row_weights
+        return weights, weights, destinations, destinations + self.row_values * self.config.scatter
 
     @cached_property
     def bytes(self) -> int:
@@ -174,25 +146,14 @@ def fit_shared_memory(config: W4Config) -> W4Config:
 
 
 def check_w4_config(config: W4Config) -> None:
-    """Refuse a configuration that the kernel does not support."""
-    _check_formats(config)
+    """Raise if the kernel does not support the configuration."""
+    if config.stage_tiles not in (1, 2):
+        raise ValueError(f"stage_tiles is {config.stage_tiles}; it must be 1 or 2")
     sizes = config.mma_n
     is_descending = all(large > small for large, small in zip(sizes, sizes[1:]))
-    most = 256 if config.scales_in_registers else 128
-    if (
-        not sizes
-        or sizes[0] != config.subtile_m
-        or not is_descending
-        or any(n % 8 or not 8 <= n <= most for n in sizes)
-    ):
+    if not sizes or sizes[0] != config.subtile_m or not is_descending or any(n % 8 or not 8 <= n <= 256 for n in sizes):
         raise ValueError(
-            f"mma_n is {sizes}; it must descend from subtile_m ({config.subtile_m}) in multiples of 8, from {most} to 8"
-        )
-    most = 64 if config.warpgroups == 2 else 24  # rows of x for which four sets of accumulators fit into registers
-    if config.overlap and not config.scales_in_registers and config.subtile_m > most:
-        raise ValueError(
-            f"subtile_m is {config.subtile_m}; with overlap, {config.warpgroups} warpgroups and scaled accumulators it "
-            f"must be at most {most}"
+            f"mma_n is {sizes}; it must descend from subtile_m ({config.subtile_m}) in multiples of 8, from 256 to 8"
         )
     if config.box_rows % 8 or not config.box_rows or config.subtile_m % config.box_rows:
         raise ValueError(
@@ -203,27 +164,8 @@ def check_w4_config(config: W4Config) -> None:
     others = config.out_dtype != "bf16" or config.accumulate or config.scatter or config.row_weights
     if config.activation not in ("", "silu", "swigluoai") or (config.activation and others):
         raise ValueError(f"activation is {config.activation!r}; it must be 'silu' or 'swigluoai', with bf16 results")
-    if (config.gather or config.x_scaling == "block") and config.stages < AUX_PRODUCER_WARPS:
+    if config.gather and config.stages < AUX_PRODUCER_WARPS:
         # A warp that handles every third stage could mistake a phase of its barrier for the one after the next.
-        raise ValueError(
-            f"stages is {config.stages}; with gather or block scales it must be {AUX_PRODUCER_WARPS} or more"
-        )
+        raise ValueError(f"stages is {config.stages}; with gather it must be {AUX_PRODUCER_WARPS} or more")
     if (num_bytes := W4Layout(config).bytes) > MAX_SHARED_BYTES:
         raise ValueError(f"{config} needs {num_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}")
-
-
-def _check_formats(config):
-    formats = (config.weight, config.dtype)
-    if formats not in (("mxfp4", "bf16"), ("mxfp4", "e4m3"), ("int4", "bf16")):
-        raise ValueError(f"weight and dtype are {formats}; they must be mxfp4 and bf16 or e4m3, or int4 and bf16")
-    scalings = ("tensor", "row", "block") if config.dtype == "e4m3" else ("none",)
-    if config.x_scaling not in scalings:
-        raise ValueError(f"x_scaling is {config.x_scaling!r}; with {config.dtype} it must be {' or '.join(scalings)}")
-    group_sizes = (32, 64, 128) if config.weight == "int4" else (32,)
-    if config.group_size not in group_sizes:
-        raise ValueError(f"group_size is {config.group_size}; with {config.weight} it must be one of {group_sizes}")
-    if config.scale_dtype not in ("bf16", "f16", "f32"):
-        raise ValueError(f"scale_dtype is {config.scale_dtype!r}; it must be 'bf16', 'f16' or 'f32'")
-    stage_tiles = (1, 2) if config.scales_in_registers else (2,)
-    if config.stage_tiles not in stage_tiles:
-        raise ValueError(f"stage_tiles is {config.stage_tiles}; it must be one of {stage_tiles}")

@@ -1,4 +1,4 @@
-"""Reference of 4-bit weights in torch: quantisation and float64 dequantisation, for MXFP4 and int4.
+"""Reference of MXFP4 weights in torch: quantisation and float64 dequantisation.
 
 MXFP4 (OCP Microscaling Formats 1.0) stores e2m1 numbers, two to a byte with the first in the low half, and one scale
 for 32 of them in UE8M0: byte s is 2**(s - 127), and 255 is NaN.
@@ -6,7 +6,8 @@ for 32 of them in UE8M0: byte s is 2**(s - 127), and 255 is NaN.
 
 import torch
 
-BLOCK = 32  # elements of k that share a scale
+from moe_numba.grouped_gemm.w4.packing import MX_BLOCK
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of the codes 0 to 7; codes 8 to 15 are their negatives
 
 
@@ -19,7 +20,7 @@ def quantise_mxfp4(weight):
     scales : tensor [..., k / 32], uint8
         The largest magnitude of a block is scaled into the binade of 4 to 8, and saturates at 6.
     """
-    parts = weight.float().unflatten(-1, (-1, BLOCK))
+    parts = weight.float().unflatten(-1, (-1, MX_BLOCK))
     largest = parts.abs().amax(-1, keepdim=True)
     exponent = torch.where(largest > 0, torch.frexp(largest).exponent - 3, -127).clamp(-127, 127)
     magnitudes = torch.tensor(E2M1, device=weight.device)
@@ -33,30 +34,8 @@ def quantise_mxfp4(weight):
 def dequantise_mxfp4(blocks, scales):
     """Dequantise to float64 [..., k]; ``blocks`` is [..., k / 32, 16] or [..., k / 2], ``scales`` [..., k / 32]."""
     values = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float64, device=blocks.device)
-    blocks = blocks.reshape(*scales.shape, BLOCK // 2).long()
+    blocks = blocks.reshape(*scales.shape, MX_BLOCK // 2).long()
     parts = torch.stack([values[blocks & 15], values[blocks >> 4]], -1).flatten(-2)
     factors = torch.ldexp(torch.ones_like(scales, dtype=torch.float64), scales.int() - 127)
     factors = torch.where(scales == 255, float("nan"), factors)
     return (parts * factors[..., None]).flatten(-2)
-
-
-def quantise_int4(weight, group_size, dtype=torch.bfloat16):
-    """Quantise [..., k] to int4 with a scale for each ``group_size`` elements of k, of ``dtype``.
-
-    Returns
-    -------
-    codes : tensor [..., k / 2], uint8
-        Two codes per byte, the first in the low half: the number plus 8.
-    scales : tensor [..., k / group_size]
-        The largest magnitude of a group becomes 7.
-    """
-    parts = weight.float().unflatten(-1, (-1, group_size))
-    scales = (parts.abs().amax(-1) / 7).clamp(min=1e-6).to(dtype)
-    codes = ((parts / scales.float()[..., None]).round().clamp(-8, 7) + 8).flatten(-2).to(torch.uint8)
-    return codes[..., 0::2] | codes[..., 1::2] << 4, scales
-
-
-def dequantise_int4(codes, scales):
-    """Dequantise to float64 [..., k]; ``codes`` is [..., k / 2], ``scales`` [..., k / group_size]."""
-    numbers = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).double() - 8
-    return numbers * scales.double().repeat_interleave(numbers.shape[-1] // scales.shape[-1], -1)

@@ -1,8 +1,8 @@
-"""Tiles of 4-bit weights: the order in which the kernel of ``kernel_w4.py`` reads packed weights.
+"""Tiles of MXFP4 weights: the order in which ``kernel.py`` reads packed weights.
 
 A weight tile is 64 rows of a weight by 64 elements of k: the A operand of wgmmas of one warpgroup. It has 16 bytes of
-codes for each of the 128 threads, so that a thread loads its codes with one instruction. Which codes a thread needs
-depends on the type of wgmma's operands; see ``packing_mxfp4.py`` and ``packing_int4.py``.
+codes for each of the 128 threads, so that a thread loads its codes with one instruction, and then scales; see
+``packing.py``.
 """
 
 import torch
@@ -13,7 +13,7 @@ GATE_UP = (None, "interleaved", "stacked")
 
 
 def check_gate_up(gate_up, n):
-    """Refuse a ``gate_up`` that the packing functions do not have, or with which ``n`` rows cannot be packed."""
+    """Raise if ``gate_up`` is not a name that packing knows, or if ``n`` rows cannot be packed with it."""
     if gate_up not in GATE_UP:
         raise ValueError(f"gate_up is {gate_up!r}; it must be None, 'interleaved' or 'stacked'")
     if gate_up is not None and n % TILE:
@@ -41,7 +41,7 @@ def unpack_nibbles(codes):
     return torch.stack([codes & 15, codes >> 4], -1).flatten(1)
 
 
-def bf16_fragments(codes, rows, columns):
+def fragments(codes, rows, columns):
     """Arrange [64 rows, 64 columns] of codes as [rows, columns, warp, row of 8, lane of 4, block, register, half].
 
     A thread needs eight registers of A for each block of 32 columns, each with two bf16 of one row: register
@@ -50,17 +50,6 @@ def bf16_fragments(codes, rows, columns):
     # Dimensions: tile row, warp, r, row of 8, tile column, 32-column block, s, h, lane of 4, half of a register.
     codes = codes.view(rows, 4, 2, 8, columns, 2, 2, 2, 4, 2)
     return codes.permute(0, 4, 1, 3, 8, 5, 6, 7, 2, 9).flatten(6, 8)
-
-
-def e4m3_fragments(codes, rows, columns):
-    """Arrange [64 rows, 64 columns] of codes as [rows, columns, warp, row of 8, lane of 4, block, register, byte].
-
-    A thread needs four registers of A for each block of 32 columns, each with four e4m3 of one row: register
-    ``2 h + r`` has the four columns from ``16 h + 4 (l % 4)`` on of row ``16 w + l // 4 + 8 r``.
-    """
-    # Dimensions: tile row, warp, r, row of 8, tile column, 32-column block, h, lane of 4, byte of a register.
-    codes = codes.view(rows, 4, 2, 8, columns, 2, 2, 4, 4)
-    return codes.permute(0, 4, 1, 3, 7, 5, 6, 2, 8).flatten(6, 7)
 
 
 def rotl(words, count):

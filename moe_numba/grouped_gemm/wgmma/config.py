@@ -8,14 +8,13 @@ from moe_numba.grouped_gemm.common.constants import (
     AUX_PRODUCER_WARPS,
     BLOCK_K_BYTES,
     BLOCK_N,
+    EPILOGUE_BYTES,
     MAX_GROUPS,
     MAX_SHARED_BYTES,
     THREADS,
     WARPS,
 )
 
-EPILOGUE_ROWS = 16  # rows of y that one epilogue buffer holds
-EPILOGUE_BYTES = 2 * EPILOGUE_ROWS * BLOCK_K_BYTES  # a consumer warpgroup's two epilogue buffers
 SILU_ROWS = 32  # rows of y that the silu-and-mul epilogue processes at once
 SILU_ROW_BYTES = 2 * 2 * BLOCK_N + 16  # a row's gate and up in bf16, and 16 bytes that spread rows over the banks
 
@@ -44,7 +43,7 @@ class GemmConfig(NamedTuple):
     activation: str = "silu"  # "silu": gate is stacked on up; "swigluoai": their rows are interleaved, with limits
     alpha: float = 1.702  # of swigluoai
     limit: float = 7.0  # of swigluoai
-    partial: bool = False  # with FP8 results of silu_and_mul: their last block has less than 128 columns
+    ragged_n: bool = False  # with FP8 results of silu_and_mul: their last block has less than 128 columns
     bias: str = ""  # dtype of a bias per row of weight: "bf16" or "f32", or none
     out_dtype: str = "bf16"  # "bf16" or "f32"
     accumulate: bool = False  # add to y, in f32
@@ -53,7 +52,7 @@ class GemmConfig(NamedTuple):
     cluster_size: int = 1  # CTAs with neighbouring tiles of weight that load their rows of x by multicast, 1 or 2
     gather: bool = False  # rows of x are read through an array of row indices
     warp_uniform: bool = True  # tell the compiler which values of the main loop are warp-uniform
-    fast_accumulation: bool = False  # FP8: accumulate over all of k in the tensor cores, see `kernel.make_mma_stage`
+    fast_accumulation: bool = False  # FP8: accumulate over all of k in the tensor cores, see `multiply_stage`
     band_rows: int = 0  # rows of a group whose tiles follow one another; 0: all, see `scheduler.make_get_banded_tile`
     # Block scales as packed UE8M0 exponents instead of float32, see `block_scales.py`:
     packed_x_scale: bool = False
@@ -61,7 +60,7 @@ class GemmConfig(NamedTuple):
     weight_major: str = "k"  # contiguous dimension of weight [groups, n, k]: "k", or with bf16 "mn", which is n
     scaled_x: bool = False  # with scaling "tensor": x has a scale, too
     scaled_y: bool = False  # with FP8 results of silu_and_mul: y has one given scale instead of one per 128 columns
-    early_weight: bool = False  # load weights before griddepcontrol.wait, see `producer.make_tma_producer`
+    early_weight: bool = False  # load weights before griddepcontrol.wait, see kernel.py
 
     @property
     def keep_weight(self) -> bool:
@@ -86,7 +85,7 @@ class GemmConfig(NamedTuple):
     @property
     def splits_weight(self) -> bool:
         """Whether the tensor map of weight has gate and up as a dimension of its own."""
-        return self.interleaved or self.partial
+        return self.interleaved or self.ragged_n
 
     @property
     def has_row_terms(self) -> bool:
@@ -99,7 +98,7 @@ class GemmConfig(NamedTuple):
         return self.scaling == "row" or self.row_weights or self.scatter
 
     @property
-    def has_inputs(self) -> bool:
+    def epilogue_loads(self) -> bool:
         """Whether the epilogue reads arrays of its own."""
         return self.has_row_terms or self.has_row_values
 
@@ -235,7 +234,7 @@ class SharedMemoryLayout:
 
 
 def check_config(config: GemmConfig) -> None:
-    """Refuse a configuration that the kernel does not support."""
+    """Raise ValueError if the kernel does not support a configuration."""
     sizes = config.mma_n
     is_descending = all(large > small for large, small in zip(sizes, sizes[1:]))
     if not sizes or sizes[0] != config.subtile_m or not is_descending or any(n % 8 or not 8 <= n <= 256 for n in sizes):
@@ -263,7 +262,7 @@ def check_config(config: GemmConfig) -> None:
 
 
 def check_epilogue(config: GemmConfig) -> None:
-    """Refuse a combination of epilogue options that the kernel does not support."""
+    """Raise ValueError if the kernel does not support a combination of epilogue options."""
     if config.accumulate and config.out_dtype != "f32":
         raise ValueError(f"out_dtype is {config.out_dtype}; with accumulate it must be f32")
     others = dict(out_dtype="bf16", scatter=False, row_weights=False)
@@ -274,8 +273,8 @@ def check_epilogue(config: GemmConfig) -> None:
         raise ValueError(f"scaling is {config.scaling!r}; with scaled_x or scaled_y it must be 'tensor'")
     if config.scaled_y and not config.quantises:
         raise ValueError("scaled_y is True; silu_and_mul must be, too")
-    if config.splits_weight and (config.scaling == "block" or (config.partial and not config.quantises)):
-        raise ValueError(f"activation is {config.activation}, partial {config.partial}: scales must be per tensor")
+    if config.splits_weight and (config.scaling == "block" or (config.ragged_n and not config.quantises)):
+        raise ValueError(f"activation is {config.activation}, ragged_n {config.ragged_n}: scales must be per tensor")
 
 
 # (maximum average rows per group, tile configuration), measured by course/bench/tune_grouped_gemm.py.

@@ -24,7 +24,7 @@ class HopperLaunch(TmaLaunch):
         block_k = 128 // x.element_size()
         view_weight, weight_box = weight_map_of(config, block_k)
         x_box, start = (SharedMemoryLayout(config).x_box_rows, block_k), get_launcher(config, x.device.index or 0)
-        super().__init__(start, tensors, shape, x_box, weight_box, view_weight, config.has_inputs)
+        super().__init__(start, tensors, shape, x_box, weight_box, view_weight, config.epilogue_loads)
 
 
 def with_options(config, tensors, shape):
@@ -38,7 +38,7 @@ def with_options(config, tensors, shape):
         packed_weight_scale=is_packed(tensors.w_scale),
         scaled_x=shape.scaling == "tensor" and tensors.x_scale is not None,
         scaled_y=tensors.out_scale is not None,
-        partial=shape.silu_and_mul and shape.scaling == "tensor" and shape.n % BLOCK_N != 0,
+        ragged_n=shape.silu_and_mul and shape.scaling == "tensor" and shape.n % BLOCK_N != 0,
         **activation_fields(options),
         **epilogue_fields(tensors, options),
     )
@@ -48,7 +48,7 @@ def weight_map_of(config, block_k):
     """Return the view of weight that its tensor map covers, as a function, and the map's box."""
     if config.interleaved:
         return (lambda weight: weight.unflatten(1, (-1, 2))), (1, BLOCK_N, 1, block_k)
-    if config.partial:
+    if config.ragged_n:
         return (lambda weight: weight.unflatten(1, (2, -1))), (1, 1, BLOCK_N, block_k)
     if config.weight_major == "mn":
         return (lambda weight: weight.mT), (1, block_k, BLOCK_N // 2)

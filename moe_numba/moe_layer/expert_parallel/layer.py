@@ -7,10 +7,8 @@ from torch import nn
 
 from moe_numba.expert_parallel import Buffer, Config, per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.expert_parallel.rings.checks import check_config
-from moe_numba.moe_layer.expert_parallel.sum_and_combine import SumAndCombine
 from moe_numba.moe_layer.module import Experts
 from moe_numba.moe_layer.weights import FP8_BLOCK, shape_of
-from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.validate import check_int, check_no_grad, check_tensor
 
 _MAX_LOW_LATENCY_TOKENS = 1 << 20
@@ -47,11 +45,6 @@ class ExpertParallelMoE(nn.Module):
         If not 0, the most tokens of a rank's call: dispatch and combine are then ``buffer.low_latency``, a launch each,
         for decoding. Any buffer has them; one with ``low_latency_mode`` needs no ``num_nvl_bytes``. A CUDA graph can
         capture the call after the first one. ``num_worst_tokens`` and ``config`` are not used.
-    overlap_combine : bool
-        Let combine send the first sums of the experts' rows while the last ones are computed. This saves a few percent
-        at most, with many tokens, and is slower with few: the README's table of expert-parallel layers has measured
-        times. Combine's SMs must be at most half of the GPU's. Not with ``low_latency_tokens``, nor with experts that
-        have ``reference`` stages.
     fp8_combine : bool
         With ``low_latency_tokens``: send the ranks' sums in FP8 with a scale per 128 elements, which halves the bytes
         of combine. An element of another rank's sum deviates by at most 1/16 of it, or by 2**-10 / 448 of the largest
@@ -80,7 +73,6 @@ class ExpertParallelMoE(nn.Module):
         shared_experts: nn.Module | None = None,
         fp8_dispatch: bool = False,
         low_latency_tokens: int = 0,
-        overlap_combine: bool = False,
         fp8_combine: bool = False,
     ):
         super().__init__()
@@ -88,8 +80,7 @@ class ExpertParallelMoE(nn.Module):
             raise TypeError(f"buffer is {type(buffer).__name__}; it must be a moe_numba.Buffer")
         if not isinstance(experts, Experts):
             raise TypeError(f"experts is {type(experts).__name__}; it must be a moe_numba.moe_layer.Experts")
-        flags = dict(fp8_dispatch=fp8_dispatch, overlap_combine=overlap_combine, fp8_combine=fp8_combine)
-        for name, value in flags.items():
+        for name, value in dict(fp8_dispatch=fp8_dispatch, fp8_combine=fp8_combine).items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name} is {value!r}; it must be True or False")
         if config is not None:
@@ -104,22 +95,8 @@ class ExpertParallelMoE(nn.Module):
         if fp8_combine and not low_latency_tokens:
             raise ValueError("fp8_combine is True and low_latency_tokens 0; only low-latency combine sends FP8")
         self.fp8_combine = fp8_combine
-        self._sum_and_combine = self._make_sum_and_combine() if overlap_combine else None
         self._plans: dict[Any, Any] = {}  # of low-latency exchanges
         self._stream: torch.cuda.Stream | None = None  # of the shared experts
-
-    def _make_sum_and_combine(self):
-        """Check that the weighted sum and combine can run at the same time."""
-        if self.low_latency_tokens or self.experts.reference - {"gate"}:
-            what = (
-                f"low_latency_tokens is {self.low_latency_tokens}, experts.reference {sorted(self.experts.reference)}"
-            )
-            raise ValueError(f"{what}; with overlap_combine they must be 0 and empty")
-        config, device = self.config or Buffer.get_combine_config(self.buffer.group_size), self.buffer.transport.device
-        if 2 * config.num_sms > gpu_of(device).sm_count:
-            most = f"half of the GPU's {gpu_of(device).sm_count}"
-            raise ValueError(f"config has {config.num_sms} SMs; with overlap_combine at most {most} are allowed")
-        return SumAndCombine(self.buffer, self.experts, config)
 
     @property
     def num_experts(self) -> int:
@@ -208,9 +185,6 @@ class ExpertParallelMoE(nn.Module):
             config=self.config,
         )
         # Padding rows have the ids -1, so no expert reads what they contain.
-        if self._sum_and_combine is not None:
-            self._wait_for_shared_experts(x, shared)
-            return self._sum_and_combine(*self._as_experts_read(received), weights, ids, handle, shared)
         rows = self.compute(received, weights, ids)
         self._wait_for_shared_experts(x, shared)
         return self.buffer.combine(rows, handle, bias=shared, config=self.config)[0]
@@ -242,14 +216,10 @@ class ExpertParallelMoE(nn.Module):
         tensor [rows, hidden], bfloat16
             Weighted sums of the local experts.
         """
-        x, x_scale = self._as_experts_read(received)
+        x, x_scale = received if self.fp8_dispatch else (received, None)
+        if self.fp8_dispatch and self.experts.format != FP8_BLOCK:
+            x, x_scale = per_token_cast_back(x, x_scale), None
         return self.experts(x, weights, ids, x_scale=x_scale)
-
-    def _as_experts_read(self, received):
-        """Return received rows and their scales, or None, in a format that the experts read."""
-        if not self.fp8_dispatch:
-            return received, None
-        return received if self.experts.format == FP8_BLOCK else (per_token_cast_back(*received), None)
 
     def _plan(self, topk_ids):
         """Return the low-latency exchange for these columns and dtype of ``topk_ids``; the first call makes it."""
@@ -271,6 +241,5 @@ class ExpertParallelMoE(nn.Module):
         """Describe the ranks."""
         ranks = f"rank={self.buffer.rank} of {self.buffer.group_size}"
         options = f"num_worst_tokens={self.num_worst_tokens}, fp8_dispatch={self.fp8_dispatch}"
-        options += ", overlap_combine=True" if self._sum_and_combine is not None else ""
         options += f", low_latency_tokens={self.low_latency_tokens}" + ", fp8_combine=True" * self.fp8_combine
         return f"{ranks}, num_experts={self.num_experts}, {options}"

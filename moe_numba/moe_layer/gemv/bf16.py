@@ -19,8 +19,8 @@ from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, ld_nc_na_s32x4, load_nc_u32x4
 from moe_numba.ptx.warp import FULL_MASK, uniform
 
-VECTOR = 8  # elements of 16 bytes
-MAX_TOPK = 32  # a lane holds the expert of an assignment
+VECTOR = 8  # elements in 16 bytes
+BF16_MAX_TOPK = 32  # a lane of a warp holds the expert of an assignment
 
 
 class DecodeShape(NamedTuple):
@@ -31,9 +31,9 @@ class DecodeShape(NamedTuple):
     intermediate: int
     topk: int
     bias: str  # dtype of the bias, "bf16" or "f32", or none
-    columns: int  # of the result that a warp computes
+    columns: int  # columns of the result that a warp computes
     max_loads: int = 4  # vectors of weights that a lane loads at once
-    warps: int = 4  # of a CTA
+    warps: int = 4  # warps of a CTA
 
 
 def _batch(steps, rows, max_loads):

@@ -1,8 +1,8 @@
 """Kernels of ``fused_experts`` for a few tokens, whose experts have a row each, in FP8 with block scales.
 
-As in ``kernel_decode.py`` warps multiply rows of the weights with a vector, but with ``mma.sync``, because CUDA cores
+As in ``bf16.py`` warps multiply rows of the weights with a vector, but with ``mma.sync``, because CUDA cores
 would take about as long to convert and multiply FP8 as the weights take to load. A warp multiplies 16 rows, 64 bytes of
-each at a time: two ``m16n8k32``, whose eight columns all are the same vector. Which of the 64 columns is which k of an
+each at a time: two ``m16n8k32``, whose eight columns are all the same vector. Which of the 64 columns is which k of an
 instruction does not matter, if it is the same for weights and vector. So a lane loads 16 adjacent bytes of two rows:
 its registers of A for both instructions.
 
@@ -32,10 +32,11 @@ from moe_numba.ptx.warp import FULL_MASK, uniform
 from moe_numba.quantise.fp8_cast_kernels import AMAX_MIN_BITS, FP8_MAX, GROUP
 
 CHUNK = 64  # bytes of a row that a warp multiplies at a time
-ROWS = 16  # that a warp multiplies
-MAX_TOPK = 16  # a warp of the second kernel for each
-MAX_SHARED_BYTES = 40960  # of the second kernel's vectors
-_LANES = GROUP // 16  # that quantise a group together, 16 elements each
+MMA_ROWS = 16  # rows of weight that a warp multiplies: those of mma.sync
+FP8_WARP_ACTIVATIONS = MMA_ROWS // 2  # a warp of the first kernel multiplies 8 rows of gate and 8 of up
+FP8_MAX_TOPK = 16  # the second kernel has a warp for each expert of a token
+FP8_MAX_ACTIVATION_BYTES = 40960  # quantised activations of a token, in the second kernel's shared memory
+_LANES = GROUP // 16  # lanes that quantise a group together, 16 elements each
 
 
 class DecodeFp8Shape(NamedTuple):
@@ -46,7 +47,7 @@ class DecodeFp8Shape(NamedTuple):
     intermediate: int
     topk: int
     batch: int = 4  # chunks that a lane loads at once, of two rows
-    warps: int = 8  # of a CTA of the first kernel
+    warps: int = 8  # warps of a CTA of the first kernel
 
 
 @cache
@@ -182,10 +183,10 @@ def make_decode_fp8_down_kernel(shape: DecodeFp8Shape, has_shared):
     of the warps are weighted and added in the order of the experts in float32, and rounded once.
     """
     num_experts, hidden, intermediate, topk, batch, _ = shape
-    chunks, ctas_per_token, groups = intermediate // CHUNK, hidden // ROWS, intermediate // GROUP
+    chunks, ctas_per_token, groups = intermediate // CHUNK, hidden // MMA_ROWS, intermediate // GROUP
     scales_per_row, row_blocks, vectors = intermediate // GROUP, -(-hidden // GROUP), intermediate // 16
     words_of_expert, num_words, rounds = intermediate // 4, 8 * batch, -(-intermediate // 512)
-    words_of_all, scales_of_all, sums_of_all = topk * words_of_expert, topk * groups, topk * ROWS
+    words_of_all, scales_of_all, sums_of_all = topk * words_of_expert, topk * groups, topk * MMA_ROWS
     is_whole, multiply, quantise = chunks % batch == 0, make_multiply_chunk(), make_quantise(_LANES)
 
     @cuda.jit(device=True)
@@ -223,7 +224,7 @@ def make_decode_fp8_down_kernel(shape: DecodeFp8Shape, has_shared):
         sums = cuda.shared.array(sums_of_all, float32)
         lane, warp = int32(cuda.threadIdx.x & 31), uniform(int32(cuda.threadIdx.x >> 5))
         token = int32(uint32(cuda.blockIdx.x) // uint32(ctas_per_token))
-        column = int32(cuda.blockIdx.x - token * ctas_per_token) * ROWS
+        column = int32(cuda.blockIdx.x - token * ctas_per_token) * MMA_ROWS
         given = topk_ids[int64(token) * token_stride + int64(warp) * column_stride]
         has_expert = given >= 0 and given < num_experts
         expert = int32(given) if has_expert else int32(0)
@@ -252,13 +253,13 @@ def make_decode_fp8_down_kernel(shape: DecodeFp8Shape, has_shared):
                     load_weights(w2, w2_scale, weights, weight_scales, start + batch, words, scales)
         if (lane & 3) == 0:
             weight = topk_weights[int64(token) * topk + warp]
-            sums[warp * ROWS + (lane >> 2)] = weight * low if has_expert else float32(0)
-            sums[warp * ROWS + 8 + (lane >> 2)] = weight * high if has_expert else float32(0)
+            sums[warp * MMA_ROWS + (lane >> 2)] = weight * low if has_expert else float32(0)
+            sums[warp * MMA_ROWS + 8 + (lane >> 2)] = weight * high if has_expert else float32(0)
         cuda.syncthreads()
-        if cuda.threadIdx.x < ROWS:
+        if cuda.threadIdx.x < MMA_ROWS:
             total, index = float32(0), int64(token) * hidden + (column + cuda.threadIdx.x)
             for k in range(topk):
-                total = total + sums[k * ROWS + cuda.threadIdx.x]
+                total = total + sums[k * MMA_ROWS + cuda.threadIdx.x]
             if has_shared:
                 total = total + low_half(uint32(shared[index]))
             out[index] = bf16_bits(total)

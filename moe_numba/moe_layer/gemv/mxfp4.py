@@ -1,9 +1,9 @@
 """Kernels of ``fused_experts`` for a few tokens, whose experts have a row each, with MXFP4 weights.
 
-As in ``kernel_decode_fp8.py`` a warp multiplies 16 rows of the weights by a vector with ``mma.sync``, all eight columns
-of which are that vector. The weights are packed for wgmma (``weight_tiles.py``), in tiles of 64 rows by 64 elements of
-k. A warp reads a quarter of a tile, 16 rows: each lane loads 16 bytes of codes and a word of scales, and decodes them
-to its registers of A for four ``m16n8k16``. Warps with the same rows split k, and their sums are added in a fixed
+As in ``fp8_blocks.py`` a warp multiplies 16 rows of the weights by a vector with ``mma.sync``, whose eight columns are
+all that vector. The weights are packed for wgmma (``grouped_gemm/w4/packing.py``), in tiles of 64 rows by 64 elements
+of k. A warp reads a quarter of a tile, 16 rows: each lane loads 16 bytes of codes and a word of scales, and decodes
+them to its registers of A for four ``m16n8k16``. Warps with the same rows split k, and their sums are added in a fixed
 order.
 """
 
@@ -17,6 +17,7 @@ from moe_numba.grouped_gemm.w4.dequantize import decode_scaled_tile
 from moe_numba.grouped_gemm.w4.packing import RESULT_EXPONENT, TILE_BYTES
 from moe_numba.grouped_gemm.w4.weight_tiles import CODE_BYTES, TILE
 from moe_numba.moe_layer.gemv.bf16 import bf16_bits, make_load_bias
+from moe_numba.moe_layer.gemv.fp8_blocks import MMA_ROWS
 from moe_numba.moe_layer.silu_and_mul.kernel import low_half, make_activation
 from moe_numba.ptx.memory import (
     griddepcontrol_launch_dependents,
@@ -28,13 +29,12 @@ from moe_numba.ptx.memory import (
 from moe_numba.ptx.mma import make_mma
 from moe_numba.ptx.warp import uniform
 
-ROWS = 16  # that a warp multiplies
-QUARTERS = TILE // ROWS  # of a weight tile
-COLUMNS = TILE // 2  # of the activations that a tile of gate and up has
-MAX_TOPK = 16
+QUARTERS = TILE // MMA_ROWS  # quarters of a weight tile: a warp multiplies one
+TILE_ACTIVATIONS = TILE // 2  # activations of a weight tile of gate and up
+MXFP4_MAX_TOPK = 16
 MAX_SPLITS = 4  # warps that have the same rows
-MAX_WARPS = 32  # of a CTA of the second kernel
-MAX_SHARED_BYTES = 40960  # of a CTA's vectors
+MAX_WARPS = 32  # warps of a CTA of the second kernel
+MXFP4_MAX_VECTOR_BYTES = 40960  # vectors of a CTA, in bfloat16 in shared memory
 _TILE_WORDS, _CODE_WORDS = TILE_BYTES // 4, CODE_BYTES // 4
 _VECTOR_WORDS = TILE // 2  # words of a tile's elements of a vector, in bfloat16
 _MAX_BATCH = 8  # tiles whose codes a lane loads at once
@@ -145,8 +145,9 @@ def make_decode_mxfp4_gate_up_kernel(shape: DecodeMxfp4Shape, activation="silu",
     A CTA computes the 32 that a tile of 64 rows has: of 16 rows the first eight are of gate, the others of up.
     """
     num_experts, hidden, intermediate, topk, bias_dtype, splits = shape
-    row_tiles, k_tiles, part, threads = intermediate // COLUMNS, tiles_of(hidden), part_of(hidden, splits), 128 * splits
-    words_of_x, vectors, sums_of_all = _VECTOR_WORDS * k_tiles, 8 * k_tiles, 2 * COLUMNS * splits
+    row_tiles, k_tiles = intermediate // TILE_ACTIVATIONS, tiles_of(hidden)
+    part, threads = part_of(hidden, splits), 128 * splits
+    words_of_x, vectors, sums_of_all = _VECTOR_WORDS * k_tiles, 8 * k_tiles, 2 * TILE_ACTIVATIONS * splits
     activate, interleaved = make_activation(activation, alpha, limit), activation == "swigluoai"
     stage_vector, (load, multiply, num_words) = make_stage_vector(hidden), make_multiply_rows(hidden, splits)
     load_bias, has_bias = make_load_bias(bias_dtype), bool(bias_dtype)
@@ -173,15 +174,15 @@ def make_decode_mxfp4_gate_up_kernel(shape: DecodeMxfp4Shape, activation="silu",
             cuda.syncthreads()
             low, high = multiply(w13, place, lane, begin, end, words, x_words, 0)
             if (lane & 3) == 0:
-                sums[ROWS * warp + (lane >> 2)] = low
-                sums[ROWS * warp + 8 + (lane >> 2)] = high
+                sums[MMA_ROWS * warp + (lane >> 2)] = low
+                sums[MMA_ROWS * warp + 8 + (lane >> 2)] = high
             cuda.syncthreads()
-            if thread < COLUMNS:
+            if thread < TILE_ACTIVATIONS:
                 gate, up = float32(0), float32(0)
                 for split in range(splits):
-                    row = ROWS * (QUARTERS * split + (thread >> 3)) + (thread & 7)
+                    row = MMA_ROWS * (QUARTERS * split + (thread >> 3)) + (thread & 7)
                     gate, up = gate + sums[row], up + sums[row + 8]
-                column = int32(COLUMNS * row_tile + thread)
+                column = int32(TILE_ACTIVATIONS * row_tile + thread)
                 if has_bias:
                     first = int64(expert) * (2 * intermediate) + (2 * column if interleaved else column)
                     gate = gate + load_bias(bias, first)
@@ -199,10 +200,10 @@ def make_decode_mxfp4_down_kernel(shape: DecodeMxfp4Shape, has_shared):
     warps are added, weighted and added in the order of the experts in float32, and rounded once.
     """
     num_experts, hidden, intermediate, topk, bias_dtype, splits = shape
-    ctas_per_token, row_tiles, k_tiles = hidden // ROWS, tiles_of(hidden), tiles_of(intermediate)
+    ctas_per_token, row_tiles, k_tiles = hidden // MMA_ROWS, tiles_of(hidden), tiles_of(intermediate)
     warps, part = topk * splits, part_of(intermediate, splits)
     words_of_part = _VECTOR_WORDS * part
-    words_of_x, sums_of_all = warps * words_of_part, warps * ROWS
+    words_of_x, sums_of_all = warps * words_of_part, warps * MMA_ROWS
     stage_vector = make_stage_vector(intermediate)
     load, multiply, num_words = make_multiply_rows(intermediate, splits)
     load_bias, has_bias = make_load_bias(bias_dtype), bool(bias_dtype)
@@ -233,16 +234,16 @@ def make_decode_mxfp4_down_kernel(shape: DecodeMxfp4Shape, has_shared):
             cuda.syncwarp()
             low, high = multiply(w2, place, lane, begin, end, words, x_words, x_first)
         if (lane & 3) == 0:
-            sums[ROWS * warp + (lane >> 2)], sums[ROWS * warp + 8 + (lane >> 2)] = low, high
+            sums[MMA_ROWS * warp + (lane >> 2)], sums[MMA_ROWS * warp + 8 + (lane >> 2)] = low, high
         cuda.syncthreads()
-        if cuda.threadIdx.x < ROWS:
-            column, total = int32(ROWS * rows + cuda.threadIdx.x), float32(0)
+        if cuda.threadIdx.x < MMA_ROWS:
+            column, total = int32(MMA_ROWS * rows + cuda.threadIdx.x), float32(0)
             for k in range(topk):
                 chosen = topk_ids[int64(token) * token_stride + k * column_stride]
                 if chosen >= 0 and chosen < num_experts:
                     value = float32(0)
                     for part_of_k in range(splits):
-                        value = value + sums[ROWS * (k * splits + part_of_k) + cuda.threadIdx.x]
+                        value = value + sums[MMA_ROWS * (k * splits + part_of_k) + cuda.threadIdx.x]
                     if has_bias:
                         value = value + load_bias(bias, int64(chosen) * hidden + column)
                     total = cuda.fma(topk_weights[int64(token) * topk + k], value, total)

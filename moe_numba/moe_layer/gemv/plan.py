@@ -4,19 +4,29 @@ from functools import partial
 
 import torch
 
-from moe_numba.moe_layer.gemv import bf16 as kernel_decode
-from moe_numba.moe_layer.gemv import fp8_blocks as kernel_decode_fp8
-from moe_numba.moe_layer.gemv import mxfp4 as kernel_decode_mxfp4
-from moe_numba.moe_layer.gemv.bf16 import VECTOR, DecodeShape, make_decode_down_kernel, make_decode_gate_up_kernel
+from moe_numba.moe_layer.gemv.bf16 import (
+    BF16_MAX_TOPK,
+    VECTOR,
+    DecodeShape,
+    make_decode_down_kernel,
+    make_decode_gate_up_kernel,
+)
 from moe_numba.moe_layer.gemv.fp8_blocks import (
-    ROWS,
+    FP8_MAX_ACTIVATION_BYTES,
+    FP8_MAX_TOPK,
+    FP8_WARP_ACTIVATIONS,
+    MMA_ROWS,
     DecodeFp8Shape,
     make_decode_fp8_down_kernel,
     make_decode_fp8_gate_up_kernel,
 )
 from moe_numba.moe_layer.gemv.mxfp4 import (
-    COLUMNS,
+    MAX_SPLITS,
+    MAX_WARPS,
+    MXFP4_MAX_TOPK,
+    MXFP4_MAX_VECTOR_BYTES,
     QUARTERS,
+    TILE_ACTIVATIONS,
     DecodeMxfp4Shape,
     launch_bounds_of,
     make_decode_mxfp4_down_kernel,
@@ -49,7 +59,6 @@ MIN_FP8_WARPS = 1024  # of the first kernel for FP8: with fewer, a grouped GEMM 
 MXFP4_WARPS = 2048
 _BIAS_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _BIAS_TYPES = {"": "uint16*", "bf16": "uint16*", "f32": "float32*"}
-_FP8_COLUMNS = 8  # that a warp of the first kernel for FP8 computes
 _plans: dict = {}
 
 
@@ -66,22 +75,22 @@ def uses_decode_kernels(shape, tokens, topk, w13, w2):
 
 
 def _fits_bf16(shape, tokens, topk):
-    return topk <= kernel_decode.MAX_TOPK
+    return topk <= BF16_MAX_TOPK
 
 
 def _fits_fp8(shape, tokens, topk):
     """Return whether the kernels for FP8 have the sizes; activations are kept in the memory for rows, in float32."""
-    if topk > kernel_decode_fp8.MAX_TOPK or topk * shape.intermediate > kernel_decode_fp8.MAX_SHARED_BYTES:
+    if topk > FP8_MAX_TOPK or topk * shape.intermediate > FP8_MAX_ACTIVATION_BYTES:
         return False
     if shape.hidden < 2 * shape.intermediate or gpu_of(shape.device).capability < (8, 9):  # mma.sync with e4m3
         return False
-    return tokens * topk * shape.intermediate // _FP8_COLUMNS >= MIN_FP8_WARPS
+    return tokens * topk * shape.intermediate // FP8_WARP_ACTIVATIONS >= MIN_FP8_WARPS
 
 
 def _fits_mxfp4(shape, tokens, topk):
     """Return whether the kernels for MXFP4 have the sizes."""
-    tiles = max(tiles_of(shape.hidden), topk * (tiles_of(shape.intermediate) + kernel_decode_mxfp4.MAX_SPLITS))
-    return topk <= kernel_decode_mxfp4.MAX_TOPK and 128 * tiles <= kernel_decode_mxfp4.MAX_SHARED_BYTES
+    tiles = max(tiles_of(shape.hidden), topk * (tiles_of(shape.intermediate) + MAX_SPLITS))
+    return topk <= MXFP4_MAX_TOPK and 128 * tiles <= MXFP4_MAX_VECTOR_BYTES
 
 
 _FITS = {BF16: _fits_bf16, FP8_BLOCK: _fits_fp8, MXFP4: _fits_mxfp4}
@@ -173,11 +182,11 @@ def _make_fp8_plan(which, t, *_):
     shape, ids = DecodeFp8Shape(num_experts, hidden, intermediate, topk), ID_TYPES[t.topk_ids.dtype]
     if which == "gate_up":
         kernel, threads = make_decode_fp8_gate_up_kernel(shape), 32 * shape.warps
-        ctas = tokens * topk * intermediate // (_FP8_COLUMNS * shape.warps)
+        ctas = tokens * topk * intermediate // (FP8_WARP_ACTIVATIONS * shape.warps)
         signature = "uint16*", "uint8*", "float32*", ids, "float32*", "int64", "int64"
     else:
         kernel, threads = make_decode_fp8_down_kernel(shape, t.shared is not None), 32 * topk
-        ctas = tokens * hidden // ROWS
+        ctas = tokens * hidden // MMA_ROWS
         signature = "float32*", "uint8*", "float32*", ids, "float32*", "uint16*", "uint16*", "int64", "int64"
     start = launcher(kernel, signature, t.x.device.index or 0, launch_bounds=threads, dependent=True)
     return start, ctas, threads, tuple(t.topk_ids.stride())
@@ -191,18 +200,18 @@ def _splits(warps, k, most):
 
 def _make_mxfp4_plan(which, t, activation, bias):
     num_experts, row_tiles, _, _ = t.w13.shape
-    (tokens, topk), hidden, intermediate = t.topk_ids.shape, t.x.shape[1], row_tiles * COLUMNS
+    (tokens, topk), hidden, intermediate = t.topk_ids.shape, t.x.shape[1], row_tiles * TILE_ACTIVATIONS
     bias_dtype = "" if bias is None else _BIAS_NAMES[bias.dtype]
     sizes = num_experts, hidden, intermediate, topk, bias_dtype
     pointers = "uint16*", "int32*", _BIAS_TYPES[bias_dtype], ID_TYPES[t.topk_ids.dtype]
     if which == "gate_up":
         ctas = tokens * topk * row_tiles
-        splits = _splits(QUARTERS * ctas, hidden, kernel_decode_mxfp4.MAX_SPLITS)
+        splits = _splits(QUARTERS * ctas, hidden, MAX_SPLITS)
         kernel = make_decode_mxfp4_gate_up_kernel(DecodeMxfp4Shape(*sizes, splits), *activation)
         threads, signature = 32 * QUARTERS * splits, (*pointers, "uint16*", "int64", "int64")
     else:
-        ctas = tokens * hidden // kernel_decode_mxfp4.ROWS
-        most = min(kernel_decode_mxfp4.MAX_SPLITS, kernel_decode_mxfp4.MAX_WARPS // topk)
+        ctas = tokens * hidden // MMA_ROWS
+        most = min(MAX_SPLITS, MAX_WARPS // topk)
         splits = _splits(topk * ctas, intermediate, most)
         kernel = make_decode_mxfp4_down_kernel(DecodeMxfp4Shape(*sizes, splits), t.shared is not None)
         threads, signature = 32 * topk * splits, (*pointers, "float32*", "uint16*", "uint16*", "int64", "int64")

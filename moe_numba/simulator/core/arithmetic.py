@@ -8,7 +8,6 @@ from fractions import Fraction
 
 import numpy as np
 
-_NUMBERS = {bool, int, np.bool_, np.int32, np.uint32, np.int64, np.uint64}
 _FLOAT32 = np.dtype(np.float32)
 _MOST_KEPT = 1 << 15  # integers of each type that are made only once
 

@@ -36,31 +36,6 @@ def bf16_bits(value):
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
-def _round_to_odd(values, errors):
-    """Return the neighbours of inexact values whose last bit is 1: a sticky bit, so that rounding again is right.
-
-    ``errors`` are the exact numbers minus ``values``.
-    """
-    is_even = values.view(np.uint64 if values.dtype == np.float64 else np.uint32) & 1 == 0
-    towards = np.nextafter(values, np.copysign(np.inf, errors).astype(values.dtype))
-    return np.where((errors != 0) & np.isfinite(values) & is_even, towards, values)
-
-
-def fma_bf16(a, b, c):
-    """Return the bits of ``a * b + c``, rounded once to the nearest bf16; three arrays of float32 that are bf16."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        product = a.astype(np.float64) * b.astype(np.float64)  # exact
-        c = c.astype(np.float64)
-        total = product + c
-        part = total - product
-        total = _round_to_odd(total, (product - (total - part)) + (c - part))
-        single = total.astype(np.float32)
-        single = _round_to_odd(single, np.where(np.isfinite(single), total - single.astype(np.float64), 0.0))
-    bits = single.view(np.uint32)
-    rounded = (bits + (np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1)))) >> np.uint32(16)
-    return np.where(single == single, rounded, np.uint32(0x7FFF)).astype(np.uint32)
-
-
 def decode(data, dtype):
     """Decode the bytes along an array's last axis as `e4m3`, `f16` or `bf16` numbers, in float64."""
     if dtype == "e4m3":

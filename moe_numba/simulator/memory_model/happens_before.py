@@ -29,7 +29,6 @@ from moe_numba.simulator.memory_model import race_report
 from moe_numba.simulator.memory_model.shadow_memory import ShadowMemory
 from moe_numba.simulator.memory_model.vector_clock import NOBODY, Merger, VectorClock, initial, join
 
-SCOPES = ("cta", "cluster", "gpu", "sys")  # each includes the one before
 _ORDERING = ("syncthreads", "barrier ", "syncwarp", "grid sync")  # rendezvous that order memory
 
 

@@ -7,7 +7,6 @@ import numpy as np
 from moe_numba.simulator.asynchronous import fragments, matrix
 from moe_numba.simulator.asynchronous.wgmma import PendingAccumulators
 from moe_numba.simulator.core.arithmetic import fma as scalar_fma
-from moe_numba.simulator.core.floats import fma_bf16
 from moe_numba.simulator.core.warp import FULL_MASK
 from moe_numba.simulator.vector import access, collectives, state
 from moe_numba.simulator.vector.errors import Unsupported
@@ -187,14 +186,6 @@ def mul_bf16x2(mask, a, b):
     return bf16x2(mask, high, low)
 
 
-def fma_bf16x2(mask, a, b, c):
-    """fma.rn.bf16x2."""
-    operands = [register(r) for r in (a, b, c)]
-    low = fma_bf16(*((r << np.uint32(16)).view(np.float32) for r in operands))
-    high = fma_bf16(*((r & np.uint32(0xFFFF0000)).view(np.float32) for r in operands))
-    return high << np.uint32(16) | low
-
-
 def _bf16_in_high_half(value):
     value = column(value)
     bits = value.view(np.uint32)
@@ -257,7 +248,6 @@ NAMES = {
     ("conversions", "cvt_rn_bf16x2_f32"): bf16x2,
     ("arithmetic", "add_rn_bf16x2"): add_bf16x2,
     ("arithmetic", "mul_rn_bf16x2"): mul_bf16x2,
-    ("arithmetic", "fma_rn_bf16x2"): fma_bf16x2,
 }
 FACTORIES = {
     ("matrix", "load_shared"): load_shared,

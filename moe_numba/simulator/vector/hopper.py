@@ -1,6 +1,6 @@
 """Blocking and asynchronous instructions of gangs that are warps: mbarriers, copies, wgmma, named and cluster barriers.
 
-Copies and mbarriers are those of `asynchronous`: most instructions are executed lane by lane, in the simulator's own code.
+Copies and mbarriers are those of `asynchronous`: most instructions are executed lane by lane, by the simulator's code.
 """
 
 import sys

@@ -29,9 +29,9 @@ MUTANTS = [
         SHORT_RINGS,
         (
             DISPATCH,
-            "head = uint32(ld_acquire_sys_s32(ctx.local, head_offset + channel * ranks + peer))\n"
-            "                        pipeline.fence_acquired()\n",
-            "head = uint32(ld_acquire_sys_s32(ctx.local, head_offset + channel * ranks + peer))\n",
+            "head = uint32(ld_acquire_sys_s32(local, head_offset + channel * ranks + peer))\n"
+            "                                pipeline.fence_acquired()\n",
+            "head = uint32(ld_acquire_sys_s32(local, head_offset + channel * ranks + peer))\n",
         ),
     ),
     mutant(
@@ -40,8 +40,8 @@ MUTANTS = [
         SHORT_RINGS,
         (
             DISPATCH,
-            "                if mask != uint32(0):\n                    pipeline.fence_acquired()\n",
-            "                if mask != uint32(0):\n",
+            "if mask != uint32(0):\n                            pipeline.fence_acquired()\n",
+            "if mask != uint32(0):\n",
         ),
     ),
     mutant(
@@ -60,8 +60,8 @@ MUTANTS = [
         EXCHANGE,
         (
             COMBINE,
-            "tensors.topk_weights[from_row * topk + i]\n                        pipeline.fence_staging()\n",
-            "tensors.topk_weights[from_row * topk + i]\n",
+            "topk_weights[from_row * topk + i]\n                                pipeline.fence_staging()\n",
+            "topk_weights[from_row * topk + i]\n",
         ),
     ),
     mutant(
@@ -70,8 +70,8 @@ MUTANTS = [
         EXCHANGE,
         (
             COMBINE,
-            "                pipeline.fence_staging()\n                cuda.syncwarp()  # all lanes",
-            "                cuda.syncwarp()  # all lanes",
+            "                        pipeline.fence_staging()\n                        cuda.syncwarp()  # all lanes",
+            "                        cuda.syncwarp()  # all lanes",
         ),
     ),
     mutant(
@@ -98,25 +98,22 @@ MUTANTS = [
         EXCHANGE,
         (
             PIPELINE,
-            "        wait_read()  # the lane that stored the previous row has read it\n        cuda.syncwarp()\n",
-            "        wait_read()  # the lane that stored the previous row has read it\n",
+            "    wait_read()  # the lane that stored the previous row has read it\n    cuda.syncwarp()\n",
+            "    wait_read()  # the lane that stored the previous row has read it\n",
         ),
     ),
     mutant(
         "E14",
         "a ring takes one row more than it has slots",
         LONG_ROWS,
-        (PIPELINE, "            capacity = uint32(slots)\n", "            capacity = uint32(slots + 1)\n"),
+        (PIPELINE, "        capacity = uint32(slots)\n", "        capacity = uint32(slots + 1)\n"),
     ),
     mutant(
         "E15",
         "only the sender counts one slot more",
         LONG_ROWS,
-        (
-            PIPELINE,
-            "slot_offset = int64(position % uint32(slots)) * slot_stride",
-            "slot_offset = int64(position % uint32(slots + 1)) * slot_stride",
-        ),
+        (DISPATCH, "uint32(tail - base) % uint32(slots)", "uint32(tail - base) % uint32(slots + 1)"),
+        (COMBINE, "uint32(tail - base) % uint32(slots)", "uint32(tail - base) % uint32(slots + 1)"),
     ),
     mutant(
         "E16",
@@ -130,8 +127,8 @@ MUTANTS = [
         EXCHANGE,
         (
             PIPELINE,
-            "mbarrier_arrive_expect_tx(smem_u64, barrier_offset + warp, size_bytes)",
-            "mbarrier_arrive_expect_tx(smem_u64, barrier_offset + warp, size_bytes - 16)",
+            "mbarrier_arrive_expect_tx(smem_u64, barrier, size_bytes)",
+            "mbarrier_arrive_expect_tx(smem_u64, barrier, size_bytes - 16)",
         ),
     ),
     mutant(
@@ -185,21 +182,13 @@ MUTANTS = [
         "E30",
         "cp.async.bulk.wait_group.read removed before shared memory is reused (combine)",
         EXCHANGE,
-        (
-            COMBINE,
-            "                    pipeline.wait_read()  # the store of the previous sum",
-            "                    pass  # the store of the previous sum",
-        ),
+        (COMBINE, "pipeline.wait_read()  # the store of the previous sum", "pass  # the store of the previous sum"),
     ),
     mutant(
         "E31",
         "__syncwarp() removed after one lane's acquire",
         EXCHANGE,
-        (
-            COMBINE,
-            "                cuda.syncwarp()  # makes the rows that one lane has acquired visible to all lanes\n",
-            "",
-        ),
+        (COMBINE, "cuda.syncwarp()  # makes the rows", "pass  # makes the rows"),
     ),
     mutant(
         "E32",
@@ -213,8 +202,8 @@ MUTANTS = [
         SHORT_RINGS,
         (
             DISPATCH,
-            "head = uint32(ld_acquire_sys_s32(ctx.local, head_offset",
-            "head = uint32(ld_volatile_s32(ctx.local, head_offset",
+            "head = uint32(ld_acquire_sys_s32(local, head_offset",
+            "head = uint32(ld_volatile_s32(local, head_offset",
         ),
     ),
     mutant(
@@ -223,8 +212,8 @@ MUTANTS = [
         SHORT_RINGS,
         (
             COMBINE,
-            "head = uint32(ld_acquire_sys_s32(ctx.local, head_offset",
-            "head = uint32(ld_volatile_s32(ctx.local, head_offset",
+            "head = uint32(ld_acquire_sys_s32(local, head_offset",
+            "head = uint32(ld_volatile_s32(local, head_offset",
         ),
     ),
     mutant(

@@ -3,7 +3,7 @@
 from .mutant import mutant
 
 KERNEL, EPILOGUE = "moe_numba/grouped_gemm/wgmma/kernel.py", "moe_numba/grouped_gemm/wgmma/epilogue.py"
-PRODUCER = "moe_numba/grouped_gemm/wgmma/producer.py"
+STORE_TILE = "moe_numba/grouped_gemm/common/store_tile.py"
 GATHER, SCHEDULER = "moe_numba/grouped_gemm/common/gather.py", "moe_numba/grouped_gemm/common/scheduler.py"
 TESTS = "tests/grouped_gemm/test_grouped_gemm_kernel.py"
 SIZES = TESTS, "-k", "test_group_sizes and empty"
@@ -20,42 +20,24 @@ MUTANTS = [
         "M01",
         "empty barrier expects one arrival too few",
         FULL_TILES,
-        (KERNEL, "CONSUMER_WARPS * cluster_size)", "CONSUMER_WARPS * cluster_size - 1)"),
+        (KERNEL, "CONSUMER_WARPS * cluster)", "CONSUMER_WARPS * cluster - 1)"),
     ),
     mutant(
         "M04",
         "full barrier expects one arrival of two",
         SIZES,
-        (
-            KERNEL,
-            "config.scale_in_tile, 2 if uses_aux else 1, config",
-            "config.scale_in_tile, 1 if uses_aux else 1, config",
-        ),
+        (KERNEL, "full + i, 2 if has_aux else 1)", "full + i, 1)"),
     ),
-    mutant(
-        "M05",
-        "wgmma.wait_group removed",
-        SIZES,
-        (
-            KERNEL,
-            "            product = wait(wgmma(a, b))\n"
-            "            if release:\n"
-            "                release_stage(smem.barriers, empty + stage)\n"
-            "            return fma(acc, product, float32(1))",
-            "            product = wgmma(a, b)\n"
-            "            if release:\n"
-            "                release_stage(smem.barriers, empty + stage)\n"
-            "            return fma(acc, product, float32(1))",
-        ),
-    ),
+    mutant("M05", "wgmma.wait_group removed", SIZES, (KERNEL, "                product = wait(product)\n", "")),
     mutant(
         "M06",
         "__syncwarp() removed before a stage is released",
         SIZES,
         (
             KERNEL,
-            "            product = wait(product)\n            cuda.syncwarp()\n",
-            "            product = wait(product)\n",
+            "                if by_block:  # all lanes have read their scales, which are part of the stage\n"
+            "                    cuda.syncwarp()\n",
+            "",
         ),
     ),
     mutant(
@@ -63,9 +45,9 @@ MUTANTS = [
         "__syncwarp() removed before one lane arrives for its warp",
         GATHERED,
         (
-            PRODUCER,
-            "                    cuda.syncwarp()\n                    if lane == 0:\n                        mbarrier",
-            "                    if lane == 0:\n                        mbarrier",
+            KERNEL,
+            "                            cuda.syncwarp()\n                            if lane == 0:\n",
+            "                            if lane == 0:\n",
         ),
     ),
     mutant(
@@ -73,10 +55,10 @@ MUTANTS = [
         "stage overwritten before it is empty (scales)",
         SIZES,
         (
-            PRODUCER,
-            "                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n"
-            "                    if gather:",
-            "                    if gather:",
+            KERNEL,
+            "                            mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n"
+            "                            if gather:",
+            "                            if gather:",
         ),
     ),
     mutant(
@@ -111,7 +93,7 @@ MUTANTS = [
         SIZES,
         (
             KERNEL,
-            "        if cluster_size == 2:  # the other CTA may still multicast into this one's shared memory\n"
+            "        if cluster == 2:  # the other CTA may still multicast into this one's shared memory\n"
             "            cuda.syncwarp()\n"
             "            barrier_cluster_arrive()\n"
             "            barrier_cluster_wait()\n",
@@ -125,7 +107,7 @@ MUTANTS = [
         SIZES,
         (
             KERNEL,
-            "        if cluster_size == 2:\n"
+            "        if cluster == 2:  # the other CTA arrives at these barriers, too\n"
             "            cuda.syncwarp()\n"
             "            barrier_cluster_arrive()\n"
             "            barrier_cluster_wait()\n"
@@ -138,12 +120,12 @@ MUTANTS = [
         "32-bit product in the output's address",
         FAR,
         (
-            EPILOGUE,
+            STORE_TILE,
             "(int64(tile.row) + t) * pitch + ((column >> 1) + vector * 4)",
             "int32(int32(tile.row + t) * pitch + ((column >> 1) + vector * 4))",
         ),
         (
-            EPILOGUE,
+            STORE_TILE,
             "subtile_pitch = int64(tile.subtile_rows) * pitch",
             "subtile_pitch = int32(tile.subtile_rows * pitch)",
         ),
@@ -163,9 +145,9 @@ MUTANTS = [
         "stage overwritten before it is empty (tile info)",
         ONE_GROUP,
         (
-            PRODUCER,
-            "                mbarrier_wait_parity(barriers, empty + stage, phase)\n                publish_tile",
-            "                publish_tile",
+            KERNEL,
+            "mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n                        publish_tile",
+            "publish_tile",
         ),
     ),
     mutant("M22", "cp.async.commit_group removed", GATHERED, (GATHER, "        cp_async_commit_group()\n", "")),
@@ -183,7 +165,7 @@ MUTANTS = [
         "M26",
         "offset in a matrix descriptor is wrong",
         SILU,
-        (KERNEL, "uint64(BLOCK_N * BLOCK_K_BYTES >> 4)", "uint64(BLOCK_N * BLOCK_K_BYTES >> 5)"),
+        (KERNEL, "uint64(WEIGHT_TILE_BYTES >> 4)", "uint64(WEIGHT_TILE_BYTES >> 5)"),
     ),
     mutant(
         "M27",
@@ -200,16 +182,16 @@ MUTANTS = [
         "flag before data: tile info stored after the barrier's arrival",
         EDGES,
         (
-            PRODUCER,
-            "                publish_tile(smem, scales, info, stage)\n            is_single",
-            "            is_single",
+            KERNEL,
+            "                        publish_tile(smem, scales, tile, stage)\n                    is_single",
+            "                    is_single",
         ),
         (
-            PRODUCER,
-            "                    mbarrier_arrive_expect_tx(barriers, full + stage, num_bytes)\n",
-            "                    mbarrier_arrive_expect_tx(barriers, full + stage, num_bytes)\n"
-            "                    if k_block == 0:\n"
-            "                        publish_tile(smem, scales, info, stage)\n",
+            KERNEL,
+            "                            mbarrier_arrive_expect_tx(smem.barriers, barrier, num_bytes)\n",
+            "                            mbarrier_arrive_expect_tx(smem.barriers, barrier, num_bytes)\n"
+            "                            if k_block == 0:\n"
+            "                                publish_tile(smem, scales, tile, stage)\n",
         ),
     ),
     mutant(

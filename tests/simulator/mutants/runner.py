@@ -17,10 +17,34 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from . import align, dispatch_layout, expert_parallel, gate, grouped_gemm, low_latency
+from . import (
+    align,
+    block_scaled,
+    dispatch_layout,
+    expert_parallel,
+    gate,
+    gemv,
+    grouped_gemm,
+    k_grouped,
+    low_latency,
+    mma_sync,
+    w4,
+)
 from .mutant import REPOSITORY
 
-_TOPICS = gate, align, dispatch_layout, expert_parallel, grouped_gemm, low_latency
+_TOPICS = (
+    gate,
+    align,
+    dispatch_layout,
+    expert_parallel,
+    low_latency,
+    grouped_gemm,
+    block_scaled,
+    k_grouped,
+    mma_sync,
+    w4,
+    gemv,
+)
 MUTANTS = {m.name: m for topic in _TOPICS for m in topic.MUTANTS}
 TIMEOUT = 120  # seconds, for one run of a mutant's tests
 

@@ -2,9 +2,9 @@
 
 Usage, without a GPU::
 
-    python -m moe_numba.course.bench.records.fingerprint            write docs/results/fingerprints.json
-    python -m moe_numba.course.bench.records.fingerprint --check  name the kernels whose machine code differs from it
-    python -m moe_numba.course.bench.records.fingerprint --restamp  after a clean check, update the sources of the records
+    python -m moe_numba.course.bench.records.fingerprint write docs/results/fingerprints.json
+    python -m moe_numba.course.bench.records.fingerprint --check  name the kernels whose code differs
+    python -m moe_numba.course.bench.records.fingerprint --restamp  after a check, update the records
 
 A hash covers the disassembled instructions, the data sections and the launch options of a kernel. Symbol names and
 label numbers are normalised, so that renaming a function or moving it to another module changes no hash.

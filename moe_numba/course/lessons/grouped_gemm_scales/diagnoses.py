@@ -14,7 +14,9 @@ import torch
 from numba import cuda, int32, int64, uint32
 
 from moe_numba import simulator
+from moe_numba.course.lessons.grouped_gemm_scales import kernel as kernel_in_parts
 from moe_numba.course.lessons.grouped_gemm_scales import parts as block_scale_parts
+from moe_numba.course.lessons.grouped_gemm_scales.kernel import make_skip_stages
 from moe_numba.course.lessons.grouped_gemm_scales.parts import (
     OneBufferLayout,
     make_multiply_by_scales,
@@ -25,10 +27,7 @@ from moe_numba.course.lessons.grouped_gemm_scales.parts import (
 from moe_numba.course.lessons.grouped_gemm_scales.steps import SIGNATURE, TRACE_FIELDS
 from moe_numba.course.lessons.grouped_gemm_scales.tile_traces import Tile
 from moe_numba.course.steps.simulate import changed_source, define, source_of
-from moe_numba.grouped_gemm.block_scaled import kernel as kernel_block_scaled
-from moe_numba.grouped_gemm.block_scaled import producer as producer_block_scaled
 from moe_numba.grouped_gemm.block_scaled.config import BLOCK_M
-from moe_numba.grouped_gemm.block_scaled.kernel import make_skip_stages
 from moe_numba.grouped_gemm.common.constants import THREADS
 from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.runtime.sass import MachineCode, compile_apart
@@ -77,24 +76,24 @@ def make_multiply_exchanging_rows(config, layout):
 
 @cache
 def make_halves_in_new_registers(config, layout):
-    """As the package's ``make_multiply_halves``, with registers that the compiler chooses for each wgmma result."""
-    factory = kernel_block_scaled.make_multiply_halves
+    """As ``make_multiply_halves`` of ``kernel.py``, with registers that the compiler chooses for each wgmma result."""
+    factory = kernel_in_parts.make_multiply_halves
     source = changed_source(factory, ', "e4m3", overwrite=True)', ', "e4m3")')
     source = changed_source(source, "wgmma(product, x, weight)", "wgmma(x, weight)")
     source = changed_source(source, "wgmma(product, x, uint64", "wgmma(x, uint64")
     source = changed_source(source, "second, product, ready = zeros, zeros, zeros,", "second, ready = zeros, zeros,")
-    return _define(source, factory, kernel_block_scaled)(config, layout)
+    return _define(source, factory, kernel_in_parts)(config, layout)
 
 
 @cache
 def make_traced_consumer(config, layout):
-    """As the package's ``make_consumer``, but record when a tile is computed; see `block_scale_steps.StepLaunch`.
+    """As ``make_consumer`` of ``kernel.py``, but record when a tile is computed; see `block_scale_steps.StepLaunch`.
 
     With a :class:`OneBufferLayout` it stores as the steps with that layout do.
     """
-    factory = kernel_block_scaled.make_consumer
+    factory = kernel_in_parts.make_consumer
     if isinstance(layout, OneBufferLayout):
-        factory = _define(source_of(factory), factory, kernel_block_scaled, make_store=make_store_by_lanes)
+        factory = _define(source_of(factory), factory, kernel_in_parts, make_store=make_store_by_lanes)
     consumer, columns = factory(config, layout), config.columns
 
     @cuda.jit(device=True)
@@ -163,15 +162,18 @@ def make_tma_producer_without_loads(config, layout):
     source = changed_source(factory, expect, "mbarrier_arrive(barriers, full + stage)")
     load = "load_weight(smem, offset, map_weight, k, column, second, g, full + stage, weight_policy, shares)\n"
     source = changed_source(source, f"                {load}", "")
-    offsets = "layout.tile_info_offset, config.columns, "
-    source = changed_source(source, f"{offsets}config.gather", f"{offsets}True")  # no loads of x
-    return _define(source, factory, producer_block_scaled)(config, layout)
+    loads_of_x = (
+        source.index("                to = int32(offset + x_offset)"),
+        source.index("                stage, phase = adv"),
+    )
+    source = source[: loads_of_x[0]] + source[loads_of_x[1] :]
+    return _define(source, factory, kernel_in_parts)(config, layout)
 
 
 # Machine code
 
 
-_SOURCE = "from moe_numba.course import block_scale_diagnoses as diagnoses, block_scale_steps as steps\n"
+_SOURCE = "from moe_numba.course.lessons.grouped_gemm_scales import diagnoses, steps\n"
 
 
 def machine_code(variants: Mapping[str, tuple[str, str]]) -> dict[str, MachineCode]:

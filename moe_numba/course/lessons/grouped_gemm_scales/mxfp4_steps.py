@@ -1,7 +1,7 @@
 """Steps of the grouped GEMM with MXFP4 weights: layouts of the weights, parts that decode them, and launches.
 
-A step is the kernel of ``grouped_gemm/kernel_w4.py`` with other functions that load and decode a weight tile, 64
-rows of weight by 64 elements of k. Its registers of A are numbered as in ``packing_mxfp4.py``: register
+A step is the kernel of ``grouped_gemm/w4/kernel.py`` with other functions that load and decode a weight tile, 64
+rows of weight by 64 elements of k. Its registers of A are numbered as in ``w4/packing.py``: register
 ``4 s + 2 h + r`` of lane l in warp w has the columns ``16 s + 8 h + 2 (l % 4)`` and the next one of row
 ``16 w + l // 4 + 8 r``.
 """
@@ -18,8 +18,7 @@ from moe_numba.course.steps.instruction_mix import instruction_mix
 from moe_numba.course.steps.simulate import changed_module
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
 from moe_numba.grouped_gemm.common.constants import SharedMemory
-from moe_numba.grouped_gemm.w4 import kernel as kernel_w4
-from moe_numba.grouped_gemm.w4 import main_loop as mainloop_w4
+from moe_numba.grouped_gemm.w4 import kernel as w4_kernel
 from moe_numba.grouped_gemm.w4.config import W4Config, select_w4_config
 from moe_numba.grouped_gemm.w4.dequantize import decode_scaled_block as decode_block
 from moe_numba.grouped_gemm.w4.dequantize import decode_scaled_tile, make_load_tile
@@ -295,20 +294,18 @@ def launch_products(instruction: str, n: int, out: torch.Tensor, iterations: int
 def make_step_kernel(config: W4Config, **parts: Any) -> tuple[Any, int]:
     """Return the package's kernel with other functions of these names, and its shared memory in bytes."""
     if not parts:
-        return kernel_w4.make_kernel(config)
-    kernel, mainloop = changed_module(kernel_w4), changed_module(mainloop_w4)
-    kernel.make_main_loop = mainloop.make_main_loop
+        return w4_kernel.make_kernel(config)
+    module = changed_module(w4_kernel)
     for name, part in parts.items():
-        module = next((module for module in (mainloop, kernel) if hasattr(module, name)), None)
-        if module is None:
-            raise ValueError(f"{name!r} is not a name of {kernel_w4.__name__} or {mainloop_w4.__name__}")
+        if not hasattr(module, name):
+            raise ValueError(f"{name!r} is not a name of {w4_kernel.__name__}")
         setattr(module, name, part)
-    return kernel.make_kernel(config)
+    return module.make_kernel(config)
 
 
 _WGMMA: dict[str, Any] = {"MMA_SYNC_ROWS": 0}  # also with few rows
 # The package multiplies scales by a power of two, to stay within bfloat16's range, and undoes it in the epilogue.
-_BY_VALUE = _WGMMA | {"decode_scaled_tile": decode_tile_by_value, "MXFP4_RESULT_EXPONENT": 0}
+_BY_VALUE = _WGMMA | {"decode_scaled_tile": decode_tile_by_value, "RESULT_EXPONENT": 0}
 PARTS: dict[str, dict[str, Any]] = {
     "rows, by value": _BY_VALUE | {"make_load_tile": make_load_tile_by_bytes},
     "fragments, by value": _BY_VALUE,
@@ -372,6 +369,6 @@ class StepLaunch:
         pointers = map(address, (getattr(p, self.weight), p.out, p.seqlens, p.cu_seqlens))
         gather = address(p.x), lengths, len(p.x), 0, 2 * p.x.shape[1]  # unused, as the epilogue's pointers
         sizes = *self.sizes, *gather
-        unused = *[lengths] * 3, len(p.x), lengths, 0, lengths, 0, 0, 0  # of the epilogue, and of other formats
+        unused = *[lengths] * 3, len(p.x)  # of the epilogue
         self.start(self.grid, self.threads, None, self.x_map(p.x), *pointers, *sizes, *unused)
         return p.out

@@ -1,6 +1,6 @@
 """Parts of the steps of the block-scaled grouped GEMM that replace those of the package's kernel.
 
-They are factories with the names' signatures of ``grouped_gemm/kernel_block_scaled.py``; see ``block_scale_steps.py``.
+They are factories with the signatures of those in ``kernel.py``; see ``steps.py``.
 Where a step has no factors, their memory of a stage holds scales: those of x from [0], of weight from [BLOCK_M] on.
 """
 
@@ -10,19 +10,18 @@ from functools import cache, reduce
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
+from moe_numba.course.lessons.grouped_gemm_scales import kernel as kernel_in_parts
+from moe_numba.course.lessons.grouped_gemm_scales.kernel import make_release_stage
 from moe_numba.course.steps.simulate import changed_source, define, source_of
-from moe_numba.grouped_gemm.block_scaled import kernel as kernel_block_scaled
-from moe_numba.grouped_gemm.block_scaled import producer as producer_block_scaled
 from moe_numba.grouped_gemm.block_scaled.config import (
     BLOCK_M,
     BUFFER_BYTES,
+    BUFFER_COLUMNS,
     ROW_BYTES,
     BlockScaledConfig,
     BlockScaledLayout,
 )
-from moe_numba.grouped_gemm.block_scaled.epilogue import BUFFER_COLUMNS
-from moe_numba.grouped_gemm.block_scaled.kernel import make_release_stage
-from moe_numba.grouped_gemm.block_scaled.pairs import make_schedule
+from moe_numba.grouped_gemm.block_scaled.pairs import make_look_up_tile
 from moe_numba.grouped_gemm.common.constants import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, MAX_SHARED_BYTES
 from moe_numba.grouped_gemm.common.scheduler import make_tile_loop
 from moe_numba.ptx.accumulators import make_fma_blocks
@@ -97,7 +96,7 @@ _BY_FACTORS = (
 make_multiply_by_factors = _define(
     "make_multiply_by_factors",
     reduce(lambda source, pair: changed_source(source, *pair), _BY_FACTORS, source_of(make_multiply_by_scales)),
-    vars(kernel_block_scaled),
+    vars(kernel_in_parts),
 )
 
 
@@ -163,17 +162,17 @@ def three_aux_warps(config):
 
 @cache
 def make_scales_by_one(config, layout):
-    """Make ``aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_blocks)``.
+    """Make ``aux_producer(smem, aux_warp, lane, scales, strides, problem, tiles, k_blocks, n_blocks)``.
 
     Each of three warps copies the scales of every third stage, 4 bytes per row of x. It has neither gather nor masks.
     """
     empty, full, factor_offset, stage_factors = layout.empty, layout.full, layout.factor_offset, layout.stage_factors
     columns, width, weight_scales = config.columns, config.scaled_columns, config.weight_scales
-    advance, get_tile = make_advance(config.stages), make_schedule(config, layout)
+    advance, get_tile = make_advance(config.stages), make_look_up_tile(config, layout)
     (first_tile, next_tile), rows_per_lane = make_tile_loop(config.cluster_size), BLOCK_M // 32
 
     @cuda.jit(device=True)
-    def aux_producer(smem, aux_warp, lane, scales, strides, source, problem, tiles, k_blocks, n_blocks):
+    def aux_producer(smem, aux_warp, lane, scales, strides, problem, tiles, k_blocks, n_blocks):
         stage, phase, skip = int32(0), uint32(1), int32(aux_warp)  # skip: stages before this warp's next one
         x_scales, row_step = cuda.local.array(rows_per_lane, float32), int64(32) * k_blocks
         tile = first_tile()
@@ -247,26 +246,26 @@ def _without_look_ahead(factory, name, look_up, **names):
     source = changed_source(source, f"                if k_block == look_up_at:\n                    {look_up}", "")
     source = re.sub(r" +look_up_at = .*\n", "", source)
     source = changed_source(source, f"def {factory.__name__}(", f"def {name}(")
-    return _define(name, source, vars(producer_block_scaled), **names)
+    return _define(name, source, vars(kernel_in_parts), **names)
 
 
 _LOOK_UP_SHARED = "info, shares_weight = get_tile(smem, problem, tile)\n"
 make_tma_producer_without_look_ahead = _without_look_ahead(
-    producer_block_scaled.make_tma_producer, "make_tma_producer_without_look_ahead", _LOOK_UP_SHARED
+    kernel_in_parts.make_tma_producer, "make_tma_producer_without_look_ahead", _LOOK_UP_SHARED
 )
 make_tma_producer_of_one_cta = _without_look_ahead(
-    producer_block_scaled.make_tma_producer,
+    kernel_in_parts.make_tma_producer,
     "make_tma_producer_of_one_cta",
     _LOOK_UP_SHARED,
     make_load_weight=make_load_weight_of_one_cta,
 )
 _LOOK_UP = "info, _ = get_tile(smem, problem, tile)\n"
 make_factors_without_look_ahead = _without_look_ahead(
-    producer_block_scaled.make_factor_producer, "make_factors_without_look_ahead", _LOOK_UP
+    kernel_in_parts.make_factor_producer, "make_factors_without_look_ahead", _LOOK_UP
 )
 # Where the configuration allows it, the scales of four stages are one load of 16 bytes for each row of x.
 make_scales_by_four = _without_look_ahead(
-    producer_block_scaled.make_factor_producer, "make_scales_by_four", _LOOK_UP, make_write_factors=make_write_scales
+    kernel_in_parts.make_factor_producer, "make_scales_by_four", _LOOK_UP, make_write_factors=make_write_scales
 )
 
 
@@ -281,7 +280,7 @@ def _make_load_ones(packed, vector):
 
 # To explain the time of the one above: with ones instead of its loads.
 make_ones_by_four = _without_look_ahead(
-    producer_block_scaled.make_factor_producer,
+    kernel_in_parts.make_factor_producer,
     "make_ones_by_four",
     _LOOK_UP,
     make_write_factors=make_write_scales,

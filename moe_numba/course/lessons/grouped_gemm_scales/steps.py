@@ -1,7 +1,7 @@
-"""Steps of the block-scaled grouped GEMM: the package's kernel with some factories exchanged, and launches of it.
+"""Steps of the block-scaled grouped GEMM: the kernel of ``kernel.py`` with some factories exchanged, and launches.
 
-The first step exchanges the most factories (for those of ``block_scale_parts.py``), the last one none. See
-``block_scale_diagnoses.py`` for variants that are no steps.
+The first step exchanges the most factories (for those of ``parts.py``). The last one exchanges none: it is the
+package's kernel. See ``diagnoses.py`` for variants that are no steps.
 """
 
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from moe_numba.course.lessons.grouped_gemm_scales import kernel as kernel_in_parts
 from moe_numba.course.lessons.grouped_gemm_scales import parts as replacements
 from moe_numba.course.steps.simulate import changed_module
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
-from moe_numba.grouped_gemm.block_scaled import kernel as kernel_block_scaled
-from moe_numba.grouped_gemm.block_scaled.config import BLOCK_M, BOX_ROWS, BUFFER_ROWS, BlockScaledConfig
-from moe_numba.grouped_gemm.block_scaled.epilogue import BUFFER_COLUMNS
+from moe_numba.grouped_gemm.block_scaled import kernel as block_scaled_kernel
+from moe_numba.grouped_gemm.block_scaled.config import BLOCK_M, BOX_ROWS, BUFFER_COLUMNS, BUFFER_ROWS, BlockScaledConfig
 from moe_numba.grouped_gemm.common.constants import BLOCK_K_BYTES, THREADS
 from moe_numba.grouped_gemm.common.tma_launch import SIGNATURE as TMA_SIGNATURE
 from moe_numba.runtime.compile import TENSOR_MAP
@@ -96,13 +96,16 @@ def changed_fields(before: BlockScaledConfig, after: BlockScaledConfig) -> str:
 
 
 def make_step_kernel(config: BlockScaledConfig, **parts: Callable) -> tuple[Any, int]:
-    """Return the package's kernel with other factories of these names, and its shared memory in bytes."""
+    """Return the kernel with other factories of these names, and its shared memory in bytes.
+
+    Without any it is the package's kernel.
+    """
     if not parts:
-        return kernel_block_scaled.make_kernel(config)
-    module = changed_module(kernel_block_scaled)
+        return block_scaled_kernel.make_kernel(config)
+    module = changed_module(kernel_in_parts)
     for name, part in parts.items():
         if not hasattr(module, name):
-            raise ValueError(f"{name!r} is not the name of a factory of {kernel_block_scaled.__name__}")
+            raise ValueError(f"{name!r} is not the name of a factory of {kernel_in_parts.__name__}")
         setattr(module, name, part)
     return module.make_kernel(config)
 

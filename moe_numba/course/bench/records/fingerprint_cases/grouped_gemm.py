@@ -38,16 +38,6 @@ def grouped_gemm():
             **options,
         )
 
-    def call_w4(average, x_scale=None):
-        x, weight = torch.empty(64, k), torch.empty(groups, n // 64, k // 64, 2176, dtype=torch.uint8)
-        given = torch.empty(groups, dtype=torch.int32), torch.empty(groups + 1, dtype=torch.int32)
-        if x_scale is None:
-            scale = torch.empty(groups, n // 64, k // 64, 64, dtype=torch.bfloat16)
-            moe_numba.group_gemm_int4(x.bfloat16(), weight[..., :2048].contiguous(), *given, scale, average)
-        else:
-            options = dict(num_seq_per_group_avg=average, x_scale=x_scale)
-            moe_numba.group_gemm_mxfp4(x.to(torch.float8_e4m3fn), weight.unflatten(-1, (136, 16)), *given, **options)
-
     def call_mxfp4(average, rows, activated=False):
         x = torch.empty(2, 32, k) if rows == "masked" else torch.empty(64, k)
         lengths, starts = torch.empty(groups, dtype=torch.int32), torch.empty(groups + 1, dtype=torch.int32)
@@ -88,9 +78,6 @@ def grouped_gemm():
             yield f"mxfp4 {average} {rows}", lambda: call_mxfp4(average, rows)
             if rows in ("lengths", "gather"):
                 yield f"swigluoai mxfp4 {average} {rows}", lambda: call_mxfp4(average, rows, activated=True)
-        yield f"int4 {average}", lambda: call_w4(average)
-        for scaling, shape in (("tensor", (1,)), ("row", (64,)), ("block", (64, -(-k // 128)))):
-            yield f"mxfp4 fp8 {scaling} {average}", lambda: call_w4(average, torch.empty(shape))
     for rows in ("offsets", "masked"):
         yield f"silu block 1000 {rows}", lambda: call("block", 1000, rows, activated=True)
     # Outputs and epilogues. Where no options are named, rows are biased, weighted, scattered and added to.

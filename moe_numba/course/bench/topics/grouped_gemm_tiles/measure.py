@@ -22,7 +22,7 @@ from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.call.arguments import GemmShape
 from moe_numba.grouped_gemm.call.heuristics import select_w4, select_wgmma_config
 from moe_numba.grouped_gemm.call.plan import compile_config, group_gemm
-from moe_numba.grouped_gemm.w4 import launch as launch_w4
+from moe_numba.grouped_gemm.w4 import launch as w4_launch
 from moe_numba.grouped_gemm.w4.config import W4Config
 from moe_numba.grouped_gemm.w4.packing import TILE_BYTES, pack_mxfp4
 from moe_numba.grouped_gemm.w4.reference import dequantise_mxfp4
@@ -111,7 +111,7 @@ class Compilation:
 def compile_problem(config):
     """Compile a configuration; return None or what is wrong."""
     try:
-        (launch_w4.compile_w4_config if isinstance(config, W4Config) else compile_config)(config)
+        (w4_launch.compile_w4_config if isinstance(config, W4Config) else compile_config)(config)
     except Exception as error:  # another process prints it
         return f"{type(error).__name__}: {error}"
     return None
@@ -197,7 +197,7 @@ def calls_of(case, config):
     """Return a call for each set of weights."""
     problem, options = case.problem, dict(out=case.out, config=config)
     if problem.kind == "mxfp4":
-        return [lambda w=w: launch_w4.group_gemm("mxfp4", case.x, w, *case.sizes, **options) for w in case.weights]
+        return [lambda w=w: w4_launch.group_gemm(case.x, w, *case.sizes, **options) for w in case.weights]
     options |= dict(silu_and_mul=problem.silu_and_mul)
     return [
         lambda w=w: group_gemm(problem.scaling, case.x, w, *case.sizes, *case.scales, **options) for w in case.weights

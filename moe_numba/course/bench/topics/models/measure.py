@@ -10,9 +10,8 @@ import transformers
 
 from moe_numba.course.bench import Stats, kernel_times, records
 from moe_numba.course.bench.compile_layers import call_gate, compile_layers
-from moe_numba.course.bench.kv_context import context_cache
 from moe_numba.course.bench.timing import no_garbage_collection, shuffled_rounds
-from moe_numba.course.bench.topics.models.rows import CONTEXT, DEFAULT, OURS, PACKED, WITH_ROUTERS
+from moe_numba.course.bench.topics.models.rows import DEFAULT, OURS, PACKED, WITH_ROUTERS
 from moe_numba.course.bench.topics.moe_layer.measure import Layer
 from moe_numba.integrations.transformers import fuse_routers, pack_mxfp4_weights, register, unfuse_routers
 from moe_numba.integrations.transformers_layout import arguments_of
@@ -106,15 +105,11 @@ def measure_model(about, token_counts, device):
         check_experts(model, name)
     for tokens in token_counts:
         yield measure_if_it_fits(about, model, tokens, STEPS)
-    for tokens in (tokens for tokens in token_counts if tokens < PROMPT_TOKENS):
-        yield measure_if_it_fits(about, model, tokens, (DEFAULT, OURS, WITH_ROUTERS), CONTEXT)
     if about.architecture == "GptOss":
         pack_mxfp4_weights(model, allow_rounding=True)
         check_experts(model, PACKED)
         for tokens in token_counts:
             yield measure_if_it_fits(about, model, tokens, (PACKED,))
-            if tokens < PROMPT_TOKENS:
-                yield measure_if_it_fits(about, model, tokens, (PACKED,), CONTEXT)
 
 
 def layers_of(about, token_counts):
@@ -194,34 +189,27 @@ def check_experts(model, name, change=lambda ids: ids):
     assert error < BOUND, f"{name}: the experts have relative error {error:.1e}; {BOUND:.0e} is allowed"
 
 
-def measure_if_it_fits(about, model, tokens, steps, context=0):
+def measure_if_it_fits(about, model, tokens, steps):
     """Return the rows of :func:`measure_passes`; none, with a report, if the GPU's memory does not suffice."""
     try:
-        return measure_passes(about, model, tokens, steps, context)
+        return measure_passes(about, model, tokens, steps)
     except torch.OutOfMemoryError as error:
-        what = f"{about.name}, {tokens} tokens, context {context}"
-        print(f"{what}: left out, {str(error).partition('. ')[0]}", file=sys.stderr)
+        print(f"{about.name}, {tokens} tokens: left out, {str(error).partition('. ')[0]}", file=sys.stderr)
     torch.cuda.empty_cache()
     return []
 
 
-def measure_passes(about, model, tokens, steps, context=0):
-    """Return the rows of a forward pass of some tokens: one of each of as many sequences, or from 1024 on a prompt.
-
-    ``context``: the number of earlier tokens of each sequence, whose keys and values are in a cache.
-    """
+def measure_passes(about, model, tokens, steps):
+    """Return the rows of a forward pass of some tokens: one of each of as many sequences, or from 1024 on a prompt."""
     prompt = tokens >= PROMPT_TOKENS
     shape = (1, tokens) if prompt else (tokens, 1)
     ids = torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     ids = ids.to(model.device)
-    cache = context_cache(model.config, context) if context else None
-
-    masks = masks_of(model, ids, cache)
+    masks = masks_of(model, ids)
 
     @torch.no_grad()
     def forward():
-        options = dict(past_key_values=cache, use_cache=cache is not None, logits_to_keep=1)
-        return model(ids, attention_mask=masks, **options).logits
+        return model(ids, attention_mask=masks, use_cache=False, logits_to_keep=1).logits
 
     def select_and_forward(name):
         select(model, name)
@@ -239,7 +227,7 @@ def measure_passes(about, model, tokens, steps, context=0):
         records.row(
             name if name.startswith(OURS) else f"peer:transformers {name}",
             config=config,
-            size=dict(tokens=tokens) | (dict(context=context) if context else {}),
+            size=dict(tokens=tokens),
             dtype="mxfp4" if name == PACKED else "bf16",
             kernel=kernels[name],
             pass_us=records.times(passes[name]),
@@ -251,7 +239,7 @@ def measure_passes(about, model, tokens, steps, context=0):
 
 
 @torch.no_grad()
-def masks_of(model, ids, cache):
+def masks_of(model, ids):
     """Return the attention masks of a pass by the kinds of layers, or None where the model makes them itself.
 
     transformers makes a mask for eager attention, which gpt-oss has, with a number from the CPU: a CUDA graph cannot
@@ -266,7 +254,7 @@ def masks_of(model, ids, cache):
 
     layers = zip(model.config.layer_types, model.model.layers, strict=True)
     hooks = [layer.register_forward_pre_hook(partial(keep, kind), with_kwargs=True) for kind, layer in layers]
-    model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1)
+    model(ids, use_cache=False, logits_to_keep=1)
     for hook in hooks:
         hook.remove()
     return found

@@ -3,4 +3,3 @@
 DEFAULT = "grouped_mm"  # what transformers runs if the caller selects nothing
 OURS, WITH_ROUTERS = "final", "final, fused routers"
 PACKED = "final, MXFP4"  # and fused routers; of gpt-oss
-CONTEXT = 1024  # earlier tokens of each sequence

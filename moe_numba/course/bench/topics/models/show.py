@@ -1,8 +1,8 @@
 """Benchmark of models of transformers with their own and with this package's experts and routers.
 
 The models have real widths and random weights, in bfloat16, and fewer layers. A forward pass has one token of each of 1
-to 64 sequences, as a step of decoding, without context and with 1024 earlier tokens of each sequence in a key/value
-cache; or one prompt. ``models_measure`` measures the rows.
+to 64 sequences, as a step of decoding, or one prompt. ``models_measure`` measures the rows. Records also have rows of
+an earlier version with a context: 1024 earlier tokens of each sequence in a key/value cache.
 """
 
 from moe_numba.course.bench import records

@@ -24,11 +24,9 @@ from moe_numba.expert_parallel.low_latency.config import shape_of_options
 from moe_numba.expert_parallel.low_latency.exchange import exchange_kernels
 from moe_numba.expert_parallel.ranks.compile_ahead import compile_ahead
 from moe_numba.expert_parallel.rings.config import limits_of
-from moe_numba.expert_parallel.rings.launch_plans import PlannedKernels, plan_combine
+from moe_numba.expert_parallel.rings.launch_plans import PlannedKernels
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.moe_layer import ExpertParallelMoE, Experts
-from moe_numba.moe_layer.expert_parallel.kernel_sum_for_combine import SIGNATURE as SUM_SIGNATURE
-from moe_numba.moe_layer.expert_parallel.sum_and_combine import prepare_sum
 from moe_numba.runtime.device import gpu_of
 
 TOKENS = (8, 64, 512, 4096)
@@ -90,8 +88,6 @@ def call_others(ranks, tokens):
     for scales in (torch.empty(ranks * tokens, HIDDEN // 128), torch.empty(HIDDEN // 128, ranks * tokens).T):
         received = dict(x=given["x"].to(torch.float8_e4m3fn), x_scale=scales)
         moe_numba.fused_experts(**given | received)
-    start, threads = prepare_sum(HIDDEN, TOPK, ranks, x.device)
-    start(ranks, threads, None, *[0] * len(SUM_SIGNATURE))
 
 
 def low_latency_formats(is_fp8, tokens):
@@ -113,7 +109,6 @@ def kernels(ranks, token_counts):
         channels = planned.dispatch(dispatch, HIDDEN, topk=TOPK, **rows)
         for biases in (0, 1):
             planned.combine(combine, HIDDEN, 0, channels, biases)
-        plan_combine(planned, combine, HIDDEN, 0, channels, 0, True)
         for tokens in token_counts:
             for combines_fp8 in low_latency_formats(is_fp8, tokens):
                 sizes = ranks, tokens, HIDDEN, LOCAL_EXPERTS * ranks, TOPK
@@ -189,7 +184,6 @@ class LayerBench:
         for wire, is_fp8 in WIRES.items():
             layers[wire] = make(worst, fp8_dispatch=is_fp8)
             steps["final", wire] = layers[wire], False
-            steps["combine during the sum", wire] = make(worst, fp8_dispatch=is_fp8, overlap_combine=True), False
             for combines_fp8 in low_latency_formats(is_fp8, tokens):
                 layer = make(low_latency_tokens=tokens, fp8_dispatch=is_fp8, fp8_combine=combines_fp8)
                 steps["low latency, FP8 sums" if combines_fp8 else "low latency", wire] = layer, False

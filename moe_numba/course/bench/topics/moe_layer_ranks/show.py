@@ -23,7 +23,6 @@ PARTS = "part: dispatch", "part: experts", "part: combine"
 STEPS = {  # column of the table -> the row's step and the dtype that dispatch sends
     "whole layer": ("final", "bf16"),
     "FP8 dispatch": ("final", "e4m3"),
-    "FP8, combine during the sum": ("combine during the sum", "e4m3"),
     "low latency": ("low latency", "bf16"),
     "low latency, FP8": ("low latency", "e4m3"),
     "low latency, FP8 both ways": ("low latency, FP8 sums", "e4m3"),
@@ -33,7 +32,7 @@ STEPS = {  # column of the table -> the row's step and the dtype that dispatch s
     "with a shared expert first": ("shared experts first", "bf16"),
     "with a shared expert concurrently": ("shared experts beside", "bf16"),
 }
-LAYERS = [(step, wire) for step in ("final", "combine during the sum", "low latency") for wire in ("bf16", "e4m3")]
+LAYERS = [(step, wire) for step in ("final", "low latency") for wire in ("bf16", "e4m3")]
 LAYERS.append(("low latency, FP8 sums", "e4m3"))
 
 
@@ -140,9 +139,8 @@ def about_layers():
         "Median time of the slowest rank in a CUDA graph, microseconds; our fastest layer is bold. Each GPU has "
         "32 of DeepSeek-V3's experts in FP8 with block scales, and each token 8 experts of all GPUs, drawn "
         'uniformly at random. "Whole layer" is dispatch through rings in bfloat16, experts and combine; "low '
-        'latency" uses the two kernels for decoding; "FP8 both ways" also sends the sums in FP8; "combine during the '
-        "sum\" sends the first sums of the experts' rows while the last ones are computed. The last two columns are "
-        f"published times of a layer of this shape on {PREDICTED} H200 ([DeepGEMM, pull request 352]({SOURCE}))."
+        'latency" uses the two kernels for decoding; "FP8 both ways" also sends the sums in FP8. The last two columns '
+        f"are published times of a layer of this shape on {PREDICTED} H200 ([DeepGEMM, pull request 352]({SOURCE}))."
     )
 
 

@@ -36,7 +36,7 @@ _COMPILE_S = 100.0  # seconds that ranks wait for one another's compilers
 _SCALE_DTYPES = None, torch.float32, torch.int32
 
 
-class Runtime:
+class RankState:
     """A rank's memory and kernels for the exchange of tokens with its peers.
 
     Parameters
@@ -53,7 +53,7 @@ class Runtime:
     def __init__(self, transport, num_bytes, timeout, uses_tma=None):
         device = transport.device
         check_device(device, "group's device")
-        self.transport, self.timeout, self._device_index = transport, timeout, device.index or 0
+        self.transport, self.timeout = transport, timeout
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
         self.rings_offset = buffer_layout(self.num_ranks).rings  # in words
         self.ring_words = num_bytes // 8  # for the rings of dispatch, and as many for those of combine
@@ -250,9 +250,8 @@ class Runtime:
 
         If the second one fails, it poisons ``out``, the `SymmetricOutput` that peers have written to.
         """
-        return _Barriers(
-            self._device_index, self.barrier, self.barrier if out is None else out.barrier, has_synchronized
-        )
+        device = self.transport.device.index or 0
+        return _Barriers(device, self.barrier, self.barrier if out is None else out.barrier, has_synchronized)
 
     def bind_barrier(self, *output):
         """Return a function that launches a barrier on a raw stream; ``output`` is what the kernel then poisons."""
@@ -260,7 +259,7 @@ class Runtime:
 
 
 class _Barriers:
-    """See `Runtime.with_barriers`; a generator would take several times as long."""
+    """See `RankState.with_barriers`; a generator would take several times as long."""
 
     def __init__(self, device, before, after, has_synchronized):
         self._device, self._before, self._after, self._has_synchronized = device, before, after, has_synchronized

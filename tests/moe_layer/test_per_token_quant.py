@@ -7,8 +7,8 @@ from helpers.wrong_kernels import changed, is_rejected
 import moe_numba
 from moe_numba import simulator
 from moe_numba.moe_layer import reference
-from moe_numba.quantise import per_token_quant
-from moe_numba.quantise import per_token_quant_kernels as kernel_per_token_quant
+from moe_numba.moe_layer.per_token_quant import api as per_token_quant
+from moe_numba.moe_layer.per_token_quant import kernel as per_token_quant_kernels
 from moe_numba.runtime.sass import compile_apart
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -153,7 +153,7 @@ WRONG = {  # check, passage, replacement
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_kernels_are_rejected(name, device, monkeypatch):
     check, right, replacement = WRONG[name]
-    made = changed(kernel_per_token_quant, right, replacement)
+    made = changed(per_token_quant_kernels, right, replacement)
     for make in ("make_token_quant_kernel", "make_activation_quant_kernel"):
         monkeypatch.setattr(per_token_quant, make, made[make])
     options = dict(permute=True) if check is check_tokens else dict(valid=2)
@@ -180,7 +180,7 @@ KERNELS = {
 
 def test_the_machine_code():
     """16-byte accesses, no spills; two CTAs of 448 threads fit into the registers of an SM."""
-    for name, report in compile_apart("from moe_numba.quantise.per_token_quant_kernels import *", KERNELS).items():
+    for name, report in compile_apart("from moe_numba.moe_layer.per_token_quant.kernel import *", KERNELS).items():
         assert report.spilled_bytes == report.stack_bytes == 0 and report.registers <= 72, name
         if report.opcodes is not None:
             assert report.count("LDG.E.128.CONSTANT") == {"tokens": 2, "activation": 8}[name]

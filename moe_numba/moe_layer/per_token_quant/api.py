@@ -2,9 +2,7 @@
 
 import torch
 
-from moe_numba.moe_layer.silu_and_mul.api import ALPHA, check_activation, check_gate_up
-from moe_numba.moe_layer.weighted_sum.api import check_topk
-from moe_numba.quantise.per_token_quant_kernels import (
+from moe_numba.moe_layer.per_token_quant.kernel import (
     MAX_COLUMNS,
     VECTOR,
     launch_bounds_of,
@@ -12,6 +10,8 @@ from moe_numba.quantise.per_token_quant_kernels import (
     make_token_quant_kernel,
     threads_of,
 )
+from moe_numba.moe_layer.silu_and_mul.api import ALPHA, check_activation, check_gate_up
+from moe_numba.moe_layer.weighted_sum.api import check_topk
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, look_up, remember, tensor_key
