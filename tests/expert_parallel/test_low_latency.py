@@ -393,6 +393,40 @@ def combine_ahead(seed, protocol="lamport", hidden=HIDDEN):
     run(2, work, seed, timeout=SHORT_TIMEOUT if simulator.ENABLED else 20)
 
 
+def test_two_combines_before_their_hooks():
+    """Rank 0 sends the weights of both before rank 1, which has all experts, reads those of the first one."""
+
+    def work(buffer, rank):
+        rounds = [make_round([2, 2], seed) for seed in range(3)]
+        ids = [torch.tensor([[2, 3], [3, -1]])] * 2
+        x, given = rounds[0][0], on_device(buffer, [ids[rank], *(weights[rank] for _, _, weights in rounds)])
+        recv_x, counts, handle, _, _ = buffer.low_latency_dispatch(
+            x[rank].to(buffer.transport.device), given[0], 2, 4, use_fp8=False
+        )
+        synchronize(buffer)
+        y = experts_result(recv_x, counts)
+        combine = partial(buffer.low_latency_combine, y, given[0])
+        combine(given[1], handle)  # the first call waits for all ranks
+        synchronize(buffer)
+        wait_for_ranks = partial(buffer.transport.gather, None)
+        if rank == 1:
+            wait_for_ranks()
+        sent = [combine(weights, handle, return_recv_hook=True) for weights in given[2:]]
+        synchronize(buffer)
+        if rank == 0:
+            wait_for_ranks()
+        wait_for_ranks()
+        for _, _, receive in sent:
+            receive()
+        synchronize(buffer)
+        buffer.check()
+        ys = buffer.transport.gather(y.cpu())
+        for (out, _, _), (_, _, weights) in zip(sent, rounds[1:], strict=True):
+            check_weighted_sums(out.cpu(), ys, (x, ids, weights), rank, 2)
+
+    run(2, work, timeout=SHORT_TIMEOUT if simulator.ENABLED else 20)
+
+
 @pytest.mark.parametrize("exchange", [exchange_ahead, dispatch_ahead, combine_ahead])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_rank_that_runs_ahead(protocol, exchange):
@@ -823,13 +857,7 @@ WRONG = {  # the kernel, the module with the passage, the passage, what replaces
     "metadata before rows": ("dispatch", "dispatch", TARGETS, EARLY, "flags"),
     "metadata without a fence": ("dispatch", "dispatch", "fence_acq_rel_sys()", "pass", "flags"),
     "a flag without a fence": ("combine", "combine", "fence_acq_rel_sys()", "pass", "flags"),
-    "a flag without a barrier": (
-        "combine",
-        "combine",
-        BARRIER,
-        "                                if tid == 0:\n",
-        "flags",
-    ),
+    "a flag without a barrier": ("combine", "combine", BARRIER, "if tid == 0:\n", "flags"),
     "metadata without a stamp": ("dispatch", "protocol", "return (a >> shift == stamp)", "return (a == a)", "lamport"),
     "the row of the token before": ("dispatch", "dispatch", "loaded[j] = following[j]", "pass", "lamport"),
     "the experts of the token before": ("dispatch", "dispatch", "expert = next_expert", "pass", "lamport"),
