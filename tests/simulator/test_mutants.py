@@ -50,6 +50,10 @@ def test_planted_bugs_change_code(name):
     assert MUTANTS[name].changes_code()
 
 
+def test_names_are_unique():
+    assert len(MUTANTS) == sum(len(topic.MUTANTS) for topic in runner.TOPICS)
+
+
 def test_three_thirds_are_all(monkeypatch):
     thirds = [take_third(MUTANTS, str(i)) for i in range(3)]
     assert sorted(sum(thirds, [])) == sorted(take_third(MUTANTS, "all")) == sorted(MUTANTS)

@@ -13,6 +13,7 @@ DISPATCH_AHEAD = (f"{TESTS}::test_a_rank_that_runs_ahead[lamport-dispatch_ahead]
 DISPATCH_WITH_FLAGS_AHEAD = (f"{TESTS}::test_a_rank_that_runs_ahead[flags-dispatch_ahead]",)
 COMBINE_AHEAD = (f"{TESTS}::test_a_rank_that_runs_ahead[lamport-combine_ahead]",)
 COMBINE_WITH_FLAGS_AHEAD = (f"{TESTS}::test_a_rank_that_runs_ahead[flags-combine_ahead]",)
+TWO_SENDS = (f"{TESTS}::test_two_combines_before_their_hooks",)
 PACKED = (f"{TESTS}::test_rows_packed_by_expert[lamport-2-1]",)
 MANY_EXPERTS = (f"{TESTS}::test_numbers_of_experts[32-40-id_dtype4]",)
 NANS = (f"{TESTS}::test_not_a_number",)
@@ -23,13 +24,13 @@ FP8_SUMS = (f"{TESTS}::test_sums_in_slots_in_fp8",)
 
 MUTANTS = [
     mutant(
-        "L01",
+        "LL01",
         "fence removed between a row and its metadata",
         DISPATCH_WITH_FLAGS_AHEAD,
         (DISPATCH, "                            fence_acq_rel_sys()  # on behalf of the CTA\n", ""),
     ),
     mutant(
-        "L02",
+        "LL02",
         "__syncthreads() weakened before the fence on behalf of the CTA (combine)",
         COMBINE_WITH_FLAGS_AHEAD,
         (
@@ -39,7 +40,7 @@ MUTANTS = [
         ),
     ),
     mutant(
-        "L03",
+        "LL03",
         "a slot not reset after it was read",
         DISPATCH_AHEAD,
         (
@@ -49,14 +50,14 @@ MUTANTS = [
         ),
     ),
     mutant(
-        "L04",
+        "LL04",
         "double buffer of the metadata reduced to one",
         DISPATCH_AHEAD,
         (DISPATCH, "int32(int32(number & 1) * metadata_half + (slot", "int32((slot"),
         (DISPATCH, "int32(half * metadata_half + slot", "int32(slot", 2),
     ),
     mutant(
-        "L05",
+        "LL05",
         "relaxed load in place of an acquire (number of an operation)",
         COMBINE_WITH_FLAGS_AHEAD,
         (
@@ -71,13 +72,13 @@ MUTANTS = [
         ),
     ),
     mutant(
-        "L06",
+        "LL06",
         "__syncthreads() weakened before another slot's rows replace those in shared memory",
         PAIR_AHEAD,
         (DISPATCH, "cuda.syncthreads()  # before another", "cuda.syncwarp()  # before another"),
     ),
     mutant(
-        "L07",
+        "LL07",
         "relaxed store in place of a release (combine has started)",
         COMBINE_WITH_FLAGS_AHEAD,
         (
@@ -87,13 +88,13 @@ MUTANTS = [
         ),
     ),
     mutant(
-        "L08",
+        "LL08",
         "an operation counted before all threads of the CTA have read its number",
         DISPATCH_AHEAD,
         (PROTOCOL, "    cuda.syncthreads()  # all threads have read the state\n", ""),
     ),
     mutant(
-        "L09",
+        "LL09",
         "__syncthreads() weakened before slots are added to the sets",
         MANY_EXPERTS,
         (
@@ -103,7 +104,7 @@ MUTANTS = [
         ),
     ),
     mutant(
-        "L10",
+        "LL10",
         "__syncthreads() weakened before the sets of slots are read",
         PAIR_AHEAD,
         (
@@ -113,7 +114,7 @@ MUTANTS = [
         ),
     ),
     mutant(
-        "L11",
+        "LL11",
         "__syncthreads() weakened after the rows of a slot are placed",
         PAIR_AHEAD,
         (
@@ -123,13 +124,13 @@ MUTANTS = [
         ),
     ),
     mutant(
-        "L12",
+        "LL12",
         "a payload word that equals the sentinel is sent",
         NANS,
         (DISPATCH, "clean(a), clean(b), clean(c), clean(d), clean(scale)", "a, b, c, d, scale"),
     ),
     mutant(
-        "L13",
+        "LL13",
         "only one word of a vector is polled",
         PAIR_AHEAD,
         (
@@ -139,44 +140,43 @@ MUTANTS = [
         ),
     ),
     mutant(
-        "L14",
+        "LL14",
         "double buffer of the weights reduced to one",
-        PAIR_AHEAD,
+        TWO_SENDS,
         (COMBINE, "weights_offset + half * weights_half", "weights_offset", 2),
-        not_found_yet="no test sends twice before it receives; otherwise a weight is read before the next one is sent",
     ),
     mutant(
-        "L15",
+        "LL15",
         "a slot counts itself among the earlier ones",
         PACKED,
         (DISPATCH, "uint32(uint32(1 << (token & 31)) - uint32(1))", "uint32(uint32(2 << (token & 31)) - uint32(1))"),
     ),
     mutant(
-        "L16",
+        "LL16",
         "fence removed before a CTA counts itself as done",
         LATE_RANK,
         (PROTOCOL, "        fence_acq_rel_gpu()\n        if atom", "        if atom"),
     ),
     mutant(
-        "L17",
+        "LL17",
         "the exponents of a lane's own scale packed in place of those of four groups",
         EXPONENTS,
         (DISPATCH, "cuda.shfl_sync(FULL_MASK, scale, 8 * j)", "cuda.shfl_sync(FULL_MASK, scale, j)"),
     ),
     mutant(
-        "L18",
+        "LL18",
         "a scale rounded down to a power of two",
         ROUNDED_SCALES,
         (QUANTIZE, "int32((bits + 0x7FFFFF) >> 23)", "int32(bits >> 23)"),
     ),
     mutant(
-        "L19",
+        "LL19",
         "combine does not wait for all ranks to start",
         COMBINE_AHEAD,
         (COMBINE, "                wait_number(ctx, tid, number, STARTED, tid, int32(-1))\n", ""),
     ),
     mutant(
-        "L20",
+        "LL20",
         "the next item overwrites a row before it is sent",
         DISPATCH_AHEAD,
         (
@@ -187,13 +187,13 @@ MUTANTS = [
         (DISPATCH, "loaded[j] = following[j]", "pass"),
     ),
     mutant(
-        "L21",
+        "LL21",
         "the maximum of half of a group (sums in FP8)",
         FP8_SUMS,
         (QUANTIZE, "for step in (1, 2, 4, 8):", "for step in (1, 2, 4):"),
     ),
     mutant(
-        "L22",
+        "LL22",
         "a masked or late rank's sum counts as 0",
         (f"{TESTS}::test_a_masked_rank",),
         (

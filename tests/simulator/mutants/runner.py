@@ -32,7 +32,7 @@ from . import (
 )
 from .mutant import REPOSITORY
 
-_TOPICS = (
+TOPICS = (
     gate,
     align,
     dispatch_layout,
@@ -45,7 +45,7 @@ _TOPICS = (
     w4,
     gemv,
 )
-MUTANTS = {m.name: m for topic in _TOPICS for m in topic.MUTANTS}
+MUTANTS = {m.name: m for topic in TOPICS for m in topic.MUTANTS}
 TIMEOUT = 120  # seconds, for one run of a mutant's tests
 
 OUTPUT = "output.txt"  # of pytest
