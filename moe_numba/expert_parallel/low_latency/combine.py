@@ -93,12 +93,12 @@ def make_low_latency_combine(shape):
     num_experts, local_experts, rows_per_slot = shape.num_experts, shape.local_experts, shape.rows_per_slot
     parts, threads, warps, ctas_per_sender = shape.parts, shape.threads, shape.threads // 32, shape.ctas_per_sender
     num_rows = slots * local_experts if weighted else slots  # of x
-    own_slots = max_tokens if reads_own_rows else 0
+    own_slots = max_tokens if reads_own_rows else 0  # slots of a rank's own tokens that it does not use
 
     # A thread sums vectors of eight elements: four words of bfloat16, or two of e4m3 and a scale that 16 lanes share.
     row_words, sum_words, scales_offset = shape.combined_words, shape.sum_words, shape.combined_words // 2
     vectors, part_vectors = row_words // 4, shape.vectors_of_part(row_words)
-    fits_threads = shape.fits_threads(row_words)
+    fits_threads = shape.fits_threads(row_words)  # if so, loops over the vectors of a part have one step
     weights_offset, weights_half, flags_half = shape.weights_offset, shape.weights_half, shape.flags_half
     flags_offset, rows_offset = shape.flags_offset, shape.combine_rows
     batch = min(rows_per_slot, _MAX_BATCH)
@@ -166,7 +166,7 @@ def make_low_latency_combine(shape):
     def sum_own_rows(x, row, weight, lanes, i, is_inside, words):
         """Sum vector ``i`` of the rows of one of this rank's own tokens, and round the sum to bfloat16.
 
-        With an array of its own: what is loaded need not survive in registers until the next token.
+        It has its own array of loaded words, so that these need not stay in registers until the next token.
         """
         loaded, sums = cuda.local.array(loaded_words, int32), cuda.local.array(8, float32)
         load_rows(x, row, lanes, i, is_inside, loaded)
@@ -346,32 +346,36 @@ def make_low_latency_combine(shape):
 
         if receives and block >= first_receiver:
             number, start = int32(received + 1), globaltimer()
-            half, own_bit = int32(number & 1), uint32(uint32(1) << uint32(rank))
+            half = int32(number & 1)
+            # ``own``: the sum of this rank's rows. ``polled``: the sums of a batch of ranks.
             own, polled = cuda.local.array(4, int32), cuda.local.array(polled_words, int32)
             for item in range(int32(block - first_receiver), int32(num_tokens * parts), int32(grid - first_receiver)):
                 # ---- Find out which ranks have an expert of the token, and this rank's rows of it ----
+                # ``targets`` are all these ranks, ``missing`` those that are masked or late. This rank waits for the
+                # sums of those that are ``expected``.
                 token, part, weight = int32(item // parts), int32(item % parts), int32(0)
                 expert = load_expert(topk_idx, token, num_tokens, lane, topk, num_experts)
                 row = load_row_number(slot_rows, int32(rank * max_tokens + token), reads_own_rows)
                 if weighted and reads_own_rows and lane < topk:
                     weight = topk_weights[int64(token) * topk + lane]
                 first, last = vectors_of(part)
+                own_bit = uint32(uint32(1) << uint32(rank))  # here, because it costs two registers before the loop
                 targets = ranks_of(expert, local_experts, num_ranks)
                 missing, lanes, is_lost = uint32(targets & masked), uint32(0), False
                 if reads_own_rows:
                     missing = uint32(missing & ~own_bit)
                     if targets & own_bit != uint32(0):
                         lanes, is_lost = lanes_with_rows(row)
-                has_own, senders_of_sums = lanes != uint32(0) and not is_lost, uint32(targets & ~missing)
+                has_own, expected = lanes != uint32(0) and not is_lost, uint32(targets & ~missing)
                 if reads_own_rows:
-                    senders_of_sums = uint32(senders_of_sums & ~own_bit)
+                    expected = uint32(expected & ~own_bit)
                 if not data_is_flag:
                     for r in range(num_ranks):
-                        if senders_of_sums >> uint32(r) & uint32(1) != uint32(0):
+                        if expected >> uint32(r) & uint32(1) != uint32(0):
                             flag = int32(flags_offset + half * flags_half + (r * max_tokens + token) * parts + part)
                             if not wait_number(ctx, flag, number, COMBINE_ROW, int32(r), token):
                                 missing = uint32(missing | uint32(1 << r))
-                    senders_of_sums = uint32(senders_of_sums & ~missing)
+                    expected = uint32(expected & ~missing)
 
                 for base in range(first, int32(first + 1) if fits_threads else last, threads):
                     # ---- Sum this rank's rows ----
@@ -379,12 +383,12 @@ def make_low_latency_combine(shape):
                     for j in range(polled_words):
                         polled[j] = int32(SENTINEL)
                     if not weighted and i < last:
-                        load_sums(local, half, senders_of_sums, token, int32(0), i, polled)
+                        load_sums(local, half, expected, token, int32(0), i, polled)
                     own[0] = own[1] = own[2] = own[3] = int32(SENTINEL)
                     if has_own:
                         sum_own_rows(x, row, weight, lanes, i, i < last, own)
                     if weighted and i < last:  # now, because registers do not suffice for all vectors at once
-                        load_sums(local, half, senders_of_sums, token, int32(0), i, polled)
+                        load_sums(local, half, expected, token, int32(0), i, polled)
 
                     # ---- Add the ranks' sums in rank order; what has not arrived in time is NaN ----
                     for j in range(8):
@@ -394,10 +398,10 @@ def make_low_latency_combine(shape):
                             for j in range(polled_words):
                                 polled[j] = int32(SENTINEL)
                             if i < last:
-                                load_sums(local, half, senders_of_sums, token, int32(first_rank), i, polled)
+                                load_sums(local, half, expected, token, int32(first_rank), i, polled)
                         if data_is_flag and i < last:
                             # Wait for the vectors of a batch, which are loaded once, and make their slots empty again.
-                            of_batch = uint32(senders_of_sums & uint32(uint32(batch_mask) << uint32(first_rank)))
+                            of_batch = uint32(expected & uint32(uint32(batch_mask) << uint32(first_rank)))
                             wait_start, polls = uint64(0), int32(0)
                             pending = not_arrived(of_batch, int32(first_rank), polled)
                             while pending != uint32(0):

@@ -72,14 +72,15 @@ def make_low_latency_dispatch(shape):
     num_ranks, max_tokens, slots, topk = shape.num_ranks, shape.max_tokens, shape.slots, shape.topk
     num_experts, local_experts, rows_per_slot = shape.num_experts, shape.local_experts, shape.rows_per_slot
     parts, threads, warps, ctas_per_sender = shape.parts, shape.threads, shape.threads // 32, shape.ctas_per_sender
-    has_peers = num_ranks > 1 or not (reads_own_rows and data_is_flag)
-    own_slots = max_tokens if reads_own_rows else 0
+    # A rank that is alone copies its rows from x; only with flags after data it sends itself the metadata of its items.
+    sends_items = num_ranks > 1 or not (reads_own_rows and data_is_flag)
+    own_slots = max_tokens if reads_own_rows else 0  # slots of a rank's own tokens that it does not use
 
     # A row is sent in 16-byte vectors, each made of ``raw_words`` words of bfloat16. Scales and weights follow it.
     row_words, num_scales, words_of_x = shape.row_words, shape.num_scales, shape.hidden // 2
     raw_words = 8 if is_fp8 else 4
     vectors, part_vectors = row_words // 4, shape.vectors_of_part(row_words)
-    fits_threads = shape.fits_threads(row_words)
+    fits_threads = shape.fits_threads(row_words)  # if so, loops over the vectors of a part have one step
     weights_offset, rows_offset, slot_words = row_words + num_scales, shape.dispatch_rows, shape.slot_words
     # The output's scales: how many are in a word, how many words a row has, and how many lanes share a word.
     scales_per_word = 4 if packs_scales else 1
@@ -100,7 +101,7 @@ def make_low_latency_dispatch(shape):
 
     @cuda.jit(device=True)
     def load_vector(x, row, i, is_inside, loaded):
-        """Load what vector ``i`` of a row is made of; the loads are in flight when it returns."""
+        """Load the bfloat16 words that vector ``i`` of a row is made of; loads are in flight when it returns."""
         for j in range(raw_words):
             loaded[j] = int32(0)
         if is_inside:
@@ -113,7 +114,7 @@ def make_low_latency_dispatch(shape):
 
     @cuda.jit(device=True)
     def cast_vector(loaded):
-        """Return the four words of a vector, and the bits of its scale in FP8. All lanes of a warp must call it."""
+        """Return the four words to send, and the bits of their scale in FP8. All lanes of a warp must call it."""
         if is_fp8:
             return cast_to_e4m3(loaded, rounds_scale)
         return loaded[0], loaded[1], loaded[2], loaded[3], int32(0)
@@ -235,7 +236,7 @@ def make_low_latency_dispatch(shape):
         tid, block, grid = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()  # combine may become resident; it waits for this grid to end
-        items = int32((num_tokens if data_is_flag else max_tokens) * parts) if has_peers else int32(0)  # to send
+        items = int32((num_tokens if data_is_flag else max_tokens) * parts) if sends_items else int32(0)  # to send
         senders, first_receiver = roles(grid, sends, receives, items, ctas_per_sender)
 
         # ---- First loads: what a CTA needs first is loaded at once; none of these loads waits for another one. ----
@@ -304,6 +305,7 @@ def make_low_latency_dispatch(shape):
         if receives and block >= first_receiver:
             number, start, receivers = int32(received + 1), globaltimer(), int32(grid - first_receiver)
             half, receiver = int32(number & 1), int32(block - first_receiver)
+            # ``rows``: the output's rows of the slot that the CTA works on; a negative number is none.
             if expert_major:
                 # ---- Receive metadata: the experts of all slots, which determine where their rows go ----
                 rows = shared[places_offset:]
@@ -337,7 +339,9 @@ def make_low_latency_dispatch(shape):
                 if expert_major:
                     if not data_is_flag and not is_own:
                         _, _, _, _, arrived = wait_metadata(ctx, offset, number, masked, peer, token, data_is_flag)
-                    # Packed rows of the slot are behind those of all earlier slots with the same expert.
+                    # Packed rows of the slot are behind those of all earlier slots with the same expert. We compute the
+                    # token from the slot again: if ranks have one token each, the compiler then knows that it is 0.
+                    peer, token = int32(slot // max_tokens), int32(slot % max_tokens)
                     word = int32(peer * words_of_rank + (token >> 5))
                     earlier = uint32(uint32(1 << (token & 31)) - uint32(1))
                     for k in range(warp, topk, warps):
@@ -405,9 +409,9 @@ def make_low_latency_dispatch(shape):
                                 if (rows[k] >= 0) & (i < last):
                                     st_global_s32x4(recv_x, int64(rows[k]) * row_words + 4 * i, a, b, c, d)
                                     if is_fp8 and i % scale_lanes == 0:
-                                        of_expert = int64(uint32(rows[k]) // uint32(slots))
-                                        column = of_expert * scale_words + i // scale_lanes
-                                        recv_scales[column * slots + int64(rows[k] - of_expert * slots)] = scale
+                                        expert_of_row = int64(uint32(rows[k]) // uint32(slots))
+                                        column = expert_of_row * scale_words + i // scale_lanes
+                                        recv_scales[column * slots + int64(rows[k] - expert_of_row * slots)] = scale
                         if in_slots and part == 0 and tid < topk:
                             recv_topk_weights[int64(rows[0]) * topk + tid] = topk_weights[int64(token) * topk + tid]
                 elif has_row | (not arrived and in_slots):
@@ -445,9 +449,9 @@ def make_low_latency_dispatch(shape):
                                     scale = int32(uint32(scale) | uint32(exponent << uint32(8 * j)))
                             for k in range(rows_per_slot):
                                 if rows[k] >= 0:
-                                    of_expert = int64(uint32(rows[k]) // uint32(slots))
-                                    column = of_expert * scale_words + i
-                                    recv_scales[column * slots + int64(rows[k] - of_expert * slots)] = scale
+                                    expert_of_row = int64(uint32(rows[k]) // uint32(slots))
+                                    column = expert_of_row * scale_words + i
+                                    recv_scales[column * slots + int64(rows[k] - expert_of_row * slots)] = scale
                     if in_slots and part == 0 and tid < topk:
                         weight = take_word(ctx, row + weights_offset + tid, has_data, peer, token)
                         recv_topk_weights[int64(rows[0]) * topk + tid] = weight
