@@ -47,7 +47,7 @@ from moe_numba.course.steps.prediction import Judgement
 from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.course.steps.source_diff import change, listing, passage
 from moe_numba.expert_parallel import Buffer, LocalGroup
-from moe_numba.expert_parallel.low_latency import packing as low_latency_packing
+from moe_numba.expert_parallel.low_latency import dispatch as low_latency_dispatch
 from moe_numba.expert_parallel.low_latency import protocol as low_latency_protocol
 from moe_numba.expert_parallel.low_latency.combine import add_row, round_sums
 from moe_numba.expert_parallel.low_latency.layout import CLEAN_NAN, SENTINEL
@@ -777,7 +777,8 @@ for name, (make, right, wrong) in MISTAKES.items():
 # the number of bits before its own: one warp counts 32 words at once, with a population count and a warp reduction.
 
 # %%
-listing((low_latency_packing.make_place_rows, "add_slot"), (low_latency_packing.make_place_rows, "count"))
+make_dispatch = low_latency_dispatch.make_low_latency_dispatch
+listing((make_dispatch, "add_slot"), (make_dispatch, "count_slots"))
 
 # %% [markdown]
 # **Senders and receivers.** In the steps a CTA sends its token and then receives. Loads issued after stores to a peer
@@ -786,7 +787,7 @@ listing((low_latency_packing.make_place_rows, "add_slot"), (low_latency_packing.
 # and if tokens are few, several CTAs share a row.
 
 # %%
-listing(low_latency_protocol.roles, (low_latency_protocol.make_slot_at, "slot_at"))
+listing(low_latency_protocol.roles, low_latency_protocol.slot_at)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 MOST = max(PAIRS["this notebook, packed by expert"])
@@ -974,7 +975,6 @@ exercise("low_latency-3").check(break_even_tokens)
 #   all-to-all.
 # - NVIDIA: *PTX ISA*, memory consistency model, vector accesses; *CUDA C++ Programming Guide*, programmatic dependent
 #   launch.
-# - The final kernels: [`low_latency_dispatch.py`](../moe_numba/expert_parallel/low_latency/dispatch.py),
-#   [`low_latency_packing.py`](../moe_numba/expert_parallel/low_latency/packing.py),
-#   [`low_latency_combine.py`](../moe_numba/expert_parallel/low_latency/combine.py),
-#   [`low_latency_protocol.py`](../moe_numba/expert_parallel/low_latency/protocol.py).
+# - The final kernels: [`dispatch.py`](../moe_numba/expert_parallel/low_latency/dispatch.py) and
+#   [`combine.py`](../moe_numba/expert_parallel/low_latency/combine.py), with
+#   [`protocol.py`](../moe_numba/expert_parallel/low_latency/protocol.py).

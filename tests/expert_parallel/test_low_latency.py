@@ -28,14 +28,14 @@ from moe_numba.expert_parallel import Buffer
 from moe_numba.expert_parallel.low_latency import combine as low_latency_combine
 from moe_numba.expert_parallel.low_latency import config as low_latency_config
 from moe_numba.expert_parallel.low_latency import dispatch as low_latency_dispatch
-from moe_numba.expert_parallel.low_latency import packing as low_latency_packing
 from moe_numba.expert_parallel.low_latency import protocol as low_latency_protocol
-from moe_numba.expert_parallel.low_latency import send as low_latency_send
-from moe_numba.expert_parallel.low_latency import sums as low_latency_sums
+from moe_numba.expert_parallel.low_latency import quantize as low_latency_quantize
+from moe_numba.expert_parallel.low_latency.config import make_shape
 
 PROTOCOLS = ["lamport", "flags"]
 DEFAULT_PARTS = low_latency_config.default_parts
 TOKENS = 4 if simulator.ENABLED else 64
+SEVERAL_WARPS = 1024  # elements of a row, each part of which takes several warps
 simulated = pytest.mark.skipif(not simulator.ENABLED, reason="needs the simulator's weak memory")
 
 
@@ -190,11 +190,11 @@ def test_several_ctas_share_a_row(protocol, parts):
     [(1, 1, torch.int32), (1, 1, torch.int64), (9, 3, torch.int32), (9, 3, torch.int64), (32, 40, torch.int64)],
 )
 def test_numbers_of_experts(topk, experts_per_rank, id_dtype):
-    """Metadata of one vector and of several; tokens that name an expert repeatedly."""
+    """Metadata of one vector and of several; tokens that name an expert repeatedly. Several warps make the sets."""
 
     def work(buffer, rank):
-        plan = buffer.low_latency(2, HIDDEN, 2 * experts_per_rank, topk, topk_idx_dtype=id_dtype, num_sms=SMS)
-        inputs = make_round([2, 1], topk, topk, experts_per_rank, id_dtype=id_dtype)
+        plan = buffer.low_latency(2, SEVERAL_WARPS, 2 * experts_per_rank, topk, topk_idx_dtype=id_dtype, num_sms=SMS)
+        inputs = make_round([2, 1], topk, topk, experts_per_rank, hidden=SEVERAL_WARPS, id_dtype=id_dtype)
         exchange_packed(buffer, rank, plan, inputs)
         plan.close()
 
@@ -369,13 +369,13 @@ def dispatch_ahead(seed, protocol="lamport", hidden=HIDDEN):
     run(2, work, seed, timeout=SHORT_TIMEOUT if simulator.ENABLED else 20)
 
 
-def combine_ahead(seed, protocol="lamport"):
+def combine_ahead(seed, protocol="lamport", hidden=HIDDEN):
     """Queue combines of rows in slots: rank 1 has all experts, and does not need anything from rank 0."""
     generator = torch.Generator().manual_seed(seed)
-    ys = [torch.randn(4, HIDDEN, generator=generator).bfloat16() for _ in range(5)]
+    ys = [torch.randn(4, hidden, generator=generator).bfloat16() for _ in range(5)]
 
     def work(buffer, rank):
-        plan = buffer.low_latency(2, HIDDEN, 4, 1, protocol=protocol, expert_major=False, num_sms=SMS)
+        plan = buffer.low_latency(2, hidden, 4, 1, protocol=protocol, expert_major=False, num_sms=SMS)
         ids = torch.full((2, 1), 3, device=buffer.transport.device)
         x, *given = on_device(buffer, [ys[0][:2], *ys])
         got, sums = plan.dispatch(x, ids, torch.ones_like(ids).float()), [torch.zeros_like(x) for _ in ys]
@@ -392,12 +392,50 @@ def combine_ahead(seed, protocol="lamport"):
     run(2, work, seed, timeout=SHORT_TIMEOUT if simulator.ENABLED else 20)
 
 
+def test_two_combines_before_their_hooks():
+    """Rank 0 sends the weights of both before rank 1, which has all experts, reads those of the first one."""
+
+    def work(buffer, rank):
+        rounds = [make_round([2, 2], seed) for seed in range(3)]
+        ids = [torch.tensor([[2, 3], [3, -1]])] * 2
+        x, given = rounds[0][0], on_device(buffer, [ids[rank], *(weights[rank] for _, _, weights in rounds)])
+        recv_x, counts, handle, _, _ = buffer.low_latency_dispatch(
+            x[rank].to(buffer.transport.device), given[0], 2, 4, use_fp8=False
+        )
+        synchronize(buffer)
+        y = experts_result(recv_x, counts)
+        combine = partial(buffer.low_latency_combine, y, given[0])
+        combine(given[1], handle)  # the first call waits for all ranks
+        synchronize(buffer)
+        wait_for_ranks = partial(buffer.transport.gather, None)
+        if rank == 1:
+            wait_for_ranks()
+        sent = [combine(weights, handle, return_recv_hook=True) for weights in given[2:]]
+        synchronize(buffer)
+        if rank == 0:
+            wait_for_ranks()
+        wait_for_ranks()
+        for _, _, receive in sent:
+            receive()
+        synchronize(buffer)
+        buffer.check()
+        ys = buffer.transport.gather(y.cpu())
+        for (out, _, _), (_, _, weights) in zip(sent, rounds[1:], strict=True):
+            check_weighted_sums(out.cpu(), ys, (x, ids, weights), rank, 2)
+
+    run(2, work, timeout=SHORT_TIMEOUT if simulator.ENABLED else 20)
+
+
 @pytest.mark.parametrize("exchange", [exchange_ahead, dispatch_ahead, combine_ahead])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_rank_that_runs_ahead(protocol, exchange):
-    """Also without data races: with data as its own flag, all accesses to slots are strong."""
+    """Also without data races: with data as its own flag, all accesses to slots are strong.
+
+    Only a CTA of several warps needs its barriers.
+    """
+    assert make_shape(2, 2, SEVERAL_WARPS, 2, 4).threads >= 64
     with simulator.races() if simulator.ENABLED else contextlib.nullcontext():
-        exchange(0, protocol)
+        exchange(0, protocol, hidden=SEVERAL_WARPS)
     for seed in range(1, 3):
         exchange(seed, protocol)
 
@@ -797,42 +835,51 @@ def test_size_hint_and_mode():
 
 # Wrong kernels must be rejected
 
-RESET_ROW = "st_relaxed_sys_s32x4(ctx.local, row + 4 * i, empty, empty, empty, empty)"
-RESET_SUM = "reset(ctx.local, sum_offset(half, int32(first_rank + k), token), i)"
-RESET_SCALE = "st_relaxed_sys_s32(local, row + scales_offset + i // _LANES_PER_SCALE, int32(SENTINEL))"
+RESET_ROW = "st_relaxed_sys_s32x4(local, row + 4 * i, empty, empty, empty, empty)"
+RESET_SUM = "st_relaxed_sys_s32x4(local, sum_row + 4 * i, empty, empty, empty, empty)"
+RESET_SCALE = "st_relaxed_sys_s32(local, offset, empty)"
 ALL_WORDS = "(a != SENTINEL) & (b != SENTINEL) & (c != SENTINEL) & (d != SENTINEL)"
-TARGETS = "        targets = uint32(ranks_of(expert) & ~masked)\n"
-EARLY = f"""{TARGETS}        if tid < 32:
-            send_metadata(ctx, expert, metadata_offset(ctx, number, token, part), stamp_of(number), masked)
-            fence_acq_rel_sys()
+TARGETS = "                    targets = uint32(ranks_of(expert, local_experts, num_ranks) & ~masked)\n"
+EARLY = f"""{TARGETS}                    if tid < 32:
+                        send_metadata(ctx, number, masked, token, part, expert)
+                        fence_acq_rel_sys()
 """
-BARRIER = "                cuda.syncthreads()\n                if tid == 0:\n"
+BARRIER = "cuda.syncthreads()\n                                if tid == 0:\n"
 WRONG = {  # the kernel, the module with the passage, the passage, what replaces it, and the protocol
-    "the half of the last dispatch": ("dispatch", "dispatch", "int32(number & 1)", "int32(0)", "lamport"),
+    "the half of the last dispatch": (
+        *("dispatch", "dispatch", "half, receiver = int32(number & 1)", "half, receiver = int32(0)", "lamport"),
+    ),
     "the half of the last combine": ("combine", "combine", "int32(number & 1)", "int32(0)", "lamport"),
     "a sentinel that is not reset by dispatch": ("dispatch", "dispatch", RESET_ROW, "pass", "lamport"),
     "a sentinel that is not reset by combine": ("combine", "combine", RESET_SUM, "pass", "lamport"),
     "only one word of a vector polled": ("dispatch", "protocol", ALL_WORDS, "a != SENTINEL", "lamport"),
-    "metadata before rows": ("dispatch", "send", TARGETS, EARLY, "flags"),
-    "metadata without a fence": ("dispatch", "send", "fence_acq_rel_sys()", "pass", "flags"),
+    "metadata before rows": ("dispatch", "dispatch", TARGETS, EARLY, "flags"),
+    "metadata without a fence": ("dispatch", "dispatch", "fence_acq_rel_sys()", "pass", "flags"),
     "a flag without a fence": ("combine", "combine", "fence_acq_rel_sys()", "pass", "flags"),
-    "a flag without a barrier": ("combine", "combine", BARRIER, "                if tid == 0:\n", "flags"),
+    "a flag without a barrier": ("combine", "combine", BARRIER, "if tid == 0:\n", "flags"),
     "metadata without a stamp": ("dispatch", "protocol", "return (a >> shift == stamp)", "return (a == a)", "lamport"),
-    "the row of the token before": ("dispatch", "send", "loaded[j] = following[j]", "pass", "lamport"),
-    "the experts of the token before": ("dispatch", "send", "expert = next_expert", "pass", "lamport"),
+    "the row of the token before": ("dispatch", "dispatch", "loaded[j] = following[j]", "pass", "lamport"),
+    "the experts of the token before": ("dispatch", "dispatch", "expert = next_expert", "pass", "lamport"),
     "the row of the slot before": ("combine", "combine", "loaded[j] = following[j]", "pass", "lamport"),
     "the rows of the slot before": ("combine", "combine", "row = next_row", "pass", "lamport"),
-    "rows one too far": ("dispatch", "packing", "word, earlier, lane)", "word, earlier, lane) + 1", "lamport"),
-    "slots of the last word not counted": ("dispatch", "packing", "word, earlier,", "word, uint32(0),", "lamport"),
+    "rows one too far": ("dispatch", "dispatch", "word, earlier, lane)", "word, earlier, lane) + 1", "lamport"),
+    "slots of the last word not counted": ("dispatch", "dispatch", "word, earlier,", "word, uint32(0),", "lamport"),
 }
-WRONG_FP8_SUMS = {  # the passage of the module of sums, and what replaces it
-    "a scale that is not reset": (RESET_SCALE, "pass"),
+NEED_PACKED_ROWS = {
+    "metadata without a stamp",
+    "the experts of the token before",
+    "rows one too far",
+    "slots of the last word not counted",
+}
+WRONG_FP8_SUMS = {  # the module with the passage, the passage, and what replaces it
+    "a scale that is not reset": ("combine", RESET_SCALE, "pass"),
     "a scale that is not waited for": (
-        "words[first + 2] = ld_relaxed_sys_s32(local, scale)",
-        "words[first + 2] = int32(0)",
+        "combine",
+        "polled[first + 2] = ld_relaxed_sys_s32(local, scale)",
+        "polled[first + 2] = int32(0)",
     ),
-    "the scale of another group": ("31 & ~(_LANES_PER_SCALE - 1)", "0"),
-    "a maximum of half of the group": ("for step in (1, 2, 4, 8):", "for step in (1, 2, 4):"),
+    "the scale of another group": ("quantize", "31 & ~(SUM_LANES_PER_SCALE - 1)", "0"),
+    "a maximum of half of the group": ("quantize", "for step in (1, 2, 4, 8):", "for step in (1, 2, 4):"),
 }
 
 
@@ -840,19 +887,13 @@ WRONG_FP8_SUMS = {  # the passage of the module of sums, and what replaces it
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_is_rejected(name, monkeypatch):
     kernel, where, right, wrong, protocol = WRONG[name]
-    modules = {
-        "dispatch": low_latency_dispatch,
-        "packing": low_latency_packing,
-        "send": low_latency_send,
-        "combine": low_latency_combine,
-        "protocol": low_latency_protocol,
-    }
+    modules = {"dispatch": low_latency_dispatch, "combine": low_latency_combine, "protocol": low_latency_protocol}
     make = f"make_low_latency_{kernel}"
     monkeypatch.setattr(modules[kernel], make, changed_maker(modules[kernel], make, modules[where], right, wrong))
     exchange = exchange_ahead
     if name in ("the half of the last combine", "the row of the slot before"):
         exchange = combine_ahead
-    elif kernel == "dispatch" and where != "packing" and "stamp" not in right and "experts" not in name:
+    elif kernel == "dispatch" and name not in NEED_PACKED_ROWS:
         exchange = dispatch_ahead
     if protocol == "flags":
         exchange = partial(exchange, hidden=256)
@@ -864,7 +905,9 @@ def test_a_wrong_kernel_is_rejected(name, monkeypatch):
 def test_wrong_sums_in_fp8_are_rejected(name, monkeypatch):
     make = "make_low_latency_combine"
     monkeypatch.setattr(low_latency_config, "default_parts", lambda max_tokens: 1)  # a warp has two groups
-    wrong = changed_maker(low_latency_combine, make, low_latency_sums, *WRONG_FP8_SUMS[name])
+    where, right, wrong = WRONG_FP8_SUMS[name]
+    module = low_latency_combine if where == "combine" else low_latency_quantize
+    wrong = changed_maker(low_latency_combine, make, module, right, wrong)
     monkeypatch.setattr(low_latency_combine, make, wrong)
     assert fails_under_some_seed(lambda seed: exchange_ahead(seed, hidden=256, use_fp8_combine=True))
 

@@ -47,6 +47,10 @@ def test_planted_bugs_change_code(name):
     assert MUTANTS[name].changes_code()
 
 
+def test_names_are_unique():
+    assert len(MUTANTS) == sum(len(topic.MUTANTS) for topic in runner.TOPICS)
+
+
 def plant(right, wrong, tests=CONSTANT, count=1):
     return mutant("X01", "a test", tests, (KERNEL, right, wrong, count))
 

@@ -4,12 +4,15 @@ One launch, no counts, no host. Some CTAs send (`LowLatencyShape.ctas_per_sender
 has one of its experts. The others receive meanwhile: first the rank's own tokens, which they read from ``x``, then the
 slots. Several CTAs may share a row (`LowLatencyShape.parts`).
 
-Rows are packed by expert (`low_latency_packing.py`), or keep their slot's place.
+Rows keep their slot's place, or are packed by expert. The place of a packed row follows from the experts of all
+earlier slots. Senders send these first, as metadata, to all ranks. Every receiving CTA makes of them a set of slots for
+each expert, as bits in shared memory; a row's place is the number of earlier slots in that set. So the rows of an
+expert are ordered by source rank, then by token.
 
 A call with a receive hook has a kernel for each phase. The first one stores a rank's own rows in slots as well: the
 caller may overwrite ``x`` before the second one.
 
-Protocols and timeouts: `low_latency_protocol.py`. Memory map: `low_latency_layout.py`.
+Protocols and timeouts: `protocol.py`. Memory map: `layout.py`.
 """
 
 from functools import cache
@@ -24,43 +27,174 @@ from moe_numba.expert_parallel.low_latency.layout import (
     POISONED,
     REPEATED,
     SENTINEL,
+    STAMP_SHIFT,
 )
-from moe_numba.expert_parallel.low_latency.packing import make_place_rows
 from moe_numba.expert_parallel.low_latency.protocol import (
     DISPATCH_ROW,
     LowLatencyContext,
+    clean,
     copied,
     count_operation,
     is_last_block,
-    make_slot_at,
-    make_token_routing,
-    make_wait_metadata,
+    load_expert,
     masked_ranks,
+    ranks_of,
     roles,
+    slot_at,
+    stamp_of,
+    wait_metadata,
     wait_vector,
     wait_word,
 )
-from moe_numba.expert_parallel.low_latency.quantize import make_cast_vector, make_load_vector, raw_words
-from moe_numba.expert_parallel.low_latency.send import make_send
-from moe_numba.ptx.atomics import ld_relaxed_gpu_s32, st_relaxed_gpu_s32, st_relaxed_sys_s32
-from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, ld_global_s32x4, st_global_s32x4
+from moe_numba.expert_parallel.low_latency.quantize import cast_to_e4m3
+from moe_numba.ptx.atomics import atom_add_relaxed_gpu_s32, ld_relaxed_gpu_s32, st_relaxed_gpu_s32, st_relaxed_sys_s32
+from moe_numba.ptx.fence import fence_acq_rel_sys
+from moe_numba.ptx.memory import (
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    ld_global_s32x4,
+    pointer_from_address,
+    st_global_s32x4,
+)
 from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.ptx.system_vectors import ld_relaxed_sys_s32x4, st_relaxed_sys_s32x4
-from moe_numba.ptx.warp import FULL_MASK
+from moe_numba.ptx.warp import FULL_MASK, redux_sync_add_s32
 
 
 @cache
-def make_receive_row(shape):
-    """Make ``poll_row`` and ``receive_row``: a CTA copies its part of a slot to up to ``rows_per_slot`` rows."""
-    threads, row_words, data_is_flag, is_fp8 = shape.threads, shape.row_words, shape.data_is_flag, shape.is_fp8
-    vectors, part_vectors, fits_threads = (
-        row_words // 4,
-        shape.vectors_of_part(row_words),
-        shape.fits_threads(row_words),
-    )
-    num_rows, num_scales, slots = shape.rows_per_slot, shape.num_scales, shape.slots
-    packs_scales, topk, has_weights = shape.scales == "ue8m0", shape.topk, not shape.expert_major
-    group = 4 if packs_scales else 1  # scales in a word of the output
+def make_low_latency_dispatch(shape):
+    """Make the kernel, for CTAs of ``shape.threads`` threads, all of which must be resident at once."""
+    # Choices at compile time: Numba removes branches on them.
+    sends, receives, reads_own_rows = shape.sends, shape.receives, shape.reads_own_rows
+    data_is_flag, expert_major, in_slots = shape.data_is_flag, shape.expert_major, not shape.expert_major
+    is_fp8, rounds_scale, packs_scales = shape.is_fp8, shape.scales != "float32", shape.scales == "ue8m0"
+
+    num_ranks, max_tokens, slots, topk = shape.num_ranks, shape.max_tokens, shape.slots, shape.topk
+    num_experts, local_experts, rows_per_slot = shape.num_experts, shape.local_experts, shape.rows_per_slot
+    parts, threads, warps, ctas_per_sender = shape.parts, shape.threads, shape.threads // 32, shape.ctas_per_sender
+    # A rank that is alone copies its rows from x; only with flags after data it sends itself the metadata of its items.
+    sends_items = num_ranks > 1 or not (reads_own_rows and data_is_flag)
+    own_slots = max_tokens if reads_own_rows else 0  # slots of a rank's own tokens that it does not use
+
+    # A row is sent in 16-byte vectors, each made of ``raw_words`` words of bfloat16. Scales and weights follow it.
+    row_words, num_scales, words_of_x = shape.row_words, shape.num_scales, shape.hidden // 2
+    raw_words = 8 if is_fp8 else 4
+    vectors, part_vectors = row_words // 4, shape.vectors_of_part(row_words)
+    fits_threads = shape.fits_threads(row_words)  # if so, loops over the vectors of a part have one step
+    weights_offset, rows_offset, slot_words = row_words + num_scales, shape.dispatch_rows, shape.slot_words
+    # The output's scales: how many are in a word, how many words a row has, and how many lanes share a word.
+    scales_per_word = 4 if packs_scales else 1
+    scale_words, scale_lanes = num_scales // scales_per_word, 8 * scales_per_word
+
+    metadata_words, metadata_half, id_mask = shape.metadata_words, shape.metadata_half, (1 << ID_BITS) - 1
+    part_words = metadata_words if not data_is_flag else 0  # data that is its own flag has no metadata of parts
+    vectors_of_slot, metadata_vectors = metadata_words // 4, slots * metadata_words // 4
+    # Shared memory: the metadata of all slots; the set of slots of each expert, with the bits of a source rank in whole
+    # words; the rows of one slot.
+    words_of_rank, words_of_expert = shape.bit_words_of_rank, num_ranks * shape.bit_words_of_rank
+    sets_offset, places_offset = slots * metadata_words, slots * metadata_words + local_experts * words_of_expert
+
+    @cuda.jit(device=True)
+    def vectors_of(part):
+        """Return the first vector of a part of a row, and the one behind its last."""
+        return int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
+
+    @cuda.jit(device=True)
+    def load_vector(x, row, i, is_inside, loaded):
+        """Load the bfloat16 words that vector ``i`` of a row is made of; loads are in flight when it returns."""
+        for j in range(raw_words):
+            loaded[j] = int32(0)
+        if is_inside:
+            if is_fp8:
+                offset = int64(row) * words_of_x + 8 * i
+                loaded[0], loaded[1], loaded[2], loaded[3] = ld_global_s32x4(x, offset)
+                loaded[4], loaded[5], loaded[6], loaded[7] = ld_global_s32x4(x, offset + 4)
+            else:
+                loaded[0], loaded[1], loaded[2], loaded[3] = ld_global_s32x4(x, int64(row) * words_of_x + 4 * i)
+
+    @cuda.jit(device=True)
+    def cast_vector(loaded):
+        """Return the four words to send, and the bits of their scale in FP8. All lanes of a warp must call it."""
+        if is_fp8:
+            return cast_to_e4m3(loaded, rounds_scale)
+        return loaded[0], loaded[1], loaded[2], loaded[3], int32(0)
+
+    @cuda.jit(device=True)
+    def load_item(x, topk_idx, item, items, num_tokens, loaded):
+        """Load this thread's first vector of an item to send, a part of a token; return its expert of the token."""
+        token, part, tid = int32(item // parts), int32(item % parts), int32(cuda.threadIdx.x)
+        first, last = vectors_of(part)
+        is_token = (item < items) & (token < num_tokens)
+        load_vector(x, token, int32(first + tid), is_token & (first + tid < last), loaded)
+        tokens = num_tokens if item < items else int32(0)
+        return load_expert(topk_idx, token, tokens, int32(tid & 31), topk, num_experts)
+
+    @cuda.jit(device=True)
+    def send_metadata(ctx, number, masked, token, part, expert):
+        """Send a token's experts to all ranks, with one warp; lane k has expert k."""
+        lane, repeated = int32(cuda.threadIdx.x & 31), False
+        slot = int32(ctx.rank * max_tokens + token)
+        offset = int32(int32(number & 1) * metadata_half + (slot * parts + part) * metadata_words)
+        for k in range(topk):
+            repeated = repeated | ((k < lane) & (cuda.shfl_sync(FULL_MASK, expert, k) == expert))
+        for r in range(num_ranks):
+            local = int32(expert - r * local_experts)
+            is_local = (expert >= 0) & (local >= 0) & (local < local_experts)
+            code = int32(NO_EXPERT)
+            if is_local:
+                code = int32(local + REPEATED) if repeated else local
+            low = cuda.shfl_sync(FULL_MASK, code, 2 * lane & 31)
+            high = cuda.shfl_sync(FULL_MASK, code, 2 * lane + 1 & 31)
+            if 2 * lane >= 32:
+                low = high = int32(NO_EXPERT)
+            word = uint32(uint32(stamp_of(number) << uint32(STAMP_SHIFT)) | uint32(high << ID_BITS) | uint32(low))
+            if (lane < metadata_words) & (masked >> uint32(r) & uint32(1) == uint32(0)):
+                st_relaxed_sys_s32(pointer_from_address(ctx.peers[r], ctx.local), offset + lane, int32(word))
+
+    @cuda.jit(device=True)
+    def add_slot(shared, word, bit, code):
+        """Add a slot to the set of an expert."""
+        if code != NO_EXPERT:
+            expert = int32(code & (REPEATED - 1))
+            cuda.atomic.or_(shared, int32(sets_offset + expert * words_of_expert + word), int32(bit))
+
+    @cuda.jit(device=True)
+    def collect_metadata(ctx, shared, number, masked, wait_ns, adds_waits):
+        """Copy the metadata of all slots to shared memory, as it arrives, and make the sets of slots."""
+        start, half, tid = globaltimer(), int32(number & 1), int32(cuda.threadIdx.x)
+        words = cuda.local.array(4, int32)
+        for i in range(tid, local_experts * words_of_expert, threads):
+            shared[sets_offset + i] = int32(0)
+        cuda.syncthreads()
+        for i in range(tid, metadata_vectors, threads):
+            slot, v = int32(i // vectors_of_slot), int32(i % vectors_of_slot)
+            peer, token = int32(slot // max_tokens), int32(slot % max_tokens)
+            offset = int32(half * metadata_half + slot * parts * metadata_words + 4 * v)
+            adds_wait, waited = adds_waits and token == 0 and v == 0, int64(0)
+            if adds_wait:
+                waited = wait_ns[peer]  # arrives while the thread waits for the metadata
+            words[0], words[1], words[2], words[3], _ = wait_metadata(
+                ctx, offset, number, masked, peer, token, data_is_flag
+            )
+            word, bit = int32(peer * words_of_rank + (token >> 5)), int32(uint32(1) << uint32(token & 31))
+            for j in range(4):
+                shared[4 * i + j] = words[j]
+                add_slot(shared, word, bit, int32(words[j] & id_mask))
+                add_slot(shared, word, bit, int32(words[j] >> ID_BITS & id_mask))
+            if adds_wait:
+                wait_ns[peer] = waited + int64(globaltimer() - start)
+        cuda.syncthreads()
+
+    @cuda.jit(device=True)
+    def count_slots(shared, expert, first_word, last_word, last_bits, lane):
+        """Count the slots of an expert, with one warp: those of whole words, and of ``last_bits`` of the last one."""
+        found = int32(0)
+        for i in range(int32(first_word + lane), int32(last_word + 1), 32):
+            bits = uint32(shared[int32(sets_offset + expert * words_of_expert + i)])
+            if i == last_word:
+                bits = uint32(bits & last_bits)
+            found = int32(found + int32(cuda.popc(bits)))
+        return redux_sync_add_s32(uint32(FULL_MASK), found)
 
     @cuda.jit(device=True)
     def take_word(ctx, offset, has_row, peer, token):
@@ -72,163 +206,6 @@ def make_receive_row(shape):
         elif has_row:
             word = ctx.local[offset]
         return word
-
-    @cuda.jit(device=True)
-    def store_scales(ctx, row, has_row, part, peer, token, rows, scales):
-        """Copy the scales of this part, column-major within an expert (or within all slots)."""
-        words = num_scales // group
-        first, last = part * part_vectors // (8 * group), min(words, (part + 1) * part_vectors // (8 * group))
-        for i in range(int32(first + cuda.threadIdx.x), last, threads):
-            value = take_word(ctx, row + row_words + i * group, has_row, peer, token)
-            if packs_scales:  # bytes are the exponents; that of a NaN is 255
-                value = int32(uint32(value) >> uint32(23) & uint32(255))
-                for j in range(1, group):
-                    more = take_word(ctx, row + row_words + i * group + j, has_row, peer, token)
-                    exponent = uint32(uint32(more) >> uint32(23) & uint32(255))
-                    value = int32(uint32(value) | uint32(exponent << uint32(8 * j)))
-            for k in range(num_rows):
-                if rows[k] >= 0:
-                    expert = int64(uint32(rows[k]) // uint32(slots))
-                    scales[(expert * words + i) * slots + int64(rows[k] - expert * slots)] = value
-
-    @cuda.jit(device=True)
-    def poll_row(ctx, row, part, loaded):
-        """Load this thread's first vector of a slot, of which it is not known yet whether it arrives."""
-        first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
-        i = int32(first + cuda.threadIdx.x)
-        if i < last:
-            loaded[0], loaded[1], loaded[2], loaded[3] = copied(ld_relaxed_sys_s32x4(ctx.local, row + 4 * i))
-
-    @cuda.jit(device=True)
-    def receive_row(ctx, row, has_row, part, peer, token, rows, loaded, recv_x, recv_scales, recv_weights):
-        """``rows`` has the numbers of the output's rows, or negative numbers; ``row`` is the slot's offset."""
-        first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
-        for base in range(first, int32(first + 1) if fits_threads else last, threads):
-            i = int32(base + cuda.threadIdx.x)
-            if i < last:
-                a = b = c = d = int32(SENTINEL)
-                if data_is_flag:
-                    if base != first:
-                        loaded[0], loaded[1], loaded[2], loaded[3] = copied(
-                            ld_relaxed_sys_s32x4(ctx.local, row + 4 * i)
-                        )
-                    a, b, c, d = wait_vector(ctx, row + 4 * i, DISPATCH_ROW, peer, token, loaded)
-                    empty = int32(SENTINEL)
-                    st_relaxed_sys_s32x4(ctx.local, row + 4 * i, empty, empty, empty, empty)
-                elif has_row:
-                    a, b, c, d = ld_global_s32x4(ctx.local, row + 4 * i)
-                for k in range(num_rows):
-                    if rows[k] >= 0:
-                        st_global_s32x4(recv_x, int64(rows[k]) * row_words + 4 * i, a, b, c, d)
-        if is_fp8:
-            store_scales(ctx, row, has_row, part, peer, token, rows, recv_scales)
-        if has_weights and part == 0 and cuda.threadIdx.x < topk:
-            lane = int32(cuda.threadIdx.x)
-            word = take_word(ctx, row + row_words + num_scales + lane, has_row, peer, token)
-            recv_weights[int64(rows[0]) * topk + lane] = word
-
-    return poll_row, receive_row
-
-
-@cache
-def make_copy_own_row(shape):
-    """Make ``load_own_row`` and ``copy_own_row``: a CTA copies its part of a token of its rank to the output."""
-    threads, row_words, is_fp8 = shape.threads, shape.row_words, shape.is_fp8
-    vectors, part_vectors, fits_threads = (
-        row_words // 4,
-        shape.vectors_of_part(row_words),
-        shape.fits_threads(row_words),
-    )
-    num_rows, num_scales, slots, topk = shape.rows_per_slot, shape.num_scales, shape.slots, shape.topk
-    packs_scales, has_weights = shape.scales == "ue8m0", not shape.expert_major
-    lanes, words = (32, num_scales // 4) if packs_scales else (8, num_scales)  # that share a word of the scales
-    load_vector = make_load_vector(is_fp8, shape.hidden // 2)
-    cast_vector = make_cast_vector(is_fp8, shape.scales != "float32")
-
-    @cuda.jit(device=True)
-    def load_own_row(x, token, part, num_tokens, loaded):
-        """Load this thread's first vector of a token."""
-        first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
-        i = int32(first + cuda.threadIdx.x)
-        load_vector(x, token, i, (i < last) & (token < num_tokens), loaded)
-
-    @cuda.jit(device=True)
-    def copy_own_row(x, topk_weights, token, part, rows, loaded, recv_x, recv_scales, recv_weights):
-        """Copy a part of a token, whose first vectors are loaded."""
-        tid = int32(cuda.threadIdx.x)
-        first, last = int32(part * part_vectors), min(int32(vectors), int32((part + 1) * part_vectors))
-        for base in range(first, int32(first + 1) if fits_threads else last, threads):
-            i = int32(base + tid)
-            if base != first:
-                load_vector(x, token, i, i < last, loaded)
-            a, b, c, d, scale = cast_vector(loaded)
-            if packs_scales:
-                word = uint32(0)  # the exponents of four scales
-                for j in range(4):
-                    exponent = uint32(uint32(cuda.shfl_sync(FULL_MASK, scale, 8 * j)) >> uint32(23) & uint32(255))
-                    word = uint32(word | uint32(exponent << uint32(8 * j)))
-                scale = int32(word)
-            for k in range(num_rows):
-                if (rows[k] >= 0) & (i < last):
-                    st_global_s32x4(recv_x, int64(rows[k]) * row_words + 4 * i, a, b, c, d)
-                    if is_fp8 and i % lanes == 0:
-                        expert = int64(uint32(rows[k]) // uint32(slots))
-                        row = int64(rows[k] - expert * slots)
-                        recv_scales[(expert * words + i // lanes) * slots + row] = scale
-        if has_weights and part == 0 and tid < topk:
-            recv_weights[int64(rows[0]) * topk + tid] = topk_weights[int64(token) * topk + tid]
-
-    return load_own_row, copy_own_row
-
-
-@cache
-def make_low_latency_dispatch(shape):
-    """Make the kernel, for CTAs of ``shape.threads`` threads, all of which must be resident at once."""
-    num_ranks, max_tokens, slots, topk = shape.num_ranks, shape.max_tokens, shape.slots, shape.topk
-    sends, receives, reads_own_rows = shape.sends, shape.receives, shape.reads_own_rows
-    ctas_per_sender = shape.ctas_per_sender
-    parts, threads, local_experts = shape.parts, shape.threads, shape.local_experts
-    expert_major, data_is_flag, metadata_words = shape.expert_major, shape.data_is_flag, shape.metadata_words
-    metadata_half, rows_offset, slot_words = shape.metadata_half, shape.dispatch_rows, shape.slot_words
-    vectors_per_slot, id_mask = metadata_words // 4, (1 << ID_BITS) - 1
-    part_words = metadata_words if not data_is_flag else 0  # data that is its own flag has no metadata of parts
-    own_slots = max_tokens if reads_own_rows else 0
-    has_peers = num_ranks > 1 or not (reads_own_rows and data_is_flag)
-    num_raw_words = raw_words(shape.is_fp8)
-    load_item, send_all_metadata, send_items = make_send(shape)
-    (poll_row, receive_row), (load_own_row, copy_own_row) = make_receive_row(shape), make_copy_own_row(shape)
-    wait_metadata = make_wait_metadata(data_is_flag)
-    load_expert, ranks_of = make_token_routing(shape)
-    collect_metadata, count_experts, place_rows, placed_rows = make_place_rows(shape)
-    slot_at = make_slot_at(shape)
-
-    @cuda.jit(device=True)
-    def unpack_metadata(ctx, number, masked, offset, slot, part, peer, token, recv_topk_idx):
-        """Wait for the metadata of a slot, and write its experts; return whether it has a row, and has arrived."""
-        words, tid, has_row, arrived = cuda.local.array(4, int32), int32(cuda.threadIdx.x), False, True
-        for v in range(vectors_per_slot):
-            a, b, c, d, found = wait_metadata(ctx, offset + 4 * v, number, masked, peer, token)
-            arrived = arrived & found
-            words[0], words[1], words[2], words[3] = a, b, c, d
-            for j in range(4):
-                for h in range(2):
-                    k, code = int32(8 * v + 2 * j + h), int32(words[j] >> (ID_BITS * h) & id_mask)
-                    has_row = has_row | (code != NO_EXPERT)
-                    if part == 0 and tid == k and k < topk:
-                        expert = int32(-1) if code == NO_EXPERT else int32(code & (REPEATED - 1))
-                        recv_topk_idx[int64(slot) * topk + k] = expert
-        return has_row, arrived
-
-    @cuda.jit(device=True)
-    def unpack_own_experts(rank, topk_idx, token, num_tokens, slot, part, recv_topk_idx):
-        """Write the local experts of one of the rank's own tokens; return whether it has any."""
-        tid = int32(cuda.threadIdx.x)
-        expert = load_expert(topk_idx, token, num_tokens, int32(tid & 31))
-        local = int32(expert - rank * local_experts)
-        if part == 0 and tid < topk:
-            is_local = (expert >= 0) & (local >= 0) & (local < local_experts)
-            recv_topk_idx[int64(slot) * topk + tid] = local if is_local else int32(-1)
-        return ranks_of(expert) >> uint32(rank) & uint32(1) != uint32(0)
 
     @cuda.jit
     def low_latency_dispatch(
@@ -259,76 +236,251 @@ def make_low_latency_dispatch(shape):
         tid, block, grid = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()  # combine may become resident; it waits for this grid to end
-        items = int32((num_tokens if data_is_flag else max_tokens) * parts) if has_peers else int32(0)  # to send
+        items = int32((num_tokens if data_is_flag else max_tokens) * parts) if sends_items else int32(0)  # to send
         senders, first_receiver = roles(grid, sends, receives, items, ctas_per_sender)
-        # What a CTA needs first is loaded at once: none of these loads waits for another one.
-        loaded, expert = cuda.local.array(num_raw_words, int32), int32(-1)
+
+        # ---- First loads: what a CTA needs first is loaded at once; none of these loads waits for another one. ----
+        loaded, expert = cuda.local.array(raw_words, int32), int32(-1)
         own_state = int32(CTA_STATE + 2 * block)
         sent, received = ld_relaxed_gpu_s32(state, own_state), ld_relaxed_gpu_s32(state, own_state + 1)
         if sends:
             expert = load_item(x, topk_idx, block, items if block < senders else int32(0), num_tokens, loaded)
         masked = masked_ranks(ctx, num_ranks)
+        lane, warp = int32(tid & 31), int32(tid >> 5)
+
         if sends:
             number = int32(sent + 1)
             if data_is_flag:
-                send_all_metadata(ctx, number, masked, topk_idx, num_tokens)
+                # ---- Send the experts of all tokens, with one warp per token ----
+                for token in range(int32(block * warps + warp), int32(max_tokens), int32(grid * warps)):
+                    token_expert = load_expert(topk_idx, token, num_tokens, lane, topk, num_experts)
+                    send_metadata(ctx, number, masked, token, 0, token_expert)
             if block < senders:
-                send_items(ctx, number, masked, items, senders, x, topk_idx, topk_weights, num_tokens, expert, loaded)
+                # ---- Send rows: this CTA's items, the first of which is loaded ----
+                following = cuda.local.array(raw_words, int32)
+                for item in range(block, items, senders):
+                    # Loads issued after stores to a peer would wait until NVLink has taken these. So a CTA loads its
+                    # next item first.
+                    next_expert = load_item(x, topk_idx, int32(item + senders), items, num_tokens, following)
+                    token, part = int32(item // parts), int32(item % parts)
+                    slot = int32(rank * max_tokens + token)
+                    row = int32(rows_offset + (int32(number & 1) * slots + slot) * slot_words)
+                    first, last = vectors_of(part)
+                    if token >= num_tokens:
+                        last = first
+                    targets = uint32(ranks_of(expert, local_experts, num_ranks) & ~masked)
+                    if reads_own_rows:
+                        targets = uint32(targets & ~uint32(uint32(1) << uint32(rank)))
+                    if targets != uint32(0):
+                        for base in range(first, int32(first + 1) if fits_threads else last, threads):
+                            i = int32(base + tid)
+                            if base != first:
+                                load_vector(x, token, i, i < last, loaded)
+                            a, b, c, d, scale = cast_vector(loaded)
+                            if data_is_flag:
+                                a, b, c, d, scale = clean(a), clean(b), clean(c), clean(d), clean(scale)
+                            for r in range(num_ranks):
+                                if (targets >> uint32(r) & uint32(1) != uint32(0)) & (i < last):
+                                    remote = pointer_from_address(peers[r], local)
+                                    st_relaxed_sys_s32x4(remote, row + 4 * i, a, b, c, d)
+                                    if is_fp8 and i % 8 == 0:
+                                        st_relaxed_sys_s32(remote, row + row_words + i // 8, scale)
+                        if in_slots and part == 0 and tid < topk:
+                            weight = topk_weights[int64(token) * topk + tid]
+                            if data_is_flag:
+                                weight = clean(weight)
+                            for r in range(num_ranks):
+                                if targets >> uint32(r) & uint32(1) != uint32(0):
+                                    remote = pointer_from_address(peers[r], local)
+                                    st_relaxed_sys_s32(remote, row + weights_offset + tid, weight)
+                    if not data_is_flag:  # the metadata is the flag
+                        cuda.syncthreads()
+                        if tid < 32:
+                            fence_acq_rel_sys()  # on behalf of the CTA
+                            send_metadata(ctx, number, masked, token, part, expert)
+                    expert = next_expert
+                    for j in range(raw_words):
+                        loaded[j] = following[j]
+
         if receives and block >= first_receiver:
             number, start, receivers = int32(received + 1), globaltimer(), int32(grid - first_receiver)
-            half, block_of_receivers = int32(number & 1), int32(block - first_receiver)
+            half, receiver = int32(number & 1), int32(block - first_receiver)
+            # ``rows``: the output's rows of the slot that the CTA works on; a negative number is none.
             if expert_major:
-                rows = shared[placed_rows:]
-                collect_metadata(ctx, shared, number, masked, wait_ns, block_of_receivers == 0)
+                # ---- Receive metadata: the experts of all slots, which determine where their rows go ----
+                rows = shared[places_offset:]
+                collect_metadata(ctx, shared, number, masked, wait_ns, receiver == 0)
             else:
-                rows = cuda.local.array(1, int32)
-            for item in range(block_of_receivers, int32(slots * parts), receivers):
+                rows, words = cuda.local.array(1, int32), cuda.local.array(4, int32)
+
+            for item in range(receiver, int32(slots * parts), receivers):
                 part = int32(item % parts)
-                peer, token = slot_at(rank, int32(item // parts))
+                peer, token = slot_at(rank, int32(item // parts), own_slots, num_ranks)
                 is_own, slot = reads_own_rows and item < own_slots * parts, int32(peer * max_tokens + token)
                 offset = int32(half * metadata_half + slot * parts * metadata_words + part * part_words)
                 row = int32(rows_offset + (half * slots + slot) * slot_words)
                 has_row, arrived = False, True
-                if is_own:  # before it is known whether there is a row
-                    load_own_row(x, token, part, num_tokens, loaded)
+
+                # ---- Load this thread's first vector, before it is known whether there is a row ----
+                if is_own:
+                    first, last = vectors_of(part)
+                    i = int32(first + tid)
+                    load_vector(x, token, i, (i < last) & (token < num_tokens), loaded)
                 elif data_is_flag:
-                    poll_row(ctx, row, part, loaded)
-                adds_wait, waited = not expert_major and part == 0 and token == 0 and tid == 0, int64(0)
+                    first, last = vectors_of(part)
+                    i = int32(first + tid)
+                    if i < last:
+                        loaded[0], loaded[1], loaded[2], loaded[3] = copied(ld_relaxed_sys_s32x4(local, row + 4 * i))
+
+                # ---- Find the rows of the slot ----
+                adds_wait, waited = in_slots and part == 0 and token == 0 and tid == 0, int64(0)
                 if adds_wait:
                     waited = wait_ns[peer]
                 if expert_major:
                     if not data_is_flag and not is_own:
-                        _, _, _, _, arrived = wait_metadata(ctx, offset, number, masked, peer, token)
-                    has_row = place_rows(shared, slot, part, slot_rows, src_info)
+                        _, _, _, _, arrived = wait_metadata(ctx, offset, number, masked, peer, token, data_is_flag)
+                    # Packed rows of the slot are behind those of all earlier slots with the same expert. We compute the
+                    # token from the slot again: if ranks have one token each, the compiler then knows that it is 0.
+                    peer, token = int32(slot // max_tokens), int32(slot % max_tokens)
+                    word = int32(peer * words_of_rank + (token >> 5))
+                    earlier = uint32(uint32(1 << (token & 31)) - uint32(1))
+                    for k in range(warp, topk, warps):
+                        code = int32(shared[int32(slot * metadata_words + (k >> 1))] >> (ID_BITS * (k & 1)) & id_mask)
+                        place = int32(-1)
+                        if code != NO_EXPERT:
+                            local_expert = int32(code & (REPEATED - 1))
+                            before = count_slots(shared, local_expert, int32(0), word, earlier, lane)
+                            place = int32(local_expert * slots + before)
+                        if lane == 0:
+                            shared[places_offset + k] = place
+                            if part == 0:
+                                slot_rows[int64(slot) * topk + k] = place
+                                if (place >= 0) & (code < REPEATED):
+                                    src_info[place] = token
+                    cuda.syncthreads()
+                    for k in range(topk):
+                        has_row = has_row | (shared[places_offset + k] >= 0)
                 else:
                     if is_own:
-                        has_row = unpack_own_experts(rank, topk_idx, token, num_tokens, slot, part, recv_topk_idx)
+                        expert = load_expert(topk_idx, token, num_tokens, lane, topk, num_experts)
+                        local_expert = int32(expert - rank * local_experts)
+                        if part == 0 and tid < topk:
+                            is_local = (expert >= 0) & (local_expert >= 0) & (local_expert < local_experts)
+                            recv_topk_idx[int64(slot) * topk + tid] = local_expert if is_local else int32(-1)
+                        targets = ranks_of(expert, local_experts, num_ranks)
+                        has_row = targets >> uint32(rank) & uint32(1) != uint32(0)
                     else:
-                        has_row, arrived = unpack_metadata(
-                            ctx, number, masked, offset, slot, part, peer, token, recv_topk_idx
-                        )
+                        for v in range(vectors_of_slot):
+                            a, b, c, d, found = wait_metadata(
+                                ctx, offset + 4 * v, number, masked, peer, token, data_is_flag
+                            )
+                            arrived = arrived & found
+                            words[0], words[1], words[2], words[3] = a, b, c, d
+                            for j in range(4):
+                                for h in range(2):
+                                    k, code = int32(8 * v + 2 * j + h), int32(words[j] >> (ID_BITS * h) & id_mask)
+                                    has_row = has_row | (code != NO_EXPERT)
+                                    if part == 0 and tid == k and k < topk:
+                                        local_expert = int32(-1) if code == NO_EXPERT else int32(code & (REPEATED - 1))
+                                        recv_topk_idx[int64(slot) * topk + k] = local_expert
                     rows[0] = slot
                     if part == 0 and tid == 0:
                         slot_rows[slot] = slot if has_row else int32(-1)
                     if adds_wait:
                         wait_ns[peer] = waited + int64(globaltimer() - start)
+
                 if is_own:
+                    # ---- Copy a part of one of the rank's own tokens ----
                     if has_row:
-                        copy_own_row(x, topk_weights, token, part, rows, loaded, recv_x, recv_scales, recv_topk_weights)
-                elif has_row | (not arrived and not expert_major):
-                    receive_row(
-                        *(ctx, row, has_row & arrived, part, peer, token, rows, loaded),
-                        *(recv_x, recv_scales, recv_topk_weights),
-                    )
+                        first, last = vectors_of(part)
+                        for base in range(first, int32(first + 1) if fits_threads else last, threads):
+                            i = int32(base + tid)
+                            if base != first:
+                                load_vector(x, token, i, i < last, loaded)
+                            a, b, c, d, scale = cast_vector(loaded)
+                            if packs_scales:
+                                exponents = uint32(0)  # of four scales
+                                for j in range(4):
+                                    bits = uint32(cuda.shfl_sync(FULL_MASK, scale, 8 * j))
+                                    exponent = uint32(bits >> uint32(23) & uint32(255))
+                                    exponents = uint32(exponents | uint32(exponent << uint32(8 * j)))
+                                scale = int32(exponents)
+                            for k in range(rows_per_slot):
+                                if (rows[k] >= 0) & (i < last):
+                                    st_global_s32x4(recv_x, int64(rows[k]) * row_words + 4 * i, a, b, c, d)
+                                    if is_fp8 and i % scale_lanes == 0:
+                                        expert_of_row = int64(uint32(rows[k]) // uint32(slots))
+                                        column = expert_of_row * scale_words + i // scale_lanes
+                                        recv_scales[column * slots + int64(rows[k] - expert_of_row * slots)] = scale
+                        if in_slots and part == 0 and tid < topk:
+                            recv_topk_weights[int64(rows[0]) * topk + tid] = topk_weights[int64(token) * topk + tid]
+                elif has_row | (not arrived and in_slots):
+                    # ---- Copy a part of a slot, and make it empty again if its data is its own flag ----
+                    has_data = has_row & arrived
+                    first, last = vectors_of(part)
+                    for base in range(first, int32(first + 1) if fits_threads else last, threads):
+                        i = int32(base + tid)
+                        if i < last:
+                            a = b = c = d = int32(SENTINEL)
+                            if data_is_flag:
+                                if base != first:
+                                    loaded[0], loaded[1], loaded[2], loaded[3] = copied(
+                                        ld_relaxed_sys_s32x4(local, row + 4 * i)
+                                    )
+                                a, b, c, d = wait_vector(ctx, row + 4 * i, DISPATCH_ROW, peer, token, loaded)
+                                empty = int32(SENTINEL)
+                                st_relaxed_sys_s32x4(local, row + 4 * i, empty, empty, empty, empty)
+                            elif has_data:
+                                a, b, c, d = ld_global_s32x4(local, row + 4 * i)
+                            for k in range(rows_per_slot):
+                                if rows[k] >= 0:
+                                    st_global_s32x4(recv_x, int64(rows[k]) * row_words + 4 * i, a, b, c, d)
+                    if is_fp8:  # scales are column-major within an expert, or within all slots
+                        first_scale = part * part_vectors // scale_lanes
+                        last_scale = min(scale_words, (part + 1) * part_vectors // scale_lanes)
+                        for i in range(int32(first_scale + tid), last_scale, threads):
+                            scale_row = row + row_words + i * scales_per_word
+                            scale = take_word(ctx, scale_row, has_data, peer, token)
+                            if packs_scales:  # bytes are the exponents; that of a NaN is 255
+                                scale = int32(uint32(scale) >> uint32(23) & uint32(255))
+                                for j in range(1, scales_per_word):
+                                    more = take_word(ctx, scale_row + j, has_data, peer, token)
+                                    exponent = uint32(uint32(more) >> uint32(23) & uint32(255))
+                                    scale = int32(uint32(scale) | uint32(exponent << uint32(8 * j)))
+                            for k in range(rows_per_slot):
+                                if rows[k] >= 0:
+                                    expert_of_row = int64(uint32(rows[k]) // uint32(slots))
+                                    column = expert_of_row * scale_words + i
+                                    recv_scales[column * slots + int64(rows[k] - expert_of_row * slots)] = scale
+                    if in_slots and part == 0 and tid < topk:
+                        weight = take_word(ctx, row + weights_offset + tid, has_data, peer, token)
+                        recv_topk_weights[int64(rows[0]) * topk + tid] = weight
                 if expert_major:
                     cuda.syncthreads()  # before another slot's rows replace these
-            if expert_major:  # rows do not wait for the counts
-                count_experts(shared, block_of_receivers, receivers, layout_range, recv_count, total_count)
+
+            if expert_major:
+                # ---- Count the rows of each expert, from each rank and in all, with one warp per expert ----
+                # Last, because rows do not wait for the counts.
+                for e in range(int32(receiver * warps + warp), local_experts, int32(receivers * warps)):
+                    total = int32(0)
+                    for r in range(num_ranks):
+                        word = int32(r * words_of_rank)
+                        last_word, all_bits = int32(word + words_of_rank - 1), uint32(0xFFFFFFFF)
+                        from_rank = count_slots(shared, e, word, last_word, all_bits, lane)
+                        if lane == 0:
+                            layout_range[int64(e) * num_ranks + r] = int64(int64(total) << 32 | int64(from_rank))
+                        total = int32(total + from_rank)
+                    if lane == 0:
+                        recv_count[e] = total
+                        atom_add_relaxed_gpu_s32(total_count, e, total)  # the thread does not wait for the old value
+
         count_operation(state, own_state, sends, sent, receives, received)
+
         if expert_major and receives:
+            # ---- If a wait has timed out, no row counts ----
+            # CTAs may have seen different metadata of a late rank, and placed rows differently.
             expired = is_last_block(state) and ld_relaxed_gpu_s32(state, EXPIRED) != 0
             if cuda.syncthreads_or(int32(expired)) != 0:
-                # CTAs may have seen different metadata of a late rank, and placed rows differently: none counts.
                 for i in range(tid, slots * topk, threads):
                     if slot_rows[i] >= 0:
                         slot_rows[i] = int32(POISONED)

@@ -9,7 +9,6 @@ A thread that waits for a rank longer than the timeout marks it in the rank mask
 rank and nothing is sent to it, and everything that it should have sent counts as NaN.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 from numba import cuda, int32, int64, uint32, uint64
@@ -122,35 +121,35 @@ def stamp_of(number):
     return uint32(number & STAMP_MASK)
 
 
-@cache
-def make_wait_metadata(data_is_flag):
-    """Make ``wait_metadata``: wait for a vector of metadata; a masked rank's has no experts.
+@cuda.jit(device=True)
+def wait_metadata(ctx, offset, number, masked, peer, token, data_is_flag):
+    """Wait for a vector of metadata; return its words without their stamps, and whether it has arrived.
 
-    With flags after data, the metadata is the flag.
+    A masked rank's metadata has no experts. With flags after data, the metadata is the flag.
     """
-    load = ld_relaxed_sys_s32x4 if data_is_flag else ld_acquire_sys_s32x4
-
-    @cuda.jit(device=True)
-    def wait_metadata(ctx, offset, number, masked, peer, token):
-        """Return the words without their stamps, and whether the metadata has arrived."""
-        stamp, start, polls, stopped = stamp_of(number), uint64(0), int32(0), False
+    stamp, start, polls, stopped = stamp_of(number), uint64(0), int32(0), False
+    a = b = c = d = int32(NO_EXPERTS)
+    if masked >> uint32(peer) & uint32(1) == uint32(0):
+        a, b, c, d = _load_metadata(ctx.local, offset, data_is_flag)
+        while not stopped and not is_stamped(a, b, c, d, stamp):
+            if polls % POLLS_PER_CHECK == 0:
+                start = globaltimer() if polls == 0 else start
+                stopped = must_stop(ctx, start, METADATA, peer, token)
+            polls = int32(polls + 1)
+            a, b, c, d = _load_metadata(ctx.local, offset, data_is_flag)
+    else:
+        stopped = True
+    if stopped:
         a = b = c = d = int32(NO_EXPERTS)
-        if masked >> uint32(peer) & uint32(1) == uint32(0):
-            a, b, c, d = copied(load(ctx.local, offset))
-            while not stopped and not is_stamped(a, b, c, d, stamp):
-                if polls % POLLS_PER_CHECK == 0:
-                    start = globaltimer() if polls == 0 else start
-                    stopped = must_stop(ctx, start, METADATA, peer, token)
-                polls = int32(polls + 1)
-                a, b, c, d = copied(load(ctx.local, offset))
-        else:
-            stopped = True
-        if stopped:
-            a = b = c = d = int32(NO_EXPERTS)
-        ids = int32((1 << STAMP_SHIFT) - 1)
-        return int32(a & ids), int32(b & ids), int32(c & ids), int32(d & ids), not stopped
+    ids = int32((1 << STAMP_SHIFT) - 1)
+    return int32(a & ids), int32(b & ids), int32(c & ids), int32(d & ids), not stopped
 
-    return wait_metadata
+
+@cuda.jit(device=True)
+def _load_metadata(local, offset, data_is_flag):
+    if data_is_flag:
+        return copied(ld_relaxed_sys_s32x4(local, offset))
+    return copied(ld_acquire_sys_s32x4(local, offset))
 
 
 @cuda.jit(device=True)
@@ -209,29 +208,23 @@ def wait_weight(ctx, offset, number, peer, token):
     return uint32(CLEAN_NAN) if stopped else uint32(pair)
 
 
-@cache
-def make_token_routing(shape):
-    """Make ``load_expert`` and ``ranks_of``; all lanes of a warp must call them."""
-    topk, num_experts, local_experts, num_ranks = shape.topk, shape.num_experts, shape.local_experts, shape.num_ranks
+@cuda.jit(device=True)
+def load_expert(topk_idx, token, num_tokens, lane, topk, num_experts):
+    """Return a token's expert number ``lane``, or -1."""
+    expert = int64(-1)
+    if token < num_tokens and lane < topk:
+        expert = int64(topk_idx[int64(token) * topk + lane])
+    return int32(expert) if (expert >= 0) & (expert < num_experts) else int32(-1)
 
-    @cuda.jit(device=True)
-    def load_expert(topk_idx, token, num_tokens, lane):
-        """Return a token's expert number ``lane``, or -1."""
-        expert = int64(-1)
-        if token < num_tokens and lane < topk:
-            expert = int64(topk_idx[int64(token) * topk + lane])
-        return int32(expert) if (expert >= 0) & (expert < num_experts) else int32(-1)
 
-    @cuda.jit(device=True)
-    def ranks_of(expert):
-        """Return the mask of ranks that have one of the warp's experts."""
-        owner, found = int32(expert // local_experts) if expert >= 0 else int32(-1), uint32(0)
-        for r in range(num_ranks):
-            if cuda.any_sync(FULL_MASK, owner == r):
-                found = uint32(found | uint32(1 << r))
-        return found
-
-    return load_expert, ranks_of
+@cuda.jit(device=True)
+def ranks_of(expert, local_experts, num_ranks):
+    """Return the mask of ranks that have one of the warp's experts; all lanes of the warp must call it."""
+    owner, found = int32(expert // local_experts) if expert >= 0 else int32(-1), uint32(0)
+    for r in range(num_ranks):
+        if cuda.any_sync(FULL_MASK, owner == r):
+            found = uint32(found | uint32(1 << r))
+    return found
 
 
 @cuda.jit(device=True)
@@ -249,24 +242,18 @@ def roles(grid, sends, receives, items, ctas_per_sender):
     return senders, first_receiver
 
 
-@cache
-def make_slot_at(shape):
-    """Make ``slot_at``: the source rank and token of a rank's ``index``-th slot to receive.
+@cuda.jit(device=True)
+def slot_at(rank, index, own_slots, num_ranks):
+    """Return the source rank and token of a rank's ``index``-th slot to receive.
 
     First come the rank's own tokens, if they are read in place, then the tokens of the others in the order in which
     they are sent.
     """
-    num_ranks, own_slots = shape.num_ranks, shape.max_tokens if shape.reads_own_rows else 0
-    others = max(1, num_ranks - 1) if shape.reads_own_rows else num_ranks
-
-    @cuda.jit(device=True)
-    def slot_at(rank, index):
-        if index < own_slots:
-            return int32(rank), int32(index)
-        index = int32(index - own_slots)
-        return int32((rank + 1 + index % others) % num_ranks), int32(index // others)
-
-    return slot_at
+    if index < own_slots:
+        return int32(rank), int32(index)
+    index = int32(index - own_slots)
+    others = max(1, num_ranks - 1) if own_slots > 0 else num_ranks
+    return int32((rank + 1 + index % others) % num_ranks), int32(index // others)
 
 
 @cuda.jit(device=True)

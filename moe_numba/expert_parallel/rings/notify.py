@@ -71,72 +71,6 @@ def make_notify_dispatch(num_ranks, threads):
     call_offset = layout.call
 
     @cuda.jit(device=True)
-    def send_counts(
-        peer,
-        ctx,
-        sequence,
-        tokens_per_rank,
-        tokens_per_expert,
-        is_token_in_rank,
-        tokens,
-        experts,
-        channels,
-        channel_prefix,
-        call,
-    ):
-        """Count the tokens of each channel that go to a peer, and write the counts to the peer's buffer."""
-        counts = cuda.shared.array(MAX_CHANNELS, int32)
-        t = int32(cuda.threadIdx.x)
-        remote = pointer_from_address(ctx.peers[peer], ctx.local)
-        offset = counts_offset + int32((sequence & 1) * num_ranks + ctx.rank) * counts_stride
-        if t == 0:
-            for i in range(CALL_WORDS):
-                st_relaxed_sys_s32(remote, offset + call_offset + i, call[i])
-        for c in range(t, channels, threads):
-            counts[c] = int32(0)
-        cuda.syncthreads()
-        each, longer = split_tokens(channels, tokens)
-        is_sent = cuda.local.array(_LOADS_IN_FLIGHT, int32)
-        for first in range(t, tokens, _LOADS_IN_FLIGHT * threads):
-            for u in range(_LOADS_IN_FLIGHT):
-                token, is_sent[u] = int32(first + u * threads), int32(0)
-                if token < tokens:
-                    is_sent[u] = int32(is_token_in_rank[int64(token) * num_ranks + peer])
-            for u in range(_LOADS_IN_FLIGHT):
-                if is_sent[u] != 0:
-                    cuda.atomic.add(counts, channel_of(int32(first + u * threads), each, longer), int32(1))
-        cuda.syncthreads()
-        if t < 32:  # one warp computes the inclusive prefix sum; each lane has consecutive channels
-            per_lane = int32((channels + 31) // 32 | 1)  # odd: avoids bank conflicts
-            first, last = min(channels, int32(t * per_lane)), min(channels, int32((t + 1) * per_lane))
-            own = int32(0)
-            for c in range(first, last):
-                own = int32(own + counts[c])
-            total = int32(warp_inclusive_scan(own, t) - own)
-            for c in range(first, last):
-                total = int32(total + counts[c])
-                counts[c] = total
-        cuda.syncthreads()
-        for r in range(t, num_ranks, threads):
-            st_relaxed_sys_s32(remote, offset + r, tokens_per_rank[r])
-        most = int32(min(int64(tokens) * MAX_TOPK, int64(MAX_ROWS)))
-        for e in range(t, experts, threads):
-            count = tokens_per_expert[int32(peer * experts + e)]
-            if uint32(count) > uint32(most):  # also if it is negative
-                abort(ctx, WRONG_COUNT, int32(-1), peer, count, most)
-            st_relaxed_sys_s32(remote, offset + num_ranks + e, count)
-        for c in range(t, channels, threads):
-            channel_prefix[int32(peer * channels + c)] = counts[c]
-            before = counts[int32(c - 1)] if c > 0 else int32(0)
-            st_relaxed_sys_s32(remote, offset + num_ranks + MAX_EXPERTS + c, before)
-        cuda.syncthreads()
-        if t == 0:
-            counted = counts[int32(channels - 1)]
-            if counted != tokens_per_rank[peer]:
-                abort(ctx, COUNT_MISMATCH, int32(-1), peer, tokens_per_rank[peer], counted)
-            st_release_sys_s32(remote, flags_offset + ctx.rank, sequence)
-
-    @cuda.jit(device=True)
     def check_call(ctx, offset, peer, call):
         """Abort if a peer has aborted, or if its call differs; return whether this rank must abort."""
         argument, local_value, peer_value = int32(-1), int32(0), int32(0)
@@ -148,64 +82,6 @@ def make_notify_dispatch(num_ranks, threads):
         if must_abort != 0:
             abort(ctx, CALL_MISMATCH, argument, peer, local_value, peer_value)
         return must_abort
-
-    @cuda.jit(device=True)
-    def receive_counts(
-        ctx,
-        sequence,
-        experts,
-        channels,
-        alignment,
-        capacity,
-        rank_prefix,
-        recv_channel_prefix,
-        counters,
-        has_counters,
-        call,
-    ):
-        """Wait for the counts of all ranks, and compute the prefix matrices and the host's counters."""
-        local, t, must_abort = ctx.local, int32(cuda.threadIdx.x), int32(0)
-        if t < num_ranks:
-            must_abort = wait_flag(ctx, flags_offset + t, sequence, COUNTS, t)
-        if cuda.syncthreads_or(must_abort) != 0:  # counts are missing; later kernels use the prefixes as indices
-            fill(rank_prefix, num_ranks * num_ranks, int32(0))
-            fill(recv_channel_prefix, num_ranks * channels, int32(0))
-            return
-        offset = counts_offset + int32((sequence & 1) * num_ranks) * counts_stride
-        for r in range(t, num_ranks, threads):
-            total = int32(0)
-            for s in range(num_ranks):
-                total = int32(total + local[offset + s * counts_stride + r])
-                rank_prefix[int32(s * num_ranks + r)] = total
-        loaded = cuda.local.array(_LOADS_IN_FLIGHT, int32)
-        for first in range(t, num_ranks * channels, _LOADS_IN_FLIGHT * threads):
-            for u in range(_LOADS_IN_FLIGHT):
-                i = int32(first + u * threads)
-                if i < num_ranks * channels:
-                    s = int32(i // channels)
-                    loaded[u] = local[offset + s * counts_stride + num_ranks + MAX_EXPERTS + (i - s * channels)]
-            for u in range(_LOADS_IN_FLIGHT):
-                i = int32(first + u * threads)
-                if i < num_ranks * channels:
-                    recv_channel_prefix[i] = loaded[u]
-        if has_counters != 0:
-            for e in range(t, experts, threads):
-                total = int32(0)
-                for s in range(num_ranks):
-                    total = int32(total + local[offset + s * counts_stride + num_ranks + e])
-                counters[int32(1 + e)] = int32((total + alignment - 1) // alignment * alignment)
-            fence_acq_rel_sys()
-        # The last warp compares the calls, while the others load counts.
-        source = int32(t - (threads - 32))
-        if 0 <= source and source < num_ranks:
-            must_abort = check_call(ctx, offset + source * counts_stride, source, call)
-        must_abort = cuda.syncthreads_or(must_abort)
-        if t == 0 and must_abort == 0:
-            total = rank_prefix[int32((num_ranks - 1) * num_ranks + ctx.rank)]
-            if total > capacity:
-                abort(ctx, TOO_MANY_ROWS, int32(-1), ctx.rank, capacity, total)
-            elif has_counters != 0:
-                st_release_sys_s32(counters, 0, total)
 
     @cuda.jit
     def notify_dispatch(
@@ -240,39 +116,118 @@ def make_notify_dispatch(num_ranks, threads):
         call = hidden, dtype, num_scales, scales_dtype, topk, int32(num_ranks * experts), out, channels, slots
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()  # dispatch may become resident; it waits for this grid to end
-        block = int32(cuda.blockIdx.x)
+        block, t = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x)
         sequence = int32(state[int32(NOTIFY_COUNTS + block)] + 1)
         cuda.syncthreads()
-        if cuda.threadIdx.x == 0:
+        if t == 0:
             state[int32(NOTIFY_COUNTS + block)] = sequence
+
         if block < num_ranks:
-            send_counts(
-                block,
-                ctx,
-                sequence,
-                tokens_per_rank,
-                tokens_per_expert,
-                is_token_in_rank,
-                tokens,
-                experts,
-                channels,
-                channel_prefix,
-                call,
-            )
+            # ---- Send the arguments of the call to this CTA's peer ----
+            peer, counts = block, cuda.shared.array(MAX_CHANNELS, int32)
+            remote = pointer_from_address(peers[peer], local)
+            offset = counts_offset + int32((sequence & 1) * num_ranks + rank) * counts_stride
+            if t == 0:
+                for i in range(CALL_WORDS):
+                    st_relaxed_sys_s32(remote, offset + call_offset + i, call[i])
+
+            # ---- Count the tokens of each channel that go to the peer ----
+            for c in range(t, channels, threads):
+                counts[c] = int32(0)
+            cuda.syncthreads()
+            each, longer = split_tokens(channels, tokens)
+            is_sent = cuda.local.array(_LOADS_IN_FLIGHT, int32)
+            for first in range(t, tokens, _LOADS_IN_FLIGHT * threads):
+                for u in range(_LOADS_IN_FLIGHT):
+                    token, is_sent[u] = int32(first + u * threads), int32(0)
+                    if token < tokens:
+                        is_sent[u] = int32(is_token_in_rank[int64(token) * num_ranks + peer])
+                for u in range(_LOADS_IN_FLIGHT):
+                    if is_sent[u] != 0:
+                        cuda.atomic.add(counts, channel_of(int32(first + u * threads), each, longer), int32(1))
+            cuda.syncthreads()
+            if t < 32:  # one warp computes the inclusive prefix sum; each lane has consecutive channels
+                per_lane = int32((channels + 31) // 32 | 1)  # odd: avoids bank conflicts
+                first, last = min(channels, int32(t * per_lane)), min(channels, int32((t + 1) * per_lane))
+                own = int32(0)
+                for c in range(first, last):
+                    own = int32(own + counts[c])
+                total = int32(warp_inclusive_scan(own, t) - own)
+                for c in range(first, last):
+                    total = int32(total + counts[c])
+                    counts[c] = total
+            cuda.syncthreads()
+
+            # ---- Send the counts ----
+            for r in range(t, num_ranks, threads):
+                st_relaxed_sys_s32(remote, offset + r, tokens_per_rank[r])
+            most = int32(min(int64(tokens) * MAX_TOPK, int64(MAX_ROWS)))
+            for e in range(t, experts, threads):
+                count = tokens_per_expert[int32(peer * experts + e)]
+                if uint32(count) > uint32(most):  # also if it is negative
+                    abort(ctx, WRONG_COUNT, int32(-1), peer, count, most)
+                st_relaxed_sys_s32(remote, offset + num_ranks + e, count)
+            for c in range(t, channels, threads):
+                channel_prefix[int32(peer * channels + c)] = counts[c]
+                before = counts[int32(c - 1)] if c > 0 else int32(0)
+                st_relaxed_sys_s32(remote, offset + num_ranks + MAX_EXPERTS + c, before)
+            cuda.syncthreads()
+
+            # ---- Raise the flag ----
+            if t == 0:
+                counted = counts[int32(channels - 1)]
+                if counted != tokens_per_rank[peer]:
+                    abort(ctx, COUNT_MISMATCH, int32(-1), peer, tokens_per_rank[peer], counted)
+                st_release_sys_s32(remote, flags_offset + rank, sequence)
         else:
-            receive_counts(
-                ctx,
-                sequence,
-                experts,
-                channels,
-                alignment,
-                capacity,
-                rank_prefix,
-                recv_channel_prefix,
-                counters,
-                has_counters,
-                call,
-            )
+            # ---- The last CTA waits for the flags of all ranks ----
+            must_abort = int32(0)
+            if t < num_ranks:
+                must_abort = wait_flag(ctx, flags_offset + t, sequence, COUNTS, t)
+            if cuda.syncthreads_or(must_abort) != 0:  # counts are missing; later kernels use the prefixes as indices
+                fill(rank_prefix, num_ranks * num_ranks, int32(0))
+                fill(recv_channel_prefix, num_ranks * channels, int32(0))
+                return
+
+            # ---- Compute the prefix matrices, and the host's counters ----
+            offset = counts_offset + int32((sequence & 1) * num_ranks) * counts_stride
+            for r in range(t, num_ranks, threads):
+                total = int32(0)
+                for s in range(num_ranks):
+                    total = int32(total + local[offset + s * counts_stride + r])
+                    rank_prefix[int32(s * num_ranks + r)] = total
+            loaded = cuda.local.array(_LOADS_IN_FLIGHT, int32)
+            for first in range(t, num_ranks * channels, _LOADS_IN_FLIGHT * threads):
+                for u in range(_LOADS_IN_FLIGHT):
+                    i = int32(first + u * threads)
+                    if i < num_ranks * channels:
+                        s = int32(i // channels)
+                        loaded[u] = local[offset + s * counts_stride + num_ranks + MAX_EXPERTS + (i - s * channels)]
+                for u in range(_LOADS_IN_FLIGHT):
+                    i = int32(first + u * threads)
+                    if i < num_ranks * channels:
+                        recv_channel_prefix[i] = loaded[u]
+            if has_counters != 0:
+                for e in range(t, experts, threads):
+                    total = int32(0)
+                    for s in range(num_ranks):
+                        total = int32(total + local[offset + s * counts_stride + num_ranks + e])
+                    counters[int32(1 + e)] = int32((total + alignment - 1) // alignment * alignment)
+                fence_acq_rel_sys()
+
+            # ---- Compare the calls: the last warp does, while the others load counts ----
+            source = int32(t - (threads - 32))
+            if 0 <= source and source < num_ranks:
+                must_abort = check_call(ctx, offset + source * counts_stride, source, call)
+            must_abort = cuda.syncthreads_or(must_abort)
+
+            # ---- Post the number of rows to the host, unless there are too many ----
+            if t == 0 and must_abort == 0:
+                total = rank_prefix[int32((num_ranks - 1) * num_ranks + rank)]
+                if total > capacity:
+                    abort(ctx, TOO_MANY_ROWS, int32(-1), rank, capacity, total)
+                elif has_counters != 0:
+                    st_release_sys_s32(counters, 0, total)
 
     return notify_dispatch
 

@@ -159,7 +159,7 @@ MUTANTS = [
         "E24",
         "double buffer reduced to one",
         AHEAD,
-        (NOTIFY, "(sequence & 1) * num_ranks + ctx.rank)", "(sequence & 0) * num_ranks + ctx.rank)"),
+        (NOTIFY, "(sequence & 1) * num_ranks + rank)", "(sequence & 0) * num_ranks + rank)"),
         (NOTIFY, "(sequence & 1) * num_ranks)", "(sequence & 0) * num_ranks)"),
     ),
     mutant(
@@ -168,8 +168,8 @@ MUTANTS = [
         EXCHANGE,
         (
             NOTIFY,
-            "        cuda.syncthreads()\n        if t == 0:\n            counted",
-            "        if t == 0:\n            counted",
+            "            cuda.syncthreads()\n\n            # ---- Raise the flag ----\n",
+            "            # ---- Raise the flag ----\n",
         ),
     ),
     mutant(
@@ -222,8 +222,8 @@ MUTANTS = [
         EXCHANGE,
         (
             NOTIFY,
-            "            counts[c] = int32(0)\n        cuda.syncthreads()\n",
-            "            pass\n        cuda.syncthreads()\n",
+            "                counts[c] = int32(0)\n            cuda.syncthreads()\n",
+            "                pass\n            cuda.syncthreads()\n",
         ),
     ),
     mutant(
@@ -232,8 +232,8 @@ MUTANTS = [
         EXCHANGE,
         (
             NOTIFY,
-            "            counts[c] = int32(0)\n        cuda.syncthreads()\n",
-            "            counts[c] = int32(0)\n",
+            "                counts[c] = int32(0)\n            cuda.syncthreads()\n",
+            "                counts[c] = int32(0)\n",
         ),
     ),
     mutant(

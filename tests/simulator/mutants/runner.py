@@ -21,11 +21,35 @@ from typing import NamedTuple
 from helpers.measure_costs import write_costs
 from helpers.suite import read_costs
 
-from . import align, block_scaled, dispatch_layout, expert_parallel, gate, gemv, grouped_gemm, k_grouped, mma_sync, w4
+from . import (
+    align,
+    block_scaled,
+    dispatch_layout,
+    expert_parallel,
+    gate,
+    gemv,
+    grouped_gemm,
+    k_grouped,
+    low_latency,
+    mma_sync,
+    w4,
+)
 from .mutant import REPOSITORY
 
-_TOPICS = gate, align, dispatch_layout, expert_parallel, grouped_gemm, block_scaled, k_grouped, mma_sync, w4, gemv
-MUTANTS = {m.name: m for topic in _TOPICS for m in topic.MUTANTS}
+TOPICS = (
+    gate,
+    align,
+    dispatch_layout,
+    expert_parallel,
+    low_latency,
+    grouped_gemm,
+    block_scaled,
+    k_grouped,
+    mma_sync,
+    w4,
+    gemv,
+)
+MUTANTS = {m.name: m for topic in TOPICS for m in topic.MUTANTS}
 TIMEOUT = 120  # seconds, for one run of a mutant's tests
 
 OUTPUT = "output.txt"  # of pytest
