@@ -175,6 +175,13 @@ def _row(mutant, outcome):
     return f"{mutant.name}  {outcome.result:9}  {mutant.mistake}\n{'':16}{note}"
 
 
+def write_finder(name, test):
+    """Name the test that finds a bug in ``tests/costs.json``, and remove bugs that are no longer planted."""
+    costs = read_costs()
+    finders = {other: found for other, found in costs["finders"].items() if other in MUTANTS}
+    write_costs(costs["functions"], costs["modules"], finders | {name: test})
+
+
 def main():
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=MUTANTS, default=MUTANTS, help="such as G02 A06")
@@ -191,13 +198,11 @@ def main():
         for name, outcome in zip(names, tried, strict=True):
             outcomes[name] = outcome
             print(_row(MUTANTS[name], outcome), flush=True)
-        used = {(MUTANTS[name].tests, outcome.seed) for name, outcome in outcomes.items() if outcome.result == FOUND}
+            if arguments.write and outcome.result == FOUND:
+                write_finder(name, outcome.test)
+        used = {((outcome.test,), outcome.seed) for outcome in outcomes.values() if outcome.result == FOUND}
         list(pool.map(lambda control: check_control(*control), used))
     found = [name for name, outcome in outcomes.items() if outcome.result == FOUND]
-    if arguments.write:
-        costs = read_costs()
-        kept = {name: test for name, test in costs["finders"].items() if name in MUTANTS and name not in names}
-        write_costs(costs["functions"], costs["modules"], kept | {name: outcomes[name].test for name in found})
     lost = [name for name in names if name not in found and MUTANTS[name].is_expected]
     print(f"{len(found)} of {len(names)} found" + (f"; expected, but not found: {', '.join(lost)}" if lost else ""))
     return int(bool(lost) or len(found) < arguments.least)
