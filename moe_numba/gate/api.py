@@ -13,7 +13,7 @@ from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import (
     check_choice,
     check_device,
@@ -50,7 +50,7 @@ class GateOptions(NamedTuple):
     scoring: str
 
 
-@torch_op
+@torch_op("gating_output")
 def biased_grouped_topk(
     gating_output: torch.Tensor,
     correction_bias: torch.Tensor | None,
@@ -121,10 +121,6 @@ def biased_grouped_topk(
     are bit-identical from run to run. The kernel runs on the caller's current stream. A CUDA graph can capture the call
     once an earlier call has compiled the kernel.
     """
-    if needs_dispatch(gating_output):
-        experts = topk, renormalize, num_expert_group, topk_group, num_fused_shared_experts
-        weights = routed_scaling_factor, apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
-        return call_op("biased_grouped_topk", gating_output, correction_bias, *experts, *weights, out)
     limit, limit_dtype = limit_argument(num_token_non_padded, gating_output.device)
     plan, bias = get_plan(
         gating_output,

@@ -14,7 +14,7 @@ from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_workspace
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.outputs import Outputs, look_up, remember, tensor_key
 from moe_numba.runtime.recording import refuse_recording
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_flag, check_tensor, make_outputs
 
 _NAMES = ExpertsTensors._fields
@@ -22,7 +22,10 @@ _ALIGNED = "x", "w13", "w2", "shared"  # read in 16-byte vectors
 _plans: dict = {}
 
 
-@torch_op
+@torch_op(
+    *("x", "w13", "w2", "topk_weights", "w13_scale", "w2_scale", "shared"),
+    *("w13_bias", "w2_bias", "a1_scale", "a2_scale", "x_scale"),
+)
 def fused_experts(
     x: torch.Tensor,
     w13: torch.Tensor,
@@ -165,11 +168,6 @@ def fused_experts(
     number of tokens, which chooses the launches. Group sizes stay on the GPU, so a CUDA graph that captures the call
     can be replayed with another routing.
     """
-    scales = w13_scale, w2_scale, shared
-    others = w13_bias, w2_bias, a1_scale, a2_scale, x_scale
-    if needs_dispatch(x, w13, w2, topk_weights, *scales, *others):
-        options = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, x_scale, use_fast_accum
-        return call_op("fused_experts", x, w13, w2, topk_weights, topk_ids, *scales, out, workspace, *options)
     given = w13, w2, topk_weights, topk_ids, w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale, x_scale
     t = ExpertsTensors(x, *(t if t is None else as_tensor(t, name) for t, name in zip(given, _NAMES[1:], strict=True)))
     types = type(alpha), type(limit), type(use_fast_accum)  # 1, 1.0 and True are equal

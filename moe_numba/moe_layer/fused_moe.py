@@ -10,14 +10,17 @@ from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_workspace
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.outputs import remember
 from moe_numba.runtime.recording import refuse_recording
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_int, check_tensor, make_outputs
 
 _LOGITS = torch.float32, torch.bfloat16, torch.float16
 _plans: dict = {}
 
 
-@torch_op
+@torch_op(
+    *("x", "router_logits", "w13", "w2", "w13_scale", "w2_scale", "shared"),
+    *("w13_bias", "w2_bias", "a1_scale", "a2_scale"),
+)
 def fused_moe(
     x: torch.Tensor,
     router_logits: torch.Tensor,
@@ -112,12 +115,6 @@ def fused_moe(
     graph that captures the call can be replayed with other logits. The gate is a launch of its own; the launches after
     it are those of :func:`moe_numba.fused_experts`.
     """
-    others = w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale
-    if needs_dispatch(x, router_logits, w13, w2, *others):
-        groups = num_expert_group, topk_group, num_fused_shared_experts, routed_scaling_factor, num_token_non_padded
-        options = renormalize, *groups, scoring, w13_scale, w2_scale, shared, out, workspace
-        more = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, use_fast_accum
-        return call_op("fused_moe", x, router_logits, correction_bias, w13, w2, topk, *options, *more)
     logits = as_tensor(router_logits, "router_logits")
     tensors = x, logits, as_tensor(w13, "w13"), as_tensor(w2, "w2")
     w13_scale = None if w13_scale is None else as_tensor(w13_scale, "w13_scale")
