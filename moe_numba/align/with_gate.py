@@ -352,18 +352,14 @@ def biased_grouped_topk_align(
     UnsupportedDeviceError
         If the GPU is older than compute capability 7.5, or has too little shared memory for the experts.
     """
-    x, bias = gating_output, correction_bias
+    x = gating_output
     # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
     if not (type(block_size) is int and type(pad_sorted_ids) is type(ignore_invalid_experts) is bool):
         block_size = check_int("block_size", block_size)
         pad_sorted_ids = check_flag("pad_sorted_ids", pad_sorted_ids)
         ignore_invalid_experts = check_flag("ignore_invalid_experts", ignore_invalid_experts)
-    limit, limit_dtype = limit_argument(num_token_non_padded, x.device)
     expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
-    gate_plan, bias = get_plan(
-        x,
-        bias,
-        limit_dtype,
+    options = (
         topk,
         renormalize,
         num_expert_group,
@@ -373,6 +369,8 @@ def biased_grouped_topk_align(
         apply_routed_scaling_factor_on_output,
         scoring,
     )
+    limit, limit_dtype = limit_argument(num_token_non_padded, x.device)
+    gate_plan, bias = get_plan(x, correction_bias, limit_dtype, options)
     key = gate_plan, block_size, map_key(expert_map), ignore_invalid_experts
     plan = _plans.get(key)
     if plan is None:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_numba.gate.api import check_groups, check_options
+from moe_numba.gate.api import GateOptions, check_options
+from moe_numba.gate.one_token_per_warp import check_groups
 from moe_numba.moe_layer.fused_experts import check_fast_accum, check_format, fused_experts
 from moe_numba.moe_layer.fused_moe import fused_moe
 from moe_numba.moe_layer.launches import ExpertsTensors
@@ -252,7 +253,7 @@ class MoELayer(nn.Module):
             scoring=scoring,
         )
         fixed = dict(num_fused_shared_experts=0, apply_routed_scaling_factor_on_output=True)
-        check_groups(num_experts, check_options(topk, **self.gate_options, **fixed))
+        check_groups(num_experts, check_options(GateOptions(topk, **self.gate_options, **fixed)))
 
     def forward(self, x: torch.Tensor, workspace: ExpertsWorkspace | None = None) -> torch.Tensor:
         """Compute the layer.
