@@ -252,7 +252,7 @@ class MoELayer(nn.Module):
             routed_scaling_factor=routed_scaling_factor,
             scoring=scoring,
         )
-        fixed = dict(num_fused_shared_experts=0, apply_routed_scaling_factor_on_output=True)
+        fixed: dict[str, Any] = dict(num_fused_shared_experts=0, apply_routed_scaling_factor_on_output=True)
         check_groups(num_experts, check_options(GateOptions(topk, **self.gate_options, **fixed)))
 
     def forward(self, x: torch.Tensor, workspace: ExpertsWorkspace | None = None) -> torch.Tensor:

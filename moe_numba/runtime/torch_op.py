@@ -89,7 +89,7 @@ def needs_dispatch(x, *others) -> bool:
     if type(x) in PLAIN_TYPES and not _num_dispatch_modes() and _functorch_interpreter() is None and not x.is_meta:
         if not x.requires_grad:
             for tensor in others:
-                if type(tensor) in PLAIN_TYPES and tensor.requires_grad:
+                if tensor is not None and type(tensor) in PLAIN_TYPES and tensor.requires_grad:
                     break
             else:
                 return False

@@ -1,7 +1,5 @@
 """Public function of the grouped GEMM in bfloat16."""
 
-from typing import Any
-
 import torch
 
 from moe_numba.grouped_gemm.api.docstrings import describe_parameters
@@ -65,10 +63,7 @@ def group_gemm_bf16(
     grad raises UnsupportedDeviceError. Only calls with x, weight, the group sizes and a bfloat16 result have a
     backward. After any other call the backward raises NotImplementedError, as it does for a second derivative.
     """
-    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
-    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
-    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights, m_indices=m_indices)
-    return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
+    return group_gemm("none", locals())
 
 
 register_fake(group_gemm_bf16)(lambda call: fake_group_gemm("none", call))

@@ -1,7 +1,5 @@
 """Public functions of the grouped GEMM in FP8."""
 
-from typing import Any
-
 import torch
 
 from moe_numba.grouped_gemm.api.docstrings import describe_parameters
@@ -84,10 +82,7 @@ def group_gemm_pertensor_fp8(
     ``cp.async`` and ``mma.sync``. Before 8.9 there is no FP8 ``mma.sync``, so this kernel converts e4m3 to float16 in
     registers. The two kernels add in different orders, so that results differ between GPUs by roundings.
     """
-    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
-    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate, use_fast_accum=use_fast_accum)
-    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights, m_indices=m_indices)
-    return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
+    return group_gemm("tensor", locals())
 
 
 @torch_op("x", "weight", "x_scale", "w_scale", "bias", "row_weights")
@@ -152,10 +147,7 @@ def group_gemm_blockwise_fp8(
     blocks of k, the first in the lowest byte. Kernels unpack them as they load them. x_scale, w_scale or both may be
     packed.
     """
-    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
-    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
-    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights, m_indices=m_indices)
-    return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
+    return group_gemm("block", locals())
 
 
 @torch_op("x", "weight", "x_scale", "w_scale", "bias", "row_weights")
@@ -212,10 +204,7 @@ def group_gemm_rowwise_fp8(
     --------
     group_gemm_pertensor_fp8 : Describes the result and the errors in full.
     """
-    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
-    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate, use_fast_accum=use_fast_accum)
-    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights, m_indices=m_indices)
-    return group_gemm("row", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
+    return group_gemm("row", locals())
 
 
 register_fake(group_gemm_pertensor_fp8)(lambda call: fake_group_gemm("tensor", call))

@@ -59,7 +59,7 @@ def k_grouped_gemm_bf16(
     in float32 in the tensor cores, each output element by one CTA, so results are bit-identical from run to run. Group
     sizes that point outside of a are clamped as by :func:`group_gemm_pertensor_fp8`. Groups may overlap.
     """
-    return k_grouped_gemm(a, b, seqlens, cu_seqlens, offs, out, out_dtype, accumulate)
+    return k_grouped_gemm(**locals())
 
 
 @register_fake(k_grouped_gemm_bf16)

@@ -16,6 +16,7 @@ SCALE_BLOCK = 128  # elements of k, and rows of a weight, that share a block sca
 PACKED_SCALES = 4  # exponents in an int32, see `block_scales.py`
 MAX_GROUPS = 512
 MAX_TILES = (1 << 31) - 1  # of a launch
+ALPHA, LIMIT = 1.702, 7.0  # of "swigluoai", as in gpt-oss
 MAX_AVERAGE = 1 << 20  # rows per group; more make no difference
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of a bias and of results
 

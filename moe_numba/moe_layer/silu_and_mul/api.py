@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_numba.grouped_gemm.call.checks import check_positive
+from moe_numba.grouped_gemm.common.constants import ALPHA, LIMIT
 from moe_numba.moe_layer.silu_and_mul.kernel import THREADS, VECTOR, make_silu_and_mul_kernel
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
@@ -12,7 +13,6 @@ from moe_numba.runtime.outputs import Outputs, look_up, remember
 from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_choice, check_device, check_tensor, make_outputs
 
-ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
 _SIGNATURE = "uint16*", "int32*", "uint16*", "int64"
 _MAX_VECTORS = 1 << 31
 _plans: dict = {}
