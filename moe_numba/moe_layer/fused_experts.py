@@ -13,7 +13,6 @@ from moe_numba.moe_layer.per_token_quant.api import check_scale
 from moe_numba.moe_layer.silu_and_mul.api import ALPHA, Activation, check_activation
 from moe_numba.moe_layer.weighted_sum.api import check_topk
 from moe_numba.moe_layer.weights import (
-    BLOCK,
     FP8,
     FP8_BLOCK,
     FP8_TENSOR,
@@ -24,6 +23,7 @@ from moe_numba.moe_layer.weights import (
     scaling_of,
 )
 from moe_numba.moe_layer.workspace import ExpertsWorkspace, Intermediates, check_workspace
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime.outputs import Outputs, find_plan, remember
 from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.torch_op import register_fake, torch_op
@@ -265,7 +265,7 @@ def _check_options(t, shape, chosen, place):
     if t.x_scale is not None:
         if shape.format != FP8_BLOCK:
             raise ValueError("x_scale is given; it is allowed only with FP8 weights that have a scale per block")
-        blocks = len(t.x), -(-shape.hidden // BLOCK)
+        blocks = len(t.x), -(-shape.hidden // FP8_SCALE_BLOCK)
         check_tensor("x_scale", t.x_scale, dtype=torch.float32, shape=blocks, device=place)
     for name in ("a1_scale", "a2_scale"):
         if (scale := getattr(t, name)) is not None and shape.format != FP8_TENSOR:
@@ -304,7 +304,7 @@ def _check_scale(name, scale, weight, shape, place):
         if scale is not None:
             raise ValueError(f"{name} is given, but the weights are {weight.dtype}; scales are for FP8 weights")
         return
-    blocks = shape.num_experts, *(-(-size // BLOCK) for size in weight.shape[1:])
+    blocks = shape.num_experts, *(-(-size // FP8_SCALE_BLOCK) for size in weight.shape[1:])
     if scale is None:
         raise TypeError(f"{name} is None; FP8 weights need a scale per 128 x 128 block, {blocks}, or one per expert")
     sizes, what = blocks, "a scale per 128 x 128 block"

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_numba.moe_layer.weights import BF16, BLOCK, FP8, FP8_BLOCK, FP8_TENSOR, MXFP4, ExpertsShape, check_weights
+from moe_numba.moe_layer.weights import BF16, FP8, FP8_BLOCK, FP8_TENSOR, MXFP4, ExpertsShape, check_weights
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime.outputs import remember
 from moe_numba.runtime.validate import check_int
 
@@ -61,8 +62,8 @@ def describe(shape: ExpertsShape, tokens: int, topk: int) -> Intermediates:
     activated: Any = (((rows, intermediate), bf16),)
     gate_up: Any = (((rows, 2 * intermediate), bf16),) if format_ in (BF16, FP8_TENSOR) else ()
     if format_ == FP8_BLOCK:
-        x = ((x_rows, hidden), FP8), ((x_rows, -(-hidden // BLOCK)), f32)
-        activated = ((rows, intermediate), FP8), ((rows, -(-intermediate // BLOCK)), f32)
+        x = ((x_rows, hidden), FP8), ((x_rows, -(-hidden // FP8_SCALE_BLOCK)), f32)
+        activated = ((rows, intermediate), FP8), ((rows, -(-intermediate // FP8_SCALE_BLOCK)), f32)
     elif format_ == FP8_TENSOR:
         x, activated = (((x_rows, hidden), FP8), ((rows,), f32)), (((rows, intermediate), FP8), ((rows,), f32))
     return Intermediates(outputs_of_gate, routing, x, gate_up, activated, (((rows, hidden), bf16),))

@@ -2,8 +2,8 @@
 
 import torch
 
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.quantise.fp8_cast_kernels import (
-    GROUP,
     GROUPS_PER_WARP_BACK,
     THREADS,
     groups_per_warp,
@@ -78,7 +78,7 @@ def per_token_cast_to_fp8(
 def _plan_cast_to_fp8(x):
     """Check the input; return the launcher, the numbers of CTAs and of groups, and the :class:`Outputs`."""
     tokens, hidden = _check_cast_to_fp8(x)
-    groups, (dtype, signature) = tokens * -(-hidden // GROUP), _TO_FP8[x.dtype]
+    groups, (dtype, signature) = tokens * -(-hidden // FP8_SCALE_BLOCK), _TO_FP8[x.dtype]
     start = launcher(make_cast_to_fp8(dtype, hidden), signature, x.device.index or 0, dependent=True)
     outputs = Outputs(_values_and_scales(tokens, hidden), x.device, aligned=("values",))
     return start, -(-groups // (_WARPS * groups_per_warp(dtype))), groups, outputs
@@ -128,7 +128,7 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.
 def _plan_cast_back(x, scales):
     """Check the inputs; return the launcher, the number of CTAs, the kernel's numbers, and the :class:`Outputs`."""
     tokens, hidden = _check_cast_back(x, scales)
-    groups, kernel = tokens * -(-hidden // GROUP), make_cast_back(hidden, scales.dtype == torch.int32)
+    groups, kernel = tokens * -(-hidden // FP8_SCALE_BLOCK), make_cast_back(hidden, scales.dtype == torch.int32)
     start = launcher(kernel, _BACK_SIGNATURE, x.device.index or 0, dependent=True)
 
     def check(out):
@@ -168,7 +168,7 @@ def _check_cast_back(x, scales):
     if scales.dtype not in (torch.float32, torch.int32):
         raise TypeError(f"x_scales is {scales.dtype}; it must be torch.float32 or torch.int32")
     tokens, hidden = _check_rows("x_fp8", x)
-    per_row = -(-hidden // GROUP)
+    per_row = -(-hidden // FP8_SCALE_BLOCK)
     shape = (tokens, -(-per_row // 4) if scales.dtype == torch.int32 else per_row)
     if scales.shape != shape or scales.device != x.device:
         raise ValueError(
@@ -178,7 +178,7 @@ def _check_cast_back(x, scales):
 
 
 def _values_and_scales(tokens, hidden):
-    return ("values", (tokens, hidden), FP8), ("scales", (tokens, -(-hidden // GROUP)), torch.float32)
+    return ("values", (tokens, hidden), FP8), ("scales", (tokens, -(-hidden // FP8_SCALE_BLOCK)), torch.float32)
 
 
 @register_fake(per_token_cast_to_fp8)

@@ -4,7 +4,8 @@ import numbers
 
 import torch
 
-from moe_numba.grouped_gemm.common.constants import MAX_AVERAGE, MAX_GROUPS, MAX_TILES, PACKED_SCALES, SCALE_BLOCK
+from moe_numba.grouped_gemm.common.constants import MAX_AVERAGE, MAX_GROUPS, MAX_TILES, PACKED_SCALES
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.validate import (
     UnsupportedDeviceError,
@@ -112,8 +113,8 @@ def check_scales(scaling, x, weight, x_scale, weight_scale):
         _check_array("w_scale", weight_scale, (groups, n), torch.float32, x.device)
     elif scaling == "block":
         for name, scale, shape in (
-            ("x_scale", x_scale, (*x.shape[:-1], -(-k // SCALE_BLOCK))),
-            ("w_scale", weight_scale, (groups, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))),
+            ("x_scale", x_scale, (*x.shape[:-1], -(-k // FP8_SCALE_BLOCK))),
+            ("w_scale", weight_scale, (groups, -(-n // FP8_SCALE_BLOCK), -(-k // FP8_SCALE_BLOCK))),
         ):
             check_block_scale(name, scale, shape, n, x.device)
 

@@ -12,7 +12,7 @@ from moe_numba.moe_layer.permute.kernel import (
     threads_per_token,
 )
 from moe_numba.moe_layer.weighted_sum.api import check_topk
-from moe_numba.quantise.fp8_cast_kernels import GROUP
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
@@ -184,7 +184,7 @@ def _check(casts, x, indices):
 def _outputs(casts, rows, hidden):
     if not casts:
         return (("tensor", (rows, hidden), torch.bfloat16),)
-    scales = rows, -(-hidden // GROUP)
+    scales = rows, -(-hidden // FP8_SCALE_BLOCK)
     return ("values", (rows, hidden), torch.float8_e4m3fn), ("scales", scales, torch.float32)
 
 

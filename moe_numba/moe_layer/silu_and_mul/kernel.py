@@ -6,13 +6,12 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.grouped_gemm.common.constants import ALPHA
-from moe_numba.ptx.arithmetic import ex2_approx, rcp_approx, uint_as_float
+from moe_numba.ptx.arithmetic import LOG2_E, ex2_approx, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, load_nc_u32x4, st_global_s32x4
 
 THREADS = 128
 VECTOR = 8  # columns of a thread
-LOG2_E = 1.4426950408889634
 
 
 @cuda.jit(device=True)
