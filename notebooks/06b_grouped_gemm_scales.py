@@ -270,9 +270,13 @@ draw.factors(lane=5)
 PER_COLUMN = GemmConfig(scaling="block", subtile_m=128, mma_n=(128, 96, 64), stages=6)
 
 
+def multiply(p, scaling, **options):
+    given = dict(x=p.x, weight=p.weight, seqlens=p.seqlens, cu_seqlens=p.cu_seqlens, out=p.out)
+    return group_gemm(scaling, given, num_seq_per_group_avg=p.average, **options)
+
+
 def per_column(p):
-    arguments = p.x, p.weight, p.seqlens, p.cu_seqlens, p.x_scale, p.w_scale
-    return group_gemm("block", *arguments, p.average, out=p.out, config=PER_COLUMN)
+    return multiply(p, "block", x_scale=p.x_scale, w_scale=p.w_scale, config=PER_COLUMN)
 
 
 step("scales per column", per_column)
@@ -285,8 +289,7 @@ step("scales per column", per_column)
 
 # %%
 def one_scale(p):
-    arguments = p.x, p.weight, p.seqlens, p.cu_seqlens, None, p.y_scale
-    return group_gemm("tensor", *arguments, p.average, out=p.out, config=PER_COLUMN._replace(scaling="tensor"))
+    return multiply(p, "tensor", y_scale=p.y_scale, config=PER_COLUMN._replace(scaling="tensor"))
 
 
 COLUMN_TIMES = times("bottleneck of columns", {"scales per column": per_column, "one scale": one_scale})

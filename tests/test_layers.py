@@ -130,7 +130,13 @@ def test_no_private_name_is_used_by_another_module():
     assert {use for module in modules() for use in private_uses(module)} == set()
 
 
-def test_no_module_runs_generated_text():
-    for module, tree in modules().items():
-        calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "id")}
-        assert "exec" not in calls, module
+# ``torch_op`` generates wrappers of public functions: one with ``*args, **kwargs`` costs 0.7 us per call.
+GENERATES_TEXT = {"moe_numba.runtime.torch_op"}
+
+
+def test_no_other_module_runs_generated_text():
+    calls = {
+        module: {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "id")}
+        for module, tree in modules().items()
+    }
+    assert {module for module, names in calls.items() if "exec" in names} == GENERATES_TEXT

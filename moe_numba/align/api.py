@@ -13,7 +13,7 @@ from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
 from moe_numba.runtime.recording import refuse_recording
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import (
     UnsupportedDeviceError,
     check_device,
@@ -69,7 +69,7 @@ if simulator.ENABLED:  # fewer threads, since the simulator runs them one after 
 _plans: dict = {}
 
 
-@torch_op
+@torch_op("topk_ids")
 def moe_align_block_size(
     topk_ids: torch.Tensor,
     block_size: int,
@@ -133,9 +133,6 @@ def moe_align_block_size(
     experts; fewer on GPUs with few SMs or little shared memory) the CTAs are independent. Beyond, they exchange counts
     through a workspace per stream and capture (150 KB for 256 experts).
     """
-    if needs_dispatch(topk_ids):
-        options = block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts
-        return call_op("moe_align_block_size", topk_ids, *options, out)
     ids = topk_ids
     # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
     if not (

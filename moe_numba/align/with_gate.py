@@ -32,7 +32,7 @@ from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import remember
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_flag, check_int, check_out_tuple
 
 CTAS_PER_CLUSTER = 8  # the largest portable cluster size
@@ -300,7 +300,7 @@ class FusedPlan:
         return start, ctas, threads, sizes
 
 
-@torch_op
+@torch_op("gating_output")
 def biased_grouped_topk_align(
     gating_output: torch.Tensor,
     correction_bias: torch.Tensor | None,
@@ -352,24 +352,14 @@ def biased_grouped_topk_align(
     UnsupportedDeviceError
         If the GPU is older than compute capability 7.5, or has too little shared memory for the experts.
     """
-    if needs_dispatch(gating_output):
-        tensors, sizes = (gating_output, correction_bias), (topk, block_size)
-        gate = renormalize, num_expert_group, topk_group, num_fused_shared_experts, routed_scaling_factor
-        more = apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
-        align = expert_map, pad_sorted_ids, ignore_invalid_experts, out
-        return call_op("biased_grouped_topk_align", *tensors, *sizes, *gate, *more, *align)
-    x, bias = gating_output, correction_bias
+    x = gating_output
     # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
     if not (type(block_size) is int and type(pad_sorted_ids) is type(ignore_invalid_experts) is bool):
         block_size = check_int("block_size", block_size)
         pad_sorted_ids = check_flag("pad_sorted_ids", pad_sorted_ids)
         ignore_invalid_experts = check_flag("ignore_invalid_experts", ignore_invalid_experts)
-    limit, limit_dtype = limit_argument(num_token_non_padded, x.device)
     expert_map = None if expert_map is None else as_tensor(expert_map, "expert_map")
-    gate_plan, bias = get_plan(
-        x,
-        bias,
-        limit_dtype,
+    options = (
         topk,
         renormalize,
         num_expert_group,
@@ -379,6 +369,8 @@ def biased_grouped_topk_align(
         apply_routed_scaling_factor_on_output,
         scoring,
     )
+    limit, limit_dtype = limit_argument(num_token_non_padded, x.device)
+    gate_plan, bias = get_plan(x, correction_bias, limit_dtype, options)
     key = gate_plan, block_size, map_key(expert_map), ignore_invalid_experts
     plan = _plans.get(key)
     if plan is None:

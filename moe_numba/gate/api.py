@@ -8,12 +8,13 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.gate import four_tokens_per_warp, generic, one_token_per_warp
+from moe_numba.gate.one_token_per_warp import check_groups
 from moe_numba.gate.reference import SCORINGS
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import (
     check_choice,
     check_device,
@@ -50,7 +51,7 @@ class GateOptions(NamedTuple):
     scoring: str
 
 
-@torch_op
+@torch_op("gating_output")
 def biased_grouped_topk(
     gating_output: torch.Tensor,
     correction_bias: torch.Tensor | None,
@@ -121,15 +122,7 @@ def biased_grouped_topk(
     are bit-identical from run to run. The kernel runs on the caller's current stream. A CUDA graph can capture the call
     once an earlier call has compiled the kernel.
     """
-    if needs_dispatch(gating_output):
-        experts = topk, renormalize, num_expert_group, topk_group, num_fused_shared_experts
-        weights = routed_scaling_factor, apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
-        return call_op("biased_grouped_topk", gating_output, correction_bias, *experts, *weights, out)
-    limit, limit_dtype = limit_argument(num_token_non_padded, gating_output.device)
-    plan, bias = get_plan(
-        gating_output,
-        correction_bias,
-        limit_dtype,
+    options = (
         topk,
         renormalize,
         num_expert_group,
@@ -139,44 +132,37 @@ def biased_grouped_topk(
         apply_routed_scaling_factor_on_output,
         scoring,
     )
+    limit, limit_dtype = limit_argument(num_token_non_padded, gating_output.device)
+    plan, bias = get_plan(gating_output, correction_bias, limit_dtype, options)
     weights, ids = plan.outputs(gating_output.shape[0])(out)
     plan.launch(gating_output, bias, weights, ids, limit)
     return (weights, ids) if out is None else out
 
 
-def check_options(
-    topk,
-    renormalize,
-    num_expert_group,
-    topk_group,
-    num_fused_shared_experts,
-    routed_scaling_factor,
-    apply_routed_scaling_factor_on_output,
-    scoring,
-):
-    """Return :class:`GateOptions` of Python's types."""
-    check_choice("scoring", scoring, SCORINGS)
+def check_options(options):
+    """Return the options of a call, or :class:`GateOptions`, as :class:`GateOptions` of Python's types."""
+    check_choice("scoring", options.scoring, SCORINGS)
     return GateOptions(
-        check_int("topk", topk, 1, _MAX_TOPK),
-        check_flag("renormalize", renormalize),
-        check_int("num_expert_group", num_expert_group),
-        check_int("topk_group", topk_group),
-        check_int("num_fused_shared_experts", num_fused_shared_experts),
-        check_factor("routed_scaling_factor", routed_scaling_factor),
-        check_flag("apply_routed_scaling_factor_on_output", apply_routed_scaling_factor_on_output),
-        scoring,
+        check_int("topk", options.topk, 1, _MAX_TOPK),
+        check_flag("renormalize", options.renormalize),
+        check_int("num_expert_group", options.num_expert_group),
+        check_int("topk_group", options.topk_group),
+        check_int("num_fused_shared_experts", options.num_fused_shared_experts),
+        check_factor("routed_scaling_factor", options.routed_scaling_factor),
+        check_flag("apply_routed_scaling_factor_on_output", options.apply_routed_scaling_factor_on_output),
+        options.scoring,
     )
 
 
-def get_plan(x, bias, limit_dtype, *options):
-    """Return the cached :class:`GatePlan` for these tensors and the arguments of `check_options`, and the bias.
+def get_plan(x, bias, limit_dtype, options):
+    """Return the cached :class:`GatePlan` for these tensors and the fields of :class:`GateOptions`, and the bias.
 
     ``limit_dtype`` is what :func:`limit_argument` returns.
     """
     bias = None if bias is None else as_tensor(bias, "correction_bias")
     # Python's types need no check before the look-up; others do, because 8.0 would find the plan for 8.
     if tuple(map(type, options)) != _OPTION_TYPES:
-        options = check_options(*options)
+        options = check_options(GateOptions(*options))
     key = (
         x.shape[1:],
         x.stride(),
@@ -189,7 +175,7 @@ def get_plan(x, bias, limit_dtype, *options):
     )
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = GatePlan(x, bias, check_options(*options), limit_dtype)
+        plan = _plans[key] = GatePlan(x, bias, check_options(GateOptions(*options)), limit_dtype)
     return plan, bias
 
 
@@ -319,23 +305,6 @@ def _check_tensors(x, bias):
         check_tensor("correction_bias", bias, dtype=tuple(_DTYPES), shape=(num_experts,), contiguous=True, device=place)
 
 
-def check_groups(num_experts, options):
-    """Refuse :class:`GateOptions` that do not fit a number of experts."""
-    topk, groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
-    if not 1 <= groups <= num_experts or num_experts % groups:
-        raise ValueError(f"num_expert_group is {groups}; it must divide the {num_experts} experts")
-    if not 1 <= options.topk_group <= groups:
-        raise ValueError(f"topk_group is {options.topk_group}; 1 to num_expert_group ({groups}) are allowed")
-    if not 0 <= shared < topk:
-        raise ValueError(f"num_fused_shared_experts is {shared}; 0 to topk - 1 ({topk - 1}) are allowed")
-    candidates = options.topk_group * (num_experts // groups)
-    if topk - shared > candidates:
-        raise ValueError(
-            f"topk is {topk}: {topk - shared} routed experts; the {options.topk_group} groups that are kept have "
-            f"{candidates}"
-        )
-
-
 def limit_argument(num_token_non_padded, device):
     """Return the kernel argument for ``num_token_non_padded``: a number and None, or a tensor's address and dtype."""
     limit = num_token_non_padded
@@ -358,7 +327,7 @@ def fake_topk(call):
     """Check the arguments of a call and return its outputs."""
     x, limit = call.gating_output, call.num_token_non_padded
     _check_tensors(x, call.correction_bias)
-    check_groups(x.shape[1], check_options(*(getattr(call, name) for name in GateOptions._fields)))
+    check_groups(x.shape[1], check_options(call))
     if limit is not None:
         check_tensor("num_token_non_padded", limit, dtype=tuple(_LIMIT_TYPES), device=(x.device, "gating_output"))
     shape = x.shape[0], call.topk

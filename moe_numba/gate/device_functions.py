@@ -6,6 +6,7 @@ from functools import cache
 from numba import cuda, float32, int32, uint32
 
 from moe_numba.gate.reference import SCORINGS
+from moe_numba.ptx import arithmetic
 from moe_numba.ptx.arithmetic import (
     ex2_approx,
     float_as_int,
@@ -19,7 +20,7 @@ from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.runtime.validate import check_choice
 
 EXCLUDED = int32(-(1 << 31))  # key of an expert that cannot be chosen; less than every order_key
-LOG2_E = float32(1.4426950408889634)
+LOG2_E = float32(arithmetic.LOG2_E)
 INFINITY = float32(math.inf)
 FLOAT32_MAX = float32(3.4028234663852886e38)
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

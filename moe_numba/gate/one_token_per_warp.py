@@ -60,14 +60,33 @@ def supports(num_experts, num_expert_group, capability=(9, 0)):
     return lanes_per_group > 0 and experts_per_lane <= most
 
 
+def check_groups(num_experts, options):
+    """Raise if options, those of a ``GateOptions`` or a :class:`GateConfig`, do not fit a number of experts."""
+    topk, groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
+    if not 1 <= groups <= num_experts or num_experts % groups:
+        raise ValueError(f"num_expert_group is {groups}; it must divide the {num_experts} experts")
+    if not 1 <= options.topk_group <= groups:
+        raise ValueError(f"topk_group is {options.topk_group}; 1 to num_expert_group ({groups}) are allowed")
+    if not 0 <= shared < topk:
+        raise ValueError(f"num_fused_shared_experts is {shared}; 0 to topk - 1 ({topk - 1}) are allowed")
+    candidates = options.topk_group * (num_experts // groups)
+    if topk - shared > candidates:
+        raise ValueError(
+            f"topk is {topk}: {topk - shared} routed experts; the {options.topk_group} groups that are kept have "
+            f"{candidates}"
+        )
+
+
 def check_config(config):
     """Refuse a :class:`GateConfig` whose shape or load widths the kernels in registers do not support."""
-    num_experts, groups, topk_group, topk, shared, *_ = config
-    if not 1 <= groups <= num_experts or num_experts % groups or not 1 <= topk_group <= groups:
-        raise ValueError(f"{config}: the groups must divide the experts, and 1 to all of them can be kept")
+    num_experts, groups = config.num_experts, config.num_expert_group
+    try:
+        check_groups(num_experts, config)
+    except ValueError as error:
+        raise ValueError(f"{config}: {error}") from None
     group_size = num_experts // groups
-    if not 0 <= shared < topk <= 32 or topk - shared > topk_group * group_size:
-        raise ValueError(f"{config}: routed experts must be 1 to {topk_group * group_size} and columns at most 32")
+    if config.topk > 32:
+        raise ValueError(f"{config}: topk must be at most 32")
     if not supports(num_experts, groups):
         raise ValueError(f"{config}: this kernel supports at most 32 groups, and at most 32 experts per lane")
     _, experts_per_lane = lane_layout(num_experts, groups)

@@ -5,8 +5,10 @@ Group g owns the rows ``starts[g]`` to ``starts[g] + lengths[g]`` of x; its resu
 
 import torch
 
-FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
-BLOCK = 128  # elements of k, and rows of a weight, that share a scale
+from moe_numba.ptx.conversions import FP8_MAX
+from moe_numba.quantise import FP8_SCALE_BLOCK
+
+FP8 = torch.float8_e4m3fn
 
 
 def gather_rows(x, indices):
@@ -24,8 +26,8 @@ def matmul_transposed(x, weight):
     float64 matrices.
     """
     out = torch.zeros(len(x), len(weight), dtype=torch.float64, device=x.device)
-    for k in range(0, x.shape[1], BLOCK):
-        out += x[:, k : k + BLOCK].float() @ weight[:, k : k + BLOCK].float().T
+    for k in range(0, x.shape[1], FP8_SCALE_BLOCK):
+        out += x[:, k : k + FP8_SCALE_BLOCK].float() @ weight[:, k : k + FP8_SCALE_BLOCK].float().T
     return out
 
 
@@ -59,9 +61,9 @@ def k_grouped_gemm(a, b, lengths, starts):
 
 def group_gemm_blockwise(x, weight, lengths, starts, x_scale, weight_scale):
     """Return the grouped GEMM in float64 for scales per 1 x 128 block of x and per 128 x 128 block of weight."""
-    scale = weight_scale.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    scale = weight_scale.repeat_interleave(FP8_SCALE_BLOCK, 1).repeat_interleave(FP8_SCALE_BLOCK, 2)
     weight = weight.double() * scale[:, : weight.shape[1], : weight.shape[2]].double()
-    x = x.double() * x_scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]].double()
+    x = x.double() * x_scale.repeat_interleave(FP8_SCALE_BLOCK, 1)[:, : x.shape[1]].double()
     return group_gemm(x, weight, lengths, starts)
 
 
@@ -113,7 +115,9 @@ def silu_and_mul(gate_up):
 def quantise_rows(x):
     """Quantise [rows, k] to e4m3 with float32 scales [rows, ceil(k / 128)]; the block maximum becomes 448."""
     rows, k = x.shape
-    blocks = torch.nn.functional.pad(x.float(), (0, -k % BLOCK)).view(rows, -(-k // BLOCK), BLOCK)
+    blocks = torch.nn.functional.pad(x.float(), (0, -k % FP8_SCALE_BLOCK)).view(
+        rows, -(-k // FP8_SCALE_BLOCK), FP8_SCALE_BLOCK
+    )
     scale = blocks.abs().amax(2).clamp(min=1e-10) / FP8_MAX
     return (blocks / scale[:, :, None]).to(FP8).flatten(1)[:, :k].contiguous(), scale
 
@@ -121,8 +125,8 @@ def quantise_rows(x):
 def quantise_blocks(weight):
     """Quantise [groups, n, k] to e4m3 with float32 scales [groups, ceil(n / 128), ceil(k / 128)]."""
     groups, n, k = weight.shape
-    padded = torch.nn.functional.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
-    blocks = padded.view(groups, padded.shape[1] // BLOCK, BLOCK, -1, BLOCK)
+    padded = torch.nn.functional.pad(weight.float(), (0, -k % FP8_SCALE_BLOCK, 0, -n % FP8_SCALE_BLOCK))
+    blocks = padded.view(groups, padded.shape[1] // FP8_SCALE_BLOCK, FP8_SCALE_BLOCK, -1, FP8_SCALE_BLOCK)
     scale = blocks.abs().amax((2, 4)).clamp(min=1e-10) / FP8_MAX
     values = (blocks / scale[:, :, None, :, None]).to(FP8).view(groups, *padded.shape[1:])
     return values[:, :n, :k].contiguous(), scale

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 import moe_numba
-from moe_numba.moe_layer.weights import BLOCK, packed_shape
+from moe_numba.moe_layer.weights import packed_shape
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime import cubin_cache, device
 
 MAX_PROCESSES = 16
@@ -97,7 +98,7 @@ def empty_arguments(layer, tokens, ids_dtype=torch.int32):
         given = {name: weight.view(experts, *weight.shape[:0:-1]).mT for name, weight in given.items()}
     if layer.dtype == "e4m3":
         for name, (_, *sizes) in shapes.items():
-            blocks = [-(-size // BLOCK) for size in sizes] if layer.scaling == "block" else []
+            blocks = [-(-size // FP8_SCALE_BLOCK) for size in sizes] if layer.scaling == "block" else []
             given[f"{name}_scale"] = torch.empty(experts, *blocks)
     if layer.activation != "silu":
         biases = dict(w13_bias=2 * layer.intermediate, w2_bias=layer.hidden)

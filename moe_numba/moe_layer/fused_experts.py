@@ -1,5 +1,8 @@
 """``fused_experts``: the experts of an MoE layer on one GPU, from routed tokens to their sums."""
 
+from operator import itemgetter
+from typing import NamedTuple
+
 import torch
 
 from moe_numba.grouped_gemm.call.checks import check_gpu
@@ -7,22 +10,34 @@ from moe_numba.moe_layer.gemv.plan import uses_decode_kernels
 from moe_numba.moe_layer.group_by_expert.api import check_routing
 from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of
 from moe_numba.moe_layer.per_token_quant.api import check_scale
-from moe_numba.moe_layer.silu_and_mul.api import ALPHA, check_activation
+from moe_numba.moe_layer.silu_and_mul.api import ALPHA, Activation, check_activation
 from moe_numba.moe_layer.weighted_sum.api import check_topk
-from moe_numba.moe_layer.weights import BLOCK, FP8, FP8_BLOCK, FP8_TENSOR, MXFP4, check_weights, check_wgmma, scaling_of
-from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_workspace
-from moe_numba.runtime.dlpack import as_tensor
-from moe_numba.runtime.outputs import Outputs, look_up, remember, tensor_key
+from moe_numba.moe_layer.weights import (
+    FP8,
+    FP8_BLOCK,
+    FP8_TENSOR,
+    MXFP4,
+    ExpertsShape,
+    check_weights,
+    check_wgmma,
+    scaling_of,
+)
+from moe_numba.moe_layer.workspace import ExpertsWorkspace, Intermediates, check_workspace
+from moe_numba.quantise import FP8_SCALE_BLOCK
+from moe_numba.runtime.outputs import Outputs, find_plan, remember
 from moe_numba.runtime.recording import refuse_recording
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_flag, check_tensor, make_outputs
 
-_NAMES = ExpertsTensors._fields
-_ALIGNED = "x", "w13", "w2", "shared"  # read in 16-byte vectors
+_select_tensors = itemgetter(*ExpertsTensors._fields)
+_select_options = itemgetter("activation", "alpha", "limit", "use_fast_accum")
 _plans: dict = {}
 
 
-@torch_op
+@torch_op(
+    *("x", "w13", "w2", "topk_weights", "w13_scale", "w2_scale", "shared"),
+    *("w13_bias", "w2_bias", "a1_scale", "a2_scale", "x_scale"),
+)
 def fused_experts(
     x: torch.Tensor,
     w13: torch.Tensor,
@@ -165,51 +180,67 @@ def fused_experts(
     number of tokens, which chooses the launches. Group sizes stay on the GPU, so a CUDA graph that captures the call
     can be replayed with another routing.
     """
-    scales = w13_scale, w2_scale, shared
-    others = w13_bias, w2_bias, a1_scale, a2_scale, x_scale
-    if needs_dispatch(x, w13, w2, topk_weights, *scales, *others):
-        options = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, x_scale, use_fast_accum
-        return call_op("fused_experts", x, w13, w2, topk_weights, topk_ids, *scales, out, workspace, *options)
-    given = w13, w2, topk_weights, topk_ids, w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale, x_scale
-    t = ExpertsTensors(x, *(t if t is None else as_tensor(t, name) for t, name in zip(given, _NAMES[1:], strict=True)))
-    types = type(alpha), type(limit), type(use_fast_accum)  # 1, 1.0 and True are equal
-    key = activation, alpha, limit, use_fast_accum, types, *map(tensor_key, t)
-    plan = look_up(_plans, key) or remember(_plans, key, _make_plan(t, activation, alpha, limit, use_fast_accum))
-    shape, chosen, fuses, decodes, outputs = plan
-    for name in _ALIGNED:
-        if (tensor := getattr(t, name)) is not None:
+    return compute_experts(locals())
+
+
+def compute_experts(arguments, shape=None):
+    """Check the arguments of ``fused_experts``, by name, and launch its kernels.
+
+    ``shape`` is that of the experts, if weights and workspace have been checked.
+    """
+    tensors, options = ExpertsTensors(*_select_tensors(arguments)), _select_options(arguments)
+    key = *options, *map(type, options)  # 1, 1.0 and True are equal
+    plan, key, t = find_plan(_plans, key, tensors, ExpertsTensors._fields)
+    if plan is None:
+        plan = remember(_plans, key, _make_plan(t, *options, shape))
+    for name, tensor in (("x", t.x), ("w13", t.w13), ("w2", t.w2), ("shared", t.shared)):  # read in 16-byte vectors
+        if tensor is not None:
             check_aligned(name, tensor)
-    tokens, topk = t.topk_ids.shape
+    (tokens, topk), workspace, out = t.topk_ids.shape, arguments["workspace"], arguments["out"]
     if workspace is None:
         refuse_recording("workspace is None; a prepared call needs one, which keeps its intermediate results")
-        memory = ExpertsWorkspace(tokens, topk, t.w13, t.w2, scaling_of(t.w13_scale))
+        memory = Intermediates.allocate(plan.shape, tokens, topk)
     else:
-        check_workspace(workspace, tokens, topk, shape)
-        memory = workspace
-    (result,) = outputs(out)
+        if shape is None:
+            check_workspace(workspace, tokens, topk, plan.shape)
+        memory = workspace.intermediates(tokens)
+    (result,) = plan.outputs(out)
     if tokens:
-        call = ExpertsCall(t, shape, chosen, fuses, decodes, memory.intermediates(tokens), use_fast_accum)
+        fast = arguments["use_fast_accum"]
+        call = ExpertsCall(t, plan.shape, plan.activation, plan.fuses, plan.decodes, memory, fast)
         for launch in launches_of(call, result).values():
             launch()
     return result if out is None else out
 
 
-def _make_plan(t, activation, alpha, limit, use_fast_accum):
-    """Check the arguments; return the fields of an `ExpertsCall` that follow from them, and the :class:`Outputs`."""
-    shape, chosen = check_experts(t, activation, alpha, limit)
+class _Plan(NamedTuple):
+    """What depends only on shapes, dtypes and options of a call: fields of an :class:`ExpertsCall`, and its outputs."""
+
+    shape: ExpertsShape
+    activation: Activation
+    fuses: bool
+    decodes: bool
+    outputs: Outputs
+
+
+def _make_plan(t, activation, alpha, limit, use_fast_accum, shape):
+    shape, chosen = check_experts(t, activation, alpha, limit, shape)
     check_fast_accum(use_fast_accum, shape.format)
     outputs = Outputs((("tensor", tuple(t.x.shape), torch.bfloat16),), t.x.device, aligned=("tensor",))
     decodes = t.x_scale is None and uses_decode_kernels(shape, *t.topk_ids.shape, t.w13, t.w2)
-    return shape, chosen, can_fuse_activation(t, shape.format, chosen), decodes, outputs
+    return _Plan(shape, chosen, can_fuse_activation(t, shape.format, chosen), decodes, outputs)
 
 
-def check_experts(t, activation, alpha, limit):
-    """Check the arguments of a call; return the sizes of the experts and the activation."""
+def check_experts(t, activation, alpha, limit, shape=None):
+    """Check the arguments of a call; return the sizes of the experts and the activation.
+
+    ``shape`` is that of the experts, if their weights have been checked.
+    """
     dtype = torch.bfloat16 if t.x_scale is None else FP8
     check_tensor("x", t.x, dtype=dtype, shape=("tokens", "hidden"), contiguous=True)
     check_device(t.x.device, "x")
     check_gpu(t.x.device)
-    shape, place = check_weights(t.w13, t.w2, scaling_of(t.w13_scale)), (t.x.device, "x")
+    shape, place = shape or check_weights(t.w13, t.w2, scaling_of(t.w13_scale)), (t.x.device, "x")
     check_wgmma(t.w13, t.w2)
     check_tensor("w13", t.w13, device=place)
     tokens, hidden = t.x.shape
@@ -234,7 +265,7 @@ def _check_options(t, shape, chosen, place):
     if t.x_scale is not None:
         if shape.format != FP8_BLOCK:
             raise ValueError("x_scale is given; it is allowed only with FP8 weights that have a scale per block")
-        blocks = len(t.x), -(-shape.hidden // BLOCK)
+        blocks = len(t.x), -(-shape.hidden // FP8_SCALE_BLOCK)
         check_tensor("x_scale", t.x_scale, dtype=torch.float32, shape=blocks, device=place)
     for name in ("a1_scale", "a2_scale"):
         if (scale := getattr(t, name)) is not None and shape.format != FP8_TENSOR:
@@ -273,7 +304,7 @@ def _check_scale(name, scale, weight, shape, place):
         if scale is not None:
             raise ValueError(f"{name} is given, but the weights are {weight.dtype}; scales are for FP8 weights")
         return
-    blocks = shape.num_experts, *(-(-size // BLOCK) for size in weight.shape[1:])
+    blocks = shape.num_experts, *(-(-size // FP8_SCALE_BLOCK) for size in weight.shape[1:])
     if scale is None:
         raise TypeError(f"{name} is None; FP8 weights need a scale per 128 x 128 block, {blocks}, or one per expert")
     sizes, what = blocks, "a scale per 128 x 128 block"
@@ -285,9 +316,9 @@ def _check_scale(name, scale, weight, shape, place):
 
 
 @register_fake(fused_experts)
-def _fake_fused_experts(call):
-    """Check the arguments of a call and return its output."""
-    t = ExpertsTensors(*(getattr(call, name) for name in _NAMES))
-    shape, _ = check_experts(t, call.activation, call.alpha, call.limit)
+def fake_experts(call, shape=None):
+    """Check the arguments of a call and return its output; ``shape`` as for `check_experts`."""
+    t = ExpertsTensors(*_select_tensors(vars(call)))
+    shape, _ = check_experts(t, call.activation, call.alpha, call.limit, shape)
     check_fast_accum(call.use_fast_accum, shape.format)
     return make_outputs(call.out, (("tensor", tuple(call.x.shape), torch.bfloat16),), call.x.device)[0]

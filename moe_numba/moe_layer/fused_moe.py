@@ -2,22 +2,24 @@
 
 import torch
 
-from moe_numba.gate import biased_grouped_topk
-from moe_numba.moe_layer.fused_experts import fused_experts
+from moe_numba.gate.api import biased_grouped_topk, fake_topk
+from moe_numba.moe_layer.fused_experts import compute_experts, fake_experts
 from moe_numba.moe_layer.silu_and_mul.api import ALPHA
 from moe_numba.moe_layer.weights import check_weights, scaling_of
 from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_workspace
-from moe_numba.runtime.dlpack import as_tensor
-from moe_numba.runtime.outputs import remember
-from moe_numba.runtime.recording import refuse_recording
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
-from moe_numba.runtime.validate import check_int, check_tensor, make_outputs
+from moe_numba.runtime.outputs import find_plan, remember
+from moe_numba.runtime.torch_op import OPS, register_fake, torch_op
+from moe_numba.runtime.validate import check_int, check_tensor
 
 _LOGITS = torch.float32, torch.bfloat16, torch.float16
+_CHECKED = "x", "router_logits", "w13", "w2", "w13_scale"
 _plans: dict = {}
 
 
-@torch_op
+@torch_op(
+    *("x", "router_logits", "w13", "w2", "w13_scale", "w2_scale", "shared"),
+    *("w13_bias", "w2_bias", "a1_scale", "a2_scale"),
+)
 def fused_moe(
     x: torch.Tensor,
     router_logits: torch.Tensor,
@@ -112,63 +114,30 @@ def fused_moe(
     graph that captures the call can be replayed with other logits. The gate is a launch of its own; the launches after
     it are those of :func:`moe_numba.fused_experts`.
     """
-    others = w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale
-    if needs_dispatch(x, router_logits, w13, w2, *others):
-        groups = num_expert_group, topk_group, num_fused_shared_experts, routed_scaling_factor, num_token_non_padded
-        options = renormalize, *groups, scoring, w13_scale, w2_scale, shared, out, workspace
-        more = w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, use_fast_accum
-        return call_op("fused_moe", x, router_logits, correction_bias, w13, w2, topk, *options, *more)
-    logits = as_tensor(router_logits, "router_logits")
-    tensors = x, logits, as_tensor(w13, "w13"), as_tensor(w2, "w2")
-    w13_scale = None if w13_scale is None else as_tensor(w13_scale, "w13_scale")
-    numbers, scaling = (topk, num_fused_shared_experts), scaling_of(w13_scale)
-    key = scaling, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors), numbers, *map(type, numbers)
-    shape = _plans.get(key) or remember(_plans, key, _check(*tensors, *numbers, scaling))
+    arguments = locals()
+    given, sizes = (x, router_logits, w13, w2, w13_scale), (topk, num_fused_shared_experts)
+    shape, key, tensors = find_plan(_plans, (*sizes, *map(type, sizes)), given, _CHECKED)  # 1, 1.0 and True are equal
+    if shape is None:
+        shape = remember(_plans, key, _check(tensors, topk, num_fused_shared_experts))
     memory = None
-    if workspace is None:
-        refuse_recording("workspace is None; a prepared call needs one, which keeps its intermediate results")
-    else:
+    if workspace is not None:
         check_workspace(workspace, len(x), topk, shape)
         memory = workspace.intermediates(len(x)).topk
-    weights, ids = biased_grouped_topk(
-        logits,
-        correction_bias,
-        topk,
-        renormalize,
-        num_expert_group,
-        topk_group,
-        num_fused_shared_experts,
-        routed_scaling_factor,
-        True,
-        num_token_non_padded,
-        scoring,
-        memory,
-    )
-    return fused_experts(
-        x,
-        *tensors[2:],
-        weights,
-        ids,
-        w13_scale,
-        w2_scale,
-        shared,
-        out,
-        workspace,
-        w13_bias,
-        w2_bias,
-        activation,
-        alpha,
-        limit,
-        a1_scale,
-        a2_scale,
-        use_fast_accum=use_fast_accum,
-    )
+    gate = {name: arguments[name] for name in _GATE_OPTIONS}
+    gate["apply_routed_scaling_factor_on_output"] = True
+    weights, ids = biased_grouped_topk(tensors[1], out=memory, **gate)
+    return compute_experts(arguments | dict(topk_weights=weights, topk_ids=ids, x_scale=None), shape)
 
 
-def _check(x, router_logits, w13, w2, topk, num_fused_shared_experts, scaling):
+# What the gate has in common with the layer.
+_GATE_OPTIONS = [n for n in OPS["biased_grouped_topk"] if n in OPS["fused_moe"] and n != "out"]
+
+
+def _check(tensors, topk, num_fused_shared_experts):
     """Check what neither the gate nor the experts can, or under another name; return the sizes of the experts."""
+    x, router_logits, w13, w2, w13_scale = tensors
     check_tensor("x", x, shape=("tokens", "hidden"))
-    shape = check_weights(w13, w2, scaling)
+    shape = check_weights(w13, w2, scaling_of(w13_scale))
     check_int("topk", topk, 1, 32)
     num_shared = check_int("num_fused_shared_experts", num_fused_shared_experts, 0, topk - 1)
     if len(w13) - num_shared < 1:
@@ -183,22 +152,7 @@ def _check(x, router_logits, w13, w2, topk, num_fused_shared_experts, scaling):
 @register_fake(fused_moe)
 def _fake_fused_moe(call):
     """Check the arguments of a call and return its output; the gate's and the experts' fakes do most of it."""
-    sizes = call.topk, call.num_fused_shared_experts
-    _check(call.x, call.router_logits, call.w13, call.w2, *sizes, scaling_of(call.w13_scale))
-    weights, ids = biased_grouped_topk(
-        call.router_logits,
-        call.correction_bias,
-        call.topk,
-        call.renormalize,
-        call.num_expert_group,
-        call.topk_group,
-        call.num_fused_shared_experts,
-        call.routed_scaling_factor,
-        True,
-        call.num_token_non_padded,
-        call.scoring,
-    )
-    names = "w13_scale", "w2_scale", "shared", "w13_bias", "w2_bias", "activation", "alpha", "limit"
-    options = {name: getattr(call, name) for name in (*names, "a1_scale", "a2_scale", "use_fast_accum")}
-    experts = fused_experts(call.x, call.w13, call.w2, weights, ids, **options)
-    return make_outputs(call.out, (("tensor", tuple(experts.shape), experts.dtype),), experts.device)[0]
+    shape = _check([getattr(call, name) for name in _CHECKED], call.topk, call.num_fused_shared_experts)
+    scaled = dict(apply_routed_scaling_factor_on_output=True, out=None)
+    weights, ids = fake_topk(call.replace(gating_output=call.router_logits, **scaled))
+    return fake_experts(call.replace(topk_weights=weights, topk_ids=ids, x_scale=None), shape)

@@ -60,9 +60,10 @@ class ExpertsCall(NamedTuple):
         return is_permuted(self.shape, self.tensors.topk_ids.numel())
 
     @property
-    def groups(self):
-        """Group sizes, and first rows of the groups."""
-        return self.memory.routing[:2]
+    def group_sizes(self):
+        """Arguments of both grouped GEMMs: group sizes, and first rows of the groups."""
+        seqlens, cu_seqlens, *_ = self.memory.routing
+        return dict(seqlens=seqlens, cu_seqlens=cu_seqlens)
 
     @property
     def gathered(self):
@@ -124,37 +125,33 @@ def _gemm_activation(activation):
 
 
 def _bf16(call):
-    t, groups = call.tensors, call.groups
-    (gate_up,), (activated,), (rows,) = call.memory.gate_up, call.memory.activated, call.memory.rows
+    t, (gate_up,), (activated,), (rows,) = call.tensors, call.memory.gate_up, call.memory.activated, call.memory.rows
     x, launches = _bf16_rows(call)
-    first = dict(bias=t.w13_bias, early_weight=call.permutes, **call.gathered)
+    multiply = partial(group_gemm, "none", **call.group_sizes)
+    first = partial(multiply, x=x, weight=t.w13, bias=t.w13_bias, early_weight=call.permutes, **call.gathered)
     if call.fuses:
-        first |= _gemm_activation(call.activation)
-        first |= dict(out=activated, silu_and_mul=True)
-        launches["gate_up"] = partial(group_gemm, "none", x, t.w13, *groups, None, None, **first)
+        launches["gate_up"] = partial(first, out=activated, silu_and_mul=True, **_gemm_activation(call.activation))
     else:
-        launches["gate_up"] = partial(group_gemm, "none", x, t.w13, *groups, None, None, out=gate_up, **first)
+        launches["gate_up"] = partial(first, out=gate_up)
         options = dict(num_valid_rows=call.num_valid_rows, **call.activation.options)
         launches["activation"] = partial(silu_and_mul, gate_up, out=activated, **options)
-    second = dict(out=rows, bias=t.w2_bias, early_weight=True)
-    launches["down"] = partial(group_gemm, "none", activated, t.w2, *groups, None, None, **second)
+    launches["down"] = partial(multiply, x=activated, weight=t.w2, bias=t.w2_bias, out=rows, early_weight=True)
     return launches
 
 
 def _mxfp4(call):
-    t, groups = call.tensors, call.groups
-    (activated,), (rows,) = call.memory.activated, call.memory.rows
+    t, (activated,), (rows,) = call.tensors, call.memory.activated, call.memory.rows
     x, launches = _bf16_rows(call)
-    first = dict(bias=t.w13_bias, early_weight=call.permutes, **call.gathered, **_gemm_activation(call.activation))
-    first |= dict(out=activated, silu_and_mul=True)
-    launches["gate_up"] = partial(group_gemm_w4, x, t.w13, *groups, **first)
-    second = dict(out=rows, bias=t.w2_bias, early_weight=True)
-    launches["down"] = partial(group_gemm_w4, activated, t.w2, *groups, **second)
+    multiply = partial(group_gemm_w4, **call.group_sizes)
+    first = dict(early_weight=call.permutes, **call.gathered, **_gemm_activation(call.activation))
+    first |= dict(weight=t.w13, bias=t.w13_bias, out=activated, silu_and_mul=True)
+    launches["gate_up"] = partial(multiply, x=x, **first)
+    launches["down"] = partial(multiply, x=activated, weight=t.w2, bias=t.w2_bias, out=rows, early_weight=True)
     return launches
 
 
 def _fp8_block(call):
-    t, memory, groups = call.tensors, call.memory, call.groups
+    t, memory = call.tensors, call.memory
     (x, x_scale), launches = memory.x, {}
     is_given = t.x_scale is not None
     if call.permutes and is_given:
@@ -165,39 +162,34 @@ def _fp8_block(call):
         x, x_scale = t.x, t.x_scale
     else:
         launches["cast"] = partial(per_token_cast_to_fp8, t.x, out=memory.x)
+    multiply = partial(group_gemm, "block", **call.group_sizes)
+    first = dict(x=x, x_scale=x_scale, weight=t.w13, w_scale=t.w13_scale, early_weight=bool(launches), **call.gathered)
+    launches["gate_up"] = partial(multiply, out=memory.activated, silu_and_mul=True, **first)
     (activated, scale), (rows,) = memory.activated, memory.rows
-    first, options = (x, t.w13, *groups, x_scale, t.w13_scale), dict(out=memory.activated, silu_and_mul=True)
-    options |= dict(early_weight=bool(launches), **call.gathered)
-    launches["gate_up"] = partial(group_gemm, "block", *first, **options)
-    second = activated, t.w2, *groups, scale, t.w2_scale
-    launches["down"] = partial(group_gemm, "block", *second, out=rows, early_weight=True)
+    second = dict(x=activated, x_scale=scale, weight=t.w2, w_scale=t.w2_scale, early_weight=True)
+    launches["down"] = partial(multiply, out=rows, **second)
     return launches
 
 
 def _fp8_tensor(call):
     """A row's own scale is a factor of the grouped GEMM's row."""
-    t, memory, groups = call.tensors, call.memory, call.groups
+    t, memory = call.tensors, call.memory
     (x, x_scale), (gate_up,), (activated, scale), (rows,) = memory.x, memory.gate_up, memory.activated, memory.rows
     quantise = partial(per_token_quant_fp8, t.x, t.a1_scale, call.inverse_indices, call.permutes, out=memory.x)
-    both: dict[str, Any] = dict(early_weight=True, use_fast_accum=call.use_fast_accum)
+    launches: Launches = {"permute" if call.permutes else "cast": quantise}
+    multiply = partial(group_gemm, "tensor", early_weight=True, use_fast_accum=call.use_fast_accum, **call.group_sizes)
+    first = partial(multiply, x=x, weight=t.w13, y_scale=t.w13_scale, **call.gathered)
+    second = partial(multiply, x=activated, weight=t.w2, y_scale=t.w2_scale, out=rows)
     if call.fuses:
-        first = dict(silu_and_mul=True, out=activated, out_scale=t.a2_scale, **both, **call.gathered)
-        first |= _gemm_activation(call.activation)
-        second = dict(out=rows, **both)
-        return {
-            "permute" if call.permutes else "cast": quantise,
-            "gate_up": partial(group_gemm, "tensor", x, t.w13, *groups, t.a1_scale, t.w13_scale, **first),
-            "down": partial(group_gemm, "tensor", activated, t.w2, *groups, t.a2_scale, t.w2_scale, **second),
-        }
-    first = dict(out=gate_up, row_weights=x_scale, **both, **call.gathered)
-    options = dict(num_valid_rows=call.num_valid_rows, **call.activation.options)
-    second = dict(out=rows, row_weights=scale, **both)
-    return {
-        "permute" if call.permutes else "cast": quantise,
-        "gate_up": partial(group_gemm, "tensor", x, t.w13, *groups, None, t.w13_scale, **first),
-        "activation": partial(silu_and_mul_quant_fp8, gate_up, t.a2_scale, out=memory.activated, **options),
-        "down": partial(group_gemm, "tensor", activated, t.w2, *groups, None, t.w2_scale, **second),
-    }
+        options = dict(x_scale=t.a1_scale, silu_and_mul=True, **_gemm_activation(call.activation))
+        launches["gate_up"] = partial(first, out=activated, out_scale=t.a2_scale, **options)
+        launches["down"] = partial(second, x_scale=t.a2_scale)
+    else:
+        launches["gate_up"] = partial(first, out=gate_up, row_weights=x_scale)
+        options = dict(num_valid_rows=call.num_valid_rows, **call.activation.options)
+        launches["activation"] = partial(silu_and_mul_quant_fp8, gate_up, t.a2_scale, out=memory.activated, **options)
+        launches["down"] = partial(second, row_weights=scale)
+    return launches
 
 
 _EXPERTS = {BF16: _bf16, FP8_BLOCK: _fp8_block, FP8_TENSOR: _fp8_tensor, MXFP4: _mxfp4}

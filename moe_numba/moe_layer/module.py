@@ -6,15 +6,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_numba.gate.api import check_groups, check_options
+from moe_numba.gate.api import GateOptions, check_options
+from moe_numba.gate.one_token_per_warp import check_groups
 from moe_numba.moe_layer.fused_experts import check_fast_accum, check_format, fused_experts
 from moe_numba.moe_layer.fused_moe import fused_moe
 from moe_numba.moe_layer.launches import ExpertsTensors
 from moe_numba.moe_layer.router import router_logits
 from moe_numba.moe_layer.silu_and_mul.api import ALPHA, check_activation
 from moe_numba.moe_layer.torch_stages import check_stages, route, run_experts
-from moe_numba.moe_layer.weights import BLOCK, FP8_BLOCK, FP8_TENSOR, check_weights, packed_shape, shape_of
+from moe_numba.moe_layer.weights import FP8_BLOCK, FP8_TENSOR, check_weights, packed_shape, shape_of
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.quantise.fp8_cast import per_token_cast_back
 from moe_numba.runtime.validate import check_flag, check_int
 
@@ -102,7 +104,9 @@ class Experts(nn.Module):
             setattr(self, name, _parameter(*shape, dtype=dtype, device=device))
         self.scaling, self.format = scaling, check_weights(self.w13, self.w2, scaling).format
         for name, (_, rows, columns) in zip(("w13", "w2"), sizes, strict=True):
-            scales = {FP8_BLOCK: (-(-rows // BLOCK), -(-columns // BLOCK)), FP8_TENSOR: ()}.get(self.format)
+            scales = {FP8_BLOCK: (-(-rows // FP8_SCALE_BLOCK), -(-columns // FP8_SCALE_BLOCK)), FP8_TENSOR: ()}.get(
+                self.format
+            )
             scale = None if scales is None else _parameter(num_experts, *scales, dtype=torch.float32, device=device)
             self.register_parameter(f"{name}_scale", scale)
             bias = _parameter(num_experts, rows, dtype=torch.bfloat16, device=device) if has_bias else None
@@ -251,8 +255,8 @@ class MoELayer(nn.Module):
             routed_scaling_factor=routed_scaling_factor,
             scoring=scoring,
         )
-        fixed = dict(num_fused_shared_experts=0, apply_routed_scaling_factor_on_output=True)
-        check_groups(num_experts, check_options(topk, **self.gate_options, **fixed))
+        fixed: dict[str, Any] = dict(num_fused_shared_experts=0, apply_routed_scaling_factor_on_output=True)
+        check_groups(num_experts, check_options(GateOptions(topk, **self.gate_options, **fixed)))
 
     def forward(self, x: torch.Tensor, workspace: ExpertsWorkspace | None = None) -> torch.Tensor:
         """Compute the layer.

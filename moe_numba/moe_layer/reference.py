@@ -4,10 +4,12 @@ import torch
 
 from moe_numba.gate.reference import biased_grouped_topk
 from moe_numba.grouped_gemm import reference as gemm
-from moe_numba.grouped_gemm.reference import BLOCK, FP8, FP8_MAX
+from moe_numba.grouped_gemm.reference import FP8
 from moe_numba.moe_layer.launches import ExpertsTensors
 from moe_numba.moe_layer.reference_mxfp4 import unpack, unpack_gate_up
 from moe_numba.moe_layer.weights import FP8_BLOCK, FP8_TENSOR, MXFP4, format_of, scaling_of
+from moe_numba.ptx.conversions import FP8_MAX
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.quantise.reference import per_token_cast_to_fp8
 
 
@@ -74,13 +76,13 @@ def quantise_rows(x, scale=None):
 
 def dequantise_blocks(weight, scale):
     """Return an FP8 weight [experts, n, k] times its scales per 128 x 128 block, in float32."""
-    wide = scale.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    wide = scale.repeat_interleave(FP8_SCALE_BLOCK, 1).repeat_interleave(FP8_SCALE_BLOCK, 2)
     return weight.float() * wide[:, : weight.shape[1], : weight.shape[2]]
 
 
 def dequantise_rows(values, scales):
     """Return rows in FP8 times their scales per 128 columns, in float32."""
-    return values.float() * scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
+    return values.float() * scales.repeat_interleave(FP8_SCALE_BLOCK, 1)[:, : values.shape[1]]
 
 
 def float_weights(t, format_, interleaved, expert):

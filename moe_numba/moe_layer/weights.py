@@ -11,7 +11,7 @@ from moe_numba.grouped_gemm.w4.weight_tiles import TILE
 from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_choice, check_tensor
 
-FP8, BLOCK = torch.float8_e4m3fn, 128
+FP8 = torch.float8_e4m3fn
 BF16, FP8_BLOCK, FP8_TENSOR, MXFP4 = FORMATS = "bf16", "fp8_block", "fp8_tensor", "mxfp4"
 _NAMES = {
     BF16: "torch.bfloat16",

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_numba.moe_layer.weights import BF16, BLOCK, FP8, FP8_BLOCK, FP8_TENSOR, MXFP4, ExpertsShape, check_weights
+from moe_numba.moe_layer.weights import BF16, FP8, FP8_BLOCK, FP8_TENSOR, MXFP4, ExpertsShape, check_weights
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime.outputs import remember
 from moe_numba.runtime.validate import check_int
 
@@ -26,6 +27,23 @@ class Intermediates(NamedTuple):
     activated: Any  # with scales for FP8
     rows: Any  # one tensor, outputs of the experts
 
+    @classmethod
+    def allocate(cls, shape: ExpertsShape, tokens: int, topk: int) -> "Intermediates":
+        """Return tensors for a call. ``gate_up`` and ``rows`` share memory: the former is read before."""
+        described, device = describe(shape, tokens, topk), shape.device
+        sizes = [size for size, _ in (*described.gate_up, *described.rows)]
+        shared = torch.empty(max(map(math.prod, sizes)), dtype=torch.bfloat16, device=device)
+
+        def new(size, dtype):
+            return torch.empty(size, dtype=dtype, device=device)
+
+        def view(size, dtype):
+            return shared[: math.prod(size)].view(size)
+
+        made = {name: view if name in ("gate_up", "rows") else new for name in cls._fields}
+        groups = zip(made.values(), described, strict=True)
+        return cls(*(tuple(make(*tensor) for tensor in group) for make, group in groups))
+
 
 def is_permuted(shape: ExpertsShape, rows: int) -> bool:
     """Return whether a call with this many assignments stores tokens in the order of the experts."""
@@ -44,8 +62,8 @@ def describe(shape: ExpertsShape, tokens: int, topk: int) -> Intermediates:
     activated: Any = (((rows, intermediate), bf16),)
     gate_up: Any = (((rows, 2 * intermediate), bf16),) if format_ in (BF16, FP8_TENSOR) else ()
     if format_ == FP8_BLOCK:
-        x = ((x_rows, hidden), FP8), ((x_rows, -(-hidden // BLOCK)), f32)
-        activated = ((rows, intermediate), FP8), ((rows, -(-intermediate // BLOCK)), f32)
+        x = ((x_rows, hidden), FP8), ((x_rows, -(-hidden // FP8_SCALE_BLOCK)), f32)
+        activated = ((rows, intermediate), FP8), ((rows, -(-intermediate // FP8_SCALE_BLOCK)), f32)
     elif format_ == FP8_TENSOR:
         x, activated = (((x_rows, hidden), FP8), ((rows,), f32)), (((rows, intermediate), FP8), ((rows,), f32))
     return Intermediates(outputs_of_gate, routing, x, gate_up, activated, (((rows, hidden), bf16),))
@@ -79,24 +97,8 @@ class ExpertsWorkspace:
         self.max_tokens = check_int("max_tokens", max_tokens, 0, _MAX_TOKENS)
         self.topk = check_int("topk", topk, 1, _MAX_TOPK)
         self.shape = check_weights(w13, w2, scaling)
-        self._whole = self._allocate()
+        self._whole = Intermediates.allocate(self.shape, self.max_tokens, self.topk)
         self._views: dict = {}
-
-    def _allocate(self):
-        """Return the tensors. Those for gate and up and for the outputs share memory: the former are read before."""
-        described, device = describe(self.shape, self.max_tokens, self.topk), self.shape.device
-        sizes = [size for size, _ in (*described.gate_up, *described.rows)]
-        shared = torch.empty(max(map(math.prod, sizes)), dtype=torch.bfloat16, device=device)
-
-        def new(size, dtype):
-            return torch.empty(size, dtype=dtype, device=device)
-
-        def view(size, dtype):
-            return shared[: math.prod(size)].view(size)
-
-        made = {name: view if name in ("gate_up", "rows") else new for name in Intermediates._fields}
-        groups = zip(made.values(), described, strict=True)
-        return Intermediates(*(tuple(make(*tensor) for tensor in group) for make, group in groups))
 
     def check(self, tokens: int, topk: int, shape: ExpertsShape) -> None:
         """Refuse a call that the workspace is not for."""

@@ -5,6 +5,7 @@ import numpy as np
 from moe_numba import simulator
 from moe_numba.ptx.intrinsic import instruction
 
+LOG2_E = 1.4426950408889634  # for e to the power x by ``ex2.approx``
 _CANONICAL_NAN = np.int32(0x7FFFFFFF)
 _LEAST_NORMAL = np.float32(1.1754944e-38)
 

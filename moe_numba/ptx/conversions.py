@@ -12,6 +12,8 @@ from moe_numba import simulator
 from moe_numba.ptx.arithmetic import float_as_int, half_bits_as_float, int_as_float
 from moe_numba.ptx.intrinsic import instruction
 
+FP8_MAX = 448.0  # the largest e4m3 number
+
 
 def cvt_rn_bf16x2_f32(high, low):
     """``cvt.rn.bf16x2.f32``: round two float32 to the nearest bf16, ties to even, and pack them in one register."""

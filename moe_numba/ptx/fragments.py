@@ -9,10 +9,9 @@ import numpy as np
 
 from moe_numba import simulator
 from moe_numba.ptx.accumulators import arithmetic
-from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx
+from moe_numba.ptx.arithmetic import LOG2_E, ex2_approx, float_as_int, int_as_float, rcp_approx
 from moe_numba.ptx.intrinsic import factory, make_intrinsic
 
-LOG2_E = 1.4426950408889634
 ROW_STEP = 8  # from a thread's first row to its second
 
 

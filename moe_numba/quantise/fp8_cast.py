@@ -2,8 +2,8 @@
 
 import torch
 
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.quantise.fp8_cast_kernels import (
-    GROUP,
     GROUPS_PER_WARP_BACK,
     THREADS,
     groups_per_warp,
@@ -13,7 +13,7 @@ from moe_numba.quantise.fp8_cast_kernels import (
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_out, check_tensor, make_outputs
 
 FP8 = torch.float8_e4m3fn
@@ -27,7 +27,7 @@ _BACK_SIGNATURE = ("uint8*", "int32*", "uint16*", "int64", "int64", "int64")
 _plans: dict = {}  # of both casts
 
 
-@torch_op
+@torch_op("x")
 def per_token_cast_to_fp8(
     x: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,8 +66,6 @@ def per_token_cast_to_fp8(
     If an element is NaN, its whole group and the scale become NaN. If one is infinite, the scale is infinite, infinite
     elements become NaN and the others zero. Other groups are not affected.
     """
-    if needs_dispatch(x):
-        return call_op("per_token_cast_to_fp8", x, out)
     key = x.shape, x.stride(), x.dtype, x.device
     start, ctas, groups, outputs = _plans.get(key) or remember(_plans, key, _plan_cast_to_fp8(x))
     check_aligned("x", x)
@@ -80,13 +78,13 @@ def per_token_cast_to_fp8(
 def _plan_cast_to_fp8(x):
     """Check the input; return the launcher, the numbers of CTAs and of groups, and the :class:`Outputs`."""
     tokens, hidden = _check_cast_to_fp8(x)
-    groups, (dtype, signature) = tokens * -(-hidden // GROUP), _TO_FP8[x.dtype]
+    groups, (dtype, signature) = tokens * -(-hidden // FP8_SCALE_BLOCK), _TO_FP8[x.dtype]
     start = launcher(make_cast_to_fp8(dtype, hidden), signature, x.device.index or 0, dependent=True)
     outputs = Outputs(_values_and_scales(tokens, hidden), x.device, aligned=("values",))
     return start, -(-groups // (_WARPS * groups_per_warp(dtype))), groups, outputs
 
 
-@torch_op
+@torch_op("x_fp8", "x_scales")
 def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Cast tokens from FP8 to bfloat16, with one scale per 128 consecutive elements, in one launch.
 
@@ -117,8 +115,6 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.
     After DeepEP's function of this name (tests/utils.py), which reads the exponents of int32 scales as signed, so that
     a scale of 2 or more becomes negative; here they are unsigned.
     """
-    if needs_dispatch(x_fp8, x_scales):
-        return call_op("per_token_cast_back", x_fp8, x_scales, out)
     x, scales = x_fp8, as_tensor(x_scales, "x_scales")
     key = x.shape, x.stride(), x.dtype, x.device, scales.shape, scales.stride(), scales.dtype, scales.device
     start, ctas, numbers, outputs = _plans.get(key) or remember(_plans, key, _plan_cast_back(x, scales))
@@ -132,7 +128,7 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.
 def _plan_cast_back(x, scales):
     """Check the inputs; return the launcher, the number of CTAs, the kernel's numbers, and the :class:`Outputs`."""
     tokens, hidden = _check_cast_back(x, scales)
-    groups, kernel = tokens * -(-hidden // GROUP), make_cast_back(hidden, scales.dtype == torch.int32)
+    groups, kernel = tokens * -(-hidden // FP8_SCALE_BLOCK), make_cast_back(hidden, scales.dtype == torch.int32)
     start = launcher(kernel, _BACK_SIGNATURE, x.device.index or 0, dependent=True)
 
     def check(out):
@@ -172,7 +168,7 @@ def _check_cast_back(x, scales):
     if scales.dtype not in (torch.float32, torch.int32):
         raise TypeError(f"x_scales is {scales.dtype}; it must be torch.float32 or torch.int32")
     tokens, hidden = _check_rows("x_fp8", x)
-    per_row = -(-hidden // GROUP)
+    per_row = -(-hidden // FP8_SCALE_BLOCK)
     shape = (tokens, -(-per_row // 4) if scales.dtype == torch.int32 else per_row)
     if scales.shape != shape or scales.device != x.device:
         raise ValueError(
@@ -182,7 +178,7 @@ def _check_cast_back(x, scales):
 
 
 def _values_and_scales(tokens, hidden):
-    return ("values", (tokens, hidden), FP8), ("scales", (tokens, -(-hidden // GROUP)), torch.float32)
+    return ("values", (tokens, hidden), FP8), ("scales", (tokens, -(-hidden // FP8_SCALE_BLOCK)), torch.float32)
 
 
 @register_fake(per_token_cast_to_fp8)

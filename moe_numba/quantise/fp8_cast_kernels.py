@@ -10,7 +10,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32, uint64
 
 from moe_numba.ptx.arithmetic import int_as_float, rcp_rn, uint_as_float
-from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32, e4m3x2_as_floats
+from moe_numba.ptx.conversions import FP8_MAX, cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32, e4m3x2_as_floats
 from moe_numba.ptx.memory import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
@@ -19,10 +19,9 @@ from moe_numba.ptx.memory import (
     st_global_s32x4,
 )
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_max_s32
+from moe_numba.quantise import FP8_SCALE_BLOCK
 
 THREADS = 128
-GROUP = 128  # elements that share a scale
-FP8_MAX = 448.0
 AMAX_MIN_BITS = int(np.float32(1e-4).view(np.int32))
 
 _WARPS = THREADS // 32
@@ -40,21 +39,21 @@ def groups_per_warp(dtype):
 def make_element_offset(hidden, vector):
     """Make ``element_offset``: the offset of a lane's ``vector`` elements in a group or in a later one, or -1.
 
-    ``GROUP // vector`` lanes share a group; the next lanes have the next group.
+    ``FP8_SCALE_BLOCK // vector`` lanes share a group; the next lanes have the next group.
     """
     if hidden < 1 or hidden % vector:
         raise ValueError(f"hidden is {hidden}; it must be a multiple of the {vector} elements of a load")
-    per_row, lanes = -(-hidden // GROUP), GROUP // vector
+    per_row, lanes = -(-hidden // FP8_SCALE_BLOCK), FP8_SCALE_BLOCK // vector
 
     @cuda.jit(device=True)
     def element_offset(group, lane, groups):
         group, within = int64(group + lane // lanes), int32(lane % lanes * vector)
         inside = group < groups
-        if hidden % GROUP == 0:
-            offset = group * GROUP + within
+        if hidden % FP8_SCALE_BLOCK == 0:
+            offset = group * FP8_SCALE_BLOCK + within
         else:  # a token's last group is partial
             token = int64(uint64(group) // uint64(per_row))
-            column = (group - token * per_row) * GROUP + within
+            column = (group - token * per_row) * FP8_SCALE_BLOCK + within
             inside = inside and column < hidden
             offset = token * hidden + column
         return offset if inside else int64(-1)
@@ -67,7 +66,7 @@ def make_cast_to_fp8(dtype, hidden):
     """Make the kernel for one dtype of x and one ``hidden``."""
     per_word = {"bfloat16": 2, "float32": 1}[dtype]  # elements
     vector, groups_per_load = 4 * per_word, per_word
-    lanes, count = GROUP // vector, _LOADS * groups_per_load
+    lanes, count = FP8_SCALE_BLOCK // vector, _LOADS * groups_per_load
     element_offset, store_type = make_element_offset(hidden, vector), uint64 if vector == 8 else uint32
 
     @cuda.jit(device=True)
@@ -126,8 +125,8 @@ def make_cast_to_fp8(dtype, hidden):
 @cache
 def make_cast_back(hidden, packed):
     """Make the kernel for one ``hidden``; ``packed`` scales are exponents, four in a word."""
-    vector, per_row = 8, -(-hidden // GROUP)
-    lanes, element_offset = GROUP // vector, make_element_offset(hidden, vector)
+    vector, per_row = 8, -(-hidden // FP8_SCALE_BLOCK)
+    lanes, element_offset = FP8_SCALE_BLOCK // vector, make_element_offset(hidden, vector)
 
     @cuda.jit
     def cast_back(x, scales, y, groups, token_stride, column_stride):

@@ -2,8 +2,10 @@
 
 import torch
 
-FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
-GROUP = 128  # elements that share a scale
+from moe_numba.ptx.conversions import FP8_MAX
+from moe_numba.quantise import FP8_SCALE_BLOCK
+
+FP8 = torch.float8_e4m3fn
 AMAX_MIN = 1e-4
 
 
@@ -43,4 +45,6 @@ def as_floats(scales):
 def _groups(x):
     """Reshape [tokens, hidden] to [tokens, groups, 128], padded with zeros."""
     tokens, hidden = x.shape
-    return torch.nn.functional.pad(x, (0, -hidden % GROUP)).view(tokens, -(-hidden // GROUP), GROUP)
+    return torch.nn.functional.pad(x, (0, -hidden % FP8_SCALE_BLOCK)).view(
+        tokens, -(-hidden // FP8_SCALE_BLOCK), FP8_SCALE_BLOCK
+    )

@@ -1,10 +1,12 @@
 """Outputs of public functions: allocated, or those of the caller's ``out`` argument after a check."""
 
 import torch
-from torch.autograd.graph import increment_version
 
 from moe_numba.runtime.dlpack import PLAIN_TYPES, as_tensor
 from moe_numba.runtime.validate import make_outputs
+
+# torch.autograd.graph.increment_version calls it after a test of the type, which takes as long as the call.
+_increment_version = torch._C._increment_version
 
 
 class Outputs:
@@ -48,14 +50,14 @@ class Outputs:
                 if self._aligned and tensor.data_ptr() & 15:
                     break
             else:
-                increment_version(given)  # not of inference tensors, which have no version
+                _increment_version(given)  # not of inference tensors, which have no version
                 return given
         tensors = self._check(out)
         for i, tensor in enumerate(tensors):
             if tensor.requires_grad and torch.is_grad_enabled():
                 name = "out" if len(tensors) == 1 else f"out[{i}]"
                 raise ValueError(f"{name} requires grad, but outputs have no backward: use torch.no_grad() or detach()")
-        increment_version(tensors)
+        _increment_version(tensors)
         return tensors
 
 
@@ -111,12 +113,14 @@ def find_plan(plans, options, tensors, names):
         Without arrays of other libraries.
     """
     try:
-        key = options, *map(tensor_key, tensors)
+        key = options, *[t if t is None else tensor_key(t) for t in tensors]  # most are None: no call for each
     except AttributeError:  # an array of another library
         tensors = _as_tensors(tensors, names)
         key = options, *map(tensor_key, tensors)
-    plan = look_up(plans, key)
-    return plan, key, _as_tensors(tensors, names) if plan is None else tensors
+    try:
+        return plans[key], key, tensors
+    except (KeyError, TypeError):  # TypeError: a list cannot be looked up; the checks that follow name the argument
+        return None, key, _as_tensors(tensors, names)
 
 
 def _as_tensors(arrays, names):

@@ -3,11 +3,9 @@
 An ordinary call does not go through PyTorch's dispatcher, which costs some microseconds. A call that PyTorch traces or
 transforms must go through it. So a public function is written like this::
 
-    @torch_op
-    def function(x: torch.Tensor, ..., out: torch.Tensor | None = None) -> torch.Tensor:
-        if needs_dispatch(x):
-            return call_op("function", x, ..., out)
-        ...
+    @torch_op("x", "bias")
+    def function(x: torch.Tensor, bias: torch.Tensor | None, ..., out: torch.Tensor | None = None) -> torch.Tensor:
+        ...  # launch kernels
 
 
     @register_fake(function)
@@ -15,6 +13,7 @@ transforms must go through it. So a public function is written like this::
         ...  # check call.x and the other arguments; return the outputs
 """
 
+import functools
 import inspect
 import threading
 import types
@@ -72,7 +71,7 @@ _state = _State()
 
 
 def needs_dispatch(x, *others) -> bool:
-    """Whether a call needs more than a launch on torch tensors; the first statement of a public function.
+    """Whether a call of a public function needs more than a launch on torch tensors.
 
     True if ``x`` is an array of another library, or if the call must go through PyTorch's dispatcher: under
     torch.compile, torch.export, FakeTensorMode and any other TorchDispatchMode; inside transforms of torch.func; if
@@ -90,7 +89,7 @@ def needs_dispatch(x, *others) -> bool:
     if type(x) in PLAIN_TYPES and not _num_dispatch_modes() and _functorch_interpreter() is None and not x.is_meta:
         if not x.requires_grad:
             for tensor in others:
-                if type(tensor) in PLAIN_TYPES and tensor.requires_grad:
+                if tensor is not None and type(tensor) in PLAIN_TYPES and tensor.requires_grad:
                     break
             else:
                 return False
@@ -99,14 +98,14 @@ def needs_dispatch(x, *others) -> bool:
     return not _state.in_op
 
 
-def call_op(name: str, *args) -> Any:
+def call_op(name: str, arguments: dict[str, Any]) -> Any:
     """Call the op of a public function with all arguments of the function; return what the function returns.
 
     If the first argument is an array of another library, call the function with tensors.
     """
-    op, arguments = getattr(torch.ops.moe_numba, name), dict(zip(OPS[name], args, strict=True))
-    if not isinstance(args[0], torch.Tensor):
-        return call_with_tensors(_functions[name], OPS[name][0], arguments)
+    op, first = getattr(torch.ops.moe_numba, name), OPS[name][0]
+    if not isinstance(arguments[first], torch.Tensor):
+        return call_with_tensors(_functions[name], first, arguments)
     if not _is_dynamo_compiling():  # under Dynamo the fake implementation checks
         _check_no_grad(name, arguments)
     out = arguments.pop("out", None)
@@ -121,21 +120,61 @@ def call_op(name: str, *args) -> Any:
     return out
 
 
-def torch_op(function: Callable[P, R]) -> Callable[P, R]:
-    """Register a public function as the op ``moe_numba::<name>``; return the function.
+def torch_op(*tensors: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register a public function as the op ``moe_numba::<name>``; a decorator.
+
+    The decorated function has the same signature. It calls the op where a call :func:`needs_dispatch`, and the function
+    itself otherwise.
 
     The op has the function's parameters without ``out`` and ``workspace``. A function with ``out`` has a second
     overload, ``<name>.out``, in which ``out`` and what follows are keyword-only. It writes to ``out`` and returns
     nothing. Where the function takes an int or a tensor the op takes a tensor, because schemas have no such type;
     :func:`call_op` converts.
+
+    Parameters
+    ----------
+    *tensors : str
+        Names of the parameters that :func:`needs_dispatch` is asked about: the first one, and all others that results
+        depend on differentiably.
     """
+
+    def decorate(function):
+        public = _with_dispatch(function, tensors)
+        if function.__name__ not in OPS:  # else the module is executed again, as by importlib.reload
+            _register(function, public)
+        return public
+
+    return decorate
+
+
+def _with_dispatch(function, tensors):
+    """Return a function of the same signature which calls the op if a call needs it.
+
+    It is generated: a wrapper with ``*args, **kwargs`` takes ten times as long, and Dynamo does not trace how it would
+    bind them. In tracebacks its line is that of the decorator.
+    """
+    name, names = function.__name__, list(inspect.signature(function).parameters)
+    arguments, by_name = ", ".join(names), ", ".join(f"{n!r}: {n}" for n in names)
+    source = (
+        f"def bind(function):\n def {name}({arguments}): return call_op({name!r}, {{{by_name}}}) "
+        f"if needs_dispatch({', '.join(tensors)}) else function({arguments})\n return {name}"
+    )
+    code = function.__code__
+    lines = "\n" * (code.co_firstlineno - 2)  # so that the second line, the wrapper, has the number of the decorator
+    namespace: dict[str, Any] = {}
+    exec(compile(lines + source, code.co_filename, "exec"), globals(), namespace)
+    public = functools.wraps(function)(namespace["bind"](function))
+    public.__defaults__ = function.__defaults__
+    return public
+
+
+def _register(function, public):
+    """Define the op of a function, whose name no op has yet; ``public`` is the function with dispatch."""
     name, signature = function.__name__, inspect.signature(function)
-    if name in OPS:  # the module is executed again, for example by importlib.reload; ops cannot be replaced
-        return function
     parameters = signature.parameters
     names = OPS[name] = tuple(parameters)
     positional = tuple(n for n in names if n not in ("out", _NO_TENSOR))
-    _functions[name] = function
+    _functions[name] = public
     _required_tensors[name] = tuple(n for n in names if parameters[n].annotation is torch.Tensor)
     _int_or_tensor[name] = tuple(n for n in names if parameters[n].annotation == _INT_OR_TENSOR)
 
@@ -162,7 +201,6 @@ def torch_op(function: Callable[P, R]) -> Callable[P, R]:
         for device in ("CPU", "CUDA"):
             _library.impl(qualified, out_implementation if with_out else implementation, device)
         _library.impl(qualified, refuse_vmap, "FuncTorchBatched")
-    return function
 
 
 class Call(types.SimpleNamespace):

@@ -5,7 +5,7 @@ import torch
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_choice, check_device, check_factor, check_int, check_tensor, make_outputs
 from moe_numba.shared_experts.kernel import make_fuse_kernel
 from moe_numba.shared_experts.reference import POLICIES, num_columns
@@ -17,7 +17,7 @@ _NUMBERS = *("int32",) * 5, "uint32", "uint32", "float32"
 _plans: dict = {}
 
 
-@torch_op
+@torch_op("topk_weights")
 def fuse_routing(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -73,9 +73,6 @@ def fuse_routing(
     -----
     After SGLang's shared-experts fusion (pull request 4918), which chooses replicas with ``torch.randint``.
     """
-    if needs_dispatch(topk_weights):
-        given = num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed, out
-        return call_op("fuse_routing", topk_weights, topk_ids, *given)
     weights, ids = topk_weights, as_tensor(topk_ids, "topk_ids")
     # Check types before the look-up: True would find the plan for 1.
     if not (type(num_experts) is type(num_fused_shared_experts) is type(seed) is int and type(policy) is str):

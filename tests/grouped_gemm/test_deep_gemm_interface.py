@@ -343,7 +343,7 @@ def test_packed_scales_of_masked_rows(device):
 
 WRONG_INDICES = {
     "a block of k for each int32": ("int64(k_block >> 2) * stride", "int64(k_block) * stride"),
-    "a block of rows for each row of scales": ("int64(n_block) * SCALE_BLOCK", "int64(n_block)"),
+    "a block of rows for each row of scales": ("int64(n_block) * FP8_SCALE_BLOCK", "int64(n_block)"),
     "one int32 of weight": ("int64(k_block >> 2) * rows", "int64(0)"),
 }
 

@@ -278,15 +278,23 @@ BAD_CONFIGS = {  # message: function, configuration
 def test_configurations_of_other_arguments_are_refused(message, device):
     """The kernel would read past its arrays in shared memory, or rows that are not there."""
     name, config = BAD_CONFIGS[message]
-    x, weight, *sizes = inputs(device=device)[name][:4]
-    scales = inputs(device=device)[name][4:]
     scaling, scales = {
-        "pertensor": ("tensor", (None, *scales)),
-        "blockwise": ("block", scales),
-        "bf16": ("none", (None, None)),
+        "pertensor": ("tensor", ["y_scale"]),
+        "blockwise": ("block", ["x_scale", "w_scale"]),
+        "bf16": ("none", []),
     }[name]
+    names = "x", "weight", "seqlens", "cu_seqlens", *scales
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
-        launch.group_gemm(scaling, x, weight, *sizes, *scales, config=config)
+        launch.group_gemm(scaling, dict(zip(names, inputs(device=device)[name], strict=True)), config=config)
+
+
+def test_unknown_arguments_are_refused(device):
+    x, weight, seqlens, cu_seqlens = inputs(device=device)["bf16"]
+    given = dict(x=x, weight=weight, seqlens=seqlens, cu_seqlens=cu_seqlens)
+    launch.group_gemm("none", given)
+    for name in ("y_scale", "n", "average"):
+        with pytest.raises(TypeError, match=f"{name}: the grouped GEMM has no such argument"):
+            launch.group_gemm("none", given, **{name: None})
 
 
 @pytest.mark.parametrize("name", [name for name in grouped_gemm.__all__ if "gemm" in name])

@@ -168,9 +168,10 @@ def given_scales_mismatch(p, activation, bias=None):
     e4m3 rounds a number by up to 1/16, in the norm by 2.6e-2.
     """
     x_scale, y_scale = torch.full((1,), 0.25, device=p.x.device), torch.full((1,), 2.0**-16, device=p.x.device)
-    given = "tensor", p.x, p.weight, p.seqlens, p.cu_seqlens, x_scale, p.scales[0] * 1e-5
-    options = dict(activation=activation, gather_indices=p.gather, bias=bias, **ACTIVATION)
-    y = launch.group_gemm(*given, silu_and_mul=True, out_scale=y_scale, **options)
+    given = dict(x=p.x, weight=p.weight, seqlens=p.seqlens, cu_seqlens=p.cu_seqlens)
+    options = dict(activation=activation, gather_indices=p.gather, bias=bias, silu_and_mul=True, **ACTIVATION)
+    scales = dict(x_scale=x_scale, y_scale=p.scales[0] * 1e-5, out_scale=y_scale)
+    y = launch.group_gemm("tensor", given, **scales, **options)
     product = reference.finish_rows(p.product() * (0.25 * 1e-5), p.seqlens, p.cu_seqlens, bias)
     expected = activated(product.bfloat16(), activation, F32)
     saturated = (expected.abs() > 448 * y_scale).sum()
@@ -192,10 +193,10 @@ def test_scale_of_x(device):
     needs_wgmma()
     p, x_scale = Inputs("pertensor", device=device), torch.full((1,), 0.3, device=device)
     for bias in (None, p.bias):
-        options = dict(gather_indices=p.gather, bias=bias)
-        given = "tensor", p.x, p.weight, p.seqlens, p.cu_seqlens
-        y = launch.group_gemm(*given, x_scale, p.scales[0], **options)
-        assert torch.equal(y, launch.group_gemm(*given, None, p.scales[0] * x_scale, **options))
+        given = dict(x=p.x, weight=p.weight, seqlens=p.seqlens, cu_seqlens=p.cu_seqlens)
+        given |= dict(gather_indices=p.gather, bias=bias)
+        y = launch.group_gemm("tensor", given, x_scale=x_scale, y_scale=p.scales[0])
+        assert torch.equal(y, launch.group_gemm("tensor", given, y_scale=p.scales[0] * x_scale))
 
 
 # Wrong kernels
@@ -305,7 +306,9 @@ def attempt_rows(p, dtype):
     out = p.out.to(dtype)
     config = GemmConfig(subtile_m=24, m_subtiles=2, mma_n=(24,), stages=3, max_groups=8, scaling="row", gather=True)
     names = dict(gather_indices=p.gather, config=config, out=out, accumulate=dtype == F32)
-    launch.group_gemm("row", p.x, p.weight, p.seqlens, p.cu_seqlens, *p.scales, **names, **options)
+    given = dict(x=p.x, weight=p.weight, seqlens=p.seqlens, cu_seqlens=p.cu_seqlens)
+    x_scale, w_scale = p.scales
+    launch.group_gemm("row", given, x_scale=x_scale, w_scale=w_scale, **names, **options)
     return mismatch(out, expected, BOUNDS["rowwise"] if dtype == F32 else 2.3e-3)
 
 

@@ -22,7 +22,8 @@ def call(p, packed=None, **options):
     """Call the implementation, which takes a configuration, for a problem."""
     weight = pack(p) if packed is None else packed
     options = dict(config=p.config) | options
-    return group_gemm(p.x, weight, p.lengths, p.starts, gather_indices=p.indices, **options)
+    given = dict(x=p.x, weight=weight, seqlens=p.lengths, cu_seqlens=p.starts, gather_indices=p.indices)
+    return group_gemm(given, **options)
 
 
 def test_mxfp4(device):

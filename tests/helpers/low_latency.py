@@ -54,7 +54,7 @@ def quantized(x, scales):
     values, found = reference.per_token_cast_to_fp8(x)
     if scales != "float32":
         found = torch.exp2(torch.ceil(torch.log2(found)))
-        groups = x.float().view(len(x), x.shape[1] // reference.GROUP, reference.GROUP)
+        groups = x.float().view(len(x), x.shape[1] // reference.FP8_SCALE_BLOCK, reference.FP8_SCALE_BLOCK)
         values = (groups / found[:, :, None]).flatten(1).to(FP8)
     if scales == "ue8m0":
         found = (found.view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)
@@ -88,7 +88,7 @@ def fma(a, b, c):
 
 def in_fp8(part):
     """Return a sum [hidden], float32, in FP8 and its scales, for each element, as combine quantises it."""
-    groups = part.view(-1, reference.GROUP)
+    groups = part.view(-1, reference.FP8_SCALE_BLOCK)
     amax = groups.abs().amax(1, keepdim=True).clamp(min=reference.AMAX_MIN)
     amax = torch.where(groups.isnan().any(1, keepdim=True), float("nan"), amax)
     values = (groups * (amax.reciprocal() * reference.FP8_MAX)).to(FP8).float()

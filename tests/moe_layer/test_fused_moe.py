@@ -1,6 +1,7 @@
 """Test fused_moe: the gate in front of the experts, against the references of both."""
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import moe_numba
 from moe_numba import simulator
 from moe_numba.grouped_gemm.reference import mismatch, quantise_blocks
 from moe_numba.moe_layer import ExpertsWorkspace, fused_moe, reference
+from moe_numba.moe_layer.workspace import Intermediates
 from moe_numba.runtime.outputs import Outputs
 
 gate_and_experts = importlib.import_module("moe_numba.moe_layer.fused_moe")  # the package exports the function
@@ -112,7 +114,7 @@ def test_with_out_and_workspace_nothing_is_allocated(device, monkeypatch):
         return call(self, given)
 
     monkeypatch.setattr(Outputs, "__call__", refuse)
-    monkeypatch.setattr(ExpertsWorkspace, "_allocate", refuse)
+    monkeypatch.setattr(Intermediates, "allocate", lambda *sizes: refuse(None))
     fused_moe(**given, out=out, workspace=workspace)
     with pytest.raises(AssertionError, match="a tensor was allocated"):
         fused_moe(**given, out=out)
@@ -132,24 +134,24 @@ def test_prepared_call_with_another_routing(device):
 def gate_with(change):
     """Return the gate of the layer with other arguments or results."""
     gate = moe_numba.biased_grouped_topk
-    return lambda *args: change(gate, list(args))
+    return lambda logits, **options: change(partial(gate, logits), options)
 
 
-def without_scaling(gate, args):
-    return gate(*args[:8], False, *args[9:])
+def without_scaling(gate, options):
+    return gate(**options | dict(apply_routed_scaling_factor_on_output=False))
 
 
-def without_bias(gate, args):
-    return gate(args[0], None, *args[2:])
+def without_bias(gate, options):
+    return gate(**options | dict(correction_bias=None))
 
 
-def neighbours(gate, args):
-    weights, ids = gate(*args)
+def neighbours(gate, options):
+    weights, ids = gate(**options)
     return weights, (ids + 1) % 16
 
 
-def swapped_weights(gate, args):
-    weights, ids = gate(*args)
+def swapped_weights(gate, options):
+    weights, ids = gate(**options)
     return weights.flip(1).contiguous(), ids
 
 

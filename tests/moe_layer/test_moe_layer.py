@@ -190,7 +190,7 @@ def test_with_out_and_workspace_nothing_is_allocated(fp8, device, monkeypatch):
         return call(self, given)
 
     monkeypatch.setattr(Outputs, "__call__", refuse)
-    monkeypatch.setattr(ExpertsWorkspace, "_allocate", refuse)
+    monkeypatch.setattr(layer_workspace.Intermediates, "allocate", lambda *sizes: refuse(None))
     fused_experts(**given, out=out, workspace=workspace)
     for missing in ("out", "workspace"):
         with pytest.raises(AssertionError, match="a tensor was allocated"):
@@ -373,13 +373,14 @@ def call_with(change):
     return lambda function: lambda *args, **kwargs: function(*change(*args), **kwargs)
 
 
-def call_gemm_with(change, silu_and_mul):
+def call_gemm_with(name, change, silu_and_mul):
     """Return a maker as :func:`call_with`, for the layer's first grouped GEMM, with ``silu_and_mul``, or its second."""
 
     def make(function):
-        def call(scaling, *args, **kwargs):
-            changes = kwargs.get("silu_and_mul", False) == silu_and_mul
-            return function(scaling, *(change(*args) if changes else args), **kwargs)
+        def call(scaling, **arguments):
+            if arguments.get("silu_and_mul", False) == silu_and_mul:
+                arguments[name] = change(arguments[name])
+            return function(scaling, **arguments)
 
         return call
 
@@ -413,23 +414,11 @@ WRONG = {
     "gate and up exchanged": (
         False,
         "group_gemm",
-        call_gemm_with(lambda x, w, *groups: (x, w.roll(w.shape[1] // 2, 1), *groups), True),
+        call_gemm_with("weight", lambda w: w.roll(w.shape[1] // 2, 1), True),
     ),
-    "scales of the next expert": (
-        True,
-        "group_gemm",
-        call_gemm_with(lambda x, w, s, cu, xs, ws: (x, w, s, cu, xs, ws.roll(1, 0)), True),
-    ),
-    "scales of x are not gathered": (
-        True,
-        "group_gemm",
-        call_gemm_with(lambda x, w, s, cu, xs, ws: (x, w, s, cu, xs.flip(0), ws), True),
-    ),
-    "scales of another block": (
-        True,
-        "group_gemm",
-        call_gemm_with(lambda x, w, s, cu, xs, ws: (x, w, s, cu, xs, ws.flip(1)), False),
-    ),
+    "scales of the next expert": (True, "group_gemm", call_gemm_with("w_scale", lambda scale: scale.roll(1, 0), True)),
+    "scales of x are not gathered": (True, "group_gemm", call_gemm_with("x_scale", lambda scale: scale.flip(0), True)),
+    "scales of another block": (True, "group_gemm", call_gemm_with("w_scale", lambda scale: scale.flip(1), False)),
 }
 
 

@@ -298,7 +298,7 @@ WRONG_SUMS = {
 WRONG_SILUS = {
     "up and gate exchanged": ("gates, ups = ", "ups, gates = "),
     "sigmoid without gate": ("return gate * rcp_approx", "return rcp_approx"),
-    "base e instead of 2": ("LOG2_E = 1.4426950408889634", "LOG2_E = 1.0"),
+    "base e instead of 2": ("float32(-LOG2_E)", "float32(-1.0)"),
     "the limit is inclusive": ("row < num_valid_rows[0]", "row <= num_valid_rows[0]"),
     "rows of x as wide as those of the result": (
         "int64(row) * (2 * columns) + column",

@@ -222,7 +222,7 @@ def test_wrong_casts_to_fp8_are_rejected(name, wrong, device, monkeypatch, fresh
     [
         ("int_as_float", lambda bits: cast_kernels.float32(1)),
         ("cvt_rn_bf16x2_f32", lambda high, low: simulator.floats.bf16_bits(low)),
-        ("GROUP", 256),
+        ("FP8_SCALE_BLOCK", 256),
     ],
 )
 def test_wrong_casts_back_are_rejected(name, wrong, device, monkeypatch, fresh):

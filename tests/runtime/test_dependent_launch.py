@@ -132,7 +132,8 @@ def multiply_with_early_weights(late):
     x, weight, seqlens, cu_seqlens, scale = gemm_inputs()["pertensor"]
     expected = gemm_reference.group_gemm(x, weight, seqlens, cu_seqlens, scale)
     late(x)
-    y = gemm_launch.group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, scale, early_weight=True)
+    given = dict(x=x, weight=weight, seqlens=seqlens, cu_seqlens=cu_seqlens, y_scale=scale)
+    y = gemm_launch.group_gemm("tensor", given, early_weight=True)
     assert gemm_reference.mismatch(y, expected) is None
 
 

@@ -2,9 +2,9 @@
 
 import inspect
 import os
+import pickle
 import re
 import shutil
-import sys
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import moe_numba
 from moe_numba import simulator
 from moe_numba.integrations.torch_ops import OPS
+from moe_numba.runtime import torch_op
 from moe_numba.runtime.changed_source import changed_module
 from moe_numba.runtime.torch_op import needs_dispatch
 from moe_numba.runtime.validate import check_device
@@ -250,11 +251,25 @@ def test_executing_a_module_again_keeps_the_ops(device):
 @pytest.mark.parametrize("name", OPS)
 def test_functions_pass_all_arguments_to_their_op(name, monkeypatch):
     function = getattr(moe_numba, name)
-    module = sys.modules[function.__module__]
-    monkeypatch.setattr(module, "needs_dispatch", lambda *tensors: True)
-    monkeypatch.setattr(module, "call_op", lambda *arguments: arguments)
+    monkeypatch.setattr(torch_op, "needs_dispatch", lambda *tensors: True)
+    monkeypatch.setattr(torch_op, "call_op", lambda *arguments: arguments)
     parameters = list(inspect.signature(function).parameters)
-    assert function(*parameters) == (name, *parameters)
+    assert function(*parameters) == (name, dict(zip(parameters, parameters, strict=True)))
+
+
+def test_public_functions_look_like_those_that_are_written():
+    function = moe_numba.k_grouped_gemm_bf16
+    written = inspect.unwrap(function)
+    assert written is not function and inspect.signature(function) == inspect.signature(written)
+    assert function.__defaults__ is written.__defaults__ and function.__doc__ == written.__doc__
+    assert pickle.loads(pickle.dumps(function)) is function
+    with pytest.raises(TypeError, match=r"^k_grouped_gemm_bf16\(\) got an unexpected keyword argument 'rows'"):
+        function(*CALLS["k_grouped_gemm_bf16"]()[0], rows=1)
+    with pytest.raises(TypeError, match="accumulate is 2") as error:
+        function(*[torch.zeros(1)] * 3, None, accumulate=2)
+    wrapper = error.traceback[1]
+    assert (wrapper.path, wrapper.name) == (error.traceback[2].path, error.traceback[2].name)
+    assert str(wrapper.statement) == '@torch_op("a", "b")'
 
 
 @pytest.mark.parametrize("overload", ["default", "out"])

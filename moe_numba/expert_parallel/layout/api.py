@@ -9,7 +9,7 @@ from moe_numba.expert_parallel.rings.config import TOPK_IDX_POINTERS
 from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_device, check_int, check_tensor, make_outputs
 
 _THREADS = 64 if simulator.ENABLED else 1024  # per CTA; the simulator runs threads one after the other
@@ -19,7 +19,7 @@ _plans: dict = {}
 _MAX_ELEMENTS = (1 << 31) - 1  # counts are int32
 
 
-@torch_op
+@torch_op("topk_idx")
 def get_dispatch_layout(
     topk_idx: torch.Tensor,
     num_experts: int,
@@ -63,8 +63,6 @@ def get_dispatch_layout(
     compute capability 9.0), and can be captured in a CUDA graph after a first call with these numbers of experts and
     ranks has compiled its kernel.
     """
-    if needs_dispatch(topk_idx):
-        return call_op("get_dispatch_layout", topk_idx, num_experts, num_ranks, out)
     if not type(num_experts) is type(num_ranks) is int:  # before the look-up: True would find the plan for 1
         num_experts, num_ranks = check_int("num_experts", num_experts), check_int("num_ranks", num_ranks)
     key = topk_idx.shape, topk_idx.stride(), topk_idx.dtype, topk_idx.device, num_experts, num_ranks

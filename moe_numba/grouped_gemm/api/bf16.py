@@ -1,15 +1,13 @@
 """Public function of the grouped GEMM in bfloat16."""
 
-from typing import Any
-
 import torch
 
 from moe_numba.grouped_gemm.api.docstrings import describe_parameters
 from moe_numba.grouped_gemm.call.plan import fake_group_gemm, group_gemm
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 
 
-@torch_op
+@torch_op("x", "weight", "bias", "row_weights")
 @describe_parameters
 def group_gemm_bf16(
     x: torch.Tensor,
@@ -65,14 +63,7 @@ def group_gemm_bf16(
     grad raises UnsupportedDeviceError. Only calls with x, weight, the group sizes and a bfloat16 result have a
     backward. After any other call the backward raises NotImplementedError, as it does for a second derivative.
     """
-    if needs_dispatch(x, weight, bias, row_weights):
-        more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices
-        groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs
-        return call_op("group_gemm_bf16", x, weight, *groups, out, gather_indices, *more)
-    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
-    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
-    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights, m_indices=m_indices)
-    return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
+    return group_gemm("none", locals())
 
 
 register_fake(group_gemm_bf16)(lambda call: fake_group_gemm("none", call))

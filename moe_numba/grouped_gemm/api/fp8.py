@@ -1,15 +1,13 @@
 """Public functions of the grouped GEMM in FP8."""
 
-from typing import Any
-
 import torch
 
 from moe_numba.grouped_gemm.api.docstrings import describe_parameters
 from moe_numba.grouped_gemm.call.plan import fake_group_gemm, group_gemm
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 
 
-@torch_op
+@torch_op("x", "weight", "y_scale", "bias", "row_weights")
 @describe_parameters
 def group_gemm_pertensor_fp8(
     x: torch.Tensor,
@@ -84,17 +82,10 @@ def group_gemm_pertensor_fp8(
     ``cp.async`` and ``mma.sync``. Before 8.9 there is no FP8 ``mma.sync``, so this kernel converts e4m3 to float16 in
     registers. The two kernels add in different orders, so that results differ between GPUs by roundings.
     """
-    if needs_dispatch(x, weight, y_scale, bias, row_weights):
-        more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices, use_fast_accum
-        groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_pertensor_fp8", x, weight, *groups, out, gather_indices, *more)
-    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
-    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate, use_fast_accum=use_fast_accum)
-    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights, m_indices=m_indices)
-    return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
+    return group_gemm("tensor", locals())
 
 
-@torch_op
+@torch_op("x", "weight", "x_scale", "w_scale", "bias", "row_weights")
 @describe_parameters
 def group_gemm_blockwise_fp8(
     x: torch.Tensor,
@@ -156,17 +147,10 @@ def group_gemm_blockwise_fp8(
     blocks of k, the first in the lowest byte. Kernels unpack them as they load them. x_scale, w_scale or both may be
     packed.
     """
-    if needs_dispatch(x, weight, x_scale, w_scale, bias, row_weights):
-        more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices
-        groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_blockwise_fp8", x, weight, *groups, out, gather_indices, *more)
-    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
-    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate)
-    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights, m_indices=m_indices)
-    return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
+    return group_gemm("block", locals())
 
 
-@torch_op
+@torch_op("x", "weight", "x_scale", "w_scale", "bias", "row_weights")
 @describe_parameters
 def group_gemm_rowwise_fp8(
     x: torch.Tensor,
@@ -220,14 +204,7 @@ def group_gemm_rowwise_fp8(
     --------
     group_gemm_pertensor_fp8 : Describes the result and the errors in full.
     """
-    if needs_dispatch(x, weight, x_scale, w_scale, bias, row_weights):
-        more = bias, out_dtype, accumulate, scatter_indices, row_weights, m_indices, use_fast_accum
-        groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_rowwise_fp8", x, weight, *groups, out, gather_indices, *more)
-    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
-    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate, use_fast_accum=use_fast_accum)
-    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights, m_indices=m_indices)
-    return group_gemm("row", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
+    return group_gemm("row", locals())
 
 
 register_fake(group_gemm_pertensor_fp8)(lambda call: fake_group_gemm("tensor", call))

@@ -3,11 +3,11 @@
 import torch
 
 from moe_numba.grouped_gemm.k_grouped.launch import check_k_grouped_inputs, k_grouped_gemm, select_out_dtype
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_flag, make_outputs
 
 
-@torch_op
+@torch_op("a", "b")
 def k_grouped_gemm_bf16(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -59,9 +59,7 @@ def k_grouped_gemm_bf16(
     in float32 in the tensor cores, each output element by one CTA, so results are bit-identical from run to run. Group
     sizes that point outside of a are clamped as by :func:`group_gemm_pertensor_fp8`. Groups may overlap.
     """
-    if needs_dispatch(a, b):
-        return call_op("k_grouped_gemm_bf16", a, b, seqlens, cu_seqlens, offs, out, out_dtype, accumulate)
-    return k_grouped_gemm(a, b, seqlens, cu_seqlens, offs, out, out_dtype, accumulate)
+    return k_grouped_gemm(**locals())
 
 
 @register_fake(k_grouped_gemm_bf16)

@@ -1,15 +1,14 @@
 """Public functions of an expert's first GEMM and its activation, in one kernel."""
 
-from typing import Any
-
 import torch
 
 from moe_numba.grouped_gemm.api.docstrings import describe_parameters
 from moe_numba.grouped_gemm.call.plan import fake_group_gemm, group_gemm
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.grouped_gemm.common.constants import ALPHA, LIMIT
+from moe_numba.runtime.torch_op import register_fake, torch_op
 
 
-@torch_op
+@torch_op("x", "weight", "bias")
 @describe_parameters
 def group_gemm_silu_and_mul_bf16(
     x: torch.Tensor,
@@ -22,8 +21,8 @@ def group_gemm_silu_and_mul_bf16(
     gather_indices: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     activation: str = "silu",
-    alpha: float = 1.702,
-    limit: float = 7.0,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
     m_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute an expert's first GEMM and its activation, such as ``silu(gate) * up``, in bfloat16.
@@ -60,16 +59,10 @@ def group_gemm_silu_and_mul_bf16(
     On GPUs other than compute capability 9.0 it raises UnsupportedDeviceError: call :func:`group_gemm_bf16` and then
     :func:`silu_and_mul`.
     """
-    if needs_dispatch(x, weight, bias):
-        groups = seqlens, cu_seqlens, num_seq_per_group_avg, offs
-        more = bias, activation, alpha, limit, m_indices
-        return call_op("group_gemm_silu_and_mul_bf16", x, weight, *groups, out, gather_indices, *more)
-    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
-    options |= dict(silu_and_mul=True, bias=bias, activation=activation, alpha=alpha, limit=limit, m_indices=m_indices)
-    return group_gemm("none", x, weight, seqlens, cu_seqlens, None, None, **options)
+    return group_gemm("none", locals(), silu_and_mul=True)
 
 
-@torch_op
+@torch_op("x", "weight", "y_scale", "bias")
 @describe_parameters
 def group_gemm_silu_and_mul_pertensor_fp8(
     x: torch.Tensor,
@@ -83,8 +76,8 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     gather_indices: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     activation: str = "silu",
-    alpha: float = 1.702,
-    limit: float = 7.0,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
     m_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute an expert's first GEMM and its activation, such as ``silu(gate) * up``, quantised to FP8.
@@ -127,18 +120,10 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     --------
     group_gemm_pertensor_fp8 : Describes the other errors.
     """
-    if needs_dispatch(x, weight, y_scale, bias):
-        groups = seqlens, cu_seqlens, y_scale, num_seq_per_group_avg, offs
-        more = bias, activation, alpha, limit, m_indices
-        return call_op("group_gemm_silu_and_mul_pertensor_fp8", x, weight, *groups, out, gather_indices, *more)
-    options: dict[str, Any] = dict(
-        average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
-    )
-    options |= dict(bias=bias, activation=activation, alpha=alpha, limit=limit, m_indices=m_indices)
-    return group_gemm("tensor", x, weight, seqlens, cu_seqlens, None, y_scale, **options)
+    return group_gemm("tensor", locals(), silu_and_mul=True)
 
 
-@torch_op
+@torch_op("x", "weight", "x_scale", "w_scale")
 @describe_parameters
 def group_gemm_silu_and_mul_blockwise_fp8(
     x: torch.Tensor,
@@ -185,14 +170,7 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     group_gemm_blockwise_fp8 : Describes the scales.
     group_gemm_pertensor_fp8 : Describes the errors in full.
     """
-    if needs_dispatch(x, weight, x_scale, w_scale):
-        groups = seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg, offs
-        return call_op("group_gemm_silu_and_mul_blockwise_fp8", x, weight, *groups, out, gather_indices, m_indices)
-    options: dict[str, Any] = dict(
-        average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices, silu_and_mul=True
-    )
-    options |= dict(m_indices=m_indices)
-    return group_gemm("block", x, weight, seqlens, cu_seqlens, x_scale, w_scale, **options)
+    return group_gemm("block", locals(), silu_and_mul=True)
 
 
 register_fake(group_gemm_silu_and_mul_bf16)(lambda call: fake_group_gemm("none", call, silu_and_mul=True))

@@ -1,17 +1,16 @@
 """Public functions of the grouped GEMM with 4-bit weights, in MXFP4."""
 
-from typing import Any
-
 import torch
 
+from moe_numba.grouped_gemm.common.constants import ALPHA, LIMIT
 from moe_numba.grouped_gemm.w4.launch import fake_group_gemm, group_gemm
 from moe_numba.grouped_gemm.w4.packing import pack_mxfp4
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 
 __all__ = ["group_gemm_mxfp4", "group_gemm_silu_and_mul_mxfp4", "pack_mxfp4"]
 
 
-@torch_op
+@torch_op("x", "weight", "bias", "row_weights")
 def group_gemm_mxfp4(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -83,17 +82,10 @@ def group_gemm_mxfp4(
     Intermediate results are 2**-32 times the product, so magnitudes below 2**-94 are lost. Results are bit-identical
     from run to run. The format is that of the weights of gpt-oss (OCP Microscaling Formats 1.0).
     """
-    if needs_dispatch(x, weight, bias, row_weights):
-        groups, epilogue = (seqlens, cu_seqlens, num_seq_per_group_avg, offs), (bias, out_dtype, accumulate)
-        rows = scatter_indices, row_weights, n
-        return call_op("group_gemm_mxfp4", x, weight, *groups, out, gather_indices, *epilogue, *rows)
-    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
-    options |= dict(bias=bias, out_dtype=out_dtype, accumulate=accumulate, n=n)
-    options |= dict(scatter_indices=scatter_indices, row_weights=row_weights)
-    return group_gemm(x, weight, seqlens, cu_seqlens, **options)
+    return group_gemm(locals())
 
 
-@torch_op
+@torch_op("x", "weight", "bias")
 def group_gemm_silu_and_mul_mxfp4(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -105,8 +97,8 @@ def group_gemm_silu_and_mul_mxfp4(
     gather_indices: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     activation: str = "silu",
-    alpha: float = 1.702,
-    limit: float = 7.0,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
 ) -> torch.Tensor:
     """Compute an expert's first GEMM with an MXFP4 weight and its activation, such as ``silu(gate) * up``.
 
@@ -146,12 +138,7 @@ def group_gemm_silu_and_mul_mxfp4(
     group_gemm_mxfp4 : Describes the weights and the errors.
     group_gemm_silu_and_mul_bf16 : Describes the activations.
     """
-    if needs_dispatch(x, weight, bias):
-        groups, epilogue = (seqlens, cu_seqlens, num_seq_per_group_avg, offs), (bias, activation, alpha, limit)
-        return call_op("group_gemm_silu_and_mul_mxfp4", x, weight, *groups, out, gather_indices, *epilogue)
-    options: dict[str, Any] = dict(average=num_seq_per_group_avg, offs=offs, out=out, gather_indices=gather_indices)
-    options |= dict(silu_and_mul=True, bias=bias, activation=activation, alpha=alpha, limit=limit)
-    return group_gemm(x, weight, seqlens, cu_seqlens, **options)
+    return group_gemm(locals(), silu_and_mul=True)
 
 
 register_fake(group_gemm_mxfp4)(fake_group_gemm)

@@ -11,10 +11,10 @@ from moe_numba.grouped_gemm.common.constants import (
     CONSUMER_WARPS,
     MAX_GROUPS,
     MAX_SHARED_BYTES,
-    SCALE_BLOCK,
     THREADS,
     WARPS,
 )
+from moe_numba.quantise import FP8_SCALE_BLOCK
 
 BLOCK_M = 128  # rows of x in a tile: 64, wgmma's M, for each consumer warpgroup
 BOX_ROWS = 64  # rows of x that one TMA load copies
@@ -56,12 +56,12 @@ class BlockScaledConfig(NamedTuple):
     @property
     def columns(self) -> int:
         """Columns of y in a tile."""
-        return SCALE_BLOCK if self.silu_and_mul else self.block_n
+        return FP8_SCALE_BLOCK if self.silu_and_mul else self.block_n
 
     @property
     def scaled_columns(self) -> int:
         """Columns of a tile that share a scale of weight, wherever in a scale block the tile begins."""
-        return gcd(self.block_n, SCALE_BLOCK)
+        return gcd(self.block_n, FP8_SCALE_BLOCK)
 
     @property
     def weight_scales(self) -> int:
@@ -71,7 +71,7 @@ class BlockScaledConfig(NamedTuple):
     @property
     def needs_registers(self) -> bool:
         """Whether a consumer thread needs more than 224 registers, for two accumulators and another CTA's barriers."""
-        return self.block_n == 2 * SCALE_BLOCK and self.cluster_size == 2
+        return self.block_n == 2 * FP8_SCALE_BLOCK and self.cluster_size == 2
 
     # Interface of the tile scheduler and of gather:
 
@@ -182,7 +182,7 @@ class BlockScaledLayout:
 
 def check_block_scaled_config(config: BlockScaledConfig) -> None:
     """Raise ValueError for a configuration that the kernel does not support."""
-    allowed = (2 * SCALE_BLOCK,) if config.silu_and_mul else (128, 192, 2 * SCALE_BLOCK)
+    allowed = (2 * FP8_SCALE_BLOCK,) if config.silu_and_mul else (128, 192, 2 * FP8_SCALE_BLOCK)
     if config.block_n not in allowed:
         raise ValueError(
             f"block_n is {config.block_n}; it must be {' or '.join(map(str, allowed))}"
@@ -201,10 +201,10 @@ def check_block_scaled_config(config: BlockScaledConfig) -> None:
 
 # With fewer rows per group the kernel of ``wgmma/kernel.py`` is as fast.
 MIN_AVERAGE = 80
-_TILE: dict[str, Any] = dict(block_n=2 * SCALE_BLOCK, stages=3, cluster_size=1, early_test=True)
+_TILE: dict[str, Any] = dict(block_n=2 * FP8_SCALE_BLOCK, stages=3, cluster_size=1, early_test=True)
 # For a tile of rows per group, and for columns of which tiles of 256 would leave more than 1/16 of their work unused.
 _NARROW_TILE: dict[str, Any] = dict(block_n=192, stages=4)
-_SILU_TILE: dict[str, Any] = dict(block_n=2 * SCALE_BLOCK, stages=4)
+_SILU_TILE: dict[str, Any] = dict(block_n=2 * FP8_SCALE_BLOCK, stages=4)
 # From here on the early test is faster in pairs of tiles (1024 rows by 4096 x 7168: 2 % to 4 %); with 256 rows it can
 # cost 2 %. CTAs that compute no pairs gain up to 2 % by it.
 MIN_AVERAGE_TESTED_EARLY = 512

@@ -12,16 +12,16 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.grouped_gemm.block_scaled.config import BUFFER_BYTES, BUFFER_COLUMNS, BUFFER_ROWS, ROW_BYTES, SCALE_BLOCK
-from moe_numba.grouped_gemm.common.outputs import FP8_MAX, LOG2_E
-from moe_numba.ptx.arithmetic import ex2_approx, rcp_approx, uint_as_float
-from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32
+from moe_numba.grouped_gemm.block_scaled.config import BUFFER_BYTES, BUFFER_COLUMNS, BUFFER_ROWS, ROW_BYTES
+from moe_numba.ptx.arithmetic import LOG2_E, ex2_approx, rcp_approx, uint_as_float
+from moe_numba.ptx.conversions import FP8_MAX, cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32
 from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.fence import fence_proxy_async_shared
 from moe_numba.ptx.matrix import make_stmatrix_rows
 from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
 from moe_numba.ptx.tma import tma_store_2d
 from moe_numba.ptx.warp import FULL_MASK
+from moe_numba.quantise import FP8_SCALE_BLOCK
 
 bulk_wait_read = make_bulk_wait_group_read(0)
 
@@ -73,7 +73,7 @@ def make_activate(j=0):
 
     The two maxima are those of the magnitudes in the thread's two rows.
     """
-    i, more = 4 * j, 8 * j + 8 < SCALE_BLOCK
+    i, more = 4 * j, 8 * j + 8 < FP8_SCALE_BLOCK
     activate_next = make_activate(j + 1) if more else None
 
     @cuda.jit(device=True)
@@ -96,7 +96,7 @@ def make_write_fp8(j=0):
     Two neighbouring lanes exchange a pair, so that the even one has four columns of the first row and the odd one those
     of the second. ``address`` is the byte offset of the lane's row in the buffer, and ``xor`` is ``(row & 7) << 4``.
     """
-    i, more = 4 * j, 8 * j + 8 < SCALE_BLOCK
+    i, more = 4 * j, 8 * j + 8 < FP8_SCALE_BLOCK
     write_next = make_write_fp8(j + 1) if more else None
 
     @cuda.jit(device=True)
@@ -132,7 +132,7 @@ def make_store_tile(config, layout):
     It is a function because the compiler moves more out of the kernel's loop over tiles, and spills, without it.
     """
     epilogue_offset, warp_bytes, silu_and_mul = layout.epilogue_offset, layout.epilogue_warp_bytes, config.silu_and_mul
-    halves = config.block_n == 2 * SCALE_BLOCK
+    halves = config.block_n == 2 * FP8_SCALE_BLOCK
     columns = config.half_rows if halves else config.block_n  # of an accumulator
     offset_1 = epilogue_offset + columns // BUFFER_COLUMNS * BUFFER_BYTES
     activate, write_fp8, write_bf16 = make_activate(), make_write_fp8(), make_write_bf16(columns)

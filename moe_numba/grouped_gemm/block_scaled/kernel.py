@@ -20,7 +20,6 @@ from moe_numba.grouped_gemm.block_scaled.config import (
     BLOCK_M,
     BOX_ROWS,
     FACTOR_WARPS,
-    SCALE_BLOCK,
     BlockScaledLayout,
     check_block_scaled_config,
 )
@@ -61,6 +60,7 @@ from moe_numba.ptx.tma import (
 from moe_numba.ptx.warp import FULL_MASK, uniform, uniform_array
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
+from moe_numba.quantise import FP8_SCALE_BLOCK
 
 BOX_BYTES = BOX_ROWS * BLOCK_K_BYTES
 ROWS_PER_LANE = BLOCK_M // 32
@@ -86,7 +86,7 @@ def make_kernel(config):
     last_aux_warp = CONSUMER_WARPS + (AUX_PRODUCER_WARPS if gather else FACTOR_WARPS)
     arriving_warps = 1 if gather else FACTOR_WARPS  # auxiliary warps that arrive at a stage's full barrier
     # A tile of 256 rows of weight is multiplied in two halves: two accumulators leave registers for one wgmma result.
-    halves = config.block_n == 2 * SCALE_BLOCK
+    halves = config.block_n == 2 * FP8_SCALE_BLOCK
     wgmma_n = config.half_rows if halves else config.block_n
     half_step = half_bytes >> 4  # from a matrix descriptor of the first half to that of the second
     weight_scales, scaled_columns, has_three = config.weight_scales, config.scaled_columns, config.weight_scales == 3

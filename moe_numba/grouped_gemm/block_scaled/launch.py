@@ -5,8 +5,9 @@ from functools import cache
 from moe_numba.grouped_gemm.block_scaled.config import BOX_ROWS, BUFFER_ROWS, ROW_BYTES, BlockScaledConfig, with_gather
 from moe_numba.grouped_gemm.block_scaled.kernel import make_kernel
 from moe_numba.grouped_gemm.call.checks import is_packed
-from moe_numba.grouped_gemm.common.constants import BLOCK_K_BYTES, SCALE_BLOCK, THREADS
+from moe_numba.grouped_gemm.common.constants import BLOCK_K_BYTES, THREADS
 from moe_numba.grouped_gemm.common.tma_launch import TmaLaunch, signature_of
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime.launch import launcher
 from moe_numba.runtime.tensor_map import tensor_map_template
 
@@ -21,7 +22,7 @@ class BlockScaledLaunch(TmaLaunch):
         packed_x, packed_weight = is_packed(tensors.x_scale), is_packed(tensors.w_scale)
         row, k_block, group = shape.scale_strides
         # Producers that gather rows load each scale alone: the same kernel for any strides.
-        has_vectors = not config.gather and -(-shape.k // SCALE_BLOCK) % VECTOR == 0
+        has_vectors = not config.gather and -(-shape.k // FP8_SCALE_BLOCK) % VECTOR == 0
         self.config = config = config._replace(
             packed_x_scale=packed_x,
             packed_weight_scale=packed_weight,

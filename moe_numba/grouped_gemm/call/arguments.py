@@ -1,21 +1,25 @@
 """Arguments of a call of the grouped GEMM: its tensors, its options and the sizes that follow from them."""
 
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
-from moe_numba.grouped_gemm.common.constants import DTYPE_NAMES
+from moe_numba.grouped_gemm.common.constants import ALPHA, DTYPE_NAMES, LIMIT
 
 
 class GemmOptions(NamedTuple):
-    """Options of a call: of the epilogue, as for the public functions, and ``early_weight``."""
+    """Options of a call: those of the public functions, ``silu_and_mul`` and ``early_weight``.
+
+    The defaults are the values of a public function that does not have the option.
+    """
 
     silu_and_mul: bool = False
     out_dtype: torch.dtype = torch.bfloat16
     accumulate: bool = False
     activation: str = "silu"
-    alpha: float = 1.702
-    limit: float = 7.0
+    alpha: float = ALPHA
+    limit: float = LIMIT
     use_fast_accum: bool = False
     # Load weights while the kernel launched before this one still runs. It may compute any input but the group sizes:
     # the kernel that wrote them must have completed when that one allows its dependents to start.
@@ -23,26 +27,61 @@ class GemmOptions(NamedTuple):
 
 
 class GemmTensors(NamedTuple):
-    """The tensors of a call, with their names in messages."""
+    """The tensors of a call, with the names of the public functions' parameters."""
 
     x: Any
     weight: Any
     seqlens: Any
     cu_seqlens: Any
     x_scale: Any
-    w_scale: Any  # or y_scale
+    w_scale: Any  # y_scale with per-tensor scales
     offs: Any
     gather_indices: Any
     bias: Any
     scatter_indices: Any
     row_weights: Any
-    out: Any  # that rows are scattered to
     m_indices: Any
-    out_scale: Any = None  # one float32, of y in FP8
+    out_scale: Any  # one float32, of y in FP8
+    out: Any  # that rows are scattered to; else None
 
 
-NAMES = GemmTensors._fields
 PLAIN = GemmOptions()
+# By scaling: the parameters' names of the tensors, in the order of `GemmTensors`.
+_SCALINGS = "tensor", "row", "block", "none", "mxfp4"
+NAMES: dict[str, tuple[str, ...]] = dict.fromkeys(_SCALINGS, GemmTensors._fields)
+NAMES["tensor"] = tuple("y_scale" if name == "w_scale" else name for name in GemmTensors._fields)
+# All arguments that a call may have, with their values if its public function does not have them.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    scaling: dict.fromkeys((*names, "num_seq_per_group_avg", "config")) | GemmOptions._field_defaults
+    for scaling, names in NAMES.items()
+}
+_DEFAULTS["mxfp4"]["n"] = None
+_select_tensors = {scaling: itemgetter(*names) for scaling, names in NAMES.items()}
+_select_options = itemgetter(*GemmOptions._fields)
+
+
+def split_arguments(scaling: str, arguments: dict[str, Any], more: dict[str, Any]) -> tuple[tuple, tuple, Any, dict]:
+    """Split the arguments of a call, by name; ``more`` are arguments beside those of a public function.
+
+    Returns
+    -------
+    tensors : tuple
+        The fields of :class:`GemmTensors`.
+    options : tuple
+        The fields of :class:`GemmOptions`.
+    out
+        The output argument, or None.
+    others : dict
+        All arguments by name, with the defaults of those that are not given.
+    """
+    defaults = _DEFAULTS[scaling]
+    others = {**defaults, **arguments, **more}
+    if len(others) > len(defaults):
+        raise TypeError(f"{', '.join(others.keys() - defaults.keys())}: the grouped GEMM has no such argument")
+    out = others["out"]
+    if others["scatter_indices"] is None:
+        others["out"] = None  # an output with the rows of x: a plan does not depend on it
+    return _select_tensors[scaling](others), _select_options(others), out, others
 
 
 class GemmShape(NamedTuple):

@@ -4,13 +4,15 @@ import numbers
 
 import torch
 
-from moe_numba.grouped_gemm.common.constants import MAX_GROUPS, MAX_TILES, PACKED_SCALES, SCALE_BLOCK
+from moe_numba.grouped_gemm.common.constants import MAX_AVERAGE, MAX_GROUPS, MAX_TILES, PACKED_SCALES
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.validate import (
     UnsupportedDeviceError,
     check_choice,
     check_device,
     check_flag,
+    check_int,
     check_tensor,
     is_fake,
 )
@@ -111,8 +113,8 @@ def check_scales(scaling, x, weight, x_scale, weight_scale):
         _check_array("w_scale", weight_scale, (groups, n), torch.float32, x.device)
     elif scaling == "block":
         for name, scale, shape in (
-            ("x_scale", x_scale, (*x.shape[:-1], -(-k // SCALE_BLOCK))),
-            ("w_scale", weight_scale, (groups, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))),
+            ("x_scale", x_scale, (*x.shape[:-1], -(-k // FP8_SCALE_BLOCK))),
+            ("w_scale", weight_scale, (groups, -(-n // FP8_SCALE_BLOCK), -(-k // FP8_SCALE_BLOCK))),
         ):
             check_block_scale(name, scale, shape, n, x.device)
 
@@ -161,6 +163,11 @@ def check_options(options, n, scaling):
         )
     if n % 32:
         raise ValueError(f"weight's n is {n}; with gate and up it must be a multiple of 32")
+
+
+def check_average(average):
+    """Check ``num_seq_per_group_avg``; return the number that selects a configuration."""
+    return min(check_int("num_seq_per_group_avg", average, 0), MAX_AVERAGE)
 
 
 def check_positive(name, value):

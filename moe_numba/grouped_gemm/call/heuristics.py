@@ -50,34 +50,36 @@ def measured_config(kind: str, n: int, k: int, groups: int, average: int) -> Any
     return None
 
 
-def select_w4(row_layout: str, n: int, k: int, groups: int, average: int, is_measured: bool) -> W4Config:
+def select_w4(row_layout: str, n: int, k: int, groups: int, average: int, in_tuning_table: bool) -> W4Config:
     """Select the configuration for MXFP4 weights. The arguments are those of the other functions of this module."""
-    config = measured_config("mxfp4", n, k, groups, average) if is_measured else None
+    config = measured_config("mxfp4", n, k, groups, average) if in_tuning_table else None
     if config is None:
         return select_w4_config(row_layout, average)
     return config._replace(row_layout=row_layout)
 
 
-def select_wgmma_config(shape, is_plain: bool, is_measured: bool, ctas: int) -> GemmConfig | BlockScaledConfig:
+def select_wgmma_config(
+    shape, default_epilogue: bool, in_tuning_table: bool, ctas: int
+) -> GemmConfig | BlockScaledConfig:
     """Select the configuration for a call.
 
     Parameters
     ----------
     shape : GemmShape
-    is_plain : bool
+    default_epilogue : bool
         Whether the call needs only an epilogue that all kernels have.
-    is_measured : bool
+    in_tuning_table : bool
         Whether the call needs nothing that the configurations of the table were not measured with.
     ctas : int
         CTAs of the launch.
     """
     scaling, row_layout, silu_and_mul = shape.scaling, shape.row_layout, shape.silu_and_mul
-    if is_measured:
+    if in_tuning_table:
         n = shape.n * (1 + silu_and_mul)
         config = measured_config(kind_of(scaling, silu_and_mul), n, shape.k, shape.groups, shape.average)
         if config is not None:
             return config._replace(row_layout=row_layout)
-    if scaling == "block" and is_plain:
+    if scaling == "block" and default_epilogue:
         config = select_block_scaled_config(row_layout, shape.average, silu_and_mul, shape.n)
         if config is not None:
             return config

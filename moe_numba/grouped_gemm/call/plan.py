@@ -4,14 +4,22 @@ A GPU with wgmma executes the kernel of ``wgmma/kernel.py``, or with block scale
 ``block_scaled/kernel.py``; any other executes that of ``mma_sync/kernel.py``.
 """
 
-import torch
+from typing import Any
 
 from moe_numba.grouped_gemm.block_scaled.config import BlockScaledConfig
 from moe_numba.grouped_gemm.block_scaled.kernel import make_kernel as make_block_scaled_kernel
 from moe_numba.grouped_gemm.block_scaled.launch import BlockScaledLaunch
-from moe_numba.grouped_gemm.call.arguments import NAMES, GemmOptions, GemmShape, GemmTensors, has_epilogue_options
+from moe_numba.grouped_gemm.call.arguments import (
+    NAMES,
+    GemmOptions,
+    GemmShape,
+    GemmTensors,
+    has_epilogue_options,
+    split_arguments,
+)
 from moe_numba.grouped_gemm.call.checks import (
     check_arguments,
+    check_average,
     check_given_config,
     check_rows,
     describe_outputs,
@@ -20,7 +28,7 @@ from moe_numba.grouped_gemm.call.checks import (
     scale_strides,
 )
 from moe_numba.grouped_gemm.call.heuristics import select_wgmma_config
-from moe_numba.grouped_gemm.common.constants import BLOCK_N, MAX_AVERAGE, MAX_TILES, THREADS
+from moe_numba.grouped_gemm.common.constants import BLOCK_N, MAX_TILES, THREADS
 from moe_numba.grouped_gemm.common.group_starts import GroupStarts
 from moe_numba.grouped_gemm.common.tma_launch import signature_of
 from moe_numba.grouped_gemm.mma_sync.config import MmaConfig
@@ -31,64 +39,39 @@ from moe_numba.grouped_gemm.wgmma.launch import HopperLaunch
 from moe_numba.runtime.cubin_cache import machine_code
 from moe_numba.runtime.device import gpu_of, persistent_ctas
 from moe_numba.runtime.outputs import Outputs, find_plan, remember
-from moe_numba.runtime.validate import check_int, make_outputs
+from moe_numba.runtime.validate import make_outputs
 
-M_INDICES = NAMES.index("m_indices")
-_NAMES_WITH_Y_SCALE = tuple("y_scale" if name == "w_scale" else name for name in NAMES)
+M_INDICES = GemmTensors._fields.index("m_indices")
 _plans: dict = {}
 
 
-def group_gemm(
-    scaling: str,
-    x,
-    weight,
-    seqlens,
-    cu_seqlens,
-    x_scale,
-    weight_scale,
-    average: int | None = None,
-    offs=None,
-    out=None,
-    silu_and_mul: bool = False,
-    gather_indices=None,
-    config: GemmConfig | BlockScaledConfig | MmaConfig | None = None,
-    bias=None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    accumulate: bool = False,
-    scatter_indices=None,
-    row_weights=None,
-    activation: str = "silu",
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    m_indices=None,
-    use_fast_accum: bool = False,
-    early_weight: bool = False,
-    out_scale=None,
-):
+def group_gemm(scaling: str, arguments: dict[str, Any] | None = None, /, **more):
     """Check the arguments, select a configuration and launch the kernel.
 
-    ``scaling`` is "tensor", "row", "block" or "none"; ``early_weight`` is of :class:`GemmOptions`. ``config`` replaces
-    the configuration that the GPU and ``average`` select, and its class the kernel; all else is as for the public
-    functions.
-
-    With "tensor" on GPUs with wgmma ``x_scale`` may be one float32, a factor of all results, and with ``silu_and_mul``
-    ``out_scale`` the scale of all of y, which then is the only output; magnitudes beyond 448 * ``out_scale`` saturate.
+    Parameters
+    ----------
+    scaling : {"tensor", "row", "block", "none"}
+    arguments : dict, optional
+        Arguments by name: all of a public function.
+    **more
+        Other arguments: ``silu_and_mul``, ``early_weight`` (see :class:`GemmOptions`), and ``config``, which replaces
+        the configuration that the GPU and ``num_seq_per_group_avg`` select, and by its class the kernel.
+        With "tensor" on GPUs with wgmma ``x_scale`` may be one float32, a factor of all results, and with
+        ``silu_and_mul`` ``out_scale`` the scale of all of y, which then is the only output; magnitudes beyond
+        448 * ``out_scale`` saturate.
     """
+    tensors, options, out, others = split_arguments(scaling, arguments or {}, more)
+    average, config = others["num_seq_per_group_avg"], others["config"]
     if average is not None:  # before the look-up: 8.0 would find the plan for 8
-        average = min(check_int("num_seq_per_group_avg", average, 0), MAX_AVERAGE)
-    options = silu_and_mul, out_dtype, accumulate, activation, alpha, limit, use_fast_accum, early_weight
-    types = type(accumulate), type(alpha), type(limit), type(use_fast_accum)  # 1, 1.0 and True are equal
-    tensors: tuple = x, weight, seqlens, cu_seqlens, x_scale, weight_scale, offs, gather_indices, bias
-    # Rows are scattered to an output of any number of rows.
-    tensors = *tensors, scatter_indices, row_weights, None if scatter_indices is None else out, m_indices, out_scale
-    names = _NAMES_WITH_Y_SCALE if scaling == "tensor" else NAMES
-    plan, key, tensors = find_plan(_plans, (scaling, average, config, options, types), tensors, names)
-    if plan is None or (accumulate and out is None):
+        average = check_average(average)
+    key = scaling, average, config, options, *map(type, options)  # 1, 1.0 and True are equal
+    plan, key, tensors = find_plan(_plans, key, tensors, NAMES[scaling])
+    if plan is None or (out is None and others["accumulate"]):
         plan = GemmPlan(scaling, GemmTensors(*tensors), average, GemmOptions(*options), config, out is not None)
         remember(_plans, key, plan)
     outputs = plan.outputs(out)
     if plan.launch is not None:
-        if m_indices is not None:
+        if others["m_indices"] is not None:
             tensors = *tensors[:2], *plan.group_starts(tensors[M_INDICES]), *tensors[4:]
         plan.launch(tensors, outputs)
     if out is not None:
@@ -125,20 +108,20 @@ class GemmPlan:
         )
         if scaling == "block":
             shape = shape._replace(scale_strides=scale_strides(tensors.x_scale))
-        is_plain = not has_epilogue_options(tensors, options)
-        gpu, is_given = gpu_of(x.device), config is not None
-        if is_given:
+        default_epilogue = not has_epilogue_options(tensors, options)
+        gpu, config_forced = gpu_of(x.device), config is not None
+        if config_forced:
             check_config_of_call(config, shape)
-        if not is_given and gpu.has_wgmma:
-            is_measured = is_plain and tensors.gather_indices is None and not is_mn_major(weight)
-            config = select_wgmma_config(shape, is_plain, is_measured, persistent_ctas(x.device, 2))
+        if not config_forced and gpu.has_wgmma:
+            in_tuning_table = default_epilogue and tensors.gather_indices is None and not is_mn_major(weight)
+            config = select_wgmma_config(shape, default_epilogue, in_tuning_table, persistent_ctas(x.device, 2))
         if isinstance(config, BlockScaledConfig):
-            if not is_plain:
+            if not default_epilogue:
                 raise ValueError(f"config is {config}; its kernel does not have these epilogue options")
             self.launch = BlockScaledLaunch(config, tensors, shape)
             columns = self.launch.config.columns
         elif isinstance(config, GemmConfig):
-            self.launch, columns = HopperLaunch(config, tensors, shape, is_given), BLOCK_N
+            self.launch, columns = HopperLaunch(config, tensors, shape, config_forced), BLOCK_N
         else:
             if scaling == "tensor" and (tensors.x_scale is not None or tensors.out_scale is not None):
                 raise ValueError(f"x_scale or out_scale is given; {gpu.name} has no kernel for them")
@@ -169,18 +152,13 @@ def check_config_of_call(config, shape):
     )
 
 
-def fake_group_gemm(scaling: str, call, silu_and_mul: bool = False):
-    """Check the arguments of a public function's call and return its outputs."""
-    given = vars(call)
-    tensors = {name: given.get(name) for name in GemmTensors._fields}
-    tensors["w_scale"] = given.get("y_scale" if scaling == "tensor" else "w_scale")
-    if given.get("scatter_indices") is None:
-        tensors["out"] = None
-    options = {name: given[name] for name in GemmOptions._fields if name in given}
-    described = GemmTensors(**tensors), GemmOptions(**options)._replace(silu_and_mul=silu_and_mul)
-    check_arguments(scaling, *described, call.out is not None)
-    wanted = describe_outputs(rows_of(described[0]), call.weight.shape[1], scaling, described[1], tensors["out"])
-    outputs = make_outputs(call.out, wanted, call.x.device)
+def fake_group_gemm(scaling: str, call, **options):
+    """Check the arguments of a public function's call and return its outputs; ``options`` as for `group_gemm`."""
+    given_tensors, given_options, out, _ = split_arguments(scaling, vars(call), options)
+    tensors, made = GemmTensors(*given_tensors), GemmOptions(*given_options)
+    check_arguments(scaling, tensors, made, out is not None)
+    wanted = describe_outputs(rows_of(tensors), call.weight.shape[1], scaling, made, tensors.out)
+    outputs = make_outputs(out, wanted, call.x.device)
     return outputs if len(wanted) > 1 else outputs[0]
 
 

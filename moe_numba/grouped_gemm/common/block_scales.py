@@ -10,9 +10,9 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64
 
-from moe_numba.grouped_gemm.common.constants import SCALE_BLOCK
 from moe_numba.ptx.arithmetic import int_as_float
 from moe_numba.ptx.memory import ld_global_s32x4
+from moe_numba.quantise import FP8_SCALE_BLOCK
 
 
 @cuda.jit(device=True)
@@ -65,11 +65,11 @@ def make_weight_scales(packed):
 
         @cuda.jit(device=True)
         def find(group, n_block, n_blocks, k_blocks, rows):
-            return int64(group) * ((k_blocks + 3) >> 2) * rows + int64(n_block) * SCALE_BLOCK
+            return int64(group) * ((k_blocks + 3) >> 2) * rows + int64(n_block) * FP8_SCALE_BLOCK
 
         @cuda.jit(device=True)
         def step(k_blocks):
-            return SCALE_BLOCK
+            return FP8_SCALE_BLOCK
 
         @cuda.jit(device=True)
         def load(weight_scale, index, k_block, rows):

@@ -12,10 +12,10 @@ THREADS = 32 * WARPS
 AUX_PRODUCER_WARPS = 3  # producer warps that load scales or gathered rows, round-robin over the stages
 EPILOGUE_ROWS = 16  # rows of y that one epilogue buffer holds
 EPILOGUE_BYTES = 2 * EPILOGUE_ROWS * BLOCK_K_BYTES  # a consumer warpgroup's two epilogue buffers
-SCALE_BLOCK = 128  # elements of k, and rows of a weight, that share a block scale
 PACKED_SCALES = 4  # exponents in an int32, see `block_scales.py`
 MAX_GROUPS = 512
 MAX_TILES = (1 << 31) - 1  # of a launch
+ALPHA, LIMIT = 1.702, 7.0  # of "swigluoai", as in gpt-oss
 MAX_AVERAGE = 1 << 20  # rows per group; more make no difference
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of a bias and of results
 

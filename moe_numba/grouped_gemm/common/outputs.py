@@ -2,9 +2,6 @@
 
 from typing import Any, NamedTuple
 
-LOG2_E = 1.4426950408889634
-FP8_MAX = 448.0  # the largest e4m3 number
-
 
 class EpilogueOperands(NamedTuple):
     """The outputs of kernel.py's kernel, and what its epilogue reads."""

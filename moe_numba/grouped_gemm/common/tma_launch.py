@@ -66,18 +66,17 @@ class RowsLaunch(ABC):
         rows = x.flatten(0, 1) if self.is_masked else x
         # Gathering from no rows: a tensor map cannot be of an empty tensor.
         self.x_is_empty = not len(rows)
-        rows = self.stand_in(x, tensors.weight) if self.x_is_empty else rows
+        rows = self.placeholder(x, tensors.weight) if self.x_is_empty else rows
         self.x_map = tensor_map_template(rows, x_box, swizzle=128, name="x")
         self.gather_sizes = len(x), 0 if indices is None else x.stride(0) * x.element_size()
 
     def __call__(self, tensors, outputs):
         """Launch the kernel."""
-        x, weight, seqlens, cu_seqlens, x_scale, w_scale, offs, indices, bias, scatter_indices, row_weights, *more = (
-            tensors
-        )
+        x, weight, seqlens, cu_seqlens, x_scale, w_scale, offs, indices, *others = tensors
+        bias, scatter_indices, row_weights, _, out_scale, _ = others
         rows = x.flatten(0, 1) if self.is_masked else x
         if self.x_is_empty:
-            rows = self.stand_in(x, weight)
+            rows = self.placeholder(x, weight)
             if x_scale is not None and not x_scale.numel():
                 x_scale = None  # an empty tensor has no address; every row index is out of bounds
         lengths = address(seqlens if offs is None else offs)
@@ -88,7 +87,7 @@ class RowsLaunch(ABC):
             lengths if x_scale is None else address(x_scale),
             lengths if w_scale is None else address(w_scale),
             lengths if indices is None else address(indices),
-            address(outputs[-1] if more[-1] is None else more[-1]),
+            address(outputs[-1] if out_scale is None else out_scale),
             (
                 lengths if bias is None else address(bias),
                 lengths if row_weights is None else address(row_weights),
@@ -102,7 +101,7 @@ class RowsLaunch(ABC):
         """Return the arguments of the kernel behind the tensor map of x."""
 
     @abstractmethod
-    def stand_in(self, x, weight):
+    def placeholder(self, x, weight):
         """Return a matrix in the memory of ``weight`` to encode a tensor map of, for an x without rows."""
 
 
@@ -150,5 +149,5 @@ class TmaLaunch(RowsLaunch):
         """Return the tensor maps of the output."""
         return ()
 
-    def stand_in(self, x, weight):
+    def placeholder(self, x, weight):
         return weight[0].mT if is_mn_major(weight) else weight[0]

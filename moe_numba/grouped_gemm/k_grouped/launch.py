@@ -31,17 +31,7 @@ _NAMES = "a", "b", "seqlens", "cu_seqlens", "offs"
 _plans: dict = {}
 
 
-def k_grouped_gemm(
-    a,
-    b,
-    seqlens,
-    cu_seqlens,
-    offs=None,
-    out=None,
-    out_dtype=None,
-    accumulate=False,
-    config: KGroupedConfig | None = None,
-):
+def k_grouped_gemm(a, b, seqlens, cu_seqlens, offs, out, out_dtype, accumulate, config: KGroupedConfig | None = None):
     """Check the arguments, select a configuration and launch the kernel.
 
     ``config`` replaces the configuration that the sizes select; all else is as for the public function.

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from moe_numba.grouped_gemm.common.constants import MAX_GROUPS, SCALE_BLOCK
+from moe_numba.grouped_gemm.common.constants import MAX_GROUPS
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime.device import GPU
 
 COLUMN_GROUP = 32  # columns of y of which a lane holds 8 neighbours of a row
@@ -157,12 +158,12 @@ def check_mma_config(config: MmaConfig) -> None:
             f"block_m x block_n is {config.block_m} x {config.block_n}; each of {config.warps_m} x {config.warps_n} "
             f"warps must compute a multiple of 16 x {unit}"
         )
-    if config.silu_and_mul and config.block_n != 2 * SCALE_BLOCK:
-        raise ValueError(f"block_n is {config.block_n}; with silu_and_mul it must be {2 * SCALE_BLOCK}")
+    if config.silu_and_mul and config.block_n != 2 * FP8_SCALE_BLOCK:
+        raise ValueError(f"block_n is {config.block_n}; with silu_and_mul it must be {2 * FP8_SCALE_BLOCK}")
     if config.block_k_bytes not in (64, 128) or (config.promotes and config.block_k_bytes != 128):
         raise ValueError(f"block_k_bytes is {config.block_k_bytes}; it must be 64 or 128, and with e4m3 or blocks 128")
-    if config.scaling == "block" and SCALE_BLOCK % config.warp_n:
-        raise ValueError(f"block_n is {config.block_n}; a warp's part must divide {SCALE_BLOCK} with block scaling")
+    if config.scaling == "block" and FP8_SCALE_BLOCK % config.warp_n:
+        raise ValueError(f"block_n is {config.block_n}; a warp's part must divide {FP8_SCALE_BLOCK} with block scaling")
     if config.silu_and_mul and config.has_epilogue_math:
         raise ValueError("silu_and_mul is True; bias, out_dtype, scatter and row_weights must be the defaults")
     if config.accumulate and config.out_dtype != "f32":

@@ -8,10 +8,9 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.grouped_gemm.common.outputs import FP8_MAX, LOG2_E
 from moe_numba.grouped_gemm.mma_sync.config import COLUMN_GROUP
-from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
-from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32
+from moe_numba.ptx.arithmetic import LOG2_E, ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
+from moe_numba.ptx.conversions import FP8_MAX, cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32
 from moe_numba.ptx.memory import ld_global_s32x4, load_nc_u16, load_nc_u32x1, st_global_s32x2, st_global_s32x4
 from moe_numba.ptx.warp import FULL_MASK
 

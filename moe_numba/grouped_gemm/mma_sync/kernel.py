@@ -48,7 +48,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from moe_numba.grouped_gemm.common.block_scales import make_weight_scales, make_x_scales
 from moe_numba.grouped_gemm.common.epilogue_terms import EpilogueInputs
 from moe_numba.grouped_gemm.common.scheduler import Problem, make_count_tiles, make_get_banded_tile
-from moe_numba.grouped_gemm.mma_sync.config import COLUMN_GROUP, SCALE_BLOCK, STEP_BYTES, MmaLayout, check_mma_config
+from moe_numba.grouped_gemm.mma_sync.config import COLUMN_GROUP, STEP_BYTES, MmaLayout, check_mma_config
 from moe_numba.grouped_gemm.mma_sync.epilogue import (
     make_find_maxima,
     make_finish_columns,
@@ -60,6 +60,7 @@ from moe_numba.ptx.cp_async import advance, cp_async_16, cp_async_commit_group, 
 from moe_numba.ptx.memory import ld_shared_s32x4
 from moe_numba.ptx.mma import make_e4m3_as_f16, make_fma_rows, make_ldmatrix_x4, make_mma
 from moe_numba.ptx.warp import uniform_array
+from moe_numba.quantise import FP8_SCALE_BLOCK
 
 F16_SCALE = 65536.0  # e4m3 as float16 are 2**-8 times the numbers, so products are 2**-16 times theirs
 NO_ROW = 0xFFFFFFFF  # offset of a row of zeros
@@ -423,9 +424,9 @@ def make_kernel(config):
                         scale_row = scale_row if scale_row < x_rows else int32(-1)
                     scale_rows[i] = scale_row
                 column = int32(min(int32(n_tile * columns + warp % warps_n * warp_columns), int32(n - 1)))
-                n_blocks = int32((n + SCALE_BLOCK - 1) // SCALE_BLOCK)
+                n_blocks = int32((n + FP8_SCALE_BLOCK - 1) // FP8_SCALE_BLOCK)
                 weight_index = find_weight_scales(
-                    group, column // SCALE_BLOCK, weight_parts * n_blocks, k_blocks, scales.weight_rows
+                    group, column // FP8_SCALE_BLOCK, weight_parts * n_blocks, k_blocks, scales.weight_rows
                 )
                 up, x_index = int64(n_blocks) * step_of_scales(k_blocks), group * scale_group_stride
                 factors = load_factors(scales, scale_rows, weight_index, up, x_index, int32(0))

@@ -4,10 +4,10 @@ from functools import cache
 
 from moe_numba.grouped_gemm.call.arguments import epilogue_fields
 from moe_numba.grouped_gemm.call.checks import is_packed
-from moe_numba.grouped_gemm.common.constants import SCALE_BLOCK
 from moe_numba.grouped_gemm.common.tma_launch import with_scale_types
 from moe_numba.grouped_gemm.mma_sync.config import MmaConfig, select_mma_config
 from moe_numba.grouped_gemm.mma_sync.kernel import NO_ROW, make_kernel
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_aligned, vector_strides
@@ -85,8 +85,8 @@ def _with_options(config, tensors, shape, gpu):
         needs = "group_gemm_silu_and_mul_bf16"
     elif shape.silu_and_mul and (options.activation != "silu" or tensors.bias is not None):
         needs = f"activation {options.activation!r}" if options.activation != "silu" else "bias with FP8 results"
-    elif shape.silu_and_mul and shape.n % SCALE_BLOCK:
-        needs = f"n = {2 * shape.n}, of which half is no multiple of {SCALE_BLOCK}"
+    elif shape.silu_and_mul and shape.n % FP8_SCALE_BLOCK:
+        needs = f"n = {2 * shape.n}, of which half is no multiple of {FP8_SCALE_BLOCK}"
     if needs:
         raise UnsupportedDeviceError(
             f"{gpu.name} has no wgmma (compute capability 9.0), which {needs} needs; on this GPU, compute gate and up "

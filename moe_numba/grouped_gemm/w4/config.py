@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any, NamedTuple
 
+from moe_numba.grouped_gemm.common.constants import ALPHA, LIMIT
 from moe_numba.grouped_gemm.w4.weight_tiles import TILE
 
 
@@ -21,8 +22,8 @@ class W4Config(NamedTuple):
     max_groups: int = 512
     gather: bool = False  # rows of x are read through an array of row indices
     activation: str = ""  # "silu", "swigluoai" or none; a weight tile then has 32 rows of gate and 32 of up
-    alpha: float = 1.702  # for swigluoai
-    limit: float = 7.0  # for swigluoai
+    alpha: float = ALPHA  # for swigluoai
+    limit: float = LIMIT  # for swigluoai
     bias: str = ""  # dtype of a bias per row of weight: "bf16" or "f32", or none
     out_dtype: str = "bf16"  # "bf16" or "f32"
     accumulate: bool = False  # add to y, in f32

@@ -1,18 +1,19 @@
 """Check the arguments of the grouped GEMM with MXFP4 weights, plan and launch it."""
 
 from functools import cache
+from typing import Any
 
 from moe_numba.grouped_gemm.call.arguments import (
-    NAMES,
     GemmOptions,
     GemmTensors,
     activation_fields,
     epilogue_fields,
     has_epilogue_options,
+    split_arguments,
 )
-from moe_numba.grouped_gemm.call.checks import check_given_config, check_rows, rows_of
+from moe_numba.grouped_gemm.call.checks import check_average, check_given_config, check_rows, rows_of
 from moe_numba.grouped_gemm.call.heuristics import select_w4
-from moe_numba.grouped_gemm.common.constants import MAX_AVERAGE, MAX_TILES
+from moe_numba.grouped_gemm.common.constants import MAX_TILES
 from moe_numba.grouped_gemm.common.tma_launch import RowsLaunch
 from moe_numba.grouped_gemm.w4.checks import check_w4_arguments
 from moe_numba.grouped_gemm.w4.config import W4Config, fit_registers
@@ -32,45 +33,31 @@ W4_SIGNATURE = (
     *("uint8*", "int32*", "int32", "int32", "int32"),  # x, row_indices, x_rows, row_bytes, valid_bytes: for gather
     *("uint16*", "float32*", "int32*", "int32"),  # bias, row_weights, scatter_indices, y_rows
 )
-NO_TENSORS = dict.fromkeys(NAMES)
-
 _plans: dict = {}
 
 
-def group_gemm(
-    x,
-    weight,
-    seqlens,
-    cu_seqlens,
-    average: int | None = None,
-    offs=None,
-    out=None,
-    gather_indices=None,
-    bias=None,
-    scatter_indices=None,
-    row_weights=None,
-    n: int | None = None,
-    config: W4Config | None = None,
-    **options,
-):
+def group_gemm(arguments: dict[str, Any] | None = None, /, **more):
     """Check the arguments, select a configuration and launch the kernel.
 
-    ``options`` are fields of ``GemmOptions``. ``config`` replaces the configuration that ``average`` selects; all else
-    is as for the public functions.
+    Parameters
+    ----------
+    arguments : dict, optional
+        Arguments by name: all of a public function.
+    **more
+        Other arguments: ``silu_and_mul``, ``early_weight`` (see ``GemmOptions``), and ``config``, which replaces the
+        configuration that ``num_seq_per_group_avg`` selects.
     """
+    tensors, options, out, others = split_arguments("mxfp4", arguments or {}, more)
+    average, n, config = others["num_seq_per_group_avg"], others["n"], others["config"]
     if average is not None:  # before the look-up: 8.0 would find the plan for 8
-        average = min(check_int("num_seq_per_group_avg", average, 0), MAX_AVERAGE)
+        average = check_average(average)
     if n is not None:
         n = check_int("n", n, 0)
-    # Rows are scattered to an output of any number of rows.
-    given = dict(x=x, weight=weight, seqlens=seqlens, cu_seqlens=cu_seqlens, offs=offs, gather_indices=gather_indices)
-    given |= dict(bias=bias, scatter_indices=scatter_indices, row_weights=row_weights)
-    tensors = GemmTensors(**NO_TENSORS | given | dict(out=None if scatter_indices is None else out))
-    made = GemmOptions(**options)
-    types = type(made.accumulate), type(made.alpha), type(made.limit)  # 1, 1.0 and True are equal
-    plan, key, tensors = find_plan(_plans, (average, n, config, made, types), tensors, NAMES)
-    if plan is None or (made.accumulate and out is None):
-        plan = remember(_plans, key, W4Plan(tensors, made, average, n, config, out is not None))
+    key = average, n, config, options, *map(type, options)  # 1, 1.0 and True are equal
+    plan, key, tensors = find_plan(_plans, key, tensors, GemmTensors._fields)
+    if plan is None or (out is None and others["accumulate"]):
+        plan = W4Plan(GemmTensors(*tensors), GemmOptions(*options), average, n, config, out is not None)
+        remember(_plans, key, plan)
     outputs = plan.outputs(out)
     if plan.launch is not None:
         plan.launch(tensors, outputs)
@@ -90,9 +77,10 @@ class W4Plan:
             return
         groups, n_tiles = weight.shape[:2]
         if config is None:
-            is_measured = indices is None and not options.silu_and_mul and not has_epilogue_options(tensors, options)
+            default_epilogue = not has_epilogue_options(tensors, options)
+            in_tuning_table = default_epilogue and indices is None and not options.silu_and_mul
             average = -(-total_rows // groups) if average is None else average
-            config = select_w4(row_layout, n, x.shape[-1], groups, average, is_measured)
+            config = select_w4(row_layout, n, x.shape[-1], groups, average, in_tuning_table)
         else:
             check_given_config(config, groups, row_layout=row_layout)
         config = with_options(config, tensors, options)
@@ -118,7 +106,7 @@ class W4Launch(RowsLaunch):
         self.y_rows = y_rows
 
     def __call__(self, tensors, outputs):
-        check_aligned("weight", tensors.weight)
+        check_aligned("weight", tensors[1])
         super().__call__(tensors, outputs)
 
     def arguments(self, weight, outputs, pointers):
@@ -135,7 +123,7 @@ class W4Launch(RowsLaunch):
             self.y_rows,
         )
 
-    def stand_in(self, x, weight):
+    def placeholder(self, x, weight):
         return weight.flatten()[: x.shape[-1] * x.element_size()].view(x.dtype)[None]
 
 
@@ -148,16 +136,11 @@ def with_options(config, tensors, options):
     return fit_shared_memory(fit_registers(config))
 
 
-def fake_group_gemm(call, silu_and_mul: bool = False):
-    """Check the arguments of a public function's call and return its output."""
-    given = vars(call)
-    tensors = GemmTensors(**{name: given.get(name) for name in NAMES})
-    if tensors.scatter_indices is None:
-        tensors = tensors._replace(out=None)
-    options = GemmOptions(**{name: given[name] for name in GemmOptions._fields if name in given})
-    options = options._replace(silu_and_mul=silu_and_mul)
-    _, wanted = check_w4_arguments(tensors, options, given.get("n"), call.out is not None)
-    return make_outputs(call.out, wanted, call.x.device)[0]
+def fake_group_gemm(call, **options):
+    """Check the arguments of a public function's call and return its output; ``options`` as for `group_gemm`."""
+    tensors, made, out, others = split_arguments("mxfp4", vars(call), options)
+    _, wanted = check_w4_arguments(GemmTensors(*tensors), GemmOptions(*made), others["n"], out is not None)
+    return make_outputs(out, wanted, call.x.device)[0]
 
 
 @cache

@@ -5,10 +5,12 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from moe_numba.grouped_gemm.common.constants import (
+    ALPHA,
     AUX_PRODUCER_WARPS,
     BLOCK_K_BYTES,
     BLOCK_N,
     EPILOGUE_BYTES,
+    LIMIT,
     MAX_GROUPS,
     MAX_SHARED_BYTES,
     THREADS,
@@ -41,8 +43,8 @@ class GemmConfig(NamedTuple):
     max_groups: int = MAX_GROUPS
     silu_and_mul: bool = False  # weight is gate and up; the kernel writes silu(gate) * up, in FP8 if dtype is e4m3
     activation: str = "silu"  # "silu": gate is stacked on up; "swigluoai": their rows are interleaved, with limits
-    alpha: float = 1.702  # of swigluoai
-    limit: float = 7.0  # of swigluoai
+    alpha: float = ALPHA  # of swigluoai
+    limit: float = LIMIT  # of swigluoai
     ragged_n: bool = False  # with FP8 results of silu_and_mul: their last block has less than 128 columns
     bias: str = ""  # dtype of a bias per row of weight: "bf16" or "f32", or none
     out_dtype: str = "bf16"  # "bf16" or "f32"

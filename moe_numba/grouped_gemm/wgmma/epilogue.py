@@ -7,10 +7,9 @@ from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.grouped_gemm.common.constants import BLOCK_N, CONSUMER_WARPS
 from moe_numba.grouped_gemm.common.epilogue_terms import ALL_CONSUMERS
-from moe_numba.grouped_gemm.common.outputs import FP8_MAX, LOG2_E
 from moe_numba.grouped_gemm.wgmma.config import SILU_ROW_BYTES, SILU_ROWS
-from moe_numba.ptx.arithmetic import ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
-from moe_numba.ptx.conversions import cvt_rn_satfinite_e4m3x2_f32
+from moe_numba.ptx.arithmetic import LOG2_E, ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
+from moe_numba.ptx.conversions import FP8_MAX, cvt_rn_satfinite_e4m3x2_f32
 from moe_numba.ptx.matrix import make_stmatrix_fragment
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_max_s32
 from moe_numba.ptx.warpgroup import bar_sync

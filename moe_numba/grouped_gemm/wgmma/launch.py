@@ -12,15 +12,18 @@ from moe_numba.runtime.launch import launcher
 
 
 class HopperLaunch(TmaLaunch):
-    """Launches for tensors of given shapes, strides and dtypes; ``is_given`` is whether the caller chose ``config``."""
+    """Launches for tensors of given shapes, strides and dtypes.
 
-    def __init__(self, config, tensors, shape, is_given=False):
+    ``config_forced`` is whether the caller chose ``config``.
+    """
+
+    def __init__(self, config, tensors, shape, config_forced=False):
         x, weight = tensors.x, tensors.weight
         if tensors.gather_indices is not None:
             config = config._replace(gather=True, cluster_size=1)
         config = config._replace(weight_major="mn" if is_mn_major(weight) else "k")
         config = with_options(config, tensors, shape)
-        self.config = config = config if is_given else fit_registers(config)
+        self.config = config = config if config_forced else fit_registers(config)
         block_k = 128 // x.element_size()
         view_weight, weight_box = weight_map_of(config, block_k)
         x_box, start = (SharedMemoryLayout(config).x_box_rows, block_k), get_launcher(config, x.device.index or 0)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from numba import cuda, float32, int32, int64, uint16, uint32
 
+from moe_numba.grouped_gemm.common.constants import ALPHA
 from moe_numba.moe_layer.silu_and_mul.kernel import high_half, low_half, make_activation
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, ld_nc_na_s32x4, load_nc_u32x4
@@ -72,7 +73,7 @@ def bf16_bits(value):
 
 
 @cache
-def make_decode_gate_up_kernel(shape: DecodeShape, activation="silu", alpha=1.702, limit=None):
+def make_decode_gate_up_kernel(shape: DecodeShape, activation="silu", alpha=ALPHA, limit=None):
     """Make the kernel that computes the activations [assignments, intermediate]; those of invalid ids are not written.
 
     A warp computes ``shape.columns`` of them: the dot products of a token with as many rows of gate and of up.

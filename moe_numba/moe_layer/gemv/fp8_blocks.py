@@ -17,7 +17,7 @@ from numba import cuda, float32, int32, int64, uint32
 from moe_numba.moe_layer.gemv.bf16 import bf16_bits
 from moe_numba.moe_layer.silu_and_mul.kernel import high_half, low_half, silu_and_mul_f32
 from moe_numba.ptx.arithmetic import float_as_int, int_as_float, rcp_rn, uint_as_float
-from moe_numba.ptx.conversions import cvt_rn_satfinite_e4m3x2_f32
+from moe_numba.ptx.conversions import FP8_MAX, cvt_rn_satfinite_e4m3x2_f32
 from moe_numba.ptx.memory import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
@@ -29,14 +29,15 @@ from moe_numba.ptx.memory import (
 )
 from moe_numba.ptx.mma import make_mma
 from moe_numba.ptx.warp import FULL_MASK, uniform
-from moe_numba.quantise.fp8_cast_kernels import AMAX_MIN_BITS, FP8_MAX, GROUP
+from moe_numba.quantise import FP8_SCALE_BLOCK
+from moe_numba.quantise.fp8_cast_kernels import AMAX_MIN_BITS
 
 CHUNK = 64  # bytes of a row that a warp multiplies at a time
 MMA_ROWS = 16  # rows of weight that a warp multiplies: those of mma.sync
 FP8_WARP_ACTIVATIONS = MMA_ROWS // 2  # a warp of the first kernel multiplies 8 rows of gate and 8 of up
 FP8_MAX_TOPK = 16  # the second kernel has a warp for each expert of a token
 FP8_MAX_ACTIVATION_BYTES = 40960  # quantised activations of a token, in the second kernel's shared memory
-_LANES = GROUP // 16  # lanes that quantise a group together, 16 elements each
+_LANES = FP8_SCALE_BLOCK // 16  # lanes that quantise a group together, 16 elements each
 
 
 class DecodeFp8Shape(NamedTuple):
@@ -99,8 +100,8 @@ def make_decode_fp8_gate_up_kernel(shape: DecodeFp8Shape):
     """
     num_experts, hidden, intermediate, topk, batch, warps = shape
     chunks, ctas_per_assignment = hidden // CHUNK, intermediate // (8 * warps)
-    scales_per_row, groups = -(-hidden // GROUP), -(-hidden // GROUP)
-    row_blocks, threads = 2 * intermediate // GROUP, 32 * warps
+    scales_per_row, groups = -(-hidden // FP8_SCALE_BLOCK), -(-hidden // FP8_SCALE_BLOCK)
+    row_blocks, threads = 2 * intermediate // FP8_SCALE_BLOCK, 32 * warps
     vectors, words_of_x, num_words, num_scales = hidden // 16, hidden // 4, 8 * batch, 2 * batch
     rounds = -(-groups * _LANES // threads)
     is_whole, multiply, quantise = chunks % batch == 0, make_multiply_chunk(), make_quantise(_LANES)
@@ -183,8 +184,12 @@ def make_decode_fp8_down_kernel(shape: DecodeFp8Shape, has_shared):
     of the warps are weighted and added in the order of the experts in float32, and rounded once.
     """
     num_experts, hidden, intermediate, topk, batch, _ = shape
-    chunks, ctas_per_token, groups = intermediate // CHUNK, hidden // MMA_ROWS, intermediate // GROUP
-    scales_per_row, row_blocks, vectors = intermediate // GROUP, -(-hidden // GROUP), intermediate // 16
+    chunks, ctas_per_token, groups = intermediate // CHUNK, hidden // MMA_ROWS, intermediate // FP8_SCALE_BLOCK
+    scales_per_row, row_blocks, vectors = (
+        intermediate // FP8_SCALE_BLOCK,
+        -(-hidden // FP8_SCALE_BLOCK),
+        intermediate // 16,
+    )
     words_of_expert, num_words, rounds = intermediate // 4, 8 * batch, -(-intermediate // 512)
     words_of_all, scales_of_all, sums_of_all = topk * words_of_expert, topk * groups, topk * MMA_ROWS
     is_whole, multiply, quantise = chunks % batch == 0, make_multiply_chunk(), make_quantise(_LANES)

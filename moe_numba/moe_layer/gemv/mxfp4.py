@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
+from moe_numba.grouped_gemm.common.constants import ALPHA
 from moe_numba.grouped_gemm.w4.dequantize import decode_scaled_tile
 from moe_numba.grouped_gemm.w4.packing import RESULT_EXPONENT, TILE_BYTES
 from moe_numba.grouped_gemm.w4.weight_tiles import CODE_BYTES, TILE
@@ -139,7 +140,7 @@ def place_of(first_tile, quarter, lane):
 
 
 @cache
-def make_decode_mxfp4_gate_up_kernel(shape: DecodeMxfp4Shape, activation="silu", alpha=1.702, limit=None):
+def make_decode_mxfp4_gate_up_kernel(shape: DecodeMxfp4Shape, activation="silu", alpha=ALPHA, limit=None):
     """Make the kernel that computes the activations [assignments, intermediate]; those of invalid ids are not written.
 
     A CTA computes the 32 that a tile of 64 rows has: of 16 rows the first eight are of gate, the others of up.

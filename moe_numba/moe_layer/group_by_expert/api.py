@@ -8,7 +8,7 @@ from moe_numba import simulator
 from moe_numba.moe_layer.group_by_expert import kernel as kernels
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_device, check_int, check_tensor, make_outputs
 
 ID_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
@@ -25,7 +25,7 @@ if simulator.ENABLED:  # fewer threads, since the simulator runs them one after 
 _plans: dict = {}
 
 
-@torch_op
+@torch_op("topk_ids")
 def group_by_expert(
     topk_ids: torch.Tensor,
     num_experts: int,
@@ -73,8 +73,6 @@ def group_by_expert(
     bit-identical from run to run. One launch up to 4096 assignments, three beyond. A CUDA graph can capture the call
     once a call of this size has compiled its kernels.
     """
-    if needs_dispatch(topk_ids):
-        return call_op("group_by_expert", topk_ids, num_experts, out)
     if type(num_experts) is not int:  # True would find the plan for 1
         num_experts = check_int("num_experts", num_experts)
     key = topk_ids.shape, topk_ids.stride(), topk_ids.dtype, topk_ids.device, num_experts

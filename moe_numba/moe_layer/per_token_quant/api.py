@@ -15,7 +15,7 @@ from moe_numba.moe_layer.weighted_sum.api import check_topk
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, look_up, remember, tensor_key
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_flag, check_tensor, make_outputs
 
 FP8 = torch.float8_e4m3fn
@@ -25,7 +25,7 @@ _MAX_ROWS = (1 << 31) - 1
 _plans: dict = {}  # of both
 
 
-@torch_op
+@torch_op("x", "scale")
 def per_token_quant_fp8(
     x: torch.Tensor,
     scale: torch.Tensor | None = None,
@@ -74,8 +74,6 @@ def per_token_quant_fp8(
     and the scale is ``amax * (1 / 448)``. Both reciprocals are first rounded to float32, as in
     :func:`moe_numba.per_token_cast_to_fp8`. If an element is NaN, so are all values of its token.
     """
-    if needs_dispatch(x, scale):
-        return call_op("per_token_quant_fp8", x, scale, inverse_indices, permute, out)
     given = x, scale, inverse_indices
     tensors = tuple(t if t is None else as_tensor(t, n) for t, n in zip(given, ("x", "scale", "inverse_indices")))
     key = check_flag("permute", permute), *map(tensor_key, tensors)
@@ -89,7 +87,7 @@ def per_token_quant_fp8(
     return tuple(results) if out is None else out
 
 
-@torch_op
+@torch_op("x", "scale")
 def silu_and_mul_quant_fp8(
     x: torch.Tensor,
     scale: torch.Tensor | None = None,
@@ -128,8 +126,6 @@ def silu_and_mul_quant_fp8(
     UnsupportedDeviceError
         If the GPU is older than compute capability 7.5.
     """
-    if needs_dispatch(x, scale):
-        return call_op("silu_and_mul_quant_fp8", x, scale, out, num_valid_rows, activation, alpha, limit)
     given = x, scale, num_valid_rows
     tensors = tuple(t if t is None else as_tensor(t, n) for t, n in zip(given, ("x", "scale", "num_valid_rows")))
     key = activation, alpha, limit, type(alpha), type(limit), *map(tensor_key, tensors)

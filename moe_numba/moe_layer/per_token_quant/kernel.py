@@ -11,10 +11,10 @@ from numba import cuda, float32, int32, int64, uint32
 from moe_numba.moe_layer.permute.kernel import make_load_rows
 from moe_numba.moe_layer.silu_and_mul.kernel import high_half, low_half, make_load_activated
 from moe_numba.ptx.arithmetic import float_as_int, int_as_float, rcp_rn
-from moe_numba.ptx.conversions import cvt_rn_satfinite_e4m3x2_f32
+from moe_numba.ptx.conversions import FP8_MAX, cvt_rn_satfinite_e4m3x2_f32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, load_nc_u32x4, st_global_s32x4
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_max_s32
-from moe_numba.quantise.fp8_cast_kernels import AMAX_MIN_BITS, FP8_MAX
+from moe_numba.quantise.fp8_cast_kernels import AMAX_MIN_BITS
 
 VECTOR = 16  # columns that a thread computes at once
 MAX_THREADS, MAX_VECTORS = 1024, 2

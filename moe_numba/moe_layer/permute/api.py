@@ -12,11 +12,11 @@ from moe_numba.moe_layer.permute.kernel import (
     threads_per_token,
 )
 from moe_numba.moe_layer.weighted_sum.api import check_topk
-from moe_numba.quantise.fp8_cast_kernels import GROUP
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_tensor, make_outputs
 
 _SIGNATURE = "uint16*", "int32*", "uint16*", "int32", "int64"
@@ -26,7 +26,7 @@ _MAX_ROWS, _MAX_THREADS = (1 << 31) - 1, 1 << 31
 _plans: dict = {}
 
 
-@torch_op
+@torch_op("x", "inverse_indices")
 def permute_tokens(x: torch.Tensor, inverse_indices: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Store each token in the rows of its assignments to experts, in one launch.
 
@@ -59,8 +59,6 @@ def permute_tokens(x: torch.Tensor, inverse_indices: torch.Tensor, out: torch.Te
     This writes each token ``topk`` times, but the grouped GEMM then reads consecutive rows, which TMA loads. With many
     rows per expert this is faster in total than a grouped GEMM that gathers rows.
     """
-    if needs_dispatch(x, inverse_indices):
-        return call_op("permute_tokens", x, inverse_indices, out)
     indices = as_tensor(inverse_indices, "inverse_indices")
     start, ctas, sizes, outputs = _plan(False, x, indices)
     (result,) = outputs(out)
@@ -69,7 +67,7 @@ def permute_tokens(x: torch.Tensor, inverse_indices: torch.Tensor, out: torch.Te
     return result if out is None else out
 
 
-@torch_op
+@torch_op("x", "inverse_indices")
 def permute_cast_to_fp8(
     x: torch.Tensor, inverse_indices: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,8 +103,6 @@ def permute_cast_to_fp8(
     Rows are bitwise equal to those of :func:`moe_numba.per_token_cast_to_fp8`. See :func:`moe_numba.permute_tokens` for
     what this saves.
     """
-    if needs_dispatch(x, inverse_indices):
-        return call_op("permute_cast_to_fp8", x, inverse_indices, out)
     indices = as_tensor(inverse_indices, "inverse_indices")
     start, ctas, sizes, outputs = _plan(True, x, indices)
     results = outputs(out)
@@ -188,7 +184,7 @@ def _check(casts, x, indices):
 def _outputs(casts, rows, hidden):
     if not casts:
         return (("tensor", (rows, hidden), torch.bfloat16),)
-    scales = rows, -(-hidden // GROUP)
+    scales = rows, -(-hidden // FP8_SCALE_BLOCK)
     return ("values", (rows, hidden), torch.float8_e4m3fn), ("scales", scales, torch.float32)
 
 

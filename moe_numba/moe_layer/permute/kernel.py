@@ -8,22 +8,23 @@ from functools import cache
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.ptx.arithmetic import int_as_float, rcp_rn, uint_as_float
-from moe_numba.ptx.conversions import cvt_rn_satfinite_e4m3x2_f32
+from moe_numba.ptx.conversions import FP8_MAX, cvt_rn_satfinite_e4m3x2_f32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, load_nc_u32x4, st_global_s32x4
 from moe_numba.ptx.warp import FULL_MASK
-from moe_numba.quantise.fp8_cast_kernels import AMAX_MIN_BITS, FP8_MAX, GROUP
+from moe_numba.quantise import FP8_SCALE_BLOCK
+from moe_numba.quantise.fp8_cast_kernels import AMAX_MIN_BITS
 
 THREADS = 128
 VECTOR = 8  # elements of a thread: 16 bytes of bfloat16
 CAST_VECTOR = 16  # with the cast: 16 bytes of FP8
 _WORDS = CAST_VECTOR // 2  # of two bfloat16 each
-_LANES = GROUP // CAST_VECTOR  # that share a scale
+_LANES = FP8_SCALE_BLOCK // CAST_VECTOR  # that share a scale
 _MAX_BATCH = 8  # row numbers that a thread loads at once
 
 
 def threads_per_token(hidden):
     """Return the number of threads of a token that is cast: whole groups, the last of which may be partial."""
-    return -(-hidden // GROUP) * _LANES
+    return -(-hidden // FP8_SCALE_BLOCK) * _LANES
 
 
 def _batch(hidden, vector, topk):
@@ -79,7 +80,7 @@ def make_permute_kernel(hidden, topk):
 def make_permute_cast_kernel(hidden, topk):
     """Make the kernel that casts tokens to FP8, for one ``hidden`` and number of rows per token."""
     batch, per_token = _batch(hidden, CAST_VECTOR, topk), threads_per_token(hidden)
-    scales_per_row, load_rows = -(-hidden // GROUP), make_load_rows(topk, batch)
+    scales_per_row, load_rows = -(-hidden // FP8_SCALE_BLOCK), make_load_rows(topk, batch)
 
     @cuda.jit(device=True)
     def largest_magnitude(words):
@@ -126,8 +127,8 @@ def make_permute_cast_kernel(hidden, topk):
                 for k in range(batch):
                     if row[k] >= 0 and row[k] < num_rows:
                         st_global_s32x4(values, (int64(row[k]) * hidden + column) >> 2, a, b, c, d)
-                        if column % GROUP == 0:
-                            scales[int64(row[k]) * scales_per_row + column // GROUP] = scale
+                        if column % FP8_SCALE_BLOCK == 0:
+                            scales[int64(row[k]) * scales_per_row + column // FP8_SCALE_BLOCK] = scale
 
     return permute_cast_to_fp8
 
@@ -139,7 +140,7 @@ def make_permute_fp8_kernel(hidden, topk):
     ``token_stride`` and ``group_stride`` are those of the scales that it reads.
     """
     batch, per_token = _batch(hidden, CAST_VECTOR, topk), hidden // CAST_VECTOR
-    scales_per_row, load_rows = -(-hidden // GROUP), make_load_rows(topk, batch)
+    scales_per_row, load_rows = -(-hidden // FP8_SCALE_BLOCK), make_load_rows(topk, batch)
 
     @cuda.jit
     def permute_fp8(x, x_scale, inverse_indices, values, scales, num_rows, num_threads, token_stride, group_stride):
@@ -150,9 +151,9 @@ def make_permute_fp8_kernel(hidden, topk):
         if thread < uint32(num_threads):
             token = int32(thread // uint32(per_token))
             column = int32(thread - uint32(token) * uint32(per_token)) * CAST_VECTOR
-            group = column // GROUP
+            group = column // FP8_SCALE_BLOCK
             a, b, c, d = load_nc_u32x4(x, int64(thread) * VECTOR)
-            if column % GROUP == 0:
+            if column % FP8_SCALE_BLOCK == 0:
                 scale = x_scale[int64(token) * token_stride + int64(group) * group_stride]
             for first in range(0, topk, batch):
                 load_rows(inverse_indices, token, first, row)
@@ -160,7 +161,7 @@ def make_permute_fp8_kernel(hidden, topk):
                     if row[k] >= 0 and row[k] < num_rows:
                         index = (int64(row[k]) * hidden + column) >> 2
                         st_global_s32x4(values, index, int32(a), int32(b), int32(c), int32(d))
-                        if column % GROUP == 0:
+                        if column % FP8_SCALE_BLOCK == 0:
                             scales[int64(row[k]) * scales_per_row + group] = scale
 
     return permute_fp8

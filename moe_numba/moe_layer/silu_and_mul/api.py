@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_numba.grouped_gemm.call.checks import check_positive
+from moe_numba.grouped_gemm.common.constants import ALPHA, LIMIT
 from moe_numba.moe_layer.silu_and_mul.kernel import THREADS, VECTOR, make_silu_and_mul_kernel
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, look_up, remember
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_choice, check_device, check_tensor, make_outputs
 
-ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
 _SIGNATURE = "uint16*", "int32*", "uint16*", "int64"
 _MAX_VECTORS = 1 << 31
 _plans: dict = {}
@@ -52,7 +52,7 @@ def check_activation(activation: str, alpha: float, limit: float | None) -> Acti
     return Activation("swigluoai", float(alpha), LIMIT if limit is None else float(limit))
 
 
-@torch_op
+@torch_op("x")
 def silu_and_mul(
     x: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -100,8 +100,6 @@ def silu_and_mul(
     Named after the function of vLLM and SGLang. The exponential is approximate (``ex2.approx``), with a relative error
     below 2**-17 for gates above -87, below which silu(gate) is zero.
     """
-    if needs_dispatch(x):
-        return call_op("silu_and_mul", x, out, num_valid_rows, activation, alpha, limit)
     valid = None if num_valid_rows is None else as_tensor(num_valid_rows, "num_valid_rows")
     options = activation, alpha, limit, type(alpha), type(limit)
     key = x.shape, x.stride(), x.dtype, x.device, valid is not None and (valid.shape, valid.dtype, valid.device)

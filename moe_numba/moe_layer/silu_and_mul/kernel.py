@@ -5,13 +5,13 @@ from functools import cache
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
-from moe_numba.ptx.arithmetic import ex2_approx, rcp_approx, uint_as_float
+from moe_numba.grouped_gemm.common.constants import ALPHA
+from moe_numba.ptx.arithmetic import LOG2_E, ex2_approx, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, load_nc_u32x4, st_global_s32x4
 
 THREADS = 128
 VECTOR = 8  # columns of a thread
-LOG2_E = 1.4426950408889634
 
 
 @cuda.jit(device=True)
@@ -85,7 +85,7 @@ def make_load_activated(columns, activation, alpha, limit):
 
 
 @cache
-def make_silu_and_mul_kernel(columns, has_valid_rows, activation="silu", alpha=1.702, limit=None):
+def make_silu_and_mul_kernel(columns, has_valid_rows, activation="silu", alpha=ALPHA, limit=None):
     """Make the kernel for one number of result columns.
 
     ``has_valid_rows``: skip the rows from ``num_valid_rows`` on. The last arguments are for `make_activation`.

@@ -6,7 +6,7 @@ from moe_numba.moe_layer.weighted_sum.kernel import THREADS, VECTOR, make_weight
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
-from moe_numba.runtime.torch_op import call_op, needs_dispatch, register_fake, torch_op
+from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_int, check_tensor, make_outputs
 
 _SIGNATURE = "uint16*", "int32*", "float32*", "uint16*", "uint16*", "int32", "int64"
@@ -14,7 +14,7 @@ _MAX_TOPK, _MAX_ROWS, _MAX_VECTORS = 64, (1 << 31) - 1, 1 << 31
 _plans: dict = {}
 
 
-@torch_op
+@torch_op("rows", "topk_weights", "shared")
 def weighted_sum(
     rows: torch.Tensor,
     inverse_indices: torch.Tensor,
@@ -58,8 +58,6 @@ def weighted_sum(
     sum is rounded once. So results are bit-identical from run to run, and do not depend on other tokens or on a token's
     position in the batch.
     """
-    if needs_dispatch(rows, topk_weights, shared):
-        return call_op("weighted_sum", rows, inverse_indices, topk_weights, shared, out)
     indices, weights = as_tensor(inverse_indices, "inverse_indices"), as_tensor(topk_weights, "topk_weights")
     shared = None if shared is None else as_tensor(shared, "shared")
     tensors = rows, indices, weights, shared

@@ -17,7 +17,6 @@ from moe_numba.grouped_gemm.block_scaled.config import (
     BUFFER_ROWS,
     FACTOR_WARPS,
     ROW_BYTES,
-    SCALE_BLOCK,
     BlockScaledLayout,
     check_block_scaled_config,
 )
@@ -59,9 +58,10 @@ from moe_numba.ptx.tma import (
 from moe_numba.ptx.warp import FULL_MASK, uniform, uniform_array
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
+from moe_numba.quantise import FP8_SCALE_BLOCK
 
 BOX_BYTES = BOX_ROWS * BLOCK_K_BYTES
-HALF_OFFSET = SCALE_BLOCK * BLOCK_K_BYTES  # in a tile of 256 rows of weight: of the second half
+HALF_OFFSET = FP8_SCALE_BLOCK * BLOCK_K_BYTES  # in a tile of 256 rows of weight: of the second half
 bulk_wait = make_bulk_wait_group(0)
 
 
@@ -411,7 +411,7 @@ def make_multiply_halves(config, layout):
     registers for one wgmma result only, so the halves are computed one after the other.
     """
     stage_vectors, full, advance = layout.stage_bytes >> 4, layout.full, make_advance(config.stages)
-    n, load_factors, release_stage = SCALE_BLOCK, make_load_factors(layout), make_release_stage(layout)
+    n, load_factors, release_stage = FP8_SCALE_BLOCK, make_load_factors(layout), make_release_stage(layout)
     wgmma, wait, fma = make_wgmma_tile(n, "e4m3", overwrite=True), make_wgmma_wait(n, 0), make_fma_blocks(n, n)
     zeros, early_test = (np.float32(0),) * (n // 2), config.early_test
 
@@ -461,7 +461,7 @@ def make_skip_stages(config, layout):
 def make_consumer(config, layout):
     """Make ``stage, phase = consumer(smem, output, warp, lane, stage, phase, k_blocks, row, rows, column)``."""
     skip_stages, tile_offset = make_skip_stages(config, layout), layout.x_offset
-    halves = config.block_n == 2 * SCALE_BLOCK
+    halves = config.block_n == 2 * FP8_SCALE_BLOCK
     multiply = (make_multiply_halves if halves else make_multiply)(config, layout)
     columns = config.block_n // 2 if halves else config.block_n
     store = make_store(columns, layout)

@@ -185,7 +185,7 @@ def _gemm_cases():
 
         def compare(outputs, is_peer=False):
             values, scales = outputs
-            dequantised = values.float() * scales.repeat_interleave(gemm_reference.BLOCK, 1)
+            dequantised = values.float() * scales.repeat_interleave(gemm_reference.FP8_SCALE_BLOCK, 1)
             return gemm_reference.mismatch(dequantised, expected, 5e-2)  # e4m3 has a mantissa of 3 bits
 
         return compare

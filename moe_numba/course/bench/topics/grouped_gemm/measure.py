@@ -18,9 +18,10 @@ from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.api.bf16 import group_gemm_bf16
 from moe_numba.grouped_gemm.api.fp8 import group_gemm_blockwise_fp8, group_gemm_pertensor_fp8
 from moe_numba.grouped_gemm.api.w4 import group_gemm_mxfp4
-from moe_numba.grouped_gemm.reference import BLOCK, FP8
+from moe_numba.grouped_gemm.reference import FP8
 from moe_numba.grouped_gemm.w4.packing import pack_mxfp4
 from moe_numba.grouped_gemm.w4.reference import dequantise_mxfp4
+from moe_numba.quantise import FP8_SCALE_BLOCK
 
 SHAPES = {"gate_up": dict(n=4096, k=7168), "down": dict(n=7168, k=2048)}
 ROWS = [32, 128, 512, 2048, 8192, 32768]
@@ -248,9 +249,9 @@ def _measure_shape(shape, groups, rows, peers, routing="uniform"):
 def add_block_scales(problems):
     """Add random block scales to problems."""
     for p in problems:
-        groups, n, blocks = len(p.weight), p.weight.shape[1], -(-p.weight.shape[2] // BLOCK)
+        groups, n, blocks = len(p.weight), p.weight.shape[1], -(-p.weight.shape[2] // FP8_SCALE_BLOCK)
         p.x_scale = torch.rand(len(p.x), blocks, device=p.x.device) + 0.5
-        p.w_scale = torch.rand(groups, -(-n // BLOCK), blocks, device=p.x.device) + 0.5
+        p.w_scale = torch.rand(groups, -(-n // FP8_SCALE_BLOCK), blocks, device=p.x.device) + 0.5
 
 
 def expected_output(p, scaling):

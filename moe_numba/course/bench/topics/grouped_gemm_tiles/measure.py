@@ -8,6 +8,7 @@ import itertools
 import multiprocessing
 import os
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -184,10 +185,10 @@ def make_case(problem, routing, operands):
     if problem.silu_and_mul:
         out = out.to(FP8), make(rows, -(-columns // 128))
     scales = {
-        "block": lambda: (make(rows, -(-k // 128)), make(groups, -(-n // 128), -(-k // 128))),
-        "tensor": lambda: (None, make(groups)),
-    }.get(problem.scaling, lambda: (None, None))()
-    sizes = lengths.to(device), starts.to(device)
+        "block": lambda: dict(x_scale=make(rows, -(-k // 128)), w_scale=make(groups, -(-n // 128), -(-k // 128))),
+        "tensor": lambda: dict(y_scale=make(groups)),
+    }.get(problem.scaling, dict)()
+    sizes = dict(seqlens=lengths.to(device), cu_seqlens=starts.to(device))
     return SimpleNamespace(
         problem=problem, lengths=lengths, x=x.view(rows, k), weights=weights, sizes=sizes, scales=scales, out=out
     )
@@ -197,11 +198,9 @@ def calls_of(case, config):
     """Return a call for each set of weights."""
     problem, options = case.problem, dict(out=case.out, config=config)
     if problem.kind == "mxfp4":
-        return [lambda w=w: w4_launch.group_gemm(case.x, w, *case.sizes, **options) for w in case.weights]
-    options |= dict(silu_and_mul=problem.silu_and_mul)
-    return [
-        lambda w=w: group_gemm(problem.scaling, case.x, w, *case.sizes, *case.scales, **options) for w in case.weights
-    ]
+        return [partial(w4_launch.group_gemm, x=case.x, weight=w, **case.sizes, **options) for w in case.weights]
+    options |= dict(x=case.x, silu_and_mul=problem.silu_and_mul, **case.sizes, **case.scales)
+    return [partial(group_gemm, problem.scaling, weight=w, **options) for w in case.weights]
 
 
 def present_choice(problem):
@@ -226,14 +225,14 @@ def is_plausible(config, average):
 def checked_rows(case):
     """Return the largest group, and up to CHECKED_ROWS of its first and last rows."""
     group = int(case.lengths.argmax())
-    start, length = int(case.sizes[1][group]), int(case.lengths[group])
+    start, length = int(case.sizes["cu_seqlens"][group]), int(case.lengths[group])
     rows = sorted({*range(start, start + length)[:CHECKED_ROWS], *range(start, start + length)[-CHECKED_ROWS:]})
     return group, torch.tensor(rows, device=case.x.device)
 
 
 def expected_rows(case, group, rows):
     """Return the reference's result for some rows of a group; of an MXFP4 weight, the group is made anew."""
-    problem, (x_scale, w_scale) = case.problem, case.scales
+    problem, scales = case.problem, case.scales
     x, own = take_rows(case.x, rows), slice(group, group + 1)
     one = torch.tensor([len(rows)]), torch.tensor([0])
     if problem.kind == "mxfp4":
@@ -242,9 +241,9 @@ def expected_rows(case, group, rows):
         return reference.group_gemm(x, dequantise_mxfp4(*blocks), *one)
     weight = case.weights[0][own]
     if problem.scaling == "block":
-        expected = reference.group_gemm_blockwise(x, weight, *one, x_scale[rows], w_scale[own])
+        expected = reference.group_gemm_blockwise(x, weight, *one, scales["x_scale"][rows], scales["w_scale"][own])
     else:
-        expected = reference.group_gemm(x, weight, *one, None if w_scale is None else w_scale[own])
+        expected = reference.group_gemm(x, weight, *one, scales["y_scale"][own] if scales else None)
     return reference.silu_and_mul(expected).double() if problem.silu_and_mul else expected
 
 
