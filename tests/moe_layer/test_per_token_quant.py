@@ -19,8 +19,9 @@ LIMITED = dict(activation="swigluoai", alpha=1.5, limit=1.0)
 
 
 def make_x(columns, device, rows=5):
-    """Rows of different magnitudes, one of them zeros."""
+    """Rows of different magnitudes, one of them zeros; in one the last element is the largest."""
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    x[2, -1] = 9
     x[1] *= 100
     x[3] = 0
     return x.bfloat16().to(device)
@@ -54,8 +55,11 @@ def check_tokens(columns, device, scale=None, permute=False):
     assert torch.equal(out[0].view(torch.uint8), wanted if permute else values)
 
 
-@pytest.mark.parametrize("columns, scale, permute", [(16, None, True), (1040, None, False), (1040, 0.005, True)])
+@pytest.mark.parametrize(
+    "columns, scale, permute", [(16, None, True), (1040, None, False), (1040, 0.005, True), (8208, None, False)]
+)
 def test_tokens(columns, scale, permute, device):
+    """With 8208 columns a thread has two vectors."""
     check_tokens(columns, device, scale, permute)
 
 

@@ -87,6 +87,20 @@ def test_rows_are_in_the_order_of_the_experts(device):
     assert torch.equal(as_bytes(values), right) and torch.equal(scales, right_scales.view(scales.dtype))
 
 
+@pytest.mark.parametrize("hidden", [64, 272])
+def test_tokens_that_are_already_cast(hidden, device):
+    """permute_fp8 stores the same as permute_cast_to_fp8; it reads scales in any strides."""
+    x, indices = make_inputs(5, 3, hidden, device)
+    values, scales = reference.per_token_cast_to_fp8(x)
+    given, wanted = (
+        (torch.zeros(15, hidden, device=device).to(values.dtype), torch.zeros(15, scales.shape[1], device=device))
+        for _ in range(2)
+    )
+    permute_cast_to_fp8(x, indices, out=wanted)
+    permute.permute_fp8(values, scales.t().contiguous().t(), indices, given)
+    assert all(torch.equal(as_bytes(a), as_bytes(b)) for a, b in zip(given, wanted, strict=True))
+
+
 def as_bytes(tensor):
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 

@@ -102,6 +102,15 @@ def test_extreme_indices(device):
     check_sum(rows, indices, weights)
 
 
+@SIMULATED
+def test_offset_of_a_row_beyond_32_bits():
+    """The rows before the last take no memory: NumPy's zeros are pages that nothing has touched."""
+    rows = torch.from_numpy(np.zeros(((1 << 31) // 2048 + 1, 2048), np.int16)).view(BF16)
+    rows[-1] = 3
+    indices = torch.tensor([[len(rows) - 1]], dtype=torch.int32, device="cpu")
+    assert (public_weighted_sum(rows, indices, torch.ones(1, 1, device="cpu")) == 3).all()
+
+
 def test_position_in_the_batch_does_not_matter(device):
     rows, indices, weights, shared = make_inputs(16, 8, 72, device)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(1)).to(device)

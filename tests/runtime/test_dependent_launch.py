@@ -17,7 +17,16 @@ from helpers.expert_parallel import (
 )
 from helpers.grouped_gemm import inputs as gemm_inputs
 
-from moe_numba import biased_grouped_topk, biased_grouped_topk_align, moe_align_block_size, simulator
+from moe_numba import (
+    biased_grouped_topk,
+    biased_grouped_topk_align,
+    moe_align_block_size,
+    per_token_cast_back,
+    per_token_cast_to_fp8,
+    per_token_quant_fp8,
+    silu_and_mul_quant_fp8,
+    simulator,
+)
 from moe_numba.align import api as align_api
 from moe_numba.align import large, medium, small
 from moe_numba.align import reference as align_reference
@@ -34,12 +43,16 @@ from moe_numba.grouped_gemm import reference as gemm_reference
 from moe_numba.grouped_gemm.call import plan as gemm_launch
 from moe_numba.grouped_gemm.common import group_starts
 from moe_numba.grouped_gemm.wgmma import kernel as grouped_gemm
-from moe_numba.moe_layer import group_by_expert, silu_and_mul, weighted_sum
+from moe_numba.moe_layer import group_by_expert, permute_cast_to_fp8, permute_tokens, silu_and_mul, weighted_sum
 from moe_numba.moe_layer import reference as layer_reference
 from moe_numba.moe_layer.group_by_expert import api as group_by_expert_api
 from moe_numba.moe_layer.group_by_expert import kernel as kernel_group_by_expert
+from moe_numba.moe_layer.per_token_quant import kernel as kernel_per_token_quant
+from moe_numba.moe_layer.permute import kernel as kernel_permute
 from moe_numba.moe_layer.silu_and_mul import kernel as kernel_silu_and_mul
 from moe_numba.moe_layer.weighted_sum import kernel as kernel_weighted_sum
+from moe_numba.quantise import fp8_cast_kernels
+from moe_numba.quantise import reference as quantise_reference
 from moe_numba.shared_experts import fuse_routing
 from moe_numba.shared_experts import kernel as fuse_kernel
 from moe_numba.shared_experts import reference as fuse_reference
@@ -120,6 +133,40 @@ def activate(late):
     torch.testing.assert_close(silu_and_mul(x), expected.bfloat16(), rtol=2**-7, atol=0)
 
 
+def permute(late, casts):
+    x, indices = random(5, 128).bfloat16(), random(10).argsort().int().view(5, 2)
+    right, right_indices = late(x, indices)
+    right = quantise_reference.per_token_cast_to_fp8(right) if casts else [right]
+    given = permute_cast_to_fp8(x, indices) if casts else [permute_tokens(x, indices)]
+    assert all(torch.equal(a.float()[right_indices[:, 0].long()], b.float()) for a, b in zip(given, right, strict=True))
+
+
+def quantise(late):
+    x = random(5, 64).bfloat16()
+    values, scales = layer_reference.quantise_rows(late(x)[0].float())
+    given, given_scales = per_token_quant_fp8(x)
+    assert torch.equal(given.float(), values.float()) and torch.equal(given_scales, scales)
+
+
+def activate_and_quantise(late):
+    x = random(5, 64).bfloat16()
+    _, scales = layer_reference.quantise_rows(layer_reference.silu_and_mul(*late(x)))
+    torch.testing.assert_close(silu_and_mul_quant_fp8(x)[1], scales, rtol=2**-15, atol=0)
+
+
+def cast(late):
+    x = random(5, 128)
+    values, scales = quantise_reference.per_token_cast_to_fp8(*late(x))
+    given, given_scales = per_token_cast_to_fp8(x)
+    assert torch.equal(given.float(), values.float()) and torch.equal(given_scales, scales)
+
+
+def cast_back(late):
+    values, scales = quantise_reference.per_token_cast_to_fp8(random(5, 128))
+    expected = quantise_reference.per_token_cast_back(*late(values, scales))
+    assert torch.equal(per_token_cast_back(values, scales), expected)
+
+
 def multiply(late):
     x, weight, seqlens, cu_seqlens, scale = gemm_inputs()["pertensor"]
     expected = gemm_reference.group_gemm(x, weight, seqlens, cu_seqlens, scale)
@@ -198,6 +245,12 @@ CASES = {  # name: (module of the kernel, call that checks its result, limits of
     ),
     "weighted sum": (kernel_weighted_sum, sum_rows, {}),
     "activation": (kernel_silu_and_mul, activate, {}),
+    "permutation": (kernel_permute, lambda late: permute(late, casts=False), {}),
+    "permutation and cast": (kernel_permute, lambda late: permute(late, casts=True), {}),
+    "quantised tokens": (kernel_per_token_quant, quantise, {}),
+    "quantised activation": (kernel_per_token_quant, activate_and_quantise, {}),
+    "cast to FP8": (fp8_cast_kernels, cast, {}),
+    "cast back": (fp8_cast_kernels, cast_back, {}),
     "grouped GEMM": (grouped_gemm, multiply, {}),
     # The wait of the thread that loads weights: the other threads of a CTA wait earlier.
     "grouped GEMM, early weights": (grouped_gemm, multiply_with_early_weights, {}),

@@ -32,6 +32,7 @@ from . import (
     k_grouped,
     low_latency,
     mma_sync,
+    moe_layer,
     w4,
 )
 from .mutant import REPOSITORY
@@ -48,6 +49,7 @@ TOPICS = (
     mma_sync,
     w4,
     gemv,
+    moe_layer,
 )
 MUTANTS = {m.name: m for topic in TOPICS for m in topic.MUTANTS}
 TIMEOUT = 120  # seconds, for one run of a mutant's tests

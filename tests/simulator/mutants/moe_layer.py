@@ -1,0 +1,256 @@
+"""Planted bugs in the small kernels of a layer: sorting, permuting, activating, summing and quantising tokens."""
+
+from .mutant import mutant
+
+LAYER, TESTS = "moe_numba/moe_layer", "tests/moe_layer"
+GROUP_BY_EXPERT, PERMUTE = f"{LAYER}/group_by_expert/kernel.py", f"{LAYER}/permute/kernel.py"
+WEIGHTED_SUM, SILU_AND_MUL = f"{LAYER}/weighted_sum/kernel.py", f"{LAYER}/silu_and_mul/kernel.py"
+QUANT, CAST = f"{LAYER}/per_token_quant/kernel.py", "moe_numba/quantise/fp8_cast_kernels.py"
+SHARED_EXPERTS = "moe_numba/shared_experts/kernel.py"
+
+# Tests of wrong kernels and of machine code look for passages of the sources that a bug may replace.
+RESULTS = "-k", "not rejected and not rejects and not machine_code"
+GROUPS, PERMUTATIONS = (f"{TESTS}/test_group_by_expert.py", *RESULTS), (f"{TESTS}/test_permute.py", *RESULTS)
+SUMS = f"{TESTS}/test_weighted_sum.py", *RESULTS  # of silu_and_mul, too
+ROW_SCALES, CASTS = (f"{TESTS}/test_per_token_quant.py", *RESULTS), ("tests/quantise/test_fp8_cast.py", *RESULTS)
+ROUTINGS = f"{TESTS}/test_fuse_routing.py", *RESULTS
+
+
+def late_inputs(kernel):
+    """Return the test in which the inputs of a kernel arrive at its griddepcontrol.wait."""
+    return (f"tests/runtime/test_dependent_launch.py::test_inputs_are_read_after_the_wait[{kernel}]",)
+
+
+MUTANTS = [
+    mutant(
+        "ML01",
+        "barrier removed between counting a chunk and reading the counts of all warps",
+        GROUPS,
+        (
+            GROUP_BY_EXPERT,
+            "        cuda.syncthreads()\n"
+            "        expert = int32(cuda.threadIdx.x)\n"
+            "        while expert < num_experts:\n"
+            "            inverse_indices",
+            "        expert = int32(cuda.threadIdx.x)\n"
+            "        while expert < num_experts:\n"
+            "            inverse_indices",
+        ),
+    ),
+    mutant(
+        "ML02",
+        "lanes with the same expert lose counts: no atomic addition",
+        GROUPS,
+        (
+            GROUP_BY_EXPERT,
+            "cuda.atomic.add(counters, int32(row + experts[k]), int32(1))",
+            "counters[int32(row + experts[k])] += int32(1)",
+        ),
+    ),
+    mutant(
+        "ML03",
+        "warps take their shares in reverse order, so that the sort is not stable",
+        GROUPS,
+        (
+            GROUP_BY_EXPERT,
+            "start = int32(first + warp * share)",
+            "start = int32(first + (num_warps - 1 - warp) * share)",
+        ),
+    ),
+    mutant(
+        "ML04",
+        "__syncwarp() removed between updating counters and their next reads",
+        GROUPS,
+        (
+            GROUP_BY_EXPERT,
+            "                cuda.syncwarp()\n                if assignment < warp_end:\n",
+            "                if assignment < warp_end:\n",
+        ),
+    ),
+    mutant(
+        "ML05",
+        "the last chunks, fewer than a thread loads at once, are not scanned",
+        GROUPS,
+        (GROUP_BY_EXPERT, "while c < num_chunks:", "while c + _ROWS_IN_FLIGHT <= num_chunks:"),
+    ),
+    mutant(
+        "ML06",
+        "an int64 id is narrowed before it is compared, and wraps around to a valid one",
+        GROUPS,
+        (
+            GROUP_BY_EXPERT,
+            "expert = topk_ids[int64(token) * token_stride + int64(column) * column_stride]",
+            "expert = int32(topk_ids[int64(token) * token_stride + int64(column) * column_stride])",
+        ),
+    ),
+    mutant(
+        "ML07",
+        "assignments with id -1 keep what was in the output",
+        GROUPS,
+        (
+            GROUP_BY_EXPERT,
+            "                if assignment < warp_end:\n                    inverse_indices[assignment] = position\n"
+            "                if position >= 0:\n",
+            "                if position >= 0:\n                    inverse_indices[assignment] = position\n",
+        ),
+    ),
+    mutant(
+        "ML08",
+        "griddepcontrol.wait removed from the last of three kernels, which reads the results of the others",
+        GROUPS,
+        (
+            GROUP_BY_EXPERT,
+            "        griddepcontrol_wait()\n"
+            "        griddepcontrol_launch_dependents()\n"
+            "        first, end = chunk_of_cta(assignments, chunk)\n"
+            "        count(topk_ids, token_stride, column_stride, first, end, counters)\n"
+            "        cuda.syncthreads()\n"
+            "        expert = int32(cuda.threadIdx.x)\n"
+            "        while expert < num_experts:\n"
+            "            starts",
+            "        griddepcontrol_launch_dependents()\n"
+            "        first, end = chunk_of_cta(assignments, chunk)\n"
+            "        count(topk_ids, token_stride, column_stride, first, end, counters)\n"
+            "        cuda.syncthreads()\n"
+            "        expert = int32(cuda.threadIdx.x)\n"
+            "        while expert < num_experts:\n"
+            "            starts",
+        ),
+    ),
+    mutant(
+        "ML09",
+        "shuffle that the lanes beyond hidden do not take part in",
+        PERMUTATIONS,
+        (
+            PERMUTE,
+            "        amax = largest_magnitude(words)\n",
+            "        amax = float32(0)\n        if inside:\n            amax = largest_magnitude(words)\n",
+        ),
+    ),
+    mutant(
+        "ML10",
+        "the scale of a partial group is written to the next row",
+        PERMUTATIONS,
+        (PERMUTE, "scales_per_row, load_rows = -(-hidden // GROUP)", "scales_per_row, load_rows = hidden // GROUP", 2),
+    ),
+    mutant(
+        "ML11",
+        "the last batch has one index of the next token",
+        PERMUTATIONS,
+        (PERMUTE, "if first + k < topk:", "if first + k <= topk:"),
+    ),
+    mutant(
+        "ML12",
+        "scales of tokens in FP8 are read as if they were contiguous",
+        PERMUTATIONS,
+        (
+            PERMUTE,
+            "x_scale[int64(token) * token_stride + int64(group) * group_stride]",
+            "x_scale[int64(token) * scales_per_row + group]",
+        ),
+    ),
+    mutant(
+        "ML13",
+        "the sum is rounded to bfloat16 before the shared experts' output is added",
+        SUMS,
+        (
+            WEIGHTED_SUM,
+            "                add_row(words, 0, float32(1), sums)\n",
+            "                for i in range(VECTOR):\n"
+            "                    sums[i] = uint_as_float(uint32(cvt_rn_bf16x2_f32(sums[i], float32(0))))\n"
+            "                add_row(words, 0, float32(1), sums)\n",
+        ),
+    ),
+    mutant(
+        "ML14",
+        "a row that was not loaded is added: an index is compared with the number of rows only once",
+        SUMS,
+        (
+            WEIGHTED_SUM,
+            "                    if row[k] >= 0 and row[k] < num_rows:\n                        add_row",
+            "                    if row[k] >= 0:\n                        add_row",
+        ),
+    ),
+    mutant(
+        "ML15",
+        "32-bit offset of a row",
+        SUMS,
+        (WEIGHTED_SUM, "int64(row[k]) * hidden + column", "int32(row[k] * hidden + column)"),
+    ),
+    mutant(
+        "ML16",
+        "limit clamps up from above only",
+        SUMS,
+        (SILU_AND_MUL, "silu_and_mul_f32(gate, least if up < least else up)", "silu_and_mul_f32(gate, up)"),
+    ),
+    mutant(
+        "ML17",
+        "silu(gate) is rounded to bfloat16 before it is multiplied by up",
+        SUMS,
+        (
+            SILU_AND_MUL,
+            "    return gate * rcp_approx(float32(1) + ex2_approx(gate * float32(-LOG2_E))) * up\n",
+            "    silu = gate * rcp_approx(float32(1) + ex2_approx(gate * float32(-LOG2_E)))\n"
+            "    return high_half(uint32(cvt_rn_bf16x2_f32(silu, float32(0)))) * up\n",
+        ),
+    ),
+    mutant(
+        "ML18",
+        "the largest magnitude of the first half of a wide row",
+        ROW_SCALES,
+        (QUANT, "for i in range(count):  # compared as integers", "for i in range(VECTOR):  # compared as integers"),
+    ),
+    mutant(
+        "ML19",
+        "the last warp's largest magnitude is left out",
+        ROW_SCALES,
+        (QUANT, "for warp in range(warps):", "for warp in range(warps - 1):"),
+    ),
+    mutant(
+        "ML20",
+        "griddepcontrol.wait removed",
+        late_inputs("quantised tokens"),
+        (
+            QUANT,
+            "        griddepcontrol_wait()\n        griddepcontrol_launch_dependents()\n        token, thread",
+            "        griddepcontrol_launch_dependents()\n        token, thread",
+        ),
+    ),
+    mutant(
+        "ML21",
+        "a partial group goes on in the next token",
+        CASTS,
+        (CAST, "            inside = inside and column < hidden\n", ""),
+    ),
+    mutant(
+        "ML22",
+        "packed exponents are read as signed bytes: the highest bit is lost",
+        CASTS,
+        (CAST, "uint32(8 * (column & 3)) & uint32(0xFF))", "uint32(8 * (column & 3)) & uint32(0x7F))"),
+    ),
+    mutant(
+        "ML23",
+        "griddepcontrol.wait removed",
+        late_inputs("cast back"),
+        (
+            CAST,
+            "        griddepcontrol_wait()\n"
+            "        lane = int32(cuda.threadIdx.x & 31)\n"
+            "        first = (int64(cuda.blockIdx.x) * _WARPS + (cuda.threadIdx.x >> 5)) * GROUPS_PER_WARP_BACK",
+            "        lane = int32(cuda.threadIdx.x & 31)\n"
+            "        first = (int64(cuda.blockIdx.x) * _WARPS + (cuda.threadIdx.x >> 5)) * GROUPS_PER_WARP_BACK",
+        ),
+    ),
+    mutant(
+        "ML24",
+        "a token is padding if its last id is negative, not its first",
+        ROUTINGS,
+        (SHARED_EXPERTS, "padding = topk_ids[routing_row] < 0", "padding = topk_ids[routing_row + topk - 1] < 0"),
+    ),
+    mutant(
+        "ML25",
+        "the product that chooses a replica overflows 32 bits",
+        ROUTINGS,
+        (SHARED_EXPERTS, "uint64(word) * uint64(num_shared)", "uint64(uint32(word * uint32(num_shared)))"),
+    ),
+]
