@@ -71,6 +71,7 @@ def make_low_latency_dispatch(shape):
 
     num_ranks, max_tokens, slots, topk = shape.num_ranks, shape.max_tokens, shape.slots, shape.topk
     num_experts, local_experts, rows_per_slot = shape.num_experts, shape.local_experts, shape.rows_per_slot
+    one_token = max_tokens == 1
     parts, threads, warps, ctas_per_sender = shape.parts, shape.threads, shape.threads // 32, shape.ctas_per_sender
     # A rank that is alone copies its rows from x; only with flags after data it sends itself the metadata of its items.
     sends_items = num_ranks > 1 or not (reads_own_rows and data_is_flag)
@@ -339,9 +340,9 @@ def make_low_latency_dispatch(shape):
                 if expert_major:
                     if not data_is_flag and not is_own:
                         _, _, _, _, arrived = wait_metadata(ctx, offset, number, masked, peer, token, data_is_flag)
-                    # Packed rows of the slot are behind those of all earlier slots with the same expert. We compute the
-                    # token from the slot again: if ranks have one token each, the compiler then knows that it is 0.
-                    peer, token = int32(slot // max_tokens), int32(slot % max_tokens)
+                    # Packed rows of the slot are behind those of all earlier slots with the same expert.
+                    if one_token:
+                        token = int32(0)  # it is, but the compiler cannot see it
                     word = int32(peer * words_of_rank + (token >> 5))
                     earlier = uint32(uint32(1 << (token & 31)) - uint32(1))
                     for k in range(warp, topk, warps):
