@@ -130,6 +130,8 @@ STEPS_OF_BUFFERS = "final", "final, out=", "peer:DeepEP"
 def test_buffer_calls_are_measured_on_two_ranks_beside_deepep(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=Buffer))  # the same interface
     first, second = LocalGroup(2).run(lambda group: call_time_buffer_measure.measure_rank(group, 2))
+    for row in (*first, *second):
+        row.pop("kernels", None)  # ranks that are threads of a process note each other's launches
     assert first == second
     names = "get_dispatch_layout", "dispatch, num_worst_tokens", "dispatch, handle", "combine"
     found = {step: [row["operation"][7:] for row in first if row["step"] == step] for step in STEPS_OF_BUFFERS}

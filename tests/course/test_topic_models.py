@@ -110,7 +110,8 @@ def test_kernels_are_compiled_for_the_routers_of_the_models(about, device, monke
 
     def record_call(logits, bias, *options, **named):
         seen.append((described(logits), described(bias), options, named))
-        return gate(logits, bias, *options, **named)
+        if logits.device.type == str(device):  # else it is called to be compiled
+            return gate(logits, bias, *options, **named)
 
     monkeypatch.setattr(integration, "biased_grouped_topk", record_call)
     monkeypatch.setattr(compile_layers.moe_numba, "biased_grouped_topk", record_call)

@@ -84,11 +84,11 @@ def make_problem(weight, lengths, seed=1):
     )
 
 
-def random_weight(groups, n, k, dtype=FP8, device="cuda"):
+def random_weight(groups, n, k, dtype=FP8, device="cuda", generator=None):
     """Make a weight group by group, because float32 for all groups would need too much memory."""
     weight = torch.empty(groups, n, k, dtype=dtype, device=device)
     for g in range(groups):
-        weight[g] = (torch.randn(n, k, device=device) * 0.5).to(dtype)
+        weight[g] = (torch.randn(n, k, device=device, generator=generator) * 0.5).to(dtype)
     return weight
 
 

@@ -82,13 +82,13 @@ def measure(layers, peers=(), device="cuda"):
 
 def make_weights(layer, device):
     """Draw the weights, and for FP8 their scales; outputs have magnitudes of about 1."""
-    torch.manual_seed(0)
+    random = torch.Generator(device).manual_seed(0)  # threads of ranks draw the same numbers
     experts, hidden, intermediate = layer.num_experts, layer.hidden, layer.intermediate
     shapes, dtype = ((2 * intermediate, hidden), (hidden, intermediate)), getattr(torch, TORCH_NAMES[layer.dtype])
-    weights = [random_weight(experts, *shape, dtype, device) for shape in shapes]
+    weights = [random_weight(experts, *shape, dtype, device, random) for shape in shapes]
     if dtype == FP8:
         blocks = [[-(-size // 128) for size in shape] if layer.scaling == "block" else [] for shape in shapes]
-        scales = [(torch.rand(experts, *block, device=device) + 0.5) / 16 for block in blocks]
+        scales = [(torch.rand(experts, *block, device=device, generator=random) + 0.5) / 16 for block in blocks]
         return *weights, *scales
     for weight in weights:
         weight /= 16
@@ -112,7 +112,8 @@ def make_options(layer, device):
     if layer.activation == "silu":
         return {}
     sizes = dict(w13_bias=2 * layer.intermediate, w2_bias=layer.hidden)
-    biases = {name: torch.randn(layer.num_experts, size, device=device).bfloat16() / 4 for name, size in sizes.items()}
+    draw = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(1))
+    biases = {name: draw(layer.num_experts, size).bfloat16() / 4 for name, size in sizes.items()}
     return biases | dict(activation=layer.activation)
 
 
