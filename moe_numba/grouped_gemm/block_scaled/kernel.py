@@ -1,14 +1,27 @@
-"""Grouped GEMM kernel for block scales: y[rows of group g] = x[rows of group g] @ weight[g].T, in one function.
+"""Grouped GEMM kernel for block scales: y[rows of group g] = x[rows of group g] @ weight[g].T.
 
 Each element of the FP8 product of 128 elements of k must be multiplied by a scale of x, one for each row, and one of
 weight, one for 128 rows of weight. With rows of x as wgmma's rows (A), a thread has two rows, so it needs two factors
 for each block of columns; in the transposed product of ``wgmma/kernel.py`` it needs one per column.
 
-CTAs are persistent and have 12 warps. The producer warpgroup fills a ring of shared-memory stages: one thread issues
-the TMA loads of weight and x, auxiliary warps add the factors (and gathered rows of x). Each of two consumer warpgroups
-multiplies 64 rows of x by the tile's weights. A stage's full barrier completes when its data have arrived, its empty
-barrier when all consumer warps have read them. In a cluster of two CTAs, pairs of tiles share the weights; see
-``pairs.py``.
+CTAs are persistent and have 12 warps:
+
+- Warps 0 to 7, two consumer warpgroups, each multiply 64 rows of x by the tile's weights. A warp stores its 16 rows.
+- One thread of warp 8 looks up the tiles, describes them to the consumers and issues the TMA loads of weight and x.
+- Warps 9 and 10 each write the factors of 64 rows to every stage. If rows of x are gathered, warps 9 to 11 take turns
+  instead: each copies all rows and writes all factors of every third k block.
+
+A stage of the ring holds 128 elements of k of the tile's rows of weight, in two halves, and of 128 rows of x, with up
+to three factors for each row of x, and the description of the tile that begins with it. The epilogue has buffers of its
+own, from which TMA stores y while the warp computes its next tile. Each stage has two mbarriers:
+
+- full: producers arrive (the TMA thread with the number of bytes it loads, and two auxiliary warps or, with gather,
+  one), consumers wait.
+- empty: lane 0 of each consumer warp arrives, in a cluster at the barriers of both CTAs; producers wait.
+
+Every role goes through the same tiles in the same order and keeps its own ``stage, phase``. A cluster of two CTAs
+computes pairs of tiles. If they have the same columns, each CTA loads half of the weights and multicasts it to both.
+The CTAs fill their stages in step even where they share nothing or one has no rows; see ``pairs.py``.
 """
 
 from functools import cache
@@ -80,6 +93,7 @@ def make_kernel(config):
     factor_offset, stage_factors = layout.factor_offset, layout.stage_factors
     row_index_offset, row_indices_of_warp = layout.row_index_offset, layout.row_indices
     columns, half_rows, half_bytes = config.columns, config.half_rows, config.half_rows * BLOCK_K_BYTES
+    # Tiles, or pairs of them, are numbered by cluster: block number >> shift.
     cluster_size, pairs, shift = config.cluster_size, config.cluster_size == 2, config.cluster_size - 1
     gather, silu_and_mul, keep_weight = config.gather, config.silu_and_mul, config.keep_weight
     masked, packed_weight_scale = config.row_layout == "masked", config.packed_weight_scale
@@ -89,6 +103,7 @@ def make_kernel(config):
     halves = config.block_n == 2 * FP8_SCALE_BLOCK
     wgmma_n = config.half_rows if halves else config.block_n
     half_step = half_bytes >> 4  # from a matrix descriptor of the first half to that of the second
+    # A tile of 192 columns begins at the start or in the middle of a scale block, so it needs a scale per 64 columns.
     weight_scales, scaled_columns, has_three = config.weight_scales, config.scaled_columns, config.weight_scales == 3
     weight_parts = 2 if silu_and_mul else 1
     tests_early = config.early_test or not halves
@@ -122,7 +137,7 @@ def make_kernel(config):
 
     @cuda.jit(device=True)
     def write_factors(smem, stage, row, scale, a, b, c):
-        """Write the factors of a row of x: its scale times the scales of weight."""
+        """Write the factors of a row of x: its scale times the tile's up to three scales of weight."""
         to = int32(factor_offset + stage * stage_factors + 4 * row)
         a, b, c = float_as_int(scale * a), float_as_int(scale * b), float_as_int(scale * c)
         st_shared_s32x4(smem.i32, to, a, b, c, int32(0))
@@ -215,7 +230,7 @@ def make_kernel(config):
                     tma_bytes = int32(x_offset)
                     if not gather:
                         tma_bytes = int32(x_offset + 2 * BOX_BYTES) if two_boxes else int32(x_offset + BOX_BYTES)
-                    # Describe the tile to the consumers, with its first stage.
+                    # Describe the tile to the consumers in the slot of its first stage; the full barrier publishes it.
                     mbarrier_wait_parity(smem.barriers, empty + stage, phase)
                     published = uint32(tile_info_offset + 4 * stage)
                     smem.i32[published] = row
@@ -283,6 +298,7 @@ def make_kernel(config):
                         x_1 = x_0 + int64(32) * scale_row_stride
                         tile = int32(tile + int32(cuda.gridDim.x >> shift))
                         valid_0, valid_1 = row < info.rows, row + 32 < info.rows
+                        # Look up the next tile in the second round of the loop, or in its only one.
                         look_up_at = int32(min(4, (k_blocks - 1) & -4))
                         for k_block in range(0, k_blocks, 4):
                             # Load while consumers still work on the stages before these.
@@ -314,8 +330,8 @@ def make_kernel(config):
                             if k_block == look_up_at:
                                 info, _ = look_up_tile(smem, problem, tile)
                 else:
-                    # Each of three warps writes the factors of every third stage, and copies its rows of x.
-                    skip = int32(aux_warp)  # stages before this warp's next one
+                    # Each of three warps writes the factors of every third k block, and copies its rows of x.
+                    skip = int32(aux_warp)  # k blocks, counted across tiles, before this warp's next one
                     indices = int32(row_index_offset + aux_warp * row_indices_of_warp)
                     source = GatherSource(x, row_indices, x_rows, uniform(row_bytes), k)
                     x_scales = cuda.local.array(ROWS_PER_LANE, float32)
@@ -383,7 +399,7 @@ def make_kernel(config):
                         b = int_as_float(b_0), int_as_float(b_1), int_as_float(b_2)
                         step = uint64(uint32(stage) * uint32(stage_bytes >> 4))
                         x_tile, weight_tile = uint64(x_0 + step), uint64(weight_0 + step)
-                        if halves:
+                        if halves:  # both results take the same registers; `wgmma` overwrites the old one
                             product = wait(wgmma(product, x_tile, weight_tile))
                             acc = fma(acc, product, (a[0], b[0]))
                             product = wait(wgmma(product, x_tile, uint64(weight_tile + uint64(half_step))))
@@ -396,8 +412,8 @@ def make_kernel(config):
                             release_stage(smem.barriers, empty + stage)
                         stage, phase = advance(stage, phase)
                         if tests_early:
-                            # The result arrives during the FFMAs. Behind the last block of k it belongs to another
-                            # tile: unused.
+                            # The result arrives during the FFMAs. After the last block of k it is about the first
+                            # stage of the next tile, and is not used.
                             ready = mbarrier_test_wait_parity(smem.barriers, full + stage, phase)
                         if halves:
                             acc_1 = fma(acc_1, product, (a[1], b[1]))
@@ -408,7 +424,7 @@ def make_kernel(config):
                     y_row, y_rows = int32(row + own_row), int32(rows - own_row)
                     store_tile(smem, map_y, y, y_scale, n, warp, lane, acc, acc_1, y_row, y_rows, column)
                 else:
-                    # ---- No rows for this warpgroup: release the stages, whose empty barriers count each warp ----
+                    # ---- No rows for this warpgroup: release the stages, whose empty barriers count all warps ----
                     for _ in range(k_blocks):
                         mbarrier_wait_parity(smem.barriers, full + stage, phase)
                         cuda.syncwarp()
@@ -416,7 +432,7 @@ def make_kernel(config):
                             release_stage(smem.barriers, empty + stage)
                         stage, phase = advance(stage, phase)
                 tile = int32(tile + int32(cuda.gridDim.x >> shift))
-            if lane == 0:  # TMA still reads the buffers
+            if lane == 0:  # TMA may still read the warp's epilogue buffers
                 bulk_wait()
         if pairs:  # the other CTA may still write this one's shared memory
             cuda.syncwarp()

@@ -19,9 +19,13 @@ from moe_numba.ptx.warpgroup import bar_sync
 def make_store_silu_and_mul(n, layout, first=0):
     """Make ``store_silu_and_mul(smem, output, warp, lane, gate, up, tile)``, for the rows from ``first`` on.
 
-    Both consumer warpgroups write gate and up of 32 rows, rounded to bf16, to shared memory. Then each warp processes
-    one row at a time, 4 of its 128 columns per lane, so that one warp reduction finds the largest magnitude. The result
-    is FP8 with one scale per row and 128 columns, or with ``scaled_y`` the given one, ``output.y_scale[0]``.
+    Both consumer warpgroups write gate and up of 32 rows, rounded to bf16, to shared memory. A warp's accumulators hold
+    16 columns of y, which stmatrix transposes into rows: 128 columns of gate, and behind them those of up. Then each
+    warp processes one row at a time, 4 of its 128 columns per lane, so that one warp reduction finds the largest
+    magnitude. The result is FP8 with one scale per row and 128 columns, or with ``scaled_y`` the given one,
+    ``output.y_scale[0]``. ``output.y`` is seen as int32, four columns each.
+
+    The next 32 rows are the next function's: accumulators are tuples, which only constants can index.
     """
     count, epilogue_offset, config = min(SILU_ROWS, n - first), layout.epilogue_offset, layout.config
     limited, ragged_n, limit = config.activation == "swigluoai", config.ragged_n, np.float32(config.limit)
@@ -36,7 +40,7 @@ def make_store_silu_and_mul(n, layout, first=0):
         offset = int32(epilogue_offset + (lane & 7) * SILU_ROW_BYTES + (lane >> 3 & 1) * 16 + warp * 32)
         stmatrix(smem.u8, offset, gate, tile.scale)
         stmatrix(smem.u8, int32(offset + 2 * BLOCK_N), up, tile.scale)
-        bar_sync(ALL_CONSUMERS, 32 * CONSUMER_WARPS)
+        bar_sync(ALL_CONSUMERS, 32 * CONSUMER_WARPS)  # all warps have written their columns
         for t in range(warp, count, CONSUMER_WARPS):
             if first + t < tile.rows:
                 source = int32((epilogue_offset + t * SILU_ROW_BYTES) // 4 + 2 * lane)

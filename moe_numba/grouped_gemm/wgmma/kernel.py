@@ -1,9 +1,22 @@
 """Grouped GEMM for Hopper: ``y[rows of group g] = x[rows of group g] @ weight[g].T``, in one persistent kernel.
 
-A CTA has 12 warps. The producer warpgroup fills a ring of shared-memory stages: one thread issues the TMA loads of
-weight and x, and with block scales or gathered rows three auxiliary warps add those. Two consumer warpgroups issue
-wgmma, of the transposed product: rows of x are wgmma's N, and 128 rows of weight its M, 64 for each warpgroup. A
-stage's full barrier completes when its data have arrived, and its empty barrier when all consumer warps have read it.
+The kernel computes the transposed product: rows of x are wgmma's N, and 128 rows of weight its M, 64 for each consumer
+warpgroup. A CTA has 12 warps:
+
+- Warps 0 to 7, two consumer warpgroups, issue wgmma for a stage, wait for it, and store the tile after its last stage.
+- One thread of warp 8 looks up the tiles, describes them to the consumers and issues the TMA loads of weight and x.
+- Warps 9 to 11 write block scales and gathered rows of x, if there are any. They take turns: each serves every third
+  k block, whichever stage that is in.
+
+A stage of the ring holds 128 bytes of k for the rows of weight (with ``silu_and_mul`` those of gate and those of up)
+and for the rows of x, with their block scales, and the description of the tile that begins with it. The epilogue has
+buffers of its own, so producers fill stages for the next tile meanwhile. Each stage has two mbarriers:
+
+- full: producers arrive (the TMA thread with the number of bytes it loads, and one auxiliary warp), consumers wait.
+- empty: lane 0 of each consumer warp arrives, in a cluster at the barriers of both CTAs; producers wait.
+
+Every role goes through the same tiles in the same order and keeps its own ``stage, phase``. In a cluster, the two CTAs
+have neighbouring tiles of weight and the same rows of x, of which each loads half and multicasts it to both.
 
 ``make_kernel`` reads in this order: choices at compile time; device functions that are used twice; the main loop over k
 and the epilogue, once for each wgmma N; the kernel from shared memory to its last barrier; entry points. A branch
@@ -115,7 +128,8 @@ def make_kernel(config):
     scale_in_tile, scaled_x, has_row_terms = config.scale_in_tile, config.scaled_x, config.has_row_terms
     keep_weight, early_weight = config.keep_weight, config.early_weight
     allows_early = config.block_m < 128  # see `allow_dependents`
-    skips_empty = two_subtiles and cluster == 1 and not gather  # an empty second subtile is not loaded
+    # An empty second subtile is not loaded. In a cluster, each CTA always loads one of the subtiles for both.
+    skips_empty = two_subtiles and cluster == 1 and not gather
     block_k_shift, element_shift = (6, 1) if is_bf16 else (7, 0)
     block_k, cluster_columns = 1 << block_k_shift, BLOCK_N * cluster  # elements of k in a stage; columns of y in a tile
     scale_accumulators = layout.accumulators if by_block else 0
@@ -146,13 +160,17 @@ def make_kernel(config):
 
     @cuda.jit(device=True)
     def look_up_tile(smem, problem, column_tiles, number):
+        """Return a tile's `TileInfo`: the second of two subtiles begins ``subtile_rows`` rows behind the first."""
         if has_bands:
             return get_banded_tile(smem, problem, column_tiles, number)
         return get_tile(smem, problem, number)
 
     @cuda.jit(device=True)
     def publish_tile(smem, scales, tile, stage):
-        """Describe a tile to the consumers, with its first stage, which is empty."""
+        """Describe a tile to the consumers in the slot of its first stage, which must be empty.
+
+        The arrival at the stage's full barrier publishes it. The last word is the scale, the group, or unused.
+        """
         info = uint32(tile_info_offset + 4 * stage)
         smem.i32[info] = tile.row
         smem.i32[info + uint32(1)] = int32(tile.rows | (tile.subtile_rows << 16))
@@ -202,6 +220,7 @@ def make_kernel(config):
         wait, add = make_wgmma_wait(mma_n, 0), make_fma(mma_n)
         load_scales, add_scaled = make_load_shared(mma_n), make_fma_columns(mma_n)
         add_scaled_by_shared = make_fma_shared(mma_n)
+        # A thread needs its accumulators, one wgmma result, and a scale for each of its mma_n / 4 rows of x.
         needed = mma_n // 2 * (layout.accumulators + 1) + mma_n // 4
         scales_fit = promotes and by_block and needed <= ACCUMULATOR_REGISTERS
         scales_stay_shared = promotes and by_block and not scales_fit
@@ -238,7 +257,7 @@ def make_kernel(config):
 
         @cuda.jit(device=True)
         def consume_tile(smem, output, warp, lane, stage, phase, k_blocks, tile):
-            # ---- Main loop over k ----
+            # ---- Main loop over k: all wgmmas of a warpgroup complete within a stage ----
             terms = load_terms(output.inputs, tile, warp, lane, output.n)
             warpgroup_offset = int32((warp >> 2) * (HALF_TILE_ROWS * BLOCK_K_BYTES))
             acc_0, acc_1 = zeros, zeros
@@ -260,12 +279,13 @@ def make_kernel(config):
 
             # ---- Epilogue ----
             if quantises:
-                if tile.column < output.n:
+                if tile.column < output.n:  # a cluster's second tile may lie beyond; the other epilogues test it, too
                     if has_row_terms:
                         acc_0, acc_1 = apply_row_terms(acc_0, terms[0]), apply_row_terms(acc_1, terms[1])
                     store_silu_and_mul(smem, output, warp, lane, acc_0, acc_1, tile)
             elif silu_and_mul:
                 acc = activate(acc_0, acc_1, tile, terms)
+                # There is one subtile, so the second accumulator is not stored.
                 store_tile(smem, output, warp, lane, acc, acc, tile, float32(1))
             else:
                 finish_and_store(smem, output, warp, lane, acc_0, acc_1, tile, terms)
@@ -312,7 +332,7 @@ def make_kernel(config):
         # ---- Barriers ----
         if thread == 0:
             for i in range(stages):
-                mbarrier_init(smem.barriers, full + i, 2 if has_aux else 1)
+                mbarrier_init(smem.barriers, full + i, 2 if has_aux else 1)  # the TMA thread and one auxiliary warp
                 mbarrier_init(smem.barriers, empty + i, CONSUMER_WARPS * cluster)
             fence_mbarrier_init()
         if cluster == 2:  # the other CTA arrives at these barriers, too
@@ -344,7 +364,9 @@ def make_kernel(config):
                 column_tiles = int32((n + cluster_columns - 1) // cluster_columns)
                 if early_weight:
                     # Fill the ring with weights while the kernel before still runs. It may compute x, but the group
-                    # sizes must be older: written by kernels that had completed when it allowed dependents to start.
+                    # sizes and the scales that `publish_tile` reads must be older: written by kernels that had
+                    # completed when it allowed dependents to start. Consumers do not start on these stages before
+                    # the loop below, or an auxiliary warp, adds x: the full barriers expect it, too.
                     number = first_tile()
                     while number < tiles and early < stages:
                         tile = look_up_tile(smem, problem, column_tiles, number)
@@ -360,13 +382,17 @@ def make_kernel(config):
                 number = first_tile()
                 while number < tiles:
                     tile = look_up_tile(smem, problem, column_tiles, number)  # before the wait, which hides its latency
-                    if early == 0:  # an early stage may have been released already: no later phase of it ends
+                    # An early stage was empty, and must not be waited for, here and below: with gathered rows, which
+                    # other warps add, consumers may have released it since, and a wait for parity 1 would not return.
+                    if early == 0:
                         mbarrier_wait_parity(smem.barriers, empty + stage, phase)
                         publish_tile(smem, scales, tile, stage)
                     is_single = skips_empty and tile.rows <= tile.subtile_rows
                     num_bytes = int32(tma_bytes - subtile_bytes) if is_single else int32(tma_bytes)
                     row = tile.row
-                    if cluster == 2:  # each CTA loads half of the rows of x and multicasts them to both
+                    # In a cluster, each CTA loads half of the rows of x and multicasts them to both. They may arrive
+                    # before the other CTA expects their bytes: its own arrival is pending, so the phase does not end.
+                    if cluster == 2:
                         rank = int32(cluster_ctarank())
                         row = int32(row + rank * (tile.subtile_rows if two_subtiles else box_rows))
                         multicast_offset = int32(x_offset + rank * (box_rows * BLOCK_K_BYTES))
@@ -398,12 +424,13 @@ def make_kernel(config):
                 griddepcontrol_launch_dependents()
 
             if has_aux and warp > CONSUMER_WARPS:
-                # ---- Auxiliary warps: each adds block scales and gathered rows of x to every third stage ----
-                # A scale is the product of the row's and the weight block's. They are ordered as a consumer thread
+                # ---- Auxiliary warps: each adds block scales and gathered rows of x for every third k block ----
+                # A scale is the product of the row's and the weight block's, for each accumulator: of two subtiles,
+                # which differ in x, or of gate and up, which differ in weight. They are ordered as a consumer thread
                 # needs them; see `SharedMemoryLayout.scale_pitch`.
                 aux_warp = warp - CONSUMER_WARPS - 1
                 stage, phase = int32(0), uint32(1)
-                skip = int32(aux_warp)  # stages before this warp's next one
+                skip = int32(aux_warp)  # k blocks, counted across tiles, before this warp's next one
                 if gather:
                     indices = int32(row_index_offset + aux_warp * row_indices)
                     x_rows, row_bytes = source.x_rows, uniform(source.row_bytes)
@@ -462,6 +489,7 @@ def make_kernel(config):
             # ==== Consumer warpgroups ====
             setmaxnreg_inc()
             stage, phase = int32(0), uint32(0)
+            # Tell the compiler which values are the same in a warp.
             u8, barriers = to_uniform_array(smem.u8), to_uniform_array(smem.barriers)
             smem = SharedMemory(u8, smem.i32, to_uniform_array(smem.f32), barriers)
             warp = to_uniform(warp)
@@ -470,7 +498,7 @@ def make_kernel(config):
                 stage, phase = to_uniform(stage), uint32(to_uniform(int32(phase)))
                 mbarrier_wait_parity(smem.barriers, full + stage, phase)
                 row, rows, column, info = ld_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage))
-                cuda.syncwarp()  # lane 0 releases the stage for all lanes
+                cuda.syncwarp()  # all lanes have read the description before lane 0 releases the stage
                 output_tile = OutputTile(
                     to_uniform(row),
                     to_uniform(int32(rows & 0xFFFF)),
