@@ -1,14 +1,25 @@
 """K-grouped GEMM kernel: the gradient of the weights, out[g] = a[rows of g].T @ b[rows of g].
 
-Persistent, warp-specialised CTAs compute the tiles of all groups' outputs. Both operands are MN-major: a stage holds 64
-rows, which are wgmma's K, of 128 columns of a and ``block_k`` columns of b, in TMA boxes of 64 columns. One producer
-thread issues the loads; each of two consumer warpgroups multiplies 64 columns of a by all columns of b. A stage's full
-barrier completes when its data have arrived, its empty barrier when all consumer warps have read them.
+Persistent, warp-specialised CTAs compute the tiles of all groups' outputs. An output is n x k, as the weights are, so
+the letters differ from wgmma's: n are columns of a, wgmma's M; k are columns of b, wgmma's N; and a group's rows are
+wgmma's K, over which the main loop runs. Both operands are MN-major.
+
+A stage holds 64 rows of 128 columns of a and ``block_k`` columns of b, in TMA boxes of 64 columns. One producer thread
+issues the loads; each of two consumer warpgroups multiplies 64 columns of a by all columns of b. The two CTAs of a
+cluster compute neighbouring tiles of n in step: each loads its own a, and half of b for both by multicast.
+
+Each stage has two barriers:
+
+- full: the producer arrives and expects the bytes of the whole stage, with what the other CTA multicasts into it;
+- empty: each consumer warp arrives when it has read the stage, in both CTAs of a cluster, as both write to it.
 
 The last stage of a group may contain rows of the next group, or rows of no group. Consumer warpgroup 0 overwrites them
-with zeros in both operands, because zeros in one would not cancel infinities and NaN in the other. Warpgroup 1 waits
-for these zeros. Warpgroup 0 never waits for warpgroup 1, so it may run ahead: then its epilogue overlaps the main loop
-of warpgroup 1.
+with zeros in both operands, because zeros in one would not cancel infinities and NaN in the other. Its four warps then
+arrive on a "masked" barrier, on which both warpgroups wait. Warpgroup 0 never waits for warpgroup 1, so it may run
+ahead: then its epilogue overlaps the main loop of warpgroup 1.
+
+The producer describes a tile in shared memory, at the index of the tile's first stage, before it arrives on that
+stage's full barrier. A group without rows takes a stage for its description alone.
 """
 
 from functools import cache
@@ -63,8 +74,9 @@ def make_store_chunks(config, chunk=0):
     """Make ``store_chunks(smem, map_out, buffers, lane, acc, group, n_at, k_at, n, k)``: store a warp's 16 rows.
 
     It stores the chunks from ``chunk`` on; a chunk is 128 bytes of each row. A warp writes it to one of its two
-    buffers, which a TMA store reads while the warp writes the next chunk to the other one. The rows begin at row
-    ``n_at`` and column ``k_at`` of the group's n x k outputs; the tensor map clips what lies beyond these.
+    buffers, which a TMA store reads while the warp writes the next chunk to the other one. No other warp uses these
+    buffers, so warps need no barrier. The rows begin at row ``n_at`` and column ``k_at`` of the group's n x k outputs;
+    the tensor map clips what lies beyond these.
     """
     columns, block_k = config.store_columns, config.block_k
     first, buffer = chunk * columns, chunk % 2 * STORE_BYTES
@@ -77,12 +89,12 @@ def make_store_chunks(config, chunk=0):
 
     @cuda.jit(device=True)
     def store_chunks(smem, map_out, buffers, lane, acc, group, n_at, k_at, n, k):
-        if elect_sync(FULL_MASK):
+        if elect_sync(FULL_MASK):  # always the same lane: bulk groups belong to the thread that commits them
             wait_read()  # an earlier store has read this buffer
         cuda.syncwarp()
-        if is_float32:
+        if is_float32:  # where the lane stores two accumulators
             row, vector, rest = int32(lane >> 2), int32((lane & 3) >> 1), int32((lane & 1) << 3)
-        else:
+        else:  # which row's vector the lane addresses for stmatrix
             row, vector, rest = int32(lane & 15), int32(lane >> 4), int32(0)
         offset = int32(buffers + buffer + row * 128 + ((vector ^ (row & 7)) << 4) + rest)  # swizzled as the map says
         write_rows(smem, offset, acc)
@@ -134,7 +146,7 @@ def make_kernel(config):
         thread = int32(cuda.threadIdx.x)
         lane, warp = int32(thread & 31), int32(thread >> 5)
 
-        # ---- Barriers ----
+        # ---- Barriers; both CTAs of a cluster use them, so both wait until all are initialised ----
         if thread == 0:
             for stage in range(stages):
                 mbarrier_init(barriers, full + stage, 1)
@@ -175,7 +187,7 @@ def make_kernel(config):
                     first_row, rows = group_rows(problem, group)
                     n_at, k_at = int32(n_tile * BLOCK_N), int32(k_tile * block_k)
 
-                    # The tile's first stage describes it to the consumers; without rows that stage holds no data.
+                    # Describe the tile to the consumers; the first wait below is then for the same phase again.
                     mbarrier_wait_parity(barriers, empty + stage, phase)
                     st_shared_s32x4(smem_i32, int32(tile_info_offset + 4 * stage), rows, n_at, k_at, group)
                     if rows == 0:
@@ -205,7 +217,10 @@ def make_kernel(config):
             # ==== Consumers: two warpgroups multiply and store ====
             setmaxnreg_inc()
             stage, phase = int32(0), uint32(0)
-            mask, mask_phase = int32(0), uint32(0)  # the next masked barrier; a group with a partial stage uses one
+            # The next masked barrier; a tile with a partial stage uses one. Warpgroup 1 must release a stage before
+            # warpgroup 0 gets it again, so warpgroup 0 is less than a whole ring of stages ahead. With as many masked
+            # barriers as stages it cannot complete a second phase of one on which warpgroup 1 still waits.
+            mask, mask_phase = int32(0), uint32(0)
             smem, barriers, warp = uniform_array(smem), uniform_array(barriers), uniform(warp)
             buffers = int32(epilogue_offset + warp * (2 * STORE_BYTES))
             tile = int32(cuda.blockIdx.x >> cluster_shift)
@@ -249,6 +264,7 @@ def make_kernel(config):
                         cuda.syncwarp()
                         if lane == 0:
                             mbarrier_arrive(barriers, masked + mask)
+                    # Warpgroup 0 waits, too: each of its warps zeroed a part only.
                     mbarrier_wait_parity(barriers, masked + mask, mask_phase)
                     a, b = descriptor(smem, offset + a_offset), descriptor(smem, offset + b_offset)
                     acc = wait(wgmma(acc, a, b))
@@ -257,7 +273,7 @@ def make_kernel(config):
                     stage, phase = advance(stage, phase)
                     mask, mask_phase = advance(mask, mask_phase)
 
-                # ---- Epilogue ----
+                # ---- Epilogue: a warp stores 16 rows; a group without rows has zeros, which need not be added ----
                 if not accumulate or rows > 0:
                     warp_n_at = int32(n_at + warp * STORE_ROWS)
                     store_chunks(smem, map_out, buffers, lane, acc, group, warp_n_at, k_at, n, k)

@@ -4,6 +4,16 @@ Persistent CTAs compute the tiles of all groups. There are no producer warps: al
 all warps multiply what it holds. The copies run ahead by ``stages - 1`` stages and do not stop at the end of a tile, so
 the epilogue of a tile hides the latency of the next one's first loads.
 
+Pipeline
+    There are no mbarriers. Each thread commits its copies of a stage as one group, also behind the last tile.
+    Let a warp multiply stage i. Meanwhile it copies stage i + ``stages`` - 1 to the place of stage i - 1. Before the
+    last step of stage i the thread waits until at most ``stages`` - 2 groups are in flight, so its copies of stage
+    i + 1 have arrived. One ``__syncthreads`` then says two things: all threads' copies of stage i + 1 have arrived, and
+    all warps have loaded their last fragments of stage i, whose place may be overwritten.
+
+    CTA c computes tiles c, c + gridDim.x and so on. All threads look a tile up when the copies reach it, up to
+    ``stages`` tiles ahead, and thread 0 leaves its description for the epilogue, in one of ``stages`` + 1 slots.
+
 Copies
     A stage holds a part of k: 64 or 128 bytes of each row of the tile, in 16-byte vectors. Neighbouring threads copy
     neighbouring vectors of a row by ``cp.async``, so that a warp reads whole sectors. A thread copies the same vector
@@ -12,10 +22,10 @@ Copies
     lies behind the end of k.
 
     The same vector of all rows would be in the same banks, because the rows of a stage are 64 or 128 bytes apart. So
-    vector v of a row is at position v ^ phase, where the phase depends on the row. ``ldmatrix`` reads one vector of
-    eight rows at a time: their phases differ, so they are in different banks. The exclusive or permutes the vectors
-    that ``cp.async`` writes within their rows, so the writes have no bank conflicts either. Padding, the alternative,
-    needs more memory.
+    vector v of a row is at position v ^ phase, where the phase of this swizzle depends on the row. ``ldmatrix`` reads
+    one vector of eight rows at a time; their phases put them into different banks. The exclusive or permutes the
+    vectors that ``cp.async`` writes within their rows, so the writes have no bank conflicts either. Padding, the
+    alternative, needs more memory.
 
 Main loop
     The operands of ``mma.sync`` are in registers. A warp must therefore load them from shared memory by ``ldmatrix``,
@@ -108,11 +118,11 @@ class Work(NamedTuple):
 
 
 class CopyState(NamedTuple):
-    """The stage that a CTA copies next."""
+    """The stage that a CTA copies next, which is ``stages`` - 1 ahead of the one that it multiplies."""
 
     tile: Any
     k_block: Any
-    stage: Any  # u8
+    stage: Any  # u8: where the stage begins in the ring
     slot: Any  # of the tile's description in shared memory
     weight_base: Any  # offset of the group's weight, bytes
 
@@ -129,7 +139,7 @@ class Copy(NamedTuple):
     weight_target: Any  # u8
 
 
-# Code that is repeated: for each step of a stage, and for each row of a lane
+# ==== Code that is repeated: for each step of a stage, and for each row of a lane ====
 
 
 @cache
@@ -142,7 +152,7 @@ def make_issue_copies(config, layout, part=0, parts=1):
     x_first, x_last = min(first, x_copies), min(last, x_copies)
     weight_first, weight_last = max(first - x_copies, 0), max(last - x_copies, 0)
     pass_bytes = rows_per_pass * config.block_k_bytes
-    # Bit 4 of a row is in its phase; with 16 rows per pass it is set in every other pass.
+    # In weight, the phase has bit 4 of the row (see `describe_copy`); with 16 rows per pass it flips from pass to pass.
     flip = (4 if layout.vectors == 8 else 2) << 4 if rows_per_pass == 16 else 0
 
     @cuda.jit(device=True)
@@ -163,9 +173,10 @@ def make_issue_copies(config, layout, part=0, parts=1):
 def make_load_fragments(config):
     """Make ``a = load_a(array, x)`` and ``b = load_b(array, weight)``, which load a warp's operands of one step.
 
-    Their second arguments are the lane's offsets in bytes. Part j of 8 columns of a warp's tile is made of the rows
-    ``8 c + 2 (j % 4) + i`` of each 32 rows of weight, for c from 0 to 3 and i from 0 to 1. A lane's accumulators of
-    four parts are then 8 neighbouring columns of y.
+    Their second arguments are the lane's offsets in bytes. ``mma.sync`` multiplies parts of 8 rows of weight. Of each
+    32 rows, part j (0 to 3) has the rows ``8 c + 2 j + i``, for c from 0 to 3 and i from 0 to 1, as its columns
+    ``2 c + i``. Lane c of a quad has columns 2 c and 2 c + 1 of each part: with four parts 8 neighbouring columns of y.
+    One ``ldmatrix`` loads two parts, so ``load_b`` issues two for each 32 rows.
     """
     pitch = config.block_k_bytes
     parts = [COLUMN_GROUP * group + first for group in range(config.warp_n // COLUMN_GROUP) for first in (0, 4)]
@@ -238,6 +249,9 @@ def make_load_factors(config, i=0):
         return (factor,) + load_more(scales, rows, weight_index, up, x_index, k_block)
 
     return load_factors
+
+
+# ==== The kernel ====
 
 
 @cache
@@ -400,6 +414,8 @@ def make_kernel(config):
         cuda.syncthreads()
 
         # ---- Fragments: where a lane's rows for ldmatrix begin in a stage, and those of the first step ----
+        # Lane r of each eight addresses row r of a matrix. In x, bit 3 of the lane selects the matrix 8 rows below, and
+        # bit 4 the next vector; in weight bit 3 selects the vector, and bit 4 the next part (`make_load_fragments`).
         warp_row, warp_column = warp // warps_n, warp % warps_n
         r = int32(lane & 7)
         phase = int32(r >> phase_shift)  # of the rows of x and of weight alike
@@ -431,14 +447,14 @@ def make_kernel(config):
                 up, x_index = int64(n_blocks) * step_of_scales(k_blocks), group * scale_group_stride
                 factors = load_factors(scales, scale_rows, weight_index, up, x_index, int32(0))
 
-            # ---- Main loop over k, a stage at a time ----
+            # ---- Main loop over k, a stage at a time; ``a`` and ``b`` are always loaded a step ahead ----
             d = zeros
             for k_block in range(k_blocks):
                 copy = describe_copy(operands, x_offsets, weight_offsets, work.tiles, ahead, thread)
                 next_stage = int32(stage + stage_bytes)
                 next_stage = int32(0) if next_stage == ring_bytes else next_stage
                 x_at, weight_at = int32(stage + x_fragment), int32(stage + weight_fragment)
-                if by_block:
+                if by_block:  # a stage has the 128 elements of k of one block
                     next_k_block = int32(min(int32(k_block + 1), int32(k_blocks - 1)))
                     next_factors = load_factors(scales, scale_rows, weight_index, up, x_index, next_k_block)
                 product = zeros if promotes else d
@@ -492,6 +508,6 @@ def make_kernel(config):
                 store_rows(y, index, y_pitch, int32(rows - first), columns_left, d, scale)
             tile, slot = int32(tile + int32(cuda.gridDim.x)), int32(slot + 1)
             slot = int32(0) if slot == tile_slots else slot
-        wait_for_all()
+        wait_for_all()  # copies write to shared memory, which ends with the CTA
 
     return grouped_gemm_mma, layout.bytes

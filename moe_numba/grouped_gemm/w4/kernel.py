@@ -4,10 +4,22 @@ The kernel computes the transposed product, y.T = weight @ x.T: rows of weight a
 rows of x per group it is limited by reading weights, so codes pass through shared memory once and stay 4 bits wide:
 each thread decodes its operand A in registers. Rows of x are operand B, in shared memory.
 
-A CTA has two or four consumer warpgroups and a producer warpgroup, which fills a ring of stages in shared memory. A
-stage holds one or two weight tiles for each consumer warpgroup, 64 rows by 64 elements of k each (``packing.py``), and
-the same columns of the tile's rows of x. Its full barrier completes when its data have arrived, its empty barrier when
-all consumer warps have read it.
+Warps
+    The first two or four warpgroups are consumers: each multiplies its own 64 rows of weight by all of the tile's rows
+    of x. The last warpgroup fills a ring of stages in shared memory. One thread of its first warp issues TMA and bulk
+    loads; its three other warps copy gathered rows of x by ``cp.async``, if there are any. These producers need few
+    registers, and ``setmaxnreg`` moves theirs to the consumers.
+
+Stages and barriers
+    A stage holds one or two weight tiles for each consumer warpgroup, 64 rows by 64 elements of k each
+    (``packing.py``), and the same columns of the tile's rows of x. On its full barrier the TMA producer arrives and
+    expects the bytes; with gathered rows the warp that copied them arrives as well. On its empty barrier each consumer
+    warp arrives when it has read the stage, weights and x.
+
+Tiles
+    CTA c computes tiles c, c + gridDim.x and so on. The ring goes on from one tile to the next, so producers load a
+    tile while consumers store the one before. Producers look tiles up; the TMA producer describes each to the consumers
+    in shared memory, at the index of the tile's first stage, before it arrives on that stage's full barrier.
 
 `make_kernel`, at the end, has the kernel: barriers, producers and the consumers' loop. What consumers do with a tile
 differs with wgmma's N and stands above it: main loops over k, stores of activated rows, `make_compute_tile`.
@@ -75,7 +87,7 @@ def make_mma_sync_loop(n, config, layout):
 
     Its registers of A and of the accumulators are those of wgmma. Each warp loads the rows of x as B by ``ldmatrix``:
     lane ``8 i + r`` addresses vector i, and then vector ``i + 4``, of 16 bytes of row r, which the swizzle of TMA has
-    put to place ``i ^ r``.
+    put to place ``i ^ r``. A stage has two weight tiles, unless k ends with the first.
     """
     mma, load_rows = make_mma("bf16", 16, n), make_ldmatrix_x4(tuple(range(0, 128 * n, 1024)))
     load_tile, advance, zeros = make_load_tile(config, layout), make_advance(config.stages), (np.float32(0),) * (n // 2)
@@ -140,7 +152,7 @@ def make_simple_loop(n, config, layout):
                 acc = wgmma(acc, a, wgmma_descriptor(smem.u8, int32(stage * stage_bytes + tile * subtile_bytes)))
                 wait_registers(a)
                 acc = wait(acc)
-            if lane == 0:
+            if lane == 0:  # for all lanes: the wait was warp-synchronous, and they read their codes before it
                 mbarrier_arrive(smem.barriers, empty + stage)
             stage, phase = advance(stage, phase)
             left = int32(left - stage_tiles)
@@ -154,7 +166,8 @@ def make_overlapped_loop(n, config, layout):
     """Make a main loop with two sets of registers of A: a tile is decoded while the wgmmas of the previous one run.
 
     Tiles alternate between ``a_0`` and ``a_1``. Before a set is decoded anew, the thread waits for the wgmmas that read
-    it, and releases the stage that they read; those of the other set may still run.
+    it; those of the other set may still run. Then it releases the stage that the completed wgmmas read. If a stage has
+    two tiles, it does so after the second, in ``a_1``: the wgmmas of ``a_0`` complete first.
     """
     wgmma, wait = make_wgmma_tile_rs(n, "bf16", STEPS), make_wgmma_wait(n, 0)
     wait_tile, wait_both = make_wgmma_wait_registers(REGISTERS, 1), make_wgmma_wait_registers(2 * REGISTERS, 0)
@@ -287,8 +300,8 @@ def make_compute_tile(sizes, config, layout):
         if is_last or tile.subtile_rows > next_n:
             # Biases are loaded before the main loop, which hides their latency.
             if activates:
-                # Of 16 rows of weight that a warp multiplies the first eight are rows of gate, and the others the rows
-                # of up that belong to them. So a thread has a gate and its up, and the activation needs no exchange.
+                # A warp multiplies 16 rows of weight: eight rows of gate, then the eight rows of up that belong to
+                # them. So a thread has a gate and its up, and the activation needs no exchange.
                 # The biases of a group are in the order of the rows of weight before packing.
                 bias_gate, bias_up = float32(0), float32(0)
                 if has_bias:
@@ -351,12 +364,19 @@ def make_kernel(config):
 
     @cuda.jit(device=True)
     def count_boxes(info):
-        """Return the number of TMA loads that copy a tile's rows of x for one weight tile."""
+        """Return the number of TMA loads that copy a tile's rows of x for one weight tile.
+
+        They copy ``subtile_rows`` rows, as many in each tile of a group: a multiple of 8, of which the tile has the
+        first ``rows``. wgmma multiplies what shared memory holds in further rows; the epilogue does not store these.
+        """
         return int32(0) if gather else divide(int32(info.subtile_rows + box_rows - 1), box_rows)
 
     @cuda.jit(device=True)
     def publish_tile(smem, info, stage):
-        """Store a tile for the consumers; ``stage`` is the tile's first one, and empty."""
+        """Store a tile for the consumers; ``stage`` is the tile's first one, and empty.
+
+        Consumers read it after the stage's full barrier, on which this thread arrives afterwards.
+        """
         g, row, rows, subtile_rows, n_tile = info
         to = uint32(tile_info_offset + 4 * stage)
         smem.i32[to] = row
@@ -415,7 +435,7 @@ def make_kernel(config):
                 mbarrier_init(smem.barriers, empty + stage, consumer_warps)
             fence_mbarrier_init()
 
-        # ---- Tiles of all groups; `count_tiles` synchronises the CTA ----
+        # ---- Tiles of all groups; `count_tiles` synchronises the CTA, so all threads see the barriers ----
         if not early_weight:
             griddepcontrol_wait()
         problem = Problem(lengths, starts, groups, total_rows, capacity)
@@ -446,12 +466,15 @@ def make_kernel(config):
                 tile = int32(cuda.blockIdx.x)
                 while tile < tiles:
                     info = get_tile(smem, problem, tile)  # before the wait, which hides its latency
-                    if early == 0:  # an early stage with gathered rows may have been released: no later phase ends
+                    # A tile that begins in an early stage is already described, and nothing waits for early stages:
+                    # once consumers have released one, which they may if rows are gathered, the parity has flipped, and
+                    # the wait would last until they release it again.
+                    if early == 0:
                         mbarrier_wait_parity(smem.barriers, empty + stage, phase)
                         publish_tile(smem, info, stage)
                     boxes = count_boxes(info)
                     for k_tile in range(0, k_tiles, stage_tiles):
-                        if early > 0:
+                        if early > 0:  # the weights are loaded, and only rows of x are missing
                             early = int32(early - 1)
                         else:
                             mbarrier_wait_parity(smem.barriers, empty + stage, phase)
@@ -480,8 +503,9 @@ def make_kernel(config):
                         if skip == 0:
                             mbarrier_wait_parity(smem.barriers, empty + stage, phase)
                             for i in range(x_tiles_of(int32(min(stage_tiles, k_tiles - k_tile)))):
+                                # `copy_rows` counts the ring in tiles of x, not in stages.
                                 to = int32(stage_tiles * stage + i)
-                                # k_tile + i; see `x_tiles_of`
+                                # This is k_tile + i, written so for the reason in `x_tiles_of`.
                                 x_tile = int32(k_tile // stage_tiles * stage_tiles + i)
                                 copy_rows(smem, indices, lane, to, x_tile, source, info)
                             wait_rows()

@@ -5,6 +5,10 @@ multiplications. Here each warp computes a few dot products: its lanes load adja
 rows, several of them at once, and multiply in float32. The first kernel computes an assignment's activations, the
 second the weighted sum of a token's experts, so no other launch is needed.
 
+Warps do not cooperate: there is no shared memory and no barrier. An item is the work of a warp, ``columns`` results. A
+lane loads a batch of vectors of all of the warp's rows to registers, and then multiplies them; sums over the lanes are
+taken by shuffles, once at the end.
+
 The second kernel loads its first weights before ``griddepcontrol.wait``, while the first one still runs: it needs only
 ``topk_ids``, which the first kernel has waited for before it let the second one start.
 """
@@ -111,6 +115,7 @@ def make_decode_gate_up_kernel(shape: DecodeShape, activation="silu", alpha=ALPH
             for i in range(rows):
                 sums[i] = float32(0)
             for step in range(0, steps, batch):
+                # Issue all loads of a batch before the first multiplication, which waits for them.
                 for b in range(batch):
                     offset = (step + b) * 32 * VECTOR
                     is_inside = is_whole or int32(lane + (step + b) * 32) < num_vectors
@@ -180,7 +185,10 @@ def make_decode_down_kernel(shape: DecodeShape, has_shared):
 
     @cuda.jit(device=True)
     def multiply(activated, own_expert, own_weight, row, lane, first, words, sums):
-        """Add the products of the vectors of ``words`` with the activations, from row ``row`` on, times weights."""
+        """Multiply the vectors in ``words`` by activations and routing weights, and add the products to ``sums``.
+
+        The activations of the token's first assignment are in row ``row``.
+        """
         xs = cuda.local.array(words_of_x, uint32)
         for b in range(batch):
             for j in range(4):
@@ -213,6 +221,7 @@ def make_decode_down_kernel(shape: DecodeShape, has_shared):
         item = item if is_inside else int32(0)
         token = int32(uint32(item) // uint32(warps_per_token))
         column = int32(item - token * warps_per_token) * columns
+        # Lane k keeps expert and routing weight of the token's assignment k; the other lanes get them by shuffles.
         own_expert, own_weight = int32(-1), float32(0)
         if is_inside and lane < topk:
             given = topk_ids[int64(token) * token_stride + int64(lane) * column_stride]
@@ -226,7 +235,7 @@ def make_decode_down_kernel(shape: DecodeShape, has_shared):
             own_weight = topk_weights[int64(token) * topk + lane]
         for c in range(columns):
             sums[c] = float32(0)
-            if has_bias and own_expert >= 0:
+            if has_bias and own_expert >= 0:  # lane k begins with the bias of expert k: the warp's sum has each once
                 sums[c] = own_weight * load_bias(bias, int64(own_expert) * hidden + (column + c))
         for first in range(0, steps, batch):
             multiply(activated, own_expert, own_weight, token * topk, lane, first, words, sums)

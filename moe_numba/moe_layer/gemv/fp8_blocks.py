@@ -6,7 +6,10 @@ each at a time: two ``m16n8k32``, whose eight columns are all the same vector. W
 instruction does not matter, if it is the same for weights and vector. So a lane loads 16 adjacent bytes of two rows:
 its registers of A for both instructions.
 
-Each kernel quantises its vector per 128 elements in shared memory, so that no launch is needed for that.
+Each kernel quantises its vector per 128 elements in shared memory, so that no launch is needed for that. In the first
+kernel all warps of a CTA multiply the same token: they quantise it together, and one ``__syncthreads`` follows. In the
+second each warp has its own expert's activations, and loads its first weights before ``griddepcontrol.wait``; the warps
+meet once, to add their sums. Weights go to registers, a batch of chunks at a time, and never to shared memory.
 """
 
 from functools import cache
@@ -80,7 +83,11 @@ def make_quantise(lanes):
 
 @cache
 def make_multiply_chunk():
-    """Make ``multiply(a, b, x)``: the sums of two rows' 16 bytes per lane, of rows ``lane // 4`` of ``a`` and ``b``."""
+    """Make ``multiply(a, b, x)``, which multiplies a chunk of 16 rows by the vector; return a lane's two results.
+
+    Lane l has 16 bytes of two rows: ``a`` is of row ``l // 4`` of the MMA, ``b`` of row ``l // 4 + 8``, and ``x`` has
+    the same 16 of the 64 bytes of the vector. The MMA sums over the four lanes of a row; all four get the results.
+    """
     first, add = make_mma("e4m3", accumulate=False), make_mma("e4m3")
 
     @cuda.jit(device=True)
@@ -120,6 +127,7 @@ def make_decode_fp8_gate_up_kernel(shape: DecodeFp8Shape):
                     for j in range(4):
                         values[8 * half + 2 * j] = low_half(uint32(pairs[j]))
                         values[8 * half + 2 * j + 1] = high_half(uint32(pairs[j]))
+            # All lanes take part in the shuffles, those without a vector with zeros.
             a, b, c, d, scale = quantise(values)
             if vector < vectors:
                 st_shared_s32x4(x_words, 4 * vector, a, b, c, d)
@@ -142,6 +150,7 @@ def make_decode_fp8_gate_up_kernel(shape: DecodeFp8Shape):
             column = int32(first + (lane >> 2))
             gate = (int64(expert) * (2 * intermediate) + column) * hidden + 16 * (lane & 3)
             up = gate + int64(intermediate) * hidden
+            # A block scale is for 128 rows, so the warp's rows share it, and for 128 elements of k, two chunks.
             blocks = int64(expert) * row_blocks + (first >> 7)
             gate_scales = blocks * scales_per_row
             up_scales = (blocks + (intermediate >> 7)) * scales_per_row
@@ -150,6 +159,7 @@ def make_decode_fp8_gate_up_kernel(shape: DecodeFp8Shape):
             quantise_token(x, token, x_words, x_scales)
             cuda.syncthreads()
             for start in range(0, chunks, batch):
+                # Load a batch: of each chunk four words of gate, four of up, and their two scales.
                 for i in range(batch):
                     if is_whole or start + i < chunks:
                         a = ld_nc_na_s32x4(w13, gate + CHUNK * (start + i))
@@ -196,6 +206,7 @@ def make_decode_fp8_down_kernel(shape: DecodeFp8Shape, has_shared):
 
     @cuda.jit(device=True)
     def load_weights(w2, w2_scale, weights, weight_scales, start, words, scales):
+        """Load a batch: of each chunk four words of a row, four of the row eight below, and their common scale."""
         for i in range(batch):
             if is_whole or start + i < chunks:
                 a = ld_nc_na_s32x4(w2, weights + CHUNK * (start + i))
@@ -256,6 +267,7 @@ def make_decode_fp8_down_kernel(shape: DecodeFp8Shape, has_shared):
                         low, high = cuda.fma(scale, products[0], low), cuda.fma(scale, products[1], high)
                 if start + batch < chunks:
                     load_weights(w2, w2_scale, weights, weight_scales, start + batch, words, scales)
+        # ---- Add the sums of the warps, one for each expert ----
         if (lane & 3) == 0:
             weight = topk_weights[int64(token) * topk + warp]
             sums[warp * MMA_ROWS + (lane >> 2)] = weight * low if has_expert else float32(0)

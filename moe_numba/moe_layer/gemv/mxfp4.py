@@ -5,6 +5,12 @@ all that vector. The weights are packed for wgmma (``grouped_gemm/w4/packing.py`
 of k. A warp reads a quarter of a tile, 16 rows: each lane loads 16 bytes of codes and a word of scales, and decodes
 them to its registers of A for four ``m16n8k16``. Warps with the same rows split k, and their sums are added in a fixed
 order.
+
+Weights go to registers, a batch of tiles at a time. A warp loads the first batch before it stages the vector in shared
+memory (in the second kernel even before ``griddepcontrol.wait``), and each further one when it has multiplied the batch
+before. In the first kernel all warps stage a token for all; in the second each warp stages what it multiplies, its part
+of its expert's activations. At the end of both, warps leave their sums in shared memory, and after ``__syncthreads``
+one thread for each result adds them.
 """
 
 from functools import cache
@@ -72,8 +78,9 @@ def launch_bounds_of(threads):
 def make_stage_vector(k):
     """Make ``stage_vector(vectors, row, words, first, tile, index)``, which copies 16 bytes to shared memory.
 
-    They are elements ``8 * index`` to ``8 * index + 7`` of a tile, of a vector of k elements. Lane q of a quad needs
-    two of them, and has its words of a tile next to each other: this one is word ``8 q + index``.
+    They are elements ``8 * index`` to ``8 * index + 7`` of a tile, of a vector of k elements. As B of ``mma.sync`` lane
+    q of a quad takes elements 2 q and 2 q + 1 of every eight, which are word q of the four loaded here. Its eight words
+    of a tile lie next to each other, from word ``8 q`` on, so that it loads them with two instructions.
     """
 
     @cuda.jit(device=True)
@@ -92,9 +99,10 @@ def make_multiply_rows(k, splits):
     - ``load(weights, place, start, end, words)`` loads a lane's codes and scales of some tiles along k, from ``start``
       on, to ``words``, which has ``num_words``.
     - ``low, high = multiply(weights, place, lane, begin, end, words, x_words, x_first)`` returns the products of rows
-      ``lane // 4`` and ``lane // 4 + 8``, and tiles ``begin`` to ``end``; ``words`` has the first of these.
+      ``lane // 4`` and ``lane // 4 + 8`` and tiles ``begin`` to ``end``. The caller has loaded the first batch to
+      ``words``; the vector's tile t is in ``x_words`` from ``x_first + _VECTOR_WORDS * t`` on.
 
-    ``place`` has the lane's int32 indices of the codes and of the scales in the first tile of the rows.
+    ``place`` has the lane's indices of the codes and of the scales in the first tile of the rows (`place_of`).
     """
     part = part_of(k, splits)
     batch = -(-part // -(-part // _MAX_BATCH))
@@ -134,7 +142,7 @@ def make_multiply_rows(k, splits):
 
 @cuda.jit(device=True)
 def place_of(first_tile, quarter, lane):
-    """Return a lane's indices of the codes and of the scales of a quarter of a tile, whose number is int64."""
+    """Return a lane's indices, in words, of the codes and the scales of a quarter of tile ``first_tile`` (int64)."""
     codes = first_tile * _TILE_WORDS + (128 * quarter + 4 * lane)
     return codes, first_tile * _TILE_WORDS + (_CODE_WORDS + 8 * quarter + (lane >> 2))
 
@@ -165,6 +173,7 @@ def make_decode_mxfp4_gate_up_kernel(shape: DecodeMxfp4Shape, activation="silu",
         token = int32(uint32(assignment) // uint32(topk))
         given = topk_ids[int64(token) * token_stride + int64(assignment - token * topk) * column_stride]
         if given >= 0 and given < num_experts:  # the same for all threads of the CTA
+            # Four warps have the quarters of the tile's rows; each further four have the next part of k.
             expert, begin = int32(given), int32((warp >> 2) * part)
             end = min(int32(begin + part), int32(k_tiles))
             place = place_of((int64(expert) * row_tiles + row_tile) * k_tiles, warp & 3, lane)
@@ -229,6 +238,7 @@ def make_decode_mxfp4_down_kernel(shape: DecodeMxfp4Shape, has_shared):
         griddepcontrol_launch_dependents()
         low, high = float32(0), float32(0)
         if has_expert:
+            # Tiles are numbered from the beginning of k, but the warp stages its own part only: tile ``begin`` first.
             x_first = int32(warp * words_of_part - begin * _VECTOR_WORDS)
             for vector in range(8 * begin + lane, 8 * end, 32):
                 stage_vector(activated, token * topk + own, x_words, x_first, vector >> 3, vector & 7)
