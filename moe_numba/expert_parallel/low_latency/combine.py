@@ -5,12 +5,23 @@ the token's experts, and round to bfloat16. The source sums the ranks' rows in r
 Rows that stayed in their slots are sums already: they are pushed as they are, and the result equals that of
 `Buffer.combine` bit for bit.
 
-Some CTAs push sums to the other ranks (`LowLatencyShape.ctas_per_sender`). The others receive meanwhile, and sum the
-rows of the rank's own experts for its own tokens. A call with a receive hook has a kernel for each phase; the first one
-pushes these sums as well, because the caller may overwrite the rows before the second one.
+The first CTAs push sums to the other ranks (`LowLatencyShape.ctas_per_sender`). The others receive meanwhile, and sum
+the rows of the rank's own experts for its own tokens. A call with a receive hook has a kernel for each phase; the first
+one pushes these sums as well, because the caller may overwrite the rows before the second one.
 
-Every rank also posts to all others that it has started, and waits for them at the end: no rank can be two combines
-ahead of another. Protocols and timeouts: `protocol.py`. Memory map: `layout.py`.
+As in dispatch, CTAs take **items** in turn, parts of rows: a sender those of other ranks' slots, a receiver those of
+its own tokens. A thread moves and sums vectors of eight elements in registers; there is neither shared memory nor an
+mbarrier. What says that data has arrived:
+
+- A weight and the operation's number are one 8-byte word, which the sender of the sum polls.
+- If data is its own flag, the thread that needs a vector of a sum polls it until it holds no sentinel, and stores the
+  sentinel again. A thread polls the vectors of several ranks at a time.
+- With flags after data, the CTA stores its part of a sum, synchronises, and one thread fences and stores its flag. All
+  threads of the receiving CTA poll the flags with acquire, and then load the sums once.
+
+Operation ``number`` uses half ``number & 1`` of the slots. Every rank also posts to all others that it has started, and
+waits for them at the end: no rank can be two combines ahead of another. Protocols and timeouts: `protocol.py`. Memory
+map: `layout.py`.
 """
 
 from functools import cache
@@ -84,7 +95,10 @@ def round_sums(sums, words):
 
 @cache
 def make_low_latency_combine(shape):
-    """Make the kernel, for CTAs of ``shape.threads`` threads, all of which must be resident at once."""
+    """Make the kernel, for CTAs of ``shape.threads`` threads.
+
+    All CTAs must be resident at once, because each may wait for what any CTA of any rank sends.
+    """
     # Choices at compile time: Numba removes branches on them.
     sends, receives, reads_own_rows = shape.sends, shape.receives, shape.reads_own_rows
     data_is_flag, weighted, combines_fp8 = shape.data_is_flag, shape.expert_major, shape.combines_fp8
@@ -175,7 +189,7 @@ def make_low_latency_combine(shape):
 
     @cuda.jit(device=True)
     def load_item(x, slot_rows, rank, item, loaded):
-        """Load this lane's row number of an item, a part of a peer's token, and a vector of a row in its slot."""
+        """Load this lane's row number of an item; of a row in its slot also this thread's first vector of the part."""
         tid, row, is_item = int32(cuda.threadIdx.x), int32(-1), item < slots * parts
         if is_item:
             peer, token = slot_at(rank, int32(item // parts), own_slots, num_ranks)
@@ -266,7 +280,7 @@ def make_low_latency_combine(shape):
         if sends:
             number = int32(sent + 1)
             half = int32(number & 1)
-            # ---- Post to all ranks that this one has started ----
+            # ---- Post to all ranks that this one has started: ``started`` is at offset 0 ----
             if block == 0 and tid < num_ranks and masked >> uint32(tid) & uint32(1) == uint32(0):
                 remote = pointer_from_address(peers[tid], local)
                 if data_is_flag:

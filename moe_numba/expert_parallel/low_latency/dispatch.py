@@ -1,13 +1,25 @@
 """Low-latency dispatch kernel: pushes rows to fixed slots of the ranks that have a token's experts, and unpacks slots.
 
-One launch, no counts, no host. Some CTAs send (`LowLatencyShape.ctas_per_sender`): a row once to each other rank that
-has one of its experts. The others receive meanwhile: first the rank's own tokens, which they read from ``x``, then the
-slots. Several CTAs may share a row (`LowLatencyShape.parts`).
+One launch, no counts, no host. The first CTAs send (`LowLatencyShape.ctas_per_sender`): a row once to each other rank
+that has one of its experts. The others receive meanwhile: first the rank's own tokens, which they read from ``x``, then
+the slots. Several CTAs may share a row (`LowLatencyShape.parts`). An **item** of a CTA's work is such a part of a row.
+
+All threads of a CTA do the same: a thread moves 16-byte vectors of a part through its registers, from ``x`` to the
+slots on the target ranks, or from a slot to the output. There are no mbarriers. What says that data has arrived:
+
+- If data is its own flag, all CTAs first send the metadata of all tokens, whose words are stamped with the low bits of
+  the operation's number, and then rows, without any fence. The receiving thread polls each vector until it holds no
+  sentinel, and stores the sentinel again.
+- With flags after data, the CTA stores its part, synchronises, and one warp fences and sends the metadata of this part:
+  its stamp is the flag. All threads of the receiving CTA poll it, with acquire, before they load the part.
+
+The memory of slots is double-buffered: operation ``number`` uses half ``number & 1``. Each CTA counts the operations
+that it has sent and received, in the rank's private state.
 
 Rows keep their slot's place, or are packed by expert. The place of a packed row follows from the experts of all
-earlier slots. Senders send these first, as metadata, to all ranks. Every receiving CTA makes of them a set of slots for
-each expert, as bits in shared memory; a row's place is the number of earlier slots in that set. So the rows of an
-expert are ordered by source rank, then by token.
+earlier slots, which senders send to all ranks as metadata. Every receiving CTA first waits for the metadata of all
+slots, and makes of it a set of slots for each expert, as bits in shared memory; a row's place is the number of earlier
+slots in that set. So the rows of an expert are ordered by source rank, then by token. CTAs agree without communication.
 
 A call with a receive hook has a kernel for each phase. The first one stores a rank's own rows in slots as well: the
 caller may overwrite ``x`` before the second one.
@@ -63,7 +75,10 @@ from moe_numba.ptx.warp import FULL_MASK, redux_sync_add_s32
 
 @cache
 def make_low_latency_dispatch(shape):
-    """Make the kernel, for CTAs of ``shape.threads`` threads, all of which must be resident at once."""
+    """Make the kernel, for CTAs of ``shape.threads`` threads.
+
+    All CTAs must be resident at once, because each may wait for what any CTA of any rank sends.
+    """
     # Choices at compile time: Numba removes branches on them.
     sends, receives, reads_own_rows = shape.sends, shape.receives, shape.reads_own_rows
     data_is_flag, expert_major, in_slots = shape.data_is_flag, shape.expert_major, not shape.expert_major
@@ -90,8 +105,8 @@ def make_low_latency_dispatch(shape):
     metadata_words, metadata_half, id_mask = shape.metadata_words, shape.metadata_half, (1 << ID_BITS) - 1
     part_words = metadata_words if not data_is_flag else 0  # data that is its own flag has no metadata of parts
     vectors_of_slot, metadata_vectors = metadata_words // 4, slots * metadata_words // 4
-    # Shared memory: the metadata of all slots; the set of slots of each expert, with the bits of a source rank in whole
-    # words; the rows of one slot.
+    # Shared memory, only if rows are packed by expert: the metadata of all slots; the set of slots of each expert, with
+    # the bits of a source rank in whole words; the rows of one slot, -1 for an expert of another rank.
     words_of_rank, words_of_expert = shape.bit_words_of_rank, num_ranks * shape.bit_words_of_rank
     sets_offset, places_offset = slots * metadata_words, slots * metadata_words + local_experts * words_of_expert
 
@@ -132,7 +147,7 @@ def make_low_latency_dispatch(shape):
 
     @cuda.jit(device=True)
     def send_metadata(ctx, number, masked, token, part, expert):
-        """Send a token's experts to all ranks, with one warp; lane k has expert k."""
+        """Send a token's experts to all ranks, with one warp; lane k has expert k, and stores word k."""
         lane, repeated = int32(cuda.threadIdx.x & 31), False
         slot = int32(ctx.rank * max_tokens + token)
         offset = int32(int32(number & 1) * metadata_half + (slot * parts + part) * metadata_words)
@@ -237,7 +252,8 @@ def make_low_latency_dispatch(shape):
         tid, block, grid = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()  # combine may become resident; it waits for this grid to end
-        items = int32((num_tokens if data_is_flag else max_tokens) * parts) if sends_items else int32(0)  # to send
+        # Parts to send. With flags after data also those of tokens that there are not, because receivers wait for them.
+        items = int32((num_tokens if data_is_flag else max_tokens) * parts) if sends_items else int32(0)
         senders, first_receiver = roles(grid, sends, receives, items, ctas_per_sender)
 
         # ---- First loads: what a CTA needs first is loaded at once; none of these loads waits for another one. ----
@@ -253,6 +269,7 @@ def make_low_latency_dispatch(shape):
             number = int32(sent + 1)
             if data_is_flag:
                 # ---- Send the experts of all tokens, with one warp per token ----
+                # Tokens from ``num_tokens`` on have none, which the receivers must know.
                 for token in range(int32(block * warps + warp), int32(max_tokens), int32(grid * warps)):
                     token_expert = load_expert(topk_idx, token, num_tokens, lane, topk, num_experts)
                     send_metadata(ctx, number, masked, token, 0, token_expert)
@@ -267,7 +284,7 @@ def make_low_latency_dispatch(shape):
                     slot = int32(rank * max_tokens + token)
                     row = int32(rows_offset + (int32(number & 1) * slots + slot) * slot_words)
                     first, last = vectors_of(part)
-                    if token >= num_tokens:
+                    if token >= num_tokens:  # only its metadata is sent
                         last = first
                     targets = uint32(ranks_of(expert, local_experts, num_ranks) & ~masked)
                     if reads_own_rows:
@@ -306,7 +323,8 @@ def make_low_latency_dispatch(shape):
         if receives and block >= first_receiver:
             number, start, receivers = int32(received + 1), globaltimer(), int32(grid - first_receiver)
             half, receiver = int32(number & 1), int32(block - first_receiver)
-            # ``rows``: the output's rows of the slot that the CTA works on; a negative number is none.
+            # ``rows``: the output's rows of the slot that the CTA works on; a negative number is none. ``words``: a
+            # vector of metadata.
             if expert_major:
                 # ---- Receive metadata: the experts of all slots, which determine where their rows go ----
                 rows = shared[places_offset:]
@@ -340,7 +358,8 @@ def make_low_latency_dispatch(shape):
                 if expert_major:
                     if not data_is_flag and not is_own:
                         _, _, _, _, arrived = wait_metadata(ctx, offset, number, masked, peer, token, data_is_flag)
-                    # Packed rows of the slot are behind those of all earlier slots with the same expert.
+                    # Packed rows of the slot are behind those of all earlier slots with the same expert. Each warp
+                    # places the rows of some experts. If the token repeats an expert, both have the same place.
                     if one_token:
                         token = int32(0)  # it is, but the compiler cannot see it
                     word = int32(peer * words_of_rank + (token >> 5))
@@ -417,6 +436,7 @@ def make_low_latency_dispatch(shape):
                             recv_topk_weights[int64(rows[0]) * topk + tid] = topk_weights[int64(token) * topk + tid]
                 elif has_row | (not arrived and in_slots):
                     # ---- Copy a part of a slot, and make it empty again if its data is its own flag ----
+                    # If the metadata is late, a row that keeps its place becomes NaN.
                     has_data = has_row & arrived
                     first, last = vectors_of(part)
                     for base in range(first, int32(first + 1) if fits_threads else last, threads):

@@ -1,10 +1,19 @@
 """Combine kernel: sends rows back through rings and sums each token's rows on the token's own rank.
 
-The protocol of the rings is that of dispatch, see `dispatch.py`. A warp works on one channel after the other, and the
-first CTAs send. A sending warp serves its channel's rings round-robin and skips full ones: if it waited for one ring,
-ranks could wait for one another in a cycle. A receiving warp takes its tokens in order, waits until a token's rows have
-arrived from all ranks that received the token, and sums them in rank order, in float32, rounded once: the result is
-bitwise reproducible. A rank's own rows do not pass through a ring.
+Rings, warps, shared memory and the protocol are those of dispatch, see `dispatch.py`; rows flow in the other direction.
+The first CTAs send: a channel's ring to rank r takes back the rows that dispatch received from the same channel of rank
+r, in the same order. The others receive: a warp takes the tokens of its own channel.
+
+A sending warp serves its channel's rings round-robin, one row to each that has space, and skips full ones: if it waited
+for one ring, ranks could wait for one another in a cycle. Each row passes through the warp's staging buffer: lane 0
+loads it with a bulk copy, which completes on the warp's mbarrier, the lanes append the weights, and lane r stores both
+to rank r with another bulk copy.
+
+A receiving warp takes its tokens in order. ``send_head``, which dispatch has written, says where in each ring a token's
+row is. The own row, which does not pass through a ring, is loaded to the staging buffer while the warp waits for the
+tails of all ranks that received the token. The lanes load the rows from the rings to registers, and sum all in rank
+order, in float32, rounded once: the result is bitwise reproducible. The sum replaces the own row in the staging buffer,
+and lane 0 stores it to the output with a bulk copy.
 """
 
 from functools import cache
@@ -46,6 +55,7 @@ def make_combine(shape, biases):
     The first ``senders`` CTAs send, at most half of them.
     """
     ranks, warps, slots, slot, pipeline = shape.num_ranks, shape.warps, shape.slots, shape.slot, shape.pipeline
+    # Behind the row, where dispatch has its scales, a slot of combine has ``topk`` weights.
     row_words, row_bytes, topk, weights_offset = slot.row, 4 * slot.row, slot.scales, slot.row
     staging_words, slot_stride, slot_bytes = align_words(slot.words), slot.stride, 4 * slot.words
     barrier_offset, progress_offset = shape.barrier_offset, shape.progress_offset
@@ -101,7 +111,8 @@ def make_combine(shape, biases):
         else:
             if not receives:
                 # ---- Sender: in each iteration one row to each rank whose ring has space ----
-                # Lane r handles the ring to rank r.
+                # Lane r handles the ring to rank r: ``rows_left`` rows, from row ``row`` of x on. ``tail``, ``head``,
+                # ``base`` and ``capacity`` are those of dispatch.
                 peer, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
                 remote = pointer_from_address(peers[peer], local)
                 progress_slot = int32(progress_offset + warp * ranks + lane)
@@ -116,7 +127,7 @@ def make_combine(shape, biases):
                         retire_warp(smem_i32, state, done_offset, warps, lane)
                     base = uint32(state[sent_offset + channel * ranks + peer])
                     tail, head = base, uint32(base - uint32(slots))  # the head is unknown: read it before the first row
-                    capacity = uint32(1)  # the last launch may have used other slots: wait until the ring is empty
+                    capacity = uint32(1)  # for the first row, which waits until the ring is empty
                     rows_left, start = rows_left if has_ring else int32(0), uint64(0)
                     while cuda.any_sync(FULL_MASK, rows_left > 0):
                         if rows_left > 0 and uint32(tail - head) >= capacity:
@@ -148,7 +159,8 @@ def make_combine(shape, biases):
                                     staging,
                                     slot_bytes,
                                 )
-                        # The earlier stores have completed, except perhaps the last one.
+                        # Post the rows of earlier iterations, which ``tail`` counts. Their stores have completed when
+                        # only the store of this iteration is pending.
                         if can_send:
                             pipeline.wait_all_but_one()
                         elif has_ring:
@@ -178,7 +190,7 @@ def make_combine(shape, biases):
                     retire_warp(smem_i32, state, done_offset, warps, lane)
             else:
                 # ---- Receiver: one token after the other, the sum of its rows ----
-                # Lane r handles the ring from rank r.
+                # Lane r handles the ring from rank r, lane ``rank`` the own rows, which are in x.
                 source, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
                 progress_slot = int32(progress_offset + warp * ranks + lane)
                 published_slot = int32(published_offset + warp * ranks + lane)
@@ -192,7 +204,8 @@ def make_combine(shape, biases):
                     first_own_row = first_row_at_peer(
                         rank_prefix, channel_prefix, rank, rank, ranks, channel, channels, num_rows
                     )
-                    # An own row is loaded from x. Rows of sources are loaded from rings, which every position lies in.
+                    # ``send_head`` may come from a handle that the caller has overwritten. Own positions are limited to
+                    # the rows of x. Those in rings need no limit, since they are taken modulo the slots.
                     max_rows = int32(num_rows - first_own_row) if lane == rank else int32(MAX_ROWS)
                     base = uint32(state[received_offset + channel * ranks + source])
                     head, tail, ring = base, base, rings_offset + int64(channel * ranks + lane) * ring_words
@@ -218,7 +231,7 @@ def make_combine(shape, biases):
                             )
                         else:
                             pipeline.wait_read()  # the store of the previous sum has read the staging buffer
-                        # Wait for the rows of the sources.
+                        # Wait for the rows of the sources: until the tail of each ring exceeds the position of its row.
                         wanted = uint32(base + uint32(position))
                         start, waiting, ready = uint64(0), int32(1), int32(1)
                         while waiting != 0:
@@ -244,7 +257,8 @@ def make_combine(shape, biases):
                             has_next, aborted = False, int32(1)
                             break
                         cuda.syncwarp()  # makes the rows that one lane has acquired visible to all lanes
-                        # Sum the rows, in place of the own one, and store the sum.
+                        # Sum the rows, in place of the own one, and store the sum. Lanes read the rings with plain
+                        # loads, which need no proxy fence after the acquire.
                         mask, out_offset = uint32(cuda.ballot_sync(FULL_MASK, position >= 0)), int64(token) * row_words
                         row_offset = ring + int64(uint32(position) % uint32(slots)) * slot_stride
                         reduce_token(smem_i32, staging, local, row_offset, mask, rank, lane, bias_0, bias_1, out_offset)

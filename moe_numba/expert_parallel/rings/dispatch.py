@@ -1,11 +1,23 @@
 """Dispatch kernel: sends each token's row through per-channel ring buffers to the ranks that hold its experts.
 
-Each warp works on one channel. The first CTAs send, the others receive; a channel's rows arrive in the warp that
-receives the same channel on each rank. DeepEP's kernel has one CTA per channel and one group of warps per destination
-rank in it, and every group reads the token again, with loads and stores. Here one thread loads the whole row once with
-a TMA bulk copy, the warp appends the metadata in shared memory, and one lane per destination rank stores the **packed
-token** to the peer's token slot with one bulk copy. Many warps wait at the same time, which hides round trips and
-fences.
+A channel is a range of consecutive tokens of a rank. From each channel a ring leads to each other rank, in whose memory
+it lies. The first CTAs send, the others receive. A warp works on one channel at a time, and a channel's rows arrive in
+the warp that receives the same channel on each rank.
+
+A CTA has copy warps and, as its last warp, a publisher. Its shared memory holds
+
+- for each copy warp a staging buffer for one **packed token**, a row with its metadata, and one mbarrier, which says
+  that the bulk load into the buffer is complete: lane 0 arrives and expects the bytes, all lanes wait, and the parity
+  flips with each row. The buffer needs no second mbarrier: before a load, each lane waits until its own bulk stores
+  have read it. Nor is it double-buffered, because the other warps of the CTA copy while this one waits.
+- for each copy warp and ring the progress that the warp has posted, and what of it the publisher has stored to the
+  peer. Each copy warp also has a done flag, and the publisher returns when all are set.
+
+A sending warp takes its tokens in order: lane 0 loads the whole row once with a TMA bulk copy, the warp appends the
+metadata in shared memory, and lane r stores the packed token to the ring at rank r with one bulk copy. A receiving warp
+loads the slots that have arrived, rank after rank, and stores each row to its place in the output, which follows from
+the prefix matrices of `notify.py`. In DeepEP's kernel a CTA has one channel, and in it one group of warps for each
+destination rank; every group reads the token again, with loads and stores.
 
 When the link is saturated, SMs do not all get the same share of its bandwidth. There are then more channels than warps,
 and idle warps take the next channel (dynamic load balancing). Warps take channels in ascending order, so on every rank
@@ -17,7 +29,7 @@ A rank's own rows do not pass through a ring: they go from shared memory directl
 The protocol of a ring, of dispatch and of combine alike (lane r of a warp handles the ring to or from rank r):
 
 1. The sender waits until its copy of the head shows a free slot; it polls the head, in its own memory, only if not. Its
-   first row in a channel waits until the ring is empty, because the last launch may have used other slots.
+   first row in a channel waits until the ring is empty: each launch begins with slot 0, wherever the last one ended.
 2. It stores the row to the slot, and posts the tail in shared memory when that store has completed.
 3. The CTA's publisher warp acquires what the other warps have posted, issues one fence at system scope, and stores the
    tails to the peers (`progress.py`).
@@ -25,7 +37,8 @@ The protocol of a ring, of dispatch and of combine alike (lane r of a warp handl
    all lanes have read the slot. The publisher of the receiver's CTA stores the head to the sender.
 
 After each acquire a proxy fence precedes the bulk copies that access what the counter guards. Counters continue from
-launch to launch, and are never cleared. A warp takes its next channel when its progress on this one is published.
+launch to launch, and are never cleared. A warp has one progress slot per rank for all its channels, so it begins the
+next channel when its progress on this one is published.
 
 Channels: `channels.py`. Copies of rows: `bulk_pipeline.py`, and on GPUs without TMA `register_pipeline.py`. Memory map:
 `buffer_layout.py`.
@@ -120,7 +133,7 @@ def make_dispatch(shape):
         # ---- Shared memory: of each warp a row, an mbarrier, and its progress on each ring ----
         smem_i32 = cuda.shared.array(0, int32, 128)
         smem_u64 = cuda.shared.array(0, uint64, 128)  # the same memory
-        griddepcontrol_wait()
+        griddepcontrol_wait()  # notify, or whatever ran before, has ended
         pipeline.init_barriers(smem_u64, barrier_offset, warps)
         clear_progress(smem_i32, smem_u64, progress_offset, published_offset, done_offset, warps, ranks)
 
@@ -137,7 +150,8 @@ def make_dispatch(shape):
         else:
             if not receives:
                 # ---- Sender: one token after the other, to all ranks that it goes to ----
-                # Lane r handles the ring to rank r.
+                # Lane r handles the ring to rank r. ``tail`` and ``head`` count its rows over all launches, ``base`` is
+                # the tail at the beginning of this one. ``capacity`` is how many rows the ring may hold.
                 peer, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
                 remote = pointer_from_address(peers[peer], local)
                 progress_slot = int32(progress_offset + warp * ranks + lane)
@@ -146,7 +160,7 @@ def make_dispatch(shape):
                 while has_next and channel < channels:
                     token = first_token(channel, channels, num_tokens)
                     end = first_token(channel + 1, channels, num_tokens)
-                    has_next = end < num_tokens
+                    has_next = end < num_tokens  # if not, later channels are empty
                     if not has_next:
                         retire_warp(smem_i32, state, done_offset, warps, lane)
                     first_own_row = first_row_at_peer(
@@ -157,7 +171,7 @@ def make_dispatch(shape):
                     base = uint32(state[sent_offset + channel * ranks + peer])
                     tail, own_rows = base, int32(0)
                     head = uint32(base - uint32(slots))  # the head is unknown: read it before the first row
-                    capacity = uint32(1)  # the last launch may have used other slots: wait until the ring is empty
+                    capacity = uint32(1)  # for the first row, which waits until the ring is empty
                     selected = lane < ranks and token < end and is_token_in_rank[int64(token) * ranks + peer] != 0
                     store_pending = False
                     while token < end:
@@ -179,10 +193,10 @@ def make_dispatch(shape):
                                 if warp_abort_if_timed_out(start, full, ctx, DISPATCH_SPACE, channel, lane, head, tail):
                                     waiting, has_next, aborted = int32(0), False, int32(1)
                                     end = token
-                        if token == end:
+                        if token == end:  # the wait was aborted
                             break
-                        # Load the row, and meanwhile post the earlier ones: their stores have completed, except perhaps
-                        # the last one.
+                        # Load the row, and meanwhile post the earlier ones. If the previous token went to this lane's
+                        # rank, its store may not have completed, so it is not posted yet.
                         pack_token(smem_i32, smem_u64, barrier_offset + warp, lane, staging, token, inputs)
                         if lane < ranks:
                             send_head[int64(token) * ranks + peer] = (
@@ -198,7 +212,8 @@ def make_dispatch(shape):
                             pipeline.wait_all()
                             post_progress(smem_u64, progress_slot, channel, tail)
                         phase = pipeline.wait_row(smem_u64, barrier_offset + warp, phase)
-                        # Store it: to the rings of the peers, and every second own row directly to the output.
+                        # Store it: to the rings of the peers, and every second own row directly to the output. Lane
+                        # ``rank`` issues the latter: it has no ring, so no wait for a ring's stores includes them.
                         store_pending = has_ring and selected
                         slot_offset = ring + int64(uint32(tail - base) % uint32(slots)) * slot_stride
                         capacity = pipeline.store_slot(
@@ -227,7 +242,8 @@ def make_dispatch(shape):
                 pipeline.wait_all()  # own rows, which lane `rank` stored
             else:
                 # ---- Receiver: all rows that have arrived, from one rank after the other ----
-                # Lane r handles the ring from rank r.
+                # Lane r handles the ring from rank r: ``rows_left`` rows, the next one for row ``row`` of the output.
+                # ``token`` runs over this rank's own tokens of the channel.
                 source, has_ring = lane if lane < ranks else int32(0), lane < ranks and lane != rank
                 progress_slot = int32(progress_offset + warp * ranks + lane)
                 published_slot = int32(published_offset + warp * ranks + lane)

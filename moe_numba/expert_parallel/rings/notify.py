@@ -1,9 +1,17 @@
-"""Kernels that run before rows are exchanged: `notify_dispatch` exchanges the counts, `barrier` only synchronises.
+"""Kernels around the exchange of rows: `notify_dispatch` exchanges the counts before it, `barrier` only synchronises.
 
-CTA d counts what goes to rank d, sends the counts there, and raises a flag. The last CTA waits for the flags of all
-ranks and sums the counts. The counts are double-buffered, and flags are sequence numbers: a rank at notify n + 1 has
-seen the flags of all ranks for notify n, so no rank still reads the counts of notify n - 1. Nothing is cleared, and no
-barrier is needed before or after, where DeepEP's kernel has three.
+A grid of `notify_dispatch` has a CTA for each rank, and one more. CTA d counts this rank's tokens for rank d, stores
+the counts to rank d's memory, and raises a flag there. The last CTA waits for the flags of all ranks, and computes
+
+    rank_prefix          [N, N]  at (s, r) the rows that ranks 0 to s send to rank r
+    recv_channel_prefix  [N, C]  at (s, c) the rows that channels 0 to c - 1 of rank s send to this rank
+
+The CTAs of the ranks have written ``channel_prefix``, [N, C]: the rows that channels 0 to c of this rank send to rank
+d. It includes channel c; ``recv_channel_prefix``, which rank d makes of the same counts, does not.
+
+The counts are double-buffered, and flags are sequence numbers: a rank at notify n + 1 has seen the flags of all ranks
+for notify n, so no rank still reads the counts of notify n - 1. Nothing is cleared, and no barrier is needed before or
+after, where DeepEP's kernel has three.
 
 With its counts a rank sends the arguments of its call that must be the same on all ranks. Each rank compares those of
 all others with its own, and aborts if one differs.
@@ -63,8 +71,8 @@ def wait_flag(ctx, offset, expected, code, peer):
 def make_notify_dispatch(num_ranks, threads):
     """Make the kernel, for ``num_ranks + 1`` CTAs of ``threads`` threads.
 
-    With ``has_counters`` it writes to ``counters``, in host memory, the number of rows that this rank receives, and for
-    each local expert the number of its tokens, rounded up to a multiple of ``alignment``.
+    With ``has_counters`` it writes to ``counters``, in host memory, the number of rows that this rank receives, and
+    behind it, for each local expert, the number of its tokens, rounded up to a multiple of ``alignment``.
     """
     layout = buffer_layout(num_ranks)
     flags_offset, counts_offset, counts_stride = layout.notify_flags, layout.counts, layout.counts_stride
@@ -117,6 +125,7 @@ def make_notify_dispatch(num_ranks, threads):
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()  # dispatch may become resident; it waits for this grid to end
         block, t = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x)
+        # Each CTA has its own counter of launches, so that CTAs need not synchronise to count one.
         sequence = int32(state[int32(NOTIFY_COUNTS + block)] + 1)
         cuda.syncthreads()
         if t == 0:
@@ -173,7 +182,7 @@ def make_notify_dispatch(num_ranks, threads):
                 st_relaxed_sys_s32(remote, offset + num_ranks + MAX_EXPERTS + c, before)
             cuda.syncthreads()
 
-            # ---- Raise the flag ----
+            # ---- Raise the flag: after the barrier, the release covers the stores of all threads ----
             if t == 0:
                 counted = counts[int32(channels - 1)]
                 if counted != tokens_per_rank[peer]:
@@ -213,7 +222,7 @@ def make_notify_dispatch(num_ranks, threads):
                     for s in range(num_ranks):
                         total = int32(total + local[offset + s * counts_stride + num_ranks + e])
                     counters[int32(1 + e)] = int32((total + alignment - 1) // alignment * alignment)
-                fence_acq_rel_sys()
+                fence_acq_rel_sys()  # the host sees the counters when it sees the number of rows
 
             # ---- Compare the calls: the last warp does, while the others load counts ----
             source = int32(t - (threads - 32))
@@ -243,8 +252,9 @@ NOTIFY_SIGNATURE = (
 def make_barrier(num_ranks):
     """Make the barrier kernel, for one CTA of 32 threads or more.
 
-    A rank that has aborted does not arrive, because the data that its peers expect is missing. If the barrier fails, it
-    poisons the output of the direct dispatch before it: up to five tensors, each with its size in words.
+    Thread r stores this rank's flag to rank r, and waits for the flag of rank r. A rank that has aborted does not
+    arrive, because the data that its peers expect is missing. If the barrier fails, it poisons the output of the direct
+    dispatch before it: up to five tensors, each with its size in words.
     """
     flags_offset = buffer_layout(num_ranks).barrier_flags
 
