@@ -33,12 +33,12 @@ def test_shards_are_the_rest_and_take_as_long():
     rest = [choose("commit", shard) - always for shard in range(SHARDS)]
     assert sum(map(len, rest)) == len(set().union(*rest)) == len(TESTS) - len(always)
     assert sum(set(SETUP) <= shard for shard in rest) == 1, "its fixtures would be made several times"
-    assert {len(shard) for shard in rest if not shard & set(SETUP)} == {2, 3}
+    assert {len(shard) for shard in rest if not shard & set(SETUP)} <= {1, 2}
 
 
-@pytest.mark.parametrize("text", ["3", "24/24", "-1/24", "a/b", "1/2/3", ""])
+@pytest.mark.parametrize("text", ["3", "48/48", "-1/24", "a/b", "1/2/3", ""])
 def test_what_is_no_shard_is_refused(text):
-    with pytest.raises(ValueError, match="--shard is .*; it must be its number and that of all shards, such as 3/24"):
+    with pytest.raises(ValueError, match="--shard is .*; it must be its number and that of all shards, such as 3/48"):
         parse_shard(text)
 
 
@@ -63,8 +63,8 @@ def test_times_that_do_not_matter_are_left_out(tmp_path):
 
 
 def test_the_header_says_how_to_repeat_a_run():
-    command = sys.executable, "-m", "pytest", "--collect-only", "--suite=commit", "--shard=5/24", __file__
+    command = sys.executable, "-m", "pytest", "--collect-only", "--suite=commit", "--shard=5/48", __file__
     done = subprocess.run(command, capture_output=True, text=True)
-    assert "tests: --suite commit --shard 5/24" in done.stdout and done.returncode == 0
+    assert "tests: --suite commit --shard 5/48" in done.stdout and done.returncode == 0
     done = subprocess.run([*command[:-2], "--shard=5", __file__], capture_output=True, text=True)
     assert "--shard is '5'; it must be" in done.stderr and done.returncode == 4

@@ -1,4 +1,4 @@
-"""Which tests a run has: ``--suite fast``, ``commit`` or ``all``, and ``--shard 3/24``.
+"""Which tests a run has: ``--suite fast``, ``commit`` or ``all``, and ``--shard 3/48``.
 
 ``tests/costs.json`` has the seconds of each test that takes long, and for each planted bug the cheapest test that finds
 it. A commit's run consists of
@@ -17,8 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 
 COSTS = Path(__file__).parents[1] / "costs.json"
-SHARDS = 24
-CASE_S, FUNCTION_S = 0.1, {"fast": 0.5, "commit": 2.0}  # a function takes little time if a case or all of them do
+SHARDS = 48
+CASE_S, FUNCTION_S = 0.05, {"fast": 0.5, "commit": 1.0}  # a function takes little time if a case or all of them do
 SETUP_S = 2.0  # the tests of a module whose fixtures take longer are not spread over shards
 
 
@@ -43,7 +43,7 @@ def shard_of_commit():
 
 
 def parse_shard(text):
-    """Return (3, 24) for "3/24", and raise ``ValueError`` for what is no shard."""
+    """Return (3, 48) for "3/48", and raise ``ValueError`` for what is no shard."""
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
         raise ValueError(f"--shard is {text!r}; it must be its number and that of all shards, such as 3/{SHARDS}")

@@ -1,8 +1,5 @@
 """Planted bugs: the tests find those that they found before; and the runner that plants them."""
 
-import hashlib
-import os
-
 import pytest
 from mutants import runner
 from mutants.mutant import Mutant, mutant
@@ -13,27 +10,12 @@ NO_TOKENS = "tests/gate/test_gate.py", "-k", "test_no_tokens"
 CONSTANT = ("tests/gate/test_gate.py::test_constant_rows[1 token-sigmoid-0.0]",)
 
 
-@pytest.fixture
-def check_control_once(tmp_path_factory):
-    """Return `check_control`, which is called once for each selection of tests by all workers of pytest-xdist."""
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-
-    def check(tests):
-        passed = shared / hashlib.sha256(repr(tests).encode()).hexdigest()
-        if not passed.exists():
-            check_control(tests)
-            passed.touch()
-
-    return check
-
-
 @pytest.mark.parametrize("name", MUTANTS)
-def test_planted_bugs_are_found(name, check_control_once):
+def test_planted_bugs_are_found(name):
     planted = MUTANTS[name]
     outcome = try_mutant(planted)
     if outcome.result == FOUND:
-        check_control_once(planted.tests)
+        check_control((outcome.test,))
         assert not planted.equivalent, f"a test finds {name}, which is equivalent: {planted.equivalent}"
     elif not planted.is_expected:
         pytest.xfail(planted.equivalent or planted.not_found_yet)
