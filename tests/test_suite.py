@@ -12,7 +12,7 @@ CHEAP, LONG = [f"tests/a.py::cheap[{i}]" for i in range(50)], [f"tests/a.py::lon
 SHORT, SETUP = ["tests/a.py::twice[0]", "tests/a.py::twice[1]"], [f"tests/b.py::test[{i}]" for i in range(5)]
 TESTS = [*CHEAP, *LONG, *SHORT, *SETUP]
 COSTS = {
-    "functions": {"tests/a.py::cheap": 0.09, "tests/a.py::long": 3.0, "tests/a.py::twice": 0.6},
+    "functions": {"tests/a.py::cheap": 0.04, "tests/a.py::long": 3.0, "tests/a.py::twice": 0.4},
     "modules": {"tests/b.py": 30.0},
     "finders": {"G01": LONG[7], "G02": CHEAP[3], "G03": LONG[7]},
 }
