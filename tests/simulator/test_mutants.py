@@ -67,6 +67,8 @@ def test_what_does_not_count_is_refused(planted, message):
 
 def test_a_control_that_fails_is_refused(tmp_path):
     (tmp_path / "test_it.py").write_text("def test_it():\n    assert False\n")
+    option = "def pytest_addoption(parser):\n    parser.addoption('--cheapest-first', action='store_true')\n"
+    (tmp_path / "conftest.py").write_text(option)
     with pytest.raises(RuntimeError, match="without a planted bug the tests .* do not pass"):
         check_control((str(tmp_path / "test_it.py"),))
 

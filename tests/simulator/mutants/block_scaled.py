@@ -32,7 +32,11 @@ MUTANTS = [
         "B02",
         "a TMA store still reads shared memory when the CTA ends",
         PAIRS,
-        (KERNEL, "            if lane == 0:  # TMA still reads the buffers\n                bulk_wait()\n", ""),
+        (
+            KERNEL,
+            "            if lane == 0:  # TMA may still read the warp's epilogue buffers\n                bulk_wait()\n",
+            "",
+        ),
     ),
     mutant(
         "B03",

@@ -168,8 +168,8 @@ MUTANTS = [
         EXCHANGE,
         (
             NOTIFY,
-            "            cuda.syncthreads()\n\n            # ---- Raise the flag ----\n",
-            "            # ---- Raise the flag ----\n",
+            "            cuda.syncthreads()\n\n            # ---- Raise the flag",
+            "            # ---- Raise the flag",
         ),
     ),
     mutant(

@@ -131,7 +131,12 @@ MUTANTS = [
         "ML10",
         "the scale of a partial group is written to the next row",
         PERMUTATIONS,
-        (PERMUTE, "scales_per_row, load_rows = -(-hidden // GROUP)", "scales_per_row, load_rows = hidden // GROUP", 2),
+        (
+            PERMUTE,
+            "scales_per_row, load_rows = -(-hidden // FP8_SCALE_BLOCK)",
+            "scales_per_row, load_rows = hidden // FP8_SCALE_BLOCK",
+            2,
+        ),
     ),
     mutant(
         "ML11",
