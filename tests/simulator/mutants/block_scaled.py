@@ -34,7 +34,8 @@ MUTANTS = [
         PAIRS,
         (
             KERNEL,
-            "            if lane == 0:  # TMA may still read the warp's epilogue buffers\n                bulk_wait()\n",
+            "            if lane == 0:  # TMA may still read the warp's epilogue buffers\n"
+            "                bulk_wait()\n",
             "",
         ),
     ),
