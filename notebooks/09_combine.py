@@ -868,7 +868,7 @@ else:
 excerpt(
     final_kernel.make_combine,
     "                    while cuda.any_sync(FULL_MASK, rows_left > 0)",
-    "                        # The earlier stores have",
+    "                        # Post the rows of earlier iterations",
 )
 
 # %% [markdown]
