@@ -1,0 +1,9 @@
+"""Properties of machine code that hold with each compiler."""
+
+
+def is_dependent_launch(report):
+    """Return whether a kernel has a griddepcontrol.wait and launch_dependents, by their names in SASS.
+
+    Compilers may make two copies of a kernel's end, each with a trigger: that of CUDA 13.0 does in the gate.
+    """
+    return report.count("ACQBULK") == 1 <= report.count("PREEXIT") <= 2
