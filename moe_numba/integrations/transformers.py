@@ -219,8 +219,10 @@ def _run(module, hidden_states, ids, weights, arguments):
 def fuse_routers(model: torch.nn.Module) -> int:
     """Let the routers of a model choose experts by :func:`moe_numba.biased_grouped_topk`, in one launch.
 
-    Supported: the routers of DeepSeek-V3, GLM-4-MoE, gpt-oss, Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE. Modules,
-    parameters and outputs (logits, weights, int64 ids) remain as they are; :func:`unfuse_routers` undoes the change.
+    Supported: the routers of DeepSeek-V3, GLM-4-MoE, gpt-oss, Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE. Modules and
+    parameters remain as they are; :func:`unfuse_routers` undoes the change. Outputs are logits, weights and int64 ids
+    as before. On a GPU, logits in float32 are sums of the same products in another order, so that their last bits
+    can differ, and of experts whose scores differ by no more than that, another can be chosen.
     Outputs have a row per token. Those of gpt-oss' router do without this function only for hidden states
     [tokens, hidden], which the model passes.
 

@@ -74,7 +74,8 @@ def test_fused_routers(name, device):
     before, names = router(x), list(model.state_dict())
     assert integration.fuse_routers(model) == layers and integration.fuse_routers(model) == 0
     after = router(x)
-    assert [t.dtype for t in after] == [t.dtype for t in before] and torch.equal(after[0], before[0])
+    assert [t.dtype for t in after] == [t.dtype for t in before]
+    assert torch.allclose(after[0], before[0], rtol=0, atol=4e-6)  # on a GPU sums have another order
     for tokens in zip(*before[1:], *after[1:], strict=True):
         weights, ids, new_weights, new_ids = tokens
         assert sorted(ids.tolist()) == sorted(new_ids.tolist())
