@@ -60,9 +60,8 @@ def test_each_phase_takes_the_difference_of_two_kernels(monkeypatch, capsys):
 
 
 def test_without_times_the_phases_are_unknown():
-    assert phases(Ladder("scaled", lambda outputs: None), "step", make_scaled, run) == dict.fromkeys(
-        ["load", "scale", "write"]
-    )
+    untimed = Ladder("scaled", lambda outputs: None, untimed="another GPU")
+    assert phases(untimed, "step", make_scaled, run) == dict.fromkeys(["load", "scale", "write"])
 
 
 def test_instructions_are_those_of_each_phase(monkeypatch):
