@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     )
     from moe_numba.moe_layer import (
         ExpertsWorkspace,
-        fused_experts,
-        fused_moe,
-        group_by_expert,
         pack_mxfp4_experts,
         per_token_quant_fp8,
         permute_cast_to_fp8,
         permute_tokens,
-        silu_and_mul,
         silu_and_mul_quant_fp8,
-        weighted_sum,
     )
+    from moe_numba.moe_layer.fused_experts import fused_experts
+    from moe_numba.moe_layer.fused_moe import fused_moe
+    from moe_numba.moe_layer.group_by_expert.api import group_by_expert
+    from moe_numba.moe_layer.silu_and_mul.api import silu_and_mul
+    from moe_numba.moe_layer.weighted_sum.api import weighted_sum
     from moe_numba.runtime.prepare import prepare
     from moe_numba.runtime.validate import UnsupportedDeviceError
     from moe_numba.shared_experts import fuse_checkpoint, fuse_routing, memory_cost

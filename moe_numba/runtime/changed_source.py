@@ -4,8 +4,10 @@ import importlib.abc
 import importlib.util
 import inspect
 import linecache
+import re
 import types
 from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 
@@ -31,7 +33,7 @@ def changed_module(module: types.ModuleType, *replacements: tuple[str, str]) -> 
         source = source.replace(old, new)
     name = f"{module.__name__}_changed"
     loader = SourceLoader(source, f"{name}_{abs(hash(source))}.py")
-    made = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    made = importlib.util.module_from_spec(ModuleSpec(name, loader))
     loader.exec_module(made)
     return made
 
@@ -42,7 +44,7 @@ def changed_source(function: Callable | str, old: str, new: str, name: str | Non
     if source.count(old) != 1:
         raise ValueError(f"the passage {old!r} occurs {source.count(old)} times, not once")
     source = source.replace(old, new)
-    return source if name is None else source.replace(f"def {function.__name__}(", f"def {name}(")
+    return source if name is None else re.sub(r"\bdef \w+\(", f"def {name}(", source, count=1)
 
 
 def source_of(function: Callable | str) -> str:
