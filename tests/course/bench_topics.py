@@ -4,6 +4,14 @@ from moe_numba.course.bench import Stats, records
 
 ABOUT = {"gpu": "NVIDIA Toy", "driver": "1", "versions": {}, "commit": "1234567", "date": "2026-01-01T00:00:00Z"}
 
+ENVIRONMENT = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.95",
+    "versions": {"numba-cuda": "0.30.4"},
+    "commit": "1a2b3c4d",
+    "date": "2026-11-20T10:00:00Z",
+}
+
 
 def patch_topic(monkeypatch, topic, **values):
     """Replace a topic's sizes by ``values``, and the timing functions that it has.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_topics import ENVIRONMENT
 from rich.console import Console
 
 from moe_numba import __main__ as cli
@@ -27,13 +28,6 @@ from numba import cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = sorted((ROOT / "docs" / "results").glob("*/*.json"))
-ENVIRONMENT = {
-    "gpu": "NVIDIA H200",
-    "driver": "580.95",
-    "versions": {"numba-cuda": "0.30.4"},
-    "commit": "1a2b3c4d",
-    "date": "2026-11-20T10:00:00Z",
-}
 NOTEBOOK = """# ---
 # jupyter:
 #   jupytext: {}

@@ -6,20 +6,18 @@ import linecache
 import sys
 
 import pytest
+from bench_topics import ENVIRONMENT
 
 import moe_numba
 from moe_numba.course.bench import Stats, records
 from moe_numba.course.bench.records import kernel_hash, staleness
+from moe_numba.ptx import cuda_cpp
 from moe_numba.runtime.changed_source import changed_module
 from moe_numba.runtime.recording import Launched
 
-ENVIRONMENT = {
-    "gpu": "NVIDIA H200",
-    "driver": "580.95",
-    "versions": {"numba-cuda": "0.30.4"},
-    "commit": "1a2b3c4d",
-    "date": "2026-11-20T10:00:00Z",
-}
+# isort: split
+from numba import cuda
+
 # A part of the package that exists only in these tests.
 FILES = {
     "__init__.py": "",
@@ -205,3 +203,13 @@ def test_all_stale_results_are_listed(planted, repository):
         "h200/gate: measured at commit 1a2b3c4, before kernels were hashed"
     )
     assert "1 of 1 records were measured before kernels were hashed" in staleness.summary(repository)
+
+
+def test_a_pointer_that_a_kernel_passes_to_cuda_cpp_is_no_instruction():
+    """The object that makes it comes from cffi on a GPU, and from `cuda_cpp` in the simulator."""
+
+    @cuda.jit
+    def kernel(x):
+        cuda_cpp.ffi.from_buffer(x)
+
+    assert len(kernel_hash.functions(kernel)) == 1

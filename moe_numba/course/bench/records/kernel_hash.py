@@ -246,14 +246,17 @@ def _is_instruction(value):
     if made_by := getattr(value, "made_by", None):
         return made_by[0].startswith(_PTX)
     module = getattr(value, "__module__", None) or ""
-    return module.startswith(_PTX) and not isinstance(value, type) and not hasattr(value, "py_func")
+    is_kernel_or_class = isinstance(value, type) or hasattr(value, "py_func")
+    return module.startswith(_PTX) and not is_kernel_or_class and _name_of(value) is not None
 
 
 def _instruction_of(value):
     """Return the module and the name that define an instruction, and the arguments of its factory."""
-    if made_by := getattr(value, "made_by", None):
-        return made_by
-    return value.__module__, getattr(value, "__name__", None) or value.name, (), {}
+    return getattr(value, "made_by", None) or (value.__module__, _name_of(value), (), {})
+
+
+def _name_of(value):
+    return getattr(value, "__name__", None) or getattr(value, "name", None)
 
 
 def _constant(value):
