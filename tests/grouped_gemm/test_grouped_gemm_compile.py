@@ -1,6 +1,7 @@
 """Machine code of the grouped GEMM: instructions, warnings and spills; no GPU is needed."""
 
 import pytest
+from helpers.machine_code import compiler_before
 from helpers.once_per_run import once_per_run
 
 from moe_numba.grouped_gemm.block_scaled.config import BlockScaledConfig
@@ -66,8 +67,6 @@ BLOCK_SCALED = {
     "block-scaled, silu, gather": dict(block_n=256, stages=4, silu_and_mul=True, cluster_size=1, gather=True),
 }
 NAMES = *CONFIGS, *BLOCK_SCALED
-# Bytes that a consumer warp reads once per tile; "prefill, gather" spills none with compilers after that of CUDA 13.0.
-SPILLED = {"float32": 96, "prefill, gather": 48}
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +125,12 @@ def test_shared_memory_is_enough(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_consumer_warps_do_not_spill(name, reports):
     """No loop with a wgmma accesses local memory."""
+    if name == "prefill, gather" and compiler_before(13, 5):
+        pytest.skip("the compiler of CUDA 13.0 spills 48 bytes of this kernel")
     code = reports[name]
     if name in CONFIGS and "blocks" not in name:  # with block scales producers, prologue and epilogue may spill
-        assert code.spilled_bytes <= SPILLED.get(name, 0)
+        # With float32 a few values are spilled that a consumer warp reads once per tile.
+        assert code.spilled_bytes <= (96 if name == "float32" else 0)
     opcodes = [opcode.split(".")[0] for opcode in code.opcodes]
     inner = [(a, b) for a, b in code.loops if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in code.loops)]
     bodies = [opcodes[first : last + 1] for first, last in inner]
