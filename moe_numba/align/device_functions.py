@@ -23,7 +23,7 @@ def capacity_for(num_experts, capability=(9, 0)):
 
 
 def check_launch_shape(threads, capacity):
-    """Refuse what the kernels that count slots cannot be compiled for: partial warps, partial 16-byte vectors."""
+    """Raise for what the kernels that count slots cannot be compiled for: partial warps, partial 16-byte vectors."""
     if threads % 32 or not 32 <= threads <= 1024:
         raise ValueError(f"threads is {threads}; it must be a multiple of 32 from 32 to 1024")
     if capacity % 4 or capacity < 4:

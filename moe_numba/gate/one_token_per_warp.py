@@ -78,7 +78,7 @@ def check_groups(num_experts, options):
 
 
 def check_config(config):
-    """Refuse a :class:`GateConfig` whose shape or load widths the kernels in registers do not support."""
+    """Raise for a :class:`GateConfig` whose shape or load widths the kernels in registers do not support."""
     num_experts, groups = config.num_experts, config.num_expert_group
     try:
         check_groups(num_experts, config)

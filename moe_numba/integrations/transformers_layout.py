@@ -63,7 +63,7 @@ def _activation_of(module):
 
 
 def check_attributes(module: Any, allowed: Any = (*_LAYOUT, *_PLAIN)) -> None:
-    """Refuse a module with other attributes than those that are allowed."""
+    """Raise for a module with other attributes than those that are allowed."""
     for name, default, value in allowed:
         found = getattr(module, name, default)
         if found != value:
@@ -71,6 +71,6 @@ def check_attributes(module: Any, allowed: Any = (*_LAYOUT, *_PLAIN)) -> None:
 
 
 def check_silu(module: Any) -> None:
-    """Refuse a module with another activation than SiLU."""
+    """Raise for a module with another activation than SiLU."""
     if not isinstance(module.act_fn, _SILU):
         raise ValueError(f"{type(module).__name__}.act_fn is {type(module.act_fn).__name__}; {NAME} supports SiLU only")

@@ -281,7 +281,7 @@ def _check_options(t, shape, chosen, place):
 
 
 def check_format(format_, chosen, has_bias):
-    """Refuse an activation or biases that the format of the weights does not have."""
+    """Raise for an activation or biases that the format of the weights does not have."""
     if has_bias and format_ in (FP8_BLOCK, FP8_TENSOR):
         raise ValueError("w13_bias or w2_bias is given; with FP8 weights both must be None")
     if format_ == FP8_BLOCK and not chosen.is_plain:
@@ -292,7 +292,7 @@ def check_format(format_, chosen, has_bias):
 
 
 def check_fast_accum(use_fast_accum, format_):
-    """Refuse what is no bool, and fast accumulation with weights without a scale per expert."""
+    """Raise for what is not a bool, and for fast accumulation with weights without a scale per expert."""
     check_flag("use_fast_accum", use_fast_accum)
     if use_fast_accum and format_ != FP8_TENSOR:
         raise ValueError("use_fast_accum is True; it is allowed only with FP8 weights that have a scale per expert")

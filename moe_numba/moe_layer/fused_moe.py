@@ -129,7 +129,7 @@ def fused_moe(
     return compute_experts(arguments | dict(topk_weights=weights, topk_ids=ids, x_scale=None), shape)
 
 
-# What the gate has in common with the layer.
+# Options of the layer that it passes on to the gate.
 _GATE_OPTIONS = [n for n in OPS["biased_grouped_topk"] if n in OPS["fused_moe"] and n != "out"]
 
 

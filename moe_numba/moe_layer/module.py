@@ -291,7 +291,7 @@ class MoELayer(nn.Module):
         return fused_moe(tokens, logits, **options, workspace=workspace).view(x.shape)
 
     def _check_input(self, x):
-        """Refuse what the router's GEMM would refuse without x's name."""
+        """Raise for what the router's GEMM would refuse without x's name."""
         if not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16:
             given = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise TypeError(f"x is {given}; it must be a tensor of torch.bfloat16")

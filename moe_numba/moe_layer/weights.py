@@ -131,7 +131,7 @@ def _check_experts(experts):
 
 
 def check_wgmma(w13, w2):
-    """Refuse weights whose grouped GEMMs need wgmma on a GPU that has none."""
+    """Raise for weights whose grouped GEMMs need wgmma on a GPU that has none."""
     if has_wgmma(w13.device):
         return
     needs = "compute capability 9.0 (H100, H200: wgmma)"

@@ -101,7 +101,7 @@ class ExpertsWorkspace:
         self._views: dict = {}
 
     def check(self, tokens: int, topk: int, shape: ExpertsShape) -> None:
-        """Refuse a call that the workspace is not for."""
+        """Raise for a call that the workspace is not for."""
         if shape != self.shape:
             raise ValueError(f"workspace is for {self.shape}; the call has {shape}")
         if topk != self.topk or tokens > self.max_tokens:
@@ -126,7 +126,7 @@ class ExpertsWorkspace:
 
 
 def check_workspace(workspace, tokens, topk, shape):
-    """Refuse a ``workspace`` argument that is none, or that the call does not fit."""
+    """Raise for a ``workspace`` argument that is none, or that the call does not fit."""
     if not isinstance(workspace, ExpertsWorkspace):
         raise TypeError(f"workspace is {type(workspace).__name__}; it must be an ExpertsWorkspace or None")
     workspace.check(tokens, topk, shape)

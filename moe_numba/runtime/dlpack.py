@@ -19,7 +19,7 @@ def is_fake_mode():
 
 
 def check_has_memory(name, tensor):
-    """Refuse a tensor without data: a FakeTensor, as under torch.compile, one on the meta device or one of vmap.
+    """Raise for a tensor without data: a FakeTensor, as under torch.compile, one on the meta device or one of vmap.
 
     So are subclasses that wrap other tensors, such as DTensor.
     """

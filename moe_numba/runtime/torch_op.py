@@ -283,7 +283,7 @@ def _schema(signature, with_out):
 
 
 def _check_no_grad(name, arguments):
-    """Refuse tensors that require grad, if the result would silently lose its gradient."""
+    """Raise for tensors that require grad, if the result would silently lose its gradient."""
     out = arguments.get("out")
     if name not in _with_autograd:
         reason = f"{name} has no backward"

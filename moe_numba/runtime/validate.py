@@ -15,7 +15,7 @@ from moe_numba.runtime.dlpack import check_has_memory as check_has_memory
 
 
 def check_device(device, name, capability=OLDEST):
-    """Refuse a device that kernels cannot run on: a CPU beside a GPU, a GPU beside the simulator, a GPU too old.
+    """Raise for a device that kernels cannot run on: a CPU beside a GPU, a GPU beside the simulator, a GPU too old.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def is_fake(device):
 
 
 def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, aligned=False, device=None):
-    """Refuse what is no tensor or not as described, and a negated view (``tensor.is_neg()``).
+    """Raise if the argument is not a tensor with this dtype, shape, layout and device, or is a negated view.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, alig
 
 
 def check_aligned(name, tensor):
-    """Refuse a tensor that does not start at a multiple of 16 bytes."""
+    """Raise for a tensor that does not start at a multiple of 16 bytes."""
     if tensor.data_ptr() % 16:
         raise ValueError(f"{name} starts at address {tensor.data_ptr():#x}; it must be a multiple of 16")
 
@@ -141,7 +141,7 @@ def check_flag(name, value):
 
 
 def check_choice(name, value, choices):
-    """Refuse what is not one of ``choices``, which are strings."""
+    """Raise for what is not one of ``choices``, which are strings."""
     if not isinstance(value, str):
         raise TypeError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
     if value not in choices:
@@ -172,7 +172,7 @@ def check_out_tuple(out, count):
 
 
 def check_out(name, tensor, shape, dtype, device):
-    """Refuse an output that is not contiguous, or not of this shape and dtype on this device."""
+    """Raise for an output that is not contiguous, or not of this shape and dtype on this device."""
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
         raise ValueError(
             f"out's {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
@@ -207,6 +207,6 @@ def make_outputs(out, wanted, device, aligned=()):
 
 
 def check_no_grad(name, tensor, function):
-    """Refuse a tensor that requires grad while grad mode is on; ``function`` names what has no backward."""
+    """Raise for a tensor that requires grad while grad mode is on; ``function`` names what has no backward."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} requires grad; {function} has no backward: use torch.no_grad() or detach()")

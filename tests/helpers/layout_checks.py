@@ -66,14 +66,14 @@ def with_invalid_experts():
     return ids
 
 
-def reject(function, what, device):
-    """Fail unless the first run, or some thread order of the simulator, is found to be wrong."""
+def reject(function, what, device, preempt=0.0):
+    """Fail unless the first run, or some thread order of the simulator (see `simulator.seed`), is found to be wrong."""
     for seed in range(10):
         ids = some(70, 8, 100, "cpu", seed=seed)
         ids[5, 2], ids[6, 3], ids[7, 4], ids[69, 0], ids[68, :2] = 100, (1 << 32) + 1, -1 << 32, 99, torch.arange(2)
         out, buffers = poisoned(70, 100, 5, device)
         try:
-            with simulator.seed(seed, preempt=0.02 if what == "all threads share a row" else 0):
+            with simulator.seed(seed, preempt=preempt):
                 function(ids.to(device), 100, 5, out=out)
         except simulator.SimulatorError:
             return

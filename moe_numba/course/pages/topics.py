@@ -120,7 +120,7 @@ TOPICS = (
 )
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
-    "grouped_gemm_tiles": "tile configurations of the grouped GEMM, of which it writes the package's table",
+    "grouped_gemm_tiles": "the tile configurations of the grouped GEMM; writes the package's table of the best ones",
     "models": "Hugging Face Transformers models with their own and with this package's experts and routers",
     "moe_layer_ranks": "experts of a layer that are distributed over two GPUs or more",
     "older_gpus": "the kernels for older GPUs, beside those for this GPU",

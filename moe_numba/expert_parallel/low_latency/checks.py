@@ -44,13 +44,13 @@ def check_protocol(protocol):
 
 
 def check_topk_idx_dtype(dtype):
-    """Refuse what kernels cannot read experts from."""
+    """Raise for what kernels cannot read experts from."""
     if dtype not in TOPK_IDX_POINTERS:
         raise TypeError(f"topk_idx is {dtype}; it must be torch.int64 or torch.int32")
 
 
 def check_shape(shape, shared_bytes):
-    """Refuse a shape whose offsets exceed 31 bits, or whose metadata exceeds shared memory."""
+    """Raise for a shape whose offsets exceed 31 bits, or whose metadata exceeds shared memory."""
     if max(shape.dispatch_words, shape.combine_words) > _MAX_WORDS:
         raise ValueError(
             f"num_max_dispatch_tokens_per_rank is {shape.max_tokens}; with {shape.num_ranks} ranks and hidden "
@@ -66,7 +66,7 @@ def check_shape(shape, shared_bytes):
 
 
 def _check(name, tensor, dtype, shape, device, alignment=4):
-    """Refuse what is not a contiguous tensor of this dtype, shape and device, or requires grad."""
+    """Raise for what is not a contiguous tensor of this dtype, shape and device, or requires grad."""
     if (
         type(tensor) is torch.Tensor
         and tensor.dtype is dtype
@@ -164,7 +164,7 @@ def _check_routing(exchange, tokens, topk_idx, topk_weights, has_weights):
 
 
 def check_no_weights(topk_weights, expert_major):
-    """Refuse weights that the other operation takes."""
+    """Raise for weights that the other operation takes."""
     if topk_weights is not None:
         where = "combine" if expert_major else "dispatch"
         raise ValueError(f"topk_weights are given; with expert_major {expert_major} pass them to {where}")
@@ -209,7 +209,7 @@ def set_received(slot_rows, is_received):
 
 
 def check_received(slot_rows):
-    """Refuse the rows of a handle whose hook was not called: nothing has been written to them."""
+    """Raise for the rows of a handle whose hook was not called: nothing has been written to them."""
     if not getattr(slot_rows, "_is_received", True):
         raise RuntimeError("handle's rows have not been received; call the hook that low_latency_dispatch returned")
 

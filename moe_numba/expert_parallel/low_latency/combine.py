@@ -9,9 +9,9 @@ The first CTAs push sums to the other ranks (`LowLatencyShape.ctas_per_sender`).
 the rows of the rank's own experts for its own tokens. A call with a receive hook has a kernel for each phase; the first
 one pushes these sums as well, because the caller may overwrite the rows before the second one.
 
-As in dispatch, CTAs take **items** in turn, parts of rows: a sender those of other ranks' slots, a receiver those of
-its own tokens. A thread moves and sums vectors of eight elements in registers; there is neither shared memory nor an
-mbarrier. What says that data has arrived:
+As in dispatch, CTAs take **items** in turn, parts of rows. A sender's rows are those of the other ranks' slots, a
+receiver's those of its rank's tokens. A thread moves and sums vectors of eight elements in registers; there is neither
+shared memory nor an mbarrier. What says that data has arrived:
 
 - A weight and the operation's number are one 8-byte word, which the sender of the sum polls.
 - If data is its own flag, the thread that needs a vector of a sum polls it until it holds no sentinel, and stores the

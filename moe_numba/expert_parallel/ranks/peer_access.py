@@ -10,7 +10,7 @@ from moe_numba.runtime.device import UnsupportedDeviceError
 
 
 def check_peer_access(transport):
-    """Refuse, on all ranks, a group in which the GPU of one rank cannot access the memory of another's.
+    """Raise, on all ranks, for a group in which the GPU of one rank cannot access the memory of another's.
 
     GPUs are compared by UUID, because processes may number them differently. A GPU that is not visible in a process is
     not checked there.

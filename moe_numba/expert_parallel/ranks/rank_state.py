@@ -126,7 +126,7 @@ class RankState:
         )
 
     def check_can_wait(self):
-        """Refuse a call whose host waits for the GPU in a CUDA graph, and in a prepared call: neither repeats that."""
+        """Raise if the host would wait for the GPU in a CUDA graph or in a prepared call: neither repeats that."""
         if is_capturing():
             raise RuntimeError(
                 "dispatch in a CUDA graph needs num_worst_tokens or a handle, because the host cannot wait for the "

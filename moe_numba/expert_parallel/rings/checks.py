@@ -17,7 +17,7 @@ _BOOL, _INT32, _FLOAT32, _TOPK_IDX = (torch.bool,), (torch.int32,), (torch.float
 
 
 def check_timeout(seconds):
-    """Refuse a timeout that is not a finite positive number of seconds."""
+    """Raise for a timeout that is not a finite positive number of seconds."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise TypeError(f"timeout is {seconds!r}; it must be a number of seconds")
     if not 0 < seconds < 1e9:
@@ -25,7 +25,7 @@ def check_timeout(seconds):
 
 
 def check_config(config):
-    """Refuse what is not a `Config`."""
+    """Raise for what is not a `Config`."""
     if not isinstance(config, Config):
         raise TypeError(f"config is {config!r}; it must be a Config")
 
@@ -41,7 +41,7 @@ def check_previous_event(previous_event):
 
 
 def _check(name, tensor, shape, dtypes, device):
-    """Refuse what is not a contiguous tensor of this shape, one of these dtypes and this device."""
+    """Raise for what is not a contiguous tensor of this shape, one of these dtypes and this device."""
     if not (
         type(tensor) is torch.Tensor
         and tensor.dtype in dtypes
@@ -57,7 +57,7 @@ def _check(name, tensor, shape, dtypes, device):
 
 
 def _check_rows(name, tensor, dtype, device):
-    """Refuse what is not a contiguous matrix whose rows consist of 16-byte vectors; return its shape."""
+    """Raise for what is not a contiguous matrix whose rows consist of 16-byte vectors; return its shape."""
     if not (
         type(tensor) is torch.Tensor
         and tensor.dtype is dtype
@@ -84,7 +84,7 @@ def _check_row_bytes(subject, size_bytes):
 
 
 def check_scaled_pair(x):
-    """Refuse a tuple that is not (values, scales)."""
+    """Raise for a tuple that is not (values, scales)."""
     if len(x) != 2:
         raise ValueError(f"x is a tuple of {len(x)}; it must be a tensor, or values and scales")
 

@@ -73,10 +73,10 @@ def group_gemm_pertensor_fp8(
     and can be captured in a CUDA graph after one call has compiled it.
 
     Group sizes that point outside of x cause no access out of bounds. A group's first row is clamped to 0 to total, and
-    then its number of rows to 0 to what x has from there on. So a group that begins before row 0 is moved, not cut: 3
-    rows from row -2 on are rows 0 to 2. With ``offs`` group g begins at ``offs[g - 1]``, or at row 0, and its number of
-    rows is the difference to ``offs[g]`` in int32, which wraps around. In a masked x the number is clamped to 0 to
-    ``capacity``. If groups overlap, as they do if ``offs`` decreases, it is undefined whose result a common row has.
+    then its number of rows to 0 to what x has from there on: a start at row -2 with 3 rows reads rows 0 to 2. With
+    ``offs`` group g begins at ``offs[g - 1]``, or at row 0, and its number of rows is the difference to ``offs[g]`` in
+    int32, which wraps around. In a masked x the number is clamped to 0 to ``capacity``. If groups overlap, as they do
+    if ``offs`` decreases, it is undefined whose result a common row has.
 
     GPUs of compute capability 9.0 (H100, H200) execute a kernel with TMA and wgmma; others from 8.0 on one with
     ``cp.async`` and ``mma.sync``. Before 8.9 there is no FP8 ``mma.sync``, so this kernel converts e4m3 to float16 in

@@ -90,7 +90,7 @@ def has_wgmma(device):
 
 
 def check_gpu(device):
-    """Refuse GPUs that have neither ``cp.async`` nor ``mma.sync`` of bfloat16."""
+    """Raise for GPUs that have neither ``cp.async`` nor ``mma.sync`` of bfloat16."""
     if is_fake(device):
         return
     gpu = devices.gpu_of(device)
@@ -171,7 +171,7 @@ def check_average(average):
 
 
 def check_positive(name, value):
-    """Refuse what is no number, not positive, or infinite in float32, also times log2(e)."""
+    """Raise for what is not a number, not positive, or infinite in float32, also times log2(e)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}; it must be a number")
     if not 0 < value <= 1e38:
@@ -179,7 +179,7 @@ def check_positive(name, value):
 
 
 def check_given_config(config, groups, **wanted):
-    """Refuse an explicit configuration that was made for other arguments.
+    """Raise for an explicit configuration that was made for other arguments.
 
     ``wanted`` are the values that its fields must have; a field that its kernel does not have is not compared.
     """
@@ -236,7 +236,7 @@ def rows_of(tensors):
 
 
 def check_rows(tensors):
-    """Refuse more rows, or rows farther apart, than the kernels can count."""
+    """Raise for more rows, or rows farther apart, than the kernels can count."""
     x, indices = tensors.x, tensors.gather_indices
     for name, count in (("x", x.shape[:-1].numel()), ("gather_indices", 0 if indices is None else len(indices))):
         if count > MAX_SIZE:

@@ -137,7 +137,7 @@ class GemmPlan:
 
 
 def check_config_of_call(config, shape):
-    """Refuse an explicit configuration that a call with other arguments needs."""
+    """Raise for an explicit configuration that a call with other arguments needs."""
     if not isinstance(config, GemmConfig | BlockScaledConfig | MmaConfig):
         raise TypeError(f"config is {config!r}; it must be a GemmConfig, BlockScaledConfig or MmaConfig")
     if isinstance(config, BlockScaledConfig) and shape.scaling != "block":

@@ -146,7 +146,7 @@ class ExpertParallelMoE(nn.Module):
         return exchange(x, topk_weights, topk_ids, shared)
 
     def _check_shared(self, shared, x):
-        """Refuse, before anything is sent, what combine cannot add to the sum of ``x``'s experts."""
+        """Raise, before anything is sent, for what combine cannot add to the sum of ``x``'s experts."""
         name = "shared" if self.shared_experts is None else "shared_experts' result"
         is_bias = not self.low_latency_tokens  # of `Buffer.combine`
         layout = dict(contiguous=is_bias, aligned=is_bias, device=(x.device, "x"))

@@ -84,7 +84,7 @@ def _make_plan(rows, indices, weights, shared):
 
 
 def check_topk(name, topk):
-    """Refuse numbers of columns that the kernel does not support."""
+    """Raise for numbers of columns that the kernel does not support."""
     check_int(f"topk, the columns of {name},", topk, 1, _MAX_TOPK)
 
 

@@ -163,7 +163,7 @@ class _Checker:
             self._check_return(node)
 
     def _check_ends(self, loop):
-        """Refuse a loop without a condition that nothing leaves."""
+        """Raise for a loop without a condition that nothing leaves."""
         todo = list(loop.body)
         for node in todo:
             if isinstance(node, (ast.Break, ast.Return, ast.Raise)):

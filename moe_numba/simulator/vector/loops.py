@@ -51,7 +51,7 @@ def endless():
 
 
 def iterate(iterable):
-    """Refuse to iterate over lanes."""
+    """Raise an error: lanes have no order to iterate in."""
     if type(iterable) is ndarray or type(iterable) is Weak:
         raise Unsupported("iteration over a value that differs between lanes")
     return iterable

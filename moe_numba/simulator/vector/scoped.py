@@ -84,7 +84,7 @@ def store(mask, x, index, value, dtype):
 
 
 def _check_scope(scope):
-    """Refuse a scope in which two strong accesses may race, if races are detected."""
+    """Raise for a scope in which two strong accesses may race, if races are detected."""
     if scope in ("cta", "cluster"):
         state.gang.engine.refuse_if_strict(f"an access of {scope} scope")
 

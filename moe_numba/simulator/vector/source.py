@@ -35,7 +35,7 @@ _INCIDENTAL = {"CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL", "PRECALL", "RESUME"}
 
 
 def _check_same(code, definition):
-    """Refuse a source that is not what the function was compiled from, such as that of a changed copy of a module."""
+    """Raise for a source that the function was not compiled from, such as that of a changed copy of a module."""
     definition = copy.deepcopy(definition)
     definition.args.defaults = [ast.Constant(None) for _ in definition.args.defaults]
     factory = make_function("_Vfactory", arguments(code.co_freevars), [definition])

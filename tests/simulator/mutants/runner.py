@@ -156,7 +156,7 @@ def check_control(tests, seed=None):
 def try_mutant(mutant, seeds=(None,), timeout=TIMEOUT):
     """Run a mutant's tests under each of ``seeds`` (None: the environment's) until one finds it.
 
-    The caller must also call `check_control`, once for all mutants with the same tests.
+    That the test passes without the bug is for the caller to check, with `check_control`.
     """
     outcome = Outcome(NOT_FOUND)
     for seed in seeds:

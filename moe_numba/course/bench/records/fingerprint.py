@@ -51,7 +51,7 @@ def compile_cases(worker, workers, known, only=()):
         key = kernel, signature, tuple(sorted(options.items()))
         if key not in seen:
             source = source_of(kernel, signature, options)
-            if known.get(name, {}).items() >= source.items():
+            if has_source(known.get(name), source):
                 seen[key] = known[name] if worker == 0 else None
             else:
                 number += 1
@@ -66,6 +66,11 @@ def source_of(kernel, signature, options):
     return {"ast": ast_hash(kernel), "launch": hashlib.sha256(launch.encode()).hexdigest()[:8]}
 
 
+def has_source(entry, source):
+    """Return whether an entry of the table, or None, is of a kernel with this `source_of`."""
+    return entry is not None and entry.items() >= source.items()
+
+
 def fingerprint(kernel, signature, options):
     """Compile a kernel for sm_90a; return the hash of its machine code, and what ptxas says about it.
 
@@ -77,10 +82,8 @@ def fingerprint(kernel, signature, options):
     from moe_numba.runtime.compile import compile_kernel
     from moe_numba.runtime.sass import resources, warnings_of
 
-    compiled, bounds = (
-        compile_kernel(kernel, signature, launch_bounds=options["launch_bounds"]),
-        options["launch_bounds"],
-    )
+    bounds = options["launch_bounds"]
+    compiled = compile_kernel(kernel, signature, launch_bounds=bounds)
     return {
         "code": machine_code_hash(compiled.code.code, options),
         "threads": bounds[0] if isinstance(bounds, tuple) else bounds,
@@ -127,9 +130,7 @@ def outdated():
     kernels = read()["kernels"]
     now = {name: source_of(*launch) for name, *launch in launches_of_cases()}
     return sorted(
-        name
-        for name in kernels.keys() | now.keys()
-        if name not in now or not kernels.get(name, {}).items() >= now[name].items()
+        name for name in kernels.keys() | now.keys() if name not in now or not has_source(kernels.get(name), now[name])
     )
 
 

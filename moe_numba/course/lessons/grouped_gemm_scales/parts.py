@@ -112,7 +112,7 @@ class OneBufferLayout(BlockScaledLayout):
 
 
 def check_one_buffer_config(config: BlockScaledConfig) -> None:
-    """Refuse a configuration for which :class:`OneBufferLayout` is too large."""
+    """Raise for a configuration for which :class:`OneBufferLayout` is too large."""
     if (num_bytes := OneBufferLayout(config).bytes) > MAX_SHARED_BYTES:
         raise ValueError(f"{config} needs {num_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}")
 
