@@ -21,8 +21,8 @@ class GemmOptions(NamedTuple):
     alpha: float = ALPHA
     limit: float = LIMIT
     use_fast_accum: bool = False
-    # Load weights while the kernel launched before this one still runs. It may compute any input but the group sizes:
-    # the kernel that wrote them must have completed when that one allows its dependents to start.
+    # Load weights while the kernel launched before this one still runs. It may compute any input but the group sizes
+    # and scales per tensor: what wrote these must have completed when that kernel allows its dependents to start.
     early_weight: bool = False
 
 
