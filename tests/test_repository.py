@@ -162,7 +162,8 @@ def test_importing_the_package_first_chooses_the_simulator():
 
 
 def test_gpu_tests_are_deselected_in_the_simulator(tmp_path):
-    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    for name in ("conftest.py", "costs.json"):
+        shutil.copy(ROOT / "tests" / name, tmp_path)
     shutil.copytree(ROOT / "tests" / "helpers", tmp_path / "helpers")
     (tmp_path / "test_tiny.py").write_text(
         "import pytest\n\n"
