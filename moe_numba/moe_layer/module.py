@@ -18,6 +18,7 @@ from moe_numba.moe_layer.weights import FP8_BLOCK, FP8_TENSOR, check_weights, pa
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
 from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.quantise.fp8_cast import per_token_cast_back
+from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.validate import check_flag, check_int
 
 _TENSORS = "w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias", "a1_scale", "a2_scale"
@@ -139,6 +140,8 @@ class Experts(nn.Module):
         is not used, and x in FP8 is cast to bfloat16 first.
         """
         in_torch = self.reference - {"gate"}
+        if in_torch:
+            refuse_recording(f"reference has {sorted(in_torch)}, which a prepared call does not repeat")
         if in_torch and x_scale is not None:
             x, x_scale = per_token_cast_back(x, x_scale), None
         given: dict[str, Any] = dict(x=x, topk_weights=topk_weights, topk_ids=topk_ids, shared=shared) | self.tensors
@@ -278,6 +281,7 @@ class MoELayer(nn.Module):
             As from :func:`moe_numba.fused_moe`.
         """
         self._check_input(x)
+        refuse_recording("a prepared call does not repeat the router's GEMM of MoELayer: prepare fused_moe")
         tokens = x.reshape(-1, x.shape[-1])
         logits = router_logits(tokens, self.router_weight, self.router_bias)
         shared = None if self.shared_experts is None else self.shared_experts(tokens)

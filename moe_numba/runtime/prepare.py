@@ -1,8 +1,13 @@
 """Prepared calls: the launches of a call with fixed arguments, repeated with the least host time."""
 
-from collections.abc import Callable
+import inspect
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
+from moe_numba import simulator
 from moe_numba.runtime.recording import recording
 from moe_numba.runtime.torch_op import OPS
 
@@ -16,11 +21,20 @@ class PreparedCall:
         The outputs, which every call overwrites and returns.
     """
 
-    def __init__(self, launches: list, result: Any, arguments: tuple):
-        self._launches, self.result, self._arguments = launches, result, arguments  # keeps the tensors alive
+    def __init__(self, launches: list, result: Any, tensors: list[tuple[str, torch.Tensor]], others: tuple):
+        self._launches, self.result, self._others = launches, result, others
+        # A storage stays alive with the call, also when another one replaces it as that of its tensor.
+        self._memory = [(name, t, t.untyped_storage(), t.data_ptr()) for name, t in tensors]
 
     def __call__(self) -> Any:
         """Launch the kernels on the current stream; return the outputs."""
+        if _CHECKS_MEMORY:
+            for name, tensor, _, address in self._memory:
+                if tensor.data_ptr() != address:
+                    raise RuntimeError(
+                        f"{name} has other memory than when the call was prepared, as after {name}.data = ...: "
+                        "change it in place, or prepare the call again"
+                    )
         for launch in self._launches:
             launch()
         return self.result
@@ -29,8 +43,12 @@ class PreparedCall:
 def prepare(function: Callable, /, *args: Any, **kwargs: Any) -> PreparedCall:
     """Execute a call of a public function once, and return it as a :class:`PreparedCall`.
 
-    A prepared call reads the same tensors and writes the same outputs each time. It neither checks arguments nor
+    A prepared call reads the same memory and writes the same outputs each time. It neither checks arguments nor
     allocates, so it costs little more host time than the driver's launch. Change the inputs in place between calls.
+
+    If a tensor gets other memory, by ``w.data = ...``, ``module.to(...)`` or a reload of weights, the call still reads
+    the former memory, which it keeps alive. In the simulator, and with the environment variable
+    ``MOE_NUMBA_CHECK_MEMORY=1``, it raises RuntimeError instead.
 
     Parameters
     ----------
@@ -66,4 +84,33 @@ def prepare(function: Callable, /, *args: Any, **kwargs: Any) -> PreparedCall:
     name = getattr(function, "__name__", type(function).__name__)
     if not launches and name not in OPS:
         raise ValueError(f"function is {name}, which launched no kernel; it must be one that launches kernels")
-    return PreparedCall(launches, result, (args, kwargs))
+    tensors = list(_named_tensors(_named_arguments(function, args, kwargs)))
+    return PreparedCall(launches, result, tensors, (args, kwargs))
+
+
+_CHECKS_MEMORY = simulator.ENABLED or os.environ.get("MOE_NUMBA_CHECK_MEMORY") == "1"
+
+
+def _named_arguments(function, args, kwargs):
+    """Yield the name and value of each argument, and of the parameters and buffers of a module."""
+    owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        yield from owner.named_parameters()
+        yield from owner.named_buffers()
+        function = owner.forward if owner is function else function
+    try:
+        yield from inspect.signature(function).bind(*args, **kwargs).arguments.items()
+    except (TypeError, ValueError):  # a callable without a signature
+        yield from ((f"args[{i}]", arg) for i, arg in enumerate(args))
+        yield from kwargs.items()
+
+
+def _named_tensors(arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of named values and of the tuples, lists and dicts among them."""
+    for name, value in arguments:
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, (tuple, list)):
+            yield from _named_tensors((f"{name}[{i}]", item) for i, item in enumerate(value))
+        elif isinstance(value, dict):
+            yield from _named_tensors((f"{name}[{key!r}]", item) for key, item in value.items())

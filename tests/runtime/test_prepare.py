@@ -14,6 +14,8 @@ from moe_numba import (
     prepare,
     simulator,
 )
+from moe_numba.moe_layer import MoELayer
+from moe_numba.runtime import prepare as prepared_calls
 
 
 def arguments(function, device, seed):
@@ -44,6 +46,41 @@ def test_prepared_calls_compute_with_the_inputs_of_now(function, device):
     assert result is first is prepared.result
     for tensor, wanted in zip(*[r if isinstance(r, tuple) else (r,) for r in (result, expected)], strict=True):
         assert torch.equal(tensor.float(), wanted.float())
+
+
+def test_memory_that_a_tensor_loses_stays_alive_and_is_noticed(device, monkeypatch):
+    """`w.data = ...` gives a tensor other memory, as a reload of weights does."""
+    experts = MoELayer(4, 64, 64, 2).to(device).requires_grad_(False).experts
+    experts.w13.fill_(0.1)
+    experts.w2.fill_(1)
+    given = arguments(group_gemm_bf16, device, 0)
+    x, ids = given[0].new_ones(3, 64), torch.zeros(3, 2, dtype=torch.int32, device=device)
+    routed = x, torch.ones(3, 2, device=device), ids
+    calls = {
+        "weight": prepare(group_gemm_bf16, *given),
+        "w2": prepare(experts, *routed, workspace=experts.workspace(3, 2)),
+    }
+    moved = {"weight": given[1], "w2": experts.w2}
+    before = {name: call().clone() for name, call in calls.items()}
+    for name, call in calls.items():
+        moved[name].data = torch.zeros_like(moved[name])
+        monkeypatch.setattr(prepared_calls, "_CHECKS_MEMORY", True)
+        with pytest.raises(RuntimeError, match=f"^{name} has other memory than when the call was prepared"):
+            call()
+        monkeypatch.setattr(prepared_calls, "_CHECKS_MEMORY", False)
+        assert torch.equal(call(), before[name])
+
+
+def test_what_torch_computes_is_not_prepared(device):
+    layer, x = MoELayer(4, 64, 64, 2).to(device), torch.zeros(3, 64, device=device).bfloat16()
+    with torch.no_grad(), pytest.raises(ValueError, match="a prepared call does not repeat the router's GEMM"):
+        prepare(layer, x, layer.experts.workspace(3, 2))
+    layer, routed = MoELayer(4, 64, 64, 2, reference={"activation"}).to(device), torch.ones(3, 2, device=device)
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"reference has \['activation'\], which a prepared call does"),
+    ):
+        prepare(layer.experts, x, routed, routed.int())
 
 
 def test_a_call_that_copies_is_not_prepared(device):
