@@ -69,7 +69,7 @@ if simulator.ENABLED:  # fewer threads, since the simulator runs them one after 
 _plans: dict = {}
 
 
-@torch_op("topk_ids")
+@torch_op()
 def moe_align_block_size(
     topk_ids: torch.Tensor,
     block_size: int,

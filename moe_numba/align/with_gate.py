@@ -300,7 +300,7 @@ class FusedPlan:
         return start, ctas, threads, sizes
 
 
-@torch_op("gating_output")
+@torch_op()
 def biased_grouped_topk_align(
     gating_output: torch.Tensor,
     correction_bias: torch.Tensor | None,

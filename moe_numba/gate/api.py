@@ -51,7 +51,7 @@ class GateOptions(NamedTuple):
     scoring: str
 
 
-@torch_op("gating_output")
+@torch_op()
 def biased_grouped_topk(
     gating_output: torch.Tensor,
     correction_bias: torch.Tensor | None,

@@ -34,10 +34,7 @@ _select_options = itemgetter("activation", "alpha", "limit", "use_fast_accum")
 _plans: dict = {}
 
 
-@torch_op(
-    *("x", "w13", "w2", "topk_weights", "w13_scale", "w2_scale", "shared"),
-    *("w13_bias", "w2_bias", "a1_scale", "a2_scale", "x_scale"),
-)
+@torch_op(in_place=("x", "shared"))
 def fused_experts(
     x: torch.Tensor,
     w13: torch.Tensor,

@@ -16,10 +16,7 @@ _CHECKED = "x", "router_logits", "w13", "w2", "w13_scale"
 _plans: dict = {}
 
 
-@torch_op(
-    *("x", "router_logits", "w13", "w2", "w13_scale", "w2_scale", "shared"),
-    *("w13_bias", "w2_bias", "a1_scale", "a2_scale"),
-)
+@torch_op(in_place=("x", "shared"))
 def fused_moe(
     x: torch.Tensor,
     router_logits: torch.Tensor,

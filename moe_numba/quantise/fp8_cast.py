@@ -27,7 +27,7 @@ _BACK_SIGNATURE = ("uint8*", "int32*", "uint16*", "int64", "int64", "int64")
 _plans: dict = {}  # of both casts
 
 
-@torch_op("x")
+@torch_op()
 def per_token_cast_to_fp8(
     x: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,7 +84,7 @@ def _plan_cast_to_fp8(x):
     return start, -(-groups // (_WARPS * groups_per_warp(dtype))), groups, outputs
 
 
-@torch_op("x_fp8", "x_scales")
+@torch_op()
 def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Cast tokens from FP8 to bfloat16, with one scale per 128 consecutive elements, in one launch.
 

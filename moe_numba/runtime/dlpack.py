@@ -18,6 +18,17 @@ def is_fake_mode():
     return torch._C._get_dispatch_mode(_FAKE_MODE) is not None
 
 
+def check_kind(name, tensor):
+    """Raise for a tensor that is sparse, nested, masked or a negated view, and for one of zeros that has no memory."""
+    if tensor.is_nested or isinstance(tensor, torch.masked.MaskedTensor) or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else "masked" if tensor.layout is torch.strided else str(tensor.layout)
+        raise ValueError(f"{name} is a {kind.removeprefix('torch.').lstrip('_')} tensor; it must be a strided tensor")
+    if tensor.is_neg():
+        raise ValueError(f"{name} is a negated view, whose memory has the opposite sign; use {name}.resolve_neg()")
+    if tensor._is_zerotensor():
+        raise ValueError(f"{name} is a tensor of zeros without memory; use {name}.clone()")
+
+
 def check_has_memory(name, tensor):
     """Raise for a tensor without data: a FakeTensor, as under torch.compile, one on the meta device or one of vmap.
 

@@ -3,7 +3,7 @@
 An ordinary call does not go through PyTorch's dispatcher, which costs some microseconds. A call that PyTorch traces or
 transforms must go through it. So a public function is written like this::
 
-    @torch_op("x", "bias")
+    @torch_op()
     def function(x: torch.Tensor, bias: torch.Tensor | None, ..., out: torch.Tensor | None = None) -> torch.Tensor:
         ...  # launch kernels
 
@@ -13,6 +13,7 @@ transforms must go through it. So a public function is written like this::
         ...  # check call.x and the other arguments; return the outputs
 """
 
+import ast
 import functools
 import inspect
 import threading
@@ -23,7 +24,8 @@ from typing import Any, ParamSpec, TypeVar, get_args
 import torch
 from torch.autograd import forward_ad
 
-from moe_numba.runtime.dlpack import PLAIN_TYPES, call_with_tensors
+from moe_numba.runtime.dlpack import PLAIN_TYPES, call_with_tensors, check_kind
+from moe_numba.runtime.overlap import overlaps
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,12 +37,16 @@ OPS: dict[str, tuple[str, ...]] = {}  # all ops that are registered, and the par
 # and triples the cost of a call.
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-# Of each function: the parameters that must be tensors, and those that may be an int or a tensor.
+# Of each function: the parameters that are tensors or None, those that `out` may be, those that must be tensors, and
+# those that may be an int or a tensor.
 _functions: dict[str, Callable] = {}
+_tensors: dict[str, tuple[str, ...]] = {}
+_in_place: dict[str, tuple[str, ...]] = {}
 _required_tensors: dict[str, tuple[str, ...]] = {}
 _int_or_tensor: dict[str, tuple[str, ...]] = {}
 _with_fake: set[str] = set()  # ops that have a fake implementation
 _with_autograd: set[str] = set()  # ops that have a backward
+_TENSOR = torch.Tensor, torch.Tensor | None
 _INT_OR_TENSOR = int | torch.Tensor | None
 _NO_TENSOR = "workspace"  # a parameter that ops do not have: memory for intermediate results, of no type of a schema
 _SCHEMA_TYPES: dict[Any, str] = {
@@ -75,25 +81,27 @@ def needs_dispatch(x, *others) -> bool:
 
     True if ``x`` is an array of another library, or if the call must go through PyTorch's dispatcher: under
     torch.compile, torch.export, FakeTensorMode and any other TorchDispatchMode; inside transforms of torch.func; if
-    ``x`` is a meta tensor or of a subclass; and if a tensor requires grad, which an op without backward refuses.
+    ``x`` is a meta tensor or of a subclass; if a tensor requires grad, which an op without backward refuses; and for a
+    negated view, which :func:`call_op` refuses.
 
     Parameters
     ----------
     x : torch.Tensor or array of another library
         The first tensor of the call.
-    *others : torch.Tensor or array of another library
-        Other tensors that results depend on differentiably.
+    *others : torch.Tensor, array of another library or None
+        Its other tensors.
     """
     if _is_dynamo_compiling():  # Dynamo replaces the call by True and does not trace the rest
         return True
     if type(x) in PLAIN_TYPES and not _num_dispatch_modes() and _functorch_interpreter() is None and not x.is_meta:
-        if not x.requires_grad:
-            for tensor in others:
-                if tensor is not None and type(tensor) in PLAIN_TYPES and tensor.requires_grad:
-                    break
-            else:
-                return False
-        if not _is_grad_enabled():
+        needs_grad, is_negated = x.requires_grad, x.is_neg()
+        for tensor in others:
+            if tensor is not None and type(tensor) in PLAIN_TYPES:
+                if tensor.requires_grad:
+                    needs_grad = True
+                if tensor.is_neg():
+                    is_negated = True
+        if not is_negated and not (needs_grad and _is_grad_enabled()):
             return False
     return not _state.in_op
 
@@ -108,6 +116,7 @@ def call_op(name: str, arguments: dict[str, Any]) -> Any:
         return call_with_tensors(_functions[name], first, arguments)
     if not _is_dynamo_compiling():  # under Dynamo the fake implementation checks
         _check_no_grad(name, arguments)
+        check_kinds(arguments)
     out = arguments.pop("out", None)
     arguments.pop(_NO_TENSOR, None)
     for key in _int_or_tensor[name]:
@@ -120,11 +129,33 @@ def call_op(name: str, arguments: dict[str, Any]) -> Any:
     return out
 
 
-def torch_op(*tensors: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def check_kinds(arguments: dict[str, Any]) -> None:
+    """Raise for a tensor, or one in a tuple, whose memory does not have its values in strided order."""
+    for name, value in arguments.items():
+        for i, tensor in enumerate(value if isinstance(value, (tuple, list)) else (value,)):
+            if isinstance(tensor, torch.Tensor):
+                check_kind(f"{name}[{i}]" if isinstance(value, (tuple, list)) else name, tensor)
+
+
+def check_overlap(name: str, out: Any, tensors: tuple) -> None:
+    """Raise if an output of a call overlaps another one or one of ``tensors``, those of `_tensors` of the function."""
+    outs = out if isinstance(out, (tuple, list)) else (out,)
+    if any(type(o) in PLAIN_TYPES and o.is_neg() for o in outs):
+        check_kinds({"out": out})
+    if found := overlaps(outs, tensors, [n in _in_place[name] for n in _tensors[name]]):
+        i, j = found
+        names = [f"out[{k}]" for k in range(len(outs))] if outs is out else ["out"]
+        other = names[j - len(tensors)] if j >= len(tensors) else _tensors[name][j]
+        whole = f"; it may only be {' or '.join(_in_place[name])} as a whole" if other in _in_place[name] else ""
+        raise ValueError(f"{names[i]} overlaps {other} in memory{whole}: pass other memory, or no out")
+
+
+def torch_op(*, in_place: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a public function as the op ``moe_numba::<name>``; a decorator.
 
     The decorated function has the same signature. It calls the op where a call :func:`needs_dispatch`, and the function
-    itself otherwise.
+    itself otherwise. It refuses an ``out`` that overlaps an input. If a call fails because a tensor is sparse, nested
+    or without memory, the error names it.
 
     The op has the function's parameters without ``out`` and ``workspace``. A function with ``out`` has a second
     overload, ``<name>.out``, in which ``out`` and what follows are keyword-only. It writes to ``out`` and returns
@@ -133,13 +164,15 @@ def torch_op(*tensors: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     Parameters
     ----------
-    *tensors : str
-        Names of the parameters that :func:`needs_dispatch` is asked about: the first one, and all others that results
-        depend on differentiably.
+    in_place : tuple of str
+        Names of the parameters that ``out`` may be, with the same memory from the first to the last element.
     """
 
     def decorate(function):
-        public = _with_dispatch(function, tensors)
+        parameters = inspect.signature(function).parameters.values()
+        _tensors[function.__name__] = tuple(p.name for p in parameters if p.annotation in _TENSOR and p.name != "out")
+        _in_place[function.__name__] = in_place
+        public = _with_dispatch(function)
         if function.__name__ not in OPS:  # else the module is executed again, as by importlib.reload
             _register(function, public)
         return public
@@ -147,22 +180,31 @@ def torch_op(*tensors: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def _with_dispatch(function, tensors):
+def _with_dispatch(function):
     """Return a function of the same signature which calls the op if a call needs it.
 
     It is generated: a wrapper with ``*args, **kwargs`` takes ten times as long, and Dynamo does not trace how it would
     bind them. In tracebacks its line is that of the decorator.
     """
     name, names = function.__name__, list(inspect.signature(function).parameters)
-    arguments, by_name = ", ".join(names), ", ".join(f"{n!r}: {n}" for n in names)
-    source = (
-        f"def bind(function):\n def {name}({arguments}): return call_op({name!r}, {{{by_name}}}) "
-        f"if needs_dispatch({', '.join(tensors)}) else function({arguments})\n return {name}"
+    arguments, by_name = ", ".join(names), f"{{{', '.join(f'{n!r}: {n}' for n in names)}}}"
+    tensors = ", ".join(_tensors[name])
+    check_out = f"  if out is not None: check_overlap({name!r}, out, ({tensors},))\n" if "out" in names else ""
+    tree = ast.parse(
+        f"def bind(function):\n"
+        f" def {name}({arguments}):\n"
+        f"  if needs_dispatch({tensors}): return call_op({name!r}, {by_name})\n"
+        f"{check_out}"
+        f"  try: return function({arguments})\n"
+        f"  except (RuntimeError, NotImplementedError): check_kinds({by_name}); raise\n"
+        f" return {name}"
     )
     code = function.__code__
-    lines = "\n" * (code.co_firstlineno - 2)  # so that the second line, the wrapper, has the number of the decorator
+    for node in ast.walk(tree):
+        if hasattr(node, "lineno"):
+            node.lineno = node.end_lineno = code.co_firstlineno
     namespace: dict[str, Any] = {}
-    exec(compile(lines + source, code.co_filename, "exec"), globals(), namespace)
+    exec(compile(tree, code.co_filename, "exec"), globals(), namespace)
     public = functools.wraps(function)(namespace["bind"](function))
     public.__defaults__ = function.__defaults__
     return public
@@ -182,6 +224,8 @@ def _register(function, public):
         arguments = dict(zip(positional, args)) | kwargs
         if _is_grad_enabled():
             _check_no_grad(name, arguments)
+        if (out := arguments.get("out")) is not None:
+            check_overlap(name, out, tuple(arguments.get(n) for n in _tensors[name]))
         before, _state.in_op = _state.in_op, True
         try:
             return function(**arguments)

@@ -10,7 +10,7 @@ from moe_numba import simulator
 from moe_numba.ptx.capability import OLDEST
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.device import UnsupportedDeviceError
-from moe_numba.runtime.dlpack import as_tensor, is_fake_mode
+from moe_numba.runtime.dlpack import as_tensor, check_kind, is_fake_mode
 from moe_numba.runtime.dlpack import check_has_memory as check_has_memory
 
 
@@ -70,6 +70,7 @@ def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, alig
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor")
+    check_kind(name, tensor)
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if dtype is not None and tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
@@ -83,8 +84,6 @@ def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, alig
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}{strides}; it must be {wanted}")
     elif contiguous and not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
-    if tensor.is_neg():
-        raise ValueError(f"{name} is a negated view, whose memory has the opposite sign; use {name}.resolve_neg()")
     if aligned:
         check_aligned(name, tensor)
     if device is not None and tensor.device != device[0]:

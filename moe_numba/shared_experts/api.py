@@ -17,7 +17,7 @@ _NUMBERS = *("int32",) * 5, "uint32", "uint32", "float32"
 _plans: dict = {}
 
 
-@torch_op("topk_weights")
+@torch_op()
 def fuse_routing(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,

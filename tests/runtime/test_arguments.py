@@ -104,10 +104,132 @@ def test_subclasses_with_memory_are_taken(device):
     assert torch.equal(y, moe_numba.group_gemm_bf16(x, weight, None, None, offs=offs))
 
 
-def test_a_negated_view_is_refused(device):
+def calls_with_outputs(device):
+    """Return a call of each kind of function that takes ``out``, without it."""
+    logits, rows = torch.randn(4, 8, device=device), torch.randn(6, 64, device=device).bfloat16()
+    ids = torch.tensor([[0, 1], [1, 0], [2, 1]], dtype=torch.int32, device=device)
+    weights, offs = torch.rand(3, 2, device=device), torch.tensor([2, 6], dtype=torch.int32, device=device)
+    indices, tokens = torch.arange(6, dtype=torch.int32, device=device).view(3, 2), rows[:3].clone()
+    experts = dict(w13=rows.new_ones(3, 128, 64), w2=rows.new_ones(3, 64, 64), topk_weights=weights, topk_ids=ids)
+    return {
+        "biased_grouped_topk": dict(gating_output=logits, correction_bias=logits[0].clone(), topk=2),
+        "biased_grouped_topk_align": dict(gating_output=logits, correction_bias=None, topk=2, block_size=16),
+        "moe_align_block_size": dict(topk_ids=ids, block_size=16, num_experts=8),
+        "get_dispatch_layout": dict(topk_idx=ids.long(), num_experts=8, num_ranks=2),
+        "fuse_routing": dict(topk_weights=weights, topk_ids=ids, num_experts=8, num_fused_shared_experts=1),
+        "group_by_expert": dict(topk_ids=ids, num_experts=3),
+        "permute_tokens": dict(x=tokens, inverse_indices=indices),
+        "weighted_sum": dict(rows=rows, inverse_indices=indices, topk_weights=weights, shared=tokens),
+        "silu_and_mul": dict(x=rows),
+        "per_token_cast_to_fp8": dict(x=rows.repeat(1, 2)),
+        "per_token_quant_fp8": dict(x=rows),
+        "group_gemm_bf16": dict(x=rows, weight=rows.new_ones(2, 64, 64), seqlens=None, cu_seqlens=None, offs=offs),
+        "fused_experts": dict(x=tokens, **experts),
+    }
+
+
+WITH_OUTPUTS = list(calls_with_outputs("cpu"))
+
+
+def in_one_memory(*tensors):
+    """Return copies of tensors that all begin at the same address."""
+    memory = torch.zeros(max(t.nbytes for t in tensors), dtype=torch.uint8, device=tensors[0].device)
+    return [memory[: t.nbytes].view(t.dtype).view(t.shape).copy_(t) for t in tensors]
+
+
+@pytest.mark.parametrize("name", WITH_OUTPUTS)
+def test_an_output_in_the_memory_of_an_input_or_output_is_refused(name, device):
+    function, arguments = getattr(moe_numba, name), calls_with_outputs(device)[name]
+    result = function(**arguments)
+    is_tuple = isinstance(result, tuple)
+    outs = list(result) if is_tuple else [result]
+    call = lambda outs, **more: function(**arguments | more, out=tuple(outs) if is_tuple else outs[0])
+    call(outs)
+    for i, out in enumerate(outs):
+        for argument, value in arguments.items():
+            if isinstance(value, torch.Tensor) and (name, argument) not in IN_PLACE:
+                shared, value = in_one_memory(out, value)
+                message = f"^out{f'[{i}]' if is_tuple else ''} overlaps {argument} in memory"
+                with pytest.raises(ValueError, match=re.escape(message).replace(r"\^", "^")):
+                    call([*outs[:i], shared, *outs[i + 1 :]], **{argument: value})
+        for j in range(i):
+            if out.numel() and outs[j].numel():
+                shared, other = in_one_memory(out, outs[j])
+                with pytest.raises(ValueError, match=r"^out\[\d\] overlaps out\[\d\] in memory"):
+                    call([*outs[:j], other, *outs[j + 1 : i], shared, *outs[i + 1 :]])
+
+
+IN_PLACE = {("fused_experts", "x"), ("weighted_sum", "shared")}  # of the same shape and dtype, as these are
+
+
+def test_only_the_whole_input_may_be_the_output(device):
+    arguments = calls_with_outputs(device)["fused_experts"]
+    x, expected = arguments.pop("x"), moe_numba.fused_experts(**calls_with_outputs(device)["fused_experts"])
+    memory = torch.zeros(4, 64, dtype=x.dtype, device=device)
+    memory[:3] = x
+    with pytest.raises(ValueError, match="^out overlaps x in memory; it may only be x or shared as a whole"):
+        moe_numba.fused_experts(memory[:3], **arguments, out=memory[1:])
+    assert torch.equal(memory[:3], x)
+    moe_numba.fused_experts(x := memory[:3], **arguments, out=x)
+    assert x.shape == expected.shape
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_negated_view_is_refused(called_before, device):
+    """Also if tensors of the same shape have a launch plan, and if no gradient is recorded."""
     x, scale = torch.zeros(3, 64, device=device).bfloat16(), torch.ones(1, dtype=torch.complex64, device=device)
-    with pytest.raises(ValueError, match=r"^scale is a negated view, .*; use scale.resolve_neg\(\)"):
-        moe_numba.per_token_quant_fp8(x, scale.conj().imag)
+    weight, offs = x.new_ones(1, 64, 64), torch.tensor([3], dtype=torch.int32, device=device)
+    logits, out = torch._neg_view(x[:, :8].clone()), torch._neg_view(x[:, :32].clone())
+    groups = dict(seqlens=None, cu_seqlens=None, offs=offs)
+    calls = [
+        (moe_numba.per_token_quant_fp8, dict(x=x, scale=scale.conj().imag)),
+        (moe_numba.biased_grouped_topk, dict(gating_output=logits, correction_bias=None, topk=2)),
+        (moe_numba.group_gemm_bf16, dict(x=x, weight=torch._neg_view(weight), **groups)),
+        (moe_numba.silu_and_mul, dict(x=x, out=out)),
+    ]
+    for function, arguments in calls:
+        (negated,) = (name for name, value in arguments.items() if isinstance(value, torch.Tensor) and value.is_neg())
+        if called_before:
+            function(**arguments | {negated: arguments[negated].resolve_neg()})
+        message = rf"^{negated} is a negated view, .*; use {negated}.resolve_neg\(\)"
+        for mode in (torch.no_grad, torch.enable_grad):
+            with mode(), pytest.raises(ValueError, match=message):
+                function(**arguments)
+
+
+def zeros_without_memory(tensor):
+    return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def masked(tensor):
+    return torch.masked.masked_tensor(tensor, tensor > 0)
+
+
+LAYOUTS = {
+    "sparse_coo tensor": torch.Tensor.to_sparse,
+    "sparse_csr tensor": torch.Tensor.to_sparse_csr,
+    "nested tensor": lambda tensor: torch.nested.nested_tensor(list(tensor)),
+    "masked tensor": masked,
+    "tensor of zeros without memory": zeros_without_memory,
+} | ({"mkldnn tensor": torch.Tensor.to_mkldnn} if simulator.ENABLED else {})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("called_before", [False, True])
+def test_tensors_without_strided_memory_are_refused_by_name(kind, called_before, device):
+    logits = torch.randn(4, 8, device=device)
+    calls = (
+        dict(gating_output=logits, correction_bias=None),
+        dict(gating_output=logits, correction_bias=logits[0].clone()),
+    )
+    if called_before:
+        for tensors in calls:
+            moe_numba.biased_grouped_topk(**tensors, topk=2)
+    for tensors, name in zip(calls, ("gating_output", "correction_bias"), strict=True):
+        wrong = LAYOUTS[kind](logits)
+        with pytest.raises((TypeError, ValueError), match=f"^{name} is a .*(tensor|without memory)"):
+            moe_numba.biased_grouped_topk(**tensors | {name: wrong}, topk=2)
 
 
 # --- options --------------------------------------------------------------------------------------------------------

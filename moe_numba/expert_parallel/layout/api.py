@@ -19,7 +19,7 @@ _plans: dict = {}
 _MAX_ELEMENTS = (1 << 31) - 1  # counts are int32
 
 
-@torch_op("topk_idx")
+@torch_op()
 def get_dispatch_layout(
     topk_idx: torch.Tensor,
     num_experts: int,

@@ -7,7 +7,7 @@ from moe_numba.grouped_gemm.call.plan import fake_group_gemm, group_gemm
 from moe_numba.runtime.torch_op import register_fake, torch_op
 
 
-@torch_op("x", "weight", "bias", "row_weights")
+@torch_op()
 @describe_parameters
 def group_gemm_bf16(
     x: torch.Tensor,

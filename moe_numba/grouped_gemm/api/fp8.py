@@ -7,7 +7,7 @@ from moe_numba.grouped_gemm.call.plan import fake_group_gemm, group_gemm
 from moe_numba.runtime.torch_op import register_fake, torch_op
 
 
-@torch_op("x", "weight", "y_scale", "bias", "row_weights")
+@torch_op()
 @describe_parameters
 def group_gemm_pertensor_fp8(
     x: torch.Tensor,
@@ -85,7 +85,7 @@ def group_gemm_pertensor_fp8(
     return group_gemm("tensor", locals())
 
 
-@torch_op("x", "weight", "x_scale", "w_scale", "bias", "row_weights")
+@torch_op()
 @describe_parameters
 def group_gemm_blockwise_fp8(
     x: torch.Tensor,
@@ -150,7 +150,7 @@ def group_gemm_blockwise_fp8(
     return group_gemm("block", locals())
 
 
-@torch_op("x", "weight", "x_scale", "w_scale", "bias", "row_weights")
+@torch_op()
 @describe_parameters
 def group_gemm_rowwise_fp8(
     x: torch.Tensor,

@@ -7,7 +7,7 @@ from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_flag, make_outputs
 
 
-@torch_op("a", "b")
+@torch_op()
 def k_grouped_gemm_bf16(
     a: torch.Tensor,
     b: torch.Tensor,

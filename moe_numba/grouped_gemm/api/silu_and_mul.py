@@ -8,7 +8,7 @@ from moe_numba.grouped_gemm.common.constants import ALPHA, LIMIT
 from moe_numba.runtime.torch_op import register_fake, torch_op
 
 
-@torch_op("x", "weight", "bias")
+@torch_op()
 @describe_parameters
 def group_gemm_silu_and_mul_bf16(
     x: torch.Tensor,
@@ -62,7 +62,7 @@ def group_gemm_silu_and_mul_bf16(
     return group_gemm("none", locals(), silu_and_mul=True)
 
 
-@torch_op("x", "weight", "y_scale", "bias")
+@torch_op()
 @describe_parameters
 def group_gemm_silu_and_mul_pertensor_fp8(
     x: torch.Tensor,
@@ -123,7 +123,7 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     return group_gemm("tensor", locals(), silu_and_mul=True)
 
 
-@torch_op("x", "weight", "x_scale", "w_scale")
+@torch_op()
 @describe_parameters
 def group_gemm_silu_and_mul_blockwise_fp8(
     x: torch.Tensor,

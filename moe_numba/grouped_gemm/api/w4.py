@@ -10,7 +10,7 @@ from moe_numba.runtime.torch_op import register_fake, torch_op
 __all__ = ["group_gemm_mxfp4", "group_gemm_silu_and_mul_mxfp4", "pack_mxfp4"]
 
 
-@torch_op("x", "weight", "bias", "row_weights")
+@torch_op()
 def group_gemm_mxfp4(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -85,7 +85,7 @@ def group_gemm_mxfp4(
     return group_gemm(locals())
 
 
-@torch_op("x", "weight", "bias")
+@torch_op()
 def group_gemm_silu_and_mul_mxfp4(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -25,7 +25,7 @@ if simulator.ENABLED:  # fewer threads, since the simulator runs them one after 
 _plans: dict = {}
 
 
-@torch_op("topk_ids")
+@torch_op()
 def group_by_expert(
     topk_ids: torch.Tensor,
     num_experts: int,

@@ -25,7 +25,7 @@ _MAX_ROWS = (1 << 31) - 1
 _plans: dict = {}  # of both
 
 
-@torch_op("x", "scale")
+@torch_op()
 def per_token_quant_fp8(
     x: torch.Tensor,
     scale: torch.Tensor | None = None,
@@ -87,7 +87,7 @@ def per_token_quant_fp8(
     return tuple(results) if out is None else out
 
 
-@torch_op("x", "scale")
+@torch_op()
 def silu_and_mul_quant_fp8(
     x: torch.Tensor,
     scale: torch.Tensor | None = None,

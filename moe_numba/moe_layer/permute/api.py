@@ -26,7 +26,7 @@ _MAX_ROWS, _MAX_THREADS = (1 << 31) - 1, 1 << 31
 _plans: dict = {}
 
 
-@torch_op("x", "inverse_indices")
+@torch_op()
 def permute_tokens(x: torch.Tensor, inverse_indices: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Store each token in the rows of its assignments to experts, in one launch.
 
@@ -67,7 +67,7 @@ def permute_tokens(x: torch.Tensor, inverse_indices: torch.Tensor, out: torch.Te
     return result if out is None else out
 
 
-@torch_op("x", "inverse_indices")
+@torch_op()
 def permute_cast_to_fp8(
     x: torch.Tensor, inverse_indices: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,7 +52,7 @@ def check_activation(activation: str, alpha: float, limit: float | None) -> Acti
     return Activation("swigluoai", float(alpha), LIMIT if limit is None else float(limit))
 
 
-@torch_op("x")
+@torch_op()
 def silu_and_mul(
     x: torch.Tensor,
     out: torch.Tensor | None = None,

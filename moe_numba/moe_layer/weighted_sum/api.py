@@ -14,7 +14,7 @@ _MAX_TOPK, _MAX_ROWS, _MAX_VECTORS = 64, (1 << 31) - 1, 1 << 31
 _plans: dict = {}
 
 
-@torch_op("rows", "topk_weights", "shared")
+@torch_op(in_place=("shared",))
 def weighted_sum(
     rows: torch.Tensor,
     inverse_indices: torch.Tensor,
