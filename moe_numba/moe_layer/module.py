@@ -100,7 +100,7 @@ class Experts(nn.Module):
             raise ValueError(f"{sizes_}; with MXFP4 weights they must be multiples of 64")
         sizes = (num_experts, 2 * intermediate, hidden), (num_experts, hidden, intermediate)
         for name, size in zip(("w13", "w2"), sizes, strict=True):
-            shape = packed_shape(*size) if dtype == torch.uint8 else size
+            shape = packed_shape(name, *size) if dtype == torch.uint8 else size
             setattr(self, name, _parameter(*shape, dtype=dtype, device=device))
         self.scaling, self.format = scaling, check_weights(self.w13, self.w2, scaling).format
         for name, (_, rows, columns) in zip(("w13", "w2"), sizes, strict=True):
