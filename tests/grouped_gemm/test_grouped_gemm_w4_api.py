@@ -56,7 +56,7 @@ def shifted(weight):
         (ValueError, "weight has shape .*2175", lambda a: dict(weight=a["weight"][..., 1:])),
         (
             ValueError,
-            r"weight has shape \(2, 1, 1, 136, 16\): pack_mxfp4 packed it with gate_up.* packed without gate_up: .* 2176",
+            r"weight has shape \(2, 1, 1, 136, 16\): pack_mxfp4 packed it with gate_up.* without gate_up: .* 2176",
             lambda a: dict(weight=a["weight"].unflatten(3, (136, 16))),
         ),
         (ValueError, "weight starts at address", lambda a: dict(weight=shifted(a["weight"]))),
