@@ -6,7 +6,7 @@ One line makes the implementation known, and one selects it::
     model.set_experts_implementation("moe_numba")  # or from_pretrained(..., experts_implementation="moe_numba")
 """
 
-import types
+from functools import partial
 from typing import Any
 
 import torch
@@ -223,6 +223,7 @@ def fuse_routers(model: torch.nn.Module) -> int:
     parameters remain as they are; :func:`unfuse_routers` undoes the change. Outputs are logits, weights and int64 ids
     as before. On a GPU, logits in float32 are sums of the same products in another order, so that their last bits
     can differ, and of experts whose scores differ by no more than that, another can be chosen.
+    Copies of the model, also by ``pickle`` and ``torch.save``, have fused routers of their own.
     Outputs have a row per token. Those of gpt-oss' router do without this function only for hidden states
     [tokens, hidden], which the model passes.
 
@@ -248,7 +249,8 @@ def fuse_routers(model: torch.nn.Module) -> int:
     for router in changed:
         forward = _sigmoid_forward if type(router).__name__ in _SIGMOID_ROUTERS else _softmax_forward
         setattr(router, _SAVED, vars(router).get("forward"))
-        router.forward = types.MethodType(forward, router)  # type: ignore[method-assign]
+        # A bound method would be pickled as the name of an attribute, which the router does not have.
+        router.forward = partial(forward, router)  # type: ignore[method-assign]
     return len(changed)
 
 

@@ -1,7 +1,11 @@
 """Tiny random models of transformers with experts and routers on the package's kernels, against eager."""
 
+import copy
 import importlib
+import io
+import pickle
 import sys
+from functools import partial, update_wrapper
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +88,59 @@ def test_fused_routers(name, device):
     model.set_experts_implementation("moe_numba")
     assert not differs(prefill_and_decode(model, device), expected)
     assert integration.unfuse_routers(model) == layers and "forward" not in vars(router)
+
+
+def through_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": through_file}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("name", ["DeepseekV3", "GptOss"])
+def test_copies_of_fused_routers(name, how, device, monkeypatch):
+    """They are fused, and independent: other weights of one, or its router as it was, do not change the other."""
+    model, x = make_model(name, device, num_hidden_layers=2), torch.randn(6, 64, device=device).bfloat16()
+    fused = integration.fuse_routers(model)
+    copied = COPIES[how](model)
+    routers = [next(m for m in each.modules() if hasattr(m, integration._SAVED)) for each in (model, copied)]
+    calls, gate = [], integration.biased_grouped_topk
+    monkeypatch.setattr(integration, "biased_grouped_topk", lambda *a, **o: calls.append(len(calls)) or gate(*a, **o))
+    before, after = (router(x) for router in routers)
+    assert len(calls) == 2 and all(map(torch.equal, before, after))
+    assert integration.fuse_routers(copied) == 0
+    routers[1].weight.data.neg_()
+    assert torch.equal(routers[0](x)[0], before[0]) and not torch.equal(routers[1](x)[0], before[0])
+    assert integration.unfuse_routers(copied) == fused and "forward" not in vars(routers[1])
+    calls.clear()
+    routers[1](x)
+    assert not calls
+    assert torch.equal(routers[0](x)[1], before[1]) and len(calls) == 1
+    assert integration.unfuse_routers(model) == fused
+
+
+def test_forwards_around_fused_routers(device):
+    """As hooks of accelerate, which keep the forward that an instance has and set another, before or after."""
+
+    def hook(router):
+        inner = router.forward
+        hooked = partial(lambda module, x: seen.append(module) or inner(x), router)
+        router.forward = update_wrapper(hooked, inner)
+        return router.forward
+
+    seen, x = [], torch.randn(6, 64, device=device).bfloat16()
+    router = next(m for m in make_model("Qwen3Moe", device).modules() if type(m).__name__ == "Qwen3MoeTopKRouter")
+    hooked = hook(router)
+    assert integration.fuse_routers(router) == 1 and router(x)[0] is not None and not seen
+    assert integration.unfuse_routers(router) == 1 and router.forward is hooked
+    integration.fuse_routers(router)
+    fused = router(x)
+    hook(router)
+    assert torch.equal(router(x)[1], fused[1]) and seen == [router]
 
 
 def test_models_without_routers_are_refused():
