@@ -165,6 +165,37 @@ def experts_of(name="Qwen3Moe", device="cpu", **options):
     return next(m.experts for m in model.modules() if hasattr(m, "experts"))
 
 
+@pytest.mark.parametrize("which", ["hidden_states", "top_k_weights", "gate_up_proj", "down_proj_bias"])
+def test_experts_that_would_lose_a_gradient_are_refused(which):
+    experts = experts_of("GptOss")
+    given = dict(hidden_states=torch.zeros(1, 64).bfloat16(), top_k_weights=torch.ones(1, 2))
+    given["top_k_index"] = torch.zeros(1, 2, dtype=torch.long)
+    (given[which] if which in given else getattr(experts, which)).requires_grad_()
+    with pytest.raises(
+        ValueError, match=f"{which} of GptOssExperts requires grad; moe_numba has no backward: use torch.no"
+    ):
+        experts(**given)
+    with torch.no_grad():
+        assert experts(**given).shape == (1, 64)
+
+
+@each_model
+@pytest.mark.parametrize("fused", [False, True])
+def test_models_in_grad_mode_are_refused_by_name(name, fused):
+    """As in eval mode without no_grad, with the parameters that a model has when it is loaded."""
+    model = make_model(name, "cpu").requires_grad_(True)
+    model.set_experts_implementation("moe_numba")
+    if fused:
+        integration.fuse_routers(model)
+    refused = (
+        r"hidden_states of \w+Router requires grad; a fused router"
+        if fused
+        else r"hidden_states of \w+ requires grad; moe"
+    )
+    with pytest.raises(ValueError, match=f"^{refused}.* has no backward"):
+        model(torch.arange(3).view(1, 3))
+
+
 def test_ids_repeated_of_other_ranks_and_sentinels(device):
     experts, x = experts_of(device=device), torch.randn(4, 64, device=device).bfloat16()
     ids = torch.tensor([[3, 3], [-1, 2], [8, 0], [8, -1]], device=device)  # 8: the sentinel of expert parallelism
