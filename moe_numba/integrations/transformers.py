@@ -6,7 +6,7 @@ One line makes the implementation known, and one selects it::
     model.set_experts_implementation("moe_numba")  # or from_pretrained(..., experts_implementation="moe_numba")
 """
 
-import types
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from moe_numba.gate import biased_grouped_topk
 from moe_numba.moe_layer import ExpertParallelMoE, Experts, fused_experts
 from moe_numba.moe_layer.router import router_logits
 from moe_numba.moe_layer.weights import check_weights
-from moe_numba.runtime.validate import check_int
+from moe_numba.runtime.validate import check_int, check_no_grad
 
 try:
     from transformers.integrations import finegrained_fp8, moe
@@ -94,7 +94,8 @@ def experts_forward(
     Raises
     ------
     ValueError
-        If the module's layout or activation is not supported; the message names the attribute and what is allowed.
+        If the module's layout or activation is not supported; the message names the attribute and what is allowed. Also
+        if a tensor requires grad, as hidden_states of a model outside of ``torch.no_grad()``: there is no backward.
     TypeError
         If hidden_states is not bfloat16, or the weights are neither that nor packed MXFP4.
     """
@@ -193,6 +194,7 @@ def ep_experts_forward(
         raise ValueError(f"{type(self).__name__} is not distributed; {NAME_EP} needs distribute_experts(model, buffer)")
     if hidden_states.dtype != torch.bfloat16:
         raise TypeError(f"hidden_states is {hidden_states.dtype}; {NAME_EP} needs a model in torch.bfloat16")
+    _check_no_grad(self, NAME_EP, hidden_states=hidden_states, top_k_weights=top_k_weights)
     (layer,) = getattr(self, _LAYER)
     return layer(hidden_states.contiguous(), top_k_weights.float().contiguous(), top_k_index.contiguous())
 
@@ -212,8 +214,17 @@ def _experts_of(arguments):
 def _run(module, hidden_states, ids, weights, arguments):
     if hidden_states.dtype != torch.bfloat16:
         raise TypeError(f"hidden_states is {hidden_states.dtype}; {NAME} needs a model in torch.bfloat16")
+    _check_no_grad(module, NAME, hidden_states=hidden_states, top_k_weights=weights)
     weights = weights.float().contiguous()
     return fused_experts(hidden_states.contiguous(), topk_weights=weights, topk_ids=ids, **arguments)
+
+
+def _check_no_grad(module, function, **tensors):
+    """Raise if these tensors or a parameter require grad: the function's own check has other names for them."""
+    if torch.is_grad_enabled():
+        for name, tensor in (tensors | module._parameters).items():
+            if tensor is not None:
+                check_no_grad(f"{name} of {type(module).__name__}", tensor, function)
 
 
 def fuse_routers(model: torch.nn.Module) -> int:
@@ -222,7 +233,9 @@ def fuse_routers(model: torch.nn.Module) -> int:
     Supported: the routers of DeepSeek-V3, GLM-4-MoE, gpt-oss, Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE. Modules and
     parameters remain as they are; :func:`unfuse_routers` undoes the change. Outputs are logits, weights and int64 ids
     as before. On a GPU, logits in float32 are sums of the same products in another order, so that their last bits
-    can differ, and of experts whose scores differ by no more than that, another can be chosen.
+    can differ, and of experts whose scores differ by no more than that, another can be chosen. There is no backward:
+    call the model in ``torch.no_grad()``.
+    Copies of the model, also by ``pickle`` and ``torch.save``, have fused routers of their own.
     Outputs have a row per token. Those of gpt-oss' router do without this function only for hidden states
     [tokens, hidden], which the model passes.
 
@@ -248,7 +261,8 @@ def fuse_routers(model: torch.nn.Module) -> int:
     for router in changed:
         forward = _sigmoid_forward if type(router).__name__ in _SIGMOID_ROUTERS else _softmax_forward
         setattr(router, _SAVED, vars(router).get("forward"))
-        router.forward = types.MethodType(forward, router)  # type: ignore[method-assign]
+        # A bound method would be pickled as the name of an attribute, which the router does not have.
+        router.forward = partial(forward, router)  # type: ignore[method-assign]
     return len(changed)
 
 
@@ -266,6 +280,7 @@ def unfuse_routers(model: torch.nn.Module) -> int:
 
 def _sigmoid_forward(self, hidden_states):
     """Route as DeepSeek-V3: float32 logits, groups, a bias, a scaling factor."""
+    _check_no_grad(self, "a fused router", hidden_states=hidden_states)
     hidden_states = hidden_states.view(-1, self.hidden_dim)
     logits = router_logits(hidden_states, self.weight)
     groups = self.norm_topk_prob, self.num_group, self.topk_group, 0, self.routed_scaling_factor, True
@@ -279,6 +294,7 @@ def _softmax_forward(self, hidden_states):
     gpt-oss and Mixtral divide by the sum of the chosen probabilities.
     """
     bias, is_mixtral = getattr(self, "bias", None), type(self).__name__ == "MixtralTopKRouter"
+    _check_no_grad(self, "a fused router", hidden_states=hidden_states)
     logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight, bias)
     renormalize = getattr(self, "norm_topk_prob", True)
     weights, ids = biased_grouped_topk(logits, None, self.top_k, renormalize, scoring="softmax")

@@ -93,7 +93,7 @@ def empty_arguments(layer, tokens, ids_dtype=torch.int32):
     experts, dtype = layer.num_experts, _DTYPES[layer.dtype]
     shapes = dict(w13=(experts, 2 * layer.intermediate, layer.hidden), w2=(experts, layer.hidden, layer.intermediate))
     packed = layer.dtype == "mxfp4"
-    given = {name: torch.empty(packed_shape(*s) if packed else s, dtype=dtype) for name, s in shapes.items()}
+    given = {name: torch.empty(packed_shape(name, *s) if packed else s, dtype=dtype) for name, s in shapes.items()}
     if layer.transposed:
         given = {name: weight.view(experts, *weight.shape[:0:-1]).mT for name, weight in given.items()}
     if layer.dtype == "e4m3":

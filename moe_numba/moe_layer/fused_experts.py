@@ -69,7 +69,7 @@ def fused_experts(
         Rows of an expert that compute gate and up, in the order that ``activation`` needs. Contiguous, 16-byte aligned;
         1 to 512 experts. ``hidden`` is a multiple of 64, ``intermediate`` of 64, or of 128 with block scales. In
         bfloat16 also the transposed view, ``.mT``, of a contiguous tensor, on GPUs with wgmma.
-        Or MXFP4: tensor [experts, 2 * intermediate / 64, hidden / 64, 2176], uint8, from
+        Or MXFP4: tensor [experts, 2 * intermediate / 64, hidden / 64, 136, 16], uint8, from
         :func:`moe_numba.pack_mxfp4_experts`, on GPUs with wgmma. A tile of 64 x 64 weights has 2048 bytes of 4-bit
         codes and 128 bytes of scales. The packed order of rows is the same for both activations; ``gate_up`` of that
         function names the order of the rows that it packs.

@@ -14,7 +14,7 @@ from moe_numba.moe_layer.launches import ExpertsTensors
 from moe_numba.moe_layer.router import router_logits
 from moe_numba.moe_layer.silu_and_mul.api import ALPHA, check_activation
 from moe_numba.moe_layer.torch_stages import check_stages, route, run_experts
-from moe_numba.moe_layer.weights import FP8_BLOCK, FP8_TENSOR, check_weights, packed_shape, shape_of
+from moe_numba.moe_layer.weights import BF16, FP8_BLOCK, FP8_TENSOR, check_weights, packed_shape, shape_of
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
 from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.quantise.fp8_cast import per_token_cast_back
@@ -24,7 +24,41 @@ from moe_numba.runtime.validate import check_flag, check_int
 _TENSORS = "w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias", "a1_scale", "a2_scale"
 
 
-class Experts(nn.Module):
+class FixedDtypes(nn.Module):
+    """A module some of whose tensors keep their dtype in ``.to(dtype)``, ``.half()``, ``.type(dtype)`` and the like.
+
+    That also holds if a parent's method is called. Devices change as usual. Those that are float32 stay so in
+    ``load_state_dict(assign=True)``, too.
+    """
+
+    def _fixed_dtypes(self) -> Collection[str]:
+        """Return the names of parameters and buffers that keep their dtype."""
+        return ()
+
+    def _apply(self, fn, recurse=True):
+        fixed = {id(tensor) for tensor in self._fixed().values()}
+
+        def convert(tensor):
+            if id(tensor) not in fixed:
+                return fn(tensor)
+            result = fn(tensor.new_empty(0))  # asks what fn does, without converting a large weight
+            return fn(tensor) if result.dtype == tensor.dtype else tensor.to(result.device)
+
+        return super()._apply(convert, recurse)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        for name, tensor in self._fixed().items():
+            given = state_dict.get(prefix + name)
+            if isinstance(given, torch.Tensor) and given.is_floating_point() and tensor.dtype == torch.float32:
+                state_dict[prefix + name] = given.float()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def _fixed(self):
+        tensors = {name: getattr(self, name) for name in self._fixed_dtypes()}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+class Experts(FixedDtypes):
     """Weights of SwiGLU experts, and their computation by :func:`moe_numba.fused_experts`.
 
     Parameters
@@ -64,6 +98,8 @@ class Experts(nn.Module):
     Notes
     -----
     Parameters are uninitialised: load a state_dict. They require no grad, because the kernels have no backward.
+    Scales, and weights in FP8 or MXFP4, keep their dtype in ``.to(dtype)``, ``.bfloat16()`` and the like, also of a
+    parent module; float32 scales also in ``load_state_dict``. Weights in bfloat16, and biases, are converted.
     A call allocates its output: modules have no ``out``. For a call that allocates nothing, use
     :func:`moe_numba.fused_experts` with ``**experts.tensors``, ``**experts.activation.options``, ``out`` and
     ``workspace``.
@@ -101,7 +137,7 @@ class Experts(nn.Module):
             raise ValueError(f"{sizes_}; with MXFP4 weights they must be multiples of 64")
         sizes = (num_experts, 2 * intermediate, hidden), (num_experts, hidden, intermediate)
         for name, size in zip(("w13", "w2"), sizes, strict=True):
-            shape = packed_shape(*size) if dtype == torch.uint8 else size
+            shape = packed_shape(name, *size) if dtype == torch.uint8 else size
             setattr(self, name, _parameter(*shape, dtype=dtype, device=device))
         self.scaling, self.format = scaling, check_weights(self.w13, self.w2, scaling).format
         for name, (_, rows, columns) in zip(("w13", "w2"), sizes, strict=True):
@@ -119,6 +155,11 @@ class Experts(nn.Module):
         self.reference = check_stages(reference, self.format)
         check_fast_accum(use_fast_accum, self.format)
         self.use_fast_accum = use_fast_accum
+
+    def _fixed_dtypes(self) -> Collection[str]:
+        """Return the names of scales and quantised weights, whose numbers are wrong in another dtype."""
+        scales = "w13_scale", "w2_scale", "a1_scale", "a2_scale"
+        return scales if self.format == BF16 else ("w13", "w2", *scales)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor | None]:
@@ -170,7 +211,7 @@ class Experts(nn.Module):
         return f"{sizes}, format={self.format}{activation}{stages}"
 
 
-class MoELayer(nn.Module):
+class MoELayer(FixedDtypes):
     """An MoE layer on one GPU: router, gate, experts, and optionally shared experts.
 
     Parameters
@@ -208,6 +249,8 @@ class MoELayer(nn.Module):
     Notes
     -----
     Logits are computed in float32, as DeepSeek-V3's router does. All weights are uninitialised: load a state_dict.
+    ``correction_bias`` stays float32 in ``.to(dtype)``, ``.bfloat16()`` and the like, also of a parent module, and in
+    ``load_state_dict``: rounded, it would choose other experts. For the experts' tensors see :class:`Experts`.
     """
 
     correction_bias: torch.Tensor | None
@@ -260,6 +303,10 @@ class MoELayer(nn.Module):
         )
         fixed: dict[str, Any] = dict(num_fused_shared_experts=0, apply_routed_scaling_factor_on_output=True)
         check_groups(num_experts, check_options(GateOptions(topk, **self.gate_options, **fixed)))
+
+    def _fixed_dtypes(self) -> Collection[str]:
+        """Return the name of the bias by which the gate chooses experts."""
+        return ("correction_bias",)
 
     def forward(self, x: torch.Tensor, workspace: ExpertsWorkspace | None = None) -> torch.Tensor:
         """Compute the layer.

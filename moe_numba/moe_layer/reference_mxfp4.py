@@ -2,13 +2,31 @@
 
 import torch
 
+from moe_numba.grouped_gemm.w4.checks import check_packed
 from moe_numba.grouped_gemm.w4.packing import EXPONENT_OFFSET, EXPONENTS, FIELDS
 from moe_numba.grouped_gemm.w4.reference import E2M1
 from moe_numba.grouped_gemm.w4.weight_tiles import CODE_BYTES, TILE
 
 
 def unpack(packed):
-    """Return a packed weight [n / 64, k / 64, 2176] of one expert as float32 [n, k], its rows in the packed order."""
+    """Return a packed weight [n / 64, k / 64, 2176] of one expert as float32 [n, k]; it has no rows of gate and up."""
+    check_packed("packed", packed[None], (1, "n / 64", "k / 64"), gate_up=False)
+    return _unpack(packed)
+
+
+def unpack_gate_up(packed, interleaved):
+    """Return packed gate and up, [n / 64, k / 64, 136, 16], of one expert as float32 [n, k].
+
+    Rows alternate between gate and up, or those of gate are first.
+    """
+    check_packed("packed", packed[None], (1, "n / 64", "k / 64"), gate_up=True)
+    gate, up = _unpack(packed.flatten(2)).unflatten(0, (-1, 2, 8)).unbind(1)
+    gate, up = gate.flatten(0, 1), up.flatten(0, 1)
+    return torch.stack([gate, up], 1).flatten(0, 1) if interleaved else torch.cat([gate, up])
+
+
+def _unpack(packed):
+    """Return tiles [n / 64, k / 64, 2176] as float32 [n, k], rows in the packed order."""
     rows, columns, _ = packed.shape
     words = packed.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     codes, scales = words[..., : CODE_BYTES // 4], words[..., CODE_BYTES // 4 :]
@@ -27,13 +45,6 @@ def unpack(packed):
     factors = torch.exp2((exponents - EXPONENT_OFFSET - 127).double())
     factors = torch.where(exponents == 0, 0.0, torch.where(exponents == 255, float("nan"), factors))
     return values * factors.float().repeat_interleave(32, 1)
-
-
-def unpack_gate_up(packed, interleaved):
-    """Return packed gate and up of one expert as float32 [2 * intermediate, hidden]: alternating, or first gate."""
-    gate, up = unpack(packed).unflatten(0, (-1, 2, 8)).unbind(1)
-    gate, up = gate.flatten(0, 1), up.flatten(0, 1)
-    return torch.stack([gate, up], 1).flatten(0, 1) if interleaved else torch.cat([gate, up])
 
 
 def _rotr(words, count):

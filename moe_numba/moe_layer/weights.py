@@ -6,7 +6,8 @@ import torch
 
 from moe_numba.grouped_gemm import pack_mxfp4
 from moe_numba.grouped_gemm.call.checks import MAX_GROUPS, has_wgmma, is_mn_major
-from moe_numba.grouped_gemm.w4.packing import TILE_BYTES
+from moe_numba.grouped_gemm.w4.checks import check_packed
+from moe_numba.grouped_gemm.w4.packing import GATE_UP_TILE, PLAIN_TILE
 from moe_numba.grouped_gemm.w4.weight_tiles import TILE
 from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_choice, check_tensor
@@ -60,9 +61,9 @@ def shape_of(w13: torch.Tensor, w2: torch.Tensor, format_: str) -> ExpertsShape:
     return ExpertsShape(len(w13), hidden, intermediate, format_, w13.device)
 
 
-def packed_shape(experts: int, rows: int, columns: int) -> tuple[int, int, int, int]:
-    """Return the shape of packed MXFP4 weights [experts, rows, columns]."""
-    return experts, -(-rows // TILE), -(-columns // TILE), TILE_BYTES
+def packed_shape(name: str, experts: int, rows: int, columns: int) -> tuple[int, ...]:
+    """Return the shape of MXFP4 weights [experts, rows, columns], "w13" or "w2", as they are packed."""
+    return experts, -(-rows // TILE), -(-columns // TILE), *(GATE_UP_TILE if name == "w13" else PLAIN_TILE)
 
 
 def check_weights(w13: torch.Tensor, w2: torch.Tensor, scaling: str = "block") -> ExpertsShape:
@@ -105,20 +106,20 @@ def _check_matrices(name, weight, shape):
 
 def _check_packed(w13, w2):
     """Check packed MXFP4 weights."""
-    names = "experts", "2 * intermediate / 64", "hidden / 64", TILE_BYTES
+    names = "experts", "2 * intermediate / 64", "hidden / 64"
     packed = "what pack_mxfp4_experts returns"
-    if w13.dim() != 4 or w13.shape[3] != TILE_BYTES:
-        raise ValueError(f"w13 has shape {tuple(w13.shape)}; in torch.uint8 it must be {packed}, {_text(names)}")
-    check_tensor("w13", w13, shape=names, contiguous=True)
-    experts, twice, hidden, _ = w13.shape
+    if w13.shape[3:] not in (GATE_UP_TILE, PLAIN_TILE):
+        shape = _text((*names, *GATE_UP_TILE))
+        raise ValueError(f"w13 has shape {tuple(w13.shape)}; in torch.uint8 it must be {packed}, {shape}")
+    check_packed("w13", w13, names, gate_up=True)
+    experts, twice, hidden = w13.shape[:3]
     _check_experts(experts)
     if not twice or twice % 2 or not hidden:
         raise ValueError(
             f"w13 has shape {tuple(w13.shape)}; hidden and intermediate must be multiples of 64, that is "
             "2 * intermediate / 64 must be even"
         )
-    shape = experts, hidden, twice // 2, TILE_BYTES
-    check_tensor("w2", w2, dtype=torch.uint8, shape=shape, contiguous=True, device=(w13.device, "w13"))
+    check_packed("w2", w2, (experts, hidden, twice // 2), gate_up=False, device=(w13.device, "w13"))
 
 
 def _text(shape):
@@ -163,11 +164,15 @@ def pack_mxfp4_experts(
         The tensors of these names of a checkpoint of gpt-oss; see :func:`moe_numba.pack_mxfp4` for the encoding.
         ``hidden`` and ``intermediate`` are multiples of 64.
     gate_up : {"interleaved", "stacked"}
-        Order of the rows of ``gate_up_proj_*``: alternately of gate and up, as in gpt-oss, or first all of gate.
+        Order of the rows of ``gate_up_proj_*``. "interleaved": alternately of gate and up, as in checkpoints of
+        gpt-oss. "stacked": first all of gate, then all of up, as where ``gate_proj`` and ``up_proj`` (w1 and w3 of
+        Mixtral) have been concatenated: ``gate_up_proj`` of other models in transformers, and w13 in vLLM and SGLang.
+        Neither these tensors nor packed weights tell which order rows have: with the wrong name the results are wrong,
+        without an error.
 
     Returns
     -------
-    w13 : tensor [experts, 2 * intermediate / 64, hidden / 64, 2176], uint8
+    w13 : tensor [experts, 2 * intermediate / 64, hidden / 64, 136, 16], uint8
     w2 : tensor [experts, hidden / 64, intermediate / 64, 2176], uint8
         On the device and in the library of ``gate_up_proj_blocks``: 4.25 bits per weight.
 

@@ -54,6 +54,11 @@ def shifted(weight):
         (TypeError, "x is torch.float32; it must be torch.bfloat16", lambda a: dict(x=a["x"].float())),
         (TypeError, "weight is torch.int8; it must be", lambda a: dict(weight=a["weight"].view(torch.int8))),
         (ValueError, "weight has shape .*2175", lambda a: dict(weight=a["weight"][..., 1:])),
+        (
+            ValueError,
+            r"weight has shape \(2, 1, 1, 136, 16\): pack_mxfp4 packed it with gate_up.* without gate_up: .* 2176",
+            lambda a: dict(weight=a["weight"].unflatten(3, (136, 16))),
+        ),
         (ValueError, "weight starts at address", lambda a: dict(weight=shifted(a["weight"]))),
         (ValueError, "x has 128 columns; weight is packed for 32 or 64", lambda a: dict(x=a["x"].repeat(1, 2))),
         (ValueError, "n is 128; weight is packed for 32 or 64 rows", lambda a: dict(n=128)),
@@ -233,5 +238,7 @@ def test_wrong_activations_are_rejected(what, device, monkeypatch):
 
 
 def test_rows_packed_without_gate_and_up_are_rejected(device):
-    for gate_up in (None, "stacked"):
-        assert activation_error("swigluoai", device, pack=lambda p, _, gate_up=gate_up: pack(p, gate_up)) is not None
+    assert activation_error("swigluoai", device, pack=lambda p, _: pack(p, "stacked")) is not None
+    message = r"weight has shape \(3, 3, 2, 2176\): pack_mxfp4 packed it without gate_up; .* with gate_up=.* 136, 16\]"
+    with pytest.raises(ValueError, match=message):
+        activation_error("swigluoai", device, pack=lambda p, _: pack(p))

@@ -53,6 +53,9 @@ def test_packing_takes_both_layouts_of_codes_and_arrays_of_other_libraries():
     assert torch.equal(pack_mxfp4(blocks.flatten(2), scales), packed)
     from_numpy = pack_mxfp4(blocks.numpy(), scales.numpy())
     assert isinstance(from_numpy, np.ndarray) and torch.equal(torch.from_numpy(from_numpy), packed)
+    blocks, scales = blocks[:, :64], scales[:, :64]
+    assert pack_mxfp4(blocks, scales, "stacked").shape == (2, 1, 2, 136, 16)
+    assert pack_mxfp4(blocks.numpy(), scales.numpy(), "interleaved").shape == (2, 1, 2, 136, 16)
 
 
 # Decoding

@@ -1,7 +1,11 @@
 """Tiny random models of transformers with experts and routers on the package's kernels, against eager."""
 
+import copy
 import importlib
+import io
+import pickle
 import sys
+from functools import partial, update_wrapper
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +90,59 @@ def test_fused_routers(name, device):
     assert integration.unfuse_routers(model) == layers and "forward" not in vars(router)
 
 
+def through_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": through_file}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("name", ["DeepseekV3", "GptOss"])
+def test_copies_of_fused_routers(name, how, device, monkeypatch):
+    """They are fused, and independent: other weights of one, or its router as it was, do not change the other."""
+    model, x = make_model(name, device, num_hidden_layers=2), torch.randn(6, 64, device=device).bfloat16()
+    fused = integration.fuse_routers(model)
+    copied = COPIES[how](model)
+    routers = [next(m for m in each.modules() if hasattr(m, integration._SAVED)) for each in (model, copied)]
+    calls, gate = [], integration.biased_grouped_topk
+    monkeypatch.setattr(integration, "biased_grouped_topk", lambda *a, **o: calls.append(len(calls)) or gate(*a, **o))
+    before, after = (router(x) for router in routers)
+    assert len(calls) == 2 and all(map(torch.equal, before, after))
+    assert integration.fuse_routers(copied) == 0
+    routers[1].weight.data.neg_()
+    assert torch.equal(routers[0](x)[0], before[0]) and not torch.equal(routers[1](x)[0], before[0])
+    assert integration.unfuse_routers(copied) == fused and "forward" not in vars(routers[1])
+    calls.clear()
+    routers[1](x)
+    assert not calls
+    assert torch.equal(routers[0](x)[1], before[1]) and len(calls) == 1
+    assert integration.unfuse_routers(model) == fused
+
+
+def test_forwards_around_fused_routers(device):
+    """As hooks of accelerate, which keep the forward that an instance has and set another, before or after."""
+
+    def hook(router):
+        inner = router.forward
+        hooked = partial(lambda module, x: seen.append(module) or inner(x), router)
+        router.forward = update_wrapper(hooked, inner)
+        return router.forward
+
+    seen, x = [], torch.randn(6, 64, device=device).bfloat16()
+    router = next(m for m in make_model("Qwen3Moe", device).modules() if type(m).__name__ == "Qwen3MoeTopKRouter")
+    hooked = hook(router)
+    assert integration.fuse_routers(router) == 1 and router(x)[0] is not None and not seen
+    assert integration.unfuse_routers(router) == 1 and router.forward is hooked
+    integration.fuse_routers(router)
+    fused = router(x)
+    hook(router)
+    assert torch.equal(router(x)[1], fused[1]) and seen == [router]
+
+
 def test_models_without_routers_are_refused():
     with pytest.raises(ValueError, match="model is a Linear without routers that can be fused: DeepseekV3TopkRouter"):
         integration.fuse_routers(torch.nn.Linear(2, 2))
@@ -106,6 +163,37 @@ def experts_of(name="Qwen3Moe", device="cpu", **options):
     model = make_model(name, device, **options)
     model.set_experts_implementation("moe_numba")
     return next(m.experts for m in model.modules() if hasattr(m, "experts"))
+
+
+@pytest.mark.parametrize("which", ["hidden_states", "top_k_weights", "gate_up_proj", "down_proj_bias"])
+def test_experts_that_would_lose_a_gradient_are_refused(which):
+    experts = experts_of("GptOss")
+    given = dict(hidden_states=torch.zeros(1, 64).bfloat16(), top_k_weights=torch.ones(1, 2))
+    given["top_k_index"] = torch.zeros(1, 2, dtype=torch.long)
+    (given[which] if which in given else getattr(experts, which)).requires_grad_()
+    with pytest.raises(
+        ValueError, match=f"{which} of GptOssExperts requires grad; moe_numba has no backward: use torch.no"
+    ):
+        experts(**given)
+    with torch.no_grad():
+        assert experts(**given).shape == (1, 64)
+
+
+@each_model
+@pytest.mark.parametrize("fused", [False, True])
+def test_models_in_grad_mode_are_refused_by_name(name, fused):
+    """As in eval mode without no_grad, with the parameters that a model has when it is loaded."""
+    model = make_model(name, "cpu").requires_grad_(True)
+    model.set_experts_implementation("moe_numba")
+    if fused:
+        integration.fuse_routers(model)
+    refused = (
+        r"hidden_states of \w+Router requires grad; a fused router"
+        if fused
+        else r"hidden_states of \w+ requires grad; moe"
+    )
+    with pytest.raises(ValueError, match=f"^{refused}.* has no backward"):
+        model(torch.arange(3).view(1, 3))
 
 
 def test_ids_repeated_of_other_ranks_and_sentinels(device):

@@ -155,6 +155,19 @@ def test_experts_of_another_rank_are_rejected():
     assert wrong(run(state, ranks, shift=1), state, ranks) is not None
 
 
+def test_conversions_leave_scales_and_quantised_weights():
+    def work(transport):
+        buffer = Buffer(transport, NUM_BYTES)
+        shared = torch.nn.Linear(HIDDEN, HIDDEN, bias=False)
+        layer = ExpertParallelMoE(buffer, Experts(PER_RANK, HIDDEN, HIDDEN, FP8), shared_experts=shared).half()
+        buffer.destroy()
+        return {name: parameter.dtype for name, parameter in layer.named_parameters()}
+
+    experts = dict(w13=FP8, w2=FP8, w13_scale=torch.float32, w2_scale=torch.float32)
+    wanted = {f"experts.{name}": dtype for name, dtype in experts.items()} | {"shared_experts.weight": torch.float16}
+    assert LocalGroup(1).run(work) == [wanted]
+
+
 def test_invalid_arguments():
     with pytest.raises(TypeError, match="buffer is NoneType; it must be a moe_numba.Buffer"):
         ExpertParallelMoE(None, Experts(PER_RANK, HIDDEN, HIDDEN))

@@ -10,7 +10,7 @@ from moe_numba.moe_layer import ExpertsWorkspace, fused_experts
 from moe_numba.moe_layer.gemv import mxfp4 as gemv_mxfp4
 from moe_numba.moe_layer.gemv import plan as gemv_plan
 from moe_numba.moe_layer.silu_and_mul.api import check_activation
-from moe_numba.moe_layer.weights import check_weights
+from moe_numba.moe_layer.weights import check_weights, packed_shape
 from moe_numba.runtime.sass import compile_apart
 
 SIMULATED = pytest.mark.skipif(not simulator.ENABLED, reason="replaces a kernel in the simulator")
@@ -62,9 +62,9 @@ def test_equals_reference(shape, bias, shared, ids_dtype, options, device, warps
     ],
 )
 def test_choice(tokens, topk, hidden, intermediate, decodes, device):
-    tiles = -(-hidden // 64), -(-intermediate // 64)
-    w13 = torch.empty(32, intermediate // 32, tiles[0], 2176, device="meta", dtype=torch.uint8)
-    w2 = torch.empty(32, tiles[0], tiles[1], 2176, device="meta", dtype=torch.uint8)
+    sizes = dict(w13=(2 * intermediate, hidden), w2=(hidden, intermediate))
+    shapes = (packed_shape(name, 32, *size) for name, size in sizes.items())
+    w13, w2 = (torch.empty(shape, device="meta", dtype=torch.uint8) for shape in shapes)
     shape = check_weights(w13, w2)._replace(device=torch.device(device))
     assert gemv_plan.uses_decode_kernels(shape, tokens, topk, w13, w2) == decodes
 

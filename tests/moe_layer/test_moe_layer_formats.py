@@ -212,7 +212,7 @@ def test_mxfp4_is_that_of_gpt_oss(device):
 
 # Error messages: change of the arguments of a case, and the message
 
-PACKED = torch.zeros(3, 2, 1, 2176, dtype=torch.uint8)
+PACKED = torch.zeros(3, 2, 1, 136, 16, dtype=torch.uint8)
 REFUSALS = [
     (
         "MXFP4",
@@ -220,7 +220,17 @@ REFUSALS = [
         "w13 has shape .*; in torch.uint8 it must be what pack_mxfp4_experts returns",
     ),
     ("MXFP4", dict(w13=PACKED[:, :1].clone()), "w13 has shape .*intermediate must be multiples of 64"),
-    ("MXFP4", dict(w2=PACKED), r"w2 has shape \(3, 2, 1, 2176\).*; it must be \[3, 1, 1, 2176\]"),
+    ("MXFP4", dict(w2=PACKED.flatten(3)), r"w2 has shape \(3, 2, 1, 2176\).*; it must be \[3, 1, 1, 2176\]"),
+    (
+        "MXFP4",
+        dict(w2=PACKED[:, :1]),
+        r"w2 has shape \(3, 1, 1, 136, 16\): .* it must be packed without gate_up: \[..., 2",
+    ),
+    (
+        "MXFP4",
+        dict(w13=PACKED.flatten(3)),
+        r"w13 has shape \(3, 2, 1, 2176\): .* packed it without gate_up; it must be ",
+    ),
     ("MXFP4", dict(limit=7.0), "limit is 7.0; with MXFP4 weights and 'silu' it must be None"),
     ("MXFP4", dict(w13_scale=torch.ones(3)), "w13_scale is given, but the weights are torch.uint8; scales are for FP8"),
     ("gpt-oss", dict(w13_bias=torch.zeros(3, 64)), r"w13_bias has shape \(3, 64\).*; it must be \[3, 128\]"),

@@ -152,6 +152,55 @@ def test_state_dict_goes_through_a_file(device, tmp_path):
     assert not [p for p in layer.parameters() if p.requires_grad]
 
 
+QUANTISED = {"bf16": torch.bfloat16, "fp8": FP8, "mxfp4": torch.uint8}
+CONVERSIONS = {
+    "to": lambda m: m.to(torch.float16),
+    "to with a device": lambda m: m.to(m.router_weight.device, torch.float16),
+    "half": lambda m: m.half(),
+    "type": lambda m: m.type(torch.float16),
+    "of a parent": lambda m: nn.Sequential(nn.Linear(2, 2), m).half(),
+    "back and forth": lambda m: m.bfloat16().float().double().half(),
+}
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+@pytest.mark.parametrize("format_", QUANTISED)
+def test_conversions_leave_bias_scales_and_quantised_weights(format_, how, device):
+    dtype = QUANTISED[format_]
+    layer = MoELayer(8, 128, 128, 2, dtype=dtype, device=device, has_router_bias=True, **DEEPSEEK)
+    layer.experts.a1_scale = torch.tensor(0.1, device=device)  # of the static kind; no stage of this test reads it
+    layer.correction_bias.copy_(torch.rand(8) * 0.246 + 6.817)
+    before = {name: t.clone() for name, t in [*layer.named_parameters(), *layer.named_buffers()]}
+    CONVERSIONS[how](layer)
+    after = dict([*layer.named_parameters(), *layer.named_buffers()])
+    converted = {name for name, t in after.items() if t.dtype != before[name].dtype}
+    weights = {"experts.w13", "experts.w2"} if format_ == "bf16" else set()
+    assert converted == {"router_weight", "router_bias"} | weights
+    assert {after[name].dtype for name in converted} == {torch.float16}
+    for name in after.keys() - converted:
+        assert torch.equal(*(t.view(torch.uint8) for t in (after[name].reshape(-1), before[name].reshape(-1)))), name
+    moved = layer.to("meta").to_empty(device=device).state_dict()
+    assert {n: (t.dtype, t.device) for n, t in moved.items()} == {n: (after[n].dtype, before[n].device) for n in moved}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_rounded_checkpoint_leaves_dtypes(assign, device):
+    """As a checkpoint that a conversion has been applied to."""
+    layer = make_layer(device, FP8)
+    state = {name: t if t.dtype == FP8 else t.bfloat16() for name, t in layer.state_dict().items()}
+    dtypes = {name: t.dtype for name, t in layer.state_dict().items()}
+    layer.load_state_dict(state, assign=assign)
+    assert {name: t.dtype for name, t in layer.state_dict().items()} == dtypes
+    assert layer(tokens_of(device, 3)).isfinite().all()
+    assert layer.share_memory().correction_bias.is_shared()
+
+
+def test_converted_layers_choose_the_same_experts(device):
+    layer, x = make_layer(device, FP8), tokens_of(device, 5)
+    before = layer(x)
+    assert torch.equal(layer.to(torch.bfloat16)(x), before) and torch.equal(layer.float().bfloat16()(x), before)
+
+
 def test_torch_compile(device):
     layer, x = make_layer(device), tokens_of(device, 3)
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))

@@ -251,7 +251,10 @@ def calls_with_options(device):
         moe_numba.group_gemm_bf16: (dict(x=rows, weight=weight, out=out) | gemm, accumulate),
         moe_numba.group_gemm_mxfp4: (dict(x=rows, weight=packed, out=out) | gemm, accumulate),
         moe_numba.group_gemm_silu_and_mul_bf16: (dict(x=rows, weight=weight) | gemm, activation),
-        moe_numba.group_gemm_silu_and_mul_mxfp4: (dict(x=rows, weight=packed) | gemm, activation),
+        moe_numba.group_gemm_silu_and_mul_mxfp4: (
+            dict(x=rows, weight=packed.unflatten(3, (136, 16))) | gemm,
+            activation,
+        ),
         moe_numba.group_gemm_pertensor_fp8: (in_fp8 | gemm, dict(use_fast_accum=True)),
         moe_numba.k_grouped_gemm_bf16: (sums | gemm, accumulate),
         moe_numba.per_token_quant_fp8: (dict(x=rows, inverse_indices=indices), dict(permute=True)),

@@ -51,9 +51,13 @@ def bf16(*shape):
     return torch.randn(shape).bfloat16()
 
 
-def packed(*units):
+def packed(*units, tile=(2176,)):
     """MXFP4 weights of 64 columns, none of them NaN."""
-    return torch.randint(130, 160, (*units, 1, 2176), dtype=torch.uint8)
+    return torch.randint(130, 160, (*units, 1, *tile), dtype=torch.uint8)
+
+
+def packed_gate_up(*units):
+    return packed(*units, tile=(136, 16))
 
 
 def ids(*shape):
@@ -78,16 +82,13 @@ CALLS = {
         (bf16(3, 64), bf16(2, 64, 64), *GROUPS),
         dict(gather_indices=int32(0, 1, 2, 0, 1, 2)),
     ),
-    "group_gemm_mxfp4": lambda: (
-        (bf16(6, 64), torch.randint(130, 160, (2, 1, 1, 2176), dtype=torch.uint8), *GROUPS),
-        dict(n=32),
-    ),
+    "group_gemm_mxfp4": lambda: ((bf16(6, 64), packed(2, 1), *GROUPS), dict(n=32)),
     "group_gemm_mxfp4:options": lambda: (
-        (bf16(6, 64), torch.randint(130, 160, (2, 1, 1, 2176), dtype=torch.uint8), *GROUPS),
+        (bf16(6, 64), packed(2, 1), *GROUPS),
         dict(bias=bf16(2, 64), out_dtype=torch.float32, row_weights=torch.rand(6)),
     ),
     "group_gemm_silu_and_mul_mxfp4": lambda: (
-        (bf16(6, 64), torch.randint(130, 160, (2, 1, 1, 2176), dtype=torch.uint8), *GROUPS),
+        (bf16(6, 64), packed_gate_up(2, 1), *GROUPS),
         dict(activation="swigluoai", bias=bf16(2, 64)),
     ),
     "k_grouped_gemm_bf16": lambda: ((bf16(6, 64), bf16(6, 72), *GROUPS), {}),
@@ -142,7 +143,7 @@ CALLS = {
         dict(w13_scale=torch.rand(4, 2, 1), w2_scale=torch.rand(4, 1, 1), x_scale=torch.rand(3, 1)),
     ),
     "fused_experts:mxfp4": lambda: (
-        (bf16(3, 64), packed(4, 2), packed(4, 1), torch.rand(3, 2), ids(3, 2)),
+        (bf16(3, 64), packed_gate_up(4, 2), packed(4, 1), torch.rand(3, 2), ids(3, 2)),
         dict(w13_bias=bf16(4, 128), w2_bias=torch.rand(4, 64), activation="swigluoai"),
     ),
     "group_gemm_silu_and_mul_pertensor_fp8": lambda: ((fp8(6, 64), fp8(2, 256, 64), *GROUPS, torch.rand(2)), {}),
@@ -367,7 +368,15 @@ WRONG = {  # call, number of the argument or name of the option, wrong value
     "silu_and_mul_quant_fp8": [(0, bf16(3, 48)), ("limit", -1.0)],
     "silu_and_mul": [(0, bf16(3, 24)), ("num_valid_rows", int32(1, 2))],
     "fused_experts": [(0, bf16(3, 128)), (1, bf16(8, 64, 64)), ("w13_scale", torch.rand(8, 1, 1))],
-    "fused_experts:mxfp4": [(1, packed(4, 1)), ("w2_bias", torch.rand(4, 128)), ("a1_scale", torch.rand(1))],
+    "group_gemm_mxfp4": [(1, packed_gate_up(2, 1))],
+    "group_gemm_silu_and_mul_mxfp4": [(1, packed(2, 1))],
+    "fused_experts:mxfp4": [
+        (1, packed(4, 2)),
+        (1, packed_gate_up(4, 1)),
+        (2, packed_gate_up(4, 1)),
+        ("w2_bias", torch.rand(4, 128)),
+        ("a1_scale", torch.rand(1)),
+    ],
     "fused_moe": [(0, bf16(3, 128)), (1, torch.randn(3, 7)), (2, torch.randn(4)), (5, 9)],
     "group_gemm_bf16": [(0, bf16(6, 128)), (2, int32(1)), ("gather_indices", torch.zeros(6))],
     "k_grouped_gemm_bf16": [(0, bf16(6, 12)), (1, bf16(5, 72)), (3, int32(1)), ("accumulate", True)],

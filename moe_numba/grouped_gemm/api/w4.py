@@ -34,7 +34,7 @@ def group_gemm_mxfp4(
     x : tensor [total, k] or [groups, capacity, k], bfloat16
         Rows, group after group; or "masked", where each group uses the first of its ``capacity`` rows.
     weight : tensor [groups, ceil(n / 64), ceil(k / 64), 2176], uint8
-        What :func:`pack_mxfp4` returns: 1 to 512 groups; n and k multiples of 32.
+        What :func:`pack_mxfp4` returns without ``gate_up``: 1 to 512 groups; n and k multiples of 32.
     seqlens : tensor [groups], int32
         Number of rows of each group, 0 or more.
     cu_seqlens : tensor [groups + 1], int32, or None
@@ -58,7 +58,8 @@ def group_gemm_mxfp4(
     row_weights : tensor [total] or [groups, capacity], float32, optional
         Row i of the result, with its bias, is multiplied by ``row_weights[i]``.
     n : int, optional
-        Rows of the weight before packing, if they were 32 less than a multiple of 64.
+        Rows of the weight before packing, a multiple of 32. A packed weight does not tell it: without ``n`` the result
+        has 64 * ceil(n / 64) columns, such as 128 for 96 rows, and the last 32 are those of padding, rows of zeros.
 
     Returns
     -------
@@ -105,7 +106,7 @@ def group_gemm_silu_and_mul_mxfp4(
     Parameters
     ----------
     x : tensor [total, k] or [groups, capacity, k], bfloat16
-    weight : tensor [groups, n / 64, ceil(k / 64), 2176], uint8
+    weight : tensor [groups, n / 64, ceil(k / 64), 136, 16], uint8
         What :func:`pack_mxfp4` returns with ``gate_up``; n, the rows of gate and up, is a multiple of 64.
     seqlens : tensor [groups], int32
         Number of rows of each group.

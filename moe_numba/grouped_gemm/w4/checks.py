@@ -3,10 +3,28 @@
 import torch
 
 from moe_numba.grouped_gemm.call.checks import check_arguments, describe_outputs, rows_of
-from moe_numba.grouped_gemm.w4.packing import MX_BLOCK, TILE_BYTES
+from moe_numba.grouped_gemm.w4.packing import GATE_UP_TILE, MX_BLOCK, PLAIN_TILE
 from moe_numba.grouped_gemm.w4.weight_tiles import TILE
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_tensor, is_fake
+
+
+def check_packed(name, weight, sizes, gate_up, device=None):
+    """Check a packed weight; its last dimensions say whether it was packed with ``gate_up``, as it must be or not.
+
+    ``sizes`` are its other dimensions, and ``device`` is as for `check_tensor`.
+    """
+    check_tensor(name, weight, dtype=torch.uint8)
+    tile, other = (GATE_UP_TILE, PLAIN_TILE) if gate_up else (PLAIN_TILE, GATE_UP_TILE)
+    if weight.shape[3:] == other:
+        is_, must_be = "without gate_up", "with gate_up='interleaved' or 'stacked', the order of its rows"
+        if not gate_up:
+            is_, must_be = "with gate_up, for a GEMM with the activation", "without gate_up"
+        raise ValueError(
+            f"{name} has shape {tuple(weight.shape)}: pack_mxfp4 packed it {is_}; it must be packed {must_be}: "
+            f"[..., {', '.join(map(str, tile))}]"
+        )
+    check_tensor(name, weight, shape=(*sizes, *tile), contiguous=True, device=device)
 
 
 def check_w4_arguments(tensors, options, n, has_out):
@@ -20,8 +38,7 @@ def check_w4_arguments(tensors, options, n, has_out):
     """
     x, weight = tensors.x, tensors.weight
     check_tensor("x", x, dtype=torch.bfloat16)
-    shape = "groups", "n / 64", "k / 64", TILE_BYTES
-    check_tensor("weight", weight, dtype=torch.uint8, shape=shape, contiguous=True)
+    check_packed("weight", weight, ("groups", "n / 64", "k / 64"), options.silu_and_mul)
     n_tiles, k_tiles = weight.shape[1:3]
     k = x.shape[-1] if x.dim() else 0
     if k % MX_BLOCK or -(-k // TILE) != k_tiles:

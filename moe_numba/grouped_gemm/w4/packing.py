@@ -30,6 +30,9 @@ from moe_numba.runtime.validate import check_has_memory, check_tensor
 MX_BLOCK = 32  # elements of k that share a scale
 SCALE_BYTES = 128  # scales of a tile
 TILE_BYTES = CODE_BYTES + SCALE_BYTES
+# Last dimensions of packed weights, the bytes of a tile: without and with ``gate_up``. So the shape says how rows were
+# ordered, also in slices of experts, in files and on other devices.
+PLAIN_TILE, GATE_UP_TILE = (TILE_BYTES,), (TILE_BYTES // 16, 16)
 FIELDS = 0x81C081C0  # sign and the low three bits of exponent and mantissa, in two bf16
 EXPONENTS = 0x7F807F80  # exponents of two bf16
 
@@ -52,11 +55,14 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, gate_up: str | None =
         exact with scales from 2**-93 to 2**33; with a smaller scale they become zeros, and a larger one is refused.
     gate_up : {None, "interleaved", "stacked"}
         Whether the rows are those of gate and up, for ``activation``: alternating, as in gpt-oss, or first all of gate.
+        Both are packed in the same order, and afterwards nothing tells which of them the rows had: see
+        :func:`moe_numba.pack_mxfp4_experts` for which checkpoints have which.
 
     Returns
     -------
-    tensor [groups, ceil(n / 64), ceil(k / 64), 2176], uint8
+    tensor [groups, ceil(n / 64), ceil(k / 64), 2176], uint8; with ``gate_up`` [groups, n / 64, ceil(k / 64), 136, 16]
         On the device of ``blocks``: 4.25 bits per weight. Rows and columns are padded with zeros to multiples of 64.
+        Both shapes have as many bytes; functions accept only the one that they need.
 
     Raises
     ------
@@ -91,7 +97,7 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, gate_up: str | None =
         exponents = pad(_exponents(bytes_), rows * TILE, 2 * columns).long()
         packed[group, :, :, :CODE_BYTES] = _pack_codes(codes, rows, columns)
         packed[group, :, :, CODE_BYTES:] = _pack_scales(exponents, rows, columns)
-    return packed
+    return packed.unflatten(-1, GATE_UP_TILE) if gate_up else packed
 
 
 def _pack_codes(codes, rows, columns):

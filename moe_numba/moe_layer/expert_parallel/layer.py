@@ -62,6 +62,8 @@ class ExpertParallelMoE(nn.Module):
     float32, in the order of the ranks. Results are bit-identical from run to run.
 
     Each call allocates intermediate results and its output: there is no ``workspace`` and no ``out``.
+
+    ``.to(dtype)`` and the like leave the experts' scales and quantised weights as they are.
     """
 
     def __init__(

@@ -199,7 +199,7 @@ def _splits(warps, k, most):
 
 
 def _make_mxfp4_plan(which, t, activation, bias):
-    num_experts, row_tiles, _, _ = t.w13.shape
+    num_experts, row_tiles = t.w13.shape[:2]
     (tokens, topk), hidden, intermediate = t.topk_ids.shape, t.x.shape[1], row_tiles * TILE_ACTIVATIONS
     bias_dtype = "" if bias is None else _BIAS_NAMES[bias.dtype]
     sizes = num_experts, hidden, intermediate, topk, bias_dtype

@@ -5,6 +5,7 @@ import torch
 
 def grouped_gemm():
     import moe_numba
+    from moe_numba.grouped_gemm.w4.packing import GATE_UP_TILE, PLAIN_TILE
 
     fp8, groups, n, k = torch.float8_e4m3fn, 2, 256, 256
 
@@ -46,7 +47,7 @@ def grouped_gemm():
         function = moe_numba.group_gemm_silu_and_mul_mxfp4 if activated else moe_numba.group_gemm_mxfp4
         function(
             x.bfloat16(),
-            torch.empty(groups, n // 64, k // 64, 2176, dtype=torch.uint8),
+            torch.empty(groups, n // 64, k // 64, *(GATE_UP_TILE if activated else PLAIN_TILE), dtype=torch.uint8),
             *given,
             num_seq_per_group_avg=average,
             offs=lengths if rows == "offsets" else None,

@@ -52,6 +52,7 @@ def moe_layer():
 def decode():
     """The kernels of ``fused_experts`` for a few tokens, in bfloat16, FP8 blocks and MXFP4."""
     from moe_numba import fused_experts
+    from moe_numba.moe_layer.weights import packed_shape
 
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -62,7 +63,7 @@ def decode():
         given = {name: torch.empty(experts, *size, dtype=dtype) for name, size in sizes.items()}
         for name, (n, k) in sizes.items():
             if dtype == torch.uint8:
-                given[name] = torch.empty(experts, n // 64, k // 64, 2176, dtype=dtype)
+                given[name] = torch.empty(packed_shape(name, experts, n, k), dtype=dtype)
             if dtype == fp8:
                 given[f"{name}_scale"] = torch.empty(experts, n // 128, k // 128)
             if bias:
