@@ -22,6 +22,7 @@ from moe_numba.runtime.validate import (
     check_out_tuple,
     check_tensor,
     make_outputs,
+    reasons,
 )
 from moe_numba.runtime.workspace import workspace
 
@@ -310,8 +311,8 @@ def check_align_arguments(block_size, num_experts, expert_map, device):
     check_int("block_size", block_size, 1, _MAX_ELEMENTS)
     check_int("num_experts", num_experts, 1, _MAX_EXPERTS)
     if expert_map is not None:
-        wanted = dict(dtype=tuple(MAP_TYPES), shape=(num_experts,), contiguous=True, device=(device, "topk_ids"))
-        check_tensor("expert_map", expert_map, **wanted)
+        wanted = dict(shape=(num_experts,), because=("num_experts is {}",), device=(device, "topk_ids"))
+        check_tensor("expert_map", expert_map, dtype=tuple(MAP_TYPES), contiguous=True, **wanted)
 
 
 def check_shared_memory(num_bytes, num_experts, device):
@@ -325,7 +326,7 @@ def check_shared_memory(num_bytes, num_experts, device):
 
 
 def describe_outputs(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts):
-    """Return name, shape and dtype of each output."""
+    """Return name, shape, dtype and reason of each output."""
     length, num_blocks = sizes(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
     # Slots and lengths are int32. A symbolic length is checked when the op runs: a guard on it would recompile.
     if isinstance(length, int) and length > _MAX_ELEMENTS:
@@ -334,7 +335,8 @@ def describe_outputs(numel, block_size, num_experts, pad_sorted_ids, ignore_inva
             f"{length} elements; at most {_MAX_ELEMENTS} are allowed"
         )
     shapes = ("sorted_token_ids", length), ("expert_ids", num_blocks), ("num_tokens_post_pad", 1)
-    return [(name, (count,), torch.int32) for name, count in shapes]
+    because = (f"topk_ids has {numel} elements, block_size is {block_size} and num_experts {num_experts}",)
+    return [(name, (count,), torch.int32, () if count == 1 else because) for name, count in shapes]
 
 
 def make_align_outputs(out, numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts, device):
@@ -342,13 +344,15 @@ def make_align_outputs(out, numel, block_size, num_experts, pad_sorted_ids, igno
     wanted = describe_outputs(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
     if out is None:
         return make_outputs(None, wanted, device)
-    for tensor, (name, (needed,), _) in zip(out, wanted, strict=True):
+    for tensor, (name, (needed,), _, because) in zip(out, wanted, strict=True):
         most = 1 if name == "num_tokens_post_pad" else _MAX_ELEMENTS
         flat = tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.is_contiguous()
         if not flat or tensor.device != device or not needed <= tensor.numel() <= most:
             raise ValueError(
                 f"out's {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
-                f"it must be contiguous int32 ({needed},) on {device}" + (", or longer" if most > 1 else "")
+                f"it must be contiguous int32 ({needed},) on {device}"
+                + (", or longer" if most > 1 else "")
+                + reasons((max(tensor.numel(), needed),), (needed,), because)
             )
     return out
 

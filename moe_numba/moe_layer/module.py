@@ -297,7 +297,9 @@ class MoELayer(nn.Module):
             raise TypeError(f"x is {given}; it must be a tensor of torch.bfloat16")
         hidden, device = self.router_weight.shape[1], self.router_weight.device
         if not x.dim() or x.shape[-1] != hidden:
-            raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., {hidden}]")
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; it must be [..., {hidden}], as the layer's hidden is {hidden}"
+            )
         if x.device != device:
             raise ValueError(f"x is on {x.device}; it must be where the weights are, on {device}")
 

@@ -8,8 +8,9 @@ from moe_numba.grouped_gemm import pack_mxfp4
 from moe_numba.grouped_gemm.call.checks import MAX_GROUPS, has_wgmma, is_mn_major
 from moe_numba.grouped_gemm.w4.packing import TILE_BYTES
 from moe_numba.grouped_gemm.w4.weight_tiles import TILE
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
-from moe_numba.runtime.validate import UnsupportedDeviceError, check_choice, check_tensor
+from moe_numba.runtime.validate import UnsupportedDeviceError, check_choice, check_tensor, reasons
 
 FP8 = torch.float8_e4m3fn
 BF16, FP8_BLOCK, FP8_TENSOR, MXFP4 = FORMATS = "bf16", "fp8_block", "fp8_tensor", "mxfp4"
@@ -46,11 +47,6 @@ def format_of(w13: torch.Tensor, scaling: str = "block") -> str:
     return SCALINGS[scaling] if format_ == FP8_BLOCK else format_
 
 
-def scaling_of(w13_scale: torch.Tensor | None) -> str:
-    """Return how FP8 weights with these scales are scaled."""
-    return "tensor" if w13_scale is not None and w13_scale.dim() == 1 else "block"
-
-
 def shape_of(w13: torch.Tensor, w2: torch.Tensor, format_: str) -> ExpertsShape:
     """Return the sizes of experts with these weights, which `check_weights` has checked."""
     if format_ == MXFP4:
@@ -60,13 +56,51 @@ def shape_of(w13: torch.Tensor, w2: torch.Tensor, format_: str) -> ExpertsShape:
     return ExpertsShape(len(w13), hidden, intermediate, format_, w13.device)
 
 
+def scaling_of(w13_scale: torch.Tensor | None) -> str:
+    """Return how FP8 weights with these scales are scaled."""
+    return "tensor" if w13_scale is not None and w13_scale.dim() == 1 else "block"
+
+
 def packed_shape(experts: int, rows: int, columns: int) -> tuple[int, int, int, int]:
     """Return the shape of packed MXFP4 weights [experts, rows, columns]."""
     return experts, -(-rows // TILE), -(-columns // TILE), TILE_BYTES
 
 
-def check_weights(w13: torch.Tensor, w2: torch.Tensor, scaling: str = "block") -> ExpertsShape:
-    """Check dtypes, shapes and strides of the weights; return their sizes."""
+def check_scaled_weights(w13: torch.Tensor, w2: torch.Tensor, w13_scale: torch.Tensor | None) -> ExpertsShape:
+    """Check the weights as `check_weights`, and the scales of w13, which say how FP8 weights are scaled."""
+    _check_dtypes(w13, w2)
+    scaling = scaling_of(w13_scale)
+    if w13.dim() == 3:  # before the sizes of w13, of which multiples the scaling allows
+        check_weight_scale("w13_scale", w13_scale, w13, format_of(w13, scaling))
+    return check_weights(w13, w2, scaling)
+
+
+def check_weight_scale(name: str, scale: torch.Tensor | None, weight: torch.Tensor, format_: str) -> None:
+    """Check the scales of a weight, ``w13_scale`` or ``w2_scale``."""
+    if format_ not in (FP8_BLOCK, FP8_TENSOR):
+        if scale is not None:
+            raise ValueError(f"{name} is given, but the weights are {weight.dtype}; scales are for FP8 weights")
+        return
+    experts, rows, columns = weight.shape
+    blocks = experts, -(-rows // FP8_SCALE_BLOCK), -(-columns // FP8_SCALE_BLOCK)
+    if scale is None:
+        raise TypeError(f"{name} is None; FP8 weights need a scale per 128 x 128 block, {blocks}, or one per expert")
+    shape, what = blocks, "a scale per 128 x 128 block"
+    if format_ == FP8_TENSOR:
+        shape, what = blocks[:1], "a scale per expert"
+    if tuple(scale.shape) != shape:
+        of = name.removesuffix("_scale")
+        if of == "w2":
+            what += " like w13_scale"
+        elif format_ == FP8_BLOCK:
+            what += f", or {blocks[:1]}, a scale per expert"
+        because = f"{of} has {{}} experts", f"{of} has {rows} rows per expert", f"{of} has {columns} columns"
+        why = reasons(scale.shape, shape, because)
+        raise ValueError(f"{name} has shape {tuple(scale.shape)}; it must be {shape}, {what}{why}")
+    check_tensor(name, scale, dtype=torch.float32, contiguous=True)
+
+
+def _check_dtypes(w13, w2):
     for name, weight in (("w13", w13), ("w2", w2)):
         if not isinstance(weight, torch.Tensor):
             raise TypeError(f"{name} is {type(weight).__name__}; it must be a tensor")
@@ -75,6 +109,11 @@ def check_weights(w13: torch.Tensor, w2: torch.Tensor, scaling: str = "block") -
                 f"{name} is {weight.dtype}; it must be torch.bfloat16, {FP8} with scales, or torch.uint8 for MXFP4 "
                 "that pack_mxfp4_experts has packed"
             )
+
+
+def check_weights(w13: torch.Tensor, w2: torch.Tensor, scaling: str = "block") -> ExpertsShape:
+    """Check dtypes, shapes and strides of the weights; return their sizes."""
+    _check_dtypes(w13, w2)
     format_ = format_of(w13, scaling)
     if format_ == MXFP4:
         _check_packed(w13, w2)
@@ -88,19 +127,25 @@ def _check_plain(w13, w2, step):
     _check_matrices("w13", w13, ("experts", "2 * intermediate", "hidden"))
     experts, twice, hidden = w13.shape
     _check_experts(experts)
+    if twice % 2:
+        raise ValueError(f"w13 has {twice} rows; it must have 2 * intermediate, those of gate and of up")
     if not twice or twice % (2 * step):
-        raise ValueError(f"w13 has {twice} rows, gate and up; with {w13.dtype} they must be a multiple of {2 * step}")
+        raise ValueError(
+            f"intermediate is {twice // 2} (w13 has {twice} rows, gate and up); with {w13.dtype} it must be a multiple "
+            f"of {step}"
+        )
     if not hidden or hidden % 64:
         raise ValueError(f"w13's hidden is {hidden}; it must be a multiple of 64")
     check_tensor("w2", w2, dtype=w13.dtype)
-    _check_matrices("w2", w2, (experts, hidden, twice // 2))
+    because = "w13 has {} experts", "w13 has {} columns", f"w13 has {twice} rows, gate and up"
+    _check_matrices("w2", w2, (experts, hidden, twice // 2), because)
     check_tensor("w2", w2, device=(w13.device, "w13"))
 
 
-def _check_matrices(name, weight, shape):
+def _check_matrices(name, weight, shape, because=()):
     """Check a weight that is contiguous, or in bfloat16 the transposed view ``.mT`` of one that is."""
     is_transposed = weight.dtype == torch.bfloat16 and weight.dim() == 3 and weight.mT.is_contiguous()
-    check_tensor(name, weight, shape=shape, contiguous=not is_transposed)
+    check_tensor(name, weight, shape=shape, because=because, contiguous=not is_transposed)
 
 
 def _check_packed(w13, w2):
@@ -118,7 +163,9 @@ def _check_packed(w13, w2):
             "2 * intermediate / 64 must be even"
         )
     shape = experts, hidden, twice // 2, TILE_BYTES
-    check_tensor("w2", w2, dtype=torch.uint8, shape=shape, contiguous=True, device=(w13.device, "w13"))
+    because = "w13 has {} experts", "w13 has {} tiles of columns", f"w13 has {twice} tiles of rows"
+    wanted = dict(shape=shape, because=because, device=(w13.device, "w13"))
+    check_tensor("w2", w2, dtype=torch.uint8, contiguous=True, **wanted)
 
 
 def _text(shape):

@@ -106,12 +106,14 @@ def _make_plan(weights, ids, num_experts, num_fused_shared_experts, routed_scali
     kernel = make_fuse_kernel(policy, ids.dtype == torch.int64)
     start = launcher(kernel, signature, ids.device.index or 0, dependent=True) if tokens else None
     sizes = tokens * width, topk, width, num_experts, num_fused_shared_experts
-    outputs = Outputs(_describe_outputs(tokens, width), ids.device)
+    outputs = Outputs(_describe_outputs(ids, width), ids.device)
     return start, -(-tokens * width // _THREADS), sizes, 1.0 / routed_scaling_factor, outputs
 
 
-def _describe_outputs(tokens, width):
-    return ("weights", (tokens, width), torch.float32), ("ids", (tokens, width), torch.int32)
+def _describe_outputs(ids, width):
+    tokens, topk = ids.shape
+    because = "topk_ids has {} rows", f"topk_ids has {topk} columns, and shared experts {width - topk}"
+    return ("weights", (tokens, width), torch.float32, because), ("ids", (tokens, width), torch.int32, because)
 
 
 def _check(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed=0):
@@ -139,4 +141,4 @@ def _fake_fuse_routing(call):
     ids, scale = call.topk_ids, call.routed_scaling_factor
     experts = call.num_experts, call.num_fused_shared_experts
     width = _check(call.topk_weights, ids, *experts, scale, call.policy, call.seed)[0]
-    return make_outputs(call.out, _describe_outputs(ids.shape[0], width), ids.device)
+    return make_outputs(call.out, _describe_outputs(ids, width), ids.device)

@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_numba.grouped_gemm.call.checks import check_arguments, describe_outputs, rows_of
+from moe_numba.grouped_gemm.call.checks import check_arguments, describe_outputs
 from moe_numba.grouped_gemm.w4.packing import MX_BLOCK, TILE_BYTES
 from moe_numba.grouped_gemm.w4.weight_tiles import TILE
 from moe_numba.runtime import device as devices
@@ -15,7 +15,7 @@ def check_w4_arguments(tensors, options, n, has_out):
     Returns
     -------
     row_layout : str
-    wanted : list of (name, shape, dtype)
+    wanted : list of (name, shape, dtype, because)
         The outputs.
     """
     x, weight = tensors.x, tensors.weight
@@ -34,10 +34,10 @@ def check_w4_arguments(tensors, options, n, has_out):
     # One row of weight, expanded to the shape before packing, has what the other checks ask for.
     unpacked = weight.new_empty(k, dtype=x.dtype).expand(len(weight), n, k)
     tensors = tensors._replace(weight=unpacked)
-    row_layout = check_arguments("none", tensors, options, has_out)
+    row_layout = check_arguments("mxfp4", tensors, options, has_out)
     if not is_fake(x.device) and not (gpu := devices.gpu_of(x.device)).has_wgmma:
         raise UnsupportedDeviceError(
             "{} has compute capability {}.{}; grouped GEMMs with 4-bit weights need 9.0 (H100, H200: wgmma): on this "
             "GPU, dequantise the weights and call group_gemm_bf16".format(gpu.name, *gpu.capability)
         )
-    return row_layout, describe_outputs(rows_of(tensors), n, "none", options, tensors.out)
+    return row_layout, describe_outputs(tensors, n, "mxfp4", options)

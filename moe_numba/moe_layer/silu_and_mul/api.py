@@ -119,8 +119,12 @@ def _make_plan(x, valid, activation):
     num_vectors = rows * columns // VECTOR
     kernel = make_silu_and_mul_kernel(columns, valid is not None, *activation)
     start = launcher(kernel, _SIGNATURE, x.device.index or 0, dependent=True)
-    outputs = Outputs((("tensor", (rows, columns), torch.bfloat16),), x.device, aligned=("tensor",))
+    outputs = Outputs(_describe_output(rows, columns), x.device, aligned=("tensor",))
     return start, -(-num_vectors // THREADS), num_vectors, outputs
+
+
+def _describe_output(rows, columns):
+    return (("tensor", (rows, columns), torch.bfloat16, ("x has {} rows", f"x has {2 * columns} columns")),)
 
 
 def check_gate_up(x, valid, vector):
@@ -142,4 +146,4 @@ def _fake_silu_and_mul(call):
     """Check the arguments of a call and return its output."""
     check_activation(call.activation, call.alpha, call.limit)
     shape = check_gate_up(call.x, call.num_valid_rows, VECTOR)
-    return make_outputs(call.out, (("tensor", shape, torch.bfloat16),), call.x.device)[0]
+    return make_outputs(call.out, _describe_output(*shape), call.x.device)[0]

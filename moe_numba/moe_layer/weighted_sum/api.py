@@ -11,6 +11,7 @@ from moe_numba.runtime.validate import check_aligned, check_device, check_int, c
 
 _SIGNATURE = "uint16*", "int32*", "float32*", "uint16*", "uint16*", "int32", "int64"
 _MAX_TOPK, _MAX_ROWS, _MAX_VECTORS = 64, (1 << 31) - 1, 1 << 31
+_OF_SUMS = "inverse_indices has {} rows", "rows has {} columns"  # reasons for the shape of the sums
 _plans: dict = {}
 
 
@@ -79,8 +80,12 @@ def _make_plan(rows, indices, weights, shared):
     kernel = make_weighted_sum_kernel(hidden, topk, shared is not None)
     start = launcher(kernel, _SIGNATURE, rows.device.index or 0, dependent=True)
     num_vectors = tokens * (hidden // VECTOR)
-    outputs = Outputs((("tensor", (tokens, hidden), torch.bfloat16),), rows.device, aligned=("tensor",))
+    outputs = Outputs(_describe_output(tokens, hidden), rows.device, aligned=("tensor",))
     return start, -(-num_vectors // THREADS), (len(rows), num_vectors), outputs
+
+
+def _describe_output(tokens, hidden):
+    return (("tensor", (tokens, hidden), torch.bfloat16, _OF_SUMS),)
 
 
 def check_topk(name, topk):
@@ -97,8 +102,8 @@ def _check(rows, indices, weights, shared):
     check_tensor("inverse_indices", indices, dtype=torch.int32, shape=shape, contiguous=True, device=place)
     (num_rows, hidden), (tokens, topk) = rows.shape, indices.shape
     check_topk("inverse_indices", topk)
-    shape = tokens, topk
-    check_tensor("topk_weights", weights, dtype=torch.float32, shape=shape, contiguous=True, device=place)
+    wanted = dict(shape=(tokens, topk), because=("inverse_indices has {} rows", "inverse_indices has {} columns"))
+    check_tensor("topk_weights", weights, dtype=torch.float32, device=place, **wanted)
     if not hidden or hidden % VECTOR:
         raise ValueError(f"rows's hidden is {hidden}; it must be a multiple of {VECTOR}")
     if num_rows > _MAX_ROWS:
@@ -107,8 +112,8 @@ def _check(rows, indices, weights, shared):
         most = (_MAX_VECTORS - 1) // (hidden // VECTOR)
         raise ValueError(f"inverse_indices has {tokens} tokens; at most {most} are allowed")
     if shared is not None:
-        shape = tokens, hidden
-        check_tensor("shared", shared, dtype=torch.bfloat16, shape=shape, contiguous=True, device=place)
+        wanted = dict(shape=(tokens, hidden), because=_OF_SUMS)
+        check_tensor("shared", shared, dtype=torch.bfloat16, contiguous=True, device=place, **wanted)
     return tokens, topk, hidden
 
 
@@ -116,4 +121,4 @@ def _check(rows, indices, weights, shared):
 def _fake_weighted_sum(call):
     """Check the arguments of a call and return its output."""
     tokens, _, hidden = _check(call.rows, call.inverse_indices, call.topk_weights, call.shared)
-    return make_outputs(call.out, (("tensor", (tokens, hidden), torch.bfloat16),), call.rows.device)[0]
+    return make_outputs(call.out, _describe_output(tokens, hidden), call.rows.device)[0]
