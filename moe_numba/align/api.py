@@ -96,8 +96,10 @@ def moe_align_block_size(
         Number of experts that ``topk_ids`` refers to; with an ``expert_map``, the experts of all ranks. 1 to 8192; up
         to 2**30 - 1 if ``topk_ids`` has at most 1024 elements.
     expert_map : tensor [num_experts] of int32 or int64, optional
-        For expert parallelism: the local id of each expert, or -1 for experts of other ranks. ``expert_ids`` are then
-        local ids. An element that int32 cannot hold counts as -1.
+        For expert parallelism: the local id of each expert, 0 to the number of local experts - 1, or -1 for experts of
+        other ranks. ``expert_ids`` are then local ids. The simulator refuses other values. A GPU does not check them:
+        they cause no access out of bounds here, but are stored in ``expert_ids`` as they are, and negative ones count
+        as experts of other ranks. An element that int32 cannot hold counts as -1.
     pad_sorted_ids : bool
         Round the length of ``sorted_token_ids`` up to whole blocks.
     ignore_invalid_experts : bool
@@ -147,6 +149,8 @@ def moe_align_block_size(
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = AlignPlan(ids, block_size, num_experts, expert_map, ignore_invalid_experts)
+    if expert_map is not None and simulator.ENABLED:
+        check_local_ids(expert_map)
     outputs = plan.outputs(ids.numel(), pad_sorted_ids)(out)
     if not ids.is_contiguous():
         refuse_recording(f"topk_ids has strides {ids.stride()}; for a prepared call it must be contiguous")
@@ -313,6 +317,18 @@ def check_align_arguments(block_size, num_experts, expert_map, device):
     if expert_map is not None:
         wanted = dict(shape=(num_experts,), because=("num_experts is {}",), device=(device, "topk_ids"))
         check_tensor("expert_map", expert_map, dtype=tuple(MAP_TYPES), contiguous=True, **wanted)
+
+
+def check_local_ids(expert_map):
+    """Raise for values of an expert map that are neither -1 nor local ids; this reads them on the host."""
+    num_local = int((expert_map >= 0).sum())
+    wrong = (expert_map < -1) | (expert_map >= max(num_local, 1))
+    if bool(wrong.any()):
+        expert = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"expert_map has {int(expert_map[expert])} for expert {expert}; it must be -1, or 0 to {num_local - 1}, as "
+            f"{num_local} experts are local"
+        )
 
 
 def check_shared_memory(num_bytes, num_experts, device):

@@ -19,6 +19,7 @@ from moe_numba.align.api import (
     MAX_NARROW_ELEMENTS,
     AlignOutputs,
     check_align_arguments,
+    check_local_ids,
     check_shared_memory,
     fake_align,
     map_key,
@@ -375,6 +376,8 @@ def biased_grouped_topk_align(
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = FusedPlan(gate_plan, x.device, block_size, expert_map, ignore_invalid_experts)
+    if expert_map is not None and simulator.ENABLED:
+        check_local_ids(expert_map)
     tokens = x.shape[0]
     outputs = plan.outputs(tokens, pad_sorted_ids)(out)
     is_narrow = max(outputs[2].numel(), outputs[3].numel()) <= MAX_NARROW_ELEMENTS

@@ -11,7 +11,7 @@ from moe_numba.moe_layer.group_by_expert.api import check_routing
 from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of
 from moe_numba.moe_layer.per_token_quant.api import check_scale
 from moe_numba.moe_layer.silu_and_mul.api import ALPHA, Activation, check_activation
-from moe_numba.moe_layer.weighted_sum.api import check_topk
+from moe_numba.moe_layer.weighted_sum.api import check_topk, contiguous_weights
 from moe_numba.moe_layer.weights import (
     FP8,
     FP8_BLOCK,
@@ -80,7 +80,8 @@ def fused_experts(
     w2 : tensor [experts, hidden, intermediate], dtype of w13
         As w13. In MXFP4: tensor [experts, hidden / 64, intermediate / 64, 2176], uint8.
     topk_weights : tensor [tokens, topk], float32
-        Contiguous; ``topk`` is 1 to 64 (of the gate, and so of :func:`moe_numba.fused_moe`, 1 to 32).
+        Any strides; what is not contiguous is copied first. ``topk`` is 1 to 64 (of the gate, and so of
+        :func:`moe_numba.fused_moe`, 1 to 32).
     topk_ids : tensor [tokens, topk], int32 or int64
         Any strides; at most 2**30 elements. An id outside of 0 to experts - 1, such as -1 for an expert of another
         rank, adds nothing.
@@ -197,6 +198,8 @@ def compute_experts(arguments, shape=None):
     for name, tensor in (("x", t.x), ("w13", t.w13), ("w2", t.w2), ("shared", t.shared)):  # read in 16-byte vectors
         if tensor is not None:
             check_aligned(name, tensor)
+    if plan.copies_weights:
+        t = t._replace(topk_weights=contiguous_weights(t.topk_weights))
     (tokens, topk), workspace, out = t.topk_ids.shape, arguments["workspace"], arguments["out"]
     if workspace is None:
         refuse_recording("workspace is None; a prepared call needs one, which keeps its intermediate results")
@@ -222,6 +225,7 @@ class _Plan(NamedTuple):
     fuses: bool
     decodes: bool
     outputs: Outputs
+    copies_weights: bool  # those of the routing, which kernels read as contiguous ones
 
 
 def _make_plan(t, activation, alpha, limit, use_fast_accum, shape):
@@ -229,7 +233,8 @@ def _make_plan(t, activation, alpha, limit, use_fast_accum, shape):
     check_fast_accum(use_fast_accum, shape.format)
     outputs = Outputs(_describe_output(t.x), t.x.device, aligned=("tensor",))
     decodes = t.x_scale is None and uses_decode_kernels(shape, *t.topk_ids.shape, t.w13, t.w2)
-    return _Plan(shape, chosen, can_fuse_activation(t, shape.format, chosen), decodes, outputs)
+    copies = not t.topk_weights.is_contiguous()
+    return _Plan(shape, chosen, can_fuse_activation(t, shape.format, chosen), decodes, outputs, copies)
 
 
 def _describe_output(x):

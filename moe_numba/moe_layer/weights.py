@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from moe_numba.grouped_gemm import pack_mxfp4
 from moe_numba.grouped_gemm.call.checks import MAX_GROUPS, has_wgmma, is_mn_major
-from moe_numba.grouped_gemm.w4.packing import TILE_BYTES
-from moe_numba.grouped_gemm.w4.weight_tiles import TILE
+from moe_numba.grouped_gemm.w4.packing import TILE_BYTES, check_blocks, check_scales, pack_checked
+from moe_numba.grouped_gemm.w4.weight_tiles import GATE_UP, TILE
 from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_choice, check_tensor, reasons
@@ -227,19 +226,20 @@ def pack_mxfp4_experts(
         arguments = dict(gate_up_proj_blocks=gate_up_proj_blocks, gate_up_proj_scales=gate_up_proj_scales)
         arguments |= dict(down_proj_blocks=down_proj_blocks, down_proj_scales=down_proj_scales, gate_up=gate_up)
         return call_with_tensors(pack_mxfp4_experts, "gate_up_proj_blocks", arguments)
-    gate_up_proj_scales = as_tensor(gate_up_proj_scales, "gate_up_proj_scales")
-    down_proj_blocks = as_tensor(down_proj_blocks, "down_proj_blocks")
-    down_proj_scales = as_tensor(down_proj_scales, "down_proj_scales")
-    check_choice("gate_up", gate_up, ("interleaved", "stacked"))
-    for name, scales in (("gate_up_proj_scales", gate_up_proj_scales), ("down_proj_scales", down_proj_scales)):
-        check_tensor(name, scales, dtype=torch.uint8, shape=("experts", "rows", "columns / 32"))
-    experts, twice, hidden_blocks = gate_up_proj_scales.shape
-    if not experts or not twice or twice % 128 or not hidden_blocks or hidden_blocks % 2:
+    check_choice("gate_up", gate_up, GATE_UP)
+    names = "gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"
+    given = gate_up_proj_blocks, gate_up_proj_scales, down_proj_blocks, down_proj_scales
+    blocks, scales, down_blocks, down_scales = map(as_tensor, given, names)
+    experts, twice, hidden_blocks = sizes = check_blocks(names[0], blocks)
+    if twice % 128 or hidden_blocks % 2:
         raise ValueError(
-            f"gate_up_proj_scales has shape {tuple(gate_up_proj_scales.shape)}; it must be "
-            "[experts, 2 * intermediate, hidden / 32], with hidden and intermediate multiples of 64"
+            f"gate_up_proj_blocks has shape {tuple(blocks.shape)}; it must be [experts, 2 * intermediate, "
+            "hidden / 32, 16], with hidden and intermediate multiples of 64"
         )
-    shape = experts, 32 * hidden_blocks, twice // 64
-    check_tensor("down_proj_scales", down_proj_scales, shape=shape)
-    w13 = pack_mxfp4(gate_up_proj_blocks, gate_up_proj_scales, gate_up)
-    return w13, pack_mxfp4(down_proj_blocks, down_proj_scales)
+    check_scales(names[1], scales, names[0], blocks, sizes)
+    down_sizes = experts, 32 * hidden_blocks, twice // 64
+    shape = (*down_sizes[:2], twice // 4) if down_blocks.dim() == 3 else (*down_sizes, 16)
+    because = tuple(f"gate_up_proj_blocks has {n}" for n in ("{} experts", "{} columns", f"{twice} rows per expert"))
+    check_tensor(names[2], down_blocks, dtype=torch.uint8, shape=shape, because=because)
+    check_scales(names[3], down_scales, names[2], down_blocks, down_sizes)
+    return pack_checked(blocks, scales, gate_up, names[:2]), pack_checked(down_blocks, down_scales, None, names[2:])

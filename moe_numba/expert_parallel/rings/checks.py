@@ -25,8 +25,8 @@ def check_timeout(seconds):
     """Raise for a timeout that is not a finite positive number of seconds."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise TypeError(f"timeout is {seconds!r}; it must be a number of seconds")
-    if not 0 < seconds < 1e9:
-        raise ValueError(f"timeout is {seconds} seconds; it must be more than 0 and less than 1e9")
+    if not 1e-9 <= seconds < 1e9:  # kernels count nanoseconds
+        raise ValueError(f"timeout is {seconds} seconds; it must be at least 1e-9 and less than 1e9")
 
 
 def check_config(config):

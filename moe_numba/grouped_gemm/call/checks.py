@@ -182,11 +182,11 @@ def check_average(average):
 
 
 def check_positive(name, value):
-    """Raise for what is not a number, not positive, or infinite in float32, also times log2(e)."""
+    """Raise for what is not a number, not positive, or zero, subnormal or infinite in float32, also times log2(e)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}; it must be a number")
-    if not 0 < value <= 1e38:
-        raise ValueError(f"{name} is {value}; it must be positive and finite in float32, at most 1e38")
+    if not 1.2e-38 <= value <= 1e38:
+        raise ValueError(f"{name} is {value}; it must be positive and finite in float32, from 1.2e-38 to 1e38")
 
 
 def check_given_config(config, groups, **wanted):

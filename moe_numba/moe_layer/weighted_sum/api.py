@@ -6,6 +6,7 @@ from moe_numba.moe_layer.weighted_sum.kernel import THREADS, VECTOR, make_weight
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
+from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_int, check_tensor, make_outputs
 
@@ -33,7 +34,7 @@ def weighted_sum(
         Row of each assignment, as :func:`moe_numba.group_by_expert` returns it. Contiguous; ``topk`` is 1 to 64. An
         index that is not in 0 to rows - 1, such as -1, adds nothing.
     topk_weights : tensor [tokens, topk], float32
-        Contiguous.
+        Any strides; what is not contiguous is copied first.
     shared : tensor [tokens, hidden], bfloat16, optional
         Added last with weight 1: the output of shared experts. Contiguous, 16-byte aligned.
     out : tensor [tokens, hidden], bfloat16, optional
@@ -63,11 +64,13 @@ def weighted_sum(
     shared = None if shared is None else as_tensor(shared, "shared")
     tensors = rows, indices, weights, shared
     key = tuple(t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    start, ctas, sizes, outputs = _plans.get(key) or remember(_plans, key, _make_plan(*tensors))
+    start, ctas, sizes, outputs, copies = _plans.get(key) or remember(_plans, key, _make_plan(*tensors))
     check_aligned("rows", rows)
     if shared is not None:
         check_aligned("shared", shared)
     (result,) = outputs(out)
+    if copies:
+        weights = contiguous_weights(weights)
     if ctas:
         pointers = rows, indices, weights, rows if shared is None else shared, result
         start(ctas, THREADS, None, *map(address, pointers), *sizes)
@@ -75,13 +78,19 @@ def weighted_sum(
 
 
 def _make_plan(rows, indices, weights, shared):
-    """Check the arguments; return the launcher, the number of CTAs, the kernel's numbers and the :class:`Outputs`."""
+    """Check the arguments; return launcher, CTAs, the kernel's numbers, `Outputs`, and whether weights are copied."""
     tokens, topk, hidden = _check(rows, indices, weights, shared)
     kernel = make_weighted_sum_kernel(hidden, topk, shared is not None)
     start = launcher(kernel, _SIGNATURE, rows.device.index or 0, dependent=True)
     num_vectors = tokens * (hidden // VECTOR)
     outputs = Outputs(_describe_output(tokens, hidden), rows.device, aligned=("tensor",))
-    return start, -(-num_vectors // THREADS), (len(rows), num_vectors), outputs
+    return start, -(-num_vectors // THREADS), (len(rows), num_vectors), outputs, not weights.is_contiguous()
+
+
+def contiguous_weights(topk_weights):
+    """Return a contiguous copy of routing weights."""
+    refuse_recording(f"topk_weights has strides {topk_weights.stride()}; for a prepared call it must be contiguous")
+    return topk_weights.contiguous()
 
 
 def _describe_output(tokens, hidden):
