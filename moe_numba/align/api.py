@@ -170,7 +170,7 @@ class AlignPlan:
     def __init__(self, ids, block_size, num_experts, expert_map, ignore_invalid_experts):
         check_tensor("topk_ids", ids, dtype=tuple(ID_TYPES))
         check_device(ids.device, "topk_ids")
-        check_align_arguments(block_size, num_experts, expert_map, ids.device)
+        check_align_arguments(block_size, num_experts, expert_map, (ids.device, "topk_ids"))
         self.num_experts, self.block_size, self.device = num_experts, block_size, ids.device.index or 0
         gpu = devices.gpu_of(ids.device)
         self.capacity = device_functions.capacity_for(min(num_experts, _MAX_COUNTED_EXPERTS), gpu.capability)
@@ -310,12 +310,15 @@ class AlignOutputs:
         )
 
 
-def check_align_arguments(block_size, num_experts, expert_map, device):
-    """Check the arguments that do not depend on the number of slots."""
+def check_align_arguments(block_size, num_experts, expert_map, place, because="num_experts is {}"):
+    """Check the arguments that do not depend on the number of slots.
+
+    ``place`` is the device and the name of the argument that is there, ``because`` the reason for ``num_experts``.
+    """
     check_int("block_size", block_size, 1, _MAX_ELEMENTS)
     check_int("num_experts", num_experts, 1, _MAX_EXPERTS)
     if expert_map is not None:
-        wanted = dict(shape=(num_experts,), because=("num_experts is {}",), device=(device, "topk_ids"))
+        wanted = dict(shape=(num_experts,), because=(because,), device=place)
         check_tensor("expert_map", expert_map, dtype=tuple(MAP_TYPES), contiguous=True, **wanted)
 
 
@@ -379,6 +382,6 @@ def fake_align(call):
     ids = call.topk_ids
     check_tensor("topk_ids", ids, dtype=tuple(ID_TYPES))
     check_device(ids.device, "topk_ids")
-    check_align_arguments(call.block_size, call.num_experts, call.expert_map, ids.device)
+    check_align_arguments(call.block_size, call.num_experts, call.expert_map, (ids.device, "topk_ids"))
     shape = ids.numel(), call.block_size, call.num_experts, call.pad_sorted_ids, call.ignore_invalid_experts
     return make_align_outputs(call.out, *shape, ids.device)

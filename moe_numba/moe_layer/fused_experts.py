@@ -107,10 +107,10 @@ def fused_experts(
         "swigluoai", of gpt-oss, by vLLM's name: ``(up + 1) * gate * sigmoid(alpha * gate)``; the even rows of w13
         compute gate, the odd ones up. Block scales support "silu" only.
     alpha : float, optional
-        Sigmoid slope of "swigluoai"; > 0.
+        Sigmoid slope of "swigluoai"; 1.2e-38 to 1e38.
     limit : float, optional
-        Clamp before the activation: gate <= ``limit``, abs(up) <= ``limit``; > 0. None: no clamp with "silu", and 7
-        with "swigluoai". With "silu", block scales and MXFP4 support None only.
+        Clamp before the activation: gate <= ``limit``, abs(up) <= ``limit``; 1.2e-38 to 1e38. None: no clamp with
+        "silu", and 7 with "swigluoai". With "silu", block scales and MXFP4 support None only.
     a1_scale, a2_scale : tensor of one float32, optional
         With a scale per expert: static per-tensor scales of x and of the activations; values beyond 448 * scale
         saturate. None: each row has its own scale, its largest magnitude divided by 448.

@@ -125,8 +125,16 @@ def fused_moe(
         memory = workspace.intermediates(len(x)).topk
     gate = {name: arguments[name] for name in _GATE_OPTIONS}
     gate["apply_routed_scaling_factor_on_output"] = True
-    weights, ids = biased_grouped_topk(tensors[1], out=memory, **gate)
+    try:
+        weights, ids = biased_grouped_topk(tensors[1], out=memory, **gate)
+    except (TypeError, ValueError) as error:
+        raise _with_own_name(error) from None
     return compute_experts(arguments | dict(topk_weights=weights, topk_ids=ids, x_scale=None), shape)
+
+
+def _with_own_name(error):
+    """Return an error of the gate that calls the logits by this function's name."""
+    return type(error)(str(error).replace("gating_output", "router_logits"))
 
 
 # Options of the layer that it passes on to the gate.
@@ -156,5 +164,8 @@ def _fake_fused_moe(call):
     """Check the arguments of a call and return its output; the gate's and the experts' fakes do most of it."""
     shape = _check([getattr(call, name) for name in _CHECKED], call.topk, call.num_fused_shared_experts)
     scaled = dict(apply_routed_scaling_factor_on_output=True, out=None)
-    weights, ids = fake_topk(call.replace(gating_output=call.router_logits, **scaled))
+    try:
+        weights, ids = fake_topk(call.replace(gating_output=call.router_logits, **scaled))
+    except (TypeError, ValueError) as error:
+        raise _with_own_name(error) from None
     return fake_experts(call.replace(topk_weights=weights, topk_ids=ids, x_scale=None), shape)

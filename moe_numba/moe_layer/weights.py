@@ -20,6 +20,7 @@ _NAMES = {
     MXFP4: "MXFP4",
 }
 _DTYPES = {torch.bfloat16: BF16, FP8: FP8_BLOCK, torch.uint8: MXFP4}
+DTYPES = tuple(_DTYPES)
 SCALINGS = {"block": FP8_BLOCK, "tensor": FP8_TENSOR}  # of FP8 weights
 
 

@@ -171,6 +171,12 @@ def check_choice(name, value, choices):
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
 
+def check_dtype(name, dtype, allowed):
+    """Raise for what is not one of the ``allowed`` dtypes."""
+    if not isinstance(dtype, torch.dtype) or dtype not in allowed:
+        raise TypeError(f"{name} is {dtype!r}; it must be {' or '.join(map(str, allowed))}")
+
+
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 

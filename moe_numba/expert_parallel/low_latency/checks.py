@@ -10,6 +10,7 @@ from moe_numba.runtime.launch import address
 from moe_numba.runtime.validate import (
     check_aligned,
     check_choice,
+    check_dtype,
     check_has_memory,
     check_int,
     check_no_grad,
@@ -48,10 +49,9 @@ def check_protocol(protocol):
     return protocol
 
 
-def check_topk_idx_dtype(dtype):
-    """Raise for what kernels cannot read experts from."""
-    if dtype not in tuple(TOPK_IDX_POINTERS):
-        raise TypeError(f"topk_idx is {dtype}; it must be torch.int64 or torch.int32")
+def check_topk_idx_dtype(name, dtype):
+    """Raise for what kernels cannot read experts from; ``name`` is the argument's."""
+    check_dtype(name, dtype, tuple(TOPK_IDX_POINTERS))
 
 
 def check_shape(shape, shared_bytes):

@@ -186,7 +186,7 @@ class LowLatencyMode:
             shape = make_shape(
                 self._num_ranks, max_tokens, hidden, topk, num_experts, scales=scales, combines_fp8=combines_fp8
             )
-            checks.check_topk_idx_dtype(topk_idx.dtype)
+            checks.check_topk_idx_dtype("topk_idx", topk_idx.dtype)
             self._check_can_allocate()
             exchange = make(self._runtime, self.rank_mask, shape, topk_idx.dtype, self.num_sms)
             self._exchanges[key] = exchange

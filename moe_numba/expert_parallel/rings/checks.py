@@ -10,7 +10,15 @@ from moe_numba.expert_parallel.common.buffer_layout import MAX_CHANNELS, MAX_ROW
 from moe_numba.expert_parallel.ranks.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.rings.config import TOPK_IDX_POINTERS, Config
 from moe_numba.expert_parallel.rings.output_buffer import SymmetricOutput
-from moe_numba.runtime.validate import check_aligned, check_has_memory, check_int, check_no_grad, check_tensor, reasons
+from moe_numba.runtime.validate import (
+    check_aligned,
+    check_dtype,
+    check_has_memory,
+    check_int,
+    check_no_grad,
+    check_tensor,
+    reasons,
+)
 
 _FP8, _SCALE_TYPES = torch.float8_e4m3fn, (torch.float32, torch.int32)
 _BOOL, _INT32, _FLOAT32, _TOPK_IDX = (torch.bool,), (torch.int32,), (torch.float32,), tuple(TOPK_IDX_POINTERS)
@@ -124,14 +132,11 @@ def check_new_output(num_rows, hidden, dtype, num_scales, num_topk, scale_dtype,
     """Check the arguments of ``new_output``; return its numbers as ints: num_rows, hidden, num_scales, num_topk."""
     num_rows = check_int("num_rows", num_rows, 1, MAX_ROWS)
     hidden = check_int("hidden", hidden, 1, 1 << 20)
-    if dtype not in (torch.bfloat16, _FP8):
-        raise TypeError(f"dtype is {dtype}; it must be torch.bfloat16 or torch.float8_e4m3fn")
+    check_dtype("dtype", dtype, (torch.bfloat16, _FP8))
     _check_row_bytes(f"hidden is {hidden}, which makes", hidden * dtype.itemsize)
     num_scales = check_int("num_scales", num_scales, 0, 0 if dtype == torch.bfloat16 else hidden // 4)
-    if scale_dtype not in _SCALE_TYPES:
-        raise TypeError(f"scale_dtype is {scale_dtype}; it must be torch.float32 or torch.int32")
-    if topk_idx_dtype not in _TOPK_IDX:
-        raise TypeError(f"topk_idx_dtype is {topk_idx_dtype}; it must be torch.int64 or torch.int32")
+    check_dtype("scale_dtype", scale_dtype, _SCALE_TYPES)
+    check_dtype("topk_idx_dtype", topk_idx_dtype, _TOPK_IDX)
     return num_rows, hidden, num_scales, check_int("num_topk", num_topk, 0, MAX_TOPK)
 
 

@@ -11,6 +11,7 @@ from moe_numba.runtime.validate import (
     UnsupportedDeviceError,
     check_choice,
     check_device,
+    check_dtype,
     check_flag,
     check_int,
     check_tensor,
@@ -155,8 +156,7 @@ def check_options(options, n, scaling):
     """Check the options of the epilogue that are not tensors; ``n`` is the weight's."""
     for name in ("accumulate", "silu_and_mul", "use_fast_accum"):
         check_flag(name, getattr(options, name))
-    if options.out_dtype not in (torch.bfloat16, torch.float32):
-        raise TypeError(f"out_dtype is {options.out_dtype!r}; it must be torch.bfloat16 or torch.float32")
+    check_dtype("out_dtype", options.out_dtype, (torch.bfloat16, torch.float32))
     if not options.silu_and_mul:
         return
     check_choice("activation", options.activation, ("silu", "swigluoai"))

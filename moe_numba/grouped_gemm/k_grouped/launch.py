@@ -53,7 +53,8 @@ def select_out_dtype(out, out_dtype, accumulate):
         raise ValueError("accumulate is True, but out is None; it must be the float32 tensor that is added to")
     if out_dtype is None:
         out_dtype = torch.float32 if out is None else as_tensor(out, "out").dtype
-    if out_dtype not in tuple(_OUT_DTYPES) or (accumulate and out_dtype != torch.float32):
+    is_allowed = isinstance(out_dtype, torch.dtype) and out_dtype in _OUT_DTYPES
+    if not is_allowed or (accumulate and out_dtype != torch.float32):
         raise ValueError(f"out_dtype is {out_dtype!r}; it must be torch.float32, or without accumulate torch.bfloat16")
     return out_dtype
 

@@ -78,9 +78,9 @@ def silu_and_mul(
         "swigluoai", of gpt-oss, by vLLM's name: ``(up + 1) * gate * sigmoid(alpha * gate)``; the even columns are gate,
         the odd ones up.
     alpha : float, optional
-        Of "swigluoai"; positive.
+        Of "swigluoai"; positive and normal in float32, 1.2e-38 to 1e38.
     limit : float, optional
-        Positive. gate is first clamped to at most ``limit``, and up to the range ``-limit`` to ``limit``, as in
+        As ``alpha``. gate is first clamped to at most ``limit``, and up to the range ``-limit`` to ``limit``, as in
         DeepSeek-V4. None: no limit with "silu", and 7 with "swigluoai". The kernel is compiled for each value.
 
     Returns
