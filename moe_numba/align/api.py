@@ -22,6 +22,7 @@ from moe_numba.runtime.validate import (
     check_out_tuple,
     check_tensor,
     make_outputs,
+    reasons,
 )
 from moe_numba.runtime.workspace import workspace
 
@@ -95,8 +96,10 @@ def moe_align_block_size(
         Number of experts that ``topk_ids`` refers to; with an ``expert_map``, the experts of all ranks. 1 to 8192; up
         to 2**30 - 1 if ``topk_ids`` has at most 1024 elements.
     expert_map : tensor [num_experts] of int32 or int64, optional
-        For expert parallelism: the local id of each expert, or -1 for experts of other ranks. ``expert_ids`` are then
-        local ids. An element that int32 cannot hold counts as -1.
+        For expert parallelism: the local id of each expert, 0 to the number of local experts - 1, or -1 for experts of
+        other ranks. ``expert_ids`` are then local ids. The simulator refuses other values. A GPU does not check them:
+        they cause no access out of bounds here, but are stored in ``expert_ids`` as they are, and negative ones count
+        as experts of other ranks. An element that int32 cannot hold counts as -1.
     pad_sorted_ids : bool
         Round the length of ``sorted_token_ids`` up to whole blocks.
     ignore_invalid_experts : bool
@@ -146,6 +149,8 @@ def moe_align_block_size(
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = AlignPlan(ids, block_size, num_experts, expert_map, ignore_invalid_experts)
+    if expert_map is not None and simulator.ENABLED:
+        check_local_ids(expert_map)
     outputs = plan.outputs(ids.numel(), pad_sorted_ids)(out)
     if not ids.is_contiguous():
         refuse_recording(f"topk_ids has strides {ids.stride()}; for a prepared call it must be contiguous")
@@ -165,7 +170,7 @@ class AlignPlan:
     def __init__(self, ids, block_size, num_experts, expert_map, ignore_invalid_experts):
         check_tensor("topk_ids", ids, dtype=tuple(ID_TYPES))
         check_device(ids.device, "topk_ids")
-        check_align_arguments(block_size, num_experts, expert_map, ids.device)
+        check_align_arguments(block_size, num_experts, expert_map, (ids.device, "topk_ids"))
         self.num_experts, self.block_size, self.device = num_experts, block_size, ids.device.index or 0
         gpu = devices.gpu_of(ids.device)
         self.capacity = device_functions.capacity_for(min(num_experts, _MAX_COUNTED_EXPERTS), gpu.capability)
@@ -305,13 +310,28 @@ class AlignOutputs:
         )
 
 
-def check_align_arguments(block_size, num_experts, expert_map, device):
-    """Check the arguments that do not depend on the number of slots."""
+def check_align_arguments(block_size, num_experts, expert_map, place, because="num_experts is {}"):
+    """Check the arguments that do not depend on the number of slots.
+
+    ``place`` is the device and the name of the argument that is there, ``because`` the reason for ``num_experts``.
+    """
     check_int("block_size", block_size, 1, _MAX_ELEMENTS)
     check_int("num_experts", num_experts, 1, _MAX_EXPERTS)
     if expert_map is not None:
-        wanted = dict(dtype=tuple(MAP_TYPES), shape=(num_experts,), contiguous=True, device=(device, "topk_ids"))
-        check_tensor("expert_map", expert_map, **wanted)
+        wanted = dict(shape=(num_experts,), because=(because,), device=place)
+        check_tensor("expert_map", expert_map, dtype=tuple(MAP_TYPES), contiguous=True, **wanted)
+
+
+def check_local_ids(expert_map):
+    """Raise for values of an expert map that are neither -1 nor local ids; this reads them on the host."""
+    num_local = int((expert_map >= 0).sum())
+    wrong = (expert_map < -1) | (expert_map >= max(num_local, 1))
+    if bool(wrong.any()):
+        expert = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"expert_map has {int(expert_map[expert])} for expert {expert}; it must be -1, or 0 to {num_local - 1}, as "
+            f"{num_local} experts are local"
+        )
 
 
 def check_shared_memory(num_bytes, num_experts, device):
@@ -325,7 +345,7 @@ def check_shared_memory(num_bytes, num_experts, device):
 
 
 def describe_outputs(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts):
-    """Return name, shape and dtype of each output."""
+    """Return name, shape, dtype and reason of each output."""
     length, num_blocks = sizes(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
     # Slots and lengths are int32. A symbolic length is checked when the op runs: a guard on it would recompile.
     if isinstance(length, int) and length > _MAX_ELEMENTS:
@@ -334,7 +354,8 @@ def describe_outputs(numel, block_size, num_experts, pad_sorted_ids, ignore_inva
             f"{length} elements; at most {_MAX_ELEMENTS} are allowed"
         )
     shapes = ("sorted_token_ids", length), ("expert_ids", num_blocks), ("num_tokens_post_pad", 1)
-    return [(name, (count,), torch.int32) for name, count in shapes]
+    because = (f"topk_ids has {numel} elements, block_size is {block_size} and num_experts {num_experts}",)
+    return [(name, (count,), torch.int32, () if count == 1 else because) for name, count in shapes]
 
 
 def make_align_outputs(out, numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts, device):
@@ -342,13 +363,15 @@ def make_align_outputs(out, numel, block_size, num_experts, pad_sorted_ids, igno
     wanted = describe_outputs(numel, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
     if out is None:
         return make_outputs(None, wanted, device)
-    for tensor, (name, (needed,), _) in zip(out, wanted, strict=True):
+    for tensor, (name, (needed,), _, because) in zip(out, wanted, strict=True):
         most = 1 if name == "num_tokens_post_pad" else _MAX_ELEMENTS
         flat = tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.is_contiguous()
         if not flat or tensor.device != device or not needed <= tensor.numel() <= most:
             raise ValueError(
                 f"out's {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
-                f"it must be contiguous int32 ({needed},) on {device}" + (", or longer" if most > 1 else "")
+                f"it must be contiguous int32 ({needed},) on {device}"
+                + (", or longer" if most > 1 else "")
+                + reasons((max(tensor.numel(), needed),), (needed,), because)
             )
     return out
 
@@ -359,6 +382,6 @@ def fake_align(call):
     ids = call.topk_ids
     check_tensor("topk_ids", ids, dtype=tuple(ID_TYPES))
     check_device(ids.device, "topk_ids")
-    check_align_arguments(call.block_size, call.num_experts, call.expert_map, ids.device)
+    check_align_arguments(call.block_size, call.num_experts, call.expert_map, (ids.device, "topk_ids"))
     shape = ids.numel(), call.block_size, call.num_experts, call.pad_sorted_ids, call.ignore_invalid_experts
     return make_align_outputs(call.out, *shape, ids.device)

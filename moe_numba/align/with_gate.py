@@ -19,6 +19,7 @@ from moe_numba.align.api import (
     MAX_NARROW_ELEMENTS,
     AlignOutputs,
     check_align_arguments,
+    check_local_ids,
     check_shared_memory,
     fake_align,
     map_key,
@@ -208,7 +209,8 @@ class FusedPlan:
     def __init__(self, gate_plan, device, block_size, expert_map, ignore_invalid_experts):
         num_experts, *_, shared = gate_plan.shape
         self.num_experts = num_experts + shared
-        check_align_arguments(block_size, self.num_experts, expert_map, device)
+        because = f"gating_output has {num_experts} columns" + (f", and shared experts {shared}" if shared else "")
+        check_align_arguments(block_size, self.num_experts, expert_map, (device, "gating_output"), because)
         self.gate_plan, self.block_size, self.device = gate_plan, block_size, device.index or 0
         self.capacity = device_functions.capacity_for(self.num_experts, gpu_of(device).capability)
         self.options = ignore_invalid_experts, expert_map is not None
@@ -375,6 +377,8 @@ def biased_grouped_topk_align(
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = FusedPlan(gate_plan, x.device, block_size, expert_map, ignore_invalid_experts)
+    if expert_map is not None and simulator.ENABLED:
+        check_local_ids(expert_map)
     tokens = x.shape[0]
     outputs = plan.outputs(tokens, pad_sorted_ids)(out)
     is_narrow = max(outputs[2].numel(), outputs[3].numel()) <= MAX_NARROW_ELEMENTS

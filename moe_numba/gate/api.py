@@ -217,8 +217,7 @@ class GatePlan:
         return self._outputs.get(tokens) or remember(self._outputs, tokens, self._outputs_for(tokens))
 
     def _outputs_for(self, tokens):
-        shape = tokens, self.shape[3]
-        return Outputs((("topk_weights", shape, torch.float32), ("topk_ids", shape, torch.int32)), self._device)
+        return Outputs(_describe_outputs(tokens, self.shape[3]), self._device)
 
     @cached_property
     def one_token_per_warp(self):
@@ -292,6 +291,11 @@ def _load_bytes(tensor, experts_per_lane, group_size):
     return next(w for w in (16, 8, 4, 2) if all(offset % w == 0 for offset in offsets))
 
 
+def _describe_outputs(tokens, topk):
+    shape, because = (tokens, topk), ("gating_output has {} rows", "topk is {}")
+    return ("topk_weights", shape, torch.float32, because), ("topk_ids", shape, torch.int32, because)
+
+
 def _check_tensors(x, bias):
     check_tensor("gating_output", x, dtype=tuple(_DTYPES), shape=("tokens", "num_experts"))
     check_device(x.device, "gating_output")
@@ -301,8 +305,10 @@ def _check_tensors(x, bias):
     if num_experts > 1 and x.stride(1) != 1:
         raise ValueError(f"gating_output has column stride {x.stride(1)}; it must be 1 (rows may be strided)")
     if bias is not None:
-        place = x.device, "gating_output"
-        check_tensor("correction_bias", bias, dtype=tuple(_DTYPES), shape=(num_experts,), contiguous=True, device=place)
+        wanted = dict(
+            shape=(num_experts,), because=("gating_output has {} columns",), device=(x.device, "gating_output")
+        )
+        check_tensor("correction_bias", bias, dtype=tuple(_DTYPES), contiguous=True, **wanted)
 
 
 def limit_argument(num_token_non_padded, device):
@@ -330,5 +336,4 @@ def fake_topk(call):
     check_groups(x.shape[1], check_options(call))
     if limit is not None:
         check_tensor("num_token_non_padded", limit, dtype=tuple(_LIMIT_TYPES), device=(x.device, "gating_output"))
-    shape = x.shape[0], call.topk
-    return make_outputs(call.out, (("topk_weights", shape, torch.float32), ("topk_ids", shape, torch.int32)), x.device)
+    return make_outputs(call.out, _describe_outputs(x.shape[0], call.topk), x.device)

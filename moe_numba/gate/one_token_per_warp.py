@@ -70,6 +70,9 @@ def check_groups(num_experts, options):
     if not 0 <= shared < topk:
         raise ValueError(f"num_fused_shared_experts is {shared}; 0 to topk - 1 ({topk - 1}) are allowed")
     candidates = options.topk_group * (num_experts // groups)
+    if topk - shared > candidates and groups == 1:
+        of_these = f", {shared} of them shared" if shared else ""
+        raise ValueError(f"topk is {topk}{of_these}; there are {num_experts} experts")
     if topk - shared > candidates:
         raise ValueError(
             f"topk is {topk}: {topk - shared} routed experts; the {options.topk_group} groups that are kept have "

@@ -11,16 +11,16 @@ from moe_numba.moe_layer.group_by_expert.api import check_routing
 from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of
 from moe_numba.moe_layer.per_token_quant.api import check_scale
 from moe_numba.moe_layer.silu_and_mul.api import ALPHA, Activation, check_activation
-from moe_numba.moe_layer.weighted_sum.api import check_topk
+from moe_numba.moe_layer.weighted_sum.api import check_topk, contiguous_weights
 from moe_numba.moe_layer.weights import (
     FP8,
     FP8_BLOCK,
     FP8_TENSOR,
     MXFP4,
     ExpertsShape,
-    check_weights,
+    check_scaled_weights,
+    check_weight_scale,
     check_wgmma,
-    scaling_of,
 )
 from moe_numba.moe_layer.workspace import ExpertsWorkspace, Intermediates, check_workspace
 from moe_numba.quantise import FP8_SCALE_BLOCK
@@ -31,6 +31,7 @@ from moe_numba.runtime.validate import check_aligned, check_device, check_flag, 
 
 _select_tensors = itemgetter(*ExpertsTensors._fields)
 _select_options = itemgetter("activation", "alpha", "limit", "use_fast_accum")
+_OF_X = "x has {} rows", "x has {} columns"  # reasons for the shape of x
 _plans: dict = {}
 
 
@@ -76,7 +77,8 @@ def fused_experts(
     w2 : tensor [experts, hidden, intermediate], dtype of w13
         As w13. In MXFP4: tensor [experts, hidden / 64, intermediate / 64, 2176], uint8.
     topk_weights : tensor [tokens, topk], float32
-        Contiguous; ``topk`` is 1 to 64 (of the gate, and so of :func:`moe_numba.fused_moe`, 1 to 32).
+        Any strides; what is not contiguous is copied first. ``topk`` is 1 to 64 (of the gate, and so of
+        :func:`moe_numba.fused_moe`, 1 to 32).
     topk_ids : tensor [tokens, topk], int32 or int64
         Any strides; at most 2**30 elements. An id outside of 0 to experts - 1, such as -1 for an expert of another
         rank, adds nothing.
@@ -102,10 +104,10 @@ def fused_experts(
         "swigluoai", of gpt-oss, by vLLM's name: ``(up + 1) * gate * sigmoid(alpha * gate)``; the even rows of w13
         compute gate, the odd ones up. Block scales support "silu" only.
     alpha : float, optional
-        Sigmoid slope of "swigluoai"; > 0.
+        Sigmoid slope of "swigluoai"; 1.2e-38 to 1e38.
     limit : float, optional
-        Clamp before the activation: gate <= ``limit``, abs(up) <= ``limit``; > 0. None: no clamp with "silu", and 7
-        with "swigluoai". With "silu", block scales and MXFP4 support None only.
+        Clamp before the activation: gate <= ``limit``, abs(up) <= ``limit``; 1.2e-38 to 1e38. None: no clamp with
+        "silu", and 7 with "swigluoai". With "silu", block scales and MXFP4 support None only.
     a1_scale, a2_scale : tensor of one float32, optional
         With a scale per expert: static per-tensor scales of x and of the activations; values beyond 448 * scale
         saturate. None: each row has its own scale, its largest magnitude divided by 448.
@@ -193,6 +195,8 @@ def compute_experts(arguments, shape=None):
     for name, tensor in (("x", t.x), ("w13", t.w13), ("w2", t.w2), ("shared", t.shared)):  # read in 16-byte vectors
         if tensor is not None:
             check_aligned(name, tensor)
+    if plan.copies_weights:
+        t = t._replace(topk_weights=contiguous_weights(t.topk_weights))
     (tokens, topk), workspace, out = t.topk_ids.shape, arguments["workspace"], arguments["out"]
     if workspace is None:
         refuse_recording("workspace is None; a prepared call needs one, which keeps its intermediate results")
@@ -218,14 +222,20 @@ class _Plan(NamedTuple):
     fuses: bool
     decodes: bool
     outputs: Outputs
+    copies_weights: bool  # those of the routing, which kernels read as contiguous ones
 
 
 def _make_plan(t, activation, alpha, limit, use_fast_accum, shape):
     shape, chosen = check_experts(t, activation, alpha, limit, shape)
     check_fast_accum(use_fast_accum, shape.format)
-    outputs = Outputs((("tensor", tuple(t.x.shape), torch.bfloat16),), t.x.device, aligned=("tensor",))
+    outputs = Outputs(_describe_output(t.x), t.x.device, aligned=("tensor",))
     decodes = t.x_scale is None and uses_decode_kernels(shape, *t.topk_ids.shape, t.w13, t.w2)
-    return _Plan(shape, chosen, can_fuse_activation(t, shape.format, chosen), decodes, outputs)
+    copies = not t.topk_weights.is_contiguous()
+    return _Plan(shape, chosen, can_fuse_activation(t, shape.format, chosen), decodes, outputs, copies)
+
+
+def _describe_output(x):
+    return (("tensor", tuple(x.shape), torch.bfloat16, _OF_X),)
 
 
 def check_experts(t, activation, alpha, limit, shape=None):
@@ -237,43 +247,50 @@ def check_experts(t, activation, alpha, limit, shape=None):
     check_tensor("x", t.x, dtype=dtype, shape=("tokens", "hidden"), contiguous=True)
     check_device(t.x.device, "x")
     check_gpu(t.x.device)
-    shape, place = shape or check_weights(t.w13, t.w2, scaling_of(t.w13_scale)), (t.x.device, "x")
+    shape, place = shape or check_scaled_weights(t.w13, t.w2, t.w13_scale), (t.x.device, "x")
     check_wgmma(t.w13, t.w2)
     check_tensor("w13", t.w13, device=place)
     tokens, hidden = t.x.shape
     if hidden != shape.hidden:
         raise ValueError(f"x has {hidden} columns; it must have w13's hidden, {shape.hidden}")
     check_topk("topk_ids", check_routing(t.topk_ids, shape.num_experts)[1])
-    check_tensor("topk_ids", t.topk_ids, shape=(tokens, "topk"), device=place)
-    sizes = tuple(t.topk_ids.shape)
-    check_tensor("topk_weights", t.topk_weights, dtype=torch.float32, shape=sizes, contiguous=True, device=place)
+    check_tensor("topk_ids", t.topk_ids, shape=(tokens, "topk"), because=_OF_X[:1], device=place)
+    wanted = dict(shape=tuple(t.topk_ids.shape), because=("topk_ids has {} rows", "topk_ids has {} columns"))
+    check_tensor("topk_weights", t.topk_weights, dtype=torch.float32, device=place, **wanted)
     chosen = check_activation(activation, alpha, limit)
     _check_options(t, shape, chosen, place)
     if t.shared is not None:
-        sizes = tokens, hidden
-        check_tensor("shared", t.shared, dtype=torch.bfloat16, shape=sizes, contiguous=True, device=place)
+        wanted = dict(shape=(tokens, hidden), because=_OF_X)
+        check_tensor("shared", t.shared, dtype=torch.bfloat16, contiguous=True, device=place, **wanted)
     return shape, chosen
 
 
 def _check_options(t, shape, chosen, place):
     """Check scales and biases; refuse options that the format of the weights does not have."""
     for name in ("w13_scale", "w2_scale"):
-        _check_scale(name, getattr(t, name), getattr(t, name.removesuffix("_scale")), shape, place)
+        check_weight_scale(name, getattr(t, name), getattr(t, name.removesuffix("_scale")), shape.format)
+        if (scale := getattr(t, name)) is not None:
+            check_tensor(name, scale, device=place)
     if t.x_scale is not None:
         if shape.format != FP8_BLOCK:
             raise ValueError("x_scale is given; it is allowed only with FP8 weights that have a scale per block")
         blocks = len(t.x), -(-shape.hidden // FP8_SCALE_BLOCK)
-        check_tensor("x_scale", t.x_scale, dtype=torch.float32, shape=blocks, device=place)
+        because = _OF_X[0], f"x has {shape.hidden} columns"
+        check_tensor("x_scale", t.x_scale, dtype=torch.float32, shape=blocks, because=because, device=place)
     for name in ("a1_scale", "a2_scale"):
         if (scale := getattr(t, name)) is not None and shape.format != FP8_TENSOR:
             raise ValueError(f"{name} is given; it is allowed only with FP8 weights that have a scale per expert")
         check_scale(name, scale, place)
     experts, hidden, intermediate = shape[:3]
-    for name, size in (("w13_bias", 2 * intermediate), ("w2_bias", hidden)):
+    for name, size, reason in (
+        ("w13_bias", 2 * intermediate, "w13 has {} rows per expert"),
+        ("w2_bias", hidden, "w2 has {} rows per expert"),
+    ):
         if (bias := getattr(t, name)) is None:
             continue
-        dtypes = torch.bfloat16, torch.float32
-        check_tensor(name, bias, dtype=dtypes, shape=(experts, size), contiguous=True, device=place)
+        dtypes, because = (torch.bfloat16, torch.float32), ("w13 has {} experts", reason)
+        wanted = dict(shape=(experts, size), because=because)
+        check_tensor(name, bias, dtype=dtypes, contiguous=True, device=place, **wanted)
     check_format(shape.format, chosen, t.w13_bias is not None or t.w2_bias is not None)
 
 
@@ -295,27 +312,10 @@ def check_fast_accum(use_fast_accum, format_):
         raise ValueError("use_fast_accum is True; it is allowed only with FP8 weights that have a scale per expert")
 
 
-def _check_scale(name, scale, weight, shape, place):
-    """Check the scales of a weight."""
-    if shape.format not in (FP8_BLOCK, FP8_TENSOR):
-        if scale is not None:
-            raise ValueError(f"{name} is given, but the weights are {weight.dtype}; scales are for FP8 weights")
-        return
-    blocks = shape.num_experts, *(-(-size // FP8_SCALE_BLOCK) for size in weight.shape[1:])
-    if scale is None:
-        raise TypeError(f"{name} is None; FP8 weights need a scale per 128 x 128 block, {blocks}, or one per expert")
-    sizes, what = blocks, "a scale per 128 x 128 block"
-    if shape.format == FP8_TENSOR:
-        sizes, what = blocks[:1], "a scale per expert"
-    if tuple(scale.shape) != sizes:
-        raise ValueError(f"{name} has shape {tuple(scale.shape)}; it must be {sizes}, {what}")
-    check_tensor(name, scale, dtype=torch.float32, shape=sizes, contiguous=True, device=place)
-
-
 @register_fake(fused_experts)
 def fake_experts(call, shape=None):
     """Check the arguments of a call and return its output; ``shape`` as for `check_experts`."""
     t = ExpertsTensors(*_select_tensors(vars(call)))
     shape, _ = check_experts(t, call.activation, call.alpha, call.limit, shape)
     check_fast_accum(call.use_fast_accum, shape.format)
-    return make_outputs(call.out, (("tensor", tuple(call.x.shape), torch.bfloat16),), call.x.device)[0]
+    return make_outputs(call.out, _describe_output(call.x), call.x.device)[0]

@@ -5,7 +5,7 @@ import torch
 from moe_numba.gate.api import biased_grouped_topk, fake_topk
 from moe_numba.moe_layer.fused_experts import compute_experts, fake_experts
 from moe_numba.moe_layer.silu_and_mul.api import ALPHA
-from moe_numba.moe_layer.weights import check_weights, scaling_of
+from moe_numba.moe_layer.weights import check_scaled_weights
 from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_workspace
 from moe_numba.runtime.outputs import find_plan, remember
 from moe_numba.runtime.torch_op import OPS, register_fake, torch_op
@@ -122,8 +122,16 @@ def fused_moe(
         memory = workspace.intermediates(len(x)).topk
     gate = {name: arguments[name] for name in _GATE_OPTIONS}
     gate["apply_routed_scaling_factor_on_output"] = True
-    weights, ids = biased_grouped_topk(tensors[1], out=memory, **gate)
+    try:
+        weights, ids = biased_grouped_topk(tensors[1], out=memory, **gate)
+    except (TypeError, ValueError) as error:
+        raise _with_own_name(error) from None
     return compute_experts(arguments | dict(topk_weights=weights, topk_ids=ids, x_scale=None), shape)
+
+
+def _with_own_name(error):
+    """Return an error of the gate that calls the logits by this function's name."""
+    return type(error)(str(error).replace("gating_output", "router_logits"))
 
 
 # Options of the layer that it passes on to the gate.
@@ -134,13 +142,15 @@ def _check(tensors, topk, num_fused_shared_experts):
     """Check what neither the gate nor the experts can, or under another name; return the sizes of the experts."""
     x, router_logits, w13, w2, w13_scale = tensors
     check_tensor("x", x, shape=("tokens", "hidden"))
-    shape = check_weights(w13, w2, scaling_of(w13_scale))
+    shape = check_scaled_weights(w13, w2, w13_scale)
     check_int("topk", topk, 1, 32)
     num_shared = check_int("num_fused_shared_experts", num_fused_shared_experts, 0, topk - 1)
     if len(w13) - num_shared < 1:
         raise ValueError(f"w13 has {len(w13)} experts; {num_shared} of them are shared, and 1 or more must be routed")
     sizes = x.shape[0], len(w13) - num_shared
-    check_tensor("router_logits", router_logits, dtype=_LOGITS, shape=sizes, device=(x.device, "x"))
+    of_experts = f"w13 has {len(w13)} experts" + (f", {num_shared} of them shared" if num_shared else "")
+    wanted = dict(shape=sizes, because=("x has {} rows", of_experts), device=(x.device, "x"))
+    check_tensor("router_logits", router_logits, dtype=_LOGITS, **wanted)
     if sizes[1] > 1 and router_logits.stride(1) != 1:
         raise ValueError(f"router_logits has strides {router_logits.stride()}; its columns must be contiguous")
     return shape
@@ -151,5 +161,8 @@ def _fake_fused_moe(call):
     """Check the arguments of a call and return its output; the gate's and the experts' fakes do most of it."""
     shape = _check([getattr(call, name) for name in _CHECKED], call.topk, call.num_fused_shared_experts)
     scaled = dict(apply_routed_scaling_factor_on_output=True, out=None)
-    weights, ids = fake_topk(call.replace(gating_output=call.router_logits, **scaled))
+    try:
+        weights, ids = fake_topk(call.replace(gating_output=call.router_logits, **scaled))
+    except (TypeError, ValueError) as error:
+        raise _with_own_name(error) from None
     return fake_experts(call.replace(topk_weights=weights, topk_ids=ids, x_scale=None), shape)

@@ -14,12 +14,12 @@ from moe_numba.moe_layer.launches import ExpertsTensors
 from moe_numba.moe_layer.router import router_logits
 from moe_numba.moe_layer.silu_and_mul.api import ALPHA, check_activation
 from moe_numba.moe_layer.torch_stages import check_stages, route, run_experts
-from moe_numba.moe_layer.weights import BF16, FP8_BLOCK, FP8_TENSOR, check_weights, packed_shape, shape_of
+from moe_numba.moe_layer.weights import BF16, DTYPES, FP8_BLOCK, FP8_TENSOR, check_weights, packed_shape, shape_of
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
 from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.quantise.fp8_cast import per_token_cast_back
 from moe_numba.runtime.recording import refuse_recording
-from moe_numba.runtime.validate import check_flag, check_int
+from moe_numba.runtime.validate import check_dtype, check_flag, check_int
 
 _TENSORS = "w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias", "a1_scale", "a2_scale"
 
@@ -130,6 +130,7 @@ class Experts(FixedDtypes):
         use_fast_accum: bool = False,
     ):
         super().__init__()
+        check_dtype("dtype", dtype, DTYPES)
         num_experts, hidden = check_int("num_experts", num_experts, 1), check_int("hidden", hidden, 1)
         intermediate, has_bias = check_int("intermediate", intermediate, 1), check_flag("has_bias", has_bias)
         if dtype == torch.uint8 and (hidden % 64 or intermediate % 64):
@@ -348,7 +349,9 @@ class MoELayer(FixedDtypes):
             raise TypeError(f"x is {given}; it must be a tensor of torch.bfloat16")
         hidden, device = self.router_weight.shape[1], self.router_weight.device
         if not x.dim() or x.shape[-1] != hidden:
-            raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., {hidden}]")
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; it must be [..., {hidden}], as the layer's hidden is {hidden}"
+            )
         if x.device != device:
             raise ValueError(f"x is on {x.device}; it must be where the weights are, on {device}")
 

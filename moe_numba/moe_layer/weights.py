@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import torch
 
-from moe_numba.grouped_gemm import pack_mxfp4
 from moe_numba.grouped_gemm.call.checks import MAX_GROUPS, has_wgmma, is_mn_major
 from moe_numba.grouped_gemm.w4.checks import check_packed
-from moe_numba.grouped_gemm.w4.packing import GATE_UP_TILE, PLAIN_TILE
-from moe_numba.grouped_gemm.w4.weight_tiles import TILE
+from moe_numba.grouped_gemm.w4.packing import GATE_UP_TILE, PLAIN_TILE, check_blocks, check_scales, pack_checked
+from moe_numba.grouped_gemm.w4.weight_tiles import GATE_UP, TILE
+from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime.dlpack import as_tensor, call_with_tensors
-from moe_numba.runtime.validate import UnsupportedDeviceError, check_choice, check_tensor
+from moe_numba.runtime.validate import UnsupportedDeviceError, check_choice, check_tensor, reasons
 
 FP8 = torch.float8_e4m3fn
 BF16, FP8_BLOCK, FP8_TENSOR, MXFP4 = FORMATS = "bf16", "fp8_block", "fp8_tensor", "mxfp4"
@@ -21,6 +21,7 @@ _NAMES = {
     MXFP4: "MXFP4",
 }
 _DTYPES = {torch.bfloat16: BF16, FP8: FP8_BLOCK, torch.uint8: MXFP4}
+DTYPES = tuple(_DTYPES)
 SCALINGS = {"block": FP8_BLOCK, "tensor": FP8_TENSOR}  # of FP8 weights
 
 
@@ -47,11 +48,6 @@ def format_of(w13: torch.Tensor, scaling: str = "block") -> str:
     return SCALINGS[scaling] if format_ == FP8_BLOCK else format_
 
 
-def scaling_of(w13_scale: torch.Tensor | None) -> str:
-    """Return how FP8 weights with these scales are scaled."""
-    return "tensor" if w13_scale is not None and w13_scale.dim() == 1 else "block"
-
-
 def shape_of(w13: torch.Tensor, w2: torch.Tensor, format_: str) -> ExpertsShape:
     """Return the sizes of experts with these weights, which `check_weights` has checked."""
     if format_ == MXFP4:
@@ -61,13 +57,52 @@ def shape_of(w13: torch.Tensor, w2: torch.Tensor, format_: str) -> ExpertsShape:
     return ExpertsShape(len(w13), hidden, intermediate, format_, w13.device)
 
 
+def scaling_of(w13_scale: torch.Tensor | None) -> str:
+    """Return how FP8 weights with these scales are scaled."""
+    return "tensor" if w13_scale is not None and w13_scale.dim() == 1 else "block"
+
+
 def packed_shape(name: str, experts: int, rows: int, columns: int) -> tuple[int, ...]:
     """Return the shape of MXFP4 weights [experts, rows, columns], "w13" or "w2", as they are packed."""
     return experts, -(-rows // TILE), -(-columns // TILE), *(GATE_UP_TILE if name == "w13" else PLAIN_TILE)
 
 
-def check_weights(w13: torch.Tensor, w2: torch.Tensor, scaling: str = "block") -> ExpertsShape:
-    """Check dtypes, shapes and strides of the weights; return their sizes."""
+def check_scaled_weights(w13: torch.Tensor, w2: torch.Tensor, w13_scale: torch.Tensor | None) -> ExpertsShape:
+    """Check the weights as `check_weights`, and the scales of w13, which say how FP8 weights are scaled."""
+    _check_dtypes(w13, w2)
+    scaling = scaling_of(w13_scale)
+    if w13.dim() == 3:  # before the sizes of w13, of which multiples the scaling allows
+        check_weight_scale("w13_scale", w13_scale, w13, format_of(w13, scaling))
+    return check_weights(w13, w2, scaling)
+
+
+def check_weight_scale(name: str, scale: torch.Tensor | None, weight: torch.Tensor, format_: str) -> None:
+    """Check the scales of a weight, ``w13_scale`` or ``w2_scale``."""
+    if format_ not in (FP8_BLOCK, FP8_TENSOR):
+        if scale is not None:
+            raise ValueError(f"{name} is given, but the weights are {weight.dtype}; scales are for FP8 weights")
+        return
+    experts, rows, columns = weight.shape
+    blocks = experts, -(-rows // FP8_SCALE_BLOCK), -(-columns // FP8_SCALE_BLOCK)
+    if scale is None:
+        raise TypeError(f"{name} is None; FP8 weights need a scale per 128 x 128 block, {blocks}, or one per expert")
+    shape: tuple[int, ...] = blocks
+    what = "a scale per 128 x 128 block"
+    if format_ == FP8_TENSOR:
+        shape, what = blocks[:1], "a scale per expert"
+    if tuple(scale.shape) != shape:
+        of = name.removesuffix("_scale")
+        if of == "w2":
+            what += " like w13_scale"
+        elif format_ == FP8_BLOCK:
+            what += f", or {blocks[:1]}, a scale per expert"
+        because = f"{of} has {{}} experts", f"{of} has {rows} rows per expert", f"{of} has {columns} columns"
+        why = reasons(scale.shape, shape, because)
+        raise ValueError(f"{name} has shape {tuple(scale.shape)}; it must be {shape}, {what}{why}")
+    check_tensor(name, scale, dtype=torch.float32, contiguous=True)
+
+
+def _check_dtypes(w13, w2):
     for name, weight in (("w13", w13), ("w2", w2)):
         if not isinstance(weight, torch.Tensor):
             raise TypeError(f"{name} is {type(weight).__name__}; it must be a tensor")
@@ -76,6 +111,11 @@ def check_weights(w13: torch.Tensor, w2: torch.Tensor, scaling: str = "block") -
                 f"{name} is {weight.dtype}; it must be torch.bfloat16, {FP8} with scales, or torch.uint8 for MXFP4 "
                 "that pack_mxfp4_experts has packed"
             )
+
+
+def check_weights(w13: torch.Tensor, w2: torch.Tensor, scaling: str = "block") -> ExpertsShape:
+    """Check dtypes, shapes and strides of the weights; return their sizes."""
+    _check_dtypes(w13, w2)
     format_ = format_of(w13, scaling)
     if format_ == MXFP4:
         _check_packed(w13, w2)
@@ -89,19 +129,25 @@ def _check_plain(w13, w2, step):
     _check_matrices("w13", w13, ("experts", "2 * intermediate", "hidden"))
     experts, twice, hidden = w13.shape
     _check_experts(experts)
+    if twice % 2:
+        raise ValueError(f"w13 has {twice} rows; it must have 2 * intermediate, those of gate and of up")
     if not twice or twice % (2 * step):
-        raise ValueError(f"w13 has {twice} rows, gate and up; with {w13.dtype} they must be a multiple of {2 * step}")
+        raise ValueError(
+            f"intermediate is {twice // 2} (w13 has {twice} rows, gate and up); with {w13.dtype} it must be a multiple "
+            f"of {step}"
+        )
     if not hidden or hidden % 64:
         raise ValueError(f"w13's hidden is {hidden}; it must be a multiple of 64")
     check_tensor("w2", w2, dtype=w13.dtype)
-    _check_matrices("w2", w2, (experts, hidden, twice // 2))
+    because = "w13 has {} experts", "w13 has {} columns", f"w13 has {twice} rows, gate and up"
+    _check_matrices("w2", w2, (experts, hidden, twice // 2), because)
     check_tensor("w2", w2, device=(w13.device, "w13"))
 
 
-def _check_matrices(name, weight, shape):
+def _check_matrices(name, weight, shape, because=()):
     """Check a weight that is contiguous, or in bfloat16 the transposed view ``.mT`` of one that is."""
     is_transposed = weight.dtype == torch.bfloat16 and weight.dim() == 3 and weight.mT.is_contiguous()
-    check_tensor(name, weight, shape=shape, contiguous=not is_transposed)
+    check_tensor(name, weight, shape=shape, because=because, contiguous=not is_transposed)
 
 
 def _check_packed(w13, w2):
@@ -119,7 +165,9 @@ def _check_packed(w13, w2):
             f"w13 has shape {tuple(w13.shape)}; hidden and intermediate must be multiples of 64, that is "
             "2 * intermediate / 64 must be even"
         )
-    check_packed("w2", w2, (experts, hidden, twice // 2), gate_up=False, device=(w13.device, "w13"))
+    because = "w13 has {} experts", "w13 has {} tiles of columns", f"w13 has {twice} tiles of rows"
+    wanted = dict(gate_up=False, because=because, device=(w13.device, "w13"))
+    check_packed("w2", w2, (experts, hidden, twice // 2), **wanted)
 
 
 def _text(shape):
@@ -185,19 +233,20 @@ def pack_mxfp4_experts(
         arguments = dict(gate_up_proj_blocks=gate_up_proj_blocks, gate_up_proj_scales=gate_up_proj_scales)
         arguments |= dict(down_proj_blocks=down_proj_blocks, down_proj_scales=down_proj_scales, gate_up=gate_up)
         return call_with_tensors(pack_mxfp4_experts, "gate_up_proj_blocks", arguments)
-    gate_up_proj_scales = as_tensor(gate_up_proj_scales, "gate_up_proj_scales")
-    down_proj_blocks = as_tensor(down_proj_blocks, "down_proj_blocks")
-    down_proj_scales = as_tensor(down_proj_scales, "down_proj_scales")
-    check_choice("gate_up", gate_up, ("interleaved", "stacked"))
-    for name, scales in (("gate_up_proj_scales", gate_up_proj_scales), ("down_proj_scales", down_proj_scales)):
-        check_tensor(name, scales, dtype=torch.uint8, shape=("experts", "rows", "columns / 32"))
-    experts, twice, hidden_blocks = gate_up_proj_scales.shape
-    if not experts or not twice or twice % 128 or not hidden_blocks or hidden_blocks % 2:
+    check_choice("gate_up", gate_up, GATE_UP)
+    names = "gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"
+    given = gate_up_proj_blocks, gate_up_proj_scales, down_proj_blocks, down_proj_scales
+    blocks, scales, down_blocks, down_scales = map(as_tensor, given, names)
+    experts, twice, hidden_blocks = sizes = check_blocks(names[0], blocks)
+    if twice % 128 or hidden_blocks % 2:
         raise ValueError(
-            f"gate_up_proj_scales has shape {tuple(gate_up_proj_scales.shape)}; it must be "
-            "[experts, 2 * intermediate, hidden / 32], with hidden and intermediate multiples of 64"
+            f"gate_up_proj_blocks has shape {tuple(blocks.shape)}; it must be [experts, 2 * intermediate, "
+            "hidden / 32, 16], with hidden and intermediate multiples of 64"
         )
-    shape = experts, 32 * hidden_blocks, twice // 64
-    check_tensor("down_proj_scales", down_proj_scales, shape=shape)
-    w13 = pack_mxfp4(gate_up_proj_blocks, gate_up_proj_scales, gate_up)
-    return w13, pack_mxfp4(down_proj_blocks, down_proj_scales)
+    check_scales(names[1], scales, names[0], blocks, sizes)
+    down_sizes = experts, 32 * hidden_blocks, twice // 64
+    shape = (*down_sizes[:2], twice // 4) if down_blocks.dim() == 3 else (*down_sizes, 16)
+    because = tuple(f"gate_up_proj_blocks has {n}" for n in ("{} experts", "{} columns", f"{twice} rows per expert"))
+    check_tensor(names[2], down_blocks, dtype=torch.uint8, shape=shape, because=because)
+    check_scales(names[3], down_scales, names[2], down_blocks, down_sizes)
+    return pack_checked(blocks, scales, gate_up, names[:2]), pack_checked(down_blocks, down_scales, None, names[2:])

@@ -14,7 +14,7 @@ from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
 from moe_numba.runtime.torch_op import register_fake, torch_op
-from moe_numba.runtime.validate import check_aligned, check_device, check_out, check_tensor, make_outputs
+from moe_numba.runtime.validate import check_aligned, check_device, check_tensor, make_outputs, reasons
 
 FP8 = torch.float8_e4m3fn
 _MAX_TOKENS, _MAX_HIDDEN = 1 << 31, 1 << 20
@@ -130,15 +130,7 @@ def _plan_cast_back(x, scales):
     tokens, hidden = _check_cast_back(x, scales)
     groups, kernel = tokens * -(-hidden // FP8_SCALE_BLOCK), make_cast_back(hidden, scales.dtype == torch.int32)
     start = launcher(kernel, _BACK_SIGNATURE, x.device.index or 0, dependent=True)
-
-    def check(out):
-        result = as_tensor(out, "out")
-        check_out("tensor", result, (tokens, hidden), torch.bfloat16, x_device)
-        check_aligned("out", result)
-        return (result,)
-
-    x_device = x.device
-    outputs = Outputs((("tensor", (tokens, hidden), torch.bfloat16),), x_device, check, aligned=("tensor",))
+    outputs = Outputs(_rows_in_bf16(tokens, hidden), x.device, aligned=("tensor",))
     return start, -(-groups // (_WARPS * GROUPS_PER_WARP_BACK)), (groups, *scales.stride()), outputs
 
 
@@ -173,12 +165,18 @@ def _check_cast_back(x, scales):
     if scales.shape != shape or scales.device != x.device:
         raise ValueError(
             f"x_scales is {scales.dtype} {tuple(scales.shape)} on {scales.device}; it must be {shape} on {x.device}"
+            + reasons(scales.shape, shape, ("x_fp8 has {} rows", f"x_fp8 has {hidden} columns"))
         )
     return tokens, hidden
 
 
 def _values_and_scales(tokens, hidden):
-    return ("values", (tokens, hidden), FP8), ("scales", (tokens, -(-hidden // FP8_SCALE_BLOCK)), torch.float32)
+    scales, because = (tokens, -(-hidden // FP8_SCALE_BLOCK)), ("x has {} rows", f"x has {hidden} columns")
+    return ("values", (tokens, hidden), FP8, because), ("scales", scales, torch.float32, because)
+
+
+def _rows_in_bf16(tokens, hidden):
+    return (("tensor", (tokens, hidden), torch.bfloat16, ("x_fp8 has {} rows", "x_fp8 has {} columns")),)
 
 
 @register_fake(per_token_cast_to_fp8)
@@ -191,4 +189,4 @@ def _fake_cast_to_fp8(call):
 def _fake_cast_back(call):
     """Check the arguments of a call and return its output."""
     shape = _check_cast_back(call.x_fp8, call.x_scales)
-    return make_outputs(call.out, (("tensor", shape, torch.bfloat16),), call.x_fp8.device)[0]
+    return make_outputs(call.out, _rows_in_bf16(*shape), call.x_fp8.device)[0]

@@ -14,7 +14,8 @@ class Outputs:
 
     Parameters
     ----------
-    wanted : sequence of (name, shape, dtype)
+    wanted : sequence of (name, shape, dtype, because)
+        As for :func:`moe_numba.runtime.validate.make_outputs`.
     device : torch.device
     check : callable, optional
         ``check(out)`` returns the output tensors of an ``out`` argument that differs from what `wanted` allocates, or
@@ -27,8 +28,8 @@ class Outputs:
         self._check = check or (lambda out: make_outputs(out, wanted, device, aligned))
         # Without elements they hold no memory, which torch.compile's CUDA graphs would refuse. new_empty takes half the
         # time of empty, which parses more arguments.
-        examples = [torch.empty(0, dtype=dtype, device=device) for _, _, dtype in wanted]
-        shapes = [torch.empty(shape, device="meta") for _, shape, _ in wanted]
+        examples = [torch.empty(0, dtype=dtype, device=device) for _, _, dtype, _ in wanted]
+        shapes = [torch.empty(shape, device="meta") for _, shape, *_ in wanted]
         self._makers = [(e.new_empty, t.shape) for e, t in zip(examples, shapes, strict=True)]
         self._expected = [(t.shape, t.stride(), e.dtype, e.device) for e, t in zip(examples, shapes, strict=True)]
         self._aligned = bool(aligned)

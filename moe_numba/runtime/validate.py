@@ -44,7 +44,27 @@ def is_fake(device):
     return is_fake_mode() or device.type == "meta"
 
 
-def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, aligned=False, device=None):
+def reasons(found, wanted, because):
+    """Return why sizes of a shape must be what they are, for the end of a message: ", as x has 3 rows".
+
+    Parameters
+    ----------
+    found, wanted : tuple
+        Shapes. Sizes of ``wanted`` that ``found`` has too need no reason.
+    because : tuple of str
+        For each dimension of ``wanted`` the other argument that determines its size, as in ``"x has {} rows"``, where
+        ``{}`` stands for that size; "" if none does. There may be fewer than dimensions.
+    """
+    same_rank = len(found) == len(wanted)
+    given = [
+        reason.format(size)
+        for i, (size, reason) in enumerate(zip(wanted, because))  # noqa: B905
+        if reason and not (same_rank and found[i] == size)
+    ]
+    return f", as {' and '.join(given)}" if given else ""
+
+
+def check_tensor(name, tensor, *, dtype=None, shape=None, because=(), contiguous=False, aligned=False, device=None):
     """Raise if the argument is not a tensor with this dtype, shape, layout and device, or is a negated view.
 
     Parameters
@@ -55,6 +75,8 @@ def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, alig
     dtype : torch.dtype or tuple of torch.dtype, optional
     shape : tuple, optional
         A number for each dimension that is fixed, a name for each that is not: ``("tokens", 256)``.
+    because : tuple of str
+        For dimensions whose size another argument determines, the reason: see :func:`reasons`.
     contiguous : bool
     aligned : bool
         The first element must be at a multiple of 16 bytes.
@@ -80,6 +102,7 @@ def check_tensor(name, tensor, *, dtype=None, shape=None, contiguous=False, alig
         )
         if not fits or (contiguous and not tensor.is_contiguous()):
             wanted = f"[{', '.join(map(str, shape))}]" + (" and contiguous" if contiguous else "")
+            wanted += reasons(tensor.shape, shape, because)
             strides = f" and strides {tensor.stride()}" if contiguous else ""
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}{strides}; it must be {wanted}")
     elif contiguous and not tensor.is_contiguous():
@@ -147,6 +170,12 @@ def check_choice(name, value, choices):
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
 
+def check_dtype(name, dtype, allowed):
+    """Raise for what is not one of the ``allowed`` dtypes."""
+    if not isinstance(dtype, torch.dtype) or dtype not in allowed:
+        raise TypeError(f"{name} is {dtype!r}; it must be {' or '.join(map(str, allowed))}")
+
+
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -170,12 +199,12 @@ def check_out_tuple(out, count):
     return [as_tensor(array, f"out[{i}]") for i, array in enumerate(out)]
 
 
-def check_out(name, tensor, shape, dtype, device):
+def check_out(name, tensor, shape, dtype, because, device):
     """Raise for an output that is not contiguous, or not of this shape and dtype on this device."""
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
         raise ValueError(
-            f"out's {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
-            f"it must be contiguous {dtype} {shape} on {device}"
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}; "
+            f"it must be contiguous {dtype} {shape} on {device}{reasons(tensor.shape, shape, because)}"
         )
 
 
@@ -186,7 +215,8 @@ def make_outputs(out, wanted, device, aligned=()):
     ----------
     out : None, a tensor, or a tuple of tensors
         None to allocate. A function with one output takes it without a tuple.
-    wanted : sequence of (name, shape, dtype)
+    wanted : sequence of (name, shape, dtype, because)
+        ``because`` has the other arguments that determine the shape: see :func:`reasons`.
     device : torch.device
     aligned : collection of str
         Names of those that must start at a multiple of 16 bytes, as new ones do.
@@ -196,12 +226,13 @@ def make_outputs(out, wanted, device, aligned=()):
     list of torch.Tensor
     """
     if out is None:
-        return [torch.empty(*shape, dtype=dtype, device=device) for _, shape, dtype in wanted]
+        return [torch.empty(*shape, dtype=dtype, device=device) for _, shape, dtype, _ in wanted]
     results = [as_tensor(out, "out")] if len(wanted) == 1 else check_out_tuple(out, len(wanted))
-    for tensor, (name, shape, dtype) in zip(results, wanted, strict=True):
-        check_out(name, tensor, shape, dtype, device)
+    for tensor, (name, shape, dtype, because) in zip(results, wanted, strict=True):
+        described = "out" if len(wanted) == 1 else f"out's {name}"
+        check_out(described, tensor, shape, dtype, because, device)
         if name in aligned:
-            check_aligned(f"out's {name}", tensor)
+            check_aligned(described, tensor)
     return results
 
 

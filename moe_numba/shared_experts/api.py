@@ -5,6 +5,7 @@ import torch
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
+from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_choice, check_device, check_factor, check_int, check_tensor, make_outputs
 from moe_numba.shared_experts.kernel import make_fuse_kernel
@@ -38,7 +39,8 @@ def fuse_routing(
     ----------
     topk_weights : tensor [tokens, topk], float32
     topk_ids : tensor [tokens, topk], uint8, int16, int32 or int64
-        The routing; contiguous. A token whose first id is negative is padding, and gets id -1 and weight 0.
+        The routing. Any strides; what is not contiguous is copied first. A token whose first id is negative is padding,
+        and gets id -1 and weight 0.
     num_experts : int
         Number of routed experts. Shared experts have the ids from ``num_experts`` on.
     num_fused_shared_experts : int
@@ -88,10 +90,13 @@ def fuse_routing(
         *options,
     )
     plan = _plans.get(key) or remember(_plans, key, _make_plan(weights, ids, *options))
-    start, ctas, sizes, shared_weight, outputs = plan
+    start, ctas, sizes, shared_weight, outputs, copied = plan
     if not 0 <= seed <= _MAX_SEED:
         check_int("seed", seed, 0, _MAX_SEED)
     results = outputs(out)
+    if copied:
+        refuse_recording(f"{copied} are not contiguous; for a prepared call they must be")
+        weights, ids = weights.contiguous(), ids.contiguous()
     if ctas:
         pointers = address(weights), address(ids), address(results[0]), address(results[1])
         start(ctas, _THREADS, None, *pointers, *sizes, seed & 0xFFFFFFFF, seed >> 32, shared_weight)
@@ -99,27 +104,31 @@ def fuse_routing(
 
 
 def _make_plan(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_factor, policy):
-    """Check the arguments; return launcher, CTAs, the sizes and the weight that the kernel gets, and `Outputs`."""
+    """Check the arguments; return launcher, CTAs, the kernel's sizes and weight, `Outputs`, and what is copied."""
     width = _check(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_factor, policy)[0]
     tokens, topk = ids.shape
     signature = "float32*", _ID_TYPES[ids.dtype], "float32*", "int32*", *_NUMBERS
     kernel = make_fuse_kernel(policy, ids.dtype == torch.int64)
     start = launcher(kernel, signature, ids.device.index or 0, dependent=True) if tokens else None
     sizes = tokens * width, topk, width, num_experts, num_fused_shared_experts
-    outputs = Outputs(_describe_outputs(tokens, width), ids.device)
-    return start, -(-tokens * width // _THREADS), sizes, 1.0 / routed_scaling_factor, outputs
+    outputs = Outputs(_describe_outputs(ids, width), ids.device)
+    copied = " and ".join(n for n, t in (("topk_weights", weights), ("topk_ids", ids)) if not t.is_contiguous())
+    return start, -(-tokens * width // _THREADS), sizes, 1.0 / routed_scaling_factor, outputs, copied
 
 
-def _describe_outputs(tokens, width):
-    return ("weights", (tokens, width), torch.float32), ("ids", (tokens, width), torch.int32)
+def _describe_outputs(ids, width):
+    tokens, topk = ids.shape
+    because = "topk_ids has {} rows", f"topk_ids has {topk} columns, and shared experts {width - topk}"
+    return ("weights", (tokens, width), torch.float32, because), ("ids", (tokens, width), torch.int32, because)
 
 
 def _check(weights, ids, num_experts, num_fused_shared_experts, routed_scaling_factor, policy, seed=0):
     """Check the arguments; return the columns of the results, and the numbers as Python's."""
-    check_tensor("topk_ids", ids, dtype=tuple(_ID_TYPES), shape=("tokens", "topk"), contiguous=True)
+    check_tensor("topk_ids", ids, dtype=tuple(_ID_TYPES), shape=("tokens", "topk"))
     check_device(ids.device, "topk_ids")
-    place = ids.device, "topk_ids"
-    check_tensor("topk_weights", weights, dtype=torch.float32, shape=tuple(ids.shape), contiguous=True, device=place)
+    because = "topk_ids has {} rows", "topk_ids has {} columns"
+    wanted = dict(shape=tuple(ids.shape), because=because, device=(ids.device, "topk_ids"))
+    check_tensor("topk_weights", weights, dtype=torch.float32, **wanted)
     tokens, topk = ids.shape
     check_int("topk, the columns of topk_ids,", topk, 1)
     num_experts = check_int("num_experts", num_experts, 1, _MAX_EXPERTS)
@@ -139,4 +148,4 @@ def _fake_fuse_routing(call):
     ids, scale = call.topk_ids, call.routed_scaling_factor
     experts = call.num_experts, call.num_fused_shared_experts
     width = _check(call.topk_weights, ids, *experts, scale, call.policy, call.seed)[0]
-    return make_outputs(call.out, _describe_outputs(ids.shape[0], width), ids.device)
+    return make_outputs(call.out, _describe_outputs(ids, width), ids.device)

@@ -71,6 +71,7 @@ def fuse_checkpoint(
     path = Path(weights) if isinstance(weights, (str, os.PathLike)) else None
     if path is None and (isinstance(weights, Mapping) or not isinstance(weights, Iterable)):
         raise TypeError(f"weights is {type(weights).__name__}; it must be a path or an iterable of (name, tensor)")
+    files = [] if path is None else _files(path)  # before the options: a wrong path has no config.json either
     config = _config(path)
     num_experts = config.get("n_routed_experts") if num_experts is None else num_experts
     n_shared_experts = config.get("n_shared_experts", 1) if n_shared_experts is None else n_shared_experts
@@ -84,7 +85,6 @@ def fuse_checkpoint(
     if path is None:
         weights = _validated(weights, validator)
     else:
-        files = _files(path)
         for name, shape in _read_shapes(files):
             validator.add(name, shape)
         validator.finish()
@@ -99,10 +99,17 @@ def _validated(weights, validator):
             case [str(name), torch.Tensor() as tensor]:
                 validator.add(name, tuple(tensor.shape))
             case _:
-                raise TypeError(f"weights has an element of {type(pair).__name__}; each must be (name, tensor)")
+                raise TypeError(f"weights has the element {_describe(pair)}; each must be (name, tensor)")
         yield name, tensor
         del pair, tensor
     validator.finish()
+
+
+def _describe(pair):
+    """Describe what is no pair of name and tensor."""
+    if not isinstance(pair, tuple | list):
+        return type(pair).__name__
+    return f"({', '.join(repr(part) if isinstance(part, str) else type(part).__name__ for part in pair)})"
 
 
 def _rename_shared(weights, num_replicas, num_experts, n_shared_experts, total, progress):

@@ -786,7 +786,7 @@ def test_refused_plans():
             (ValueError, "hidden is 12", dict(hidden=12)),
             (TypeError, "expert_major is 2", dict(expert_major=2)),
             (ValueError, "num_sms is 0", dict(num_sms=0)),
-            (TypeError, "topk_idx is torch.int16", dict(topk_idx_dtype=torch.int16)),
+            (TypeError, "topk_idx_dtype is torch.int16", dict(topk_idx_dtype=torch.int16)),
         ):
             refused(error, match, buffer.low_latency, 2, **dict(hidden=8, num_experts=4, num_topk=2) | options)
         packed, in_slots = (buffer.low_latency(2, 8, 4, 2, expert_major=e, num_sms=SMS) for e in (True, False))

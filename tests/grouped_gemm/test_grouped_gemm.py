@@ -237,9 +237,9 @@ BAD = {
     "gather_indices is torch.int64": dict(gather_indices=torch.arange(20)),
     "gather_indices has shape (4, 5)": dict(gather_indices=torch.zeros(4, 5, dtype=torch.int32)),
     "gather_indices is given": dict(x=X[:18].view(3, 6, 192), cu_seqlens=None, gather_indices=SEQLENS),
-    "out's y is torch.bfloat16 (20, 128)": dict(gather_indices=SEQLENS, out=torch.zeros(20, 128, dtype=torch.bfloat16)),
-    "out's y is torch.float32": dict(out=torch.zeros(20, 128)),
-    "out's y starts at address": dict(out=torch.zeros(20 * 128 + 1, dtype=torch.bfloat16)[1:].view(20, 128)),
+    "out is torch.bfloat16 (20, 128)": dict(gather_indices=SEQLENS, out=torch.zeros(20, 128, dtype=torch.bfloat16)),
+    "out is torch.float32": dict(out=torch.zeros(20, 128)),
+    "out starts at address": dict(out=torch.zeros(20 * 128 + 1, dtype=torch.bfloat16)[1:].view(20, 128)),
 }
 
 
@@ -247,7 +247,7 @@ BAD = {
 def test_invalid_arguments_are_refused(message, device):
     arguments = dict(x=X, weight=WEIGHT, seqlens=SEQLENS, cu_seqlens=CU_SEQLENS, y_scale=SCALE) | BAD[message]
     arguments = {n: v.to(device) if isinstance(v, torch.Tensor) and n != "out" else v for n, v in arguments.items()}
-    if message.startswith("out's y starts"):  # .to() would align it
+    if message.startswith("out starts"):  # .to() would align it
         arguments["out"] = torch.zeros(20 * 128 + 1, dtype=torch.bfloat16, device=device)[1:].view(20, 128)
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         group_gemm_pertensor_fp8(**arguments)

@@ -222,7 +222,11 @@ def test_invalid_tensors(tokens, monkeypatch):
                 (TypeError, "x is list; it must be a tensor", dict(x=[1])),
                 (ValueError, r"x has shape \(\); it must be \[tokens, 128\]", dict(x=torch.ones(()))),
                 (ValueError, r"x has shape \(2, 64\); it must be \[tokens, 128\]", dict(x=given["x"][:, :64])),
-                (ValueError, r"topk_ids has shape \(2,\); it must be \[tok", dict(topk_ids=given["topk_ids"][0])),
+                (
+                    ValueError,
+                    r"topk_ids has shape \(2,\); it must be \[2, topk\], as x",
+                    dict(topk_ids=given["topk_ids"][0]),
+                ),
                 (TypeError, "shared is list; it must be a tensor", dict(shared=[1])),
                 (TypeError, "shared is torch.float32; it must be torch.bfloat16", dict(shared=given["x"].float())),
                 (ValueError, r"shared has shape \(1, 128\)", dict(shared=given["x"][:1])),

@@ -268,7 +268,7 @@ REFUSALS = [
     (dict(w13=W13[0].bfloat16()), ValueError, r"w13 has shape \(256, 128\).* \[experts, 2 \* intermediate, hidden\]"),
     (dict(w13=W13[:0].bfloat16()), ValueError, "w13 has 0 experts; 1 to 512 are allowed"),
     (dict(w13=W13.bfloat16().transpose(0, 1)), ValueError, "w13 has shape .* and strides"),
-    (dict(w13=W13[:, :64].bfloat16().contiguous()), ValueError, "w13 has 64 rows, gate and up.* a multiple of 128"),
+    (dict(w13=W13[:, :64].bfloat16().contiguous()), ValueError, "intermediate is 32 .w13 has 64.* of 64"),
     (dict(w13=W13[:, :, :100].bfloat16().contiguous()), ValueError, "w13's hidden is 100.* a multiple of 64"),
     (dict(w2=W2), TypeError, "w2 is torch.float32; it must be torch.bfloat16"),
     (dict(w2=W2[:2].bfloat16()), ValueError, r"w2 has shape \(2, 128, 128\).*; it must be \[4, 128, 128\]"),
@@ -294,7 +294,7 @@ REFUSALS = [
     (dict(shared=X.float()), TypeError, "shared is torch.float32"),
     (dict(shared=X[:2]), ValueError, r"shared has shape \(2, 128\).*; it must be \[3, 128\]"),
     (dict(shared=UNALIGNED), ValueError, "shared starts at address"),
-    (dict(out=X.float()), ValueError, "out's tensor is torch.float32"),
+    (dict(out=X.float()), ValueError, "out is torch.float32"),
     (dict(workspace=3), TypeError, "workspace is int; it must be an ExpertsWorkspace or None"),
     (FP8_ARGUMENTS | dict(w2=W2.bfloat16()), TypeError, "w2 is torch.bfloat16; it must be torch.float8_e4m3fn"),
     (FP8_ARGUMENTS | dict(w13_scale=None), TypeError, r"w13_scale is None; FP8 weights need .* block, \(4, 2, 1\)"),
@@ -308,7 +308,7 @@ REFUSALS = [
     (
         FP8_ARGUMENTS | dict(w13=W13[:, :128].to(FP8).contiguous()),
         ValueError,
-        "w13 has 128 rows, gate and up; with torch.float8_e4m3fn they must be a multiple of 256",
+        r"w13_scale has shape \(4, 2, 1\); it must be \(4, 1, 1\), .* or \(4,\), .* as w13 has 128 rows",
     ),
 ]
 

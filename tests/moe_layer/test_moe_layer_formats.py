@@ -297,7 +297,7 @@ def test_packs_no_lists(name):
     "change, message",
     [
         (dict(gate_up="columns"), "gate_up is 'columns'; it must be one of interleaved, stacked"),
-        (dict(gate_up_proj_scales=torch.zeros(3, 64, 2).byte()), "gate_up_proj_scales has shape .*multiples of 64"),
+        (dict(gate_up_proj_scales=torch.zeros(3, 64, 2).byte()), r"gate_up_proj_scales .* be \[3, 128, 2\], as"),
         (dict(down_proj_scales=torch.zeros(3, 64, 4).byte()), r"down_proj_scales has shape .* must be \[3, 64, 2\]"),
     ],
 )

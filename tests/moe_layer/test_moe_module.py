@@ -240,9 +240,9 @@ def test_experts_alone(device):
         (lambda: MoELayer(8, 128, 128, 2, has_router_bias=2), TypeError, "has_router_bias is 2; it must be True or"),
         (lambda: MoELayer(8, 128, 128, 2, has_correction_bias=2), TypeError, "has_correction_bias is 2; it must be"),
         (lambda: Experts(8, 128, 128, FP8, reference={"activation"}), ValueError, "the stages with FP8 weights are g"),
-        (lambda: Experts(8, 128, 100), ValueError, "w13 has 200 rows, gate and up"),
+        (lambda: Experts(8, 128, 100), ValueError, "intermediate is 100 .w13 has 200 rows, gate and up"),
         (lambda: Experts(0, 128, 128), ValueError, "num_experts is 0; it must be 1 or more"),
-        (lambda: Experts(8, 128, 128, torch.float16), TypeError, "w13 is torch.float16; it must be torch.bfloat16"),
+        (lambda: Experts(8, 128, 128, torch.float16), TypeError, "^dtype is torch.float16; it must be torch.bf"),
     ],
 )
 def test_invalid_arguments(make, error, message):

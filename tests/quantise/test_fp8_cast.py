@@ -261,7 +261,7 @@ BACK_REFUSALS = [
     (dict(x_scales=torch.zeros(3)), ValueError, "x_scales is"),
     (dict(x_scales=torch.zeros(2, 1)), ValueError, r"x_scales is .* it must be \(3, 1\)"),
     (dict(x_scales=torch.zeros(3, 2).int()), ValueError, r"x_scales is .* it must be \(3, 1\)"),
-    (dict(out=torch.zeros(3, 128)), ValueError, "out's tensor"),
+    (dict(out=torch.zeros(3, 128)), ValueError, "out is"),
     (dict(out=torch.zeros(388).bfloat16()[4:].view(3, 128)), ValueError, "out starts at address"),
 ]
 

@@ -247,6 +247,12 @@ def calls_with_options(device):
     in_fp8 = dict(x=rows.to(fp8), weight=weight.to(fp8), y_scale=scale)
     sums = dict(a=rows, b=rows, out=torch.zeros(2, 64, 64, device=device))
     accumulate = dict(accumulate=True, out_dtype=torch.float32)
+    ids, weights = torch.zeros(6, 2, dtype=torch.int32, device=device), torch.ones(6, 2, device=device)
+    experts = dict(x=rows, w13=rows.new_zeros(2, 128, 64), w2=weight)
+    gate = dict(topk=2, num_expert_group=1, topk_group=1, num_fused_shared_experts=0, routed_scaling_factor=2.0)
+    gate |= dict(renormalize=True, scoring="softmax")
+    logits = dict(gating_output=torch.randn(6, 4, device=device), correction_bias=None)
+    align = dict(block_size=4, pad_sorted_ids=True, ignore_invalid_experts=True)
     return {
         moe_numba.group_gemm_bf16: (dict(x=rows, weight=weight, out=out) | gemm, accumulate),
         moe_numba.group_gemm_mxfp4: (dict(x=rows, weight=packed, out=out) | gemm, accumulate),
@@ -259,6 +265,18 @@ def calls_with_options(device):
         moe_numba.k_grouped_gemm_bf16: (sums | gemm, accumulate),
         moe_numba.per_token_quant_fp8: (dict(x=rows, inverse_indices=indices), dict(permute=True)),
         moe_numba.silu_and_mul_quant_fp8: (dict(x=rows), activation),
+        moe_numba.silu_and_mul: (dict(x=rows), activation),
+        moe_numba.fused_experts: (experts | dict(topk_weights=weights, topk_ids=ids), activation),
+        moe_numba.fused_moe: (experts | dict(router_logits=weights, correction_bias=None), gate | activation),
+        moe_numba.biased_grouped_topk: (logits, gate | dict(apply_routed_scaling_factor_on_output=True)),
+        moe_numba.biased_grouped_topk_align: (logits, gate | align),
+        moe_numba.moe_align_block_size: (dict(topk_ids=ids), align | dict(num_experts=4)),
+        moe_numba.group_by_expert: (dict(topk_ids=ids), dict(num_experts=4)),
+        moe_numba.fuse_routing: (
+            dict(topk_weights=weights, topk_ids=ids),
+            dict(num_experts=4, num_fused_shared_experts=1, routed_scaling_factor=2.0, policy="all", seed=1),
+        ),
+        moe_numba.get_dispatch_layout: (dict(topk_idx=ids), dict(num_experts=4, num_ranks=2)),
     }
 
 
@@ -277,3 +295,211 @@ def test_options_of_another_type_are_refused_by_name(name, device):
             message = f"^{option} is {re.escape(repr(wrong))}; it must be"
             with pytest.raises((TypeError, ValueError), match=message):
                 function(**arguments | options | {option: wrong})
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("vanishing", [0.0, 1e-46, 1e-39, 1e39, float("nan")])
+def test_numbers_that_float32_cannot_hold_are_refused(name, vanishing, device):
+    """Zero, subnormal or infinite numbers: kernels would compute with another value."""
+    function = getattr(moe_numba, name)
+    arguments, options = calls_with_options(device)[function]
+    for option in (option for option, value in options.items() if isinstance(value, float)):
+        with pytest.raises(ValueError, match=f"^{option} is {re.escape(str(vanishing))}; it must be .* in float32"):
+            function(**arguments | options | {option: vanishing})
+
+
+# --- sizes that another argument determines -------------------------------------------------------------------------
+
+
+def calls_with_sizes(device):
+    """Return calls, and for arguments and their dimensions the other argument that an error must name."""
+    rows, out = torch.randn(6, 128, device=device).bfloat16(), torch.zeros(6, 128, device=device).bfloat16()
+    weight, fp8 = rows.new_zeros(2, 128, 128), torch.float8_e4m3fn
+    w13, ones = rows.new_zeros(2, 256, 128), lambda *size: torch.ones(size, device=device)
+    sizes = dict(seqlens=ones(2).int(), cu_seqlens=ones(3).int())
+    ids, indices = ones(6, 2).int(), torch.arange(12, dtype=torch.int32, device=device).view(6, 2)
+    routed = dict(topk_weights=ones(6, 2), topk_ids=ids)
+    of_weight, of_ids = ("weight has 2 groups", "weight's n is 128"), ("topk_ids has 6 rows", "topk_ids has 2 columns")
+    of_x, of_w13 = ("x has 6 rows", "x has 128 columns"), ("w13 has 2 experts", "w13 has 256 rows")
+    codes, scales = torch.zeros(2, 128, 4, 16, dtype=torch.uint8, device=device), ones(2, 128, 4).byte()
+    down = dict(down_proj_blocks=codes[..., :2, :].contiguous(), down_proj_scales=scales[..., :2].contiguous())
+    experts = dict(x=rows, w13=w13, w2=weight, **routed, shared=rows, w13_bias=ones(2, 256), w2_bias=ones(2, 128))
+    in_fp8 = dict(x=rows.to(fp8), weight=weight.to(fp8), **sizes)
+    return {
+        "biased_grouped_topk": (
+            dict(gating_output=ones(6, 8), correction_bias=ones(8), topk=2, out=(ones(6, 2), ids)),
+            dict(correction_bias=("gating_output has 8 columns",), out=("gating_output has 6 rows", "topk is 2")),
+        ),
+        "moe_align_block_size": (
+            dict(topk_ids=ids, block_size=4, num_experts=8, expert_map=torch.arange(8, device=device)),
+            dict(expert_map=("num_experts is 8",)),
+        ),
+        "fuse_routing": (routed | dict(num_experts=8), dict(topk_weights=of_ids)),
+        "permute_tokens": (
+            dict(x=rows, inverse_indices=indices, out=rows.repeat(2, 1)),
+            dict(inverse_indices=of_x[:1], out=("inverse_indices has 12 elements", of_x[1])),
+        ),
+        "per_token_cast_back": (
+            dict(x_fp8=rows.to(fp8), x_scales=ones(6, 1), out=out),
+            dict(x_scales=("x_fp8 has 6 rows", "x_fp8 has 128 columns"), out=("x_fp8 has 6 rows",)),
+        ),
+        "weighted_sum": (
+            dict(rows=rows.repeat(2, 1), inverse_indices=indices, topk_weights=ones(6, 2), shared=rows, out=out),
+            dict(
+                topk_weights=("inverse_indices has 6 rows", "inverse_indices has 2 columns"),
+                shared=("inverse_indices has 6 rows", "rows has 128 columns"),
+                out=("inverse_indices has 6 rows", "rows has 128 columns"),
+            ),
+        ),
+        "group_gemm_bf16": (
+            dict(x=rows, weight=weight, **sizes, bias=ones(2, 128), row_weights=ones(6), out=out),
+            dict(seqlens=of_weight[:1], cu_seqlens=of_weight[:1], bias=of_weight, row_weights=of_x[:1])
+            | dict(x=("", "must have weight's k"), out=(of_x[0], of_weight[1])),
+        ),
+        "group_gemm_blockwise_fp8": (
+            in_fp8 | dict(x_scale=ones(6, 1), w_scale=ones(2, 1, 1)),
+            dict(x_scale=of_x, w_scale=(*of_weight, "weight's k is 128")),
+        ),
+        "k_grouped_gemm_bf16": (
+            dict(a=rows, b=rows, **sizes),
+            dict(b=("a has 6 rows",), cu_seqlens=("seqlens has 2",)),
+        ),
+        "pack_mxfp4": (
+            dict(blocks=codes, scales=scales),
+            dict(scales=("blocks has 2 groups", "blocks has 128 rows", "blocks has 128 columns")),
+        ),
+        "pack_mxfp4_experts": (
+            dict(gate_up_proj_blocks=codes, gate_up_proj_scales=scales) | down,
+            dict(
+                gate_up_proj_scales=tuple(f"gate_up_proj_blocks has {n}" for n in ("2", "128 rows", "128 columns")),
+                down_proj_blocks=tuple(f"gate_up_proj_blocks has {n}" for n in ("2", "128 columns", "128 rows")),
+                down_proj_scales=tuple(f"down_proj_blocks has {n}" for n in ("2", "128 rows", "64 columns")),
+            ),
+        ),
+        "fused_experts": (
+            experts,
+            dict(topk_ids=of_x[:1], topk_weights=of_ids, shared=of_x, w2=(of_w13[0], "w13 has 128 columns", of_w13[1]))
+            | dict(w13_bias=of_w13, w2_bias=(of_w13[0], "w2 has 128 rows")),
+        ),
+        "fused_moe": (
+            dict(x=rows, router_logits=ones(6, 2), correction_bias=ones(2), w13=w13, w2=weight, topk=2),
+            dict(router_logits=(of_x[0], of_w13[0]), correction_bias=("router_logits has 2 columns",)),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", calls_with_sizes("cpu"))
+def test_a_size_that_another_argument_determines_is_refused_with_both_names(name, device):
+    arguments, reasons = calls_with_sizes(device)[name]
+    for argument, dimensions in reasons.items():
+        for dim, reason in enumerate(dimensions):
+            given = arguments[argument]
+            tensor = given[0] if isinstance(given, tuple) else given
+            wrong = tensor.repeat(*(1 + (i == dim) for i in range(tensor.dim())))
+            wrong = (wrong, *given[1:]) if isinstance(given, tuple) else wrong
+            if reason:
+                with pytest.raises(ValueError, match=f"^{argument}.*{re.escape(reason)}"):
+                    getattr(moe_numba, name)(**arguments | {argument: wrong})
+
+
+# --- messages that name the cause -----------------------------------------------------------------------------------
+
+ROWS, FP8 = torch.zeros(6, 128).bfloat16(), torch.zeros(2, 128, 128).to(torch.float8_e4m3fn)
+GEMM, IDS = dict(x=ROWS, weight=ROWS.new_zeros(2, 128, 128)), torch.zeros(6, 2, dtype=torch.int32)
+LAYER = dict(x=ROWS, w2=FP8[..., :64].contiguous(), topk_weights=torch.ones(6, 2), topk_ids=IDS)
+CODES, BYTES = torch.zeros(2, 128, 2, 16).byte(), torch.zeros(2, 128, 2).byte()
+CHECKPOINT = dict(gate_up_proj_blocks=CODES, gate_up_proj_scales=BYTES)
+CHECKPOINT |= dict(down_proj_blocks=CODES[:, :64], down_proj_scales=BYTES[:, :64])
+
+
+@ON_THE_CPU
+@pytest.mark.parametrize(
+    "name, arguments, message",
+    [
+        *(
+            ("pack_mxfp4_experts", CHECKPOINT | {name: tensor.int()}, f"{name} is torch.int32; it must be torch.uint8")
+            for name, tensor in CHECKPOINT.items()
+        ),
+        (
+            "biased_grouped_topk",
+            dict(gating_output=ROWS[:, :8], correction_bias=None, topk=9),
+            "topk is 9; there are 8 exp",
+        ),
+        (
+            "biased_grouped_topk",
+            dict(gating_output=ROWS[:, :8], correction_bias=None, topk=10, num_fused_shared_experts=1),
+            "topk is 10, 1 of them shared; there are 8 experts",
+        ),
+        (
+            "fused_experts",
+            LAYER | dict(w13=FP8, w13_scale=torch.ones(2, 2), w2_scale=torch.ones(2, 1, 1)),
+            r"w13_scale has shape \(2, 2\); it must be \(2, 1, 1\), .* or \(2,\), .*, as w13 has 2 experts",
+        ),
+        ("fused_experts", LAYER | dict(w13=FP8), "w13_scale is None; FP8 weights need"),
+        (
+            "fused_experts",
+            LAYER | dict(w13=FP8, w13_scale=torch.ones(2, 1, 1), w2_scale=torch.ones(2, 1, 1)),
+            r"intermediate is 64 \(w13 has 128 rows, gate and up\); with .* it must be a multiple of 128",
+        ),
+        (
+            "group_gemm_bf16",
+            GEMM | dict(seqlens=None, cu_seqlens=None),
+            "seqlens is None; .*, or offs or m_indices must be",
+        ),
+        (
+            "group_gemm_bf16",
+            GEMM | dict(seqlens=None, cu_seqlens=None, offs=IDS[:2, 0].contiguous(), out=ROWS[:, :64].contiguous()),
+            r"out is torch.bfloat16 \(6, 64\)",
+        ),
+        (
+            "k_grouped_gemm_bf16",
+            dict(a=ROWS, b=ROWS, seqlens=None, cu_seqlens=None),
+            "seqlens is None; .*, or offs must be given",
+        ),
+        *(
+            (
+                "moe_align_block_size",
+                dict(topk_ids=IDS, block_size=4, num_experts=4, expert_map=torch.tensor(ids)),
+                f"expert_map has {wrong} for expert {ids.index(wrong)}; it must be -1, or 0 to 1, as 2 experts",
+            )
+            for ids, wrong in (([-1, 0, 2, -1], 2), ([-7, 0, 1, -1], -7), ([0, -1, -1, 1000], 1000))
+        ),
+        (
+            "biased_grouped_topk_align",
+            dict(gating_output=ROWS[:, :8], correction_bias=None, topk=2, block_size=4, expert_map=torch.arange(7)),
+            "expert_map has shape .* as gating_output has 8 columns",
+        ),
+    ],
+)
+def test_messages(name, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        getattr(moe_numba, name)(**arguments)
+
+
+# --- strides of routing weights -------------------------------------------------------------------------------------
+
+
+def test_routing_weights_may_have_any_strides(device):
+    """They are copied, which a prepared call refuses."""
+    x, weight = torch.randn(6, 128, device=device).bfloat16(), torch.randn(2, 128, 128, device=device).bfloat16()
+    ids, indices = (
+        torch.ones(6, 2, dtype=torch.int32, device=device),
+        torch.arange(12, dtype=torch.int32, device=device),
+    )
+    strided = torch.rand(2, 6, device=device).T
+    calls = {
+        moe_numba.fused_experts: dict(x=x, w13=weight.repeat(1, 2, 1), w2=weight, topk_ids=ids),
+        moe_numba.weighted_sum: dict(rows=x.repeat(2, 1), inverse_indices=indices.view(6, 2)),
+        moe_numba.fuse_routing: dict(topk_ids=ids, num_experts=2),
+    }
+    for function, arguments in calls.items():
+        for rows in (1, 6):
+            given = arguments | (
+                {} if rows == 6 else {n: t[:1] for n, t in arguments.items() if n in ("x", "topk_ids")}
+            )
+            given |= dict(inverse_indices=indices.view(6, 2)[:rows]) if "rows" in given else {}
+            found, wanted = (function(**given, topk_weights=w[:rows]) for w in (strided, strided.contiguous()))
+            for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, wanted)), strict=True):
+                assert torch.equal(a, b)
+        with pytest.raises(ValueError, match="^topk_weights .* for a prepared call"):
+            moe_numba.prepare(function, **arguments, topk_weights=strided)

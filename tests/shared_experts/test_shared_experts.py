@@ -173,8 +173,8 @@ def test_invalid_arguments(options, message):
     [
         (None, "weights is NoneType"),
         ({}, "weights is dict; it must be a path or an iterable"),
-        ([1], "element of int; each must be"),
-        ([("name", 1)], "element of tuple; each must be"),
+        ([1], "weights has the element int; each must be"),
+        ([("name", 1)], r"weights has the element \('name', int\); each must be"),
     ],
 )
 def test_weights_of_a_wrong_type(weights, message):
@@ -191,6 +191,8 @@ def test_a_name_that_occurs_twice():
 def test_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="neither a safetensors file"):
         fuse_checkpoint(tmp_path, num_experts=EXPERTS)
+    with pytest.raises(FileNotFoundError, match="^weights is .*missing, which is neither"):
+        fuse_checkpoint(tmp_path / "missing")
 
 
 def test_memory_cost_of_the_article():

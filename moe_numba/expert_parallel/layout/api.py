@@ -111,9 +111,9 @@ def _check(ids, num_experts, num_ranks):
 
 def _describe_outputs(tokens, num_experts, num_ranks):
     return (
-        ("num_tokens_per_rank", (num_ranks,), torch.int32),
-        ("num_tokens_per_expert", (num_experts,), torch.int32),
-        ("is_token_in_rank", (tokens, num_ranks), torch.bool),
+        ("num_tokens_per_rank", (num_ranks,), torch.int32, ("num_ranks is {}",)),
+        ("num_tokens_per_expert", (num_experts,), torch.int32, ("num_experts is {}",)),
+        ("is_token_in_rank", (tokens, num_ranks), torch.bool, ("topk_idx has {} rows", "num_ranks is {}")),
     )
 
 

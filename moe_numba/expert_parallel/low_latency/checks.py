@@ -10,6 +10,7 @@ from moe_numba.runtime.launch import address
 from moe_numba.runtime.validate import (
     check_aligned,
     check_choice,
+    check_dtype,
     check_has_memory,
     check_int,
     check_no_grad,
@@ -17,6 +18,11 @@ from moe_numba.runtime.validate import (
 )
 
 PROTOCOLS = "lamport", "flags"
+# Reasons for shapes
+OF_RANKS, _AS_TOPK_IDX = ("the group has {} ranks",), ("topk_idx has {} rows", "topk_idx has {} columns")
+_OF_SLOTS = "the ranks have num_max_dispatch_tokens_per_rank slots each, {} together"
+_OF_EXPERT_ROWS = "a rank has {} experts", _OF_SLOTS, "hidden is {}"
+_OF_SLOT_ROWS = _OF_SLOTS, "topk_idx has {} columns"
 _MAX_TOKENS, _MAX_HIDDEN, _MAX_WORDS = 1 << 16, 1 << 16, (1 << 31) - 1
 
 
@@ -43,10 +49,9 @@ def check_protocol(protocol):
     return protocol
 
 
-def check_topk_idx_dtype(dtype):
-    """Raise for what kernels cannot read experts from."""
-    if dtype not in TOPK_IDX_POINTERS:
-        raise TypeError(f"topk_idx is {dtype}; it must be torch.int64 or torch.int32")
+def check_topk_idx_dtype(name, dtype):
+    """Raise for what kernels cannot read experts from; ``name`` is the argument's."""
+    check_dtype(name, dtype, tuple(TOPK_IDX_POINTERS))
 
 
 def check_shape(shape, shared_bytes):
@@ -65,8 +70,11 @@ def check_shape(shape, shared_bytes):
         )
 
 
-def _check(name, tensor, dtype, shape, device, alignment=4):
-    """Raise for what is not a contiguous tensor of this dtype, shape and device, or requires grad."""
+def _check(name, tensor, dtype, shape, device, because, alignment=4):
+    """Raise for what is not a contiguous tensor of this dtype, shape and device, or requires grad.
+
+    ``because`` has the reasons for the shape, as of `check_tensor`.
+    """
     if (
         type(tensor) is torch.Tensor
         and tensor.dtype is dtype
@@ -79,7 +87,8 @@ def _check(name, tensor, dtype, shape, device, alignment=4):
         return
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor {tuple(shape)} of {dtype}")
-    check_tensor(name, tensor, dtype=dtype, shape=tuple(shape), contiguous=True, device=(device, "the buffer"))
+    layout = dict(shape=tuple(shape), because=because, contiguous=True)
+    check_tensor(name, tensor, dtype=dtype, device=(device, "the buffer"), **layout)
     check_has_memory(name, tensor)
     check_no_grad(name, tensor, "Buffer")
     if tensor.data_ptr() % alignment:
@@ -156,9 +165,10 @@ def check_num_tokens(exchange, name, tensor):
 
 def _check_routing(exchange, tokens, topk_idx, topk_weights, has_weights):
     shape, device = exchange.shape, exchange.transport.device
-    _check("topk_idx", topk_idx, exchange.topk_idx_dtype, (tokens, shape.topk), device)
+    sizes, because = (tokens, shape.topk), ("x has {} rows", "num_topk is {}")
+    _check("topk_idx", topk_idx, exchange.topk_idx_dtype, sizes, device, because)
     if has_weights:
-        _check("topk_weights", topk_weights, torch.float32, (tokens, shape.topk), device)
+        _check("topk_weights", topk_weights, torch.float32, sizes, device, _AS_TOPK_IDX)
     else:
         check_no_weights(topk_weights, shape.expert_major)
 
@@ -174,7 +184,7 @@ def check_dispatch(exchange, x, topk_idx, topk_weights):
     """Check the inputs of a dispatch."""
     shape = exchange.shape
     tokens = check_num_tokens(exchange, "x", x)
-    _check("x", x, torch.bfloat16, (tokens, shape.hidden), exchange.transport.device, 16)
+    _check("x", x, torch.bfloat16, (tokens, shape.hidden), exchange.transport.device, ("", "hidden is {}"), 16)
     _check_routing(exchange, tokens, topk_idx, topk_weights, not shape.expert_major)
 
 
@@ -182,25 +192,26 @@ def check_combine(exchange, x, slot_rows, topk_idx, topk_weights):
     """Check the inputs of a combine."""
     shape, device = exchange.shape, exchange.transport.device
     tokens = check_num_tokens(exchange, "topk_idx", topk_idx)
-    _check("x", x, torch.bfloat16, exchange.input_shape, device, 16)
-    _check("handle's slot_rows", slot_rows, torch.int32, (shape.slots, shape.rows_per_slot), device)
+    _check("x", x, torch.bfloat16, exchange.input_shape, device, _OF_EXPERT_ROWS[not shape.expert_major :], 16)
+    sizes = shape.slots, shape.rows_per_slot
+    _check("handle's slot_rows", slot_rows, torch.int32, sizes, device, _OF_SLOT_ROWS[: 1 + shape.expert_major])
     _check_routing(exchange, tokens, topk_idx, topk_weights, shape.expert_major)
 
 
-def check_statistics(name, tensor, dtype, size, device):
+def check_statistics(name, tensor, dtype, size, device, because):
     """Check an optional tensor that a call adds to."""
     if tensor is not None:
-        _check(name, tensor, dtype, (size,), device, dtype.itemsize)
+        _check(name, tensor, dtype, (size,), device, because, dtype.itemsize)
 
 
 def check_mask_status(tensor, num_ranks, device):
     """Check the tensor that the mask of the ranks is written to."""
-    _check("mask_status", tensor, torch.int32, (num_ranks,), device)
+    _check("mask_status", tensor, torch.int32, (num_ranks,), device, OF_RANKS)
 
 
 def check_combined(out, tokens, hidden, device):
     """Check the ``out`` of a combine."""
-    _check("out", out, torch.bfloat16, (tokens, hidden), device, 16)
+    _check("out", out, torch.bfloat16, (tokens, hidden), device, ("topk_idx has {} rows", "x has {} columns"), 16)
 
 
 def set_received(slot_rows, is_received):

@@ -123,7 +123,7 @@ class LowLatencyDispatch(_Exchange):
     """Dispatch of one token format."""
 
     def __init__(self, runtime, rank_mask, shape, topk_idx_dtype=torch.int64, num_sms=None):
-        checks.check_topk_idx_dtype(topk_idx_dtype)
+        checks.check_topk_idx_dtype("topk_idx_dtype", topk_idx_dtype)
         shape, self.topk_idx_dtype = dispatched(shape), topk_idx_dtype
         self.total_counts = torch.zeros(shape.local_experts, dtype=torch.int32, device=runtime.transport.device)
         super().__init__(runtime, rank_mask, shape, shape.dispatch_words, shape.dispatch_rows, num_sms, True)
@@ -184,7 +184,7 @@ class LowLatencyCombine(_Exchange):
     """Combine of one token format."""
 
     def __init__(self, runtime, rank_mask, shape, topk_idx_dtype=torch.int64, num_sms=None):
-        checks.check_topk_idx_dtype(topk_idx_dtype)
+        checks.check_topk_idx_dtype("topk_idx_dtype", topk_idx_dtype)
         shape, self.topk_idx_dtype = combined(shape), topk_idx_dtype
         super().__init__(runtime, rank_mask, shape, shape.combine_words, shape.combine_rows, num_sms, False)
 

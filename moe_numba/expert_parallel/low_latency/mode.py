@@ -64,10 +64,11 @@ class LowLatencyMode:
         exchange = self._exchange(LowLatencyDispatch, x, topk_idx, max_tokens, num_experts, x, scales)
         shape = exchange.shape
         checks.check_dispatch(exchange, x, topk_idx, None)
+        counts = "cumulative_local_expert_recv_stats", expert_counts, torch.int32, shape.local_experts
+        checks.check_statistics(*counts, self._device, ("a rank has {} experts",))
         checks.check_statistics(
-            "cumulative_local_expert_recv_stats", expert_counts, torch.int32, shape.local_experts, self._device
+            "dispatch_wait_recv_cost_stats", wait_ns, torch.int64, self._num_ranks, self._device, checks.OF_RANKS
         )
-        checks.check_statistics("dispatch_wait_recv_cost_stats", wait_ns, torch.int64, self._num_ranks, self._device)
         _check_phases(async_finish, return_recv_hook)
         out = exchange.new_output()
 
@@ -93,7 +94,9 @@ class LowLatencyMode:
         )
         checks.check_combine(exchange, x, slot_rows, topk_idx, topk_weights)
         checks.check_received(slot_rows)
-        checks.check_statistics("combine_wait_recv_cost_stats", wait_ns, torch.int64, self._num_ranks, self._device)
+        checks.check_statistics(
+            "combine_wait_recv_cost_stats", wait_ns, torch.int64, self._num_ranks, self._device, checks.OF_RANKS
+        )
         _check_phases(async_finish, return_recv_hook)
         if out is None:
             out = x.new_empty(topk_idx.shape[0], hidden)
@@ -183,7 +186,7 @@ class LowLatencyMode:
             shape = make_shape(
                 self._num_ranks, max_tokens, hidden, topk, num_experts, scales=scales, combines_fp8=combines_fp8
             )
-            checks.check_topk_idx_dtype(topk_idx.dtype)
+            checks.check_topk_idx_dtype("topk_idx", topk_idx.dtype)
             self._check_can_allocate()
             exchange = make(self._runtime, self.rank_mask, shape, topk_idx.dtype, self.num_sms)
             self._exchanges[key] = exchange

@@ -10,18 +10,31 @@ from moe_numba.expert_parallel.common.buffer_layout import MAX_CHANNELS, MAX_ROW
 from moe_numba.expert_parallel.ranks.events import EventHandle, EventOverlap
 from moe_numba.expert_parallel.rings.config import TOPK_IDX_POINTERS, Config
 from moe_numba.expert_parallel.rings.output_buffer import SymmetricOutput
-from moe_numba.runtime.validate import check_aligned, check_has_memory, check_int, check_no_grad, check_tensor
+from moe_numba.runtime.validate import (
+    check_aligned,
+    check_dtype,
+    check_has_memory,
+    check_int,
+    check_no_grad,
+    check_tensor,
+    reasons,
+)
 
 _FP8, _SCALE_TYPES = torch.float8_e4m3fn, (torch.float32, torch.int32)
 _BOOL, _INT32, _FLOAT32, _TOPK_IDX = (torch.bool,), (torch.int32,), (torch.float32,), tuple(TOPK_IDX_POINTERS)
+# Reasons for shapes. They are constants, so that a call costs nothing more.
+_PER_TOKEN, _PER_RANK = ("x has {} rows",), ("the group has {} ranks",)
+_TOKENS_RANKS, _SENT_RANKS = _PER_TOKEN + _PER_RANK, ("handle's send_head has {} rows", *_PER_RANK)
+_RANKS_RANKS, _RANKS_CHANNELS = _PER_RANK * 2, (*_PER_RANK, "handle's channel_prefix_matrix has {} columns")
+_AS_TOPK_IDX = "topk_idx has {} rows", "topk_idx has {} columns"
 
 
 def check_timeout(seconds):
     """Raise for a timeout that is not a finite positive number of seconds."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise TypeError(f"timeout is {seconds!r}; it must be a number of seconds")
-    if not 0 < seconds < 1e9:
-        raise ValueError(f"timeout is {seconds} seconds; it must be more than 0 and less than 1e9")
+    if not 1e-9 <= seconds < 1e9:  # kernels count nanoseconds
+        raise ValueError(f"timeout is {seconds} seconds; it must be at least 1e-9 and less than 1e9")
 
 
 def check_config(config):
@@ -40,8 +53,11 @@ def check_previous_event(previous_event):
     return previous_event
 
 
-def _check(name, tensor, shape, dtypes, device):
-    """Raise for what is not a contiguous tensor of this shape, one of these dtypes and this device."""
+def _check(name, tensor, shape, dtypes, device, because):
+    """Raise for what is not a contiguous tensor of this shape, one of these dtypes and this device.
+
+    ``because`` has the reasons for the shape, as of `check_tensor`.
+    """
     if not (
         type(tensor) is torch.Tensor
         and tensor.dtype in dtypes
@@ -52,7 +68,8 @@ def _check(name, tensor, shape, dtypes, device):
         if not isinstance(tensor, torch.Tensor):
             wanted = " or ".join(map(str, dtypes))
             raise TypeError(f"{name} is {type(tensor).__name__}; it must be a tensor {shape} of {wanted}")
-        check_tensor(name, tensor, dtype=dtypes, shape=shape, contiguous=True, device=(device, "the buffer"))
+        layout = dict(shape=shape, because=because, contiguous=True)
+        check_tensor(name, tensor, dtype=dtypes, device=(device, "the buffer"), **layout)
         check_has_memory(name, tensor)
 
 
@@ -102,7 +119,7 @@ def check_dispatch_input(x, scales, device):
     if scales.dim() != 2 or scales.shape[0] != tokens or scales.device != device or scales.shape[1] > max_scales:
         raise ValueError(
             f"x's scales have shape {tuple(scales.shape)} on {scales.device}; they must be [{tokens}, n], n at most "
-            f"{max_scales}, on {device}"
+            f"{max_scales}, on {device}, as x has {tokens} rows and {hidden} columns"
         )
     if scales.requires_grad:
         check_no_grad("x's scales", scales, "Buffer")
@@ -115,14 +132,11 @@ def check_new_output(num_rows, hidden, dtype, num_scales, num_topk, scale_dtype,
     """Check the arguments of ``new_output``; return its numbers as ints: num_rows, hidden, num_scales, num_topk."""
     num_rows = check_int("num_rows", num_rows, 1, MAX_ROWS)
     hidden = check_int("hidden", hidden, 1, 1 << 20)
-    if dtype not in (torch.bfloat16, _FP8):
-        raise TypeError(f"dtype is {dtype}; it must be torch.bfloat16 or torch.float8_e4m3fn")
+    check_dtype("dtype", dtype, (torch.bfloat16, _FP8))
     _check_row_bytes(f"hidden is {hidden}, which makes", hidden * dtype.itemsize)
     num_scales = check_int("num_scales", num_scales, 0, 0 if dtype == torch.bfloat16 else hidden // 4)
-    if scale_dtype not in _SCALE_TYPES:
-        raise TypeError(f"scale_dtype is {scale_dtype}; it must be torch.float32 or torch.int32")
-    if topk_idx_dtype not in _TOPK_IDX:
-        raise TypeError(f"topk_idx_dtype is {topk_idx_dtype}; it must be torch.int64 or torch.int32")
+    check_dtype("scale_dtype", scale_dtype, _SCALE_TYPES)
+    check_dtype("topk_idx_dtype", topk_idx_dtype, _TOPK_IDX)
     return num_rows, hidden, num_scales, check_int("num_topk", num_topk, 0, MAX_TOPK)
 
 
@@ -159,14 +173,14 @@ def check_topk(topk_idx, topk_weights, tokens, device):
         raise ValueError("topk_idx and topk_weights must be given together, or neither")
     topk = _num_columns(topk_idx)
     shape = tokens, topk
-    _check("topk_idx", topk_idx, shape, _TOPK_IDX, device)
+    _check("topk_idx", topk_idx, shape, _TOPK_IDX, device, _PER_TOKEN)
     check_int("topk_idx' number of columns", topk, 1, MAX_TOPK)
-    _check_weights(topk_weights, shape, device)
+    _check_weights(topk_weights, shape, device, _AS_TOPK_IDX)
     return topk
 
 
-def _check_weights(topk_weights, shape, device):
-    _check("topk_weights", topk_weights, shape, _FLOAT32, device)
+def _check_weights(topk_weights, shape, device, because):
+    _check("topk_weights", topk_weights, shape, _FLOAT32, device, because)
     if topk_weights.requires_grad:
         check_no_grad("topk_weights", topk_weights, "Buffer")
 
@@ -174,11 +188,13 @@ def _check_weights(topk_weights, shape, device):
 def check_layout(per_rank, per_expert, is_in_rank, tokens, ranks, device):
     """Check the results of `get_dispatch_layout`; return the number of experts of a rank."""
     experts = _num_columns(per_expert)
-    _check("num_tokens_per_rank", per_rank, (ranks,), _INT32, device)
-    _check("is_token_in_rank", is_in_rank, (tokens, ranks), _BOOL, device)
-    _check("num_tokens_per_expert", per_expert, (experts,), _INT32, device)
+    _check("num_tokens_per_rank", per_rank, (ranks,), _INT32, device, _PER_RANK)
+    _check("is_token_in_rank", is_in_rank, (tokens, ranks), _BOOL, device, _TOKENS_RANKS)
+    _check("num_tokens_per_expert", per_expert, (experts,), _INT32, device, ())
     if experts == 0 or experts % ranks:
-        raise ValueError(f"num_tokens_per_expert has {experts} entries; it must have a multiple of {ranks}")
+        raise ValueError(
+            f"num_tokens_per_expert has {experts} entries; it must have a multiple of {ranks}, the number of ranks"
+        )
     return experts // ranks
 
 
@@ -187,18 +203,19 @@ def check_handle(handle, ranks, device, tokens=None):
     try:
         rank_prefix, channel_prefix, recv_channel_prefix, src_idx, is_in_rank, send_head = handle
         channels, rows = _num_columns(channel_prefix), src_idx.numel()
+        of_tokens = _SENT_RANKS if tokens is None else _TOKENS_RANKS
         tokens = send_head.numel() // ranks if tokens is None else tokens
     except (TypeError, ValueError, AttributeError):
         raise TypeError("handle must be the tuple of 6 tensors that dispatch returned") from None
     if not 1 <= channels <= MAX_CHANNELS:
         raise ValueError(f"handle's channel_prefix_matrix has {channels} channels; 1 to {MAX_CHANNELS} are allowed")
     per_channel, per_token = (ranks, channels), (tokens, ranks)
-    _check("handle's rank_prefix_matrix", rank_prefix, (ranks, ranks), _INT32, device)
-    _check("handle's channel_prefix_matrix", channel_prefix, per_channel, _INT32, device)
-    _check("handle's recv_channel_prefix_matrix", recv_channel_prefix, per_channel, _INT32, device)
-    _check("handle's recv_src_idx", src_idx, (rows,), _INT32, device)
-    _check("handle's is_token_in_rank", is_in_rank, per_token, _BOOL, device)
-    _check("handle's send_head", send_head, per_token, _INT32, device)
+    _check("handle's rank_prefix_matrix", rank_prefix, (ranks, ranks), _INT32, device, _RANKS_RANKS)
+    _check("handle's channel_prefix_matrix", channel_prefix, per_channel, _INT32, device, _PER_RANK)
+    _check("handle's recv_channel_prefix_matrix", recv_channel_prefix, per_channel, _INT32, device, _RANKS_CHANNELS)
+    _check("handle's recv_src_idx", src_idx, (rows,), _INT32, device, ())
+    _check("handle's is_token_in_rank", is_in_rank, per_token, _BOOL, device, of_tokens)
+    _check("handle's send_head", send_head, per_token, _INT32, device, of_tokens)
     return tokens, channels, rows
 
 
@@ -220,9 +237,10 @@ def check_combine_input(x, topk_weights, biases, num_rows, tokens, device):
     topk = 0
     if topk_weights is not None:
         topk = _num_columns(topk_weights)
-        _check_weights(topk_weights, (num_rows, topk), device)
+        _check_weights(topk_weights, (num_rows, topk), device, _PER_TOKEN)
         check_int("topk_weights' number of columns", topk, 1, MAX_TOPK)
     for i, bias in enumerate(biases):
         if _check_rows(f"bias {i}", bias, torch.bfloat16, device) != (tokens, hidden):
-            raise ValueError(f"bias {i} has shape {tuple(bias.shape)}; it must be {(tokens, hidden)}")
+            why = reasons(bias.shape, (tokens, hidden), ("handle is of {} tokens", "x has {} columns"))
+            raise ValueError(f"bias {i} has shape {tuple(bias.shape)}; it must be {(tokens, hidden)}{why}")
     return hidden, topk

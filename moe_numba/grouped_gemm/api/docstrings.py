@@ -49,7 +49,7 @@ activation : str, optional
     most ``limit``, and up to the range ``-limit`` to ``limit``. The even rows of weight compute gate, the odd ones
     up.
 alpha, limit : float, optional
-    Of "swigluoai"; positive. The kernel is compiled for each value.
+    Of "swigluoai"; positive and normal in float32, 1.2e-38 to 1e38. The kernel is compiled for each value.
 """
 DESCRIPTIONS = {entry.partition(" : ")[0]: entry for entry in re.split(r"\n(?=\w)", _TEXT.strip())}
 _PLACEHOLDER = re.compile(r"^( *)\{([^}]*)\}$", re.MULTILINE)

@@ -2,7 +2,12 @@
 
 import torch
 
-from moe_numba.grouped_gemm.k_grouped.launch import check_k_grouped_inputs, k_grouped_gemm, select_out_dtype
+from moe_numba.grouped_gemm.k_grouped.launch import (
+    check_k_grouped_inputs,
+    describe_output,
+    k_grouped_gemm,
+    select_out_dtype,
+)
 from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_flag, make_outputs
 
@@ -65,5 +70,5 @@ def k_grouped_gemm_bf16(
 @register_fake(k_grouped_gemm_bf16)
 def _fake_k_grouped_gemm_bf16(call):
     dtype = select_out_dtype(call.out, call.out_dtype, check_flag("accumulate", call.accumulate))
-    _, shape = check_k_grouped_inputs(call.a, call.b, call.seqlens, call.cu_seqlens, call.offs)
-    return make_outputs(call.out, [("out", shape, dtype)], call.a.device)[0]
+    row_layout, shape = check_k_grouped_inputs(call.a, call.b, call.seqlens, call.cu_seqlens, call.offs)
+    return make_outputs(call.out, describe_output(row_layout, shape, dtype), call.a.device)[0]

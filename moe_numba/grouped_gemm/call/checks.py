@@ -11,18 +11,23 @@ from moe_numba.runtime.validate import (
     UnsupportedDeviceError,
     check_choice,
     check_device,
+    check_dtype,
     check_flag,
     check_int,
     check_tensor,
     is_fake,
+    reasons,
 )
 
 # The kernels count rows, columns and the bytes of a row in 32 bits, also when rounded up to whole tiles.
 MAX_SIZE = MAX_TILES - 1024
+_OF_WEIGHT = "weight has {} groups", "weight's n is {}"  # reasons for a shape [groups, n]
 
 
-def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype, m_indices=None):
+def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype, m_indices=None, has_m_indices=True):
     """Check x, weight and the group sizes, without the length of ``m_indices``.
+
+    ``has_m_indices`` is whether the public function has that parameter.
 
     Returns
     -------
@@ -48,25 +53,27 @@ def check_inputs(x, weight, seqlens, cu_seqlens, offs, dtype, m_indices=None):
             raise ValueError(f"weight's {name} is {size}; at most {most} are allowed")
     masked = x.dim() == 3
     if masked:
-        check_tensor("x", x, shape=(groups, "capacity", k), contiguous=True)
+        check_tensor("x", x, shape=(groups, "capacity", k), because=("weight has {} groups",), contiguous=True)
     if m_indices is not None:
         if seqlens is not None or cu_seqlens is not None or offs is not None or masked:
             raise ValueError(
                 "m_indices is given: seqlens, cu_seqlens and offs must be None, and x must have 2 dimensions"
             )
-        row_layout, sizes = "lengths", []  # which a kernel computes from m_indices
+        row_layout, sizes, others = "lengths", [], ""  # which a kernel computes from m_indices
     elif offs is not None:
         if seqlens is not None or cu_seqlens is not None or masked:
             raise ValueError("offs is given: seqlens and cu_seqlens must be None, and x must have 2 dimensions")
-        row_layout, sizes = "offsets", [("offs", offs, groups)]
+        row_layout, sizes, others = "offsets", [("offs", offs, groups)], ""
     elif masked:
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens is given: x must have 2 dimensions; for a masked x it must be None")
-        row_layout, sizes = "masked", [("seqlens", seqlens, groups)]
+        row_layout, sizes, others = "masked", [("seqlens", seqlens, groups)], ""
     else:
         row_layout, sizes = "lengths", [("seqlens", seqlens, groups), ("cu_seqlens", cu_seqlens, groups + 1)]
+        others = ", or offs or m_indices must be given" if has_m_indices else ", or offs must be given"
     for name, tensor, size in sizes:
-        _check_array(name, tensor, (size,), torch.int32, x.device)
+        because = (f"weight has {groups} groups",)
+        _check_array(name, tensor, (size,), torch.int32, x.device, because, others=others)
     if weight.device != x.device:
         raise ValueError(f"weight is on {weight.device}; it must be where x is, on {x.device}")
     return row_layout
@@ -105,29 +112,34 @@ def check_scales(scaling, x, weight, x_scale, weight_scale):
     """Check the scales of x and of the weight (or of the product)."""
     groups, n, k = weight.shape
     if scaling == "tensor":
-        _check_array("y_scale", weight_scale, (groups,), torch.float32, x.device)
+        _check_array("y_scale", weight_scale, (groups,), torch.float32, x.device, _OF_WEIGHT)
         if x_scale is not None:
             _check_number("x_scale", x_scale, x.device)
     elif scaling == "row":
-        _check_array("x_scale", x_scale, tuple(x.shape[:-1]), torch.float32, x.device)
-        _check_array("w_scale", weight_scale, (groups, n), torch.float32, x.device)
+        _check_array("x_scale", x_scale, tuple(x.shape[:-1]), torch.float32, x.device, _of_rows(x))
+        _check_array("w_scale", weight_scale, (groups, n), torch.float32, x.device, _OF_WEIGHT)
     elif scaling == "block":
-        for name, scale, shape in (
-            ("x_scale", x_scale, (*x.shape[:-1], -(-k // FP8_SCALE_BLOCK))),
-            ("w_scale", weight_scale, (groups, -(-n // FP8_SCALE_BLOCK), -(-k // FP8_SCALE_BLOCK))),
+        of_x, of_weight = (
+            (*_of_rows(x), f"x has {k} columns"),
+            (_OF_WEIGHT[0], f"weight's n is {n}", f"weight's k is {k}"),
+        )
+        for name, scale, shape, because in (
+            ("x_scale", x_scale, (*x.shape[:-1], -(-k // FP8_SCALE_BLOCK)), of_x),
+            ("w_scale", weight_scale, (groups, -(-n // FP8_SCALE_BLOCK), -(-k // FP8_SCALE_BLOCK)), of_weight),
         ):
-            check_block_scale(name, scale, shape, n, x.device)
+            _check_block_scale(name, scale, shape, n, x.device, because)
 
 
-def check_block_scale(name, scale, shape, n, device):
+def _check_block_scale(name, scale, shape, n, device, because):
     """Check block scales: float32 of a shape, or packed exponents, of a weight with a scale for each of ``n`` rows."""
     is_weight = name == "w_scale"
     if not is_packed(scale):
         dtypes = torch.float32, torch.int32  # for the message: int32 would be packed
-        _check_array(name, scale, shape, dtypes, device, contiguous=is_weight)
+        _check_array(name, scale, shape, dtypes, device, because, contiguous=is_weight)
         return
     packed = (shape[0], n) if is_weight else shape[:-1]
-    _check_array(name, scale, (*packed, -(-shape[-1] // PACKED_SCALES)), torch.int32, device, contiguous=False)
+    shape = *packed, -(-shape[-1] // PACKED_SCALES)
+    _check_array(name, scale, shape, torch.int32, device, because, contiguous=False)
     if is_weight and not scale.mT.is_contiguous():
         raise ValueError(
             f"w_scale has strides {scale.stride()}; packed exponents must have contiguous rows, w_scale.mT contiguous, "
@@ -144,8 +156,7 @@ def check_options(options, n, scaling):
     """Check the options of the epilogue that are not tensors; ``n`` is the weight's."""
     for name in ("accumulate", "silu_and_mul", "use_fast_accum"):
         check_flag(name, getattr(options, name))
-    if options.out_dtype not in (torch.bfloat16, torch.float32):
-        raise TypeError(f"out_dtype is {options.out_dtype!r}; it must be torch.bfloat16 or torch.float32")
+    check_dtype("out_dtype", options.out_dtype, (torch.bfloat16, torch.float32))
     if not options.silu_and_mul:
         return
     check_choice("activation", options.activation, ("silu", "swigluoai"))
@@ -171,11 +182,11 @@ def check_average(average):
 
 
 def check_positive(name, value):
-    """Raise for what is not a number, not positive, or infinite in float32, also times log2(e)."""
+    """Raise for what is not a number, not positive, or zero, subnormal or infinite in float32, also times log2(e)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}; it must be a number")
-    if not 0 < value <= 1e38:
-        raise ValueError(f"{name} is {value}; it must be positive and finite in float32, at most 1e38")
+    if not 1.2e-38 <= value <= 1e38:
+        raise ValueError(f"{name} is {value}; it must be positive and finite in float32, from 1.2e-38 to 1e38")
 
 
 def check_given_config(config, groups, **wanted):
@@ -195,10 +206,10 @@ def check_arguments(scaling, tensors, options, has_out):
 
     ``has_out`` is whether the call has an output argument.
     """
-    dtype = torch.bfloat16 if scaling == "none" else torch.float8_e4m3fn
+    dtype = torch.bfloat16 if scaling in ("none", "mxfp4") else torch.float8_e4m3fn
     x, weight, indices = tensors.x, tensors.weight, tensors.gather_indices
     sizes = tensors.seqlens, tensors.cu_seqlens, tensors.offs
-    row_layout = check_inputs(x, weight, *sizes, dtype, tensors.m_indices)
+    row_layout = check_inputs(x, weight, *sizes, dtype, tensors.m_indices, scaling != "mxfp4")
     if indices is not None:
         check_indices(indices, x)
     check_scales(scaling, x, weight, tensors.x_scale, tensors.w_scale)
@@ -211,17 +222,17 @@ def check_arguments(scaling, tensors, options, has_out):
         raise ValueError(
             f"weight has strides {weight.stride()}; with an activation its last dimension must be contiguous"
         )
-    rows, (groups, n, _) = tuple(rows_of(tensors)), weight.shape
+    rows, of_rows, (groups, n, _) = tuple(rows_of(tensors)), _of_rows_of(tensors), weight.shape
     if tensors.m_indices is not None:
-        _check_array("m_indices", tensors.m_indices, rows, torch.int32, x.device)
+        _check_array("m_indices", tensors.m_indices, rows, torch.int32, x.device, of_rows)
     if tensors.bias is not None:
-        _check_array("bias", tensors.bias, (groups, n), (torch.bfloat16, torch.float32), x.device)
+        _check_array("bias", tensors.bias, (groups, n), (torch.bfloat16, torch.float32), x.device, _OF_WEIGHT)
     if tensors.row_weights is not None:
-        _check_array("row_weights", tensors.row_weights, rows, torch.float32, x.device)
+        _check_array("row_weights", tensors.row_weights, rows, torch.float32, x.device, of_rows)
     if options.accumulate and not has_out:
         raise ValueError("accumulate is True: out must be given, in float32")
     if tensors.scatter_indices is not None:
-        _check_array("scatter_indices", tensors.scatter_indices, rows, torch.int32, x.device)
+        _check_array("scatter_indices", tensors.scatter_indices, rows, torch.int32, x.device, of_rows)
         if not has_out:
             raise ValueError("scatter_indices is given: out must be given, [any number of rows, n]")
         if tensors.out.dim() != 2:
@@ -235,6 +246,16 @@ def rows_of(tensors):
     return tensors.x.shape[:-1] if tensors.gather_indices is None else tensors.gather_indices.shape
 
 
+def _of_rows(x):
+    """Return the reasons for a shape of one element for each row of x."""
+    return ("x has {} rows",) if x.dim() == 2 else ("x has {} groups", "x has {} rows per group")
+
+
+def _of_rows_of(tensors):
+    """Return the reasons for a shape of one element for each row of the product."""
+    return _of_rows(tensors.x) if tensors.gather_indices is None else ("gather_indices has {} elements",)
+
+
 def check_rows(tensors):
     """Raise for more rows, or rows farther apart, than the kernels can count."""
     x, indices = tensors.x, tensors.gather_indices
@@ -245,19 +266,20 @@ def check_rows(tensors):
         raise ValueError(f"x has strides {x.stride()}; with gather_indices its rows must be less than 2 GiB apart")
 
 
-def describe_outputs(shape, n, scaling, options, out=None, out_scale=None):
-    """Return name, shape and dtype of each output.
+def describe_outputs(tensors, n, scaling, options):
+    """Return name, shape, dtype and reason of each output; ``n`` is the weight's.
 
-    ``shape`` is that of the rows, ``n`` the weight's. With ``out``, an output that rows are scattered to, the number of
-    rows is that of ``out``. With ``out_scale`` FP8 results have no scales of their own.
+    With ``tensors.out``, an output that rows are scattered to, the number of rows is that of ``out``. With
+    ``out_scale`` FP8 results have no scales of their own.
     """
-    if options.silu_and_mul and scaling != "none":
-        y = "y", (*shape, n // 2), torch.float8_e4m3fn
-        return [y] if out_scale is not None else [y, ("scale", (*shape, -(-n // 256)), torch.float32)]
-    if out is not None:
-        shape = out.shape[:1]
+    shape, because = rows_of(tensors), (*_of_rows_of(tensors), f"weight's n is {n}")
+    if options.silu_and_mul and scaling in ("tensor", "block"):
+        y = "y", (*shape, n // 2), torch.float8_e4m3fn, because
+        return [y] if tensors.out_scale is not None else [y, ("scale", (*shape, -(-n // 256)), torch.float32, because)]
+    if tensors.out is not None:
+        shape, because = tensors.out.shape[:1], ("", because[-1])
     dtype = torch.float32 if options.accumulate else options.out_dtype
-    return [("y", (*shape, n // 2 if options.silu_and_mul else n), dtype)]
+    return [("y", (*shape, n // 2 if options.silu_and_mul else n), dtype, because)]
 
 
 def check_indices(indices, x):
@@ -282,7 +304,9 @@ def _check_number(name, tensor, device):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have one element")
 
 
-def _check_array(name, tensor, shape, dtype, device, contiguous=True):
+def _check_array(name, tensor, shape, dtype, device, because=(), contiguous=True, others=""):
+    """Check a tensor; ``others`` are the arguments that can replace one that is None, for the message."""
     if tensor is None:
-        raise TypeError(f"{name} is None; it must be a tensor {shape} of {dtype}")
-    check_tensor(name, tensor, dtype=dtype, shape=shape, contiguous=contiguous, device=(device, "x"))
+        raise TypeError(f"{name} is None; it must be a tensor {shape} of {dtype}{reasons((), shape, because)}{others}")
+    layout = dict(shape=shape, because=because, contiguous=contiguous)
+    check_tensor(name, tensor, dtype=dtype, device=(device, "x"), **layout)

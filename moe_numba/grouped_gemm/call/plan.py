@@ -93,8 +93,8 @@ class GemmPlan:
         rows = rows_of(tensors)
         total_rows = rows.numel()
         check_rows(tensors)
-        wanted = describe_outputs(rows, n, scaling, options, tensors.out, tensors.out_scale)
-        self.outputs = Outputs(wanted, x.device, aligned=[name for name, _, _ in wanted])
+        wanted = describe_outputs(tensors, n, scaling, options)
+        self.outputs = Outputs(wanted, x.device, aligned=[name for name, *_ in wanted])
         self.launch = None
         if not total_rows or not wanted[0][1][0]:
             return
@@ -157,7 +157,7 @@ def fake_group_gemm(scaling: str, call, **options):
     given_tensors, given_options, out, _ = split_arguments(scaling, vars(call), options)
     tensors, made = GemmTensors(*given_tensors), GemmOptions(*given_options)
     check_arguments(scaling, tensors, made, out is not None)
-    wanted = describe_outputs(rows_of(tensors), call.weight.shape[1], scaling, made, tensors.out)
+    wanted = describe_outputs(tensors, call.weight.shape[1], scaling, made)
     outputs = make_outputs(out, wanted, call.x.device)
     return outputs if len(wanted) > 1 else outputs[0]
 

@@ -53,7 +53,8 @@ def select_out_dtype(out, out_dtype, accumulate):
         raise ValueError("accumulate is True, but out is None; it must be the float32 tensor that is added to")
     if out_dtype is None:
         out_dtype = torch.float32 if out is None else as_tensor(out, "out").dtype
-    if out_dtype not in tuple(_OUT_DTYPES) or (accumulate and out_dtype != torch.float32):
+    is_allowed = isinstance(out_dtype, torch.dtype) and out_dtype in _OUT_DTYPES
+    if not is_allowed or (accumulate and out_dtype != torch.float32):
         raise ValueError(f"out_dtype is {out_dtype!r}; it must be torch.float32, or without accumulate torch.bfloat16")
     return out_dtype
 
@@ -67,7 +68,9 @@ def check_k_grouped_inputs(a, b, seqlens, cu_seqlens, offs):
         The row layout, "lengths" or "offsets", and the shape of the output.
     """
     check_tensor("a", a, dtype=torch.bfloat16, shape=("total", "n"))
-    check_tensor("b", b, dtype=torch.bfloat16, shape=(a.shape[0], "k"), device=(a.device, "a"))
+    check_tensor(
+        "b", b, dtype=torch.bfloat16, shape=(a.shape[0], "k"), because=("a has {} rows",), device=(a.device, "a")
+    )
     for name, tensor in (("a", a), ("b", b)):
         if tensor.shape[1] % 8 or not tensor.shape[1]:
             raise ValueError(f"{name} has {tensor.shape[1]} columns; it must have a positive multiple of 8")
@@ -88,15 +91,21 @@ def check_k_grouped_inputs(a, b, seqlens, cu_seqlens, offs):
         row_layout, sizes = "lengths", [("seqlens", seqlens, "groups"), ("cu_seqlens", cu_seqlens, "groups + 1")]
     for name, tensor, size in sizes:
         if tensor is None:
-            raise TypeError(f"{name} is None; it must be a tensor ({size},) of torch.int32")
+            raise TypeError(f"{name} is None; it must be a tensor ({size},) of torch.int32, or offs must be given")
         check_tensor(name, tensor, dtype=torch.int32, shape=(size,), contiguous=True, device=(a.device, "a"))
     name, tensor, _ = sizes[0]
     groups = tensor.shape[0]
     if offs is None:
-        check_tensor("cu_seqlens", cu_seqlens, shape=(groups + 1,))
+        check_tensor("cu_seqlens", cu_seqlens, shape=(groups + 1,), because=(f"seqlens has {groups} elements",))
     if not 1 <= groups <= MAX_GROUPS:
         raise ValueError(f"{name} has {groups} groups; 1 to {MAX_GROUPS} are allowed")
     return row_layout, (groups, a.shape[1], b.shape[1])
+
+
+def describe_output(row_layout, shape, dtype):
+    """Return name, shape, dtype and reason of the output, in a list."""
+    sizes = "offs" if row_layout == "offsets" else "seqlens"
+    return [("out", shape, dtype, (f"{sizes} has {{}} elements", "a has {} columns", "b has {} columns"))]
 
 
 class KGroupedPlan:
@@ -106,7 +115,7 @@ class KGroupedPlan:
         a, b, _, _, _ = tensors
         row_layout, shape = check_k_grouped_inputs(*tensors)
         groups, n, k = shape
-        self.outputs = Outputs([("out", shape, out_dtype)], a.device, aligned=["out"])
+        self.outputs = Outputs(describe_output(row_layout, shape, out_dtype), a.device, aligned=["out"])
         self.accumulate, self.start = accumulate, None
         if not len(a):
             return

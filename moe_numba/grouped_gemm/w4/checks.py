@@ -2,17 +2,17 @@
 
 import torch
 
-from moe_numba.grouped_gemm.call.checks import check_arguments, describe_outputs, rows_of
+from moe_numba.grouped_gemm.call.checks import check_arguments, describe_outputs
 from moe_numba.grouped_gemm.w4.packing import GATE_UP_TILE, MX_BLOCK, PLAIN_TILE
 from moe_numba.grouped_gemm.w4.weight_tiles import TILE
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.validate import UnsupportedDeviceError, check_tensor, is_fake
 
 
-def check_packed(name, weight, sizes, gate_up, device=None):
+def check_packed(name, weight, sizes, gate_up, because=(), device=None):
     """Check a packed weight; its last dimensions say whether it was packed with ``gate_up``, as it must be or not.
 
-    ``sizes`` are its other dimensions, and ``device`` is as for `check_tensor`.
+    ``sizes`` are its other dimensions; ``because`` and ``device`` are as for `check_tensor`.
     """
     check_tensor(name, weight, dtype=torch.uint8)
     tile, other = (GATE_UP_TILE, PLAIN_TILE) if gate_up else (PLAIN_TILE, GATE_UP_TILE)
@@ -24,7 +24,7 @@ def check_packed(name, weight, sizes, gate_up, device=None):
             f"{name} has shape {tuple(weight.shape)}: pack_mxfp4 packed it {is_}; it must be packed {must_be}: "
             f"[..., {', '.join(map(str, tile))}]"
         )
-    check_tensor(name, weight, shape=(*sizes, *tile), contiguous=True, device=device)
+    check_tensor(name, weight, shape=(*sizes, *tile), because=because, contiguous=True, device=device)
 
 
 def check_w4_arguments(tensors, options, n, has_out):
@@ -33,7 +33,7 @@ def check_w4_arguments(tensors, options, n, has_out):
     Returns
     -------
     row_layout : str
-    wanted : list of (name, shape, dtype)
+    wanted : list of (name, shape, dtype, because)
         The outputs.
     """
     x, weight = tensors.x, tensors.weight
@@ -51,10 +51,10 @@ def check_w4_arguments(tensors, options, n, has_out):
     # One row of weight, expanded to the shape before packing, has what the other checks ask for.
     unpacked = weight.new_empty(k, dtype=x.dtype).expand(len(weight), n, k)
     tensors = tensors._replace(weight=unpacked)
-    row_layout = check_arguments("none", tensors, options, has_out)
+    row_layout = check_arguments("mxfp4", tensors, options, has_out)
     if not is_fake(x.device) and not (gpu := devices.gpu_of(x.device)).has_wgmma:
         raise UnsupportedDeviceError(
             "{} has compute capability {}.{}; grouped GEMMs with 4-bit weights need 9.0 (H100, H200: wgmma): on this "
             "GPU, dequantise the weights and call group_gemm_bf16".format(gpu.name, *gpu.capability)
         )
-    return row_layout, describe_outputs(rows_of(tensors), n, "none", options, tensors.out)
+    return row_layout, describe_outputs(tensors, n, "mxfp4", options)

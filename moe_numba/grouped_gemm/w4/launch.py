@@ -71,7 +71,7 @@ class W4Plan:
         x, weight, indices = tensors.x, tensors.weight, tensors.gather_indices
         row_layout, wanted = check_w4_arguments(tensors, options, n, has_out)
         check_rows(tensors)
-        (_, (*rows, n), _), total_rows = wanted[0], rows_of(tensors).numel()
+        (_, (*rows, n), *_), total_rows = wanted[0], rows_of(tensors).numel()
         self.outputs, self.launch = Outputs(wanted, x.device, aligned=["y"]), None
         if not total_rows or not rows[0]:
             return

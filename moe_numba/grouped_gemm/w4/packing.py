@@ -71,22 +71,22 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, gate_up: str | None =
     """
     if not isinstance(blocks, torch.Tensor):
         return call_with_tensors(pack_mxfp4, "blocks", dict(blocks=blocks, scales=scales, gate_up=gate_up))
-    scales = as_tensor(scales, "scales")
-    for name, tensor in (("blocks", blocks), ("scales", scales)):
-        check_has_memory(name, tensor)
-    if scales.dim() != 3:
-        raise ValueError(f"scales has shape {tuple(scales.shape)}; it must be [groups, n, k / 32]")
-    groups, n, k_blocks = scales.shape
-    shape = (groups, n, k_blocks, 16) if blocks.dim() == 4 else (groups, n, 16 * k_blocks)
-    check_tensor("blocks", blocks, dtype=torch.uint8, shape=shape)
-    check_tensor("scales", scales, dtype=torch.uint8, device=(blocks.device, "blocks"))
-    if n % 32 or not n or not k_blocks or not groups:
-        raise ValueError(f"scales has shape {tuple(scales.shape)}; n must be a multiple of 32, and none may be 0")
-    check_gate_up(gate_up, n)
+    return pack_checked(blocks, scales, gate_up)
+
+
+def pack_checked(blocks, scales, gate_up, names=("blocks", "scales")):
+    """Check the arguments of :func:`pack_mxfp4`, of which the first two have the names of a caller's, and pack."""
+    blocks_name, scales_name = names
+    blocks, scales = as_tensor(blocks, blocks_name), as_tensor(scales, scales_name)
+    sizes = groups, n, k_blocks = check_blocks(blocks_name, blocks)
+    check_scales(scales_name, scales, blocks_name, blocks, sizes)
+    check_gate_up(gate_up, n, blocks_name)
     too_large = (scales > MAX_SCALE) & (scales != NAN_SCALE)
     if bool(too_large.any()):
         value = int(scales[too_large][0])
-        raise ValueError(f"scales has the byte {value}, 2**{value - 127}; it must be at most {MAX_SCALE}, or 255")
+        raise ValueError(
+            f"{scales_name} has the byte {value}, 2**{value - 127}; it must be at most {MAX_SCALE}, or 255"
+        )
     rows, columns = -(-n // TILE), -(-k_blocks // 2)
     packed = torch.empty(groups, rows, columns, TILE_BYTES, dtype=torch.uint8, device=blocks.device)
     for group in range(groups):  # one at a time: the intermediate results take many times the memory
@@ -98,6 +98,29 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, gate_up: str | None =
         packed[group, :, :, :CODE_BYTES] = _pack_codes(codes, rows, columns)
         packed[group, :, :, CODE_BYTES:] = _pack_scales(exponents, rows, columns)
     return packed.unflatten(-1, GATE_UP_TILE) if gate_up else packed
+
+
+def check_blocks(name, blocks):
+    """Check the codes of a weight; return the groups, n, and the blocks of k."""
+    check_has_memory(name, blocks)
+    check_tensor(name, blocks, dtype=torch.uint8)
+    columns = blocks.shape[2:]
+    if not (blocks.dim() == 4 and columns[1] == 16 or blocks.dim() == 3 and columns[0] % 16 == 0):
+        raise ValueError(
+            f"{name} has shape {tuple(blocks.shape)}; it must be [groups, n, k / 32, 16] or [groups, n, k / 2]"
+        )
+    if blocks.shape[1] % 32 or not blocks.numel():
+        raise ValueError(f"{name} has shape {tuple(blocks.shape)}; n must be a multiple of 32, and none may be 0")
+    return *blocks.shape[:2], columns.numel() // 16
+
+
+def check_scales(name, scales, blocks_name, blocks, sizes):
+    """Check the scales of a weight, whose codes have been checked; ``sizes`` is what `check_blocks` returned."""
+    check_has_memory(name, scales)
+    of_columns = f"{blocks_name} has {MX_BLOCK * sizes[2]} columns"
+    because = f"{blocks_name} has {{}} groups", f"{blocks_name} has {{}} rows per group", of_columns
+    wanted = dict(shape=sizes, because=because, device=(blocks.device, blocks_name))
+    check_tensor(name, scales, dtype=torch.uint8, **wanted)
 
 
 def _pack_codes(codes, rows, columns):

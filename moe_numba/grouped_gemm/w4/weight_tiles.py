@@ -7,17 +7,20 @@ codes for each of the 128 threads, so that a thread loads its codes with one ins
 
 import torch
 
+from moe_numba.runtime.validate import check_choice
+
 TILE = 64  # rows and columns of a weight tile
 CODE_BYTES = 2048  # codes of a tile
-GATE_UP = (None, "interleaved", "stacked")
+GATE_UP = "interleaved", "stacked"
 
 
-def check_gate_up(gate_up, n):
-    """Raise if ``gate_up`` is not a name that packing knows, or if ``n`` rows cannot be packed with it."""
-    if gate_up not in GATE_UP:
-        raise ValueError(f"gate_up is {gate_up!r}; it must be None, 'interleaved' or 'stacked'")
-    if gate_up is not None and n % TILE:
-        raise ValueError(f"scales has {n} rows; with gate_up they must be a multiple of {TILE}")
+def check_gate_up(gate_up, n, name):
+    """Raise if ``gate_up`` is not an order that packing knows, or if the ``n`` rows of ``name`` do not have it."""
+    if gate_up is None:
+        return
+    check_choice("gate_up", gate_up, GATE_UP)
+    if n % TILE:
+        raise ValueError(f"{name} has {n} rows; with gate_up they must be a multiple of {TILE}")
 
 
 def order_rows(rows, gate_up):

@@ -7,11 +7,13 @@ from torch import nn
 
 from moe_numba.expert_parallel import Buffer, Config, per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.expert_parallel.rings.checks import check_config
+from moe_numba.expert_parallel.rings.config import TOPK_IDX_POINTERS
 from moe_numba.moe_layer.module import Experts
 from moe_numba.moe_layer.weights import FP8_BLOCK, shape_of
 from moe_numba.runtime.validate import check_int, check_no_grad, check_tensor
 
 _MAX_LOW_LATENCY_TOKENS = 1 << 20
+_ID_TYPES = tuple(TOPK_IDX_POINTERS)
 
 
 class ExpertParallelMoE(nn.Module):
@@ -116,6 +118,7 @@ class ExpertParallelMoE(nn.Module):
         ----------
         x : tensor [tokens, hidden], bfloat16
         topk_weights : tensor [tokens, topk], float32
+            Any strides, as ``topk_ids``; what is not contiguous is copied.
         topk_ids : tensor [tokens, topk], int32 or int64
             Global ids. One outside of 0 to num_experts - 1 adds nothing.
         shared : tensor [tokens, hidden], bfloat16, optional
@@ -136,8 +139,11 @@ class ExpertParallelMoE(nn.Module):
             If a rank does not arrive within the buffer's timeout: from this call if the host waits for counts,
             otherwise from the next one.
         """
-        check_tensor("x", x, shape=("tokens", self._hidden))  # dispatch checks all else
-        check_tensor("topk_ids", topk_ids, shape=("tokens", "topk"))
+        check_tensor("x", x, shape=("tokens", self._hidden), because=("", "the experts' hidden is {}"))
+        check_tensor("topk_ids", topk_ids, dtype=_ID_TYPES, shape=(len(x), "topk"), because=("x has {} rows",))
+        wanted = dict(shape=topk_ids.shape, because=("topk_ids has {} rows", "topk_ids has {} columns"))
+        check_tensor("topk_weights", topk_weights, dtype=torch.float32, **wanted)
+        topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
         if self.shared_experts is not None:
             if shared is not None:
                 raise ValueError("shared is given, but the layer has shared_experts; only one of them is allowed")
@@ -152,7 +158,8 @@ class ExpertParallelMoE(nn.Module):
         name = "shared" if self.shared_experts is None else "shared_experts' result"
         is_bias = not self.low_latency_tokens  # of `Buffer.combine`
         layout = dict(contiguous=is_bias, aligned=is_bias, device=(x.device, "x"))
-        check_tensor(name, shared, dtype=torch.bfloat16, shape=tuple(x.shape), **layout)
+        wanted = dict(shape=tuple(x.shape), because=("x has {} rows", "x has {} columns"))
+        check_tensor(name, shared, dtype=torch.bfloat16, **wanted, **layout)
         check_no_grad(name, shared, "ExpertParallelMoE")
 
     def _start_shared_experts(self, x):

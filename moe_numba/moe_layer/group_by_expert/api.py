@@ -155,14 +155,14 @@ def check_routing(ids, num_experts):
 
 
 def describe_outputs(tokens, topk, num_experts):
-    """Return name, shape and dtype of each output."""
-    shapes = {
-        "seqlens": (num_experts,),
-        "cu_seqlens": (num_experts + 1,),
-        "gather_indices": (tokens * topk,),
-        "inverse_indices": (tokens, topk),
-    }
-    return [(name, shape, torch.int32) for name, shape in shapes.items()]
+    """Return name, shape, dtype and reason of each output."""
+    experts = (f"num_experts is {num_experts}",)
+    return [
+        ("seqlens", (num_experts,), torch.int32, experts),
+        ("cu_seqlens", (num_experts + 1,), torch.int32, experts),
+        ("gather_indices", (tokens * topk,), torch.int32, ("topk_ids has {} elements",)),
+        ("inverse_indices", (tokens, topk), torch.int32, ("topk_ids has {} rows", "topk_ids has {} columns")),
+    ]
 
 
 @register_fake(group_by_expert)

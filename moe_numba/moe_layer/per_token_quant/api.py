@@ -166,7 +166,7 @@ def _plan_activation(activation, x, scale, valid):
 
 
 def _check_tokens(permute, x, scale, indices):
-    """Check the arguments; return name, shape and dtype of the outputs, and topk, 0 without ``inverse_indices``."""
+    """Check the arguments; return a description of the outputs, and topk, 0 without ``inverse_indices``."""
     check_tensor("x", x, dtype=torch.bfloat16, shape=("tokens", "hidden"), contiguous=True)
     check_device(x.device, "x")
     tokens, hidden = x.shape
@@ -174,25 +174,28 @@ def _check_tokens(permute, x, scale, indices):
     check_scale("scale", scale, (x.device, "x"))
     topk = 0
     if indices is not None:
-        place = x.device, "x"
-        shape = tokens, "topk"
-        check_tensor("inverse_indices", indices, dtype=torch.int32, shape=shape, contiguous=True, device=place)
+        wanted = dict(shape=(tokens, "topk"), because=("x has {} rows",), device=(x.device, "x"))
+        check_tensor("inverse_indices", indices, dtype=torch.int32, contiguous=True, **wanted)
         topk = indices.shape[1]
         check_topk("inverse_indices", topk)
     elif permute:
         raise ValueError("permute is True: inverse_indices must be given")
     if tokens > _MAX_ROWS // max(topk, 1):
         raise ValueError(f"x has {tokens} tokens; at most {_MAX_ROWS // max(topk, 1)} are allowed")
-    rows = tokens * topk if topk else tokens
-    return _outputs(rows if permute else tokens, hidden, rows), topk
+    rows, of_x, of_rows = tokens, "x has {} rows", "x has {} rows"
+    if topk:
+        rows, of_rows = tokens * topk, "inverse_indices has {} elements"
+    values = (rows, of_rows) if permute else (tokens, of_x)
+    return _outputs(values, (hidden, "x has {} columns"), (rows, of_rows)), topk
 
 
 def _check_activation_quant(x, scale, valid):
-    """Check the tensors; return name, shape and dtype of the outputs."""
+    """Check the tensors; return a description of the outputs."""
     rows, columns = check_gate_up(x, valid, VECTOR)
     _check_columns("x's columns of a result", columns)
     check_scale("scale", scale, (x.device, "x"))
-    return _outputs(rows, columns, rows)
+    all_rows = rows, "x has {} rows"
+    return _outputs(all_rows, (columns, f"x has {2 * columns} columns"), all_rows)
 
 
 def _check_columns(name, columns):
@@ -209,8 +212,10 @@ def check_scale(name, scale, place):
     check_tensor(name, scale, dtype=torch.float32, device=place)
 
 
-def _outputs(rows, columns, num_scales):
-    return ("values", (rows, columns), FP8), ("scales", (num_scales,), torch.float32)
+def _outputs(*sizes):
+    """Describe the outputs, given rows and columns of values and the number of scales, each with its reason."""
+    (rows, columns, num_scales), (*of_values, of_scales) = zip(*sizes, strict=True)
+    return ("values", (rows, columns), FP8, tuple(of_values)), ("scales", (num_scales,), torch.float32, (of_scales,))
 
 
 @register_fake(per_token_quant_fp8)

@@ -168,8 +168,8 @@ def _check(casts, x, indices):
     check_tensor("x", x, dtype=torch.bfloat16, shape=("tokens", "hidden"), contiguous=True)
     check_device(x.device, "x")
     tokens, hidden = x.shape
-    shape, place = (tokens, "topk"), (x.device, "x")
-    check_tensor("inverse_indices", indices, dtype=torch.int32, shape=shape, contiguous=True, device=place)
+    wanted = dict(shape=(tokens, "topk"), because=("x has {} rows",), device=(x.device, "x"))
+    check_tensor("inverse_indices", indices, dtype=torch.int32, contiguous=True, **wanted)
     topk = indices.shape[1]
     check_topk("inverse_indices", topk)
     vector = CAST_VECTOR if casts else VECTOR
@@ -182,10 +182,11 @@ def _check(casts, x, indices):
 
 
 def _outputs(casts, rows, hidden):
+    because = "inverse_indices has {} elements", f"x has {hidden} columns"
     if not casts:
-        return (("tensor", (rows, hidden), torch.bfloat16),)
+        return (("tensor", (rows, hidden), torch.bfloat16, because),)
     scales = rows, -(-hidden // FP8_SCALE_BLOCK)
-    return ("values", (rows, hidden), torch.float8_e4m3fn), ("scales", scales, torch.float32)
+    return ("values", (rows, hidden), torch.float8_e4m3fn, because), ("scales", scales, torch.float32, because)
 
 
 @register_fake(permute_tokens)

@@ -78,9 +78,9 @@ def silu_and_mul(
         "swigluoai", of gpt-oss, by vLLM's name: ``(up + 1) * gate * sigmoid(alpha * gate)``; the even columns are gate,
         the odd ones up.
     alpha : float, optional
-        Of "swigluoai"; positive.
+        Of "swigluoai"; positive and normal in float32, 1.2e-38 to 1e38.
     limit : float, optional
-        Positive. gate is first clamped to at most ``limit``, and up to the range ``-limit`` to ``limit``, as in
+        As ``alpha``. gate is first clamped to at most ``limit``, and up to the range ``-limit`` to ``limit``, as in
         DeepSeek-V4. None: no limit with "silu", and 7 with "swigluoai". The kernel is compiled for each value.
 
     Returns
@@ -119,8 +119,12 @@ def _make_plan(x, valid, activation):
     num_vectors = rows * columns // VECTOR
     kernel = make_silu_and_mul_kernel(columns, valid is not None, *activation)
     start = launcher(kernel, _SIGNATURE, x.device.index or 0, dependent=True)
-    outputs = Outputs((("tensor", (rows, columns), torch.bfloat16),), x.device, aligned=("tensor",))
+    outputs = Outputs(_describe_output(rows, columns), x.device, aligned=("tensor",))
     return start, -(-num_vectors // THREADS), num_vectors, outputs
+
+
+def _describe_output(rows, columns):
+    return (("tensor", (rows, columns), torch.bfloat16, ("x has {} rows", f"x has {2 * columns} columns")),)
 
 
 def check_gate_up(x, valid, vector):
@@ -142,4 +146,4 @@ def _fake_silu_and_mul(call):
     """Check the arguments of a call and return its output."""
     check_activation(call.activation, call.alpha, call.limit)
     shape = check_gate_up(call.x, call.num_valid_rows, VECTOR)
-    return make_outputs(call.out, (("tensor", shape, torch.bfloat16),), call.x.device)[0]
+    return make_outputs(call.out, _describe_output(*shape), call.x.device)[0]

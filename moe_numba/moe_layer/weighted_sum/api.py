@@ -6,11 +6,13 @@ from moe_numba.moe_layer.weighted_sum.kernel import THREADS, VECTOR, make_weight
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
+from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_int, check_tensor, make_outputs
 
 _SIGNATURE = "uint16*", "int32*", "float32*", "uint16*", "uint16*", "int32", "int64"
 _MAX_TOPK, _MAX_ROWS, _MAX_VECTORS = 64, (1 << 31) - 1, 1 << 31
+_OF_SUMS = "inverse_indices has {} rows", "rows has {} columns"  # reasons for the shape of the sums
 _plans: dict = {}
 
 
@@ -32,7 +34,7 @@ def weighted_sum(
         Row of each assignment, as :func:`moe_numba.group_by_expert` returns it. Contiguous; ``topk`` is 1 to 64. An
         index that is not in 0 to rows - 1, such as -1, adds nothing.
     topk_weights : tensor [tokens, topk], float32
-        Contiguous.
+        Any strides; what is not contiguous is copied first.
     shared : tensor [tokens, hidden], bfloat16, optional
         Added last with weight 1: the output of shared experts. Contiguous, 16-byte aligned.
     out : tensor [tokens, hidden], bfloat16, optional
@@ -62,11 +64,13 @@ def weighted_sum(
     shared = None if shared is None else as_tensor(shared, "shared")
     tensors = rows, indices, weights, shared
     key = tuple(t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    start, ctas, sizes, outputs = _plans.get(key) or remember(_plans, key, _make_plan(*tensors))
+    start, ctas, sizes, outputs, copies = _plans.get(key) or remember(_plans, key, _make_plan(*tensors))
     check_aligned("rows", rows)
     if shared is not None:
         check_aligned("shared", shared)
     (result,) = outputs(out)
+    if copies:
+        weights = contiguous_weights(weights)
     if ctas:
         pointers = rows, indices, weights, rows if shared is None else shared, result
         start(ctas, THREADS, None, *map(address, pointers), *sizes)
@@ -74,13 +78,23 @@ def weighted_sum(
 
 
 def _make_plan(rows, indices, weights, shared):
-    """Check the arguments; return the launcher, the number of CTAs, the kernel's numbers and the :class:`Outputs`."""
+    """Check the arguments; return launcher, CTAs, the kernel's numbers, `Outputs`, and whether weights are copied."""
     tokens, topk, hidden = _check(rows, indices, weights, shared)
     kernel = make_weighted_sum_kernel(hidden, topk, shared is not None)
     start = launcher(kernel, _SIGNATURE, rows.device.index or 0, dependent=True)
     num_vectors = tokens * (hidden // VECTOR)
-    outputs = Outputs((("tensor", (tokens, hidden), torch.bfloat16),), rows.device, aligned=("tensor",))
-    return start, -(-num_vectors // THREADS), (len(rows), num_vectors), outputs
+    outputs = Outputs(_describe_output(tokens, hidden), rows.device, aligned=("tensor",))
+    return start, -(-num_vectors // THREADS), (len(rows), num_vectors), outputs, not weights.is_contiguous()
+
+
+def contiguous_weights(topk_weights):
+    """Return a contiguous copy of routing weights."""
+    refuse_recording(f"topk_weights has strides {topk_weights.stride()}; for a prepared call it must be contiguous")
+    return topk_weights.contiguous()
+
+
+def _describe_output(tokens, hidden):
+    return (("tensor", (tokens, hidden), torch.bfloat16, _OF_SUMS),)
 
 
 def check_topk(name, topk):
@@ -97,8 +111,8 @@ def _check(rows, indices, weights, shared):
     check_tensor("inverse_indices", indices, dtype=torch.int32, shape=shape, contiguous=True, device=place)
     (num_rows, hidden), (tokens, topk) = rows.shape, indices.shape
     check_topk("inverse_indices", topk)
-    shape = tokens, topk
-    check_tensor("topk_weights", weights, dtype=torch.float32, shape=shape, contiguous=True, device=place)
+    wanted = dict(shape=(tokens, topk), because=("inverse_indices has {} rows", "inverse_indices has {} columns"))
+    check_tensor("topk_weights", weights, dtype=torch.float32, device=place, **wanted)
     if not hidden or hidden % VECTOR:
         raise ValueError(f"rows's hidden is {hidden}; it must be a multiple of {VECTOR}")
     if num_rows > _MAX_ROWS:
@@ -107,8 +121,8 @@ def _check(rows, indices, weights, shared):
         most = (_MAX_VECTORS - 1) // (hidden // VECTOR)
         raise ValueError(f"inverse_indices has {tokens} tokens; at most {most} are allowed")
     if shared is not None:
-        shape = tokens, hidden
-        check_tensor("shared", shared, dtype=torch.bfloat16, shape=shape, contiguous=True, device=place)
+        wanted = dict(shape=(tokens, hidden), because=_OF_SUMS)
+        check_tensor("shared", shared, dtype=torch.bfloat16, contiguous=True, device=place, **wanted)
     return tokens, topk, hidden
 
 
@@ -116,4 +130,4 @@ def _check(rows, indices, weights, shared):
 def _fake_weighted_sum(call):
     """Check the arguments of a call and return its output."""
     tokens, _, hidden = _check(call.rows, call.inverse_indices, call.topk_weights, call.shared)
-    return make_outputs(call.out, (("tensor", (tokens, hidden), torch.bfloat16),), call.rows.device)[0]
+    return make_outputs(call.out, _describe_output(tokens, hidden), call.rows.device)[0]
