@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from moe_numba.moe_layer.fused_moe import fused_moe
     from moe_numba.moe_layer.group_by_expert.api import group_by_expert
     from moe_numba.moe_layer.silu_and_mul.api import silu_and_mul
+    from moe_numba.moe_layer.warm_up import warm_up
     from moe_numba.moe_layer.weighted_sum.api import weighted_sum
     from moe_numba.runtime.prepare import prepare
     from moe_numba.runtime.validate import UnsupportedDeviceError
@@ -88,6 +89,7 @@ _HOME = {
     "fused_moe": "moe_layer",
     "ExpertsWorkspace": "moe_layer",
     "prepare": "runtime.prepare",
+    "warm_up": "moe_layer.warm_up",
     "UnsupportedDeviceError": "runtime.validate",
 }
 
@@ -127,6 +129,7 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_quant_fp8",
     "simulator",
+    "warm_up",
     "weighted_sum",
 ]
 

@@ -1,12 +1,5 @@
-"""Compilation of all kernels of some MoE layers by several processes, before the layers are used.
+"""Compilation of all kernels of some MoE layers, described by their sizes, before the layers are used."""
 
-Each process calls the layers in compile-only mode, which reports the kernels, and compiles its share into the cache of
-machine code.
-"""
-
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,9 +8,9 @@ import torch
 import moe_numba
 from moe_numba.moe_layer.weights import packed_shape
 from moe_numba.quantise import FP8_SCALE_BLOCK
-from moe_numba.runtime import cubin_cache, device
+from moe_numba.runtime import cubin_cache
+from moe_numba.runtime.compile_calls import compile_calls
 
-MAX_PROCESSES = 16
 _DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "mxfp4": torch.uint8}
 
 
@@ -57,35 +50,20 @@ def compile_layers(layers, ids_dtype=torch.int32, also=()):
     ids_dtype : torch.dtype
         Of ``topk_ids``.
     also : iterable of callables
-        Functions without arguments that can be pickled and call other functions of the package, on CPU tensors.
+        Further calls, as for `compile_calls`.
     """
-    if cubin_cache.folder() is None:
-        return
-    processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
-    gpu = device.gpu_of(torch.cuda.current_device())
-    # A process that was forked could not use the GPU's context, nor a lock that a thread of its parent held.
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        share = partial(compile_share, gpu, tuple(layers), processes, ids_dtype=ids_dtype, also=tuple(also))
-        list(pool.map(share, range(processes)))
+    if cubin_cache.folder() is not None:
+        for _ in compile_calls([*calls_of(layers, ids_dtype), *also]):
+            pass
 
 
-def compile_share(gpu, layers, processes, number, ids_dtype=torch.int32, also=()):
-    """Compile one process's share of the kernels; return how many. The process is compile-only from then on."""
-    launches = []
-    device.compile_only(gpu, lambda *launch: launches.append(launch))
-    for layer in layers:
-        for tokens in layer.token_counts:
-            moe_numba.fused_experts(**empty_arguments(layer, tokens, ids_dtype))
-    for call in also:
-        call()
-    definitions = dict.fromkeys(
-        (kernel, signature, options["launch_bounds"]) for kernel, signature, options in launches
-    )
-    # Grouped GEMMs take longest to compile: neighbours in this order go to different processes.
-    ordered = sorted(definitions, key=lambda definition: definition[0].py_func.__name__)
-    for kernel, signature, bounds in ordered[number::processes]:
-        cubin_cache.machine_code(kernel, signature, arch=gpu.arch, link_arch=gpu.hardware_arch, launch_bounds=bounds)
-    return len(ordered[number::processes])
+def calls_of(layers, ids_dtype=torch.int32):
+    """Return a call of ``fused_experts`` for each size of some layers."""
+    return [partial(_call, layer, tokens, ids_dtype) for layer in layers for tokens in layer.token_counts]
+
+
+def _call(layer, tokens, ids_dtype):
+    moe_numba.fused_experts(**empty_arguments(layer, tokens, ids_dtype))
 
 
 def empty_arguments(layer, tokens, ids_dtype=torch.int32):

@@ -1,9 +1,6 @@
 """Benchmark topic moe_layer: checks before timing, rows, figure and table."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,24 +155,6 @@ def test_output_that_a_peer_does_not_write_again_is_seen(monkeypatch, device, ca
     keep = lambda out: kept[-1] if kept and kept[-1].shape == out.shape else kept.append(out) or out
     _, found = steps_of(make_peer(keep, ("block",)), LAYERS[:1], monkeypatch, device)
     assert not found and "was not written, or is NaN" in capsys.readouterr().err
-
-
-COMPILE = """
-from moe_numba.moe_layer.compile_layers import compile_share
-from moe_numba.moe_layer.compile_layers import Layer
-from moe_numba.runtime.device import H200
-
-layers = Layer("one", 8, 128, 128, "bf16", (1,), topk=2), Layer("other", 8, 128, 64, "bf16", (1,), topk=2)
-print(compile_share(H200, layers, 3, 1))
-"""
-
-
-def test_a_process_compiles_its_share(tmp_path):
-    """Four kernels, of which the second of three processes compiles the second."""
-    env = os.environ | {"MOE_NUMBA_SIMULATE": "0", "MOE_NUMBA_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
-    assert done.stdout == "1\n", done.stderr
-    assert len(list(tmp_path.glob("*.cubin"))) == 1
 
 
 def test_arguments_of_all_layers_are_accepted():
