@@ -19,7 +19,7 @@ def is_fake_mode():
 
 
 def check_kind(name, tensor):
-    """Raise for a tensor that is sparse, nested, masked or a negated view, and for one of zeros that has no memory."""
+    """Raise for a tensor that is sparse, nested, masked or a negated view, and for one whose storage has no memory."""
     if tensor.is_nested or isinstance(tensor, torch.masked.MaskedTensor) or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else "masked" if tensor.layout is torch.strided else str(tensor.layout)
         raise ValueError(f"{name} is a {kind.removeprefix('torch.').lstrip('_')} tensor; it must be a strided tensor")
@@ -27,6 +27,8 @@ def check_kind(name, tensor):
         raise ValueError(f"{name} is a negated view, whose memory has the opposite sign; use {name}.resolve_neg()")
     if tensor._is_zerotensor():
         raise ValueError(f"{name} is a tensor of zeros without memory; use {name}.clone()")
+    if type(tensor) in PLAIN_TYPES and not tensor.is_meta and tensor.numel() and not tensor.data_ptr():
+        raise ValueError(f"{name} has no memory: its storage has {tensor.untyped_storage().nbytes()} bytes")
 
 
 def check_has_memory(name, tensor):

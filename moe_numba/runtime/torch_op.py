@@ -82,7 +82,7 @@ def needs_dispatch(x, *others) -> bool:
     True if ``x`` is an array of another library, or if the call must go through PyTorch's dispatcher: under
     torch.compile, torch.export, FakeTensorMode and any other TorchDispatchMode; inside transforms of torch.func; if
     ``x`` is a meta tensor or of a subclass; if a tensor requires grad, which an op without backward refuses; and for a
-    negated view, which :func:`call_op` refuses.
+    negated view and a tensor without memory, which :func:`call_op` refuses.
 
     Parameters
     ----------
@@ -94,14 +94,17 @@ def needs_dispatch(x, *others) -> bool:
     if _is_dynamo_compiling():  # Dynamo replaces the call by True and does not trace the rest
         return True
     if type(x) in PLAIN_TYPES and not _num_dispatch_modes() and _functorch_interpreter() is None and not x.is_meta:
-        needs_grad, is_negated = x.requires_grad, x.is_neg()
-        for tensor in others:
-            if tensor is not None and type(tensor) in PLAIN_TYPES:
-                if tensor.requires_grad:
-                    needs_grad = True
-                if tensor.is_neg():
-                    is_negated = True
-        if not is_negated and not (needs_grad and _is_grad_enabled()):
+        try:
+            needs_grad, is_odd = x.requires_grad, x.is_neg() or (not x.data_ptr() and x.numel())
+            for tensor in others:
+                if tensor is not None and type(tensor) in PLAIN_TYPES:
+                    if tensor.requires_grad:
+                        needs_grad = True
+                    if tensor.is_neg() or (not tensor.data_ptr() and tensor.numel()):
+                        is_odd = True
+        except RuntimeError:  # of a sparse tensor
+            is_odd = True
+        if not is_odd and not (needs_grad and _is_grad_enabled()):
             return False
     return not _state.in_op
 

@@ -166,10 +166,11 @@ def experts_of(name="Qwen3Moe", device="cpu", **options):
 
 
 @pytest.mark.parametrize("which", ["hidden_states", "top_k_weights", "gate_up_proj", "down_proj_bias"])
-def test_experts_that_would_lose_a_gradient_are_refused(which):
-    experts = experts_of("GptOss")
+def test_experts_that_would_lose_a_gradient_are_refused(which, device):
+    experts = experts_of("GptOss", device)
     given = dict(hidden_states=torch.zeros(1, 64).bfloat16(), top_k_weights=torch.ones(1, 2))
-    given["top_k_index"] = torch.zeros(1, 2, dtype=torch.long)
+    given = {name: tensor.to(device) for name, tensor in given.items()}
+    given["top_k_index"] = torch.zeros(1, 2, dtype=torch.long, device=device)
     (given[which] if which in given else getattr(experts, which)).requires_grad_()
     with pytest.raises(
         ValueError, match=f"{which} of GptOssExperts requires grad; moe_numba has no backward: use torch.no"
