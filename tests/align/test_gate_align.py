@@ -168,8 +168,8 @@ def test_one_launch(device, monkeypatch):
         (dict(ignore_invalid_experts=0.0), TypeError, "ignore_invalid_experts is 0.0; it must be True or False"),
         (dict(expert_map=torch.zeros(3, dtype=torch.int32)), ValueError, "expert_map"),
         (dict(num_token_non_padded=-1), ValueError, "num_token_non_padded"),
-        (dict(out=[torch.zeros(1)] * 5), ValueError, "out's topk_weights"),
-        (dict(out=[torch.zeros(1)] * 4), ValueError, "out is 4 of them; it must be a tuple of 5 tensors"),
+        (dict(out=[torch.zeros(1) for _ in range(5)]), ValueError, "out's topk_weights"),
+        (dict(out=[torch.zeros(1) for _ in range(4)]), ValueError, "out is 4 of them; it must be a tuple of 5 tensors"),
     ],
 )
 def test_invalid_arguments(change, error, message, device):

@@ -119,7 +119,7 @@ OUTPUTS = [torch.zeros(2).int(), torch.zeros(8).int(), torch.zeros(3, 2).bool()]
         (dict(num_ranks=16), ValueError, "num_ranks is 16"),
         (dict(num_ranks=None), TypeError, "num_ranks is None"),
         (dict(out=OUTPUTS[:2]), ValueError, "out is 2 of them; it must be a tuple of 3"),
-        (dict(out=[OUTPUTS[1], *OUTPUTS[1:]]), ValueError, "out's num_tokens_per_rank"),
+        (dict(out=[OUTPUTS[1].clone(), *OUTPUTS[1:]]), ValueError, "out's num_tokens_per_rank"),
         (dict(out=[OUTPUTS[0], OUTPUTS[1].long(), OUTPUTS[2]]), ValueError, "out's num_tokens_per_expert"),
         (dict(out=[*OUTPUTS[:2], torch.zeros(2, 3).bool().T]), ValueError, "out's is_token_in_rank"),
     ],

@@ -157,7 +157,7 @@ def test_checker_rejects_a_weaker_hash(device, monkeypatch):
         (dict(policy=None), TypeError, "policy is None; it must be one of all"),
         (dict(policy="some"), ValueError, "policy is 'some'; it must be one of all, round_robin, random"),
         (dict(seed=-1), ValueError, "seed is -1"),
-        (dict(out=[torch.zeros(3, 4)] * 2), ValueError, "out's weights"),
+        (dict(out=[torch.zeros(3, 4), torch.zeros(3, 4)]), ValueError, "out's weights"),
         (dict(out=[]), ValueError, "out is 0 of them"),
     ],
 )

@@ -160,7 +160,7 @@ def test_prepared_call(device):
         (dict(num_experts=8.0), TypeError, "num_experts is 8.0; it must be an int"),
         (dict(num_experts=True), TypeError, "num_experts is True"),
         (dict(out=()), ValueError, "out is 0 of them; it must be a tuple of 4 tensors"),
-        (dict(out=[torch.zeros(8)] * 4), ValueError, "out's seqlens is torch.float32"),
+        (dict(out=[torch.zeros(8) for _ in range(4)]), ValueError, "out's seqlens is torch.float32"),
     ],
 )
 def test_invalid_arguments(change, error, message, device):
