@@ -24,7 +24,9 @@ from typing import Any, ParamSpec, TypeVar, get_args
 import torch
 from torch.autograd import forward_ad
 
+from moe_numba import simulator
 from moe_numba.runtime.dlpack import PLAIN_TYPES, call_with_tensors, check_kind
+from moe_numba.runtime.outputs import remember
 from moe_numba.runtime.overlap import overlaps
 
 P = ParamSpec("P")
@@ -40,6 +42,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 # Of each function: the parameters that are tensors or None, those that `out` may be, those that must be tensors, and
 # those that may be an int or a tensor.
 _functions: dict[str, Callable] = {}
+_apart: dict[tuple, bool] = {}  # (function, addresses of the first input and of the outputs) that do not overlap
 _tensors: dict[str, tuple[str, ...]] = {}
 _in_place: dict[str, tuple[str, ...]] = {}
 _required_tensors: dict[str, tuple[str, ...]] = {}
@@ -95,18 +98,27 @@ def needs_dispatch(x, *others) -> bool:
         return True
     if type(x) in PLAIN_TYPES and not _num_dispatch_modes() and _functorch_interpreter() is None and not x.is_meta:
         try:
-            needs_grad, is_odd = x.requires_grad, x.is_neg() or (not x.data_ptr() and x.numel())
-            for tensor in others:
-                if tensor is not None and type(tensor) in PLAIN_TYPES:
-                    if tensor.requires_grad:
-                        needs_grad = True
-                    if tensor.is_neg() or (not tensor.data_ptr() and tensor.numel()):
-                        is_odd = True
-        except RuntimeError:  # of a sparse tensor
-            is_odd = True
-        if not is_odd and not (needs_grad and _is_grad_enabled()):
+            for tensor in (x, *others):
+                if tensor is not None and (tensor.requires_grad or tensor.is_neg() or not tensor.data_ptr()):
+                    break
+            else:
+                return False
+        except (AttributeError, RuntimeError):  # an array of another library; a sparse tensor, without an address
+            pass
+        if not any(map(_is_special, (x, *others))):
             return False
     return not _state.in_op
+
+
+def _is_special(tensor):
+    """Whether a tensor needs a gradient that is recorded, is a negated view, or has no memory."""
+    if type(tensor) not in PLAIN_TYPES:
+        return False
+    try:
+        has_no_memory = not tensor.data_ptr() and tensor.numel()
+    except RuntimeError:
+        return True
+    return has_no_memory or tensor.is_neg() or (tensor.requires_grad and _is_grad_enabled())
 
 
 def call_op(name: str, arguments: dict[str, Any]) -> Any:
@@ -141,7 +153,16 @@ def check_kinds(arguments: dict[str, Any]) -> None:
 
 
 def check_overlap(name: str, out: Any, tensors: tuple) -> None:
-    """Raise if an output of a call overlaps another one or one of ``tensors``, those of `_tensors` of the function."""
+    """Raise if an output of a call overlaps another one or one of ``tensors``, those of `_tensors` of the function.
+
+    On a GPU, where a call takes microseconds, outputs are checked with the same first input only once.
+    """
+    try:
+        key = name, tensors[0].data_ptr(), *[o.data_ptr() for o in (out if type(out) is tuple else (out,))]
+        if key in _apart:
+            return
+    except AttributeError:  # of an array of another library
+        key = None
     outs = out if isinstance(out, (tuple, list)) else (out,)
     if any(type(o) in PLAIN_TYPES and o.is_neg() for o in outs):
         check_kinds({"out": out})
@@ -151,6 +172,8 @@ def check_overlap(name: str, out: Any, tensors: tuple) -> None:
         other = names[j - len(tensors)] if j >= len(tensors) else _tensors[name][j]
         whole = f"; it may only be {' or '.join(_in_place[name])} as a whole" if other in _in_place[name] else ""
         raise ValueError(f"{names[i]} overlaps {other} in memory{whole}: pass other memory, or no out")
+    if key and not simulator.ENABLED:
+        remember(_apart, key, True)
 
 
 def torch_op(*, in_place: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
