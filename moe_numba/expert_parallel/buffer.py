@@ -117,8 +117,9 @@ class Buffer:
         comm: Any = None,
         timeout: float = 100.0,
     ):
-        if comm is not None or group is None:
-            raise ValueError("group is None or comm is given; pass a torch.distributed process group or a transport")
+        checks.check_group(group)
+        if comm is not None:
+            raise ValueError("comm is given; it must be None: an MPI communicator cannot replace the group")
         low_latency_mode = check_flag("low_latency_mode", low_latency_mode)
         enable_shrink = check_flag("enable_shrink", enable_shrink)
         if enable_shrink and not low_latency_mode:
@@ -129,13 +130,14 @@ class Buffer:
         if num_nvl_bytes < (not low_latency_mode) or num_nvl_bytes % _ALIGNMENT:
             raise ValueError(f"num_nvl_bytes is {num_nvl_bytes}; it must be a positive multiple of {_ALIGNMENT}")
         checks.check_timeout(timeout)
-        self.transport = group if hasattr(group, "allocate") else transport.SymmetricMemory(group)
+        self.transport = group if isinstance(group, transport.Transport) else transport.SymmetricMemory(group)
         self.group, self.rank, self.group_size = group, self.transport.rank, self.transport.num_ranks
         if not 1 <= self.group_size <= MAX_RANKS:
             raise ValueError(f"the group has {self.group_size} ranks; 1 to {MAX_RANKS} are allowed")
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
+        transport.check_same_on_all_ranks(self.transport, "Buffer", num_nvl_bytes=num_nvl_bytes)
         # Half of the memory is for the rings of dispatch, and both halves start at multiples of _ALIGNMENT.
         num_bytes = -(-num_nvl_bytes // (2 * _ALIGNMENT)) * 2 * _ALIGNMENT
         self._runtime = RankState(self.transport, num_bytes, timeout, self._uses_tma)

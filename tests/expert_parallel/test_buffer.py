@@ -462,7 +462,13 @@ def test_buffers_of_different_sizes_are_refused():
     """Rows would be written beyond the end of the smaller one."""
 
     def work(transport):
-        refused(ValueError, "num_nvl_bytes is 256, 512 on the ranks", Buffer, transport, 256 * (1 + transport.rank))
+        refused(
+            ValueError,
+            "num_nvl_bytes is 256 on rank 0 and 512 on rank 1",
+            Buffer,
+            transport,
+            256 * (1 + transport.rank),
+        )
 
     LocalGroup(2).run(work)
 

@@ -802,8 +802,39 @@ def test_refused_plans():
 
 def test_arguments_that_differ_between_ranks():
     def work(buffer, rank):
-        message = "the shape of a low-latency exchange is .* on the ranks"
-        refused(ValueError, message, buffer.low_latency, 2 + rank, HIDDEN, 4, 2)
+        (x, ids, weights), fp8 = (inputs[0] for inputs in make_round([1, 1], 0)[:3]), rank == 1
+        x, ids, weights = on_device(buffer, [x, ids, weights])
+        handle, number = buffer.low_latency_dispatch(x, ids, 1, 4, use_fp8=False)[2], "num_max_dispatch_tokens_per_rank"
+        for sentence, call in (
+            (
+                f"low_latency: {number} is 2 on rank 0 and 3 on rank 1, num_experts is 4 on rank 0 and 8 on rank 1, "
+                "protocol is lamport on rank 0 and flags on rank 1, use_fp8_combine is False on rank 0 and True on "
+                "rank 1; they must be the same on all ranks",
+                lambda: buffer.low_latency(
+                    2 + rank, 128, 4 + 4 * rank, 2, protocol=PROTOCOLS[rank], use_fp8_combine=fp8
+                ),
+            ),
+            (
+                f"low_latency_dispatch: {number} is 2 on rank 0 and 4 on rank 1; it must be the same",
+                lambda: buffer.low_latency_dispatch(x, ids, 2 + 2 * rank, 4, use_fp8=False),
+            ),
+            (
+                "hidden is 8 on rank 0 and 128 on rank 1, .*columns of topk_idx.* is 2 on rank 0 and 1 on rank 1, "
+                "use_fp8 is False on rank 0 and True on rank 1; they",
+                lambda: buffer.low_latency_dispatch(
+                    x.new_zeros(1, (8, 128)[rank]), ids[:, rank:].contiguous(), 2, 4, use_fp8=fp8
+                ),
+            ),
+            (
+                "the call is low_latency_dispatch on rank 0 and low_latency_combine on rank 1; all ranks must make the",
+                lambda: (
+                    buffer.low_latency_combine(x.new_zeros(2, 2, HIDDEN), ids, weights, handle)
+                    if rank
+                    else buffer.low_latency_dispatch(x, ids, 2, 4, use_fp8=False)
+                ),
+            ),
+        ):
+            refused(ValueError, sentence, call)
 
     run(2, work)
 

@@ -5,7 +5,9 @@
 
 import torch
 
+from moe_numba import simulator
 from moe_numba.expert_parallel.low_latency import checks
+from moe_numba.expert_parallel.low_latency.config import formats_of, sizes_of
 from moe_numba.expert_parallel.low_latency.exchange import (
     LowLatencyCombine,
     LowLatencyDispatch,
@@ -16,6 +18,8 @@ from moe_numba.expert_parallel.low_latency.layout import LowLatencyShape
 from moe_numba.expert_parallel.low_latency.rank_mask import RankMask
 from moe_numba.expert_parallel.ranks.rank_state import RankState
 from moe_numba.expert_parallel.ranks.stream_order import StreamOrder
+from moe_numba.expert_parallel.ranks.transport import check_same_on_all_ranks
+from moe_numba.runtime.recording import current_recording
 
 
 class LowLatency:
@@ -48,6 +52,12 @@ class LowLatency:
     ):
         self._runtime, self._streams, self._rank_mask, self.shape = runtime, streams, rank_mask, shape
         self._status = rank_mask.status.numpy().data
+        options = dict(
+            expert_major=shape.expert_major,
+            protocol=checks.PROTOCOLS[not shape.data_is_flag],
+            use_fp8_combine=shape.combines_fp8,
+        )
+        check_same_on_all_ranks(runtime.transport, "low_latency", **sizes_of(shape), **formats_of(shape), **options)
         self._dispatch = LowLatencyDispatch(runtime, rank_mask, shape, topk_idx_dtype, num_sms)
         self._combine = LowLatencyCombine(runtime, rank_mask, shape, topk_idx_dtype, num_sms)
         load_kernels(self._dispatch, self._combine)

@@ -5,15 +5,27 @@ that has failed.
 """
 
 import torch
+import torch.distributed as dist
 
+from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.common.buffer_layout import MAX_CHANNELS, MAX_ROWS, MAX_TOPK
 from moe_numba.expert_parallel.ranks.events import EventHandle, EventOverlap
+from moe_numba.expert_parallel.ranks.transport import Transport
 from moe_numba.expert_parallel.rings.config import TOPK_IDX_POINTERS, Config
 from moe_numba.expert_parallel.rings.output_buffer import SymmetricOutput
 from moe_numba.runtime.validate import check_aligned, check_has_memory, check_int, check_no_grad, check_tensor
 
 _FP8, _SCALE_TYPES = torch.float8_e4m3fn, (torch.float32, torch.int32)
 _BOOL, _INT32, _FLOAT32, _TOPK_IDX = (torch.bool,), (torch.int32,), (torch.float32,), tuple(TOPK_IDX_POINTERS)
+
+
+def check_group(group):
+    """Raise for what is neither a process group nor a transport."""
+    if isinstance(group, Transport) or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    if group is None:
+        raise ValueError("group is None; it must be a ProcessGroup or a transport")
+    raise TypeError(f"group is {type(group).__name__}; it must be a ProcessGroup or a transport")
 
 
 def check_timeout(seconds):
