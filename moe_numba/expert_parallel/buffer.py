@@ -57,7 +57,9 @@ class Buffer:
     comm
         Must be None: an MPI communicator cannot replace the group.
     timeout : float
-        Seconds after which a wait for another rank ends in an error, on the GPU and on the host; more than 0.
+        Seconds after which a wait for another rank ends in an error, on the GPU and on the host; more than 0. In the
+        simulator a second is a million steps of the scheduler, each of which runs one warp: a kernel of many warps
+        needs many. If all threads poll in vain, its clock is set forward, so that a wait for a missing rank ends soon.
 
     Raises
     ------

@@ -517,6 +517,41 @@ def test_a_timeout_is_an_error_without_enable_shrink(protocol):
     run(2, work, timeout=SHORT_TIMEOUT)
 
 
+@pytest.mark.skipif(not simulator.ENABLED, reason="a GPU would wait for 100 seconds")
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+def test_a_missing_rank_with_the_default_timeout(operation):
+    def work(buffer, rank):
+        plan = buffer.low_latency(TOKENS, HIDDEN, 4, 2, num_sms=SMS)
+        x, ids, weights = (part[rank] for part in make_round([TOKENS, TOKENS], 0))
+        for last in (False, True):
+            if rank == 1 and last and operation == "dispatch":
+                return
+            y = plan.dispatch(x, ids).x
+            if rank == 1 and last:
+                return synchronize(buffer)
+            plan.combine(y, ids, weights)
+        buffer.check(synchronize=True)
+
+    late = r"the function of rank 1 has ended|rank 1 is now in destroy"
+    wanted = rf"rank 0 waited for .* rank 1.*, longer than 100 s \(1e\+08 of the simulator's steps\); ({late})"
+    refused(TimeoutError, f"low_latency_{operation}: {wanted}", run, 2, work)
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="depends on the simulator's clock")
+def test_a_timeout_that_is_too_short_for_the_kernel():
+    """Each step of the simulator runs one warp: so many that the timeout expires before all have run."""
+
+    def work(buffer, rank):
+        plan = buffer.low_latency(TOKENS, HIDDEN, 2, 2, num_sms=SMS)
+        plan.dispatch(*(part[0] for part in make_round([TOKENS], 0, topk=2)[:2]))
+        sentence = (
+            r"from rank 0, longer than 2e-06 s \(2 of the simulator's steps\); no rank is late, the timeout is too"
+        )
+        refused(TimeoutError, sentence, buffer.check, synchronize=True)
+
+    run(1, work, timeout=2e-6)
+
+
 @pytest.mark.skipif(
     not simulator.ENABLED and torch.cuda.device_count() < 2, reason="ranks that share a GPU launch together"
 )

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_numba import simulator
+from moe_numba.expert_parallel.common.timeout import format_seconds
 from moe_numba.expert_parallel.low_latency import checks
 from moe_numba.expert_parallel.low_latency import combine as low_latency_combine
 from moe_numba.expert_parallel.low_latency import dispatch as low_latency_dispatch
@@ -104,8 +105,8 @@ class _Exchange:
         missing = self.transport.missing_at(name)
         if mask.raises:
             raise TimeoutError(
-                f"rank {self.rank} waited longer than {self.timeout:g} s for ranks {missing} to clear the buffer of "
-                "low-latency calls"
+                f"rank {self.rank} waited longer than {format_seconds(self.timeout)} for ranks {missing} to clear the "
+                f"buffer of low-latency calls{self.transport.describe(*missing)}"
             )
         mask.mask[missing] = 1
 

@@ -19,6 +19,7 @@ from moe_numba.expert_parallel.common.timeout import (
     CALL_MISMATCH,
     MESSAGES,
     STATUS_WORDS,
+    format_seconds,
 )
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
 from moe_numba.expert_parallel.ranks.events import is_capturing
@@ -120,7 +121,8 @@ class RankState:
         if code in ARGUMENT_ERRORS:
             raise ValueError(f"{message}. Rank {rank} has aborted; this buffer can no longer be used")
         raise TimeoutError(
-            f"{message}. Rank {rank} has aborted after {self.timeout:g} s; this buffer can no longer be used"
+            f"{message}{self.transport.describe(peer)}. Rank {rank} has aborted after {format_seconds(self.timeout)}; "
+            "this buffer can no longer be used"
         )
 
     def check_can_wait(self):

@@ -103,6 +103,10 @@ class Transport:
         """
         raise NotImplementedError
 
+    def describe(self, *ranks: int) -> str:
+        """Return what is known of the functions of late ranks, as the end of an error message; often nothing."""
+        return ""
+
     def _name_allocation(self):
         """Return a name for the next shared memory, the same on all ranks, which allocate in the same order."""
         self._num_allocations += 1
