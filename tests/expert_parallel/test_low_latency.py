@@ -693,6 +693,33 @@ def test_a_combine_before_rows_are_received_is_refused():
     run(2, work)
 
 
+@pytest.mark.skipif(not simulator.ENABLED, reason="only the simulator compares the experts, which a GPU has")
+def test_a_combine_with_other_experts_than_its_dispatch_is_refused():
+    """All ids that are no expert are alike. A prepared dispatch may have sent others meanwhile."""
+    inputs = make_round([TOKENS, TOKENS], 0)
+
+    def work(buffer, rank):
+        x, ids, weights = (part[rank].clone() for part in inputs)
+        plan = buffer.low_latency(TOKENS, HIDDEN, 4, 2, num_sms=SMS)
+        y = plan.dispatch(x, ids).x
+        recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, TOKENS, 4, use_fp8=False)
+        other = ids.clone()
+        other[1, 0] = (ids[1, 0] + 1) % 4
+        same = ids.where(ids >= 0, 77)
+        for combine, rows, last in ((plan.combine, y, ()), (buffer.low_latency_combine, recv_x, (handle,))):
+            sentence = r"topk_idx is \[.*\] for token 1; dispatch has sent it to \[.*\], and both must be the same"
+            refused(ValueError, sentence, combine, rows, other, weights, *last)
+            sentence = f"topk_idx has 1 tokens; dispatch has sent {TOKENS}, and both"
+            refused(ValueError, sentence, combine, rows, ids[:1], weights[:1], *last)
+            combine(rows, same, weights, *last)
+        again = prepare(plan.dispatch, x, ids)
+        ids.copy_(other)
+        again()
+        plan.combine(y, ids, weights)
+
+    run(2, work)
+
+
 # Arguments
 
 NO_HOOK = "return_recv_hook is True; it must be False in a prepared call"

@@ -194,14 +194,36 @@ def check_layout(per_rank, per_expert, is_in_rank, tokens, ranks, device):
     return experts // ranks
 
 
+def check_layout_of(topk_idx, per_rank, per_expert, is_in_rank):
+    """Raise for a layout that is not that of ``topk_idx``. It reads the tensors, so only the simulator calls it."""
+    right = reference.dispatch_layout(topk_idx, per_rank.numel(), per_expert.numel())
+    for name, what, given, wanted in (
+        ("is_token_in_rank", "token", is_in_rank, right[2]),
+        ("num_tokens_per_expert", "expert", per_expert, right[1]),
+        ("num_tokens_per_rank", "rank", per_rank, right[0]),
+    ):
+        if not torch.equal(given, wanted):
+            first = int((given != wanted).view(len(given), -1).any(1).nonzero()[0])
+            raise ValueError(
+                f"{name} is {given[first].tolist()} for {what} {first}; by topk_idx it is {wanted[first].tolist()}: "
+                "num_tokens_per_rank, num_tokens_per_expert and is_token_in_rank must be the layout of topk_idx, from "
+                "get_dispatch_layout"
+            )
+
+
 def check_handle(handle, ranks, device, tokens=None):
     """Check the handle of a dispatch of ``tokens`` tokens, if their number is known; return tokens, channels, rows."""
     try:
         rank_prefix, channel_prefix, recv_channel_prefix, src_idx, is_in_rank, send_head = handle
-        channels, rows = _num_columns(channel_prefix), src_idx.numel()
-        tokens = send_head.numel() // ranks if tokens is None else tokens
+        channels, rows, sent = _num_columns(channel_prefix), src_idx.numel(), send_head.numel() // ranks
     except (TypeError, ValueError, AttributeError):
         raise TypeError("handle must be the tuple of 6 tensors that dispatch returned") from None
+    if tokens is not None and tokens != sent:
+        raise ValueError(
+            f"x has {tokens} tokens; handle is from a dispatch of {sent}: its is_token_in_rank has shape "
+            f"{(sent, ranks)}"
+        )
+    tokens = sent
     if not 1 <= channels <= MAX_CHANNELS:
         raise ValueError(f"handle's channel_prefix_matrix has {channels} channels; 1 to {MAX_CHANNELS} are allowed")
     per_channel, per_token = (ranks, channels), (tokens, ranks)
