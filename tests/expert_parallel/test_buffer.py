@@ -206,6 +206,25 @@ def test_events(uses_tma):
     run(2, work)
 
 
+def test_ranks_may_synchronise_differently_often():
+    """A rank is not late because it waits for its own work, or for the host of another, more often than the others."""
+    inputs = make_inputs([4, 4, 4])
+    right = reference_dispatch(inputs)
+
+    def work(buffer, rank):
+        for _ in range(3 * rank):
+            buffer.get_dispatch_layout(to_device(buffer.transport.device, inputs.topk_idx[rank]), inputs.experts)
+        given = send(buffer, rank, inputs)
+        check_received(given, right[rank], rank, 2)
+        for _ in range(2 - rank):
+            buffer.check(synchronize=True)
+        buffer.combine(given[0], given[4], config=SMALL, async_finish=rank == 0)
+        buffer.transport.gather(None)
+        buffer.check(synchronize=True)
+
+    run(3, work)
+
+
 # Errors are reported
 
 

@@ -17,6 +17,7 @@ from moe_numba.runtime.recording import wrap_recorded
 from moe_numba.runtime.validate import check_int
 
 _PACKAGE = "moe_numba.expert_parallel"
+_MOST_TURNS = 1000  # of ranks before kernels run: one may call `synchronize` until a kernel of another rank has run
 
 
 class LocalGroup:
@@ -125,18 +126,22 @@ class LocalGroup:
                     ready = [r for r in running if r.seconds == min(other.seconds for other in running)]
                     for r in ready:
                         r.timed_out = True
-                with simulator.together(only_exchanges=True):  # they run when each of these ranks waits, or has ended
-                    for r in ready:
-                        try:
-                            with simulator.on_rank(r.rank), r.own_grad_mode():
-                                running[r].switch()
-                        except TimeoutError as error:  # the rank that it waited for may still raise the cause
-                            errors.append((r.rank, error))
-                        except BaseException as error:
-                            _raise_first([(r.rank, error), *errors])
-                        if running[r].dead:
-                            del running[r]
-                            self.end(r.rank)
+                with simulator.together(only_exchanges=True):  # they run when all ranks wait for them, or have ended
+                    for _ in range(_MOST_TURNS):
+                        for r in ready:
+                            try:
+                                with simulator.on_rank(r.rank), r.own_grad_mode():
+                                    running[r].switch()
+                            except TimeoutError as error:  # the rank that it waited for may still raise the cause
+                                errors.append((r.rank, error))
+                            except BaseException as error:
+                                _raise_first([(r.rank, error), *errors])
+                            if running[r].dead:
+                                del running[r]
+                                self.end(r.rank)
+                        ready = [r for r in running if r.needs_no_kernel()]
+                        if not ready:
+                            break
         finally:
             for r, coroutine in running.items():  # a rank has failed: the others must not wait for it
                 r.abandoned = True
@@ -267,6 +272,11 @@ class _SimulatedRank(_LocalRank):
         with torch.set_grad_enabled(self._is_grad_enabled):
             yield
             self._is_grad_enabled = torch.is_grad_enabled()
+
+    def needs_no_kernel(self):
+        """Return whether the rank can go on before the queued kernels run: none is its own."""
+        with simulator.on_rank(self.rank):
+            return not simulator.has_queued() and self.condition()
 
     def prepare_kernel(self, kernel, signature, timeout=TIMEOUT_S, **options):  # noqa: D102
         start = super().prepare_kernel(kernel, signature, timeout, **options)
