@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moe_numba import simulator
 from moe_numba.expert_parallel.common.buffer_layout import MAX_RANKS, MAX_ROWS, MAX_TOPK
 from moe_numba.expert_parallel.layout.api import get_dispatch_layout
 from moe_numba.expert_parallel.low_latency.config import make_shape, shape_of_options
@@ -57,7 +58,9 @@ class Buffer:
     comm
         Must be None: an MPI communicator cannot replace the group.
     timeout : float
-        Seconds after which a wait for another rank ends in an error, on the GPU and on the host; more than 0.
+        Seconds after which a wait for another rank ends in an error, on the GPU and on the host; more than 0. In the
+        simulator a second is a million steps of the scheduler, each of which runs one warp: a kernel of many warps
+        needs many. If all threads poll in vain, its clock is set forward, so that a wait for a missing rank ends soon.
 
     Raises
     ------
@@ -65,7 +68,9 @@ class Buffer:
         An argument is invalid; the message names it, its value and what is allowed. ValueError also if the counts
         contradict each other, if an expert's count is negative or more than 32 times the tokens, if more rows arrive
         than an output can hold, or if the format of the rows, the number of experts or the configuration of a dispatch
-        differs between ranks. All ranks raise such a difference: in the same call if its host waits for the counts,
+        differs between ranks; in the simulator also if a layout is not that of ``topk_idx``, or if a low-latency
+        combine has other experts than its dispatch. All ranks raise a difference between ranks: in the same call if its
+        host waits for the counts,
         otherwise in the next one. Other errors that a kernel detects are raised by the next call at the latest. Calls
         have no backward: a tensor that requires grad is a ValueError in grad mode.
     TimeoutError
@@ -117,8 +122,9 @@ class Buffer:
         comm: Any = None,
         timeout: float = 100.0,
     ):
-        if comm is not None or group is None:
-            raise ValueError("group is None or comm is given; pass a torch.distributed process group or a transport")
+        checks.check_group(group)
+        if comm is not None:
+            raise ValueError("comm is given; it must be None: an MPI communicator cannot replace the group")
         low_latency_mode = check_flag("low_latency_mode", low_latency_mode)
         enable_shrink = check_flag("enable_shrink", enable_shrink)
         if enable_shrink and not low_latency_mode:
@@ -129,13 +135,14 @@ class Buffer:
         if num_nvl_bytes < (not low_latency_mode) or num_nvl_bytes % _ALIGNMENT:
             raise ValueError(f"num_nvl_bytes is {num_nvl_bytes}; it must be a positive multiple of {_ALIGNMENT}")
         checks.check_timeout(timeout)
-        self.transport = group if hasattr(group, "allocate") else transport.SymmetricMemory(group)
+        self.transport = group if isinstance(group, transport.Transport) else transport.SymmetricMemory(group)
         self.group, self.rank, self.group_size = group, self.transport.rank, self.transport.num_ranks
         if not 1 <= self.group_size <= MAX_RANKS:
             raise ValueError(f"the group has {self.group_size} ranks; 1 to {MAX_RANKS} are allowed")
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
+        transport.check_same_on_all_ranks(self.transport, "Buffer", num_nvl_bytes=num_nvl_bytes)
         # Half of the memory is for the rings of dispatch, and both halves start at multiples of _ALIGNMENT.
         num_bytes = -(-num_nvl_bytes // (2 * _ALIGNMENT)) * 2 * _ALIGNMENT
         self._runtime = RankState(self.transport, num_bytes, timeout, self._uses_tma)
@@ -238,7 +245,8 @@ class Buffer:
             The handle of an earlier dispatch of as many tokens, to use the same layout again. The counts are then not
             exchanged; neither a layout, nor ``topk_idx`` and its weights, nor ``num_worst_tokens`` may be given.
         num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert : torch.Tensor
-            From `get_dispatch_layout`; required without a handle.
+            From `get_dispatch_layout`; required without a handle. They must be the layout of ``topk_idx``, which only
+            the simulator checks.
         topk_idx, topk_weights : torch.Tensor [tokens, topk], int64 or int32, and float32, optional
             Experts and weights to send with the tokens.
         expert_alignment : int
@@ -301,6 +309,8 @@ class Buffer:
             if not num_worst_tokens:
                 rt.check_can_wait()
             experts, channels = checks.check_layout(*layout, tokens, ranks, device), None
+            if simulator.ENABLED and topk and not simulator.has_queued():
+                checks.check_layout_of(topk_idx, *layout)
         else:
             if topk or rows or any(part is not None for part in layout):
                 raise ValueError("with a handle no layout, topk_idx, topk_weights or num_worst_tokens may be given")
@@ -485,7 +495,7 @@ class Buffer:
         x : torch.Tensor [local experts, slots, hidden], bfloat16
             The experts' results, where `low_latency_dispatch` put the rows.
         topk_idx : torch.Tensor [tokens, topk]
-            As for the dispatch.
+            That of the dispatch, which only the simulator checks.
         topk_weights : torch.Tensor [tokens, topk], float32
         handle : tuple
             From `low_latency_dispatch`. A handle may be used more than once. A token is NaN if one of its rows has a

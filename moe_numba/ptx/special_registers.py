@@ -9,12 +9,12 @@ from moe_numba.ptx.intrinsic import instruction
 def globaltimer():
     """``%globaltimer``: return the time in nanoseconds, on a clock shared by all threads of a GPU.
 
-    Its resolution is up to a microsecond on some GPUs. In the simulator each scheduler step takes a microsecond, and
-    threads that poll for some thousand rounds without any change of memory count as deadlocked.
+    Its resolution is up to a microsecond on some GPUs. In the simulator each scheduler step, which runs one warp until
+    it waits, takes a microsecond: a second is a million steps. If all threads poll in vain, the clock is set forward
+    until a timeout expires; without a timeout that is a deadlock.
     """
-    world = simulator.thread().grid.world
-    world.snapshots = None  # a thread that reads the clock makes progress: it may time out
-    return np.uint64(1000 * world.steps)
+    thread = simulator.thread()
+    return np.uint64(thread.grid.world.read_clock(thread))
 
 
 globaltimer = instruction("mov.u64 $0, %globaltimer;", "u64", simulate=globaltimer)

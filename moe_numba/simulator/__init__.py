@@ -82,7 +82,7 @@ _EXPORTS = {
     "player": ("timeline",),
     "scheduler": ("seed", "trace", "races", "World"),
     "kernel": ("run", "Kernel"),
-    "ranks": ("together", "on_rank", "exchange", "register", "forget"),
+    "ranks": ("together", "on_rank", "exchange", "has_queued", "register", "forget"),
     "store_buffer": ("weak_memory",),
     "pointer_wrapping": ("pointer",),
     "memory": ("Pointer", "Array"),

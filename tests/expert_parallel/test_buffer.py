@@ -55,6 +55,8 @@ from moe_numba.expert_parallel.rings.token_slot import TokenSlot
 from moe_numba.ptx.atomics import atom_add_relaxed_gpu_s32, ld_volatile_s32
 from moe_numba.ptx.fence import fence_acq_rel_gpu
 
+simulated = pytest.mark.skipif(not simulator.ENABLED, reason="needs the simulator's checks or its weak memory")
+
 
 @pytest.fixture(autouse=True)
 def deterministic_memory():
@@ -202,6 +204,25 @@ def test_events(uses_tma):
             buffer.combine(given[0], given[4], config=SMALL)[2].current_stream_wait()
 
     run(2, work)
+
+
+def test_ranks_may_synchronise_differently_often():
+    """A rank is not late because it waits for its own work, or for the host of another, more often than the others."""
+    inputs = make_inputs([4, 4, 4])
+    right = reference_dispatch(inputs)
+
+    def work(buffer, rank):
+        for _ in range(3 * rank):
+            buffer.get_dispatch_layout(to_device(buffer.transport.device, inputs.topk_idx[rank]), inputs.experts)
+        given = send(buffer, rank, inputs)
+        check_received(given, right[rank], rank, 2)
+        for _ in range(2 - rank):
+            buffer.check(synchronize=True)
+        buffer.combine(given[0], given[4], config=SMALL, async_finish=rank == 0)
+        buffer.transport.gather(None)
+        buffer.check(synchronize=True)
+
+    run(3, work)
 
 
 # Errors are reported
@@ -369,7 +390,7 @@ def test_invalid_arguments():
         for name in ("async_finish", "allocate_on_comm_stream"):
             refused(TypeError, f"{name} is 'yes'", buffer.combine, given[0], handle, config=SMALL, **{name: "yes"})
             refused(TypeError, f"{name} is 'yes'", buffer.get_dispatch_layout, idx, inputs.experts, **{name: "yes"})
-        refused(ValueError, "is_token_in_rank has shape", buffer.dispatch, x[:2], handle)
+        refused(ValueError, "x has 2 tokens; handle is from a dispatch of 4", buffer.dispatch, x[:2], handle)
         refused(TypeError, "tuple of 6", buffer.dispatch, x, handle[:5])
         number = handle[0][0, 0]  # a 0-d tensor
         refused(ValueError, "has 0 channels", buffer.dispatch, x, (handle[0], number, *handle[2:]))
@@ -399,6 +420,61 @@ def test_invalid_arguments():
         )
 
     run(2, work)
+
+
+OTHER_LAYOUTS = {  # a change of the layout's tensors, and what differs first
+    "of other experts": (
+        lambda rank, expert, token: (rank.flip(0), expert.flip(0), token.flip(1)),
+        "is_token_in_rank is",
+    ),
+    "of another order": (
+        lambda rank, expert, token: (rank, expert, token.roll(1, 0)),
+        "is_token_in_rank is .* token 0",
+    ),
+    "experts": (
+        lambda rank, expert, token: (rank, expert.roll(1), token),
+        "num_tokens_per_expert is 1 for expert 0; by topk_idx it is 2",
+    ),
+    "fewer experts": (lambda rank, expert, token: (rank, expert[:2], token), "is_token_in_rank is .* for token 1; by"),
+    "ranks": (lambda rank, expert, token: (rank + 1, expert, token), "num_tokens_per_rank is 3 for rank 0; by"),
+}
+
+
+@simulated
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+def test_a_layout_of_another_batch_is_refused(name):
+    """On a GPU nothing reads the tensors before the kernel, which does not compare them."""
+    change, sentence = OTHER_LAYOUTS[name]
+    names = "num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank"
+
+    def work(buffer, rank):
+        x, idx = torch.zeros(3, HIDDEN).bfloat16(), torch.tensor([[0, -1], [0, 1], [3, 99]])
+        weights, (per_rank, _, per_expert, is_in_rank, _) = torch.ones(3, 2), buffer.get_dispatch_layout(idx, 4)
+        for options in (dict(num_worst_tokens=6), {}):
+            layout = dict(zip(names, change(per_rank, per_expert, is_in_rank), strict=True))
+            wanted = f"{sentence}.*num_tokens_per_rank, num_tokens_per_expert and is_token_in_rank must be the layout"
+            options |= dict(topk_idx=idx, topk_weights=weights, config=SMALL)
+            refused(ValueError, wanted, buffer.dispatch, x, **layout, **options)
+
+    run(2, work)
+
+
+@simulated
+def test_a_layout_that_is_not_computed_yet_is_not_compared():
+    """Its kernel is queued behind another one of the rank."""
+    inputs = make_inputs([4, 4])
+
+    def work(buffer, rank):
+        given = send(buffer, rank, inputs)
+        buffer.combine(given[0], given[4], config=SMALL, async_finish=True)
+        x, idx, weights = (part[rank] for part in inputs[:3])
+        layout = buffer.get_dispatch_layout(idx, inputs.experts, async_finish=True)
+        names = "num_tokens_per_rank", None, "num_tokens_per_expert", "is_token_in_rank"
+        layout = {name: tensor for name, tensor in zip(names, layout, strict=False) if name}
+        return buffer.dispatch(x, **layout, topk_idx=idx, topk_weights=weights, config=SMALL)
+
+    for rank, given in enumerate(run(2, work)):
+        check_received(given, reference_dispatch(inputs)[rank], rank, 2)
 
 
 def test_tensors_that_require_grad():
@@ -462,7 +538,13 @@ def test_buffers_of_different_sizes_are_refused():
     """Rows would be written beyond the end of the smaller one."""
 
     def work(transport):
-        refused(ValueError, "num_nvl_bytes is 256, 512 on the ranks", Buffer, transport, 256 * (1 + transport.rank))
+        refused(
+            ValueError,
+            "num_nvl_bytes is 256 on rank 0 and 512 on rank 1",
+            Buffer,
+            transport,
+            256 * (1 + transport.rank),
+        )
 
     LocalGroup(2).run(work)
 
@@ -538,7 +620,6 @@ def test_a_handle_works_with_any_config():
 
 
 MAKE = {dispatch: "make_dispatch", combine: "make_combine"}
-simulated = pytest.mark.skipif(not simulator.ENABLED, reason="needs the simulator's weak memory")
 
 
 @simulated

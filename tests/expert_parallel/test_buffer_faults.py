@@ -18,6 +18,7 @@ from helpers.expert_parallel import (
     make_inputs,
     new_output,
     reference_dispatch,
+    refused,
     run,
     send,
     to_device,
@@ -317,6 +318,64 @@ def test_an_abort_that_the_peers_do_not_see_is_rejected(monkeypatch):
     at_all = "pointer_from_address(ctx.peers[r], ctx.local), ABORT_FLAG"
     monkeypatch.setattr(notify, "abort", changed(timeout, at_all, "ctx.local, ABORT_FLAG")["abort"])
     assert late_call() is None
+
+
+# What rank 1 does in place of its second dispatch, and what the error of rank 0 says of it.
+INSTEAD = {
+    "nothing": (lambda buffer, x, given: None, "the function of rank 1 has ended"),
+    "combine": (lambda buffer, x, given: buffer.combine(given[0], given[4], config=SMALL), "rank 1 is now in combine"),
+    "handle": (lambda buffer, x, given: buffer.dispatch(x, given[4], config=SMALL), "rank 1 is now in dispatch"),
+    "gather": (lambda buffer, x, given: buffer.transport.gather(None), "rank 1 is now in gather"),
+    "low latency": (lambda buffer, x, given: buffer.low_latency(2, 8, 4, 2), "rank 1 is now in low_latency"),
+}
+
+
+@simulated
+@pytest.mark.parametrize("weak_memory", [False, True])
+@pytest.mark.parametrize("name", INSTEAD)
+def test_a_missing_rank_with_the_default_timeout(name, weak_memory):
+    """The clock is set forward when all threads poll in vain."""
+    inputs, (instead, state) = make_inputs([4, 4]), INSTEAD[name]
+
+    def work(transport):
+        buffer = Buffer(transport, NUM_BYTES)
+        given = send(buffer, transport.rank, inputs)
+        if transport.rank == 1:
+            return instead(buffer, inputs.x[1], given)
+        sentence = f"rank 0 waited for the counts of rank 1: .*; {state}. Rank 0 has aborted after 100 s"
+        if name == "handle":  # either of the two may be the first to time out
+            sentence = f"{sentence}|dispatch: rank 1, channel"
+        refused(TimeoutError, sentence, send, buffer, 0, inputs)
+        found.append(name)
+
+    found = []
+    with engine(0) if weak_memory else contextlib.nullcontext(), contextlib.suppress(TimeoutError):  # of rank 1
+        LocalGroup(2).run(work)
+    assert found
+
+
+@pytest.mark.parametrize("destroying", [(), (1,), (0, 1)])
+def test_the_error_of_a_missing_rank_comes_first(destroying):
+    """Also if it waits in `destroy`, so that the others time out before; their errors are notes."""
+    inputs = make_inputs([4, 4])
+
+    def work(transport):
+        buffer = Buffer(transport, NUM_BYTES, timeout=100 if simulator.ENABLED else SHORT_TIMEOUT)
+        try:
+            send(buffer, transport.rank, inputs)
+            if transport.rank == 1:
+                raise KeyError("of rank 1")
+            send(buffer, transport.rank, inputs)
+        finally:
+            if transport.rank in destroying:
+                buffer.destroy()
+
+    with pytest.raises(KeyError, match="of rank 1") as error:
+        LocalGroup(2).run(work)
+    if simulator.ENABLED:
+        notes = ["rank 0 has raised TimeoutError: notify: rank 0 waited for the counts of rank 1"]
+        found = getattr(error.value, "__notes__", [])
+        assert [note[: len(notes[0])] for note in found] == notes * bool(destroying)
 
 
 # Ends after a loss

@@ -53,10 +53,13 @@ def test_constructor_arguments():
             (dict(num_rdma_bytes=np.int64(1)), "num_rdma_bytes is 1; it must be 0"),
             (dict(num_nvl_bytes=100), "num_nvl_bytes is 100; it must be a positive multiple of 128"),
             (dict(comm=object()), "comm is given"),
-            (dict(group=None), "group is None"),
+            (dict(group=None, low_latency_mode=2), "group is None; it must be a ProcessGroup or a transport"),
         ):
             refused(ValueError, sentence, Buffer, **(dict(group=transport, num_nvl_bytes=256) | arguments))
         refused(TypeError, "num_nvl_bytes is 256.0; it must be an int", Buffer, transport, 256.0)
+        for group in (2, "ranks", object(), transport.group, type(transport)):
+            sentence = f"group is {type(group).__name__}; it must be a ProcessGroup or a transport"
+            refused(TypeError, sentence, Buffer, group, low_latency_mode=2)
 
     LocalGroup(1).run(work)
 

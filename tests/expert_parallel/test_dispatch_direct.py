@@ -169,7 +169,13 @@ def test_outputs_of_different_sizes_are_refused():
     """Rows would be written beyond the end of the smaller one."""
 
     def work(buffer, rank):
-        refused(ValueError, "the argument tuple of new_output is .* on the ranks", new_output, buffer, 8 * (1 + rank))
+        refused(
+            ValueError,
+            "new_output: num_rows is 8 on rank 0 and 16 on rank 1; it must be",
+            new_output,
+            buffer,
+            8 * (1 + rank),
+        )
 
     run(2, work)
 

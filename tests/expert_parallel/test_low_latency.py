@@ -517,6 +517,41 @@ def test_a_timeout_is_an_error_without_enable_shrink(protocol):
     run(2, work, timeout=SHORT_TIMEOUT)
 
 
+@pytest.mark.skipif(not simulator.ENABLED, reason="a GPU would wait for 100 seconds")
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+def test_a_missing_rank_with_the_default_timeout(operation):
+    def work(buffer, rank):
+        plan = buffer.low_latency(TOKENS, HIDDEN, 4, 2, num_sms=SMS)
+        x, ids, weights = (part[rank] for part in make_round([TOKENS, TOKENS], 0))
+        for last in (False, True):
+            if rank == 1 and last and operation == "dispatch":
+                return
+            y = plan.dispatch(x, ids).x
+            if rank == 1 and last:
+                return synchronize(buffer)
+            plan.combine(y, ids, weights)
+        buffer.check(synchronize=True)
+
+    late = r"the function of rank 1 has ended|rank 1 is now in destroy"
+    wanted = rf"rank 0 waited for .* rank 1.*, longer than 100 s \(1e\+08 of the simulator's steps\); ({late})"
+    refused(TimeoutError, f"low_latency_{operation}: {wanted}", run, 2, work)
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="depends on the simulator's clock")
+def test_a_timeout_that_is_too_short_for_the_kernel():
+    """Each step of the simulator runs one warp: so many that the timeout expires before all have run."""
+
+    def work(buffer, rank):
+        plan = buffer.low_latency(TOKENS, HIDDEN, 2, 2, num_sms=SMS)
+        plan.dispatch(*(part[0] for part in make_round([TOKENS], 0, topk=2)[:2]))
+        sentence = (
+            r"from rank 0, longer than 2e-06 s \(2 of the simulator's steps\); no rank is late, the timeout is too"
+        )
+        refused(TimeoutError, sentence, buffer.check, synchronize=True)
+
+    run(1, work, timeout=2e-6)
+
+
 @pytest.mark.skipif(
     not simulator.ENABLED and torch.cuda.device_count() < 2, reason="ranks that share a GPU launch together"
 )
@@ -654,6 +689,33 @@ def test_a_combine_before_rows_are_received_is_refused():
         refused(RuntimeError, "call the hook", buffer.low_latency_combine, recv_x, ids, weights, handle)
         receive()
         buffer.low_latency_combine(recv_x, ids, weights, handle)
+
+    run(2, work)
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="only the simulator compares the experts, which a GPU has")
+def test_a_combine_with_other_experts_than_its_dispatch_is_refused():
+    """All ids that are no expert are alike. A prepared dispatch may have sent others meanwhile."""
+    inputs = make_round([TOKENS, TOKENS], 0)
+
+    def work(buffer, rank):
+        x, ids, weights = (part[rank].clone() for part in inputs)
+        plan = buffer.low_latency(TOKENS, HIDDEN, 4, 2, num_sms=SMS)
+        y = plan.dispatch(x, ids).x
+        recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, TOKENS, 4, use_fp8=False)
+        other = ids.clone()
+        other[1, 0] = (ids[1, 0] + 1) % 4
+        same = ids.where(ids >= 0, 77)
+        for combine, rows, last in ((plan.combine, y, ()), (buffer.low_latency_combine, recv_x, (handle,))):
+            sentence = r"topk_idx is \[.*\] for token 1; dispatch has sent it to \[.*\], and both must be the same"
+            refused(ValueError, sentence, combine, rows, other, weights, *last)
+            sentence = f"topk_idx has 1 tokens; dispatch has sent {TOKENS}, and both"
+            refused(ValueError, sentence, combine, rows, ids[:1], weights[:1], *last)
+            combine(rows, same, weights, *last)
+        again = prepare(plan.dispatch, x, ids)
+        ids.copy_(other)
+        again()
+        plan.combine(y, ids, weights)
 
     run(2, work)
 
@@ -802,8 +864,39 @@ def test_refused_plans():
 
 def test_arguments_that_differ_between_ranks():
     def work(buffer, rank):
-        message = "the shape of a low-latency exchange is .* on the ranks"
-        refused(ValueError, message, buffer.low_latency, 2 + rank, HIDDEN, 4, 2)
+        (x, ids, weights), fp8 = (inputs[0] for inputs in make_round([1, 1], 0)[:3]), rank == 1
+        x, ids, weights = on_device(buffer, [x, ids, weights])
+        handle, number = buffer.low_latency_dispatch(x, ids, 1, 4, use_fp8=False)[2], "num_max_dispatch_tokens_per_rank"
+        for sentence, call in (
+            (
+                f"low_latency: {number} is 2 on rank 0 and 3 on rank 1, num_experts is 4 on rank 0 and 8 on rank 1, "
+                "protocol is lamport on rank 0 and flags on rank 1, use_fp8_combine is False on rank 0 and True on "
+                "rank 1; they must be the same on all ranks",
+                lambda: buffer.low_latency(
+                    2 + rank, 128, 4 + 4 * rank, 2, protocol=PROTOCOLS[rank], use_fp8_combine=fp8
+                ),
+            ),
+            (
+                f"low_latency_dispatch: {number} is 2 on rank 0 and 4 on rank 1; it must be the same",
+                lambda: buffer.low_latency_dispatch(x, ids, 2 + 2 * rank, 4, use_fp8=False),
+            ),
+            (
+                "hidden is 8 on rank 0 and 128 on rank 1, .*columns of topk_idx.* is 2 on rank 0 and 1 on rank 1, "
+                "use_fp8 is False on rank 0 and True on rank 1; they",
+                lambda: buffer.low_latency_dispatch(
+                    x.new_zeros(1, (8, 128)[rank]), ids[:, rank:].contiguous(), 2, 4, use_fp8=fp8
+                ),
+            ),
+            (
+                "the call is low_latency_dispatch on rank 0 and low_latency_combine on rank 1; all ranks must make the",
+                lambda: (
+                    buffer.low_latency_combine(x.new_zeros(2, 2, HIDDEN), ids, weights, handle)
+                    if rank
+                    else buffer.low_latency_dispatch(x, ids, 2, 4, use_fp8=False)
+                ),
+            ),
+        ):
+            refused(ValueError, sentence, call)
 
     run(2, work)
 

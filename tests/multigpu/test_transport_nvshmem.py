@@ -260,7 +260,7 @@ def test_environment_variables_that_are_not_set_get_values(given, hosts, expecte
 def test_different_sizes_are_refused_before_the_heap_changes():
     transports = two_transports()
     for error in run(lambda t: t.allocate(SIZE + t.rank), transports):
-        assert isinstance(error, ValueError) and "num_bytes is 1024, 1025 on the ranks" in str(error)
+        assert isinstance(error, ValueError) and "num_bytes is 1024 on rank 0 and 1025 on rank 1" in str(error)
     assert not transports[0]._core._job.heaps
 
 

@@ -34,7 +34,7 @@ from moe_numba.align import with_gate as gate_align
 from moe_numba.expert_parallel import get_dispatch_layout
 from moe_numba.expert_parallel import reference as layout_reference
 from moe_numba.expert_parallel.layout import kernel as dispatch_layout
-from moe_numba.expert_parallel.rings import combine, dispatch, dispatch_direct, notify
+from moe_numba.expert_parallel.rings import checks, combine, dispatch, dispatch_direct, notify
 from moe_numba.gate import api as gate_api
 from moe_numba.gate import four_tokens_per_warp, generic, one_token_per_warp
 from moe_numba.gate.reference import mismatch
@@ -212,6 +212,7 @@ def exchange(late, what):
         layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in_rank)
         if what == "layout":
             late(*layout.values())
+            patch.setattr(checks, "check_layout_of", lambda *_: None)  # the host would read them too early
         tokens = dict(topk_idx=idx, topk_weights=inputs.topk_weights[rank], config=SMALL)
         given = buffer.dispatch(inputs.x[rank], **layout, **tokens)
         check_received(given, right[rank], rank, inputs.experts // 2)
@@ -221,7 +222,8 @@ def exchange(late, what):
             late(given[0])
         return buffer.combine(given[0], given[4], given[2], config=SMALL)[:2]
 
-    sums = run(2, work, timeout=4e-3)
+    with pytest.MonkeyPatch.context() as patch:
+        sums = run(2, work, timeout=4e-3)
     if what != "rows of direct dispatch":
         check_combined(sums, inputs, right, [r.x for r in right], [r.topk_weights for r in right])
 

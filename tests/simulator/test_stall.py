@@ -126,6 +126,28 @@ def test_a_loop_that_takes_long_is_none(kernel):
 
 
 @cuda.jit
+def waits_with_timeouts(x, timeouts):
+    start = globaltimer()
+    while cuda.atomic.add(x, 0, 0) == 0:
+        if globaltimer() - start > timeouts[cuda.threadIdx.x // 32]:
+            cuda.atomic.compare_and_swap(x, 0, cuda.threadIdx.x // 32 + 1)
+
+
+@pytest.mark.parametrize("engine", ["threads", "either"])
+def test_the_clock_is_set_forward_if_all_threads_poll_in_vain(engine):
+    """The shorter timeout expires first."""
+    x, timeouts = np.zeros(1, np.int32), np.array([200, 100, 150]) * np.uint64(10**9)
+    with override_settings(engine=engine):
+        waits_with_timeouts[1, 96](x, timeouts)
+    assert x[0] == 2
+
+
+def test_threads_that_read_the_clock_and_wait_for_ever_are_a_deadlock():
+    with pytest.raises(simulator.Deadlock, match="polls in vain"):
+        waits_with_timeouts[1, 32](np.zeros(1, np.int32), np.full(1, 2**64 - 1, np.uint64))
+
+
+@cuda.jit
 def spins(x):
     i = cuda.threadIdx.x
     if i == 1000:

@@ -8,6 +8,7 @@ ends every wait of a rank, and the kernels that the rank starts from then on: th
 
 from numba import cuda, int32, uint64
 
+from moe_numba import simulator
 from moe_numba.expert_parallel.common.buffer_layout import ABORT_FLAG, ABORT_RECORDS, ABORTED, NUM_RANKS, RECORD_WORDS
 from moe_numba.ptx.atomics import atom_add_relaxed_sys_s32, ld_acquire_sys_s32, ld_volatile_s32, st_relaxed_sys_s32
 from moe_numba.ptx.fence import fence_acq_rel_sys
@@ -53,6 +54,11 @@ CALL_ARGUMENTS = (
     ("the number of channels, which depends on config,", None),
     ("the number of slots per ring, which depends on config,", None),
 )
+
+
+def format_seconds(seconds):
+    """Format a timeout for messages; in the simulator with its steps, as each takes a microsecond of its clock."""
+    return f"{seconds:g} s" + (f" ({1e6 * seconds:g} of the simulator's steps)" if simulator.ENABLED else "")
 
 
 @cuda.jit(device=True)

@@ -7,6 +7,7 @@ from moe_numba.expert_parallel.common.buffer_layout import MAX_TOPK
 from moe_numba.expert_parallel.low_latency.layout import MAX_LOCAL_EXPERTS, SCALE_GROUP
 from moe_numba.expert_parallel.rings.config import TOPK_IDX_POINTERS
 from moe_numba.runtime.launch import address
+from moe_numba.runtime.recording import current_recording
 from moe_numba.runtime.validate import (
     check_aligned,
     check_choice,
@@ -223,6 +224,36 @@ def check_received(slot_rows):
     """Raise for the rows of a handle whose hook was not called: nothing has been written to them."""
     if not getattr(slot_rows, "_is_received", True):
         raise RuntimeError("handle's rows have not been received; call the hook that low_latency_dispatch returned")
+
+
+def note_experts(slot_rows, topk_idx):
+    """Note for `check_experts` with which experts the tokens of a handle were sent; only in the simulator.
+
+    Not those of a prepared dispatch, which may send others unseen, nor those that a queued kernel may write.
+    """
+    if simulator.ENABLED and current_recording() is None and not simulator.has_queued():
+        slot_rows._topk_idx = topk_idx.clone()
+
+
+def check_experts(slot_rows, topk_idx, num_experts):
+    """Raise for a combine with other experts than those of the dispatch that returned the handle, if they are known."""
+    if (sent := getattr(slot_rows, "_topk_idx", None)) is not None:
+        check_same_experts(topk_idx, sent, num_experts)
+
+
+def check_same_experts(topk_idx, sent, num_experts):
+    """Raise unless combine has the experts of dispatch; all ids that are no expert are alike."""
+    if len(topk_idx) != len(sent):
+        raise ValueError(
+            f"topk_idx has {len(topk_idx)} tokens; dispatch has sent {len(sent)}, and both must be the same"
+        )
+    given, wanted = (ids.where((ids >= 0) & (ids < num_experts), -1) for ids in (topk_idx, sent))
+    if not torch.equal(given, wanted):
+        token = int((given != wanted).any(1).nonzero()[0])
+        raise ValueError(
+            f"topk_idx is {topk_idx[token].tolist()} for token {token}; dispatch has sent it to "
+            f"{sent[token].tolist()}, and both must be the same"
+        )
 
 
 def check_handle(handle):

@@ -90,6 +90,21 @@ def shape_of_options(
     )
 
 
+def sizes_of(shape):
+    """Return the sizes for which calls are made, by the names of their arguments."""
+    return {
+        "num_max_dispatch_tokens_per_rank": shape.max_tokens,
+        "hidden": shape.hidden,
+        "num_experts": shape.num_experts,
+        "num_topk (the columns of topk_idx)": shape.topk,
+    }
+
+
+def formats_of(shape):
+    """Return the options of `scales_format`, by name."""
+    return dict(use_fp8=shape.is_fp8, round_scale=shape.scales != "float32", use_ue8m0=shape.scales == "ue8m0")
+
+
 def with_threads(shape, row_words):
     """Choose the threads of a CTA, one for each vector of its part of a row, and the CTAs of an SM."""
     threads = min(_THREADS_PER_SM, max(32, -(-row_words // (4 * 32 * shape.parts)) * 32))

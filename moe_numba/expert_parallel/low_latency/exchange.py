@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_numba import simulator
+from moe_numba.expert_parallel.common.timeout import format_seconds
 from moe_numba.expert_parallel.low_latency import checks
 from moe_numba.expert_parallel.low_latency import combine as low_latency_combine
 from moe_numba.expert_parallel.low_latency import dispatch as low_latency_dispatch
-from moe_numba.expert_parallel.low_latency.config import combined, dispatched
+from moe_numba.expert_parallel.low_latency.config import combined, dispatched, formats_of, sizes_of
 from moe_numba.expert_parallel.low_latency.layout import CTA_STATE, SENTINEL, LowLatencyShape
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
 from moe_numba.expert_parallel.ranks.transport import check_same_on_all_ranks
@@ -39,13 +40,15 @@ class LowLatencyReceived(NamedTuple):
 class _Exchange:
     """One operation's shared memory, state and kernels."""
 
+    call: str  # the method of `Buffer`
+
     def __init__(self, runtime, rank_mask, shape, words, sentinels, num_sms, receives_slots):
         transport, device = runtime.transport, runtime.transport.device
         self.runtime, self.transport, self.shape, self.rank_mask = runtime, transport, shape, rank_mask
         self.timeout, self.rank = runtime.timeout, runtime.rank  # for `Kernel`
         self.number = rank_mask.count_exchange()  # ranks make them in the same order
         self.with_compilers_of_all_ranks = runtime.with_compilers_of_all_ranks
-        check_same_on_all_ranks(transport, "the shape of a low-latency exchange", shape)
+        check_same_on_all_ranks(transport, self.call, **self.arguments_of(shape))
         checks.check_shape(shape, gpu_of(device).shared_bytes)
         self._sentinels = sentinels
         self.shared: Any = transport.allocate(4 * words)
@@ -66,6 +69,11 @@ class _Exchange:
             phase: Kernel(self, self.definition(shape, self.topk_idx_dtype, phase)) for phase in (BOTH, SEND, RECEIVE)
         }
         self.reset()
+
+    @staticmethod
+    def arguments_of(shape: LowLatencyShape) -> dict:
+        """Return the call's arguments that must be the same on all ranks, by name."""
+        raise NotImplementedError
 
     @staticmethod
     def definition(shape, topk_idx_dtype=torch.int64, phase=BOTH) -> KernelDefinition:
@@ -97,8 +105,8 @@ class _Exchange:
         missing = self.transport.missing_at(name)
         if mask.raises:
             raise TimeoutError(
-                f"rank {self.rank} waited longer than {self.timeout:g} s for ranks {missing} to clear the buffer of "
-                "low-latency calls"
+                f"rank {self.rank} waited longer than {format_seconds(self.timeout)} for ranks {missing} to clear the "
+                f"buffer of low-latency calls{self.transport.describe(*missing)}"
             )
         mask.mask[missing] = 1
 
@@ -122,11 +130,17 @@ def _gpu_key(device):
 class LowLatencyDispatch(_Exchange):
     """Dispatch of one token format."""
 
+    call = "low_latency_dispatch"
+
     def __init__(self, runtime, rank_mask, shape, topk_idx_dtype=torch.int64, num_sms=None):
         checks.check_topk_idx_dtype("topk_idx_dtype", topk_idx_dtype)
         shape, self.topk_idx_dtype = dispatched(shape), topk_idx_dtype
         self.total_counts = torch.zeros(shape.local_experts, dtype=torch.int32, device=runtime.transport.device)
         super().__init__(runtime, rank_mask, shape, shape.dispatch_words, shape.dispatch_rows, num_sms, True)
+
+    @staticmethod
+    def arguments_of(shape):  # noqa: D102
+        return sizes_of(shape) | formats_of(shape)
 
     @staticmethod
     def definition(shape, topk_idx_dtype=torch.int64, phase=BOTH):  # noqa: D102
@@ -183,10 +197,16 @@ class LowLatencyDispatch(_Exchange):
 class LowLatencyCombine(_Exchange):
     """Combine of one token format."""
 
+    call = "low_latency_combine"
+
     def __init__(self, runtime, rank_mask, shape, topk_idx_dtype=torch.int64, num_sms=None):
         checks.check_topk_idx_dtype("topk_idx_dtype", topk_idx_dtype)
         shape, self.topk_idx_dtype = combined(shape), topk_idx_dtype
         super().__init__(runtime, rank_mask, shape, shape.combine_words, shape.combine_rows, num_sms, False)
+
+    @staticmethod
+    def arguments_of(shape):  # noqa: D102
+        return sizes_of(shape) | dict(use_fp8=shape.combines_fp8)
 
     @staticmethod
     def definition(shape, topk_idx_dtype=torch.int64, phase=BOTH):  # noqa: D102

@@ -71,6 +71,7 @@ class LowLatencyMode:
         )
         _check_phases(async_finish, return_recv_hook)
         out = exchange.new_output()
+        checks.note_experts(out.slot_rows, topk_idx)
 
         def launch(phase):
             exchange.launch(x, topk_idx, None, out, phase, expert_counts, wait_ns)
@@ -94,6 +95,7 @@ class LowLatencyMode:
         )
         checks.check_combine(exchange, x, slot_rows, topk_idx, topk_weights)
         checks.check_received(slot_rows)
+        checks.check_experts(slot_rows, topk_idx, num_experts)
         checks.check_statistics(
             "combine_wait_recv_cost_stats", wait_ns, torch.int64, self._num_ranks, self._device, checks.OF_RANKS
         )

@@ -5,7 +5,9 @@
 
 import torch
 
+from moe_numba import simulator
 from moe_numba.expert_parallel.low_latency import checks
+from moe_numba.expert_parallel.low_latency.config import formats_of, sizes_of
 from moe_numba.expert_parallel.low_latency.exchange import (
     LowLatencyCombine,
     LowLatencyDispatch,
@@ -16,6 +18,8 @@ from moe_numba.expert_parallel.low_latency.layout import LowLatencyShape
 from moe_numba.expert_parallel.low_latency.rank_mask import RankMask
 from moe_numba.expert_parallel.ranks.rank_state import RankState
 from moe_numba.expert_parallel.ranks.stream_order import StreamOrder
+from moe_numba.expert_parallel.ranks.transport import check_same_on_all_ranks
+from moe_numba.runtime.recording import current_recording
 
 
 class LowLatency:
@@ -48,6 +52,12 @@ class LowLatency:
     ):
         self._runtime, self._streams, self._rank_mask, self.shape = runtime, streams, rank_mask, shape
         self._status = rank_mask.status.numpy().data
+        options = dict(
+            expert_major=shape.expert_major,
+            protocol=checks.PROTOCOLS[not shape.data_is_flag],
+            use_fp8_combine=shape.combines_fp8,
+        )
+        check_same_on_all_ranks(runtime.transport, "low_latency", **sizes_of(shape), **formats_of(shape), **options)
         self._dispatch = LowLatencyDispatch(runtime, rank_mask, shape, topk_idx_dtype, num_sms)
         self._combine = LowLatencyCombine(runtime, rank_mask, shape, topk_idx_dtype, num_sms)
         load_kernels(self._dispatch, self._combine)
@@ -55,6 +65,10 @@ class LowLatency:
         self.combined = torch.empty(shape.max_tokens, shape.hidden, dtype=torch.bfloat16, device=device)
         self._launch_dispatch = self._dispatch.bind(self.received)
         self._launch_combine = self._combine.bind(self.received.slot_rows, self.combined)
+        if simulator.ENABLED:
+            self._launch_dispatch, self._launch_combine = _compare_experts(
+                self._launch_dispatch, self._launch_combine, shape
+            )
         self._addresses_of_tokens, self._addresses_of_results = (
             checks.make_addresses_of(shape, input_shape, topk_idx_dtype, has_weights, device, runtime.pointers(None)[0])
             for input_shape, has_weights in (
@@ -113,7 +127,7 @@ class LowLatency:
         x : torch.Tensor of the shape of ``received.x``, bfloat16
             The experts' results for the last dispatch; contiguous, 16-byte aligned.
         topk_idx : torch.Tensor [tokens, topk], the ``topk_idx_dtype`` of ``Buffer.low_latency``
-            As for the dispatch.
+            That of the last dispatch, which only the simulator checks.
         topk_weights : torch.Tensor [tokens, topk], float32
             Contiguous. Required if rows are packed by expert, and otherwise not allowed.
 
@@ -159,3 +173,24 @@ class LowLatency:
         if self._dispatch.shared is None:
             raise RuntimeError("this low-latency exchange was closed")
         self._rank_mask.check()
+
+
+def _compare_experts(dispatch, combine, shape):
+    """Return the simulator's launches of dispatch and combine: combine raises unless it has the experts of dispatch."""
+    sent, is_prepared = None, False
+
+    def ids(topk_idx, tokens):
+        return torch.from_numpy(topk_idx.array[: tokens * shape.topk].copy()).view(tokens, shape.topk)
+
+    def launch_dispatch(stream, x, topk_idx, topk_weights, tokens):
+        nonlocal sent, is_prepared
+        is_prepared |= current_recording() is not None  # a prepared dispatch may send others, unseen
+        sent = None if simulator.has_queued() else ids(topk_idx, tokens)  # a queued kernel may write them
+        dispatch(stream, x, topk_idx, topk_weights, tokens)
+
+    def launch_combine(stream, x, topk_idx, topk_weights, tokens):
+        if not is_prepared and sent is not None:
+            checks.check_same_experts(ids(topk_idx, tokens), sent, shape.num_experts)
+        combine(stream, x, topk_idx, topk_weights, tokens)
+
+    return launch_dispatch, launch_combine

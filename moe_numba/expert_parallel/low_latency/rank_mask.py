@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from moe_numba import simulator
+from moe_numba.expert_parallel.common.timeout import format_seconds
 from moe_numba.expert_parallel.low_latency.layout import MASK_WORDS
 from moe_numba.expert_parallel.low_latency.protocol import MESSAGES
 from moe_numba.expert_parallel.ranks.rank_state import RankState
@@ -21,7 +22,7 @@ class RankMask:
         self.mask = self._words[: runtime.num_ranks]
         self.status = torch.zeros(_STATUS_WORDS, dtype=torch.int32, device="cpu", **pinned)
         self._view, self.raises, self._timeout = self.status.numpy().data, raises, runtime.timeout
-        self._num_exchanges = 0
+        self._transport, self._num_exchanges = runtime.transport, 0
 
     def count_exchange(self) -> int:
         """Return the number of another exchange."""
@@ -36,9 +37,13 @@ class RankMask:
         """Raise the first timeout, unless timeouts only mark ranks."""
         if self._view[0] and self.raises:
             code, rank, peer, token = self._view[:4]
+            reason = self._transport.describe(peer)
+            if peer == rank:  # it sends to itself without waiting for another
+                reason = "; no rank is late, the timeout is too short for this call"
             raise TimeoutError(
-                f"{MESSAGES[code].format(rank=rank, peer=peer, token=token)}, longer than {self._timeout:g} s. Rows "
-                "that did not arrive are NaN; low-latency calls go on only in a buffer with enable_shrink"
+                f"{MESSAGES[code].format(rank=rank, peer=peer, token=token)}, longer than "
+                f"{format_seconds(self._timeout)}{reason}. Rows that did not arrive are NaN; low-latency calls go on "
+                "only in a buffer with enable_shrink"
             )
 
     def clear(self) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -14,6 +15,9 @@ from moe_numba.expert_parallel.ranks.peer_access import enable_peer_access
 from moe_numba.expert_parallel.ranks.transport import TIMEOUT_S, SymmetricAllocation, Transport, poll
 from moe_numba.runtime.recording import wrap_recorded
 from moe_numba.runtime.validate import check_int
+
+_PACKAGE = "moe_numba.expert_parallel"
+_MOST_TURNS = 1000  # of ranks before kernels run: one may call `synchronize` until a kernel of another rank has run
 
 
 class LocalGroup:
@@ -59,7 +63,19 @@ class LocalGroup:
         self.arrivals, self.ended = {}, [False] * self.num_ranks
 
     def run(self, work: Callable[["_LocalRank"], Any]) -> list:
-        """Run ``work(transport)`` for all ranks concurrently; return the results by rank, or raise the first error."""
+        """Run ``work(transport)`` for all ranks concurrently.
+
+        Returns
+        -------
+        list
+            The results by rank.
+
+        Raises
+        ------
+        Exception
+            The first error of a rank; one that is not a TimeoutError, if there is one, because that of a rank is often
+            the consequence of another rank's error. Errors of other ranks are its notes.
+        """
         self._forget_arrivals()
         return (self._run_simulated if simulator.ENABLED else self._run_threads)(work)
 
@@ -81,7 +97,7 @@ class LocalGroup:
                     results[rank] = work(_ThreadRank(self, rank))
                     streams[rank].synchronize()
             except BaseException as error:  # an exception of a thread is otherwise lost
-                errors.append(error)
+                errors.append((rank, error))
                 self._thread_barrier.abort()  # ranks that wait for this one continue with a BrokenBarrierError
             finally:
                 self.end(rank)
@@ -93,16 +109,16 @@ class LocalGroup:
             thread.start()
         for thread in threads:
             thread.join()
-        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-            raise error
+        _raise_first(errors)
         return results
 
     def _run_simulated(self, work):
         import greenlet
 
-        results = [None] * self.num_ranks
+        results, errors = [None] * self.num_ranks, []
         self.ranks = [_SimulatedRank(self, rank, greenlet.getcurrent()) for rank in range(self.num_ranks)]
         running = {r: greenlet.greenlet(lambda r=r: results.__setitem__(r.rank, work(r))) for r in self.ranks}
+        self.coroutines = list(running.values())
         try:
             while running:
                 ready = [r for r in running if r.condition is None or r.condition()]
@@ -110,19 +126,39 @@ class LocalGroup:
                     ready = [r for r in running if r.seconds == min(other.seconds for other in running)]
                     for r in ready:
                         r.timed_out = True
-                with simulator.together(only_exchanges=True):  # they run when each of these ranks waits, or has ended
-                    for r in ready:
-                        with simulator.on_rank(r.rank), r.own_grad_mode():
-                            running[r].switch()
-                        if running[r].dead:
-                            del running[r]
-                            self.end(r.rank)
+                with simulator.together(only_exchanges=True):  # they run when all ranks wait for them, or have ended
+                    for _ in range(_MOST_TURNS):
+                        for r in ready:
+                            try:
+                                with simulator.on_rank(r.rank), r.own_grad_mode():
+                                    running[r].switch()
+                            except TimeoutError as error:  # the rank that it waited for may still raise the cause
+                                errors.append((r.rank, error))
+                            except BaseException as error:
+                                _raise_first([(r.rank, error), *errors])
+                            if running[r].dead:
+                                del running[r]
+                                self.end(r.rank)
+                        ready = [r for r in running if r.needs_no_kernel()]
+                        if not ready:
+                            break
         finally:
             for r, coroutine in running.items():  # a rank has failed: the others must not wait for it
                 r.abandoned = True
                 with contextlib.suppress(Exception), r.own_grad_mode():
                     coroutine.throw()
+        _raise_first(errors)
         return results
+
+
+def _raise_first(errors):
+    """Raise the first of these (rank, error) that is not the consequence of another, with the others as notes."""
+    errors = sorted(errors, key=lambda pair: isinstance(pair[1], (TimeoutError, threading.BrokenBarrierError)))
+    for rank, error in errors[1:]:
+        if not isinstance(error, threading.BrokenBarrierError) and str(error) != str(errors[0][1]):
+            errors[0][1].add_note(f"rank {rank} has raised {type(error).__name__}: {error}")
+    if errors:
+        raise errors[0][1]
 
 
 class _LocalRank(Transport):
@@ -157,6 +193,12 @@ class _LocalRank(Transport):
         arrivals, ended = self.group.arrivals[name], self.group.ended
         own = arrivals[self.rank]
         return [rank for rank, arrived in enumerate(arrivals) if arrived < own and not ended[rank]]
+
+    def describe(self, *ranks: int) -> str:  # noqa: D102
+        # Of all ranks: one that has ended may be the cause even if another rank, which waits for it, is late, too.
+        return "".join(
+            f"; the function of rank {rank} has ended" for rank, ended in enumerate(self.group.ended) if ended
+        )
 
     def _wait_for_arrivals(self, have_arrived, seconds):
         raise NotImplementedError
@@ -231,6 +273,11 @@ class _SimulatedRank(_LocalRank):
             yield
             self._is_grad_enabled = torch.is_grad_enabled()
 
+    def needs_no_kernel(self):
+        """Return whether the rank can go on before the queued kernels run: none is its own."""
+        with simulator.on_rank(self.rank):
+            return not simulator.has_queued() and self.condition()
+
     def prepare_kernel(self, kernel, signature, timeout=TIMEOUT_S, **options):  # noqa: D102
         start = super().prepare_kernel(kernel, signature, timeout, **options)
 
@@ -246,7 +293,24 @@ class _SimulatedRank(_LocalRank):
     def _barrier(self):
         self.barriers += 1
         if not self.wait(lambda: all(other.barriers >= self.barriers for other in self.group.ranks), None):
-            raise TimeoutError(f"rank {self.rank} waits for the others, which wait for something else or have ended")
+            late = [other.rank for other in self.group.ranks if other.barriers < self.barriers]
+            raise TimeoutError(
+                f"rank {self.rank} waits in {self._call_of(self.rank)} for ranks {late}{self.describe(*late)}"
+            )
+
+    def describe(self, *ranks: int) -> str:  # noqa: D102
+        calls = {rank: self._call_of(rank) for rank in ranks if rank != self.rank}
+        return "".join(f"; rank {rank} is now in {call}" for rank, call in calls.items() if call) + super().describe()
+
+    def _call_of(self, rank):
+        """Return the name of the call of this package in which a rank waits, None if it does not."""
+        coroutine, call = self.group.coroutines[rank], None
+        frame = sys._getframe(1) if rank == self.rank else coroutine.gr_frame
+        while frame is not None and frame.f_back is not None:  # the outermost frame is that of the group
+            if frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+                call = frame.f_code.co_name
+            frame = frame.f_back
+        return call
 
     def _wait_for_arrivals(self, have_arrived, seconds):
         return self.wait(have_arrived, seconds)

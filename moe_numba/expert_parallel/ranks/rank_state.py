@@ -19,10 +19,10 @@ from moe_numba.expert_parallel.common.timeout import (
     CALL_MISMATCH,
     MESSAGES,
     STATUS_WORDS,
+    format_seconds,
 )
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
 from moe_numba.expert_parallel.ranks.events import is_capturing
-from moe_numba.expert_parallel.ranks.transport import check_same_on_all_ranks
 from moe_numba.expert_parallel.rings.config import GpuLimits, limits_of
 from moe_numba.expert_parallel.rings.launch_plans import Kernel, Launch, load, plan_barrier, plan_notify
 from moe_numba.runtime.device import gpu_of
@@ -57,7 +57,6 @@ class RankState:
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
         self.rings_offset = buffer_layout(self.num_ranks).rings  # in words
         self.ring_words = num_bytes // 8  # for the rings of dispatch, and as many for those of combine
-        check_same_on_all_ranks(transport, "num_nvl_bytes", num_bytes)
         # A group of different GPUs uses what all of them have, so that all ranks have the same channels and slots.
         have_tma, shared_bytes = zip(*transport.gather(limits_of(gpu_of(device), uses_tma)), strict=True)
         self.limits = GpuLimits(all(have_tma), min(shared_bytes))
@@ -122,7 +121,8 @@ class RankState:
         if code in ARGUMENT_ERRORS:
             raise ValueError(f"{message}. Rank {rank} has aborted; this buffer can no longer be used")
         raise TimeoutError(
-            f"{message}. Rank {rank} has aborted after {self.timeout:g} s; this buffer can no longer be used"
+            f"{message}{self.transport.describe(peer)}. Rank {rank} has aborted after {format_seconds(self.timeout)}; "
+            "this buffer can no longer be used"
         )
 
     def check_can_wait(self):

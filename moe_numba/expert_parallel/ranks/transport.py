@@ -47,11 +47,26 @@ class SymmetricAllocation:
         close(seconds)
 
 
-def check_same_on_all_ranks(transport, name, value):
-    """Raise ValueError on all ranks unless the value is equal on all of them."""
-    values = transport.gather(value)
-    if any(other != value for other in values):
-        raise ValueError(f"{name} is {', '.join(map(str, values))} on the ranks; it must be the same on all")
+def check_same_on_all_ranks(transport: "Transport", call: str, **arguments: Any) -> None:
+    """Raise ValueError on all ranks unless all of them make this call, with equal arguments; name all that differ."""
+    found = transport.gather((call, arguments))
+    calls = [part[0] if type(part) is tuple and isinstance(part[0], str) else "another one" for part in found]
+    if len(set(calls)) > 1:
+        raise ValueError(f"the call is {_by_rank(calls)}; all ranks must make the same calls in the same order")
+    values = {name: [of_rank[name] for _, of_rank in found] for name in arguments}
+    differing = [f"{name} is {_by_rank(v)}" for name, v in values.items() if any(other != v[0] for other in v)]
+    if differing:
+        it = "it" if len(differing) == 1 else "they"
+        raise ValueError(f"{call}: {', '.join(differing)}; {it} must be the same on all ranks")
+
+
+def _by_rank(values):
+    """Format the values of all ranks, each with its ranks: "2 on rank 0 and 4 on ranks 1, 2"."""
+    ranks = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(str(value), []).append(str(rank))
+    parts = [f"{value} on rank{'s' * (len(of) > 1)} {', '.join(of)}" for value, of in ranks.items()]
+    return " and ".join(parts)
 
 
 class Transport:
@@ -87,6 +102,10 @@ class Transport:
         If that cannot be found out, the list is empty.
         """
         raise NotImplementedError
+
+    def describe(self, *ranks: int) -> str:
+        """Return what is known of the functions of late ranks, as the end of an error message; often nothing."""
+        return ""
 
     def _name_allocation(self):
         """Return a name for the next shared memory, the same on all ranks, which allocate in the same order."""

@@ -117,7 +117,7 @@ class Nvshmem(ProcessGroupTransport):
         UnsupportedDeviceError
             If kernels cannot access the memory of a peer, as on another node.
         """
-        check_same_on_all_ranks(self, "num_bytes", num_bytes)  # the ranks' heaps must stay alike
+        check_same_on_all_ranks(self, "Nvshmem.allocate", num_bytes=num_bytes)  # the ranks' heaps must stay alike
         with torch.cuda.device(self.device):
             own = self._bindings.malloc(num_bytes)
         if not all(self.gather(own)):

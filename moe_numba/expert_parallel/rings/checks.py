@@ -5,9 +5,12 @@ that has failed.
 """
 
 import torch
+import torch.distributed as dist
 
+from moe_numba.expert_parallel import reference
 from moe_numba.expert_parallel.common.buffer_layout import MAX_CHANNELS, MAX_ROWS, MAX_TOPK
 from moe_numba.expert_parallel.ranks.events import EventHandle, EventOverlap
+from moe_numba.expert_parallel.ranks.transport import Transport
 from moe_numba.expert_parallel.rings.config import TOPK_IDX_POINTERS, Config
 from moe_numba.expert_parallel.rings.output_buffer import SymmetricOutput
 from moe_numba.runtime.validate import (
@@ -27,6 +30,15 @@ _PER_TOKEN, _PER_RANK = ("x has {} rows",), ("the group has {} ranks",)
 _TOKENS_RANKS, _SENT_RANKS = _PER_TOKEN + _PER_RANK, ("handle's send_head has {} rows", *_PER_RANK)
 _RANKS_RANKS, _RANKS_CHANNELS = _PER_RANK * 2, (*_PER_RANK, "handle's channel_prefix_matrix has {} columns")
 _AS_TOPK_IDX = "topk_idx has {} rows", "topk_idx has {} columns"
+
+
+def check_group(group):
+    """Raise for what is neither a process group nor a transport."""
+    if isinstance(group, Transport) or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    if group is None:
+        raise ValueError("group is None; it must be a ProcessGroup or a transport")
+    raise TypeError(f"group is {type(group).__name__}; it must be a ProcessGroup or a transport")
 
 
 def check_timeout(seconds):
@@ -198,15 +210,36 @@ def check_layout(per_rank, per_expert, is_in_rank, tokens, ranks, device):
     return experts // ranks
 
 
+def check_layout_of(topk_idx, per_rank, per_expert, is_in_rank):
+    """Raise for a layout that is not that of ``topk_idx``. It reads the tensors, so only the simulator calls it."""
+    right = reference.dispatch_layout(topk_idx, per_rank.numel(), per_expert.numel())
+    for name, what, given, wanted in (
+        ("is_token_in_rank", "token", is_in_rank, right[2]),
+        ("num_tokens_per_expert", "expert", per_expert, right[1]),
+        ("num_tokens_per_rank", "rank", per_rank, right[0]),
+    ):
+        if not torch.equal(given, wanted):
+            first = int((given != wanted).view(len(given), -1).any(1).nonzero()[0])
+            raise ValueError(
+                f"{name} is {given[first].tolist()} for {what} {first}; by topk_idx it is {wanted[first].tolist()}: "
+                "num_tokens_per_rank, num_tokens_per_expert and is_token_in_rank must be the layout of topk_idx, from "
+                "get_dispatch_layout"
+            )
+
+
 def check_handle(handle, ranks, device, tokens=None):
     """Check the handle of a dispatch of ``tokens`` tokens, if their number is known; return tokens, channels, rows."""
     try:
         rank_prefix, channel_prefix, recv_channel_prefix, src_idx, is_in_rank, send_head = handle
-        channels, rows = _num_columns(channel_prefix), src_idx.numel()
-        of_tokens = _SENT_RANKS if tokens is None else _TOKENS_RANKS
-        tokens = send_head.numel() // ranks if tokens is None else tokens
+        channels, rows, sent = _num_columns(channel_prefix), src_idx.numel(), send_head.numel() // ranks
     except (TypeError, ValueError, AttributeError):
         raise TypeError("handle must be the tuple of 6 tensors that dispatch returned") from None
+    if tokens is not None and tokens != sent:
+        raise ValueError(
+            f"x has {tokens} tokens; handle is from a dispatch of {sent}: its is_token_in_rank has shape "
+            f"{(sent, ranks)}"
+        )
+    tokens = sent
     if not 1 <= channels <= MAX_CHANNELS:
         raise ValueError(f"handle's channel_prefix_matrix has {channels} channels; 1 to {MAX_CHANNELS} are allowed")
     per_channel, per_token = (ranks, channels), (tokens, ranks)
@@ -214,8 +247,8 @@ def check_handle(handle, ranks, device, tokens=None):
     _check("handle's channel_prefix_matrix", channel_prefix, per_channel, _INT32, device, _PER_RANK)
     _check("handle's recv_channel_prefix_matrix", recv_channel_prefix, per_channel, _INT32, device, _RANKS_CHANNELS)
     _check("handle's recv_src_idx", src_idx, (rows,), _INT32, device, ())
-    _check("handle's is_token_in_rank", is_in_rank, per_token, _BOOL, device, of_tokens)
-    _check("handle's send_head", send_head, per_token, _INT32, device, of_tokens)
+    _check("handle's is_token_in_rank", is_in_rank, per_token, _BOOL, device, _SENT_RANKS)
+    _check("handle's send_head", send_head, per_token, _INT32, device, _SENT_RANKS)
     return tokens, channels, rows
 
 

@@ -58,9 +58,10 @@ class SymmetricOutput:
         row_words, idx_words = hidden * dtype.itemsize // 4, num_topk * topk_idx_dtype.itemsize // 4
         transport = runtime.transport
         self.transport, self._runtime, self.num_rows = transport, runtime, num_rows
+        sizes = dict(num_rows=num_rows, hidden=hidden, num_scales=num_scales, num_topk=num_topk)
+        dtypes = dict(dtype=dtype, scale_dtype=scale_dtype, topk_idx_dtype=topk_idx_dtype)
+        check_same_on_all_ranks(transport, "new_output", **sizes, **dtypes)
         self.number = transport.gather(next(_NUMBERS))[0]  # ranks may have made other outputs in other groups
-        arguments = num_rows, hidden, str(dtype), num_scales, str(scale_dtype), num_topk, str(topk_idx_dtype)
-        check_same_on_all_ranks(transport, "the argument tuple of new_output", arguments)
         offsets, sizes = [0], (row_words, num_scales, idx_words, num_topk, 1)
         for words in sizes:
             offsets.append(offsets[-1] + align_words(num_rows * words))

@@ -24,8 +24,11 @@ from moe_numba.simulator.memory_model.happens_before import HappensBefore
 from moe_numba.simulator.memory_model.store_buffer import StoreBuffers
 
 _IDLE_ROUNDS = 16  # fruitless polling rounds before a deadlock is suspected
-_IDLE_LIMIT = 4096  # fruitless polling rounds that count as a deadlock even if some local variable still changes
+_IDLE_LIMIT = 8192  # fruitless polling rounds that count as a deadlock even if some local variable still changes
 _LONGEST_CYCLE = 8  # rounds within which a polling loop is expected to return to the same state
+_STEP_NS = 1000  # of the clock that threads read, for each step
+_FIRST_SKIP = 4096  # steps without a change of memory before the clock is set forward: short timeouts expire in order
+_LATEST_NS = 10**18  # no timeout is longer: threads that still wait then wait for ever
 _REDRAW = 0.125  # probability that a warp's priority is redrawn after a step
 SLOWEST = 3.0  # priority after all others
 
@@ -133,6 +136,9 @@ class World:
         self.grids, self.queue, self.pollers = [], [], []
         self.steps = self.tickets = self.changes = 0  # `changes` counts changes of memory that may end a poll
         self.snapshots, self.stall = None, Stall(self)
+        self.clock_reads, self._skipped_ns = 0, 0
+        self.clock_readers = set()  # threads that have read the clock since memory last changed, or time was skipped
+        self._changed = 0  # the last step before which memory had changed
         self.queued_grids = {}  # rank -> grids that start when the one that runs on that rank has ended
         self.memory_model = StoreBuffers(self) if settings["weak_memory"] else None
         self.detects_races, self.races = settings["races"], None  # `races`: a HappensBefore, from the first grid on
@@ -145,6 +151,30 @@ class World:
         # Greenlets do not inherit NumPy's error state; on a GPU integers wrap around, and floats overflow, silently.
         self.context = contextvars.copy_context()
         self.context.run(np.seterr, all="ignore")
+
+    @property
+    def nanoseconds(self):
+        """The time on the clock that threads read."""
+        return _STEP_NS * self.steps + self._skipped_ns
+
+    def read_clock(self, thread):
+        """Return the time in nanoseconds; `thread` may wait for it to pass."""
+        self.clock_reads += 1
+        self.clock_readers.add(thread)
+        return self.nanoseconds
+
+    def _skip_time(self):
+        """Set the clock forward, if it is time to; return whether it was.
+
+        All threads poll in vain, until a timeout of one of them expires. The scheduler does not know how long timeouts
+        are: it calls this until one has expired. Each call adds half of the time that has passed, so that of two
+        threads that began to wait together, that with half of the other's timeout still times out first.
+        """
+        if not self._skipped_ns and self.steps - self._changed < _FIRST_SKIP:
+            return False
+        self._skipped_ns += self.nanoseconds // 2
+        self.clock_readers.clear()
+        return True
 
     def watch_accesses(self):
         """Make every later memory access call `memory.before_access`."""
@@ -235,8 +265,14 @@ class World:
                         self.memory_model.make_half_visible()
                     idle = idle + 1 if self.changes == seen else 0
                     seen = self.changes
+                    if not idle:
+                        self._changed = self.steps
+                        self.clock_readers.clear()
                     if self._is_deadlocked(idle):
-                        raise Deadlock(self._report("every thread that still runs polls in vain"))
+                        may_time_out = self.clock_readers and self.nanoseconds <= _LATEST_NS
+                        if idle > _IDLE_LIMIT or not may_time_out:
+                            raise Deadlock(self._report("every thread that still runs polls in vain"))
+                        idle = 0 if self._skip_time() else idle
                     pollers, self.pollers = self.pollers, []
                     self.wake(pollers)
                 self.step()
@@ -264,6 +300,7 @@ class World:
             for grid in self.grids:
                 grid.free(shared_memory=not self.detects_races)  # a history has its addresses
             self.acquired_tensor_maps.clear()
+            self.clock_readers.clear()
             if self.profile is not None:
                 self.profile.stop()
 
@@ -283,13 +320,14 @@ class World:
     def _is_deadlocked(self, idle):
         """Return whether all pollers are back in an earlier state although no memory has changed since.
 
+        The states of those that read the clock are not compared: they may count their polls.
         Comparing states is slow, so a snapshot of the pollers is taken after 16 idle rounds, after 32, after 64 and so
         on, and compared with the state after each of the next rounds.
         """
         since = idle - (1 << idle.bit_length() >> 1)
         if idle < _IDLE_ROUNDS or since > _LONGEST_CYCLE:
             return idle > _IDLE_LIMIT
-        snapshots = {t: snapshot(t.gr_frame) for t in self.pollers}
+        snapshots = {t: snapshot(t.gr_frame) for t in self.pollers if t not in self.clock_readers}
         if since == 0:
             self.snapshots = snapshots
         return since > 0 and snapshots == self.snapshots

@@ -27,13 +27,14 @@ class Stall:
 
     def __init__(self, world):
         self.world, self.next_step, self._interval, self._count = world, FIRST_CHECK, FIRST_CHECK, _SAMPLES
-        self._changes = self._samples = None
+        self._changes = self._samples = self._clock_reads = None
 
     def is_certain(self) -> bool:
         """Sample the threads; return whether they make no progress. Call it from step `next_step` on."""
         world = self.world
         self.next_step = world.steps + self._interval
-        if world.changes != self._changes or (self._samples is not None and world.snapshots is not self._samples):
+        has_read_clock = self._samples is not None and world.clock_reads != self._clock_reads
+        if world.changes != self._changes or has_read_clock:
             self._changes, self._samples = world.changes, None
             return False
         if self._samples is None:
@@ -55,7 +56,7 @@ class Stall:
         """Start to sample the first threads; None: all of them, and memory."""
         living = [t for grid in self.world.grids for t in grid.started_threads() if t.gr_frame is not None]
         self._threads, self._memory = living[:most], self._checksums() if most is None else None
-        self._samples = self.world.snapshots = []  # another one takes its place if a thread reads the clock
+        self._samples, self._clock_reads = [], self.world.clock_reads
 
     def _repeats(self):
         """Return whether no thread has come to a new state, and memory is what it was."""

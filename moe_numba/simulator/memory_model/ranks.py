@@ -55,6 +55,12 @@ def exchange() -> contextlib.AbstractContextManager:
     return override_settings(exchange=True)
 
 
+def has_queued() -> bool:
+    """Return whether launches of the current rank are queued, so that their results are not there yet."""
+    launches = settings["ranks"]
+    return launches is not None and launches.has(settings["rank"])
+
+
 class _RankLaunches:
     """The queued launches of all ranks."""
 
@@ -66,8 +72,11 @@ class _RankLaunches:
         """Return whether a launch of a kernel is queued; else it runs at once."""
         if settings["exchange"]:
             _exchanging.add(kernel)
-        queued = (rank == settings["rank"] for rank, _ in self.launches)
-        return not self.only_exchanges or kernel in _exchanging or any(queued)
+        return not self.only_exchanges or kernel in _exchanging or self.has(settings["rank"])
+
+    def has(self, rank):
+        """Return whether launches of a rank are queued."""
+        return any(queued == rank for queued, _ in self.launches)
 
     def add(self, make_grid, done):
         """Queue a launch, `make_grid(world)`, and callbacks for when all ranks have completed."""

@@ -55,7 +55,7 @@ class VectorWorld(World):
 
     def __init__(self, engine, seed):
         super().__init__(seed)
-        self.engine, self.reads_clock, self.memory_model = engine, False, _Order(engine.clocks)
+        self.engine, self.memory_model = engine, _Order(engine.clocks)
 
     def add(self, grid):
         self.grids.append(grid)
@@ -83,7 +83,7 @@ class VectorWorld(World):
                 if self.pollers and (not self.queue or self.changes != seen and self.rng.random() < _EAGER_POLL):
                     idle = idle + 1 if self.changes == seen else 0
                     seen = self.changes
-                    if idle > (_IDLE_LIMIT_WITH_CLOCK if self.reads_clock else _IDLE_LIMIT):
+                    if idle > (_IDLE_LIMIT_WITH_CLOCK if self.clock_reads else _IDLE_LIMIT):
                         raise Unsupported("all threads poll in vain")
                     pollers, self.pollers = self.pollers, []
                     self.wake(pollers)
