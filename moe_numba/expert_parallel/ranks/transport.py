@@ -72,10 +72,17 @@ def _by_rank(values):
 class Transport:
     """Common part of all backends."""
 
+    rank: int
+    num_ranks: int
+    device: torch.device
     can_repeat = True  # whether a rank may launch a kernel again that its peers launch once, and wait in
 
     def __init__(self):
         self._prepared, self._num_allocations = {}, 0
+
+    def gather(self, value: Any) -> list:
+        """Return the values of all ranks, by rank."""
+        raise NotImplementedError
 
     def rendezvous(self, name: str, seconds: float, absent: Collection[int] = ()) -> bool:
         """Wait until all ranks have called this as often with this name as this rank, or have ended.
