@@ -24,6 +24,7 @@ from moe_numba.runtime.torch_op import needs_dispatch
 from moe_numba.runtime.validate import check_device
 
 NOT_TENSOR_FUNCTIONS = {
+    "warm_up",
     "prepare",
     "Buffer",
     "Config",

@@ -58,12 +58,12 @@ class SymmetricOutput:
         row_words, idx_words = hidden * dtype.itemsize // 4, num_topk * topk_idx_dtype.itemsize // 4
         transport = runtime.transport
         self.transport, self._runtime, self.num_rows = transport, runtime, num_rows
-        sizes = dict(num_rows=num_rows, hidden=hidden, num_scales=num_scales, num_topk=num_topk)
+        counts = dict(num_rows=num_rows, hidden=hidden, num_scales=num_scales, num_topk=num_topk)
         dtypes = dict(dtype=dtype, scale_dtype=scale_dtype, topk_idx_dtype=topk_idx_dtype)
-        check_same_on_all_ranks(transport, "new_output", **sizes, **dtypes)
+        check_same_on_all_ranks(transport, "new_output", **counts, **dtypes)
         self.number = transport.gather(next(_NUMBERS))[0]  # ranks may have made other outputs in other groups
-        offsets = [0]
-        for words in (row_words, num_scales, idx_words, num_topk, 1):
+        offsets, sizes = [0], (row_words, num_scales, idx_words, num_topk, 1)
+        for words in sizes:
             offsets.append(offsets[-1] + align_words(num_rows * words))
         offsets_in_bytes = [4 * offset for offset in offsets[1:-1]]  # in bytes, of all tensors but the first
         self._shared = transport.allocate(4 * offsets[-1])
