@@ -4,6 +4,8 @@ import ast
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 USERS_OF_COURSE = {"moe_numba.__main__", "moe_numba.doctor"}  # they import it inside functions
 
@@ -73,6 +75,7 @@ def find_cycle(graph):
     return next(filter(None, map(visit, graph)), None)
 
 
+@pytest.mark.each_commit("any import can close a circle, and no other test notices")
 def test_there_is_no_import_cycle():
     """Imports inside functions count."""
     assert find_cycle({m: {target for target, _ in imports(m, nested=True)} - {m} for m in modules()}) is None

@@ -8,12 +8,12 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import moe_numba
 from moe_numba import simulator
 from moe_numba.moe_layer.module import Experts, MoELayer
+from moe_numba.moe_layer.weights import shape_of
 from moe_numba.runtime import cubin_cache
 from moe_numba.runtime.compile_calls import compile_calls
-from moe_numba.runtime.torch_op import NAMESPACE
+from moe_numba.runtime.torch_op import NAMESPACE, public_function
 from moe_numba.runtime.validate import check_int
 
 # Which kernels a call needs depends on the rows per expert, in steps that are larger than those of these sizes.
@@ -68,10 +68,13 @@ def warm_up(
     """
     sizes = TOKENS if tokens is None else tuple(check_int(f"tokens[{i}]", n, 1) for i, n in enumerate(tokens))
     processes = None if processes is None else check_int("processes", processes, 1)
+    compiles = not simulator.ENABLED and cubin_cache.folder() is not None
+    if not compiles:
+        sizes = sizes[:1]  # for the checks
     calls = list(dict.fromkeys(call for n in sizes for call in calls_of(module, n, topk)))
-    if not calls:
+    if sizes and not calls:
         raise ValueError(f"module is a {type(module).__name__} without experts that moe_numba computes")
-    if simulator.ENABLED or cubin_cache.folder() is None:
+    if not compiles or not calls:
         return 0
     total = 0
     columns = *Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn()
@@ -102,7 +105,7 @@ class Call(NamedTuple):
             name: torch.empty_strided(*value[:2], dtype=value.dtype) if isinstance(value, Empty) else value
             for name, value in self.arguments
         }
-        getattr(moe_numba, self.function)(**given)
+        public_function(self.function)(**given)
 
 
 class _Calls(TorchDispatchMode):
@@ -148,7 +151,7 @@ def _parts(module, tokens, topk) -> Iterator[tuple[torch.nn.Module, tuple]]:
     elif isinstance(module, Experts):
         if topk is None:
             raise ValueError("topk is None; it is required for Experts")
-        topk, hidden = check_int("topk", topk, 1), module.w2.shape[1] * (64 if module.format == "mxfp4" else 1)
+        topk, hidden = check_int("topk", topk, 1), shape_of(module.w13, module.w2, module.format).hidden
         routing = make(tokens, topk, dtype=torch.float32), make(tokens, topk, dtype=torch.int32)
         yield module, (make(tokens, hidden), *routing)
     else:

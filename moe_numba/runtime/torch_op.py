@@ -42,7 +42,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 # Of each function: the parameters that are tensors or None, those that `out` may be, those that must be tensors, and
 # those that may be an int or a tensor.
 _functions: dict[str, Callable] = {}
-_apart: dict[tuple, bool] = {}  # (function, addresses of the first input and of the outputs) that do not overlap
+_apart: dict[tuple, bool] = {}  # (function, first input, outputs) that do not overlap, see `check_overlap`
 _tensors: dict[str, tuple[str, ...]] = {}
 _in_place: dict[str, tuple[str, ...]] = {}
 _required_tensors: dict[str, tuple[str, ...]] = {}
@@ -144,6 +144,11 @@ def call_op(name: str, arguments: dict[str, Any]) -> Any:
     return out
 
 
+def public_function(name: str) -> Callable:
+    """Return the public function of an op."""
+    return _functions[name]
+
+
 def check_kinds(arguments: dict[str, Any]) -> None:
     """Raise for a tensor, or one in a tuple, whose memory does not have its values in strided order."""
     for name, value in arguments.items():
@@ -158,14 +163,14 @@ def check_overlap(name: str, out: Any, tensors: tuple) -> None:
     On a GPU, where a call takes microseconds, outputs are checked with the same first input only once.
     """
     try:
-        key = name, tensors[0].data_ptr(), *[o.data_ptr() for o in (out if type(out) is tuple else (out,))]
+        given = out if type(out) is tuple else (out,)
+        key = name, tensors[0].data_ptr(), *[(o.data_ptr(), o.shape, o.is_neg()) for o in given]
         if key in _apart:
             return
     except AttributeError:  # of an array of another library
         key = None
+    check_kinds({"out": out})
     outs = out if isinstance(out, (tuple, list)) else (out,)
-    if any(type(o) in PLAIN_TYPES and o.is_neg() for o in outs):
-        check_kinds({"out": out})
     if found := overlaps(outs, tensors, [n in _in_place[name] for n in _tensors[name]]):
         i, j = found
         names = [f"out[{k}]" for k in range(len(outs))] if outs is out else ["out"]
@@ -215,14 +220,15 @@ def _with_dispatch(function):
     name, names = function.__name__, list(inspect.signature(function).parameters)
     arguments, by_name = ", ".join(names), f"{{{', '.join(f'{n!r}: {n}' for n in names)}}}"
     tensors = ", ".join(_tensors[name])
-    check_out = f"  if out is not None: check_overlap({name!r}, out, ({tensors},))\n" if "out" in names else ""
+    check_out = f"   if out is not None: check_overlap({name!r}, out, ({tensors},))\n" if "out" in names else ""
     tree = ast.parse(
         f"def bind(function):\n"
         f" def {name}({arguments}):\n"
         f"  if needs_dispatch({tensors}): return call_op({name!r}, {by_name})\n"
+        f"  try:\n"
         f"{check_out}"
-        f"  try: return function({arguments})\n"
-        f"  except (RuntimeError, NotImplementedError): check_kinds({by_name}); raise\n"
+        f"   return function({arguments})\n"
+        f"  except RuntimeError: check_kinds({by_name}); raise\n"
         f" return {name}"
     )
     code = function.__code__

@@ -240,6 +240,24 @@ def test_tensors_without_strided_memory_are_refused_by_name(kind, called_before,
             moe_numba.biased_grouped_topk(**tensors | {name: wrong}, topk=2)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("called_before", [False, True])
+def test_outputs_without_strided_memory_are_refused_by_name(kind, called_before, device):
+    logits, out = torch.randn(4, 8, device=device), torch.zeros(4, 2, device=device)
+    if called_before:
+        moe_numba.biased_grouped_topk(logits, None, 2, out=(out, out.int()))
+    with pytest.raises((TypeError, ValueError), match=r"^out\[0\] (is a .*(tensor|without memory)|has no memory)"):
+        moe_numba.biased_grouped_topk(logits, None, 2, out=(LAYOUTS[kind](out), out.int()))
+
+
+def test_a_negated_view_of_an_output_that_was_checked_is_refused(device):
+    x, out = torch.zeros(3, 64, device=device).bfloat16(), torch.zeros(3, 32, device=device).bfloat16()
+    moe_numba.silu_and_mul(x, out=out)
+    with pytest.raises(ValueError, match="^out is a negated view"):
+        moe_numba.silu_and_mul(x, out=torch._neg_view(out))
+
+
 # --- options --------------------------------------------------------------------------------------------------------
 
 
