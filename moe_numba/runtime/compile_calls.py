@@ -38,10 +38,9 @@ def compile_calls(
     Exception
         What a call raises, or the compiler.
     """
-    calls, processes = tuple(calls), processes or min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+    calls, processes = tuple(calls), processes or default_processes()
     gpu = gpu or device.gpu_of(torch.cuda.current_device())
-    # A process that was forked could not use the GPU's context, nor a lock that a thread of its parent held.
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start, (gpu, calls)) as pool:
+    with compiler_pool(processes, _start, (gpu, calls)) as pool:
         futures = [pool.submit(_compile, i) for i in range(processes)]
         total, done = futures[0].result()[1], 0
         futures += [pool.submit(_compile, i) for i in range(processes, total)]
@@ -50,14 +49,25 @@ def compile_calls(
             yield done, total
 
 
+def default_processes():
+    """Return how many processes compile by default: one per core, at most `MAX_PROCESSES`."""
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+
+
+def compiler_pool(processes, *initializer):
+    """Return a pool of processes that compile; ``initializer`` as for ``ProcessPoolExecutor``."""
+    # A process that was forked could not use the GPU's context, nor a lock that a thread of its parent held.
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), *initializer)
+
+
 def _start(gpu, calls):
-    """Prepare a process, which is compile-only from then on."""
+    """Give a process what `_definitions` needs."""
     global _calls, _gpu
     _calls, _gpu = calls, gpu
 
 
 @cache
-def definitions():
+def _definitions():
     """Return the different kernels of the calls, those first that take longest to compile; the same in each process."""
     launches = []
     device.compile_only(_gpu, lambda *launch: launches.append(launch))
@@ -69,7 +79,7 @@ def definitions():
 
 def _compile(number):
     """Compile a kernel; return (1 if there is one of this number, number of all kernels)."""
-    found = definitions()
+    found = _definitions()
     if number >= len(found):
         return 0, len(found)
     kernel, signature, bounds = found[number]

@@ -73,7 +73,7 @@ def test_each_kernel_is_compiled_once(tmp_path, monkeypatch):
         assert arch == gpu_of(0).arch and link_arch == gpu_of(0).hardware_arch
 
     monkeypatch.setattr(cubin_cache, "machine_code", machine_code)
-    monkeypatch.setattr(compile_ahead, "ProcessPoolExecutor", lambda processes, context: ThreadPoolExecutor(processes))
+    monkeypatch.setattr(compile_ahead, "compiler_pool", ThreadPoolExecutor)
     monkeypatch.setenv(cubin_cache.FOLDER, "0")
     assert compile_ahead.compile_ahead(kernels) == 0 and not compiled, "nothing could use them"
     monkeypatch.setenv(cubin_cache.FOLDER, str(tmp_path))

@@ -3,14 +3,12 @@
 A process compiles one kernel at a time. Machine code is cached on disk, so a pool of processes can compile in advance.
 """
 
-import multiprocessing
-import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
 from moe_numba.runtime import cubin_cache
+from moe_numba.runtime.compile_calls import compiler_pool, default_processes
 from moe_numba.runtime.device import gpu_of
 
 
@@ -55,10 +53,8 @@ def compile_ahead(definitions: Iterable[KernelDefinition], device: int = 0, proc
     found = list(dict.fromkeys(definitions))
     if not found or cubin_cache.folder() is None:
         return 0
-    gpu, processes = gpu_of(device), processes or min(32, len(os.sched_getaffinity(0)))
-    # A process that was forked could not use the GPU, nor a lock that a thread of its parent held.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(found)), context) as pool:
+    gpu, processes = gpu_of(device), processes or default_processes()
+    with compiler_pool(min(processes, len(found))) as pool:
         list(pool.map(partial(_compile, arch=gpu.arch, link_arch=gpu.hardware_arch), found))
     return len(found)
 
