@@ -539,7 +539,7 @@ def test_a_missing_rank_with_the_default_timeout(operation):
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="depends on the simulator's clock")
 def test_a_timeout_that_is_too_short_for_the_kernel():
-    """Each step of the simulator runs one warp: so many that the timeout expires before all have run."""
+    """A step of the simulator runs one warp; the launch has more warps than the timeout has steps."""
 
     def work(buffer, rank):
         plan = buffer.low_latency(TOKENS, HIDDEN, 2, 2, num_sms=SMS)

@@ -9,7 +9,7 @@ The first CTAs push sums to the other ranks (`LowLatencyShape.ctas_per_sender`).
 the rows of the rank's own experts for its own tokens. A call with a receive hook has a kernel for each phase; the first
 one pushes these sums as well, because the caller may overwrite the rows before the second one.
 
-As in dispatch, CTAs take **items** in turn, parts of rows. A sender's rows are those of the other ranks' slots, a
+As in dispatch, each CTA takes parts of rows, **items**, in turn. A sender's rows are those of the other ranks' slots, a
 receiver's those of its rank's tokens. A thread moves and sums vectors of eight elements in registers; there is neither
 shared memory nor an mbarrier. What says that data has arrived:
 
