@@ -4,6 +4,10 @@ Numba represents a tuple of float32 as that many registers. They are operands of
 which instruction produces and which consumes them, and does not reorder across.
 """
 
+import inspect
+
+import numpy as np
+
 from moe_numba import simulator
 from moe_numba.ptx.intrinsic import factory, make_intrinsic
 
@@ -23,6 +27,53 @@ def tuple_intrinsic(simulate, result, arguments, emit):
         return context.make_tuple(builder, sig.return_type, emit(builder, flat))
 
     return make_intrinsic(simulate, len(arguments), lambda *_: (signature, codegen))
+
+
+@factory
+def make_for_each_chunk(count, size, body, tuples=1):
+    """Make ``for_each_chunk(values, *others)``: call ``body(first, chunk, *others)`` for each ``size`` of the values.
+
+    ``values`` is a tuple of ``count`` floats, or they are ``tuples`` of them, one after the other. ``chunk`` is the
+    tuple ``values[first : first + size]``, or what is left of it. ``body`` is a device function without a result.
+
+    Only constants can index a tuple, so a loop over accumulators would move them to local memory. This one is unrolled:
+    ``first``, an int32, is a constant in the machine code of each call.
+    """
+    firsts = range(0, count, size)
+
+    def for_each_chunk(*arguments):
+        values, others = arguments[:tuples], arguments[tuples:]
+        for first in firsts:
+            body(np.int32(first), *(tuple(v)[first : first + size] for v in values), *others)
+
+    return for_each_chunk if simulator.ENABLED else _for_each_chunk(count, firsts, size, body, tuples, for_each_chunk)
+
+
+def _for_each_chunk(count, firsts, size, body, tuples, simulate):
+    from numba import types
+    from numba.cuda.typing.typeof import typeof
+
+    def typing(*arguments):
+        others = arguments[tuples:]
+        signature = types.void(*[types.UniTuple(types.float32, count)] * tuples, *others)
+
+        def codegen(context, builder, sig, arguments):
+            registers = [[builder.extract_value(v, i) for i in range(count)] for v in arguments[:tuples]]
+            functions = {}
+            for first in firsts:
+                kind = types.UniTuple(types.float32, min(size, count - first))
+                if kind not in functions:
+                    wanted = types.int32, *[kind] * tuples, *others
+                    wanted = typeof(body).get_call_type(context.typing_context, wanted, {})
+                    functions[kind] = context.get_function(typeof(body), wanted)
+                    context.add_linking_libs(functions[kind].libs)
+                chunks = [context.make_tuple(builder, kind, r[first : first + size]) for r in registers]
+                functions[kind](builder, (context.get_constant(types.int32, first), *chunks, *arguments[tuples:]))
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return make_intrinsic(simulate, len(inspect.signature(body.py_func).parameters) - 1, typing)
 
 
 def assembly(template, count, operands=0, *, words=0, in_place, simulate):

@@ -10,7 +10,7 @@ import numpy as np
 
 from moe_numba import simulator
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
-from moe_numba.ptx.intrinsic import SHARED, factory, instruction
+from moe_numba.ptx.intrinsic import SHARED, factory, instruction, make_intrinsic
 
 
 def _stmatrix(count, trans):
@@ -125,147 +125,111 @@ def _fma_shared(n):
     return fma_shared
 
 
-@factory
-def make_stmatrix_fragment(n, first, count, pitch):
-    """Make ``store(array, offset, values, factor)``: store ``count`` columns of a fragment as rows of bf16.
+def _store_chunk(template, simulate, with_factor=False):
+    """Make ``store(array, offset, values)``, or with a float behind, for a tuple of floats of any length.
 
-    The columns start at ``first``. Each float times ``factor`` is rounded to bf16 (``cvt.rn.bf16x2``).
-    ``stmatrix.x2.trans`` turns each column of a warp's 16 rows into an output row of 16 elements, two 16-byte chunks.
-    Lane l passes the byte ``offset`` in ``array`` (uint8, shared) of chunk ``l // 8`` of the output row of column
-    ``first + l % 8``; output rows are ``pitch`` bytes apart.
+    The arguments of ``template`` are the number of floats and the names of the address and the last float.
     """
-
-    def stmatrix_fragment(array, offset, values, factor):
-        for j in range(count // 8):
-            first_value = (first // 8 + j) * 4
-            a, b, c, d = (np.float32(v * factor) for v in tuple(values)[first_value : first_value + 4])
-            stmatrix_x2_trans(array, offset + 8 * j * pitch, cvt_rn_bf16x2_f32(b, a), cvt_rn_bf16x2_f32(d, c))
-
-    if simulator.ENABLED:
-        return stmatrix_fragment
-    return _stmatrix_fragment(n, first, count, pitch)
-
-
-def _stmatrix_fragment(n, first, count, pitch):
     from llvmlite import ir
     from numba import types
-    from numba.cuda.extending import intrinsic
 
-    used, address, factor = count // 2, count // 2, count // 2 + 1
-    lines = ["{ .reg .b32 a, b; .reg .f32 x, y;"]
-    for j in range(count // 8):
-        for register, i in (("a", 4 * j), ("b", 4 * j + 2)):
-            lines.append(f"mul.f32 x, ${i}, ${factor}; mul.f32 y, ${i + 1}, ${factor};")
-            lines.append(f"cvt.rn.bf16x2.f32 {register}, y, x;")
-        lines.append(f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [${address}+{8 * j * pitch}], {{a, b}};")
-    text, constraints = " ".join([*lines, "}"]), ",".join(["f"] * used + ["r", "f", "~{memory}"])
-    function = ir.FunctionType(ir.VoidType(), [ir.FloatType()] * used + [ir.IntType(32), ir.FloatType()])
+    def typing(array, _, values, *others):
+        count = len(values)
+        registers = [ir.FloatType()] * count + [ir.IntType(32)] + [ir.FloatType()] * with_factor
+        text = f"{{ {template(count, f'${count}', f'${count + 1}')} }}"
+        constraints = ",".join(["f"] * count + ["r"] + ["f"] * with_factor + ["~{memory}"])
 
-    @intrinsic
-    def stmatrix_fragment(typingctx, array, offset, values, factor):
         def codegen(context, builder, sig, arguments):
             data = context.make_array(sig.args[0])(context, builder, value=arguments[0]).data
             data = builder.addrspacecast(data, data.type.pointee.as_pointer(3))
             pointer = builder.ptrtoint(builder.gep(data, [arguments[1]]), ir.IntType(32))
-            floats = [builder.extract_value(arguments[2], first // 2 + i) for i in range(used)]
-            assembly = ir.InlineAsm(function, text, constraints, side_effect=True)
-            builder.call(assembly, [*floats, pointer, arguments[3]], attrs=("convergent",))
+            floats = [builder.extract_value(arguments[2], i) for i in range(count)]
+            assembly = ir.InlineAsm(ir.FunctionType(ir.VoidType(), registers), text, constraints, side_effect=True)
+            builder.call(assembly, [*floats, pointer, *arguments[3:]], attrs=("convergent",))
             return context.get_dummy_value()
 
-        return types.void(array, types.int32, types.UniTuple(types.float32, n // 2), types.float32), codegen
+        return types.void(array, types.int32, values, *[types.float32] * with_factor), codegen
 
-    return stmatrix_fragment
+    return make_intrinsic(simulate, 3 + with_factor, typing)
 
 
 @factory
-def make_stmatrix_rows(n, first):
-    """Make ``store(array, offset, values)``: store 64 columns of a fragment, from ``first`` on, as rows of bf16.
+def make_stmatrix_columns(pitch):
+    """Make ``store(array, offset, values, factor)``: store columns of a fragment as rows of bf16.
 
-    A warp's 16 rows become rows of 128 bytes, whose 16-byte vectors are XORed with the row number, so that the eight
-    rows of a matrix fall into different banks. Lane l passes the byte ``offset`` in ``array`` (uint8, shared) of vector
-    ``l // 16`` of row ``l % 16``, with the XOR; the rows begin at a multiple of 1024 bytes.
+    ``values`` are a thread's accumulators of the columns, four of each eight. Each float times ``factor`` is rounded to
+    bf16 (``cvt.rn.bf16x2``). ``stmatrix.x2.trans`` turns each column of a warp's 16 rows into an output row of 16
+    elements, two 16-byte vectors. Lane l passes the byte ``offset`` in ``array`` (uint8, shared) of vector ``l // 8``
+    of the output row of column ``l % 8``; output rows are ``pitch`` bytes apart.
     """
 
+    def stmatrix_columns(array, offset, values, factor):
+        for j in range(len(values) // 4):
+            a, b, c, d = (np.float32(v * factor) for v in tuple(values)[4 * j : 4 * j + 4])
+            stmatrix_x2_trans(array, offset + 8 * j * pitch, cvt_rn_bf16x2_f32(b, a), cvt_rn_bf16x2_f32(d, c))
+
+    def template(count, address, factor):
+        lines = [".reg .b32 a, b; .reg .f32 x, y;"]
+        for j in range(count // 4):
+            for register, i in (("a", 4 * j), ("b", 4 * j + 2)):
+                lines.append(f"mul.f32 x, ${i}, {factor}; mul.f32 y, ${i + 1}, {factor};")
+                lines.append(f"cvt.rn.bf16x2.f32 {register}, y, x;")
+            lines.append(f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [{address}+{8 * j * pitch}], {{a, b}};")
+        return " ".join(lines)
+
+    return stmatrix_columns if simulator.ENABLED else _store_chunk(template, stmatrix_columns, with_factor=True)
+
+
+def _stmatrix_rows():
     def stmatrix_rows(array, offset, values):
-        for j in range(4):
-            part = tuple(values)[first // 2 + 8 * j : first // 2 + 8 * j + 8]
+        """``stmatrix_rows(array, offset, values)``: store 16 columns for 8 values as rows of bf16.
+
+        Of 64 columns, a warp's 16 rows become rows of 128 bytes, whose 16-byte vectors are XORed with the row number,
+        so that the eight rows of a matrix fall into different banks. Lane l passes the byte ``offset`` in ``array``
+        (uint8, shared) of vector ``l // 16`` of row ``l % 16``, with the XOR; the rows begin at a multiple of 1024
+        bytes.
+        """
+        for j in range(len(values) // 8):
+            part = tuple(values)[8 * j : 8 * j + 8]
             pairs = [cvt_rn_bf16x2_f32(part[i + 1], part[i]) for i in range(0, 8, 2)]
             stmatrix_x4(array, offset ^ (32 * j), *pairs)
 
-    return stmatrix_rows if simulator.ENABLED else _stmatrix_rows(n, first)
+    def template(count, address, _):
+        lines = [".reg .b32 a, b, c, d, t;"]
+        for j in range(count // 8):
+            for i, register in enumerate("abcd"):
+                lines.append(f"cvt.rn.bf16x2.f32 {register}, ${8 * j + 2 * i + 1}, ${8 * j + 2 * i};")
+            lines.append(
+                f"xor.b32 t, {address}, {32 * j}; stmatrix.sync.aligned.m8n8.x4.shared.b16 [t], {{a, b, c, d}};"
+            )
+        return " ".join(lines)
+
+    return stmatrix_rows if simulator.ENABLED else _store_chunk(template, stmatrix_rows)
 
 
-def _stmatrix_rows(n, first):
-    from llvmlite import ir
-    from numba import types
-    from numba.cuda.extending import intrinsic
-
-    lines = ["{ .reg .b32 a, b, c, d, t;"]
-    for j in range(4):
-        for i, register in enumerate("abcd"):
-            lines.append(f"cvt.rn.bf16x2.f32 {register}, ${8 * j + 2 * i + 1}, ${8 * j + 2 * i};")
-        lines.append(f"xor.b32 t, $32, {32 * j}; stmatrix.sync.aligned.m8n8.x4.shared.b16 [t], {{a, b, c, d}};")
-    text, constraints = " ".join([*lines, "}"]), ",".join(["f"] * 32 + ["r", "~{memory}"])
-    function = ir.FunctionType(ir.VoidType(), [ir.FloatType()] * 32 + [ir.IntType(32)])
-
-    @intrinsic
-    def stmatrix_rows(typingctx, array, offset, values):
-        def codegen(context, builder, sig, arguments):
-            data = context.make_array(sig.args[0])(context, builder, value=arguments[0]).data
-            data = builder.addrspacecast(data, data.type.pointee.as_pointer(3))
-            pointer = builder.ptrtoint(builder.gep(data, [arguments[1]]), ir.IntType(32))
-            floats = [builder.extract_value(arguments[2], first // 2 + i) for i in range(32)]
-            assembly = ir.InlineAsm(function, text, constraints, side_effect=True)
-            builder.call(assembly, [*floats, pointer], attrs=("convergent",))
-            return context.get_dummy_value()
-
-        return types.void(array, types.int32, types.UniTuple(types.float32, n // 2)), codegen
-
-    return stmatrix_rows
-
-
-@factory
-def make_st_shared_rows_f32(n, first):
-    """Make ``store(array, offset, values)``: store 32 columns of a fragment, from ``first`` on, as rows of float32.
-
-    The rows are those of ``make_stmatrix_rows``: a warp's 16 rows of 128 bytes, whose 16-byte vectors are XORed with
-    the row number. The instruction is ``st.shared.v2.f32``. Lane l passes the byte ``offset`` in ``array`` (uint8,
-    shared) of its two first columns, ``2 * (l % 4)``, in row ``l // 4``, with the XOR.
-    """
-
+def _st_shared_rows_f32():
     def st_shared_rows_f32(array, offset, values):
-        for j in range(4):
+        """``st_shared_rows_f32(array, offset, values)``: store 8 columns for 4 values as rows of float32.
+
+        The rows are those of ``stmatrix_rows``, of 32 columns: a warp's 16 rows of 128 bytes, whose 16-byte vectors are
+        XORed with the row number. The instruction is ``st.shared.v2.f32``. Lane l passes the byte ``offset`` in
+        ``array`` (uint8, shared) of its two first columns, ``2 * (l % 4)``, in row ``l // 4``, with the XOR.
+        """
+        for j in range(len(values) // 4):
             for h in range(2):
-                i = first // 2 + 4 * j + 2 * h
+                i = 4 * j + 2 * h
                 array.pointer().store_vector((offset ^ (32 * j)) + 1024 * h, (values[i], values[i + 1]), np.float32)
 
-    return st_shared_rows_f32 if simulator.ENABLED else _st_shared_rows_f32(n, first)
+    def template(count, address, _):
+        lines = [".reg .b32 t;"]
+        for j in range(count // 4):
+            lines.append(f"xor.b32 t, {address}, {32 * j};")
+            for h in range(2):
+                i = 4 * j + 2 * h
+                lines.append(f"st.shared.v2.f32 [t+{1024 * h}], {{${i}, ${i + 1}}};")
+        return " ".join(lines)
+
+    return st_shared_rows_f32 if simulator.ENABLED else _store_chunk(template, st_shared_rows_f32)
 
 
-def _st_shared_rows_f32(n, first):
-    from llvmlite import ir
-    from numba import types
-    from numba.cuda.extending import intrinsic
-
-    lines = ["{ .reg .b32 t;"]
-    for j in range(4):
-        lines.append(f"xor.b32 t, $16, {32 * j};")
-        for h in range(2):
-            i = 4 * j + 2 * h
-            lines.append(f"st.shared.v2.f32 [t+{1024 * h}], {{${i}, ${i + 1}}};")
-    text, constraints = " ".join([*lines, "}"]), ",".join(["f"] * 16 + ["r", "~{memory}"])
-    function = ir.FunctionType(ir.VoidType(), [ir.FloatType()] * 16 + [ir.IntType(32)])
-
-    @intrinsic
-    def st_shared_rows_f32(typingctx, array, offset, values):
-        def codegen(context, builder, sig, arguments):
-            data = context.make_array(sig.args[0])(context, builder, value=arguments[0]).data
-            data = builder.addrspacecast(data, data.type.pointee.as_pointer(3))
-            pointer = builder.ptrtoint(builder.gep(data, [arguments[1]]), ir.IntType(32))
-            floats = [builder.extract_value(arguments[2], first // 2 + i) for i in range(16)]
-            builder.call(ir.InlineAsm(function, text, constraints, side_effect=True), [*floats, pointer])
-            return context.get_dummy_value()
-
-        return types.void(array, types.int32, types.UniTuple(types.float32, n // 2)), codegen
-
-    return st_shared_rows_f32
+stmatrix_rows, st_shared_rows_f32 = _stmatrix_rows(), _st_shared_rows_f32()

@@ -16,13 +16,13 @@ from helpers.hopper import BF16, E4M3, RNG, hopper, runs, small_integers
 from helpers.hopper_gemm import K, M, N, make_gemm, shared_bytes
 from numba import cuda, float32, int32, uint8, uint16, uint64
 
-from moe_numba.ptx.accumulators import make_fma, make_fma_blocks, make_fma_columns
+from moe_numba.ptx.accumulators import make_fma, make_fma_blocks, make_fma_columns, make_for_each_chunk
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32, e4m3x2_as_floats
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.matrix import (
     make_fma_shared,
     make_load_shared,
-    make_st_shared_rows_f32,
+    st_shared_rows_f32,
     stmatrix_x2,
     stmatrix_x2_trans,
     stmatrix_x4,
@@ -381,35 +381,53 @@ def test_stmatrix(trans, device):
         assert (out.cpu().numpy().reshape(2, 4, 8, 24) == right).all()
 
 
-store_32_columns = make_st_shared_rows_f32(64, 32)
-
-
 @cuda.jit
 def store_float_rows(out, x):
-    """Store the last 32 of 64 columns of a warp's 16 rows to shared memory, and copy that."""
+    """Store 32 columns of a warp's 16 rows to shared memory, and copy that."""
     smem, floats = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, float32, 1024)
     t = cuda.threadIdx.x
-    values = (x[t], x[32 + t], x[64 + t], x[96 + t])
-    values = values + values + values + values + (x[128 + t], x[160 + t], x[192 + t], x[224 + t])
-    values = (
-        values + (x[256 + t], x[288 + t], x[320 + t], x[352 + t]) + (x[384 + t], x[416 + t], x[448 + t], x[480 + t])
-    )
-    values = values + (x[512 + t], x[544 + t], x[576 + t], x[608 + t])
-    store_32_columns(smem, (t >> 2) * 128 + ((((t & 3) >> 1) ^ (t >> 2)) << 4) + ((t & 1) << 3), values)
+    values = (x[t], x[32 + t], x[64 + t], x[96 + t], x[128 + t], x[160 + t], x[192 + t], x[224 + t])
+    values = values + (x[256 + t], x[288 + t], x[320 + t], x[352 + t])
+    values = values + (x[384 + t], x[416 + t], x[448 + t], x[480 + t])
+    st_shared_rows_f32(smem, (t >> 2) * 128 + ((((t & 3) >> 1) ^ (t >> 2)) << 4) + ((t & 1) << 3), values)
     cuda.syncwarp()
     for i in range(t, 512, 32):
         out[i] = floats[i]
 
 
 def test_rows_of_floats(device):
-    x = torch.randn(20, 32)
+    x = torch.randn(16, 32)
     lane, i = np.indices((32, 16))
     row, column = lane // 4 + 8 * (i >> 1 & 1), 8 * (i >> 2) + 2 * (lane % 4) + (i & 1)
     right = np.empty((16, 32), np.float32)
-    right[row, column ^ (row % 8 << 2)] = x[4:].numpy().T  # 4 floats are a vector of 16 bytes
+    right[row, column ^ (row % 8 << 2)] = x.numpy().T  # 4 floats are a vector of 16 bytes
     make = lambda: [torch.zeros(512, device=device), x.reshape(-1).to(device)]
     for out, _ in runs(store_float_rows, make, shared_bytes=2048):
         assert (out.cpu().numpy().reshape(16, 32) == right).all()
+
+
+@cuda.jit(device=True)
+def copy_chunk(first, values, weights, out, thread, scale):
+    for i in range(len(values)):
+        out[32 * (first + i) + thread] = values[i] * weights[i] * scale + float32(len(values))
+
+
+copy_chunks = make_for_each_chunk(5, 2, copy_chunk, tuples=2)
+
+
+@cuda.jit
+def scale_in_chunks(out, x, scale):
+    t = cuda.threadIdx.x
+    values = x[t], x[32 + t], x[64 + t], x[96 + t], x[128 + t]
+    copy_chunks(values, (float32(1), float32(2), float32(3), float32(4), float32(5)), out, t, scale)
+
+
+def test_chunks_of_a_tuple(device):
+    """The last of three chunks is shorter than the others."""
+    x = small_integers((5, 32), torch.float32, "cpu")
+    right = x * 3 * torch.arange(1, 6)[:, None] + torch.tensor([2, 2, 2, 2, 1])[:, None]
+    for out, *_ in runs(scale_in_chunks, lambda: [torch.zeros(160, device=device), x.reshape(-1).to(device), 3.0]):
+        assert (out.cpu().reshape(5, 32) == right).all()
 
 
 # --- conversions ----------------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ A warp writes its rows to its own buffers in shared memory, 128 bytes of 16 rows
 warp computes its next tile. The 16-byte vectors of a buffer row are XORed with the row number, which is TMA's 128-byte
 swizzle and spreads rows over the banks. TMA stores whole boxes; the last rows of a group are stored by the lanes.
 
-Accumulators are tuples, which only constants can index. So code that is repeated for parts of them is generated: a
-factory makes the function for a part, which calls that of the next part.
+The activation of a tuple's elements is a function for eight columns, which calls that for the next eight.
 """
 
 from functools import cache
@@ -13,11 +12,12 @@ from functools import cache
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.grouped_gemm.block_scaled.config import BUFFER_BYTES, BUFFER_COLUMNS, BUFFER_ROWS, ROW_BYTES
+from moe_numba.ptx.accumulators import make_for_each_chunk
 from moe_numba.ptx.arithmetic import LOG2_E, ex2_approx, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import FP8_MAX, cvt_rn_bf16x2_f32, cvt_rn_satfinite_e4m3x2_f32
 from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.fence import fence_proxy_async_shared
-from moe_numba.ptx.matrix import make_stmatrix_rows
+from moe_numba.ptx.matrix import stmatrix_rows
 from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
 from moe_numba.ptx.tma import tma_store_2d
 from moe_numba.ptx.warp import FULL_MASK
@@ -41,22 +41,10 @@ def publish_buffers():
     cuda.syncwarp()
 
 
-@cache
-def make_write_bf16(n, first=0):
-    """Make ``write(smem, buffer, offset, acc)``: write columns ``first`` to ``n`` of ``acc`` in bf16, 64 per buffer.
-
-    ``offset`` is the lane's, see `make_stmatrix_rows`; ``buffer`` is the first buffer.
-    """
-    more, stmatrix_rows = first + BUFFER_COLUMNS < n, make_stmatrix_rows(n, first)
-    write_next = make_write_bf16(n, first + BUFFER_COLUMNS) if more else None
-
-    @cuda.jit(device=True)
-    def write(smem, buffer, offset, acc):
-        stmatrix_rows(smem.u8, int32(buffer + offset), acc)
-        if more:
-            write_next(smem, int32(buffer + BUFFER_BYTES), offset, acc)
-
-    return write
+@cuda.jit(device=True)
+def write_buffer(first_value, values, smem, offset):
+    """Write a buffer's columns in bf16; ``offset`` is the lane's in the first buffer, see `stmatrix_rows`."""
+    stmatrix_rows(smem.u8, int32(offset + first_value * (2 * BUFFER_BYTES // BUFFER_COLUMNS)), values)
 
 
 @cuda.jit(device=True)
@@ -89,30 +77,22 @@ def make_activate(j=0):
     return activate
 
 
-@cache
-def make_write_fp8(j=0):
-    """Make ``write(smem, address, xor, values, inverse_0, inverse_1, lane)``: write columns from ``8 j`` on in FP8.
+@cuda.jit(device=True)
+def write_columns_fp8(first_value, values, smem, address, xor, inverse_0, inverse_1, lane):
+    """Write 8 columns in FP8, of which the thread has four values.
 
     Two neighbouring lanes exchange a pair, so that the even one has four columns of the first row and the odd one those
     of the second. ``address`` is the byte offset of the lane's row in the buffer, and ``xor`` is ``(row & 7) << 4``.
     """
-    i, more = 4 * j, 8 * j + 8 < FP8_SCALE_BLOCK
-    write_next = make_write_fp8(j + 1) if more else None
+    first = uint32(cvt_rn_satfinite_e4m3x2_f32(values[1] * inverse_0, values[0] * inverse_0))
+    second = uint32(cvt_rn_satfinite_e4m3x2_f32(values[3] * inverse_1, values[2] * inverse_1))
+    odd = (lane & 1) != 0
+    received = uint32(cuda.shfl_xor_sync(FULL_MASK, int32(first if odd else second), 1))
+    word = uint32(received | uint32(second << uint32(16))) if odd else uint32(first | uint32(received << uint32(16)))
+    smem.i32[uint32(int32(address + ((2 * first_value + ((lane & 2) << 1)) ^ xor)) >> 2)] = int32(word)
 
-    @cuda.jit(device=True)
-    def write(smem, address, xor, values, inverse_0, inverse_1, lane):
-        first = uint32(cvt_rn_satfinite_e4m3x2_f32(values[i + 1] * inverse_0, values[i] * inverse_0))
-        second = uint32(cvt_rn_satfinite_e4m3x2_f32(values[i + 3] * inverse_1, values[i + 2] * inverse_1))
-        odd = (lane & 1) != 0
-        received = uint32(cuda.shfl_xor_sync(FULL_MASK, int32(first if odd else second), 1))
-        word = (
-            uint32(received | uint32(second << uint32(16))) if odd else uint32(first | uint32(received << uint32(16)))
-        )
-        smem.i32[uint32(int32(address + ((8 * j + ((lane & 2) << 1)) ^ xor)) >> 2)] = int32(word)
-        if more:
-            write_next(smem, address, xor, values, inverse_0, inverse_1, lane)
 
-    return write
+write_fp8 = make_for_each_chunk(FP8_SCALE_BLOCK // 2, 4, write_columns_fp8)
 
 
 @cuda.jit(device=True)
@@ -135,7 +115,7 @@ def make_store_tile(config, layout):
     halves = config.block_n == 2 * FP8_SCALE_BLOCK
     columns = config.half_rows if halves else config.block_n  # of an accumulator
     offset_1 = epilogue_offset + columns // BUFFER_COLUMNS * BUFFER_BYTES
-    activate, write_fp8, write_bf16 = make_activate(), make_write_fp8(), make_write_bf16(columns)
+    activate, write_bf16 = make_activate(), make_for_each_chunk(columns // 2, BUFFER_COLUMNS // 2, write_buffer)
     elements = 4 if silu_and_mul else 2  # in an int32 of y
     vector_elements = 4 * elements
 
@@ -178,7 +158,7 @@ def make_store_tile(config, layout):
             own = int32(lane >> 2)
             t = int32(own + 8 * (lane & 1))
             address, xor = int32(buffer + t * ROW_BYTES), int32((t & 7) << 4)
-            write_fp8(smem, address, xor, values, rcp_approx(scale_0), rcp_approx(scale_1), lane)
+            write_fp8(values, smem, address, xor, rcp_approx(scale_0), rcp_approx(scale_1), lane)
             publish_buffers()
             store_buffer(smem, map_y, y, n, buffer, lane, row, rows, column)
             scale_pitch = int32(n >> 7)
@@ -191,11 +171,11 @@ def make_store_tile(config, layout):
             wait_for_buffers(lane)
             t = int32(lane & 15)
             offset = int32(t * ROW_BYTES + (((t & 7) ^ (lane >> 4)) << 4))
-            write_bf16(smem, buffer, offset, acc)
+            write_bf16(acc, smem, int32(buffer + offset))
             store_buffers(smem, map_y, y, n, buffer, lane, row, rows, column)
             if halves:
                 buffer, column = int32(offset_1 + warp * warp_bytes), int32(column + columns)
-                write_bf16(smem, buffer, offset, acc_1)
+                write_bf16(acc_1, smem, int32(buffer + offset))
                 store_buffers(smem, map_y, y, n, buffer, lane, row, rows, column)
 
     return store_tile

@@ -10,15 +10,22 @@ from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.grouped_gemm.common.constants import BLOCK_K_BYTES, EPILOGUE_BYTES, EPILOGUE_ROWS
 from moe_numba.grouped_gemm.common.epilogue_terms import make_finish, make_load_row_values
+from moe_numba.ptx.accumulators import make_for_each_chunk
 from moe_numba.ptx.fragments import make_scatter_columns, make_store_columns
-from moe_numba.ptx.matrix import make_stmatrix_fragment
+from moe_numba.ptx.matrix import make_stmatrix_columns
 from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
 from moe_numba.ptx.warpgroup import bar_sync
 
+BUFFER_BYTES = EPILOGUE_ROWS * BLOCK_K_BYTES  # of the two that a warpgroup has
+CHUNK_VALUES = EPILOGUE_ROWS // 2  # of a thread's accumulators
+
+stmatrix = make_stmatrix_columns(BLOCK_K_BYTES)
+
 
 class RowStore(NamedTuple):
-    """A thread's part in storing a tile; see :func:`make_store_rows`."""
+    """A thread's part in storing a tile; see :func:`make_store_tile`."""
 
+    y: Any
     warpgroup: Any
     write_offset: Any  # where stmatrix writes, u8
     read_offset: Any  # where the thread reads 16 bytes, i32
@@ -32,54 +39,66 @@ class RowStore(NamedTuple):
 
 
 @cache
-def make_store_rows(n, m_subtiles, i=0, scatter_pitch=0):
-    """Make ``store_rows(smem, y, store, acc_0, acc_1, scale)``, storing accumulators as bf16 from chunk ``i`` on.
+def make_store_chunk(scatter_pitch):
+    """Make ``store_chunk(smem, store, chunk, chunks, synchronises)``: store a chunk, which a buffer has in bf16.
 
-    A consumer warpgroup computes 64 columns, 128 bytes, of each row of y. It transposes 16 rows at a time through its
-    shared-memory buffers, so that eight lanes store a whole 128-byte line. The two buffers alternate: a warp writes the
-    next chunk before it stores the present one, so that it never waits for its own writes. With ``scatter_pitch``, that
-    of rows of y in shared memory, it stores to these rows.
+    ``chunks`` is the number of those in a subtile. ``scatter_pitch`` is that of rows of y in shared memory, and 0
+    without ``scatter``. If the function synchronises, all warps of the warpgroup have then read the buffer, and have
+    written the other one.
     """
-    chunks = [(subtile, first) for subtile in range(m_subtiles) for first in range(0, n, EPILOGUE_ROWS)]
-    scatter, destination = scatter_pitch > 0, 4 * scatter_pitch * chunks[i][0] + chunks[i][1] // 4
-    (subtile, first), buffer, more = chunks[i], i % 2 * EPILOGUE_ROWS * BLOCK_K_BYTES, i + 1 < len(chunks)
-    if more:
-        next_subtile, next_first = chunks[i + 1]
-        stmatrix_next = make_stmatrix_fragment(n, next_first, min(EPILOGUE_ROWS, n - next_first), BLOCK_K_BYTES)
-        store_next = make_store_rows(n, m_subtiles, i + 1, scatter_pitch)
-        other_buffer = EPILOGUE_ROWS * BLOCK_K_BYTES - buffer
 
     @cuda.jit(device=True)
-    def store_rows(smem, y, store, acc_0, acc_1, scale):
-        if more:
-            stmatrix_next(smem.u8, int32(store.write_offset + other_buffer), acc_1 if next_subtile else acc_0, scale)
-        a, b, c, d = ld_shared_s32x4(smem.i32, int32(store.read_offset + buffer // 4))
-        if more or buffer == 0:  # the next tile starts with buffer 0, which other warps may still read
+    def store_chunk(smem, store, chunk, chunks, synchronises):
+        a, b, c, d = ld_shared_s32x4(smem.i32, int32(store.read_offset + (chunk & 1) * (BUFFER_BYTES // 4)))
+        if synchronises:
             bar_sync(int32(2 + store.warpgroup), 128)
-        if int32(store.t + first) < (store.rows_1 if subtile else store.rows_0):
-            if scatter:
-                row = smem.i32[uint32(store.destinations + destination)]
+        second = chunk >= chunks
+        first = int32((chunk - chunks if second else chunk) * EPILOGUE_ROWS)  # row of the subtile
+        if int32(store.t + first) < (store.rows_1 if second else store.rows_0):
+            if scatter_pitch:
+                offset = int32((4 * scatter_pitch if second else 0) + (first >> 2))
+                row = smem.i32[uint32(store.destinations + offset)]
                 if row >= 0:
-                    st_global_s32x4(y, store.y_index + int64(row) * store.pitch, a, b, c, d)
+                    st_global_s32x4(store.y, store.y_index + int64(row) * store.pitch, a, b, c, d)
             else:
-                y_index = store.y_index + int64(first) * store.pitch + (store.subtile_pitch if subtile else int64(0))
-                st_global_s32x4(y, y_index, a, b, c, d)
-        if more:
-            store_next(smem, y, store, acc_0, acc_1, scale)
+                y_index = store.y_index + int64(first) * store.pitch + (store.subtile_pitch if second else int64(0))
+                st_global_s32x4(store.y, y_index, a, b, c, d)
 
-    return store_rows
+    return store_chunk
 
 
 @cache
-def make_store_tile(n, config, layout):
-    """Make ``store_tile(smem, output, warp, lane, acc_0, acc_1, tile, scale)``, which stores a tile in bf16."""
-    scatter, pitch_of_values = config.scatter, layout.scale_pitch
-    store_rows = make_store_rows(n, config.m_subtiles, scatter_pitch=pitch_of_values if scatter else 0)
-    epilogue_offset, row_values = layout.epilogue_offset, layout.row_value_offsets[2]
-    stmatrix_first = make_stmatrix_fragment(n, 0, min(EPILOGUE_ROWS, n), BLOCK_K_BYTES)
+def make_write_chunk(scatter_pitch):
+    """Make ``write_chunk(first, values, smem, store, before, chunks, scale)``: write a chunk, store the one before.
+
+    ``values`` are the accumulators of the chunk, which begin with the subtile's ``first``-th. There are ``before``
+    chunks in earlier subtiles. A warp writes before it stores, so that it never waits for its own writes.
+    """
+    store_chunk = make_store_chunk(scatter_pitch)
 
     @cuda.jit(device=True)
-    def store_tile(smem, output, warp, lane, acc_0, acc_1, tile, scale):
+    def write_chunk(first, values, smem, store, before, chunks, scale):
+        chunk = int32(before + first // CHUNK_VALUES)
+        stmatrix(smem.u8, int32(store.write_offset + (chunk & 1) * BUFFER_BYTES), values, scale)
+        if chunk > 0:
+            store_chunk(smem, store, int32(chunk - 1), chunks, True)
+        else:
+            bar_sync(int32(2 + store.warpgroup), 128)
+
+    return write_chunk
+
+
+@cache
+def make_row_store(scatter, layout):
+    """Make ``store = row_store(output, warp, lane, tile)``: what a thread stores of a tile."""
+    epilogue_offset, row_values, pitch_of_values = (
+        layout.epilogue_offset,
+        layout.row_value_offsets[2],
+        layout.scale_pitch,
+    )
+
+    @cuda.jit(device=True)
+    def row_store(output, warp, lane, tile):
         # A buffer row holds 128 bytes of a row of y. Its 16-byte vectors are XORed with the row number, so that the
         # eight rows of a stmatrix fall into different banks.
         warpgroup = int32(warp >> 2)
@@ -89,24 +108,44 @@ def make_store_tile(n, config, layout):
         t, vector = int32(4 * (warp & 3) + (lane >> 3)), int32(lane & 7)
         read_offset = int32(buffers + t * BLOCK_K_BYTES + ((vector ^ (t & 7)) << 4)) >> 2
         column, pitch = int32(tile.column + warpgroup * 64), int32(output.n >> 1)
-        if column < output.n:
-            stmatrix_first(smem.u8, write_offset, acc_0, scale)
-            bar_sync(int32(2 + warpgroup), 128)
-            y_index = (int64(tile.row) + t) * pitch + ((column >> 1) + vector * 4)
-            subtile_pitch = int64(tile.subtile_rows) * pitch
-            rows_0, rows_1 = int32(min(tile.rows, tile.subtile_rows)), int32(tile.rows - tile.subtile_rows)
-            if column + 8 * vector >= output.n:  # this thread's columns lie beyond y
-                rows_0, rows_1 = int32(0), int32(0)
-            if scatter:
-                place = int32((t >> 1 & 3) * pitch_of_values + (t >> 3) * 2 + (t & 1))
-                destinations = int32(row_values + place)
-                y_index = int64((column >> 1) + vector * 4)
-            else:
-                destinations = int32(0)
-            store = RowStore(
-                warpgroup, write_offset, read_offset, t, rows_0, rows_1, y_index, pitch, subtile_pitch, destinations
-            )
-            store_rows(smem, output.y, store, acc_0, acc_1, scale)
+        rows_0, rows_1 = int32(min(tile.rows, tile.subtile_rows)), int32(tile.rows - tile.subtile_rows)
+        if column + 8 * vector >= output.n:  # this thread's columns lie beyond y
+            rows_0, rows_1 = int32(0), int32(0)
+        if scatter:
+            place = int32((t >> 1 & 3) * pitch_of_values + (t >> 3) * 2 + (t & 1))
+            destinations, y_index = int32(row_values + place), int64((column >> 1) + vector * 4)
+        else:
+            destinations, y_index = int32(0), (int64(tile.row) + t) * pitch + ((column >> 1) + vector * 4)
+        subtile_pitch = int64(tile.subtile_rows) * pitch
+        rows = t, rows_0, rows_1
+        return RowStore(
+            output.y, warpgroup, write_offset, read_offset, *rows, y_index, pitch, subtile_pitch, destinations
+        )
+
+    return row_store
+
+
+@cache
+def make_store_tile(n, config, layout):
+    """Make ``store_tile(smem, output, warp, lane, acc_0, acc_1, tile, scale)``, which stores a tile in bf16.
+
+    A consumer warpgroup computes 64 columns, 128 bytes, of each row of y. It transposes chunks of 16 rows through two
+    buffers in shared memory, which alternate, so that eight lanes store a whole 128-byte line.
+    """
+    two, chunks, scatter_pitch = config.m_subtiles == 2, -(-n // EPILOGUE_ROWS), layout.scale_pitch * config.scatter
+    row_store, store_chunk = make_row_store(config.scatter, layout), make_store_chunk(scatter_pitch)
+    write_chunks = make_for_each_chunk(n // 2, CHUNK_VALUES, make_write_chunk(scatter_pitch))
+    last = config.m_subtiles * chunks - 1
+
+    @cuda.jit(device=True)
+    def store_tile(smem, output, warp, lane, acc_0, acc_1, tile, scale):
+        store = row_store(output, warp, lane, tile)
+        if tile.column + store.warpgroup * 64 < output.n:
+            write_chunks(acc_0, smem, store, int32(0), int32(chunks), scale)
+            if two:
+                write_chunks(acc_1, smem, store, int32(chunks), int32(chunks), scale)
+            # The next tile starts with buffer 0, which other warps may still read.
+            store_chunk(smem, store, int32(last), int32(chunks), last % 2 == 0)
 
     return store_tile
 

@@ -40,10 +40,11 @@ from moe_numba.grouped_gemm.k_grouped.config import (
     KGroupedLayout,
     check_k_grouped_config,
 )
+from moe_numba.ptx.accumulators import make_for_each_chunk
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank
 from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group_read
 from moe_numba.ptx.fence import fence_proxy_async_shared
-from moe_numba.ptx.matrix import make_st_shared_rows_f32, make_stmatrix_rows
+from moe_numba.ptx.matrix import st_shared_rows_f32, stmatrix_rows
 from moe_numba.ptx.mbarrier import (
     fence_mbarrier_init,
     mbarrier_arrive,
@@ -70,25 +71,23 @@ MASKING_WARPS = 4  # consumer warpgroup 0
 
 
 @cache
-def make_store_chunks(config, chunk=0):
-    """Make ``store_chunks(smem, map_out, buffers, lane, acc, group, n_at, k_at, n, k)``: store a warp's 16 rows.
+def make_store_chunks(config):
+    """Make ``store_chunks(acc, smem, map_out, buffers, lane, group, n_at, k_at, n, k)``: store a warp's 16 rows.
 
-    It stores the chunks from ``chunk`` on; a chunk is 128 bytes of each row. A warp writes it to one of its two
-    buffers, which a TMA store reads while the warp writes the next chunk to the other one. No other warp uses these
-    buffers, so warps need no barrier. The rows begin at row ``n_at`` and column ``k_at`` of the group's n x k outputs;
-    the tensor map clips what lies beyond these.
+    A chunk is 128 bytes of each row. A warp writes it to one of its two buffers, which a TMA store reads while the warp
+    writes the next chunk to the other one. No other warp uses these buffers, so warps need no barrier. The rows begin
+    at row ``n_at`` and column ``k_at`` of the group's n x k outputs; the tensor map clips what lies beyond these.
     """
-    columns, block_k = config.store_columns, config.block_k
-    first, buffer = chunk * columns, chunk % 2 * STORE_BYTES
-    is_float32, tma_store = config.out_dtype == "float32", tma_reduce_add_3d if config.accumulate else tma_store_3d
-    write_rows = make_st_shared_rows_f32(block_k, first) if is_float32 else make_stmatrix_rows(block_k, first)
+    columns, block_k, is_float32 = config.store_columns, config.block_k, config.out_dtype == "float32"
+    write_rows = st_shared_rows_f32 if is_float32 else stmatrix_rows
+    tma_store = tma_reduce_add_3d if config.accumulate else tma_store_3d
     # Chunks alternate between the buffers across tiles too if a tile has an even number of them.
     wait_read = make_bulk_wait_group_read(1 if block_k // columns % 2 == 0 else 0)
-    more = first + columns < block_k
-    store_next = make_store_chunks(config, chunk + 1) if more else None
 
     @cuda.jit(device=True)
-    def store_chunks(smem, map_out, buffers, lane, acc, group, n_at, k_at, n, k):
+    def store_chunk(first_value, values, smem, map_out, buffers, lane, group, n_at, k_at, n, k):
+        first = int32(2 * first_value)  # column: a thread has half of the accumulators of one
+        buffer = int32(buffers + first // columns % 2 * STORE_BYTES)
         if elect_sync(FULL_MASK):  # always the same lane: bulk groups belong to the thread that commits them
             wait_read()  # an earlier store has read this buffer
         cuda.syncwarp()
@@ -96,19 +95,17 @@ def make_store_chunks(config, chunk=0):
             row, vector, rest = int32(lane >> 2), int32((lane & 3) >> 1), int32((lane & 1) << 3)
         else:  # which row's vector the lane addresses for stmatrix
             row, vector, rest = int32(lane & 15), int32(lane >> 4), int32(0)
-        offset = int32(buffers + buffer + row * 128 + ((vector ^ (row & 7)) << 4) + rest)  # swizzled as the map says
-        write_rows(smem, offset, acc)
+        offset = int32(buffer + row * 128 + ((vector ^ (row & 7)) << 4) + rest)  # swizzled as the map says
+        write_rows(smem, offset, values)
         fence_proxy_async_shared()
         cuda.syncwarp()
         if elect_sync(FULL_MASK):
             column = int32(k_at + first)
             if (n_at < n) & (column < k):
-                tma_store(map_out, 0, column, n_at, group, smem, int32(buffers + buffer))
+                tma_store(map_out, 0, column, n_at, group, smem, buffer)
             bulk_commit_group()
-        if more:
-            store_next(smem, map_out, buffers, lane, acc, group, n_at, k_at, n, k)
 
-    return store_chunks
+    return make_for_each_chunk(block_k // 2, columns // 2, store_chunk)
 
 
 @cache
@@ -276,7 +273,7 @@ def make_kernel(config):
                 # ---- Epilogue: a warp stores 16 rows; a group without rows has zeros, which need not be added ----
                 if not accumulate or rows > 0:
                     warp_n_at = int32(n_at + warp * STORE_ROWS)
-                    store_chunks(smem, map_out, buffers, lane, acc, group, warp_n_at, k_at, n, k)
+                    store_chunks(acc, smem, map_out, buffers, lane, group, warp_n_at, k_at, n, k)
                 tile = int32(tile + int32(cuda.gridDim.x >> cluster_shift))
             if elect_sync(FULL_MASK):
                 wait_for_stores()  # they read shared memory, which ends with the CTA

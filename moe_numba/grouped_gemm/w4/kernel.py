@@ -41,10 +41,11 @@ from moe_numba.grouped_gemm.w4.dequantize import decode_scaled_tile, make_load_t
 from moe_numba.grouped_gemm.w4.layout import W4Layout, check_w4_config
 from moe_numba.grouped_gemm.w4.packing import RESULT_EXPONENT, TILE_BYTES
 from moe_numba.grouped_gemm.w4.weight_tiles import TILE
+from moe_numba.ptx.accumulators import make_for_each_chunk
 from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.cp_async import bulk_load_hint
 from moe_numba.ptx.fragments import make_select_rows, make_silu_and_mul, make_swigluoai
-from moe_numba.ptx.matrix import make_stmatrix_fragment
+from moe_numba.ptx.matrix import make_stmatrix_columns
 from moe_numba.ptx.mbarrier import (
     fence_mbarrier_init,
     mbarrier_arrive,
@@ -234,22 +235,21 @@ def make_overlapped_loop(n, config, layout):
 
 
 @cache
-def make_store_activated(n, first, layout):
-    """Make ``store_activated(smem, output, warp, lane, values, tile)``: store the rows of y from ``first`` on.
+def make_store_activated(n, layout):
+    """Make ``store_activated(values, smem, output, warp, lane, tile)``: store the rows of y.
 
     ``n`` is a multiple of 16, and the thread has n / 4 values, two for each eight rows.
     The warpgroup transposes up to 64 rows through its shared-memory buffer, so that four lanes store the 64 bytes of a
     row. The 16-byte vectors of a row are XORed with half of the row number, so that the eight rows of a ``stmatrix``
     fall into different banks.
     """
-    count, epilogue_offset, more = min(BUFFER_ROWS, n - first), layout.epilogue_offset, first + BUFFER_ROWS < n
-    # stmatrix_fragment takes a thread's values of eight rows of x for those of one row, and the values of the next
+    # stmatrix_columns takes a thread's values of eight rows of x for those of one row, and the values of the next
     # eight for those of a second row: it stores twice as many rows.
-    stmatrix = make_stmatrix_fragment(n // 2, first // 2, count // 2, 2 * ROW_BYTES)
-    store_next = make_store_activated(n, first + BUFFER_ROWS, layout) if more else None
+    epilogue_offset, stmatrix = layout.epilogue_offset, make_stmatrix_columns(2 * ROW_BYTES)
 
     @cuda.jit(device=True)
-    def store_activated(smem, output, warp, lane, values, tile):
+    def store_rows(first_value, values, smem, output, warp, lane, tile):
+        first, count = int32(4 * first_value), 4 * len(values)  # rows
         warpgroup = int32(warp >> 2)
         buffer = int32(epilogue_offset + warpgroup * EPILOGUE_BYTES)
         bar_sync(int32(2 + warpgroup), 128)  # all warps have read the previous rows
@@ -264,10 +264,8 @@ def make_store_activated(n, first, layout):
             if first + t < tile.rows and column < output.n:
                 y_index = (int64(tile.row) + (first + t)) * (output.n >> 1) + ((column >> 1) + vector * 4)
                 st_global_s32x4(output.y, y_index, a, b, c, d)
-        if more:
-            store_next(smem, output, warp, lane, values, tile)
 
-    return store_activated
+    return make_for_each_chunk(n // 4, BUFFER_ROWS // 4, store_rows)
 
 
 def make_compute_tile(sizes, config, layout):
@@ -285,7 +283,7 @@ def make_compute_tile(sizes, config, layout):
     activates, interleaved = bool(config.activation), config.activation == "swigluoai"
     has_bias, bias_is_f32 = bool(config.bias), config.bias == "f32"
     padded = -(-n // 16) * 16
-    padding, store_activated = (np.float32(0),) * ((padded - n) // 4), make_store_activated(padded, 0, layout)
+    padding, store_activated = (np.float32(0),) * ((padded - n) // 4), make_store_activated(padded, layout)
     apply_row_terms, select_gate, select_up = make_apply_row_terms(n), make_select_rows(n, 0), make_select_rows(n, 1)
     activate = make_swigluoai(n // 2, config.alpha, config.limit) if interleaved else make_silu_and_mul(n // 2)
 
@@ -319,7 +317,7 @@ def make_compute_tile(sizes, config, layout):
             if activates:
                 acc = apply_row_terms(acc, terms)
                 values = activate(select_gate(acc), select_up(acc))
-                store_activated(smem, output, warp, lane, values + padding if padded > n else values, tile)
+                store_activated(values + padding if padded > n else values, smem, output, warp, lane, tile)
             else:
                 epilogue(smem, output, warp, lane, acc, acc, tile, terms)
         else:

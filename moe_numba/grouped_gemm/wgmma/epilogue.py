@@ -8,34 +8,32 @@ from numba import cuda, float32, int32, int64, uint32
 from moe_numba.grouped_gemm.common.constants import BLOCK_N, CONSUMER_WARPS
 from moe_numba.grouped_gemm.common.epilogue_terms import ALL_CONSUMERS
 from moe_numba.grouped_gemm.wgmma.config import SILU_ROW_BYTES, SILU_ROWS
+from moe_numba.ptx.accumulators import make_for_each_chunk
 from moe_numba.ptx.arithmetic import LOG2_E, ex2_approx, float_as_int, int_as_float, rcp_approx, uint_as_float
 from moe_numba.ptx.conversions import FP8_MAX, cvt_rn_satfinite_e4m3x2_f32
-from moe_numba.ptx.matrix import make_stmatrix_fragment
+from moe_numba.ptx.matrix import make_stmatrix_columns
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_max_s32
 from moe_numba.ptx.warpgroup import bar_sync
 
 
 @cache
-def make_store_silu_and_mul(n, layout, first=0):
-    """Make ``store_silu_and_mul(smem, output, warp, lane, gate, up, tile)``, for the rows from ``first`` on.
+def make_store_silu_and_mul(n, layout):
+    """Make ``store_silu_and_mul(gate, up, smem, output, warp, lane, tile)``, for accumulators of ``n`` rows.
 
     Both consumer warpgroups write gate and up of 32 rows, rounded to bf16, to shared memory. A warp's accumulators hold
     16 columns of y, which stmatrix transposes into rows: 128 columns of gate, and behind them those of up. Then each
     warp processes one row at a time, 4 of its 128 columns per lane, so that one warp reduction finds the largest
     magnitude. The result is FP8 with one scale per row and 128 columns, or with ``scaled_y`` the given one,
     ``output.y_scale[0]``. ``output.y`` is seen as int32, four columns each.
-
-    The next 32 rows are the next function's: accumulators are tuples, which only constants can index.
     """
-    count, epilogue_offset, config = min(SILU_ROWS, n - first), layout.epilogue_offset, layout.config
+    epilogue_offset, config, scaled_y = layout.epilogue_offset, layout.config, layout.config.scaled_y
     limited, ragged_n, limit = config.activation == "swigluoai", config.ragged_n, np.float32(config.limit)
     exponent = np.float32(-LOG2_E * config.alpha)
-    stmatrix = make_stmatrix_fragment(n, first, count, SILU_ROW_BYTES)
-    more, scaled_y = first + SILU_ROWS < n, config.scaled_y
-    store_next = make_store_silu_and_mul(n, layout, first + SILU_ROWS) if more else None
+    stmatrix = make_stmatrix_columns(SILU_ROW_BYTES)
 
     @cuda.jit(device=True)
-    def store_silu_and_mul(smem, output, warp, lane, gate, up, tile):
+    def store_rows(first_value, gate, up, smem, output, warp, lane, tile):
+        first, count = int32(2 * first_value), 2 * len(gate)  # rows: a thread has half of the accumulators of one
         bar_sync(ALL_CONSUMERS, 32 * CONSUMER_WARPS)  # all warps have read the previous rows
         offset = int32(epilogue_offset + (lane & 7) * SILU_ROW_BYTES + (lane >> 3 & 1) * 16 + warp * 32)
         stmatrix(smem.u8, offset, gate, tile.scale)
@@ -78,7 +76,5 @@ def make_store_silu_and_mul(n, layout, first=0):
                 if lane == 0 and not scaled_y:
                     blocks = int32((output.n + 127) >> 7) if ragged_n else output.n >> 7
                     output.y_scale[row * blocks + (tile.column >> 7)] = scale
-        if more:
-            store_next(smem, output, warp, lane, gate, up, tile)
 
-    return store_silu_and_mul
+    return make_for_each_chunk(n // 2, SILU_ROWS // 2, store_rows, tuples=2)

@@ -282,7 +282,7 @@ def make_kernel(config):
                 if tile.column < output.n:  # a cluster's second tile may lie beyond; the other epilogues test it, too
                     if has_row_terms:
                         acc_0, acc_1 = apply_row_terms(acc_0, terms[0]), apply_row_terms(acc_1, terms[1])
-                    store_silu_and_mul(smem, output, warp, lane, acc_0, acc_1, tile)
+                    store_silu_and_mul(acc_0, acc_1, smem, output, warp, lane, tile)
             elif silu_and_mul:
                 acc = activate(acc_0, acc_1, tile, terms)
                 # There is one subtile, so the second accumulator is not stored.

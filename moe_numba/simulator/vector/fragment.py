@@ -8,7 +8,7 @@ from moe_numba.simulator.asynchronous import fragments, matrix
 from moe_numba.simulator.asynchronous.wgmma import PendingAccumulators
 from moe_numba.simulator.core.arithmetic import fma as scalar_fma
 from moe_numba.simulator.core.warp import FULL_MASK
-from moe_numba.simulator.vector import access, collectives, state
+from moe_numba.simulator.vector import access, collectives, functions, state
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.numbers import Weak
 
@@ -213,46 +213,54 @@ def load_shared(function):
     return load
 
 
-def stmatrix_fragment(function):
-    """Make the version of a function that `ptx.matrix.make_stmatrix_fragment(n, first, count, pitch)` made."""
-    outer = inspect.getclosurevars(function).nonlocals
-    first, count, pitch = outer["first"], outer["count"], outer["pitch"]
+def stmatrix_columns(function):
+    """Make the version of a function that `ptx.matrix.make_stmatrix_columns(pitch)` made."""
+    pitch = inspect.getclosurevars(function).nonlocals["pitch"]
 
-    def store_fragment(mask, array, offset, values, factor):
-        values = as_matrix(values)[:, first // 2 : (first + count) // 2] * column(factor)[:, None]
+    def store_columns(mask, array, offset, values, factor):
+        values = as_matrix(values) * column(factor)[:, None]
         bits = np.ascontiguousarray(_bf16_in_high_half(values.reshape(-1)).reshape(values.shape).T)
         low, high = bits[0::2] >> np.uint32(16), bits[1::2]
-        for j in range(count // 8):
+        for j in range(len(bits) // 4):
             registers = low[2 * j] | high[2 * j], low[2 * j + 1] | high[2 * j + 1]
             store(mask, array, offset + 8 * j * pitch, registers, True, synchronise=j == 0)
 
-    return store_fragment
+    return store_columns
 
 
-def stmatrix_rows(function):
-    """Make the version of a function that `ptx.matrix.make_stmatrix_rows(n, first)` made."""
-    first = inspect.getclosurevars(function).nonlocals["first"]
+def stmatrix_rows(mask, array, offset, values):
+    values = as_matrix(values)
+    bits = np.ascontiguousarray(_bf16_in_high_half(values.reshape(-1)).reshape(values.shape).T)
+    low, high = bits[0::2] >> np.uint32(16), bits[1::2]
+    for j in range(len(bits) // 8):
+        registers = [low[4 * j + i] | high[4 * j + i] for i in range(4)]
+        store(mask, array, offset ^ 32 * j, registers, False, synchronise=j == 0)
 
-    def store_rows(mask, array, offset, values):
-        values = as_matrix(values)[:, first // 2 : first // 2 + 32]
-        bits = np.ascontiguousarray(_bf16_in_high_half(values.reshape(-1)).reshape(values.shape).T)
-        low, high = bits[0::2] >> np.uint32(16), bits[1::2]
-        for j in range(4):
-            registers = [low[4 * j + i] | high[4 * j + i] for i in range(4)]
-            store(mask, array, offset ^ 32 * j, registers, False, synchronise=j == 0)
 
-    return store_rows
+def for_each_chunk(function):
+    """Make the version of a function that `ptx.accumulators.make_for_each_chunk(count, size, body, tuples)` made."""
+    outer = inspect.getclosurevars(function).nonlocals
+    firsts, size, body, tuples = (outer[name] for name in ("firsts", "size", "body", "tuples"))
+
+    def call_for_each_chunk(mask, *arguments):
+        values, others = list(map(as_matrix, arguments[:tuples])), arguments[tuples:]
+        for first in firsts:
+            chunks = (LaneFragment(v[:, first : first + size]) for v in values)
+            functions.CALLS[body](mask, np.int32(first), *chunks, *others)
+
+    return call_for_each_chunk
 
 
 NAMES = {
     ("conversions", "cvt_rn_bf16x2_f32"): bf16x2,
     ("arithmetic", "add_rn_bf16x2"): add_bf16x2,
     ("arithmetic", "mul_rn_bf16x2"): mul_bf16x2,
+    ("matrix", "stmatrix_rows"): stmatrix_rows,
 }
 FACTORIES = {
     ("matrix", "load_shared"): load_shared,
-    ("matrix", "stmatrix_fragment"): stmatrix_fragment,
-    ("matrix", "stmatrix_rows"): stmatrix_rows,
+    ("accumulators", "for_each_chunk"): for_each_chunk,
+    ("matrix", "stmatrix_columns"): stmatrix_columns,
 }
 VERSIONS = {
     fragments.fma: fma,

@@ -34,8 +34,8 @@ MUTANTS = [
         SMALLEST,
         (
             KERNEL,
-            "        write_rows(smem, offset, acc)\n        fence_proxy_async_shared()\n",
-            "        write_rows(smem, offset, acc)\n",
+            "        write_rows(smem, offset, values)\n        fence_proxy_async_shared()\n",
+            "        write_rows(smem, offset, values)\n",
         ),
     ),
     mutant(

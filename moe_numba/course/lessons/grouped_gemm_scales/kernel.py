@@ -20,14 +20,14 @@ from moe_numba.grouped_gemm.block_scaled.config import (
     BlockScaledLayout,
     check_block_scaled_config,
 )
-from moe_numba.grouped_gemm.block_scaled.epilogue import make_write_bf16, publish_buffers, wait_for_buffers
+from moe_numba.grouped_gemm.block_scaled.epilogue import publish_buffers, wait_for_buffers, write_buffer
 from moe_numba.grouped_gemm.block_scaled.pairs import make_look_up_tile, pairs_of_group
 from moe_numba.grouped_gemm.common.block_scales import make_load_four, make_weight_scales, make_x_scales
 from moe_numba.grouped_gemm.common.constants import BLOCK_K_BYTES, CONSUMER_WARPS, SharedMemory
 from moe_numba.grouped_gemm.common.pipeline import CLUSTER_MASK, Scales, ScaleStrides
 from moe_numba.grouped_gemm.common.pipeline import make_release_stage as make_release
 from moe_numba.grouped_gemm.common.scheduler import Problem, divide, make_count_tiles, make_tile_loop
-from moe_numba.ptx.accumulators import make_fma_blocks
+from moe_numba.ptx.accumulators import make_fma_blocks, make_for_each_chunk
 from moe_numba.ptx.arithmetic import float_as_int, int_as_float
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank
 from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group
@@ -315,14 +315,15 @@ def make_store(n, layout, first_buffer=0):
     stored in two parts uses the buffers from ``first_buffer`` on for the second one.
     """
     epilogue_offset, warp_bytes = layout.epilogue_offset + first_buffer * BUFFER_BYTES, layout.epilogue_warp_bytes
-    write, store_buffer, waits = make_write_bf16(n), make_store_buffer(2), first_buffer == 0
+    write = make_for_each_chunk(n // 2, BUFFER_COLUMNS // 2, write_buffer)
+    store_buffer, waits = make_store_buffer(2), first_buffer == 0
 
     @cuda.jit(device=True)
     def store(smem, output, warp, lane, acc, row, rows, column):
         buffer, t = int32(epilogue_offset + warp * warp_bytes), int32(lane & 15)
         if waits:
             wait_for_buffers(lane)
-        write(smem, buffer, int32(t * ROW_BYTES + (((t & 7) ^ (lane >> 4)) << 4)), acc)
+        write(acc, smem, int32(buffer + t * ROW_BYTES + (((t & 7) ^ (lane >> 4)) << 4)))
         publish_buffers()
         for first in range(0, n, BUFFER_COLUMNS):
             if column + first < output.n:

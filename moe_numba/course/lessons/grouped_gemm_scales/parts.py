@@ -23,9 +23,9 @@ from moe_numba.grouped_gemm.block_scaled.config import (
 from moe_numba.grouped_gemm.block_scaled.pairs import make_look_up_tile
 from moe_numba.grouped_gemm.common.constants import AUX_PRODUCER_WARPS, BLOCK_K_BYTES, MAX_SHARED_BYTES
 from moe_numba.grouped_gemm.common.scheduler import make_tile_loop
-from moe_numba.ptx.accumulators import make_fma_blocks
+from moe_numba.ptx.accumulators import make_fma_blocks, make_for_each_chunk
 from moe_numba.ptx.arithmetic import float_as_int, int_as_float
-from moe_numba.ptx.matrix import make_stmatrix_rows
+from moe_numba.ptx.matrix import stmatrix_rows
 from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_wait_parity
 from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4, st_shared_s32x4
 from moe_numba.ptx.pipeline import make_advance
@@ -118,23 +118,19 @@ def check_one_buffer_config(config: BlockScaledConfig) -> None:
 
 
 @cache
-def make_store_by_lanes(n, layout, first_buffer=0, first=0):
-    """Make ``store(smem, output, warp, lane, acc, row, rows, column)``: store columns ``first`` to ``n`` of a warp.
+def make_store_by_lanes(n, layout, first_buffer=0):
+    """Make ``store(smem, output, warp, lane, acc, row, rows, column)``: store ``n`` columns of a warp.
 
     Lanes load rows from the warp's only buffer and store them, 64 columns at a time; ``first_buffer`` is not used.
     """
-    epilogue_offset, stmatrix_rows, more = (
-        layout.epilogue_offset,
-        make_stmatrix_rows(n, first),
-        first + BUFFER_COLUMNS < n,
-    )
-    store_next = make_store_by_lanes(n, layout, first_buffer, first + BUFFER_COLUMNS) if more else None
+    epilogue_offset = layout.epilogue_offset
 
     @cuda.jit(device=True)
-    def store(smem, output, warp, lane, acc, row, rows, column):
+    def store_columns(first_value, values, smem, output, warp, lane, row, rows, column):
+        column = int32(column + 2 * first_value)  # a thread has half of the accumulators of one
         if column < output.n:
             buffer, t = int32(epilogue_offset + warp * BUFFER_BYTES), int32(lane & 15)
-            stmatrix_rows(smem.u8, int32(buffer + t * ROW_BYTES + (((t & 7) ^ (lane >> 4)) << 4)), acc)
+            stmatrix_rows(smem.u8, int32(buffer + t * ROW_BYTES + (((t & 7) ^ (lane >> 4)) << 4)), values)
             cuda.syncwarp()
             vector, pitch = int32(lane & 7), int32(output.n >> 1)
             y_index = int64(row) * pitch + (column >> 1)
@@ -146,8 +142,12 @@ def make_store_by_lanes(n, layout, first_buffer=0, first=0):
                 if t < valid:
                     st_global_s32x4(output.y, y_index + int64(t) * pitch + vector * 4, a, b, c, d)
             cuda.syncwarp()  # the next columns overwrite the buffer
-        if more:
-            store_next(smem, output, warp, lane, acc, row, rows, int32(column + BUFFER_COLUMNS))
+
+    store_chunks = make_for_each_chunk(n // 2, BUFFER_COLUMNS // 2, store_columns)
+
+    @cuda.jit(device=True)
+    def store(smem, output, warp, lane, acc, row, rows, column):
+        store_chunks(acc, smem, output, warp, lane, row, rows, column)
 
     return store
 
