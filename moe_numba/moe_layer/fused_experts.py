@@ -158,10 +158,10 @@ def fused_experts(
     computes the activations of each assignment, the second multiplies them by w2 and adds them up, weighted. All
     of these conditions must hold:
 
-    - tokens * topk is at most 64, and with more than one token at most 1.06 times the expected number of distinct
-      experts;
-    - the weights of the assignments take at most 256 MiB (bfloat16) or 128 MiB (block scales, MXFP4): beyond that,
-      grouped GEMMs are as fast or faster, because they read weights at a higher rate;
+    - tokens * topk is at most 64, and with more than one token at most 1.06 times (MXFP4: 1.08) the expected number of
+      distinct experts;
+    - the weights of the assignments take at most 256 MiB (bfloat16, more than one token) or 128 MiB (block scales,
+      MXFP4): beyond that, grouped GEMMs are as fast or faster, because they read weights at a higher rate;
     - w13 and w2 are contiguous, and topk is at most 32 (bfloat16) or 16 (block scales, MXFP4);
     - with block scales: compute capability 8.9 or newer, no ``x_scale``, hidden >= 2 * intermediate, tokens * topk *
       intermediate >= 8192, and topk * intermediate <= 40960;

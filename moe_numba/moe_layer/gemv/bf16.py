@@ -25,6 +25,7 @@ from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontro
 from moe_numba.ptx.warp import FULL_MASK, uniform
 
 VECTOR = 8  # elements in 16 bytes
+MAX_BLOCK = 64  # columns of an assignment that neighbouring warps of the first kernel compute, at most
 BF16_MAX_TOPK = 32  # a lane of a warp holds the expert of an assignment
 
 
@@ -85,6 +86,7 @@ def make_decode_gate_up_kernel(shape: DecodeShape, activation="silu", alpha=ALPH
     num_experts, hidden, intermediate, topk, bias_dtype, columns, max_loads, warps = shape
     activate, interleaved = make_activation(activation, alpha, limit), activation == "swigluoai"
     rows, num_vectors, warps_per_assignment = 2 * columns, hidden // VECTOR, intermediate // columns
+    block = next(size for size in range(MAX_BLOCK, 0, -1) if warps_per_assignment % size == 0)
     steps = -(-num_vectors // 32)
     batch = _batch(steps, rows, max_loads)
     num_words, words_of_x = 4 * rows * batch, 4 * batch
@@ -99,8 +101,13 @@ def make_decode_gate_up_kernel(shape: DecodeShape, activation="silu", alpha=ALPH
         griddepcontrol_launch_dependents()
         lane = int32(cuda.threadIdx.x & 31)
         item = uniform(int32(cuda.blockIdx.x * warps + (cuda.threadIdx.x >> 5)))
-        assignment = int32(uint32(item) // uint32(warps_per_assignment))
-        column = int32(item - assignment * warps_per_assignment) * columns
+        # The first block of columns of all assignments comes first, then the second of all: tokens with the same
+        # expert read a block of its rows at about the same time, and all but the first find it in L2.
+        assignments = uint32(num_items) // uint32(warps_per_assignment)
+        number = uint32(item) // uint32(block)  # of a block
+        block_of_columns = uint32(number // assignments)
+        assignment = int32(number - block_of_columns * assignments)
+        column = int32(block_of_columns * uint32(block) + uint32(item) % uint32(block)) * columns
         token = int32(uint32(assignment) // uint32(topk))
         expert = int32(-1)
         if item < num_items:

@@ -41,13 +41,14 @@ from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import remember
 
 # Max. tokens * topk / E[distinct experts], with uniform routing: the kernels read an expert's weights once for each
-# assignment, grouped GEMMs once.
-MAX_ASSIGNMENTS_PER_EXPERT = 1.06
+# assignment, grouped GEMMs once. On an H200 two tokens of gpt-oss in MXFP4, 1.07, take 40 us, with grouped GEMMs 49;
+# in bfloat16, where grouped GEMMs read at a higher rate, 107 and 103.
+MAX_ASSIGNMENTS_PER_EXPERT = {BF16: 1.06, FP8_BLOCK: 1.06, MXFP4: 1.08}
 MAX_ASSIGNMENTS = 64
 # Max. weight bytes read by a call. These kernels save a fixed time, that of two launches, but grouped GEMMs read at a
 # higher rate. Measured with one token (records `moe_layer` of both GPUs): with 75 to 99 MB they take 0.54 to 0.75 of
 # the grouped GEMMs' time, on an H100 and on an H200, and with 199 MB (gpt-oss, bfloat16) 0.88 on an H200; in FP8 with
-# 352 MB (DeepSeek-V3) 0.98 and 1.04.
+# 352 MB (DeepSeek-V3) 0.98 and 1.04. In bfloat16 one token takes them with any size: 705 MB (Mixtral) 0.87.
 MAX_WEIGHT_BYTES = {BF16: 256 << 20, FP8_BLOCK: 128 << 20, MXFP4: 128 << 20}
 # In the second kernel for bfloat16 a lane loads MANY_LOADS vectors at once, instead of 4, if it reads at least
 # MANY_STEPS for each column. Both kernels on an H200, with 4, 8 and 16 loads: gpt-oss (48 vectors per column) takes
@@ -66,12 +67,13 @@ def uses_decode_kernels(shape, tokens, topk, w13, w2):
     """Return whether a call with ``tokens`` tokens takes the matrix-vector kernels."""
     if shape.format not in _FITS or tokens * topk > MAX_ASSIGNMENTS:
         return False
-    if tokens * topk * (w13.nbytes + w2.nbytes) > MAX_WEIGHT_BYTES[shape.format] * shape.num_experts:
+    is_limited = tokens > 1 or shape.format != BF16
+    if is_limited and tokens * topk * (w13.nbytes + w2.nbytes) > MAX_WEIGHT_BYTES[shape.format] * shape.num_experts:
         return False
     if not (w13.is_contiguous() and w2.is_contiguous() and _FITS[shape.format](shape, tokens, topk)):
         return False
     used = shape.num_experts * (1 - (1 - min(topk / shape.num_experts, 1)) ** tokens)
-    return tokens == 1 or tokens * topk <= MAX_ASSIGNMENTS_PER_EXPERT * used
+    return tokens == 1 or tokens * topk <= MAX_ASSIGNMENTS_PER_EXPERT[shape.format] * used
 
 
 def _fits_bf16(shape, tokens, topk):

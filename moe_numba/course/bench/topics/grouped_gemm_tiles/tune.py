@@ -172,8 +172,17 @@ def mean_ratios(rows):
     return found
 
 
+def has_rule(problem):
+    """Return whether a rule of ``wgmma/config.py`` chooses the configuration, whatever was measured.
+
+    It does for a single group, and in bfloat16 for at most one row per group, of which the problems here have exactly
+    one, but layers mostly less.
+    """
+    return problem.groups == 1 or (problem.kind == "none" and problem.average <= 1)
+
+
 def choose(rows):
-    """Return {problem: name} of the chosen configurations; see the module. Single groups have rules of their own.
+    """Return {problem: name} of the chosen configurations; see the module. Those that `has_rule` have none.
 
     What an earlier version measured and is no candidate any more is not chosen.
     """
@@ -182,7 +191,7 @@ def choose(rows):
         near, configs = {}, candidates(kind)
         for problem, ratios in mean_ratios(rows).items():
             ratios = {name: ratio for name, ratio in ratios.items() if name in configs}
-            if problem.kind == kind and problem.groups > 1 and ratios:
+            if problem.kind == kind and not has_rule(problem) and ratios:
                 limit = TOLERANCE * min(ratios.values())
                 found = {name: ratio for name, ratio in ratios.items() if ratio <= limit}
                 most = max(configs[name].block_m for name in found)
@@ -200,7 +209,7 @@ def choose(rows):
 def excess(rows, chosen=None):
     """Return {problem: ratio}: the mean ratio of the chosen configuration to the least of all candidates.
 
-    Single groups are left out, as in the table.
+    Problems that `has_rule` are left out, as in the table.
 
     Parameters
     ----------
@@ -211,7 +220,7 @@ def excess(rows, chosen=None):
     """
     found = {}
     for problem, ratios in mean_ratios(rows).items():
-        if problem.groups > 1:
+        if not has_rule(problem):
             name = chosen(problem) if chosen else name_of(heuristics.measured_config(*problem))
             found[problem] = ratios[name] / min(ratios.values())
     return found
