@@ -1009,7 +1009,7 @@ say(
     "{first_rate:.1f} and {second_rate:.1f} TB/s; the copy reaches {copy:.1f} TB/s. One after the other they take "
     "{overlap:+.2f} us relative to their sum.\n\n"
     "The GEMV kernels read an expert's weights once for each of its tokens. So `fused_experts` uses them for one token, and "
-    "for more only if `tokens * topk` is at most {ratio:g} times the expected number of distinct experts; and only if the "
+    "for more only if `tokens * topk` is at most {ratio:g} times the expected number of distinct experts and the "
     "weights of the assignments take at most {size} MiB in bfloat16. Measurements that this notebook does not repeat gave "
     "these limits.",
     before=ONE.get("grouped GEMMs"),
@@ -1021,7 +1021,7 @@ say(
     second_rate=ONE_BYTES / 3 / ONE["GEMV, down"] * 1e-6 if ONE else None,
     copy=ONE_BYTES / ONE["copy"] * 1e-6 if ONE else None,
     overlap=ONE["GEMV"] - ONE["GEMV, gate_up"] - ONE["GEMV, down"] if ONE else None,
-    ratio=decode.MAX_ASSIGNMENTS_PER_EXPERT,
+    ratio=decode.MAX_ASSIGNMENTS_PER_EXPERT["bf16"],
     size=decode.MAX_WEIGHT_BYTES["bf16"] >> 20,
 )
 
