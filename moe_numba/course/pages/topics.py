@@ -123,6 +123,7 @@ BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} 
     "grouped_gemm_tiles": "the tile configurations of the grouped GEMM; writes the package's table of the best ones",
     "models": "Hugging Face Transformers models with their own and with this package's experts and routers",
     "moe_layer_ranks": "experts of a layer that are distributed over two GPUs or more",
+    "moe_layer_routings": "the experts of whole MoE layers, by number of tokens and routing",
     "older_gpus": "the kernels for older GPUs, beside those for this GPU",
 }
 
