@@ -4,10 +4,7 @@ import contextlib
 import threading
 from typing import Any, NamedTuple
 
-import torch
-
 from moe_numba import simulator
-from moe_numba.runtime.context import current_stream
 
 recordings: dict = {}  # thread -> _Recording; _ALL_THREADS -> the kernels that `noted_launches` collects
 _ALL_THREADS = None
@@ -23,7 +20,22 @@ else:
 class _Recording(list):
     """The launches of a call, as functions that launch them again on the current stream."""
 
+    executes = True  # whether the launches are also executed
     stream_bound = False  # whether the call uses memory that belongs to its stream
+    stream = 0  # of the last launch
+    device = 0
+
+
+class RecordedLaunch(NamedTuple):
+    """A launch, which a call repeats on the current stream."""
+
+    launcher: Any
+    grid: Any
+    block: Any
+    values: tuple
+
+    def __call__(self):
+        self.launcher(self.grid, self.block, None, *self.values)
 
 
 class Launched(NamedTuple):
@@ -98,10 +110,11 @@ def note(launcher):
 
 
 @contextlib.contextmanager
-def recording():
-    """Collect the launches of this thread, which are also executed."""
+def recording(executes=True):
+    """Collect the launches of this thread, which are also executed, or only collected."""
     thread = _current_thread()
     recordings[thread] = launches = _Recording()
+    launches.executes = executes
     try:
         yield launches
     finally:
@@ -132,20 +145,12 @@ def bind_recording_to_stream():
 
 
 def record(launcher, grid, block, stream, values):
-    note(launcher)
+    """Note a launch, and collect it if the call is being recorded; return whether it is only collected."""
     launches = current_recording()
+    if launches is None or launches.executes:
+        note(launcher)
     if launches is None:
-        return
-    start, device = launcher.prepare(grid, block, *values), launcher.device
-
-    def launch_again():
-        now = current_stream(device)
-        # Stream 0, which is also the simulator's, cannot be captured.
-        if launches.stream_bound and (now != stream or (now and torch.cuda.is_current_stream_capturing())):
-            raise RuntimeError(
-                f"this call was prepared on stream {stream:#x} and uses that stream's workspace; it cannot run on "
-                f"stream {now:#x} or in a capture"
-            )
-        start(now)
-
-    launches.append(launch_again)
+        return False
+    launches.stream, launches.device = stream, launcher.device
+    launches.append(RecordedLaunch(launcher, grid, block, values))
+    return not launches.executes
