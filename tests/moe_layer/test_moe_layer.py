@@ -103,6 +103,7 @@ def test_tokens_in_the_order_of_the_experts(wrong_rows, fp8, device, monkeypatch
     many, few = (make_inputs(tokens, 3, fp8, device, hidden=192) for tokens in (9, 2))
     expected, out = fused_experts(**many), torch.full_like(many["x"], float("nan"))
     monkeypatch.setattr(layer_workspace, "MAX_GATHERED_AVERAGE", dict.fromkeys(FORMATS, 2))  # of 4 experts
+    monkeypatch.setattr(api, "_plans", {})
     permuted = []
 
     def permute(x, inverse_indices, out):
@@ -171,8 +172,7 @@ def test_one_workspace_for_calls_of_all_sizes(fp8, device):
     """Also with what other calls left in it: NaN in all of its memory."""
     workspace = workspace_of(make_inputs(7, 2, fp8, device))
     for tokens in (7, 3, 7, 1):
-        for tensor in (*workspace._whole.x, *workspace._whole.activated, *workspace._whole.rows):
-            tensor.view(torch.uint8).fill_(0xFF)
+        workspace.buffer.fill_(0xFF)
         given = make_inputs(tokens, 2, fp8, device, seed=tokens)
         assert wrong(fused_experts(**given, workspace=workspace), given) is None
 
@@ -190,7 +190,7 @@ def test_with_out_and_workspace_nothing_is_allocated(fp8, device, monkeypatch):
         return call(self, given)
 
     monkeypatch.setattr(Outputs, "__call__", refuse)
-    monkeypatch.setattr(layer_workspace.Intermediates, "allocate", lambda *sizes: refuse(None))
+    monkeypatch.setattr(api.ExpertsPlan, "new_memory", lambda self: refuse(None))
     fused_experts(**given, out=out, workspace=workspace)
     for missing in ("out", "workspace"):
         with pytest.raises(AssertionError, match="a tensor was allocated"):
