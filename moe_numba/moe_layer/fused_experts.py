@@ -23,7 +23,7 @@ from moe_numba.moe_layer.weights import (
 from moe_numba.moe_layer.workspace import ExpertsWorkspace, Intermediates, check_workspace, num_bytes
 from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime.outputs import Outputs, find_plan, remember
-from moe_numba.runtime.recording import refuse_recording
+from moe_numba.runtime.recording import keep_recorded, refuse_recording
 from moe_numba.runtime.replay import Replay
 from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_flag, check_tensor, make_outputs
@@ -241,7 +241,9 @@ class ExpertsPlan:
 
     def intermediates(self, buffer):
         """Return the intermediate results of a call in a buffer."""
-        return Intermediates.within(buffer, self.shape, *self.routing)
+        memory = Intermediates.within(buffer, self.shape, *self.routing)
+        keep_recorded(memory)
+        return memory
 
     def launch(self, t, memory, out):
         """Launch the kernels."""

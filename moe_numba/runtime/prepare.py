@@ -25,7 +25,8 @@ class PreparedCall:
     """
 
     def __init__(self, launches: Any, result: Any, tensors: list[tuple[str, torch.Tensor]], others: tuple):
-        self._launches, self.result, self._others = list(_joined(launches)), result, others
+        self._launches, self.result = list(_joined(launches)), result
+        self._others = others, launches.kept
         self._own_stream = (launches.device, launches.stream) if launches.stream_bound else None
         # A storage stays alive with the call, also when another one replaces it as that of its tensor.
         self._memory = [(name, t, t.untyped_storage(), t.data_ptr()) for name, t in tensors]

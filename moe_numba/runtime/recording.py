@@ -18,12 +18,18 @@ else:
 
 
 class _Recording(list):
-    """The launches of a call, as functions that launch them again on the current stream."""
+    """The launches of a call, as functions that launch them again on the current stream.
 
-    executes = True  # whether the launches are also executed
+    ``executes`` is whether they are also executed; ``kept`` is memory that they use, beside the call's arguments.
+    """
+
     stream_bound = False  # whether the call uses memory that belongs to its stream
     stream = 0  # of the last launch
     device = 0
+
+    def __init__(self, executes):
+        super().__init__()
+        self.executes, self.kept = executes, []
 
 
 class RecordedLaunch(NamedTuple):
@@ -113,8 +119,7 @@ def note(launcher):
 def recording(executes=True):
     """Collect the launches of this thread, which are also executed, or only collected."""
     thread = _current_thread()
-    recordings[thread] = launches = _Recording()
-    launches.executes = executes
+    recordings[thread] = launches = _Recording(executes)
     try:
         yield launches
     finally:
@@ -136,6 +141,12 @@ def refuse_recording(reason):
     """Raise ValueError if the call is being recorded."""
     if recordings and current_recording() is not None:
         raise ValueError(reason)
+
+
+def keep_recorded(memory):
+    """Keep memory that is no argument alive with the call that is being recorded."""
+    if recordings and (launches := current_recording()) is not None:
+        launches.kept.append(memory)
 
 
 def bind_recording_to_stream():

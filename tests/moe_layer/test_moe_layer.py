@@ -229,7 +229,9 @@ def test_prepared_call(device):
     given = make_inputs(6, 2, False, device)
     with pytest.raises(ValueError, match="workspace is None; a prepared call needs one"):
         moe_numba.prepare(fused_experts, **given)
-    prepared = moe_numba.prepare(fused_experts, **given, workspace=workspace_of(given))
+    workspace = workspace_of(given)
+    prepared = moe_numba.prepare(fused_experts, **given, workspace=workspace)
+    fused_experts(**given, workspace=workspace)
     later = make_inputs(6, 2, False, device, seed=1)
     for name in ("x", "topk_ids", "topk_weights"):
         given[name].copy_(later[name])
