@@ -198,9 +198,10 @@ def _make_plan(t, arguments):
     options, of_experts = [{n: arguments[n] for n in names} for names in (_GATE_OPTIONS, _EXPERTS_OPTIONS)]
     options["apply_routed_scaling_factor_on_output"] = True
     shape = _check([getattr(t, name) for name in _CHECKED], options["topk"], options["num_fused_shared_experts"])
-    (_, limit_dtype), fields = limit_argument(t.num_token_non_padded, t.x.device), GateOptions._fields
     with _own_names():
-        get_plan(t.router_logits, t.correction_bias, limit_dtype, tuple(options[name] for name in fields))
+        _, limit_dtype = limit_argument(t.num_token_non_padded, t.x.device)
+        of_gate = tuple(options[name] for name in GateOptions._fields)
+        get_plan(t.router_logits, t.correction_bias, limit_dtype, of_gate)
     routing = describe(shape, len(t.x), options["topk"]).topk
     routed = (torch.empty(size, dtype=dtype, device=t.x.device) for size, dtype in routing)
     return make_plan(t.of_experts(*routed), *of_experts.values(), shape, partial(_Plan, options))

@@ -112,6 +112,11 @@ class ExpertsWorkspace:
     scaling : {"block", "tensor"}
         Of FP8 weights: whether they have a scale per 128 x 128 block or one per expert.
 
+    Attributes
+    ----------
+    buffer : tensor [bytes], uint8
+        The memory. A call with fewer tokens uses its beginning.
+
     Raises
     ------
     ValueError, TypeError

@@ -1,6 +1,8 @@
 """Launches of a call that later calls of the same plan repeat: only the addresses of their tensors are packed again."""
 
 import bisect
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -46,13 +48,10 @@ class Replay:
             self.check_alignment(*tensors)
             self.function(*tensors)
             return
-        addresses, bits = [0 if t is None else t.data_ptr() for t in tensors], 0
-        for address in addresses:
-            bits |= address
-        alignments = None
-        if bits & 15:
+        addresses, alignments = [t.data_ptr() for t in tensors if t is not None], None
+        if functools.reduce(operator.or_, addresses) & 15:
             self.check_alignment(*tensors)
-            alignments = tuple(address & 15 for address in addresses)
+            alignments = tuple([address & 15 for address in addresses])
         found = self._recorded.get(alignments) or remember(self._recorded, alignments, self._record(tensors))
         sources, launch = found
         if launch is None:
@@ -61,14 +60,15 @@ class Replay:
             launch([addresses[i] + offset for i, offset in sources])
 
     def _record(self, tensors):
-        """Return (index of a tensor, offset in bytes) of each address, and the launches.
+        """Return (index of a tensor that is not None, offset in bytes) of each address, and the launches.
 
         Without launches (None) if an address is in no tensor, or the driver's tensor maps do not begin with theirs.
         """
         tensors = _without_overlap(tensors)
         with recording(executes=False) as launches:
             self.function(*tensors)
-        ranges = sorted((*address_range(t), i) for i, t in enumerate(tensors) if t is not None)
+        given = (t for t in tensors if t is not None)
+        ranges = sorted((*address_range(t), i) for i, t in enumerate(given))
         changing, indices = [], {}
         for i, launch in enumerate(launches):
             for j, value in launch.launcher.addresses_in(launch.values):

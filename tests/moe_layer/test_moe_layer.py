@@ -208,6 +208,34 @@ def test_with_out_and_workspace_no_gpu_memory_is_allocated(fp8):
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 7, 600])
+def test_repeated_calls_with_other_addresses_and_streams(tokens, fp8):
+    """The second call of a shape repeats the launches of the first; intermediate results are poisoned."""
+    kept, streams = [], [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    for seed, stream in enumerate(streams * 2):
+        given = make_inputs(tokens, 2, fp8, "cuda", seed=seed)
+        workspace = workspace_of(given)
+        workspace.buffer.fill_(0xFF)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            results = fused_experts(**given), fused_experts(**given, workspace=workspace)
+        torch.cuda.synchronize()
+        assert wrong(results[0], given) is None and torch.equal(*results)
+        kept.append((given, workspace, results))  # so that the next call has other memory
+
+
+@pytest.mark.multigpu
+def test_repeated_calls_on_two_gpus():
+    first, second = (make_inputs(7, 2, False, f"cuda:{i}") for i in range(2))
+    for _ in range(2):
+        results = fused_experts(**first), fused_experts(**second)
+        assert torch.equal(results[0], results[1].to("cuda:0"))
+        with pytest.raises(ValueError, match="w2 is on cuda:1; it must be where w13 is, on cuda:0"):
+            fused_experts(**first | dict(w2=second["w2"]))
+
+
 @pytest.mark.parametrize("name", ["x", "shared"])
 def test_out_may_be_an_input(name, device):
     given = make_inputs(6, 2, False, device)
