@@ -2,6 +2,10 @@
 
 Run it with ``python docs/examples/transformers_generation.py``. Without a GPU the kernels run in the simulator. The
 printed difference is below 0.02.
+
+With ``cache_implementation="static"`` transformers compiles the decode step on a GPU and captures it in CUDA graphs.
+Without it the Python code of transformers takes longer per token than the kernels at batch size 1, so that faster
+kernels change nothing.
 """
 
 import torch
@@ -29,6 +33,6 @@ with torch.no_grad():
     fuse_routers(model)
     difference = (model(prompt).logits.float() - eager).norm() / eager.norm()
 
-tokens = model.generate(prompt, max_new_tokens=4, do_sample=False)
+tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, cache_implementation="static")
 print("tokens:", tokens[0, 5:].tolist())
 print(f"relative difference of the logits from eager: {float(difference):.4f}")

@@ -216,6 +216,7 @@ def _run(module, hidden_states, ids, weights, arguments):
         raise TypeError(f"hidden_states is {hidden_states.dtype}; {NAME} needs a model in torch.bfloat16")
     _check_no_grad(module, NAME, hidden_states=hidden_states, top_k_weights=weights)
     weights = weights.float().contiguous()
+    # Without a workspace: it would save one of two allocations, 0.6 us of the 21 us that the host takes for a call.
     return fused_experts(hidden_states.contiguous(), topk_weights=weights, topk_ids=ids, **arguments)
 
 

@@ -1,7 +1,6 @@
 """``fused_experts``: the experts of an MoE layer on one GPU, from routed tokens to their sums."""
 
 from operator import itemgetter
-from typing import NamedTuple
 
 import torch
 
@@ -10,27 +9,27 @@ from moe_numba.moe_layer.gemv.plan import uses_decode_kernels
 from moe_numba.moe_layer.group_by_expert.api import check_routing
 from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of
 from moe_numba.moe_layer.per_token_quant.api import check_scale
-from moe_numba.moe_layer.silu_and_mul.api import ALPHA, Activation, check_activation
+from moe_numba.moe_layer.silu_and_mul.api import ALPHA, check_activation
 from moe_numba.moe_layer.weighted_sum.api import check_topk, contiguous_weights
 from moe_numba.moe_layer.weights import (
     FP8,
     FP8_BLOCK,
     FP8_TENSOR,
     MXFP4,
-    ExpertsShape,
     check_scaled_weights,
     check_weight_scale,
     check_wgmma,
 )
-from moe_numba.moe_layer.workspace import ExpertsWorkspace, Intermediates, check_workspace
+from moe_numba.moe_layer.workspace import ExpertsWorkspace, Intermediates, check_workspace, num_bytes
 from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime.outputs import Outputs, find_plan, remember
-from moe_numba.runtime.recording import refuse_recording
+from moe_numba.runtime.recording import keep_recorded, refuse_recording
+from moe_numba.runtime.replay import Replay
 from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_aligned, check_device, check_flag, check_tensor, make_outputs
 
 _select_tensors = itemgetter(*ExpertsTensors._fields)
-_select_options = itemgetter("activation", "alpha", "limit", "use_fast_accum")
+_READ_IN_VECTORS = frozenset(("x", "w13", "w2", "shared"))
 _OF_X = "x has {} rows", "x has {} columns"  # reasons for the shape of x
 _plans: dict = {}
 
@@ -94,7 +93,8 @@ def fused_experts(
         otherwise.
     workspace : ExpertsWorkspace, optional
         Memory for intermediate results. With it and ``out`` the call neither allocates nor synchronises. Without it
-        intermediate results are allocated. It is not an argument of the op: under torch.compile it is not used.
+        the call allocates one buffer for all intermediate results, beside its output, and frees it. It is not an
+        argument of the op: under torch.compile it is not used.
     w13_bias : tensor [experts, 2 * intermediate], bfloat16 or float32, optional
     w2_bias : tensor [experts, hidden], bfloat16 or float32, optional
         Added to gate and up, in the order of rows that ``activation`` needs, also with MXFP4; and to the output of each
@@ -179,59 +179,87 @@ def fused_experts(
     number of tokens, which chooses the launches. Group sizes stay on the GPU, so a CUDA graph that captures the call
     can be replayed with another routing.
     """
-    return compute_experts(locals())
-
-
-def compute_experts(arguments, shape=None):
-    """Check the arguments of ``fused_experts``, by name, and launch its kernels.
-
-    ``shape`` is that of the experts, if weights and workspace have been checked.
-    """
-    tensors, options = ExpertsTensors(*_select_tensors(arguments)), _select_options(arguments)
-    key = *options, *map(type, options)  # 1, 1.0 and True are equal
+    given = x, w13, w2, topk_weights, topk_ids, w13_scale, w2_scale, shared
+    tensors = *given, w13_bias, w2_bias, a1_scale, a2_scale, x_scale
+    options = activation, alpha, limit, use_fast_accum
+    key = options, type(alpha), type(limit), type(use_fast_accum)  # 1, 1.0 and True are equal
     plan, key, t = find_plan(_plans, key, tensors, ExpertsTensors._fields)
     if plan is None:
-        plan = remember(_plans, key, _make_plan(t, *options, shape))
-    for name, tensor in (("x", t.x), ("w13", t.w13), ("w2", t.w2), ("shared", t.shared)):  # read in 16-byte vectors
-        if tensor is not None:
-            check_aligned(name, tensor)
+        plan = remember(_plans, key, make_plan(ExpertsTensors(*t), *options))
     if plan.copies_weights:
-        t = t._replace(topk_weights=contiguous_weights(t.topk_weights))
-    (tokens, topk), workspace, out = t.topk_ids.shape, arguments["workspace"], arguments["out"]
-    if workspace is None:
-        refuse_recording("workspace is None; a prepared call needs one, which keeps its intermediate results")
-        memory = Intermediates.allocate(plan.shape, tokens, topk)
-    else:
-        if shape is None:
-            check_workspace(workspace, tokens, topk, plan.shape)
-        memory = workspace.intermediates(tokens)
-    (result,) = plan.outputs(out)
-    if tokens:
-        fast = arguments["use_fast_accum"]
-        call = ExpertsCall(t, plan.shape, plan.activation, plan.fuses, plan.decodes, memory, fast)
-        for launch in launches_of(call, result).values():
+        t = *t[:3], contiguous_weights(t[3]), *t[4:]
+    return plan.compute(t, out, workspace)
+
+
+class ExpertsPlan:
+    """What depends only on shapes, dtypes, strides and options of a call, and the launches of such calls."""
+
+    names: tuple[str, ...] = ExpertsTensors._fields  # of the tensors
+
+    def __init__(self, t, shape, activation, use_fast_accum):
+        self.shape, self.activation, self.use_fast_accum = shape, activation, use_fast_accum
+        self.routing = tuple(t.topk_ids.shape)
+        self.fuses = can_fuse_activation(t, shape.format, activation)
+        self.decodes = t.x_scale is None and uses_decode_kernels(shape, *self.routing, t.w13, t.w2)
+        self.copies_weights = not t.topk_weights.is_contiguous()  # those of the routing; kernels read contiguous ones
+        self.outputs = Outputs(_describe_output(t.x), t.x.device, aligned=("tensor",))
+        self.memory_bytes = num_bytes(shape, *self.routing)
+        self.empty = torch.empty(0, dtype=torch.uint8, device=t.x.device)
+        self.replay = Replay(self.launch_in, self.check_alignment)
+
+    def compute(self, tensors, out, workspace, launch=None):
+        """Check what no plan depends on, allocate the output and memory, and launch the kernels.
+
+        ``launch`` replaces `launch_in`, for launches that cannot be repeated.
+        """
+        if workspace is not None:
+            check_workspace(workspace, *self.routing, self.shape)
+        else:
+            refuse_recording("workspace is None; a prepared call needs one, which keeps its intermediate results")
+        (result,) = self.outputs(out)
+        if not self.routing[0]:
+            self.check_alignment(*tensors)
+        else:
+            memory = self.new_memory() if workspace is None else workspace.buffer
+            (launch or self.replay)(*tensors, memory, result)
+        return result if out is None else out
+
+    def check_alignment(self, *arguments):
+        """Raise for tensors that kernels read in vectors of 16 bytes and that do not start at such a multiple."""
+        for name, tensor in zip(self.names, arguments):  # noqa: B905  memory and output follow
+            if name in _READ_IN_VECTORS and tensor is not None:
+                check_aligned(name, tensor)
+
+    def new_memory(self):
+        """Return a buffer for the intermediate results of a call."""
+        return self.empty.new_empty(self.memory_bytes)
+
+    def launch_in(self, *arguments):
+        """Launch the kernels for tensors, a buffer for intermediate results and an output."""
+        *tensors, buffer, out = arguments
+        self.launch(ExpertsTensors(*tensors), self.intermediates(buffer), out)
+
+    def intermediates(self, buffer):
+        """Return the intermediate results of a call in a buffer."""
+        memory = Intermediates.within(buffer, self.shape, *self.routing)
+        keep_recorded(memory)
+        return memory
+
+    def launch(self, t, memory, out):
+        """Launch the kernels."""
+        options = self.shape, self.activation, self.fuses, self.decodes
+        for launch in launches_of(ExpertsCall(t, *options, memory, self.use_fast_accum), out).values():
             launch()
-    return result if out is None else out
 
 
-class _Plan(NamedTuple):
-    """What depends only on shapes, dtypes and options of a call: fields of an :class:`ExpertsCall`, and its outputs."""
+def make_plan(t, activation, alpha, limit, use_fast_accum, shape=None, kind=ExpertsPlan):
+    """Check the arguments of a call, and return its `ExpertsPlan`, or plan of a ``kind``.
 
-    shape: ExpertsShape
-    activation: Activation
-    fuses: bool
-    decodes: bool
-    outputs: Outputs
-    copies_weights: bool  # those of the routing, which kernels read as contiguous ones
-
-
-def _make_plan(t, activation, alpha, limit, use_fast_accum, shape):
+    ``shape`` is that of the experts, if weights have been checked.
+    """
     shape, chosen = check_experts(t, activation, alpha, limit, shape)
     check_fast_accum(use_fast_accum, shape.format)
-    outputs = Outputs(_describe_output(t.x), t.x.device, aligned=("tensor",))
-    decodes = t.x_scale is None and uses_decode_kernels(shape, *t.topk_ids.shape, t.w13, t.w2)
-    copies = not t.topk_weights.is_contiguous()
-    return _Plan(shape, chosen, can_fuse_activation(t, shape.format, chosen), decodes, outputs, copies)
+    return kind(t, shape, chosen, use_fast_accum)
 
 
 def _describe_output(x):

@@ -1,12 +1,18 @@
 """``fused_moe``: an MoE layer on one GPU, given its router's logits: the gate, then the experts."""
 
+import contextlib
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
 import torch
 
-from moe_numba.gate.api import biased_grouped_topk, fake_topk
-from moe_numba.moe_layer.fused_experts import compute_experts, fake_experts
+from moe_numba.gate.api import GateOptions, biased_grouped_topk, fake_topk, get_plan, limit_argument
+from moe_numba.moe_layer.fused_experts import ExpertsPlan, fake_experts, make_plan
+from moe_numba.moe_layer.launches import ExpertsTensors
 from moe_numba.moe_layer.silu_and_mul.api import ALPHA
 from moe_numba.moe_layer.weights import check_scaled_weights
-from moe_numba.moe_layer.workspace import ExpertsWorkspace, check_workspace
+from moe_numba.moe_layer.workspace import ExpertsWorkspace, describe
 from moe_numba.runtime.outputs import find_plan, remember
 from moe_numba.runtime.torch_op import OPS, register_fake, torch_op
 from moe_numba.runtime.validate import check_int, check_tensor
@@ -86,7 +92,8 @@ def fused_moe(
         Contiguous, 16-byte aligned, to write into; it may be ``x`` or ``shared``, but must not overlap an input
         otherwise.
     workspace : ExpertsWorkspace, optional
-        Memory for intermediate results. With it and ``out`` the call neither allocates nor synchronises. It is not an
+        Memory for intermediate results. With it and ``out`` the call neither allocates nor synchronises. Without it
+        the call allocates one buffer for all intermediate results, beside its output, and frees it. It is not an
         argument of the op: under torch.compile it is not used.
     w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, use_fast_accum : optional
         As for :func:`moe_numba.fused_experts`.
@@ -111,31 +118,102 @@ def fused_moe(
     graph that captures the call can be replayed with other logits. The gate is a launch of its own; the launches after
     it are those of :func:`moe_numba.fused_experts`.
     """
-    arguments = locals()
-    given, sizes = (x, router_logits, w13, w2, w13_scale), (topk, num_fused_shared_experts)
-    shape, key, tensors = find_plan(_plans, (*sizes, *map(type, sizes)), given, _CHECKED)  # 1, 1.0 and True are equal
-    if shape is None:
-        shape = remember(_plans, key, _check(tensors, topk, num_fused_shared_experts))
-    memory = None
-    if workspace is not None:
-        check_workspace(workspace, len(x), topk, shape)
-        memory = workspace.intermediates(len(x)).topk
-    gate = {name: arguments[name] for name in _GATE_OPTIONS}
-    gate["apply_routed_scaling_factor_on_output"] = True
-    try:
-        weights, ids = biased_grouped_topk(tensors[1], out=memory, **gate)
-    except (TypeError, ValueError) as error:
-        raise _with_own_name(error) from None
-    return compute_experts(arguments | dict(topk_weights=weights, topk_ids=ids, x_scale=None), shape)
+    return _compute(locals())
 
 
-def _with_own_name(error):
-    """Return an error of the gate that calls the logits by this function's name."""
-    return type(error)(str(error).replace("gating_output", "router_logits"))
+class _Tensors(NamedTuple):
+    """The tensors of a call, with their names in messages."""
+
+    x: Any
+    w13: Any
+    w2: Any
+    w13_scale: Any
+    w2_scale: Any
+    shared: Any
+    w13_bias: Any
+    w2_bias: Any
+    a1_scale: Any
+    a2_scale: Any
+    router_logits: Any
+    correction_bias: Any
+    num_token_non_padded: Any  # None if it is a number
+
+    def of_experts(self, topk_weights, topk_ids):
+        """Return the tensors of ``fused_experts``."""
+        x, w13, w2, w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale, *_ = self
+        rest = w13_scale, w2_scale, shared, w13_bias, w2_bias, a1_scale, a2_scale
+        return ExpertsTensors(x, w13, w2, topk_weights, topk_ids, *rest)
 
 
 # Options of the layer that it passes on to the gate.
-_GATE_OPTIONS = [n for n in OPS["biased_grouped_topk"] if n in OPS["fused_moe"] and n != "out"]
+_GATE_OPTIONS = [n for n in OPS["biased_grouped_topk"] if n in OPS["fused_moe"] and n not in (*_Tensors._fields, "out")]
+_EXPERTS_OPTIONS = "activation", "alpha", "limit", "use_fast_accum"
+_select_tensors, _select_options = itemgetter(*_Tensors._fields), itemgetter(*_GATE_OPTIONS, *_EXPERTS_OPTIONS)
+
+
+def _compute(arguments):
+    """Check the arguments of ``fused_moe``, by name, and launch its kernels."""
+    tensors, options = _select_tensors(arguments), _select_options(arguments)
+    limit, launch = tensors[-1], None
+    is_number = limit is not None and not hasattr(limit, "__dlpack__")
+    if is_number:
+        tensors = *tensors[:-1], None
+    key = *options, *map(type, options)  # 1, 1.0 and True are equal
+    plan, key, t = find_plan(_plans, key, tensors, _Tensors._fields)
+    if plan is None:
+        plan = remember(_plans, key, _make_plan(_Tensors(*t), arguments))
+    if is_number:  # an argument of the gate's kernel, which may differ from call to call
+        with _own_names():
+            limit_argument(limit, t[0].device)
+        launch = partial(plan.launch_with_number, limit)
+    return plan.compute(t, arguments["out"], arguments["workspace"], launch)
+
+
+class _Plan(ExpertsPlan):
+    """An `ExpertsPlan` of calls whose launches begin with the gate's; ``gate_options`` are its arguments by name."""
+
+    names = _Tensors._fields
+
+    def __init__(self, gate_options, *of_experts):
+        super().__init__(*of_experts)
+        self.gate_options = gate_options
+
+    def launch_with_number(self, num_token_non_padded, *arguments):
+        """Launch the kernels of a call with this number of tokens."""
+        self.check_alignment(*arguments)
+        *tensors, buffer, out = arguments
+        self.launch_in(*_Tensors(*tensors)._replace(num_token_non_padded=num_token_non_padded), buffer, out)
+
+    def launch_in(self, *arguments):
+        *tensors, buffer, out = arguments
+        t, memory = _Tensors(*tensors), self.intermediates(buffer)
+        options = dict(correction_bias=t.correction_bias, num_token_non_padded=t.num_token_non_padded)
+        with _own_names():
+            routed = biased_grouped_topk(t.router_logits, out=memory.topk, **options, **self.gate_options)
+        self.launch(t.of_experts(*routed), memory, out)
+
+
+def _make_plan(t, arguments):
+    """Check the arguments of a call, and return its plan."""
+    options, of_experts = [{n: arguments[n] for n in names} for names in (_GATE_OPTIONS, _EXPERTS_OPTIONS)]
+    options["apply_routed_scaling_factor_on_output"] = True
+    shape = _check([getattr(t, name) for name in _CHECKED], options["topk"], options["num_fused_shared_experts"])
+    with _own_names():
+        _, limit_dtype = limit_argument(t.num_token_non_padded, t.x.device)
+        of_gate = tuple(options[name] for name in GateOptions._fields)
+        get_plan(t.router_logits, t.correction_bias, limit_dtype, of_gate)
+    routing = describe(shape, len(t.x), options["topk"]).topk
+    routed = (torch.empty(size, dtype=dtype, device=t.x.device) for size, dtype in routing)
+    return make_plan(t.of_experts(*routed), *of_experts.values(), shape, partial(_Plan, options))
+
+
+@contextlib.contextmanager
+def _own_names():
+    """Let the gate's errors call the logits by this function's name."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("gating_output", "router_logits")) from None
 
 
 def _check(tensors, topk, num_fused_shared_experts):
@@ -161,8 +239,6 @@ def _fake_fused_moe(call):
     """Check the arguments of a call and return its output; the gate's and the experts' fakes do most of it."""
     shape = _check([getattr(call, name) for name in _CHECKED], call.topk, call.num_fused_shared_experts)
     scaled = dict(apply_routed_scaling_factor_on_output=True, out=None)
-    try:
+    with _own_names():
         weights, ids = fake_topk(call.replace(gating_output=call.router_logits, **scaled))
-    except (TypeError, ValueError) as error:
-        raise _with_own_name(error) from None
     return fake_experts(call.replace(topk_weights=weights, topk_ids=ids, x_scale=None), shape)

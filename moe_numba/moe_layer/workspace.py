@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_numba import simulator
 from moe_numba.moe_layer.weights import BF16, FP8, FP8_BLOCK, FP8_TENSOR, MXFP4, ExpertsShape, check_weights
 from moe_numba.quantise import FP8_SCALE_BLOCK
-from moe_numba.runtime.outputs import remember
 from moe_numba.runtime.validate import check_int
 
 # With more rows per expert on average, tokens are stored in the order of the experts for the first grouped GEMM, which
@@ -15,6 +15,7 @@ from moe_numba.runtime.validate import check_int
 # if they do not gather, and permuting is as fast from 4 rows on.
 MAX_GATHERED_AVERAGE = {BF16: 64, FP8_BLOCK: 2, FP8_TENSOR: 64, MXFP4: 12}
 _MAX_TOKENS, _MAX_TOPK = 1 << 30, 64
+_ALIGNMENT = 256  # bytes, of the intermediate results in their buffer
 
 
 class Intermediates(NamedTuple):
@@ -28,21 +29,45 @@ class Intermediates(NamedTuple):
     rows: Any  # one tensor, outputs of the experts
 
     @classmethod
-    def allocate(cls, shape: ExpertsShape, tokens: int, topk: int) -> "Intermediates":
-        """Return tensors for a call. ``gate_up`` and ``rows`` share memory: the former is read before."""
-        described, device = describe(shape, tokens, topk), shape.device
-        sizes = [size for size, _ in (*described.gate_up, *described.rows)]
-        shared = torch.empty(max(map(math.prod, sizes)), dtype=torch.bfloat16, device=device)
+    def within(cls, buffer: torch.Tensor, shape: ExpertsShape, tokens: int, topk: int) -> "Intermediates":
+        """Return tensors for a call in a buffer of `num_bytes` bytes. ``gate_up`` and ``rows`` share memory."""
+        described, places = describe(shape, tokens, topk), _places(shape, tokens, topk)[0]
+        groups = (
+            tuple(_view(buffer, place, *tensor) for tensor, place in zip(group, of_group, strict=True))
+            for group, of_group in zip(described, places, strict=True)
+        )
+        return cls(*groups)
 
-        def new(size, dtype):
-            return torch.empty(size, dtype=dtype, device=device)
 
-        def view(size, dtype):
-            return shared[: math.prod(size)].view(size)
+def num_bytes(shape: ExpertsShape, tokens: int, topk: int) -> int:
+    """Return the bytes of a buffer for the intermediate results of a call; it grows with ``tokens``."""
+    return _places(shape, tokens, topk)[1]
 
-        made = {name: view if name in ("gate_up", "rows") else new for name in cls._fields}
-        groups = zip(made.values(), described, strict=True)
-        return cls(*(tuple(make(*tensor) for tensor in group) for make, group in groups))
+
+def _places(shape, tokens, topk):
+    """Return the first byte of each intermediate result in a buffer, grouped as `Intermediates`, and all bytes."""
+    described, places, first = describe(shape, tokens, topk)._asdict(), {}, 0
+    shared = described.pop("gate_up"), described.pop("rows")  # at the end: the former is read before the latter
+    for name, group in described.items():
+        starts = []
+        for tensor in group:
+            starts.append(first)
+            first += _bytes_of(*tensor)
+        places[name] = tuple(starts)
+    places["gate_up"], places["rows"] = ((first,) * len(group) for group in shared)
+    return Intermediates(**places), first + max(_bytes_of(*tensor) for group in shared for tensor in group)
+
+
+def _bytes_of(size, dtype):
+    return -(-math.prod(size) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _view(buffer, first, size, dtype):
+    """Return a tensor in a buffer of bytes; in the simulator, which then sees its bounds, with a storage of its own."""
+    memory = buffer[first : first + math.prod(size) * dtype.itemsize]
+    if simulator.ENABLED:
+        memory = torch.from_numpy(memory.numpy())
+    return memory.view(dtype).view(size)
 
 
 def is_permuted(shape: ExpertsShape, rows: int) -> bool:
@@ -87,6 +112,11 @@ class ExpertsWorkspace:
     scaling : {"block", "tensor"}
         Of FP8 weights: whether they have a scale per 128 x 128 block or one per expert.
 
+    Attributes
+    ----------
+    buffer : tensor [bytes], uint8
+        The memory. A call with fewer tokens uses its beginning.
+
     Raises
     ------
     ValueError, TypeError
@@ -97,7 +127,8 @@ class ExpertsWorkspace:
         self.max_tokens = check_int("max_tokens", max_tokens, 0, _MAX_TOKENS)
         self.topk = check_int("topk", topk, 1, _MAX_TOPK)
         self.shape = check_weights(w13, w2, scaling)
-        self._whole = Intermediates.allocate(self.shape, self.max_tokens, self.topk)
+        size = num_bytes(self.shape, self.max_tokens, self.topk)
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=self.shape.device)
         self._views: dict = {}
 
     def check(self, tokens: int, topk: int, shape: ExpertsShape) -> None:
@@ -111,18 +142,8 @@ class ExpertsWorkspace:
             )
 
     def intermediates(self, tokens: int) -> Intermediates:
-        """Return the memory for a call with ``tokens`` tokens: the beginning of each tensor."""
-        if tokens == self.max_tokens:
-            return self._whole
-        return self._views.get(tokens) or remember(self._views, tokens, self._view(tokens))
-
-    def _view(self, tokens):
-        described = describe(self.shape, tokens, self.topk)
-        groups = (
-            tuple(whole[: size[0]] for whole, (size, _) in zip(tensors, group))  # x may have more tensors than needed
-            for tensors, group in zip(self._whole, described, strict=True)
-        )
-        return Intermediates(*groups)
+        """Return the memory of a call with ``tokens`` tokens."""
+        return Intermediates.within(self.buffer, self.shape, tokens, self.topk)
 
 
 def check_workspace(workspace, tokens, topk, shape):

@@ -16,6 +16,7 @@ from moe_numba.runtime.recording import Launched, note, record, recordings
 
 # An argument's bytes in the buffer that the driver reads; each is padded to a multiple of 8.
 _FORMATS = {"int32": "i4x", "uint32": "I4x", "int64": "q", "uint64": "Q", "float32": "f4x", "float64": "d"}
+_MAP_FORMAT = "128s"
 _SHARED_BYTES_WITHOUT_OPT_IN = 48 * 1024
 
 # The driver's CUlaunchConfig: grid, block, shared bytes and stream, packed behind the arguments for each launch; then
@@ -30,7 +31,7 @@ _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def _format(type_name):
-    return "128s" if type_name == TENSOR_MAP else "Q" if type_name[-1] == "*" else _FORMATS[type_name]
+    return _MAP_FORMAT if type_name == TENSOR_MAP else "Q" if type_name[-1] == "*" else _FORMATS[type_name]
 
 
 class Launcher:
@@ -72,6 +73,7 @@ class Launcher:
                     f"shared_bytes is {shared_bytes}, more than a block of this GPU can have: {error.name}"
                 )
         self.device, self._shared_bytes = device, shared_bytes
+        self._is_pointer = [type_name[-1] == "*" for type_name in signature]
         self._formats = formats = [_format(type_name) for type_name in signature]
         self._offsets = [struct.calcsize("=" + "".join(formats[:i])) for i in range(len(formats))]
         self._config_offset = struct.calcsize("=" + "".join(formats))
@@ -79,6 +81,18 @@ class Launcher:
         self._attributes = _attributes(cluster, cooperative, dependent)
         self._launch = _driver_launch()
         self._thread = threading.local()
+
+    def addresses_in(self, values):
+        """Yield the index and the address of each pointer, and of each tensor map, as if it began with its address."""
+        for i, value in enumerate(values):
+            if self._formats[i] == _MAP_FORMAT:
+                yield i, int.from_bytes(value[:8], "little")
+            elif self._is_pointer[i]:
+                yield i, value
+
+    def stream_field(self, buffer):
+        """Return the field of the launch configuration in a buffer that has the raw handle of the stream."""
+        return ctypes.c_uint64.from_buffer(buffer, self._config_offset + _CONFIG_STREAM_OFFSET)
 
     def _buffer(self):
         """Return a buffer for the arguments and the launch configuration, and the addresses that the driver needs."""
@@ -105,6 +119,8 @@ class Launcher:
                 return self(grid, block, stream, *values)
         if stream is None:
             stream = current_raw_stream(self.device)
+        if recordings and record(self, grid, block, stream, values):
+            return
         try:
             state = self._thread.state
         except AttributeError:
@@ -116,31 +132,6 @@ class Launcher:
         error = self._launch(config, self._function, pointers, None)
         if error:
             self._raise(error, grid, block)
-        if recordings:
-            record(self, grid, block, stream, values)
-
-    def prepare(self, grid, block, *values):
-        """Return a function that launches with these arguments on the stream that it is called with."""
-        buffer, config, pointers, kept = self._buffer()
-        self._pack(buffer, 0, *values, *three(grid), *three(block), self._shared_bytes, 0)
-        stream_field = ctypes.c_uint64.from_buffer(buffer, self._config_offset + _CONFIG_STREAM_OFFSET)
-        device, function, start, bound_threads = self.device, self._function, self._launch, set()
-
-        def launch_prepared(stream, kept=kept):
-            if _current_device() != device:
-                with torch.cuda.device(device):
-                    return launch_prepared(stream)
-            if threading.get_ident() not in bound_threads:
-                bind_context(device)
-                bound_threads.add(threading.get_ident())
-            stream_field.value = stream
-            error = start(config, function, pointers, None)
-            if error:
-                self._raise(error, grid, block)
-            if recordings:
-                note(self)
-
-        return launch_prepared
 
     def bind(self, grid, block, values, first, last):
         """Return ``launch(stream, *changed)``: launches with ``values[first:last]`` replaced, on a raw stream.
@@ -150,7 +141,7 @@ class Launcher:
         buffer, config, pointers, kept = self._buffer()
         self._pack(buffer, 0, *values, *three(grid), *three(block), self._shared_bytes, 0)
         pack, offset = struct.Struct("=" + "".join(self._formats[first:last])).pack_into, self._offsets[first]
-        stream_field = ctypes.c_uint64.from_buffer(buffer, self._config_offset + _CONFIG_STREAM_OFFSET)
+        stream_field = self.stream_field(buffer)
         device, function, start, bound_threads = self.device, self._function, self._launch, set()
 
         def launch(stream, *changed, kept=kept):
@@ -160,13 +151,13 @@ class Launcher:
             if (thread := threading.get_ident()) not in bound_threads:
                 bind_context(device)
                 bound_threads.add(thread)
+            if recordings and record(self, grid, block, stream, (*values[:first], *changed, *values[last:])):
+                return
             stream_field.value = stream
             pack(buffer, offset, *changed)
             error = start(config, function, pointers, None)
             if error:
                 self._raise(error, grid, block)
-            if recordings:
-                record(self, grid, block, stream, (*values[:first], *changed, *values[last:]))
 
         return launch
 
@@ -179,6 +170,76 @@ class Launcher:
             f"{result.name} ({text}): launch of {self.name} with grid {grid}, block {block} and {self._shared_bytes} "
             "bytes of dynamic shared memory"
         )
+
+
+class LaunchSequence:
+    """Launches on one device whose arguments are packed in advance; calling it repeats them on the current stream.
+
+    It is thread-safe: each thread packs the arguments once, into buffers of its own.
+
+    Parameters
+    ----------
+    launches : sequence of RecordedLaunch
+        At least one, of a :class:`Launcher` each.
+    changing : sequence of (int, int, int)
+        (index of a launch, index of an argument, index of an address): an argument that each call replaces. It is a
+        pointer, or a tensor map, which begins with the address.
+    num_addresses : int
+        How many addresses a call passes.
+    """
+
+    def __init__(self, launches, changing=(), num_addresses=0):
+        self._recorded, self._changing, self._num_addresses = tuple(launches), tuple(changing), num_addresses
+        self.device, self._start, self._thread = launches[0].launcher.device, _driver_launch(), threading.local()
+        self._pack = struct.Struct(f"={num_addresses}Q").pack_into
+
+    def __call__(self, addresses=()):
+        """Launch the kernels with these addresses."""
+        device = self.device
+        if _current_device() != device:
+            with torch.cuda.device(device):
+                return self(addresses)
+        try:
+            state = self._thread.state
+        except AttributeError:
+            state = self._prepare_thread()
+        table, maps, streams, launches, last_stream = state
+        self._pack(table, 0, *addresses)
+        for field, i in maps:
+            field.value = addresses[i]
+        stream = current_raw_stream(device)
+        if stream != last_stream:
+            for field in streams:
+                field.value = stream
+            state[-1] = stream
+        start = self._start
+        for config, function, pointers, recorded, _ in launches:
+            error = start(config, function, pointers, None)
+            if error:
+                recorded.launcher._raise(error, recorded.grid, recorded.block)
+        if recordings:
+            for recorded in self._recorded:
+                note(recorded.launcher)
+
+    def _prepare_thread(self):
+        """Pack the arguments for this thread, and make the GPU's context current."""
+        bind_context(self.device)
+        table, maps, streams, launches = ctypes.create_string_buffer(8 * self._num_addresses), [], [], []
+        for recorded in self._recorded:
+            launcher = recorded.launcher
+            buffer, config, pointers, kept = launcher._buffer()
+            grid, block = three(recorded.grid), three(recorded.block)
+            launcher._pack(buffer, 0, *recorded.values, *grid, *block, launcher._shared_bytes, 0)
+            streams.append(launcher.stream_field(buffer))  # it keeps the buffer alive
+            launches.append((config, launcher._function, pointers, recorded, kept))
+        for i, argument, address in self._changing:
+            launcher, kept = self._recorded[i].launcher, launches[i][-1]
+            if launcher._formats[argument] == _MAP_FORMAT:
+                maps.append((ctypes.c_uint64.from_address(kept[argument]), address))
+            else:
+                kept[argument] = ctypes.addressof(table) + 8 * address
+        self._thread.state = state = [table, maps, streams, launches, 0]
+        return state
 
 
 def three(size):

@@ -17,7 +17,7 @@ from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.context import current_stream
 from moe_numba.runtime.device import UnsupportedDeviceError
 from moe_numba.runtime.driver_launch import Launcher, three
-from moe_numba.runtime.recording import Launched, note_loaded, record
+from moe_numba.runtime.recording import Launched, note_loaded, record, recordings
 from moe_numba.runtime.tensor_map import TensorMap, address
 
 __all__ = ["address", "launch", "launcher", "signature_of"]
@@ -55,17 +55,14 @@ class _SimulatedLauncher:
         self._is_pointer = [s[-1] == "*" for s in plain]
 
     def __call__(self, grid, block, stream, *values):
+        if recordings and record(self, grid, block, 0, values):
+            return
         arguments = [
             (v.view(t) if v else v) if p else t.type(v)
             for v, t, p in zip(values, self._types, self._is_pointer, strict=True)
         ]
         with simulator.errors.ShortTraceback():
             simulator.run(self.launched.kernel, grid, block, arguments, **self.launched.options)
-        record(self, grid, block, 0, values)
-
-    def prepare(self, grid, block, *values):
-        """As `driver_launch.Launcher.prepare`."""
-        return lambda stream: self(grid, block, stream, *values)
 
 
 def launcher(

@@ -40,6 +40,11 @@ def overlaps(outs, tensors, may_be):
     return None
 
 
+def address_range(tensor):
+    """Return the address of a tensor's first element, and the one behind its last element."""
+    return tensor.data_ptr(), _end(tensor)
+
+
 def _end(tensor):
     """Return the address behind a tensor's last element; that of its first one if it has none."""
     if not tensor.numel():

@@ -1,6 +1,7 @@
 """Prepared calls: the launches of a call with fixed arguments, repeated with the least host time."""
 
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import torch
 
 from moe_numba import simulator
-from moe_numba.runtime.recording import recording
+from moe_numba.runtime.context import current_stream
+from moe_numba.runtime.driver_launch import Launcher, LaunchSequence
+from moe_numba.runtime.recording import RecordedLaunch, recording
 from moe_numba.runtime.torch_op import OPS
 
 
@@ -21,8 +24,10 @@ class PreparedCall:
         The outputs, which every call overwrites and returns.
     """
 
-    def __init__(self, launches: list, result: Any, tensors: list[tuple[str, torch.Tensor]], others: tuple):
-        self._launches, self.result, self._others = launches, result, others
+    def __init__(self, launches: Any, result: Any, tensors: list[tuple[str, torch.Tensor]], others: tuple):
+        self._launches, self.result = list(_joined(launches)), result
+        self._others = others, launches.kept
+        self._own_stream = (launches.device, launches.stream) if launches.stream_bound else None
         # A storage stays alive with the call, also when another one replaces it as that of its tensor.
         self._memory = [(name, t, t.untyped_storage(), t.data_ptr()) for name, t in tensors]
 
@@ -35,9 +40,21 @@ class PreparedCall:
                         f"{name} has other memory than when the call was prepared, as after {name}.data = ...: "
                         "change it in place, or prepare the call again"
                     )
+        if self._own_stream is not None:
+            self._check_stream(*self._own_stream)
         for launch in self._launches:
             launch()
         return self.result
+
+    def _check_stream(self, device, stream):
+        """Raise unless the current stream is the one whose workspace the call uses."""
+        now = current_stream(device)
+        # Stream 0, which is also the simulator's, cannot be captured.
+        if now != stream or (now and torch.cuda.is_current_stream_capturing()):
+            raise RuntimeError(
+                f"this call was prepared on stream {stream:#x} and uses that stream's workspace; it cannot run on "
+                f"stream {now:#x} or in a capture"
+            )
 
 
 def prepare(function: Callable, /, *args: Any, **kwargs: Any) -> PreparedCall:
@@ -86,6 +103,20 @@ def prepare(function: Callable, /, *args: Any, **kwargs: Any) -> PreparedCall:
         raise ValueError(f"function is {name}, which launched no kernel; it must be one that launches kernels")
     tensors = list(_named_tensors(_named_arguments(function, args, kwargs)))
     return PreparedCall(launches, result, tensors, (args, kwargs))
+
+
+def _joined(launches):
+    """Yield functions that repeat launches; one function repeats those that follow each other through the driver."""
+
+    def device_of(launch):
+        is_plain = isinstance(launch, RecordedLaunch) and isinstance(launch.launcher, Launcher)
+        return launch.launcher.device if is_plain else None
+
+    for device, group in itertools.groupby(launches, device_of):
+        if device is None:
+            yield from group
+        else:
+            yield LaunchSequence(tuple(group))
 
 
 _CHECKS_MEMORY = simulator.ENABLED or os.environ.get("MOE_NUMBA_CHECK_MEMORY") == "1"

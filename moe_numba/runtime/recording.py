@@ -4,10 +4,7 @@ import contextlib
 import threading
 from typing import Any, NamedTuple
 
-import torch
-
 from moe_numba import simulator
-from moe_numba.runtime.context import current_stream
 
 recordings: dict = {}  # thread -> _Recording; _ALL_THREADS -> the kernels that `noted_launches` collects
 _ALL_THREADS = None
@@ -21,9 +18,30 @@ else:
 
 
 class _Recording(list):
-    """The launches of a call, as functions that launch them again on the current stream."""
+    """The launches of a call, as functions that launch them again on the current stream.
+
+    ``executes`` is whether they are also executed; ``kept`` is memory that they use, beside the call's arguments.
+    """
 
     stream_bound = False  # whether the call uses memory that belongs to its stream
+    stream = 0  # of the last launch
+    device = 0
+
+    def __init__(self, executes):
+        super().__init__()
+        self.executes, self.kept = executes, []
+
+
+class RecordedLaunch(NamedTuple):
+    """A launch, which a call repeats on the current stream."""
+
+    launcher: Any
+    grid: Any
+    block: Any
+    values: tuple
+
+    def __call__(self):
+        self.launcher(self.grid, self.block, None, *self.values)
 
 
 class Launched(NamedTuple):
@@ -98,10 +116,10 @@ def note(launcher):
 
 
 @contextlib.contextmanager
-def recording():
-    """Collect the launches of this thread, which are also executed."""
+def recording(executes=True):
+    """Collect the launches of this thread, which are also executed, or only collected."""
     thread = _current_thread()
-    recordings[thread] = launches = _Recording()
+    recordings[thread] = launches = _Recording(executes)
     try:
         yield launches
     finally:
@@ -125,6 +143,12 @@ def refuse_recording(reason):
         raise ValueError(reason)
 
 
+def keep_recorded(memory):
+    """Keep memory that is no argument alive with the call that is being recorded."""
+    if recordings and (launches := current_recording()) is not None:
+        launches.kept.append(memory)
+
+
 def bind_recording_to_stream():
     """Note that the call which is being recorded uses memory that belongs to its stream."""
     if recordings and (launches := current_recording()) is not None:
@@ -132,20 +156,12 @@ def bind_recording_to_stream():
 
 
 def record(launcher, grid, block, stream, values):
-    note(launcher)
+    """Note a launch, and collect it if the call is being recorded; return whether it is only collected."""
     launches = current_recording()
+    if launches is None or launches.executes:
+        note(launcher)
     if launches is None:
-        return
-    start, device = launcher.prepare(grid, block, *values), launcher.device
-
-    def launch_again():
-        now = current_stream(device)
-        # Stream 0, which is also the simulator's, cannot be captured.
-        if launches.stream_bound and (now != stream or (now and torch.cuda.is_current_stream_capturing())):
-            raise RuntimeError(
-                f"this call was prepared on stream {stream:#x} and uses that stream's workspace; it cannot run on "
-                f"stream {now:#x} or in a capture"
-            )
-        start(now)
-
-    launches.append(launch_again)
+        return False
+    launches.stream, launches.device = stream, launcher.device
+    launches.append(RecordedLaunch(launcher, grid, block, values))
+    return not launches.executes

@@ -97,17 +97,21 @@ def needs_dispatch(x, *others) -> bool:
     if _is_dynamo_compiling():  # Dynamo replaces the call by True and does not trace the rest
         return True
     if type(x) in PLAIN_TYPES and not _num_dispatch_modes() and _functorch_interpreter() is None and not x.is_meta:
-        try:
-            for tensor in (x, *others):
-                if tensor is not None and (tensor.requires_grad or tensor.is_neg() or not tensor.data_ptr()):
-                    break
-            else:
-                return False
-        except (AttributeError, RuntimeError):  # an array of another library; a sparse tensor, without an address
-            pass
         if not any(map(_is_special, (x, *others))):
             return False
     return not _state.in_op
+
+
+def _is_ordinary(tensors):
+    """Return an expression that is false for each call that `needs_dispatch`, and fast for most others.
+
+    It raises AttributeError for an array of another library, and RuntimeError for a sparse tensor, without an address.
+    """
+    no_mode = "not _is_dynamo_compiling() and not _num_dispatch_modes() and _functorch_interpreter() is None"
+    is_plain = f"type({tensors[0]}) in PLAIN_TYPES"
+    have_memory = [f"({t} is None or {t}.data_ptr() and not {t}.is_neg())" for t in tensors]
+    need_grad = [f"{t} is not None and {t}.requires_grad" for t in tensors]
+    return " and ".join((no_mode, is_plain, *have_memory, f"not (_is_grad_enabled() and ({' or '.join(need_grad)}))"))
 
 
 def _is_special(tensor):
@@ -163,8 +167,10 @@ def check_overlap(name: str, out: Any, tensors: tuple) -> None:
     On a GPU, where a call takes microseconds, outputs are checked with the same first input only once.
     """
     try:
-        given = out if type(out) is tuple else (out,)
-        key = name, tensors[0].data_ptr(), *[(o.data_ptr(), o.shape, o.is_neg()) for o in given]
+        if type(out) is tuple:
+            key = name, tensors[0].data_ptr(), *[(o.data_ptr(), o.nbytes, o.is_neg()) for o in out]
+        else:
+            key = name, tensors[0].data_ptr(), out.data_ptr(), out.nbytes, out.is_neg()
         if key in _apart:
             return
     except AttributeError:  # of an array of another library
@@ -224,7 +230,9 @@ def _with_dispatch(function):
     tree = ast.parse(
         f"def bind(function):\n"
         f" def {name}({arguments}):\n"
-        f"  if needs_dispatch({tensors}): return call_op({name!r}, {by_name})\n"
+        f"  try: is_ordinary = {_is_ordinary(_tensors[name])}\n"
+        f"  except (AttributeError, RuntimeError): is_ordinary = False\n"
+        f"  if not is_ordinary and needs_dispatch({tensors}): return call_op({name!r}, {by_name})\n"
         f"  try:\n"
         f"{check_out}"
         f"   return function({arguments})\n"

@@ -27,6 +27,8 @@ FUNCTIONS = (
     "per_token_cast_to_fp8 per_token_cast_back group_gemm_pertensor_fp8 group_gemm_blockwise_fp8 group_gemm_bf16 "
     "group_gemm_silu_and_mul_pertensor_fp8 group_gemm_silu_and_mul_blockwise_fp8"
 ).split()
+LAYER = [f"{name}, {tokens}" for tokens in ("1 token", "3 tokens") for name in ("fused_experts", "fused_moe")]
+FUNCTIONS += [*LAYER, "group_by_expert", "weighted_sum"]
 
 
 def stub_times(calls, synchronize, loops, **_):
@@ -43,6 +45,8 @@ def small(monkeypatch):
         GATE=dict(num_experts=16, num_expert_group=4, topk_group=2, topk=2),
         GEMM=dict(num_groups=2, n=256, k=128),
         ROWS_PER_GROUP=4,
+        LAYER=dict(num_experts=4, hidden=64, intermediate=64, topk=2),
+        LAYER_TOKENS=(1, 3),
         loop_times=stub_times,
     )
     for name, value in values.items():

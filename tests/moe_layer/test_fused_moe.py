@@ -11,7 +11,7 @@ import moe_numba
 from moe_numba import simulator
 from moe_numba.grouped_gemm.reference import mismatch, quantise_blocks
 from moe_numba.moe_layer import ExpertsWorkspace, fused_moe, reference
-from moe_numba.moe_layer.workspace import Intermediates
+from moe_numba.moe_layer.fused_experts import ExpertsPlan
 from moe_numba.runtime.outputs import Outputs
 
 gate_and_experts = importlib.import_module("moe_numba.moe_layer.fused_moe")  # the package exports the function
@@ -114,7 +114,7 @@ def test_with_out_and_workspace_nothing_is_allocated(device, monkeypatch):
         return call(self, given)
 
     monkeypatch.setattr(Outputs, "__call__", refuse)
-    monkeypatch.setattr(Intermediates, "allocate", lambda *sizes: refuse(None))
+    monkeypatch.setattr(ExpertsPlan, "new_memory", lambda self: refuse(None))
     fused_moe(**given, out=out, workspace=workspace)
     with pytest.raises(AssertionError, match="a tensor was allocated"):
         fused_moe(**given, out=out)

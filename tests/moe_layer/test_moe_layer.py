@@ -103,6 +103,7 @@ def test_tokens_in_the_order_of_the_experts(wrong_rows, fp8, device, monkeypatch
     many, few = (make_inputs(tokens, 3, fp8, device, hidden=192) for tokens in (9, 2))
     expected, out = fused_experts(**many), torch.full_like(many["x"], float("nan"))
     monkeypatch.setattr(layer_workspace, "MAX_GATHERED_AVERAGE", dict.fromkeys(FORMATS, 2))  # of 4 experts
+    monkeypatch.setattr(api, "_plans", {})
     permuted = []
 
     def permute(x, inverse_indices, out):
@@ -171,8 +172,7 @@ def test_one_workspace_for_calls_of_all_sizes(fp8, device):
     """Also with what other calls left in it: NaN in all of its memory."""
     workspace = workspace_of(make_inputs(7, 2, fp8, device))
     for tokens in (7, 3, 7, 1):
-        for tensor in (*workspace._whole.x, *workspace._whole.activated, *workspace._whole.rows):
-            tensor.view(torch.uint8).fill_(0xFF)
+        workspace.buffer.fill_(0xFF)
         given = make_inputs(tokens, 2, fp8, device, seed=tokens)
         assert wrong(fused_experts(**given, workspace=workspace), given) is None
 
@@ -190,7 +190,7 @@ def test_with_out_and_workspace_nothing_is_allocated(fp8, device, monkeypatch):
         return call(self, given)
 
     monkeypatch.setattr(Outputs, "__call__", refuse)
-    monkeypatch.setattr(layer_workspace.Intermediates, "allocate", lambda *sizes: refuse(None))
+    monkeypatch.setattr(api.ExpertsPlan, "new_memory", lambda self: refuse(None))
     fused_experts(**given, out=out, workspace=workspace)
     for missing in ("out", "workspace"):
         with pytest.raises(AssertionError, match="a tensor was allocated"):
@@ -206,6 +206,34 @@ def test_with_out_and_workspace_no_gpu_memory_is_allocated(fp8):
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     fused_experts(**given, out=out, workspace=workspace)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 7, 600])
+def test_repeated_calls_with_other_addresses_and_streams(tokens, fp8):
+    """The second call of a shape repeats the launches of the first; intermediate results are poisoned."""
+    kept, streams = [], [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    for seed, stream in enumerate(streams * 2):
+        given = make_inputs(tokens, 2, fp8, "cuda", seed=seed)
+        workspace = workspace_of(given)
+        workspace.buffer.fill_(0xFF)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            results = fused_experts(**given), fused_experts(**given, workspace=workspace)
+        torch.cuda.synchronize()
+        assert wrong(results[0], given) is None and torch.equal(*results)
+        kept.append((given, workspace, results))  # so that the next call has other memory
+
+
+@pytest.mark.multigpu
+def test_repeated_calls_on_two_gpus():
+    first, second = (make_inputs(7, 2, False, f"cuda:{i}") for i in range(2))
+    for _ in range(2):
+        results = fused_experts(**first), fused_experts(**second)
+        assert torch.equal(results[0], results[1].to("cuda:0"))
+        with pytest.raises(ValueError, match="w2 is on cuda:1; it must be where w13 is, on cuda:0"):
+            fused_experts(**first | dict(w2=second["w2"]))
 
 
 @pytest.mark.parametrize("name", ["x", "shared"])
@@ -229,7 +257,9 @@ def test_prepared_call(device):
     given = make_inputs(6, 2, False, device)
     with pytest.raises(ValueError, match="workspace is None; a prepared call needs one"):
         moe_numba.prepare(fused_experts, **given)
-    prepared = moe_numba.prepare(fused_experts, **given, workspace=workspace_of(given))
+    workspace = workspace_of(given)
+    prepared = moe_numba.prepare(fused_experts, **given, workspace=workspace)
+    fused_experts(**given, workspace=workspace)
     later = make_inputs(6, 2, False, device, seed=1)
     for name in ("x", "topk_ids", "topk_weights"):
         given[name].copy_(later[name])

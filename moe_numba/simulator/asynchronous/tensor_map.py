@@ -149,8 +149,9 @@ def register(tensor):
     from torch.multiprocessing.reductions import StorageWeakRef
 
     storage = tensor.untyped_storage()
-    storages[:] = [s for s in storages if s[0] != storage.data_ptr() and not s[2].expired()]
-    storages.append((storage.data_ptr(), storage.nbytes(), StorageWeakRef(storage)))
+    reference = StorageWeakRef(storage)
+    storages[:] = [s for s in storages if s[2] != reference and not s[2].expired()]  # others may share its memory
+    storages.append((storage.data_ptr(), storage.nbytes(), reference))
 
 
 def _storage(address):

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,8 @@ from moe_numba.grouped_gemm import (
     group_gemm_silu_and_mul_pertensor_fp8,
 )
 from moe_numba.grouped_gemm import reference as gemm_reference
+from moe_numba.moe_layer import ExpertsWorkspace, fused_experts, fused_moe, group_by_expert, weighted_sum
+from moe_numba.moe_layer import reference as layer_reference
 from moe_numba.quantise import reference as cast_reference
 from moe_numba.shared_experts import fuse_routing
 from moe_numba.shared_experts import reference as shared_experts_reference
@@ -33,6 +35,8 @@ CALLS, LOOPS, QUICK_LOOPS = 100, 30, 5  # 100 calls do not fill the driver's que
 TOKENS, HIDDEN, BLOCK_SIZE, LAYOUT_RANKS = 64, 7168, 16, 8
 GATE = dict(num_experts=256, num_expert_group=8, topk_group=4, topk=8)
 GEMM = dict(num_groups=32, n=512, k=512)
+LAYER = dict(num_experts=128, hidden=2048, intermediate=768, topk=8)  # Qwen3-30B-A3B
+LAYER_TOKENS = 1, TOKENS
 ROWS_PER_GROUP = 128  # a multiple of 128, as DeepGEMM requires
 DEVICE = "cpu" if simulator.ENABLED else "cuda"
 
@@ -46,12 +50,19 @@ class Case(NamedTuple):
     config: dict
     size: dict
     mismatch: Callable  # mismatch(outputs, is_peer) returns None, or what is wrong; outputs is a tuple of tensors
+    workspace: Any = None  # of calls with ``out=`` and of prepared calls, for functions that have one
+    detail: str = ""  # of one of several cases of a function
+
+    @property
+    def name(self):
+        """The function's name, and what this case is."""
+        return self.function.__name__ + (f", {self.detail}" if self.detail else "")
 
     @property
     def row(self):
         """The fields that the rows of this case share."""
         dtype = str(self.args[0].dtype).removeprefix("torch.")
-        return dict(operation=self.function.__name__, config=self.config, size=self.size, dtype=dtype)
+        return dict(operation=self.name, config=self.config, size=self.size, dtype=dtype)
 
 
 class Step(NamedTuple):
@@ -118,8 +129,8 @@ def _synchronize():
 
 def make_cases():
     """Return ``{name: Case}`` of all public functions that launch kernels."""
-    cases = [*_routing_cases(), *_expert_parallel_cases(), *_gemm_cases()]
-    return {case.function.__name__: case for case in cases}
+    cases = [*_routing_cases(), *_expert_parallel_cases(), *_gemm_cases(), *_layer_cases()]
+    return {case.name: case for case in cases}
 
 
 def _routing_cases():
@@ -199,6 +210,32 @@ def _gemm_cases():
     yield Case(group_gemm_silu_and_mul_blockwise_fp8, arguments, *common, quantised_mismatch(by_blocks))
 
 
+def _layer_cases():
+    experts, hidden, intermediate, topk = LAYER.values()
+    random = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+    w13 = random(experts, 2 * intermediate, hidden) / hidden**0.5
+    w2 = random(experts, hidden, intermediate) / intermediate**0.5
+
+    def mismatch(expected):
+        return lambda outputs, is_peer=False: gemm_reference.mismatch(*outputs, expected, 4e-3)
+
+    for tokens in LAYER_TOKENS:
+        x, logits = random(tokens, hidden), torch.randn(tokens, experts, device=DEVICE)
+        weights, ids = gate_reference.biased_grouped_topk(logits, None, topk, scoring="softmax")
+        weights, ids, size = weights.float().contiguous(), ids.int().contiguous(), {"tokens": tokens}
+        workspace, detail = ExpertsWorkspace(tokens, topk, w13, w2), f"{tokens} token{'s' * (tokens > 1)}"
+        more = LAYER, size, mismatch(layer_reference.fused_experts(x, w13, w2, weights, ids)), workspace, detail
+        yield Case(fused_experts, (x, w13, w2, weights, ids), {}, *more)
+        yield Case(fused_moe, (x, logits, None, w13, w2, topk), {"scoring": "softmax"}, *more)
+    # Of the larger number of tokens
+    config = {name: LAYER[name] for name in ("num_experts", "topk")}
+    routing = layer_reference.group_by_expert(ids, experts)
+    yield Case(group_by_expert, (ids, experts), {}, config, size, _equals(*routing))
+    rows, indices = random(tokens * topk, hidden), routing[-1]
+    total = mismatch(layer_reference.weighted_sum(rows, indices, weights))
+    yield Case(weighted_sum, (rows, indices, weights), {}, {"hidden": hidden, "topk": topk}, size, total)
+
+
 def _equals(*expected):
     def mismatch(outputs, is_peer=False):
         for i, (output, wanted) in enumerate(zip(outputs, expected, strict=True)):
@@ -211,15 +248,17 @@ def _equals(*expected):
 
 def function_steps(case):
     """Return the steps of a public function, each checked once: called, with ``out=``, and prepared."""
-    call = partial(case.function, *case.args, **case.options)
-    result, prepared = call(), prepare(case.function, *case.args, **case.options)
+    call, kept = partial(case.function, *case.args, **case.options), {}
+    if case.workspace is not None:
+        kept["workspace"] = case.workspace
+    result, prepared = call(), prepare(case.function, *case.args, **case.options, **kept)
     out = tuple(map(torch.empty_like, result)) if isinstance(result, tuple) else torch.empty_like(result)
-    steps = {"final": (call, ()), "final, out=": (partial(call, out=out), out)}
+    steps = {"final": (call, ()), "final, out=": (partial(call, **kept, out=out), out)}
     steps["final, prepared"] = prepared, prepared.result
     for name, (step, outputs) in steps.items():
         poison(outputs)
         if wrong := case.mismatch(_tuple(step()), False):
-            raise AssertionError(f"{case.function.__name__}, {name}: {wrong}")
+            raise AssertionError(f"{case.name}, {name}: {wrong}")
     return [Step(name, step, case.row) for name, (step, _) in steps.items()]
 
 

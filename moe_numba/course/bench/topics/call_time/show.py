@@ -3,8 +3,9 @@
 A call checks its arguments, which for most functions is a look-up of an earlier check of the same shapes, dtypes and
 device. It then allocates its outputs from torch's caching allocator, reads torch's current stream, packs the kernel's
 arguments, and calls the driver's launch function, which returns before the kernel runs. With ``out=`` it allocates
-nothing, but checks the given tensors. A prepared call (`moe_numba.prepare`) only reads the stream and launches. For
-comparison, `torch.sigmoid` is one allocation and one launch from C++, and two `torch.empty` are two allocations alone.
+nothing, but checks the given tensors; functions with a workspace get one, too. A prepared call (`moe_numba.prepare`)
+only reads the stream and launches. For comparison, `torch.sigmoid` is one allocation and one launch from C++, and two
+`torch.empty` are two allocations alone.
 
 ``call_time_measure`` measures the functions, ``call_time_buffer_measure`` the methods of `Buffer`, on two GPUs. A peer
 is an installed package, see ``baselines.peer_calls``, or a module of ``--peers`` with the same function ``calls``.
