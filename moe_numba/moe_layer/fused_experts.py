@@ -55,6 +55,7 @@ def fused_experts(
     a2_scale: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     use_fast_accum: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Compute each token's experts, SwiGLU MLPs, and the weighted sum of their outputs.
 
@@ -117,6 +118,9 @@ def fused_experts(
     use_fast_accum : bool, optional
         With a scale per expert: accumulate over all of k in the tensor cores, which add FP8 products with fewer bits
         than float32, instead of per 128 elements; see :func:`group_gemm_pertensor_fp8`.
+    batch_invariant : bool, optional
+        Take the same launches for all numbers of tokens, so that a token's result has the same bits in every batch: the
+        matrix-vector kernels for few tokens are not used, and one token takes longer.
 
     Returns
     -------
@@ -156,7 +160,7 @@ def fused_experts(
 
     With few tokens in bfloat16, block scales or MXFP4, two launches of matrix-vector kernels replace these. The first
     computes the activations of each assignment, the second multiplies them by w2 and adds them up, weighted. All
-    of these conditions must hold:
+    of these conditions must hold, and ``batch_invariant`` must be False:
 
     - tokens * topk is at most 64, and with more than one token at most 1.06 times (MXFP4: 1.08) the expected number of
       distinct experts;
@@ -176,13 +180,14 @@ def fused_experts(
     per token, which is more accurate, and does not let a token's result depend on the others of its batch.
 
     Results are bit-identical from run to run, and do not depend on the other tokens; their last bits may depend on the
-    number of tokens, which chooses the launches. Group sizes stay on the GPU, so a CUDA graph that captures the call
-    can be replayed with another routing.
+    number of tokens, which chooses the launches, unless ``batch_invariant`` is True. Group sizes stay on the GPU, so a
+    CUDA graph that captures the call can be replayed with another routing.
     """
     given = x, w13, w2, topk_weights, topk_ids, w13_scale, w2_scale, shared
     tensors = *given, w13_bias, w2_bias, a1_scale, a2_scale, x_scale
-    options = activation, alpha, limit, use_fast_accum
-    key = options, type(alpha), type(limit), type(use_fast_accum)  # 1, 1.0 and True are equal
+    options = activation, alpha, limit, use_fast_accum, batch_invariant
+    # 1, 1.0 and True are equal
+    key = options, type(alpha), type(limit), type(use_fast_accum), type(batch_invariant)
     plan, key, t = find_plan(_plans, key, tensors, ExpertsTensors._fields)
     if plan is None:
         plan = remember(_plans, key, make_plan(ExpertsTensors(*t), *options))
@@ -196,11 +201,12 @@ class ExpertsPlan:
 
     names: tuple[str, ...] = ExpertsTensors._fields  # of the tensors
 
-    def __init__(self, t, shape, activation, use_fast_accum):
+    def __init__(self, t, shape, activation, use_fast_accum, batch_invariant):
         self.shape, self.activation, self.use_fast_accum = shape, activation, use_fast_accum
         self.routing = tuple(t.topk_ids.shape)
-        self.fuses = can_fuse_activation(t, shape.format, activation)
-        self.decodes = t.x_scale is None and uses_decode_kernels(shape, *self.routing, t.w13, t.w2)
+        self.fuses = can_fuse_activation(t, shape.format, activation, batch_invariant)
+        few = t.x_scale is None and not batch_invariant
+        self.decodes = few and uses_decode_kernels(shape, *self.routing, t.w13, t.w2)
         self.copies_weights = not t.topk_weights.is_contiguous()  # those of the routing; kernels read contiguous ones
         self.outputs = Outputs(_describe_output(t.x), t.x.device, aligned=("tensor",))
         self.memory_bytes = num_bytes(shape, *self.routing)
@@ -252,14 +258,14 @@ class ExpertsPlan:
             launch()
 
 
-def make_plan(t, activation, alpha, limit, use_fast_accum, shape=None, kind=ExpertsPlan):
+def make_plan(t, activation, alpha, limit, use_fast_accum, batch_invariant, shape=None, kind=ExpertsPlan):
     """Check the arguments of a call, and return its `ExpertsPlan`, or plan of a ``kind``.
 
     ``shape`` is that of the experts, if weights have been checked.
     """
     shape, chosen = check_experts(t, activation, alpha, limit, shape)
     check_fast_accum(use_fast_accum, shape.format)
-    return kind(t, shape, chosen, use_fast_accum)
+    return kind(t, shape, chosen, use_fast_accum, check_flag("batch_invariant", batch_invariant))
 
 
 def _describe_output(x):
@@ -346,4 +352,5 @@ def fake_experts(call, shape=None):
     t = ExpertsTensors(*_select_tensors(vars(call)))
     shape, _ = check_experts(t, call.activation, call.alpha, call.limit, shape)
     check_fast_accum(call.use_fast_accum, shape.format)
+    check_flag("batch_invariant", call.batch_invariant)
     return make_outputs(call.out, _describe_output(call.x), call.x.device)[0]

@@ -50,6 +50,7 @@ def fused_moe(
     a1_scale: torch.Tensor | None = None,
     a2_scale: torch.Tensor | None = None,
     use_fast_accum: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Route each token, then compute its experts and the weighted sum of their outputs.
 
@@ -95,7 +96,7 @@ def fused_moe(
         Memory for intermediate results. With it and ``out`` the call neither allocates nor synchronises. Without it
         the call allocates one buffer for all intermediate results, beside its output, and frees it. It is not an
         argument of the op: under torch.compile it is not used.
-    w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, use_fast_accum : optional
+    w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, use_fast_accum, batch_invariant : optional
         As for :func:`moe_numba.fused_experts`.
 
     Returns
@@ -147,7 +148,7 @@ class _Tensors(NamedTuple):
 
 # Options of the layer that it passes on to the gate.
 _GATE_OPTIONS = [n for n in OPS["biased_grouped_topk"] if n in OPS["fused_moe"] and n not in (*_Tensors._fields, "out")]
-_EXPERTS_OPTIONS = "activation", "alpha", "limit", "use_fast_accum"
+_EXPERTS_OPTIONS = "activation", "alpha", "limit", "use_fast_accum", "batch_invariant"
 _select_tensors, _select_options = itemgetter(*_Tensors._fields), itemgetter(*_GATE_OPTIONS, *_EXPERTS_OPTIONS)
 
 

@@ -81,18 +81,19 @@ class ExpertsCall(NamedTuple):
         return self.memory.routing[1][-1:]
 
 
-def can_fuse_activation(t: ExpertsTensors, format_: str, activation: Activation) -> bool:
+def can_fuse_activation(t: ExpertsTensors, format_: str, activation: Activation, batch_invariant: bool = False) -> bool:
     """Return whether the first grouped GEMM can compute the activation in its epilogue.
 
     With FP8 weights and a scale per expert it needs the scales of x and of the activations: a row's own scale is not
-    known before all of its columns are. See also ``MIN_ASSIGNMENTS_TO_FUSE``.
+    known before all of its columns are. See also ``MIN_ASSIGNMENTS_TO_FUSE``; a ``batch_invariant`` call ignores it.
     """
     if format_ in (FP8_BLOCK, MXFP4):
         return True
     supported = (activation.is_plain or activation.name == "swigluoai") and has_wgmma(t.w13.device)
     if format_ == FP8_TENSOR:
         has_scales = t.a1_scale is not None and t.a2_scale is not None
-        return supported and has_scales and t.topk_ids.numel() >= MIN_ASSIGNMENTS_TO_FUSE
+        is_many = batch_invariant or t.topk_ids.numel() >= MIN_ASSIGNMENTS_TO_FUSE
+        return supported and has_scales and is_many
     return supported and not is_mn_major(t.w13)
 
 

@@ -75,7 +75,7 @@ class Experts(FixedDtypes):
         Of FP8 weights: a scale per 128 x 128 block, or one per expert.
     has_bias : bool
         Whether gate and up, and the experts' outputs have biases.
-    activation, alpha, limit, use_fast_accum
+    activation, alpha, limit, use_fast_accum, batch_invariant
         As for :func:`moe_numba.fused_experts`.
 
     Attributes
@@ -128,6 +128,7 @@ class Experts(FixedDtypes):
         alpha: float = ALPHA,
         limit: float | None = None,
         use_fast_accum: bool = False,
+        batch_invariant: bool = False,
     ):
         super().__init__()
         check_dtype("dtype", dtype, DTYPES)
@@ -156,6 +157,7 @@ class Experts(FixedDtypes):
         self.reference = check_stages(reference, self.format)
         check_fast_accum(use_fast_accum, self.format)
         self.use_fast_accum = use_fast_accum
+        self.batch_invariant = check_flag("batch_invariant", batch_invariant)
 
     def _fixed_dtypes(self) -> Collection[str]:
         """Return the names of scales and quantised weights, whose numbers are wrong in another dtype."""
@@ -189,8 +191,8 @@ class Experts(FixedDtypes):
         given: dict[str, Any] = dict(x=x, topk_weights=topk_weights, topk_ids=topk_ids, shared=shared) | self.tensors
         if in_torch:
             return run_experts(ExpertsTensors(**given), self.activation, self.reference, self.use_fast_accum)
-        options: dict[str, Any] = dict(workspace=workspace, x_scale=x_scale, use_fast_accum=self.use_fast_accum)
-        return fused_experts(**given, **self.activation.options, **options)
+        options = dict(use_fast_accum=self.use_fast_accum, batch_invariant=self.batch_invariant)
+        return fused_experts(**given, **self.activation.options, **options, workspace=workspace, x_scale=x_scale)
 
     def workspace(self, max_tokens: int, topk: int) -> ExpertsWorkspace:
         """Return an :class:`moe_numba.ExpertsWorkspace` for calls of up to ``max_tokens`` tokens with ``topk`` experts.
@@ -231,6 +233,9 @@ class MoELayer(FixedDtypes):
         Whether the router's linear layer has a bias (gpt-oss).
     renormalize, num_expert_group, topk_group, routed_scaling_factor, scoring
         As for :func:`moe_numba.fused_moe`.
+    batch_invariant : bool
+        Compute router and experts so that a token's result has the same bits in every batch, see
+        :func:`moe_numba.fused_experts`. ``shared_experts`` must see to that themselves.
     reference : collection of str
         Stages to compute in torch instead of by a kernel: those of :class:`Experts`, and "gate".
 
@@ -280,10 +285,13 @@ class MoELayer(FixedDtypes):
         activation: str = "silu",
         alpha: float = ALPHA,
         limit: float | None = None,
+        batch_invariant: bool = False,
     ):
         super().__init__()
         options = scaling, has_bias, activation, alpha, limit
-        self.experts = Experts(num_experts, hidden, intermediate, dtype, device, reference, *options)
+        self.experts = Experts(
+            num_experts, hidden, intermediate, dtype, device, reference, *options, batch_invariant=batch_invariant
+        )
         self.topk = check_int("topk", topk, 1, min(32, num_experts))
         self.router_weight = _parameter(num_experts, hidden, dtype=torch.bfloat16, device=device)
         has_router_bias = check_flag("has_router_bias", has_router_bias)
@@ -331,15 +339,16 @@ class MoELayer(FixedDtypes):
         self._check_input(x)
         refuse_recording("a prepared call does not repeat the router's GEMM of MoELayer: prepare fused_moe")
         tokens = x.reshape(-1, x.shape[-1])
-        logits = router_logits(tokens, self.router_weight, self.router_bias)
-        shared = None if self.shared_experts is None else self.shared_experts(tokens)
         experts = self.experts
+        logits = router_logits(tokens, self.router_weight, self.router_bias, experts.batch_invariant)
+        shared = None if self.shared_experts is None else self.shared_experts(tokens)
         if experts.reference:
             options = self.gate_options | dict(apply_routed_scaling_factor_on_output=True)
             weights, ids = route(logits, self.correction_bias, self.topk, options, experts.reference)
             return experts(tokens, weights, ids, shared).view(x.shape)
         options = self.gate_options | experts.tensors | experts.activation.options
         options |= dict(correction_bias=self.correction_bias, topk=self.topk, shared=shared)
+        options |= dict(batch_invariant=experts.batch_invariant)
         return fused_moe(tokens, logits, **options, workspace=workspace).view(x.shape)
 
     def _check_input(self, x):

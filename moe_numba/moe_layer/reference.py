@@ -119,12 +119,13 @@ def fused_experts(
     a2_scale=None,
     x_scale=None,
     use_fast_accum=False,
+    batch_invariant=False,
 ):
     """Compute the experts one after another; see :func:`moe_numba.fused_experts` for the arguments.
 
-    Products are accumulated in float64, whatever ``use_fast_accum`` is. Where the kernels store bfloat16 or FP8 between
-    two launches, numbers are rounded in the same way; gate and up are rounded only with FP8 weights, as with others an
-    epilogue reads them.
+    Products are accumulated in float64, whatever ``use_fast_accum`` and ``batch_invariant`` are. Where kernels store
+    bfloat16 or FP8 between two launches, numbers are rounded in the same way; gate and up are rounded only with FP8
+    weights, as with others an epilogue reads them.
     """
     t = ExpertsTensors(x, w13, w2, topk_weights, topk_ids, w13_scale, w2_scale)
     format_, options = format_of(w13, scaling_of(w13_scale)), dict(activation=activation, alpha=alpha, limit=limit)
@@ -162,7 +163,8 @@ def _quantised(rows, format_, quantise_blocks, scale):
 
 def fused_moe(x, router_logits, correction_bias, w13, w2, topk, w13_scale=None, w2_scale=None, shared=None, **options):
     """Route, then compute the experts; see :func:`moe_numba.fused_moe` for the arguments."""
-    names = "w13_bias", "w2_bias", "activation", "alpha", "limit", "a1_scale", "a2_scale", "use_fast_accum"
+    names = "w13_bias", "w2_bias", "activation", "alpha", "limit", "a1_scale", "a2_scale"
+    names = *names, "use_fast_accum", "batch_invariant"
     experts = {name: options.pop(name) for name in names if name in options}
     options |= dict(apply_routed_scaling_factor_on_output=True)
     weights, ids = biased_grouped_topk(router_logits, correction_bias, topk, **options)
