@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -76,6 +75,8 @@ def warm_up(
         raise ValueError(f"module is a {type(module).__name__} without experts that moe_numba computes")
     if not compiles or not calls:
         return 0
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
     total = 0
     columns = *Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, disable=not progress) as bar:
