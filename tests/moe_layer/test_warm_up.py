@@ -74,15 +74,16 @@ def test_the_simulator_has_nothing_to_compile():
     assert moe_numba.warm_up(MoELayer(4, 64, 64, 2), [1, 2]) == 0
 
 
+# Without ``if __name__ == "__main__"``: the processes must not run the caller's script.
 COMPILE = """
-if __name__ == "__main__":
-    from moe_numba.moe_layer import MoELayer
-    from moe_numba.moe_layer.warm_up import calls_of
-    from moe_numba.runtime.compile_calls import compile_calls
-    from moe_numba.runtime.device import H200
+from moe_numba.moe_layer import MoELayer
+from moe_numba.moe_layer.warm_up import calls_of
+from moe_numba.runtime.compile_calls import compile_calls
+from moe_numba.runtime.device import H200
 
-    calls = calls_of(MoELayer(8, 64, 64, 2), 1)
-    print(*compile_calls(calls, H200, processes=2))
+print("once")
+calls = calls_of(MoELayer(8, 64, 64, 2), 1)
+print(*compile_calls(calls, H200, processes=2))
 """
 
 
@@ -92,5 +93,6 @@ def test_kernels_are_compiled_into_the_cache(tmp_path):
     script.write_text(COMPILE)
     env = os.environ | {"MOE_NUMBA_SIMULATE": "0", "MOE_NUMBA_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
-    assert sorted(done.stdout.split(") ("))[-1].strip().endswith("3, 3)"), done.stdout + done.stderr
+    assert done.stdout.startswith("once\n(") and done.stdout.count("once") == 1, done.stdout + done.stderr
+    assert done.stdout.endswith("(3, 3)\n")
     assert len(list(cache.glob("*.cubin"))) == 3
