@@ -234,6 +234,9 @@ class Call(NamedTuple):
 
     def __call__(self) -> None:
         """Make the call with tensors whose memory is reserved but not touched."""
+        # A process that compiles has not imported it; it imports all functions that layers call.
+        from moe_numba.moe_layer.expert_parallel import layer  # noqa: F401
+
         given = {
             name: torch.empty_strided(*value[:2], dtype=value.dtype) if isinstance(value, Empty) else value
             for name, value in self.arguments

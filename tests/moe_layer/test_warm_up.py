@@ -1,6 +1,7 @@
 """Compilation before the first call: which calls a module makes, and that their kernels are compiled."""
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,27 @@ def test_the_calls_of_distributed_experts(options, ranks, functions, rows, strid
         given = dict(calls[-1].arguments)
         assert given["x"].shape == (rows, 128) and given["topk_ids"] == ((rows, 2), (2, 1), torch.int64)
         assert getattr(given.get("x_scale"), "stride", None) == strides
+
+
+CALL = "import pickle, sys; calls = pickle.loads(bytes.fromhex(sys.argv[1])); [call() for call in calls]; print('made')"
+
+
+def test_calls_can_be_made_in_a_process_that_has_imported_nothing(device):
+    """As the processes that compile."""
+
+    def work(transport):
+        buffer = Buffer(transport, 1 << 20)
+        layer = ExpertParallelMoE(buffer, Experts(2, 128, 128, FP8, transport.device), fp8_dispatch=True)
+        calls = warm_up.calls_of(layer, 1, topk=2)
+        buffer.destroy()
+        return calls[:-1]
+
+    (calls,) = LocalGroup(1).run(work)
+    assert [call.function for call in calls] == ["get_dispatch_layout", "per_token_cast_to_fp8"]
+    env = os.environ | {"MOE_NUMBA_SIMULATE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", CALL, pickle.dumps(calls).hex()]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.stdout == "made\n", done.stderr
 
 
 @pytest.fixture
