@@ -339,7 +339,8 @@ def compute_in_processes(rank, ranks, dtype):
     import torch.distributed as dist
 
     buffer = Buffer(dist.group.WORLD, 1 << 27, low_latency_mode=True, timeout=60)
-    device, worst = buffer.transport.device, dict(num_worst_tokens=ranks * GPU_TOKENS)
+    device, few = buffer.transport.device, dict(num_worst_tokens=ranks * GPU_TOKENS)  # by low latency
+    worst = few | dict(low_latency_tokens=0)
     counts = [[GPU_TOKENS] * ranks, [5 * r for r in range(ranks)], [GPU_TOKENS - r for r in range(ranks)]]
     sizes = dict(hidden=GPU_HIDDEN, per_rank=GPU_PER_RANK)
     state, _ = make_inputs([1] * ranks, dtype, **sizes)
@@ -357,7 +358,6 @@ def compute_in_processes(rank, ranks, dtype):
         found = mismatch(result, wanted, GPU_BOUND) if len(x) else None
         assert found is None and result.shape == x.shape, f"{what}: {found}"
 
-    few = dict(low_latency_tokens=GPU_TOKENS)
     for options in ({}, worst, few, *(other | dict(fp8_dispatch=True) for other in (worst, few) if dtype == FP8)):
         for shared_experts in (None, Shared()):
             layer = ExpertParallelMoE(buffer, experts, shared_experts=shared_experts, **options)
