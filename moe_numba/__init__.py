@@ -14,13 +14,7 @@ from moe_numba.extras import missing_extra
 if TYPE_CHECKING:
     from moe_numba.align import moe_align_block_size
     from moe_numba.align.with_gate import biased_grouped_topk_align
-    from moe_numba.expert_parallel import (
-        Buffer,
-        Config,
-        get_dispatch_layout,
-        per_token_cast_back,
-        per_token_cast_to_fp8,
-    )
+    from moe_numba.expert_parallel import Buffer, Config, get_dispatch_layout
     from moe_numba.gate import biased_grouped_topk
     from moe_numba.grouped_gemm import (
         group_gemm_bf16,
@@ -49,6 +43,7 @@ if TYPE_CHECKING:
     from moe_numba.moe_layer.silu_and_mul.api import silu_and_mul
     from moe_numba.moe_layer.warm_up import warm_up
     from moe_numba.moe_layer.weighted_sum.api import weighted_sum
+    from moe_numba.quantise.fp8_cast import per_token_cast_back, per_token_cast_to_fp8
     from moe_numba.runtime.prepare import prepare
     from moe_numba.runtime.validate import UnsupportedDeviceError
     from moe_numba.shared_experts import fuse_checkpoint, fuse_routing, memory_cost
@@ -64,8 +59,8 @@ _HOME = {
     "get_dispatch_layout": "expert_parallel",
     "Buffer": "expert_parallel",
     "Config": "expert_parallel",
-    "per_token_cast_to_fp8": "expert_parallel",
-    "per_token_cast_back": "expert_parallel",
+    "per_token_cast_to_fp8": "quantise.fp8_cast",
+    "per_token_cast_back": "quantise.fp8_cast",
     "group_gemm_pertensor_fp8": "grouped_gemm",
     "group_gemm_blockwise_fp8": "grouped_gemm",
     "group_gemm_rowwise_fp8": "grouped_gemm",

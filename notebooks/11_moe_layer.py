@@ -1070,6 +1070,7 @@ print("ranks 0 and 1: correct; with exchanged experts the check rejects both")
 # - `fp8_dispatch` sends tokens in FP8.
 # - `shared_experts` runs a shared expert on a stream of its own, concurrently with dispatch and experts.
 # - `low_latency_tokens` uses the low-latency pair of [notebook 10](10_low_latency.ipynb), `fp8_combine` with sums in FP8.
+#   A layer chooses the pair by itself if `num_worst_tokens` says that a rank has at most 512 tokens, as above.
 #
 # [Expert parallelism](../docs/expert_parallel.md) computes what other ways to overlap would gain. Recorded times:
 

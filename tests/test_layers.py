@@ -1,6 +1,9 @@
 """The structure of the package: import cycles, layers, private names and generated code."""
 
 import ast
+import os
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -143,3 +146,34 @@ def test_no_other_module_runs_generated_text():
         for module, tree in modules().items()
     }
     assert {module for module, names in calls.items() if "exec" in names} == GENERATES_TEXT
+
+
+# Code, MOE_NUMBA_SIMULATE, and what it must not import: torch and numba take seconds.
+NOT_IMPORTED = [
+    ("", "0", "torch numba numba_cuda llvmlite cuda rich moe_numba.runtime moe_numba.gate moe_numba.course"),
+    ("", "1", "torch rich moe_numba.runtime moe_numba.gate moe_numba.course"),
+    ("moe_numba.fused_experts, moe_numba.fused_moe, moe_numba.warm_up", "0", "moe_numba.expert_parallel rich"),
+    ("moe_numba.fused_experts, moe_numba.Buffer, moe_numba.prepare", "0", "torch._dynamo torch._inductor transformers"),
+    ("moe_numba.biased_grouped_topk", "0", "moe_numba.grouped_gemm moe_numba.moe_layer moe_numba.align"),
+    ("moe_numba.get_dispatch_layout, moe_numba.per_token_cast_to_fp8", "0", "moe_numba.moe_layer moe_numba.course"),
+]
+
+
+@pytest.mark.parametrize(("code", "simulate", "names"), NOT_IMPORTED)
+def test_an_import_does_without(code, simulate, names):
+    program = f"import sys, moe_numba; {code or 'pass'}; print(*set({names.split()!r}).intersection(sys.modules))"
+    env = os.environ | {"MOE_NUMBA_SIMULATE": simulate}
+    done = subprocess.run([sys.executable, "-c", program], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "\n", done.stdout + done.stderr
+
+
+def test_names_that_load_on_first_use_are_listed():
+    program = (
+        "import moe_numba, moe_numba.moe_layer as layer; from moe_numba.moe_layer import *; "
+        "assert ExpertParallelMoE is layer.ExpertParallelMoE and fused_experts is layer.fused_experts; "
+        "assert callable(layer.group_by_expert) and callable(moe_numba.weighted_sum); "
+        "assert set(layer.__all__) <= set(dir(layer)) and set(moe_numba.__all__) <= set(dir(moe_numba)); "
+        "assert all(hasattr(moe_numba, name) for name in moe_numba.__all__); print('all')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "all\n", done.stderr

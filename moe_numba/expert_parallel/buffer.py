@@ -563,6 +563,7 @@ class Buffer:
         use_fp8_combine: bool = False,
         topk_idx_dtype: torch.dtype = torch.int64,
         num_sms: int | None = None,
+        shared: bool = False,
     ) -> LowLatency:
         """Prepare low-latency dispatch and combine of one token format, with fixed outputs.
 
@@ -585,6 +586,9 @@ class Buffer:
             int64 or int32.
         num_sms : int, optional
             SMs of a launch, whose CTAs must all be resident at once. By default all, shared by the ranks of a GPU.
+        shared : bool
+            Return the same pair for all calls with ``shared`` and these arguments, as the layers of a model need whose
+            calls do not overlap. The last ``close()`` of its users, or `destroy`, frees its memory.
 
         Returns
         -------
@@ -607,7 +611,7 @@ class Buffer:
             protocol=protocol,
             use_fp8_combine=use_fp8_combine,
         )
-        return self._low_latency.new_pair(shape, topk_idx_dtype, num_sms)
+        return self._low_latency.new_pair(shape, topk_idx_dtype, num_sms, shared)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(

@@ -6,18 +6,22 @@ One line makes the implementation known, and one selects it::
     model.set_experts_implementation("moe_numba")  # or from_pretrained(..., experts_implementation="moe_numba")
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_numba.expert_parallel import Buffer
 from moe_numba.extras import missing_extra
 from moe_numba.gate import biased_grouped_topk
 from moe_numba.moe_layer import ExpertParallelMoE, Experts, fused_experts
 from moe_numba.moe_layer.router import router_logits
+from moe_numba.moe_layer.warm_up import distributed_layers, warm_up_parts
 from moe_numba.moe_layer.weights import check_weights
-from moe_numba.runtime.validate import check_int, check_no_grad
+from moe_numba.runtime.validate import check_flag, check_int, check_no_grad
 
 try:
     from transformers.integrations import finegrained_fp8, moe
@@ -53,12 +57,25 @@ _LAYER = "_moe_numba_expert_parallel"  # of a distributed module of experts: (Ex
 _SAVED = "_moe_numba_forward"  # of a fused router: the forward that its instance had before, or None
 
 
-def register() -> None:
+def register(warm_up: bool = False) -> None:
     """Register the implementation "moe_numba" of experts with transformers, for bfloat16, FP8 and MXFP4 weights.
 
     A model selects it by ``set_experts_implementation("moe_numba")``. It computes in bfloat16, without gradients. Ids
     outside of 0 to num_experts - 1, such as the sentinels of expert parallelism, add nothing. "moe_numba_ep", for
     several ranks, is registered, too: see :func:`distribute_experts`.
+
+    Parameters
+    ----------
+    warm_up : bool
+        Compile all kernels for all numbers of tokens before the first call of a module of experts, in parallel
+        processes and with a progress bar, once for modules of the same sizes. No later call then waits for the
+        compiler. A call under ``torch.compile`` does not do so. :func:`moe_numba.warm_up` does the same when it is
+        called, also for the routers of :func:`fuse_routers`.
+
+    Raises
+    ------
+    TypeError
+        If ``warm_up`` is not True or False.
 
     Notes
     -----
@@ -69,9 +86,43 @@ def register() -> None:
     MXFP4: see :func:`pack_mxfp4_weights`. Sizes as for :func:`moe_numba.fused_experts`. The first call of a module with
     another layout raises a ValueError that names the attribute.
     """
-    moe.ExpertsInterface.register(NAME, experts_forward)
-    moe.ExpertsInterface.register(NAME_EP, ep_experts_forward)
-    finegrained_fp8.FP8ExpertsInterface.register(NAME, fp8_experts_forward)
+    wrap = _warm_up_first if check_flag("warm_up", warm_up) else lambda forward: forward
+    moe.ExpertsInterface.register(NAME, wrap(experts_forward))
+    moe.ExpertsInterface.register(NAME_EP, wrap(ep_experts_forward))
+    finegrained_fp8.FP8ExpertsInterface.register(NAME, wrap(fp8_experts_forward))
+
+
+_warm_modules: WeakSet[torch.nn.Module] = WeakSet()  # not an attribute of the module, which can be saved
+_warm_sizes: set[tuple] = set()
+
+
+def _warm_up_first(forward: Callable) -> Callable:
+    """Return an implementation that compiles all kernels of a module before its first call."""
+
+    @wraps(forward)
+    def warm_forward(self, hidden_states, top_k_index, top_k_weights):
+        is_traced = torch.compiler.is_compiling() or isinstance(hidden_states, FakeTensor)
+        if not is_traced and self not in _warm_modules:
+            _warm_up(partial(forward, self), self, (hidden_states, top_k_index, top_k_weights))
+            _warm_modules.add(self)
+        return forward(self, hidden_states, top_k_index, top_k_weights)
+
+    return warm_forward
+
+
+def _warm_up(forward, module, given):
+    """Compile all kernels of calls like this one, unless those of a module of the same sizes are compiled."""
+    layers = distributed_layers(module)
+    tensors = *(t for t in module._parameters.values() if t is not None), *(t[:0] for t in given)
+    described = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    sizes = type(module), described, tuple((id(layer.buffer), layer.extra_repr()) for layer in layers)
+
+    def parts(tokens):
+        yield forward, tuple(t.new_empty(tokens, *t.shape[1:]) for t in given)
+
+    if sizes not in _warm_sizes:
+        warm_up_parts(parts, None, layers)
+        _warm_sizes.add(sizes)
 
 
 def experts_forward(
@@ -147,7 +198,7 @@ def distribute_experts(model: torch.nn.Module, buffer: Buffer, num_worst_tokens:
         With all experts, in bfloat16 or packed MXFP4, the same on all ranks.
     buffer : moe_numba.Buffer
     num_worst_tokens : int
-        As for :class:`moe_numba.moe_layer.ExpertParallelMoE`.
+        As for :class:`moe_numba.moe_layer.ExpertParallelMoE`, which chooses low latency by it.
 
     Returns
     -------

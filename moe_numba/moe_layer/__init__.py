@@ -1,6 +1,7 @@
 """An MoE layer on one GPU: gate, group assignments by expert, two grouped GEMMs, activation, weighted sum."""
 
-from moe_numba.moe_layer.expert_parallel.layer import ExpertParallelMoE
+from typing import TYPE_CHECKING
+
 from moe_numba.moe_layer.fused_experts import fused_experts
 from moe_numba.moe_layer.fused_moe import fused_moe
 from moe_numba.moe_layer.group_by_expert.api import group_by_expert
@@ -11,6 +12,9 @@ from moe_numba.moe_layer.silu_and_mul.api import silu_and_mul
 from moe_numba.moe_layer.weighted_sum.api import weighted_sum
 from moe_numba.moe_layer.weights import pack_mxfp4_experts
 from moe_numba.moe_layer.workspace import ExpertsWorkspace
+
+if TYPE_CHECKING:
+    from moe_numba.moe_layer.expert_parallel.layer import ExpertParallelMoE
 
 __all__ = [
     "ExpertParallelMoE",
@@ -28,3 +32,16 @@ __all__ = [
     "silu_and_mul_quant_fp8",
     "weighted_sum",
 ]
+
+
+def __getattr__(name):
+    if name == "ExpertParallelMoE":  # a quarter of the package, which one GPU does not need
+        from moe_numba.moe_layer.expert_parallel.layer import ExpertParallelMoE
+
+        globals()[name] = ExpertParallelMoE
+        return ExpertParallelMoE
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

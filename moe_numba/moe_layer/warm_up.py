@@ -1,10 +1,13 @@
 """Compilation of all kernels that a module or a model needs, before its first call."""
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import itertools
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,11 +16,13 @@ from moe_numba.moe_layer.module import Experts, MoELayer
 from moe_numba.moe_layer.weights import shape_of
 from moe_numba.runtime import cubin_cache
 from moe_numba.runtime.compile_calls import compile_calls
+from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.torch_op import NAMESPACE, public_function
-from moe_numba.runtime.validate import check_int
+from moe_numba.runtime.validate import check_dtype, check_int
 
 # Which kernels a call needs depends on the rows per expert, in steps that are larger than those of these sizes.
 _MAX_TOKENS = 1 << 14
+_COMPILE_S = 600.0  # that ranks wait for the one that compiles
 TOKENS = (*range(1, 17), *(round(16 * 1.08**i) for i in range(1, 91)), _MAX_TOKENS)
 
 
@@ -26,6 +31,7 @@ def warm_up(
     tokens: Iterable[int] | None = None,
     *,
     topk: int | None = None,
+    topk_ids_dtype: torch.dtype = torch.int32,
     processes: int | None = None,
     progress: bool = True,
 ) -> int:
@@ -34,15 +40,24 @@ def warm_up(
     Machine code is cached on disk (``MOE_NUMBA_CACHE``): on a machine that has compiled the kernels before, the call
     takes as long as the start of the processes. Without it each call with a new number of tokens may wait for seconds.
 
+    If experts are distributed over ranks, all ranks must call it with the same arguments. One rank of a node compiles
+    while the others wait, and find the machine code in the cache. Then each rank calls the layers with one token, which
+    compiles the kernels of the exchange, allocates its memory and loads all kernels of such a call.
+
     Parameters
     ----------
-    module : Experts, MoELayer, or a model of transformers
-        On the GPU. A model's experts and routers are those that its implementation of experts and
+    module : Experts, MoELayer, ExpertParallelMoE, or a model of transformers
+        On the GPU. A model's experts and routers are those that its implementation of experts,
+        :func:`moe_numba.integrations.transformers.distribute_experts` and
         :func:`moe_numba.integrations.transformers.fuse_routers` have chosen: call them before.
     tokens : iterable of int, optional
-        Numbers of tokens of a call. By default all up to 16384.
+        Numbers of tokens of a call, of one rank. By default all up to 16384. A layer that exchanges tokens through
+        rings without ``num_worst_tokens`` may receive any number of rows up to that of all ranks' tokens: the kernels
+        for all of them are compiled.
     topk : int, optional
-        Experts per token; required for `Experts`, which do not know it.
+        Experts per token; required for `Experts` and `ExpertParallelMoE`, which do not know it.
+    topk_ids_dtype : torch.dtype
+        Of ``topk_ids`` of `Experts` and `ExpertParallelMoE`: int32, as the gate returns them, or int64.
     processes : int, optional
         By default one per core, at most 32.
     progress : bool
@@ -51,7 +66,8 @@ def warm_up(
     Returns
     -------
     int
-        Number of kernels, also those that the cache had; 0 in the simulator, and if the cache is off.
+        Number of kernels, also those that the cache had; 0 in the simulator, and if the cache is off. Kernels of
+        the exchange between ranks do not count.
 
     Raises
     ------
@@ -60,22 +76,87 @@ def warm_up(
     ValueError
         If a number of tokens or ``topk`` is less than 1, ``topk`` is missing, or the model has no experts that this
         package computes.
+    RuntimeError
+        If the rank that compiles for this one has failed.
 
     Examples
     --------
     >>> model.set_experts_implementation("moe_numba")
     >>> moe_numba.warm_up(model)
     """
-    sizes = TOKENS if tokens is None else tuple(check_int(f"tokens[{i}]", n, 1) for i, n in enumerate(tokens))
     processes = None if processes is None else check_int("processes", processes, 1)
+    check_dtype("topk_ids_dtype", topk_ids_dtype, (torch.int32, torch.int64))
+    sizes = None if tokens is None else tuple(check_int(f"tokens[{i}]", n, 1) for i, n in enumerate(tokens))
+    parts = partial(_parts, module, topk=topk, topk_ids_dtype=topk_ids_dtype)
+    total = warm_up_parts(parts, sizes, distributed_layers(module), processes=processes, progress=progress)
+    if total is None:
+        raise ValueError(f"module is a {type(module).__name__} without experts that moe_numba computes")
+    return total
+
+
+Part = tuple[Callable, tuple]  # a module, or a function, and the arguments of a call
+
+
+def warm_up_parts(
+    parts: Callable[[int], Iterable[Part]],
+    sizes: Iterable[int] | None = None,
+    layers: Iterable[Any] = (),
+    *,
+    processes: int | None = None,
+    progress: bool = True,
+) -> int | None:
+    """Compile all kernels of some calls, as `warm_up` does; return their number, or None if the calls launch nothing.
+
+    Parameters
+    ----------
+    parts : callable
+        ``parts(tokens)`` yields the calls for a number of tokens, in ``FakeTensorMode``.
+    sizes : iterable of int, optional
+        Numbers of tokens, by default `TOKENS`.
+    layers : iterable of ExpertParallelMoE
+        The distributed layers among the parts.
+    processes, progress
+        As for `warm_up`.
+    """
+    layers, sizes = list(layers), list(TOKENS if sizes is None else sizes)
     compiles = not simulator.ENABLED and cubin_cache.folder() is not None
     if not compiles:
         sizes = sizes[:1]  # for the checks
-    calls = list(dict.fromkeys(call for n in sizes for call in calls_of(module, n, topk)))
+    elif received := [layer.buffer.group_size for layer in layers if layer.receives_any_number]:
+        most = max(received) * max(sizes, default=0)
+        sizes = sorted({*sizes, *(n for n in TOKENS if n <= most)})
+    with _uses_of(layers) as uses:
+        calls = list(dict.fromkeys(call for n in sizes for call in _calls_of(parts(n))))
     if sizes and not calls:
-        raise ValueError(f"module is a {type(module).__name__} without experts that moe_numba computes")
+        return None
     if not compiles or not calls:
         return 0
+    if not layers:
+        return _compile(calls, processes, progress)
+    total = _compile_on_one_rank(layers[0].buffer.transport, partial(_compile, calls, processes), progress)
+    for layer, topk, ids_dtype in uses:
+        _call_with_one_token(layer, topk, ids_dtype)
+    return total
+
+
+def distributed_layers(module: torch.nn.Module) -> list:
+    """Return the `ExpertParallelMoE` that are, or belong to, modules of ``module``; also those in tuples."""
+    if not isinstance(module, torch.nn.Module):
+        return []
+    from moe_numba.moe_layer.expert_parallel.layer import ExpertParallelMoE
+
+    found: dict[Any, None] = {}
+    for part in module.modules():
+        values = (value for value in vars(part).values() if isinstance(value, tuple))
+        for value in (part, *itertools.chain(*values)):
+            if isinstance(value, ExpertParallelMoE):
+                found[value] = None
+    return list(found)
+
+
+def _compile(calls, processes, progress):
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
     total = 0
     columns = *Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, disable=not progress) as bar:
@@ -83,6 +164,58 @@ def warm_up(
         for done, total in compile_calls(calls, processes=processes):
             bar.update(task, completed=done, total=total)
     return total
+
+
+def _compile_on_one_rank(transport, compile_all, progress):
+    """Compile on the first of the ranks that have the same GPU and cache, while the others wait; return the number."""
+    own = socket.gethostname(), str(cubin_cache.folder()), gpu_of(transport.device)
+    first, error = transport.gather(own).index(own), None
+    result: int | str = ""
+    if transport.rank == first:
+        try:
+            result = compile_all(progress)
+        except Exception as raised:  # after the other ranks, which wait, have been told
+            error, result = raised, f"{type(raised).__name__}: {raised}"
+    transport.rendezvous("warm_up", _COMPILE_S)
+    total = transport.gather(result)[first]
+    if error:
+        raise error
+    if isinstance(total, str):
+        raise RuntimeError(f"rank {first}, which compiles for rank {transport.rank}, has raised {total}")
+    return total
+
+
+@contextlib.contextmanager
+def _uses_of(layers):
+    """Yield a dict whose keys will be the calls of distributed layers: (layer, topk, dtype of topk_ids)."""
+    uses: dict[tuple, None] = {}
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda layer, given: uses.update({(layer, given[2].shape[1], given[2].dtype): None})
+        )
+        for layer in layers
+    ]
+    try:
+        yield uses
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _call_with_one_token(layer, topk, ids_dtype):
+    """Call a distributed layer, on all ranks, with a token for this rank's first expert."""
+    transport, hidden = (
+        layer.buffer.transport,
+        shape_of(layer.experts.w13, layer.experts.w2, layer.experts.format).hidden,
+    )
+    x = torch.zeros(1, hidden, dtype=torch.bfloat16, device=transport.device)
+    weights = torch.zeros(1, topk, device=transport.device)
+    ids = torch.full((1, topk), transport.rank * len(layer.experts.w13), dtype=ids_dtype, device=transport.device)
+    layer(x, weights, ids)
+    if layer.shared_experts is None:
+        layer(x, weights, ids, x)  # which may be another kernel of combine
+    layer.buffer.check(synchronize=True)
 
 
 class Empty(NamedTuple):
@@ -101,6 +234,9 @@ class Call(NamedTuple):
 
     def __call__(self) -> None:
         """Make the call with tensors whose memory is reserved but not touched."""
+        # A process that compiles has not imported it; it imports all functions that layers call.
+        from moe_numba.moe_layer.expert_parallel import layer  # noqa: F401
+
         given = {
             name: torch.empty_strided(*value[:2], dtype=value.dtype) if isinstance(value, Empty) else value
             for name, value in self.arguments
@@ -131,28 +267,38 @@ def _described(value):
     return value
 
 
-def calls_of(module: torch.nn.Module, tokens: int, topk: int | None = None) -> list[Call]:
+def calls_of(
+    module: torch.nn.Module, tokens: int, topk: int | None = None, topk_ids_dtype: torch.dtype = torch.int32
+) -> list[Call]:
     """Return the calls of public functions that a module makes for a number of tokens; nothing is computed."""
+    return _calls_of(_parts(module, tokens, topk, topk_ids_dtype))
+
+
+def _calls_of(parts):
     calls = _Calls()
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), calls:
-        for part, inputs in _parts(module, tokens, topk):
+        for part, inputs in parts:
             part(*inputs)
     return calls.found
 
 
-def _parts(module, tokens, topk) -> Iterator[tuple[torch.nn.Module, tuple]]:
+def _parts(module, tokens, topk, topk_ids_dtype) -> Iterator[Part]:
     """Yield the modules to call, and their inputs. Of modules with the same sizes one is enough."""
+    from moe_numba.moe_layer.expert_parallel.layer import ExpertParallelMoE
+
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"module is {type(module).__name__}; it must be Experts, MoELayer or a model of transformers")
+        allowed = "Experts, MoELayer, ExpertParallelMoE or a model of transformers"
+        raise TypeError(f"module is {type(module).__name__}; it must be {allowed}")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     make = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype, device=device)
     if isinstance(module, MoELayer):
         yield module, (make(tokens, module.router_weight.shape[1]),)
-    elif isinstance(module, Experts):
+    elif isinstance(module, Experts | ExpertParallelMoE):
         if topk is None:
-            raise ValueError("topk is None; it is required for Experts")
-        topk, hidden = check_int("topk", topk, 1), shape_of(module.w13, module.w2, module.format).hidden
-        routing = make(tokens, topk, dtype=torch.float32), make(tokens, topk, dtype=torch.int32)
+            raise ValueError(f"topk is None; it is required for {type(module).__name__}")
+        experts = module.experts if isinstance(module, ExpertParallelMoE) else module
+        topk, hidden = check_int("topk", topk, 1), shape_of(experts.w13, experts.w2, experts.format).hidden
+        routing = make(tokens, topk, dtype=torch.float32), make(tokens, topk, dtype=topk_ids_dtype)
         yield module, (make(tokens, hidden), *routing)
     else:
         config: Any = getattr(module, "config", None)

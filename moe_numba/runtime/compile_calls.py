@@ -4,11 +4,13 @@ Each process makes the calls in compile-only mode, which reports the kernels, an
 of machine code.
 """
 
-import multiprocessing
 import os
+import sys
+import types
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
+from multiprocessing import context
 from typing import Any
 
 import torch
@@ -57,7 +59,23 @@ def default_processes():
 def compiler_pool(processes, *initializer):
     """Return a pool of processes that compile; ``initializer`` as for ``ProcessPoolExecutor``."""
     # A process that was forked could not use the GPU's context, nor a lock that a thread of its parent held.
-    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), *initializer)
+    return ProcessPoolExecutor(processes, _Spawn(), *initializer)
+
+
+class _Process(context.SpawnProcess):
+    """A process that does not import the caller's script: it may call the pool, and have no ``if __name__ == ...``."""
+
+    @staticmethod
+    def _Popen(process):
+        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+        try:
+            return context.SpawnProcess._Popen(process)
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _Spawn(context.SpawnContext):
+    Process = _Process
 
 
 def _start(gpu, calls):

@@ -40,6 +40,10 @@ def small(monkeypatch):
     shared = lambda hidden, intermediate, device: Twice()
     monkeypatch.setattr(measure, "SharedExpert", shared)
     monkeypatch.setattr(low_latency_config, "default_parts", lambda max_tokens: 1)  # rows are short
+    monkeypatch.setattr(measure, "all_gather", lambda ranks, x: torch.cat(ranks.gather(x)))
+    add = lambda ranks, x: sum(ranks.gather(x.float())).bfloat16().chunk(ranks.num_ranks)[ranks.rank]
+    monkeypatch.setattr(measure, "reduce_scatter", add)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
 
 
 class Twice(torch.nn.Module):
@@ -63,13 +67,17 @@ def test_rows(small):
     beside = [(f"shared experts {how}", "bf16") for how in ("beside", "first")]
     layers = both("final", "low latency")
     layers.append(("low latency, FP8 sums", "e4m3"))
-    assert steps == [*layers, *beside, ("part: shared experts", "bf16"), *both(*PARTS)]
+    naive = ("peer:NCCL all-gather and reduce-scatter", "bf16")
+    assert steps == [*layers, beside[0], naive, beside[1], ("part: shared experts", "bf16"), *both(*PARTS)]
+    assert [bool(row.get("version")) for row in first] == [step == naive for step in steps]
     assert all(row["config"]["ranks"] == 2 and row["config"]["num_experts"] == 4 for row in first)
 
 
-@pytest.mark.parametrize("name", ["per_token_cast_to_fp8", "make_weights"])
+@pytest.mark.parametrize("name", ["per_token_cast_to_fp8", "make_weights", "reduce_scatter"])
 def test_wrong_layers_are_not_timed(name, small, monkeypatch):
-    if name == "make_weights":  # of other experts than the rank's own
+    if name == "reduce_scatter":
+        monkeypatch.setattr(measure, name, lambda ranks, x: x[: len(x) // ranks.num_ranks])
+    elif name == "make_weights":  # of other experts than the rank's own
         load = measure.Experts.load_state_dict
         wrong = lambda module, state: load(module, {key: value.flip(0) for key, value in state.items()})
         monkeypatch.setattr(measure.Experts, "load_state_dict", wrong)
@@ -109,6 +117,20 @@ def test_prediction():
     predicted = moe_layer_ranks.predict(record, 2)
     assert predicted[few] == pytest.approx(143 + 6 * few * rows[8] / rows[2])
     assert predicted[many] == pytest.approx(150 + 6 * many * rows[8] / rows[2])
+
+
+def test_the_naive_layer_has_a_column_and_a_sentence():
+    record = made_record()
+    assert "naive" not in moe_layer_ranks.readme_table(record), "it is not measured"
+    naive = [dict(row, step=measure.NAIVE) for row in record["rows"] if row["step"] == "final"]
+    for row, ratio in zip(naive, (0.5, 1.0, 2.0), strict=True):
+        row["kernel_us"] = {name: us * ratio for name, us in row["kernel_us"].items()}
+    record["rows"] += naive
+    lines = moe_layer_ranks.readme_table(record).splitlines()
+    assert lines[0].startswith("| GPUs, tokens on each | whole layer | naive, NCCL | DeepGEMM's mega-MoE |")
+    assert lines[2].startswith("| 2, 8 | **198** | 99.0 |"), "bold is our fastest layer"
+    assert "it takes 0.50 to 2.00 times as long as our fastest layer." in lines[6]
+    assert lines[8] == "| GPUs, tokens on each | dispatch | experts | combine | sum of the parts |"
 
 
 def test_figure_and_tables():

@@ -21,7 +21,7 @@ from moe_numba.expert_parallel import Buffer, LocalGroup  # noqa: E402
 from moe_numba.grouped_gemm.reference import mismatch, quantise_blocks  # noqa: E402
 from moe_numba.grouped_gemm.w4.reference import dequantise_mxfp4, quantise_mxfp4  # noqa: E402
 from moe_numba.integrations import transformers as integration  # noqa: E402
-from moe_numba.moe_layer import reference  # noqa: E402
+from moe_numba.moe_layer import reference, warm_up  # noqa: E402
 
 # Relative error of all logits, in bfloat16: eager and grouped_mm of transformers differ by about 0.008.
 BOUND = 0.02
@@ -378,6 +378,64 @@ def test_expert_parallel(name, worst, device):
     whole.set_experts_implementation("moe_numba_ep")
     with pytest.raises(ValueError, match=r"is not distributed; moe_numba_ep needs distribute_experts\(model, buffer\)"):
         whole(prompts[0].to(device))
+
+
+def test_the_first_call_of_each_size_warms_up(device, monkeypatch):
+    warmed, parts_of = [], []
+
+    def warm_up_parts(parts, sizes, layers):
+        warmed.append(warm_up._calls_of(parts(9)))
+        parts_of.append(list(layers))
+
+    monkeypatch.setattr(integration, "warm_up_parts", warm_up_parts)
+    monkeypatch.setattr(integration, "_warm_sizes", set())
+    integration.register(warm_up=True)
+    ids = torch.arange(3, device=device).view(1, 3)
+    for name, options in (("Qwen3Moe", {}), ("Qwen3Moe", dict(num_experts_per_tok=3)), ("GptOss", {})):
+        model = make_model(name, device, **options)
+        model.set_experts_implementation("moe_numba")
+        model(ids)
+        model(ids)
+        copy.deepcopy(model)(ids)
+    assert [[call.function for call in calls] for calls in warmed] == 3 * [["fused_experts"]], "not once a size"
+    given = [dict(calls[0].arguments) for calls in warmed]
+    assert [g["topk_ids"][:1] + g["topk_ids"][2:] for g in given] == [((9, k), torch.int64) for k in (2, 3, 2)]
+    assert given[2]["w13_bias"].shape == (8, 128) and parts_of == [[], [], []]
+    integration.register()
+    make = make_model("Qwen3Moe", device, num_experts=4)
+    make.set_experts_implementation("moe_numba")
+    make(ids)
+    assert len(warmed) == 3, "register() alone does not"
+    with pytest.raises(TypeError, match="warm_up is 2; it must be True or False"):
+        integration.register(2)
+
+
+@pytest.mark.parametrize("worst, rows", [(0, 9), (10, 10)])
+def test_distributed_experts_are_warmed_up_on_all_ranks(worst, rows, device, monkeypatch):
+    """The experts of received rows are traced, and the layers of all ranks found."""
+    prompt, warmed = torch.arange(5).view(1, 5), []
+
+    def warm_up_parts(parts, sizes, layers):
+        with warm_up._uses_of(layers) as uses:
+            warmed.append((warm_up._calls_of(parts(9))[-1], [key[1:] for key in uses]))
+
+    monkeypatch.setattr(integration, "warm_up_parts", warm_up_parts)
+    monkeypatch.setattr(integration, "_warm_sizes", set())
+    integration.register(warm_up=True)
+
+    def work(transport):
+        model, buffer = make_model("Qwen3Moe", transport.device), Buffer(transport, 1 << 24)
+        integration.distribute_experts(model, buffer, worst)
+        model.set_experts_implementation("moe_numba_ep")
+        model(prompt.to(transport.device))
+        calls = warm_up.calls_of(model, 9)
+        assert len(warm_up.distributed_layers(model)) == 2
+        buffer.destroy()
+        return dict(calls[-1].arguments)["x"].shape
+
+    assert LocalGroup(2).run(work) == 2 * [(rows, 64)]
+    assert [dict(call.arguments)["x"].shape for call, _ in warmed] == 2 * [(rows, 64)]
+    assert [uses for _, uses in warmed] == 2 * [[(2, torch.int64)]]
 
 
 def test_both_registries_have_the_implementation():

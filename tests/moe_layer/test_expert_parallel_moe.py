@@ -150,6 +150,76 @@ def test_shared_experts_run_beside(options):
     assert wrong(results, state, ranks) is not None
 
 
+CHOICES = [  # ranks, options, low_latency_tokens that the layer chooses
+    (2, dict(num_worst_tokens=10), 5),
+    (2, dict(num_worst_tokens=9, fp8_dispatch=True, fp8_combine=True), 5),
+    (3, dict(num_worst_tokens=3 * 512), 512),
+    (1, dict(num_worst_tokens=1), 1),
+    (2, dict(), 0),
+    (2, dict(num_worst_tokens=2 * 513), 0),
+    (2, dict(num_worst_tokens=10, config=SMALL), 0),
+    (2, dict(num_worst_tokens=10, low_latency_tokens=0), 0),
+    (2, dict(num_worst_tokens=10, low_latency_tokens=7), 7),
+]
+
+
+@pytest.mark.parametrize("ranks, options, wanted", CHOICES)
+def test_low_latency_is_chosen_by_what_all_ranks_know(ranks, options, wanted):
+    def work(transport):
+        buffer = Buffer(transport, NUM_BYTES)
+        layer = ExpertParallelMoE(buffer, Experts(PER_RANK, HIDDEN, HIDDEN, FP8, transport.device), **options)
+        buffer.destroy()
+        return layer.low_latency_tokens
+
+    assert LocalGroup(ranks).run(work) == ranks * [wanted]
+
+
+def test_memory_of_chosen_low_latency_is_bounded():
+    def work(transport):
+        buffer = Buffer(transport, NUM_BYTES)
+        choose = lambda hidden, **more: (
+            ExpertParallelMoE(
+                buffer, Experts(1, hidden, 64, device="meta"), num_worst_tokens=512 * 8, **more
+            ).low_latency_tokens
+        )
+        found = choose(7168), choose(12288), choose(14336), choose(64), choose(64, fp8_dispatch=True)
+        buffer.destroy()
+        return found
+
+    assert LocalGroup(8).run(work) == 8 * [(512, 512, 0, 512, 0)]
+
+
+def test_the_default_computes_by_low_latency_and_layers_share_its_memory():
+    state, ranks = make_inputs([5, 2], torch.bfloat16)
+
+    def work(transport):
+        buffer, device = Buffer(transport, NUM_BYTES), transport.device
+        made, make = [], buffer.low_latency
+        buffer.low_latency = lambda *sizes, **options: made.append(make(*sizes, **options)) or made[-1]
+        in_torch = "permute", "gate_up", "activation", "down", "sum"  # which are faster in the simulator
+        experts = Experts(PER_RANK, HIDDEN, HIDDEN, device=device, reference=in_torch)
+        experts.load_state_dict({n: t[transport.rank * PER_RANK :][:PER_RANK] for n, t in state.items()})
+        layers = [ExpertParallelMoE(buffer, experts, num_worst_tokens=10) for _ in range(3)]
+        given = [tensor.to(device) for tensor in ranks[transport.rank]]
+        results = [layer(*given).cpu() for layer in layers[:2]]
+        assert made[0] is made[1] and torch.equal(*results)
+        layers[0].close()
+        assert not made[0].is_closed and torch.equal(layers[1](*given).cpu(), results[0])
+        layers[1].close()
+        assert made[0].is_closed
+        assert torch.equal(layers[2](*given).cpu(), results[0]) and made[2] is not made[0]
+        too_many = [torch.cat([tensor, tensor, tensor]) for tensor in given]
+        with pytest.raises(ValueError, match="low_latency_tokens is 5, num_worst_tokens / ranks by default; low_lat"):
+            layers[2](*too_many)
+        buffer.destroy()
+        assert made[2].is_closed
+        return results[0]
+
+    with engine(0):
+        results = LocalGroup(2).run(work)
+    assert wrong(results, state, ranks) is None
+
+
 def test_experts_of_another_rank_are_rejected():
     state, ranks = make_inputs([3, 5], torch.bfloat16)
     assert wrong(run(state, ranks, shift=1), state, ranks) is not None
@@ -270,7 +340,8 @@ def compute_in_processes(rank, ranks, dtype):
     import torch.distributed as dist
 
     buffer = Buffer(dist.group.WORLD, 1 << 27, low_latency_mode=True, timeout=60)
-    device, worst = buffer.transport.device, dict(num_worst_tokens=ranks * GPU_TOKENS)
+    device, few = buffer.transport.device, dict(num_worst_tokens=ranks * GPU_TOKENS)  # by low latency
+    worst = few | dict(low_latency_tokens=0)
     counts = [[GPU_TOKENS] * ranks, [5 * r for r in range(ranks)], [GPU_TOKENS - r for r in range(ranks)]]
     sizes = dict(hidden=GPU_HIDDEN, per_rank=GPU_PER_RANK)
     state, _ = make_inputs([1] * ranks, dtype, **sizes)
@@ -288,7 +359,6 @@ def compute_in_processes(rank, ranks, dtype):
         found = mismatch(result, wanted, GPU_BOUND) if len(x) else None
         assert found is None and result.shape == x.shape, f"{what}: {found}"
 
-    few = dict(low_latency_tokens=GPU_TOKENS)
     for options in ({}, worst, few, *(other | dict(fp8_dispatch=True) for other in (worst, few) if dtype == FP8)):
         for shared_experts in (None, Shared()):
             layer = ExpertParallelMoE(buffer, experts, shared_experts=shared_experts, **options)

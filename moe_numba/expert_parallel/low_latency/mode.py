@@ -43,6 +43,7 @@ class LowLatencyMode:
         self.rank_mask = RankMask(runtime, not enable_shrink)
         self._exchanges: dict[tuple, LowLatencyDispatch | LowLatencyCombine] = {}
         self._combine_inputs: dict[tuple, torch.Tensor] = {}
+        self._pairs: dict[tuple, LowLatency] = {}  # that callers share
 
     def dispatch(
         self,
@@ -122,11 +123,19 @@ class LowLatencyMode:
             self._combine_inputs[key] = tensor
         return tensor
 
-    def new_pair(self, shape: LowLatencyShape, topk_idx_dtype, num_sms):
+    def new_pair(self, shape: LowLatencyShape, topk_idx_dtype, num_sms, shared):
         """See `Buffer.low_latency`."""
         num_sms = None if num_sms is None else check_int("num_sms", num_sms, 1)
+        key = shape, topk_idx_dtype, num_sms
+        pair = self._pairs.get(key) if check_flag("shared", shared) else None
+        if pair is not None and not pair.is_closed:
+            pair.users += 1
+            return pair
         self._check_can_allocate()
-        return LowLatency(self._runtime, self._streams, self.rank_mask, shape, topk_idx_dtype, num_sms)
+        pair = LowLatency(self._runtime, self._streams, self.rank_mask, shape, topk_idx_dtype, num_sms)
+        if shared:
+            self._pairs[key] = pair
+        return pair
 
     def clean(self, max_tokens, hidden, num_experts):
         """See `Buffer.clean_low_latency_buffer`."""
@@ -155,6 +164,10 @@ class LowLatencyMode:
         for exchange in self._exchanges.values():
             exchange.close()
         self._exchanges.clear()
+        for pair in self._pairs.values():
+            pair.users = 0
+            pair.close()
+        self._pairs.clear()
 
     def _check_can_allocate(self):
         self._runtime.check_alive()

@@ -78,6 +78,7 @@ class LowLatency:
         )
         self._sums = {shape.max_tokens: self.combined}  # number of tokens -> what combine returns
         self._has_dispatched = False
+        self.users = 1  # that share the pair, see `LowLatencyMode.new_pair`
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None = None
@@ -162,15 +163,22 @@ class LowLatency:
         self._combine.reset()
 
     def close(self) -> None:
-        """Free the shared memory; all ranks must call it."""
-        self._dispatch.close()
-        self._combine.close()
+        """Free the shared memory; all ranks must call it. If several callers share the pair, the last call frees it."""
+        self.users -= 1
+        if self.users <= 0:
+            self._dispatch.close()
+            self._combine.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the memory was freed."""
+        return self._dispatch.shared is None
 
     def _must_check_alive(self):
         return self._status[0] or self._dispatch.shared is None
 
     def _check_alive(self):
-        if self._dispatch.shared is None:
+        if self.is_closed:
             raise RuntimeError("this low-latency exchange was closed")
         self._rank_mask.check()
 

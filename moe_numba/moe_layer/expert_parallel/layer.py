@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from moe_numba.expert_parallel import Buffer, Config, per_token_cast_back, per_token_cast_to_fp8
+from moe_numba.expert_parallel import Buffer, Config, get_dispatch_layout, per_token_cast_back, per_token_cast_to_fp8
+from moe_numba.expert_parallel.low_latency.layout import MAX_LOCAL_EXPERTS, SCALE_GROUP
 from moe_numba.expert_parallel.rings.checks import check_config
 from moe_numba.expert_parallel.rings.config import TOPK_IDX_POINTERS
 from moe_numba.moe_layer.module import Experts
@@ -13,6 +15,9 @@ from moe_numba.moe_layer.weights import FP8_BLOCK, shape_of
 from moe_numba.runtime.validate import check_int, check_no_grad, check_tensor
 
 _MAX_LOW_LATENCY_TOKENS = 1 << 20
+# Low latency is chosen up to so many tokens of a rank: on 4 H200, a layer of DeepSeek-V3 takes 748 us with 512 tokens
+# (rings 820), and the memory grows with them: 290 MiB on each of 8 ranks.
+CHOSEN_TOKENS, CHOSEN_BYTES = 512, 512 << 20
 _ID_TYPES = tuple(TOPK_IDX_POINTERS)
 
 
@@ -34,7 +39,7 @@ class ExpertParallelMoE(nn.Module):
         graph can capture the call; max_tokens_per_rank * ranks is always enough. If more rows arrive, the next call
         raises a ValueError. 0: the host waits.
     config : Config, optional
-        Of dispatch and combine. Default: the buffer's.
+        Of dispatch and combine through rings. Default: the buffer's.
     shared_experts : torch.nn.Module, optional
         Computes [tokens, hidden] bfloat16 from this rank's tokens; added to the experts' sum. On a GPU it runs on a
         stream of its own, while tokens are dispatched and experts computed. The layer has no backward: if its
@@ -43,10 +48,14 @@ class ExpertParallelMoE(nn.Module):
         Send tokens in FP8 with one scale per 128 elements, which halves the bytes of dispatch. Experts in FP8 with
         block scales read the received FP8 rows directly; they would otherwise quantise tokens in the same way. For
         experts in other formats, received rows are cast back to bfloat16.
-    low_latency_tokens : int
+    low_latency_tokens : int, optional
         If not 0, the most tokens of a rank's call: dispatch and combine are then ``buffer.low_latency``, a launch each,
         for decoding. Any buffer has them; one with ``low_latency_mode`` needs no ``num_nvl_bytes``. A CUDA graph can
-        capture the call after the first one. ``num_worst_tokens`` and ``config`` are not used.
+        capture the call after the first one. ``num_worst_tokens`` and ``config`` are not used. 0: rings.
+        By default num_worst_tokens / ranks, if these are 1 to 512 tokens, ``config`` is None, and the memory of the
+        exchange is at most 512 MiB: up to this size low latency is faster. Otherwise 0. All ranks choose the same,
+        as this depends on their common options only, and not on the tokens of a call. So without ``num_worst_tokens``
+        it is rings: no rank knows how many tokens the others have.
     fp8_combine : bool
         With ``low_latency_tokens``: send the ranks' sums in FP8 with a scale per 128 elements, which halves the bytes
         of combine. An element of another rank's sum deviates by at most 1/16 of it, or by 2**-10 / 448 of the largest
@@ -65,6 +74,13 @@ class ExpertParallelMoE(nn.Module):
 
     Each call allocates intermediate results and its output: there is no ``workspace`` and no ``out``.
 
+    The low-latency exchange has memory for all slots, the ranks' tokens together: two halves of each for dispatch and
+    for combine, and the received rows, about 10 * hidden bytes a slot in bfloat16. Layers of a buffer with the same
+    sizes and options share it. So calls of such layers must not overlap; on one stream they do not.
+
+    In ``FakeTensorMode`` a call sends nothing, and computes the experts of as many rows as a call receives: of
+    ``num_worst_tokens``, of all slots, or of as many as x has.
+
     ``.to(dtype)`` and the like leave the experts' scales and quantised weights as they are.
     """
 
@@ -76,7 +92,7 @@ class ExpertParallelMoE(nn.Module):
         config: Config | None = None,
         shared_experts: nn.Module | None = None,
         fp8_dispatch: bool = False,
-        low_latency_tokens: int = 0,
+        low_latency_tokens: int | None = None,
         fp8_combine: bool = False,
     ):
         super().__init__()
@@ -94,18 +110,36 @@ class ExpertParallelMoE(nn.Module):
         self.buffer, self.experts, self.config = buffer, experts, config
         self._hidden = shape_of(experts.w13, experts.w2, experts.format).hidden
         self.shared_experts, self.fp8_dispatch = shared_experts, fp8_dispatch
-        self.num_worst_tokens = check_int("num_worst_tokens", num_worst_tokens, 0)
-        self.low_latency_tokens = check_int("low_latency_tokens", low_latency_tokens, 0, _MAX_LOW_LATENCY_TOKENS)
-        if fp8_combine and not low_latency_tokens:
+        self.num_worst_tokens, self.fp8_combine = check_int("num_worst_tokens", num_worst_tokens, 0), fp8_combine
+        self._has_chosen = low_latency_tokens is None
+        tokens = self._choose_low_latency_tokens() if low_latency_tokens is None else low_latency_tokens
+        self.low_latency_tokens = check_int("low_latency_tokens", tokens, 0, _MAX_LOW_LATENCY_TOKENS)
+        if fp8_combine and not self.low_latency_tokens:
             raise ValueError("fp8_combine is True and low_latency_tokens 0; only low-latency combine sends FP8")
-        self.fp8_combine = fp8_combine
         self._plans: dict[Any, Any] = {}  # of low-latency exchanges
         self._stream: torch.cuda.Stream | None = None  # of the shared experts
+
+    def _choose_low_latency_tokens(self):
+        """Return the most tokens of a rank for the low-latency exchange, 0 for rings; the same on all ranks."""
+        ranks, hidden, local = self.buffer.group_size, self._hidden, len(self.experts.w13)
+        tokens = -(-self.num_worst_tokens // ranks)
+        if self.config is not None or not 1 <= tokens <= CHOSEN_TOKENS or local > MAX_LOCAL_EXPERTS:
+            return 0
+        if hidden % SCALE_GROUP and (self.fp8_dispatch or self.fp8_combine):
+            return 0
+        received = 2 * hidden * (ranks + 1) * tokens  # the outputs of dispatch and combine
+        exchanged = Buffer.get_low_latency_rdma_size_hint(tokens, hidden, ranks, ranks * local)
+        return tokens if exchanged + received <= CHOSEN_BYTES else 0
 
     @property
     def num_experts(self) -> int:
         """Number of experts of all ranks."""
         return len(self.experts.w13) * self.buffer.group_size
+
+    @property
+    def receives_any_number(self) -> bool:
+        """Whether the number of rows that the experts compute depends on the routing."""
+        return not (self.low_latency_tokens or self.num_worst_tokens)
 
     def forward(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, shared: torch.Tensor | None = None
@@ -150,6 +184,8 @@ class ExpertParallelMoE(nn.Module):
             shared = self._start_shared_experts(x)
         if shared is not None or self.shared_experts is not None:
             self._check_shared(shared, x)
+        if isinstance(x, FakeTensor):
+            return self._compute_fake(x, topk_ids)
         exchange = self._exchange_low_latency if self.low_latency_tokens else self._exchange
         return exchange(x, topk_weights, topk_ids, shared)
 
@@ -201,7 +237,10 @@ class ExpertParallelMoE(nn.Module):
     def _exchange_low_latency(self, x, topk_weights, topk_ids, shared):
         """Dispatch, compute and combine by low-latency launches. Slots that no token fills have the ids -1."""
         if len(x) > self.low_latency_tokens:
-            raise ValueError(f"x has {len(x)} tokens; the layer's low_latency_tokens is {self.low_latency_tokens}")
+            default = ", num_worst_tokens / ranks by default; low_latency_tokens=0 allows more" * self._has_chosen
+            raise ValueError(
+                f"x has {len(x)} tokens; the layer's low_latency_tokens is {self.low_latency_tokens}{default}"
+            )
         plan = self._plan(topk_ids)
         slots = plan.dispatch(x, topk_ids, topk_weights)
         received = (slots.x, slots.scales) if self.fp8_dispatch else slots.x
@@ -209,6 +248,23 @@ class ExpertParallelMoE(nn.Module):
         out = plan.combine(rows, topk_ids)
         self._wait_for_shared_experts(x, shared)
         return out.clone() if shared is None else out + shared
+
+    def _compute_fake(self, x, topk_ids):
+        """Make the calls of a call that launch kernels of one rank, for the rows that `forward` receives."""
+        ranks, topk, scales = self.buffer.group_size, topk_ids.shape[1], self._hidden // SCALE_GROUP
+        if self.low_latency_tokens:
+            rows = ranks * self.low_latency_tokens
+            x_scale = x.new_empty(scales, rows, dtype=torch.float32).T
+        else:
+            rows = self.num_worst_tokens or len(x)
+            get_dispatch_layout(topk_ids, self.num_experts, ranks)
+            if self.fp8_dispatch:
+                per_token_cast_to_fp8(x)
+            x_scale = x.new_empty(rows, scales, dtype=torch.float32)
+        received = x.new_empty(rows, self._hidden)
+        weights, ids = x.new_empty(rows, topk, dtype=torch.float32), topk_ids.new_empty(rows, topk)
+        self.compute((received.to(torch.float8_e4m3fn), x_scale) if self.fp8_dispatch else received, weights, ids)
+        return torch.empty_like(x)
 
     def compute(self, received, weights, ids):
         """Compute the local experts of what dispatch returned.
@@ -237,11 +293,14 @@ class ExpertParallelMoE(nn.Module):
             formats = dict(use_fp8=self.fp8_dispatch, use_fp8_combine=self.fp8_combine)
             options = dict(expert_major=False, topk_idx_dtype=topk_ids.dtype) | formats
             sizes = self.low_latency_tokens, self._hidden, self.num_experts, topk_ids.shape[1]
-            self._plans[key] = self.buffer.low_latency(*sizes, **options)
+            self._plans[key] = self.buffer.low_latency(*sizes, **options, shared=True)
         return self._plans[key]
 
     def close(self) -> None:
-        """Free the memory of the low-latency exchanges, before the buffer is destroyed; all ranks must call it."""
+        """Free the memory of the low-latency exchanges that no other layer uses; all ranks must call it.
+
+        ``buffer.destroy`` frees the memory of all.
+        """
         for plan in self._plans.values():
             plan.close()
         self._plans.clear()

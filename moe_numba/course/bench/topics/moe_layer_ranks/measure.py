@@ -35,6 +35,7 @@ LOCAL_EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 32, 7168, 2048, 8
 BUFFER_BYTES, CALLS, ROUNDS = 1 << 30, 4, 12
 # Each rank's sum is rounded to bfloat16, and quantisation amplifies differences of the last bit.
 BOUND, BOUND_OF_FP8_SUMS = 2e-2, 6e-2
+NAIVE = "peer:NCCL all-gather and reduce-scatter"
 WIRES = {"bf16": False, "e4m3": True}  # {dtype of the rows that dispatch sends: `fp8_dispatch`}
 
 
@@ -49,6 +50,32 @@ class SharedExpert(nn.Module):
     def forward(self, x):
         """Return silu(gate) * up, multiplied with the second weight."""
         return self.down(moe_numba.silu_and_mul(self.gate_up(x)))
+
+
+class NaiveLayer:
+    """A layer without dispatch: each rank gathers all tokens and computes its own experts; NCCL adds the results."""
+
+    def __init__(self, group, rank, experts):
+        self.group, self.experts, self.first = group, experts, rank * len(experts.w13)
+
+    def __call__(self, x, weights, ids):
+        """Return the sums of the experts of this rank's tokens."""
+        x, weights, ids = (all_gather(self.group, tensor) for tensor in (x, weights, ids))
+        return reduce_scatter(self.group, self.experts(x, weights, ids - self.first))  # other ids add nothing
+
+
+def all_gather(group, x):
+    """Return the rows of all ranks."""
+    out = x.new_empty(len(x) * torch.distributed.get_world_size(group), *x.shape[1:])
+    torch.distributed.all_gather_into_tensor(out, x, group)
+    return out
+
+
+def reduce_scatter(group, x):
+    """Return the sums over the ranks of this rank's share of rows."""
+    out = x.new_empty(len(x) // torch.distributed.get_world_size(group), *x.shape[1:])
+    torch.distributed.reduce_scatter_tensor(out, x, group=group)
+    return out
 
 
 def measure(numbers_of_ranks, quick=False):
@@ -163,6 +190,10 @@ class LayerBench:
             wanted = expected.double() + shared.double() if has_shared else expected.double()
             if fault := mismatch(layer(*given), wanted, BOUND_OF_FP8_SUMS if "FP8 sums" in step else BOUND):
                 raise AssertionError(f"{step}, {wire}, {tokens} tokens: {fault}")
+        calls[NAIVE, "bf16"] = naive = partial(NaiveLayer(self.group, self.rank, self.experts), *given)
+        if fault := mismatch(naive(), expected.double(), BOUND):
+            raise AssertionError(f"{NAIVE}, {tokens} tokens: {fault}")
+        versions = {NAIVE: ".".join(map(str, torch.cuda.nccl.version()))}
         plain = layers["bf16"]
         calls["shared experts first", "bf16"] = lambda: plain(*given, self.shared_expert(x))
         calls["part: shared experts", "bf16"] = lambda: self.shared_expert(x)
@@ -172,22 +203,21 @@ class LayerBench:
         self.buffer.check(synchronize=True)
         for layer, _ in steps.values():
             layer.close()
-        return [
-            records.row(step, config=self.config, size=dict(tokens=tokens), dtype=wire, kernel=times[step, wire])
-            for step, wire in calls
-        ]
+        row = partial(records.row, config=self.config, size=dict(tokens=tokens))
+        return [row(step, dtype=wire, kernel=times[step, wire], version=versions.get(step)) for step, wire in calls]
 
     def _layers(self, tokens):
-        """Return the plain layers by what dispatch sends, and all: {(step, dtype): (layer, has shared experts)}."""
+        """Return the layers with rings, by what dispatch sends, and all: {(step, dtype): (layer, has shared)}."""
         make = partial(ExpertParallelMoE, self.buffer, self.experts)
-        steps, layers, worst = {}, {}, self.ranks * tokens
+        rings = partial(make, self.ranks * tokens, low_latency_tokens=0)
+        steps, layers = {}, {}
         for wire, is_fp8 in WIRES.items():
-            layers[wire] = make(worst, fp8_dispatch=is_fp8)
+            layers[wire] = rings(fp8_dispatch=is_fp8)
             steps["final", wire] = layers[wire], False
             for combines_fp8 in low_latency_formats(is_fp8, tokens):
                 layer = make(low_latency_tokens=tokens, fp8_dispatch=is_fp8, fp8_combine=combines_fp8)
                 steps["low latency, FP8 sums" if combines_fp8 else "low latency", wire] = layer, False
-        steps["shared experts beside", "bf16"] = make(worst, shared_experts=self.shared_expert), True
+        steps["shared experts beside", "bf16"] = rings(shared_experts=self.shared_expert), True
         return layers, steps
 
     def _parts(self, layer, given, is_fp8):

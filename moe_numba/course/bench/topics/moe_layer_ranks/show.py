@@ -26,6 +26,7 @@ STEPS = {  # column of the table -> the row's step and the dtype that dispatch s
     "low latency": ("low latency", "bf16"),
     "low latency, FP8": ("low latency", "e4m3"),
     "low latency, FP8 both ways": ("low latency, FP8 sums", "e4m3"),
+    "naive, NCCL": (moe_layer_ranks_measure.NAIVE, "bf16"),
     "dispatch": (PARTS[0], "bf16"),
     "experts": (PARTS[1], "bf16"),
     "combine": (PARTS[2], "bf16"),
@@ -34,6 +35,7 @@ STEPS = {  # column of the table -> the row's step and the dtype that dispatch s
 }
 LAYERS = [(step, wire) for step in ("final", "low latency") for wire in ("bf16", "e4m3")]
 LAYERS.append(("low latency, FP8 sums", "e4m3"))
+NAIVE = STEPS["naive, NCCL"]
 
 
 def measure(peers, quick):
@@ -130,7 +132,8 @@ def layers_table(record):
     def published(ranks, tokens, steps):
         return [str(us.get(tokens, "")) if ranks == PREDICTED else "" for us in PUBLISHED.values()]
 
-    return _table(record, {name: key for name, key in STEPS.items() if key in LAYERS}, PUBLISHED, published)
+    columns = {name: key for name, key in STEPS.items() if key in (*LAYERS, NAIVE)}
+    return _table(record, columns, PUBLISHED, published)
 
 
 def about_layers():
@@ -152,12 +155,25 @@ def parts_table(record):
             records.format_us(sum_of_parts(steps, "bf16")) if all((part, "bf16") in steps for part in PARTS) else ""
         ]
 
-    return _table(record, {name: key for name, key in STEPS.items() if key not in LAYERS}, ["sum of the parts"], total)
+    columns = {name: key for name, key in STEPS.items() if key not in (*LAYERS, NAIVE)}
+    return _table(record, columns, ["sum of the parts"], total)
 
 
 def _comparison(record):
-    """Return sentences on the published times, and on the model from the smallest group, where they are measured."""
+    """Return sentences on NCCL, on the published times, and on the model from the smallest group, where measured."""
     measured, words = numbers_of_ranks(record), []
+    times = [
+        (ranks, tokens, steps[NAIVE])
+        for ranks in measured
+        for tokens, steps in medians(record, ranks).items()
+        if NAIVE in steps
+    ]
+    if ratios := [us / best for ranks, tokens, us in times if (best := fastest(record, ranks, tokens))]:
+        words.append(
+            'With "naive, NCCL" each GPU gathers the tokens of all and computes its own experts, and a reduce-scatter '
+            "adds the results in bfloat16; it takes "
+            f"{min(ratios):.2f} to {max(ratios):.2f} times as long as our fastest layer."
+        )
     best = {tokens: fastest(record, PREDICTED, tokens) for tokens in medians(record, PREDICTED)}
     for name, us in PUBLISHED.items():
         slower = [str(tokens) for tokens in best if tokens in us and best[tokens] > us[tokens]]

@@ -1,18 +1,14 @@
 """Measures the kernels for an older GPU beside those for this GPU, one after the other in processes of their own.
 
-``MOE_NUMBA_ARCH``, which chooses the kernels, is read when the package is imported, so `in_process` runs this module
-again. Each row names the process that it is from (``run``) and, if it is the package's, the compute capability
+``MOE_NUMBA_ARCH``, which chooses the kernels, is read when the package is imported, so `in_process` imports it again.
+Each row names the process that it is from (``run``) and, if it is the package's, the compute capability
 (``config``) and the path that its kernels take there (``path``). ``torch.mm`` is measured in the same processes.
 """
 
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,6 +16,7 @@ import torch
 from moe_numba import simulator
 from moe_numba.course.bench import records
 from moe_numba.course.bench.timing import kernel_times
+from moe_numba.course.bench.timing.fresh_process import call_in_process
 from moe_numba.course.bench.topics.dispatch_combine import measure as dispatch_combine_measure
 from moe_numba.course.bench.topics.grouped_gemm.show import (
     SETS,
@@ -84,26 +81,8 @@ def _report_progress(what):
 
 
 def in_process(capability, function, *arguments):
-    """Call a function of this module in a new process that runs the kernels for a compute capability.
-
-    Arguments and result are passed as JSON. Raises RuntimeError, with the end of the process's standard error, if it
-    fails or if it returns nothing.
-    """
-    arch = "{}{}".format(*capability)
-    root = str(Path(__file__).resolve().parents[5])
-    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {requested_capability.VARIABLE: arch, "PYTHONPATH": paths}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "result.json"
-        command = [sys.executable, "-m", __name__, function.__name__, json.dumps(arguments), str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        result = json.loads(file.read_text()) if done.returncode == 0 and file.is_file() else None
-    if not result:
-        raise RuntimeError(
-            f"{function.__name__} with {requested_capability.VARIABLE}={arch} returned nothing, exit code "
-            f"{done.returncode}:\n{done.stderr[-3000:]}"
-        )
-    return result
+    """Call a function of this module in a new process that runs the kernels for a compute capability."""
+    return call_in_process(function, *arguments, **{requested_capability.VARIABLE: "{}{}".format(*capability)})
 
 
 def provenance(function):
@@ -237,8 +216,3 @@ def measure_exchange():
     rows = dispatch_combine_measure.measure([RANKS], quick=True, parts=["large"])
     capability, path, run = provenance("dispatch and combine")
     return [row | {"config": row["config"] | capability, "path": path, "run": run} for row in rows]
-
-
-if __name__ == "__main__":
-    name, arguments, file = sys.argv[1:]
-    Path(file).write_text(json.dumps(globals()[name](*json.loads(arguments))))
