@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 NAME_EP = "moe_numba_ep"
+_EXPERTS_OPTIONS = "activation", "alpha", "limit", "batch_invariant"  # of `Experts`
 _SIGMOID_ROUTERS = {"DeepseekV3TopkRouter", "Glm4MoeTopkRouter"}
 _SOFTMAX_ROUTERS = {
     "GptOssTopKRouter",
@@ -57,7 +58,7 @@ _LAYER = "_moe_numba_expert_parallel"  # of a distributed module of experts: (Ex
 _SAVED = "_moe_numba_forward"  # of a fused router: the forward that its instance had before, or None
 
 
-def register(warm_up: bool = False) -> None:
+def register(warm_up: bool = False, batch_invariant: bool = False) -> None:
     """Register the implementation "moe_numba" of experts with transformers, for bfloat16, FP8 and MXFP4 weights.
 
     A model selects it by ``set_experts_implementation("moe_numba")``. It computes in bfloat16, without gradients. Ids
@@ -71,11 +72,15 @@ def register(warm_up: bool = False) -> None:
         processes and with a progress bar, once for modules of the same sizes. No later call then waits for the
         compiler. A call under ``torch.compile`` does not do so. :func:`moe_numba.warm_up` does the same when it is
         called, also for the routers of :func:`fuse_routers`.
+    batch_invariant : bool
+        Compute experts so that a token's result has the same bits in every batch, see :func:`moe_numba.fused_experts`;
+        "moe_numba_ep" has this option in :func:`distribute_experts`. Other layers of a model, and its routers, are not
+        changed: torch's GEMMs are not batch-invariant by themselves.
 
     Raises
     ------
     TypeError
-        If ``warm_up`` is not True or False.
+        If an argument is not True or False.
 
     Notes
     -----
@@ -87,9 +92,12 @@ def register(warm_up: bool = False) -> None:
     another layout raises a ValueError that names the attribute.
     """
     wrap = _warm_up_first if check_flag("warm_up", warm_up) else lambda forward: forward
-    moe.ExpertsInterface.register(NAME, wrap(experts_forward))
+    forward, fp8_forward = experts_forward, fp8_experts_forward
+    if check_flag("batch_invariant", batch_invariant):
+        forward, fp8_forward = (partial(f, batch_invariant=True) for f in (forward, fp8_forward))
+    moe.ExpertsInterface.register(NAME, wrap(forward))
     moe.ExpertsInterface.register(NAME_EP, wrap(ep_experts_forward))
-    finegrained_fp8.FP8ExpertsInterface.register(NAME, wrap(fp8_experts_forward))
+    finegrained_fp8.FP8ExpertsInterface.register(NAME, wrap(fp8_forward))
 
 
 _warm_modules: WeakSet[torch.nn.Module] = WeakSet()  # not an attribute of the module, which can be saved
@@ -126,7 +134,12 @@ def _warm_up(forward, module, given):
 
 
 def experts_forward(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Compute a module of experts in bfloat16 or packed MXFP4; see :func:`register`.
 
@@ -137,6 +150,8 @@ def experts_forward(
     hidden_states : tensor [tokens, hidden], bfloat16
     top_k_index : tensor [tokens, topk], int32 or int64
     top_k_weights : tensor [tokens, topk], any floating-point dtype
+    batch_invariant : bool
+        As for :func:`moe_numba.fused_experts`.
 
     Returns
     -------
@@ -152,11 +167,17 @@ def experts_forward(
     """
     if hasattr(self, _LAYER):
         raise ValueError(f"{type(self).__name__} is distributed; {NAME_EP} is the only implementation that is allowed")
-    return _run(self, hidden_states, top_k_index, top_k_weights, arguments_of(self))
+    arguments = arguments_of(self) | dict(batch_invariant=batch_invariant)
+    return _run(self, hidden_states, top_k_index, top_k_weights, arguments)
 
 
 def fp8_experts_forward(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Compute a module of FP8 experts with a scale per 128 x 128 block; see :func:`experts_forward`.
 
@@ -182,10 +203,13 @@ def fp8_experts_forward(
             raise TypeError(f"{name} is {getattr(self, name).dtype}; {NAME} supports torch.float32 only")
     weights = dict(w13=self.gate_up_proj, w2=self.down_proj)
     scales = dict(w13_scale=self.gate_up_proj_scale_inv, w2_scale=self.down_proj_scale_inv)
-    return _run(self, hidden_states, top_k_index, top_k_weights, weights | scales)
+    arguments = weights | scales | dict(batch_invariant=batch_invariant)
+    return _run(self, hidden_states, top_k_index, top_k_weights, arguments)
 
 
-def distribute_experts(model: torch.nn.Module, buffer: Buffer, num_worst_tokens: int = 0) -> int:
+def distribute_experts(
+    model: torch.nn.Module, buffer: Buffer, num_worst_tokens: int = 0, batch_invariant: bool = False
+) -> int:
     """Keep only this rank's experts of a model, for the implementation "moe_numba_ep".
 
     Of the E experts of a module, rank r of n keeps experts r * E / n to (r + 1) * E / n - 1; the memory of the others
@@ -199,6 +223,8 @@ def distribute_experts(model: torch.nn.Module, buffer: Buffer, num_worst_tokens:
     buffer : moe_numba.Buffer
     num_worst_tokens : int
         As for :class:`moe_numba.moe_layer.ExpertParallelMoE`, which chooses low latency by it.
+    batch_invariant : bool
+        As for :func:`moe_numba.fused_experts`.
 
     Returns
     -------
@@ -216,6 +242,7 @@ def distribute_experts(model: torch.nn.Module, buffer: Buffer, num_worst_tokens:
     if not isinstance(buffer, Buffer):
         raise TypeError(f"buffer is {type(buffer).__name__}; it must be a moe_numba.Buffer")
     num_worst_tokens = check_int("num_worst_tokens", num_worst_tokens, 0)
+    check_flag("batch_invariant", batch_invariant)
     modules: list[Any] = [m for m in model.modules() if hasattr(m, "gate_up_proj") and hasattr(m, "_apply_gate")]
     if not modules:
         raise ValueError(f"model is a {type(model).__name__} without modules of experts")
@@ -233,7 +260,8 @@ def distribute_experts(model: torch.nn.Module, buffer: Buffer, num_worst_tokens:
                 kept = getattr(module, name).detach()[buffer.rank * local :][:local].clone()
                 setattr(module, name, torch.nn.Parameter(kept, requires_grad=False))
         # In a tuple, so that the layer is no submodule, and its parameters are not twice in the state_dict.
-        setattr(module, _LAYER, (ExpertParallelMoE(buffer, _experts_of(arguments_of(module)), num_worst_tokens),))
+        experts = _experts_of(arguments_of(module) | dict(batch_invariant=batch_invariant))
+        setattr(module, _LAYER, (ExpertParallelMoE(buffer, experts, num_worst_tokens),))
     return len(modules)
 
 
@@ -254,7 +282,7 @@ def _experts_of(arguments):
     """Return the arguments of `fused_experts` as a module that shares their memory."""
     w13, w2 = arguments["w13"], arguments["w2"]
     shape, has_bias = check_weights(w13, w2), "w13_bias" in arguments
-    options = {name: value for name, value in arguments.items() if name in ("activation", "alpha", "limit")}
+    options = {name: value for name, value in arguments.items() if name in _EXPERTS_OPTIONS}
     experts = Experts(*shape[:3], w13.dtype, "meta", has_bias=has_bias, **options)
     for name in ("w13", "w2", "w13_bias", "w2_bias"):
         if name in arguments:

@@ -398,6 +398,39 @@ def test_invalid_modules(options, message):
 # On a GPU: large sizes, graphs
 
 
+def classes_of_bits(compute, given, sizes):
+    """Compute the first tokens of a batch, as many as each size says; return how many results of a token differ."""
+    per_token = [name for name in ("x", "topk_weights", "topk_ids", "shared") if name in given]
+    results = [compute(given | {name: given[name][:size] for name in per_token}) for size in sizes]
+    return len({tuple(result[0].tolist()) for result in results})
+
+
+@pytest.mark.parametrize("case", ["gpt-oss", "FP8, a scale per expert", "FP8, given scales", "MXFP4"])
+def test_batch_invariant(case, device):
+    """A token has the same bits in batches of 12 sizes; without the option one token has others, by other kernels."""
+    sizes = [1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 33] if simulator.ENABLED else [2**i for i in range(11)] + [4096]
+    given = make_inputs(case, device, tokens=sizes[-1], experts=8, hidden=128, intermediate=128, seed=1)
+    given["topk_ids"][0] = torch.tensor([1, 6])
+    assert classes_of_bits(lambda g: fused_experts(**g, batch_invariant=True), given, sizes) == 1
+    if not case.startswith("FP8"):
+        assert classes_of_bits(lambda g: fused_experts(**g), given, sizes[:3]) == 2
+
+
+def test_a_batch_invariant_layer(device):
+    """Logits, gate and experts; torch's GEMM need not be batch-invariant, ours is."""
+    sizes = [1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 33] if simulator.ENABLED else [2**i for i in range(11)] + [4096]
+    random = torch.Generator().manual_seed(0)
+    options = dict(device=device, batch_invariant=True, has_router_bias=True, has_correction_bias=True)
+    layer = MoELayer(20, 128, 64, 3, **options)  # 20 rows of weight are padded for the grouped GEMM
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        tensor.copy_(torch.randn(tensor.shape, generator=random).to(tensor) / 8)
+    x = torch.randn(sizes[-1], 128, generator=random).bfloat16().to(device)
+    assert classes_of_bits(lambda g: layer(g["x"]), dict(x=x), sizes) == 1
+    expected = MoELayer(20, 128, 64, 3, **options | dict(batch_invariant=False))
+    expected.load_state_dict(layer.state_dict())
+    assert mismatch(layer(x[:5]), expected(x[:5]), 4e-3) is None
+
+
 @pytest.mark.gpu
 @each_case
 @pytest.mark.parametrize("tokens", [1, 64, 1500])
