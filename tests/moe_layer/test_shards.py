@@ -79,8 +79,8 @@ def make_layer(kind, intermediate, seed=0):
     return dict(w13=w13, w2=w2, gate_up=gate_up) | scales | biases, dict(w13=exact[0], w2=exact[1]) | biases
 
 
-def products(arguments, gate_up):
-    """Return w2 @ [gate, its bias, up, its bias] of each expert in float64, whatever the order of the columns of w2."""
+def in_float64(arguments, gate_up):
+    """Return gate and up [experts, 2, intermediate, hidden + 1], with their biases as last column, and w2."""
     t = ExpertsTensors(None, arguments["w13"], arguments["w2"], None, None)
     t = t._replace(**{name: arguments[name] for name in ("w13_scale", "w2_scale") if name in arguments})
     results = []
@@ -89,9 +89,14 @@ def products(arguments, gate_up):
         w13, w2 = reference.float_weights(t, format_, gate_up == "interleaved", expert)
         bias = arguments["w13_bias"][expert].float() if "w13_bias" in arguments else w13.new_zeros(len(w13))
         w13 = torch.cat([w13, bias[:, None]], 1).double()
-        gate, up = w13.chunk(2) if gate_up == "stacked" else (w13[::2], w13[1::2])
-        results.append(w2.double() @ torch.cat([gate, up], 1))
-    return torch.stack(results)
+        halves = w13.chunk(2) if gate_up == "stacked" else (w13[::2], w13[1::2])
+        results.append((torch.stack(halves), w2.double()))
+    return map(torch.stack, zip(*results, strict=True))
+
+
+def products(halves, w2):
+    """Return w2 times gate and up, which do not depend on where a shard's columns are."""
+    return w2[:, None] @ halves
 
 
 PARTS = {  # sizes of a shard, and numbers of ranks
@@ -112,8 +117,12 @@ def test_shards_have_all_columns_once(kind, size, ranks):
     layer, exact = make_layer(kind, size * ranks)
     shards = [shard_experts(**layer, rank=rank, ranks=ranks) for rank in range(ranks)]
     assert all(tensor.is_contiguous() for shard in shards for tensor in shard.values())
-    total = sum(products(shard, layer["gate_up"]) for shard in shards)
-    torch.testing.assert_close(total, products(exact, layer["gate_up"]), rtol=1e-12, atol=1e-12)
+    weights = [tuple(in_float64(shard, layer["gate_up"])) for shard in shards]
+    wanted = products(*in_float64(exact, layer["gate_up"]))
+    torch.testing.assert_close(sum(products(*pair) for pair in weights), wanted, rtol=1e-12, atol=1e-12)
+    for halves, w2 in weights:  # all other columns are zeros
+        used = w2.any(1)
+        assert (used.sum(1) == size).all() and torch.equal(halves.any(3), used[:, None].expand(-1, 2, -1))
     format_ = KINDS[kind][0]
     multiple = 128 if format_ == FP8_BLOCK else 64
     columns = {shard["w2"].shape[2] * (64 if format_ == MXFP4 else 1) for shard in shards}

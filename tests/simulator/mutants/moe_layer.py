@@ -262,15 +262,19 @@ MUTANTS = [
     ),
     mutant(
         "ML26",
-        "a shard that begins in the middle of a scale's block has its zeros at the end, so that blocks are not the layer's",
+        "a shard that begins in the middle of a scale's block has its zeros at the end: its blocks are not the layer's",
         SUMS_OF_RANKS,
         (SHARDS, "front = begin % block  #", "front = 0  #"),
     ),
     mutant(
         "ML27",
-        "a block that two ranks share keeps the other rank's elements",
+        "codes of w2 begin with the shard, but their scales with a block",
         SUMS_OF_RANKS,
-        (SHARDS, 'shard.in_units(_CODES_PER_BYTE).cut(whole["w2"].flatten(2), 2)', 'blocks.cut(whole["w2"], 2)'),
+        (
+            SHARDS,
+            'shard.in_units(_CODES_PER_BYTE).cut(whole["w2"].flatten(2), 2)',
+            'shard._replace(front=0).in_units(_CODES_PER_BYTE).cut(whole["w2"].flatten(2), 2)',
+        ),
     ),
     mutant(
         "ML28",
