@@ -99,7 +99,8 @@ def shard_experts(
     w2_scale : tensor [experts, hidden / 128, intermediate / 128] or [experts], float32, optional
         Required for FP8 weights: the scale of each 128 x 128 block, numbers of blocks rounded up, or of each expert's
         weight. Blocks of gate and of up begin at their first row, so that each has ceil(intermediate / 128) of them
-        also if 128 does not divide ``intermediate``. In MXFP4: uint8, [experts, 2 * intermediate, hidden / 32] and
+        also if 128 does not divide ``intermediate``. That excludes a shard that was cut out in the middle of a block:
+        pass the whole layer instead. In MXFP4: uint8, [experts, 2 * intermediate, hidden / 32] and
         [experts, hidden, intermediate / 32], required, too.
     w13_bias : tensor [experts, 2 * intermediate], bfloat16 or float32, optional
     w2_bias : tensor [experts, hidden], bfloat16 or float32, optional
