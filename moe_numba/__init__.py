@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         per_token_quant_fp8,
         permute_cast_to_fp8,
         permute_tokens,
+        shard_experts,
         silu_and_mul_quant_fp8,
     )
     from moe_numba.moe_layer.fused_experts import fused_experts
@@ -77,6 +78,7 @@ _HOME = {
     "per_token_quant_fp8": "moe_layer",
     "permute_cast_to_fp8": "moe_layer",
     "permute_tokens": "moe_layer",
+    "shard_experts": "moe_layer",
     "silu_and_mul": "moe_layer",
     "silu_and_mul_quant_fp8": "moe_layer",
     "weighted_sum": "moe_layer",
@@ -121,6 +123,7 @@ __all__ = [
     "permute_cast_to_fp8",
     "permute_tokens",
     "prepare",
+    "shard_experts",
     "silu_and_mul",
     "silu_and_mul_quant_fp8",
     "simulator",

@@ -8,6 +8,7 @@ from moe_numba.moe_layer.group_by_expert.api import group_by_expert
 from moe_numba.moe_layer.module import Experts, MoELayer
 from moe_numba.moe_layer.per_token_quant.api import per_token_quant_fp8, silu_and_mul_quant_fp8
 from moe_numba.moe_layer.permute.api import permute_cast_to_fp8, permute_tokens
+from moe_numba.moe_layer.shards import shard_experts
 from moe_numba.moe_layer.silu_and_mul.api import silu_and_mul
 from moe_numba.moe_layer.weighted_sum.api import weighted_sum
 from moe_numba.moe_layer.weights import pack_mxfp4_experts
@@ -28,6 +29,7 @@ __all__ = [
     "per_token_quant_fp8",
     "permute_cast_to_fp8",
     "permute_tokens",
+    "shard_experts",
     "silu_and_mul",
     "silu_and_mul_quant_fp8",
     "weighted_sum",

@@ -68,7 +68,8 @@ def fused_experts(
         Contiguous, 16-byte aligned.
     w13 : tensor [experts, 2 * intermediate, hidden], bfloat16 or float8_e4m3fn
         Rows of an expert that compute gate and up, in the order that ``activation`` needs. Contiguous, 16-byte aligned;
-        1 to 512 experts. ``hidden`` is a multiple of 64, ``intermediate`` of 64, or of 128 with block scales. In
+        1 to 512 experts. ``hidden`` is a multiple of 64, ``intermediate`` of 64, or of 128 with block scales: for
+        other sizes, as tensor parallelism makes them, :func:`moe_numba.shard_experts` cuts and pads the weights. In
         bfloat16 also the transposed view, ``.mT``, of a contiguous tensor, on GPUs with wgmma.
         Or MXFP4: tensor [experts, 2 * intermediate / 64, hidden / 64, 136, 16], uint8, from
         :func:`moe_numba.pack_mxfp4_experts`, on GPUs with wgmma. A tile of 64 x 64 weights has 2048 bytes of 4-bit

@@ -64,7 +64,8 @@ class Experts(FixedDtypes):
     Parameters
     ----------
     num_experts, hidden, intermediate : int
-        1 to 512 experts. ``hidden`` is a multiple of 64, ``intermediate`` of 64, or of 128 with block scales.
+        1 to 512 experts. ``hidden`` is a multiple of 64, ``intermediate`` of 64, or of 128 with block scales;
+        :func:`moe_numba.shard_experts` pads other sizes to these.
     dtype : torch.bfloat16, torch.float8_e4m3fn or torch.uint8
         Of the weights; torch.uint8 is packed MXFP4.
     device : torch.device, optional

@@ -14,7 +14,7 @@ from moe_numba.runtime.validate import UnsupportedDeviceError, check_choice, che
 
 FP8 = torch.float8_e4m3fn
 BF16, FP8_BLOCK, FP8_TENSOR, MXFP4 = FORMATS = "bf16", "fp8_block", "fp8_tensor", "mxfp4"
-_NAMES = {
+FORMAT_NAMES = {
     BF16: "torch.bfloat16",
     FP8_BLOCK: f"{FP8} with a scale per 128 x 128 block",
     FP8_TENSOR: f"{FP8} with a scale per expert",
@@ -37,7 +37,7 @@ class ExpertsShape(NamedTuple):
     def __str__(self):
         return (
             f"{self.num_experts} experts of hidden {self.hidden} and intermediate {self.intermediate} in "
-            f"{_NAMES[self.format]} on {self.device}"
+            f"{FORMAT_NAMES[self.format]} on {self.device}"
         )
 
 
@@ -76,14 +76,19 @@ def check_scaled_weights(w13: torch.Tensor, w2: torch.Tensor, w13_scale: torch.T
     return check_weights(w13, w2, scaling)
 
 
-def check_weight_scale(name: str, scale: torch.Tensor | None, weight: torch.Tensor, format_: str) -> None:
-    """Check the scales of a weight, ``w13_scale`` or ``w2_scale``."""
+def check_weight_scale(
+    name: str, scale: torch.Tensor | None, weight: torch.Tensor, format_: str, halves: int = 1, contiguous: bool = True
+) -> None:
+    """Check the scales of a weight, ``w13_scale`` or ``w2_scale``.
+
+    ``halves``: parts of the weight's rows whose blocks begin at their first row. 2: gate and up, each of them.
+    """
     if format_ not in (FP8_BLOCK, FP8_TENSOR):
         if scale is not None:
             raise ValueError(f"{name} is given, but the weights are {weight.dtype}; scales are for FP8 weights")
         return
     experts, rows, columns = weight.shape
-    blocks = experts, -(-rows // FP8_SCALE_BLOCK), -(-columns // FP8_SCALE_BLOCK)
+    blocks = experts, halves * -(-rows // (halves * FP8_SCALE_BLOCK)), -(-columns // FP8_SCALE_BLOCK)
     if scale is None:
         raise TypeError(f"{name} is None; FP8 weights need a scale per 128 x 128 block, {blocks}, or one per expert")
     shape: tuple[int, ...] = blocks
@@ -99,7 +104,7 @@ def check_weight_scale(name: str, scale: torch.Tensor | None, weight: torch.Tens
         because = f"{of} has {{}} experts", f"{of} has {rows} rows per expert", f"{of} has {columns} columns"
         why = reasons(scale.shape, shape, because)
         raise ValueError(f"{name} has shape {tuple(scale.shape)}; it must be {shape}, {what}{why}")
-    check_tensor(name, scale, dtype=torch.float32, contiguous=True)
+    check_tensor(name, scale, dtype=torch.float32, contiguous=contiguous)
 
 
 def _check_dtypes(w13, w2):
@@ -120,13 +125,13 @@ def check_weights(w13: torch.Tensor, w2: torch.Tensor, scaling: str = "block") -
     if format_ == MXFP4:
         _check_packed(w13, w2)
     else:
-        _check_plain(w13, w2, 128 if format_ == FP8_BLOCK else 64)
+        check_plain(w13, w2, 128 if format_ == FP8_BLOCK else 64)
     return shape_of(w13, w2, format_)
 
 
-def _check_plain(w13, w2, step):
+def check_plain(w13, w2, step, any_strides=False):
     """Check weights that are not packed; ``step``: what the intermediate size is a multiple of."""
-    _check_matrices("w13", w13, ("experts", "2 * intermediate", "hidden"))
+    _check_matrices("w13", w13, ("experts", "2 * intermediate", "hidden"), any_strides=any_strides)
     experts, twice, hidden = w13.shape
     _check_experts(experts)
     if twice % 2:
@@ -140,14 +145,14 @@ def _check_plain(w13, w2, step):
         raise ValueError(f"w13's hidden is {hidden}; it must be a multiple of 64")
     check_tensor("w2", w2, dtype=w13.dtype)
     because = "w13 has {} experts", "w13 has {} columns", f"w13 has {twice} rows, gate and up"
-    _check_matrices("w2", w2, (experts, hidden, twice // 2), because)
+    _check_matrices("w2", w2, (experts, hidden, twice // 2), because, any_strides)
     check_tensor("w2", w2, device=(w13.device, "w13"))
 
 
-def _check_matrices(name, weight, shape, because=()):
+def _check_matrices(name, weight, shape, because=(), any_strides=False):
     """Check a weight that is contiguous, or in bfloat16 the transposed view ``.mT`` of one that is."""
     is_transposed = weight.dtype == torch.bfloat16 and weight.dim() == 3 and weight.mT.is_contiguous()
-    check_tensor(name, weight, shape=shape, because=because, contiguous=not is_transposed)
+    check_tensor(name, weight, shape=shape, because=because, contiguous=not (is_transposed or any_strides))
 
 
 def _check_packed(w13, w2):
@@ -210,7 +215,7 @@ def pack_mxfp4_experts(
     down_proj_blocks : tensor [experts, hidden, intermediate / 32, 16], uint8
     down_proj_scales : tensor [experts, hidden, intermediate / 32], uint8
         The tensors of these names of a checkpoint of gpt-oss; see :func:`moe_numba.pack_mxfp4` for the encoding.
-        ``hidden`` and ``intermediate`` are multiples of 64.
+        ``hidden`` is a multiple of 64, ``intermediate`` of 32.
     gate_up : {"interleaved", "stacked"}
         Order of the rows of ``gate_up_proj_*``. "interleaved": alternately of gate and up, as in checkpoints of
         gpt-oss. "stacked": first all of gate, then all of up, as where ``gate_proj`` and ``up_proj`` (w1 and w3 of
@@ -222,7 +227,9 @@ def pack_mxfp4_experts(
     -------
     w13 : tensor [experts, 2 * intermediate / 64, hidden / 64, 136, 16], uint8
     w2 : tensor [experts, hidden / 64, intermediate / 64, 2176], uint8
-        On the device and in the library of ``gate_up_proj_blocks``: 4.25 bits per weight.
+        On the device and in the library of ``gate_up_proj_blocks``: 4.25 bits per weight. An odd multiple of 32 as
+        ``intermediate`` is padded with zeros to a multiple of 64, which ``w13_bias`` must then have, too:
+        :func:`moe_numba.shard_experts` pads both, and cuts shards for tensor parallelism.
 
     Raises
     ------
@@ -236,17 +243,38 @@ def pack_mxfp4_experts(
     check_choice("gate_up", gate_up, GATE_UP)
     names = "gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"
     given = gate_up_proj_blocks, gate_up_proj_scales, down_proj_blocks, down_proj_scales
-    blocks, scales, down_blocks, down_scales = map(as_tensor, given, names)
+    tensors = dict(zip(names, map(as_tensor, given, names), strict=True))
+    check_checkpoint(tensors)
+    return pack_checkpoint(tensors, gate_up)
+
+
+def check_checkpoint(tensors: dict[str, torch.Tensor]) -> tuple[int, int, int]:
+    """Check MXFP4 weights before packing: blocks and scales of gate and up, then those of down, by their names.
+
+    Returns
+    -------
+    experts, hidden, intermediate : int
+    """
+    names, (blocks, scales, down_blocks, down_scales) = tuple(tensors), tensors.values()
     experts, twice, hidden_blocks = sizes = check_blocks(names[0], blocks)
-    if twice % 128 or hidden_blocks % 2:
+    if twice % 64 or hidden_blocks % 2:
         raise ValueError(
-            f"gate_up_proj_blocks has shape {tuple(blocks.shape)}; it must be [experts, 2 * intermediate, "
-            "hidden / 32, 16], with hidden and intermediate multiples of 64"
+            f"{names[0]} has shape {tuple(blocks.shape)}; it must be [experts, 2 * intermediate, hidden / 32, 16], "
+            "with hidden a multiple of 64 and intermediate of 32"
         )
     check_scales(names[1], scales, names[0], blocks, sizes)
     down_sizes = experts, 32 * hidden_blocks, twice // 64
     shape = (*down_sizes[:2], twice // 4) if down_blocks.dim() == 3 else (*down_sizes, 16)
-    because = tuple(f"gate_up_proj_blocks has {n}" for n in ("{} experts", "{} columns", f"{twice} rows per expert"))
+    because = tuple(f"{names[0]} has {n}" for n in ("{} experts", "{} columns", f"{twice} rows per expert"))
     check_tensor(names[2], down_blocks, dtype=torch.uint8, shape=shape, because=because)
     check_scales(names[3], down_scales, names[2], down_blocks, down_sizes)
-    return pack_checked(blocks, scales, gate_up, names[:2]), pack_checked(down_blocks, down_scales, None, names[2:])
+    return experts, 32 * hidden_blocks, twice // 2
+
+
+def pack_checkpoint(tensors: dict[str, torch.Tensor], gate_up: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack what `check_checkpoint` has checked."""
+    names, (blocks, scales, down_blocks, down_scales) = tuple(tensors), tensors.values()
+    w13 = pack_checked(blocks, scales, gate_up, names[:2])
+    if w13.shape[1] % 2:  # rows are in the packed order here, so that a tile is 32 rows of gate and 32 of up
+        w13 = torch.nn.functional.pad(w13, (0, 0, 0, 0, 0, 0, 0, 1))
+    return w13, pack_checked(down_blocks, down_scales, None, names[2:])

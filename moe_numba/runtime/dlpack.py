@@ -102,6 +102,8 @@ def call_with_tensors(function, name, arguments):
         def convert(tensor):
             return tensor if tensor.dtype in _MISSING_DTYPES[library] else from_dlpack(tensor)
 
+        if isinstance(result, dict):
+            return {key: convert(tensor) for key, tensor in result.items()}
         return tuple(map(convert, result)) if isinstance(result, tuple) else convert(result)
 
 

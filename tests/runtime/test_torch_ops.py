@@ -33,6 +33,7 @@ NOT_TENSOR_FUNCTIONS = {
     "pack_mxfp4",
     "pack_mxfp4_experts",
     "memory_cost",
+    "shard_experts",
     "simulator",
     "ExpertsWorkspace",
 }

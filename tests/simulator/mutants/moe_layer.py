@@ -1,4 +1,4 @@
-"""Planted bugs in the small kernels of a layer: sorting, permuting, activating, summing and quantising tokens."""
+"""Planted bugs in the small kernels of a layer, from sorting to quantising tokens, and in cutting its weights."""
 
 from .mutant import mutant
 
@@ -7,6 +7,7 @@ GROUP_BY_EXPERT, PERMUTE = f"{LAYER}/group_by_expert/kernel.py", f"{LAYER}/permu
 WEIGHTED_SUM, SILU_AND_MUL = f"{LAYER}/weighted_sum/kernel.py", f"{LAYER}/silu_and_mul/kernel.py"
 QUANT, CAST = f"{LAYER}/per_token_quant/kernel.py", "moe_numba/quantise/fp8_cast_kernels.py"
 SHARED_EXPERTS = "moe_numba/shared_experts/kernel.py"
+SHARDS, WEIGHTS = f"{LAYER}/shards.py", f"{LAYER}/weights.py"
 
 # Tests of wrong kernels and of machine code look for passages of the sources that a bug may replace.
 RESULTS = "-k", "not rejected and not rejects and not machine_code"
@@ -14,6 +15,7 @@ GROUPS, PERMUTATIONS = (f"{TESTS}/test_group_by_expert.py", *RESULTS), (f"{TESTS
 SUMS = f"{TESTS}/test_weighted_sum.py", *RESULTS  # of silu_and_mul, too
 ROW_SCALES, CASTS = (f"{TESTS}/test_per_token_quant.py", *RESULTS), ("tests/quantise/test_fp8_cast.py", *RESULTS)
 ROUTINGS = f"{TESTS}/test_fuse_routing.py", *RESULTS
+SUMS_OF_RANKS = f"{TESTS}/test_shards.py", "-k", "all_columns"
 
 
 def late_inputs(kernel):
@@ -257,5 +259,39 @@ MUTANTS = [
         "the product that chooses a replica overflows 32 bits",
         ROUTINGS,
         (SHARED_EXPERTS, "uint64(word) * uint64(num_shared)", "uint64(uint32(word * uint32(num_shared)))"),
+    ),
+    mutant(
+        "ML26",
+        "a shard that begins in the middle of a scale's block has its zeros at the end: its blocks are not the layer's",
+        SUMS_OF_RANKS,
+        (SHARDS, "front = begin % block  #", "front = 0  #"),
+    ),
+    mutant(
+        "ML27",
+        "codes of w2 begin with the shard, but their scales with a block",
+        SUMS_OF_RANKS,
+        (
+            SHARDS,
+            'shard.in_units(_CODES_PER_BYTE).cut(whole["w2"].flatten(2), 2)',
+            'shard._replace(front=0).in_units(_CODES_PER_BYTE).cut(whole["w2"].flatten(2), 2)',
+        ),
+    ),
+    mutant(
+        "ML28",
+        "rows that alternate between gate and up are cut as if those of gate came first",
+        SUMS_OF_RANKS,
+        (SHARDS, "else ((-1, 2), 1)", "else ((2, -1), 2)"),
+    ),
+    mutant(
+        "ML29",
+        "each rank adds the bias of the output",
+        SUMS_OF_RANKS,
+        (SHARDS, 'if "w2_bias" in whole and rank == 0:', 'if "w2_bias" in whole:'),
+    ),
+    mutant(
+        "ML30",
+        "packed gate and up are padded before their first row",
+        (f"{TESTS}/test_shards.py::test_packing_pads_whole_blocks[stacked]",),
+        (WEIGHTS, "(0, 0, 0, 0, 0, 0, 0, 1)", "(0, 0, 0, 0, 0, 0, 1, 0)"),
     ),
 ]
