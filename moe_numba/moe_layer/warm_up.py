@@ -1,6 +1,7 @@
 """Compilation of all kernels that a module or a model needs, before its first call."""
 
 import contextlib
+import importlib
 import itertools
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from moe_numba.runtime.validate import check_dtype, check_int
 # Which kernels a call needs depends on the rows per expert, in steps that are larger than those of these sizes.
 _MAX_TOKENS = 1 << 14
 _COMPILE_S = 600.0  # that ranks wait for the one that compiles
+_FUNCTIONS = "moe_numba.moe_layer.expert_parallel.layer"  # imports all functions that layers call
 TOKENS = (*range(1, 17), *(round(16 * 1.08**i) for i in range(1, 91)), _MAX_TOKENS)
 
 
@@ -110,7 +112,7 @@ def warm_up_parts(
     Parameters
     ----------
     parts : callable
-        ``parts(tokens)`` yields the calls for a number of tokens, in ``FakeTensorMode``.
+        ``parts(tokens)`` yields the calls for a number of tokens; of those that are made its tensors are fake.
     sizes : iterable of int, optional
         Numbers of tokens, by default `TOKENS`.
     layers : iterable of ExpertParallelMoE
@@ -125,14 +127,25 @@ def warm_up_parts(
     elif received := [layer.buffer.group_size for layer in layers if layer.receives_any_number]:
         most = max(received) * max(sizes, default=0)
         sizes = sorted({*sizes, *(n for n in TOKENS if n <= most)})
+    for n in sizes[:1]:
+        next(iter(parts(n)), None)  # checks the arguments, before processes start
+    found: list[Call] = []
+
+    def traced():
+        for n in sizes:
+            made = _calls_of(parts(n))
+            found.extend(made)
+            yield from made
+
+    if not layers and compiles and sizes:  # processes start while calls are traced
+        total = _compile(traced(), processes, progress)
+        return total if found else None
     with _uses_of(layers) as uses:
-        calls = list(dict.fromkeys(call for n in sizes for call in _calls_of(parts(n))))
+        calls = tuple(dict.fromkeys(traced()))
     if sizes and not calls:
         return None
     if not compiles or not calls:
         return 0
-    if not layers:
-        return _compile(calls, processes, progress)
     total = _compile_on_one_rank(layers[0].buffer.transport, partial(_compile, calls, processes), progress)
     for layer, topk, ids_dtype in uses:
         _call_with_one_token(layer, topk, ids_dtype)
@@ -161,7 +174,7 @@ def _compile(calls, processes, progress):
     columns = *Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, disable=not progress) as bar:
         task = bar.add_task("compiling kernels", total=None)
-        for done, total in compile_calls(calls, processes=processes):
+        for done, total in compile_calls(calls, processes=processes, imports=(_FUNCTIONS,)):
             bar.update(task, completed=done, total=total)
     return total
 
@@ -234,9 +247,7 @@ class Call(NamedTuple):
 
     def __call__(self) -> None:
         """Make the call with tensors whose memory is reserved but not touched."""
-        # A process that compiles has not imported it; it imports all functions that layers call.
-        from moe_numba.moe_layer.expert_parallel import layer  # noqa: F401
-
+        importlib.import_module(_FUNCTIONS)  # where the process that compiles has not
         given = {
             name: torch.empty_strided(*value[:2], dtype=value.dtype) if isinstance(value, Empty) else value
             for name, value in self.arguments

@@ -4,10 +4,12 @@ Each process makes the calls in compile-only mode, which reports the kernels, an
 of machine code.
 """
 
+import importlib
 import os
+import pickle
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from multiprocessing import context
@@ -21,7 +23,10 @@ MAX_PROCESSES = 32
 
 
 def compile_calls(
-    calls: Iterable[Any], gpu: device.GPU | None = None, processes: int | None = None
+    calls: Iterable[Any],
+    gpu: device.GPU | None = None,
+    processes: int | None = None,
+    imports: Collection[str] = ("moe_numba",),
 ) -> Iterator[tuple[int, int]]:
     """Compile the kernels of some calls; yield (kernels that are compiled, all kernels) whenever one is ready.
 
@@ -29,23 +34,28 @@ def compile_calls(
     ----------
     calls : iterable of callables
         Without arguments; they can be pickled, and call functions of the package on CPU tensors whose values do not
-        matter.
+        matter. The processes start before the iterable is read, so that it may take its time.
     gpu : GPU, optional
         By default the current one.
     processes : int, optional
         By default one per core, at most `MAX_PROCESSES`.
+    imports : collection of str
+        Modules that the processes import meanwhile.
 
     Raises
     ------
     Exception
         What a call raises, or the compiler.
     """
-    calls, processes = tuple(calls), processes or default_processes()
+    processes = processes or default_processes()
     gpu = gpu or device.gpu_of(torch.cuda.current_device())
-    with compiler_pool(processes, _start, (gpu, calls)) as pool:
-        futures = [pool.submit(_compile, i) for i in range(processes)]
+    with compiler_pool(processes) as pool:
+        for _ in range(processes):
+            pool.submit(_import, tuple(imports))
+        given = pickle.dumps((gpu, tuple(dict.fromkeys(calls))))
+        futures = [pool.submit(_compile, i, given) for i in range(processes)]
         total, done = futures[0].result()[1], 0
-        futures += [pool.submit(_compile, i) for i in range(processes, total)]
+        futures += [pool.submit(_compile, i, given) for i in range(processes, total)]
         for future in as_completed(futures):
             done += future.result()[0]
             yield done, total
@@ -56,10 +66,10 @@ def default_processes():
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
 
 
-def compiler_pool(processes, *initializer):
-    """Return a pool of processes that compile; ``initializer`` as for ``ProcessPoolExecutor``."""
+def compiler_pool(processes):
+    """Return a pool of processes that compile."""
     # A process that was forked could not use the GPU's context, nor a lock that a thread of its parent held.
-    return ProcessPoolExecutor(processes, _Spawn(), *initializer)
+    return ProcessPoolExecutor(processes, _Spawn())
 
 
 class _Process(context.SpawnProcess):
@@ -78,28 +88,31 @@ class _Spawn(context.SpawnContext):
     Process = _Process
 
 
-def _start(gpu, calls):
-    """Give a process what `_definitions` needs."""
-    global _calls, _gpu
-    _calls, _gpu = calls, gpu
+def _import(modules):
+    for module in modules:
+        importlib.import_module(module)
 
 
 @cache
-def _definitions():
-    """Return the different kernels of the calls, those first that take longest to compile; the same in each process."""
-    launches = []
-    device.compile_only(_gpu, lambda *launch: launches.append(launch))
-    for call in _calls:
+def _definitions(given):
+    """Return the GPU and the different kernels of the calls, the same in each process.
+
+    Kernels that take longest to compile are the first; ``given`` is the GPU and the calls, pickled.
+    """
+    gpu, calls = pickle.loads(given)
+    launches: list = []
+    device.compile_only(gpu, lambda *launch: launches.append(launch))
+    for call in calls:
         call()
     found = dict.fromkeys((kernel, signature, options["launch_bounds"]) for kernel, signature, options in launches)
-    return sorted(found, key=lambda definition: -len(definition[0].py_func.__code__.co_code))
+    return gpu, sorted(found, key=lambda definition: -len(definition[0].py_func.__code__.co_code))
 
 
-def _compile(number):
+def _compile(number, given):
     """Compile a kernel; return (1 if there is one of this number, number of all kernels)."""
-    found = _definitions()
+    gpu, found = _definitions(given)
     if number >= len(found):
         return 0, len(found)
     kernel, signature, bounds = found[number]
-    cubin_cache.machine_code(kernel, signature, arch=_gpu.arch, link_arch=_gpu.hardware_arch, launch_bounds=bounds)
+    cubin_cache.machine_code(kernel, signature, arch=gpu.arch, link_arch=gpu.hardware_arch, launch_bounds=bounds)
     return 1, len(found)
