@@ -300,16 +300,17 @@ KNOWN_SPILLS = {
     "grouped_gemm: block 1000 lengths": 64,
     "grouped_gemm: block 1000 masked": 64,
     "grouped_gemm: block 1000 offsets": 64,
-    "grouped_gemm: block 32 lengths": 8,
-    "grouped_gemm: block 32 masked": 8,
-    "grouped_gemm: block 32 offsets": 40,
     "grouped_gemm: options none 1000": 16,
     "grouped_gemm: options row 1000": 24,
     "grouped_gemm: silu block 100": 252,
+    "grouped_gemm: silu block 32": 112,
+    "grouped_gemm: silu block 32 gather": 40,
+    "grouped_gemm: silu block 8": 112,
+    "grouped_gemm: silu block 8 gather": 40,
     "grouped_gemm: silu block 1000": 252,
     "grouped_gemm: silu block 1000 masked": 252,
     "grouped_gemm: silu block 1000 offsets": 252,
-    "grouped_gemm: tensor 1000 gather": 32,
+    "grouped_gemm: tensor 1000 gather": 40,
 }
 
 

@@ -349,8 +349,9 @@ WRONG = {
     "the epilogue does not undo its swizzle": (store_tile, "((vector ^ (t & 7)) << 4)", "(vector << 4)"),
     "an epilogue buffer is read before all four warps wrote it": (
         store_tile,
-        "acc_0, scale)\n            bar_sync(int32(2 + warpgroup), 128)\n",
-        "acc_0, scale)\n",
+        "            store_chunk(smem, store, int32(chunk - 1), chunks, True)\n"
+        "        else:\n            bar_sync(int32(2 + store.warpgroup), 128)\n",
+        "            store_chunk(smem, store, int32(chunk - 1), chunks, True)\n",
     ),
     "gathered rows are not waited for": (gather, "    cp_async_wait_all()\n", ""),
     "gathered rows are not fenced": (gather, "    fence_proxy_async_shared()\n", ""),
@@ -436,7 +437,7 @@ def test_kernels_that_ignore_the_strides_of_scales_are_rejected(right, wrong, de
 
 
 def test_a_kernel_that_stores_columns_beyond_y_is_rejected(device):
-    change = store_tile, "            if column + 8 * vector >= output.n:", "            if column >= output.n:"
+    change = store_tile, "        if column + 8 * vector >= output.n:", "        if column >= output.n:"
     make_kernel, config = changed_maker(kernel, "make_kernel", *change), CONFIGS["tensor"]
     p = make_problem(config, [5, 11], 80, 64, device)
     assert is_rejected(lambda seed: mismatch(run(config, p, seed=seed, make_kernel=make_kernel), p.expected))

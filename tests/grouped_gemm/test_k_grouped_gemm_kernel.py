@@ -169,8 +169,8 @@ WRONG = {
     ),
     "a buffer is overwritten while it is stored": ("            wait_read()  # an earlier", "            pass  #"),
     "a buffer is not fenced": (
-        "        write_rows(smem, offset, acc)\n        fence_proxy_async_shared()\n",
-        "        write_rows(smem, offset, acc)\n",
+        "        write_rows(smem, offset, values)\n        fence_proxy_async_shared()\n",
+        "        write_rows(smem, offset, values)\n",
     ),
     "the CTA ends before its stores": ("                wait_for_stores()", "                pass"),
     "the swizzle of a store is left out": ("((vector ^ (row & 7)) << 4)", "(vector << 4)"),
