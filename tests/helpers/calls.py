@@ -6,7 +6,9 @@ import torch
 import moe_numba
 from helpers.expert_parallel import NUM_BYTES, SMALL, make_inputs, new_output, send
 from helpers.grouped_gemm import FUNCTIONS, SILU, inputs
+from helpers.low_latency import SMS, experts_result, make_round, run, synchronize
 from moe_numba.expert_parallel import Buffer
+from moe_numba.expert_parallel.low_latency import config as low_latency_config
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 from moe_numba.grouped_gemm.reference import quantise_blocks
 from moe_numba.grouped_gemm.w4.reference import quantise_mxfp4
@@ -100,6 +102,12 @@ def moe_layer_with_scales_per_expert():
     return lambda: moe_numba.fused_experts(x, w13, w2, weights, ids, scales, scales)
 
 
+def long_rows():
+    """Rows of two warps."""
+    x = torch.randn(3, 1152, generator=torch.Generator().manual_seed(7)).bfloat16()
+    return lambda: (*moe_numba.per_token_quant_fp8(x), *moe_numba.silu_and_mul_quant_fp8(x))
+
+
 def many_assignments():
     ids = torch.randint(-1, 16, (1100, 8), generator=torch.Generator().manual_seed(6))
     return lambda: moe_numba.group_by_expert(ids, 16)
@@ -141,6 +149,34 @@ def dispatch_to_output(fp8):
         return copies
 
     return lambda: [tensor for tensors in LocalGroup(3).run(on_rank) for tensor in tensors]
+
+
+def low_latency(expert_major):
+    """With rows of 1024 elements, a CTA of two warps has a half of one."""
+    hidden = 1024
+    x, ids, weights = make_round([3, 2], 0, hidden=hidden)
+
+    def on_rank(buffer, rank):
+        plan = buffer.low_latency(4, hidden, 4, 2, expert_major=expert_major, num_sms=SMS)
+        results = []
+        for _ in range(2):
+            if expert_major:
+                got = plan.dispatch(x[rank], ids[rank])
+                synchronize(buffer)
+                results.append(plan.combine(experts_result(got.x, got.counts), ids[rank], weights[rank]))
+            else:
+                got = plan.dispatch(x[rank], ids[rank], weights[rank])
+                results.append(plan.combine(got.x.where((got.topk_idx >= 0).any(1)[:, None], 0), ids[rank]))
+            synchronize(buffer)
+        plan.close()
+        return results
+
+    def call():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(low_latency_config, "default_parts", lambda max_tokens: 2)
+            return [tensor for results in run(2, on_rank) for tensor in results]
+
+    return call
 
 
 def gathered_rows(kind):
@@ -197,9 +233,12 @@ CALLS = {
     "experts of a layer": moe_layer(False),
     "experts of a layer, FP8": moe_layer(True),
     "experts of a layer, FP8 with a scale per expert": moe_layer_with_scales_per_expert(),
+    "rows in FP8, a scale per row": long_rows(),
     "assignments by expert, three launches": many_assignments(),
     "dispatch to an output": dispatch_to_output(False),
     "FP8 dispatch to an output": dispatch_to_output(True),
     "dispatch and combine": dispatch_and_combine(),
     "dispatch and combine without TMA": dispatch_and_combine(False),
+    "low latency, packed by expert": low_latency(True),
+    "low latency, in slots": low_latency(False),
 }

@@ -19,7 +19,7 @@ from moe_numba.expert_parallel.rings.config import (
 from moe_numba.expert_parallel.rings.token_slot import TokenSlot
 from moe_numba.runtime.launch import current_stream
 
-_NOTIFY_THREADS = _BARRIER_THREADS = 32 if simulator.ENABLED else 512  # per CTA
+_NOTIFY_THREADS = _BARRIER_THREADS = 64 if simulator.ENABLED else 512  # per CTA
 _DTYPES = torch.bfloat16, torch.float8_e4m3fn  # as ranks exchange them, see `timeout.CALL_ARGUMENTS`
 
 
