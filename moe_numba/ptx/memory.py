@@ -69,6 +69,7 @@ def griddepcontrol_wait():
     A no-op unless the grid was launched with programmatic dependent launch, which starts at compute capability 9.0.
     """
     t = simulator.thread()
+    t.grid.waited.add(t.block)
     if t.grid.world.races is not None:
         t.grid.world.races.wait_for_prerequisite(t)
 
@@ -78,6 +79,8 @@ def griddepcontrol_launch_dependents():
 
     A no-op below compute capability 9.0.
     """
+    t = simulator.thread()
+    t.grid.allow_next(t.block)
 
 
 def _no_dependent_launch():

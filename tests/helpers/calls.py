@@ -102,6 +102,14 @@ def moe_layer_with_scales_per_expert():
     return lambda: moe_numba.fused_experts(x, w13, w2, weights, ids, scales, scales)
 
 
+def layer_of_one_token():
+    """The gate and two matrix-vector kernels, the last of which reads the gate's experts early."""
+    random = torch.Generator().manual_seed(8)
+    x, logits = torch.randn(1, 64, generator=random).bfloat16(), torch.randn(1, 8, generator=random)
+    w13, w2 = (torch.randn(8, n, 64, generator=random).bfloat16() for n in (128, 64))
+    return lambda: moe_numba.fused_moe(x, logits, None, w13, w2, 2, scoring="softmax")
+
+
 def long_rows():
     """Rows of two warps."""
     x = torch.randn(3, 1152, generator=torch.Generator().manual_seed(7)).bfloat16()
@@ -233,6 +241,7 @@ CALLS = {
     "experts of a layer": moe_layer(False),
     "experts of a layer, FP8": moe_layer(True),
     "experts of a layer, FP8 with a scale per expert": moe_layer_with_scales_per_expert(),
+    "a layer of one token": layer_of_one_token(),
     "rows in FP8, a scale per row": long_rows(),
     "assignments by expert, three launches": many_assignments(),
     "dispatch to an output": dispatch_to_output(False),

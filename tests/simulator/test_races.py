@@ -38,10 +38,11 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_init,
     mbarrier_wait_parity,
 )
-from moe_numba.ptx.memory import griddepcontrol_wait
+from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.ptx.warpgroup import bar_arrive, bar_sync
 from moe_numba.simulator.core.errors import file_name
+from moe_numba.simulator.core.scheduler import override_settings
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="the simulator's races")
 wait_stores, wait_reads = make_bulk_wait_group(0), make_bulk_wait_group_read(0)
@@ -313,6 +314,45 @@ def test_kernels_of_one_rank_are_ordered():
         for _ in range(3):
             simulator.run(shift, 2, 32, (data,), cooperative=True)
     assert (data.array == 3).all()
+
+
+@pytest.mark.parametrize("engine", ["threads", "either"])
+@pytest.mark.parametrize("order", ["wait, allow", "allow, wait", "allow", "neither"])
+def test_dependent_launches_of_three_kernels(order, engine):
+    """A kernel that allows the next one to start before it has waited lets it overlap the kernel before, too."""
+
+    @cuda.jit
+    def first(ids):
+        ids[cuda.threadIdx.x] = 1
+
+    @cuda.jit
+    def second(ids, middle):
+        if order == "allow, wait" or order == "allow":
+            griddepcontrol_launch_dependents()
+        if order == "allow, wait" or order == "wait, allow":
+            griddepcontrol_wait()
+        if order == "wait, allow":
+            griddepcontrol_launch_dependents()
+        middle[cuda.threadIdx.x] = 2
+
+    @cuda.jit
+    def third(ids, middle, out):
+        t = cuda.threadIdx.x
+        early = ids[t]
+        griddepcontrol_wait()
+        out[t] = early + middle[t]
+
+    ids, middle, out = (simulator.pointer(ints(64), name) for name in ("ids", "middle", "out"))
+    with simulator.races(), override_settings(engine=engine):
+        simulator.run(first, 1, 64, (ids,))
+        simulator.run(second, 2, 32, (ids, middle), dependent=True)
+        if order == "wait, allow":
+            simulator.run(third, 1, 64, (ids, middle, out), dependent=True)
+        else:
+            with pytest.raises(simulator.DataRace, match="may overlap kernel first, since kernel second let it start"):
+                simulator.run(third, 1, 64, (ids, middle, out), dependent=True)
+        simulator.run(second, 1, 64, (ids, middle))  # an ordinary launch overlaps none
+        simulator.run(third, 1, 64, (ids, middle, out), dependent=True)
 
 
 @pytest.mark.parametrize("conflict", ["reads", "overwrites", "none"])

@@ -151,6 +151,10 @@ class Grid:
             clusters.setdefault(index, []).append(block)
         self.clusters = [Cluster(blocks) for blocks in clusters.values()]
         self.waiting_clusters, self.local_bytes = deque(self.clusters), {}
+        # Programmatic dependent launch: the blocks that have waited for the kernel before, and for each block that
+        # has allowed the next kernel to start whether it had waited then.
+        self.waited, self._allowed_after_wait = set(), {}
+        self.overlapped_by = ""  # name of a kernel after this one, which let the next one overlap this one, too
         if cooperative:
             self._check_all_resident()
         self.rank, self.label = None, ""  # set where several ranks run together; the label precedes blocks in messages
@@ -161,6 +165,15 @@ class Grid:
         """How many blocks the simulated GPU runs at the same time, with the shared memory that is known so far."""
         per_sm = SM_LIMITS[SIMULATED].resident_blocks(self.block_size, self.shared_layout.used)
         return SM_COUNT * per_sm
+
+    def allow_next(self, block: Block) -> None:
+        """Execute `griddepcontrol.launch_dependents` in a block."""
+        self._allowed_after_wait.setdefault(block, block in self.waited)
+
+    @property
+    def next_may_overlap_kernel_before(self) -> bool:
+        """Whether all blocks allowed the next kernel to start, at the latest as they ended, without having waited."""
+        return self.dependent and not any(self._allowed_after_wait.get(b, b in self.waited) for b in self.blocks)
 
     def start(self) -> list[Block]:
         """Return the blocks that start at once: as many as can be resident."""

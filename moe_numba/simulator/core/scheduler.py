@@ -284,7 +284,8 @@ class World:
                 raise Deadlock(self._report("no thread can run"))
             if self.memory_model is not None:
                 self.memory_model.end(*self.grids)
-            finished = self.races.finish() if self.races is not None else None
+            overlapped_by = self.grids[0].name if self.grids[0].next_may_overlap_kernel_before else ""
+            finished = self.races.finish(overlapped_by) if self.races is not None else None
             # With its threads it keeps the kernel's arguments alive, so that no new memory has their addresses.
             set_history(finished if len(self.grids) == 1 else None)
         except Exception as error:

@@ -115,7 +115,7 @@ def _mergers(releases):
 
 
 class History(NamedTuple):
-    """The last accesses of a kernel that has completed."""
+    """The last accesses of a kernel that has completed, and of those before that the next one may overlap, too."""
 
     shadow: ShadowMemory
     accesses: list
@@ -144,17 +144,22 @@ class HappensBefore:
         self.thread_of = [NOBODY] + [0] * (len(self.accesses) - 1)
         self.completed[None] = join([VectorClock(self.nothing, 0, 1)]).known, self.nothing
 
-    def finish(self):
+    def finish(self, overlapped_by=""):
         """Return what a kernel that overlaps the end of this one may race with, and free the rest.
 
-        That is a shadow of the accesses of this kernel alone.
+        That is a shadow of the accesses of this kernel alone; or also of those before it if that may overlap them, as
+        this kernel, whose name is then ``overlapped_by``, did.
         """
-        of_sets = [next((n for n in s.values() if self.thread_of[n] != 0), 0) if s else 0 for s in self.read_sets]
+        is_kept = lambda n: overlapped_by or self.thread_of[n] != 0
+        of_sets = [next((n for n in s.values() if is_kept(n)), 0) if s else 0 for s in self.read_sets]
         of_sets = np.array(of_sets, np.int32)
-        used = [n for n in self.shadow.numbers(of_sets) if n and self.thread_of[n] != 0]
+        used = [n for n in self.shadow.numbers(of_sets) if n and is_kept(n)]
         renumbered = np.zeros(len(self.accesses), np.int32)
         renumbered[used] = np.arange(1, len(used) + 1)
         accesses = [None, *(self.accesses[n]._replace(number=0, epoch=1, operation=None) for n in used)]
+        for n in used:
+            if self.thread_of[n] == 0:
+                self.accesses[n].thread.grid.overlapped_by = overlapped_by
         history = History(self.shadow.renumbered(renumbered, of_sets), accesses)
         for t in self.states:  # which refer to one another in cycles
             t.race_state = None

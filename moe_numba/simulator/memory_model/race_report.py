@@ -49,6 +49,11 @@ def _same_line(a, b):
 def _ordering(a, b):
     """Return what orders accesses of two threads."""
     if a.grid is not b.grid and a.grid.rank == b.grid.rank:
+        if between := a.grid.overlapped_by:
+            return (
+                f"kernel {b.grid.name} may overlap kernel {a.grid.name}, since kernel {between} let it start before it "
+                f"had itself waited: {between} needs griddepcontrol_wait before griddepcontrol_launch_dependents"
+            )
         return (
             f"kernel {b.grid.name} is launched to overlap the kernel before it, {a.grid.name}: "
             "it needs griddepcontrol_wait first"

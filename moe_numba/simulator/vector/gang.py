@@ -166,6 +166,7 @@ class Gang(greenlet.greenlet):
 
     def wait_for_kernel_before(self, active):
         """Execute `griddepcontrol.wait`."""
+        self.grid.waited.add(self.block)
         if self.overlaps and active is None:
             self.flush()
             self.overlaps = False

@@ -70,6 +70,8 @@ def attempt(make_grids, seed, repeat=None):
             world.run()
             if strict:
                 repeat.keep(engine.memory.regions)
+                if grids[0].next_may_overlap_kernel_before:
+                    repeat.keep_kernel_before(engine.last_kernel)
             scheduler.set_history(repeat if len(grids) == 1 else None)
             return None
         except Exception as error:

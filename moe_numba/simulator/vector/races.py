@@ -76,9 +76,13 @@ def check_before_wait(last, kinds, all_lanes):
 def _touches(last, low, high, writes):
     """Return whether the last kernel wrote these bytes, or also, for accesses that write, whether it read them."""
     if type(last) is Repetition:
-        return any(start < high and low < end and (writes or written) for start, end, written in last.accessed)
+        of_last = any(start < high and low < end and (writes or written) for start, end, written in last.accessed)
+        return of_last or last.before is not None and _touches(last.before, low, high, writes)
     pages = [last.shadow.pages.get(index) for index in range(low >> PAGE_BITS, (high - 1 >> PAGE_BITS) + 1)]
     return any(np.any(page.writes) or writes and np.any(page.reads) for page in pages if page is not None)
+
+
+_MOST_KERNELS = 8  # of a chain, each of which overlaps the one before: their memory is kept
 
 
 class Repetition:
@@ -93,6 +97,7 @@ class Repetition:
         self.settings = {name: settings[name] for name in ("seed", "wraparound")}
         self.settings |= {"races": True, "preempt": 0.0, "weak_memory": False, "events": None, "profile": None}
         self.copies, self.accessed = [], []  # (bytes, what they were before the launch); (start, end, whether written)
+        self.before, self.depth = None, 0  # what the next kernel may overlap, too, and how many kernels that are
 
     def keep(self, regions):
         """Keep what the launch found in memory, and which regions it accessed."""
@@ -100,9 +105,14 @@ class Repetition:
         self.copies = [(region.memory, region.saved) for region in regions]
         self.accessed = [(region.start, region.end, region.written) for region in regions]
 
+    def keep_kernel_before(self, last):
+        """Keep what the kernel overlapped, a History or a Repetition, since the next one may do so, too."""
+        self.depth = getattr(last, "depth", 0) + 1
+        self.before = last if self.depth <= _MOST_KERNELS else None
+
     def __call__(self):
         """Return the launch's History; memory is afterwards as it was."""
-        scheduler.set_history(None)  # the kernel did not race with the one before it, which is not kept
+        scheduler.set_history(self.before)  # the kernel did not race with it
         now = [memory.copy() for memory, _ in self.copies]
         try:
             for memory, before in self.copies:

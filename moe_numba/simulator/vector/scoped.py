@@ -154,6 +154,7 @@ def globaltimer(mask):
 
 NAMES = {
     ("memory", "griddepcontrol_wait"): lambda mask: state.gang.wait_for_kernel_before(mask),
+    ("memory", "griddepcontrol_launch_dependents"): lambda mask: state.gang.grid.allow_next(state.gang.block),
     ("special_registers", "globaltimer"): globaltimer,
     ("atomics", "ld_relaxed_gpu_s32"): ld_relaxed_gpu_s32,
     ("atomics", "ld_relaxed_gpu_u64"): ld_relaxed_gpu_u64,
