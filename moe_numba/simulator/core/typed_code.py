@@ -7,6 +7,7 @@ Before threads run a kernel, `install` replaces the code of its jitted functions
 import ast
 import builtins
 import copy
+import sys
 import types
 import warnings
 import weakref
@@ -35,6 +36,20 @@ def install(kernel):
     if kernel in _kernels:
         return
     _kernels.add(kernel)
+    tracer = sys.gettrace()
+    sys.settrace(None)  # a thread whose lines the debugger counts may start the next kernel
+    try:
+        for function in _reachable(kernel) - set(_installed):
+            _installed.add(function)
+            code = typed(function)
+            if code is not None:
+                function.defined_code, function.__code__ = function.__code__, code
+    finally:
+        sys.settrace(tracer)
+
+
+def _reachable(kernel):
+    """Return a kernel and the jitted functions that it reaches by name."""
     found, todo = {kernel}, [kernel]
     while todo:
         function = todo.pop()
@@ -44,11 +59,7 @@ def install(kernel):
                     if other not in found:
                         found.add(other)
                         todo.append(other)
-        if function not in _installed:
-            _installed.add(function)
-            code = typed(function)
-            if code is not None:
-                function.defined_code, function.__code__ = function.__code__, code
+    return found
 
 
 def _functions_in(value, names, depth):
@@ -108,14 +119,10 @@ def _generate(code, tree, static):
     tree.body = [
         new for old in tree.body for made in [writer.visit(old)] for new in (made if type(made) is list else [made])
     ]
-    end = max(getattr(node, "end_lineno", 0) or 0 for node in ast.walk(tree))
-    # The names of the closure remain, also where all uses of one are replaced.
-    names = [ast.Name(name, ast.Load()) for name in code.co_freevars]
-    if names:
-        tree.body.append(ast.If(ast.Constant(0), [ast.Expr(ast.Tuple(names, ast.Load()))], []))
-        for node in ast.walk(tree.body[-1]):
-            node.lineno = node.end_lineno = end
-            node.col_offset = node.end_col_offset = 0
+    # The names of the closure remain, also where all uses of one are replaced. The annotation is not evaluated.
+    names = ast.Tuple([ast.Name(name, ast.Load()) for name in code.co_freevars], ast.Load())
+    if names.elts:
+        tree.body.append(ast.AnnAssign(ast.Name(".names", ast.Store()), names, None, 1))
     decorator = ast.Name("decorator", ast.Load())  # the code begins there
     decorator.lineno = decorator.end_lineno = code.co_firstlineno
     decorator.col_offset = decorator.end_col_offset = 0
