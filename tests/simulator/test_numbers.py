@@ -132,7 +132,7 @@ def check_operators(kernel, names, a, b):
 
 @pytest.mark.parametrize("kernel", [arithmetic, in_place], ids=["binary", "in place"])
 def test_arithmetic_of_every_pair_of_types(engine, kernel):
-    for a, b in pairs(DTYPES):
+    for a, b in pairs(DTYPES if kernel is arithmetic else DTYPES[::3]):
         if (a.kind, b.char) == ("b", "i"):
             continue  # Numba's power of a bool and an int32 is a float32, by accident
         check_operators(kernel, ARITHMETIC, a, b)
