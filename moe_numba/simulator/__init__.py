@@ -44,7 +44,7 @@ Operators, casts and the functions of `math` are typed as Numba types them (`cor
 `core.math_functions`). `core.typed_code` gives them to threads, `vector.transform` to vectors. What differs:
 - `a * b + c` is rounded twice. The compiler may fuse it and round once.
 - `min` and `max` of a NaN and a number: a GPU returns the number, Python may return either. Test with `x == x` instead.
-- A variable's type is that of its value; Numba gives it one type in the whole function. docs/simulator.md lists the rest.
+- A variable's type is that of its value; Numba gives it one type in the function. docs/simulator.md lists the rest.
 """
 
 import ctypes
