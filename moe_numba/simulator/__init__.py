@@ -40,12 +40,11 @@ not support run again with one greenlet per thread, as do all kernels under `wea
 and preemption. `vector.launch.fallbacks` lists them with the reasons. Under `races` it accepts only kernels that
 barriers order; threads execute all others and report each race.
 
-Arithmetic is NumPy's. It differs from compiled Numba in five ways, none of which affects kernels that name their types:
-- A Python number takes the type of the NumPy scalar it is combined with. Numba makes it int64 or float64.
-- Adding two int32 yields an int32, which wraps around. Numba yields an int64.
-- `np.uint32(-1)` is an error. Compiled, it wraps around; `numba.uint32(-1)` wraps around here as well.
+Operators, casts and the functions of `math` are typed as Numba types them (`core.operators`, `core.conversions`,
+`core.math_functions`). `core.typed_code` gives them to threads, `vector.transform` to vectors. What differs:
 - `a * b + c` is rounded twice. The compiler may fuse it and round once.
 - `min` and `max` of a NaN and a number: a GPU returns the number, Python may return either. Test with `x == x` instead.
+- A variable's type is that of its value; Numba gives it one type in the function. docs/simulator.md lists the rest.
 """
 
 import ctypes

@@ -8,6 +8,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from moe_numba.simulator.core.conversions import float_to_int
+
 _FLOAT32 = np.dtype(np.float32)
 _MOST_KEPT = 1 << 15  # integers of each type that are made only once
 
@@ -36,7 +38,9 @@ def _unsigned_bits(value):
 
 
 def wrap_integer_casts():
-    """Make `numba.int32(x)` and the other integer types keep the low bits, as a cast in a compiled kernel does.
+    """Make `numba.int32(x)` and the other integer types convert as a cast in a compiled kernel does.
+
+    They keep the low bits of an integer, and saturate a float (see `conversions`).
 
     In plain Python, Numba's types raise an OverflowError instead. Kernels cast more often than they do anything else,
     so each type keeps its mask, and values, because NumPy makes scalars slowly.
@@ -57,7 +61,10 @@ def wrap_integer_casts():
         if scalars is None:
             self.scalars = scalars = _Scalars(getattr(np, self.name), self.bitwidth, self.signed)
             self.scalar_type, self.mask = scalars.scalar_type, scalars.mask
-        return scalars[(value if kind is int else int(value)) & self.mask]
+        if kind is not int:
+            is_float = kind not in numbers and not isinstance(value, np.integer)
+            value = float_to_int(value, self.bitwidth, self.signed) if is_float else int(value)
+        return scalars[value & self.mask]
 
     Integer.scalar_type = Integer.mask = Integer.scalars = None  # until a type's first cast
     Integer.cast_python_value = Integer.__call__ = cast

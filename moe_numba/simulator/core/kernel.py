@@ -6,6 +6,7 @@ import inspect
 import math
 import operator
 import types
+import weakref
 from collections.abc import Callable, Sequence
 
 import greenlet
@@ -19,6 +20,7 @@ from moe_numba.simulator.core.host import Device
 from moe_numba.simulator.core.pointer_wrapping import wrap_argument
 from moe_numba.simulator.core.scheduler import World, run_world
 from moe_numba.simulator.core.settings import settings
+from moe_numba.simulator.core.typed_code import typed_copy
 
 _MAX_CLUSTER_BLOCKS = 8  # the portable cluster size; larger ones need an opt-in that `launch` does not have
 
@@ -219,11 +221,13 @@ def call_cpu_functions_as_python() -> None:
     """Let kernels call functions that Numba compiles for the CPU (`njit`): on a GPU it compiles them for that."""
     from numba.core.registry import CPUDispatcher
 
-    compiled = CPUDispatcher.__call__
+    compiled, copies = CPUDispatcher.__call__, weakref.WeakKeyDictionary()
 
     def call(self, *args, **kwargs):
         if type(greenlet.getcurrent()) is Thread:
-            return self.py_func(*args, **kwargs)
+            if self not in copies:
+                copies[self] = typed_copy(self.py_func)
+            return copies[self](*args, **kwargs)
         return compiled(self, *args, **kwargs)
 
     CPUDispatcher.__call__ = call

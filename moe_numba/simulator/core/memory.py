@@ -16,6 +16,7 @@ import greenlet
 import numpy as np
 
 from moe_numba.simulator.core import uninitialized
+from moe_numba.simulator.core.conversions import float_to_int
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, kernel_frame, plain_index
 from moe_numba.simulator.core.polling import LOADS, sample
 from moe_numba.simulator.core.settings import settings
@@ -26,6 +27,7 @@ loads_left = LOADS  # before `polling` samples one; starts again whenever a thre
 _WATCHING_LOCK = threading.Lock()  # worlds may run in several OS threads
 
 _MALLOC_ALIGNMENT = 16  # of every new NumPy array, on 64-bit systems
+_FLOATS = {float, np.float32, np.float64, np.float16}
 _INTEGERS = {int, np.int32, np.uint32, np.int64}  # the types of most indices
 
 
@@ -124,9 +126,12 @@ def is_float(dtype):
 
 
 def convert(value, dtype):
-    """Convert a value to a scalar of `dtype` as C does: integers wrap around, floats are rounded."""
-    if dtype.kind in "iu" and isinstance(value, (int, float)):
-        return np.uint64(int(value) & 0xFFFFFFFFFFFFFFFF).astype(dtype)
+    """Convert a value to a scalar of `dtype`: integers wrap around, floats are rounded, or saturate as integers."""
+    if dtype.kind in "iu":
+        if isinstance(value, np.generic) and is_float(value.dtype) or type(value) is float:
+            value = float_to_int(value, 8 * dtype.itemsize, dtype.kind == "i")
+        if isinstance(value, int):
+            return np.uint64(value & 0xFFFFFFFFFFFFFFFF).astype(dtype)
     return np.asarray(value).astype(dtype)[()]
 
 
@@ -177,6 +182,8 @@ class Pointer:
             before_access(self, i, writes=True, value=value)
         if not 0 <= i < self.size:
             raise self._out_of_bounds(i)
+        if type(value) in _FLOATS and self.array.dtype.kind in "iu":
+            value = convert(value, self.array.dtype)
         try:
             self.array[i] = value
         except OverflowError:
@@ -303,6 +310,7 @@ class Array:
         i = self._from_the_start(i)
         if watching:
             before_access(self, i, True, None, scope)
+        value = convert(value, self.array.dtype)
         changes = self.array[i] != value
         self.array[i] = value
         return changes
@@ -311,6 +319,8 @@ class Array:
         i = self._from_the_start(i)
         if watching:
             before_access(self, i, writes=True, value=value)
+        if type(value) in _FLOATS and self.array.dtype.kind in "iu":
+            value = convert(value, self.array.dtype)
         try:
             self.array[i] = value.array if isinstance(value, Array) else value
         except OverflowError:

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 
+from moe_numba.simulator.core import operators
 from moe_numba.simulator.core.memory import Array, Pointer, reachable_view
 
 
@@ -46,7 +47,11 @@ def pointer(value: "torch.Tensor | np.ndarray | Pointer", name: str = "") -> Poi
 
 
 def wrap_argument(value, name):
-    """Wrap one kernel argument; scalars pass through, and tuples are wrapped item by item."""
+    """Wrap one kernel argument; tuples are wrapped item by item. Python numbers become what Numba takes them for."""
+    if type(value) is float:
+        return np.float64(value)
+    if type(value) is int:
+        return operators.wrap(value) if value < 2**63 else np.uint64(value & (2**64 - 1))
     if isinstance(value, Pointer):
         return Pointer(value.array, name)
     if type(value) is tuple:

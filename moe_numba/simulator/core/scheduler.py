@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_numba.simulator.core import memory, uninitialized
+from moe_numba.simulator.core import memory, typed_code, uninitialized
 from moe_numba.simulator.core.errors import Deadlock, wait_report
 from moe_numba.simulator.core.polling import LOADS, snapshot
 from moe_numba.simulator.core.settings import override_settings, settings
@@ -189,6 +189,7 @@ class World:
 
     def add(self, grid) -> None:
         """Start a grid: the threads of its resident blocks may run."""
+        typed_code.install(grid.kernel)
         self.grids.append(grid)
         if grid.uses_async or self.preempt or self.detects_races or self.profile is not None:
             self.watch_accesses()

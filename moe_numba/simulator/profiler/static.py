@@ -19,6 +19,7 @@ import numpy as np
 
 from moe_numba.simulator.core.kernel import Kernel
 from moe_numba.simulator.core.memory import Array, Pointer
+from moe_numba.simulator.core.typed_code import original
 from moe_numba.simulator.profiler.occupancy import Occupancy, occupancy
 
 _REGISTERS_PER_BLOCK = 65536
@@ -187,7 +188,7 @@ _BY_VALUE = "_profiled_by_value"
 def _undecorated(function):
     """Return a copy of a function without the simulator's attributes."""
     copy = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        original(function), function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
     copy.__kwdefaults__ = function.__kwdefaults__

@@ -7,7 +7,8 @@ when the log of accesses is checked (`check_indices`), at the latest before the 
 import numpy as np
 
 from moe_numba.simulator.core import memory
-from moe_numba.simulator.core.memory import Array, Pointer, as_dtype
+from moe_numba.simulator.core.conversions import floats_to_integers
+from moe_numba.simulator.core.memory import Array, Pointer, as_dtype, is_float
 from moe_numba.simulator.vector import state
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.lanes import Pointers, select, split
@@ -77,10 +78,10 @@ def store(mask, x, index, value):
         value = memory.convert(value, array.dtype)
     elif not isinstance(value, (ndarray, np.generic)):
         raise Unsupported(f"a store of {type(value).__name__}")
-    if array.dtype.names or array.dtype.kind in "iu" and value.dtype.kind == "f":
-        raise Unsupported("a conversion of floats to integers by a store")
+    if array.dtype.names:
+        raise Unsupported("records")
     if value.dtype != array.dtype:
-        value = value.astype(array.dtype)
+        value = as_type(value, array.dtype)
     if type(index) is Weak:
         index = index.values
     if type(index) is not ndarray:
@@ -168,6 +169,15 @@ class Rows:
 
     def __init__(self, array, index):
         self.array, self.index = array, index
+
+
+def as_type(value, dtype):
+    """Convert a NumPy number, or an array of one per lane, to another type."""
+    if type(value) is not ndarray:
+        return memory.convert(value, dtype)
+    if dtype.kind in "iu" and is_float(value.dtype):
+        return floats_to_integers(value, dtype)
+    return value.astype(dtype)
 
 
 def _load_nd(mask, x, index):
@@ -276,10 +286,8 @@ def store_vector(mask, pointer, index, values, dtype=None):
             refuse()
     for k, value in enumerate(values):
         value = value.values if type(value) is Weak else value
-        if type(value) is not ndarray:
-            value = memory.convert(value, dtype)
-        elif value.dtype != dtype:
-            value = value.astype(dtype)
+        if type(value) is not ndarray or value.dtype != dtype:
+            value = as_type(value, dtype)
         if type(value) is ndarray:
             value = value if mask is None else value[mask]
             value = value if many else value[-1]

@@ -52,9 +52,7 @@ def _target(mask, x, index, acquires=True):
 def operand(value, lanes, dtype):
     value = value.values if type(value) is Weak else value
     if type(value) is ndarray:
-        if value.dtype.kind == "f" and dtype.kind in "iu":
-            raise Unsupported("a conversion of floats to integers")
-        return value[lanes].astype(dtype)
+        return access.as_type(value[lanes], dtype)
     return np.full(len(lanes), memory.convert(value, dtype))
 
 

@@ -1,10 +1,11 @@
 """Casts, extremes and bit operations of all lanes."""
 
-import types
-
 import numpy as np
 
 from moe_numba.simulator.core import arithmetic, floats
+from moe_numba.simulator.core.conversions import floats_to_integers
+from moe_numba.simulator.core.operators import CASTS
+from moe_numba.simulator.vector.access import as_type
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.lane_calls import per_lane, varies
 from moe_numba.simulator.vector.lanes import choose
@@ -14,54 +15,38 @@ ndarray = np.ndarray
 
 
 def integers(mask, value):
-    """Return the numbers of all lanes as integers of 64 bits, truncated as a C cast does."""
+    """Return the numbers of all lanes as integers; floats become int64."""
     values = value.values if type(value) is Weak else value
-    if values.dtype.kind != "f":
-        return values.astype(np.int64) if values.dtype.kind == "b" else values
-    active = values if mask is None else np.where(mask, values, 0)
-    if not (np.abs(active) < 2.0**63).all():
-        raise Unsupported("a float that no integer holds")
-    return active.astype(np.int64)
+    if values.dtype.kind == "f":
+        return floats_to_integers(values, np.dtype(np.int64))
+    return values.astype(np.int64) if values.dtype.kind == "b" else values
 
 
 def number_cast(scalar):
     """Make the vector version of a Numba type that is called."""
     dtype = np.dtype(getattr(np, "bool_" if scalar.name == "bool" else scalar.name))
-    to_integer = dtype.kind in "iu"
 
     def cast(mask, value, *more):
         kind = type(value)
         if kind is ndarray:
             if value.dtype is dtype or value.dtype == dtype:
                 return value
-            if to_integer and value.dtype.kind == "f":
-                value = integers(mask, value)
-            return value.astype(dtype)
+            return as_type(value, dtype)
         if kind is Weak:
-            return (integers(mask, value) if to_integer else value.values).astype(dtype)
+            return as_type(value.values, dtype)
         return scalar(value, *more)
 
     return cast
 
 
 def scalar_cast(scalar):
-    """Make the vector version of a NumPy scalar type, which refuses integers that it cannot hold."""
-    cast = number_cast(types.SimpleNamespace(name=scalar.__name__, __call__=scalar))
-    dtype = np.dtype(scalar)
+    """Make the vector version of a NumPy scalar type."""
+    dtype, one = np.dtype(scalar), CASTS.get(scalar, scalar)
 
-    def checked(mask, value=0):
-        if not varies(value):
-            return scalar(value)
-        values = value.values if type(value) is Weak else value
-        if dtype.kind in "iu" and values.dtype != dtype:
-            values, info = integers(mask, value), np.iinfo(dtype)
-            active = values if mask is None else np.where(mask, values, 0)
-            if active.min() < info.min or active.max() > info.max:
-                raise Unsupported(f"an integer that {dtype} cannot hold")
-            values = values.astype(np.int64) if values.dtype.kind == "b" else values
-        return cast(mask, values)
+    def cast(mask, value=0):
+        return as_type(value.values if type(value) is Weak else value, dtype) if varies(value) else one(value)
 
-    return checked
+    return cast
 
 
 def pairwise(function, ufunc, better):

@@ -3,8 +3,12 @@
 import ast
 import types
 
+import numpy as np
+
+from moe_numba.simulator.core.operators import OF_NODE
+from moe_numba.simulator.core.source import Static, arguments
+from moe_numba.simulator.core.typed_code import constant
 from moe_numba.simulator.vector.errors import Unsupported
-from moe_numba.simulator.vector.source import Static, arguments
 from moe_numba.simulator.vector.variables import analyse
 
 _EAGER_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.BitAnd, ast.BitOr, ast.BitXor, ast.LShift, ast.RShift)
@@ -14,8 +18,9 @@ _SHAPE_NAMES = {"shape", "size", "ndim", "T", "x", "y", "z", "strides", "nbytes"
 class Expressions:
     """Generator of the expressions of one function."""
 
-    def __init__(self, tree, static, special):
-        self.tree, self.static, self.special = tree, static, special
+    def __init__(self, tree, static, special, is_typed):
+        self.tree, self.static, self.special, self.is_typed = tree, static, special, is_typed
+        self.constants = {}  # placeholder -> the NumPy number that a literal stands for
         self.variables = analyse(tree)
         self.temporaries, self.types = 0, {}  # types that are called: Numba type -> name of its vector version
 
@@ -51,7 +56,15 @@ class Expressions:
         raise Unsupported(f"{type(node).__name__} expression, line {getattr(node, 'lineno', '?')}")
 
     def _eConstant(self, node, mask):
-        return ast.Constant(node.value)
+        return self.literal(node) or ast.Constant(node.value)
+
+    def literal(self, node):
+        """Return an expression of literals as it is, or as the placeholder of a NumPy number; None for others."""
+        value = constant(node) if self.is_typed else None
+        if isinstance(value, np.generic):
+            self.constants[f"\0{value!r}"] = value
+            return ast.Constant(f"\0{value!r}")
+        return value if value is None else node
 
     def _eName(self, node, mask):
         if self.variables.may_be_unbound(node.id):
@@ -75,11 +88,28 @@ class Expressions:
         return ast.Starred(self.call("_Viter", self.expression(node.value, mask)), ast.Load())
 
     def _eBinOp(self, node, mask):
-        return ast.BinOp(self.expression(node.left, mask), node.op, self.expression(node.right, mask))
+        if (literal := self.literal(node)) is not None:
+            return literal
+        return self.binary(self.expression(node.left, mask), node.op, self.expression(node.right, mask))
+
+    def binary(self, left, op, right):
+        """Return the operation of two vector expressions."""
+        name = OF_NODE.get(type(op).__name__)
+        if not self.is_typed or name is None:
+            return ast.BinOp(left, op, right)
+        return self.call(f"_V{name}", left, right)
 
     def _eUnaryOp(self, node, mask):
+        if not isinstance(node.op, ast.Not) and (literal := self.literal(node)) is not None:
+            return literal
         operand = self.expression(node.operand, mask)
-        return self.call("_Vnot", operand) if isinstance(node.op, ast.Not) else ast.UnaryOp(node.op, operand)
+        if isinstance(node.op, ast.Not):
+            return self.call("_Vnot", operand)
+        return (
+            self.call(f"_V{OF_NODE[type(node.op).__name__]}", operand)
+            if self.is_typed
+            else ast.UnaryOp(node.op, operand)
+        )
 
     def _eBoolOp(self, node, mask):
         conjunction = isinstance(node.op, ast.And)
@@ -90,6 +120,12 @@ class Expressions:
             else:
                 made = self.call("_Vand" if conjunction else "_Vor", self.load(mask), made, self.lazy(value))
         return made
+
+    def compared(self, node, mask):
+        """Return an operand of a comparison, which may be a float of an outer scope."""
+        made = self.expression(node, mask)
+        is_outer = isinstance(node, ast.Name) and self.static_value(node) is not Static.missing
+        return self.call("_Vas_float64", made) if is_outer and self.is_typed else made
 
     def lazy(self, node):
         """Return a lambda that evaluates an expression in the lanes that it is given."""
@@ -110,7 +146,7 @@ class Expressions:
         if not all(self.is_eager(o) for o in operands[1:]) and len(node.ops) > 1:
             raise Unsupported(f"a chained comparison of calls, line {node.lineno}")
         parts = [
-            ast.Compare(self.expression(a, mask), [op], [self.expression(b, mask)])
+            ast.Compare(self.compared(a, mask), [op], [self.compared(b, mask)])
             for a, op, b in zip(operands, node.ops, operands[1:])
         ]
         made = parts[0]

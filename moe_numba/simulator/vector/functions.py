@@ -16,6 +16,9 @@ from numba.core.types.scalars import Float, Integer
 from moe_numba.simulator.core import arithmetic, barrier, cuda_module, engine, floats, memory, warp
 from moe_numba.simulator.core.kernel import Kernel
 from moe_numba.simulator.core.memory import Array, Pointer
+from moe_numba.simulator.core.operators import to_float, to_int
+from moe_numba.simulator.core.source import NoSource
+from moe_numba.simulator.core.typed_code import FUNCTIONS
 from moe_numba.simulator.memory_model import ranks, scoped_access
 from moe_numba.simulator.vector import access, atomic, casts, collectives, loops, state, transform
 from moe_numba.simulator.vector.errors import Unsupported
@@ -23,6 +26,7 @@ from moe_numba.simulator.vector.lane_calls import per_lane, varies
 from moe_numba.simulator.vector.lanes import Pointers, choose, split, truth
 from moe_numba.simulator.vector.local import Local
 from moe_numba.simulator.vector.numbers import Weak
+from moe_numba.simulator.vector.operators import VECTOR
 
 ndarray = np.ndarray
 
@@ -109,10 +113,9 @@ VERSIONS = {
     builtins.max: casts.pairwise(max, np.maximum, lambda new, old: new > old),
     builtins.min: casts.pairwise(min, np.minimum, lambda new, old: new < old),
     builtins.abs: lambda mask, x: abs(x),
-    builtins.int: lambda mask, x: Weak(casts.integers(mask, x).astype(np.int64)) if varies(x) else int(x),
-    builtins.float: lambda mask, x: (
-        Weak((x.values if type(x) is Weak else x).astype(np.float64)) if varies(x) else float(x)
-    ),
+    builtins.pow: lambda mask, a, b: VECTOR["pow"](a, b),
+    builtins.int: lambda mask, x: Weak(casts.integers(mask, x).astype(np.int64)) if varies(x) else to_int(x),
+    builtins.float: lambda mask, x: (x.values if type(x) is Weak else x).astype(float) if varies(x) else to_float(x),
     builtins.bool: lambda mask, x: Weak(truth(x)) if varies(x) else bool(x),
     builtins.len: lambda mask, x: len(x),
     builtins.enumerate: lambda mask, x, start=0: enumerate(loops.iterate(x), start),
@@ -194,7 +197,7 @@ def version(function):
     if isinstance(function, np.ufunc):
         return _direct(function)
     if isinstance(function, types.BuiltinFunctionType) and function.__module__ == "math":
-        return casts.per_lane_math(function)
+        return casts.per_lane_math(FUNCTIONS.get(function, function))
     if isinstance(function, types.MethodType):
         inner = CALLS[function.__func__]
         return lambda mask, *arguments, **keywords: inner(mask, function.__self__, *arguments, **keywords)
@@ -211,7 +214,7 @@ def version(function):
         return _refused(f"{function.__module__.rpartition('.')[2]}.{function.__name__}")
     try:
         return transform.vector_function(function, special)
-    except Unsupported as error:
+    except (Unsupported, NoSource) as error:
         return _refused(str(error))
 
 

@@ -169,20 +169,14 @@ def select(mask, a, b):
         strong, weak = (b, a) if weak_a else (a, b)
         if not isinstance(strong, (ndarray, np.generic)):
             raise Unsupported(f"a variable holds {type(a).__name__} or {type(b).__name__}")
-        kind = weak.values.dtype.kind if type(weak) is Weak else "bif"[(bool, int, float).index(type(weak))]
-        if "biuf".index(kind) > "biuf".index(strong.dtype.kind):
+        weak = weak.values if type(weak) is Weak else np.dtype(type(weak)).type(weak)
+        if weak.dtype.kind != strong.dtype.kind:
             raise Unsupported("a variable holds numbers of different types")
-        if type(weak) is Weak:
-            weak = where(mask == weak_a, weak.values, 0).astype(weak.values.dtype)
-            weak = Weak(weak).like(strong)
-        else:
-            weak = strong.dtype.type(weak)
-        a, b = (weak, strong) if weak_a else (strong, weak)
-        return where(mask, a, b)
+        return where(mask, weak, strong) if weak_a else where(mask, strong, weak)
     if isinstance(a, (ndarray, np.generic)) and isinstance(b, (ndarray, np.generic)):
-        if a.dtype != b.dtype:
+        if a.dtype != b.dtype and a.dtype.kind != b.dtype.kind:
             raise Unsupported(f"a variable holds {a.dtype} or {b.dtype}")
-        return where(mask, a, b)
+        return where(mask, a, b)  # in the wider type, which Numba gives the variable as well
     if type(a) is type(b) and not isinstance(a, (ndarray, np.generic)) and a == b:
         return a
     raise Unsupported(f"a variable holds {type(a).__name__} or {type(b).__name__}, by lane")

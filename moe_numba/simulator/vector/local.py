@@ -3,6 +3,7 @@
 import numpy as np
 
 from moe_numba.simulator.core import memory
+from moe_numba.simulator.core.conversions import floats_to_integers
 from moe_numba.simulator.core.memory import as_dtype
 from moe_numba.simulator.vector import state
 from moe_numba.simulator.vector.errors import Unsupported
@@ -129,9 +130,9 @@ class Local:
         if isinstance(value, (ndarray, np.generic)):
             if value.dtype == self.dtype:
                 return value
-            if value.dtype.kind == "f" and self.dtype.kind in "iu":
-                raise Unsupported("a conversion of floats to integers by a store")
-            return value.astype(self.dtype)
+            if type(value) is ndarray and memory.is_float(value.dtype) and self.dtype.kind in "iu":
+                return floats_to_integers(value, self.dtype)
+            return value.astype(self.dtype) if type(value) is ndarray else memory.convert(value, self.dtype)
         if not isinstance(value, (int, float)):
             raise Unsupported(f"a store of {type(value).__name__}")
         return memory.convert(value, self.dtype)

@@ -9,10 +9,13 @@ underscore and a letter that sources do not use.
 import ast
 import types
 
+from moe_numba.simulator.core.operators import as_float64
+from moe_numba.simulator.core.source import Static, arguments, code_in, definition, make_function
+from moe_numba.simulator.core.typed_code import original, with_constants
 from moe_numba.simulator.vector import lanes, loops
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.expressions import Expressions
-from moe_numba.simulator.vector.source import Static, arguments, code_in, definition, make_function
+from moe_numba.simulator.vector.operators import VECTOR
 
 HELPERS = {  # `functions` adds _Vload, _Vstore, _Vcall, _Veffect, _Vmethod, _Vattribute, _Vindex, _Vunpack, _Vassert
     "_Vsplit": lanes.split,
@@ -34,8 +37,12 @@ HELPERS = {  # `functions` adds _Vload, _Vstore, _Vcall, _Veffect, _Vmethod, _Va
     "_Vrange": loops.vrange,
     "_Viter": loops.iterate,
     "_Vendless": loops.endless,
-}
-_generated = {}  # (code, kinds of the static values that it names) -> what `_generate` returns: configs share it
+    "_Vas_float64": as_float64,
+} | {f"_V{name}": function for name, function in VECTOR.items()}
+_OWN = "moe_numba.simulator.", "moe_numba.ptx."
+# (code, kinds of the static values that it names, whether operators are Numba's) -> what `_generate` returns: configs
+# share it
+_generated = {}
 
 
 def vector_function(function, special):
@@ -44,13 +51,15 @@ def vector_function(function, special):
     `special(value)` says whether a static value is special: "index" (threadIdx and so on), "module", "type" (of Numba),
     "cast" (another function that is safe to call for lanes that are not active) or None.
     """
-    static = Static(function)
-    key = function.__code__, static.kinds(special)
+    static, defined = Static(function), original(function)
+    # The simulator's own functions are Python, also where threads call them.
+    is_typed = hasattr(function, "py_func") or not (function.__module__ or "").startswith(_OWN)
+    key = defined, static.kinds(special), is_typed
     if key not in _generated:
-        _generated[key] = _generate(function.__code__, static, special)
+        _generated[key] = _generate(defined, static, special, is_typed)
     code, numeric_types = _generated[key]
     helpers = HELPERS | {name: HELPERS["_Vcall"][value] for value, name in numeric_types.items()}
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    cells = dict(zip(defined.co_freevars, function.__closure__ or ()))
     cells = tuple(cells.get(name) or types.CellType(helpers[name]) for name in code.co_freevars)
     made = types.FunctionType(code, function.__globals__, function.__name__, None, cells)
     if function.__defaults__:
@@ -59,14 +68,14 @@ def vector_function(function, special):
     return made
 
 
-def _generate(code, static, special):
+def _generate(code, static, special, is_typed):
     """Return the vector version's code, and the Numba types that it calls with the names of their versions."""
-    generator = _Function(definition(code), static, special)
+    generator = _Function(definition(code), static, special, is_typed)
     body = generator.generate()
     names = *HELPERS, *generator.types.values(), *code.co_freevars
     factory = make_function("_Vfactory", arguments(names), [body])
     made = compile(ast.fix_missing_locations(ast.Module([factory], [])), code.co_filename, "exec")
-    return code_in(code_in(made, "_Vfactory"), body.name), generator.types
+    return with_constants(code_in(code_in(made, "_Vfactory"), body.name), generator.constants), generator.types
 
 
 class _Function(Expressions):
@@ -162,7 +171,7 @@ class _Function(Expressions):
                 return self.bind(
                     target.id, ast.List([ast.Starred(v, ast.Load()) for v in (old, value)], ast.Load()), scope
                 )
-            return self.bind(target.id, ast.BinOp(old, statement.op, value), scope)
+            return self.bind(target.id, self.binary(old, statement.op, value), scope)
         if not isinstance(target, ast.Subscript):
             self._unsupported(statement, scope)
         base, index = self.temporary(), self.temporary()
@@ -172,7 +181,7 @@ class _Function(Expressions):
             self.assign(self.name(index), self.index(target.slice, mask)),
             ast.Expr(
                 self.call(
-                    "_Vstore", self.load(mask), self.load(base), self.load(index), ast.BinOp(old, statement.op, value)
+                    "_Vstore", self.load(mask), self.load(base), self.load(index), self.binary(old, statement.op, value)
                 )
             ),
         ]

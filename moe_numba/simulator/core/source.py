@@ -8,10 +8,11 @@ import inspect
 import textwrap
 import types
 
-from numba.core.types.abstract import Type
-
 from moe_numba.simulator.asynchronous.uses_async import names_in
-from moe_numba.simulator.vector.errors import Unsupported
+
+
+class NoSource(Exception):
+    """A function's source is not known."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -21,10 +22,10 @@ def definition(code):
         lines, first = inspect.getsourcelines(code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError, IndentationError) as error:
-        raise Unsupported(f"{code.co_name} has no source: {error}") from None
+        raise NoSource(f"{code.co_name} has no source: {error}") from None
     found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == code.co_name]
     if not found or found[0] is not tree.body[0]:
-        raise Unsupported(f"{code.co_name} is not defined by a def statement")
+        raise NoSource(f"{code.co_name} is not defined by a def statement")
     ast.increment_lineno(tree, first - 1)
     found[0].decorator_list = []
     _check_same(code, found[0])
@@ -42,7 +43,7 @@ def _check_same(code, definition):
     module = compile(ast.fix_missing_locations(ast.Module([factory], [])), code.co_filename, "exec")
     again = code_in(code_in(module, "_Vfactory"), code.co_name)
     if _instructions(again) != _instructions(code):
-        raise Unsupported(f"the source of {code.co_name} has changed")
+        raise NoSource(f"the source of {code.co_name} has changed")
 
 
 def _instructions(code):
@@ -76,8 +77,8 @@ class Static:
     missing = object()
 
     def __init__(self, function):
-        self.code, self.globals = function.__code__, function.__globals__
-        self.cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+        self.code, self.globals = getattr(function, "defined_code", function.__code__), function.__globals__
+        self.cells = dict(zip(self.code.co_freevars, function.__closure__ or ()))
 
     def kinds(self, special):
         """Return what the transformation asks of the values that the function names; `special` as there."""
@@ -85,6 +86,8 @@ class Static:
         return tuple((name, self._kind(values[name], special)) for name in sorted(values))
 
     def _kind(self, value, special):
+        from numba.core.types.abstract import Type  # not at the top: without simulation, Numba must not be loaded
+
         if value is self.missing or isinstance(value, (types.ModuleType, type, Type)):
             return value
         return special(value)
