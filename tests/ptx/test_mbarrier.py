@@ -61,6 +61,7 @@ def make_barriers(barriers, count):
 
 def by_one_thread(body):
     """Make a kernel in which thread 0 calls `body(buffer, x, barriers)` with an mbarrier of one arrival."""
+    body = cuda.jit(device=True)(body)
 
     @cuda.jit
     def kernel(out, x):

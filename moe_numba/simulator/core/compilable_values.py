@@ -68,6 +68,8 @@ def refusal(text, value):
             f"uses {text}, a {type(value).__name__} outside the kernel, which Numba does not compile for a GPU: "
             "use a tuple, or pass an array"
         )
+    if isinstance(value, tuple):
+        return next(filter(None, (refusal(text, item) for item in value)), None)
     if _is_own(value) or isinstance(value, types.ModuleType):
         return None
     if callable(value) and not isinstance(value, type) and (_is_python(value) or _is_c(value)):
