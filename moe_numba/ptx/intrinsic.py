@@ -9,6 +9,7 @@ kernel source then serves all of them.
 
 import functools
 import inspect
+import types
 
 from moe_numba import simulator
 from moe_numba.ptx.capability import needed_by
@@ -62,11 +63,15 @@ def instruction(template, result, *operands, simulate, side_effect=True, fallbac
 
 
 def simulated(simulate, template, fallback=None):
-    """Return what the simulator executes for an instruction: ``simulate``, or else ``fallback`` or an error."""
+    """Return what the simulator executes for an instruction: ``simulate``, or else ``fallback`` or an error.
+
+    Kernels may call the result; the simulator refuses other Python functions in kernels, as Numba does.
+    """
     needed = needed_by(template)
-    if capability.SIMULATED >= needed:
-        return simulate
-    return fallback or _refused(simulate, needed)
+    function = simulate if capability.SIMULATED >= needed else fallback or _refused(simulate, needed)
+    if isinstance(function, types.FunctionType):
+        function.is_instruction = True  # so that `compilable_values` does not take it for a plain Python function
+    return function
 
 
 def _refused(simulate, needed):

@@ -11,6 +11,7 @@ from moe_numba.align import api as align_api
 from moe_numba.align import with_gate as gate_align
 from moe_numba.gate.one_token_per_warp import GateConfig
 from moe_numba.gate.reference import mismatch
+from moe_numba.ptx.intrinsic import simulated
 from moe_numba.runtime.device import gpu_of
 
 DEEPSEEK_V3_GROUPS = dict(num_expert_group=8, topk_group=4)
@@ -136,8 +137,8 @@ def test_thread_orders(seed, device):
 @pytest.mark.skipif(not simulator.ENABLED, reason="only the simulator's thread orders expose the race")
 def test_checker_rejects_missing_cluster_barriers(monkeypatch, device):
     """Without the barriers a CTA may read ids before a peer has stored them."""
-    monkeypatch.setattr(gate_align, "barrier_cluster_arrive", lambda: None)
-    monkeypatch.setattr(gate_align, "barrier_cluster_wait", lambda: None)
+    monkeypatch.setattr(gate_align, "barrier_cluster_arrive", simulated(lambda: None, ""))
+    monkeypatch.setattr(gate_align, "barrier_cluster_wait", simulated(lambda: None, ""))
     gate_align.make_cluster_kernel.cache_clear()
     try:
         with pytest.raises((AssertionError, simulator.SimulatorError)):

@@ -135,7 +135,7 @@ def test_gate_with_fused_shared_experts(shared, device):
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="replaces a device function in the simulator")
 def test_checker_rejects_a_weaker_hash(device, monkeypatch):
-    monkeypatch.setattr(kernel, "murmur3_finalizer", lambda word: word)
+    monkeypatch.setattr(kernel, "murmur3_finalizer", kernel.cuda.jit(device=True)(lambda word: word))
     kernel.make_fuse_kernel.cache_clear()
     weights, ids = routing(70, device)
     given = fuse_routing(weights, ids, EXPERTS, 8, 1.0, "random")

@@ -147,6 +147,8 @@ def test_a_block_must_not_end_before_its_copies():
     ],
 )
 def test_a_wrong_operand_is_refused(error, words, copy):
+    copy = cuda.jit(device=True)(copy)
+
     @cuda.jit
     def kernel(out, x):
         smem = cuda.shared.array(2048, uint8, 16)

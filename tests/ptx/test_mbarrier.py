@@ -61,6 +61,7 @@ def make_barriers(barriers, count):
 
 def by_one_thread(body):
     """Make a kernel in which thread 0 calls `body(buffer, x, barriers)` with an mbarrier of one arrival."""
+    body = cuda.jit(device=True)(body)
 
     @cuda.jit
     def kernel(out, x):
@@ -324,6 +325,32 @@ def test_a_phase_must_not_complete_before_its_copies():
 
     words = "phase 0 of mbarrier 0 of|64 bytes more have been copied"
     assert_refused(simulator.BarrierMisuse, kernel, words, "were not expected|was told to expect")
+
+
+def test_a_copy_whose_bytes_no_phase_expects_is_explained():
+    """The message names `expect_tx`, whether the copy or the arrival comes first."""
+
+    def make(copy_first):
+        @cuda.jit
+        def kernel(out, x):
+            buffer, barriers = cuda.shared.array(64, float32, 128), cuda.shared.array(1, uint64)
+            make_barriers(barriers, 1)
+            if cuda.threadIdx.x == 0:
+                if copy_first:
+                    bulk_load(buffer, 0, x, 0, 256, barriers, 0)
+                mbarrier_arrive(barriers, 0)
+                if not copy_first:
+                    bulk_load(buffer, 0, x, 0, 256, barriers, 0)
+            mbarrier_wait_parity(barriers, 0, 0)
+            if cuda.threadIdx.x < 64:
+                out[cuda.threadIdx.x] = buffer[cuda.threadIdx.x]
+
+        return kernel
+
+    words = "must expect the bytes of all its copies, by mbarrier_arrive_expect_tx or mbarrier_expect_tx"
+    assert_refused(simulator.BarrierMisuse, make(True), words)
+    words = "phase 0 of its mbarrier completed with 0 expected bytes, so waiting for it does not wait", words
+    assert_refused(simulator.AsyncRace, make(False), *words, every=False, seeds=8)
 
 
 def test_a_block_does_not_end_before_its_loads():

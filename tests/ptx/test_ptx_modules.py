@@ -20,6 +20,7 @@ from moe_numba.ptx.cuda_cpp import ffi
 from moe_numba.ptx.cuda_cpp import tensormap as linked
 from moe_numba.ptx.cuda_cpp.wgmma import wgmma_step_m64n64k128_e4m3
 from moe_numba.ptx.fence import fence_proxy_async_shared
+from moe_numba.ptx.intrinsic import simulated
 from moe_numba.ptx.tma import tma_store_2d
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 from moe_numba.runtime.sass import compile_apart, disassembler
@@ -159,7 +160,7 @@ def test_maps_are_modified_through_either_interface(interface, device):
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="undefined on a GPU")
 def test_a_linked_map_must_be_acquired(monkeypatch):
-    monkeypatch.setattr(linked, "fence_proxy_tensormap_acquire_gpu", lambda pointer, index: None)
+    monkeypatch.setattr(linked, "fence_proxy_tensormap_acquire_gpu", simulated(lambda *_: None, ""))
     out = torch.zeros(2048, dtype=torch.uint8)
     template = tensor_map(out.view(-1, 128), (16, 128))
     maps, one = template.clone(), torch.ones(1, dtype=torch.int32)

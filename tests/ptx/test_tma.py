@@ -105,6 +105,8 @@ def make_barrier(barrier, size):
 
 
 def make_load(load, alignment=1024):
+    load = cuda.jit(device=True)(load)
+
     @cuda.jit
     def kernel(map, x):
         smem, barrier = cuda.shared.array(2048, uint8, alignment), cuda.shared.array(1, uint64)
@@ -150,7 +152,7 @@ def test_a_wrong_operand_is_refused(error, words, alignment, load):
 
 def make_box_store(store):
     """Make a kernel that fills shared memory with nines; one thread issues the store."""
-    wait_read = make_bulk_wait_group_read(0)
+    wait_read, store = make_bulk_wait_group_read(0), cuda.jit(device=True)(store)
 
     @cuda.jit
     def kernel(map, x):
@@ -342,6 +344,7 @@ def test_a_map_must_refer_to_an_existing_tensor():
 
 def make_map_writer(modify, acquire=True, other_acquires=False, lanes_differ=False, address=0):
     """Make a kernel that modifies a map, publishes it and uses it for a load."""
+    modify = cuda.jit(device=True)(modify)
 
     @cuda.jit
     def kernel(maps_out, map, x, out):
@@ -477,8 +480,8 @@ def test_the_size_of_shared_memory_is_limited():
 
 @simulated
 def test_races_are_detected_in_kernels_that_the_static_scan_misses():
-    """The scan does not find functions in a list."""
-    hidden = [tma_load_2d, mbarrier_init, fence_mbarrier_init]
+    """The scan does not find functions in a tuple."""
+    hidden = tma_load_2d, mbarrier_init, fence_mbarrier_init
 
     @cuda.jit
     def kernel(map, x):

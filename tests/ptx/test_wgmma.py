@@ -108,6 +108,7 @@ def load(smem, barriers, map_a, map_b):
 
 def make_kernel(body, wait_for_tiles=True):
     """Make a kernel that loads the tiles and then calls `body(smem, barriers, a, b, out, map_a)`."""
+    body = cuda.jit(device=True)(body)
 
     @cuda.jit
     def kernel(out, map_a, map_b):
@@ -397,6 +398,7 @@ def run_mn(body, size=3 * BOX):
     a, b = torch.randn(64, 64).bfloat16(), torch.randn(MN_N, 64).bfloat16()
     transposed = [m.T.contiguous() for m in (a, b)]
     maps = [tensor_map(m, (64, 64), swizzle=128) for m in transposed]
+    body = cuda.jit(device=True)(body)
 
     @cuda.jit
     def kernel(out, map_a, map_b):

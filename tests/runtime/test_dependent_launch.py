@@ -51,6 +51,7 @@ from moe_numba.moe_layer.per_token_quant import kernel as kernel_per_token_quant
 from moe_numba.moe_layer.permute import kernel as kernel_permute
 from moe_numba.moe_layer.silu_and_mul import kernel as kernel_silu_and_mul
 from moe_numba.moe_layer.weighted_sum import kernel as kernel_weighted_sum
+from moe_numba.ptx.intrinsic import simulated
 from moe_numba.quantise import fp8_cast_kernels
 from moe_numba.quantise import reference as quantise_reference
 from moe_numba.shared_experts import fuse_routing
@@ -278,7 +279,7 @@ def check(monkeypatch):
             late.arrive()
             griddepcontrol_wait()  # orders the launches of one call
 
-        monkeypatch.setattr(module, "griddepcontrol_wait", arrive if wait else lambda: None)
+        monkeypatch.setattr(module, "griddepcontrol_wait", simulated(arrive if wait else lambda: None, ""))
         return lambda: call(late)
 
     return prepare

@@ -380,6 +380,7 @@ def test_access_to_a_block_that_may_not_have_started_is_refused():
 
 def accesses(access):
     """Make a kernel with one access between two cluster barriers."""
+    access = cuda.jit(device=True)(access)
 
     @cuda.jit
     def kernel(out):

@@ -257,6 +257,7 @@ def _until(pointer, load):
 def test_messages_between_blocks(publish, observe):
     """A message needs a release and an acquire, both in a scope that includes both blocks."""
     (give, releases), (take, acquires) = PUBLISH[publish], OBSERVE[observe]
+    give, take = cuda.jit(device=True)(give), cuda.jit(device=True)(take)
 
     @cuda.jit
     def kernel(data):

@@ -197,7 +197,11 @@ def test_out_of_bounds_names_thread_index_and_argument(index, wrap):
 
     with pytest.raises(simulator.OutOfBounds) as error:
         simulator.run(kernel, 2, 64, (wrap(np.zeros(64, np.float32)), index))
-    assert str(error.value) == f"block (1, 0, 0) warp 1 lane 5: index {index} is outside table (64 x float32)"
+    message = f"block (1, 0, 0) warp 1 lane 5: index {index} is outside table (64 x float32)"
+    is_array = wrap is not simulator.pointer
+    from_the_end = "; check for the boundary before this access. Compiled Numba counts a negative index from the end"
+    assert str(error.value).startswith(message + (from_the_end if is_array and index < 0 else ""))
+    assert ("--wraparound" in str(error.value)) == (is_array and index < 0)
 
 
 @cuda.jit
@@ -401,8 +405,21 @@ def test_an_exited_lane_is_reported_at_once():
         simulator.MissingLane,
         kernel,
         "block (0, 0, 0) warp 1: lanes 7 are named in mask 0xffffffff of shfl_xor_sync but have exited",
+        "move it out of the `if` or loop, or name only the lanes that reach it",
         threads=64,
     )
+
+
+def test_a_shuffle_in_a_divergent_branch_is_told_to_leave_it():
+    @cuda.jit
+    def kernel(out):
+        value = cuda.laneid
+        if value < 20:
+            value += cuda.shfl_xor_sync(FULL_MASK, value, 1)
+        cuda.syncwarp()
+
+    words = "every lane that the mask names must execute it: move it out of the `if` or loop"
+    assert_refused(simulator.MissingLane, kernel, words)
 
 
 def test_a_lane_that_waits_elsewhere_is_reported():
@@ -470,7 +487,8 @@ def test_an_exited_thread_is_reported_at_the_barrier():
         if cuda.threadIdx.x < 40:
             cuda.syncthreads()
 
-    assert_refused(simulator.DivergentBarrier, kernel, "exited", "syncthreads", "warp 1", threads=64)
+    words = "all threads of the block must reach it: move it out of the `if` or loop"
+    assert_refused(simulator.DivergentBarrier, kernel, "exited", "syncthreads", "warp 1", words, threads=64)
 
 
 def test_grid_sync_orders_stores_of_all_blocks():

@@ -11,6 +11,7 @@ from numba import cuda, float32, uint8, uint64
 
 from moe_numba import simulator
 from moe_numba.ptx.cp_async import bulk_load
+from moe_numba.ptx.intrinsic import simulated
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
 from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.simulator import Span, Track
@@ -69,10 +70,11 @@ def test_no_trace_means_no_cost_per_access():
     from moe_numba.simulator.core import memory
 
     counts = []
+    record = simulated(lambda: counts.append(memory.watching), "")
 
     @cuda.jit
     def kernel():
-        counts.append(memory.watching)
+        record()
 
     kernel[1, 1]()
     with simulator.trace():

@@ -97,13 +97,15 @@ def _reorder(data, chunks):
 class _Load(_AsyncCopy):
     """Copy from global memory to a region of shared memory; reports to an mbarrier."""
 
-    remedy = "wait for its mbarrier first"
-
     def __init__(self, what, read, region, barrier, spans, chunks=None, box=None):
-        super().__init__(what, region, True, spans, box=box)
         self._read, self._barrier, self._chunks = read, barrier, chunks
+        super().__init__(what, region, True, spans, box=box)
         barrier.attach_copy(self)
         self.start()
+
+    @property
+    def remedy(self):
+        return self._barrier.remedy_of_copy()
 
     def step(self, rng):
         self.region.bytes[:] = _reorder(self._read(), self._chunks)

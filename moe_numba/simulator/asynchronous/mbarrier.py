@@ -15,6 +15,7 @@ from moe_numba.simulator.core.shared import shared_region
 from moe_numba.simulator.memory_model import store_buffer
 
 _MAX_COUNT = (1 << 20) - 1  # of a phase's arrivals, and of its pending bytes
+_EXPECT = "each phase must expect the bytes of all its copies, by mbarrier_arrive_expect_tx or mbarrier_expect_tx"
 
 
 class MBarrier:
@@ -29,6 +30,7 @@ class MBarrier:
     def __init__(self, region, count, initialiser):
         self.region, self.count, self.thread, self.fenced = region, count, initialiser, False
         self.phases, self.pending_arrivals, self.pending_bytes = 0, count, 0
+        self.expected_bytes = self.expected_before = 0  # in the current phase, and in the one before
         self.waiting = []
         self.pending_copies, self.completed_copies = {}, []  # copy -> phase in which it was issued; (phase, copy)
         self.last_copies = []  # those of the phase that completed last
@@ -67,6 +69,7 @@ class MBarrier:
     def expect(self, tx_bytes):
         """Add to the bytes that the phase waits for."""
         self.pending_bytes += tx_bytes
+        self.expected_bytes += tx_bytes
         if not 0 <= tx_bytes <= _MAX_COUNT or self.pending_bytes > _MAX_COUNT:
             raise BarrierMisuse(
                 f"{thread()} makes {self.name} expect {tx_bytes} bytes, at {source_location(sys._getframe())}; "
@@ -76,6 +79,15 @@ class MBarrier:
     def attach_copy(self, copy):
         """Register a copy that was issued and will report its bytes to this barrier."""
         self.pending_copies[copy] = self.phases
+
+    def remedy_of_copy(self):
+        """Return what a thread must do that uses the memory of a copy in flight, which reports to this barrier."""
+        if self.phases and not self.expected_before and not self.expected_bytes:
+            return (
+                f"phase {self.phases - 1} of its mbarrier completed with 0 expected bytes, so waiting for it does not "
+                f"wait for the copy; {_EXPECT}"
+            )
+        return "wait for its mbarrier first"
 
     def complete_copy(self, copy, size):
         """Subtract the bytes of a copy that has completed."""
@@ -89,17 +101,19 @@ class MBarrier:
         if self.pending_bytes < 0:
             raise BarrierMisuse(
                 f"{-self.pending_bytes} bytes more have been copied than {self.name} was told to expect: "
-                f"its phase {self.phases} has all {self.count} arrivals"
+                f"its phase {self.phases} has all {self.count} arrivals; {_EXPECT}"
             )
         if self.pending_bytes:
             return
         early = next((copy for copy, phase in self.pending_copies.items() if phase == self.phases), None)
         if early is not None:
             raise BarrierMisuse(
-                f"phase {self.phases} of {self.name} completes, but {early}; its {early.size} bytes were not expected"
+                f"phase {self.phases} of {self.name} completes, but {early}; its {early.size} bytes were not expected; "
+                f"{_EXPECT}"
             )
         self.last_copies = [copy for phase, copy in self.completed_copies if phase == self.phases]
         self.phases, self.pending_arrivals = self.phases + 1, self.count
+        self.expected_before, self.expected_bytes = self.expected_bytes, 0
         grid = self.region.allocation.shared.block.grid
         grid.memory_changed()
         waiting, self.waiting = self.waiting, []

@@ -20,7 +20,8 @@ def update(target, index, change, scope="gpu", release=False):
         memory.before_access(target, index, writes=True, scope=scope, operation="atomic")
     array = getattr(target, "array", target)
     if any(k < 0 for k in (index if isinstance(index, tuple) else (index,))) and not _may_wrap_around(target):
-        raise OutOfBounds(f"{memory.thread_prefix()}index {index} is outside {target}")
+        more = memory.FROM_THE_END if isinstance(target, memory.Array) else ""
+        raise OutOfBounds(f"{memory.thread_prefix()}index {index} is outside {target}{more}")
     weak = isinstance(target, WeakAccess)
     if weak:
         target.make_coherent(index)

@@ -7,7 +7,14 @@ is an error here.
 import sys
 
 from moe_numba.simulator.core.engine import thread
-from moe_numba.simulator.core.errors import DivergentBarrier, MissingLane, SimulatorError, kernel_frame, source_location
+from moe_numba.simulator.core.errors import (
+    ALL_THREADS,
+    DivergentBarrier,
+    MissingLane,
+    SimulatorError,
+    kernel_frame,
+    source_location,
+)
 
 
 def block(what, value=None, finish=None):
@@ -18,7 +25,8 @@ def block(what, value=None, finish=None):
     site = frame.f_code.co_filename, frame.f_lineno
     if scope.exited:
         raise DivergentBarrier(
-            f"{t} reaches {what} ({source_location(frame)}), but {scope.exited} threads of its block have exited"
+            f"{t} reaches {what} ({source_location(frame)}), but {scope.exited} threads of its block have exited; "
+            f"{ALL_THREADS}"
         )
     for other in scope.open_rendezvous.values():
         expected = other.expected == scope.size and t not in other.values  # it may have arrived without waiting
@@ -26,7 +34,7 @@ def block(what, value=None, finish=None):
             first = other.waiting[0]
             raise DivergentBarrier(
                 f"{t} reaches {what} ({source_location(frame)}), "
-                f"but {first} waits at {other.what} ({source_location(first.gr_frame)})"
+                f"but {first} waits at {other.what} ({source_location(first.gr_frame)}); {ALL_THREADS}"
             )
     for other in warp.open_rendezvous.values():
         if other.needs(t):

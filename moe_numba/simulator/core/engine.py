@@ -11,6 +11,8 @@ import greenlet
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import (
+    ALL_LANES,
+    ALL_THREADS,
     DivergentBarrier,
     MissingLane,
     SimulatorError,
@@ -198,11 +200,14 @@ class Thread(greenlet.greenlet):
         arrived = f"  warps {format_ranges({t.warp for t in rendezvous.values})} arrived without waiting"
         waiting = wait_report(rendezvous.waiting, limit=2) or arrived
         if rendezvous.mask is None:
-            return DivergentBarrier(f"{self} has exited, while others wait for it at {rendezvous.what}:\n{waiting}")
+            remedy = f"; {ALL_THREADS}" if rendezvous.scope is self.block else ""
+            return DivergentBarrier(
+                f"{self} has exited, while others wait for it at {rendezvous.what}{remedy}:\n{waiting}"
+            )
         exited = format_lanes(rendezvous.scope.exited & rendezvous.mask)
         return MissingLane(
             f"{rendezvous.scope}: lanes {exited} are named in mask {rendezvous.mask:#010x} of {rendezvous.what} "
-            f"but have exited:\n{waiting}"
+            f"but have exited; {ALL_LANES}:\n{waiting}"
         )
 
     def __str__(self):

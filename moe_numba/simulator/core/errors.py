@@ -86,6 +86,16 @@ class ShortTraceback:
         error.__traceback__ = tb
 
 
+# What to do about a warp-wide operation that some lanes of its mask do not reach, and about such a block-wide barrier.
+ALL_LANES = (
+    "every lane that the mask names must execute it: "
+    "move it out of the `if` or loop, or name only the lanes that reach it"
+)
+ALL_THREADS = (
+    "all threads of the block must reach it: move it out of the `if` or loop, and let no thread return before it"
+)
+
+
 def format_ranges(numbers):
     """Format a set of numbers as ranges: {0, 1, 2, 7} is "0-2, 7"."""
     runs = []

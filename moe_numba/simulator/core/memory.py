@@ -276,6 +276,13 @@ class Pointer:
     __str__, __repr__ = _contents, _describe
 
 
+# The end of the message for a computed negative index, which compiled code does not report.
+FROM_THE_END = (
+    "; check for the boundary before this access. Compiled Numba counts a negative index from the end; the option "
+    "--wraparound does the same"
+)
+
+
 class Array:
     """A checked n-dimensional array: the kernel's view of a Numba array. Negative indices are errors."""
 
@@ -344,18 +351,18 @@ class Array:
         if not negative:
             return i
         frame = kernel_frame(sys._getframe())
-        if not settings["wraparound"] and not _negative_literals(frame.f_code, frame.f_lasti).issuperset(negative):
-            raise self._out_of_bounds(i)
         parts = tuple(k + self.array.shape[n] if n in negative else k for n, k in enumerate(parts))
         if any(parts[n] < 0 for n in negative):
             raise self._out_of_bounds(i)
+        if not settings["wraparound"] and not _negative_literals(frame.f_code, frame.f_lasti).issuperset(negative):
+            raise self._out_of_bounds(i, FROM_THE_END)
         return parts if type(i) is tuple else parts[0]
 
-    def _out_of_bounds(self, index):
+    def _out_of_bounds(self, index, more=""):
         parts = index if type(index) is tuple else (index,)
         if any(isinstance(part, (float, np.floating)) for part in parts):
             return OutOfBounds(f"{thread_prefix()}index {plain_index(index)} of {self} is no integer")
-        return OutOfBounds(f"{thread_prefix()}index {plain_index(index)} is outside {self}")
+        return OutOfBounds(f"{thread_prefix()}index {plain_index(index)} is outside {self}{more}")
 
     @property
     def address(self) -> int:

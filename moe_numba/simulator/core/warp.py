@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.engine import Rendezvous, thread
-from moe_numba.simulator.core.errors import MissingLane, format_lanes, source_location
+from moe_numba.simulator.core.errors import ALL_LANES, MissingLane, format_lanes, source_location
 
 FULL_MASK = 0xFFFFFFFF
 
@@ -27,7 +27,7 @@ def collective(what, mask, value=None, finish=None):
     if members & warp.exited:
         raise MissingLane(
             f"{warp}: lanes {format_lanes(members & warp.exited)} are named in mask {mask:#010x} of {what} "
-            f"but have exited, while lane {t.lane} arrives"
+            f"but have exited, while lane {t.lane} arrives; {ALL_LANES}"
         )
     if (current := warp.open_rendezvous.get((what, members))) is not None:
         return t.arrive(current, value, finish, True, True)
@@ -41,7 +41,7 @@ def _check_no_cycle(t, warp, what, mask):
         if type(other.waits) is Rendezvous and mask >> other.lane & 1 and other.waits.needs(t):
             raise MissingLane(
                 f"{warp}: lanes {other.lane} are named in mask {mask:#010x} of {what} but wait at {other.waits}, "
-                f"{source_location(other.gr_frame)}, which needs lane {t.lane}"
+                f"{source_location(other.gr_frame)}, which needs lane {t.lane}; {ALL_LANES}"
             )
 
 
