@@ -193,6 +193,9 @@ COMPILED = [make_closure(4, (4, 4)), constant_shapes, lists_that_become_tuples, 
 class Values:
     v = 2.0
 
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
     def __getitem__(self, i):
         return 1.0
 

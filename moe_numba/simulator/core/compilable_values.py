@@ -117,7 +117,8 @@ def _begins(module, names):
 
 
 def _is_own(value):
-    if getattr(value, "is_instruction", False) is True or hasattr(value, "made_by") or hasattr(value, "py_func"):
+    attributes = getattr(value, "__dict__", {})  # not those that an object's own __getattr__ would make up
+    if any(name in attributes for name in ("is_instruction", "made_by", "py_func")):
         return True
     return _begins(getattr(value, "__module__", None), _OWN) or _begins(type(value).__module__, _OWN)
 
