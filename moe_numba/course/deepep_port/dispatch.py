@@ -27,6 +27,7 @@ from moe_numba.course.deepep_port.polling import (
     other_than,
 )
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_relaxed_sys_s32, st_relaxed_sys_s32, st_release_sys_s32
+from moe_numba.ptx.intrinsic import simulated
 from moe_numba.ptx.memory import ld_global_s32x4, ld_nc_na_s32x4, pointer_from_address
 from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.ptx.warpgroup import bar_sync
@@ -90,7 +91,7 @@ def make_send_row(config):
         send_row(buf_i32, buf_i64, buf_f32, slot, inputs, token, peer, lane)
         config.on_row(config, int(slot), int(token), int(peer), int(lane))
 
-    return traced_send_row
+    return simulated(traced_send_row, "")  # the host observes
 
 
 @cache

@@ -170,7 +170,8 @@ def select(mask, a, b):
         if not isinstance(strong, (ndarray, np.generic)):
             raise Unsupported(f"a variable holds {type(a).__name__} or {type(b).__name__}")
         weak = weak.values if type(weak) is Weak else np.dtype(type(weak)).type(weak)
-        if weak.dtype.kind != strong.dtype.kind:
+        signed = weak.dtype.kind == "i" and strong.dtype.kind == "u" and strong.itemsize < 8  # Numba's type is int64
+        if weak.dtype.kind != strong.dtype.kind and not signed:
             raise Unsupported("a variable holds numbers of different types")
         return where(mask, weak, strong) if weak_a else where(mask, strong, weak)
     if isinstance(a, (ndarray, np.generic)) and isinstance(b, (ndarray, np.generic)):
