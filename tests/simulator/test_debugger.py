@@ -636,7 +636,7 @@ from numba import cuda
 @cuda.jit
 def kernel(x):
     n = x[0]
-    print("started", flush=True)
+    print("started")
     while n < 5:
         pass
 
@@ -646,7 +646,7 @@ kernel[1, 1](np.zeros(1))
 
 def test_ctrl_c_stops_a_kernel_that_spins(tmp_path):
     (tmp_path / "program.py").write_text(ENDLESS)
-    command = [sys.executable, "-m", "moe_numba.simulator", "debug", "program.py"]
+    command = [sys.executable, "-u", "-m", "moe_numba.simulator", "debug", "program.py"]
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as process:
         process.stdin.write("continue\n")
