@@ -1,7 +1,6 @@
 """Compilation of all kernels that a module or a model needs, before its first call."""
 
 import contextlib
-import importlib
 import itertools
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +23,6 @@ from moe_numba.runtime.validate import check_dtype, check_int
 # Which kernels a call needs depends on the rows per expert, in steps that are larger than those of these sizes.
 _MAX_TOKENS = 1 << 14
 _COMPILE_S = 600.0  # that ranks wait for the one that compiles
-_FUNCTIONS = "moe_numba.moe_layer.expert_parallel.layer"  # imports all functions that layers call
 TOKENS = (*range(1, 17), *(round(16 * 1.08**i) for i in range(1, 91)), _MAX_TOKENS)
 
 
@@ -174,7 +172,7 @@ def _compile(calls, processes, progress):
     columns = *Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, disable=not progress) as bar:
         task = bar.add_task("compiling kernels", total=None)
-        for done, total in compile_calls(calls, processes=processes, imports=(_FUNCTIONS,)):
+        for done, total in compile_calls(calls, processes=processes, prepare=_import_functions):
             bar.update(task, completed=done, total=total)
     return total
 
@@ -247,12 +245,17 @@ class Call(NamedTuple):
 
     def __call__(self) -> None:
         """Make the call with tensors whose memory is reserved but not touched."""
-        importlib.import_module(_FUNCTIONS)  # where the process that compiles has not
+        _import_functions()
         given = {
             name: torch.empty_strided(*value[:2], dtype=value.dtype) if isinstance(value, Empty) else value
             for name, value in self.arguments
         }
         public_function(self.function)(**given)
+
+
+def _import_functions():
+    """Import all functions that layers call, which a process that compiles has not done."""
+    from moe_numba.moe_layer.expert_parallel import layer  # noqa: F401
 
 
 class _Calls(TorchDispatchMode):

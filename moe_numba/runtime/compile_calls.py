@@ -4,12 +4,11 @@ Each process makes the calls in compile-only mode, which reports the kernels, an
 of machine code.
 """
 
-import importlib
 import os
 import pickle
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from multiprocessing import context
@@ -26,7 +25,7 @@ def compile_calls(
     calls: Iterable[Any],
     gpu: device.GPU | None = None,
     processes: int | None = None,
-    imports: Collection[str] = ("moe_numba",),
+    prepare: Callable[[], None] | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Compile the kernels of some calls; yield (kernels that are compiled, all kernels) whenever one is ready.
 
@@ -39,8 +38,8 @@ def compile_calls(
         By default the current one.
     processes : int, optional
         By default one per core, at most `MAX_PROCESSES`.
-    imports : collection of str
-        Modules that the processes import meanwhile.
+    prepare : callable, optional
+        What each process calls meanwhile, a function of a module: it imports what the calls need.
 
     Raises
     ------
@@ -51,7 +50,7 @@ def compile_calls(
     gpu = gpu or device.gpu_of(torch.cuda.current_device())
     with compiler_pool(processes) as pool:
         for _ in range(processes):
-            pool.submit(_import, tuple(imports))
+            pool.submit(prepare or _start)
         given = pickle.dumps((gpu, tuple(dict.fromkeys(calls))))
         futures = [pool.submit(_compile, i, given) for i in range(processes)]
         total, done = futures[0].result()[1], 0
@@ -88,9 +87,8 @@ class _Spawn(context.SpawnContext):
     Process = _Process
 
 
-def _import(modules):
-    for module in modules:
-        importlib.import_module(module)
+def _start():
+    """Do nothing: a process that calls it has started, and has imported torch and Numba."""
 
 
 @cache
