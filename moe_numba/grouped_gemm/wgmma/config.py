@@ -287,8 +287,9 @@ CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (None, dict(subtile_m=144, m_subtiles=2, mma_n=(144, 136, 128, 120, 104, 88, 64, 32), stages=4, band_rows=3456)),
 )
 # In bfloat16 with at most one row per group on average, most groups have none, and the others few. In a layer with 64
-# to 128 rows for 128 groups (2048 x 768, H200) this takes 3 to 15 % less time than what is best with a row for each.
-FEW_ROWS: dict[str, Any] = dict(subtile_m=16, mma_n=(16, 8), stages=12)
+# to 128 rows for 128 groups (2048 x 768, H200) the first tile takes 3 to 15 % less time than what is best with a row for
+# each.
+BF16_CONFIGS = (1, dict(subtile_m=16, mma_n=(16, 8), stages=12)), *CONFIGS
 # With silu_and_mul a stage has two tiles of weight.
 SILU_CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (10, dict(subtile_m=32, mma_n=(32, 16), stages=5, cluster_size=2)),
@@ -314,13 +315,11 @@ BLOCK_SCALED_SILU_CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
 @cache
 def select_config(scaling: str, row_layout: str, average: int, silu_and_mul: bool = False) -> GemmConfig:
     """Select the configuration for groups of ``average`` rows."""
-    if scaling == "block":
-        configs = BLOCK_SCALED_SILU_CONFIGS if silu_and_mul else BLOCK_SCALED_CONFIGS
+    if silu_and_mul:
+        configs = BLOCK_SCALED_SILU_CONFIGS if scaling == "block" else SILU_CONFIGS
     else:
-        configs = SILU_CONFIGS if silu_and_mul else CONFIGS
+        configs = {"block": BLOCK_SCALED_CONFIGS, "none": BF16_CONFIGS}.get(scaling, CONFIGS)
     tile = next(tile for limit, tile in configs if limit is None or average <= limit)
-    if scaling == "none" and average <= 1 and not silu_and_mul:
-        tile = FEW_ROWS
     dtype = "bf16" if scaling == "none" else "e4m3"
     return GemmConfig(dtype=dtype, scaling=scaling, row_layout=row_layout, silu_and_mul=silu_and_mul, **tile)
 
