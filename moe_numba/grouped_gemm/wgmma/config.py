@@ -287,8 +287,8 @@ CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (None, dict(subtile_m=144, m_subtiles=2, mma_n=(144, 136, 128, 120, 104, 88, 64, 32), stages=4, band_rows=3456)),
 )
 # In bfloat16 with at most one row per group on average, most groups have none, and the others few. In a layer with 64
-# to 128 rows for 128 groups (2048 x 768, H200) the first tile takes 3 to 15 % less time than what is best with a row for
-# each.
+# to 128 rows for 128 groups (2048 x 768, H200) the first tile takes 3 to 15 % less time than what is best with a row
+# for each.
 BF16_CONFIGS = (1, dict(subtile_m=16, mma_n=(16, 8), stages=12)), *CONFIGS
 # With silu_and_mul a stage has two tiles of weight.
 SILU_CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
