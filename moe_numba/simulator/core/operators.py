@@ -12,14 +12,14 @@ from moe_numba.simulator.core.conversions import float_to_int
 
 _LEAST, _LARGEST, _BITS = -(1 << 63), (1 << 63) - 1, (1 << 64) - 1
 _SMALL = {np.dtype(t) for t in (np.bool_, np.int8, np.int16, np.uint8, np.float32)}
-_NUMBERS = [np.dtype(t) for t in "?bhilBHILfd"]
-_PYTHON = {bool: np.dtype(np.bool_), int: np.dtype(np.int64), float: np.dtype(np.float64)}
+NUMBERS = [np.dtype(t) for t in "?bhilBHILfd"]
+PYTHON = {bool: np.dtype(np.bool_), int: np.dtype(np.int64), float: np.dtype(np.float64)}
 FLOAT64, INT64, UINT64 = np.dtype(np.float64), np.dtype(np.int64), np.dtype(np.uint64)
 
 
 def dtype_of(value):
     """Return the dtype of a number, or None for anything else."""
-    found = _PYTHON.get(type(value))
+    found = PYTHON.get(type(value))
     return found or getattr(value, "dtype", None)
 
 
@@ -94,7 +94,7 @@ def _typed(name, result, a):
 def _binary(name):
     native, on_integers = getattr(operator, name), _INTEGERS.get(name)
     is_native = name in ("add", "sub", "mul", "and_", "or_", "xor")
-    types = {dtype.type: dtype for dtype in _NUMBERS} | _PYTHON
+    types = {dtype.type: dtype for dtype in NUMBERS} | PYTHON
     how = {}
     for ta, a in types.items():
         for tb, b in types.items():
@@ -180,6 +180,6 @@ def scalar_type(kind):
     return cast
 
 
-CASTS = {dtype.type: scalar_type(dtype.type) for dtype in _NUMBERS} | {int: to_int, float: to_float}
+CASTS = {dtype.type: scalar_type(dtype.type) for dtype in NUMBERS} | {int: to_int, float: to_float}
 CASTS[np.longlong], CASTS[np.ulonglong] = scalar_type(np.longlong), scalar_type(np.ulonglong)
 CASTS[np.float16] = np.float16

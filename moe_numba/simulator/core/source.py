@@ -15,6 +15,11 @@ class NoSource(Exception):
     """A function's source is not known."""
 
 
+def original(function):
+    """Return the code that a function was defined with."""
+    return getattr(function, "defined_code", function.__code__)
+
+
 @functools.lru_cache(maxsize=4096)
 def definition(code):
     """Return the syntax tree of a function's definition, with the positions that it has in its file."""
@@ -77,7 +82,7 @@ class Static:
     missing = object()
 
     def __init__(self, function):
-        self.code, self.globals = getattr(function, "defined_code", function.__code__), function.__globals__
+        self.code, self.globals = original(function), function.__globals__
         self.cells = dict(zip(self.code.co_freevars, function.__closure__ or ()))
 
     def kinds(self, special):

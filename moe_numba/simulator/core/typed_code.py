@@ -16,7 +16,7 @@ import numpy as np
 
 from moe_numba.simulator.asynchronous.uses_async import names_in, values_of
 from moe_numba.simulator.core import math_functions, operators
-from moe_numba.simulator.core.source import NoSource, Static, arguments, code_in, definition, make_function
+from moe_numba.simulator.core.source import NoSource, Static, arguments, code_in, definition, make_function, original
 
 FUNCTIONS = operators.CASTS | math_functions.VERSIONS | {builtins.pow: operators.SCALAR["pow"]}
 _HELPERS = {f"\0{name}": function for name, function in operators.SCALAR.items()}
@@ -24,11 +24,6 @@ _HELPERS["\0as_float64"] = operators.as_float64
 _installed, _kernels = weakref.WeakSet(), weakref.WeakSet()
 _made = {}  # (code, functions that are replaced) -> code
 _DEPTH = 3  # of tuples and objects that hold device functions
-
-
-def original(function):
-    """Return the code that a function was defined with."""
-    return getattr(function, "defined_code", function.__code__)
 
 
 def install(kernel):

@@ -19,7 +19,7 @@ import numpy as np
 
 from moe_numba.simulator.core.kernel import Kernel
 from moe_numba.simulator.core.memory import Array, Pointer
-from moe_numba.simulator.core.typed_code import original
+from moe_numba.simulator.core.source import original
 from moe_numba.simulator.profiler.occupancy import Occupancy, occupancy
 
 _REGISTERS_PER_BLOCK = 65536

@@ -7,12 +7,11 @@ when the log of accesses is checked (`check_indices`), at the latest before the 
 import numpy as np
 
 from moe_numba.simulator.core import memory
-from moe_numba.simulator.core.conversions import floats_to_integers
-from moe_numba.simulator.core.memory import Array, Pointer, as_dtype, is_float
+from moe_numba.simulator.core.memory import Array, Pointer, as_dtype
 from moe_numba.simulator.vector import state
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.lanes import Pointers, select, split
-from moe_numba.simulator.vector.local import Local, as_index, as_uniform_index, refuse
+from moe_numba.simulator.vector.local import Local, as_index, as_type, as_uniform_index, refuse
 from moe_numba.simulator.vector.numbers import Weak
 
 ndarray = np.ndarray
@@ -169,15 +168,6 @@ class Rows:
 
     def __init__(self, array, index):
         self.array, self.index = array, index
-
-
-def as_type(value, dtype):
-    """Convert a NumPy number, or an array of one per lane, to another type."""
-    if type(value) is not ndarray:
-        return memory.convert(value, dtype)
-    if dtype.kind in "iu" and is_float(value.dtype):
-        return floats_to_integers(value, dtype)
-    return value.astype(dtype)
 
 
 def _load_nd(mask, x, index):

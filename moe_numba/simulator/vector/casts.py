@@ -5,10 +5,10 @@ import numpy as np
 from moe_numba.simulator.core import arithmetic, floats
 from moe_numba.simulator.core.conversions import floats_to_integers
 from moe_numba.simulator.core.operators import CASTS
-from moe_numba.simulator.vector.access import as_type
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.lane_calls import per_lane, varies
 from moe_numba.simulator.vector.lanes import choose
+from moe_numba.simulator.vector.local import as_type
 from moe_numba.simulator.vector.numbers import Weak
 
 ndarray = np.ndarray

@@ -4,13 +4,22 @@ import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.conversions import floats_to_integers
-from moe_numba.simulator.core.memory import as_dtype
+from moe_numba.simulator.core.memory import as_dtype, is_float
 from moe_numba.simulator.vector import state
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.numbers import Weak
 
 ndarray = np.ndarray
 _INT64 = np.dtype(np.int64)
+
+
+def as_type(value, dtype):
+    """Convert a NumPy number, or an array of one per lane, to another type."""
+    if type(value) is not ndarray:
+        return memory.convert(value, dtype)
+    if dtype.kind in "iu" and is_float(value.dtype):
+        return floats_to_integers(value, dtype)
+    return value.astype(dtype)
 
 
 def as_index(index):
@@ -130,9 +139,7 @@ class Local:
         if isinstance(value, (ndarray, np.generic)):
             if value.dtype == self.dtype:
                 return value
-            if type(value) is ndarray and memory.is_float(value.dtype) and self.dtype.kind in "iu":
-                return floats_to_integers(value, self.dtype)
-            return value.astype(self.dtype) if type(value) is ndarray else memory.convert(value, self.dtype)
+            return as_type(value, self.dtype)
         if not isinstance(value, (int, float)):
             raise Unsupported(f"a store of {type(value).__name__}")
         return memory.convert(value, self.dtype)

@@ -4,15 +4,14 @@ import operator
 
 import numpy as np
 
-from moe_numba.simulator.core.operators import BINARY, INT64, SCALAR, result_type
+from moe_numba.simulator.core.operators import BINARY, INT64, NUMBERS, PYTHON, SCALAR, result_type
 from moe_numba.simulator.vector.numbers import Weak
 
 ndarray = np.ndarray
 _UFUNCS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.true_divide, "pow": np.power}
 _UFUNCS |= {"floordiv": np.floor_divide, "mod": np.remainder, "and_": np.bitwise_and, "or_": np.bitwise_or}
 _UFUNCS |= {"xor": np.bitwise_xor, "lshift": np.left_shift, "rshift": np.right_shift}
-_NUMBERS = {dtype.num: dtype for dtype in map(np.dtype, "?bhilBHILfd")}
-_PYTHON = {bool: np.dtype(np.bool_), int: INT64, float: np.dtype(np.float64)}
+_NUMBERS = {dtype.num: dtype for dtype in NUMBERS}
 
 
 def _converted(name, first, second, result):
@@ -69,7 +68,7 @@ def _binary(name):
                 compute = _converted(name, first, second, result)
             if compute is not None:
                 how[a << 8 | b] = compute
-        for kind, dtype in _PYTHON.items():  # a Python number takes the type of the array beside it
+        for kind, dtype in PYTHON.items():  # a Python number takes the type of the array beside it
             if is_strict or kind is bool:
                 continue
             for found, result in (after, result_type(name, first, dtype)), (before, result_type(name, dtype, first)):
@@ -89,17 +88,17 @@ def _binary(name):
             return native(a, b) if compute is None else compute(a, b)
         if ta is Weak or tb is Weak:
             made = operate(a.values if ta is Weak else a, b.values if tb is Weak else b)
-            is_python = (ta is Weak or ta in _PYTHON) and (tb is Weak or tb in _PYTHON)
+            is_python = (ta is Weak or ta in PYTHON) and (tb is Weak or tb in PYTHON)
             return Weak(made) if is_python else made
         if is_strict or ta is bool or tb is bool:
-            if ta is ndarray and tb in _PYTHON:
-                return operate(a, _PYTHON[tb].type(b))
-            if tb is ndarray and ta in _PYTHON:
-                return operate(_PYTHON[ta].type(a), b)
-        if ta is ndarray and tb in _PYTHON:
+            if ta is ndarray and tb in PYTHON:
+                return operate(a, PYTHON[tb].type(b))
+            if tb is ndarray and ta in PYTHON:
+                return operate(PYTHON[ta].type(a), b)
+        if ta is ndarray and tb in PYTHON:
             result = convert_first((tb, a.dtype.num))
             return native(a if result is None else a.astype(result), b)
-        if tb is ndarray and ta in _PYTHON:
+        if tb is ndarray and ta in PYTHON:
             result = convert_second((ta, b.dtype.num))
             return native(a, b if result is None else b.astype(result))
         return scalar(a, b)

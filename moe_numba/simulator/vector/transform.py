@@ -10,8 +10,8 @@ import ast
 import types
 
 from moe_numba.simulator.core.operators import as_float64
-from moe_numba.simulator.core.source import Static, arguments, code_in, definition, make_function
-from moe_numba.simulator.core.typed_code import original, with_constants
+from moe_numba.simulator.core.source import Static, arguments, code_in, definition, make_function, original
+from moe_numba.simulator.core.typed_code import with_constants
 from moe_numba.simulator.vector import lanes, loops
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.expressions import Expressions
