@@ -15,8 +15,8 @@ from moe_numba.moe_layer.weights import FP8_BLOCK, shape_of
 from moe_numba.runtime.validate import check_int, check_no_grad, check_tensor
 
 _MAX_LOW_LATENCY_TOKENS = 1 << 20
-# Low latency is chosen up to so many tokens of a rank: on 4 H200, a layer of DeepSeek-V3 takes 748 us with 512 tokens
-# (rings 820), and the memory grows with them: 290 MiB on each of 8 ranks.
+# The layer chooses low latency for at most this many tokens of a rank. On 4 H200 a layer of DeepSeek-V3 takes 748 us
+# with 512 tokens (rings 820). Memory grows with the tokens: 512 need 290 MiB on each of 8 ranks.
 CHOSEN_TOKENS, CHOSEN_BYTES = 512, 512 << 20
 _ID_TYPES = tuple(TOPK_IDX_POINTERS)
 

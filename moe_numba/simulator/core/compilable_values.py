@@ -87,7 +87,7 @@ def refusal(text, value):
 
 
 def refusal_of_arguments(text, value, count):
-    """Return why Numba does not compile a call of `value` with so many arguments; None if it does."""
+    """Return why Numba does not compile a call of `value` with `count` arguments, or None if it does."""
     most = _MOST_ARGUMENTS.get(value, count) if _is_c(value) else count
     return (
         f"calls {text} with {count} arguments, but Numba compiles at most {most}: write it out" * (count > most) or None

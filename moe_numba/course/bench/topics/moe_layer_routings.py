@@ -28,7 +28,11 @@ from moe_numba.moe_layer.compile_layers import Layer, compile_layers
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 QUICK_TOKENS = (4,)
-ROUTINGS = {"uniform": "evenly at random", "zipf": "by Zipf's law", "same": "the same experts for all tokens"}
+ROUTINGS = {
+    "uniform": "experts drawn evenly at random",
+    "zipf": "experts drawn by Zipf's law",
+    "same": "the same experts for all tokens",
+}
 SETS = 4  # of inputs, with different experts
 _GPT_OSS = dict(num_experts=32, hidden=2880, intermediate=2880, topk=4, activation="swigluoai", token_counts=TOKENS)
 LAYERS = (
@@ -118,9 +122,7 @@ def figures(record):
     for routing, text in ROUTINGS.items():
         series = {model: found for model in models_of(record) if (found := ratios(record, model, routing))}
         if series:
-            title = f"Experts drawn {text}: the fastest peer's time, relative to moe_numba's"
-            if routing == "same":
-                title = "All tokens on the same experts: the fastest peer's time, relative to moe_numba's"
+            title = f"{text[0].upper()}{text[1:]}: the fastest peer's time, relative to moe_numba's"
             caption = plots.caption(record)
             made[routing] = plots.sweep_figure(series, ylabel="ratio of times", title=title, caption=caption)
     return made
