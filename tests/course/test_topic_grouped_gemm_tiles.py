@@ -92,8 +92,8 @@ def test_the_most_important_problems_come_first():
 
 A, B, C = "32/16, cluster, 10 stages", "64/32, cluster, 8 stages", "128/96/64, cluster, 6 stages"
 TIMES = {  # (n, k, groups, average): times of A, B and C in microseconds for each routing
-    (4096, 7168, 32, 1): {"uniform": (100, 100.6, 150), "zipf": (100, 100, 140)},
-    (4096, 7168, 32, 16): {"uniform": (110, 100, 120), "zipf": (104, 104, 120)},
+    (4096, 7168, 32, 1): {"uniform": (100, 100.4, 150), "zipf": (100, 100, 140)},
+    (4096, 7168, 32, 16): {"uniform": (100, 101.5, 101.5), "zipf": (100, 100, 104), "one": (200, 150, 100)},
     (4096, 7168, 32, 128): {"uniform": (180, 150, 100), "zipf": (130, 100, 110)},
     (2048, 768, 8, 16): {"uniform": (10, 10.04, 12), "zipf": (10, 10.04, 12)},
 }
@@ -139,9 +139,9 @@ def test_the_table_has_few_configurations_that_are_near_the_best(monkeypatch):
     rows = made_up_rows()
     chosen = tuner.choose(rows)
     assert {problem[1:]: name for problem, name in chosen.items()} == {
-        (4096, 7168, 32, 1): B,  # A is 0.5 % faster, but B serves more problems
-        (4096, 7168, 32, 16): B,
-        (4096, 7168, 32, 128): C,  # 5 % slower than the best on average, B 25 %
+        (4096, 7168, 32, 1): B,  # A is 0.4 % faster, but B serves more problems
+        (4096, 7168, 32, 16): B,  # 1.5 % slower than A if rows are spread, but faster in one group; C is 4 % slower
+        (4096, 7168, 32, 128): C,  # 10 % slower than the best in its worst routing, B 50 %
         (2048, 768, 8, 16): B,
     }
     use_table(monkeypatch, tuner.table_text({"toy": rows}))

@@ -279,11 +279,11 @@ def check_epilogue(config: GemmConfig) -> None:
         raise ValueError(f"activation is {config.activation}, ragged_n {config.ragged_n}: scales must be per tensor")
 
 
-# (maximum average rows per group, tile configuration), measured by course/bench/tune_grouped_gemm.py.
+# (maximum average rows per group, tile configuration), measured by course/bench/topics/grouped_gemm_tiles.
 CONFIGS: tuple[tuple[int | None, dict[str, Any]], ...] = (
     (10, dict(subtile_m=32, mma_n=(32, 16), stages=10, cluster_size=2)),
     (40, dict(subtile_m=64, mma_n=(64, 32), stages=8, cluster_size=2)),
-    (120, dict(subtile_m=128, mma_n=(128, 96, 64), stages=6, cluster_size=2)),
+    (120, dict(subtile_m=128, mma_n=(128, 96, 64, 32), stages=6, cluster_size=2)),
     (None, dict(subtile_m=144, m_subtiles=2, mma_n=(144, 136, 128, 120, 104, 88, 64, 32), stages=4, band_rows=3456)),
 )
 # In bfloat16 with at most one row per group on average, most groups have none, and the others few. In a layer with 64

@@ -1,7 +1,7 @@
 """Times the candidate tile configurations of the grouped GEMM, the most important problems first, until time is up.
 
 All candidates of a problem are checked, then timed shortly. Those that may be the best are timed interleaved, with rows
-drawn evenly at random, by Zipf's law, and the same number for each group.
+drawn evenly at random, all rows in one group, rows drawn by Zipf's law, and the same number for each group.
 """
 
 import itertools
@@ -34,7 +34,7 @@ SIDE = 8192  # of a dense GEMM
 SECONDS, QUICK_SECONDS = 240, 60
 SHAPES = [(4096, 7168), (7168, 2048), (1536, 2048), (2048, 768), (5760, 2880), (2880, 2880)]  # n, k
 AVERAGES = [16, 64, 1, 256, 4, 128, 1024]
-ROUTINGS = ["uniform", "zipf", "even"]
+ROUTINGS = ["uniform", "one", "zipf", "even"]
 PRUNED_BY = 2  # routings, of the first ones, with which all candidates are timed
 KEPT, NEAR = 6, 1.2  # most candidates that are timed again, and by how much they may be slower in the short timing
 CHECKED_ROWS = 64
@@ -60,7 +60,7 @@ def measure(peers, quick, seconds=None):
                 continue
             rows += found
             if found:
-                ratios, chosen = tuner.mean_ratios(found)[problem], found[0]["tile"]
+                ratios, chosen = tuner.ratios_of(found)[problem], found[0]["tile"]
                 best = min(ratios, key=ratios.get)
                 print(
                     f"{100 * (ratios[chosen] / ratios[best] - 1):5.1f} %  {tuple(problem)}: {chosen}; best: {best}",
@@ -216,7 +216,7 @@ def present_choice(problem):
 def is_plausible(config, average):
     """Whether a tile has neither many more rows than a group nor many times fewer, and a group more than one band."""
     has_bands = average > getattr(config, "band_rows", 0)
-    return min(average / 4, 128) <= config.block_m <= 16 * max(average, 4) and has_bands
+    return min(average / 4, 128) <= config.block_m <= 32 * max(average, 4) and has_bands
 
 
 # Checks

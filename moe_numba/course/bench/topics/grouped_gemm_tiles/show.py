@@ -40,7 +40,7 @@ def figures(record):
         made[kind.replace(", ", "-")] = plots.sweep_figure(
             series,
             xlabel="rows per group",
-            ylabel="time / that of the best configuration, mean over shapes",
+            ylabel="time / that of the best configuration, worst routing, mean over shapes",
             caption=plots.caption(record),
             title=f"Tile configurations of the grouped GEMM: {kind}",
         )
@@ -49,7 +49,7 @@ def figures(record):
 
 def readme_table(record):
     """Return the summary of a record, with its provenance."""
-    text = "Time over that of the best tile configuration, mean over the routings; "
+    text = "Time over that of the best tile configuration, in the worst routing that spreads rows over the groups; "
     return f"{summary(record['rows'])}\n\n{text}{plots.provenance(record, 'measured on')}."
 
 

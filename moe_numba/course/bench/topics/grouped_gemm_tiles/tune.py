@@ -4,10 +4,12 @@
     python -m moe_numba.course.bench.topics.grouped_gemm_tiles.tune  # the table again, from the records
 
 A row of the record has the times of the best candidates, ``tiles``, of one problem and routing. A problem's
-configuration is chosen for all routings, because the host does not know how rows are distributed: the mean over the
-routings of its time, relative to the best candidate's, is least. Of those within ``TOLERANCE`` of the least the table
-has one with the most rows per tile, which loses least where rows are more skewed than in the routings, and among these
-the one that serves the most problems, so that noise causes no additional kernels, which take seconds to compile.
+configuration is chosen for all routings, because the host does not know how rows are distributed: the time of the
+table's configuration, relative to the best candidate's, is near the least possible in the worst of the routings that
+spread rows over the groups, within ``TOLERANCE``. Of such candidates those are left that are the fastest when all rows
+are in one group, and of these the one that serves the most problems, so that noise causes no additional kernels, which
+take seconds to compile. Rows of a problem without that routing leave those within ``NOISE`` that have the most rows per
+tile, which lose least where rows are skewed.
 """
 
 import argparse
@@ -27,7 +29,8 @@ from moe_numba.runtime.device import H200
 
 TOPIC = "grouped_gemm_tiles"
 KINDS = ("tensor", "block", "none", "mxfp4", "tensor, silu", "block, silu")
-TOLERANCE = 1.005
+NOISE = 1.005
+TOLERANCE = 1.02  # of the least time, to be faster when all rows are in one group
 BAND_ROWS = 3072
 MAX_STAGES = 12  # enough to hide the latency of a load
 TILES = [  # subtile_m, m_subtiles, mma_n
@@ -37,11 +40,22 @@ TILES = [  # subtile_m, m_subtiles, mma_n
     (64, 1, (64, 32)),
     (96, 1, (96, 64)),
     (128, 1, (128, 96, 64)),
+    # The host does not know the largest group: tiles for many rows that also have a small wgmma, for few.
+    (16, 1, (16, 8)),
+    (64, 1, (64, 32, 16)),
+    (96, 1, (96, 64, 32, 16)),
+    (128, 1, (128, 96, 64, 32)),
     (96, 2, (96, 64)),
     (128, 2, (128, 96)),
     (144, 2, (144, 136, 128, 120, 104, 88, 64, 32)),
 ]
-SILU_TILES = [*TILES[:5], (112, 1, (112, 104, 96, 88)), (128, 1, (128, 120, 112, 104)), (144, 1, (144, 136, 128, 120))]
+SILU_TILES = [
+    *TILES[:5],
+    *TILES[7:9],
+    (112, 1, (112, 104, 96, 88)),
+    (128, 1, (128, 120, 112, 104)),
+    (144, 1, (144, 136, 128, 120)),
+]
 # With four warpgroups, several sizes of wgmma and overlapped decoding, ptxas serialises wgmma (C7512), or registers are
 # spilled, as with (32, 24, 16, 8). Serialised wgmmas may still be the fastest, as with (64, 48, 32, 16).
 MXFP4_TILES_OF_FOUR = [
@@ -61,7 +75,7 @@ MXFP4_TILES = [
     dict(subtile_m=256, mma_n=(256, 208, 160, 112, 56), box_rows=32, stage_tiles=1, overlap=False),
 ]
 # With block scales two subtiles have too many scales for the registers of a thread.
-TILES_OF_KIND = {kind: SILU_TILES if "silu" in kind else TILES[:6] if kind == "block" else TILES for kind in KINDS}
+TILES_OF_KIND = {kind: SILU_TILES if "silu" in kind else TILES[:10] if kind == "block" else TILES for kind in KINDS}
 
 
 class Problem(NamedTuple):
@@ -156,19 +170,19 @@ def problem_of(row):
     return Problem(kind, config["n"], config["k"], groups, row["size"]["rows"] // groups)
 
 
-def mean_ratios(rows):
-    """Return {problem: {name: ratio}}: the mean over the routings of a candidate's time to the best one's.
+def ratios_of(rows):
+    """Return {problem: {name: ratio}}: a candidate's time relative to the best one's, in its worst routing.
 
-    A candidate that is not measured with all routings of a problem has none.
+    Routings are those that spread rows over the groups. A candidate that is not measured with all of them has no ratio.
     """
     tiles: dict = {}
     for row in rows:
-        tiles.setdefault(problem_of(row), []).append(row["tiles"])
+        if row["config"]["routing"] != "one":
+            tiles.setdefault(problem_of(row), []).append(row["tiles"])
     found = {}
     for problem, by_routing in tiles.items():
-        names = set.intersection(*map(set, by_routing))
-        ratios = {name: sum(times[name] / min(times.values()) for times in by_routing) for name in sorted(names)}
-        found[problem] = {name: total / len(by_routing) for name, total in ratios.items()}
+        names = sorted(set.intersection(*map(set, by_routing)))
+        found[problem] = {name: max(times[name] / min(times.values()) for times in by_routing) for name in names}
     return found
 
 
@@ -187,15 +201,20 @@ def choose(rows):
     What an earlier version measured and is no candidate any more is not chosen.
     """
     chosen: dict[Problem, str] = {}
+    in_one_group = {problem_of(row): row["tiles"] for row in rows if row["config"]["routing"] == "one"}
     for kind in KINDS:
         near, configs = {}, candidates(kind)
-        for problem, ratios in mean_ratios(rows).items():
+        for problem, ratios in ratios_of(rows).items():
             ratios = {name: ratio for name, ratio in ratios.items() if name in configs}
             if problem.kind == kind and not has_rule(problem) and ratios:
-                limit = TOLERANCE * min(ratios.values())
-                found = {name: ratio for name, ratio in ratios.items() if ratio <= limit}
-                most = max(configs[name].block_m for name in found)
-                near[problem] = {name: ratio for name, ratio in found.items() if configs[name].block_m == most}
+                times = in_one_group.get(problem)
+                limit = (TOLERANCE if times else NOISE) * min(ratios.values())
+                # What is least among these decides between them:
+                second = {
+                    n: times[n] if times else -configs[n].block_m for n, ratio in ratios.items() if ratio <= limit
+                }
+                least = min(second.values()) * (TOLERANCE if times else 1)
+                near[problem] = {name: ratios[name] for name, cost in second.items() if cost <= least}
         while near:
             served: dict[str, list[float]] = {}
             for name, ratio in itertools.chain(*(found.items() for found in near.values())):
@@ -207,7 +226,7 @@ def choose(rows):
 
 
 def excess(rows, chosen=None):
-    """Return {problem: ratio}: the mean ratio of the chosen configuration to the least of all candidates.
+    """Return {problem: ratio}: the ratio (see `ratios_of`) of the chosen configuration to the least of all candidates.
 
     Problems that `has_rule` are left out, as in the table.
 
@@ -219,7 +238,7 @@ def excess(rows, chosen=None):
         ``chosen(problem)`` returns a name; by default that of the package's table, which must have the problem.
     """
     found = {}
-    for problem, ratios in mean_ratios(rows).items():
+    for problem, ratios in ratios_of(rows).items():
         if not has_rule(problem):
             name = chosen(problem) if chosen else name_of(heuristics.measured_config(*problem))
             found[problem] = ratios[name] / min(ratios.values())
