@@ -33,12 +33,12 @@ class Replay:
     ----------
     function : callable
         ``function(*tensors)``, tensors or None; always with the same ones that are None.
-    check_alignment : callable
-        ``check_alignment(*tensors)`` raises for tensors whose address is not allowed. It is called if one of them
-        does not start at a multiple of 16 bytes, and where launches are not repeated.
+    check_alignment : callable, optional
+        ``check_alignment(*tensors)`` raises for tensors whose address is not allowed, if ``function`` does not. It is
+        called if one of them does not start at a multiple of 16 bytes, and where launches are not repeated.
     """
 
-    def __init__(self, function: Callable[..., Any], check_alignment: Callable[..., Any]):
+    def __init__(self, function: Callable[..., Any], check_alignment: Callable[..., Any] = lambda *_: None):
         self.function, self.check_alignment = function, check_alignment
         self._recorded: dict = {}  # alignments of the tensors -> (tensor and offset of each address, LaunchSequence)
 

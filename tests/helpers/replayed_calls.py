@@ -197,6 +197,44 @@ def test_the_gate_and_the_experts():
                 raise AssertionError(f"{message}: not refused with {tokens} tokens")
 
 
+def gemm_arguments(kind, rows=24, groups=3, n=256, k=256):
+    """Return a public function of the grouped GEMM, and the arguments of a call; the rows of x are gathered."""
+    lengths = torch.full((groups,), rows // groups, dtype=torch.int32)
+    starts = torch.arange(0, rows + 1, rows // groups, dtype=torch.int32)
+    x, weight = torch.randn(rows, k).bfloat16(), torch.randn(groups, n, k).bfloat16()
+    given = dict(x=x, weight=weight, seqlens=lengths, cu_seqlens=starts)
+    if kind == "bf16":
+        return moe_numba.group_gemm_bf16, given | dict(gather_indices=torch.arange(rows, dtype=torch.int32))
+    given |= dict(x=x.to(torch.float8_e4m3fn), weight=weight.to(torch.float8_e4m3fn))
+    if kind == "one scale per group":
+        return moe_numba.group_gemm_pertensor_fp8, given | dict(y_scale=torch.ones(groups))
+    given |= dict(x_scale=torch.ones(rows, k // 128), w_scale=torch.ones(groups, n // 128, k // 128))
+    if kind == "rows of many groups":
+        del given["seqlens"], given["cu_seqlens"]
+        given |= dict(seqlens=None, cu_seqlens=None, m_indices=torch.arange(groups).repeat_interleave(8).int())
+    return moe_numba.group_gemm_blockwise_fp8, given
+
+
+def test_the_grouped_gemm():
+    for kind in ("bf16", "one scale per group", "block scales", "rows of many groups"):
+        recorded.clear()
+        for stream in (7, 9):
+            fake_driver.STREAM_OF[0] = stream
+            function, given = gemm_arguments(kind)
+            out = torch.empty(24, 256, dtype=torch.bfloat16)
+            assert check(partial(function, **given, out=out))[-1].config[-1] == stream
+        assert len(recorded) == 1, kind
+        moved = torch.zeros(given["x"].numel() + 1, dtype=given["x"].dtype)[1:].view(given["x"].shape)
+        for _ in range(2):
+            try:
+                function(**given | dict(x=moved), out=out)
+            except ValueError as error:
+                assert "x starts at address" in str(error), error
+            else:
+                raise AssertionError("an x that TMA cannot read was not refused")
+    fake_driver.STREAM_OF[0] = 7
+
+
 def test_prepared_calls():
     for name, given in formats():
         out, workspace = torch.empty(given["x"].shape, dtype=torch.bfloat16), workspace_of(given)

@@ -15,6 +15,7 @@ CHECKS = (
     "alignments",
     "refusals_of_later_calls",
     "the_gate_and_the_experts",
+    "the_grouped_gemm",
     "prepared_calls",
     "threads",
     "no_tensor_is_kept",

@@ -39,6 +39,7 @@ from moe_numba.grouped_gemm.wgmma.launch import HopperLaunch
 from moe_numba.runtime.cubin_cache import machine_code
 from moe_numba.runtime.device import gpu_of, persistent_ctas
 from moe_numba.runtime.outputs import Outputs, find_plan, remember
+from moe_numba.runtime.replay import Replay
 from moe_numba.runtime.validate import make_outputs
 
 M_INDICES = GemmTensors._fields.index("m_indices")
@@ -73,7 +74,7 @@ def group_gemm(scaling: str, arguments: dict[str, Any] | None = None, /, **more)
     if plan.launch is not None:
         if others["m_indices"] is not None:
             tensors = *tensors[:2], *plan.group_starts(tensors[M_INDICES]), *tensors[4:]
-        plan.launch(tensors, outputs)
+        plan.replay(*tensors, *outputs)
     if out is not None:
         return out
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
@@ -132,6 +133,8 @@ class GemmPlan:
                 )
             self.launch = MmaLaunch(config, tensors, shape, gpu)
             columns = self.launch.config.columns
+        inputs = len(tensors)
+        self.replay = Replay(lambda *given: self.launch(given[:inputs], given[inputs:]))
         if groups * -(-total_rows // self.launch.config.block_m) * -(-n // columns) > MAX_TILES:
             raise ValueError(f"x has {total_rows} rows, too many for {groups} groups of {n} columns")
 
