@@ -71,7 +71,8 @@ def biased_grouped_topk(
 
     Experts are scored, and a group's score is the sum of its two best biased scores (in a group of one expert, its only
     one). The ``topk_group`` best groups are kept. Of their experts, those with the best biased scores are chosen, in
-    descending order. Their weights are the scores without the bias.
+    descending order. Their weights are the scores without the bias. Without bias and groups the experts with the best
+    logits are chosen: scores rise with the logits, but far from 0 different logits have equal scores.
 
     Parameters
     ----------
@@ -119,9 +120,10 @@ def biased_grouped_topk(
     Notes
     -----
     Named after SGLang's ``biased_grouped_topk``. All arithmetic is float32. Ties go to the lower group, then to the
-    lower expert. NaN scores rank last and have weight 0. Ids are distinct and in range for any input. Weights and ids
-    are bit-identical from run to run. The kernel runs on the caller's current stream. A CUDA graph can capture the call
-    once an earlier call has compiled the kernel.
+    lower expert. NaN scores rank last and have weight 0; a softmax leaves NaN logits out, so that the other experts
+    keep their weights, and counts +inf as the largest float32. Ids are distinct and in range for any input. Weights and
+    ids are bit-identical from run to run. The kernel runs on the caller's current stream. A CUDA graph can capture the
+    call once an earlier call has compiled the kernel.
     """
     options = (
         topk,
@@ -250,9 +252,7 @@ class GatePlan:
 
     def _packed(self, config):
         made = packed_keys.make_packed_kernel(config, self.limit_on_device)
-        return self._launch_shape(
-            made, self.signature, packed_keys.WARPS_PER_BLOCK, tokens_per_warp=32 // config.lanes
-        )
+        return self._launch_shape(made, self.signature, packed_keys.WARPS_PER_BLOCK, tokens_per_warp=32 // config.lanes)
 
     def _launch_shape(self, made, signature, warps, tokens_per_warp=1, **options):
         """Return (launcher, threads per block, tokens per block, most blocks) of a kernel."""

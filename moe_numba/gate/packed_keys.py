@@ -23,7 +23,6 @@ from moe_numba.gate.device_functions import (
     sigmoid,
     sqrtsoftplus,
 )
-from moe_numba.gate.one_token_per_warp import check_groups
 from moe_numba.ptx.arithmetic import (
     add_rn_bf16x2,
     add_rn_f16x2,
@@ -197,8 +196,8 @@ def make_picks(config):
     maximum = make_maximum(config.lanes)
 
     def make_pick(k):
-        shifted = min(count, routed - k) - 1  # later picks need no more keys
-        may_run_out = count <= routed - 1 - k or count < config.keys
+        later = routed - 1 - k  # picks, which need no more keys
+        shifted, may_run_out = min(count - 1, later), count <= later
 
         @cuda.jit(device=True)
         def pick(keys, column, picked):
@@ -207,7 +206,7 @@ def make_picks(config):
             for d in range(shifted):
                 keys[d] = keys[d + 1] if wins else keys[d]
             if may_run_out:
-                keys[shifted] = EXCLUDED if wins else keys[shifted]
+                keys[count - 1] = EXCLUDED if wins else keys[count - 1]
             return best if column == k else picked
 
         return pick

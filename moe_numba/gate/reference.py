@@ -10,8 +10,8 @@ _MAX_PAIRS = 1 << 24  # that the checker compares at once
 def expert_scores(gating_output, scoring="sigmoid"):
     """Return the unbiased scores [tokens, experts] in the dtype of the logits.
 
-    Scores below 2**-126, the smallest normal float32, are flushed to 0. The score of a NaN logit is NaN; for the softmax
-    of the other experts it counts as -inf.
+    Scores below 2**-126, the smallest normal float32, are flushed to 0. The score of a NaN logit is NaN; the softmax of
+    the other experts counts it as -inf.
     """
     float32_max = torch.finfo(torch.float32).max  # in place of +inf: it keeps the weights finite
     if scoring == "sigmoid":
@@ -107,7 +107,8 @@ def biased_grouped_topk(
     """
     tokens, num_experts = gating_output.shape
     scores = expert_scores(gating_output.to(dtype), scoring)
-    ids = choose_experts(ranked_values(gating_output, scores, correction_bias, num_expert_group), topk - num_fused_shared_experts, num_expert_group, topk_group)
+    ranked = ranked_values(gating_output, scores, correction_bias, num_expert_group)
+    ids = choose_experts(ranked, topk - num_fused_shared_experts, num_expert_group, topk_group)
     weights = expert_weights(
         scores.gather(1, ids),
         num_fused_shared_experts,
