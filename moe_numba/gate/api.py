@@ -1,5 +1,6 @@
 """Public function of the gate: checks its arguments, chooses a kernel and launches it."""
 
+import math
 from functools import cached_property
 from numbers import Integral
 from typing import NamedTuple
@@ -7,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from moe_numba import simulator
-from moe_numba.gate import four_tokens_per_warp, generic, one_token_per_warp
+from moe_numba.gate import four_tokens_per_warp, generic, one_token_per_warp, packed_keys
 from moe_numba.gate.one_token_per_warp import check_groups
 from moe_numba.gate.reference import SCORINGS
 from moe_numba.runtime import device as devices
@@ -31,7 +32,7 @@ _MAX_EXPERTS, _MAX_TOPK, _MAX_TOKENS = 1024, 32, 1 << 30
 _WARPS_PER_SM = 64  # as many as can be resident; with more tokens each warp routes several, one after another
 # In the simulator so few that small inputs reach the second iteration of the kernels' loops
 _MAX_BLOCKS = 2 if simulator.ENABLED else 1 << 20
-MIN_TOKENS_FOR_4TOKENS_KERNEL = 4096  # from here on the kernel with four tokens per warp is faster
+MANY_TOKENS = 4096  # from here on the kernels with several tokens per warp are faster
 
 _OPTION_TYPES = int, bool, int, int, int, float, bool, str
 
@@ -70,7 +71,8 @@ def biased_grouped_topk(
 
     Experts are scored, and a group's score is the sum of its two best biased scores (in a group of one expert, its only
     one). The ``topk_group`` best groups are kept. Of their experts, those with the best biased scores are chosen, in
-    descending order. Their weights are the scores without the bias.
+    descending order. Their weights are the scores without the bias. Without bias and groups the experts with the best
+    logits are chosen: scores rise with the logits, but far from 0 different logits have equal scores.
 
     Parameters
     ----------
@@ -118,9 +120,10 @@ def biased_grouped_topk(
     Notes
     -----
     Named after SGLang's ``biased_grouped_topk``. All arithmetic is float32. Ties go to the lower group, then to the
-    lower expert. NaN scores rank last and have weight 0. Ids are distinct and in range for any input. Weights and ids
-    are bit-identical from run to run. The kernel runs on the caller's current stream. A CUDA graph can capture the call
-    once an earlier call has compiled the kernel.
+    lower expert. NaN scores rank last and have weight 0; a softmax leaves NaN logits out, so that the other experts
+    keep their weights, and counts +inf as the largest float32. Ids are distinct and in range for any input. Weights and
+    ids are bit-identical from run to run. The kernel runs on the caller's current stream. A CUDA graph can capture the
+    call once an earlier call has compiled the kernel.
     """
     options = (
         topk,
@@ -208,6 +211,7 @@ class GatePlan:
             )
         else:
             self.trailing_arguments += (*self.shape[:4], topk - shared, int(renormalize))
+        self.packed_configs = _packed_configs(x, bias, options)
         self.kernel_types = options.scoring, dtype, bias_dtype
         self.limit_on_device = bool(limit_dtype)
         self._outputs, self._launches = {}, {}
@@ -220,8 +224,10 @@ class GatePlan:
         return Outputs(_describe_outputs(tokens, self.shape[3]), self._device)
 
     @cached_property
-    def one_token_per_warp(self):
-        """Launcher and launch shape of the kernel for small batches, or of the generic kernel."""
+    def for_few_tokens(self):
+        """Launcher and launch shape of the kernel for small batches."""
+        if self.packed_configs:
+            return self._packed(self.packed_configs[0])
         if self.config:
             made = one_token_per_warp.make_kernel(self.config, self.limit_on_device)
             return self._launch_shape(made, self.signature, one_token_per_warp.WARPS_PER_BLOCK)
@@ -230,10 +236,12 @@ class GatePlan:
         return self._launch_shape(made, (*self.signature, *("int32",) * 6), 1, shared_bytes=shared_bytes)
 
     @cached_property
-    def four_tokens_per_warp(self):
-        """Launcher and launch shape of the kernel for large batches, where it supports the shape."""
+    def for_many_tokens(self):
+        """Launcher and launch shape of the kernel for large batches."""
+        if self.packed_configs:
+            return self._packed(self.packed_configs[1])
         if not self.config or not four_tokens_per_warp.supports(*self.shape):
-            return self.one_token_per_warp
+            return self.for_few_tokens
         return self._launch_shape(
             four_tokens_per_warp.make_4tokens_kernel(self.config, self.limit_on_device),
             self.signature,
@@ -241,6 +249,10 @@ class GatePlan:
             tokens_per_warp=four_tokens_per_warp.TOKENS_PER_WARP,
             launch_bounds=four_tokens_per_warp.launch_bounds(devices.gpu_of(self.device).capability),
         )
+
+    def _packed(self, config):
+        made = packed_keys.make_packed_kernel(config, self.limit_on_device)
+        return self._launch_shape(made, self.signature, packed_keys.WARPS_PER_BLOCK, tokens_per_warp=32 // config.lanes)
 
     def _launch_shape(self, made, signature, warps, tokens_per_warp=1, **options):
         """Return (launcher, threads per block, tokens per block, most blocks) of a kernel."""
@@ -275,13 +287,40 @@ class GatePlan:
         """Return (launcher, blocks, threads per block) for a number of tokens."""
         if num_tokens > _MAX_TOKENS:
             raise ValueError(f"gating_output has {num_tokens} tokens; at most {_MAX_TOKENS} are allowed")
-        large = num_tokens >= MIN_TOKENS_FOR_4TOKENS_KERNEL
-        start, threads, tokens_per_block, max_blocks = self.four_tokens_per_warp if large else self.one_token_per_warp
+        shape = self.for_many_tokens if num_tokens >= MANY_TOKENS else self.for_few_tokens
+        start, threads, tokens_per_block, max_blocks = shape
         return start, min(-(-num_tokens // tokens_per_block), max_blocks), threads
 
 
 def _pointer(dtype):
     return "float32*" if dtype == "float32" else "uint16*"
+
+
+def _packed_configs(x, bias, options):
+    """Return the configurations of the kernel with packed keys for few and for many tokens, or None."""
+    if bias is not None or options.num_expert_group > 1 or x.dtype == torch.float32:
+        return None
+    if devices.gpu_of(x.device).capability < (9, 0):  # `add.rn.bf16x2`
+        return None
+    routed, found = options.topk - options.num_fused_shared_experts, []
+    for many_tokens in (False, True):
+        lanes = packed_keys.select_lanes(x.shape[1], routed, many_tokens)
+        load_bytes = lanes and packed_keys.load_bytes_of(x.shape[1] // lanes, math.gcd(x.data_ptr(), 2 * x.stride(0)))
+        if not load_bytes:
+            return None
+        found.append(
+            packed_keys.PackedConfig(
+                x.shape[1],
+                options.topk,
+                lanes,
+                options.num_fused_shared_experts,
+                options.renormalize,
+                options.scoring,
+                _DTYPES[x.dtype],
+                load_bytes,
+            )
+        )
+    return found
 
 
 def _load_bytes(tensor, experts_per_lane, group_size):

@@ -82,15 +82,23 @@ def make_scoring(scoring, experts_per_lane):
         The returned numbers are the softmax statistics of the row (0 and 1 for other scorings).
     score_one : function
         ``score_one(logit, row_max, inverse_sum)``: the score of one logit.
+
+    Notes
+    -----
+    In a softmax a NaN logit counts as -inf for the other experts, and +inf as the largest float32.
     """
     check_choice("scoring", scoring, SCORINGS)
     if scoring == "softmax":
 
         @cuda.jit(device=True)
         def score_row(values):
-            row_max = values[0]
+            row_max, probe = values[0], float32(0)
             for j in range(1, experts_per_lane):
                 row_max = max(row_max, values[j])
+            for j in range(experts_per_lane):
+                probe += values[j] * float32(0)  # NaN if a logit is NaN or infinite
+            if cuda.any_sync(FULL_MASK, probe != probe):
+                return score_special_row(values)
             for s in range(5):
                 row_max = max(row_max, cuda.shfl_xor_sync(FULL_MASK, row_max, 1 << s))
             total = float32(0)
@@ -105,7 +113,28 @@ def make_scoring(scoring, experts_per_lane):
             return row_max, inverse_sum
 
         @cuda.jit(device=True)
+        def score_special_row(values):
+            """Score a row with NaN, which counts as -inf but stays NaN, or with +inf, which counts as `FLOAT32_MAX`."""
+            row_max = -FLOAT32_MAX
+            for j in range(experts_per_lane):
+                values[j] = FLOAT32_MAX if values[j] > FLOAT32_MAX else values[j]
+                row_max = values[j] if values[j] > row_max else row_max
+            for s in range(5):
+                row_max = max(row_max, cuda.shfl_xor_sync(FULL_MASK, row_max, 1 << s))
+            total = float32(0)
+            for j in range(experts_per_lane):
+                values[j] = ex2_approx((values[j] - row_max) * LOG2_E)
+                total += values[j] if values[j] == values[j] else float32(0)
+            for s in range(5):
+                total += cuda.shfl_xor_sync(FULL_MASK, total, 1 << s)
+            inverse_sum = rcp_approx(total) if total > float32(0) else float32(0)  # all logits are -inf or NaN
+            for j in range(experts_per_lane):
+                values[j] = values[j] * inverse_sum
+            return row_max, inverse_sum
+
+        @cuda.jit(device=True)
         def score_one(x, row_max, inverse_sum):
+            x = FLOAT32_MAX if x > FLOAT32_MAX else x
             return ex2_approx((x - row_max) * LOG2_E) * inverse_sum
 
         return score_row, score_one
@@ -238,10 +267,32 @@ def sorting_network(n):
     return pairs
 
 
+def selection_network(n, kept):
+    """Return compare-exchange pairs that leave the ``kept`` largest of ``n`` elements, sorted, in the first places.
+
+    Chunks of ``kept`` elements, a power of two, are sorted. Two sorted chunks are merged by a bitonic network, of which
+    only the upper half is needed: the larger one of each pair, first with last. The compiler drops the smaller ones.
+    """
+    chunks = [range(first, min(first + kept, n)) for first in range(0, n, kept)]
+    pairs = [(chunk[i], chunk[j]) for chunk in chunks for i, j in sorting_network(len(chunk))]
+    while len(chunks) > 1:
+        for first, second in zip(chunks[::2], chunks[1::2]):
+            pairs += [(first[kept - 1 - i], second[i]) for i in range(len(second))]
+            distance = kept // 2
+            while distance:
+                pairs += [(first[i], first[i + distance]) for i in range(kept) if not i & distance]
+                distance //= 2
+        chunks = chunks[::2]
+    return pairs
+
+
 @cache
-def make_sort_descending(num_keys):
-    """Make ``sort_descending(keys)``, which sorts the keys of one lane in registers with an unrolled network."""
-    network = sorting_network(num_keys)
+def make_sort_descending(num_keys, kept=None):
+    """Make ``sort_descending(keys)``, which sorts the keys of one lane in registers with an unrolled network.
+
+    With ``kept``, a power of two, only the ``kept`` largest keys are wanted; the others are lost.
+    """
+    network = sorting_network(num_keys) if kept is None else selection_network(num_keys, kept)
 
     # The compiler only unrolls short loops. Registers cannot be indexed dynamically, so a rolled loop would move
     # the keys to local memory. A chain of short loops avoids this.

@@ -70,12 +70,19 @@ def make_generic_kernel(scoring="sigmoid", dtype="float32", bias_dtype="float32"
             for j in range(MAX_EXPERTS_PER_LANE):
                 expert = int32(j * 32 + lane)
                 scores[j] = load_one(x, start + lane + j * 32) if expert < num_experts else float32(-float("inf"))
+            ranks_logits = not has_bias and num_expert_group == 1
+            if ranks_logits:
+                for j in range(MAX_EXPERTS_PER_LANE):
+                    expert = int32(j * 32 + lane)
+                    if expert < num_experts:
+                        keys[expert] = order_key(scores[j] + float32(0))  # -0.0 becomes 0.0
             row_max, inverse_sum = score_row(scores)
-            for j in range(MAX_EXPERTS_PER_LANE):
-                expert = int32(j * 32 + lane)
-                if expert < num_experts:
-                    score = scores[j] + load_one_bias(bias, int64(lane) + j * 32) if has_bias else scores[j]
-                    keys[expert] = order_key(score)
+            if not ranks_logits:
+                for j in range(MAX_EXPERTS_PER_LANE):
+                    expert = int32(j * 32 + lane)
+                    if expert < num_experts:
+                        score = scores[j] + load_one_bias(bias, int64(lane) + j * 32) if has_bias else scores[j]
+                        keys[expert] = order_key(score)
             cuda.syncwarp()
 
             if num_expert_group > 1:

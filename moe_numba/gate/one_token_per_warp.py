@@ -7,6 +7,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.gate.device_functions import (
     EXCLUDED,
+    FLOAT32_MAX,
     ITEM_BYTES,
     group_score_key,
     make_load,
@@ -155,6 +156,9 @@ def make_router(config):
     group_steps, sum_steps = lanes_per_group.bit_length() - 1, (routed - 1).bit_length()
     routed_lanes = uint32((1 << routed) - 2)
     has_bias = bias_dtype is not None
+    # All scores rise with the logits: without bias and groups only the chosen experts need one.
+    ranks_logits = not has_bias and num_expert_group == 1
+    is_softmax, sums_row = scoring == "softmax", scoring == "softmax" and not renormalize
     fetch, unpack, load_one, raw_words = make_load(dtype, load_bytes, experts_per_lane)
     fetch_bias, unpack_bias, _, raw_bias_words = make_load(bias_dtype or "float32", bias_load_bytes, experts_per_lane)
     score_row, score_one = make_scoring(scoring, experts_per_lane)
@@ -212,9 +216,14 @@ def make_router(config):
         lower_lanes = lanemask_lt()
         keys = cuda.local.array(experts_per_lane, int32)
         sorted_keys = cuda.local.array(experts_per_lane, int32)
-        row_max, inverse_sum = score_row(scores)
+        row_max, inverse_sum = float32(0), float32(1)
+        if not ranks_logits:
+            row_max, inverse_sum = score_row(scores)
         for j in range(experts_per_lane):
-            keys[j] = order_key(scores[j] + lane_bias[j] if has_bias else scores[j])
+            if ranks_logits:
+                keys[j] = order_key(scores[j] + float32(0))  # -0.0 becomes 0.0
+            else:
+                keys[j] = order_key(scores[j] + lane_bias[j] if has_bias else scores[j])
             if not all_lanes_full and j >= num_valid:
                 keys[j] = EXCLUDED
             sorted_keys[j] = keys[j]
@@ -260,9 +269,18 @@ def make_router(config):
                 - 1
             )
 
+        if ranks_logits and sums_row:
+            row_max, inverse_sum = score_row(scores)
+        logit = float32(0)
+        if lane < routed:
+            logit = load_one(x, start + expert)
+        if ranks_logits and is_softmax and not sums_row:
+            # Only ratios of weights count; a row without numbers has no maximum.
+            row_max = cuda.shfl_sync(FULL_MASK, min(logit, FLOAT32_MAX), 0)
+            row_max = row_max if row_max >= -FLOAT32_MAX else -FLOAT32_MAX
         weight = float32(0)
         if lane < routed:
-            weight = score_one(load_one(x, start + expert), row_max, inverse_sum)
+            weight = score_one(logit, row_max, inverse_sum)
             weight = weight if weight == weight else float32(0)
         total = weight
         for s in range(sum_steps):

@@ -10,16 +10,29 @@ _MAX_PAIRS = 1 << 24  # that the checker compares at once
 def expert_scores(gating_output, scoring="sigmoid"):
     """Return the unbiased scores [tokens, experts] in the dtype of the logits.
 
-    Scores below 2**-126, the smallest normal float32, are flushed to 0.
+    Scores below 2**-126, the smallest normal float32, are flushed to 0. The score of a NaN logit is NaN; the softmax of
+    the other experts counts it as -inf.
     """
+    float32_max = torch.finfo(torch.float32).max  # in place of +inf: it keeps the weights finite
     if scoring == "sigmoid":
         scores = gating_output.sigmoid()
     elif scoring == "softmax":
-        scores = gating_output.softmax(dim=-1)
+        is_nan, logits = gating_output.isnan(), gating_output.nan_to_num(-torch.inf, float32_max, -torch.inf)
+        scores = logits.softmax(dim=-1).nan_to_num(0.0)  # NaN if all logits are -inf
+        scores = scores.masked_fill(is_nan, torch.nan)
     else:
-        float32_max = torch.finfo(torch.float32).max  # keep the weight of an infinite logit finite
         scores = torch.nn.functional.softplus(gating_output.clamp(max=float32_max), threshold=50.0).sqrt()
     return scores.masked_fill(scores < torch.finfo(torch.float32).tiny, 0.0)
+
+
+def ranked_values(gating_output, scores, correction_bias, num_expert_group):
+    """Return what experts are ranked by, [tokens, experts]: biased scores, or with neither bias nor groups the logits.
+
+    All scores rise with the logits, but far from 0 different logits have equal scores.
+    """
+    if correction_bias is None and num_expert_group == 1:
+        return gating_output.to(scores.dtype)
+    return scores if correction_bias is None else scores + correction_bias.to(scores.dtype)
 
 
 def argsort_descending(values):
@@ -94,8 +107,8 @@ def biased_grouped_topk(
     """
     tokens, num_experts = gating_output.shape
     scores = expert_scores(gating_output.to(dtype), scoring)
-    biased = scores if correction_bias is None else scores + correction_bias.to(dtype)
-    ids = choose_experts(biased, topk - num_fused_shared_experts, num_expert_group, topk_group)
+    ranked = ranked_values(gating_output, scores, correction_bias, num_expert_group)
+    ids = choose_experts(ranked, topk - num_fused_shared_experts, num_expert_group, topk_group)
     weights = expert_weights(
         scores.gather(1, ids),
         num_fused_shared_experts,
@@ -149,7 +162,7 @@ def mismatch(weights, ids, gating_output, correction_bias, topk, *, tolerance=1e
     weights, ids, x = weights[:unpadded], ids[:unpadded].long(), gating_output[:unpadded].double()
     expected_ids = biased_grouped_topk(x, correction_bias, topk, dtype=torch.float64, **{**options, **_NO_PADDING})[1]
     scores = expert_scores(x, options.get("scoring", "sigmoid"))
-    biased = scores if correction_bias is None else scores + correction_bias.double()
+    biased = ranked_values(x, scores, correction_bias, num_groups)
     differs = (ids != expected_ids).any(dim=1).nonzero()[:, 0]
     chosen = ids[:, : topk - num_shared]
     # A row that equals the reference needs no explanation; for the others, all pairs of values are compared.

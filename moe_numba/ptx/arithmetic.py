@@ -64,6 +64,18 @@ def add_rn_bf16x2(a, b):
     return np.uint32(simulator.floats.bf16_bits(high) << 16 | simulator.floats.bf16_bits(low))
 
 
+def add_rn_f16x2(a, b):
+    """``add.rn.f16x2``: add the low halves and the high halves of two registers, each sum rounded to nearest float16.
+
+    Subnormal operands and results are kept. A NaN becomes 0x7FFF.
+    """
+    halves = [np.array([x], np.uint32) >> np.array([0, 16], np.uint32) & np.uint32(0xFFFF) for x in (a, b)]
+    with np.errstate(invalid="ignore", over="ignore"):
+        sums = halves[0].astype(np.uint16).view(np.float16) + halves[1].astype(np.uint16).view(np.float16)
+    low, high = np.where(np.isnan(sums), np.uint16(0x7FFF), sums.view(np.uint16)).astype(np.uint32)
+    return np.uint32(high << np.uint32(16) | low)
+
+
 def mul_rn_bf16x2(a, b):
     """``mul.rn.bf16x2``: multiply the low halves and the high halves of two registers, rounded to nearest bf16.
 
@@ -87,6 +99,11 @@ def mul_rn_bf16x2_high(a, b):
     return mul_rn_bf16x2_bits(a, b >> np.uint32(16) | b & np.uint32(0xFFFF0000))
 
 
+def sign_halves(a):
+    """``prmt.b32`` that replicates signs: 0xFFFF in each half of a register that is negative, 0 in the others."""
+    return np.uint32((np.uint32(a) >> np.uint32(15) & np.uint32(0x00010001)) * np.uint32(0xFFFF))
+
+
 def _pure(template, *types, simulate):
     return instruction(template, *types, simulate=simulate, side_effect=False)
 
@@ -101,6 +118,8 @@ half_bits_as_float = _pure(
     "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, lo; }", "f32", "u32", simulate=half_bits_as_float
 )
 add_rn_bf16x2 = _pure("add.rn.bf16x2 $0, $1, $2;", "u32", "u32", "u32", simulate=add_rn_bf16x2)
+add_rn_f16x2 = _pure("add.rn.f16x2 $0, $1, $2;", "u32", "u32", "u32", simulate=add_rn_f16x2)
+sign_halves = _pure("prmt.b32 $0, $1, 0, 0xBB99;", "u32", "u32", simulate=sign_halves)
 mul_rn_bf16x2_bits = mul_rn_bf16x2
 _BROADCAST = (
     "{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, $2; mov.b32 both, {%s}; mul.rn.bf16x2 $0, $1, both; }"

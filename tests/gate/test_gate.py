@@ -59,7 +59,7 @@ def make_inputs(tokens, experts, device, dtype=torch.float32, seed=0):
 
 def force_kernel(four_tokens, monkeypatch):
     """Select the kernel: both are correct for any number of tokens."""
-    monkeypatch.setattr(api, "MIN_TOKENS_FOR_4TOKENS_KERNEL", 1 if four_tokens else 1 << 31)
+    monkeypatch.setattr(api, "MANY_TOKENS", 1 if four_tokens else 1 << 31)
 
 
 @pytest.fixture(params=[False, True], ids=["1 token", "4 tokens"])

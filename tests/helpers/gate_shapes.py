@@ -65,13 +65,13 @@ def make_inputs(experts, groups, device):
 
 def check_shapes(shapes):
     """Compare the gate with its reference on ``shapes``; return a description of each shape that fails."""
-    device, failures, least = "cpu" if simulator.ENABLED else "cuda", [], api.MIN_TOKENS_FOR_4TOKENS_KERNEL
+    device, failures, least = "cpu" if simulator.ENABLED else "cuda", [], api.MANY_TOKENS
     for experts, groups in shapes:
         topk, options = draw_options(experts, groups)
         logits, bias = make_inputs(experts, groups, device)
         shape = experts, groups, options["topk_group"], topk, options["num_fused_shared_experts"]
         for least_tokens in (1 << 31, 1) if four_tokens_per_warp.supports(*shape) else (1 << 31,):
-            api.MIN_TOKENS_FOR_4TOKENS_KERNEL = least_tokens
+            api.MANY_TOKENS = least_tokens
             try:
                 out = (
                     torch.full((len(logits), topk), float("nan"), device=device),
@@ -82,7 +82,7 @@ def check_shapes(shapes):
             except simulator.SimulatorError as error:
                 wrong = str(error)
             finally:
-                api.MIN_TOKENS_FOR_4TOKENS_KERNEL = least
+                api.MANY_TOKENS = least
             if wrong:
                 failures.append(f"{experts} experts, {groups} groups, {options}, top-{topk}: {wrong}")
     return failures

@@ -9,7 +9,7 @@ SOURCE = """
 import moe_numba
 from moe_numba.align import with_gate
 from moe_numba.align import large, medium, pairwise, small
-from moe_numba.gate import four_tokens_per_warp, generic, one_token_per_warp
+from moe_numba.gate import four_tokens_per_warp, generic, one_token_per_warp, packed_keys
 from moe_numba.gate.one_token_per_warp import GateConfig
 from moe_numba.shared_experts import kernel as shared_experts
 """
@@ -32,6 +32,17 @@ ROUTERS = {
     "sixteen_groups": gate("one_token_per_warp.make_kernel", 512, 16, 8, 16),
     "4_tokens": gate("four_tokens_per_warp.make_4tokens_kernel", 256, 8, 4, 8, bounds=(128, 6)),
     "4_tokens_bfloat16": gate("four_tokens_per_warp.make_4tokens_kernel", 256, 8, 4, 8, "bfloat16", bounds=(128, 6)),
+}
+PACKED = ["uint16*", "uint16*", *GATE]
+ROUTERS |= {
+    name: (f"packed_keys.make_packed_kernel(packed_keys.PackedConfig({sizes}))", PACKED, 128, False)
+    for name, sizes in {
+        "packed_qwen3": "128, 8, 8",
+        "packed_qwen3_few_tokens": "128, 8, 32, load_bytes=8",
+        "packed_qwen3_next": "512, 10, 32",
+        "packed_gpt_oss_float16": "32, 4, 4, dtype='float16', renormalize=False",
+        "packed_widest": "1024, 32, 32, scoring='sigmoid'",
+    }.items()
 }
 GENERIC = "generic.make_generic_kernel()", ["float32*", "float32*", *GATE, *["int32"] * 6], None, False
 

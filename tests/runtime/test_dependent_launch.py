@@ -231,7 +231,7 @@ def exchange(late, what):
 
 CASES = {  # name: (module of the kernel, call that checks its result, limits of the api)
     "gate": (one_token_per_warp, route, {}),
-    "gate, four tokens": (four_tokens_per_warp, route, {(gate_api, "MIN_TOKENS_FOR_4TOKENS_KERNEL"): 1}),
+    "gate, four tokens": (four_tokens_per_warp, route, {(gate_api, "MANY_TOKENS"): 1}),
     "gate, generic": (generic, lambda late: route(late, 561, 17, 5), {}),
     "align, small": (small, lambda late: align(late, 3), {}),
     "align, medium": (medium, align, {}),

@@ -177,6 +177,20 @@ def add_bf16x2(mask, a, b):
     return bf16x2(mask, high, low)
 
 
+def add_f16x2(mask, a, b):
+    """add.rn.f16x2."""
+    halves = [np.stack([register(x) & np.uint32(0xFFFF), register(x) >> np.uint32(16)]) for x in (a, b)]
+    with np.errstate(invalid="ignore", over="ignore"):
+        sums = np.add(*(half.astype(np.uint16).view(np.float16) for half in halves))
+    low, high = np.where(np.isnan(sums), np.uint16(0x7FFF), sums.view(np.uint16)).astype(np.uint32)
+    return high << np.uint32(16) | low
+
+
+def sign_halves(mask, a):
+    """prmt.b32 that replicates the signs of both halves."""
+    return (register(a) >> np.uint32(15) & np.uint32(0x00010001)) * np.uint32(0xFFFF)
+
+
 def mul_bf16x2(mask, a, b):
     """mul.rn.bf16x2."""
     a, b = register(a), register(b)
@@ -254,6 +268,8 @@ def for_each_chunk(function):
 NAMES = {
     ("conversions", "cvt_rn_bf16x2_f32"): bf16x2,
     ("arithmetic", "add_rn_bf16x2"): add_bf16x2,
+    ("arithmetic", "add_rn_f16x2"): add_f16x2,
+    ("arithmetic", "sign_halves"): sign_halves,
     ("arithmetic", "mul_rn_bf16x2"): mul_bf16x2,
     ("matrix", "stmatrix_rows"): stmatrix_rows,
 }

@@ -18,6 +18,8 @@ def gate():
             name = f"{tokens} {str(dtype)[6:]}"
             yield f"deepseek_v3 {name}", lambda: call(256, tokens, dtype, **v3)
             yield f"deepseek_v3 {name}, no bias", lambda: call(256, tokens, dtype, None, **v3)
+            yield f"qwen3 {name}", lambda: call(128, tokens, dtype, None, topk=8, scoring="softmax")
+            yield f"qwen3_next {name}", lambda: call(512, tokens, dtype, None, topk=10, scoring="softmax")
             yield f"kimi_k2 {name}", lambda: call(384, tokens, dtype, topk=8)
             yield f"128 experts {name}", lambda: call(128, tokens, dtype, topk=4, num_expert_group=4, topk_group=2)
             yield f"160 experts {name}", lambda: call(160, tokens, dtype, topk=8)
