@@ -16,6 +16,7 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
     MOE_NUMBA_WEAK_MEMORY=1 weak memory in all launches (see `weak_memory`)
     MOE_NUMBA_RACES=1       detect data races in all launches (see `races`)
     MOE_NUMBA_WRAPAROUND=1  let computed negative indices of arrays count from the end, as compiled Numba does
+    MOE_NUMBA_COMPILE=1     compile the launched kernels at the end of the program (see `compiler.launched`)
 
 `python -m moe_numba.simulator run script.py` runs a program in the simulator, `debug script.py` in its debugger, and
 `moe_numba.simulator.pytest_plugin` a test suite. docs/simulator.md and docs/simulator_debug.md explain them.
@@ -32,7 +33,8 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
 - The simulated GPU has an H200's 132 SMs, and the limits per SM of its compute capability (`capability`): launch
   bounds, static, dynamic and local memory, resident blocks and cooperative launches are checked, and the registers that
   `setmaxnreg` moves. How many registers a kernel needs is not known, nor what else runs on the GPU.
-- A kernel that Numba would not compile is refused if its source shows it (`core.compilable`). A loop that polls with
+- A kernel that Numba would not compile is refused if its source shows it (`core.compilable`); `run --compile` asks
+  Numba's compiler at the end (`compiler`). A loop that polls with
   plain loads is an error (`core.polling`).
 
 `vector` runs the lanes of a block, or of a warp, as NumPy vectors. Kernels with races, errors or anything that it does

@@ -15,9 +15,10 @@ import pytest
 
 from moe_numba import simulator
 from moe_numba.simulator import capability
+from moe_numba.simulator.compiler.launched import compile_launched
 from moe_numba.simulator.core.settings import settings
 
-_SEED = pytest.StashKey[int]()
+_SEED, _COMPILED = pytest.StashKey[int](), pytest.StashKey[list]()
 
 
 def pytest_addoption(parser):
@@ -25,6 +26,8 @@ def pytest_addoption(parser):
     seeds, races = "run each test with the seeds 0 to N-1", "report data races, also those that change no value"
     group.addoption("--simulator-seeds", type=int, metavar="N", help=seeds)
     group.addoption("--simulator-races", action="store_true", help=races)
+    compile = "compile the launched kernels at the end, with Numba's compiler; no GPU"
+    group.addoption("--simulator-compile", action="store_true", help=compile)
     group.addoption("--simulator-arch", metavar="80", help="compute capability of the simulated GPU (default: 90)")
 
 
@@ -35,6 +38,8 @@ def pytest_load_initial_conftests(early_config):
         raise pytest.UsageError(f"--simulator-seeds is {options.simulator_seeds}, but must be at least 1")
     if options.simulator_races:
         os.environ["MOE_NUMBA_RACES"] = "1"
+    if options.simulator_compile:
+        os.environ["MOE_NUMBA_COMPILE"] = "1"
     try:
         arch = capability.parse(options.simulator_arch, "--simulator-arch") if options.simulator_arch else None
         settings.check_environment()
@@ -52,6 +57,22 @@ def pytest_report_header(config):
     chosen = f"seeds 0 to {seeds - 1}" if seeds else f"seed {settings['seed']}"
     races = ", data races are errors" if settings["races"] else ""
     return "simulator: {}, compute capability {}.{}{}".format(chosen, *capability.SIMULATED, races)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Compile the launched kernels; those that do not compile fail the run."""
+    errors, notes = compile_launched()
+    session.config.stash[_COMPILED] = errors + notes
+    if errors and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if messages := config.stash.get(_COMPILED, None):
+        terminalreporter.section("kernels compiled by the simulator")
+        for message in messages:
+            terminalreporter.line(message)
 
 
 @pytest.fixture(autouse=True)

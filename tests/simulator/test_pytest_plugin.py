@@ -113,6 +113,24 @@ def test_threads_of_a_test_have_its_seed(run):
     run("--simulator-seeds", "2", project=project).assert_outcomes(passed=2)
 
 
+def test_kernels_that_do_not_compile_fail_the_run(run):
+    project = """
+        import numpy as np
+        from numba import cuda
+
+        @cuda.jit
+        def kernel(x):
+            x[0] = (1, 2).count(1)
+
+        def test_kernel():
+            kernel[1, 1](np.zeros(1))
+    """
+    run(project=project).assert_outcomes(passed=1)
+    result = run("--simulator-compile", project=project)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["kernel kernel(float64[[]:[]]) does not compile: test_project.py:6: *"])
+
+
 @pytest.mark.parametrize(
     "option, value, said",
     [
