@@ -314,7 +314,7 @@ class HappensBefore:
     def synchronize(self, rendezvous):
         """Order the accesses of the threads that met at a rendezvous, if it orders memory."""
         if rendezvous.what.startswith(_ORDERING):
-            states = [t.race_state for t in rendezvous.values if t not in rendezvous.departed]
+            states = [t.race_state for t in rendezvous.ordered_threads() if t not in rendezvous.departed]
             releases = list(rendezvous.departed.values())
             clock = join([*(s.clock for s in states), *(r.clock for r in releases)])
             fenced = join([*(s.fenced for s in states), *(r.fenced for r in releases)])
