@@ -64,7 +64,11 @@ def _add_options(parser):
     parser.add_argument(
         "--slow-warp", type=int, metavar="N", help="warp N of each block runs only while all others wait"
     )
-    parser.add_argument("--races", action="store_true", help="report data races, also those that change no value")
+    parser.add_argument(
+        "--races",
+        action=argparse.BooleanOptionalAction,
+        help="report data races, also those that change no value (MOE_NUMBA_RACES, or yes)",
+    )
     parser.add_argument("--weak-memory", action="store_true", help="let stores to global memory become visible late")
     parser.add_argument("--wraparound", action="store_true", help="let computed negative indices count from the end")
     parser.add_argument("--arch", metavar="80", help="compute capability of the simulated GPU (default: 90)")
@@ -86,11 +90,12 @@ def _prepare(options):
         "MOE_NUMBA_SEED": options.seed,
         "MOE_NUMBA_PREEMPT": options.preempt,
         "MOE_NUMBA_SLOW_WARP": options.slow_warp,
-        "MOE_NUMBA_RACES": "1" if options.races else None,
+        "MOE_NUMBA_RACES": options.races if options.races is None else int(options.races),
         "MOE_NUMBA_WRAPAROUND": "1" if options.wraparound else None,
         "MOE_NUMBA_WEAK_MEMORY": "1" if options.weak_memory else None,
         "MOE_NUMBA_COMPILE": "1" if options.compile else None,
     }
+    os.environ.setdefault("MOE_NUMBA_RACES", "1")
     os.environ |= {name: str(value) for name, value in values.items() if value is not None}
     try:
         arch = capability.parse(options.arch, "--arch") if options.arch else None

@@ -97,10 +97,21 @@ def test_a_program_runs_as_with_python(run, script):
 
 
 def test_a_traceback_starts_at_the_programs_frames(run, script):
-    done = run(script(RACE.format(barrier="")))
+    done = run("--no-races", script(RACE.format(barrier="")))
     assert done.returncode == 1
     assert done.stderr.splitlines()[1].startswith('  File "program.py", line 16')
     assert done.stderr.endswith("AssertionError: not reversed\n")
+
+
+@pytest.mark.parametrize(
+    "options, environment, reported",
+    [((), {}, True), ((), {"MOE_NUMBA_RACES": "0"}, False), (["--no-races"], {"MOE_NUMBA_RACES": "1"}, False)]
+    + [(["--races"], {"MOE_NUMBA_RACES": "0"}, True), (["--seeds", "2", "--no-races"], {}, False)],
+)
+def test_races_are_reported_by_default(options, environment, reported, run, script):
+    program = RACE.format(barrier="").replace("assert", "pass; ")
+    done = run(*options, script(program), **environment)
+    assert done.returncode == int(reported) and ("DataRace: block (0, 0, 0) warp" in done.stderr) == reported
 
 
 def test_the_first_seed_that_fails_is_named(run, script):

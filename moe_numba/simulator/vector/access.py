@@ -63,7 +63,7 @@ def store(mask, x, index, value):
     region, engine = x.region or region_of(x), state.gang.engine
     if not region.written:
         region.save()
-    array, given, may_be_silent = x.array, value, engine.by_warp and not engine.strict
+    array, may_be_silent = x.array, engine.by_warp and not engine.strict
     address, step, width = x.address, array.strides[0] if array.ndim else 0, array.itemsize
     if type(index) is tuple or array.ndim != 1:
         if array.dtype.names:
@@ -72,7 +72,7 @@ def store(mask, x, index, value):
     elif type(index) is slice:
         raise Unsupported("a store to a slice")
     if type(value) is Weak:
-        given = value = value.values
+        value = value.values
     if type(value) in (int, float, bool):
         value = memory.convert(value, array.dtype)
     elif not isinstance(value, (ndarray, np.generic)):
@@ -108,8 +108,6 @@ def store(mask, x, index, value):
     # A store that changes nothing is in conflict with what a load is in conflict with. Where warps have different work,
     # lanes without work of their own may load what another lane stores again.
     log = state.gang.log.reads if silent else state.gang.log.writes
-    if engine.strict and value is not given and not np.array_equal(value, given):
-        value = None  # a value that was rounded differs from what memory holds
     log.append((region, address, step, width, index, mask, value))
     if region.shared is not None and region.shared.detector is not None:
         state.gang.watch(region, address, step, width, index, mask, True)
