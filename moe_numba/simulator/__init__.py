@@ -24,7 +24,7 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
 - `together` runs the kernels of several GPUs (ranks) concurrently; see `memory_model.ranks`.
 - `weak_memory` delays stores to global memory as a GPU may; see `memory_model.store_buffer`.
 - `races` detects data races by happens-before, in all memory spaces; see `memory_model.happens_before`. It also reports
-  reads of uninitialised global memory; see `core.uninitialized`.
+  reads of uninitialised memory; see `core.uninitialized` and `core.unknown`.
 - `profile` counts executions, sectors, bank conflicts and waits per source line; see `profiler`.
 - `debug` stops kernels at breakpoints, steps lanes and warps, and goes back in time; see `debugger`.
 - `trace` records what happens; `write_chrome_trace` and `timeline` show it beside a GPU's time stamps; see `timelines`.
@@ -223,7 +223,7 @@ def _install():
     from moe_numba.simulator.core import arithmetic, cuda_module, engines
 
     cuda_module.install()
-    arithmetic.wrap_integer_casts()
+    arithmetic.wrap_casts()
 
     from moe_numba.simulator.vector import launch
 

@@ -23,6 +23,7 @@ from moe_numba.simulator.core.errors import (
 )
 from moe_numba.simulator.core.polling import LOADS
 from moe_numba.simulator.core.scheduler import Event
+from moe_numba.simulator.core.unknown import ThreadEnds
 
 _getcurrent = greenlet.getcurrent
 CONVERGING = "the lanes that execute this call together"  # what a lane waits for
@@ -99,6 +100,8 @@ class Thread(greenlet.greenlet):
     def run(self):
         try:
             self.grid.kernel(*self.grid.args)
+        except ThreadEnds:
+            pass
         except Exception as error:
             if not isinstance(error, SimulatorError):
                 error.add_note(f"in {self}, threadIdx {tuple(self.threadIdx)}, of kernel {self.grid.name}")

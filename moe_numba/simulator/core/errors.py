@@ -48,7 +48,7 @@ class DataRace(SimulatorError):
 
 
 class UninitializedRead(SimulatorError):
-    """A kernel reads global memory that nothing has written since its allocation."""
+    """A kernel reads global memory that nothing has written, or depends on such a value of shared or local memory."""
 
 
 class MissingFence(SimulatorError):
