@@ -49,7 +49,8 @@ def compile_kernel(
     kernel : Numba dispatcher
     signature : tuple of str
         A type for each argument: ``"int32"``, ``"float32*"`` for a pointer, ``"float32[]"`` for a Numba array
-        (``"float32[,]"`` for one of two dimensions), or ``TENSOR_MAP``.
+        (``"float32[,]"`` for one of two dimensions, ``"float32[,]F"`` and ``"float32[,]A"`` for other layouts), or
+        ``TENSOR_MAP``. A tuple of types is that of a tuple; Numba's own types are taken as they are.
     arch : tuple
         Compute capability that PTX is generated for, such as ``(9, 0, "a")``.
     link_arch : tuple, optional
@@ -141,13 +142,17 @@ def entry_source(signature, launch_bounds):
 
 
 def _numba_type(name):
+    if isinstance(name, types.Type):
+        return name
+    if isinstance(name, tuple):
+        return types.Tuple([_numba_type(item) for item in name])
     if name == TENSOR_MAP:
         return types.CPointer(types.uint8)
     if name.endswith("*"):
         return types.CPointer(getattr(types, name[:-1]))
-    if name.endswith("]"):
-        element, _, commas = name[:-1].partition("[")
-        return types.Array(getattr(types, element), len(commas) + 1, "C")
+    if "[" in name:
+        element, commas, layout = re.fullmatch(r"(\w+)\[(,*)\]([FA]?)", name).groups()
+        return types.Array(getattr(types, element), len(commas) + 1, layout or "C")
     return getattr(types, name)
 
 

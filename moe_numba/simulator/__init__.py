@@ -16,6 +16,7 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
     MOE_NUMBA_WEAK_MEMORY=1 weak memory in all launches (see `weak_memory`)
     MOE_NUMBA_RACES=1       detect data races in all launches (see `races`)
     MOE_NUMBA_WRAPAROUND=1  let computed negative indices of arrays count from the end, as compiled Numba does
+    MOE_NUMBA_COMPILE=1     compile the launched kernels at the end of the program (see `compiler.launched`)
 
 `python -m moe_numba.simulator run script.py` runs a program in the simulator, `debug script.py` in its debugger, and
 `moe_numba.simulator.pytest_plugin` a test suite. docs/simulator.md and docs/simulator_debug.md explain them.
@@ -23,7 +24,7 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
 - `together` runs the kernels of several GPUs (ranks) concurrently; see `memory_model.ranks`.
 - `weak_memory` delays stores to global memory as a GPU may; see `memory_model.store_buffer`.
 - `races` detects data races by happens-before, in all memory spaces; see `memory_model.happens_before`. It also reports
-  reads of uninitialised global memory; see `core.uninitialized`.
+  reads of uninitialised memory; see `core.uninitialized` and `core.unknown`.
 - `profile` counts executions, sectors, bank conflicts and waits per source line; see `profiler`.
 - `debug` stops kernels at breakpoints, steps lanes and warps, and goes back in time; see `debugger`.
 - `trace` records what happens; `write_chrome_trace` and `timeline` show it beside a GPU's time stamps; see `timelines`.
@@ -32,7 +33,8 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
 - The simulated GPU has an H200's 132 SMs, and the limits per SM of its compute capability (`capability`): launch
   bounds, static, dynamic and local memory, resident blocks and cooperative launches are checked, and the registers that
   `setmaxnreg` moves. How many registers a kernel needs is not known, nor what else runs on the GPU.
-- A kernel that Numba would not compile is refused if its source shows it (`core.compilable`). A loop that polls with
+- A kernel that Numba would not compile is refused if its source shows it (`core.compilable`); `run --compile` asks
+  Numba's compiler at the end (`compiler`). A loop that polls with
   plain loads is an error (`core.polling`).
 
 `vector` runs the lanes of a block, or of a warp, as NumPy vectors. Kernels with races, errors or anything that it does
@@ -221,7 +223,7 @@ def _install():
     from moe_numba.simulator.core import arithmetic, cuda_module, engines
 
     cuda_module.install()
-    arithmetic.wrap_integer_casts()
+    arithmetic.wrap_casts()
 
     from moe_numba.simulator.vector import launch
 

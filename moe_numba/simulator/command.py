@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moe_numba import simulator
 from moe_numba.simulator import capability
+from moe_numba.simulator.compiler import launched
 from moe_numba.simulator.core.settings import settings
 
 _COMMAND = "python -m moe_numba.simulator"
@@ -39,12 +40,15 @@ def _parser():
     _add_seed(seeds)
     seeds.add_argument("--seeds", type=int, metavar="N", help="run with seeds 0 to N-1 and stop at the first failure")
     run.add_argument("--report", action="store_true", help="print a report per source line at the end")
+    run.add_argument(
+        "--compile", action="store_true", help="compile the launched kernels at the end, with Numba's compiler; no GPU"
+    )
     _add_options(run)
     debug = commands.add_parser("debug", help="run a program under the debugger; `help` there lists its commands")
     _add_seed(debug)
     _add_options(debug)
     run.set_defaults(debug=False)
-    debug.set_defaults(debug=True, seeds=None, report=False)
+    debug.set_defaults(debug=True, seeds=None, report=False, compile=False)
     return parser
 
 
@@ -60,7 +64,11 @@ def _add_options(parser):
     parser.add_argument(
         "--slow-warp", type=int, metavar="N", help="warp N of each block runs only while all others wait"
     )
-    parser.add_argument("--races", action="store_true", help="report data races, also those that change no value")
+    parser.add_argument(
+        "--races",
+        action=argparse.BooleanOptionalAction,
+        help="report data races, also those that change no value (MOE_NUMBA_RACES, or yes)",
+    )
     parser.add_argument("--weak-memory", action="store_true", help="let stores to global memory become visible late")
     parser.add_argument("--wraparound", action="store_true", help="let computed negative indices count from the end")
     parser.add_argument("--arch", metavar="80", help="compute capability of the simulated GPU (default: 90)")
@@ -82,10 +90,12 @@ def _prepare(options):
         "MOE_NUMBA_SEED": options.seed,
         "MOE_NUMBA_PREEMPT": options.preempt,
         "MOE_NUMBA_SLOW_WARP": options.slow_warp,
-        "MOE_NUMBA_RACES": "1" if options.races else None,
+        "MOE_NUMBA_RACES": options.races if options.races is None else int(options.races),
         "MOE_NUMBA_WRAPAROUND": "1" if options.wraparound else None,
         "MOE_NUMBA_WEAK_MEMORY": "1" if options.weak_memory else None,
+        "MOE_NUMBA_COMPILE": "1" if options.compile else None,
     }
+    os.environ.setdefault("MOE_NUMBA_RACES", "1")
     os.environ |= {name: str(value) for name, value in values.items() if value is not None}
     try:
         arch = capability.parse(options.arch, "--arch") if options.arch else None
@@ -109,6 +119,7 @@ def _run_seeds(options):
                 file=sys.stderr,
             )
             return done.returncode if done.returncode > 0 else 1
+        os.environ["MOE_NUMBA_COMPILE"] = "0"  # once is enough
     print(f"moe_numba.simulator: {options.seeds} seeds passed", file=sys.stderr)
     return 0
 
@@ -124,7 +135,9 @@ def _run(options):
         code = _run_script(options.script)
     if table is not None:
         print(table)
-    return code
+    sys.stdout.flush()
+    refused = launched.report_launched()
+    return code or int(refused > 0)
 
 
 def _profile():

@@ -15,16 +15,22 @@ import pytest
 
 from moe_numba import simulator
 from moe_numba.simulator import capability
+from moe_numba.simulator.compiler.launched import compile_launched
 from moe_numba.simulator.core.settings import settings
 
-_SEED = pytest.StashKey[int]()
+_SEED, _COMPILED = pytest.StashKey[int](), pytest.StashKey[list]()
 
 
 def pytest_addoption(parser):
     group = parser.getgroup("simulator", "CUDA simulator of moe_numba")
-    seeds, races = "run each test with the seeds 0 to N-1", "report data races, also those that change no value"
+    seeds = "run each test with the seeds 0 to N-1"
     group.addoption("--simulator-seeds", type=int, metavar="N", help=seeds)
-    group.addoption("--simulator-races", action="store_true", help=races)
+    races = "report data races, also those that change no value (MOE_NUMBA_RACES, or yes)"
+    group.addoption("--simulator-races", action="store_true", default=None, help=races)
+    without = "report no data races"
+    group.addoption("--simulator-no-races", action="store_false", dest="simulator_races", help=without)
+    compile = "compile the launched kernels at the end, with Numba's compiler; no GPU"
+    group.addoption("--simulator-compile", action="store_true", help=compile)
     group.addoption("--simulator-arch", metavar="80", help="compute capability of the simulated GPU (default: 90)")
 
 
@@ -33,8 +39,11 @@ def pytest_load_initial_conftests(early_config):
     options = early_config.known_args_namespace
     if options.simulator_seeds is not None and options.simulator_seeds < 1:
         raise pytest.UsageError(f"--simulator-seeds is {options.simulator_seeds}, but must be at least 1")
-    if options.simulator_races:
-        os.environ["MOE_NUMBA_RACES"] = "1"
+    os.environ.setdefault("MOE_NUMBA_RACES", "1")
+    if options.simulator_races is not None:
+        os.environ["MOE_NUMBA_RACES"] = str(int(options.simulator_races))
+    if options.simulator_compile:
+        os.environ["MOE_NUMBA_COMPILE"] = "1"
     try:
         arch = capability.parse(options.simulator_arch, "--simulator-arch") if options.simulator_arch else None
         settings.check_environment()
@@ -50,8 +59,24 @@ def pytest_configure(config):
 def pytest_report_header(config):
     seeds = config.option.simulator_seeds
     chosen = f"seeds 0 to {seeds - 1}" if seeds else f"seed {settings['seed']}"
-    races = ", data races are errors" if settings["races"] else ""
+    races = "" if settings["races"] else ", without data races"
     return "simulator: {}, compute capability {}.{}{}".format(chosen, *capability.SIMULATED, races)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Compile the launched kernels; those that do not compile fail the run."""
+    errors, notes = compile_launched()
+    session.config.stash[_COMPILED] = errors + notes
+    if errors and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if messages := config.stash.get(_COMPILED, None):
+        terminalreporter.section("kernels compiled by the simulator")
+        for message in messages:
+            terminalreporter.line(message)
 
 
 @pytest.fixture(autouse=True)

@@ -97,10 +97,21 @@ def test_a_program_runs_as_with_python(run, script):
 
 
 def test_a_traceback_starts_at_the_programs_frames(run, script):
-    done = run(script(RACE.format(barrier="")))
+    done = run("--no-races", script(RACE.format(barrier="")))
     assert done.returncode == 1
     assert done.stderr.splitlines()[1].startswith('  File "program.py", line 16')
     assert done.stderr.endswith("AssertionError: not reversed\n")
+
+
+@pytest.mark.parametrize(
+    "options, environment, reported",
+    [((), {}, True), ((), {"MOE_NUMBA_RACES": "0"}, False), (["--no-races"], {"MOE_NUMBA_RACES": "1"}, False)]
+    + [(["--races"], {"MOE_NUMBA_RACES": "0"}, True), (["--seeds", "2", "--no-races"], {}, False)],
+)
+def test_races_are_reported_by_default(options, environment, reported, run, script):
+    program = RACE.format(barrier="").replace("assert", "pass; ")
+    done = run(*options, script(program), **environment)
+    assert done.returncode == int(reported) and ("DataRace: block (0, 0, 0) warp" in done.stderr) == reported
 
 
 def test_the_first_seed_that_fails_is_named(run, script):
@@ -125,6 +136,87 @@ def test_options_reach_the_simulator(run, script):
     options = ("--arch", "80", "--preempt", "0.25", "--slow-warp", "2", "--weak-memory", "--races", "--seed", "9")
     done = run(*options, script(program))
     assert done.stdout == "python -m moe_numba.simulator (8, 0) 0.25 2\nTrue\nTrue 9\n", done.stderr
+
+
+KERNELS = """
+import sys
+import threading
+from collections import namedtuple
+import numpy as np
+from numba import cuda
+
+Pair, live = namedtuple("Pair", "a b"), threading.Lock()
+
+def make(factor, table):
+    @cuda.jit(device=True)
+    def scaled(v):
+        return v * factor + table[0]
+
+    @cuda.jit
+    def closure(x):
+        x[0] = scaled(x[0])
+    return closure
+
+@cuda.jit(device=True)
+def last(x):
+    n = len(x)
+    return x[n - 1.0] if n > 9 else x[0]
+
+@cuda.jit
+def indexes_by_a_float(x):
+    x[0] = last(x)
+
+@cuda.jit
+def syncs_the_grid(x):
+    cuda.cg.this_grid().sync()
+    x[0, 0] = 1
+
+@cuda.jit
+def adds(x, pair):
+    x[0] = pair[0] + pair[1]
+
+x = np.zeros(4, np.float32)
+{calls}
+print("ended")
+"""
+OF_A_LINE_THAT_DOES_NOT = (
+    "kernel indexes_by_a_float(float32[:]) does not compile: program.py:23: No implementation of function "
+    "Function(<built-in function getitem>) found for signature: >>> getitem(array(float32, 1d, C), float64)\n"
+    "    return x[n - 1.0] if n > 9 else x[0]"
+)
+COMPILED = [  # calls, the exit code, and messages
+    ("t = np.ones(2); make(2, t)[1, 1](x); make(3, t)[1, 1](x); make(3, t)[1, 1](x)", 0, ["2 kernels compiled"]),
+    ("adds[1, 1](x, (1, 2.5)); adds[2, 1](x, (3, 0.5)); adds[1, 1](x, (1, 2))", 0, ["2 kernels compiled"]),
+    (
+        "syncs_the_grid[1, 1](np.zeros((2, 2)).T); syncs_the_grid[1, 1](np.zeros((4, 4))[::2])",
+        0,
+        ["2 kernels compiled"],
+    ),
+    ("indexes_by_a_float[1, 1](x); syncs_the_grid[1, 1](x[None])", 1, [OF_A_LINE_THAT_DOES_NOT, "1 kernel compiled"]),
+    ("indexes_by_a_float[1, 1](x); sys.exit(3)", 3, [OF_A_LINE_THAT_DOES_NOT]),
+    ("adds[1, 1](x, Pair(1, 2))", 0, ["kernel adds was not compiled: program.py:35: an argument is of type Pair"]),
+]
+
+
+@pytest.mark.parametrize("calls, code, messages", COMPILED, ids=[calls for calls, _, _ in COMPILED])
+def test_launched_kernels_are_compiled_at_the_end(calls, code, messages, run, script):
+    done = run("--compile", script(KERNELS.format(calls=calls)))
+    assert done.returncode == code and (code == 3 or done.stdout == "ended\n"), done.stderr
+    assert done.stderr.count("moe_numba.simulator: ") == len(messages), done.stderr
+    for message in messages:
+        assert f"moe_numba.simulator: {message}" in done.stderr, done.stderr
+    assert "compile" not in run(script(KERNELS.format(calls=calls))).stderr
+
+
+@pytest.mark.parametrize("calls, code, messages", [COMPILED[0], COMPILED[3]], ids=["compiled", "refused"])
+def test_the_environment_lets_a_program_compile_its_kernels(calls, code, messages, script, tmp_path):
+    program = "import atexit; atexit.register(print, 'exits')\nfrom moe_numba import simulator\n"
+    script(program + KERNELS.format(calls=calls))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1", "MOE_NUMBA_COMPILE": "1"}
+    command = [sys.executable, "program.py"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code and done.stdout.startswith("ended\n"), done.stderr
+    assert done.stderr.count("moe_numba.simulator: ") == len(messages), done.stderr
 
 
 @pytest.mark.parametrize(

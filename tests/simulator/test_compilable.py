@@ -22,6 +22,9 @@ from numba import cuda, float32, int32, njit
 from numba.cuda import libdevice
 from numba.extending import register_jitable
 
+from moe_numba.simulator.compiler.launched import compile_launched
+from moe_numba.simulator.core.settings import override_settings
+
 SIZE, SHAPE, CONFIG, NUMPY_SIZE = 4, (4, 8), namedtuple("Config", "size")(4), np.int32(4)
 ROOT = Path(__file__).parents[2]
 
@@ -481,6 +484,17 @@ class TestSimulator:
     @pytest.mark.parametrize("line", [*COMPILED_LINES, *KNOWN_DIFFERENCES])
     def test_other_lines_run(self, line):
         run_one_line(line)
+
+    def test_the_compiler_refuses_what_runs_here_and_names_its_line(self):
+        with override_settings(compile=True):
+            for line in [*COMPILED_LINES, *KNOWN_DIFFERENCES]:
+                run_one_line(line)
+        errors, notes = compile_launched()
+        refused = [line for line in KNOWN_DIFFERENCES if "reshape" not in line]  # which a launch links
+        assert len(errors) == len(refused) and len(notes) == 1, (errors, notes)
+        for error, line in zip(errors, refused):
+            start = f"kernel kernel(float64[:], float32[:]) does not compile: <{line}>:2: "
+            assert error.startswith(start) and error.endswith(f"\n    {line}") and len(error.splitlines()) == 2, error
 
     def test_types_of_the_program_may_have_any_method(self):
         from numba.core import types

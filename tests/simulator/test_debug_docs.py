@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="kernels run on a 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/simulator_debug.md").read_text()
 PROGRAM = re.search(r"^<!-- file: block_sums.py -->\n```python\n(.*?)^```", PAGE, re.M | re.S)[1]
-TRANSCRIPT = re.search(r"^```console\n\$ .*? debug block_sums.py\n(.*?)^```", PAGE, re.M | re.S)[1]
+TRANSCRIPT = re.search(r"^```console\n\$ .*? debug --no-races block_sums.py\n(.*?)^```", PAGE, re.M | re.S)[1]
 
 RUN = """
 import runpy, sys

@@ -46,7 +46,7 @@ def test_the_program_with_several_gpus(tmp_path):
 
 
 def test_the_page_has_commands_and_their_check_rejects_other_output():
-    assert len(COMMANDS) == 2
+    assert len(COMMANDS) == 3
     assert missing_lines("6 failed in ...\n", "5 failed in 2 s\n") and not missing_lines(
         "6 failed in ...", "6 failed in 2 s"
     )

@@ -94,11 +94,32 @@ def test_options_reach_the_simulator(run, simulate):
 
         def test_options():
             assert simulator.ENABLED and simulator.capability.SIMULATED == (8, 6)
-            assert settings["races"]
+            assert not settings["races"]
     """
-    result = run("--simulator-arch", "86", "--simulator-races", simulate=simulate, project=project)
+    result = run("--simulator-arch", "86", "--simulator-no-races", simulate=simulate, project=project)
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["simulator: seed 0, compute capability 8.6, data races are errors"])
+    result.stdout.fnmatch_lines(["simulator: seed 0, compute capability 8.6, without data races"])
+
+
+@pytest.mark.parametrize("options, variable, reported", [((), None, True), ((), "0", False), (["--races"], "0", True)])
+def test_races_are_reported_by_default(run, monkeypatch, options, variable, reported):
+    project = """
+        import numpy as np
+        from numba import cuda
+
+        @cuda.jit
+        def kernel(x):
+            x[0] = cuda.grid(1)
+
+        def test_kernel():
+            kernel[2, 1](np.zeros(1))
+    """
+    monkeypatch.delenv("MOE_NUMBA_RACES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("MOE_NUMBA_RACES", variable)
+    result = run(*(option.replace("--", "--simulator-") for option in options), project=project)
+    result.assert_outcomes(failed=int(reported), passed=int(not reported))
+    assert ("DataRace" in result.stdout.str()) == reported
 
 
 def test_threads_of_a_test_have_its_seed(run):
@@ -111,6 +132,24 @@ def test_threads_of_a_test_have_its_seed(run):
                 assert pool.submit(lambda: settings["seed"]).result() == simulator_seed
     """
     run("--simulator-seeds", "2", project=project).assert_outcomes(passed=2)
+
+
+def test_kernels_that_do_not_compile_fail_the_run(run):
+    project = """
+        import numpy as np
+        from numba import cuda
+
+        @cuda.jit
+        def kernel(x):
+            x[0] = (1, 2).count(1)
+
+        def test_kernel():
+            kernel[1, 1](np.zeros(1))
+    """
+    run(project=project).assert_outcomes(passed=1)
+    result = run("--simulator-compile", project=project)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["kernel kernel(float64[[]:[]]) does not compile: test_project.py:6: *"])
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,103 @@ def test_which_accesses_conflict(kind):
     check(kernel, kind in ("other value", "one atomic"), 1, 64, ints(64))
 
 
+def store_five(tile, warp):
+    tile[0] = 5
+
+
+def store_six(tile, warp):
+    tile[0] = 6
+
+
+def store_a_rounded_number(tile, warp):
+    tile[0] = 6.75
+
+
+def one_loads_what_another_stores_again(tile, warp):
+    if warp == 0:
+        tile[0] = tile[0]
+    elif warp == 1:
+        tile[1] = tile[0]
+
+
+def one_loads_what_others_store_again(tile, warp):
+    if warp < 2:
+        tile[0] = 5
+    else:
+        tile[1] = tile[0]
+
+
+def one_stores_another_value_before(tile, warp):
+    if warp == 0:
+        tile[0] = 5
+    tile[0] = 6
+
+
+def one_stores_another_value_after(tile, warp):
+    tile[0] = 6
+    if warp == 0:
+        tile[0] = 5
+
+
+def one_adds_nothing(tile, warp):
+    if warp == 0:
+        cuda.atomic.add(tile, 0, 0)
+    else:
+        tile[0] = 5
+
+
+def a_load_is_ordered_after_one_of_two_stores(tile, warp):
+    if warp == 0:
+        tile[0] = 6
+    elif warp == 1:
+        tile[0] = 6
+        bar_arrive(1, 64)
+    else:
+        bar_sync(1, 64)
+        tile[1] = tile[0]
+
+
+def a_store_follows_two_of_one_value(tile, warp):
+    tile[0] = 6
+    if warp == 1:
+        bar_arrive(1, 64)
+    elif warp == 2:
+        bar_sync(1, 64)
+        tile[0] = 7
+
+
+def the_block_waits_between(tile, warp):
+    tile[0] = 6
+    cuda.syncthreads()
+    tile[0] = 7
+    cuda.syncthreads()
+    tile[1] = 7
+
+
+NO_RACE = [store_five, store_six, store_a_rounded_number, the_block_waits_between]
+RACE = [one_loads_what_another_stores_again, one_loads_what_others_store_again, one_stores_another_value_before]
+RACE += [one_stores_another_value_after, one_adds_nothing, a_load_is_ordered_after_one_of_two_stores]
+RACE += [a_store_follows_two_of_one_value]
+
+
+@pytest.mark.parametrize("body", NO_RACE + RACE, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("engine", ["threads", "either"])
+def test_stores_of_one_value_by_several_threads(body, engine):
+    """They do not race with one another, but with loads and other stores, in any order of the threads."""
+    step = cuda.jit(device=True)(body)
+
+    @cuda.jit
+    def kernel(out):
+        tile, t = cuda.shared.array(2, int32), cuda.threadIdx.x
+        if t == 0:
+            tile[0] = 5
+        cuda.syncthreads()
+        step(tile, t // 32)
+
+    with override_settings(engine=engine):
+        check(kernel, body in RACE, 1, 96, ints(1))
+
+
 def test_local_arrays_are_private():
     @cuda.jit
     def kernel(out):

@@ -464,6 +464,100 @@ def test_a_caller_must_be_in_its_own_mask():
     )
 
 
+@cuda.jit
+def mask_of_each_branch(out):
+    i = cuda.threadIdx.x
+    if i % 2 == 0:
+        out[i] = cuda.activemask()
+    else:
+        out[i] = cuda.activemask()
+
+
+@cuda.jit
+def mask_of_the_rest(out):
+    i = cuda.threadIdx.x
+    if i % 32 >= 20:
+        return
+    out[i] = cuda.activemask()
+
+
+@cuda.jit(device=True)
+def masks_of_iterations(n):
+    found = 0
+    for i in range(n):
+        if i > 0:
+            found += cuda.activemask()
+    return found
+
+
+@cuda.jit
+def masks_in_loops(out):
+    i = cuda.threadIdx.x
+    found = 0
+    for k in range(4):
+        steps = 0
+        while steps < (i + k) % 4:  # lanes are in different iterations, and meet behind the loop
+            steps += 1
+        if (i + k) % 2:
+            found = 3 * found + cuda.activemask() + steps
+        elif i % 5 == 0:
+            continue
+        found += masks_of_iterations(i % 3)
+        if i % 7 == 6:
+            break
+    out[i] = found + cuda.activemask()
+
+
+def masks_that_are_expected(kernel):
+    i = np.arange(50)
+    if kernel is mask_of_each_branch:
+        return np.where(i < 32, np.where(i % 2, 0xAAAAAAAA, 0x55555555), np.where(i % 2, 0x2AAAA, 0x15555))
+    if kernel is mask_of_the_rest:
+        return np.where(i >= 32, 0x3FFFF, np.where(i < 20, 0xFFFFF, 0))
+    meet = lambda lanes: sum(1 << lane % 32 for lane in lanes)
+    found = [0] * 50
+    for warp in (range(32), range(32, 50)):
+        running = list(warp)
+        for k in range(4):
+            odd = [t for t in running if (t + k) % 2]
+            for t in odd:
+                found[t] = 3 * found[t] + meet(odd) + (t + k) % 4
+            into = [t for t in running if t in odd or t % 5]
+            for t in into:
+                found[t] += meet(u for u in into if u % 3 == 2) if t % 3 == 2 else 0
+            running = [t for t in running if t not in into or t % 7 != 6]
+        for t in warp:
+            found[t] += meet(warp)
+    return np.array(found)
+
+
+@pytest.mark.parametrize("engine, seed, preempt", [("vector", 0, 0), ("threads", 0, 0), ("threads", 1, 0.1)])
+@pytest.mark.parametrize("kernel", [mask_of_each_branch, mask_of_the_rest, masks_in_loops], ids=lambda k: k.__name__)
+def test_activemask_is_that_of_the_lanes_that_execute_it_together(kernel, engine, seed, preempt):
+    out = np.zeros(50, np.int64)
+    with simulator.settings.override_settings(engine=engine, seed=seed, preempt=preempt):
+        kernel[1, 50](out)
+    assert out.tolist() == masks_that_are_expected(kernel).tolist()
+
+
+@pytest.mark.parametrize("engine", ["vector", "threads"])
+def test_atomics_aggregated_by_active_lanes(engine):
+    @cuda.jit
+    def kernel(count, out):
+        i = cuda.grid(1)
+        if i % 3 == 1 and i > 4:
+            mask = cuda.activemask()
+            leader, before = cuda.ffs(mask) - 1, 0
+            if cuda.laneid == leader:
+                before = cuda.atomic.add(count, 0, cuda.popc(mask))
+            out[i] = cuda.shfl_sync(mask, before, leader) + cuda.popc(mask & ((1 << cuda.laneid) - 1))
+
+    count, out = np.zeros(1, np.int32), np.full(96, -1, np.int32)
+    with simulator.settings.override_settings(engine=engine):
+        kernel[2, 48](count, out)
+    assert count[0] == 30 and sorted(out[out >= 0]) == list(range(30))
+
+
 # --- blocks and grids -----------------------------------------------------------------------------------------------
 
 
@@ -481,14 +575,96 @@ def test_two_barriers_of_one_block_are_divergent():
     )
 
 
-def test_an_exited_thread_is_reported_at_the_barrier():
+@cuda.jit
+def stage_then_read(out, n):
+    tile = cuda.shared.array(64, np.int32)
+    i = cuda.threadIdx.x
+    tile[i] = i
+    if i >= n:
+        return
+    cuda.syncthreads()
+    out[cuda.grid(1)] = tile[63 - i]
+
+
+@cuda.jit
+def count_the_rest(out, n):
+    i = cuda.threadIdx.x
+    out[cuda.grid(1)] = 0
+    if i < n:
+        out[cuda.grid(1)] = cuda.syncthreads_count(i >= n - 2)
+
+
+@cuda.jit
+def one_more_returns_each_time(out, n):
+    i = cuda.threadIdx.x
+    for k in range(64):
+        if i == 63 - k:
+            return
+        out[cuda.grid(1)] = k + 1
+        cuda.syncthreads()
+
+
+@cuda.jit
+def sync_the_grid_with_the_rest(out, n):
+    i = cuda.grid(1)
+    out[i] = -1
+    if i >= 96 + n:
+        return
+    cuda.cg.this_grid().sync()
+    out[i] = out[127] - i
+
+
+@pytest.mark.parametrize(
+    "kernel, n, expected",
+    [
+        (stage_then_read, 40, lambda i, n: np.where(i < n, 63 - i, 7)),
+        (stage_then_read, 1, lambda i, n: np.where(i < n, 63 - i, 7)),
+        (count_the_rest, 40, lambda i, n: np.where(i < n, 2, 0)),
+        (one_more_returns_each_time, 0, lambda i, n: np.where(i < 63, 63 - i, 7)),
+        (sync_the_grid_with_the_rest, 10, None),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_barriers_do_not_wait_for_threads_that_have_exited(kernel, n, expected, seed):
+    out, i = np.full(128, 7, np.int32), np.arange(64)
+    with simulator.races(), simulator.seed(seed):
+        kernel[2, 64](out, n)
+    if expected is None:
+        assert out[: 96 + n].tolist() == [-1 - i for i in range(96 + n)]
+    else:
+        assert out.reshape(2, 64).tolist() == 2 * [expected(i, n).tolist()]
+
+
+@pytest.mark.parametrize("exits_first", [False, True])
+def test_threads_that_exited_without_a_barrier_do_not_hide_others_at_another(exits_first):
     @cuda.jit
-    def kernel(out):
-        if cuda.threadIdx.x < 40:
+    def two_barriers(out):
+        i = cuda.threadIdx.x
+        if i < 20:
+            return
+        if i < 40:
+            cuda.syncthreads()
+        else:
             cuda.syncthreads()
 
-    words = "all threads of the block must reach it: move it out of the `if` or loop"
-    assert_refused(simulator.DivergentBarrier, kernel, "exited", "syncthreads", "warp 1", words, threads=64)
+    @cuda.jit
+    def the_first_thread_exits(out):
+        i = cuda.grid(1)
+        if exits_first and cuda.blockIdx.x == 1:
+            cuda.nanosleep(1)
+        if i == 32:
+            if not exits_first:
+                for _ in range(20):
+                    cuda.nanosleep(1)
+            return
+        cuda.cg.this_grid().sync()
+
+    words = "all threads of the block that have not exited must reach the same one: move it out of the `if` or loop"
+    assert_refused(simulator.DivergentBarrier, two_barriers, "waits at syncthreads", words, threads=64)
+    words = "the first thread of each block must reach it"
+    kernel = the_first_thread_exits
+    assert_refused(simulator.DivergentBarrier, kernel, "block (1, 0, 0) warp 0 lane 0 has exited", words, grid=2)
 
 
 def test_grid_sync_orders_stores_of_all_blocks():

@@ -324,6 +324,7 @@ def unbound(out):
 def diverging_barrier(out):
     if cuda.threadIdx.x < 32:
         cuda.syncthreads()
+    cuda.syncthreads()
     out[cuda.threadIdx.x] = 1
 
 

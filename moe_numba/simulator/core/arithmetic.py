@@ -9,6 +9,7 @@ from fractions import Fraction
 import numpy as np
 
 from moe_numba.simulator.core.conversions import float_to_int
+from moe_numba.simulator.core.unknown import Unknown, unknown
 
 _FLOAT32 = np.dtype(np.float32)
 _MOST_KEPT = 1 << 15  # integers of each type that are made only once
@@ -37,16 +38,16 @@ def _unsigned_bits(value):
     return int(value) & ((1 << width) - 1), width
 
 
-def wrap_integer_casts():
-    """Make `numba.int32(x)` and the other integer types convert as a cast in a compiled kernel does.
+def wrap_casts():
+    """Make `numba.int32(x)` and the other types of numbers convert as a cast in a compiled kernel does.
 
-    They keep the low bits of an integer, and saturate a float (see `conversions`).
+    Integers keep the low bits of an integer, and saturate a float (see `conversions`). What is unknown remains so.
 
     In plain Python, Numba's types raise an OverflowError instead. Kernels cast more often than they do anything else,
     so each type keeps its mask, and values, because NumPy makes scalars slowly.
     """
     from numba.core.types.abstract import Type
-    from numba.core.types.scalars import Integer
+    from numba.core.types.scalars import Float, Integer
 
     make_signature = Integer.__call__
     numbers = {bool, int, np.bool_, np.int32, np.uint32, np.int64, np.uint64}
@@ -62,12 +63,20 @@ def wrap_integer_casts():
             self.scalars = scalars = _Scalars(getattr(np, self.name), self.bitwidth, self.signed)
             self.scalar_type, self.mask = scalars.scalar_type, scalars.mask
         if kind is not int:
+            if isinstance(value, Unknown):
+                return unknown(np.dtype(self.scalar_type), value.origin)
             is_float = kind not in numbers and not isinstance(value, np.integer)
             value = float_to_int(value, self.bitwidth, self.signed) if is_float else int(value)
         return scalars[value & self.mask]
 
+    make_float = Float.cast_python_value
+
+    def cast_to_float(self, value):
+        return unknown(np.dtype(self.name), value.origin) if isinstance(value, Unknown) else make_float(self, value)
+
     Integer.scalar_type = Integer.mask = Integer.scalars = None  # until a type's first cast
     Integer.cast_python_value = Integer.__call__ = cast
+    Float.cast_python_value = cast_to_float
 
 
 def popc(value):

@@ -8,16 +8,20 @@ import greenlet
 import numpy as np
 
 from moe_numba.simulator.core import memory
-from moe_numba.simulator.core.errors import OutOfBounds
+from moe_numba.simulator.core.errors import OutOfBounds, plain_index
 from moe_numba.simulator.core.polling import Poll
 from moe_numba.simulator.core.settings import settings
+from moe_numba.simulator.core.unknown import Unknown, note, unknown
 from moe_numba.simulator.memory_model.weak_pointers import WeakAccess
 
 
 def update(target, index, change, scope="gpu", release=False):
     """Replace `target[index]` by `change(old)`, converted as in C, and return the old value."""
     if memory.watching:
-        memory.before_access(target, index, writes=True, scope=scope, operation="atomic")
+        origin = memory.before_access(target, index, writes=True, scope=scope, operation="atomic")
+        if origin is not None:
+            note(origin)
+            return unknown(target.array.dtype, origin)
     array = getattr(target, "array", target)
     if any(k < 0 for k in (index if isinstance(index, tuple) else (index,))) and not _may_wrap_around(target):
         more = memory.FROM_THE_END if isinstance(target, memory.Array) else ""
@@ -47,6 +51,11 @@ def update(target, index, change, scope="gpu", release=False):
     return old
 
 
+def _check_known(value, target, index):
+    if isinstance(value, Unknown):
+        value.is_needed(f"is an operand of an atomic operation on index {plain_index(index)} of {target}")
+
+
 def _may_wrap_around(target):
     """Return whether negative indices count from the end: in Numba's arrays, with the setting `wraparound`."""
     return isinstance(target, memory.Array) and settings["wraparound"]
@@ -56,6 +65,7 @@ def _operation(combine):
     """Make the atomic that stores `combine(old, value)`, with `value` converted to the type of the old value."""
 
     def operation(array, index, value, scope="gpu", release=False):
+        _check_known(value, array, index)
         return update(array, index, lambda old: combine(old, memory.convert(value, old.dtype)), scope, release)
 
     return operation
@@ -80,6 +90,7 @@ class Atomic:
     @staticmethod
     def cas(array, index, old, value):
         """Store `value` if the element equals `old`."""
+        _check_known(old, array, index), _check_known(value, array, index)
         return update(array, index, lambda current: value if current == old else current)
 
     @staticmethod

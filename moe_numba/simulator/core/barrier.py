@@ -1,13 +1,14 @@
 """Barriers of a block and of a grid, named barriers of some of a block's warps, and warpgroup-wide instructions.
 
-All threads of a block must reach a block-wide barrier, at the same source line: anything else is undefined on a GPU and
-is an error here.
+All threads of a block that have not exited must reach a block-wide barrier, at the same source line; since Volta it
+does not wait for the others. Threads that wait elsewhere are undefined on a GPU and an error here.
 """
 
 import sys
 
 from moe_numba.simulator.core.engine import thread
 from moe_numba.simulator.core.errors import (
+    ALL_OF_THE_GRID,
     ALL_THREADS,
     DivergentBarrier,
     MissingLane,
@@ -18,18 +19,13 @@ from moe_numba.simulator.core.errors import (
 
 
 def block(what, value=None, finish=None):
-    """Wait for all threads of the block; `finish` maps an iterable of their values to one result for all."""
+    """Wait for the block's threads that have not exited; `finish` maps an iterable of their values to one result."""
     t = thread()
     scope, warp = t.block, t.unit
     frame = kernel_frame(sys._getframe(1))
     site = frame.f_code.co_filename, frame.f_lineno
-    if scope.exited:
-        raise DivergentBarrier(
-            f"{t} reaches {what} ({source_location(frame)}), but {scope.exited} threads of its block have exited; "
-            f"{ALL_THREADS}"
-        )
     for other in scope.open_rendezvous.values():
-        expected = other.expected == scope.size and t not in other.values  # it may have arrived without waiting
+        expected = other.needs(t) and t not in other.values  # it may have arrived without waiting
         if other.waiting and expected and (other.site != site or other.what != what):
             first = other.waiting[0]
             raise DivergentBarrier(
@@ -43,14 +39,22 @@ def block(what, value=None, finish=None):
                 f"but wait at {what} ({source_location(frame)}), which needs the lanes that wait there"
             )
     broadcast = finish and (lambda values: dict.fromkeys(values, finish(values.values())))
-    return t.rendezvous(scope, what, scope.size, value, broadcast, site=site)
+    return t.rendezvous(scope, what, scope.size - scope.exited, value, broadcast, site=site, of_running=True)
 
 
 def grid():
-    """Wait for all threads of the grid."""
+    """Wait for the grid's threads that have not exited; the first thread of each block arrives for it, as on a GPU."""
     t = thread()
-    t.grid.check_cooperative(t)
-    t.rendezvous(t.grid, "grid sync", t.grid.size)
+    scope = t.grid
+    scope.check_cooperative(t)
+    if scope.exited and not scope.open_rendezvous:
+        first = next((b.warps[0].threads[0] for b in scope.blocks if b.exited and b.warps[0].exited & 1), None)
+        if first is not None:
+            raise DivergentBarrier(
+                f"{t} reaches grid sync ({source_location(sys._getframe())}), but {first} has exited, and arrives for "
+                f"its block; {ALL_OF_THE_GRID}"
+            )
+    t.rendezvous(scope, "grid sync", scope.size - scope.exited, of_running=True)
 
 
 def named(what, barrier, threads, wait):

@@ -4,12 +4,14 @@ Numba's simulator swaps a function's globals at each launch. Here thread indices
 greenlet. Device functions and closures are therefore plain Python calls, and the module can be imported under any name.
 """
 
+import functools
 import sys
 import types
 
 from moe_numba.simulator.core import arithmetic, barrier, host, libdevice, memory, random, warp
 from moe_numba.simulator.core.atomic import Atomic
 from moe_numba.simulator.core.engine import thread
+from moe_numba.simulator.core.errors import file_name
 from moe_numba.simulator.core.kernel import call_cpu_functions_as_python, jit
 from moe_numba.simulator.memory_model import scoped_access
 
@@ -43,10 +45,16 @@ class Shared:
         return thread().block.shared.array(shape, dtype, alignment, sys._getframe(1))
 
 
+@functools.lru_cache(maxsize=1024)
+def _local_name(code, line):
+    return f"the local array of {file_name(code.co_filename)}:{line}"
+
+
 class Local:
     @staticmethod
     def array(shape, dtype, alignment=None):
-        array, frame = memory.local(shape, dtype, alignment), sys._getframe(1)
+        frame = sys._getframe(1)
+        array = memory.local(shape, dtype, alignment, _local_name(frame.f_code, frame.f_lineno))
         thread().grid.add_local_array((frame.f_code, frame.f_lasti), array.array.nbytes)
         return array
 

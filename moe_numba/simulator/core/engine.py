@@ -12,7 +12,7 @@ import greenlet
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.errors import (
     ALL_LANES,
-    ALL_THREADS,
+    ALL_OF_THE_GRID,
     DivergentBarrier,
     MissingLane,
     SimulatorError,
@@ -23,8 +23,10 @@ from moe_numba.simulator.core.errors import (
 )
 from moe_numba.simulator.core.polling import LOADS
 from moe_numba.simulator.core.scheduler import Event
+from moe_numba.simulator.core.unknown import ThreadEnds
 
 _getcurrent = greenlet.getcurrent
+CONVERGING = "the lanes that execute this call together"  # what a lane waits for
 
 
 class Dim3(NamedTuple):
@@ -48,22 +50,28 @@ class Rendezvous:
     """Threads of one scope (a warp, a warpgroup, a block or a grid) that wait for one another at one operation.
 
     `expected` is the number of threads that must arrive. `mask` names the lanes that must arrive; it is None where any
-    threads of the scope may.
+    threads of the scope may. At a barrier `of_running` threads, a thread that exits counts as arrived.
     """
 
     __slots__ = ("scope", "what", "expected", "mask", "values", "waiting", "site", "departed", "arrivals")
+    __slots__ += ("of_running", "finish")
 
-    def __init__(self, scope, what, expected, mask, site):
+    def __init__(self, scope, what, expected, mask, site, of_running):
         self.scope, self.what, self.expected, self.mask, self.site = scope, what, expected, mask, site
-        self.values, self.waiting = {}, []
+        self.values, self.waiting, self.of_running, self.finish = {}, [], of_running, None
         self.departed = {}  # thread that did not wait -> what it published (see `happens_before`)
         self.arrivals = {}  # thread -> the step of the scheduler in which it arrived, if a trace is recorded
 
     def needs(self, thread):
         """Return whether the rendezvous cannot complete without this thread."""
         if self.mask is None:
-            return self.expected == self.scope.size
+            return self.of_running or self.expected == self.scope.size
         return bool(self.mask >> thread.lane & 1)
+
+    def ordered_threads(self):
+        """Return the threads that arrived, and those that a barrier does not wait for since they have exited."""
+        exited = self.scope.threads() if self.of_running and self.scope.exited else ()
+        return [*self.values, *(t for t in exited if t.unit.exited >> t.lane & 1)]
 
     def __str__(self):
         mask = "" if self.mask is None else f" with mask {self.mask:#010x}"
@@ -92,6 +100,8 @@ class Thread(greenlet.greenlet):
     def run(self):
         try:
             self.grid.kernel(*self.grid.args)
+        except ThreadEnds:
+            pass
         except Exception as error:
             if not isinstance(error, SimulatorError):
                 error.add_note(f"in {self}, threadIdx {tuple(self.threadIdx)}, of kernel {self.grid.name}")
@@ -99,7 +109,17 @@ class Thread(greenlet.greenlet):
         self._exit()
 
     def rendezvous(
-        self, scope, what, expected, value=None, finish=None, mask=None, wait=True, site=None, by_lane=False
+        self,
+        scope,
+        what,
+        expected,
+        value=None,
+        finish=None,
+        mask=None,
+        wait=True,
+        site=None,
+        by_lane=False,
+        of_running=False,
     ):
         """Contribute `value` to the operation `what` of `scope`, and wait until `expected` threads have arrived.
 
@@ -107,10 +127,11 @@ class Thread(greenlet.greenlet):
         {lane: value} to {lane: result}. Rendezvous of a scope are distinguished by `what` and `mask`, the lanes that
         must arrive (None: any threads of the scope).
         With `wait=False` the thread arrives and continues. `site` is kept for callers that compare source lines.
+        `of_running`: `expected` counts the threads that have not exited; one that exits is no longer expected.
         """
         current = scope.open_rendezvous.get((what, mask))
         if current is None:
-            current = scope.open_rendezvous[what, mask] = Rendezvous(scope, what, expected, mask, site)
+            current = scope.open_rendezvous[what, mask] = Rendezvous(scope, what, expected, mask, site, of_running)
         return self.arrive(current, value, finish, wait, by_lane)
 
     def arrive(self, current, value, finish, wait, by_lane):
@@ -126,17 +147,18 @@ class Thread(greenlet.greenlet):
             self.waits = current
         elif world.races is not None:
             current.departed[self] = world.races.depart(self)
+        current.finish = finish
         if len(values) == current.expected:
-            del current.scope.open_rendezvous[current.what, current.mask]
-            self._complete(current, finish, by_lane)
+            self._complete(current, by_lane)
         if wait:
             # The last thread to arrive waits as well: if it continued at once, lanes would resume in a fixed order.
             memory.loads_left = LOADS
             self.parent.switch()
             return self.result
 
-    def _complete(self, rendezvous, finish, by_lane):
-        world, results = self.grid.world, None
+    def _complete(self, rendezvous, by_lane=False):
+        world, results, finish = self.grid.world, None, rendezvous.finish
+        del rendezvous.scope.open_rendezvous[rendezvous.what, rendezvous.mask]
         if finish and by_lane:
             results = finish({t.lane: value for t, value in rendezvous.values.items()})
         elif finish:
@@ -183,11 +205,16 @@ class Thread(greenlet.greenlet):
         warp.exited |= 1 << self.lane
         warp.warpgroup.exited += 1
         self.block.exited += 1
+        self.grid.exited += 1
         self.grid.memory_changed()
         for scope in (warp, warp.warpgroup, self.block, self.grid):
-            for current in scope.open_rendezvous.values():
+            for current in list(scope.open_rendezvous.values()):
                 if current.needs(self) and self not in current.values:
-                    raise self._missing_from(current)
+                    if not current.of_running or scope is self.grid and not self.thread_id:
+                        raise self._missing_from(current)
+                    current.expected -= 1
+                    if len(current.values) == current.expected:
+                        self._complete(current)
         if warp.exited == warp.lanes:
             self.block.cluster.mark_arrived(warp)
         if self.block.exited == self.block.size:
@@ -200,7 +227,7 @@ class Thread(greenlet.greenlet):
         arrived = f"  warps {format_ranges({t.warp for t in rendezvous.values})} arrived without waiting"
         waiting = wait_report(rendezvous.waiting, limit=2) or arrived
         if rendezvous.mask is None:
-            remedy = f"; {ALL_THREADS}" if rendezvous.scope is self.block else ""
+            remedy = f", and arrives for its block; {ALL_OF_THE_GRID}" if rendezvous.scope is self.grid else ""
             return DivergentBarrier(
                 f"{self} has exited, while others wait for it at {rendezvous.what}{remedy}:\n{waiting}"
             )

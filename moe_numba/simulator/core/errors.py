@@ -48,7 +48,7 @@ class DataRace(SimulatorError):
 
 
 class UninitializedRead(SimulatorError):
-    """A kernel reads global memory that nothing has written since its allocation."""
+    """A kernel reads global memory that nothing has written, or depends on such a value of shared or local memory."""
 
 
 class MissingFence(SimulatorError):
@@ -91,9 +91,8 @@ ALL_LANES = (
     "every lane that the mask names must execute it: "
     "move it out of the `if` or loop, or name only the lanes that reach it"
 )
-ALL_THREADS = (
-    "all threads of the block must reach it: move it out of the `if` or loop, and let no thread return before it"
-)
+ALL_THREADS = "all threads of the block that have not exited must reach the same one: move it out of the `if` or loop"
+ALL_OF_THE_GRID = "the first thread of each block must reach it: let it not return before"
 
 
 def format_ranges(numbers):

@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_numba.simulator.asynchronous.uses_async import uses_async_instructions
 from moe_numba.simulator.capability import SIMULATED, SM_COUNT, SM_LIMITS
-from moe_numba.simulator.core.engine import Dim3, Thread
+from moe_numba.simulator.core.engine import CONVERGING, Dim3, Thread
 from moe_numba.simulator.core.errors import ClusterError, SimulatorError
 from moe_numba.simulator.core.scheduler import SLOWEST, World, shuffle
 from moe_numba.simulator.core.shared import SharedLayout, SharedMemory
@@ -41,6 +41,7 @@ class Warp:
         self.open_rendezvous, self.exited, self.wgmma_groups = {}, 0, []
         world = block.grid.world
         self.ready, self.queued = [], False
+        self.converging = {}  # position in the kernel -> the lanes that wait there for others to execute it with them
         self.priority = SLOWEST if index == world.slow_warp else world.rng.random()
 
     @functools.cached_property
@@ -53,6 +54,16 @@ class Warp:
         shuffle(lanes, rng)
         for t in lanes:
             t.switch()
+        if self.converging and not self.ready:  # no lane can still reach the first of these positions
+            lanes = self.converging.pop(min(self.converging))
+            for t in lanes:
+                t.result = sum(1 << t.lane for t in lanes)
+            self.block.grid.world.wake(lanes)
+
+    def converge(self, t, position):
+        """Wait until the lanes that execute a position together have reached it; return their mask."""
+        self.converging.setdefault(position, []).append(t)
+        return t.park(CONVERGING)
 
     def __str__(self):
         return f"{self.block} warp {self.index}"
@@ -158,6 +169,7 @@ class Grid:
         if cooperative:
             self._check_all_resident()
         self.rank, self.label = None, ""  # set where several ranks run together; the label precedes blocks in messages
+        self.exited = 0  # threads
         self.active = len(self.blocks)  # blocks that have not ended, plus async copies that have not completed
 
     @property

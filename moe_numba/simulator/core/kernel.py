@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import greenlet
 
+from moe_numba.simulator.compiler import launched
 from moe_numba.simulator.core import engines, memory
 from moe_numba.simulator.core.compilable import check_compilable
 from moe_numba.simulator.core.engine import Thread
@@ -103,6 +104,7 @@ def run(
             f"kernel {function.__name__} takes {len(names)} arguments ({', '.join(names)}), but {len(args)} were given"
         )
     check_compilable(function)
+    launched.note(function, getattr(kernel, "targetoptions", {}), launch_bounds, args)
     names += ("",) * (len(args) - len(names))
     ranks = settings["ranks"]
     if ranks is not None and not ranks.queues(kernel):

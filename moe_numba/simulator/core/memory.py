@@ -20,6 +20,7 @@ from moe_numba.simulator.core.conversions import float_to_int
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, kernel_frame, plain_index
 from moe_numba.simulator.core.polling import LOADS, sample
 from moe_numba.simulator.core.settings import settings
+from moe_numba.simulator.core.unknown import Unknown, poison_of, unknown
 
 # Number of running worlds that preempt at memory accesses, detect races, are profiled or observed
 watching = 0
@@ -54,7 +55,8 @@ def before_access(target, index, writes, nbytes=None, scope=None, value=None, op
     """Maybe preempt, check an access for races, and count it; call it if `watching`.
 
     `scope` is that of a strong access. `value` is what a store of one element stores. `operation` names an access that
-    is neither a load nor a store: "atomic" or "cp.async".
+    is neither a load nor a store: "atomic" or "cp.async". Returns what `uninitialized.origin` does
+    for a load or an atomic operation.
     """
     t, allocation = maybe_preempt(), target.allocation
     if t is None:
@@ -62,18 +64,44 @@ def before_access(target, index, writes, nbytes=None, scope=None, value=None, op
     world = t.grid.world
     if allocation is not None and allocation.detector is not None:
         allocation.detector.check_access(t, target, index, writes, nbytes)
-    if world.races is not None and type(target) is not LocalArray:
+    origin = None
+    if world.races is not None:
         address, size = byte_span(target, index, writes, nbytes)
         if size:
-            # Weak memory may hold back what has been written.
-            reads = allocation is None and world.memory_model is None and (not writes or operation == "atomic")
-            if reads:
+            owner = target if type(target) is LocalArray else allocation
+            reads = not writes or operation == "atomic"
+            if reads and owner is not None:
+                origin = uninitialized.origin(t, target, index, address, size, owner)
+            elif reads and world.memory_model is None:  # weak memory may hold back what has been written
                 uninitialized.check(t, target, index, address, size)
-            world.races.access(t, address, size, writes, scope, target, index, value)
+            if owner is not target:
+                world.races.access(t, address, size, writes, scope, target, index, value)
     if world.profile is not None:
         world.profile.access(t, target, index, writes, nbytes, operation)
     for observe in world.observers:
         observe(t, target, index, writes, nbytes, scope, value, operation)
+    return origin
+
+
+def _owner(target):
+    """Return the end of the shared or local memory of an array or a pointer, and its poison; None of global memory."""
+    owner = target if type(target) is LocalArray else target.allocation
+    return None if owner is None else owner.poison
+
+
+def _stored(target, index, value, dtype=None, past=0):
+    """Return what a store of a value stores: poison for a value that is unknown.
+
+    That is noted if it is stored to global memory. `past`: of a vector at the index, the offset of an element.
+    """
+    if not isinstance(value, Unknown):
+        return value
+    dtype, owner = dtype or target.array.dtype, _owner(target)
+    if owner is None:
+        value.is_stored(f"index {plain_index(index)} of {target}")
+        return poison_of(dtype)
+    address = byte_span(target, index, True)[0] + past
+    return np.frombuffer((owner[1] * 5)[address & 3 :][: dtype.itemsize], dtype)[0]
 
 
 def byte_span(target, index, writes, size=None):
@@ -146,6 +174,12 @@ def poison(shape, dtype, alignment=16, past=0):
     return raw.view(dtype).reshape(shape)
 
 
+@functools.cache
+def poison_word(dtype):
+    """Return the four bytes that fill memory of a type which nothing has written."""
+    return poison(4, dtype).tobytes()[:4]
+
+
 def _contents(self):
     """Return the elements, which is what `print` shows in a kernel. Error messages format the name and the type."""
     return str(self.array)
@@ -169,17 +203,17 @@ class Pointer:
 
     def __getitem__(self, i):
         global loads_left
-        if watching:
-            before_access(self, i, writes=False)
+        origin = before_access(self, i, writes=False) if watching else None
         if not (loads_left := loads_left - 1):
             loads_left = sample(self, i)
         if 0 <= i < self.size:
-            return self.array[i]
+            return self.array[i] if origin is None else unknown(self.array.dtype, origin, self.array[i])
         raise self._out_of_bounds(i)
 
     def __setitem__(self, i, value):
         if watching:
             before_access(self, i, writes=True, value=value)
+            value = _stored(self, i, value)
         if not 0 <= i < self.size:
             raise self._out_of_bounds(i)
         if type(value) in _FLOATS and self.array.dtype.kind in "iu":
@@ -235,10 +269,14 @@ class Pointer:
         """
         if type(dtype) is not np.dtype:
             dtype = as_dtype(dtype)
-        if watching:
-            before_access(self, index, False, dtype.itemsize * count, scope)
+        origin = before_access(self, index, False, dtype.itemsize * count, scope) if watching else None
         count_load(self, index)
-        return tuple(self._load_bytes(index, dtype.itemsize * count).view(dtype))
+        values = tuple(self._load_bytes(index, dtype.itemsize * count).view(dtype))
+        if origin is None:
+            return values
+        first, owner = self.address + int(index) * self.array.itemsize, _owner(self)
+        is_unknown = [uninitialized.is_poison(first + k * dtype.itemsize, dtype.itemsize, *owner) for k in range(count)]
+        return tuple(unknown(dtype, origin, v) if is_so else v for v, is_so in zip(values, is_unknown))
 
     def store_vector(self, index: int, values: tuple, dtype=None, scope: str | None = None) -> None:
         """Store values in one access to element `index` of this pointer; `dtype` defaults to the type of the values.
@@ -246,6 +284,12 @@ class Pointer:
         `scope` as in `load_vector`.
         """
         dtype = as_dtype(dtype or values[0].dtype)
+        if watching and any(isinstance(v, Unknown) for v in values):
+            if self.allocation is None and not all(isinstance(v, Unknown) for v in values):
+                values = [
+                    poison_of(v.dtype) if isinstance(v, Unknown) else v for v in values
+                ]  # padding, as in a vector load
+            values = [_stored(self, index, v, dtype, k * dtype.itemsize) for k, v in enumerate(values)]
         values = np.array([convert(v, dtype) for v in values], dtype)
         if watching:
             before_access(self, index, True, values.nbytes, scope)
@@ -295,14 +339,15 @@ class Array:
     def __getitem__(self, i):
         global loads_left
         i = self._from_the_start(i)
-        if watching:
-            before_access(self, i, writes=False)
+        origin = before_access(self, i, writes=False) if watching else None
         if not (loads_left := loads_left - 1):
             loads_left = sample(self, i)
         try:
             value = self.array[i]
         except IndexError:
             raise self._out_of_bounds(i) from None
+        if origin is not None:
+            return unknown(self.array.dtype, origin, value)
         return type(self)(value, self.name, self.allocation) if isinstance(value, np.ndarray) else value
 
     def load(self, i, scope):
@@ -326,6 +371,7 @@ class Array:
         i = self._from_the_start(i)
         if watching:
             before_access(self, i, writes=True, value=value)
+            value = _stored(self, i, value)
         if type(value) in _FLOATS and self.array.dtype.kind in "iu":
             value = convert(value, self.array.dtype)
         try:
@@ -347,6 +393,9 @@ class Array:
         if type(i) in _INTEGERS and i >= 0:
             return i
         parts = i if type(i) is tuple else (i,)
+        for part in parts:
+            if isinstance(part, Unknown):
+                part.is_needed(f"is an index of {self}")
         negative = [n for n, k in enumerate(parts) if isinstance(k, (int, np.integer)) and k < 0]
         if not negative:
             return i
@@ -439,17 +488,25 @@ def reachable_view(array):
 
 
 class LocalArray(Array):
-    """An array in a thread's local memory."""
+    """An array in a thread's local memory, or a part or view of one."""
 
     __slots__ = ()
 
+    @property
+    def poison(self):
+        """The end of its memory, and the poison of a word that nothing has written."""
+        whole = self.array
+        while isinstance(whole.base, np.ndarray):
+            whole = whole.base
+        return np.lib.array_utils.byte_bounds(whole)[1], poison_word(whole.dtype)
 
-def local(shape, dtype, alignment):
+
+def local(shape, dtype, alignment, name="a local array"):
     """Return a new local array."""
     array = _poisoned(shape, as_dtype(dtype)).copy()  # faster than `poison`; each call of a device function makes some
     if (alignment or 0) > _MALLOC_ALIGNMENT and array.__array_interface__["data"][0] % alignment:
         array = poison(shape, array.dtype, alignment)
-    return LocalArray(array, "a local array")
+    return LocalArray(array, name)
 
 
 _poisoned = functools.cache(poison)

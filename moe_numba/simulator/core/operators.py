@@ -9,6 +9,7 @@ import operator
 import numpy as np
 
 from moe_numba.simulator.core.conversions import float_to_int
+from moe_numba.simulator.core.unknown import Unknown, unknown
 
 _LEAST, _LARGEST, _BITS = -(1 << 63), (1 << 63) - 1, (1 << 64) - 1
 _SMALL = {np.dtype(t) for t in (np.bool_, np.int8, np.int16, np.uint8, np.float32)}
@@ -109,14 +110,24 @@ def _binary(name):
                 how[ta, tb] = _typed(name, result, a)
     find = how.get
 
+    def otherwise(a, b):
+        return of_unknown(a, b) if isinstance(a, Unknown) or isinstance(b, Unknown) else native(a, b)
+
+    def of_unknown(a, b):
+        known = b if isinstance(a, Unknown) else a
+        if name == "and_" and not isinstance(known, Unknown) and not known:
+            return known  # whatever the other operand is
+        result = result_type(name, dtype_of(a), dtype_of(b))
+        return unknown(result, (a if isinstance(a, Unknown) else b).origin)
+
     def operate(a, b):
-        return find((type(a), type(b)), native)(a, b)
+        return find((type(a), type(b)), otherwise)(a, b)
 
     def operate_quickly(a, b):
         if type(a) is int and type(b) is int:
             value = native(a, b)
             return value if _LEAST <= value <= _LARGEST else wrap(value)
-        return find((type(a), type(b)), native)(a, b)
+        return find((type(a), type(b)), otherwise)(a, b)
 
     return operate_quickly if is_native else operate
 
@@ -130,6 +141,9 @@ def _unary(name):
             return wrap(native(a))
         if kind is bool or kind is np.bool_:
             return not a if name == "invert" else native(int(a))
+        if isinstance(a, Unknown):
+            is_64 = a.dtype.kind in "iu"
+            return unknown(np.dtype(f"{a.dtype.kind}8") if is_64 else a.dtype, a.origin)
         if isinstance(a, np.integer):
             # Numba negates in the number's own type.
             return native(a).astype(np.int64 if a.dtype.kind == "i" else np.uint64)
@@ -151,6 +165,8 @@ def as_float64(value):
 
 def to_int(value=0):
     """Return `int(value)`, an int64."""
+    if isinstance(value, Unknown):
+        return unknown(INT64, value.origin)
     if isinstance(value, np.integer):
         return wrap(int(value))
     return wrap(int(value)) if isinstance(value, (int, np.bool_)) else float_to_int(value, 64, True)
@@ -158,6 +174,8 @@ def to_int(value=0):
 
 def to_float(value=0.0):
     """Return `float(value)`, a float64."""
+    if isinstance(value, Unknown):
+        return unknown(FLOAT64, value.origin)
     return np.float64(value)
 
 
@@ -170,6 +188,8 @@ def scalar_type(kind):
     def cast(value=0):
         if type(value) is kind:
             return value
+        if isinstance(value, Unknown):
+            return unknown(dtype, value.origin)
         if dtype.kind not in "iu":
             return kind(value)
         is_integer = isinstance(value, (int, np.integer, np.bool_))

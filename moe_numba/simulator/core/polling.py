@@ -98,7 +98,8 @@ def snapshot(frame):
     """Return the position and the local variables of a thread's frames, from the innermost one on."""
     frames = []
     while frame is not None:
-        frames.append((frame.f_lasti, [_comparable(v) for v in frame.f_locals.values()]))
+        # A name with a dot belongs to `typed_code`, which may count iterations.
+        frames.append((frame.f_lasti, [_comparable(v) for n, v in frame.f_locals.items() if n[0] != "."]))
         frame = frame.f_back
     return frames
 

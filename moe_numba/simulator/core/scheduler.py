@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_numba.simulator.core import memory, typed_code, uninitialized
-from moe_numba.simulator.core.errors import Deadlock, wait_report
+from moe_numba.simulator.core.errors import AsyncRace, DataRace, Deadlock, wait_report
 from moe_numba.simulator.core.polling import LOADS, snapshot
 from moe_numba.simulator.core.settings import override_settings, settings
 from moe_numba.simulator.core.stall import Stall
@@ -81,10 +81,10 @@ def trace(accesses: bool = False) -> contextlib.AbstractContextManager[list[Even
 
 @contextlib.contextmanager
 def races(enabled: bool = True) -> Iterator[None]:
-    """Detect data races and reads of uninitialised global memory within this context, or, with ``False``, do not.
+    """Detect data races and reads of uninitialised memory within this context, or, with ``False``, do not.
 
-    Memory is known to be uninitialised if it was allocated within this context, by `torch.empty` or its relatives, or
-    at any time by `cuda.device_array`.
+    Global memory is known to be uninitialised if it was allocated within this context, by `torch.empty` or its
+    relatives, or at any time by `cuda.device_array`.
     """
     with override_settings(races=enabled), uninitialized.registered_tensors() if enabled else contextlib.nullcontext():
         yield
@@ -147,6 +147,7 @@ class World:
         self.acquired_tensor_maps = {}  # (thread, address of a tensor map) -> the publication that it acquired
         self.threads = 0  # of all grids; 0: of the first one
         self.elected_lanes = {}  # mask -> the lane that elect.sync chooses
+        self.unknown_use = None  # the first error that depends on uninitialised memory; see `core.unknown`
         self.watching = 0  # how often this world is counted in `memory.watching`
         # Greenlets do not inherit NumPy's error state; on a GPU integers wrap around, and floats overflow, silently.
         self.context = contextvars.copy_context()
@@ -283,6 +284,8 @@ class World:
                     raise Deadlock(self._report("every thread repeats what it did, and no memory changes"))
             if any(not t.dead for t in self._threads()):
                 raise Deadlock(self._report("no thread can run"))
+            if self.unknown_use is not None:
+                raise self.unknown_use
             if self.memory_model is not None:
                 self.memory_model.end(*self.grids)
             overlapped_by = self.grids[0].name if self.grids[0].next_may_overlap_kernel_before else ""
@@ -290,8 +293,12 @@ class World:
             # With its threads it keeps the kernel's arguments alive, so that no new memory has their addresses.
             set_history(finished if len(self.grids) == 1 else None)
         except Exception as error:
+            # Uninitialised memory may be the cause of other errors, but is often a consequence of a race.
+            is_cause = self.unknown_use is not None and not isinstance(error, (AsyncRace, DataRace))
             if self.debugger is not None:
-                self.debugger.failed(error)  # while the threads still exist
+                self.debugger.failed(self.unknown_use if is_cause else error)  # while the threads still exist
+            if is_cause and error is not self.unknown_use:
+                raise self.unknown_use from None
             raise
         finally:
             self.races = None

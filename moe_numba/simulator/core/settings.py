@@ -38,6 +38,7 @@ _VARIABLES = {
     "engine": ("MOE_NUMBA_ENGINE", "either", _engine, "either, vector or threads"),
     "races": ("MOE_NUMBA_RACES", "0", _switch, "0 or 1"),
     "wraparound": ("MOE_NUMBA_WRAPAROUND", "0", _switch, "0 or 1"),
+    "compile": ("MOE_NUMBA_COMPILE", "0", _switch, "0 or 1"),
 }
 
 
@@ -50,8 +51,9 @@ class Settings:
     """What a new World starts from, by name.
 
     `seed`, `preempt`, `slow_warp` (None, or a warp of each block that runs last), `races` (whether to detect data
-    races), `weak_memory` (see `store_buffer`) and `wraparound` (whether computed negative indices count from the end)
-    are values. `events` is the list of a trace; `ranks`, `rank` and `exchange`: see `ranks`.
+    races), `weak_memory` (see `store_buffer`), `wraparound` (whether computed negative indices count from the end) and
+    `compile` (whether launched kernels are compiled at the end, see `compiler.launched`) are values. `events` is the
+    list of a trace; `ranks`, `rank` and `exchange`: see `ranks`.
     The environment is read when a value is needed, so that a wrong variable does not fail an import.
     """
 

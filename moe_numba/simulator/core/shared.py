@@ -9,7 +9,7 @@ import numpy as np
 from moe_numba.simulator.asynchronous.race_detector import RaceDetector
 from moe_numba.simulator.capability import SIMULATED, SM_LIMITS
 from moe_numba.simulator.core.errors import AsyncRace, Misaligned, OutOfBounds, SimulatorError, file_name
-from moe_numba.simulator.core.memory import Array, Pointer, as_dtype, poison, thread_prefix
+from moe_numba.simulator.core.memory import Array, Pointer, as_dtype, poison, poison_word, thread_prefix
 
 MAX_SHARED_BYTES = 1024 * SM_LIMITS[SIMULATED].shared_kib_of_a_block
 MAX_STATIC_BYTES = 48 * 1024  # more must be dynamic
@@ -48,13 +48,15 @@ class SharedLayout:
 class SharedAllocation:
     """The memory of one shared array: bytes `start` to `end` of its block's window."""
 
-    __slots__ = ("shared", "array", "bytes", "name", "start", "end", "to_window", "alignment", "detector")
+    __slots__ = ("shared", "array", "bytes", "name", "start", "end", "to_window", "alignment", "detector", "poison")
 
     def __init__(self, shared, array, name, start, alignment):
         self.shared, self.array, self.name, self.start, self.alignment = shared, array, name, start, alignment
         self.bytes = array.reshape(-1).view(np.uint8)
         self.end = start + self.bytes.size
-        self.to_window = start - self.bytes.__array_interface__["data"][0]  # add to a host address
+        first = self.bytes.__array_interface__["data"][0]
+        self.poison = first + self.bytes.size, poison_word(array.dtype)  # as that of `LocalArray`
+        self.to_window = start - first  # add to a host address
         self.detector = RaceDetector(self) if shared.block.grid.uses_async else None
 
     def race_detector(self):

@@ -37,6 +37,17 @@ def definition(code):
     return found[0]
 
 
+@functools.lru_cache(maxsize=4096)
+def instruction_starts(code):
+    """Return, for each bytecode offset, where the instruction begins to which it belongs.
+
+    Python's specialised instructions leave `f_lasti` at a cache entry behind the instruction.
+    """
+    starts = [instruction.offset for instruction in dis.get_instructions(code)]
+    ends = [*starts[1:], len(code.co_code)]
+    return {offset: start for start, end in zip(starts, ends) for offset in range(start, end, 2)}
+
+
 _INCIDENTAL = {"CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL", "PRECALL", "RESUME"}
 
 

@@ -2,6 +2,9 @@
 
 Threads run kernels as Python, whose operators would type NumPy numbers by NumPy's rules and Python numbers by Python's.
 Before threads run a kernel, `install` replaces the code of its jitted functions. Code without source stays as it is.
+
+Where a kernel asks which lanes execute an instruction together (`activemask`), the replaced code also counts the
+iterations of its loops, in variables of its own, so that `position` can compare how far lanes are.
 """
 
 import ast
@@ -16,12 +19,23 @@ import numpy as np
 
 from moe_numba.simulator.asynchronous.uses_async import names_in, values_of
 from moe_numba.simulator.core import math_functions, operators
-from moe_numba.simulator.core.source import NoSource, Static, arguments, code_in, definition, make_function, original
+from moe_numba.simulator.core.errors import kernel_frame
+from moe_numba.simulator.core.source import (
+    NoSource,
+    Static,
+    arguments,
+    code_in,
+    definition,
+    instruction_starts,
+    make_function,
+    original,
+)
 
 FUNCTIONS = operators.CASTS | math_functions.VERSIONS | {builtins.pow: operators.SCALAR["pow"]}
 _HELPERS = {f"\0{name}": function for name, function in operators.SCALAR.items()}
 _HELPERS["\0as_float64"] = operators.as_float64
-_installed, _kernels = weakref.WeakSet(), weakref.WeakSet()
+_installed, _counting, _kernels = weakref.WeakSet(), weakref.WeakSet(), weakref.WeakSet()
+_COUNTER, _BEHIND = ".loop", 1 << 62  # the variables that count iterations, and their value behind the loop
 _made = {}  # (code, functions that are replaced) -> code
 _DEPTH = 3  # of tuples and objects that hold device functions
 
@@ -34,13 +48,37 @@ def install(kernel):
     tracer = sys.gettrace()
     sys.settrace(None)  # a thread whose lines the debugger counts may start the next kernel
     try:
-        for function in _reachable(kernel) - set(_installed):
+        reachable = _reachable(kernel)
+        counts = any(map(_asks_for_position, reachable))
+        for function in reachable - set(_counting if counts else _installed):
             _installed.add(function)
-            code = typed(function)
+            if counts:
+                _counting.add(function)
+            code = typed(function, counts)
             if code is not None:
-                function.defined_code, function.__code__ = function.__code__, code
+                function.defined_code, function.__code__ = original(function), code
     finally:
         sys.settrace(tracer)
+
+
+def _asks_for_position(function):
+    """Return whether a function names `activemask`, as an attribute or by any name."""
+    for names in names_in(original(function)):
+        if "activemask" in names or any(
+            getattr(value, "__name__", None) == "activemask" for value in values_of(function, names)
+        ):
+            return True
+    return False
+
+
+def position(frame):
+    """Return where a thread is in a kernel of counted loops, as a tuple that is less for what comes before."""
+    found = []
+    while frame is not None:
+        counters = sorted((n, v) for n, v in frame.f_locals.items() if n.startswith(_COUNTER))
+        found.append((tuple(v for _, v in counters), instruction_starts(frame.f_code)[frame.f_lasti], id(frame.f_code)))
+        frame = kernel_frame(frame.f_back)
+    return tuple(reversed(found))
 
 
 def _reachable(kernel):
@@ -84,9 +122,12 @@ def typed_copy(function):
     return made
 
 
-def typed(function):
-    """Return the code that replaces a function's, or None if its source is not known."""
-    code = function.__code__
+def typed(function, counts=False):
+    """Return the code that replaces a function's, or None if its source is not known.
+
+    `counts`: whether it counts the iterations of its loops.
+    """
+    code = original(function)
     try:
         tree = definition(code)
     except NoSource:
@@ -95,9 +136,9 @@ def typed(function):
     # Closures of one factory share code, and mostly what it names.
     values = {name: static.name(name) for names in names_in(code) for name in names}
     found = [(n, v) for n, v in sorted(values.items()) if isinstance(v, types.ModuleType) or _replaced(v)]
-    key = code, tuple((n, id(v)) for n, v in found)
+    key = code, counts, tuple((n, id(v)) for n, v in found)
     if key not in _made:
-        _made[key] = _generate(code, copy.deepcopy(tree), static)
+        _made[key] = _generate(code, copy.deepcopy(tree), static, counts)
     return _made[key]
 
 
@@ -109,11 +150,13 @@ def _replaced(value):
         return False
 
 
-def _generate(code, tree, static):
+def _generate(code, tree, static, counts):
     writer = Typed(static, set(code.co_varnames) | set(code.co_cellvars))
+    counters = _count_loops(tree) if counts else []
     tree.body = [
         new for old in tree.body for made in [writer.visit(old)] for new in (made if type(made) is list else [made])
     ]
+    tree.body[:0] = counters
     # The names of the closure remain, also where all uses of one are replaced. The annotation is not evaluated.
     names = ast.Tuple([ast.Name(name, ast.Load()) for name in code.co_freevars], ast.Load())
     if names.elts:
@@ -130,6 +173,39 @@ def _generate(code, tree, static):
         module = compile(ast.fix_missing_locations(ast.Module([factory], [])), code.co_filename, "exec")
     made = with_constants(code_in(code_in(module, "_Vfactory"), code.co_name), writer.constants)
     return made.replace(co_qualname=code.co_qualname)
+
+
+def _count_loops(tree):
+    """Let each loop of a function count its iterations; return the statements that initialise the counters.
+
+    Their names sort as the loops begin in the source. Before a loop its counter is 0, behind it a large number.
+    """
+    counters = []
+
+    def at(node, name, value):
+        made = ast.Assign([ast.Name(name, ast.Store())], value)
+        return ast.fix_missing_locations(ast.copy_location(made, node))
+
+    def count(statements):
+        """Change the loops among some statements, and in them; return the names of their counters."""
+        names = []
+        for statement in list(statements):
+            inner = []
+            own = f"{_COUNTER}{len(counters):04}" if isinstance(statement, (ast.For, ast.While)) else None
+            counters.extend([own] if own else [])
+            for field in ("body", "orelse") if not isinstance(statement, ast.FunctionDef) else ():
+                inner += count(getattr(statement, field, []))
+            names += inner
+            if own:
+                following = ast.BinOp(ast.Name(own, ast.Load()), ast.Add(), ast.Constant(1))
+                before = [at(statement, own, following), *(at(statement, name, ast.Constant(0)) for name in inner)]
+                statement.body[:0] = before
+                statements.insert(statements.index(statement) + 1, at(statement, own, ast.Constant(_BEHIND)))
+                names.append(own)
+        return names
+
+    count(tree.body)
+    return [at(tree.body[0], name, ast.Constant(0)) for name in counters]
 
 
 def with_constants(code, constants):

@@ -1,4 +1,4 @@
-"""Reads of global memory that nothing has written since its allocation.
+"""Reads of memory that nothing has written since its allocation.
 
 New memory of `cuda.device_array` and, where data races are detected, of `torch.empty` and its relatives is filled with
 poison. A load that still finds poison there has read uninitialised memory. Writers are not recorded, so any way to
@@ -6,7 +6,8 @@ fill the memory is recognised: a kernel, a torch operation, a NumPy view. The pr
 poison (-1 in memory of floats, stored as an integer) counts as uninitialised.
 
 Accesses narrower than 4 bytes are reported if the whole 4-byte word around them is poison. Asynchronous copies are not
-checked: a kernel may copy a whole tile and use a part of it.
+checked: a kernel may copy a whole tile and use a part of it. Shared and local memory starts as poison, too; kernels may
+read it if they do not use the value (see `unknown`), while a read of global memory is an error at once.
 """
 
 import bisect
@@ -21,6 +22,7 @@ import numpy as np
 from moe_numba.simulator.core.errors import UninitializedRead, plain_index, source_location
 
 _PATTERN = np.array([0xCD, 0xFF], np.uint8)  # of integers: an odd number, and a NaN as float32, float16 and bfloat16
+_BYTES = {b"\xff", b"\xcd"}  # of poison
 _allocations = {}  # address -> (address behind it, the poison of a word)
 _addresses = []  # sorted
 
@@ -61,17 +63,38 @@ def check(thread, target, index, address, size):
 
     So a vector load of memory that is written in part is not reported.
     """
-    position = bisect.bisect_right(_addresses, address) - 1
-    if position < 0:
-        return
-    end, word = _allocations[_addresses[position]]
-    if address >= end:
-        return
+    if ctypes.string_at(address, 1) in _BYTES and is_poison(address, size, *_poison_at(address)):
+        raise UninitializedRead(read(thread, target, index))
+
+
+def origin(thread, target, index, address, size, owner):
+    """Return the sentence about a read of shared or local memory, of `owner`, that may touch what nothing has written.
+
+    It does if a 4-byte word there is poison; otherwise the result is None.
+    """
+    words = [word for word in range(address & -4, address + size, 4) if ctypes.string_at(word, 1) in _BYTES]
+    if not words:
+        return None
+    end, poison = owner.poison
+    return read(thread, target, index) if any(is_poison(word, 4, end, poison) for word in words) else None
+
+
+def read(thread, target, index):
+    """Return the sentence about a read of uninitialised memory."""
+    where = source_location(sys._getframe())
+    return f"{thread}, at {where}, reads index {plain_index(index)} of {target}, which nothing has written"
+
+
+def is_poison(address, size, end, word):
+    """Return whether all 4-byte words that some bytes touch, of memory that ends at `end`, are this poison."""
     first, last = address & -4, min(address + size + 3 & -4, end)
-    if ctypes.string_at(first, last - first) == (word * (last - first))[: last - first]:
-        where = source_location(sys._getframe())
-        index = plain_index(index)
-        raise UninitializedRead(f"{thread}, at {where}, reads index {index} of {target}, which nothing has written")
+    return address < end and ctypes.string_at(first, last - first) == (word * (last - first))[: last - first]
+
+
+def _poison_at(address):
+    """Return the end of the registered memory at an address, and the poison of a word there; 0 and "" without any."""
+    position = bisect.bisect_right(_addresses, address) - 1
+    return _allocations[_addresses[position]] if position >= 0 else (0, b"")
 
 
 def register_tensor(tensor):

@@ -5,13 +5,15 @@ lane that does not take part is undefined on a GPU and poison here.
 """
 
 import operator
+import sys
 from functools import reduce
 
 import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.engine import Rendezvous, thread
-from moe_numba.simulator.core.errors import ALL_LANES, MissingLane, format_lanes, source_location
+from moe_numba.simulator.core.errors import ALL_LANES, MissingLane, format_lanes, kernel_frame, source_location
+from moe_numba.simulator.core.typed_code import position
 
 FULL_MASK = 0xFFFFFFFF
 
@@ -144,10 +146,12 @@ def syncwarp(mask=FULL_MASK):
 
 
 def activemask():
-    """Return the mask of lanes that have not exited. A GPU guarantees less, so kernels must not rely on it."""
+    """Return the mask of the lanes that execute this call together: by the same calls, in the same iterations of loops.
+
+    Lanes reconverge where branches and loops end. A GPU guarantees less: it may execute converged code in parts.
+    """
     t = thread()
-    warp = t.block.warps[t.warp]
-    return warp.lanes & ~warp.exited
+    return t.unit.converge(t, position(kernel_frame(sys._getframe(1))))
 
 
 def elect(mask):

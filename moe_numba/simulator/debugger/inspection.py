@@ -160,7 +160,8 @@ class Inspection:
 
     def _locals(self):
         for name, value in self._frames()[self.level].f_locals.items():
-            self.write(f"{name} = {describe(value)}")
+            if not name.startswith("."):  # those of `typed_code`
+                self.write(f"{name} = {describe(value)}")
 
     def _points(self):
         for number, point in self.session.points.items():

@@ -127,7 +127,7 @@ class Session:
             return
         self.copies.add(grid)
         if grid.dependent and grid.world.detects_races:
-            self.cannot_repeat = "the races of a dependent launch depend on the launch before it as well"
+            self.cannot_repeat = "races of a dependent launch depend on the launch before it as well (see --no-races)"
         kernel = grid.source = grid.kernel
         self.grids.append(grid)
         self._codes[grid] = KernelCode(kernel)

@@ -16,7 +16,9 @@ fence between what other threads did to these bytes and the copy: ``fenced`` is 
 Arrivals at an mbarrier and waits for it count as of cluster scope, whatever their scope: with a narrower one, which
 kernels use for stages of a pipeline, only writes to global memory would not be ordered.
 
-A thread that stores the value that memory holds already is not reported: such stores of equal values are harmless.
+Plain stores of one and the same value, by several threads to one element, do not race with one another: whichever comes
+last, memory holds that value. They do race with loads, also where the value was there before. So the verdict is the
+same in every order of the threads.
 """
 
 import sys
@@ -25,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_numba.simulator.core.errors import kernel_frame, plain_index
+from moe_numba.simulator.core.memory import convert
 from moe_numba.simulator.memory_model import race_report
 from moe_numba.simulator.memory_model.shadow_memory import ShadowMemory
 from moe_numba.simulator.memory_model.vector_clock import NOBODY, Merger, VectorClock, initial, join
@@ -43,6 +46,7 @@ class Access(NamedTuple):
     operation: "AsyncOperation | None"
     code: object
     instruction: int
+    plain: bool = False  # a store of one element that is known to have stored what memory holds since
 
 
 class AsyncOperation:
@@ -114,6 +118,14 @@ def _mergers(releases):
     return Merger(join(r.clock for r in releases)), Merger(join(r.fenced for r in releases))
 
 
+def _changes_nothing(target, index, value):
+    """Return whether a store of a value to an element stores what memory holds."""
+    there = np.asarray(target.array[index])
+    if isinstance(value, (bool, int, float, np.generic)):
+        value = convert(value, there.dtype)
+    return there.tobytes() == np.asarray(getattr(value, "array", value)).astype(there.dtype, copy=False).tobytes()
+
+
 class History(NamedTuple):
     """The last accesses of a kernel that has completed, and of those before that the next one may overlap, too."""
 
@@ -128,7 +140,9 @@ class HappensBefore:
         """`previous`: the History of the kernel before, if the first grid may overlap it (a dependent launch)."""
         self.states, self.shadow, self.accesses = {}, ShadowMemory(), [None]
         self.thread_of = [NOBODY]  # of each access that is a thread's own, its thread's number
-        self.read_sets = [None]  # of cells that several threads read: {(number of the thread, scope): access}
+        # Of cells that several threads read, or stored one value to: {(number of the thread, scope): access}
+        self.sets = [None]
+        self.cell_of_set = {}  # number of a set of stores -> the one cell that has it
         self.released = {}  # address -> releases that a load of the value there acquires
         self.phases = {}  # (barrier, phase) -> _Phase
         self.nothing = initial(size + 1)  # thread 0 stands for all threads of the kernel before
@@ -151,7 +165,7 @@ class HappensBefore:
         this kernel, whose name is then ``overlapped_by``, did.
         """
         is_kept = lambda n: overlapped_by or self.thread_of[n] != 0
-        of_sets = [next((n for n in s.values() if is_kept(n)), 0) if s else 0 for s in self.read_sets]
+        of_sets = [next((n for n in s.values() if is_kept(n)), 0) if s else 0 for s in self.sets]
         of_sets = np.array(of_sets, np.int32)
         used = [n for n in self.shadow.numbers(of_sets) if n and is_kept(n)]
         renumbered = np.zeros(len(self.accesses), np.int32)
@@ -194,24 +208,28 @@ class HappensBefore:
         """Check a thread's access to an element of an array or a pointer; `value` is what a plain store stores."""
         state, element = thread.race_state, (target, index, value)
         frame = kernel_frame(sys._getframe(2))
-        number = state.accesses.get((id(frame.f_code), frame.f_lasti, writes, scope))
+        plain = writes and scope is None and value is not None
+        number = state.accesses.get((id(frame.f_code), frame.f_lasti, writes, scope, plain))
         if number is None:
-            number = self._number(state, writes, scope, None, frame)
+            number = self._number(state, writes, scope, None, frame, plain)
         clock, thread_of, this = state.clock, self.thread_of, state.number
         for page, first, stop in self.shadow.cells(address, size):
             for cell in range(first, stop):
-                earlier = page.writes[cell]
-                if earlier and thread_of[earlier] != this:
-                    self._check(earlier, number, clock, element)
-                reads = page.reads[cell]
+                earlier, reads = page.writes[cell], page.reads[cell]
                 if writes:
                     if reads:
                         if reads < 0 or thread_of[reads] != this:
-                            for earlier in self._reads(reads):
-                                self._check(earlier, number, clock, element)
+                            for read in self._members(reads):
+                                self._check(read, number, clock, element)
                         page.reads[cell] = 0
                     page.writes[cell] = number
-                elif reads != number:
+                    if earlier:
+                        page.writes[cell] = self._add_store(earlier, number, state, element, frame, (page, cell))
+                    continue
+                if earlier and (earlier < 0 or thread_of[earlier] != this):
+                    for write in self._members(earlier):
+                        self._check(write, number, clock, element)
+                if reads != number:
                     page.reads[cell] = self._add_read(reads, number, clock)
 
     def issue(self, thread, operation, address, size, writes, where, is_global):
@@ -220,7 +238,7 @@ class HappensBefore:
         number = self._number(state, writes, None, operation, kernel_frame(sys._getframe(1)))
         for page, cells in self.shadow.distinct(address, size):
             for cell in cells:
-                earlier = [page.writes[cell], *(self._reads(page.reads[cell]) if writes else ())]
+                earlier = [*self._members(page.writes[cell]), *(self._members(page.reads[cell]) if writes else ())]
                 for each in filter(None, earlier):
                     self._check(each, number, state.clock, where)
                     if is_global:
@@ -237,20 +255,50 @@ class HappensBefore:
         state = thread.race_state
         operation.known_from.setdefault(state.number, state.clock.epoch)
 
-    def _number(self, state, writes, scope, operation, frame):
+    def _number(self, state, writes, scope, operation, frame, plain=False):
         """Return the number of the access that a frame of the kernel makes."""
         code, instruction = frame.f_code, frame.f_lasti
-        key = id(code), instruction, writes, scope if operation is None else operation
+        key = id(code), instruction, writes, scope if operation is None else operation, plain
         number = state.accesses.get(key)
         if number is None:
             number = state.accesses[key] = len(self.accesses)
-            access = Access(state.thread, state.number, state.clock.epoch, writes, scope, operation, code, instruction)
+            epoch = state.clock.epoch
+            access = Access(state.thread, state.number, epoch, writes, scope, operation, code, instruction, plain)
             self.accesses.append(access)
             self.thread_of.append(state.number if operation is None else NOBODY)
         return number
 
-    def _reads(self, reads):
-        return (reads,) if reads >= 0 else self.read_sets[-reads].values()
+    def _members(self, entry):
+        """Return the accesses of an entry of a cell: one, or those of a set."""
+        return (entry,) if entry >= 0 else self.sets[-entry].values()
+
+    def _add_store(self, earlier, number, state, element, frame, cell):
+        """Return the entry of a cell that was written by `earlier`, and now by access `number`, too."""
+        clock = state.clock
+        if earlier > 0 and self.thread_of[earlier] == state.number and self.accesses[earlier].epoch != clock.epoch:
+            return number
+        members = self._members(earlier)
+        accesses = [self.accesses[n] for n in members]
+        own = any(a.number == state.number and a.operation is None and a.epoch == clock.epoch for a in accesses)
+        others = [a for a in accesses if a.number != state.number or a.operation is not None]
+        if not own and not others:
+            return number
+        plain = self.accesses[number].plain and all(a.plain for a in accesses) and _changes_nothing(*element)
+        if not plain:
+            for n in members:
+                if self.accesses[n] in others:
+                    self._check(n, number, clock, element)
+            # Of a thread that has stored several values since it last waited, another thread stores a different one.
+            access = self.accesses[number]
+            return self._number(state, True, access.scope, None, frame) if own and access.plain else number
+        if all(clock.covers(a.number, a.epoch) for a in others):
+            return number
+        if self.cell_of_set.get(-earlier) != cell:
+            self.sets.append({self._accessor(n): n for n in members})
+            earlier = 1 - len(self.sets)
+            self.cell_of_set[-earlier] = cell
+        self.sets[-earlier][self._accessor(number)] = number
+        return earlier
 
     def _add_read(self, reads, number, clock):
         """Return the entry of a cell that is now also read by access `number`."""
@@ -259,12 +307,12 @@ class HappensBefore:
                 return number if not reads or self.accesses[reads].scope == self.accesses[number].scope else reads
             if self._implies(reads, number, clock):
                 return number
-            self.read_sets.append({self._reader(reads): reads})
-            reads = 1 - len(self.read_sets)
-        self.read_sets[-reads][self._reader(number)] = number
+            self.sets.append({self._accessor(reads): reads})
+            reads = 1 - len(self.sets)
+        self.sets[-reads][self._accessor(number)] = number
         return reads
 
-    def _reader(self, number):
+    def _accessor(self, number):
         access = self.accesses[number]
         return access.operation or access.number, access.scope
 
@@ -290,9 +338,7 @@ class HappensBefore:
         if a.operation is not None and a.operation is b.operation:
             return
         if type(where) is tuple:
-            target, index, value = where
-            if value is not None and np.array_equal(target.array[index], value):
-                return  # a store that changes nothing
+            target, index, _ = where
             where = f"index {plain_index(index)} of {target}"
         raise race_report.data_race(a, b, where)
 
@@ -314,7 +360,7 @@ class HappensBefore:
     def synchronize(self, rendezvous):
         """Order the accesses of the threads that met at a rendezvous, if it orders memory."""
         if rendezvous.what.startswith(_ORDERING):
-            states = [t.race_state for t in rendezvous.values if t not in rendezvous.departed]
+            states = [t.race_state for t in rendezvous.ordered_threads() if t not in rendezvous.departed]
             releases = list(rendezvous.departed.values())
             clock = join([*(s.clock for s in states), *(r.clock for r in releases)])
             fenced = join([*(s.fenced for s in states), *(r.fenced for r in releases)])

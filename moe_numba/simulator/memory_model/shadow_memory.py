@@ -24,12 +24,10 @@ class Page:
         self.writes, self.reads = memoryview(writes), memoryview(reads)
 
     def renumbered(self, numbers, of_sets):
-        """Return a page whose entries have other numbers, with one read instead of each set of reads."""
+        """Return a page whose entries have other numbers, with one access instead of each set."""
         page = Page.__new__(Page)
         page.shift = self.shift
-        reads = np.asarray(self.reads)
-        reads = np.where(reads >= 0, reads, of_sets[np.maximum(-reads, 0)])
-        page._set(numbers[np.asarray(self.writes)], numbers[reads])
+        page._set(*(numbers[_without_sets(np.asarray(entries), of_sets)] for entries in (self.writes, self.reads)))
         return page
 
     def refine(self, shift):
@@ -39,27 +37,30 @@ class Page:
         self._set(np.repeat(self.writes, count), np.repeat(self.reads, count))
 
 
+def _without_sets(entries, of_sets):
+    """Return entries of cells with one access instead of each set."""
+    return np.where(entries >= 0, entries, of_sets[np.maximum(-entries, 0)])
+
+
 class ShadowMemory:
     """Pages by their number. A cell holds the numbers of accesses, which `HappensBefore` defines; 0 means none.
 
-    `writes`: the last write. `reads`: one read, or, if negative, minus the number of a set of reads.
+    `writes`: the last write, `reads`: one read, or, if negative, minus the number of a set of accesses.
     """
 
     def __init__(self):
         self.pages = {}
 
     def numbers(self, of_sets):
-        """Return the numbers of all accesses in the shadow, sorted, with `of_sets[n]` for set `n` of reads."""
+        """Return the numbers of all accesses in the shadow, sorted, with `of_sets[n]` for set `n`."""
         found = set()
         for page in self.pages.values():
-            reads = np.unique(page.reads)
-            found.update(
-                np.unique(page.writes).tolist(), reads[reads > 0].tolist(), of_sets[-reads[reads < 0]].tolist()
-            )
+            for entries in (page.writes, page.reads):
+                found.update(_without_sets(np.unique(entries), of_sets).tolist())
         return sorted(found)
 
     def renumbered(self, numbers, of_sets):
-        """Return a copy in which access `n` is `numbers[n]`, and set `n` of reads is access `of_sets[n]`."""
+        """Return a copy in which access `n` is `numbers[n]`, and set `n` is access `of_sets[n]`."""
         copy = ShadowMemory()
         copy.pages = {index: page.renumbered(numbers, of_sets) for index, page in self.pages.items()}
         return copy

@@ -166,7 +166,7 @@ class StoreBuffers:
             for block in rendezvous.scope.blocks:
                 self.acquire(block)
         elif rendezvous.what.startswith(("syncthreads", "barrier ", "syncwarp")):
-            observed = self._observed_by(rendezvous.values)
+            observed = self._observed_by(rendezvous.ordered_threads())
             for t in rendezvous.waiting:
                 self.observed[t] = observed
                 self.own.pop(t, None)

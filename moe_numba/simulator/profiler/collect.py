@@ -18,7 +18,7 @@ import sys
 import greenlet
 import numpy as np
 
-from moe_numba.simulator.core.engine import Rendezvous
+from moe_numba.simulator.core.engine import CONVERGING, Rendezvous
 from moe_numba.simulator.core.errors import SimulatorError
 from moe_numba.simulator.core.kernel import Kernel
 from moe_numba.simulator.core.memory import LocalArray
@@ -285,7 +285,9 @@ class Collector:
 
 
 def _name(waits):
-    """Name what a thread waits for; None for a collective of its warp, at which lanes converge but do not wait."""
+    """Name what a thread waits for; None for an operation of its warp, at which lanes converge but do not wait."""
+    if waits is CONVERGING:
+        return None
     if isinstance(waits, Rendezvous):
         return waits.what if waits.mask is None else None
     if barrier := getattr(waits, "barrier", None):

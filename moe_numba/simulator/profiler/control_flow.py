@@ -11,6 +11,7 @@ import os
 import sysconfig
 
 from moe_numba.simulator.core.errors import is_internal_file
+from moe_numba.simulator.core.source import instruction_starts
 
 
 def belongs_to_kernel(code, kernel):
@@ -38,7 +39,7 @@ class FunctionCode:
 
     def __init__(self, code, kernel):
         self.code, self._kernel, self._lines, self._moves = code, kernel, {}, {}
-        self._loops, self._instructions = _loops(code), _instructions(code)
+        self._loops, self._instructions = _loops(code), instruction_starts(code)
 
     def counters(self, line):
         if line not in self._lines:
@@ -46,10 +47,7 @@ class FunctionCode:
         return self._lines[line]
 
     def instruction(self, frame):
-        """Return the bytecode offset of the instruction that a frame executes.
-
-        Python's specialised instructions leave `f_lasti` at a cache entry behind the instruction.
-        """
+        """Return the bytecode offset of the instruction that a frame executes."""
         return self._instructions[frame.f_lasti]
 
     def move(self, frame, before, iteration):
@@ -92,13 +90,6 @@ class _Loop:
         if after >= self._latch:
             return before < self._latch
         return after <= before < self._latch
-
-
-def _instructions(code):
-    """Return, for each bytecode offset, where the instruction begins to which it belongs."""
-    starts = [instruction.offset for instruction in dis.get_instructions(code)]
-    ends = [*starts[1:], len(code.co_code)]
-    return {offset: start for start, end in zip(starts, ends) for offset in range(start, end, 2)}
 
 
 def _loops(code):

@@ -13,6 +13,7 @@ from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.lanes import Pointers, select, split
 from moe_numba.simulator.vector.local import Local, as_index, as_type, as_uniform_index, refuse
 from moe_numba.simulator.vector.numbers import Weak
+from moe_numba.simulator.vector.races import check_known
 
 ndarray = np.ndarray
 _INT64 = np.dtype(np.int64)
@@ -36,19 +37,26 @@ def load(mask, x, index):
             raise Unsupported("an index out of bounds")
         index = as_uniform_index(index)
         value = array[index]
-        state.gang.log.reads.append((region, x.address, array.strides[0], array.itemsize, index, mask, None))
-        if region.shared is not None and region.shared.detector is not None:
-            state.gang.watch(region, x.address, array.strides[0], array.itemsize, index, mask, False)
+        note_read((region, x.address, array.strides[0], array.itemsize, index, mask, None))
         return value
     if mask is not None:
         index = index * mask
     if index.dtype is not _INT64:
         index = as_index(index)
     value = array.take(index)
-    state.gang.log.reads.append((region, x.address, array.strides[0], array.itemsize, index, mask, None))
-    if region.shared is not None and region.shared.detector is not None:
-        state.gang.watch(region, x.address, array.strides[0], array.itemsize, index, mask, False)
+    note_read((region, x.address, array.strides[0], array.itemsize, index, mask, None))
     return value
+
+
+def note_read(entry):
+    """Put a read into the log; one of shared memory is checked, too."""
+    gang = state.gang
+    gang.log.reads.append(entry)
+    if entry[0].shared is not None:
+        if entry[0].shared.detector is not None:
+            gang.watch(*entry[:6], False)
+        if gang.engine.strict:
+            check_known(entry, gang.all_lanes)
 
 
 def store(mask, x, index, value):
@@ -63,7 +71,7 @@ def store(mask, x, index, value):
     region, engine = x.region or region_of(x), state.gang.engine
     if not region.written:
         region.save()
-    array, given, may_be_silent = x.array, value, engine.by_warp and not engine.strict
+    array, may_be_silent = x.array, engine.by_warp and not engine.strict
     address, step, width = x.address, array.strides[0] if array.ndim else 0, array.itemsize
     if type(index) is tuple or array.ndim != 1:
         if array.dtype.names:
@@ -72,7 +80,7 @@ def store(mask, x, index, value):
     elif type(index) is slice:
         raise Unsupported("a store to a slice")
     if type(value) is Weak:
-        given = value = value.values
+        value = value.values
     if type(value) in (int, float, bool):
         value = memory.convert(value, array.dtype)
     elif not isinstance(value, (ndarray, np.generic)):
@@ -108,8 +116,6 @@ def store(mask, x, index, value):
     # A store that changes nothing is in conflict with what a load is in conflict with. Where warps have different work,
     # lanes without work of their own may load what another lane stores again.
     log = state.gang.log.reads if silent else state.gang.log.writes
-    if engine.strict and value is not given and not np.array_equal(value, given):
-        value = None  # a value that was rounded differs from what memory holds
     log.append((region, address, step, width, index, mask, value))
     if region.shared is not None and region.shared.detector is not None:
         state.gang.watch(region, address, step, width, index, mask, True)
@@ -186,9 +192,7 @@ def _load_nd(mask, x, index):
     address, step, flat, index = flatten(x, items, mask)
     region = x.region or region_of(x)
     value = flat.take(index) if type(index) is ndarray else flat[index]
-    state.gang.log.reads.append((region, address, step, array.itemsize, index, mask, None))
-    if region.shared is not None and region.shared.detector is not None:
-        state.gang.watch(region, address, step, array.itemsize, index, mask, False)
+    note_read((region, address, step, array.itemsize, index, mask, None))
     return value
 
 
@@ -240,10 +244,7 @@ def load_vector(mask, pointer, index, dtype, count):
     dtype = as_dtype(dtype)
     elements, index, step = vector_elements(mask, pointer, index, dtype, count)
     region = pointer.region or region_of(pointer)
-    entry = vector_entry(region, pointer, index, step, dtype.itemsize * count, mask)
-    state.gang.log.reads.append(entry)
-    if region.shared is not None and region.shared.detector is not None:
-        state.gang.watch(*entry[:6], False)
+    note_read(vector_entry(region, pointer, index, step, dtype.itemsize * count, mask))
     if type(index) is ndarray:
         first = index * (step // dtype.itemsize) if step >= dtype.itemsize else index // (dtype.itemsize // step)
         return tuple([elements.take(first + k if k else first) for k in range(count)])

@@ -9,6 +9,7 @@ from moe_numba.simulator.vector import access, state
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.lanes import Pointers
 from moe_numba.simulator.vector.numbers import Weak
+from moe_numba.simulator.vector.races import check_known
 
 ndarray = np.ndarray
 _UFUNCS = {"add": np.add, "sub": np.subtract, "and_": np.bitwise_and, "or_": np.bitwise_or, "xor": np.bitwise_xor}
@@ -41,7 +42,10 @@ def _target(mask, x, index, acquires=True):
     if acquires:
         for point in points:
             gang.engine.clocks.acquire(gang, point)
-    gang.log.atomics.append((region, address, step, array.itemsize, index, mask, None))
+    entry = region, address, step, array.itemsize, index, mask, None
+    gang.log.atomics.append(entry)
+    if region.shared is not None and gang.engine.strict:
+        check_known(entry, gang.all_lanes)
     for point in points:
         gang.engine.clocks.release(gang, point)
     if region.shared is not None and region.shared.detector is not None:

@@ -222,9 +222,7 @@ def syncwarp(active, mask=FULL_MASK):
 
 
 def activemask(active):
-    if active is not None:
-        raise Unsupported("activemask of a diverged warp")
-    return per_warp(_bits(state.gang.everyone).astype(np.int64))
+    return per_warp(_bits(state.gang.everyone if active is None else active).astype(np.int64))
 
 
 def elect(active, mask):

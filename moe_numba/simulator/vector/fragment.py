@@ -217,11 +217,8 @@ def load_shared(function):
         index = index if mask is None else index * mask
         if index.min() < 0 or (array.address + 4 * index & 4 * min(count, 4) - 1).any():
             raise Unsupported("a vector access that is not aligned or out of bounds")
-        region, gang = array.region or access.region_of(array), state.gang
-        entry = (region, array.address, 4, 4 * count, index, mask, None)
-        gang.log.reads.append(entry)
-        if region.shared is not None and region.shared.detector is not None:
-            gang.watch(*entry[:6], False)
+        region = array.region or access.region_of(array)
+        access.note_read((region, array.address, 4, 4 * count, index, mask, None))
         return LaneFragment(array.array.take(index[:, None] + np.arange(count)))
 
     return load

@@ -38,6 +38,31 @@ def refuse():
     raise Unsupported("an index out of bounds")
 
 
+class _Items(list):
+    """The elements of a local array. `unwritten`: those that some lanes have not written -> the others, or None.
+
+    It is kept if data races are detected, as reads of uninitialised memory are then.
+    """
+
+    __slots__ = ("unwritten",)
+
+    def write(self, position, mask):
+        """Record that the lanes of a mask write an element."""
+        if position in self.unwritten:
+            written = self.unwritten[position]
+            if mask is not None and not (written := mask if written is None else written | mask).all():
+                self.unwritten[position] = written
+            else:
+                del self.unwritten[position]
+
+    def check(self, position, mask):
+        """Raise if a lane of a mask reads an element that it has not written: threads know whether that matters."""
+        if position in self.unwritten:
+            written = self.unwritten[position]
+            if mask is None or written is None or np.any(mask > written):
+                raise Unsupported("a read of a local array that nothing has written")
+
+
 class Local:
     """A local array: a list of its elements, each of which is uniform or varies between lanes."""
 
@@ -53,7 +78,9 @@ class Local:
         dtype = as_dtype(dtype)
         if dtype.names:
             raise Unsupported("records")
-        return cls(list(memory.poison(shape, dtype).reshape(-1)), 0, shape, dtype)
+        items = _Items(memory.poison(shape, dtype).reshape(-1))
+        items.unwritten = dict.fromkeys(range(len(items))) if state.gang.engine.strict else {}
+        return cls(items, 0, shape, dtype)
 
     def __len__(self):
         return self.shape[0]
@@ -89,6 +116,8 @@ class Local:
 
     def load(self, mask, index):
         if type(index) is int and len(self.shape) == 1 and 0 <= index < self.shape[0]:
+            if self.items.unwritten:
+                self.items.check(self.first + index, mask)
             return self.items[self.first + index]
         if type(index) is slice and len(self.shape) == 1:
             start, stop, step = index.indices(self.shape[0])
@@ -101,7 +130,12 @@ class Local:
                 raise Unsupported("a row of a local array that differs between lanes")
             return Local(self.items, position, inner, self.dtype)
         if type(position) is not ndarray:
+            if self.items.unwritten:
+                self.items.check(position, mask)
             return self.items[position]
+        for k in list(self.items.unwritten):
+            if (at := position == k if mask is None else (position == k) & mask).any():
+                self.items.check(k, at)
         return self._matrix()[position - self.first, np.arange(len(position))]
 
     def _matrix(self):
@@ -119,12 +153,17 @@ class Local:
         if inner:
             raise Unsupported("a store to a row of a local array")
         if type(position) is not ndarray:
+            if self.items.unwritten:
+                self.items.write(position, mask)
             # Lanes that are not active may be active later, in a function that called this one.
             if mask is None:
                 self.items[position] = value
             else:
                 self.items[position] = np.where(mask, value, self.items[position])
             return
+        for k in list(self.items.unwritten):
+            if (at := position == k if mask is None else (position == k) & mask).any():
+                self.items.write(k, at)
         matrix, lanes = self._matrix(), np.arange(len(position))
         if mask is None:
             matrix[position - self.first, lanes] = value

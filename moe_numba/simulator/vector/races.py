@@ -39,6 +39,25 @@ def check_initialized(entries, all_lanes):
                 raise Unsupported("a read of memory that may be uninitialised")
 
 
+def check_known(entry, all_lanes):
+    """Raise if a read of shared memory finds poison, which nothing has written: threads know whether that matters."""
+    region = entry[REGION]
+    if region.known:
+        return
+    word = region.shared.poison[1]
+    content = region.shared.bytes
+    if past := content.size % 4:
+        content = np.concatenate([content, np.frombuffer(word, np.uint8)[past:]])
+    poison = content.view(np.uint32) == np.frombuffer(word, np.uint32)
+    if not poison.any():
+        region.known = True
+        return
+    first = entry[ADDRESS] - region.start + lanes_of(entry, all_lanes)[1] * entry[STEP]
+    for past in range(0, entry[WIDTH], 4):
+        if poison.take(first + past >> 2, mode="clip").any():
+            raise Unsupported("a read of shared memory that nothing has written")
+
+
 def _first_word(region):
     return region.start + 3 & -4
 

@@ -25,6 +25,7 @@ class Region:
         self.start, self.end, self.memory, self.shared = start, end, memory, shared
         self.saved = None  # the bytes before the first write
         self.poisoned = None  # see `races.check_initialized`
+        self.known = False  # whether all of a shared allocation has been written; see `races.check_known`
         self.grain, self.tags, self.history = 4, None, None
         self.written, self.pending = False, []
         self.kept = 0  # elements in `pending`; the accesses are forgotten if they are too many
