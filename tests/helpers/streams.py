@@ -12,8 +12,8 @@ LIMIT_S = 20.0
 def blocked(stream):
     """Let a stream wait for the end of the block, whatever time the block takes on the host.
 
-    A call in the block that waits for the stream itself ends with an AssertionError, after `LIMIT_S` seconds. CUDA waits
-    when it loads a kernel, so the block may only launch kernels that have run before.
+    A call in the block that waits for the stream itself ends with an AssertionError, after `LIMIT_S` seconds. CUDA
+    waits when it loads a kernel, so the block may only launch kernels that have run before.
     """
     from cuda.bindings import driver
 
