@@ -9,7 +9,7 @@ The read is often a consequence of a data race, with a store that comes too late
 thread that would need the value ends, and the world raises the error if the other threads show no race.
 """
 
-import functools
+import operator
 import sys
 import types
 
@@ -33,7 +33,20 @@ def note(text):
 
 
 class Unknown:
-    """A value that is not known; `origin` is the sentence that says who has read it, and where."""
+    """A value that is not known; `origin` is the sentence that says who has read it, and where.
+
+    It is no subclass of NumPy's scalars, which NumPy does not support. `value` stands for it in functions that do not
+    know this class.
+    """
+
+    __slots__ = ("value", "origin")
+
+    def __init__(self, value, origin):
+        self.value, self.origin = value, origin
+
+    @property
+    def dtype(self):
+        return self.value.dtype
 
     def is_stored(self, where):
         """Note that the value is stored to global memory."""
@@ -56,43 +69,48 @@ class Unknown:
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compared
     __hash__ = object.__hash__
 
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.value, dtype)
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **options):
+        if ufunc in _COMPARISONS:
+            return self._compared(None)
+        known = [v.value if isinstance(v, Unknown) else v for v in inputs]
+        return getattr(ufunc, method)(*known, **options)
+
+    def __int__(self):
+        return int(self.value)
+
+    def __float__(self):
+        return float(self.value)
+
+    def __getattr__(self, name):
+        return getattr(self.value, name)
+
+
+def _forward(name):
+    """Make an operator for functions that are not typed as kernels are."""
+    operate = getattr(operator, name)
+    setattr(Unknown, f"__{name.strip('_')}__", lambda self, other: operate(self.value, other))
+    setattr(Unknown, f"__r{name.strip('_')}__", lambda self, other: operate(other, self.value))
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and_", "or_", "xor"):
+    _forward(_name)
+_COMPARISONS = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
+
 
 def _place():
     return source_location(kernel_frame(sys._getframe(2)))
 
 
-class UnknownBool(Unknown):
-    """NumPy's bool has no subclasses."""
-
-    dtype = np.dtype(np.bool_)
-
-
-@functools.cache
-def _class(kind):
-    if kind is np.bool_:
-        return UnknownBool
-    try:
-        return type(f"Unknown_{kind.__name__}", (Unknown, kind), {"__hash__": kind.__hash__, "dtype": np.dtype(kind)})
-    except TypeError:  # a type of ml_dtypes
-        return None
-
-
 def poison_of(dtype):
     """Return the number of a type that memory holds which nothing has written."""
     raw = np.empty(dtype.itemsize + dtype.itemsize % 2, np.uint8)
-    uninitialized.poison(raw, dtype.kind in "fc")
+    uninitialized.poison(raw, dtype.kind in "fcV")
     return raw[: dtype.itemsize].view(dtype)[0]
 
 
 def unknown(dtype, origin, value=None):
-    """Return an unknown value of a type, which is poison or `value`; that itself if the type cannot be unknown."""
-    made = _class(dtype.type)
-    if made is UnknownBool:
-        result = UnknownBool()
-    else:
-        value = poison_of(dtype) if value is None else value
-        if made is None:
-            return value
-        result = made(value)
-    result.origin = origin
-    return result
+    """Return an unknown value of a type, which is poison or `value`."""
+    return Unknown(poison_of(dtype) if value is None else value, origin)
