@@ -26,7 +26,7 @@ def pipelines():
 def deadlock(out):
     if cuda.threadIdx.x < 32:
         cuda.syncthreads()
-    elif cuda.atomic.add(out, 0, 1) < 32:
+    elif cuda.atomic.add(out, 0, 1) < 16:
         cuda.shfl_sync(FULL_MASK, 1, 0)
 
 
