@@ -54,7 +54,7 @@ import importlib
 import os
 import sys
 
-from moe_numba.simulator import capability
+from moe_numba.simulator import capability, compiler  # noqa: F401  moe_numba names the compiler
 from moe_numba.simulator.capability import UnsupportedInstruction
 
 # Public names by the submodule that defines them. They load on first use, so that a process with a GPU skips the

@@ -8,7 +8,7 @@ import functools
 import sys
 import types
 
-from moe_numba.simulator.core import arithmetic, barrier, host, libdevice, memory, random, warp
+from moe_numba.simulator.core import arithmetic, barrier, host, libdevice, memory, numba_modules, random, warp
 from moe_numba.simulator.core.atomic import Atomic
 from moe_numba.simulator.core.engine import thread
 from moe_numba.simulator.core.errors import file_name
@@ -199,7 +199,7 @@ _FUNCTIONS = (
 
 def install():
     """Replace the thread-dependent names of Numba's simulated `cuda` module, and add the names it lacks."""
-    from numba import cuda
+    cuda = numba_modules.import_cuda()
     from numba.cuda.simulator.kernelapi import FakeCUDAFp16
 
     cuda.__class__ = _Module

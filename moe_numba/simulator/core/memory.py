@@ -15,7 +15,7 @@ import threading
 import greenlet
 import numpy as np
 
-from moe_numba.simulator.core import uninitialized
+from moe_numba.simulator.core import numba_modules, uninitialized
 from moe_numba.simulator.core.conversions import float_to_int
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, kernel_frame, plain_index
 from moe_numba.simulator.core.polling import LOADS, sample
@@ -144,7 +144,7 @@ def as_dtype(dtype):
         name = str(dtype)
         if "bfloat16" in name:
             return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
-        return importlib.import_module("numba.cuda.np.numpy_support").as_dtype(dtype)
+        return numba_modules.numpy_support().as_dtype(dtype)
     return np.dtype(dtype)
 
 
