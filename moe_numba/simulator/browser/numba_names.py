@@ -5,6 +5,7 @@ Numba's, see `core.cuda_module` and `core.host`.
 """
 
 import enum
+import importlib.machinery
 import sys
 import types
 
@@ -207,12 +208,16 @@ def _check_same_layout(first, second):
 
 
 def _to_device(ary, stream=0, copy=True, to=None):
-    return FakeCUDAArray(np.array(ary, order="K"), stream)
+    """Return a copy that is aligned like memory of a GPU; NumPy aligns arrays to 8 bytes here."""
+    source = np.asarray(ary)
+    made = _device_array_like(source, stream)
+    made[...] = source
+    return made
 
 
 def _device_array_like(ary, stream=0):
     order = "F" if ary.flags["F_CONTIGUOUS"] and not ary.flags["C_CONTIGUOUS"] else "C"
-    return sys.modules["numba.cuda"].device_array(ary.shape, ary.dtype, order=order)
+    return sys.modules["numba.cuda"].device_array(ary.shape, ary.dtype, order=order, stream=stream)
 
 
 def _pinned_array_like(ary):
@@ -361,7 +366,7 @@ def install():
         return
     for name, contents in _modules().items():
         module = types.ModuleType(name, f"Stands for {name} in a browser.")
-        module.__path__ = []
+        module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None, is_package=True), []
         vars(module).update(contents)
         sys.modules[name] = module
         parent, _, own = name.rpartition(".")

@@ -27,7 +27,7 @@ watching = 0
 loads_left = LOADS  # before `polling` samples one; starts again whenever a thread waits
 _WATCHING_LOCK = threading.Lock()  # worlds may run in several OS threads
 
-_MALLOC_ALIGNMENT = 16  # of every new NumPy array, on 64-bit systems
+_MALLOC_ALIGNMENT = 2 * np.intp(0).itemsize  # of every new NumPy array
 _FLOATS = {float, np.float32, np.float64, np.float16}
 _INTEGERS = {int, np.int32, np.uint32, np.int64}  # the types of most indices
 

@@ -8,7 +8,6 @@ import importlib.util
 import itertools
 import linecache
 import os
-import sysconfig
 
 from moe_numba.simulator.core.errors import is_internal_file
 from moe_numba.simulator.core.source import instruction_starts
@@ -29,10 +28,10 @@ def belongs_to_kernel(code, kernel):
 def _folders_of(*names):
     """Return the folders of those packages that are installed."""
     found = filter(None, map(importlib.util.find_spec, names))
-    return tuple(os.path.dirname(spec.origin) + os.sep for spec in found)
+    return tuple(os.path.dirname(spec.origin) + os.sep for spec in found if spec.origin)
 
 
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _LIBRARIES = _folders_of("numpy", "numba", "numba_cuda", "greenlet")
 
 
