@@ -79,13 +79,15 @@ function linked(text) {
 }
 
 function report(kind, message) {
-  $("report").innerHTML = `<strong>${escape(kind)}</strong><p>${linked(message)}</p>`;
+  const paragraphs = message.replace("; ", ";\n\n").split("\n\n"); // what happened, and what to do
+  $("report").innerHTML = `<strong>${escape(kind)}</strong>` + paragraphs.map((text) => `<p>${linked(text)}</p>`).join("");
   $("report").hidden = false;
 }
 
 function table(kernel) {
   const used = Object.keys(counters).filter((name) => kernel.lines.some((line) => line[name]));
   const most = Object.fromEntries(used.map((name) => [name, Math.max(...kernel.lines.map((line) => line[name] ?? 0))]));
+  const least = Math.min(...kernel.lines.map((line) => line.executions));
   const text = source.value.split("\n");
   const cell = (name, value) => {
     if (value === null || (value === 0 && name !== "executions")) return "<td></td>";
@@ -94,7 +96,7 @@ function table(kernel) {
     return `<td${hot ? ' class="hot"' : ""}>${shown}</td>`;
   };
   const rows = kernel.lines.map((line) => {
-    const heat = most.executions ? (0.22 * line.executions) / most.executions : 0;
+    const heat = most.executions > least ? (0.24 * (line.executions - least)) / (most.executions - least) : 0;
     return `<tr style="background: rgba(var(--heat), ${heat.toFixed(3)})"><td><a data-line="${line.line}">${line.line}</a></td>` +
       used.map((name) => cell(name, line[name])).join("") + `<td>${escape((text[line.line - 1] ?? "").trim())}</td></tr>`;
   });

@@ -41,6 +41,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 def serve(folder):
     """Serve a folder on a free port, and return its address."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
+    server.handle_error = lambda *_: None  # a page that is closed while it loads
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_address[1]}"
 
@@ -66,9 +67,9 @@ def finish(page):
         """() => ({
           status: document.querySelector("#status").textContent,
           error: document.querySelector("#report").hidden ? null : document.querySelector("#report strong").textContent,
-          message: document.querySelector("#report").hidden ? "" : document.querySelector("#report p").textContent,
+          message: document.querySelector("#report").hidden ? "" : document.querySelector("#report").textContent,
           output: document.querySelector("#output").textContent,
-          marked: [...document.querySelectorAll("#colours .marked, #colours .marked2")].map((line) => line.textContent.trim()),
+          marked: [...document.querySelectorAll("#colours :is(.marked, .marked2)")].map((line) => line.textContent),
           rows: document.querySelectorAll("#counters tbody tr").length,
         })"""
     )
@@ -98,11 +99,9 @@ def check_examples(page, site):
         shown = finish(page)
         found = problems(example, shown)
         failed += bool(found)
-        print(
-            f"{'FAILED' if found else 'ok':8}{example['file']:24}{shown['status']}",
-            *found,
-            sep="\n        " if found else " ",
-        )
+        print(f"{'FAILED' if found else 'ok':8}{example['file']:24}{shown['status']}")
+        for text in found:
+            print(f"        {text}")
     return failed
 
 
@@ -156,9 +155,7 @@ def take_pictures(browser, address, folder):
         for scheme in ("light", "dark"):
             size = {"width": width, "height": height}
             scale = 2 if name == "phone" else 1
-            context = browser.new_context(
-                viewport=size, color_scheme=scheme, device_scale_factor=scale, has_touch=scale == 2
-            )
+            context = browser.new_context(viewport=size, color_scheme=scheme, device_scale_factor=scale)
             page = context.new_page()
             for example in ("hello", "race", "transpose"):
                 page.goto("about:blank")

@@ -1,5 +1,5 @@
-# The same TMA copy, but the barrier's phase is awaited too late:
-# out[t] reads the tile while the copy may still be writing it.
+# The same copy, but the threads wait for the mbarrier too late:
+# they read the tile while the copy may still be writing it.
 import numpy as np
 from numba import cuda, float32, uint64
 

@@ -1,6 +1,6 @@
-# Each block waits for the flag of the other one, and sets its own after that.
-# A GPU would hang. The simulator says which thread polls what.
-# Fix it: set the own flag first.
+# Each block waits for the other one's flag before it sets its own.
+# A GPU hangs. The simulator says which thread polls what.
+# Fix it: let each block set its own flag first.
 import numpy as np
 from numba import cuda
 

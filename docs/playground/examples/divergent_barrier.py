@@ -1,6 +1,6 @@
-# All threads of a block must reach the same barrier.
-# Here threads below n wait at the first one, the others at the second.
-# Fix it: take cuda.syncthreads() out of the `if`.
+# All threads of a block must reach the same barrier. Here threads
+# below n wait at the first one, and the others at the second.
+# Fix it: take the first cuda.syncthreads() out of the `if`.
 import numpy as np
 from numba import cuda, float32
 

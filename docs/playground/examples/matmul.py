@@ -1,5 +1,6 @@
-# Matrix product with tiles in shared memory: each block computes 16 x 16 elements
-# and reads every element of its rows and columns once instead of 16 times.
+# Matrix product with tiles in shared memory: a block computes
+# 16 x 16 elements, and loads each of its rows and columns once
+# instead of 16 times.
 import numpy as np
 from numba import cuda, float32
 

@@ -1,6 +1,6 @@
-# Reverse 64 numbers through shared memory.
-# Between the two accesses to tile a cuda.syncthreads() is missing:
-# a thread reads what another one may not have written yet.
+# Reverse 64 numbers through shared memory. A thread reads what
+# another one may not have written yet.
+# Fix it: cuda.syncthreads() between the two accesses to tile.
 import numpy as np
 from numba import cuda, int32
 

@@ -1,5 +1,6 @@
-# A shuffle in a divergent `if`: the mask names all 32 lanes, but 12 never come.
-# On a GPU the result is undefined. Fix it: shuffle first, then branch.
+# A shuffle in a divergent `if`: its mask names all 32 lanes, but
+# 12 never come, so on a GPU the result is undefined.
+# Fix it: shuffle first, then branch.
 import numpy as np
 from numba import cuda
 

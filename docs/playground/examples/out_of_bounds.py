@@ -1,6 +1,6 @@
-# 8 blocks of 128 threads are 1,024 threads, but x has 1,000 elements.
-# A GPU would write behind the array, and nobody would notice.
-# The simulator names the thread. Fix it: if i < x.size.
+# 8 blocks of 128 threads are 1,024, but x has 1,000 elements.
+# A GPU writes behind the array, and nothing tells you.
+# Fix it: if i < x.size.
 import numpy as np
 from numba import cuda
 

@@ -1,5 +1,5 @@
 # Count values in shared memory. The result is right - today.
-# On a GPU two threads read the same count, and one increment is lost.
+# On a GPU two threads read the same count: an increment is lost.
 # With Races off you see the result, with Races on the error.
 # Fix it: cuda.atomic.add(bins, x[i], 1)
 import numpy as np

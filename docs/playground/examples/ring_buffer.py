@@ -1,6 +1,7 @@
-# Two GPUs, called ranks: rank 0 sends 12 numbers to rank 1 through a ring of 4 slots.
-# The sender publishes `tail` after it has written a slot, the receiver `head` after it has read one.
-# Make a store or a load relaxed (st_relaxed_sys_s32, ld_relaxed_sys_s32): the slots race.
+# Two GPUs: rank 0 sends 12 numbers to rank 1 through 4 slots.
+# The sender moves `tail` after it has written a slot,
+# the receiver moves `head` after it has read one.
+# Make a store relaxed (st_relaxed_sys_s32): the slots race.
 import numpy as np
 from numba import cuda
 

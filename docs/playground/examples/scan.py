@@ -1,6 +1,6 @@
 # Inclusive scan (prefix sums) of a block, after Hillis and Steele:
-# log2(n) rounds, in which each thread adds the number 1, 2, 4, ... to its left.
-# Two buffers, so that one barrier per round is enough.
+# in each round a thread adds the number 1, 2, 4, ... to its left.
+# With two buffers, one barrier per round is enough.
 import numpy as np
 from numba import cuda, int32
 

@@ -1,5 +1,5 @@
-# The 32 threads of a warp add their numbers without any memory:
-# each takes the sum of the lane `step` further on.
+# The 32 threads of a warp add their numbers without memory:
+# each reads the sum of the lane that is `step` further on.
 import numpy as np
 from numba import cuda, float32
 

@@ -1,6 +1,6 @@
-# Hopper: TMA copies 512 bytes into shared memory while the threads go on.
-# An mbarrier counts the bytes; the threads wait for its first phase.
-# Delete the wait: the simulator reports the read that comes too early.
+# Hopper: an asynchronous copy brings 512 bytes to shared memory,
+# and an mbarrier counts them. All threads wait for its phase.
+# Delete the wait: the simulator reports a read that is too early.
 import numpy as np
 from numba import cuda, float32, uint64
 

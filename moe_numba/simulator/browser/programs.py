@@ -71,7 +71,7 @@ def _table(profile):
     return [
         {
             "kernel": kernel.name,
-            "launch": f"{len(kernel.launches)} x {_blocks(kernel.launches[0])}",
+            "launch": _launch(kernel.launches),
             "lines": [
                 {"line": line.line, **{name: getattr(line, name) for name in COUNTERS}}
                 for line in kernel.lines
@@ -82,8 +82,9 @@ def _table(profile):
     ]
 
 
-def _blocks(launch):
-    return f"{_shape(launch['grid'])} blocks of {_shape(launch['block'])} threads"
+def _launch(launches):
+    text = f"{_shape(launches[0]['grid'])} blocks of {_shape(launches[0]['block'])} threads"
+    return text if len(launches) == 1 else f"{len(launches)} launches, the first of {text}"
 
 
 def _shape(dims):
