@@ -79,7 +79,8 @@ function linked(text) {
 }
 
 function report(kind, message) {
-  const paragraphs = message.replace("; ", ";\n\n").split("\n\n"); // what happened, and what to do
+  const sentence = (text) => text[0].toUpperCase() + text.slice(1);
+  const paragraphs = message.replace("; ", ".\n\n").split("\n\n").filter(Boolean).map(sentence); // what happened, what to do
   $("report").innerHTML = `<strong>${escape(kind)}</strong>` + paragraphs.map((text) => `<p>${linked(text)}</p>`).join("");
   $("report").hidden = false;
 }
@@ -108,7 +109,7 @@ function table(kernel) {
 function finish({ error, profile, seconds }) {
   running = false;
   buttons();
-  const how = `${seconds.toFixed(2)} s, seed ${seed}${races ? ", races reported" : ""}`;
+  const how = `${seconds.toFixed(2)} s, seed ${seed}`;
   lanes(1, error ? "bad" : "");
   if (error) {
     report(error.kind, error.message);
@@ -117,7 +118,7 @@ function finish({ error, profile, seconds }) {
     if (marks.length) goTo(marks[0], false);
     $("status").textContent = `Stopped after ${how}`;
   } else {
-    $("status").textContent = `Finished in ${how}`;
+    $("status").textContent = `Finished in ${how}${races && !profile ? ", no race" : ""}`;
     if (!$("output").textContent && !profile) $("output").textContent = "(the program printed nothing)";
   }
   if (profile) $("counters").innerHTML = profile.map(table).join("") || "<p>No kernel was launched.</p>";
