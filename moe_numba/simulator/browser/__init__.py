@@ -5,14 +5,13 @@
 that the page loads.
 """
 
-import importlib
 import sys
 
 
 def install() -> None:
     """Let `import numba` and `import greenlet` find their replacements, where Python runs in a browser."""
     if sys.platform == "emscripten":
-        from moe_numba.simulator.browser import numba_names
+        from moe_numba.simulator.browser import greenlets, numba_names
 
-        sys.modules.setdefault("greenlet", importlib.import_module("moe_numba.simulator.browser.greenlets"))
+        sys.modules.setdefault("greenlet", greenlets)
         numba_names.install()
