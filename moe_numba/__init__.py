@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from moe_numba import simulator  # decides, before Numba is imported, whether there is a GPU to compile for
 from moe_numba.extras import missing_extra
 
+simulator.compiler.MODULE = "moe_numba.runtime.compile_report"
+
 if TYPE_CHECKING:
     from moe_numba.align import moe_align_block_size
     from moe_numba.align.with_gate import biased_grouped_topk_align

@@ -97,6 +97,22 @@ def test_cycles_are_found():
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
+def test_the_simulator_imports_nothing_of_the_rest():
+    """Imports inside functions count, and imports of modules by their names."""
+    inside = [module for module in modules() if module.split(".")[:2] == ["moe_numba", "simulator"]]
+    assert len(inside) > 80
+    for module in inside:
+        assert {t for t, _ in imports(module, nested=True) if not t.startswith("moe_numba.simulator")} == set(), module
+        calls = [node for node in ast.walk(modules()[module]) if isinstance(node, ast.Call)]
+        named = [
+            a.value
+            for node in calls
+            for a in node.args
+            if "import_module" in ast.unparse(node.func) and isinstance(a, ast.Constant)
+        ]
+        assert not any(name.startswith("moe_numba") for name in named), (module, named)
+
+
 def test_only_the_course_imports_the_course():
     for module in modules():
         if not module.startswith("moe_numba.course"):
@@ -151,7 +167,7 @@ def test_no_other_module_runs_generated_text():
 # Code, MOE_NUMBA_SIMULATE, and what it must not import: torch and numba take seconds.
 NOT_IMPORTED = [
     ("", "0", "torch numba numba_cuda llvmlite cuda rich moe_numba.runtime moe_numba.gate moe_numba.course"),
-    ("", "1", "torch rich moe_numba.runtime moe_numba.gate moe_numba.course"),
+    ("", "1", "torch rich cuda.core moe_numba.runtime moe_numba.ptx moe_numba.gate moe_numba.course"),
     ("moe_numba.fused_experts, moe_numba.fused_moe, moe_numba.warm_up", "0", "moe_numba.expert_parallel rich"),
     ("moe_numba.fused_experts, moe_numba.Buffer, moe_numba.prepare", "0", "torch._dynamo torch._inductor transformers"),
     ("moe_numba.biased_grouped_topk", "0", "moe_numba.grouped_gemm moe_numba.moe_layer moe_numba.align"),

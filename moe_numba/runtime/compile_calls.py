@@ -60,9 +60,16 @@ def compile_calls(
             yield done, total
 
 
+def usable_cores():
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS and Windows
+
+
 def default_processes():
     """Return how many processes compile by default: one per core, at most `MAX_PROCESSES`."""
-    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+    return min(MAX_PROCESSES, usable_cores())
 
 
 def compiler_pool(processes):

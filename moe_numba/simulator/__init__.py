@@ -54,7 +54,7 @@ import importlib
 import os
 import sys
 
-from moe_numba.simulator import capability
+from moe_numba.simulator import browser, capability, compiler  # noqa: F401  moe_numba names the compiler
 from moe_numba.simulator.capability import UnsupportedInstruction
 
 # Public names by the submodule that defines them. They load on first use, so that a process with a GPU skips the
@@ -255,6 +255,7 @@ def enable(reason: str = "simulator.enable()", arch: tuple[int, int] | None = No
     os.environ["MOE_NUMBA_SIMULATE"] = "1"
 
 
+browser.install()
 ENABLED, REASON = _choose_mode()
 _set_numba_switch()
 if ENABLED:

@@ -1,6 +1,5 @@
 """Results that the workers of a test run share: the first one that needs a result makes it."""
 
-import fcntl
 import os
 import pickle
 
@@ -10,6 +9,8 @@ def once_per_run(tmp_path_factory, name, make):
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if run is None:  # there are no workers
         return make()
+    import fcntl  # not on Windows, where tests run without workers
+
     path = tmp_path_factory.getbasetemp().parent / f"{name}-{run}.pickle"
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,28 +1,28 @@
 """A program that needs the simulator alone: shuffles, shared memory, atomics, an mbarrier and TMA, on NumPy arrays.
 
-It runs with numpy, numba, numba-cuda and greenlet, and fails if anything else of the package's extras is imported.
+It runs with numpy, numba, numba-cuda and greenlet, and fails if anything else of the package's extras is imported. With
+`--as-on-macos` numba-cuda and cuda.core are hidden, too, with functions of `os` that other systems lack.
 """
 
+import importlib
+import importlib.machinery
+import os
+import pkgutil
 import sys
 
+import numpy as np
+
 EXTRAS = ("torch", "cupy", "matplotlib", "rich", "safetensors", "cffi", "ml_dtypes")
+AS_ON_MACOS = "--as-on-macos" in sys.argv
+HIDDEN = {*EXTRAS, *(("numba_cuda", "cuda") if AS_ON_MACOS else ())}
 
-
-class Blocked:
-    """A finder that makes the import of the extras' modules fail, as if they were not installed."""
-
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.split(".")[0] in EXTRAS:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-sys.meta_path.insert(0, Blocked)
-
-import importlib  # noqa: E402
-import pkgutil  # noqa: E402
-
-import numpy as np  # noqa: E402
+_find_spec = importlib.machinery.PathFinder.find_spec
+importlib.machinery.PathFinder.find_spec = lambda name, *more: (
+    None if name.split(".")[0] in HIDDEN else _find_spec(name, *more)
+)
+if AS_ON_MACOS:
+    # numba-cuda is found by a finder of its own.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "NumbaCudaFinder"]
 
 import moe_numba  # noqa: E402
 from moe_numba import simulator  # noqa: E402
@@ -77,12 +77,20 @@ def main():
     simulator.run(reverse, 1, 32, [out, simulator.pointer(numbers)])
     assert (out.copy_to_host() == np.arange(32)[::-1]).all()
 
+    with simulator.profile() as profile:
+        block_sum[1, 128](cuda.InOut(total), cuda.In(x))
+    assert profile["block_sum"].total.shared_store_requests == 4
+    if AS_ON_MACOS:
+        del os.sysconf
+    assert cuda.current_context().get_memory_info().total > 0
+
     try:
         getattr(moe_numba, "biased_grouped_topk")  # noqa: B009 - a bare attribute would be a statement without effect
     except ImportError as error:
         print(error)
     loaded = [name for name in EXTRAS if name in sys.modules]
     assert not loaded, loaded
+    assert ("numba_cuda" in sys.modules) != AS_ON_MACOS
     print("the simulator works alone")
 
 

@@ -14,6 +14,7 @@ import moe_numba
 from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, LocalGroup
 from moe_numba.moe_layer import ExpertParallelMoE, Experts, MoELayer, warm_up
+from moe_numba.runtime import compile_calls
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,6 +179,11 @@ def test_what_cannot_be_warmed_up_is_refused(device):
 @pytest.mark.skipif(not simulator.ENABLED, reason="a GPU compiles")
 def test_the_simulator_has_nothing_to_compile():
     assert moe_numba.warm_up(MoELayer(4, 64, 64, 2), [1, 2]) == 0
+
+
+def test_cores_are_counted_on_systems_without_affinity(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert compile_calls.usable_cores() == os.cpu_count()
 
 
 # Without ``if __name__ == "__main__"``: the processes must not run the caller's script.

@@ -1,4 +1,4 @@
-"""The programs of docs/simulator.md print what the page says."""
+"""The programs of the simulator's pages print what the pages say."""
 
 import os
 import re
@@ -14,8 +14,16 @@ from moe_numba import simulator
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="kernels run on a GPU here: set MOE_NUMBA_SIMULATE=1")
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/simulator.md").read_text()
-COMMANDS = re.findall(r"^```console\n\$ (.*?)\n(.*?)^```", PAGE, re.M | re.S)
+PAGES = {
+    name: (ROOT / name).read_text()
+    for name in ("docs/simulator.md", "docs/moving_to_numba_cuda_mlir.md", "moe_numba/simulator/README.md")
+}
+PAGE = PAGES["docs/simulator.md"]
+COMMANDS = [
+    (name, *found)
+    for name, page in PAGES.items()
+    for found in re.findall(r"^```console\n\$ (.*?)\n(.*?)^```", page, re.M | re.S)
+]
 
 
 def missing_lines(expected, printed):
@@ -24,9 +32,11 @@ def missing_lines(expected, printed):
     return [pattern for pattern in patterns if not re.search(f"^{pattern}$", printed, re.M)]
 
 
-@pytest.mark.parametrize("command, expected", COMMANDS, ids=[command for command, _ in COMMANDS])
-def test_commands_print_what_the_page_says(command, expected, tmp_path):
-    for name, text in re.findall(r"^<!-- file: (.*?) -->\n```python\n(.*?)^```", PAGE, re.M | re.S):
+@pytest.mark.parametrize(
+    "page, command, expected", COMMANDS, ids=[f"{page}: {command}" for page, command, _ in COMMANDS]
+)
+def test_commands_print_what_the_page_says(page, command, expected, tmp_path):
+    for name, text in re.findall(r"^<!-- file: (.*?) -->\n```python\n(.*?)^```", PAGES[page], re.M | re.S):
         (tmp_path / name).write_text(text)
     program, *arguments = shlex.split(command)
     program = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"] if program == "pytest" else [sys.executable]
@@ -46,7 +56,7 @@ def test_the_program_with_several_gpus(tmp_path):
 
 
 def test_the_page_has_commands_and_their_check_rejects_other_output():
-    assert len(COMMANDS) == 3
+    assert {page for page, *_ in COMMANDS} == set(PAGES)
     assert missing_lines("6 failed in ...\n", "5 failed in 2 s\n") and not missing_lines(
         "6 failed in ...", "6 failed in 2 s"
     )

@@ -1,5 +1,6 @@
 """The host side of `cuda`, as ordinary Numba-CUDA programs use it around their launches, and libdevice."""
 
+import importlib
 import math
 import re
 
@@ -256,3 +257,22 @@ def test_computed_negative_indices_are_errors(monkeypatch):
             add_to[1, 1](out, i)
     with pytest.raises(simulator.OutOfBounds, match="index -1 is outside out"):
         simulator.run(add_to, 1, 1, (simulator.pointer(out), -1))
+
+
+def test_names_of_numba_cuda_mlir_are_those_of_the_simulated_modules():
+    for name, real in (("cuda", cuda), ("cuda.random", random), ("numba_cuda.libdevice", libdevice)):
+        assert importlib.import_module(f"numba_cuda_mlir.{name}") is real
+    from numba_cuda_mlir.types import int32
+
+    @cuda.jit
+    def kernel(out):
+        total = int32(0)
+        for item in cuda.literal_unroll((1, 2.5)):
+            total += int32(item)
+        out[cuda.grid(1)] = total
+
+    out = np.zeros(4, np.int32)
+    kernel[1, 4](out)
+    assert (out == 3).all() and cuda.random.__spec__.name == "numba.cuda.random"
+    with pytest.raises(ModuleNotFoundError, match="numba_cuda_mlir.lowering does not work in the simulator, which has"):
+        importlib.import_module("numba_cuda_mlir.lowering")

@@ -35,6 +35,7 @@ from moe_numba.course.pages.executed import (
     update_exercises,
     update_prose,
 )
+from moe_numba.runtime.compile_calls import usable_cores
 
 CELL_LIMIT_S = 600
 TRACEBACK_LINES = 25
@@ -231,7 +232,7 @@ def write_page(notebook, name, out):
         embed_images=True, extra_loaders=[DictLoader({"lesson.html.j2": _TEMPLATE})], template_file="lesson.html.j2"
     )
     page, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": name}})
-    (out / f"{name}.html").write_text(page)
+    (out / f"{name}.html").write_text(page, encoding="utf-8")
     figures = out / f"{name}_figures"
     shutil.rmtree(figures, ignore_errors=True)  # of an earlier execution
     for number, cell in enumerate(code_cells(notebook), start=1):
@@ -288,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     # One notebook per core in the simulator; one at a time on a GPU, so that they do not disturb each other's times.
-    jobs = len(os.sched_getaffinity(0)) if simulator.ENABLED else 1
+    jobs = usable_cores() if simulator.ENABLED else 1
     with progress() as report:
         results = asyncio.run(_execute_all(paths, root, report, jobs))
     failed, pages = [], []

@@ -54,7 +54,11 @@ def code_cells(notebook):
 def save_executed(notebook, path: Path) -> None:
     """Write the executed copy next to its source, with the environment and the hashes of the cells and the kernels."""
     kernels = notebook.metadata.get("moe_numba", {})  # see `execute`
-    notebook.metadata.moe_numba = {**records.environment(), "code": hash_cells(path.read_text()), **kernels}
+    notebook.metadata.moe_numba = {
+        **records.environment(),
+        "code": hash_cells(path.read_text(encoding="utf-8")),
+        **kernels,
+    }
     nbformat.write(notebook, path.with_suffix(".ipynb"))
 
 

@@ -18,6 +18,7 @@ from types import FunctionType, ModuleType
 
 import numpy as np
 
+from moe_numba.simulator import compiler
 from moe_numba.simulator.core.memory import Array, Pointer
 from moe_numba.simulator.core.source import original
 
@@ -87,6 +88,8 @@ def compile_apart(requests: list[bytes]) -> list[dict]:
     That holds the resources that were asked for, or "reason" with the compiler's reason, and "file" and "line" if the
     compiler names one. "unpacked" is False if the second process could not import what the kernel names.
     """
+    if compiler.MODULE is None:
+        return [{"reason": "simulator.compiler.MODULE names no compiler"}] * len(requests)
     root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
     paths = os.pathsep.join([root, *filter(None, sys.path)])
     switches = {"MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0", "MOE_NUMBA_COMPILE": "0"}
@@ -95,7 +98,7 @@ def compile_apart(requests: list[bytes]) -> list[dict]:
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         source.write(pickle.dumps(requests))
         source.seek(0)
-        command = [sys.executable, "-m", __spec__.name]
+        command = [sys.executable, "-m", __spec__.name, compiler.MODULE]
         done = subprocess.run(command, stdin=source, stdout=out, stderr=errors, env=environment)
         out.seek(0), errors.seek(0)
         if done.returncode:
@@ -228,17 +231,8 @@ def _place_in(text):
 def _compile(function, jit_options, signature, options, resources):
     from numba import cuda
 
-    from moe_numba.runtime.compile import compile_kernel
-    from moe_numba.runtime.sass import disassemble, sass_per_line, static_shared_bytes
-    from moe_numba.runtime.sass import resources as resources_of
-
-    compiled = compile_kernel(cuda.jit(**jit_options)(function), signature, **options)
-    if not resources:
-        return {}
-    shared = static_shared_bytes(compiled.code.code, options["arch"])
-    text = disassemble(compiled.code.code, "-c", "-g")
-    lines = text and {f"{file}:{line}": count for (file, line), count in sass_per_line(text).items()}
-    return {**resources_of(compiled.log), "static_shared_bytes": shared, "sass_lines": lines}
+    kernel = cuda.jit(**jit_options)(function)
+    return importlib.import_module(sys.argv[1]).report(kernel, signature, resources, **options)
 
 
 if __name__ == "__main__":

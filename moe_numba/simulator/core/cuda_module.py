@@ -8,7 +8,17 @@ import functools
 import sys
 import types
 
-from moe_numba.simulator.core import arithmetic, barrier, host, libdevice, memory, random, warp
+from moe_numba.simulator.core import (
+    arithmetic,
+    barrier,
+    host,
+    libdevice,
+    memory,
+    mlir_names,
+    numba_modules,
+    random,
+    warp,
+)
 from moe_numba.simulator.core.atomic import Atomic
 from moe_numba.simulator.core.engine import thread
 from moe_numba.simulator.core.errors import file_name
@@ -178,6 +188,11 @@ def threadfence_system():
     scoped_access.fence("sys")
 
 
+def literal_unroll(items):
+    """Return a tuple of mixed types, over which a kernel then loops; the compiler unrolls such a loop."""
+    return items
+
+
 def load(array, i):
     return array[i]
 
@@ -193,13 +208,13 @@ _FUNCTIONS = (
     + (all_sync, any_sync, eq_sync, ballot_sync)
     + (syncthreads, syncthreads_count, syncthreads_and, syncthreads_or)
     + (arithmetic.popc, arithmetic.brev, arithmetic.clz, arithmetic.ffs)
-    + (arithmetic.selp, arithmetic.fma, arithmetic.cbrt)
+    + (arithmetic.selp, arithmetic.fma, arithmetic.cbrt, literal_unroll)
 )
 
 
 def install():
     """Replace the thread-dependent names of Numba's simulated `cuda` module, and add the names it lacks."""
-    from numba import cuda
+    cuda = numba_modules.import_cuda()
     from numba.cuda.simulator.kernelapi import FakeCUDAFp16
 
     cuda.__class__ = _Module
@@ -226,4 +241,5 @@ def install():
     host.install(cuda)
     libdevice.install()
     random.install()
+    mlir_names.install()
     call_cpu_functions_as_python()

@@ -7,6 +7,7 @@ ask for; what needs a compiler or a driver raises an error that says so.
 
 import contextlib
 import os
+from typing import NamedTuple
 
 import numpy as np
 
@@ -155,6 +156,16 @@ class Event:
         return float("nan")
 
 
+class MemoryInfo(NamedTuple):
+    """Free and total memory in bytes."""
+
+    free: int
+    total: int
+
+
+_ASSUMED_MEMORY = 8 << 30
+
+
 # --- the device -----------------------------------------------------------------------------------------------------
 
 
@@ -212,11 +223,12 @@ class Context:
         pass
 
     def get_memory_info(self):
-        """Return the host's free and total memory in bytes."""
-        from numba.cuda.simulator.cudadrv.devices import _MemoryInfo
-
-        page = os.sysconf("SC_PAGE_SIZE")
-        return _MemoryInfo(page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES"))
+        """Return the host's free and total memory in bytes, or 8 GiB for both where the host does not say."""
+        try:
+            page = os.sysconf("SC_PAGE_SIZE")
+            return MemoryInfo(page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES"))
+        except (AttributeError, ValueError, OSError):  # Windows has no sysconf, macOS does not know what is free
+            return MemoryInfo(_ASSUMED_MEMORY, _ASSUMED_MEMORY)
 
     def memalloc(self, size):
         return _poisoned(size, np.uint8)

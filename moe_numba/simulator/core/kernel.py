@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import greenlet
 
 from moe_numba.simulator.compiler import launched
-from moe_numba.simulator.core import engines, memory
+from moe_numba.simulator.core import engines, memory, numba_modules
 from moe_numba.simulator.core.compilable import check_compilable
 from moe_numba.simulator.core.engine import Thread
 from moe_numba.simulator.core.errors import ShortTraceback, SimulatorError
@@ -205,14 +205,13 @@ class Overload:
 
 def _to_device(arg, write_back):
     """Apply the transfer hints `cuda.In`, `Out` and `InOut` to an argument; append copy-backs to `write_back`."""
-    from numba.cuda.simulator.args import ArgHint, In, Out
-
-    if not isinstance(arg, ArgHint):
+    hints = numba_modules.transfer_hints()
+    if not isinstance(arg, hints.ArgHint):
         return arg
     host = arg.value
-    if isinstance(arg, In):
+    if isinstance(arg, hints.In):
         return host.copy()
-    if isinstance(arg, Out):
+    if isinstance(arg, hints.Out):
         device = memory.poison(host.shape, host.dtype)
         write_back.append(lambda: host.__setitem__(..., device))
         return device

@@ -15,7 +15,7 @@ import threading
 import greenlet
 import numpy as np
 
-from moe_numba.simulator.core import uninitialized
+from moe_numba.simulator.core import numba_modules, uninitialized
 from moe_numba.simulator.core.conversions import float_to_int
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, kernel_frame, plain_index
 from moe_numba.simulator.core.polling import LOADS, sample
@@ -27,7 +27,7 @@ watching = 0
 loads_left = LOADS  # before `polling` samples one; starts again whenever a thread waits
 _WATCHING_LOCK = threading.Lock()  # worlds may run in several OS threads
 
-_MALLOC_ALIGNMENT = 16  # of every new NumPy array, on 64-bit systems
+_MALLOC_ALIGNMENT = 2 * np.intp(0).itemsize  # of every new NumPy array
 _FLOATS = {float, np.float32, np.float64, np.float16}
 _INTEGERS = {int, np.int32, np.uint32, np.int64}  # the types of most indices
 
@@ -144,7 +144,7 @@ def as_dtype(dtype):
         name = str(dtype)
         if "bfloat16" in name:
             return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
-        return importlib.import_module("numba.cuda.np.numpy_support").as_dtype(dtype)
+        return numba_modules.numpy_support().as_dtype(dtype)
     return np.dtype(dtype)
 
 

@@ -60,6 +60,8 @@ def _called_by(caller, frame):
     """Return whether `frame` is that of a kernel's function, or of `Kernel.__call__` called by it."""
     if caller is None:
         return True
+    if frame is None:  # called from outside Python
+        return False
     return frame is caller.frame or frame.f_code is Kernel.__call__.__code__ and frame.f_back is caller.frame
 
 

@@ -8,7 +8,6 @@ import importlib.util
 import itertools
 import linecache
 import os
-import sysconfig
 
 from moe_numba.simulator.core.errors import is_internal_file
 from moe_numba.simulator.core.source import instruction_starts
@@ -26,12 +25,14 @@ def belongs_to_kernel(code, kernel):
     return not is_internal_file[path] and not path.startswith(_LIBRARIES)
 
 
-def _folder_of(name):
-    return os.path.dirname(importlib.util.find_spec(name).origin) + os.sep
+def _folders_of(*names):
+    """Return the folders of those packages that are installed."""
+    found = filter(None, map(importlib.util.find_spec, names))
+    return tuple(os.path.dirname(spec.origin) + os.sep for spec in found if spec.origin)
 
 
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-_LIBRARIES = tuple(_folder_of(name) for name in ("numpy", "numba", "numba_cuda", "greenlet"))
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_LIBRARIES = _folders_of("numpy", "numba", "numba_cuda", "greenlet")
 
 
 class FunctionCode:

@@ -10,6 +10,7 @@ from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.memory import Array, Pointer, as_dtype
 from moe_numba.simulator.vector import state
 from moe_numba.simulator.vector.errors import Unsupported
+from moe_numba.simulator.vector.indices import take
 from moe_numba.simulator.vector.lanes import Pointers, select, split
 from moe_numba.simulator.vector.local import Local, as_index, as_type, as_uniform_index, refuse
 from moe_numba.simulator.vector.numbers import Weak
@@ -43,7 +44,7 @@ def load(mask, x, index):
         index = index * mask
     if index.dtype is not _INT64:
         index = as_index(index)
-    value = array.take(index)
+    value = take(array, index)
     note_read((region, x.address, array.strides[0], array.itemsize, index, mask, None))
     return value
 
@@ -140,7 +141,7 @@ def _load_other(mask, x, index):
             index = index if mask is None else index * mask
             if x.ndim != 1 or index.min() < 0:
                 raise Unsupported("an index of a constant array")
-            return x.take(as_index(index))
+            return take(x, as_index(index))
         raise Unsupported(f"an index that differs between lanes, of {type(x).__name__}")
     if hasattr(x, "fragment_item"):
         return x.fragment_item(index)
@@ -191,7 +192,7 @@ def _load_nd(mask, x, index):
         return x._wrap(array[items]) if _in_bounds(array, items) else refuse()
     address, step, flat, index = flatten(x, items, mask)
     region = x.region or region_of(x)
-    value = flat.take(index) if type(index) is ndarray else flat[index]
+    value = take(flat, index) if type(index) is ndarray else flat[index]
     note_read((region, address, step, array.itemsize, index, mask, None))
     return value
 
@@ -247,7 +248,7 @@ def load_vector(mask, pointer, index, dtype, count):
     note_read(vector_entry(region, pointer, index, step, dtype.itemsize * count, mask))
     if type(index) is ndarray:
         first = index * (step // dtype.itemsize) if step >= dtype.itemsize else index // (dtype.itemsize // step)
-        return tuple([elements.take(first + k if k else first) for k in range(count)])
+        return tuple([take(elements, first + k if k else first) for k in range(count)])
     first = index * step // dtype.itemsize
     if first + count > len(elements):
         refuse()

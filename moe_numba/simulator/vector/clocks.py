@@ -8,6 +8,7 @@ and acquires from it.
 import numpy as np
 
 from moe_numba.simulator.vector.errors import Conflict
+from moe_numba.simulator.vector.indices import take
 from moe_numba.simulator.vector.shadow import MANY, MOST_KEPT, by_region, elements, touched_cells
 
 WRITE, READ, ATOMIC, LOAD = range(4)  # LOAD: one with a memory order, which conflicts with plain writes only
@@ -62,11 +63,11 @@ class History:
         """Raise a Conflict if the last accesses of a kind are not ordered before this gang's."""
         if self.exact and kind != WRITE:
             for other, times in self.every[kind].items():
-                if other != gang and count_nonzero(times.take(cell) > (0 if known is None else known[other])):
+                if other != gang and count_nonzero(take(times, cell) > (0 if known is None else known[other])):
                     raise Conflict("two warps access the same memory")
             return
         gangs, times = self.tables[kind]
-        other = gangs.take(cell)
+        other = take(gangs, cell)
         foreign = (other != -1) & (other != gang)
         if not count_nonzero(foreign):
             return

@@ -7,6 +7,7 @@ import numpy as np
 from moe_numba.simulator.core.warp import FULL_MASK, unbounded_source, undefined_value
 from moe_numba.simulator.vector import state
 from moe_numba.simulator.vector.errors import Unsupported
+from moe_numba.simulator.vector.indices import take
 from moe_numba.simulator.vector.lanes import truth
 from moe_numba.simulator.vector.numbers import Weak
 
@@ -93,7 +94,7 @@ def shuffle(active, mode, mask, value, operand, width=32, what=None):
             return value
         value = spread(value)
     values = value.values if type(value) is Weak else value
-    result = values.take(source)
+    result = take(values, source)
     if missing is not None:
         poison = undefined_value(float("nan") if values.dtype.kind == "f" else 0) if type(value) is Weak else None
         result = np.where(missing, undefined_value(values[0]) if poison is None else poison, result)

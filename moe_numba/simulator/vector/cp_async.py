@@ -43,7 +43,7 @@ class _Copies:
         """Read global memory as it is now, and write shared memory."""
         inside = _BYTES < self.valid[:, None]
         position = np.where(inside, self.addresses[:, None] - self.region.start + _BYTES, 0)
-        data = np.where(inside, self.region.memory.take(position, mode="clip"), 0)
+        data = np.where(inside, self.region.memory.take(position.astype(np.intp), mode="clip"), 0)
         self.allocation.bytes[self.offsets[:, None] + _BYTES] = data
         self.landed = True
         self.gang.world.retire(self.gang.grid)

@@ -10,6 +10,7 @@ from moe_numba.simulator.core.arithmetic import fma as scalar_fma
 from moe_numba.simulator.core.warp import FULL_MASK
 from moe_numba.simulator.vector import access, collectives, functions, state
 from moe_numba.simulator.vector.errors import Unsupported
+from moe_numba.simulator.vector.indices import take
 from moe_numba.simulator.vector.numbers import Weak
 
 ndarray = np.ndarray
@@ -219,7 +220,7 @@ def load_shared(function):
             raise Unsupported("a vector access that is not aligned or out of bounds")
         region = array.region or access.region_of(array)
         access.note_read((region, array.address, 4, 4 * count, index, mask, None))
-        return LaneFragment(array.array.take(index[:, None] + np.arange(count)))
+        return LaneFragment(take(array.array, index[:, None] + np.arange(count)))
 
     return load
 

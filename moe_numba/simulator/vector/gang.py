@@ -15,6 +15,7 @@ from moe_numba.simulator.vector import access, state
 from moe_numba.simulator.vector.clocks import READ, fold
 from moe_numba.simulator.vector.cp_async import Groups
 from moe_numba.simulator.vector.errors import Conflict, Unsupported
+from moe_numba.simulator.vector.indices import take
 from moe_numba.simulator.vector.numbers import Weak
 from moe_numba.simulator.vector.races import check_before_wait, check_initialized
 from moe_numba.simulator.vector.shadow import Log, count_nonzero
@@ -23,7 +24,7 @@ from moe_numba.simulator.vector.shadow import Log, count_nonzero
 @functools.lru_cache(maxsize=64)
 def _thread_indices(block_dim, first, size):
     """Return threadIdx.x, y and z of consecutive threads, and their lanes."""
-    number = np.arange(first, first + size)
+    number = np.arange(first, first + size, dtype=np.int64)
     x, y, _ = block_dim
     made = [Weak(number % x), Weak(number // x % y), Weak(number // (x * y)), Weak(number & 31)]
     return [m if m.values.min() != m.values.max() else int(m.values[0]) for m in made[:3]] + made[3:]
@@ -95,11 +96,11 @@ class Gang(greenlet.greenlet):
             offset = offset[mask]
         flags = np.frombuffer(detector.flags, np.uint8)
         if many:
-            found = count_nonzero(flags.take(offset >> 4))
+            found = count_nonzero(take(flags, offset >> 4))
             if width > 1 and not found:
-                found = count_nonzero(flags.take((offset + (width - 1)) >> 4))
+                found = count_nonzero(take(flags, (offset + (width - 1)) >> 4))
             if width > 32 and not found:
-                found = count_nonzero(flags.take((offset[:, None] + np.arange(16, width, 16)) >> 4))
+                found = count_nonzero(take(flags, (offset[:, None] + np.arange(16, width, 16)) >> 4))
         else:
             found = count_nonzero(flags[offset >> 4 : (offset + width - 1 >> 4) + 1])
         if found:

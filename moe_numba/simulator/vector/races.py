@@ -54,7 +54,7 @@ def check_known(entry, all_lanes):
         return
     first = entry[ADDRESS] - region.start + lanes_of(entry, all_lanes)[1] * entry[STEP]
     for past in range(0, entry[WIDTH], 4):
-        if poison.take(first + past >> 2, mode="clip").any():
+        if poison.take((first + past >> 2).astype(np.intp), mode="clip").any():
             raise Unsupported("a read of shared memory that nothing has written")
 
 

@@ -10,6 +10,7 @@ import math
 import numpy as np
 
 from moe_numba.simulator.vector.errors import Conflict, Unsupported
+from moe_numba.simulator.vector.indices import take
 
 count_nonzero = np.count_nonzero  # faster than the method `any`
 MANY = -2  # in place of a gang's number
@@ -131,7 +132,7 @@ def check(region, writes, reads, atomics, loads, all_lanes, shift):
             unit = unit >> shift
             tags[cell] = unit
             stored.append(cell)
-            others = tags.take(cell) != unit
+            others = take(tags, cell) != unit
             if count_nonzero(others):
                 if not _same_values(region, writes, all_lanes):
                     raise Conflict("two threads write to the same memory")
@@ -153,7 +154,7 @@ def check(region, writes, reads, atomics, loads, all_lanes, shift):
 def _compare(region, entries, all_lanes, shift):
     """Raise a Conflict if one of these accesses touches a cell that is tagged with another unit."""
     cell, unit = cells(region, entries, all_lanes)
-    tag = region.tags.take(cell)
+    tag = take(region.tags, cell)
     if count_nonzero((tag != -1) & (tag != unit >> shift)):
         raise Conflict("a thread reads what another one writes")
 

@@ -21,6 +21,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.records.environment import version
 from moe_numba.course.bench.records.fingerprint_cases import CASES
 from moe_numba.course.bench.records.kernel_hash import ast_hash, machine_code_hash
+from moe_numba.runtime.compile_calls import usable_cores
 
 VERSIONS = ("numba", "numba-cuda", "llvmlite", "nvidia-nvjitlink", "nvidia-cuda-nvrtc", "nvidia-nvvm")
 
@@ -99,7 +100,7 @@ def versions():
 
 def compile_all(known, only=()):
     """Return ``{name: entry}`` of every kernel (of the cases ``only``), compiled in one process per core."""
-    workers = len(os.sched_getaffinity(0))
+    workers = usable_cores()
 
     def run(worker):
         command = [sys.executable, "-m", __spec__.name, "--worker", str(worker), str(workers), *only]

@@ -137,7 +137,9 @@ def _homes():
     for folder, path in files:
         parts = path.relative_to(folder).with_suffix("").parts
         module = ".".join([_OWN, *(parts[:-1] if parts[-1] == "__init__" else parts)])
-        for name in {n for names in _DEFINITION.findall(path.read_text()) for n in "".join(names).split(", ")}:
+        for name in {
+            n for names in _DEFINITION.findall(path.read_text(encoding="utf-8")) for n in "".join(names).split(", ")
+        }:
             homes[name].append(module)
     return homes
 
@@ -389,5 +391,5 @@ def _instruction_hash(module, name):
             simulated = {node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "simulate"}
             todo += [node.id for node in nodes if isinstance(node, ast.Name) and node not in simulated]
     if file.with_suffix(".cu").is_file():
-        texts["CUDA C++"] = file.with_suffix(".cu").read_text()
+        texts["CUDA C++"] = file.with_suffix(".cu").read_text(encoding="utf-8")
     return _digest(texts[key] for key in sorted(texts))

@@ -11,16 +11,18 @@ from moe_numba.course.bench.records.code_hash import hash_cells
 def stale_records(root: Path | str | None = None) -> dict[str, list[str]]:
     """Return ``{"<gpu>/<topic>": sentences}`` of all records; no sentences for one with the present kernels."""
     paths = sorted((records.repository(root) / "docs" / "results").glob("*/*.json"))
-    return {f"{path.parent.name}/{path.stem}": records.stale(json.loads(path.read_text())) for path in paths}
+    return {
+        f"{path.parent.name}/{path.stem}": records.stale(json.loads(path.read_text(encoding="utf-8"))) for path in paths
+    }
 
 
 def stale_notebook(path: Path) -> list[str]:
     """Describe how the code of a notebook, ``notebooks/NN_topic.py``, differs from that of its executed copy."""
-    about = json.loads(path.with_suffix(".ipynb").read_text())["metadata"].get("moe_numba", {})
+    about = json.loads(path.with_suffix(".ipynb").read_text(encoding="utf-8"))["metadata"].get("moe_numba", {})
     if "code" not in about:
         return ["the executed copy does not say which code was executed"]
     when, found = f"executed at commit {about['commit'][:7]}", []
-    if about["code"] != hash_cells(path.read_text()):
+    if about["code"] != hash_cells(path.read_text(encoding="utf-8")):
         found.append(f"{when}; its code cells have changed since")
     elif "functions" not in about:
         found.append(f"{when}, before kernels were hashed")

@@ -6,7 +6,6 @@ drawn evenly at random, all rows in one group, rows drawn by Zipf's law, and the
 
 import itertools
 import multiprocessing
-import os
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from moe_numba.grouped_gemm.w4.config import W4Config
 from moe_numba.grouped_gemm.w4.packing import TILE_BYTES, pack_mxfp4
 from moe_numba.grouped_gemm.w4.reference import dequantise_mxfp4
 from moe_numba.grouped_gemm.w4.weight_tiles import TILE
+from moe_numba.runtime.compile_calls import usable_cores
 from moe_numba.runtime.device import persistent_ctas
 
 SIDE = 8192  # of a dense GEMM
@@ -89,7 +89,7 @@ class Compilation:
 
     def __enter__(self):
         if not simulator.ENABLED:
-            self.pool = multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0)))
+            self.pool = multiprocessing.get_context("spawn").Pool(usable_cores())
             for kind, configs in self.kinds.items():
                 self.pending[kind] = self.pool.map_async(compile_problem, configs.values(), chunksize=1)
         return self

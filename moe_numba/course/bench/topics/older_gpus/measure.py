@@ -30,6 +30,7 @@ from moe_numba.course.pages import gpu_support
 from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.api.bf16 import group_gemm_bf16
 from moe_numba.grouped_gemm.api.fp8 import group_gemm_blockwise_fp8, group_gemm_pertensor_fp8
+from moe_numba.runtime.compile_calls import usable_cores
 from moe_numba.runtime.device import gpu_of
 from moe_numba.simulator import capability as requested_capability
 
@@ -109,7 +110,7 @@ def kernel_jobs(sizes):
 
 def compile_kernels(capabilities, jobs):
     """Compile kernels for all capabilities at once, with a process per core."""
-    workers = max(1, len(os.sched_getaffinity(0)) // len(capabilities))
+    workers = max(1, usable_cores() // len(capabilities))
     parts = [part for i in range(workers) if (part := jobs[i::workers])]
     with ThreadPoolExecutor(len(capabilities) * len(parts)) as pool:
         started = [pool.submit(in_process, arch, compile_jobs, part) for arch in capabilities for part in parts]
