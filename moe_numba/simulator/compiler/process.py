@@ -236,8 +236,8 @@ def _compile(function, jit_options, signature, options, resources):
     if not resources:
         return {}
     shared = static_shared_bytes(compiled.code.code, options["arch"])
-    text = disassemble(compiled.code.code, "-c", "-g")
-    lines = text and {f"{file}:{line}": count for (file, line), count in sass_per_line(text).items()}
+    text = disassemble(compiled.code.code, "-c", "-gi")
+    lines = text and {f"{os.path.abspath(file)}:{line}": count for (file, line), count in sass_per_line(text).items()}
     return {**resources_of(compiled.log), "static_shared_bytes": shared, "sass_lines": lines}
 
 

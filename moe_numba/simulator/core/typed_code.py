@@ -29,6 +29,7 @@ from moe_numba.simulator.core.source import (
     instruction_starts,
     make_function,
     original,
+    written,
 )
 
 FUNCTIONS = operators.CASTS | math_functions.VERSIONS | {builtins.pow: operators.SCALAR["pow"]}
@@ -139,6 +140,7 @@ def typed(function, counts=False):
     key = code, counts, tuple((n, id(v)) for n, v in found)
     if key not in _made:
         _made[key] = _generate(code, copy.deepcopy(tree), static, counts)
+        written[_made[key]] = code
     return _made[key]
 
 
