@@ -49,9 +49,9 @@ def install(kernel):
     tracer = sys.gettrace()
     sys.settrace(None)  # a thread whose lines the debugger counts may start the next kernel
     try:
-        reachable = _reachable(kernel)
-        counts = any(map(_asks_for_position, reachable))
-        for function in reachable - set(_counting if counts else _installed):
+        functions = reachable(kernel)
+        counts = any(map(_asks_for_position, functions))
+        for function in functions - set(_counting if counts else _installed):
             _installed.add(function)
             if counts:
                 _counting.add(function)
@@ -82,7 +82,7 @@ def position(frame):
     return tuple(reversed(found))
 
 
-def _reachable(kernel):
+def reachable(kernel):
     """Return a kernel and the jitted functions that it reaches by name."""
     found, todo = {kernel}, [kernel]
     while todo:
