@@ -9,7 +9,7 @@ import pytest
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
 # isort: split
-from helpers import scan_lesson as lesson
+import scan_lesson as lesson
 from numba import cuda, int32
 
 from moe_numba.course.bench.latencies import latencies

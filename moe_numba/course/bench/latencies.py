@@ -1,7 +1,7 @@
 """Latencies of a GPU: what one operation of a chain takes whose operations wait for one another, as recorded.
 
-Throughputs are in `bench.baselines.limits`. The chains are those of the lesson on alignment: a kernel of one warp, or of one
-block for barriers, repeats one operation 1024 and 2048 times, so that the difference is the operation alone.
+Throughputs are in `bench.baselines.limits`. The chains are those of the lesson on alignment: a kernel of one warp, or
+of one block for barriers, repeats one operation 1024 and 2048 times, so that the difference is the operation alone.
 """
 
 import functools
@@ -30,8 +30,8 @@ class Latencies:
     gpu, source : str
         Name of the GPU, and where the figures come from, to be printed beside them.
     ns : dict
-        Counter of a critical path, such as "shuffles", -> nanoseconds. A load is one that hits in the L2 cache; a barrier
-        is a `syncthreads` of 1024 threads. Counters that were not recorded are missing.
+        Counter of a critical path, such as "shuffles", -> nanoseconds. A load is one that hits in the L2 cache; a
+        barrier is a `syncthreads` of 1024 threads. Counters that were not recorded are missing.
     """
 
     gpu: str

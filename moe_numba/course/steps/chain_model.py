@@ -1,8 +1,8 @@
 """A model of a kernel's time that knows latencies and nothing else, and how far it is off.
 
-The model multiplies what the busiest warp does between two barriers by the recorded latencies (`bench.latencies`). Loads
-that overlap, instructions between the operations and the work of the other warps are not in it. Its error is that for
-three scans whose phases were recorded: one thread, a tree of sums, and warps with a second level.
+The model multiplies what the busiest warp does between two barriers by the recorded latencies (`bench.latencies`).
+Loads that overlap, instructions between the operations and the work of the other warps are not in it. Its error is that
+for three scans whose phases were recorded: one thread, a tree of sums, and warps with a second level.
 """
 
 import functools

@@ -38,10 +38,10 @@ class Build:
     own : function or kernel
         The lesson's own answer; the next cells use it until the reader's is right.
     test : callable
-        ``test(answer)`` raises `course.grader.Wrong` if the answer is wrong. It runs with several thread orders, and with
-        races detected.
+        ``test(answer)`` raises `course.grader.Wrong` if the answer is wrong. It runs with several thread orders, and
+        with races detected.
     profile : callable
-        ``profile(answer)`` returns what `simulator.profile` counted of the answer: a kernel's profile, or a `Part` of it.
+        ``profile(answer)`` returns what `simulator.profile` counted of the answer; see `score.count`.
     counter : str
         Counter of the critical path that is compared with par, such as "shuffles".
     par : int
@@ -230,7 +230,9 @@ class Break:
         if not all(passed):
             text = f"wrong under {passed.count(False)} of {self.seeds} thread orders: a test may find this one\n{found}"
             return Verdict(self.name, WRONG, text)
-        return Verdict(self.name, RIGHT, f"right under all {self.seeds} thread orders, and still:\n{found}", answer=answer)
+        return Verdict(
+            self.name, RIGHT, f"right under all {self.seeds} thread orders, and still:\n{found}", answer=answer
+        )
 
     def _with_one_barrier_less(self):
         """Return the trees that are left if one barrier is taken out."""

@@ -1,7 +1,8 @@
 """The score of a step without a GPU: what the simulator counts, before and after.
 
-A score has no single number. The critical path comes first: from barrier to barrier, what the warp does that has most to
-do. Then come totals of all warps, which the schedulers and the memory must serve, and a model's latency with its error.
+A score has no single number. The critical path comes first: from barrier to barrier, what the warp does that has most
+to do, and what a model makes of it, with its error. Then come totals of all warps, which the schedulers and the memory
+must serve.
 
     before, after = (score(make_kernel(hole), run, hole) for hole in (one_thread, tree))
     compare(before, after)          # a table, also as HTML
@@ -112,7 +113,9 @@ def count(kernel: Any, run: Callable[[Any], object], hole: Callable | None = Non
         ``run`` did not launch the kernel, or that did not call ``hole``.
     """
     if not simulator.ENABLED:
-        raise RuntimeError("the simulator counts, and kernels run on a GPU here: call this by steps.simulate.in_simulator")
+        raise RuntimeError(
+            "the simulator counts, and kernels run on a GPU here: call this by steps.simulate.in_simulator"
+        )
     with simulator.profile() as profile:
         run(kernel)
     if kernel.__name__ not in [each.name for each in profile.kernels]:
@@ -131,8 +134,8 @@ def score(
 ) -> Score:
     """Count what a kernel does, or the functions of a hole in it; parameters and errors are those of `count`.
 
-    ``name`` heads the column, by default the name of the hole or the kernel. ``gpu`` is the one whose recorded latencies
-    the model takes.
+    ``name`` heads the column, by default the name of the hole or the kernel. ``gpu`` is the one whose recorded
+    latencies the model takes.
     """
     counted = count(kernel, run, hole)
     path, total = counted.critical_path, counted.total

@@ -1,4 +1,4 @@
-"""What an exercise says of an answer: one of five states, a sentence, a score, and the function that the lesson goes on with."""
+"""What an exercise says of an answer: a state, a sentence, a score, and the function that the lesson goes on with."""
 
 import html
 from dataclasses import dataclass
