@@ -13,8 +13,9 @@ import scan_lesson as lesson
 from numba import cuda, int32
 
 from moe_numba.course.bench.latencies import latencies
+from moe_numba.course.bench.records.kernel_hash import ast_hash
 from moe_numba.course.grader import Wrong, expect_equal
-from moe_numba.course.steps import chain_model
+from moe_numba.course.steps import chain_model, recorded
 from moe_numba.course.steps.exercises import Break, Build, Diagnose, predict
 from moe_numba.course.steps.score import compare, count, score
 from moe_numba.simulator.vector import launch as launches
@@ -57,8 +58,8 @@ def test_the_table_has_the_critical_path_first_and_says_the_model_s_error(scores
     text = str(compare(scores["one thread"], scores["Blelloch"]))
     assert text.index("critical path") < text.index("model") < text.index("all warps")
     assert "shuffles" not in text and "only a GPU decides" in text  # it executes more lines in all
-    for modelled, recorded in chain_model.compared_us().values():
-        assert f"{modelled / recorded:.2f}" in text
+    for modelled, measured in chain_model.compared_us().values():
+        assert f"{modelled / measured:.2f}" in text
     page = compare(scores["Blelloch"], scores["warp 0 scans"])._repr_html_()
     assert 'class="down"' in page and "the gain is beyond the model" in page
 
@@ -292,3 +293,27 @@ def test_a_barrier_too_few():
     assert exercise.check(lesson.add_in_a_loop).state == "refused"
     found = exercise.check(lesson.one_barrier_less)
     assert found.state in ("right", "wrong") and "scan_lesson.py" in found.text
+
+
+# --- recorded times -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """A record that has timed `align` with one thread."""
+    row = {"step": "one thread", "size": {"tokens": 4096}, "kernel_us": {"median": 24.7}}
+    row["kernels"] = [{"name": "align", "ast": ast_hash(lesson.make_align(lesson.serial_scan))}]
+    monkeypatch.setattr(recorded.records, "recorded", lambda topic, gpu: {"rows": [row]} if topic == "scan" else None)
+
+
+@pytest.mark.parametrize(
+    "topic, scan, tokens, text",
+    [
+        ("scan", lesson.serial_scan, 4096, "recorded on an H200: 24.70 us"),
+        ("scan", lesson.blelloch_scan, 4096, "your version: not timed (the lesson's took 24.70 us on an H200)"),
+        ("scan", lesson.serial_scan, 64, "not recorded on an H200 with tokens = 64"),
+        ("other", lesson.serial_scan, 4096, "not recorded on an H200 with tokens = 4096"),
+    ],
+)
+def test_a_recorded_time_belongs_to_the_code_and_the_size(record, topic, scan, tokens, text):
+    assert recorded.describe(topic, "one thread", lesson.make_align(scan), {"tokens": tokens}) == text
