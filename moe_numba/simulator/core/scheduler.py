@@ -310,7 +310,9 @@ class World:
             cause = self.unknown_use if is_cause else self._failed
             if isinstance(error, DataRace) and self._failed is not None:
                 error.add_note(f"another thread failed, perhaps because of it: {self._failed}")
-            elif cause is not None and error is not cause:  # such as a barrier at which the thread that failed is missing
+            elif (
+                cause is not None and error is not cause
+            ):  # such as a barrier at which the thread that failed is missing
                 raise cause from None
             raise
         finally:

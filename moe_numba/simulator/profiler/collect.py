@@ -314,7 +314,7 @@ class Collector:
         waits, collectives, passed = {}, {}, set()
         for t in threads:
             lane, where = t.profile, t.waits
-            if where is None:
+            if where is None or where is CONVERGING:
                 continue
             counters = lane.frame and lane.frame.counters
             if isinstance(where, Rendezvous):

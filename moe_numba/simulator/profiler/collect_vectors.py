@@ -258,12 +258,8 @@ class _Launch:
         """Count the statements that are noted."""
         notes, self.executions = self.executions, []
         for alike in _by(lambda note: note[3].gang.size, notes):
-            size, times = alike[0][3].gang.size, np.array([note[2] for note in alike])
-            masks = np.ones((len(alike), size), bool)
-            for row, note in enumerate(alike):
-                if note[1] is not None:
-                    masks[row] = note[1]
-            lanes = np.count_nonzero(_by_warp(masks, False), axis=2)
+            active, mask_of = _distinct_masks([note[1] for note in alike], alike[0][3].gang.size)
+            lanes, times = np.count_nonzero(active, axis=2)[mask_of], np.array([note[2] for note in alike])
             counts = times[:, None] * (lanes > 0)
             self._add_rows(alike, "executions", counts)
             for (line, *_), executions, active in zip(alike, counts.sum(1), times * lanes.sum(1), strict=True):
@@ -272,12 +268,14 @@ class _Launch:
 
     def _add_rows(self, notes, counter, counts):
         """Add counts [note, warp]; a note begins with its line and ends with its `_Notes` and phase."""
-        first = [
-            _key(own.block, phase, self.kernel.phases.column(line, counter), own.first_warp)
-            for line, *_, own, phase in notes
-        ]
-        keys = np.array(first, np.int64)[:, None] + np.arange(counts.shape[1])
+        keys = self._keys(notes, counter)[:, None] + np.arange(counts.shape[1])
         self._add(keys.reshape(-1), counts.reshape(-1))
+
+    def _keys(self, notes, counter):
+        """Return the key of the first warp of each note."""
+        columns = {line: self.kernel.phases.column(line, counter) for line in {note[0] for note in notes}}
+        keys = [_key(own.block, phase, columns[line], own.first_warp) for line, *_, own, phase in notes]
+        return np.array(keys, np.int64)
 
     def count(self):
         """Count the accesses that are noted."""
@@ -286,23 +284,14 @@ class _Launch:
             self._count_alike(alike)
 
     def _count_alike(self, notes):
-        """Count accesses of one operation, space and size, by gangs of one size."""
-        (_, operation, space, width, *_, own, _), lines = notes[0], {}
-        addresses = np.empty((len(notes), own.gang.size), np.int64)
-        active, line_of = np.ones((len(notes), own.gang.size), bool), np.empty(len(notes), np.int64)
-        for row, (line, _, _, _, address, step, index, mask, _, _) in enumerate(notes):
-            addresses[row] = index
-            addresses[row] *= step
-            addresses[row] += address
-            if mask is not None:
-                active[row] = mask
-            line_of[row] = lines.setdefault(line, len(lines))
-        active = _by_warp(active, False)
-        shape = active.shape[:2]
-        addresses, active = _by_warp(addresses, 0).reshape(-1, 32), active.reshape(-1, 32)
+        """Count accesses of one operation, space and size, by gangs of one size: a request of each warp with a lane."""
+        (_, operation, space, width), size = notes[0][:4], notes[0][8].gang.size
+        active, mask_of = _distinct_masks([note[7] for note in notes], size)
+        note, warp = (np.count_nonzero(active, axis=2) > 0)[mask_of].nonzero()
+        active = active[mask_of[note], warp]
+        addresses = self._addresses(notes, size, note, warp)
         lanes = np.count_nonzero(active, axis=1)
-        requests = (lanes > 0).astype(np.int64)
-        found = {"requests": requests, "lanes": lanes, "bytes": width * lanes}
+        found = {"requests": np.ones(len(note), np.int64), "lanes": lanes, "bytes": width * lanes}
         if space == "global":
             found["sectors"] = sectors_of(addresses, active, width)
         if space == "shared" and operation != "atomic":
@@ -311,27 +300,36 @@ class _Launch:
             )
             conflicts = found["wavefronts"] - found["ideal_wavefronts"]
             if conflicts.any():
-                self._add_rows(notes, "bank_conflicts", conflicts.reshape(shape))
+                self._add(self._keys(notes, "bank_conflicts")[note] + warp, conflicts)
         if counter := access_counter(space, operation):
-            self._add_rows(notes, counter, requests.reshape(shape))
+            self._add(self._keys(notes, counter)[note] + warp, found["requests"])
+        lines = {line: number for number, line in enumerate(dict.fromkeys(note[0] for note in notes))}
+        line_of = np.array([lines[note[0]] for note in notes])[note]
         kinds = [line.accesses.setdefault((space, operation, width), Accesses()) for line in lines]
         for name, values in found.items():
-            sums = np.bincount(line_of, values.reshape(shape).sum(1))
-            for kind, more in zip(kinds, sums.astype(np.int64).tolist(), strict=True):
+            for kind, more in zip(kinds, np.bincount(line_of, values).astype(np.int64).tolist(), strict=True):
                 setattr(kind, name, getattr(kind, name) + more)
         if operation == "atomic":
-            self._count_contention(notes, kinds, line_of, addresses, active, shape)
+            most, addresses, distinct = contention_of(addresses, active)
+            if space == "shared":  # blocks have shared memory of their own
+                addresses = addresses + np.array([own.block << 32 for *_, own, _ in notes])[note][:, None]
+            for number, kind in enumerate(kinds):
+                rows = line_of == number
+                kind.contention = max(kind.contention, int(most[rows].max()))
+                self.contending.setdefault(kind, []).append(addresses[rows][distinct[rows]])
 
-    def _count_contention(self, notes, kinds, line_of, addresses, active, shape):
-        """Count how many lanes, and keep which requests, update one address."""
-        most, addresses, distinct = contention_of(addresses, active)
-        if notes[0][2] == "shared":  # blocks have shared memory of their own
-            addresses = addresses + np.repeat([own.block << 32 for *_, own, _ in notes], shape[1])[:, None]
-        line_of = line_of.repeat(shape[1])
-        for number, kind in enumerate(kinds):
-            rows = line_of == number
-            kind.contention = max(kind.contention, int(most[rows].max()))
-            self.contending.setdefault(kind, []).append(addresses[rows][distinct[rows]])
+    def _addresses(self, notes, size, note, warp):
+        """Return the byte addresses [request, lane] of the requests of these notes and warps."""
+        varying = np.array([type(n[6]) is np.ndarray for n in notes])
+        base = np.array([n[4] if v else n[4] + int(n[6]) * n[5] for n, v in zip(notes, varying)], np.int64)
+        addresses = np.repeat(base[note][:, None], 32, axis=1)
+        if varying.any():
+            which = np.cumsum(varying) - 1  # of the arrays of indices
+            indices = _by_warp(np.stack([n[6] for n, v in zip(notes, varying) if v]).astype(np.int64, copy=False), 0)
+            rows = varying[note]
+            steps = np.array([n[5] for n in notes])[note[rows]]
+            addresses[rows] += indices[which[note[rows]], warp[rows]] * steps[:, None]
+        return addresses
 
 
 _BLOCK_BITS = 40
@@ -347,6 +345,16 @@ def _by(key, notes):
     for note in notes:
         groups.setdefault(key(note), []).append(note)
     return list(groups.values())
+
+
+def _distinct_masks(masks, size):
+    """Return the distinct ones of some masks as [mask, warp, lane], and the number of each mask's."""
+    numbers, distinct = {}, []
+    for mask in masks:
+        if id(mask) not in numbers:
+            numbers[id(mask)] = len(distinct)
+            distinct.append(np.ones(size, bool) if mask is None else mask)
+    return _by_warp(np.stack(distinct), False), np.array([numbers[id(mask)] for mask in masks])
 
 
 def _by_warp(values, filler):

@@ -51,10 +51,10 @@ def load(mask, x, index):
 
 
 def note_read(x, entry):
-    """Put a read of an array or pointer into the log; one of shared memory is checked, too."""
+    """Put a read into the log; one of shared memory is checked, too. `x`: the array or pointer, if a profile counts it."""
     gang = state.gang
     gang.log.reads.append(entry)
-    if gang.notes is not None:
+    if gang.notes is not None and x is not None:
         gang.notes.access("load", x, *entry[:6])
     if entry[0].shared is not None:
         if entry[0].shared.detector is not None:

@@ -220,7 +220,11 @@ def load_shared(function):
         if index.min() < 0 or (array.address + 4 * index & 4 * min(count, 4) - 1).any():
             raise Unsupported("a vector access that is not aligned or out of bounds")
         region = array.region or access.region_of(array)
-        access.note_read(array, (region, array.address, 4, 4 * count, index, mask, None))
+        access.note_read(None, (region, array.address, 4, 4 * count, index, mask, None))
+        if state.gang.notes is not None:
+            for i in range(0, count, 4):
+                size = 4 * min(4, count - i)
+                state.gang.notes.access("load", array, region, array.address + 4 * i, 4, size, index, mask)
         return LaneFragment(array.array.take(index[:, None] + np.arange(count)))
 
     return load
