@@ -51,7 +51,7 @@ def load(mask, x, index):
 
 
 def note_read(x, entry):
-    """Put a read into the log; one of shared memory is checked, too. `x`: the array or pointer, if a profile counts it."""
+    """Put a read into the log; one of shared memory is checked, too. A profile counts that of `x`, not of None."""
     gang = state.gang
     gang.log.reads.append(entry)
     if gang.notes is not None and x is not None:
