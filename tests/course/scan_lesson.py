@@ -1,5 +1,6 @@
 """The kernels of a lesson in the form of the second edition: an alignment with a hole for its scan, and four scans."""
 
+import numpy as np
 import torch
 
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
@@ -7,7 +8,10 @@ from moe_numba import simulator  # before numba: it selects the simulator or the
 # isort: split
 from numba import cuda, int32, uint32
 
+from moe_numba.course.grader import expect_equal
 from moe_numba.course.steps.align_runs import poisoned, random_ids
+from moe_numba.course.steps.exercises import Build
+from moe_numba.course.steps.score import count
 from moe_numba.ptx.memory import st_global_s32x4
 from moe_numba.runtime.launch import launch
 
@@ -183,3 +187,40 @@ def every_warp_scans(inclusive):
     cuda.syncthreads()
     scanned = warp_scan(sums[lane] if lane < warps else int32(0))
     return cuda.shfl_sync(FULL, scanned, warp - 1) if warp > 0 else int32(0)
+
+
+def _around(answer):
+    @cuda.jit
+    def around(x, out):
+        out[cuda.threadIdx.x] = answer(x[cuda.threadIdx.x])
+
+    return around
+
+
+def _run_around(kernel, lanes=64):
+    x, out = np.arange(lanes, dtype=np.int32) % 7, np.full(lanes, -7, np.int32)
+    kernel[1, lanes](x, out)
+    return x, out
+
+
+def _test_scan(answer):
+    x, out = _run_around(_around(answer))
+    expect_equal("the scan", out, x.reshape(-1, 32).cumsum(1).ravel())
+
+
+SCAN = Build(
+    "scan-1",
+    "the sum of x over lanes 0 to this one",
+    own=warp_scan,
+    test=_test_scan,
+    profile=lambda answer: count(_around(answer), _run_around, answer),
+    counter="shuffles",
+    par=5,
+    par_is_bound=True,
+    forbidden={
+        "shared_load_requests": "it exchanges values through shared memory",
+        "votes": "it uses votes; the exercise is about shuffles",
+    },
+    over_par="What could a lane learn from lane - 16 in one step?",
+    home="scan_lesson:SCAN",
+)

@@ -3,6 +3,12 @@
 The lesson, a scan within an alignment, is `helpers.scan_lesson`. Nothing of the package is patched.
 """
 
+import inspect
+import os
+import sys
+import types
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -14,10 +20,11 @@ from numba import cuda, int32
 
 from moe_numba.course.bench.latencies import latencies
 from moe_numba.course.bench.records.kernel_hash import ast_hash
-from moe_numba.course.grader import Wrong, expect_equal
+from moe_numba.course.grader import Wrong
 from moe_numba.course.steps import chain_model, recorded
-from moe_numba.course.steps.exercises import Break, Build, Diagnose, predict
-from moe_numba.course.steps.score import compare, count, score
+from moe_numba.course.steps.exercises import Break, Diagnose, predict
+from moe_numba.course.steps.score import compare, score
+from moe_numba.runtime.changed_source import define
 from moe_numba.simulator.vector import launch as launches
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="the simulator counts: set MOE_NUMBA_SIMULATE=1")
@@ -89,42 +96,6 @@ def test_what_cannot_be_counted_is_refused():
 
 
 # --- build --------------------------------------------------------------------------------------------------------
-
-
-def _around(answer):
-    @cuda.jit
-    def around(x, out):
-        out[cuda.threadIdx.x] = answer(x[cuda.threadIdx.x])
-
-    return around
-
-
-def _run_around(kernel, lanes=64):
-    x, out = np.arange(lanes, dtype=np.int32) % 7, np.full(lanes, -7, np.int32)
-    kernel[1, lanes](x, out)
-    return x, out
-
-
-def _test_scan(answer):
-    x, out = _run_around(_around(answer))
-    expect_equal("the scan", out, x.reshape(-1, 32).cumsum(1).ravel())
-
-
-SCAN = Build(
-    "scan-1",
-    "the sum of x over lanes 0 to this one",
-    own=lesson.warp_scan,
-    test=_test_scan,
-    profile=lambda answer: count(_around(answer), _run_around, answer),
-    counter="shuffles",
-    par=5,
-    par_is_bound=True,
-    forbidden={
-        "shared_load_requests": "it exchanges values through shared memory",
-        "votes": "it uses votes; the exercise is about shuffles",
-    },
-    over_par="What could a lane learn from lane - 16 in one step?",
-)
 
 
 @cuda.jit(device=True)
@@ -223,7 +194,7 @@ def blackboard(x):
     ],
 )
 def test_answers_to_a_build_exercise(answer, state, text, number):
-    verdict = SCAN.check(answer)
+    verdict = lesson.SCAN.check(answer)
     assert (verdict.state, verdict.score) == (state, number), verdict
     assert text in str(verdict)
     assert (verdict.answer is answer) == (state in ("right", "over par"))
@@ -239,14 +210,25 @@ def test_an_answer_below_a_par_that_is_a_bound_is_refused():
             total = int32(total + i % 7)
         return total
 
-    verdict = SCAN.check(recomputes)
+    verdict = lesson.SCAN.check(recomputes)
     assert verdict.state == "refused" and "with 0 shuffles it cannot do what was asked" in verdict.text
 
 
 def test_an_answer_flows_into_the_next_step(scores, capsys):
-    answer = SCAN.use(one_by_one)
+    answer = lesson.SCAN.use(one_by_one)
     assert answer is one_by_one
     assert "right, with 31 shuffles; par is 5" in capsys.readouterr().out
+
+
+def test_on_a_gpu_another_process_judges(monkeypatch):
+    notebook = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    source = "from numba import cuda\n\n\n" + inspect.getsource(without_guard).replace("FULL", "0xFFFFFFFF")
+    vars(notebook).update(define(source.replace("int32(", "("), {"__name__": "__main__"}, "cell_of_a_notebook.py"))
+    monkeypatch.setattr(simulator, "ENABLED", False)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    verdict = lesson.SCAN.check(notebook.without_guard)
+    assert (verdict.state, verdict.answer) == ("wrong", lesson.warp_scan) and "the scan[1] is 16" in verdict.text
 
 
 # --- predict, diagnose, break -------------------------------------------------------------------------------------

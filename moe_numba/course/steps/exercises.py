@@ -8,7 +8,9 @@ A lesson's module defines them as data; a cell of the page checks an answer, and
 """
 
 import ast
+import importlib
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from typing import Any
 from moe_numba import simulator
 from moe_numba.course.grader import Wrong, fault
 from moe_numba.course.steps.score import Score, compare
+from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG, Verdict
 from moe_numba.simulator.profiler.report import Counted
 
@@ -55,6 +58,8 @@ class Build:
         A question that leads from a right answer to one at par.
     hint : str
     seeds : int
+    home : str, optional
+        "module:name" of this exercise. Where kernels run on a GPU, a process with the simulator finds it there.
     """
 
     name: str
@@ -70,21 +75,25 @@ class Build:
     over_par: str = ""
     hint: str = ""
     seeds: int = 4
+    home: str = ""
 
     def check(self, answer: Any = ...) -> Verdict:
         """Test an answer; ``...``, or a function that only returns a constant, counts as none."""
         if answer is ... or is_stub(answer):
             return self._verdict(OPEN, f"not answered yet: write {self.task}")
+        return self._verdict(*_in_simulator(self, answer), answer)
+
+    def judge(self, answer: Any) -> tuple[str, str, float | None]:
+        """Return the state, a sentence and the score of an answer, in the simulator."""
         if (wrong := fault(self._test, answer)) is not None:
-            return self._verdict(WRONG, wrong)
+            return WRONG, wrong, None
         counted = self.profile(answer)
         score = getattr(counted.critical_path, self.counter)
         if (reason := self._avoids(counted, score)) is not None:
-            return self._verdict(REFUSED, f"the result is right, but {reason}")
+            return REFUSED, f"the result is right, but {reason}", None
         if score > self.par:
-            text = f"right, with {score} {self.counter}; par is {self.par}. {self.over_par}".rstrip()
-            return self._verdict(OVER_PAR, text, score, answer)
-        return self._verdict(RIGHT, f"right, with {score} {self.counter}; par is {self.par}", score, answer)
+            return OVER_PAR, f"right, with {score} {self.counter}; par is {self.par}. {self.over_par}".rstrip(), score
+        return RIGHT, f"right, with {score} {self.counter}; par is {self.par}", score
 
     def use(self, answer: Any = ...) -> Any:
         """Display the verdict on an answer, and return what the next cells use."""
@@ -114,10 +123,10 @@ class Build:
         return None
 
     def _verdict(self, state, text, score=None, answer=None):
-        notes = () if answer is not None else ("The next cells use the lesson's own answer.",)
-        return Verdict(
-            self.name, state, text, score, self.own if answer is None else answer, None, notes, self.hint, self.own
-        )
+        goes_on = state in (RIGHT, OVER_PAR)
+        notes = () if goes_on else ("The next cells use the lesson's own answer.",)
+        answer = answer if goes_on else self.own
+        return Verdict(self.name, state, text, score, answer, None, notes, self.hint, self.own)
 
 
 @dataclass(frozen=True)
@@ -207,6 +216,8 @@ class Break:
     barrier : str
         The statement that may be missing once.
     seeds : int
+    home : str, optional
+        As for `Build`.
     """
 
     name: str
@@ -215,6 +226,7 @@ class Break:
     race: Callable[[Any], str | None]
     barrier: str = "cuda.syncthreads()"
     seeds: int = 8
+    home: str = ""
 
     def check(self, answer: Any = ...) -> Verdict:
         """Judge an answer: exactly one barrier less, right under all thread orders, and a race."""
@@ -223,21 +235,38 @@ class Break:
         if _text(_tree(answer)) not in self._with_one_barrier_less():
             text = f"only one `{self.barrier}` of the original may be missing; everything else must stay"
             return Verdict(self.name, REFUSED, text)
+        state, text, _ = _in_simulator(self, answer)
+        return Verdict(self.name, state, text, answer=answer if state == RIGHT else self.original)
+
+    def judge(self, answer: Any) -> tuple[str, str, None]:
+        """Return the state and a sentence of an answer that lacks one barrier, in the simulator."""
         found = self.race(answer)
         if found is None:
-            return Verdict(self.name, WRONG, "the race detector finds nothing: that barrier was not needed")
+            return WRONG, "the race detector finds nothing: that barrier was not needed", None
         passed = [self.passes(answer, seed) for seed in range(self.seeds)]
         if not all(passed):
-            text = f"wrong under {passed.count(False)} of {self.seeds} thread orders: a test may find this one\n{found}"
-            return Verdict(self.name, WRONG, text)
-        return Verdict(
-            self.name, RIGHT, f"right under all {self.seeds} thread orders, and still:\n{found}", answer=answer
-        )
+            wrong = f"wrong under {passed.count(False)} of {self.seeds} thread orders: a test may find this one"
+            return WRONG, f"{wrong}\n{found}", None
+        return RIGHT, f"right under all {self.seeds} thread orders, and still:\n{found}", None
 
     def _with_one_barrier_less(self):
         """Return the trees that are left if one barrier is taken out."""
         count = sum(ast.unparse(n) == self.barrier for n in ast.walk(_tree(self.original)) if isinstance(n, ast.Expr))
         return {_text(_Remover(self.barrier, number).visit(_tree(self.original))) for number in range(count)}
+
+
+def _in_simulator(exercise, answer):
+    """Return ``exercise.judge(answer)``, from a process with the simulator where kernels run on a GPU."""
+    if simulator.ENABLED:
+        return exercise.judge(answer)
+    if not exercise.home:
+        raise ValueError(f"exercise {exercise.name} has no home, by which a process with the simulator finds it")
+    return in_simulator(_judge_by_name, exercise.home, answer.__name__, functions=[answer])
+
+
+def _judge_by_name(home, answer):
+    module, _, name = home.partition(":")
+    return getattr(importlib.import_module(module), name).judge(getattr(sys.modules["__main__"], answer))
 
 
 def is_stub(answer: Any) -> bool:
