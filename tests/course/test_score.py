@@ -23,8 +23,9 @@ from moe_numba.course.bench.records.kernel_hash import ast_hash
 from moe_numba.course.grader import Wrong
 from moe_numba.course.steps import chain_model, recorded
 from moe_numba.course.steps.exercises import Break, Diagnose, predict
-from moe_numba.course.steps.score import compare, score
+from moe_numba.course.steps.score import TOTAL, compare, score
 from moe_numba.runtime.changed_source import define
+from moe_numba.runtime.sass import disassembler
 from moe_numba.simulator.vector import launch as launches
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="the simulator counts: set MOE_NUMBA_SIMULATE=1")
@@ -74,6 +75,15 @@ def test_the_table_has_the_critical_path_first_and_says_the_model_s_error(scores
 def test_a_gain_below_the_model_s_error_is_left_to_a_gpu(scores):
     fewer = scores["warp 0 scans"], scores["warp 0 scans"]
     assert compare(*fewer).notes[-1] == "The latencies differ by less than the model's error: only a GPU decides."
+
+
+@pytest.mark.skipif(not disassembler(), reason="without nvdisasm the lines of instructions are not known")
+def test_instructions_of_a_hole(scores):
+    """The hole is inlined: its instructions belong to it, not to the line of the call."""
+    scan = SCANS["warp 0 scans"]
+    found = score(lesson.make_align(scan), lesson.run, scan, instructions=True)
+    assert found.rows[TOTAL, "lines"] < found.rows[TOTAL, "instructions"] < 20 * found.rows[TOTAL, "lines"]
+    assert "instructions" in str(found) and "instructions" not in str(scores["warp 0 scans"])
 
 
 def test_the_model_orders_the_recorded_scans():

@@ -95,7 +95,9 @@ class Score:
         return compare(self)._repr_html_()
 
 
-def count(kernel: Any, run: Callable[[Any], object], hole: Callable | None = None) -> KernelProfile | Part:
+def count(
+    kernel: Any, run: Callable[[Any], object], hole: Callable | None = None, gpu: str | None = None
+) -> KernelProfile | Part:
     """Profile a kernel, or only what a device function in it and those that it calls do.
 
     Parameters
@@ -104,6 +106,8 @@ def count(kernel: Any, run: Callable[[Any], object], hole: Callable | None = Non
     run : callable
         ``run(kernel)`` launches it, on small inputs.
     hole : device function, optional
+    gpu : str, optional
+        Compile for this GPU, too, which takes some seconds.
 
     Raises
     ------
@@ -116,7 +120,7 @@ def count(kernel: Any, run: Callable[[Any], object], hole: Callable | None = Non
         raise RuntimeError(
             "the simulator counts, and kernels run on a GPU here: call this by steps.simulate.in_simulator"
         )
-    with simulator.profile() as profile:
+    with simulator.profile(gpu) as profile:
         run(kernel)
     if kernel.__name__ not in [each.name for each in profile.kernels]:
         raise ValueError(f"run did not launch kernel {kernel.__name__}, so there is nothing to count")
@@ -130,17 +134,25 @@ def count(kernel: Any, run: Callable[[Any], object], hole: Callable | None = Non
 
 
 def score(
-    kernel: Any, run: Callable[[Any], object], hole: Callable | None = None, name: str = "", gpu: str = "H200"
+    kernel: Any,
+    run: Callable[[Any], object],
+    hole: Callable | None = None,
+    name: str = "",
+    gpu: str = "H200",
+    instructions: bool = False,
 ) -> Score:
     """Count what a kernel does, or the functions of a hole in it; parameters and errors are those of `count`.
 
     ``name`` heads the column, by default the name of the hole or the kernel. ``gpu`` is the one whose recorded
-    latencies the model takes.
+    latencies the model takes. With ``instructions`` the kernel is compiled for it, and the totals have an estimate of
+    the instructions that warps execute; it is wrong for loops that the compiler unrolls.
     """
-    counted = count(kernel, run, hole)
+    counted = count(kernel, run, hole, gpu if instructions else None)
     path, total = counted.critical_path, counted.total
     rows: dict[tuple[str, str], float] = {(PATH, row): getattr(path, name) for name, row in _PATH_ROWS.items()}
     rows[MODEL, "latency"] = chain_us(counted, gpu)
+    if instructions:
+        rows[TOTAL, "instructions"] = counted.estimated_instructions or 0
     rows |= {(TOTAL, row): getattr(total, name) for name, row in _TOTAL_ROWS.items()}
     rows[TOTAL, "launches"] = len(counted.kernel.launches)
     return Score(name or (hole or kernel).__name__, rows, gpu)
@@ -155,7 +167,7 @@ class Comparison:
     def rows(self) -> Iterator[tuple[str, str, list[float]]]:
         """Yield (section, row, numbers) of rows in which a score is not zero."""
         for section, row in self.scores[0].rows:
-            numbers = [each.rows[section, row] for each in self.scores]
+            numbers = [each.rows.get((section, row), 0) for each in self.scores]
             if any(numbers):
                 yield section, row, numbers
 
