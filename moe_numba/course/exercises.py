@@ -5,7 +5,6 @@ A module per notebook, such as ``start``, has a dict ``EXERCISES`` of `Exercise`
 folded. A wrong answer raises no error, so that a notebook with all its stubs runs to its end.
 """
 
-import html
 import importlib
 import sys
 from collections.abc import Callable
@@ -15,17 +14,9 @@ from typing import Any
 from moe_numba import simulator
 from moe_numba.course.grader import fault, is_kernel
 from moe_numba.course.steps.simulate import in_simulator
-from moe_numba.runtime.changed_source import source_of
+from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
 
-__all__ = ["Exercise", "Result", "exercise"]
-
-_STYLE = """
-.exercise { border-left: 4px solid; padding: .2em .8em; font: 14px/1.5 system-ui, sans-serif }
-.exercise.right { border-color: rgb(46, 160, 67) }
-.exercise.wrong { border-color: rgb(230, 130, 13) }
-.exercise pre { font: 12px/1.45 ui-monospace, Menlo, Consolas, monospace; overflow-x: auto }
-.exercise summary { cursor: pointer }
-""".strip()
+__all__ = ["Exercise", "exercise"]
 
 
 @dataclass(frozen=True)
@@ -50,13 +41,17 @@ class Exercise:
     solution: Any
     name: str = ""
 
-    def check(self, answer: Any = ...) -> "Result":
+    def check(self, answer: Any = ...) -> Verdict:
         """Test an answer. ``...``, which stubs contain, counts as none."""
         if answer is ... or (isinstance(answer, (tuple, list)) and any(part is ... for part in answer)):
-            return Result(self, f"not answered yet: the answer is {self.task}")
+            return self._verdict(OPEN, f"not answered yet: the answer is {self.task}")
         if callable(self.solution) and not is_kernel(self.solution) and not callable(answer):
-            return Result(self, f"the answer must be a function, not {answer!r}")
-        return Result(self, self._wrong(answer))
+            return self._verdict(WRONG, f"the answer must be a function, not {answer!r}")
+        wrong = self._wrong(answer)
+        return self._verdict(WRONG if wrong else RIGHT, wrong or "right")
+
+    def _verdict(self, state, text):
+        return Verdict(self.name, state, text, hint=self.hint, solution=self.solution)
 
     def _wrong(self, answer):
         if not is_kernel(answer):
@@ -66,28 +61,6 @@ class Exercise:
         if simulator.ENABLED:
             return run_kernel(self.name, answer)
         return in_simulator(_run_by_name, self.name, answer.__name__, functions=[answer])
-
-
-@dataclass(frozen=True)
-class Result:
-    """What `Exercise.check` found: ``wrong`` is None, or what is wrong with the answer."""
-
-    exercise: Exercise
-    wrong: str | None
-
-    def __str__(self):
-        return f"{self.exercise.name}: {self.wrong or 'right'}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self):
-        exercise, solution = self.exercise, source_of(self.exercise.solution).rstrip()
-        return (
-            f'<div class="exercise {"wrong" if self.wrong else "right"}"><style>{_STYLE}</style>'
-            f"<b>Exercise {html.escape(exercise.name)}:</b> {html.escape(self.wrong or 'right')}"
-            f"<details><summary>Hint</summary>{html.escape(exercise.hint)}</details>"
-            f"<details><summary>Solution</summary><pre>{html.escape(solution)}</pre></details></div>"
-        )
 
 
 def exercise(name: str) -> Exercise:

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_numba import simulator
-from moe_numba.simulator.profiler.report import source_text
 
 TIMEOUT_S = 60  # for an answer with an endless loop; tests take a few seconds
 
@@ -41,20 +40,23 @@ _FINDINGS = {
     "ClusterError": "the CTAs of a cluster are not synchronised",
     "CompileError": "Numba would not compile it",
 }
-_COUNTERS = {  # functions of the events that `simulator.trace` records and of `simulator.profile`'s report of a kernel
-    "global atomics": lambda events, report: sum(e.what.startswith("global atomic") for e in events),
-    "shuffles by each lane": lambda events, report: sum(e.what.startswith("shfl") and not e.lane for e in events),
-    "shuffles that only some lanes execute": lambda events, report: sum(
-        line.divergence < 1 and "shfl" in source_text(line) for line in report.lines
+_COUNTERS = {  # functions of `simulator.profile`'s report of a kernel
+    "global atomics": lambda report: sum(
+        found.lanes for (space, operation, _), found in report.total.accesses.items() if (space, operation) == _ATOMIC
     ),
-    "bank conflicts": lambda events, report: report.total.bank_conflicts,
-    "bytes of shared memory": lambda events, report: report.launches[0]["shared_bytes"],
-    "bytes stored to other CTAs": lambda events, report: report.total.distributed_shared_bytes,
-    "loaded sectors": lambda events, report: report.total.global_load_sectors,
-    "sectors per load": lambda events, report: max(
+    "shuffles by each lane": lambda report: report.total.shuffles,
+    "shuffles that only some lanes execute": lambda report: sum(
+        line.shuffles for line in report.lines if line.divergence < 1
+    ),
+    "bank conflicts": lambda report: report.total.bank_conflicts,
+    "bytes of shared memory": lambda report: report.launches[0]["shared_bytes"],
+    "bytes stored to other CTAs": lambda report: report.total.distributed_shared_bytes,
+    "loaded sectors": lambda report: report.total.global_load_sectors,
+    "sectors per load": lambda report: max(
         line.global_load_sectors / max(line.global_load_requests, 1) for line in report.lines
     ),
 }
+_ATOMIC = "global", "atomic"
 
 
 class Wrong(Exception):
@@ -110,14 +112,14 @@ def kernel_test(
                 with case(", ".join(filter(None, (run.case, order)))), simulator.seed(seed):
                     run(kernel)
         if at_most or at_least:
-            with simulator.trace(accesses=True) as events, simulator.profile() as profile:
+            with simulator.profile() as profile:
                 runs[-1](kernel)
             (report,) = profile.kernels
             with case(runs[-1].case):
                 for name, most in (at_most or {}).items():
-                    expect_between(name, _COUNTERS[name](events, report), most=most)
+                    expect_between(name, _COUNTERS[name](report), most=most)
                 for name, least in (at_least or {}).items():
-                    expect_between(name, _COUNTERS[name](events, report), least=least)
+                    expect_between(name, _COUNTERS[name](report), least=least)
 
     return test
 

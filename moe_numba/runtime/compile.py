@@ -83,7 +83,7 @@ def assemble(compiled, arch):
 def _compile(kernel, signature, arch, link_arch, launch_bounds, lto, cpp_entry, lineinfo):
     if cpp_entry or TENSOR_MAP in signature:
         return _compile_with_entry(kernel, signature, arch, link_arch, launch_bounds)
-    with _compiling_for(arch):
+    with _compiling_for(arch, lineinfo):
         codes, _ = cuda.compile_all(
             kernel.py_func,
             types.void(*map(_numba_type, signature)),
@@ -179,7 +179,7 @@ def _link(codes, arch, lto, lineinfo=False):
 
 
 @contextlib.contextmanager
-def _compiling_for(arch):
+def _compiling_for(arch, lineinfo=False):
     """Let Numba compile for ``arch``; it would ask the current device, and the driver which PTX it takes."""
     from numba.cuda import dispatcher
     from numba.cuda.cudadrv import nvrtc
@@ -189,9 +189,11 @@ def _compiling_for(arch):
 
     def compile_device(function, args, return_type=None):
         # Numba compiles a device function once for all architectures; our intrinsics differ between them.
-        if getattr(function, "_compiled_for", None) != arch:
+        # It also keeps the source lines of a device function only if that was declared with them.
+        if getattr(function, "_compiled_for", None) != (arch, lineinfo):
             function.overloads.clear()
-            function._compiled_for = arch
+            function.targetoptions["lineinfo"] = lineinfo
+            function._compiled_for = arch, lineinfo
         return saved[2](function, args, return_type)
 
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=arch)

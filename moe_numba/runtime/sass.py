@@ -87,10 +87,10 @@ def disassemble(cubin, *options):
 
 
 def sass_per_line(text):
-    """Count the instructions of each source line in what ``disassemble`` returns with ``"-g"``.
+    """Count the instructions of each source line in what ``disassemble`` returns with ``"-gi"`` or ``"-g"``.
 
-    Instructions of inlined device functions count for the line of the call. The padding after a kernel's end does not
-    count.
+    Instructions of an inlined device function count for its own line; with ``"-g"``, for the line of the call. The
+    padding after a kernel's end does not count.
 
     Returns
     -------
@@ -100,7 +100,8 @@ def sass_per_line(text):
     counts, site, previous = {}, None, ""
     for line in text.splitlines():
         if found := _LINE.search(line):
-            site = found[1], int(found[2])
+            if not _LINE.search(previous):  # the lines of the calls follow that of the inlined function
+                site = found[1], int(found[2])
         elif site and (found := _OPCODE.search(line)):
             is_padding = found[1] == "NOP" or f"BRA `({previous.strip().rstrip(':')})" in line
             counts[site] = counts.get(site, 0) + (not is_padding)

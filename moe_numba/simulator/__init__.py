@@ -25,7 +25,8 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
 - `weak_memory` delays stores to global memory as a GPU may; see `memory_model.store_buffer`.
 - `races` detects data races by happens-before, in all memory spaces; see `memory_model.happens_before`. It also reports
   reads of uninitialised memory; see `core.uninitialized` and `core.unknown`.
-- `profile` counts executions, sectors, bank conflicts and waits per source line; see `profiler`.
+- `profile` counts executions, sectors, bank conflicts, collectives and barriers per source line, and follows the
+  critical path of a block; see `profiler`.
 - `debug` stops kernels at breakpoints, steps lanes and warps, and goes back in time; see `debugger`.
 - `trace` records what happens; `write_chrome_trace` and `timeline` show it beside a GPU's time stamps; see `timelines`.
 - Hopper's asynchronous copies and wgmma complete at a time chosen by the seeded scheduler. Until a thread has waited
@@ -38,8 +39,8 @@ simulator (`ENABLED`, with the reason in `REASON`). Import it before `numba.cuda
   plain loads is an error (`core.polling`).
 
 `vector` runs the lanes of a block, or of a warp, as NumPy vectors. Kernels with races, errors or anything that it does
-not support run again with one greenlet per thread, as do all kernels under `weak_memory`, `trace`, `profile`, `debug`
-and preemption. `vector.launch.fallbacks` lists them with the reasons. Under `races` it accepts only kernels that
+not support run again with one greenlet per thread, as do all kernels under `weak_memory`, `trace`, `debug` and
+preemption. `vector.launch.fallbacks` lists them with the reasons. Under `races` it accepts only kernels that
 barriers order; threads execute all others and report each race.
 
 Operators, casts and the functions of `math` are typed as Numba types them (`core.operators`, `core.conversions`,

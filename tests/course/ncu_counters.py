@@ -161,7 +161,7 @@ def simulated_counters(gpu):
     counters = {}
     for kernel in profile.kernels:
         found = {name: getattr(kernel.total, name) for name in EXACT}
-        found[INSTRUCTIONS] = kernel.static.estimated_instructions(kernel)
+        found[INSTRUCTIONS] = kernel.estimated_instructions
         found["reason"] = kernel.static.reason or "nvdisasm is missing, or the compiler gave no line information"
         counters[kernel.name] = found
     return counters

@@ -217,6 +217,11 @@ def device(v):
 
 
 @cuda.jit(device=True)
+def store(array):
+    array[0] = 1.0
+
+
+@cuda.jit(device=True)
 def factorial(n):
     return 1 if n <= 1 else n * factorial(n - 1)
 
@@ -232,6 +237,7 @@ def jitable(v):
 
 
 N, D, S, L, T, MIXED, NONE, TEXT = 3, {1: 2.0}, {1, 2}, [1.0, 2.0], (1, 2, 3), (1, 2.5, 3), None, "abc"
+ARRAYS = np.arange(3.0), np.arange(4.0)
 A, O, PARTIAL, LAMBDA, SINE = np.arange(4.0), Values(), functools.partial(plain, 1), lambda v: v + 1, np.sin
 
 REFUSED_LINES = {
@@ -261,7 +267,15 @@ REFUSED_LINES = {
         "o[0] = len(L)",
         "o[0] = tuple(L)[0]",
     ],
-    "stores to A, a global array, .* pass the array": ["A[0] = 1.0", "A[cuda.threadIdx.x] += 1.0"],
+    "stores to A, a global array, .* pass the array": [
+        "A[0] = 1.0",
+        "A[cuda.threadIdx.x] += 1.0",
+        "a = A; a[0] = 1.0",
+        "a = A[1:]; a[0] = 1.0",
+        "a = A if x[0] > 0 else A; a[0] = 1.0",
+        "store(A)",
+    ],
+    "stores to ARRAYS, a global array, .* pass the array": ["ARRAYS[1][0] = 1.0"],
     "uses an assignment to a global variable": ["global N; N += 1", "global N; N = 1"],
     "uses an import, .* outside the kernel": ["import math as m; o[0] = m.pi", "from math import pi; o[0] = pi"],
     "uses del, .* leave it out": ["y = 1; del y", "del x", "del x[0]"],
@@ -383,7 +397,6 @@ COMPILED_LINES = [
     "j = 1; o[0] = MIXED[j]",
     "for v in T: o[0] = v",
     "o[0] = A[0] + A.shape[0] + A.sum()",
-    "cuda.atomic.add(A, 0, 1.0)",
     "o[0] = TEXT == 'abc'; print(TEXT)",
     "global N; o[0] = N",
     "t = (*T, 1); o[0] = t[0] + max(*T)",
@@ -495,6 +508,11 @@ class TestSimulator:
         for error, line in zip(errors, refused):
             start = f"kernel kernel(float64[:], float32[:]) does not compile: <{line}>:2: "
             assert error.startswith(start) and error.endswith(f"\n    {line}") and len(error.splitlines()) == 2, error
+
+    def test_atomic_operations_on_constants_are_refused(self):
+        """Numba compiles them, and NVVM warns that the memory is constant."""
+        with pytest.raises(simulator.CompileError, match="stores to A, a global array"):
+            run_one_line("cuda.atomic.add(A, 0, 1.0)")
 
     def test_types_of_the_program_may_have_any_method(self):
         from numba.core import types

@@ -23,11 +23,14 @@ from moe_numba.ptx.memory import ld_global_s32x4, ld_shared_s32x4, st_shared_s32
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.sass import disassembler
 from moe_numba.runtime.tensor_map import tensor_map
+from moe_numba.simulator.core.scheduler import override_settings
+from moe_numba.simulator.memory_model.ranks import pointer_at
 from moe_numba.simulator.profiler.bank_conflicts import count_wavefronts
 from moe_numba.simulator.profiler.coalescing import count_sectors
 from moe_numba.simulator.profiler.counters import METRICS
 from moe_numba.simulator.profiler.occupancy import gpu_properties, occupancy
 from moe_numba.simulator.profiler.report import source_text
+from moe_numba.simulator.vector import launch as launches
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="kernels run on a GPU here: set MOE_NUMBA_SIMULATE=1")
 
@@ -336,6 +339,28 @@ def test_shared_atomics():
     assert (added.shared_atomic_requests, added.contention, added.bank_conflicts) == (2, 32, 0)
 
 
+@pytest.mark.parametrize("engine", ["vector", "threads"])
+def test_contention_across_warps(engine):
+    """Six warps add to one address of global memory, three of each block to one of shared memory."""
+
+    @cuda.jit
+    def kernel(total):
+        count = cuda.shared.array(32, int32)
+        i = cuda.threadIdx.x
+        if i < 32:
+            count[i] = 0
+        cuda.syncthreads()
+        cuda.atomic.add(count, i // 32, 1)
+        cuda.atomic.add(count, 8, 1)
+        cuda.atomic.add(total, 0, 1)
+
+    with override_settings(engine=engine):
+        result = profiled(kernel, 2, 96, np.zeros(1, np.int32))
+    found = {text: line(result, text).warp_contention for text in ("i // 32", "count, 8", "total, 0")}
+    assert found == {"i // 32": 1, "count, 8": 3, "total, 0": 6}
+    assert result.total.warp_contention == 6
+
+
 # --- executions and divergence --------------------------------------------------------------------------------------
 
 
@@ -523,9 +548,8 @@ def test_waits_at_barriers():
         y[cuda.threadIdx.x] = float32(1)
 
     result = profiled(kernel, 1, 128, np.zeros(128, np.float32))
-    waited = line(result, "syncthreads").waits["syncthreads"]
-    assert (waited.count, waited.steps, waited.longest) == (4, 0 + 1 + 2 + 3, 3)
-    assert line(result, "y[cuda").wait_steps == 0
+    waited = line(result, "syncthreads")
+    assert (waited.waits, waited.barriers, line(result, "y[cuda").barriers) == ({"syncthreads": 4}, 4, 0)
 
 
 def test_polls_are_counted_as_waits():
@@ -540,6 +564,133 @@ def test_polls_are_counted_as_waits():
 
     result = profiled(kernel, 2, 1, np.zeros(1, np.int32), np.zeros(2, np.int32))
     assert set(result.total.waits) == {"an atomic that changes nothing"}
+
+
+# --- warps and phases -----------------------------------------------------------------------------------------------
+
+
+@cuda.jit(device=True)
+def warp_sum(v):
+    for distance in (16, 8, 4, 2, 1):
+        v += cuda.shfl_xor_sync(0xFFFFFFFF, v, distance)
+    return v
+
+
+@cuda.jit
+def uneven(x, y):
+    """Warp 0 loads 8 elements while warp 1 shuffles 5 times; after the barrier warp 1 loads 3."""
+    tile = cuda.shared.array(64, int32)
+    i = int32(cuda.threadIdx.x)
+    tile[i] = i
+    if i < 32:
+        for k in range(8):
+            tile[i] += x[32 * k + i]
+    else:
+        tile[i] = warp_sum(i)
+    cuda.syncthreads()
+    if i >= 32:
+        for k in range(3):
+            y[cuda.grid(1)] += tile[32 * (k % 2) + i - 32]
+    votes = cuda.ballot_sync(0xFFFFFFFF, i < 40)
+    cuda.syncwarp()
+    y[cuda.grid(1)] += votes
+
+
+@pytest.mark.parametrize("engine", ["vector", "threads"])
+def test_the_critical_path_takes_the_busiest_warp_between_two_barriers(engine):
+    with override_settings(engine=engine):
+        result = profiled(uneven, 3, 64, np.ones(256, np.int32), np.zeros(192, np.int32))
+    first, second = result.critical_path.phases
+    assert (first["global_load_requests"], first["shuffles"], first["barriers"]) == (8, 5, 1)
+    assert (second["shared_load_requests"], second["votes"], second["syncwarps"]) == (3, 1, 1)
+    assert "shuffles" not in second and "barriers" not in second
+    assert (result.total.global_load_requests, result.total.shuffles) == (3 * (8 + 3 + 2), 3 * 5)
+    # Warp 0 in the first phase, warp 1 in the second: each has 3 loads of its own elements.
+    assert result.longest_chain({"global_load_requests": 2, "shuffles": 3}) == max(16, 15) + 2 * 4
+    with pytest.raises(ValueError, match="weights has loads; its keys must be of executions"):
+        result.longest_chain({"loads": 1})
+    with pytest.raises(AttributeError, match="a critical path has no counter 'loads'"):
+        _ = result.critical_path.loads
+
+
+@pytest.mark.parametrize("engine", ["vector", "threads"])
+def test_counters_of_a_device_function(engine):
+    with override_settings(engine=engine):
+        result = profiled(uneven, 1, 64, np.ones(256, np.int32), np.zeros(64, np.int32))
+    own = result.functions["warp_sum"]
+    assert own.total.collectives == {"shfl_xor_sync": 5} and own.total.shared_load_requests == 0
+    assert own.critical_path.phases[0]["executions"] == 1 + 2 * 5 + 1
+    assert result.functions["uneven"].critical_path.shuffles == 0
+    assert result.part("warp_sum", "uneven").total.executions == result.total.executions
+    with pytest.raises(KeyError, match="has called no function 'scan'; it has uneven, warp_sum"):
+        result.part("scan")
+
+
+def test_collectives_of_parts_of_a_warp():
+    @cuda.jit
+    def kernel(y):
+        i = cuda.threadIdx.x
+        half = 0xFFFF if i % 32 < 16 else 0xFFFF0000
+        y[i] = cuda.shfl_xor_sync(half, i, 1) + cuda.match_any_sync(half, i // 4)
+
+    for engine in ("vector", "threads"):
+        with override_settings(engine=engine):
+            total = profiled(kernel, 1, 64, np.zeros(64, np.int64)).total
+        assert (total.shuffles, total.matches, total.votes) == (4, 4, 0)
+
+
+def test_a_launch_that_vectors_give_up_is_counted_once():
+    @cuda.jit
+    def kernel(y):
+        y[0] = cuda.threadIdx.x  # a race
+        y[1 + cuda.threadIdx.x] = y[0]
+
+    launches.fallbacks.clear()
+    result = profiled(kernel, 1, 64, np.zeros(65, np.int32))
+    assert launches.fallbacks and result.total.global_store_requests == 4
+    assert len(result.launches) == 1
+
+
+def test_profiles_use_vectors():
+    launches.fallbacks.clear()
+    profiled(uneven, 2, 64, np.ones(256, np.int32), np.zeros(128, np.int32))
+    assert not launches.fallbacks
+
+
+def test_an_access_through_a_pointer_that_differs_between_lanes_is_one_request():
+    @cuda.jit
+    def kernel(a, b, y):
+        i = cuda.threadIdx.x
+        x = a
+        if i % 2:
+            x = b
+        y[i] = x[i]
+
+    for engine in ("vector", "threads"):
+        with override_settings(engine=engine):
+            a, b = (simulator.pointer(np.arange(64, dtype=np.int32)) for _ in range(2))
+            total = profiled(kernel, 1, 64, a, b, np.zeros(64, np.int32)).total
+        assert (total.global_load_requests, total.global_load_sectors) == (2, 16)
+
+
+def test_bytes_in_the_memory_of_other_ranks():
+    @cuda.jit
+    def kernel(own, address, n):
+        peer = pointer_at(address, own)
+        if cuda.threadIdx.x < n:
+            peer[cuda.threadIdx.x] = own[cuda.threadIdx.x]
+
+    arrays = [np.zeros(64, np.int32) for _ in range(2)]
+    addresses = [simulator.register(array, f"rank {rank}", rank) for rank, array in enumerate(arrays)]
+    for engine in ("vector", "threads"):
+        with override_settings(engine=engine), simulator.profile() as p, simulator.together():
+            for rank in range(2):
+                with simulator.on_rank(rank):
+                    simulator.run(kernel, 1, 64, (simulator.pointer(arrays[rank]), addresses[1 - rank], 8 * rank))
+        assert p["kernel"].total.peers == {0: 32} and p["kernel"].total.peer_bytes == 32
+        assert len(p["kernel"].launches) == 2
+    for address in addresses:
+        simulator.forget(address)
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
@@ -571,7 +722,7 @@ def test_the_table_has_a_row_per_line_and_a_total(profile_of_copies):
 def test_json_has_every_counter(profile_of_copies):
     data = json.loads(profile_of_copies.json())
     (kernel,) = data["kernels"]
-    assert data["schema"] == 1 and kernel["static"] is None
+    assert data["schema"] == 2 and kernel["static"] is None
     assert kernel["total"]["counters"].keys() == METRICS.keys()
     assert kernel["lines"][1]["counters"]["global_load_sectors"] == 72
     assert kernel["lines"][1]["accesses"][0]["space"] == "global"
@@ -676,8 +827,8 @@ def test_static_properties_from_the_compiler():
     assert "8 blocks per SM, limited by warps" in str(p)
     assert json.loads(p.json())["gpu"]["name"] == "H200"
     if disassembler():
-        instructions = static.estimated_instructions(p["kernel"])
-        assert instructions == 32 * sum(static.sass_lines.values())  # a kernel without branches
+        instructions = p["kernel"].estimated_instructions
+        assert instructions == 32 * p["kernel"].instructions  # a kernel without branches
 
 
 def test_a_kernel_that_cannot_be_compiled_says_why():
@@ -689,6 +840,38 @@ def test_a_kernel_that_cannot_be_compiled_says_why():
     static = p["kernel"].static
     assert static.registers is None and static.reason and "not compiled" in str(p)
     assert static.occupancy[0].blocks_per_sm == 32
+
+
+def test_instructions_of_a_function_that_is_inlined(tmp_path, monkeypatch):
+    """The program is run by a relative path; the compiler has absolute ones."""
+    source = """
+from numba import cuda, float32
+
+@cuda.jit(device=True)
+def polynomial(v):
+    w = v * v + float32(1)
+    w = w * v + float32(2)
+    return w * v
+
+@cuda.jit
+def kernel(x, y):
+    i = cuda.grid(1)
+    y[i, 0] = polynomial(x[i])
+"""
+    if not disassembler():
+        pytest.skip("without nvdisasm the lines of instructions are not known")
+    (tmp_path / "program.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    scope = {"__name__": "program"}
+    exec(compile(source, "program.py", "exec"), scope)
+    with simulator.profile(gpu="H200") as p:
+        scope["kernel"][2, 64](np.zeros(128, np.float32), np.zeros((128, 2), np.float32))
+    kernel = p["kernel"]
+    assert kernel.static.reason is None
+    function, own = (kernel.functions[name] for name in ("polynomial", "kernel"))
+    assert 3 <= function.instructions <= 6 and function.instructions < own.instructions
+    assert function.estimated_instructions == 4 * function.instructions
+    assert function.estimated_instructions + own.estimated_instructions == kernel.estimated_instructions
 
 
 @pytest.mark.parametrize(

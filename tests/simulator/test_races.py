@@ -131,6 +131,42 @@ def test_both_accesses_are_named():
     assert "warp 0 lane 3" in text and "warp 1 lane 8" in text and "index 5 of out (8 x int32)" in text
 
 
+@pytest.mark.parametrize("consequence", ["out of bounds", "deadlock", "exception"])
+def test_a_race_comes_before_its_consequences(consequence):
+    """Thread 32 reads what thread 0 writes, before or after; if before, another error follows before the write."""
+
+    @cuda.jit
+    def kernel(y):
+        index = cuda.shared.array(1, int32)
+        i = cuda.threadIdx.x
+        if i == 0:
+            index[0] = 3
+        if i == 32:
+            found = index[0]
+            if consequence == "out of bounds":
+                y[found] = 1
+            elif consequence == "exception":
+                assert found == 3
+            else:
+                while found != 3:
+                    cuda.atomic.add(y, 0, 0)
+
+    for seed in range(8):
+        with simulator.seed(seed), simulator.races(), pytest.raises(simulator.DataRace, match="index"):
+            kernel[1, 64](np.zeros(4, np.int32))
+
+
+def test_an_error_without_a_race_is_raised_with_races_on_too():
+    @cuda.jit
+    def kernel(y):
+        i = cuda.threadIdx.x
+        y[i] = 1
+        cuda.syncthreads()  # the other threads wait for the one that fails
+
+    with simulator.races(), pytest.raises(simulator.OutOfBounds, match="index 63 is outside"):
+        kernel[1, 64](np.zeros(63, np.int32))
+
+
 @pytest.mark.parametrize("reused", [False, True])
 def test_a_write_after_reads_needs_a_barrier(reused):
     """The last reader of a slot must be ordered before the next writer: each of 32 readers, not only the last."""

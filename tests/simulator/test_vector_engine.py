@@ -7,6 +7,7 @@ from numba import cuda, float32, int32, uint32
 from moe_numba import simulator
 from moe_numba.ptx.arithmetic import add_rn_bf16x2
 from moe_numba.simulator.core.scheduler import override_settings
+from moe_numba.simulator.profiler.counters import is_barrier
 from moe_numba.simulator.vector import functions
 from moe_numba.simulator.vector.errors import Unsupported
 
@@ -22,10 +23,21 @@ def run(kernel, engine, grid, block, *args):
 
 
 def check(kernel, grid, block, *args):
-    """Run a kernel on both engines, and compare all arrays bit for bit."""
-    expected, given = run(kernel, "threads", grid, block, *args), run(kernel, "vector", grid, block, *args)
-    for a, b in zip(given, expected, strict=True):
-        assert a.tobytes() == b.tobytes()
+    """Run a kernel on both engines, and compare all arrays bit for bit; with a profile too, and what it counts."""
+    given = run(kernel, "vector", grid, block, *args)
+    profiles = []
+    for engine in ("threads", "vector"):
+        with simulator.profile() as profile:
+            found = run(kernel, engine, grid, block, *args)
+        for a, b in zip(given, found, strict=True):
+            assert a.tobytes() == b.tobytes()
+        profiles.append(profile.as_dict()["kernels"][0])
+    for line in (line for profile in profiles for line in profile["lines"]):  # how often a thread polls is not fixed
+        line["waits"] = {name: count for name, count in line["waits"].items() if is_barrier(name)}
+    by_line = [{(line["file"], line["line"]): line for line in profile["lines"]} for profile in profiles]
+    for place in by_line[0].keys() | by_line[1].keys():
+        assert by_line[0].get(place) == by_line[1].get(place), place
+    assert profiles[0]["critical_path"] == profiles[1]["critical_path"]
 
 
 @cuda.jit

@@ -212,7 +212,7 @@ class _LocalRank(Transport):
         """Allocate ``num_bytes`` of zeroed memory on each rank; all ranks must pass the same size."""
         local, name = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device), self._name_allocation()
         if simulator.ENABLED:
-            simulator.register(local, f"the buffer of rank {self.rank}")
+            simulator.register(local, f"the buffer of rank {self.rank}", self.rank)
         else:
             torch.cuda.synchronize(self.device)
 

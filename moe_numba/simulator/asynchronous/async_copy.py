@@ -45,7 +45,7 @@ class _AsyncCopy:
         self.number = next(_serial_numbers)
         self.thread.grid.active += 1
         if self.world.profile is not None:
-            self.world.profile.operation(what, self.size, box)
+            self.world.profile.operation(what, self.size, box, spans=spans)
         self.reservation = region.allocation.race_detector().reserve(region.start, region.end, writes, self)
         self.reading = self.writing = None  # see `happens_before.AsyncOperation`
         if (races := self.world.races) is not None:

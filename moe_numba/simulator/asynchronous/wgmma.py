@@ -29,7 +29,7 @@ from moe_numba.simulator.core.warp import FULL_MASK, collective
 from moe_numba.simulator.memory_model.happens_before import AsyncOperation
 
 _SWIZZLES = {1: 128, 2: 64, 3: 32}  # by the two highest bits of a descriptor
-_K_BYTES = 32  # of each row, per instruction
+K_BYTES = 32  # of each row, per instruction
 _ATOM_BYTES, _ATOM_ROWS = 1024, 64  # of an MN-major operand of 2-byte elements: 8 k of 64 rows, in 128 bytes each
 
 
@@ -155,7 +155,7 @@ def _issue(what, n, dtype, values, steps, majors):
     wgmma.start()
     if wgmma.world.profile is not None:
         k, shared_rows = a_tile.shape[1] // steps, n + 64 * (registers is None)
-        wgmma.world.profile.operation(f"wgmma m64n{n}k{k} {dtype}", shared_rows * steps * _K_BYTES, count=steps)
+        wgmma.world.profile.operation(f"wgmma m64n{n}k{k} {dtype}", shared_rows * steps * K_BYTES, count=steps)
     for t in threads[::32]:
         t.block.warps[t.warp].wgmma_groups.append(wgmma)
     return {t: PendingAccumulators(wgmma, row) for t, row in zip(threads, results)}
@@ -196,7 +196,7 @@ def operand(wgmma, descriptor, rows, dtype, steps, name, major):
 def _locate_k(what, descriptor, swizzle, rows, steps):
     """Return the start of a K-major tile, and the address of each byte [rows, k] before the swizzle."""
     start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4  # stride: from 8 rows to the next 8
-    first, size = start % swizzle, steps * _K_BYTES
+    first, size = start % swizzle, steps * K_BYTES
     if first + size > swizzle:
         raise SimulatorError(f"{what} takes bytes {first} to {first + size} of rows of {swizzle} bytes")
     base = start - first
@@ -215,7 +215,7 @@ def _locate_mn(what, descriptor, swizzle, rows, steps):
                 f"{what} is MN-major and has a {field} offset of {distance} bytes in its descriptor; it must be a "
                 f"multiple of {_ATOM_BYTES}"
             )
-    row, byte = np.arange(rows)[:, None], np.arange(steps * _K_BYTES)[None, :]
-    step, k = byte // _K_BYTES, byte % _K_BYTES // 2  # an instruction's descriptor is two contiguous atoms further
+    row, byte = np.arange(rows)[:, None], np.arange(steps * K_BYTES)[None, :]
+    step, k = byte // K_BYTES, byte % K_BYTES // 2  # an instruction's descriptor is two contiguous atoms further
     atom = start + step * 2 * _ATOM_BYTES + row // _ATOM_ROWS * leading + k // 8 * stride
     return start, atom + k % 8 * swizzle + row % _ATOM_ROWS * 2 + byte % 2

@@ -52,8 +52,15 @@ class Warp:
     def step(self, rng):
         lanes, self.ready = self.ready, []
         shuffle(lanes, rng)
-        for t in lanes:
-            t.switch()
+        for number, t in enumerate(lanes):
+            try:
+                t.switch()
+            except Exception:
+                self.ready[:0] = lanes[number + 1 :]  # the world may go on to look for a data race
+                if self.ready and not self.queued:
+                    self.queued = True
+                    self.block.grid.world.schedule(self)
+                raise
         if self.converging and not self.ready:  # no lane can still reach the first of these positions
             lanes = self.converging.pop(min(self.converging))
             for t in lanes:

@@ -7,6 +7,15 @@ import numpy as np
 from moe_numba.simulator.core.memory import Array, Pointer
 
 buffers: dict[int, Pointer] = {}  # address of a buffer that `ranks.register` registered -> Pointer to its bytes
+ranks: dict[int, int] = {}  # address of a registered buffer -> the rank whose memory it is, if known
+
+
+def rank_at(address: int) -> int | None:
+    """Return the rank whose memory an address is in; None if no rank's registered buffer contains it."""
+    for start, rank in ranks.items():
+        if start <= address < start + buffers[start].size:
+            return rank
+    return None
 
 
 def bytes_at(address, size):

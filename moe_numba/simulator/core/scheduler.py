@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import heapq
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -29,6 +30,7 @@ _LONGEST_CYCLE = 8  # rounds within which a polling loop is expected to return t
 _STEP_NS = 1000  # of the clock that threads read, for each step
 _FIRST_SKIP = 4096  # steps without a change of memory before the clock is set forward: short timeouts expire in order
 _LATEST_NS = 10**18  # no timeout is longer: threads that still wait then wait for ever
+_STEPS_AFTER_ERROR = 1000  # steps in which other threads may still show a data race, besides as many as before
 _REDRAW = 0.125  # probability that a warp's priority is redrawn after a step
 SLOWEST = 3.0  # priority after all others
 
@@ -138,6 +140,7 @@ class World:
         self.snapshots, self.stall = None, Stall(self)
         self.clock_reads, self._skipped_ns = 0, 0
         self.clock_readers = set()  # threads that have read the clock since memory last changed, or time was skipped
+        self._failed, self._last_step = None, sys.maxsize  # see `_go_on_after`
         self._changed = 0  # the last step before which memory had changed
         self.queued_grids = {}  # rank -> grids that start when the one that runs on that rank has ended
         self.memory_model = StoreBuffers(self) if settings["weak_memory"] else None
@@ -277,15 +280,22 @@ class World:
                         idle = 0 if self._skip_time() else idle
                     pollers, self.pollers = self.pollers, []
                     self.wake(pollers)
-                self.step()
+                try:
+                    self.step()
+                except Exception as error:
+                    self._go_on_after(error)
+                if self.steps > self._last_step:
+                    break
                 if self.memory_model is not None:
                     self.memory_model.step()
                 if self.steps >= self.stall.next_step and self.stall.is_certain():
                     raise Deadlock(self._report("every thread repeats what it did, and no memory changes"))
-            if any(not t.dead for t in self._threads()):
+            if any(not t.dead for t in self._threads()) and self._failed is None:
                 raise Deadlock(self._report("no thread can run"))
             if self.unknown_use is not None:
                 raise self.unknown_use
+            if self._failed is not None:
+                raise self._failed
             if self.memory_model is not None:
                 self.memory_model.end(*self.grids)
             overlapped_by = self.grids[0].name if self.grids[0].next_may_overlap_kernel_before else ""
@@ -297,8 +307,13 @@ class World:
             is_cause = self.unknown_use is not None and not isinstance(error, (AsyncRace, DataRace))
             if self.debugger is not None:
                 self.debugger.failed(self.unknown_use if is_cause else error)  # while the threads still exist
-            if is_cause and error is not self.unknown_use:
-                raise self.unknown_use from None
+            cause = self.unknown_use if is_cause else self._failed
+            if isinstance(error, DataRace) and self._failed is not None:
+                error.add_note(f"another thread failed, perhaps because of it: {self._failed}")
+            elif (
+                cause is not None and error is not cause
+            ):  # such as a barrier at which the thread that failed is missing
+                raise cause from None
             raise
         finally:
             self.races = None
@@ -312,6 +327,17 @@ class World:
             self.clock_readers.clear()
             if self.profile is not None:
                 self.profile.stop()
+
+    def _go_on_after(self, error):
+        """Let the other threads go on after a thread's first error if data races are detected, and else raise it.
+
+        A race comes before another error: a thread that reads an index before another one writes it may leave the
+        bounds, and the detector sees the race only when that thread writes.
+        """
+        may_be_consequence = self.detects_races and not isinstance(error, DataRace) and self.debugger is None
+        if not may_be_consequence or self._failed is not None:
+            raise error
+        self._failed, self._last_step = error, 2 * self.steps + _STEPS_AFTER_ERROR
 
     def _threads(self):
         return [t for grid in self.grids for t in grid.threads()]

@@ -10,6 +10,8 @@ import types
 
 from moe_numba.simulator.asynchronous.uses_async import names_in
 
+written = {}  # code that the simulator has made from a function's source -> the code that the function was defined with
+
 
 class NoSource(Exception):
     """A function's source is not known."""

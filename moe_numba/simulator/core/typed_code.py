@@ -19,6 +19,7 @@ import numpy as np
 
 from moe_numba.simulator.asynchronous.uses_async import names_in, values_of
 from moe_numba.simulator.core import math_functions, operators
+from moe_numba.simulator.core.constant_array import constant_array, holds_array
 from moe_numba.simulator.core.errors import kernel_frame
 from moe_numba.simulator.core.source import (
     NoSource,
@@ -29,11 +30,13 @@ from moe_numba.simulator.core.source import (
     instruction_starts,
     make_function,
     original,
+    written,
 )
 
 FUNCTIONS = operators.CASTS | math_functions.VERSIONS | {builtins.pow: operators.SCALAR["pow"]}
 _HELPERS = {f"\0{name}": function for name, function in operators.SCALAR.items()}
 _HELPERS["\0as_float64"] = operators.as_float64
+_HELPERS["\0constant_array"] = constant_array
 _installed, _counting, _kernels = weakref.WeakSet(), weakref.WeakSet(), weakref.WeakSet()
 _COUNTER, _BEHIND = ".loop", 1 << 62  # the variables that count iterations, and their value behind the loop
 _made = {}  # (code, functions that are replaced) -> code
@@ -48,9 +51,9 @@ def install(kernel):
     tracer = sys.gettrace()
     sys.settrace(None)  # a thread whose lines the debugger counts may start the next kernel
     try:
-        reachable = _reachable(kernel)
-        counts = any(map(_asks_for_position, reachable))
-        for function in reachable - set(_counting if counts else _installed):
+        functions = reachable(kernel)
+        counts = any(map(_asks_for_position, functions))
+        for function in functions - set(_counting if counts else _installed):
             _installed.add(function)
             if counts:
                 _counting.add(function)
@@ -81,7 +84,7 @@ def position(frame):
     return tuple(reversed(found))
 
 
-def _reachable(kernel):
+def reachable(kernel):
     """Return a kernel and the jitted functions that it reaches by name."""
     found, todo = {kernel}, [kernel]
     while todo:
@@ -135,10 +138,11 @@ def typed(function, counts=False):
     static = Static(function)
     # Closures of one factory share code, and mostly what it names.
     values = {name: static.name(name) for names in names_in(code) for name in names}
-    found = [(n, v) for n, v in sorted(values.items()) if isinstance(v, types.ModuleType) or _replaced(v)]
-    key = code, counts, tuple((n, id(v)) for n, v in found)
+    found = [(n, id(v)) for n, v in sorted(values.items()) if isinstance(v, types.ModuleType) or _replaced(v)]
+    key = code, counts, tuple(found), tuple(n for n, v in sorted(values.items()) if holds_array(v))
     if key not in _made:
         _made[key] = _generate(code, copy.deepcopy(tree), static, counts)
+        written[_made[key]] = code
     return _made[key]
 
 
@@ -254,6 +258,13 @@ class Typed(ast.NodeTransformer):
             self.constants[placeholder] = value
             return ast.copy_location(ast.Constant(placeholder), node)
         return None if value is None else node
+
+    def visit_Name(self, node):
+        """Return a global array as the constant that Numba makes of it; also one of several in a tuple."""
+        is_outer = isinstance(node.ctx, ast.Load) and node.id not in self.own
+        if is_outer and holds_array(self.static.name(node.id)):
+            return self.helper("\0constant_array", node, node, ast.copy_location(ast.Constant(node.id), node))
+        return node
 
     def visit_Constant(self, node):
         return self.literal(node) or node

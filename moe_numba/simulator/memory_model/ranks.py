@@ -19,7 +19,7 @@ from moe_numba.simulator.core import engines
 from moe_numba.simulator.core.errors import Misaligned, OutOfBounds, ShortTraceback, SimulatorError
 from moe_numba.simulator.core.memory import Pointer, as_dtype, thread_prefix
 from moe_numba.simulator.core.pointer_wrapping import pointer
-from moe_numba.simulator.core.reachable import buffers
+from moe_numba.simulator.core.reachable import buffers, ranks
 from moe_numba.simulator.core.scheduler import World, run_world
 from moe_numba.simulator.core.settings import override_settings, settings
 
@@ -116,11 +116,16 @@ class _RankLaunches:
         world.run()
 
 
-def register(buffer: "torch.Tensor | np.ndarray | Pointer", name: str) -> int:  # noqa: F821
+def register(
+    buffer: "torch.Tensor | np.ndarray | Pointer",  # noqa: F821
+    name: str,
+    rank: int | None = None,
+) -> int:
     """Let kernels access a tensor or an array by its address, which is returned, until `forget(address)`.
 
     On a GPU any mapped address works. Here addresses must lie in registered buffers, so that stray ones are detected.
-    `name` identifies the buffer in error messages. Raises a ValueError for an empty buffer or a registered address.
+    `name` identifies the buffer in error messages; `rank` says whose memory it is, for `simulator.profile`. Raises a
+    ValueError for an empty buffer or a registered address.
     """
     memory = pointer(buffer, name)
     if not memory.size:
@@ -129,12 +134,15 @@ def register(buffer: "torch.Tensor | np.ndarray | Pointer", name: str) -> int:  
     if memory.address in buffers:
         raise ValueError(f"{name} is registered already, as {buffers[memory.address].name}")
     buffers[memory.address] = memory
+    if rank is not None:
+        ranks[memory.address] = rank
     return memory.address
 
 
 def forget(address: int) -> None:
     """Unregister the buffer at an address that `register` returned."""
     del buffers[address]
+    ranks.pop(address, None)
 
 
 def pointer_at(address: int, like: Pointer) -> Pointer:

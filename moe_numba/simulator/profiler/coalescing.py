@@ -7,7 +7,6 @@ Nsight Compute counts the same: one request for each executed load or store inst
 
 import itertools
 import sys
-from collections import Counter
 
 import numpy as np
 
@@ -15,16 +14,39 @@ SECTOR_BYTES = 32
 
 
 def count_sectors(addresses, size):
-    """Count the distinct sectors that accesses of `size` bytes at these addresses touch."""
-    first = {a // SECTOR_BYTES for a in addresses}
-    return len(
-        first.union(s for a in addresses for s in range(a // SECTOR_BYTES + 1, (a + size - 1) // SECTOR_BYTES + 1))
-    )
+    """Count the distinct sectors that accesses of `size` bytes at these addresses, of one request, touch."""
+    addresses = np.array([*addresses], np.int64)[None, :]
+    return int(sectors_of(addresses, np.ones(addresses.shape, bool), size)[0])
 
 
-def most_on_one_address(addresses):
-    """Return the largest number of lanes that access one address."""
-    return max(Counter(addresses).values())
+def sectors_of(addresses, active, size):
+    """Count the distinct sectors of requests: byte addresses [request, lane], and which lanes are active."""
+    first = addresses // SECTOR_BYTES
+    more = int(((addresses + (size - 1)) // SECTOR_BYTES - first).max(initial=0))
+    if more:
+        last = (addresses + (size - 1)) // SECTOR_BYTES
+        first = np.concatenate([np.minimum(first + k, last) for k in range(more + 1)], 1)
+        active = np.tile(active, (1, more + 1))
+    return np.count_nonzero(_first_of_equal(first, active)[1], axis=1)
+
+
+def contention_of(addresses, active):
+    """Return the most lanes that access one address, of each request, and the distinct addresses of each.
+
+    The latter are the addresses in each row's order, [request, lane], and which of them to take.
+    """
+    addresses, new = _first_of_equal(addresses, active)
+    lane = np.arange(addresses.shape[1])
+    since = lane - np.maximum.accumulate(np.where(new, lane, 0), axis=1) + 1  # the first of equals
+    return np.where(addresses >= 0, since, 0).max(1), addresses, new
+
+
+def _first_of_equal(values, active):
+    """Return sorted rows of values that are not negative, -1 for inactive lanes, and where a new value begins."""
+    values = np.sort(np.where(active, values, -1), axis=1)
+    new = values >= 0
+    new[:, 1:] &= values[:, 1:] != values[:, :-1]
+    return values, new
 
 
 class DeviceAddresses:

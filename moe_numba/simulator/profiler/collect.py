@@ -1,4 +1,6 @@
-"""Collects counters while kernels run: which lanes of a warp execute a line or an access together.
+"""Collects counters while threads run a kernel: which lanes of a warp execute a line or an access together.
+
+`collect_vectors` counts the same where vectors run it.
 
 Every lane runs on its own here. Lanes execute an instruction together if they reach it by the same calls and in the
 same iterations of the loops around it, as on a GPU whose warps reconverge where branches and loops end. So an execution
@@ -9,24 +11,34 @@ what is after it.
 Python's line events (`sys.settrace`) report executions, `memory.before_access` accesses, and `World.wake` waits.
 """
 
+import collections
 import contextlib
 import gc
 import itertools
-import re
 import sys
 
 import greenlet
 import numpy as np
 
+from moe_numba.simulator.core import reachable
 from moe_numba.simulator.core.engine import CONVERGING, Rendezvous
 from moe_numba.simulator.core.errors import SimulatorError
-from moe_numba.simulator.core.kernel import Kernel
 from moe_numba.simulator.core.memory import LocalArray
 from moe_numba.simulator.core.scheduler import override_settings, settings
-from moe_numba.simulator.profiler.bank_conflicts import count_wavefronts
-from moe_numba.simulator.profiler.coalescing import DeviceAddresses, count_sectors, most_on_one_address
-from moe_numba.simulator.profiler.control_flow import FunctionCode, belongs_to_kernel
-from moe_numba.simulator.profiler.counters import Accesses, Operations, Waits
+from moe_numba.simulator.profiler.bank_conflicts import count_matrices, count_wavefronts
+from moe_numba.simulator.profiler.coalescing import DeviceAddresses, count_sectors
+from moe_numba.simulator.profiler.collect_vectors import VectorCollector
+from moe_numba.simulator.profiler.control_flow import FunctionCode, belongs_to_kernel, passes_calls_on
+from moe_numba.simulator.profiler.counters import (
+    Accesses,
+    collective_counter,
+    count_operation,
+    count_peers,
+    is_barrier,
+    is_block_wide,
+    name_of_wait,
+)
+from moe_numba.simulator.profiler.phases import Phases, access_counter
 from moe_numba.simulator.profiler.report import Profile
 
 _contexts = itertools.count(1)
@@ -57,67 +69,84 @@ def profile(gpu=None):
 
 
 def _called_by(caller, frame):
-    """Return whether `frame` is that of a kernel's function, or of `Kernel.__call__` called by it."""
+    """Return whether `frame` is that of a kernel's function, or of a call by it that passes on to device functions."""
     if caller is None:
         return True
-    if frame is None:  # called from outside Python
-        return False
-    return frame is caller.frame or frame.f_code is Kernel.__call__.__code__ and frame.f_back is caller.frame
+    while frame is not None and frame is not caller.frame and passes_calls_on(frame.f_code):
+        frame = frame.f_back
+    return frame is caller.frame
 
 
 class _Warp:
     """What the lanes of a warp executed since they last waited for one another."""
 
-    def __init__(self, warp):
-        self.warp, self.running = warp, len(warp.threads)
-        self.executions = {}  # (context, line counters, iteration) -> mask of lanes
+    def __init__(self, warp, kernel, contending):
+        self.warp, self.kernel, self.running = warp, kernel, len(warp.threads)
+        self.executions = {}  # (context, counters of the statement, iteration) -> mask of lanes
         # (context, offset, iteration, number, space, operation, size) -> (line counters, {lane: address})
         self.accesses = {}
         self.contexts = {}  # (caller's context, offset, iteration, function) -> context
+        self.phase, self.counts = 0, {}  # block-wide barriers that it has passed; see `phases`
+        self.contending = contending  # see `Collector`
+
+    def count(self, counters, counter, more=1):
+        """Count in the current phase of the block."""
+        if more:
+            key = Phases.key(self.phase, self.kernel.phases.column(counters, counter), self.warp.index)
+            self.counts[key] = self.counts.get(key, 0) + more
 
     def flush(self):
         """Add up the executions and accesses; later ones belong to new groups."""
         for (_, counters, _), mask in self.executions.items():
             counters.executions += 1
             counters.active_lanes += mask.bit_count()
+            self.count(counters, "executions")
         for (*_, space, operation, size), (counters, addresses) in self.accesses.items():
             kind = counters.accesses.setdefault((space, operation, size), Accesses())
-            _count(kind, space, operation, size, addresses)
+            conflicts = _count(kind, space, operation, size, addresses)
+            self.count(counters, "bank_conflicts", conflicts)
+            if counter := access_counter(space, operation):
+                self.count(counters, counter)
+            if operation == "atomic":
+                where = self.warp.block if space == "shared" else self.warp.block.grid
+                self.contending[kind].update((where, address) for address in set(addresses.values()))
         self.executions.clear()
         self.accesses.clear()
         self.contexts.clear()
 
 
 def _count(kind, space, operation, size, addresses):
-    """Count one request of the lanes in `addresses`."""
+    """Count one request of the lanes in `addresses`; return its bank conflicts."""
     kind.requests += 1
     kind.lanes += len(addresses)
     kind.bytes += size * len(addresses)
+    conflicts = 0
     if operation == "atomic":
-        kind.contention = max(kind.contention, most_on_one_address(addresses.values()))
+        kind.contention = max(kind.contention, *collections.Counter(addresses.values()).values())
     elif space == "shared":
         wavefronts, ideal = count_wavefronts(addresses, size, operation == "load")
         kind.wavefronts += wavefronts
         kind.ideal_wavefronts += ideal
+        conflicts = wavefronts - ideal
     if space == "global":
         kind.sectors += count_sectors(addresses.values(), size)
+    return conflicts
 
 
 class _Lane:
-    """The frames of one lane that belong to its kernel, and where its last line began."""
+    """The frames of one lane that belong to its kernel."""
 
-    __slots__ = ("warp", "index", "world", "kernel", "frame", "step")
+    __slots__ = ("warp", "index", "kernel", "frame")
 
     def __init__(self, warp, thread, kernel):
-        self.warp, self.index, self.world, self.kernel = warp, thread.lane, thread.grid.world, kernel
-        self.frame, self.step = None, 0
+        self.warp, self.index, self.kernel, self.frame = warp, thread.lane, kernel, None
 
 
 class _Frame:
     """One call in one lane; its line events count executions."""
 
     __slots__ = ("lane", "caller", "frame", "code", "context", "offset", "iteration", "counters")
-    __slots__ += ("access_offset", "access_number")
+    __slots__ += ("statement", "access_offset", "access_number")
 
     def __init__(self, lane, frame, code):
         self.lane, self.caller, self.frame, self.code = lane, lane.frame, frame, code
@@ -127,18 +156,20 @@ class _Frame:
         if key not in contexts:
             contexts[key] = next(_contexts)
         self.context, self.offset, self.iteration = contexts[key], -1, ()
-        self.counters = code.counters(frame.f_code.co_firstlineno)
+        self.counters, self.statement = code.counters(frame.f_code.co_firstlineno), None
         self.access_offset = self.access_number = -1
 
     def trace(self, frame, event, _):
         lane = self.lane
         if event == "line":
-            self.counters, self.iteration = self.code.move(frame, self.offset, self.iteration)
+            self.counters, statement, iteration = self.code.move(frame, self.offset, self.iteration)
             self.offset, self.access_offset = frame.f_lasti, -1
-            key = self.context, self.counters, self.iteration
+            if statement is self.statement and iteration == self.iteration:
+                return self.trace  # another line of the same statement
+            self.statement, self.iteration = statement, iteration
+            key = self.context, statement, iteration
             executions = lane.warp.executions
             executions[key] = executions.get(key, 0) | 1 << lane.index
-            lane.step = lane.world.steps
         elif event == "return":
             lane.frame = self.caller
         return self.trace
@@ -159,16 +190,22 @@ class Collector:
     """Receives the events of all launches of a profile; a World calls it if it has one."""
 
     def __init__(self, result):
-        self.profile, self._addresses = result, DeviceAddresses()
+        self.profile, self.addresses = result, DeviceAddresses()
         self._codes, self._untracked = {}, {}  # (id of a code object, kernel) -> FunctionCode; id -> code object
         self._warps, self._previous = [], None
+        # Of the running launches: Accesses of atomics -> (grid or block, address) -> requests that update it.
+        self._contending = collections.defaultdict(collections.Counter)
+
+    def for_vectors(self):
+        """Return what counts one attempt of the vector engine."""
+        return VectorCollector(self.profile, self.addresses)
 
     def start(self, grid):
         """Prepare a grid that is about to start."""
         kernel = self.profile.kernel(grid)
         for block in grid.blocks:
             for warp in block.warps:
-                group = _Warp(warp)
+                group = _Warp(warp, kernel, self._contending)
                 self._warps.append(group)
                 for t in warp.threads:
                     t.profile = _Lane(group, t, kernel)
@@ -187,9 +224,17 @@ class Collector:
         sys.settrace(self._previous)
         if self._collects_garbage:
             gc.enable()
+        blocks = collections.defaultdict(dict)
         for group in self._warps:
             group.flush()
+            blocks[group.warp.block, group.kernel] |= group.counts
+        for (_, kernel), counts in blocks.items():
+            keys = sorted(counts)
+            kernel.phases.add_block(np.array(keys, np.int64), np.array([counts[key] for key in keys], np.int64))
+        for kind, requests in self._contending.items():
+            kind.warp_contention = max(kind.warp_contention, *requests.values())
         self._warps = []
+        self._contending.clear()
 
     def begin(self):
         """Note the trace function in force before the World runs.
@@ -229,73 +274,71 @@ class Collector:
             return
         operation = operation or ("store" if writes else "load")
         if target.allocation is None:
-            space, shift = "global", self._addresses.shift(target.array)
+            space, shift = "global", self.addresses.shift(target.array)
         else:
             space = "shared" if target.allocation.shared.block is t.block else "distributed shared"
             shift = target.allocation.to_window
         array = target.array
         if type(index) is int and array.ndim == 1:  # most accesses
-            frame.access(operation, space, target.address + index * array.strides[0] + shift, nbytes or array.itemsize)
-            return
-        for address, size in _elements(target, index, writes, nbytes):
+            elements = ((target.address + index * array.strides[0], nbytes or array.itemsize),)
+        else:
+            elements = _elements(target, index, writes, nbytes)
+        for address, size in elements:
             frame.access(operation, space, address + shift, size)
+            if reachable.ranks and space == "global":
+                count_peers(frame.counters, t.grid.rank, address, size)
 
     def matrix(self, operation, starts, matrices):
         """Record an ldmatrix or stmatrix of this warp, whose lanes address rows at `starts`, in lane order."""
-        counters = greenlet.getcurrent().profile.frame.counters
+        lane = greenlet.getcurrent().profile
+        counters = lane.frame.counters
         kind = counters.accesses.setdefault(("shared", operation, 16), Accesses())
-        kind.requests += 1
-        kind.lanes += 32
-        kind.bytes += 128 * matrices
-        kind.ideal_wavefronts += matrices
-        for i in range(matrices):
-            rows = dict(enumerate(starts[8 * i : 8 * i + 8]))
-            kind.wavefronts += count_wavefronts(rows, 16, load=False)[0]
+        conflicts = count_matrices(kind, starts, matrices)
+        lane.warp.count(counters, access_counter("shared", operation))
+        lane.warp.count(counters, "bank_conflicts", conflicts)
 
-    def operation(self, name, nbytes, shape=None, count=1):
-        """Record an asynchronous copy of `nbytes`, or `count` wgmmas of a warpgroup that read as many."""
-        name = re.sub(r" of (rank \d+ )?block .*", "", name)  # a multicast names each destination
-        if shape is not None:
-            name += f" [{' x '.join(map(str, shape))}]"
-        counters = greenlet.getcurrent().profile.frame.counters
-        kind = counters.operations.setdefault(name, Operations())
-        kind.count, kind.bytes = kind.count + count, kind.bytes + nbytes
+    def operation(self, name, nbytes, shape=None, count=1, spans=()):
+        """Record an asynchronous copy of `nbytes`, or `count` wgmmas of a warpgroup that read as many.
+
+        `spans` lists the (address, size) of the bytes of global memory that a copy accesses.
+        """
+        t = greenlet.getcurrent()
+        count_operation(t.profile.frame.counters, t.grid.rank, name, nbytes, shape, count, spans)
 
     def warpgroup_instruction(self, group, what):
         """Record the registers per thread that a setmaxnreg gives to a warpgroup."""
-        if what.startswith("setmaxnreg"):
-            greenlet.getcurrent().profile.kernel.setmaxnreg[group.index] = int(what.split()[-1])
+        greenlet.getcurrent().profile.kernel.note_warpgroup_instruction(group, what)
 
     def wake(self, world, threads):
         """Record the waits of threads that may go on now."""
-        groups = {}
+        waits, collectives, passed = {}, {}, set()
         for t in threads:
-            if t.waits is not None:
-                lane = t.profile
-                groups.setdefault((lane.warp, lane.frame and lane.frame.counters, _name(t.waits)), []).append(t)
-        for (_, counters, name), lanes in groups.items():
-            if name is not None and counters is not None:
-                steps = min(world.steps - t.profile.step for t in lanes)
-                waits = counters.waits.setdefault(name, Waits())
-                waits.add(Waits(1, steps, steps))
-                for t in lanes:
-                    t.profile.step = world.steps
-        for warp in dict.fromkeys(t.profile.warp for t in threads if isinstance(t.waits, Rendezvous)):
-            arrived = sum(1 << t.lane for t in threads if t.profile.warp is warp and isinstance(t.waits, Rendezvous))
-            if arrived == warp.warp.lanes & ~warp.warp.exited:
+            lane, where = t.profile, t.waits
+            if where is None or where is CONVERGING:
+                continue
+            counters = lane.frame and lane.frame.counters
+            if isinstance(where, Rendezvous):
+                passed.add(lane.warp)
+                if where.mask is not None:
+                    collectives[where] = lane.warp, counters
+                    continue
+            waits[lane.warp, counters, name_of_wait(where)] = where
+        for where, (warp, counters) in collectives.items():
+            counter = collective_counter(where.what)
+            if counters is not None and counter is not None:
+                counters.collectives[where.what] = counters.collectives.get(where.what, 0) + 1
+                warp.count(counters, counter)
+        for warp, counters, name in waits:
+            if counters is not None:
+                counters.waits[name] = counters.waits.get(name, 0) + 1
+                if is_barrier(name):
+                    warp.count(counters, "barriers")
+        for warp in passed:
+            own = [t for t in threads if t.profile.warp is warp and isinstance(t.waits, Rendezvous)]
+            if sum(1 << t.lane for t in own) == warp.warp.lanes & ~warp.warp.exited:
                 warp.flush()
-
-
-def _name(waits):
-    """Name what a thread waits for; None for an operation of its warp, at which lanes converge but do not wait."""
-    if waits is CONVERGING:
-        return None
-    if isinstance(waits, Rendezvous):
-        return waits.what if waits.mask is None else None
-    if barrier := getattr(waits, "barrier", None):
-        allocation = barrier.region.allocation
-        return f"mbarrier {(barrier.region.start - allocation.start) // 8} of {allocation.name}"
-    return re.split(r" \(|, which", str(waits))[0]  # the rest is the state of one wait
+                if own[0].waits.mask is None and is_block_wide(own[0].waits.what):
+                    warp.phase += 1
 
 
 def _elements(target, index, writes, nbytes):

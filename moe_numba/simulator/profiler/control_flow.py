@@ -3,26 +3,36 @@
 Python's bytecode gives the loops of a function; the offsets of a lane's line events tell when an iteration begins.
 """
 
+import ast
 import dis
+import functools
 import importlib.util
 import itertools
 import linecache
 import os
 
+from moe_numba import simulator
+from moe_numba.simulator.core import kernel
 from moe_numba.simulator.core.errors import is_internal_file
-from moe_numba.simulator.core.source import instruction_starts
+from moe_numba.simulator.core.source import NoSource, definition, instruction_starts, written
 
 
-def belongs_to_kernel(code, kernel):
-    """Return whether a function belongs to a kernel: not to the simulator, the PTX instructions or a library."""
+def belongs_to_kernel(code, profiled):
+    """Return whether a function belongs to a profiled kernel: not to the simulator, PTX instructions or a library."""
     path = code.co_filename
-    if path == kernel.file:
+    if path == profiled.file:
         return True
     if path.startswith("<"):  # generated code, unless a notebook has registered it
         return path in linecache.cache
     if path.startswith(_STANDARD_LIBRARY):
         return "site-packages" in path
     return not is_internal_file[path] and not path.startswith(_LIBRARIES)
+
+
+def passes_calls_on(code):
+    """Return whether a function that is none of the kernel's calls device functions: instructions that ptx makes."""
+    path = code.co_filename
+    return path == _KERNEL_FILE or path.startswith(_PTX)
 
 
 def _folders_of(*names):
@@ -32,7 +42,29 @@ def _folders_of(*names):
 
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_KERNEL_FILE = kernel.__file__
+_PTX = os.path.join(os.path.dirname(simulator.__path__[0]), "ptx") + os.sep
 _LIBRARIES = _folders_of("numpy", "numba", "numba_cuda", "greenlet")
+
+
+@functools.lru_cache(maxsize=1024)
+def statements(code):
+    """Return, for each line of a function's statements, the first line of its innermost statement.
+
+    The lines of a compound statement such as `if` are those of its header. A statement on the line of the one before,
+    as in `if x: y = 1`, has no line of its own. Empty for a function whose source is not known.
+    """
+    try:
+        tree = definition(written.get(code, code))
+    except NoSource:
+        return {}
+    found = {}
+    for node in ast.walk(tree):  # outer statements first
+        if isinstance(node, ast.stmt) and node is not tree:
+            end = max(node.lineno, node.body[0].lineno - 1) if hasattr(node, "body") else node.end_lineno
+            first = found.get(node.lineno, node.lineno)
+            found.update(dict.fromkeys(range(node.lineno, end + 1), first))
+    return found
 
 
 class FunctionCode:
@@ -40,7 +72,7 @@ class FunctionCode:
 
     def __init__(self, code, kernel):
         self.code, self._kernel, self._lines, self._moves = code, kernel, {}, {}
-        self._loops, self._instructions = _loops(code), instruction_starts(code)
+        self._loops, self._instructions, self._statements = _loops(code), instruction_starts(code), statements(code)
 
     def counters(self, line):
         if line not in self._lines:
@@ -52,21 +84,23 @@ class FunctionCode:
         return self._instructions[frame.f_lasti]
 
     def move(self, frame, before, iteration):
-        """Return the line counters of a frame's new line, and the iteration numbers of the loops around it.
+        """Return the counters of a frame's new line and of its statement, and the iterations of the loops around it.
 
-        The numbers start with the outermost loop. `iteration` are those of the lane's last line event, which was at
-        bytecode offset `before`.
+        The numbers of the iterations start with the outermost loop. `iteration` are those of the lane's last line
+        event, which was at bytecode offset `before`.
         """
         after = frame.f_lasti
         move = self._moves.get((before, after))
         if move is None:
-            move = self._moves[before, after] = self.counters(frame.f_lineno), *self._loop_changes(before, after)
-        counters, kept, repeats, entered = move
+            line = frame.f_lineno
+            counters = self.counters(line), self.counters(self._statements.get(line, line))
+            move = self._moves[before, after] = *counters, *self._loop_changes(before, after)
+        counters, statement, kept, repeats, entered = move
         if repeats:
             iteration = (*iteration[: kept - 1], iteration[kept - 1] + 1)
         elif kept < len(iteration):
             iteration = iteration[:kept]
-        return counters, iteration + entered
+        return counters, statement, iteration + entered
 
     def _loop_changes(self, before, after):
         """Return the number of loops that are not left, whether the innermost of them repeats, and a 0 per new loop."""

@@ -1,8 +1,12 @@
 """Counters of a source line. `METRICS` defines each, and names the metric of Nsight Compute that counts the same."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from moe_numba.simulator.core import reachable
+from moe_numba.simulator.core.engine import Rendezvous
 
 
 class Metric(NamedTuple):
@@ -13,7 +17,7 @@ class Metric(NamedTuple):
     value: Callable  # LineCounters -> number
 
 
-@dataclass
+@dataclass(eq=False)
 class Accesses:
     """Accesses of one kind: memory space, operation and bytes per lane."""
 
@@ -23,13 +27,15 @@ class Accesses:
     sectors: int = 0
     wavefronts: int = 0
     ideal_wavefronts: int = 0
-    contention: int = 0
+    contention: int = 0  # most lanes of one request of an atomic operation that update one address
+    warp_contention: int = 0  # most requests of one launch that update one address
 
     def add(self, other):
         """Add the counters of other accesses."""
         for name in ("requests", "lanes", "bytes", "sectors", "wavefronts", "ideal_wavefronts"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.contention = max(self.contention, other.contention)
+        self.warp_contention = max(self.warp_contention, other.warp_contention)
 
 
 @dataclass
@@ -44,27 +50,15 @@ class Operations:
         self.count, self.bytes = self.count + other.count, self.bytes + other.bytes
 
 
-@dataclass
-class Waits:
-    """Waits of warps at one barrier: how often, scheduler steps in all, and the longest."""
-
-    count: int = 0
-    steps: int = 0
-    longest: int = 0
-
-    def add(self, other):
-        """Add the counters of other waits."""
-        self.count, self.steps = self.count + other.count, self.steps + other.steps
-        self.longest = max(self.longest, other.longest)
-
-
 @dataclass(eq=False)
 class LineCounters:
     """Counters of one source line; each name in `METRICS` is an attribute as well.
 
     `accesses` maps (space, operation, bytes per lane) to `Accesses`; a space is "global", "shared" or "distributed
     shared", an operation "load", "store", "atomic", "cp.async", "ldmatrix" or "stmatrix". `operations` maps the name of
-    an asynchronous copy or a wgmma, with its shape, to `Operations`, and `waits` the name of a barrier to `Waits`.
+    an asynchronous copy or a wgmma, with its shape, to `Operations`. `collectives` maps the name of a warp-wide
+    operation to how often a warp executed it, `waits` that of a barrier or a poll to how often a warp waited there, and
+    `peers` the rank of another GPU to the bytes that the line accessed in its memory.
     """
 
     file: str = ""
@@ -74,7 +68,9 @@ class LineCounters:
     active_lanes: int = 0
     accesses: dict = field(default_factory=dict)
     operations: dict = field(default_factory=dict)
+    collectives: dict = field(default_factory=dict)
     waits: dict = field(default_factory=dict)
+    peers: dict = field(default_factory=dict)
 
     def __getattr__(self, name):
         if name in METRICS:
@@ -84,15 +80,71 @@ class LineCounters:
     def add(self, other):
         """Add the counters of another line."""
         self.executions, self.active_lanes = self.executions + other.executions, self.active_lanes + other.active_lanes
-        for name, kind in (("accesses", Accesses), ("operations", Operations), ("waits", Waits)):
+        for name, kind in (("accesses", Accesses), ("operations", Operations)):
             mine = getattr(self, name)
             for key, value in getattr(other, name).items():
                 mine.setdefault(key, kind()).add(value)
+        for name in ("collectives", "waits", "peers"):
+            mine = getattr(self, name)
+            for key, count in getattr(other, name).items():
+                mine[key] = mine.get(key, 0) + count
 
     @property
     def vector_widths(self):
         """Bytes per lane of the line's loads and stores, in ascending order."""
         return sorted({size for _, operation, size in self.accesses if operation in ("load", "store")})
+
+
+_COLLECTIVES = {
+    "shfl": "shuffles",
+    **dict.fromkeys(("vote", "all", "any", "eq", "ballot", "elect"), "votes"),
+    "match": "matches",
+    "redux": "reductions",
+    "syncwarp": "syncwarps",
+}
+
+
+def collective_counter(name):
+    """Return the counter of a warp-wide operation, such as "shuffles" of "shfl_up_sync"; None if it has none."""
+    return _COLLECTIVES.get(re.match(r"[a-z]*", name)[0])
+
+
+def name_of_wait(where):
+    """Name what a thread or a gang waits for."""
+    if isinstance(where, Rendezvous):
+        return where.what
+    if barrier := getattr(where, "barrier", None):
+        allocation = barrier.region.allocation
+        return f"mbarrier {(barrier.region.start - allocation.start) // 8} of {allocation.name}"
+    return re.split(r" \(|, which", str(where))[0]  # the rest is the state of one wait
+
+
+def is_block_wide(name):
+    """Return whether the name of a wait is that of a barrier for which all warps of a block wait."""
+    return name.startswith(("syncthreads", "grid sync"))
+
+
+def count_operation(line, rank, name, nbytes, shape=None, count=1, spans=()):
+    """Count an asynchronous copy, or `count` wgmmas, of a line that a kernel of a rank executes."""
+    name = re.sub(r" of (rank \d+ )?block .*", "", name)  # a multicast names each destination
+    if shape is not None:
+        name += f" [{' x '.join(map(str, shape))}]"
+    kind = line.operations.setdefault(name, Operations())
+    kind.count, kind.bytes = kind.count + count, kind.bytes + nbytes
+    for address, size in spans:
+        count_peers(line, rank, address, size)
+
+
+def count_peers(line, rank, address, nbytes):
+    """Count bytes that a kernel of a rank accesses at an address, if they are another rank's."""
+    owner = reachable.rank_at(address)
+    if owner is not None and owner != rank:
+        line.peers[owner] = line.peers.get(owner, 0) + nbytes
+
+
+def is_barrier(name):
+    """Return whether the name of a wait is that of a barrier of a block, of some of its warps, or of a grid."""
+    return is_block_wide(name) or name.startswith("barrier ")
 
 
 def ratio(numerator, denominator):
@@ -111,6 +163,10 @@ def _sum(attribute, space, *operations):
         )
 
     return value
+
+
+def _collectives(counter):
+    return lambda line: sum(n for name, n in line.collectives.items() if collective_counter(name) == counter)
 
 
 def _wavefronts(line, attribute):
@@ -206,6 +262,23 @@ METRICS = {
         "",
         lambda line: max((accesses.contention for accesses in line.accesses.values()), default=0),
     ),
+    "warp_contention": Metric(
+        "largest number of warp-level atomic operations of one launch that update the same address",
+        "",
+        lambda line: max((accesses.warp_contention for accesses in line.accesses.values()), default=0),
+    ),
+    "shuffles": Metric(
+        "shuffles of a warp, executed once by all lanes that its mask names", "", _collectives("shuffles")
+    ),
+    "votes": Metric("votes of a warp: ballot, all, any, eq, elect", "", _collectives("votes")),
+    "matches": Metric("match_any and match_all of a warp", "", _collectives("matches")),
+    "reductions": Metric("redux.sync of a warp", "", _collectives("reductions")),
+    "syncwarps": Metric("syncwarp of a warp", "", _collectives("syncwarps")),
+    "barriers": Metric(
+        "waits of warps at a barrier of their block (syncthreads), of some of its warps (`barrier 1`) or of their grid",
+        "",
+        lambda line: sum(count for name, count in line.waits.items() if is_barrier(name)),
+    ),
     "shared_bytes": Metric("bytes that lanes load from and store to shared memory", "", _sum("bytes", "shared")),
     "distributed_shared_bytes": Metric(
         "bytes that lanes load from and store to the shared memory of other blocks",
@@ -217,9 +290,9 @@ METRICS = {
         "",
         lambda line: sum(o.bytes for name, o in line.operations.items() if not name.startswith("wgmma")),
     ),
-    "wait_steps": Metric(
-        "scheduler steps from the arrival of a warp's last lane at a barrier, wait or poll until the warp may go on",
+    "peer_bytes": Metric(
+        "bytes that lanes and copies access in the memory of other ranks; `peers` has them by rank",
         "",
-        lambda line: sum(waits.steps for waits in line.waits.values()),
+        lambda line: sum(line.peers.values()),
     ),
 }

@@ -73,5 +73,5 @@ def _number(value):
 
 def _source_lines(kernel):
     """Yield (file, line number) of every line of the kernel and its device functions, the kernel's file first."""
-    spans = sorted(kernel.functions, key=lambda span: (span[0] != kernel.file, span))
+    spans = sorted(kernel.spans, key=lambda span: (span[0] != kernel.file, span))
     yield from dict.fromkeys((path, number) for path, first, last in spans for number in range(first, last + 1))

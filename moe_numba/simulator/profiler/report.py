@@ -2,18 +2,77 @@
 
 import json
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from moe_numba.simulator.core.errors import file_name
 from moe_numba.simulator.profiler import html, static
+from moe_numba.simulator.profiler.control_flow import statements
 from moe_numba.simulator.profiler.counters import METRICS, LineCounters, ratio
 from moe_numba.simulator.profiler.occupancy import gpu_properties
+from moe_numba.simulator.profiler.phases import COUNTERS, CriticalPath, Phases
 
-SCHEMA = 1  # version of the JSON
+SCHEMA = 2  # version of the JSON
 
 
-class KernelProfile:
+class Counted:
+    """Counters of some lines of a kernel: all of them, or those of some of its functions."""
+
+    name, file, lines, phases, kernel = "", "", (), None, None
+
+    @property
+    def total(self) -> LineCounters:
+        """Sum of the counters of the lines."""
+        total = LineCounters(self.file, 0, self.name)
+        for line in self.lines:
+            total.add(line)
+        return total
+
+    @property
+    def instructions(self) -> int | None:
+        """SASS instructions of the lines' functions; None without a compiler or its line information."""
+        return self.kernel.static and self.kernel.static.instructions(self)
+
+    @property
+    def estimated_instructions(self) -> int | None:
+        """Estimated instructions that warps execute; see `StaticProfile.estimated_instructions`."""
+        return self.kernel.static and self.kernel.static.estimated_instructions(self)
+
+    @property
+    def critical_path(self) -> CriticalPath:
+        """What the warp that has most to do does between two block-wide barriers, summed, of the longest block."""
+        return self.phases.critical_path(self._selected())
+
+    def longest_chain(self, weights: Mapping[str, float]) -> float:
+        """Return the sum, over the phases between two block-wide barriers, of the warp with the largest weighted sum.
+
+        Parameters
+        ----------
+        weights : dict
+            Counter of `phases.COUNTERS` -> weight, such as the latency of an access in nanoseconds.
+        """
+        unknown = sorted(weights.keys() - set(COUNTERS))
+        if unknown:
+            raise ValueError(f"weights has {', '.join(unknown)}; its keys must be of {', '.join(COUNTERS)}")
+        return self.phases.longest(weights, self._selected())
+
+    def _selected(self):
+        return self.lines
+
+
+class Part(Counted):
+    """Counters of some functions of a kernel, by their names: `lines`, `total`, `critical_path`, as of the kernel."""
+
+    def __init__(self, kernel: "KernelProfile", names: Iterable[str]):
+        self.kernel, self.names, self.phases, self.file = kernel, tuple(names), kernel.phases, kernel.file
+        self.name = ", ".join(self.names)
+
+    @property
+    def lines(self) -> list[LineCounters]:
+        return [line for line in self.kernel.lines if line.function in self.names]
+
+
+class KernelProfile(Counted):
     """Counters of all launches of one kernel.
 
     Attributes
@@ -33,16 +92,35 @@ class KernelProfile:
         self.launches, self.setmaxnreg, self.static = [], {}, None
         self.options, self.arguments = {}, ()  # of the last launch
         self.layouts = []  # shared memory of each launch
-        self.functions = set()  # (file, first line, last line) of the kernel and its device functions
+        self.spans = {}  # (file, first line, last line) of the kernel and its device functions -> their names
+        self.statements = {}  # (file, line) -> first line of its statement
+        self.phases, self.kernel = Phases(), self
         self._lines = {}
 
     def line(self, code, number):
         """Return the counters of a line of the kernel or of a device function."""
-        self.functions.add((code.co_filename, code.co_firstlineno, max(n for *_, n in code.co_lines() if n)))
         key = code.co_filename, number
         if key not in self._lines:
+            self.spans[code.co_filename, code.co_firstlineno, max(n for *_, n in code.co_lines() if n)] = code.co_name
+            self.statements |= {(code.co_filename, n): first for n, first in statements(code).items()}
             self._lines[key] = LineCounters(*key, code.co_name)
         return self._lines[key]
+
+    def note_warpgroup_instruction(self, group, what):
+        """Note the registers per thread that a setmaxnreg gives to a warpgroup."""
+        if what.startswith("setmaxnreg"):
+            self.setmaxnreg[group.index] = int(what.split()[-1])
+
+    def merge(self, other: "KernelProfile") -> None:
+        """Add what another profile of the same kernel has counted; not its launches."""
+        line_of = {}
+        for key, line in other._lines.items():
+            mine = line_of[line] = self._lines.setdefault(key, LineCounters(line.file, line.line, line.function))
+            mine.add(line)
+        self.phases.merge(other.phases, line_of)
+        self.spans |= other.spans
+        self.statements |= other.statements
+        self.setmaxnreg |= other.setmaxnreg
 
     @property
     def lines(self) -> list[LineCounters]:
@@ -50,17 +128,26 @@ class KernelProfile:
         lines = [line for line in self._lines.values() if line.executions or line.accesses or line.waits]
         return sorted(lines, key=lambda line: (line.file != self.file, line.file, line.line))
 
+    def _selected(self):
+        return None
+
     def __getitem__(self, number: int) -> LineCounters:
         """Return the counters of a line of the kernel's file, zeros if it was not executed."""
         return self._lines.get((self.file, number)) or LineCounters(self.file, number)
 
     @property
-    def total(self) -> LineCounters:
-        """Sum of the counters of all lines."""
-        total = LineCounters(self.file, 0, self.name)
-        for line in self.lines:
-            total.add(line)
-        return total
+    def functions(self) -> dict[str, Part]:
+        """The kernel's own lines, and those of each device function that it has called, by the function's name."""
+        names = dict.fromkeys([self.name, *(line.function for line in self.lines)])
+        return {name: Part(self, [name]) for name in names}
+
+    def part(self, *names: str) -> Part:
+        """Return the counters of some functions together; raise a KeyError with the known names for another one."""
+        known = self.functions
+        for name in names:
+            if name not in known:
+                raise KeyError(f"kernel {self.name} has called no function {name!r}; it has {', '.join(known)}")
+        return Part(self, names)
 
 
 class Profile:
@@ -173,8 +260,8 @@ _COLUMNS = {
     "atomics": lambda line: line.global_atomic_requests + line.shared_atomic_requests,
     "contention": lambda line: line.contention,
     "async B": lambda line: line.async_bytes,
-    "waits": lambda line: sum(waits.count for waits in line.waits.values()),
-    "steps": lambda line: line.wait_steps,
+    "collectives": lambda line: sum(line.collectives.values()),
+    "waits": lambda line: sum(line.waits.values()),
 }
 
 
@@ -207,8 +294,14 @@ def _kernel_table(kernel) -> Iterator[str]:
     yield f"  bytes: {describe_bytes(total)}"
     for name, operations in total.operations.items():
         yield f"  {name}: {operations.count}, {operations.bytes} bytes"
-    for name, waits in total.waits.items():
-        yield f"  waits at {name}: {waits.count} of a warp, {waits.steps} scheduler steps, the longest {waits.longest}"
+    for name, count in total.collectives.items():
+        yield f"  {name}: {count} by a warp"
+    for name, count in total.waits.items():
+        yield f"  waits at {name}: {count} of a warp"
+    for rank, count in sorted(total.peers.items()):
+        yield f"  memory of rank {rank}: {count} bytes"
+    path = ", ".join(f"{name} {count}" for name, count in kernel.critical_path.as_dict().items())
+    yield f"  critical path of a block: {path}"
     if kernel.setmaxnreg:
         used = sum(kernel.setmaxnreg.values()) * 128
         registers = ", ".join(str(kernel.setmaxnreg[group]) for group in sorted(kernel.setmaxnreg))
@@ -240,6 +333,11 @@ def _kernel_dict(kernel):
         "static": kernel.static and kernel.static.as_dict(),
         "setmaxnreg": kernel.setmaxnreg,
         "total": _counters_dict(kernel.total),
+        "critical_path": _path_dict(kernel),
+        "functions": [
+            {"name": name, **_counters_dict(part.total), "critical_path": _path_dict(part)}
+            for name, part in kernel.functions.items()
+        ],
         "lines": [
             {"file": line.file, "line": line.line, "function": line.function, "source": source_text(line)}
             | _counters_dict(line)
@@ -248,11 +346,18 @@ def _kernel_dict(kernel):
     }
 
 
+def _path_dict(counted):
+    path = counted.critical_path
+    return {"counters": path.as_dict(), "phases": path.phases}
+
+
 def _counters_dict(line):
     keys = "space", "operation", "size"
     return {
         "counters": {name: metric.value(line) for name, metric in METRICS.items()},
-        "accesses": [dict(zip(keys, key)) | vars(accesses) for key, accesses in line.accesses.items()],
+        "accesses": [dict(zip(keys, key)) | vars(accesses) for key, accesses in sorted(line.accesses.items())],
         "operations": [{"name": name} | vars(operations) for name, operations in line.operations.items()],
-        "waits": [{"name": name} | vars(waits) for name, waits in line.waits.items()],
+        "collectives": line.collectives,
+        "waits": line.waits,
+        "peers": line.peers,
     }

@@ -4,6 +4,7 @@ The kernel is compiled in a second process; see `simulator.compiler`.
 """
 
 import math
+import os
 from dataclasses import asdict, dataclass, field
 
 from moe_numba.simulator.compiler import process
@@ -17,7 +18,8 @@ class StaticProfile:
     """What the compiler makes of a kernel for one GPU.
 
     `registers` and the numbers after it are None where the kernel could not be compiled; `reason` then says why.
-    `sass_lines` maps "file:line" to the number of SASS instructions of that line.
+    `sass_lines` maps "file:line", with an absolute path, to the number of SASS instructions of that line. Instructions
+    of an inlined function count for the line of that function, not for the call.
     """
 
     gpu: str
@@ -31,21 +33,47 @@ class StaticProfile:
     setmaxnreg_registers: int | None = None  # that a block's warpgroups have after setmaxnreg, of 65,536
     occupancy: list[Occupancy] = field(default_factory=list)  # of each launch
 
-    def estimated_instructions(self, kernel):
-        """Estimate the warp-level instructions of all launches: SASS instructions of a line times its executions.
+    def instructions(self, counted):
+        """Return the number of SASS instructions of a kernel's functions, wherever the compiler has inlined them.
 
-        Lines before the first one that runs (the `def`) count once per warp. Too low or too high where the compiler
-        unrolls a loop, replaces a branch by predicates or moves code out of a loop. None without line information.
+        `counted` is the profile of the kernel, or a `Part` of it. None without line information.
         """
         if not self.sass_lines:
             return None
-        executions = {f"{line.file}:{line.line}": line.executions for line in kernel.lines}
-        warps = sum(launch["warps"] for launch in kernel.launches)
-        first = min(line.line for line in kernel.lines if line.file == kernel.file and line.function == kernel.name)
-        before = {f"{kernel.file}:{number}" for number in range(first)}
-        return sum(
-            count * executions.get(site, warps if site in before else 0) for site, count in self.sass_lines.items()
-        )
+        names = {line.function for line in counted.lines}
+        spans = [
+            (os.path.abspath(f), first, last) for (f, first, last), n in counted.kernel.spans.items() if n in names
+        ]
+        sites = {(file, number) for file, first, last in spans for number in range(first, last + 1)}
+        return sum(count for site, count in self._sites() if site in sites)
+
+    def estimated_instructions(self, counted):
+        """Estimate the warp-level instructions of all launches: SASS instructions of a line times its executions.
+
+        `counted` is the profile of the kernel, or a `Part` of it, whose functions count where they are inlined. Lines
+        before the first one of the kernel that runs (the `def`) count once per warp. Too low or too high where the
+        compiler unrolls a loop, replaces a branch by predicates or moves code out of a loop. None without line
+        information.
+        """
+        if not self.sass_lines:
+            return None
+        kernel = counted.kernel
+        executions = {(os.path.abspath(line.file), line.line): line.executions for line in counted.lines}
+        statements = {(os.path.abspath(file), line): first for (file, line), first in kernel.statements.items()}
+        own = [line.line for line in counted.lines if line.file == kernel.file and line.function == kernel.name]
+        begins = min(first for (_, first, _), name in kernel.spans.items() if name == kernel.name)
+        before = range(begins, min(own, default=0))
+        warps, kernel_file, found = sum(launch["warps"] for launch in kernel.launches), os.path.abspath(kernel.file), 0
+        for (file, number), count in self._sites():
+            times = executions.get((file, statements.get((file, number), number)), 0)
+            found += count * (times or warps * (file == kernel_file and number in before))
+        return found
+
+    def _sites(self):
+        """Yield ((file, line), number of instructions)."""
+        for site, count in self.sass_lines.items():
+            file, _, line = site.rpartition(":")
+            yield (file, int(line)), count
 
     def as_dict(self):
         """Return the values as built-in types."""

@@ -4,6 +4,8 @@ An index that is too large raises at once. A negative one reads or writes anothe
 when the log of accesses is checked (`check_indices`), at the latest before the kernel's results are used.
 """
 
+import contextlib
+
 import numpy as np
 
 from moe_numba.simulator.core import memory
@@ -38,21 +40,23 @@ def load(mask, x, index):
             raise Unsupported("an index out of bounds")
         index = as_uniform_index(index)
         value = array[index]
-        note_read((region, x.address, array.strides[0], array.itemsize, index, mask, None))
+        note_read(x, (region, x.address, array.strides[0], array.itemsize, index, mask, None))
         return value
     if mask is not None:
         index = index * mask
     if index.dtype is not _INT64:
         index = as_index(index)
     value = take(array, index)
-    note_read((region, x.address, array.strides[0], array.itemsize, index, mask, None))
+    note_read(x, (region, x.address, array.strides[0], array.itemsize, index, mask, None))
     return value
 
 
-def note_read(entry):
-    """Put a read into the log; one of shared memory is checked, too."""
+def note_read(x, entry):
+    """Put a read into the log; one of shared memory is checked, too. A profile counts that of `x`, not of None."""
     gang = state.gang
     gang.log.reads.append(entry)
+    if gang.notes is not None and x is not None:
+        gang.notes.access("load", x, *entry[:6])
     if entry[0].shared is not None:
         if entry[0].shared.detector is not None:
             gang.watch(*entry[:6], False)
@@ -120,14 +124,17 @@ def store(mask, x, index, value):
     log.append((region, address, step, width, index, mask, value))
     if region.shared is not None and region.shared.detector is not None:
         state.gang.watch(region, address, step, width, index, mask, True)
+    if state.gang.notes is not None:
+        state.gang.notes.access("store", x, region, address, step, width, index, mask)
 
 
 def _load_other(mask, x, index):
     if type(x) is Pointers:
         result = None
-        for pointer, part in x.parts(mask):
-            value = load(part, pointer, index)
-            result = value if result is None or part is None else select(part, value, result)
+        with one_access():
+            for pointer, part in x.parts(mask):
+                value = load(part, pointer, index)
+                result = value if result is None or part is None else select(part, value, result)
         return result
     if type(x) is Rows:
         return load(mask, x.array, (*x.index, *(index if type(index) is tuple else (index,))))
@@ -160,12 +167,22 @@ def _load_from_tuple(mask, x, index):
 
 def _store_other(mask, x, index, value):
     if type(x) is Pointers:
-        for pointer, part in x.parts(mask):
-            store(part, pointer, index, value)
+        with one_access():
+            for pointer, part in x.parts(mask):
+                store(part, pointer, index, value)
     elif type(x) is Rows:
         store(mask, x.array, (*x.index, *(index if type(index) is tuple else (index,))), value)
     else:
         raise Unsupported(f"a store to {type(x).__name__}")
+
+
+@contextlib.contextmanager
+def one_access():
+    """Let the accesses within this context count as one: those through a pointer that differs between lanes."""
+    before = state.gang.notes and state.gang.notes.mark()
+    yield
+    if before is not None:
+        state.gang.notes.join(before)
 
 
 class Rows:
@@ -193,7 +210,7 @@ def _load_nd(mask, x, index):
     address, step, flat, index = flatten(x, items, mask)
     region = x.region or region_of(x)
     value = take(flat, index) if type(index) is ndarray else flat[index]
-    note_read((region, address, step, array.itemsize, index, mask, None))
+    note_read(x, (region, address, step, array.itemsize, index, mask, None))
     return value
 
 
@@ -238,14 +255,15 @@ def load_vector(mask, pointer, index, dtype, count):
     """Load `count` elements of `dtype` in one access, from element `index` of a pointer."""
     if type(pointer) is Pointers:
         result = None
-        for one, part in pointer.parts(mask):
-            value = load_vector(part, one, index, dtype, count)
-            result = value if result is None else select(part, value, result) if part is not None else value
+        with one_access():
+            for one, part in pointer.parts(mask):
+                value = load_vector(part, one, index, dtype, count)
+                result = value if result is None else select(part, value, result) if part is not None else value
         return result
     dtype = as_dtype(dtype)
     elements, index, step = vector_elements(mask, pointer, index, dtype, count)
     region = pointer.region or region_of(pointer)
-    note_read(vector_entry(region, pointer, index, step, dtype.itemsize * count, mask))
+    note_read(pointer, vector_entry(region, pointer, index, step, dtype.itemsize * count, mask))
     if type(index) is ndarray:
         first = index * (step // dtype.itemsize) if step >= dtype.itemsize else index // (dtype.itemsize // step)
         return tuple([take(elements, first + k if k else first) for k in range(count)])
@@ -258,8 +276,9 @@ def load_vector(mask, pointer, index, dtype, count):
 def store_vector(mask, pointer, index, values, dtype=None):
     """Store values in one access to element `index` of a pointer."""
     if type(pointer) is Pointers:
-        for one, part in pointer.parts(mask):
-            store_vector(part, one, index, values, dtype)
+        with one_access():
+            for one, part in pointer.parts(mask):
+                store_vector(part, one, index, values, dtype)
         return
     dtype = as_dtype(dtype or values[0].dtype)
     region = pointer.region or region_of(pointer)
@@ -289,6 +308,8 @@ def store_vector(mask, pointer, index, values, dtype=None):
     state.gang.log.writes.append(entry)
     if region.shared is not None and region.shared.detector is not None:
         state.gang.watch(*entry[:6], True)
+    if state.gang.notes is not None:
+        state.gang.notes.access("store", pointer, *entry[:6])
 
 
 def vector_elements(mask, pointer, index, dtype, count):

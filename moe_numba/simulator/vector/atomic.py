@@ -50,6 +50,8 @@ def _target(mask, x, index, acquires=True):
         gang.engine.clocks.release(gang, point)
     if region.shared is not None and region.shared.detector is not None:
         gang.watch(region, address, step, array.itemsize, index, mask, True)
+    if gang.notes is not None:
+        gang.notes.access("atomic", x, region, address, step, array.itemsize, index, mask)
     return array, lanes, where
 
 

@@ -14,7 +14,7 @@ from moe_numba.simulator.vector.numbers import Weak
 ndarray = np.ndarray
 
 
-def participants(mask, active, is_barrier=False):
+def participants(mask, active, what=None, is_barrier=False):
     """Check that the lanes that a mask names are those that execute the operation, and order their accesses.
 
     In strict mode only a barrier orders them. Returns None if whole warps take part. Otherwise it returns an array of
@@ -25,6 +25,8 @@ def participants(mask, active, is_barrier=False):
         if int(mask) & FULL_MASK == FULL_MASK and (active is None or _whole_warps(active)):
             if is_barrier or not gang.engine.strict:
                 gang.log.collective(active)
+            if gang.notes is not None and what is not None:
+                gang.notes.collective(what, _warps_of(active))
             return None
         mask = np.full(gang.size, int(mask) & FULL_MASK, np.int64)
     else:
@@ -38,11 +40,26 @@ def participants(mask, active, is_barrier=False):
     wrong = (named & exists[:, None, :] & ~same).any(2) | ~named[:, range(32), range(32)]
     if (wrong & running).any():
         raise Unsupported("a warp operation whose mask does not name the lanes that execute it together")
+    if gang.notes is not None and what is not None:
+        gang.notes.collective(what, np.array([len(set(m[r].tolist())) for m, r in zip(mask, running)]))
     if np.array_equal((named & exists[:, None, :] & running[:, :, None]).sum((1, 2)), exists.sum(1) ** 2):
         if is_barrier or not gang.engine.strict:
             gang.log.collective(active)
         return None
     return named & exists[:, None, :]
+
+
+def _warps_of(active):
+    """Return an array of a number for each warp: 1 if one of its lanes is active."""
+    gang = state.gang
+    if active is None:
+        return _ones(gang.num_warps)
+    return gang.pad(active, False).reshape(gang.num_warps, 32).any(1).astype(np.int64)
+
+
+@functools.cache
+def _ones(count):
+    return np.ones(count, np.int64)
 
 
 def _whole_warps(active):
@@ -76,7 +93,7 @@ def _compute_sources(number, mode, operand, width):
 
 
 def shuffle(active, mode, mask, value, operand, width=32, what=None):
-    named, gang = participants(mask, active), state.gang
+    named, gang = participants(mask, active, what or f"shfl.sync.{mode}"), state.gang
     varying = type(value) is ndarray or type(value) is Weak
     if type(operand) is ndarray or type(operand) is Weak:
         operand = operand.values if type(operand) is Weak else operand
@@ -126,7 +143,7 @@ def per_warp(values):
 
 
 def vote(active, mode, mask, predicate, what=None):
-    named = participants(mask, active)
+    named = participants(mask, active, what or f"vote.sync.{mode}")
     predicate, everyone = truth(predicate), state.gang.everyone if active is None else active
     if type(predicate) is bool:
         predicate = everyone if predicate else np.zeros(state.gang.size, bool)
@@ -157,7 +174,7 @@ def _vote_in_groups(mode, named, predicate):
 
 
 def ballot_sync(active, mask, predicate):
-    return _signed(vote(active, "ballot", mask, predicate))
+    return _signed(vote(active, "ballot", mask, predicate, "ballot_sync"))
 
 
 def _signed(bits):
@@ -167,7 +184,7 @@ def _signed(bits):
 
 
 def match(active, mode, mask, value, what=None):
-    named, gang = participants(mask, active), state.gang
+    named, gang = participants(mask, active, what or f"match.{mode}.sync"), state.gang
     if named is not None and mode == "all":
         raise Unsupported("match_all of a part of a warp")
     value = spread(value)
@@ -184,11 +201,11 @@ def match(active, mode, mask, value, what=None):
 
 
 def match_any_sync(active, mask, value):
-    return _signed(match(active, "any", mask, value))
+    return _signed(match(active, "any", mask, value, "match_any_sync"))
 
 
 def match_all_sync(active, mask, value):
-    bits, equal = match(active, "all", mask, value)
+    bits, equal = match(active, "all", mask, value, "match_all_sync")
     return _signed(bits), equal
 
 
@@ -203,11 +220,11 @@ _REDUCTIONS = {
 
 
 def redux(active, op, mask, value, dtype=None):
-    named, gang = participants(mask, active), state.gang
-    value = spread(value)
+    gang, value = state.gang, spread(value)
     kind = np.dtype(dtype or (np.int32 if type(value) is Weak else value.dtype))
     if kind not in (np.uint32, np.int32):
         raise Unsupported("redux.sync of a type that it does not take")
+    named = participants(mask, active, f"redux.sync.{op}.{'u32' if kind.kind == 'u' else 's32'}")
     values = (value.values if type(value) is Weak else value).astype(kind).astype(np.int64)
     function, identity = _REDUCTIONS[op]
     rows = gang.pad(values, identity).reshape(-1, 32)
@@ -219,7 +236,7 @@ def redux(active, op, mask, value, dtype=None):
 
 
 def syncwarp(active, mask=FULL_MASK):
-    participants(mask, active, is_barrier=True)
+    participants(mask, active, "syncwarp", is_barrier=True)
 
 
 def activemask(active):
@@ -228,7 +245,7 @@ def activemask(active):
 
 def elect(active, mask):
     gang = state.gang
-    if participants(mask, active) is not None or type(mask) is Weak or type(mask) is ndarray:
+    if participants(mask, active, "elect.sync") is not None or type(mask) is Weak or type(mask) is ndarray:
         raise Unsupported("elect.sync of a part of a warp")
     elected, mask = gang.world.elected_lanes, int(mask) & FULL_MASK
     if mask not in elected:

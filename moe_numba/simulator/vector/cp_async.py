@@ -75,7 +75,7 @@ class Groups:
         older = [copies for copies in self.copies if copies.group < self.committed - pending]
         while not all(copies.landed for copies in older):
             self.waits = True
-            gang.park(KIND)
+            gang.park(f"{KIND}.wait_group")
         for copies in older:
             copies.release()
         del self.copies[: len(older)]
@@ -103,7 +103,9 @@ def load_16(mask, array, offset, pointer, index, valid):
     if valid.min() < 0 or valid.max() > 16:
         raise Unsupported("cp.async of a wrong number of bytes")
     region, addresses = _sources(pointer, _integers(index, lanes), valid, lanes)
-    _record(gang, region, addresses, valid, lanes)
+    _record(gang, pointer.pointers[0] if type(pointer) is Pointers else pointer, region, addresses, valid, lanes)
+    if gang.notes is not None:
+        gang.notes.operation(_Copies.what, 16 * len(lanes), count=len(lanes))
     gang.copy_groups.copies.append(_Copies(gang, region, addresses, valid, allocation, offsets, lanes))
 
 
@@ -133,7 +135,7 @@ def _sources(pointer, index, valid, lanes):
     return regions.pop(), addresses
 
 
-def _record(gang, region, addresses, valid, lanes):
+def _record(gang, pointer, region, addresses, valid, lanes):
     """Record the reads when the copies are issued."""
     base = region.start & -16
     index = np.zeros(gang.size, np.int64)
@@ -142,3 +144,5 @@ def _record(gang, region, addresses, valid, lanes):
         active = np.zeros(gang.size, bool)
         active[lanes[valid == size]] = True
         gang.log.reads.append((region, base, 16, size, index, active, None))
+        if gang.notes is not None:
+            gang.notes.access("cp.async", pointer, region, base, 16, size, index, active)

@@ -55,7 +55,7 @@ class VectorWorld(World):
 
     def __init__(self, engine, seed):
         super().__init__(seed)
-        self.engine, self.memory_model = engine, _Order(engine.clocks)
+        self.engine, self.memory_model, self.profile = engine, _Order(engine.clocks), engine.profile
 
     def add(self, grid):
         self.grids.append(grid)
@@ -105,8 +105,9 @@ class Engine:
     (`happens_before`) may report under some order of the threads is a conflict, or unsupported.
     """
 
-    def __init__(self, by_warp, strict, function_of):
-        self.by_warp, self.strict, self.function_of = by_warp, strict, function_of
+    def __init__(self, by_warp, strict, calls, profile=None):
+        """`calls` has the vector versions of functions; `profile` counts what they do."""
+        self.by_warp, self.strict, self.calls, self.profile = by_warp, strict, calls, profile
         self.memory, self.clocks, self.gangs = Memory(keeps_all=strict), Clocks(), []
         self.first_gang, self.world, self.last_kernel = {}, None, scheduler.last_kernel() if strict else None
         self.parent = greenlet.getcurrent()

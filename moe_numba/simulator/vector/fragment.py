@@ -8,7 +8,7 @@ from moe_numba.simulator.asynchronous import fragments, matrix
 from moe_numba.simulator.asynchronous.wgmma import PendingAccumulators
 from moe_numba.simulator.core.arithmetic import fma as scalar_fma
 from moe_numba.simulator.core.warp import FULL_MASK
-from moe_numba.simulator.vector import access, collectives, functions, state
+from moe_numba.simulator.vector import access, collectives, state
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.indices import take
 from moe_numba.simulator.vector.numbers import Weak
@@ -113,6 +113,8 @@ def _rows(mask, array, index, lanes, writes, synchronise=True):
     (gang.log.writes if writes else gang.log.reads).append(entry)
     if allocation.detector is not None:
         gang.watch(*entry[:6], writes)
+    if gang.notes is not None:
+        gang.notes.matrix("stmatrix" if writes else "ldmatrix", allocation, offset, len(lanes) // 8)
     return allocation.bytes, offset[:, None] + np.arange(16)
 
 
@@ -219,7 +221,11 @@ def load_shared(function):
         if index.min() < 0 or (array.address + 4 * index & 4 * min(count, 4) - 1).any():
             raise Unsupported("a vector access that is not aligned or out of bounds")
         region = array.region or access.region_of(array)
-        access.note_read((region, array.address, 4, 4 * count, index, mask, None))
+        access.note_read(None, (region, array.address, 4, 4 * count, index, mask, None))
+        if state.gang.notes is not None:
+            for i in range(0, count, 4):
+                size = 4 * min(4, count - i)
+                state.gang.notes.access("load", array, region, array.address + 4 * i, 4, size, index, mask)
         return LaneFragment(take(array.array, index[:, None] + np.arange(count)))
 
     return load
@@ -258,7 +264,7 @@ def for_each_chunk(function):
         values, others = list(map(as_matrix, arguments[:tuples])), arguments[tuples:]
         for first in firsts:
             chunks = (LaneFragment(v[:, first : first + size]) for v in values)
-            functions.CALLS[body](mask, np.int32(first), *chunks, *others)
+            state.gang.engine.calls[body](mask, np.int32(first), *chunks, *others)
 
     return call_for_each_chunk
 

@@ -182,10 +182,13 @@ def _refused(what):
     return refuse
 
 
-def version(function):
-    """Return the vector version of a callable; if there is none, a function that raises `Unsupported`."""
+def version(function, calls):
+    """Return the vector version of a callable; if there is none, a function that raises `Unsupported`.
+
+    `calls` has the versions of what it calls.
+    """
     if isinstance(function, Kernel):
-        return CALLS[function.py_func]
+        return calls[function.py_func]
     if isinstance(function, Type):
         return casts.number_cast(function) if isinstance(function, (Integer, Float)) else _uniform(function)
     if isinstance(function, type):
@@ -199,7 +202,7 @@ def version(function):
     if isinstance(function, types.BuiltinFunctionType) and function.__module__ == "math":
         return casts.per_lane_math(FUNCTIONS.get(function, function))
     if isinstance(function, types.MethodType):
-        inner = CALLS[function.__func__]
+        inner = calls[function.__func__]
         return lambda mask, *arguments, **keywords: inner(mask, function.__self__, *arguments, **keywords)
     if isinstance(function, functools._lru_cache_wrapper):  # it makes device functions
         return _uniform(function)
@@ -213,27 +216,36 @@ def version(function):
     if module.startswith("moe_numba.simulator.") and function.__name__ not in _TRANSFORMED:
         return _refused(f"{function.__module__.rpartition('.')[2]}.{function.__name__}")
     try:
-        return transform.vector_function(function, special)
+        return transform.vector_function(function, special, calls)
     except (Unsupported, NoSource) as error:
         return _refused(str(error))
 
 
 class _Versions(dict):
+    """Vector versions by function; `notes_statements`: they note each statement that they execute, for a profile."""
+
+    def __init__(self, known, notes_statements):
+        super().__init__(known)
+        self.notes_statements, self.effects = notes_statements, _Effects(self)
+
     def __missing__(self, function):
-        made = self[function] = version(function)
+        made = self[function] = version(function, self)
         return made
 
 
 class _Effects(dict):
     """Versions of calls whose result is not used."""
 
+    def __init__(self, calls):
+        super().__init__(atomic.EFFECTS)
+        self.calls = calls
+
     def __missing__(self, function):
-        made = self[function] = CALLS[function]
+        made = self[function] = self.calls[function]
         return made
 
 
-CALLS = _Versions(VERSIONS)
-EFFECTS = _Effects(atomic.EFFECTS)
+CALLS, NOTED_CALLS = _Versions(VERSIONS, False), _Versions(VERSIONS, True)
 
 
 @functools.cache
@@ -301,9 +313,9 @@ def method(mask, value, name, *arguments, **keywords):
     if isinstance(found, types.MethodType) and isinstance(value, (Array, np.generic)):
         return _uniform(found)(mask, *arguments, **keywords)
     if getattr(found, "__self__", None) is None or isinstance(value, tuple) and isinstance(found, types.FunctionType):
-        return CALLS[found](mask, *arguments, **keywords)
+        return state.gang.engine.calls[found](mask, *arguments, **keywords)
     if isinstance(found, types.MethodType) and found.__func__ in CALLS:
-        return CALLS[found.__func__](mask, value, *arguments, **keywords)
+        return state.gang.engine.calls[found.__func__](mask, value, *arguments, **keywords)
     return _uniform(found)(mask, *arguments, **keywords)
 
 
@@ -323,8 +335,6 @@ transform.HELPERS.update(
         "_Vload": access.load,
         "_Vstore": access.store,
         "_Vslice": slice,
-        "_Vcall": CALLS,
-        "_Veffect": EFFECTS,
         "_Vmethod": method,
         "_Vattribute": attribute,
         "_Vindex": index_of,
@@ -332,7 +342,6 @@ transform.HELPERS.update(
         "_Vassert": check_assertion,
     }
 )
-VERSIONS[barrier.grid] = lambda mask: state.gang.grid_barrier(mask)
-CALLS[barrier.grid] = VERSIONS[barrier.grid]
-CALLS[cuda_module.GridGroup.sync] = VERSIONS[barrier.grid]
-CALLS[cuda_module.CooperativeGroups.this_grid] = lambda mask: cuda_module.GridGroup()
+for _calls in (CALLS, NOTED_CALLS):
+    _calls[barrier.grid] = _calls[cuda_module.GridGroup.sync] = lambda mask: state.gang.grid_barrier(mask)
+    _calls[cuda_module.CooperativeGroups.this_grid] = lambda mask: cuda_module.GridGroup()

@@ -48,6 +48,7 @@ class Gang(greenlet.greenlet):
         self.copy_groups = Groups()  # of cp.async
         self.unfenced = {}  # race detector -> (first, last byte, number of lane 0) of unfenced writes
         self.priority, self.queued = warps[0].priority, False
+        self.notes = engine.profile and engine.profile.of(self)  # see `profiler.collect_vectors`
         self.gr_context, self.parent = block.grid.context, engine.parent
 
     def step(self, rng):
@@ -56,7 +57,9 @@ class Gang(greenlet.greenlet):
 
     def run(self):
         self.engine.started(self)
-        self.engine.function_of(self.grid)(None, *self.grid.args)
+        self.engine.calls[self.grid.kernel](None, *self.grid.args)
+        if self.notes is not None:
+            self.notes.end_phase()
         self.flush()
         self.end_of_epoch()
         self.engine.ended(self)
@@ -136,12 +139,16 @@ class Gang(greenlet.greenlet):
     def spin(self, what="polling"):
         """Give way before a poll."""
         if not self.quiet:
+            if self.notes is not None:
+                self.notes.wait(what)
             self.waits = what
             self.world.pollers.append(self)
             self.parent.switch()
 
     def park(self, where):
         """Wait until `World.wake` names this gang."""
+        if self.notes is not None:
+            self.notes.wait(where)
         self.waits = where
         self.parent.switch()
         return self.result
@@ -181,6 +188,8 @@ class Gang(greenlet.greenlet):
         """Wait for all threads of the block."""
         if active is not None:
             raise Unsupported(f"{what} that not all threads reach together")
+        if self.notes is not None:
+            self.notes.barrier(what)
         if self.is_block:
             self.end_of_epoch()
             return finish([value]) if finish else None
@@ -210,6 +219,8 @@ class Gang(greenlet.greenlet):
         if active is not None:
             raise Unsupported("grid sync that not all threads reach together")
         self.grid.check_cooperative(self.block)
+        if self.notes is not None:
+            self.notes.barrier("grid sync")
         arrived = self.grid.__dict__.setdefault("vector_barrier", [])
         arrived.append(self)
         self.barriers += 1

@@ -133,6 +133,8 @@ def _warpgroup(mask, what):
 
 def warpgroup_arrive(mask, what):
     group = _warpgroup(mask, what)
+    if state.gang.notes is not None:
+        state.gang.notes.warpgroup_instruction(group, what)
     _meet(group, what, 128, 32, wait=False)
 
 
@@ -190,6 +192,9 @@ def _issue(what, n, dtype, values, steps, majors):
         total += tile
     results = fragments.scatter(total.astype(np.float32), n)
     group.start()
+    if state.gang.notes is not None:
+        k, shared_rows = a_tile.shape[1] // steps, n + 64 * (a_registers is None)
+        state.gang.notes.operation(f"wgmma m64n{n}k{k} {dtype}", shared_rows * steps * wgmma.K_BYTES, count=steps)
     for gang in gangs:
         gang.warps[0].wgmma_groups.append(group)
     return {gang: wgmma.PendingAccumulators(group, results[32 * k : 32 * k + 32]) for k, gang in enumerate(gangs)}

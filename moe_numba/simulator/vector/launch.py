@@ -9,7 +9,8 @@ from moe_numba.simulator.vector.engine import Engine, VectorWorld
 from moe_numba.simulator.vector.errors import Conflict
 from moe_numba.simulator.vector.races import Repetition, check_judged
 
-functions.CALLS.update(fragment.VERSIONS | hopper.VERSIONS | scoped.VERSIONS)
+for _calls in (functions.CALLS, functions.NOTED_CALLS):
+    _calls.update(fragment.VERSIONS | hopper.VERSIONS | scoped.VERSIONS)
 functions.NAMES.update(fragment.NAMES | hopper.NAMES | scoped.NAMES)
 functions.FACTORIES.update(fragment.FACTORIES)
 _MOST_FAILURES = 2  # launches of a kernel that fall back before the vector engine is not tried any more
@@ -23,7 +24,7 @@ def possible():
         return False
     if settings["slow_warp"] is not None:
         return False
-    return settings["events"] is None and settings["profile"] is None
+    return settings["events"] is None
 
 
 def run(make_grids, with_threads, seed):
@@ -50,7 +51,8 @@ def attempt(make_grids, seed, repeat=None):
     """
     reason, failed, strict = None, {}, repeat is not None
     for by_warp in (False, True):
-        engine = Engine(by_warp, strict, lambda grid: functions.CALLS[grid.kernel])
+        profile = settings["profile"] and settings["profile"].for_vectors()
+        engine = Engine(by_warp, strict, functions.NOTED_CALLS if profile else functions.CALLS, profile)
         engine.world = world = VectorWorld(engine, seed)
         streams = make_grids(world)
         grids = [grid for stream in streams.values() for grid in stream]
@@ -73,6 +75,8 @@ def attempt(make_grids, seed, repeat=None):
                 if grids[0].next_may_overlap_kernel_before:
                     repeat.keep_kernel_before(engine.last_kernel)
             scheduler.set_history(repeat if len(grids) == 1 else None)
+            if profile:
+                profile.commit()
             return None
         except Exception as error:
             engine.memory.restore()

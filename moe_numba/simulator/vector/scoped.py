@@ -15,7 +15,7 @@ from moe_numba.simulator.vector.lanes import Pointers, select
 ndarray = np.ndarray
 
 
-def _elements(mask, x, index, dtype, count):
+def _elements(operation, mask, x, index, dtype, count):
     """Return (elements, index of each active lane, lanes, points, whether the index varies, record of the access)."""
     gang = state.gang
     dtype = np.dtype(dtype)
@@ -24,6 +24,8 @@ def _elements(mask, x, index, dtype, count):
     entry = access.vector_entry(region, x, index, step, dtype.itemsize * count, mask)
     if region.shared is not None and region.shared.detector is not None:
         gang.watch(region, x.address, step, dtype.itemsize * count, index, mask, False)
+    if gang.notes is not None:
+        gang.notes.access(operation, x, *entry[:6])
     lanes = gang.all_lanes if mask is None else mask.nonzero()[0]
     where = index[lanes] if type(index) is ndarray else np.full(1, index)
     first = where * step // dtype.itemsize if step != dtype.itemsize else where
@@ -43,11 +45,12 @@ def load(mask, x, index, dtype, count=1):
     gang = state.gang
     if type(x) is Pointers:
         result = None
-        for one, part in x.parts(mask):
-            value = load(part, one, index, dtype, count)
-            result = value if result is None or part is None else select(part, value, result)
+        with access.one_access():
+            for one, part in x.parts(mask):
+                value = load(part, one, index, dtype, count)
+                result = value if result is None or part is None else select(part, value, result)
         return result
-    elements, first, lanes, points, many, entry = _elements(mask, _pointer(x, dtype), index, dtype, count)
+    elements, first, lanes, points, many, entry = _elements("load", mask, _pointer(x, dtype), index, dtype, count)
     for point in points:
         gang.engine.clocks.acquire(gang, point)
     gang.log.loads.append(entry)
@@ -64,14 +67,15 @@ def load(mask, x, index, dtype, count=1):
 def store(mask, x, index, value, dtype):
     """Release to an address, and store there."""
     if type(x) is Pointers:
-        for one, part in x.parts(mask):
-            store(part, one, index, value, dtype)
+        with access.one_access():
+            for one, part in x.parts(mask):
+                store(part, one, index, value, dtype)
         return
     gang, x = state.gang, _pointer(x, dtype)
     region = x.region or access.region_of(x)
     if not region.written:
         region.save()
-    elements, first, lanes, points, many, entry = _elements(mask, x, index, dtype, 1)
+    elements, first, lanes, points, many, entry = _elements("store", mask, x, index, dtype, 1)
     gang.log.atomics.append(entry)
     for point in points:
         gang.engine.clocks.release(gang, point)
@@ -104,9 +108,10 @@ def scoped_store(mask, pointer, index, value, release=False, scope="sys"):
 def scoped_add(mask, pointer, index, value, release=False):
     if type(pointer) is Pointers:
         result = None
-        for one, part in pointer.parts(mask):
-            old = scoped_add(part, one, index, value)
-            result = old if result is None or part is None else select(part, old, result)
+        with access.one_access():
+            for one, part in pointer.parts(mask):
+                old = scoped_add(part, one, index, value)
+                result = old if result is None or part is None else select(part, old, result)
         return result
     return atomic.OPERATIONS[atomic.Atomic.add](mask, pointer, index, value)
 

@@ -10,14 +10,30 @@ import ast
 import types
 
 from moe_numba.simulator.core.operators import as_float64
-from moe_numba.simulator.core.source import Static, arguments, code_in, definition, make_function, original
+from moe_numba.simulator.core.source import Static, arguments, code_in, definition, make_function, original, written
 from moe_numba.simulator.core.typed_code import with_constants
-from moe_numba.simulator.vector import lanes, loops
+from moe_numba.simulator.vector import lanes, loops, state
 from moe_numba.simulator.vector.errors import Unsupported
 from moe_numba.simulator.vector.expressions import Expressions
 from moe_numba.simulator.vector.operators import VECTOR
 
-HELPERS = {  # `functions` adds _Vload, _Vstore, _Vcall, _Veffect, _Vmethod, _Vattribute, _Vindex, _Vunpack, _Vassert
+
+class Site:
+    """A statement of a function."""
+
+    __slots__ = ("code", "line")
+
+    def __init__(self, code, line):
+        self.code, self.line = code, line
+
+
+def _note(site, mask):
+    state.gang.notes.statements.append((site, mask))
+
+
+HELPERS = {  # `functions` adds _Vload, _Vstore, _Vmethod, _Vattribute, _Vindex, _Vunpack, _Vassert
+    "_Vcall": None,  # `calls` of `vector_function`
+    "_Veffect": None,
     "_Vsplit": lanes.split,
     "_Vkeep": lanes.keep,
     "_Vrejoin": lanes.rejoin,
@@ -37,6 +53,7 @@ HELPERS = {  # `functions` adds _Vload, _Vstore, _Vcall, _Veffect, _Vmethod, _Va
     "_Vrange": loops.vrange,
     "_Viter": loops.iterate,
     "_Vendless": loops.endless,
+    "_Vnote": _note,
     "_Vas_float64": as_float64,
 } | {f"_V{name}": function for name, function in VECTOR.items()}
 _OWN = "moe_numba.simulator.", "moe_numba.ptx."
@@ -45,8 +62,10 @@ _OWN = "moe_numba.simulator.", "moe_numba.ptx."
 _generated = {}
 
 
-def vector_function(function, special):
+def vector_function(function, special, calls):
     """Return the vector version of a function; its first parameter is the mask.
+
+    `calls` has the versions of what it calls, and says in `notes_statements` whether it notes what it executes.
 
     `special(value)` says whether a static value is special: "index" (threadIdx and so on), "module", "type" (of Numba),
     "cast" (another function that is safe to call for lanes that are not active) or None.
@@ -54,11 +73,13 @@ def vector_function(function, special):
     static, defined = Static(function), original(function)
     # The simulator's own functions are Python, also where threads call them.
     is_typed = hasattr(function, "py_func") or not (function.__module__ or "").startswith(_OWN)
-    key = defined, static.kinds(special), is_typed
+    notes_statements = calls.notes_statements and is_typed
+    key = defined, static.kinds(special), is_typed, notes_statements
     if key not in _generated:
-        _generated[key] = _generate(defined, static, special, is_typed)
+        _generated[key] = _generate(defined, static, special, is_typed, notes_statements)
     code, numeric_types = _generated[key]
-    helpers = HELPERS | {name: HELPERS["_Vcall"][value] for value, name in numeric_types.items()}
+    helpers = HELPERS | {"_Vcall": calls, "_Veffect": calls.effects}
+    helpers |= {name: calls[value] for value, name in numeric_types.items()}
     cells = dict(zip(defined.co_freevars, function.__closure__ or ()))
     cells = tuple(cells.get(name) or types.CellType(helpers[name]) for name in code.co_freevars)
     made = types.FunctionType(code, function.__globals__, function.__name__, None, cells)
@@ -68,18 +89,25 @@ def vector_function(function, special):
     return made
 
 
-def _generate(code, static, special, is_typed):
+def _generate(code, static, special, is_typed, notes_statements):
     """Return the vector version's code, and the Numba types that it calls with the names of their versions."""
     generator = _Function(definition(code), static, special, is_typed)
+    generator.noted = code if notes_statements else None
     body = generator.generate()
     names = *HELPERS, *generator.types.values(), *code.co_freevars
     factory = make_function("_Vfactory", arguments(names), [body])
     made = compile(ast.fix_missing_locations(ast.Module([factory], [])), code.co_filename, "exec")
-    return with_constants(code_in(code_in(made, "_Vfactory"), body.name), generator.constants), generator.types
+    made = with_constants(code_in(code_in(made, "_Vfactory"), body.name), generator.constants)
+    for part in (made, *(c for c in made.co_consts if isinstance(c, types.CodeType))):
+        written[part] = code
+    return made, generator.types
 
 
 class _Function(Expressions):
     """Generator of one function's vector version."""
+
+    noted_line = None  # of the last statement that was noted
+    noted = None  # the function's code, if the version notes the statements that it executes
 
     def generate(self):
         tree, args = self.tree, self.tree.args
@@ -117,7 +145,8 @@ class _Function(Expressions):
         """Return the statements of a block; what follows a statement that lanes may leave is nested in an `if`."""
         made = []
         for i, statement in enumerate(body):
-            new = getattr(self, "_" + type(statement).__name__, self._unsupported)(statement, scope)
+            new = self.note(statement, self.load(self.mask(scope)))
+            new += getattr(self, "_" + type(statement).__name__, self._unsupported)(statement, scope)
             for n in new:
                 ast.copy_location(n, statement)
                 for child in ast.walk(n):
@@ -132,6 +161,22 @@ class _Function(Expressions):
                 ast.copy_location(made[-1], body[i + 1])
                 break
         return made
+
+    def note(self, statement, mask):
+        """Return the statements that note the execution of a line by a mask; `_While` notes each test of its own."""
+        is_test = isinstance(statement, ast.While) and not _is_endless(statement)
+        is_docstring = statement is self.tree.body[0] and ast.get_docstring(self.tree, clean=False) is not None
+        if self.noted is None or is_test or is_docstring or statement.lineno == self.noted_line:
+            return []
+        self.noted_line = statement.lineno
+        return self.note_line(statement.lineno, mask)
+
+    def note_line(self, line, mask):
+        if self.noted is None:
+            return []
+        placeholder = f"\0line {line}"
+        self.constants[placeholder] = Site(self.noted, line)
+        return [ast.Expr(self.call("_Vnote", ast.Constant(placeholder), mask))]
 
     def _unsupported(self, statement, scope):
         raise Unsupported(f"{type(statement).__name__} statement, line {statement.lineno}")
@@ -260,7 +305,8 @@ class _Function(Expressions):
         inner = self.variables.loop(statement)
         outer, mask, left = self.mask(scope), self.mask(inner), f"_L{inner.number}"
         body = [self.assign(self.name(mask), self.load(left))]
-        if not (isinstance(statement.test, ast.Constant) and statement.test.value):
+        if not _is_endless(statement):
+            body += self.note_line(statement.lineno, self.load(mask))
             condition = self.expression(statement.test, mask)
             body.append(self.assign(self.name(mask), self.call("_Vkeep", self.load(mask), condition)))
             body += ast.parse(f"if {mask} is False:\n    break\n{left} = {mask}").body
@@ -292,7 +338,14 @@ class _Function(Expressions):
             is_range = not local and self.static.name(iterable.func.id) is range
         body = self.leave_loop(inner, mask)
         body += self.store(statement.target, item, inner)
+        again = self.load(mask)  # the lanes that come back to the loop's header
+        if self.noted and inner.escapes:
+            body.append(self.assign(self.name(f"_I{inner.number}"), self.load(mask)))
+            again = self.load(f"_I{inner.number}")
+            for lost in [f"_B{inner.number}"] * inner.breaks + ["_Rlanes"] * inner.returns:
+                again = self.call("_Vminus", again, self.load(lost))
         body += self.block(statement.body, inner)
+        body += self.note_line(statement.lineno, again)
         if is_range:
             bounds = [self.expression(a, outer) for a in iterable.args]
             source = self.call("_Vrange", self.load(outer), *bounds)
@@ -307,3 +360,8 @@ class _Function(Expressions):
     def _Assert(self, statement, scope):
         mask = self.mask(scope)
         return [ast.Expr(self.call("_Vassert", self.load(mask), self.expression(statement.test, mask)))]
+
+
+def _is_endless(statement):
+    """Return whether a `while` loop has no condition."""
+    return isinstance(statement.test, ast.Constant) and bool(statement.test.value)

@@ -15,7 +15,7 @@ _EVERYTHING = None  # in place of a set of names: what is defined after a statem
 class Scope:
     def __init__(self, number, parent, body, loop, target=()):
         self.number, self.parent, self.body, self.loop, self.target = number, parent, body, loop, target
-        self.breaks = self.returns = False
+        self.breaks = self.returns = self.escapes = False  # whether lanes may leave the body, by `continue` too
         self.depth = 0 if parent is None else parent.depth + 1
 
 
@@ -104,7 +104,7 @@ class Variables:
                 for node in target:
                     self._expression(node, inner)
                 found = self._visit(statement.body, inner)
-                inner.breaks, inner.returns = "break" in found, "return" in found
+                inner.breaks, inner.returns, inner.escapes = "break" in found, "return" in found, bool(found)
                 if isinstance(statement, ast.While):
                     # The condition is evaluated in every iteration, also before the first assignment of the body.
                     for node in ast.walk(statement.test):
