@@ -83,8 +83,14 @@ class Block:
         self.grid, self.index, self.size = grid, Dim3(*index), grid.block_size
         self.open_rendezvous, self.exited, self.registers = {}, 0, None
         self.shared = SharedMemory(self, grid.shared_layout)
-        self.warpgroups = [Warpgroup(self, g) for g in range((self.size + 127) // 128)]
-        self.warps = [Warp(self, w) for w in range((self.size + 31) // 32)]
+
+    @functools.cached_property
+    def warpgroups(self):
+        return [Warpgroup(self, g) for g in range((self.size + 127) // 128)]
+
+    @functools.cached_property
+    def warps(self):
+        return [Warp(self, w) for w in range((self.size + 31) // 32)]
 
     def threads(self):
         return [t for warp in self.warps for t in warp.threads]
@@ -104,9 +110,14 @@ class Cluster:
         self.blocks, self.world = blocks, blocks[0].grid.world
         for rank, block in enumerate(blocks):
             block.cluster, block.rank = self, rank
-        self.phase, self.missing, self.waiting = 0, self._running_warps(), []
+        self.phase, self.waiting = 0, []
         self.arrived = {}  # warp -> phase in which it arrived, until it waits
         self.synchronized = set()  # warps that have passed the barrier: they know that all blocks have started
+
+    @functools.cached_property
+    def missing(self):
+        """The warps that have to arrive in this phase; made when the first one arrives."""
+        return self._running_warps()
 
     def _running_warps(self):
         return {warp for block in self.blocks for warp in block.warps if warp.exited != warp.lanes}
@@ -119,6 +130,8 @@ class Cluster:
 
     def mark_arrived(self, warp):
         """Stop waiting for this warp, which arrived or exited; the last one completes the phase."""
+        if "missing" not in self.__dict__ and warp.exited == warp.lanes:
+            return
         self.missing.discard(warp)
         if not self.missing:
             self.phase, self.missing = self.phase + 1, self._running_warps()
@@ -163,6 +176,9 @@ class Grid:
         self.context, self.open_rendezvous, self.blocks = world.context, {}, []
         for z, y, x in np.ndindex(self.grid_dim.z, self.grid_dim.y, self.grid_dim.x):
             self.blocks.append(Block(self, (x, y, z)))
+        if not world.makes_warps_late:
+            for block in self.blocks:
+                block.warps  # noqa: B018  their priorities follow from the seed, in this order
         clusters = {}
         for block in self.blocks:
             index = tuple(i // n for i, n in zip(block.index, self.cluster_dim))
@@ -244,7 +260,8 @@ class Grid:
             if shared_memory:
                 block.shared.free()
             block.registers = None
-            for scope in (block, *block.warpgroups, *block.warps):
+            made = vars(block)  # without those that were never made
+            for scope in (block, *made.get("warpgroups", ()), *made.get("warps", ())):
                 scope.open_rendezvous.clear()
         self.open_rendezvous.clear()
 

@@ -130,6 +130,8 @@ def shuffle(items, rng):
 class World:
     """The scheduler, and the grids that run under it at the same time."""
 
+    makes_warps_late = False  # only those that run
+
     def __init__(self, seed: int | None = None):
         self.rng = random.Random(settings["seed"] if seed is None else seed)
         self.preempt, self.events, self.profile = settings["preempt"], settings["events"], settings["profile"]

@@ -19,6 +19,7 @@ _UFUNCS |= {"max": np.maximum, "min": np.minimum}
 def _target(mask, x, index, acquires=True):
     """Return (flat array, lanes, their indices) of an atomic operation, and record the access."""
     gang = state.gang
+    gang.engine.refuse_if_many("an atomic operation")
     if type(x) is not Array and type(x) is not Pointer:
         raise Unsupported(f"an atomic operation on {type(x).__name__}")
     region = x.region or access.region_of(x)

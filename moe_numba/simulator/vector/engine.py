@@ -14,9 +14,10 @@ from moe_numba.simulator.core.scheduler import World
 from moe_numba.simulator.vector import state
 from moe_numba.simulator.vector.clocks import Clocks
 from moe_numba.simulator.vector.errors import Unsupported
-from moe_numba.simulator.vector.gang import Gang
+from moe_numba.simulator.vector.gang import BlocksGang, Gang
 from moe_numba.simulator.vector.regions import Memory
 
+_LANES = 1 << 14  # of a gang of several blocks, at most: with more, vectors leave the processor's caches
 _EAGER_POLL = 1 / 32  # probability that pollers look again, after a change of memory, although other gangs can run
 _IDLE_LIMIT, _IDLE_LIMIT_WITH_CLOCK = 64, 4096  # rounds in which all gangs poll in vain
 
@@ -53,6 +54,8 @@ class _Order:
 class VectorWorld(World):
     """Scheduler of gangs."""
 
+    makes_warps_late = True
+
     def __init__(self, engine, seed):
         super().__init__(seed)
         self.engine, self.memory_model, self.profile = engine, _Order(engine.clocks), engine.profile
@@ -64,7 +67,7 @@ class VectorWorld(World):
         self.start(grid.start())
 
     def start(self, blocks):
-        self.wake([gang for block in blocks for gang in self.engine.gangs_for(block)])
+        self.wake(self.engine.gangs_for(blocks))
 
     def wake(self, gangs):
         for gang in gangs:
@@ -99,15 +102,16 @@ class VectorWorld(World):
 
 
 class Engine:
-    """One attempt to run grids with gangs of whole blocks, or of single warps (`by_warp`).
+    """One attempt to run grids with gangs of several blocks, of one block, or of a warp: `span`.
 
     A `strict` one orders accesses by barriers and the ends of kernels alone: whatever the detector of data races
     (`happens_before`) may report under some order of the threads is a conflict, or unsupported.
     """
 
-    def __init__(self, by_warp, strict, calls, profile=None):
+    def __init__(self, span, strict, calls, profile=None):
         """`calls` has the vector versions of functions; `profile` counts what they do."""
-        self.by_warp, self.strict, self.calls, self.profile = by_warp, strict, calls, profile
+        self.span, self.by_warp = span, span == "warp"
+        self.strict, self.calls, self.profile = strict, calls, profile
         self.memory, self.clocks, self.gangs = Memory(keeps_all=strict), Clocks(), []
         self.first_gang, self.world, self.last_kernel = {}, None, scheduler.last_kernel() if strict else None
         self.parent = greenlet.getcurrent()
@@ -119,23 +123,36 @@ class Engine:
         for grid in grids:
             for block in grid.blocks:
                 self.first_gang[block] = self.clocks.size
-                self.clocks.size += len(block.warps) if self.by_warp else 1
+                self.clocks.size += -(-block.size // 32) if self.by_warp else 1
 
     def refuse_if_strict(self, what):
         """Raise if the detector of data races knows more of an operation than this engine does."""
         if self.strict:
             raise Unsupported(f"{what}, while data races are detected")
 
-    def gangs_of(self, grid):
-        return sum(len(block.warps) for block in grid.blocks) if self.by_warp else len(grid.blocks)
+    def refuse_if_many(self, what):
+        """Raise if a gang has several blocks, among which an operation would always happen in the same order."""
+        if self.span == "blocks":
+            raise Unsupported(f"{what}, in a vector of several blocks")
 
-    def gangs_for(self, block):
-        """Return the gangs of a block that starts now."""
+    def gangs_of(self, grid):
+        return len(grid.blocks) * (-(-grid.block_size // 32) if self.by_warp else 1)
+
+    def gangs_for(self, blocks):
+        """Return the gangs of blocks that start now."""
         made = []
-        for warps in [[warp] for warp in block.warps] if self.by_warp else [block.warps]:
-            made.append(Gang(self, block, warps, self.first_gang[block] + len(made)))
-            for warp in warps:
-                warp.gang = made[-1]
+        if self.span == "blocks" and blocks:
+            count = max(_LANES // blocks[0].size, 1)
+            for first in range(0, len(blocks), count):
+                part = blocks[first : first + count]
+                made.append(BlocksGang(self, part, self.first_gang[part[0]]))
+            self.gangs += made
+            return made
+        for block in blocks:
+            for number, warps in enumerate([[warp] for warp in block.warps] if self.by_warp else [block.warps]):
+                made.append(Gang(self, block, warps, self.first_gang[block] + number))
+                for warp in warps:
+                    warp.gang = made[-1]
         self.gangs += made
         return made
 
@@ -146,21 +163,33 @@ class Engine:
         self.clocks.acquire(gang, ("stream", gang.grid.rank))
 
     def ended(self, gang):
-        grid, block = gang.grid, gang.block
+        grid = gang.grid
         if self.world.queued_grids.get(grid.rank):
             self.clocks.release(gang, ("stream", grid.rank))
         self.world.changes += 1
-        for warp in gang.warps:
-            warp.exited = warp.lanes
-            block.cluster.mark_arrived(warp)
-        block.exited += gang.size
-        if block.exited == block.size:
-            for scope in (block, *block.warpgroups):
-                if scope.open_rendezvous:
-                    raise Unsupported("a barrier at which threads are missing")
-            block.shared.check_end_of_block()
-            self.world.start(grid.start_next(block.cluster))
-            self.world.retire(grid)
+        if self.span != "blocks":
+            for warp in gang.warps:
+                warp.exited = warp.lanes
+                gang.block.cluster.mark_arrived(warp)
+        started = []
+        for block in gang.blocks:
+            block.exited += gang.size if len(gang.blocks) == 1 else block.size
+            if block.exited == block.size:
+                self.check_end_of(block)
+                started += grid.start_next(block.cluster)
+        self.world.start(started)
+        for block in gang.blocks:
+            if block.exited == block.size:
+                self.world.retire(grid)
+
+    def check_end_of(self, block):
+        """Raise if a block has ended while some of its threads, or asynchronous operations, have not."""
+        if self.span == "blocks":
+            return
+        for scope in (block, *block.warpgroups):
+            if scope.open_rendezvous:
+                raise Unsupported("a barrier at which threads are missing")
+        block.shared.check_end_of_block()
 
     def close(self):
         """Free what the attempt has recorded; the garbage collector would take its time, or could not (`Grid.free`)."""

@@ -70,9 +70,8 @@ def _selp(mask, condition, a, b):
 
 def _grid(mask, ndim):
     gang = state.gang
-    axes = "xyz"
-    values = [b * d + gang.index("threadIdx", axis) for b, d, axis in zip(gang.block.index, gang.grid.block_dim, axes)]
-    return cuda_module.per_dimension("grid", ndim, values)
+    index = lambda d, axis: gang.index("blockIdx", axis) * d + gang.index("threadIdx", axis)
+    return cuda_module.per_dimension("grid", ndim, list(map(index, gang.grid.block_dim, "xyz")))
 
 
 def _gridsize(mask, ndim):

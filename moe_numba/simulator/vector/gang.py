@@ -1,7 +1,7 @@
-"""Gangs, which run whole warps of a block as vectors.
+"""Gangs, which run whole warps as vectors.
 
-A gang is a greenlet that runs a kernel's vector version for all threads of a block, or of one warp. It gives way where
-it waits or polls.
+A gang is a greenlet that runs a kernel's vector version for all threads of a block, of one warp, or of several blocks
+that have nothing to do with one another. It gives way where it waits or polls.
 """
 
 import functools
@@ -34,22 +34,25 @@ class Gang(greenlet.greenlet):
     """The threads `first` to `first + size - 1` of a block: all of them, or a warp."""
 
     def __init__(self, engine, block, warps, number):
-        self.engine, self.grid, self.block, self.warps, self.number = engine, block.grid, block, warps, number
-        self.first, self.num_warps = 32 * warps[0].index, len(warps)
-        self.size = min(32 * len(warps), block.size - self.first)
-        self.all_lanes, self.everyone = _constants(self.size)
-        self.world, self.is_block = engine.world, len(warps) == len(block.warps)
+        self.block, self.warps, self.first = block, warps, 32 * warps[0].index
+        self.is_block, self.priority = len(warps) == len(block.warps), warps[0].priority
+        self._set_up(engine, block.grid, [block], min(32 * len(warps), block.size - self.first), number)
+
+    def _set_up(self, engine, grid, blocks, size, number):
+        self.engine, self.world, self.grid, self.blocks, self.number = engine, engine.world, grid, blocks, number
+        self.size, self.num_warps = size, (size + 31) // 32
+        self.all_lanes, self.everyone = _constants(size)
         self.whole = None  # a mask that is known to consist of whole warps
         self.log, self.known, self.time, self.flushed = Log(self.all_lanes), None, 0, (0, 0, 0, 0)
         self.lane, self.waits, self.result, self.quiet = 0, None, None, False
-        self.overlaps = engine.strict and block.grid.dependent  # it has not waited for the kernel before
+        self.overlaps = engine.strict and grid.dependent  # it has not waited for the kernel before
         self.barriers = 0  # barriers of the block and of the grid that it has reached
         self.acquired = {}  # point -> what the gang last acquired there
         self.copy_groups = Groups()  # of cp.async
         self.unfenced = {}  # race detector -> (first, last byte, number of lane 0) of unfenced writes
-        self.priority, self.queued = warps[0].priority, False
+        self.queued = False
         self.notes = engine.profile and engine.profile.of(self)  # see `profiler.collect_vectors`
-        self.gr_context, self.parent = block.grid.context, engine.parent
+        self.gr_context, self.parent = grid.context, engine.parent
 
     def step(self, rng):
         state.gang = self
@@ -73,10 +76,15 @@ class Gang(greenlet.greenlet):
     def index(self, name, axis=None):
         """Return an index of the threads, such as threadIdx.x, or their lanes."""
         if name == "threadIdx" or name == "lane":
-            found = _thread_indices(self.grid.block_dim, self.first, self.size)
+            found = _thread_indices(self.grid.block_dim, self.first, min(self.size, self.grid.block_size))
             return found[3] if name == "lane" else found["xyz".index(axis)]
-        values = {"blockIdx": self.block.index, "blockDim": self.grid.block_dim, "gridDim": self.grid.grid_dim}
-        return getattr(values[name], axis)
+        if name == "blockIdx":
+            return self.block_index(axis)
+        return getattr(self.grid.block_dim if name == "blockDim" else self.grid.grid_dim, axis)
+
+    def block_index(self, axis):
+        """Return blockIdx.x, y or z."""
+        return getattr(self.block.index, axis)
 
     def pad(self, values, filler):
         """Return the values of all lanes of the gang's warps, also of those that the block does not have."""
@@ -174,10 +182,15 @@ class Gang(greenlet.greenlet):
 
     def wait_for_kernel_before(self, active):
         """Execute `griddepcontrol.wait`."""
-        self.grid.waited.add(self.block)
+        self.grid.waited.update(self.blocks)
         if self.overlaps and active is None:
             self.flush()
             self.overlaps = False
+
+    def allow_next_kernel(self):
+        """Execute `griddepcontrol.launch_dependents`."""
+        for block in self.blocks:
+            self.grid.allow_next(block)
 
     def end_of_epoch(self):
         self.flush()
@@ -232,6 +245,48 @@ class Gang(greenlet.greenlet):
             self.world.wake(arrived)
         self.park("grid sync")
         self.engine.clocks.acquire(self, point)
+
+
+class BlocksGang(Gang):
+    """The threads of several blocks, each of whole warps.
+
+    The kernel may do nothing for which threads of a block need one another: whatever asks for `block` or `warps`, or
+    waits, ends the attempt.
+    """
+
+    def __init__(self, engine, blocks, number):
+        grid = blocks[0].grid
+        self.first, self.priority, self._indices = 0, engine.world.rng.random(), {}
+        self._set_up(engine, grid, blocks, len(blocks) * grid.block_size, number)
+
+    def _refuse(self):
+        raise Unsupported("threads of a block that need one another, in a vector of several blocks")
+
+    block = warps = is_block = property(_refuse)
+
+    def spin(self, what=None):
+        self._refuse()
+
+    def park(self, where):
+        self._refuse()
+
+    block_barrier = grid_barrier = lambda self, *_, **__: self._refuse()
+
+    def index(self, name, axis=None):
+        found = super().index(name, axis)
+        if name not in ("threadIdx", "lane") or type(found) is not Weak:
+            return found
+        key = name, axis
+        if key not in self._indices:
+            self._indices[key] = Weak(np.tile(found.values, len(self.blocks)))
+        return self._indices[key]
+
+    def block_index(self, axis):
+        if axis not in self._indices:
+            of_blocks = [getattr(block.index, axis) for block in self.blocks]
+            differs = min(of_blocks) != max(of_blocks)
+            self._indices[axis] = Weak(np.repeat(of_blocks, self.grid.block_size)) if differs else of_blocks[0]
+        return self._indices[axis]
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Choice of the engine: vectors of a block, vectors of a warp, or one greenlet per thread."""
+"""Choice of the engine: vectors of several blocks, of a block, or of a warp, or one greenlet per thread."""
 
 import weakref
 
@@ -14,7 +14,8 @@ for _calls in (functions.CALLS, functions.NOTED_CALLS):
 functions.NAMES.update(fragment.NAMES | hopper.NAMES | scoped.NAMES)
 functions.FACTORIES.update(fragment.FACTORIES)
 _MOST_FAILURES = 2  # launches of a kernel that fall back before the vector engine is not tried any more
-_failures = weakref.WeakKeyDictionary()  # kernel -> {(by_warp, strict): number of failed launches}
+_failures = weakref.WeakKeyDictionary()  # kernel -> {(span, strict): number of failed launches}
+SPANS = "blocks", "block", "warp"  # of a vector
 fallbacks = {}  # name of a kernel -> why its last launch did not run on the vector engine
 
 
@@ -50,16 +51,16 @@ def attempt(make_grids, seed, repeat=None):
     `repeat` receives what memory was before, if data races are to be detected.
     """
     reason, failed, strict = None, {}, repeat is not None
-    for by_warp in (False, True):
+    for span in SPANS:
         profile = settings["profile"] and settings["profile"].for_vectors()
-        engine = Engine(by_warp, strict, functions.NOTED_CALLS if profile else functions.CALLS, profile)
+        engine = Engine(span, strict, functions.NOTED_CALLS if profile else functions.CALLS, profile)
         engine.world = world = VectorWorld(engine, seed)
         streams = make_grids(world)
         grids = [grid for stream in streams.values() for grid in stream]
         kernels = {grid.kernel for grid in grids}
-        if settings["engine"] != "vector" and any(_failed(k, by_warp, strict) >= _MOST_FAILURES for k in kernels):
+        if settings["engine"] != "vector" and any(_failed(k, span, strict) >= _MOST_FAILURES for k in kernels):
             continue
-        if not by_warp and any(_needs_warps(grid) for grid in grids):
+        if not all(_fits(grid, span) for grid in grids) or (span == "blocks" and profile):
             continue
         try:
             if strict:
@@ -81,8 +82,8 @@ def attempt(make_grids, seed, repeat=None):
         except Exception as error:
             engine.memory.restore()
             reason = f"{type(error).__name__}: {error}"
-            failed[by_warp, strict] = kernels
-            last = by_warp or strict and isinstance(error, Conflict)  # to gangs of warps it is a conflict, too
+            failed[span, strict] = kernels
+            last = span == "warp" or strict and isinstance(error, Conflict)  # to gangs of warps it is a conflict, too
             if last and settings["engine"] == "vector":
                 raise
             if last:
@@ -96,10 +97,14 @@ def attempt(make_grids, seed, repeat=None):
     return failed
 
 
-def _failed(kernel, by_warp, strict):
-    return _failures.get(kernel, {}).get((by_warp, strict), 0)
+def _failed(kernel, span, strict):
+    return _failures.get(kernel, {}).get((span, strict), 0)
 
 
-def _needs_warps(grid):
-    """Return whether a kernel's warps have different work, or wait for one another other than at block barriers."""
-    return grid.uses_async or grid.cluster_dim != (1, 1, 1)
+def _fits(grid, span):
+    """Return whether a span may suit a kernel."""
+    if span == "warp":
+        return True
+    if grid.uses_async or grid.cluster_dim != (1, 1, 1):  # warps have different work, or wait for one another
+        return False
+    return span == "block" or len(grid.blocks) > 1 and grid.block_size % 32 == 0 and not grid.cooperative

@@ -18,6 +18,7 @@ ndarray = np.ndarray
 def _elements(operation, mask, x, index, dtype, count):
     """Return (elements, index of each active lane, lanes, points, whether the index varies, record of the access)."""
     gang = state.gang
+    gang.engine.refuse_if_many("an access with a memory order")
     dtype = np.dtype(dtype)
     elements, index, step = access.vector_elements(mask, x, index, dtype, count)
     region = x.region or access.region_of(x)
@@ -159,7 +160,7 @@ def globaltimer(mask):
 
 NAMES = {
     ("memory", "griddepcontrol_wait"): lambda mask: state.gang.wait_for_kernel_before(mask),
-    ("memory", "griddepcontrol_launch_dependents"): lambda mask: state.gang.grid.allow_next(state.gang.block),
+    ("memory", "griddepcontrol_launch_dependents"): lambda mask: state.gang.allow_next_kernel(),
     ("special_registers", "globaltimer"): globaltimer,
     ("atomics", "ld_relaxed_gpu_s32"): ld_relaxed_gpu_s32,
     ("atomics", "ld_relaxed_gpu_u64"): ld_relaxed_gpu_u64,
