@@ -8,7 +8,8 @@ from moe_numba import simulator
 from moe_numba.ptx.arithmetic import add_rn_bf16x2
 from moe_numba.simulator.core.scheduler import override_settings
 from moe_numba.simulator.profiler.counters import is_barrier
-from moe_numba.simulator.vector import functions
+from moe_numba.simulator.vector import engine as vector_engine
+from moe_numba.simulator.vector import functions, launch
 from moe_numba.simulator.vector.errors import Unsupported
 
 FULL = 0xFFFFFFFF
@@ -400,3 +401,81 @@ def test_settings_that_need_threads():
     with override_settings(engine="vector"), simulator.trace() as events:
         warp_operations[1, 32](X, np.zeros(96, np.int32))
     assert events
+
+
+# Vectors of several blocks
+
+
+@cuda.jit
+def plane(x, out):
+    a, b = cuda.grid(2)
+    if a < out.shape[0] and b < out.shape[1]:
+        local = cuda.local.array(2, int32)
+        local[0], local[1] = x[(a * 7 + b) % x.size], cuda.threadIdx.y
+        out[a, b] = local[0] + 100 * local[1] + 1000 * cuda.blockIdx.x + 10000 * cuda.blockIdx.y * cuda.gridDim.x
+
+
+@cuda.jit
+def rows_of_warps(x, out):
+    """A warp per row, in a loop whose length differs between blocks."""
+    lane, row = cuda.threadIdx.x & 31, (cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x) // 32
+    while row < 23:
+        total = x[(row * 5 + lane) % x.size]
+        for d in range(5):
+            total += cuda.shfl_xor_sync(FULL, total, 1 << d)
+        votes = cuda.ballot_sync(FULL, (total + lane) % 3 == 0)
+        if lane == 0:
+            out[row] = total + cuda.popc(uint32(votes))
+        row += cuda.gridDim.x * cuda.blockDim.x // 32
+
+
+@cuda.jit
+def next_block(x, out):
+    i = cuda.grid(1)
+    out[i] = x[i]
+    x[(i + cuda.blockDim.x) % 96] = 0
+
+
+def only(span, monkeypatch):
+    monkeypatch.setattr(launch, "SPANS", (span,))
+
+
+@pytest.mark.parametrize(
+    "kernel, grid, block, shape",
+    [(loops, 5, 32, 160), (plane, (3, 4), (8, 4), (20, 15)), (rows_of_warps, 5, 64, 23), (python_numbers, 3, 32, 96)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+@pytest.mark.parametrize("lanes", [1, 64, 1 << 14])
+def test_several_blocks_in_a_vector(kernel, grid, block, shape, lanes, monkeypatch):
+    monkeypatch.setattr(vector_engine, "_LANES", lanes)
+    x = np.arange(160, dtype=np.int32) * 37 % 101
+    arguments = x, np.zeros(shape, np.float32 if kernel is python_numbers else np.int32)
+    arguments += (150,) if kernel is loops else ()
+    expected = run(kernel, "threads", grid, block, *arguments)
+    only("blocks", monkeypatch)
+    for a, b in zip(run(kernel, "vector", grid, block, *arguments), expected, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize(
+    "kernel, block, arguments",
+    [
+        (block_operations, 96, (X, np.zeros(97, np.int32))),  # shared memory, barriers and atomic operations
+        (last_block_sums, 32, (X, np.zeros(3, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32))),
+        (python_numbers, 16, (X, np.zeros(96, np.float32))),  # no whole warps
+    ],
+)
+def test_kernels_whose_threads_need_one_another_run_block_by_block(kernel, block, arguments, monkeypatch):
+    only("blocks", monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(vector_engine, "Gang", None)
+        run(kernel, "either", 3, block, *arguments)  # as threads
+    assert block == 16 or "several blocks" in launch.fallbacks[kernel.py_func.__name__]
+
+
+@pytest.mark.parametrize("lanes", [32, 1 << 14])
+def test_blocks_of_a_vector_race(lanes, monkeypatch):
+    """Blocks are not ordered, whether they are in one vector or not."""
+    monkeypatch.setattr(vector_engine, "_LANES", lanes)
+    with simulator.races(), pytest.raises(simulator.DataRace):
+        next_block[3, 32](X.copy(), np.zeros(96, np.int32))
