@@ -70,14 +70,18 @@ class _Notes:
 
     def line(self):
         """Return the counters of the line that the kernel executes now; None outside its functions."""
-        frame, lines = sys._getframe(2), self.launch.lines
+        frame, lines, outside = sys._getframe(2), self.launch.lines, self.launch.outside
         while frame is not None:
             code = frame.f_code
-            if code in written:
+            if id(code) not in outside:
                 key = id(code), frame.f_lineno
                 found = lines.get(key, _missing)
                 if found is _missing:
-                    found = lines[key] = self.launch.line(written[code], key[1])
+                    found = self.launch.line(written[code], key[1]) if code in written else None
+                    if found is None:
+                        outside[id(code)] = code  # kept, so that its id is not reused
+                    else:
+                        lines[key] = found
                 if found is not None:
                     return found
             frame = frame.f_back
@@ -100,6 +104,8 @@ class _Notes:
             self._peers(line, x.address, step, size, index, mask)
         if self.launch.kept > _MOST_KEPT:
             self.launch.count()
+        if len(self.statements) > _MOST_KEPT:
+            self.end_phase()
 
     def _place(self, x, region, address):
         """Return the memory space, and an address as it would be on a GPU."""
@@ -174,7 +180,7 @@ class _Notes:
         self.launch.waits.append((line, counter, None, np.full(self.gang.num_warps, more), self, self.phase))
 
     def end_phase(self):
-        """Count the statements of the phase."""
+        """Count the statements of the phase so far."""
         executed = {}
         for site, mask in self.statements:
             key = site, id(mask)
@@ -201,7 +207,7 @@ class _Launch:
 
     def __init__(self, grid, addresses):
         self.kernel, self.addresses, self.grid = KernelProfile(grid.kernel), addresses, grid
-        self.lines = {}  # (id of code, line), or Site -> counters; None outside the kernel's functions
+        self.lines, self.outside = {}, {}  # (id of code, line), or Site -> counters; id -> code of other functions
         self.accesses, self.executions, self.waits, self.kept = [], [], [], 0
         self.keys, self.counts, self._waiting = [], [], 0  # of `phases`, with the block in front
         self.blocks = {block: number for number, block in enumerate(grid.blocks)}

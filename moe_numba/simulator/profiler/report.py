@@ -95,14 +95,17 @@ class KernelProfile(Counted):
         self.spans = {}  # (file, first line, last line) of the kernel and its device functions -> their names
         self.statements = {}  # (file, line) -> first line of its statement
         self.phases, self.kernel = Phases(), self
-        self._lines = {}
+        self._lines, self._codes = {}, set()
 
     def line(self, code, number):
         """Return the counters of a line of the kernel or of a device function."""
         key = code.co_filename, number
         if key not in self._lines:
-            self.spans[code.co_filename, code.co_firstlineno, max(n for *_, n in code.co_lines() if n)] = code.co_name
-            self.statements |= {(code.co_filename, n): first for n, first in statements(code).items()}
+            if code not in self._codes:
+                self._codes.add(code)
+                lines = [n for *_, n in code.co_lines() if n]
+                self.spans[code.co_filename, code.co_firstlineno, max(lines)] = code.co_name
+                self.statements |= {(code.co_filename, n): first for n, first in statements(code).items()}
             self._lines[key] = LineCounters(*key, code.co_name)
         return self._lines[key]
 
