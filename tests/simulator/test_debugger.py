@@ -352,7 +352,7 @@ def test_garbage_collection_adds_no_steps():
 
 
 def test_a_launch_that_differs_when_repeated_is_an_error():
-    runs = np.zeros(1, np.int32)
+    runs = simulator.pointer(np.zeros(1, np.int32))  # no argument, so it is not restored
 
     @cuda.jit
     def kernel(x):
