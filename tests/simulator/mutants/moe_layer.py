@@ -294,4 +294,24 @@ MUTANTS = [
         (f"{TESTS}/test_shards.py::test_packing_pads_whole_blocks[stacked]",),
         (WEIGHTS, "(0, 0, 0, 0, 0, 0, 0, 1)", "(0, 0, 0, 0, 0, 0, 1, 0)"),
     ),
+    mutant(
+        "ML31",
+        "__syncwarp() removed between reading counters and updating them",
+        GROUPS,
+        (
+            GROUP_BY_EXPERT,
+            "                cuda.syncwarp()\n                if expert >= 0 and lower_lanes == uint32(0):\n",
+            "                if expert >= 0 and lower_lanes == uint32(0):\n",
+        ),
+    ),
+    mutant(
+        "ML32",
+        "__syncthreads() weakened before a chunk's assignments replace the counts of lower chunks",
+        GROUPS,
+        (
+            GROUP_BY_EXPERT,
+            "cuda.syncthreads()  # all counts of lower chunks have been read",
+            "cuda.syncwarp()  # all counts of lower chunks have been read",
+        ),
+    ),
 ]
