@@ -1,6 +1,7 @@
 import { escape, highlight } from "./highlight.js";
 
-const PYODIDE = "https://cdn.jsdelivr.net/pyodide/v0.27.7/full/";
+// With bytecode in place of sources, so that Python need not compile its library.
+const PYODIDE = "https://cdn.jsdelivr.net/pyodide/v0.27.7/pyc/";
 const $ = (id) => document.getElementById(id);
 const source = $("source"), LANES = 32;
 

@@ -44,6 +44,30 @@ class _Sleep:
             self.callback(self)
 
 
+class _Frame:
+    """A frame of a suspended greenlet, and its caller's.
+
+    Python's own `f_back` follows addresses on the stack, which is not in memory while the greenlet is suspended.
+    """
+
+    __slots__ = ("_frame", "f_back")
+
+    def __init__(self, frame):
+        self._frame, self.f_back = frame, None
+
+    def __getattr__(self, name):
+        return getattr(self._frame, name)
+
+
+def _frames(frame):
+    """Return the innermost frame of this greenlet, with the frames of its callers."""
+    innermost = last = _Frame(frame)
+    while (frame := frame.f_back) is not None and frame.f_code is not _enter.__code__:
+        last.f_back = _Frame(frame)
+        last = last.f_back
+    return innermost
+
+
 class error(Exception):
     """A greenlet is used in a way that is not supported."""
 
@@ -107,8 +131,8 @@ def _transfer(target, message):
         target = target.parent
     me = _current
     if target is not me:
-        me.gr_frame, target.gr_frame = sys._getframe(2), None
-        target._received, _current = message, target
+        me.gr_frame = _frames(sys._getframe(2)) if me is not _root else None
+        target.gr_frame, target._received, _current = None, message, target
         me._sleep = sleep = _Sleep()
         _continue(target)
         run_sync(sleep)
@@ -158,5 +182,5 @@ _start = run_js("(enter) => (number) => { Promise.resolve().then(() => enter.cal
     create_proxy(_enter)
 )
 _current = None
-_current = greenlet()  # the stack that everything else runs on
-_current._begun = True
+_current = _root = greenlet()  # the stack that everything else runs on
+_root._begun = True
