@@ -283,9 +283,9 @@ class BlocksGang(Gang):
 
     def block_index(self, axis):
         if axis not in self._indices:
-            of_blocks = [getattr(block.index, axis) for block in self.blocks]
-            differs = min(of_blocks) != max(of_blocks)
-            self._indices[axis] = Weak(np.repeat(of_blocks, self.grid.block_size)) if differs else of_blocks[0]
+            of_blocks = np.array([getattr(block.index, axis) for block in self.blocks], np.int64)
+            differs = of_blocks.min() != of_blocks.max()
+            self._indices[axis] = Weak(np.repeat(of_blocks, self.grid.block_size)) if differs else int(of_blocks[0])
         return self._indices[axis]
 
 
