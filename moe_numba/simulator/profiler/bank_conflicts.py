@@ -69,7 +69,7 @@ def _serialised(addresses, active, size):
     new = words >= 0
     new[:, 1:] &= words[:, 1:] != words[:, :-1]
     row, column = new.nonzero()
-    per_bank = np.bincount(row * BANKS + words[row, column] % BANKS, minlength=BANKS * len(words))
+    per_bank = np.bincount((row * BANKS + words[row, column] % BANKS).astype(np.intp), minlength=BANKS * len(words))
     return per_bank.reshape(-1, BANKS).max(1)
 
 

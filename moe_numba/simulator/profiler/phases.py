@@ -110,7 +110,7 @@ class Phases:
         found = 0.0
         for keys, counts in self._selected(lines):
             phase, column, warp = _unpack(keys)
-            sums = np.bincount(phase * _WARPS + warp, counts * factor[column])
+            sums = np.bincount((phase * _WARPS + warp).astype(np.intp), counts * factor[column])
             sums = np.append(sums, np.zeros(-len(sums) % _WARPS))
             found = max(found, float(sums.reshape(-1, _WARPS).max(1).sum()))
         return found
@@ -131,7 +131,7 @@ class Phases:
             return CriticalPath([])
         phase, column, warp = _unpack(keys)
         name = np.array(self._names)[column]
-        sums = np.bincount((phase * len(COUNTERS) + name) * _WARPS + warp, counts).astype(np.int64)
+        sums = np.bincount(((phase * len(COUNTERS) + name) * _WARPS + warp).astype(np.intp), counts).astype(np.int64)
         sums = np.append(sums, np.zeros(-len(sums) % (_WARPS * len(COUNTERS)), np.int64))
         most = sums.reshape(-1, len(COUNTERS), _WARPS).max(2).tolist()
         return CriticalPath([{n: count for n, count in zip(COUNTERS, row, strict=True) if count} for row in most])
