@@ -359,11 +359,7 @@ WRONG = {
     ],
     "dispatch_layout-4": [
         (FIRST_BARRIER, "", "^thread order 0: the CTAs of a cluster are not synchronised: .* may not have started"),
-        (
-            LAST_BARRIER,
-            "    cuda.syncthreads()\n",
-            "^thread order 0: it reads memory that nothing has written",
-        ),
+        (LAST_BARRIER, "    cuda.syncthreads()\n", "^thread order 0: it reads memory that nothing has written"),
         ("arrive()\n    barrier_cluster_wait()  # all CTAs have started", "wait()", "arrived"),
         ("parts, cta, t, counts", "parts, t, cta, counts", r"^thread order 0: sums\[0\] is \d+, not \d+; "),
         (
