@@ -39,7 +39,7 @@ def plant(right, wrong, tests=CONSTANT, count=1):
 
 def test_a_found_bug_names_the_test_and_its_error():
     outcome = try_mutant(plant("if lane < topk:", "if lane <= topk:", count=2))
-    assert (outcome.result, outcome.test) == (FOUND, *CONSTANT) and "OutOfBounds" in outcome.error
+    assert (outcome.result, outcome.test) == (FOUND, *CONSTANT) and "DataRace" in outcome.error
 
 
 @pytest.mark.parametrize(
