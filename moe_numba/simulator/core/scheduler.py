@@ -232,7 +232,7 @@ class World:
     def schedule(self, unit):
         """Queue a warp, or any unit with `priority`, `queued` and `step`, to run."""
         self.tickets += 1
-        heapq.heappush(self.queue, (unit.priority + getattr(unit, "lag", 0), self.tickets, unit))
+        heapq.heappush(self.queue, (unit.priority, self.tickets, unit))
 
     def completion_priority(self):
         """Draw the priority of an asynchronous operation: before all threads, after all of them, or in between."""
@@ -262,20 +262,11 @@ class World:
     def run(self) -> None:
         """Run until every thread has ended; unwind the remaining threads on an error."""
         seen = idle = 0
-        has_polled = False  # since a warp of a late rank has run
         memory.loads_left = LOADS
         if self.profile is not None:
             self.profile.begin()
         try:
             while self.queue or self.pollers:
-                only_late = self.queue and getattr(self.queue[0][2], "lag", 0)
-                if only_late and self.pollers and not has_polled and self.changes == seen:
-                    has_polled = True  # a poll may succeed at once, without a step of the late rank
-                    pollers, self.pollers = self.pollers, []
-                    self.wake(pollers)
-                    continue
-                if only_late:
-                    has_polled = False
                 if self.pollers and (self.changes != seen or not self.queue):
                     if self.memory_model is not None and self.changes == seen:
                         self.memory_model.make_half_visible()
