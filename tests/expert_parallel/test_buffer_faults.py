@@ -24,6 +24,7 @@ from helpers.expert_parallel import (
     to_device,
 )
 from helpers.wrong_kernels import changed
+from numba import cuda
 
 from moe_numba import prepare, simulator
 from moe_numba.expert_parallel import Buffer, Config
@@ -228,6 +229,7 @@ def test_kernels_that_do_not_poison_are_rejected(operation, unchecked, monkeypat
         pytest.skip("compiled kernels do not look up their functions again")
     fill = poison.fill
 
+    @cuda.jit(device=True)
     def fill_only_prefixes(pointer, count, value):
         """Without its zeros, which are no poison, later kernels would find random numbers in the prefixes."""
         if value == 0:
