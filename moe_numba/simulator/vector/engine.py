@@ -108,13 +108,18 @@ class Engine:
     (`happens_before`) may report under some order of the threads is a conflict, or unsupported.
     """
 
-    def __init__(self, span, strict, calls, profile=None):
+    span = None  # set before `prepare`
+
+    def __init__(self, strict, calls, profile=None):
         """`calls` has the vector versions of functions; `profile` counts what they do."""
-        self.span, self.by_warp = span, span == "warp"
         self.strict, self.calls, self.profile = strict, calls, profile
         self.memory, self.clocks, self.gangs = Memory(keeps_all=strict), Clocks(), []
         self.first_gang, self.world, self.last_kernel = {}, None, scheduler.last_kernel() if strict else None
         self.parent = greenlet.getcurrent()
+
+    @property
+    def by_warp(self):
+        return self.span == "warp"
 
     def prepare(self, grids):
         """Prepare for these grids, of which some may start after others have ended."""

@@ -50,18 +50,20 @@ def attempt(make_grids, seed, repeat=None):
 
     `repeat` receives what memory was before, if data races are to be detected.
     """
-    reason, failed, strict = None, {}, repeat is not None
+    reason, failed, strict, engine = None, {}, repeat is not None, None
     for span in SPANS:
-        profile = settings["profile"] and settings["profile"].for_vectors()
-        engine = Engine(span, strict, functions.NOTED_CALLS if profile else functions.CALLS, profile)
-        engine.world = world = VectorWorld(engine, seed)
-        streams = make_grids(world)
-        grids = [grid for stream in streams.values() for grid in stream]
-        kernels = {grid.kernel for grid in grids}
+        if engine is None:  # a span that does not suit the grids leaves them to the next one
+            profile = settings["profile"] and settings["profile"].for_vectors()
+            engine = Engine(strict, functions.NOTED_CALLS if profile else functions.CALLS, profile)
+            engine.world = world = VectorWorld(engine, seed)
+            streams = make_grids(world)
+            grids = [grid for stream in streams.values() for grid in stream]
+            kernels = {grid.kernel for grid in grids}
         if settings["engine"] != "vector" and any(_failed(k, span, strict) >= _MOST_FAILURES for k in kernels):
             continue
         if not all(_fits(grid, span) for grid in grids) or (span == "blocks" and profile):
             continue
+        engine.span = span
         try:
             if strict:
                 check_judged(streams)
@@ -90,6 +92,7 @@ def attempt(make_grids, seed, repeat=None):
                 break
         finally:
             engine.close()
+            engine = None
     if reason is not None:
         for kernel in kernels:
             fallbacks[kernel.__name__] = reason
