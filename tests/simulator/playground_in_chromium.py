@@ -105,7 +105,7 @@ def check_examples(page, site):
 
 
 def check_page(page):
-    """Try what the page has beside Run; return the names of what does not work."""
+    """Try the controls other than Run; return the names of those that do not work."""
     failed = []
 
     def expect(what, holds):

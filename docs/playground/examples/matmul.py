@@ -1,4 +1,4 @@
-# Matrix product with tiles in shared memory: a block computes
+# Matrix multiplication with tiles in shared memory: a block computes
 # 16 x 16 elements, and loads each of its rows and columns once
 # instead of 16 times.
 import numpy as np

@@ -33,7 +33,7 @@ def note(text):
 
 
 class Unknown:
-    """A value that is not known; `origin` is the sentence that says who has read it, and where.
+    """A value that is not known; `origin` is the sentence that says which thread has read it, and where.
 
     It is no subclass of NumPy's scalars, which NumPy does not support. `value` stands for it in functions that do not
     know this class.
