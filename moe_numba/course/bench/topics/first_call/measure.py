@@ -26,7 +26,7 @@ from moe_numba.moe_layer.router import router_logits
 from moe_numba.runtime.compile_calls import default_processes
 from moe_numba.runtime.cubin_cache import FOLDER
 
-TOKENS, REPEATS = (1, 16, 64, 512, 4096), 3
+TOKENS, REPEATS = (1, 64, 4096), 2
 CONFIG = dict(model="Qwen3-30B-A3B", num_experts=128, hidden=2048, intermediate=768, topk=8)
 SIZES = CONFIG["num_experts"], CONFIG["hidden"], CONFIG["intermediate"], CONFIG["topk"]
 FLOOR, FUNCTIONS = "torch and numba.cuda", "final, with fused_experts"
