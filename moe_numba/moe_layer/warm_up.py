@@ -130,7 +130,7 @@ def warm_up_parts(
     found: list[Call] = []
 
     def traced():
-        for n in sizes:
+        for n in sorted(sizes, reverse=True):  # kernels for many tokens take longest to compile
             made = _calls_of(parts(n))
             found.extend(made)
             yield from made

@@ -1,17 +1,18 @@
 """Compilation of all kernels that some calls launch, by several processes, before the calls are made.
 
-Each process makes the calls in compile-only mode, which reports the kernels, and compiles some of them into the cache
-of machine code.
+A process is started that imports the package once. It makes the calls in compile-only mode, which reports the kernels,
+and forks a process for each new kernel, which compiles it into the cache of machine code.
 """
 
+import gc
+import multiprocessing
 import os
 import pickle
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import cache
-from multiprocessing import context
+from multiprocessing import connection, context
 from typing import Any
 
 import torch
@@ -33,31 +34,45 @@ def compile_calls(
     ----------
     calls : iterable of callables
         Without arguments; they can be pickled, and call functions of the package on CPU tensors whose values do not
-        matter. The processes start before the iterable is read, so that it may take its time.
+        matter. Kernels of the first calls are compiled while the iterable is read, so that it may take its time.
     gpu : GPU, optional
         By default the current one.
     processes : int, optional
-        By default one per core, at most `MAX_PROCESSES`.
+        Kernels that are compiled at the same time; by default one per core, at most `MAX_PROCESSES`.
     prepare : callable, optional
-        What each process calls meanwhile, a function of a module: it imports what the calls need.
+        A function of a module: it imports what the calls need, before the first one is made.
 
     Raises
     ------
     Exception
         What a call raises, or the compiler.
     """
-    processes = processes or default_processes()
     gpu = gpu or device.gpu_of(torch.cuda.current_device())
-    with compiler_pool(processes) as pool:
-        for _ in range(processes):
-            pool.submit(prepare or _start)
-        given = pickle.dumps((gpu, tuple(dict.fromkeys(calls))))
-        futures = [pool.submit(_compile, i, given) for i in range(processes)]
-        total, done = futures[0].result()[1], 0
-        futures += [pool.submit(_compile, i, given) for i in range(processes, total)]
-        for future in as_completed(futures):
-            done += future.result()[0]
-            yield done, total
+    pipe, other = multiprocessing.Pipe()
+    server = _Process(target=_serve, args=(other, gpu, processes or default_processes(), prepare))
+    server.start()
+    other.close()
+    try:
+        _send_all(pipe, calls)
+        while (message := _receive(pipe)) is not None:
+            if isinstance(message, BaseException):
+                raise message
+            yield message
+    finally:
+        pipe.close()  # which ends the process, if it still compiles
+        server.join()
+
+
+def _send_all(pipe, calls):
+    sent = set()
+    try:
+        for call in calls:
+            if call not in sent:
+                sent.add(call)
+                pipe.send(call)
+        pipe.send(None)
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the process has ended; what it sent last says why
 
 
 def usable_cores():
@@ -72,14 +87,11 @@ def default_processes():
     return min(MAX_PROCESSES, usable_cores())
 
 
-def compiler_pool(processes):
-    """Return a pool of processes that compile."""
-    # A process that was forked could not use the GPU's context, nor a lock that a thread of its parent held.
-    return ProcessPoolExecutor(processes, _Spawn())
-
-
 class _Process(context.SpawnProcess):
-    """A process that does not import the caller's script: it may call the pool, and have no ``if __name__ == ...``."""
+    """A process that does not import the caller's script: it may call this, and have no ``if __name__ == ...``.
+
+    A process that was forked could not use the GPU's context, nor a lock that a thread of its parent held.
+    """
 
     @staticmethod
     def _Popen(process):
@@ -90,34 +102,80 @@ class _Process(context.SpawnProcess):
             sys.modules["__main__"] = main
 
 
-class _Spawn(context.SpawnContext):
-    Process = _Process
+def _receive(pipe):
+    """Receive what a process sends, which is an exception if it has ended instead."""
+    try:
+        return pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return RuntimeError("a process that compiles kernels ended; it may have been short of memory")
 
 
-def _start():
-    """Do nothing: a process that calls it has started, and has imported torch and Numba."""
+def _serve(pipe, gpu, processes, prepare):
+    """Send (kernels that are compiled, all kernels) for the calls that come through a pipe, or an exception."""
+    try:
+        if prepare:
+            prepare()
+        for progress in _progress(pipe, gpu, processes):
+            pipe.send(progress)
+        pipe.send(None)
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the caller has given up
+    except Exception as error:
+        pipe.send(_picklable(error))
+        while callable(
+            _receive(pipe)
+        ):  # calls that are on their way: a pipe that is closed before would lose the error
+            pass
 
 
-@cache
-def _definitions(given):
-    """Return the GPU and the different kernels of the calls, the same in each process.
-
-    Kernels that take longest to compile are the first; ``given`` is the GPU and the calls, pickled.
-    """
-    gpu, calls = pickle.loads(given)
-    launches: list = []
-    device.compile_only(gpu, lambda *launch: launches.append(launch))
-    for call in calls:
-        call()
-    found = dict.fromkeys((kernel, signature, options["launch_bounds"]) for kernel, signature, options in launches)
-    return gpu, sorted(found, key=lambda definition: -len(definition[0].py_func.__code__.co_code))
+def _picklable(error):
+    """Return an exception that another process can raise, with a note where it was raised."""
+    error.add_note("".join(traceback.format_exception(error)))
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
 
 
-def _compile(number, given):
-    """Compile a kernel; return (1 if there is one of this number, number of all kernels)."""
-    gpu, found = _definitions(given)
-    if number >= len(found):
-        return 0, len(found)
-    kernel, signature, bounds = found[number]
-    cubin_cache.machine_code(kernel, signature, arch=gpu.arch, link_arch=gpu.hardware_arch, launch_bounds=bounds)
-    return 1, len(found)
+def _progress(pipe, gpu, processes):
+    fork = multiprocessing.get_context("fork")
+    found: list = []  # different kernels
+
+    def add(kernel, signature, options):
+        launch = kernel, signature, options["launch_bounds"]
+        if launch not in found:
+            found.append(launch)
+
+    device.compile_only(gpu, add)
+    gc.freeze()  # a collection would copy the pages that forked processes share
+    running: list = []
+    started, reading = 0, True
+    while reading or started < len(found) or running:
+        for ready in connection.wait([*running, *([pipe] if reading else [])]):
+            message = _receive(ready)
+            if isinstance(message, BaseException):
+                if ready is pipe:  # the caller has given up
+                    return
+                raise message
+            if ready is not pipe:
+                running.remove(ready)
+                yield started - len(running), len(found)
+            elif message is None:
+                reading = False
+            else:
+                message()
+        while started < len(found) and len(running) < processes:
+            receiver, sender = fork.Pipe(duplex=False)
+            fork.Process(target=_compile, args=(sender, gpu, *found[started]), daemon=True).start()
+            sender.close()
+            running.append(receiver)
+            started += 1
+
+
+def _compile(sender, gpu, kernel, signature, bounds):
+    """Compile a kernel, and send True or an exception."""
+    try:
+        cubin_cache.machine_code(kernel, signature, arch=gpu.arch, link_arch=gpu.hardware_arch, launch_bounds=bounds)
+        sender.send(True)
+    except Exception as error:
+        sender.send(_picklable(error))

@@ -1,7 +1,6 @@
 """Kernels that are compiled in advance are those that a buffer uses, and reach the compiler once each."""
 
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from moe_numba.expert_parallel.ranks import compile_ahead
 from moe_numba.expert_parallel.rings import launch_plans
 from moe_numba.expert_parallel.rings.config import limits_of
 from moe_numba.expert_parallel.rings.launch_plans import PlannedKernels
-from moe_numba.runtime import cubin_cache
+from moe_numba.runtime import cubin_cache, device
 from moe_numba.runtime.device import gpu_of
 
 
@@ -64,16 +63,18 @@ def test_kernels_of_a_low_latency_exchange(options, loaded):
 
 
 def test_each_kernel_is_compiled_once(tmp_path, monkeypatch):
-    """Here in threads; the processes of the pool do the same."""
+    """Here the calls are made in this process; `compile_calls` makes them in another one."""
     shapes = [shape_of_options(2, tokens, 256, 8, 2) for tokens in (1, 2, 1)]
     kernels, compiled = [kernel for shape in shapes for kernel in exchange_kernels(shape)], []
 
-    def machine_code(kernel, signature, *, arch, link_arch, launch_bounds):
-        compiled.append((kernel, signature, launch_bounds))
-        assert arch == gpu_of(0).arch and link_arch == gpu_of(0).hardware_arch
+    def compile_calls(calls, gpu, processes):
+        assert gpu == gpu_of(0) and processes == 2
+        for call in calls:
+            call()
+        yield len(compiled), len(compiled)
 
-    monkeypatch.setattr(cubin_cache, "machine_code", machine_code)
-    monkeypatch.setattr(compile_ahead, "compiler_pool", ThreadPoolExecutor)
+    monkeypatch.setattr(device, "on_launch", lambda *launch: compiled.append((*launch[:2], launch[2]["launch_bounds"])))
+    monkeypatch.setattr(compile_ahead, "compile_calls", compile_calls)
     monkeypatch.setenv(cubin_cache.FOLDER, "0")
     assert compile_ahead.compile_ahead(kernels) == 0 and not compiled, "nothing could use them"
     monkeypatch.setenv(cubin_cache.FOLDER, str(tmp_path))

@@ -188,6 +188,9 @@ def test_cores_are_counted_on_systems_without_affinity(monkeypatch):
 
 # Without ``if __name__ == "__main__"``: the processes must not run the caller's script.
 COMPILE = """
+import os
+from functools import partial
+
 from moe_numba.moe_layer import MoELayer
 from moe_numba.moe_layer.warm_up import calls_of
 from moe_numba.runtime.compile_calls import compile_calls
@@ -196,15 +199,22 @@ from moe_numba.runtime.device import H200
 print("once")
 calls = calls_of(MoELayer(8, 64, 64, 2), 1)
 print(*compile_calls(calls, H200, processes=2))
+for bad in calls[0]._replace(function="no_function"), partial(os._exit, 1):
+    try:
+        print(*compile_calls([bad] * 1000, H200))
+    except Exception as error:
+        print(type(error).__name__, str(error).partition(";")[0])
 """
 
 
 def test_kernels_are_compiled_into_the_cache(tmp_path):
-    """The gate, and the two matrix-vector kernels of a token."""
+    """The gate, and two matrix-vector kernels; then a call that raises an error, and one that ends its process."""
     script, cache = tmp_path / "script.py", tmp_path / "cache"
     script.write_text(COMPILE)
     env = os.environ | {"MOE_NUMBA_SIMULATE": "0", "MOE_NUMBA_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
     assert done.stdout.startswith("once\n(") and done.stdout.count("once") == 1, done.stdout + done.stderr
-    assert done.stdout.endswith("(3, 3)\n")
+    *_, compiled, refused, killed = done.stdout.splitlines()
+    assert compiled.endswith("(3, 3)")
+    assert refused == "KeyError 'no_function'" and killed == "RuntimeError a process that compiles kernels ended"
     assert len(list(cache.glob("*.cubin"))) == 3

@@ -1,15 +1,14 @@
 """Compilation of kernels by several processes, before the processes that launch them start.
 
-A process compiles one kernel at a time. Machine code is cached on disk, so a pool of processes can compile in advance.
+Machine code is cached on disk, so that other processes can compile in advance.
 """
 
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
-from moe_numba.runtime import cubin_cache
-from moe_numba.runtime.compile_calls import compiler_pool, default_processes
-from moe_numba.runtime.device import gpu_of
+from moe_numba.runtime import cubin_cache, device
+from moe_numba.runtime.compile_calls import compile_calls
 
 
 class KernelDefinition(NamedTuple):
@@ -33,14 +32,14 @@ class KernelDefinition(NamedTuple):
         return self.make.__name__, self.constants[0]
 
 
-def compile_ahead(definitions: Iterable[KernelDefinition], device: int = 0, processes: int | None = None) -> int:
+def compile_ahead(definitions: Iterable[KernelDefinition], index: int = 0, processes: int | None = None) -> int:
     """Compile kernels for a GPU into the cubin cache.
 
     Parameters
     ----------
     definitions : iterable of KernelDefinition
         Equal ones are compiled once.
-    device : int
+    index : int
         Index of the GPU.
     processes : int, optional
         By default one per core, at most 32.
@@ -53,13 +52,11 @@ def compile_ahead(definitions: Iterable[KernelDefinition], device: int = 0, proc
     found = list(dict.fromkeys(definitions))
     if not found or cubin_cache.folder() is None:
         return 0
-    gpu, processes = gpu_of(device), processes or default_processes()
-    with compiler_pool(min(processes, len(found))) as pool:
-        list(pool.map(partial(_compile, arch=gpu.arch, link_arch=gpu.hardware_arch), found))
+    for _ in compile_calls([partial(_report, definition) for definition in found], device.gpu_of(index), processes):
+        pass
     return len(found)
 
 
-def _compile(definition, arch, link_arch):
-    kernel = definition.make(*definition.constants)
-    bounds = definition.launch_bounds
-    cubin_cache.machine_code(kernel, definition.signature, arch=arch, link_arch=link_arch, launch_bounds=bounds)
+def _report(definition):
+    options = dict(launch_bounds=definition.launch_bounds)
+    device.on_launch(definition.make(*definition.constants), definition.signature, options)
