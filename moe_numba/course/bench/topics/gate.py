@@ -11,27 +11,38 @@ from moe_numba.course.bench.timing import call_times, kernel_times, rotating
 from moe_numba.gate import reference
 
 DEEPSEEK_V3 = dict(num_experts=256, num_expert_group=8, topk_group=4, topk=8)
-OTHERS = [  # Kimi K2 and shapes that the peers test
-    dict(num_experts=384, num_expert_group=1, topk_group=1, topk=8),
+NO_GROUPS = dict(num_expert_group=1, topk_group=1)
+SOFTMAX = dict(NO_GROUPS, scoring="softmax")  # and no correction bias
+MODELS = {
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "Kimi K2": dict(num_experts=384, topk=8, **NO_GROUPS),
+    "gpt-oss-20b": dict(num_experts=32, topk=4, **SOFTMAX),
+    "gpt-oss-120b": dict(num_experts=128, topk=4, **SOFTMAX),
+    "Qwen3-30B-A3B": dict(num_experts=128, topk=8, **SOFTMAX),
+    "Qwen3-Next": dict(num_experts=512, topk=10, **SOFTMAX),
+}
+OTHERS = [  # shapes that the peers test, and more experts than most kernels take
     dict(num_experts=128, num_expert_group=4, topk_group=2, topk=4),
-    dict(num_experts=160, num_expert_group=1, topk_group=1, topk=8),
+    dict(num_experts=160, topk=8, **NO_GROUPS),
     dict(num_experts=512, num_expert_group=16, topk_group=8, topk=16),
+    dict(num_experts=896, topk=16, **SOFTMAX),
 ]
 TOKENS = [1, 64, 256, 1024, 4096, 16384, 65536]
-OTHER_TOKENS = [64, 4096, 65536]
+OTHER_TOKENS = [1, 64, 4096, 65536]
 CALL_TOKENS = 64  # the host time of a call does not depend on the number of tokens
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MUFU_OPERATIONS_PER_SIGMOID = 2  # one exponential and one reciprocal
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MUFU_OPERATIONS = {"sigmoid": 2, "softmax": 1}  # per logit: an exponential, and a reciprocal
 MUFU_OPERATIONS_PER_CLOCK = 16  # per SM
 
 
 def floor_us(tokens, config, dtype, bandwidth):
-    """Return the bytes and the lower bound in us: each byte moved once, or the MUFU operations of the sigmoids."""
+    """Return the bytes and the lower bound in us: each byte moved once, or the MUFU operations of the scores."""
     experts, topk = config["num_experts"], config["topk"]
     num_bytes = tokens * (experts * DTYPES[dtype].itemsize + topk * 8)
     limits = chip_limits()
     mufu_rate = limits.sm_count * MUFU_OPERATIONS_PER_CLOCK * limits.boost_clock
-    return num_bytes, max(num_bytes / bandwidth, tokens * experts * MUFU_OPERATIONS_PER_SIGMOID / mufu_rate) * 1e6
+    operations = tokens * experts * MUFU_OPERATIONS[config.get("scoring", "sigmoid")]
+    return num_bytes, max(num_bytes / bandwidth, operations / mufu_rate) * 1e6
 
 
 def measure(peers, quick):
@@ -39,10 +50,10 @@ def measure(peers, quick):
     bandwidth = copy_bandwidth()
     compiled = torch.compile(_eager, dynamic=False)
     rows = empty_kernel()
-    for config in [DEEPSEEK_V3, *OTHERS]:
+    for config in [*MODELS.values(), *OTHERS]:
         main = config is DEEPSEEK_V3
         for dtype in DTYPES:
-            for tokens in [64, 16384] if quick else TOKENS if main else OTHER_TOKENS:
+            for tokens in [64, 16384] if quick else TOKENS if main and dtype != "float16" else OTHER_TOKENS:
                 # torch.compile takes seconds per size.
                 torch_steps = main and not quick, main and not quick and dtype == "float32" and compiled
                 rows += _measure(config, dtype, tokens, peers, bandwidth, *torch_steps)
@@ -51,8 +62,8 @@ def measure(peers, quick):
 
 def _measure(config, dtype, tokens, peers, bandwidth, eager, compiled):
     experts, topk = config["num_experts"], config["topk"]
-    options = {k: config[k] for k in ("num_expert_group", "topk_group")}
-    bias = torch.rand(experts, device="cuda") * 0.2
+    options = {k: v for k, v in config.items() if k not in ("num_experts", "topk")}
+    bias = None if "scoring" in config else torch.rand(experts, device="cuda") * 0.2
     inputs = rotating(
         lambda: torch.randn(tokens, experts, device="cuda").to(DTYPES[dtype]), tokens * experts * DTYPES[dtype].itemsize
     )
@@ -154,4 +165,17 @@ def readme_table(record):
     }
     steps = steps_with_peers(record, "torch.compile", "torch eager")
     table = kernel_times_table(record, "tokens, logits", steps, rows)
-    return f"{table}\n\nKernel time in microseconds, median, {plots.provenance(record)}."
+    by_model = {
+        f"{model}, {tokens}": dict(config=config, size={"tokens": tokens}, dtype="bfloat16")
+        for model, config in list(MODELS.items())[1:]
+        for tokens in OTHER_TOKENS
+    }
+    models = kernel_times_table(record, "model, tokens", steps, by_model)
+    shapes = "; ".join(
+        f"{model}: {config['num_experts']} experts, top-{config['topk']}, {config.get('scoring', 'sigmoid')}"
+        for model, config in list(MODELS.items())[1:]
+    )
+    return (
+        f"{table}\n\nOther models, bfloat16 logits ({shapes}):\n\n{models}\n\n"
+        f"Kernel time in microseconds, median, {plots.provenance(record)}."
+    )
