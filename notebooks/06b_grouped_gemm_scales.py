@@ -181,9 +181,9 @@ LAUNCHES = {name: scales.StepLaunch(config, P, **parts) for name, (config, parts
 # The definition, in float32.
 #
 # All times are kernel times of launches in a CUDA graph; a second number is the call time, measured on the host. A
-# step's line has both kernels interleaved, the predicted change, the measured one and a verdict: "within a third" of
-# the predicted change, "within the noise" (both changes are below 1/50 of the time), "no change" (a gain was predicted,
-# the measured change is below 1/50), "overestimated", "underestimated" or "wrong sign".
+# step's line has both kernels interleaved, the predicted time, the measured one and a verdict: "within a third" of the
+# saving and of what remains, "within the noise" (both changes are below 1/50 of the time), "not there" (a gain was
+# predicted, the measured change is below 1/50), "overestimated", "underestimated" or "wrong sign".
 #
 # The GPU runs at its power limit: a kernel is faster if lighter kernels run in between. So compare numbers of one line
 # or table only; section 2 ends with the spread between lines. The predictions of steps 3, 8 and 10 use times of earlier
