@@ -26,7 +26,7 @@ from moe_numba.align.api import (
 )
 from moe_numba.gate import one_token_per_warp as gate_kernel
 from moe_numba.gate.api import fake_topk, get_plan, limit_argument
-from moe_numba.gate.device_functions import make_num_unpadded_tokens
+from moe_numba.gate.device_functions import finish_column, make_num_unpadded_tokens, store_column
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.runtime.device import gpu_of
@@ -95,12 +95,10 @@ def make_single_cta_kernel(gate_config, limit_on_device, aligned, ignore_invalid
             weight, expert = route(
                 x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale, output_scale
             )
-            if token >= num_unpadded_tokens(num_tokens, limit):
-                weight, expert = float32(0), int32(-1)
+            weight, expert = finish_column(weight, expert, token >= num_unpadded_tokens(num_tokens, limit))
             if lane < topk:
                 smem_ids[int32(token * topk + lane)] = expert
-                weights[int32(token * topk + lane)] = weight
-                ids[int32(token * topk + lane)] = expert
+                store_column(weights, ids, int32(token * topk + lane), weight, expert)
         cuda.syncthreads()
         align_small(
             smem_ids,
@@ -170,7 +168,7 @@ def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_e
         weight, expert = route(
             x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale, output_scale
         )
-        weight, expert = (weight, expert) if token < num_unpadded else (float32(0), int32(-1))
+        weight, expert = finish_column(weight, expert, token >= num_unpadded)
         barrier_cluster_wait()
         has_result = token < num_tokens and lane < topk
         if has_result:
@@ -180,8 +178,7 @@ def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_e
         barrier_cluster_arrive()
         barrier_cluster_wait()
         if has_result and cuda.blockIdx.x < CTAS_PER_CLUSTER:
-            weights[int64(token) * topk + lane] = weight
-            ids[int64(token) * topk + lane] = expert
+            store_column(weights, ids, int64(token) * topk + lane, weight, expert)
         align(
             smem_ids,
             expert_map,

@@ -252,6 +252,19 @@ def make_num_unpadded_tokens(limit_on_device):
     return num_unpadded_tokens
 
 
+@cuda.jit(device=True)
+def finish_column(weight, expert, is_padding):
+    """Return the weight and the id of an element of the outputs: 0 and -1 if its token is padding."""
+    return float32(0) if is_padding else weight, int32(-1) if is_padding else expert
+
+
+@cuda.jit(device=True)
+def store_column(weights, ids, index, weight, expert):
+    """Store an element of both outputs."""
+    weights[index] = weight
+    ids[index] = expert
+
+
 def sorting_network(n):
     """Return the compare-exchange pairs of Batcher's odd-even merge sort of ``n`` elements."""
     pairs, p = [], 1

@@ -11,12 +11,14 @@ from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.gate.device_functions import (
     EXCLUDED,
+    finish_column,
     group_score_key,
     make_load,
     make_num_unpadded_tokens,
     make_scoring,
     make_sort_descending,
     order_key,
+    store_column,
 )
 from moe_numba.gate.one_token_per_warp import check_config, lane_layout
 from moe_numba.ptx.arithmetic import rcp_approx
@@ -265,9 +267,8 @@ def make_4tokens_kernel(config, limit_on_device=False):
             while output_column < topk and column_token < num_tokens:
                 if output_column >= routed:
                     weight, expert = total * shared_scale, int32(num_experts + output_column - routed)
-                is_padding = column_token >= num_unpadded
-                weights[int64(column_token) * topk + output_column] = float32(0) if is_padding else weight * scale
-                ids[int64(column_token) * topk + output_column] = int32(-1) if is_padding else expert
+                final_weight, final_id = finish_column(weight * scale, expert, column_token >= num_unpadded)
+                store_column(weights, ids, int64(column_token) * topk + output_column, final_weight, final_id)
                 output_column = int32(output_column + LANES_PER_TOKEN)
             token = int32(token + token_stride)
         griddepcontrol_launch_dependents()

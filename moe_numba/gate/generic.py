@@ -12,6 +12,7 @@ from moe_numba.gate.device_functions import (
     make_num_unpadded_tokens,
     make_scoring,
     order_key,
+    store_column,
 )
 from moe_numba.ptx.arithmetic import rcp_approx
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
@@ -139,14 +140,12 @@ def make_generic_kernel(scoring="sigmoid", dtype="float32", bias_dtype="float32"
             if renormalize:
                 weight *= rcp_approx(total if total > float32(0) else float32(1))
             if lane < topk:
-                weights[int64(token) * topk + lane] = weight * output_scale
-                ids[int64(token) * topk + lane] = chosen_expert
+                store_column(weights, ids, int64(token) * topk + lane, weight * output_scale, chosen_expert)
             token = int32(token + cuda.gridDim.x)
 
         while token < num_tokens:  # padding rows
             if lane < topk:
-                weights[int64(token) * topk + lane] = float32(0)
-                ids[int64(token) * topk + lane] = int32(-1)
+                store_column(weights, ids, int64(token) * topk + lane, float32(0), int32(-1))
             token = int32(token + cuda.gridDim.x)
         griddepcontrol_launch_dependents()
 

@@ -15,6 +15,7 @@ from moe_numba.gate.device_functions import (
     make_scoring,
     make_sort_descending,
     order_key,
+    store_column,
 )
 from moe_numba.ptx.arithmetic import rcp_approx
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
@@ -336,14 +337,12 @@ def make_kernel(config, limit_on_device=False):
                 output_scale,
             )
             if lane < topk:
-                weights[int64(token) * topk + lane] = weight
-                ids[int64(token) * topk + lane] = expert
+                store_column(weights, ids, int64(token) * topk + lane, weight, expert)
             token = next_token
 
         while token < num_tokens:  # padding rows
             if lane < topk:
-                weights[int64(token) * topk + lane] = float32(0)
-                ids[int64(token) * topk + lane] = int32(-1)
+                store_column(weights, ids, int64(token) * topk + lane, float32(0), int32(-1))
             token = int32(token + token_stride)
         griddepcontrol_launch_dependents()
 

@@ -18,10 +18,12 @@ from moe_numba.gate.device_functions import (
     EXCLUDED,
     FLOAT32_MAX,
     LOG2_E,
+    finish_column,
     make_num_unpadded_tokens,
     make_sort_descending,
     sigmoid,
     sqrtsoftplus,
+    store_column,
 )
 from moe_numba.ptx.arithmetic import (
     add_rn_bf16x2,
@@ -356,9 +358,8 @@ def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False):
             while output_column < topk and token < num_tokens:
                 if output_column >= routed:
                     weight, expert = total * shared_scale, int32(num_experts + output_column - routed)
-                is_padding = token >= num_unpadded
-                weights[int64(token) * topk + output_column] = float32(0) if is_padding else weight * scale
-                ids[int64(token) * topk + output_column] = int32(-1) if is_padding else expert
+                final_weight, final_id = finish_column(weight * scale, expert, token >= num_unpadded)
+                store_column(weights, ids, int64(token) * topk + output_column, final_weight, final_id)
                 output_column = int32(output_column + lanes)
             token, first_token = next_token, int32(first_token + token_stride)
         griddepcontrol_launch_dependents()

@@ -114,7 +114,7 @@ WRONG = {  # name: (source text, its replacement)
     "the slow picks repeat one": ("if keys[j] < last", "if keys[j] <= last"),
     "the sum of a row is of one lane": ("row_sum += cuda.shfl_xor_sync(FULL_MASK, row_sum, 1 << s)", "pass"),
     "+inf has no weight": ("logit = FLOAT32_MAX if logit > FLOAT32_MAX else logit", "pass"),
-    "padding is routed": ("is_padding = token >= num_unpadded", "is_padding = token > num_unpadded"),
+    "padding is routed": ("token >= num_unpadded)", "token > num_unpadded)"),
     "the next row is not loaded": ("next_token < num_unpadded, raw)", "next_token < 0, raw)"),
 }
 

@@ -68,8 +68,8 @@ MUTANTS = [
         WEIGHTS,
         (
             KERNEL,
-            "            if lane < topk:\n                weights[int64(token) * topk + lane] = weight",
-            "            if lane <= topk:\n                weights[int64(token) * topk + lane] = weight",
+            "            if lane < topk:\n                store_column(weights, ids, int64(token) * topk + lane, w",
+            "            if lane <= topk:\n                store_column(weights, ids, int64(token) * topk + lane, w",
         ),
     ),
     mutant(
