@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moe_numba.align import moe_align_block_size
     from moe_numba.align.with_gate import biased_grouped_topk_align
     from moe_numba.expert_parallel import Buffer, Config, get_dispatch_layout
-    from moe_numba.gate import biased_grouped_topk
+    from moe_numba.gate import ExpertPlacement, biased_grouped_topk
     from moe_numba.grouped_gemm import (
         group_gemm_bf16,
         group_gemm_blockwise_fp8,
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 # Loaded on first use, so that the simulator can be imported without torch.
 _HOME = {
+    "ExpertPlacement": "gate",
     "biased_grouped_topk": "gate",
     "biased_grouped_topk_align": "align.with_gate",
     "fuse_routing": "shared_experts",
@@ -95,6 +96,7 @@ _HOME = {
 __all__ = [
     "Buffer",
     "Config",
+    "ExpertPlacement",
     "ExpertsWorkspace",
     "UnsupportedDeviceError",
     "biased_grouped_topk",

@@ -26,7 +26,8 @@ from moe_numba.align.api import (
 )
 from moe_numba.gate import one_token_per_warp as gate_kernel
 from moe_numba.gate.api import fake_topk, get_plan, limit_argument
-from moe_numba.gate.device_functions import finish_column, make_num_unpadded_tokens, store_column
+from moe_numba.gate.device_functions import NO_FEATURES, make_column_functions, make_num_unpadded_tokens
+from moe_numba.gate.placement import ExpertPlacement, as_placement
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.runtime.device import gpu_of
@@ -46,11 +47,16 @@ _FiveTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tor
 
 
 @cache
-def make_single_cta_kernel(gate_config, limit_on_device, aligned, ignore_invalid_experts, has_map):
+def make_single_cta_kernel(
+    gate_config, limit_on_device, aligned, ignore_invalid_experts, has_map, features=NO_FEATURES
+):
     """Make the kernel for one CTA with one warp per slot; see :class:`moe_numba.gate.one_token_per_warp.GateConfig`."""
     topk = gate_config.topk
-    lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = gate_kernel.make_router(gate_config)
+    lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = gate_kernel.make_router(
+        gate_config, features
+    )
     num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
+    _, finish_column, store_column = make_column_functions(features)
     align_small = small.make_align_small(ignore_invalid_experts, has_map)
     fill_outputs = small.make_fill_outputs(aligned)
 
@@ -75,6 +81,7 @@ def make_single_cta_kernel(gate_config, limit_on_device, aligned, ignore_invalid
         slots_per_cta,
         length,
         num_blocks,
+        *optional,
     ):
         smem_ids = cuda.shared.array(32, int32)
         blocks_of_slot = cuda.shared.array(32, int32)
@@ -93,12 +100,23 @@ def make_single_cta_kernel(gate_config, limit_on_device, aligned, ignore_invalid
             load_bias(bias, first_expert, num_valid, lane_bias)
             unpack(raw, num_valid, scores)
             weight, expert = route(
-                x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale, output_scale
+                x,
+                start,
+                scores,
+                lane_bias,
+                lane,
+                group,
+                lane_in_group,
+                num_valid,
+                shared_scale,
+                output_scale,
+                *optional,
             )
-            weight, expert = finish_column(weight, expert, token >= num_unpadded_tokens(num_tokens, limit))
+            is_padding = token >= num_unpadded_tokens(num_tokens, limit)
+            weight, expert = finish_column(weight, expert, token, is_padding, optional)
             if lane < topk:
                 smem_ids[int32(token * topk + lane)] = expert
-                store_column(weights, ids, int32(token * topk + lane), weight, expert)
+                store_column(weights, ids, int32(token * topk + lane), weight, expert, optional)
         cuda.syncthreads()
         align_small(
             smem_ids,
@@ -116,13 +134,16 @@ def make_single_cta_kernel(gate_config, limit_on_device, aligned, ignore_invalid
 
 
 @cache
-def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_experts, has_map):
+def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_experts, has_map, features=NO_FEATURES):
     """Make the kernel for clusters; see :class:`moe_numba.gate.one_token_per_warp.GateConfig`."""
     device_functions.check_launch_shape(32 * WARPS_PER_CTA, capacity)
     topk, threads = gate_config.topk, 32 * WARPS_PER_CTA
     max_slots = MAX_TOKENS * topk
-    lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = gate_kernel.make_router(gate_config)
+    lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = gate_kernel.make_router(
+        gate_config, features
+    )
     num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
+    _, finish_column, store_column = make_column_functions(features)
     split_smem = align_kernel.make_split_smem(capacity)
     clear = device_functions.make_clear(threads, capacity * (2 + align_kernel.mask_words_for(capacity)))
     align = align_kernel.make_align(threads, 2, capacity, ignore_invalid_experts, has_map)
@@ -148,6 +169,7 @@ def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_e
         slots_per_cta,
         length,
         num_blocks,
+        *optional,
     ):
         dynamic = cuda.shared.array(0, int32)
         counts, masks, first_block, warp_sums = split_smem(dynamic)
@@ -166,9 +188,10 @@ def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_e
         load_bias(bias, first_expert, num_valid, lane_bias)
         unpack(raw, num_valid, scores)
         weight, expert = route(
-            x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale, output_scale
+            x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale, output_scale, *optional
         )
-        weight, expert = finish_column(weight, expert, token >= num_unpadded)
+        finished = int32(min(token, num_tokens - 1))
+        weight, expert = finish_column(weight, expert, finished, token >= num_unpadded, optional)
         barrier_cluster_wait()
         has_result = token < num_tokens and lane < topk
         if has_result:
@@ -178,7 +201,7 @@ def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_e
         barrier_cluster_arrive()
         barrier_cluster_wait()
         if has_result and cuda.blockIdx.x < CTAS_PER_CLUSTER:
-            store_column(weights, ids, int64(token) * topk + lane, weight, expert)
+            store_column(weights, ids, int64(token) * topk + lane, weight, expert, optional)
         align(
             smem_ids,
             expert_map,
@@ -204,9 +227,13 @@ class FusedPlan:
     """Launch plan for given shapes, dtypes and options."""
 
     def __init__(self, gate_plan, device, block_size, expert_map, ignore_invalid_experts):
-        num_experts, *_, shared = gate_plan.shape
+        num_logical, *_, shared = gate_plan.shape
+        num_experts = gate_plan.num_experts
         self.num_experts = num_experts + shared
-        because = f"gating_output has {num_experts} columns" + (f", and shared experts {shared}" if shared else "")
+        because = f"gating_output has {num_logical} columns"
+        if num_experts != num_logical:
+            because = f"placement.num_physical_experts is {num_experts}"
+        because += f", and shared experts {shared}" if shared else ""
         check_align_arguments(block_size, self.num_experts, expert_map, (device, "gating_output"), because)
         self.gate_plan, self.block_size, self.device = gate_plan, block_size, device.index or 0
         self.capacity = device_functions.capacity_for(self.num_experts, gpu_of(device).capability)
@@ -239,11 +266,14 @@ class FusedPlan:
 
     def _launcher(self, kernel, **options):
         signature = (*self.gate_plan.signature, self.map_type, "int32*", "int32*", "int32*", *("int32",) * 6)
+        signature += self.gate_plan.optional_types
         return launcher(kernel, signature, self.device, dependent=True, **options)
 
     def _single_cta(self, aligned):
         gate_plan = self.gate_plan
-        kernel = make_single_cta_kernel(gate_plan.config, gate_plan.limit_on_device, aligned, *self.options)
+        kernel = make_single_cta_kernel(
+            gate_plan.config, gate_plan.limit_on_device, aligned, *self.options, gate_plan.features
+        )
         return self._launcher(kernel, launch_bounds=1024)
 
     single_cta = cached_property(lambda self: self._single_cta(aligned=False))
@@ -252,14 +282,17 @@ class FusedPlan:
     @cached_property
     def cluster(self):
         gate_plan = self.gate_plan
-        kernel = make_cluster_kernel(gate_plan.config, gate_plan.limit_on_device, self.capacity, *self.options)
+        kernel = make_cluster_kernel(
+            gate_plan.config, gate_plan.limit_on_device, self.capacity, *self.options, gate_plan.features
+        )
         shared_bytes = align_kernel.shared_bytes(self.capacity)
         check_shared_memory(shared_bytes, self.num_experts, self.device)
         options = dict(launch_bounds=32 * WARPS_PER_CTA, shared_bytes=shared_bytes, cluster=CTAS_PER_CLUSTER)
         return self._launcher(kernel, **options)
 
-    def launch(self, x, bias, limit, expert_map, outputs):
+    def launch(self, x, bias, limit, expert_map, outputs, is_padding, placement):
         """Launch the fused kernel."""
+        gate_plan = self.gate_plan
         weights, ids, sorted_token_ids, expert_ids, num_tokens_post_pad = outputs
         tokens = x.shape[0]
         is_aligned = not sorted_token_ids.data_ptr() & 15
@@ -275,14 +308,19 @@ class FusedPlan:
             address(weights),
             address(ids),
             tokens,
-            self.gate_plan.row_stride,
+            gate_plan.row_stride,
             limit,
-            *self.gate_plan.trailing_arguments,
+            *gate_plan.trailing_arguments,
             address(ids if expert_map is None else expert_map),
             address(sorted_token_ids),
             address(expert_ids),
             address(num_tokens_post_pad),
             *sizes,
+            *(
+                gate_plan.optional_values(x, bias, weights, ids, is_padding, placement)
+                if gate_plan.optional_types
+                else ()
+            ),
         )
 
     def _launch_for(self, tokens, length, num_blocks, is_aligned):
@@ -317,6 +355,9 @@ def biased_grouped_topk_align(
     pad_sorted_ids: bool = True,
     ignore_invalid_experts: bool = False,
     out: _FiveTensors | None = None,
+    renormalize_epsilon: float = 0.0,
+    is_padding: torch.Tensor | None = None,
+    placement: ExpertPlacement | None = None,
 ) -> _FiveTensors:
     """Route tokens and align the routing: :func:`biased_grouped_topk` followed by :func:`moe_align_block_size`.
 
@@ -328,9 +369,11 @@ def biased_grouped_topk_align(
     Parameters
     ----------
     gating_output, correction_bias, topk, renormalize, num_expert_group, topk_group, num_fused_shared_experts,
-    routed_scaling_factor, apply_routed_scaling_factor_on_output, num_token_non_padded, scoring
+    routed_scaling_factor, apply_routed_scaling_factor_on_output, num_token_non_padded, scoring, renormalize_epsilon,
+    is_padding, placement
         See :func:`moe_numba.biased_grouped_topk`. The alignment treats fused shared experts as experts after the routed
-        ones, and the slots of padding tokens as invalid.
+        ones, and the slots of padding tokens as invalid. With ``placement`` it aligns physical experts, which
+        ``expert_map`` then is for.
     block_size, expert_map, pad_sorted_ids, ignore_invalid_experts
         See :func:`moe_numba.moe_align_block_size`.
     out : (topk_weights, topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad), optional
@@ -367,9 +410,14 @@ def biased_grouped_topk_align(
         routed_scaling_factor,
         apply_routed_scaling_factor_on_output,
         scoring,
+        renormalize_epsilon,
     )
+    if is_padding is not None:
+        is_padding = as_tensor(is_padding, "is_padding")
+    if placement is not None:
+        placement = as_placement(placement)
     limit, limit_dtype = limit_argument(num_token_non_padded, x.device)
-    gate_plan, bias = get_plan(x, correction_bias, limit_dtype, options)
+    gate_plan, bias = get_plan(x, correction_bias, limit_dtype, options, is_padding, placement)
     key = gate_plan, block_size, map_key(expert_map), ignore_invalid_experts
     plan = _plans.get(key)
     if plan is None:
@@ -380,10 +428,10 @@ def biased_grouped_topk_align(
     outputs = plan.outputs(tokens, pad_sorted_ids)(out)
     is_narrow = max(outputs[2].numel(), outputs[3].numel()) <= MAX_NARROW_ELEMENTS
     if 0 < tokens <= plan.max_fused_tokens and is_narrow:
-        plan.launch(x, bias, limit, expert_map, outputs)
+        plan.launch(x, bias, limit, expert_map, outputs, is_padding, placement)
     else:
         weights, ids, *aligned = outputs
-        gate_plan.launch(x, bias, weights, ids, limit)
+        gate_plan.launch(x, bias, weights, ids, limit, is_padding, placement)
         moe_align_block_size(
             ids, block_size, plan.num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts, tuple(aligned)
         )
@@ -395,5 +443,7 @@ def _fake_topk_align(call):
     """Check the arguments of a call and return its outputs."""
     given, aligned = (None, None) if call.out is None else (call.out[:2], call.out[2:])
     weights, ids = fake_topk(call.replace(out=given))
-    num_experts = call.gating_output.shape[1] + call.num_fused_shared_experts
+    placement = call.placement
+    num_experts = call.gating_output.shape[1] if placement is None else placement.num_physical_experts
+    num_experts += call.num_fused_shared_experts
     return [weights, ids, *fake_align(call.replace(topk_ids=ids, num_experts=num_experts, out=aligned))]

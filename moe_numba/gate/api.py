@@ -2,19 +2,29 @@
 
 import math
 from functools import cached_property
-from numbers import Integral
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
 
 from moe_numba import simulator
 from moe_numba.gate import four_tokens_per_warp, generic, one_token_per_warp, packed_keys
+from moe_numba.gate.device_functions import Features, optional_types
 from moe_numba.gate.one_token_per_warp import check_groups
+from moe_numba.gate.placement import (
+    TABLE_TYPES,
+    ExpertPlacement,
+    as_placement,
+    check_apart,
+    check_placement,
+    placement_key,
+    placement_values,
+)
 from moe_numba.gate.reference import SCORINGS
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
-from moe_numba.runtime.outputs import Outputs, remember
+from moe_numba.runtime.outputs import Outputs, remember, tensor_key
 from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import (
     check_choice,
@@ -34,7 +44,8 @@ _WARPS_PER_SM = 64  # as many as can be resident; with more tokens each warp rou
 _MAX_BLOCKS = 2 if simulator.ENABLED else 1 << 20
 MANY_TOKENS = 4096  # from here on the kernels with several tokens per warp are faster
 
-_OPTION_TYPES = int, bool, int, int, int, float, bool, str
+_OPTION_TYPES = int, bool, int, int, int, float, bool, str, float
+_MAX_EPSILON = torch.finfo(torch.float32).max
 
 _plans: dict = {}
 
@@ -50,6 +61,7 @@ class GateOptions(NamedTuple):
     routed_scaling_factor: float
     apply_routed_scaling_factor_on_output: bool
     scoring: str
+    renormalize_epsilon: float = 0.0
 
 
 @torch_op()
@@ -66,6 +78,9 @@ def biased_grouped_topk(
     num_token_non_padded: int | torch.Tensor | None = None,
     scoring: str = "sigmoid",
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    renormalize_epsilon: float = 0.0,
+    is_padding: torch.Tensor | None = None,
+    placement: ExpertPlacement | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Route each token to ``topk`` experts with DeepSeek-V3's biased grouped top-k, in one launch.
 
@@ -89,9 +104,10 @@ def biased_grouped_topk(
         Number of groups, which must divide the number of experts, and number of groups kept per token. 1 and 1: no
         groups.
     num_fused_shared_experts : int
-        Shared experts appended as the last columns, 0 to topk - 1. Their ids are num_experts, num_experts + 1, ... The
-        weight of each is the sum of the routed weights divided by routed_scaling_factor, so with ``renormalize`` it is
-        1 / routed_scaling_factor. ``apply_routed_scaling_factor_on_output`` then multiplies it like the others.
+        Shared experts appended as the last columns, 0 to topk - 1. Their ids are num_experts, num_experts + 1, ... With
+        ``placement`` they begin at its num_physical_experts. The weight of each is the sum of the routed weights
+        divided by routed_scaling_factor, so with ``renormalize`` it is 1 / routed_scaling_factor.
+        ``apply_routed_scaling_factor_on_output`` then multiplies it like the others.
     routed_scaling_factor : float or None
         Finite and not zero in float32, as is its reciprocal. None is 1.
     apply_routed_scaling_factor_on_output : bool
@@ -103,6 +119,14 @@ def biased_grouped_topk(
     out : (topk_weights, topk_ids), optional
         Contiguous tensors to write into, which must overlap neither an input nor each other. The call then neither
         allocates nor synchronises.
+    renormalize_epsilon : float
+        Added to the sum by which ``renormalize`` divides. DeepSeek-V3 in transformers, and FlashInfer, add 1e-20, which
+        changes only weights whose sum is below about 1e-13. 0 or more, and finite in float32.
+    is_padding : tensor [tokens], bool, optional
+        Rows that are padding wherever they are, beside those of ``num_token_non_padded``: id -1, weight 0. Contiguous.
+    placement : ExpertPlacement, optional
+        Return ids of physical experts, replicas of those that are chosen, and count the tokens of each: see
+        :class:`moe_numba.ExpertPlacement`.
 
     Returns
     -------
@@ -134,11 +158,16 @@ def biased_grouped_topk(
         routed_scaling_factor,
         apply_routed_scaling_factor_on_output,
         scoring,
+        renormalize_epsilon,
     )
+    if is_padding is not None:
+        is_padding = as_tensor(is_padding, "is_padding")
+    if placement is not None:
+        placement = as_placement(placement)
     limit, limit_dtype = limit_argument(num_token_non_padded, gating_output.device)
-    plan, bias = get_plan(gating_output, correction_bias, limit_dtype, options)
+    plan, bias = get_plan(gating_output, correction_bias, limit_dtype, options, is_padding, placement)
     weights, ids = plan.outputs(gating_output.shape[0])(out)
-    plan.launch(gating_output, bias, weights, ids, limit)
+    plan.launch(gating_output, bias, weights, ids, limit, is_padding, placement)
     return (weights, ids) if out is None else out
 
 
@@ -154,10 +183,11 @@ def check_options(options):
         check_factor("routed_scaling_factor", options.routed_scaling_factor),
         check_flag("apply_routed_scaling_factor_on_output", options.apply_routed_scaling_factor_on_output),
         options.scoring,
+        _check_epsilon(options.renormalize_epsilon),
     )
 
 
-def get_plan(x, bias, limit_dtype, options):
+def get_plan(x, bias, limit_dtype, options, is_padding=None, placement=None):
     """Return the cached :class:`GatePlan` for these tensors and the fields of :class:`GateOptions`, and the bias.
 
     ``limit_dtype`` is what :func:`limit_argument` returns.
@@ -175,18 +205,20 @@ def get_plan(x, bias, limit_dtype, options):
         bias is None or (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() & 15),
         options,
         limit_dtype,
+        is_padding is not None and (x.shape[:1] == is_padding.shape, *tensor_key(is_padding)[1:]),
+        placement is not None and placement_key(placement),
     )
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = GatePlan(x, bias, check_options(GateOptions(*options)), limit_dtype)
+        plan = _plans[key] = GatePlan(x, bias, check_options(GateOptions(*options)), limit_dtype, is_padding, placement)
     return plan, bias
 
 
 class GatePlan:
     """Launch plan for given shapes, dtypes and options: arguments are checked once, kernels compiled on first use."""
 
-    def __init__(self, x, bias, options, limit_dtype):
-        _check_tensors(x, bias)
+    def __init__(self, x, bias, options, limit_dtype, is_padding, placement):
+        _check_tensors(x, bias, is_padding, placement)
         num_experts = x.shape[1]
         check_groups(num_experts, options)
         topk, num_groups, shared = options.topk, options.num_expert_group, options.num_fused_shared_experts
@@ -213,7 +245,13 @@ class GatePlan:
             self.trailing_arguments += (*self.shape[:4], topk - shared, int(renormalize))
         self.packed_configs = _packed_configs(x, bias, options)
         self.kernel_types = options.scoring, dtype, bias_dtype
+        adds_epsilon = renormalize and options.renormalize_epsilon > 0
+        how, load = (None, None) if placement is None else (placement.how, placement.load)
         self.limit_on_device = bool(limit_dtype)
+        self.features = Features(is_padding is not None, how, load is not None, adds_epsilon)
+        table = "int32*" if placement is None else TABLE_TYPES[placement.physical_ids.dtype]
+        self.optional_types, self.epsilon = optional_types(self.features, table), options.renormalize_epsilon
+        self.num_experts = num_experts if placement is None else placement.num_physical_experts
         self._outputs, self._launches = {}, {}
 
     def outputs(self, tokens):
@@ -229,11 +267,11 @@ class GatePlan:
         if self.packed_configs:
             return self._packed(self.packed_configs[0])
         if self.config:
-            made = one_token_per_warp.make_kernel(self.config, self.limit_on_device)
-            return self._launch_shape(made, self.signature, one_token_per_warp.WARPS_PER_BLOCK)
-        made = generic.make_generic_kernel(*self.kernel_types, self.limit_on_device)
+            made = one_token_per_warp.make_kernel(self.config, self.limit_on_device, self.features)
+            return self._launch_shape(made, (), one_token_per_warp.WARPS_PER_BLOCK)
+        made = generic.make_generic_kernel(*self.kernel_types, self.limit_on_device, self.features)
         shared_bytes = generic.shared_bytes(*self.shape[:2])
-        return self._launch_shape(made, (*self.signature, *("int32",) * 6), 1, shared_bytes=shared_bytes)
+        return self._launch_shape(made, ("int32",) * 6, 1, shared_bytes=shared_bytes)
 
     @cached_property
     def for_many_tokens(self):
@@ -243,26 +281,36 @@ class GatePlan:
         if not self.config or not four_tokens_per_warp.supports(*self.shape):
             return self.for_few_tokens
         return self._launch_shape(
-            four_tokens_per_warp.make_4tokens_kernel(self.config, self.limit_on_device),
-            self.signature,
+            four_tokens_per_warp.make_4tokens_kernel(self.config, self.limit_on_device, self.features),
+            (),
             four_tokens_per_warp.WARPS_PER_BLOCK,
             tokens_per_warp=four_tokens_per_warp.TOKENS_PER_WARP,
             launch_bounds=four_tokens_per_warp.launch_bounds(devices.gpu_of(self.device).capability),
         )
 
     def _packed(self, config):
-        made = packed_keys.make_packed_kernel(config, self.limit_on_device)
-        return self._launch_shape(made, self.signature, packed_keys.WARPS_PER_BLOCK, tokens_per_warp=32 // config.lanes)
+        made = packed_keys.make_packed_kernel(config, self.limit_on_device, self.features)
+        return self._launch_shape(made, (), packed_keys.WARPS_PER_BLOCK, tokens_per_warp=32 // config.lanes)
 
-    def _launch_shape(self, made, signature, warps, tokens_per_warp=1, **options):
+    def _launch_shape(self, made, shape_types, warps, tokens_per_warp=1, **options):
         """Return (launcher, threads per block, tokens per block, most blocks) of a kernel."""
-        start = launcher(made, signature, self.device, dependent=True, **options)
+        start = launcher(
+            made, (*self.signature, *shape_types, *self.optional_types), self.device, dependent=True, **options
+        )
         max_blocks = _MAX_BLOCKS
         if tokens_per_warp == 1 and not simulator.ENABLED:
             max_blocks = devices.gpu_of(self.device).sm_count * _WARPS_PER_SM // warps
         return start, 32 * warps, warps * tokens_per_warp, max_blocks
 
-    def launch(self, x, bias, weights, ids, limit):
+    def optional_values(self, x, bias, weights, ids, is_padding, placement):
+        """Return the optional arguments of a kernel, see `optional_types`."""
+        if placement is not None:
+            outputs = dict(topk_weights=weights, topk_ids=ids)
+            check_apart(placement, gating_output=x, correction_bias=bias, is_padding=is_padding, **outputs)
+        mask = address(ids if is_padding is None else is_padding)
+        return mask, *placement_values(placement, self.shape[0], address(ids)), self.epsilon
+
+    def launch(self, x, bias, weights, ids, limit, is_padding=None, placement=None):
         """Launch the kernel for the number of tokens in ``x``, if there are any."""
         num_tokens = x.shape[0]
         launch = self._launches.get(num_tokens) or remember(self._launches, num_tokens, self._launch_for(num_tokens))
@@ -281,6 +329,7 @@ class GatePlan:
             self.row_stride,
             limit,
             *self.trailing_arguments,
+            *(self.optional_values(x, bias, weights, ids, is_padding, placement) if self.optional_types else ()),
         )
 
     def _launch_for(self, num_tokens):
@@ -335,7 +384,15 @@ def _describe_outputs(tokens, topk):
     return ("topk_weights", shape, torch.float32, because), ("topk_ids", shape, torch.int32, because)
 
 
-def _check_tensors(x, bias):
+def _check_epsilon(value):
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"renormalize_epsilon is {value!r}; it must be a number")
+    if not 0 <= value <= _MAX_EPSILON:
+        raise ValueError(f"renormalize_epsilon is {value}; it must be 0 or more, and finite in float32")
+    return float(value)
+
+
+def _check_tensors(x, bias, is_padding, placement):
     check_tensor("gating_output", x, dtype=tuple(_DTYPES), shape=("tokens", "num_experts"))
     check_device(x.device, "gating_output")
     num_experts = x.shape[1]
@@ -348,6 +405,11 @@ def _check_tensors(x, bias):
             shape=(num_experts,), because=("gating_output has {} columns",), device=(x.device, "gating_output")
         )
         check_tensor("correction_bias", bias, dtype=tuple(_DTYPES), contiguous=True, **wanted)
+    if is_padding is not None:
+        wanted = dict(shape=(x.shape[0],), because=("gating_output has {} rows",), device=(x.device, "gating_output"))
+        check_tensor("is_padding", is_padding, dtype=torch.bool, contiguous=True, **wanted)
+    if placement is not None:
+        check_placement(placement, num_experts, x.device)
 
 
 def limit_argument(num_token_non_padded, device):
@@ -371,7 +433,7 @@ def limit_argument(num_token_non_padded, device):
 def fake_topk(call):
     """Check the arguments of a call and return its outputs."""
     x, limit = call.gating_output, call.num_token_non_padded
-    _check_tensors(x, call.correction_bias)
+    _check_tensors(x, call.correction_bias, call.is_padding, call.placement)
     check_groups(x.shape[1], check_options(call))
     if limit is not None:
         check_tensor("num_token_non_padded", limit, dtype=tuple(_LIMIT_TYPES), device=(x.device, "gating_output"))

@@ -2,8 +2,9 @@
 
 import math
 from functools import cache
+from typing import NamedTuple
 
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, int32, uint32, uint64
 
 from moe_numba.gate.reference import SCORINGS
 from moe_numba.ptx import arithmetic
@@ -12,9 +13,11 @@ from moe_numba.ptx.arithmetic import (
     float_as_int,
     half_bits_as_float,
     int_as_float,
+    murmur3_finalizer,
     rcp_approx,
     uint_as_float,
 )
+from moe_numba.ptx.atomics import red_add_relaxed_gpu_s32
 from moe_numba.ptx.memory import load_nc_u16, load_nc_u32x1, load_nc_u32x2, load_nc_u32x4
 from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.runtime.validate import check_choice
@@ -252,17 +255,95 @@ def make_num_unpadded_tokens(limit_on_device):
     return num_unpadded_tokens
 
 
-@cuda.jit(device=True)
-def finish_column(weight, expert, is_padding):
-    """Return the weight and the id of an element of the outputs: 0 and -1 if its token is padding."""
-    return float32(0) if is_padding else weight, int32(-1) if is_padding else expert
+class Features(NamedTuple):
+    """What a kernel does beyond choosing experts, at compile time. Each needs `OPTIONAL_TYPES` as last arguments."""
+
+    masks_tokens: bool = False  # `is_padding`
+    replica_choice: str | None = None  # `how` of an `ExpertPlacement`, which maps experts to physical ones
+    counts_load: bool = False
+    adds_epsilon: bool = False
 
 
-@cuda.jit(device=True)
-def store_column(weights, ids, index, weight, expert):
-    """Store an element of both outputs."""
-    weights[index] = weight
-    ids[index] = expert
+NO_FEATURES = Features()
+# The optional arguments of a kernel, a tuple: the place of each, and its type; `table` is that of the placement.
+IS_PADDING, PHYSICAL_IDS, NUM_REPLICAS, LOAD, NUM_EXPERTS, NUM_PHYSICAL, MAX_REPLICAS, SEED_LOW, SEED_HIGH, EPSILON = (
+    range(10)
+)
+
+
+def optional_types(features, table):
+    """Return the types of a kernel's optional arguments; ``table`` is the type of pointers to the placement's ids."""
+    if features == NO_FEATURES:
+        return ()
+    return "uint8*", table, table, "int32*", *("int32",) * 3, *("uint32",) * 2, "float32"
+
+
+@cache
+def make_column_functions(features):
+    """Make the functions for what follows the choice of experts in all of the gate's kernels.
+
+    Returns
+    -------
+    inverse_of_sum : function
+        ``inverse_of_sum(total, optional)``: what weights are multiplied by to renormalize them.
+    finish_column : function
+        ``weight, expert = finish_column(weight, expert, token, is_padding, optional)``: map the expert to a physical
+        one, and replace both by 0 and -1 if the token is padding.
+    store_column : function
+        ``store_column(weights, ids, index, weight, expert, optional)``: store both, and count the physical expert.
+    """
+    masks_tokens, replica_choice, counts_load, adds_epsilon = features
+    is_placed = replica_choice is not None
+
+    @cuda.jit(device=True)
+    def inverse_of_sum(total, optional):
+        divisor = total
+        if adds_epsilon:
+            divisor = total + optional[EPSILON]
+        return rcp_approx(divisor if total > float32(0) else float32(1))
+
+    if replica_choice == "random":
+
+        @cuda.jit(device=True)
+        def choose_replica(token, expert, num_replicas, optional):
+            word = murmur3_finalizer(uint32(uint32(token) ^ optional[SEED_LOW]))
+            word = murmur3_finalizer(uint32(word + optional[SEED_HIGH]))
+            word = murmur3_finalizer(uint32(word + uint32(expert)))
+            return int32((uint64(word) * uint64(num_replicas)) >> uint64(32))
+
+    else:
+
+        @cuda.jit(device=True)
+        def choose_replica(token, expert, num_replicas, optional):
+            return int32(uint32(token) % uint32(num_replicas))
+
+    @cuda.jit(device=True)
+    def finish_column(weight, expert, token, is_padding, optional):
+        if is_placed:
+            if expert < optional[NUM_EXPERTS]:
+                replica = int32(0)
+                if replica_choice != "static":
+                    num_replicas = int32(min(max(optional[NUM_REPLICAS][expert], 1), optional[MAX_REPLICAS]))
+                    replica = choose_replica(token, expert, num_replicas, optional)
+                physical = optional[PHYSICAL_IDS][expert * optional[MAX_REPLICAS] + replica]
+                is_valid = physical >= 0 and physical < optional[NUM_PHYSICAL]
+                weight = weight if is_valid else float32(0)
+                expert = int32(physical) if is_valid else int32(-1)
+            else:  # a shared expert
+                expert = int32(expert + (optional[NUM_PHYSICAL] - optional[NUM_EXPERTS]))
+        if masks_tokens:
+            is_padding = is_padding or optional[IS_PADDING][token] != 0
+        return float32(0) if is_padding else weight, int32(-1) if is_padding else expert
+
+    @cuda.jit(device=True)
+    def store_column(weights, ids, index, weight, expert, optional):
+        weights[index] = weight
+        ids[index] = expert
+        if counts_load:
+            if expert >= 0 and expert < optional[NUM_PHYSICAL]:
+                red_add_relaxed_gpu_s32(optional[LOAD], expert, int32(1))
+
+    return inverse_of_sum, finish_column, store_column
 
 
 def sorting_network(n):

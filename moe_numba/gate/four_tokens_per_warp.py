@@ -11,17 +11,16 @@ from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba.gate.device_functions import (
     EXCLUDED,
-    finish_column,
+    NO_FEATURES,
     group_score_key,
+    make_column_functions,
     make_load,
     make_num_unpadded_tokens,
     make_scoring,
     make_sort_descending,
     order_key,
-    store_column,
 )
 from moe_numba.gate.one_token_per_warp import check_config, lane_layout
-from moe_numba.ptx.arithmetic import rcp_approx
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, ld_shared_s32x4, st_shared_s32x4
 from moe_numba.ptx.warp import FULL_MASK, lanemask_lt
 
@@ -69,7 +68,7 @@ def _group_pitch(group_size):
 
 
 @cache
-def make_4tokens_kernel(config, limit_on_device=False):
+def make_4tokens_kernel(config, limit_on_device=False, features=NO_FEATURES):
     """Make the kernel that routes four tokens per warp; ``config`` is a `one_token_per_warp.GateConfig`.
 
     Raises
@@ -111,9 +110,12 @@ def make_4tokens_kernel(config, limit_on_device=False):
     score_row, score_one = make_scoring(scoring, experts_per_lane)
     sort_descending = make_sort_descending(candidates_per_lane)
     num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
+    inverse_of_sum, finish_column, store_column = make_column_functions(features)
 
     @cuda.jit
-    def biased_grouped_topk_4tokens(x, bias, weights, ids, num_tokens, row_stride, limit, shared_scale, output_scale):
+    def biased_grouped_topk_4tokens(
+        x, bias, weights, ids, num_tokens, row_stride, limit, shared_scale, output_scale, *optional
+    ):
         lane = int32(cuda.threadIdx.x & 31)
         warp = int32(cuda.threadIdx.x // 32)
         # Groups are chosen by lane (group, lane_in_group), experts by lane (token_in_warp, column).
@@ -262,13 +264,14 @@ def make_4tokens_kernel(config, limit_on_device=False):
                 total += cuda.shfl_xor_sync(FULL_MASK, total, 1 << s)
             scale = output_scale
             if renormalize:
-                scale *= rcp_approx(total if total > float32(0) else float32(1))
+                scale *= inverse_of_sum(total, optional)
             output_column = column
             while output_column < topk and column_token < num_tokens:
                 if output_column >= routed:
                     weight, expert = total * shared_scale, int32(num_experts + output_column - routed)
-                final_weight, final_id = finish_column(weight * scale, expert, column_token >= num_unpadded)
-                store_column(weights, ids, int64(column_token) * topk + output_column, final_weight, final_id)
+                is_padding, index = column_token >= num_unpadded, int64(column_token) * topk + output_column
+                final_weight, final_id = finish_column(weight * scale, expert, column_token, is_padding, optional)
+                store_column(weights, ids, index, final_weight, final_id, optional)
                 output_column = int32(output_column + LANES_PER_TOKEN)
             token = int32(token + token_stride)
         griddepcontrol_launch_dependents()

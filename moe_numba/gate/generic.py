@@ -7,14 +7,14 @@ from numba import cuda, float32, int32, int64
 from moe_numba.gate.device_functions import (
     EXCLUDED,
     ITEM_BYTES,
+    NO_FEATURES,
     group_score_key,
+    make_column_functions,
     make_load,
     make_num_unpadded_tokens,
     make_scoring,
     order_key,
-    store_column,
 )
-from moe_numba.ptx.arithmetic import rcp_approx
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_max_s32
 from moe_numba.runtime.validate import check_choice
@@ -28,7 +28,9 @@ def shared_bytes(num_experts, num_expert_group):
 
 
 @cache
-def make_generic_kernel(scoring="sigmoid", dtype="float32", bias_dtype="float32", limit_on_device=False):
+def make_generic_kernel(
+    scoring="sigmoid", dtype="float32", bias_dtype="float32", limit_on_device=False, features=NO_FEATURES
+):
     """Make the kernel for all shapes; only the scoring and the dtypes are compile-time constants."""
     has_bias = bias_dtype is not None
     check_choice("dtype", dtype, ITEM_BYTES)
@@ -37,6 +39,7 @@ def make_generic_kernel(scoring="sigmoid", dtype="float32", bias_dtype="float32"
     load_one_bias = make_load(bias_dtype or dtype, ITEM_BYTES[bias_dtype or dtype], MAX_EXPERTS_PER_LANE)[2]
     score_row, score_one = make_scoring(scoring, MAX_EXPERTS_PER_LANE)
     num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
+    inverse_of_sum, finish_column, store_column = make_column_functions(features)
 
     @cuda.jit
     def biased_grouped_topk_generic(
@@ -55,6 +58,7 @@ def make_generic_kernel(scoring="sigmoid", dtype="float32", bias_dtype="float32"
         topk,
         routed,
         renormalize,
+        *optional,
     ):
         lane = int32(cuda.threadIdx.x)
         keys = cuda.shared.array(0, int32)  # num_experts keys of experts, then num_expert_group keys of groups
@@ -138,14 +142,15 @@ def make_generic_kernel(scoring="sigmoid", dtype="float32", bias_dtype="float32"
                 weight = total * shared_scale
                 chosen_expert = int32(num_experts + lane - routed)
             if renormalize:
-                weight *= rcp_approx(total if total > float32(0) else float32(1))
+                weight *= inverse_of_sum(total, optional)
             if lane < topk:
-                store_column(weights, ids, int64(token) * topk + lane, weight * output_scale, chosen_expert)
+                weight, chosen_expert = finish_column(weight * output_scale, chosen_expert, token, False, optional)
+                store_column(weights, ids, int64(token) * topk + lane, weight, chosen_expert, optional)
             token = int32(token + cuda.gridDim.x)
 
         while token < num_tokens:  # padding rows
             if lane < topk:
-                store_column(weights, ids, int64(token) * topk + lane, float32(0), int32(-1))
+                store_column(weights, ids, int64(token) * topk + lane, float32(0), int32(-1), optional)
             token = int32(token + cuda.gridDim.x)
         griddepcontrol_launch_dependents()
 

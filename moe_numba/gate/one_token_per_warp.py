@@ -9,15 +9,15 @@ from moe_numba.gate.device_functions import (
     EXCLUDED,
     FLOAT32_MAX,
     ITEM_BYTES,
+    NO_FEATURES,
     group_score_key,
+    make_column_functions,
     make_load,
     make_num_unpadded_tokens,
     make_scoring,
     make_sort_descending,
     order_key,
-    store_column,
 )
-from moe_numba.ptx.arithmetic import rcp_approx
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import FULL_MASK, lanemask_lt, redux_sync_max_s32
 from moe_numba.runtime.validate import check_choice
@@ -109,7 +109,7 @@ def _is_load_width(load_bytes, item_bytes, experts_per_lane, group_size):
 
 
 @cache
-def make_router(config):
+def make_router(config, features=NO_FEATURES):
     """Make the device functions with which one warp routes one token.
 
     Returns
@@ -122,8 +122,8 @@ def make_router(config):
         ``load_bias(bias, first_expert, num_valid, lane_bias)``: load the bias of this lane's experts.
     route : function
         ``weight, expert = route(x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale,
-        output_scale)``. ``scores`` holds the lane's logits on entry; the token's logits start at ``x[start]``. Lane k
-        receives column k of the result. All 32 lanes must be converged.
+        output_scale, *optional)``. ``scores`` holds the lane's logits on entry; the token's logits start at
+        ``x[start]``. Lane k receives column k of the result. All 32 lanes must be converged.
     experts_per_lane : int
         Length of ``scores`` and ``lane_bias``.
     raw_words : int
@@ -159,11 +159,13 @@ def make_router(config):
     has_bias = bias_dtype is not None
     # All scores rise with the logits: without bias and groups only the chosen experts need one.
     ranks_logits = not has_bias and num_expert_group == 1
-    is_softmax, sums_row = scoring == "softmax", scoring == "softmax" and not renormalize
+    is_softmax = scoring == "softmax"
+    sums_row = is_softmax and (not renormalize or features.adds_epsilon)
     fetch, unpack, load_one, raw_words = make_load(dtype, load_bytes, experts_per_lane)
     fetch_bias, unpack_bias, _, raw_bias_words = make_load(bias_dtype or "float32", bias_load_bytes, experts_per_lane)
     score_row, score_one = make_scoring(scoring, experts_per_lane)
     sort_descending = make_sort_descending(experts_per_lane)
+    inverse_of_sum, _, _ = make_column_functions(features)
 
     @cuda.jit(device=True)
     def lane_slice():
@@ -213,7 +215,9 @@ def make_router(config):
         return num_better
 
     @cuda.jit(device=True)
-    def route(x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale, output_scale):
+    def route(
+        x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale, output_scale, *optional
+    ):
         lower_lanes = lanemask_lt()
         keys = cuda.local.array(experts_per_lane, int32)
         sorted_keys = cuda.local.array(experts_per_lane, int32)
@@ -291,21 +295,24 @@ def make_router(config):
             weight = total * shared_scale
             expert = int32(num_experts + lane - routed)
         if renormalize:
-            weight *= rcp_approx(total if total > float32(0) else float32(1))
+            weight *= inverse_of_sum(total, optional)
         return weight * output_scale, expert
 
     return lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words
 
 
 @cache
-def make_kernel(config, limit_on_device=False):
+def make_kernel(config, limit_on_device=False, features=NO_FEATURES):
     """Make the kernel that routes one token per warp; see :func:`lane_layout` for the experts that a lane holds."""
     topk = config.topk
-    lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = make_router(config)
+    lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = make_router(config, features)
     num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
+    _, finish_column, store_column = make_column_functions(features)
 
     @cuda.jit
-    def biased_grouped_topk(x, bias, weights, ids, num_tokens, row_stride, limit, shared_scale, output_scale):
+    def biased_grouped_topk(
+        x, bias, weights, ids, num_tokens, row_stride, limit, shared_scale, output_scale, *optional
+    ):
         lane, group, lane_in_group, first_expert, num_valid = lane_slice()
         token = int32(cuda.blockIdx.x * WARPS_PER_BLOCK + cuda.threadIdx.x // 32)
         token_stride = int32(cuda.gridDim.x * WARPS_PER_BLOCK)
@@ -335,14 +342,16 @@ def make_kernel(config, limit_on_device=False):
                 num_valid,
                 shared_scale,
                 output_scale,
+                *optional,
             )
             if lane < topk:
-                store_column(weights, ids, int64(token) * topk + lane, weight, expert)
+                weight, expert = finish_column(weight, expert, token, False, optional)
+                store_column(weights, ids, int64(token) * topk + lane, weight, expert, optional)
             token = next_token
 
         while token < num_tokens:  # padding rows
             if lane < topk:
-                store_column(weights, ids, int64(token) * topk + lane, float32(0), int32(-1))
+                store_column(weights, ids, int64(token) * topk + lane, float32(0), int32(-1), optional)
             token = int32(token + token_stride)
         griddepcontrol_launch_dependents()
 

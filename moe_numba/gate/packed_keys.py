@@ -18,12 +18,13 @@ from moe_numba.gate.device_functions import (
     EXCLUDED,
     FLOAT32_MAX,
     LOG2_E,
-    finish_column,
+    NO_FEATURES,
+    Features,
+    make_column_functions,
     make_num_unpadded_tokens,
     make_sort_descending,
     sigmoid,
     sqrtsoftplus,
-    store_column,
 )
 from moe_numba.ptx.arithmetic import (
     add_rn_bf16x2,
@@ -247,7 +248,7 @@ def make_unsorted_picks(config):
 
 
 @cache
-def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False):
+def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False, features: Features = NO_FEATURES):
     """Make the kernel. It takes the arguments of the other kernels; ``bias`` is not read.
 
     Raises
@@ -261,7 +262,8 @@ def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False):
     tokens_per_warp, steps = 32 // lanes, lanes.bit_length() - 1
     words, load_words = num_keys // 2, load_bytes // 4
     num_loads, load_experts = words // load_words, 2 * load_words
-    is_softmax, needs_sum = scoring == "softmax", scoring == "softmax" and not renormalize
+    is_softmax = scoring == "softmax"
+    needs_sum = is_softmax and (not renormalize or features.adds_epsilon)  # else only ratios of weights count
     may_run_out = config.sorted < min(num_keys, routed)
     first_nan = int32((INFINITY_BITS[dtype] + 1) << 16)
     load = _LOADS[load_bytes]
@@ -271,6 +273,7 @@ def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False):
     sort_descending = make_sort_descending(num_keys, config.sorted)
     score = sqrtsoftplus if scoring == "sqrtsoftplus" else sigmoid
     num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
+    inverse_of_sum, finish_column, store_column = make_column_functions(features)
 
     @cuda.jit(device=True)
     def fetch(x, start, is_valid, raw):
@@ -296,7 +299,9 @@ def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False):
             keys[2 * w + 1] = int32(uint32(pair & uint32(0xFFFF0000)) | uint32(lower_half - uint32(1)))
 
     @cuda.jit
-    def biased_grouped_topk_packed(x, bias, weights, ids, num_tokens, row_stride, limit, shared_scale, output_scale):
+    def biased_grouped_topk_packed(
+        x, bias, weights, ids, num_tokens, row_stride, limit, shared_scale, output_scale, *optional
+    ):
         lane = int32(cuda.threadIdx.x & 31)
         column, token_in_warp = int32(lane & (lanes - 1)), int32(lane >> steps)
         first_expert = int32(column * load_experts)
@@ -337,8 +342,6 @@ def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False):
             for s in range(steps):
                 total += cuda.shfl_xor_sync(FULL_MASK, total, 1 << s)
             scale = output_scale
-            if renormalize:
-                scale *= rcp_approx(total if total > float32(0) else float32(1))
             if needs_sum:
                 row_sum = float32(0)
                 for w in range(words):
@@ -349,7 +352,13 @@ def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False):
                         row_sum += exponential if exponential == exponential else float32(0)
                 for s in range(steps):
                     row_sum += cuda.shfl_xor_sync(FULL_MASK, row_sum, 1 << s)
-                scale *= rcp_approx(row_sum if row_sum > float32(0) else float32(1))
+                inverse = rcp_approx(row_sum if row_sum > float32(0) else float32(1))
+                if renormalize:
+                    weight, total = weight * inverse, total * inverse
+                else:
+                    scale *= inverse
+            if renormalize:
+                scale *= inverse_of_sum(total, optional)
             next_token = int32(token + token_stride)
             fetch(x, int64(next_token) * row_stride + first_expert, next_token < num_unpadded, raw)
 
@@ -358,8 +367,8 @@ def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False):
             while output_column < topk and token < num_tokens:
                 if output_column >= routed:
                     weight, expert = total * shared_scale, int32(num_experts + output_column - routed)
-                final_weight, final_id = finish_column(weight * scale, expert, token >= num_unpadded)
-                store_column(weights, ids, int64(token) * topk + output_column, final_weight, final_id)
+                final_weight, final_id = finish_column(weight * scale, expert, token, token >= num_unpadded, optional)
+                store_column(weights, ids, int64(token) * topk + output_column, final_weight, final_id, optional)
                 output_column = int32(output_column + lanes)
             token, first_token = next_token, int32(first_token + token_stride)
         griddepcontrol_launch_dependents()

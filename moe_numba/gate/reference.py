@@ -3,7 +3,9 @@
 import torch
 
 SCORINGS = ("sigmoid", "softmax", "sqrtsoftplus")
-_NO_PADDING = {"num_token_non_padded": None}
+REPLICA_CHOICES = ("round_robin", "static", "random")
+_NO_PADDING = {"num_token_non_padded": None, "is_padding": None}
+_UINT32_MASK = (1 << 32) - 1
 _MAX_PAIRS = 1 << 24  # that the checker compares at once
 
 
@@ -74,6 +76,7 @@ def expert_weights(
     renormalize=True,
     routed_scaling_factor=1.0,
     apply_routed_scaling_factor_on_output=False,
+    renormalize_epsilon=0.0,
 ):
     """Return the weights [tokens, topk] for the chosen experts' scores [tokens, routed]; shared experts come last."""
     routed_scaling_factor = 1.0 if routed_scaling_factor is None else routed_scaling_factor
@@ -81,10 +84,60 @@ def expert_weights(
     total = weights.sum(dim=1, keepdim=True)
     weights = torch.cat([weights, (total / routed_scaling_factor).expand(-1, num_fused_shared_experts)], dim=1)
     if renormalize:
-        weights = weights / torch.where(total > 0, total, 1.0)
+        weights = weights / torch.where(total > 0, total + renormalize_epsilon, 1.0)
     if apply_routed_scaling_factor_on_output:
         weights = weights * routed_scaling_factor
     return weights
+
+
+def random_uint32(tokens, seed):
+    """Hash each token index with the seed to 32 random bits; int64, 0 to 2**32 - 1.
+
+    Applies the finalizer of MurmurHash3 twice, in which every input bit affects every output bit.
+    """
+    words = murmur3_finalizer(torch.arange(tokens, dtype=torch.int64, device="cpu") ^ (seed & _UINT32_MASK))
+    return murmur3_finalizer((words + (seed >> 32 & _UINT32_MASK)) & _UINT32_MASK)
+
+
+def murmur3_finalizer(words):
+    """Apply the 32-bit finalizer of MurmurHash3 to int64 numbers below 2**32."""
+    words = words ^ (words >> 16)
+    words = words * 0x85EBCA6B & _UINT32_MASK
+    words = words ^ (words >> 13)
+    words = words * 0xC2B2AE35 & _UINT32_MASK
+    return words ^ (words >> 16)
+
+
+def place_experts(ids, placement, num_experts):
+    """Return the physical experts [tokens, topk] of logical ones; shared experts come last, padding is -1.
+
+    See :class:`moe_numba.ExpertPlacement`.
+    """
+    table, logical = placement.physical_ids, ids.clamp(0, num_experts - 1).long()
+    if placement.how == "static":
+        replica = torch.zeros_like(logical)
+    else:
+        count = placement.num_replicas.long()[logical]
+        if placement.how == "round_robin":
+            replica = torch.arange(len(ids), device=ids.device)[:, None] % count
+        else:
+            words = random_uint32(len(ids), placement.seed)[:, None].to(ids.device)
+            replica = murmur3_finalizer((words + logical) & _UINT32_MASK) * count >> 32
+    placed = torch.where(ids < num_experts, table[logical, replica], ids + placement.num_physical_experts - num_experts)
+    return placed.masked_fill(ids < 0, -1).to(ids.dtype)
+
+
+def expert_load(ids, num_physical_experts):
+    """Return how many elements of ``ids`` name each physical expert: what a call adds to a placement's counters."""
+    routed = ids[(ids >= 0) & (ids < num_physical_experts)]
+    return torch.bincount(routed, minlength=num_physical_experts).to(torch.int32)
+
+
+def padding_rows(tokens, num_token_non_padded=None, is_padding=None, device="cpu"):
+    """Return which rows are padding, [tokens]."""
+    limit = tokens if num_token_non_padded is None else int(num_token_non_padded)
+    padded = torch.arange(tokens, device=device) >= limit
+    return padded if is_padding is None else padded | is_padding
 
 
 def biased_grouped_topk(
@@ -99,11 +152,15 @@ def biased_grouped_topk(
     apply_routed_scaling_factor_on_output=False,
     num_token_non_padded=None,
     scoring="sigmoid",
+    renormalize_epsilon=0.0,
+    is_padding=None,
+    placement=None,
     dtype=torch.float32,
 ):
     """Route each token to ``topk`` experts in plain torch; see :func:`moe_numba.biased_grouped_topk` for the arguments.
 
-    ``dtype`` is the dtype of the arithmetic: float32 as in the kernels, or float64 to check them.
+    ``dtype`` is the dtype of the arithmetic: float32 as in the kernels, or float64 to check them. The counters of
+    ``placement`` are not changed; see :func:`expert_load`.
     """
     tokens, num_experts = gating_output.shape
     scores = expert_scores(gating_output.to(dtype), scoring)
@@ -115,12 +172,14 @@ def biased_grouped_topk(
         renormalize,
         routed_scaling_factor,
         apply_routed_scaling_factor_on_output,
+        renormalize_epsilon,
     )
     shared = torch.arange(num_experts, num_experts + num_fused_shared_experts, device=ids.device)
     ids = torch.cat([ids, shared.expand(tokens, -1)], dim=1)
-    if num_token_non_padded is not None:
-        padded = torch.arange(tokens, device=ids.device)[:, None] >= int(num_token_non_padded)
-        ids, weights = ids.masked_fill(padded, -1), weights.masked_fill(padded, 0.0)
+    if placement is not None:
+        ids = place_experts(ids, placement, num_experts)
+    padded = padding_rows(tokens, num_token_non_padded, is_padding, ids.device)[:, None]
+    ids, weights = ids.masked_fill(padded, -1), weights.masked_fill(padded, 0.0)
     return weights.to(torch.float32), ids.to(torch.int32)
 
 
@@ -147,7 +206,7 @@ def mismatch(weights, ids, gating_output, correction_bias, topk, *, tolerance=1e
     tokens, num_experts = gating_output.shape
     num_shared = options.get("num_fused_shared_experts", 0)
     num_groups, topk_group = options.get("num_expert_group", 1), options.get("topk_group", 1)
-    limit = options.get("num_token_non_padded")
+    placement = options.pop("placement", None)
     if tuple(ids.shape) != (tokens, topk) or tuple(weights.shape) != (tokens, topk):
         return f"the outputs have shapes {tuple(weights.shape)} and {tuple(ids.shape)}, not {(tokens, topk)}"
     if weights.dtype != torch.float32 or ids.dtype != torch.int32:
@@ -155,11 +214,15 @@ def mismatch(weights, ids, gating_output, correction_bias, topk, *, tolerance=1e
     if not weights.isfinite().all():
         return f"token {_first_row(~weights.isfinite())} has a weight that is not finite"
 
-    unpadded = tokens if limit is None else min(int(limit), tokens)
-    is_written = (ids[unpadded:] != -1) | (weights[unpadded:] != 0)
+    padded = padding_rows(tokens, options.get("num_token_non_padded"), options.get("is_padding"), ids.device)
+    is_written = ((ids != -1) | (weights != 0)) & padded[:, None]
     if is_written.any():
-        return f"token {unpadded + _first_row(is_written)} is padding, but has an id other than -1 or a weight"
-    weights, ids, x = weights[:unpadded], ids[:unpadded].long(), gating_output[:unpadded].double()
+        return f"token {_first_row(is_written)} is padding, but has an id other than -1 or a weight"
+    if placement is not None:
+        ids, error = _logical_experts(ids, placement, num_experts, num_shared, padded)
+        if error:
+            return error
+    weights, ids, x = weights[~padded], ids[~padded].long(), gating_output[~padded].double()
     expected_ids = biased_grouped_topk(x, correction_bias, topk, dtype=torch.float64, **{**options, **_NO_PADDING})[1]
     scores = expert_scores(x, options.get("scoring", "sigmoid"))
     biased = ranked_values(x, scores, correction_bias, num_groups)
@@ -176,7 +239,7 @@ def mismatch(weights, ids, gating_output, correction_bias, topk, *, tolerance=1e
                 row = rows[int(is_wrong.nonzero()[0])]
                 return f"token {int(row)} {reason}: {ids[row].tolist()} instead of {expected_ids[row].tolist()}"
 
-    names = ("renormalize", "routed_scaling_factor", "apply_routed_scaling_factor_on_output")
+    names = "renormalize", "routed_scaling_factor", "apply_routed_scaling_factor_on_output", "renormalize_epsilon"
     given = {name: options[name] for name in names if name in options}
     expected_weights = expert_weights(scores.gather(1, chosen), num_shared, **given)
     weight_differs = (weights - expected_weights).abs() > 1e-5 * expected_weights.abs() + 1e-7
@@ -184,6 +247,19 @@ def mismatch(weights, ids, gating_output, correction_bias, topk, *, tolerance=1e
         row = _first_row(weight_differs)
         return f"token {row} has weights {weights[row].tolist()} instead of {expected_weights[row].tolist()}"
     return None
+
+
+def _logical_experts(ids, placement, num_experts, num_shared, padded):
+    """Return the logical experts of physical ones, and a description of the first that a token may not use, or None."""
+    # What each token would get for every logical expert and, behind them, for the shared ones
+    all_ids = torch.arange(num_experts + num_shared, device=ids.device).expand(len(ids), -1)
+    allowed = place_experts(all_ids, placement, num_experts)
+    is_match = ids[:, :, None] == allowed[:, None]
+    wrong = ~is_match.any(dim=2) & ~padded[:, None]
+    if wrong.any():
+        row = _first_row(wrong)
+        return (ids, f"token {row} has a physical expert that the placement does not give it: {ids[row].tolist()}")
+    return is_match.int().argmax(dim=2).to(ids.dtype), None
 
 
 def _wrong_choices(biased, chosen, num_groups, topk_group, tolerance):

@@ -4,8 +4,9 @@ The public functions already work under torch.compile(fullgraph=True), torch.exp
 their ops. To write ops into a graph by hand, or to load an exported program, import this module and use
 ``torch.ops.moe_numba.<name>``. An op takes the function's arguments without ``out`` and ``workspace``.
 ``torch.ops.moe_numba.<name>.out`` writes to ``out``, a tensor or a list of tensors, and returns nothing; it takes
-``out`` and the arguments after it by keyword. ``num_token_non_padded`` must be a tensor. Of the ops
-``group_gemm_bf16`` has a backward. They refuse torch.vmap.
+``out`` and the arguments after it by keyword. ``num_token_non_padded`` must be a tensor. An ``ExpertPlacement`` is
+passed as its fields, ``placement_physical_ids`` and so on. Of the ops ``group_gemm_bf16`` has a backward. They refuse
+torch.vmap.
 """
 
 from moe_numba import align, expert_parallel, gate, grouped_gemm, moe_layer, shared_experts

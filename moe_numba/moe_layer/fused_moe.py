@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_numba.gate.api import GateOptions, biased_grouped_topk, fake_topk, get_plan, limit_argument
+from moe_numba.gate.placement import ExpertPlacement, as_placement
 from moe_numba.moe_layer.fused_experts import ExpertsPlan, fake_experts, make_plan
 from moe_numba.moe_layer.launches import ExpertsTensors
 from moe_numba.moe_layer.silu_and_mul.api import ALPHA
@@ -51,6 +52,9 @@ def fused_moe(
     a2_scale: torch.Tensor | None = None,
     use_fast_accum: bool = False,
     batch_invariant: bool = False,
+    renormalize_epsilon: float = 0.0,
+    is_padding: torch.Tensor | None = None,
+    placement: ExpertPlacement | None = None,
 ) -> torch.Tensor:
     """Route each token, then compute its experts and the weighted sum of their outputs.
 
@@ -68,8 +72,8 @@ def fused_moe(
     correction_bias : tensor [routed experts], float32, bfloat16 or float16, or None
         Added to the scores to choose experts, but not to the weights.
     w13, w2 : tensor, bfloat16, float8_e4m3fn or uint8
-        Weights as for :func:`moe_numba.fused_experts`. The number of experts is that of routed experts plus
-        ``num_fused_shared_experts``, whose weights come last.
+        Weights as for :func:`moe_numba.fused_experts`. The number of experts is that of routed experts, with
+        ``placement`` of physical ones, plus ``num_fused_shared_experts``, whose weights come last.
     topk : int
         Experts per token, 1 to 32, including fused shared experts.
     renormalize : bool
@@ -98,6 +102,8 @@ def fused_moe(
         argument of the op: under torch.compile it is not used.
     w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, use_fast_accum, batch_invariant : optional
         As for :func:`moe_numba.fused_experts`.
+    renormalize_epsilon, is_padding, placement : optional
+        As for :func:`moe_numba.biased_grouped_topk`. Each seed of a placement has a launch plan of its own.
 
     Returns
     -------
@@ -137,7 +143,11 @@ class _Tensors(NamedTuple):
     a2_scale: Any
     router_logits: Any
     correction_bias: Any
+    is_padding: Any
     num_token_non_padded: Any  # None if it is a number
+    placement_physical_ids: Any = None
+    placement_num_replicas: Any = None
+    placement_load: Any = None
 
     def of_experts(self, topk_weights, topk_ids):
         """Return the tensors of ``fused_experts``."""
@@ -147,9 +157,11 @@ class _Tensors(NamedTuple):
 
 
 # Options of the layer that it passes on to the gate.
-_GATE_OPTIONS = [n for n in OPS["biased_grouped_topk"] if n in OPS["fused_moe"] and n not in (*_Tensors._fields, "out")]
+_NO_OPTIONS = *_Tensors._fields, "placement", "out"
+_GATE_OPTIONS = [n for n in OPS["biased_grouped_topk"] if n in OPS["fused_moe"] and n not in _NO_OPTIONS]
 _EXPERTS_OPTIONS = "activation", "alpha", "limit", "use_fast_accum", "batch_invariant"
-_select_tensors, _select_options = itemgetter(*_Tensors._fields), itemgetter(*_GATE_OPTIONS, *_EXPERTS_OPTIONS)
+_select_tensors = itemgetter(*(n for n in _Tensors._fields if n not in _Tensors._field_defaults))
+_select_options = itemgetter(*_GATE_OPTIONS, *_EXPERTS_OPTIONS)
 
 
 def _compute(arguments):
@@ -160,7 +172,10 @@ def _compute(arguments):
     if is_number:
         tensors = *tensors[:-1], None
     key = *options, *map(type, options)  # 1, 1.0 and True are equal
-    plan, key, t = find_plan(_plans, key, tensors, _Tensors._fields)
+    if (placement := arguments["placement"]) is not None:
+        physical_ids, num_replicas, *placed, load = as_placement(placement)
+        tensors, key = (*tensors, physical_ids, num_replicas, load), (*key, *placed, *map(type, placed))
+    plan, key, t = find_plan(_plans, key, tensors, _Tensors._fields[: len(tensors)])
     if plan is None:
         plan = remember(_plans, key, _make_plan(_Tensors(*t), arguments))
     if is_number:  # an argument of the gate's kernel, which may differ from call to call
@@ -175,9 +190,9 @@ class _Plan(ExpertsPlan):
 
     names = _Tensors._fields
 
-    def __init__(self, gate_options, *of_experts):
+    def __init__(self, gate_options, placement, *of_experts):
         super().__init__(*of_experts)
-        self.gate_options = gate_options
+        self.gate_options, self.placement = gate_options, placement and placement._asdict()
 
     def launch_with_number(self, num_token_non_padded, *arguments):
         """Launch the kernels of a call with this number of tokens."""
@@ -188,7 +203,10 @@ class _Plan(ExpertsPlan):
     def launch_in(self, *arguments):
         *tensors, buffer, out = arguments
         t, memory = _Tensors(*tensors), self.intermediates(buffer)
-        options = dict(correction_bias=t.correction_bias, num_token_non_padded=t.num_token_non_padded)
+        options = {n: getattr(t, n) for n in ("correction_bias", "num_token_non_padded", "is_padding")}
+        if self.placement is not None:
+            of_call = dict(zip(ExpertPlacement.tensors, t[-3:], strict=True))
+            options["placement"] = ExpertPlacement(**self.placement | of_call)
         with _own_names():
             routed = biased_grouped_topk(t.router_logits, out=memory.topk, **options, **self.gate_options)
         self.launch(t.of_experts(*routed), memory, out)
@@ -198,14 +216,16 @@ def _make_plan(t, arguments):
     """Check the arguments of a call, and return its plan."""
     options, of_experts = [{n: arguments[n] for n in names} for names in (_GATE_OPTIONS, _EXPERTS_OPTIONS)]
     options["apply_routed_scaling_factor_on_output"] = True
-    shape = _check([getattr(t, name) for name in _CHECKED], options["topk"], options["num_fused_shared_experts"])
+    placement = arguments["placement"] and as_placement(arguments["placement"])
+    counts = options["topk"], options["num_fused_shared_experts"], placement
+    shape = _check([getattr(t, name) for name in _CHECKED], *counts)
     with _own_names():
         _, limit_dtype = limit_argument(t.num_token_non_padded, t.x.device)
         of_gate = tuple(options[name] for name in GateOptions._fields)
-        get_plan(t.router_logits, t.correction_bias, limit_dtype, of_gate)
+        get_plan(t.router_logits, t.correction_bias, limit_dtype, of_gate, t.is_padding, placement)
     routing = describe(shape, len(t.x), options["topk"]).topk
     routed = (torch.empty(size, dtype=dtype, device=t.x.device) for size, dtype in routing)
-    return make_plan(t.of_experts(*routed), *of_experts.values(), shape, partial(_Plan, options))
+    return make_plan(t.of_experts(*routed), *of_experts.values(), shape, partial(_Plan, options, placement))
 
 
 @contextlib.contextmanager
@@ -217,7 +237,7 @@ def _own_names():
         raise type(error)(str(error).replace("gating_output", "router_logits")) from None
 
 
-def _check(tensors, topk, num_fused_shared_experts):
+def _check(tensors, topk, num_fused_shared_experts, placement):
     """Check what neither the gate nor the experts can, or under another name; return the sizes of the experts."""
     x, router_logits, w13, w2, w13_scale = tensors
     check_tensor("x", x, shape=("tokens", "hidden"))
@@ -226,11 +246,18 @@ def _check(tensors, topk, num_fused_shared_experts):
     num_shared = check_int("num_fused_shared_experts", num_fused_shared_experts, 0, topk - 1)
     if len(w13) - num_shared < 1:
         raise ValueError(f"w13 has {len(w13)} experts; {num_shared} of them are shared, and 1 or more must be routed")
-    sizes = x.shape[0], len(w13) - num_shared
     of_experts = f"w13 has {len(w13)} experts" + (f", {num_shared} of them shared" if num_shared else "")
-    wanted = dict(shape=sizes, because=("x has {} rows", of_experts), device=(x.device, "x"))
+    num_experts = len(w13) - num_shared
+    if placement is not None:
+        if placement.num_physical_experts != num_experts:
+            raise ValueError(
+                f"placement.num_physical_experts is {placement.num_physical_experts}; it must be {num_experts}, as "
+                f"{of_experts}"
+            )
+        num_experts = "num_experts"
+    wanted = dict(shape=(x.shape[0], num_experts), because=("x has {} rows", of_experts), device=(x.device, "x"))
     check_tensor("router_logits", router_logits, dtype=_LOGITS, **wanted)
-    if sizes[1] > 1 and router_logits.stride(1) != 1:
+    if router_logits.shape[1] > 1 and router_logits.stride(1) != 1:
         raise ValueError(f"router_logits has strides {router_logits.stride()}; its columns must be contiguous")
     return shape
 
@@ -238,7 +265,8 @@ def _check(tensors, topk, num_fused_shared_experts):
 @register_fake(fused_moe)
 def _fake_fused_moe(call):
     """Check the arguments of a call and return its output; the gate's and the experts' fakes do most of it."""
-    shape = _check([getattr(call, name) for name in _CHECKED], call.topk, call.num_fused_shared_experts)
+    counts = call.topk, call.num_fused_shared_experts, call.placement
+    shape = _check([getattr(call, name) for name in _CHECKED], *counts)
     scaled = dict(apply_routed_scaling_factor_on_output=True, out=None)
     with _own_names():
         weights, ids = fake_topk(call.replace(gating_output=call.router_logits, **scaled))

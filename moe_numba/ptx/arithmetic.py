@@ -1,6 +1,7 @@
-"""Single-instruction arithmetic: approximate, IEEE-rounded and packed; reinterpretation of bits."""
+"""Single-instruction arithmetic: approximate, IEEE-rounded and packed; reinterpretation of bits; a hash."""
 
 import numpy as np
+from numba import cuda, uint32
 
 from moe_numba import simulator
 from moe_numba.ptx.intrinsic import instruction
@@ -127,3 +128,13 @@ _BROADCAST = (
 mul_rn_bf16x2 = _pure("mul.rn.bf16x2 $0, $1, $2;", "u32", "u32", "u32", simulate=mul_rn_bf16x2)
 mul_rn_bf16x2_low = _pure(_BROADCAST % "low, low", "u32", "u32", "u32", simulate=mul_rn_bf16x2_low)
 mul_rn_bf16x2_high = _pure(_BROADCAST % "high, high", "u32", "u32", "u32", simulate=mul_rn_bf16x2_high)
+
+
+@cuda.jit(device=True)
+def murmur3_finalizer(word):
+    """Apply the 32-bit finalizer of MurmurHash3."""
+    word = uint32(word ^ (word >> uint32(16)))
+    word = uint32(word * uint32(0x85EBCA6B))
+    word = uint32(word ^ (word >> uint32(13)))
+    word = uint32(word * uint32(0xC2B2AE35))
+    return uint32(word ^ (word >> uint32(16)))

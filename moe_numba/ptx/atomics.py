@@ -115,6 +115,11 @@ def atom_add_relaxed_gpu_s32(pointer, index, value):
     return cuda.atomic.add(pointer, index, value)
 
 
+def red_add_relaxed_gpu_s32(pointer, index, value):
+    """``red.relaxed.gpu.global.add.s32``: add to element ``index``; no result, so the thread does not wait for one."""
+    cuda.atomic.add(pointer, index, value)
+
+
 ld_relaxed_gpu_s32 = instruction("ld.relaxed.gpu.global.s32 $0, [$1];", "s32", POINTER, simulate=ld_relaxed_gpu_s32)
 ld_relaxed_gpu_u64 = instruction("ld.relaxed.gpu.global.u64 $0, [$1];", "u64", POINTER, simulate=ld_relaxed_gpu_u64)
 ld_relaxed_gpu_u64x2 = instruction(
@@ -128,6 +133,9 @@ st_relaxed_gpu_s32 = instruction(
 )
 atom_add_relaxed_gpu_s32 = instruction(
     "atom.relaxed.gpu.global.add.s32 $0, [$1], $2;", "s32", POINTER, "s32", simulate=atom_add_relaxed_gpu_s32
+)
+red_add_relaxed_gpu_s32 = instruction(
+    "red.relaxed.gpu.global.add.s32 [$0], $1;", "void", POINTER, "s32", simulate=red_add_relaxed_gpu_s32
 )
 
 

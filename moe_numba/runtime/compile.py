@@ -5,6 +5,7 @@ Everything in the package that depends on Numba's compiler internals is here and
 
 import contextlib
 import gc
+import inspect
 import re
 import threading
 from dataclasses import dataclass, replace
@@ -87,7 +88,7 @@ def _compile(kernel, signature, arch, link_arch, launch_bounds, lto, cpp_entry, 
     with _compiling_for(arch, lineinfo):
         codes, _ = cuda.compile_all(
             kernel.py_func,
-            types.void(*map(_numba_type, signature)),
+            types.void(*_argument_types(kernel.py_func, signature)),
             device=False,
             abi="numba",
             cc=arch,
@@ -140,6 +141,14 @@ def entry_source(signature, launch_bounds):
         f'extern "C" __device__ void body({", ".join(inside)});\n'
         f'extern "C" __global__ void {bounds} {ENTRY}({parameters}) {{ body({values}); }}\n'
     )
+
+
+def _argument_types(function, signature):
+    """Return Numba's types of a function's arguments; those of ``*args`` are one tuple."""
+    found, code = [_numba_type(s) for s in signature], function.__code__
+    if code.co_flags & inspect.CO_VARARGS:
+        found[code.co_argcount :] = [types.StarArgTuple(found[code.co_argcount :])]
+    return found
 
 
 def _numba_type(name):

@@ -109,7 +109,8 @@ def call_with_tensors(function, name, arguments):
 
 def _converted(name, value):
     if isinstance(value, (tuple, list)):
-        return tuple(_converted(f"{name}[{i}]", item) for i, item in enumerate(value))
+        make = getattr(value, "_make", tuple)  # of a named tuple
+        return make(_converted(f"{name}[{i}]", item) for i, item in enumerate(value))
     return as_tensor(value, name) if hasattr(value, "__dlpack__") else value
 
 

@@ -19,7 +19,7 @@ import inspect
 import threading
 import types
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, get_args
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
 from torch.autograd import forward_ad
@@ -47,6 +47,8 @@ _tensors: dict[str, tuple[str, ...]] = {}
 _in_place: dict[str, tuple[str, ...]] = {}
 _required_tensors: dict[str, tuple[str, ...]] = {}
 _int_or_tensor: dict[str, tuple[str, ...]] = {}
+# Of each function: its parameters that are a named tuple or None, and the class. Their fields are parameters of the op.
+_named_tuples: dict[str, dict[str, Any]] = {}
 _with_fake: set[str] = set()  # ops that have a fake implementation
 _with_autograd: set[str] = set()  # ops that have a backward
 _TENSOR = torch.Tensor, torch.Tensor | None
@@ -142,6 +144,11 @@ def call_op(name: str, arguments: dict[str, Any]) -> Any:
         if isinstance(arguments[key], int | torch.SymInt):
             device = arguments[_required_tensors[name][0]].device
             arguments[key] = torch.full((1,), arguments[key], dtype=torch.int64, device=device)
+    for key, kind in _named_tuples[name].items():
+        if (value := arguments.pop(key)) is not None:
+            if not isinstance(value, kind):
+                raise TypeError(f"{key} is {type(value).__name__}; it must be a {kind.__name__}")
+            arguments |= {f"{key}_{field}": item for field, item in zip(kind._fields, value, strict=True)}
     if out is None:
         return op.default(**arguments)
     op.out(**arguments, out=out)
@@ -197,7 +204,8 @@ def torch_op(*, in_place: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Ca
     The op has the function's parameters without ``out`` and ``workspace``. A function with ``out`` has a second
     overload, ``<name>.out``, in which ``out`` and what follows are keyword-only. It writes to ``out`` and returns
     nothing. Where the function takes an int or a tensor the op takes a tensor, because schemas have no such type;
-    :func:`call_op` converts.
+    :func:`call_op` converts. Where it takes a named tuple the op takes its fields, ``<parameter>_<field>``; those that
+    the class names in ``written`` are modified.
 
     Parameters
     ----------
@@ -255,13 +263,15 @@ def _register(function, public):
     name, signature = function.__name__, inspect.signature(function)
     parameters = signature.parameters
     names = OPS[name] = tuple(parameters)
-    positional = tuple(n for n in names if n not in ("out", _NO_TENSOR))
+    found = {n: [t for t in get_args(parameters[n].annotation) if hasattr(t, "_fields")] for n in names}
+    _named_tuples[name] = {n: kinds[0] for n, kinds in found.items() if kinds}
+    positional = _op_names(name)
     _functions[name] = public
     _required_tensors[name] = tuple(n for n in names if parameters[n].annotation is torch.Tensor)
     _int_or_tensor[name] = tuple(n for n in names if parameters[n].annotation == _INT_OR_TENSOR)
 
     def implementation(*args, **kwargs):
-        arguments = dict(zip(positional, args)) | kwargs
+        arguments = _with_named_tuples(name, dict(zip(positional, args)) | kwargs)
         if _is_grad_enabled():
             _check_no_grad(name, arguments)
         if (out := arguments.get("out")) is not None:
@@ -281,7 +291,7 @@ def _register(function, public):
     for with_out, qualified in ((False, name), (True, f"{name}.out")):
         if with_out and "out" not in parameters:
             continue
-        _library.define(qualified + _schema(signature, with_out), tags=_TAGS)
+        _library.define(qualified + _schema(signature, _named_tuples[name], with_out), tags=_TAGS)
         for device in ("CPU", "CUDA"):
             _library.impl(qualified, out_implementation if with_out else implementation, device)
         _library.impl(qualified, refuse_vmap, "FuncTorchBatched")
@@ -302,7 +312,7 @@ def register_fake(public: Callable) -> Callable[[Callable[[Call], Any]], Callabl
     needs no data, and returns the outputs: new ones, or those in ``out``.
     """
     name, parameters = public.__name__, inspect.signature(public).parameters
-    names = [n for n in parameters if n not in ("out", _NO_TENSOR)]
+    names = _op_names(name)
     defaults = {n: parameter.default for n, parameter in parameters.items()}
 
     def register(fake):
@@ -311,7 +321,7 @@ def register_fake(public: Callable) -> Callable[[Callable[[Call], Any]], Callabl
         _with_fake.add(name)
 
         def functional(*args, **kwargs):
-            call = Call(**defaults | dict(zip(names, args)) | kwargs)
+            call = Call(**defaults | _with_named_tuples(name, dict(zip(names, args)) | kwargs))
             _check_no_grad(name, vars(call))
             outputs = fake(call)
             return tuple(outputs) if isinstance(outputs, list) else outputs
@@ -334,7 +344,7 @@ def register_autograd(public: Callable, backward: Callable, setup_context: Calla
     gradients by argument.
     """
     name = public.__name__
-    names = [n for n in OPS[name] if n not in ("out", _NO_TENSOR)]
+    names = _op_names(name)
 
     def setup(ctx, inputs, output):
         setup_context(ctx, Call(**dict(zip(names, inputs, strict=True))), output)
@@ -347,7 +357,30 @@ def register_autograd(public: Callable, backward: Callable, setup_context: Calla
         torch.library.register_autograd(f"{NAMESPACE}::{name}", in_order, setup_context=setup, lib=_library)
 
 
-def _schema(signature, with_out):
+def _op_names(name):
+    """Return the parameters of a function's op, without ``out``."""
+    names = (n for n in OPS[name] if n not in ("out", _NO_TENSOR))
+    kinds = _named_tuples[name]
+    return [p for n in names for p in ([f"{n}_{field}" for field in kinds[n]._fields] if n in kinds else [n])]
+
+
+def _with_named_tuples(name, arguments):
+    """Return the arguments of a function from those of its op."""
+    for key, kind in _named_tuples[name].items():
+        fields = {f: arguments.pop(p) for f in kind._fields if (p := f"{key}_{f}") in arguments}
+        arguments[key] = None if fields.get(kind._fields[0]) is None else kind(**fields)
+    return arguments
+
+
+def _schema_of_fields(parameter, kind):
+    """Yield the arguments in a schema for a named tuple; without it, its first field is None."""
+    for field, annotation in get_type_hints(kind).items():
+        default, name = kind._field_defaults.get(field), _SCHEMA_TYPES[annotation].removesuffix("?")
+        name = "Tensor(b!)" if field in kind.written else name
+        yield f"{name}{'?' if default is None else ''} {parameter}_{field}={default!r}"
+
+
+def _schema(signature, named_tuples, with_out):
     """The schema of an op, or of its overload with ``out``, from the signature of the function."""
     single = signature.return_annotation is torch.Tensor
     arguments = []
@@ -357,6 +390,9 @@ def _schema(signature, with_out):
         if parameter.name == "out":
             # Without ``out`` all arguments are positional: torch.library.register_autograd takes no others.
             arguments += ["*", "Tensor(a!) out" if single else "Tensor(a!)[] out"] if with_out else []
+            continue
+        if parameter.name in named_tuples:
+            arguments += _schema_of_fields(parameter.name, named_tuples[parameter.name])
             continue
         argument = f"{_SCHEMA_TYPES[parameter.annotation]} {parameter.name}"
         if parameter.default is not inspect.Parameter.empty:

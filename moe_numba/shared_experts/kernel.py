@@ -4,19 +4,10 @@ from functools import cache
 
 from numba import cuda, float32, int32, int64, uint32, uint64
 
+from moe_numba.ptx.arithmetic import murmur3_finalizer
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.runtime.validate import check_choice
 from moe_numba.shared_experts.reference import POLICIES
-
-
-@cuda.jit(device=True)
-def murmur3_finalizer(word):
-    """Apply the 32-bit finalizer of MurmurHash3."""
-    word = uint32(word ^ (word >> uint32(16)))
-    word = uint32(word * uint32(0x85EBCA6B))
-    word = uint32(word ^ (word >> uint32(13)))
-    word = uint32(word * uint32(0xC2B2AE35))
-    return uint32(word ^ (word >> uint32(16)))
 
 
 @cache

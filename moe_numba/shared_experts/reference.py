@@ -6,30 +6,14 @@ which computes its whole output. Policy "all" appends one column per distinct sh
 
 import torch
 
+from moe_numba.gate.reference import random_uint32
+
 POLICIES = ("all", "round_robin", "random")
-_UINT32_MASK = (1 << 32) - 1
 
 
 def num_columns(num_fused_shared_experts, policy):
     """Return the number of columns that a policy appends."""
     return num_fused_shared_experts if policy == "all" else 1
-
-
-def random_uint32(tokens, seed):
-    """Hash each token index with the seed to 32 random bits; int64, 0 to 2**32 - 1.
-
-    Applies the finalizer of MurmurHash3 twice, in which every input bit affects every output bit.
-    """
-    words = _murmur3_finalizer(torch.arange(tokens, dtype=torch.int64, device="cpu") ^ (seed & _UINT32_MASK))
-    return _murmur3_finalizer((words + (seed >> 32 & _UINT32_MASK)) & _UINT32_MASK)
-
-
-def _murmur3_finalizer(words):
-    words = words ^ (words >> 16)
-    words = words * 0x85EBCA6B & _UINT32_MASK
-    words = words ^ (words >> 13)
-    words = words * 0xC2B2AE35 & _UINT32_MASK
-    return words ^ (words >> 16)
 
 
 def fuse_routing(

@@ -14,6 +14,7 @@ from test_moe_layer_formats import CASES, make_inputs, workspace_of
 import moe_numba
 from helpers import fake_driver
 from helpers.fake_driver import launched_by
+from helpers.placements import make_placement
 from moe_numba import fused_experts, fused_moe, prepare
 from moe_numba.quantise.reference import per_token_cast_to_fp8
 from moe_numba.runtime import replay
@@ -177,6 +178,12 @@ def test_the_gate_and_the_experts():
                         given |= dict(correction_bias=bias, num_token_non_padded=limit)
                         workspace = moe_numba.ExpertsWorkspace(tokens, given["topk"], given["w13"], given["w2"])
                         check(partial(fused_moe, **given, out=torch.empty_like(given["x"]), workspace=workspace))
+    for how, counts in (("round_robin", True), ("random", False)):
+        given = moe_arguments(experts=25) | dict(topk=2, router_logits=torch.randn(5, 16))
+        given |= dict(placement=make_placement(16, how=how, counts=counts), is_padding=torch.zeros(5, dtype=torch.bool))
+        workspace = moe_numba.ExpertsWorkspace(5, 2, given["w13"], given["w2"])
+        for _ in range(2):
+            check(partial(fused_moe, **given, out=torch.empty_like(given["x"]), workspace=workspace))
     columns = torch.randn(5, 32)[:, 1:17]
     given = moe_arguments() | dict(router_logits=columns, topk=2)
     workspace = moe_numba.ExpertsWorkspace(5, 2, given["w13"], given["w2"])

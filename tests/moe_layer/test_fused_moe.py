@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.placements import make_placement
 from helpers.wrong_kernels import is_rejected
 
 import moe_numba
@@ -26,6 +27,9 @@ CASES = {
     "top-1": (3, 1, dict(scoring="softmax", renormalize=False)),
     "padded": (5, 2, dict(num_token_non_padded=3)),
     "one token": (1, 4, DEEPSEEK),
+    "masked": (5, 2, dict(is_padding=torch.tensor([True, False, False, True, False]), renormalize_epsilon=0.25)),
+    "placed": (5, 5, DEEPSEEK | dict(num_fused_shared_experts=1, placement=make_placement(16))),
+    "placed, one token": (1, 3, dict(scoring="softmax", placement=make_placement(16, how="random", seed=9))),
 }
 
 
@@ -34,7 +38,11 @@ def make_inputs(tokens, topk, device, fp8=False, routed=16, hidden=128, intermed
     random = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(shape, generator=random)
     x, shared, logits, bias = draw(tokens, hidden), draw(tokens, hidden), draw(tokens, routed), draw(routed) / 4
-    experts = routed + options.get("num_fused_shared_experts", 0)
+    if placed := options.get("placement"):
+        tensors = {n: getattr(placed, n).to(device, copy=True) for n in placed.tensors}
+        options |= dict(placement=placed._replace(**tensors))
+    experts = placed.num_physical_experts if placed else routed
+    experts += options.get("num_fused_shared_experts", 0)
     w13 = draw(experts, 2 * intermediate, hidden) / hidden**0.5
     w2 = draw(experts, hidden, intermediate) / intermediate**0.5
     scales = {}
@@ -92,6 +100,23 @@ def test_padding_on_the_device_computes_no_expert(device):
     given = make_inputs(5, 2, device, num_token_non_padded=torch.tensor([3], dtype=torch.int32))
     result = fused_moe(**given)
     assert torch.equal(result[3:], given["shared"][3:]) and not torch.equal(result[:3], given["shared"][:3])
+
+
+def test_placement(device):
+    """Counters add up from call to call, seeds and tables may change, and physical experts are those of the weights."""
+    given = make_inputs(5, 3, device, placement=make_placement(16, how="random"))
+    placed = given["placement"]
+    placed.load.zero_()
+    for seed in (0, 1, 0):
+        given["placement"] = placed._replace(seed=seed, physical_ids=placed.physical_ids.clone())
+        assert wrong(fused_moe(**given), given) is None
+    assert placed.load.sum() == 3 * 5 * 3
+    for change, message in (
+        (dict(num_physical_experts=24), "placement.num_physical_experts is 24; it must be 25, as w13 has 25 experts"),
+        (dict(physical_ids=placed.physical_ids[:15]), "as router_logits has 16 columns"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fused_moe(**given | dict(placement=placed._replace(**change)))
 
 
 def test_fused_shared_expert_has_weight_one(device):

@@ -28,6 +28,7 @@ NOT_TENSOR_FUNCTIONS = {
     "prepare",
     "Buffer",
     "Config",
+    "ExpertPlacement",
     "UnsupportedDeviceError",
     "fuse_checkpoint",
     "pack_mxfp4",
@@ -70,6 +71,10 @@ GROUPS = int32(2, 4), int32(0, 2, 6)  # seqlens and cu_seqlens
 CALLS = {
     "biased_grouped_topk": lambda: ((torch.randn(3, 16), torch.randn(16), 4), dict(num_expert_group=4, topk_group=2)),
     "biased_grouped_topk:limit": lambda: ((bf16(3, 16), None, 4), dict(num_token_non_padded=int32(2))),
+    "biased_grouped_topk:mask": lambda: (
+        (bf16(3, 16), None, 4),
+        dict(renormalize_epsilon=0.5, is_padding=torch.tensor([True, False, False])),
+    ),
     "moe_align_block_size": lambda: ((ids(5, 2), 4, 8), {}),
     "moe_align_block_size:map": lambda: ((ids(2, 2), 4, 8, int32(*range(8))), dict(ignore_invalid_experts=True)),
     "biased_grouped_topk_align": lambda: ((torch.randn(3, 16), torch.randn(16), 4, 8), {}),
@@ -231,9 +236,12 @@ def test_schemas_have_the_names_order_and_defaults_of_the_function(name):
     parameters = inspect.signature(getattr(moe_numba, name)).parameters
     op = getattr(torch.ops.moe_numba, name)
     for overload, left_out in ((op.default, {"out", "workspace"}), (op.out, {"workspace"})):
-        arguments = overload._schema.arguments
-        assert [a.name for a in arguments] == [n for n in parameters if n not in left_out]
+        arguments, fields = overload._schema.arguments, [f"placement_{n}" for n in moe_numba.ExpertPlacement._fields]
+        names = [[n] if n != "placement" else fields for n in parameters if n not in left_out]
+        assert [a.name for a in arguments] == sum(names, [])
         for argument in arguments:
+            if argument.name in fields:  # see tests/gate/test_placement.py
+                continue
             default = parameters[argument.name].default
             if argument.name == "out":
                 assert argument.is_write
