@@ -56,6 +56,8 @@ _SOFTMAX_ROUTERS = {
 }
 _LAYER = "_moe_numba_expert_parallel"  # of a distributed module of experts: (ExpertParallelMoE,)
 _SAVED = "_moe_numba_forward"  # of a fused router: the forward that its instance had before, or None
+_HOOKS = "_moe_numba_hooks"  # of a model whose fused routers skip padding: handles of its hooks
+_EPSILON = 1e-20  # which routers with sigmoid add to the sum of the weights
 
 
 def register(warm_up: bool = False, batch_invariant: bool = False) -> None:
@@ -307,7 +309,26 @@ def _check_no_grad(module, function, **tensors):
                 check_no_grad(f"{name} of {type(module).__name__}", tensor, function)
 
 
-def fuse_routers(model: torch.nn.Module) -> int:
+class _Padding:
+    """The rows of the current call of a model that are padding, or None; its hooks set it and its routers read it."""
+
+    rows = None
+
+
+def _note_padding(padding, model, args, kwargs):
+    """Note which tokens of a call are padding, by the last columns of a mask [batch, tokens and cached tokens]."""
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    given = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
+    tokens = next((t for t in given if t is not None), None)
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and tokens is not None:
+        padding.rows = (mask[:, -tokens.shape[1] :] == 0).reshape(-1)
+
+
+def _forget_padding(padding, *_):
+    padding.rows = None
+
+
+def fuse_routers(model: torch.nn.Module, skip_padding: bool = False) -> int:
     """Let the routers of a model choose experts by :func:`moe_numba.biased_grouped_topk`, in one launch.
 
     Supported: the routers of DeepSeek-V3, GLM-4-MoE, gpt-oss, Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE. Modules and
@@ -322,6 +343,11 @@ def fuse_routers(model: torch.nn.Module) -> int:
     Parameters
     ----------
     model : torch.nn.Module
+    skip_padding : bool
+        Give tokens at which the model's ``attention_mask`` [batch, tokens] is 0 id -1 and weight 0, so that no expert
+        is computed for them. Their hidden states then differ; those of other tokens do not. Select the experts'
+        implementation "moe_numba", because others do not take the id -1. Masks of other shapes are ignored. It is the
+        module ``model`` that must be called with the mask.
 
     Returns
     -------
@@ -332,22 +358,34 @@ def fuse_routers(model: torch.nn.Module) -> int:
     ------
     ValueError
         If the model has no router of a supported class.
+    TypeError
+        If ``skip_padding`` is not True or False.
     """
+    check_flag("skip_padding", skip_padding)
     routers = [module for module in model.modules() if type(module).__name__ in _SIGMOID_ROUTERS | _SOFTMAX_ROUTERS]
     if not routers:
         names = ", ".join(sorted(_SIGMOID_ROUTERS | _SOFTMAX_ROUTERS))
         raise ValueError(f"model is a {type(model).__name__} without routers that can be fused: {names}")
     changed = [router for router in routers if _SAVED not in vars(router)]
+    padding = _Padding()
+    if skip_padding and changed:
+        noted = model.register_forward_pre_hook(partial(_note_padding, padding), with_kwargs=True)
+        setattr(
+            model, _HOOKS, [noted, model.register_forward_hook(partial(_forget_padding, padding), always_call=True)]
+        )
     for router in changed:
         forward = _sigmoid_forward if type(router).__name__ in _SIGMOID_ROUTERS else _softmax_forward
         setattr(router, _SAVED, vars(router).get("forward"))
         # A bound method would be pickled as the name of an attribute, which the router does not have.
-        router.forward = partial(forward, router)  # type: ignore[method-assign]
+        router.forward = partial(forward, router, padding)  # type: ignore[method-assign]
     return len(changed)
 
 
 def unfuse_routers(model: torch.nn.Module) -> int:
     """Undo :func:`fuse_routers`; return the number of routers that were changed."""
+    for module in model.modules():
+        for hook in vars(module).pop(_HOOKS, ()):
+            hook.remove()
     fused = [module for module in model.modules() if _SAVED in vars(module)]
     for router in fused:
         before = vars(router).pop(_SAVED)
@@ -358,17 +396,18 @@ def unfuse_routers(model: torch.nn.Module) -> int:
     return len(fused)
 
 
-def _sigmoid_forward(self, hidden_states):
+def _sigmoid_forward(self, padding, hidden_states):
     """Route as DeepSeek-V3: float32 logits, groups, a bias, a scaling factor."""
     _check_no_grad(self, "a fused router", hidden_states=hidden_states)
     hidden_states = hidden_states.view(-1, self.hidden_dim)
     logits = router_logits(hidden_states, self.weight)
     groups = self.norm_topk_prob, self.num_group, self.topk_group, 0, self.routed_scaling_factor, True
-    weights, ids = biased_grouped_topk(logits, self.e_score_correction_bias, self.top_k, *groups)
+    options = dict(renormalize_epsilon=_EPSILON, is_padding=padding.rows)
+    weights, ids = biased_grouped_topk(logits, self.e_score_correction_bias, self.top_k, *groups, **options)
     return logits, weights, ids.long()
 
 
-def _softmax_forward(self, hidden_states):
+def _softmax_forward(self, padding, hidden_states):
     """Route as Qwen3-MoE or gpt-oss, whose weights have the dtype of the logits, or as Mixtral, with float32 weights.
 
     gpt-oss and Mixtral divide by the sum of the chosen probabilities.
@@ -377,5 +416,6 @@ def _softmax_forward(self, hidden_states):
     _check_no_grad(self, "a fused router", hidden_states=hidden_states)
     logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight, bias)
     renormalize = getattr(self, "norm_topk_prob", True)
-    weights, ids = biased_grouped_topk(logits, None, self.top_k, renormalize, scoring="softmax")
+    options = dict(scoring="softmax", is_padding=padding.rows)
+    weights, ids = biased_grouped_topk(logits, None, self.top_k, renormalize, **options)
     return logits, weights if is_mixtral else weights.to(logits.dtype), ids.long()

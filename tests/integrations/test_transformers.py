@@ -123,6 +123,43 @@ def test_copies_of_fused_routers(name, how, device, monkeypatch):
     assert integration.unfuse_routers(model) == fused
 
 
+@pytest.mark.parametrize("how", [None, "deepcopy", "torch.save"])
+@pytest.mark.parametrize("name", ["DeepseekV3", "Qwen3Moe"])
+def test_fused_routers_skip_padding(name, how, device, monkeypatch):
+    """Prompts that are padded on the left: other tokens stay as they are, and padding reaches no expert."""
+    model = make_model(name, device)
+    model.set_experts_implementation("moe_numba")
+    tokens, mask = torch.arange(10, device=device).view(2, 5) % 7, torch.ones(2, 5, dtype=torch.long, device=device)
+    mask[0, :3] = 0
+    integration.fuse_routers(model)
+    wanted = model(tokens, attention_mask=mask).logits
+    integration.unfuse_routers(model)
+    fused = integration.fuse_routers(model, skip_padding=True)
+    copied, gate, padded = COPIES[how](model) if how else model, integration.biased_grouped_topk, []
+
+    def spy(*args, **options):
+        weights, ids = gate(*args, **options)
+        padded.append((ids < 0).all(1).tolist())
+        return weights, ids
+
+    monkeypatch.setattr(integration, "biased_grouped_topk", spy)
+    rows = (mask == 0).flatten().tolist()
+    for call, wants in (
+        (lambda: copied(tokens, attention_mask=mask), rows),
+        (lambda: copied(tokens, mask), rows),
+        (lambda: copied(input_ids=tokens), [False] * 10),
+        (lambda: copied(tokens[:, -1:], attention_mask=mask), [False] * 2),
+    ):
+        padded.clear()
+        logits = call().logits
+        assert padded and padded == [wants] * len(padded)
+        if wants is rows:
+            assert torch.equal(logits[mask == 1], wanted[mask == 1])
+    assert integration.unfuse_routers(copied) == fused
+    padded.clear()
+    assert copied(tokens, attention_mask=mask) and not padded and not copied._forward_pre_hooks
+
+
 def test_forwards_around_fused_routers(device):
     """As hooks of accelerate, which keep the forward that an instance has and set another, before or after."""
 
