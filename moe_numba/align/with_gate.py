@@ -190,8 +190,7 @@ def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_e
         weight, expert = route(
             x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale, output_scale, *optional
         )
-        finished = int32(min(token, num_tokens - 1))
-        weight, expert = finish_column(weight, expert, finished, token >= num_unpadded, optional)
+        weight, expert = finish_column(weight, expert, token, token >= num_unpadded, optional)
         barrier_cluster_wait()
         has_result = token < num_tokens and lane < topk
         if has_result:

@@ -288,7 +288,8 @@ def make_column_functions(features):
         ``inverse_of_sum(total, optional)``: what weights are multiplied by to renormalize them.
     finish_column : function
         ``weight, expert = finish_column(weight, expert, token, is_padding, optional)``: map the expert to a physical
-        one, and replace both by 0 and -1 if the token is padding.
+        one, and replace both by 0 and -1 if the token is padding. It reads no mask for what is passed as padding, such
+        as a token behind the last one.
     store_column : function
         ``store_column(weights, ids, index, weight, expert, optional)``: store both, and count the physical expert.
     """

@@ -13,6 +13,7 @@ from moe_numba.runtime.overlap import overlaps
 from moe_numba.runtime.validate import check_choice, check_int, check_tensor
 
 TABLE_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
+TENSORS = "physical_ids", "num_replicas", "load"  # fields
 MAX_SEED = (1 << 64) - 1
 _MAX_PHYSICAL_EXPERTS = 1 << 24
 _apart: dict = {}  # addresses of tensors that do not overlap
@@ -65,9 +66,6 @@ class ExpertPlacement(NamedTuple):
         weights, ids = biased_grouped_topk(logits, None, 2, placement=placement)
     """
 
-    tensors = "physical_ids", "num_replicas", "load"
-    written = ("load",)  # of them, by the kernel
-
     physical_ids: torch.Tensor
     num_replicas: torch.Tensor | None
     num_physical_experts: int
@@ -75,12 +73,17 @@ class ExpertPlacement(NamedTuple):
     seed: int = 0
     load: torch.Tensor | None = None
 
+    @staticmethod
+    def written() -> tuple[str, ...]:
+        """Name the fields that the kernel modifies."""
+        return ("load",)
+
 
 def as_placement(placement: Any) -> ExpertPlacement:
     """Return a placement whose arrays are tensors."""
     if not isinstance(placement, ExpertPlacement):
         raise TypeError(f"placement is {type(placement).__name__}; it must be a moe_numba.ExpertPlacement")
-    given = {n: t for n in placement.tensors if (t := getattr(placement, n)) is not None}
+    given = {n: t for n in TENSORS if (t := getattr(placement, n)) is not None}
     return placement._replace(**{n: as_tensor(t, f"placement.{n}") for n, t in given.items()})
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_numba.gate.api import GateOptions, biased_grouped_topk, fake_topk, get_plan, limit_argument
-from moe_numba.gate.placement import ExpertPlacement, as_placement
+from moe_numba.gate.placement import TENSORS, ExpertPlacement, as_placement
 from moe_numba.moe_layer.fused_experts import ExpertsPlan, fake_experts, make_plan
 from moe_numba.moe_layer.launches import ExpertsTensors
 from moe_numba.moe_layer.silu_and_mul.api import ALPHA
@@ -205,7 +205,7 @@ class _Plan(ExpertsPlan):
         t, memory = _Tensors(*tensors), self.intermediates(buffer)
         options = {n: getattr(t, n) for n in ("correction_bias", "num_token_non_padded", "is_padding")}
         if self.placement is not None:
-            of_call = dict(zip(ExpertPlacement.tensors, t[-3:], strict=True))
+            of_call = dict(zip(TENSORS, t[-3:], strict=True))
             options["placement"] = ExpertPlacement(**self.placement | of_call)
         with _own_names():
             routed = biased_grouped_topk(t.router_logits, out=memory.topk, **options, **self.gate_options)

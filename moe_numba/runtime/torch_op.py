@@ -205,7 +205,7 @@ def torch_op(*, in_place: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Ca
     overload, ``<name>.out``, in which ``out`` and what follows are keyword-only. It writes to ``out`` and returns
     nothing. Where the function takes an int or a tensor the op takes a tensor, because schemas have no such type;
     :func:`call_op` converts. Where it takes a named tuple the op takes its fields, ``<parameter>_<field>``; those that
-    the class names in ``written`` are modified.
+    the class names in ``written()`` are modified.
 
     Parameters
     ----------
@@ -376,7 +376,7 @@ def _schema_of_fields(parameter, kind):
     """Yield the arguments in a schema for a named tuple; without it, its first field is None."""
     for field, annotation in get_type_hints(kind).items():
         default, name = kind._field_defaults.get(field), _SCHEMA_TYPES[annotation].removesuffix("?")
-        name = "Tensor(b!)" if field in kind.written else name
+        name = "Tensor(b!)" if field in kind.written() else name
         yield f"{name}{'?' if default is None else ''} {parameter}_{field}={default!r}"
 
 

@@ -14,6 +14,7 @@ from torch.library import opcheck
 
 import moe_numba
 from moe_numba import ExpertPlacement, biased_grouped_topk, biased_grouped_topk_align, simulator
+from moe_numba.align import with_gate
 from moe_numba.gate import api, placement
 from moe_numba.gate.reference import REPLICA_CHOICES, expert_load, mismatch
 
@@ -98,8 +99,9 @@ def test_epsilon_in_small_sums(device):
 
 @pytest.mark.parametrize("tokens", [1, 4, 40])
 @pytest.mark.parametrize("how", REPLICA_CHOICES)
-def test_gate_and_alignment(how, tokens, device):
-    """One CTA, a cluster, or two launches; the clusters that repeat the routing do not count it again."""
+def test_gate_and_alignment(how, tokens, device, monkeypatch):
+    """One CTA, clusters, or two launches; the clusters that repeat the routing do not count it again."""
+    monkeypatch.setattr(with_gate, "_MIN_CLUSTERS", 2)
     logits, bias = make_logits(tokens, 96, device), torch.rand(96, device=device)
     is_padding = torch.arange(tokens, device=device) % 3 == 1
     for groups, shared in ((8, 1), (48, 0)):
@@ -173,7 +175,7 @@ def test_wrong_tables_are_not_followed(how, device, monkeypatch):
     logits, placed = make_logits(6, 8, device), make_placement(8, device, redundant=4, how=how, dtype=torch.int64)
     placed.physical_ids[::2, 0] = torch.tensor([-1, 12, 1 << 32, -(1 << 40)], device=device)
     placed.physical_ids[:, 1:] = -1
-    placed.num_replicas.copy_(torch.tensor([0, 1, -1, 1, 1, 1, 0, 1 << 32], device=device))
+    placed.num_replicas.copy_(torch.tensor([0, 1, -1, 1, 1, 1, 1 << 32, 40], device=device))
     weights, ids = biased_grouped_topk(logits, None, 8, placement=placed)
     is_valid = ids >= 0
     assert ((ids < 12) & (is_valid == (weights > 0))).all() and 6 <= int(is_valid.sum()) <= 24
@@ -274,7 +276,7 @@ def test_arrays_of_another_library():
     logits, placed = make_logits(3, 8, "cpu"), make_placement(8)
     options = dict(is_padding=torch.tensor([False, True, False]), placement=placed)
     wanted, count = biased_grouped_topk(logits, None, 2, **options), placed.load.clone()
-    arrays = placed._replace(**{n: getattr(placed, n).numpy() for n in ExpertPlacement.tensors})
+    arrays = placed._replace(**{n: getattr(placed, n).numpy() for n in placement.TENSORS})
     for first in (logits, logits.numpy()):
         placed.load.fill_(7)
         found = biased_grouped_topk(first, None, 2, is_padding=np.array([False, True, False]), placement=arrays)

@@ -10,6 +10,7 @@ from helpers.wrong_kernels import is_rejected
 
 import moe_numba
 from moe_numba import simulator
+from moe_numba.gate.placement import TENSORS
 from moe_numba.grouped_gemm.reference import mismatch, quantise_blocks
 from moe_numba.moe_layer import ExpertsWorkspace, fused_moe, reference
 from moe_numba.moe_layer.fused_experts import ExpertsPlan
@@ -39,7 +40,7 @@ def make_inputs(tokens, topk, device, fp8=False, routed=16, hidden=128, intermed
     draw = lambda *shape: torch.randn(shape, generator=random)
     x, shared, logits, bias = draw(tokens, hidden), draw(tokens, hidden), draw(tokens, routed), draw(routed) / 4
     if placed := options.get("placement"):
-        tensors = {n: getattr(placed, n).to(device, copy=True) for n in placed.tensors}
+        tensors = {n: getattr(placed, n).to(device, copy=True) for n in TENSORS}
         options |= dict(placement=placed._replace(**tensors))
     experts = placed.num_physical_experts if placed else routed
     experts += options.get("num_fused_shared_experts", 0)

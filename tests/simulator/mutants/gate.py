@@ -8,6 +8,12 @@ LOOPS = TESTS, "-k", "test_warps_route_several_tokens and None-41"
 WEIGHTS = TESTS, "-k", "test_weights and 0-False"
 TIES = TESTS, "-k", "test_tied_groups"
 PARTLY_FILLED = (f"{TESTS}::test_constant_rows_in_partly_filled_lanes[nan-None]",)
+COLUMNS, PACKED = "moe_numba/gate/device_functions.py", "moe_numba/gate/packed_keys.py"
+WITH_GATE = "moe_numba/align/with_gate.py"
+PLACEMENT = "tests/gate/test_placement.py"
+BY_HAND = (f"{PLACEMENT}::test_by_hand",)
+WRONG_TABLES = (f"{PLACEMENT}::test_wrong_tables_are_not_followed",)
+ALIGNED = PLACEMENT, "-k", "test_gate_and_alignment and round_robin-40"
 LATE_INPUTS = ("tests/runtime/test_dependent_launch.py::test_inputs_are_read_after_the_wait[gate]",)
 
 MUTANTS = [
@@ -126,5 +132,73 @@ MUTANTS = [
         "loop over repeats runs below the first column",
         WEIGHTS,
         (FOUR_TOKENS, "and column > 0 and column < routed", "and column < routed"),
+    ),
+    mutant(
+        "G17",
+        "the replica is chosen among the columns of the table, not among an expert's replicas",
+        BY_HAND,
+        (COLUMNS, "uint32(token) % uint32(num_replicas)", "uint32(token) % uint32(optional[MAX_REPLICAS])"),
+    ),
+    mutant(
+        "G18",
+        "the random replica does not depend on the expert",
+        (f"{PLACEMENT}::test_random_replicas_of_two_experts_are_independent",),
+        (COLUMNS, "uint32(word + uint32(expert))", "uint32(word)"),
+    ),
+    mutant(
+        "G19",
+        "physical ids out of range are returned",
+        WRONG_TABLES,
+        (COLUMNS, "physical >= 0 and physical < optional[NUM_PHYSICAL]", "physical >= 0"),
+    ),
+    mutant(
+        "G20",
+        "the number of replicas is not limited to the columns of the table",
+        WRONG_TABLES,
+        (
+            COLUMNS,
+            "min(max(optional[NUM_REPLICAS][expert], 1), optional[MAX_REPLICAS])",
+            "max(optional[NUM_REPLICAS][expert], 1)",
+        ),
+    ),
+    mutant(
+        "G21",
+        "fused shared experts have ids of physical experts",
+        BY_HAND,
+        (COLUMNS, "expert = int32(expert + (optional[NUM_PHYSICAL] - optional[NUM_EXPERTS]))", "expert = expert"),
+    ),
+    mutant(
+        "G22",
+        "fused shared experts are counted, out of bounds",
+        BY_HAND,
+        (COLUMNS, "if expert >= 0 and expert < optional[NUM_PHYSICAL]:", "if expert >= 0:"),
+    ),
+    mutant(
+        "G23",
+        "tokens are counted without an atomic operation",
+        (PLACEMENT, "-k", "test_placements and static and packed"),
+        (
+            COLUMNS,
+            "red_add_relaxed_gpu_s32(optional[LOAD], expert, int32(1))",
+            "optional[LOAD][expert] = int32(optional[LOAD][expert] + 1)",
+        ),
+    ),
+    mutant(
+        "G24",
+        "the mask replaces the number of tokens",
+        (PLACEMENT, "-k", "test_padding_anywhere and packed"),
+        (COLUMNS, "is_padding or optional[IS_PADDING][token] != 0", "optional[IS_PADDING][token] != 0"),
+    ),
+    mutant(
+        "G25",
+        "the epsilon is added to a sum that is no sum of probabilities",
+        (PLACEMENT, "-k", "test_epsilon and packed"),
+        (PACKED, "(not renormalize or features.adds_epsilon)", "not renormalize"),
+    ),
+    mutant(
+        "G26",
+        "every cluster counts the tokens",
+        ALIGNED,
+        (WITH_GATE, "if has_result and cuda.blockIdx.x < CTAS_PER_CLUSTER:", "if has_result:"),
     ),
 ]
