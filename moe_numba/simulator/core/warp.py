@@ -12,7 +12,15 @@ import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.engine import Rendezvous, thread
-from moe_numba.simulator.core.errors import ALL_LANES, MissingLane, format_lanes, kernel_frame, source_location
+from moe_numba.simulator.core.errors import (
+    ALIGNED,
+    ALL_LANES,
+    DivergentBarrier,
+    MissingLane,
+    format_lanes,
+    kernel_frame,
+    source_location,
+)
 from moe_numba.simulator.core.typed_code import position
 
 FULL_MASK = 0xFFFFFFFF
@@ -35,6 +43,33 @@ def collective(what, mask, value=None, finish=None):
         return t.arrive(current, value, finish, True, True)
     _check_no_cycle(t, warp, what, mask)
     return t.rendezvous(warp, what, members.bit_count(), value, finish, members, by_lane=True)
+
+
+def aligned(what, value=None, finish=None):
+    """Execute an `.aligned` instruction of all lanes of the warp; see `collective`."""
+    check_aligned(what)
+    return collective(what, FULL_MASK, value, finish)
+
+
+def check_aligned(what):
+    """Raise unless the lanes of a warp reach an `.aligned` instruction by the same calls, in the same iterations.
+
+    The PTX ISA allows one in conditional code only if all lanes evaluate the condition identically. Divergent code
+    before it is allowed: ptxas makes the warp converge behind that (`WARPSYNC.ALL`).
+    """
+    t, frame = thread(), kernel_frame(sys._getframe(1))
+    here, lane, places = position(frame), 1 << t.lane, t.unit.aligned
+    first, there, line, arrived = places.get(what) or (t, here, frame.f_lineno, 0)
+    if arrived & lane:  # of the last time, when a lane has exited instead
+        first, there, line, arrived = t, here, frame.f_lineno, 0
+    if here != there:
+        how = "at different lines" if line != frame.f_lineno else "by different calls, or in different iterations"
+        raise DivergentBarrier(
+            f"{t} ({source_location(frame)}) and lane {first.lane} (line {line}) reach {what} {how}; {ALIGNED}"
+        )
+    places[what] = first, there, line, arrived | lane
+    if arrived | lane | t.unit.exited == t.unit.lanes:
+        del places[what]
 
 
 def _check_no_cycle(t, warp, what, mask):
