@@ -504,7 +504,9 @@ def masks_in_loops(out):
         while steps < (i + k) % 4:  # lanes are in different iterations, and meet behind the loop
             steps += 1
         if (i + k) % 2:
-            found = 3 * found + cuda.activemask() + steps
+            for _ in range(2):  # not of all lanes that meet behind the branch
+                steps += 1
+            found = 3 * found + cuda.activemask() + steps - 2
         elif i % 5 == 0:
             continue
         found += masks_of_iterations(i % 3)
@@ -626,6 +628,9 @@ def behind_divergent_code(instruction, tile, lane):
         instruction(tile)
         if lane % 5 == 0:
             continue
+        elif lane % 3 == 0:
+            for k in range(3):
+                steps += k % 2
         steps -= 1
 
 

@@ -187,13 +187,14 @@ def _count_loops(tree):
             counters.extend([own] if own else [])
             for field in ("body", "orelse") if not isinstance(statement, ast.FunctionDef) else ():
                 inner += count(getattr(statement, field, []))
-            names += inner
             if own:
                 following = ast.BinOp(ast.Name(own, ast.Load()), ast.Add(), ast.Constant(1))
                 before = [at(statement, own, following), *(at(statement, name, ast.Constant(0)) for name in inner)]
                 statement.body[:0] = before
-                statements.insert(statements.index(statement) + 1, at(statement, own, ast.Constant(_BEHIND)))
-                names.append(own)
+                inner.append(own)
+            behind = statements.index(statement) + 1  # also for threads that took another branch, or broke off
+            statements[behind:behind] = [at(statement, name, ast.Constant(_BEHIND)) for name in inner]
+            names += inner
         return names
 
     count(tree.body)

@@ -18,6 +18,7 @@ from moe_numba.simulator.core.errors import (
     DivergentBarrier,
     MissingLane,
     format_lanes,
+    format_place,
     kernel_frame,
     source_location,
 )
@@ -58,16 +59,18 @@ def check_aligned(what):
     before it is allowed: ptxas makes the warp converge behind that (`WARPSYNC.ALL`).
     """
     t, frame = thread(), kernel_frame(sys._getframe(1))
-    here, lane, places = position(frame), 1 << t.lane, t.unit.aligned
-    first, there, line, arrived = places.get(what) or (t, here, frame.f_lineno, 0)
+    own = t, position(frame), (frame.f_code, frame.f_lineno), 0
+    lane, places = 1 << t.lane, t.unit.aligned
+    first, there, place, arrived = places.get(what, own)
     if arrived & lane:  # of the last time, when a lane has exited instead
-        first, there, line, arrived = t, here, frame.f_lineno, 0
-    if here != there:
-        how = "at different lines" if line != frame.f_lineno else "by different calls, or in different iterations"
+        first, there, place, arrived = own
+    if own[1] != there:
+        how = "at different lines" if own[2] != place else "by different calls, or in different iterations"
         raise DivergentBarrier(
-            f"{t} ({source_location(frame)}) and lane {first.lane} (line {line}) reach {what} {how}; {ALIGNED}"
+            f"{t} ({format_place(*own[2])}) and lane {first.lane} ({format_place(*place)}) reach {what} {how}; "
+            f"{ALIGNED}"
         )
-    places[what] = first, there, line, arrived | lane
+    places[what] = first, there, place, arrived | lane
     if arrived | lane | t.unit.exited == t.unit.lanes:
         del places[what]
 
