@@ -5,6 +5,17 @@ let pyodide = null;
 
 const print = (text) => postMessage({ type: "print", text });
 
+async function download(url, remedy = "try again") {
+  const response = await fetch(url);
+  if (!response.ok) throw new Error(`${url} is missing: ${remedy}`);
+  return response.arrayBuffer();
+}
+
+async function numpyWheel(base) {
+  const { packages } = JSON.parse(new TextDecoder().decode(await download(base + "pyodide-lock.json")));
+  return download(base + packages.numpy.file_name);
+}
+
 async function load(base) {
   if (!("Suspending" in WebAssembly)) {
     throw new Error("This browser cannot switch between WebAssembly stacks (JSPI), which CUDA threads need. " +
@@ -12,13 +23,13 @@ async function load(base) {
   }
   postMessage({ type: "loading", share: 0.1 });
   const { loadPyodide } = await import(base + "pyodide.mjs");
-  const archive = fetch(PACKAGE).then((response) => {
-    if (!response.ok) throw new Error(`${PACKAGE} is missing: run \`make playground\``);
-    return response.arrayBuffer();
-  });
+  const archive = download(PACKAGE, "run `make playground`");
+  const numpy = numpyWheel(base);
   postMessage({ type: "loading", share: 0.3 });
-  pyodide = await loadPyodide({ indexURL: base, packages: ["numpy"], stdout: print, stderr: print });
+  pyodide = await loadPyodide({ indexURL: base, stdout: print, stderr: print });
   postMessage({ type: "loading", share: 0.7 });
+  // Pyodide's own loader would also compile those of NumPy's shared libraries that the simulator does not import.
+  pyodide.unpackArchive(await numpy, "wheel");
   pyodide.unpackArchive(await archive, "zip", { extractDir: "/lib/moe_numba" });
   await pyodide.runPythonAsync(`
 import sys

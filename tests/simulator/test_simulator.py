@@ -18,12 +18,17 @@ from moe_numba import simulator  # before numba: it selects the simulator or the
 
 # isort: split
 import numba
-from numba import cuda, uint32, uint64
+from numba import cuda, uint8, uint32, uint64
 
 from moe_numba.ptx.atomics import ld_volatile_s32
+from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait
+from moe_numba.ptx.matrix import stmatrix_x2
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive, mbarrier_init, mbarrier_wait_parity
 from moe_numba.ptx.memory import ld_global_s32x4
+from moe_numba.ptx.mma import make_ldmatrix_x4, make_mma
 from moe_numba.ptx.warp import FULL_MASK
+from moe_numba.ptx.warpgroup import bar_sync
+from moe_numba.ptx.wgmma import make_wgmma_wait_registers
 from moe_numba.simulator.core.scheduler import shuffle
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="kernels run on a GPU here: set MOE_NUMBA_SIMULATE=1")
@@ -499,7 +504,9 @@ def masks_in_loops(out):
         while steps < (i + k) % 4:  # lanes are in different iterations, and meet behind the loop
             steps += 1
         if (i + k) % 2:
-            found = 3 * found + cuda.activemask() + steps
+            for _ in range(2):  # not of all lanes that meet behind the branch
+                steps += 1
+            found = 3 * found + cuda.activemask() + steps - 2
         elif i % 5 == 0:
             continue
         found += masks_of_iterations(i % 3)
@@ -538,6 +545,102 @@ def test_activemask_is_that_of_the_lanes_that_execute_it_together(kernel, engine
     with simulator.settings.override_settings(engine=engine, seed=seed, preempt=preempt):
         kernel[1, 50](out)
     assert out.tolist() == masks_that_are_expected(kernel).tolist()
+
+
+# --- instructions that the lanes of a warp execute together -----------------------------------------------------------
+
+MMA, LDMATRIX, WGMMA_WAIT = make_mma("bf16", accumulate=False), make_ldmatrix_x4(), make_wgmma_wait_registers(1, 0)
+
+
+@cuda.jit(device=True)
+def mma_sync(tile):
+    one = uint32(1)
+    MMA((one, one, one, one), (one, one))
+
+
+@cuda.jit(device=True)
+def ldmatrix(tile):
+    LDMATRIX(tile, 0)
+
+
+@cuda.jit(device=True)
+def stmatrix(tile):
+    stmatrix_x2(tile, 0, uint32(1), uint32(1))
+
+
+@cuda.jit(device=True)
+def cluster_barrier(tile):
+    barrier_cluster_arrive()
+    barrier_cluster_wait()
+
+
+@cuda.jit(device=True)
+def wgmma_wait(tile):
+    WGMMA_WAIT((uint32(1),))
+
+
+@cuda.jit(device=True)
+def named_barrier(tile):
+    bar_sync(1, 32)
+
+
+ALIGNED = [mma_sync, ldmatrix, stmatrix, cluster_barrier, wgmma_wait, named_barrier]
+
+
+def kernel_of(body, instruction):
+    @cuda.jit
+    def kernel(out):
+        tile = cuda.shared.array(16, uint8, 16)
+        tile[cuda.laneid % 16] = 0
+        cuda.syncthreads()
+        body(instruction, tile, cuda.laneid)
+
+    return kernel
+
+
+@cuda.jit(device=True)
+def in_both_branches(instruction, tile, lane):
+    if lane < 16:
+        instruction(tile)
+    else:
+        instruction(tile)
+
+
+@cuda.jit(device=True)
+def in_every_other_iteration(instruction, tile, lane):
+    for i in range(4):
+        if (i + lane) % 2:
+            instruction(tile)
+
+
+@cuda.jit(device=True)
+def behind_divergent_code(instruction, tile, lane):
+    """Lanes take different branches and leave loops in different iterations, and meet behind them."""
+    steps = 0
+    for i in range(3):
+        instruction(tile)
+        if lane == i:
+            steps += 1
+        while steps < lane % 4:
+            steps += 1
+            if lane == 7:
+                break
+        instruction(tile)
+        if lane % 5 == 0:
+            continue
+        elif lane % 3 == 0:
+            for k in range(3):
+                steps += k % 2
+        steps -= 1
+
+
+@pytest.mark.parametrize("instruction", ALIGNED, ids=lambda function: function.__name__)
+def test_lanes_must_reach_an_aligned_instruction_together(instruction):
+    for body in (in_both_branches, in_every_other_iteration):
+        assert_refused(simulator.DivergentBarrier, kernel_of(body, instruction), "by different calls, or in different")
+    for seed in range(4):
+        with simulator.seed(seed), simulator.settings.override_settings(engine="threads"):
+            lanes(kernel_of(behind_divergent_code, instruction))
 
 
 @pytest.mark.parametrize("engine", ["vector", "threads"])

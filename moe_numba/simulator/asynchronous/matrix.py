@@ -9,7 +9,7 @@ from moe_numba.simulator.core import floats, memory
 from moe_numba.simulator.core.engine import thread
 from moe_numba.simulator.core.errors import SimulatorError
 from moe_numba.simulator.core.shared import shared_region
-from moe_numba.simulator.core.warp import FULL_MASK, collective
+from moe_numba.simulator.core.warp import aligned
 
 
 def store(array, index, registers, trans):
@@ -31,7 +31,7 @@ def store(array, index, registers, trans):
         return dict.fromkeys(lanes)
 
     row = _addressed_row(array, index, count, what)
-    collective(what, FULL_MASK, (row, [int(register) for register in registers], thread()), finish)
+    aligned(what, (row, [int(register) for register in registers], thread()), finish)
 
 
 def _addressed_row(array, index, count, what):
@@ -60,7 +60,7 @@ def load(array, index, count, offsets):
     if memory.watching:
         memory.maybe_preempt()
     rows = [shared_region(array, index + offset, 16, 16, what) for offset in offsets]
-    return collective(what, FULL_MASK, (rows, thread()), finish)
+    return aligned(what, (rows, thread()), finish)
 
 
 def multiply(dtype, m, n, accumulators, a, b):
@@ -81,7 +81,7 @@ def multiply(dtype, m, n, accumulators, a, b):
         results = total.astype(np.float32)
         return {lane: fragments.Fragment(results[lane]) for lane in order}
 
-    return collective(what, FULL_MASK, (accumulators, a, b), finish)
+    return aligned(what, (accumulators, a, b), finish)
 
 
 def operand(registers, parts, rows, dtype):

@@ -17,7 +17,7 @@ from moe_numba.simulator.core.errors import Misaligned, MissingFence, OutOfBound
 from moe_numba.simulator.core.memory import thread_prefix
 from moe_numba.simulator.core.reachable import bytes_at
 from moe_numba.simulator.core.shared import shared_region
-from moe_numba.simulator.core.warp import FULL_MASK, collective
+from moe_numba.simulator.core.warp import aligned
 
 SIZE = 128  # bytes of a map
 _MAGIC = 0x70614D74  # "tMap"
@@ -236,4 +236,4 @@ def publish(pointer, index, array, offset):
         thread().grid.memory_changed()
         return dict.fromkeys(values)
 
-    collective("tensormap.cp_fenceproxy", FULL_MASK, (pointer.address + start, region.start), finish)
+    aligned("tensormap.cp_fenceproxy", (pointer.address + start, region.start), finish)

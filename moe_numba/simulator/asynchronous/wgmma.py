@@ -25,7 +25,7 @@ from moe_numba.simulator.core.errors import (
     source_location,
 )
 from moe_numba.simulator.core.shared import shared_region
-from moe_numba.simulator.core.warp import FULL_MASK, collective
+from moe_numba.simulator.core.warp import aligned
 from moe_numba.simulator.memory_model.happens_before import AsyncOperation
 
 _SWIZZLES = {1: 128, 2: 64, 3: 32}  # by the two highest bits of a descriptor
@@ -101,7 +101,7 @@ def wait(pending, accumulators):
         warp.wgmma_groups = warp.wgmma_groups[len(older) :]
         return dict.fromkeys(lanes, older)
 
-    for wgmma in collective(f"wgmma.wait_group {pending}", FULL_MASK, None, finish):
+    for wgmma in aligned(f"wgmma.wait_group {pending}", None, finish):
         wgmma.wait()
     if not isinstance(accumulators, PendingAccumulators) or accumulators.wgmma in warp.wgmma_groups:
         return accumulators

@@ -16,6 +16,7 @@ from moe_numba.simulator.core.errors import (
     kernel_frame,
     source_location,
 )
+from moe_numba.simulator.core.warp import check_aligned
 
 
 def block(what, value=None, finish=None):
@@ -76,11 +77,12 @@ def named(what, barrier, threads, wait):
             f"{t} reaches {name} ({source_location(sys._getframe())}) for all threads of its block, "
             f"but {absent} of them have exited"
         )
+    check_aligned(f"{what} {barrier}")
     t.rendezvous(t.block, name, threads, wait=wait)
 
 
 def warpgroup(what):
-    """Return the current thread's warpgroup, all of whose four warps must execute `what`."""
+    """Return the current thread's warpgroup, all of whose four warps must execute the `.aligned` instruction `what`."""
     t = thread()
     group = t.block.warps[t.warp].warpgroup
     if group.size != 128:
@@ -92,6 +94,7 @@ def warpgroup(what):
             f"{t} reaches {what} ({source_location(sys._getframe())}), "
             f"but {absent} threads of its warpgroup have exited"
         )
+    check_aligned(what)
     return group
 
 

@@ -1,37 +1,18 @@
 """Thread block clusters: the cluster barrier, and access to the shared memory of another block of the cluster.
 
-Two things that a GPU leaves undefined are errors here: a cluster barrier that not all lanes of a warp execute together,
-and access to a block that may not have started yet or has exited.
+Access to a block that may not have started yet or has exited, which a GPU leaves undefined, is an error here.
 """
 
-import sys
-
 from moe_numba.simulator.core.engine import thread
-from moe_numba.simulator.core.errors import (
-    ClusterError,
-    DivergentBarrier,
-    OutOfBounds,
-    SimulatorError,
-    kernel_frame,
-    source_location,
-)
-from moe_numba.simulator.core.warp import FULL_MASK, collective
+from moe_numba.simulator.core.errors import ClusterError, OutOfBounds, SimulatorError
+from moe_numba.simulator.core.warp import aligned
 from moe_numba.simulator.memory_model import store_buffer
 
 
 def _once_per_warp(what, act):
-    """Wait for all lanes of the warp to reach `what` on one source line; return the result of one `act(warp)`."""
-    t = thread()
-    warp = t.block.warps[t.warp]
-
-    def finish(sites):
-        if len(set(sites.values())) > 1:
-            raise DivergentBarrier(
-                f"the lanes of {warp} reach {what} at different lines: {', '.join(sorted(set(sites.values())))}"
-            )
-        return dict.fromkeys(sites, act(warp))
-
-    return collective(what, FULL_MASK, source_location(kernel_frame(sys._getframe(1))), finish)
+    """Wait for all lanes of the warp; return the result of one `act(warp)`."""
+    warp = thread().unit
+    return aligned(what, finish=lambda lanes: dict.fromkeys(lanes, act(warp)))
 
 
 def arrive():

@@ -28,7 +28,7 @@ class MissingLane(SimulatorError):
 
 
 class DivergentBarrier(SimulatorError):
-    """The threads of a block do not all reach the same barrier."""
+    """Threads do not reach the same barrier together, or the lanes of a warp not the same `.aligned` instruction."""
 
 
 class ClusterError(SimulatorError):
@@ -92,6 +92,10 @@ ALL_LANES = (
     "move it out of the `if` or loop, or name only the lanes that reach it"
 )
 ALL_THREADS = "all threads of the block that have not exited must reach the same one: move it out of the `if` or loop"
+ALIGNED = (
+    "all lanes of a warp must execute the same one together, by the same calls and in the same iterations of loops: "
+    "move it out of the `if` or loop"
+)
 ALL_OF_THE_GRID = "the first thread of each block must reach it: let it not return before"
 
 

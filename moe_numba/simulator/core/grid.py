@@ -42,6 +42,7 @@ class Warp:
         world = block.grid.world
         self.ready, self.queued = [], False
         self.converging = {}  # position in the kernel -> the lanes that wait there for others to execute it with them
+        self.aligned = {}  # `.aligned` instruction -> where its first lane is, and the mask of the lanes that have come
         self.priority = SLOWEST if index == world.slow_warp else world.rng.random()
 
     @functools.cached_property

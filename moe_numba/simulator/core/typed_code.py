@@ -3,8 +3,8 @@
 Threads run kernels as Python, whose operators would type NumPy numbers by NumPy's rules and Python numbers by Python's.
 Before threads run a kernel, `install` replaces the code of its jitted functions. Code without source stays as it is.
 
-Where a kernel asks which lanes execute an instruction together (`activemask`), the replaced code also counts the
-iterations of its loops, in variables of its own, so that `position` can compare how far lanes are.
+The replaced code also counts the iterations of its loops, in variables of its own, so that `position` can compare how
+far lanes are: it matters where lanes must execute an instruction together.
 """
 
 import ast
@@ -37,8 +37,9 @@ FUNCTIONS = operators.CASTS | math_functions.VERSIONS | {builtins.pow: operators
 _HELPERS = {f"\0{name}": function for name, function in operators.SCALAR.items()}
 _HELPERS["\0as_float64"] = operators.as_float64
 _HELPERS["\0constant_array"] = constant_array
-_installed, _counting, _kernels = weakref.WeakSet(), weakref.WeakSet(), weakref.WeakSet()
+_installed, _kernels = weakref.WeakSet(), weakref.WeakSet()
 _COUNTER, _BEHIND = ".loop", 1 << 62  # the variables that count iterations, and their value behind the loop
+_codes = {}  # id of a code -> itself, the variables that count iterations, and where its instructions begin
 _made = {}  # (code, functions that are replaced) -> code
 _DEPTH = 3  # of tuples and objects that hold device functions
 
@@ -51,35 +52,26 @@ def install(kernel):
     tracer = sys.gettrace()
     sys.settrace(None)  # a thread whose lines the debugger counts may start the next kernel
     try:
-        functions = reachable(kernel)
-        counts = any(map(_asks_for_position, functions))
-        for function in functions - set(_counting if counts else _installed):
+        for function in reachable(kernel) - set(_installed):
             _installed.add(function)
-            if counts:
-                _counting.add(function)
-            code = typed(function, counts)
+            code = typed(function)
             if code is not None:
                 function.defined_code, function.__code__ = original(function), code
     finally:
         sys.settrace(tracer)
 
 
-def _asks_for_position(function):
-    """Return whether a function names `activemask`, as an attribute or by any name."""
-    for names in names_in(original(function)):
-        if "activemask" in names or any(
-            getattr(value, "__name__", None) == "activemask" for value in values_of(function, names)
-        ):
-            return True
-    return False
-
-
 def position(frame):
-    """Return where a thread is in a kernel of counted loops, as a tuple that is less for what comes before."""
+    """Return where a thread is in a kernel, as a tuple that is less for what comes before."""
     found = []
     while frame is not None:
-        counters = sorted((n, v) for n, v in frame.f_locals.items() if n.startswith(_COUNTER))
-        found.append((tuple(v for _, v in counters), instruction_starts(frame.f_code)[frame.f_lasti], id(frame.f_code)))
+        code = frame.f_code
+        if id(code) not in _codes:
+            counters = sorted(name for name in code.co_varnames if name.startswith(_COUNTER))
+            _codes[id(code)] = code, counters, instruction_starts(code)
+        _, counters, starts = _codes[id(code)]
+        values = frame.f_locals if counters else None
+        found.append((tuple([values[name] for name in counters]), starts[frame.f_lasti], id(code)))
         frame = kernel_frame(frame.f_back)
     return tuple(reversed(found))
 
@@ -125,11 +117,8 @@ def typed_copy(function):
     return made
 
 
-def typed(function, counts=False):
-    """Return the code that replaces a function's, or None if its source is not known.
-
-    `counts`: whether it counts the iterations of its loops.
-    """
+def typed(function):
+    """Return the code that replaces a function's, or None if its source is not known."""
     code = original(function)
     try:
         tree = definition(code)
@@ -139,9 +128,9 @@ def typed(function, counts=False):
     # Closures of one factory share code, and mostly what it names.
     values = {name: static.name(name) for names in names_in(code) for name in names}
     found = [(n, id(v)) for n, v in sorted(values.items()) if isinstance(v, types.ModuleType) or _replaced(v)]
-    key = code, counts, tuple(found), tuple(n for n, v in sorted(values.items()) if holds_array(v))
+    key = code, tuple(found), tuple(n for n, v in sorted(values.items()) if holds_array(v))
     if key not in _made:
-        _made[key] = _generate(code, copy.deepcopy(tree), static, counts)
+        _made[key] = _generate(code, copy.deepcopy(tree), static)
         written[_made[key]] = code
     return _made[key]
 
@@ -154,13 +143,12 @@ def _replaced(value):
         return False
 
 
-def _generate(code, tree, static, counts):
+def _generate(code, tree, static):
     writer = Typed(static, set(code.co_varnames) | set(code.co_cellvars))
-    counters = _count_loops(tree) if counts else []
     tree.body = [
         new for old in tree.body for made in [writer.visit(old)] for new in (made if type(made) is list else [made])
     ]
-    tree.body[:0] = counters
+    tree.body[:0] = _count_loops(tree)
     # The names of the closure remain, also where all uses of one are replaced. The annotation is not evaluated.
     names = ast.Tuple([ast.Name(name, ast.Load()) for name in code.co_freevars], ast.Load())
     if names.elts:
@@ -199,13 +187,14 @@ def _count_loops(tree):
             counters.extend([own] if own else [])
             for field in ("body", "orelse") if not isinstance(statement, ast.FunctionDef) else ():
                 inner += count(getattr(statement, field, []))
-            names += inner
             if own:
                 following = ast.BinOp(ast.Name(own, ast.Load()), ast.Add(), ast.Constant(1))
                 before = [at(statement, own, following), *(at(statement, name, ast.Constant(0)) for name in inner)]
                 statement.body[:0] = before
-                statements.insert(statements.index(statement) + 1, at(statement, own, ast.Constant(_BEHIND)))
-                names.append(own)
+                inner.append(own)
+            behind = statements.index(statement) + 1  # also for threads that took another branch, or broke off
+            statements[behind:behind] = [at(statement, name, ast.Constant(_BEHIND)) for name in inner]
+            names += inner
         return names
 
     count(tree.body)

@@ -12,7 +12,16 @@ import numpy as np
 
 from moe_numba.simulator.core import memory
 from moe_numba.simulator.core.engine import Rendezvous, thread
-from moe_numba.simulator.core.errors import ALL_LANES, MissingLane, format_lanes, kernel_frame, source_location
+from moe_numba.simulator.core.errors import (
+    ALIGNED,
+    ALL_LANES,
+    DivergentBarrier,
+    MissingLane,
+    format_lanes,
+    format_place,
+    kernel_frame,
+    source_location,
+)
 from moe_numba.simulator.core.typed_code import position
 
 FULL_MASK = 0xFFFFFFFF
@@ -35,6 +44,35 @@ def collective(what, mask, value=None, finish=None):
         return t.arrive(current, value, finish, True, True)
     _check_no_cycle(t, warp, what, mask)
     return t.rendezvous(warp, what, members.bit_count(), value, finish, members, by_lane=True)
+
+
+def aligned(what, value=None, finish=None):
+    """Execute an `.aligned` instruction of all lanes of the warp; see `collective`."""
+    check_aligned(what)
+    return collective(what, FULL_MASK, value, finish)
+
+
+def check_aligned(what):
+    """Raise unless the lanes of a warp reach an `.aligned` instruction by the same calls, in the same iterations.
+
+    The PTX ISA allows one in conditional code only if all lanes evaluate the condition identically. Divergent code
+    before it is allowed: ptxas makes the warp converge behind that (`WARPSYNC.ALL`).
+    """
+    t, frame = thread(), kernel_frame(sys._getframe(1))
+    own = t, position(frame), (frame.f_code, frame.f_lineno), 0
+    lane, places = 1 << t.lane, t.unit.aligned
+    first, there, place, arrived = places.get(what, own)
+    if arrived & lane:  # of the last time, when a lane has exited instead
+        first, there, place, arrived = own
+    if own[1] != there:
+        how = "at different lines" if own[2] != place else "by different calls, or in different iterations"
+        raise DivergentBarrier(
+            f"{t} ({format_place(*own[2])}) and lane {first.lane} ({format_place(*place)}) reach {what} {how}; "
+            f"{ALIGNED}"
+        )
+    places[what] = first, there, place, arrived | lane
+    if arrived | lane | t.unit.exited == t.unit.lanes:
+        del places[what]
 
 
 def _check_no_cycle(t, warp, what, mask):
