@@ -220,8 +220,8 @@ def sglang_align(
     version=None,
     align=moe_align_block_size,
 ):
-    # SGLang's kernels ignore strides, and a test passes some columns of a matrix. They leave the tails of the outputs as
-    # they are, and its buffers may be shorter than ours.
+    # SGLang's kernels ignore strides, and a test passes some columns of a matrix. They do not write the tails of the
+    # outputs, and its buffers may be shorter than ours.
     topk_ids = topk_ids.as_strided((topk_ids.numel(),), (1,))
     slots, experts, total = align(topk_ids, block_size, num_buckets - 1, ignore_invalid_experts=ignore_invalid_expert)
     num_tokens_post_pad.copy_(total)

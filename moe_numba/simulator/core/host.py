@@ -6,6 +6,8 @@ ask for; what needs a compiler or a driver raises an error that says so.
 """
 
 import contextlib
+import functools
+import linecache
 import os
 from typing import NamedTuple
 
@@ -113,6 +115,56 @@ def _array_functions(devicearray):
 
     functions = (device_array, mapped_array, mapped_array_like, pinned_array, managed_array, to_device, pinned, mapped)
     return (*functions, is_cuda_array, as_cuda_array)
+
+
+class Reduce:
+    """`cuda.reduce`: applies a function of two values to all elements of an array."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, arr, size=None, res=None, init=0, stream=0):
+        if arr.ndim != 1:
+            raise TypeError("only support 1D array")
+        values = np.asarray(getattr(arr, "_ary", arr))[:size]
+        result = functools.reduce(self.function, values, values.dtype.type(init))
+        if res is None:
+            return result
+        res[0] = result
+
+
+# --- ufuncs ---------------------------------------------------------------------------------------------------------
+
+
+def _install_ufuncs(cuda, vectorizers, fake):
+    """Let Numba's ufuncs launch simulated kernels, on arrays of the class `fake`."""
+    from numba.core.typing import signature
+
+    def compile_core(self, sig):
+        if sig.return_type is None:
+            function = f"the function {self.pyfunc.__name__} of vectorize(target='cuda')"
+            raise Unsupported(f"{function} needs signatures with a return type, such as 'float32(float32)': {sig.args}")
+        return cuda.jit(device=True)(self.pyfunc), sig.return_type
+
+    def compile_kernel(self, fnobj, sig):
+        # Numba makes the kernel from a string; the vector engine needs to read it.
+        source = self._get_kernel_source(self._kernel_template, signature(None, *sig.args[:-1]), self.pyfunc.__name__)
+        file = f"<ufunc {self.pyfunc.__module__}.{self.pyfunc.__qualname__}>"
+        linecache.cache[file] = len(source), None, source.splitlines(True), file
+        fnobj.__code__ = fnobj.__code__.replace(co_filename=file)
+        return cuda.jit(fnobj)
+
+    def broadcast(self, ary, shape):
+        """Return a view of a device array in which axes that it lacks, or where it has one element, repeat."""
+        missing = len(shape) - ary.ndim
+        kept = [stride if n > 1 else 0 for n, stride in zip(ary.shape, ary.strides)]
+        return fake(np.lib.stride_tricks.as_strided(ary._ary, shape, [0] * missing + kept))
+
+    vectorizers.CUDAVectorize._compile_core = compile_core
+    vectorizers.CUDAVectorize._compile_kernel = compile_kernel
+    vectorizers.CUDAUFuncMechanism.broadcast_device = broadcast
+    vectorizers.CUDAGeneralizedUFunc._broadcast_scalar_input = broadcast
+    vectorizers.CUDAGeneralizedUFunc._broadcast_add_axis = broadcast
 
 
 # --- streams and events ---------------------------------------------------------------------------------------------
@@ -283,16 +335,20 @@ def install(cuda):
     names = {function.__name__: function for function in _array_functions(devicearray)}
     names |= {f.__name__: f for f in (current_context, get_current_device, select_device, detect, profiling)}
     names |= dict.fromkeys(("profile_start", "profile_stop"), nothing)
-    names |= {"event": Event, "Event": Event, "event_elapsed_time": Event.elapsed_time}
+    names |= {
+        "reduce": Reduce,
+        "Reduce": Reduce,
+        "devices": devices,
+        "event": Event,
+        "Event": Event,
+        "event_elapsed_time": Event.elapsed_time,
+    }
     stream = _stream_class(api.stream)
     names |= dict.fromkeys(("stream", "default_stream", "legacy_default_stream", "per_thread_default_stream"), stream)
     names |= {name: unsupported(f"cuda.{name}", "which compiles nothing") for name in _COMPILES}
     names |= {name: unsupported(f"cuda.{name}", "which drives no GPU") for name in _DRIVES}
     names["declare_device"] = lambda name, *_, **__: unsupported(f"{name}", "which runs no CUDA C++ or PTX")
-    vectorizers.CUDAVectorize._compile_core = unsupported("vectorize(target='cuda')", "which compiles nothing")
-    vectorizers.CUDAGUFuncVectorize._compile_kernel = unsupported(
-        "guvectorize(target='cuda')", "which compiles nothing"
-    )
+    _install_ufuncs(cuda, vectorizers, devicearray.FakeCUDAArray)
     devices.gpus.lst = (_CONTEXT,)
     for module in (cuda, api, devicearray):
         for name, value in names.items():
