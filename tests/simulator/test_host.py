@@ -86,6 +86,8 @@ def test_the_device_has_properties():
     device = cuda.get_current_device()
     assert device.compute_capability == simulator.capability.SIMULATED == cuda.gpus[0].compute_capability
     assert device.WARP_SIZE == 32 and device.MAX_THREADS_PER_BLOCK == 1024 and device.MULTIPROCESSOR_COUNT > 0
+    assert (device.COMPUTE_CAPABILITY_MAJOR, device.COMPUTE_CAPABILITY_MINOR) == device.compute_capability
+    assert device.CAN_MAP_HOST_MEMORY == device.UNIFIED_ADDRESSING == 1 and device.PCI_BUS_ID == 0
     free, total = cuda.current_context().get_memory_info()
     assert 0 < int(free) <= int(total)
     with cuda.gpus[0]:
@@ -196,6 +198,12 @@ def product(a, b, c):
                 c[i, j] += a[i, k] * b[k, j]
 
 
+@guvectorize(["void(float32, float32[:], float32[:])"], "(),(n)->(n)", target="cuda")
+def scaled(factor, x, out):
+    for i in range(x.shape[0]):
+        out[i] = factor * x[i]
+
+
 @pytest.mark.parametrize("there", [np.asarray, cuda.to_device])
 def test_ufuncs_launch_kernels(there):
     host = lambda array: array.copy_to_host() if there is cuda.to_device else array
@@ -211,6 +219,7 @@ def test_ufuncs_launch_kernels(there):
     a, b = np.random.default_rng(0).random((5, 3, 4)), np.random.default_rng(1).random((4, 2))
     np.testing.assert_allclose(host(product(there(a), there(b))), a @ b)
     np.testing.assert_allclose(host(product(there(a[0]), there(b))), a[0] @ b)
+    assert (host(scaled(np.float32(3), there(x))) == 3 * x).all()
 
 
 def test_ufuncs_use_the_vector_engine():

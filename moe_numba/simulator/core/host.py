@@ -156,6 +156,7 @@ def _install_ufuncs(cuda, vectorizers, fake):
 
     def broadcast(self, ary, shape):
         """Return a view of a device array in which axes that it lacks, or where it has one element, repeat."""
+        shape = (shape,) if isinstance(shape, int) else shape
         missing = len(shape) - ary.ndim
         kept = [stride if n > 1 else 0 for n, stride in zip(ary.shape, ary.strides)]
         return fake(np.lib.stride_tricks.as_strided(ary._ary, shape, [0] * missing + kept))
@@ -236,10 +237,16 @@ class Device:
     MAX_REGISTERS_PER_BLOCK = 65536
     TOTAL_CONSTANT_MEMORY = 65536
     CLOCK_RATE = 10**6  # kHz
+    ASYNC_ENGINE_COUNT = CAN_MAP_HOST_MEMORY = UNIFIED_ADDRESSING = MANAGED_MEMORY = 1
+    CONCURRENT_KERNELS = COOPERATIVE_LAUNCH = 1
+    ECC_ENABLED = INTEGRATED = KERNEL_EXEC_TIMEOUT = PCI_BUS_ID = PCI_DEVICE_ID = PCI_DOMAIN_ID = 0
 
     @property
     def compute_capability(self):
         return capability.SIMULATED
+
+    COMPUTE_CAPABILITY_MAJOR = property(lambda self: self.compute_capability[0])
+    COMPUTE_CAPABILITY_MINOR = property(lambda self: self.compute_capability[1])
 
     @property
     def name(self):
