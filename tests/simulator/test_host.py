@@ -86,10 +86,13 @@ def test_the_device_has_properties():
     device = cuda.get_current_device()
     assert device.compute_capability == simulator.capability.SIMULATED == cuda.gpus[0].compute_capability
     assert device.WARP_SIZE == 32 and device.MAX_THREADS_PER_BLOCK == 1024 and device.MULTIPROCESSOR_COUNT > 0
+    assert (device.COMPUTE_CAPABILITY_MAJOR, device.COMPUTE_CAPABILITY_MINOR) == device.compute_capability
+    assert device.CAN_MAP_HOST_MEMORY == device.UNIFIED_ADDRESSING == 1 and device.PCI_BUS_ID == 0
     free, total = cuda.current_context().get_memory_info()
     assert 0 < int(free) <= int(total)
     with cuda.gpus[0]:
         assert cuda.select_device(0).device is device and cuda.is_available() and len(cuda.gpus) == 1
+    assert cuda.devices.gpus[0].name == device.name and cuda.devices.get_context().device is device
     assert cuda.is_cuda_array(cuda.device_array(3)) and not cuda.is_cuda_array(np.zeros(3))
 
 
@@ -99,14 +102,9 @@ def test_the_device_has_properties():
         (lambda: cuda.compile_ptx(add_one, ()), Unsupported, "cuda.compile_ptx does not work in the simulator"),
         (lambda: cuda.declare_device("f", "int32(int32)")(1), Unsupported, "f does not work in the simulator"),
         (
-            lambda: vectorize(["f4(f4)"], target="cuda")(lambda x: x),
+            lambda: vectorize([(float32,)], target="cuda")(lambda x: x),
             Unsupported,
-            "vectorize(target='cuda') does not work in the simulator",
-        ),
-        (
-            lambda: guvectorize(["f4[:], f4[:]"], "(n)->(n)", target="cuda")(apply_ufunc.py_func),
-            Unsupported,
-            "guvectorize(target='cuda') does not work in the simulator",
+            "the function <lambda> of vectorize(target='cuda') needs signatures with a return type",
         ),
         (lambda: cuda.external_stream(1), Unsupported, "cuda.external_stream does not work in the simulator"),
         (lambda: libdevice.modf(1.0), Unsupported, "libdevice.modf does not work in the simulator"),
@@ -179,6 +177,64 @@ def test_numpy_functions_apply_to_whole_arrays():
     x, out = np.linspace(0, 1, 5), np.zeros(5)
     apply_ufunc[1, 1](out, x)
     assert (out == np.fmax(np.sin(x), x)).all()
+
+
+@vectorize(["float32(float32, float32)", "int64(int64, int64)"], target="cuda")
+def difference(x, y):
+    return x - y
+
+
+@vectorize(["int32(int32, int32)"], target="cuda")
+def total(x, y):
+    return x + y
+
+
+@guvectorize(["void(float64[:,:], float64[:,:], float64[:,:])"], "(m,n),(n,p)->(m,p)", target="cuda")
+def product(a, b, c):
+    for i in range(c.shape[0]):
+        for j in range(c.shape[1]):
+            c[i, j] = 0
+            for k in range(a.shape[1]):
+                c[i, j] += a[i, k] * b[k, j]
+
+
+@guvectorize(["void(float32, float32[:], float32[:])"], "(),(n)->(n)", target="cuda")
+def scaled(factor, x, out):
+    for i in range(x.shape[0]):
+        out[i] = factor * x[i]
+
+
+@pytest.mark.parametrize("there", [np.asarray, cuda.to_device])
+def test_ufuncs_launch_kernels(there):
+    host = lambda array: array.copy_to_host() if there is cuda.to_device else array
+    x = np.random.default_rng(0).random((3, 4), np.float32)
+    result = host(difference(there(x), there(x[:, :1].copy())))
+    assert result.dtype == np.float32 and (result == x - x[:, :1]).all()
+    n = np.arange(7)
+    assert (host(difference(there(n), 2)) == n - 2).all()
+    out = there(np.zeros(7, np.int64))
+    difference(there(n), there(n[::-1].copy()), out=out)
+    assert (host(out) == n - n[::-1]).all()
+    assert total.reduce(there(n.astype(np.int32))) == 21
+    a, b = np.random.default_rng(0).random((5, 3, 4)), np.random.default_rng(1).random((4, 2))
+    np.testing.assert_allclose(host(product(there(a), there(b))), a @ b)
+    np.testing.assert_allclose(host(product(there(a[0]), there(b))), a[0] @ b)
+    assert (host(scaled(np.float32(3), there(x))) == 3 * x).all()
+
+
+def test_ufuncs_use_the_vector_engine():
+    with simulator.settings.settings.override(engine="vector"):
+        assert (difference(np.arange(5000), 1) == np.arange(5000) - 1).all()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float64])
+def test_reductions_take_the_options_of_numba(dtype):
+    add, x = cuda.reduce(lambda x, y: x + y), np.arange(1, 6, dtype=dtype)
+    assert add(x) == 15 and add(x).dtype == dtype and add(cuda.to_device(x), size=3, init=4, stream=cuda.stream()) == 10
+    result = cuda.device_array(1, dtype)
+    assert add(x[:0], init=2) == 2 and add(x, res=result) is None and result.copy_to_host() == 15
+    with pytest.raises(TypeError, match="only support 1D array"):
+        add(x.reshape(1, 5))
 
 
 def test_kernels_tell_how_many_blocks_fit():

@@ -269,23 +269,6 @@ class Gpus:
         return len(self.lst)
 
 
-class Reduce:
-    """`cuda.reduce`: applies a function of two values to all elements of an array."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, array, size=None, res=None, init=0, stream=0):
-        values = np.asarray(getattr(array, "_ary", array))[:size]
-        result = init
-        for value in values:
-            result = self.function(result, value)
-        if res is not None:
-            res[0] = result
-            return None
-        return result
-
-
 class Purpose(enum.Enum):
     argument = 1
     constant = 2
@@ -318,8 +301,9 @@ def _modules():
     functions = {"is_available": lambda: True, "cuda_error": nothing, "synchronize": nothing, "close": nothing}
     functions |= {"defer_cleanup": _Nothing, "is_supported_version": lambda: True, "list_devices": lambda: gpus}
     functions |= {"is_float16_supported": lambda: True, "is_bfloat16_supported": lambda: False}
-    functions |= {"reduce": Reduce, "Reduce": Reduce, "gpus": gpus, "stream": Stream, "current_context": None}
+    functions |= {"gpus": gpus, "stream": Stream, "current_context": None}
     functions |= {"require_context": lambda function: function, "vectorize": _vectorize, "guvectorize": None}
+    vectorizers = "CUDAVectorize", "CUDAUFuncMechanism", "CUDAGeneralizedUFunc"
     decorators = {"njit": _njit, "jit": _njit, "vectorize": _vectorize, "prange": range}
     return {
         "numba": {"__version__": "0.68.1", **_TYPES, **decorators},
@@ -329,7 +313,7 @@ def _modules():
         "numba.core.types": {**_TYPES, **classes},
         "numba.core.types.abstract": classes,
         "numba.core.types.scalars": classes,
-        "numba.core.typing": {},
+        "numba.core.typing": {"signature": nothing},
         "numba.core.typing.typeof": {"typeof": _typeof, "Purpose": Purpose},
         "numba.core.typing.templates": {"builtin_registry": registry},
         "numba.types": {**_TYPES, **classes},
@@ -346,7 +330,7 @@ def _modules():
         "numba.cuda.simulator.cudadrv.devicearray": arrays,
         "numba.cuda.simulator.cudadrv.devices": {"gpus": gpus},
         "numba.cuda.simulator.kernelapi": {"FakeCUDAFp16": type("FakeCUDAFp16", (), {})},
-        "numba.cuda.vectorizers": {name: type(name, (), {}) for name in ("CUDAVectorize", "CUDAGUFuncVectorize")},
+        "numba.cuda.vectorizers": {name: type(name, (), {}) for name in vectorizers},
     }
 
 

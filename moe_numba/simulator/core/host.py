@@ -6,6 +6,8 @@ ask for; what needs a compiler or a driver raises an error that says so.
 """
 
 import contextlib
+import functools
+import linecache
 import os
 from typing import NamedTuple
 
@@ -115,6 +117,57 @@ def _array_functions(devicearray):
     return (*functions, is_cuda_array, as_cuda_array)
 
 
+class Reduce:
+    """`cuda.reduce`: applies a function of two values to all elements of an array."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, arr, size=None, res=None, init=0, stream=0):
+        if arr.ndim != 1:
+            raise TypeError("only support 1D array")
+        values = np.asarray(getattr(arr, "_ary", arr))[:size]
+        result = functools.reduce(self.function, values, values.dtype.type(init))
+        if res is None:
+            return result
+        res[0] = result
+
+
+# --- ufuncs ---------------------------------------------------------------------------------------------------------
+
+
+def _install_ufuncs(cuda, vectorizers, fake):
+    """Let Numba's ufuncs launch simulated kernels, on arrays of the class `fake`."""
+    from numba.core.typing import signature
+
+    def compile_core(self, sig):
+        if sig.return_type is None:
+            function = f"the function {self.pyfunc.__name__} of vectorize(target='cuda')"
+            raise Unsupported(f"{function} needs signatures with a return type, such as 'float32(float32)': {sig.args}")
+        return cuda.jit(device=True)(self.pyfunc), sig.return_type
+
+    def compile_kernel(self, fnobj, sig):
+        # Numba makes the kernel from a string; the vector engine needs to read it.
+        source = self._get_kernel_source(self._kernel_template, signature(None, *sig.args[:-1]), self.pyfunc.__name__)
+        file = f"<ufunc {self.pyfunc.__module__}.{self.pyfunc.__qualname__}>"
+        linecache.cache[file] = len(source), None, source.splitlines(True), file
+        fnobj.__code__ = fnobj.__code__.replace(co_filename=file)
+        return cuda.jit(fnobj)
+
+    def broadcast(self, ary, shape):
+        """Return a view of a device array in which axes that it lacks, or where it has one element, repeat."""
+        shape = (shape,) if isinstance(shape, int) else shape
+        missing = len(shape) - ary.ndim
+        kept = [stride if n > 1 else 0 for n, stride in zip(ary.shape, ary.strides)]
+        return fake(np.lib.stride_tricks.as_strided(ary._ary, shape, [0] * missing + kept))
+
+    vectorizers.CUDAVectorize._compile_core = compile_core
+    vectorizers.CUDAVectorize._compile_kernel = compile_kernel
+    vectorizers.CUDAUFuncMechanism.broadcast_device = broadcast
+    vectorizers.CUDAGeneralizedUFunc._broadcast_scalar_input = broadcast
+    vectorizers.CUDAGeneralizedUFunc._broadcast_add_axis = broadcast
+
+
 # --- streams and events ---------------------------------------------------------------------------------------------
 
 
@@ -184,10 +237,16 @@ class Device:
     MAX_REGISTERS_PER_BLOCK = 65536
     TOTAL_CONSTANT_MEMORY = 65536
     CLOCK_RATE = 10**6  # kHz
+    ASYNC_ENGINE_COUNT = CAN_MAP_HOST_MEMORY = UNIFIED_ADDRESSING = MANAGED_MEMORY = 1
+    CONCURRENT_KERNELS = COOPERATIVE_LAUNCH = 1
+    ECC_ENABLED = INTEGRATED = KERNEL_EXEC_TIMEOUT = PCI_BUS_ID = PCI_DEVICE_ID = PCI_DOMAIN_ID = 0
 
     @property
     def compute_capability(self):
         return capability.SIMULATED
+
+    COMPUTE_CAPABILITY_MAJOR = property(lambda self: self.compute_capability[0])
+    COMPUTE_CAPABILITY_MINOR = property(lambda self: self.compute_capability[1])
 
     @property
     def name(self):
@@ -283,16 +342,20 @@ def install(cuda):
     names = {function.__name__: function for function in _array_functions(devicearray)}
     names |= {f.__name__: f for f in (current_context, get_current_device, select_device, detect, profiling)}
     names |= dict.fromkeys(("profile_start", "profile_stop"), nothing)
-    names |= {"event": Event, "Event": Event, "event_elapsed_time": Event.elapsed_time}
+    names |= {
+        "reduce": Reduce,
+        "Reduce": Reduce,
+        "devices": devices,
+        "event": Event,
+        "Event": Event,
+        "event_elapsed_time": Event.elapsed_time,
+    }
     stream = _stream_class(api.stream)
     names |= dict.fromkeys(("stream", "default_stream", "legacy_default_stream", "per_thread_default_stream"), stream)
     names |= {name: unsupported(f"cuda.{name}", "which compiles nothing") for name in _COMPILES}
     names |= {name: unsupported(f"cuda.{name}", "which drives no GPU") for name in _DRIVES}
     names["declare_device"] = lambda name, *_, **__: unsupported(f"{name}", "which runs no CUDA C++ or PTX")
-    vectorizers.CUDAVectorize._compile_core = unsupported("vectorize(target='cuda')", "which compiles nothing")
-    vectorizers.CUDAGUFuncVectorize._compile_kernel = unsupported(
-        "guvectorize(target='cuda')", "which compiles nothing"
-    )
+    _install_ufuncs(cuda, vectorizers, devicearray.FakeCUDAArray)
     devices.gpus.lst = (_CONTEXT,)
     for module in (cuda, api, devicearray):
         for name, value in names.items():
