@@ -62,6 +62,7 @@ FILES = {
 }
 
 GATE = "our gate has no"
+HAS_PADDING_MASK = "is_padding" in inspect.signature(moe_numba.biased_grouped_topk).parameters
 # Tests that must fail: (function, condition on its parameters, what differs). One that passes nevertheless is an error,
 # so that the table cannot become stale.
 DIFFERENCES = [
@@ -95,12 +96,12 @@ DIFFERENCES = [
     (
         "test_fused_topk_softplus_sqrt_padding",
         lambda use_hash, use_padding_mask, **_: use_hash or (use_padding_mask and not HAS_PADDING_MASK),
-        f"{GATE} experts from a table by token",
+        f"{GATE} experts from a table by token" + ("" if HAS_PADDING_MASK else ", and no mask of padding"),
     ),
     (
         "test_dsv4_fast_topk_padding",
         lambda: simulator.ENABLED or not HAS_PADDING_MASK,
-        "the simulator has no CUDA graphs",
+        "the simulator has no CUDA graphs" if simulator.ENABLED else f"{GATE} mask of padding",
     ),
     (
         "test_custom_routing_methods",
@@ -111,7 +112,6 @@ DIFFERENCES = [
     ("test_unsupported_fused_shared_experts_rejected", lambda **_: True, "with us shared experts go with every method"),
     ("test_invalid_args_rejected", lambda: True, "our blocks may have any number of rows, also 12"),
 ]
-HAS_PADDING_MASK = "is_padding" in inspect.signature(moe_numba.biased_grouped_topk).parameters
 
 TOKENS = "num_tokens", "seq_length", "max_tokens_per_batch", "m", "M", "n_token", "numel"  # names of a batch's size
 MOST_TOKENS = 64 if simulator.ENABLED else 1 << 30
@@ -119,9 +119,8 @@ LARGE = {"test_large_batch_smoke"} if simulator.ENABLED else set()
 # Cases of a test function; all of them on a GPU.
 MOST_CASES = int(os.environ.get("MOE_NUMBA_PEERS_CASES", 12 if simulator.ENABLED else 1 << 30))
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # which SGLang's tests have a reference in
-SECONDS = float(
-    os.environ.get("MOE_NUMBA_PEERS_SECONDS", "inf")
-)  # a limit mixes the tests, and skips those that begin later
+# With a limit the tests are mixed, and those that would begin later are skipped.
+SECONDS = float(os.environ.get("MOE_NUMBA_PEERS_SECONDS", "inf"))
 
 
 class Missing:
