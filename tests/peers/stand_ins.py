@@ -15,11 +15,9 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
-import math
 import os
 import random
 import sys
-import time
 import types
 from enum import IntEnum
 from pathlib import Path
@@ -119,8 +117,6 @@ LARGE = {"test_large_batch_smoke"} if simulator.ENABLED else set()
 # Cases of a test function; all of them on a GPU.
 MOST_CASES = int(os.environ.get("MOE_NUMBA_PEERS_CASES", 12 if simulator.ENABLED else 1 << 30))
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # which SGLang's tests have a reference in
-# With a limit the tests are mixed, and those that would begin later are skipped.
-SECONDS = float(os.environ.get("MOE_NUMBA_PEERS_SECONDS", "inf"))
 
 
 class Missing:
@@ -532,7 +528,6 @@ def pytest_configure(config):
     if not HAS_TRITON:
         modules["triton"] = {"jit": lambda function: function, "cdiv": lambda x, y: -(-x // y)}
     sys.meta_path.insert(0, StandIns(modules))
-    config.started = time.monotonic()
     if simulator.ENABLED:
         torch.Generator = CpuGenerator
         torch.cuda.is_available = lambda: True
@@ -564,16 +559,8 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
-    if SECONDS < math.inf:
-        random.Random(0).shuffle(items)
 
 
 def params_of(item):
     """Return the parameters of a test."""
     return item.callspec.params if hasattr(item, "callspec") else {}
-
-
-def pytest_runtest_setup(item):
-    """Skip tests when the time is over."""
-    if time.monotonic() - item.config.started > SECONDS:
-        pytest.skip("MOE_NUMBA_PEERS_SECONDS are over")
