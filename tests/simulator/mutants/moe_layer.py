@@ -73,8 +73,8 @@ MUTANTS = [
         GROUPS,
         (
             GROUP_BY_EXPERT,
-            "expert = topk_ids[int64(token) * token_stride + int64(column) * column_stride]",
-            "expert = int32(topk_ids[int64(token) * token_stride + int64(column) * column_stride])",
+            "expert = topk_ids[int64(token) * token_stride + int64(column) * column_stride]\n                if",
+            "expert = int32(topk_ids[int64(token) * token_stride + int64(column) * column_stride])\n                if",
         ),
     ),
     mutant(
