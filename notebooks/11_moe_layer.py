@@ -468,9 +468,9 @@ by_chunk = group_by(make_chunk_per_warp(G_EXPERTS, G_TOPK, WARPS), 32 * WARPS, I
 group_ladder.step("a chunk per warp", by_chunk, after="torch", predicted_gain_us=gain_us, dtype="int32")
 
 # %% [markdown]
-# **The package's kernel.** `moe_numba.group_by_expert` also starts by PDL, skips invalid expert ids (-1 under expert
-# parallelism), and counts chunks that may begin anywhere, because it shares this code with the path for many assignments:
-# beyond a limit, CTAs count chunks, one CTA scans, and CTAs place their chunks, in three launches.
+# **The package's kernel.** `moe_numba.group_by_expert` also starts by PDL and skips invalid expert ids (-1 under expert
+# parallelism). It shares its sort with the alignment of many tokens: beyond a limit, the CTAs sort a chunk each and
+# exchange their counts within the launch.
 
 # %%
 by_package = partial(moe_numba.group_by_expert, IDS, G_EXPERTS, out=poisoned_groups(IDS, G_EXPERTS))
@@ -480,7 +480,7 @@ group_ladder.save()
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 say(
-    "Interleaved, the package's kernel takes {final:.2f} us and the step's {ours:.2f} us. The former is launched up to {limit} assignments.",
+    "Interleaved, the package's kernel takes {final:.2f} us and the step's {ours:.2f} us. The former has one CTA up to {limit} assignments.",
     final=SORTS.get("final"),
     ours=SORTS.get("a chunk per warp"),
     limit=routing.MAX_SINGLE_CTA_ASSIGNMENTS,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from moe_numba import simulator
-from moe_numba.align import device_functions, large, medium, pairwise, small
+from moe_numba.align import counting_sort, device_functions, large, medium, pairwise, small
 from moe_numba.align.reference import sizes
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import as_tensor
@@ -31,13 +31,14 @@ ID_TYPES = {torch.uint8: "uint8*", torch.int16: "int16*"} | MAP_TYPES
 _MAX_EXPERTS = small.DROP_BUCKET - 1
 _MAX_COUNTED_EXPERTS = 8192  # beyond, shared memory cannot hold a count per expert
 _MAX_ELEMENTS = (1 << 31) - 1
-# Beyond either, the large kernel publishes 32-bit counts and has 64-bit row numbers. All other kernels stay below.
-MAX_NARROW_SLOTS_PER_CTA, MAX_NARROW_ELEMENTS = (1 << 16) - 1, 1 << 30
+MAX_NARROW_ELEMENTS = 1 << 30  # beyond, the counting sort has 64-bit row numbers; all other kernels stay below
 
 # The small kernel serves up to SMALL_MAX_SLOTS slots, the medium kernel up to MEDIUM_MAX_SLOTS. Beyond, the exchange of
-# counts in the large kernel costs less than counting all slots in every CTA.
+# counts in the large kernel costs less than counting all slots in every CTA. Beyond LARGE_MAX_SLOTS so many CTAs take
+# part that a second exchange costs less than adding up all counts in every CTA.
 SMALL_MAX_SLOTS = small.MAX_SLOTS
 MEDIUM_MAX_SLOTS = 16384
+LARGE_MAX_SLOTS, LARGE_MAX_CAPACITY = 1 << 18, 1056  # with more buckets, a CTA has no room for counters of each warp
 
 
 class MediumConfig(NamedTuple):
@@ -134,7 +135,7 @@ def moe_align_block_size(
     Named after the function of SGLang and vLLM. The kernel runs on the caller's current stream. A CUDA graph can
     capture the call once a call of this size has compiled its kernel. Up to 16384 slots (8192 for more than 1053
     experts; fewer on GPUs with few SMs or little shared memory) the CTAs are independent. Beyond, they exchange counts
-    through a workspace per stream and capture (150 KB for 256 experts).
+    through a workspace per stream and capture (for 256 experts 150 KB, beyond 262144 slots 600 KB).
     """
     ids = topk_ids
     # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.
@@ -182,6 +183,7 @@ class AlignPlan:
         fitting = (c for c in _LARGE_CONFIGS if self._large_shared_bytes(c) <= gpu.shared_bytes)
         self.large_config = next(fitting, _LARGE_CONFIGS[-1])
         self.max_large_ctas = min(self.large_config.max_ctas, gpu.sm_count)  # cooperative: all CTAs must be resident
+        self.sort_config = counting_sort.config_for(self.capacity, gpu)
         self._launchers, self._launches = {}, {}
         self.outputs = AlignOutputs(block_size, num_experts, ignore_invalid_experts, ids.device)
 
@@ -210,16 +212,20 @@ class AlignPlan:
     def _large_shared_bytes(self, config):
         return large.shared_bytes(config.threads, self.capacity, config.slots_per_thread)
 
-    def _compile_large(self, wide):
-        config = self.large_config
-        shape = config.threads, self.capacity, config.slots_per_thread
+    def _compile_large(self, config):
         return self._launcher(
-            large.make_large_kernel(*shape, *self.options, wide),
+            large.make_large_kernel(config.threads, self.capacity, config.slots_per_thread, *self.options),
             pointers=(*self.pointers, "int32*"),
             launch_bounds=config.threads,
             shared_bytes=self._large_shared_bytes(config),
             cooperative=True,
         )
+
+    def _compile_counting_sort(self, wide):
+        config = self.sort_config
+        shape = config.threads, self.capacity, config.slots_per_thread
+        kernel = counting_sort.make_counting_sort_kernel(*shape, *self.options, wide)
+        return self._launcher(kernel, pointers=(*self.pointers, "int32*"), **config.launch_options(self.capacity))
 
     def _small(self, numel, aligned):
         return self._cached(self._compile_small, aligned), 1, 32 * max(numel, 1), 0
@@ -241,17 +247,27 @@ class AlignPlan:
         most = min(MEDIUM_MAX_SLOTS, 2 * self.max_large_ctas * self.medium_slots_per_cta)
         return self.medium_fits and numel <= most
 
-    def _large(self, numel, wide):
-        threads = self.large_config.threads
+    def _is_large(self, numel):
+        config = self.large_config
+        most = min(LARGE_MAX_SLOTS, self.max_large_ctas * config.threads * config.slots_per_thread)
+        return self.capacity <= LARGE_MAX_CAPACITY and numel <= most
+
+    def _large(self, numel):
+        config = self.large_config
         # More CTAs have fewer slots each, but more counts to add up.
-        ctas = max(min(math.isqrt(numel * 288 // (32 * self.capacity)), self.max_large_ctas), 1)
-        slots_per_cta = max(-(-numel // (ctas * threads)), 1) * threads
-        if slots_per_cta > MAX_NARROW_SLOTS_PER_CTA:
-            slots_per_cta = max(-(-numel // (self.max_large_ctas * threads)), 1) * threads
-        wide = wide or slots_per_cta > MAX_NARROW_SLOTS_PER_CTA
-        launch = self._cached(self._compile_large, wide)
-        words = large.workspace_words(self.max_large_ctas, self.capacity, wide)
-        return launch, max(-(-numel // slots_per_cta), 1), threads, slots_per_cta, words
+        ctas = min(math.isqrt(numel * 288 // (32 * self.capacity)), self.max_large_ctas)
+        ctas = max(ctas, -(-numel // (config.threads * config.slots_per_thread)), 1)
+        slots_per_cta = max(-(-numel // (ctas * config.threads)), 1) * config.threads
+        launch, words = (
+            self._cached(self._compile_large, config),
+            large.workspace_words(self.max_large_ctas, self.capacity),
+        )
+        return launch, max(-(-numel // slots_per_cta), 1), config.threads, slots_per_cta, words
+
+    def _counting_sort(self, numel, wide):
+        ctas, slots_per_cta = self.sort_config.grid(numel, self.capacity)
+        words = self.sort_config.workspace_words(self.capacity)
+        return self._cached(self._compile_counting_sort, wide), ctas, self.sort_config.threads, slots_per_cta, words
 
     def launch(self, ids, expert_map, outputs):
         """Launch the kernel for the number of slots in ``ids``."""
@@ -282,8 +298,10 @@ class AlignPlan:
             start, ctas, threads, slots_per_cta = self._pairwise(numel)
         elif self._is_medium(numel) and not wide:
             start, ctas, threads, slots_per_cta = self._medium(numel)
+        elif self._is_large(numel) and not wide:
+            start, ctas, threads, slots_per_cta, workspace_words = self._large(numel)
         else:
-            start, ctas, threads, slots_per_cta, workspace_words = self._large(numel, wide)
+            start, ctas, threads, slots_per_cta, workspace_words = self._counting_sort(numel, wide)
         sizes = numel, self.num_experts, self.block_size, slots_per_cta, length, num_blocks
         return start, ctas, threads, workspace_words, sizes
 

@@ -1,8 +1,8 @@
 """Alignment kernel for large numbers of slots: each CTA counts its own slots and publishes the counts to all CTAs.
 
-Counts are published together with the launch number in one 64-bit word. A reader therefore sees from the word itself
-whether it is up to date, without flags or fences. While the counts are in flight, a CTA sorts its slots by expert in
-shared memory, so that its final stores are runs of consecutive elements.
+Two counts are published together with the launch number in one 64-bit word. A reader therefore sees from the word
+itself whether it is up to date, without flags or fences. While the counts are in flight, a CTA sorts its slots by
+expert in shared memory, so that its final stores are runs of consecutive elements.
 """
 
 from functools import cache
@@ -25,91 +25,76 @@ from moe_numba.ptx.atomics import (
     st_relaxed_gpu_u64,
 )
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
-from moe_numba.ptx.warp import FULL_MASK, lanemask_lt
+from moe_numba.ptx.warp import lanemask_lt
 
-SLOT_BITS = 13  # low bits of a sorted entry: the slot's index in its tile; the high bits are its bucket
+SLOT_BITS = 13  # low bits of a sorted entry: the slot's index in its CTA; the high bits are its bucket
 SLOT_MASK = (1 << SLOT_BITS) - 1
 # Workspace: number of launches so far, number of CTAs done with this launch, offset of the CTAs' rows of counts
 LAUNCH_COUNT, CTAS_DONE, HEADER_WORDS = 0, 1, 4
 LOADS_IN_FLIGHT = 8  # rows of counts that a thread loads at once
 
 
-def rounds_for(threads, capacity):
-    """Return 1 if each warp has its own counters; otherwise the warps update shared counters in this many rounds."""
-    return 1 if capacity <= 1056 else threads // 32
-
-
 def shared_bytes(threads, capacity, slots_per_thread):
-    """Return the bytes of dynamic shared memory: five int32 per bucket, counters, masks and a sorted tile."""
-    return 4 * (_sorted_tile_offset(threads, capacity) + threads * slots_per_thread)
+    """Return the bytes of dynamic shared memory: five int32 per bucket, counters and masks of warps, slots."""
+    return 4 * (_sorted_slots_offset(threads, capacity) + threads * slots_per_thread)
 
 
-def _sorted_tile_offset(threads, capacity):
-    return (5 + 2 * threads // 32 if rounds_for(threads, capacity) == 1 else 6) * capacity
+def _sorted_slots_offset(threads, capacity):
+    return (5 + 2 * threads // 32) * capacity
 
 
-def workspace_words(blocks, capacity, wide=False):
-    """Return the size of the workspace in int32; zero it once, and do not use it in concurrent launches."""
-    return HEADER_WORDS + blocks * _row_words(capacity, wide)
+def workspace_words(blocks, capacity):
+    """Return the size of the workspace in int32; zero it once, and do not use it in concurrent launches.
 
-
-def _row_words(capacity, wide):
-    """Return the int32 that a CTA publishes: a 64-bit word for two counts of 16 bits, or for one of 32 bits."""
-    return 2 * capacity if wide else capacity
+    A CTA publishes a 64-bit word for two counts of 16 bits.
+    """
+    return HEADER_WORDS + blocks * capacity
 
 
 @cache
-def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_experts, has_map, wide=False):
-    """Make the kernel. A CTA sorts its ``slots_per_cta`` slots in tiles of up to ``threads * slots_per_thread``.
+def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_experts, has_map):
+    """Make the kernel for at most ``threads * slots_per_thread`` slots per CTA and 2**30 elements per output.
 
-    ``slots_per_cta`` must be a multiple of ``threads``. Published counts have 16 bits and row numbers 32, so there may
-    be at most 65535 slots per CTA and 2**30 elements per output; with ``wide`` 32 and 64 bits, for any sizes.
+    ``slots_per_cta`` must be a multiple of ``threads``.
     """
     check_launch_shape(threads, capacity)
     if not 1 <= slots_per_thread <= (1 << SLOT_BITS) // threads or capacity > 1 << (32 - SLOT_BITS):
         raise ValueError(
-            f"threads is {threads}, slots_per_thread {slots_per_thread} and capacity {capacity}; a tile has at most "
+            f"threads is {threads}, slots_per_thread {slots_per_thread} and capacity {capacity}; a CTA has at most "
             f"{1 << SLOT_BITS} slots of {1 << (32 - SLOT_BITS)} buckets"
         )
-    num_warps, tile_slots = threads // 32, threads * slots_per_thread
-    num_rounds = rounds_for(threads, capacity)
-    counter_rows = num_warps // num_rounds
+    num_warps = threads // 32
     # Offsets in shared memory, in int32
-    counts_offset, first_block_offset, tile_start_offset, counters_offset = (i * capacity for i in (1, 3, 4, 5))
-    masks_offset, sorted_tile_offset = (5 + counter_rows) * capacity, _sorted_tile_offset(threads, capacity)
-    index = int64 if wide else int32
-    counts_per_word = 1 if wide else 2
-    row_words, counts_per_vector = _row_words(capacity, wide), 2 * counts_per_word
-    words_per_row, vectors_per_row = row_words // 2, row_words // 4
+    counts_offset, first_block_offset, places_offset, counters_offset = (i * capacity for i in (1, 3, 4, 5))
+    masks_offset, sorted_slots_offset = (5 + num_warps) * capacity, _sorted_slots_offset(threads, capacity)
+    words_per_row, vectors_per_row = capacity // 2, capacity // 4
     rows_in_parallel = max(threads // vectors_per_row, 1)
     buckets_per_thread = -(-capacity // threads)
     drop_bucket = capacity - 1
     bucket_of = make_bucket_of(capacity, ignore_invalid_experts, has_map)
-    clear_all, clear_counters = make_clear(threads, sorted_tile_offset), make_clear(threads, counter_rows * capacity)
+    clear_all = make_clear(threads, sorted_slots_offset)
     scan = make_scan(threads)
     assign_blocks = make_assign_blocks(threads, capacity)
-    write_padding = make_write_padding(threads, capacity, has_map, index)
+    write_padding = make_write_padding(threads, capacity, has_map)
 
     @cuda.jit(device=True)
-    def load_tile(topk_ids, expert_map, first, last, num_experts, num_steps, buckets):
-        """Load the buckets of a tile: each warp has ``num_steps * 32`` adjacent slots, each lane every 32nd of them."""
-        slot = index(first + (int32(cuda.threadIdx.x) >> 5) * (32 * num_steps) + int32(cuda.threadIdx.x & 31))
+    def load_slots(topk_ids, expert_map, first, last, num_experts, num_steps, buckets):
+        """Load the CTA's buckets: each warp has ``num_steps * 32`` adjacent slots, each lane every 32nd of them."""
+        slot = int32(first + (int32(cuda.threadIdx.x) >> 5) * (32 * num_steps) + int32(cuda.threadIdx.x & 31))
         slot_index = int64(slot)
         for k in range(slots_per_thread):
             buckets[k] = uint32(drop_bucket)
-            if k < num_steps and index(slot + k * 32) < last:
+            if k < num_steps and int32(slot + k * 32) < last:
                 buckets[k] = bucket_of(topk_ids[slot_index + k * 32], expert_map, num_experts)
 
     @cuda.jit(device=True)
     def publish_counts(block_counts, workspace, launch_number):
-        """Publish this CTA's counts; one or two of them and the launch number form one 64-bit word."""
-        row = int64(HEADER_WORDS + cuda.blockIdx.x * row_words)
+        """Publish this CTA's counts; two of them and the launch number form one 64-bit word."""
+        row = int64(HEADER_WORDS + cuda.blockIdx.x * capacity)
         for v in range(-(-words_per_row // threads)):
             i = uint32(cuda.threadIdx.x + v * threads)
             if i < uint32(words_per_row):
-                word = uint32(block_counts[uint32(counts_per_word * i)])
-                if not wide:
-                    word = uint32(word | (block_counts[uint32(2 * i + 1)] << 16))
+                word = uint32(block_counts[uint32(2 * i)] | (block_counts[uint32(2 * i + 1)] << 16))
                 st_relaxed_gpu_u64(workspace, row + 2 * i, (uint64(launch_number) << uint64(32)) | uint64(word))
 
     @cuda.jit(device=True)
@@ -120,20 +105,20 @@ def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_expert
         vector = uint32(thread - uint32(row_in_batch * uint32(vectors_per_row)))
         low = cuda.local.array(LOADS_IN_FLIGHT, uint64)
         high = cuda.local.array(LOADS_IN_FLIGHT, uint64)
-        total = cuda.local.array((2, counts_per_vector), int32)
+        total = cuda.local.array((2, 4), int32)
         tag = uint64(uint64(launch_number) << uint64(32))
         while vector < uint32(vectors_per_row) and row_in_batch < uint32(rows_in_parallel):
-            for c in range(counts_per_vector):
+            for c in range(4):
                 total[0, c] = total[1, c] = int32(0)
             first_row = int32(row_in_batch)
             while first_row < blocks:
-                offset = int64(HEADER_WORDS + first_row * row_words + int32(vector) * 4)
+                offset = int64(HEADER_WORDS + first_row * capacity + int32(vector) * 4)
                 stale = True
                 while stale:
                     for k in range(LOADS_IN_FLIGHT):
                         low[k] = high[k] = tag
                         if int32(first_row + k * rows_in_parallel) < blocks:
-                            low[k], high[k] = ld_relaxed_gpu_u64x2(workspace, offset + k * rows_in_parallel * row_words)
+                            low[k], high[k] = ld_relaxed_gpu_u64x2(workspace, offset + k * rows_in_parallel * capacity)
                     differ = uint64(0)
                     for k in range(LOADS_IN_FLIGHT):
                         differ |= (low[k] ^ tag) | (high[k] ^ tag)
@@ -141,78 +126,68 @@ def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_expert
                 for k in range(LOADS_IN_FLIGHT):
                     a, b = uint32(low[k] & uint64(0xFFFFFFFF)), uint32(high[k] & uint64(0xFFFFFFFF))
                     is_lower_block = int32(first_row + k * rows_in_parallel) < block
-                    for c in range(counts_per_vector):
-                        word = a if c < counts_per_word else b
-                        count = int32(word)
-                        if not wide:
-                            count = int32(word >> uint32(16)) if c % 2 else int32(word & uint32(0xFFFF))
+                    for c in range(4):
+                        word = a if c < 2 else b
+                        count = int32(word >> uint32(16)) if c % 2 else int32(word & uint32(0xFFFF))
                         total[0, c] = int32(total[0, c] + (count if is_lower_block else int32(0)))
                         total[1, c] = int32(total[1, c] + count)
                 first_row = int32(first_row + LOADS_IN_FLIGHT * rows_in_parallel)
-            for c in range(counts_per_vector):
-                bucket = uint32(uint32(counts_per_vector) * vector + uint32(c))
+            for c in range(4):
+                bucket = uint32(uint32(4) * vector + uint32(c))
                 cuda.atomic.add(counts, bucket, total[0, c])
                 cuda.atomic.add(counts, uint32(bucket + uint32(capacity)), int32(total[1, c] - total[0, c]))
             vector = uint32(vector + uint32(threads))
 
     @cuda.jit(device=True)
-    def sort_tile(buckets, num_steps, counters, masks, tile_start, sorted_tile, warp_sums):
-        """Sort a tile's slots by bucket, stably. ``counters`` and ``masks`` must be zero. Synchronise afterwards."""
+    def sort_slots(buckets, num_steps, counters, masks, places, sorted_slots, warp_sums):
+        """Sort the CTA's slots by bucket, stably. ``counters`` and ``masks`` must be zero. Synchronise afterwards."""
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         bit = int32(uint32(1) << lane)
         rank = cuda.local.array(slots_per_thread, int32)
-        counter_row = uint32(warp * uint32(capacity)) if num_rounds == 1 else uint32(0)
-        for counting_round in range(num_rounds):
-            if num_rounds == 1 or warp == uint32(counting_round):
-                for k in range(slots_per_thread):
-                    if k < num_steps:
-                        # Find the lanes with the same bucket: each lane sets its bit in the bucket's mask.
-                        # match.any.sync takes five times as long, but needs no memory.
-                        counter = uint32(counter_row + buckets[k])
-                        if num_rounds == 1:
-                            cuda.atomic.or_(masks, counter, bit)
-                            cuda.syncwarp()
-                            same_bucket = uint32(masks[counter])
-                        else:
-                            same_bucket = uint32(cuda.match_any_sync(FULL_MASK, buckets[k]))
-                        earlier = counters[counter]
-                        cuda.syncwarp()
-                        lower_lanes = uint32(same_bucket & lanemask_lt())
-                        rank[k] = int32(earlier + int32(cuda.popc(lower_lanes)))
-                        if lower_lanes == uint32(0):
-                            if num_rounds == 1:
-                                masks[counter] = int32(0)
-                            counters[counter] = int32(earlier + int32(cuda.popc(same_bucket)))
-                        cuda.syncwarp()
-            if num_rounds > 1:
-                cuda.syncthreads()
+        counter_row = uint32(warp * uint32(capacity))
+        for k in range(slots_per_thread):
+            if k < num_steps:
+                # Find the lanes with the same bucket: each lane sets its bit in the bucket's mask.
+                # match.any.sync takes five times as long, but needs no memory.
+                counter = uint32(counter_row + buckets[k])
+                cuda.atomic.or_(masks, counter, bit)
+                cuda.syncwarp()
+                same_bucket = uint32(masks[counter])
+                earlier = counters[counter]
+                cuda.syncwarp()
+                lower_lanes = uint32(same_bucket & lanemask_lt())
+                rank[k] = int32(earlier + int32(cuda.popc(lower_lanes)))
+                if lower_lanes == uint32(0):
+                    masks[counter] = int32(0)
+                    counters[counter] = int32(earlier + int32(cuda.popc(same_bucket)))
+                cuda.syncwarp()
         cuda.syncthreads()
 
-        # Count each bucket's slots in lower warps, and find where the bucket starts in the tile.
+        # Count each bucket's slots in lower warps, and find where the bucket starts among the sorted slots.
         count = cuda.local.array(buckets_per_thread, int32)
         thread_slots = int32(0)
         for v in range(buckets_per_thread):
             bucket = uint32(uint32(thread * uint32(buckets_per_thread)) + uint32(v))
             count[v] = int32(0)
             if bucket < uint32(capacity):
-                for w in range(counter_rows):
+                for w in range(num_warps):
                     row_count = counters[uint32(bucket + uint32(w * capacity))]
-                    counters[uint32(bucket + uint32(w * capacity))] = count[v] if num_rounds == 1 else int32(0)
+                    counters[uint32(bucket + uint32(w * capacity))] = count[v]
                     count[v] = int32(count[v] + row_count)
             thread_slots = int32(thread_slots + count[v])
         bucket_start, total = scan(thread_slots, warp_sums)
         for v in range(buckets_per_thread):
             bucket = uint32(uint32(thread * uint32(buckets_per_thread)) + uint32(v))
             if bucket < uint32(capacity):
-                tile_start[bucket] = bucket_start
+                places[bucket] = bucket_start
             bucket_start = int32(bucket_start + count[v])
         cuda.syncthreads()
         slot = uint32(uint32(warp * uint32(32 * num_steps)) + lane)
         for k in range(slots_per_thread):
             if k < num_steps:
-                position = uint32(tile_start[buckets[k]] + counters[uint32(counter_row + buckets[k])] + rank[k])
-                sorted_tile[position] = int32((buckets[k] << uint32(SLOT_BITS)) | uint32(slot + uint32(k * 32)))
+                position = uint32(places[buckets[k]] + counters[uint32(counter_row + buckets[k])] + rank[k])
+                sorted_slots[position] = int32((buckets[k] << uint32(SLOT_BITS)) | uint32(slot + uint32(k * 32)))
 
     @cuda.jit
     def moe_align_block_size_large(
@@ -232,32 +207,28 @@ def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_expert
         dynamic = cuda.shared.array(0, int32)
         warp_sums = cuda.shared.array(32, int32)
         block_counts, counts = dynamic[:counts_offset], dynamic[counts_offset:first_block_offset]
-        first_block = dynamic[first_block_offset:tile_start_offset]
-        tile_start = dynamic[tile_start_offset:counters_offset]
-        counters, masks = dynamic[counters_offset:masks_offset], dynamic[masks_offset:sorted_tile_offset]
-        sorted_tile = dynamic[sorted_tile_offset:]
+        first_block = dynamic[first_block_offset:places_offset]
+        places = dynamic[places_offset:counters_offset]
+        counters, masks = dynamic[counters_offset:masks_offset], dynamic[masks_offset:sorted_slots_offset]
+        sorted_slots = dynamic[sorted_slots_offset:]
         buckets = cuda.local.array(slots_per_thread, uint32)
         thread = uint32(cuda.threadIdx.x)
         clear_all(dynamic)
         cuda.syncthreads()
         griddepcontrol_wait()
         launch_number = ld_relaxed_gpu_s32(workspace, LAUNCH_COUNT)
-        first = index(cuda.blockIdx.x * slots_per_cta)
-        last = index(min(first + slots_per_cta, numel))
-        num_steps = int32(min(uint32(last - first + threads - 1) // uint32(threads), uint32(slots_per_thread)))
+        first = int32(cuda.blockIdx.x * slots_per_cta)
+        last = int32(min(first + slots_per_cta, numel))
+        num_steps = int32(uint32(last - first + threads - 1) // uint32(threads))
 
-        # Count this CTA's slots, last tile first. The first tile stays in registers and is sorted while the other CTAs'
-        # counts are in flight.
-        tile_first = index(first + (last - first - 1) // tile_slots * tile_slots)
-        while tile_first >= first:
-            load_tile(topk_ids, expert_map, tile_first, last, num_experts, num_steps, buckets)
-            for k in range(slots_per_thread):
-                cuda.atomic.add(block_counts, buckets[k], int32(1))
-            tile_first = index(tile_first - tile_slots)
+        # Count this CTA's slots. They stay in registers and are sorted while the other CTAs' counts are in flight.
+        load_slots(topk_ids, expert_map, first, last, num_experts, num_steps, buckets)
+        for k in range(slots_per_thread):
+            cuda.atomic.add(block_counts, buckets[k], int32(1))
         launch_number = uint32(launch_number + 1)
         cuda.syncthreads()
         publish_counts(block_counts, workspace, launch_number)
-        sort_tile(buckets, num_steps, counters, masks, tile_start, sorted_tile, warp_sums)
+        sort_slots(buckets, num_steps, counters, masks, places, sorted_slots, warp_sums)
         sum_counts(workspace, launch_number, counts)
         cuda.syncthreads()
         if thread == 0 and atom_add_relaxed_gpu_s32(workspace, CTAS_DONE, 1) == cuda.gridDim.x - 1:
@@ -266,38 +237,19 @@ def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_expert
         griddepcontrol_launch_dependents()
         total_blocks = assign_blocks(counts, first_block, num_experts, block_size, warp_sums)
         cuda.syncthreads()
-        # From here on `block_counts` holds, per bucket, the output row minus the position in the sorted tile.
+        # From here on `block_counts` holds, per bucket, the output row minus the position among the sorted slots.
         for v in range(-(-capacity // threads)):
             i = uint32(thread + uint32(v * threads))
             if i < uint32(capacity):
-                block_counts[i] = int32(first_block[i] * block_size + counts[i] - tile_start[i])
+                block_counts[i] = int32(first_block[i] * block_size + counts[i] - places[i])
         cuda.syncthreads()
 
-        tile_first = first
-        while True:
-            j = thread
-            while j < uint32(tile_start[uint32(drop_bucket)]):
-                entry = uint32(sorted_tile[j])
-                row = int32(block_counts[uint32(entry >> uint32(SLOT_BITS))] + int32(j))
-                sorted_token_ids[row] = int32(tile_first + int32(entry & uint32(SLOT_MASK)))
-                j = uint32(j + uint32(threads))
-            tile_first = index(tile_first + tile_slots)
-            if tile_first >= last:
-                break
-            cuda.syncthreads()
-            for v in range(-(-capacity // threads)):
-                i = uint32(thread + uint32(v * threads))
-                if i < uint32(drop_bucket):
-                    block_counts[i] = int32(block_counts[i] + tile_start[uint32(i + uint32(1))])
-            clear_counters(counters)
-            cuda.syncthreads()
-            load_tile(topk_ids, expert_map, tile_first, last, num_experts, num_steps, buckets)
-            sort_tile(buckets, num_steps, counters, masks, tile_start, sorted_tile, warp_sums)
-            for v in range(-(-capacity // threads)):
-                i = uint32(thread + uint32(v * threads))
-                if i < uint32(capacity):
-                    block_counts[i] = int32(block_counts[i] - tile_start[i])
-            cuda.syncthreads()
+        j = thread
+        while j < uint32(places[uint32(drop_bucket)]):
+            entry = uint32(sorted_slots[j])
+            row = int32(block_counts[uint32(entry >> uint32(SLOT_BITS))] + int32(j))
+            sorted_token_ids[row] = int32(first + int32(entry & uint32(SLOT_MASK)))
+            j = uint32(j + uint32(threads))
         write_padding(
             counts,
             first_block,

@@ -144,8 +144,8 @@ def fused_experts(
     ``expert_map`` (pass -1 for experts of other ranks), ``inplace`` (pass ``out=x``), ``apply_router_weight_on_input``,
     and other activations, such as GELU.
 
-    The first call with new sizes compiles its kernels: call once before a CUDA graph captures the call. Launches, of
-    which :func:`group_by_expert` is one up to 4096 assignments and three beyond:
+    The first call with new sizes compiles its kernels: call once before a CUDA graph captures the call. Launches, one
+    for each name:
 
     - bfloat16: :func:`group_by_expert`, :func:`group_gemm_silu_and_mul_bf16` of gathered rows,
       :func:`group_gemm_bf16`, :func:`weighted_sum`. On a GPU without wgmma, for transposed w13, and for "silu" with a

@@ -15,13 +15,19 @@ from hypothesis import strategies as st
 
 import moe_numba
 from moe_numba import moe_align_block_size, simulator
-from moe_numba.align import api, large, medium, reference
+from moe_numba.align import api, counting_sort, large, medium, reference
 from moe_numba.align.reference import mismatch, sizes
 from moe_numba.runtime import workspace as workspaces
 
 POISON = -12345
 ALL_IDS = (torch.uint8, torch.int16, torch.int32, torch.int64)
-KERNELS = {"default": (api.SMALL_MAX_SLOTS, api.MEDIUM_MAX_SLOTS), "medium": (0, 1 << 31), "large": (0, 0)}
+LIMITS = "SMALL_MAX_SLOTS", "MEDIUM_MAX_SLOTS", "LARGE_MAX_SLOTS"
+KERNELS = {
+    "default": tuple(getattr(api, limit) for limit in LIMITS),
+    "medium": (0, 1 << 31, 0),
+    "large": (0, 0, 1 << 31),  # as far as it goes: the counting sort beyond
+    "counting_sort": (0, 0, 0),
+}
 MAX_FORCED_MEDIUM_SLOTS = 65535  # upper limit of the medium kernel when forced; lower for more than 285 experts
 
 
@@ -67,12 +73,12 @@ def make_map(experts, device, seed=0):
 
 
 def force(which, patch, where=api):
-    """Force a kernel: the medium and the large one are correct for all sizes used here."""
-    for name, value in zip(("SMALL_MAX_SLOTS", "MEDIUM_MAX_SLOTS"), KERNELS[which]):
+    """Force a kernel: all but the small one are correct for the sizes used here."""
+    for name, value in zip(LIMITS, KERNELS[which], strict=True):
         patch.setattr(where, name, value)
 
 
-@pytest.fixture(params=["medium", "large"])
+@pytest.fixture(params=["medium", "large", "counting_sort"])
 def each_kernel(request, monkeypatch):
     force(request.param, monkeypatch)
     return request.param
@@ -322,9 +328,10 @@ def test_thread_orders(seed, preempt, device, each_kernel):
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="weak memory is the simulator's")
 @pytest.mark.parametrize("seed", range(3))
-def test_counts_are_published_with_their_launch_number(seed, device, monkeypatch):
+@pytest.mark.parametrize("which", ["large", "counting_sort"])
+def test_counts_are_published_with_their_launch_number(which, seed, device, monkeypatch):
     """Other CTAs may see two stores in either order."""
-    force("large", monkeypatch)
+    force(which, monkeypatch)
     with simulator.seed(seed), simulator.weak_memory():
         for again in range(2):
             check(make_ids(80, 8, 100, device, invalid=0.1, seed=again), 4, 100)
@@ -346,45 +353,47 @@ def test_id_types_of_the_small_kernel(dtype, device):
     check(ids, 4, 255, expert_map=make_map(255, device), ignore_invalid_experts=True)
 
 
-# Beyond the limits of 16-bit counts, 32-bit row numbers and shared memory
-
-
-def lower_limits(monkeypatch, where=api):
-    """Lower the limits: with fewer slots or rows the large kernel then publishes 32-bit counts."""
-    monkeypatch.setattr(where, "MAX_NARROW_SLOTS_PER_CTA", 64)
-    monkeypatch.setattr(where, "MAX_NARROW_ELEMENTS", 100)
+# Beyond the limits of 32-bit row numbers and shared memory
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
 @pytest.mark.parametrize("tokens, experts", [(0, 8), (1, 8), (20, 100), (100, 64), (9, 1025)])
-def test_wide_counts_and_rows(tokens, experts, dtype, device, monkeypatch):
-    lower_limits(monkeypatch)
-    made, make = [], large.make_large_kernel
-    monkeypatch.setattr(large, "make_large_kernel", lambda *config: made.append(config) or make(*config))
+def test_64_bit_row_numbers(tokens, experts, dtype, device, monkeypatch):
+    monkeypatch.setattr(api, "MAX_NARROW_ELEMENTS", 100)
+    made, make = [], counting_sort.make_counting_sort_kernel
+    monkeypatch.setattr(
+        counting_sort, "make_counting_sort_kernel", lambda *config: made.append(config) or make(*config)
+    )
     ids = make_ids(tokens, 8, experts, device, dtype, invalid=0.1)
     check(ids, 4, experts, longer=101)
     check(ids, 4, experts, expert_map=make_map(experts, device), ignore_invalid_experts=True, longer=101)
     assert [config[-1] for config in made] == [True, True]
 
 
-def test_tiles_of_8192_slots(device, monkeypatch):
+@pytest.mark.parametrize("which", ["large", "counting_sort"])
+def test_tiles_of_8192_slots(which, device, monkeypatch):
     """A slot's index in its tile takes the 13 bits below its bucket; more than 4096 slots need all of them."""
     monkeypatch.setattr(api, "_LARGE_CONFIGS", (api.LargeConfig(512, 16, 1),))
-    force("large", monkeypatch)
+    monkeypatch.setattr(counting_sort, "_CONFIGS", (counting_sort.SortConfig(512, 16, 1),))
+    force(which, monkeypatch)
     check(make_ids(4104, 1, 8, device), 16, 8)
 
 
-def test_slots_per_cta_decide_on_wide_counts(device, monkeypatch):
-    """65535 slots per CTA are the most for 16-bit counts; what works with them keeps its kernel."""
+@pytest.mark.parametrize("sms", [128, 3])
+@pytest.mark.parametrize("numel", [0, 1, 20_000, 32_768, 262_144, 262_145, 8_323_073, (1 << 31) - 1])
+def test_grids(numel, sms, device, monkeypatch):
+    """Each CTA has slots, no more than its kernel takes, and all CTAs are resident."""
     monkeypatch.setattr(api, "_LARGE_CONFIGS", (api.LargeConfig(512, 8, 128),))
+    monkeypatch.setattr(counting_sort, "_CONFIGS", (counting_sort.SortConfig(512, 8, 128),))
     plan = api.AlignPlan(torch.zeros(1, dtype=torch.int32, device=device), 16, 256, None, False)
-    plan.max_large_ctas = 128
+    plan.max_large_ctas, plan.sort_config = sms, plan.sort_config._replace(max_ctas=sms)
     monkeypatch.setattr(plan, "_cached", lambda compile_kernel, config: config)
-    for numel, is_wide in ((20_000, False), (8_323_072, False), (8_323_073, True), ((1 << 31) - 1, True)):
-        wide, ctas, threads, slots_per_cta, words = plan._large(numel, False)
-        assert wide == is_wide and (ctas - 1) * slots_per_cta < numel <= ctas * slots_per_cta and ctas <= 128
-        assert slots_per_cta % threads == 0 and (wide or slots_per_cta < 1 << 16)
-        assert words >= 4 + ctas * plan.capacity * (2 if wide else 1)
+    assert plan._is_large(numel) == (numel <= min(1 << 18, sms * 4096))
+    grids = [plan._counting_sort(numel, False)] + ([plan._large(numel)] if plan._is_large(numel) else [])
+    for config, ctas, threads, slots_per_cta, words in grids:
+        assert (ctas - 1) * slots_per_cta < max(numel, 1) and numel <= ctas * slots_per_cta and ctas <= sms
+        assert slots_per_cta % threads == 0 and words >= 4 + ctas * plan.capacity
+        assert config is False or slots_per_cta <= 4096
 
 
 @pytest.mark.parametrize("ignore", [False, True])
@@ -562,11 +571,20 @@ WRONG = {  # name: (module, kernel, source text, its replacement)
     ),
     "a block writes too far": ("device_functions", "large", "row < num_blocks:", "row < num_blocks + 1:"),
     "a CTA's own slots count as slots of lower CTAs": ("large", "large", "< block\n", "<= block\n"),
-    "counts are published with 16 bits": (
-        "large",
-        "wide",
-        "counts_per_word = 1 if wide",
-        "counts_per_word = 2 if wide",
+    "a CTA's own slots count as those of lower CTAs": (
+        *("counting_sort", "counting_sort"),
+        "int32(up_to_lane - of_lane)",
+        "up_to_lane",
+    ),
+    "sums of a tile's buckets are not subtracted": (
+        *("counting_sort", "counting_sort"),
+        "int32(others[i] - tile_start[i])",
+        "others[i]",
+    ),
+    "equal lanes are in reverse": (
+        *("counting_sort", "counting_sort"),
+        "same_bucket & ~lanemask_lt()",
+        "same_bucket & (uint32(0xFFFFFFFF) >> (uint32(31) - lane))",
     ),
     "a slot is its own predecessor": ("pairwise", "pairwise", "slot < thread", "slot <= thread"),
     "equal buckets are lower": ("pairwise", "pairwise", "[slot] < bucket", "[slot] <= bucket"),
@@ -588,8 +606,15 @@ RACES = {
         "cuda.syncthreads()\n        if not launch_dependents",
         "if not launch_dependents",
     ),
-    "no barrier after masks": ("large", "large", f"counter, bit)\n{' ' * 28}cuda.syncwarp()", "counter, bit)"),
+    "no barrier after masks": ("large", "large", f"counter, bit)\n{' ' * 16}cuda.syncwarp()", "counter, bit)"),
     "no wait for the other CTAs": ("large", "large", "while stale:", "for _ in range(1):"),
+    "no wait for all counts": ("counting_sort", "counting_sort", "while stale:", "for _ in range(1):"),
+    "no wait for the sums of all": (
+        "counting_sort",
+        "counting_sort",
+        " or uint32(total >> uint32(32)) != launch_number",
+        "",
+    ),
 }
 NUM_TOKENS = 80  # top-8: enough for several CTAs in both kernels
 
@@ -598,7 +623,7 @@ def changed(module, right, wrong, monkeypatch):
     """Reload the package's modules with a change in one of them, and return its api module; it has new workspaces."""
     for cache in ("_workspaces", "_pools"):
         monkeypatch.setattr(workspaces, cache, {})
-    for name in ("device_functions", "small", "medium", "large", "pairwise", "api"):
+    for name in ("device_functions", "small", "medium", "large", "counting_sort", "pairwise", "api"):
         real = importlib.import_module(f"moe_numba.align.{name}")
         source, fresh = inspect.getsource(real), types.ModuleType(real.__name__)
         if name == module:
@@ -616,8 +641,6 @@ def test_checker_rejects_wrong_kernels(case, monkeypatch, device):
     module, which, right, wrong = (WRONG | RACES)[case]
     wrong_api = changed(module, right, wrong, monkeypatch)
     experts = 10_000 if which == "pairwise" else 100
-    if which == "wide":
-        lower_limits(monkeypatch, wrong_api)
     force(which if which in KERNELS else "large", monkeypatch, wrong_api)
     for seed in range(10):
         # New ids each time, so that stale results do not pass

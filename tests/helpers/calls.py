@@ -243,7 +243,7 @@ CALLS = {
     "experts of a layer, FP8 with a scale per expert": moe_layer_with_scales_per_expert(),
     "a layer of one token": layer_of_one_token(),
     "rows in FP8, a scale per row": long_rows(),
-    "assignments by expert, three launches": many_assignments(),
+    "assignments by expert, many CTAs": many_assignments(),
     "dispatch to an output": dispatch_to_output(False),
     "FP8 dispatch to an output": dispatch_to_output(True),
     "dispatch and combine": dispatch_and_combine(),

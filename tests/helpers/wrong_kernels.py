@@ -8,7 +8,7 @@ import inspect
 from moe_numba import simulator
 from moe_numba.runtime.changed_source import changed_module
 
-_CHANGEABLE = tuple(f"moe_numba.{package}." for package in ("grouped_gemm", "expert_parallel", "ptx"))
+_CHANGEABLE = tuple(f"moe_numba.{package}." for package in ("align", "grouped_gemm", "expert_parallel", "ptx"))
 
 
 def changed(module, right, wrong, *more):

@@ -8,7 +8,7 @@ from moe_numba.runtime.sass import compile_apart
 SOURCE = """
 import moe_numba
 from moe_numba.align import with_gate
-from moe_numba.align import large, medium, pairwise, small
+from moe_numba.align import counting_sort, large, medium, pairwise, small
 from moe_numba.gate import four_tokens_per_warp, generic, one_token_per_warp, packed_keys
 from moe_numba.gate.one_token_per_warp import GateConfig
 from moe_numba.shared_experts import kernel as shared_experts
@@ -54,8 +54,14 @@ ALIGNERS = {
     "medium": ("medium.make_medium_kernel(512, 8, 288, False, False)", ALIGN, 512, False),
     "medium_8192": ("medium.make_medium_kernel(1024, 8, 8224, True, True)", ALIGN, 1024, False),
     "large": ("large.make_large_kernel(512, 288, 8, False, False)", ["int32*", *ALIGN], 512, False),
-    "large_8192": ("large.make_large_kernel(512, 8224, 8, True, True)", ["int32*", *ALIGN], 512, False),
-    "large_wide": ("large.make_large_kernel(512, 288, 8, False, False, True)", ["uint8*", *ALIGN], 512, False),
+    **{
+        name: (f"counting_sort.make_counting_sort_kernel(512, {options})", [ids, *ALIGN], 512, False)
+        for name, options, ids in (
+            ("counting_sort", "288, 8, False, False", "int32*"),
+            ("counting_sort_8192", "8224, 8, True, True", "int32*"),
+            ("counting_sort_wide", "288, 8, False, False, True", "uint8*"),
+        )
+    },
     "pairwise": ("pairwise.make_pairwise_kernel(True, True)", ALIGN, 1024, False),
     "fused_single_cta": (f"with_gate.make_single_cta_kernel({CONFIG}, False, True, False, False)", FUSED, 1024, False),
     "fused_cluster": (f"with_gate.make_cluster_kernel({CONFIG}, False, 288, False, False)", FUSED, 256, False),
@@ -74,7 +80,17 @@ def reports():
 
 
 @pytest.mark.parametrize(
-    "name", ["small", "medium", "large", "large_wide", "pairwise", "fused_single_cta", "fused_cluster"]
+    "name",
+    [
+        "small",
+        "medium",
+        "large",
+        "counting_sort",
+        "counting_sort_wide",
+        "pairwise",
+        "fused_single_cta",
+        "fused_cluster",
+    ],
 )
 def test_alignment_uses_no_local_or_generic_memory(name, reports):
     """No stack, and no generic loads and stores."""
@@ -88,22 +104,23 @@ def test_alignment_uses_no_local_or_generic_memory(name, reports):
         == 0
     )
     assert report.count("ST") == (8 if name == "fused_cluster" else 0)  # to the shared memory of eight CTAs
-    assert report.registers <= {"large": 128, "large_wide": 128}.get(name, 64)
+    assert report.registers <= {"large": 128, "counting_sort": 128, "counting_sort_wide": 128}.get(name, 64)
 
 
-@pytest.mark.parametrize("name", ["medium_8192", "large_8192"])
+@pytest.mark.parametrize("name", ["medium_8192", "counting_sort_8192"])
 def test_alignment_does_not_spill_for_8192_experts(name, reports):
     assert reports[name].spilled_bytes == 0
 
 
-@pytest.mark.parametrize("name, batch", [("medium", 8), ("large", 8), ("fused_cluster", 2)])
+@pytest.mark.parametrize("name, batch", [("medium", 8), ("large", 8), ("counting_sort", 16), ("fused_cluster", 2)])
 def test_counting_is_one_atomic_without_return(name, batch, reports):
     assert reports[name].count("ATOMS.POPC.INC.32") == batch
 
 
-def test_counts_are_exchanged_without_fences(reports):
-    report = reports["large"]
-    assert report.count("LDG.E.128.STRONG.GPU") >= 8 and report.count("STG.E.64.STRONG.GPU")
+@pytest.mark.parametrize("name, loads", [("large", 8), ("counting_sort", 2)])
+def test_counts_are_exchanged_without_fences(name, loads, reports):
+    report = reports[name]
+    assert report.count("LDG.E.128.STRONG.GPU") >= loads and report.count("STG.E.64.STRONG.GPU")
     assert report.count("MEMBAR") == 0
 
 

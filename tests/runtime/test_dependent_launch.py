@@ -28,7 +28,7 @@ from moe_numba import (
     simulator,
 )
 from moe_numba.align import api as align_api
-from moe_numba.align import large, medium, small
+from moe_numba.align import counting_sort, large, medium, small
 from moe_numba.align import reference as align_reference
 from moe_numba.align import with_gate as gate_align
 from moe_numba.expert_parallel import get_dispatch_layout
@@ -236,13 +236,18 @@ CASES = {  # name: (module of the kernel, call that checks its result, limits of
     "align, small": (small, lambda late: align(late, 3), {}),
     "align, medium": (medium, align, {}),
     "align, large": (large, align, {(align_api, "SMALL_MAX_SLOTS"): 0, (align_api, "MEDIUM_MAX_SLOTS"): 0}),
+    "align, counting sort": (
+        counting_sort,
+        align,
+        {(align_api, f"{kernel}_MAX_SLOTS"): 0 for kernel in ("SMALL", "MEDIUM", "LARGE")},
+    ),
     "gate and align, one CTA": (gate_align, lambda late: route_and_align(late, 3), {}),
     "gate and align, cluster": (gate_align, lambda late: route_and_align(late, 11), {}),
     "shared experts": (fuse_kernel, append_shared_experts, {}),
     "dispatch layout": (dispatch_layout, count_tokens, {}),
     "assignments by expert": (kernel_group_by_expert, group, {}),
-    "assignments by expert, three launches": (
-        kernel_group_by_expert,
+    "assignments by expert, many CTAs": (
+        counting_sort,
         group,
         {(group_by_expert_api, "MAX_SINGLE_CTA_ASSIGNMENTS"): 0},
     ),

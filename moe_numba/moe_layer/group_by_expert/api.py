@@ -1,26 +1,26 @@
-"""``group_by_expert``: checks its arguments, chooses one launch or three, and launches the kernels."""
-
-from functools import partial
+"""``group_by_expert``: checks its arguments, chooses the number of CTAs, and launches the kernel."""
 
 import torch
 
 from moe_numba import simulator
+from moe_numba.align import counting_sort
+from moe_numba.align.device_functions import capacity_for
 from moe_numba.moe_layer.group_by_expert import kernel as kernels
+from moe_numba.runtime import device as devices
 from moe_numba.runtime.launch import address, launcher
 from moe_numba.runtime.outputs import Outputs, remember
 from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_device, check_int, check_tensor, make_outputs
+from moe_numba.runtime.workspace import workspace
 
 ID_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
 _MAX_ASSIGNMENTS = 1 << 30
 _COUNTER_BYTES = 32 * 1024  # limits the warps of a CTA, which have a counter per expert each
 
-# Up to this number one CTA takes less time than two more launches.
-MAX_SINGLE_CTA_ASSIGNMENTS = 4096
+MAX_SINGLE_CTA_ASSIGNMENTS = 4096  # beyond, several CTAs and their exchange of counts take less time
 _THREADS: tuple[int, ...] = (256, 512, 1024)
-_MIN_CHUNK, _MAX_CHUNKS = 2048, 128
 if simulator.ENABLED:  # fewer threads, since the simulator runs them one after another
-    _THREADS, _MIN_CHUNK = (64,), 128
+    _THREADS = (64,)
 
 _plans: dict = {}
 
@@ -45,7 +45,7 @@ def group_by_expert(
         1 to 512.
     out : (seqlens, cu_seqlens, gather_indices, inverse_indices), optional
         Contiguous tensors to write into, which must overlap neither an input nor each other. The call then neither
-        allocates nor synchronises.
+        allocates nor synchronises, except that the first call on a stream may allocate a workspace (see Notes).
 
     Returns
     -------
@@ -70,8 +70,9 @@ def group_by_expert(
     -----
     The first three outputs are the ``seqlens``, ``cu_seqlens`` and ``gather_indices`` of
     :func:`moe_numba.group_gemm_bf16` and its relatives, the last is for :func:`moe_numba.weighted_sum`. Results are
-    bit-identical from run to run. One launch up to 4096 assignments, three beyond. A CUDA graph can capture the call
-    once a call of this size has compiled its kernels.
+    bit-identical from run to run. One launch; beyond 4096 assignments its CTAs exchange counts through a workspace per
+    stream and capture (600 KB for 256 experts). A CUDA graph can capture the call once a call of this size has compiled
+    its kernel.
     """
     if type(num_experts) is not int:  # True would find the plan for 1
         num_experts = check_int("num_experts", num_experts)
@@ -83,11 +84,10 @@ def group_by_expert(
 
 
 def _make_plan(ids, num_experts):
-    """Check the arguments; return a function that launches the kernels, and the :class:`Outputs`."""
+    """Check the arguments; return a function that launches the kernel, and the :class:`Outputs`."""
     tokens, topk = check_routing(ids, num_experts)
-    # Three launches need at least one chunk.
-    one = tokens * topk <= max(MAX_SINGLE_CTA_ASSIGNMENTS, _MIN_CHUNK - 1, num_experts - 1)
-    start = (_plan_one_launch if one else _plan_three_launches)(ids, num_experts)
+    one = tokens * topk <= MAX_SINGLE_CTA_ASSIGNMENTS
+    start = (_plan_one_cta if one else _plan_many_ctas)(ids, num_experts)
     return start, Outputs(describe_outputs(tokens, topk, num_experts), ids.device)
 
 
@@ -97,49 +97,26 @@ def _most_threads(num_experts):
     return fitting[-1]
 
 
-def _launcher(kernel, signature, device, threads, words=0):
-    options = dict(launch_bounds=threads, shared_bytes=4 * words, dependent=True)
-    return launcher(kernel, signature, device.index or 0, **options)
-
-
-def _plan_one_launch(ids, num_experts):
+def _plan_one_cta(ids, num_experts):
     assignments, most = ids.numel(), _most_threads(num_experts)
     threads = next((t for t in _THREADS if t >= max(assignments, num_experts) and t < most), most)
     kernel = kernels.make_single_cta_kernel(num_experts, ids.shape[1], threads)
     signature = ID_TYPES[ids.dtype], *["int32*"] * 4, "int32", "int64", "int64"
-    start = _launcher(kernel, signature, ids.device, threads, kernels.counter_words(threads, num_experts))
-    sizes = assignments, *ids.stride()
+    options = dict(launch_bounds=threads, shared_bytes=4 * kernels.counter_words(threads, num_experts), dependent=True)
+    start, sizes = launcher(kernel, signature, ids.device.index or 0, **options), (assignments, *ids.stride())
     return lambda *pointers: start(1, threads, None, *pointers, *sizes)
 
 
-def _plan_three_launches(ids, num_experts):
-    assignments, topk, threads = ids.numel(), ids.shape[1], _most_threads(num_experts)
-    chunk = max(_MIN_CHUNK, num_experts, -(-assignments // _MAX_CHUNKS))
-    num_chunks = assignments // chunk
-    id_type, strides, start = ID_TYPES[ids.dtype], ("int64", "int64"), partial(_launcher, device=ids.device)
-    count = start(
-        kernels.make_count_chunks_kernel(num_experts, topk, threads),
-        (id_type, "int32*", "int32", "int32", *strides),
-        threads=threads,
-        words=-(-num_experts // 4) * 4,
-    )
-    scan = start(
-        kernels.make_scan_chunks_kernel(num_experts, threads), (*["int32*"] * 3, "int32", "int32"), threads=threads
-    )
-    assign = start(
-        kernels.make_assign_chunks_kernel(num_experts, topk, threads),
-        (id_type, *["int32*"] * 3, "int32", "int32", *strides),
-        threads=threads,
-        words=kernels.counter_words(threads, num_experts),
-    )
-    sizes = assignments, chunk, *ids.stride()
-
-    def launch(ids, seqlens, cu_seqlens, gather_indices, inverse_indices):
-        count(num_chunks, threads, None, ids, inverse_indices, *sizes)
-        scan(1, threads, None, inverse_indices, seqlens, cu_seqlens, num_chunks, chunk)
-        assign(num_chunks, threads, None, ids, cu_seqlens, gather_indices, inverse_indices, *sizes)
-
-    return launch
+def _plan_many_ctas(ids, num_experts):
+    assignments, gpu, device = ids.numel(), devices.gpu_of(ids.device), ids.device.index or 0
+    capacity = capacity_for(num_experts, gpu.capability)
+    config = counting_sort.config_for(capacity, gpu)
+    kernel = kernels.make_many_ctas_kernel(config.threads, capacity, config.slots_per_thread, ids.shape[1])
+    signature = ID_TYPES[ids.dtype], *["int32*"] * 5, *["int32"] * 3, "int64", "int64"
+    start = launcher(kernel, signature, device, dependent=True, **config.launch_options(capacity))
+    words, (ctas, per_cta) = config.workspace_words(capacity), config.grid(assignments, capacity)
+    sizes = assignments, num_experts, per_cta, *ids.stride()
+    return lambda *pointers: start(ctas, config.threads, None, *pointers, address(workspace(device, words)), *sizes)
 
 
 def check_routing(ids, num_experts):

@@ -1,21 +1,20 @@
-"""Kernels of ``group_by_expert``: a stable counting sort of assignments by expert.
+"""Kernels of ``group_by_expert``: stable counting sorts of assignments by expert.
 
-An assignment is an element of ``topk_ids``; assignments are numbered in row-major order. Each warp has a contiguous
+An assignment is an element of ``topk_ids``; assignments are numbered in row-major order. In the kernel of one CTA each
+warp has a contiguous
 share of them and a row of counters in shared memory, one per expert. The warp counts its share; a scan over experts and
 warps turns the counts into the first row of each expert and warp; the warp then reads its share again (from L1) and
 assigns rows in order. Equal experts among 32 lanes are found with one ballot per bit of the expert's number, which
 needs neither a second array in shared memory nor ``match.any.sync``, whose time grows with the number of experts.
 
-Few assignments take one launch of one CTA. Many take three: (1) each CTA counts a chunk, (2) one CTA scans the counts,
-(3) each CTA assigns the rows of its chunk. The counts of a chunk are kept in its part of ``inverse_indices``, which
-only the chunk's own CTA overwrites, so that no workspace is needed. A chunk has at least as many assignments as there
-are experts.
+Few assignments take one CTA. Many take the alignment's counting sort, whose CTAs exchange their counts.
 """
 
 from functools import cache
 
 from numba import cuda, int32, int64, uint32
 
+from moe_numba.align.counting_sort import make_sort
 from moe_numba.align.device_functions import check_launch_shape, make_clear, make_scan
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import FULL_MASK, lanemask_lt, uniform
@@ -65,17 +64,14 @@ def share_of_warp(first, end, num_warps):
 
 
 @cache
-def make_count(num_experts, topk, threads, row_per_warp):
-    """Make ``count(...)``, which counts this CTA's assignments; ``counters`` must be zero.
-
-    ``row_per_warp``: each warp counts in a row of its own, otherwise all warps in the first.
-    """
+def make_count(num_experts, topk, threads):
+    """Make ``count(...)``: each warp counts its assignments in a row of ``counters``, which must be zero."""
     load_experts, num_warps = make_load_experts(num_experts, topk), threads // 32
 
     @cuda.jit(device=True)
     def count(topk_ids, token_stride, column_stride, first, end, counters):
         start, warp_end = share_of_warp(first, end, num_warps)
-        row = int32((cuda.threadIdx.x >> 5) * num_experts) if row_per_warp else int32(0)
+        row = int32((cuda.threadIdx.x >> 5) * num_experts)
         experts = cuda.local.array(_BATCH, int32)
         assignment = int32(start + (cuda.threadIdx.x & 31))
         while assignment < warp_end:
@@ -170,7 +166,7 @@ def make_single_cta_kernel(num_experts, topk, threads):
     _check(num_experts, threads)
     experts_per_thread = -(-num_experts // threads)
     clear, scan = make_clear(threads, counter_words(threads, num_experts)), make_scan(threads)
-    count, assign = make_count(num_experts, topk, threads, True), make_assign(num_experts, topk, threads)
+    count, assign = make_count(num_experts, topk, threads), make_assign(num_experts, topk, threads)
     scan_warps = make_scan_warps(num_experts, threads)
 
     @cuda.jit
@@ -220,107 +216,57 @@ def make_single_cta_kernel(num_experts, topk, threads):
     return group_by_expert
 
 
-@cuda.jit(device=True)
-def chunk_of_cta(assignments, chunk):
-    """Return the first assignment of this CTA's chunk, and its end; the last chunk has the remainder as well."""
-    first = int32(cuda.blockIdx.x * chunk)
-    return first, assignments if cuda.blockIdx.x == cuda.gridDim.x - 1 else int32(first + chunk)
-
-
 @cache
-def make_count_chunks_kernel(num_experts, topk, threads):
-    """Make the first of three kernels: one CTA per chunk writes the chunk's count of each expert."""
-    _check(num_experts, threads)
-    counter_vectors = -(-num_experts // 4)
-    clear, count = make_clear(threads, 4 * counter_vectors), make_count(num_experts, topk, threads, False)
+def make_many_ctas_kernel(threads, capacity, slots_per_thread, topk):
+    """Make the kernel for many assignments; see :func:`moe_numba.align.counting_sort.make_sort`.
+
+    In its words an assignment is a slot, the blocks have one row each, and slots with invalid ids are dropped.
+    """
+    drop_bucket = capacity - 1
+
+    @cuda.jit(device=True)
+    def bucket_of_slot(inputs, slot, num_experts):
+        topk_ids, token_stride, column_stride = inputs
+        token = int32(uint32(slot) // uint32(topk))
+        column = int32(int32(slot) - token * topk)
+        expert = topk_ids[int64(token) * token_stride + int64(column) * column_stride]
+        # Compare before narrowing: an int64 may wrap around to a valid id.
+        is_valid = expert >= 0 and expert < num_experts
+        return uint32(uint32(expert) + uint32(1)) if is_valid else uint32(drop_bucket)
+
+    @cuda.jit(device=True)
+    def write_slot(outputs, row, slot):
+        outputs[0][row] = int32(uint32(slot) // uint32(topk))
+
+    sort = make_sort(threads, capacity, slots_per_thread, bucket_of_slot, write_slot, True)
 
     @cuda.jit
-    def group_by_expert_count(topk_ids, inverse_indices, assignments, chunk, token_stride, column_stride):
-        counters = cuda.shared.array(0, int32)
-        clear(counters)
-        cuda.syncthreads()
-        griddepcontrol_wait()
-        griddepcontrol_launch_dependents()
-        first, end = chunk_of_cta(assignments, chunk)
-        count(topk_ids, token_stride, column_stride, first, end, counters)
-        cuda.syncthreads()
-        expert = int32(cuda.threadIdx.x)
-        while expert < num_experts:
-            inverse_indices[int32(first + expert)] = counters[expert]
-            expert = int32(expert + threads)
-
-    return group_by_expert_count
-
-
-@cache
-def make_scan_chunks_kernel(num_experts, threads):
-    """Make the second kernel, of one CTA: replace counts by those of lower chunks; write the groups' sizes."""
-    _check(num_experts, threads)
-    experts_per_thread, scan = -(-num_experts // threads), make_scan(threads)
-
-    @cuda.jit
-    def group_by_expert_scan(inverse_indices, seqlens, cu_seqlens, num_chunks, chunk):
-        warp_sums = cuda.shared.array(32, int32)
-        griddepcontrol_wait()
-        griddepcontrol_launch_dependents()
-        first = int32(cuda.threadIdx.x * experts_per_thread)
-        lengths = cuda.local.array(experts_per_thread, int32)
-        counts = cuda.local.array(_ROWS_IN_FLIGHT, int32)
-        thread_total = int32(0)
-        for v in range(experts_per_thread):
-            lengths[v] = int32(0)
-            if first + v < num_experts:
-                c = int32(0)
-                while c < num_chunks:
-                    for k in range(_ROWS_IN_FLIGHT):
-                        counts[k] = int32(0)
-                        if c + k < num_chunks:
-                            counts[k] = inverse_indices[int32((c + k) * chunk + first + v)]
-                    for k in range(_ROWS_IN_FLIGHT):
-                        if c + k < num_chunks:
-                            inverse_indices[int32((c + k) * chunk + first + v)] = lengths[v]
-                        lengths[v] = int32(lengths[v] + counts[k])
-                    c = int32(c + _ROWS_IN_FLIGHT)
-            thread_total = int32(thread_total + lengths[v])
-        row, total = scan(thread_total, warp_sums)
-        for v in range(experts_per_thread):
-            if first + v < num_experts:
-                cu_seqlens[first + v] = row
-                seqlens[first + v] = lengths[v]
-            row = int32(row + lengths[v])
-        if cuda.threadIdx.x == 0:
-            cu_seqlens[num_experts] = total
-
-    return group_by_expert_scan
-
-
-@cache
-def make_assign_chunks_kernel(num_experts, topk, threads):
-    """Make the third kernel: one CTA per chunk assigns the rows of the chunk."""
-    _check(num_experts, threads)
-    clear = make_clear(threads, counter_words(threads, num_experts))
-    count, assign = make_count(num_experts, topk, threads, True), make_assign(num_experts, topk, threads)
-    scan_warps = make_scan_warps(num_experts, threads)
-
-    @cuda.jit
-    def group_by_expert_assign(
-        topk_ids, cu_seqlens, gather_indices, inverse_indices, assignments, chunk, token_stride, column_stride
+    def group_by_expert_many_ctas(
+        topk_ids,
+        seqlens,
+        cu_seqlens,
+        gather_indices,
+        inverse_indices,
+        workspace,
+        assignments,
+        num_experts,
+        assignments_per_cta,
+        token_stride,
+        column_stride,
     ):
-        counters, starts = cuda.shared.array(0, int32), cuda.shared.array(MAX_EXPERTS, int32)
-        clear(counters)
-        cuda.syncthreads()
-        griddepcontrol_wait()
-        griddepcontrol_launch_dependents()
-        first, end = chunk_of_cta(assignments, chunk)
-        count(topk_ids, token_stride, column_stride, first, end, counters)
-        cuda.syncthreads()
-        expert = int32(cuda.threadIdx.x)
-        while expert < num_experts:
-            starts[expert] = int32(cu_seqlens[expert] + inverse_indices[int32(first + expert)])
-            scan_warps(counters, expert)
-            expert = int32(expert + threads)
-        cuda.syncthreads()  # all counts of lower chunks have been read: `assign` overwrites them
-        assign(topk_ids, token_stride, column_stride, first, end, starts, counters, gather_indices, inverse_indices)
-        fill_tail(gather_indices, cu_seqlens[num_experts], assignments)
+        dynamic = cuda.shared.array(0, int32)
+        warp_sums = cuda.shared.array(32, int32)
+        inputs, outputs = (topk_ids, token_stride, column_stride), (gather_indices, inverse_indices)
+        counts, first_row, total = sort(
+            inputs, outputs, workspace, assignments, num_experts, int32(1), assignments_per_cta, dynamic, warp_sums
+        )
+        first, stride = int32(cuda.blockIdx.x * threads + cuda.threadIdx.x), int32(cuda.gridDim.x * threads)
+        expert = first
+        while expert <= num_experts:
+            cu_seqlens[expert] = first_row[expert + 1]
+            if expert < num_experts:
+                seqlens[expert] = int32(counts[expert + 1] + counts[expert + 1 + capacity])
+            expert = int32(expert + stride)
+        fill_tail(gather_indices, total, assignments)
 
-    return group_by_expert_assign
+    return group_by_expert_many_ctas

@@ -3,13 +3,15 @@
 from .mutant import mutant
 
 SHARED, LARGE = "moe_numba/align/device_functions.py", "moe_numba/align/large.py"
+SORT = "moe_numba/align/counting_sort.py"
 SMALL, MEDIUM = "moe_numba/align/small.py", "moe_numba/align/medium.py"
 GATE_ALIGN, FUSE = "moe_numba/align/with_gate.py", "moe_numba/shared_experts/kernel.py"
 TESTS = "tests/align/test_align.py"
 ORDERS = TESTS, "-k", "test_thread_orders and large"
+SORT_ORDERS = TESTS, "-k", "test_thread_orders and counting_sort"
 LATE_INPUTS = ("tests/runtime/test_dependent_launch.py::test_inputs_are_read_after_the_wait[align, medium]",)
 SHAPES = TESTS, "-k", "test_shapes and large and (1025 or 8192)"
-PUBLISHED = (f"{TESTS}::test_counts_are_published_with_their_launch_number",)
+PUBLISHED = TESTS, "-k", "test_counts_are_published_with_their_launch_number"
 NEW_WORKSPACE = (f"{TESTS}::test_a_new_workspace_is_zeroed",)
 TILES = (f"{TESTS}::test_tiles_of_8192_slots",)
 FUSED = ("tests/align/test_gate_align.py::test_thread_orders[0]",)
@@ -62,17 +64,13 @@ MUTANTS = [
         "A09",
         "barrier removed before a tile's memory is reused (write after read)",
         SHAPES,
-        (LARGE, "                break\n            cuda.syncthreads()\n", "                break\n"),
+        (SORT, "                break\n            cuda.syncthreads()\n", "                break\n"),
     ),
     mutant(
         "A10",
         "__syncwarp() removed between reads and writes of counters",
         ORDERS,
-        (
-            LARGE,
-            "earlier = counters[counter]\n                        cuda.syncwarp()\n",
-            "earlier = counters[counter]\n",
-        ),
+        (LARGE, "earlier = counters[counter]\n                cuda.syncwarp()\n", "earlier = counters[counter]\n"),
     ),
     mutant(
         "A11",
@@ -111,8 +109,7 @@ MUTANTS = [
         SHAPES,
         (
             LARGE,
-            "counters[counter] = int32(earlier + int32(cuda.popc(same_bucket)))\n"
-            "                        cuda.syncwarp()\n",
+            "counters[counter] = int32(earlier + int32(cuda.popc(same_bucket)))\n                cuda.syncwarp()\n",
             "counters[counter] = int32(earlier + int32(cuda.popc(same_bucket)))\n",
         ),
     ),
@@ -120,18 +117,66 @@ MUTANTS = [
         "A19",
         "barrier removed after the first rows are computed",
         ORDERS,
-        (LARGE, "counts[i] - tile_start[i])\n        cuda.syncthreads()\n", "counts[i] - tile_start[i])\n"),
+        (LARGE, "counts[i] - places[i])\n        cuda.syncthreads()\n", "counts[i] - places[i])\n"),
     ),
     mutant(
         "A20",
-        "barrier removed before the next tile overwrites what is still read",
-        SHAPES,
+        "barrier removed before a tile's rows are stored, and before the next tile overwrites them",
+        SORT_ORDERS,
         (
-            LARGE,
-            "                    block_counts[i] = int32(block_counts[i] - tile_start[i])\n"
-            "            cuda.syncthreads()\n",
-            "                    block_counts[i] = int32(block_counts[i] - tile_start[i])\n",
+            SORT,
+            "            cuda.syncthreads()\n\n            for k in range(slots_per_thread):\n                j =",
+            "\n            for k in range(slots_per_thread):\n                j =",
         ),
+    ),
+    mutant(
+        "A21",
+        "number of launches not stored",
+        SORT_ORDERS,
+        (SORT, "st_relaxed_gpu_s32(workspace, LAUNCH_COUNT, int32(launch_number))", "pass"),
+    ),
+    mutant(
+        "A22",
+        "barrier removed after the sums of all CTAs are received",
+        SORT_ORDERS,
+        (
+            SORT,
+            "receive_sums(num_experts, workspace, launch_number, counts)\n                cuda.syncthreads()",
+            "receive_sums(num_experts, workspace, launch_number, counts)",
+        ),
+    ),
+    mutant(
+        "A23",
+        "flag published before its number: two 32-bit stores in place of one of 64 bits",
+        PUBLISHED,
+        (
+            SORT,
+            "        st_relaxed_gpu_u64(workspace, int64(HEADER_WORDS) + 2 * int64(position), word)",
+            "        workspace[int64(HEADER_WORDS) + 2 * int64(position) + 1] = int32(launch_number)\n"
+            "        workspace[int64(HEADER_WORDS) + 2 * int64(position)] = int32(value)",
+        ),
+    ),
+    mutant(
+        "A24",
+        "__syncwarp() removed between the atomics of a warp and its reads",
+        SORT_ORDERS,
+        (SORT, "counter, int32(1))\n                        cuda.syncwarp()\n", "counter, int32(1))\n"),
+    ),
+    mutant(
+        "A25",
+        "__syncwarp() removed between reads of counters and the next atomics",
+        SORT_ORDERS,
+        (
+            SORT,
+            "next_place[k] = counters[counter]\n                        cuda.syncwarp()\n",
+            "next_place[k] = counters[counter]\n",
+        ),
+    ),
+    mutant(
+        "A26",
+        "barrier removed before the counts of a tile are scanned",
+        SORT_ORDERS,
+        (SORT, "            cuda.syncthreads()\n            is_first =", "            is_first ="),
     ),
     mutant(
         "C01",

@@ -4,6 +4,7 @@ from .mutant import mutant
 
 LAYER, TESTS = "moe_numba/moe_layer", "tests/moe_layer"
 GROUP_BY_EXPERT, PERMUTE = f"{LAYER}/group_by_expert/kernel.py", f"{LAYER}/permute/kernel.py"
+SORT = "moe_numba/align/counting_sort.py"  # of group_by_expert
 WEIGHTED_SUM, SILU_AND_MUL = f"{LAYER}/weighted_sum/kernel.py", f"{LAYER}/silu_and_mul/kernel.py"
 QUANT, CAST = f"{LAYER}/per_token_quant/kernel.py", "moe_numba/quantise/fp8_cast_kernels.py"
 SHARED_EXPERTS = "moe_numba/shared_experts/kernel.py"
@@ -26,18 +27,9 @@ def late_inputs(kernel):
 MUTANTS = [
     mutant(
         "ML01",
-        "barrier removed between counting a chunk and reading the counts of all warps",
+        "sizes of groups are the assignments of lower CTAs only",
         GROUPS,
-        (
-            GROUP_BY_EXPERT,
-            "        cuda.syncthreads()\n"
-            "        expert = int32(cuda.threadIdx.x)\n"
-            "        while expert < num_experts:\n"
-            "            inverse_indices",
-            "        expert = int32(cuda.threadIdx.x)\n"
-            "        while expert < num_experts:\n"
-            "            inverse_indices",
-        ),
+        (GROUP_BY_EXPERT, "int32(counts[expert + 1] + counts[expert + 1 + capacity])", "counts[expert + 1]"),
     ),
     mutant(
         "ML02",
@@ -71,9 +63,9 @@ MUTANTS = [
     ),
     mutant(
         "ML05",
-        "the last chunks, fewer than a thread loads at once, are not scanned",
+        "the number of all rows is not stored",
         GROUPS,
-        (GROUP_BY_EXPERT, "while c < num_chunks:", "while c + _ROWS_IN_FLIGHT <= num_chunks:"),
+        (GROUP_BY_EXPERT, "while expert <= num_experts:", "while expert < num_experts:"),
     ),
     mutant(
         "ML06",
@@ -81,8 +73,8 @@ MUTANTS = [
         GROUPS,
         (
             GROUP_BY_EXPERT,
-            "expert = topk_ids[int64(token) * token_stride + int64(column) * column_stride]",
-            "expert = int32(topk_ids[int64(token) * token_stride + int64(column) * column_stride])",
+            "expert = topk_ids[int64(token) * token_stride + int64(column) * column_stride]\n                if",
+            "expert = int32(topk_ids[int64(token) * token_stride + int64(column) * column_stride])\n                if",
         ),
     ),
     mutant(
@@ -98,26 +90,9 @@ MUTANTS = [
     ),
     mutant(
         "ML08",
-        "griddepcontrol.wait removed from the last of three kernels, which reads the results of the others",
+        "assignments with id -1 get a row",
         GROUPS,
-        (
-            GROUP_BY_EXPERT,
-            "        griddepcontrol_wait()\n"
-            "        griddepcontrol_launch_dependents()\n"
-            "        first, end = chunk_of_cta(assignments, chunk)\n"
-            "        count(topk_ids, token_stride, column_stride, first, end, counters)\n"
-            "        cuda.syncthreads()\n"
-            "        expert = int32(cuda.threadIdx.x)\n"
-            "        while expert < num_experts:\n"
-            "            starts",
-            "        griddepcontrol_launch_dependents()\n"
-            "        first, end = chunk_of_cta(assignments, chunk)\n"
-            "        count(topk_ids, token_stride, column_stride, first, end, counters)\n"
-            "        cuda.syncthreads()\n"
-            "        expert = int32(cuda.threadIdx.x)\n"
-            "        while expert < num_experts:\n"
-            "            starts",
-        ),
+        (SORT, "int32(-1) if buckets[k] == uint32(drop_bucket) else row", "row"),
     ),
     mutant(
         "ML09",
@@ -302,16 +277,6 @@ MUTANTS = [
             GROUP_BY_EXPERT,
             "                cuda.syncwarp()\n                if expert >= 0 and lower_lanes == uint32(0):\n",
             "                if expert >= 0 and lower_lanes == uint32(0):\n",
-        ),
-    ),
-    mutant(
-        "ML32",
-        "__syncthreads() weakened before a chunk's assignments replace the counts of lower chunks",
-        GROUPS,
-        (
-            GROUP_BY_EXPERT,
-            "cuda.syncthreads()  # all counts of lower chunks have been read",
-            "cuda.syncwarp()  # all counts of lower chunks have been read",
         ),
     ),
 ]
