@@ -17,23 +17,27 @@ import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from moe_numba.runtime.elf import sections
 
 __all__ = [
+    "Instruction",
     "MachineCode",
     "body_and_loops",
     "compile_apart",
     "disassemble",
     "disassembler",
+    "instructions",
     "resources",
-    "sass_per_line",
     "static_shared_bytes",
     "warnings_of",
 ]
 
 _RESERVED_SHARED_BYTES = 1024  # from compute capability 9.0 on, machine code counts the system's part as well
 _LINE = re.compile(r'//## File "(.*?)", line (\d+)')
+_ENCODED = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ )?\s*([A-Z][A-Z0-9_.]+)")
+_CONTROL = re.compile(r"\s+/\* 0x([0-9a-f]{16}) \*/$")  # the upper half of an instruction's 128 bits
 _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)")
 _EXIT = re.compile(r"\*/\s+EXIT\b")
 _SECTION = re.compile(r"^\s*\.section\s+\.text\.")
@@ -86,27 +90,61 @@ def disassemble(cubin, *options):
         return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def sass_per_line(text):
-    """Count the instructions of each source line in what ``disassemble`` returns with ``"-gi"`` or ``"-g"``.
+class Instruction(NamedTuple):
+    """An instruction of a kernel's machine code, with the bits by which the compiler schedules it.
 
-    Instructions of an inlined device function count for its own line; with ``"-g"``, for the line of the call. The
-    padding after a kernel's end does not count.
-
-    Returns
-    -------
-    dict
-        (file, line) -> number of instructions; empty for code without line information.
+    `stall` is the number of clocks until the warp may issue the next one. An instruction of unknown latency sets one
+    of six scoreboards when it has written its result (`sets`) or read its operands (`sets_read`), or none (None);
+    `waits` is a mask of those that it waits for before it is issued. A branch has a `target`, as an index of all
+    instructions. `site` is the (file, line) of its source, or None.
     """
-    counts, site, previous = {}, None, ""
+
+    opcode: str
+    predicated: bool
+    site: tuple | None
+    target: int | None
+    stall: int
+    sets: int | None
+    sets_read: int | None
+    waits: int
+
+
+def instructions(text):
+    """Return the instructions of a kernel in what ``disassemble`` returns with ``"-hex"``, without padding.
+
+    With ``"-gi"``, instructions of an inlined device function have its own line as their site; with ``"-g"``, that of
+    the call. Functions that the kernel calls, such as the slow path of a division, are left out.
+    """
+    found, labels, targets, site, previous, section = [], {}, {}, None, "", 0
+    kernel = {
+        name for name in re.findall(r"^\s*\.section\s+\.text\.(\S+?),", text, re.M) if f".global         {name}" in text
+    }
     for line in text.splitlines():
-        if found := _LINE.search(line):
+        if start := re.match(r"\s*\.section\s+\.text\.(\S+?),", line):
+            section = start[1] in kernel or len(kernel) != 1
+        elif mark := _LINE.search(line):
             if not _LINE.search(previous):  # the lines of the calls follow that of the inlined function
-                site = found[1], int(found[2])
-        elif site and (found := _OPCODE.search(line)):
-            is_padding = found[1] == "NOP" or f"BRA `({previous.strip().rstrip(':')})" in line
-            counts[site] = counts.get(site, 0) + (not is_padding)
+                site = mark[1], int(mark[2])
+        elif label := _LABEL.search(line):
+            labels[label[1]] = len(found)
+        elif section and (code := _ENCODED.search(line)):
+            branch = _BRANCH.search(line)
+            is_padding = code[2] == "NOP" or branch and previous.strip() == f".{branch[1]}:"
+            if not is_padding:
+                targets[len(found)] = branch and branch[1]
+                found.append(Instruction(code[2], bool(code[1]), site, None, 1, None, None, 0))
+            continued = not is_padding
+        elif section and found and continued and (bits := _CONTROL.match(line)):
+            control = int(bits[1], 16) >> 41
+            sets, sets_read = control >> 5 & 7, control >> 8 & 7
+            found[-1] = found[-1]._replace(
+                stall=control & 15,
+                sets=sets if sets < 6 else None,
+                sets_read=sets_read if sets_read < 6 else None,
+                waits=control >> 11 & 63,
+            )
         previous = line
-    return counts
+    return [code._replace(target=labels.get(targets[n])) if targets[n] else code for n, code in enumerate(found)]
 
 
 def body_and_loops(text):

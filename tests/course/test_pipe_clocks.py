@@ -9,7 +9,8 @@ from moe_numba import simulator  # noqa: F401  before numba
 # isort: split
 from numba import cuda, float32
 
-from moe_numba.course.lessons.gate.pipe_clocks import NAMES, PIPES, PipeClocks, clocks_of, executions, pipe_clocks
+from moe_numba.course.lessons.gate.pipe_clocks import NAMES, PipeClocks, clocks_of, executions, pipe_clocks
+from moe_numba.course.steps.estimate import PIPES
 from moe_numba.runtime.sass import MachineCode, body_and_loops
 
 SASS = """

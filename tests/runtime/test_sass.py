@@ -70,3 +70,34 @@ def test_a_process_that_has_ended_is_replaced():
     sass._servers[0].process.kill()
     sass._servers[0].process.wait()
     assert compile_apart(SOURCE, REQUEST)["kernel"].registers > 0
+
+
+SASS = """
+	.section	.text.slow_path,"ax",@progbits
+        /*0000*/                   FMUL R0, R0, R1 ;  /* 0x00 */
+                                                                             /* 0x000fe20000000800 */
+	.section	.text.kernel,"ax",@progbits
+        .global         kernel
+	//## File "a.py", line 7 inlined at "b.py", line 3
+	//## File "b.py", line 3
+.L_x_1:
+        /*0000*/              @!P1 LDG.E R3, [R2] ;                          /* 0x000000ff0600720c */
+                                                                             /* 0x000ee40000000800 */
+	//## File "b.py", line 4
+        /*0010*/                   FADD R0, R0, R3 ;                         /* 0x00000004ff007982 */
+                                                                             /* 0x008fca0000000000 */
+        /*0020*/               @P0 BRA `(.L_x_1) ;                           /* 0x0000000400689947 */
+                                                                             /* 0x000fea0003800000 */
+.L_x_2:
+        /*0030*/                   BRA `(.L_x_2);                            /* 0x00000004006899ff */
+                                                                             /* 0x000fea0003800000 */
+        /*0040*/                   NOP;                                      /* 0x0000000000007918 */
+                                                                             /* 0x000fc00000000000 */
+"""
+
+
+def test_instructions_have_lines_targets_and_what_they_wait_for():
+    load, add, branch = sass.instructions(SASS)
+    assert load == sass.Instruction("LDG.E", True, ("a.py", 7), None, 2, 3, None, 0)
+    assert add == sass.Instruction("FADD", False, ("b.py", 4), None, 5, None, None, 1 << 3)
+    assert (branch.opcode, branch.target, branch.predicated) == ("BRA", 0, True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
@@ -26,7 +27,7 @@ from moe_numba.runtime.tensor_map import tensor_map
 from moe_numba.simulator.core.scheduler import override_settings
 from moe_numba.simulator.memory_model.ranks import pointer_at
 from moe_numba.simulator.profiler.bank_conflicts import count_wavefronts
-from moe_numba.simulator.profiler.coalescing import count_sectors
+from moe_numba.simulator.profiler.coalescing import sectors_of
 from moe_numba.simulator.profiler.counters import METRICS
 from moe_numba.simulator.profiler.occupancy import gpu_properties, occupancy
 from moe_numba.simulator.profiler.report import source_text
@@ -361,6 +362,47 @@ def test_contention_across_warps(engine):
     assert result.total.warp_contention == 6
 
 
+@pytest.mark.parametrize("engine", ["vector", "threads"])
+def test_first_sectors_and_contention_of_sectors(engine):
+    @cuda.jit
+    def kernel(x, total):
+        i = cuda.threadIdx.x
+        for k in range(8):
+            x[256 + i] = x[8 * i + k]
+        cuda.atomic.add(total, i // 32, 1)
+        cuda.atomic.add(total, i % 32, 1)
+
+    with override_settings(engine=engine):
+        result = profiled(kernel, 2, 64, np.zeros(768, np.int32), np.zeros(32, np.int32))
+    loads, same, spread = line(result, "x[8"), line(result, "i // 32"), line(result, "i % 32")
+    assert (loads.global_load_sectors, loads.global_load_first_sectors) == (2 * 2 * 8 * 32, 2 * 64)
+    assert loads.accesses["global", "load", 4].wavefronts == 2 * 2 * 8 * 8
+    # Four warps update a sector: all of them at one address, two at each of two addresses, and each of four sectors.
+    assert (same.warp_contention, same.sector_contention) == (2, 4)
+    assert (spread.warp_contention, spread.sector_contention) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "cluster, blocks, ran", [(None, 4, [8, 24, 40, 56]), (2, 5, [16, 17, 48, 49]), (None, 100, None)]
+)
+def test_a_sample_of_the_blocks(cluster, blocks, ran):
+    @cuda.jit
+    def kernel(y):
+        if cuda.threadIdx.x == 0:
+            y[cuda.blockIdx.x] = 1
+
+    y = np.zeros(64, np.int32)
+    with simulator.profile(blocks=blocks) as p:
+        launch(kernel, 64, 64, torch.from_numpy(y), cluster=cluster)
+    ran = list(range(64)) if ran is None else ran
+    assert y.nonzero()[0].tolist() == ran
+    found = p["kernel"].launches[0]
+    assert (found["grid"], found["blocks"], found["warps"]) == ([64, 1, 1], len(ran), 2 * len(ran))
+    assert p["kernel"].total.global_store_requests == len(ran)
+    with pytest.raises(ValueError, match="blocks is 0; it must be at least 1"), simulator.profile(blocks=0):
+        pass
+
+
 # --- executions and divergence --------------------------------------------------------------------------------------
 
 
@@ -607,6 +649,14 @@ def test_the_critical_path_takes_the_busiest_warp_between_two_barriers(engine):
     assert (result.total.global_load_requests, result.total.shuffles) == (3 * (8 + 3 + 2), 3 * 5)
     # Warp 0 in the first phase, warp 1 in the second: each has 3 loads of its own elements.
     assert result.longest_chain({"global_load_requests": 2, "shuffles": 3}) == max(16, 15) + 2 * 4
+    ones = {counters: np.array([1.0, 0.0]) for counters in result.lines}
+    (each,) = result.phases.per_warp(ones)  # the blocks did the same
+    path = [phase["executions"] for phase in result.critical_path.phases]
+    assert (
+        each.shape == (2, 32, 2)
+        and each[..., 0].max(1).tolist() == path
+        and each[..., 0].sum() * 3 == (result.total.executions)
+    )
     with pytest.raises(ValueError, match="weights has loads; its keys must be of executions"):
         result.longest_chain({"loads": 1})
     with pytest.raises(AttributeError, match="a critical path has no counter 'loads'"):
@@ -906,5 +956,8 @@ def test_a_gpu_is_named_or_described():
 
 
 def test_sectors_of_accesses_across_their_boundaries():
-    assert count_sectors([30], 4) == 2
-    assert count_sectors([0, 4, 28, 32], 4) == 2
+    sectors, new, lines = sectors_of(
+        np.array([[30, 30, 30, 30], [0, 4, 28, 32], [0, 96, 126, 300]]), np.ones((3, 4), bool), 4
+    )
+    assert [row[kept].tolist() for row, kept in zip(sectors, new)] == [[0, 1], [0, 1], [0, 3, 4, 9]]
+    assert lines.tolist() == [1, 1, 3]

@@ -189,7 +189,7 @@ class Diagnose:
                 return Verdict(self.name, OPEN, f"no choice yet ({known}); the scores appear with it")
             return Verdict(self.name, WRONG, f"you chose {choice!r}; the choices are {known}")
         scores = {name: self.measure(candidate) for name, candidate in self.candidates.items()}
-        best = min(scores, key=lambda name: scores[name].chain_us)
+        best = min(scores, key=lambda name: scores[name].us)
         shortest = f"{'It' if choice == best else best} has the shortest critical path."
         return Verdict(
             self.name,

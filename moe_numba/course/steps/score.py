@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_numba import simulator
-from moe_numba.course.bench.latencies import latencies
-from moe_numba.course.steps.chain_model import chain_us, describe_error, error_factor
+from moe_numba.course.steps.estimate import describe_error, error_factor, part_us
 from moe_numba.simulator.core.typed_code import reachable
 from moe_numba.simulator.profiler.report import KernelProfile, Part
 
@@ -55,7 +54,7 @@ _TOTAL_ROWS = {
 _EXPLANATIONS = {
     PATH: "between two barriers, of the warp that has most to do, summed over all of them",
     TOTAL: "what the schedulers must issue and the memory must serve",
-    MODEL: "latencies of the critical path",
+    MODEL: "time of one block by `estimate`, without the launch",
 }
 
 
@@ -70,7 +69,7 @@ class Score:
     rows : dict
         (section, row) -> number; a section is `PATH`, `TOTAL` or `MODEL`. All rows, zeros included.
     gpu : str
-        Whose latencies the model takes.
+        Whose time the model estimates.
     """
 
     name: str
@@ -84,9 +83,9 @@ class Score:
         return self.rows[PATH, row]
 
     @property
-    def chain_us(self) -> float:
-        """The modelled latency of the critical path."""
-        return self.rows[MODEL, "latency"]
+    def us(self) -> float:
+        """The estimated time of one block in microseconds."""
+        return self.rows[MODEL, "time"]
 
     def __str__(self):
         return str(compare(self))
@@ -134,25 +133,18 @@ def count(
 
 
 def score(
-    kernel: Any,
-    run: Callable[[Any], object],
-    hole: Callable | None = None,
-    name: str = "",
-    gpu: str = "H200",
-    instructions: bool = False,
+    kernel: Any, run: Callable[[Any], object], hole: Callable | None = None, name: str = "", gpu: str = "H200"
 ) -> Score:
     """Count what a kernel does, or the functions of a hole in it; parameters and errors are those of `count`.
 
-    ``name`` heads the column, by default the name of the hole or the kernel. ``gpu`` is the one whose recorded
-    latencies the model takes. With ``instructions`` the kernel is compiled for it, and the totals have an estimate of
-    the instructions that warps execute; it is wrong for loops that the compiler unrolls.
+    ``name`` heads the column, by default the name of the hole or the kernel. The kernel is compiled for ``gpu``. The
+    total of instructions is wrong for loops that the compiler unrolls; the time takes account of that.
     """
-    counted = count(kernel, run, hole, gpu if instructions else None)
+    counted = count(kernel, run, hole, gpu)
     path, total = counted.critical_path, counted.total
     rows: dict[tuple[str, str], float] = {(PATH, row): getattr(path, name) for name, row in _PATH_ROWS.items()}
-    rows[MODEL, "latency"] = chain_us(counted, gpu)
-    if instructions:
-        rows[TOTAL, "instructions"] = counted.estimated_instructions or 0
+    rows[MODEL, "time"] = part_us(counted, gpu)
+    rows[TOTAL, "instructions"] = counted.estimated_instructions or 0
     rows |= {(TOTAL, row): getattr(total, name) for name, row in _TOTAL_ROWS.items()}
     rows[TOTAL, "launches"] = len(counted.kernel.launches)
     return Score(name or (hole or kernel).__name__, rows, gpu)
@@ -181,14 +173,14 @@ class Comparison:
 
     def _verdict(self, before, after):
         """Say whether the critical path and the totals agree, and whether the model's gain is beyond its error."""
-        gain = before.chain_us / after.chain_us if after.chain_us else float("inf")
+        gain = before.us / after.us if after.us else float("inf")
         lines = after.rows[TOTAL, "lines"] / max(before.rows[TOTAL, "lines"], 1)
         if gain > 1 and lines > 1:
             agree = "The critical path is shorter, and all warps together execute more lines"
         elif gain < 1 and lines < 1:
             agree = "The critical path is longer, and all warps together execute fewer lines"
         elif max(gain, 1 / gain) <= error_factor(after.gpu):
-            agree = "The latencies differ by less than the model's error"
+            agree = "The times differ by less than the model's error"
         else:
             return "The critical path and the totals agree, and the gain is beyond the model's error."
         return f"{agree}: only a GPU decides."
@@ -235,11 +227,6 @@ def compare(*scores: Score) -> Comparison:
     if not scores:
         raise ValueError("compare needs a score")
     return Comparison(scores)
-
-
-def latency_text(gpu: str = "H200") -> str:
-    """Return the latencies that the model takes, in words."""
-    return str(latencies(gpu))
 
 
 def _text(section, number):

@@ -15,7 +15,7 @@ from moe_numba.simulator.asynchronous.uses_async import uses_async_instructions
 from moe_numba.simulator.capability import SIMULATED, SM_COUNT, SM_LIMITS
 from moe_numba.simulator.core.engine import CONVERGING, Dim3, Thread
 from moe_numba.simulator.core.errors import ClusterError, SimulatorError
-from moe_numba.simulator.core.scheduler import SLOWEST, World, shuffle
+from moe_numba.simulator.core.scheduler import SLOWEST, World, settings, shuffle
 from moe_numba.simulator.core.shared import SharedLayout, SharedMemory
 
 _MAX_LOCAL_BYTES = 512 * 1024  # per thread
@@ -173,10 +173,10 @@ class Grid:
         self.options = {}  # those of `cuda.jit`
         self.shared_layout, self.uses_async = SharedLayout(shared_bytes), uses_async_instructions(kernel)
         self.block_size = self.block_dim.x * self.block_dim.y * self.block_dim.z
-        self.size = self.block_size * self.grid_dim.x * self.grid_dim.y * self.grid_dim.z
         self.context, self.open_rendezvous, self.blocks = world.context, {}, []
-        for z, y, x in np.ndindex(self.grid_dim.z, self.grid_dim.y, self.grid_dim.x):
+        for z, y, x in self._sampled(settings["sampled_blocks"]):
             self.blocks.append(Block(self, (x, y, z)))
+        self.size = self.block_size * len(self.blocks)
         if not world.makes_warps_late:
             for block in self.blocks:
                 block.warps  # noqa: B018  their priorities follow from the seed, in this order
@@ -195,6 +195,18 @@ class Grid:
         self.rank, self.label = None, ""  # set where several ranks run together; the label precedes blocks in messages
         self.exited = 0  # threads
         self.active = len(self.blocks)  # blocks that have not ended, plus async copies that have not completed
+
+    def _sampled(self, most):
+        """Return the indices (z, y, x) of the blocks that run: all, or those of evenly spaced clusters."""
+        indices = list(np.ndindex(self.grid_dim.z, self.grid_dim.y, self.grid_dim.x))
+        if most is None or self.cooperative or len(indices) <= most:
+            return indices
+        clusters = {}
+        for index in indices:
+            clusters.setdefault(tuple(i // n for i, n in zip(index[::-1], self.cluster_dim)), []).append(index)
+        count = max(most * len(clusters) // len(indices), 1)
+        kept = {round((i + 0.5) * len(clusters) / count - 0.5) for i in range(count)}
+        return [index for number, each in enumerate(clusters.values()) if number in kept for index in each]
 
     @property
     def resident_blocks(self) -> int:

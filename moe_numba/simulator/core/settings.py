@@ -53,7 +53,8 @@ class Settings:
     `seed`, `preempt`, `slow_warp` (None, or a warp of each block that runs last), `races` (whether to detect data
     races), `weak_memory` (see `store_buffer`), `wraparound` (whether computed negative indices count from the end) and
     `compile` (whether launched kernels are compiled at the end, see `compiler.launched`) are values. `events` is the
-    list of a trace; `ranks`, `rank` and `exchange`: see `ranks`.
+    list of a trace; `sampled_blocks` is the number of blocks that run of larger grids, or None for all (see
+    `profiler.collect.profile`); `ranks`, `rank` and `exchange`: see `ranks`.
     The environment is read when a value is needed, so that a wrong variable does not fail an import.
     """
 

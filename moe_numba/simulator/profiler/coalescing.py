@@ -10,24 +10,26 @@ import sys
 
 import numpy as np
 
-SECTOR_BYTES = 32
-
-
-def count_sectors(addresses, size):
-    """Count the distinct sectors that accesses of `size` bytes at these addresses, of one request, touch."""
-    addresses = np.array([*addresses], np.int64)[None, :]
-    return int(sectors_of(addresses, np.ones(addresses.shape, bool), size)[0])
+SECTOR_BYTES, LINE_BYTES = 32, 128
 
 
 def sectors_of(addresses, active, size):
-    """Count the distinct sectors of requests: byte addresses [request, lane], and which lanes are active."""
+    """Return the sectors of requests: byte addresses [request, lane], and which lanes are active.
+
+    The results are the sectors of each row in ascending order, which of them to take, so that each counts once, and
+    how many lines of 128 bytes they are.
+    """
     first = addresses // SECTOR_BYTES
     more = int(((addresses + (size - 1)) // SECTOR_BYTES - first).max(initial=0))
     if more:
         last = (addresses + (size - 1)) // SECTOR_BYTES
         first = np.concatenate([np.minimum(first + k, last) for k in range(more + 1)], 1)
         active = np.tile(active, (1, more + 1))
-    return np.count_nonzero(_first_of_equal(first, active)[1], axis=1)
+    sectors, new = _first_of_equal(first, active)
+    lines = sectors // (LINE_BYTES // SECTOR_BYTES)
+    new_lines = new.copy()
+    new_lines[:, 1:] &= lines[:, 1:] != lines[:, :-1]
+    return sectors, new, np.count_nonzero(new_lines, axis=1)
 
 
 def contention_of(addresses, active):

@@ -26,7 +26,7 @@ from moe_numba.simulator.core.errors import SimulatorError
 from moe_numba.simulator.core.memory import LocalArray
 from moe_numba.simulator.core.scheduler import override_settings, settings
 from moe_numba.simulator.profiler.bank_conflicts import count_matrices, count_wavefronts
-from moe_numba.simulator.profiler.coalescing import DeviceAddresses, count_sectors
+from moe_numba.simulator.profiler.coalescing import DeviceAddresses, sectors_of
 from moe_numba.simulator.profiler.collect_vectors import VectorCollector
 from moe_numba.simulator.profiler.control_flow import FunctionCode, belongs_to_kernel, passes_calls_on
 from moe_numba.simulator.profiler.counters import (
@@ -45,7 +45,7 @@ _contexts = itertools.count(1)
 
 
 @contextlib.contextmanager
-def profile(gpu=None):
+def profile(gpu=None, blocks=None):
     """Return a context that profiles every kernel launched inside: `with simulator.profile() as p: ...; print(p)`.
 
     Parameters
@@ -54,6 +54,10 @@ def profile(gpu=None):
         GPU whose occupancy is reported: a name ("H200", "H100", "A100", "B200", "L4", "T4", "RTX 4090") or an object
         with `capability` and `sm_count`. The kernels are then compiled for it, if Numba's compiler is installed, which
         takes some seconds each.
+    blocks : int, optional
+        Run only about so many blocks of larger grids, in whole and evenly spaced clusters. The counters are those of
+        the blocks that run; the kernel's output is incomplete, and blocks that wait for others end in an error. A
+        cooperative launch always runs whole.
 
     Yields
     ------
@@ -61,9 +65,11 @@ def profile(gpu=None):
     """
     if settings["ranks"] is not None:
         raise SimulatorError("simulator.profile() is used within simulator.together(): enter it outside")
+    if blocks is not None and blocks < 1:
+        raise ValueError(f"blocks is {blocks}; it must be at least 1, or None for all")
     result = Profile(gpu)
     collector = Collector(result)
-    with override_settings(profile=collector):
+    with override_settings(profile=collector, sampled_blocks=blocks):
         yield result
     result.complete()
 
@@ -80,14 +86,14 @@ def _called_by(caller, frame):
 class _Warp:
     """What the lanes of a warp executed since they last waited for one another."""
 
-    def __init__(self, warp, kernel, contending):
+    def __init__(self, warp, kernel, contending, updated, loaded):
         self.warp, self.kernel, self.running = warp, kernel, len(warp.threads)
         self.executions = {}  # (context, counters of the statement, iteration) -> mask of lanes
         # (context, offset, iteration, number, space, operation, size) -> (line counters, {lane: address})
         self.accesses = {}
         self.contexts = {}  # (caller's context, offset, iteration, function) -> context
         self.phase, self.counts = 0, {}  # block-wide barriers that it has passed; see `phases`
-        self.contending = contending  # see `Collector`
+        self.contending, self.updated, self.loaded = contending, updated, loaded  # see `Collector`
 
     def count(self, counters, counter, more=1):
         """Count in the current phase of the block."""
@@ -103,7 +109,7 @@ class _Warp:
             self.count(counters, "executions")
         for (*_, space, operation, size), (counters, addresses) in self.accesses.items():
             kind = counters.accesses.setdefault((space, operation, size), Accesses())
-            conflicts = _count(kind, space, operation, size, addresses)
+            conflicts = self._count(kind, space, operation, size, addresses)
             self.count(counters, "bank_conflicts", conflicts)
             if counter := access_counter(space, operation):
                 self.count(counters, counter)
@@ -114,23 +120,32 @@ class _Warp:
         self.accesses.clear()
         self.contexts.clear()
 
-
-def _count(kind, space, operation, size, addresses):
-    """Count one request of the lanes in `addresses`; return its bank conflicts."""
-    kind.requests += 1
-    kind.lanes += len(addresses)
-    kind.bytes += size * len(addresses)
-    conflicts = 0
-    if operation == "atomic":
-        kind.contention = max(kind.contention, *collections.Counter(addresses.values()).values())
-    elif space == "shared":
-        wavefronts, ideal = count_wavefronts(addresses, size, operation == "load")
-        kind.wavefronts += wavefronts
-        kind.ideal_wavefronts += ideal
-        conflicts = wavefronts - ideal
-    if space == "global":
-        kind.sectors += count_sectors(addresses.values(), size)
-    return conflicts
+    def _count(self, kind, space, operation, size, addresses):
+        """Count one request of the lanes in `addresses`; return its bank conflicts."""
+        kind.requests += 1
+        kind.lanes += len(addresses)
+        kind.bytes += size * len(addresses)
+        conflicts = 0
+        if operation == "atomic":
+            kind.contention = max(kind.contention, *collections.Counter(addresses.values()).values())
+        elif space == "shared":
+            wavefronts, ideal = count_wavefronts(addresses, size, operation == "load")
+            kind.wavefronts += wavefronts
+            kind.ideal_wavefronts += ideal
+            conflicts = wavefronts - ideal
+        if space == "global":
+            row = np.array([*addresses.values()], np.int64)[None, :]
+            sectors, new, lines = sectors_of(row, np.ones(row.shape, bool), size)
+            touched = sectors[new].tolist()
+            kind.sectors += len(touched)
+            kind.wavefronts += int(lines[0])
+            if operation == "load":
+                loaded = self.loaded[self.warp.block]
+                kind.first_sectors += len(set(touched) - loaded)
+                loaded.update(touched)
+            if operation == "atomic":
+                self.updated[kind].update((self.warp.block.grid, sector) for sector in touched)
+        return conflicts
 
 
 class _Lane:
@@ -195,6 +210,8 @@ class Collector:
         self._warps, self._previous = [], None
         # Of the running launches: Accesses of atomics -> (grid or block, address) -> requests that update it.
         self._contending = collections.defaultdict(collections.Counter)
+        self._updated = collections.defaultdict(collections.Counter)  # the same for sectors of global memory
+        self._loaded = collections.defaultdict(set)  # block -> sectors that its loads have touched
 
     def for_vectors(self):
         """Return what counts one attempt of the vector engine."""
@@ -205,7 +222,7 @@ class Collector:
         kernel = self.profile.kernel(grid)
         for block in grid.blocks:
             for warp in block.warps:
-                group = _Warp(warp, kernel, self._contending)
+                group = _Warp(warp, kernel, self._contending, self._updated, self._loaded)
                 self._warps.append(group)
                 for t in warp.threads:
                     t.profile = _Lane(group, t, kernel)
@@ -233,8 +250,11 @@ class Collector:
             kernel.phases.add_block(np.array(keys, np.int64), np.array([counts[key] for key in keys], np.int64))
         for kind, requests in self._contending.items():
             kind.warp_contention = max(kind.warp_contention, *requests.values())
+        for kind, requests in self._updated.items():
+            kind.sector_contention = max(kind.sector_contention, *requests.values())
         self._warps = []
-        self._contending.clear()
+        for kept in (self._contending, self._updated, self._loaded):
+            kept.clear()
 
     def begin(self):
         """Note the trace function in force before the World runs.

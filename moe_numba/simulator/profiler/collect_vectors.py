@@ -31,6 +31,7 @@ from moe_numba.simulator.vector.numbers import Weak
 
 _MOST_KEPT = 1 << 19  # lanes of accesses that are kept before they are counted
 _MOST_STATEMENTS = 1 << 12  # statements of phases, and warp-wide operations, that are kept before they are counted
+_HASH = 0x1E3779B97F4A7C15  # odd, so that sectors of different blocks have different hashes, but for rare accidents
 _missing = object()
 
 
@@ -212,6 +213,8 @@ class _Launch:
         self.keys, self.counts, self._waiting = [], [], 0  # of `phases`, with the block in front
         self.blocks = {block: number for number, block in enumerate(grid.blocks)}
         self.contending = {}  # Accesses of atomics -> arrays of addresses, one for each request that updates it
+        self.updated = {}  # the same for sectors of global memory
+        self.loaded = np.empty(0, np.int64)  # hashes of the blocks and sectors of loads from global memory
 
     def block_number(self, block):
         return self.blocks[block]
@@ -259,6 +262,9 @@ class _Launch:
         for kind, addresses in self.contending.items():
             _, requests = np.unique(np.concatenate(addresses), return_counts=True)
             kind.warp_contention = max(kind.warp_contention, int(requests.max()))
+        for kind, sectors in self.updated.items():
+            _, requests = np.unique(np.concatenate(sectors), return_counts=True)
+            kind.sector_contention = max(kind.sector_contention, int(requests.max()))
 
     def count_executions(self):
         """Count the statements that are noted."""
@@ -298,8 +304,21 @@ class _Launch:
         addresses = self._addresses(notes, size, note, warp)
         lanes = np.count_nonzero(active, axis=1)
         found = {"requests": np.ones(len(note), np.int64), "lanes": lanes, "bytes": width * lanes}
+        lines = {line: number for number, line in enumerate(dict.fromkeys(note[0] for note in notes))}
+        line_of = np.array([lines[note[0]] for note in notes])[note]
+        kinds = [line.accesses.setdefault((space, operation, width), Accesses()) for line in lines]
         if space == "global":
-            found["sectors"] = sectors_of(addresses, active, width)
+            sectors, new, found["wavefronts"] = sectors_of(addresses, active, width)
+            found["sectors"] = np.count_nonzero(new, axis=1)
+            row = new.nonzero()[0]
+            if operation == "load":
+                block = np.array([own.block for *_, own, _ in notes])[note]
+                found["first_sectors"] = np.bincount(
+                    row[self._first_seen(sectors[new], block[row])], minlength=len(new)
+                )
+            if operation == "atomic":
+                for number, kind in enumerate(kinds):
+                    self.updated.setdefault(kind, []).append(sectors[new][line_of[row] == number])
         if space == "shared" and operation != "atomic":
             found["wavefronts"], found["ideal_wavefronts"] = wavefronts_of(
                 addresses, active, width, operation == "load"
@@ -309,9 +328,6 @@ class _Launch:
                 self._add(self._keys(notes, "bank_conflicts")[note] + warp, conflicts)
         if counter := access_counter(space, operation):
             self._add(self._keys(notes, counter)[note] + warp, found["requests"])
-        lines = {line: number for number, line in enumerate(dict.fromkeys(note[0] for note in notes))}
-        line_of = np.array([lines[note[0]] for note in notes])[note]
-        kinds = [line.accesses.setdefault((space, operation, width), Accesses()) for line in lines]
         for name, values in found.items():
             for kind, more in zip(kinds, np.bincount(line_of, values).astype(np.int64).tolist(), strict=True):
                 setattr(kind, name, getattr(kind, name) + more)
@@ -323,6 +339,13 @@ class _Launch:
                 rows = line_of == number
                 kind.contention = max(kind.contention, int(most[rows].max()))
                 self.contending.setdefault(kind, []).append(addresses[rows][distinct[rows]])
+
+    def _first_seen(self, sectors, blocks):
+        """Return the indices of those sectors that no load of their block has touched before."""
+        hashes, first = np.unique(sectors * _HASH + blocks, return_index=True)
+        new = np.isin(hashes, self.loaded, assume_unique=True, invert=True)
+        self.loaded = np.concatenate([self.loaded, hashes[new]])
+        return first[new]
 
     def _addresses(self, notes, size, note, warp):
         """Return the byte addresses [request, lane] of the requests of these notes and warps."""

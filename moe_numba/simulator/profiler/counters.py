@@ -19,23 +19,28 @@ class Metric(NamedTuple):
 
 @dataclass(eq=False)
 class Accesses:
-    """Accesses of one kind: memory space, operation and bytes per lane."""
+    """Accesses of one kind: memory space, operation and bytes per lane.
+
+    The wavefronts of accesses to global memory are the lines of 128 bytes that each request touches.
+    """
 
     requests: int = 0
     lanes: int = 0
     bytes: int = 0
     sectors: int = 0
+    first_sectors: int = 0  # of loads from global memory: those that no earlier load of the block has touched
     wavefronts: int = 0
     ideal_wavefronts: int = 0
     contention: int = 0  # most lanes of one request of an atomic operation that update one address
     warp_contention: int = 0  # most requests of one launch that update one address
+    sector_contention: int = 0  # most requests of one launch that update one sector of global memory
 
     def add(self, other):
         """Add the counters of other accesses."""
-        for name in ("requests", "lanes", "bytes", "sectors", "wavefronts", "ideal_wavefronts"):
+        for name in ("requests", "lanes", "bytes", "sectors", "first_sectors", "wavefronts", "ideal_wavefronts"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.contention = max(self.contention, other.contention)
-        self.warp_contention = max(self.warp_contention, other.warp_contention)
+        for name in ("contention", "warp_contention", "sector_contention"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
 
 
 @dataclass
@@ -199,6 +204,12 @@ METRICS = {
         "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
         _sum("sectors", "global", "load"),
     ),
+    "global_load_first_sectors": Metric(
+        "sectors of these loads that no earlier load of the block touched: what a large enough L1 cache requests from "
+        "the L2",
+        "",
+        _sum("first_sectors", "global", "load"),
+    ),
     "global_store_requests": Metric(
         "stores to global memory",
         "l1tex__t_requests_pipe_lsu_mem_global_op_st.sum",
@@ -266,6 +277,11 @@ METRICS = {
         "largest number of warp-level atomic operations of one launch that update the same address",
         "",
         lambda line: max((accesses.warp_contention for accesses in line.accesses.values()), default=0),
+    ),
+    "sector_contention": Metric(
+        "largest number of warp-level atomic operations of one launch that update the same sector of global memory",
+        "",
+        lambda line: max((accesses.sector_contention for accesses in line.accesses.values()), default=0),
     ),
     "shuffles": Metric(
         "shuffles of a warp, executed once by all lanes that its mask names", "", _collectives("shuffles")

@@ -5,7 +5,7 @@ that has most to do between two barriers is the one that the others wait for. Th
 does is the critical path of the block.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,6 +114,25 @@ class Phases:
             sums = np.append(sums, np.zeros(-len(sums) % _WARPS))
             found = max(found, float(sums.reshape(-1, _WARPS).max(1).sum()))
         return found
+
+    def per_warp(self, weights: Mapping[LineCounters, np.ndarray]) -> Iterator[np.ndarray]:
+        """Yield weights [phase, warp, weight] of each distinct block: those of a line times its executions, summed.
+
+        Parameters
+        ----------
+        weights : dict
+            Line -> an array of as many weights for each line; those of a missing line are zeros.
+        """
+        size = len(next(iter(weights.values()), ()))
+        factor = np.zeros((len(self._lines), size))
+        for column, (line, name) in enumerate(zip(self._lines, self._names, strict=True)):
+            if COUNTERS[name] == "executions" and line in weights:
+                factor[column] = weights[line]
+        for keys, counts in self._blocks.values():
+            phase, column, warp = _unpack(keys)
+            sums = np.zeros(((int(phase.max()) + 1 if len(phase) else 0) * _WARPS, size))
+            np.add.at(sums, (phase * _WARPS + warp).astype(np.intp), counts[:, None] * factor[column])
+            yield sums.reshape(-1, _WARPS, size)
 
     def _selected(self, lines):
         """Yield the keys and counts of each block, of these lines only."""

@@ -5,6 +5,7 @@ import linecache
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from moe_numba.simulator.core import reachable
 from moe_numba.simulator.core.errors import file_name
 from moe_numba.simulator.profiler import html, static
 from moe_numba.simulator.profiler.control_flow import statements
@@ -79,8 +80,8 @@ class KernelProfile(Counted):
     ----------
     name, file : str
     launches : list of dict
-        ``grid``, ``block``, ``cluster`` (each three integers), ``warps`` and ``shared_bytes`` (dynamic and static) of
-        each launch.
+        Of each launch: ``grid``, ``block``, ``cluster`` (each three integers), the ``blocks`` that ran and their
+        ``warps``, ``shared_bytes`` (dynamic and static), ``dependent``, and the ``argument_bytes`` of its arrays.
     setmaxnreg : dict
         Warpgroup of a block -> the registers per thread that it set last.
     static : StaticProfile or None
@@ -167,6 +168,8 @@ class Profile:
         kernel = self._kernels[grid.kernel]
         warps = sum(len(block.warps) for block in grid.blocks)
         launch = {"grid": [*grid.grid_dim], "block": [*grid.block_dim], "cluster": [*grid.cluster_dim], "warps": warps}
+        launch["blocks"] = len(grid.blocks)
+        launch["dependent"], launch["argument_bytes"] = grid.dependent, _total(reachable.intervals([grid]))
         kernel.launches.append(launch)
         kernel.layouts.append(grid.shared_layout)
         kernel.options = {**grid.options, "launch_bounds": grid.launch_bounds}
@@ -240,6 +243,14 @@ def write_report(profile: Profile, path: str | None = None) -> None:
 def source_text(line):
     """Return the text of a line's source; "" if the file is not known."""
     return linecache.getline(line.file, line.line).rstrip()
+
+
+def _total(intervals):
+    """Return the bytes of intervals, each address counted once."""
+    end = total = 0
+    for first, last in sorted(intervals):
+        total, end = total + max(last - max(first, end), 0), max(end, last)
+    return total
 
 
 def _per_request(line, operation):

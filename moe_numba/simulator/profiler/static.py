@@ -3,9 +3,10 @@
 The kernel is compiled in a second process; see `simulator.compiler`.
 """
 
+import collections
 import math
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from moe_numba.simulator.compiler import process
 from moe_numba.simulator.profiler.occupancy import Occupancy, occupancy
@@ -18,8 +19,8 @@ class StaticProfile:
     """What the compiler makes of a kernel for one GPU.
 
     `registers` and the numbers after it are None where the kernel could not be compiled; `reason` then says why.
-    `sass_lines` maps "file:line", with an absolute path, to the number of SASS instructions of that line. Instructions
-    of an inlined function count for the line of that function, not for the call.
+    `sass` has the machine code: a dict for each instruction with the fields of `runtime.sass.Instruction`, whose site
+    has an absolute path. Instructions of an inlined function belong to the line of that function, not to the call.
     """
 
     gpu: str
@@ -28,10 +29,17 @@ class StaticProfile:
     stack_bytes: int | None = None
     spilled_bytes: int | None = None
     static_shared_bytes: int | None = None
-    sass_lines: dict | None = None
+    sass: list | None = field(default=None, repr=False)
     reason: str | None = None
     setmaxnreg_registers: int | None = None  # that a block's warpgroups have after setmaxnreg, of 65,536
     occupancy: list[Occupancy] = field(default_factory=list)  # of each launch
+
+    @property
+    def sass_lines(self):
+        """Number of SASS instructions of each "file:line"; None if not known, empty without line information."""
+        if self.sass is None:
+            return None
+        return collections.Counter("{}:{}".format(*code["site"]) for code in self.sass if code["site"])
 
     def instructions(self, counted):
         """Return the number of SASS instructions of a kernel's functions, wherever the compiler has inlined them.
@@ -77,7 +85,8 @@ class StaticProfile:
 
     def as_dict(self):
         """Return the values as built-in types."""
-        return asdict(self) | {"occupancy": [o._asdict() for o in self.occupancy]}
+        own = {name: value for name, value in vars(self).items() if name != "sass"}
+        return own | {"sass_lines": self.sass_lines, "occupancy": [o._asdict() for o in self.occupancy]}
 
     def __str__(self):
         if self.registers is None:

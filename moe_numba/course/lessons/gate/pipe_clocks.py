@@ -4,8 +4,7 @@ An SM has four schedulers, each with pipes of its own. A scheduler issues one in
 lanes takes an instruction of 32 threads only every second clock. The slowest pipe is a lower bound of the time of a
 kernel whose instructions, not its memory, are the bottleneck. No GPU is needed.
 
-Clocks are those of compute capability 9.0: the table of arithmetic throughput in NVIDIA's CUDA Programming Guide,
-results per clock and SM, divided by 4 schedulers.
+`steps.estimate` has the pipes, and counts loops with the simulator; here the lesson gives what they execute.
 """
 
 import html
@@ -14,25 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
+from moe_numba.course.steps.estimate import ISSUE, PIPE_OF
 from moe_numba.course.steps.simulate import source_with_dependencies
 from moe_numba.runtime.sass import MachineCode, compile_apart
 
-ISSUE = "issue slots"
-# Pipe -> (clocks of a scheduler per instruction of a warp, opcodes). FMA and FMA heavy share lanes, as MUFU and the
-# warp-wide reductions do; a shuffle occupies the load/store unit, which the four schedulers share.
-PIPES = {
-    "FMA": (1, "FADD FADD32I FFMA FFMA32I FMUL FMUL32I"),
-    "FMA ": (2, "IMAD IDP"),
-    "ALU": (
-        2,
-        "FCHK FMNMX FMNMX3 FSEL FSET FSETP IABS IADD IADD3 IMNMX ISETP LEA LOP LOP3 MOV P2R PLOP3 PRMT R2P SEL SGXT "
-        "SHF SHL SHR BMSK VIADD VIADDMNMX VIMNMX VIMNMX3 VOTE",
-    ),
-    "XU": (8, "BREV F2F F2FP F2I FLO FRND I2F I2FP MUFU POPC REDUX"),
-    "LSU": (4, "ATOMS LD LDG LDL LDS SHFL ST STG STL STS"),
-}
-_PIPE_OF = {opcode: (name.strip(), clocks) for name, (clocks, opcodes) in PIPES.items() for opcode in opcodes.split()}
-NAMES = (ISSUE, *dict.fromkeys(name.strip() for name in PIPES))
+NAMES = (ISSUE, *dict.fromkeys(pipe for pipe, _ in PIPE_OF.values()))
 
 
 def executions(code: MachineCode, executed: Mapping[str, int] | None = None) -> list[int]:
@@ -87,8 +72,8 @@ def clocks_of(code: MachineCode, executed: Mapping[str, int] | None = None) -> d
         name = opcode.partition(".")[0]
         if name != "NOP":
             found[ISSUE] += count
-            if name in _PIPE_OF:
-                pipe, clocks = _PIPE_OF[name]
+            if name in PIPE_OF:
+                pipe, clocks = PIPE_OF[name]
                 found[pipe] += clocks * count
     return dict(found)
 
