@@ -11,6 +11,7 @@ from moe_numba.gate.device_functions import (
     ITEM_BYTES,
     NO_FEATURES,
     group_score_key,
+    key_as_float,
     make_column_functions,
     make_load,
     make_num_unpadded_tokens,
@@ -159,6 +160,10 @@ def make_router(config, features=NO_FEATURES):
     has_bias = bias_dtype is not None
     # All scores rise with the logits: without bias and groups only the chosen experts need one.
     ranks_logits = not has_bias and num_expert_group == 1
+    # With more experts per lane, registers for these two would limit the number of warps.
+    has_registers = experts_per_lane <= 16
+    shuffles_scores = has_bias and has_registers  # to load and score a logit again takes longer
+    expects_ties = not has_registers or (not has_bias and dtype != "float32")
     is_softmax = scoring == "softmax"
     sums_row = is_softmax and (not renormalize or features.adds_epsilon)
     fetch, unpack, load_one, raw_words = make_load(dtype, load_bytes, experts_per_lane)
@@ -214,11 +219,41 @@ def make_router(config, features=NO_FEATURES):
             )
         return num_better
 
+    def make_picks(lowest_lane):
+        """Make ``picked_key, holder_mask, is_tied = picks(sorted_keys, lane)``: lane k receives the k-th pick.
+
+        Each pick takes the warp's maximum, and the lane that holds it advances to its next key. If several lanes hold
+        it, all of them advance, and the picks are wrong; with ``lowest_lane`` only the lowest one does, but each pick
+        waits for a ballot.
+        """
+
+        @cuda.jit(device=True)
+        def picks(sorted_keys, lane):
+            picked_key, holder_mask, several = int32(0), uint32(0), uint32(0)
+            lower_lanes = lanemask_lt()
+            for k in range(routed):
+                best = redux_sync_max_s32(uint32(FULL_MASK), sorted_keys[0])
+                wins = sorted_keys[0] == best
+                ballot = uint32(cuda.ballot_sync(FULL_MASK, wins))
+                if lane == k:
+                    picked_key, holder_mask = best, ballot
+                if lowest_lane:
+                    wins = wins and uint32(ballot & lower_lanes) == uint32(0)
+                else:
+                    several = uint32(several | uint32(ballot & uint32(ballot - uint32(1))))
+                for d in range(max_picks_per_lane - 1):
+                    sorted_keys[d] = sorted_keys[d + 1] if wins else sorted_keys[d]
+                sorted_keys[max_picks_per_lane - 1] = EXCLUDED if wins else sorted_keys[max_picks_per_lane - 1]
+            return picked_key, holder_mask, several != uint32(0)
+
+        return picks
+
+    pick_all, pick_lowest = make_picks(False), make_picks(True)
+
     @cuda.jit(device=True)
     def route(
         x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale, output_scale, *optional
     ):
-        lower_lanes = lanemask_lt()
         keys = cuda.local.array(experts_per_lane, int32)
         sorted_keys = cuda.local.array(experts_per_lane, int32)
         row_max, inverse_sum = float32(0), float32(1)
@@ -233,28 +268,32 @@ def make_router(config, features=NO_FEATURES):
                 keys[j] = EXCLUDED
             sorted_keys[j] = keys[j]
         sort_descending(sorted_keys)
-        if num_expert_group > 1 and count_better_groups(sorted_keys, lane, group, lane_in_group) >= topk_group:
+        is_kept = True
+        if num_expert_group > 1:
+            is_kept = count_better_groups(sorted_keys, lane, group, lane_in_group) < topk_group
+        if not is_kept:
             sorted_keys[0] = EXCLUDED
-
-        # Each pick takes the warp's maximum. The lowest lane that holds it wins and advances to its next key.
-        picked_key, holder_mask = int32(0), uint32(0)
-        for k in range(routed):
-            best = redux_sync_max_s32(uint32(FULL_MASK), sorted_keys[0])
-            holds = sorted_keys[0] == best
-            ballot = uint32(cuda.ballot_sync(FULL_MASK, holds))
-            if lane == k:
-                picked_key, holder_mask = best, ballot
-            wins = holds and uint32(ballot & lower_lanes) == uint32(0)
-            for d in range(max_picks_per_lane - 1):
-                sorted_keys[d] = sorted_keys[d + 1] if wins else sorted_keys[d]
-            sorted_keys[max_picks_per_lane - 1] = EXCLUDED if wins else sorted_keys[max_picks_per_lane - 1]
+        if expects_ties:
+            picked_key, holder_mask, _ = pick_lowest(sorted_keys, lane)
+        else:
+            picked_key, holder_mask, is_tied = pick_all(sorted_keys, lane)
+            if is_tied:
+                for j in range(experts_per_lane):
+                    sorted_keys[j] = keys[j]
+                sort_descending(sorted_keys)
+                if not is_kept:
+                    sorted_keys[0] = EXCLUDED
+                picked_key, holder_mask, _ = pick_lowest(sorted_keys, lane)
 
         # Lane k finds the k-th pick among the keys of the lane that held it. A lane that wins twice in a row with equal
         # keys holds repeats; they are taken in ascending order of expert.
         holder_lane = int32(cuda.ffs(holder_mask) - 1)
         match_mask = uint32(0)
+        held_scores = cuda.local.array(experts_per_lane, float32)
         for j in range(experts_per_lane):
             held_key = cuda.shfl_sync(FULL_MASK, keys[j], holder_lane)
+            if shuffles_scores:
+                held_scores[j] = cuda.shfl_sync(FULL_MASK, scores[j], holder_lane)
             match_mask = uint32(match_mask | uint32(1 << j)) if held_key == picked_key else match_mask
         previous_key = cuda.shfl_up_sync(FULL_MASK, picked_key, 1)
         previous_holder = cuda.shfl_up_sync(FULL_MASK, holder_lane, 1)
@@ -274,19 +313,24 @@ def make_router(config, features=NO_FEATURES):
                 - 1
             )
 
+        score = key_as_float(picked_key)  # without a bias the key is the score, or the logit
+        if shuffles_scores:
+            lowest = uint32(match_mask & uint32(-int32(match_mask)))
+            for j in range(experts_per_lane):
+                score = held_scores[j] if lowest == uint32(1 << j) else score
+        elif has_bias and lane < routed:
+            score = score_one(load_one(x, start + expert), row_max, inverse_sum)
         if ranks_logits and sums_row:
             row_max, inverse_sum = score_row(scores)
-        logit = float32(0)
-        if lane < routed:
-            logit = load_one(x, start + expert)
         if ranks_logits and is_softmax and not sums_row:
             # Only ratios of weights count; a row without numbers has no maximum.
-            row_max = cuda.shfl_sync(FULL_MASK, min(logit, FLOAT32_MAX), 0)
+            row_max = cuda.shfl_sync(FULL_MASK, min(score, FLOAT32_MAX), 0)
             row_max = row_max if row_max >= -FLOAT32_MAX else -FLOAT32_MAX
+        if ranks_logits:
+            score = score_one(score, row_max, inverse_sum)
         weight = float32(0)
         if lane < routed:
-            weight = score_one(logit, row_max, inverse_sum)
-            weight = weight if weight == weight else float32(0)
+            weight = score if score == score else float32(0)
         total = weight
         for s in range(sum_steps):
             total += cuda.shfl_xor_sync(FULL_MASK, total, 1 << s)
@@ -324,6 +368,7 @@ def make_kernel(config, limit_on_device=False, features=NO_FEATURES):
         if token < num_unpadded:
             fetch(x, int64(token) * row_stride + first_expert, num_valid, raw)
         load_bias(bias, first_expert, num_valid, lane_bias)
+        griddepcontrol_launch_dependents()  # once the loads are issued: the next grid's blocks start meanwhile
 
         while token < num_unpadded:
             cuda.syncwarp()  # redux.sync needs a converged warp, and the predicated stores below may diverge
@@ -353,6 +398,5 @@ def make_kernel(config, limit_on_device=False, features=NO_FEATURES):
             if lane < topk:
                 store_column(weights, ids, int64(token) * topk + lane, float32(0), int32(-1), optional)
             token = int32(token + token_stride)
-        griddepcontrol_launch_dependents()
 
     return biased_grouped_topk

@@ -89,14 +89,18 @@ def select_lanes(num_experts: int, routed: int, many_tokens: bool) -> int | None
     """Return the lanes of a token, or None if the kernel does not support the shape.
 
     With few tokens all lanes of a warp share one, so that its chain of instructions is short. With many the number of
-    instructions counts: sorting takes the fewest per token with 16 keys, or less, per lane.
+    instructions counts: sorting takes the fewest per token with 16 keys, or less, per lane. But if there are more than
+    8, and less than two lanes per pick, a lane's sorted keys run out too often.
     """
     found = [lanes for lanes in (2, 4, 8, 16, 32) if supports(num_experts, routed, lanes)]
     if not found:
         return None
     if not many_tokens:
         return found[-1]
-    return next((lanes for lanes in found if num_experts // lanes <= FEW_KEYS), found[-1])
+    return next(
+        (lanes for lanes in found if num_experts // lanes <= (FEW_KEYS if lanes >= 2 * routed else FEW_KEYS // 2)),
+        found[-1],
+    )
 
 
 def load_bytes_of(keys: int, alignment: int) -> int:
@@ -313,6 +317,7 @@ def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False, feat
         first_token = int32((cuda.blockIdx.x * WARPS_PER_BLOCK + cuda.threadIdx.x // 32) * tokens_per_warp)
         token = int32(first_token + token_in_warp)
         fetch(x, int64(token) * row_stride + first_expert, token < num_unpadded, raw)
+        griddepcontrol_launch_dependents()  # once the loads are issued: the next grid's blocks start meanwhile
 
         while first_token < num_tokens:
             cuda.syncwarp()  # redux.sync needs a converged warp, and the predicated stores below may diverge
@@ -371,6 +376,5 @@ def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False, feat
                 store_column(weights, ids, int64(token) * topk + output_column, final_weight, final_id, optional)
                 output_column = int32(output_column + lanes)
             token, first_token = next_token, int32(first_token + token_stride)
-        griddepcontrol_launch_dependents()
 
     return biased_grouped_topk_packed

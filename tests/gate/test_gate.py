@@ -521,7 +521,17 @@ WRONG = {  # name: (module, source text, its replacement)
         "rival_key == group_key and rival_group < group",
         "rival_key == group_key and rival_group > group",
     ),
-    "one group too many is kept": (one_token_per_warp, ">= topk_group:", "> topk_group:"),
+    "one group too many is kept": (
+        one_token_per_warp,
+        "lane, group, lane_in_group) < topk_group",
+        "lane, group, lane_in_group) <= topk_group",
+    ),
+    "several lanes win a pick": (one_token_per_warp, "several != uint32(0)", "False"),
+    "the weight is that of the next expert": (
+        one_token_per_warp,
+        "lowest == uint32(1 << j)",
+        "lowest == uint32(2 << j)",
+    ),
     "expert ids are one too high": (
         one_token_per_warp,
         "experts_per_lane + cuda.ffs(match_mask) - 1",

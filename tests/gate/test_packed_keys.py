@@ -151,7 +151,8 @@ def test_tokens_seldom_need_the_slow_loop(monkeypatch, device):
 
 
 def test_lanes():
-    assert [select_lanes(128, 8, many) for many in (False, True)] == [32, 8]
+    assert [select_lanes(128, 8, many) for many in (False, True)] == [32, 16]
+    assert [select_lanes(128, 4, many) for many in (False, True)] == [32, 8]
     assert [select_lanes(32, 4, many) for many in (False, True)] == [16, 4]
     assert [select_lanes(512, 10, many) for many in (False, True)] == [32, 32]
     assert select_lanes(127, 8, True) is None and select_lanes(128, 33, True) is None

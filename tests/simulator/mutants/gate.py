@@ -63,6 +63,7 @@ MUTANTS = [
             "uint32(ballot & ~lower_lanes & ~uint32(1 << lane)) == uint32(0)",
         ),
     ),
+    mutant("G05", "several lanes win a pick with equal keys", TIES, (KERNEL, "several != uint32(0)", "False")),
     mutant(
         "G06",
         "out of bounds by one row (padding)",
