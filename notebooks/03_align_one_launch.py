@@ -1905,8 +1905,9 @@ say(
 # %% [markdown]
 # ## 6. The whole ladder
 #
-# For 256 experts `moe_numba.moe_align_block_size` uses three kernels of [`moe_numba/align`](../moe_numba/align). Up to 32 slots: one CTA with
-# a warp per slot. Up to 16384 slots: the kernel of step 4 with a dependent launch. Beyond: the kernel of step 11, which also
+# For 256 experts `moe_numba.moe_align_block_size` uses four kernels of [`moe_numba/align`](../moe_numba/align). Up to 16 slots: a warp per
+# slot, without barriers. Up to 512 slots: two warps per expert; every CTA counts all slots, and one barrier separates the
+# counting from the stores. Up to 16384 slots: the kernel of step 4 with a dependent launch. Beyond: the kernel of step 11, which also
 # sorts its chunk in shared memory, so that neighbouring lanes store to neighbouring rows. All accept invalid ids and an
 # expert map.
 

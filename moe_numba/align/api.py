@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from moe_numba import simulator
-from moe_numba.align import counting_sort, device_functions, large, medium, pairwise, small
+from moe_numba.align import counting_sort, device_functions, large, medium, one_expert_per_warp, pairwise, small
 from moe_numba.align.reference import sizes
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.dlpack import as_tensor
@@ -33,12 +33,21 @@ _MAX_COUNTED_EXPERTS = 8192  # beyond, shared memory cannot hold a count per exp
 _MAX_ELEMENTS = (1 << 31) - 1
 MAX_NARROW_ELEMENTS = 1 << 30  # beyond, the counting sort has 64-bit row numbers; all other kernels stay below
 
-# The small kernel serves up to SMALL_MAX_SLOTS slots, the medium kernel up to MEDIUM_MAX_SLOTS. Beyond, the exchange of
-# counts in the large kernel costs less than counting all slots in every CTA. Beyond LARGE_MAX_SLOTS so many CTAs take
-# part that a second exchange costs less than adding up all counts in every CTA.
+# The kernel with one expert per warp serves the numbers of slots FEW_SLOTS, up to 541 experts. Otherwise the small
+# kernel serves up to SMALL_MAX_SLOTS slots, the medium kernel up to MEDIUM_MAX_SLOTS. Beyond, the exchange of counts in
+# the large kernel costs less than counting all slots in every CTA. Beyond LARGE_MAX_SLOTS so many CTAs take part that a
+# second exchange costs less than adding up all counts in every CTA.
+FEW_SLOTS = range(17, 513)
 SMALL_MAX_SLOTS = small.MAX_SLOTS
 MEDIUM_MAX_SLOTS = 16384
 LARGE_MAX_SLOTS, LARGE_MAX_CAPACITY = 1 << 18, 1056  # with more buckets, a CTA has no room for counters of each warp
+
+
+class FewConfig(NamedTuple):
+    """Launch configuration of the kernel with one expert per warp."""
+
+    threads: int
+    max_ctas: int
 
 
 class MediumConfig(NamedTuple):
@@ -58,6 +67,7 @@ class LargeConfig(NamedTuple):
     max_ctas: int
 
 
+_FEW_CONFIG = FewConfig(256, 1 << 31)
 _MEDIUM_CONFIGS: tuple[MediumConfig, ...] = (
     MediumConfig(1024, 512, 2, 64),
     MediumConfig(8192, 512, 8, 64),
@@ -66,6 +76,7 @@ _MEDIUM_CONFIGS: tuple[MediumConfig, ...] = (
 # The first one whose shared memory the GPU has; all have fewer threads than the one before.
 _LARGE_CONFIGS = tuple(LargeConfig(threads, 8, 128) for threads in (512, 256, 128))
 if simulator.ENABLED:  # fewer threads, since the simulator runs them one after another
+    _FEW_CONFIG = FewConfig(64, 3)
     _MEDIUM_CONFIGS, _LARGE_CONFIGS = (MediumConfig(1 << 31, 64, 2, 3),), (LargeConfig(64, 2, 8),)
 
 _plans: dict = {}
@@ -198,8 +209,13 @@ class AlignPlan:
         check_shared_memory(options.get("shared_bytes", 0), self.num_experts, self.device)
         return launcher(kernel, signature, self.device, dependent=True, **options)
 
-    def _compile_small(self, aligned):
-        return self._launcher(small.make_small_kernel(aligned, *self.options), launch_bounds=1024)
+    def _compile_small(self, _):
+        return self._launcher(small.make_small_kernel(*self.options), launch_bounds=32 * small.WARPS_PER_CTA)
+
+    def _compile_few(self, threads):
+        kernel = one_expert_per_warp.make_kernel(threads, FEW_SLOTS[-1], self.capacity, *self.options)
+        shared_bytes = one_expert_per_warp.shared_bytes(FEW_SLOTS[-1], self.capacity)
+        return self._launcher(kernel, launch_bounds=threads, shared_bytes=shared_bytes)
 
     def _compile_pairwise(self, _):
         return self._launcher(pairwise.make_pairwise_kernel(*self.options), launch_bounds=1024)
@@ -227,8 +243,14 @@ class AlignPlan:
         kernel = counting_sort.make_counting_sort_kernel(*shape, *self.options, wide)
         return self._launcher(kernel, pointers=(*self.pointers, "int32*"), **config.launch_options(self.capacity))
 
-    def _small(self, numel, aligned):
-        return self._cached(self._compile_small, aligned), 1, 32 * max(numel, 1), 0
+    def _small(self, numel):
+        launch = self._cached(self._compile_small, "small")
+        return launch, max(-(-numel // small.WARPS_PER_CTA), 1), 32 * small.WARPS_PER_CTA, 0
+
+    def _few(self):
+        threads, max_ctas = _FEW_CONFIG
+        ctas = one_expert_per_warp.ctas_for(self.num_experts, threads)
+        return self._cached(self._compile_few, threads), min(ctas, max_ctas), threads, 0
 
     def _medium(self, numel):
         config = next(config for config in _MEDIUM_CONFIGS if numel <= config.max_slots)
@@ -272,8 +294,7 @@ class AlignPlan:
     def launch(self, ids, expert_map, outputs):
         """Launch the kernel for the number of slots in ``ids``."""
         sorted_token_ids, expert_ids, num_tokens_post_pad = outputs
-        is_aligned = not sorted_token_ids.data_ptr() & 15
-        key = ids.numel(), sorted_token_ids.numel(), expert_ids.numel(), is_aligned
+        key = ids.numel(), sorted_token_ids.numel(), expert_ids.numel()
         launch = self._launches.get(key) or remember(self._launches, key, self._launch_for(*key))
         start, ctas, threads, workspace_words, sizes = launch
         start(
@@ -289,11 +310,13 @@ class AlignPlan:
             *sizes,
         )
 
-    def _launch_for(self, numel, length, num_blocks, is_aligned):
+    def _launch_for(self, numel, length, num_blocks):
         """Return launcher, CTAs, threads per CTA, size of the workspace, and the numbers that the kernel gets."""
         wide, workspace_words = max(length, num_blocks) > MAX_NARROW_ELEMENTS, 0
-        if numel <= min(SMALL_MAX_SLOTS, MEDIUM_MAX_SLOTS) and not wide:
-            start, ctas, threads, slots_per_cta = self._small(numel, is_aligned)
+        if numel in FEW_SLOTS and self.capacity <= one_expert_per_warp.MAX_CAPACITY and not wide:
+            start, ctas, threads, slots_per_cta = self._few()
+        elif numel <= min(SMALL_MAX_SLOTS, MEDIUM_MAX_SLOTS) and not wide:
+            start, ctas, threads, slots_per_cta = self._small(numel)
         elif self.num_experts > _MAX_COUNTED_EXPERTS or (numel <= pairwise.MAX_SLOTS and not self.medium_fits):
             start, ctas, threads, slots_per_cta = self._pairwise(numel)
         elif self._is_medium(numel) and not wide:

@@ -30,37 +30,24 @@ def shared_bytes(capacity):
 
 
 @cache
-def make_split_smem(capacity):
-    """Make ``counts, masks, first_block, warp_sums = split_smem(dynamic)``."""
-    counts, masks, first_block = 2 * capacity, mask_words_for(capacity) * capacity, capacity
+def make_medium_kernel(threads, batch, capacity, ignore_invalid_experts, has_map):
+    """Make the kernel, in which each thread keeps ``batch`` loads of ids in flight.
 
-    @cuda.jit(device=True)
-    def split_smem(dynamic):
-        return (
-            dynamic[:counts],
-            dynamic[counts : counts + masks],
-            dynamic[counts + masks : counts + masks + first_block],
-            dynamic[counts + masks + first_block :],
-        )
-
-    return split_smem
-
-
-@cache
-def make_align(threads, batch, capacity, ignore_invalid_experts, has_map):
-    """Make ``align(...)``, the body of the kernel after counts and masks are cleared and ``topk_ids`` can be read.
-
-    Each thread keeps ``batch`` loads of ids in flight.
+    ``slots_per_cta`` is at most ``32 * mask_words_for(capacity)`` and ``threads``.
     """
+    check_launch_shape(threads, capacity)
     mask_words = mask_words_for(capacity)
+    masks_offset, first_block_offset = 2 * capacity, (2 + mask_words) * capacity  # in shared memory, in int32
+    warp_sums_offset = (3 + mask_words) * capacity
     launch_dependents_early = threads > 512  # faster only with large CTAs (measured)
+    clear = make_clear(threads, first_block_offset)  # counts and masks
     bucket_of = make_bucket_of(capacity, ignore_invalid_experts, has_map)
     assign_blocks = make_assign_blocks(threads, capacity)
     write_padding = make_write_padding(threads, capacity, has_map)
     drop_bucket = capacity - 1
 
-    @cuda.jit(device=True)
-    def align(
+    @cuda.jit
+    def moe_align_block_size_medium(
         topk_ids,
         expert_map,
         sorted_token_ids,
@@ -72,11 +59,13 @@ def make_align(threads, batch, capacity, ignore_invalid_experts, has_map):
         slots_per_cta,
         length,
         num_blocks,
-        counts,
-        masks,
-        first_block,
-        warp_sums,
     ):
+        dynamic = cuda.shared.array(0, int32)
+        counts, masks = dynamic[:masks_offset], dynamic[masks_offset:first_block_offset]
+        first_block, warp_sums = dynamic[first_block_offset:warp_sums_offset], dynamic[warp_sums_offset:]
+        clear(dynamic)
+        cuda.syncthreads()
+        griddepcontrol_wait()
         if launch_dependents_early:
             griddepcontrol_launch_dependents()
         thread = int32(cuda.threadIdx.x)
@@ -131,54 +120,6 @@ def make_align(threads, batch, capacity, ignore_invalid_experts, has_map):
             block_size,
             length,
             num_blocks,
-        )
-
-    return align
-
-
-@cache
-def make_medium_kernel(threads, batch, capacity, ignore_invalid_experts, has_map):
-    """Make the kernel. ``slots_per_cta`` is at most ``32 * mask_words_for(capacity)`` and ``threads``."""
-    check_launch_shape(threads, capacity)
-    split_smem = make_split_smem(capacity)
-    clear = make_clear(threads, capacity * (2 + mask_words_for(capacity)))  # counts and masks
-    align = make_align(threads, batch, capacity, ignore_invalid_experts, has_map)
-
-    @cuda.jit
-    def moe_align_block_size_medium(
-        topk_ids,
-        expert_map,
-        sorted_token_ids,
-        expert_ids,
-        num_tokens_post_pad,
-        numel,
-        num_experts,
-        block_size,
-        slots_per_cta,
-        length,
-        num_blocks,
-    ):
-        dynamic = cuda.shared.array(0, int32)
-        counts, masks, first_block, warp_sums = split_smem(dynamic)
-        clear(dynamic)
-        cuda.syncthreads()
-        griddepcontrol_wait()
-        align(
-            topk_ids,
-            expert_map,
-            sorted_token_ids,
-            expert_ids,
-            num_tokens_post_pad,
-            numel,
-            num_experts,
-            block_size,
-            slots_per_cta,
-            length,
-            num_blocks,
-            counts,
-            masks,
-            first_block,
-            warp_sums,
         )
 
     return moe_align_block_size_medium

@@ -1,9 +1,9 @@
 """Gate and alignment fused into one launch, for the small batches of decode steps.
 
-Up to 32 slots, one CTA does both: its first warps route one token each. For more slots, each cluster of eight CTAs
-routes all tokens, up to eight per CTA. Every CTA stores its expert ids in the shared memory of all eight, so that each
-CTA has all slots, and then proceeds like the medium alignment kernel. Several clusters route the same tokens
-redundantly, so that more CTAs can write the output.
+Up to eight tokens, every CTA routes all of them, one per warp, so that no CTA waits for another. For more tokens, each
+cluster of eight CTAs routes all tokens, up to eight per CTA, and every CTA stores its expert ids in the shared memory
+of all eight. Each CTA then has all slots, counts them, and writes the rows of some experts: see
+:mod:`moe_numba.align.one_expert_per_warp`.
 """
 
 from functools import cache, cached_property
@@ -12,24 +12,25 @@ import torch
 from numba import cuda, float32, int32, int64, uint32
 
 from moe_numba import simulator
-from moe_numba.align import device_functions, moe_align_block_size, small
-from moe_numba.align import medium as align_kernel
+from moe_numba.align import moe_align_block_size
+from moe_numba.align import one_expert_per_warp as align_kernel
 from moe_numba.align.api import (
     MAP_TYPES,
     MAX_NARROW_ELEMENTS,
     AlignOutputs,
     check_align_arguments,
     check_local_ids,
-    check_shared_memory,
     fake_align,
     map_key,
 )
+from moe_numba.align.device_functions import block_reciprocal, capacity_for, make_bucket_of, make_clear
 from moe_numba.gate import one_token_per_warp as gate_kernel
 from moe_numba.gate.api import fake_topk, get_plan, limit_argument
 from moe_numba.gate.device_functions import NO_FEATURES, make_column_functions, make_num_unpadded_tokens
 from moe_numba.gate.placement import ExpertPlacement, as_placement
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
+from moe_numba.ptx.warp import uniform_array
 from moe_numba.runtime.device import gpu_of
 from moe_numba.runtime.dlpack import as_tensor
 from moe_numba.runtime.launch import address, launcher
@@ -40,113 +41,44 @@ from moe_numba.runtime.validate import check_flag, check_int, check_out_tuple
 CTAS_PER_CLUSTER = 8  # the largest portable cluster size
 WARPS_PER_CTA = 8  # one token per warp
 MAX_TOKENS = CTAS_PER_CLUSTER * WARPS_PER_CTA
-_MIN_CLUSTERS = 1 if simulator.ENABLED else 4
+_MAX_CTAS = CTAS_PER_CLUSTER if simulator.ENABLED else 1 << 30
 
 _plans: dict = {}
 _FiveTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def max_slots_for(topk, ctas):
+    """Return the slots for which ``ctas`` CTAs have enough warps, and the alignment enough bits in a mask."""
+    return min(topk * WARPS_PER_CTA * ctas, align_kernel.MAX_SLOTS)
+
+
 @cache
-def make_single_cta_kernel(
-    gate_config, limit_on_device, aligned, ignore_invalid_experts, has_map, features=NO_FEATURES
-):
-    """Make the kernel for one CTA with one warp per slot; see :class:`moe_numba.gate.one_token_per_warp.GateConfig`."""
-    topk = gate_config.topk
+def make_kernel(gate_config, limit_on_device, capacity, ctas, ignore_invalid_experts, has_map, features=NO_FEATURES):
+    """Make the kernel for clusters of ``ctas`` CTAs, or without clusters for ``ctas`` 1.
+
+    See :class:`moe_numba.gate.one_token_per_warp.GateConfig`.
+    """
+    topk, threads, has_cluster = gate_config.topk, 32 * WARPS_PER_CTA, ctas > 1
+    max_slots = max_slots_for(topk, ctas)
+    slots_per_thread = -(-max_slots // threads)
+    num_counts, mask_words = align_kernel.counts_for(capacity), align_kernel.mask_words_for(max_slots)
+    drop_bucket = capacity - 1
     lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = gate_kernel.make_router(
         gate_config, features
     )
     num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
     _, finish_column, store_column = make_column_functions(features)
-    align_small = small.make_align_small(ignore_invalid_experts, has_map)
-    fill_outputs = small.make_fill_outputs(aligned)
+    clear = make_clear(threads, num_counts + capacity * mask_words)
+    bucket_of = make_bucket_of(capacity, ignore_invalid_experts, has_map)
+    write_experts = align_kernel.make_write_experts(threads, max_slots, capacity, has_map)
 
-    @cuda.jit
-    def biased_grouped_topk_align_single_cta(
-        x,
-        bias,
-        weights,
-        ids,
-        num_tokens,
-        row_stride,
-        limit,
-        shared_scale,
-        output_scale,
-        expert_map,
-        sorted_token_ids,
-        expert_ids,
-        num_tokens_post_pad,
-        numel,
-        num_experts,
-        block_size,
-        slots_per_cta,
-        length,
-        num_blocks,
-        *optional,
-    ):
-        smem_ids = cuda.shared.array(32, int32)
-        blocks_of_slot = cuda.shared.array(32, int32)
-        lane_bias = cuda.local.array(experts_per_lane, float32)
-        raw = cuda.local.array(raw_words, uint32)
-        scores = cuda.local.array(experts_per_lane, float32)
-        lane, group, lane_in_group, first_expert, num_valid = lane_slice()
-        token = int32(cuda.threadIdx.x >> 5)
-        griddepcontrol_wait()
-        griddepcontrol_launch_dependents()
-        fill_outputs(sorted_token_ids, expert_ids, numel, length, num_blocks)
-        if token < num_tokens:
-            cuda.syncwarp()
-            start = int64(token) * row_stride
-            fetch(x, start + first_expert, num_valid, raw)
-            load_bias(bias, first_expert, num_valid, lane_bias)
-            unpack(raw, num_valid, scores)
-            weight, expert = route(
-                x,
-                start,
-                scores,
-                lane_bias,
-                lane,
-                group,
-                lane_in_group,
-                num_valid,
-                shared_scale,
-                output_scale,
-                *optional,
-            )
-            is_padding = token >= num_unpadded_tokens(num_tokens, limit)
-            weight, expert = finish_column(weight, expert, token, is_padding, optional)
-            if lane < topk:
-                smem_ids[int32(token * topk + lane)] = expert
-                store_column(weights, ids, int32(token * topk + lane), weight, expert, optional)
-        cuda.syncthreads()
-        align_small(
-            smem_ids,
-            expert_map,
-            sorted_token_ids,
-            expert_ids,
-            num_tokens_post_pad,
-            numel,
-            num_experts,
-            block_size,
-            blocks_of_slot,
-        )
-
-    return biased_grouped_topk_align_single_cta
-
-
-@cache
-def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_experts, has_map, features=NO_FEATURES):
-    """Make the kernel for clusters; see :class:`moe_numba.gate.one_token_per_warp.GateConfig`."""
-    device_functions.check_launch_shape(32 * WARPS_PER_CTA, capacity)
-    topk, threads = gate_config.topk, 32 * WARPS_PER_CTA
-    max_slots = MAX_TOKENS * topk
-    lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = gate_kernel.make_router(
-        gate_config, features
-    )
-    num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
-    _, finish_column, store_column = make_column_functions(features)
-    split_smem = align_kernel.make_split_smem(capacity)
-    clear = device_functions.make_clear(threads, capacity * (2 + align_kernel.mask_words_for(capacity)))
-    align = align_kernel.make_align(threads, 2, capacity, ignore_invalid_experts, has_map)
+    @cuda.jit(device=True)
+    def count_slot(slot, expert, expert_map, num_experts, counts, masks):
+        bucket = bucket_of(expert, expert_map, num_experts)
+        if bucket != uint32(drop_bucket):
+            cuda.atomic.add(counts, bucket, int32(1))
+            word = uint32(bucket * uint32(mask_words) + uint32(slot >> 5))
+            cuda.atomic.or_(masks, word, int32(uint32(1) << uint32(slot & 31)))
 
     @cuda.jit
     def biased_grouped_topk_align(
@@ -172,37 +104,72 @@ def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_e
         *optional,
     ):
         dynamic = cuda.shared.array(0, int32)
-        counts, masks, first_block, warp_sums = split_smem(dynamic)
         smem_ids = cuda.shared.array(max_slots, int32)
         lane_bias = cuda.local.array(experts_per_lane, float32)
         raw = cuda.local.array(raw_words, uint32)
         scores = cuda.local.array(experts_per_lane, float32)
         lane, group, lane_in_group, first_expert, num_valid = lane_slice()
-        token = int32((cuda.threadIdx.x >> 5) * CTAS_PER_CLUSTER + int32(cluster_ctarank()))
-        barrier_cluster_arrive()  # peers may write to this CTA's shared memory
+        thread = int32(cuda.threadIdx.x)
+        token = int32(thread >> 5)
         clear(dynamic)
+        dynamic = uniform_array(dynamic)
+        counts, masks = dynamic[:num_counts], dynamic[num_counts:]
+        reciprocal = block_reciprocal(block_size)
+        if has_cluster:
+            token = int32(token * ctas + int32(cluster_ctarank()))
+            barrier_cluster_arrive()  # peers may write to this CTA's shared memory
+        cuda.syncthreads()
         griddepcontrol_wait()
-        num_unpadded = num_unpadded_tokens(num_tokens, limit)
-        start = int64(min(token, num_tokens - 1)) * row_stride  # warps without a token route the last one
-        fetch(x, start + first_expert, num_valid, raw)
-        load_bias(bias, first_expert, num_valid, lane_bias)
-        unpack(raw, num_valid, scores)
-        weight, expert = route(
-            x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale, output_scale, *optional
-        )
-        weight, expert = finish_column(weight, expert, token, token >= num_unpadded, optional)
-        barrier_cluster_wait()
-        has_result = token < num_tokens and lane < topk
-        if has_result:
-            for block in range(CTAS_PER_CLUSTER):
-                st_cluster_s32(smem_ids, int32(token * topk + lane), uint32(block), expert)
-        cuda.syncwarp()
-        barrier_cluster_arrive()
-        barrier_cluster_wait()
-        if has_result and cuda.blockIdx.x < CTAS_PER_CLUSTER:
-            store_column(weights, ids, int64(token) * topk + lane, weight, expert, optional)
-        align(
-            smem_ids,
+        if has_cluster:
+            griddepcontrol_launch_dependents()  # a cluster takes longer to launch, so the next one may start early
+        has_result, weight, expert = False, float32(0), int32(-1)
+        if token < num_tokens:
+            cuda.syncwarp()
+            start = int64(token) * row_stride
+            fetch(x, start + first_expert, num_valid, raw)
+            load_bias(bias, first_expert, num_valid, lane_bias)
+            unpack(raw, num_valid, scores)
+            weight, expert = route(
+                x,
+                start,
+                scores,
+                lane_bias,
+                lane,
+                group,
+                lane_in_group,
+                num_valid,
+                shared_scale,
+                output_scale,
+                *optional,
+            )
+            is_padding = token >= num_unpadded_tokens(num_tokens, limit)
+            weight, expert = finish_column(weight, expert, token, is_padding, optional)
+            has_result = lane < topk
+        slot = int32(token * topk + lane)
+        if has_cluster:
+            barrier_cluster_wait()
+            if has_result:
+                for block in range(ctas):
+                    st_cluster_s32(smem_ids, slot, uint32(block), expert)
+            cuda.syncwarp()
+            barrier_cluster_arrive()
+        elif has_result:
+            count_slot(slot, expert, expert_map, num_experts, counts, masks)
+        if has_result and cuda.blockIdx.x < ctas:
+            store_column(weights, ids, slot, weight, expert, optional)
+        if has_cluster:
+            barrier_cluster_wait()
+            for k in range(slots_per_thread):
+                slot = int32(thread + k * threads)
+                if slot < numel:
+                    count_slot(slot, smem_ids[slot], expert_map, num_experts, counts, masks)
+        cuda.syncthreads()
+        if not has_cluster:
+            griddepcontrol_launch_dependents()
+        write_experts(
+            counts,
+            masks,
+            reciprocal,
             expert_map,
             sorted_token_ids,
             expert_ids,
@@ -210,13 +177,8 @@ def make_cluster_kernel(gate_config, limit_on_device, capacity, ignore_invalid_e
             numel,
             num_experts,
             block_size,
-            slots_per_cta,
             length,
             num_blocks,
-            counts,
-            masks,
-            first_block,
-            warp_sums,
         )
 
     return biased_grouped_topk_align
@@ -235,13 +197,14 @@ class FusedPlan:
         because += f", and shared experts {shared}" if shared else ""
         check_align_arguments(block_size, self.num_experts, expert_map, (device, "gating_output"), because)
         self.gate_plan, self.block_size, self.device = gate_plan, block_size, device.index or 0
-        self.capacity = device_functions.capacity_for(self.num_experts, gpu_of(device).capability)
+        gpu = gpu_of(device)
+        self.capacity = capacity_for(self.num_experts, gpu.capability)
         self.options = ignore_invalid_experts, expert_map is not None
         self.map_type = "int32*" if expert_map is None else MAP_TYPES[expert_map.dtype]
         self.max_fused_tokens = 0  # the generic gate kernel is launched on its own
-        if gate_plan.config is not None:
-            has_clusters = gpu_of(device).has_clusters
-            self.max_fused_tokens = MAX_TOKENS if has_clusters else small.MAX_SLOTS // gate_plan.shape[3]
+        if gate_plan.config is not None and self.capacity <= align_kernel.MAX_CAPACITY:
+            topk = gate_plan.shape[3]
+            self.max_fused_tokens = max_slots_for(topk, CTAS_PER_CLUSTER if gpu.has_clusters else 1) // topk
         self._outputs, self._launches = {}, {}
         self._aligned_outputs = AlignOutputs(block_size, self.num_experts, ignore_invalid_experts, device)
 
@@ -263,39 +226,27 @@ class FusedPlan:
 
         return outputs
 
-    def _launcher(self, kernel, **options):
-        signature = (*self.gate_plan.signature, self.map_type, "int32*", "int32*", "int32*", *("int32",) * 6)
-        signature += self.gate_plan.optional_types
-        return launcher(kernel, signature, self.device, dependent=True, **options)
+    def _shared_bytes(self, ctas):
+        return align_kernel.shared_bytes(max_slots_for(self.gate_plan.shape[3], ctas), self.capacity)
 
-    def _single_cta(self, aligned):
+    def _launcher(self, ctas):
         gate_plan = self.gate_plan
-        kernel = make_single_cta_kernel(
-            gate_plan.config, gate_plan.limit_on_device, aligned, *self.options, gate_plan.features
-        )
-        return self._launcher(kernel, launch_bounds=1024)
+        features = gate_plan.features
+        kernel = make_kernel(gate_plan.config, gate_plan.limit_on_device, self.capacity, ctas, *self.options, features)
+        signature = (*gate_plan.signature, self.map_type, "int32*", "int32*", "int32*", *("int32",) * 6)
+        signature += gate_plan.optional_types
+        options = dict(shared_bytes=self._shared_bytes(ctas), cluster=ctas if ctas > 1 else None, dependent=True)
+        return launcher(kernel, signature, self.device, launch_bounds=32 * WARPS_PER_CTA, **options)
 
-    single_cta = cached_property(lambda self: self._single_cta(aligned=False))
-    single_cta_aligned = cached_property(lambda self: self._single_cta(aligned=True))
-
-    @cached_property
-    def cluster(self):
-        gate_plan = self.gate_plan
-        kernel = make_cluster_kernel(
-            gate_plan.config, gate_plan.limit_on_device, self.capacity, *self.options, gate_plan.features
-        )
-        shared_bytes = align_kernel.shared_bytes(self.capacity)
-        check_shared_memory(shared_bytes, self.num_experts, self.device)
-        options = dict(launch_bounds=32 * WARPS_PER_CTA, shared_bytes=shared_bytes, cluster=CTAS_PER_CLUSTER)
-        return self._launcher(kernel, **options)
+    independent = cached_property(lambda self: self._launcher(1))
+    cluster = cached_property(lambda self: self._launcher(CTAS_PER_CLUSTER))
 
     def launch(self, x, bias, limit, expert_map, outputs, is_padding, placement):
         """Launch the fused kernel."""
         gate_plan = self.gate_plan
         weights, ids, sorted_token_ids, expert_ids, num_tokens_post_pad = outputs
         tokens = x.shape[0]
-        is_aligned = not sorted_token_ids.data_ptr() & 15
-        key = tokens, sorted_token_ids.numel(), expert_ids.numel(), is_aligned
+        key = tokens, sorted_token_ids.numel(), expert_ids.numel()
         launch = self._launches.get(key) or remember(self._launches, key, self._launch_for(*key))
         start, ctas, threads, sizes = launch
         start(
@@ -322,18 +273,14 @@ class FusedPlan:
             ),
         )
 
-    def _launch_for(self, tokens, length, num_blocks, is_aligned):
+    def _launch_for(self, tokens, length, num_blocks):
         """Return launcher, CTAs, threads per CTA, and the numbers that the kernel gets."""
-        numel = tokens * self.gate_plan.shape[3]
-        if numel <= small.MAX_SLOTS:
-            start = self.single_cta_aligned if is_aligned else self.single_cta
-            threads, ctas = 32 * numel, 1
-        else:
-            start, threads = self.cluster, 32 * WARPS_PER_CTA
-            max_slots_per_cta = min(32 * align_kernel.mask_words_for(self.capacity), threads)
-            ctas = CTAS_PER_CLUSTER * max(_MIN_CLUSTERS, -(-numel // (max_slots_per_cta * CTAS_PER_CLUSTER)))
-        sizes = numel, self.num_experts, self.block_size, -(-numel // ctas), length, num_blocks
-        return start, ctas, threads, sizes
+        is_independent = tokens <= WARPS_PER_CTA
+        start, clusters_of = (self.independent, 1) if is_independent else (self.cluster, CTAS_PER_CLUSTER)
+        threads = 32 * WARPS_PER_CTA
+        ctas = min(align_kernel.ctas_for(self.num_experts, threads), _MAX_CTAS)
+        sizes = tokens * self.gate_plan.shape[3], self.num_experts, self.block_size, 0, length, num_blocks
+        return start, -(-ctas // clusters_of) * clusters_of, threads, sizes
 
 
 @torch_op()
@@ -360,10 +307,10 @@ def biased_grouped_topk_align(
 ) -> _FiveTensors:
     """Route tokens and align the routing: :func:`biased_grouped_topk` followed by :func:`moe_align_block_size`.
 
-    Up to 64 tokens (32 slots below compute capability 9.0) it takes one launch, unless the shape has more than 32
-    expert groups, or groups that divide among so few lanes of a warp that a lane would hold more than 32 experts;
-    otherwise two. The results are bit-identical to
-    those of the two functions.
+    Up to 64 tokens and 1024 slots (8 tokens below compute capability 9.0) it takes one launch, unless the shape has
+    more than 541 experts with the shared ones, more than 32 expert groups, or groups that divide among so few lanes of
+    a warp that a lane would hold more than 32 experts; otherwise two. The results are bit-identical to those of the two
+    functions.
 
     Parameters
     ----------

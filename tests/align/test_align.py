@@ -21,12 +21,14 @@ from moe_numba.runtime import workspace as workspaces
 
 POISON = -12345
 ALL_IDS = (torch.uint8, torch.int16, torch.int32, torch.int64)
-LIMITS = "SMALL_MAX_SLOTS", "MEDIUM_MAX_SLOTS", "LARGE_MAX_SLOTS"
-KERNELS = {
+LIMITS = "FEW_SLOTS", "SMALL_MAX_SLOTS", "MEDIUM_MAX_SLOTS", "LARGE_MAX_SLOTS"
+KERNELS = {  # which kernel: the limits that lead to it, for all sizes that it supports
     "default": tuple(getattr(api, limit) for limit in LIMITS),
-    "medium": (0, 1 << 31, 0),
-    "large": (0, 0, 1 << 31),  # as far as it goes: the counting sort beyond
-    "counting_sort": (0, 0, 0),
+    "small": (range(0), 32, 1 << 31, 0),
+    "few": (range(513), 0, 1 << 31, 0),
+    "medium": (range(0), 0, 1 << 31, 0),
+    "large": (range(0), 0, 0, 1 << 31),  # as far as it goes: the counting sort beyond
+    "counting_sort": (range(0), 0, 0, 0),
 }
 MAX_FORCED_MEDIUM_SLOTS = 65535  # upper limit of the medium kernel when forced; lower for more than 285 experts
 
@@ -73,12 +75,12 @@ def make_map(experts, device, seed=0):
 
 
 def force(which, patch, where=api):
-    """Force a kernel: all but the small one are correct for the sizes used here."""
+    """Force a kernel: all but the small one, and that for few slots, are correct for the sizes used here."""
     for name, value in zip(LIMITS, KERNELS[which], strict=True):
         patch.setattr(where, name, value)
 
 
-@pytest.fixture(params=["medium", "large", "counting_sort"])
+@pytest.fixture(params=["few", "medium", "large", "counting_sort"])
 def each_kernel(request, monkeypatch):
     force(request.param, monkeypatch)
     return request.param
@@ -418,7 +420,7 @@ def test_most_experts(device):
 
 @pytest.mark.parametrize("slots", [1, 7, 8, 9, 31, 32, 33])
 def test_small_kernel(slots, device):
-    for experts, block_size, invalid in ((1, 3, 0.5), (5, 1, 0.2), (256, 16, 0.0), (300, 64, 0.2)):
+    for experts, block_size, invalid in ((1, 3, 0.5), (5, 1, 0.2), (542, 16, 0.0), (600, 64, 0.2)):
         ids, expert_map = make_ids(slots, 1, experts, device, invalid=invalid, seed=slots), make_map(experts, device)
         check(ids, block_size, experts, longer=slots % 3)
         check(ids, block_size, experts, expert_map=expert_map, shift=slots % 4, ignore_invalid_experts=True)
@@ -588,7 +590,21 @@ WRONG = {  # name: (module, kernel, source text, its replacement)
     ),
     "a slot is its own predecessor": ("pairwise", "pairwise", "slot < thread", "slot <= thread"),
     "equal buckets are lower": ("pairwise", "pairwise", "[slot] < bucket", "[slot] <= bucket"),
-    "slots in reverse": ("small", "default", "same_bucket & uint32(", "same_bucket & ~uint32(2 * "),
+    "slots in reverse": (
+        "small",
+        "small",
+        "popc(uint32(same_bucket & lower_lanes))",
+        "popc(uint32(same_bucket & ~lower_lanes)) - 1",
+    ),
+    "every slot is its expert's first": (
+        "small",
+        "small",
+        "same_bucket & lower_lanes) ==",
+        "same_bucket & uint32(0)) ==",
+    ),
+    "lower lanes' slots are not counted": ("one_expert_per_warp", "few", "range(6)", "range(0)"),
+    "experts of the own vector are not lower": ("one_expert_per_warp", "few", "if in_vector > 1", "if in_vector > 2"),
+    "block counts are rounded down": ("device_functions", "few", "((1 << _RECIPROCAL_BITS) - reciprocal)", "0"),
     "a warp's slots are in reverse": (
         *("large", "large"),
         "same_bucket & lanemask_lt()",
@@ -596,7 +612,18 @@ WRONG = {  # name: (module, kernel, source text, its replacement)
     ),
 }
 RACES = {
-    "no barrier after a slot's blocks": ("small", "default", "cuda.syncthreads()\n        lane_blocks", "lane_blocks"),
+    "no barrier after the counts": (
+        "one_expert_per_warp",
+        "few",
+        "cuda.syncthreads()\n        griddepcontrol_launch",
+        "griddepcontrol_launch",
+    ),
+    "no barrier after the clearing": (
+        "one_expert_per_warp",
+        "few",
+        "cuda.syncthreads()\n        griddepcontrol_wait",
+        "griddepcontrol_wait",
+    ),
     "no barrier after the buckets": ("pairwise", "pairwise", "cuda.syncthreads()\n        count", "count"),
     "no barrier after the blocks of slots": ("pairwise", "pairwise", "cuda.syncthreads()\n        total", "total"),
     "no barrier after the counting": ("medium", "medium", "cuda.syncthreads()\n        total_blocks", "total_blocks"),
@@ -623,7 +650,8 @@ def changed(module, right, wrong, monkeypatch):
     """Reload the package's modules with a change in one of them, and return its api module; it has new workspaces."""
     for cache in ("_workspaces", "_pools"):
         monkeypatch.setattr(workspaces, cache, {})
-    for name in ("device_functions", "small", "medium", "large", "counting_sort", "pairwise", "api"):
+    names = "device_functions", "small", "one_expert_per_warp", "medium", "large", "counting_sort", "pairwise", "api"
+    for name in names:
         real = importlib.import_module(f"moe_numba.align.{name}")
         source, fresh = inspect.getsource(real), types.ModuleType(real.__name__)
         if name == module:
@@ -645,8 +673,8 @@ def test_checker_rejects_wrong_kernels(case, monkeypatch, device):
     for seed in range(10):
         # New ids each time, so that stale results do not pass
         ids = make_ids(NUM_TOKENS, 8, 100, device, invalid=0.1, seed=seed)
-        ids[NUM_TOKENS // 2] = experts  # invalid by one
-        ids = ids[:4] if module == "small" else ids
+        ids[2] = experts  # invalid by one
+        ids = ids[: {"small": 4, "few": 64}.get(which)]
         try:
             with simulator.seed(seed):
                 out = align(ids, 16, experts, longer=99, function=wrong_api.moe_align_block_size)

@@ -49,7 +49,7 @@ def check(logits, bias, topk, block_size, gate=None, align=None):
     assert all((b[:8] == -7).all() and (b[-8:] == -7).all() for b in buffers)
 
 
-@pytest.mark.parametrize("tokens, block_size", [(0, 16), (1, 16), (4, 128), (5, 16), (33, 128), (64, 1), (65, 16)])
+@pytest.mark.parametrize("tokens, block_size", [(0, 16), (1, 16), (8, 128), (9, 16), (33, 128), (64, 1), (65, 16)])
 def test_deepseek_v3(tokens, block_size, device):
     check(*make_inputs(tokens, 256, device), 8, block_size, DEEPSEEK_V3_GROUPS)
 
@@ -95,10 +95,10 @@ def test_rows_beyond_32_bits_take_two_launches(device, monkeypatch):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda config: gate_align.make_single_cta_kernel(config, False, True, False, False), "960 experts, 6 groups"),
-        (lambda config: gate_align.make_cluster_kernel(config, False, 1056, False, False), "960 experts, 6 groups"),
+        (lambda config: gate_align.make_kernel(config, False, 1056, 1, False, False), "960 experts, 6 groups"),
+        (lambda config: gate_align.make_kernel(config, False, 1056, 8, False, False), "960 experts, 6 groups"),
         (
-            lambda config: gate_align.make_cluster_kernel(config._replace(num_expert_group=3), False, 98, False, False),
+            lambda _: gate_align.make_kernel(GateConfig(256, 8, 4, 8), False, 98, 1, False, False),
             "capacity is 98; it must be a multiple of 4",
         ),
     ],
@@ -139,18 +139,18 @@ def test_checker_rejects_missing_cluster_barriers(monkeypatch, device):
     """Without the barriers a CTA may read ids before a peer has stored them."""
     monkeypatch.setattr(gate_align, "barrier_cluster_arrive", simulated(lambda: None, ""))
     monkeypatch.setattr(gate_align, "barrier_cluster_wait", simulated(lambda: None, ""))
-    gate_align.make_cluster_kernel.cache_clear()
+    gate_align.make_kernel.cache_clear()
     try:
         with pytest.raises((AssertionError, simulator.SimulatorError)):
             for seed in range(8):
                 with simulator.seed(seed):
                     check(*make_inputs(20, 64, device, seed=seed), 4, 4, DEEPSEEK_V3_GROUPS)
     finally:
-        gate_align.make_cluster_kernel.cache_clear()
+        gate_align.make_kernel.cache_clear()
 
 
 def test_one_launch(device, monkeypatch):
-    """Up to 64 tokens, or 32 slots without clusters, the alignment is not called separately."""
+    """Up to 64 tokens, or 8 without clusters, the alignment is not called separately."""
     logits, bias = make_inputs(64 if gpu_of(0).has_clusters else 8, 64, device)
     expected = two_calls(logits, bias, 4, 16, DEEPSEEK_V3_GROUPS, {})
     monkeypatch.setattr(gate_align, "moe_align_block_size", None)
@@ -184,7 +184,7 @@ def test_invalid_arguments(change, error, message, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 4, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 64])
 def test_a_graph_holds_one_kernel(tokens):
     logits, bias = make_inputs(tokens, 256, "cuda")
     expected = two_calls(logits, bias, 8, 16, DEEPSEEK_V3_GROUPS, {})

@@ -6,8 +6,9 @@ from helpers.machine_code import compiler_before
 
 KERNELS = {
     *("biased_grouped_topk", "biased_grouped_topk_4tokens", "biased_grouped_topk_generic", "fuse_routing"),
-    *("moe_align_block_size_small", "moe_align_block_size_medium", "moe_align_block_size_large"),
-    *("moe_align_block_size_pairwise", "biased_grouped_topk_align_single_cta", "get_dispatch_layout"),
+    *("moe_align_block_size_small", "moe_align_block_size_few", "moe_align_block_size_medium"),
+    "moe_align_block_size_large",
+    *("moe_align_block_size_pairwise", "biased_grouped_topk_align", "get_dispatch_layout"),
     *("cast_to_fp8", "cast_back", "weighted_sum", "silu_and_mul", "group_by_expert"),
     *("group_by_expert_count", "group_by_expert_scan", "group_by_expert_assign"),
 }

@@ -218,10 +218,11 @@ CALLS = {
     "gate, 4 tokens": lambda: moe_numba.biased_grouped_topk(
         torch.randn(300, 256, generator=torch.Generator().manual_seed(1)), torch.linspace(-1, 1, 256), 8, True, 8, 4
     ),
-    "align, small": align(5),
+    "align, small": align(4),
+    "align, few": align(30),
     "align, medium": align(200),
     "align, large": align(1500, 256),
-    "gate and align, one CTA": gate_align(3),
+    "gate and align": gate_align(3),
     "gate and align, cluster": gate_align(40),
     "shared experts": shared_experts(),
     "dispatch layout": dispatch_layout(),

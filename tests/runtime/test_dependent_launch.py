@@ -28,7 +28,7 @@ from moe_numba import (
     simulator,
 )
 from moe_numba.align import api as align_api
-from moe_numba.align import counting_sort, large, medium, small
+from moe_numba.align import counting_sort, large, medium, one_expert_per_warp, small
 from moe_numba.align import reference as align_reference
 from moe_numba.align import with_gate as gate_align
 from moe_numba.expert_parallel import get_dispatch_layout
@@ -233,15 +233,23 @@ CASES = {  # name: (module of the kernel, call that checks its result, limits of
     "gate": (one_token_per_warp, route, {}),
     "gate, four tokens": (four_tokens_per_warp, route, {(gate_api, "MANY_TOKENS"): 1}),
     "gate, generic": (generic, lambda late: route(late, 561, 17, 5), {}),
-    "align, small": (small, lambda late: align(late, 3), {}),
-    "align, medium": (medium, align, {}),
-    "align, large": (large, align, {(align_api, "SMALL_MAX_SLOTS"): 0, (align_api, "MEDIUM_MAX_SLOTS"): 0}),
+    "align, small": (small, lambda late: align(late, 2), {}),
+    "align, few": (one_expert_per_warp, align, {}),
+    "align, medium": (medium, align, {(align_api, "FEW_SLOTS"): range(0)}),
+    "align, large": (
+        large,
+        align,
+        {(align_api, "FEW_SLOTS"): range(0), (align_api, "SMALL_MAX_SLOTS"): 0, (align_api, "MEDIUM_MAX_SLOTS"): 0},
+    ),
     "align, counting sort": (
         counting_sort,
         align,
-        {(align_api, f"{kernel}_MAX_SLOTS"): 0 for kernel in ("SMALL", "MEDIUM", "LARGE")},
+        {
+            (align_api, "FEW_SLOTS"): range(0),
+            **{(align_api, f"{kernel}_MAX_SLOTS"): 0 for kernel in ("SMALL", "MEDIUM", "LARGE")},
+        },
     ),
-    "gate and align, one CTA": (gate_align, lambda late: route_and_align(late, 3), {}),
+    "gate and align": (gate_align, lambda late: route_and_align(late, 3), {}),
     "gate and align, cluster": (gate_align, lambda late: route_and_align(late, 11), {}),
     "shared experts": (fuse_kernel, append_shared_experts, {}),
     "dispatch layout": (dispatch_layout, count_tokens, {}),

@@ -116,6 +116,7 @@ def test_a_prepared_call_with_a_workspace_keeps_its_stream():
 def test_a_workspace_in_the_simulator(monkeypatch):
     from moe_numba.align import api
 
+    monkeypatch.setattr(api, "FEW_SLOTS", range(0))
     monkeypatch.setattr(api, "MEDIUM_MAX_SLOTS", 0)
     ids = torch.randint(0, 16, (40,), dtype=torch.int32)
     prepared = prepare(moe_align_block_size, ids, 4, 16)

@@ -7,8 +7,7 @@ and what instructions need.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moe_numba.align.small import MAX_SLOTS
-from moe_numba.align.with_gate import CTAS_PER_CLUSTER, MAX_TOKENS
+from moe_numba.align.with_gate import CTAS_PER_CLUSTER, MAX_TOKENS, WARPS_PER_CTA
 from moe_numba.course.bench.baselines.torch_layer import has_grouped_gemm
 from moe_numba.course.pages.topics import TOPICS
 from moe_numba.ptx.capability import OLDEST, needed_by
@@ -97,8 +96,8 @@ def _dependent_launch(gpu):
 
 def _gate_align(gpu):
     if gpu.has_clusters:
-        return f"one cluster of {CTAS_PER_CLUSTER} CTAs up to {MAX_TOKENS} tokens"
-    return f"one CTA instead of a cluster, up to {MAX_SLOTS} slots, otherwise two launches"
+        return f"one launch up to {MAX_TOKENS} tokens, with clusters of {CTAS_PER_CLUSTER} CTAs above {WARPS_PER_CTA}"
+    return f"one launch up to {WARPS_PER_CTA} tokens, otherwise two"
 
 
 def _layout(gpu):

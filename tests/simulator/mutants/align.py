@@ -4,10 +4,11 @@ from .mutant import mutant
 
 SHARED, LARGE = "moe_numba/align/device_functions.py", "moe_numba/align/large.py"
 SORT = "moe_numba/align/counting_sort.py"
-SMALL, MEDIUM = "moe_numba/align/small.py", "moe_numba/align/medium.py"
+FEW, MEDIUM = "moe_numba/align/one_expert_per_warp.py", "moe_numba/align/medium.py"
 GATE_ALIGN, FUSE = "moe_numba/align/with_gate.py", "moe_numba/shared_experts/kernel.py"
 TESTS = "tests/align/test_align.py"
 ORDERS = TESTS, "-k", "test_thread_orders and large"
+FEW_ORDERS = TESTS, "-k", "test_thread_orders and few"
 SORT_ORDERS = TESTS, "-k", "test_thread_orders and counting_sort"
 LATE_INPUTS = ("tests/runtime/test_dependent_launch.py::test_inputs_are_read_after_the_wait[align, medium]",)
 SHAPES = TESTS, "-k", "test_shapes and large and (1025 or 8192)"
@@ -97,12 +98,7 @@ MUTANTS = [
         SHAPES,
         (SHARED, "if i < uint32(num_vectors):", "if i < uint32(num_vectors - 1):"),
     ),
-    mutant(
-        "A17",
-        "griddepcontrol.wait removed",
-        LATE_INPUTS,
-        (MEDIUM, "        griddepcontrol_wait()\n        align(", "        align("),
-    ),
+    mutant("A17", "griddepcontrol.wait removed", LATE_INPUTS, (MEDIUM, "        griddepcontrol_wait()\n", "")),
     mutant(
         "A18",
         "__syncwarp() removed after counters are stored",
@@ -182,35 +178,35 @@ MUTANTS = [
         "C01",
         "cluster barrier removed after stores to peers",
         FUSED,
-        (
-            GATE_ALIGN,
-            "        cuda.syncwarp()\n        barrier_cluster_arrive()\n        barrier_cluster_wait()\n",
-            "        cuda.syncthreads()\n",
-        ),
+        (GATE_ALIGN, "            cuda.syncwarp()\n            barrier_cluster_arrive()\n", ""),
+        (GATE_ALIGN, "            barrier_cluster_wait()\n            for k in", "            for k in"),
     ),
     mutant(
         "C02",
         "peers are written before their wait for the cluster",
         FUSED,
-        (GATE_ALIGN, "        barrier_cluster_wait()\n        has_result = token", "        has_result = token"),
+        (GATE_ALIGN, "            barrier_cluster_wait()\n            if has_result:", "            if has_result:"),
         (
             GATE_ALIGN,
-            "        cuda.syncwarp()\n        barrier_cluster_arrive()\n        barrier_cluster_wait()\n",
-            "        cuda.syncwarp()\n        barrier_cluster_wait()\n"
-            "        barrier_cluster_arrive()\n        barrier_cluster_wait()\n",
+            "            cuda.syncwarp()\n            barrier_cluster_arrive()\n",
+            "            cuda.syncwarp()\n            barrier_cluster_wait()\n            barrier_cluster_arrive()\n",
         ),
     ),
     mutant(
         "C04",
-        "barrier removed between the gate's stores and the alignment's loads",
+        "barrier removed between the counting and the alignment's loads",
         FUSED,
-        (GATE_ALIGN, "        cuda.syncthreads()\n        align_small(", "        align_small("),
+        (GATE_ALIGN, "        cuda.syncthreads()\n        if not has_cluster:", "        if not has_cluster:"),
     ),
     mutant(
         "C05",
         "__syncwarp() in place of a barrier",
-        FUSED,
-        (SMALL, "        cuda.syncthreads()\n        lane_blocks", "        cuda.syncwarp()\n        lane_blocks"),
+        FEW_ORDERS,
+        (
+            FEW,
+            "        cuda.syncthreads()\n        griddepcontrol_launch",
+            "        cuda.syncwarp()\n        griddepcontrol_launch",
+        ),
     ),
     mutant(
         "S01",
