@@ -103,7 +103,8 @@ def fused_moe(
     w13_bias, w2_bias, activation, alpha, limit, a1_scale, a2_scale, use_fast_accum, batch_invariant : optional
         As for :func:`moe_numba.fused_experts`.
     renormalize_epsilon, is_padding, placement : optional
-        As for :func:`moe_numba.biased_grouped_topk`. Each seed of a placement has a launch plan of its own.
+        As for :func:`moe_numba.biased_grouped_topk`. Each seed of a placement has a launch plan of its own. Under
+        torch.compile ``placement.load`` must be None.
 
     Returns
     -------

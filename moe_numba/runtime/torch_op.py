@@ -47,8 +47,8 @@ _tensors: dict[str, tuple[str, ...]] = {}
 _in_place: dict[str, tuple[str, ...]] = {}
 _required_tensors: dict[str, tuple[str, ...]] = {}
 _int_or_tensor: dict[str, tuple[str, ...]] = {}
-# Of each function: its parameters that are a named tuple or None, and the class. Their fields are parameters of the op.
-_named_tuples: dict[str, dict[str, Any]] = {}
+# Of each function: its parameters that are a named tuple or None, the class, and the fields that the op takes.
+_named_tuples: dict[str, dict[str, tuple[Any, list[str]]]] = {}
 _with_fake: set[str] = set()  # ops that have a fake implementation
 _with_autograd: set[str] = set()  # ops that have a backward
 _TENSOR = torch.Tensor, torch.Tensor | None
@@ -144,11 +144,15 @@ def call_op(name: str, arguments: dict[str, Any]) -> Any:
         if isinstance(arguments[key], int | torch.SymInt):
             device = arguments[_required_tensors[name][0]].device
             arguments[key] = torch.full((1,), arguments[key], dtype=torch.int64, device=device)
-    for key, kind in _named_tuples[name].items():
+    for key, (kind, fields) in _named_tuples[name].items():
         if (value := arguments.pop(key)) is not None:
             if not isinstance(value, kind):
                 raise TypeError(f"{key} is {type(value).__name__}; it must be a {kind.__name__}")
-            arguments |= {f"{key}_{field}": item for field, item in zip(kind._fields, value, strict=True)}
+            for field, item in zip(kind._fields, value, strict=True):
+                if field in fields:
+                    arguments[f"{key}_{field}"] = item
+                elif item is not None:
+                    raise TypeError(f"{key}.{field} is a {type(item).__name__}; under torch.compile {name} takes None")
     if out is None:
         return op.default(**arguments)
     op.out(**arguments, out=out)
@@ -205,7 +209,7 @@ def torch_op(*, in_place: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Ca
     overload, ``<name>.out``, in which ``out`` and what follows are keyword-only. It writes to ``out`` and returns
     nothing. Where the function takes an int or a tensor the op takes a tensor, because schemas have no such type;
     :func:`call_op` converts. Where it takes a named tuple the op takes its fields, ``<parameter>_<field>``; those that
-    the class names in ``written()`` are modified.
+    the class names in ``written()`` are modified. The op of a function that returns a single tensor lacks these.
 
     Parameters
     ----------
@@ -264,7 +268,11 @@ def _register(function, public):
     parameters = signature.parameters
     names = OPS[name] = tuple(parameters)
     found = {n: [t for t in get_args(parameters[n].annotation) if hasattr(t, "_fields")] for n in names}
-    _named_tuples[name] = {n: kinds[0] for n, kinds in found.items() if kinds}
+    # Inductor cannot compile an op with a single output that modifies an argument.
+    left_out = lambda kind: kind.written() if signature.return_annotation is torch.Tensor else ()
+    _named_tuples[name] = {
+        n: (kind, [f for f in kind._fields if f not in left_out(kind)]) for n, kinds in found.items() for kind in kinds
+    }
     positional = _op_names(name)
     _functions[name] = public
     _required_tensors[name] = tuple(n for n in names if parameters[n].annotation is torch.Tensor)
@@ -360,21 +368,23 @@ def register_autograd(public: Callable, backward: Callable, setup_context: Calla
 def _op_names(name):
     """Return the parameters of a function's op, without ``out``."""
     names = (n for n in OPS[name] if n not in ("out", _NO_TENSOR))
-    kinds = _named_tuples[name]
-    return [p for n in names for p in ([f"{n}_{field}" for field in kinds[n]._fields] if n in kinds else [n])]
+    tuples = {n: [f"{n}_{field}" for field in fields] for n, (_, fields) in _named_tuples[name].items()}
+    return [parameter for n in names for parameter in tuples.get(n, [n])]
 
 
 def _with_named_tuples(name, arguments):
     """Return the arguments of a function from those of its op."""
-    for key, kind in _named_tuples[name].items():
-        fields = {f: arguments.pop(p) for f in kind._fields if (p := f"{key}_{f}") in arguments}
+    for key, (kind, names) in _named_tuples[name].items():
+        fields = {f: arguments.pop(p) for f in names if (p := f"{key}_{f}") in arguments}
         arguments[key] = None if fields.get(kind._fields[0]) is None else kind(**fields)
     return arguments
 
 
-def _schema_of_fields(parameter, kind):
-    """Yield the arguments in a schema for a named tuple; without it, its first field is None."""
+def _schema_of_fields(parameter, kind, fields):
+    """Yield the arguments in a schema for fields of a named tuple; without it, its first field is None."""
     for field, annotation in get_type_hints(kind).items():
+        if field not in fields:
+            continue
         default, name = kind._field_defaults.get(field), _SCHEMA_TYPES[annotation].removesuffix("?")
         name = "Tensor(b!)" if field in kind.written() else name
         yield f"{name}{'?' if default is None else ''} {parameter}_{field}={default!r}"
@@ -392,7 +402,7 @@ def _schema(signature, named_tuples, with_out):
             arguments += ["*", "Tensor(a!) out" if single else "Tensor(a!)[] out"] if with_out else []
             continue
         if parameter.name in named_tuples:
-            arguments += _schema_of_fields(parameter.name, named_tuples[parameter.name])
+            arguments += _schema_of_fields(parameter.name, *named_tuples[parameter.name])
             continue
         argument = f"{_SCHEMA_TYPES[parameter.annotation]} {parameter.name}"
         if parameter.default is not inspect.Parameter.empty:

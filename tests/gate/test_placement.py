@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.placements import make_placement
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
@@ -101,7 +101,7 @@ def test_epsilon_in_small_sums(device):
 @pytest.mark.parametrize("how", REPLICA_CHOICES)
 def test_gate_and_alignment(how, tokens, device, monkeypatch):
     """One CTA, clusters, or two launches; the clusters that repeat the routing do not count it again."""
-    monkeypatch.setattr(with_gate, "_MIN_CLUSTERS", 2)
+    monkeypatch.setattr(with_gate, "_MAX_CTAS", 2 * with_gate.CTAS_PER_CLUSTER)
     logits, bias = make_logits(tokens, 96, device), torch.rand(96, device=device)
     is_padding = torch.arange(tokens, device=device) % 3 == 1
     for groups, shared in ((8, 1), (48, 0)):
@@ -115,10 +115,10 @@ def test_gate_and_alignment(how, tokens, device, monkeypatch):
         assert all(map(torch.equal, aligned, moe_numba.moe_align_block_size(ids, 8, num_experts)))
 
 
-def by_hand(how, **fields):
+def by_hand(how, device, **fields):
     """Expert 0 is physical expert 4, 1 and 0, expert 1 is 2, expert 2 is 3."""
-    table = torch.tensor([[4, 1, 0], [2, -1, -1], [3, -1, -1]], dtype=torch.int32)
-    count, load = torch.tensor([3, 1, 1], dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    table = torch.tensor([[4, 1, 0], [2, -1, -1], [3, -1, -1]], dtype=torch.int32, device=device)
+    count, load = torch.tensor([3, 1, 1], dtype=torch.int32, device=device), torch.zeros(5, **INT, device=device)
     return ExpertPlacement(table, count, 5, how, load=load, **fields)
 
 
@@ -126,10 +126,10 @@ def by_hand(how, **fields):
     "how, first, load",
     [("round_robin", [4, 1, 0, -1, 1], [1, 2, 4, 0, 1]), ("static", [4, 4, 4, -1, 4], [0, 0, 4, 0, 4])],
 )
-def test_by_hand(how, first, load):
+def test_by_hand(how, first, load, device):
     """Each token chooses expert 0, then expert 1 and a shared one; token 3 is padding."""
-    placed, is_padding = by_hand(how), torch.arange(5) == 3
-    logits = torch.tensor([[2.0, 1.0, 0.0]]).repeat(5, 1)
+    placed, is_padding = by_hand(how, device), torch.arange(5, device=device) == 3
+    logits = torch.tensor([[2.0, 1.0, 0.0]], device=device).repeat(5, 1)
     options = dict(num_fused_shared_experts=1, is_padding=is_padding, placement=placed)
     _, ids = biased_grouped_topk(logits, None, 3, **options)
     assert ids.tolist() == [[e, 2, 5] if e >= 0 else [-1, -1, -1] for e in first] and placed.load.tolist() == load
@@ -137,35 +137,39 @@ def test_by_hand(how, first, load):
     assert placed.load.tolist() == [2 * n for n in load], "counts add up from call to call"
 
 
-def test_random_replicas_are_even_and_follow_the_seed():
-    logits, chosen = torch.tensor([[2.0, 1.0, 0.0]]).repeat(300, 1), []
+def test_random_replicas_are_even_and_follow_the_seed(device):
+    logits, chosen = torch.tensor([[2.0, 1.0, 0.0]], device=device).repeat(300, 1), []
     for seed in (0, 0, 1, 1 << 32, (1 << 64) - 1):
-        placed = by_hand("random", seed=seed)
+        placed = by_hand("random", device, seed=seed)
         chosen.append(biased_grouped_topk(logits, None, 2, placement=placed)[1])
         assert (placed.load[[0, 1, 4]] - 100).abs().max() < 30, "about five standard deviations are 41"
     assert torch.equal(chosen[0], chosen[1])
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(chosen[1:], 2))
 
 
-def test_random_replicas_of_two_experts_are_independent():
-    table = torch.arange(4, dtype=torch.int32).view(2, 2)
-    placed = ExpertPlacement(table, torch.full((2,), 2, dtype=torch.int32), 4, "random")
-    _, ids = biased_grouped_topk(torch.tensor([[1.0, 0.0]]).repeat(200, 1), None, 2, placement=placed)
+def test_random_replicas_of_two_experts_are_independent(device):
+    table = torch.arange(4, **INT, device=device).view(2, 2)
+    placed = ExpertPlacement(table, torch.full((2,), 2, **INT, device=device), 4, "random")
+    logits = torch.tensor([[1.0, 0.0]], device=device).repeat(200, 1)
+    _, ids = biased_grouped_topk(logits, None, 2, placement=placed)
     assert 60 < int(((ids[:, 0] & 1) == (ids[:, 1] & 1)).sum()) < 140
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_placement(data):
+def test_any_placement(device, data):
     num_experts, tokens = data.draw(st.integers(1, 40), "experts"), data.draw(st.integers(0, 6), "tokens")
     fields = dict(redundant=data.draw(st.integers(0, 50)), seed=data.draw(st.integers(0, 99)))
-    placed = make_placement(num_experts, dtype=data.draw(st.sampled_from([torch.int32, torch.int64])), **fields)
+    placed = make_placement(num_experts, device, dtype=data.draw(st.sampled_from([torch.int32, torch.int64])), **fields)
     how, seed = data.draw(st.sampled_from(REPLICA_CHOICES)), data.draw(st.integers(0, (1 << 64) - 1))
     topk, shared = data.draw(st.integers(1, min(num_experts, 16))), data.draw(st.integers(0, 2))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    is_padding = torch.tensor(data.draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)), dtype=torch.bool)
+    padded = data.draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens))
+    is_padding = torch.tensor(padded, dtype=torch.bool, device=device)
     options = dict(topk=topk + shared, num_fused_shared_experts=shared, is_padding=is_padding)
-    check(make_logits(tokens, num_experts, "cpu", dtype), options | dict(placement=placed._replace(how=how, seed=seed)))
+    check(
+        make_logits(tokens, num_experts, device, dtype), options | dict(placement=placed._replace(how=how, seed=seed))
+    )
 
 
 @pytest.mark.parametrize("how", REPLICA_CHOICES)
@@ -247,10 +251,15 @@ REFUSED = [
 
 @pytest.mark.parametrize("function", [biased_grouped_topk, partial(biased_grouped_topk_align, block_size=4)])
 @pytest.mark.parametrize("change, error, message", REFUSED, ids=lambda case: case if isinstance(case, str) else "")
-def test_refusals(change, error, message, function):
-    table = torch.tensor([[4, 1], [2, -1], [3, -1], [0, -1]], **INT)
-    good = ExpertPlacement(table, torch.tensor([2, 1, 1, 1], **INT), 5, load=torch.zeros(5, **INT))
-    given = dict(gating_output=torch.zeros(2, 4), correction_bias=None, topk=2, placement=good)
+def test_refusals(change, error, message, function, device):
+    table = torch.tensor([[4, 1], [2, -1], [3, -1], [0, -1]], **INT, device=device)
+    count, load = torch.tensor([2, 1, 1, 1], **INT, device=device), torch.zeros(5, **INT, device=device)
+    good = ExpertPlacement(table, count, 5, load=load)
+    given = dict(gating_output=torch.zeros(2, 4, device=device), correction_bias=None, topk=2, placement=good)
+    for name, value in change.items():
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+            change = {name: moved.copy_(value)}
     function(**given)
     of_placement = {n: v for n, v in change.items() if n in ExpertPlacement._fields}
     given |= dict(placement=good._replace(**of_placement)) if of_placement else change
@@ -272,6 +281,7 @@ def test_counters_overlap_no_other_tensor(device):
         biased_grouped_topk(make_logits(4, 8, device), None, 2, placement=placed, out=out)
 
 
+@pytest.mark.skipif(not simulator.ENABLED, reason="NumPy's arrays are on the CPU")
 def test_arrays_of_another_library():
     logits, placed = make_logits(3, 8, "cpu"), make_placement(8)
     options = dict(is_padding=torch.tensor([False, True, False]), placement=placed)

@@ -121,7 +121,7 @@ def test_counts_are_exchanged_without_fences(name, loads, reports):
 def test_cluster_has_two_barriers(reports):
     report = reports["fused_cluster"]
     assert report.count("UCGABAR_ARV") == report.count("UCGABAR_WAIT") == 2
-    assert report.count("REDUX.MAX.S32") == 8  # each of the gate once
+    assert report.count("REDUX.MAX.S32") == 16  # two for each pick of the gate, once
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -137,8 +137,9 @@ def test_logits_are_loaded_with_16_byte_loads(name, reports):
 
 
 def test_one_reduction_per_pick(reports):
-    assert reports["deepseek_v3"].count("REDUX.MAX.S32") == 8
-    assert reports["kimi_k2"].count("REDUX.MAX.S32") == 8
+    """Twice, because tokens with ties pick again."""
+    assert reports["deepseek_v3"].count("REDUX.MAX.S32") == 2 * 8
+    assert reports["kimi_k2"].count("REDUX.MAX.S32") == 2 * 8
 
 
 def test_warp_is_known_to_be_converged(reports):

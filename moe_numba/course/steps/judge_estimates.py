@@ -35,7 +35,7 @@ LESSONS = {
     "02_align": (None, ("LINKS", "SWEEP", "RUNS")),
     "03_align_one_launch": (None, ()),
     "07_dispatch_layout": (None, ()),
-    "11_moe_layer": (8, ("LAYER", "TOKENS", "WARPS", "PROMPT")),
+    "11_moe_layer": (16, ("LAYER", "TOKENS", "WARPS", "PROMPT")),
 }
 _CELL_S, _STEP_S = 60, 900  # longest time of a cell, and of a step
 _SIMULATED = "SIMULATED", "simulator.ENABLED"
