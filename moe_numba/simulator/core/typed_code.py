@@ -148,7 +148,7 @@ def _generate(code, tree, static):
     tree.body = [
         new for old in tree.body for made in [writer.visit(old)] for new in (made if type(made) is list else [made])
     ]
-    tree.body[:0] = _count_loops(tree)
+    _count_loops(tree)
     # The names of the closure remain, also where all uses of one are replaced. The annotation is not evaluated.
     names = ast.Tuple([ast.Name(name, ast.Load()) for name in code.co_freevars], ast.Load())
     if names.elts:
@@ -168,9 +168,10 @@ def _generate(code, tree, static):
 
 
 def _count_loops(tree):
-    """Let each loop of a function count its iterations; return the statements that initialise the counters.
+    """Let each loop of a function count its iterations.
 
-    Their names sort as the loops begin in the source. Before a loop its counter is 0, behind it a large number.
+    The names of the counters sort as the loops begin in the source. Before a loop its counter is 0, behind it a large
+    number.
     """
     counters = []
 
@@ -188,17 +189,23 @@ def _count_loops(tree):
             for field in ("body", "orelse") if not isinstance(statement, ast.FunctionDef) else ():
                 inner += count(getattr(statement, field, []))
             if own:
-                following = ast.BinOp(ast.Name(own, ast.Load()), ast.Add(), ast.Constant(1))
-                before = [at(statement, own, following), *(at(statement, name, ast.Constant(0)) for name in inner)]
+                next_one = ast.BinOp(ast.Name(own, ast.Load()), ast.Add(), ast.Constant(1))
+                body = statement.body[0]
+                before = [at(body, own, next_one), *(at(body, name, ast.Constant(0)) for name in inner)]
                 statement.body[:0] = before
                 inner.append(own)
-            behind = statements.index(statement) + 1  # also for threads that took another branch, or broke off
-            statements[behind:behind] = [at(statement, name, ast.Constant(_BEHIND)) for name in inner]
+            # Also for threads that took another branch, or broke off. On the line of the statement that follows, so
+            # that a profile counts no further line; if none follows, they are set behind the enclosing statement.
+            behind = statements.index(statement) + 1
+            for following in statements[behind : behind + 1]:
+                statements[behind:behind] = [at(following, name, ast.Constant(_BEHIND)) for name in inner]
             names += inner
         return names
 
     count(tree.body)
-    return [at(tree.body[0], name, ast.Constant(0)) for name in counters]
+    first = int(ast.get_docstring(tree) is not None)  # a docstring behind another statement would be executed
+    for statement in tree.body[first : first + 1]:
+        tree.body[first:first] = [at(statement, name, ast.Constant(0)) for name in counters]
 
 
 def with_constants(code, constants):

@@ -76,8 +76,8 @@ MUTANTS = [
         WEIGHTS,
         (
             KERNEL,
-            "            if lane < topk:\n                store_column(weights, ids, int64(token) * topk + lane, w",
-            "            if lane <= topk:\n                store_column(weights, ids, int64(token) * topk + lane, w",
+            "            if lane < topk:\n                weight, expert = finish_column(weight, expert, token, F",
+            "            if lane <= topk:\n                weight, expert = finish_column(weight, expert, token, F",
         ),
     ),
     mutant(
@@ -201,6 +201,6 @@ MUTANTS = [
         "G26",
         "every cluster counts the tokens",
         ALIGNED,
-        (WITH_GATE, "if has_result and cuda.blockIdx.x < CTAS_PER_CLUSTER:", "if has_result:"),
+        (WITH_GATE, "if has_result and cuda.blockIdx.x < ctas:", "if has_result:"),
     ),
 ]

@@ -133,7 +133,7 @@ def gates_of(about, token_counts):
     if about.architecture == "DeepseekV3":
         options = config.norm_topk_prob, config.n_group, config.topk_group, 0, config.routed_scaling_factor, True
         gates = config.n_routed_experts, config.num_experts_per_tok, torch.float32, torch.bfloat16, *options
-        return [make(tokens, *gates) for tokens in token_counts]
+        return [make(tokens, *gates, renormalize_epsilon=1e-20) for tokens in token_counts]
     experts = config.num_local_experts if about.architecture == "GptOss" else config.num_experts
     gates = experts, config.num_experts_per_tok, torch.bfloat16, None, getattr(config, "norm_topk_prob", True)
     return [make(tokens, *gates, scoring="softmax") for tokens in token_counts]
