@@ -17,7 +17,12 @@ from numba import cuda, int32, int64, uint32, uint64
 
 from moe_numba import simulator
 from moe_numba.align.device_functions import (
+    HEADER_WORDS,
+    LAUNCH_COUNT,
+    SLOT_BITS,
+    SLOT_MASK,
     check_launch_shape,
+    check_sorted_shape,
     make_assign_blocks,
     make_bucket_of,
     make_clear,
@@ -34,10 +39,6 @@ from moe_numba.ptx.atomics import (
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import FULL_MASK, lanemask_lt, uniform, warp_inclusive_scan
 
-SLOT_BITS = 13  # low bits of a sorted entry: the slot's index in its tile; the high bits are its bucket
-SLOT_MASK = (1 << SLOT_BITS) - 1
-# Workspace: number of launches so far, offset of the published numbers
-LAUNCH_COUNT, HEADER_WORDS = 0, 4
 MAX_CTAS, CTAS_PER_LANE = 128, 4  # a warp adds up the counts of all CTAs
 
 
@@ -99,11 +100,7 @@ def make_sort(threads, capacity, slots_per_thread, bucket_of_slot, write_slot, h
     for each that is not dropped. With ``has_inverse``, ``outputs[1][slot]`` becomes the row of each slot, or -1.
     """
     check_launch_shape(threads, capacity)
-    if not 1 <= slots_per_thread <= (1 << SLOT_BITS) // threads or capacity > 1 << (32 - SLOT_BITS):
-        raise ValueError(
-            f"threads is {threads}, slots_per_thread {slots_per_thread} and capacity {capacity}; a tile has at most "
-            f"{1 << SLOT_BITS} slots of {1 << (32 - SLOT_BITS)} buckets"
-        )
+    check_sorted_shape(threads, slots_per_thread, capacity, "tile")
     tile_slots = threads * slots_per_thread
     num_rounds = rounds_for(threads, capacity)
     counter_rows = threads // 32 // num_rounds

@@ -12,6 +12,10 @@ from numba import cuda, int32, int64, uint32
 from moe_numba.ptx.memory import st_shared_s32x4
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_add_s32
 
+SLOT_BITS = 13  # low bits of a sorted entry: the slot's index among those that a CTA sorts; the high bits: its bucket
+SLOT_MASK = (1 << SLOT_BITS) - 1
+# Workspace of the kernels whose CTAs exchange counts, which share it: number of launches so far, offset of the rest
+LAUNCH_COUNT, HEADER_WORDS = 0, 4
 _CAPACITIES = (96, 288, 544, 1056, 8224)
 _CAPACITIES_BEFORE_HOPPER = (96, 288, 544, 1056, 2080, 4128, 8224)  # less shared memory
 
@@ -28,6 +32,15 @@ def check_launch_shape(threads, capacity):
         raise ValueError(f"threads is {threads}; it must be a multiple of 32 from 32 to 1024")
     if capacity % 4 or capacity < 4:
         raise ValueError(f"capacity is {capacity}; it must be a multiple of 4")
+
+
+def check_sorted_shape(threads, slots_per_thread, capacity, sorted_at_once):
+    """Raise for more slots or buckets than an entry of a sort in shared memory can name."""
+    if not 1 <= slots_per_thread <= (1 << SLOT_BITS) // threads or capacity > 1 << (32 - SLOT_BITS):
+        raise ValueError(
+            f"threads is {threads}, slots_per_thread {slots_per_thread} and capacity {capacity}; a {sorted_at_once} "
+            f"has at most {1 << SLOT_BITS} slots of {1 << (32 - SLOT_BITS)} buckets"
+        )
 
 
 @cuda.jit(device=True)

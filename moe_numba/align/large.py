@@ -10,7 +10,12 @@ from functools import cache
 from numba import cuda, int32, int64, uint32, uint64
 
 from moe_numba.align.device_functions import (
+    HEADER_WORDS,
+    LAUNCH_COUNT,
+    SLOT_BITS,
+    SLOT_MASK,
     check_launch_shape,
+    check_sorted_shape,
     make_assign_blocks,
     make_bucket_of,
     make_clear,
@@ -27,10 +32,7 @@ from moe_numba.ptx.atomics import (
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import lanemask_lt
 
-SLOT_BITS = 13  # low bits of a sorted entry: the slot's index in its CTA; the high bits are its bucket
-SLOT_MASK = (1 << SLOT_BITS) - 1
-# Workspace: number of launches so far, number of CTAs done with this launch, offset of the CTAs' rows of counts
-LAUNCH_COUNT, CTAS_DONE, HEADER_WORDS = 0, 1, 4
+CTAS_DONE = 1  # in the workspace's header: number of CTAs done with this launch
 LOADS_IN_FLIGHT = 8  # rows of counts that a thread loads at once
 
 
@@ -58,11 +60,7 @@ def make_large_kernel(threads, capacity, slots_per_thread, ignore_invalid_expert
     ``slots_per_cta`` must be a multiple of ``threads``.
     """
     check_launch_shape(threads, capacity)
-    if not 1 <= slots_per_thread <= (1 << SLOT_BITS) // threads or capacity > 1 << (32 - SLOT_BITS):
-        raise ValueError(
-            f"threads is {threads}, slots_per_thread {slots_per_thread} and capacity {capacity}; a CTA has at most "
-            f"{1 << SLOT_BITS} slots of {1 << (32 - SLOT_BITS)} buckets"
-        )
+    check_sorted_shape(threads, slots_per_thread, capacity, "CTA")
     num_warps = threads // 32
     # Offsets in shared memory, in int32
     counts_offset, first_block_offset, places_offset, counters_offset = (i * capacity for i in (1, 3, 4, 5))

@@ -122,19 +122,19 @@ def _serve(pipe, gpu, processes, prepare):
         pass  # the caller has given up
     except Exception as error:
         pipe.send(_picklable(error))
-        while callable(
-            _receive(pipe)
-        ):  # calls that are on their way: a pipe that is closed before would lose the error
+        # A pipe that is closed with calls unread would lose the error.
+        while callable(_receive(pipe)):
             pass
 
 
 def _picklable(error):
     """Return an exception that another process can raise, with a note where it was raised."""
-    error.add_note("".join(traceback.format_exception(error)))
+    where = "".join(traceback.format_exception(error))
+    error.add_note(where)
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError("".join(traceback.format_exception(error)))
+        return RuntimeError(where)
 
 
 def _progress(pipe, gpu, processes):

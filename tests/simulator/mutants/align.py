@@ -84,7 +84,7 @@ MUTANTS = [
         ),
     ),
     mutant(
-        "A12", "bit field one bit too narrow for the largest tiles", TILES, (LARGE, "SLOT_BITS = 13", "SLOT_BITS = 12")
+        "A12", "bit field one bit too narrow for the largest tiles", TILES, (SHARED, "SLOT_BITS = 13", "SLOT_BITS = 12")
     ),
     mutant(
         "A15",
