@@ -10,7 +10,6 @@ KERNELS = {
     "moe_align_block_size_large",
     *("moe_align_block_size_pairwise", "biased_grouped_topk_align", "get_dispatch_layout"),
     *("cast_to_fp8", "cast_back", "weighted_sum", "silu_and_mul", "group_by_expert"),
-    *("group_by_expert_count", "group_by_expert_scan", "group_by_expert_assign"),
 }
 SPILLED_BY_CUDA_13_0 = ("gate: softmax 4096, biased_grouped_topk_4tokens", [10, 0, "a"], 32)
 
