@@ -21,6 +21,7 @@ from moe_numba.course.grader import Wrong, fault
 from moe_numba.course.steps.score import Score, compare
 from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG, Verdict
+from moe_numba.simulator.profiler.phases import COUNTERS
 from moe_numba.simulator.profiler.report import Counted
 
 _MOST_ALONE = 8  # lines that one lane may execute while the others of its warp wait, before it does the task alone
@@ -46,8 +47,10 @@ class Build:
     profile : callable
         ``profile(answer)`` returns what `simulator.profile` counted of the answer; see `score.count`.
     counter : str
-        Counter of the critical path that is compared with par, such as "shuffles".
+        Counter of the critical path that is compared with par, such as "shuffles", or of all warps.
     par : int
+    unit : str
+        What the counter counts, in words; by default its name.
     par_is_bound : bool
         No answer can need less, so one that does is refused.
     forbidden : dict
@@ -76,6 +79,7 @@ class Build:
     hint: str = ""
     seeds: int = 4
     home: str = ""
+    unit: str = ""
 
     def check(self, answer: Any = ...) -> Verdict:
         """Test an answer; ``...``, or a function that only returns a constant, counts as none."""
@@ -88,12 +92,13 @@ class Build:
         if (wrong := fault(self._test, answer)) is not None:
             return WRONG, wrong, None
         counted = self.profile(answer)
-        score = getattr(counted.critical_path, self.counter)
+        score = getattr(counted.critical_path if self.counter in COUNTERS else counted.total, self.counter)
+        unit = self.unit or self.counter
         if (reason := self._avoids(counted, score)) is not None:
             return REFUSED, f"the result is right, but {reason}", None
         if score > self.par:
-            return OVER_PAR, f"right, with {score} {self.counter}; par is {self.par}. {self.over_par}".rstrip(), score
-        return RIGHT, f"right, with {score} {self.counter}; par is {self.par}", score
+            return OVER_PAR, f"right, with {score} {unit}; par is {self.par}. {self.over_par}".rstrip(), score
+        return RIGHT, f"right, with {score} {unit}; par is {self.par}", score
 
     def use(self, answer: Any = ...) -> Any:
         """Display the verdict on an answer, and return what the next cells use."""

@@ -8,7 +8,7 @@ A page has a kernel with a hole; a step fills the hole, and its cell is the func
         def align(...): ...
         return align
 
-    lesson.step("2 Blelloch", make_align(blelloch_scan), hole=blelloch_scan)
+    lesson.step("2 Blelloch", make_align(blelloch_scan))
 """
 
 import functools
@@ -23,12 +23,11 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.course.bench import records
-from moe_numba.course.bench.records.kernel_hash import ast_hash
 from moe_numba.course.bench.timing import kernel_times
 from moe_numba.course.steps import recorded
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.prediction import Judgement
-from moe_numba.course.steps.score import Comparison, Score, compare, score
+from moe_numba.course.steps.score import Comparison, Score, compare, score_of_launches
 from moe_numba.course.steps.simulate import in_simulator
 
 _made: dict[int, tuple] = {}  # id of what a factory has made -> factory, arguments, and the thing, which keeps the id
@@ -62,8 +61,6 @@ class Run(NamedTuple):
         ``once(version)`` launches it on the inputs whose work is counted, which are small enough for the simulator.
     timed : callable
         ``timed(version)`` returns calls, one per set of inputs, which a GPU times.
-    kernel : callable
-        ``kernel(version)`` is the kernel of a version whose work is counted.
     kernels : callable
         ``kernels(version)`` are all that ``timed`` launches: a recorded time belongs to exactly them.
     """
@@ -71,7 +68,6 @@ class Run(NamedTuple):
     check: Callable[[Any], str | None]
     once: Callable[[Any], object]
     timed: Callable[[Any], list[Callable]]
-    kernel: Callable[[Any], Any] = lambda version: version
     kernels: Callable[[Any], tuple] = lambda version: (version,)
 
 
@@ -108,11 +104,10 @@ class Lesson:
         self.topic, self.run, self.home, self.seeds, self.gpu = topic, run, home, seeds, gpu
         self.config, self.size, self.dtype = dict(config), dict(size), dtype
         self.steps: dict[str, Step] = {}
+        self.diagnosis: dict[str, dict[str, float]] = {}
 
-    def step(
-        self, name: str, version: Any, *, hole: Any = None, after: str | None = None, predicted_us: float | None = None
-    ) -> "Step":
-        """Check a version, count its work, time it, compare it with the step before, and display the result.
+    def step(self, name: str, version: Any, *, after: str | None = None, predicted_us: float | None = None) -> "Step":
+        """Check a version, count its work, time it, and return the result, which a notebook displays.
 
         Parameters
         ----------
@@ -120,8 +115,6 @@ class Lesson:
             Of the row in the record. A cell that runs again replaces its step.
         version : object
             What `Run` takes, made by a `factory`.
-        hole : device function, optional
-            Count only what it does, and the functions that it calls.
         after : str, optional
             The step that it changes; by default the one before it on the page.
         predicted_us : float, optional
@@ -141,12 +134,11 @@ class Lesson:
         if fault := self.fault(version):
             raise WrongResult(f"{name}: {fault}")
         us, row = self._times(name, version, before, predicted_us)
-        counted = self._score(name, version, hole)
+        counted = self._score(name, version)
         step = Step(name, version, counted, before, us, row, predicted_us, self._time_text(name, version, us, row))
         edited = self.steps.get(name)
         step.edited_from = edited.score if edited and edited.score.rows != counted.rows else None
         self.steps[name] = step
-        _display(step)
         return step
 
     def fault(self, version: Any) -> str | None:
@@ -166,18 +158,16 @@ class Lesson:
         except simulator.SimulatorError as error:
             return f"{type(error).__name__}: {error}"
 
-    def _score(self, name, version, hole):
+    def _score(self, name, version):
         if simulator.ENABLED:
-            return self.count(version, hole, name)
+            return self.count(version, name)
         expression, functions = _expression(version)
-        of, more = _expression(hole) if hole is not None else ("", [])
-        found = in_simulator(_count_again, self.home, name, expression, of, functions=[*functions, *more])
+        found = in_simulator(_count_again, self.home, name, expression, functions=functions)
         return Score(name, {(section, row): number for section, row, number in found}, self.gpu.upper())
 
-    def count(self, version: Any, hole: Any = None, name: str = "") -> Score:
-        """Return the score of a version, or of a hole in it; the simulator counts."""
-        run = lambda _: self.run.once(version)
-        return score(self.run.kernel(version), run, hole, name, self.gpu.upper())
+    def count(self, version: Any, name: str) -> Score:
+        """Return the score of a version; the simulator counts."""
+        return score_of_launches(functools.partial(self.run.once, version), name, self.gpu.upper())
 
     def _times(self, name, version, before, predicted_us):
         """Return the kernel time, measured now or recorded for exactly this code, and the row of the record."""
@@ -199,9 +189,39 @@ class Lesson:
         texts = [recorded.describe(self.topic, name, kernel, self.size, self.gpu) for kernel in kernels]
         return next((text for text in texts if not text.startswith("recorded")), texts[0])
 
-    def summary(self) -> "Summary":
-        """Return a table of all steps."""
-        return Summary(list(self.steps.values()))
+    def times(self, name: str, calls: Mapping[str, Callable | list[Callable]]) -> dict[str, float]:
+        """Time kernels that diagnose a step, interleaved, and keep the medians for the record; they are no steps.
+
+        In the simulator each runs once, and the recorded times are returned, or an empty dict.
+        """
+        if simulator.ENABLED:
+            for call in calls.values():
+                (call[0] if isinstance(call, list) else call)()
+            return (records.recorded(self.topic, self.gpu) or {}).get("diagnosis", {}).get(name, {})
+        found = {label: round(stats.median, 3) for label, stats in kernel_times(dict(calls)).items()}
+        self.diagnosis[name] = found
+        return found
+
+    def orders(self, version: Any, seeds: int = 8) -> "Orders":
+        """Run a version under several thread orders, and with the race detector, in the simulator."""
+        if simulator.ENABLED:
+            found = [self._checked(version, seed) for seed in range(seeds)]
+            raced = [error for seed in range(seeds) if (error := self._checked(version, seed, True))]
+            # An index that a race has spoiled may be out of bounds in one order, where another order shows the race.
+            raced = min(raced, key=lambda error: not error.startswith("DataRace"), default=None)
+            return Orders(seeds, sum(map(bool, found)), next(filter(None, found), None), raced)
+        expression, functions = _expression(version)
+        return Orders(*in_simulator(_orders_again, self.home, expression, seeds, functions=functions))
+
+    def summary(self) -> "Table":
+        """Return a table of all steps: time, what each saved, the model's latency, what was predicted."""
+        lines = []
+        for step in self.steps.values():
+            before = step.before and step.before.us
+            us, ratio = (records.format_us(step.us), step.us and before) if step.us else ("", None)
+            faster = f"{before / step.us:.2f}" if ratio else ""
+            lines.append([step.name, us, faster, f"{step.score.chain_us:.2f}", str(step.judgement or "")])
+        return Table(["step", "us", "times as fast", "model, us", "prediction"], lines)
 
     def save(self, *, results: Any = None) -> None:
         """Write the record of the steps that a GPU has timed."""
@@ -209,15 +229,37 @@ class Lesson:
         if not rows:
             print("not timed: no record is written")
             return
-        print(f"{len(rows)} rows written to {records.write(self.topic, rows, results=results)}")
+        path = records.write(self.topic, rows, results=results, diagnosis=self.diagnosis)
+        print(f"{len(rows)} rows written to {path}")
 
 
-def _count_again(home, name, version, hole):
+def _count_again(home, name, version):
     """Make a version again in the simulator's process; return the rows of its score."""
     module, _, attribute = home.partition(":")
     lesson, page = getattr(importlib.import_module(module), attribute), vars(sys.modules["__main__"])
-    counted = lesson.count(eval(version, page), eval(hole, page) if hole else None, name)  # names of the page's functions
+    counted = lesson.count(eval(version, page), name)  # an expression of the page's functions
     return [(section, row, number) for (section, row), number in counted.rows.items()]
+
+
+def _orders_again(home, version, seeds):
+    module, _, attribute = home.partition(":")
+    lesson = getattr(importlib.import_module(module), attribute)
+    return list(lesson.orders(eval(version, vars(sys.modules["__main__"])), seeds))
+
+
+class Orders(NamedTuple):
+    """What several thread orders made of a kernel; ``str`` is the report."""
+
+    seeds: int
+    wrong: int
+    error: str | None
+    race: str | None
+
+    def __str__(self):
+        head = f"wrong under {self.wrong} of {self.seeds} thread orders"
+        return "\n".join(filter(None, [f"{head}: {self.error}" if self.wrong else head, self.race or "no race found"]))
+
+    __repr__ = __str__
 
 
 def _expression(thing):
@@ -309,41 +351,22 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """A table of steps: time, what each saved, what was predicted."""
+class Table:
+    """A table, as text and as HTML: the one way in which a page shows one."""
 
-    steps: Sequence[Step]
-
-    def rows(self) -> list[list[str]]:
-        """Return the cells of each step."""
-        found = []
-        for step in self.steps:
-            us = "" if step.us is None else records.format_us(step.us)
-            model = f"{step.score.chain_us:.2f}"
-            ratio = "" if None in (step.us, step.before and step.before.us) else f"{step.before.us / step.us:.2f}"
-            found.append([step.name, us, ratio, model, str(step.judgement or "")])
-        return found
-
-    _HEADINGS = "step", "us", "times as fast", "model, us", "prediction"
+    headings: Sequence[str]
+    lines: Sequence[Sequence[str]]
 
     def __str__(self):
-        lines = [list(self._HEADINGS), *self.rows()]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(self._HEADINGS))]
+        lines = [list(self.headings), *self.lines]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.headings))]
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
     __repr__ = __str__
 
     def _repr_html_(self):
         cells = lambda tag, texts: "<tr>" + "".join(f"<{tag}>{html.escape(t)}</{tag}>" for t in texts) + "</tr>"
-        body = "".join(cells("td", line) for line in self.rows())
-        return f'<div style="overflow-x: auto"><table>{cells("th", self._HEADINGS)}{body}</table></div>'
-
-
-def _display(step):
-    from IPython import get_ipython
-    from IPython.display import display
-
-    if get_ipython() is None:
-        print(step)
-    else:
-        display(step)
+        body = "".join(cells("td", line) for line in self.lines)
+        style = "<style>.steps :is(td, th) { text-align: left; vertical-align: top }</style>"
+        table = f"<table>{cells('th', self.headings)}{body}</table>"
+        return f'{style}<div class="steps" style="overflow-x: auto">{table}</div>'

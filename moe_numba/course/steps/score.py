@@ -140,14 +140,29 @@ def score(
     ``name`` heads the column, by default the name of the hole or the kernel. The kernel is compiled for ``gpu``. The
     total of instructions is wrong for loops that the compiler unrolls; the time takes account of that.
     """
-    counted = count(kernel, run, hole, gpu)
+    return Score(name or (hole or kernel).__name__, _rows(count(kernel, run, hole, gpu), gpu), gpu)
+
+
+def score_of_launches(run: Callable[[], object], name: str, gpu: str = "H200") -> Score:
+    """Count what all kernels do that ``run()`` launches one after another: their critical paths add up."""
+    with simulator.profile(gpu) as profile:
+        run()
+    rows: dict[tuple[str, str], float] = {}
+    for counted in profile.kernels:
+        for key, number in _rows(counted, gpu).items():
+            before = rows.get(key, 0)
+            rows[key] = max(before, number) if key == (TOTAL, _TOTAL_ROWS["warp_contention"]) else before + number
+    return Score(name, rows, gpu)
+
+
+def _rows(counted, gpu):
     path, total = counted.critical_path, counted.total
     rows: dict[tuple[str, str], float] = {(PATH, row): getattr(path, name) for name, row in _PATH_ROWS.items()}
     rows[MODEL, "time"] = part_us(counted, gpu)
     rows[TOTAL, "instructions"] = counted.estimated_instructions or 0
     rows |= {(TOTAL, row): getattr(total, name) for name, row in _TOTAL_ROWS.items()}
     rows[TOTAL, "launches"] = len(counted.kernel.launches)
-    return Score(name or (hole or kernel).__name__, rows, gpu)
+    return rows
 
 
 @dataclass(frozen=True)
