@@ -15,8 +15,8 @@
 # # Alignment as published
 #
 # The gate ([01](01_gate.ipynb)) has chosen eight experts for each token. A grouped GEMM works on blocks of, say, 16 rows, and all rows of a
-# block must belong to one expert. So somebody must sort the tokens by expert and pad each expert's part to whole blocks. SGLang does
-# this with `moe_align_block_size`. Its first version moved 0.4 MB and took over 30 us, 70 times as long as the bytes need.
+# block must belong to one expert. So the tokens must be sorted by expert, and each expert's part padded to whole blocks. SGLang does
+# this with `moe_align_block_size`. It moves few bytes, and takes many times as long as the bytes need. This lesson finds out why.
 #
 # An article by its author describes five versions, 0x1 to 0x5. In this lesson you rebuild them from one kernel with two holes, find
 # out what each change is worth, write two of the pieces yourself, and meet a race that no GPU run has shown.
@@ -39,6 +39,7 @@ from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
 print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
 print(f"{EXPERTS} experts, blocks of {BLOCK} rows; the main kernel has {THREADS} threads; FULL is {FULL:#x}")
 step = lesson.step
+print(page.result())
 
 # %% [markdown]
 # ## The problem
@@ -472,6 +473,12 @@ def sort_aggregated(topk_ids, sorted_token_ids, cumsum, numel):
 
 
 step("aggregated atomics", (filled_apart, sort_aggregated, 2))
+
+# %% [markdown]
+# What concentration does to the sort kernel, and what aggregation does about it:
+
+# %%
+page.concentrated({"0x5": (filled_apart, sort_slots, 2), "aggregated": (filled_apart, sort_aggregated, 2)})
 
 # %% [markdown]
 # **Take away.** Aggregation removes contention only where one warp has the contention. Here 16 warps on different SMs add to the same

@@ -172,19 +172,24 @@ class Comparison:
     scores: tuple[Score, ...]
 
     def rows(self) -> Iterator[tuple[str, str, list[float]]]:
-        """Yield (section, row, numbers) of rows in which a score is not zero."""
+        """Yield (section, row, numbers) of rows in which a score is not zero; of several scores those that differ."""
         for section, row in self.scores[0].rows:
             numbers = [each.rows.get((section, row), 0) for each in self.scores]
-            if any(numbers):
+            if any(numbers) and (len(numbers) == 1 or len(set(numbers)) > 1):
                 yield section, row, numbers
 
     @property
     def notes(self) -> list[str]:
-        """Sentences below the table: the model's error, and what only a GPU decides."""
-        notes = [describe_error(self.scores[0].gpu)]
-        if len(self.scores) > 1:
-            notes.append(self._verdict(self.scores[-2], self.scores[-1]))
-        return notes
+        """Sentences below the table: rows that do not differ, the model's error, and what only a GPU decides."""
+        if len(self.scores) == 1:
+            return [describe_error(self.scores[0].gpu)]
+        same: dict[str, list[str]] = {}
+        for (section, row), number in self.scores[0].rows.items():
+            if number and all(each.rows.get((section, row)) == number for each in self.scores):
+                same.setdefault(section, []).append(f"{row} {_text(section, number)}")
+        unchanged = "; ".join(f"{section}: {', '.join(rows)}" for section, rows in same.items())
+        verdict = self._verdict(self.scores[-2], self.scores[-1])
+        return [*([f"Unchanged: {unchanged}."] if unchanged else []), verdict]
 
     def _verdict(self, before, after):
         """Say whether the critical path and the totals agree, and whether the model's gain is beyond its error."""

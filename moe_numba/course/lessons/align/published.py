@@ -381,6 +381,30 @@ def without_fill() -> float | None:
     return step.us - phases["0x4"]["fill"] if step.us and phases else None
 
 
+def result() -> str:
+    """Return what the lesson builds, in numbers of the records."""
+    ladder, align = records.recorded("align_ladder"), records.recorded("align")
+    wanted = dict(size=dict(tokens=TOKENS), config=dict(num_experts=EXPERTS, topk=TOPK, block_size=BLOCK))
+    us = lambda record, step: records.format_us(records.find(record, step=step, **wanted)["kernel_us"]["median"])
+    if ladder is None or align is None:
+        return "no times are recorded"
+    return (
+        f"On an H200, {TOKENS} tokens: version 0x1 takes {us(ladder, '0x1 baseline')} us and 0x5 "
+        f"{us(ladder, '0x5 parallel fill')} us as we port them to Numba; SGLang's compiled kernel takes "
+        f"{us(align, 'peer:sglang-aot')} us.\nThe {lower_bound()}. The next lesson ends at {us(align, 'final')} us."
+    )
+
+
+def concentrated(versions: dict) -> Table:
+    """Return a table of versions that route all tokens to the same experts."""
+    ids, cumsum = inputs(TOKENS)["all tokens choose the same experts"], torch.empty(EXPERTS + 1, dtype=torch.int32)
+    outputs, cumsum = poisoned(ids, EXPERTS, BLOCK), cumsum.to(_DEVICE)
+    if simulator.ENABLED:
+        ids = ids[:_COUNTED].contiguous()
+    us = lesson.times("same experts", {n: partial(run, v, ids, outputs, cumsum) for n, v in versions.items()})
+    return Table(["all tokens choose the same experts", "us"], [[name, records.format_us(us[name])] for name in us])
+
+
 def lower_bound() -> str:
     """Return the lower bound of a step, in words."""
     numel, length = TOKENS * TOPK, sizes(TOKENS * TOPK, BLOCK, EXPERTS)[0]
