@@ -75,15 +75,15 @@ warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some launches 
 #
 # | step | notebook | reference implementation |
 # |---|---|---|
-# | gate: choose the experts of each token | [01_gate](01_gate.ipynb) | SGLang's `moe_fused_gate` |
-# | alignment: sort the token slots by expert | [02_align](02_align.ipynb), [03_align_one_launch](03_align_one_launch.ipynb) | SGLang's `moe_align_block_size` |
-# | shared experts, which every token visits | [04_shared_experts](04_shared_experts.ipynb) | SGLang |
-# | grouped GEMM: multiply by the experts' weights | [05_hopper_from_numba](05_hopper_from_numba.ipynb), [06_grouped_gemm](06_grouped_gemm.ipynb) | hpc-ops |
-# | the same with block scales and with 4-bit weights | [06b_grouped_gemm_scales](06b_grouped_gemm_scales.ipynb) | DeepGEMM |
-# | dispatch layout: count what goes to which GPU | [07_dispatch_layout](07_dispatch_layout.ipynb) | DeepEP |
-# | dispatch and combine: send the tokens, return the results | [08_ring_buffer_dispatch](08_ring_buffer_dispatch.ipynb), [09_combine](09_combine.ipynb) | DeepEP |
-# | the same for few tokens, as during decode | [10_low_latency](10_low_latency.ipynb) | DeepEP |
-# | the experts of a whole layer in one call | [11_moe_layer](11_moe_layer.ipynb) | vLLM and SGLang |
+# | gate: choose the experts of each token | [01_gate_prompt](01_gate_prompt.ipynb) | SGLang's `moe_fused_gate` |
+# | alignment: sort the token slots by expert | [03_align_published](03_align_published.ipynb), [04_align_one_launch](04_align_one_launch.ipynb) | SGLang's `moe_align_block_size` |
+# | shared experts, which every token visits | [05_shared_experts](05_shared_experts.ipynb) | SGLang |
+# | grouped GEMM: multiply by the experts' weights | [06_hopper_gemm](06_hopper_gemm.ipynb), [07_grouped_gemm](07_grouped_gemm.ipynb) | hpc-ops |
+# | the same with block scales and with 4-bit weights | [08_grouped_gemm_scales](08_grouped_gemm_scales.ipynb) | DeepGEMM |
+# | dispatch layout: count what goes to which GPU | [10_dispatch_layout](10_dispatch_layout.ipynb) | DeepEP |
+# | dispatch and combine: send the tokens, return the results | [12_dispatch](12_dispatch.ipynb), [13_combine](13_combine.ipynb) | DeepEP |
+# | the same for few tokens, as during decode | [14_low_latency](14_low_latency.ipynb) | DeepEP |
+# | the experts of a whole layer in one call | [15_moe_layer](15_moe_layer.ipynb) | vLLM and SGLang |
 #
 # Read this notebook first, then the others in order. The documentation compares [the articles' claims](../docs/claims.md)
 # with our measurements.
@@ -278,7 +278,7 @@ player.strip([0, 1, 3])
 # ## 3. The simulator
 #
 # The simulator runs the Python source of a kernel on the CPU, with warps, CTAs, the asynchronous copies and
-# tensor-core instructions of notebook 05, and several GPUs. Every notebook runs in it on any computer. On a machine with a GPU, cells that show
+# tensor-core instructions of notebook 06, and several GPUs. Every notebook runs in it on any computer. On a machine with a GPU, cells that show
 # mistakes start it in a process of its own (`in_simulator`), because a faulty kernel can hang a GPU.
 #
 # | fault | simulator | GPU |

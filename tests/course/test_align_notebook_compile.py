@@ -1,4 +1,4 @@
-"""Machine code of notebook 02's kernels, for the oldest and the newest architecture that they run on; without a GPU."""
+"""Machine code of notebook 03's kernels, for the oldest and the newest architecture that they run on; without a GPU."""
 
 import ast
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from moe_numba.course.bench.records import code_hash
 from moe_numba.runtime.sass import compile_apart
 
-TEXT = (Path(__file__).parents[2] / "notebooks" / "02_align.py").read_text()
+TEXT = (Path(__file__).parents[2] / "notebooks" / "03_align_published.py").read_text()
 MAIN = ("int32*",) * 5 + ("int32",) * 3
 SORT = ("int32*", "int32*", "int32*", "int32", "int32")
 VERSIONS = (

@@ -1,4 +1,4 @@
-"""The scan that notebook 02 plays: its rows are the article's, and the figure's."""
+"""The scan that notebook 03 plays: its rows are the article's, and the figure's."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_figure_has_the_rows_of_the_article():
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="it draws simulator traces")
 def test_kernel_stores_the_rows_of_the_article():
-    text = (Path(__file__).parents[2] / "notebooks" / "02_align.py").read_text()
+    text = (Path(__file__).parents[2] / "notebooks" / "03_align_published.py").read_text()
     cells = [cell for cell in code_hash.code_cells(text) if "def blelloch_scan(" in cell or "def scan_alone(" in cell]
     imports = "from numba import cuda, int32\nfrom moe_numba import simulator\n"
     kernel = define(imports + "\n".join(cells).partition("\ndef play_blelloch(")[0], {})["scan_alone"]

@@ -1,4 +1,4 @@
-"""Machine code of notebook 03's kernels for older GPUs and for Hopper; no GPU is needed."""
+"""Machine code of notebook 04's kernels for older GPUs and for Hopper; no GPU is needed."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import pytest
 from moe_numba.course.bench.records import code_hash
 from moe_numba.runtime.sass import compile_apart
 
-TEXT = (Path(__file__).parents[2] / "notebooks" / "03_align_one_launch.py").read_text()
+TEXT = (Path(__file__).parents[2] / "notebooks" / "04_align_one_launch.py").read_text()
 CONSTANTS = "HEADER", "(LAUNCHES, DONE)", "early", "make_dependent"
 
 INPUTS, NUMBERS = ("int32*",) * 4, ("int32",) * 4

@@ -1,4 +1,4 @@
-"""Inputs of notebook 09: handles computed in torch, bitwise sums, sizes for the available GPUs."""
+"""Inputs of notebook 13: handles computed in torch, bitwise sums, sizes for the available GPUs."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Machine code of notebook 09's kernels, and of the package's kernels that it changes; no GPU is needed."""
+"""Machine code of notebook 13's kernels, and of the package's kernels that it changes; no GPU is needed."""
 
 import ast
 import inspect
@@ -13,7 +13,7 @@ from moe_numba.expert_parallel.rings import combine
 from moe_numba.runtime.sass import compile_apart
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "notebooks" / "09_combine.py").read_text()
+TEXT = (ROOT / "notebooks" / "13_combine.py").read_text()
 CELLS = [cell for cell in code_hash.code_cells(TEXT) if "\n    @cuda.jit" in cell or "def changed(" in cell]
 IMPORTS = re.search(r"^from contextlib.*?(?=^warnings)", TEXT, re.M | re.S)[0]
 SUM = ("int32*", "uint8*", "int32", "int32*")
@@ -73,7 +73,7 @@ def test_the_notebooks_combine_kernel_does_not_spill(configuration, reports):
 def test_the_patched_combine_does_not_spill(changes):
     source = inspect.getsource(combine)
     for old, new in changes:
-        assert source.count(old) == 1, f"notebook 09 replaces {old!r}, which must occur once in combine.py"
+        assert source.count(old) == 1, f"notebook 13 replaces {old!r}, which must occur once in combine.py"
         source = source.replace(old, new)
     source += SHAPE
     report = compile_apart(source, {"": ("make_combine(shape(2), 0)", combine.SIGNATURE, 512, False)})[""]

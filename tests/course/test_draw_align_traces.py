@@ -1,4 +1,4 @@
-"""Frames of the grid-wide barrier of notebook 03, from simulator traces."""
+"""Frames of the grid-wide barrier of notebook 04, from simulator traces."""
 
 import re
 

@@ -119,7 +119,7 @@ def test_what_cannot_be_estimated_is_refused():
         estimate(lambda: None, "T4")
     with pytest.raises(ValueError, match="run launched no kernel"):
         estimate(lambda: None)
-    with pytest.raises(ValueError, match="lesson is '04'; it must be one of 01_gate"):
+    with pytest.raises(ValueError, match="lesson is '04'; it must be one of 01_gate_prompt"):
         judge_estimates.run("04")
 
 

@@ -14,7 +14,7 @@ from moe_numba.runtime.changed_source import define
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.sass import compile_apart
 
-TEXT = (Path(__file__).parents[2] / "notebooks" / "01_gate.py").read_text()
+TEXT = (Path(__file__).parents[2] / "notebooks" / "01_gate_prompt.py").read_text()
 CONSTANTS = "(EXPERTS, GROUPS, KEPT, TOPK)", "(LOWEST, EXCLUDED)", "FULL", "WARPS", "MAX_VPT", "NEVER", "PAIRS", "STEPS"
 POINTERS = ("float32*", "float32*", "float32*", "int32*", "int32")
 ARRAYS = ("float32[,]", "float32[]", "float32[,]", "int32[,]")

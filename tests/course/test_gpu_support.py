@@ -164,7 +164,7 @@ def test_paths_by_architecture():
     rows = gpu_support.by_name(gpu_support.functions)
     assert rows["dispatch layout"] == "7.5 to 8.9: one CTA instead of a cluster<br>9.0 and newer: one cluster of 8 CTAs"
     assert "8.0 to 8.9, 10.0 and newer: mma.sync" in rows["grouped GEMM"] and "<br>9.0: TMA" in rows["grouped GEMM"]
-    assert "00_start_here, 01_gate, 02_align" in gpu_support.by_name(gpu_support.notebooks)
+    assert "00_start_here, 01_gate_prompt, 03_align_published" in gpu_support.by_name(gpu_support.notebooks)
 
 
 def test_the_readme_has_the_table():
@@ -184,10 +184,10 @@ def test_doctor_prints_the_tables_of_an_architecture(capsys):
 def test_doctor_of_an_h200_that_takes_older_paths():
     """torch's grouped GEMM is the H200's; no kernel has wgmma, not even as code for 9.0 on a newer GPU."""
     lines = doctor.tables((8, 0), (9, 0))
-    assert "04_shared_experts        yes   all steps" in lines and "grouped GEMM              yes   mma.sync" in str(
+    assert "05_shared_experts        yes   all steps" in lines and "grouped GEMM              yes   mma.sync" in str(
         lines
     )
-    assert any(line.startswith("05_hopper_from_numba     no ") for line in doctor.tables((9, 0), (10, 0)))
+    assert any(line.startswith("06_hopper_gemm     no ") for line in doctor.tables((9, 0), (10, 0)))
 
 
 # Notebooks
@@ -243,7 +243,7 @@ def test_notebooks_about_one_architecture_are_simulated_on_others(gpu, arch, onl
     assert done.stdout == printed + "\n", done.stderr[-2000:]
 
 
-NOT_RUN = {"04_shared_experts": ["moe_numba grouped GEMM"], "07_dispatch_layout": ["one cluster", "groups of lanes"]}
+NOT_RUN = {"05_shared_experts": ["moe_numba grouped GEMM"], "10_dispatch_layout": ["one cluster", "groups of lanes"]}
 
 
 @pytest.mark.parametrize("name", NOT_RUN)
@@ -258,7 +258,7 @@ def test_notebooks_go_on_after_steps_that_a_t4_cannot_run(name):
 
 
 def test_the_notebook_on_one_launch_goes_on_after_steps_that_a_t4_cannot_run():
-    path = ROOT / "notebooks" / "03_align_one_launch.py"
+    path = ROOT / "notebooks" / "04_align_one_launch.py"
     page = execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1", "MOE_NUMBA_ARCH": "75"})
     texts = [output.get("text", "") for cell in executed.code_cells(page) for output in cell.outputs]
     lines = [line for text in texts for line in text.splitlines() if "not run: " in line]

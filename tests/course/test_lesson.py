@@ -93,8 +93,8 @@ def test_command_line_reports_problems(read, tmp_path, capsys):
 
 
 LESSONS = (
-    *("00_start_here", "01_gate", "02_align", "03_align_one_launch", "06b_grouped_gemm_scales", "10_low_latency"),
-    "11_moe_layer",
+    *("00_start_here", "01_gate_prompt", "03_align_published", "04_align_one_launch", "08_grouped_gemm_scales", "14_low_latency"),
+    "15_moe_layer",
 )
 
 

@@ -1,4 +1,4 @@
-"""Machine code of notebook 10's kernels, which run in the simulator only; no GPU is needed."""
+"""Machine code of notebook 14's kernels, which run in the simulator only; no GPU is needed."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from helpers.machine_code import compiler_before
 from moe_numba.course.bench.records import code_hash
 from moe_numba.runtime.sass import compile_apart
 
-TEXT = (Path(__file__).parents[2] / "notebooks" / "10_low_latency.py").read_text()
+TEXT = (Path(__file__).parents[2] / "notebooks" / "14_low_latency.py").read_text()
 CELLS = [cell for cell in code_hash.code_cells(TEXT) if re.search(r"^@cache|^def wait_vector", cell, re.M)]
 IMPORTS = re.search(r"^import warnings$.*?(?=^warnings)", TEXT, re.M | re.S)[0]
 COMMON = ("int32*", "uint64*", "int32*", "int32")

@@ -1,4 +1,4 @@
-"""Notebook 10: its kernels on virtual ranks, frames of their traces, the model of the pair's time, and its parts."""
+"""Notebook 14: its kernels on virtual ranks, frames of their traces, the model of the pair's time, and its parts."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ from moe_numba.course.lessons.low_latency.runs import Round, Sizes, first_error,
 from moe_numba.runtime.changed_source import changed_source, define
 
 simulated = pytest.mark.skipif(not simulator.ENABLED, reason="the kernels run in the simulator")
-CELLS = code_hash.code_cells((Path(__file__).parents[2] / "notebooks" / "10_low_latency.py").read_text())
+CELLS = code_hash.code_cells((Path(__file__).parents[2] / "notebooks" / "14_low_latency.py").read_text())
 SHOWN = Sizes(2, 2, 8, 1, 1)
 EXPERTS = [[[0], [1]], [[0], [0]]], [[[1], [0]], [[0], [1]]]  # by round, rank and token; rank r has expert r
 

@@ -1,4 +1,4 @@
-"""Machine code of notebook 11's kernels for older GPUs and for Hopper; no GPU is needed."""
+"""Machine code of notebook 15's kernels for older GPUs and for Hopper; no GPU is needed."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from moe_numba.course.bench.records import code_hash
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.sass import compile_apart
 
-TEXT = (Path(__file__).parents[2] / "notebooks" / "11_moe_layer.py").read_text()
+TEXT = (Path(__file__).parents[2] / "notebooks" / "15_moe_layer.py").read_text()
 CODE = "\n".join(code_hash.code_cells(TEXT))
 GROUPS = (("int32*",) * 5) + ("int32",)
 SUMS = (("int32*", "int32*", "float32*", "int32*", "int32", "int32"), 128)

@@ -1,4 +1,4 @@
-"""Runs, tables and models of notebook 11: outputs that are checked, call times, bounds and the model of 64 GPUs."""
+"""Runs, tables and models of notebook 15: outputs that are checked, call times, bounds and the model of 64 GPUs."""
 
 from types import SimpleNamespace
 

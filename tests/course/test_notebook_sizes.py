@@ -36,27 +36,27 @@ def test_dispatch_sizes_are_valid():
 
 OTHER_SIZES = {
     # Four groups: the kernel for four tokens per warp does not support them, so the notebook leaves its step out.
-    "01_gate": [("EXPERTS, GROUPS, KEPT, TOPK = 256, 8, 4, 8", "EXPERTS, GROUPS, KEPT, TOPK = 128, 4, 2, 6")],
+    "01_gate_prompt": [("EXPERTS, GROUPS, KEPT, TOPK = 256, 8, 4, 8", "EXPERTS, GROUPS, KEPT, TOPK = 128, 4, 2, 6")],
     # A number of experts that is no power of two and no multiple of a warp, and ids that no vector fits.
-    "02_align": [
+    "03_align_published": [
         ("EXPERTS, TOPK = (64, 4)", "EXPERTS, TOPK = (41, 3)"),
         ("TOKENS, FEW_TOKENS = (64, 8)", "TOKENS, FEW_TOKENS = (51, 7)"),
         ("BLOCK = 16 ", "BLOCK = 8 "),
         ("SMALL_EXPERTS = 16", "SMALL_EXPERTS = 33"),
     ],
     # No size is a power of two, the experts fill no whole warps, and the CTAs do not divide by two.
-    "03_align_one_launch": [
+    "04_align_one_launch": [
         ("EXPERTS, TOPK, BLOCK = (64, 4, 16) if SIMULATED", "EXPERTS, TOPK, BLOCK = (48, 6, 7) if SIMULATED"),
         ("TOKENS, FEW_TOKENS = (64, 8) if SIMULATED", "TOKENS, FEW_TOKENS = (50, 7) if SIMULATED"),
         ("CTAS, THREADS = (6, 128) if SIMULATED", "CTAS, THREADS = (5, 96) if SIMULATED"),
     ],
     # Three ranks, so that the order of a sum matters; metadata fills no whole vectors, and rows no whole warps.
-    "10_low_latency": [
+    "14_low_latency": [
         ("TOPK, LOCAL_EXPERTS = 2, 4, 64, 2, 2", "TOPK, LOCAL_EXPERTS = 3, 3, 40, 3, 2"),
         ("LAYER = Sizes(2, 4, 64, 2, 4)", "LAYER = Sizes(3, 3, 40, 3, 2)"),
     ],
     # No size is a power of two; assignments fill no whole warps, and rows no whole CTA.
-    "11_moe_layer": [
+    "15_moe_layer": [
         ('Layer("small", 8, 128, 64, "bf16", (), 2)', 'Layer("small", 7, 192, 64, "bf16", (), 3)'),
         ("TOKENS = 6 if SIMULATED", "TOKENS = 5 if SIMULATED"),
         ("G_EXPERTS, G_TOPK, G_TOKENS = (16, 4, 20)", "G_EXPERTS, G_TOPK, G_TOKENS = (41, 3, 29)"),

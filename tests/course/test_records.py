@@ -64,7 +64,7 @@ def name(path):
 def repository(tmp_path):
     (tmp_path / "docs" / "results").mkdir(parents=True)
     (tmp_path / "notebooks").mkdir()
-    (tmp_path / "notebooks" / "01_gate.py").write_text(NOTEBOOK)
+    (tmp_path / "notebooks" / "01_gate_prompt.py").write_text(NOTEBOOK)
     return tmp_path
 
 

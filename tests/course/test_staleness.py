@@ -118,7 +118,7 @@ def write_record(repository, kernel):
 
 def write_notebook(repository, kernel):
     """Write a notebook, and its copy as one that has launched the kernel."""
-    source = repository / "notebooks" / "01_gate.py"
+    source = repository / "notebooks" / "01_gate_prompt.py"
     source.write_text("# %%\nx = 1\n")
     code = staleness.hash_cells(source.read_text())
     functions = {"kernel": kernel_hash.functions(kernel)}
@@ -192,7 +192,7 @@ def test_all_stale_results_are_listed(planted, repository):
     assert staleness.summary(repository) == "all 1 records were measured with the present kernels"
     planted("constants.py", "OFFSET = 3", "OFFSET = 4")
     record, copy = staleness.stale_results(repository)
-    assert record.startswith("h200/gate: 1 of 2 rows") and copy.startswith("01_gate.ipynb: executed at commit 1a2b3c4")
+    assert record.startswith("h200/gate: 1 of 2 rows") and copy.startswith("01_gate_prompt.ipynb: executed at commit 1a2b3c4")
     assert "1 of 1 records were measured with kernels that have changed since" in staleness.summary(repository)
     notebook.write_text("# %%\nx = 2\n")
     _, cells, kernels = staleness.stale_results(repository)

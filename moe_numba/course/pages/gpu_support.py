@@ -158,8 +158,8 @@ _FUNCTIONS = {
     "experts of a layer": _moe_layer,
 }
 _LIMITS = {
-    "03_align_one_launch": lambda gpu: "" if gpu.has_clusters else "all but dependent launches and clusters",
-    "04_shared_experts": lambda gpu: "" if has_grouped_gemm(gpu) else "results are checked, times are those of an H200",
-    "07_dispatch_layout": lambda gpu: "" if gpu.has_clusters else "all but the two steps with a cluster",
-    "10_low_latency": lambda gpu: "the package's kernels; the steps run in the simulator",
+    "04_align_one_launch": lambda gpu: "" if gpu.has_clusters else "all but dependent launches and clusters",
+    "05_shared_experts": lambda gpu: "" if has_grouped_gemm(gpu) else "results are checked, times are those of an H200",
+    "10_dispatch_layout": lambda gpu: "" if gpu.has_clusters else "all but the two steps with a cluster",
+    "14_low_latency": lambda gpu: "the package's kernels; the steps run in the simulator",
 }

@@ -1,6 +1,6 @@
 """The format of a lesson: checks of a notebook's source for length, typed measurements and missed predictions.
 
-``python -m moe_numba.course.pages.lesson notebooks/01_gate.py`` prints the size of a notebook and its faults.
+``python -m moe_numba.course.pages.lesson notebooks/01_gate_prompt.py`` prints the size of a notebook and its faults.
 """
 
 import ast

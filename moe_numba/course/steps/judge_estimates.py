@@ -1,7 +1,7 @@
 """Compares estimates with the times that the ladders of one-GPU lessons recorded.
 
     python -m moe_numba.course.steps.judge_estimates               print the recorded comparison
-    python -m moe_numba.course.steps.judge_estimates run 02_align  estimate a lesson's steps again, and record them
+    python -m moe_numba.course.steps.judge_estimates run 03_align_published  estimate a lesson's steps again, and record them
 
 `run` executes the cells of a lesson in the simulator with the sizes of the GPU, and estimates each step instead of
 checking it. Cells that fail or take too long, such as those of figures, are left out; so are steps whose sizes are not
@@ -31,11 +31,11 @@ GPU = "H200"
 # Lesson -> about how many blocks of larger grids run (None for all, which blocks that wait for one another need), and
 # the names that keep their sizes of the simulator.
 LESSONS = {
-    "01_gate": (8, ()),
-    "02_align": (None, ("LINKS", "SWEEP", "RUNS")),
-    "03_align_one_launch": (None, ()),
-    "07_dispatch_layout": (None, ()),
-    "11_moe_layer": (16, ("LAYER", "TOKENS", "WARPS", "PROMPT")),
+    "01_gate_prompt": (8, ()),
+    "03_align_published": (None, ("LINKS", "SWEEP", "RUNS")),
+    "04_align_one_launch": (None, ()),
+    "10_dispatch_layout": (None, ()),
+    "15_moe_layer": (16, ("LAYER", "TOKENS", "WARPS", "PROMPT")),
 }
 _CELL_S, _STEP_S = 60, 900  # longest time of a cell, and of a step
 _SIMULATED = "SIMULATED", "simulator.ENABLED"

@@ -220,7 +220,7 @@ class Lesson:
             before = step.before and step.before.us
             us, ratio = (records.format_us(step.us), step.us and before) if step.us else ("", None)
             faster = f"{before / step.us:.2f}" if ratio else ""
-            lines.append([step.name, us, faster, f"{step.score.chain_us:.2f}", str(step.judgement or "")])
+            lines.append([step.name, us, faster, f"{step.score.us:.2f}", str(step.judgement or "")])
         return Table(["step", "us", "times as fast", "model, us", "prediction"], lines)
 
     def save(self, *, results: Any = None) -> None:

@@ -18,7 +18,7 @@ TOPK_IDX_POINTERS = {torch.int64: "int64*", torch.int32: "int32*"}  # types of t
 
 _MAX_WARPS = 2 if simulator.ENABLED else 16
 _MAX_WARPS_WITHOUT_TMA = 2 if simulator.ENABLED else 7  # copies need registers: with the publisher 256 threads
-_SATURATING_SMS = 8  # SMs whose bulk copies saturate the link: measured in notebook 08
+_SATURATING_SMS = 8  # SMs whose bulk copies saturate the link: measured in notebook 12
 _REDUCER_WARPS = 23  # of DeepEP's combine kernel, each of which may hold a row
 
 

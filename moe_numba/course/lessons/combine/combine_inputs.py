@@ -1,4 +1,4 @@
-"""Inputs of notebook 09: sizes, routing, handles, expected sums, and ranks of our port of DeepEP's kernels."""
+"""Inputs of notebook 13: sizes, routing, handles, expected sums, and ranks of our port of DeepEP's kernels."""
 
 from types import SimpleNamespace
 

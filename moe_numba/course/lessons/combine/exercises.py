@@ -1,4 +1,4 @@
-"""Exercises of notebook 09, on combine."""
+"""Exercises of notebook 13, on combine."""
 
 from math import ceil
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 06, on the grouped GEMM."""
+"""Exercises of notebook 07, on the grouped GEMM."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 05, on TMA, mbarriers, the swizzle and proxies."""
+"""Exercises of notebook 06, on TMA, mbarriers, the swizzle and proxies."""
 
 from itertools import product
 

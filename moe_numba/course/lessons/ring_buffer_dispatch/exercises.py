@@ -1,4 +1,4 @@
-"""Exercises of notebook 08, on dispatch through ring buffers."""
+"""Exercises of notebook 12, on dispatch through ring buffers."""
 
 from collections.abc import Callable, Sequence
 from math import ceil

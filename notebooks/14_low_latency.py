@@ -15,12 +15,12 @@
 # # Low-latency dispatch and combine
 #
 # During decode each rank (GPU) has 1 to 128 tokens per step. The dispatch and combine of notebooks
-# [08](08_ring_buffer_dispatch.ipynb) and [09](09_combine.ipynb) are built for thousands of tokens: rows stream through
+# [12](12_dispatch.ipynb) and [13](13_combine.ipynb) are built for thousands of tokens: rows stream through
 # ring buffers, and the bandwidth of NVLink limits the time. With few tokens almost nothing is sent, but the pair still
 # takes tens of microseconds. This notebook shows where that time goes, and builds a pair of kernels that avoids most of
 # it: one launch for each direction, and no exchange of counts, so the CPU need not wait either.
 #
-# Notebooks 08 and 09 explain ranks, dispatch and combine, [notebook 00](00_start_here.ipynb) the simulator.
+# Notebooks 12 and 09 explain ranks, dispatch and combine, [notebook 00](00_start_here.ipynb) the simulator.
 
 # %%
 import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
@@ -67,7 +67,7 @@ TOKEN_COUNTS = (1, 8, 32, 128, 256)
 LINES = {
     "this notebook, packed by expert": "final",
     "this notebook, in slots": "in slots",
-    "ring buffers (notebooks 08, 09)": "normal, graph",
+    "ring buffers (notebooks 12, 13)": "normal, graph",
     **times.peer_steps(RECORD),
 }
 PAIRS = {name: found for name, step in LINES.items() if (found := times.times_of(RECORD, step, 2))}
@@ -630,7 +630,7 @@ say(
 #
 # ## 6. Step 4: packed by expert
 #
-# **Bottleneck.** The grouped GEMM ([notebook 06](06_grouped_gemm.ipynb)) reads the rows of each expert one after the
+# **Bottleneck.** The grouped GEMM ([notebook 07](07_grouped_gemm.ipynb)) reads the rows of each expert one after the
 # other. Its **masked** layout is `[local experts, capacity, hidden]`, with the number of rows of each expert on the
 # GPU. Rows in slots would have to be copied once more, in another launch.
 #

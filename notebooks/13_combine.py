@@ -14,18 +14,18 @@
 # %% [markdown]
 # # Combine: return the experts' results and sum them per token
 #
-# Notebook 08 sent tokens to the **ranks** (GPUs) that hold their experts. A token that was sent to three ranks has
+# Notebook 12 sent tokens to the **ranks** (GPUs) that hold their experts. A token that was sent to three ranks has
 # three result rows, one on each. **Combine** sends these rows back to the token's **source rank** and sums them there.
 #
-# The article of notebooks 07 and 08, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824),
+# The article of notebooks 10 and 08, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824),
 # ends before combine. This notebook follows the code of DeepEP's first version; "DeepEP's rings" are our Numba port.
 #
-# From notebook 08: a **ring** is a circular buffer of token slots in the receiver's memory. Its **tail** counts the
+# From notebook 12: a **ring** is a circular buffer of token slots in the receiver's memory. Its **tail** counts the
 # rows written, its **head** the rows consumed. A **channel** is a range of a rank's tokens with rings of its own. A
 # sender writes the data, then stores the tail with **release**; a receiver that loads the tail with **acquire** sees
 # the data.
 #
-# With fewer GPUs than ranks, the ranks are **virtual** (notebook 08), and recorded times are shown.
+# With fewer GPUs than ranks, the ranks are **virtual** (notebook 12), and recorded times are shown.
 
 # %%
 import os
@@ -280,7 +280,7 @@ print("correct:", check([rows.clone() for rows in WANTED]))
 # each received row is written to memory and read again, and the sums are written. **Published bandwidths often include
 # rows that stay on their rank**; here only the bytes on the wire count. Figures call the lower bound "speed of light".
 #
-# Predictions use notebook 08's rate of plain stores to a peer (`PUSH`), time of a flag (`FLAG_US`), and rate of a CTA
+# Predictions use notebook 12's rate of plain stores to a peer (`PUSH`), time of a flag (`FLAG_US`), and rate of a CTA
 # that bulk-loads rows and bulk-stores them to a peer (`RATES`).
 
 # %%
@@ -290,7 +290,7 @@ print(LIMITS)
 MEMORY = LIMITS.copy_bandwidth  # bytes per second
 ALIGN, DISPATCH = records.recorded("align"), records.recorded("ring_buffer_dispatch_ladder")
 EMPTY_US = records.find(ALIGN, step="empty kernel", config={"dependent": False})["kernel_us"]["median"]
-MEASURED_08 = records.find(DISPATCH, step="final")  # notebook 08's measurements
+MEASURED_08 = records.find(DISPATCH, step="final")  # notebook 12's measurements
 RATES = {name: 1e9 * gbps for name, gbps in MEASURED_08["push_gbps"].items()}  # bytes per second, by "way: CTAs"
 PUSH, FLAG_US = max(rate for name, rate in RATES.items() if name.startswith("stores")), MEASURED_08["flag"]["us"]
 
@@ -378,7 +378,7 @@ def excerpt(function, begin, end):
 excerpt(deepep_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n    def fill_in", "    @cuda.jit\n")
 
 # %% [markdown]
-# The next cell runs it on all ranks. A step is a context manager `make(transport)`, as in notebook 08.
+# The next cell runs it on all ranks. A step is a context manager `make(transport)`, as in notebook 12.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -438,7 +438,7 @@ exercise("combine-2").check(fill_gaps_of_warp)
 # ## 5. The ladder
 #
 # Each step returns all rows and sums them: on GPUs 4096 tokens of 7168 elements per rank, with the top 8 of 256
-# experts. Steps with rings use 24 SMs; the others use all. Steps are checked and timed as in notebook 08; the slowest
+# experts. Steps with rings use 24 SMs; the others use all. Steps are checked and timed as in notebook 12; the slowest
 # rank counts. Each step predicts what it saves over an earlier one; both are timed interleaved.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -811,7 +811,7 @@ Markdown("```python\n" + inspect.getsource(deepep_combine.make_reduce) + "```")
 # `released` in the listing uses the gaps of section 4: for a token that was not sent to rank `r`, `-position - 1` is
 # the position of the next row from there.
 #
-# **Predicted gain.** Negative: the rings take as long as those of dispatch in notebook 08, on as many ranks and SMs, which
+# **Predicted gain.** Negative: the rings take as long as those of dispatch in notebook 12, on as many ranks and SMs, which
 # move as many bytes.
 
 
@@ -844,7 +844,7 @@ if DISPATCH_STEP and DISPATCH_STEP["config"]["ranks"] == SHOWN_RANKS:
     gain_us = (us("more loads in flight") or 0) - DISPATCH_STEP["kernel_us"]["median"]
     measure("DeepEP's rings", make_deepep(), after="more loads in flight", predicted_gain_us=gain_us)
 else:
-    measure("DeepEP's rings", make_deepep())  # notebook 08's times are of another number of ranks
+    measure("DeepEP's rings", make_deepep())  # notebook 12's times are of another number of ranks
 
 # %% [markdown]
 # **Explanation.** Our port of combine takes much longer than that of dispatch, and than the push, which uses more than
@@ -859,7 +859,7 @@ else:
 # - **The sending warp serves its rings round-robin.** In each iteration it sends one row to each rank whose ring has
 #   space. It never *waits* for one ring (section 6).
 # - **Bulk copies**, issued by one thread, move rows into shared memory and from there to the peer.
-# - One signalling warp per CTA publishes the progress of the others (notebook 08).
+# - One signalling warp per CTA publishes the progress of the others (notebook 12).
 # - Heads and tails continue from launch to launch.
 #
 # The sender is the package's; `pipeline` is the module that copies rows. This is its loop:

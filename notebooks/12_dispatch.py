@@ -15,7 +15,7 @@
 # # Dispatch: send token rows through ring buffers
 #
 # In **dispatch** each rank sends its rows (the hidden vectors of its tokens) to the ranks that have the tokens'
-# experts. Notebook 09 returns the results.
+# experts. Notebook 13 returns the results.
 #
 # The notebook follows `notify_dispatch` and `dispatch` of the article
 # [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824). It compares torch, NCCL, a naive
@@ -217,7 +217,7 @@ print(
 # The next cell measures the rate at which kernels write to the next rank's memory, all ranks at the same time:
 #
 # - **stores** of 16 bytes, by all threads of a number of CTAs;
-# - **bulk copies** (TMA, notebook 05): one thread per warp copies a whole row from shared memory to the peer, once from
+# - **bulk copies** (TMA, notebook 06): one thread per warp copies a whole row from shared memory to the peer, once from
 #   shared memory alone, and once after a bulk load of the row from local memory, as in dispatch.
 #
 # A thread does not wait for its stores to complete, so the rate at which an SM issues stores should limit a CTA, and a
@@ -1231,7 +1231,7 @@ for signal in SIGNALS:
 show(token_slot.make_pack_token, "def pack_token(", "return pack_token")
 
 # %% [markdown]
-# **Dynamic load balancing.** With equal shares some warps finish much later than others (notebook 09). If more SMs send
+# **Dynamic load balancing.** With equal shares some warps finish much later than others (notebook 13). If more SMs send
 # than saturate the link, there are four channels per sending warp, and a warp that has finished a channel takes the
 # next one from an atomic counter.
 

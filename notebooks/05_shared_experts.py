@@ -683,7 +683,7 @@ if not KNOWN_ROUTES:
 # ### Step 6: moe_numba's grouped GEMM
 #
 # **Idea.** Torch's grouped GEMMs are most of the remaining time. The package's `group_gemm_bf16` ([notebook
-# 06](06_grouped_gemm.ipynb)) takes the same arguments: rows sorted by expert and the end offset of each expert
+# 06](07_grouped_gemm.ipynb)) takes the same arguments: rows sorted by expert and the end offset of each expert
 # (`offs`).
 #
 # In FP8 the two are not interchangeable: torch's GEMM expects one scale per row of a weight matrix, the package's one

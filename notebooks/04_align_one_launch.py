@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Align in one launch
 #
-# [Notebook 02](02_align.ipynb) ended with version 0x5 of SGLang's `moe_align_block_size`: a first kernel counts the token
+# [Notebook 03](03_align_published.ipynb) ended with version 0x5 of SGLang's `moe_align_block_size`: a first kernel counts the token
 # slots of each expert, a second one places them. This notebook does both in one launch and ends with the
-# kernels of the package. The last section fuses the alignment with the gate of [notebook 01](01_gate.ipynb).
+# kernels of the package. The last section fuses the alignment with the gate of [notebook 01](01_gate_prompt.ipynb).
 
 # %%
 import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
@@ -153,7 +153,7 @@ print("the first two elements exchanged:", check((swapped, *right[1:])))
 print("poison:", check(poisoned(IDS, EXPERTS, BLOCK)))
 
 # %% [markdown]
-# The folded cell defines 0x5, as derived in notebook 02. The comments `# count`, `# scan` and `# write` mark its
+# The folded cell defines 0x5, as derived in notebook 03. The comments `# count`, `# scan` and `# write` mark its
 # **phases**: `phases` times copies of a kernel that end after each of them.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -391,7 +391,7 @@ def write_padding(first_block, counts, sorted_token_ids, expert_ids, total, num_
 
 
 # %% [markdown]
-# The kernel in full. `make_scan` is the two-level scan of notebook 02, from the package; it returns the sum over lower
+# The kernel in full. `make_scan` is the two-level scan of notebook 03, from the package; it returns the sum over lower
 # threads and the total. `chunk` is the number of slots that each CTA places.
 
 
@@ -534,7 +534,7 @@ for what in ("copy", "outputs", "counters") if copies_us else ():
 say(
     "With the buffers of the ladder, copy 0, 0x5 takes {first:.1f} us here; with each of seven other copies, which have "
     "their own allocations, {copy} us. Within one allocation the address of the counters makes no difference "
-    "(notebook 02). With the counters of copy 0 but the outputs of another copy, 0x5 takes {outputs} us, with the outputs "
+    "(notebook 03). With the counters of copy 0 but the outputs of another copy, 0x5 takes {outputs} us, with the outputs "
     "of copy 0 but the counters of another {counters} us. {conclusion} All factors over 0x5 in this notebook compare with "
     "{ladder:.1f} us.",
     first=copies_us and copies_us["copy 0"],
@@ -2464,7 +2464,7 @@ fused.plot(floor_us=DEPENDENT_US)
 # %% [markdown]
 # ## 9. Sources
 #
-# - SGLang's versions of the kernel: notebook 02 and the links there.
+# - SGLang's versions of the kernel: notebook 03 and the links there.
 # - D. Merrill, M. Garland: *Single-pass parallel prefix scan with decoupled look-back*, 2016.
 # - NVIDIA: *CUDA C++ Programming Guide*: cooperative groups, thread block clusters, programmatic dependent launch;
 #   *PTX ISA*: memory consistency model, `griddepcontrol`, `barrier.cluster`.

@@ -14,7 +14,7 @@
 # %% [markdown]
 # # Alignment as published
 #
-# The gate ([01](01_gate.ipynb)) has chosen eight experts for each token. A grouped GEMM works on blocks of, say, 16 rows, and all rows of a
+# The gate ([01](01_gate_prompt.ipynb)) has chosen eight experts for each token. A grouped GEMM works on blocks of, say, 16 rows, and all rows of a
 # block must belong to one expert. So the tokens must be sorted by expert, and each expert's part padded to whole blocks. SGLang does
 # this with `moe_align_block_size`. It moves few bytes, and takes many times as long as the bytes need. This lesson finds out why.
 #
@@ -482,7 +482,7 @@ page.concentrated({"0x5": (filled_apart, sort_slots, 2), "aggregated": (filled_a
 
 # %% [markdown]
 # **Take away.** Aggregation removes contention only where one warp has the contention. Here 16 warps on different SMs add to the same
-# cache line, and no warp knows of the others. What does help is in [the next lesson](03_align_one_launch.ipynb): no atomics on global memory at all.
+# cache line, and no warp knows of the others. What does help is in [the next lesson](04_align_one_launch.ipynb): no atomics on global memory at all.
 #
 # ## What did not pay
 #

@@ -185,7 +185,7 @@ print(
 #
 # The kernel reads the ids once (8 bytes each, torch's index type), writes the flags once (one byte each) and writes
 # about a kilobyte of counts. The next cell divides these bytes by the copy bandwidth, and loads the latencies that
-# notebooks 02 and 03 measured (`LOAD_US`, `SHARED_US`, `GLOBAL_US`, `CLUSTER_BARRIER_US`).
+# notebooks 03 and 03 measured (`LOAD_US`, `SHARED_US`, `GLOBAL_US`, `CLUSTER_BARRIER_US`).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 LIMITS = chip_limits()
@@ -198,7 +198,7 @@ if ALIGN:
         d: records.find(ALIGN, step="empty kernel", config={"dependent": d})["kernel_us"]["median"] for d in EMPTY_US
     }
 NS = {"a load from the L2": 150, "a shared atomic": 50, "a barrier": 20, "a global atomic": 400}
-if ALIGN_LADDER:  # what notebook 02 measured with chains of equal links
+if ALIGN_LADDER:  # what notebook 03 measured with chains of equal links
     CHAINS = ALIGN_LADDER["diagnosis"]["chains"]  # microseconds of 1024 and of 2048 links
     NS = {name: 1000 * (CHAINS[f"{name} x 2048"] - CHAINS[f"{name} x 1024"]) / 1024 for name in NS}
 LOAD_US, SHARED_US, GLOBAL_US = (
@@ -206,7 +206,7 @@ LOAD_US, SHARED_US, GLOBAL_US = (
 )
 CLOCK_MHZ = LIMITS.boost_clock / 1e6
 CLUSTER_BARRIER_US = 0.25
-if GATE_ALIGN := records.recorded("gate_align_ladder"):  # what notebook 03 measured with chains of cluster barriers
+if GATE_ALIGN := records.recorded("gate_align_ladder"):  # what notebook 04 measured with chains of cluster barriers
     CHAINS = GATE_ALIGN["diagnosis"]["cluster barriers"]
     CLUSTER_BARRIER_US = (CHAINS["64"] - CHAINS["32"]) / 32
 

@@ -17,7 +17,7 @@
 # **Hopper** GPUs (H100, H200) have three features that a fast GEMM needs: asynchronous copies (TMA), barriers that
 # count bytes (mbarrier), and tensor core instructions that read operands from shared memory (wgmma). Numba supports
 # none of them directly. This notebook issues them from Python, in two ways, and builds an FP8 GEMM step by step.
-# [06_grouped_gemm](06_grouped_gemm.ipynb) extends it to a grouped GEMM.
+# [07_grouped_gemm](07_grouped_gemm.ipynb) extends it to a grouped GEMM.
 #
 # 1. **Linked CUDA C++.** A device function in CUDA C++ contains the instruction as inline PTX (NVIDIA's virtual
 #    instruction set). Numba declares and calls it.
@@ -1507,7 +1507,7 @@ assert GROUPS["a map per group: its rows, then zeros"]
 
 # %% [markdown]
 # The last two results concern a single map for all groups. For *loads* it is sufficient, because a box may start at any
-# row. The box then also contains rows of the next group; [notebook 06](06_grouped_gemm.ipynb) does not store the
+# row. The box then also contains rows of the next group; [notebook 07](07_grouped_gemm.ipynb) does not store the
 # results computed from them. For TMA *stores* each group needs its own map, whose extent prevents a box from
 # overwriting the next group's rows.
 #

@@ -20,7 +20,7 @@
 # An article explains the FP8 kernel of [hpc-ops](https://github.com/Tencent/hpc-ops): warp specialisation, mbarriers
 # between producer and consumers, a TMA descriptor per group, a tile size `kTileM` that depends on the average number
 # of tokens, and two schedulers. Sections 5 and 6 build these; section 7 goes further. [Notebook
-# 05](05_hopper_from_numba.ipynb) explains TMA, mbarriers and wgmma. Without a GPU the times shown are recorded ones.
+# 05](06_hopper_gemm.ipynb) explains TMA, mbarriers and wgmma. Without a GPU the times shown are recorded ones.
 
 # %%
 import os
@@ -479,7 +479,7 @@ print(f"    model: {loads_us:.0f} us for loads from shared memory")
 #
 # ### Step 3: TMA and wgmma, one stage
 #
-# **Idea.** Use three features of Hopper ([notebook 05](05_hopper_from_numba.ipynb), section 4):
+# **Idea.** Use three features of Hopper ([notebook 06](06_hopper_gemm.ipynb), section 4):
 #
 # - **TMA** copies a box of a matrix to shared memory. One thread issues the copy with a **tensor map**, a descriptor
 #   made by the host.
@@ -1257,7 +1257,7 @@ measure("torch", run_loop)
 draw.tile_starts([5, 3, 9, 2], 4)
 
 # %% [markdown]
-# This step pads, as in notebook 02. The folded cell contains step 7's kernel, with the changes that its output shows,
+# This step pads, as in notebook 03. The folded cell contains step 7's kernel, with the changes that its output shows,
 # and `Padded`, which copies rows to padded positions and results back.
 #
 # **Predicted gain.** The step has 13 small kernels, copies of `X` and `Y`, and a GEMM, for which the model of waves
@@ -1846,7 +1846,7 @@ if took := us("cluster of two CTAs", "many_us"):
 # %% [markdown]
 # **Explanation.** With 8192 tokens little is gained, so L2 traffic is not the main limit. An iteration takes longer
 # than its MMA (last line): the steps of a warpgroup are dependent, and the clock may be lower than assumed ([notebook
-# 06b](06b_grouped_gemm_scales.ipynb)).
+# 06b](08_grouped_gemm_scales.ipynb)).
 #
 # ### Step 19: final, the package's choice
 #
@@ -1916,7 +1916,7 @@ for wrong_step in (omits_a_row, neighbours_scale):
 # ## 8. Block scales
 #
 # With block scales, CUDA cores multiply each partial sum over 128 elements of K by a factor ([notebook
-# 06b](06b_grouped_gemm_scales.ipynb)). Accuracy, where one token is twenty thousand times as large as the others:
+# 06b](08_grouped_gemm_scales.ipynb)). Accuracy, where one token is twenty thousand times as large as the others:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 torch.manual_seed(3)

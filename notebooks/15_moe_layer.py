@@ -20,7 +20,7 @@
 # `weighted_sum`. The last sections profile the layer, add a path for one token, run the layer on two simulated ranks and
 # in a Transformers model, and model 64 GPUs.
 #
-# Notebooks [01](01_gate.ipynb) and [06](06_grouped_gemm.ipynb) explain router and grouped GEMM,
+# Notebooks [01](01_gate_prompt.ipynb) and [07](07_grouped_gemm.ipynb) explain router and grouped GEMM,
 # [notebook 00](00_start_here.ipynb) the simulator.
 
 # %%
@@ -212,11 +212,11 @@ Markdown(f"{model.bounds_table([layer for layer in bench.LAYERS if layer.model i
 #
 # | stage | kernel | built in |
 # |---|---|---|
-# | group | `group_by_expert`: a counting sort that returns the group sizes and the indices in both directions. Groups have no padding, unlike the [expert blocks of notebook 02](02_align.ipynb). | section 5 |
-# | quantise | FP8 weights need FP8 tokens, with one scale per 128 elements of a token: launch `cast`, or `permute`, which also reorders the tokens. | [08](08_ring_buffer_dispatch.ipynb) |
-# | gate_up | A grouped GEMM: one launch for all experts. Group sizes stay on the GPU, so the CPU does not wait for them. | [06](06_grouped_gemm.ipynb) |
+# | group | `group_by_expert`: a counting sort that returns the group sizes and the indices in both directions. Groups have no padding, unlike the [expert blocks of notebook 03](03_align_published.ipynb). | section 5 |
+# | quantise | FP8 weights need FP8 tokens, with one scale per 128 elements of a token: launch `cast`, or `permute`, which also reorders the tokens. | [12](12_dispatch.ipynb) |
+# | gate_up | A grouped GEMM: one launch for all experts. Group sizes stay on the GPU, so the CPU does not wait for them. | [07](07_grouped_gemm.ipynb) |
 # | activation | `silu(gate) * up`: part of the epilogue of the first grouped GEMM on GPUs with wgmma, otherwise a launch of its own. | |
-# | down | The same grouped GEMM. | [06](06_grouped_gemm.ipynb) |
+# | down | The same grouped GEMM. | [07](07_grouped_gemm.ipynb) |
 # | sum | `weighted_sum`: a thread adds its columns of a token's rows in the order of k. | section 6 |
 #
 # With few rows per expert, the producer warps of the first grouped GEMM gather the rows of `x` by index. With many,
@@ -401,7 +401,7 @@ draw.counting_sort(torch.rand(32, 6).topk(2).indices, num_experts=6, warps=2)
 # %% [markdown]
 # The sort is stable: chunks are contiguous, a warp places 32 assignments at a time in order, and a lane counts the lower
 # lanes with the same expert. `match_any_sync` returns a mask of the lanes with the same value. The scan over experts is
-# `make_scan`, the two-level scan of [notebook 02](02_align.ipynb).
+# `make_scan`, the two-level scan of [notebook 03](03_align_published.ipynb).
 #
 # **Predicted gain.** `t_sort + (n - 1) t_empty` for `n` other operations: all launches disappear but one.
 
@@ -800,7 +800,7 @@ say(
     "TFLOP/s, with groups of equal size {equal:.0f}, and `torch.mm`, a single GEMM with as many operations, {torch:.0f}; "
     "the lower bound assumes the {peak:.0f} of the data sheet. {model}'s FP8 GEMMs of a prompt are farther from their "
     "bound, because CUDA cores multiply the sum of every 128 products by its scales ([notebook "
-    "06](06_grouped_gemm.ipynb), section 8).",
+    "06](07_grouped_gemm.ipynb), section 8).",
     **slowdown(GATE_UP, "gate_up", ("permute", "copy")),
     gap=GATE_UP["whole layer"] - ALONE_US if GATE_UP else None,
     percent=100 * (GATE_UP["whole layer"] / ALONE_US - 1) if GATE_UP else None,
@@ -1031,8 +1031,8 @@ say(
 # ## 8. Expert parallelism (EP)
 #
 # With several GPUs each **rank** holds a part of the experts. A token is sent once to each rank that has one of its
-# experts (notebooks [07](07_dispatch_layout.ipynb) and [08](08_ring_buffer_dispatch.ipynb)). That rank computes the
-# weighted sum of its experts' outputs, and combine adds the sums of the ranks in rank order ([09](09_combine.ipynb)).
+# experts (notebooks [10](10_dispatch_layout.ipynb) and [12](12_dispatch.ipynb)). That rank computes the
+# weighted sum of its experts' outputs, and combine adds the sums of the ranks in rank order ([13](13_combine.ipynb)).
 #
 # `ExpertParallelMoE` does this. The receiving rank sees local expert ids; other ranks' experts are -1, and
 # `group_by_expert` skips them. Two virtual ranks in the simulator must agree with one GPU that holds all experts:
@@ -1069,7 +1069,7 @@ print("ranks 0 and 1: correct; with exchanged experts the check rejects both")
 #
 # - `fp8_dispatch` sends tokens in FP8.
 # - `shared_experts` runs a shared expert on a stream of its own, concurrently with dispatch and experts.
-# - `low_latency_tokens` uses the low-latency pair of [notebook 10](10_low_latency.ipynb), `fp8_combine` with sums in FP8.
+# - `low_latency_tokens` uses the low-latency pair of [notebook 14](14_low_latency.ipynb), `fp8_combine` with sums in FP8.
 #   A layer chooses the pair by itself if `num_worst_tokens` says that a rank has at most 512 tokens, as above.
 #
 # [Expert parallelism](../docs/expert_parallel.md) computes what other ways to overlap would gain. Recorded times:

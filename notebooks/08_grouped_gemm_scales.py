@@ -14,10 +14,10 @@
 # %% [markdown]
 # # Block scales and 4-bit weights
 #
-# [Notebook 06](06_grouped_gemm.ipynb) builds a grouped GEMM in FP8 with one scale per group. Checkpoints have finer
+# [Notebook 07](07_grouped_gemm.ipynb) builds a grouped GEMM in FP8 with one scale per group. Checkpoints have finer
 # formats: DeepSeek-V3 stores FP8 weights with a scale per 128 x 128 block, and gpt-oss stores MXFP4, 4-bit weights with
 # a scale per 32 elements. This notebook builds the package's kernel for each of them. Notebooks
-# [05](05_hopper_from_numba.ipynb) and [06](06_grouped_gemm.ipynb) explain the pipeline of TMA, mbarriers and wgmma,
+# [06](06_hopper_gemm.ipynb) and [07](07_grouped_gemm.ipynb) explain the pipeline of TMA, mbarriers and wgmma,
 # [notebook 00](00_start_here.ipynb) the simulator.
 
 # %%
@@ -256,7 +256,7 @@ say(
 #
 # ### Step 1: a scale per column
 #
-# The kernel of notebook 06 computes the transposed product: rows of weight are wgmma's M, rows of x its N. A tile has
+# The kernel of notebook 07 computes the transposed product: rows of weight are wgmma's M, rows of x its N. A tile has
 # 128 of each. A stage in shared memory has 128 bytes of k of these rows, and the factors of its k-block. Beside the
 # thread that issues TMA loads, three **auxiliary warps** of the producer warpgroup load scales and write factors, each
 # for every third stage: a warp waits until `empty` shows that the consumers have read the stage, writes, and arrives on
@@ -321,7 +321,7 @@ Markdown(f"```python\n{dedent(OLD)}```\n```python\n{source_of(block_scale_parts.
 
 # %% [markdown]
 # **Explanation.** Step 1 splits the rows of a group evenly over its tiles, and wgmma's N can be 64 or 96 for smaller
-# ones: that is the advantage of the transposed product (notebook 06, step 6). Step 2 gives it up: in many groups the
+# ones: that is the advantage of the transposed product (notebook 07, step 6). Step 2 gives it up: in many groups the
 # last tile has few rows, and loads as many weights as a full one. With equal groups all tiles are full, which shortens
 # all three kernels:
 
