@@ -181,7 +181,7 @@ def test_a_kernel_process_that_exits_is_reported(source, repository):
 
 def test_an_unknown_notebook_is_refused(repository, capsys):
     assert main(repository, "execute", "--only", "09") == 1
-    assert "no notebooks 13" in capsys.readouterr().err
+    assert "no notebooks 09" in capsys.readouterr().err
 
 
 def test_a_valid_copy_is_accepted(source, committed, repository):

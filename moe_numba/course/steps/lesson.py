@@ -214,14 +214,14 @@ class Lesson:
         return Orders(*in_simulator(_orders_again, self.home, expression, seeds, functions=functions))
 
     def summary(self) -> "Table":
-        """Return a table of all steps: time, what each saved, the model's latency, what was predicted."""
+        """Return a table of all steps: time, what each saved, the estimate, what was predicted."""
         lines = []
         for step in self.steps.values():
             before = step.before and step.before.us
             us, ratio = (records.format_us(step.us), step.us and before) if step.us else ("", None)
             faster = f"{before / step.us:.2f}" if ratio else ""
             lines.append([step.name, us, faster, f"{step.score.us:.2f}", str(step.judgement or "")])
-        return Table(["step", "us", "times as fast", "model, us", "prediction"], lines)
+        return Table(["step", "us", "times as fast", "estimate, us", "prediction"], lines)
 
     def save(self, *, results: Any = None) -> None:
         """Write the record of the steps that a GPU has timed."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_numba import simulator
-from moe_numba.course.steps.estimate import describe_error, error_factor, part_us
+from moe_numba.course.steps.estimate import describe_error, error_factor, estimate_of, part_us
 from moe_numba.simulator.core.typed_code import reachable
 from moe_numba.simulator.profiler.report import KernelProfile, Part
 
@@ -54,7 +54,7 @@ _TOTAL_ROWS = {
 _EXPLANATIONS = {
     PATH: "between two barriers, of the warp that has most to do, summed over all of them",
     TOTAL: "what the schedulers must issue and the memory must serve",
-    MODEL: "time of one block by `estimate`, without the launch",
+    MODEL: "what `estimate` makes of the machine code and these counts",
 }
 
 
@@ -84,7 +84,7 @@ class Score:
 
     @property
     def us(self) -> float:
-        """The estimated time of one block in microseconds."""
+        """The estimated time in microseconds: of all launches, or of one block where only a part of a kernel counts."""
         return self.rows[MODEL, "time"]
 
     def __str__(self):
@@ -144,7 +144,7 @@ def score(
 
 
 def score_of_launches(run: Callable[[], object], name: str, gpu: str = "H200") -> Score:
-    """Count what all kernels do that ``run()`` launches one after another: their critical paths add up."""
+    """Count what all kernels do that ``run()`` launches one after another: critical paths and estimates add up."""
     with simulator.profile(gpu) as profile:
         run()
     rows: dict[tuple[str, str], float] = {}
@@ -152,6 +152,7 @@ def score_of_launches(run: Callable[[], object], name: str, gpu: str = "H200") -
         for key, number in _rows(counted, gpu).items():
             before = rows.get(key, 0)
             rows[key] = max(before, number) if key == (TOTAL, _TOTAL_ROWS["warp_contention"]) else before + number
+    rows[MODEL, "time"] = estimate_of(profile.kernels, gpu).us
     return Score(name, rows, gpu)
 
 

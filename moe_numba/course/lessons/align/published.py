@@ -30,7 +30,7 @@ THREADS = 1024  # of the main kernel's CTA
 TOKENS = 4096  # of the times
 _DEVICE = "cpu" if simulator.ENABLED else "cuda"
 _CHECKED = 64 if simulator.ENABLED else TOKENS  # tokens of the checks
-_COUNTED = 64  # tokens of what the simulator counts
+_COUNTED = TOKENS  # tokens of what the simulator counts
 
 
 @cache
@@ -400,7 +400,7 @@ def concentrated(versions: dict) -> Table:
     ids, cumsum = inputs(TOKENS)["all tokens choose the same experts"], torch.empty(EXPERTS + 1, dtype=torch.int32)
     outputs, cumsum = poisoned(ids, EXPERTS, BLOCK), cumsum.to(_DEVICE)
     if simulator.ENABLED:
-        ids = ids[:_COUNTED].contiguous()
+        ids = ids[:64].contiguous()
     us = lesson.times("same experts", {n: partial(run, v, ids, outputs, cumsum) for n, v in versions.items()})
     return Table(["all tokens choose the same experts", "us"], [[name, records.format_us(us[name])] for name in us])
 
