@@ -57,11 +57,11 @@ def _parser():
     plot.add_argument("topic", metavar="TOPIC")
     plot.add_argument("--gpu", default="h200", help="folder of docs/results to read (default: h200)")
     plot.add_argument("--out", type=Path, default=Path("build/figures"), metavar="DIR", help="default: build/figures")
-    plot.add_argument("--readme", action="store_true", help="rewrite the topic's table in README.md instead")
+    plot.add_argument("--table", action="store_true", help="rewrite the topic's table in docs/measurements.md instead")
     plot.add_argument("--check", action="store_true", help="write nothing; exit code 1 if that table is out of date")
     plot.set_defaults(run=_plot)
 
-    readme = commands.add_parser("readme", help="rewrite the generated blocks of README.md and docs/index.md")
+    readme = commands.add_parser("readme", help="rewrite the generated blocks of README.md and docs/")
     readme.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a block is out of date")
     readme.set_defaults(run=_readme)
     return parser
@@ -143,8 +143,8 @@ def _plot(options):
         raise UserError(error) from error
     for sentence in records.stale(record):
         print(f"out of date: {options.topic}: {sentence}", file=sys.stderr)
-    if options.readme or options.check:
-        return _plot_readme(options.topic, topic.readme_table(record), options.check)
+    if options.table or options.check:
+        return _plot_table(options.topic, topic.readme_table(record), options.check)
     _make_folder(options.out)
     for name, figure in topic.figures(record).items():
         try:
@@ -164,18 +164,19 @@ def _make_folder(path):
         raise UserError(f"--out is {path}, where nothing can be written: {error.strerror}") from error
 
 
-def _plot_readme(topic, table, check):
+def _plot_table(topic, table, check):
     from moe_numba.course.bench import records
-    from moe_numba.course.pages.readme import replace_block
+    from moe_numba.course.pages.readme import MEASUREMENTS, replace_block
 
-    path = records.repository() / "README.md"
+    path = records.repository() / MEASUREMENTS
     try:
         old = path.read_text()
-        new = replace_block(old, topic, table)
+        new = replace_block(old, topic, table, MEASUREMENTS)
     except (FileNotFoundError, ValueError) as error:
         raise UserError(error) from error
     if check:
-        print(f"README.md's table for {topic} is {'up to date' if new == old else 'out of date: run plot --readme'}")
+        state = "up to date" if new == old else "out of date: run plot --table"
+        print(f"{MEASUREMENTS}'s table for {topic} is {state}")
         return int(new != old)
     path.write_text(new)
     return 0

@@ -176,19 +176,46 @@ def test_gpu_tests_are_deselected_in_the_simulator(tmp_path):
     assert "skipped" not in done.stdout
 
 
-def test_the_readmes_code_runs():
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert len(blocks) >= 2
+@pytest.mark.parametrize("page", ["README.md", "docs/usage.md"])
+def test_the_code_of_a_page_runs(page):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    assert blocks
     for block in blocks:
-        define(block, {"__name__": "readme"}, "README.md")
+        define(block, {"__name__": "page"}, page)
 
 
-def test_the_readmes_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text() + (ROOT / "docs/index.md").read_text())
-    local = [link for link in links if "://" not in link]
-    assert local
-    for link in local:
-        assert (ROOT / link).exists() or (ROOT / "docs" / link).exists(), link
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_somewhere(page):
+    """To files, and to headings of the page or of another one, whose anchors are those of GitHub."""
+    prose = re.sub(r"^```.*?^```|^    .*?$|`[^`]*`", "", page.read_text(), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
+            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in anchors, link
+
+
+def test_the_readme_shows_the_race_that_the_simulator_reports(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    lines = re.findall(r"^  \d+  (.*)$", readme, re.M)
+    program = tmp_path / "reverse.py"
+    program.write_text(
+        "import numpy as np\nfrom numba import cuda, float32\n\n@cuda.jit\ndef reverse(x):\n"
+        "    tile = cuda.shared.array(64, float32)\n    i = cuda.threadIdx.x\n"
+        + "".join(f"    {line}\n" for line in lines)
+        + "\nreverse[1, 64](np.arange(64, dtype=np.float32))\n"
+    )
+    done = run_simulated("-m", "moe_numba.simulator", "run", program.name, cwd=tmp_path)
+    report = done.stderr.splitlines()[-1].removeprefix("moe_numba.simulator.core.errors.")
+    assert done.returncode == 1 and " ".join(report.split()) in " ".join(readme.split()), report
 
 
 CLOCKS = re.compile(r"\b(perf_counter|monotonic|process_time|time\.time|timeit|datetime\.now)\b")

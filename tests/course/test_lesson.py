@@ -93,7 +93,14 @@ def test_command_line_reports_problems(read, tmp_path, capsys):
 
 
 LESSONS = (
-    *("00_start_here", "01_gate_prompt", "03_align_published", "04_align_one_launch", "08_grouped_gemm_scales", "14_low_latency"),
+    *(
+        "00_start_here",
+        "01_gate_prompt",
+        "03_align_published",
+        "04_align_one_launch",
+        "08_grouped_gemm_scales",
+        "14_low_latency",
+    ),
     "15_moe_layer",
 )
 

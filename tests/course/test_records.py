@@ -292,14 +292,14 @@ def test_bench_plot_and_readme_commands(toy_topic, capsys):
     assert cli.main(["plot", "toy", "--out", str(toy_topic / "folders")]) == 2
     assert "toy-ladder.png cannot be written: Is a directory" in capsys.readouterr().err
 
-    page = toy_topic / "README.md"
+    page = toy_topic / "docs" / "measurements.md"
     page.write_text("before\n")
-    assert cli.main(["plot", "toy", "--readme"]) == 2, "no markers"
+    assert cli.main(["plot", "toy", "--table"]) == 2, "no markers"
     page.write_text("before\n<!-- toy:begin -->\nold\n<!-- toy:end -->\nafter\n")
     assert cli.main(["plot", "toy", "--check"]) == 1 and "old" in page.read_text()
-    assert cli.main(["plot", "toy", "--readme"]) == 0
+    assert cli.main(["plot", "toy", "--table"]) == 0
     assert page.read_text() == "before\n<!-- toy:begin -->\n| NVIDIA H200 |\n<!-- toy:end -->\nafter\n"
-    assert cli.main(["plot", "toy", "--readme", "--check"]) == 0
+    assert cli.main(["plot", "toy", "--table", "--check"]) == 0
     capsys.readouterr()
     file = toy_topic / "docs" / "results" / "h200" / "toy.json"
     record = json.loads(file.read_text())

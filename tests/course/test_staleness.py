@@ -192,7 +192,9 @@ def test_all_stale_results_are_listed(planted, repository):
     assert staleness.summary(repository) == "all 1 records were measured with the present kernels"
     planted("constants.py", "OFFSET = 3", "OFFSET = 4")
     record, copy = staleness.stale_results(repository)
-    assert record.startswith("h200/gate: 1 of 2 rows") and copy.startswith("01_gate_prompt.ipynb: executed at commit 1a2b3c4")
+    assert record.startswith("h200/gate: 1 of 2 rows") and copy.startswith(
+        "01_gate_prompt.ipynb: executed at commit 1a2b3c4"
+    )
     assert "1 of 1 records were measured with kernels that have changed since" in staleness.summary(repository)
     notebook.write_text("# %%\nx = 2\n")
     _, cells, kernels = staleness.stale_results(repository)

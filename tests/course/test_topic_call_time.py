@@ -319,5 +319,5 @@ def test_a_topic_without_a_record_has_no_table(monkeypatch):
     monkeypatch.setattr(
         records, "recorded", lambda name, *where: None if name == "call_time" else recorded(name, *where)
     )
-    tables = readme.blocks()["README.md"]
+    tables = readme.blocks()[readme.MEASUREMENTS]
     assert tables["call_time"] == "" and tables["gate"].startswith("| tokens, logits |")

@@ -232,10 +232,10 @@ def test_rows_of_two_gpus_are_kept_on_one(record, monkeypatch):
 def test_the_readmes_block_with_and_without_a_record(record, monkeypatch, is_recorded):
     recorded, own = records.recorded, record if is_recorded else None
     monkeypatch.setattr(records, "recorded", lambda name, *where: own if name == "older_gpus" else recorded(name))
-    table = readme.blocks()["README.md"]["older_gpus"]
+    table = readme.blocks()[readme.MEASUREMENTS]["older_gpus"]
     assert table == (older_gpus.readme_table(record) if is_recorded else "")
-    page = (records.repository() / "README.md").read_text()
-    section = readme.replace_block(page, "older_gpus", table).split("### Kernels for older GPUs")[1].split("\n##")[0]
+    page = (records.repository() / readme.MEASUREMENTS).read_text()
+    section = readme.replace_block(page, "older_gpus", table).split("## Kernels for older GPUs")[1].split("\n##")[0]
     assert table in section and "<!-- older_gpus:begin -->" in section
 
 

@@ -1,4 +1,4 @@
-"""Which functions and notebooks run on which GPUs, and how: the tables of ``doctor`` and of the README.
+"""Which functions and notebooks run on which GPUs, and how: the tables of ``doctor`` and of docs/gpus.md.
 
 The conditions are those by which the plans choose their kernels: properties of :class:`~moe_numba.runtime.device.GPU`,
 and what instructions need.

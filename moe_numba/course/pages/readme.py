@@ -1,4 +1,4 @@
-"""Generates the blocks of README.md and docs/index.md that come from the table of topics and from records.
+"""Generates the blocks of README.md and docs/*.md that come from the table of topics and from records.
 
 A block stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``.
 """
@@ -13,6 +13,8 @@ from moe_numba.course.pages import gpu_support
 from moe_numba.course.pages.topics import BENCH_TOPICS, HEADLINES, TOPICS
 from moe_numba.grouped_gemm.call import config_table
 
+MEASUREMENTS = "docs/measurements.md"  # has a block for each topic of `bench`
+
 
 def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, str]]:
     """Return the text of every generated block: ``{file: {block: text}}``, files relative to the repository.
@@ -24,15 +26,12 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
     # The first of the records that the table of tile configurations is made of.
     tiles = records.recorded("grouped_gemm_tiles", config_table.GPUS[0], root) if config_table.GPUS else None
     tables["grouped_gemm_tiles"] = tiles and bench.topic("grouped_gemm_tiles").readme_table(tiles) or ""
-    readme = {
-        "headline": headline(gpu, root),
-        "notebooks": _notebooks(),
-        "bench": _bench_commands(),
-        "peers": _peers(found),
-        "gpus": _gpus(),
-        **tables,
+    return {
+        "README.md": {"headline": headline(gpu, root, front=True), "notebooks": _notebooks()},
+        "docs/index.md": {"notebooks": _notebooks("../"), "records": _records()},
+        "docs/gpus.md": {"gpus": _gpus()},
+        MEASUREMENTS: {"headline": headline(gpu, root), "bench": _bench_commands(), "peers": _peers(found), **tables},
     }
-    return {"README.md": readme, "docs/index.md": {"notebooks": _notebooks("../"), "records": _records()}}
 
 
 def regenerate(check: bool = False, gpu: str = "h200", root: Path | None = None) -> list[str]:
@@ -41,7 +40,7 @@ def regenerate(check: bool = False, gpu: str = "h200", root: Path | None = None)
     Returns
     -------
     list of str
-        ``"README.md: gate"`` for each block that was out of date.
+        ``"docs/measurements.md: gate"`` for each block that was out of date.
 
     Raises
     ------
@@ -119,10 +118,15 @@ def _records():
     return "\n".join(lines)
 
 
-def headline(gpu: str = "h200", root: Path | None = None) -> str:
-    """Return the table of the package's kernels beside the fastest other implementation, in Markdown."""
-    lines = ["| kernel time, us | moe_numba | best other kernel measured | ratio |", "|---|---:|---:|---:|"]
+def headline(gpu: str = "h200", root: Path | None = None, front: bool = False) -> str:
+    """Return the table of the package's kernels beside the fastest other implementation, in Markdown.
+
+    With ``front`` only the lines that the README has.
+    """
+    lines = ["| kernel time, us | moe_numba | best other kernel measured | times as fast |", "|---|---:|---:|---:|"]
     for line in HEADLINES:
+        if front and not line.front:
+            continue
         record = records.read(line.record, gpu, root)
         steps = [line.ours, *records.peers(record), *line.others]
         rows = {step: records.find(record, step=step, **line.where) for step in steps}

@@ -1,4 +1,4 @@
-"""The course's topics in one table, from which README.md and docs/index.md are generated.
+"""The course's topics in one table, from which tables of README.md and docs/ are generated.
 
 A bench topic is a module ``bench/topics/<name>.py`` that ``python -m moe_numba bench <name>`` measures.
 """
@@ -12,7 +12,7 @@ class Topic(NamedTuple):
     notebook: str  # the file name in notebooks/, without its ending
     title: str  # what the notebook builds: a sentence for a table
     source: str = ""  # the project whose kernel the notebook follows
-    bench: str = ""  # the bench topic, whose record and README block have the same name
+    bench: str = ""  # the bench topic, whose record and block of docs/measurements.md have the same name
     measures: str = ""  # what the bench topic measures, for the list of commands
     records: tuple[str, ...] = ()  # the records that the notebook itself writes
     hopper: bool = False  # the notebook sets MOE_NUMBA_ONLY=90: on other GPUs it runs in the simulator
@@ -130,7 +130,7 @@ BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} 
 
 
 class Headline(NamedTuple):
-    """One line of the README's first table: the package's step of a record beside the best of the others."""
+    """One line of the first table of the measurements: the package's step of a record beside the best of the others."""
 
     label: str
     record: str
@@ -138,6 +138,7 @@ class Headline(NamedTuple):
     ours: str = "final"
     others: tuple[str, ...] = ()  # steps; the peers of the record are always included
     notes: dict = {}  # {step: name in the table}
+    front: bool = False  # also in the README
 
 
 def _headlines():
@@ -145,19 +146,23 @@ def _headlines():
     align = {"num_experts": 256, "block_size": 16}
     for tokens in (64, 16384):
         where = gate | {"size": {"tokens": tokens}}
-        yield Headline(f"gate, {tokens} tokens", "gate", where, others=("torch eager", "torch.compile"))
+        others = "torch eager", "torch.compile"
+        yield Headline(f"gate, {tokens} tokens", "gate", where, others=others, front=tokens == 64)
     for tokens in (64, 16384):
         where = {"config": align, "size": {"tokens": tokens}}
-        yield Headline(f"alignment, {tokens} tokens, blocks of 16", "align", where, others=("torch",))
+        label = f"alignment, {tokens} tokens, blocks of 16"
+        yield Headline(label, "align", where, others=("torch",), front=tokens > 64)
     scales = {"tensor": "a scale per expert", "block": "block scales"}
     for scaling, rows in (("block", 128), ("block", 8192), ("tensor", 8192)):
         config = {"num_groups": 32, "n": 4096, "k": 7168, "scaling": scaling, "routing": "uniform"}
         where = {"config": config, "size": {"rows": rows}}
         label = f"FP8 grouped GEMM, {scales[scaling]}, 32 experts of 4096 x 7168, {rows} rows"
-        yield Headline(label, "grouped_gemm", where, others=("torch", "torch, loop"))
+        front = (scaling, rows) == ("block", 8192)
+        yield Headline(label, "grouped_gemm", where, others=("torch", "torch, loop"), front=front)
     for tokens in (64, 4096):
         where = {"config": {"model": "Qwen3-30B-A3B"}, "size": {"tokens": tokens}}
-        yield Headline(f"experts of a Qwen3-30B-A3B layer in bfloat16, {tokens} tokens", "moe_layer", where)
+        label = f"experts of a Qwen3-30B-A3B layer in bfloat16, {tokens} tokens"
+        yield Headline(label, "moe_layer", where, front=tokens > 64)
     where = {"config": {"model": "DeepSeek-V3"}, "size": {"tokens": 64}}
     yield Headline("experts of a DeepSeek-V3 layer in FP8, block scales, 64 tokens", "moe_layer", where)
     where = {"config": {"ranks": 2}, "size": {"tokens": 32}, "dtype": "bf16"}
@@ -167,7 +172,7 @@ def _headlines():
     where = {"config": {"ranks": 4, "num_experts": 256}, "size": {"tokens": 4096}}
     names = {"counts, index_select and NCCL": "torch and NCCL"}
     label = "dispatch with its exchange of counts, 4 GPUs, 4096 tokens each"
-    yield Headline(label, "dispatch_combine", where, "final, with notify", tuple(names), names)
+    yield Headline(label, "dispatch_combine", where, "final, with notify", tuple(names), names, front=True)
 
 
 HEADLINES = tuple(_headlines())

@@ -1,7 +1,7 @@
 """Compares estimates with the times that the ladders of one-GPU lessons recorded.
 
     python -m moe_numba.course.steps.judge_estimates               print the recorded comparison
-    python -m moe_numba.course.steps.judge_estimates run 03_align_published  estimate a lesson's steps again, and record them
+    python -m moe_numba.course.steps.judge_estimates run LESSON  estimate a lesson's steps again, and record them
 
 `run` executes the cells of a lesson in the simulator with the sizes of the GPU, and estimates each step instead of
 checking it. Cells that fail or take too long, such as those of figures, are left out; so are steps whose sizes are not

@@ -1,4 +1,4 @@
-"""Formatting shared by the README's Markdown tables."""
+"""Formatting shared by the Markdown tables of README.md and docs/."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
