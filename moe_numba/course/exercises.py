@@ -63,13 +63,18 @@ class Exercise:
         return in_simulator(_run_by_name, self.name, answer.__name__, functions=[answer])
 
 
+def numbered(topic: str) -> dict[int, Exercise]:
+    """Return the exercises of a topic that have numbers; those of lessons of the second edition have names instead."""
+    try:
+        return getattr(importlib.import_module(f"moe_numba.course.lessons.{topic}.exercises"), "EXERCISES", {})
+    except ModuleNotFoundError:
+        return {}
+
+
 def exercise(name: str) -> Exercise:
     """Return an exercise by its name, such as "gate-3"; raise a ValueError with the known names if there is none."""
     topic, _, number = name.rpartition("-")
-    try:
-        exercises = importlib.import_module(f"moe_numba.course.lessons.{topic}.exercises").EXERCISES if topic else {}
-    except ModuleNotFoundError:
-        exercises = {}
+    exercises = numbered(topic) if topic else {}
     if not number.isdigit() or int(number) not in exercises:
         known = ", ".join(f"{topic}-{n}" for n in exercises) or "those in moe_numba/course/lessons"
         raise ValueError(f"there is no exercise {name!r}; there are {known}")

@@ -48,6 +48,7 @@ _COUNTERS = {  # functions of `simulator.profile`'s report of a kernel
     "shuffles that only some lanes execute": lambda report: sum(
         line.shuffles for line in report.lines if line.divergence < 1
     ),
+    "loads of a warp from shared memory": lambda report: report.total.shared_load_requests,
     "bank conflicts": lambda report: report.total.bank_conflicts,
     "bytes of shared memory": lambda report: report.launches[0]["shared_bytes"],
     "bytes stored to other CTAs": lambda report: report.total.distributed_shared_bytes,

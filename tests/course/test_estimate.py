@@ -57,6 +57,21 @@ def one_thread(x, y):
     y[i] = counts[i]
 
 
+@cuda.jit(device=True)
+def rarely(value):
+    for _ in range(64):
+        value += cuda.shfl_xor_sync(0xFFFFFFFF, value, 1)
+    return value
+
+
+@cuda.jit
+def with_a_fallback(x, y):
+    value = x[cuda.threadIdx.x]
+    if cuda.any_sync(0xFFFFFFFF, value < float32(0)):
+        value = rarely(value)
+    y[cuda.threadIdx.x] = value
+
+
 @cuda.jit
 def increment(total):
     cuda.atomic.add(total, cuda.threadIdx.x % 8, 1)
@@ -89,6 +104,13 @@ def test_a_serial_loop_is_a_dependent_chain_of_one_warp():
     # Between 256 additions and 256 times a load from shared memory, an addition and a store.
     assert 256 * 4 < found.bounds["dependent chain"] * H200.clock / 1e6 < 256 * 100
     assert found.us > found.bounds["dependent chain"] + found.bounds["launch"] - 0.01
+
+
+def test_code_that_no_warp_executes_takes_no_time():
+    x, y = arrays(32)
+    usual = estimate(lambda: with_a_fallback[1, 32](x, y)).bounds["dependent chain"]
+    slow = estimate(lambda: with_a_fallback[1, 32](-x, y)).bounds["dependent chain"]
+    assert slow - usual > 64 * H200.latency["SHFL"] / H200.clock * 1e6 and usual < slow / 3
 
 
 def test_bytes_of_a_sample_of_the_blocks_stand_for_all():

@@ -63,7 +63,7 @@ def test_the_table_has_the_critical_path_first_and_says_the_model_s_error(scores
     text = str(compare(scores["one thread"], scores["Blelloch"]))
     assert text.index("critical path") < text.index("model") < text.index("all warps")
     assert "shuffles" not in text and "only a GPU decides" in text  # it executes more lines in all
-    assert estimate.describe_error("H200") in text
+    assert estimate.describe_error("H200") in str(scores["one thread"])
     page = compare(scores["Blelloch"], scores["warp 0 scans"])._repr_html_()
     assert 'class="down"' in page and "the gain is beyond the model" in page
 
@@ -287,19 +287,21 @@ def test_a_barrier_too_few():
 @pytest.fixture
 def record(tmp_path, monkeypatch):
     """A record that has timed `align` with one thread."""
-    row = {"step": "one thread", "size": {"tokens": 4096}, "kernel_us": {"median": 24.7}}
+    row = {"step": "one thread", "size": {"tokens": 4096}, "config": {"topk": 8}, "kernel_us": {"median": 24.7}}
     row["kernels"] = [{"name": "align", "ast": ast_hash(lesson.make_align(lesson.serial_scan))}]
     monkeypatch.setattr(recorded.records, "recorded", lambda topic, gpu: {"rows": [row]} if topic == "scan" else None)
 
 
 @pytest.mark.parametrize(
-    "topic, scan, tokens, text",
+    "topic, scan, tokens, topk, text",
     [
-        ("scan", lesson.serial_scan, 4096, "recorded on an H200: 24.70 us"),
-        ("scan", lesson.blelloch_scan, 4096, "your version: not timed (the lesson's took 24.70 us on an H200)"),
-        ("scan", lesson.serial_scan, 64, "not recorded on an H200 with tokens = 64"),
-        ("other", lesson.serial_scan, 4096, "not recorded on an H200 with tokens = 4096"),
+        ("scan", lesson.serial_scan, 4096, 8, "recorded on an H200: 24.70 us"),
+        ("scan", lesson.blelloch_scan, 4096, 8, "your version: not timed (the lesson's took 24.70 us on an H200)"),
+        ("scan", lesson.serial_scan, 64, 8, "not recorded on an H200 with tokens = 64, topk = 8"),
+        ("scan", lesson.serial_scan, 4096, 6, "not recorded on an H200 with tokens = 4096, topk = 6"),
+        ("other", lesson.serial_scan, 4096, 8, "not recorded on an H200 with tokens = 4096, topk = 8"),
     ],
 )
-def test_a_recorded_time_belongs_to_the_code_and_the_size(record, topic, scan, tokens, text):
-    assert recorded.describe(topic, "one thread", lesson.make_align(scan), {"tokens": tokens}) == text
+def test_a_recorded_time_belongs_to_the_code_and_the_size(record, topic, scan, tokens, topk, text):
+    kernels = [lesson.make_align(scan)]
+    assert recorded.describe(topic, "one thread", kernels, {"tokens": tokens}, {"topk": topk}) == text

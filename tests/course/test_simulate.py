@@ -29,12 +29,14 @@ def make_kernel(number):
         out[cuda.threadIdx.x + count] = i32(number)
     return store
 
+make_it = make_kernel  # an answer that the next cells use under another name
+
 def work(number, count):
     assert simulator.ENABLED and simulator.capability.SIMULATED == (9, 0)  # a demonstration may use any instruction
     out = t.zeros(LANES, dtype=t.int32, device=DEVICE)
     print("runs", LANES, "lanes")
     try:
-        launch(make_kernel(number), 1, LANES, out, count)
+        launch(make_it(number), 1, LANES, out, count)
     except simulator.SimulatorError as error:
         print(error)
     return {"last": int(out[-1]), "dtype": out.dtype}

@@ -1,7 +1,8 @@
 """Latencies of a GPU: what one operation of a chain takes whose operations wait for one another, as recorded.
 
-Throughputs are in `bench.baselines.limits`. The chains are those of the lesson on alignment: a kernel of one warp, or
-of one block for barriers, repeats one operation 1024 and 2048 times, so that the difference is the operation alone.
+Throughputs are in `bench.baselines.limits`. The first edition of the lesson on alignment recorded the chains: a kernel
+of one warp, or of one block for barriers, repeats one operation 1024 and 2048 times, so that the difference is the
+operation alone.
 """
 
 import functools

@@ -29,6 +29,7 @@ from moe_numba import simulator
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines import limits
 from moe_numba.course.bench.latencies import latencies
+from moe_numba.simulator.core.typed_code import reachable
 from moe_numba.simulator.profiler.report import Counted, KernelProfile
 
 ISSUE = "issue slots"
@@ -130,15 +131,30 @@ class _Code:
         self.warps = sum(launch["warps"] for launch in kernel.launches)
         lines = {(os.path.abspath(line.file), line.line): line for line in kernel.lines}
         first = {(os.path.abspath(file), number): n for (file, number), n in kernel.statements.items()}
-        self.line_of, known = [], {file for file, _ in lines}
+        functions = reachable(kernel.function)  # also those that no warp has called
+        known = {file for file, _ in lines} | {os.path.abspath(f.__code__.co_filename) for f in functions}
+        self.line_of = []
+        self.dead = []  # whether an instruction belongs to a statement that no warp has executed
+        heads = {  # the lines of `def`, whose instructions every warp executes
+            (os.path.abspath(file), n)
+            for file, first, last in kernel.spans
+            for n in range(
+                first, min((n for f, n in lines if f == os.path.abspath(file) and first <= n <= last), default=0)
+            )
+        }
         own = next((os.path.abspath(file) for (file, *_), name in kernel.spans.items() if name == kernel.name), "")
         for code in self.code:
             file, number = code["site"] or ("", 0)
             if file not in known:  # of an equal function of another file, which Python does not tell apart
                 file = own
             self.line_of.append(lines.get((file, first.get((file, number), number))))
+            self.dead.append(self.line_of[-1] is None and number > 0 and (file, number) not in heads)
         self.names = [code["opcode"].partition(".")[0] for code in self.code]
         self.blocks = self._find_blocks()
+        # Where lanes may have diverged, a warp-wide operation has a second copy, to which converged warps do not go.
+        self.slow = {
+            n for start, end in self.blocks if "ENDCOLLECTIVE" in self.names[start:end] for n in range(start, end)
+        }
         self.loops = self._find_loops()  # number of the first block -> numbers of all
         self.loop_of = [None] * len(self.code)  # the first block of the innermost loop
         for header, body in sorted(self.loops.items(), key=lambda loop: -len(loop[1])):
@@ -190,8 +206,8 @@ class _Code:
     def _copies(self):
         """Return (loop, line) -> how many copies of the line the loop has, if it has an instruction that is counted."""
         found = collections.defaultdict(collections.Counter)
-        for name, line, loop in zip(self.names, self.line_of, self.loop_of, strict=True):
-            if line is not None and name in _MARKERS:
+        for n, (name, line, loop) in enumerate(zip(self.names, self.line_of, self.loop_of, strict=True)):
+            if line is not None and name in _MARKERS and n not in self.slow:
                 found[loop, line][_MARKERS[name]] += 1
         copies = {}
         for (loop, line), counts in found.items():
@@ -219,13 +235,17 @@ class _Code:
         for line, loop in zip(self.line_of, self.loop_of, strict=True):
             if loop is not None and line is not None and line not in inner[loop]:
                 counts[loop].append(line.executions / number_of(loop, line))
-        return {None: self.warps} | {loop: sorted(each)[9 * len(each) // 10] for loop, each in counts.items()}
+        most = {loop: sorted(each)[9 * len(each) // 10] for loop, each in counts.items()}
+        for (loop, line), copies in self._copies().items():
+            if loop in most and line not in inner[loop] and most[loop] > 2 * line.executions / copies:
+                most[loop] = line.executions / copies
+        return {None: self.warps} | most
 
     def _repeated(self):
         """Return (loop, line) -> the most frequent number of an opcode of the line, probably its copies; not 1."""
         found = collections.defaultdict(collections.Counter)
-        for code, line, loop in zip(self.code, self.line_of, self.loop_of, strict=True):
-            if line is not None and loop is not None:
+        for n, (code, line, loop) in enumerate(zip(self.code, self.line_of, self.loop_of, strict=True)):
+            if line is not None and loop is not None and n not in self.slow:
                 found[loop, line][code["opcode"]] += 1
         common = {}
         for key, opcodes in found.items():
@@ -279,6 +299,10 @@ class _Code:
         number_of = lambda loop, line: copies.get((loop, line)) or repeated.get((loop, line)) or usual.get(loop, 1)
         most = self._iterations(number_of)
         for start, end in self.blocks:
+            if start in self.slow:
+                counts += [0.0] * (end - start)
+                owners += [None] * (end - start)
+                continue
             loop, strong, weak = self.loop_of[start], [], []
             for n in range(start, end):
                 line = self.line_of[n]
@@ -290,7 +314,9 @@ class _Code:
                 if (loop, line) in copies and self.names[n] in _MARKERS:
                     strong.append((count, n))
             found = sorted(strong or weak)
-            if found:
+            if 2 * sum(self.dead[start:end]) > end - start:
+                count, owner = 0.0, None
+            elif found:
                 count, n = found[len(found) // 2 if strong else len(found) // 4]
                 owner = self.line_of[n]
             else:
@@ -462,8 +488,9 @@ def _estimate_launch(kernel: KernelProfile, launch: dict, occupancy: Any, chip: 
         demand["DRAM"] = share * min(moved, launch["argument_bytes"] or moved) / blocks / chip.dram_bytes
     us = lambda clocks: clocks / chip.clock * 1e6
     one = max(work.single, default=0.0) if waves == 1 else statistics.mean(work.single)
-    first, second, *_ = sorted(demand.values(), reverse=True)
-    # All blocks of a wave load before they compute, so that within a wave the second resource does not hide.
+    pipes, memory = (max(demand[name] for name in names) for names in (_SCHEDULER_RESOURCES, _SM_RESOURCES))
+    first, second = max(pipes, memory), min(pipes, memory)
+    # All blocks of a wave load before they compute, so that within a wave one of the two does not hide the other.
     busy = max(waves * one, one + (per_sm - 1) * first + (resident - 1) * second)
     contention = max((line.sector_contention for line in kernel.lines), default=0) * blocks / ran * chip.sector_us
     start = (chip.dependent_us if launch["dependent"] else chip.launch_us) + chip.warp_us * warps * resident
@@ -564,6 +591,23 @@ def estimate_of(kernels: Iterable[KernelProfile], gpu: str = "H200", cold: bool 
     if not found:
         raise ValueError("run launched no kernel, so there is nothing to estimate")
     return Estimate(gpu, tuple(found))
+
+
+def clocks_by_function(kernel: KernelProfile, gpu: str = "H200") -> dict[str, dict[str, float]]:
+    """Return function -> pipe or "issue slots" -> clocks of a scheduler that a warp takes in it, on average.
+
+    The kernel was profiled for the GPU. Device functions count where the compiler has inlined them.
+    """
+    _check_compiled(kernel)
+    code, found = _Code(kernel, chip_of(gpu), False, 0.0), {}
+    for line, name, count in zip(code.line_of, code.names, code.executions, strict=True):
+        function = kernel.name if line is None else line.function
+        clocks = found.setdefault(function, dict.fromkeys(_SCHEDULER_RESOURCES, 0.0))
+        clocks[ISSUE] += count / code.warps
+        if name in PIPE_OF:
+            pipe, each = PIPE_OF[name]
+            clocks[pipe] += count * each / code.warps
+    return found
 
 
 def part_us(counted: Counted, gpu: str = "H200") -> float:

@@ -55,6 +55,11 @@ class Build:
         No answer can need less, so one that does is refused.
     forbidden : dict
         Counter of the total -> what the answer does instead of the task, "it accesses shared memory".
+    limits : dict
+        Counter of the critical path -> the most that an answer needs, and what one that needs more does instead.
+    needs : tuple, optional
+        Counters of the total of which one must not be zero, and what an answer with zeros lacks: it must have its
+        result from somewhere else than from the other threads.
     most_alone : int, optional
         Most lines that one lane of a warp may execute alone; None if the task is one for a single lane.
     over_par : str
@@ -74,6 +79,8 @@ class Build:
     par: int
     par_is_bound: bool = False
     forbidden: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    needs: tuple[tuple[str, ...], str] | None = None
     most_alone: int | None = _MOST_ALONE
     over_par: str = ""
     hint: str = ""
@@ -119,12 +126,18 @@ class Build:
         for counter, reason in self.forbidden.items():
             if count := getattr(total, counter):
                 return f"{reason} ({count} {counter})"
+        for counter, (most, reason) in self.limits.items():
+            if (count := getattr(counted.critical_path, counter)) > most:
+                return f"{reason} ({count} {counter}, of which {most} suffice)"
+        if self.needs and not any(getattr(total, counter) for counter in self.needs[0]):
+            return f"{self.needs[1]} (no {', no '.join(self.needs[0])})"
         by_one = (line for line in counted.lines if line.active_lanes == line.executions)
         alone = max((counted.phases.critical_path([line]).executions for line in by_one), default=0)
         if self.most_alone is not None and alone > self.most_alone:
             return f"one lane executes a line {alone} times alone, while the 31 others of its warp wait"
         if self.par_is_bound and score < self.par:
-            return f"with {score} {self.counter} it cannot do what was asked: {self.par} are a lower bound"
+            unit = self.unit or self.counter
+            return f"with {score} {unit} it cannot do what was asked: {self.par} is a lower bound"
         return None
 
     def _verdict(self, state, text, score=None, answer=None):
@@ -279,7 +292,7 @@ def is_stub(answer: Any) -> bool:
     function = getattr(answer, "py_func", answer)
     if not inspect.isfunction(function):
         return False
-    body = _tree(function).body
+    body = getattr(_tree(function), "body", [answer])
     return all(
         isinstance(statement, ast.Pass)
         or isinstance(statement, ast.Expr | ast.Return)
@@ -289,10 +302,14 @@ def is_stub(answer: Any) -> bool:
 
 
 def _tree(function):
-    """Return a function's syntax tree without its name and decorators."""
+    """Return a function's syntax tree without its name, decorators and docstring."""
     source = inspect.getsource(getattr(function, "py_func", function))
     tree = ast.parse(textwrap.dedent(source)).body[0]
+    if not isinstance(tree, ast.FunctionDef):  # a lambda's statement
+        return tree
     tree.name, tree.decorator_list = "f", []
+    if ast.get_docstring(tree) is not None:
+        tree.body[:1] = [] if len(tree.body) > 1 else [ast.Pass()]
     return tree
 
 

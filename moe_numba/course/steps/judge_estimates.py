@@ -1,11 +1,11 @@
-"""Compares estimates with the times that the ladders of one-GPU lessons recorded.
+"""Compares estimates with the recorded times of one-GPU lessons' steps.
 
-    python -m moe_numba.course.steps.judge_estimates               print the recorded comparison
-    python -m moe_numba.course.steps.judge_estimates run LESSON  estimate a lesson's steps again, and record them
+    python -m moe_numba.course.steps.judge_estimates            print the recorded comparison
+    python -m moe_numba.course.steps.judge_estimates run NAME   estimate a lesson's steps again, and record them
 
 `run` executes the cells of a lesson in the simulator with the sizes of the GPU, and estimates each step instead of
 checking it. Cells that fail or take too long, such as those of figures, are left out; so are steps whose sizes are not
-those of the record. It takes from ten minutes to an hour per lesson.
+those of the record. A page with a `Ladder` takes from ten minutes to an hour, one with a `Lesson` a minute.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.topics import dispatch_layout
 from moe_numba.course.steps import estimate
 from moe_numba.course.steps.ladder import Ladder
+from moe_numba.course.steps.lesson import Lesson
 from moe_numba.runtime.changed_source import SourceLoader
 
 GPU = "H200"
@@ -32,7 +33,7 @@ GPU = "H200"
 # the names that keep their sizes of the simulator.
 LESSONS = {
     "01_gate_prompt": (8, ()),
-    "03_align_published": (None, ("LINKS", "SWEEP", "RUNS")),
+    "03_align_published": (None, ()),
     "04_align_one_launch": (None, ()),
     "10_dispatch_layout": (None, ()),
     "15_moe_layer": (16, ("LAYER", "TOKENS", "WARPS", "PROMPT")),
@@ -85,7 +86,7 @@ def cells_of(source: str, kept: tuple = ()) -> list[str]:
 
 
 class _Steps:
-    """Estimates steps of ladders instead of running them; its `rows` are those of the comparison."""
+    """Estimates steps of ladders and lessons instead of running them; its `rows` are those of the comparison."""
 
     def __init__(self, blocks):
         self.blocks, self.rows = blocks, []
@@ -102,21 +103,27 @@ class _Steps:
         if row.get("size") != (size or ladder.size) or row.get("config") != (config or ladder.config):
             print(f"{name:<24} left out: it was recorded with other sizes, or not at all")
             return
+        if "kernel_us" in row:  # inputs that rotate among several sets come from DRAM
+            self._compare(ladder.topic, name, row["kernel_us"]["median"], call, isinstance(timed, list))
+
+    def step_of_lesson(self, lesson: Lesson, name: str, version: Any, **_) -> None:
+        """Stand in for `Lesson.step`."""
+        us = lesson.recorded_us(name, lesson.run.kernels(version))
+        if us is None:
+            print(f"{name:<24} left out: this code was not recorded with these sizes")
+        else:
+            self._compare(lesson.topic, name, us, lambda: lesson.run.once(version))
+
+    def _compare(self, topic, step, recorded_us, call, cold=False):
         try:
-            with _limit(_STEP_S):  # inputs that rotate among several sets come from DRAM
-                found = estimate.estimate(call, GPU, cold=isinstance(timed, list), blocks=self.blocks)
+            with _limit(_STEP_S):
+                found = estimate.estimate(call, GPU, cold=cold, blocks=self.blocks)
         except Exception as error:  # a step of torch alone launches no kernel that the simulator counts
-            print(f"{name:<24} left out: {type(error).__name__}: {error}")
+            print(f"{step:<24} left out: {type(error).__name__}: {error}")
             return
-        if "kernel_us" in row:
-            self.rows.append(comparison(ladder.topic, row, found))
-            print(table(self.rows[-1:]), flush=True)
-
-
-def comparison(topic: str, row: dict, found: estimate.Estimate) -> dict:
-    """Return a row of the comparison: a recorded step and its estimate."""
-    times = {"recorded_us": row["kernel_us"]["median"], "estimated_us": round(found.us, 3)}
-    return {"topic": topic, "step": row["step"], **times, "limited_by": found.limited_by}
+        times = {"recorded_us": recorded_us, "estimated_us": round(found.us, 3)}
+        self.rows.append({"topic": topic, "step": step, **times, "limited_by": found.limited_by})
+        print(table(self.rows[-1:]), flush=True)
 
 
 def run(lesson: str) -> list[dict]:
@@ -128,6 +135,8 @@ def run(lesson: str) -> list[dict]:
     Ladder.step = lambda ladder, *args, **options: steps.step(ladder, *args, **options)
     Ladder.times = lambda ladder, name, calls: (ladder.record or {}).get("diagnosis", {}).get(name)
     Ladder.measure_all = Ladder.save = lambda *_, **__: None
+    Lesson.step = lambda lesson, *args, **options: steps.step_of_lesson(lesson, *args, **options)
+    Lesson.times, Lesson.save = lambda *_: {}, lambda *_, **__: None
     dispatch_layout.sizes = _sizes_of_a_gpu(dispatch_layout.sizes)
     sys.modules["__main__"], page.display = page, lambda *_, **__: None
     source = (records.repository() / "notebooks" / f"{lesson}.py").read_text()

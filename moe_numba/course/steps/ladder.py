@@ -399,4 +399,9 @@ class Ladder:
 
 def judgement_of(row: dict) -> Judgement | None:
     """Return what the step of a row was predicted to save, and what it saved; None if they were not compared."""
-    return Judgement(*row["compared_us"], row["predicted_gain_us"]) if "compared_us" in row else None
+    if "compared_us" not in row or not row.keys() & {"predicted_us", "predicted_gain_us"}:
+        return None
+    before, after = row["compared_us"]
+    return Judgement(
+        before, after, row["predicted_gain_us"] if "predicted_gain_us" in row else before - row["predicted_us"]
+    )

@@ -29,6 +29,9 @@ from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.prediction import Judgement
 from moe_numba.course.steps.score import Comparison, Score, compare, score_of_launches
 from moe_numba.course.steps.simulate import in_simulator
+from moe_numba.runtime.changed_source import plain_function
+from moe_numba.runtime.recording import noted_launches
+from moe_numba.simulator.compiler import process
 
 _made: dict[int, tuple] = {}  # id of what a factory has made -> factory, arguments, and the thing, which keeps the id
 
@@ -104,7 +107,9 @@ class Lesson:
         self.topic, self.run, self.home, self.seeds, self.gpu = topic, run, home, seeds, gpu
         self.config, self.size, self.dtype = dict(config), dict(size), dtype
         self.steps: dict[str, Step] = {}
-        self.diagnosis: dict[str, dict[str, float]] = {}
+        self.diagnosed: dict[str, dict] = {}  # "name: label" -> row, of what `times` has timed
+        if simulator.ENABLED:
+            process.start()  # it imports the compiler while the reader reads
 
     def step(self, name: str, version: Any, *, after: str | None = None, predicted_us: float | None = None) -> "Step":
         """Check a version, count its work, time it, and return the result, which a notebook displays.
@@ -145,11 +150,9 @@ class Lesson:
         """Return what is wrong with a version, or None. In the simulator also a race that did not spoil a result."""
         if not simulator.ENABLED:
             return self.run.check(version)
-        found = next(filter(None, (self._checked(version, seed) for seed in range(self.seeds))), None)
         raced = next(filter(None, (self._checked(version, seed, True) for seed in range(self.seeds))), None)
-        if found and raced and raced != found:
-            return f"{found}\n{raced}"
-        return found or raced
+        found = raced and next(filter(None, (self._checked(version, seed) for seed in range(self.seeds))), None)
+        return f"{found}\n{raced}" if found and found != raced else raced
 
     def _checked(self, version, seed, races=False):
         try:
@@ -172,8 +175,7 @@ class Lesson:
     def _times(self, name, version, before, predicted_us):
         """Return the kernel time, measured now or recorded for exactly this code, and the row of the record."""
         if simulator.ENABLED:
-            us = [recorded.recorded_us(self.topic, name, k, self.size, self.gpu) for k in self.run.kernels(version)]
-            return (us[0] if None not in us else None), None
+            return self.recorded_us(name, self.run.kernels(version)), None
         calls = {step.name: self.run.timed(step.version) for step in (before,) if step}
         times = kernel_times(calls | {name: self.run.timed(version)})
         torch.cuda.synchronize()
@@ -182,36 +184,53 @@ class Lesson:
         row = records.row(name, config=self.config, size=self.size, dtype=self.dtype, kernel=times[name], **more)
         return times[name].median, row
 
+    def recorded_us(self, step: str, kernels: Sequence) -> float | None:
+        """Return the recorded time of a row for exactly these kernels, or None."""
+        return recorded.recorded_us(self.topic, step, kernels, self.size, self.config, self.gpu)
+
     def _time_text(self, name, version, us, row):
         if row is not None:
             return f"measured: {records.format_us(us)} us"
-        kernels = self.run.kernels(version)
-        texts = [recorded.describe(self.topic, name, kernel, self.size, self.gpu) for kernel in kernels]
-        return next((text for text in texts if not text.startswith("recorded")), texts[0])
+        return recorded.describe(self.topic, name, self.run.kernels(version), self.size, self.config, self.gpu)
 
     def times(self, name: str, calls: Mapping[str, Callable | list[Callable]]) -> dict[str, float]:
-        """Time kernels that diagnose a step, interleaved, and keep the medians for the record; they are no steps.
+        """Time kernels that diagnose a step, interleaved; return their medians.
 
-        In the simulator each runs once, and the recorded times are returned, or an empty dict.
+        They are no steps: their rows in the record are called "name: label". In the simulator each call runs once, and
+        the recorded times are returned, or an empty dict if a label has none for exactly the kernels that its call
+        launches.
         """
         if simulator.ENABLED:
-            for call in calls.values():
-                (call[0] if isinstance(call, list) else call)()
-            return (records.recorded(self.topic, self.gpu) or {}).get("diagnosis", {}).get(name, {})
-        found = {label: round(stats.median, 3) for label, stats in kernel_times(dict(calls)).items()}
-        self.diagnosis[name] = found
-        return found
+            found = {}
+            for label, call in calls.items():
+                with noted_launches() as launched:
+                    (call[0] if isinstance(call, list) else call)()
+                found[label] = self.recorded_us(f"{name}: {label}", [each.kernel for each in launched.values()])
+            return {} if None in found.values() else found
+        measured = kernel_times(dict(calls))
+        for label, stats in measured.items():
+            step, about = f"{name}: {label}", dict(config=self.config, size=self.size, dtype=self.dtype)
+            self.diagnosed[step] = records.row(step, kernel=stats, **about)
+        return {label: round(stats.median, 3) for label, stats in measured.items()}
 
     def orders(self, version: Any, seeds: int = 8) -> "Orders":
         """Run a version under several thread orders, and with the race detector, in the simulator."""
         if simulator.ENABLED:
             found = [self._checked(version, seed) for seed in range(seeds)]
-            raced = [error for seed in range(seeds) if (error := self._checked(version, seed, True))]
-            # An index that a race has spoiled may be out of bounds in one order, where another order shows the race.
-            raced = min(raced, key=lambda error: not error.startswith("DataRace"), default=None)
+            raced = None
+            for seed in range(seeds):
+                # An index that a race has spoiled may be out of bounds in one order, where another shows the race.
+                if (error := self._checked(version, seed, True)) and error.startswith("DataRace"):
+                    raced = error
+                    break
+                raced = raced or error
             return Orders(seeds, sum(map(bool, found)), next(filter(None, found), None), raced)
         expression, functions = _expression(version)
         return Orders(*in_simulator(_orders_again, self.home, expression, seeds, functions=functions))
+
+    def expression(self, version: Any) -> tuple[str, list[Callable]]:
+        """Return Python that makes a version again, and the functions of the page that it names."""
+        return _expression(version)
 
     def summary(self) -> "Table":
         """Return a table of all steps: time, what each saved, the estimate, what was predicted."""
@@ -223,13 +242,15 @@ class Lesson:
             lines.append([step.name, us, faster, f"{step.score.us:.2f}", str(step.judgement or "")])
         return Table(["step", "us", "times as fast", "estimate, us", "prediction"], lines)
 
-    def save(self, *, results: Any = None) -> None:
-        """Write the record of the steps that a GPU has timed."""
-        rows = [step.row for step in self.steps.values() if step.row]
+    def save(self, *others: "Lesson", results: Any = None) -> None:
+        """Write the record of what a GPU has timed, also in other lessons of the page, which have other sizes."""
+        lessons = self, *others
+        rows = [step.row for lesson in lessons for step in lesson.steps.values() if step.row]
+        rows += [row for lesson in lessons for row in lesson.diagnosed.values()]
         if not rows:
             print("not timed: no record is written")
             return
-        path = records.write(self.topic, rows, results=results, diagnosis=self.diagnosis)
+        path = records.write(self.topic, rows, results=results)
         print(f"{len(rows)} rows written to {path}")
 
 
@@ -274,7 +295,8 @@ def _expression(thing):
     if isinstance(thing, tuple):
         parts = [_expression(each) for each in thing]
         return f"({' '.join(text + ',' for text, _ in parts)})", [f for _, functions in parts for f in functions]
-    if not hasattr(thing, "__name__"):
+    plain = plain_function(thing)
+    if not hasattr(plain, "__name__") or "<locals>" in plain.__qualname__:
         raise TypeError(f"{thing!r} cannot be made again in the simulator: mark what makes it with @factory")
     return thing.__name__, [thing]
 

@@ -9,7 +9,8 @@ must serve.
 """
 
 import html
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,7 @@ _TOTAL_ROWS = {
     "async_bytes": "bytes, asynchronous copies",
     "peer_bytes": "bytes, other ranks",
 }
+_CONTENTION = _TOTAL_ROWS["warp_contention"]
 _EXPLANATIONS = {
     PATH: "between two barriers, of the warp that has most to do, summed over all of them",
     TOTAL: "what the schedulers must issue and the memory must serve",
@@ -147,13 +149,30 @@ def score_of_launches(run: Callable[[], object], name: str, gpu: str = "H200") -
     """Count what all kernels do that ``run()`` launches one after another: critical paths and estimates add up."""
     with simulator.profile(gpu) as profile:
         run()
-    rows: dict[tuple[str, str], float] = {}
-    for counted in profile.kernels:
+    return score_of_kernels(profile.kernels, name, gpu)
+
+
+def score_of_kernels(
+    kernels: Iterable[KernelProfile], name: str, gpu: str = "H200", *, cold: bool = False, bounds: bool = False
+) -> Score:
+    """Return the score of kernels that were profiled for a GPU; if only some blocks ran, totals are for all.
+
+    With ``cold`` their inputs come from DRAM. With ``bounds`` the model also has a row for each resource.
+    """
+    kernels, rows = list(kernels), {}
+    for counted in kernels:
+        share = sum(launch["blocks"] for launch in counted.launches) / sum(
+            math.prod(launch["grid"]) for launch in counted.launches
+        )
         for key, number in _rows(counted, gpu).items():
+            if key[0] == TOTAL and key[1] not in (_CONTENTION, "launches"):
+                number = round(number / share)
             before = rows.get(key, 0)
-            rows[key] = max(before, number) if key == (TOTAL, _TOTAL_ROWS["warp_contention"]) else before + number
-    rows[MODEL, "time"] = estimate_of(profile.kernels, gpu).us
-    return Score(name, rows, gpu)
+            rows[key] = max(before, number) if key == (TOTAL, _CONTENTION) else before + number
+    estimate = estimate_of(kernels, gpu, cold)
+    model = {(MODEL, "time"): estimate.us} | {(MODEL, row): us for row, us in estimate.bounds.items() if bounds}
+    paths = {key: number for key, number in rows.items() if key[0] == PATH}
+    return Score(name, paths | model | {key: number for key, number in rows.items() if key[0] == TOTAL}, gpu)
 
 
 def _rows(counted, gpu):

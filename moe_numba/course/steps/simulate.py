@@ -114,7 +114,8 @@ def _dependencies(functions, skip):
             for other in sorted(used & scope.keys()):
                 visit(other, scope[other])
             del sources[name]  # after everything that its decorators may need
-            sources[name] = source
+            own_name = plain_function(value).__name__
+            sources[name] = source if own_name == name else f"{source.rstrip()}\n\n\n{name} = {own_name}\n"
         elif _is_plain(value):
             sources[name] = f"{name} = {value!r}"
         elif line := _import_line(name, value):

@@ -144,10 +144,11 @@ def recorded_ladder(
     ladder = records.recorded(topic, records.folder(record["gpu"]))
     if ladder is None:
         return None
-    first, floor_us = ladder["rows"][0], next(row["floor_us"] for row in ladder["rows"] if "floor_us" in row)
+    rows = [row for row in ladder["rows"] if ": " not in row["step"]]  # the others diagnose a step of a lesson
+    first, floors = rows[0], [row["floor_us"] for row in rows if "floor_us" in row]
     return ladder_figure(
-        ladder["rows"],
-        lines={"speed of light": floor_us} | (lines or {}),
+        rows,
+        lines=({"speed of light": floors[0]} if floors else {}) | (lines or {}),
         title=title.format(**first["config"] | first["size"]),
         caption=caption(ladder),
         reference=reference,

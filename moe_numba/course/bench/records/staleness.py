@@ -22,6 +22,8 @@ def stale_notebook(path: Path) -> list[str]:
     if "code" not in about:
         return ["the executed copy does not say which code was executed"]
     when, found = f"executed at commit {about['commit'][:7]}", []
+    if about["gpu"] == records.SIMULATOR:
+        found.append("no GPU has executed it")
     if about["code"] != hash_cells(path.read_text(encoding="utf-8")):
         found.append(f"{when}; its code cells have changed since")
     elif "functions" not in about:
