@@ -1,61 +1,111 @@
-"""Figures of the gate: the problem, the thread model, ranks, sorting, picks and redistribution."""
+"""Figures of the lesson "The gate, for a prompt": which lane holds what, and where the time goes.
 
-from collections.abc import Sequence
+They are SVG, 390 pixels wide, as a phone is, and dark where the reader's system is.
+"""
 
-import numpy as np
+import html
+from collections.abc import Mapping, Sequence
 
-from moe_numba.course.bench.figures.style import BLUE, GREY, INK, ORANGE, PALE, SKY, WIDTH
-from moe_numba.course.draw.canvas import arrow, box, canvas, ink_on, lane_colour, note, plural, text
-from moe_numba.course.draw.player import Box, Frame, Label
+from moe_numba.course.draw.launch_timeline import is_search
+from moe_numba.course.lessons.gate.exercises import ranks
+from moe_numba.course.lessons.gate.sizes import CANDIDATES, EXPERTS, GROUPS, KEPT, PAIRS, SHARE, SIZE, TOPK
 from moe_numba.gate.reference import biased_grouped_topk
 
+WIDTH = 390
+_STYLE = """
+.gate-paper { fill: #fff } .gate-ink { fill: #222 } .gate-quiet { fill: #666 } .gate-pale { fill: #e3e3e3 }
+.gate-light { fill: #fff } .gate-dark { fill: #1a1a1a } .gate-rule { stroke: #888; fill: none }
+.gate-blue { fill: #0072b2 } .gate-sky { fill: #7cc4ee } .gate-orange { fill: #e69f00 } .gate-green { fill: #009e73 }
+.gate-purple { fill: #cc79a7 }
+@media (prefers-color-scheme: dark) {
+.gate-paper { fill: #1b1b1b } .gate-ink { fill: #eee } .gate-quiet { fill: #aaa } .gate-pale { fill: #3d3d3d } }
+""".strip()
+_ON = {"blue": "light", "green": "light", "sky": "dark", "orange": "dark", "purple": "dark"}  # fill -> text on it
+_TOKENS = "blue", "orange", "green", "purple"  # a colour per token
 
-def problem(logits, bias, num_groups, topk_group, topk):
+
+class Drawing:
+    """Boxes, lines and text in pixels, from the upper left corner; a notebook displays it."""
+
+    def __init__(self, title: str):
+        self.title, self.parts, self.height = title, [], 0.0
+        self.text(8, 18, title, size=13, bold=True)
+
+    def text(self, x, y, words, *, size=11, kind="ink", anchor="start", bold=False):
+        """Write words whose baseline is at y; ``anchor`` is "start", "middle" or "end"."""
+        weight = ' font-weight="bold"' if bold else ""
+        place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
+        self.parts.append(f'<text class="gate-{kind}" {place}{weight}>{html.escape(words)}</text>')
+        self.height = max(self.height, y + 8)
+
+    def box(self, x, y, width, height, kind="pale", words="", *, size=10):
+        """Draw a filled rectangle, with centred words."""
+        place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+        self.parts.append(f'<rect class="gate-{kind}" {place}/>')
+        if words:
+            on, middle = _ON.get(kind, "ink"), y + height / 2 + 0.36 * size
+            self.text(x + width / 2, middle, words, size=size, kind=on, anchor="middle")
+        self.height = max(self.height, y + height + 8)
+
+    def line(self, *points, width=1.0):
+        """Draw a line through points (x, y)."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.parts.append(f'<polyline class="gate-rule" stroke-width="{width}" points="{path}"/>')
+
+    def note(self, x, y, words):
+        """Write a grey line of small print."""
+        self.text(x, y, words, size=10, kind="quiet")
+
+    def legend(self, y, entries):
+        """Explain fills in a row: (kind, words)."""
+        x = 8.0
+        for kind, words in entries:
+            self.box(x, y - 9, 10, 10, kind)
+            self.note(x + 14, y, words)
+            x += 26 + 5.6 * len(words)
+
+    def _repr_svg_(self):
+        size = f'viewBox="0 0 {WIDTH} {self.height:.0f}" width="{1.5 * WIDTH:.0f}" height="{1.5 * self.height:.0f}"'
+        paper = f'<rect class="gate-paper" width="{WIDTH}" height="{self.height:.0f}"/>'
+        font = 'font-family="system-ui, sans-serif" style="max-width: 100%; height: auto"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img">'
+        title = f"<title>{html.escape(self.title)}</title>"
+        return f"{head}{title}<style>{_STYLE}</style>{paper}{''.join(self.parts)}</svg>"
+
+    def __repr__(self):
+        return f"a figure: {self.title}"
+
+
+def problem(logits, bias) -> Drawing:
     """Draw one token's biased scores as bars, with the groups that are kept and the experts that are chosen."""
     choice = (logits.float().sigmoid() + bias).double()
-    options = {"num_expert_group": num_groups, "topk_group": topk_group}
-    weights, ids = biased_grouped_topk(logits[None].float(), bias, topk, **options)
-    weight_of = dict(zip(ids[0].tolist(), weights[0].tolist(), strict=True))
-    sums = choice.view(num_groups, -1).topk(2, dim=1).values.sum(dim=1)
-    kept = set(sums.sort(descending=True, stable=True).indices[:topk_group].tolist())
-    size = len(choice) // num_groups
-    figure, axes = canvas(
-        WIDTH,
-        4.0,
-        f"One token: {len(choice)} experts in {num_groups} groups, {topk_group} groups kept, {topk} experts chosen",
-    )
-    left, bottom, width, height = 0.95, 0.95, WIDTH - 1.15, 2.0
-    gap = 0.08  # inches between groups
-    step, tallest = (width - gap * num_groups) / len(choice), float(choice.max())
-    at = lambda place: left + place * step + gap * (int(place) // size + 0.5)  # of an expert, in its group's frame
-    high = lambda value: bottom + height * value / tallest
-    for tick in range(int(tallest / 0.5) + 1):
-        text(axes, left - 0.08, high(tick / 2), f"{tick / 2:.1f}", size=8, colour=GREY, ha="right")
-        axes.plot([left - 0.04, left], [high(tick / 2)] * 2, color=GREY, linewidth=0.8)
-    for group in range(num_groups):
-        x, inside = at(group * size), group in kept
-        fill, edge, colour = ("#EEF5FA", BLUE, BLUE) if inside else ("#F4F4F4", PALE, GREY)
-        box(axes, x - 0.02, bottom, size * step + 0.04, height + 0.08, fill=fill, edge=edge)
-        text(axes, x + size * step / 2, bottom - 0.17, f"group {group}", size=8.5, colour=colour)
-        text(axes, x + size * step / 2, bottom - 0.37, f"{sums[group]:.3f}", size=8.5, colour=colour)
-        word, weight = ("kept", "bold") if inside else ("dropped", "normal")
-        text(axes, x + size * step / 2, bottom - 0.57, word, size=8.5, colour=colour, weight=weight)
+    ids = biased_grouped_topk(logits[None].float(), bias, TOPK, num_expert_group=GROUPS, topk_group=KEPT)[1][0].tolist()
+    sums = choice.view(GROUPS, -1).topk(2, dim=1).values.sum(dim=1)
+    kept = set(sums.sort(descending=True, stable=True).indices[:KEPT].tolist())
+    drawing = Drawing(f"One token: {EXPERTS} experts, {KEPT} of {GROUPS} groups, {TOPK} experts")
+    left, gap, top, tall = 8.0, 4.0, 54.0, 110.0
+    wide, largest = (WIDTH - 16 - gap * (GROUPS - 1)) / EXPERTS, float(choice.max())
+    at = lambda expert: left + expert * wide + expert // SIZE * gap
+    labels = _apart([at(expert) + wide / 2 for expert in sorted(ids)], 24, 16, WIDTH - 16)
+    for expert, label in zip(sorted(ids), labels, strict=True):
+        x, y = at(expert) + wide / 2, top + tall * (1 - float(choice[expert]) / largest)
+        drawing.line((x, y), (x, top - 4), (label, top - 10))
+        drawing.text(label, top - 13, str(expert), anchor="middle")
     for expert, value in enumerate(choice.tolist()):
-        colour = BLUE if expert in weight_of else SKY if expert // size in kept else PALE
-        box(axes, at(expert + 0.1), bottom, 0.8 * step, high(value) - bottom, fill=colour, edge="none")
-    chosen, above = sorted(weight_of), bottom + height + 0.3
-    places = _spread([at(expert + 0.5) for expert in chosen], 0.27, left, left + width)
-    for expert, place in zip(chosen, places, strict=True):
-        x, y = at(expert + 0.5), high(float(choice[expert])) + 0.02
-        axes.plot([x, x, place], [y, above - 0.16, above - 0.08], color=BLUE, linewidth=0.7)
-        text(axes, place, above, str(expert), size=8, colour=BLUE)
-    text(axes, 0.3, bottom + height / 2, "score + bias", colour=GREY, rotation=90)
-    text(axes, left - 0.08, bottom - 0.37, "sum", size=8, colour=GREY, ha="right")
-    note(axes, left, 0.14, "Numbered bars: chosen experts. Below each group: the sum of its two best.")
-    return figure
+        kind = "orange" if expert in ids else "sky" if expert // SIZE in kept else "pale"
+        high = tall * value / largest
+        drawing.box(at(expert), top + tall - high, max(wide - 0.3, 0.5), high, kind)
+    for group in range(GROUPS):
+        x, kind = at(group * SIZE) + SIZE * wide / 2, "ink" if group in kept else "quiet"
+        words = f"group {group}", f"{sums[group]:.3f}", "kept" if group in kept else "dropped"
+        for row, word in enumerate(words):
+            drawing.text(x, top + tall + 14 + 13 * row, word, size=10, anchor="middle", kind=kind, bold=group in kept)
+    y = top + tall + 58
+    drawing.note(8, y, "Bars: score + bias. The number below a group is the sum of its two best.")
+    return drawing
 
 
-def _spread(places, distance, low, high):
+def _apart(places, distance, low, high):
     """Move sorted places apart to at least a distance, within limits."""
     for number in range(1, len(places)):
         places[number] = max(places[number], places[number - 1] + distance)
@@ -65,211 +115,179 @@ def _spread(places, distance, low, high):
     return places
 
 
-def thread_model(num_experts, num_groups, warps=6):
-    """Draw the thread model of SGLang's kernel: token and group of each CTA, warp and lane; a colour per token."""
-    rows, held = max(1, 32 // num_groups), num_experts // num_groups
-    title = f"The thread model: {num_experts} experts in {num_groups} groups"
-    figure, axes = canvas(WIDTH, 0.28 * warps + 2.8, title)
-    grid_y = 0.28 * warps + 1.98
-    block_y = grid_y - 0.64
-    text(axes, 0.15, grid_y + 0.18, "grid", ha="left", weight="bold")
-    for i, words in enumerate(("CTA 0", "CTA 1", "CTA 2", "...")):
-        fill, edge = PALE if i == 0 else "white", "white" if i == 3 else INK
-        box(axes, 1.3 + i * 1.25, grid_y, 1.15, 0.36, words, fill=fill, edge=edge)
-    text(axes, 6.4, grid_y + 0.18, f"a CTA: {warps} x {rows} = {warps * rows} tokens", ha="left", colour=GREY)
-    text(axes, 0.15, block_y + 0.12, f"CTA (32, {warps})", ha="left", weight="bold")
-    for warp in range(warps):
-        y, first, row = block_y - 0.28 * warp, 32 * warp, warp * rows
-        fill = PALE if warp == 0 else "white"
-        box(axes, 1.3, y, 4.9, 0.24, f"warp {warp}: threads {first} to {first + 31}", fill=fill, size=8.5)
-        note(axes, 6.4, y + 0.12, f"tokens {row} to {row + rows - 1}" if rows > 1 else f"token {row}")
-    for x, end in ((1.3, 1.3), (2.45, 6.2)):
-        axes.plot([x, end], [grid_y, block_y + 0.24], color=GREY, linewidth=1)
-    y = block_y - 0.28 * (warps - 1) - 0.72
-    text(axes, 0.15, y + 0.46, "warp 0", ha="left", weight="bold")
-    wide = (WIDTH - 0.4) / 32
-    for lane in range(32):
-        fill, x = lane_colour(lane // num_groups), 0.2 + lane * wide
-        box(axes, x, y, wide, 0.3, str(lane), fill=fill, colour=ink_on(fill), edge="white", size=7.5, label="lane")
-    for row in range(rows):
-        first = row * num_groups
-        words = f"token {row}: lanes {first} to {first + num_groups - 1}" if rows <= 4 else f"token {row}"
-        text(axes, 0.2 + (first + num_groups / 2) * wide, y - 0.15, words, size=8.5)
-    note(axes, 0.2, y - 0.42, f"Each of the {num_groups} lanes of a token holds one group: {held} experts (VPT).")
-    return figure
+def torch_kernels(calls: Mapping[str, Sequence[tuple[str, float, float]]]) -> Drawing:
+    """Draw the kernels of calls one after another, without the gaps between them, to scale."""
+    drawing, y = Drawing("The kernels of one call, 16,384 tokens"), 30.0
+    total = {name: sum(us for *_, us in kernels) for name, kernels in calls.items()}
+    scale = (WIDTH - 16) / max(total.values())
+    for name, kernels in calls.items():
+        count = "1 kernel" if len(kernels) == 1 else f"{len(kernels)} kernels"
+        drawing.text(8, y + 8, f"{name}: {count}, {total[name]:.3g} us")
+        x = 8.0
+        for kernel, _, us in kernels:
+            drawing.box(x, y + 14, max(scale * us - 0.6, 0.8), 20, "orange" if is_search(kernel) else "blue")
+            x += scale * us
+        y += 48
+    drawing.legend(y + 4, [("orange", "kernels that select or sort"), ("blue", "all others")])
+    return drawing
 
 
-def rank_by_counting(sums, kept):
-    """Draw a rank by counting: a group is kept if few groups have a higher score."""
-    n = len(sums)
-    cell, left = 0.42, 1.7
-    height = 1.5 + cell * n
-    figure, axes = canvas(WIDTH, height, f"Rank by counting: a group is kept if fewer than {kept} groups are better")
-    top = height - 0.95
-    text(axes, left + n * cell / 2, top + 0.42, "the group of this column is better", size=8.5, colour=GREY)
-    text(axes, left + n * cell + 0.6, top + 0.16, "better", size=8.5, colour=GREY)
+_LAYOUTS = {  # name -> (tokens of a warp, lanes of a token)
+    "a thread per token": (32, 1),
+    "a thread per group": (SHARE, GROUPS),
+    "a warp per token": (1, 32),
+}
+
+
+def lanes(*names: str) -> Drawing:
+    """Draw which lane of a warp holds which experts, and what one 16-byte load of the warp touches."""
+    drawing, y = Drawing("Which lane holds which experts"), 30.0
+    left, wide = 58.0, WIDTH - 66.0
+    for name in names:
+        tokens, parts = _LAYOUTS[name]
+        held, shown = EXPERTS // parts, min(tokens, 4)
+        drawing.text(8, y + 10, f"{name}: a lane holds {held} experts", bold=True)
+        y += 18
+        for token in range(shown):
+            row = token if token < 3 else tokens - 1
+            drawing.text(left - 6, y + 13, f"token {row}", size=10, anchor="end", kind="quiet")
+            for part in range(parts):
+                lane, each = row * parts + part, wide / parts
+                kind = ("sky", "pale")[(part * GROUPS // parts if parts > 1 else row) % 2]
+                words = f"lane {lane}" if parts == 1 else str(lane)
+                drawing.box(left + part * each, y, each - 0.8, 18, kind, words, size=8 if each < 20 else 10)
+                drawing.box(left + part * each, y + 18, wide * 4 / EXPERTS - 0.4, 5, "orange")
+            y += 28
+        y += 8
+    drawing.note(8, y + 2, "Orange: what one 16-byte load of the warp reads, four experts per lane.")
+    return drawing
+
+
+def visits() -> Drawing:
+    """Draw which load reads which bytes of the cache line of a lane, with 4 and with 16 bytes per load."""
+    drawing = Drawing("A lane's 128-byte line: which load reads what")
+    wide = (WIDTH - 16) / 32
+    for row, (words, each) in enumerate((("4 bytes per load", 1), ("16 bytes per load", 4))):
+        y = 32.0 + 48 * row
+        drawing.text(8, y + 8, f"{words}: the lane comes back for the line {32 // each} times")
+        for load in range(32 // each):
+            kind = "sky" if load % 2 else "pale"
+            drawing.box(8 + load * each * wide, y + 14, each * wide - 0.8, 18, kind, str(load), size=8)
+    for sector in range(5):
+        drawing.line((8 + sector * 8 * wide, 128), (8 + sector * 8 * wide, 134))
+    for sector in range(4):
+        drawing.text(8 + (sector + 0.5) * 8 * wide, 138, f"sector {sector}", size=10, anchor="middle", kind="quiet")
+    return drawing
+
+
+def rank_by_counting(sums: Sequence[float]) -> Drawing:
+    """Draw the comparisons of all groups with each other: which lane makes which, and what each group counts."""
+    drawing, found = Drawing(f"Kept: fewer than {KEPT} groups are better"), ranks(sums)
+    left, top, cell = 108.0, 52.0, 24.0
+    drawing.note(left, top - 18, "compared with group")
+    for j in range(GROUPS):
+        drawing.text(left + (j + 0.5) * cell, top - 5, str(j), anchor="middle")
     for i, own in enumerate(sums):
-        y = top - (i + 1) * cell
-        text(axes, left + (i + 0.5) * cell, top + 0.16, str(i), size=8.5)
-        better = [other > own or (other == own and j < i) for j, other in enumerate(sums)]
-        is_kept = sum(better) < kept
-        colour, word = (BLUE, "kept") if is_kept else (GREY, "dropped")
-        text(axes, left - 0.12, y + cell / 2, f"group {i}: {own:.3f}", size=8.5, ha="right", colour=colour)
-        for j in range(n):
-            fill = "#DDDDDD" if i == j else ORANGE if better[j] else "white"
-            words, label = ("yes", "better") if better[j] else ("", "cell")
-            box(axes, left + j * cell, y, cell, cell, words, fill=fill, edge=PALE, colour=INK, size=8, label=label)
-        text(axes, left + n * cell + 0.6, y + cell / 2, str(sum(better)), weight="bold", colour=colour)
-        text(axes, left + n * cell + 1.1, y + cell / 2, word, ha="left", colour=colour)
-    lanes = max(1, 32 // n)
-    comparisons = -(-n // lanes)
-    note(axes, left, 0.25, f"{plural(lanes, 'lane')} per row; each makes {comparisons} of its {n} comparisons.")
-    return figure
+        y, is_kept = top + i * cell, found[i] < KEPT
+        drawing.text(left - 8, y + 16, f"group {i}: {own:.3f}", anchor="end", bold=is_kept)
+        for j, other in enumerate(sums):
+            better = other > own or (other == own and j < i)
+            drawing.box(left + j * cell, y, cell - 1, cell - 1, "orange" if better else "pale", str(4 * i + j % 4))
+        words = f"{found[i]}: {'kept' if is_kept else 'dropped'}"
+        drawing.text(left + GROUPS * cell + 8, y + 16, words, bold=is_kept)
+    y = top + GROUPS * cell + 16
+    drawing.legend(y, [("orange", "better than the row's group"), ("pale", "not better")])
+    drawing.note(8, y + 16, "Numbers: the lane that compares. Each lane does two comparisons.")
+    return drawing
 
 
-def sorting_network(values, pairs):
-    """Draw a sorting network: values move to the right, and a compare-exchange puts the larger one on the upper wire.
-
-    Steps of one level have no wire in common, so none of them waits for another.
-    """
-    n, depth, levels = len(values), [0] * len(values), {}
-    for pair in pairs:
-        level = max(depth[wire] for wire in pair)
-        levels.setdefault(level, []).append(pair)
-        for wire in pair:
-            depth[wire] = level + 1
-    columns = {level: _columns(of_level) for level, of_level in levels.items()}
-    title = f"Batcher's network for {n} values: {len(pairs)} compare-exchange steps"
-    figure, axes = canvas(WIDTH, 1.15 + 0.34 * n, title)
-    left, right, top = 0.95, WIDTH - 0.95, 0.34 * n + 0.3
-    y = [top - 0.34 * (i + 0.5) for i in range(n)]
-    gap = 0.14
-    wide = (right - left - gap * (len(levels) + 1)) / sum(map(len, columns.values()))
-    now, x = list(values), left + gap
+def network(values: Sequence[float]) -> Drawing:
+    """Draw Batcher's network: each bar puts the larger of two values on the upper wire."""
+    drawing, n = Drawing(f"Sorting {len(values)} keys of a lane: {len(PAIRS)} compare-exchanges"), len(values)
+    depth, columns = [0] * n, []  # column -> pairs that do not overlap
+    for i, j in PAIRS:
+        column = max(depth[i : j + 1])
+        columns += [[] for _ in range(column + 1 - len(columns))]
+        columns[column].append((i, j))
+        depth[i : j + 1] = [column + 1] * (j + 1 - i)
+    left, right, top, tall = 56.0, WIDTH - 56.0, 38.0, 20.0
+    step, now = (right - left) / (len(columns) + 1), list(values)
     for i in range(n):
-        axes.plot([left, right], [y[i], y[i]], color=PALE, linewidth=1, zorder=0)
-        text(axes, left - 0.08, y[i], f"{values[i]:.3f}", ha="right")
-    for level, of_level in columns.items():
-        width = wide * len(of_level)
-        box(axes, x, top - 0.34 * n, width, 0.34 * n, fill="#F4F4F4", edge="none", label="level", zorder=-1)
-        text(axes, x + width / 2, top + 0.14, f"level {level + 1}", size=8, colour=GREY)
-        for number, of_column in enumerate(of_level):
-            at = x + wide * (number + 0.5)
-            for i, j in of_column:
-                swap = now[j] > now[i]
-                now[i], now[j] = max(now[i], now[j]), min(now[i], now[j])
-                style = {"color": ORANGE if swap else INK, "linewidth": 1.6, "marker": "o", "markersize": 4.5}
-                axes.plot([at] * 2, [y[i], y[j]], label="compare-exchange", **style)
-        x += width + gap
+        drawing.text(left - 6, top + i * tall + 4, f"{values[i]:.3f}", anchor="end")
+        drawing.line((left, top + i * tall), (right, top + i * tall), width=0.7)
+    for number, pairs in enumerate(columns):
+        x = left + (number + 1) * step
+        for i, j in pairs:
+            swap = now[j] > now[i]
+            now[i], now[j] = max(now[i], now[j]), min(now[i], now[j])
+            drawing.box(x - 1.5, top + i * tall - 2, 3, (j - i) * tall + 4, "orange" if swap else "blue")
     for i in range(n):
-        text(axes, right + 0.08, y[i], f"{now[i]:.3f}", ha="left", weight="bold")
-    note(axes, left, 0.14, "Orange: the two values are swapped. Steps of one level do not wait for each other.")
-    return figure
+        drawing.text(right + 6, top + i * tall + 4, f"{now[i]:.3f}", bold=True)
+    drawing.legend(top + n * tall + 8, [("orange", "the two are swapped"), ("blue", "they stay")])
+    return drawing
 
 
-def _columns(pairs):
-    """Distribute the comparators of a level over columns in which they do not overlap."""
-    columns = []
-    for i, j in sorted(pairs):
-        free = (column for column in columns if all(b < i or j < a for a, b in column))
-        column = next(free, None)
-        if column is None:
-            columns.append(column := [])
-        column.append((i, j))
-    return columns
-
-
-def redistribution(kept, num_groups):
-    """Draw how a warp redistributes the candidates of its tokens: from lanes of all groups to lanes of kept groups.
-
-    Parameters
-    ----------
-    kept : list of lists of int
-        The kept groups of each of the four tokens.
-    num_groups : int
-    """
-    tall, left, half = 0.4, 0.95, (WIDTH - 2.4) / 2
-    figure, axes = canvas(WIDTH, 1.75 + tall * len(kept), "Redistributing the candidates of four tokens")
-    top, middle = tall * len(kept) + 0.62, left + half + 1.25
-    text(axes, left + half / 2, top + 0.36, "1. choose groups: 32 lanes, one token after another", colour=GREY)
-    text(axes, middle + half / 2, top + 0.36, "2. choose experts: 8 lanes per token, all at once", colour=GREY)
-    for group in range(num_groups):
-        first, last = group * 32 // num_groups, (group + 1) * 32 // num_groups - 1
-        text(axes, left + (group + 0.5) * half / num_groups, top + 0.12, f"{first}-{last}", size=7.5, colour=GREY)
-    text(axes, left - 0.12, top + 0.12, "lanes", size=7.5, colour=GREY, ha="right")
+def four_tokens(kept: Sequence[Sequence[int]]) -> Drawing:
+    """Draw how a warp hands the keys of the kept groups from the lanes that score to the lanes that pick."""
+    drawing = Drawing("A warp with four tokens: which lane holds what")
+    wide = (WIDTH - 16) / 32
+    drawing.text(8, 40, "1. Score: 32 lanes, one token after another", bold=True)
+    for lane in range(32):
+        drawing.box(8 + lane * wide, 46, wide - 0.6, 18, "sky" if lane // 4 % 2 else "pale", str(lane), size=8)
+    for group in range(GROUPS):
+        drawing.text(8 + (group + 0.5) * 4 * wide, 77, f"group {group}", size=9, anchor="middle", kind="quiet")
+    drawing.text(8, 98, "2. Keys in shared memory", bold=True)
+    drawing.text(216, 98, "3. Pick: all tokens at once", bold=True)
+    cell, per_group = 19.0, SIZE // CANDIDATES
     for token, groups in enumerate(kept):
-        y, colour = top - tall * (token + 1), lane_colour(token)
-        text(axes, left - 0.12, y + tall / 2, f"token {token}", ha="right", size=8.5)
-        for group in range(num_groups):
+        y, groups = 106.0 + 26 * token, sorted(groups)
+        drawing.note(8, y + 14, f"token {token}")
+        for group in range(GROUPS):
             inside = group in groups
-            x, wide = left + group * half / num_groups, half / num_groups
-            style = {"fill": colour, "colour": ink_on(colour)} if inside else {"fill": "#EEEEEE", "colour": GREY}
-            box(axes, x, y + 0.03, wide, tall - 0.06, f"g{group}", edge="white", size=8, **style)
-        arrow(axes, (left + half + 0.1, y + tall / 2), (middle - 0.85, y + tall / 2))
-        text(axes, middle - 0.08, y + tall / 2, f"lanes {8 * token}-{8 * token + 7}", size=7.5, colour=GREY, ha="right")
+            drawing.box(48 + group * cell, y, cell - 1, 20, _TOKENS[token] if inside else "pale", f"g{group}", size=9)
+        drawing.line((202, y + 10), (214, y + 10))
+        drawing.line((210, y + 7), (214, y + 10), (210, y + 13))
         for lane in range(8):
-            group, wide = sorted(groups)[lane * len(groups) // 8], half / 8
-            words = {"fill": colour, "colour": ink_on(colour), "label": "candidates"}
-            box(axes, middle + lane * wide, y + 0.03, wide, tall - 0.06, f"g{group}", edge="white", size=8, **words)
-    note(axes, 0.2, 0.4, "Grey: dropped groups. Their lanes would have nothing to do while the experts are chosen.")
-    note(axes, 0.2, 0.16, "A colour is a token. Each lane on the right holds an equal part of a kept group (g).")
-    return figure
+            drawing.box(
+                222 + lane * cell + 2 * (lane // per_group),
+                y,
+                cell - 1,
+                20,
+                _TOKENS[token],
+                f"g{groups[lane // per_group]}",
+                size=9,
+            )
+    for lane in range(8):
+        drawing.text(231 + lane * cell + 2 * (lane // per_group), 222, str(lane), size=9, anchor="middle", kind="quiet")
+    drawing.note(8, 222, "lanes 8 t to 8 t + 7 pick for token t; t = 0:")
+    drawing.note(8, 240, f"Grey: dropped groups. A lane on the right sorts {CANDIDATES} keys of a kept group.")
+    return drawing
 
 
-def picks_of(events, warp=0):
-    """Return the picks of a warp in a trace (`simulator.trace`), as `pick_frames` takes them.
-
-    Each pick is a ``redux.sync.max`` of the lanes' best keys, followed by a ballot. A key is the bits of a float32 with
-    the magnitude of negative floats flipped; the least int32 stands for a lane without a key.
-    """
-    fronts, ballots = [], []
-    for event in (event for event in events if event.warp == warp):
-        if event.what.startswith("redux"):
-            if not fronts or len(fronts[-1]) == 32:
-                fronts.append({})
-            fronts[-1][event.lane] = int(event.details["value"])
-        elif event.what == "ballot_sync" and len(ballots) < len(fronts) and event.lane == 0:
-            ballots.append(int(event.details["result"]) & 0xFFFFFFFF)
-    return [([_float_of(keys[lane]) for lane in range(32)], ballot) for keys, ballot in zip(fronts, ballots)]
-
-
-def _float_of(key):
-    """Return the float of a key, or None for that of no expert."""
-    bits = np.int32(key ^ ((key >> 31) & 0x7FFFFFFF))
-    return None if key == -(1 << 31) else float(bits.view(np.float32))
-
-
-def pick_frames(picks: Sequence[tuple[list[float | None], int]], num_groups: int):
-    """Return a frame for each pick from sorted lanes: redux finds the maximum, a ballot the lane that drops it.
+def chart(steps: Sequence[tuple[str, float, float, float | None, bool]]) -> Drawing:
+    """Draw each step's times: measured, estimated, and the clocks of its slowest pipe.
 
     Parameters
     ----------
-    picks : sequence of (fronts, ballot)
-        The best remaining value of each lane, None for a lane of a dropped group, and the ballot of the lanes that
-        hold the maximum.
-    num_groups : int
-
-    Returns
-    -------
-    list of Frame, and the width and height of the drawing in pixels.
+    steps : sequence of (name, estimate, slowest pipe, measured or None, whether this code was measured)
+        Times in microseconds. A step that takes much longer than the others is cut off.
     """
-    lanes = 32 // num_groups  # of a group
-    wide, tall, left, top = 700 // num_groups, 26, 60, 40
-    frames = []
-    for fronts, ballot in picks:
-        best = max(value for value in fronts if value is not None)
-        winner = (ballot & -ballot).bit_length() - 1
-        shapes = [Label(left + wide * (g + 0.5), 14, f"group {g}", centred=True) for g in range(num_groups)]
-        for lane, value in enumerate(fronts):
-            group, row = divmod(lane, lanes)
-            kind = "active" if lane == winner else "plain"
-            words = f"{lane}: dropped" if value is None else f"{lane}: {value:.4f}"
-            where = left + wide * group, top - 12 + tall * row, wide - 6, tall - 4
-            shapes.append(Box(*where, words, kind, group=f"lane {lane}"))
-        chosen = "that of" if ballot.bit_count() == 1 else "ffs selects the lowest,"
-        says = (
-            f"redux.sync.max returns the key of {best:.4f}. The ballot has {plural(ballot.bit_count(), 'bit')}: "
-            f"{chosen} lane {winner}, which drops its first value."
-        )
-        frames.append(Frame(says, shapes))
-    return frames, left + wide * num_groups, top + tall * lanes
+    drawing = Drawing("Time of each step, us")
+    longest = sorted(max(estimate, us or 0) for _, estimate, _, us, _ in steps)[-2]
+    left, y, scale = 128.0, 32.0, (WIDTH - 128.0 - 44) / longest
+    for name, estimate, pipe, us, is_now in steps:
+        drawing.text(left - 6, y + 16, name, size=10, anchor="end")
+        for row, (value, kind) in enumerate(((us, "blue" if is_now else "sky"), (estimate, "pale"))):
+            if value:
+                long = scale * min(value, longest)
+                drawing.box(left, y + 12 * row, long, 10, kind)
+                if value > longest:  # cut off
+                    drawing.box(left + long - 14, y + 12 * row, 4, 10, "paper")
+                kind = "quiet" if row else "ink"
+                drawing.text(left + long + 3, y + 12 * row + 9, f"{value:.3g}", size=10, kind=kind)
+        drawing.box(left, y + 15, scale * min(pipe, longest), 4, "orange")
+        y += 30
+    now = any(is_now for *_, is_now in steps)
+    drawing.legend(y + 6, [("blue", "measured") if now else ("sky", "the first edition's kernel, measured")])
+    drawing.legend(y + 22, [("pale", "estimate"), ("orange", "of it: the slowest pipe")])
+    return drawing

@@ -1,0 +1,518 @@
+"""The lesson "The gate, for a prompt": inputs, checks, times, tables."""
+
+import sys
+from functools import cache, partial
+
+import torch
+
+from moe_numba import simulator  # before Numba: it decides whether kernels run on a GPU or in the simulator
+from moe_numba.course.bench import records
+from moe_numba.course.bench.baselines.limits import chip_limits
+from moe_numba.course.bench.timing import rotating
+from moe_numba.course.bench.timing.launch_profile import launch_profile
+from moe_numba.course.draw.launch_timeline import is_search
+from moe_numba.course.lessons.gate import draw, variants
+from moe_numba.course.lessons.gate import exercises as answers
+from moe_numba.course.lessons.gate.sizes import DEVICE, EXPERTS, GROUPS, KEPT, TOKENS, TOPK, WARPS
+from moe_numba.course.steps.estimate import clocks_by_function
+from moe_numba.course.steps.lesson import Lesson, Run, Step, Table, _expression
+from moe_numba.course.steps.score import MODEL, TOTAL, Score, score_of_kernels
+from moe_numba.course.steps.simulate import in_simulator
+from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
+from moe_numba.gate import reference
+from moe_numba.runtime.launch import launch
+
+CONFIG = dict(num_experts=EXPERTS, num_expert_group=GROUPS, topk_group=KEPT, topk=TOPK)
+_OPTIONS = dict(num_expert_group=GROUPS, topk_group=KEPT)
+_COUNTED = 2  # CTAs that the simulator runs to count; the others do the same with other logits
+_FIRST = "gate_ladder"  # the record of the first edition's kernels
+
+
+# Versions of the gate: how they are checked, counted and timed
+
+
+def gate(kernel, tokens_per_warp=1, ctas_per_sm=0, dependent=False, dtype="float32") -> tuple:
+    """Return a version: a kernel, and how it is launched.
+
+    ``ctas_per_sm`` limits the registers, so that at least so many CTAs fit on an SM; ``dependent`` uses programmatic
+    dependent launch.
+    """
+    return kernel, tokens_per_warp, ctas_per_sm, dependent, dtype
+
+
+@cache
+def inputs() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return logits and biases that a gate may get wrong, by name; some warps have no token, or not all."""
+    torch.manual_seed(0)
+    tokens = 5 if simulator.ENABLED else 4093
+    few, few_biases = torch.randint(-2, 3, (tokens, EXPERTS)).float(), torch.randint(0, 2, (EXPERTS,)) / 8
+    best = torch.randint(0, 3, (tokens, GROUPS))  # of each group, so that some groups are equal, and some better
+    best[4] = torch.tensor([1] * (GROUPS - 3) + [0, 1, 2])  # the last one is best, and not all others fit
+    few = few.minimum(best.repeat_interleave(EXPERTS // GROUPS, dim=1))
+    few[0] = 0  # only the bias decides
+    few[1, EXPERTS // 2 :] = few[2, ::2] = -torch.inf  # masked experts
+    few[3] *= 40  # scores of exactly 0 and 1
+    pairs = {"random logits": (torch.randn(tokens, EXPERTS), torch.rand(EXPERTS) / 5), "few values": (few, few_biases)}
+    return {name: (logits.to(DEVICE), bias.to(DEVICE)) for name, (logits, bias) in pairs.items()}
+
+
+def poisoned(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return outputs that no gate leaves as they are: weights of NaN and ids of -7."""
+    weights = torch.full((tokens, TOPK), float("nan"), device=DEVICE)
+    return weights, torch.full((tokens, TOPK), -7, dtype=torch.int32, device=DEVICE)
+
+
+def run(version, logits, bias, weights, ids, **options):
+    """Launch a version; return the outputs."""
+    kernel, tokens_per_warp, ctas_per_sm, dependent, _ = version
+    if ctas_per_sm:
+        options["launch_bounds"] = 32 * WARPS, ctas_per_sm
+    grid = min(-(-len(logits) // (WARPS * tokens_per_warp)), options.pop("most_ctas", sys.maxsize))
+    launch(kernel, grid, (32, WARPS), logits, bias, weights, ids, len(logits), dependent=dependent, **options)
+    return weights, ids
+
+
+def fault(weights, ids, logits, bias) -> str | None:
+    """Compare a routing with the reference in float64: experts, their order, ties, weights."""
+    return reference.mismatch(weights, ids, logits, bias, TOPK, **_OPTIONS)
+
+
+def check(version) -> str | None:
+    """Compare a version with the reference on all inputs; return the first error."""
+    for name, (logits, bias) in inputs().items():
+        logits = logits.to(_dtype(version))
+        if wrong := fault(*run(version, logits, bias, *poisoned(len(logits))), logits, bias):
+            return f"{name}: {wrong}"
+    return None
+
+
+def _dtype(version):
+    return getattr(torch, version[4])
+
+
+def timed(version, *, tokens=None, sets=None, **options) -> list:
+    """Return calls with different logits, which do not fit in the L2 cache together; ``sets`` limits their number."""
+    tokens = tokens or (WARPS * version[1] if simulator.ENABLED else TOKENS)
+    make = lambda: torch.randn(tokens, EXPERTS, device=DEVICE).to(_dtype(version))
+    rotated = rotating(make, tokens * EXPERTS * _dtype(version).itemsize)[:sets]
+    bias, out = torch.rand(EXPERTS, device=DEVICE) / 5, poisoned(tokens)
+    return [partial(run, version, logits, bias, *out, **options) for logits in rotated]
+
+
+def once(version):
+    """Launch a version with as many tokens as are timed."""
+    return timed(version, tokens=TOKENS)[0]()
+
+
+class GateLesson(Lesson):
+    """A lesson of a kernel whose CTAs are independent: some are counted, and the estimate is for all.
+
+    A step predicts its time from the estimates: it should change as they do.
+
+    Attributes
+    ----------
+    about : dict
+        Step -> what the compiler made of its kernel: "registers", "local_bytes" and "ctas_per_sm", and "functions":
+        function -> pipe -> clocks of a warp.
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.about = {}
+
+    def step(self, name: str, version: tuple, *, after: str | None = None) -> Step:
+        """Check, count and time a version; see `Lesson.step`."""
+        found = super().step(name, version, after=after)
+        if found.before and found.before.us:
+            found.predicted_us = found.before.us * found.score.us / found.before.score.us
+        if found.row:
+            found.row["dtype"] = version[4]
+        return found
+
+    def _score(self, name, version):
+        if simulator.ENABLED:
+            return self.count(version, name)
+        expression, functions = _expression(version)
+        rows, self.about[name] = in_simulator(_count_again, self.home, name, expression, functions=functions)
+        return Score(name, {(section, row): number for section, row, number in rows}, self.gpu.upper())
+
+    def count(self, version: tuple, name: str) -> Score:
+        """Return the score of a version; the simulator counts some CTAs."""
+        gpu = self.gpu.upper()
+        with simulator.profile(gpu, _COUNTED) as profile:
+            self.run.once(version)
+        (kernel,) = profile.kernels
+        found, static = score_of_kernels([kernel], name, gpu, cold=True, bounds=True), kernel.static
+        clocks = clocks_by_function(kernel, gpu)
+        warps = -(-TOKENS // version[1])
+        more = {
+            "instructions": round(warps * sum(each["issue slots"] for each in clocks.values())),
+            "registers per thread": static.registers,
+            "local memory per thread, bytes": static.stack_bytes,
+        }
+        found.rows.update({(TOTAL, row): number for row, number in more.items()})
+        self.about[name] = {
+            "functions": clocks,
+            "ctas_per_sm": static.occupancy[0].blocks_per_sm,
+            "local_bytes": static.stack_bytes,
+        }
+        return found
+
+
+def _count_again(home, name, version):
+    """Count a version again in the simulator's process; return the rows of its score, and what `about` has."""
+    counted = lesson.count(eval(version, vars(sys.modules["__main__"])), name)
+    return [(section, row, number) for (section, row), number in counted.rows.items()], lesson.about[name]
+
+
+lesson = GateLesson(
+    "gate_prompt_ladder",
+    Run(check, once, timed, kernels=lambda version: version[:1]),
+    f"{__name__}:lesson",
+    config=CONFIG,
+    size=dict(tokens=TOKENS),
+    dtype="float32",
+    seeds=1,
+)
+
+
+def where(step: str) -> Table:
+    """Return a table of the functions of a step's kernel: what each takes of the slowest pipe, and of issue slots."""
+    functions = lesson.about[step]["functions"]
+    pipe = slowest_pipe(step)
+    total = sum(each[pipe] for each in functions.values())
+    largest = sorted(functions, key=lambda name: functions[name][pipe], reverse=True)
+    lines = [
+        [name, f"{clocks:.0f}", f"{clocks / total:.0%}", f"{functions[name]['issue slots']:.0f}"]
+        for name in largest
+        if (clocks := functions[name][pipe]) >= 0.005 * total
+    ]
+    return Table([step, f"clocks of the {pipe} pipe, per warp", "share", "instructions"], lines)
+
+
+def slowest_pipe(step: str) -> str:
+    """Return the pipe of a scheduler that a step's kernel keeps busy longest."""
+    functions = lesson.about[step]["functions"].values()
+    pipes = [pipe for pipe in next(iter(functions)) if pipe != "issue slots"]
+    return max(pipes, key=lambda pipe: sum(each[pipe] for each in functions))
+
+
+def chart() -> draw.Drawing:
+    """Draw estimate, pipe time and measured time of all steps; before a GPU has run, those of the first edition."""
+    steps = []
+    for name, step in lesson.steps.items():
+        pipe = max(us for (section, row), us in step.score.rows.items() if section == MODEL and row in _PIPES)
+        us = step.us or _first_us(_FIRST_NAMES.get(name))
+        steps.append((name, step.score.us, pipe, us, bool(step.us)))
+    return draw.chart(steps)
+
+
+_PIPES = "issue slots", "FMA", "ALU", "XU", "LSU"
+_FIRST_NAMES = {  # step -> that of the first edition
+    "SGLang's design": "pointers",
+    "one warp per token": "32-bit integers",
+    "sort once, then pop": "no short circuits",
+    "dependent launch": "final",
+    "bfloat16 logits": "final, bfloat16",
+    **{
+        name: name
+        for name in (
+            *("one thread per token", "16-byte loads", "rank by counting", "integer keys", "fast sigmoid"),
+            *("keys alone", "four tokens per warp"),
+        )
+    },
+}
+
+
+def _first():
+    return records.recorded(_FIRST) or {"rows": [], "diagnosis": {}}
+
+
+def _first_us(step):
+    row = step and records.find(_first(), step=step, config=CONFIG, size=dict(tokens=TOKENS))
+    return row["kernel_us"]["median"] if row and "kernel_us" in row else None
+
+
+def measured(name: str, calls: dict) -> tuple[dict[str, float], str]:
+    """Time calls; in the simulator return what was recorded. The second result says which kernels were timed."""
+    if us := lesson.times(name, calls):
+        return us, "us"
+    return _first()["diagnosis"].get(name, {}) if _is_recorded_shape() else {}, "us, first edition's kernels"
+
+
+def _is_recorded_shape():
+    return records.find(_first(), config=CONFIG, size=dict(tokens=TOKENS)) is not None
+
+
+# torch
+
+
+def torch_faults(function) -> Table:
+    """Return a table of what the reference finds in the routings of a torch function, in any order of the experts."""
+    lines = []
+    for name, (logits, bias) in inputs().items():
+        weights, ids = function(logits, logits, bias, TOPK, True, GROUPS, KEPT)
+        order = ids.argsort(dim=1)
+        weights, ids = weights.gather(1, order), ids.gather(1, order)
+        order = (logits.sigmoid() + bias).gather(1, ids.long()).argsort(dim=1, descending=True, stable=True)
+        wrong = fault(weights.gather(1, order), ids.gather(1, order), logits, bias)
+        lines.append([name, wrong or "right"])
+    return Table(["inputs", "torch's routing"], lines)
+
+
+def torch_kernels(function) -> draw.Drawing | str:
+    """Draw the kernels that torch launches for a call of a function, as profiled now or in the first edition."""
+    calls = {}
+    if not simulator.ENABLED:
+        logits, bias = torch.randn(TOKENS, EXPERTS, device=DEVICE), torch.rand(EXPERTS, device=DEVICE)
+        calls["torch, now"] = launch_profile(lambda: function(logits, logits, bias, TOPK, True, GROUPS, KEPT))
+    for step in ("torch eager", "torch.compile"):
+        row = records.find(_first(), step=step, config=CONFIG, size=dict(tokens=TOKENS))
+        if row and "timeline" in row and (simulator.ENABLED or step != "torch eager"):
+            calls[f"{step} (recorded)"] = row["timeline"]
+    if us := _recorded("final"):
+        calls["the package's kernel (recorded)"] = [["moe_numba", 0, us]]
+    return draw.torch_kernels(calls) if calls else "nothing is recorded for this shape"
+
+
+def torch_shares() -> str:
+    """Return how much of torch's time its kernels take that select or sort."""
+    row = records.find(_first(), step="torch eager", config=CONFIG, size=dict(tokens=TOKENS))
+    if not row or "timeline" not in row:
+        return "nothing is recorded for this shape"
+    search, total = (
+        sum(us for kernel, _, us in row["timeline"] if every or is_search(kernel)) for every in (False, True)
+    )
+    return f"kernels that select or sort take {search:.0f} of {total:.0f} us: {search / total:.0%}"
+
+
+# The result, and other projects' kernels
+
+
+def _recorded(step, dtype="float32", tokens=TOKENS, config=CONFIG):
+    record = records.recorded("gate")
+    row = record and records.find(record, step=step, dtype=dtype, size=dict(tokens=tokens), config=config)
+    return row["kernel_us"]["median"] if row and "kernel_us" in row else None
+
+
+def _peers():
+    record = records.recorded("gate")
+    return records.peers(record) if record else []
+
+
+def result() -> str:
+    """Return the recorded times of the package's kernel, of torch and of all peers."""
+    final = _recorded("final")
+    if final is None:
+        return "no times are recorded for this shape"
+    others = {name: _recorded(name) for name in ("torch eager", "torch.compile", *_peers())}
+    texts = [
+        f"{name.removeprefix('peer:')} {records.format_us(us)} us ({us / final:.1f} times as long)"
+        for name, us in others.items()
+        if us
+    ]
+    missing = (
+        ""
+        if any("flashinfer" in name for name in _peers())
+        else ("\nFlashInfer's fused_topk_deepseek, which SGLang calls for this shape today, is not in the record yet.")
+    )
+    head = f"Recorded on an H200, {TOKENS} tokens, float32 logits: the package's kernel takes {final:.1f} us;"
+    if records.recorded(lesson.topic) is None:
+        missing += (
+            "\nNo GPU has timed this page's kernels yet. Times of the first edition's, which are like them, say so."
+        )
+    return f"{head} {', '.join(texts)}.{missing}"
+
+
+def peers() -> Table:
+    """Return a table of the package's kernel and all peers of the record: shapes, types and numbers of tokens."""
+    record, lines = records.recorded("gate"), []
+    if record is None:
+        return Table(["nothing is recorded"], [])
+    steps = ["final", "torch.compile", *_peers()]
+    sizes = (1024, 4096, 16384, 65536)
+    configs = [CONFIG] + [c for c in _configs(record) if c != CONFIG]
+    for config in configs:
+        for dtype in ("float32", "bfloat16"):
+            for step in steps:
+                us = [_recorded(step, dtype, tokens, config) for tokens in sizes]
+                if any(us):
+                    texts = [records.format_us(each) if each else "" for each in us]
+                    lines.append([_shape(config), dtype, step.removeprefix("peer:"), *texts])
+    lines = [line if n == 0 or line[:2] != lines[n - 1][:2] else ["", "", *line[2:]] for n, line in enumerate(lines)]
+    return Table(["experts, groups, kept, top", "logits", "kernel", *(f"{n} tokens, us" for n in sizes)], lines)
+
+
+def _configs(record):
+    """Return the shapes with a correction bias for which a peer is recorded."""
+    found = [row["config"] for row in record["rows"] if row["step"].startswith("peer:")]
+    return [each for n, each in enumerate(found) if "scoring" not in each and each not in found[:n]]
+
+
+def _shape(config):
+    return ", ".join(str(config[name]) for name in CONFIG)
+
+
+def lower_bounds(tokens: int = TOKENS) -> dict[str, float]:
+    """Return what each limit allows at best, in microseconds."""
+    chip = chip_limits()
+    return {
+        "DRAM": tokens * (EXPERTS * 4 + TOPK * 8) / chip.copy_bandwidth * 1e6,
+        "MUFU": tokens * EXPERTS * 2 / (16 * chip.sm_count * chip.boost_clock) * 1e6,
+    }
+
+
+def show_lower_bounds() -> str:
+    """Return the lower bounds, and the time of an empty kernel, in words."""
+    bounds = ", ".join(f"{name} {us:.2f} us" for name, us in lower_bounds().items())
+    record = records.recorded("gate")
+    empty = record and records.find(record, step="empty kernel", config={"dependent": False})
+    more = f"; an empty kernel takes {empty['kernel_us']['median']:.2f} us (recorded)" if empty else ""
+    return f"lower bounds for {TOKENS} tokens: {bounds}{more}"
+
+
+# Diagnoses
+
+
+def l1_probe(narrow: tuple, wide: tuple) -> Table:
+    """Time both kernels as they are, and with unused shared memory that leaves the L1 cache as little as possible."""
+    unused = {"shared_bytes": _unused_shared_bytes(lesson.about["SGLang's design"]["ctas_per_sm"])}
+    calls = {"4 bytes": timed(narrow), "16 bytes": timed(wide)}
+    calls |= {"4 bytes, small L1": timed(narrow, **unused), "16 bytes, small L1": timed(wide, **unused)}
+    us, unit = measured("size of L1", calls)
+    lines = []
+    for load in ("4 bytes", "16 bytes") if us else ():
+        before, small = us[load], us[f"{load}, small L1"]
+        lines.append([f"{load} per load", f"{before:.1f}", f"{small:.1f}", f"{small / before:.2f}"])
+    return Table(["", unit, "small L1", "times as long"], lines)
+
+
+def _unused_shared_bytes(ctas):
+    """Return the most bytes of shared memory per CTA with which this many CTAs fit on an SM; 0 in the simulator."""
+    if simulator.ENABLED:
+        return 0
+    most = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    system_bytes = 1024  # of each CTA, from compute capability 8.0 on: an SM has one CTA's most and its system bytes
+    return ((most + system_bytes) // ctas - system_bytes) // 128 * 128
+
+
+def l1_footprint(step: str = "SGLang's design") -> str:
+    """Return what the resident warps of a step keep in use of an L1 cache, in words."""
+    about = lesson.about[step]
+    warps = about["ctas_per_sm"] * WARPS
+    lines, local = warps * 32 * 128 / 1024, warps * 32 * about["local_bytes"] / 1024
+    return (
+        f"{warps} warps on an SM: {warps} x 32 lines of 128 bytes are {lines:.0f} KB of logits, and "
+        f"{about['local_bytes']} bytes of local memory per thread are {local:.0f} KB. L1 cache and shared memory have "
+        "256 KB together."
+    )
+
+
+def on_a_gpu(version: tuple, runs: int = 200) -> str:
+    """Return how many runs of a version on a GPU are wrong, in words."""
+    if simulator.ENABLED:
+        return "There is no GPU here to try it on."
+    wrong = sum(check(version) is not None for _ in range(runs))
+    return f"On this GPU {wrong} of {runs} runs are wrong."
+
+
+def rounded_to_bfloat16(tokens: int = 4096) -> str:
+    """Return how many tokens get other experts if scores are computed in bfloat16, as SGLang's kernel does."""
+    torch.manual_seed(0)
+    logits, bias = torch.randn(tokens, EXPERTS).bfloat16(), torch.rand(EXPERTS) / 5
+    exact, rounded = logits.float().sigmoid() + bias, logits.sigmoid() + bias.bfloat16()
+    chosen = [reference.choose_experts(each.float(), TOPK, GROUPS, KEPT).sort().values for each in (exact, rounded)]
+    share = (chosen[0] != chosen[1]).any(dim=1).float().mean().item()
+    return f"scores rounded to bfloat16 change the experts of {share:.0%} of {tokens} tokens"
+
+
+@cache
+def from_dram_and_l2(version: tuple) -> tuple[dict[str, float], str, int]:
+    """Time a version with logits from DRAM, with logits that stay in L2, and with whole waves of CTAs.
+
+    Returns
+    -------
+    us : dict
+        "DRAM", "L2", and "1 waves", "2 waves", "4 waves" -> microseconds; empty if nothing is recorded.
+    unit : str
+        Says which kernel was timed.
+    wave : int
+        Tokens of a wave: of the CTAs that fit on all SMs.
+    """
+    wave = chip_limits().sm_count * lesson.about["dependent launch"]["ctas_per_sm"] * WARPS * version[1]
+    calls = {"DRAM": timed(version), "L2": timed(version, sets=1)}
+    for waves in (1, 2, 4):
+        calls[f"{waves} waves"] = timed(version, tokens=None if simulator.ENABLED else waves * wave)
+    us, unit = measured("DRAM and waves", calls)
+    if not us and _is_recorded_shape():
+        first = _first()["diagnosis"]
+        types, waves = first["types, logits in L2 and DRAM"], first["waves of four tokens per warp"]
+        us, wave = {"DRAM": types["float32, DRAM"], "L2": types["float32"]}, 24 * 4 * 132
+        us |= {f"{n} waves": waves[n] for n in waves}
+    return us, unit, wave
+
+
+def open_problem(version: tuple) -> Table:
+    """Return a table of where the rest of the last kernel's time is."""
+    us, unit, wave = from_dram_and_l2(version)
+    if not us:
+        return Table(["nothing is recorded for this shape"], [])
+    each = (us["4 waves"] - us["2 waves"]) / 2
+    lines = [
+        ["logits from DRAM", us["DRAM"], ""],
+        ["the same logits, in L2", us["L2"], "the bound to beat: all waiting for DRAM is hidden"],
+        ["difference", us["DRAM"] - us["L2"], "waiting for DRAM"],
+        ["bytes at the rate of a copy", lower_bounds()["DRAM"], "the lower bound"],
+        [f"one wave of CTAs, {wave:,} tokens", us["1 waves"], f"{TOKENS:,} tokens are {TOKENS / wave:.2f} waves"],
+        ["each further wave", each, "its start and end overlap with other waves"],
+    ]
+    return Table(["", unit, ""], [[name, f"{time:.2f}", text] for name, time, text in lines])
+
+
+class FromL2:
+    """Predict the time of the last kernel with logits in L2."""
+
+    def check(self, version: tuple, us: object = ...) -> Verdict:
+        """Compare a guess with the time, measured or recorded."""
+        found, unit, _ = from_dram_and_l2(version)
+        if us is ... or not found:
+            return Verdict("from L2", OPEN, "no guess yet" if found else "no time is recorded for this shape")
+        close = abs(us - found["L2"]) <= 0.1 * found["L2"]
+        text = f"you predicted {us} us; it takes {found['L2']:.2f} us, and {found['DRAM']:.2f} us from DRAM ({unit})"
+        return Verdict("from L2", RIGHT if close else WRONG, text)
+
+
+# What did not pay
+
+
+def what_did_not_pay() -> Table:
+    """Time variants beside what they would replace; return a table of both, and why they do not pay."""
+    pairs = variants.versions(gate)
+    calls = {}
+    for name, pair in pairs.items():
+        for which, version, options in zip(("before", "after"), pair.versions, pair.options, strict=True):
+            calls[f"{name}, {which}"] = timed(version, **options)
+    us = lesson.times("what did not pay", calls)
+    lines = []
+    for name, pair in pairs.items():
+        first = records.find_step(_first()["rows"], pair.first) if _is_recorded_shape() else None
+        recorded_us = first.get("compared_us") if first else None
+        both = [us[f"{name}, before"], us[f"{name}, after"]] if us else recorded_us
+        if both:
+            lines.append([name, *map(records.format_us, both), pair.why])
+    for first, (name, why) in variants.ONLY_RECORDED.items():
+        row = records.find_step(_first()["rows"], first) if _is_recorded_shape() else None
+        if row and "compared_us" in row:
+            lines.append([f"{name} (first edition)", *map(records.format_us, row["compared_us"]), why])
+    unit = "us" if us else "us, first edition"
+    return Table(["change", f"{unit}, before", "after", "why"], lines)
+
+
+class exercises:
+    """The exercises of the page."""
+
+    race, largest, rank, key, pop, place = (
+        answers.Repair(),
+        *(getattr(answers, name) for name in ("LARGEST", "RANK", "KEY", "POP", "PLACE")),
+    )
+    from_l2 = FromL2()

@@ -1,0 +1,27 @@
+"""The sizes of the lesson "The gate, for a prompt". Others work if a warp is eight groups of four lanes."""
+
+from moe_numba import simulator  # before Numba: it decides whether kernels run on a GPU or in the simulator
+
+# isort: split
+from numba import float32, int32
+
+from moe_numba.gate.device_functions import make_sort_descending, sorting_network
+
+EXPERTS, GROUPS, KEPT, TOPK = 256, 8, 4, 8  # DeepSeek-V3; (128, 8, 4, 6) works as well
+TOKENS = 16384  # of the times
+WARPS = 4  # of a CTA, whose threads are (32, WARPS): threadIdx.x is the lane
+
+SIZE = EXPERTS // GROUPS  # experts of a group
+HELD = EXPERTS // 32  # experts of a lane, if a warp has a token
+SHARE = 32 // GROUPS  # lanes of a group, if a warp has a token; tokens of a warp, if a thread has a group
+CANDIDATES = KEPT * SIZE // 8  # experts of a lane, if eight lanes have the kept groups of a token
+if GROUPS != 8 or HELD % 4 or CANDIDATES % 4 or SIZE % CANDIDATES or TOPK > 8:
+    raise ValueError(f"{EXPERTS} experts in {GROUPS} groups, {KEPT} kept, top-{TOPK}: the last kernel does not fit")
+
+FULL = 0xFFFFFFFF  # all 32 lanes of a warp
+LOWEST, DROPPED = float32(-3.4028234663852886e38), float32(3.4028234663852886e38)  # -FLT_MAX and FLT_MAX
+NEVER = int32(-(1 << 31))  # less than the key of every float
+LOG2_E = float32(1.4426950408889634)
+PAIRS = tuple(sorting_network(HELD))  # Batcher's network: (i, j) of each compare-exchange
+sort_held, sort_candidates = make_sort_descending(HELD), make_sort_descending(CANDIDATES)
+DEVICE = "cpu" if simulator.ENABLED else "cuda"
