@@ -1,0 +1,298 @@
+"""The lesson "The gate, for decode": its exercises judge answers and cheats, and its check finds wrong kernels."""
+
+import ast
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_numba import simulator  # before numba: it selects the simulator or the GPU
+
+# isort: split
+from numba import cuda, int32, uint32
+
+from moe_numba.course.lessons.gate_decode import draw, exercises, runs
+from moe_numba.course.lessons.gate_decode.runs import EXPERTS, FULL, GROUPS, LANES, LOADED, START, STORED
+from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG
+from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
+from moe_numba.ptx.warp import redux_sync_max_s32
+from moe_numba.runtime.changed_source import define
+
+pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="another process judges answers on a GPU: test_score")
+
+
+@cuda.jit(device=True)
+def without_the_smaller_first(first, second):
+    for s in range(2):
+        other, other_second = cuda.shfl_xor_sync(FULL, first, 1 << s), cuda.shfl_xor_sync(FULL, second, 1 << s)
+        second = max(second, other_second)
+        first = max(first, other)
+    return first, second
+
+
+@cuda.jit(device=True)
+def half_of_the_group(first, second):
+    other, other_second = cuda.shfl_xor_sync(FULL, first, 1), cuda.shfl_xor_sync(FULL, second, 1)
+    return max(first, other), max(min(first, other), max(second, other_second))
+
+
+@cuda.jit(device=True)
+def by_shared_memory(first, second):
+    keys, lane = cuda.shared.array((2, 64), int32), cuda.threadIdx.x
+    keys[0, lane], keys[1, lane] = first, second
+    cuda.syncthreads()
+    start, best, following = lane // 4 * 4, int32(-(1 << 31)), int32(-(1 << 31))
+    for i in range(8):
+        key = keys[i // 4, start + i % 4]
+        following = max(following, min(best, key))
+        best = max(best, key)
+    return best, following
+
+
+@cuda.jit(device=True)
+def by_redux(first, second):
+    lane = cuda.threadIdx.x & 31
+    mask = uint32(0xF << (lane // 4 * 4))
+    best = redux_sync_max_s32(mask, first)
+    holder = cuda.ffs(uint32(cuda.ballot_sync(FULL, first == best)) & mask) - 1
+    return best, redux_sync_max_s32(mask, second if lane == holder else first)
+
+
+@cuda.jit(device=True)
+def in_a_ring(first, second):
+    a, b = first, second
+    for d in (1, 2, 3):
+        other, other_second = cuda.shfl_xor_sync(FULL, a, d), cuda.shfl_xor_sync(FULL, b, d)
+        second = max(min(first, other), max(second, other_second))
+        first = max(first, other)
+    return first, second
+
+
+@cuda.jit(device=True)
+def no_rule_for_ties(key, lane):
+    better = int32(0)
+    for d in range(1, GROUPS):
+        better = int32(better + int32(cuda.shfl_xor_sync(FULL, key, d * LANES) > key))
+    return better
+
+
+@cuda.jit(device=True)
+def higher_groups_win(key, lane):
+    better = int32(0)
+    for d in range(1, GROUPS):
+        rival = cuda.shfl_xor_sync(FULL, key, d * LANES)
+        better = int32(better + int32((rival > key) | ((rival == key) & ((lane ^ d * LANES) > lane))))
+    return better
+
+
+@cuda.jit(device=True)
+def all_groups(key, lane):
+    better = int32(0)
+    for g in range(GROUPS):
+        rival = cuda.shfl_sync(FULL, key, g * LANES)
+        better = int32(better + int32((rival > key) | ((rival == key) & (g < lane // LANES))))
+    return better
+
+
+@cuda.jit(device=True)
+def groups_in_shared_memory(key, lane):
+    keys, better, warp = cuda.shared.array((2, GROUPS), int32), int32(0), cuda.threadIdx.x // 32
+    keys[warp, lane // LANES] = key
+    cuda.syncthreads()
+    for g in range(GROUPS):
+        rival = keys[warp, g]
+        better = int32(better + int32((rival > key) | ((rival == key) & (g < lane // LANES))))
+    return better
+
+
+@cuda.jit(device=True)
+def higher_expert_wins(value, expert):
+    key = redux_sync_max_s32(uint32(FULL), int32(uint32(uint32(value) << uint32(16)) | uint32(expert)))
+    return int32(key >> 16), int32(key & 0xFFFF)
+
+
+@cuda.jit(device=True)
+def positive_values_only(value, expert):
+    key = redux_sync_max_s32(uint32(FULL), int32((abs(value) << 15) | (0x7FFF - expert)))
+    return int32(key >> 15), int32(0x7FFF - (key & 0x7FFF))
+
+
+@cuda.jit(device=True)
+def asks_the_holder(value, expert):
+    best = redux_sync_max_s32(uint32(FULL), value)
+    expert = int32(-redux_sync_max_s32(uint32(FULL), int32(-expert if value == best else -0xFFFF)))
+    return best, expert
+
+
+@cuda.jit(device=True)
+def best_by_shuffles(value, expert):
+    for s in range(5):
+        other, other_expert = cuda.shfl_xor_sync(FULL, value, 1 << s), cuda.shfl_xor_sync(FULL, expert, 1 << s)
+        if (other > value) | ((other == value) & (other_expert < expert)):
+            value, expert = other, other_expert
+    return value, expert
+
+
+@cuda.jit(device=True)
+def never_waits(place):
+    if place == LOADED:
+        griddepcontrol_launch_dependents()
+
+
+@cuda.jit(device=True)
+def waits_after_the_loads(place):
+    if place == LOADED:
+        griddepcontrol_wait()
+        griddepcontrol_launch_dependents()
+
+
+@cuda.jit(device=True)
+def releases_before_it_waits(place):
+    if place == START:
+        griddepcontrol_launch_dependents()
+        griddepcontrol_wait()
+
+
+@cuda.jit(device=True)
+def releases_at_the_end(place):
+    if place == START:
+        griddepcontrol_wait()
+    if place == STORED:
+        griddepcontrol_launch_dependents()
+
+
+@cuda.jit(device=True)
+def only_waits(place):
+    if place == START:
+        griddepcontrol_wait()
+
+
+TWO, RANK, BEST, ORDER = exercises.TWO, exercises.GROUP_RANK, exercises.BEST, exercises.ORDER
+
+
+@pytest.mark.parametrize(
+    "exercise, answer, state, text",
+    [
+        (TWO, ..., OPEN, "not answered yet"),
+        (TWO, exercises.two_largest, RIGHT, "4 shuffles; par is 4"),
+        (TWO, without_the_smaller_first, WRONG, "second largest key of each lane's group"),
+        (TWO, half_of_the_group, WRONG, "the largest key of each lane's group"),
+        (TWO, in_a_ring, OVER_PAR, "6 shuffles; par is 4"),
+        (TWO, by_shared_memory, REFUSED, "shared memory"),
+        (TWO, by_redux, REFUSED, "uses"),
+        (RANK, exercises.better_groups, RIGHT, "7 shuffles; par is 7"),
+        (RANK, no_rule_for_ties, WRONG, "the number of better groups"),
+        (RANK, higher_groups_win, WRONG, "the number of better groups"),
+        (RANK, all_groups, OVER_PAR, "8 shuffles; par is 7"),
+        (RANK, groups_in_shared_memory, REFUSED, "shared memory"),
+        (BEST, exercises.best_of_warp, RIGHT, "1 reductions; par is 1"),
+        (BEST, higher_expert_wins, WRONG, "its expert"),
+        (BEST, positive_values_only, WRONG, "the largest value"),
+        (BEST, asks_the_holder, OVER_PAR, "2 reductions; par is 1"),
+        (BEST, best_by_shuffles, REFUSED, "it uses shuffles"),
+        (ORDER, exercises.wait_then_release, RIGHT, "no access races"),
+        (ORDER, never_waits, WRONG, "two threads race.*needs griddepcontrol_wait first"),
+        (ORDER, waits_after_the_loads, WRONG, "two threads race.*needs griddepcontrol_wait first"),
+        (ORDER, releases_before_it_waits, WRONG, "griddepcontrol_wait before griddepcontrol_launch_dependents"),
+        (ORDER, releases_at_the_end, OVER_PAR, "starts late"),
+        (ORDER, only_waits, OVER_PAR, "starts late"),
+    ],
+    ids=lambda value: getattr(value, "__name__", getattr(value, "name", None)),
+)
+def test_answers(exercise, answer, state, text):
+    verdict = exercise.check(answer)
+    assert verdict.state == state, verdict.text
+    assert re.search(text, verdict.text, re.S), verdict.text
+    assert verdict.answer is (answer if state in (RIGHT, OVER_PAR) else exercise.own)
+
+
+# The page's kernels, and changes that the check must find
+
+
+LEFT_OUT = {
+    *("page.parts", "page.rounds_fewer", "page.dependent_launch", "predict"),
+    *(f"exercises.{name}.use" for name in ("two_largest_keys", "group_rank", "dependent", "packed")),
+}
+
+
+def page(right="", wrong=""):
+    """Return what the page's cells define, with a passage of its source replaced; they run no steps and no tables."""
+    source = (Path(__file__).parents[2] / "notebooks/02_gate_decode.py").read_text()
+    assert not right or source.count(right) == 1, right
+    tree = ast.parse(source.replace(right, wrong) if right else source)
+    keep = lambda node: (
+        isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)
+        or isinstance(node, ast.Assign)
+        and not (isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in LEFT_OUT)
+    )
+    answers = [f"{name} = exercises.{name}\n" for name in ("two_largest", "better_groups", "best_of_warp")]
+    answers.append("order = exercises.wait_then_release\n")
+    text = "\n\n".join(ast.unparse(node) for node in tree.body if keep(node))
+    names = {"__name__": f"page_{next(_numbers)}", "exercises": exercises}
+    exec("".join(answers), names)
+    return define(text, names, f"{names['__name__']}.py")
+
+
+_numbers = itertools.count()
+STEPS = "first", "counted", "reduced", "popped", "unvoted", "held", "late", "last"
+
+
+def test_all_steps_are_right():
+    found = page()
+    assert [runs.check(found[name]) for name in STEPS] == [None] * len(STEPS)
+    assert runs.check(found["unchecked"]) is not None
+    with simulator.races():
+        assert runs.check(found["last"]) is None
+    for pick in ("pick_with_best_of_warp", "pop_packed"):
+        assert runs.check_small(found["make_small_gate"](found[pick])) is None
+
+
+LOOK = "            if keys[i] > best:\n                best, expert = keys[i], int32(lane * HELD + i)\n        for s"
+HOLDER = "cuda.ffs(cuda.ballot_sync(FULL, best == winner)) - 1"
+
+
+@pytest.mark.parametrize(
+    "name, right, wrong",
+    [
+        ("first", "(other_group < group)", "(other_group > group)"),
+        ("first", "(other_expert < expert)", "(other_expert > expert)"),
+        ("first", LOOK, LOOK.replace(">", ">=")),
+        ("counted", "lane) < KEPT", "lane) <= KEPT"),
+        ("reduced", HOLDER, "31 - cuda.clz(cuda.ballot_sync(FULL, best == winner))"),
+        ("popped", "is_tied = is_tied | (wins & (queue[1] == best))\n        for", "for"),
+        ("unvoted", "(uint32(ballot & uint32(ballot - uint32(1))) != uint32(0))", "False"),
+        ("unvoted", "!= uint32(0)) | (wins & (queue[1] == best))", "!= uint32(0))"),
+        ("held", "weight = held if position == i", "weight = held if position == i + 1"),
+    ],
+)
+def test_the_check_finds_wrong_kernels(name, right, wrong):
+    assert runs.check(page(right, wrong)[name]) is not None
+
+
+def test_rows_that_lose_a_pick():
+    check, row = exercises.lost_pick.check, torch.randn(EXPERTS)
+    unchecked = page()["unchecked"]
+    assert check(unchecked).state == check(unchecked, None).state == OPEN
+    assert "finite" in check(unchecked, row[:5]).text
+    assert "ties among logits are too easy" in check(unchecked, torch.zeros(EXPERTS)).text
+    assert check(unchecked, row).state == WRONG
+    tied = row.clamp(max=3) + torch.arange(EXPERTS) * 1e-4
+    tied[0], tied[100] = 20, 21
+    assert check(unchecked, tied).state == RIGHT
+
+
+def test_the_part_that_adds_most_is_named_after_a_choice():
+    us = runs.Parts({"launch": 1.0, "groups": 1.2, "picks": 2.5}, "estimated")
+    check = exercises.largest_part.check
+    assert check(us).state == OPEN and "picks" in check(us).text
+    assert check(us, "groups").state == WRONG and check(us, "picks").state == RIGHT
+    assert check(us, "stores").state == WRONG
+
+
+def test_figures_say_what_they_show():
+    for figure in (draw.chains(), draw.lanes(), draw.overlap()):
+        assert figure._repr_svg_().startswith("<svg") and "prefers-color-scheme: dark" in figure._repr_svg_()
+    rounds = {name: sum(columns for _, columns, _ in parts) for name, parts in draw.CHAINS.items()}
+    assert list(rounds.values()) == sorted(rounds.values(), reverse=True)
