@@ -16,10 +16,10 @@
 #
 # The gate ([01](01_gate_prompt.ipynb)) has chosen eight experts for each token. A grouped GEMM works on blocks of, say, 16 rows, and all rows of a
 # block must belong to one expert. So the tokens must be sorted by expert, and each expert's part padded to whole blocks. SGLang does
-# this with `moe_align_block_size`. It moves few bytes, and takes many times as long as the bytes need. This lesson finds out why.
+# this with `moe_align_block_size`. That moves few bytes, and takes many times as long as the bytes need. Why?
 #
-# An article by its author describes five versions, 0x1 to 0x5. In this lesson you rebuild them from one kernel with two holes, find
-# out what each change is worth, write two of the pieces yourself, and meet a race that no GPU run has shown.
+# An article by its author describes five versions, 0x1 to 0x5. We rebuild them from one kernel with two holes and find out what each
+# change is worth. You write some of the pieces, and meet a race that no GPU run has shown.
 
 # %%
 import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
@@ -28,9 +28,10 @@ import moe_numba  # before Numba: it decides whether kernels run on a GPU or in 
 import torch
 from numba import cuda, int32, uint32
 
-from moe_numba.course.lessons.align import draw
+from moe_numba.course.lessons.align import draw, exercises
 from moe_numba.course.lessons.align import published as page
-from moe_numba.course.lessons.align.published import BLOCK, EXPERTS, FULL, THREADS, exercises, lesson
+from moe_numba.course.lessons.align.published import lesson
+from moe_numba.course.lessons.align.sizes import BLOCK, EXPERTS, FULL, THREADS
 from moe_numba.course.steps.align_runs import random_ids
 from moe_numba.course.steps.exercises import predict
 from moe_numba.course.steps.lesson import factory
@@ -68,15 +69,15 @@ print("expert_ids      ", torch.arange(4).repeat_interleave(padded // block).tol
 # %% [markdown]
 # ## Where the time goes, first
 #
-# Before we build anything, look at the result: the five versions, each divided into its phases, timed on an H200 with 4096 tokens.
-# (A phase is timed by cutting the kernel off behind it.)
+# Before we build anything, look at the result: the five versions on an H200, each divided into its phases. To time a phase, we cut the
+# kernel off behind it, and subtract the time of the kernel that is cut off before it. These are
+# [ports of SGLang's sources](../moe_numba/course/lessons/align/ports.py).
 
 # %%
 page.show_phases()
 
 # %% [markdown]
-# Version 0x5 is faster than 0x1 mainly because of one phase. Two phases are about as long in 0x5 as they were in 0x1: the authors never
-# touched them.
+# Version 0x5 has lost almost all of its scan. Its sort kernel takes as long as that of 0x1: no version touches it.
 #
 # **Predict.** What would you attack first, and what next? Name two phases of 0x1 in the order in which you would work on them.
 
@@ -86,7 +87,7 @@ exercises.attack.check(..., ...)  # "count", "scan", "expert_ids", "fill" or "so
 # %% [markdown]
 # ## The kernel, with two holes
 #
-# This is the whole main kernel: one CTA of 1024 threads. `count` and `scan` are holes; `make_main` puts a device function into each. From
+# This is the whole main kernel, which one CTA runs. `count` and `scan` are holes; `make_main` puts a device function into each. From
 # here on a step writes one function and fills one hole.
 
 
@@ -119,8 +120,11 @@ def make_main(count, scan):
 
 # %% [markdown]
 # `EXPERTS` is a compile-time constant of the kernel, as a template parameter is in C++. `int32(...)` keeps a sum in 32 bits; Numba's integers
-# are 64 bits wide otherwise. The **sort kernel** follows in a second launch, with many CTAs. A thread takes a slot, adds 1 to where its
-# expert continues, and gets the slot's place back:
+# are 64 bits wide otherwise. The padding is filled with `numel`, the number of slots, which no slot has. SGLang's kernel does this since 0x2, if
+# its argument `pad_sorted_token_ids` is set; before, a launch of its own filled the array. Either takes about as long (see the end).
+#
+# The **sort kernel** follows in a second launch, with many CTAs. A thread takes a slot, adds 1 to where its expert continues,
+# and gets the slot's place back:
 
 
 # %%
@@ -168,16 +172,23 @@ step("0x1", (make_main(count_in_rows, one_thread_scans), sort_slots, 1))
 
 # %% [markdown]
 # Read the table from the top. The rows of the **critical path** follow the warp that has most to do between two barriers, because all
-# others wait for it: thread 0 loads 256 counts, one after another, and stores 256 starts. The rows of **all warps** are what the schedulers must
-# issue and the memory must serve.
+# others wait for it: thread 0 loads the count of each expert, one after another, and stores each start. The rows of **all warps** are what the
+# schedulers must issue and the memory must serve.
 #
-# **Take away.** One thread that works while 1023 wait costs its whole chain of loads.
+# **Take away.** One thread that works while all others wait costs its whole chain of loads.
 #
 # ## Step 2: plain counters
 #
-# The row index costs instructions in every iteration of the counting loop, and Python's `//` and `%` more than C's, because they round
-# toward minus infinity. And all 32 lanes of a warp clear the same 32 counters. Version 0x3 uses `counts[expert]`, and one thread per counter
-# clears it.
+# Counting takes nearly as long as the scan. The article suspects the atomic additions, and there are other suspects: the row index costs
+# instructions in every iteration, and Python's `//` and `%` more than C's, because they round toward minus infinity. And all 32 lanes of a
+# warp clear the same 32 counters, one after another. We vary one at a time, and cut the kernel off behind `count`:
+
+# %%
+page.show_counting()
+
+# %% [markdown]
+# The additions are cheap: the compiler turns "add 1 in shared memory, result unused" into one instruction that counts the lanes with the
+# same address. Version 0x3 uses `counts[expert]`, and one thread per counter clears it.
 
 
 # %%
@@ -195,18 +206,18 @@ def count_slots(counts, topk_ids, numel):
 step("0x3 plain counters", (make_main(count_slots, one_thread_scans), sort_slots, 1))
 
 # %% [markdown]
-# **Take away.** Count instructions in loops that every thread runs, not only memory accesses. And check what an index simplifies to.
+# **Take away.** In a loop that every thread runs, count instructions, not only memory accesses. And check what an index simplifies to.
 #
 # ## Step 3: a tree of sums
 #
-# Blelloch's scan needs only log n levels. The up-sweep adds neighbours, then pairs, then fours. Then the last element becomes zero, and the
-# down-sweep hands out what lies before each half:
+# Now the critical path is the loop of thread 0. Blelloch's scan needs only log n levels instead of n iterations. The up-sweep adds
+# neighbours, then pairs, then fours. Then the last element becomes zero, and the down-sweep hands out what lies before each half:
 
 # %%
 draw.blelloch([3, 1, 7, 0, 4, 1, 6, 3])
 
 # %% [markdown]
-# **Predict.** The cell after the next runs this scan for 256 experts. A barrier follows the first store, every level, the zero and the last
+# **Predict.** The cell after the next runs this scan. A barrier follows the first store, every level, the zero and the last
 # store. How many barriers are that in the whole kernel, with two in `count_slots`? And how many bank conflicts will the strided accesses cause
 # on the critical path? Replace the two `...`.
 
@@ -274,18 +285,19 @@ warp_scan = exercises.warp_scan.use(my_warp_scan)
 # %% [markdown]
 # ## Step 4: warps first, then their sums
 #
-# 1024 threads are 32 warps. Each scans its lanes with your `warp_scan`, and something must tell every warp what lies below it:
+# Each of the CTA's warps scans its lanes with your `warp_scan`, and something must tell every warp what lies below it:
 
 # %%
 draw.two_level_scan()
 
 # %% [markdown]
-# Version 0x4: the warps leave their sums in shared memory, warp 0 scans them, and every thread fetches one.
+# Version 0x4: the warps leave their sums in shared memory, warp 0 scans them, and every thread fetches one. The scan has a hole of its
+# own for that.
 
 
 # %%
 @cuda.jit(device=True)
-def sum_below(inclusive):
+def warp_0_scans(inclusive):
     lane, warp, warps = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5, cuda.blockDim.x >> 5
     sums = cuda.shared.array(32, int32)
     if lane == 31:
@@ -297,21 +309,25 @@ def sum_below(inclusive):
     return sums[warp - 1] if warp > 0 else int32(0)
 
 
-@cuda.jit(device=True)
-def two_level_scan(counts, cumsum, total_tokens_post_pad, block_size):
-    tid = cuda.threadIdx.x
-    inclusive = warp_scan(round_up(counts[tid], block_size) if tid < EXPERTS else int32(0))
-    end = int32(sum_below(inclusive) + inclusive)
-    if tid < EXPERTS:
-        cumsum[tid + 1] = end
-    if tid == 0:
-        cumsum[0] = 0
-    if tid == EXPERTS - 1:
-        total_tokens_post_pad[0] = end
-    cuda.syncthreads()
+@factory
+def make_two_levels(sum_below):
+    @cuda.jit(device=True)
+    def two_level_scan(counts, cumsum, total_tokens_post_pad, block_size):
+        tid = cuda.threadIdx.x
+        inclusive = warp_scan(round_up(counts[tid], block_size) if tid < EXPERTS else int32(0))
+        end = int32(sum_below(inclusive) + inclusive)  # <-- a hole: return the sum of all warps below this one
+        if tid < EXPERTS:
+            cumsum[tid + 1] = end
+        if tid == 0:
+            cumsum[0] = 0
+        if tid == EXPERTS - 1:
+            total_tokens_post_pad[0] = end
+        cuda.syncthreads()
+
+    return two_level_scan
 
 
-step("0x4 two levels", (make_main(count_slots, two_level_scan), sort_slots, 1))
+step("0x4 two levels", (make_main(count_slots, make_two_levels(warp_0_scans)), sort_slots, 1))
 
 # %% [markdown]
 # Most barriers and all bank conflicts of the scan are gone; ten shuffles do their work.
@@ -330,7 +346,7 @@ step("0x4 two levels", (make_main(count_slots, two_level_scan), sort_slots, 1))
 def scan_as_in_sglang(counts, cumsum, total_tokens_post_pad, block_size):
     tid = cuda.threadIdx.x
     inclusive = warp_scan(round_up(counts[tid], block_size) if tid < EXPERTS else int32(0))
-    end = int32(sum_below(inclusive) + inclusive)
+    end = int32(warp_0_scans(inclusive) + inclusive)
     if tid < EXPERTS:
         cumsum[tid + 1] = end
     if tid == 0:
@@ -345,13 +361,13 @@ lesson.orders((make_main(count_slots, scan_as_in_sglang), sort_slots, 1))
 # Warps that run close together hide the race on a GPU. The simulator runs the warps in other orders, too, and names both lines. The result
 # would be blocks that multiply with another expert's weights, without any error.
 #
-# **Break.** Remove **one** barrier from this copy of `sum_below` so that the kernel returns the right result in every thread order, and the
-# race detector still objects. (The check uses 64 experts and 128 threads.)
+# **Break.** Remove **one** barrier from this copy of `warp_0_scans` so that the kernel returns the right result in every thread order, and the
+# race detector still objects. (The check uses 64 experts and 256 threads.)
 
 
 # %%
 @cuda.jit(device=True)
-def broken_sum_below(inclusive):
+def broken(inclusive):
     lane, warp, warps = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5, cuda.blockDim.x >> 5
     sums = cuda.shared.array(32, int32)
     if lane == 31:
@@ -363,13 +379,40 @@ def broken_sum_below(inclusive):
     return sums[warp - 1] if warp > 0 else int32(0)
 
 
-exercises.one_barrier_less.check(broken_sum_below)
+exercises.one_barrier_less.check(broken)
 
 # %% [markdown]
-# ## Step 5: a second CTA fills
+# ## Build: one barrier
 #
-# One SM does everything in the main kernel, and 131 are idle. The padding needs neither counts nor scan: version 0x5 launches a second CTA,
-# which fills the whole array while the first one counts. The two need no synchronisation, because the sort kernel, which overwrites
+# `warp_0_scans` needs two barriers. While warp 0 scans the sums, the others wait for it at the second one. Write a function with the same
+# contract and **one** barrier: every thread of the CTA passes the inclusive sum that its warp scan has returned, and receives the sum of
+# all warps below its own, 0 in warp 0. You may call `warp_scan`. Par: 1 barrier, and no chain of loads.
+
+
+# %%
+@cuda.jit(device=True)
+def my_sum_below(inclusive):
+    return ...  # yours
+
+
+sum_below = exercises.sum_below.use(my_sum_below)
+
+# %% [markdown]
+# ## Step 5: do it in every warp
+
+# %%
+two_level_scan = make_two_levels(sum_below)
+step("one barrier", (make_main(count_slots, two_level_scan), sort_slots, 1))
+
+# %% [markdown]
+# All warps together execute more. But they did nothing else meanwhile.
+#
+# **Take away.** If all warps must wait for what one computes, let each compute it.
+#
+# ## Step 6: a second CTA fills
+#
+# One SM does everything in the main kernel, and all others are idle. The padding needs neither counts nor scan: version 0x5 launches a second
+# CTA, which fills the whole array while the first one counts. The two need no synchronisation, because the sort kernel, which overwrites
 # the fill, is a later launch.
 #
 # **Prediction.** The main kernel saves its phase `fill`, because CTA 1 is done before CTA 0.
@@ -396,15 +439,32 @@ def make_two_ctas(count, scan):
 
 
 filled_apart = make_two_ctas(count_slots, two_level_scan)
-step("0x5 second CTA", (filled_apart, sort_slots, 2), predicted_us=page.without_fill())
+v0x5 = filled_apart, sort_slots, 2
+step("0x5 second CTA", v0x5, predicted_us=page.without_fill())
 
 # %% [markdown]
 # **Take away.** Work that depends on nothing can run beside everything. A second CTA costs no synchronisation if only a later launch reads
 # what it writes.
 #
+# Version 0x5 also makes the array shorter. The caller allocates it before anybody knows the counts, so it must hold any routing: at most
+# `numel + num_experts * (block_size - 1)` places, and if there are fewer slots than experts, `numel * block_size`, because
+# experts without a slot have no block.
+#
+# **Build.** That rule suffices, but it is not tight. Write a function that returns the fewest places that suffice for any
+# routing; each slot may choose any expert.
+
+
+# %%
+def my_length(numel, num_experts, block_size):
+    return ...  # yours
+
+
+exercises.length.check(my_length)
+
+# %% [markdown]
 # ## What is the sort kernel waiting for?
 #
-# The bars at the top show that the sort kernel takes about a quarter of 0x5, and no version has touched it. It loads an id, adds to a counter
+# The bars at the top show that the sort kernel takes more than half of 0x5, and no version has touched it. It loads an id, adds to a counter
 # in L2 and stores a slot to a scattered place. Which of the three takes the time? Vary one part at a time:
 
 
@@ -434,16 +494,21 @@ variants = {
 # the cell.
 
 # %%
-exercises.sort_culprit.check(variants, ...)
+exercises.culprit.check(variants, ...)
 
 # %% [markdown]
 # ## Build: one atomic operation for all lanes with the same expert
 #
-# The remedy: if several lanes of a warp have the same expert, one of them adds for all. `cuda.match_any_sync(FULL, expert)` returns to each lane
-# a mask of the lanes with the same value; `cuda.popc` counts bits and `cuda.ffs` finds the lowest, from 1.
-#
-# Write `take_places`: each lane passes its expert, and receives a place of its own, counted by `next_place[expert]`. Par: an
-# atomic operation per distinct expert of the warp.
+# A remedy: if several lanes of a warp have the same expert, one of them adds for all.
+
+# %%
+draw.aggregation([2, 0, 2, 3, 0, 2, 1, 2])
+
+# %% [markdown]
+# `cuda.match_any_sync(FULL, expert)` returns to each lane a mask of the lanes with the same value; `cuda.popc` counts bits and
+# `cuda.ffs` finds the lowest, from 1. Write `take_places`: each lane passes its expert, and receives a place of its own, counted by
+# `next_place[expert]`. Add with `atom_add_s32(next_place, expert, n)`, which returns the value before. Par: an atomic operation per distinct
+# expert of the warp.
 
 
 # %%
@@ -455,10 +520,10 @@ def my_take_places(next_place, expert):
 take_places = exercises.take_places.use(my_take_places)
 
 # %% [markdown]
-# ## Step 6: aggregated atomics
+# ## Step 7: aggregated atomics
 #
-# With 4096 tokens an expert has 128 slots, and the 32 slots of a warp belong to four tokens, whose experts are mostly different. So in random
-# routing a warp still adds about 30 times. With concentrated routing it adds eight times instead of 32.
+# The slots of a warp belong to a few tokens, and the experts of one token all differ. So in random routing a warp still adds almost
+# once per lane. If all tokens choose the same experts, it adds once per choice of a token instead of once per lane.
 
 
 # %%
@@ -472,34 +537,49 @@ def sort_aggregated(topk_ids, sorted_token_ids, cumsum, numel):
             sorted_token_ids[place] = i
 
 
-step("aggregated atomics", (filled_apart, sort_aggregated, 2))
+aggregated = filled_apart, sort_aggregated, 2
+step("aggregated atomics", aggregated)
 
 # %% [markdown]
-# What concentration does to the sort kernel, and what aggregation does about it:
+# Now all tokens choose the same experts:
 
 # %%
-page.concentrated({"0x5": (filled_apart, sort_slots, 2), "aggregated": (filled_apart, sort_aggregated, 2)})
+page.concentrated({"0x5": v0x5, "aggregated": aggregated})
 
 # %% [markdown]
-# **Take away.** Aggregation removes contention only where one warp has the contention. Here 16 warps on different SMs add to the same
-# cache line, and no warp knows of the others. What does help is in [the next lesson](04_align_one_launch.ipynb): no atomics on global memory at all.
+# The model counts an operation of a warp on a sector once, however many of its lanes add there. So it expects nothing of aggregation, and
+# much from concentration: all warps add to the same sectors.
+#
+# **Take away.** Aggregation merges what one warp adds. But here warps on different SMs add to the same cache lines, and no warp knows of
+# the others. What does help is in [the next lesson](04_align_one_launch.ipynb): no atomics on global memory at all.
 #
 # ## What did not pay
 #
-# Three changes of the published versions gained nothing, or next to nothing, for 4096 tokens on an H200:
+# Four changes of the published versions gained nothing, or next to nothing:
 
 # %%
 page.show_what_did_not_pay()
 
 # %% [markdown]
-# ## All steps
+# SGLang also has a small kernel for at most 64 experts and fewer than 1024 slots: one launch of one CTA in which each thread has a row of
+# counters of its own. [Our port of it](../docs/claims.md#align-the-small-kernel-loses-against-the-two-large-ones) is slower than the two
+# launches, because one of its threads scans alone.
 #
-# The steps once more, and the compiled kernels of SGLang and vLLM from the same GPU. An allocation alone moves such kernels: the rows
-# `lowest` and `highest` are the same kernel with its buffers at other addresses.
+# ## All steps
 
 # %%
 lesson.save()
 lesson.summary()
+
+# %% [markdown]
+# All steps use the same buffers, because where a buffer lies changes the time of such kernels. We do not know why.
+
+# %%
+print(page.allocations(v0x5))
+
+# %% [markdown]
+# The compiled kernels of SGLang and vLLM beside the package's, for other numbers of tokens, and if all slots choose one expert. The order of
+# an expert's slots differs from run to run in all but the package's, because `atomicAdd` hands out places in the order of arrival:
 
 # %%
 page.show_peers()
@@ -507,9 +587,9 @@ page.show_peers()
 # %% [markdown]
 # ## Next step, not built
 #
-# `count` runs on one SM: 32,768 ids through one L1, with 32 warps. The bytes would take well under a microsecond. **Build** a main kernel
-# whose counting is spread over several CTAs, and beat 0x5. What must the CTAs exchange, and who may then scan? Lower bound: two launches,
-# and the bytes at the copy rate.
+# `count` runs on one SM: all ids pass through one L1, and the loop of a thread is as long as the ids divided by the CTA's threads.
+# **Build** a main kernel whose counting is spread over several CTAs, and beat 0x5. What must the CTAs exchange, and who may then scan? Lower
+# bound: two launches, and the bytes at the copy rate.
 
 # %%
 print(page.lower_bound())
@@ -521,5 +601,8 @@ print(page.lower_bound())
 #   [7437](https://github.com/sgl-project/sglang/pull/7437) (0x2, ispobock), [7794](https://github.com/sgl-project/sglang/pull/7794) (0x3, ispobock),
 #   [7884](https://github.com/sgl-project/sglang/pull/7884) (0x4, yuan-luo) and [14133](https://github.com/sgl-project/sglang/pull/14133) (0x5, BBuf, after
 #   jinzhen-lin's [vLLM PR 29642](https://github.com/vllm-project/vllm/pull/29642)).
+#   On AMD GPUs the same source shuffles with a macro `SHFL_UP` that leaves the mask out.
 # - G. E. Blelloch, *Prefix sums and their applications*, 1990.
 # - We compare [the article's claims](../docs/claims.md#align) with our measurements.
+#
+# Before: [01, the gate for a prompt](01_gate_prompt.ipynb). Next: [04, the alignment in one launch](04_align_one_launch.ipynb).

@@ -1,4 +1,4 @@
-"""Figures of the alignment: inputs and outputs, scans."""
+"""Figures of the alignment: inputs and outputs, scans, aggregated atomic operations."""
 
 from moe_numba.align import reference
 from moe_numba.course.bench.figures.style import GREY, INK, WIDTH
@@ -15,9 +15,10 @@ from moe_numba.course.draw.canvas import (
     plural,
     text,
 )
-from moe_numba.course.lessons.align.draw_scans import blelloch, two_level_scan, warp_scan
+from moe_numba.course.lessons.align.draw_atomics import aggregation
+from moe_numba.course.lessons.align.draw_scans import blelloch, two_level_scan
 
-__all__ = ["blelloch", "problem", "two_level_scan", "warp_scan"]
+__all__ = ["aggregation", "blelloch", "problem", "two_level_scan"]
 
 EMPTY = "#F4F4F4"
 

@@ -1,8 +1,8 @@
-"""Figures of prefix sums: Blelloch's scan, a warp scan and a two-level block scan."""
+"""Figures of prefix sums: Blelloch's scan and a two-level block scan."""
 
 import numpy as np
 
-from moe_numba.course.bench.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, WIDTH
+from moe_numba.course.bench.figures.style import BLUE, GREEN, GREY, INK, PALE, WIDTH
 from moe_numba.course.draw.canvas import WHITE, arrow, canvas, cell, check_range, lane_colour, note, plural, text, tint
 
 
@@ -82,56 +82,12 @@ def blelloch(values):
     return figure
 
 
-def warp_scan_steps(values):
-    """Compute a warp scan: (name, numbers, shuffle distance, meaning of each number) per row."""
-    now, offset = list(values), 1
-    steps = [("start", list(now), 0, [""] * len(now))]
-    while offset < len(now):
-        stored = ["-" if lane < offset else f"{now[lane - offset]} + {now[lane]}" for lane in range(len(now))]
-        now = [v + (now[lane - offset] if lane >= offset else 0) for lane, v in enumerate(now)]
-        steps.append((f"offset = {offset}", now, offset, stored))
-        offset *= 2
-    pairs = list(zip(now, values, strict=True))
-    return [*steps, ("exclusive", [a - b for a, b in pairs], 0, [f"{a} - {b}" for a, b in pairs])]
-
-
-def warp_scan(values):
-    """Draw the ``shfl_up`` rounds after which every lane holds the sum of the lanes below it, without a barrier."""
-    lanes, steps = len(values), warp_scan_steps(values)
-    check_range("the number of values", lanes, 2, 16)
-    rows, step, tall = len(steps), min(0.76, 3.1 / (len(steps) - 1)), 0.37
-    title = f"A warp's scan: {plural(lanes, 'lane')}, {plural(rows - 2, 'shuffle')}, no barrier"
-    figure, axes = canvas(WIDTH, 0.98 + step * (rows - 1) + tall, title)
-    left, wide = 1.2, (WIDTH - 1.35) / lanes
-    inside, x = min(0.6, 0.92 * wide), [left + (lane + 0.5) * wide for lane in range(lanes)]
-    for row, (name, numbers, offset, small) in enumerate(steps):
-        y = 0.36 + step * (rows - 1 - row)
-        text(axes, 0.15, y + tall / 2, name, ha="left")
-        for lane, number in enumerate(numbers):
-            came = 0 < offset <= lane
-            fill = tint(BLUE) if came else WHITE if row < rows - 1 else tint(ORANGE, 0.45)
-            cell(axes, x[lane] - inside / 2, y, inside, tall, number, small[lane], fill=fill)
-            if row == 0:
-                text(axes, x[lane], y + tall + 0.13, f"lane {lane}" if wide > 0.6 else str(lane), size=8, colour=GREY)
-            else:
-                axes.plot([x[lane]] * 2, [y + tall, y + step], color=PALE, linewidth=0.9, zorder=0)
-            if came:
-                arrow(axes, (x[lane - offset], y + step), (x[lane], y + tall), colour=BLUE, label="shuffle")
-    note(
-        axes,
-        0.15,
-        0.14,
-        "Blue: a sum. A dash: no source lane, the sum is unchanged. Orange: each lane subtracts its own number.",
-    )
-    return figure
-
-
 def two_level_scan(warps=4, lanes=4, seed=0):
     """Draw a block scan made of warp scans, for ``warps`` warps of ``lanes`` lanes and random numbers from 1 to 9."""
     check_range("lanes", lanes, 2, 8)
     check_range("warps", warps, 2, min(lanes, 24 // lanes))
     values = np.random.default_rng(seed).integers(1, 10, (warps, lanes))
-    inside, sums = values.cumsum(1) - values, values.sum(1)
+    inside, sums = values.cumsum(1), values.sum(1)
     before = sums.cumsum() - sums
     figure, axes = canvas(WIDTH, 4.4, f"A two-level scan: {warps} warps of {lanes} lanes, two barriers")
     left, gap, tall = 1.75, 0.16, 0.29

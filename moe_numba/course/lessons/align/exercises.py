@@ -1,154 +1,277 @@
-"""Exercises of the notebooks on the alignment (`moe_align_block_size`)."""
+"""Exercises of the lesson "Alignment as published"; the page checks answers with `exercises.<name>`."""
 
-from itertools import product
-from numbers import Integral
+from functools import partial
 
 import numpy as np
+import torch
 
-from moe_numba import simulator  # noqa: F401  before numba
+from moe_numba import simulator  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
 # isort: split
-from numba import cuda, int32, uint32
+from numba import cuda
 
-from moe_numba.course.exercises import Exercise
-from moe_numba.course.grader import Run, Wrong, case, expect_between, expect_equal, function_test, kernel_test
-from moe_numba.simulator.profiler.bank_conflicts import count_wavefronts
+from moe_numba.course.bench import records
+from moe_numba.course.grader import Wrong, expect_equal, fault
+from moe_numba.course.lessons.align import answers
+from moe_numba.course.lessons.align.published import ABOUT, DEVICE, OLD, ORDER, inputs, lesson, published_phases
+from moe_numba.course.lessons.align.sizes import BLOCK, EXPERTS, TOKENS
+from moe_numba.course.steps.align_runs import poisoned
+from moe_numba.course.steps.exercises import Break, Build, is_stub
+from moe_numba.course.steps.score import count
+from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
+from moe_numba.runtime.launch import launch
 
-_ALL_LANES = 0xFFFFFFFF
-
-# 1: a scan of two warps
-
-
-@cuda.jit
-def scan_64(counts, starts):
-    sums = cuda.shared.array(2, int32)
-    tid = cuda.threadIdx.x
-    warp, lane = tid // 32, tid % 32
-    value = counts[tid]
-    for k in range(5):
-        below = cuda.shfl_up_sync(_ALL_LANES, value, 1 << k)
-        if lane >= 1 << k:
-            value += below
-    if lane == 31:
-        sums[warp] = value
-    cuda.syncthreads()
-    starts[tid] = value - counts[tid] + (sums[0] if warp == 1 else 0)
+# Predict: the phases to attack
 
 
-_COUNTS = np.arange(64, dtype=np.int32) * 7 % 10 + 1
-_STARTS = _COUNTS.cumsum() - _COUNTS
+class Attack:
+    """Choose the two phases to work on first, from the bars of all versions."""
 
-# 2: the length of sorted_token_ids
-
-
-def buffer_length(numel, num_experts, block_size):
-    used = min(numel, num_experts)  # experts with at least one slot: each may have one slot in its last block
-    return (used + (numel - used) // block_size) * block_size
-
-
-_SIZES = list(product((0, 1, 2, 3, 5, 8, 13), (1, 2, 3, 8), (1, 2, 4, 16)))
-
-
-# 3: a row pitch
-
-
-def _has_no_bank_conflicts(row_pitch):
-    for num_experts in (64, 32, 16, 7):
-        words = row_pitch(num_experts)
-        with case(f"{num_experts} experts"):
-            least, most = num_experts, 2 * num_experts + 2
-            if not isinstance(words, Integral) or not least <= words <= most:
-                raise Wrong(f"a row has {words!r} words; an integer from {least} to {most} is needed")
-            for expert in (0, num_experts - 1):
-                addresses = {lane: 4 * (lane * words + expert) for lane in range(32)}
-                expect_between(
-                    f"wavefronts to read a column of rows of {words} words",
-                    count_wavefronts(addresses, 4, True)[0],
-                    most=1,
-                )
+    def check(self, first=..., second=...) -> Verdict:
+        """Compare the choice with what the authors gained, and with what remained."""
+        phases = published_phases()[0]
+        if ... in (first, second) or not phases:
+            return Verdict("attack", OPEN, "no choice yet: name two of " + ", ".join(ORDER))
+        if unknown := {first, second} - set(ORDER):
+            return Verdict("attack", WRONG, f"{sorted(unknown)} is no phase; phases are {', '.join(ORDER)}")
+        old, new = phases["0x1"], phases["0x5"]
+        largest = sorted(old, key=old.get, reverse=True)
+        shares = ", ".join(f"{phase} {old[phase]:.1f} -> {new.get(phase, 0):.1f} us" for phase in largest)
+        state = RIGHT if [first, second] == largest[:2] else WRONG
+        return Verdict("attack", state, f"the two largest are {largest[0]} and {largest[1]}. From 0x1 to 0x5: {shares}")
 
 
-# 4: slots in ascending order
+attack = Attack()
 
 
-def slots_in_order(thread, threads, numel):
-    share = -(-numel // threads)
-    return range(thread * share, min((thread + 1) * share, numel))
+# Build: the scan of a warp
 
 
-def _keeps_the_order(slots):
-    for threads, numel in ((32, 100), (64, 512), (32, 7)):
-        with case(f"{threads} threads, {numel} slots, one thread after the other"):
-            taken = [list(slots(thread, threads, numel)) for thread in range(threads)]
-            expect_equal("slots", sum(taken, []), range(numel))
-            expect_between("slots of one thread", max(map(len, taken)), most=-(-numel // threads))
+def _around_scan(answer):
+    @cuda.jit
+    def around(x, out):
+        out[cuda.threadIdx.x] = answer(x[cuda.threadIdx.x])
+
+    return around
 
 
-# 5: one atomic operation for all lanes with the same expert
+def _scan(kernel):
+    x = np.arange(64, dtype=np.int32) * 7 % 10 + 1
+    out = np.full(64, -7, np.int32)
+    kernel[1, 64](x, out)
+    return x, out
 
 
-@cuda.jit
-def sort_aggregated(ids, next_place, places):
-    i = cuda.grid(1)
-    expert, lane = ids[i], cuda.threadIdx.x % 32
-    same = uint32(cuda.match_any_sync(_ALL_LANES, expert))
-    lowest = cuda.ffs(same) - 1
-    first = int32(0)
-    if lane == lowest:
-        first = cuda.atomic.add(next_place, expert, cuda.popc(same))
-    first = cuda.shfl_sync(_ALL_LANES, first, lowest)
-    places[i] = first + cuda.popc(same & uint32((uint32(1) << uint32(lane)) - uint32(1)))
+def _test_scan(answer):
+    x, out = _scan(_around_scan(answer))
+    right = x.reshape(-1, 32).cumsum(1).ravel()
+    if (out == right - x).all():
+        raise Wrong("that is the exclusive scan: the value of the lane itself is missing")
+    if (out[:32] == right[:32]).all() and (out != right).any():
+        raise Wrong("warp 0 is right, and warp 1 is not: threadIdx.x is not the lane")
+    expect_equal("the scan", out, right)
+
+
+warp_scan = Build(
+    "warp scan",
+    "the sum of x over lanes 0 to this one",
+    own=answers.warp_scan,
+    test=_test_scan,
+    profile=lambda answer: count(_around_scan(answer), _scan, answer),
+    counter="shuffles",
+    par=5,
+    par_is_bound=True,
+    forbidden={
+        "shared_load_requests": "it exchanges values through shared memory",
+        "votes": "it uses votes; the exercise is about shuffles",
+    },
+    over_par="What could a lane learn from lane - 16 in one step?",
+    hint="Add the value of the lane 1 below, then of the lane 2 below, then 4, 8 and 16: only if there is such a lane.",
+    home=f"{__name__}:warp_scan",
+)
+
+
+# Break: one barrier less. Build: with one barrier
+
+_WARPS = 8
+
+
+def _around_sum_below(answer, threads=32 * _WARPS):
+    @cuda.jit
+    def around(x, out):
+        tid = cuda.threadIdx.x
+        below = answer(answers.warp_scan(x[tid]))
+        if tid < threads:
+            out[tid] = below
+
+    return around
+
+
+def _sum_below(kernel, threads=32 * _WARPS):
+    x, out = np.arange(32 * _WARPS, dtype=np.int32) % 11 + 1, np.full(threads, -7, np.int32)
+    kernel[1, len(x)](x, out)
+    sums = x.reshape(_WARPS, 32).sum(1)
+    return out, np.repeat(sums.cumsum() - sums, 32)[:threads]
+
+
+def _test_sum_below(answer):
+    expect_equal("the sum of the warps below thread", *_sum_below(_around_sum_below(answer)))
+
+
+def _passes(answer, seed):
+    """Return whether the first 64 threads, of two warps, receive the right sums."""
+    with simulator.seed(seed):
+        found, right = _sum_below(_around_sum_below(answer, 64), 64)
+        return bool((found == right).all())
+
+
+def _race(answer):
+    try:
+        with simulator.races():
+            _sum_below(_around_sum_below(answer, 64), 64)
+    except simulator.DataRace as error:
+        return str(error)
+    return None
+
+
+one_barrier_less = Break("one barrier less", answers.warp_0_scans, _passes, _race, home=f"{__name__}:one_barrier_less")
+
+sum_below = Build(
+    "sum below",
+    "the sum of what all warps below this one have added up, with one barrier",
+    own=answers.sum_below,
+    test=_test_sum_below,
+    profile=lambda answer: count(_around_sum_below(answer), _sum_below, answer),
+    counter="barriers",
+    par=1,
+    par_is_bound=True,
+    limits={"shared_load_requests": (2, "it loads the sums one after another")},
+    over_par="Who else could scan the sums, if they lie in shared memory for all warps?",
+    hint="After the barrier, lane i of every warp loads the sum of warp i. A warp scan later, the lane of the warp "
+    "below knows the answer: shfl_sync returns it to all lanes.",
+    home=f"{__name__}:sum_below",
+)
+
+
+# Build: the length of sorted_token_ids
+
+_SIZES = [(n, e, b) for n in (0, 1, 2, 3, 5, 8, 13) for e in (1, 2, 3, 8) for b in (1, 2, 4, 16)]
+
+
+class Length:
+    """Write the length that `sorted_token_ids` needs."""
+
+    def check(self, answer=...) -> Verdict:
+        """Compare an answer with the fewest places that suffice for any routing."""
+        verdict = partial(Verdict, "length", hint=_LENGTH_HINT, solution=answers.buffer_length)
+        if answer is ... or is_stub(answer):
+            return verdict(OPEN, "not answered yet: write a function of the three numbers")
+        if (wrong := fault(_test_length, answer)) is not None:
+            return verdict(OPEN if wrong.startswith("not answered") else WRONG, wrong)
+        return verdict(RIGHT, f"right for {len(_SIZES)} sizes", answer=answer)
+
+
+def _test_length(answer):
+    for sizes in _SIZES:
+        if (found := answer(*sizes)) != (right := answers.buffer_length(*sizes)):
+            what = "sufficient, but not tight" if found > right else "too short for some routing"
+            raise Wrong("{} slots, {} experts, blocks of {}: ".format(*sizes) + f"{found} is {what}; {right} suffice")
+
+
+_LENGTH_HINT = (
+    "The worst routing gives as many experts as possible a last block with a single slot. How many can that be?"
+)
+length = Length()
+
+
+# Diagnose: the sort kernel
+
+
+class Culprit:
+    """Choose the variants of the sort kernel that are much faster, then see their times."""
+
+    def check(self, variants: dict, choice=...) -> Verdict:
+        """Time the variants, or look their times up, and compare."""
+        ids = inputs(TOKENS)["random experts"]
+        outputs, cumsum = poisoned(ids, EXPERTS, BLOCK), torch.zeros(33 * EXPERTS, dtype=torch.int32, device=DEVICE)
+        length = ids.numel() // (64 if simulator.ENABLED else 1)
+        mask = (1 << (len(outputs[0]).bit_length() - 1)) - 1
+        calls = {
+            name: partial(launch, kernel, -(-length // 256), 256, ids, outputs[0], cumsum, length, mask)
+            for name, kernel in variants.items()
+        }
+        us, source = lesson.times("sort kernel", calls), "measured" if not simulator.ENABLED else "recorded"
+        if not us:
+            us, source = _old_times(variants), OLD
+        if choice is ... or not us:
+            return Verdict(
+                "culprit", OPEN, "no choice yet: A, B, C, or several" if us else "not timed with these sizes"
+            )
+        whole = us["as it is"]
+        fast = "".join(name[0] for name in variants if name != "as it is" and us[name] < 0.7 * whole)
+        times = ", ".join(f"{name} {us[name]:.2f} us" for name in variants)
+        text = f"you chose {choice}; {fast} are much faster ({source}): {times}. " + _CULPRIT
+        return Verdict("culprit", RIGHT if set(choice) == set(fast) else WRONG, text)
+
+
+def _old_times(variants):
+    record = records.recorded("align_ladder")
+    us = record["diagnosis"]["sort kernel"] if record and records.select(record, **ABOUT) else {}
+    named = {name: us.get(name.rpartition(": ")[2]) for name in variants}
+    return {} if None in named.values() else named
+
+
+_CULPRIT = (
+    "C has as many atomic operations and scattered stores as the kernel as it is. So neither takes the time, but that "
+    "all counters lie in a few cache lines: the L2 serves the operations on a line one after another."
+)
+culprit = Culprit()
+
+
+# Build: aggregated atomics
+
+
+def _around_places(answer):
+    @cuda.jit
+    def around(ids, next_place, places):
+        i = cuda.grid(1)
+        places[i] = answer(next_place, ids[i])
+
+    return around
 
 
 _IDS = np.concatenate([np.arange(64) % 4, np.zeros(32), np.arange(32)]).astype(np.int32)
-_PER_EXPERT = np.bincount(_IDS, minlength=32)
-_FIRST_PLACES = (_PER_EXPERT.cumsum() - _PER_EXPERT).astype(np.int32)
+_FIRST = np.bincount(_IDS, minlength=32).cumsum() - np.bincount(_IDS, minlength=32)
 
 
-def _sort(kernel, ids, next_place):
-    """Sort, and return the expert of each place: within an expert any order is right."""
-    places = np.full(128, -1, np.int32)
-    kernel[2, 64](ids, next_place, places)
-    experts = np.full(129, -1, np.int32)  # the last for places that do not exist
-    experts[np.where((places >= 0) & (places < 128), places, 128)] = ids
-    return {"the expert of place": experts[:128]}
+def _take(kernel):
+    places, next_place = np.full(len(_IDS), -1, np.int32), _FIRST.astype(np.int32)
+    kernel[2, 64](_IDS, next_place, places)
+    return places, next_place
 
 
-EXERCISES = {
-    1: Exercise(
-        "a kernel that computes the exclusive scan of 64 numbers with 64 threads",
-        kernel_test(Run((1, 64), {"counts": _COUNTS, "starts": np.full(64, -7, np.int32)}, {"starts": _STARTS})),
-        "Warp 1 needs the sum of warp 0. What orders the write before the read?",
-        scan_64,
-    ),
-    2: Exercise(
-        "a function from slots, experts and block size to the fewest places that suffice for any routing; each slot "
-        "may choose any expert",
-        function_test(buffer_length, _SIZES),
-        "The worst routing gives as many experts as possible a last block with a single slot. How many can that be?",
-        buffer_length,
-    ),
-    3: Exercise(
-        "a function from the number of experts to a row pitch in words (at least num_experts, at most "
-        "2 * num_experts + 2) without bank conflicts when 32 threads read the same column",
-        _has_no_bank_conflicts,
-        "Word w lies in bank w % 32. Lanes l and m conflict if l * pitch and m * pitch leave the same remainder.",
-        "lambda num_experts: num_experts | 1  # an odd pitch visits all 32 banks",
-    ),
-    4: Exercise(
-        "a function that returns the slots of a thread, at most ceil(numel / threads)",
-        _keeps_the_order,
-        "The counters order an expert's slots by thread, so the slots of thread 0 must be below those of thread 1.",
-        slots_in_order,
-    ),
-    5: Exercise(
-        "a kernel in which a warp adds once per distinct expert; cuda.match_any_sync finds the lanes with the same one",
-        kernel_test(
-            Run(_sort, {"ids": _IDS, "next_place": _FIRST_PLACES}, {"the expert of place": np.sort(_IDS)}),
-            at_most={"global atomics": 4 + 4 + 1 + 32},  # the distinct experts of each warp
-        ),
-        "The mask of cuda.match_any_sync has a bit per lane with the same expert: cuda.popc counts them, cuda.ffs "
-        "finds the lowest. The bits below a lane are its rank among them.",
-        sort_aggregated,
-    ),
-}
+def _test_places(answer):
+    places, next_place = _take(_around_places(answer))
+    if sorted(places) != list(range(len(_IDS))):
+        place = next(p for p in range(len(_IDS)) if (places == p).sum() != 1)
+        raise Wrong(f"place {place} is taken {(places == place).sum()} times, not once")
+    expect_equal("the expert of each place", _IDS[np.argsort(places)], np.sort(_IDS))
+    expect_equal("next_place at the end", next_place, _FIRST + np.bincount(_IDS, minlength=32))
+
+
+take_places = Build(
+    "places",
+    "a place of its own for each lane, with one atomic operation per distinct expert of the warp",
+    own=answers.take_places,
+    test=_test_places,
+    profile=lambda answer: count(_around_places(answer), _take, answer),
+    counter="contention",
+    unit="lane of a warp adding to an address at once",
+    par=1,
+    par_is_bound=True,
+    forbidden={"shared_load_requests": "it uses shared memory; a warp needs none"},
+    over_par="Which one lane of those with the same expert should add, and how much?",
+    hint="match_any gives the lanes with my expert; the lowest of them adds popc of that mask, and shfl shares what "
+    "came back. The bits below my lane are my rank.",
+    home=f"{__name__}:take_places",
+)
