@@ -1,9 +1,9 @@
-"""Figures of the alignment in one launch: writers, ranks from bitmasks, the exchange of counts, words, clusters."""
+"""Figures of the alignment in one launch: writers, ranks, the exchange of counts, who waits for whom, words."""
 
 import numpy as np
 
 from moe_numba.align import reference
-from moe_numba.course.bench.figures.style import BLUE, COLOURS, GREY, INK, ORANGE, PALE, RED, WIDTH
+from moe_numba.course.bench.figures.style import BLUE, COLOURS, GREY, INK, ORANGE, PALE, PURPLE, RED, SKY, WIDTH
 from moe_numba.course.draw.canvas import (
     WHITE,
     arrow,
@@ -18,9 +18,9 @@ from moe_numba.course.draw.canvas import (
     text,
     tint,
 )
-from moe_numba.course.draw.player import Arrow, Box, Frame, Label
 
 EMPTY = "#F4F4F4"
+_NARROW = 5.4  # inches: legible on a phone
 # Colours of the phases, as `phase_bars` gives them to the versions of the notebook
 PHASES = dict(zip(("start", "count", "scan", "write", "sort kernel", "exchange"), COLOURS, strict=False))
 
@@ -40,7 +40,7 @@ def two_launches():
             ),
         ),
         (
-            "this notebook: one launch",
+            "one launch",
             (
                 dict.fromkeys(
                     range(4), (("start", 0.35), ("count", 0.4), ("exchange", 0.65), ("scan", 0.45), ("write", 0.55))
@@ -49,7 +49,7 @@ def two_launches():
         ),
     )
     height = 1.0 + len(versions) * (4 * each + 0.55)
-    figure, axes = canvas(WIDTH, height, "What the SMs do (schematic, not to scale)")
+    figure, axes = canvas(7.2, height, "What the SMs do (schematic, not to scale)")
     y = height - 0.72
     for name, launches in versions:
         text(axes, 0.15, y, name, ha="left", weight="bold")
@@ -74,7 +74,7 @@ def two_launches():
         axes,
         0.15,
         0.15,
-        "Blue: the launch; it begins when the one before has ended. 'exchange': CTAs exchange counts (step 5).",
+        "Blue: the launch; it begins when the one before has ended. 'exchange': CTAs exchange counts (step 3).",
     )
     return figure
 
@@ -267,9 +267,9 @@ def count_words():
     tagged = [part for e in (0, 1) for part in ((f"expert {e}", 1, count), ("launch number", 1, launch))]
     two = lambda e: [(f"expert {e}", 0.5, count), (f"expert {e + 1}", 0.5, count), ("launch number", 1, launch)]
     rows = {
-        "step 5: plain counts": (4, plain),
-        "step 6: tagged counts": (2, tagged),
-        "step 7: packed counts": (4, [*two(0), *two(2)]),
+        "step 3: counts": (4, plain),
+        "one with the number": (2, tagged),
+        "step 4: two of them": (4, [*two(0), *two(2)]),
     }
     for number, (name, (counts, parts)) in enumerate(rows.items()):
         x, y = left, 1.75 - 0.52 * number
@@ -293,73 +293,104 @@ def count_words():
     return figure
 
 
-def cluster_ids(ctas=4):
-    """Draw how the CTAs of a cluster give each other the expert ids of their tokens."""
+def who_waits(ctas=3, late=2):
+    """Draw who waits for whom in the exchange: at a barrier, and for words that carry the number of the launch.
+
+    CTA ``late`` counts for longer than the others.
+    """
     check_range("ctas", ctas, 2, 4)
-    wide, left, tall = (WIDTH - 0.45) / ctas - 0.15, 0.3, 0.27
-    figure, axes = canvas(WIDTH, 2.9, f"A cluster of {ctas} CTAs: each stores its ids in the shared memory of all")
-    part = (wide - 0.2) / ctas
-    middle = lambda cta: left + cta * (wide + 0.15) + wide / 2
-    for cta in range(ctas):
-        x, colour = left + cta * (wide + 0.15), lane_colour(cta)
-        box(axes, x, 1.85, wide, 0.42, f"CTA {cta} routes its tokens", fill=colour, edge=WHITE, colour=ink_on(colour))
-        box(axes, x, 0.5, wide, 0.62, fill=WHITE, edge=INK)
-        text(axes, x + wide / 2, 0.99, f"shared memory of CTA {cta}", size=8, colour=GREY)
-        for other in range(ctas):
-            colour = lane_colour(other)
-            cell(axes, x + 0.1 + other * part, 0.58, part, tall, "ids", fill=colour, edge=WHITE, size=7.5, label="ids")
-            arrow(axes, (middle(other), 1.85), (x + 0.1 + (other + 0.5) * part, 1.13), colour=colour, label="store")
-    words = "Arrows: st.shared::cluster (distributed shared memory)."
-    note(axes, 0.15, 0.18, f"Colour: the CTA that routed the tokens. {words}")
+    check_range("late", late, 0, ctas - 1)
+    left, tall, each = 0.75, 0.25, 0.34
+    told = ("store", 0.55), ("fence", 0.55), ("add", 0.5)
+    parts = (
+        ("step 3: all wait at a barrier", told, (("fence", 0.55), ("load", 0.5)), "the last CTA arrives"),
+        ("step 4: each word says that it has arrived", told[:1], (), "the last word arrives"),
+    )
+    colours = {"count": BLUE, "store": ORANGE, "fence": PURPLE, "add": RED, "poll": EMPTY, "load": SKY}
+    height = 0.75 + len(parts) * (ctas * each + 0.75)
+    figure, axes = canvas(_NARROW, height, "Who waits for whom")
+    y = height - 0.65
+    for name, before, after, event in parts:
+        text(axes, 0.12, y, name, ha="left", weight="bold")
+        counted = [1.7 if cta == late else 0.8 for cta in range(ctas)]
+        arrives = left + counted[late] + sum(wide for _, wide in before)
+        for cta in range(ctas):
+            low, x = y - 0.22 - cta * each - tall, left
+            text(axes, left - 0.1, low + tall / 2, f"CTA {cta}", ha="right", size=8.5)
+            polls = arrives + 0.18 - left - counted[cta] - sum(wide for _, wide in before)
+            for what, wide in (("count", counted[cta]), *before, ("poll", polls), *after):
+                words = {"fill": colours[what], "edge": WHITE, "colour": ink_on(colours[what]), "size": 8}
+                box(axes, x, low, wide, tall, what if wide > 0.4 else "", label=what, **words)
+                x += wide
+        bottom = y - 0.22 - (ctas - 1) * each - tall
+        axes.plot([arrives] * 2, [bottom - 0.08, y - 0.16], color=INK, linewidth=1.2, linestyle="--", label="arrival")
+        text(axes, arrives, bottom - 0.18, event, size=8.5)
+        y -= ctas * each + 0.75
+    note(axes, 0.12, 0.12, f"CTA {late} is late. Ranks need no other CTA: they fit between store and poll.")
     return figure
 
 
-def barrier_frames(events, ctas, counter="workspace"):
-    """Return the frames of a player of the grid-wide barrier, from a trace with accesses, and their width and height.
+def warp_ranks(experts_of_warps, slot=None):
+    """Draw how warps rank their slots: masks and counters for each warp and expert, and the sums over lower warps.
 
-    Parameters
-    ----------
-    events : list of Event
-        Of a kernel that consists of the barrier and, behind it, a store of thread 0 to another array.
-    ctas : int
-        At most 8.
-    counter : str
-        The name of the kernel's argument that holds the counter.
+    ``experts_of_warps`` has the experts of each warp's lanes; ``slot``, by default the last one, is followed.
     """
-    check_range("ctas", ctas, 2, 8)
-    arrived, polls, passed, frames = [], dict.fromkeys(range(ctas), 0), [], []
-    for event in events:
-        cta = event.block.x
-        if event.what == "global atomic":
-            arrived.append(cta)
-            added = f"2^31 - {ctas - 1}" if cta == 0 else "1"
-            last = " With that the top bit flips." if len(arrived) == ctas else ""
-            words = f"CTA {cta} arrives and adds {added}.{last}"
-        elif event.what == "global load" and event.details["buffer"] == counter and cta not in passed:
-            polls[cta] += 1
-            if len(arrived) == ctas:
-                passed.append(cta)
-                words = f"CTA {cta} loads the counter: the top bit is not as when this CTA arrived, so it passes."
-            elif polls[cta] > 1:
-                continue  # a frame for each poll would be many
-            else:
-                words = f"CTA {cta} loads the counter: the top bit is as when this CTA arrived, so it polls."
-        else:
-            continue
-        frames.append(Frame(words, _barrier_shapes(ctas, arrived, passed, cta)))
-    if len(passed) < ctas:
-        raise ValueError(f"only the CTAs {sorted(passed)} of {ctas} pass the barrier: is it a trace of accesses?")
-    return frames, 16 + 170 * ctas, 118
+    ids = np.array(experts_of_warps)
+    warps, lanes = ids.shape
+    check_range("the number of warps", warps, 2, 3)
+    check_range("the number of lanes", lanes, 4, 8)
+    w, lane = divmod(warps * lanes - 1 if slot is None else slot, lanes)
+    e, experts = int(ids[w, lane]), int(ids.max()) + 1
+    check_range("the number of experts", experts, 2, 6)
+    counts = np.stack([np.bincount(row, minlength=experts) for row in ids])
+    sums, below = counts.cumsum(0) - counts, int((ids[w, :lane] == e).sum())
+    left, gap, tall = 0.85, 0.2, 0.24
+    wide = (_NARROW - left - 0.12 - gap * (warps - 1)) / (warps * lanes)
+    height = 2.45 + 2 * experts * tall
+    figure, axes = canvas(_NARROW, height, f"Ranks in {warps} warps of {lanes} lanes")
+    x = [left + of * (lanes * wide + gap) for of in range(warps)]
 
+    def row(y, name, values, fill, parts, label):
+        text(axes, left - 0.08, y + tall / 2, name, ha="right", size=8.5)
+        for of in range(warps):
+            each = lanes * wide / parts
+            for at in range(parts):
+                cell(
+                    axes,
+                    x[of] + at * each,
+                    y,
+                    each,
+                    tall,
+                    values(of, at),
+                    fill=fill(of, at),
+                    edge=PALE,
+                    size=8,
+                    label=label,
+                )
 
-def _barrier_shapes(ctas, arrived, passed, active):
-    value = ((1 << 31) - (ctas - 1) if 0 in arrived else 0) + sum(cta != 0 for cta in arrived)
-    shapes = [Label(8, 14, f"counter: top bit {value >> 31}, other bits {value % (1 << 31):,}")]
-    for cta in range(ctas):
-        x = 8 + 170 * cta
-        kind = "done" if cta in passed else "active" if cta in arrived else "plain"
-        state = "passed" if cta in passed else "polls" if cta in arrived else "not arrived"
-        shapes.append(Box(x, 34, 160, 34, f"CTA {cta}: {state}", kind, f"CTA {cta}"))
-        if cta == active:
-            shapes.append(Arrow(x + 80, 104, x + 80, 70))
-    return shapes
+    y = height - 0.95
+    for of in range(warps):
+        text(axes, x[of] + lanes * wide / 2, y + tall + 0.11, f"warp {of}", size=8.5, colour=GREY)
+    followed = lambda of, at: (
+        RED if (of, at) == (w, lane) else BLUE if ids[of, at] == e and (of, at) < (w, lane) else WHITE
+    )
+    row(y, "experts", lambda of, at: ids[of, at], followed, lanes, "slot")
+    text(axes, 0.12, y - 0.22, "masks: a bit for each lane", ha="left", weight="bold")
+    y -= 0.36
+    for expert in range(experts):
+        y -= tall
+        bit = lambda of, at, expert=expert: int(ids[of, at] == expert)
+        own = lambda of, at, expert=expert: followed(of, at) if (of, expert) == (w, e) else WHITE
+        fill = lambda of, at, bit=bit, own=own: tint(GREY) if own(of, at) == WHITE and bit(of, at) else own(of, at)
+        row(y, f"expert {expert}", bit, fill, lanes, "bit")
+    text(axes, 0.12, y - 0.22, "counters: the warp's own slots, and those of lower warps", ha="left", weight="bold")
+    y -= 0.36
+    for expert in range(experts):
+        y -= tall
+        value = lambda of, at, expert=expert: (counts, sums)[at][of, expert]
+        fill = lambda of, at, expert=expert: BLUE if (of, at, expert) == (w, 1, e) else WHITE
+        row(y, f"expert {expert}", value, fill, 2, "counter")
+    words = f"slot {w * lanes + lane}: {sums[w, e]} in lower warps + {below} in lower lanes = rank {sums[w, e] + below}"
+    text(axes, 0.12, 0.36, words, ha="left", weight="bold")
+    note(axes, 0.12, 0.14, "Red: the slot. Blue: the slots that its rank counts.")
+    return figure

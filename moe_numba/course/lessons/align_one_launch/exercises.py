@@ -1,138 +1,277 @@
-"""Exercises of the notebook on the alignment in one launch."""
+"""Exercises of the lesson "Alignment in one launch"; the page checks answers with ``exercises.<name>``."""
+
+from functools import partial
 
 import numpy as np
 import torch
 
-from moe_numba import simulator  # before numba
+from moe_numba import simulator  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
 # isort: split
-from numba import cuda, int32, uint32
+from numba import cuda, int32
 
-from moe_numba.course.exercises import Exercise
-from moe_numba.course.grader import Run, case, expect_equal, kernel_test, number_test
-from moe_numba.ptx.atomics import atom_add_relaxed_gpu_s32, ld_relaxed_gpu_s32, st_relaxed_gpu_s32
-from moe_numba.ptx.warp import lanemask_lt
+from moe_numba.course.grader import Wrong, case, expect_equal
+from moe_numba.course.lessons.align_one_launch import answers
+from moe_numba.course.lessons.align_one_launch.one_launch import DEVICE, OLD, inputs, lesson, old_times
+from moe_numba.course.lessons.align_one_launch.sizes import BINS, BOTH, CTAS, DECODE, EXPERTS, TOKENS
+from moe_numba.course.steps.exercises import Build
+from moe_numba.course.steps.score import count
+from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
 from moe_numba.runtime.launch import launch
 
-_SEEDS = 4
+# Build: the rank in a warp
 
 
-# 1: ranks from bitmasks
+def _around_rank(answer):
+    @cuda.jit
+    def around(experts, ranks, counts):
+        i = cuda.grid(1)
+        ranks[i], counts[i] = answer(experts[i])
+
+    return around
 
 
-@cuda.jit
-def stable_ranks(ids, ranks):
-    masks = cuda.shared.array(16, int32)  # two words for each of 8 experts
-    i = cuda.threadIdx.x
-    if i < 16:
-        masks[i] = 0
-    cuda.syncthreads()
-    cuda.atomic.or_(masks, 2 * ids[i] + i // 32, int32(uint32(1) << uint32(i % 32)))
-    cuda.syncthreads()
-    rank = cuda.popc(uint32(masks[2 * ids[i] + i // 32]) & lanemask_lt())
-    if i >= 32:
-        rank += cuda.popc(uint32(masks[2 * ids[i]]))
-    ranks[i] = rank
+_EXPERTS = np.concatenate([np.arange(32) * 7 % 5, np.full(32, 255), np.arange(32) % 32, [9, 256] * 16]).astype(np.int32)
 
 
-def _ranks(seed, experts):
-    ids = np.random.default_rng(seed).integers(0, experts, 64, dtype=np.int32)
-    wanted = [(ids[:i] == ids[i]).sum() for i in range(64)]
-    return Run((1, 64), {"ids": ids, "ranks": np.full(64, -7, np.int32)}, {"ranks": wanted}, f"{experts} experts")
+def _rank(kernel):
+    ranks, counts = np.full(len(_EXPERTS), -7, np.int32), np.full(len(_EXPERTS), -7, np.int32)
+    kernel[2, 64](_EXPERTS, ranks, counts)
+    return ranks, counts
 
 
-# 2: a barrier whose counter is never reset
+def _test_rank(answer):
+    ranks, counts = _rank(_around_rank(answer))
+    same = _EXPERTS.reshape(-1, 32)[:, :, None] == _EXPERTS.reshape(-1, 32)[:, None, :]
+    below = np.tril(np.ones((32, 32), bool), -1)
+    if (ranks == (same & below.T).sum(2).ravel()).all():
+        raise Wrong("the rank counts the lanes above; earlier slots are in lanes below")
+    expect_equal("rank", ranks, (same & below).sum(2).ravel())
+    expect_equal("count", counts, same.sum(2).ravel())
 
 
-@cuda.jit
-def sum_of_all(values, rows, sums, counter):
-    cta = cuda.blockIdx.x
-    rows[cta] = values[cta]
-    cuda.threadfence()
-    old = atom_add_relaxed_gpu_s32(counter, 0, int32(uint32(1 << 31) - uint32(2)) if cta == 0 else int32(1))
-    while int32(old ^ ld_relaxed_gpu_s32(counter, 0)) >= 0:  # until the top bit differs
-        pass
-    cuda.threadfence()
-    sums[cta] = rows[0] + rows[1] + rows[2]
-
-
-def _survives_the_wrap(kernel):
-    """Launch a kernel with the counters that it would find just before they overflow 31 and 32 bits."""
-    counter = torch.zeros(1, dtype=torch.int32)
-    with case("the first launches"):
-        _launch_sums(kernel, counter, 3)
-    counter.zero_()
-    _launch_sums(kernel, counter, 1)
-    step = int(counter) % (1 << 32)  # what a launch adds
-    for bits in (31, 32):
-        launches = (1 << bits) // step if step else 0
-        value = launches * step % (1 << 32)
-        for seed in range(_SEEDS):
-            counter[0] = value - (value >> 31 << 32)
-            when = f"after {launches:,} launches, when the counter is {int(counter):,}"
-            with simulator.seed(seed), case(when):
-                _launch_sums(kernel, counter, 3)
-
-
-def _launch_sums(kernel, counter, launches):
-    for n in range(launches):
-        values = torch.arange(3, dtype=torch.int32) + 10 * n + 1
-        rows, sums = torch.full((3,), -7, dtype=torch.int32), torch.full((3,), -7, dtype=torch.int32)
-        launch(kernel, 3, 1, values, rows, sums, counter, cooperative=True)
-        expect_equal("sums", sums, values.sum().expand(3))
-
-
-# 3: values and flags of a chained scan
-
-
-@cuda.jit
-def chained_scan(values, prefix, flags):
-    cta, before = cuda.blockIdx.x, int32(0)
-    if cta > 0:
-        while ld_relaxed_gpu_s32(flags, cta - 1) == 0:
-            pass
-        cuda.threadfence()
-        before = prefix[cta - 1]
-    prefix[cta] = before + values[cta]
-    cuda.threadfence()
-    st_relaxed_gpu_s32(flags, cta, 1)
-
-
-_VALUES = torch.tensor([5, 3, 8, 1], dtype=torch.int32)
-_CHAIN = Run(
-    lambda kernel, *arguments: launch(kernel, 4, 1, *arguments, cooperative=True),
-    {"values": _VALUES, "prefix": torch.full((4,), -7, dtype=torch.int32), "flags": torch.zeros(4, dtype=torch.int32)},
-    {"prefix": _VALUES.cumsum(0)},
+rank_in_warp = Build(
+    "rank in a warp",
+    "the number of lanes below this one with the same expert, and the number of all lanes with it",
+    own=answers.rank_in_warp,
+    test=_test_rank,
+    profile=lambda answer: count(_around_rank(answer), _rank, answer),
+    counter="shuffles",
+    par=0,
+    needs=(("matches", "votes", "shuffles"), "no lane learns what another one has"),
+    forbidden={"shared_load_requests": "it exchanges experts through shared memory"},
+    over_par="Which instruction compares a value with those of all lanes at once?",
+    hint="cuda.match_any_sync(FULL, expert) is a mask of the lanes with the same expert. cuda.popc counts its bits, "
+    "and lanemask_lt() has those of the lanes below.",
+    home=f"{__name__}:rank_in_warp",
 )
 
-EXERCISES = {
-    1: Exercise(
-        "a kernel that ranks the elements of each expert in ascending order",
-        kernel_test(_ranks(0, 3), _ranks(1, 8), seeds=2),
-        "Give each expert two words of 32 bits. Element i sets bit i % 32 of word i // 32 with cuda.atomic.or_. After "
-        "a barrier, cuda.popc counts the bits below its own.",
-        stable_ranks,
-    ),
-    2: Exercise(
-        "a kernel whose barrier works after any number of launches",
-        _survives_the_wrap,
-        "Let the CTAs together add exactly 2^31 in each launch: one of them 2^31 - 2, the others 1. Then the top bit "
-        "flips when the last one arrives, and the other bits are 0 again. Wait until old ^ now is negative. A CTA that "
-        "resets the counter instead needs a fence between its addition and its store; the check does not notice if "
-        "it is missing.",
-        sum_of_all,
-    ),
-    3: Exercise(
-        "a kernel in which each CTA adds its value to the sum of the CTA before",
-        kernel_test(_CHAIN, seeds=_SEEDS),
-        "The value first, then cuda.threadfence(), then the flag. The reader needs a fence as well: between the load "
-        "of the flag and the load of the value.",
-        chained_scan,
-    ),
-    4: Exercise(
-        "three numbers: the most slots per CTA, and the two counts that a reader unpacks",
-        number_test((1 << 16) - 1, 1, 5),
-        "All slots of a CTA may go to one expert. Write 65537 and 4 << 16 in hexadecimal.",
-        "(65535, 1, 5)  # the 17th bit of 65537 lands in the count of expert 1",
-    ),
+
+# Diagnose: the counting loop
+
+
+class Counting:
+    """Choose the variant of the counting loop that is faster, then see its time."""
+
+    def check(self, variants: dict, choice=...) -> Verdict:
+        """Time the variants, or look their times up, and compare."""
+        ids, tokens = inputs(TOKENS)["random experts"], DECODE if simulator.ENABLED else TOKENS
+        ids, out = ids[:tokens].contiguous(), torch.zeros(CTAS, dtype=torch.int32, device=DEVICE)
+        ctas = 2 if simulator.ENABLED else CTAS
+        calls = {
+            name: partial(launch, kernel, ctas, 1024, ids, out, ids.numel(), ids.numel() // ctas)
+            for name, kernel in variants.items()
+        }
+        us, source = lesson.times("counting loop", calls), "measured" if not simulator.ENABLED else "recorded"
+        if not us:
+            us, source = old_times("additions and loads", dict(zip(variants, _OLD_VARIANTS, strict=False))), OLD
+        if choice is ... or not us:
+            return Verdict("counting loop", OPEN, "no choice yet: A or B" if us else "not timed with these sizes")
+        whole, *others = us
+        best = min(others, key=us.get)
+        times = ", ".join(f"{name} {us[name]:.2f} us" for name in us)
+        text = f"you chose {choice}; {best[0]} saves most ({source}): {times}. {_WHY[best[0]]}"
+        return Verdict("counting loop", RIGHT if choice == best[0] and us[best] < us[whole] else WRONG, text)
+
+
+_OLD_VARIANTS = "additions", "stores", "no loads"
+_WHY = {
+    "A": "So the atomic additions take the time: lanes that add to the same counter take turns.",
+    "B": "A plain store instead of the atomic addition touches the same banks, and gains little. So the threads wait "
+    "for the ids: they lie in the L2, whose latency each load waits for.",
 }
+counting = Counting()
+
+
+# Build: the counting loop
+
+_THREADS, _IDS = 64, 512
+
+
+def _around_count(answer):
+    @cuda.jit
+    def around(topk_ids, found, first, numel):
+        counts = cuda.shared.array(BOTH, int32)
+        i = cuda.threadIdx.x
+        while i < BOTH:
+            counts[i] = 0
+            i += cuda.blockDim.x
+        cuda.syncthreads()
+        answer(topk_ids, counts, first, numel)
+        cuda.syncthreads()
+        i = cuda.threadIdx.x
+        while i < BOTH:
+            found[i] = counts[i]
+            i += cuda.blockDim.x
+
+    return around
+
+
+def _count(kernel, numel=_IDS, first=301):
+    ids = np.random.default_rng(numel).integers(0, EXPERTS, numel).astype(np.int32)
+    ids[::3] = 5  # one expert has many slots
+    found = torch.full((BOTH,), -7, dtype=torch.int32)
+    launch(kernel, 1, _THREADS, torch.from_numpy(ids), found, first, numel)
+    return found, [np.bincount(part, minlength=BINS) for part in (ids[:first], ids[first:])]
+
+
+def _test_count(answer):
+    for numel, first in ((_IDS, 301), (333, 0), (4, 2)):
+        found, (before, others) = _count(_around_count(answer), numel, first)
+        with case(f"{numel} ids, first = {first}"):
+            expect_equal("counts", found[:BINS], before)
+            expect_equal("counts[BINS:]", found[BINS:], others)
+
+
+count_ids = Build(
+    "counting loop",
+    "a loop that counts the ids below first in counts[id], and the others in counts[BINS + id]",
+    own=answers.count_ids,
+    test=_test_count,
+    profile=lambda answer: count(_around_count(answer), _count, answer),
+    counter="global_load_requests",
+    unit="loads of a warp",
+    par=_IDS // 4 // _THREADS,
+    par_is_bound=True,
+    limits={"shared_atomic_requests": (_IDS // _THREADS, "it adds more than once for an id")},
+    over_par="How many ids does a load bring? ld_global_s32x4 brings four.",
+    hint="Let thread t take the ids 4 t to 4 t + 3, then those 4 * blockDim.x further on. Add BINS to the index, or 0, "
+    "instead of branching. If numel is no multiple of four, up to three threads take one more id each.",
+    home=f"{__name__}:count_ids",
+)
+
+
+# Build: a barrier of the grid
+
+_CTAS = 3
+
+
+def _around_barrier(answer, turns=2):
+    @cuda.jit
+    def around(values, rows, found, counter):
+        cta, tid, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
+        for turn in range(turns):
+            at = turn * cuda.gridDim.x
+            rows[(at + cta) * threads + tid] = values[cta * threads + tid] + turn
+            answer(counter)
+            total = int32(0)
+            for other in range(cuda.gridDim.x):  # what another thread of each CTA has stored
+                total = int32(total + rows[(at + other) * threads + threads - 1 - tid])
+            found[(at + cta) * threads + tid] = total
+
+    return around
+
+
+def _wait(kernel, counter, threads=1, turns=2):
+    values = torch.arange(_CTAS * threads, dtype=torch.int32) + 1
+    rows, found = (torch.full((turns * _CTAS * threads,), -7, dtype=torch.int32) for _ in range(2))
+    launch(kernel, _CTAS, threads, values, rows, found, counter, cooperative=True)
+    sums = values.reshape(_CTAS, threads).sum(0).flip(0)
+    right = torch.stack([sums + _CTAS * turn for turn in range(turns)]).int()
+    expect_equal("the sums behind the barrier", found, right[:, None].expand(-1, _CTAS, -1).flatten())
+
+
+def _signed(value):
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def _test_barrier(answer):
+    """Two barriers in a row, of several warps; then one after as many launches as make an element overflow."""
+    with case("two barriers in a row"):
+        _wait(_around_barrier(answer), torch.zeros(4, dtype=torch.int32), threads=33)
+    once, counter = _around_barrier(answer, turns=1), torch.zeros(4, dtype=torch.int32)
+    with case("the first launches"):
+        _wait(once, counter, turns=1)
+        steps = [int(n) % (1 << 32) for n in counter]  # what a launch adds to each element
+        _wait(once, counter, turns=1)
+    for launches in sorted({(1 << bits) // step for step in steps if step for bits in (31, 32)}):
+        counter = torch.tensor([_signed(launches * step) for step in steps], dtype=torch.int32)
+        with case(f"after {launches:,} launches, when the counter is {int(counter[0]):,}"):
+            for _ in range(2):
+                _wait(once, counter, turns=1)
+
+
+def _profile_barrier(answer):
+    return count(
+        _around_barrier(answer), lambda kernel: _wait(kernel, torch.zeros(4, dtype=torch.int32), threads=33), answer
+    )
+
+
+grid_barrier = Build(
+    "grid barrier",
+    "a function that returns in no thread before all threads of the grid have called it",
+    own=answers.grid_barrier,
+    test=_test_barrier,
+    profile=_profile_barrier,
+    counter="global_atomic_requests",
+    unit="atomic operations of a CTA in two barriers",
+    par=2,
+    needs=(("global_atomic_requests", "global_store_requests"), "no CTA tells the others that it has arrived"),
+    most_alone=None,
+    over_par="One thread can arrive for its CTA, behind a cuda.syncthreads().",
+    hint="Let the CTAs together add exactly 2^31: CTA 0 adds 2^31 minus the number of others, these add 1 each. Then "
+    "the top bit flips when the last one arrives, and the other bits are 0 again. Wait until (old ^ now) is negative.",
+    seeds=3,
+    home=f"{__name__}:grid_barrier",
+)
+
+
+# Build: fences
+
+
+def _around_hand_on(answer):
+    @cuda.jit
+    def around(values, prefix, flags, found):
+        cta = cuda.blockIdx.x
+        found[cta] = answer(prefix, flags, values[cta])
+
+    return around
+
+
+def _hand_on(kernel):
+    values = torch.tensor([5, 3, 8, 1], dtype=torch.int32)
+    prefix, found, flags = torch.full((4,), -7, dtype=torch.int32), torch.full((4,), -7), torch.zeros(4)
+    found, flags = found.int(), flags.int()
+    launch(kernel, 4, 1, values, prefix, flags, found, cooperative=True)
+    expect_equal("prefix", prefix, values.cumsum(0))
+    expect_equal("the sum before", found, values.cumsum(0) - values)
+
+
+hand_on = Build(
+    "fences",
+    "a function that adds its CTA's value to the sum of the CTAs before",
+    own=answers.hand_on,
+    test=lambda answer: _hand_on(_around_hand_on(answer)),
+    profile=lambda answer: count(_around_hand_on(answer), _hand_on, answer),
+    counter="global_store_requests",
+    unit="stores of a CTA",
+    par=2,
+    forbidden={
+        "barriers": "it synchronises threads; a flag and two fences do",
+        "global_atomic_requests": "it uses atomic operations; a flag and two fences do",
+    },
+    most_alone=None,
+    hint="Store the prefix first, then cuda.threadfence(), then the flag. The reader needs a fence, too: between the "
+    "load of the flag and that of the prefix.",
+    home=f"{__name__}:hand_on",
+)
