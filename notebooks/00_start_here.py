@@ -16,11 +16,12 @@
 #
 # A mixture-of-experts (MoE) layer sends each token to a few of many small networks, the **experts**. Choosing the experts,
 # sorting the tokens by expert, sending them to the GPUs that hold their experts, and multiplying them by the experts'
-# weights takes a handful of GPU kernels. This course builds these kernels in Python with Numba CUDA. Most notebooks start
+# weights takes a handful of GPU kernels. This course builds these kernels in Python with Numba CUDA. Most lessons start
 # from a torch reference and end with the kernel that the package `moe_numba` ships.
 #
-# This notebook introduces what the others assume: how a kernel is launched, what threads, warps, CTAs and memory spaces
-# are, how the simulator finds mistakes, and how times are measured. You need Python and some torch, but no CUDA.
+# This page introduces what the lessons assume: how a kernel is launched, what threads, warps, CTAs and memory spaces
+# are, how the simulator finds mistakes, and how times are measured. For this page you need Python and some torch, and no CUDA.
+# The lessons are for people who want to write kernels: they count machine instructions, read PTX, and expect you to do so too.
 #
 # On Colab or Kaggle, clone the repository first (`!git clone` with its address, then `%cd moe_numba/notebooks`). The next
 # cell then installs the package.
@@ -47,7 +48,7 @@ import warnings
 import numpy as np
 import torch
 from IPython.display import HTML, Markdown
-from numba import cuda, float32
+from numba import cuda, float32, int32
 
 from moe_numba import doctor, simulator
 from moe_numba.course.bench import records, rotating
@@ -58,6 +59,7 @@ from moe_numba.course.draw.shared_memory import shared_accesses
 from moe_numba.course.draw.warp_frames import shuffles
 from moe_numba.course.exercises import exercise
 from moe_numba.course.lessons.start.draw import call_timeline
+from moe_numba.course.lessons.start.exercises import repair
 from moe_numba.course.pages import readme
 from moe_numba.course.pages.prose import say
 from moe_numba.course.steps.ladder import Ladder
@@ -73,23 +75,29 @@ warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some launches 
 #
 # A token passes through the layer in this order. A **token slot** is one pair of a token and an expert that it chose.
 #
-# | step | notebook | reference implementation |
+# | lesson | what it builds | reference |
 # |---|---|---|
-# | gate: choose the experts of each token | [01_gate_prompt](01_gate_prompt.ipynb) | SGLang's `moe_fused_gate` |
-# | alignment: sort the token slots by expert | [03_align_published](03_align_published.ipynb), [04_align_one_launch](04_align_one_launch.ipynb) | SGLang's `moe_align_block_size` |
-# | shared experts, which every token visits | [05_shared_experts](05_shared_experts.ipynb) | SGLang |
-# | grouped GEMM: multiply by the experts' weights | [06_hopper_gemm](06_hopper_gemm.ipynb), [07_grouped_gemm](07_grouped_gemm.ipynb) | hpc-ops |
-# | the same with block scales and with 4-bit weights | [08_grouped_gemm_scales](08_grouped_gemm_scales.ipynb) | DeepGEMM |
-# | dispatch layout: count what goes to which GPU | [10_dispatch_layout](10_dispatch_layout.ipynb) | DeepEP |
-# | dispatch and combine: send the tokens, return the results | [12_dispatch](12_dispatch.ipynb), [13_combine](13_combine.ipynb) | DeepEP |
-# | the same for few tokens, as during decode | [14_low_latency](14_low_latency.ipynb) | DeepEP |
-# | the experts of a whole layer in one call | [15_moe_layer](15_moe_layer.ipynb) | vLLM and SGLang |
+# | [01](01_gate_prompt.ipynb) | gate, for a prompt: choose the experts of thousands of tokens | SGLang's `moe_fused_gate` |
+# | [02](02_gate_decode.ipynb) | gate, for decode: the chain of one token | the same |
+# | [03](03_align_published.ipynb) | alignment as published: sort the token slots by expert | SGLang's `moe_align_block_size` |
+# | [04](04_align_one_launch.ipynb) | alignment in one launch | the same |
+# | [05](05_shared_experts.ipynb) | shared experts, which every token visits | SGLang |
+# | [06](06_hopper_gemm.ipynb) | a GEMM with Hopper's asynchronous copies and tensor cores | CUTLASS |
+# | [07](07_grouped_gemm.ipynb) | grouped GEMM: multiply each expert's tokens by its weights | hpc-ops |
+# | [08](08_grouped_gemm_scales.ipynb) | the same with block scales | DeepGEMM |
+# | 09 | the same with 4-bit weights; so far a part of 08 | |
+# | [10](10_dispatch_layout.ipynb) | dispatch layout: count what goes to which GPU | DeepEP |
+# | 11 | talk to another GPU; so far a part of 12 | |
+# | [12](12_dispatch.ipynb) | dispatch: send the tokens to the GPUs of their experts | DeepEP |
+# | [13](13_combine.ipynb) | combine: return the results, and add them up | DeepEP |
+# | [14](14_low_latency.ipynb) | dispatch and combine for decode | DeepEP |
+# | [15](15_moe_layer.ipynb) | the experts of a whole layer in one call | vLLM and SGLang |
 #
-# Read this notebook first, then the others in order. The documentation compares [the articles' claims](../docs/claims.md)
-# with our measurements.
+# 01 to 04 need this page. 05 needs 01 and 03. 06 to 09 are a course of their own on Hopper's tensor cores, 10 to 14 one on several GPUs.
+# The documentation compares [the claims of the articles](../docs/claims.md) that the lessons follow with our measurements.
 #
-# These are kernel times of the package's kernels beside the fastest of the other kernels that were measured in the same
-# run; the ratio is the other time divided by the package's. The README lists what was measured.
+# Here are kernel times of the package's kernels on an H200, beside the fastest of the other kernels that were measured in the same
+# run. The ratio is the other time divided by the package's: below 1, the other kernel is faster. The README lists all that was measured.
 
 # %%
 Markdown(readme.headline())
@@ -162,6 +170,9 @@ print("\n".join(doctor.report()))
 # wrote it is in the other warp, so all threads must have written before any thread reads. `cuda.syncthreads()` is the
 # **barrier** that ensures it: no thread continues before all threads of the CTA have reached it, and what they wrote before
 # it is visible to all of them after it.
+#
+# (The kernels of this page run in a browser, too, with NumPy arrays instead of torch's: they are the examples "Start here" of the
+# [playground](../docs/playground).)
 #
 # **Exercise 1.** The kernel below lacks the barrier. It is launched with one CTA of 64 threads. Run the cell, read the message,
 # and repair the kernel.
@@ -369,6 +380,97 @@ HTML(in_simulator(count_bank_conflicts))
 # The table belongs to a row pitch of 32. All bank conflicts, which are wavefronts beyond one per request, are in the last
 # line. It reads a column of the tile, and with this pitch all words of a column lie in one bank.
 #
+# ### Choose the repair
+#
+# Here is a kernel that is right, and slow for several reasons. Each thread adds up a row of 64 numbers, keeps the sum in shared memory,
+# in a place of 128 bytes, as one would on a CPU, where two threads should not write to one cache line; then it counts the sums above zero.
+
+
+# %%
+FULL = 0xFFFFFFFF  # all 32 lanes
+
+
+@cuda.jit
+def count_rows(x, count):
+    sums = cuda.shared.array(256 * 32, float32)
+    t = cuda.threadIdx.x
+    total = float32(0)
+    for column in range(64):
+        total += x[t, column]
+    sums[32 * t] = total
+    cuda.syncthreads()
+    if sums[32 * t] > 0:
+        cuda.atomic.add(count, 0, 1)
+
+
+def profile_rows():
+    with simulator.profile() as profile:
+        count_rows[1, 256](torch.randn(256, 64), torch.zeros(1, dtype=torch.int32))
+    print(profile)
+
+
+in_simulator(profile_rows)
+
+# %% [markdown]
+# A row of the table is a source line: how often warps executed it, the share of lanes that took part, requests to global memory (`ld req`) and the sectors
+# of each, requests to shared memory (`lds req`, `sts req`) and their wavefronts, bank conflicts, and atomic operations.
+#
+# There are three proposals. **A** puts the sums side by side. **B** lets the 32 lanes of a warp read a row together. **C** counts within the warp first, so
+# that one lane adds for all.
+
+
+# %%
+@cuda.jit
+def side_by_side(x, count):  # A
+    sums = cuda.shared.array(256, float32)
+    t = cuda.threadIdx.x
+    total = float32(0)
+    for column in range(64):
+        total += x[t, column]
+    sums[t] = total
+    cuda.syncthreads()
+    if sums[t] > 0:
+        cuda.atomic.add(count, 0, 1)
+
+
+# %%
+@cuda.jit
+def rows_by_warps(x, count):  # B
+    sums = cuda.shared.array(256 * 32, float32)
+    t, lane, first = cuda.threadIdx.x, cuda.threadIdx.x % 32, cuda.threadIdx.x // 32 * 32
+    for row in range(first, first + 32):
+        total = x[row, lane] + x[row, lane + 32]
+        for k in range(5):
+            total += cuda.shfl_xor_sync(FULL, total, 1 << k)
+        if lane == 0:
+            sums[32 * row] = total
+    cuda.syncthreads()
+    if sums[32 * t] > 0:
+        cuda.atomic.add(count, 0, 1)
+
+
+@cuda.jit
+def one_lane_adds(x, count):  # C
+    sums = cuda.shared.array(256 * 32, float32)
+    t = cuda.threadIdx.x
+    total = float32(0)
+    for column in range(64):
+        total += x[t, column]
+    sums[32 * t] = total
+    cuda.syncthreads()
+    ballot = cuda.ballot_sync(FULL, sums[32 * t] > 0)  # a bit for each lane
+    if t % 32 == 0:
+        cuda.atomic.add(count, 0, cuda.popc(ballot))
+
+
+# %% [markdown]
+# **Exercise 3.** Which proposal leaves the fewest transactions, that is sectors of global memory, wavefronts of shared memory, and lanes that add?
+# Write "A", "B" or "C" instead of `...`. The counts appear with your answer.
+
+# %%
+repair.check(count_rows, {"A": side_by_side, "B": rows_by_warps, "C": one_lane_adds}, ...)
+
+# %% [markdown]
 # ## 4. Kernel time and call time
 #
 # A launch has two costs. **Kernel time** is what the GPU spends per launch, including the gap to the next
@@ -443,19 +545,20 @@ call_timeline(
 )
 
 # %% [markdown]
-# **Exercise 3.** In microseconds, a kernel takes 6 and its call 9. A loop makes many calls without waiting for the GPU. What is
+# **Exercise 4.** In microseconds, a kernel takes 6 and its call 9. A loop makes many calls without waiting for the GPU. What is
 # the average time per iteration if the kernel becomes twice as fast? And if, instead, the call becomes twice as fast?
 
 # %%
 halved_kernel, halved_call = ..., ...
-exercise("start-3").check((halved_kernel, halved_call))
+exercise("start-4").check((halved_kernel, halved_call))
 
 # %% [markdown]
 # ## 5. How to read a step
 #
-# The other notebooks improve a kernel step by step. Each step has the same parts: the measured **bottleneck**, the
-# **idea**, the **predicted gain**, the **change** of the source, a check of the result, the **measured gain**, and, if the
-# prediction missed by more than a third, an **explanation** that is measured as well. Here is one step as an example. Its
+# The lessons improve a kernel step by step. A step has these parts: the measured **bottleneck**, the
+# **idea**, a **prediction**, the code, a check of the result, the measured **gain**, and, if the
+# prediction missed by more than a third, an **explanation** that is measured as well. In the first lessons the whole kernel stands on the page once,
+# with **holes**; a step is then one function, which fills one hole, and which you can edit. Here is a step with whole kernels, as an example. Its
 # starting point copies a matrix of 32 columns, one row per thread. `rotating` makes enough inputs that none is still in the L2
 # cache when it is used again; `copy_with` bundles what is checked and what is timed.
 
@@ -536,9 +639,11 @@ ladder.step(
 
 # %% [markdown]
 # **Explanation.** The model ignores the L1 cache, which may keep a sector until a warp needs its next columns. Stores always
-# go to the L2 cache, each on its own. Three more kernels separate reading from writing: `read_rows` reads whole rows and
-# writes one sum per row, `write_rows` reads one number per row and writes whole rows, and `read_then_write` copies by rows, but
-# reads a whole row into registers before it writes.
+# go to the L2 cache, each on its own. Four more kernels take the copy apart. `read_rows` reads whole rows and
+# writes one sum per row. `write_rows` reads one number per row and writes whole rows. `read_then_write` copies by rows, but
+# reads a whole row into registers before it writes: no store comes between its loads, and all of them are under way at the same time. So is it
+# the stores that made the difference, or the loads under way? `read_one_by_one` tells: no store comes between its loads either, but the index of
+# each depends on the number before (`zero` is 0, which the compiler does not know), so that one load at a time is under way.
 
 
 # %%
@@ -548,6 +653,15 @@ def read_rows(x, y, rows):
     if row < rows:
         for column in range(COLUMNS):
             total += x[row * COLUMNS + column]
+        y[row] = total
+
+
+@cuda.jit
+def read_one_by_one(x, y, rows, zero):
+    row, total = cuda.grid(1), float32(0)
+    if row < rows:
+        for column in range(COLUMNS):
+            total += x[row * COLUMNS + column + (int32(total) & zero)]
         y[row] = total
 
 
@@ -570,6 +684,7 @@ def read_then_write(x, y, rows):
             y[row * COLUMNS + column] = values[column]
 
 
+# %%
 parts = {
     name: copy_with(kernel, threads)["timed"]
     for name, kernel, threads in (
@@ -580,6 +695,9 @@ parts = {
         ("copied by elements", copy_elements, ROWS * COLUMNS),
     )
 }
+parts["read by rows, one by one"] = [
+    lambda x=x: launch(read_one_by_one, -(-ROWS // 256), 256, x, copied, ROWS, 0) for x in SETS
+]
 parts_us = ladder.times("parts of the copy", parts) or {}
 
 # %%
@@ -594,9 +712,22 @@ say(
 )
 
 # %% [markdown]
-# The L1 cache serves the reads as long as no stores come between them. What then remains of the difference is the stores: 4
-# bytes of a sector at a time.
-#
+# The stores alone, 4 bytes of a sector at a time, take much longer than the coalesced copy. But the copy by rows takes longer than both halves
+# together, unless a row is read first. Do the stores take sectors from the L1 cache that the reads still need, or are fewer loads under way?
+
+# %%
+together, alone = parts_us.get("read by rows"), parts_us.get("read by rows, one by one")
+slower = "about as long" if together and alone and alone < 1.2 * together else "longer"
+say(
+    "Reading by rows takes {together:.0f} us with the loads of a whole row under way, and {alone:.0f} us with one at a time: {slower}. "
+    "If it is about as long, then the number of loads under way is not what makes `read_then_write` faster than the copy by rows; "
+    "the order of loads and stores is. How it does, times alone do not tell: a hit rate of the L1 cache would.",
+    together=together,
+    alone=alone,
+    slower=slower,
+)
+
+# %% [markdown]
 # ## 6. Mistakes in measuring
 #
 # | mistake | what happens | what the course does |
@@ -628,7 +759,7 @@ say(
 )
 
 # %% [markdown]
-# **Exercise 4.** Outputs are filled with NaN before a kernel runs, so that elements that it does not write are found. Write
+# **Exercise 5.** Outputs are filled with NaN before a kernel runs, so that elements that it does not write are found. Write
 # the check that finds them. It returns whether all elements of a result are within 0.001 of the expected ones.
 
 
@@ -637,7 +768,7 @@ def all_close(result, expected):
     return not ((result - expected).abs() > 1e-3).any()
 
 
-exercise("start-4").check(all_close)
+exercise("start-5").check(all_close)
 
 # %% [markdown]
 # ## 7. Records

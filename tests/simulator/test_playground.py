@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.notebook_kernels import kernels_of
 
 from moe_numba import simulator
 from moe_numba.simulator.browser import programs
@@ -58,6 +59,15 @@ def test_every_faulty_example_has_an_edit_and_every_example_is_listed():
     assert sorted(e["file"] for e in EXAMPLES) == sorted(path.name for path in FOLDER.glob("*.py"))
 
 
+def test_the_examples_of_the_first_group_have_the_kernels_of_the_first_notebook():
+    notebook = kernels_of((ROOT / "notebooks/00_start_here.py").read_text())
+    found = {}
+    for example in EXAMPLES:
+        if example["group"] == "Start here":
+            found |= kernels_of(source_of(example))
+    assert len(found) == 9 and found == {name: notebook.get(name) for name in found}
+
+
 # Before the simulator is imported, the names that stand for Numba in a browser take Numba's place.
 STAND_INS = """
 import io, json, runpy, sys
@@ -88,11 +98,11 @@ def test_examples_run_with_the_browsers_names_of_numba(tmp_path):
 
 def test_a_profile_shows_the_conflicts_that_a_longer_row_removes(tmp_path):
     source = (FOLDER / "transpose.py").read_text()
-    for pitch, conflicts in (("32", 1984), ("33", 0)):
-        edited = source.replace("PITCH = 32, 8, 32", f"PITCH = 32, 8, {pitch}")
+    for pitch, conflicts in (("32", 992), ("33", 0)):
+        edited = source.replace("ROW_PITCH = 32", f"ROW_PITCH = {pitch}")
         (kernel,) = programs.run(edited, tmp_path, profile=True)["profile"]
         assert sum(line["bank_conflicts"] for line in kernel["lines"]) == conflicts
-        assert kernel["launch"] == "1 x 2 blocks of 32 x 8 threads"
+        assert kernel["launch"] == "1 blocks of 32 x 32 threads"
         assert set(programs.COUNTERS) < set(kernel["lines"][0])
 
 

@@ -1,25 +1,22 @@
-# Transpose through shared memory. Press Profile: a column of tile
-# lies in one bank, so the 32 lanes of a warp wait for one another.
-# Make PITCH 33, and look at the conflicts again.
+# Transpose through shared memory. Press Profile: with 32 words in a
+# row, a column of tile lies in one bank, and the 32 lanes of a warp
+# wait for one another. Make ROW_PITCH 33, and look at the conflicts.
 import numpy as np
 from numba import cuda, float32
 
-TILE, ROWS, PITCH = 32, 8, 32
+ROW_PITCH = 32
 
 
 @cuda.jit
-def transpose(out, x):
-    tile = cuda.shared.array((TILE, PITCH), float32)
-    column = cuda.threadIdx.x
-    left, top = cuda.blockIdx.x * TILE, cuda.blockIdx.y * TILE
-    for row in range(cuda.threadIdx.y, TILE, ROWS):
-        tile[row, column] = x[top + row, left + column]
+def transpose(x, out, row_pitch):
+    tile = cuda.shared.array(32 * 33, float32)
+    column, row = cuda.threadIdx.x, cuda.threadIdx.y
+    tile[row * row_pitch + column] = x[row, column]
     cuda.syncthreads()
-    for row in range(cuda.threadIdx.y, TILE, ROWS):
-        out[left + row, top + column] = tile[column, row]
+    out[row, column] = tile[column * row_pitch + row]
 
 
-x = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
-out = np.zeros((32, 64), np.float32)
-transpose[(1, 2), (TILE, ROWS)](out, x)
+x = np.arange(32 * 32, dtype=np.float32).reshape(32, 32)
+out = np.zeros_like(x)
+transpose[1, (32, 32)](x, out, ROW_PITCH)
 print("right:", (out == x.T).all())
