@@ -12,8 +12,6 @@ from moe_numba.course.lessons.align import draw as align
 from moe_numba.course.lessons.align_one_launch import draw as align_one_launch
 from moe_numba.course.lessons.combine import draw as combine
 from moe_numba.course.lessons.dispatch_layout import draw as dispatch_layout
-from moe_numba.course.lessons.gate import draw as gate
-from moe_numba.course.lessons.gate.draw_warp_loads import warp_loads
 from moe_numba.course.lessons.grouped_gemm import draw as grouped_gemm
 from moe_numba.course.lessons.grouped_gemm_scales import draw as grouped_gemm_scales
 from moe_numba.course.lessons.grouped_gemm_scales.tile_traces import Tile
@@ -40,23 +38,6 @@ MAKESPANS = "whole columns per SM: 9 units of time", "single tiles per SM: 4 uni
 MINIMUM = "needs no position below 0: the minimum"
 ROUNDING = {"narrow": [1, 256, 256, 0], "wide": [1, 257, 258, 2], "rounded once": [2]}  # 257 is not a bfloat16 number
 ERRORS = "Bottom: both as bfloat16. Errors: 2 rounded at each step, 0 rounded once."
-KEPT = [[7, 0, 2, 3], [1, 2, 5, 6], [0, 1, 4, 5], [3, 4, 6, 7]]
-LANE_GROUPS = [group for groups in KEPT for group in sorted(groups) for _ in (0, 1)]
-LOADS = {  # the first load of a warp: bytes per lane, and the first byte of each lane
-    "a row per lane": (4, [1024 * lane for lane in range(32)]),
-    "a group per lane": (4, [128 * lane for lane in range(32)]),
-    "16 bytes": (16, [128 * lane for lane in range(32)]),
-    "adjacent": (16, [32 * lane for lane in range(32)]),
-    "dense": (16, [16 * lane for lane in range(32)]),
-    "crossing": (32, [32 * lane + 16 for lane in range(16)]),
-}
-LOAD_TITLES = (
-    "a row per lane: 32 lines, 32 sectors, 128 of 1024 bytes used",
-    "16 bytes: 32 lines, 32 sectors, 512 of 1024 bytes used",
-    "adjacent: 8 lines, 32 sectors, 512 of 1024 bytes used",
-    "dense: 4 lines, 16 sectors, 512 of 512 bytes used",
-    "crossing: 5 lines, 17 sectors, 512 of 544 bytes used",
-)
 KERNELS = [("sigmoid", 0.0, 8.0), ("gatherTopK", 10.0, 250.0), ("bitonicSort", 260.0, 122.0)]
 EXPERT = [f"expert {e}" for e in range(4)]
 WORDS = [
@@ -88,24 +69,9 @@ PARTS = {"1 token": ({"cast": 1.0, "gate_up": 29.0}, 31.0, 15.0), "2 tokens": ({
 
 BOUND = "1.2 µs (launch, NVLink)"
 FIGURES = {  # name: function, arguments, {label: number of shapes, or the values inside them}, texts
-    "thread model": (gate.thread_model, (128, 4), {"lane": range(32)}),
-    "rank by counting": (
-        gate.rank_by_counting,
-        ([0.5, 0.9, 0.9, 0.1], 2),
-        {"better": 0 + 1 + 2 + 3},
-        "kept",
-        "dropped",
-    ),
-    "redistribution": (gate.redistribution, (KEPT, 8), {"candidates": [f"g{g}" for g in LANE_GROUPS]}, "token 3"),
-    "warp loads": (
-        warp_loads,
-        (LOADS, 1024, "One load"),
-        {"used": 4 + 4 * 32 + 16, "sector": 4 + 3 * 32 + 16 + 17},
-        *LOAD_TITLES,
-    ),
     "launch timeline": (launch_timeline, ({"a": KERNELS, "b": KERNELS[:1]}, "x"), {"kernel": 4}, "3 kernels, 380 µs"),
     "Blelloch's scan": (align.blelloch, (COUNTS,), {"copy": 7, "add": 2 * 14}, "start"),
-    "warp scan": (align.warp_scan, (COUNTS,), {"shuffle": 7 + 6 + 4}, "offset = 4"),
+    "aggregated atomics": (align.aggregation, ([2, 0, 2, 3, 0, 2, 1, 2],), {"lane": 16, "add": 8 + 4}, "+4"),
     "two-level scan": (align.two_level_scan, (), {"barrier": 2, "sum": 4, "before": 4}, "barrier"),
     "two launches": (align_one_launch.two_launches, (), {"count": 5, "sort kernel": 4, "idle": 2}, "SM 0", "exchange"),
     "writers": (
@@ -115,7 +81,8 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
         "expert block 7: expert 7",
     ),
     "words of counts": (align_one_launch.count_words, (), {"word": 4, "part": WORDS}, "2 counts", "byte 12"),
-    "cluster": (align_one_launch.cluster_ids, (3,), {"ids": 9, "store": 9}, "shared memory of CTA 2"),
+    "who waits": (align_one_launch.who_waits, (), {"arrival": 2, "add": 3, "poll": 6}, "the last word arrives"),
+    "ranks of warps": (align_one_launch.warp_ranks, ([[2, 0, 2, 1], [1, 2, 0, 2]],), {"slot": 8, "bit": 24}, "warp 1"),
     "bank conflicts": (dispatch_layout.banks, (), {"marked": [2] * 8 + [2, 3, 4, 5, 6, 7, 0, 1]}, *WAVEFRONTS),
     "buffer map": (dispatch_layout.buffer_map, (1 << 20,), {"data": 1, "entry": [*range(8)] * 3}),
     "rings of 4 slots": (dispatch.queues, (SMALL_RING,), {"slot": 8 * 4, "section": 6}, "head", "tail"),
@@ -196,7 +163,7 @@ def test_missing_shapes_and_other_texts_are_rejected(draw, arguments, expected):
 
 
 def test_text_outside_the_canvas_is_found():
-    figure = gate.thread_model(256, 8)
+    figure = align_one_launch.two_launches()
     text(figure.axes[0], 9.1, 1, "beyond the right edge")
     text(figure.axes[0], 1, 0, "below the lower edge")
     assert cut_off(figure) == ["beyond the right edge", "below the lower edge"]
@@ -218,7 +185,7 @@ def test_bars_are_to_scale(label, values, draw, arguments):
 
 
 def test_notebooks_show_figures_as_png():
-    assert gate.thread_model(256, 8)._repr_png_().startswith(b"\x89PNG")
+    assert align_one_launch.two_launches()._repr_png_().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("value", [1, 9])

@@ -14,18 +14,14 @@ from moe_numba.course.lessons.align import draw_scans as scans
 from moe_numba.course.lessons.align_one_launch import draw as align_one_launch
 from moe_numba.course.lessons.combine import draw as combine
 from moe_numba.course.lessons.dispatch_layout import draw as dispatch_layout
-from moe_numba.course.lessons.gate import draw as gate
 from moe_numba.course.lessons.hopper import draw as hopper
 from moe_numba.course.lessons.ring_buffer_dispatch import draw as dispatch
 from moe_numba.course.lessons.shared_experts import draw as shared_experts
 from moe_numba.expert_parallel import reference
-from moe_numba.gate.device_functions import sorting_network
 from moe_numba.gate.reference import biased_grouped_topk
 
-VALUES = [0.62, 0.91, 0.35, 0.77, 0.58, 0.83, 0.49, 0.70]
 COUNTS = [3, 1, 7, 0, 4, 1, 6, 3]  # the article's
 CHUNK = [2, 0, 1, 2, 3, 2, 1, 0, 1, 2, 3, 0, 1, 2, 2, 1]
-PAIRS = "01 23 45 67 02 13 46 57 12 56 04 15 26 37 24 35 12 34 56"  # Batcher's sorting network for 8 values
 
 
 def routing(tokens=4, topk=2, experts=4, seed=0):
@@ -42,40 +38,12 @@ def token(seed):
     return (logits, bias), [t[0] for t in biased_grouped_topk(logits[None], bias, 8, num_expert_group=8, topk_group=4)]
 
 
-def check_gate(figure, inputs, _):
-    ids, words = biased_grouped_topk(inputs[0][None], inputs[1], 8, num_expert_group=8, topk_group=4)[1], texts(figure)
-    assert sorted(int(word) for word in words if word.isdigit()) == sorted(ids[0].tolist())
-    assert words.count("kept") == words.count("dropped") == 4
-
-
 def check_fusion(figure, _, routing):
     words, count = texts(figure), lambda label: len(labelled(figure, label))
     assert (count("chosen"), count("expert"), count("weight"), count("add")) == (2 * 8, 2 * 248, 8 + 9, 1)
     for weight, expert in zip(*(t.tolist() for t in routing)):
         assert words.count(str(expert)) == 2 and words.count(f"{weight:.3f}") >= 2
     assert words.count("256") == count("shared") == 1 and "0.400" in words and words.count("× 2.5") == 2
-
-
-def test_rank_by_counting_keeps_the_lower_group_of_a_tie():
-    words = [word for word in texts(gate.rank_by_counting([0.9, 0.5, 0.9, 0.9], 2)) if word in ("kept", "dropped")]
-    assert words == ["kept", "dropped", "kept", "dropped"]
-
-
-def test_sorting_network_sorts():
-    figure = gate.sorting_network(VALUES, [(int(i), int(j)) for i, j in PAIRS.split()])
-    bold = [t.get_text() for t in figure.axes[0].texts if t.get_weight() == "bold"][1:]  # after the title
-    assert len(labelled(figure, "compare-exchange")) == 19
-    assert bold == [f"{v:.3f}" for v in sorted(VALUES, reverse=True)]
-    assert len(labelled(figure, "level")) == 6
-
-
-def test_steps_of_a_column_do_not_overlap():
-    figure = gate.sorting_network(list(range(16)), sorting_network(16))
-    columns = {}
-    for line in labelled(figure, "compare-exchange"):
-        columns.setdefault(round(line.get_xdata()[0], 3), []).append(sorted(line.get_ydata()))
-    for spans in map(sorted, columns.values()):
-        assert all(upper < lower for (_, upper), (lower, _) in zip(spans, spans[1:]))
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -97,7 +65,7 @@ def test_list_schedule_runs_every_tile_once(tiles, workers, whole):
 
 def check_scan(figure, warps, lanes, seed):
     values = np.random.default_rng(seed).integers(1, 10, warps * lanes)
-    assert values_of(figure, "result") == [str(value) for value in values.cumsum() - values]
+    assert values_of(figure, "result") == [str(value) for value in values.cumsum()]
 
 
 def check_alignment(figure, ids, *sizes):
@@ -115,17 +83,20 @@ def check_alignment(figure, ids, *sizes):
 
 
 @pytest.mark.parametrize("values", [[5, 6], [1, 2, 3, 4], COUNTS])
-def test_scans_equal_an_exclusive_cumsum(values):
-    exclusive = (np.cumsum(values) - values).tolist()
-    assert scans.blelloch_steps(values)[1][-1][1] == scans.warp_scan_steps(values)[-1][1] == exclusive
+def test_blellochs_scan_equals_an_exclusive_cumsum(values):
+    assert scans.blelloch_steps(values)[1][-1][1] == (np.cumsum(values) - values).tolist()
 
 
 def test_scans_have_the_articles_intermediate_sums():
-    (up, down), warp = scans.blelloch_steps(COUNTS), scans.warp_scan_steps(COUNTS)
+    up, down = scans.blelloch_steps(COUNTS)
     rows = lambda steps: [" ".join(map(str, numbers)) for _, numbers, *_ in steps]
     assert rows(up[1:]) == ["3 4 7 7 4 5 6 9", "3 4 7 11 4 5 6 14", "3 4 7 11 4 5 6 25"]
     assert rows(down[:3]) == ["3 4 7 11 4 5 6 0", "3 4 7 0 4 5 6 11", "3 0 7 4 4 11 6 16"]
-    assert rows(warp[1:-1]) == ["3 4 8 7 4 5 7 9", "3 4 11 11 12 12 11 14", "3 4 11 11 15 16 22 25"]
+    warp, sums = np.array(COUNTS), []
+    for distance in (1, 2, 4):
+        warp[distance:] += warp[:-distance].copy()
+        sums.append(" ".join(map(str, warp)))
+    assert sums == ["3 4 8 7 4 5 7 9", "3 4 11 11 12 12 11 14", "3 4 11 11 15 16 22 25"]
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 3, 4])
@@ -167,6 +138,15 @@ def test_exchanged_counts_place_slots_as_the_reference(ctas, experts, block_size
     slots, written = np.flatnonzero(ids.ravel() == expert), values_of(figure, "written")
     assert right[place] == slots[slots // (2 * experts) == cta][0] and len(written) % block_size == 0
     assert [c for c in written if c != "-"] == [str(slot // (2 * experts)) for slot in slots]
+
+
+@pytest.mark.parametrize("slot", range(16))
+def test_ranks_of_warps_are_stable(slot):
+    ids = np.array(CHUNK[:16]).reshape(2, 8)
+    rank = CHUNK[:slot].count(CHUNK[slot])
+    (words,) = [words for words in texts(align_one_launch.warp_ranks(ids, slot)) if words.startswith(f"slot {slot}: ")]
+    warps, lanes = map(int, re.findall(r"(\d+) in", words))
+    assert words.endswith(f" = rank {rank}") and warps + lanes == rank
 
 
 # Dispatch and combine
@@ -226,7 +206,6 @@ ROWS = [[[1, 0], [0, 1], [0, 1], [1, 1], [1, 0]], [[0, 1], [1, 0], [1, 1], [1, 0
 COUNTERS = ((8, 2, 8), (8, 4, 4, 0)), ((12, 4, 16), (16, 8, 6, 1)), ((5, 1, 6), (6, 4, 2, 1))
 HOMES = (0, 2, 0), (0, 3, 1), (1, 3, 2)  # seed, ranks, rank whose tokens are combined
 PROBLEMS = [  # draw, check, arguments, other arguments
-    *((lambda x, _: gate.problem(*x, 8, 4, 8), check_gate, token(seed), token(seed + 1)) for seed in range(3)),
     *((lambda _, r: shared_experts.problem(*r, 256, 2.5), check_fusion, token(s), token(s + 1)) for s in range(3)),
     *((align.problem, check_alignment, (routing(6, seed=s), 4, 4), (routing(6, seed=s + 1), 4, 4)) for s in range(4)),
     *((align.two_level_scan, check_scan, sizes, (4, 4, 3)) for sizes in ((4, 4, 0), (3, 8, 1), (2, 2, 2))),

@@ -183,11 +183,9 @@ def test_doctor_prints_the_tables_of_an_architecture(capsys):
 
 def test_doctor_of_an_h200_that_takes_older_paths():
     """torch's grouped GEMM is the H200's; no kernel has wgmma, not even as code for 9.0 on a newer GPU."""
-    lines = doctor.tables((8, 0), (9, 0))
-    assert "05_shared_experts        yes   all steps" in lines and "grouped GEMM              yes   mma.sync" in str(
-        lines
-    )
-    assert any(line.startswith("06_hopper_gemm     no ") for line in doctor.tables((9, 0), (10, 0)))
+    lines = [" ".join(line.split()) for line in doctor.tables((8, 0), (9, 0))]
+    assert "05_shared_experts yes all steps" in lines and "grouped GEMM yes mma.sync" in str(lines)
+    assert any(line.split()[:2] == ["06_hopper_gemm", "no"] for line in doctor.tables((9, 0), (10, 0)))
 
 
 # Notebooks
@@ -255,13 +253,3 @@ def test_notebooks_go_on_after_steps_that_a_t4_cannot_run(name):
     assert [line.split("not run: ")[0].strip() for line in lines] == NOT_RUN[name]
     assert all("H200 recorded" in line and "the simulated GPU has" in line for line in lines)
     assert nbformat.validate(page) is None
-
-
-def test_the_notebook_on_one_launch_goes_on_after_steps_that_a_t4_cannot_run():
-    path = ROOT / "notebooks" / "04_align_one_launch.py"
-    page = execute.execute(path, env={"MOE_NUMBA_SIMULATE": "1", "MOE_NUMBA_ARCH": "75"})
-    texts = [output.get("text", "") for cell in executed.code_cells(page) for output in cell.outputs]
-    lines = [line for text in texts for line in text.splitlines() if "not run: " in line]
-    names = [line.split("not run: ")[0].strip(" :") for line in lines]
-    assert names == ["dependent launch", "one cluster", "cluster barriers", "four clusters", "clusters"]
-    assert all("the simulated GPU has" in line for line in lines)

@@ -27,7 +27,6 @@ def read(tmp_path):
 def test_a_good_lesson_has_no_problems(read):
     notebook = read(PROSE + "# ### Step 7: 16-byte loads\n#\n# > 36 us before\n\n" + CODE + STEP + "\n" + EXPLANATION)
     assert lesson.problems(notebook, MISSED) == []
-    assert lesson.size(notebook) == {"words": 12, "cells": 4, "visible code lines": 2, "exercises": 0}
 
 
 @pytest.mark.parametrize(
@@ -43,17 +42,6 @@ def test_typed_measurements_are_found(read, text):
 )
 def test_numbers_that_are_no_measurements_are_accepted(read, text):
     assert lesson.problems(read(PROSE + f"# {text}\n")) == []
-
-
-def test_long_notebooks_and_cells_are_found(read):
-    words = read(PROSE + "# word\n" * (lesson.MAX_WORDS + 1))
-    assert lesson.problems(words) == [f"{lesson.MAX_WORDS + 1} words; at most {lesson.MAX_WORDS}"]
-    long = "x = 1\n" * (lesson.MAX_CELL_LINES + 1)
-    (problem,) = lesson.problems(read(CODE + long))
-    assert "a cell of 41 lines" in problem
-    assert lesson.problems(read(f"{lesson.FOLDED}\n{long}")) == [], "a folded cell may be longer"
-    lines = (CODE + "x = 1\n" * 30 + "\n") * 17
-    assert lesson.problems(read(lines)) == [f"510 visible code lines; at most {lesson.MAX_CODE_LINES}"]
 
 
 @pytest.mark.parametrize(
@@ -93,14 +81,12 @@ def test_command_line_reports_problems(read, tmp_path, capsys):
 
 
 LESSONS = (
-    *(
-        "00_start_here",
-        "01_gate_prompt",
-        "03_align_published",
-        "04_align_one_launch",
-        "08_grouped_gemm_scales",
-        "14_low_latency",
-    ),
+    "00_start_here",
+    "01_gate_prompt",
+    "03_align_published",
+    "04_align_one_launch",
+    "08_grouped_gemm_scales",
+    "14_low_latency",
     "15_moe_layer",
 )
 

@@ -35,21 +35,6 @@ def test_dispatch_sizes_are_valid():
 
 
 OTHER_SIZES = {
-    # Four groups: the kernel for four tokens per warp does not support them, so the notebook leaves its step out.
-    "01_gate_prompt": [("EXPERTS, GROUPS, KEPT, TOPK = 256, 8, 4, 8", "EXPERTS, GROUPS, KEPT, TOPK = 128, 4, 2, 6")],
-    # A number of experts that is no power of two and no multiple of a warp, and ids that no vector fits.
-    "03_align_published": [
-        ("EXPERTS, TOPK = (64, 4)", "EXPERTS, TOPK = (41, 3)"),
-        ("TOKENS, FEW_TOKENS = (64, 8)", "TOKENS, FEW_TOKENS = (51, 7)"),
-        ("BLOCK = 16 ", "BLOCK = 8 "),
-        ("SMALL_EXPERTS = 16", "SMALL_EXPERTS = 33"),
-    ],
-    # No size is a power of two, the experts fill no whole warps, and the CTAs do not divide by two.
-    "04_align_one_launch": [
-        ("EXPERTS, TOPK, BLOCK = (64, 4, 16) if SIMULATED", "EXPERTS, TOPK, BLOCK = (48, 6, 7) if SIMULATED"),
-        ("TOKENS, FEW_TOKENS = (64, 8) if SIMULATED", "TOKENS, FEW_TOKENS = (50, 7) if SIMULATED"),
-        ("CTAS, THREADS = (6, 128) if SIMULATED", "CTAS, THREADS = (5, 96) if SIMULATED"),
-    ],
     # Three ranks, so that the order of a sum matters; metadata fills no whole vectors, and rows no whole warps.
     "14_low_latency": [
         ("TOPK, LOCAL_EXPERTS = 2, 4, 64, 2, 2", "TOPK, LOCAL_EXPERTS = 3, 3, 40, 3, 2"),

@@ -158,10 +158,11 @@ def test_execute_writes_pages_and_figures_and_prints_their_paths(repository):
 
 def test_execute_in_place_makes_a_copy_that_is_valid_on_a_gpu(repository, source):
     assert main(repository, "execute", "--in-place") == 0
-    assert executed.pair_problems(source) == [] == executed.stale_problems(source)
-    problems = problems_of(source.with_suffix(".ipynb"))
-    simulated = nbformat.read(source.with_suffix(".ipynb"), as_version=4).metadata.moe_numba.gpu == "simulator"
-    assert [problem.split(":")[0] for problem in problems] == ["the metadata names no GPU"] * simulated
+    assert executed.pair_problems(source) == [] == problems_of(source.with_suffix(".ipynb"))
+    copy = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    simulated = copy.metadata.moe_numba.gpu == "simulator"
+    assert ["no GPU has executed it" in problem for problem in executed.stale_problems(source)] == [True] * simulated
+    assert {cell.metadata.get(executed.NOT_EXECUTED, False) for cell in executed.code_cells(copy)} == {simulated}
 
 
 def test_a_failing_cell_is_printed_and_the_exit_status_is_1(repository, source, capsys):
@@ -227,8 +228,8 @@ EXERCISE = """
 from moe_numba.course.exercises import exercise
 
 # %%
-answer = [...] * 8
-exercise("gate-2").check(answer)
+answer = ..., ...
+exercise("start-4").check(answer)
 """
 
 

@@ -4,14 +4,6 @@ A row is ``(right, wrong, message)``: the solution's source with one passage rep
 ``(answer, message)`` with the text of another answer, which may name what the module of the exercises contains.
 """
 
-PUBLISH_FIRST = (
-    "    prefix[cta] = before + values[cta]\n    cuda.threadfence()\n    st_relaxed_gpu_s32(flags, cta, 1)\n",
-    "    st_relaxed_gpu_s32(flags, cta, 1)\n    prefix[cta] = before + values[cta]\n",
-)
-WAIT_FOR_TOP_BIT = (
-    "    old = atom_add_relaxed_gpu_s32(counter, 0, int32(uint32(1 << 31) - uint32(2)) if cta == 0 else int32(1))\n"
-    "    while int32(old ^ ld_relaxed_gpu_s32(counter, 0)) >= 0:  # until the top bit differs\n"
-)
 FIRST_BARRIER = "    barrier_cluster_arrive()\n    barrier_cluster_wait()  # all CTAs have started\n"
 LAST_BARRIER = "    barrier_cluster_arrive()\n    barrier_cluster_wait()  # all CTAs have stored\n"
 SUM_OF_CTAS = (
@@ -33,6 +25,11 @@ WRONG = {
         ("63 - i", "64 - i", "^an index is out of bounds: .* index 64 is outside the shared array"),
         ("tile[63 - i]", "tile[i]", r"^out\[0\] is 0.*, not 63.*; 64 of 64 are wrong"),
         ("= x[i]", "= y[i]", "^NameError: name 'y' is not defined; in the line `tile"),
+        (
+            "= tile[63 - i]",
+            "= x[63 - i]",
+            "^right, but with 0 loads of a warp from shared memory; at least 2 are needed",
+        ),
     ],
     "start-2": [
         (
@@ -42,130 +39,24 @@ WRONG = {
         ),
         ("i < len(x) and ", "", r"^250 numbers: an index is out of bounds: .* index 25\d "),
         ("cuda.grid(1)", "cuda.threadIdx.x + 64 * 0 * cuda.grid(1)", r"^256 numbers: count\[0\] is 84, not 85"),
+        (
+            "    if i < len(x) and x[i] > 0:\n        cuda.atomic.add(count, 0, int32(1))",
+            "    if i == 0:\n        for k in range(len(x)):\n            if x[k] > 0:\n                count[0] += 1",
+            "^250 numbers: right, but with 333 loaded sectors; at most 40 are needed",
+        ),
     ],
-    "start-3": [
+    "start-4": [
         ("9", "^2 numbers are needed, in parentheses"),
         ("(9, 4.5)", "^4.5 is wrong$"),
         ("(9.75, 7.125)", "^9.75 and 7.125 are wrong$"),
         ("(9, ...)", "^not answered yet: the answer is two numbers, in microseconds"),
     ],
-    "start-4": [
+    "start-5": [
         ("lambda a, b: not ((a - b).abs() > 1e-3).any()", "never written: it is NaN: the result is True, not False"),
         ("lambda a, b: bool((a == b).all())", "largest error is 0.0001: the result is False, not True"),
         ("lambda a, b: bool((a - b <= 1e-3).all())", "^a result that is too small: the result is True, not False"),
         ("lambda a, b: (a - b).abs().mean() <= 1e-3", "wrong by 0.002: the result is True, not False"),
         ("lambda a, b: True", "one element is wrong by 1: the result is True, not False"),
-    ],
-    "gate-1": [
-        ("range(4)", "range(5)", r"^out\[16\] is 31, not 30; 16 of 32 are wrong"),
-        ("range(4):\n", "(0, 1, 2, 3, 3):\n", "^right, but with 5 shuffles by each lane; at most 4 are needed"),
-        (
-            "        value = max(value, cuda.shfl_xor_sync(FULL, value, 1 << r))\n",
-            "        if lane < 16:\n            value = max(value, cuda.shfl_xor_sync(FULL, value, 1 << r))\n"
-            "        else:\n            value = max(value, cuda.shfl_xor_sync(FULL, value, 1 << r))\n",
-            r"^right, but with \d shuffles that only some lanes execute; at most 0",
-        ),
-    ],
-    "gate-2": [
-        ("[...] * 8", "^not answered yet"),
-        ("[9, 8, 7, 6, 4, 3, 2, 1]", "4 groups are kept, as they should be"),
-        ("[float('nan')] * 8", "^eight finite numbers are needed, one for each group"),
-        ("[5, 5]", "^eight finite numbers are needed"),
-    ],
-    "gate-3": [
-        ("lambda bits: ...", "^not answered yet"),
-        ("lambda bits: None", "^-inf, bits -8388608: the key is None, not an int32"),
-        ("lambda bits: bits & 0xFFFFFFFF", "^-inf, bits -8388608: the key is 4286578688, not an int32"),
-        ("lambda bits: bits", r"^-3.40282e\+38, .* not above -8388608, the key of the next lower number"),
-    ],
-    "gate-4": [
-        ("swap = (key[j] > key[i]) | (", "swap = key[j] > key[i] or (", "^right, but with [1-9][0-9]* branch instr"),
-        (") & (slot", ") and (slot", "^right, but with .* (branch instructions|`and` or `or`); at most 0 are needed"),
-        (" | ((key[j] == key[i]) & (slot[j] < slot[i]))", "", r"^slots\[3, 1\] is 3, not 1; 10 of 128 are wrong"),
-    ],
-    "align-1": [
-        ("(sums[0] if warp == 1 else 0)", "0", r"^starts\[32\] is 0, not 174; 32 of 64 are wrong"),
-        ("    cuda.syncthreads()\n", "", "^two threads race: .* it needs cuda.syncthreads"),
-        (
-            "        below = cuda.shfl_up_sync(_ALL_LANES, value, 1 << k)\n        if lane >= 1 << k:\n",
-            "        if lane >= 1 << k:\n            below = cuda.shfl_up_sync(_ALL_LANES, value, 1 << k)\n",
-            "^a lane is missing from a warp's operation",
-        ),
-    ],
-    "align-2": [
-        ("lambda n, e, b: n", "^numel = 1, num_experts = 1, block_size = 2: the result is 1, not 2"),
-        ("lambda n, e, b: n + e * (b - 1)", "^numel = 0, num_experts = 1, block_size = 2: the result is 1, not 0"),
-        ("lambda n, e, b: ...", "^not answered yet"),
-    ],
-    "align-3": [
-        ("lambda e: e", "^64 experts: right, but with 32 wavefronts to read a column of rows of 64 words; at most 1 "),
-        ("lambda e: e + 1", "^7 experts: right, but with 8 wavefronts to read a column of rows of 8 words"),
-        ("lambda e: 33", "^64 experts: a row has 33 words; an integer from 64 to 130 is needed"),
-        ("lambda e: e + 0.5", "^64 experts: a row has 64.5 words; an integer"),
-        ("65", "^TypeError: 'int' object is not callable"),
-    ],
-    "align-4": [
-        ("lambda t, threads, n: range(t, n, threads)", r"^32 threads, 100 slots, .*: slots\[1\] is 32, not 1; 98 of"),
-        (
-            "lambda t, threads, n: range(n) if t == 0 else ()",
-            "^32 threads, 100 slots, .*: right, but with 100 slots of one ",
-        ),
-        ("lambda t, threads, n: range(4 * t, 4 * t + 4)", r"slots has the shape \(128,\), not \(100,\)"),
-        ("lambda t, threads, n: 4 * t", "^32 threads, .*: TypeError: 'int' object is not iterable"),
-        ("lambda t, threads, n: ...", "^not answered yet"),
-    ],
-    "align-5": [
-        (
-            "    if lane == lowest:\n",
-            "    if lane != lowest:\n        cuda.atomic.add(next_place, expert, 0)\n    else:\n",
-            "^right, but with 128 global atomics; at most 41 are needed",
-        ),
-        ("    first = cuda.shfl_sync(_ALL_LANES, first, lowest)\n", "", r"^the expert of place\[\d+\] is .* are wrong"),
-        (" - uint32(1))", ")", r"^the expert of place\[0\] is -1, not 0"),
-    ],
-    "align_one_launch-1": [
-        (" & lanemask_lt()", "", r"^3 experts, thread order 0: ranks\[0\] is \d+, not 0; "),
-        ("    if i >= 32:\n        rank += cuda.popc(uint32(masks[2 * ids[i]]))\n", "", r"ranks\[3\d\] is 0, not \d+"),
-    ],
-    "align_one_launch-2": [
-        (
-            WAIT_FOR_TOP_BIT,
-            "    goal = int32((atom_add_relaxed_gpu_s32(counter, 0, 1) // 3 + 1) * 3)\n"
-            "    while ld_relaxed_gpu_s32(counter, 0) < goal:\n",
-            "^after 715,827,882 launches, when the counter is 2,147,483,646: two threads race",
-        ),
-        (
-            WAIT_FOR_TOP_BIT,
-            "    goal = int32((uint32(atom_add_relaxed_gpu_s32(counter, 0, 1)) // uint32(3) + uint32(1)) * uint32(3))\n"
-            "    while int32(ld_relaxed_gpu_s32(counter, 0) - goal) < 0:\n",
-            "^after 1,431,655,765 launches, when the counter is -1: ",
-        ),
-        (
-            "int32(uint32(1 << 31) - uint32(2)) if cta == 0 else int32(1)",
-            "1",
-            "^the first launches: threads wait for ever",
-        ),
-        (
-            "    while int32(old ^ ld_relaxed_gpu_s32(counter, 0)) >= 0:",
-            "    while False:",
-            "^the first launches: two threads",
-        ),
-    ],
-    "align_one_launch-3": [
-        (*PUBLISH_FIRST, "^thread order 0: two threads race: .*prefix"),
-        (
-            "            pass\n        cuda.threadfence()\n",
-            "            pass\n",
-            "^thread order 0: two threads race: .*prefix",
-        ),
-        ("    cuda.threadfence()\n    st_rel", "    st_rel", "^thread order 0: two threads race: .*prefix"),
-        ("before + values", "values", r"^thread order 0: prefix\[1\] is 3, not 8; 3 of 4 are wrong"),
-    ],
-    "align_one_launch-4": [
-        ("65535", "^3 numbers are needed"),
-        ("(65536, 1, 5)", "^65536 is wrong"),
-        ("(65535, 65537, 4)", "^65537 and 4 are wrong"),
-        ("(65535, ..., 5)", "^not answered yet"),
     ],
     "shared_experts-1": [
         (

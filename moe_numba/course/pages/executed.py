@@ -52,13 +52,18 @@ def code_cells(notebook):
 
 
 def save_executed(notebook, path: Path) -> None:
-    """Write the executed copy next to its source, with the environment and the hashes of the cells and the kernels."""
+    """Write the executed copy next to its source, with the environment and the hashes of the cells and the kernels.
+
+    In the simulator, all cells are marked as not executed on a GPU.
+    """
     kernels = notebook.metadata.get("moe_numba", {})  # see `execute`
     notebook.metadata.moe_numba = {
         **records.environment(),
         "code": hash_cells(path.read_text(encoding="utf-8")),
         **kernels,
     }
+    if notebook.metadata.moe_numba["gpu"] == records.SIMULATOR:
+        _mark(notebook)
     nbformat.write(notebook, path.with_suffix(".ipynb"))
 
 
@@ -68,10 +73,14 @@ def save_simulated(notebook, path: Path) -> None:
     All cells are marked as not executed on a GPU. Environment and hashes remain those of the last execution on one, so
     that the copy is stale until the notebook is executed again.
     """
-    for cell in code_cells(notebook):
-        cell.metadata[NOT_EXECUTED] = True
+    _mark(notebook)
     notebook.metadata = nbformat.read(path.with_suffix(".ipynb"), as_version=4).metadata
     nbformat.write(notebook, path.with_suffix(".ipynb"))
+
+
+def _mark(notebook):
+    for cell in code_cells(notebook):
+        cell.metadata[NOT_EXECUTED] = True
 
 
 def update_prose(path: Path, with_code: bool = False) -> None:
@@ -135,10 +144,14 @@ def stale_problems(path: Path) -> list[str]:
 
 
 def format_problems(notebook) -> list[str]:
-    """Check that an executed notebook may be committed: run once on a GPU, without errors or local paths."""
+    """Check that an executed notebook may be committed: run once, without errors or local paths.
+
+    If no GPU has run it yet, its cells say so.
+    """
     problems, cells = [], code_cells(notebook)
-    if notebook.metadata.get("moe_numba", {}).get("gpu", records.SIMULATOR) == records.SIMULATOR:
-        problems.append("the metadata names no GPU: the committed outputs come from one")
+    is_marked = "moe_numba" in notebook.metadata and all(cell.metadata.get(NOT_EXECUTED) for cell in cells)
+    if notebook.metadata.get("moe_numba", {}).get("gpu", records.SIMULATOR) == records.SIMULATOR and not is_marked:
+        problems.append("the metadata names no GPU, and cells are not marked as not executed on one")
     executed = [cell for cell in cells if not cell.metadata.get(NOT_EXECUTED)]
     counts = [cell.execution_count for cell in executed]
     # Behind cells that were not executed, or were removed, the numbers of an earlier execution have gaps.

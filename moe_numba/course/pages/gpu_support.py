@@ -158,7 +158,8 @@ _FUNCTIONS = {
     "experts of a layer": _moe_layer,
 }
 _LIMITS = {
-    "04_align_one_launch": lambda gpu: "" if gpu.has_clusters else "all but dependent launches and clusters",
+    "02_gate_decode": lambda gpu: "" if gpu.has_clusters else "all steps, of which no launch is a dependent one",
+    "04_align_one_launch": lambda gpu: "" if gpu.has_clusters else "all but dependent launches",
     "05_shared_experts": lambda gpu: "" if has_grouped_gemm(gpu) else "results are checked, times are those of an H200",
     "10_dispatch_layout": lambda gpu: "" if gpu.has_clusters else "all but the two steps with a cluster",
     "14_low_latency": lambda gpu: "the package's kernels; the steps run in the simulator",

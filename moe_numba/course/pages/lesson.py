@@ -1,6 +1,6 @@
-"""The format of a lesson: checks of a notebook's source for length, typed measurements and missed predictions.
+"""Rules that keep a lesson true: checks of a notebook's source for typed measurements and missed predictions.
 
-``python -m moe_numba.course.pages.lesson notebooks/01_gate_prompt.py`` prints the size of a notebook and its faults.
+``python -m moe_numba.course.pages.lesson notebooks/01_gate_prompt.py`` prints the faults of a notebook.
 """
 
 import ast
@@ -12,11 +12,6 @@ from moe_numba.course.bench.records.code_hash import is_exercise
 from moe_numba.course.pages import executed
 from moe_numba.course.steps.ladder import judgement_of
 
-MAX_WORDS = 3500  # of prose
-MAX_CODE_LINES = 500  # of cells that are not folded
-MAX_CELL_LINES = 40  # of a cell that is not folded
-FOLDED = '# %% jupyter={"source_hidden": true} tags=["hide-input"]'  # how a source marks a folded cell
-
 # A measurement that is typed instead of interpolated. Quoted passages, which begin with ">", are an article's.
 _UNIT = r"(?:us|µs|ms|ns|microseconds?|milliseconds?|%|percent|[GTM]B/s|TFLOP/s)"
 _MEASUREMENT = re.compile(rf"\d(?:[\d.,]*\d)?\s*{_UNIT}(?![\w/])")
@@ -24,44 +19,9 @@ _EXPLANATION = "**Explanation"
 _MEASURES = {"times", "instruction_mix", "in_simulator", "profile", "step", "phases"}
 
 
-def size(notebook) -> dict[str, int]:
-    """Count words of prose, cells, and lines of code that a reader sees."""
-    code = executed.code_cells(notebook)
-    return {
-        "words": sum(len(cell.source.split()) for cell in notebook.cells if cell.cell_type == "markdown"),
-        "cells": len(notebook.cells),
-        "visible code lines": sum(_lines(cell) for cell in code if not is_folded(cell)),
-        "exercises": sum(len(re.findall(r"\bexercise\(", cell.source)) for cell in code),
-    }
-
-
-def is_folded(cell) -> bool:
-    """Whether readers see a cell's code only when they unfold it."""
-    return bool(cell.metadata.get("jupyter", {}).get("source_hidden"))
-
-
 def problems(notebook, record: dict | None = None) -> list[str]:
     """Return a sentence for each rule that a notebook breaks; ``record`` is its ladder's, if there is one."""
-    return [
-        *_too_long(notebook),
-        *_typed_measurements(notebook),
-        *_uses_of_exercises(notebook),
-        *_unexplained(notebook, record),
-    ]
-
-
-def _lines(cell):
-    return sum(bool(line.strip()) for line in cell.source.splitlines())
-
-
-def _too_long(notebook):
-    counted = size(notebook)
-    for what, most in (("words", MAX_WORDS), ("visible code lines", MAX_CODE_LINES)):
-        if counted[what] > most:
-            yield f"{counted[what]} {what}; at most {most}"
-    for cell in executed.code_cells(notebook):
-        if not is_folded(cell) and _lines(cell) > MAX_CELL_LINES:
-            yield f"a cell of {_lines(cell)} lines, not folded; at most {MAX_CELL_LINES}: {_first_line(cell)}"
+    return [*_typed_measurements(notebook), *_uses_of_exercises(notebook), *_unexplained(notebook, record)]
 
 
 def _typed_measurements(notebook):
@@ -117,12 +77,12 @@ def _unexplained(notebook, record):
 
 
 def _names_step(source, name):
-    """Whether a cell passes the name of a step to a function, together with ``predicted_gain_us``."""
+    """Whether a cell passes the name of a step to a function, together with a prediction."""
     calls = [node for node in ast.walk(_parsed(source)) if isinstance(node, ast.Call) and node.args]
     return any(
         isinstance(call.args[0], ast.Constant)
         and call.args[0].value == name
-        and any(keyword.arg == "predicted_gain_us" for keyword in call.keywords)
+        and any(keyword.arg in ("predicted_us", "predicted_gain_us") for keyword in call.keywords)
         for call in calls
     )
 
@@ -164,7 +124,7 @@ def main(paths: list[str]) -> int:
     found = 0
     for path in map(Path, paths):
         notebook = executed.read(path)
-        print(path.stem, *(f"{value} {what}" for what, value in size(notebook).items()), sep=", ")
+        print(path.stem)
         topics = [records.recorded(name) for topic in TOPICS if topic.notebook == path.stem for name in topic.records]
         for record in topics or [None]:
             for problem in problems(notebook, record):

@@ -10,7 +10,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.figures.tables import bold_best
 from moe_numba.course.bench.records import format_us
 from moe_numba.course.pages import gpu_support
-from moe_numba.course.pages.topics import BENCH_TOPICS, HEADLINES, TOPICS
+from moe_numba.course.pages.topics import BENCH_TOPICS, FIRST_EDITION, HEADLINES, TOPICS
 from moe_numba.grouped_gemm.call import config_table
 
 MEASUREMENTS = "docs/measurements.md"  # has a block for each topic of `bench`
@@ -115,6 +115,7 @@ def _records():
     lines = ["| record | measured by |", "|---|---|"]
     lines += [f"| `{name}` | `python -m moe_numba bench {name}`: {text} |" for name, text in BENCH_TOPICS.items()]
     lines += [f"| `{name}` | notebook `{topic.notebook}` |" for topic in TOPICS for name in topic.records]
+    lines += [f"| `{name}` | the first edition of notebook `{notebook}` |" for name, notebook in FIRST_EDITION.items()]
     return "\n".join(lines)
 
 

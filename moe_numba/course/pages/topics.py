@@ -21,7 +21,7 @@ class Topic(NamedTuple):
 TOPICS = (
     Topic(
         "00_start_here",
-        "how to read the course; the simulator; how kernel time and call time are measured",
+        "what the lessons assume: launches, warps, memory; the simulator; how kernel time and call time are measured",
         bench="call_time",
         measures="the host time of a Python call of each function",
         records=("start_here",),
@@ -32,7 +32,12 @@ TOPICS = (
         "SGLang's `moe_fused_gate`",
         "gate",
         "the gate",
-        ("gate_ladder",),
+        ("gate_prompt_ladder",),
+    ),
+    Topic(
+        "02_gate_decode",
+        "the gate for 1 to 64 tokens: the chain of one token, and what starts before it",
+        records=("gate_decode_ladder",),
     ),
     Topic(
         "03_align_published",
@@ -40,12 +45,12 @@ TOPICS = (
         "SGLang's `moe_align_block_size`",
         "align",
         "the alignment",
-        ("align_ladder", "align_small_ladder"),
+        ("align_published_ladder",),
     ),
     Topic(
         "04_align_one_launch",
-        "the alignment in one launch, without a sort kernel, and fused with the gate",
-        records=("align_one_launch_ladder", "gate_align_ladder"),
+        "the alignment in one launch: recompute, exchange counts, or rank in a warp",
+        records=("one_launch_ladder", "align_one_launch_ladder", "gate_align_ladder"),
     ),
     Topic(
         "05_shared_experts",
@@ -118,6 +123,12 @@ TOPICS = (
         hopper=True,
     ),
 )
+# Record -> the notebook whose first edition wrote it; docs/claims.md and `bench.latencies` cite them.
+FIRST_EDITION = {
+    "gate_ladder": "01_gate_prompt",
+    "align_ladder": "03_align_published",
+    "align_small_ladder": "03_align_published",
+}
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
     "first_call": "imports, `warm_up`, and the first call of a layer in a new process",
