@@ -857,7 +857,7 @@ step("keys alone", gate(make_warp_per_token(fast_sigmoid, keys_alone)))
 page.where("keys alone")
 
 # %% [markdown]
-# Half of the lanes belong to dropped groups. They sort keys that nobody will pick, and pop in vain. Choosing groups needs all 256 experts of a token;
+# Half of the lanes belong to dropped groups. They sort keys that are never picked, and pop in vain. Choosing groups needs all 256 experts of a token;
 # choosing experts needs 128. So let a warp take four tokens, with two layouts. **To score**, its 32 lanes take one token after another, as before.
 # The keys go to shared memory. **To pick**, 8 lanes take the 128 candidates of a token, 16 each, and all four tokens pick at the same time:
 
@@ -1119,7 +1119,7 @@ page.open_problem(last)
 
 # %% [markdown]
 # Each warp loads its four tokens, waits, computes, and ends. The other warps of the SM hide some of that wait, but not all: while the first wave of CTAs
-# loads, nobody computes, and when the last ones compute, nobody loads. Loading the next tokens into *registers* did not pay (see the table above).
+# loads, no warp computes, and when the last ones compute, no warp loads. Loading the next tokens into *registers* did not pay (see the table above).
 # **Build it with asynchronous copies**: `cp.async` or TMA brings the next four tokens into shared memory while the warp picks experts for the
 # current ones, and needs no registers for it. The bound to beat is the time from L2 in the table. What does the kernel
 # need then: how many CTAs, how many stages, which barrier? And what happens to the last, partly filled wave?

@@ -9,6 +9,7 @@ from moe_numba import simulator  # before numba: it selects the simulator or the
 from numba import cuda, int32, uint32
 
 from moe_numba.course.grader import expect_equal
+from moe_numba.course.lessons.align.answers import warp_scan
 from moe_numba.course.steps.align_runs import poisoned, random_ids
 from moe_numba.course.steps.exercises import Build
 from moe_numba.course.steps.score import count
@@ -112,17 +113,6 @@ def blelloch_scan(counts, cumsum, total_tokens_post_pad, block_size, experts):
     cuda.syncthreads()
 
 
-@cuda.jit(device=True)
-def warp_scan(x):
-    lane, distance = cuda.threadIdx.x & 31, 1
-    while distance < 32:
-        below = cuda.shfl_up_sync(FULL, x, distance)
-        if lane >= distance:
-            x = int32(x + below)
-        distance *= 2
-    return x
-
-
 def make_two_level(sum_below):
     @cuda.jit(device=True)
     def two_level_scan(counts, cumsum, total_tokens_post_pad, block_size, experts):
@@ -138,19 +128,6 @@ def make_two_level(sum_below):
         cuda.syncthreads()
 
     return two_level_scan
-
-
-@cuda.jit(device=True)
-def warp_0_scans(inclusive):
-    lane, warp, warps = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5, cuda.blockDim.x >> 5
-    sums = cuda.shared.array(32, int32)
-    if lane == 31:
-        sums[warp] = inclusive
-    cuda.syncthreads()
-    if warp == 0:
-        sums[lane] = warp_scan(sums[lane] if lane < warps else int32(0))
-    cuda.syncthreads()
-    return sums[warp - 1] if warp > 0 else int32(0)
 
 
 @cuda.jit(device=True)

@@ -21,6 +21,7 @@ from numba import cuda, int32
 from moe_numba.course.bench.latencies import latencies
 from moe_numba.course.bench.records.kernel_hash import ast_hash
 from moe_numba.course.grader import Wrong
+from moe_numba.course.lessons.align.answers import warp_0_scans
 from moe_numba.course.steps import estimate, recorded
 from moe_numba.course.steps.exercises import Break, Diagnose, predict
 from moe_numba.course.steps.score import TOTAL, compare, score
@@ -34,7 +35,7 @@ FULL = 0xFFFFFFFF
 SCANS = {
     "one thread": lesson.serial_scan,
     "Blelloch": lesson.blelloch_scan,
-    "warp 0 scans": lesson.make_two_level(lesson.warp_0_scans),
+    "warp 0 scans": lesson.make_two_level(warp_0_scans),
     "every warp scans": lesson.make_two_level(lesson.every_warp_scans),
 }
 
@@ -274,8 +275,8 @@ def test_a_barrier_too_few():
         with simulator.seed(seed):
             return lesson.run(kernel(below), 64, 128) is None
 
-    exercise = Break("scan-2", lesson.warp_0_scans, passes, lambda below: lesson.race(kernel(below), 64, 128), seeds=4)
-    assert exercise.check(lesson.warp_0_scans).state == "open"
+    exercise = Break("scan-2", warp_0_scans, passes, lambda below: lesson.race(kernel(below), 64, 128), seeds=4)
+    assert exercise.check(warp_0_scans).state == "open"
     assert exercise.check(lesson.add_in_a_loop).state == "refused"
     found = exercise.check(lesson.one_barrier_less)
     assert found.state in ("right", "wrong") and "scan_lesson.py" in found.text

@@ -101,7 +101,7 @@ class Build:
         counted = self.profile(answer)
         score = getattr(counted.critical_path if self.counter in COUNTERS else counted.total, self.counter)
         unit = self.unit or self.counter
-        if (reason := self._avoids(counted, score)) is not None:
+        if (reason := self._avoids(counted, score, unit)) is not None:
             return REFUSED, f"the result is right, but {reason}", None
         if score > self.par:
             return OVER_PAR, f"right, with {score} {unit}; par is {self.par}. {self.over_par}".rstrip(), score
@@ -120,7 +120,7 @@ class Build:
             with simulator.seed(seed), simulator.races():
                 self.test(answer)
 
-    def _avoids(self, counted, score):
+    def _avoids(self, counted, score, unit):
         """Return how an answer avoids the task, or None."""
         total = counted.total
         for counter, reason in self.forbidden.items():
@@ -136,7 +136,6 @@ class Build:
         if self.most_alone is not None and alone > self.most_alone:
             return f"one lane executes a line {alone} times alone, while the 31 others of its warp wait"
         if self.par_is_bound and score < self.par:
-            unit = self.unit or self.counter
             return f"with {score} {unit} it cannot do what was asked: {self.par} is a lower bound"
         return None
 

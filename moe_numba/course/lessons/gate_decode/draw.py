@@ -1,66 +1,9 @@
-"""Figures of the lesson "The gate, for decode": rounds that wait for one another, and launches that overlap.
+"""Figures of the lesson "The gate, for decode": rounds that wait for one another, and launches that overlap."""
 
-They are SVG, as wide as a phone, and dark where the reader's system is.
-"""
-
-import html
 from collections.abc import Mapping, Sequence
 
+from moe_numba.course.draw.drawing import WIDTH, Drawing
 from moe_numba.course.lessons.gate_decode.runs import GROUPS, HELD, KEPT, LANES, SUM_ROUNDS, TOPK
-
-WIDTH = 390
-_STYLE = """
-.decode-paper { fill: #fff } .decode-ink { fill: #222 } .decode-quiet { fill: #666 }
-.decode-white { fill: #fff } .decode-black { fill: #1a1a1a } .decode-pale { fill: #d9d9d9 }
-.decode-blue { fill: #0072b2 } .decode-orange { fill: #e69f00 } .decode-green { fill: #009e73 }
-.decode-purple { fill: #cc79a7 }
-@media (prefers-color-scheme: dark) {
-.decode-paper { fill: #1b1b1b } .decode-ink { fill: #eee } .decode-quiet { fill: #aaa } .decode-pale { fill: #484848 } }
-""".strip()
-_ON = {"blue": "white", "green": "white", "orange": "black", "purple": "black"}  # fill -> text on it
-
-
-class Drawing:
-    """Boxes and text in pixels, from the upper left corner; a notebook displays it."""
-
-    def __init__(self, title: str):
-        self.title, self.parts, self.height = title, [], 0.0
-        self.text(8, 18, title, size=13, bold=True)
-
-    def text(self, x, y, words, *, size=11, kind="ink", anchor="start", bold=False):
-        """Write words whose baseline is at y; ``anchor`` is "start", "middle" or "end"."""
-        weight = ' font-weight="bold"' if bold else ""
-        place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
-        self.parts.append(f'<text class="decode-{kind}" {place}{weight}>{html.escape(words)}</text>')
-        self.height = max(self.height, y + 8)
-
-    def box(self, x, y, width, height, kind="pale", words="", *, size=10):
-        """Draw a filled rectangle, with centred words."""
-        place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
-        self.parts.append(f'<rect class="decode-{kind}" {place}/>')
-        if words:
-            self.text(
-                x + width / 2,
-                y + height / 2 + 0.36 * size,
-                words,
-                size=size,
-                kind=_ON.get(kind, "ink"),
-                anchor="middle",
-            )
-        self.height = max(self.height, y + height + 8)
-
-    def _repr_svg_(self):
-        size = f'viewBox="0 0 {WIDTH} {self.height:.0f}" width="{1.5 * WIDTH:.0f}" height="{1.5 * self.height:.0f}"'
-        paper = f'<rect class="decode-paper" width="{WIDTH}" height="{self.height:.0f}"/>'
-        font = 'font-family="system-ui, sans-serif" style="max-width: 100%; height: auto"'
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img">'
-        return (
-            f"{head}<title>{html.escape(self.title)}</title><style>{_STYLE}</style>{paper}{''.join(self.parts)}</svg>"
-        )
-
-    def __repr__(self):
-        return f"a figure: {self.title}"
-
 
 _KINDS = {"load": "purple", "groups": "green", "pick": "blue", "sum": "orange"}
 _PAIR = LANES.bit_length() - 1  # rounds in which the lanes of a group merge their two best

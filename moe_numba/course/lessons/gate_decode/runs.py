@@ -293,7 +293,7 @@ _WHY_NOT = {
 }
 _WHY_NOT_FOUR = (
     "It halves the instructions of a token, and scores four tokens one after another before it picks. With few tokens "
-    "nobody waits for instructions, and the chain is longer."
+    "no warp waits for instructions, and the chain is longer."
 )
 
 
