@@ -15,7 +15,9 @@ from moe_numba.course.bench.records.kernel_hash import ast_hash
 from moe_numba.course.steps import lesson as steps
 from moe_numba.course.steps.ladder import WrongResult, judgement_of
 from moe_numba.course.steps.lesson import Lesson, Run, Step, factory
+from moe_numba.course.steps.simulate import expression_of
 from moe_numba.ptx.memory import atom_add_s32
+from moe_numba.runtime.changed_source import plain_function
 from moe_numba.runtime.launch import launch
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="the simulator counts: set MOE_NUMBA_SIMULATE=1")
@@ -87,16 +89,16 @@ SERIAL, PARALLEL = make_sum(one_thread, 1), make_sum(all_threads, 1)
 
 
 def test_a_version_is_made_again_from_its_expression():
-    text, functions = steps._expression((SERIAL, one_thread, 3, "a", None))
+    text, functions = expression_of((SERIAL, one_thread, 3, "a", None))
     assert text == "(make_sum(one_thread, 1), one_thread, 3, 'a', None,)"
     assert eval(text, globals()) == (SERIAL, one_thread, 3, "a", None)
-    assert [steps.plain_function(f).__name__ for f in functions] == ["make_sum", "one_thread", "one_thread"]
-    nested, _ = steps._expression(factory(lambda kernel: (kernel, 2))(SERIAL))
+    assert [plain_function(f).__name__ for f in functions] == ["make_sum", "one_thread", "one_thread"]
+    nested, _ = expression_of(factory(lambda kernel: (kernel, 2))(SERIAL))
     assert nested == "<lambda>(make_sum(one_thread, 1))"
     without_factory = make_sum.__wrapped__(one_thread, 2)
     for thing in (without_factory, X):
         with pytest.raises(TypeError, match="mark what makes it with @factory"):
-            steps._expression(thing)
+            expression_of(thing)
 
 
 def test_a_step_is_compared_with_the_one_before_or_with_the_one_that_it_changes(lesson):

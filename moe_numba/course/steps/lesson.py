@@ -16,6 +16,7 @@ import html
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,28 +29,10 @@ from moe_numba.course.steps import recorded
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.prediction import Judgement
 from moe_numba.course.steps.score import Comparison, Score, compare, score_of_launches
-from moe_numba.course.steps.simulate import in_simulator
-from moe_numba.runtime.changed_source import plain_function
+from moe_numba.course.steps.simulate import expression_of, in_simulator
+from moe_numba.course.steps.simulate import factory as factory  # for pages
 from moe_numba.runtime.recording import noted_launches
 from moe_numba.simulator.compiler import process
-
-_made: dict[int, tuple] = {}  # id of what a factory has made -> factory, arguments, and the thing, which keeps the id
-
-
-def factory(make: Callable) -> Callable:
-    """Cache what a function makes, and remember how: the simulator's process makes it again where a GPU runs kernels.
-
-    Its arguments are functions and kernels of the page, which other factories may have made, and plain constants.
-    """
-    cached = functools.cache(make)
-
-    @functools.wraps(make)
-    def made(*arguments):
-        result = cached(*arguments)
-        _made[id(result)] = make, arguments, result
-        return result
-
-    return made
 
 
 class Run(NamedTuple):
@@ -136,10 +119,14 @@ class Lesson:
         if after is not None and after not in names[: names.index(name)]:
             raise ValueError(f"after is {after!r}; the steps before {name!r} are {names[: names.index(name)]}")
         before = self.steps.get(after or (names[names.index(name) - 1] if names.index(name) else ""))
-        if fault := self.fault(version):
-            raise WrongResult(f"{name}: {fault}")
-        us, row = self._times(name, version, before, predicted_us)
-        counted = self._score(name, version)
+        if simulator.ENABLED:
+            us, row = self._checked_and_timed(name, version, before, predicted_us)
+            counted = self._score(name, version)
+        else:
+            with ThreadPoolExecutor(1) as pool:  # another process counts meanwhile
+                counting = pool.submit(self._score, name, version)
+                us, row = self._checked_and_timed(name, version, before, predicted_us)
+                counted = counting.result()
         step = Step(name, version, counted, before, us, row, predicted_us, self._time_text(name, version, us, row))
         edited = self.steps.get(name)
         step.edited_from = edited.score if edited and edited.score.rows != counted.rows else None
@@ -164,7 +151,7 @@ class Lesson:
     def _score(self, name, version):
         if simulator.ENABLED:
             return self.count(version, name)
-        expression, functions = _expression(version)
+        expression, functions = expression_of(version)
         found = in_simulator(_count_again, self.home, name, expression, functions=functions)
         return Score(name, {(section, row): number for section, row, number in found}, self.gpu.upper())
 
@@ -172,8 +159,10 @@ class Lesson:
         """Return the score of a version; the simulator counts."""
         return score_of_launches(functools.partial(self.run.once, version), name, self.gpu.upper())
 
-    def _times(self, name, version, before, predicted_us):
+    def _checked_and_timed(self, name, version, before, predicted_us):
         """Return the kernel time, measured now or recorded for exactly this code, and the row of the record."""
+        if fault := self.fault(version):
+            raise WrongResult(f"{name}: {fault}")
         if simulator.ENABLED:
             return self.recorded_us(name, self.run.kernels(version)), None
         calls = {step.name: self.run.timed(step.version) for step in (before,) if step}
@@ -225,12 +214,8 @@ class Lesson:
                     break
                 raced = raced or error
             return Orders(seeds, sum(map(bool, found)), next(filter(None, found), None), raced)
-        expression, functions = _expression(version)
+        expression, functions = expression_of(version)
         return Orders(*in_simulator(_orders_again, self.home, expression, seeds, functions=functions))
-
-    def expression(self, version: Any) -> tuple[str, list[Callable]]:
-        """Return Python that makes a version again, and the functions of the page that it names."""
-        return _expression(version)
 
     def summary(self) -> "Table":
         """Return a table of all steps: time, what each saved, the estimate, what was predicted."""
@@ -281,24 +266,6 @@ class Orders(NamedTuple):
         return "\n".join(filter(None, [f"{head}: {self.error}" if self.wrong else head, self.race or "no race found"]))
 
     __repr__ = __str__
-
-
-def _expression(thing):
-    """Return Python that makes a thing again, and the functions of the page that it names."""
-    if id(thing) in _made:
-        make, arguments, _ = _made[id(thing)]
-        parts = [_expression(argument) for argument in arguments]
-        text = f"{make.__name__}({', '.join(text for text, _ in parts)})"
-        return text, [make, *(function for _, functions in parts for function in functions)]
-    if isinstance(thing, str | int | float | bool | None):
-        return repr(thing), []
-    if isinstance(thing, tuple):
-        parts = [_expression(each) for each in thing]
-        return f"({' '.join(text + ',' for text, _ in parts)})", [f for _, functions in parts for f in functions]
-    plain = plain_function(thing)
-    if not hasattr(plain, "__name__") or "<locals>" in plain.__qualname__:
-        raise TypeError(f"{thing!r} cannot be made again in the simulator: mark what makes it with @factory")
-    return thing.__name__, [thing]
 
 
 @dataclass

@@ -7,6 +7,7 @@ their imports.
 
 import ast
 import contextlib
+import functools
 import inspect
 import io
 import json
@@ -23,6 +24,25 @@ from moe_numba.runtime.changed_source import SourceLoader, plain_function, sourc
 from moe_numba.simulator import capability
 
 _PLAIN = (str, bool, int, float, type(None))
+
+
+_made: dict[int, tuple] = {}  # id of what a factory has made -> factory, arguments, and the thing, which keeps the id
+
+
+def factory(make: Callable) -> Callable:
+    """Cache what a function makes, and remember how: the simulator's process makes it again where a GPU runs kernels.
+
+    Its arguments are functions and kernels of the page, which other factories may have made, and plain constants.
+    """
+    cached = functools.cache(make)
+
+    @functools.wraps(make)
+    def made(*arguments):
+        result = cached(*arguments)
+        _made[id(result)] = made, arguments, result
+        return result
+
+    return made
 
 
 def in_simulator(
@@ -86,6 +106,30 @@ def in_simulator(
     return answer["result"]
 
 
+def expression_of(thing: Any) -> tuple[str, list[Callable]]:
+    """Return Python that makes a thing again, and the functions that it names; `in_simulator` copies these.
+
+    Raises
+    ------
+    TypeError
+        The thing is no constant, no function of a page or module, and no `factory` has made it.
+    """
+    if id(thing) in _made:
+        make, arguments, _ = _made[id(thing)]
+        parts = [expression_of(argument) for argument in arguments]
+        text = f"{make.__name__}({', '.join(text for text, _ in parts)})"
+        return text, [make, *(function for _, functions in parts for function in functions)]
+    if isinstance(thing, _PLAIN):
+        return repr(thing), []
+    if isinstance(thing, tuple):
+        parts = [expression_of(each) for each in thing]
+        return f"({' '.join(text + ',' for text, _ in parts)})", [f for _, functions in parts for f in functions]
+    name = getattr(plain_function(thing), "__name__", None)
+    if not name or not (_is_of_notebook(thing) or _import_line(name, thing)):
+        raise TypeError(f"{thing!r} cannot be made again in the simulator: mark what makes it with @factory")
+    return name, [thing]
+
+
 def source_with_dependencies(functions: Iterable[Callable]) -> str:
     """Return Python that defines notebook functions and kernels, what their sources name, and the imports of these."""
     imports, sources = _dependencies(list(functions), set())
@@ -116,6 +160,13 @@ def _dependencies(functions, skip):
             del sources[name]  # after everything that its decorators may need
             own_name = plain_function(value).__name__
             sources[name] = source if own_name == name else f"{source.rstrip()}\n\n\n{name} = {own_name}\n"
+        elif id(value) in _made:
+            sources[name] = None  # the factory's own function may have this name
+            text, made_from = expression_of(value)
+            for other in made_from:
+                visit(other.__name__, other)
+            del sources[name]
+            sources[name] = f"{name} = {text}"
         elif _is_plain(value):
             sources[name] = f"{name} = {value!r}"
         elif line := _import_line(name, value):

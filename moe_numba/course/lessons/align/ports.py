@@ -12,7 +12,7 @@ from moe_numba import simulator  # noqa: F401  before Numba: it decides whether 
 from numba import cuda, int32, uint32
 
 from moe_numba.course.lessons.align.sizes import EXPERTS, FULL
-from moe_numba.course.steps.lesson import factory
+from moe_numba.course.steps.simulate import factory
 from moe_numba.ptx.memory import atom_add_s32, st_global_s32x4
 
 ENDS = EXPERTS + 1

@@ -17,7 +17,7 @@ from moe_numba.course.lessons.gate.sizes import DEVICE, EXPERTS, GROUPS, KEPT, T
 from moe_numba.course.steps.estimate import clocks_by_function
 from moe_numba.course.steps.lesson import Lesson, Run, Step, Table
 from moe_numba.course.steps.score import MODEL, TOTAL, Score, score_of_kernels
-from moe_numba.course.steps.simulate import in_simulator
+from moe_numba.course.steps.simulate import expression_of, in_simulator
 from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
 from moe_numba.gate import reference
 from moe_numba.runtime.launch import launch
@@ -132,7 +132,7 @@ class GateLesson(Lesson):
     def _score(self, name, version):
         if simulator.ENABLED:
             return self.count(version, name)
-        expression, functions = self.expression(version)
+        expression, functions = expression_of(version)
         rows, self.about[name] = in_simulator(_count_again, self.home, name, expression, functions=functions)
         return Score(name, {(section, row): number for section, row, number in rows}, self.gpu.upper())
 

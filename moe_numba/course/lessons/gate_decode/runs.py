@@ -18,7 +18,7 @@ from moe_numba.course.steps.estimate import estimate
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Lesson, Run, Table
 from moe_numba.course.steps.score import count, score_of_launches
-from moe_numba.course.steps.simulate import in_simulator, source_with_dependencies
+from moe_numba.course.steps.simulate import expression_of, in_simulator, source_with_dependencies
 from moe_numba.gate import four_tokens_per_warp, one_token_per_warp, packed_keys
 from moe_numba.gate.device_functions import make_sort_descending
 from moe_numba.gate.reference import mismatch
@@ -126,7 +126,7 @@ def bounds(version) -> Table:
     if simulator.ENABLED:
         lines = _bounds(version)
     else:
-        expression, functions = lesson.expression(version)
+        expression, functions = expression_of(version)
         lines = in_simulator(_bounds_again, expression, functions=functions)
     return Table(["what it takes alone", "us on an H200, estimated"], lines)
 
@@ -379,7 +379,7 @@ def _small_package(out):
 
 def listing(version) -> str:
     """Return the source of a version: the kernel, and all functions of the page and of the exercises that it calls."""
-    _, functions = lesson.expression(version)
+    _, functions = expression_of(version)
     found = {}
     for line in source_with_dependencies(functions).splitlines():
         home, _, names = line.removeprefix("from ").partition(" import ")
