@@ -42,7 +42,7 @@ _MAX_EXPERTS, _MAX_TOPK, _MAX_TOKENS = 1024, 32, 1 << 30
 _WARPS_PER_SM = 64  # as many as can be resident; with more tokens each warp routes several, one after another
 # In the simulator so few that small inputs reach the second iteration of the kernels' loops
 _MAX_BLOCKS = 2 if simulator.ENABLED else 1 << 20
-MANY_TOKENS = 4096  # from here on the kernels with several tokens per warp are faster
+MANY_TOKENS = 4096  # from here on the kernel with four tokens per warp is faster
 
 _OPTION_TYPES = int, bool, int, int, int, float, bool, str, float
 _MAX_EPSILON = torch.finfo(torch.float32).max
@@ -336,7 +336,10 @@ class GatePlan:
         """Return (launcher, blocks, threads per block) for a number of tokens."""
         if num_tokens > _MAX_TOKENS:
             raise ValueError(f"gating_output has {num_tokens} tokens; at most {_MAX_TOKENS} are allowed")
-        shape = self.for_many_tokens if num_tokens >= MANY_TOKENS else self.for_few_tokens
+        many_tokens = MANY_TOKENS
+        if self.packed_configs:
+            many_tokens = packed_keys.MANY_TOKENS_PER_PICK * self.packed_configs[0].routed
+        shape = self.for_many_tokens if num_tokens >= many_tokens else self.for_few_tokens
         start, threads, tokens_per_block, max_blocks = shape
         return start, min(-(-num_tokens // tokens_per_block), max_blocks), threads
 

@@ -48,6 +48,7 @@ WARPS_PER_BLOCK = 4
 MAX_KEYS = 32  # of a lane
 FEW_KEYS = 16  # of a lane, with which sorting takes the least instructions per token
 SORTED_KEYS = 4  # of a lane
+MANY_TOKENS_PER_PICK = 2048  # times the picks of a token: from here on fewer lanes per token are faster
 INFINITY_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _LOADS = {4: load_nc_u32x1, 8: load_nc_u32x2, 16: load_nc_u32x4}
 
@@ -88,15 +89,15 @@ def supports(num_experts: int, routed: int, lanes: int) -> bool:
 def select_lanes(num_experts: int, routed: int, many_tokens: bool) -> int | None:
     """Return the lanes of a token, or None if the kernel does not support the shape.
 
-    With few tokens all lanes of a warp share one, so that its chain of instructions is short. With many the number of
-    instructions counts: sorting takes the fewest per token with 16 keys, or less, per lane. But if there are more than
-    8, and less than two lanes per pick, a lane's sorted keys run out too often.
+    With few tokens all lanes of a warp share one, if they can: then ``redux`` finds a maximum. With many tokens, or
+    with shuffles, the number of instructions counts: sorting takes the fewest per token with 16 keys, or less, per
+    lane. But if there are more than 8, and less than two lanes per pick, a lane's sorted keys run out too often.
     """
     found = [lanes for lanes in (2, 4, 8, 16, 32) if supports(num_experts, routed, lanes)]
     if not found:
         return None
-    if not many_tokens:
-        return found[-1]
+    if not many_tokens and found[-1] == 32:
+        return 32
     return next(
         (lanes for lanes in found if num_experts // lanes <= (FEW_KEYS if lanes >= 2 * routed else FEW_KEYS // 2)),
         found[-1],

@@ -15,7 +15,7 @@ from torch.library import opcheck
 import moe_numba
 from moe_numba import ExpertPlacement, biased_grouped_topk, biased_grouped_topk_align, simulator
 from moe_numba.align import with_gate
-from moe_numba.gate import api, placement
+from moe_numba.gate import api, packed_keys, placement
 from moe_numba.gate.reference import REPLICA_CHOICES, expert_load, mismatch
 
 DEEPSEEK = dict(topk=8, num_expert_group=8, topk_group=4)
@@ -52,7 +52,8 @@ def check(logits, options, bias=None):
 def use_kernel(kernel, device, monkeypatch, tokens=9):
     """Select a kernel; return logits, its options, and a bias for every second one."""
     num_experts, dtype, many, options = KERNELS[kernel]
-    monkeypatch.setattr(api, "MANY_TOKENS", 1 if many else 1 << 31)
+    for module, name in ((api, "MANY_TOKENS"), (packed_keys, "MANY_TOKENS_PER_PICK")):
+        monkeypatch.setattr(module, name, 0 if many else 1 << 31)
     bias = torch.linspace(0, 0.3, num_experts, device=device) if options.get("topk_group") else None
     return make_logits(tokens, num_experts, device, dtype), dict(options), bias
 
