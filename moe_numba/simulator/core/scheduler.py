@@ -268,7 +268,8 @@ class World:
             self.profile.begin()
         try:
             while self.queue or self.pollers:
-                if self.queue and getattr(self.queue[0][2], "lag", 0) and self.pollers and polled != self.changes == seen:
+                only_late = bool(self.queue) and getattr(self.queue[0][2], "lag", 0) > 0
+                if only_late and self.pollers and polled != self.changes == seen:
                     polled = self.changes  # a poll may succeed at once, without a step of the late rank
                     pollers, self.pollers = self.pollers, []
                     self.wake(pollers)
