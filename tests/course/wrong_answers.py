@@ -13,10 +13,6 @@ READ_ROW, STORE_HEAD = (
     "            out[n] = local[RING + n % SLOTS]\n",
     "            st_release_sys_s32(local, HEAD, int32(n + 1))\n",
 )
-COPY = "            for i in range(thread, 1024, 64):\n                out[1024 * box + i] = smem[1024 * stage + i]\n"
-ARRIVE = (
-    "            cuda.syncwarp()\n            if lane == 0:\n                mbarrier_arrive(barriers, 2 + stage)\n"
-)
 
 WRONG = {
     "start-1": [
@@ -104,47 +100,6 @@ WRONG = {
         ("num_experts + replica", "num_experts + replica + 1", "experts.4.up_proj.weight is None, not model.*shared"),
         ("num_experts + replica", "num_experts", "experts.4.up_proj.weight is yielded twice"),
         ("lambda *given: None", "^TypeError: 'NoneType' object is not iterable"),
-    ],
-    "hopper-1": [
-        (
-            "uint32(box // 2 % 2)",
-            "uint32(box % 2)",
-            "^40 rows, thread order 0: threads wait for ever: .*load_two_stages",
-        ),
-        (
-            "full, ahead % 2, 1024)",
-            "full, ahead % 2, min(8, rows - 8 * ahead) * 128)",
-            "^36 rows, .* is used wrongly: .*512 b",
-        ),
-        ("uint32(box // 2 % 2)", "uint32(box // 2)", "a barrier is used wrongly: .* which is neither 0 nor 1"),
-        (" and elect_sync(FULL_MASK)", "", "a barrier is used wrongly: .* already has all 1 arrivals"),
-        ("        fence_mbarrier_init()\n", "", "has not called fence_mbarrier_init"),
-        ("1024, 64):", "min(1024, 128 * rows - 1024 * box), 64):", r"^36 rows, .*: out\[36, 0\] is 255, not 0; 512 of"),
-        ("mbarrier_wait_parity(full, box % 2, uint32(box // 2 % 2))", "cuda.syncthreads()", "race.*"),
-        ("            cuda.syncthreads()\n", "", "race"),
-        ("out[1024 * box + i]", "out[i]", r"^40 rows, thread order 0: out\[0, 0\] is 80, not 0; "),
-    ],
-    "hopper-2": [
-        ("lambda row, chunk: ...", "^not answered yet"),
-        ("lambda row, chunk: chunk", "^chunk 0 of rows 0 and 2 is in the same banks, 0 to 3"),
-        (
-            "lambda row, chunk: chunk ^ row % 8",
-            r"^the chunks of row 4 have the places \[4, 5, 6, 7\]; each of 0 to 3 is needed once",
-        ),
-    ],
-    "hopper-3": [
-        ("        fence_proxy_async_shared()\n", "", "^thread order 0: a fence is missing: .*at add_one"),
-        ("wait_until_read()\n        cuda.syncthreads()\n", "wait_until_read()\n", "race"),
-        ("        cuda.syncthreads()\n        if", "        if", "race|a fence is missing"),
-        ("            wait_until_read()\n", "", "race.*make_bulk_wait_group_read"),
-        ("uint8(1)", "uint8(2)", r"^thread order 0: y\[0, 0\] is 2, not 1; 4096 of 4096"),
-    ],
-    "hopper-4": [
-        (COPY + ARRIVE, ARRIVE + COPY, "^thread order 0: two threads race: .*while|race"),
-        ("            cuda.syncwarp()\n", "", "race"),
-        ("2 + stage, 2)", "2 + stage, 64)", "threads wait for ever"),
-        ("cuda.syncwarp()", "cuda.syncthreads()", r"threads wait for ever: .*syncthreads \(64 of 65 arrived"),
-        ("uint32(1 - box // 2 % 2)", "uint32(box // 2 % 2)", "threads wait for ever: .* waits for 1 of 1 arrivals"),
     ],
     "grouped_gemm-1": [
         (

@@ -18,6 +18,7 @@ LINES = {
     "expert_parallel.py": 2,
     "cupy_routing.py": 1,
     "experts_on_one_gpu.py": 1,
+    "linked_cuda_cpp.py": 2,
 }
 BOUNDS = {"experts_on_one_gpu.py": 0.1}  # weights, x and activations in FP8
 

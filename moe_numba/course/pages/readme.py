@@ -30,6 +30,7 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
         "README.md": {"headline": headline(gpu, root, front=True), "notebooks": _notebooks()},
         "docs/index.md": {"notebooks": _notebooks("../"), "records": _records()},
         "docs/gpus.md": {"gpus": _gpus()},
+        "docs/linked_cuda_cpp.md": {"times": _linked_cuda_cpp(gpu, root)},
         MEASUREMENTS: {"headline": headline(gpu, root), "bench": _bench_commands(), "peers": _peers(found), **tables},
     }
 
@@ -117,6 +118,16 @@ def _records():
     lines += [f"| `{name}` | notebook `{topic.notebook}` |" for topic in TOPICS for name in topic.records]
     lines += [f"| `{name}` | the first edition of notebook `{notebook}` |" for name, notebook in FIRST_EDITION.items()]
     return "\n".join(lines)
+
+
+def _linked_cuda_cpp(gpu, root):
+    record = records.recorded("hopper_ladder", gpu, root)
+    row = record and records.find(record, step="linked CUDA C++")
+    if not row:
+        return ""
+    names = "intrinsics", "linked CUDA C++, launched by Numba"
+    lines = ["| kernel | us |", "|---|---:|"]
+    return "\n".join(lines + [f"| {name} | {format_us(us)} |" for name, us in zip(names, row["compared_us"])])
 
 
 def headline(gpu: str = "h200", root: Path | None = None, front: bool = False) -> str:

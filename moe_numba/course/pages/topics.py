@@ -62,8 +62,8 @@ TOPICS = (
     ),
     Topic(
         "06_hopper_gemm",
-        "TMA, mbarriers and wgmma from Numba, through intrinsics and through linked CUDA C++",
-        records=("hopper_ladder", "hopper_copy"),
+        "an FP8 GEMM, step by step to the limit of the tensor cores: TMA, mbarriers, wgmma, a producer, multicast",
+        records=("hopper_gemm_ladder",),
         hopper=True,
     ),
     Topic(
@@ -123,11 +123,12 @@ TOPICS = (
         hopper=True,
     ),
 )
-# Record -> the notebook whose first edition wrote it; docs/claims.md and `bench.latencies` cite them.
+# Record -> the notebook whose first edition wrote it; docs/*.md, lessons and `bench.latencies` cite them.
 FIRST_EDITION = {
     "gate_ladder": "01_gate_prompt",
     "align_ladder": "03_align_published",
     "align_small_ladder": "03_align_published",
+    "hopper_ladder": "06_hopper_gemm",
 }
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {

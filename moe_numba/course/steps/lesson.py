@@ -224,7 +224,8 @@ class Lesson:
             before = step.before and step.before.us
             us, ratio = (records.format_us(step.us), step.us and before) if step.us else ("", None)
             faster = f"{before / step.us:.2f}" if ratio else ""
-            lines.append([step.name, us, faster, f"{step.score.us:.2f}", str(step.judgement or "")])
+            estimated = "" if step.score.us is None else f"{step.score.us:.2f}"
+            lines.append([step.name, us, faster, estimated, str(step.judgement or "")])
         return Table(["step", "us", "times as fast", "estimate, us", "prediction"], lines)
 
     def save(self, *others: "Lesson", results: Any = None) -> None:

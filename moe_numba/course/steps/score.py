@@ -19,7 +19,7 @@ from moe_numba.course.steps.estimate import describe_error, error_factor, estima
 from moe_numba.simulator.core.typed_code import reachable
 from moe_numba.simulator.profiler.report import KernelProfile, Part
 
-PATH, TOTAL, MODEL = "critical path", "all warps", "model"
+PATH, TOTAL, MODEL, COMPILER = "critical path", "all warps", "model", "compiler"
 _PATH_ROWS = {
     "global_load_requests": "global loads",
     "global_store_requests": "global stores",
@@ -57,6 +57,7 @@ _EXPLANATIONS = {
     PATH: "between two barriers, of the warp that has most to do, summed over all of them",
     TOTAL: "what the schedulers must issue and the memory must serve",
     MODEL: "what `estimate` makes of the machine code and these counts",
+    COMPILER: "what the compiler made of the kernel",
 }
 
 
@@ -69,7 +70,7 @@ class Score:
     name : str
         Heads the column of a table.
     rows : dict
-        (section, row) -> number; a section is `PATH`, `TOTAL` or `MODEL`. All rows, zeros included.
+        (section, row) -> number; a section is `PATH`, `TOTAL`, `MODEL` or `COMPILER`. All rows, zeros included.
     gpu : str
         Whose time the model estimates.
     """
@@ -85,9 +86,12 @@ class Score:
         return self.rows[PATH, row]
 
     @property
-    def us(self) -> float:
-        """The estimated time in microseconds: of all launches, or of one block where only a part of a kernel counts."""
-        return self.rows[MODEL, "time"]
+    def us(self) -> float | None:
+        """The estimated time in microseconds: of all launches, or of one block where only a part of a kernel counts.
+
+        None if a lesson's score has no such estimate.
+        """
+        return self.rows.get((MODEL, "time"))
 
     def __str__(self):
         return str(compare(self))
@@ -206,13 +210,14 @@ class Comparison:
     def notes(self) -> list[str]:
         """Sentences below the table: rows that do not differ, the model's error, and what only a GPU decides."""
         if len(self.scores) == 1:
-            return [describe_error(self.scores[0].gpu)]
+            return [describe_error(self.scores[0].gpu)] if self.scores[0].us is not None else []
         same: dict[str, list[str]] = {}
         for (section, row), number in self.scores[0].rows.items():
             if number and all(each.rows.get((section, row)) == number for each in self.scores):
                 same.setdefault(section, []).append(f"{row} {_text(section, number)}")
         unchanged = "; ".join(f"{section}: {', '.join(rows)}" for section, rows in same.items())
-        verdict = [] if self.timed else [self._verdict(self.scores[-2], self.scores[-1])]
+        estimated = None not in (each.us for each in self.scores[-2:])
+        verdict = [self._verdict(*self.scores[-2:])] if estimated and not self.timed else []
         return [*([f"Unchanged: {unchanged}."] if unchanged else []), *verdict]
 
     def _verdict(self, before, after):

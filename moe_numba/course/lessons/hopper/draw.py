@@ -2,6 +2,7 @@
 
 from moe_numba.course.bench.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, RED, SKY, WIDTH
 from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, ink_on, note, plural, text, tint
+from moe_numba.course.lessons.hopper.draw_kernel import multicast, roles, tile, timeline
 from moe_numba.course.lessons.hopper.draw_time import barrier_life, ring, ring_spans
 
 __all__ = [
@@ -11,10 +12,14 @@ __all__ = [
     "descriptor_fields",
     "fragment",
     "holder",
+    "multicast",
     "problem",
     "ring",
     "ring_spans",
+    "roles",
     "swizzle",
+    "tile",
+    "timeline",
 ]
 
 CHUNK_COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, "#8C8C8C", "#F0E442")  # one for each chunk of a row
