@@ -1,6 +1,6 @@
 """Gate and alignment fused into one launch, for the small batches of decode steps.
 
-Up to eight tokens, every CTA routes all of them, one per warp, so that no CTA waits for another. For more tokens, each
+Up to eight tokens, every CTA routes all of them, one per warp, so that no CTA waits for another. For up to 32, each
 cluster of eight CTAs routes all tokens, up to eight per CTA, and every CTA stores its expert ids in the shared memory
 of all eight. Each CTA then has all slots, counts them, and writes the rows of some experts: see
 :mod:`moe_numba.align.one_expert_per_warp`.
@@ -40,7 +40,7 @@ from moe_numba.runtime.validate import check_flag, check_int, check_out_tuple
 
 CTAS_PER_CLUSTER = 8  # the largest portable cluster size
 WARPS_PER_CTA = 8  # one token per warp
-MAX_TOKENS = CTAS_PER_CLUSTER * WARPS_PER_CTA
+MAX_TOKENS = 32  # beyond, two launches are faster (measured); a cluster has warps for twice as many
 _MAX_CTAS = CTAS_PER_CLUSTER if simulator.ENABLED else 1 << 30
 
 _plans: dict = {}
@@ -204,7 +204,8 @@ class FusedPlan:
         self.max_fused_tokens = 0  # the generic gate kernel is launched on its own
         if gate_plan.config is not None and self.capacity <= align_kernel.MAX_CAPACITY:
             topk = gate_plan.shape[3]
-            self.max_fused_tokens = max_slots_for(topk, CTAS_PER_CLUSTER if gpu.has_clusters else 1) // topk
+            max_slots = max_slots_for(topk, CTAS_PER_CLUSTER if gpu.has_clusters else 1)
+            self.max_fused_tokens = min(max_slots // topk, MAX_TOKENS)
         self._outputs, self._launches = {}, {}
         self._aligned_outputs = AlignOutputs(block_size, self.num_experts, ignore_invalid_experts, device)
 
@@ -307,7 +308,7 @@ def biased_grouped_topk_align(
 ) -> _FiveTensors:
     """Route tokens and align the routing: :func:`biased_grouped_topk` followed by :func:`moe_align_block_size`.
 
-    Up to 64 tokens and 1024 slots (8 tokens below compute capability 9.0) it takes one launch, unless the shape has
+    Up to 32 tokens and 1024 slots (8 tokens below compute capability 9.0) it takes one launch, unless the shape has
     more than 541 experts with the shared ones, more than 32 expert groups, or groups that divide among so few lanes of
     a warp that a lane would hold more than 32 experts; otherwise two. The results are bit-identical to those of the two
     functions.

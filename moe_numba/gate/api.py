@@ -42,6 +42,9 @@ _MAX_EXPERTS, _MAX_TOPK, _MAX_TOKENS = 1024, 32, 1 << 30
 _WARPS_PER_SM = 64  # as many as can be resident; with more tokens each warp routes several, one after another
 # In the simulator so few that small inputs reach the second iteration of the kernels' loops
 _MAX_BLOCKS = 2 if simulator.ENABLED else 1 << 20
+# Percentage of the L1 cache that is shared memory, for kernels that use none: then the alignment, which uses some, can
+# start on SMs that still run the gate (1,024 tokens of DeepSeek-V3: both take 5.7 instead of 8.1 us).
+_CARVEOUT = 50
 MANY_TOKENS = 4096  # from here on the kernel with four tokens per warp is faster
 
 _OPTION_TYPES = int, bool, int, int, int, float, bool, str, float
@@ -268,7 +271,7 @@ class GatePlan:
             return self._packed(self.packed_configs[0])
         if self.config:
             made = one_token_per_warp.make_kernel(self.config, self.limit_on_device, self.features)
-            return self._launch_shape(made, (), one_token_per_warp.WARPS_PER_BLOCK)
+            return self._launch_shape(made, (), one_token_per_warp.WARPS_PER_BLOCK, carveout=_CARVEOUT)
         made = generic.make_generic_kernel(*self.kernel_types, self.limit_on_device, self.features)
         shared_bytes = generic.shared_bytes(*self.shape[:2])
         return self._launch_shape(made, ("int32",) * 6, 1, shared_bytes=shared_bytes)
@@ -290,13 +293,13 @@ class GatePlan:
 
     def _packed(self, config):
         made = packed_keys.make_packed_kernel(config, self.limit_on_device, self.features)
-        return self._launch_shape(made, (), packed_keys.WARPS_PER_BLOCK, tokens_per_warp=32 // config.lanes)
+        tokens_per_warp = 32 // config.lanes
+        return self._launch_shape(made, (), packed_keys.WARPS_PER_BLOCK, tokens_per_warp, carveout=_CARVEOUT)
 
-    def _launch_shape(self, made, shape_types, warps, tokens_per_warp=1, **options):
+    def _launch_shape(self, made, shape_types, warps, tokens_per_warp=1, carveout=None, **options):
         """Return (launcher, threads per block, tokens per block, most blocks) of a kernel."""
-        start = launcher(
-            made, (*self.signature, *shape_types, *self.optional_types), self.device, dependent=True, **options
-        )
+        signature = *self.signature, *shape_types, *self.optional_types
+        start = launcher(made, signature, self.device, dependent=True, carveout=carveout, **options)
         max_blocks = _MAX_BLOCKS
         if tokens_per_warp == 1 and not simulator.ENABLED:
             max_blocks = devices.gpu_of(self.device).sm_count * _WARPS_PER_SM // warps

@@ -51,6 +51,7 @@ class Launcher:
         cluster,
         cooperative,
         dependent,
+        carveout=None,
         cpp_entry=False,
     ):
         from cuda.bindings import driver
@@ -64,9 +65,12 @@ class Launcher:
         self.name = kernel.py_func.__name__
         self._kernel = ObjectCode.from_cubin(cubin).get_kernel(entry)  # keeps the code loaded
         self._function = int(self._kernel.handle)
+        attributes, handle = driver.CUfunction_attribute, driver.CUkernel(self._function)
+        if carveout is not None:  # a hint, which the driver may not take
+            preferred = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            driver.cuKernelSetAttribute(preferred, carveout, handle, driver.CUdevice(device))
         if shared_bytes > _SHARED_BYTES_WITHOUT_OPT_IN:
-            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            handle = driver.CUkernel(self._function)
+            limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (error,) = driver.cuKernelSetAttribute(limit, shared_bytes, handle, driver.CUdevice(device))
             if error:
                 raise ValueError(

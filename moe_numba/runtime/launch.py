@@ -75,6 +75,7 @@ def launcher(
     cluster=None,
     cooperative=False,
     dependent=False,
+    carveout=None,
     cpp_entry=False,
 ):
     """Compile and load a kernel, once; the way in for public functions. Machine code is cached on disk.
@@ -97,6 +98,10 @@ def launcher(
     dependent : bool
         Programmatic dependent launch: the grid may start before the previous one in the stream has finished, and must
         call ``griddepcontrol_wait`` before it touches what that one writes. Ignored below compute capability 9.0.
+    carveout : int, optional
+        Percentage of an SM's L1 cache that should be shared memory. An SM changes it only while it runs nothing, so a
+        dependent launch that needs more than the kernel before has left cannot start early; by default the driver
+        leaves what the kernel itself needs. Ignored in the simulator.
     cpp_entry : bool
         As for :func:`moe_numba.runtime.compile.compile_kernel`; implied by a tensor map.
 
@@ -108,11 +113,11 @@ def launcher(
     """
     options = launch_bounds, shared_bytes, cluster, cooperative, dependent
     with _LAUNCHERS_LOCK:
-        return _make_launcher(kernel, signature, device, options, cpp_entry)
+        return _make_launcher(kernel, signature, device, options, carveout, cpp_entry)
 
 
 @cache
-def _make_launcher(kernel, signature, device, options, cpp_entry):
+def _make_launcher(kernel, signature, device, options, carveout, cpp_entry):
     options = dict(zip(("launch_bounds", "shared_bytes", "cluster", "cooperative", "dependent"), options, strict=True))
     gpu = devices.gpu_of(device)
     if not gpu.has_clusters:
@@ -127,7 +132,7 @@ def _make_launcher(kernel, signature, device, options, cpp_entry):
     if simulator.ENABLED:
         made = _SimulatedLauncher(kernel, signature, options)
     else:
-        made = Launcher(kernel, signature, device, **options, cpp_entry=cpp_entry)
+        made = Launcher(kernel, signature, device, **options, carveout=carveout, cpp_entry=cpp_entry)
     note_loaded(made)
     return made
 

@@ -139,7 +139,7 @@ class Lesson:
             return self.run.check(version)
         raced = next(filter(None, (self._checked(version, seed, True) for seed in range(self.seeds))), None)
         found = raced and next(filter(None, (self._checked(version, seed) for seed in range(self.seeds))), None)
-        return f"{found}\n{raced}" if found and found != raced else raced
+        return f"{raced}\n{found}" if found and found != raced else raced
 
     def _checked(self, version, seed, races=False):
         try:
