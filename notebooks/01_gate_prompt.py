@@ -1154,7 +1154,7 @@ page.peers()
 # ## Next step, not built
 #
 # **Predict.** The kernel of step 11 reads its logits from DRAM. How long would it take if they lay in the L2 cache already? Step 12 loads half of
-# the bytes, which helps to guess. Replace the `...` by microseconds; 10 % off is right.
+# the bytes, which helps to guess. Replace the `...` by microseconds; a guess within a tenth of the time is right.
 
 # %%
 exercises.from_l2.check(last, ...)

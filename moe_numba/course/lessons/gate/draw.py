@@ -52,7 +52,7 @@ def _apart(places, distance, low, high):
 
 def torch_kernels(calls: Mapping[str, Sequence[tuple[str, float, float]]]) -> Drawing:
     """Draw the kernels of calls one after another, without the gaps between them, to scale."""
-    drawing, y = Drawing("The kernels of one call, without the gaps between them"), 30.0
+    drawing, y = Drawing("The kernels of one call, without gaps"), 30.0
     total = {name: sum(us for *_, us in kernels) for name, kernels in calls.items()}
     scale = (WIDTH - 16) / max(total.values())
     for name, kernels in calls.items():
@@ -91,6 +91,8 @@ def lanes(*names: str) -> Drawing:
                 lane, each = row * parts + part, wide / parts
                 kind = ("sky", "pale")[(part * GROUPS // parts if parts > 1 else row) % 2]
                 words = f"lane {lane}" if parts == 1 else str(lane)
+                if each < 20 and lane % 2:
+                    words = ""  # the numbers would touch
                 drawing.box(left + part * each, y, each - 0.8, 18, kind, words, size=8 if each < 20 else 10)
                 drawing.box(left + part * each, y + 18, wide * 4 / EXPERTS - 0.4, 5, "orange")
             y += 28
@@ -228,5 +230,5 @@ def chart(steps: Sequence[tuple[str, float, float, float | None]]) -> Drawing:
         y += 30
     drawing.legend(y + 6, [("blue", "measured"), ("pale", "estimate"), ("orange", "of the estimate: the slowest pipe")])
     if most(max(steps, key=most)) > longest:
-        drawing.note(8, y + 34, "The row with a gap has a scale of its own.")
+        drawing.note(8, y + 24, "The row with a gap has a scale of its own.")
     return drawing
