@@ -241,7 +241,11 @@ def constants() -> Table:
 
     def value(name):
         number = getattr(sizes, name)
-        return f"{number:#x}" if name == "FULL" else f"{number:.6g}" if abs(float(number)) > 1 << 31 else str(int(number))
+        if isinstance(number, tuple):
+            return f"{len(number)} pairs"
+        if name == "FULL":
+            return f"{number:#x}"
+        return f"{int(number)}" if float(number) in range(-(1 << 31), 1 << 31) else f"{number:.6g}"
 
     lines = [[name, ", ".join(map(value, name.split(", "))), text] for name, text in sizes.MEANINGS.items()]
     return Table(["name", "value", "meaning"], lines)

@@ -39,4 +39,6 @@ MEANINGS = {  # name -> what it stands for, for the page
     "LOWEST": "a score below all others (-FLT_MAX): a choice that is taken, or in a group that is dropped",
     "DROPPED": "SGLang's mark of a dropped group (FLT_MAX): its sum is never the lowest again",
     "NEVER": "a key below that of every float: nothing is left to pick",
+    "PAIRS": "the compare-exchanges (i, j) of a network that sorts HELD keys",
+    "LOG2_E": "log2(e): 2 ** (LOG2_E * x) is e ** x",
 }
