@@ -245,7 +245,7 @@ def constants() -> Table:
             return f"{len(number)} pairs"
         if name == "FULL":
             return f"{number:#x}"
-        return f"{int(number)}" if float(number) in range(-(1 << 31), 1 << 31) else f"{number:.6g}"
+        return f"{int(number)}" if int(number) == number and abs(float(number)) < 1e10 else f"{number:.6g}"
 
     lines = [[name, ", ".join(map(value, name.split(", "))), text] for name, text in sizes.MEANINGS.items()]
     return Table(["name", "value", "meaning"], lines)
