@@ -48,7 +48,7 @@ import warnings
 import numpy as np
 import torch
 from IPython.display import HTML, Markdown
-from numba import cuda, float32, int32
+from numba import cuda, float32
 
 from moe_numba import doctor, simulator
 from moe_numba.course.bench import records, rotating
@@ -73,13 +73,13 @@ warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some launches 
 # %% [markdown]
 # ## What you will build
 #
-# A token passes through the layer in this order. A **token slot** is one pair of a token and an expert that it chose.
+# A token passes through the layer in this order. An **assignment** is one pair of a token and an expert that it chose.
 #
 # | lesson | what it builds | reference |
 # |---|---|---|
 # | [01](01_gate_prompt.ipynb) | gate, for a prompt: choose the experts of thousands of tokens | SGLang's `moe_fused_gate` |
 # | [02](02_gate_decode.ipynb) | gate, for decode: the chain of one token | the same |
-# | [03](03_align_published.ipynb) | alignment as published: sort the token slots by expert | SGLang's `moe_align_block_size` |
+# | [03](03_align_published.ipynb) | alignment as published: sort the assignments by expert | SGLang's `moe_align_block_size` |
 # | [04](04_align_one_launch.ipynb) | alignment in one launch | the same |
 # | [05](05_shared_experts.ipynb) | shared experts, which every token visits | SGLang |
 # | [06](06_hopper_gemm.ipynb) | a GEMM with Hopper's asynchronous copies and tensor cores | CUTLASS |
@@ -336,9 +336,11 @@ def try_seeds():
 in_simulator(try_seeds)
 
 # %% [markdown]
-# The number of wrong elements depends on the seed. On a GPU, which executes the load of line 7 for a whole warp before the
-# store, at most one element would be wrong, in rare runs. The race detector reports the race under every seed, because it
-# checks whether something orders the two accesses, not which of them came first.
+# The number of wrong elements depends on the seed. A GPU normally executes the load of line 7 for all lanes of a warp, then the
+# store. Only two threads read what the other warp writes: thread 31 reads `tile[32]`, and thread 63 reads `tile[0]`. The warp that
+# comes first reads the right number, so at most one element is wrong, and only if one warp stores before the other loads. The race
+# detector reports the race under every seed, because it checks whether something orders the two accesses, not which of them came
+# first.
 #
 # ### Counters per source line
 #
@@ -412,8 +414,11 @@ def profile_rows():
 in_simulator(profile_rows)
 
 # %% [markdown]
-# A row of the table is a source line: how often warps executed it, the share of lanes that took part, requests to global memory (`ld req`) and the sectors
-# of each, requests to shared memory (`lds req`, `sts req`) and their wavefronts, bank conflicts, and atomic operations.
+# A row of the table is a source line: how often warps executed it (`exec`), the share of lanes that took part (`lanes`), requests to global memory
+# (`ld req`) and the sectors of each, requests to shared memory (`lds req`, `sts req`) and their wavefronts (`wavefr`), bank conflicts, the bytes that
+# a lane accesses at a time (`width`), atomic operations (`atomics`), how many lanes of one of these update the same address at most (`contention`), and
+# how often a warp waited at a barrier (`waits`). The **critical path** counts only the warp that has most to do between two barriers, which the others
+# wait for.
 #
 # There are three proposals. **A** puts the sums side by side. **B** lets the 32 lanes of a warp read a row together. **C** counts within the warp first, so
 # that one lane adds for all.
@@ -556,8 +561,8 @@ exercise("start-4").check((halved_kernel, halved_call))
 # ## 5. How to read a step
 #
 # The lessons improve a kernel step by step. A step has these parts: the measured **bottleneck**, the
-# **idea**, a **prediction**, the code, a check of the result, the measured **gain**, and, if the
-# prediction missed by more than a third, an **explanation** that is measured as well. In the first lessons the whole kernel stands on the page once,
+# **idea**, a **prediction**, the code, a check of the result, the measured **gain**, and, where the
+# prediction fails or comes true for another reason, an **explanation** that is measured as well. In the first lessons the whole kernel stands on the page once,
 # with **holes**; a step is then one function, which fills one hole, and which you can edit. Here is a step with whole kernels, as an example. Its
 # starting point copies a matrix of 32 columns, one row per thread. `rotating` makes enough inputs that none is still in the L2
 # cache when it is used again; `copy_with` bundles what is checked and what is timed.
@@ -615,7 +620,7 @@ say("Each load touches {sectors:.0f} sectors, and uses 4 of the 32 bytes of each
 # **coalesced**.
 #
 # **Predicted gain.** If each sector were fetched again for every column, the time would be proportional to the number of
-# sectors per load.
+# sectors per load. (The step before is timed again beside the new one, so its time differs a little from the one above.)
 
 
 # %%
@@ -638,12 +643,10 @@ ladder.step(
 )
 
 # %% [markdown]
-# **Explanation.** The model ignores the L1 cache, which may keep a sector until a warp needs its next columns. Stores always
-# go to the L2 cache, each on its own. Four more kernels take the copy apart. `read_rows` reads whole rows and
-# writes one sum per row. `write_rows` reads one number per row and writes whole rows. `read_then_write` copies by rows, but
-# reads a whole row into registers before it writes: no store comes between its loads, and all of them are under way at the same time. So is it
-# the stores that made the difference, or the loads under way? `read_one_by_one` tells: no store comes between its loads either, but the index of
-# each depends on the number before (`zero` is 0, which the compiler does not know), so that one load at a time is under way.
+# **Explanation.** The prediction may be close, but its model cannot be right: it ignores the L1 cache, which may keep a sector until a
+# warp needs its next columns, and it treats loads and stores alike, although stores always go to the L2 cache, each on its own. Four more
+# kernels take the copy apart. `read_rows` reads whole rows and writes one sum per row. `write_rows` reads one number per row and writes whole
+# rows. `read_then_write` copies by rows, but reads a whole row into registers before it writes, so no store comes between its loads.
 
 
 # %%
@@ -653,15 +656,6 @@ def read_rows(x, y, rows):
     if row < rows:
         for column in range(COLUMNS):
             total += x[row * COLUMNS + column]
-        y[row] = total
-
-
-@cuda.jit
-def read_one_by_one(x, y, rows, zero):
-    row, total = cuda.grid(1), float32(0)
-    if row < rows:
-        for column in range(COLUMNS):
-            total += x[row * COLUMNS + column + (int32(total) & zero)]
         y[row] = total
 
 
@@ -695,36 +689,29 @@ parts = {
         ("copied by elements", copy_elements, ROWS * COLUMNS),
     )
 }
-parts["read by rows, one by one"] = [
-    lambda x=x: launch(read_one_by_one, -(-ROWS // 256), 256, x, copied, ROWS, 0) for x in SETS
-]
 parts_us = ladder.times("parts of the copy", parts) or {}
 
 # %%
+rows_us, staged_us = parts_us.get("copied by rows"), parts_us.get("read, then written by rows")
+read_us, write_us, both_us = (parts_us.get(name) for name in ("read by rows", "written by rows", "copied by elements"))
 say(
-    "Reading by rows takes {read:.0f} us, writing by rows {write:.0f} us, the copy by rows {rows:.0f} us, and {staged:.0f} us if it "
-    "reads a whole row before it writes. The coalesced copy takes {both:.0f} us.",
-    rows=parts_us.get("copied by rows"),
-    staged=parts_us.get("read, then written by rows"),
-    read=parts_us.get("read by rows"),
-    write=parts_us.get("written by rows"),
-    both=parts_us.get("copied by elements"),
+    "Reading by rows takes {read:.0f} us, and writing by rows {write:.0f} us: {share:.0f} times as long as the whole coalesced copy "
+    "({both:.0f} us). Most of the gain is in the stores, 4 bytes of a sector at a time.",
+    read=read_us,
+    write=write_us,
+    both=both_us,
+    share=write_us and both_us and write_us / both_us,
 )
 
-# %% [markdown]
-# The stores alone, 4 bytes of a sector at a time, take much longer than the coalesced copy. But the copy by rows takes longer than both halves
-# together, unless a row is read first. Do the stores take sectors from the L1 cache that the reads still need, or are fewer loads under way?
-
 # %%
-together, alone = parts_us.get("read by rows"), parts_us.get("read by rows, one by one")
-slower = "about as long" if together and alone and alone < 1.2 * together else "longer"
 say(
-    "Reading by rows takes {together:.0f} us with the loads of a whole row under way, and {alone:.0f} us with one at a time: {slower}. "
-    "If it is about as long, then the number of loads under way is not what makes `read_then_write` faster than the copy by rows; "
-    "the order of loads and stores is. How it does, times alone do not tell: a hit rate of the L1 cache would.",
-    together=together,
-    alone=alone,
-    slower=slower,
+    "The copy by rows takes {rows:.0f} us, which is {more:.0f} us more than reading and writing one after the other. If it reads a "
+    "whole row before it writes, it takes {staged:.0f} us. So these {more:.0f} us are not the price of the loads or of the stores alone, but of "
+    "stores between the loads of a row. They may evict the sectors that the next loads need from the L1 cache, or keep these "
+    "loads waiting. We did not isolate which; a profiler that counts the hits of the L1 cache would.",
+    rows=rows_us,
+    staged=staged_us,
+    more=rows_us and read_us and write_us and rows_us - read_us - write_us,
 )
 
 # %% [markdown]
@@ -751,8 +738,10 @@ repeated_us = ladder.times("repeated inputs", {"one input": adds[0], "rotating i
 # %%
 MEGABYTES = 2 * 4 * (1 << 22) / 1e6  # read and written; MB per us are TB/s
 say(
-    "Adding 1 to 16 MB seems to move {hot:.1f} TB/s with one input, and {cold:.1f} TB/s with rotating inputs; a copy moves "
-    "{copy:.1f} TB/s from and to DRAM.",
+    "Adding 1 to 16 MB seems to move {hot:.1f} TB/s with one input, and {cold:.1f} TB/s with rotating inputs. A copy of large arrays "
+    "moves {copy:.1f} TB/s from and to DRAM; a kernel of {us:.0f} us spends a part of its time on starting and ending, without "
+    "loads to wait for.",
+    us=repeated_us and repeated_us["rotating inputs"],
     copy=chip_limits().copy_bandwidth / 1e12,
     hot=repeated_us and MEGABYTES / repeated_us["one input"],
     cold=repeated_us and MEGABYTES / repeated_us["rotating inputs"],

@@ -19,8 +19,8 @@
 # need. SGLang's CUDA C++ kernel `moe_fused_gate` ([PR 4530](https://github.com/sgl-project/sglang/pull/4530)), which an article in Chinese
 # explains, still takes more than ten times as long.
 #
-# Where does the time go? In this lesson one kernel becomes another in eleven steps, until the warps mostly wait for their logits. You write five
-# of the pieces, and you find a race in SGLang's kernel that no GPU run shows. You need to know what a warp, a shuffle and shared memory are;
+# Where does the time go? In this lesson one kernel becomes another in eleven steps, each of which starts from what limits the one before. You
+# write five of the pieces, and you find a race in SGLang's kernel that no GPU run shows. You need to know what a warp, a shuffle and shared memory are;
 # [00](00_start_here.ipynb) introduces them.
 
 # %%
@@ -35,10 +35,22 @@ from numba import cuda, float32, int32, uint32
 from moe_numba.course.lessons.gate import draw
 from moe_numba.course.lessons.gate import prompt as page
 from moe_numba.course.lessons.gate.prompt import exercises, gate, lesson
-from moe_numba.course.lessons.gate.sizes import CANDIDATES, EXPERTS, GROUPS, HELD, KEPT, SHARE, SIZE, TOPK, WARPS
+from moe_numba.course.lessons.gate.sizes import (
+    CANDIDATES,
+    EXPERTS,
+    GROUPS,
+    HELD,
+    KEPT,
+    SHARE,
+    SIZE,
+    TOKENS_PER_WARP,
+    TOPK,
+    WARPS,
+)
 
 # isort: split
 from moe_numba.course.lessons.gate.sizes import DROPPED, FULL, LOG2_E, LOWEST, NEVER, PAIRS, sort_candidates, sort_held
+from moe_numba.course.pages.prose import say
 from moe_numba.course.steps.exercises import predict
 from moe_numba.course.steps.instruction_mix import instruction_mix
 from moe_numba.course.steps.lesson import factory
@@ -48,7 +60,6 @@ from moe_numba.ptx.warp import redux_sync_max_s32
 
 step = lesson.step
 print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
-print(f"{EXPERTS} experts, {GROUPS} groups, {KEPT} kept, top-{TOPK}; a CTA has {WARPS} warps, FULL is {FULL:#x}")
 print(page.result())
 
 # %% [markdown]
@@ -64,6 +75,10 @@ print(page.result())
 # 6. **Weights**: the chosen experts' scores without the bias, divided by their sum.
 #
 # The text speaks of DeepSeek-V3's sizes. The code takes them from [sizes.py](../moe_numba/course/lessons/gate/sizes.py), where you can change them.
+# These are the names in the code; look here when one of them appears:
+
+# %%
+page.constants()
 
 # %%
 logits, bias = page.inputs()["random logits"]
@@ -105,12 +120,13 @@ page.torch_faults(biased_grouped_topk)
 page.torch_kernels(biased_grouped_topk)
 
 # %%
-print(page.torch_shares())
+print(page.torch_shares(biased_grouped_topk))
 print(page.show_lower_bounds())
 
 # %% [markdown]
-# Torch launches a kernel per operation, and two of them take most of the time: `topk` over 32 values for each group, and `topk` over 256 values
-# for each token. They are made for long rows. `torch.compile` fuses everything else. So we write one kernel that does all six steps, and keep
+# Torch launches a kernel per operation. The long ones belong to `topk`: over 32 values for each group, whose results are also sorted, and over 256
+# values for each token. They are made for long rows. (The bars add up to less than the times at the top of this page, which include the gaps
+# between the kernels.) `torch.compile` fuses everything else. So we write one kernel that does all six steps, and keep
 # everything of a token in registers.
 #
 # The lower bounds: DRAM must move each logit once, and the special function unit (MUFU) must deliver two results per sigmoid, an exponential and
@@ -129,8 +145,8 @@ print(page.show_lower_bounds())
 #
 # Each step prints what the simulator counts, and an **estimate** in microseconds for an H200 from the machine code and these counts. The rows
 # below the estimate are bounds: how long each pipe, each memory and the chain of dependent instructions would take alone. The largest one is
-# where to look next. A step's **prediction** is the time of the step before, times the ratio of the estimates. On a GPU it is judged by what
-# came.
+# where to look next. A step's **prediction** is the time of the step before, times the ratio of the estimates. The page compares it with the
+# measured time.
 #
 # ## Step 1: one thread per token
 #
@@ -257,7 +273,7 @@ def make_thread_per_group(load, store_and_add):
     @cuda.jit
     def kernel(logits, bias, weights, ids, tokens):
         lane = int32(cuda.threadIdx.x)
-        token = int32((cuda.blockIdx.x * WARPS + cuda.threadIdx.y) * SHARE + lane // GROUPS)
+        token = int32((cuda.blockIdx.x * WARPS + cuda.threadIdx.y) * TOKENS_PER_WARP + lane // GROUPS)
         row = min(token, tokens - 1)  # lanes without a token take part in the shuffles, and store nothing
         group = int32(lane % GROUPS)
         first = int32(group * SIZE)
@@ -311,7 +327,7 @@ def store_sync_add(weights, ids, at, holds, weight, expert, adds, total):
     return total
 
 
-narrow = gate(make_thread_per_group(load_one_by_one, store_sync_add), SHARE)
+narrow = gate(make_thread_per_group(load_one_by_one, store_sync_add), TOKENS_PER_WARP)
 step("SGLang's design", narrow)
 
 # %% [markdown]
@@ -338,7 +354,7 @@ def store_and_add_as_sglang(weights, ids, at, holds, weight, expert, adds, total
     return total
 
 
-racing = gate(make_thread_per_group(load_one_by_one, store_and_add_as_sglang), SHARE)
+racing = gate(make_thread_per_group(load_one_by_one, store_and_add_as_sglang), TOKENS_PER_WARP)
 print(lesson.orders(racing, seeds=2))
 print(page.on_a_gpu(racing))
 
@@ -347,7 +363,8 @@ print(page.on_a_gpu(racing))
 # counter of its own, and a new compiler may put the two sides of the `if` in another order. The simulator runs the lanes in other orders too, and
 # names both lines. The wrong result would be a weight that is NaN, or stale from the last layer.
 #
-# **Diagnose.** Which of these repairs the kernel: "A", "B", "C", or several, such as "AB"? Decide before you run the cell.
+# **Diagnose.** Which of these repairs the kernel: "A", "B", "C", or several, such as "AB"? Think of the whole kernel: its first lane reads the
+# weights a second time, to divide them. Decide before you run the cell, which checks the three kernels as `step` does.
 
 
 # %%
@@ -379,14 +396,20 @@ def repair_c(weights, ids, at, holds, weight, expert, adds, total):
         weights[at] = weight
         ids[at] = expert
     holder = cuda.ffs((cuda.ballot_sync(FULL, holds) >> (cuda.threadIdx.x & 24)) & 255) - 1  # lane of the token
-    total += cuda.shfl_sync(FULL, weight, (cuda.threadIdx.x & 24) + max(holder, 0))  # no memory at all
+    total += cuda.shfl_sync(FULL, weight, (cuda.threadIdx.x & 24) + max(holder, 0))  # without memory
     return total
 
 
-exercises.race.check({"A": repair_a, "B": repair_b, "C": repair_c}, ...)
+repairs = {
+    "A": gate(make_thread_per_group(load_one_by_one, repair_a), TOKENS_PER_WARP),
+    "B": gate(make_thread_per_group(load_one_by_one, repair_b), TOKENS_PER_WARP),
+    "C": gate(make_thread_per_group(load_one_by_one, repair_c), TOKENS_PER_WARP),
+}
+exercises.race.check(repairs, ...)
 
 # %% [markdown]
-# **Take away.** "It has always worked" is no order. Two lanes that share memory need a barrier between the store and the load.
+# **Take away.** That a kernel has always worked does not order its accesses. If one lane reads what another has stored, a barrier must come between
+# the store and the load.
 #
 # ## Step 3: 16 bytes per load
 #
@@ -414,7 +437,7 @@ def load_wide(pointer, at, into):
         into[i + 2], into[i + 3] = uint_as_float(c), uint_as_float(d)
 
 
-wide = gate(make_thread_per_group(load_wide, store_sync_add), SHARE)
+wide = gate(make_thread_per_group(load_wide, store_sync_add), TOKENS_PER_WARP)
 step("16-byte loads", wide)
 
 # %%
@@ -430,16 +453,20 @@ print(page.l1_footprint())
 
 # %% [markdown]
 # An experiment tells them apart. L1 cache and shared memory are one memory. A launch that asks for shared memory and does not use it leaves less
-# L1, and changes neither the instructions nor the number of warps. If throughput is the cause, the time stays; if capacity is, the time rises,
-# and more for the loads that visit a line more often.
+# L1, and changes neither the instructions nor the number of warps. Local memory needs the cache as well, so both kernels may become slower. If
+# capacity is the cause, the kernel with narrow loads loses more, because it visits each line more often; if throughput is, what wide loads gain
+# stays the same.
 
 # %%
 page.l1_probe(narrow, wide)
 
+# %%
+say(
+    "With the whole cache, wide loads save {gain:.1f} us; with the small one, {small_gain:.1f} us. {conclusion}.",
+    **page.l1_numbers(narrow, wide),
+)
+
 # %% [markdown]
-# Both kernels become slower, and the one with narrow loads much more: lines are evicted before their lanes come back. So capacity is the
-# mechanism, at least with the small cache, and the estimate above, which only knows throughput, gets a similar gain for another reason.
-#
 # **Take away.** If a lane walks through a line of its own, take the line in as few visits as possible. And test an explanation with a change that
 # only the explanation can feel.
 #
@@ -638,8 +665,8 @@ page.where("rank by counting")
 # sorts as the float does.
 #
 # **Build: sortable bits.** `bits` are the bits of a float32, as an int32. Return an int32 that sorts as the float does, from -inf to inf. The
-# function must be its own inverse, so that it also turns a key back into the bits. (The bits of positive floats already sort as integers.) Par: 2
-# lines for two calls.
+# function must be its own inverse, so that it also turns a key back into the bits. (The bits of positive floats already sort as integers.) Par: 1
+# executed line of source.
 
 
 # %%
@@ -782,8 +809,9 @@ page.where("fast sigmoid")
 #
 # A pop moves seven keys and no slots now, which is little enough for all lanes to do it by selecting, without a branch.
 #
-# **Build: pop.** `queue` is this lane's array of `HELD` keys, largest first, with `NEVER` behind the last. Return the warp's highest key, and the mask
-# of the lanes whose queue begins with it (as `uint32`). Drop it from the *lowest* of these lanes. Par: no shuffle at all.
+# **Build: pop.** `queue` is this lane's array of `HELD` keys, largest first, with `NEVER` after the last. Return the warp's highest key, and the mask
+# of the lanes whose queue begins with it (as `uint32`). Drop it from the *lowest* of these lanes. All lanes select, as in `a if wins else b`; there is
+# no `if` statement. Par: no shuffle at all.
 
 
 # %%
@@ -797,7 +825,10 @@ pop = exercises.pop.use(my_pop)
 # %% [markdown]
 # What if a lane holds two equal keys? Then two picks in a row have the same key and the same holder, and both find the same two places: say
 # `matches` is `0b101000`, experts 3 and 5 of the lane. The first of the two picks takes the lowest bit, the second one must skip it. So a pick skips as many
-# bits as picks directly before it had its key and its holder. A ballot marks the repeats.
+# bits as picks directly before it had its key and its holder. A ballot marks the repeats: bit `k` says that pick `k` has the key and the holder of
+# pick `k - 1`. Lane `k` walks down from its own bit, and clears one match for each repeat that it passes: if bits 3 and 4 are set, pick 4 is the third
+# with its key, and clears two. In `keys_alone`, lanes without a pick have an empty mask, whose `ffs` is 0; `& 31` turns the lane -1 into 31, a valid
+# source for the shuffles, and their results are not used.
 
 
 # %%
@@ -858,7 +889,8 @@ page.where("keys alone")
 
 # %% [markdown]
 # Half of the lanes belong to dropped groups. They sort keys that are never picked, and pop in vain. Choosing groups needs all 256 experts of a token;
-# choosing experts needs 128. So let a warp take four tokens, with two layouts. **To score**, its 32 lanes take one token after another, as before.
+# choosing experts needs 128. And each pop of a warp serves a single token. If four tokens share a pop, its instructions are issued once instead of
+# four times; that should pay for more keys to sort in each lane and for the way through shared memory. So let a warp take four tokens, with two layouts. **To score**, its 32 lanes take one token after another, as before.
 # The keys go to shared memory. **To pick**, 8 lanes take the 128 candidates of a token, 16 each, and all four tokens pick at the same time:
 
 # %%
@@ -866,13 +898,14 @@ four = (torch.randn(4, EXPERTS).sigmoid() + bias.cpu()).view(4, GROUPS, -1).topk
 draw.four_tokens(four.topk(KEPT).indices.tolist())
 
 # %% [markdown]
-# A pick needs three rounds of shuffles again, because `redux` works on whole warps, but each round serves four tokens.
+# A pick needs three rounds of shuffles again, and each round serves four tokens. `redux` could take a mask of eight lanes, but then one instruction
+# finds the maximum of one token only, and a pick would need four of them.
 #
 # While groups are ranked, lane 4 g + t has group g of *token t*: each lane keeps the sum of one token, and compares it with the seven other groups of
 # that token, which are the lanes at distances 4, 8, ... 28. The lanes that keep their group write its number to `kept[t]`, in order.
 #
 # **Build: the place among the kept groups.** `is_kept` says whether this lane's group is kept for its token, t = lane % 4. Return how many *lower* groups
-# are kept for the same token. Par: 1 vote.
+# are kept for the same token. Par: 1 vote, and no shuffle.
 
 
 # %%
@@ -1017,18 +1050,30 @@ def no_wait():
 
 step("four tokens per warp", gate(make_four_tokens(load_wide, load_float, no_wait), tokens_per_warp=4, ctas_per_sm=6))
 
+# %%
+say(
+    "`ctas_per_sm=6` allows at most 80 registers per thread, so that at least 24 warps of an SM hide each other's waits; the kernel "
+    "needs {registers:.0f}. It executes {instructions:.1f} million instructions instead of {instructions_before:.1f}, and the ALU is busy "
+    "for {ALU:.1f} us instead of {ALU_before:.1f}. But the estimate goes from {estimate_before:.1f} to {estimate:.1f} us. L2 ({L2:.1f} us) "
+    "and DRAM ({DRAM:.1f} us) now take nearly as long as the ALU, and loading and computing overlap only in part, because all warps load first.",
+    **page.compared("keys alone", "four tokens per warp"),
+)
+
+# %%
+say(
+    "Measured, the kernel goes from {us_before:.2f} to {us:.2f} us: the instructions that it saves are no longer what it waits for.",
+    **page.compared("keys alone", "four tokens per warp"),
+)
+
 # %% [markdown]
-# `ctas_per_sm=6` limits the registers to 80, so that at least 24 warps of an SM hide each other's waits. The pipes have much less to do than
-# before, but the estimate does not follow them. Compare the rows *ALU*, *L2* and *DRAM*: loading takes as long as computing now, and the two
-# overlap only in part, because all warps load first.
-#
 # **Take away.** If half of the lanes have nothing left to do, give them other work: redistribute through shared memory.
 #
 # ## Step 11: start before the others have ended
 #
 # A kernel normally starts when the one before it has ended completely. With **programmatic dependent launch** (compute capability 9.0) it may start
 # while the other's last CTAs still run: its CTAs get their registers, read their parameters and compute their indices. Before it touches memory
-# that the other kernel may write, it executes `griddepcontrol.wait`.
+# that the other kernel may write, it executes `griddepcontrol.wait`. The check of this step launches the kernel after another one that writes its
+# logits late; without the wait it reads them too early.
 
 # %%
 last = gate(
@@ -1038,7 +1083,8 @@ step("dependent launch", last)
 
 # %% [markdown]
 # This kernel is the package's for many tokens in all its ideas. [four_tokens_per_warp.py](../moe_numba/gate/four_tokens_per_warp.py) also handles
-# NaN, other scorings and shapes, shared experts and padding, and spends fewer instructions on ranks and picks.
+# NaN, other scorings and shapes, shared experts and padding, and spends fewer instructions on ranks and picks. The times of the package's kernel on
+# this page are of another run than those of the steps.
 #
 # **Take away.** The end of one kernel and the start of the next can overlap. It costs one instruction.
 #
@@ -1081,12 +1127,11 @@ step("bfloat16 logits", gate(halves, tokens_per_warp=4, ctas_per_sm=6, dependent
 page.chart()
 
 # %% [markdown]
-# Read the chart from the top. In the first three rows the time is far above the pipes: the warps wait, for their own results, for local memory, and
-# for cache lines that were evicted. From *one warp per token* on the pipes explain most of the time, and each step removes instructions. In the last three
-# rows the pipes no longer limit, and the two times stop following them.
+# Read the chart from the top. In the first three rows the estimate is far above its slowest pipe: the warps wait, for their own results, for local
+# memory, and for cache lines. From *one warp per token* to *keys alone* the slowest pipe explains most of the estimate, and each step removes
+# instructions. In the last three rows the pipe no longer limits: fewer instructions save little.
 
 # %%
-lesson.save()
 lesson.summary()
 
 # %% [markdown]
@@ -1108,14 +1153,17 @@ page.peers()
 # %% [markdown]
 # ## Next step, not built
 #
-# **Predict.** The last kernel reads its logits from DRAM. How long would it take if they lay in the L2 cache already? The chart has what you
-# need for a good guess. Replace the `...` by microseconds.
+# **Predict.** The kernel of step 11 reads its logits from DRAM. How long would it take if they lay in the L2 cache already? Step 12 loads half of
+# the bytes, which helps to guess. Replace the `...` by microseconds; a guess within a tenth of the time is right.
 
 # %%
 exercises.from_l2.check(last, ...)
 
 # %%
 page.open_problem(last)
+
+# %%
+lesson.save()
 
 # %% [markdown]
 # Each warp loads its four tokens, waits, computes, and ends. The other warps of the SM hide some of that wait, but not all: while the first wave of CTAs

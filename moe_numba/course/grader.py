@@ -150,12 +150,13 @@ def function_test(reference: Callable, cases, rtol: float = 0) -> Callable[[Any]
 
 
 def number_test(*wanted: float) -> Callable[[Any], None]:
-    """Return a test of a tuple of numbers, whose message does not tell the right ones."""
+    """Return a test of a tuple of numbers, whose message says which are wrong, and not the right ones."""
 
     def test(answer):
         if not isinstance(answer, tuple | list) or len(answer) != len(wanted):
             raise Wrong(f"{len(wanted)} numbers are needed, in parentheses")
-        if wrong := [str(found) for found, right in zip(answer, wanted, strict=True) if found != right]:
+        pairs = enumerate(zip(answer, wanted, strict=True), 1)
+        if wrong := [f"number {n}, {found!r}," for n, (found, right) in pairs if found != right]:
             raise Wrong(f"{' and '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} wrong")
 
     return test

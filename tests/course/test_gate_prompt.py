@@ -41,6 +41,11 @@ def one_exchange(first, second):
 
 
 @cuda.jit(device=True)
+def only_the_largest(first, second):
+    return max(first, cuda.shfl_xor_sync(FULL, first, 1))
+
+
+@cuda.jit(device=True)
 def seconds_forgotten(first, second):
     for d in (1, 2):
         other = cuda.shfl_xor_sync(FULL, first, d)
@@ -202,8 +207,31 @@ def one_lane_searches(queue):
     for i in range(HELD - 1):
         queue[i] = queue[i + 1] if wins else queue[i]
     queue[HELD - 1] = NEVER if wins else queue[HELD - 1]
-    highest, holders = found[warp, 0], uint32(uint32(1) << uint32(found[warp, 1]))
+    highest = found[warp, 0]
+    holders = uint32(cuda.ballot_sync(FULL, board[warp, lane] == highest))
     cuda.syncwarp()
+    return highest, holders
+
+
+@cuda.jit(device=True)
+def mask_of_the_winner(queue):
+    highest = redux_sync_max_s32(uint32(FULL), queue[0])
+    winner = cuda.ffs(cuda.ballot_sync(FULL, queue[0] == highest)) - 1
+    wins = cuda.threadIdx.x == winner
+    for i in range(HELD - 1):
+        queue[i] = queue[i + 1] if wins else queue[i]
+    queue[HELD - 1] = NEVER if wins else queue[HELD - 1]
+    return highest, uint32(uint32(1) << uint32(winner))
+
+
+@cuda.jit(device=True)
+def moves_in_a_branch(queue):
+    highest = redux_sync_max_s32(uint32(FULL), queue[0])
+    holders = uint32(cuda.ballot_sync(FULL, queue[0] == highest))
+    if cuda.threadIdx.x == cuda.ffs(holders) - 1:
+        for i in range(HELD - 1):
+            queue[i] = queue[i + 1]
+        queue[HELD - 1] = NEVER
     return highest, holders
 
 
@@ -232,30 +260,33 @@ def scan_by_shuffles(is_kept):
 
 CASES = [
     ("LARGEST", None, RIGHT, "with 4 shuffles"),
-    ("LARGEST", one_exchange, WRONG, "first and second"),
-    ("LARGEST", seconds_forgotten, WRONG, "first and second"),
+    ("LARGEST", one_exchange, WRONG, "random values: the largest value is"),
+    ("LARGEST", seconds_forgotten, WRONG, "the second largest value is"),
+    ("LARGEST", only_the_largest, WRONG, "must return two values: the largest and the second largest"),
     ("LARGEST", each_lane_in_turn, OVER_PAR, "with 8 shuffles; par is 4. After one exchange"),
     ("LARGEST", largest_in_shared_memory, REFUSED, "shared memory"),
     ("RANK", None, RIGHT, "with 2 shuffles"),
-    ("RANK", ties_forgotten, WRONG, "few scores, so that some are equal"),
-    ("RANK", votes_of_all_lanes, WRONG, "random scores"),
+    ("RANK", ties_forgotten, WRONG, "few values, so that some are equal: the number of better groups is"),
+    ("RANK", votes_of_all_lanes, WRONG, "random values: the number of better groups is"),
     ("RANK", each_lane_all_rivals, OVER_PAR, "with 7 shuffles; par is 2"),
     ("RANK", ranks_in_shared_memory, REFUSED, "shared memory"),
-    ("KEY", None, RIGHT, "with 2 lines"),
+    ("KEY", None, RIGHT, "with 1 executed lines"),
     ("KEY", unchanged, WRONG, "-inf is below"),
-    ("KEY", negated, RIGHT, "with 2 lines"),
+    ("KEY", negated, RIGHT, "with 1 executed lines"),
     ("KEY", shifted, WRONG, "maps its key"),
-    ("KEY", with_a_branch, OVER_PAR, "par is 2. bits >> 31"),
+    ("KEY", with_a_branch, OVER_PAR, "with 3 executed lines; par is 1. bits >> 31"),
     ("KEY", rank_in_the_warp, WRONG, "is below"),
     ("POP", None, RIGHT, "with 0 shuffles"),
-    ("POP", pops_all_ties, WRONG, "key"),
-    ("POP", keeps_the_last_key, WRONG, ""),
+    ("POP", pops_all_ties, WRONG, "few values, so that some are equal: pop 1 returns the"),
+    ("POP", keeps_the_last_key, WRONG, "pop"),
+    ("POP", mask_of_the_winner, WRONG, "the lanes that hold the highest key are 0x"),
+    ("POP", moves_in_a_branch, REFUSED, "one lane executes a line 8 times alone"),
     ("POP", maximum_by_shuffles, OVER_PAR, "Which instruction"),
     ("POP", one_lane_searches, REFUSED, "shared memory"),
     ("PLACE", None, RIGHT, "with 1 votes"),
-    ("PLACE", counts_itself, WRONG, "place"),
-    ("PLACE", of_all_tokens, WRONG, "place"),
-    ("PLACE", scan_by_shuffles, REFUSED, "it uses shuffles"),
+    ("PLACE", counts_itself, WRONG, "the place is"),
+    ("PLACE", of_all_tokens, WRONG, "the place is"),
+    ("PLACE", scan_by_shuffles, REFUSED, "it uses shuffles; a vote tells all lanes at once (3 shuffles)"),
 ]
 
 
@@ -274,14 +305,33 @@ def test_stubs_are_open(name):
 
 
 def test_repairs_of_the_race(kernels):
-    repairs = {"A": kernels["repair_a"], "B": kernels["repair_b"], "C": kernels["repair_c"]}
+    """Only B: the division at the end of the kernel reads weights that C's shuffle does not order."""
+    repairs = kernels["repairs"]
     assert page.exercises.race.check(repairs).state == OPEN
-    right = page.exercises.race.check(repairs, "CB")
-    assert right.state == RIGHT and "wrong under 0 of 8  no race" in str(right)
-    for choice in ("A", "B", "ABC", "fence"):
-        assert page.exercises.race.check(repairs, choice).state == WRONG
-    as_sglang = page.exercises.race.check({"A": kernels["store_and_add_as_sglang"], "B": repairs["B"]}, "A")
-    assert as_sglang.state == WRONG and "B repairs the kernel" in as_sglang.text
+    right = page.exercises.race.check(repairs, "B")
+    assert right.state == RIGHT and right.text == "right: only B repairs the kernel"
+    states = [line[1:] for line in right.table.lines]
+    assert states == [["wrong under 4 of 4", "race"], ["wrong under 0 of 4", "no race"], ["wrong under 0 of 4", "race"]]
+    assert "C: DataRace" in str(right)
+    for choice in ("A", "C", "BC", "ABC", "fence"):
+        wrong = page.exercises.race.check(repairs, choice)
+        assert wrong.state == WRONG and wrong.text == f"wrong, you chose {choice}: only B repairs the kernel"
+    for name, version in repairs.items():
+        assert (page.lesson.fault(version) is None) == (name == "B")  # as a step judges it
+
+
+def test_a_guess_that_is_no_number_is_refused():
+    guess = page.exercises.from_l2
+    page_l2, page.from_dram_and_l2 = page.from_dram_and_l2, lambda version: ({"L2": 8.5}, 1)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(page, "_half_the_bytes", lambda: ())
+            assert guess.check(None).state == OPEN
+            assert "'8' is no number of microseconds" in guess.check(None, "8").text
+            assert guess.check(None, 8).text == "right: you predicted 8 us, and it takes 8.50 us"
+            assert guess.check(None, 3).state == WRONG
+    finally:
+        page.from_dram_and_l2 = page_l2
 
 
 # The kernels of the page
@@ -296,7 +346,7 @@ def definitions(source=None):
         "PITCH",
         "NUM_KEYS",
         "QUEUE",
-        *("narrow", "wide", "racing", "last", "halves"),
+        *("narrow", "wide", "racing", "repairs", "last", "halves"),
     )
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.FunctionDef) and node.decorator_list):
@@ -371,6 +421,17 @@ def test_the_check_of_a_step_finds_planted_bugs(step, right, wrong):
     assert page.lesson.fault(eval(VERSIONS[step], changed)) is not None
 
 
+@pytest.mark.parametrize("step", ["dependent launch", "bfloat16 logits"])
+def test_a_dependent_launch_that_does_not_wait_is_refused(step):
+    source = definitions()
+    assert source.count(", griddepcontrol_wait)") == 2
+    changed = define(
+        source.replace(", griddepcontrol_wait)", ", no_wait)"), {"__name__": "notebook"}, "planted_wait.py"
+    )
+    found = page.lesson.fault(eval(VERSIONS[step], changed))
+    assert "DataRace" in found and "griddepcontrol" in found
+
+
 def test_the_race_is_found_in_each_order(kernels):
     found = page.lesson.orders(kernels["racing"], seeds=2)
     assert found.wrong == 2 and "store_and_add_as_sglang" in found.race
@@ -424,11 +485,21 @@ def test_no_kernel_spills(arch):
 # Tables and figures
 
 
-def test_the_result_names_all_peers():
+def test_the_tables_name_all_peers_in_words():
     record = records.read("gate")
-    names = [name.removeprefix("peer:") for name in records.peers(record)]
-    assert names and all(name in page.result() and name in str(page.peers()) for name in names)
-    assert ("flashinfer" in str(names)) or "is not in the record yet" in page.result()
+    names = {step: page.name_of(step) for step in ("final", *records.peers(record))}
+    assert not any(name == step.removeprefix("peer:") for step, name in names.items())
+    assert all(name in str(page.peers()) for name in names.values())
+    timed = [name for step, name in names.items() if page._recorded(step)]
+    assert len(timed) > 3 and all(name in page.result() for name in timed)
+
+
+def test_the_page_explains_the_names_of_its_kernels():
+    used = set(re.findall(r"\b[A-Z][A-Z_]+\b", definitions()))
+    explained = {name for names in page.sizes.MEANINGS for name in names.split(", ")}
+    assert used & set(vars(page.sizes)) <= explained
+    values = {line[0]: line[1] for line in page.constants().lines}
+    assert (values["TOKENS_PER_WARP"], values["FULL"], values["NEVER"]) == ("4", "0xffffffff", "-2147483648")
 
 
 def test_a_variant_of_what_did_not_pay_is_right():
@@ -441,7 +512,7 @@ def test_a_variant_of_what_did_not_pay_is_right():
 
 def figures():
     logits, bias = page.inputs()["random logits"]
-    steps = [(f"step {n}", 30.0 - n, 20.0 - n, 31.0 - n if n else None, n > 5) for n in range(12)]
+    steps = [(f"step {n}", 30.0 - n, 20.0 - n, 31.0 - n if n else None) for n in range(12)]
     return {
         "problem": draw.problem(logits[0], bias),
         "torch": page.torch_kernels(None),
@@ -452,6 +523,15 @@ def figures():
         "four tokens": draw.four_tokens([[7, 0, 2, 3], [1, 2, 5, 6], [0, 1, 4, 5], [3, 4, 6, 7]]),
         "chart": draw.chart(steps),
     }
+
+
+def test_the_chart_scales_a_row_that_is_cut_off_as_a_whole():
+    svg = ElementTree.fromstring(draw.chart([("a", 200, 50, 100), ("b", 20, 5, 10), ("c", 10, 5, 20)])._repr_svg_())
+    bars = [each for each in svg.iter() if each.tag.endswith("}rect")]
+    first = lambda kind: next(float(bar.get("width")) for bar in bars if kind in bar.get("class"))
+    measured, estimate, pipe = map(first, ("blue", "pale", "orange"))
+    assert (measured / estimate, pipe / estimate) == (pytest.approx(0.5, abs=0.01), pytest.approx(0.25, abs=0.01))
+    assert "scale of its own" in "".join(svg.itertext())
 
 
 def texts(figure):
@@ -480,4 +560,4 @@ def test_figures_show_what_the_kernels_compute():
         f"{value:.3f}" for value in sorted([0.62, 0.91, 0.35, 0.77, 0.58, 0.83, 0.49, 0.70], reverse=True)
     ]
     lanes = [int(word) for word in words["lanes"] if word.isdigit()]
-    assert sorted(lanes) == sorted([*range(32), *range(32)])
+    assert sorted(lanes) == sorted([*range(32), *range(0, 32, 2)])  # where lanes are narrow, every second number

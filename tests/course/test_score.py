@@ -250,6 +250,8 @@ def test_predictions_are_judged_by_the_score(scores):
     )
     assert predict("Blelloch", barriers=19).judge(scores["Blelloch"]).state == "right"
     assert predict("Blelloch", barriers=...).judge(scores["Blelloch"]).text == "no prediction yet"
+    text = predict("Blelloch", barriers="19").judge(scores["Blelloch"])
+    assert text.state == "wrong" and text.text == "'19' is no number of barriers: write one without quotes"
 
 
 def test_a_diagnosis_shows_scores_and_reasons_only_after_a_choice(scores):

@@ -36,7 +36,9 @@ def test_a_repair_is_judged_by_the_counts_of_all(notebook):
     assert check().state == "open" and check().table is None
     assert check("D").state == "wrong" and "choices are A, B, C" in check("D").text
     assert check("A").state == check("C").state == "wrong" and "B leaves the fewest" in check("A").text
-    assert check("B").state == "right" and len(check("B").table.lines) == 4
+    assert check("A").text == "wrong, you chose A: B leaves the fewest transactions"
+    assert check("B").text == "right: B leaves the fewest transactions" and len(check("B").table.lines) == 4
+    assert check("B").state == "right"
     edited = text.replace("sums[t] > 0", "sums[t] > 1")
     vars(notebook).update(define(edited, {"cuda": cuda, "float32": float32, "FULL": 0xFFFFFFFF}, "edited.py"))
     assert "A does not count" in repair.check(kernel, {"A": notebook.side_by_side}, "A").text

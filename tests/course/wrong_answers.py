@@ -43,8 +43,9 @@ WRONG = {
     ],
     "start-4": [
         ("9", "^2 numbers are needed, in parentheses"),
-        ("(9, 4.5)", "^4.5 is wrong$"),
-        ("(9.75, 7.125)", "^9.75 and 7.125 are wrong$"),
+        ("(9, 4.5)", "^number 2, 4.5, is wrong$"),
+        ("(6, 6)", "^number 1, 6, is wrong$"),
+        ("(9.75, 7.125)", "^number 1, 9.75, and number 2, 7.125, are wrong$"),
         ("(9, ...)", "^not answered yet: the answer is two numbers, in microseconds"),
     ],
     "start-5": [

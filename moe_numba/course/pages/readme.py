@@ -78,7 +78,7 @@ def replace_block(text: str, block: str, content: str, name: str = "README.md") 
 
 
 def _notebooks(base=""):
-    lines = ["| notebook | what it builds | after |", "|---|---|---|"]
+    lines = ["| notebook | what it builds | starts from |", "|---|---|---|"]
     for topic in TOPICS:
         link = f"[{topic.notebook}]({base}notebooks/{topic.notebook}.ipynb)"
         lines.append(f"| {link} | {topic.title} | {topic.source} |")

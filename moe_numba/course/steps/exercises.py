@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from moe_numba import simulator
@@ -123,9 +124,11 @@ class Build:
     def _avoids(self, counted, score, unit):
         """Return how an answer avoids the task, or None."""
         total = counted.total
+        path = counted.critical_path
         for counter, reason in self.forbidden.items():
             if count := getattr(total, counter):
-                return f"{reason} ({count} {counter})"
+                of_a_warp = getattr(path, counter) if counter in COUNTERS else 0
+                return f"{reason} ({of_a_warp or count} {counter})"
         for counter, (most, reason) in self.limits.items():
             if (count := getattr(counted.critical_path, counter)) > most:
                 return f"{reason} ({count} {counter}, of which {most} suffice)"
@@ -162,6 +165,9 @@ class Prediction:
             found = score[row.replace("_", " ")]
             if guess is ...:
                 texts.append(f"you made no prediction of {row.replace('_', ' ')}")
+            elif not isinstance(guess, Real):
+                texts.append(f"{guess!r} is no number of {row.replace('_', ' ')}: write one without quotes")
+                state = WRONG
             elif guess == found:
                 texts.append(f"you predicted {guess} {row.replace('_', ' ')}: exactly right")
             else:

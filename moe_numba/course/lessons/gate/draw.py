@@ -52,7 +52,7 @@ def _apart(places, distance, low, high):
 
 def torch_kernels(calls: Mapping[str, Sequence[tuple[str, float, float]]]) -> Drawing:
     """Draw the kernels of calls one after another, without the gaps between them, to scale."""
-    drawing, y = Drawing("The kernels of one call, 16,384 tokens"), 30.0
+    drawing, y = Drawing("The kernels of one call, without gaps"), 30.0
     total = {name: sum(us for *_, us in kernels) for name, kernels in calls.items()}
     scale = (WIDTH - 16) / max(total.values())
     for name, kernels in calls.items():
@@ -60,7 +60,8 @@ def torch_kernels(calls: Mapping[str, Sequence[tuple[str, float, float]]]) -> Dr
         drawing.text(8, y + 8, f"{name}: {count}, {total[name]:.3g} us")
         x = 8.0
         for kernel, _, us in kernels:
-            drawing.box(x, y + 14, max(scale * us - 0.6, 0.8), 20, "orange" if is_search(kernel) else "blue")
+            words = ("sort" if "sort" in kernel.lower() else "topk") if is_search(kernel) and scale * us > 24 else ""
+            drawing.box(x, y + 14, max(scale * us - 0.6, 0.8), 20, "orange" if is_search(kernel) else "blue", words)
             x += scale * us
         y += 48
     drawing.legend(y + 4, [("orange", "kernels that select or sort"), ("blue", "all others")])
@@ -90,6 +91,8 @@ def lanes(*names: str) -> Drawing:
                 lane, each = row * parts + part, wide / parts
                 kind = ("sky", "pale")[(part * GROUPS // parts if parts > 1 else row) % 2]
                 words = f"lane {lane}" if parts == 1 else str(lane)
+                if each < 20 and lane % 2:
+                    words = ""  # the numbers would touch
                 drawing.box(left + part * each, y, each - 0.8, 18, kind, words, size=8 if each < 20 else 10)
                 drawing.box(left + part * each, y + 18, wide * 4 / EXPERTS - 0.4, 5, "orange")
             y += 28
@@ -199,30 +202,33 @@ def four_tokens(kept: Sequence[Sequence[int]]) -> Drawing:
     return drawing
 
 
-def chart(steps: Sequence[tuple[str, float, float, float | None, bool]]) -> Drawing:
-    """Draw each step's times: measured, estimated, and the clocks of its slowest pipe.
+def chart(steps: Sequence[tuple[str, float, float, float | None]]) -> Drawing:
+    """Draw each step's times: measured, estimated, and of the estimate its slowest pipe.
 
     Parameters
     ----------
-    steps : sequence of (name, estimate, slowest pipe, measured or None, whether this code was measured)
-        Times in microseconds. A step that takes much longer than the others is cut off.
+    steps : sequence of (name, estimate, slowest pipe, measured or None)
+        Times in microseconds. Steps that take much longer than the others are drawn to a scale of their own.
     """
     drawing = Drawing("Time of each step, us")
-    longest = sorted(max(estimate, us or 0) for _, estimate, _, us, _ in steps)[-2]
-    left, y, scale = 128.0, 32.0, (WIDTH - 128.0 - 44) / longest
-    for name, estimate, pipe, us, is_now in steps:
+    most = lambda step: max(step[1], step[3] or 0)
+    longest = sorted(map(most, steps))[-2]
+    left, y = 128.0, 32.0
+    for step in steps:
+        name, estimate, pipe, us = step
+        is_cut = most(step) > longest
+        scale = (WIDTH - left - 44) / max(longest, most(step))
         drawing.text(left - 6, y + 16, name, size=10, anchor="end")
-        for row, (value, kind) in enumerate(((us, "blue" if is_now else "sky"), (estimate, "pale"))):
+        for row, (value, kind) in enumerate(((us, "blue"), (estimate, "pale"))):
             if value:
-                long = scale * min(value, longest)
-                drawing.box(left, y + 12 * row, long, 10, kind)
-                if value > longest:  # cut off
-                    drawing.box(left + long - 14, y + 12 * row, 4, 10, "paper")
+                drawing.box(left, y + 12 * row, scale * value, 10, kind)
                 kind = "quiet" if row else "ink"
-                drawing.text(left + long + 3, y + 12 * row + 9, f"{value:.3g}", size=10, kind=kind)
-        drawing.box(left, y + 15, scale * min(pipe, longest), 4, "orange")
+                drawing.text(left + scale * value + 3, y + 12 * row + 9, f"{value:.3g}", size=10, kind=kind)
+        drawing.box(left, y + 15, scale * pipe, 4, "orange")
+        if is_cut:  # an axis break, which only bars of another scale have
+            drawing.box(left + 10, y, 4, 22, "paper")
         y += 30
-    now = any(is_now for *_, is_now in steps)
-    drawing.legend(y + 6, [("blue", "measured") if now else ("sky", "the first edition's kernel, measured")])
-    drawing.legend(y + 22, [("pale", "estimate"), ("orange", "of it: the slowest pipe")])
+    drawing.legend(y + 6, [("blue", "measured"), ("pale", "estimate"), ("orange", "of the estimate: the slowest pipe")])
+    if most(max(steps, key=most)) > longest:
+        drawing.note(8, y + 24, "The row with a gap has a scale of its own.")
     return drawing

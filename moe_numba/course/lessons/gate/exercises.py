@@ -1,21 +1,18 @@
 """Exercises of the lesson "The gate, for a prompt", with the lesson's own answers."""
 
-import sys
+import contextlib
 
 import numpy as np
 
-from moe_numba import simulator  # before Numba: it decides whether kernels run on a GPU or in the simulator
+from moe_numba import simulator  # noqa: F401  before Numba: it decides whether kernels run on a GPU or in the simulator
 
 # isort: split
-from numba import cuda, float32, int32, uint32
+from numba import cuda, int32, uint32
 
-from moe_numba.course.grader import Wrong, case, expect_equal
+from moe_numba.course.grader import Wrong
 from moe_numba.course.lessons.gate.sizes import FULL, GROUPS, HELD, KEPT, NEVER, SHARE, TOPK
 from moe_numba.course.steps.exercises import Build
-from moe_numba.course.steps.lesson import Table
 from moe_numba.course.steps.score import count
-from moe_numba.course.steps.simulate import in_simulator
-from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
 from moe_numba.ptx.warp import redux_sync_max_s32
 
 _SHARED = {"shared_load_requests": "it exchanges values through shared memory; a warp needs none"}
@@ -80,6 +77,7 @@ def place_among_kept(is_kept):
 # Inputs: one case per warp
 
 _CASES, _RANDOM = 4, np.random.default_rng(0)
+_NAMES = "random values", "few values, so that some are equal", "equal values", "descending values"
 
 
 def _few_and_many(shape, dtype=np.float32):
@@ -89,6 +87,29 @@ def _few_and_many(shape, dtype=np.float32):
     values[2] = 1
     values[3] = -np.sort(-values[3], axis=0)
     return (values * (1000 if dtype == np.int32 else 1)).astype(dtype)
+
+
+# Messages in the reader's terms
+
+
+def _expect_lanes(name, found, expected):
+    """Raise `Wrong` if a lane of a warp has not what is expected; both are [case, lane]."""
+    for number, values in enumerate(_NAMES):
+        if len(wrong := np.flatnonzero(found[number] != expected[number])):
+            lane = int(wrong[0])
+            text = f"{name} is {found[number, lane]:g} in lane {lane}, not {expected[number, lane]:g}"
+            raise Wrong(f"{values}: {text}; {len(wrong)} of 32 lanes are wrong")
+
+
+@contextlib.contextmanager
+def _returns(what):
+    """Say what a function must return, if its result is no pair."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if "unpack" in str(error):
+            raise Wrong(f"the function must return two values: {what}") from None
+        raise
 
 
 # The two largest of a group
@@ -114,7 +135,10 @@ def _pairs(kernel):
 
 
 def _test_pairs(answer):
-    expect_equal("first and second", _pairs(_pairs_kernel(answer)), _LARGEST)
+    with _returns("the largest and the second largest"):
+        found = _pairs(_pairs_kernel(answer))
+    _expect_lanes("the largest value", found[:, :, 0], _LARGEST[:, :, 0])
+    _expect_lanes("the second largest value", found[:, :, 1], _LARGEST[:, :, 1])
 
 
 # The rank of a group
@@ -148,21 +172,19 @@ def _rank(kernel):
 
 
 def _test_ranks(answer):
-    out = _rank(_rank_kernel(answer))
-    for warp, name in enumerate(("random scores", "few scores, so that some are equal", "equal scores", "descending")):
-        with case(name):
-            expect_equal("better", out[warp], _RANKS[warp])
+    _expect_lanes("the number of better groups", _rank(_rank_kernel(answer)), _RANKS)
 
 
 # Keys
 
 
-def _key_kernel(answer):
+def _key_kernel(answer, twice=True):
     @cuda.jit
     def around(bits, keys, back):
         i = 32 * cuda.threadIdx.y + cuda.threadIdx.x
         keys[i] = answer(bits[i])
-        back[i] = answer(keys[i])
+        if twice:
+            back[i] = answer(keys[i])
 
     return around
 
@@ -193,18 +215,17 @@ def _test_keys(answer):
 # Pops
 
 
-def _pop_kernel(answer):
+def _pop_kernel(answer, pops=TOPK):
     @cuda.jit
-    def around(keys, found, lanes, fronts):
+    def around(keys, found, masks, fronts):
         warp, lane = cuda.threadIdx.y, cuda.threadIdx.x
         queue = cuda.local.array(HELD, int32)
         for i in range(HELD):
             queue[i] = keys[warp, lane, i]
-        for k in range(TOPK):
+        for k in range(pops):
             highest, holders = answer(queue)
             if lane == 0:
-                found[warp, k] = highest
-                lanes[warp, k] = cuda.ffs(holders) - 1
+                found[warp, k], masks[warp, k] = highest, holders
         fronts[warp, lane] = queue[0]
 
     return around
@@ -215,28 +236,39 @@ _QUEUES[:, 5] = NEVER  # a lane of a group that was dropped
 
 
 def _popped(queues):
-    """Return the keys, the lanes that held them, and the lanes' next keys, of eight pops."""
+    """Return the keys, the masks of the lanes that held them, and the lanes' next keys, of eight pops."""
     queues = [list(map(int, queue)) + [int(NEVER)] for queue in queues]
-    found, lanes = [], []
+    found, masks = [], []
     for _ in range(TOPK):
-        lanes.append(max(range(32), key=lambda lane: (queues[lane][0], -lane)))
-        found.append(queues[lanes[-1]].pop(0))
-    return found, lanes, [queue[0] for queue in queues]
+        found.append(max(queue[0] for queue in queues))
+        holders = [lane for lane in range(32) if queues[lane][0] == found[-1]]
+        masks.append(sum(1 << lane for lane in holders))
+        queues[holders[0]].pop(0)
+    return found, masks, [queue[0] for queue in queues]
 
 
-_POPPED = [np.array(each, np.int32) for each in zip(*map(_popped, _QUEUES), strict=True)]
+_TYPES = np.int32, np.uint32, np.int32
+_POPPED = [np.array(each, kind) for each, kind in zip(zip(*map(_popped, _QUEUES), strict=True), _TYPES, strict=True)]
 
 
 def _pop(kernel):
-    out = [np.full_like(each, -7) for each in _POPPED]
+    out = [np.full_like(each, 7) for each in _POPPED]
     kernel[1, (32, _CASES)](_QUEUES, *out)
     return out
 
 
 def _test_pop(answer):
-    out = _pop(_pop_kernel(answer))
-    for name, found, expected in zip(("key", "lane", "front"), out, _POPPED, strict=True):
-        expect_equal(name, found, expected)
+    with _returns("the highest key and the mask of the lanes that hold it"):
+        found, masks, fronts = _pop(_pop_kernel(answer))
+    for number, name in enumerate(_NAMES):
+        for k in range(TOPK):
+            before, wanted = f"{name}: pop {k}", _POPPED[0][number, k]
+            if found[number, k] != wanted:
+                raise Wrong(f"{before} returns the key {found[number, k]}; the highest one is {wanted}")
+            mask, wanted = masks[number, k], _POPPED[1][number, k]
+            if mask != wanted:
+                raise Wrong(f"{before} returns the mask {mask:#x}; the lanes that hold the highest key are {wanted:#x}")
+    _expect_lanes(f"queue[0], after {TOPK} pops,", fronts, _POPPED[2])
 
 
 # Places of kept groups
@@ -267,7 +299,7 @@ def _place(kernel):
 
 
 def _test_place(answer):
-    expect_equal("place", _place(_place_kernel(answer)), _PLACES)
+    _expect_lanes("the place", _place(_place_kernel(answer)), _PLACES)
 
 
 LARGEST = Build(
@@ -306,10 +338,10 @@ KEY = Build(
     "an int32 that sorts as the float does, so that the same function also turns it back",
     own=sortable,
     test=_test_keys,
-    profile=lambda answer: count(_key_kernel(answer), _keys, answer),
+    profile=lambda answer: count(_key_kernel(answer, twice=False), _keys, answer),
     counter="executions",
-    unit="lines",
-    par=2,  # the kernel calls it twice
+    unit="executed lines",
+    par=1,
     forbidden={"shuffles": "it uses shuffles; a key needs its own bits alone"},
     over_par="bits >> 31 is 0 or -1, all bits set. Can it decide without a branch which bits flip?",
     hint="The bits of positive floats already sort. Of negative floats the magnitude sorts the wrong way round: flip "
@@ -321,10 +353,11 @@ POP = Build(
     "the warp's highest key and the mask of the lanes whose queue begins with it, and drop it from the lowest of them",
     own=pop,
     test=_test_pop,
-    profile=lambda answer: count(_pop_kernel(answer), _pop, answer),
+    profile=lambda answer: count(_pop_kernel(answer, pops=1), _pop, answer),
     counter="shuffles",
     par=0,
     forbidden=_SHARED,
+    most_alone=0,  # all lanes select
     over_par="Which instruction returns the maximum of 32 integers to all lanes?",
     hint="redux_sync_max_s32(uint32(FULL), queue[0]), a ballot of queue[0] == highest, and ffs. Then every lane "
     "selects: the next key if it wins, its own if not.",
@@ -343,87 +376,4 @@ PLACE = Build(
     forbidden=_SHARED | {"shuffles": "it uses shuffles; a vote tells all lanes at once"},
     hint="ballot_sync(FULL, is_kept) has a bit per lane. Keep those of lanes below this one, in steps of four lanes.",
     home=f"{__name__}:PLACE",
-)
-
-
-# The race
-
-
-def _share_kernel(store_and_add):
-    """Store and add what each of eight lanes holds in turn, for the four tokens of a warp."""
-
-    @cuda.jit
-    def share(weights, ids, totals):
-        lane = cuda.threadIdx.x
-        token, group = int32(lane // GROUPS), int32(lane % GROUPS)
-        total = float32(0)
-        for k in range(TOPK):
-            holds = group == (5 * k + 3) % GROUPS
-            weight, expert = float32(k + 1), int32(10 * k + token)
-            total = store_and_add(weights, ids, token * TOPK + k, holds, weight, expert, group == 0, total)
-        if group == 0:
-            totals[token] = total
-
-    return share
-
-
-def _shared(store_and_add):
-    """Return whether the weights, ids and totals are right."""
-    weights, ids = np.full(SHARE * TOPK, np.nan, np.float32), np.full(SHARE * TOPK, -7, np.int32)
-    totals = np.zeros(SHARE, np.float32)
-    _share_kernel(store_and_add)[1, (32, 1)](weights, ids, totals)
-    expected = np.arange(1, TOPK + 1, dtype=np.float32)
-    stored = (weights.reshape(SHARE, -1) == expected).all()
-    return bool(stored and (ids.reshape(SHARE, -1)[:, -1] == 10 * (TOPK - 1) + np.arange(SHARE)).all()) and bool(
-        (totals == expected.sum()).all()
-    )
-
-
-def _orders(store_and_add, seeds=8):
-    """Return (orders in which the result is wrong, whether there is a race)."""
-
-    def under(seed):
-        with simulator.seed(seed):
-            return _shared(store_and_add)
-
-    wrong = sum(not under(seed) for seed in range(seeds))
-    try:
-        with simulator.races():
-            _shared(store_and_add)
-    except simulator.DataRace:
-        return wrong, True
-    return wrong, False
-
-
-def _orders_of(names):
-    page = vars(sys.modules["__main__"])
-    return [_orders(page[name]) for name in names]
-
-
-class Repair:
-    """Choose the repairs of the race before they are run under eight thread orders."""
-
-    def check(self, repairs: dict, choice: object = ...) -> Verdict:
-        """Run all repairs in the simulator; compare those that are right and free of races with the choice."""
-        if choice is ...:
-            return Verdict("race", OPEN, f"no choice yet: {', '.join(repairs)}, or several, such as 'AB'")
-        functions = list(repairs.values())
-        if simulator.ENABLED:
-            found = [_orders(function) for function in functions]
-        else:
-            found = in_simulator(_orders_of, [function.__name__ for function in functions], functions=functions)
-        good = "".join(name for name, (wrong, race) in zip(repairs, found, strict=True) if not wrong and not race)
-        lines = [
-            [name, f"wrong under {wrong} of 8", "race" if race else "no race"]
-            for name, (wrong, race) in zip(repairs, found, strict=True)
-        ]
-        state = RIGHT if set(str(choice)) == set(good) else WRONG
-        repair = "repairs" if len(good) == 1 else "repair"
-        text = f"you chose {choice}; {', '.join(good) or 'none'} {repair} the kernel. {_WHY}"
-        return Verdict("race", state, text, table=Table(["repair", "thread orders", "race detector"], lines))
-
-
-_WHY = (
-    "An order is needed between the store and the load. A barrier behind both comes too late, and a fence orders the "
-    "memory accesses of one thread, not two threads: the lane that loads does not wait for the lane that stores."
 )

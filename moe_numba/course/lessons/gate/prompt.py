@@ -1,17 +1,22 @@
 """The lesson "The gate, for a prompt": inputs, checks, times, tables."""
 
 import sys
+from collections.abc import Mapping
 from functools import cache, partial
 
 import torch
 
 from moe_numba import simulator  # before Numba: it decides whether kernels run on a GPU or in the simulator
+
+# isort: split
+from numba import cuda
+
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.timing import rotating
 from moe_numba.course.bench.timing.launch_profile import launch_profile
 from moe_numba.course.draw.launch_timeline import is_search
-from moe_numba.course.lessons.gate import draw, variants
+from moe_numba.course.lessons.gate import draw, sizes, variants
 from moe_numba.course.lessons.gate import exercises as answers
 from moe_numba.course.lessons.gate.sizes import DEVICE, EXPERTS, GROUPS, KEPT, TOKENS, TOPK, WARPS
 from moe_numba.course.steps.estimate import clocks_by_function
@@ -20,12 +25,13 @@ from moe_numba.course.steps.score import MODEL, TOTAL, Score, score_of_kernels
 from moe_numba.course.steps.simulate import expression_of, in_simulator
 from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
 from moe_numba.gate import reference
+from moe_numba.ptx.memory import griddepcontrol_launch_dependents
 from moe_numba.runtime.launch import launch
 
 CONFIG = dict(num_experts=EXPERTS, num_expert_group=GROUPS, topk_group=KEPT, topk=TOPK)
 _OPTIONS = dict(num_expert_group=GROUPS, topk_group=KEPT)
 _COUNTED = 2  # CTAs that the simulator runs to count; the others do the same with other logits
-_FIRST = "gate_ladder"  # the record of the first edition's kernels
+_EARLIER = "gate_ladder"  # the record of earlier versions of the kernels, and of the kernels that torch launches
 
 
 # Versions of the gate: how they are checked, counted and timed
@@ -78,12 +84,32 @@ def fault(weights, ids, logits, bias) -> str | None:
 
 
 def check(version) -> str | None:
-    """Compare a version with the reference on all inputs; return the first error."""
+    """Compare a version with the reference on all inputs; return the first error.
+
+    If it is launched as a dependent, another kernel writes its logits, and lets it start before they are written.
+    """
     for name, (logits, bias) in inputs().items():
-        logits = logits.to(_dtype(version))
-        if wrong := fault(*run(version, logits, bias, *poisoned(len(logits))), logits, bias):
+        logits, out = logits.to(_dtype(version)), poisoned(len(logits))
+        given = torch.full_like(logits, torch.nan) if version[3] else logits
+        if version[3]:  # directly before the launch of the version
+            launch(_write_late, len(logits), EXPERTS, _words(logits), _words(given))
+        if wrong := fault(*run(version, given, bias, *out), logits, bias):
             return f"{name}: {wrong}"
     return None
+
+
+@cuda.jit
+def _write_late(logits, given):
+    """Copy logits for a dependent launch, which may start before they are written, as that after a router may."""
+    griddepcontrol_launch_dependents()
+    cuda.nanosleep(20_000)  # so that a GPU, too, shows what a kernel reads that does not wait
+    i = cuda.blockIdx.x * EXPERTS + cuda.threadIdx.x
+    given[i] = logits[i]
+
+
+def _words(logits):
+    """Return logits as integers, which a kernel copies whatever they are."""
+    return logits.view(torch.int32 if logits.itemsize == 4 else torch.int16)
 
 
 def _dtype(version):
@@ -100,7 +126,8 @@ def timed(version, *, tokens=None, sets=None, **options) -> list:
 
 
 def once(version):
-    """Launch a version with as many tokens as are timed."""
+    """Launch a version with as many tokens as are timed; all versions count what they do with the same logits."""
+    torch.manual_seed(0)
     return timed(version, tokens=TOKENS)[0]()
 
 
@@ -198,50 +225,53 @@ def slowest_pipe(step: str) -> str:
 
 
 def chart() -> draw.Drawing:
-    """Draw estimate, pipe time and measured time of all steps; before a GPU has run, those of the first edition."""
+    """Draw estimate, slowest pipe and measured time of all steps."""
     steps = []
     for name, step in lesson.steps.items():
         pipe = max(us for (section, row), us in step.score.rows.items() if section == MODEL and row in _PIPES)
-        us = step.us or _first_us(_FIRST_NAMES.get(name))
-        steps.append((name, step.score.us, pipe, us, bool(step.us)))
+        steps.append((name, step.score.us, pipe, step.us))
     return draw.chart(steps)
 
 
 _PIPES = "issue slots", "FMA", "ALU", "XU", "LSU"
-_FIRST_NAMES = {  # step -> that of the first edition
-    "SGLang's design": "pointers",
-    "one warp per token": "32-bit integers",
-    "sort once, then pop": "no short circuits",
-    "dependent launch": "final",
-    "bfloat16 logits": "final, bfloat16",
-    **{
-        name: name
-        for name in (
-            *("one thread per token", "16-byte loads", "rank by counting", "integer keys", "fast sigmoid"),
-            *("keys alone", "four tokens per warp"),
-        )
-    },
-}
 
 
-def _first():
-    return records.recorded(_FIRST) or {"rows": [], "diagnosis": {}}
+def constants() -> Table:
+    """Return a table of the names that the kernels use: value and meaning."""
+
+    def value(name):
+        number = getattr(sizes, name)
+        if isinstance(number, tuple):
+            return f"{len(number)} pairs"
+        if name == "FULL":
+            return f"{number:#x}"
+        return f"{int(number)}" if int(number) == number and abs(float(number)) < 1e10 else f"{number:.6g}"
+
+    lines = [[name, ", ".join(map(value, name.split(", "))), text] for name, text in sizes.MEANINGS.items()]
+    return Table(["name", "value", "meaning"], lines)
 
 
-def _first_us(step):
-    row = step and records.find(_first(), step=step, config=CONFIG, size=dict(tokens=TOKENS))
-    return row["kernel_us"]["median"] if row and "kernel_us" in row else None
+def compared(before: str, after: str) -> dict[str, float | None]:
+    """Return numbers of two steps for a sentence: estimates, measured times, and the bounds of the second one."""
+    first, second = lesson.steps[before], lesson.steps[after]
+    of = lambda step, row: step.score.rows[MODEL, row]
+    return {
+        "estimate_before": first.score.us,
+        "estimate": second.score.us,
+        "us_before": first.us,
+        "us": second.us,
+        "instructions_before": first.score.rows[TOTAL, "instructions"] / 1e6,
+        "instructions": second.score.rows[TOTAL, "instructions"] / 1e6,
+        "registers": second.score.rows[TOTAL, "registers per thread"],
+        "ALU_before": of(first, "ALU"),
+        **{row: of(second, row) for row in ("ALU", "L2", "DRAM")},
+    }
 
 
-def measured(name: str, calls: dict) -> tuple[dict[str, float], str]:
-    """Time calls; in the simulator return what was recorded. The second result says which kernels were timed."""
-    if us := lesson.times(name, calls):
-        return us, "us"
-    return _first()["diagnosis"].get(name, {}) if _is_recorded_shape() else {}, "us, first edition's kernels"
-
-
-def _is_recorded_shape():
-    return records.find(_first(), config=CONFIG, size=dict(tokens=TOKENS)) is not None
+def _earlier(step):
+    """Return the row of an earlier version of a kernel, or of torch, for this shape; None if there is none."""
+    record = records.recorded(_EARLIER)
+    return record and records.find(record, step=step, config=CONFIG, size=dict(tokens=TOKENS))
 
 
 # torch
@@ -260,30 +290,33 @@ def torch_faults(function) -> Table:
     return Table(["inputs", "torch's routing"], lines)
 
 
+@cache
+def _torch_timelines(function):
+    """Return name -> kernels as (name, start, duration) of a call of torch, profiled now or recorded."""
+    recorded = {step: row["timeline"] for step in ("torch eager", "torch.compile") if (row := _earlier(step))}
+    if simulator.ENABLED:
+        return {f"{step}, recorded": kernels for step, kernels in recorded.items()}
+    logits, bias = torch.randn(TOKENS, EXPERTS, device=DEVICE), torch.rand(EXPERTS, device=DEVICE)
+    now = launch_profile(lambda: function(logits, logits, bias, TOPK, True, GROUPS, KEPT))
+    found = {"torch eager": now}
+    if "torch.compile" in recorded:
+        found["torch.compile, recorded"] = recorded["torch.compile"]
+    return found
+
+
 def torch_kernels(function) -> draw.Drawing | str:
-    """Draw the kernels that torch launches for a call of a function, as profiled now or in the first edition."""
-    calls = {}
-    if not simulator.ENABLED:
-        logits, bias = torch.randn(TOKENS, EXPERTS, device=DEVICE), torch.rand(EXPERTS, device=DEVICE)
-        calls["torch, now"] = launch_profile(lambda: function(logits, logits, bias, TOPK, True, GROUPS, KEPT))
-    for step in ("torch eager", "torch.compile"):
-        row = records.find(_first(), step=step, config=CONFIG, size=dict(tokens=TOKENS))
-        if row and "timeline" in row and (simulator.ENABLED or step != "torch eager"):
-            calls[f"{step} (recorded)"] = row["timeline"]
-    if us := _recorded("final"):
-        calls["the package's kernel (recorded)"] = [["moe_numba", 0, us]]
+    """Draw the kernels that torch launches for a call of a function."""
+    calls = _torch_timelines(function)
     return draw.torch_kernels(calls) if calls else "nothing is recorded for this shape"
 
 
-def torch_shares() -> str:
+def torch_shares(function) -> str:
     """Return how much of torch's time its kernels take that select or sort."""
-    row = records.find(_first(), step="torch eager", config=CONFIG, size=dict(tokens=TOKENS))
-    if not row or "timeline" not in row:
+    if not (calls := _torch_timelines(function)):
         return "nothing is recorded for this shape"
-    search, total = (
-        sum(us for kernel, _, us in row["timeline"] if every or is_search(kernel)) for every in (False, True)
-    )
-    return f"kernels that select or sort take {search:.0f} of {total:.0f} us: {search / total:.0%}"
+    name, kernels = next(iter(calls.items()))
+    search, total = (sum(us for kernel, _, us in kernels if every or is_search(kernel)) for every in (False, True))
+    return f"{name}: kernels that select or sort take {search:.0f} of {total:.0f} us, {search / total:.0%}"
 
 
 # The result, and other projects' kernels
@@ -300,28 +333,33 @@ def _peers():
     return records.peers(record) if record else []
 
 
+_NAMES = {  # of a row of the record -> how the page calls it
+    "final": "this package",
+    "torch eager": "torch",
+    "peer:sglang-aot": "SGLang, C++",
+    "peer:sglang-triton": "SGLang, Triton",
+    "peer:flashinfer": "FlashInfer",
+    "peer:flashinfer-trtllm": "FlashInfer, TensorRT-LLM's",
+    "peer:sglang-jit": "SGLang, JIT",
+    "peer:vllm": "vLLM",
+    "peer:vllm-topk-sigmoid": "vLLM, topk_sigmoid",
+}
+
+
+def name_of(step: str) -> str:
+    """Return how the page calls what a row of the record times."""
+    return _NAMES.get(step, step.removeprefix("peer:"))
+
+
 def result() -> str:
     """Return the recorded times of the package's kernel, of torch and of all peers."""
     final = _recorded("final")
     if final is None:
         return "no times are recorded for this shape"
-    others = {name: _recorded(name) for name in ("torch eager", "torch.compile", *_peers())}
-    texts = [
-        f"{name.removeprefix('peer:')} {records.format_us(us)} us ({us / final:.1f} times as long)"
-        for name, us in others.items()
-        if us
-    ]
-    missing = (
-        ""
-        if any("flashinfer" in name for name in _peers())
-        else ("\nFlashInfer's fused_topk_deepseek, which SGLang calls for this shape today, is not in the record yet.")
-    )
-    head = f"Recorded on an H200, {TOKENS} tokens, float32 logits: the package's kernel takes {final:.1f} us;"
-    if records.recorded(lesson.topic) is None:
-        missing += (
-            "\nNo GPU has timed this page's kernels yet. Times of the first edition's, which are like them, say so."
-        )
-    return f"{head} {', '.join(texts)}.{missing}"
+    others = {name_of(step): _recorded(step) for step in ("torch eager", "torch.compile", *_peers())}
+    texts = [f"{name} {records.format_us(us)} us ({us / final:.1f} times as long)" for name, us in others.items() if us]
+    head = f"Recorded on an H200, {TOKENS} tokens, float32 logits: this package's kernel takes {final:.1f} us"
+    return f"{head}; {'; '.join(texts)}."
 
 
 def peers() -> Table:
@@ -338,7 +376,7 @@ def peers() -> Table:
                 us = [_recorded(step, dtype, tokens, config) for tokens in sizes]
                 if any(us):
                     texts = [records.format_us(each) if each else "" for each in us]
-                    lines.append([_shape(config), dtype, step.removeprefix("peer:"), *texts])
+                    lines.append([_shape(config), dtype, name_of(step), *texts])
     lines = [line if n == 0 or line[:2] != lines[n - 1][:2] else ["", "", *line[2:]] for n, line in enumerate(lines)]
     return Table(["experts, groups, kept, top", "logits", "kernel", *(f"{n} tokens, us" for n in sizes)], lines)
 
@@ -374,17 +412,44 @@ def show_lower_bounds() -> str:
 # Diagnoses
 
 
-def l1_probe(narrow: tuple, wide: tuple) -> Table:
+@cache
+def l1_times(narrow: tuple, wide: tuple) -> dict[str, float]:
     """Time both kernels as they are, and with unused shared memory that leaves the L1 cache as little as possible."""
     unused = {"shared_bytes": _unused_shared_bytes(lesson.about["SGLang's design"]["ctas_per_sm"])}
     calls = {"4 bytes": timed(narrow), "16 bytes": timed(wide)}
     calls |= {"4 bytes, small L1": timed(narrow, **unused), "16 bytes, small L1": timed(wide, **unused)}
-    us, unit = measured("size of L1", calls)
-    lines = []
+    return lesson.times("size of L1", calls)
+
+
+def l1_probe(narrow: tuple, wide: tuple) -> Table:
+    """Return a table of `l1_times`."""
+    us, lines = l1_times(narrow, wide), []
     for load in ("4 bytes", "16 bytes") if us else ():
         before, small = us[load], us[f"{load}, small L1"]
-        lines.append([f"{load} per load", f"{before:.1f}", f"{small:.1f}", f"{small / before:.2f}"])
-    return Table(["", unit, "small L1", "times as long"], lines)
+        lines.append([f"{load} per load", f"{before:.1f}", f"{small:.1f}", f"{small - before:+.1f}"])
+    return Table(["", "us", "small L1", "difference"], lines or [_NOT_TIMED])
+
+
+_NOT_TIMED = "not timed", "", "", ""
+
+
+def l1_numbers(narrow: tuple, wide: tuple) -> dict[str, float | str | None]:
+    """Return what `l1_times` says of the two explanations, for a sentence."""
+    if not (us := l1_times(narrow, wide)):
+        return dict.fromkeys(("gain", "small_gain", "conclusion"))
+    gain, small_gain = us["4 bytes"] - us["16 bytes"], us["4 bytes, small L1"] - us["16 bytes, small L1"]
+    if small_gain > 1.5 * gain:
+        conclusion = (
+            "Narrow loads lose much more: lines are evicted before their lanes come back. With the small cache "
+            "capacity is a cause, and with the full one it may be"
+        )
+    else:
+        conclusion = (
+            "Both lose about as much, so the lines of the logits are not what a smaller cache evicts early; what both "
+            "kernels have in common is local memory. The gain of wide loads does not depend on the capacity, which "
+            "leaves the throughput"
+        )
+    return {"gain": gain, "small_gain": small_gain, "conclusion": conclusion}
 
 
 def _unused_shared_bytes(ctas):
@@ -427,15 +492,13 @@ def rounded_to_bfloat16(tokens: int = 4096) -> str:
 
 
 @cache
-def from_dram_and_l2(version: tuple) -> tuple[dict[str, float], str, int]:
+def from_dram_and_l2(version: tuple) -> tuple[dict[str, float], int]:
     """Time a version with logits from DRAM, with logits that stay in L2, and with whole waves of CTAs.
 
     Returns
     -------
     us : dict
         "DRAM", "L2", and "1 waves", "2 waves", "4 waves" -> microseconds; empty if nothing is recorded.
-    unit : str
-        Says which kernel was timed.
     wave : int
         Tokens of a wave: of the CTAs that fit on all SMs.
     """
@@ -443,20 +506,14 @@ def from_dram_and_l2(version: tuple) -> tuple[dict[str, float], str, int]:
     calls = {"DRAM": timed(version), "L2": timed(version, sets=1)}
     for waves in (1, 2, 4):
         calls[f"{waves} waves"] = timed(version, tokens=None if simulator.ENABLED else waves * wave)
-    us, unit = measured("DRAM and waves", calls)
-    if not us and _is_recorded_shape():
-        first = _first()["diagnosis"]
-        types, waves = first["types, logits in L2 and DRAM"], first["waves of four tokens per warp"]
-        us, wave = {"DRAM": types["float32, DRAM"], "L2": types["float32"]}, 24 * 4 * 132
-        us |= {f"{n} waves": waves[n] for n in waves}
-    return us, unit, wave
+    return lesson.times("DRAM and waves", calls), wave
 
 
 def open_problem(version: tuple) -> Table:
     """Return a table of where the rest of the last kernel's time is."""
-    us, unit, wave = from_dram_and_l2(version)
+    us, wave = from_dram_and_l2(version)
     if not us:
-        return Table(["nothing is recorded for this shape"], [])
+        return Table(["", "us", "", ""], [_NOT_TIMED])
     each = (us["4 waves"] - us["2 waves"]) / 2
     lines = [
         ["logits from DRAM", us["DRAM"], ""],
@@ -466,7 +523,38 @@ def open_problem(version: tuple) -> Table:
         [f"one wave of CTAs, {wave:,} tokens", us["1 waves"], f"{TOKENS:,} tokens are {TOKENS / wave:.2f} waves"],
         ["each further wave", each, "its start and end overlap with other waves"],
     ]
-    return Table(["", unit, ""], [[name, f"{time:.2f}", text] for name, time, text in lines])
+    return Table(["", "us", ""], [[name, f"{time:.2f}", text] for name, time, text in lines])
+
+
+class Repair:
+    """Choose the repairs of the race before the kernels with them are checked, as `step` checks a kernel."""
+
+    def check(self, repairs: Mapping[str, tuple], choice: object = ...) -> Verdict:
+        """Check the kernel with each repair, in several thread orders and for races; compare with the choice."""
+        names = ", ".join(repairs)
+        if choice is ...:
+            return Verdict("race", OPEN, f"no choice yet: {names}, or several, such as 'AB'")
+        found = {name: lesson.orders(version, _ORDERS) for name, version in repairs.items()}
+        good = [name for name, orders in found.items() if not orders.wrong and not orders.race]
+        lines = [
+            [name, f"wrong under {orders.wrong} of {_ORDERS}", "race" if orders.race else "no race"]
+            for name, orders in found.items()
+        ]
+        is_right = sorted(str(choice)) == good
+        repair = f"only {good[0]} repairs" if len(good) == 1 else f"{', '.join(good) or 'none'} repair"
+        text = f"{'right' if is_right else f'wrong, you chose {choice}'}: {repair} the kernel"
+        notes = [f"{name}: {orders.race}" for name, orders in found.items() if orders.race and not orders.wrong]
+        table = Table(["repair", "thread orders", "race detector"], lines)
+        return Verdict("race", RIGHT if is_right else WRONG, text, table=table, notes=(*_WHY, *notes))
+
+
+_ORDERS = 4  # of threads, in which a repair is checked
+_WHY = (
+    "A fence orders the memory accesses of one thread. It does not make the lane that loads wait for the lane that "
+    "stores, and a barrier after both accesses comes too late.",
+    "Shuffles and votes exchange registers, and do not order memory. C repairs the sum, but the division at the end "
+    "of the kernel still reads weights that other lanes have stored, and nothing orders it after their stores.",
+)
 
 
 class FromL2:
@@ -474,12 +562,26 @@ class FromL2:
 
     def check(self, version: tuple, us: object = ...) -> Verdict:
         """Compare a guess with the time, measured or recorded."""
-        found, unit, _ = from_dram_and_l2(version)
+        found, _ = from_dram_and_l2(version)
         if us is ... or not found:
             return Verdict("from L2", OPEN, "no guess yet" if found else "no time is recorded for this shape")
+        if not isinstance(us, int | float):
+            return Verdict("from L2", WRONG, f"{us!r} is no number of microseconds: write one without quotes")
         close = abs(us - found["L2"]) <= 0.1 * found["L2"]
-        text = f"you predicted {us} us; it takes {found['L2']:.2f} us, and {found['DRAM']:.2f} us from DRAM ({unit})"
-        return Verdict("from L2", RIGHT if close else WRONG, text)
+        text = f"{'right' if close else 'not within 10 %'}: you predicted {us} us, and it takes {found['L2']:.2f} us"
+        return Verdict("from L2", RIGHT if close else WRONG, text, notes=_half_the_bytes())
+
+
+def _half_the_bytes():
+    """Return what the step with bfloat16 logits lets one expect of logits from L2, in words."""
+    float32, halves = (lesson.steps[name].us for name in ("dependent launch", "bfloat16 logits"))
+    if not float32 or not halves:
+        return ()
+    saved = float32 - halves
+    return (
+        f"A guess from the chart: half of the bytes (bfloat16 logits) saves {saved:.2f} us, so all of them would save "
+        f"about {2 * saved:.2f} us of {float32:.2f}, which leaves {float32 - 2 * saved:.2f}.",
+    )
 
 
 # What did not pay
@@ -493,26 +595,21 @@ def what_did_not_pay() -> Table:
         for which, version, options in zip(("before", "after"), pair.versions, pair.options, strict=True):
             calls[f"{name}, {which}"] = timed(version, **options)
     us = lesson.times("what did not pay", calls)
-    lines = []
-    for name, pair in pairs.items():
-        first = records.find_step(_first()["rows"], pair.first) if _is_recorded_shape() else None
-        recorded_us = first.get("compared_us") if first else None
-        both = [us[f"{name}, before"], us[f"{name}, after"]] if us else recorded_us
-        if both:
-            lines.append([name, *map(records.format_us, both), pair.why])
-    for first, (name, why) in variants.ONLY_RECORDED.items():
-        row = records.find_step(_first()["rows"], first) if _is_recorded_shape() else None
-        if row and "compared_us" in row:
-            lines.append([f"{name} (first edition)", *map(records.format_us, row["compared_us"]), why])
-    unit = "us" if us else "us, first edition"
-    return Table(["change", f"{unit}, before", "after", "why"], lines)
+    text = lambda name: records.format_us(us[name]) if us else "not timed"
+    lines = [[name, text(f"{name}, before"), text(f"{name}, after"), pair.why] for name, pair in pairs.items()]
+    for step, (name, why) in variants.EARLIER.items():
+        if (row := _earlier(step)) and "compared_us" in row:
+            lines.append(
+                [f"{name} (an earlier version of this kernel)", *map(records.format_us, row["compared_us"]), why]
+            )
+    return Table(["change", "us, before", "us, after", "why"], lines)
 
 
 class exercises:
     """The exercises of the page."""
 
     race, largest, rank, key, pop, place = (
-        answers.Repair(),
+        Repair(),
         *(getattr(answers, name) for name in ("LARGEST", "RANK", "KEY", "POP", "PLACE")),
     )
     from_l2 = FromL2()

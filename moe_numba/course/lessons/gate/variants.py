@@ -23,7 +23,6 @@ class Pair(NamedTuple):
 
     versions: tuple
     options: tuple
-    first: str  # the step of the first edition's record with both times
     why: str
 
 
@@ -157,32 +156,27 @@ def versions(gate) -> dict[str, Pair]:
         "`|` and `&` in the network instead of `or` and `and`": Pair(
             (gate(make_loop(branching, False)), before),
             (once, once),
-            "no short circuits",
             "`or` and `and` leave branches in the machine code, which cost little here. We keep the form without them.",
         ),
         "a pop in which all lanes select, with slots": Pair(
             (before, gate(make_loop(selecting, False))),
             (once, once),
-            "selecting pop",
             "It selects 15 values per pick, where the branch moves them in one lane. It pays once only keys move.",
         ),
         "load the next token during this one": Pair(
             (gate(make_loop(keys_alone, False)), gate(make_loop(keys_alone, True), 1, 8)),
             (once, {"most_ctas": _WAVE}),
-            "loads ahead",
             "The loop and the loaded values need registers, so fewer warps fit on an SM, and they hide less.",
         ),
         "a loop over tokens alone": Pair(
             (gate(make_loop(keys_alone, False)), gate(make_loop(keys_alone, False), 1, 8)),
             (once, {"most_ctas": _WAVE}),
-            "",
             "The grid has as many CTAs as fit. The tokens are no whole number of rounds, so the last is partly empty.",
         ),
     }
 
 
-ONLY_RECORDED = {  # step of the first edition's record -> change, why
-    "torch.compile": ("torch.compile", "It fuses everything but `topk`, which takes most of the time."),
+EARLIER = {  # step of the record of earlier versions of the kernels -> change, why
     "in registers": (
         "SGLang's design without local memory: select among 32 registers instead of indexing",
         "Each pick compares 32 indices. Local memory was touched only a few times per pick, and is cached.",

@@ -87,11 +87,11 @@ class Repair:
         lines = [
             [label, *map("{:,}".format, (*counts, sums[label]))] for label, counts in zip(kernels, found, strict=True)
         ]
-        verdict = "It leaves" if best == choice else f"{best} leaves"
+        verdict = "right" if best == choice else f"wrong, you chose {choice}"
         return Verdict(
             name,
             RIGHT if best == choice else WRONG,
-            f"you chose {choice}. {verdict} the fewest transactions",
+            f"{verdict}: {best} leaves the fewest transactions",
             table=Table(["kernel", "sectors, global", "wavefronts, shared", "lanes, atomic", "together"], lines),
             notes=(_WHY_REPAIR,),
         )
