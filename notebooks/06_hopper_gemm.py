@@ -286,6 +286,9 @@ step("one stage", Version(make_one_stage(multiply_128, store_128, 128)))
 # The kernel has two CTAs on an SM. While one waits for its load, the other multiplies, if they happen to be out of step. Nothing makes sure
 # that they are.
 #
+# **Take away.** Two short loops of instructions can keep two machines busy, the copy engine and the tensor cores. Whether both are busy *at the
+# same time* is decided by who waits for whom.
+#
 # ## Predict: how many CTAs fit?
 #
 # To load ahead, a CTA needs more stages. A stage has 32 KB here, and an SM gives its CTAs 228 KB of shared memory and 65,536 registers.

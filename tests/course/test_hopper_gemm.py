@@ -391,6 +391,12 @@ def test_all_steps_are_right(name, right_page):
             assert runs.check(version) is None
 
 
+def test_a_step_detects_races_and_runs_in_several_orders(right_page, monkeypatch):
+    asked = []
+    monkeypatch.setattr(runs.lesson, "_checked", lambda version, seed, races=False: asked.append((seed, races)))
+    assert runs.lesson.fault(None) is None and asked == [(0, True), (1, False), (2, False), (3, False)]
+
+
 def test_the_last_steps_have_no_races(right_page):
     names, steps = right_page
     with simulator.seed(5), simulator.races():
