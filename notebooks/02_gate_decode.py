@@ -72,7 +72,9 @@ draw.lanes()
 # and fills one hole.
 #
 # `order_key` maps a float to an integer that sorts the same way, so that we compare integers (the lesson before builds it). A lane issues
-# its four loads, each of 16 bytes, before it uses any of them. So it waits for memory once.
+# its four loads, each of 16 bytes, before it uses any of them. So it waits for memory once. (PTX promises `ld.global.nc`, which these loads
+# are, only for data that no kernel writes meanwhile. From step 7 on the kernel before may still run when this one starts, but all its stores
+# are visible before our first load.)
 
 
 # %%
@@ -219,9 +221,6 @@ step("argmax by shuffles", first)
 my_guess.judge(lesson.steps["argmax by shuffles"].score)
 
 # %% [markdown]
-# (The first edition of this course timed the same algorithm with 64-bit integers and exact divisions. That is the last number at the top of
-# this page.)
-#
 # The simulator cannot time a kernel, but it knows the machine code, and how often each instruction is executed. From both it estimates what
 # each resource would take if it were alone:
 
@@ -377,7 +376,8 @@ page.show_chains(
 
 
 # %% [markdown]
-# **Prediction.** If a redux takes as long as a shuffle, one of five rounds remains for each pick.
+# **Prediction.** If a redux took as long as a round of shuffles, one round of five would remain for each pick. The table says how far that is
+# true.
 
 
 # %%
@@ -411,7 +411,7 @@ step("redux", reduced, predicted_us=page.rounds_fewer("groups ranked by counting
 # network has six levels. Sorted keys have lost their experts, so `find` looks for the key among those of the lane that held it: eight
 # shuffles that do not wait for one another.
 #
-# That search is right only if the lane holds the key once. A lane that wins with one of two equal keys notices it, and then the warp picks
+# That search is right only if the lane holds the key just once. A lane that wins with one of two equal keys notices it, and then the warp picks
 # again in the slow way of step 3.
 
 
@@ -586,7 +586,7 @@ step("dependent launch", late, predicted_us=page.dependent_launch("no second loa
 # %% [markdown]
 # ## Build: release early
 #
-# Write `order`. The kernel calls it at `START`, before the first load; at `LOADED`, when all loads are issued; and at `STORED`. Let the
+# Write `order`. The kernel calls it at `START`, before the first load; at `LOADED`, behind the loads in the source; and at `STORED`. Let the
 # next kernel start as early as you can. The check runs three kernels, all of them dependent launches: a router that writes the logits and
 # reads counters of the layer before; a gate with your function; and an alignment, which clears those counters before it waits, and then
 # reads the ids.
@@ -601,15 +601,15 @@ def my_order(place):
 order = exercises.dependent.use(my_order)
 
 # %% [markdown]
-# ## Step 8: released after the loads
+# ## Step 8: released after the wait
 #
-# The next kernel waits for the end of this one by itself. So it may start as soon as the loads are issued, and its start disappears behind
-# the picks.
+# The next kernel waits for the end of this one by itself. So once this kernel has waited, nothing forbids that the next one starts, and its
+# start disappears behind our loads and picks.
 
 
 # %%
 last = make_gate(keep_by_counting, pick_all, take_score, order), True
-step("released after the loads", last)
+step("released after the wait", last)
 
 # %% [markdown]
 # The model knows only that a dependent launch starts faster. It does not know that the next one starts during this one, so it shows no
@@ -646,7 +646,7 @@ def my_best_of_warp(value, expert):
 best_of_warp = exercises.packed.use(my_best_of_warp)
 
 # %% [markdown]
-# A key of this kind tells everything about the winner: no lane must be found, no place in it, no score, and no two keys are equal. Here is
+# A key of this kind holds everything about the winner: no lane must be found, no place in it, no score, and no two keys are equal. Here is
 # the whole gate, with a hole for the picks:
 
 
@@ -728,21 +728,24 @@ page.show_small(
 )
 
 # %% [markdown]
-# The package's kernel in this form is [packed_keys.py](../moe_numba/gate/packed_keys.py).
+# The package's kernel in this form is [packed_keys.py](../moe_numba/gate/packed_keys.py). It also handles NaN, padding and other sizes. With
+# few tokens it takes about as long as the package's kernel whose keys do not hold the expert; it was written for many tokens, of which up to
+# sixteen share a warp.
 #
 # **Take away.** If a key holds all that you will ask of the winner, there is nothing to look up afterwards.
 #
-# ## What did not pay, and why
+# ## Variants of the last step
 #
-# These changes were tried on the package's kernel. Two let the next kernel start even earlier, two change how many warps share an SM, and
-# four tokens per warp is what makes the kernel for prompts fast. On a GPU this cell times them again.
+# Two of them release the next kernel elsewhere, two change how many warps share an SM, and four tokens per warp is what makes the kernel for
+# prompts fast. On a GPU this cell times them. Compare the columns, too: what is best for 64 tokens need not be best for one.
 
 
 # %%
 @cuda.jit(device=True)
-def release_before_the_loads(place):
+def release_after_the_loads(place):
     if place == START:
         griddepcontrol_wait()
+    if place == LOADED:
         griddepcontrol_launch_dependents()
 
 
@@ -753,13 +756,10 @@ def release_before_the_wait(place):
         griddepcontrol_wait()
 
 
-page.show_what_did_not_pay(
+page.show_variants(
     last,
     {
-        "released before the loads": (
-            make_gate(keep_by_counting, pick_all, take_score, release_before_the_loads),
-            True,
-        ),
+        "released after the loads": (make_gate(keep_by_counting, pick_all, take_score, release_after_the_loads), True),
         "released before the wait": (make_gate(keep_by_counting, pick_all, take_score, release_before_the_wait), True),
         "one warp per CTA": (make_gate(keep_by_counting, pick_all, take_score, order, 1), True, 1),
         "eight warps per CTA": (make_gate(keep_by_counting, pick_all, take_score, order, 8), True, 8),

@@ -481,7 +481,7 @@ def test_saved_figures_are_reproducible_and_leave_rcparams_unchanged(tmp_path):
         assert [path.suffix for path in written] == [".svg", ".png"]
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert plots.split_figure(some_rows())._repr_png_().startswith(b"\x89PNG")
+    assert "prefers-color-scheme: dark" in plots.split_figure(some_rows())._repr_svg_()
     assert dict(matplotlib.rcParams) == before
 
 

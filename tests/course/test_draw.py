@@ -1,5 +1,7 @@
 """Figures of the notebooks with fixed examples: all text is inside the canvas, and the drawn values are right."""
 
+from xml.etree import ElementTree
+
 import pytest
 import torch
 from helpers.figures import cut_off, labelled, texts, values_of
@@ -184,8 +186,10 @@ def test_bars_are_to_scale(label, values, draw, arguments):
     assert sizes == pytest.approx([sizes[0] * value / values[0] for value in values])
 
 
-def test_notebooks_show_figures_as_png():
-    assert align_one_launch.two_launches()._repr_png_().startswith(b"\x89PNG")
+def test_notebooks_show_figures_for_light_and_dark():
+    svg = align_one_launch.two_launches()._repr_svg_()
+    assert svg.startswith('<svg class="picture"') and "prefers-color-scheme: dark" in svg
+    assert any(each.tag.endswith("}text") for each in ElementTree.fromstring(svg).iter())
 
 
 @pytest.mark.parametrize("value", [1, 9])

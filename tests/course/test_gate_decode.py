@@ -164,6 +164,14 @@ def releases_at_the_end(place):
 
 
 @cuda.jit(device=True)
+def releases_after_the_loads(place):
+    if place == START:
+        griddepcontrol_wait()
+    if place == LOADED:
+        griddepcontrol_launch_dependents()
+
+
+@cuda.jit(device=True)
 def only_waits(place):
     if place == START:
         griddepcontrol_wait()
@@ -196,8 +204,9 @@ TWO, RANK, BEST, ORDER = exercises.TWO, exercises.GROUP_RANK, exercises.BEST, ex
         (ORDER, never_waits, WRONG, "two threads race.*needs griddepcontrol_wait first"),
         (ORDER, waits_after_the_loads, WRONG, "two threads race.*needs griddepcontrol_wait first"),
         (ORDER, releases_before_it_waits, WRONG, "griddepcontrol_wait before griddepcontrol_launch_dependents"),
-        (ORDER, releases_at_the_end, OVER_PAR, "starts late"),
-        (ORDER, only_waits, OVER_PAR, "starts late"),
+        (ORDER, releases_at_the_end, OVER_PAR, "only when this one has stored"),
+        (ORDER, releases_after_the_loads, OVER_PAR, "only when this one has issued its loads"),
+        (ORDER, only_waits, OVER_PAR, "only when this one ends"),
     ],
     ids=lambda value: getattr(value, "__name__", getattr(value, "name", None)),
 )

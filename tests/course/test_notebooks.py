@@ -148,12 +148,29 @@ def test_execute_writes_pages_and_figures_and_prints_their_paths(repository):
     assert "01_small  cell 2/3  'Step 1: a figure [in brackets]'" in done.stderr
     assert f"{repository}/build/01_small.html" in done.stdout
     page = (repository / "build" / "01_small.html").read_text()
-    assert "data:image/png;base64" in page and "A small notebook" in page
+    assert "data:image/png;base64" in page and "<title>A small notebook</title>" in page
+    assert not re.search(r"""<link|(src|href)=["'](?!data:|\w+\.html|#)""", page), "it loads nothing"
+    assert "prefers-color-scheme: dark" in page
     assert page.count('<details class="folded">') == 1, "a folded cell keeps its code below a summary line"
     assert [path.name for path in (repository / "build" / "01_small_figures").iterdir()] == ["cell_02_0.png"]
     page = nbformat.read(repository / "build" / "01_small.ipynb", as_version=4)
     assert "run in notebooks" in executed.code_cells(page)[0].outputs[0].text  # not the absolute path
     assert page.metadata.kernelspec == {"name": "python3", "display_name": "Python 3", "language": "python"}
+
+
+def test_pages_link_to_one_another_and_a_failed_one_is_named(repository, source):
+    links = "# Second\n\n[first](01_small.ipynb) [part](01_small.ipynb#step) [code](01_small.py) [none](other.ipynb)"
+    text = "# %% [markdown]\n" + "".join(f"# {line}\n" for line in links.split("\n"))
+    (repository / "notebooks" / "02_links.py").write_text(text)
+    (repository / "notebooks" / "03_fails.py").write_text("# %% [markdown]\n# # Third\n# %%\n1 / 0\n")
+    assert main(repository, "execute", "--only", "02", "03", "--out", str(repository / "build")) == 1
+    page = (repository / "build" / "02_links.html").read_text()
+    found = re.findall(r'href="([^"#]\S*)"', page)
+    assert found[3:7] == ["01_small.html", "01_small.html#step", "01_small.html", "other.ipynb"]
+    assert found[:3] == ["01_small.html", "index.html", "03_fails.html"] == found[7:]
+    index = (repository / "build" / "index.html").read_text()
+    assert '<a href="02_links.html">Second</a>' in index and "Third <" in index and "failed" in index
+    assert not (repository / "build" / "03_fails.html").exists() and "A small notebook <" in index
 
 
 def test_execute_in_place_makes_a_copy_that_is_valid_on_a_gpu(repository, source):

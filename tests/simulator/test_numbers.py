@@ -3,6 +3,7 @@
 Numba's typing gives the type of each operator's result, and PTX the conversions of floats to integers.
 """
 
+import functools
 import math
 import operator
 
@@ -26,6 +27,27 @@ LIMIT = 0.1  # is no float32
 def engine(request):
     with override_settings(engine=request.param):
         yield request.param
+
+
+@cuda.jit(device=True)
+def lanes_with(value):
+    return cuda.match_any_sync(0xFFFFFFFF, value) & uint32(0xFFFF)
+
+
+def test_a_device_function_inside_a_wrapper_has_compiled_operators(engine):
+    """As the answer of an exercise, which `functools.wraps` has wrapped: int32 & uint32 is an int64."""
+
+    @functools.wraps(lanes_with)
+    def wrapped(*arguments):
+        return lanes_with(*arguments)
+
+    @cuda.jit
+    def kernel(x, out):
+        out[cuda.threadIdx.x] = wrapped(x[cuda.threadIdx.x])
+
+    x, out = np.arange(32, dtype=np.int32) % 2, np.zeros(32, np.int64)
+    kernel[1, 32](x, out)
+    assert out.tolist() == [0x5555, 0xAAAA] * 16
 
 
 @cuda.jit

@@ -37,6 +37,7 @@ from moe_numba.ptx.system_vectors import (
 )
 from moe_numba.ptx.warpgroup import bar_sync
 from moe_numba.runtime.launch import launch
+from moe_numba.simulator.core.settings import override_settings
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="these ranks are simulated: set MOE_NUMBA_SIMULATE=1")
 
@@ -638,3 +639,39 @@ def test_a_vector_must_be_aligned(symmetric_buffers):
     (buffer,), _ = symmetric_buffers(1, 8)
     with pytest.raises(simulator.SimulatorError, match="aligned to 16 bytes"):
         launch(misaligned, 1, 1, buffer)
+
+
+# --- ranks that run ahead -------------------------------------------------------------------------------------------
+
+
+@cuda.jit
+def send_message(ring, flags, n, slots, waits):
+    while waits and ld_acquire_sys_s32(flags, 1) < n - slots:  # messages that have been received
+        pass
+    st_relaxed_sys_s32(ring, n % slots, n)
+    st_release_sys_s32(flags, 0, n)
+
+
+@cuda.jit
+def receive_message(ring, flags, received, n, slots):
+    while ld_acquire_sys_s32(flags, 0) < n:
+        pass
+    received[n] = ld_relaxed_sys_s32(ring, n % slots)
+    st_release_sys_s32(flags, 1, n)
+
+
+@pytest.mark.parametrize("engine", ["threads", "either"])
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
+def test_a_rank_may_be_several_launches_ahead(waits, engine):
+    """A sender that does not wait for its receiver overwrites messages if it is as many launches ahead as slots."""
+    outcomes = []
+    for seed in range(12):
+        ring, flags, received = (torch.zeros(n, dtype=torch.int32) for n in (23, 2, 25))
+        with simulator.seed(seed), override_settings(engine=engine), simulator.together():
+            for n in range(1, 25):
+                with simulator.on_rank(0):
+                    launch(send_message, 1, 1, ring, flags, n, 23, waits)
+                with simulator.on_rank(1):
+                    launch(receive_message, 1, 1, ring, flags, received, n, 23)
+        outcomes.append(received.tolist() == list(range(25)))
+    assert all(outcomes) if waits else outcomes.count(False) >= 3, outcomes  # one seed of three lets rank 1 be late

@@ -35,6 +35,7 @@ from moe_numba.course.pages.executed import (
     update_exercises,
     update_prose,
 )
+from moe_numba.course.pages.html import index_of, page_of, title_of
 from moe_numba.runtime.compile_calls import usable_cores
 
 CELL_LIMIT_S = 600
@@ -201,38 +202,11 @@ def progress():
         yield report
 
 
-# Folded cells, which Jupyter shows without their code, keep it below a summary line.
-# The theme shows code in Markdown outputs, such as listings and diffs, in the font of prose.
-_TEMPLATE = """
-{%- extends "lab/index.html.j2" -%}
-{%- block extra_css -%}
-{{ super() }}
-<style>
-.jp-OutputArea-output .highlight pre {
-  font-family: var(--jp-code-font-family); font-size: var(--jp-code-font-size); white-space: pre; overflow-x: auto;
-  margin-bottom: 1em }
-</style>
-{%- endblock extra_css -%}
-{%- block input -%}
-{%- if cell.metadata.get("jupyter", {}).get("source_hidden") -%}
-<details class="folded"><summary>code</summary>{{ super() }}</details>
-{%- else -%}{{ super() }}{%- endif -%}
-{%- endblock input -%}
-"""
-
-
-def write_page(notebook, name, out):
+def write_page(notebook, name, out, titles):
     """Write the executed copy, its figures and a self-contained HTML page; return the page's path."""
-    from jinja2 import DictLoader
-    from nbconvert import HTMLExporter
-
     out.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, out / f"{name}.ipynb")
-    exporter = HTMLExporter(
-        embed_images=True, extra_loaders=[DictLoader({"lesson.html.j2": _TEMPLATE})], template_file="lesson.html.j2"
-    )
-    page, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": name}})
-    (out / f"{name}.html").write_text(page, encoding="utf-8")
+    (out / f"{name}.html").write_text(page_of(notebook, name, titles), encoding="utf-8")
     figures = out / f"{name}_figures"
     shutil.rmtree(figures, ignore_errors=True)  # of an earlier execution
     for number, cell in enumerate(code_cells(notebook), start=1):
@@ -249,14 +223,21 @@ def write_page(notebook, name, out):
 # The command line
 
 
-async def _execute_all(paths, root, report, jobs):
-    free = asyncio.Semaphore(jobs)
+async def _execute_all(paths, root, report, jobs, done):
+    """Execute notebooks; ``done(path, notebook)`` is called as soon as one has ended, with None if it has failed."""
+    free, failed = asyncio.Semaphore(jobs), []
 
     async def one(path):
         async with free:
-            return await _execute(path, root, report, {})
+            try:
+                notebook = await _execute(path, root, report, {})
+            except NotebookFailed as error:
+                failed.append(error)
+                notebook = None
+            done(path, notebook)
 
-    return await asyncio.gather(*map(one, paths), return_exceptions=True)
+    await asyncio.gather(*map(one, paths))
+    return failed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -290,29 +271,40 @@ def main(argv: list[str] | None = None) -> int:
 
     # One notebook per core in the simulator; one at a time on a GPU, so that they do not disturb each other's times.
     jobs = usable_cores() if simulator.ENABLED else 1
-    with progress() as report:
-        results = asyncio.run(_execute_all(paths, root, report, jobs))
-    failed, pages = [], []
-    for path, result in zip(paths, results, strict=True):
-        if isinstance(result, NotebookFailed):
-            failed.append(result)
-        elif isinstance(result, BaseException):
-            raise result
-        elif options.in_place:
+    titles = {path.stem: title_of(read(path), path.stem) for path in find(root, ())}
+    states = {name: "" for name in titles if not (options.out / f"{name}.html").is_file()}
+    states |= {path.stem: "is being executed" for path in paths}
+    pages = []
+
+    def write_index():
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "index.html").write_text(index_of(titles, states), encoding="utf-8")
+
+    def done(path, notebook):
+        states[path.stem] = "failed"
+        if notebook is not None and options.in_place:
             if simulator.ENABLED and path.with_suffix(".ipynb").is_file():
-                save_simulated(result, path)
+                save_simulated(notebook, path)
             else:
-                save_executed(result, path)
+                save_executed(notebook, path)
             pages.append(path.with_suffix(".ipynb"))
-        else:
-            pages.append(write_page(result, path.stem, options.out))
+        elif notebook is not None:
+            pages.append(write_page(notebook, path.stem, options.out, titles))
+            del states[path.stem]
+        if not options.in_place:
+            write_index()
+
+    if not options.in_place:
+        write_index()
+    with progress() as report:
+        failed = asyncio.run(_execute_all(paths, root, report, jobs, done))
     for error in failed:
         print(f"\n{error}", file=sys.stderr)
     if pages:
         print(f"\nExecuted {'in the simulator, at small sizes' if simulator.ENABLED else 'on the GPU'}. Pages:")
-        print(*(f"  {page}" for page in pages), sep="\n")
+        print(*(f"  {page}" for page in sorted(pages)), sep="\n")
         if not options.in_place:
-            print(f"The executed notebooks and their figures are in {options.out}/ as well.")
+            print(f"All lessons: {options.out / 'index.html'}. The executed notebooks and their figures are beside it.")
     return 1 if failed else 0
 
 

@@ -168,7 +168,7 @@ class Lesson:
         calls = {step.name: self.run.timed(step.version) for step in (before,) if step}
         times = kernel_times(calls | {name: self.run.timed(version)})
         torch.cuda.synchronize()
-        compared = [round(times[each].median, 3) for each in (*calls, name)]
+        compared = [round(times[each].median, 4) for each in (*calls, name)]
         more = dict(after=before.name, compared_us=compared, predicted_us=predicted_us) if before else {}
         row = records.row(name, config=self.config, size=self.size, dtype=self.dtype, kernel=times[name], **more)
         return times[name].median, row
@@ -314,7 +314,8 @@ class Step:
         before = [self.before.score] if self.before else []
         if self.edited_from is not None:
             before.append(Score("before your edit", self.edited_from.rows, self.edited_from.gpu))
-        return compare(*before, self.score)
+        timed = self.us is not None and self.before is not None and self.before.us is not None
+        return compare(*before, self.score, timed=timed and self.edited_from is None)
 
     def sentences(self) -> list[str]:
         """Return what is said of the times."""

@@ -34,10 +34,10 @@ _PATH_ROWS = {
     "reductions": "reductions",
     "syncwarps": "syncwarps",
     "barriers": "barriers",
-    "executions": "lines",
+    "executions": "source lines",
 }
 _TOTAL_ROWS = {
-    "executions": "lines",
+    "executions": "source lines",
     "global_load_sectors": "sectors loaded",
     "global_store_sectors": "sectors stored",
     "shared_load_wavefronts": "wavefronts, shared loads",
@@ -191,9 +191,13 @@ def _rows(counted, gpu):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A table of scores, one column each, as text and as HTML; with two of them it says where they disagree."""
+    """A table of scores, one column each, as text and as HTML; with two of them it says where they disagree.
+
+    It does not say so of scores whose kernels are ``timed``: there a GPU has decided.
+    """
 
     scores: tuple[Score, ...]
+    timed: bool = False
 
     def rows(self) -> Iterator[tuple[str, str, list[float]]]:
         """Yield (section, row, numbers) of rows in which a score is not zero; of several scores those that differ."""
@@ -212,17 +216,18 @@ class Comparison:
             if number and all(each.rows.get((section, row)) == number for each in self.scores):
                 same.setdefault(section, []).append(f"{row} {_text(section, number)}")
         unchanged = "; ".join(f"{section}: {', '.join(rows)}" for section, rows in same.items())
-        verdicts = [self._verdict(*self.scores[-2:])] if None not in (each.us for each in self.scores[-2:]) else []
-        return [*([f"Unchanged: {unchanged}."] if unchanged else []), *verdicts]
+        estimated = None not in (each.us for each in self.scores[-2:])
+        verdict = [self._verdict(*self.scores[-2:])] if estimated and not self.timed else []
+        return [*([f"Unchanged: {unchanged}."] if unchanged else []), *verdict]
 
     def _verdict(self, before, after):
         """Say whether the critical path and the totals agree, and whether the model's gain is beyond its error."""
         gain = before.us / after.us if after.us else float("inf")
-        lines = after.rows[TOTAL, "lines"] / max(before.rows[TOTAL, "lines"], 1)
+        lines = after.rows[TOTAL, "source lines"] / max(before.rows[TOTAL, "source lines"], 1)
         if gain > 1 and lines > 1:
-            agree = "The critical path is shorter, and all warps together execute more lines"
+            agree = "The critical path is shorter, and all warps together execute more source lines"
         elif gain < 1 and lines < 1:
-            agree = "The critical path is longer, and all warps together execute fewer lines"
+            agree = "The critical path is longer, and all warps together execute fewer source lines"
         elif max(gain, 1 / gain) <= error_factor(after.gpu):
             agree = "The times differ by less than the model's error"
         else:
@@ -266,11 +271,11 @@ _STYLE = """
 """.strip()
 
 
-def compare(*scores: Score) -> Comparison:
+def compare(*scores: Score, timed: bool = False) -> Comparison:
     """Return a table of scores: the steps before, and last the step that they are compared with."""
     if not scores:
         raise ValueError("compare needs a score")
-    return Comparison(scores)
+    return Comparison(scores, timed)
 
 
 def _text(section, number):

@@ -258,6 +258,7 @@ class _ThreadRank(_LocalRank):
 
 class _SimulatedRank(_LocalRank):
     condition, seconds = None, math.inf  # what the rank waits for, and for how long
+    waits_for_hosts = False  # only for other ranks' functions, not for a kernel: its own may stay queued
     timed_out = False  # no rank can continue, and this one's wait is the shortest
     barriers = 0  # that the rank has reached
     abandoned = False  # another rank has failed
@@ -274,9 +275,9 @@ class _SimulatedRank(_LocalRank):
             self._is_grad_enabled = torch.is_grad_enabled()
 
     def needs_no_kernel(self):
-        """Return whether the rank can go on before the queued kernels run: none is its own."""
+        """Return whether the rank can go on before the queued kernels run: it waits for none of its own."""
         with simulator.on_rank(self.rank):
-            return not simulator.has_queued() and self.condition()
+            return (self.waits_for_hosts or not simulator.has_queued()) and self.condition()
 
     def prepare_kernel(self, kernel, signature, timeout=TIMEOUT_S, **options):  # noqa: D102
         start = super().prepare_kernel(kernel, signature, timeout, **options)
@@ -292,7 +293,7 @@ class _SimulatedRank(_LocalRank):
 
     def _barrier(self):
         self.barriers += 1
-        if not self.wait(lambda: all(other.barriers >= self.barriers for other in self.group.ranks), None):
+        if not self._wait_for_hosts(lambda: all(other.barriers >= self.barriers for other in self.group.ranks), None):
             late = [other.rank for other in self.group.ranks if other.barriers < self.barriers]
             raise TimeoutError(
                 f"rank {self.rank} waits in {self._call_of(self.rank)} for ranks {late}{self.describe(*late)}"
@@ -312,8 +313,14 @@ class _SimulatedRank(_LocalRank):
             frame = frame.f_back
         return call
 
-    def _wait_for_arrivals(self, have_arrived, seconds):
-        return self.wait(have_arrived, seconds)
+    def _wait_for_hosts(self, ready, seconds):
+        self.waits_for_hosts = True
+        try:
+            return self.wait(ready, seconds)
+        finally:
+            self.waits_for_hosts = False
+
+    _wait_for_arrivals = _wait_for_hosts
 
     def wait(self, ready, seconds):
         """Run the other ranks and the kernels until ``ready()``.

@@ -40,7 +40,7 @@ class Warp:
         self.lanes = (1 << min(32, block.size - 32 * index)) - 1
         self.open_rendezvous, self.exited, self.wgmma_groups = {}, 0, []
         world = block.grid.world
-        self.ready, self.queued = [], False
+        self.ready, self.queued, self.lag = [], False, 0  # `lag` is added to the priority
         self.converging = {}  # position in the kernel -> the lanes that wait there for others to execute it with them
         self.aligned = {}  # `.aligned` instruction -> where its first lane is, and the mask of the lanes that have come
         self.priority = SLOWEST if index == world.slow_warp else world.rng.random()

@@ -232,7 +232,7 @@ class World:
     def schedule(self, unit):
         """Queue a warp, or any unit with `priority`, `queued` and `step`, to run."""
         self.tickets += 1
-        heapq.heappush(self.queue, (unit.priority, self.tickets, unit))
+        heapq.heappush(self.queue, (unit.priority + getattr(unit, "lag", 0), self.tickets, unit))
 
     def completion_priority(self):
         """Draw the priority of an asynchronous operation: before all threads, after all of them, or in between."""
@@ -262,11 +262,18 @@ class World:
     def run(self) -> None:
         """Run until every thread has ended; unwind the remaining threads on an error."""
         seen = idle = 0
+        polled = -1  # the changes with which threads have last polled before a warp of a late rank
         memory.loads_left = LOADS
         if self.profile is not None:
             self.profile.begin()
         try:
             while self.queue or self.pollers:
+                only_late = bool(self.queue) and getattr(self.queue[0][2], "lag", 0) > 0
+                if only_late and self.pollers and polled != self.changes == seen:
+                    polled = self.changes  # a poll may succeed at once, without a step of the late rank
+                    pollers, self.pollers = self.pollers, []
+                    self.wake(pollers)
+                    continue
                 if self.pollers and (self.changes != seen or not self.queue):
                     if self.memory_model is not None and self.changes == seen:
                         self.memory_model.make_half_visible()

@@ -93,8 +93,9 @@ def reachable(kernel):
 def _functions_in(value, names, depth):
     """Yield the jitted functions that a value is, or holds."""
     if isinstance(value, types.FunctionType):
-        if getattr(value, "py_func", None) is value:
-            yield value
+        jitted = getattr(value, "py_func", None)  # itself, or what `functools.wraps` has wrapped
+        if isinstance(jitted, types.FunctionType):
+            yield jitted
     elif isinstance(getattr(value, "py_func", None), types.FunctionType) and hasattr(value, "targetoptions"):
         if type(value).__name__ == "Kernel":  # not one of the CPU: see `typed_copy`
             yield value.py_func

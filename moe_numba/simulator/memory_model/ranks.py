@@ -10,6 +10,7 @@ different ranks concurrently. One seed determines how their warps interleave.
 """
 
 import contextlib
+import random
 import weakref
 from collections.abc import Iterator
 
@@ -23,6 +24,7 @@ from moe_numba.simulator.core.reachable import buffers, ranks
 from moe_numba.simulator.core.scheduler import World, run_world
 from moe_numba.simulator.core.settings import override_settings, settings
 
+_LAG = 4.0  # added to the priorities of a late rank's warps: they run after all else, asynchronous copies included
 _exchanging: weakref.WeakSet = weakref.WeakSet()  # kernels that have been launched within `exchange`
 
 
@@ -98,10 +100,22 @@ class _RankLaunches:
             grid = make_grid(world)
             grid.rank = next(free_ranks) if rank is None else rank
             streams.setdefault(grid.rank, []).append(grid)
+        late = self._late_rank(streams)
         for rank, stream in streams.items():
             for grid in stream:
                 grid.label = f"rank {rank} " if len(streams) > 1 else ""
+                for warp in (warp for block in grid.blocks for warp in block.warps) if rank == late else ():
+                    warp.lag = _LAG
         return streams
+
+    def _late_rank(self, streams):
+        """Return the rank whose warps run only while all others wait, or None; the seed chooses.
+
+        The others may then be several launches ahead. Where no rank has a further launch, no rank is late.
+        """
+        if len(streams) == 1 or all(len(stream) == 1 for stream in streams.values()):
+            return None
+        return random.Random(f"late rank {self.seed}").choice([None, *streams])
 
     def _run_with_threads(self):
         world = World(self.seed)

@@ -35,7 +35,7 @@ class Gang(greenlet.greenlet):
 
     def __init__(self, engine, block, warps, number):
         self.block, self.warps, self.first = block, warps, 32 * warps[0].index
-        self.is_block, self.priority = len(warps) == len(block.warps), warps[0].priority
+        self.is_block, self.priority, self.lag = len(warps) == len(block.warps), warps[0].priority, warps[0].lag
         self._set_up(engine, block.grid, [block], min(32 * len(warps), block.size - self.first), number)
 
     def _set_up(self, engine, grid, blocks, size, number):

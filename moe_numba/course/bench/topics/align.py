@@ -24,7 +24,7 @@ OTHERS = [  # Mixtral, Qwen3-MoE, Kimi K2, and more experts than most kernels ta
 TOKENS = [1, 4, 16, 64, 256, 1024, 2048, 4096, 16384, 65536]
 OTHER_TOKENS = [1, 64, 4096, 65536]
 ALLOCATIONS = 3  # of the outputs: a kernel's time may depend on where they lie; the median of them is recorded
-CALL_TOKENS = 64  # the host time of a call does not depend on the number of tokens
+CALL_TOKENS = 64  # of DeepSeek-V3: the host time of a call hardly depends on them
 GATE = dict(num_expert_group=8, topk_group=4)
 
 
@@ -109,7 +109,8 @@ def _measure(config, tokens, peers, bandwidth, main=False, routing=uniform_routi
         by_place.setdefault(n, []).append(stats)
     kernel = {n: sorted(found, key=lambda stats: stats.median)[len(found) // 2] for n, found in by_place.items()}
     spread = {n: [round(f(stats.median for stats in found), 3) for f in (min, max)] for n, found in by_place.items()}
-    call = call_times({n: partial(s, inputs[0], out) for n, s in steps.items()}) if tokens == CALL_TOKENS else {}
+    is_called = main and tokens == CALL_TOKENS
+    call = call_times({n: partial(s, inputs[0], out) for n, s in steps.items()}) if is_called else {}
     num_bytes = 4 * (tokens * topk + sum(lengths))
     return [
         records.row(

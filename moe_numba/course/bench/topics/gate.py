@@ -29,7 +29,7 @@ OTHERS = [  # shapes that the peers test, and more experts than most kernels tak
 ]
 TOKENS = [1, 64, 256, 1024, 4096, 16384, 65536]
 OTHER_TOKENS = [1, 64, 4096, 65536]
-CALL_TOKENS = 64  # the host time of a call does not depend on the number of tokens
+CALL_TOKENS, CALL_DTYPE = 64, "float32"  # of DeepSeek-V3: the host time of a call hardly depends on them
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MUFU_OPERATIONS = {"sigmoid": 2, "softmax": 1}  # per logit: an exponential, and a reciprocal
 MUFU_OPERATIONS_PER_CLOCK = 16  # per SM
@@ -96,7 +96,8 @@ def _measure(config, dtype, tokens, peers, bandwidth, eager, compiled):
     kernel = kernel_times(
         {n: [lambda x=x, s=s: s(x) for x in inputs] for n, s in steps.items() if f"{n}, out=" not in steps}
     )
-    call = call_times({n: (lambda s=s: s(inputs[0])) for n, s in steps.items()}) if tokens == CALL_TOKENS else {}
+    is_called = config is DEEPSEEK_V3 and (tokens, dtype) == (CALL_TOKENS, CALL_DTYPE)
+    call = call_times({n: (lambda s=s: s(inputs[0])) for n, s in steps.items()}) if is_called else {}
     num_bytes, floor = floor_us(tokens, config, dtype, bandwidth)
     return [
         records.row(

@@ -108,7 +108,7 @@ def overlap() -> Drawing:
     for name, second in (
         ("ordinary launches", end),
         ("dependent launch, released at the end", end - 16),
-        ("dependent launch, released after the loads", 8 + 44 + 34),
+        ("dependent launch, released after the wait", 8 + 44),
     ):
         drawing.text(8, y, name, bold=True)
         y += 6

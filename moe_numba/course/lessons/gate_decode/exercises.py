@@ -59,10 +59,9 @@ def best_of_warp(value, expert):
 
 @cuda.jit(device=True)
 def wait_then_release(place):
-    """Wait for the kernel before, and let the next one start once the loads are issued."""
+    """Wait for the kernel before, and then let the next one start."""
     if place == START:
         griddepcontrol_wait()
-    if place == LOADED:
         griddepcontrol_launch_dependents()
 
 
@@ -273,10 +272,10 @@ class Order(Build):
         if (wrong := fault(self._test, answer)) is not None:
             return WRONG, wrong, None
         released = [place for name, place in _calls(answer) if name == _INSTRUCTIONS[1]]
-        if not released or released[0] == STORED:
-            text = "right, but the next kernel starts late: when this one ends, or has stored. " + self.over_par
-            return OVER_PAR, text, None
-        return RIGHT, "right: the next kernel may start when the loads are issued, and no access races", None
+        if not released or released[0] != START:
+            late = "ends" if not released else "has stored" if released[0] == STORED else "has issued its loads"
+            return OVER_PAR, f"right, but the next kernel starts only when this one {late}. {self.over_par}", None
+        return RIGHT, "right: the next kernel may start as soon as this one has waited, and no access races", None
 
 
 ORDER = Order(
