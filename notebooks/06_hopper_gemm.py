@@ -233,7 +233,7 @@ def make_store(columns):
 
 # %%
 @cuda.jit(device=True)
-def place(tile, tiles_m, columns):
+def place(tile, tiles_m, tiles, columns):
     across = uint32(tile // uint32(tiles_m))  # 32 bits: a 64-bit division is a function call
     down = uint32(tile - across * uint32(tiles_m))
     return int32(down * uint32(ROWS)), int32(across * uint32(columns))  # the first row and column of a tile
@@ -257,7 +257,7 @@ def make_one_stage(multiply, store, columns):
         smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)  # the same memory
         ring = Ring(smem, barriers, int32(full), int32(0), int32(1), int32(stage_bytes))
         thread, group = int32(cuda.threadIdx.x), int32(cuda.threadIdx.x >> 7)
-        row, column = place(uint32(cuda.blockIdx.x), tiles_m, columns)
+        row, column = place(uint32(cuda.blockIdx.x), tiles_m, tiles, columns)
         if thread == 0:
             mbarrier_init(barriers, full, 1)
             fence_mbarrier_init()
@@ -285,6 +285,9 @@ step("one stage", Version(make_one_stage(multiply_128, store_128, 128)))
 #
 # The kernel has two CTAs on an SM. While one waits for its load, the other multiplies, if they happen to be out of step. Nothing makes sure
 # that they are.
+#
+# **Take away.** Two short loops of instructions can keep two machines busy, the copy engine and the tensor cores. Whether both are busy *at the
+# same time* is decided by who waits for whom.
 #
 # ## Predict: how many CTAs fit?
 #
@@ -356,7 +359,7 @@ def make_ring(multiply, store, columns, stages):
         smem, barriers = cuda.shared.array(0, uint8, 1024), cuda.shared.array(0, uint64, 1024)
         ring = Ring(smem, barriers, int32(full), int32(0), int32(stages), int32(stage_bytes))
         thread, group = int32(cuda.threadIdx.x), int32(cuda.threadIdx.x >> 7)
-        row, column = place(uint32(cuda.blockIdx.x), tiles_m, columns)
+        row, column = place(uint32(cuda.blockIdx.x), tiles_m, tiles, columns)
         if thread == 0:
             for s in range(stages):
                 mbarrier_init(barriers, full + s, 1)
@@ -425,8 +428,11 @@ produce = exercises.producer.use(my_produce)
 # ## Step 3: specialised warps
 #
 # This kernel stands until the end of the lesson, and all further steps fill its holes. The producer's warpgroup gives most of its
-# registers to the consumers (`setmaxnreg`). It starts with parity 1: a wait for it returns at once on a new barrier, since all stages are
-# empty at first. Each consumer warp arrives on `empty` itself, so that no `syncthreads` is left in the loop.
+# registers to the consumers (`setmaxnreg`): a thread starts with 168, and then has 40 or 232. Each consumer warp arrives on `empty` itself, so
+# that no `syncthreads` is left in the loop.
+#
+# The producer starts with parity 1. A wait for it returns at once on a new barrier, since all stages are empty at first. (The pseudocode of the
+# article that we follow starts both roles with parity 0. Try it: replace `uint32(1)`, and the simulator names two waits that wait for each other.)
 #
 # The kernel also has a loop over tiles. In this step each CTA has one tile, as before.
 
@@ -438,7 +444,7 @@ def release_own(ring, stage):
 
 
 @factory
-def make_gemm(produce, multiply, release, store, columns, stages, cluster=1):
+def make_gemm(produce, multiply, release, store, columns, stages, cluster=1, place=place):
     stage_bytes = A_BYTES + columns * BLOCK_K
     full, empty = stages * stage_bytes // 8, stages * stage_bytes // 8 + stages
     zeros = (np.float32(0),) * (columns // 2)
@@ -466,7 +472,7 @@ def make_gemm(produce, multiply, release, store, columns, stages, cluster=1):
             if thread < 32 * MMA_WARPS + 32 and elect_sync(FULL_MASK):
                 stage, phase = int32(0), uint32(1)
                 while tile < uint32(tiles):
-                    row, column = place(tile, tiles_m, columns)
+                    row, column = place(tile, tiles_m, tiles, columns)
                     # <-- a hole: load all blocks of k of a tile
                     stage, phase = produce(ring, map_a, map_b, row, column, k_blocks, stage, phase)
                     tile = uint32(tile + uint32(cuda.gridDim.x))
@@ -484,7 +490,7 @@ def make_gemm(produce, multiply, release, store, columns, stages, cluster=1):
                     if lane == 0:
                         release(ring, stage)  # <-- a hole: the warp has read the stage
                     stage, phase = advance(ring, stage, phase)
-                row, column = place(tile, tiles_m, columns)
+                row, column = place(tile, tiles_m, tiles, columns)
                 store(smem, out, acc, int32(row + 64 * group), column, pitch)  # <-- a hole: store the tile
                 tile = uint32(tile + uint32(cuda.gridDim.x))
             wait_for_stores()  # a CTA must not end while TMA reads its shared memory: see step 7
@@ -561,7 +567,8 @@ step("persistent CTAs", Version(specialised, stages=6, threads=THREADS, persiste
 # ## Loads or MMAs?
 #
 # What limits this kernel? Leave a part out, and time what remains. The first variant announces each stage without loading it, so that the
-# MMAs never wait. The second one loads, and multiplies nothing. Their results are wrong, of course.
+# MMAs never wait. The second one loads, and multiplies nothing. Their results are wrong, of course. If one of the two takes nearly as long as the
+# whole kernel, that part is the limit. If neither does, they do not overlap as they should.
 
 
 # %%
@@ -614,6 +621,13 @@ step("tile of 128 x 256", Version(looped, **WIDE), predicted_us=predicted_us)
 
 # %%
 exercises.slow_tile.check(lesson.steps["persistent CTAs"].score, lesson.steps["tile of 128 x 256"].score, ...)
+
+# %% [markdown]
+# And this is the machine code before the first store of a warp. `ISETP` compares the index of the accumulator with a constant, `IMAD.MOV` copies
+# one register out of 128, and the branches lead to the next compare, or to the conversion and the store:
+
+# %%
+page.show_first_store(Version(looped, **WIDE))
 
 # %% [markdown]
 # ## Build: stores without a search
@@ -811,8 +825,9 @@ page.show_errors({"multicast": Version(shared_b, **PAIRS), "float32 accumulation
 page.show_what_did_not_pay()
 
 # %% [markdown]
-# And these are variants of step 8. On a GPU this cell times them, interleaved; without one, compare what the compiler makes of them. Which of
-# them do you expect to cost nothing?
+# And these are variants of step 8. On a GPU the next cell times them, interleaved; without one, compare what the compiler makes of them. Which of
+# them do you expect to cost nothing? `place` is a hole, too: it says which tile a CTA computes. CTAs that run at the same time share more rows of
+# A and B through the L2 cache if their tiles lie in bands.
 
 
 # %%
@@ -830,6 +845,20 @@ def make_multiply_one_by_one(columns):
     return multiply
 
 
+BAND = 16  # rows of tiles
+
+
+@cuda.jit(device=True)
+def place_in_bands(tile, tiles_m, tiles, columns):
+    in_band = uint32(uint32(BAND) * uint32(uint32(tiles) // uint32(tiles_m)))  # tiles of a band, numbered downwards
+    band = uint32(tile // in_band)
+    rows = uint32(min(uint32(BAND), uint32(uint32(tiles_m) - band * uint32(BAND))))
+    across = uint32(uint32(tile - band * in_band) // rows)
+    down = uint32(uint32(tile - band * in_band) - across * rows)
+    return int32(uint32(band * uint32(BAND) + down) * uint32(ROWS)), int32(across * uint32(columns))
+
+
+banded = make_gemm(produce_multicast, multiply_256, release_both, tma_store, 256, 4, 2, place_in_bands)
 small_store = make_tma_store(order, 128, 6)
 small = make_gemm(produce_multicast, multiply_128, release_both, small_store, 128, 6, 2)
 three = make_gemm(produce_multicast, multiply_256, release_both, make_tma_store(order, 256, 3), 256, 3, 2)
@@ -837,6 +866,7 @@ waiting = make_gemm(produce_multicast, make_multiply_one_by_one(256), release_bo
 page.show_variants(
     Version(shared_b, **PAIRS),
     {
+        "tiles in bands of 16 rows": Version(banded, **PAIRS),
         "three stages": Version(three, **PAIRS | dict(stages=3)),
         "everything with 128 columns": Version(small, **PAIRS | dict(columns=128, stages=6)),
         "a wait after each instruction": Version(waiting, **PAIRS),

@@ -1,8 +1,11 @@
-"""The lesson "A Hopper GEMM": steps are right, its check finds wrong kernels, its exercises judge answers and cheats."""
+"""The lesson "A Hopper GEMM": steps are right, its check finds wrong kernels, exercises judge answers and cheats."""
 
 import ast
 import itertools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -388,6 +391,12 @@ def test_all_steps_are_right(name, right_page):
             assert runs.check(version) is None
 
 
+def test_a_step_detects_races_and_runs_in_several_orders(right_page, monkeypatch):
+    asked = []
+    monkeypatch.setattr(runs.lesson, "_checked", lambda version, seed, races=False: asked.append((seed, races)))
+    assert runs.lesson.fault(None) is None and asked == [(0, True), (1, False), (2, False), (3, False)]
+
+
 def test_the_last_steps_have_no_races(right_page):
     names, steps = right_page
     with simulator.seed(5), simulator.races():
@@ -398,7 +407,7 @@ def test_the_last_steps_have_no_races(right_page):
     "name, right, wrong",
     [
         ("one stage", "uint32(k & 1)", "uint32(0)"),
-        ("one stage", "int32(across * uint32(columns))", "int32(0)"),
+        ("one stage", "int32(across * uint32(columns))  #", "int32(0)  #"),
         ("one stage", "(column >> 1) + (lane & 3)", "(column >> 1) + (lane & 1)"),
         ("one stage", "offset + 8 * pitch + 4 * j", "offset + 4 * pitch + 4 * j"),
         ("a ring of 3 stages", "target, _ = advance(ring, target, phase)", "target = stage"),
@@ -407,7 +416,6 @@ def test_the_last_steps_have_no_races(right_page):
             "                cuda.syncthreads()  # all warps have read",
             "                # all warps have read",
         ),
-        ("specialised warps", "stage, phase = int32(0), uint32(1)", "stage, phase = int32(0), uint32(0)"),
         ("specialised warps", "MMA_WARPS * cluster)", "MMA_WARPS + 1)"),
         ("persistent CTAs", "release(ring, stage)  #", "pass  #"),
         ("TMA stores", "int32(column + 2 * first), row", "int32(column + first), row"),
@@ -424,12 +432,26 @@ def test_the_check_finds_wrong_kernels(name, right, wrong):
     assert fault(eval(steps[name], names)) is not None
 
 
+def test_equal_parities_deadlock():
+    """So does the pseudocode of the article: docs/claims.md says it."""
+    names, steps = page("stage, phase = int32(0), uint32(1)", "stage, phase = int32(0), uint32(0)")
+    assert fault(eval(steps["specialised warps"], names)).startswith("deadlock")
+
+
+def test_bands_number_every_tile_once():
+    names, _ = page("BAND = 16", "BAND = 4")
+    a, b, right = runs._inputs(6 * 128, 512, 128)  # a band of four rows of tiles, and one of two
+    version = Version(names["banded"], 256, 4, names["THREADS"], persistent=True, cluster=2, tma_store=True)
+    assert runs.wrong(runs.gemm(version, a, b, runs.poisoned(len(a), len(b))), right) is None
+
+
 def test_variants_and_parts_run(right_page):
     names, _ = right_page
     for kernel, columns, stages, more in (
         ("small", 128, 6, dict(cluster=2, tma_store=True)),
         ("three", 256, 3, dict(cluster=2, tma_store=True)),
         ("waiting", 256, 4, dict(cluster=2, tma_store=True)),
+        ("banded", 256, 4, dict(cluster=2, tma_store=True)),
     ):
         version = Version(names[kernel], columns, stages, threads=names["THREADS"], persistent=True, **more)
         assert runs.check(version) is None
@@ -479,6 +501,13 @@ def test_scores_say_what_changes(scores):
     assert rows["persistent CTAs"] == rows["specialised warps"]
 
 
+def test_the_search_is_shown(right_page, capsys):
+    names, steps = right_page
+    runs.show_first_store(eval(steps["tile of 128 x 256"], names))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 16 and "STG" in lines[-1] and sum("ISETP" in line for line in lines) > 3
+
+
 def test_the_main_loop_is_the_innermost_with_tensor_core_instructions():
     code = lambda opcode, target=None: {"opcode": opcode, "target": target}
     sass = [code("MOV"), code("LDS"), code("QGMMA.64x8x32"), code("BRA", 1), code("BRA", 0), code("BRA", 5)]
@@ -508,3 +537,28 @@ def test_figures_say_what_they_show():
     for figure in (draw.tile(128), draw.tile(256), draw.roles(), draw.multicast(), draw.timeline()):
         svg = figure._repr_svg_()
         assert svg.startswith("<svg") and "prefers-color-scheme: dark" in svg
+
+
+RUN_WITH = """
+import sys, types
+import moe_numba
+from moe_numba.course.lessons.hopper import sizes
+sizes.M, sizes.N, sizes.K = 2048, 1024, 1024
+sizes.SMALL_M, sizes.SMALL_N, sizes.SMALL_K, sizes.SMALL_SMS = 512, 256, 640, 4
+from moe_numba.course.steps.judge_estimates import cells_of
+from moe_numba.runtime.changed_source import SourceLoader
+sys.modules["__main__"] = page = types.ModuleType("__main__")
+for number, cell in enumerate(cells_of(open(sys.argv[1]).read())):
+    SourceLoader(cell, f"page/cell_{number}.py").exec_module(page)
+    if number == 0:
+        page.lesson.seeds = 1
+print(page.lesson.summary())
+"""
+
+
+def test_the_page_runs_with_other_sizes():
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1"}
+    done = subprocess.run([sys.executable, "-c", RUN_WITH, NOTEBOOK], env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-2000:]
+    assert "D is 2048 x 1024, and K is 1024" in done.stdout and "float32 accumulation" in done.stdout
+    assert "first edition: cuBLAS" not in done.stdout

@@ -209,6 +209,16 @@ def timed(version, m: int = M) -> list:
 class _Lesson(Lesson):
     """Its scores say what the compiler made of a kernel; it has no model of kernels whose warps differ."""
 
+    def fault(self, version):
+        """Return what is wrong with a version, or None. The simulator detects races in the first of several orders.
+
+        Each detected order takes ten times as long as one without, and orders differ little in the races they show.
+        """
+        if not simulator.ENABLED:
+            return self.run.check(version)
+        found = (self._checked(version, seed, races=seed == 0) for seed in range(self.seeds))
+        return next(filter(None, found), None)
+
     def count(self, version, name):
         """Return the score of a version; the simulator counts."""
         with simulator.profile(self.gpu.upper()) as profile:
@@ -259,6 +269,19 @@ def main_loop(sass) -> tuple[int, int]:
     return min(filter(multiplies, loops), key=lambda loop: loop[1] - loop[0], default=(0, 0))
 
 
+def _machine_code(version):
+    """Return the lines of a version's machine code up to the first store to global memory."""
+    with simulator.profile("H200") as profile:
+        once(version)
+    sass, lines = profile.kernels[0].static.sass or [], []
+    for number, code in enumerate(sass):
+        to = "" if code["target"] is None else f" to {code['target']}"
+        lines.append(f"{number:>6}  {'if ' if code['predicated'] else '   '}{code['opcode']}{to}")
+        if code["opcode"].startswith(("STG", "UTMASTG")):
+            break
+    return lines
+
+
 def _bytes(kernel):
     """Return rows of the bytes that a profiled kernel moves. A multicast reads once what lands in several CTAs."""
     loaded = sum(
@@ -277,7 +300,6 @@ lesson = _Lesson(
     config={},
     size=SIZE,
     dtype="float8_e4m3fn",
-    seeds=2,
 )
 
 
@@ -312,7 +334,8 @@ def show_shapes() -> Table:
         share = of.tensor / max(of.tensor, of.shared)
         name = f"{rows} x {columns}" + (f", B multicast to {multicast} CTAs" if multicast > 1 else "")
         lines.append([name, f"{of.tensor:.0f}", f"{of.shared:.0f}", f"{share:.0%}", f"{of.l2_bytes:.0f}"])
-    return Table(["tile", "tensor cores", "shared memory", "of the peak at most", "bytes from L2 per clock"], lines)
+    clocks = "clocks of the tensor cores", "clocks of shared memory"
+    return Table(["tile", *clocks, "of the peak at most", "bytes from L2 per clock"], lines)
 
 
 def peak_us() -> float:
@@ -428,20 +451,18 @@ def show_variants(last, others: dict) -> Table:
     us = lesson.times("variants", {name: timed(version) for name, version in versions.items()})
     lines = []
     for name, version in versions.items():
-        facts = _facts(version)
+        facts = _simulated(_facts, version)
         lines.append([name, records.format_us(us[name]) if us else "not timed", *(f"{facts[row]:,}" for row in SHOWN)])
     return Table(["version", "us", *SHOWN], lines)
 
 
 def _facts(version):
-    if simulator.ENABLED:
-        return {row: number for (section, row), number in lesson.count(version, "").rows.items() if section == COMPILER}
-    expression, functions = expression_of(version)
-    return in_simulator(_facts_again, expression, functions=functions)
+    return {row: number for (section, row), number in lesson.count(version, "").rows.items() if section == COMPILER}
 
 
-def _facts_again(version):
-    return _facts(eval(version, vars(sys.modules["__main__"])))
+def show_first_store(version, before: int = 16) -> None:
+    """Print the machine code of a version that leads to its first store to global memory."""
+    print("\n".join(_simulated(_machine_code, version)[-before:]))
 
 
 def show_peers(version, rows: tuple[int, ...] = (512, 1024, 2048, M, 2 * M)) -> Table:
@@ -499,7 +520,7 @@ def _barrier_events(kernel):
     x, out = (torch.arange(12 * 128) % 251).to(torch.uint8).view(12, 128), torch.zeros(2 * 1024, dtype=torch.uint8)
     with simulator.trace() as events:
         launch(kernel, 1, 64, TensorMap(x, (8, 128)), out, 2)
-    return events
+    return [event._asdict() for event in events]
 
 
 def show_ring(version):
@@ -514,17 +535,12 @@ def _ring_events(version):
     a, b = (torch.ones(rows, 7 * BLOCK_K).to(E4M3) for rows in (ROWS, version[1]))
     with simulator.seed(3), simulator.trace() as events:
         gemm(version, a, b, poisoned(ROWS, version[1]))
-    return events
+    return [event._asdict() for event in events]
 
 
 def _traced(trace, version):
-    """Return the events of ``trace(version)``, which the simulator runs."""
-    if simulator.ENABLED:
-        events = [event._asdict() for event in trace(version)]
-    else:
-        expression, functions = expression_of(version)
-        events = in_simulator(_trace_again, trace.__name__, expression, functions=functions)
-    kept = [each for each in events if "mbarrier" in each["what"] or "copy" in each["what"]]
+    """Return the events of ``trace(version)``."""
+    kept = [each for each in _simulated(trace, version) if "mbarrier" in each["what"] or "copy" in each["what"]]
     return [_Event(each["what"], each["block"], each["warp"], each["lane"], each["details"]) for each in kept]
 
 
@@ -536,5 +552,13 @@ class _Event(NamedTuple):
     details: dict
 
 
-def _trace_again(trace, version):
-    return [event._asdict() for event in globals()[trace](eval(version, vars(sys.modules["__main__"])))]
+def _simulated(function, version):
+    """Return ``function(version)``, from a process with the simulator where kernels run on a GPU."""
+    if simulator.ENABLED:
+        return function(version)
+    expression, functions = expression_of(version)
+    return in_simulator(_again, function.__name__, expression, functions=functions)
+
+
+def _again(function, version):
+    return globals()[function](eval(version, vars(sys.modules["__main__"])))
