@@ -110,14 +110,15 @@ def update_prose(path: Path, with_code: bool = False) -> None:
 
 
 def update_exercises(path: Path, simulated) -> None:
-    """Copy the outputs of exercises without one from an execution of the notebook in the simulator.
+    """Copy outputs from an execution of the notebook in the simulator: to exercises, and changed cells, without one.
 
-    On a GPU the simulator tests the answers as well, so the outputs are the same.
+    On a GPU the simulator tests the answers as well, so their outputs are the same. Changed cells remain marked as not
+    executed; they show the times of the records.
     """
     copy = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
     found = {cell.source: cell.outputs for cell in code_cells(simulated)}
     for cell in code_cells(copy):
-        if is_exercise(cell.source) and not cell.outputs:
+        if not cell.outputs and (is_exercise(cell.source) or cell.metadata.get(NOT_EXECUTED)):
             cell.outputs = found[cell.source]
     nbformat.write(copy, path.with_suffix(".ipynb"))
 
