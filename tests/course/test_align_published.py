@@ -183,7 +183,7 @@ def without_atomics(next_place, expert):
         ("one_barrier_less", without_first_barrier, "wrong", "thread orders: a test may find this one"),
         ("one_barrier_less", sum_below, "refused", "only one `cuda.syncthreads()` of the original may be missing"),
         ("sum_below", stub, "open", "with one barrier"),
-        ("sum_below", sum_below, "right", "right, with 1 barriers; par is 1"),
+        ("sum_below", sum_below, "right", "right, with 1 barrier; par is 1"),
         ("sum_below", warp_0_scans, "over par", "Who else could scan the sums"),
         ("sum_below", without_first_barrier, "wrong", "two threads race"),
         ("sum_below", loads_all_sums, "refused", "it loads the sums one after another (7 shared_load_requests"),

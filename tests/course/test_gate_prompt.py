@@ -252,7 +252,7 @@ CASES = [
     ("POP", keeps_the_last_key, WRONG, ""),
     ("POP", maximum_by_shuffles, OVER_PAR, "Which instruction"),
     ("POP", one_lane_searches, REFUSED, "shared memory"),
-    ("PLACE", None, RIGHT, "with 1 votes"),
+    ("PLACE", None, RIGHT, "with 1 vote;"),
     ("PLACE", counts_itself, WRONG, "place"),
     ("PLACE", of_all_tokens, WRONG, "place"),
     ("PLACE", scan_by_shuffles, REFUSED, "it uses shuffles"),
