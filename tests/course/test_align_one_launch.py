@@ -357,3 +357,67 @@ def test_answers(exercise, answer, state, text):
     verdict = exercise.check(answer)
     assert verdict.state == state and re.search(text, verdict.text, re.S), verdict
     assert verdict.answer is (answer if state in (RIGHT, OVER_PAR) else exercise.own)
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+RUN_WITH = """
+import sys, types
+import moe_numba
+from moe_numba.course.lessons.align_one_launch import sizes
+SIZES
+from moe_numba.course.steps.judge_estimates import cells_of
+from moe_numba.runtime.changed_source import SourceLoader
+sys.modules["__main__"] = page = types.ModuleType("__main__")
+for number, cell in enumerate(cells_of(open(sys.argv[1]).read())):
+    SourceLoader(cell, f"page/cell_{number}.py").exec_module(page)
+print(page.lesson.summary())
+for lesson in (page.four, page.lesson, page.decode):
+    for step in lesson.steps.values():
+        print("step", step.name, step.us)
+"""
+OTHER_SIZES = """
+text = open(sizes.__file__).read()
+for old, new in (("EXPERTS, TOPK, BLOCK = 256, 8, 16", "EXPERTS, TOPK, BLOCK = 40, 3, 8"),
+                 ("FOUR, DECODE, TOKENS = 4, 64, 4096", "FOUR, DECODE, TOKENS = 5, 21, 131"),
+                 ("CTAS = 64", "CTAS = 3"), ("WARPS = 16", "WARPS = 16")):
+    assert old in text
+    text = text.replace(old, new)
+exec(text, vars(sizes))
+"""
+
+
+def _run_page(change):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1"}
+    command = [sys.executable, "-c", RUN_WITH.replace("SIZES", change), PAGE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_page_runs_with_other_sizes():
+    shown = _run_page(OTHER_SIZES)
+    assert "no times are recorded for these sizes" in shown and "dependent launch" in shown
+
+
+@pytest.fixture(scope="module")
+def versions():
+    """The versions of the page's steps, by name; the cells that only show something do not run."""
+    main, found = types.ModuleType("__main__"), {}
+    patch = pytest.MonkeyPatch()
+    patch.setitem(sys.modules, "__main__", main)
+    patch.setattr(Lesson, "step", lambda self, name, version, **_: found.setdefault((self, name), version))
+    skipped = "page.", "draw.", "exercises.", "my_guess", "predict(", "lesson.save", "print(", "decode_ctas", "torch."
+    for number, cell in enumerate(cells_of(PAGE.read_text())):
+        if not cell.lstrip().startswith(skipped):
+            SourceLoader(cell, f"04_align_one_launch/cell_{number}.py").exec_module(main)
+    yield found
+    patch.undo()
+
+
+def test_the_steps_are_right_under_several_orders(versions):
+    assert len(versions) == 11
+    for (lesson, name), version in versions.items():
+        for seed in (3, 4):
+            with simulator.seed(seed):
+                assert lesson.run.check(version) is None, name
