@@ -84,7 +84,12 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
     ),
     "words of counts": (align_one_launch.count_words, (), {"word": 4, "part": WORDS}, "2 counts", "byte 12"),
     "who waits": (align_one_launch.who_waits, (), {"arrival": 2, "add": 3, "poll": 6}, "the last word arrives"),
-    "ranks of warps": (align_one_launch.warp_ranks, ([[2, 0, 2, 1], [1, 2, 0, 2]],), {"assignment": 8, "bit": 24}, "warp 1"),
+    "ranks of warps": (
+        align_one_launch.warp_ranks,
+        ([[2, 0, 2, 1], [1, 2, 0, 2]],),
+        {"assignment": 8, "bit": 24},
+        "warp 1",
+    ),
     "bank conflicts": (dispatch_layout.banks, (), {"marked": [2] * 8 + [2, 3, 4, 5, 6, 7, 0, 1]}, *WAVEFRONTS),
     "buffer map": (dispatch_layout.buffer_map, (1 << 20,), {"data": 1, "entry": [*range(8)] * 3}),
     "rings of 4 slots": (dispatch.queues, (SMALL_RING,), {"slot": 8 * 4, "section": 6}, "head", "tail"),

@@ -144,7 +144,9 @@ def test_exchanged_counts_place_slots_as_the_reference(ctas, experts, block_size
 def test_ranks_of_warps_are_stable(slot):
     ids = np.array(CHUNK[:16]).reshape(2, 8)
     rank = CHUNK[:slot].count(CHUNK[slot])
-    (words,) = [words for words in texts(align_one_launch.warp_ranks(ids, slot)) if words.startswith(f"assignment {slot}: ")]
+    (words,) = [
+        words for words in texts(align_one_launch.warp_ranks(ids, slot)) if words.startswith(f"assignment {slot}: ")
+    ]
     warps, lanes = map(int, re.findall(r"(\d+) in", words))
     assert words.endswith(f" = rank {rank}") and warps + lanes == rank
 

@@ -28,7 +28,7 @@ def _align(topk_ids, block_size, num_experts):
 
 
 def problem(topk_ids, block_size, num_experts):
-    """Draw the input (assignments by token and choice) and the output (the same assignments in blocks of one expert)."""
+    """Draw the input (assignments by token and choice) and the output (the same in blocks of one expert)."""
     tokens, topk = topk_ids.shape
     (
         check_range("the number of tokens", tokens, 1, 12),
@@ -40,7 +40,9 @@ def problem(topk_ids, block_size, num_experts):
     check_range("the number of blocks", blocks, 1, 14)
     tall, token_tall = min(0.36, 2.6 / blocks), min(0.36, 2.6 / tokens)
     top = max(tall * blocks, token_tall * tokens) + 0.78
-    figure, axes = canvas(WIDTH, top + 0.95, f"{tokens} tokens, top-{topk}: {numel} assignments in blocks of {block_size}")
+    figure, axes = canvas(
+        WIDTH, top + 0.95, f"{tokens} tokens, top-{topk}: {numel} assignments in blocks of {block_size}"
+    )
     colour_of = lambda expert: lane_colour(expert) if 0 <= expert < num_experts else GREY
 
     left, wide = 0.85, 0.62
@@ -89,7 +91,7 @@ def problem(topk_ids, block_size, num_experts):
             end = (b + expert_ids[:used].count(expert)) * block_size
             slots = sum(slot < numel for slot in sorted_ids[b * block_size : end])
             words = f"{plural(slots, 'assignment')}, {end - b * block_size - slots} padding"
-            text(axes, right + 0.98, y + tall / 2, words, size=8.5, colour=GREY, ha="left")
+            text(axes, right + 0.98, y + tall / 2, words, size=8, colour=GREY, ha="left")
     y = top - used * tall
     axes.plot([left, right + 0.85], [y, y], color=INK, linewidth=1.6, label="end of use")
     words = f"num_tokens_post_pad = {total[0]}: {plural(used, 'block')} above the line"

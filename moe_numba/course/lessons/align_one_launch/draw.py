@@ -86,8 +86,8 @@ def _align(topk_ids, block_size, num_experts):
 def list_writers(topk_ids, block_size, num_experts, ctas):
     """List value, kind ("assignment", "padding" or "tail") and writing CTA of each element of sorted_token_ids.
 
-    A CTA has one warp and places its chunk of the assignments. Expert e's padding falls to warp e of the grid, modulo the
-    number of warps; the tail is drawn as equal parts.
+    A CTA has one warp and places its chunk of the assignments. Expert e's padding falls to warp e of the grid, modulo
+    the number of warps; the tail is drawn as equal parts.
     """
     sorted_ids, expert_ids, (used,) = _align(topk_ids, block_size, num_experts)
     numel, elements = topk_ids.numel(), []
@@ -118,7 +118,12 @@ def element_writers(topk_ids, block_size, num_experts, ctas):
     figure, axes = canvas(WIDTH, height, f"{plural(ctas, 'CTA')}: each element has one writer")
     y = height - 1.12
     text(axes, left, y + tall + 0.31, "topk_ids", ha="left", weight="bold")
-    note(axes, left + 0.8, y + tall + 0.31, "Colour: the CTA that places the assignment. Each CTA counts all assignments.")
+    note(
+        axes,
+        left + 0.8,
+        y + tall + 0.31,
+        "Colour: the CTA that places the assignment. Each CTA counts all assignments.",
+    )
     for slot, expert in enumerate(topk_ids.flatten().tolist()):
         x = left + slot * wide
         cell(axes, x, y, wide, tall, expert, fill=lane_colour(slot // chunk), edge=WHITE, size=7.5, label="chunk")
@@ -331,9 +336,9 @@ def who_waits(ctas=3, late=2):
 
 
 def warp_ranks(experts_of_warps, slot=None):
-    """Draw how warps rank their assignments: masks and counters for each warp and expert, and the sums over lower warps.
+    """Draw how warps rank their assignments: masks and counters for each warp and expert, sums over lower warps.
 
-    ``experts_of_warps`` has the experts of each warp's lanes; assignment ``slot``, by default the last one, is followed.
+    ``experts_of_warps`` has the experts of each warp's lanes; ``slot`` is the assignment that is followed, by default the last.
     """
     ids = np.array(experts_of_warps)
     warps, lanes = ids.shape
@@ -383,14 +388,16 @@ def warp_ranks(experts_of_warps, slot=None):
         own = lambda of, at, expert=expert: followed(of, at) if (of, expert) == (w, e) else WHITE
         fill = lambda of, at, bit=bit, own=own: tint(GREY) if own(of, at) == WHITE and bit(of, at) else own(of, at)
         row(y, f"expert {expert}", bit, fill, lanes, "bit")
-    text(axes, 0.12, y - 0.22, "counters: the warp's own assignments, and those of lower warps", ha="left", weight="bold")
+    text(
+        axes, 0.12, y - 0.22, "counters: the warp's own assignments, and those of lower warps", ha="left", weight="bold"
+    )
     y -= 0.36
     for expert in range(experts):
         y -= tall
         value = lambda of, at, expert=expert: (counts, sums)[at][of, expert]
         fill = lambda of, at, expert=expert: BLUE if (of, at, expert) == (w, 1, e) else WHITE
         row(y, f"expert {expert}", value, fill, 2, "counter")
-    words = f"assignment {w * lanes + lane}: {sums[w, e]} in lower warps + {below} in lower lanes = rank {sums[w, e] + below}"
-    text(axes, 0.12, 0.36, words, ha="left", weight="bold")
+    parts = f"{sums[w, e]} in lower warps + {below} in lower lanes = rank {sums[w, e] + below}"
+    text(axes, 0.12, 0.36, f"assignment {w * lanes + lane}: {parts}", ha="left", weight="bold")
     note(axes, 0.12, 0.14, "Orange: the assignment. Blue: those that its rank counts.")
     return figure

@@ -88,7 +88,9 @@ class Counting:
         }
         us, source = lesson.times("counting loop", calls), "measured" if not simulator.ENABLED else "recorded"
         if choice is ... or not us:
-            return Verdict("counting loop", OPEN, "no choice yet: A, B or neither" if us else "not timed with these sizes")
+            return Verdict(
+                "counting loop", OPEN, "no choice yet: A, B or neither" if us else "not timed with these sizes"
+            )
         whole, *others = us
         best = min(others, key=us.get)
         times = ", ".join(f"{name} {us[name]:.2f} us" for name in us)
@@ -258,7 +260,9 @@ def _test_barrier(answer):
             if missing := _missing_links(answer):
                 raise Wrong(f"the barrier lacks {'; and '.join(map(_LINKS.get, missing))}") from error
             if str(error).count(" at around") != 1:  # not a race of the answer alone
-                raise Wrong("a thread returns from the barrier before all threads of the grid have called it") from error
+                raise Wrong(
+                    "a thread returns from the barrier before all threads of the grid have called it"
+                ) from error
             raise
     once, counter = _around_barrier(answer, turns=1), torch.zeros(4, dtype=torch.int32)
     with case("the first launches"):

@@ -213,7 +213,7 @@ def conflicts_us(step: str) -> float:
 
 
 def packed(a: int, b: int) -> dict[str, int]:
-    """Return the most assignments of a CTA whose counts have 16 bits, and what two counts become that are packed into 32."""
+    """Return the most assignments of a CTA with counts of 16 bits, and what a word returns for two counts."""
     word = (a | b << 16) & 0xFFFFFFFF
     return {"most assignments": (1 << 16) - 1, "expert 0": word & 0xFFFF, "expert 1": word >> 16}
 
@@ -232,8 +232,9 @@ def result() -> str:
         for tokens in (FOUR, DECODE, TOKENS)
     )
     return (
-        f"Recorded on an H200, {TOKENS} tokens: version 0x5 as written below takes {min(copies):.1f} to {max(copies):.1f} us, "
-        f"depending on where its buffers lie.\nIn one launch, the package against SGLang's kernel v2: {times}."
+        f"Recorded on an H200, {TOKENS} tokens: version 0x5 as written below takes "
+        f"{min(copies):.1f} to {max(copies):.1f} us, depending on where its buffers lie.\n"
+        f"In one launch, the package against SGLang's kernel v2: {times}."
     )
 
 
