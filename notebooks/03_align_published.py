@@ -341,8 +341,8 @@ step("0x4 two levels", (make_main(count_slots, make_two_levels(warp_0_scans)), s
 # ## A race that no GPU run has shown
 #
 # In SGLang's source of 0x4 the last barrier of the scan was missing
-# ([PR 37663](https://github.com/sgl-project/sglang/pull/37663) added it in September 2026). Here is the scan without it. The threads that write `expert_ids`
-# read `cumsum` elements that other threads may not have written yet. Most of these belong to the same warp; a `cuda.syncwarp()` orders them, so that what remains
+# ([PR 37663](https://github.com/sgl-project/sglang/pull/37663) added it in September 2026). Here is the scan without it. The threads that write `expert_ids` and fill
+# read elements of `cumsum`, and the total, which other threads may not have written yet. Most of these belong to the same warp; a `cuda.syncwarp()` orders them, so that what remains
 # is the race between warps:
 
 
@@ -365,7 +365,7 @@ lesson.orders((make_main(count_slots, scan_as_in_sglang), sort_slots, 1))
 
 # %% [markdown]
 # Warps that run close together hide the race on a GPU. The simulator runs the warps in other orders, too, and names both lines. A thread that reads too early
-# finds what an earlier launch has left in `cumsum`: then blocks multiply with another expert's weights, without any error, or a store is out of bounds.
+# finds what an earlier launch has left there: then blocks multiply with another expert's weights, without any error, or a store is out of bounds.
 #
 # **Break.** Remove **one** barrier from this copy of `warp_0_scans` so that the kernel returns the right result in every thread order, and the
 # race detector still objects. (The check uses 64 experts and 256 threads.)
@@ -407,8 +407,8 @@ sum_below = exercises.sum_below.use(my_sum_below)
 # ## Step 5: do it in every warp
 
 # %%
-two_level_scan = make_two_levels(sum_below)
-step("one barrier", (make_main(count_slots, two_level_scan), sort_slots, 1))
+scan_in_every_warp = make_two_levels(sum_below)
+step("one barrier", (make_main(count_slots, scan_in_every_warp), sort_slots, 1))
 
 # %% [markdown]
 # All warps together execute more. But they did nothing else meanwhile.
@@ -448,7 +448,7 @@ def make_two_ctas(count, scan):
     return align
 
 
-filled_apart = make_two_ctas(count_slots, two_level_scan)
+filled_apart = make_two_ctas(count_slots, scan_in_every_warp)
 v0x5 = filled_apart, sort_slots, 2
 step("0x5 second CTA", v0x5, predicted_us=page.without_fill())
 
@@ -519,7 +519,7 @@ exercises.culprit.check(variants, ...)
 # %%
 @cuda.jit(device=True)
 def scan_and_spread(counts, cumsum, total_tokens_post_pad, block_size):
-    two_level_scan(counts, cumsum, total_tokens_post_pad, block_size)
+    scan_in_every_warp(counts, cumsum, total_tokens_post_pad, block_size)
     if cuda.threadIdx.x < EXPERTS:
         cumsum[SPREAD + LINE * cuda.threadIdx.x] = cumsum[cuda.threadIdx.x]
 
@@ -535,7 +535,7 @@ spread = make_two_ctas(count_slots, scan_and_spread), sort_spread, 2
 step("a cache line per counter", spread, predicted_us=page.with_spread_counters())
 
 # %% [markdown]
-# The counts of the simulator barely differ, because the number of atomic operations is the same. What changes is where the L2 performs them.
+# Few counts change: the atomic operations are as many as before. The estimate changes, because the model knows which of them meet in one sector.
 #
 # **Take away.** Counters that many SMs update at once should not share cache lines.
 #
@@ -605,16 +605,15 @@ page.show_what_did_not_pay()
 # launches, because one of its threads scans alone.
 #
 # ## All steps
-
-# %%
-lesson.save()
-lesson.summary()
-
-# %% [markdown]
+#
 # All steps use the same buffers, because where a buffer lies changes the time of such kernels. We do not know why.
 
 # %%
 print(page.allocations(v0x5))
+
+# %%
+lesson.save()
+lesson.summary()
 
 # %% [markdown]
 # The compiled kernels of SGLang and vLLM beside the package's, for other numbers of tokens, and if all assignments are to one expert. The order of

@@ -337,7 +337,7 @@ FENCE_AFTER, SYNC_AFTER = "lacks a fence after the last poll", r"lacks a cuda.sy
         (BARRIER, barrier(fence_after=False), WRONG, FENCE_AFTER),
         (BARRIER, barrier(sync_after=False), WRONG, SYNC_AFTER),
         (BARRIER, barrier(fence_before=False, fence_after=False), WRONG, f"{FENCE_BEFORE}.*; and a fence after the"),
-        (BARRIER, barrier_of_the_cta, WRONG, "race"),
+        (BARRIER, barrier_of_the_cta, WRONG, "a thread returns from the barrier before all"),
         (HAND_ON, answers.hand_on, RIGHT, "2 stores of a CTA; par is 2"),
         (HAND_ON, lighter_fences, RIGHT, "par is 2"),
         (HAND_ON, as_on_the_page, WRONG, "two threads race"),

@@ -227,7 +227,7 @@ def test_lengths(answer, state, text):
     [
         ((..., ...), "open", "name two of fill, count, scan, expert_ids, sort"),
         (("scan", ...), "open", "name two of"),
-        (("scan", "sort"), "right", "the two largest are scan and sort. From 0x1 to 0x5: scan 11.5 -> 0.6 us"),
+        (("scan", "sort"), "right", "the two largest are scan and sort. From 0x1 to 0x5: scan 11.5 -> 0.5 us"),
         (("sort", "scan"), "wrong", "the two largest are scan and sort"),
         (("launch", "scan"), "wrong", "['launch'] is no phase"),
     ],

@@ -338,7 +338,7 @@ def who_waits(ctas=3, late=2):
 def warp_ranks(experts_of_warps, slot=None):
     """Draw how warps rank their assignments: masks and counters for each warp and expert, sums over lower warps.
 
-    ``experts_of_warps`` has the experts of each warp's lanes; ``slot`` is the assignment that is followed, by default the last.
+    ``experts_of_warps`` has the experts of each warp's lanes; ``slot`` is the assignment to follow, or the last one.
     """
     ids = np.array(experts_of_warps)
     warps, lanes = ids.shape
