@@ -602,6 +602,9 @@ exercises.hand_on.check(my_hand_on)
 # fence, since the next launch begins after this one. When the number overflows, every word still carries that of the launch before. A thread's sums of
 # two packed counts need no unpacking: it adds words, because a sum of 16 bits over the rows of one thread does not carry.
 #
+# A load of 16 bytes brings two such words. Each is loaded in one piece, but not both together, so the loop below tests the number in *both*. (The simulator would not
+# notice if one test were missing: there the two words of a load are always stored together.)
+#
 # **Prediction.** We save what a barrier takes alone.
 
 # %%

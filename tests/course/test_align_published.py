@@ -283,7 +283,9 @@ def test_times_are_shown_only_for_their_sizes(monkeypatch):
     assert published.published_phases.__wrapped__()[0] == published.published_times.__wrapped__()[0] == {}
     monkeypatch.setattr(published, "published_times", lambda: ({}, ""))
     assert "No times are recorded for these sizes" in published.result()
-    assert exercises.culprit.check({"as it is": ports.sort_replayed}, "A").text == "not timed with these sizes"
+    assert (
+        exercises.culprit.check({"as it is": ports.sort_replayed}, "A").text == "not timed with these kernels and sizes"
+    )
 
 
 def test_what_a_step_saved_is_said_in_words(monkeypatch):

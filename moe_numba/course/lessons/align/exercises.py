@@ -206,7 +206,9 @@ class Culprit:
         us, source = lesson.times("sort kernel", calls), "measured" if not simulator.ENABLED else "recorded"
         if choice is ... or not us:
             return Verdict(
-                "culprit", OPEN, "no choice yet: one or more of A, B and C" if us else "not timed with these sizes"
+                "culprit",
+                OPEN,
+                "no choice yet: one or more of A, B and C" if us else "not timed with these kernels and sizes",
             )
         whole = us["as it is"]
         fast = "".join(name[0] for name in variants if name != "as it is" and us[name] < _MUCH * whole)

@@ -89,7 +89,9 @@ class Counting:
         us, source = lesson.times("counting loop", calls), "measured" if not simulator.ENABLED else "recorded"
         if choice is ... or not us:
             return Verdict(
-                "counting loop", OPEN, "no choice yet: A, B or neither" if us else "not timed with these sizes"
+                "counting loop",
+                OPEN,
+                "no choice yet: A, B or neither" if us else "not timed with these kernels and sizes",
             )
         whole, *others = us
         best = min(others, key=us.get)
