@@ -47,10 +47,10 @@ attack = Attack()
 
 def _around_scan(answer):
     @cuda.jit
-    def around(x, out):
+    def checked_answer(x, out):
         out[cuda.threadIdx.x] = answer(x[cuda.threadIdx.x])
 
-    return around
+    return checked_answer
 
 
 def _scan(kernel):
@@ -96,13 +96,13 @@ _WARPS = 8
 
 def _around_sum_below(answer, threads=32 * _WARPS):
     @cuda.jit
-    def around(x, out):
+    def checked_answer(x, out):
         tid = cuda.threadIdx.x
         below = answer(answers.warp_scan(x[tid]))
         if tid < threads:
             out[tid] = below
 
-    return around
+    return checked_answer
 
 
 def _sum_below(kernel, threads=32 * _WARPS):
@@ -231,11 +231,11 @@ culprit = Culprit()
 
 def _around_places(answer):
     @cuda.jit
-    def around(ids, next_place, places):
+    def checked_answer(ids, next_place, places):
         i = cuda.grid(1)
         places[i] = answer(next_place, ids[i])
 
-    return around
+    return checked_answer
 
 
 _IDS = np.concatenate([np.arange(64) % 4, np.zeros(32), np.arange(32)]).astype(np.int32)

@@ -28,11 +28,11 @@ from moe_numba.runtime.launch import launch
 
 def _around_rank(answer):
     @cuda.jit
-    def around(experts, ranks, counts):
+    def checked_answer(experts, ranks, counts):
         i = cuda.grid(1)
         ranks[i], counts[i] = answer(experts[i])
 
-    return around
+    return checked_answer
 
 
 _EXPERTS = np.concatenate([np.arange(32) * 7 % 5, np.full(32, 255), np.arange(32) % 32, [9, 256] * 16]).astype(np.int32)
@@ -123,7 +123,7 @@ _THREADS, _IDS = 64, 512
 
 def _around_count(answer):
     @cuda.jit
-    def around(topk_ids, found, first, numel):
+    def checked_answer(topk_ids, found, first, numel):
         counts = cuda.shared.array(BOTH, int32)
         i = cuda.threadIdx.x
         while i < BOTH:
@@ -137,7 +137,7 @@ def _around_count(answer):
             found[i] = counts[i]
             i += cuda.blockDim.x
 
-    return around
+    return checked_answer
 
 
 def _count(kernel, numel=_IDS, first=301):
@@ -186,7 +186,7 @@ def _around_barrier(answer, turns=2, links=()):
     sync_before, sync_after = fence_before or "sync before" in links, fence_after or "sync after" in links
 
     @cuda.jit
-    def around(values, rows, found, counter):
+    def checked_answer(values, rows, found, counter):
         cta, tid, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
         for turn in range(turns):
             at = turn * cuda.gridDim.x
@@ -205,7 +205,7 @@ def _around_barrier(answer, turns=2, links=()):
                 total = int32(total + rows[(at + other) * threads + threads - 1 - tid])
             found[(at + cta) * threads + tid] = total
 
-    return around
+    return checked_answer
 
 
 # Link between the stores before the barrier and the loads after it -> what the message says if it is missing. Those
@@ -261,7 +261,7 @@ def _test_barrier(answer):
         except (simulator.DataRace, Wrong) as error:
             if missing := _missing_links(answer):
                 raise Wrong(f"the barrier lacks {'; and '.join(map(_LINKS.get, missing))}") from error
-            if str(error).count(" at around") != 1:  # not a race of the answer alone
+            if str(error).count(" at checked_answer") != 1:  # not a race of the answer alone
                 raise Wrong(
                     "a thread returns from the barrier before all threads of the grid have called it"
                 ) from error
@@ -313,11 +313,11 @@ grid_barrier = Build(
 
 def _around_hand_on(answer):
     @cuda.jit
-    def around(values, prefix, flags, found):
+    def checked_answer(values, prefix, flags, found):
         cta = cuda.blockIdx.x
         found[cta] = answer(prefix, flags, values[cta])
 
-    return around
+    return checked_answer
 
 
 def _hand_on(kernel):
