@@ -14,12 +14,12 @@
 # %% [markdown]
 # # Alignment in one launch
 #
-# [Lesson 03](03_align_published.ipynb) ended with version 0x5 of SGLang's `moe_align_block_size`: a first launch counts the slots of each
-# expert, and a second one places them. One SM counts while 130 are idle, every slot costs an atomic operation on global memory, and
-# the order of an expert's slots changes from run to run.
+# [Lesson 03](03_align_published.ipynb) took version 0x5 of SGLang's `moe_align_block_size` apart: a first launch counts the **assignments** of each expert (an assignment
+# is an element of `topk_ids`), and a second launch places them. One SM counts while 130 are idle, every assignment costs an atomic operation on global memory, and
+# the order of an expert's assignments changes from run to run.
 #
-# This lesson does it in one launch, spread over 64 CTAs, with the slots in order. All of it follows from one question: **what must a CTA know of
-# the others before it can place its slots?** Three answers come up, each right for another size: nothing, if it recomputes everything; a barrier;
+# This lesson does it in one launch, spread over 64 CTAs, with the assignments in order. All of it follows from one question: **what must a CTA know of
+# the others before it can place its assignments?** There are three answers, each right for another size: nothing, if it recomputes everything; a barrier;
 # and words that say of themselves that they have arrived.
 
 # %%
@@ -73,7 +73,7 @@ draw.two_launches()
 # %% [markdown]
 # ## Where version 0x5 stands
 #
-# The two kernels that lesson 03 put together, in one piece. The scan is that of version 0x4, with one barrier: each warp adds up the sums of the
+# These are the two kernels that lesson 03 put together. The scan is that of version 0x4, with one barrier: each warp adds up the sums of the
 # lower warps itself, with `redux`, which returns a sum over the lanes of a warp.
 
 
@@ -139,15 +139,15 @@ lesson.step("0x5", version_0x5)
 page.show_allocations(version_0x5)
 
 # %% [markdown]
-# So a factor over 0x5 means little unless both numbers are given. The kernels below have no atomic operation on global memory in their data path.
+# So a factor over 0x5 means little unless the lowest and the highest time are given. The kernels below have no atomic operation on global memory in their data path.
 #
 # ## Four tokens: a warp that knows everything
 #
-# Begin with the smallest input. Four tokens have 32 slots: as many as a warp has lanes. A lane that holds a slot's expert can find out, from the other
-# 31 lanes alone, where its slot belongs. No CTA needs to tell another one anything, because **each warp computes everything again**.
+# Begin with the smallest input. Four tokens have 32 assignments: as many as a warp has lanes. A lane that holds an assignment's expert can find out, from the other
+# 31 lanes alone, where its assignment belongs. No CTA needs to tell another one anything, because **each warp computes everything again**.
 #
 # **Build: the rank in a warp.** `expert` is this lane's expert. Return two numbers: how many lanes *below* this one have the same expert (the
-# rank, which keeps the slots in order), and how many lanes have it in all. `cuda.match_any_sync(FULL, x)` returns to each lane a mask of the lanes
+# rank, which keeps the assignments in order), and how many lanes have it in all. `cuda.match_any_sync(FULL, x)` returns to each lane a mask of the lanes
 # with the same `x`; `cuda.popc` counts bits; `lanemask_lt()` has the bits of the lanes below. Par: no shuffle, no shared memory.
 
 
@@ -160,8 +160,8 @@ def my_rank_in_warp(expert):
 rank_in_warp = exercises.rank_in_warp.use(my_rank_in_warp)
 
 # %% [markdown]
-# This is the whole kernel. There are as many warps as slots. Warp `w` serves the expert of slot `w`, if `w` is the first slot of that
-# expert: then it writes the expert's slots, padding and `expert_ids`. All threads share the tail behind the last block.
+# This is the whole kernel. There are as many warps as assignments. Warp `w` serves the expert of assignment `w`, if `w` is the first one of that
+# expert: then it writes the expert's assignments, padding and `expert_ids`. All threads share the tail after the last block.
 
 
 # %%
@@ -182,7 +182,7 @@ def align_four(topk_ids, sorted_token_ids, expert_ids, total_tokens_post_pad, bl
     rank, count = rank_in_warp(expert)
     blocks = blocks_of(count, block_size)
     counted = blocks if (rank == 0) & (expert < EXPERTS) else int32(0)  # once for each expert
-    mine, my_rank = cuda.shfl_sync(FULL, expert, warp), cuda.shfl_sync(FULL, rank, warp)  # of slot `warp`
+    mine, my_rank = cuda.shfl_sync(FULL, expert, warp), cuda.shfl_sync(FULL, rank, warp)  # of assignment `warp`
     my_count, my_blocks = cuda.shfl_sync(FULL, count, warp), cuda.shfl_sync(FULL, blocks, warp)
     first = redux_sync_add_s32(FULL, counted if expert < mine else int32(0))  # blocks of lower experts
     used = redux_sync_add_s32(FULL, counted)
@@ -200,24 +200,27 @@ def align_four(topk_ids, sorted_token_ids, expert_ids, total_tokens_post_pad, bl
 four.step("0x5", version_0x5)
 
 # %%
-four.step("a warp for each slot", (align_four, -(-FOUR * TOPK // 4), 128))
+four.step("a warp for each assignment", (align_four, -(-FOUR * TOPK // 4), 128))
 
 # %% [markdown]
 # The atomics, the shared memory and all barriers are gone, and so is the second launch. In exchange every warp loads all ids: look at *sectors
 # loaded*. They come from the L1 or L2, all at once.
 #
 # `fill` says `int32(i + step)`. With `i += step` Numba computes in 64 bits, where a sum cannot overflow, so the compiler may unroll the loop; for that it
-# computes the number of trips with a 64-bit division, which takes far longer than the trips. Try it: the estimate almost doubles.
+# computes the number of trips with a 64-bit division, which takes far longer than the trips. Try it, and compare the estimates.
+#
+# `griddepcontrol_launch_dependents()` lets the next kernel start before this one has waited for the kernel before. That is safe only if the next kernel touches
+# nothing in global memory before its own `griddepcontrol_wait()`.
 #
 # **Take away.** What every thread can compute in a few instructions need not be communicated. Recompute it.
 #
 # ## 4096 tokens: a kernel with three holes
 #
-# 32,768 slots fit in no warp. 64 CTAs share them: each places a **chunk** of 512 consecutive slots. The row of a slot is a sum of three numbers:
+# 32,768 assignments fit in no warp. 64 CTAs share them: each places a **chunk** of 512 consecutive assignments. The row of an assignment is a sum of three numbers:
 #
-# - the first row of its expert, for which a CTA must know the counts of *all* slots,
-# - the slots of its expert in earlier chunks (`before`),
-# - and its rank among the slots of its own chunk.
+# - the first row of its expert, for which a CTA must know the counts of *all* assignments,
+# - the assignments of its expert in earlier chunks (`before`),
+# - and its rank among the assignments of its own chunk.
 #
 # Every element of the output has exactly one writer, which follows from the counts. So nothing is filled first and overwritten later, and nothing
 # must be ordered:
@@ -227,7 +230,7 @@ torch.manual_seed(0)
 draw.element_writers(random_ids(6, 4, 2), block_size=4, num_experts=4, ctas=2)
 
 # %% [markdown]
-# Here is the kernel. `publish`, `rank_in_chunk` and `collect` are holes. A CTA publishes what the others need of it, ranks its own slots,
+# Here is the kernel. `publish`, `rank_in_chunk` and `collect` are holes. A CTA publishes what the others need of it, ranks its own assignments,
 # for which it needs no other CTA, and then collects what it needs of the others.
 
 
@@ -239,7 +242,7 @@ def clear(array, length):
 
 @cuda.jit(device=True)
 def write_rest(first_block, counts, sorted_token_ids, expert_ids, total_tokens_post_pad, block_size, numel, length):
-    """Write all that is no slot: padding and expert_ids, an expert by one warp of the grid, and the tail by all threads."""
+    """Write all that is no assignment: padding and expert_ids, each expert by a warp of the grid, the tail by all threads."""
     thread, threads, lane = cuda.grid(1), cuda.gridsize(1), cuda.threadIdx.x & 31
     e = thread >> 5
     while e < EXPERTS:
@@ -268,12 +271,12 @@ def make_align(publish, rank_in_chunk, collect):
         clear(counts, BOTH)
         clear(scratch, SCRATCH)
         cuda.syncthreads()
-        e = uint32(EXPERTS)  # the bin that nothing reads, for threads without a slot
+        e = uint32(EXPERTS)  # the bin that nothing reads, for threads without an assignment
         if tid < chunk and first + tid < numel:
             e = uint32(topk_ids[first + tid])
         number = publish(e, own, workspace)  # <-- a hole: tell the other CTAs about this one
-        rank = rank_in_chunk(e, scratch)  # <-- a hole: the slots of expert e in this chunk that come before this one
-        # A hole: leave the slots of each expert in earlier chunks in counts[e], and all others in counts[BINS + e].
+        rank = rank_in_chunk(e, scratch)  # <-- a hole: the assignments of expert e in this chunk before this one
+        # A hole: leave each expert's assignments in earlier chunks in counts[e], and all others in counts[BINS + e].
         collect(number, topk_ids, workspace, counts, first, numel)
         start, used = scan(blocks_of(counts[tid] + counts[BINS + tid], block_size) if tid < EXPERTS else int32(0))
         if tid < EXPERTS:
@@ -291,11 +294,11 @@ def make_align(publish, rank_in_chunk, collect):
 # %% [markdown]
 # ## Step 1: every CTA counts everything
 #
-# The bottleneck of 0x5 is the second launch: it exists only because the slots are placed by many CTAs, and counted by one. The idea is that of
-# the warp above: all 64 CTAs count all slots. That is 64 times the work, on SMs that were idle. `publish` has nothing to do.
+# The bottleneck of 0x5 is the second launch: it exists only because many CTAs place the assignments, and one CTA counts them. The idea is that of
+# the warp above: all 64 CTAs count all assignments. That is 64 times the work, on SMs that were idle. `publish` has nothing to do.
 #
-# Atomic counters would rank the slots in any order. A rank that is **stable** counts bits: each expert has a bit for each slot of the chunk, and the
-# rank is the number of bits below the slot's own. An atomic *or* has the same result in any order.
+# Atomic counters would rank the assignments in any order. A rank that is **stable** counts bits: each expert has a bit for each assignment of the chunk, and the
+# rank is the number of bits below the assignment's own. An atomic *or* has the same result in any order.
 
 # %%
 draw.bitmask_rank([2, 0, 3, 2, 1, 2, 0, 2, 3, 1, 2, 0, 1, 2, 3, 0], expert=2)
@@ -338,9 +341,9 @@ one_launch = make_align(publish_nothing, rank_by_bits, count_all)
 lesson.step("one launch", (one_launch, CTAS, 1024), predicted_us=page.less("0x5", page.sort_us()))
 
 # %% [markdown]
-# The global atomics are gone, and all warps together execute many times the lines. What limits the kernel now is the critical path: a
-# thread loads 32 ids, and the branch lets it load the next one only after it has counted the last one. The old kernel counted without a branch,
-# and the compiler could issue four loads before the first addition. So the prediction is too good: counting does not take as long as before.
+# The global atomics are gone, and all warps together execute many times the lines. Counting does not take as long as before: a
+# thread still handles 32 ids, and now there is a branch between an id and the next. The old kernel counted without a branch,
+# and the compiler could issue four loads before the first addition.
 #
 # **Take away.** One launch removes what two launches make necessary: counters in global memory, filling first, a random order. The price is
 # work that is done 64 times.
@@ -348,7 +351,7 @@ lesson.step("one launch", (one_launch, CTAS, 1024), predicted_us=page.less("0x5"
 # ## What does the counting loop wait for?
 #
 # A thread loads an id and adds to a counter in shared memory. Two variants leave out one of the two: A stores instead of adding
-# atomically, B computes an id instead of loading it.
+# atomically, B computes an id instead of loading it, by a hash of its index.
 
 
 # %%
@@ -360,7 +363,7 @@ def make_counting(loads, adds):
         clear(counts, BOTH)
         cuda.syncthreads()
         for i in range(cuda.threadIdx.x, numel, cuda.blockDim.x):
-            e = topk_ids[i] if loads else i * i % EXPERTS
+            e = topk_ids[i] if loads else (i * 2654435761 >> 16) & (EXPERTS - 1)
             at = e if i < first else BINS + e
             if adds:
                 cuda.atomic.add(counts, at, 1)
@@ -380,7 +383,7 @@ variants = {
 }
 
 # %% [markdown]
-# **Diagnose.** Which variant saves most, "A" or "B"? Decide before you run the cell.
+# **Diagnose.** Which variant takes less than three quarters of the time: "A", "B" or "neither"? Decide before you run the cell.
 
 # %%
 exercises.counting.check(variants, ...)
@@ -405,7 +408,7 @@ count_ids = exercises.count_ids.use(my_count_ids)
 # %% [markdown]
 # ## Step 2: four ids at once
 #
-# **Prediction.** A thread waits 8 times for the L2 instead of 32 times.
+# **Prediction.** A thread waits 8 times for the L2 instead of 32 times, if it waits for each load.
 
 
 # %%
@@ -424,8 +427,8 @@ lesson.step("counting loop", (count_everything, CTAS, 1024), predicted_us=page.l
 #
 # ## The exchange
 #
-# Further than that, recomputing does not go: each CTA adds to shared memory for all 32,768 slots, however good the loop is. With one
-# slot for each thread, a CTA could count its own 512 slots and be told the other counts:
+# Recomputing can go no further: each CTA adds to shared memory for all 32,768 assignments, however good the loop is. With one
+# assignment for each thread, a CTA could count its own 512 assignments and receive the other counts:
 
 # %%
 draw.exchange_counts(ctas=3, experts=4)
@@ -479,7 +482,7 @@ grid_barrier = exercises.grid_barrier.use(my_grid_barrier)
 # %% [markdown]
 # ## Step 3: exchange counts at a barrier
 #
-# A CTA publishes its counts in the **workspace**, behind the four elements of the barrier. Behind the barrier it loads the rows of all
+# A CTA publishes its counts in the **workspace**, after the four elements of the barrier. After the barrier it loads the rows of all
 # CTAs, 16 bytes at a time: 64 threads load a row, so 512 threads load eight rows at once, and a thread has all its eight loads in flight.
 #
 # **Predict.** How many atomic operations on shared memory will remain on the critical path? A thread adds to `own`, sets its bit, and adds the sums of its
@@ -537,10 +540,17 @@ my_guess.judge(lesson.steps["grid barrier"].score)
 
 # %% [markdown]
 # (The prediction saves the counting, as recorded, and pays for a barrier, also as recorded, a store, the load of an id and one round of loads.) The
-# loads and additions of the counting are gone, and still there is little or no gain: what the kernel saves, it pays for waiting.
+# loads and additions of the counting are gone, and what the kernel saves there, it pays largely for waiting.
 #
+# Part of that is the kind of fence. `cuda.threadfence()` compiles to `membar.gl`, a *sequentially consistent* fence. The order that a barrier needs is that of the lighter
+# `fence.acq_rel.gpu`, which `moe_numba.ptx` has as `fence_acq_rel_gpu()`. Here are kernels that only wait at a barrier, with either:
+
+# %%
+page.show_fences({"cuda.threadfence()": grid_barrier, "fence_acq_rel_gpu()": exercises.answers.grid_barrier_acq_rel})
+
+# %% [markdown]
 # **Take away.** A barrier costs several accesses to the L2, one after another: the store, a fence, the arrival, a poll that sees the last arrival, a fence, and
-# only then the first load. Few kernels of microseconds can afford that.
+# only then the first load. A kernel of a few microseconds pays a large part of its time for that.
 #
 # ## Data that says of itself that it has arrived
 #
@@ -558,15 +568,16 @@ draw.who_waits()
 draw.count_words()
 
 # %% [markdown]
-# **Predict.** Two counts of 16 bits share a word. How many slots may a CTA have at most, if all of them may go to one expert? And what
+# **Predict.** Two counts of 16 bits share a word. How many assignments may a CTA have at most, if all of them may go to one expert? And what
 # will a reader unpack for the experts 0 and 1 if a CTA packs 65537 and 4 as `a | b << 16`?
 
 # %%
-predict("packed counts", most_slots=..., expert_0=..., expert_1=...).judge(page.packed(65537, 4))
+predict("packed counts", most_assignments=..., expert_0=..., expert_1=...).judge(page.packed(65537, 4))
 
 # %% [markdown]
 # **Build: where the fences go.** Without such words a reader needs a flag, and two fences. In this chain each CTA, of one thread, adds its `value` to the sum of
-# the CTA before it, whose flag it polls. The order of the last two stores is wrong, and fences are missing. Repair it.
+# the CTA before it, whose flag it polls, and sets its own flag to 1. The order of the last two stores is wrong, and fences are missing. Repair it. `prefix` stays a
+# plain array, which is loaded and stored as `prefix[...]`.
 
 
 # %%
@@ -590,6 +601,9 @@ exercises.hand_on.check(my_hand_on)
 # The number is in the workspace, because a CUDA graph repeats a launch with the same arguments. The last CTA that has read all counts increments it; that needs no
 # fence, since the next launch begins after this one. When the number overflows, every word still carries that of the launch before. A thread's sums of
 # two packed counts need no unpacking: it adds words, because a sum of 16 bits over the rows of one thread does not carry.
+#
+# A load of 16 bytes brings two such words. Each is loaded in one piece, but not both together, so the loop below tests the number in *both*. (The simulator would not
+# notice if one test were missing: there the two words of a load are always stored together.)
 #
 # **Prediction.** We save what a barrier takes alone.
 
@@ -661,10 +675,10 @@ lesson.step(
 #
 # ## Step 5: ranks of each warp
 #
-# The ranks fit between publishing and collecting, and they no longer fit well: look at *bank conflicts*. The masks of two experts are 16 words apart, so that
+# The ranks need no other CTA, so they overlap with the exchange. They take too long for that now: look at *bank conflicts*. The masks of two experts are 16 words apart, so that
 # the lanes of a load, which have different experts, share two banks. And warp `w` loads `w + 1` words: the last warp has most to do.
 #
-# Let a warp rank its own 32 slots. It has a mask and a counter of its own for each expert. The lowest lane of each expert leaves the number of
+# Let a warp rank its own 32 assignments. It has a mask and a counter of its own for each expert. The lowest lane of each expert leaves the number of
 # its lanes in the counter. Then one thread for each expert adds up the counters of the warps, as the two-level scan does, and a rank is a sum of two numbers:
 
 # %%
@@ -673,7 +687,7 @@ draw.warp_ranks([[2, 0, 2, 1, 3, 2, 0, 1], [1, 2, 3, 2, 0, 1, 2, 2]])
 # %% [markdown]
 # Neighbouring experts now have neighbouring words, so random experts lie in random banks. How a warp finds the lanes with the same expert is a
 # hole once more. Your `match_any` could do it. When we measured the package's kernel, it took several times as long as an atomic *or* on a mask in shared memory; the
-# table behind step 6 compares the two here.
+# table after step 6 compares the two here.
 #
 # **Prediction.** We save one clock for each bank conflict of a CTA.
 
@@ -728,10 +742,11 @@ lesson.step(
 # `griddepcontrol.launch_dependents`, or have ended. It clears its shared memory meanwhile. Before it touches memory that an earlier kernel writes, or
 # still reads, it must execute `griddepcontrol.wait`, which returns when the kernel before has ended.
 #
-# Where may each of the two go? `wait` stands before the first access to global memory; the workspace counts. `launch_dependents` stands behind `collect`: then all
-# CTAs of this grid are resident, and the next kernel cannot take the SM of a CTA for which others poll.
+# Where may each of the two go? `wait` stands before the first access to global memory; the workspace counts. `launch_dependents` has no effect before all CTAs have
+# executed it or have ended, so all CTAs of this grid are resident by then, wherever it stands. But once it is released, the waiting CTAs of the next grid occupy registers,
+# shared memory and places for warps of the SMs. Measure where it pays; here it stands after `collect`.
 #
-# **Prediction.** We save what starting and clearing took, but for the time of a dependent launch.
+# **Prediction.** We save what starting and clearing took, minus the time of a dependent launch.
 #
 # The whole kernel, with all that you have built:
 
@@ -782,7 +797,7 @@ lesson.step(
 #
 # **Take away.** A kernel of a few microseconds spends a good part of them on starting. Let it start while the one before still works.
 #
-# How many CTAs? More of them have fewer slots each, and write the rest faster. But each reads the counts of all, so the traffic grows with the square of
+# How many CTAs? More of them have fewer assignments each, and write the rest faster. But each reads the counts of all, so the traffic grows with the square of
 # their number. The other variants rank with `match_any`, and launch in order:
 
 
@@ -806,19 +821,19 @@ page.show_variants(
 # %% [markdown]
 # ## 64 tokens: two warps for each expert
 #
-# An exchange has a fixed price, whatever the input: two trips through the L2, and as many rows to read as there are CTAs. In a decode step there are 512 slots. Each CTA can count them
+# An exchange has a fixed price, whatever the input: two trips through the L2, and as many rows to read as there are CTAs. In a decode step there are 512 assignments. Each CTA can count them
 # all with one load a thread, so step 2's kernel wins again. What is its critical path?
 
 # %%
 decode.step("every CTA counts all", (count_everything, CTAS, 512))
 
 # %% [markdown]
-# So few slots keep no memory busy: a warp mostly waits for its own instructions. Hence the opposite of what paid above: spread the work over as many warps as possible, and let **one**
-# barrier separate the loads of the ids from the stores. Behind it no warp waits for another one. The scan goes: each warp adds up the blocks of the lower
-# experts itself, 8 counts a lane and one `redux`. The search for a slot's row goes, too: two warps serve an expert, one of which reads its slots off the
+# So few assignments keep no memory busy: a warp mostly waits for its own instructions. So the opposite of what paid above pays here: spread the work over as many warps as possible, and let **one**
+# barrier separate the loads of the ids from the stores. After it no warp waits for another one. The scan is no longer needed: each warp adds up the blocks of the lower
+# experts itself, 8 counts a lane and one `redux`. The rank of an assignment is not needed either: two warps serve an expert, one of which reads its assignments off the
 # expert's mask, a word for each lane, while the other one writes the padding.
 #
-# A division takes some 20 instructions, and a lane would need eight. Multiplying by a rounded reciprocal is exact for up to 1024 slots.
+# A division takes some 20 instructions, and a lane would need eight. Multiplying by a rounded reciprocal is exact for up to 1024 assignments.
 
 
 # %%
@@ -849,7 +864,7 @@ def align_few(topk_ids, sorted_token_ids, expert_ids, total_tokens_post_pad, blo
     cuda.syncthreads()
     griddepcontrol_wait()
     i = cuda.threadIdx.x
-    while i < numel:  # every CTA counts all slots, and notes each in the mask of its expert
+    while i < numel:  # every CTA counts all assignments, and notes each in the mask of its expert
         e = uint32(topk_ids[i])
         cuda.atomic.add(counts, e, 1)
         cuda.atomic.or_(masks, e * WORDS + (i >> 5), 1 << (i & 31))
@@ -891,17 +906,17 @@ page.show_variants(
 )
 
 # %% [markdown]
-# **Take away.** The best kernel depends on what the input keeps busy. With few slots it is the instructions of one warp, so that recomputing beats every form of waiting.
+# **Take away.** The best kernel depends on what the input keeps busy. With few assignments it is the instructions of one warp, so that recomputing beats every form of waiting.
 #
 # ## What did not pay
 #
-# Changes that we have tried and left out, as recorded with the first edition's kernels:
+# Some changes that we have tried with earlier versions of these kernels gained nothing, or next to nothing:
 
 # %%
 page.show_what_did_not_pay()
 
 # %% [markdown]
-# The tail of the first line is worth a thought: words with a number alone gained nothing. They pay only if a reader has all its loads in flight, and no more bytes to read.
+# Note the first row: words with a number alone gained nothing. They pay only if a reader has all its loads in flight, and no more bytes to read.
 #
 # ## All steps
 
@@ -913,8 +928,8 @@ lesson.summary()
 page.show_phases()
 
 # %% [markdown]
-# And the compiled kernels of SGLang and vLLM, timed on the same GPU as the package. The last column has inputs that concentrate all slots on one
-# expert: atomics on one counter take their turns, and bitmasks do not care.
+# And the compiled kernels of SGLang and vLLM, timed on the same GPU as the package. The last column has inputs that send all assignments to one
+# expert: atomic operations on one counter are served one after another, while setting a bit in a mask takes as long for any input.
 
 # %%
 page.show_peers()
@@ -922,17 +937,17 @@ page.show_peers()
 # %% [markdown]
 # ## What the package does
 #
-# `moe_numba.moe_align_block_size` chooses by the number of slots. For 256 experts:
+# `moe_numba.moe_align_block_size` chooses by the number of assignments. For 256 experts:
 #
-# | slots | kernel | the idea | here |
+# | assignments | kernel | the idea | here |
 # |---|---|---|---|
-# | up to 16 | [`small.py`](../moe_numba/align/small.py) | a warp for each slot; compares slots by shuffles, eight in flight | four tokens |
+# | up to 16 | [`small.py`](../moe_numba/align/small.py) | a warp for each assignment; compares assignments by shuffles, eight in flight | four tokens |
 # | up to 512 | [`one_expert_per_warp.py`](../moe_numba/align/one_expert_per_warp.py) | two warps for each expert, one barrier | 64 tokens |
 # | up to 16,384 | [`medium.py`](../moe_numba/align/medium.py) | every CTA counts everything | step 2 |
-# | up to 262,144 | [`large.py`](../moe_numba/align/large.py) | words with the number of the launch, several slots a thread | step 6 |
+# | up to 262,144 | [`large.py`](../moe_numba/align/large.py) | words with the number of the launch, several assignments a thread | step 6 |
 # | more | [`counting_sort.py`](../moe_numba/align/counting_sort.py) | a warp adds up one expert's counts for all CTAs: a second exchange, and less to read | - |
 #
-# All accept invalid ids and an expert map, which costs them some instructions. `large.py` also sorts its slots in shared memory, so that neighbouring lanes store to neighbouring rows: with
+# All accept invalid ids and an expert map, which costs them some instructions. `large.py` also sorts its assignments in shared memory, so that neighbouring lanes store to neighbouring rows: with
 # 4096 tokens that does not pay yet, and the kernel of step 6 needs less time. During decoding the gate and the alignment can share a launch: see
 # [gate and alignment in one launch](../docs/gate_and_alignment.md).
 #

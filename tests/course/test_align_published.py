@@ -183,14 +183,14 @@ def without_atomics(next_place, expert):
         ("one_barrier_less", without_first_barrier, "wrong", "thread orders: a test may find this one"),
         ("one_barrier_less", sum_below, "refused", "only one `cuda.syncthreads()` of the original may be missing"),
         ("sum_below", stub, "open", "with one barrier"),
-        ("sum_below", sum_below, "right", "right, with 1 barriers; par is 1"),
+        ("sum_below", sum_below, "right", "right, with 1 barrier; par is 1"),
         ("sum_below", warp_0_scans, "over par", "Who else could scan the sums"),
         ("sum_below", without_first_barrier, "wrong", "two threads race"),
-        ("sum_below", loads_all_sums, "refused", "it loads the sums one after another (7 shared_load_requests"),
+        ("sum_below", loads_all_sums, "refused", "it loads the sums one after another (7 shared loads; 2 suffice"),
         ("sum_below", blackboard, "wrong", "BOARD"),
         ("take_places", stub, "open", "a place of its own"),
         ("take_places", take_places, "right", "par is 1"),
-        ("take_places", add_per_lane, "over par", "with 32 lane of a warp adding"),
+        ("take_places", add_per_lane, "over par", "with 32 lanes of a warp adding"),
         ("take_places", without_rank, "wrong", "times, not once"),
         ("take_places", through_shared_memory, "refused", "it uses shared memory"),
         ("take_places", without_atomics, "wrong", "race"),
@@ -207,7 +207,11 @@ def test_answers(exercise, answer, state, text):
         (..., "open", "write a function"),
         (lambda n, experts, block: ..., "open", "not answered yet"),
         (answers.buffer_length, "right", "right for 112 sizes"),
-        (lambda n, e, b: n * b if n < e else n + e * (b - 1), "wrong", "2 slots, 1 experts, blocks of 2: 3 is suffic"),
+        (
+            lambda n, e, b: n * b if n < e else n + e * (b - 1),
+            "wrong",
+            "2 assignments, 1 experts, blocks of 2: 3 is suffic",
+        ),
         (lambda n, e, b: n * b, "wrong", "sufficient, but not tight"),
         (lambda n, e, b: n + min(n, e) * (b - 1), "wrong", "sufficient, but not tight"),
         (lambda n, e, b: -(-n // b) * b, "wrong", "too short for some routing"),
@@ -223,7 +227,7 @@ def test_lengths(answer, state, text):
     [
         ((..., ...), "open", "name two of fill, count, scan, expert_ids, sort"),
         (("scan", ...), "open", "name two of"),
-        (("scan", "sort"), "right", "the two largest are scan and sort. From 0x1 to 0x5: scan 11.5 -> 0.6 us"),
+        (("scan", "sort"), "right", "the two largest are scan and sort. From 0x1 to 0x5: scan 11.5 -> 0.5 us"),
         (("sort", "scan"), "wrong", "the two largest are scan and sort"),
         (("launch", "scan"), "wrong", "['launch'] is no phase"),
     ],
@@ -269,15 +273,38 @@ def test_a_port_is_cut_off_after_each_phase_that_it_has(monkeypatch):
     assert list(times_of_all) == list(ports.PORTS)
 
 
-def test_the_old_record_is_shown_as_such_and_only_for_its_sizes(monkeypatch):
-    assert "first edition" in published.result() and "first edition" in str(published.show_what_did_not_pay())
+def test_times_are_shown_only_for_their_sizes(monkeypatch):
+    version = (ports.sort_slots,) * 2
+    assert "timed with these sizes" in published.allocations(version)  # another kernel than that of the record
+    assert "our ports of 0x1 and 0x5 take" in published.result()
     assert len(published.show_what_did_not_pay().lines) == 4
-    assert "Which of the two is faster depends on an allocation" in published.allocations((ports.sort_slots,) * 2)
     monkeypatch.setitem(published.ABOUT, "size", {"tokens": 51})
+    monkeypatch.setattr(published.lesson, "size", {"tokens": 51})
     assert published.published_phases.__wrapped__()[0] == published.published_times.__wrapped__()[0] == {}
-    assert "not timed with these sizes" in published.allocations((ports.sort_slots,) * 2)
+    monkeypatch.setattr(published, "published_times", lambda: ({}, ""))
     assert "No times are recorded for these sizes" in published.result()
-    assert exercises.culprit.check({"as it is": ports.sort_replayed}, "A").text == "not timed with these sizes"
+    assert (
+        exercises.culprit.check({"as it is": ports.sort_replayed}, "A").text == "not timed with these kernels and sizes"
+    )
+
+
+def test_what_a_step_saved_is_said_in_words(monkeypatch):
+    steps = {name: types.SimpleNamespace(us=us) for name, us in (("a", 18.41), ("b", 18.39), ("c", 15.6), ("d", None))}
+    monkeypatch.setattr(published.lesson, "steps", steps)
+    assert published.saved("b", "a") == "takes as long as before (18.4 and 18.4 us): no gain here"
+    assert published.saved("c", "b") == "takes 15.6 us instead of 18.4 us"
+    assert published.saved("d", "c") == published.saved("e", "c") == "has not been timed"
+
+
+def test_the_diagnosis_of_the_sort_kernel_names_the_variants_that_are_much_faster(monkeypatch):
+    names = "as it is", "A: x", "B: y", "C: z"
+    variants = dict.fromkeys(names, ports.sort_replayed)
+    for us, right, wrong in (((10, 9, 3, 3.3), "BC", "B"), ((10, 7.6, 9, 10), "", "A")):
+        monkeypatch.setattr(Lesson, "times", lambda self, name, calls, us=us: dict(zip(names, us, strict=True)))
+        assert exercises.culprit.check(variants, right).state == "right"
+        assert exercises.culprit.check(variants, wrong).state == "wrong"
+        assert ("L2 serves" in exercises.culprit.check(variants, wrong).text) == bool(right)
+        assert "BC" not in exercises.culprit.check(variants).text
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
@@ -293,7 +320,7 @@ def page(monkeypatch):
     monkeypatch.setattr(Lesson, "orders", lambda self, version: main.versions.setdefault("as in SGLang", version))
     for number, cell in enumerate(cells_of(PAGE.read_text())):
         if not cell.lstrip().startswith(
-            ("page.", "draw.", "exercises.", "my_guess.", "lesson.", "print(", "example", "ids")
+            ("page.", "draw.", "exercises.", "my_guess.", "lesson.", "print(", "example", "ids", "say(")
         ):
             SourceLoader(cell, f"03_align_published/cell_{number}.py").exec_module(main)
     return main
@@ -308,7 +335,7 @@ def test_the_kernels_do_not_spill(page, arch):
     kernels |= {f"sort of {name}": (version[1], SORT, 256) for name, version in page.versions.items()}
     kernels |= {name: (kernel, (*SORT, "int32"), 256) for name, kernel in page.variants.items()}
     kernels |= {name: (ports.make_port(*port.arguments), MAIN, 1024) for name, port in ports.PORTS.items()}
-    assert len(page.versions) == 8 and len(page.variants) == 4
+    assert len(page.versions) == 9 and len(page.variants) == 4
     requests = [
         process.request(kernel.py_func, {}, types, resources=True, arch=arch, launch_bounds=threads)
         for kernel, types, threads in kernels.values()

@@ -71,15 +71,15 @@ def check_scan(figure, warps, lanes, seed):
 def check_alignment(figure, ids, *sizes):
     right, expert_ids, (total,) = (t.tolist() for t in alignment.moe_align_block_size(ids, *sizes))
     slots, choices = [slot for slot in right if slot < 12], colours_of(figure, "choice")
-    assert values_of(figure, "slot") == [str(slot) for slot in slots]
-    assert colours_of(figure, "slot") == [choices[slot] for slot in slots]
+    assert values_of(figure, "assignment") == [str(slot) for slot in slots]
+    assert colours_of(figure, "assignment") == [choices[slot] for slot in slots]
     assert values_of(figure, "cell") == [str(expert) for expert in expert_ids]
     assert len(labelled(figure, "padding")) == total - 12 and len(labelled(figure, "tail")) == len(right) - total
     count = int((ids == 3).sum())
-    words = f"{count} slot{'s' * (count > 1)}, {-count % 4} padding"
+    words = f"{count} assignment{'s' * (count > 1)}, {-count % 4} padding"
     assert {words, f"num_tokens_post_pad = {total}: {total // 4} blocks above the line"} <= set(texts(figure))
     (line,) = labelled(figure, "end of use")
-    assert min(box.get_y() for box in labelled(figure, "slot")) == pytest.approx(line.get_ydata()[0])
+    assert min(box.get_y() for box in labelled(figure, "assignment")) == pytest.approx(line.get_ydata()[0])
 
 
 @pytest.mark.parametrize("values", [[5, 6], [1, 2, 3, 4], COUNTS])
@@ -106,13 +106,13 @@ def test_every_element_has_one_writer(ctas):
     right, expert_ids, (total,) = (t.tolist() for t in alignment.moe_align_block_size(ids, 4, 6))
     assert [value for value, *_ in elements] == right
     for i, (value, kind, cta) in enumerate(elements[:total]):
-        assert (kind, cta) == (("slot", value // chunk) if value < 24 else ("padding", expert_ids[i // 4] % ctas))
+        assert (kind, cta) == (("assignment", value // chunk) if value < 24 else ("padding", expert_ids[i // 4] % ctas))
     tail = [cta for _, kind, cta in elements[total:] if kind == "tail"]
     assert tail == [i * ctas // len(tail) for i in range(len(right) - total)]
-    for kind in ("slot", "padding", "tail"):
+    for kind in ("assignment", "padding", "tail"):
         assert values_of(figure, kind) == [str(value) for value, of, _ in elements if of == kind]
-    assert colours_of(figure, "slot") == [
-        align_one_launch.lane_colour(c).lower() for _, kind, c in elements if kind == "slot"
+    assert colours_of(figure, "assignment") == [
+        align_one_launch.lane_colour(c).lower() for _, kind, c in elements if kind == "assignment"
     ]
 
 
@@ -121,7 +121,7 @@ def test_bitmask_rank_counts_the_earlier_slots(word_bits):
     for slot, expert in enumerate(CHUNK):
         figure, rank = align_one_launch.bitmask_rank(CHUNK, expert, word_bits, slot), CHUNK[:slot].count(expert)
         assert len(labelled(figure, "counted")) == rank and values_of(figure, "ranked")[rank] == str(slot)
-        (words,) = [words for words in texts(figure) if words.startswith(f"rank of slot {slot} = ")]
+        (words,) = [words for words in texts(figure) if words.startswith(f"rank of assignment {slot} = ")]
         parts = [int(part) for part in words.split(" = ")[1].split(" + ")]
         assert words.endswith(f" = {rank}") and sum(parts) == rank and len(parts) == slot // word_bits + 1
         masked = CHUNK[slot // word_bits * word_bits : slot].count(expert)
@@ -144,7 +144,9 @@ def test_exchanged_counts_place_slots_as_the_reference(ctas, experts, block_size
 def test_ranks_of_warps_are_stable(slot):
     ids = np.array(CHUNK[:16]).reshape(2, 8)
     rank = CHUNK[:slot].count(CHUNK[slot])
-    (words,) = [words for words in texts(align_one_launch.warp_ranks(ids, slot)) if words.startswith(f"slot {slot}: ")]
+    (words,) = [
+        words for words in texts(align_one_launch.warp_ranks(ids, slot)) if words.startswith(f"assignment {slot}: ")
+    ]
     warps, lanes = map(int, re.findall(r"(\d+) in", words))
     assert words.endswith(f" = rank {rank}") and warps + lanes == rank
 

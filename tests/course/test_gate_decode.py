@@ -195,7 +195,7 @@ TWO, RANK, BEST, ORDER = exercises.TWO, exercises.GROUP_RANK, exercises.BEST, ex
         (RANK, higher_groups_win, WRONG, "the number of better groups"),
         (RANK, all_groups, OVER_PAR, "8 shuffles; par is 7"),
         (RANK, groups_in_shared_memory, REFUSED, "shared memory"),
-        (BEST, exercises.best_of_warp, RIGHT, "1 reductions; par is 1"),
+        (BEST, exercises.best_of_warp, RIGHT, "1 reduction; par is 1"),
         (BEST, higher_expert_wins, WRONG, "its expert"),
         (BEST, positive_values_only, WRONG, "the largest value"),
         (BEST, asks_the_holder, OVER_PAR, "2 reductions; par is 1"),

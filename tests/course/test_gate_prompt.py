@@ -283,7 +283,7 @@ CASES = [
     ("POP", moves_in_a_branch, REFUSED, "one lane executes a line 8 times alone"),
     ("POP", maximum_by_shuffles, OVER_PAR, "Which instruction"),
     ("POP", one_lane_searches, REFUSED, "shared memory"),
-    ("PLACE", None, RIGHT, "with 1 votes"),
+    ("PLACE", None, RIGHT, "with 1 vote;"),
     ("PLACE", counts_itself, WRONG, "the place is"),
     ("PLACE", of_all_tokens, WRONG, "the place is"),
     ("PLACE", scan_by_shuffles, REFUSED, "it uses shuffles; a vote tells all lanes at once (3 shuffles)"),

@@ -10,6 +10,7 @@ A lesson's module defines them as data; a cell of the page checks an answer, and
 import ast
 import importlib
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
@@ -51,7 +52,9 @@ class Build:
         Counter of the critical path that is compared with par, such as "shuffles", or of all warps.
     par : int
     unit : str
-        What the counter counts, in words; by default its name.
+        What the counter counts, in words and in the plural; by default its name.
+    score : callable, optional
+        ``score(counted)`` is compared with par instead of the counter of a path.
     par_is_bound : bool
         No answer can need less, so one that does is refused.
     forbidden : dict
@@ -88,6 +91,7 @@ class Build:
     seeds: int = 4
     home: str = ""
     unit: str = ""
+    score: Callable[[Counted], float] | None = None
 
     def check(self, answer: Any = ...) -> Verdict:
         """Test an answer; ``...``, or a function that only returns a constant, counts as none."""
@@ -100,13 +104,14 @@ class Build:
         if (wrong := fault(self._test, answer)) is not None:
             return WRONG, wrong, None
         counted = self.profile(answer)
-        score = getattr(counted.critical_path if self.counter in COUNTERS else counted.total, self.counter)
-        unit = self.unit or self.counter
-        if (reason := self._avoids(counted, score, unit)) is not None:
+        counters = counted.critical_path if self.counter in COUNTERS else counted.total
+        score = self.score(counted) if self.score else getattr(counters, self.counter)
+        amount = _amount(score, self.unit or _words(self.counter))
+        if (reason := self._avoids(counted, score, amount)) is not None:
             return REFUSED, f"the result is right, but {reason}", None
         if score > self.par:
-            return OVER_PAR, f"right, with {score} {unit}; par is {self.par}. {self.over_par}".rstrip(), score
-        return RIGHT, f"right, with {score} {unit}; par is {self.par}", score
+            return OVER_PAR, f"right, with {amount}; par is {self.par}. {self.over_par}".rstrip(), score
+        return RIGHT, f"right, with {amount}; par is {self.par}", score
 
     def use(self, answer: Any = ...) -> Any:
         """Display the verdict on an answer, and return what the next cells use."""
@@ -121,25 +126,25 @@ class Build:
             with simulator.seed(seed), simulator.races():
                 self.test(answer)
 
-    def _avoids(self, counted, score, unit):
+    def _avoids(self, counted, score, amount):
         """Return how an answer avoids the task, or None."""
         total = counted.total
         path = counted.critical_path
         for counter, reason in self.forbidden.items():
             if count := getattr(total, counter):
                 of_a_warp = getattr(path, counter) if counter in COUNTERS else 0
-                return f"{reason} ({of_a_warp or count} {counter})"
+                return f"{reason} ({_amount(of_a_warp or count, _words(counter))})"
         for counter, (most, reason) in self.limits.items():
             if (count := getattr(counted.critical_path, counter)) > most:
-                return f"{reason} ({count} {counter}, of which {most} suffice)"
+                return f"{reason} ({_amount(count, _words(counter))}; {most} suffice)"
         if self.needs and not any(getattr(total, counter) for counter in self.needs[0]):
-            return f"{self.needs[1]} (no {', no '.join(self.needs[0])})"
+            return f"{self.needs[1]} (no {', no '.join(map(_words, self.needs[0]))})"
         by_one = (line for line in counted.lines if line.active_lanes == line.executions)
         alone = max((counted.phases.critical_path([line]).executions for line in by_one), default=0)
         if self.most_alone is not None and alone > self.most_alone:
             return f"one lane executes a line {alone} times alone, while the 31 others of its warp wait"
         if self.par_is_bound and score < self.par:
-            return f"with {score} {unit} it cannot do what was asked: {self.par} is a lower bound"
+            return f"with {amount} it cannot do what was asked: {self.par} is a lower bound"
         return None
 
     def _verdict(self, state, text, score=None, answer=None):
@@ -147,6 +152,19 @@ class Build:
         notes = () if goes_on else ("The next cells use the lesson's own answer.",)
         answer = answer if goes_on else self.own
         return Verdict(self.name, state, text, score, answer, None, notes, self.hint, self.own)
+
+
+def _words(counter):
+    """Return the name of a counter in words: "shared loads" of "shared_load_requests"."""
+    return counter.replace("_requests", "s").replace("_", " ")
+
+
+def _amount(number, unit):
+    """Return a number and what it counts, whose first plural becomes a singular after 1."""
+    return f"{number} {re.sub(_PLURAL, '', unit, count=1) if number == 1 else unit}"
+
+
+_PLURAL = re.compile(r"((?<=ch)e)?s\b")
 
 
 @dataclass(frozen=True)

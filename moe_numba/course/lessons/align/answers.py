@@ -47,7 +47,7 @@ def sum_below(inclusive):
 
 
 def buffer_length(numel, num_experts, block_size):
-    used = min(numel, num_experts)  # experts with at least one slot: each may have one slot in its last block
+    used = min(numel, num_experts)  # experts with an assignment: each may have a single one in its last block
     return (used + (numel - used) // block_size) * block_size
 
 

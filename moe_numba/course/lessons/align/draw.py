@@ -28,7 +28,7 @@ def _align(topk_ids, block_size, num_experts):
 
 
 def problem(topk_ids, block_size, num_experts):
-    """Draw the input (slots by token and choice) and the output (the same slots in blocks of one expert)."""
+    """Draw the input (assignments by token and choice) and the output (the same in blocks of one expert)."""
     tokens, topk = topk_ids.shape
     (
         check_range("the number of tokens", tokens, 1, 12),
@@ -40,7 +40,9 @@ def problem(topk_ids, block_size, num_experts):
     check_range("the number of blocks", blocks, 1, 14)
     tall, token_tall = min(0.36, 2.6 / blocks), min(0.36, 2.6 / tokens)
     top = max(tall * blocks, token_tall * tokens) + 0.78
-    figure, axes = canvas(WIDTH, top + 0.95, f"{tokens} tokens, top-{topk}: {numel} slots in blocks of {block_size}")
+    figure, axes = canvas(
+        WIDTH, top + 0.95, f"{tokens} tokens, top-{topk}: {numel} assignments in blocks of {block_size}"
+    )
     colour_of = lambda expert: lane_colour(expert) if 0 <= expert < num_experts else GREY
 
     left, wide = 0.85, 0.62
@@ -55,7 +57,7 @@ def problem(topk_ids, block_size, num_experts):
             text(axes, x + 0.38, y + token_tall / 2, str(expert), colour=ink_on(fill), weight="bold")
             if token == 0:
                 text(axes, x + wide / 2, top + 0.13, f"choice {choice}", size=7.5, colour=GREY)
-    note(axes, left, top - tokens * token_tall - 0.22, "bold: the expert, small: the slot")
+    note(axes, left, top - tokens * token_tall - 0.22, "bold: the expert, small: the assignment")
 
     start, y = left + topk * wide + 0.2, top - min(tall * blocks, token_tall * tokens) / 2
     arrow(axes, (start, y), (start + 0.95, y), colour=INK)
@@ -70,7 +72,7 @@ def problem(topk_ids, block_size, num_experts):
         y, fill, colour = top - (b + 1) * tall, *((colour_of(expert), None) if b < used else (EMPTY, GREY))
         text(axes, left - 0.08, y + tall / 2, f"block {b}", size=8.5, colour=GREY, ha="right")
         for i, slot in enumerate(sorted_ids[b * block_size : (b + 1) * block_size]):
-            label, inside = ("slot", fill) if slot < numel else ("padding" if b < used else "tail", EMPTY)
+            label, inside = ("assignment", fill) if slot < numel else ("padding" if b < used else "tail", EMPTY)
             cell(
                 axes,
                 left + i * wide,
@@ -81,18 +83,18 @@ def problem(topk_ids, block_size, num_experts):
                 fill=inside,
                 edge=WHITE,
                 size=9 if wide > 0.3 else 7,
-                colour=None if label == "slot" else GREY,
+                colour=None if label == "assignment" else GREY,
                 label=label,
             )
         cell(axes, right + 0.35, y, 0.5, tall, expert, fill=fill, edge=WHITE, colour=colour)
         if b < used and expert not in expert_ids[:b]:
             end = (b + expert_ids[:used].count(expert)) * block_size
             slots = sum(slot < numel for slot in sorted_ids[b * block_size : end])
-            words = f"{plural(slots, 'slot')}, {end - b * block_size - slots} padding"
-            text(axes, right + 0.98, y + tall / 2, words, size=8.5, colour=GREY, ha="left")
+            words = f"{plural(slots, 'assignment')}, {end - b * block_size - slots} padding"
+            text(axes, right + 0.98, y + tall / 2, words, size=8, colour=GREY, ha="left")
     y = top - used * tall
     axes.plot([left, right + 0.85], [y, y], color=INK, linewidth=1.6, label="end of use")
     words = f"num_tokens_post_pad = {total[0]}: {plural(used, 'block')} above the line"
     text(axes, left, top - blocks * tall - 0.22, words, ha="left")
-    note(axes, 0.15, 0.15, f"Colour: the expert. Pale: padding and tail; both hold {numel}, the number of slots.")
+    note(axes, 0.15, 0.15, f"Colour: the expert. Pale: padding and tail; both hold {numel}, the number of assignments.")
     return figure

@@ -10,12 +10,10 @@ from moe_numba import simulator  # before Numba: it decides whether kernels run 
 # isort: split
 from numba import cuda
 
-from moe_numba.course.bench import records
 from moe_numba.course.grader import Wrong, expect_equal, fault
 from moe_numba.course.lessons.align import answers
-from moe_numba.course.lessons.align.published import ABOUT, DEVICE, OLD, ORDER, inputs, lesson, published_phases
-from moe_numba.course.lessons.align.sizes import BLOCK, EXPERTS, TOKENS
-from moe_numba.course.steps.align_runs import poisoned
+from moe_numba.course.lessons.align.published import ORDER, inputs, lesson, published_phases, timed_buffers
+from moe_numba.course.lessons.align.sizes import EXPERTS, LINE, TOKENS
 from moe_numba.course.steps.exercises import Break, Build, is_stub
 from moe_numba.course.steps.score import count
 from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
@@ -49,10 +47,10 @@ attack = Attack()
 
 def _around_scan(answer):
     @cuda.jit
-    def around(x, out):
+    def checked_answer(x, out):
         out[cuda.threadIdx.x] = answer(x[cuda.threadIdx.x])
 
-    return around
+    return checked_answer
 
 
 def _scan(kernel):
@@ -98,13 +96,13 @@ _WARPS = 8
 
 def _around_sum_below(answer, threads=32 * _WARPS):
     @cuda.jit
-    def around(x, out):
+    def checked_answer(x, out):
         tid = cuda.threadIdx.x
         below = answer(answers.warp_scan(x[tid]))
         if tid < threads:
             out[tid] = below
 
-    return around
+    return checked_answer
 
 
 def _sum_below(kernel, threads=32 * _WARPS):
@@ -175,11 +173,13 @@ def _test_length(answer):
     for sizes in _SIZES:
         if (found := answer(*sizes)) != (right := answers.buffer_length(*sizes)):
             what = "sufficient, but not tight" if found > right else "too short for some routing"
-            raise Wrong("{} slots, {} experts, blocks of {}: ".format(*sizes) + f"{found} is {what}; {right} suffice")
+            raise Wrong(
+                "{} assignments, {} experts, blocks of {}: ".format(*sizes) + f"{found} is {what}; {right} suffice"
+            )
 
 
 _LENGTH_HINT = (
-    "The worst routing gives as many experts as possible a last block with a single slot. How many can that be?"
+    "The worst routing gives as many experts as possible a last block with a single assignment. How many can that be?"
 )
 length = Length()
 
@@ -193,7 +193,10 @@ class Culprit:
     def check(self, variants: dict, choice=...) -> Verdict:
         """Time the variants, or look their times up, and compare."""
         ids = inputs(TOKENS)["random experts"]
-        outputs, cumsum = poisoned(ids, EXPERTS, BLOCK), torch.zeros(33 * EXPERTS, dtype=torch.int32, device=DEVICE)
+        outputs, cumsum = timed_buffers()
+        counts = torch.bincount(ids.flatten(), minlength=EXPERTS)
+        starts = (counts.cumsum(0) - counts).int()
+        cumsum[: LINE * EXPERTS : LINE] = cumsum[:EXPERTS] = starts  # as they are when the sort kernel starts
         length = ids.numel() // (64 if simulator.ENABLED else 1)
         mask = (1 << (len(outputs[0]).bit_length() - 1)) - 1
         calls = {
@@ -201,26 +204,21 @@ class Culprit:
             for name, kernel in variants.items()
         }
         us, source = lesson.times("sort kernel", calls), "measured" if not simulator.ENABLED else "recorded"
-        if not us:
-            us, source = _old_times(variants), OLD
         if choice is ... or not us:
             return Verdict(
-                "culprit", OPEN, "no choice yet: A, B, C, or several" if us else "not timed with these sizes"
+                "culprit",
+                OPEN,
+                "no choice yet: one or more of A, B and C" if us else "not timed with these kernels and sizes",
             )
         whole = us["as it is"]
-        fast = "".join(name[0] for name in variants if name != "as it is" and us[name] < 0.7 * whole)
+        fast = "".join(name[0] for name in variants if name != "as it is" and us[name] < _MUCH * whole)
         times = ", ".join(f"{name} {us[name]:.2f} us" for name in variants)
-        text = f"you chose {choice}; {fast} are much faster ({source}): {times}. " + _CULPRIT
+        found = f"{' and '.join(fast) or 'none'} took less than three quarters of the time"
+        text = f"you chose {choice}; {found} ({source}): {times}." + (f" {_CULPRIT}" if "C" in fast else "")
         return Verdict("culprit", RIGHT if set(choice) == set(fast) else WRONG, text)
 
 
-def _old_times(variants):
-    record = records.recorded("align_ladder")
-    us = record["diagnosis"]["sort kernel"] if record and records.select(record, **ABOUT) else {}
-    named = {name: us.get(name.rpartition(": ")[2]) for name in variants}
-    return {} if None in named.values() else named
-
-
+_MUCH = 0.75  # of the time: a variant that takes longer is not much faster
 _CULPRIT = (
     "C has as many atomic operations and scattered stores as the kernel as it is. So neither takes the time, but that "
     "all counters lie in a few cache lines: the L2 serves the operations on a line one after another."
@@ -233,11 +231,11 @@ culprit = Culprit()
 
 def _around_places(answer):
     @cuda.jit
-    def around(ids, next_place, places):
+    def checked_answer(ids, next_place, places):
         i = cuda.grid(1)
         places[i] = answer(next_place, ids[i])
 
-    return around
+    return checked_answer
 
 
 _IDS = np.concatenate([np.arange(64) % 4, np.zeros(32), np.arange(32)]).astype(np.int32)
@@ -266,7 +264,7 @@ take_places = Build(
     test=_test_places,
     profile=lambda answer: count(_around_places(answer), _take, answer),
     counter="contention",
-    unit="lane of a warp adding to an address at once",
+    unit="lanes of a warp adding to one address at once",
     par=1,
     par_is_bound=True,
     forbidden={"shared_load_requests": "it uses shared memory; a warp needs none"},

@@ -294,11 +294,10 @@ def sort_replayed(topk_ids, sorted_token_ids, cumsum, numel, mask):
 
 
 class Port(NamedTuple):
-    """A version: what `make_port` takes, where the fill is ("apart" is a launch of its own), and its old record."""
+    """A version: what `make_port` takes, and where the fill is ("apart" is a launch of its own)."""
 
     parts: tuple[Any, ...]
     fill: str  # "apart", "last", "first" or "second CTA"
-    step: str  # of the record "align_ladder", which the first edition of this lesson wrote
 
     @property
     def arguments(self) -> tuple:
@@ -307,12 +306,12 @@ class Port(NamedTuple):
 
 
 PORTS = {
-    "0x1": Port((count_in_rows, one_thread_in_rows, thread_per_expert), "apart", "0x1 baseline"),
-    "0x2": Port((count_in_rows, one_thread_in_rows, thread_per_expert), "last", "0x2 padding inside"),
-    "0x3 without search": Port((count_slots, blelloch, thread_per_expert_shared), "last", "0x3 Blelloch scan"),
-    "0x3": Port((count_slots, blelloch, thread_per_block), "last", "0x3 binary search"),
-    "0x4": Port((count_slots, two_passes, thread_per_block), "last", "0x4 two-level scan"),
-    "0x4, one pass": Port((count_slots, one_pass, thread_per_block), "last", "0x4, one pass"),
-    "0x4, filling first": Port((count_slots, one_pass, thread_per_block), "first", "0x4, filling first"),
-    "0x5": Port((count_slots, one_pass, thread_per_block), "second CTA", "0x5 parallel fill"),
+    "0x1": Port((count_in_rows, one_thread_in_rows, thread_per_expert), "apart"),
+    "0x2": Port((count_in_rows, one_thread_in_rows, thread_per_expert), "last"),
+    "0x3 without search": Port((count_slots, blelloch, thread_per_expert_shared), "last"),
+    "0x3": Port((count_slots, blelloch, thread_per_block), "last"),
+    "0x4": Port((count_slots, two_passes, thread_per_block), "last"),
+    "0x4, one pass": Port((count_slots, one_pass, thread_per_block), "last"),
+    "0x4, filling first": Port((count_slots, one_pass, thread_per_block), "first"),
+    "0x5": Port((count_slots, one_pass, thread_per_block), "second CTA"),
 }

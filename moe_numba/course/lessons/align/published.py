@@ -14,9 +14,8 @@ from moe_numba.course.bench.timing import rotating
 from moe_numba.course.draw.phases import phase_bars
 from moe_numba.course.lessons.align import ports
 from moe_numba.course.lessons.align.ports import PORTS
-from moe_numba.course.lessons.align.sizes import BLOCK, EXPERTS, THREADS, TOKENS, TOPK
+from moe_numba.course.lessons.align.sizes import BLOCK, EXPERTS, LINE, SPREAD, THREADS, TOKENS, TOPK
 from moe_numba.course.steps.align_runs import poisoned, random_ids, wrong
-from moe_numba.course.steps.estimate import estimate
 from moe_numba.course.steps.kernel_phases import phases_of, until, without_earlier
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Lesson, Run, Table
@@ -35,18 +34,21 @@ def inputs(tokens: int = _CHECKED) -> dict[str, torch.Tensor]:
     in_turn = torch.arange(tokens * TOPK, dtype=torch.int32, device=DEVICE).reshape(-1, TOPK) % EXPERTS
     return {
         "random experts": ids,
-        "the same number of slots for each expert": in_turn,
+        "the same number of assignments for each expert": in_turn,
         "all tokens choose the same experts": ids[:1].repeat(tokens, 1).contiguous(),
-        "three of four experts have no slot": (ids // 4 * 4 + 3).contiguous(),
+        "three of four experts have no assignment": (ids // 4 * 4 + 3).contiguous(),
         "one token": ids[:1].contiguous(),
     }
 
 
+_COUNTERS = SPREAD + LINE * EXPERTS  # elements: the starts, and a cache line for each expert's counter
+
+
 def run(version, ids: torch.Tensor, outputs=None, cumsum=None) -> tuple:
-    """Launch the main kernel, and the sort kernel behind it; return the outputs and what is not promised of them."""
+    """Launch the main kernel, and the sort kernel after it; return the outputs and what is not promised of them."""
     main, sort, ctas = version
     outputs = poisoned(ids, EXPERTS, BLOCK) if outputs is None else outputs
-    cumsum = torch.full((EXPERTS + 1,), -7, dtype=torch.int32, device=ids.device) if cumsum is None else cumsum
+    cumsum = torch.full((_COUNTERS,), -7, dtype=torch.int32, device=ids.device) if cumsum is None else cumsum
     numel, length = ids.numel(), len(outputs[0])
     launch(main, ctas, THREADS, ids, *outputs, cumsum, BLOCK, numel, length)
     launch(sort, -(-numel // 256), 256, ids, outputs[0], cumsum, numel)
@@ -63,18 +65,19 @@ def check(version, run=run) -> str | None:
 
 def _buffers(ids):
     """Return outputs and counters, allocated once: where they lie changes the time of a kernel."""
-    return poisoned(ids, EXPERTS, BLOCK), torch.zeros(EXPERTS + 1, dtype=torch.int32, device=DEVICE)
+    return poisoned(ids, EXPERTS, BLOCK), torch.zeros(_COUNTERS, dtype=torch.int32, device=DEVICE)
 
 
 @cache
-def _timed_buffers():
+def timed_buffers():
+    """Return the buffers that all timed kernels of the page share."""
     return _buffers(inputs(TOKENS)["random experts"])
 
 
 def timed(version):
     """Return calls with different routings and the same buffers."""
     make = partial(random_ids, TOKENS, EXPERTS, TOPK, DEVICE)
-    return [partial(run, version, ids, *_timed_buffers()) for ids in rotating(make, 4 * TOKENS * TOPK)]
+    return [partial(run, version, ids, *timed_buffers()) for ids in rotating(make, 4 * TOKENS * TOPK)]
 
 
 def once(version):
@@ -92,13 +95,6 @@ lesson = Lesson(
 
 
 # The ports of the published versions: timed on a GPU, otherwise recorded
-
-OLD = "recorded by the first edition of this lesson"
-
-
-def _old_row(name):
-    record = records.recorded("align_ladder")
-    return record and records.find(record, step=PORTS[name].step, **ABOUT)
 
 
 def _kernel(name):
@@ -131,7 +127,7 @@ def _check_ports():
 
 
 def _main_call(kernel, routing):
-    ids, (outputs, cumsum) = inputs(TOKENS)[routing], _timed_buffers()
+    ids, (outputs, cumsum) = inputs(TOKENS)[routing], timed_buffers()
     return partial(launch, kernel, 1, THREADS, ids, *outputs, cumsum, BLOCK, ids.numel(), len(outputs[0]))
 
 
@@ -145,7 +141,7 @@ def _phases(name):
     absent = {"fill first": "first", "fill": "last"}
     phases = [phase for phase in phases_of(make) if absent.get(phase, port.fill) == port.fill]
     kernels = {phase: until(make, phase, vars(ports))(*port.arguments) for phase in phases}
-    outputs, cumsum = _timed_buffers()
+    outputs, cumsum = timed_buffers()
     numel, mask = ids.numel(), (1 << (len(outputs[0]).bit_length() - 1)) - 1
     calls = {"apart": partial(outputs[0].fill_, numel)} if port.fill == "apart" else {}
     calls |= {phase: _main_call(kernel, "random experts") for phase, kernel in kernels.items()}
@@ -165,11 +161,9 @@ VERSIONS = "0x1", "0x2", "0x3", "0x4", "0x5"
 
 @cache
 def published_phases() -> tuple[dict[str, dict[str, float]], str]:
-    """Return {version: {phase: microseconds}}, and where they come from."""
-    if all((found := {name: _phases(name) for name in VERSIONS}).values()):
-        return found, _source()
-    old = {name: _old_row(name) for name in VERSIONS}
-    return {name: row["phases_us"] for name, row in old.items() if row}, OLD
+    """Return {version: {phase: microseconds}}, empty if one is not known, and where they come from."""
+    found = {name: _phases(name) for name in VERSIONS}
+    return (found if all(found.values()) else {}), _source()
 
 
 def show_phases():
@@ -180,29 +174,22 @@ def show_phases():
     return phase_bars(phases, f"Five versions, {TOKENS} tokens: where the time goes", source.capitalize(), ORDER)
 
 
-_COUNTING = {  # label -> how it counts, the routing, and the labels of the old record
-    "0x1": (ports.count_in_rows, "random experts", ("counting", "random ids")),
-    "all tokens choose the same experts": (
-        ports.count_in_rows,
-        "all tokens choose the same experts",
-        ("counting", "same experts"),
-    ),
-    "no atomic additions": (ports.count_without_atomics, "random experts", ("counting", "no atomics")),
-    "an index without rows": (ports.count_without_rows, "random experts", ("index and clearing loop", "plain index")),
-    "and a thread clears each counter": (ports.count_slots, "random experts", ("index and clearing loop", "0x3")),
+_SAME = "all tokens choose the same experts"
+_COUNTING = {  # label -> how it counts, and the routing
+    "0x1": (ports.count_in_rows, "random experts"),
+    _SAME: (ports.count_in_rows, _SAME),
+    "no atomic additions": (ports.count_without_atomics, "random experts"),
+    "an index without rows": (ports.count_without_rows, "random experts"),
+    "and a thread clears each counter": (ports.count_slots, "random experts"),
 }
 
 
 def show_counting() -> Table:
     """Return a table of variants of the phase `count`, with the launch."""
     make, rest = until(ports.make_port, "count", vars(ports)), PORTS["0x2"].arguments[1:]
-    kernels = {label: make(counts, *rest) for label, (counts, *_) in _COUNTING.items()}
-    calls = {label: _main_call(kernels[label], ids) for label, (_, ids, _) in _COUNTING.items()}
+    kernels = {label: make(counts, *rest) for label, (counts, _) in _COUNTING.items()}
+    calls = {label: _main_call(kernels[label], ids) for label, (_, ids) in _COUNTING.items()}
     us, source = _times("counting", calls, {label: [kernel] for label, kernel in kernels.items()}), _source()
-    old = records.recorded("align_ladder")
-    if not us and old and records.select(old, **ABOUT):
-        us = {label: old["diagnosis"][name][what] for label, (*_, (name, what)) in _COUNTING.items()}
-        source = OLD
     lines = [[label, records.format_us(us[label]) if us else ""] for label in _COUNTING]
     return Table([f"counting ({source if us else 'not timed'})", "us"], lines)
 
@@ -211,11 +198,8 @@ def show_counting() -> Table:
 def published_times() -> tuple[dict[str, float], str]:
     """Return {version: microseconds} of all ports, interleaved, and where they come from."""
     ids = inputs(TOKENS)["random experts"]
-    calls = {name: partial(run_port, name, ids, *_timed_buffers()) for name in PORTS}
-    if us := _times("published", calls, {name: [_kernel(name), ports.sort_slots] for name in PORTS}):
-        return us, _source()
-    old = {name: row["kernel_us"]["median"] for name in PORTS if (row := _old_row(name))}
-    return old, OLD
+    calls = {name: partial(run_port, name, ids, *timed_buffers()) for name in PORTS}
+    return _times("published", calls, {name: [_kernel(name), ports.sort_slots] for name in PORTS}), _source()
 
 
 _NO_GAIN = {  # versions before and after -> what changes, and why it gains next to nothing
@@ -231,7 +215,7 @@ _NO_GAIN = {  # versions before and after -> what changes, and why it gains next
     ),
     ("0x4", "0x4, one pass"): (
         "0x4: one scan instead of two",
-        "SGLang scans twice, first for the total. But by 0x4 the scan is the shortest phase.",
+        "SGLang scans twice, first for the total. But in 0x4 the scan is the shortest phase.",
     ),
     ("0x4, one pass", "0x4, filling first"): (
         "0x5: fill first, in the same CTA",
@@ -255,20 +239,52 @@ def show_what_did_not_pay() -> Table:
 
 
 def concentrated(versions: dict) -> Table:
-    """Return a table of versions that route all tokens to the same experts."""
-    ids, estimated = inputs(TOKENS)["all tokens choose the same experts"], {}
-    calls = {name: partial(run, version, ids, *_timed_buffers()) for name, version in versions.items()}
-    us = lesson.times("same experts", calls)
-    if simulator.ENABLED:
-        estimated = {name: f"{estimate(call, lesson.gpu.upper()).us:.1f}" for name, call in calls.items()}
-    lines = [[name, records.format_us(us[name]) if us else "", estimated.get(name, "")] for name in versions]
-    return Table(["all tokens choose the same experts", "us", "estimate, us"], lines)
+    """Return a table of versions, timed when all tokens choose the same experts, with the factor over the first."""
+    ids = inputs(TOKENS)[_SAME]
+    calls = {name: partial(run, version, ids, *timed_buffers()) for name, version in versions.items()}
+    if simulator.ENABLED:  # one is known without the others
+        us = {}
+        for name, call in calls.items():
+            us |= lesson.times("same experts", {name: call})
+    else:
+        us = lesson.times("same experts", calls)
+    first = us.get(next(iter(versions)))
+    lines = [
+        [name, records.format_us(us[name]), f"{first / us[name]:.2f}"]
+        if first and name in us
+        else [name, "not timed", ""]
+        for name in versions
+    ]
+    return Table([_SAME, "us", "times as fast"], lines)
 
 
 def without_fill() -> float | None:
     """Return the time of the step before the second CTA without its phase `fill`, if both are known."""
     step, phases = lesson.steps.get("one barrier"), published_phases()[0]
     return step.us - phases["0x4"]["fill"] if step and step.us and phases else None
+
+
+def with_spread_counters() -> float | None:
+    """Return the time of 0x5 minus what variant C saves of the sort kernel, if all are known."""
+    step, record = lesson.steps.get("0x5 second CTA"), records.recorded("align_published_ladder") or dict(rows=[])
+    rows = [
+        lesson.diagnosed.get(f"sort kernel: {label}") or records.find(record, step=f"sort kernel: {label}", **ABOUT)
+        for label in ("as it is", "C: a cache line per counter")
+    ]
+    if not step or not step.us or None in rows:
+        return None
+    whole, spread = (row["kernel_us"]["median"] for row in rows)
+    return step.us - (whole - spread)
+
+
+def saved(name: str, before: str) -> str:
+    """Return how much faster a step is than another, in words."""
+    us, then = (lesson.steps[each].us if each in lesson.steps else None for each in (name, before))
+    if not us or not then:
+        return "has not been timed"
+    if abs(then - us) < 0.01 * then:
+        return f"takes as long as before ({records.format_us(then)} and {records.format_us(us)} us): no gain here"
+    return f"takes {records.format_us(us)} us instead of {records.format_us(then)} us"
 
 
 COPIES = 8
@@ -286,10 +302,6 @@ def allocations(version) -> str:
             calls[label] = partial(run, version, ids, *_buffers(ids))
             gaps.append(torch.empty((3 << 20) + 1000 * number, dtype=torch.uint8, device=DEVICE))
         us, source = list(lesson.times("allocations of 0x5", calls).values()), "timed now"
-    old = records.recorded("align_one_launch_ladder")
-    if not us and old and records.select(old, **ABOUT):
-        copies = old["diagnosis"].get("buffers of 0x5", {})
-        us, source = [us for name, us in copies.items() if name.startswith("copy")], OLD
     if not us:
         return "Version 0x5 was not timed with these sizes."
     low, high, peer = min(us), max(us), _peer_us("sglang-aot")
@@ -352,4 +364,6 @@ def lower_bound() -> str:
     numel, length = TOKENS * TOPK, sizes(TOKENS * TOPK, BLOCK, EXPERTS)[0]
     num_bytes = 4 * (numel + length + length // BLOCK + 1)
     us = num_bytes / chip_limits().copy_bandwidth * 1e6
-    return f"{num_bytes:,} bytes take {us:.2f} us at the rate of a copy"
+    text = f"{num_bytes:,} bytes take {us:.2f} us at the rate of a copy"
+    empty = (records.recorded("align_one_launch_ladder") or {}).get("diagnosis", {}).get("basics", {}).get("empty")
+    return f"{text}, and two launches of an empty kernel {2 * empty:.2f} us" if empty else text

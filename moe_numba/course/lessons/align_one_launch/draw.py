@@ -21,8 +21,8 @@ from moe_numba.course.draw.canvas import (
 
 EMPTY = "#F4F4F4"
 _NARROW = 5.4  # inches: legible on a phone
-# Colours of the phases, as `phase_bars` gives them to the versions of the notebook
-PHASES = dict(zip(("start", "count", "scan", "write", "sort kernel", "exchange"), COLOURS, strict=False))
+# Colours of the phases, as in `one_launch.show_phases`
+PHASES = dict(zip(("start", "count", "exchange", "scan", "write", "sort kernel"), COLOURS, strict=False))
 
 
 def two_launches():
@@ -84,17 +84,17 @@ def _align(topk_ids, block_size, num_experts):
 
 
 def list_writers(topk_ids, block_size, num_experts, ctas):
-    """List value, kind ("slot", "padding" or "tail") and writing CTA of each element of sorted_token_ids.
+    """List value, kind ("assignment", "padding" or "tail") and writing CTA of each element of sorted_token_ids.
 
-    A CTA has one warp and places its chunk of the slots. Expert e's padding falls to warp e of the grid, modulo the
-    number of warps; the tail is drawn as equal parts.
+    A CTA has one warp and places its chunk of the assignments. Expert e's padding falls to warp e of the grid, modulo
+    the number of warps; the tail is drawn as equal parts.
     """
     sorted_ids, expert_ids, (used,) = _align(topk_ids, block_size, num_experts)
     numel, elements = topk_ids.numel(), []
     chunk, tail = -(-numel // ctas), len(sorted_ids) - used
     for i, slot in enumerate(sorted_ids):
         if slot < numel:
-            elements.append((slot, "slot", slot // chunk))
+            elements.append((slot, "assignment", slot // chunk))
         elif i < used:
             elements.append((slot, "padding", expert_ids[i // block_size] % ctas))
         else:
@@ -103,9 +103,9 @@ def list_writers(topk_ids, block_size, num_experts, ctas):
 
 
 def element_writers(topk_ids, block_size, num_experts, ctas):
-    """Draw which CTA writes which element of sorted_token_ids, if each CTA counts all slots."""
+    """Draw which CTA writes which element of sorted_token_ids, if each CTA counts all assignments."""
     check_range("ctas", ctas, 1, 4)
-    check_range("the number of slots", topk_ids.numel(), 1, 42)
+    check_range("the number of assignments", topk_ids.numel(), 1, 42)
     check_range("block_size", block_size, 3, 16)
     elements, chunk = list_writers(topk_ids, block_size, num_experts, ctas), -(-topk_ids.numel() // ctas)
     check_range("the length of sorted_token_ids", len(elements), 1, 126)
@@ -118,7 +118,12 @@ def element_writers(topk_ids, block_size, num_experts, ctas):
     figure, axes = canvas(WIDTH, height, f"{plural(ctas, 'CTA')}: each element has one writer")
     y = height - 1.12
     text(axes, left, y + tall + 0.31, "topk_ids", ha="left", weight="bold")
-    note(axes, left + 0.8, y + tall + 0.31, "Colour: the CTA that places the slot. Each CTA counts all slots.")
+    note(
+        axes,
+        left + 0.8,
+        y + tall + 0.31,
+        "Colour: the CTA that places the assignment. Each CTA counts all assignments.",
+    )
     for slot, expert in enumerate(topk_ids.flatten().tolist()):
         x = left + slot * wide
         cell(axes, x, y, wide, tall, expert, fill=lane_colour(slot // chunk), edge=WHITE, size=7.5, label="chunk")
@@ -128,7 +133,7 @@ def element_writers(topk_ids, block_size, num_experts, ctas):
     note(axes, left + 1.45, y, "Warp e of the grid (here: one per CTA, so modulo CTAs) writes the padding of expert e.")
     for i, (value, kind, cta) in enumerate(elements):
         colour, x, at = lane_colour(cta), left + i % a_line * wide, y - 0.67 - i // a_line * 0.58
-        fill = {"slot": colour, "padding": tint(colour, 0.35), "tail": WHITE}[kind]
+        fill = {"assignment": colour, "padding": tint(colour, 0.35), "tail": WHITE}[kind]
         cell(axes, x + 0.012, at, wide - 0.024, tall, value, fill=fill, edge=colour, size=7.5, label=kind)
         if i % block_size == 0:
             block, end = i // block_size, x + min(block_size, len(elements) - i) * wide
@@ -141,31 +146,31 @@ def element_writers(topk_ids, block_size, num_experts, ctas):
         x, colour = left + cta * (3 * part + 0.15), lane_colour(cta)
         kinds = [kind for _, kind, of in elements if of == cta]
         text(axes, x, 0.83, f"CTA {cta}: {plural(len(kinds), 'element')}", ha="left", size=8.5)
-        for k, (kind, fill) in enumerate((("slot", colour), ("padding", tint(colour, 0.35)), ("tail", WHITE))):
-            words = plural(kinds.count(kind), kind) if kind == "slot" else f"{kinds.count(kind)} {kind}"
-            cell(axes, x + k * part, 0.42, part, 0.26, words, fill=fill, edge=colour, size=8)
+        for k, (kind, fill) in enumerate((("assignment", colour), ("padding", tint(colour, 0.35)), ("tail", WHITE))):
+            words = plural(kinds.count(kind), kind) if kind == "assignment" else f"{kinds.count(kind)} {kind}"
+            cell(axes, x + k * part, 0.42, part, 0.26, words, fill=fill, edge=colour, size=8 if ctas < 4 else 6.5)
     note(axes, left, 0.15, "Each element has one writer. All threads share the tail; it is drawn as equal parts.")
     return figure
 
 
 def bitmask_rank(topk_ids_of_chunk, expert, word_bits=8, slot=None):
-    """Draw a stable rank computed from a bitmask: the number of set bits below the slot's own bit.
+    """Draw a stable rank computed from a bitmask: the number of set bits below the assignment's own bit.
 
-    ``slot`` defaults to the last slot of the expert.
+    ``slot`` is the number of the assignment in the chunk, by default the last one of the expert.
     """
     ids = [int(i) for i in topk_ids_of_chunk]
     slots = [at for at, i in enumerate(ids) if i == expert]
-    check_range("the number of slots", len(ids), 1, 32)
+    check_range("the number of assignments", len(ids), 1, 32)
     check_range("word_bits", word_bits, 4, 32)
     if not slots or slot not in (None, *slots):
-        raise ValueError(f"slot is {slot}, but must be one of expert {expert}'s slots {slots}")
+        raise ValueError(f"slot is {slot}, but must be one of expert {expert}'s assignments {slots}")
     slot = slots[-1] if slot is None else slot
     rank, own, words = slots.index(slot), slot // word_bits, -(-len(ids) // word_bits)
-    figure, axes = canvas(WIDTH, 3.6, f"A rank from a bitmask: slot {slot} of a chunk, routed to expert {expert}")
+    figure, axes = canvas(WIDTH, 3.6, f"A rank from a bitmask: assignment {slot} of a chunk, routed to expert {expert}")
     left, gap, tall = 1.55, 0.2, 0.3
     wide = min(0.5, (WIDTH - left - 0.15 - gap * (words - 1)) / len(ids))
     x = [left + at * wide + at // word_bits * gap for at in range(len(ids))]
-    names = "slot of the chunk", "topk_ids", f"mask of expert {expert}", "rank", f"slots of expert {expert}"
+    names = "in the chunk", "topk_ids", f"mask of expert {expert}", "rank", f"those of expert {expert}"
     for y, name in zip((2.88, 2.6, 2.0, 0.77, 0.5), names, strict=True):
         text(axes, left - 0.12, y + tall / 2, name, ha="right", size=8.5)
     for at, i in enumerate(ids):
@@ -190,19 +195,19 @@ def bitmask_rank(topk_ids_of_chunk, expert, word_bits=8, slot=None):
         axes.plot([x[first], x[last - 1] + wide], [1.9, 1.9], color=colour, linewidth=1.6)
         text(axes, (x[first] + x[last - 1] + wide) / 2, 1.73, label, size=8.5, colour=colour)
     added = " + ".join(map(str, parts)) + (f" = {rank}" if own else "")
-    text(axes, left, 1.32, f"rank of slot {slot} = {added}", ha="left", weight="bold")
+    text(axes, left, 1.32, f"rank of assignment {slot} = {added}", ha="left", weight="bold")
     each = min(0.5, (WIDTH - left - 0.15) / len(slots))
     for r, at in enumerate(slots):
         fill = RED if at == slot else BLUE if at < slot else WHITE
         cell(axes, left + r * each, 0.5, each, tall, at, fill=fill, edge=PALE, label="ranked", size=8)
         text(axes, left + (r + 0.5) * each, 0.92, str(r), size=8, colour=GREY)
     words = f"Words of {word_bits} bits are drawn, bit 0 on the left; the kernels have 32."
-    note(axes, 0.15, 0.15, f"{words} Red: the slot. Blue: earlier slots of its expert.")
+    note(axes, 0.15, 0.15, f"{words} Orange: the assignment. Blue: earlier ones of its expert.")
     return figure
 
 
 def exchange_counts(ctas, experts, block_size=4, seed=0):
-    """Draw the exchange of counts between CTAs, and the rows that one CTA computes for its slots."""
+    """Draw the exchange of counts between CTAs, and the rows that one CTA computes for its assignments."""
     check_range("ctas", ctas, 2, 5)
     check_range("experts", experts, 2, 8)
     check_range("block_size", block_size, 1, 16)
@@ -215,7 +220,7 @@ def exchange_counts(ctas, experts, block_size=4, seed=0):
     start = padded.cumsum() - padded
     tall, left, wide = 0.24, 1.45, 0.46
     height = 3.5 + tall * ctas
-    figure, axes = canvas(WIDTH, height, f"Exchange of counts: the rows of the slots of CTA {g} of {ctas}")
+    figure, axes = canvas(WIDTH, height, f"Exchange of counts: the rows of the assignments of CTA {g} of {ctas}")
     right, top = left + experts * wide + 0.15, height - 0.7
     below = top - ctas * tall - 0.5
     for expert in range(experts):
@@ -230,7 +235,7 @@ def exchange_counts(ctas, experts, block_size=4, seed=0):
             cell(axes, x, below - (row + 1) * tall, wide, tall, numbers[expert], fill=fill, edge=PALE)
     for cta in range(ctas):
         text(axes, left - 0.12, top - (cta + 0.5) * tall, f"CTA {cta}", ha="right", size=8.5)
-    words = f"Each CTA counts its chunk of {ids.shape[1]} slots, and stores its counts."
+    words = f"Each CTA counts its chunk of {ids.shape[1]} assignments, and stores its counts."
     note(axes, right, top - 0.5 * tall, words)
     axes.plot([0.15, WIDTH - 0.15], [below + 0.25] * 2, color=INK, linewidth=1.2, linestyle="--")
     note(axes, right, below + 0.42, f"Grid-wide barrier: all {ctas} CTAs have stored their counts.")
@@ -254,7 +259,7 @@ def exchange_counts(ctas, experts, block_size=4, seed=0):
         cell(axes, left + i * wide, y, wide, tall, cta, fill=fill, edge=WHITE, label="written")
         text(axes, left + (i + 0.5) * wide, y + tall + 0.12, str(first + i), size=7.5, colour=GREY)
     words = f"Rows of expert {e} and the CTA that writes each; a dash is padding."
-    note(axes, 0.15, 0.15, f"{words} Red: CTA {g}. Blue: earlier CTAs. Yellow: expert {e}, all CTAs.")
+    note(axes, 0.15, 0.15, f"{words} Orange: CTA {g}. Blue: earlier CTAs. Pale yellow: expert {e}, all CTAs.")
     return figure
 
 
@@ -331,9 +336,9 @@ def who_waits(ctas=3, late=2):
 
 
 def warp_ranks(experts_of_warps, slot=None):
-    """Draw how warps rank their slots: masks and counters for each warp and expert, and the sums over lower warps.
+    """Draw how warps rank their assignments: masks and counters for each warp and expert, sums over lower warps.
 
-    ``experts_of_warps`` has the experts of each warp's lanes; ``slot``, by default the last one, is followed.
+    ``experts_of_warps`` has the experts of each warp's lanes; ``slot`` is the assignment to follow, or the last one.
     """
     ids = np.array(experts_of_warps)
     warps, lanes = ids.shape
@@ -374,7 +379,7 @@ def warp_ranks(experts_of_warps, slot=None):
     followed = lambda of, at: (
         RED if (of, at) == (w, lane) else BLUE if ids[of, at] == e and (of, at) < (w, lane) else WHITE
     )
-    row(y, "experts", lambda of, at: ids[of, at], followed, lanes, "slot")
+    row(y, "experts", lambda of, at: ids[of, at], followed, lanes, "assignment")
     text(axes, 0.12, y - 0.22, "masks: a bit for each lane", ha="left", weight="bold")
     y -= 0.36
     for expert in range(experts):
@@ -383,14 +388,16 @@ def warp_ranks(experts_of_warps, slot=None):
         own = lambda of, at, expert=expert: followed(of, at) if (of, expert) == (w, e) else WHITE
         fill = lambda of, at, bit=bit, own=own: tint(GREY) if own(of, at) == WHITE and bit(of, at) else own(of, at)
         row(y, f"expert {expert}", bit, fill, lanes, "bit")
-    text(axes, 0.12, y - 0.22, "counters: the warp's own slots, and those of lower warps", ha="left", weight="bold")
+    text(
+        axes, 0.12, y - 0.22, "counters: the warp's own assignments, and those of lower warps", ha="left", weight="bold"
+    )
     y -= 0.36
     for expert in range(experts):
         y -= tall
         value = lambda of, at, expert=expert: (counts, sums)[at][of, expert]
         fill = lambda of, at, expert=expert: BLUE if (of, at, expert) == (w, 1, e) else WHITE
         row(y, f"expert {expert}", value, fill, 2, "counter")
-    words = f"slot {w * lanes + lane}: {sums[w, e]} in lower warps + {below} in lower lanes = rank {sums[w, e] + below}"
-    text(axes, 0.12, 0.36, words, ha="left", weight="bold")
-    note(axes, 0.12, 0.14, "Red: the slot. Blue: the slots that its rank counts.")
+    parts = f"{sums[w, e]} in lower warps + {below} in lower lanes = rank {sums[w, e] + below}"
+    text(axes, 0.12, 0.36, f"assignment {w * lanes + lane}: {parts}", ha="left", weight="bold")
+    note(axes, 0.12, 0.14, "Orange: the assignment. Blue: those that its rank counts.")
     return figure

@@ -1,5 +1,9 @@
 """Exercises of the lesson "Alignment in one launch"; the page checks answers with ``exercises.<name>``."""
 
+import ast
+import inspect
+import itertools
+import textwrap
 from functools import partial
 
 import numpy as np
@@ -12,7 +16,7 @@ from numba import cuda, int32
 
 from moe_numba.course.grader import Wrong, case, expect_equal
 from moe_numba.course.lessons.align_one_launch import answers
-from moe_numba.course.lessons.align_one_launch.one_launch import DEVICE, OLD, inputs, lesson, old_times
+from moe_numba.course.lessons.align_one_launch.one_launch import DEVICE, inputs, lesson
 from moe_numba.course.lessons.align_one_launch.sizes import BINS, BOTH, CTAS, DECODE, EXPERTS, TOKENS
 from moe_numba.course.steps.exercises import Build
 from moe_numba.course.steps.score import count
@@ -24,11 +28,11 @@ from moe_numba.runtime.launch import launch
 
 def _around_rank(answer):
     @cuda.jit
-    def around(experts, ranks, counts):
+    def checked_answer(experts, ranks, counts):
         i = cuda.grid(1)
         ranks[i], counts[i] = answer(experts[i])
 
-    return around
+    return checked_answer
 
 
 _EXPERTS = np.concatenate([np.arange(32) * 7 % 5, np.full(32, 255), np.arange(32) % 32, [9, 256] * 16]).astype(np.int32)
@@ -45,7 +49,7 @@ def _test_rank(answer):
     same = _EXPERTS.reshape(-1, 32)[:, :, None] == _EXPERTS.reshape(-1, 32)[:, None, :]
     below = np.tril(np.ones((32, 32), bool), -1)
     if (ranks == (same & below.T).sum(2).ravel()).all():
-        raise Wrong("the rank counts the lanes above; earlier slots are in lanes below")
+        raise Wrong("the rank counts the lanes above; earlier assignments are in lanes below")
     expect_equal("rank", ranks, (same & below).sum(2).ravel())
     expect_equal("count", counts, same.sum(2).ravel())
 
@@ -71,7 +75,7 @@ rank_in_warp = Build(
 
 
 class Counting:
-    """Choose the variant of the counting loop that is faster, then see its time."""
+    """Choose the variant of the counting loop that is much faster, or neither, then see the times."""
 
     def check(self, variants: dict, choice=...) -> Verdict:
         """Time the variants, or look their times up, and compare."""
@@ -83,23 +87,32 @@ class Counting:
             for name, kernel in variants.items()
         }
         us, source = lesson.times("counting loop", calls), "measured" if not simulator.ENABLED else "recorded"
-        if not us:
-            us, source = old_times("additions and loads", dict(zip(variants, _OLD_VARIANTS, strict=False))), OLD
         if choice is ... or not us:
-            return Verdict("counting loop", OPEN, "no choice yet: A or B" if us else "not timed with these sizes")
+            return Verdict(
+                "counting loop",
+                OPEN,
+                "no choice yet: A, B or neither" if us else "not timed with these kernels and sizes",
+            )
         whole, *others = us
         best = min(others, key=us.get)
         times = ", ".join(f"{name} {us[name]:.2f} us" for name in us)
-        text = f"you chose {choice}; {best[0]} saves most ({source}): {times}. {_WHY[best[0]]}"
-        return Verdict("counting loop", RIGHT if choice == best[0] and us[best] < us[whole] else WRONG, text)
+        if us[best] > _MUCH * us[whole]:
+            right, found = "neither", f"neither is much faster ({source}): {times}. {_NEITHER}"
+        else:
+            right, found = best[0], f"{best[0]} is much faster ({source}): {times}. {_WHY[best[0]]}"
+        return Verdict("counting loop", RIGHT if choice == right else WRONG, f"you chose {choice}; {found}")
 
 
-_OLD_VARIANTS = "additions", "stores", "no loads"
+_MUCH = 0.75  # of the time: a variant that takes longer is not much faster
 _WHY = {
     "A": "So the atomic additions take the time: lanes that add to the same counter take turns.",
     "B": "A plain store instead of the atomic addition touches the same banks, and gains little. So the threads wait "
     "for the ids: they lie in the L2, whose latency each load waits for.",
 }
+_NEITHER = (
+    "So neither the latency of the loads nor the atomic additions alone take the time. What is left in both variants: "
+    "32 trips of each thread, with a branch and an address in each. The next step has 8 trips and no branch."
+)
 counting = Counting()
 
 
@@ -110,7 +123,7 @@ _THREADS, _IDS = 64, 512
 
 def _around_count(answer):
     @cuda.jit
-    def around(topk_ids, found, first, numel):
+    def checked_answer(topk_ids, found, first, numel):
         counts = cuda.shared.array(BOTH, int32)
         i = cuda.threadIdx.x
         while i < BOTH:
@@ -124,7 +137,7 @@ def _around_count(answer):
             found[i] = counts[i]
             i += cuda.blockDim.x
 
-    return around
+    return checked_answer
 
 
 def _count(kernel, numel=_IDS, first=301):
@@ -163,23 +176,50 @@ count_ids = Build(
 
 # Build: a barrier of the grid
 
-_CTAS = 3
+_CTAS, _SEEDS = 3, 3
 
 
-def _around_barrier(answer, turns=2):
+def _around_barrier(answer, turns=2, links=()):
+    """Return a kernel whose CTAs exchange numbers at a barrier; ``links`` are what it adds to the answer."""
+    fence_before, fence_after = "fence before" in links, "fence after" in links
+    # A fence orders what its own thread has accessed, so the others of the CTA must synchronise with it.
+    sync_before, sync_after = fence_before or "sync before" in links, fence_after or "sync after" in links
+
     @cuda.jit
-    def around(values, rows, found, counter):
+    def checked_answer(values, rows, found, counter):
         cta, tid, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
         for turn in range(turns):
             at = turn * cuda.gridDim.x
             rows[(at + cta) * threads + tid] = values[cta * threads + tid] + turn
+            if sync_before:
+                cuda.syncthreads()
+            if fence_before:
+                cuda.threadfence()
             answer(counter)
+            if fence_after:
+                cuda.threadfence()
+            if sync_after:
+                cuda.syncthreads()
             total = int32(0)
             for other in range(cuda.gridDim.x):  # what another thread of each CTA has stored
                 total = int32(total + rows[(at + other) * threads + threads - 1 - tid])
             found[(at + cta) * threads + tid] = total
 
-    return around
+    return checked_answer
+
+
+# Link between the stores before the barrier and the loads after it -> what the message says if it is missing. Those
+# that `_around_barrier` adds with a fence come before the fence.
+_LINKS = {
+    "sync before": "a cuda.syncthreads() before the arrival: without it, a thread arrives for its CTA while other "
+    "threads of the CTA still store",
+    "sync after": "a cuda.syncthreads() after the last poll: without it, the threads that do not poll go on before all "
+    "CTAs have arrived",
+    "fence before": "a fence between the stores and the arrival: without it, another CTA may see the arrival, and not "
+    "what this CTA has stored before",
+    "fence after": "a fence after the last poll: without it, what the others have stored may be loaded before the poll "
+    "that sees the last arrival",
+}
 
 
 def _wait(kernel, counter, threads=1, turns=2):
@@ -188,17 +228,44 @@ def _wait(kernel, counter, threads=1, turns=2):
     launch(kernel, _CTAS, threads, values, rows, found, counter, cooperative=True)
     sums = values.reshape(_CTAS, threads).sum(0).flip(0)
     right = torch.stack([sums + _CTAS * turn for turn in range(turns)]).int()
-    expect_equal("the sums behind the barrier", found, right[:, None].expand(-1, _CTAS, -1).flatten())
+    expect_equal("the sums after the barrier", found, right[:, None].expand(-1, _CTAS, -1).flatten())
 
 
 def _signed(value):
     return (value + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
+def _two_in_a_row(kernel):
+    _wait(kernel, torch.zeros(4, dtype=torch.int32), threads=33)
+
+
+def _missing_links(answer):
+    """Return the fewest links that make a barrier right which is wrong, or None: the kernel around it adds them."""
+    for links in (links for most in range(1, 5) for links in itertools.combinations(_LINKS, most)):
+        kernel = _around_barrier(answer, links=links)
+        try:
+            for seed in range(_SEEDS):
+                with simulator.seed(seed), simulator.races():
+                    _two_in_a_row(kernel)
+        except (simulator.SimulatorError, Wrong):
+            continue
+        return links
+    return None
+
+
 def _test_barrier(answer):
     """Two barriers in a row, of several warps; then one after as many launches as make an element overflow."""
     with case("two barriers in a row"):
-        _wait(_around_barrier(answer), torch.zeros(4, dtype=torch.int32), threads=33)
+        try:
+            _two_in_a_row(_around_barrier(answer))
+        except (simulator.DataRace, Wrong) as error:
+            if missing := _missing_links(answer):
+                raise Wrong(f"the barrier lacks {'; and '.join(map(_LINKS.get, missing))}") from error
+            if str(error).count(" at checked_answer") != 1:  # not a race of the answer alone
+                raise Wrong(
+                    "a thread returns from the barrier before all threads of the grid have called it"
+                ) from error
+            raise
     once, counter = _around_barrier(answer, turns=1), torch.zeros(4, dtype=torch.int32)
     with case("the first launches"):
         _wait(once, counter, turns=1)
@@ -212,9 +279,13 @@ def _test_barrier(answer):
 
 
 def _profile_barrier(answer):
-    return count(
-        _around_barrier(answer), lambda kernel: _wait(kernel, torch.zeros(4, dtype=torch.int32), threads=33), answer
-    )
+    return count(_around_barrier(answer), _two_in_a_row, answer)
+
+
+def _arrivals(counted):
+    """Return the atomic operations of all lanes, for each CTA."""
+    accesses = counted.total.accesses.items()
+    return sum(found.lanes for (space, kind, _), found in accesses if (space, kind) == ("global", "atomic")) // _CTAS
 
 
 grid_barrier = Build(
@@ -225,13 +296,14 @@ grid_barrier = Build(
     profile=_profile_barrier,
     counter="global_atomic_requests",
     unit="atomic operations of a CTA in two barriers",
+    score=_arrivals,
     par=2,
     needs=(("global_atomic_requests", "global_store_requests"), "no CTA tells the others that it has arrived"),
     most_alone=None,
-    over_par="One thread can arrive for its CTA, behind a cuda.syncthreads().",
+    over_par="One thread can arrive for its CTA, after a cuda.syncthreads().",
     hint="Let the CTAs together add exactly 2^31: CTA 0 adds 2^31 minus the number of others, these add 1 each. Then "
     "the top bit flips when the last one arrives, and the other bits are 0 again. Wait until (old ^ now) is negative.",
-    seeds=3,
+    seeds=_SEEDS,
     home=f"{__name__}:grid_barrier",
 )
 
@@ -241,11 +313,11 @@ grid_barrier = Build(
 
 def _around_hand_on(answer):
     @cuda.jit
-    def around(values, prefix, flags, found):
+    def checked_answer(values, prefix, flags, found):
         cta = cuda.blockIdx.x
         found[cta] = answer(prefix, flags, values[cta])
 
-    return around
+    return checked_answer
 
 
 def _hand_on(kernel):
@@ -255,13 +327,32 @@ def _hand_on(kernel):
     launch(kernel, 4, 1, values, prefix, flags, found, cooperative=True)
     expect_equal("prefix", prefix, values.cumsum(0))
     expect_equal("the sum before", found, values.cumsum(0) - values)
+    expect_equal("flags", flags, [1, 1, 1, 1])
+
+
+def _test_hand_on(answer):
+    _refuse_atomic_prefix(answer)
+    _hand_on(_around_hand_on(answer))
+
+
+def _refuse_atomic_prefix(answer):
+    """Raise `Wrong` if ``prefix`` is accessed otherwise than by an index: atomic accesses race with none."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(answer.py_func))).body[0]
+    name = tree.args.args[0].arg
+    indexed = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == name and id(node) not in indexed:
+            raise Wrong(
+                f"`{name}` is handed to a function or gets another name. Load and store it as {name}[...]: atomic "
+                "accesses never race, so that the detector could not see a missing fence, and the fences are the task"
+            )
 
 
 hand_on = Build(
     "fences",
     "a function that adds its CTA's value to the sum of the CTAs before",
     own=answers.hand_on,
-    test=lambda answer: _hand_on(_around_hand_on(answer)),
+    test=_test_hand_on,
     profile=lambda answer: count(_around_hand_on(answer), _hand_on, answer),
     counter="global_store_requests",
     unit="stores of a CTA",

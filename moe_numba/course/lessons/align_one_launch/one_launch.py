@@ -8,6 +8,8 @@ import torch
 from moe_numba import simulator  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
 # isort: split
+from numba import cuda
+
 from moe_numba.align.reference import sizes
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import chip_limits
@@ -27,7 +29,7 @@ from moe_numba.course.lessons.align_one_launch.sizes import (
     TOPK,
 )
 from moe_numba.course.steps.align_runs import poisoned, random_ids, wrong
-from moe_numba.course.steps.lesson import Lesson, Run, Table
+from moe_numba.course.steps.lesson import Lesson, Run, Table, factory
 from moe_numba.runtime.changed_source import plain_function
 from moe_numba.runtime.launch import launch
 from moe_numba.simulator.core.settings import settings
@@ -49,9 +51,9 @@ def inputs(tokens: int) -> dict[str, torch.Tensor]:
     in_turn = torch.arange(tokens * TOPK, dtype=torch.int32, device=DEVICE).reshape(-1, TOPK) % EXPERTS
     return {
         "random experts": ids,
-        "the same number of slots for each expert": in_turn,
+        "the same number of assignments for each expert": in_turn,
         "all tokens choose the same experts": ids[:1].repeat(tokens, 1).contiguous(),
-        "three of four experts have no slot": (ids // 4 * 4 + 3).clamp(max=EXPERTS - 1).contiguous(),
+        "three of four experts have no assignment": (ids // 4 * 4 + 3).clamp(max=EXPERTS - 1).contiguous(),
         "one token": ids[:1].contiguous(),
     }
 
@@ -145,28 +147,24 @@ decode = _lesson("decode", DECODE, DECODE, not simulator.ENABLED)
 # What is recorded
 
 _ABOUT = dict(size=dict(tokens=TOKENS), config=dict(num_experts=EXPERTS, topk=TOPK, block_size=BLOCK))
-_OLD_TOPIC = "align_one_launch_ladder"  # kernels of the first edition, whose steps are smaller
 
 
 @cache
-def _old() -> dict:
-    """Return the record of the first edition's kernels, or an empty dict if its sizes are others."""
-    record = records.recorded(_OLD_TOPIC)
+def _earlier() -> dict:
+    """Return the record of earlier versions of these kernels, or an empty dict if its sizes are others."""
+    record = records.recorded("align_one_launch_ladder")
     return record if record and records.find(record, step="0x5", **_ABOUT) else {}
 
 
-OLD = f"recorded for the first edition of this lesson, on {_old()['date'][:10]}" if _old() else "not recorded"
-
-
-def old_times(name: str, labels: dict[str, str]) -> dict[str, float]:
-    """Return recorded times of the first edition by new labels; nothing if one is missing."""
-    times = _old().get("diagnosis", {}).get(name, {})
+def _earlier_times(name: str, labels: dict[str, str]) -> dict[str, float]:
+    """Return recorded times of earlier versions by new labels; nothing if one is missing."""
+    times = _earlier().get("diagnosis", {}).get(name, {})
     return {} if set(labels.values()) - set(times) else {new: times[old] for new, old in labels.items()}
 
 
 def _difference(name, longer, shorter):
     """Return the difference of two recorded times in microseconds; 0 if they are not recorded."""
-    times = old_times(name, dict(longer=longer, shorter=shorter))
+    times = _earlier_times(name, dict(longer=longer, shorter=shorter))
     return times["longer"] - times["shorter"] if times else 0.0
 
 
@@ -183,13 +181,14 @@ def l2_us() -> float:
 
 
 def sort_us() -> float:
-    """Return what the sort kernel of 0x5 takes, as recorded with the buffers of the ladder."""
-    row = records.find_step((records.recorded("align_ladder") or {}).get("rows", ()), "0x5 parallel fill") or {}
-    return row.get("phases_us", {}).get("sort", 0.0)
+    """Return what the sort kernel of 0x5 takes, as lesson 03 has recorded it; 0 if it has not."""
+    record = records.recorded("align_published_ladder") or {}
+    row = record and records.find(record, step="phases of 0x5: sort", **_ABOUT)
+    return row["kernel_us"]["median"] if row else 0.0
 
 
 def count_us() -> float:
-    """Return what counting all ids takes in the best loop of the first edition, as recorded."""
+    """Return what counting all ids takes in a loop such as that of step 2, as recorded."""
     return _difference("phases of drop bin", "count", "start")
 
 
@@ -199,10 +198,10 @@ def barrier_us() -> float:
 
 
 def start_us() -> float:
-    """Return what a dependent launch can hide, as recorded: launch and clearing, but for the launch itself."""
+    """Return what a dependent launch can hide, as recorded: launch and clearing, minus the time of the launch."""
     started, launched = (
-        old_times("phases of ranks per warp", {"": "start"}),
-        old_times("basics", {"": "empty, dependent"}),
+        _earlier_times("phases of ranks per warp", {"": "start"}),
+        _earlier_times("basics", {"": "empty, dependent"}),
     )
     return started[""] - launched[""] if started and launched else 0.0
 
@@ -214,31 +213,33 @@ def conflicts_us(step: str) -> float:
 
 
 def packed(a: int, b: int) -> dict[str, int]:
-    """Return the most slots of a CTA whose counts have 16 bits, and what two counts become that are packed into 32."""
+    """Return the most assignments of a CTA with counts of 16 bits, and what a word returns for two counts."""
     word = (a | b << 16) & 0xFFFFFFFF
-    return {"most slots": (1 << 16) - 1, "expert 0": word & 0xFFFF, "expert 1": word >> 16}
+    return {"most assignments": (1 << 16) - 1, "expert 0": word & 0xFFFF, "expert 1": word >> 16}
 
 
 def result() -> str:
     """Return what the lesson builds, in numbers of the records."""
-    align, old = records.recorded("align"), _old()
-    if not align or not old:
+    align, ours = records.recorded("align"), records.recorded("one_launch_ladder")
+    rows = [row for row in (ours or {}).get("rows", ()) if row["step"].startswith(f"{_ALLOCATIONS}: ")]
+    copies = [row["kernel_us"]["median"] for row in records.select(dict(rows=rows), **_ABOUT)]
+    if not align or not copies or not records.find(align, step="final", **_ABOUT):
         return "no times are recorded for these sizes"
     about = lambda tokens: dict(size=dict(tokens=tokens), config=_ABOUT["config"])
     us = lambda step, tokens: records.find(align, step=step, **about(tokens))["kernel_us"]["median"]
-    copies = [us for name, us in old["diagnosis"]["buffers of 0x5"].items() if name.startswith("copy")]
     times = "; ".join(
         f"{tokens} tokens {us('final', tokens):.2f} against {us('peer:sglang-v2', tokens):.2f} us"
         for tokens in (FOUR, DECODE, TOKENS)
     )
     return (
-        f"Recorded on an H200, {TOKENS} tokens: our port of 0x5 takes {min(copies):.1f} to {max(copies):.1f} us, "
-        f"depending on where its buffers lie.\nIn one launch, the package against SGLang's kernel v2: {times}."
+        f"Recorded on an H200, {TOKENS} tokens: version 0x5 as written below takes "
+        f"{min(copies):.1f} to {max(copies):.1f} us, depending on where its buffers lie.\n"
+        f"In one launch, the package against SGLang's kernel v2: {times}."
     )
 
 
-_PHASES = ("start", "count", "exchange", "scan", "write", "sort kernel")
-_DIVIDED = {  # step of this page -> of the first edition
+_PHASES = ("start", "count", "exchange", "scan", "write", "sort kernel")  # as in `draw.PHASES`
+_DIVIDED = {  # step of this page -> of the record of earlier versions
     "0x5": "0x5",
     "one launch": "one launch",
     "counting loop": "drop bin",
@@ -249,26 +250,28 @@ _DIVIDED = {  # step of this page -> of the first edition
 
 
 def show_phases():
-    """Draw the steps, divided into phases, as recorded in the first edition; None if nothing is recorded."""
+    """Draw the steps, divided into phases, as recorded of earlier versions; None if nothing is recorded."""
     found = {}
     for name, step in _DIVIDED.items():
-        times, before = _old().get("diagnosis", {}).get(f"phases of {step}", {}), 0.0
+        times, before = _earlier().get("diagnosis", {}).get(f"phases of {step}", {}), 0.0
         found[name] = {}
         for phase, until in times.items():
             found[name][phase], before = max(until - before, 0.0), max(until, before)
     if not all(found.values()):
         return print("no phases are recorded for these sizes")
     found["0x5"]["sort kernel"] = max(_difference("kernels of 0x5", "both", "main"), 0.0)
-    return phase_bars(found, "Where the time goes (first edition's kernels)", phases=_PHASES)
+    caption = f"Recorded on {_earlier()['date'][:10]} of earlier versions of these kernels. "
+    caption += "Not divided: the dependent launch, whose start overlaps with the kernel before it."
+    return phase_bars(found, "Where the time goes in each step", caption, _PHASES)
+
+
+_ALLOCATIONS = "0x5 in other allocations"
 
 
 def show_allocations(version: tuple) -> Table:
-    """Time a version with its buffers in several allocations; return the shortest and the longest time."""
-    us = lesson.times("0x5 in other allocations", {f"copy {n}": timed(version, TOKENS) for n in range(4)})
+    """Time a version with its buffers in several allocations; return the lowest and the highest time."""
+    us = lesson.times(_ALLOCATIONS, {f"copy {n}": timed(version, TOKENS) for n in range(4)})
     source = "recorded" if simulator.ENABLED else "measured"
-    if not us:
-        copies, source = _old().get("diagnosis", {}).get("buffers of 0x5", {}), OLD
-        us = {name: us for name, us in copies.items() if name.startswith("copy")}
     line = [str(len(us)), *map(records.format_us, (min(us.values()), max(us.values()))), source] if us else None
     return Table(["allocations of 0x5's buffers", "lowest us", "highest us", ""], [line] if line else [])
 
@@ -279,13 +282,39 @@ def show_variants(title: str, versions: dict[str, tuple], of: Lesson = lesson) -
     return Table([title, "us"], [[name, records.format_us(us[name]) if us else "not timed"] for name in versions])
 
 
+@factory
+def _make_alone(barrier):
+    @cuda.jit
+    def alone(counter):
+        barrier(counter)
+
+    return alone
+
+
+@cuda.jit(device=True)
+def _no_barrier(counter):
+    pass
+
+
+def show_fences(barriers: dict) -> Table:
+    """Return a table of kernels that do nothing but wait at a barrier, by the barrier's fence."""
+    ctas, threads = (2, 64) if simulator.ENABLED else (CTAS, 512)
+    kernels = {"no barrier": _no_barrier} | barriers
+    calls = {
+        name: partial(launch, _make_alone(barrier), ctas, threads, workspace_of(1), cooperative=True)
+        for name, barrier in kernels.items()
+    }
+    us = lesson.times("barrier alone", calls)
+    return Table(["fence", "us"], [[name, records.format_us(us[name]) if us else "not timed"] for name in kernels])
+
+
 _NO_GAIN = {
     "tagged counts": (
         "A word carries one count and the launch number, and a thread reads one expert",
         "The barrier is gone, but there are twice the bytes, and eight rounds of loads one after another.",
     ),
     "two slots per thread": (
-        "Half the CTAs, two slots a thread",
+        "Half the CTAs, two assignments a thread",
         "A quarter of the counts to read, but half the SMs write the padding and the tail.",
     ),
 }
@@ -295,9 +324,9 @@ def show_what_did_not_pay() -> Table:
     """Return a table of changes that gained nothing, with their recorded times."""
     lines = []
     for step, (change, why) in _NO_GAIN.items():
-        if row := records.find_step(_old().get("rows", ()), step):
+        if row := records.find_step(_earlier().get("rows", ()), step):
             lines.append([change, *map(records.format_us, row["compared_us"]), why])
-    if early := old_times("dependent launches", dict(late="after the exchange", early="at once")):
+    if early := _earlier_times("dependent launches", dict(late="after the exchange", early="at once")):
         why = "scan and write are long enough for the next kernel to clear its shared memory meanwhile."
         lines.append(
             ["The next kernel may start at once", *map(records.format_us, (early["late"], early["early"])), why]
@@ -328,11 +357,11 @@ def show_peers() -> Table:
 
 def lower_bound() -> str:
     """Return the lower bound for a prompt, in words."""
-    numel, launch_us = TOKENS * TOPK, old_times("basics", {"": "empty, dependent"})
+    numel, launch_us = TOKENS * TOPK, _earlier_times("basics", {"": "empty, dependent"})
     num_bytes = 4 * (numel + sum(sizes(numel, BLOCK, EXPERTS)) + 1)
     us = num_bytes / chip_limits().copy_bandwidth * 1e6
     chain = (launch_us or {"": 0.0})[""] + 4 * l2_us()
     return (
         f"{num_bytes:,} bytes take {us:.2f} us at the rate of a copy. A dependent launch and four accesses to the L2 "
-        f"one after another (load an id, publish a count, load the counts, store a slot) take {chain:.2f} us."
+        f"one after another (load an id, publish a count, load the counts, store an assignment) take {chain:.2f} us."
     )
