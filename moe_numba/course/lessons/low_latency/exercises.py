@@ -7,6 +7,7 @@ from moe_numba import simulator  # before numba
 # isort: split
 from numba import cuda
 
+from moe_numba.course.bench.timing.multigpu import settle
 from moe_numba.course.exercises import Exercise
 from moe_numba.course.grader import Run, function_test, kernel_test
 from moe_numba.course.lessons.low_latency.model import PairModel
@@ -51,7 +52,7 @@ def _exchange(kernel):
             out.append(torch.full((1,), -7, dtype=torch.int32))
             value = torch.tensor([word], dtype=torch.int32)
             transport.launch(kernel, 1, 1, local, shared.addresses, epoch, transport.rank, value, out[-1])
-        transport.gather(None)  # runs the kernels
+        settle(transport)
         shared.close()
         return [int(word) for word in out]
 

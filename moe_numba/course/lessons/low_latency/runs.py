@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_numba import simulator
+from moe_numba.course.bench.timing.multigpu import settle
 from moe_numba.expert_parallel.low_latency.layout import SENTINEL
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 
@@ -89,7 +90,7 @@ def run_rounds(
                 got["out"] = torch.full((sizes.tokens, sizes.hidden), float("nan"), dtype=torch.bfloat16)
                 start(1, combine, each.y[rank], got["has_row"], each.topk_idx[rank], got["out"])
             found.append(got)
-        transport.gather(None)  # runs the kernels
+        settle(transport)
         for memory in shared:
             memory.close()
         return found

@@ -10,6 +10,7 @@ from moe_numba import simulator  # before numba
 # isort: split
 from numba import cuda, int32
 
+from moe_numba.course.bench.timing.multigpu import settle
 from moe_numba.course.exercises import Exercise
 from moe_numba.course.grader import Run, expect_between, function_test, kernel_test
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
@@ -35,7 +36,7 @@ def launch_ranks(kernel: Callable, threads: int, num_words: int, arguments: Sequ
         shared, rank = transport.allocate(4 * num_words), transport.rank
         local = shared.local.view(torch.int32)
         transport.launch(kernel, 1, threads, local, shared.addresses, rank, *arguments[rank])
-        transport.gather(None)  # runs the kernels
+        settle(transport)
         words = local.tolist()
         shared.close()
         return words
