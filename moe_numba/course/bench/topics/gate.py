@@ -158,8 +158,8 @@ def figures(record):
 
 
 _CALLED_DIRECTLY = (
-    "We call FlashInfer's kernels directly: its Python function `fused_topk_deepseek` (flashinfer) refuses more than one "
-    "expert per token where there are no groups, and its routing kernel of trtllm-gen is built for Blackwell."
+    "We call FlashInfer's kernels directly: its Python function `fused_topk_deepseek` (flashinfer) refuses more than "
+    "one expert per token where there are no groups, and its routing kernel of trtllm-gen is built for Blackwell."
 )
 
 
