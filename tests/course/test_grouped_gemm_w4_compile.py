@@ -83,5 +83,5 @@ def main_loop(report, wgmmas):
 def test_instructions_per_weight(reports):
     loop = main_loop(reports["decode"], 8)
     assert loop.count("HMUL2") == 32 and loop.count("LDS") == 4  # multiplications by scales, of packed bf16
-    assert sum(opcode in ("LOP3", "SHF", "IMAD", "PRMT") for opcode in loop) <= 32 + 32 + 20  # the last for addresses
+    assert sum(opcode in ("LOP3", "SHF", "IMAD", "PRMT") for opcode in loop) <= 32 + 32 + 22  # the last for addresses
     assert len(loop) <= 190
