@@ -344,6 +344,7 @@ def page(right="", wrong=""):
     keep = lambda node: (
         isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)
         or isinstance(node, ast.Assign)
+        and "os.environ" not in ast.unparse(node)  # it would stay for other tests of this process
         and not str(called(node)).startswith("page.")
         and called(node) not in USED
     )
