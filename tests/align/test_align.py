@@ -324,7 +324,7 @@ def test_allocated_outputs(device, each_kernel):
 
 @pytest.mark.parametrize("seed, preempt", [(0, 0), (1, 0), (2, 0), (3, 0.02)])
 def test_thread_orders(seed, preempt, device, each_kernel):
-    for tokens, experts in ((80, 100), (33, 64)):  # the first has several CTAs with several tiles each
+    for tokens, experts in ((160, 100), (33, 64)):  # the first has several CTAs with several tiles each
         with simulator.seed(seed, preempt=preempt):
             check(make_ids(tokens, 8, experts, device, invalid=0.1, seed=seed), 4, experts)
 

@@ -98,7 +98,7 @@ def test_epsilon_in_small_sums(device):
         assert (weights - each).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("tokens", [1, 4, 24, 40])
 @pytest.mark.parametrize("how", REPLICA_CHOICES)
 def test_gate_and_alignment(how, tokens, device, monkeypatch):
     """One CTA, clusters, or two launches; the clusters that repeat the routing do not count it again."""

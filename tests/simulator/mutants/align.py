@@ -64,7 +64,7 @@ MUTANTS = [
     mutant(
         "A09",
         "barrier removed before a tile's memory is reused (write after read)",
-        SHAPES,
+        SORT_ORDERS,
         (SORT, "                break\n            cuda.syncthreads()\n", "                break\n"),
     ),
     mutant(

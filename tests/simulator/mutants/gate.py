@@ -13,7 +13,7 @@ WITH_GATE = "moe_numba/align/with_gate.py"
 PLACEMENT = "tests/gate/test_placement.py"
 BY_HAND = (f"{PLACEMENT}::test_by_hand",)
 WRONG_TABLES = (f"{PLACEMENT}::test_wrong_tables_are_not_followed",)
-ALIGNED = PLACEMENT, "-k", "test_gate_and_alignment and round_robin-40"
+ALIGNED = PLACEMENT, "-k", "test_gate_and_alignment and round_robin-24"
 LATE_INPUTS = ("tests/runtime/test_dependent_launch.py::test_inputs_are_read_after_the_wait[gate]",)
 
 MUTANTS = [
