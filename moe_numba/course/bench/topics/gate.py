@@ -157,6 +157,24 @@ def figures(record):
     return made
 
 
+_NAMES = {  # step of the record -> what lessons call it
+    "final": "this package",
+    "torch eager": "torch",
+    "peer:sglang-aot": "SGLang, C++",
+    "peer:sglang-triton": "SGLang, Triton",
+    "peer:flashinfer": "FlashInfer",
+    "peer:flashinfer-trtllm": "FlashInfer, TensorRT-LLM's",
+    "peer:sglang-jit": "SGLang, JIT",
+    "peer:vllm": "vLLM",
+    "peer:vllm-topk-sigmoid": "vLLM, topk_sigmoid",
+}
+
+
+def name_of(step: str) -> str:
+    """Return what lessons call a step of the record."""
+    return _NAMES.get(step, step.removeprefix("peer:"))
+
+
 _CALLED_DIRECTLY = (
     "We call FlashInfer's kernels directly: its Python function `fused_topk_deepseek` (flashinfer) refuses more than "
     "one expert per token where there are no groups, and its routing kernel of trtllm-gen is built for Blackwell."

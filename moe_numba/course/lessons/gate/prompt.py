@@ -15,6 +15,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.timing import rotating
 from moe_numba.course.bench.timing.launch_profile import launch_profile
+from moe_numba.course.bench.topics.gate import name_of
 from moe_numba.course.draw.launch_timeline import is_search
 from moe_numba.course.lessons.gate import draw, sizes, variants
 from moe_numba.course.lessons.gate import exercises as answers
@@ -331,24 +332,6 @@ def _recorded(step, dtype="float32", tokens=TOKENS, config=CONFIG):
 def _peers():
     record = records.recorded("gate")
     return records.peers(record) if record else []
-
-
-_NAMES = {  # of a row of the record -> how the page calls it
-    "final": "this package",
-    "torch eager": "torch",
-    "peer:sglang-aot": "SGLang, C++",
-    "peer:sglang-triton": "SGLang, Triton",
-    "peer:flashinfer": "FlashInfer",
-    "peer:flashinfer-trtllm": "FlashInfer, TensorRT-LLM's",
-    "peer:sglang-jit": "SGLang, JIT",
-    "peer:vllm": "vLLM",
-    "peer:vllm-topk-sigmoid": "vLLM, topk_sigmoid",
-}
-
-
-def name_of(step: str) -> str:
-    """Return how the page calls what a row of the record times."""
-    return _NAMES.get(step, step.removeprefix("peer:"))
 
 
 def result() -> str:

@@ -14,6 +14,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.latencies import latencies
 from moe_numba.course.bench.timing import rotating
+from moe_numba.course.bench.topics.gate import name_of
 from moe_numba.course.steps.estimate import estimate
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Lesson, Run, Table
@@ -410,17 +411,4 @@ def show_peers() -> Table:
         [f"{experts}, {groups}, {kept}, {topk}", dtype, str(tokens), *(us.get(step, "") for step in steps)]
         for (experts, groups, kept, topk, dtype, tokens), us in found.items()
     ]
-    names = [_PEERS.get(step, step.removeprefix("peer:")) for step in steps]
-    return Table(["experts, groups, kept, top-k", "logits", "tokens", *names], lines)
-
-
-_PEERS = {
-    "final": "this package",
-    "peer:flashinfer": "FlashInfer",
-    "peer:flashinfer-trtllm": "FlashInfer, routing of trtllm-gen",
-    "peer:sglang-aot": "SGLang, C++",
-    "peer:sglang-jit": "SGLang, C++ without groups",
-    "peer:sglang-triton": "SGLang, Triton",
-    "peer:vllm": "vLLM",
-    "peer:vllm-topk-sigmoid": "vLLM, top-k of sigmoids",
-}
+    return Table(["experts, groups, kept, top-k", "logits", "tokens", *map(name_of, steps)], lines)
