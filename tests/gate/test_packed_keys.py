@@ -126,6 +126,7 @@ def use_changed(monkeypatch, *change):
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_kernels_are_rejected(case, monkeypatch, device):
     use_changed(monkeypatch, *WRONG[case])
+    monkeypatch.setattr(api, "_MAX_BLOCKS", 2)
     tokens = 41 if simulator.ENABLED else 70000  # more than the warps route at once
     logits = make_logits(tokens, 256, device)
     logits[1] = logits[1].round()  # ties
