@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from moe_numba import simulator
-from moe_numba.gate import four_tokens_per_warp, generic, one_token_per_warp, packed_keys
+from moe_numba.gate import four_tokens_per_warp, generic, merged_keys, one_token_per_warp, packed_keys
 from moe_numba.gate.device_functions import Features, optional_types
 from moe_numba.gate.one_token_per_warp import check_groups
 from moe_numba.gate.placement import (
@@ -292,9 +292,12 @@ class GatePlan:
         )
 
     def _packed(self, config):
+        warps, tokens_per_warp = packed_keys.WARPS_PER_BLOCK, 32 // config.lanes
+        if merged_keys.supports(config.num_experts, config.routed, config.lanes):
+            made = merged_keys.make_merged_kernel(config, self.limit_on_device, self.features)
+            return self._launch_shape(made, (), warps, tokens_per_warp, launch_bounds=merged_keys.LAUNCH_BOUNDS)
         made = packed_keys.make_packed_kernel(config, self.limit_on_device, self.features)
-        tokens_per_warp = 32 // config.lanes
-        return self._launch_shape(made, (), packed_keys.WARPS_PER_BLOCK, tokens_per_warp, carveout=_CARVEOUT)
+        return self._launch_shape(made, (), warps, tokens_per_warp, carveout=_CARVEOUT)
 
     def _launch_shape(self, made, shape_types, warps, tokens_per_warp=1, carveout=None, **options):
         """Return (launcher, threads per block, tokens per block, most blocks) of a kernel."""
@@ -359,7 +362,8 @@ def _packed_configs(x, bias, options):
         return None
     routed, found = options.topk - options.num_fused_shared_experts, []
     for many_tokens in (False, True):
-        lanes = packed_keys.select_lanes(x.shape[1], routed, many_tokens)
+        lanes = many_tokens and merged_keys.select_lanes(x.shape[1], routed)
+        lanes = lanes or packed_keys.select_lanes(x.shape[1], routed, many_tokens)
         load_bytes = lanes and packed_keys.load_bytes_of(x.shape[1] // lanes, math.gcd(x.data_ptr(), 2 * x.stride(0)))
         if not load_bytes:
             return None

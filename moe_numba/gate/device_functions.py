@@ -391,13 +391,13 @@ def make_sort_descending(num_keys, kept=None):
 
     # The compiler only unrolls short loops. Registers cannot be indexed dynamically, so a rolled loop would move
     # the keys to local memory. A chain of short loops avoids this.
-    sort_descending = _compare_exchange(network[:16])
+    sort_descending = make_compare_exchange(network[:16])
     for start in range(16, len(network), 16):
-        sort_descending = _chain(sort_descending, _compare_exchange(network[start : start + 16]))
+        sort_descending = chain(sort_descending, make_compare_exchange(network[start : start + 16]))
     return sort_descending
 
 
-def _compare_exchange(pairs):
+def make_compare_exchange(pairs):
     count = len(pairs)
     upper, lower = tuple(i for i, _ in pairs) or (0,), tuple(j for _, j in pairs) or (0,)
 
@@ -413,10 +413,10 @@ def _compare_exchange(pairs):
     return compare_exchange
 
 
-def _chain(first, second):
+def chain(first, second):
     @cuda.jit(device=True)
-    def chained(keys):
-        first(keys)
-        second(keys)
+    def chained(*arguments):
+        first(*arguments)
+        second(*arguments)
 
     return chained

@@ -48,7 +48,7 @@ WARPS_PER_BLOCK = 4
 MAX_KEYS = 32  # of a lane
 FEW_KEYS = 16  # of a lane, with which sorting takes the least instructions per token
 SORTED_KEYS = 4  # of a lane
-MANY_TOKENS_PER_PICK = 2048  # times the picks of a token: from here on fewer lanes per token are faster
+MANY_TOKENS_PER_PICK = 1024  # times the picks of a token: from here on fewer lanes per token are faster
 INFINITY_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _LOADS = {4: load_nc_u32x1, 8: load_nc_u32x2, 16: load_nc_u32x4}
 
@@ -178,6 +178,67 @@ def make_replace_nan(dtype):
 
 
 @cache
+def make_row_functions(config):
+    """Make the functions with which a lane takes its part of a row: every ``lanes``-th vector of ``load_bytes``.
+
+    Returns
+    -------
+    fetch : function
+        ``fetch(x, start, is_valid, raw)``: load the lane's words; ``start`` is the index of its first logit.
+    make_keys : function
+        ``make_keys(raw, first_expert, keys, first_word, count)``: make the keys of ``count`` words.
+    """
+    lanes, load_words = config.lanes, config.load_bytes // 4
+    num_loads, load_experts = config.keys // 2 // load_words, 2 * load_words
+    load = _LOADS[config.load_bytes]
+
+    @cuda.jit(device=True)
+    def fetch(x, start, is_valid, raw):
+        for i in range(num_loads):
+            if is_valid:
+                loaded = load(x, start + i * lanes * load_experts)
+                if load_words == 1:
+                    raw[i] = loaded
+                else:
+                    for w in range(load_words):
+                        raw[i * load_words + w] = loaded[w]
+            else:
+                for w in range(load_words):
+                    raw[i * load_words + w] = uint32(0)
+
+    @cuda.jit(device=True)
+    def make_keys(raw, first_expert, keys, first_word, count):
+        for i in range(count):
+            w = first_word + i
+            pair = sortable_pair(raw[w])
+            expert = w // load_words * lanes * load_experts + w % load_words * 2
+            lower_half = uint32(0xFFFF - expert - first_expert)
+            keys[2 * i] = int32(uint32(pair << uint32(16)) | lower_half)
+            keys[2 * i + 1] = int32(uint32(pair & uint32(0xFFFF0000)) | uint32(lower_half - uint32(1)))
+
+    return fetch, make_keys
+
+
+@cuda.jit(device=True)
+def key_expert(key):
+    """Return the expert of a key."""
+    return int32(0xFFFF - (key & 0xFFFF))
+
+
+@cache
+def make_key_logit(dtype):
+    """Make ``key_logit(key)``: the logit of a key as float32."""
+    _, as_float = make_logit_functions(dtype)
+
+    @cuda.jit(device=True)
+    def key_logit(key):
+        sortable = int32(key >> 16)
+        return as_float(uint32(uint32(sortable ^ ((sortable >> 31) & 0x7FFF)) & uint32(0xFFFF)))
+
+    return key_logit
+
+
+@cache
 def make_maximum(lanes):
     """Make ``maximum(key)``: the largest key of a token's lanes."""
     steps = lanes.bit_length() - 1
@@ -265,43 +326,19 @@ def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False, feat
     num_experts, topk, lanes, num_shared, renormalize, scoring, dtype, load_bytes = config
     routed, num_keys = config.routed, config.keys
     tokens_per_warp, steps = 32 // lanes, lanes.bit_length() - 1
-    words, load_words = num_keys // 2, load_bytes // 4
-    num_loads, load_experts = words // load_words, 2 * load_words
+    words, load_experts = num_keys // 2, load_bytes // 2
     is_softmax = scoring == "softmax"
     needs_sum = is_softmax and (not renormalize or features.adds_epsilon)  # else only ratios of weights count
     may_run_out = config.sorted < min(num_keys, routed)
     first_nan = int32((INFINITY_BITS[dtype] + 1) << 16)
-    load = _LOADS[load_bytes]
     canonical, as_float = make_logit_functions(dtype)
-    replace_nan = make_replace_nan(dtype)
+    key_logit, replace_nan = make_key_logit(dtype), make_replace_nan(dtype)
+    fetch, make_keys = make_row_functions(config)
     picks, unsorted_picks = make_picks(config), make_unsorted_picks(config)
     sort_descending = make_sort_descending(num_keys, config.sorted)
     score = sqrtsoftplus if scoring == "sqrtsoftplus" else sigmoid
     num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
     inverse_of_sum, finish_column, store_column = make_column_functions(features)
-
-    @cuda.jit(device=True)
-    def fetch(x, start, is_valid, raw):
-        for i in range(num_loads):
-            if is_valid:
-                loaded = load(x, start + i * lanes * load_experts)
-                if load_words == 1:
-                    raw[i] = loaded
-                else:
-                    for w in range(load_words):
-                        raw[i * load_words + w] = loaded[w]
-            else:
-                for w in range(load_words):
-                    raw[i * load_words + w] = uint32(0)
-
-    @cuda.jit(device=True)
-    def make_keys(raw, first_expert, keys):
-        for w in range(words):
-            pair = sortable_pair(raw[w])
-            expert = w // load_words * lanes * load_experts + w % load_words * 2
-            lower_half = uint32(0xFFFF - expert - first_expert)
-            keys[2 * w] = int32(uint32(pair << uint32(16)) | lower_half)
-            keys[2 * w + 1] = int32(uint32(pair & uint32(0xFFFF0000)) | uint32(lower_half - uint32(1)))
 
     @cuda.jit
     def biased_grouped_topk_packed(
@@ -324,18 +361,16 @@ def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False, feat
             cuda.syncwarp()  # redux.sync needs a converged warp, and the predicated stores below may diverge
             for w in range(words):
                 raw[w] = canonical(raw[w])
-            make_keys(raw, first_expert, keys)
+            make_keys(raw, first_expert, keys, 0, words)
             sort_descending(keys)
             picked = picks(keys, column, int32(0))
             if cuda.any_sync(FULL_MASK, picked >= first_nan or (may_run_out and keys[0] == EXCLUDED)):
                 for w in range(words):
                     raw[w] = replace_nan(raw[w])
-                make_keys(raw, first_expert, keys)
+                make_keys(raw, first_expert, keys, 0, words)
                 picked = unsorted_picks(keys, column)
 
-            expert = int32(0xFFFF - (picked & 0xFFFF))
-            sortable = int32(picked >> 16)
-            logit = as_float(uint32(uint32(sortable ^ ((sortable >> 31) & 0x7FFF)) & uint32(0xFFFF)))
+            expert, logit = key_expert(picked), key_logit(picked)
             if is_softmax:
                 logit = FLOAT32_MAX if logit > FLOAT32_MAX else logit
                 row_max = cuda.shfl_sync(FULL_MASK, logit, int32(lane - column))

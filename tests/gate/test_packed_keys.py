@@ -8,7 +8,7 @@ import torch
 from helpers.wrong_kernels import changed
 
 from moe_numba import biased_grouped_topk, simulator
-from moe_numba.gate import api, packed_keys
+from moe_numba.gate import api, merged_keys, packed_keys
 from moe_numba.gate.packed_keys import PackedConfig, select_lanes, supports
 from moe_numba.gate.reference import SCORINGS, mismatch
 from moe_numba.gate.reference import biased_grouped_topk as expected
@@ -135,7 +135,40 @@ def test_wrong_kernels_are_rejected(case, monkeypatch, device):
     logits[4, 40:48] += 30  # one lane has the best experts
     logits[5] = -logits[5].abs()
     logits[6, 3] = float("inf")
-    assert error_of(logits, 8, renormalize=False, num_token_non_padded=tokens - 1)
+    topk = 8 if packed_keys.MANY_TOKENS_PER_PICK else merged_keys.KEPT + 2  # which are picked one by one, too
+    assert error_of(logits, topk, renormalize=False, num_token_non_padded=tokens - 1)
+
+
+WRONG_MERGES = {
+    "a chunk is not sorted": ("            _sort_keys(keys)\n", ""),
+    "the best keys are not sorted again": ("    _sort_bitonic(best)\n", ""),
+    "a chunk replaces the best keys": ("                merge(best, keys)\n", "                best[0] = keys[0]\n"),
+    "sorted keys are compared first with first": ("other[KEPT - 1 - i]", "other[i]"),
+    "lanes do not exchange keys": ("cuda.shfl_xor_sync(FULL_MASK, best[i], distance)", "best[i]"),
+    "-0.0 is less than 0.0": ("raw[w] = canonical(raw[w])", "pass"),
+    "NaN ranks first": ("cuda.any_sync(FULL_MASK, best[0] >= first_nan)", "False"),
+    "all lanes have the first picks": ("if column == other else key", "if column == 99 else key"),
+    "the total is of one lane": ("total += cuda.shfl_xor_sync(FULL_MASK, total, 1 << s)", "pass"),
+    "the sum of a row is of one lane": ("row_sum += cuda.shfl_xor_sync(FULL_MASK, row_sum, 1 << s)", "pass"),
+    "+inf has no weight": ("logit = FLOAT32_MAX if logit > FLOAT32_MAX else logit", "pass"),
+    "padding is routed": ("is_padding = token >= num_unpadded", "is_padding = token > num_unpadded"),
+    "later tokens are left out": ("int32(first_token + token_stride)", "int32(first_token + 2 * token_stride)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_MERGES)
+def test_wrong_merges_are_rejected(case, monkeypatch, device):
+    if packed_keys.MANY_TOKENS_PER_PICK:
+        pytest.skip("few tokens take the other kernel")
+    wrong = changed(merged_keys, *WRONG_MERGES[case])["make_merged_kernel"]
+    monkeypatch.setattr(merged_keys, "make_merged_kernel", wrong)
+    monkeypatch.setattr(api, "_MAX_BLOCKS", 2)
+    tokens = 171 if simulator.ENABLED else 3000  # more than two blocks route at once
+    logits = make_logits(tokens, 256, device)
+    logits[2] = torch.where(torch.arange(256, device=device) % 2 == 0, -0.0, 0.0)
+    logits[20, 5] = float("nan")
+    logits[6, 3] = float("inf")
+    assert any(error_of(logits, 8, renormalize=flag, num_token_non_padded=tokens - 1) for flag in (False, True))
 
 
 def test_tokens_seldom_need_the_slow_loop(monkeypatch, device):
@@ -162,6 +195,12 @@ def test_lanes():
             for many in (False, True):
                 lanes = select_lanes(experts, routed, many)
                 assert lanes is None or supports(experts, routed, lanes)
+
+
+def test_lanes_that_merge():
+    assert [merged_keys.select_lanes(experts, 8) for experts in (128, 160, 256, 384, 512)] == [2, 4, 4, 8, 8]
+    assert [merged_keys.select_lanes(32, picks) for picks in (1, 4, 5, 8, 9)] == [None, None, 2, 2, None]
+    assert merged_keys.select_lanes(520, 8) is None and merged_keys.select_lanes(1024, 8) is None
 
 
 @pytest.mark.parametrize(

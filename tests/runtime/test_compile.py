@@ -9,7 +9,7 @@ SOURCE = """
 import moe_numba
 from moe_numba.align import with_gate
 from moe_numba.align import counting_sort, large, medium, one_expert_per_warp, pairwise, small
-from moe_numba.gate import four_tokens_per_warp, generic, one_token_per_warp, packed_keys
+from moe_numba.gate import four_tokens_per_warp, generic, merged_keys, one_token_per_warp, packed_keys
 from moe_numba.gate.one_token_per_warp import GateConfig
 from moe_numba.shared_experts import kernel as shared_experts
 """
@@ -37,11 +37,18 @@ PACKED = ["uint16*", "uint16*", *GATE]
 ROUTERS |= {
     name: (f"packed_keys.make_packed_kernel(packed_keys.PackedConfig({sizes}))", PACKED, 128, False)
     for name, sizes in {
-        "packed_qwen3": "128, 8, 8",
         "packed_qwen3_few_tokens": "128, 8, 32, load_bytes=8",
         "packed_qwen3_next": "512, 10, 32",
         "packed_gpt_oss_float16": "32, 4, 4, dtype='float16', renormalize=False",
         "packed_widest": "1024, 32, 32, scoring='sigmoid'",
+    }.items()
+}
+ROUTERS |= {
+    name: (f"merged_keys.make_merged_kernel(packed_keys.PackedConfig({sizes}))", PACKED, (128, 8), False)
+    for name, sizes in {
+        "merged_qwen3": "128, 8, 2",
+        "merged_float16": "128, 8, 2, dtype='float16', renormalize=False",
+        "merged_widest": "512, 8, 8, scoring='sigmoid'",
     }.items()
 }
 GENERIC = "generic.make_generic_kernel()", ["float32*", "float32*", *GATE, *["int32"] * 6], None, False
@@ -145,6 +152,13 @@ def test_one_reduction_per_pick(reports):
 def test_warp_is_known_to_be_converged(reports):
     """If it is not, the compiler adds a second copy of each reduction for a diverged warp."""
     assert reports["deepseek_v3"].count("WARPSYNC.COLLECTIVE") == 0
+
+
+def test_merges_need_few_registers(reports):
+    """With at most 64, the 8 warps of a scheduler that 65,536 tokens take are resident at once."""
+    report = reports["merged_qwen3"]
+    assert report.registers <= 64 and report.count("LDG.E.128.CONSTANT") == 8
+    assert report.count("VIMNMX") <= 540 and report.count("WARPSYNC.COLLECTIVE") == 0
 
 
 def test_redistribution_uses_16_byte_accesses(reports):

@@ -13,7 +13,7 @@ def gate():
         biased_grouped_topk(x, None if bias is None else torch.empty(experts, dtype=bias), **options)
 
     limits = {"int32": torch.zeros(1, dtype=torch.int32), "int64": torch.zeros(1, dtype=torch.int64)}
-    for tokens in (1, 4096):
+    for tokens in (1, 16384):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             name = f"{tokens} {str(dtype)[6:]}"
             yield f"deepseek_v3 {name}", lambda: call(256, tokens, dtype, **v3)
