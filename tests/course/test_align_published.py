@@ -176,7 +176,7 @@ def without_atomics(next_place, expert):
         ("warp_scan", one_by_one, "over par", "31 shuffles; par is 5. What could a lane learn from lane - 16"),
         ("warp_scan", exclusive, "wrong", "that is the exclusive scan"),
         ("warp_scan", thread_as_lane, "wrong", "threadIdx.x is not the lane"),
-        ("warp_scan", knows_the_input, "refused", "with 0 shuffles it cannot do what was asked"),
+        ("warp_scan", knows_the_input, "refused", "it has 0 shuffles, and"),
         ("warp_scan", lane_0_adds, "refused", "one lane executes a line 32 times alone"),
         ("one_barrier_less", warp_0_scans, "open", "nothing is removed yet"),
         ("one_barrier_less", without_second_barrier, "right", "right under all 8 thread orders, and still"),

@@ -243,6 +243,15 @@ def stops_the_cta(place):
 
 
 @cuda.jit(device=True)
+def lanes_meet_before_the_fence(place):
+    if place == FREE:
+        wait_for_buffer()
+    cuda.syncwarp()
+    if place == WRITTEN:
+        fence_proxy_async_shared()
+
+
+@cuda.jit(device=True)
 def lanes_never_meet(place):
     if place == FREE:
         wait_for_buffer()
@@ -277,6 +286,7 @@ STAGES, PRODUCER, STORE, ORDER = exercises.three_stages, exercises.producer, exe
         (ORDER, never_waits, WRONG, "make_bulk_wait_group_read"),
         (ORDER, waits_for_all, OVER_PAR, "which of the two stores"),
         (ORDER, stops_the_cta, REFUSED, "all warps of the CTA wait"),
+        (ORDER, lanes_meet_before_the_fence, WRONG, "the lanes must meet after it"),
         (ORDER, lanes_never_meet, OVER_PAR, "PTX does not promise"),
     ],
     ids=lambda value: getattr(value, "__name__", getattr(value, "name", None)),

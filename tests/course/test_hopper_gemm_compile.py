@@ -13,7 +13,8 @@ NOTEBOOK = Path(__file__).parents[2] / "notebooks/06_hopper_gemm.py"
 SIZES = ["int32"] * 4
 STORED_BY_THREADS, STORED_BY_TMA = [TENSOR_MAP] * 2 + ["int32*"] + SIZES, [TENSOR_MAP] * 3 + SIZES
 SPECIALISED = "make_gemm(produce, make_multiply(128), release_own, make_store(128), 128, 6)"
-CLUSTER = "make_gemm(produce_multicast, {}, release_both, make_tma_store(order, 256, 4), 256, 4, 2)"
+TMA = "make_gemm(produce, {}, release_own, make_tma_store(order, 256, 4), 256, 4)"
+CLUSTER = "make_gemm(produce_multicast, make_multiply(256), release_both, make_tma_store(order, 256, 4), 256, 4, 2)"
 KERNELS = {  # expression, signature, threads, stores to global memory
     "one stage": ("make_one_stage(make_multiply(128), make_store(128), 128)", STORED_BY_THREADS, 256, 32),
     "ring": ("make_ring(make_multiply(128), make_store(128), 128, 3)", STORED_BY_THREADS, 256, 32),
@@ -24,14 +25,9 @@ KERNELS = {  # expression, signature, threads, stores to global memory
         384,
         64,
     ),
-    "TMA stores": (
-        "make_gemm(produce, make_multiply(256), release_own, make_tma_store(order, 256, 4), 256, 4)",
-        STORED_BY_TMA,
-        384,
-        4,
-    ),
-    "multicast": (CLUSTER.format("make_multiply(256)"), STORED_BY_TMA, 384, 4),
-    "promotion": (CLUSTER.format("make_promoting_multiply(256)"), STORED_BY_TMA, 384, 4),
+    "TMA stores": (TMA.format("make_multiply(256)"), STORED_BY_TMA, 384, 4),
+    "multicast": (CLUSTER, STORED_BY_TMA, 384, 4),
+    "promotion": (TMA.format("make_promoting_multiply(256)"), STORED_BY_TMA, 384, 4),
 }
 LOOPED = "make_gemm(produce, make_multiply(256), release_own, make_store(256), 256, 4)"
 MOST_COMPARES = 50

@@ -109,7 +109,7 @@ def test_a_step_is_compared_with_the_one_before_or_with_the_one_that_it_changes(
     again = lesson.step("parallel", PARALLEL)  # its cell runs again
     assert again.before is first and again.edited_from is None and list(lesson.steps)[1] == "parallel"
     for after in ("parallel", "serial again", "no step"):
-        with pytest.raises(ValueError, match="the steps before 'parallel' are \\['serial'\\]"):
+        with pytest.raises(ValueError, match="the steps that are right, before 'parallel', are 'serial'"):
             lesson.step("parallel", PARALLEL, after=after)
 
 
@@ -154,6 +154,7 @@ def record(monkeypatch):
     monkeypatch.setattr(
         records, "recorded", lambda topic, *gpu: {"rows": rows} if topic == "sums" else others(topic, *gpu)
     )
+    return rows
 
 
 def test_a_recorded_time_is_shown_for_the_recorded_code_only(lesson, record):
@@ -168,7 +169,23 @@ def test_a_recorded_time_is_shown_for_the_recorded_code_only(lesson, record):
     assert "before your edit" in str(edited)
     later = lesson.step("third", SERIAL)
     assert later.before is edited and later.sentences() == ["not recorded on an H200 with n = 64, scale = 1"]
-    assert str(lesson.summary()).splitlines()[2].split()[:2] == ["parallel", f"{edited.score.us:.2f}"]
+    assert str(lesson.summary()).splitlines()[2].startswith("parallel  not timed (the lesson's: 4.00)  ")
+
+
+def test_a_step_is_compared_with_the_one_before_as_timed_in_the_same_run(lesson, record):
+    record[1].update(after="serial", compared_us=[10, 4], predicted_us=5)
+    lesson.step("serial", SERIAL)
+    step = lesson.step("parallel", PARALLEL, predicted_us=5)
+    judged = "predicted 5 us (-50 %), measured 4 us (-60 %): within a third"
+    assert step.sentences() == [f"recorded on an H200: 4.00 us, 10.0 us before; {judged}"]
+    assert str(lesson.summary()).splitlines()[2].split()[1:3] == ["4.00", "2.50"]
+    edited = lesson.step("parallel", SERIAL, predicted_us=5)
+    assert edited.sentences() == [f"your version: not timed (the lesson's took 4.00 us on an H200; {judged})"]
+
+
+def test_a_step_that_is_not_there_is_named(lesson):
+    with pytest.raises(LookupError, match="step 'serial' is not there yet: its cell has not run, or"):
+        lesson.steps["serial"]
 
 
 def test_times_of_other_sizes_are_not_shown(lesson, record):

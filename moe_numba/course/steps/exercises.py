@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -144,7 +144,7 @@ class Build:
         if self.most_alone is not None and alone > self.most_alone:
             return f"one lane executes a line {alone} times alone, while the 31 others of its warp wait"
         if self.par_is_bound and score < self.par:
-            return f"with {amount} it cannot do what was asked: {self.par} is a lower bound"
+            return f"it has {amount}, and {self.par} is a lower bound of what was asked: it takes another way"
         return None
 
     def _verdict(self, state, text, score=None, answer=None):
@@ -199,6 +199,11 @@ def predict(name: str, **guesses: Any) -> Prediction:
     return Prediction(name, guesses)
 
 
+def as_one_of(choice: Any, known: Iterable[str]) -> Any:
+    """Return the one of ``known`` that a reader has chosen in lower or upper case, otherwise the choice itself."""
+    return next((name for name in known if str(choice).lower() == name.lower()), choice)
+
+
 @dataclass(frozen=True)
 class Diagnose:
     """Choose among candidates for the next step before their scores appear.
@@ -224,6 +229,7 @@ class Diagnose:
 
     def check(self, choice: Any = ...) -> Verdict:
         """Run all candidates, and compare the choice with that of the shortest critical path."""
+        choice = as_one_of(choice, self.candidates)
         if choice not in self.candidates:
             known = ", ".join(self.candidates)
             if choice is ...:
@@ -271,9 +277,9 @@ class Break:
 
     def check(self, answer: Any = ...) -> Verdict:
         """Judge an answer: exactly one barrier less, right under all thread orders, and a race."""
-        if answer is ... or _text(_tree(answer)) == _text(_tree(self.original)):
+        if answer is ... or _text(tree_of(answer)) == _text(tree_of(self.original)):
             return Verdict(self.name, OPEN, "nothing is removed yet")
-        if _text(_tree(answer)) not in self._with_one_barrier_less():
+        if _text(tree_of(answer)) not in self._with_one_barrier_less():
             text = f"only one `{self.barrier}` of the original may be missing; everything else must stay"
             return Verdict(self.name, REFUSED, text)
         state, text, _ = _in_simulator(self, answer)
@@ -292,8 +298,8 @@ class Break:
 
     def _with_one_barrier_less(self):
         """Return the trees that are left if one barrier is taken out."""
-        count = sum(ast.unparse(n) == self.barrier for n in ast.walk(_tree(self.original)) if isinstance(n, ast.Expr))
-        return {_text(_Remover(self.barrier, number).visit(_tree(self.original))) for number in range(count)}
+        count = sum(ast.unparse(n) == self.barrier for n in ast.walk(tree_of(self.original)) if isinstance(n, ast.Expr))
+        return {_text(_Remover(self.barrier, number).visit(tree_of(self.original))) for number in range(count)}
 
 
 def _in_simulator(exercise, answer):
@@ -315,7 +321,7 @@ def is_stub(answer: Any) -> bool:
     function = getattr(answer, "py_func", answer)
     if not inspect.isfunction(function):
         return False
-    body = getattr(_tree(function), "body", [answer])
+    body = getattr(tree_of(function), "body", [answer])
     return all(
         isinstance(statement, ast.Pass)
         or isinstance(statement, ast.Expr | ast.Return)
@@ -324,7 +330,7 @@ def is_stub(answer: Any) -> bool:
     )
 
 
-def _tree(function):
+def tree_of(function: Any) -> ast.AST:
     """Return a function's syntax tree without its name, decorators and docstring."""
     source = inspect.getsource(getattr(function, "py_func", function))
     tree = ast.parse(textwrap.dedent(source)).body[0]

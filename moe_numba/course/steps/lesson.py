@@ -89,7 +89,7 @@ class Lesson:
     ):
         self.topic, self.run, self.home, self.seeds, self.gpu = topic, run, home, seeds, gpu
         self.config, self.size, self.dtype = dict(config), dict(size), dtype
-        self.steps: dict[str, Step] = {}
+        self.steps = Steps()
         self.diagnosed: dict[str, dict] = {}  # "name: label" -> row, of what `times` has timed
         if simulator.ENABLED:
             process.start()  # it imports the compiler while the reader reads
@@ -117,7 +117,8 @@ class Lesson:
         """
         names = [*(n for n in self.steps if n != name), name] if name not in self.steps else list(self.steps)
         if after is not None and after not in names[: names.index(name)]:
-            raise ValueError(f"after is {after!r}; the steps before {name!r} are {names[: names.index(name)]}")
+            known = ", ".join(map(repr, names[: names.index(name)]))
+            raise ValueError(f"after is {after!r}; the steps that are right, before {name!r}, are {known or 'none'}")
         before = self.steps.get(after or (names[names.index(name) - 1] if names.index(name) else ""))
         if simulator.ENABLED:
             us, row = self._checked_and_timed(name, version, before, predicted_us)
@@ -127,7 +128,8 @@ class Lesson:
                 counting = pool.submit(self._score, name, version)
                 us, row = self._checked_and_timed(name, version, before, predicted_us)
                 counted = counting.result()
-        step = Step(name, version, counted, before, us, row, predicted_us, self._time_text(name, version, us, row))
+        text, compared = self._time_text(name, version, us, row), self._compared(name, version, before, row)
+        step = Step(name, version, counted, before, us, row, predicted_us, text, compared)
         edited = self.steps.get(name)
         step.edited_from = edited.score if edited and edited.score.rows != counted.rows else None
         self.steps[name] = step
@@ -137,7 +139,7 @@ class Lesson:
         """Return what is wrong with a version, or None. In the simulator also a race that did not spoil a result."""
         if not simulator.ENABLED:
             return self.run.check(version)
-        raced = next(filter(None, (self._checked(version, seed, True) for seed in range(self.seeds))), None)
+        raced = self._race(version, self.seeds)
         found = raced and next(filter(None, (self._checked(version, seed) for seed in range(self.seeds))), None)
         return f"{raced}\n{found}" if found and found != raced else raced
 
@@ -147,6 +149,18 @@ class Lesson:
                 return self.run.check(version)
         except simulator.SimulatorError as error:
             return f"{type(error).__name__}: {error}"
+
+    def _race(self, version, seeds):
+        """Return the race of a version, or another error, or None.
+
+        An index that a race has spoiled may be out of bounds in one order of threads, where another shows the race.
+        """
+        other = None
+        for seed in range(seeds):
+            if (error := self._checked(version, seed, True)) and error.startswith("DataRace"):
+                return error
+            other = other or error
+        return other
 
     def _score(self, name, version):
         if simulator.ENABLED:
@@ -177,6 +191,13 @@ class Lesson:
         """Return the recorded time of a row for exactly these kernels, or None."""
         return recorded.recorded_us(self.topic, step, kernels, self.size, self.config, self.gpu)
 
+    def _compared(self, name, version, before, row):
+        """Return the times of the step before and of a step, interleaved in one run, measured now or recorded."""
+        if simulator.ENABLED and before and before.us is not None:
+            about = self.run.kernels(version), self.size, self.config, self.gpu
+            row = recorded.recorded_row(self.topic, name, *about)
+        return row["compared_us"] if row and before and row.get("after") == before.name else None
+
     def _time_text(self, name, version, us, row):
         if row is not None:
             return f"measured: {records.format_us(us)} us"
@@ -206,14 +227,8 @@ class Lesson:
         """Run a version under several thread orders, and with the race detector, in the simulator."""
         if simulator.ENABLED:
             found = [self._checked(version, seed) for seed in range(seeds)]
-            raced = None
-            for seed in range(seeds):
-                # An index that a race has spoiled may be out of bounds in one order, where another shows the race.
-                if (error := self._checked(version, seed, True)) and error.startswith("DataRace"):
-                    raced = error
-                    break
-                raced = raced or error
-            return Orders(seeds, sum(map(bool, found)), next(filter(None, found), None), raced)
+            wrong = next(filter(None, found), None)
+            return Orders(seeds, sum(map(bool, found)), wrong, self._race(version, seeds))
         expression, functions = expression_of(version)
         return Orders(*in_simulator(_orders_again, self.home, expression, seeds, functions=functions))
 
@@ -221,9 +236,12 @@ class Lesson:
         """Return a table of all steps: time, what each saved, the estimate, what was predicted."""
         lines = []
         for step in self.steps.values():
-            before = step.before and step.before.us
-            us, ratio = (records.format_us(step.us), step.us and before) if step.us else ("", None)
-            faster = f"{before / step.us:.2f}" if ratio else ""
+            us, faster = "", ""
+            if step.us:
+                us = records.format_us(step.us)
+                faster = f"{step.times[0] / step.times[1]:.2f}" if step.times else ""
+            elif found := recorded.lesson_us(self.topic, step.name, self.size, self.config, self.gpu):
+                us = f"not timed (the lesson's: {records.format_us(found)})"
             estimated = "" if step.score.us is None else f"{step.score.us:.2f}"
             lines.append([step.name, us, faster, estimated, str(step.judgement or "")])
         return Table(["step", "us", "times as fast", "estimate, us", "prediction"], lines)
@@ -269,6 +287,13 @@ class Orders(NamedTuple):
     __repr__ = __str__
 
 
+class Steps(dict):
+    """Name -> `Step` of the steps that are right; another name raises a LookupError that says so."""
+
+    def __missing__(self, name):
+        raise LookupError(f"step {name!r} is not there yet: its cell has not run, or its kernel is not right")
+
+
 @dataclass
 class Step:
     """A step's result; notebooks display it.
@@ -286,6 +311,8 @@ class Step:
         Of the record, if it was measured now.
     predicted_us : float or None
     time_text : str
+    compared_us : sequence or None
+        Kernel times of the step before and of this one, interleaved in one run; they are the ones to compare.
     edited_from : Score or None
         Of the same step before the reader's last edit.
     """
@@ -298,14 +325,22 @@ class Step:
     row: dict | None
     predicted_us: float | None
     time_text: str
+    compared_us: Sequence[float] | None = None
     edited_from: Score | None = None
+
+    @property
+    def times(self) -> Sequence[float] | None:
+        """Times of the step before and of this one, if both are known."""
+        if self.before is None or self.us is None or self.before.us is None:
+            return None
+        return self.compared_us or (self.before.us, self.us)
 
     @property
     def judgement(self) -> Judgement | None:
         """The prediction beside what came, if both times are known."""
-        if self.predicted_us is None or self.before is None or self.us is None or self.before.us is None:
+        if self.predicted_us is None or self.times is None:
             return None
-        before, now = self.row["compared_us"] if self.row else (self.before.us, self.us)
+        before, now = self.times
         return Judgement(before, now, before - self.predicted_us)
 
     @property
@@ -314,17 +349,16 @@ class Step:
         before = [self.before.score] if self.before else []
         if self.edited_from is not None:
             before.append(Score("before your edit", self.edited_from.rows, self.edited_from.gpu))
-        timed = self.us is not None and self.before is not None and self.before.us is not None
-        return compare(*before, self.score, timed=timed and self.edited_from is None)
+        return compare(*before, self.score, timed=self.times is not None and self.edited_from is None)
 
     def sentences(self) -> list[str]:
         """Return what is said of the times."""
         time = self.time_text
-        if self.us is not None and self.before and self.before.us is not None:
-            time = f"{time}, {records.format_us(self.before.us)} us before"
+        if self.times:
+            time = f"{time}, {records.format_us(self.times[0])} us before"
         if self.judgement:
             return [f"{time}; {self.judgement}"]
-        if self.predicted_us is not None:
+        if self.predicted_us is not None and "predicted" not in time:
             return [f"{time}; predicted {records.format_us(self.predicted_us)} us"]
         return [time]
 

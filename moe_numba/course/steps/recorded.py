@@ -5,6 +5,7 @@ from typing import Any
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.records.kernel_hash import ast_hash
+from moe_numba.course.steps.prediction import Judgement
 
 
 def recorded_us(
@@ -26,22 +27,45 @@ def recorded_us(
     size, config : dict
         Argument -> value; the row must have the same.
     """
+    row = recorded_row(topic, step, kernels, size, config, gpu)
+    return row and row["kernel_us"]["median"]
+
+
+def recorded_row(
+    topic: str, step: str, kernels: Sequence, size: Mapping[str, Any], config: Mapping[str, Any], gpu: str = "h200"
+) -> dict | None:
+    """Return the row of the record that has a step's time, if it was recorded for exactly this code, or None."""
     row = _row(topic, step, size, config, gpu)
     timed = {kernel.get("ast") for kernel in row.get("kernels", ())} if row else set()
-    return row["kernel_us"]["median"] if row and all(ast_hash(kernel) in timed for kernel in kernels) else None
+    return row if row and all(ast_hash(kernel) in timed for kernel in kernels) else None
 
 
 def describe(
     topic: str, step: str, kernels: Sequence, size: Mapping[str, Any], config: Mapping[str, Any], gpu: str = "h200"
 ) -> str:
-    """Return what a step prints of its recorded time, a sentence: also why there is none for this code."""
+    """Return what a step prints of its recorded time, a sentence: also why there is none for this code.
+
+    Then it says what the lesson's own code took, and how that was predicted.
+    """
     row, us = _row(topic, step, size, config, gpu), recorded_us(topic, step, kernels, size, config, gpu)
     if us is not None:
         return f"recorded on an {gpu.upper()}: {us:.2f} us"
     if row is None:
         sizes = ", ".join(f"{name} = {value}" for name, value in (*size.items(), *config.items()))
         return f"not recorded on an {gpu.upper()} with {sizes}"
-    return f"your version: not timed (the lesson's took {row['kernel_us']['median']:.2f} us on an {gpu.upper()})"
+    lesson = f"the lesson's took {row['kernel_us']['median']:.2f} us on an {gpu.upper()}"
+    if row.get("compared_us") and row.get("predicted_us") is not None:
+        before, now = row["compared_us"]
+        lesson += f"; {Judgement(before, now, before - row['predicted_us'])}"
+    return f"your version: not timed ({lesson})"
+
+
+def lesson_us(
+    topic: str, step: str, size: Mapping[str, Any], config: Mapping[str, Any], gpu: str = "h200"
+) -> float | None:
+    """Return the recorded time of a step's row at these sizes, whatever its code, in microseconds, or None."""
+    row = _row(topic, step, size, config, gpu)
+    return row and row["kernel_us"]["median"]
 
 
 def _row(topic, step, size, config, gpu):

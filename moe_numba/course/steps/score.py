@@ -221,17 +221,18 @@ class Comparison:
         return [*([f"Unchanged: {unchanged}."] if unchanged else []), *verdict]
 
     def _verdict(self, before, after):
-        """Say whether the critical path and the totals agree, and whether the model's gain is beyond its error."""
+        """Say whether the estimate and the executed lines agree, and whether the difference is beyond the error."""
         gain = before.us / after.us if after.us else float("inf")
         lines = after.rows[TOTAL, "source lines"] / max(before.rows[TOTAL, "source lines"], 1)
         if gain > 1 and lines > 1:
-            agree = "The critical path is shorter, and all warps together execute more source lines"
+            agree = "The estimate is shorter, but all warps together execute more source lines"
         elif gain < 1 and lines < 1:
-            agree = "The critical path is longer, and all warps together execute fewer source lines"
+            agree = "The estimate is longer, but all warps together execute fewer source lines"
         elif max(gain, 1 / gain) <= error_factor(after.gpu):
-            agree = "The times differ by less than the model's error"
+            agree = "The estimates differ by less than the model's error"
         else:
-            return "The critical path and the totals agree, and the gain is beyond the model's error."
+            what = "faster" if gain > 1 else "slower"
+            return f"The estimate and the executed source lines agree: {what}, by more than the model's error."
         return f"{agree}: only a GPU decides."
 
     def __str__(self):

@@ -1,5 +1,6 @@
 """Exercises of the lesson "A Hopper GEMM"; the page checks answers with `exercises.<name>`."""
 
+import ast
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,7 +19,7 @@ from moe_numba.course.grader import Wrong, expect_equal, fault
 from moe_numba.course.lessons.hopper import answers, runs
 from moe_numba.course.lessons.hopper.runs import COMPARES, CTAS, LOOP, REGISTERS, SPILLED, STORES, Ring, advance
 from moe_numba.course.lessons.hopper.sizes import A_BYTES, BLOCK_K, BUFFER_BYTES, FREE, WRITTEN
-from moe_numba.course.steps.exercises import Build, is_stub
+from moe_numba.course.steps.exercises import Build, as_one_of, is_stub, tree_of
 from moe_numba.course.steps.score import COMPILER, Score
 from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG, Verdict
 from moe_numba.ptx.accumulators import make_fma, make_for_each_chunk
@@ -254,6 +255,7 @@ class Resident:
         texts = [f"{name}: you predicted {guess}, it is {found[name].blocks_per_sm}" for name, guess in guesses.items()]
         right = all(found[name].blocks_per_sm == guess for name, guess in guesses.items())
         limits = ", ".join(f"{name}: {' and '.join(found[name].limited_by)}" for name in guesses)
+        texts[0] = f"{'right' if right else 'wrong'}: {texts[0]}"
         return Verdict("resident", RIGHT if right else WRONG, f"{'; '.join(texts)}. What limits is, with {limits}.")
 
 
@@ -281,11 +283,14 @@ class SlowTile:
     def check(self, before: Score, after: Score, choice=...) -> Verdict:
         """Compare a choice with what the compiler made of both steps."""
         known = "; ".join(f"{name}: {text}" for name, text in self.choices.items())
+        choice = as_one_of(choice, self.choices)
         if choice not in self.choices:
             text = f"no choice yet. {known}" if choice is ... else f"you chose {choice!r}; {known}"
             return Verdict("slow tile", OPEN if choice is ... else WRONG, text)
         facts = [(row, before.rows[COMPILER, row], after.rows[COMPILER, row]) for row in _EVIDENCE]
-        text = f"you chose {choice}. " + "; ".join(f"{row} {old:,} -> {new:,}" for row, old, new in facts)
+        text = f"{'right' if choice == 'C' else 'wrong'}, you chose {choice}; it is C. " + "; ".join(
+            f"{row} {old:,} -> {new:,}" for row, old, new in facts
+        )
         return Verdict("slow tile", RIGHT if choice == "C" else WRONG, f"{text}. {_SLOW_TILE}")
 
 
@@ -420,6 +425,10 @@ class Order(Build):
         with simulator.profile() as profile:
             _tma_store(answer)
         names = getattr(answer, "py_func", answer).__code__.co_names
+        calls = [node.func for node in ast.walk(tree_of(answer)) if isinstance(node, ast.Call)]
+        last = lambda name: max((c.lineno for c in calls if ast.unparse(c).split(".")[-1] == name), default=0)
+        if 0 < last("syncwarp") < last("fence_proxy_async_shared"):
+            return WRONG, _FENCE_LAST, None
         if profile.kernels[0].total.barriers > 0:
             return REFUSED, "the result is right, but all warps of the CTA wait for one another at a barrier", None
         if "wait_for_stores" in names:
@@ -430,6 +439,10 @@ class Order(Build):
         return RIGHT, "right: no access races, and a store of the warp may be under way while it writes", None
 
 
+_FENCE_LAST = (
+    "a lane may execute its fence after the elected lane has issued the store: a fence covers only what its own thread "
+    "has written, so the lanes must meet after it. The simulator runs these lanes in step, and does not show it"
+)
 _WITHOUT_SYNCWARP = (
     "stmatrix and elect.sync make the lanes wait for one another. But PTX does not promise that they order memory "
     "accesses between lanes; cuda.syncwarp() does"

@@ -33,6 +33,7 @@ from moe_numba.course.lessons.hopper.sizes import (
 )
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Lesson, Run, Table
+from moe_numba.course.steps.power import power_table
 from moe_numba.course.steps.score import COMPILER, PATH, TOTAL, Score
 from moe_numba.course.steps.simulate import expression_of, in_simulator
 from moe_numba.ptx.cp_async import make_bulk_wait_group_read
@@ -44,7 +45,7 @@ from moe_numba.runtime.tensor_map import TensorMap
 DEVICE = "cpu" if simulator.ENABLED else "cuda"
 E4M3 = torch.float8_e4m3fn
 SIZE = dict(m=M, n=N, k=K)
-FIRST_EDITION = "hopper_ladder"  # the record of the first edition of this lesson
+EARLIER = "hopper_ladder"  # the record of an earlier version of this lesson
 
 
 # What kernels of the page use
@@ -349,30 +350,21 @@ def lower_bound() -> str:
 
 
 def result() -> str:
-    """Return where the lesson starts and ends, in numbers of records."""
+    """Return where the lesson starts and ends, in numbers of its record."""
     text = f"D is {M} x {N}, and K is {K}. {lower_bound()}."
-    if (cublas := _first_edition("torch")) is None:
+    record = records.recorded(lesson.topic)
+    if record is None:
         return text
-    names = {"thread copies": "copies by threads", "persistent CTAs": "its fastest step"}
-    found = {name: _first_edition(step) for step, name in names.items()}
-    steps = ", ".join(f"{name} {records.format_us(us)} us" for name, us in found.items() if us)
-    text += f"\nRecorded on an H200 by the first edition: cuBLAS {records.format_us(cublas)} us; {steps}."
-    last = min(_recorded(), key=lambda row: row["kernel_us"]["median"], default=None)
-    if last:
-        text += f"\nThis edition's fastest step: {last['step']}, {records.format_us(last['kernel_us']['median'])} us."
-    return text
+    steps = {"one stage": "one stage", "TMA stores": "TMA stores", f"{M} rows: cuBLAS": "cuBLAS"}
+    rows = {name: records.find(record, step=step, size=SIZE) for step, name in steps.items()}
+    found = ", ".join(f"{name} {records.format_us(row['kernel_us']['median'])} us" for name, row in rows.items())
+    return f"{text}\nRecorded on an H200: {found}."
 
 
 def _recorded():
     record = records.recorded("hopper_gemm_ladder")
     rows = records.select(record, size=SIZE) if record else []
     return [row for row in rows if "kernel_us" in row and ": " not in row["step"]]
-
-
-def _first_edition(step):
-    record = records.recorded(FIRST_EDITION)
-    row = record and records.find(record, step=step, size=SIZE)
-    return row["kernel_us"]["median"] if row else None
 
 
 # Predictions, in microseconds; None where the time that they start from is not known
@@ -394,6 +386,13 @@ def without_first_loads(before: str, tiles: int) -> float | None:
     return _predicted(before, lambda us: us - (tiles / chip_limits().sm_count - 1) * latency_us)
 
 
+def with_bare_ends_of_tiles(before: str, tiles: int) -> float | None:
+    """Return the time of a step if an SM has one CTA at a time: nothing hides its stores and its first load."""
+    latency_us = latencies(lesson.gpu.upper()).ns["global_load_requests"] / 1000
+    stores_us, tiles_of_sm = _stores_us(), tiles / chip_limits().sm_count
+    return _predicted(before, lambda us: us + stores_us + tiles_of_sm * latency_us)
+
+
 def by_busiest_unit(before: str, old: Shape, new: Shape) -> float | None:
     """Return the time of a step if it changes as the clocks that the busiest unit needs per MMA."""
     clocks = lambda of: max(of.tensor, of.shared) / of.tensor
@@ -402,7 +401,11 @@ def by_busiest_unit(before: str, old: Shape, new: Shape) -> float | None:
 
 def without_stores(before: str) -> float | None:
     """Return the time of a step less that of storing D at the rate of a copy."""
-    return _predicted(before, lambda us: us - 2 * M * N / chip_limits().copy_bandwidth * 1e6)
+    return _predicted(before, lambda us: us - _stores_us())
+
+
+def _stores_us():
+    return 2 * M * N / chip_limits().copy_bandwidth * 1e6
 
 
 def with_additions(before: str) -> float | None:
@@ -415,12 +418,38 @@ def with_additions(before: str) -> float | None:
     return _predicted(before, slower)
 
 
-# Times of parts, variants and peers
+# Times of parts, power, variants and peers
+
+
+def show_power(version) -> Table:
+    """Return a table of the clock and the power of a version and of cuBLAS under sustained load."""
+    a, b, _ = _inputs(M, N, K) if not simulator.ENABLED else _inputs(*_shape())
+    calls = {"TMA stores": timed(version)[0], "cuBLAS": partial(_cublas, a, b)}
+    return power_table(lesson, calls, 2.0 * M * N * K)
+
+
+def say_parts() -> str:
+    """Return what the times of the parts say, from this run or the record."""
+    us = _parts_us
+    if not us:
+        return "The parts were not timed."
+    mmas, loads, whole = us["without loads"], us["without MMAs"], us["all"]
+    return (
+        f"MMAs alone take {mmas / whole:.0%} of the whole kernel's time, and loads alone {loads / whole:.0%}. So they "
+        "overlap: a better ring has little to gain. But MMAs alone also take "
+        f"{mmas / peak_us():.1f} times as long as at the peak rate, though nothing but the stores keeps the tensor "
+        "cores waiting. So the tensor cores themselves are slower than the data sheet says. The section on power, "
+        "after step 9, measures why."
+    )
+
+
+_parts_us: dict[str, float] = {}
 
 
 def show_parts(versions: dict) -> Table:
     """Return a table of times of kernels that leave a part out, and of the whole one."""
     us = lesson.times("parts", {name: timed(version) for name, version in versions.items()})
+    _parts_us.update(us)
     lines = [[name, records.format_us(us[name]) if us else "not timed"] for name in versions]
     return Table(["kernel", "us"], [*lines, ["all MMAs at the peak rate", records.format_us(peak_us())]])
 
@@ -481,7 +510,7 @@ def show_peers(version, rows: tuple[int, ...] = (512, 1024, 2048, M, 2 * M)) -> 
     return Table(["rows of A", "this lesson, us", "cuBLAS, us", "this lesson, TFLOP/s", "cuBLAS, TFLOP/s"], lines)
 
 
-_NO_GAIN = {  # step of the first edition -> what changed, and why it gained nothing
+_NO_GAIN = {  # step of an earlier version of this lesson -> what changed, and why it gained nothing
     "ring of 4 stages": (
         "a ring of four stages with a tile of 64 x 64",
         "Eight small CTAs per SM overlapped each other already; with four stages each, only three fit.",
@@ -498,14 +527,14 @@ _NO_GAIN = {  # step of the first edition -> what changed, and why it gained not
 
 
 def show_what_did_not_pay() -> Table:
-    """Return a table of changes that the first edition timed, and that gained nothing."""
+    """Return a table of changes that an earlier version of this lesson timed, and that gained nothing."""
     lines = []
     for after, (change, why) in _NO_GAIN.items():
-        record = records.recorded(FIRST_EDITION)
+        record = records.recorded(EARLIER)
         row = record and records.find(record, step=after, size=SIZE)
         us = [records.format_us(each) for each in row["compared_us"]] if row else ["", ""]
         lines.append([change, *us, why])
-    return Table(["change (recorded by the first edition)", "us before", "us after", "why"], lines)
+    return Table(["change (of an earlier version of this lesson)", "us before", "us after", "why"], lines)
 
 
 # Traces of the simulator

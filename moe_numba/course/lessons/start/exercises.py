@@ -13,6 +13,7 @@ from numba import cuda, float32, int32
 
 from moe_numba.course.exercises import Exercise
 from moe_numba.course.grader import Run, function_test, kernel_test, number_test
+from moe_numba.course.steps.exercises import as_one_of
 from moe_numba.course.steps.lesson import Table
 from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
@@ -71,7 +72,7 @@ class Repair:
 
     def check(self, kernel, repairs: dict, choice=...) -> Verdict:
         """Count what the kernel and its repairs access, and compare the choice with the one that accesses least."""
-        name, known = "choose the repair", ", ".join(repairs)
+        name, known, choice = "choose the repair", ", ".join(repairs), as_one_of(choice, repairs)
         if choice not in repairs:
             if choice is ...:
                 return Verdict(name, OPEN, f"no choice yet ({known}); the counts appear with it")
