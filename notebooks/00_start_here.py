@@ -23,8 +23,7 @@
 # are, how the simulator finds mistakes, and how times are measured. For this page you need Python and some torch, and no CUDA.
 # The lessons are for people who want to write kernels: they count machine instructions, read PTX, and expect you to do so too.
 #
-# On Colab or Kaggle, clone the repository first (`!git clone` with its address, then `%cd moe_numba/notebooks`). The next
-# cell then installs the package.
+# On Colab or Kaggle, clone the repository first (`!git clone`, then `%cd moe_numba/notebooks`). The next cell then installs the package.
 
 # %%
 import importlib.util
@@ -155,8 +154,8 @@ print("y == x + 1:", torch.equal(y, x + 1))
 # | L2 cache | all SMs | 60 MB | not addressed directly |
 # | global memory | all threads, and the CPU through copies | 141 GB | arrays passed as arguments |
 #
-# `doctor` prints what this computer has. (sm_90a is the instruction set of Hopper GPUs. The lines about tests and results are
-# for developers.)
+# `doctor` prints what this computer has. (sm_90a is the instruction set of Hopper GPUs. The line "results" is for
+# developers: it says whether records are older than their kernels.)
 
 # %%
 print("\n".join(doctor.report()))
@@ -318,18 +317,19 @@ def double_neighbour(x, out):
 
 
 def try_seeds():
-    x = torch.arange(64.0)
+    x, message = torch.arange(64.0), "no race under any seed"
     for seed in range(4):
         out = torch.zeros(64)
         with simulator.seed(seed):
             double_neighbour[1, 64](x, out)
             wrong = int((out != 2 * x.roll(-1)).sum())
+            found = "no race found"
             try:
                 with simulator.races():
                     double_neighbour[1, 64](x, out)
             except simulator.DataRace as error:
-                print(f"seed {seed}: {wrong} of 64 elements are wrong; race found")
-                message = error
+                found, message = "race found", error
+            print(f"seed {seed}: {wrong} of 64 elements are wrong; {found}")
     print(message)
 
 
@@ -340,7 +340,7 @@ in_simulator(try_seeds)
 # store. Only two threads read what the other warp writes: thread 31 reads `tile[32]`, and thread 63 reads `tile[0]`. The warp that
 # comes first reads the right number, so at most one element is wrong, and only if one warp stores before the other loads. The race
 # detector reports the race under every seed, because it checks whether something orders the two accesses, not which of them came
-# first.
+# first. Repair the kernel: load the neighbour into a variable, let all threads meet, then store. Run the cell again.
 #
 # ### Counters per source line
 #
@@ -696,7 +696,7 @@ rows_us, staged_us = parts_us.get("copied by rows"), parts_us.get("read, then wr
 read_us, write_us, both_us = (parts_us.get(name) for name in ("read by rows", "written by rows", "copied by elements"))
 say(
     "Reading by rows takes {read:.0f} us, and writing by rows {write:.0f} us: {share:.0f} times as long as the whole coalesced copy "
-    "({both:.0f} us). Most of the gain is in the stores, 4 bytes of a sector at a time.",
+    "({both:.0f} us). Stores of 4 bytes of a sector at a time cost much more than such loads.",
     read=read_us,
     write=write_us,
     both=both_us,
@@ -706,7 +706,7 @@ say(
 # %%
 say(
     "The copy by rows takes {rows:.0f} us, which is {more:.0f} us more than reading and writing one after the other. If it reads a "
-    "whole row before it writes, it takes {staged:.0f} us. So these {more:.0f} us are not the price of the loads or of the stores alone, but of "
+    "whole row before it writes, it takes {staged:.0f} us. So these {more:.0f} us are the price neither of the loads nor of the stores alone, but of "
     "stores between the loads of a row. They may evict the sectors that the next loads need from the L1 cache, or keep these "
     "loads waiting. We did not isolate which; a profiler that counts the hits of the L1 cache would.",
     rows=rows_us,
