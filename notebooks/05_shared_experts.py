@@ -32,8 +32,14 @@ import moe_numba  # before Numba: it decides whether kernels run on a GPU or in 
 import torch
 from numba import cuda, float32, int32, uint32
 
-from moe_numba import fused_experts, group_gemm_bf16, group_gemm_blockwise_fp8, per_token_cast_to_fp8
-from moe_numba import group_gemm_silu_and_mul_bf16, group_gemm_silu_and_mul_blockwise_fp8
+from moe_numba import (
+    fused_experts,
+    group_gemm_bf16,
+    group_gemm_blockwise_fp8,
+    group_gemm_silu_and_mul_bf16,
+    group_gemm_silu_and_mul_blockwise_fp8,
+    per_token_cast_to_fp8,
+)
 from moe_numba.course.lessons.shared_experts import draw, exercises
 from moe_numba.course.lessons.shared_experts import runs as page
 from moe_numba.course.lessons.shared_experts.routing import (
@@ -104,7 +110,8 @@ page.show_ninth_weight(nine_weights)
 # ## What cannot be saved
 #
 # The article's server uses tensor parallelism on 8 GPUs, so a GPU has one eighth of each expert: 3 x 7168 x 256 weights. With few tokens, reading
-# them takes the time. An expert must be read if any token has chosen it, and is read once however many have:
+# them takes the time. An expert must be read if any token has chosen it, and is read once however many have. For random logits that are routed by
+# DeepSeek-V3's rule:
 
 # %%
 page.show_lower_bound()
@@ -126,7 +133,8 @@ exercises.experts_read.check(ninth_column_64=..., replicas_64=..., replicas_4=..
 # the first two. Each step is checked with FP8 and with bfloat16 weights against float64, and its kernel launches are counted.
 # On a GPU the steps are timed with 8 tokens, as in decoding, and with the weights of four layers in turn, which do not fit in the L2 cache.
 #
-# The gate's weights contain the factor `s`. `fused_experts` adds `shared` in the kernel of the weighted sum, so the addition costs no launch.
+# The gate's weights contain the factor `s`. `fused_experts` adds `shared` in the kernel of the weighted sum, so the addition costs no launch. (In FP8 both
+# sides cast `x`. A server could share that cast, and then one launch less would be left to save.)
 
 
 # %%
@@ -274,7 +282,7 @@ step("8 replicas", replicas_by_kernel, predicted_us=page.more_experts("column in
 
 # %% [markdown]
 # The article's author measured the opposite, on a server with SGLang's Triton kernel: there one shared expert was slower than eight replicas. We cannot
-# say why. SGLang dropped the replicas two months later ([PR 6736](https://github.com/sgl-project/sglang/pull/6736)).
+# say why. SGLang dropped the replicas later ([PR 6736](https://github.com/sgl-project/sglang/pull/6736)).
 #
 # **Take away.** Ask how work is scheduled before you balance it.
 #
@@ -332,12 +340,14 @@ def my_store_nine(weights, ids, token, lane, weight, expert):
 
 store_nine = exercises.store_nine.use(my_store_nine)
 
+# %% [markdown]
+# **Prediction.** The launch of an empty kernel disappears, at least. The kernel that is gone also waited for its own loads.
+
 # %%
-routing.step("column in the gate", (make_gate(store_nine),), predicted_us=page.launch_us("gate, then append"))
+predicted_us = page.launch_us("gate, then append")
+routing.step("gate with nine columns", (make_gate(store_nine),), predicted_us=predicted_us)
 
 # %% [markdown]
-# **Prediction.** It said that the launch of an empty kernel disappears. The kernel that is gone also had to wait for its loads.
-#
 # ## Step 5: the whole layer
 #
 # The gate of the package does the same (`num_fused_shared_experts=1`, which is the second argument of `layer.route`). Compared with step 3, the layer has one launch less.
@@ -374,8 +384,7 @@ exercises.what_saves.check(...)
 page.show_sizes(separate, ninth_in_gate, replicas_by_kernel)
 
 # %% [markdown]
-# If the fusion saves launches, then the layer that has more of them must gain more, and the gain must not grow with the tokens as long as a launch has little
-# to do:
+# Both layers read the same weights. If the fusion saves launches, the layer that has more of them must gain more:
 
 # %%
 page.show_saved_per_launch("separate", "column in the gate")

@@ -1,11 +1,9 @@
-"""Figures of shared-expert fusion: the layer before and after, load per expert, schedules and memory."""
-
-import textwrap
+"""Figures of shared-expert fusion: the layer before and after, load per expert, and schedules."""
 
 from moe_numba.course.bench.figures.style import BLUE, GREY, INK, ORANGE, RED, SKY, WIDTH
 from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, check_range, ink_on, note, plural, text, tint
 
-__all__ = ["tiles_per_expert", "list_schedule", "load", "memory", "problem", "schedules"]
+__all__ = ["tiles_per_expert", "list_schedule", "load", "problem", "schedules"]
 
 
 def problem(topk_weights, topk_ids, num_experts, scale):
@@ -187,31 +185,4 @@ def schedules(tiles, workers, shared=()):
         x = left + ends[name] * unit
         axes.plot([x, x], [top + 0.05, top - 0.34 * workers], color=RED, linewidth=1.3, label="end")
     note(axes, 0.15, 0.17, "A box is a tile, its number the expert. Orange: shared.")
-    return figure
-
-
-def memory(extra_gib, marks):
-    """Draw a rank's additional memory over the number of replicas, in GiB, with named reference lines."""
-    check_range("the number of bars", len(extra_gib), 1, 16)
-    figure, axes = canvas(WIDTH, 3.4, "Memory that replicas of the shared expert add to a rank")
-    left, bottom, width, tall = 0.85, 0.75, WIDTH - 3.4, 1.95
-    largest = max([*extra_gib.values(), *marks.values(), 1e-9]) * 1.08
-    wide = width / len(extra_gib)
-    axes.plot([left, left + width], [bottom, bottom], color=INK, linewidth=0.8)
-    for place, (replicas, gib) in enumerate(extra_gib.items()):
-        x = left + place * wide
-        box(axes, x + 0.15 * wide, bottom, 0.7 * wide, tall * gib / largest, fill=BLUE, edge="none", label="extra")
-        inside = tall * gib / largest > 0.2
-        text(axes, x + wide / 2, bottom + 0.12, f"{gib:.2f}", size=8, colour=WHITE if inside else INK)
-        text(axes, x + wide / 2, bottom - 0.13, str(replicas), size=8.5)
-    text(axes, left + width / 2, bottom - 0.33, "replicas", size=8.5, colour=GREY)
-    text(axes, 0.35, bottom + tall / 2, "additional GiB", size=8.5, colour=GREY, rotation=90)
-    placed = []
-    for name, gib in sorted(marks.items(), key=lambda mark: mark[1]):
-        y = bottom + tall * gib / largest
-        axes.plot([left, left + width + 0.1], [y, y], color=RED, linewidth=1, linestyle="--", label="mark")
-        lines = textwrap.wrap(f"{gib:.2f}: {name}", 32)
-        at = max([y, *(before + 0.17 * (rows + len(lines)) / 2 + 0.05 for before, rows in placed[-1:])])
-        placed.append((at, len(lines)))
-        text(axes, left + width + 0.15, at, "\n".join(lines), size=8.5, colour=RED, ha="left")
     return figure

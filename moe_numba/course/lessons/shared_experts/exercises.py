@@ -1,5 +1,6 @@
 """Exercises of the lesson "Shared experts"; the page checks answers with ``exercises.<name>``."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -32,7 +33,8 @@ class _Function(Exercise):
 
     def check(self, answer: Any = ...) -> Verdict:
         """Test an answer; a stub counts as none."""
-        return super().check(... if is_stub(answer) else answer)
+        verdict = super().check(... if is_stub(answer) else answer)
+        return replace(verdict, state=OPEN) if verdict.text.startswith("not answered") else verdict
 
     def use(self, answer: Any = ...) -> Any:
         """Display the verdict on an answer, and return what the next cells use."""
@@ -254,14 +256,14 @@ def _evidence(tokens, dtype):
         " -> ".join(records.format_us(row["kernel_us"]["median"]) for row in pair) for pair in (rows, gemms)
     )
     return (
-        f"Recorded with torch's kernels, {tokens} tokens in FP8: bytes {of('bytes')}; operations {of('flops')}; tiles of "
-        f"the longest column {of('longest_column')}; launches {of('launches')}; the layer {us} us, the GEMMs alone "
-        f"{gemms_us} us."
+        f"Recorded with torch's kernels, {tokens} tokens in FP8: bytes {of('bytes')}; operations {of('flops')}; "
+        f"tiles of the longest column {of('longest_column')}; launches {of('launches')}; "
+        f"the layer {us} us, the GEMMs alone {gemms_us} us."
     )
 
 
 _WHAT_SAVES = (
-    "Bytes and operations are the same, and so are the tiles: 64 rows are one tile of 64. What is left is the launches, "
-    "and within them the time in which a GEMM of one expert has work for few SMs."
+    "Bytes and operations are the same, and so are the tiles: 64 rows are one tile of 64. What is left is "
+    "the launches, and within them the time in which a GEMM of one expert has work for few SMs."
 )
 what_saves = WhatSaves()

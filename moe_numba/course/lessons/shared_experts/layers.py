@@ -1,4 +1,4 @@
-"""Layers of the lesson "Shared experts": weights, check, launches, and times that are measured or read from a record."""
+"""Layers of the lesson "Shared experts": weights, check, launches, and times, measured or read from a record."""
 
 import ast
 import copy
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_numba import biased_grouped_topk, simulator
 from moe_numba.course.bench import records
-from moe_numba.course.bench.baselines.torch_layer import BOUNDS, NAMES, Shape, count_kernels, mismatch
+from moe_numba.course.bench.baselines.torch_layer import NAMES, Shape, count_kernels, mismatch
 from moe_numba.course.bench.timing import kernel_times
 from moe_numba.course.lessons.shared_experts.sizes import (
     CHECKED,
@@ -156,7 +156,7 @@ def wrong(forward: Callable, dtype: str, tokens: int = CHECKED, alike: bool = Fa
 
 
 class _Operations(TorchDispatchMode):
-    """Counts torch's operations that launch a kernel: neither views, nor allocations, nor operations of this package."""
+    """Counts torch's operations that launch a kernel: neither views, nor allocations, nor this package's operations."""
 
     def __init__(self):
         super().__init__()
@@ -213,7 +213,9 @@ class LayerStep:
             cells = [dtype]
             for values, text in ((self.launches, str), (self.us, records.format_us)):
                 now, then = values.get(dtype), self.before and getattr(self.before, _NAMES[text]).get(dtype)
-                cells.append("not timed" if now is None else text(now) if then is None else f"{text(then)} → {text(now)}")
+                cells.append(
+                    "not timed" if now is None else text(now) if then is None else f"{text(then)} → {text(now)}"
+                )
             lines.append(cells)
         return Table([f"{DECODE} tokens", "launches", "us"], lines)
 

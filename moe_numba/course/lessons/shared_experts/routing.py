@@ -1,4 +1,4 @@
-"""The kernels of the lesson "Shared experts": the gate with a hole, what it is made of, its inputs, check and launches."""
+"""Kernels of the lesson "Shared experts": what the gate with a hole is made of, its inputs, check and launches."""
 
 from functools import cache, partial
 
@@ -49,10 +49,7 @@ def _outputs(tokens, columns, extra=0, fill=True):
     size = tokens, columns + extra
     if not fill:
         return torch.empty(size, device=DEVICE), torch.empty(size, dtype=torch.int32, device=DEVICE)
-    return (
-        torch.full(size, float("nan"), device=DEVICE),
-        torch.full(size, -7, dtype=torch.int32, device=DEVICE),
-    )
+    return (torch.full(size, float("nan"), device=DEVICE), torch.full(size, -7, dtype=torch.int32, device=DEVICE))
 
 
 def run(version: tuple, logits: torch.Tensor, bias: torch.Tensor, out=None, eight=None) -> tuple:

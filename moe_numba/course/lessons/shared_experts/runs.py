@@ -9,8 +9,10 @@ from moe_numba import simulator
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.baselines.torch_layer import NAMES, SMALL, Layer, mismatch
+from moe_numba.course.draw.canvas import plural
 from moe_numba.course.lessons.shared_experts import draw
-from moe_numba.course.lessons.shared_experts.layers import MAIN, TOPIC, Layers, wrong
+from moe_numba.course.lessons.shared_experts.layers import MAIN, TOPIC, Layers, batch, wrong
+from moe_numba.course.lessons.shared_experts.layers import layers as layers_of
 from moe_numba.course.lessons.shared_experts.routing import routing
 from moe_numba.course.lessons.shared_experts.sizes import (
     ALL_TOKENS,
@@ -23,7 +25,6 @@ from moe_numba.course.lessons.shared_experts.sizes import (
     GATE_KEPT,
     GATE_TOKENS,
     GATE_TOPK,
-    REPLICAS,
     SCALE,
     TIMED,
 )
@@ -33,7 +34,7 @@ from moe_numba.gate.reference import biased_grouped_topk
 from moe_numba.shared_experts import memory_cost, reference
 
 WITH_TORCH = "shared_experts"  # the record of the same layers with torch's grouped GEMMs
-TORCH_STEPS = {"separate": "separate", "ninth column": "1 shared", f"{8} replicas": "8 replicas"}  # ours -> theirs
+TORCH_STEPS = {"separate": "separate", "ninth column": "1 shared", "8 replicas": "8 replicas"}  # ours -> theirs
 _BYTES = {FP8: 1, torch.bfloat16: 2}  # of a weight
 layers = Layers()
 
@@ -61,10 +62,7 @@ def _text(us):
 def many_tokens() -> tuple[torch.Tensor, torch.Tensor]:
     """Return weights and ids of 4096 tokens that are routed by DeepSeek-V3's rule from random logits."""
     random = torch.Generator().manual_seed(0)
-    logits, bias = (
-        torch.randn(4096, GATE_EXPERTS, generator=random),
-        torch.rand(GATE_EXPERTS, generator=random) * 0.1,
-    )
+    logits, bias = (torch.randn(4096, GATE_EXPERTS, generator=random), torch.rand(GATE_EXPERTS, generator=random) * 0.1)
     groups = dict(num_expert_group=GATE_GROUPS, topk_group=GATE_KEPT)
     return biased_grouped_topk(logits, bias, GATE_TOPK, **groups)
 
@@ -74,14 +72,17 @@ def result() -> str:
     found = {name: _recorded_us(name) for name in ("separate", "column in the gate")}
     if all(found.values()):
         before, after = (records.format_us(us) for us in found.values())
-        return f"Recorded on an H200, {DECODE} tokens in FP8: {before} us with a separate shared expert, {after} us fused."
+        return (
+            f"Recorded on an H200, {DECODE} tokens in FP8: {before} us with a separate shared expert, {after} us fused"
+        )
     rows = [_torch_row(step, 64, MAIN) for step in ("separate", "1 shared")]
     if not all(rows):
         return "no times are recorded"
     before, after = (
         f"{row['launches']} launches and {records.format_us(row['kernel_us']['median'])} us" for row in rows
     )
-    return f"Recorded on an H200 with torch's kernels, 64 tokens in FP8: {before} with a separate shared expert, {after} fused."
+    about = "Recorded on an H200 with torch's kernels, 64 tokens in FP8"
+    return f"{about}: {before} with a separate shared expert, {after} fused"
 
 
 def _recorded_us(step):
@@ -101,12 +102,13 @@ def show_ninth_weight(nine_weights: Callable) -> Table:
     nine = nine_weights(weights.double(), SCALE, False, False)
     right, first = layer.expected(x), SMALL.num_experts
     one = torch.cat([ids, torch.full_like(ids[:, :1], first)], dim=1)
+    in_turn = one + torch.arange(len(x), device=DEVICE)[:, None] % 8 * (one == first)
     every = reference.fuse_routing(weights.double(), ids, first, 8, SCALE, "all")
     cases = {
         "nine_weights": (nine, one),
         "the ninth weight is 1": (torch.cat([nine[:, :-1], torch.ones_like(nine[:, :1])], dim=1), one),
         "the ninth weight is 0": (torch.cat([nine[:, :-1], torch.zeros_like(nine[:, :1])], dim=1), one),
-        "nine_weights, one of 8 replicas for each token": (nine, one + torch.arange(len(x), device=DEVICE)[:, None] % 8 * (one == first)),
+        "nine_weights, one of 8 replicas for each token": (nine, in_turn),
         "all of 8 replicas for each token": every,
     }
     lines = []
@@ -120,9 +122,10 @@ def show_ninth_weight(nine_weights: Callable) -> Table:
 # The lower bound
 
 
-def experts_chosen(tokens: int) -> float:
-    """Return the average number of routed experts that at least one token chooses."""
-    return TIMED.num_experts * (1 - (1 - TIMED.topk / TIMED.num_experts) ** tokens)
+@cache
+def experts_read(tokens: int) -> int:
+    """Return how many experts the first of `many_tokens` need, with the shared one."""
+    return len(many_tokens()[1][:tokens].unique()) + 1
 
 
 def weights_us(experts: float, dtype: str = MAIN) -> float:
@@ -130,20 +133,20 @@ def weights_us(experts: float, dtype: str = MAIN) -> float:
     return experts * TIMED.expert_weights * _BYTES[DTYPES[dtype]] / chip_limits().copy_bandwidth * 1e6
 
 
-def lower_bound_us(tokens: int, dtype: str = MAIN) -> float:
-    """Return the microseconds to read a layer's weights once or to compute, whichever takes longer."""
+def lower_bound_us(tokens: int, dtype: str = MAIN, read: int | None = None) -> float:
+    """Return the microseconds to read the weights of some experts once or to compute, whichever takes longer."""
     flops = 2 * tokens * (TIMED.topk + 1) * TIMED.expert_weights
     computed = flops / chip_limits().tensor_flops[NAMES[DTYPES[dtype]]] * 1e6
-    return max(weights_us(experts_chosen(tokens) + 1, dtype), computed)
+    return max(weights_us(experts_read(tokens) if read is None else read, dtype), computed)
 
 
 def show_lower_bound() -> Table:
     """Return a table: experts that are read, the shared expert's part, and the lower bound."""
     lines = []
     for tokens in ALL_TOKENS:
-        read = experts_chosen(tokens) + 1
+        read = experts_read(tokens)
         bounds = [f"{lower_bound_us(tokens, dtype):.1f}" for dtype in DTYPES]
-        lines.append([f"{tokens:,}", f"{read:.0f}", f"{1 / read:.1%}", *bounds])
+        lines.append([f"{tokens:,}", f"{read}", f"{1 / read:.1%}", *bounds])
     heads = ["tokens", "experts read", "the shared expert's part of the bytes"]
     return Table([*heads, *(f"lower bound, {dtype}, us" for dtype in DTYPES)], lines)
 
@@ -183,7 +186,9 @@ def by_torch(before: str, found: dict, operations: int) -> float | None:
     """Return the time without the shared expert's kernels, but with its weights and some small operations."""
     names = "the shared expert", "reading an expert's weights", "a small operation"
     shared, weights, small = (found.get(name) for name in names)
-    return None if shared is None or small is None else _predicted(before, lambda: weights - shared + operations * small)
+    return (
+        None if shared is None or small is None else _predicted(before, lambda: weights - shared + operations * small)
+    )
 
 
 def fewer_operations(before: str, found: dict, fewer: int) -> float | None:
@@ -231,7 +236,7 @@ def show_load():
 
 
 def show_rounds(rounds: Callable, across: int = 4) -> Table:
-    """Return a table of the rounds for 4096 tokens. The first GEMM is 512 wide, so four tiles of 128 are side by side."""
+    """Return a table of the rounds for 4096 tokens; the first GEMM is 512 wide, or four tiles of 128."""
     lines = []
     for tile_rows in (64, 128):
         for name, counts in loads().items():
@@ -246,7 +251,10 @@ def show_rounds(rounds: Callable, across: int = 4) -> Table:
 
 
 def show_sizes(separate: Callable, ninth_column: Callable, replicas: Callable) -> Table:
-    """Return one table of all numbers of tokens: both layers and replicas, with torch's kernels and with this package's."""
+    """Return one table of all numbers of tokens: both layers and replicas, with torch's kernels and this package's.
+
+    On a GPU the package's layers are checked and timed, otherwise their times are read from the record.
+    """
     forwards = dict(zip(TORCH_STEPS, (separate, ninth_column, replicas), strict=True))
     lines = []
     for dtype in DTYPES:
@@ -257,12 +265,22 @@ def show_sizes(separate: Callable, ninth_column: Callable, replicas: Callable) -
                         raise WrongResult(f"{name}: {fault}")
             ours = layers.times("sizes", forwards, dtype, tokens, alike)
             theirs = [None if alike else with_torch_us(step, tokens, dtype) for step in TORCH_STEPS.values()]
-            found = [*theirs, *map(ours.get, TORCH_STEPS)]
-            bound = weights_us(TIMED.topk + 1, dtype) if alike else lower_bound_us(tokens, dtype)
+            times = ["" if us is None else records.format_us(us) for us in (*theirs, *map(ours.get, TORCH_STEPS))]
+            read = _experts_of_layer(tokens, dtype, alike)
             name = f"{tokens:,}{', all alike' if alike else ''}"
-            lines.append([name, dtype, *("" if us is None else records.format_us(us) for us in found), f"{bound:.0f}"])
+            lines.append([name, dtype, *times, str(read), f"{lower_bound_us(tokens, dtype, read):.0f}"])
     heads = [f"{whose}: {name}" for whose in ("torch", "package") for name in TORCH_STEPS]
-    return Table(["tokens", "weights", *heads, "lower bound"], lines)
+    return Table(["tokens", "weights", *heads, "experts read", "lower bound"], lines)
+
+
+def _experts_of_layer(tokens, dtype, alike):
+    """Return how many experts the timed layer reads, with the shared one: counted on a GPU, otherwise as recorded."""
+    if alike:
+        return TIMED.topk + 1
+    if not simulator.ENABLED:
+        return len(layers_of(dtype)[0].route(batch(dtype, tokens)[0])[1].unique()) + 1
+    row = _torch_row("separate", tokens, dtype)
+    return row["experts"] if row else experts_read(tokens)
 
 
 def saved(whose: str, tokens: int, dtype: str = MAIN, step: str = "ninth column") -> float | None:
@@ -284,19 +302,19 @@ def _size_us(name, tokens, dtype):
 
 
 def show_saved_per_launch(separate: str, fused: str) -> Table:
-    """Return a table of launches that the fusion saves, and the time, for few tokens."""
+    """Return a table of the launches and the time that the fusion saves with few tokens."""
     lines = []
     for dtype in DTYPES:
         rows = [_torch_row(step, 64, dtype) for step in ("separate", "1 shared")]
-        fewer = {
-            "torch": rows[0]["launches"] - rows[1]["launches"] if all(rows) else None,
-            "package": layers.steps[separate].launches[dtype] - layers.steps[fused].launches[dtype],
-        }
-        for whose, launches in fewer.items():
+        before, after = (layers.steps[name].launches[dtype] for name in (separate, fused))
+        fewer = {"torch": rows[0]["launches"] - rows[1]["launches"]} if all(rows) else {}
+        for whose, launches in (fewer | {"package": before - after}).items():
             us = [saved(whose, tokens, dtype) for tokens in (1, 8, 64)]
-            texts = ["not timed" if each is None else f"{each:+.1f}" for each in us]
-            lines.append([whose, dtype, str(launches), *texts])
-    return Table(["kernels", "weights", "launches saved", *(f"us saved, {t} tokens" for t in (1, 8, 64))], lines)
+            each = [_text(None) if t is None else f"{t:+.1f}" for t in us]
+            per_launch = [_text(None) if t is None else f"{t / launches:+.1f}" for t in us[1:2]]
+            lines.append([whose, dtype, str(launches), *each, *per_launch])
+    heads = [f"us saved, {plural(tokens, 'token')}" for tokens in (1, 8, 64)]
+    return Table(["kernels", "weights", "launches saved", *heads, "of a launch, 8 tokens"], lines)
 
 
 # What a layer can explain
@@ -341,19 +359,19 @@ def show_what_did_not_pay() -> Table:
             "the same, 4096 tokens",
             with_torch_us("1 shared", 4096, "FP8"),
             with_torch_us("8 replicas", 4096, "FP8"),
-            "The replicas' bytes no longer matter, and neither does the longest column.",
+            "Every expert is read anyway, and single tiles were balanced before.",
         ),
         (
             "the fusion in bfloat16, 4096 tokens (torch)",
             with_torch_us("separate", 4096, "bfloat16"),
             with_torch_us("1 shared", 4096, "bfloat16"),
-            "A launch is nothing beside milliseconds, and the rows of the ninth column are gathered and summed.",
+            "A few launches are nothing beside milliseconds.",
         ),
         (
             "the fusion with whole experts, 32 on each of 8 GPUs (torch, bfloat16, 4096 tokens)",
             with_torch_us("separate", 4096, "bfloat16", model="ep8"),
             with_torch_us("1 shared", 4096, "bfloat16", model="ep8"),
-            "A GEMM of a whole expert has tiles for all SMs, so it wastes nothing on its own.",
+            "Probably because a GEMM of a whole expert has tiles for all SMs by itself.",
         ),
         (
             f"the column in torch instead of in the gate ({GATE_TOKENS} tokens, gate and column alone)",
@@ -384,10 +402,10 @@ def _gate_us(step):
 def lower_bound_of_overlap() -> str:
     """Return the bound to beat by a shared expert that runs beside the gate, in words."""
     gate = _gate_us("gate alone")
-    text = f"Reading the shared expert's weights takes {weights_us(1):.1f} us in FP8, one eighth of an expert"
+    text = f"reading the shared expert's weights, {weights_us(1):.1f} us in FP8"
     if gate:
-        text += f"; the gate alone takes {gate:.1f} us for {GATE_TOKENS} tokens, in which DRAM is idle"
-    return f"{text}. The lower bound of the layer stays {lower_bound_us(DECODE):.1f} us with {DECODE} tokens."
+        text += f" (the gate alone, which leaves DRAM idle, takes {gate:.1f} us for {GATE_TOKENS} tokens)"
+    return f"{text}. The lower bound of a layer with {DECODE} tokens stays {lower_bound_us(DECODE):.1f} us."
 
 
 def save() -> None:
