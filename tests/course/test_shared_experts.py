@@ -18,7 +18,7 @@ from moe_numba import simulator  # before numba: it selects the simulator or the
 from numba import cuda, float32, int32, uint32
 
 from moe_numba.course.bench import Stats, records
-from moe_numba.course.lessons.shared_experts import answers, exercises, layers, runs
+from moe_numba.course.lessons.shared_experts import answers, draw, exercises, layers, runs
 from moe_numba.course.lessons.shared_experts.routing import routing, with_column
 from moe_numba.course.lessons.shared_experts.sizes import ALL_TOKENS, DTYPES, EXPERTS, GATE_EXPERTS, GATE_TOPK
 from moe_numba.course.steps.ladder import WrongResult
@@ -300,7 +300,7 @@ USED = {
 }
 
 
-def page(right="", wrong=""):
+def page(right="", wrong="", module=None):
     """Return what the page's cells define, with a passage replaced, and its steps: (kind, name) -> Python."""
     source = NOTEBOOK.read_text()
     assert not right or source.count(right) == 1, right
@@ -311,8 +311,9 @@ def page(right="", wrong=""):
             if kind in ("step", "routing.step"):
                 steps[kind, node.value.args[0].value] = ast.unparse(node.value.args[1])
     kept = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)]
-    names = {"__name__": f"shared_experts_page_{next(_numbers)}"} | {name: getattr(answers, name) for name in USED}
-    return define("\n\n".join(map(ast.unparse, kept)), names, f"{names['__name__']}.py"), steps
+    file = f"shared_experts_page_{next(_numbers)}"
+    names = {"__name__": module or file} | {name: getattr(answers, name) for name in USED}
+    return define("\n\n".join(map(ast.unparse, kept)), names, f"{file}.py"), steps
 
 
 @pytest.fixture(scope="module")
@@ -419,46 +420,60 @@ def test_layers_have_equal_replicas_and_sizes_can_change():
 
 
 @pytest.fixture
-def timed(monkeypatch, tmp_path, right_page):
-    """Time as on a GPU, every kernel in the microseconds that its name has; return the steps as `Layers` makes them."""
-    us = {"separate": 100.0, "column in torch": 110.0, "column in a kernel": 95.0, "8 replicas": 105.0}
-    of = lambda name: us.get(name, 90.0)
+def cells(monkeypatch):
+    """Return a function that makes the page's cells the main module, with a passage replaced."""
+
+    def run(right="", wrong=""):
+        names, _ = page(right, wrong, "__main__")
+        monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(**names))
+        return names
+
+    return run
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Time as on a GPU, each function in the microseconds of its name."""
+    us = {"separate": 100.0, "column in torch": 110.0}
     monkeypatch.setattr(
-        layers, "kernel_times", lambda calls, **_: {n: Stats(of(n), of(n) - 1, of(n) + 1) for n in calls}
+        layers, "kernel_times", lambda calls, **_: {n: Stats(us[n], us[n] - 1, us[n] + 1) for n in calls}
     )
-    monkeypatch.setattr(layers, "launches", lambda call: 7)
-    names, _ = right_page
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(**names))
-    return SimpleNamespace(
-        names=names, gpu=lambda: monkeypatch.setattr(layers, "simulator", SimpleNamespace(ENABLED=False))
-    )
-
-
-def test_steps_are_timed_and_recorded(timed, monkeypatch, tmp_path):
     monkeypatch.setattr(layers, "simulator", SimpleNamespace(ENABLED=False))
-    found = layers.Layers()
-    found.step("separate", timed.names["separate"])
-    step = found.step("column in torch", timed.names["ninth_in_torch"], predicted_us=108.0)
+    monkeypatch.setattr(layers, "launches", lambda call: 7)
+
+
+def test_steps_are_timed_and_recorded(cells, measured, monkeypatch):
+    names, found = cells(), layers.Layers()
+    found.step("separate", names["separate"])
+    step = found.step("column in torch", names["ninth_in_torch"], predicted_us=108.0)
     assert step.us == {"FP8": 110.0, "bfloat16": 110.0} and step.compared == (100.0, 110.0)
-    assert "100 → 110" in str(step) and "predicted" in step.sentence() and "7 → 7" in step._repr_html_()
-    assert found.times("sizes", {"separate": timed.names["separate"]}, "FP8", 9) == {"separate": 100.0}
+    assert "100 → 110" in str(step) and "7 → 7" in step._repr_html_() and step.sentence().startswith("FP8: ")
+    assert found.times("sizes", {"separate": names["separate"]}, "FP8", 9) == {"separate": 100.0}
     assert len(found.summary().lines) == 2
     rows = list(found.rows.values())
     assert [row["step"] for row in rows] == ["separate"] * 2 + ["column in torch"] * 2 + ["sizes: separate"]
-    # Without a GPU, the same code has the recorded times, and changed code has none.
+    assert all(row["kernel_us"]["median"] in (100.0, 110.0) and len(row["forward"]) == 16 for row in rows)
+
+    # Without a GPU the same code has the recorded times, and changed code has none.
     monkeypatch.setattr(layers, "simulator", simulator)
     for row in rows:
         row["config"] = layers._about("FP8", 8, False)["config"]
     monkeypatch.setattr(records, "recorded", lambda topic, gpu: {"rows": rows})
     read = layers.Layers()
-    assert read.step("separate", timed.names["separate"]).us == {"FP8": 100.0, "bfloat16": 100.0}
-    again = read.step("column in torch", timed.names["ninth_in_torch"], predicted_us=108.0)
-    assert again.compared == (100.0, 110.0) and again.judgement.verdict == "within a third"
-    assert read.times("sizes", {"separate": timed.names["separate"]}, "FP8", 9) == {"separate": 100.0}
-    other, _ = page("return experts(layer, x, weights, ids, EXPERTS, shared_expert(layer, x))", "return 0 * x")
-    assert layers.code_of(other["separate"]) == layers.code_of(
-        timed.names["separate"]
-    )  # both are no functions of a page
+    assert read.step("separate", names["separate"]).us == {"FP8": 100.0, "bfloat16": 100.0}
+    again = read.step("column in torch", names["ninth_in_torch"], predicted_us=108.0)
+    assert again.compared == (100.0, 110.0) and again.judgement.saved_us == -10
+    assert read.times("sizes", {"separate": names["separate"]}, "FP8", 9) == {"separate": 100.0}
+    names = cells("x, x_scale = per_token_cast_to_fp8(x)", "x, x_scale = per_token_cast_to_fp8(1 * x)")
+    assert read.step("separate", names["separate"]).us == {}
+    assert read.step("column in torch", names["ninth_in_torch"]).us == {"FP8": 110.0, "bfloat16": 110.0}
+
+
+def test_a_comment_does_not_change_the_code(cells):
+    code = lambda *change: layers.code_of(cells(*change)["separate"])
+    assert code() == code("# a grouped GEMM with one group is a GEMM", "# one group")
+    assert code() != code("ends = layer.ends(len(x))", "ends = layer.ends(len(x) - 1)")
+    assert layers.code_of(runs.small_operation) == layers.code_of(runs.small_operation)
 
 
 def test_predictions_need_times():
@@ -509,6 +524,14 @@ def test_all_sizes_and_what_they_explain(right_page):
     assert [line[1] for line in runs.show_explained().lines] == ["TTFT", "ITL"] * 3
     assert all(float(line[3].split()[0]) > 0 for line in runs.show_explained().lines)
     assert all("not timed" not in line for line in runs.show_what_did_not_pay().lines)
+
+
+def test_figures_have_a_box_for_each_element():
+    boxes = lambda figure: [re.search("drawing-(\\w+)", part)[1] for part in figure.parts if part.startswith("<rect")]
+    found, legend = boxes(draw.appended()), 4
+    assert len(found) == 4 * 9 + legend and found.count("orange") == 3 + 1 and found.count("sky") == 3 + 1
+    found = boxes(draw.lanes())
+    assert len(found) == 32 + 9 + 3 and found.count("orange") == 1 + 1 + 1
 
 
 # The page on weights

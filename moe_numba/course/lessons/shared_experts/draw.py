@@ -2,8 +2,9 @@
 
 from moe_numba.course.bench.figures.style import BLUE, GREY, INK, ORANGE, RED, SKY, WIDTH
 from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, check_range, ink_on, note, plural, text, tint
+from moe_numba.course.draw.drawing import Drawing
 
-__all__ = ["tiles_per_expert", "list_schedule", "load", "problem", "schedules"]
+__all__ = ["tiles_per_expert", "list_schedule", "appended", "lanes", "load", "problem", "schedules"]
 
 
 def problem(topk_weights, topk_ids, num_experts, scale):
@@ -185,4 +186,45 @@ def schedules(tiles, workers, shared=()):
         x = left + ends[name] * unit
         axes.plot([x, x], [top + 0.05, top - 0.34 * workers], color=RED, linewidth=1.3, label="end")
     note(axes, 0.15, 0.17, "A box is a tile, its number the expert. Orange: shared.")
+    return figure
+
+
+def appended(tokens=4, topk=8, padding=2):
+    """Draw which thread writes which element of the output: a row for each token, whose last column is new."""
+    check_range("tokens", tokens, 1, 8)
+    check_range("topk", topk, 1, 8)
+    figure = Drawing("A thread for each element of ids, row by row")
+    width, left, top = 30, 62, 34
+    for token in range(tokens):
+        y = top + 26 * token
+        figure.text(left - 6, y + 14, f"token {token}", size=10, kind="quiet", anchor="end")
+        for column in range(topk + 1):
+            thread = token * (topk + 1) + column
+            is_new, is_padding = column == topk, token == padding
+            kind = "pale" if is_padding else "orange" if is_new else "blue" if thread < 32 else "sky"
+            figure.box(left + width * column, y, width - 2, 22, kind, f"{thread}")
+    y = top + 26 * tokens + 12
+    figure.legend(
+        y, [("blue", "warp 0 copies"), ("sky", "warp 1 copies"), ("orange", "shared expert"), ("pale", "padding")]
+    )
+    figure.note(8, y + 16, "The numbers are those of the threads.")
+    return figure
+
+
+def lanes(topk=8):
+    """Draw the lanes of a warp of the gate, and the columns that they store."""
+    check_range("topk", topk, 1, 12)
+    figure = Drawing("What the lanes of a warp hold after routing")
+    width, left, top = 11.6, 9, 34
+    for lane in range(32):
+        kind = "blue" if lane < topk else "orange" if lane == topk else "pale"
+        figure.box(left + width * lane, top, width - 1.5, 20, kind, str(lane) if lane <= topk else "", size=8)
+    wide, below = 30, top + 58
+    for column in range(topk + 1):
+        x = left + wide * column
+        middle = left + width * (column + 0.45)
+        figure.line((middle, top + 22), (x + wide / 2 - 1, below - 3))
+        kind = "orange" if column == topk else "blue"
+        figure.box(x, below, wide - 2, 22, kind, "256" if column == topk else f"id {column}", size=9)
+    figure.legend(below + 40, [("blue", "a routed expert"), ("orange", "idle so far"), ("pale", "idle")])
     return figure

@@ -317,6 +317,16 @@ def show_saved_per_launch(separate: str, fused: str) -> Table:
     return Table(["kernels", "weights", "launches saved", *heads, "of a launch, 8 tokens"], lines)
 
 
+def torch_tiles() -> str:
+    """Return the rows of the tiles of torch's grouped GEMM before and after the fusion, in words."""
+    texts = []
+    for tokens in ALL_TOKENS:
+        rows = [_torch_row(step, tokens, MAIN) for step in ("separate", "1 shared")]
+        if all(rows):
+            texts.append(f"{plural(tokens, 'token')} {' -> '.join(str(row['tile_rows']) for row in rows)}")
+    return f"rows of a tile in FP8, separate -> fused: {'; '.join(texts) or 'not recorded'}"
+
+
 # What a layer can explain
 
 THEIRS = {  # the article's end-to-end results: queries per second -> before and after, in milliseconds
