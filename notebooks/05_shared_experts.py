@@ -20,7 +20,7 @@
 # token has as its ninth. The article reports tokens that come clearly earlier, above all the first one.
 #
 # This lesson has one question: **what does the fusion save?** You derive the weight of the ninth expert and write the kernel that appends it. Then
-# you move that kernel into the gate, until nothing is left of it. On the way you compare each variant with what cannot be saved.
+# you move that kernel into the gate, until nothing is left of it. On the way you collect what you need to answer the question.
 
 # %%
 import os
@@ -124,9 +124,6 @@ page.show_lower_bound()
 exercises.experts_read.check(ninth_column_64=..., replicas_64=..., replicas_4=...)
 
 # %% [markdown]
-# Neither the bytes nor the operations of the GEMMs change. So the fusion can only save **launches**, and the time in which these leave
-# most of the GPU idle: a GEMM with 64 rows and one eighth of an expert has work for few of the 132 SMs.
-#
 # ## Step 1: a separate shared expert
 #
 # A step of this lesson is a whole layer: router, gate, alignment, two grouped GEMMs, and the weighted sum. `fused_experts` does all but
@@ -168,12 +165,12 @@ step("separate", separate)
 parts = page.parts(shared_expert)
 
 # %% [markdown]
-# **Take away.** Write down what a change cannot save before you make it: here bytes and operations. What remains is the most that it can gain.
+# **Take away.** Before you make a change, write down which bytes and which operations it leaves as they are. What remains is the most that it can gain.
 #
 # ## Step 2: the ninth column in torch
 #
 # The article changes the routing only: it appends a column with expert 256 and its weight. Then all nine experts go into the same
-# grouped GEMM.
+# grouped GEMM. Our weights contain the factor `s` already, so the ninth one is 1.
 #
 # **Prediction.** The kernels of the shared expert disappear, but its weights must still be read. Four small operations are new: two that make
 # the column and two that append it.
@@ -271,7 +268,7 @@ page.show_rounds(rounds)
 #
 # ## Step 4: eight replicas
 #
-# **Prediction.** A loss. With single tiles there is nothing to balance, and each replica that is used has to be read. Eight tokens use all
+# **Prediction.** We predict a loss. With single tiles there is nothing to balance, and each replica that is used has to be read. Eight tokens use all
 # eight, so seven more experts are read.
 
 
@@ -327,7 +324,7 @@ def store_eight(weights, ids, token, lane, weight, expert):
 routing.step("gate, then append", (make_gate(store_eight), append_column))
 
 # %% [markdown]
-# A version is a tuple of kernels that are launched one after the other. (The weights are multiplied by `s` in `route`, so the ninth one is 1.)
+# A version is a tuple of kernels that are launched one after the other.
 #
 # ## Build: store nine columns
 #
@@ -354,9 +351,9 @@ predicted_us = page.launch_us("gate, then append")
 routing.step("gate with nine columns", (make_gate(store_nine),), predicted_us=predicted_us)
 
 # %% [markdown]
-# ## Step 5: the whole layer
+# ## Step 5: the ninth column in the gate
 #
-# The gate of the package does the same (`num_fused_shared_experts=1`, which is the second argument of `layer.route`). Compared with step 3, the layer has one launch less.
+# The gate of the package does the same; `layer.route(x, 1)` asks it for one shared expert. Compared with step 3, the layer has one launch less.
 
 
 # %%
@@ -371,10 +368,10 @@ step("column in the gate", ninth_in_gate, after="column in a kernel", predicted_
 # %% [markdown]
 # **Take away.** The cheapest kernel is a store that another kernel makes with an idle lane.
 #
-# ## Diagnose: what has been saved?
+# ## Diagnose: what does the fusion save?
 #
-# "A": the fused layer reads fewer weights. "B": it computes less. "C": it launches fewer kernels. "D": its tiles are balanced better over the SMs. The
-# numbers that decide appear with your choice.
+# The first cell has recorded times of a layer with torch's GEMMs, separate and fused. What makes the fused one faster? "A": it reads fewer weights. "B": it
+# computes less. "C": it launches fewer kernels. "D": its tiles are balanced better over the SMs. The numbers that decide appear with your choice.
 
 # %%
 exercises.what_saves.check(...)
@@ -405,11 +402,13 @@ print(page.torch_tiles())
 # %% [markdown]
 # Where the tiles differ, the table compares two different kernels. That is also why the article's author had to tune the GEMM again.
 #
+# **Take away.** A fusion gains what the separate launches wasted. The better they were, the less is left.
+#
 # ## What a layer can explain
 #
 # The article measured a server with 8 H200, with replicas. **TTFT** is the time to the first token, **ITL** the time between two tokens. DeepSeek-V3 has 58 layers with
 # experts. A token of the output passes all of them once, and so does a prompt. The table takes, for each metric, the number of tokens where 58 layers
-# save most:
+# with replicas save most. A prompt usually runs without a CUDA graph, so the CPU, too, has fewer kernels to launch:
 
 # %%
 page.show_explained()
