@@ -123,7 +123,7 @@ append_column = Build(
     score=lambda counted: counted.total.global_store_sectors,
     par=2 * _PROFILED * (GATE_TOPK + 1) * 4 // _SECTOR_BYTES,
     par_is_bound=True,
-    limits={"global_store_requests": (4, "a warp stores the elements of others, whose threads do nothing")},
+    limits={"global_store_requests": (6, "a warp stores the elements of others, whose threads do nothing")},
     over_par="Does a warp store 32 adjacent elements with one instruction? Choose first, then store.",
     hint="Thread i writes element i of both outputs. Its token is i // (topk + 1), its column i % (topk + 1), in 32 "
     "bits. A padding token is one whose first id in topk_ids is negative.",
