@@ -187,7 +187,7 @@ def ninth_in_torch(layer, x):
 step("column in torch", ninth_in_torch, predicted_us=page.by_torch("separate", parts, operations=4))
 
 # %% [markdown]
-# Compare the launches: we have replaced the kernels of a GEMM by kernels that move 72 numbers, and there are more of them.
+# Compare the launches: we have replaced the shared expert's kernels by kernels that move 72 numbers, and there are more of them.
 #
 # **Take away.** To the GPU a launch for 72 numbers is a launch.
 #
@@ -230,7 +230,7 @@ def ninth_by_kernel(layer, x):
 step("column in a kernel", ninth_by_kernel, predicted_us=page.fewer_operations("column in torch", parts, 3))
 
 # %% [markdown]
-# **Take away.** Fuse the small operations first. They cost as much as the large ones that you wanted to save.
+# **Take away.** Count the launches that a change adds beside those that it removes, and fuse the small ones first.
 #
 # ## Why replicas?
 #
@@ -241,15 +241,15 @@ step("column in a kernel", ninth_by_kernel, predicted_us=page.fewer_operations("
 page.show_load()
 
 # %% [markdown]
-# Does imbalance cost time? A grouped GEMM cuts the rows of an expert into tiles, and the tiles of an expert form a **column**. If an SM
-# has to process a whole column, the longest one determines the time. If every tile is scheduled on its own, only their number counts:
+# Does imbalance cost time? A grouped GEMM cuts the rows of an expert into tiles, which form a **column of tiles**. If an SM has to process a
+# whole column, the longest one determines the time. If every tile is scheduled on its own, only their number counts:
 
 # %%
 draw.schedules([1, 2, 1, 1, 2, 1, 8], workers=4, shared={6})
 
 # %% [markdown]
 # **Build: rounds.** Let a *round* be the time of one tile. `counts` has the rows of each expert; a tile has `tile_rows` rows; and each expert has
-# `across` columns side by side, because its matrix is wider than a tile. Return two numbers for `sms` SMs: the rounds that single tiles need, and a
+# `across` columns of tiles side by side, because its matrix is wider than a tile. Return two numbers for `sms` SMs: the rounds that single tiles need, and a
 # lower bound for whole columns, from the longest column and from the number of all tiles.
 
 
@@ -308,6 +308,7 @@ def make_gate(store):
             load_bias(bias, first, valid, lane_bias)
             unpack(words, valid, score)
             held = lane, group, lane_in_group, valid
+            # no shared expert yet (0); weights are multiplied by SCALE
             weight, expert = route(logits, row, score, lane_bias, *held, float32(0), float32(SCALE))
             store(weights, ids, token, lane, weight, expert)  # <-- a hole: lane k has column k
 
