@@ -133,13 +133,6 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
     ),
     "load": (shared_experts.load, (LOAD, 256, 64), {"shared": 8, "routed": 2 * 256}, *LARGEST),
     "column schedules": (shared_experts.schedules, ([1, 2, 1, 1, 2, 1, 8], 4, {6}), {"tile": 2 * 16}, *MAKESPANS),
-    "memory": (
-        shared_experts.memory,
-        ({1: 0.0, 8: 2.083}, {"58 layers": 1.97}),
-        {"mark": 1},
-        "2.08",
-        "1.97: 58 layers",
-    ),
     "layer bars": (layer_bars, (TIMES, "separate"), {"part": ["-20.0", "+31.0"] * 3}, "100 us"),
 }
 
@@ -182,7 +175,6 @@ def test_text_outside_the_canvas_is_found():
         ("kernel", [8, 250, 122, 8], launch_timeline, ({"a": KERNELS, "b": KERNELS[:1]}, "x")),
         ("part", [32, 64, 64], dispatch_layout.buffer_map, (1 << 20,)),
         ("shared", LOAD["8 replicas"][256:], shared_experts.load, (LOAD, 256, 64)),
-        ("extra", [0.5, 1.0, 3.5], shared_experts.memory, ({1: 0.5, 2: 1.0, 8: 3.5}, {})),
         ("part", [80, 131] * 3, layer_bars, (TIMES, "separate")),
     ],
 )

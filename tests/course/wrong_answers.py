@@ -55,53 +55,6 @@ WRONG = {
         ("lambda a, b: (a - b).abs().mean() <= 1e-3", "wrong by 0.002: the result is True, not False"),
         ("lambda a, b: True", "one element is wrong by 1: the result is True, not False"),
     ],
-    "shared_experts-1": [
-        (
-            "1 / s",
-            "1.0",
-            r"^s = 2.5, renormalize = True, scaled = False: the result\[0, 8\] is 1, not 0.4; 3 of 27 are wrong",
-        ),
-        ("nine * s if", "nine if", r"renormalize = True, scaled = True: the result\[0, 0\] is"),
-        ("weights = weights / ", "weights /= ", "renormalize = True, scaled = False: it changes its argument weights"),
-        ("lambda weights, *_: weights", r"the result has the shape \(3, 8\), not \(3, 9\)"),
-        ("lambda *given: None", r"the result has the shape \(\), not \(3, 9\)"),
-    ],
-    "shared_experts-2": [
-        (
-            "else int32(num_experts + token",
-            "else int32(num_experts + i",
-            r"^3 replicas, token 5 is padding: ids\[0, 8\] is 258, not 256; ",
-        ),
-        ("int32(-1) if padding else ", "", r"^8 replicas, .*: ids\[5, 8\] is 261, not -1; 1 of 108 is"),
-        ("float32(0) if padding else ", "", r"^8 replicas, .*: weights\[5, 8\] is 0.4\d*, not 0; 1 of 108 is"),
-        ("topk_ids[token, 0] < 0", "topk_weights[token, 0] == 0", r"^8 replicas, .*: weights\[2, 8\] is 0, not 0.4"),
-        ("topk_ids[token, 0] < 0", "ids[token, 0] < 0", "^8 replicas, .*: two threads race"),
-        ("topk_ids[token, 0] < 0", "topk_ids[token, column] < 0", "out of bounds: .* in the line `padding = topk_ids"),
-        (
-            "            ids[token, column] = topk_ids[token, column]\n",
-            "            ids[token, column] = topk_ids[token, column]\n            topk_weights[token, column] = 0\n",
-            r"^8 replicas, .*: topk_weights\[0, 0\] is 0, not 0",
-        ),
-        ("nine_weights", "^nine_weights is no kernel: is @cuda.jit missing before def?"),
-    ],
-    "shared_experts-3": [
-        ("lambda c, t, a, s: (-(-(-(-sum(c) // t) * a) // s), 7)", r"the result is \(.*, 7\), not \(4, 8\)"),
-        ("max(single, max(columns))", "max(columns)", r"counts = \[100, .*: the result is \(4, 1\), not \(4, 4\)"),
-        ("lambda *load: rounds(*load)[0]", r"the result is 4, not \(4, 8\)"),
-        ("    columns = ", "    counts.sort()\n    columns = ", "it changes its argument counts"),
-    ],
-    "shared_experts-4": [
-        ("in weights:", "in list(weights):", "^right, but with 17 of 17 tensors held at once; at most 3 are needed"),
-        ('.{num_experts + replica}."), tensor', '.{num_experts + replica}."), tensor.clone()', "experts.4.* is a copy"),
-        (
-            "            yield name, tensor\n            continue\n",
-            "            continue\n",
-            "the tensor of model.embed_tokens.weight is None, not model.embed_tokens.weight",
-        ),
-        ("num_experts + replica", "num_experts + replica + 1", "experts.4.up_proj.weight is None, not model.*shared"),
-        ("num_experts + replica", "num_experts", "experts.4.up_proj.weight is yielded twice"),
-        ("lambda *given: None", "^TypeError: 'NoneType' object is not iterable"),
-    ],
     "grouped_gemm-1": [
         (
             "range(lane, k, 32)",

@@ -19,6 +19,7 @@ LINES = {
     "cupy_routing.py": 1,
     "experts_on_one_gpu.py": 1,
     "linked_cuda_cpp.py": 2,
+    "shared_expert_weights.py": 1,
 }
 BOUNDS = {"experts_on_one_gpu.py": 0.1}  # weights, x and activations in FP8
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from moe_numba.align.with_gate import CTAS_PER_CLUSTER, MAX_TOKENS, WARPS_PER_CTA
-from moe_numba.course.bench.baselines.torch_layer import has_grouped_gemm
 from moe_numba.course.pages.topics import TOPICS
 from moe_numba.ptx.capability import OLDEST, needed_by
 from moe_numba.runtime.device import GPU, gpu_like
@@ -160,7 +159,6 @@ _FUNCTIONS = {
 _LIMITS = {
     "02_gate_decode": lambda gpu: "" if gpu.has_clusters else "all steps, of which no launch is a dependent one",
     "04_align_one_launch": lambda gpu: "" if gpu.has_clusters else "all but dependent launches",
-    "05_shared_experts": lambda gpu: "" if has_grouped_gemm(gpu) else "results are checked, times are those of an H200",
     "10_dispatch_layout": lambda gpu: "" if gpu.has_clusters else "all but the two steps with a cluster",
     "14_low_latency": lambda gpu: "the package's kernels; the steps run in the simulator",
 }

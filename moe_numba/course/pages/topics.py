@@ -54,11 +54,12 @@ TOPICS = (
     ),
     Topic(
         "05_shared_experts",
-        "shared-expert fusion: route the shared expert like a routed one",
+        "shared-expert fusion: route the shared expert like a routed one, and see what that saves",
         "SGLang",
         "shared_experts",
         "a whole layer, with the shared expert separate and fused",
         ("shared_experts_ladder",),
+        hopper=True,
     ),
     Topic(
         "06_hopper_gemm",

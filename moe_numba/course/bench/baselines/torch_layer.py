@@ -7,11 +7,10 @@ grouped=...)`` takes another grouped GEMM, for example ``moe_numba_grouped_gemm`
 
 import copy
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 
-from moe_numba import biased_grouped_topk, group_gemm_bf16, moe_align_block_size, simulator
+from moe_numba import biased_grouped_topk, group_gemm_bf16, moe_align_block_size
 from moe_numba.course.bench.timing.launch_profile import launch_profile
 from moe_numba.runtime.device import gpu_of
 from moe_numba.shared_experts import reference
@@ -45,22 +44,6 @@ class Shape:
 TP8 = Shape(256, 8, 7168, 256, 8, 4)  # DeepSeek-V3 with 8-way tensor parallelism: each rank has 1/8 of every expert
 EP8 = Shape(32, 8, 7168, 2048)  # DeepSeek-V3 with 8-way expert parallelism: each rank has 32 whole experts
 SMALL = Shape(16, 4, 64, 64, 4, 2)  # for the simulator
-
-
-def notebook_sizes():
-    """Return the sizes for the notebook: DeepSeek-V3's layer on a GPU, a small one in the simulator.
-
-    ``untimed`` is why nothing can be timed on this GPU, or None.
-    """
-    if simulator.ENABLED:
-        small = dict(shape=SMALL, layers=1, decode=6, batch=9, prefill=12, replicas=2)
-        return SimpleNamespace(device="cpu", untimed=None, **small)
-    # Weights of four layers exceed the L2 cache, so each layer reads its weights from HBM.
-    sizes = dict(shape=TP8, layers=4, decode=8, batch=64, prefill=1024, replicas=8)
-    untimed = None
-    if not has_grouped_gemm(gpu_of(torch.device("cuda"))):
-        sizes["layers"], untimed = 1, "torch's grouped GEMMs need compute capability 9.0 or 10"
-    return SimpleNamespace(device="cuda", untimed=untimed, **sizes)
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ def layer_times(record, model, dtype, what="layer"):
 
 
 def figures(record):
-    """Draw the sweeps of the routing and the gate, layer times relative to the separate layer, and the ladder."""
+    """Draw the sweeps of the routing and the gate, and layer times relative to the separate layer."""
     from moe_numba.course.lessons.shared_experts.layer_figure import layer_bars
 
     caption, steps = plots.caption(record), {"fuse_routing": "final", "torch": "torch"}
@@ -303,9 +303,6 @@ def figures(record):
                     made[f"{what.lower()}-{model}-{dtype}"] = layer_bars(
                         times, "separate", title=title, caption=caption
                     )
-    title = "Fused shared expert, step by step: {tokens} tokens, DeepSeek-V3 on one of 8 GPUs"
-    if ladder := plots.recorded_ladder(record, "shared_experts_ladder", title, reference="separate"):
-        made["ladder"] = ladder
     return made
 
 

@@ -1,11 +1,10 @@
-"""Figures of shared-expert fusion: the layer before and after, load per expert, schedules and memory."""
-
-import textwrap
+"""Figures of shared-expert fusion: the layer before and after, load per expert, and schedules."""
 
 from moe_numba.course.bench.figures.style import BLUE, GREY, INK, ORANGE, RED, SKY, WIDTH
 from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, check_range, ink_on, note, plural, text, tint
+from moe_numba.course.draw.drawing import Drawing
 
-__all__ = ["tiles_per_expert", "list_schedule", "load", "memory", "problem", "schedules"]
+__all__ = ["tiles_per_expert", "list_schedule", "appended", "lanes", "load", "problem", "schedules"]
 
 
 def problem(topk_weights, topk_ids, num_experts, scale):
@@ -190,28 +189,42 @@ def schedules(tiles, workers, shared=()):
     return figure
 
 
-def memory(extra_gib, marks):
-    """Draw a rank's additional memory over the number of replicas, in GiB, with named reference lines."""
-    check_range("the number of bars", len(extra_gib), 1, 16)
-    figure, axes = canvas(WIDTH, 3.4, "Memory that replicas of the shared expert add to a rank")
-    left, bottom, width, tall = 0.85, 0.75, WIDTH - 3.4, 1.95
-    largest = max([*extra_gib.values(), *marks.values(), 1e-9]) * 1.08
-    wide = width / len(extra_gib)
-    axes.plot([left, left + width], [bottom, bottom], color=INK, linewidth=0.8)
-    for place, (replicas, gib) in enumerate(extra_gib.items()):
-        x = left + place * wide
-        box(axes, x + 0.15 * wide, bottom, 0.7 * wide, tall * gib / largest, fill=BLUE, edge="none", label="extra")
-        inside = tall * gib / largest > 0.2
-        text(axes, x + wide / 2, bottom + 0.12, f"{gib:.2f}", size=8, colour=WHITE if inside else INK)
-        text(axes, x + wide / 2, bottom - 0.13, str(replicas), size=8.5)
-    text(axes, left + width / 2, bottom - 0.33, "replicas", size=8.5, colour=GREY)
-    text(axes, 0.35, bottom + tall / 2, "additional GiB", size=8.5, colour=GREY, rotation=90)
-    placed = []
-    for name, gib in sorted(marks.items(), key=lambda mark: mark[1]):
-        y = bottom + tall * gib / largest
-        axes.plot([left, left + width + 0.1], [y, y], color=RED, linewidth=1, linestyle="--", label="mark")
-        lines = textwrap.wrap(f"{gib:.2f}: {name}", 32)
-        at = max([y, *(before + 0.17 * (rows + len(lines)) / 2 + 0.05 for before, rows in placed[-1:])])
-        placed.append((at, len(lines)))
-        text(axes, left + width + 0.15, at, "\n".join(lines), size=8.5, colour=RED, ha="left")
+def appended(tokens=4, topk=8, padding=2):
+    """Draw which thread writes which element of the output: a row for each token, whose last column is new."""
+    check_range("tokens", tokens, 1, 8)
+    check_range("topk", topk, 1, 8)
+    figure = Drawing("A thread for each element of ids, row by row")
+    width, left, top = 30, 62, 34
+    for token in range(tokens):
+        y = top + 26 * token
+        figure.text(left - 6, y + 14, f"token {token}", size=10, kind="quiet", anchor="end")
+        for column in range(topk + 1):
+            thread = token * (topk + 1) + column
+            is_new, is_padding = column == topk, token == padding
+            kind = "pale" if is_padding else "orange" if is_new else "blue" if thread < 32 else "sky"
+            figure.box(left + width * column, y, width - 2, 22, kind, f"{thread}")
+    y = top + 26 * tokens + 12
+    figure.legend(
+        y, [("blue", "warp 0 copies"), ("sky", "warp 1 copies"), ("orange", "shared expert"), ("pale", "padding")]
+    )
+    figure.note(8, y + 16, "The numbers are those of the threads.")
+    return figure
+
+
+def lanes(topk=8):
+    """Draw the lanes of a warp of the gate, and the columns that they store."""
+    check_range("topk", topk, 1, 12)
+    figure = Drawing("What the lanes of a warp hold after routing")
+    width, left, top = 11.6, 9, 34
+    for lane in range(32):
+        kind = "blue" if lane < topk else "orange" if lane == topk else "pale"
+        figure.box(left + width * lane, top, width - 1.5, 20, kind, str(lane) if lane <= topk else "", size=8)
+    wide, below = 30, top + 58
+    for column in range(topk + 1):
+        x = left + wide * column
+        middle = left + width * (column + 0.45)
+        figure.line((middle, top + 22), (x + wide / 2 - 1, below - 3))
+        kind = "orange" if column == topk else "blue"
+        figure.box(x, below, wide - 2, 22, kind, "256" if column == topk else f"id {column}", size=9)
+    figure.legend(below + 40, [("blue", "a routed expert"), ("orange", "idle so far"), ("pale", "idle")])
     return figure

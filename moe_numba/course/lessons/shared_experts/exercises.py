@@ -1,27 +1,48 @@
-"""Exercises of the notebook on shared experts."""
+"""Exercises of the lesson "Shared experts"; the page checks answers with ``exercises.<name>``."""
 
-import weakref
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
 
-from moe_numba import simulator  # noqa: F401  before numba
+from moe_numba import simulator  # noqa: F401  before Numba: it decides whether kernels run on a GPU or in the simulator
 
 # isort: split
 from numba import cuda, float32, int32
 
+from moe_numba.course.bench import records
 from moe_numba.course.exercises import Exercise
-from moe_numba.course.grader import Run, Wrong, expect_between, function_test, kernel_test
+from moe_numba.course.grader import case, expect_equal, function_test
+from moe_numba.course.lessons.shared_experts import answers
+from moe_numba.course.lessons.shared_experts.routing import append
+from moe_numba.course.lessons.shared_experts.sizes import GATE_EXPERTS, GATE_GROUPS, GATE_KEPT, GATE_TOPK
+from moe_numba.course.steps.exercises import Build, is_stub
+from moe_numba.course.steps.score import count
+from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
+from moe_numba.gate.reference import biased_grouped_topk
+from moe_numba.runtime.launch import launch
+from moe_numba.shared_experts import reference
 
-# 1: the weights of a fused layer
+# Build: functions of Python
 
 
-def nine_weights(weights, s, renormalize, scaled):
-    if renormalize:
-        weights = weights / weights.sum(dim=1, keepdim=True)
-    nine = torch.cat([weights, torch.full_like(weights[:, :1], 1 / s)], dim=1)
-    return nine * s if scaled else nine
+class _Function(Exercise):
+    """An exercise whose answer is a function of Python."""
+
+    def check(self, answer: Any = ...) -> Verdict:
+        """Test an answer; a stub counts as none."""
+        verdict = super().check(... if is_stub(answer) else answer)
+        return replace(verdict, state=OPEN) if verdict.text.startswith("not answered") else verdict
+
+    def use(self, answer: Any = ...) -> Any:
+        """Display the verdict on an answer, and return what the next cells use."""
+        from IPython.display import display
+
+        verdict = self.check(answer)
+        display(verdict)
+        return answer if verdict.state == RIGHT else self.solution
 
 
 _WEIGHTS = torch.rand(3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -29,55 +50,13 @@ _FACTORS = {
     f"s = {s}, renormalize = {renormalize}, scaled = {scaled}": (_WEIGHTS, s, renormalize, scaled)
     for s, renormalize, scaled in product((2.5, 1.0), (True, False), (False, True))
 }
-
-
-# 2: a column for replicas
-
-
-@cuda.jit
-def append_replica(topk_weights, topk_ids, weights, ids, num_experts, replicas, shared_weight):
-    i = cuda.grid(1)
-    tokens, columns = ids.shape
-    token, column = i // columns, i % columns
-    if token < tokens:
-        if column < columns - 1:
-            weights[token, column] = topk_weights[token, column]
-            ids[token, column] = topk_ids[token, column]
-        else:
-            padding = topk_ids[token, 0] < 0
-            weights[token, column] = float32(0) if padding else shared_weight
-            ids[token, column] = int32(-1) if padding else int32(num_experts + token % replicas)
-
-
-_EXPERTS, _PADDING = 256, 5  # token 5 is padding
-_SHARED_WEIGHT = np.float32(0.4)
-
-
-def _append(replicas):
-    random, tokens = np.random.default_rng(0), np.arange(12)
-    topk_ids = np.stack([random.permutation(_EXPERTS)[:8] for _ in tokens]).astype(np.int32)
-    topk_weights = random.random((12, 8), dtype=np.float32)
-    topk_ids[_PADDING], topk_weights[_PADDING] = -1, 0
-    topk_weights[2, 0] = 0  # a weight of 0 is no padding
-    ninth_ids = np.where(tokens == _PADDING, -1, _EXPERTS + tokens % replicas)
-    ninth_weights = np.where(tokens == _PADDING, 0, _SHARED_WEIGHT)
-    inputs = {"topk_weights": topk_weights, "topk_ids": topk_ids}
-    outputs = {"weights": np.full((12, 9), np.nan, np.float32), "ids": np.full((12, 9), -7, np.int32)}
-    constants = {"num_experts": _EXPERTS, "replicas": replicas, "shared_weight": _SHARED_WEIGHT}
-    wanted = {"weights": np.c_[topk_weights, ninth_weights], "ids": np.c_[topk_ids, ninth_ids]}
-    return Run(
-        (4, 32), inputs | outputs | constants, inputs | wanted, f"{replicas} replicas, token {_PADDING} is padding"
-    )
-
-
-# 3: what an uneven load costs
-
-
-def rounds(counts, tile_rows, across, sms):
-    columns = [-(-rows // tile_rows) for rows in counts]
-    single = -(-sum(columns) * across // sms)
-    return single, max(single, max(columns))
-
+ninth_weight = _Function(
+    "a function that returns nine weights",
+    function_test(answers.nine_weights, _FACTORS, rtol=1e-12),
+    "Without the factor in the weights, s * w9 must be 1. The sum for `renormalize` is that of the eight weights.",
+    answers.nine_weights,
+    "ninth weight",
+)
 
 _LOADS = [  # counts, tile_rows, across, sms
     ([64, 128, 64, 64, 128, 64, 512], 64, 1, 4),
@@ -85,82 +64,206 @@ _LOADS = [  # counts, tile_rows, across, sms
     ([16] * 32 + [512], 128, 4, 132),
     ([100] * 8, 128, 4, 8),
 ]
+rounds = _Function(
+    "a function that returns two numbers of rounds",
+    function_test(answers.rounds, _LOADS),
+    "An expert with r rows has ceil(r / tile_rows) tiles in each of its `across` columns. Whole columns need as many "
+    "rounds as the longest one, and at least as many as single tiles.",
+    answers.rounds,
+    "rounds",
+)
 
 
-# 4: a checkpoint as a stream
+# Build: append a column
+
+_SHARED_WEIGHT = 0.4
 
 
-def load_weights(weights, replicas, num_experts):
-    for name, tensor in weights:
-        if ".shared_experts." not in name:
-            yield name, tensor
-            continue
-        for replica in range(replicas):
-            yield name.replace(".shared_experts.", f".experts.{num_experts + replica}."), tensor
+def _routing(tokens, topk):
+    """Return weights and ids, of which some tokens are padding: the first, the sixth and the last."""
+    random = np.random.default_rng(tokens)
+    ids = np.stack([random.permutation(GATE_EXPERTS)[:topk] for _ in range(tokens)]).astype(np.int32)
+    weights = random.random((tokens, topk), dtype=np.float32)
+    padding = [0, min(5, tokens - 1), tokens - 1]
+    ids[padding], weights[padding] = -1, 0
+    weights[2, 0] = 0  # a weight of 0 is no padding
+    return torch.from_numpy(weights), torch.from_numpy(ids)
 
 
-_PARTS = [*(f"experts.{expert}" for expert in range(4)), "shared_experts"]
-_NAMES = [
-    "model.embed_tokens.weight",
-    "model.layers.0.mlp.up_proj.weight",  # a dense layer
-    *(f"model.layers.{layer}.mlp.{part}.up_proj.weight" for layer in range(2, 5) for part in _PARTS),
-]
-_MOST_HELD = 3  # variables of two loops, and the next tensor
+def _append(answer, tokens, topk, replicas):
+    weights, ids = _routing(tokens, topk)
+    size = tokens, topk + 1
+    out = torch.full(size, float("nan")), torch.full(size, -7, dtype=torch.int32)
+    append(answer, weights, ids, out, GATE_EXPERTS, replicas, _SHARED_WEIGHT)
+    return weights, ids, out
 
 
-def _streams(answer):
-    held, most, made, found = set(), 0, [], {}
-
-    def checkpoint():
-        nonlocal most
-        for number, name in enumerate(_NAMES):
-            tensor = torch.tensor([number])
-            held.add(number)
-            most = max(most, len(held))
-            weakref.finalize(tensor, held.discard, number)
-            made.append(weakref.ref(tensor))
-            yield name, tensor
-            del tensor
-
-    for name, tensor in answer(checkpoint(), 2, 4):
-        if name in found:
-            raise Wrong(f"{name} is yielded twice")
-        if not any(original() is tensor for original in made):
-            raise Wrong(f"{name} is a copy: yield the tensor itself; the loader copies it to the GPU")
-        found[name] = _NAMES[int(tensor)]
-    wanted = {new: name for name in _NAMES for new, _ in load_weights([(name, None)], 2, 4)}
-    for name in wanted | found:
-        if found.get(name) != wanted.get(name):
-            raise Wrong(f"the tensor of {name} is {found.get(name)}, not {wanted.get(name)}")
-    expect_between(f"of {len(_NAMES)} tensors held at once", most, most=_MOST_HELD)
+def _test_append(answer):
+    for tokens, topk, replicas in ((12, 8, 8), (37, 4, 3), (15, 8, 1)):
+        with case(f"{tokens} tokens of {topk} experts, {replicas} replicas"):
+            weights, ids, (nine, nine_ids) = _append(answer, tokens, topk, replicas)
+            right = reference.fuse_routing(
+                *_routing(tokens, topk), GATE_EXPERTS, replicas, 1 / _SHARED_WEIGHT, "round_robin"
+            )
+            expect_equal("ids", nine_ids.numpy(), right[1].numpy())
+            expect_equal("weights", nine.numpy(), right[0].float().numpy())
+            expect_equal("topk_weights", weights.numpy(), _routing(tokens, topk)[0].numpy())
+            expect_equal("topk_ids", ids.numpy(), _routing(tokens, topk)[1].numpy())
 
 
-EXERCISES = {
-    1: Exercise(
-        "a function of the weights, s, renormalize and scaled that returns the weights of all nine columns",
-        function_test(nine_weights, _FACTORS, rtol=1e-6),
-        "Write the equation for each case. The factor of S(x) must be 1 in all of them; does the sum of the other "
-        "weights occur in it?",
-        nine_weights,
-    ),
-    2: Exercise(
-        "a kernel that appends a replica, round-robin by token, and leaves padding as it is",
-        kernel_test(_append(8), _append(1), _append(3)),
-        "i is the number of an element, not of a token: with 9 columns, what is i % 3 in the last one? A token is "
-        "padding if its first id is -1.",
-        append_replica,
-    ),
-    3: Exercise(
-        "a function that returns the rounds of single tiles, and a lower bound for whole columns",
-        function_test(rounds, _LOADS),
-        "Round up twice: rows to tiles for each expert, and all tiles to rounds. An SM processes a column in as many "
-        "rounds as the column has tiles.",
-        rounds,
-    ),
-    4: Exercise(
-        "a generator of the weights, the number of replicas and that of the routed experts",
-        _streams,
-        "Loop over the iterator once. A shared tensor is yielded once for each replica, under another name each time.",
-        load_weights,
-    ),
-}
+_PROFILED, _SECTOR_BYTES = 64, 32  # tokens; a warp's stores fill whole sectors
+append_column = Build(
+    "append a column",
+    "a kernel that copies eight columns and appends the ninth",
+    own=answers.append_column,
+    test=_test_append,
+    profile=lambda answer: count(answer, lambda kernel: _append(kernel, _PROFILED, GATE_TOPK, 8)),
+    counter="global_store_sectors",
+    unit="sectors stored",
+    score=lambda counted: counted.total.global_store_sectors,
+    par=2 * _PROFILED * (GATE_TOPK + 1) * 4 // _SECTOR_BYTES,
+    par_is_bound=True,
+    limits={"global_store_requests": (6, "a warp stores the elements of others, whose threads do nothing")},
+    over_par="Does a warp store 32 adjacent elements with one instruction? Choose first, then store.",
+    hint="Thread i writes element i of both outputs. Its token is i // (topk + 1), its column i % (topk + 1), in 32 "
+    "bits. A padding token is one whose first id in topk_ids is negative.",
+    home=f"{__name__}:append_column",
+)
+
+
+# Build: the hole of the gate's kernel
+
+
+def _around_store(answer):
+    @cuda.jit
+    def checked_answer(topk_weights, topk_ids, weights, ids, tokens):
+        lane, token = int32(cuda.threadIdx.x & 31), int32(cuda.grid(1) >> 5)
+        if token < tokens:
+            weight, expert = float32(-1), int32(-5)  # of lanes without an expert
+            if lane < GATE_TOPK:
+                weight, expert = topk_weights[token * GATE_TOPK + lane], topk_ids[token * GATE_TOPK + lane]
+            answer(weights, ids, token, lane, weight, expert)
+
+    return checked_answer
+
+
+_STORED = 6  # tokens; the last CTA has two warps without one
+
+
+def _store(kernel):
+    random = np.random.default_rng(1)
+    ids = np.stack([random.permutation(GATE_EXPERTS)[:GATE_TOPK] for _ in range(_STORED)]).astype(np.int32)
+    weights = random.random((_STORED, GATE_TOPK), dtype=np.float32)
+    out = torch.full((_STORED, GATE_TOPK + 1), float("nan")), torch.full((_STORED, GATE_TOPK + 1), -7).int()
+    launch(kernel, 2, 128, torch.from_numpy(weights), torch.from_numpy(ids), *out, _STORED)
+    right = np.c_[weights, np.ones((_STORED, 1), np.float32)], np.c_[ids, np.full((_STORED, 1), GATE_EXPERTS)]
+    return [t.numpy() for t in out], right
+
+
+def _test_store(answer):
+    (weights, ids), (right_weights, right_ids) = _store(_around_store(answer))
+    expect_equal("ids", ids, right_ids)
+    expect_equal("weights", weights, right_weights)
+
+
+store_nine = Build(
+    "store nine columns",
+    "the stores of a warp: eight columns that lanes have, and a ninth that none has",
+    own=answers.store_nine,
+    test=_test_store,
+    profile=lambda answer: count(_around_store(answer), _store, answer),
+    counter="global_store_requests",
+    unit="store instructions of a warp",
+    par=2,
+    par_is_bound=True,
+    over_par="Which lane is idle while eight lanes store?",
+    hint="Lane 8 has no routed expert. Choose what a lane stores before the store, and let nine lanes store at once. A "
+    "row of the output has nine elements.",
+    home=f"{__name__}:store_nine",
+)
+
+
+# Predict: experts that are read
+
+
+class ExpertsRead:
+    """Predict how many more experts' weights a layer reads than with a separate shared expert."""
+
+    layers = {"ninth_column_64": (64, 1), "replicas_64": (64, 8), "replicas_4": (4, 8)}  # tokens, replicas
+
+    def check(self, **guesses) -> Verdict:
+        """Compare guesses with a count of the distinct experts of a routing."""
+        if unknown := set(guesses) - set(self.layers):
+            return Verdict("experts read", WRONG, f"{sorted(unknown)} is not asked; {list(self.layers)} are")
+        guesses = {name: guess for name, guess in guesses.items() if guess is not ...}
+        if not guesses:
+            return Verdict("experts read", OPEN, "no prediction yet")
+        found = {name: _more_experts(*self.layers[name]) for name in guesses}
+        texts = [f"{name}: you predicted {guess}, it is {found[name]}" for name, guess in guesses.items()]
+        return Verdict("experts read", RIGHT if found == guesses else WRONG, f"{'; '.join(texts)}. {_EXPERTS_READ}")
+
+
+def _more_experts(tokens, replicas):
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(tokens, GATE_EXPERTS, generator=random)
+    groups = dict(num_expert_group=GATE_GROUPS, topk_group=GATE_KEPT)
+    routing = biased_grouped_topk(logits, torch.zeros(GATE_EXPERTS), GATE_TOPK, **groups)
+    _, ids = reference.fuse_routing(*routing, GATE_EXPERTS, replicas, 2.5, "round_robin")
+    return len(ids.unique()) - len(routing[1].unique()) - 1
+
+
+_EXPERTS_READ = (
+    "The shared expert is read either way. Replicas are other bytes for the GPU, although the numbers in them are the "
+    "same: each one that a token uses is read."
+)
+experts_read = ExpertsRead()
+
+
+# Diagnose: what the fusion saves
+
+
+class WhatSaves:
+    """Say what makes the fused layer faster, before the record of both layers appears."""
+
+    choices = {
+        "A": "it reads fewer weights",
+        "B": "it computes less",
+        "C": "it launches fewer kernels",
+        "D": "its tiles are balanced better over the SMs",
+    }
+    tokens, dtype = 64, "float8_e4m3fn"
+
+    def check(self, choice=...) -> Verdict:
+        """Compare a choice with the record of the layers with torch's kernels."""
+        known = "; ".join(f"{name}: {text}" for name, text in self.choices.items())
+        if choice not in self.choices:
+            text = f"no choice yet. {known}" if choice is ... else f"you chose {choice!r}; {known}"
+            return Verdict("what saves", OPEN if choice is ... else WRONG, text)
+        text = f"you chose {choice}. {_evidence(self.tokens, self.dtype)}"
+        return Verdict("what saves", RIGHT if choice == "C" else WRONG, f"{text} {_WHAT_SAVES}")
+
+
+def _evidence(tokens, dtype):
+    """Return bytes, operations, tiles, launches and times of both layers, from the record, in words."""
+    record = records.recorded("shared_experts")
+    wanted = dict(size=dict(tokens=tokens), dtype=dtype, config=dict(model="tp8"))
+    rows = [record and records.find(record, step=f"layer: {name}", **wanted) for name in ("separate", "1 shared")]
+    gemms = [record and records.find(record, step=f"GEMMs: {name}", **wanted) for name in ("separate", "1 shared")]
+    if not all(rows + gemms):
+        return "No times are recorded."
+    of = lambda name: " -> ".join(f"{row[name]:,}" for row in rows)
+    us, gemms_us = (
+        " -> ".join(records.format_us(row["kernel_us"]["median"]) for row in pair) for pair in (rows, gemms)
+    )
+    return (
+        f"Recorded with torch's kernels, {tokens} tokens in FP8: bytes {of('bytes')}; operations {of('flops')}; "
+        f"tiles of the longest column {of('longest_column')}; launches {of('launches')}; "
+        f"the layer {us} us, the GEMMs alone {gemms_us} us."
+    )
+
+
+_WHAT_SAVES = (
+    "Bytes and operations are the same, and so are the tiles: 64 rows are one tile of 64. What is left is "
+    "the launches, and within them the time in which a GEMM of one expert has work for few SMs."
+)
+what_saves = WhatSaves()
