@@ -313,7 +313,8 @@ def test_repairs_of_the_race(kernels):
     states = [line[1:] for line in right.table.lines]
     assert states == [["wrong under 4 of 4", "race"], ["wrong under 0 of 4", "no race"], ["wrong under 0 of 4", "race"]]
     assert "C: DataRace" in str(right)
-    for choice in ("A", "C", "BC", "ABC", "fence"):
+    assert page.exercises.race.check(repairs, "b").state == RIGHT
+    for choice in ("A", "C", "BC", "ABC", "FENCE"):
         wrong = page.exercises.race.check(repairs, choice)
         assert wrong.state == WRONG and wrong.text == f"wrong, you chose {choice}: only B repairs the kernel"
     for name, version in repairs.items():
