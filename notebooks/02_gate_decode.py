@@ -605,7 +605,11 @@ step("dependent launch", late, predicted_us=page.dependent_launch("no second loa
 # %%
 short = make_gate(keep_all, pick_own, weigh_own, in_order), False
 short_late = make_gate(keep_all, pick_own, weigh_own, release_at_the_end), True
-page.show_dependent_launches({"launch, loads, sigmoids, sum, stores": (short, short_late), "the gate": (held, late)})
+launches = page.dependent_launches({"no groups, no picks": (short, short_late), "the whole gate": (held, late)})
+page.show_dependent_launches(launches)
+
+# %%
+say("{conclusion}", conclusion=page.conclude_from_launches(launches))
 
 # %% [markdown]
 # ## Build: release early

@@ -263,7 +263,7 @@ def test_answers(exercise, answer, state, text):
 
 
 LEFT_OUT = {
-    *("page.parts", "page.rounds_fewer", "page.dependent_launch", "predict"),
+    *("page.parts", "page.rounds_fewer", "page.dependent_launch", "page.dependent_launches", "predict"),
     *(f"exercises.{name}.use" for name in ("two_largest_keys", "group_rank", "dependent", "packed")),
 }
 
@@ -351,6 +351,13 @@ def test_differences_of_parts_are_those_of_the_numbers_shown():
     assert [float(line[2]) for line in table.lines[1:]] == pytest.approx([b - a for a, b in itertools.pairwise(shown)])
 
 
+def test_instructions_are_those_of_the_machine_code():
+    """Loops are unrolled, so each instruction of a line is executed less often than the line."""
+    given = page()
+    counted, reduced = (runs.lesson.count(given[name], name).rows["all warps", "instructions"] for name in STEPS[1:3])
+    assert 64 * 300 < reduced < counted < 64 * 1200
+
+
 def times(monkeypatch):
     """Return a dict into which `lesson.times` puts its calls; it finds no times."""
     found = {}
@@ -367,6 +374,13 @@ def test_timed_ties_launch_the_kernel_alone(monkeypatch):
     assert len(found) == 3
     for call in found.values():
         call()
+
+
+def test_what_dependent_launches_save_is_said_as_measured():
+    conclude = runs.conclude_from_launches
+    assert conclude({"empty": [0.5, 0.4], "short": None, "gate": None}) is None
+    assert "no part in it" in conclude({"empty": [0.5, 0.4], "short": [1.2, 0.95], "gate": [1.7, 1.44]})
+    assert "has a part in it" in conclude({"empty": [0.5, 0.4], "short": [1.2, 1.08], "gate": [1.7, 1.44]})
 
 
 def test_links_have_the_labels_of_the_record_in_the_simulator(monkeypatch):

@@ -16,10 +16,10 @@ from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.latencies import latencies
 from moe_numba.course.bench.timing import rotating
 from moe_numba.course.bench.topics.gate import name_of
-from moe_numba.course.steps.estimate import estimate
+from moe_numba.course.steps.estimate import ISSUE, clocks_by_function, estimate
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Lesson, Run, Table
-from moe_numba.course.steps.score import count, score_of_launches
+from moe_numba.course.steps.score import TOTAL, Score, count, score_of_kernels, score_of_launches
 from moe_numba.course.steps.simulate import expression_of, in_simulator, source_with_dependencies
 from moe_numba.gate import four_tokens_per_warp, one_token_per_warp, packed_keys
 from moe_numba.gate.device_functions import make_sort_descending
@@ -110,7 +110,23 @@ def once(version):
     return run(version, sets[0], bias)
 
 
-lesson = Lesson(
+class DecodeLesson(Lesson):
+    """A lesson whose kernels have unrolled loops: their instructions are counted as the estimate counts them."""
+
+    def count(self, version, name: str) -> Score:
+        """Return the score of a version; the simulator counts."""
+        gpu = self.gpu.upper()
+        with simulator.profile(gpu) as profile:
+            self.run.once(version)
+        (kernel,) = profile.kernels
+        found = score_of_kernels([kernel], name, gpu)
+        of_a_warp = sum(clocks[ISSUE] for clocks in clocks_by_function(kernel, gpu).values())
+        warps = sum(launched["warps"] for launched in kernel.launches)
+        found.rows[TOTAL, "instructions"] = round(warps * of_a_warp)
+        return found
+
+
+lesson = DecodeLesson(
     "gate_decode_ladder",
     Run(check, once, timed, kernels=lambda version: version[:1]),
     f"{__name__}:lesson",
@@ -178,21 +194,45 @@ def saved_by_a_round(before: str, after: str, rounds: int) -> dict[str, float | 
     }
 
 
-def show_dependent_launches(versions: dict) -> Table:
-    """Return a table of what a dependent launch saves: of an empty kernel, and of pairs of versions."""
+def dependent_launches(versions: dict) -> dict[str, list[float] | None]:
+    """Time pairs of versions, ordinary and dependent launch; return both times by name, also of an empty kernel."""
+    kinds = "ordinary", "dependent"
     calls = {
         f"{name}, {kind}": timed(version)
         for name, pair in versions.items()
-        for kind, version in zip(("ordinary", "dependent"), pair, strict=True)
+        for kind, version in zip(kinds, pair, strict=True)
     }
     us = lesson.times("dependent launches", calls)
-    rows = {"an empty kernel": _empty_us()}
-    rows |= {name: [us[f"{name}, {kind}"] for kind in ("ordinary", "dependent")] if us else None for name in versions}
+    found = {name: [us[f"{name}, {kind}"] for kind in kinds] if us else None for name in versions}
+    return {"an empty kernel": _empty_us()} | found
+
+
+def show_dependent_launches(found: dict) -> Table:
+    """Return a table of `dependent_launches`, with what each kernel saves."""
     lines = [
         [name, *(f"{each:.2f}" for each in (*pair, pair[0] - pair[1]))] if pair else [name, "not timed", "", ""]
-        for name, pair in rows.items()
+        for name, pair in found.items()
     ]
     return Table(["kernel", "us, ordinary launch", "us, dependent launch", "saved"], lines)
+
+
+def conclude_from_launches(found: dict) -> str | None:
+    """Return what the times of an empty kernel, a short one and the gate say, in words; None if there are none."""
+    if None in found.values():
+        return None
+    empty, short, gate = (ordinary - dependent for ordinary, dependent in found.values())
+    if abs(short - gate) <= _ALIKE * gate:
+        return (
+            f"The short kernel saves {short:.2f} us, the whole gate {gate:.2f}, an empty kernel {empty:.2f}: what the "
+            "prediction lacks is in what the first two do, and groups and picks have no part in it."
+        )
+    return (
+        f"The short kernel saves {short:.2f} us, the whole gate {gate:.2f}, an empty kernel {empty:.2f}: what the gate "
+        "computes has a part in it, too. We did not find out which."
+    )
+
+
+_ALIKE = 0.25  # of a saving: a smaller difference counts as none
 
 
 def _empty_us():
