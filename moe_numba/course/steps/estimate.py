@@ -666,8 +666,8 @@ def describe_error(gpu: str = "H200") -> str:
     found = summary(rows)
     return (
         f"Of {found['steps']} steps recorded on an {gpu}, 90 % have estimates within a factor of {found['p90']:.1f}, "
-        f"and half within {found['median']:.2f}; {found['ordered']:.0%} of {found['pairs']} neighbouring steps that differ "
-        f"by more than {_NOISE - 1:.0%} are in the right order."
+        f"and half within {found['median']:.2f}; {found['ordered']:.0%} of {found['pairs']} neighbouring steps that "
+        f"differ by more than {_NOISE - 1:.0%} are in the right order."
     )
 
 
