@@ -17,9 +17,9 @@
 # DeepSeek-V3 has 256 experts in each mixture-of-experts layer and sends each token to 8 of them. The **gate** chooses the 8. For a prompt of
 # 16,384 tokens that should be little work: the GPU reads 16 MB and writes 1 MB. Torch takes more than a hundred times as long as the bytes
 # need. SGLang's CUDA C++ kernel `moe_fused_gate` ([PR 4530](https://github.com/sgl-project/sglang/pull/4530)), which an article in Chinese
-# explains, still takes more than ten times as long.
+# explains (see [Sources](#Sources)), still takes more than ten times as long.
 #
-# Where does the time go? In this lesson one kernel becomes another in eleven steps, each of which starts from what limits the one before. You
+# Where does the time go? In this lesson one kernel becomes another in twelve steps, each of which starts from what limits the one before. You
 # write five of the pieces, and you find a race in SGLang's kernel that no GPU run shows. You need to know what a warp, a shuffle and shared memory are;
 # [00](00_start_here.ipynb) introduces them.
 
@@ -74,7 +74,7 @@ print(page.result())
 # 5. **Experts**: the 8 best experts of the kept groups are chosen.
 # 6. **Weights**: the chosen experts' scores without the bias, divided by their sum.
 #
-# The text speaks of DeepSeek-V3's sizes. The code takes them from [sizes.py](../moe_numba/course/lessons/gate/sizes.py), where you can change them.
+# All numbers in the text are for DeepSeek-V3's sizes. The code takes the sizes from [sizes.py](../moe_numba/course/lessons/gate/sizes.py), where you can change them.
 # These are the names in the code; look here when one of them appears:
 
 # %%
@@ -143,10 +143,21 @@ print(page.show_lower_bounds())
 # | XU | MUFU, conversions, bit counts (`popc`, `ffs`), maximum of a warp (`redux`) | 8 |
 # | LSU | loads, stores, shuffles | 4 |
 #
-# Each step prints what the simulator counts, and an **estimate** in microseconds for an H200 from the machine code and these counts. The rows
-# below the estimate are bounds: how long each pipe, each memory and the chain of dependent instructions would take alone. The largest one is
-# where to look next. A step's **prediction** is the time of the step before, times the ratio of the estimates. The page compares it with the
-# measured time.
+# Each step prints a table in three parts. The simulator counts two of them, and the third is a model of an H200:
+#
+# | part of a table | what its rows mean |
+# |---|---|
+# | critical path | the work of one warp: the busiest one of the CTAs that the simulator has run. *source lines* are the lines of Python that it executes, by any of its lanes. |
+# | model | *time* is the **estimate**, in microseconds, from the machine code and the counts. The other rows estimate how long the launch, the chain of dependent instructions, each pipe and each memory would take alone. |
+# | all warps | the work of the grid. *instructions* are machine code, of which a source line may take one or thirty. A *sector* is 32 bytes, the unit in which caches are read and written. A *wavefront* is one pass of a warp's access through shared memory; each *bank conflict* adds one. |
+#
+# The estimate is at least the launch and the largest other row. It is more where two of them do not overlap: the warps of a CTA load before they
+# compute, and the last CTAs of the grid run alone. The largest row is where to look next. All of these rows are estimates, too, and one can lie
+# above the measured time.
+#
+# A step's **prediction** is the measured time of the step before, times the ratio of the two estimates. The page compares it with the measured time:
+# *within a third* means that the predicted saving, and the predicted time, are both off by less than a third of themselves. Where a prediction
+# misses, the text below the step says why, or that we do not know.
 #
 # ## Step 1: one thread per token
 #
@@ -203,6 +214,10 @@ step("one thread per token", gate(one_thread_per_token, tokens_per_warp=32))
 # Look at *local memory per thread*. Registers have no addresses, so an array that is indexed with a number known only at run time cannot live in
 # them. It goes to **local memory**, which is DRAM behind the caches. And look at the *dependent chain*: 16,384 threads are 512 warps, not even one
 # per scheduler, so each warp waits for nearly every one of its own instructions, and nothing else runs meanwhile.
+#
+# (The model is weak here in two ways. The compiler unrolls the eight picks into eight loops, and the model takes each of the eight to run as
+# often as the source line, so this step's *instructions*, and what follows from them, are several times too many. On the other hand the model
+# takes a load from local memory to be as fast as arithmetic. The errors have opposite signs.)
 #
 # **Take away.** A GPU hides latency with other warps. One thread per item needs many more items than this.
 #
@@ -333,6 +348,15 @@ step("SGLang's design", narrow)
 # %% [markdown]
 # `EXPERTS` and its like are constants of the kernel, as template parameters are in C++, so the compiler unrolls loops and turns `%` into a mask.
 # `int32(...)` stands where the C++ has `int`; we come back to that.
+
+# %%
+page.miss("one thread per token", "SGLang's design")
+
+# %% [markdown]
+# The model is why: for step 1 its two errors come out too high, and for step 2 the missing local memory makes it too low. A prediction has the
+# quotient of both.
+#
+# In the table *source lines* of all warps rise, because eight times as many warps execute them, each only a third as many as before.
 #
 # **Take away.** Split an item over several lanes: more warps to hide latency, and less for each of them to keep.
 #
@@ -602,8 +626,16 @@ def pick_by_search(choice, score):  # as SGLang does it: eight times the highest
 step("one warp per token", gate(make_warp_per_token(sigmoid, make_route(drop_worst_groups, pick_by_search))))
 
 # %% [markdown]
-# *Local memory per thread* is gone, and a warp loads its token with a few instructions. The pipes are busier than before. From here on they are
-# the bottleneck, so we ask which function keeps the slowest one busy:
+# *Local memory per thread* is gone, and a warp loads its token with a few instructions. The pipes are busier than before.
+
+# %%
+page.miss("16-byte loads", "one warp per token")
+
+# %% [markdown]
+# The prediction starts from the estimate of step 3, which is too low: the model counts no traffic of local memory, and step 3 has some. From this
+# step on no kernel has any.
+#
+# From here on the pipes are the bottleneck, so we ask which function keeps the slowest one busy:
 
 # %%
 page.where("one warp per token")
@@ -890,8 +922,8 @@ page.where("keys alone")
 # %% [markdown]
 # Half of the lanes belong to dropped groups. They sort keys that are never picked, and pop in vain. Choosing groups needs all 256 experts of a token;
 # choosing experts needs 128. And each pop of a warp serves a single token. If four tokens share a pop, its instructions are issued once instead of
-# four times; that should pay for more keys to sort in each lane and for the way through shared memory. So let a warp take four tokens, with two layouts. **To score**, its 32 lanes take one token after another, as before.
-# The keys go to shared memory. **To pick**, 8 lanes take the 128 candidates of a token, 16 each, and all four tokens pick at the same time:
+# four times; that should pay for more keys to sort in each lane and for the way through shared memory. So let a warp take four tokens, with two
+# layouts. **To score**, its 32 lanes take one token after another, as before. The keys go to shared memory. **To pick**, 8 lanes take the 128 candidates of a token, 16 each, and all four tokens pick at the same time:
 
 # %%
 four = (torch.randn(4, EXPERTS).sigmoid() + bias.cpu()).view(4, GROUPS, -1).topk(2)[0].sum(-1)
@@ -901,8 +933,9 @@ draw.four_tokens(four.topk(KEPT).indices.tolist())
 # A pick needs three rounds of shuffles again, and each round serves four tokens. `redux` could take a mask of eight lanes, but then one instruction
 # finds the maximum of one token only, and a pick would need four of them.
 #
-# While groups are ranked, lane 4 g + t has group g of *token t*: each lane keeps the sum of one token, and compares it with the seven other groups of
-# that token, which are the lanes at distances 4, 8, ... 28. The lanes that keep their group write its number to `kept[t]`, in order.
+# To rank groups, the lanes have a third role. All four lanes of group g know its sum for each of the four tokens, and lane 4 g + t keeps only the
+# sum of token t. It compares that with the sums of the seven other groups for token t, which the lanes at distances 4, 8, ... 28 keep. The lanes
+# whose group is kept write its number to `kept[t]`, in order.
 #
 # **Build: the place among the kept groups.** `is_kept` says whether this lane's group is kept for its token, t = lane % 4. Return how many *lower* groups
 # are kept for the same token. Par: 1 vote, and no shuffle.
@@ -918,7 +951,8 @@ place_among_kept = exercises.place.use(my_place_among_kept)
 
 # %% [markdown]
 # Four small functions first: how a lane ranks its group, and how keys move to and from shared memory, 16 bytes at a time. A group's 32 keys are
-# followed by 4 unused ones (`PITCH`), which spreads the groups over the banks.
+# followed by 4 unused ones (`PITCH`), which spreads the groups over the banks. The stores have no conflicts then. The loads have some: shared memory
+# serves eight lanes of a 16-byte load at a time, the eight of a token, and of those two want the same banks if groups g and g + 4 are both kept.
 
 # %%
 PER_GROUP = SIZE // CANDIDATES  # lanes that share a kept group
@@ -1052,17 +1086,23 @@ step("four tokens per warp", gate(make_four_tokens(load_wide, load_float, no_wai
 
 # %%
 say(
-    "`ctas_per_sm=6` allows at most 80 registers per thread, so that at least 24 warps of an SM hide each other's waits; the kernel "
-    "needs {registers:.0f}. It executes {instructions:.1f} million instructions instead of {instructions_before:.1f}, and the ALU is busy "
-    "for {ALU:.1f} us instead of {ALU_before:.1f}. But the estimate goes from {estimate_before:.1f} to {estimate:.1f} us. L2 ({L2:.1f} us) "
-    "and DRAM ({DRAM:.1f} us) now take nearly as long as the ALU, and loading and computing overlap only in part, because all warps load first.",
-    **page.compared("keys alone", "four tokens per warp"),
+    "`ctas_per_sm=6` asks the compiler for no more than 6 CTAs on an SM, 24 warps that hide each other's waits, so it may use up to 80 registers "
+    "per thread. It takes {registers:.0f}; without this number it would take {unlimited:.0f}. The kernel executes {instructions:.1f} million "
+    "instructions instead of {instructions_before:.1f}, and the ALU is busy for {ALU:.1f} us instead of {ALU_before:.1f}. It moves {mb:.1f} MB "
+    "instead of {mb_before:.1f}, because a lane reads its bias once for four tokens.",
+    unlimited=page.registers_without_limit("four tokens per warp"),
+    **page.counted("keys alone", "four tokens per warp"),
 )
 
 # %%
+page.miss("keys alone", "four tokens per warp")
+
+# %%
 say(
-    "Measured, the kernel goes from {us_before:.2f} to {us:.2f} us: the instructions that it saves are no longer what it waits for.",
-    **page.compared("keys alone", "four tokens per warp"),
+    "The estimate goes from {estimate_before:.1f} to {estimate:.1f} us although every pipe is less busy, because now all CTAs fit on the GPU at the "
+    "same time. The model takes none of them to compute while others load, and so adds the time of L2 ({L2:.1f} us) to that of the ALU "
+    "({ALU:.1f} us). A GPU overlaps more of the two than the model does.",
+    **page.counted("keys alone", "four tokens per warp"),
 )
 
 # %% [markdown]
@@ -1081,12 +1121,28 @@ last = gate(
 )
 step("dependent launch", last)
 
+# %%
+page.miss("four tokens per warp", "dependent launch")
+
+# %% [markdown]
+# The early start can save little here: no CTA executes `griddepcontrol.launch_dependents`, so the next kernel starts when the last CTA of this one
+# has ended. And something takes back what it saves. One candidate is in the table, where the *dependent chain* is nearly twice as long after a
+# single new instruction: the compiler takes more registers, fewer CTAs fit on an SM, and the last ones must wait for a second wave. (The bound
+# counts the chain once per wave.) The test: `ctas_per_sm=8` leaves a thread 64 registers.
+
+# %%
+page.show_waves(last)
+
+# %%
+say("{conclusion}", conclusion=page.conclusion_on_waves(last))
+
 # %% [markdown]
 # This kernel is the package's for many tokens in all its ideas. [four_tokens_per_warp.py](../moe_numba/gate/four_tokens_per_warp.py) also handles
 # NaN, other scorings and shapes, shared experts and padding, and spends fewer instructions on ranks and picks. The times of the package's kernel on
 # this page are of another run than those of the steps.
 #
-# **Take away.** The end of one kernel and the start of the next can overlap. It costs one instruction.
+# **Take away.** The end of one kernel and the start of the next can overlap. That costs one instruction, and what the compiler makes of it: compare
+# the registers. With few tokens it gains much more, as [the next lesson](02_gate_decode.ipynb) measures.
 #
 # ## Step 12: bfloat16 logits
 #
@@ -1126,10 +1182,13 @@ step("bfloat16 logits", gate(halves, tokens_per_warp=4, ctas_per_sm=6, dependent
 # %%
 page.chart()
 
-# %% [markdown]
-# Read the chart from the top. In the first three rows the estimate is far above its slowest pipe: the warps wait, for their own results, for local
-# memory, and for cache lines. From *one warp per token* to *keys alone* the slowest pipe explains most of the estimate, and each step removes
-# instructions. In the last three rows the pipe no longer limits: fewer instructions save little.
+# %%
+say(
+    "Read the chart from the top. In the first three steps the slowest pipe takes {first} of the estimate: the warps wait, for their own results, for "
+    "local memory, and for cache lines. From *one warp per token* to *fast sigmoid* it takes {middle}, and each step removes instructions. In the "
+    "other steps it takes {last}: the pipe limits less, and fewer instructions save less.",
+    **page.shares_of_the_slowest_pipe(),
+)
 
 # %%
 lesson.summary()

@@ -30,6 +30,7 @@ from numba import cuda, float32, int32, uint32
 from moe_numba.course.lessons.gate_decode import draw, exercises
 from moe_numba.course.lessons.gate_decode import runs as page
 from moe_numba.course.lessons.gate_decode.runs import lesson, sort_descending, sort_small
+from moe_numba.course.pages.prose import say
 from moe_numba.course.steps.exercises import predict
 from moe_numba.course.steps.lesson import factory
 from moe_numba.gate.device_functions import EXCLUDED, LOG2_E, key_as_float, order_key, sigmoid
@@ -72,9 +73,7 @@ draw.lanes()
 # and fills one hole.
 #
 # `order_key` maps a float to an integer that sorts the same way, so that we compare integers (the lesson before builds it). A lane issues
-# its four loads, each of 16 bytes, before it uses any of them. So it waits for memory once. (PTX promises `ld.global.nc`, which these loads
-# are, only for data that no kernel writes meanwhile. From step 7 on the kernel before may still run when this one starts, but all its stores
-# are visible before our first load.)
+# its four loads, each of 16 bytes, before it uses any of them. So it waits for memory once.
 
 
 # %%
@@ -232,6 +231,10 @@ page.bounds(first)
 # chain**: the instructions of one warp, of which each waits for a result of another. A scheduler with sixteen warps would issue
 # instructions of the others meanwhile. This one has a single warp, and waits.
 #
+# The *estimated time* is the launch, and after it the time of one CTA: its chain, or what keeps a pipe busy for longer. All CTAs run at the same
+# time here, each on an SM of its own, so nothing else is added. (With many tokens, as in the lesson before, the pipes of an SM serve many CTAs,
+# and their time exceeds the chain.)
+#
 # ## Where does the chain spend it?
 #
 # To see what a part takes, leave it out: fill its hole with something that takes no time. The results are wrong, of course.
@@ -315,8 +318,16 @@ def keep_by_counting(keys, lane):
 
 
 counted = make_gate(keep_by_counting, pick_by_shuffles, load_again, in_order), False
-predicted_us = page.rounds_fewer("argmax by shuffles", KEPT * (GROUPS - 1).bit_length() - 1)
+ROUNDS_FEWER = KEPT * (GROUPS - 1).bit_length() - 1
+predicted_us = page.rounds_fewer("argmax by shuffles", ROUNDS_FEWER)
 step("groups ranked by counting", counted, predicted_us=predicted_us)
+
+# %%
+say(
+    "For each round that is gone the kernel takes {round:.0f} ns less, and a shuffle takes {shuffle:.0f}. A round is more than its shuffles: before "
+    "the next round it compares keys and groups, and selects. The prediction left that out.",
+    **page.saved_by_a_round("argmax by shuffles", "groups ranked by counting", ROUNDS_FEWER),
+)
 
 # %% [markdown]
 # **Take away.** A maximum that is repeated n times is a chain of n links. To rank m candidates takes m comparisons each, which do not wait
@@ -376,8 +387,8 @@ page.show_chains(
 
 
 # %% [markdown]
-# **Prediction.** If a redux took as long as a round of shuffles, one round of five would remain for each pick. The table says how far that is
-# true.
+# **Prediction.** If a redux and its vote took as long as one round of shuffles, one round of five would remain for each pick, and four would be
+# gone. The table says how far that is true.
 
 
 # %%
@@ -516,7 +527,7 @@ my_logits = None  # yours: 256 numbers, such as torch.randn(256)
 exercises.lost_pick.check(unchecked, my_logits)
 
 # %% [markdown]
-# What do ties cost? A row of equal logits takes the slow way, in step 4 as well:
+# What do ties cost? A row of equal logits takes the slow way, in step 4 as well. The first column has random logits, as the steps have:
 
 # %%
 page.show_ties({"sort once, then pop": popped, "no vote in the chain": unvoted})
@@ -564,6 +575,9 @@ draw.overlap()
 # the wait. But the loads of logits and bias are under way together anyway, so that gains nothing; and in training the kernel before may
 # write the bias. The package waits first.
 #
+# (Our loads are `ld.global.nc`, which PTX promises only for data that no kernel writes meanwhile. That holds: the kernel before may still run when
+# this one starts, but after the wait all its stores are visible, before our first load.)
+#
 # ## Step 7: a dependent launch
 #
 # The safe choice: wait at the start, and let the next kernel start when everything is stored.
@@ -584,9 +598,23 @@ late = make_gate(keep_by_counting, pick_all, take_score, release_at_the_end), Tr
 step("dependent launch", late, predicted_us=page.dependent_launch("no second load"))
 
 # %% [markdown]
+# An empty kernel is not all that overlaps. Before it waits, this kernel also loads its parameters and computes its indices, and the warps of an
+# ordinary launch do that only when the kernel before has ended. If that is what the prediction lacks, then a kernel that has no groups and no
+# picks, and only launches, loads, computes sigmoids and stores, must save as much as the whole gate:
+
+# %%
+short = make_gate(keep_all, pick_own, weigh_own, in_order), False
+short_late = make_gate(keep_all, pick_own, weigh_own, release_at_the_end), True
+launches = page.dependent_launches({"no groups, no picks": (short, short_late), "the whole gate": (held, late)})
+page.show_dependent_launches(launches)
+
+# %%
+say("{conclusion}", conclusion=page.conclude_from_launches(launches))
+
+# %% [markdown]
 # ## Build: release early
 #
-# Write `order`. The kernel calls it at `START`, before the first load; at `LOADED`, behind the loads in the source; and at `STORED`. Let the
+# Write `order`. The kernel calls it at `START`, before the first load; at `LOADED`, after the loads in the source; and at `STORED`. Let the
 # next kernel start as early as you can. The check runs three kernels, all of them dependent launches: a router that writes the logits and
 # reads counters of the layer before; a gate with your function; and an alignment, which clears those counters before it waits, and then
 # reads the ids.
@@ -604,7 +632,7 @@ order = exercises.dependent.use(my_order)
 # ## Step 8: released after the wait
 #
 # The next kernel waits for the end of this one by itself. So once this kernel has waited, nothing forbids that the next one starts, and its
-# start disappears behind our loads and picks.
+# start is hidden by our loads and picks.
 
 
 # %%
@@ -621,7 +649,7 @@ step("released after the wait", last)
 # Here is the whole kernel, as it is now:
 
 # %%
-print(page.listing(last))
+page.listing(last)
 
 # %% [markdown]
 # The package's kernel is [one_token_per_warp.py](../moe_numba/gate/one_token_per_warp.py). Its chain is the same. It also takes 16-bit
@@ -727,11 +755,17 @@ page.show_small(
     {"best_of_warp": make_small_gate(pick_with_best_of_warp), "packed and sorted once": make_small_gate(pop_packed)}
 )
 
+# %%
+say(
+    "The package's kernel in this form is [packed_keys.py](../moe_numba/gate/packed_keys.py). It also takes NaN, padding and other sizes, "
+    "which the kernels of this page do not. With {tokens:.0f} tokens it takes {packed:.2f} us, and the package's kernel whose keys do not hold the expert "
+    "takes {places:.2f} us. Packed keys were written for many tokens, of which up to sixteen share a warp. (The table of other projects' kernels below has the time of the "
+    "package's public function, which chooses a kernel by the number of tokens.)",
+    tokens=page.TOKENS,
+    **page.small_numbers(),
+)
+
 # %% [markdown]
-# The package's kernel in this form is [packed_keys.py](../moe_numba/gate/packed_keys.py). It also handles NaN, padding and other sizes. With
-# few tokens it takes about as long as the package's kernel whose keys do not hold the expert; it was written for many tokens, of which up to
-# sixteen share a warp.
-#
 # **Take away.** If a key holds all that you will ask of the winner, there is nothing to look up afterwards.
 #
 # ## Variants of the last step
@@ -777,7 +811,7 @@ lesson.summary()
 draw.chains()
 
 # %% [markdown]
-# Other projects' kernels, and this package's at the time of the record, for 1 and 64 tokens:
+# Other projects' kernels, and this package's at the time of the record, for 1 and 64 tokens. Folded below it are shapes of other models:
 
 # %%
 page.show_peers()

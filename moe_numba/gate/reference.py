@@ -270,10 +270,6 @@ def _wrong_choices(biased, chosen, num_groups, topk_group, tolerance):
     chosen = chosen.clamp(0, num_experts - 1)
     yield "has an expert twice", (chosen.sort(dim=1).values.diff(dim=1) == 0).any(dim=1)
 
-    values = biased.gather(1, chosen)
-    later_is_better = _certainly_better(values, chosen, values, chosen, tolerance).tril(-1)
-    yield "has its experts in the wrong order", later_is_better.flatten(1).any(dim=1)
-
     # Groups: those with fewer than topk_group others that could be better are kept for certain.
     scores, top2 = group_scores(biased, num_groups), top2_per_group(biased, num_groups)
     group = torch.arange(num_groups, device=biased.device).expand(len(biased), -1)
@@ -293,6 +289,7 @@ def _wrong_choices(biased, chosen, num_groups, topk_group, tolerance):
 
     # Experts: none of a kept group that was not chosen may be better than a chosen one.
     expert = torch.arange(num_experts, device=biased.device).expand(len(biased), -1)
+    values = biased.gather(1, chosen)
     is_missed = _certainly_better(biased, expert, values, chosen, tolerance).any(dim=2)
     is_missed = is_missed.scatter(1, chosen, False)
     group_is_missed = is_missed.view(len(biased), num_groups, num_experts // num_groups).any(dim=2)
@@ -301,6 +298,10 @@ def _wrong_choices(biased, chosen, num_groups, topk_group, tolerance):
     possible = ~group_is_missed & ~dropped
     possible &= ~(better & (group_is_missed | dropped)[:, :, None]).any(dim=1)
     yield "has an expert of a group that is not kept", (possible | kept).sum(dim=1) < topk_group
+
+    # Last, because other experts than the best are mostly in another order, too.
+    later_is_better = _certainly_better(values, chosen, values, chosen, tolerance).tril(-1)
+    yield "has its experts in the wrong order", later_is_better.flatten(1).any(dim=1)
 
 
 def _certainly_better(values, index, others, other_index, tolerance):

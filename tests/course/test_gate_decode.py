@@ -97,6 +97,39 @@ def all_groups(key, lane):
 
 
 @cuda.jit(device=True)
+def from_group_to_group(key, lane):  # each shuffle waits for the one before
+    rival, group, better = key, int32(lane // LANES), int32(0)
+    for d in range(1, GROUPS):
+        rival = cuda.shfl_sync(FULL, rival, (lane + LANES) & 31)
+        is_lower = (group + d) % GROUPS < group
+        better = int32(better + int32((rival > key) | ((rival == key) & is_lower)))
+    return better
+
+
+@cuda.jit(device=True)
+def by_eight_maxima(key, lane):  # each redux waits for the vote before
+    left, place = key, int32(0)
+    for k in range(GROUPS):
+        best = redux_sync_max_s32(uint32(FULL), left)
+        winner = int32((cuda.ffs(cuda.ballot_sync(FULL, left == best)) - 1) // LANES)
+        if winner == lane // LANES:
+            place, left = int32(k), int32(-(1 << 31))
+    return place
+
+
+@cuda.jit(device=True)
+def by_two_shuffles_and_two_votes(key, lane):  # as the package does it
+    group, part, better = int32(lane // LANES), int32(lane % LANES), int32(0)
+    own = uint32(uint32(0xF) << uint32(group * LANES))
+    for i in range(GROUPS // LANES):
+        rival = int32(part + i * LANES)
+        rival_key = cuda.shfl_sync(FULL, key, rival * LANES)
+        is_better = (rival_key > key) | ((rival_key == key) & (rival < group))
+        better = int32(better + cuda.popc(uint32(cuda.ballot_sync(FULL, is_better)) & own))
+    return better
+
+
+@cuda.jit(device=True)
 def groups_in_shared_memory(key, lane):
     keys, better, warp = cuda.shared.array((2, GROUPS), int32), int32(0), cuda.threadIdx.x // 32
     keys[warp, lane // LANES] = key
@@ -124,6 +157,11 @@ def asks_the_holder(value, expert):
     best = redux_sync_max_s32(uint32(FULL), value)
     expert = int32(-redux_sync_max_s32(uint32(FULL), int32(-expert if value == best else -0xFFFF)))
     return best, expert
+
+
+@cuda.jit(device=True)
+def value_alone(value, expert):
+    return redux_sync_max_s32(uint32(FULL), value)
 
 
 @cuda.jit(device=True)
@@ -185,8 +223,8 @@ TWO, RANK, BEST, ORDER = exercises.TWO, exercises.GROUP_RANK, exercises.BEST, ex
     [
         (TWO, ..., OPEN, "not answered yet"),
         (TWO, exercises.two_largest, RIGHT, "4 shuffles; par is 4"),
-        (TWO, without_the_smaller_first, WRONG, "second largest key of each lane's group"),
-        (TWO, half_of_the_group, WRONG, "the largest key of each lane's group"),
+        (TWO, without_the_smaller_first, WRONG, r"in lane \d+ the second largest key of its group is"),
+        (TWO, half_of_the_group, WRONG, r"in lane \d+ the largest key of its group is"),
         (TWO, in_a_ring, OVER_PAR, "6 shuffles; par is 4"),
         (TWO, by_shared_memory, REFUSED, "shared memory"),
         (TWO, by_redux, REFUSED, "uses"),
@@ -194,10 +232,14 @@ TWO, RANK, BEST, ORDER = exercises.TWO, exercises.GROUP_RANK, exercises.BEST, ex
         (RANK, no_rule_for_ties, WRONG, "the number of better groups"),
         (RANK, higher_groups_win, WRONG, "the number of better groups"),
         (RANK, all_groups, OVER_PAR, "8 shuffles; par is 7"),
+        (RANK, by_two_shuffles_and_two_votes, RIGHT, "2 shuffles; par is 7"),
+        (RANK, from_group_to_group, OVER_PAR, "with 7 shuffles; par is 7. But the dependent chain .* waits for"),
+        (RANK, by_eight_maxima, OVER_PAR, "with 0 shuffles; par is 7. But the dependent chain .* waits for"),
         (RANK, groups_in_shared_memory, REFUSED, "shared memory"),
         (BEST, exercises.best_of_warp, RIGHT, "1 reduction; par is 1"),
         (BEST, higher_expert_wins, WRONG, "its expert"),
         (BEST, positive_values_only, WRONG, "the largest value"),
+        (BEST, value_alone, WRONG, "must return two values: the largest value and its expert"),
         (BEST, asks_the_holder, OVER_PAR, "2 reductions; par is 1"),
         (BEST, best_by_shuffles, REFUSED, "it uses shuffles"),
         (ORDER, exercises.wait_then_release, RIGHT, "no access races"),
@@ -221,7 +263,7 @@ def test_answers(exercise, answer, state, text):
 
 
 LEFT_OUT = {
-    *("page.parts", "page.rounds_fewer", "page.dependent_launch", "predict"),
+    *("page.parts", "page.rounds_fewer", "page.dependent_launch", "page.dependent_launches", "predict"),
     *(f"exercises.{name}.use" for name in ("two_largest_keys", "group_rank", "dependent", "packed")),
 }
 
@@ -298,6 +340,61 @@ def test_the_part_that_adds_most_is_named_after_a_choice():
     assert check(us).state == OPEN and "picks" in check(us).text
     assert check(us, "groups").state == WRONG and check(us, "picks").state == RIGHT
     assert check(us, "stores").state == WRONG
+    assert check(us, "Picks").state == check(us, " pick").state == RIGHT
+    assert check(us, "").state == WRONG
+    assert [line[0] for line in runs.show_parts(us).lines] == ["launch", "... + groups", "... + picks"]
+
+
+def test_differences_of_parts_are_those_of_the_numbers_shown():
+    table = runs.show_parts(runs.Parts({"a": 1.0, "b": 2.918, "c": 2.985}, "recorded"))
+    shown = [float(line[1]) for line in table.lines]
+    assert [float(line[2]) for line in table.lines[1:]] == pytest.approx([b - a for a, b in itertools.pairwise(shown)])
+
+
+def test_instructions_are_those_of_the_machine_code():
+    """Loops are unrolled, so each instruction of a line is executed less often than the line."""
+    given = page()
+    counted, reduced = (runs.lesson.count(given[name], name).rows["all warps", "instructions"] for name in STEPS[1:3])
+    assert 64 * 300 < reduced < counted < 64 * 1200
+
+
+def times(monkeypatch):
+    """Return a dict into which `lesson.times` puts its calls; it finds no times."""
+    found = {}
+    monkeypatch.setattr(runs.lesson, "times", lambda name, calls: found.update(calls) or {})
+    return found
+
+
+def test_timed_ties_launch_the_kernel_alone(monkeypatch):
+    """An output that a call makes is filled by two more kernels, which a GPU would time."""
+    found, version = times(monkeypatch), page()["popped"]
+    monkeypatch.setattr(runs, "_votes", lambda *given: 0)
+    runs.show_ties({"popped": version})
+    monkeypatch.setattr(runs, "outputs", lambda *sizes: pytest.fail("a timed call allocates and fills outputs"))
+    assert len(found) == 3
+    for call in found.values():
+        call()
+
+
+def test_what_dependent_launches_save_is_said_as_measured():
+    conclude = runs.conclude_from_launches
+    assert conclude({"empty": [0.5, 0.4], "short": None, "gate": None}) is None
+    assert "no part in it" in conclude({"empty": [0.5, 0.4], "short": [1.2, 0.95], "gate": [1.7, 1.44]})
+    assert "has a part in it" in conclude({"empty": [0.5, 0.4], "short": [1.2, 1.08], "gate": [1.7, 1.44]})
+
+
+def test_links_have_the_labels_of_the_record_in_the_simulator(monkeypatch):
+    found, given = times(monkeypatch), page()
+    runs.show_chains({"redux": given["make_chain"](given["redux"])})
+    steps = {row["step"] for row in runs.records.recorded("gate_decode_ladder")["rows"]}
+    assert {f"chains: {label}" for label in found} <= steps
+
+
+def test_tables_fold_what_the_page_has_shown():
+    found = runs.show_peers()
+    assert all(line[0] == "256, 8, 4, 8" for line in found.shown.lines) and found.shown.lines
+    assert not any(line[0] == "256, 8, 4, 8" for line in found.hidden.lines)
+    assert "<details><summary>" in found._repr_html_() and str(found.hidden) in str(found)
 
 
 def test_figures_say_what_they_show():

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -21,6 +22,8 @@ from moe_numba.course.lessons.gate import draw
 from moe_numba.course.lessons.gate import exercises as answers
 from moe_numba.course.lessons.gate import prompt as page
 from moe_numba.course.lessons.gate.sizes import FULL, GROUPS, HELD, NEVER, SHARE
+from moe_numba.course.pages.prose import NOT_MEASURED
+from moe_numba.course.steps.prediction import Judgement
 from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG
 from moe_numba.ptx.warp import redux_sync_max_s32
 from moe_numba.runtime.changed_source import define
@@ -313,7 +316,8 @@ def test_repairs_of_the_race(kernels):
     states = [line[1:] for line in right.table.lines]
     assert states == [["wrong under 4 of 4", "race"], ["wrong under 0 of 4", "no race"], ["wrong under 0 of 4", "race"]]
     assert "C: DataRace" in str(right)
-    for choice in ("A", "C", "BC", "ABC", "fence"):
+    assert page.exercises.race.check(repairs, "b").state == RIGHT
+    for choice in ("A", "C", "BC", "ABC", "FENCE"):
         wrong = page.exercises.race.check(repairs, choice)
         assert wrong.state == WRONG and wrong.text == f"wrong, you chose {choice}: only B repairs the kernel"
     for name, version in repairs.items():
@@ -446,13 +450,12 @@ source = open(spec.origin).read()
 assert source.count("TOPK = 256, 8, 4, 8") == 1
 module = importlib.util.module_from_spec(spec)
 sys.modules[name] = module
-exec(compile(source.replace("TOPK = 256, 8, 4, 8", "TOPK = 128, 8, 4, 6"), spec.origin, "exec"), vars(module))
+exec(compile(source.replace("TOPK = 256, 8, 4, 8", "TOPK = 512, 8, 4, 6"), spec.origin, "exec"), vars(module))
 sys.path.insert(0, {folder!r})
 import test_gate_prompt as test
 kernels = test.define(test.definitions(), {{"__name__": "notebook"}}, "notebook_01.py")
 for step, version in test.VERSIONS.items():
-    if step != "bfloat16 logits":  # a lane's logits are 8 bytes, and the page loads 16
-        assert test.page.check(eval(version, kernels)) is None, step
+    assert test.page.check(eval(version, kernels)) is None, step
 for each in ("LARGEST", "RANK", "KEY", "POP", "PLACE"):
     exercise = getattr(test.answers, each)
     assert exercise.check(exercise.own).state == "right", each
@@ -492,6 +495,38 @@ def test_the_tables_name_all_peers_in_words():
     assert all(name in str(page.peers()) for name in names.values())
     timed = [name for step, name in names.items() if page._recorded(step)]
     assert len(timed) > 3 and all(name in page.result() for name in timed)
+
+
+def step_of(us, estimate, predicted=None, **rows):
+    score = SimpleNamespace(us=estimate, rows={("model", row): number for row, number in rows.items()})
+    judged = predicted and us and Judgement(40.0, us, 40.0 - predicted)
+    return SimpleNamespace(us=us, score=score, predicted_us=predicted, judgement=judged)
+
+
+def test_a_prediction_is_said_with_the_errors_of_both_estimates(monkeypatch):
+    steps = {"a": step_of(40.0, 50.0), "b": step_of(30.0, 24.0, 20.0), "c": step_of(None, 12.0, 15.0)}
+    monkeypatch.setattr(page.lesson, "steps", steps)
+    text = page.miss("a", "b").data
+    assert "Predicted: 20.0 us; measured: 30.0 us (overestimated)" in text
+    assert "The estimate of *a* is 25% above its measured time, that of *b* 20% below." in text
+    assert page.miss("b", "c").data == NOT_MEASURED
+
+
+def test_shares_of_the_slowest_pipe_are_those_of_the_steps(monkeypatch):
+    names = "one thread", "SGLang's", "16-byte", "one warp per token", "fast sigmoid", "keys alone"
+    steps = {name: step_of(None, 10.0, ALU=4.0 + n, L2=9.5) for n, name in enumerate(names)}
+    monkeypatch.setattr(page.lesson, "steps", steps)
+    wanted = {"first": "40 to 60 %", "middle": "70 to 80 %", "last": "90 to 90 %"}
+    assert page.shares_of_the_slowest_pipe() == wanted
+
+
+def test_the_wave_that_costs_is_named_as_measured(monkeypatch):
+    times = {"four tokens per warp": 10.16, "dependent launch": 10.18}
+    for limited, words in ((9.9, "took back what the early start saved"), (10.17, "is not what takes back")):
+        monkeypatch.setattr(page, "_waves", lambda last, limited=limited: ({}, times | {page._LIMITED: limited}))
+        assert words in page.conclusion_on_waves(None)
+    monkeypatch.setattr(page, "_waves", lambda last: ({}, {}))
+    assert page.conclusion_on_waves(None) is None
 
 
 def test_the_page_explains_the_names_of_its_kernels():

@@ -37,12 +37,16 @@ CLEAR = [0.9, 0.1, 0.8, 0.3, 0.2, 0.4]  # groups of two experts: 0 and 1 are kep
         ([0.5, 0.5, 0.1], [1, 0], {}, "in the wrong order"),  # an exact tie goes to the lower expert
         ([0.5, 0.5, 0.1], [1], {}, "lacks an expert that is better"),
         ([NAN, 0.5, 0.5 + NEAR, 0.5 - FAR], [1, 3], {}, "lacks an expert that is better"),  # a near tie and a NaN
-        ([NAN, 0.5, 0.5 + NEAR, 0.5 - FAR], [0, 1], {}, "in the wrong order"),
+        ([NAN, 0.5], [0, 1], {}, "in the wrong order"),
+        # Other experts, in another order: what they are counts first.
+        (CLEAR, [3, 0], GROUPS, "lacks an expert that is better"),
+        (CLEAR, [5, 4], GROUPS, "a group that is not kept"),
+        ([NAN, 0.5, 0.5 + NEAR, 0.5 - FAR], [0, 1], {}, "lacks an expert that is better"),
         ([NAN, -math.inf, 0.5], [2, 0], {}, "lacks an expert that is better"),  # NaN ranks below -inf
         ([NAN, NAN, 0.5], [2, 1], {}, "lacks an expert that is better"),
         # Groups 1 and 2 are near ties, but group 0 is kept for certain.
         ([0.9, 0.9, 0.5, 0.4, 0.5, 0.4 + NEAR], [2, 4], GROUPS, "of more than 2 groups"),
-        ([0.9, 0.1, 0.5, 0.4, 0.5 - 3 * NEAR, 0.4 + 4 * NEAR], [2, 4, 0], GROUPS, "in the wrong order"),
+        ([0.9, 0.1, 0.5, 0.4, 0.5 - 3 * NEAR, 0.4 + 4 * NEAR], [2, 4, 0], GROUPS, "of more than 2 groups"),
         ([0.9, 0.1, 0.5, 0.4, 0.5, 0.4 + NEAR], [0, 2, 4], GROUPS, "of more than 2 groups"),
         # Either near tie that completes the kept groups would contribute a better expert.
         ([0.9, 0.8, 0.5, 0.4, 0.5, 0.4 + NEAR], [0, 1, 3], GROUPS, "lacks an expert that is better"),

@@ -86,6 +86,10 @@ def lanes(*names: str) -> Drawing:
         y += 18
         for token in range(shown):
             row = token if token < 3 else tokens - 1
+            if row > token:  # rows are left out
+                for dot in range(3):
+                    drawing.box(left - 22, y + 3 * dot, 1.5, 1.5, "ink")
+                y += 12
             drawing.text(left - 6, y + 13, f"token {row}", size=10, anchor="end", kind="quiet")
             for part in range(parts):
                 lane, each = row * parts + part, wide / parts

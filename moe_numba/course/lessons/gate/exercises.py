@@ -102,7 +102,7 @@ def _expect_lanes(name, found, expected):
 
 
 @contextlib.contextmanager
-def _returns(what):
+def returns_two(what):
     """Say what a function must return, if its result is no pair."""
     try:
         yield
@@ -135,7 +135,7 @@ def _pairs(kernel):
 
 
 def _test_pairs(answer):
-    with _returns("the largest and the second largest"):
+    with returns_two("the largest and the second largest"):
         found = _pairs(_pairs_kernel(answer))
     _expect_lanes("the largest value", found[:, :, 0], _LARGEST[:, :, 0])
     _expect_lanes("the second largest value", found[:, :, 1], _LARGEST[:, :, 1])
@@ -258,7 +258,7 @@ def _pop(kernel):
 
 
 def _test_pop(answer):
-    with _returns("the highest key and the mask of the lanes that hold it"):
+    with returns_two("the highest key and the mask of the lanes that hold it"):
         found, masks, fronts = _pop(_pop_kernel(answer))
     for number, name in enumerate(_NAMES):
         for k in range(TOPK):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 
 import torch
+from IPython.display import Markdown
 
 from moe_numba import simulator  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
@@ -20,8 +21,10 @@ from moe_numba.course.draw.launch_timeline import is_search
 from moe_numba.course.lessons.gate import draw, sizes, variants
 from moe_numba.course.lessons.gate import exercises as answers
 from moe_numba.course.lessons.gate.sizes import DEVICE, EXPERTS, GROUPS, KEPT, TOKENS, TOPK, WARPS
+from moe_numba.course.pages.prose import say
 from moe_numba.course.steps.estimate import clocks_by_function
 from moe_numba.course.steps.lesson import Lesson, Run, Step, Table
+from moe_numba.course.steps.prediction import NOISE
 from moe_numba.course.steps.score import MODEL, TOTAL, Score, score_of_kernels
 from moe_numba.course.steps.simulate import expression_of, in_simulator
 from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
@@ -164,6 +167,10 @@ class GateLesson(Lesson):
         rows, self.about[name] = in_simulator(_count_again, self.home, name, expression, functions=functions)
         return Score(name, {(section, row): number for section, row, number in rows}, self.gpu.upper())
 
+    def score_of(self, name: str, version: tuple) -> dict[tuple[str, str], float]:
+        """Return the rows of the score of a version that need not be a step; `about` has what the compiler made."""
+        return (self.steps[name].score if name in self.steps else self._score(name, version)).rows
+
     def count(self, version: tuple, name: str) -> Score:
         """Return the score of a version; the simulator counts some CTAs."""
         gpu = self.gpu.upper()
@@ -229,9 +236,12 @@ def chart() -> draw.Drawing:
     """Draw estimate, slowest pipe and measured time of all steps."""
     steps = []
     for name, step in lesson.steps.items():
-        pipe = max(us for (section, row), us in step.score.rows.items() if section == MODEL and row in _PIPES)
-        steps.append((name, step.score.us, pipe, step.us))
+        steps.append((name, step.score.us, _slowest_pipe_us(step), step.us))
     return draw.chart(steps)
+
+
+def _slowest_pipe_us(step):
+    return max(us for (section, row), us in step.score.rows.items() if section == MODEL and row in _PIPES)
 
 
 _PIPES = "issue slots", "FMA", "ALU", "XU", "LSU"
@@ -252,21 +262,103 @@ def constants() -> Table:
     return Table(["name", "value", "meaning"], lines)
 
 
-def compared(before: str, after: str) -> dict[str, float | None]:
-    """Return numbers of two steps for a sentence: estimates, measured times, and the bounds of the second one."""
+def counted(before: str, after: str) -> dict[str, float]:
+    """Return numbers of two steps for a sentence: estimates, what was counted, and some rows of the second's model."""
     first, second = lesson.steps[before], lesson.steps[after]
     of = lambda step, row: step.score.rows[MODEL, row]
     return {
         "estimate_before": first.score.us,
         "estimate": second.score.us,
-        "us_before": first.us,
-        "us": second.us,
         "instructions_before": first.score.rows[TOTAL, "instructions"] / 1e6,
         "instructions": second.score.rows[TOTAL, "instructions"] / 1e6,
         "registers": second.score.rows[TOTAL, "registers per thread"],
+        "mb_before": first.score.rows[TOTAL, "bytes, global memory"] / 1e6,
+        "mb": second.score.rows[TOTAL, "bytes, global memory"] / 1e6,
         "ALU_before": of(first, "ALU"),
         **{row: of(second, row) for row in ("ALU", "L2", "DRAM")},
     }
+
+
+def miss(before: str, after: str) -> Markdown:
+    """Return a sentence on the prediction of a step: what was measured, and how far both estimates are off."""
+    first, second = lesson.steps[before], lesson.steps[after]
+    judged = second.judgement
+    return say(
+        f"Predicted: {{predicted:.1f}} us; measured: {{us:.1f}} us ({{verdict}}). The estimate of *{before}* is "
+        f"{{error}} its measured time, that of *{after}* {{second_error}}.",
+        predicted=second.predicted_us,
+        us=second.us,
+        verdict=judged and judged.verdict,
+        error=_error(first),
+        second_error=_error(second),
+    )
+
+
+def _error(step):
+    """Return how far a step's estimate is from its time, in words; None if the step is not timed."""
+    if not step.us:
+        return None
+    error = step.score.us / step.us - 1
+    return f"{abs(error):.0%} {'above' if error > 0 else 'below'}"
+
+
+def shares_of_the_slowest_pipe() -> dict[str, str]:
+    """Return the slowest pipe's share of the estimate: in the first three steps, to *fast sigmoid*, and after it."""
+    names = list(lesson.steps)
+    shares = [_slowest_pipe_us(lesson.steps[name]) / lesson.steps[name].score.us for name in names]
+    middle, last = names.index("one warp per token"), names.index("fast sigmoid") + 1
+    parts = {"first": shares[:middle], "middle": shares[middle:last], "last": shares[last:]}
+    return {name: f"{100 * min(part):.0f} to {100 * max(part):.0f} %" for name, part in parts.items()}
+
+
+def registers_without_limit(step: str) -> float:
+    """Return the registers of a thread of a step's kernel if its launch demands no number of CTAs per SM."""
+    kernel, tokens_per_warp, _, *more = lesson.steps[step].version
+    return lesson.score_of(f"{step}, no limit", gate(kernel, tokens_per_warp, 0, *more))[TOTAL, "registers per thread"]
+
+
+_LIMITED = "dependent launch, 64 registers"
+
+
+@cache
+def _waves(last):
+    """Return name -> version, and its registers, CTAs per SM and waves; and the times, empty if none is recorded."""
+    versions = {name: lesson.steps[name].version for name in ("four tokens per warp", "dependent launch")}
+    versions[_LIMITED] = gate(*last[:2], 8, *last[3:])
+    found = {}
+    for name, version in versions.items():
+        registers = lesson.score_of(name, version)[TOTAL, "registers per thread"]
+        ctas = lesson.about[name]["ctas_per_sm"]
+        grid = -(-TOKENS // (WARPS * version[1]))
+        found[name] = registers, ctas, -(-grid // (ctas * chip_limits().sm_count))
+    return found, lesson.times("waves of CTAs", {name: timed(version) for name, version in versions.items()})
+
+
+def show_waves(last: tuple) -> Table:
+    """Return a table of the last two steps, and of the last one with fewer registers: waves of CTAs, and times."""
+    found, us = _waves(last)
+    lines = [
+        [name, *(f"{number:.0f}" for number in numbers), f"{us[name]:.2f}" if us else "not timed"]
+        for name, numbers in found.items()
+    ]
+    return Table(["", "registers", "CTAs per SM", "waves", "us"], lines)
+
+
+def conclusion_on_waves(last: tuple) -> str | None:
+    """Return what the times of `show_waves` say, a sentence; None if there are none."""
+    _, us = _waves(last)
+    if not us:
+        return None
+    limited, before = us[_LIMITED], us["dependent launch"]
+    if before - limited > NOISE * before:
+        return (
+            f"With all CTAs in one wave the dependent launch takes {limited:.2f} us instead of {before:.2f}: the "
+            "second wave took back what the early start saved."
+        )
+    return (
+        f"With all CTAs in one wave the dependent launch takes {limited:.2f} us, and with two waves {before:.2f}: the "
+        "second wave is not what takes back the saving. We found no other candidate."
+    )
 
 
 def _earlier(step):
@@ -523,7 +615,8 @@ class Repair:
             [name, f"wrong under {orders.wrong} of {_ORDERS}", "race" if orders.race else "no race"]
             for name, orders in found.items()
         ]
-        is_right = sorted(str(choice)) == good
+        choice = str(choice).upper()
+        is_right = sorted(choice) == good
         repair = f"only {good[0]} repairs" if len(good) == 1 else f"{', '.join(good) or 'none'} repair"
         text = f"{'right' if is_right else f'wrong, you chose {choice}'}: {repair} the kernel"
         notes = [f"{name}: {orders.race}" for name, orders in found.items() if orders.race and not orders.wrong]

@@ -1,4 +1,7 @@
-"""The sizes of the lesson "The gate, for a prompt". Others work if a warp is eight groups of four lanes."""
+"""The sizes of the lesson "The gate, for a prompt". Others work if a warp is eight groups of four lanes.
+
+A lane holds the experts of one or more 16-byte loads of bfloat16 logits, so their number is a multiple of 256.
+"""
 
 from moe_numba import simulator  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
@@ -7,7 +10,7 @@ from numba import float32, int32
 
 from moe_numba.gate.device_functions import make_sort_descending, sorting_network
 
-EXPERTS, GROUPS, KEPT, TOPK = 256, 8, 4, 8  # DeepSeek-V3; (128, 8, 4, 6) works as well
+EXPERTS, GROUPS, KEPT, TOPK = 256, 8, 4, 8  # DeepSeek-V3; (512, 8, 4, 6) works as well
 TOKENS = 16384  # of the times
 WARPS = 4  # of a CTA, whose threads are (32, WARPS): threadIdx.x is the lane
 
@@ -16,8 +19,11 @@ HELD = EXPERTS // 32  # experts of a lane, if a warp has a token
 SHARE = 32 // GROUPS  # lanes that share a group, if a warp has a token
 TOKENS_PER_WARP = 32 // GROUPS  # if a thread has a group
 CANDIDATES = KEPT * SIZE // 8  # experts of a lane, if eight lanes have the kept groups of a token
-if GROUPS != 8 or HELD % 4 or CANDIDATES % 4 or SIZE % CANDIDATES or TOPK > 8:
-    raise ValueError(f"{EXPERTS} experts in {GROUPS} groups, {KEPT} kept, top-{TOPK}: the last kernel does not fit")
+if GROUPS != 8 or EXPERTS % 256 or KEPT not in (1, 2, 4, 8) or CANDIDATES > 32 or TOPK > 8:
+    raise ValueError(
+        f"{EXPERTS} experts in {GROUPS} groups, {KEPT} kept, top-{TOPK}: the kernels of this lesson need a multiple of "
+        "256 experts, 8 groups of which 1, 2, 4 or 8 are kept, at most 32 candidates per lane, and at most top-8"
+    )
 
 FULL = 0xFFFFFFFF  # all 32 lanes of a warp
 LOWEST, DROPPED = float32(-3.4028234663852886e38), float32(3.4028234663852886e38)  # -FLT_MAX and FLT_MAX

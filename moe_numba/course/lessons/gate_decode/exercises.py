@@ -1,5 +1,6 @@
 """Exercises of the lesson "The gate, for decode"."""
 
+import functools
 import types
 from dataclasses import dataclass
 
@@ -11,9 +12,12 @@ from moe_numba import simulator  # noqa: F401  before Numba
 # isort: split
 from numba import cuda, int32, uint32
 
-from moe_numba.course.grader import expect_equal, fault
+from moe_numba.course.bench.latencies import latencies
+from moe_numba.course.grader import Wrong, expect_equal, fault
+from moe_numba.course.lessons.gate.exercises import returns_two
 from moe_numba.course.lessons.gate_decode import runs
 from moe_numba.course.lessons.gate_decode.runs import EXPERTS, FULL, GROUPS, LANES, LOADED, START, STORED
+from moe_numba.course.steps.estimate import estimate_of
 from moe_numba.course.steps.exercises import Build
 from moe_numba.course.steps.score import count
 from moe_numba.course.steps.verdict import OPEN, OVER_PAR, RIGHT, WRONG, Verdict
@@ -68,6 +72,14 @@ def wait_then_release(place):
 # Build
 
 
+def _expect_lanes(name, found, wanted):
+    """Raise `Wrong` if a lane has not what is wanted; both are of whole warps, one after another."""
+    if len(wrong := np.flatnonzero(np.asarray(found) != wanted)):
+        i = int(wrong[0])
+        text = f"in lane {i % 32} {name} is {found[i]}, not {wanted[i]}"
+        raise Wrong(f"{text}; {len(wrong)} lanes of {len(wanted)} are wrong")
+
+
 def _two_kernel(answer):
     @cuda.jit
     def around(first, second, out):
@@ -92,10 +104,11 @@ def _two(kernel):
 
 
 def _test_two(answer):
-    pairs, found = _two(_two_kernel(answer))
+    with returns_two("the largest and the second largest key"):
+        pairs, found = _two(_two_kernel(answer))
     wanted = np.sort(pairs.reshape(-1, 2 * LANES), axis=1)[:, :-3:-1].repeat(LANES, axis=0)
-    expect_equal("the largest key of each lane's group", found[:, 0], wanted[:, 0])
-    expect_equal("the second largest key of each lane's group", found[:, 1], wanted[:, 1])
+    _expect_lanes("the largest key of its group", found[:, 0], wanted[:, 0])
+    _expect_lanes("the second largest key of its group", found[:, 1], wanted[:, 1])
 
 
 def _groups_kernel(answer):
@@ -123,7 +136,7 @@ def _rank(kernel):
 def _test_groups(answer):
     keys, found = _rank(_groups_kernel(answer))
     order = np.argsort(-keys, axis=1, kind="stable")
-    expect_equal("the number of better groups", found, np.argsort(order, axis=1).repeat(LANES, axis=1).ravel())
+    _expect_lanes("the number of better groups", found, np.argsort(order, axis=1).repeat(LANES, axis=1).ravel())
 
 
 def _best_kernel(answer):
@@ -147,12 +160,13 @@ def _best(kernel):
 
 
 def _test_best(answer):
-    values, experts, found = _best(_best_kernel(answer))
+    with returns_two("the largest value and its expert"):
+        values, experts, found = _best(_best_kernel(answer))
     wanted = [
         min(e for v, e in zip(*row, strict=True) if v == row[0].max()) for row in zip(values, experts, strict=True)
     ]
-    expect_equal("the largest value", found[0], values.max(axis=1).repeat(32))
-    expect_equal("its expert", found[1], np.repeat(wanted, 32))
+    _expect_lanes("the largest value", found[0], values.max(axis=1).repeat(32))
+    _expect_lanes("its expert", found[1], np.repeat(wanted, 32))
 
 
 _NO_SHARED = {"shared_load_requests": "it exchanges values through shared memory; a warp needs none"}
@@ -171,7 +185,40 @@ TWO = Build(
     "max(b, d). Exchange pairs with lane ^ 1, merge, then with lane ^ 2.",
     home=f"{__name__}:TWO",
 )
-GROUP_RANK = Build(
+
+
+@dataclass(frozen=True)
+class ShortChain(Build):
+    """Exchange keys so that no exchange waits for another: the dependent chain counts, too."""
+
+    def judge(self, answer):
+        """Return the state, a sentence and the score of an answer, in the simulator."""
+        state, text, score = super().judge(answer)
+        if state not in (RIGHT, OVER_PAR):
+            return state, text, score
+        chain, own = _chain_ns(answer), _chain_ns(self.own)
+        if chain <= own + _SLACK * latencies(_GPU).ns["shuffles"]:
+            return state, text, score
+        return (
+            OVER_PAR,
+            f"{text.split('. ')[0]}. But the dependent chain takes {chain:.0f} ns on an {_GPU}, estimated, where "
+            f"{own:.0f} are enough: an exchange waits for the result of the one before, or for a branch on it. Which "
+            "keys can a lane ask for at once?",
+            score,
+        )
+
+
+_GPU, _SLACK = "H200", 2  # shuffles by which the chain of another answer may be longer
+
+
+@functools.cache
+def _chain_ns(answer):
+    """Return the estimated dependent chain of the kernel around an answer."""
+    kernel = count(_groups_kernel(answer), _rank, gpu=_GPU)
+    return 1000 * estimate_of([kernel], _GPU).bounds["dependent chain"]
+
+
+GROUP_RANK = ShortChain(
     "better groups",
     "a function that counts the groups that are better than this lane's",
     own=better_groups,
@@ -343,6 +390,9 @@ class LargestPart:
         known = ", ".join(map(repr, names))
         if choice is ...:
             return Verdict("largest part", OPEN, f"no choice yet: one of {known}")
+        fitting = [name for name in names if str(choice).strip().lower() in name.lower()]
+        if len(fitting) == 1:  # "picks" and "Picks", "launch" of "launch, loads, ..."
+            (choice,) = fitting
         if choice not in added:
             return Verdict("largest part", WRONG, f"you chose {choice!r}; the choices are {known}")
         largest = max(added, key=lambda name: added[name])
@@ -354,4 +404,3 @@ class LargestPart:
 
 two_largest_keys, group_rank, packed, dependent = TWO, GROUP_RANK, BEST, ORDER
 lost_pick, largest_part = LostPick(), LargestPart()
-EXERCISES: dict = {}  # those of the first edition's form: none

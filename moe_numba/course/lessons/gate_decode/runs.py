@@ -1,8 +1,9 @@
 """The lesson "The gate, for decode": sizes, inputs, check, times and tables."""
 
+import html
 import sys
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +16,10 @@ from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.latencies import latencies
 from moe_numba.course.bench.timing import rotating
 from moe_numba.course.bench.topics.gate import name_of
-from moe_numba.course.steps.estimate import estimate
+from moe_numba.course.steps.estimate import ISSUE, clocks_by_function, estimate
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Lesson, Run, Table
-from moe_numba.course.steps.score import count, score_of_launches
+from moe_numba.course.steps.score import TOTAL, Score, count, score_of_kernels, score_of_launches
 from moe_numba.course.steps.simulate import expression_of, in_simulator, source_with_dependencies
 from moe_numba.gate import four_tokens_per_warp, one_token_per_warp, packed_keys
 from moe_numba.gate.device_functions import make_sort_descending
@@ -109,7 +110,23 @@ def once(version):
     return run(version, sets[0], bias)
 
 
-lesson = Lesson(
+class DecodeLesson(Lesson):
+    """A lesson whose kernels have unrolled loops: their instructions are counted as the estimate counts them."""
+
+    def count(self, version, name: str) -> Score:
+        """Return the score of a version; the simulator counts."""
+        gpu = self.gpu.upper()
+        with simulator.profile(gpu) as profile:
+            self.run.once(version)
+        (kernel,) = profile.kernels
+        found = score_of_kernels([kernel], name, gpu)
+        of_a_warp = sum(clocks[ISSUE] for clocks in clocks_by_function(kernel, gpu).values())
+        warps = sum(launched["warps"] for launched in kernel.launches)
+        found.rows[TOTAL, "instructions"] = round(warps * of_a_warp)
+        return found
+
+
+lesson = DecodeLesson(
     "gate_decode_ladder",
     Run(check, once, timed, kernels=lambda version: version[:1]),
     f"{__name__}:lesson",
@@ -149,24 +166,81 @@ def rounds_fewer(before: str, rounds: int) -> float | None:
 
 def dependent_launch(before: str) -> float | None:
     """Return the time of a step less what a dependent launch saves of an empty kernel, if it is known."""
-    us, record = lesson.steps[before].us, records.recorded("gate")
-    empty = lambda dependent: records.find(record, step="empty kernel", config=dict(dependent=dependent))
-    rows = [empty(dependent) for dependent in (False, True)] if record else []
-    return us - rows[0]["kernel_us"]["median"] + rows[1]["kernel_us"]["median"] if us and all(rows) else None
+    us, empty = lesson.steps[before].us, _empty_us()
+    return us - empty[0] + empty[1] if us and empty else None
 
 
 def show_chains(kernels: dict) -> Table:
     """Return a table of the time of a link of a chain, from kernels ``kernel(out, links)``: 2n links less n."""
-    n = 1024 if not simulator.ENABLED else 4
+    n, in_simulator = 1024, 4  # links: recorded, and simulated
     out = torch.zeros(32, dtype=torch.int32, device=DEVICE)
-    calls = {f"{name} x {m}": partial(launch, k, 1, 32, out, m) for name, k in kernels.items() for m in (n, 2 * n)}
+    links = {m: m * in_simulator // n if simulator.ENABLED else m for m in (n, 2 * n)}
+    calls = {f"{name} x {m}": partial(launch, k, 1, 32, out, links[m]) for name, k in kernels.items() for m in links}
     us = lesson.times("chains", calls)
+    known = ["a shuffle alone, from the latencies", f"{latencies(lesson.gpu.upper()).ns['shuffles']:.1f}"]
     if not us:
-        known = latencies(lesson.gpu.upper())
-        lines = [[name, "not timed"] for name in kernels] + [["a shuffle", f"{known.ns['shuffles']:.0f}"]]
-        return Table(["link", "ns"], lines)
-    ns = {name: 1000 * (us[f"{name} x 2048"] - us[f"{name} x 1024"]) / 1024 for name in kernels}
-    return Table(["link", "ns"], [[name, f"{each:.1f}"] for name, each in ns.items()])
+        return Table(["link", "ns"], [[name, "not timed"] for name in kernels] + [known])
+    ns = {name: 1000 * (us[f"{name} x {2 * n}"] - us[f"{name} x {n}"]) / n for name in kernels}
+    return Table(["link", "ns"], [*([name, f"{each:.1f}"] for name, each in ns.items()), known])
+
+
+def saved_by_a_round(before: str, after: str, rounds: int) -> dict[str, float | None]:
+    """Return what a round less has saved, from the times of two steps, and what a shuffle takes: nanoseconds."""
+    first, second = lesson.steps[before].us, lesson.steps[after].us
+    known = first is not None and second is not None
+    return {
+        "round": 1000 * (first - second) / rounds if known else None,
+        "shuffle": latencies(lesson.gpu.upper()).ns["shuffles"],
+    }
+
+
+def dependent_launches(versions: dict) -> dict[str, list[float] | None]:
+    """Time pairs of versions, ordinary and dependent launch; return both times by name, also of an empty kernel."""
+    kinds = "ordinary", "dependent"
+    calls = {
+        f"{name}, {kind}": timed(version)
+        for name, pair in versions.items()
+        for kind, version in zip(kinds, pair, strict=True)
+    }
+    us = lesson.times("dependent launches", calls)
+    found = {name: [us[f"{name}, {kind}"] for kind in kinds] if us else None for name in versions}
+    return {"an empty kernel": _empty_us()} | found
+
+
+def show_dependent_launches(found: dict) -> Table:
+    """Return a table of `dependent_launches`, with what each kernel saves."""
+    lines = [
+        [name, *(f"{each:.2f}" for each in (*pair, pair[0] - pair[1]))] if pair else [name, "not timed", "", ""]
+        for name, pair in found.items()
+    ]
+    return Table(["kernel", "us, ordinary launch", "us, dependent launch", "saved"], lines)
+
+
+def conclude_from_launches(found: dict) -> str | None:
+    """Return what the times of an empty kernel, a short one and the gate say, in words; None if there are none."""
+    if None in found.values():
+        return None
+    empty, short, gate = (ordinary - dependent for ordinary, dependent in found.values())
+    if abs(short - gate) <= _ALIKE * gate:
+        return (
+            f"The short kernel saves {short:.2f} us, the whole gate {gate:.2f}, an empty kernel {empty:.2f}: what the "
+            "prediction lacks is in what the first two do, and groups and picks have no part in it."
+        )
+    return (
+        f"The short kernel saves {short:.2f} us, the whole gate {gate:.2f}, an empty kernel {empty:.2f}: what the gate "
+        "computes has a part in it, too. We did not find out which."
+    )
+
+
+_ALIKE = 0.25  # of a saving: a smaller difference counts as none
+
+
+def _empty_us():
+    """Return the recorded times of an empty kernel: ordinary launch, dependent launch; None if there are none."""
+    record = records.recorded("gate")
+    find = lambda dependent: records.find(record, step="empty kernel", config=dict(dependent=dependent))
+    rows = [find(dependent) for dependent in (False, True)] if record else []
+    return [row["kernel_us"]["median"] for row in rows] if rows and all(rows) else None
 
 
 def result() -> str:
@@ -216,10 +290,11 @@ def _estimate(name, version):
 
 
 def show_parts(found: Parts) -> Table:
-    """Return a table of `parts`, with what each part adds."""
+    """Return a table of `parts`: kernels, each named after the part that it has more, and what that adds."""
     lines, before = [], 0.0
     for name, us in found.us.items():
-        lines.append([name, f"{us:.2f}", f"{us - before:+.2f}"])
+        us = round(us, 2)  # so that the differences are those of the numbers in the table
+        lines.append([f"... + {name}" if lines else name, f"{us:.2f}", f"{us - before:+.2f}"])
         before = us
     return Table(["kernel", f"us, {found.source}", "this part adds"], lines)
 
@@ -283,7 +358,7 @@ def show_variants(final, others: dict) -> Table:
 
 
 _DIFFERS = {
-    "released after the loads": "The compiler has moved the release behind the first instructions that need the "
+    "released after the loads": "The compiler has moved the release after the first instructions that need the "
     "logits, so it waits for the loads.",
     "released before the wait": "The next kernel may start while this one still waits. That is safe only if the next "
     "one touches nothing before its own wait: the check of the exercise shows what else would break. With many tokens, "
@@ -354,10 +429,35 @@ def show_small(kernels: dict) -> Table:
     calls = {name: [partial(run_small, kernel, x, out) for x in _small_sets()] for name, kernel in kernels.items()}
     if not simulator.ENABLED:
         calls |= _small_package(out)
-    us = lesson.times("without a bias", calls)
+    us = lesson.times(_SMALL, calls)
     source = "us" if us else "us, estimated"
     us = us or {name: score_of_launches(calls[name][0], name).us for name in kernels}
+    us |= {name: time for name, time in small_package().items() if time and source == "us"}
     return Table([f"{SMALL_EXPERTS} experts, top-{SMALL_TOPK}, no bias", source], [[n, f"{us[n]:.2f}"] for n in us])
+
+
+_SMALL = "without a bias"
+_SMALL_PACKAGE = {  # name of a sentence's field -> the package's kernel
+    "places": "the package's, with keys that do not hold the expert",
+    "packed": "the package's, packed keys",
+    "four": "the package's, packed keys, four tokens per warp",
+}
+
+
+def small_package() -> dict[str, float | None]:
+    """Return the times of the package's kernels for the small model by name: measured now, or recorded."""
+    record, found = records.recorded(lesson.topic), {}
+    for name in _SMALL_PACKAGE.values():
+        step = f"{_SMALL}: {name}"
+        row = lesson.diagnosed.get(step) or record and records.find(record, step=step, size=dict(tokens=TOKENS))
+        found[name] = row["kernel_us"]["median"] if row else None
+    return found
+
+
+def small_numbers() -> dict[str, float | None]:
+    """Return the times of the package's kernels for the small model, for a sentence."""
+    found = small_package()
+    return {field: found[name] for field, name in _SMALL_PACKAGE.items()}
 
 
 def _small_package(out):
@@ -365,11 +465,8 @@ def _small_package(out):
     config = one_token_per_warp.GateConfig(SMALL_EXPERTS, 1, 1, SMALL_TOPK, **common, bias_dtype=None, load_bytes=8)
     packed = packed_keys.PackedConfig(SMALL_EXPERTS, SMALL_TOPK, 32, **common, load_bytes=8)
     four = packed._replace(lanes=8, load_bytes=16)
-    kernels = {
-        "the package's, with keys that do not hold the expert": (one_token_per_warp.make_kernel(config), 1),
-        "the package's, packed keys": (packed_keys.make_packed_kernel(packed), 1),
-        "the package's, packed keys, four tokens per warp": (packed_keys.make_packed_kernel(four), 4),
-    }
+    made = one_token_per_warp.make_kernel(config), *map(packed_keys.make_packed_kernel, (packed, four))
+    kernels = dict(zip(_SMALL_PACKAGE.values(), zip(made, (1, 1, 4), strict=True), strict=True))
     bias = torch.zeros(1, device=DEVICE)
     return {
         name: [partial(_package, kernel, WARPS * tokens, 32 * WARPS, x, bias, out) for x in _small_sets()]
@@ -377,7 +474,27 @@ def _small_package(out):
     }
 
 
-def listing(version) -> str:
+class Folded(NamedTuple):
+    """Text or a table that a page shows folded, below a table that it shows; ``str`` is all of it."""
+
+    heading: str
+    hidden: Any
+    shown: Any = ""
+
+    def __str__(self):
+        return "\n".join(filter(None, [str(self.shown), f"{self.heading}:", str(self.hidden)]))
+
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        def of(thing):
+            return thing._repr_html_() if hasattr(thing, "_repr_html_") else f"<pre>{html.escape(thing)}</pre>"
+
+        shown = of(self.shown) if self.shown else ""
+        return f"{shown}<details><summary>{html.escape(self.heading)}</summary>{of(self.hidden)}</details>"
+
+
+def listing(version) -> Folded:
     """Return the source of a version: the kernel, and all functions of the page and of the exercises that it calls."""
     _, functions = expression_of(version)
     found = {}
@@ -388,11 +505,11 @@ def listing(version) -> str:
             found[thing.__name__] = source_of(thing)
         elif line[:5] not in ("from ", "impor"):
             found[len(found)] = line
-    return "\n".join(found.values())
+    return Folded("The whole kernel", "\n".join(found.values()))
 
 
-def show_peers() -> Table:
-    """Return a table of the recorded kernels for few tokens: this package beside the others, all recorded shapes."""
+def show_peers() -> Folded:
+    """Return the recorded kernels for few tokens: the others beside this package; folded, all shapes but this one."""
     record = records.recorded("gate")
     rows = [
         r for r in (record or {}).get("rows", ()) if r.get("size", {}).get("tokens") in (1, TOKENS) and "kernel_us" in r
@@ -411,4 +528,7 @@ def show_peers() -> Table:
         [f"{experts}, {groups}, {kept}, {topk}", dtype, str(tokens), *(us.get(step, "") for step in steps)]
         for (experts, groups, kept, topk, dtype, tokens), us in found.items()
     ]
-    return Table(["experts, groups, kept, top-k", "logits", "tokens", *map(name_of, steps)], lines)
+    headings = ["experts, groups, kept, top-k", "logits", "tokens", *map(name_of, steps)]
+    own = ", ".join(map(str, CONFIG.values()))
+    shown, others = ([line for line in lines if (line[0] == own) is is_own] for is_own in (True, False))
+    return Folded(f"{len(others)} rows of other shapes", Table(headings, others), Table(headings, shown))
