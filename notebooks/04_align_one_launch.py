@@ -213,8 +213,8 @@ four.step("a warp for each assignment", (align_four, -(-FOUR * TOPK // 4), 128))
 # `fill` says `int32(i + step)`. With `i += step` Numba computes in 64 bits, where a sum cannot overflow, so the compiler may unroll the loop; for that it
 # computes the number of trips with a 64-bit division, which takes far longer than the trips. Try it, and compare the estimates.
 #
-# A decode step launches such kernels one after another, and [lesson 02](02_gate_decode.ipynb) lets each start before the one before it has ended. So here is the time of this
-# kernel, and of the package's, launched in that way:
+# A decode step launches such kernels one after another, and [lesson 02](02_gate_decode.ipynb) lets each start before the one before it has ended. Here is the time of
+# this kernel launched in that way, as the package launches its own:
 
 # %%
 page.show_variants(
@@ -547,9 +547,8 @@ def publish_counts(e, own, workspace):
 
 @cuda.jit(device=True)
 def collect_after_barrier(number, topk_ids, workspace, counts, first, numel):
-    n = cuda.local.array(
-        (8, 4), int32
-    )  # n[k, c]: CTA cta + k * rows, expert 4 * vector + c; in registers once unrolled
+    # n[k, c] is the count of CTA cta + k * rows and expert 4 * vector + c. It lies in registers once the loops are unrolled.
+    n = cuda.local.array((8, 4), int32)
     before, everywhere = cuda.local.array(4, int32), cuda.local.array(4, int32)
     cta, vector, rows = cuda.threadIdx.x // VECTORS, cuda.threadIdx.x % VECTORS, cuda.blockDim.x // VECTORS
     for c in range(4):

@@ -305,7 +305,7 @@ def test_what_a_step_saved_is_said_in_words(monkeypatch):
     assert published.saved("c", "b") == "takes 15.6 us instead of 18.4 us"
     assert published.saved("d", "c") == published.saved("e", "c") == "has not been timed"
     monkeypatch.setattr(published.records, "recorded", lambda _: {"rows": [_row("d", 3.0), _row("c", 4.0)]})
-    assert published.saved("d", "c") == "takes 3 us instead of 4 us (with the lesson's own answers)"
+    assert published.saved("d", "c") == "takes 3.00 us instead of 4.00 us (with the lesson's own answers)"
 
 
 def _row(step, us):

@@ -72,7 +72,7 @@ rank_in_warp = Build(
     score=_exchanges,
     par=0,
     limits={"matches": (1, "it compares the lanes more than once")},
-    needs=(("matches", "votes", "shuffles"), "no lane learns what another one has"),
+    needs=(("matches", "votes", "shuffles", "reductions"), "no lane learns what another one has"),
     forbidden={"shared_load_requests": "it exchanges experts through shared memory"},
     over_par="Which instruction compares a value with those of all lanes at once?",
     hint="cuda.match_any_sync(FULL, expert) is a mask of the lanes with the same expert. cuda.popc counts its bits, "
@@ -99,7 +99,7 @@ class Counting:
         us, source = lesson.times("counting loop", calls), "measured" if not simulator.ENABLED else "recorded"
         if choice is ... or not us:
             return Verdict(
-                "waiting loop",
+                "counting, diagnosis",
                 OPEN,
                 "no choice yet: A, B or neither" if us else "not timed with these kernels and sizes",
             )
@@ -110,7 +110,7 @@ class Counting:
             right, found = "neither", f"neither is much faster ({source}): {times}. {_NEITHER}"
         else:
             right, found = best[0], f"{best[0]} is much faster ({source}): {times}. {_WHY[best[0]]}"
-        return Verdict("waiting loop", RIGHT if choice == right else WRONG, f"you chose {choice}; {found}")
+        return Verdict("counting, diagnosis", RIGHT if choice == right else WRONG, f"you chose {choice}; {found}")
 
 
 _MUCH = 0.75  # of the time: a variant that takes longer is not much faster
