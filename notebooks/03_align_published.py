@@ -623,7 +623,7 @@ lesson.summary()
 # %% [markdown]
 # ### Where the buffers lie
 #
-# All steps use the same buffers. Here are two of them with buffers in several other places, beside SGLang's compiled kernel, which is its version of 0x5 today:
+# All steps use the same buffers. Here are two of them with outputs and counters in several other places:
 
 # %%
 page.show_allocations({"0x5": v0x5, "a cache line per counter": spread})
@@ -632,8 +632,8 @@ page.show_allocations({"0x5": v0x5, "a cache line per counter": spread})
 say(
     "An earlier measurement moved the outputs and the counters separately. With other outputs, 0x5 took {outputs_low:.1f} to {outputs_high:.1f} us, and with "
     "other counters {counters_low:.1f} to {counters_high:.1f} us. So the place of the counters decides, and counters with a cache line each should depend on it "
-    "less. Which bits of an address matter we do not know. It also means that 0x5 and SGLang's kernel, each in buffers of its own, say nothing about "
-    "who wrote the better one.",
+    "less. Which bits of an address matter we do not know. SGLang's compiled kernel was timed with its counters in one place only, so whether it or our "
+    "0x5 takes less time says little about the two.",
     **page.moved_us(),
 )
 

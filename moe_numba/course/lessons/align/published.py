@@ -325,9 +325,6 @@ def show_allocations(versions: dict) -> Table:
                 gaps.append(torch.empty((3 << 20) + 1000 * number, dtype=torch.uint8, device=DEVICE))
             us = list(lesson.times(title, calls).values())
         lines.append([name, *_range(us)])
-    record = records.recorded("align")
-    row = record and records.find(record, step="peer:sglang-aot", **ABOUT)
-    lines.append(["SGLang's compiled kernel (recorded)", *_range((row or {}).get("allocations_us", []))])
     return Table([f"buffers in several places ({_source()})", "lowest us", "highest us"], lines)
 
 
@@ -369,7 +366,7 @@ def show_peers() -> Table:
         lines.append([name, *us, one, spread, row.get("version", "")])
     if not lines:
         return Table(["the compiled kernels and the package"], [["not timed with these sizes"]])
-    spread = f"{TOKENS:,}, buffers in several places"
+    spread = f"{TOKENS:,}, outputs in several places"
     headings = ["us, by tokens", *(f"{n:,}" for n in _SWEEP), f"{TOKENS:,}, one expert", spread, "version"]
     shown = [n for n, heading in enumerate(headings) if not n or any(line[n] for line in lines)]
     return Table([headings[n] for n in shown], [[line[n] for n in shown] for line in lines])

@@ -322,7 +322,7 @@ grid_barrier = Build(
 
 def show_two_in_a_row(barrier) -> Verdict:
     """Return what two barriers in a row make of a barrier, without the exercise's solution."""
-    return replace(grid_barrier.check(barrier), name="two barriers in a row", notes=(), hint="", solution=None)
+    return replace(grid_barrier.check(barrier), name="barrier that resets", notes=(), hint="", solution=None)
 
 
 # Build: fences

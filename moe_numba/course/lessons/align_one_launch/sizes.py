@@ -28,7 +28,7 @@ MEANINGS = {  # name -> what it stands for, for the page
     "HEADER": "elements at the beginning of the workspace that the CTAs synchronise with; the counts follow",
     "COLUMNS": "elements of a CTA's row of counts in the workspace",
     "VECTORS": "loads of 16 bytes that such a row takes",
-    "WORDS, MASKS": "64 tokens: words of an expert's mask, with a bit for each assignment, and of all masks",
+    "WORDS, MASKS": "for DECODE tokens: words of an expert's mask, with a bit for each assignment, and of all masks",
 }
 
 if FOUR * TOPK > 32:
