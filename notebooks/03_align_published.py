@@ -545,7 +545,7 @@ step("a cache line per counter", spread, predicted_us=page.with_spread_counters(
 
 # %% [markdown]
 # Few counts change: the atomic operations are as many as before. The estimate changes, because the model knows which of them meet in one sector. It charges
-# a fixed time for each of them, measured with counters at another place in memory, while our prediction uses what variant C saved here. So the two differ.
+# a fixed time for each of them, measured with counters at another place in memory, while our prediction uses what variant C saved here. So the two need not agree.
 #
 # **Take away.** Counters that many SMs update at once should not share cache lines.
 #
@@ -617,7 +617,6 @@ page.show_what_did_not_pay()
 # ## All steps
 
 # %%
-lesson.save()
 lesson.summary()
 
 # %% [markdown]
@@ -636,6 +635,9 @@ say(
     "0x5 takes less time says little about the two.",
     **page.moved_us(),
 )
+
+# %%
+lesson.save()
 
 # %% [markdown]
 # The compiled kernels of SGLang and vLLM beside the package's, for other numbers of tokens, and if all assignments are to one expert. The order of

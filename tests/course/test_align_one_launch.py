@@ -520,3 +520,12 @@ def test_the_names_of_the_page_have_a_meaning():
     known = {name for line in table.lines for name in line[0].split(", ")}
     imported = re.search(r"sizes import \((.*?)\)", PAGE.read_text(), re.S).group(1).replace(",", " ").split()
     assert set(imported) <= known
+
+
+@pytest.mark.parametrize("page", [PAGE, PAGE.with_name("03_align_published.py")], ids=lambda page: page.stem)
+def test_all_that_a_page_times_is_in_its_record(page):
+    """A record has what was timed before ``save``."""
+    _, saved, after = page.read_text().partition("lesson.save(")
+    assert saved and not re.findall(
+        r"\.step\(|show_(?:variants|allocations|phases|fences|counting)|concentrated", after
+    )
