@@ -50,6 +50,7 @@ from moe_numba.course.lessons.align_one_launch.sizes import (
     WARPS,
     WORDS,
 )
+from moe_numba.course.pages.prose import say
 from moe_numba.course.steps.align_runs import random_ids
 from moe_numba.course.steps.exercises import predict
 from moe_numba.course.steps.lesson import factory
@@ -66,6 +67,9 @@ from moe_numba.ptx.warp import lanemask_lt, redux_sync_add_s32, warp_inclusive_s
 print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
 print(f"{EXPERTS} experts, {TOPK} for each token; inputs of {FOUR}, {DECODE} and {TOKENS} tokens; FULL is {FULL:#x}")
 print(page.result())
+
+# %%
+page.constants()
 
 # %%
 draw.two_launches()
@@ -160,8 +164,8 @@ def my_rank_in_warp(expert):
 rank_in_warp = exercises.rank_in_warp.use(my_rank_in_warp)
 
 # %% [markdown]
-# This is the whole kernel. There are as many warps as assignments. Warp `w` serves the expert of assignment `w`, if `w` is the first one of that
-# expert: then it writes the expert's assignments, padding and `expert_ids`. All threads share the tail after the last block.
+# This is the whole kernel. There are as many warps as assignments. Warp `w` serves the expert of assignment `w`, if assignment `w` is the first of
+# its expert: then it writes the expert's assignments, padding and `expert_ids`. All threads share the tail after the last block.
 
 
 # %%
@@ -176,7 +180,7 @@ def fill(array, first, end, step, value):
 @cuda.jit
 def align_four(topk_ids, sorted_token_ids, expert_ids, total_tokens_post_pad, block_size, numel, length):
     lane, warp, thread, threads = cuda.threadIdx.x & 31, cuda.grid(1) >> 5, cuda.grid(1), cuda.gridsize(1)
-    griddepcontrol_launch_dependents()  # see step 6
+    griddepcontrol_launch_dependents()  # as in lesson 02; step 6 comes back to it
     griddepcontrol_wait()
     expert = topk_ids[lane] if lane < numel else int32(EXPERTS)  # each warp loads all ids
     rank, count = rank_in_warp(expert)
@@ -209,9 +213,20 @@ four.step("a warp for each assignment", (align_four, -(-FOUR * TOPK // 4), 128))
 # `fill` says `int32(i + step)`. With `i += step` Numba computes in 64 bits, where a sum cannot overflow, so the compiler may unroll the loop; for that it
 # computes the number of trips with a 64-bit division, which takes far longer than the trips. Try it, and compare the estimates.
 #
-# `griddepcontrol_launch_dependents()` lets the next kernel start before this one has waited for the kernel before. That is safe only if the next kernel touches
-# nothing in global memory before its own `griddepcontrol_wait()`.
-#
+# A decode step launches such kernels one after another, and [lesson 02](02_gate_decode.ipynb) lets each start before the one before it has ended. Here is the time of
+# this kernel launched in that way, as the package launches its own:
+
+# %%
+page.show_variants(
+    "kernels for four tokens",
+    {
+        "in order": (align_four, -(-FOUR * TOPK // 4), 128),
+        "dependent": (align_four, -(-FOUR * TOPK // 4), 128, "dependent"),
+    },
+    four,
+)
+
+# %% [markdown]
 # **Take away.** What every thread can compute in a few instructions need not be communicated. Recompute it.
 #
 # ## 4096 tokens: a kernel with three holes
@@ -264,6 +279,7 @@ def make_align(publish, rank_in_chunk, collect):
     def align(
         topk_ids, sorted_token_ids, expert_ids, total_tokens_post_pad, workspace, block_size, numel, length, chunk
     ):
+        # start
         own, counts = cuda.shared.array(BINS, int32), cuda.shared.array(BOTH, int32)
         scratch, first_block = cuda.shared.array(SCRATCH, int32), cuda.shared.array(BINS, int32)
         tid, first = cuda.threadIdx.x, cuda.blockIdx.x * chunk
@@ -271,19 +287,24 @@ def make_align(publish, rank_in_chunk, collect):
         clear(counts, BOTH)
         clear(scratch, SCRATCH)
         cuda.syncthreads()
+        # publish
         e = uint32(EXPERTS)  # the bin that nothing reads, for threads without an assignment
         if tid < chunk and first + tid < numel:
             e = uint32(topk_ids[first + tid])
         number = publish(e, own, workspace)  # <-- a hole: tell the other CTAs about this one
+        # rank
         rank = rank_in_chunk(e, scratch)  # <-- a hole: the assignments of expert e in this chunk before this one
+        # collect
         # A hole: leave each expert's assignments in earlier chunks in counts[e], and all others in counts[BINS + e].
         collect(number, topk_ids, workspace, counts, first, numel)
+        # scan
         start, used = scan(blocks_of(counts[tid] + counts[BINS + tid], block_size) if tid < EXPERTS else int32(0))
         if tid < EXPERTS:
             first_block[tid] = start
         if tid == 0:
             first_block[EXPERTS] = used
         cuda.syncthreads()
+        # write
         if e < EXPERTS:
             sorted_token_ids[first_block[e] * block_size + counts[e] + rank] = first + tid
         write_rest(first_block, counts, sorted_token_ids, expert_ids, total_tokens_post_pad, block_size, numel, length)
@@ -427,6 +448,18 @@ lesson.step("counting loop", (count_everything, CTAS, 1024), predicted_us=page.l
 #
 # ## The exchange
 #
+# Where does the time go? We cut the kernel off after each phase, as in lesson 03. Until now a CTA counts in `collect`:
+
+# %%
+page.show_phases(
+    make_align,
+    {
+        "one launch": (publish_nothing, rank_by_bits, count_all),
+        "counting loop": (publish_nothing, rank_by_bits, count_in_vectors),
+    },
+)
+
+# %% [markdown]
 # Recomputing can go no further: each CTA adds to shared memory for all 32,768 assignments, however good the loop is. With one
 # assignment for each thread, a CTA could count its own 512 assignments and receive the other counts:
 
@@ -461,15 +494,15 @@ def barrier_that_resets(counter):
     cuda.syncthreads()
 
 
-exercises.grid_barrier.check(barrier_that_resets)
+exercises.show_two_in_a_row(barrier_that_resets)
 
 # %% [markdown]
 # The last CTA has reset the counter, has gone on, and has arrived at the next barrier, while another one still polls. It misses the 0.
 #
-# **Build: the barrier of the grid.** Write `grid_barrier(counter)`, which all threads of all CTAs call. `counter` is an int32 array of four elements in
-# global memory, zeroed before the first launch and never again. A CUDA graph may launch the kernel 2^31 times and more: the check sets the counter to what
+# **Build: the barrier of the grid.** Write `grid_barrier(counter)`, which all threads of all CTAs call. `counter` is an int32 array in global memory: the
+# `HEADER` of the workspace, four elements, so that the counts after it begin at a multiple of 16 bytes. One element suffices for the barrier. They are zeroed before the first launch and never again. A CUDA graph may launch the kernel 2^31 times and more: the check sets the counter to what
 # it will be then. Use `atom_add_relaxed_gpu_s32(counter, index, value)`, which returns the old value, `ld_relaxed_gpu_s32(counter, index)`, and fences.
-# Par: one atomic operation of each CTA.
+# Par: one atomic operation of each CTA in a barrier.
 
 
 # %%
@@ -480,6 +513,13 @@ def my_grid_barrier(counter): ...  # yours
 grid_barrier = exercises.grid_barrier.use(my_grid_barrier)
 
 # %% [markdown]
+# What does it cost alone? `cuda.threadfence()` compiles to `membar.gl`, a *sequentially consistent* fence. The order that a barrier needs is that of the lighter
+# `fence.acq_rel.gpu`, which `moe_numba.ptx` has as `fence_acq_rel_gpu()`. Here are kernels that only wait at a barrier, with either:
+
+# %%
+page.show_fences({"cuda.threadfence()": grid_barrier, "fence_acq_rel_gpu()": exercises.answers.grid_barrier_acq_rel})
+
+# %% [markdown]
 # ## Step 3: exchange counts at a barrier
 #
 # A CTA publishes its counts in the **workspace**, after the four elements of the barrier. After the barrier it loads the rows of all
@@ -487,9 +527,11 @@ grid_barrier = exercises.grid_barrier.use(my_grid_barrier)
 #
 # **Predict.** How many atomic operations on shared memory will remain on the critical path? A thread adds to `own`, sets its bit, and adds the sums of its
 # four experts to `counts`, before and others. Replace the `...`.
+#
+# **Prediction.** We save the phase `collect` of step 2, and pay for a barrier as in the table above, a store, and two loads one after another: of the id, and of the counts.
 
 # %%
-my_guess = predict("grid barrier", shared_atomics=...)
+my_guess = predict("exchange of counts", shared_atomics=...)
 
 
 # %%
@@ -504,8 +546,9 @@ def publish_counts(e, own, workspace):
 
 
 @cuda.jit(device=True)
-def collect_behind_barrier(number, topk_ids, workspace, counts, first, numel):
-    n = cuda.local.array((8, 4), int32)  # in registers: all indices are constants once the loops are unrolled
+def collect_after_barrier(number, topk_ids, workspace, counts, first, numel):
+    # n[k, c] is the count of CTA cta + k * rows and expert 4 * vector + c. It lies in registers once the loops are unrolled.
+    n = cuda.local.array((8, 4), int32)
     before, everywhere = cuda.local.array(4, int32), cuda.local.array(4, int32)
     cta, vector, rows = cuda.threadIdx.x // VECTORS, cuda.threadIdx.x % VECTORS, cuda.blockDim.x // VECTORS
     for c in range(4):
@@ -531,22 +574,27 @@ def collect_behind_barrier(number, topk_ids, workspace, counts, first, numel):
     cuda.syncthreads()
 
 
-exchanged = make_align(publish_counts, rank_by_bits, collect_behind_barrier)
-saved_us = page.count_us() - page.barrier_us() - 3 * page.l2_us()
-lesson.step("grid barrier", (exchanged, CTAS, 512, "cooperative"), predicted_us=page.less("counting loop", saved_us))
+exchanged = make_align(publish_counts, rank_by_bits, collect_after_barrier)
+lesson.step(
+    "grid barrier", (exchanged, CTAS, 512, "cooperative"), predicted_us=page.less("counting loop", page.exchange_us())
+)
 
 # %%
 my_guess.judge(lesson.steps["grid barrier"].score)
 
 # %% [markdown]
-# (The prediction saves the counting, as recorded, and pays for a barrier, also as recorded, a store, the load of an id and one round of loads.) The
-# loads and additions of the counting are gone, and what the kernel saves there, it pays largely for waiting.
-#
-# Part of that is the kind of fence. `cuda.threadfence()` compiles to `membar.gl`, a *sequentially consistent* fence. The order that a barrier needs is that of the lighter
-# `fence.acq_rel.gpu`, which `moe_numba.ptx` has as `fence_acq_rel_gpu()`. Here are kernels that only wait at a barrier, with either:
+# The loads and additions of the counting are gone. Is that a gain? The estimate says no: its longest chain of dependent instructions grows by the barrier and the loads
+# after it. Here are the phases:
 
 # %%
-page.show_fences({"cuda.threadfence()": grid_barrier, "fence_acq_rel_gpu()": exercises.answers.grid_barrier_acq_rel})
+page.show_phases(make_align, {"grid barrier": (publish_counts, rank_by_bits, collect_after_barrier)})
+
+# %%
+say(
+    "In step 2, counting (`publish` and `collect`) took {counted:.2f} us; to publish the counts, wait and load them takes {collected:.2f} us. `scan` and `write` "
+    "took {wrote:.2f} us with 1024 threads, and take {writes:.2f} us with 512. {so}",
+    **page.exchanged(),
+)
 
 # %% [markdown]
 # **Take away.** A barrier costs several accesses to the L2, one after another: the store, a fence, the arrival, a poll that sees the last arrival, a fence, and
@@ -732,6 +780,26 @@ lesson.step(
 )
 
 # %% [markdown]
+# The prediction takes each conflict for a lost clock of the whole CTA. But the ranks stand between the stores and the loads of the exchange, where the CTA waits for the
+# others anyway, so part of their time was never lost. And the new ranks need a barrier and more stores of their own: see *barriers* and *shared stores*.
+
+# %%
+say(
+    "In an earlier version of these kernels, leaving the ranks out saved {first:.2f} us when they stood before the exchange, and only {overlapped:.2f} us when they "
+    "stood where they are now.",
+    **page.ranks_us(),
+)
+
+# %%
+page.show_phases(
+    make_align,
+    {
+        "numbered counts": (publish_numbered, rank_by_bits, collect_numbered),
+        "ranks per warp": (publish_numbered, make_rank_per_warp(lanes_by_mask), collect_numbered),
+    },
+)
+
+# %% [markdown]
 # **Take away.** Let each warp work on what it has alone, and add up over warps once. Lay out shared memory so that the lanes of *one* access
 # lie in different banks.
 #
@@ -833,7 +901,7 @@ decode.step("every CTA counts all", (count_everything, CTAS, 512))
 # experts itself, 8 counts a lane and one `redux`. The rank of an assignment is not needed either: two warps serve an expert, one of which reads its assignments off the
 # expert's mask, a word for each lane, while the other one writes the padding.
 #
-# A division takes some 20 instructions, and a lane would need eight. Multiplying by a rounded reciprocal is exact for up to 1024 assignments.
+# A division takes some 20 instructions, and each lane would have to do eight. Multiplying by a rounded reciprocal is exact for up to 1024 assignments.
 
 
 # %%
@@ -876,8 +944,8 @@ def align_few(topk_ids, sorted_token_ids, expert_ids, total_tokens_post_pad, blo
     while mine < EXPERTS:  # once, unless the grid has fewer warps than experts
         if warp & 1 == 0:
             mask = uint32(masks[mine * WORDS + lane]) if lane < WORDS else uint32(0)
-            slots = int32(cuda.popc(mask))
-            row = first * block_size + warp_inclusive_scan(slots, lane) - slots
+            mine_here = int32(cuda.popc(mask))  # assignments of the expert in this lane's word
+            row = first * block_size + warp_inclusive_scan(mine_here, lane) - mine_here
             while mask != 0:
                 sorted_token_ids[row] = 32 * lane + cuda.ffs(mask) - 1
                 row += 1
@@ -906,6 +974,9 @@ page.show_variants(
 )
 
 # %% [markdown]
+# The package's kernel for this input begins with the same idea and takes less. It loads eight counts with two loads of 16 bytes; and where `warp_inclusive_scan` exchanges five
+# times, each time after the exchange before, it uses six ballots that do not wait for each other.
+#
 # **Take away.** The best kernel depends on what the input keeps busy. With few assignments it is the instructions of one warp, so that recomputing beats every form of waiting.
 #
 # ## What did not pay
@@ -924,9 +995,6 @@ page.show_what_did_not_pay()
 lesson.save(four, decode)
 lesson.summary()
 
-# %%
-page.show_phases()
-
 # %% [markdown]
 # And the compiled kernels of SGLang and vLLM, timed on the same GPU as the package. The last column has inputs that send all assignments to one
 # expert: atomic operations on one counter are served one after another, while setting a bit in a mask takes as long for any input.
@@ -941,7 +1009,7 @@ page.show_peers()
 #
 # | assignments | kernel | the idea | here |
 # |---|---|---|---|
-# | up to 16 | [`small.py`](../moe_numba/align/small.py) | a warp for each assignment; compares assignments by shuffles, eight in flight | four tokens |
+# | up to 16 | [`small.py`](../moe_numba/align/small.py) | a warp for each assignment; compares assignments by shuffles, eight in flight | four tokens have 32 assignments, so the package already takes the next kernel |
 # | up to 512 | [`one_expert_per_warp.py`](../moe_numba/align/one_expert_per_warp.py) | two warps for each expert, one barrier | 64 tokens |
 # | up to 16,384 | [`medium.py`](../moe_numba/align/medium.py) | every CTA counts everything | step 2 |
 # | up to 262,144 | [`large.py`](../moe_numba/align/large.py) | words with the number of the launch, several assignments a thread | step 6 |

@@ -14,14 +14,14 @@ from moe_numba import simulator  # before numba: it selects the simulator or the
 # isort: split
 from numba import cuda, int32, uint32
 
-from moe_numba.course.lessons.align_one_launch import answers, exercises
+from moe_numba.course.lessons.align_one_launch import answers, exercises, one_launch
 from moe_numba.course.lessons.align_one_launch.sizes import BINS, FULL
 from moe_numba.course.steps.judge_estimates import cells_of
 from moe_numba.course.steps.lesson import Lesson
 from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG
 from moe_numba.ptx.atomics import atom_add_relaxed_gpu_s32, ld_relaxed_gpu_s32, st_relaxed_gpu_s32
 from moe_numba.ptx.fence import fence_acq_rel_gpu
-from moe_numba.ptx.warp import lanemask_lt
+from moe_numba.ptx.warp import lanemask_lt, redux_sync_add_s32
 from moe_numba.runtime.changed_source import SourceLoader
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="the simulator judges: set MOE_NUMBA_SIMULATE=1")
@@ -54,6 +54,33 @@ def rank_by_shuffles(expert):
         count = int32(count + same)
         rank = int32(rank + (same if other < lane else int32(0)))
     return rank, count
+
+
+@cuda.jit(device=True)
+def rank_by_votes(expert):
+    rank, count = int32(0), int32(0)
+    for each in range(257):
+        lanes = uint32(cuda.ballot_sync(FULL, expert == each))
+        if expert == each:
+            rank, count = int32(cuda.popc(lanes & lanemask_lt())), int32(cuda.popc(lanes))
+    return rank, count
+
+
+@cuda.jit(device=True)
+def rank_by_reductions(expert):
+    rank, count = int32(0), int32(0)
+    for each in range(257):
+        lanes = redux_sync_add_s32(FULL, int32(1 << (cuda.threadIdx.x & 31)) if expert == each else int32(0))
+        if expert == each:
+            rank, count = int32(cuda.popc(uint32(lanes) & lanemask_lt())), int32(cuda.popc(uint32(lanes)))
+    return rank, count
+
+
+@cuda.jit(device=True)
+def rank_by_a_match_for_each_half(expert):
+    low, high = cuda.match_any_sync(FULL, expert & 15), cuda.match_any_sync(FULL, expert >> 4)
+    same = uint32(low) & uint32(high)
+    return int32(cuda.popc(same & lanemask_lt())), int32(cuda.popc(same))
 
 
 @cuda.jit(device=True)
@@ -318,18 +345,21 @@ FENCE_AFTER, SYNC_AFTER = "lacks a fence after the last poll", r"lacks a cuda.sy
     "exercise, answer, state, text",
     [
         (RANK, ..., OPEN, "not answered yet"),
-        (RANK, answers.rank_in_warp, RIGHT, "0 shuffles; par is 0"),
+        (RANK, answers.rank_in_warp, RIGHT, "0 shuffles, votes and reductions; par is 0"),
         (RANK, rank_of_lanes_above, WRONG, "earlier assignments are in lanes below"),
         (RANK, rank_counts_itself, WRONG, "rank"),
-        (RANK, rank_by_shuffles, OVER_PAR, "32 shuffles; par is 0. Which instruction"),
+        (RANK, rank_by_shuffles, OVER_PAR, "32 shuffles, votes and reductions; par is 0. Which instruction"),
+        (RANK, rank_by_votes, OVER_PAR, "257 shuffles, votes and reductions; par is 0. Which instruction"),
+        (RANK, rank_by_reductions, OVER_PAR, "257 shuffles, votes and reductions; par is 0. Which instruction"),
+        (RANK, rank_by_a_match_for_each_half, REFUSED, "it compares the lanes more than once"),
         (RANK, rank_in_shared_memory, REFUSED, r"shared memory \(\d+ shared loads\)"),
         (COUNT, answers.count_ids, RIGHT, "2 loads of a warp; par is 2"),
         (COUNT, count_one_by_one, OVER_PAR, "8 loads of a warp; par is 2. How many ids"),
         (COUNT, count_all_as_before, WRONG, "counts"),
         (COUNT, count_without_atomics, WRONG, "race"),
-        (BARRIER, answers.grid_barrier, RIGHT, "2 atomic operations of a CTA in two barriers; par is 2"),
-        (BARRIER, barrier_with_lighter_fences, RIGHT, "par is 2"),
-        (BARRIER, every_thread_arrives, OVER_PAR, "66 atomic operations of a CTA in two barriers.*One thread can"),
+        (BARRIER, answers.grid_barrier, RIGHT, "1 atomic operation of a CTA in a barrier; par is 1"),
+        (BARRIER, barrier_with_lighter_fences, RIGHT, "par is 1"),
+        (BARRIER, every_thread_arrives, OVER_PAR, "33 atomic operations of a CTA in a barrier.*One thread can"),
         (BARRIER, barrier_that_resets, WRONG, "polls in vain"),
         (BARRIER, barrier_that_counts_up, WRONG, "launches, when the counter is"),
         (BARRIER, barrier(sync_before=False), WRONG, SYNC_BEFORE),
@@ -357,6 +387,12 @@ def test_answers(exercise, answer, state, text):
     verdict = exercise.check(answer)
     assert verdict.state == state and re.search(text, verdict.text, re.S), verdict
     assert verdict.answer is (answer if state in (RIGHT, OVER_PAR) else exercise.own)
+
+
+def test_a_barrier_that_resets_is_shown_without_the_solution():
+    shown = exercises.show_two_in_a_row(barrier_that_resets)
+    assert "polls in vain" in shown.text and shown.name != BARRIER.name
+    assert shown.solution is None and not shown.hint and not shown.notes
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
@@ -398,6 +434,7 @@ def _run_page(change):
 def test_the_page_runs_with_other_sizes():
     shown = _run_page(OTHER_SIZES)
     assert "no times are recorded for these sizes" in shown and "dependent launch" in shown
+    assert "The phases have not been timed with these kernels and sizes." in shown
 
 
 @pytest.fixture(scope="module")
@@ -407,7 +444,18 @@ def versions():
     patch = pytest.MonkeyPatch()
     patch.setitem(sys.modules, "__main__", main)
     patch.setattr(Lesson, "step", lambda self, name, version, **_: found.setdefault((self, name), version))
-    skipped = "page.", "draw.", "exercises.", "my_guess", "predict(", "lesson.save", "print(", "decode_ctas", "torch."
+    skipped = (
+        "page.",
+        "draw.",
+        "exercises.",
+        "my_guess",
+        "predict(",
+        "lesson.save",
+        "print(",
+        "decode_ctas",
+        "torch.",
+        "say(",
+    )
     for number, cell in enumerate(cells_of(PAGE.read_text())):
         if not cell.lstrip().startswith(skipped):
             SourceLoader(cell, f"04_align_one_launch/cell_{number}.py").exec_module(main)
@@ -421,3 +469,63 @@ def test_the_steps_are_right_under_several_orders(versions):
         for seed in (3, 4):
             with simulator.seed(seed):
                 assert lesson.run.check(version) is None, name
+
+
+def test_a_step_is_cut_off_after_each_phase(versions, monkeypatch):
+    """The simulator runs the cut kernels, which do not hang; their times come from here."""
+    page = sys.modules["__main__"]
+    steps = {name: types.SimpleNamespace(version=version) for (_, name), version in versions.items()}
+    monkeypatch.setattr(one_launch.lesson, "steps", steps)
+    monkeypatch.setattr(one_launch, "_divided", {})
+    phases = ["start", "publish", "rank", "collect", "scan", "write"]
+    cut = []
+
+    def recorded(label, kernels):
+        cut.append((label, *kernels))
+        return float(len(cut))
+
+    monkeypatch.setattr(one_launch.lesson, "recorded_us", recorded)
+    ranked = page.make_rank_per_warp(page.lanes_by_mask)
+    for name, holes in (
+        ("counting loop", (page.publish_nothing, page.rank_by_bits, page.count_in_vectors)),
+        ("grid barrier", (page.publish_counts, page.rank_by_bits, page.collect_after_barrier)),
+        ("ranks per warp", (page.publish_numbered, ranked, page.collect_numbered)),
+    ):
+        assert one_launch.show_phases(page.make_align, {name: holes}) is not None
+        _, ctas, threads, *attributes = steps[name].version
+        for _, kernel in cut[-len(phases) :]:
+            for call in one_launch.timed((kernel, ctas, threads, *attributes), 4):
+                call()
+    assert [label for label, _ in cut[: len(phases)]] == [f"phases of counting loop: {phase}" for phase in phases]
+    assert one_launch.phase_us("grid barrier", "scan", "write") == 2 and one_launch.phase_us("0x5", "scan") is None
+    assert one_launch.exchange_us() is None or one_launch.start_us() is not None
+    monkeypatch.setattr(one_launch, "_divided", {name: dict.fromkeys(phases, 1.0) for name in steps})
+    assert one_launch.exchanged()["so"].startswith("So the estimate is right about the exchange")
+    assert "gains" not in one_launch.exchanged()["so"]
+    one_launch._divided["grid barrier"]["collect"] = 0.5
+    assert one_launch.exchanged()["so"].startswith("So the exchange takes less")
+
+
+def test_nothing_is_predicted_from_what_was_not_timed(monkeypatch, capsys):
+    monkeypatch.setattr(one_launch, "_divided", {})
+    assert one_launch.exchange_us() is None and one_launch.start_us() is None
+    assert one_launch.less("0x5", None) is None and "has not been timed" in capsys.readouterr().out
+    assert one_launch.exchanged()["so"] is None
+    assert one_launch.ranks_us()["first"] > one_launch.ranks_us()["overlapped"]
+
+
+def test_the_names_of_the_page_have_a_meaning():
+    table = one_launch.constants()
+    assert ["COLUMNS", "256"] in [line[:2] for line in table.lines]
+    known = {name for line in table.lines for name in line[0].split(", ")}
+    imported = re.search(r"sizes import \((.*?)\)", PAGE.read_text(), re.S).group(1).replace(",", " ").split()
+    assert set(imported) <= known
+
+
+@pytest.mark.parametrize("page", [PAGE, PAGE.with_name("03_align_published.py")], ids=lambda page: page.stem)
+def test_all_that_a_page_times_is_in_its_record(page):
+    """A record has what was timed before ``save``."""
+    _, saved, after = page.read_text().partition("lesson.save(")
+    assert saved and not re.findall(
+        r"\.step\(|show_(?:variants|allocations|phases|fences|counting)|concentrated", after
+    )

@@ -757,6 +757,12 @@ def test_the_remedy_of_an_update_is_an_atomic_operation():
         total[0] = total[0] + int32(1)
 
     @cuda.jit
+    def take_places(counters):
+        e = cuda.threadIdx.x & 1
+        place = counters[e]
+        counters[e] = place + 1
+
+    @cuda.jit
     def shift(tile):
         i = cuda.threadIdx.x
         value = tile[(i + 1) % 64]
@@ -767,7 +773,8 @@ def test_the_remedy_of_an_update_is_an_atomic_operation():
             kernel[1, 64](np.zeros(64, np.int32))
         return str(caught.value)
 
-    assert "if threads update one element here, it needs an atomic operation; otherwise, between" in message(count)
+    for kernel in (count, take_places):
+        assert "if threads update one element here, it needs an atomic operation; otherwise, between" in message(kernel)
     assert "atomic" not in message(shift) and message(shift).endswith("between the two accesses")
 
 

@@ -1,7 +1,7 @@
 """Kernels without their later phases: how long each phase of a kernel takes, from the differences of their times.
 
 A phase begins with a comment line of its own in the kernel's body, such as ``# scan``. The kernel is what a factory
-returns, which ends with ``return kernel``.
+returns, which ends with ``return`` and the kernel's name.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 from moe_numba.runtime.changed_source import define, source_of
 
 _PHASE = re.compile(r"^        # ([a-z_ ]+)\n", re.M)
-_END = "    return kernel"
+_END = re.compile(r"^    return \w+$", re.M)  # of the factory
 
 
 def phases_of(make: Callable) -> list[str]:
@@ -39,8 +39,9 @@ def until(make: Callable, phase: str, namespace: Mapping[str, Any]) -> Callable:
     source, names = source_of(make), phases_of(make)
     if phase not in names:
         raise ValueError(f"the kernel of {make.__name__} has the phases {names}, not {phase!r}")
-    starts = [found.start() for found in _PHASE.finditer(source)] + [source.rindex(_END)]
-    text = source[: starts[names.index(phase) + 1]].rstrip() + "\n\n" + source[source.rindex(_END) :]
+    end = [found.start() for found in _END.finditer(source)][-1]
+    starts = [found.start() for found in _PHASE.finditer(source)] + [end]
+    text = source[: starts[names.index(phase) + 1]].rstrip() + "\n\n" + source[end:]
     return define(text, namespace, f"{make.__name__} until {phase}")[make.__name__]
 
 

@@ -144,10 +144,14 @@ def format_place(code, line):
     return f"{code.co_name}, {file_name(code.co_filename)}:{line}"
 
 
+def line_of(code, instruction):
+    """Return the line of an instruction of a code object."""
+    return next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
+
+
 def location_of(code, instruction):
     """Format where an instruction of a code object stands: function, file and line."""
-    line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
-    return format_place(code, line)
+    return format_place(code, line_of(code, instruction))
 
 
 def plain_index(index):

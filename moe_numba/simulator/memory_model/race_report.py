@@ -1,6 +1,11 @@
 """Error messages for data races: both accesses with source lines and threads, the memory, and what is missing."""
 
-from moe_numba.simulator.core.errors import DataRace, MissingFence, location_of
+import ast
+import functools
+import inspect
+import textwrap
+
+from moe_numba.simulator.core.errors import DataRace, MissingFence, line_of, location_of
 
 
 def data_race(earlier, later, where):
@@ -36,14 +41,39 @@ def _remedy(earlier, later):
     if earlier.operation is not None:
         return f"{earlier.operation.remedy}, then let other threads know (a barrier, or release and acquire)"
     ordering = _ordering(earlier.thread, later.thread)
-    if _same_line(earlier, later):
+    if _may_update(earlier, later):
         return f"if threads update one element here, it needs an atomic operation; otherwise, {ordering}"
     return ordering
 
 
-def _same_line(a, b):
-    """Return whether two accesses are on the same line, as those of threads that update one element are."""
-    return location_of(a.code, a.instruction) == location_of(b.code, b.instruction)
+def _may_update(a, b):
+    """Return whether two accesses are those of threads that update one element: in one line, or by one index in two."""
+    if a.code is not b.code:
+        return False
+    lines = [line_of(each.code, each.instruction) for each in (a, b)]
+    if lines[0] == lines[1]:
+        return True
+    if a.writes == b.writes:
+        return False
+    read, written = lines if b.writes else lines[::-1]
+    loaded, stored = _elements(a.code)
+    return read < written and bool(loaded.get(read, set()) & stored.get(written, set()))
+
+
+@functools.lru_cache
+def _elements(code):
+    """Return the elements, such as "cumsum[e]", that a function loads and stores: line -> texts."""
+    loaded, stored = {}, {}
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError):
+        return loaded, stored
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript):
+            found = loaded if isinstance(node.ctx, ast.Load) else stored
+            line = node.lineno + code.co_firstlineno - 1
+            found.setdefault(line, set()).add(ast.unparse(ast.Subscript(node.value, node.slice, ast.Load())))
+    return loaded, stored
 
 
 def _ordering(a, b):

@@ -15,17 +15,17 @@ def blelloch_steps(values):
         stored = {bi: f"{a[ai]} + {a[bi]}" for ai, bi in pairs}
         for ai, bi in pairs:
             a[bi] += a[ai]
-        up.append((f"up {offset}", list(a), pairs, stored))
+        up.append((f"up, stride {offset}", list(a), pairs, stored))
         offset *= 2
     a[-1] = 0
     down = [("zero the last", list(a), [], {len(a) - 1: "zero"})]
     while offset > 1:
         offset //= 2
         pairs = [(i + offset - 1, i + 2 * offset - 1) for i in range(0, len(a), 2 * offset)]
-        stored = {ai: f"a[{bi}]" for ai, bi in pairs} | {bi: f"{a[ai]} + {a[bi]}" for ai, bi in pairs}
+        stored = {ai: f"tree[{bi}]" for ai, bi in pairs} | {bi: f"{a[ai]} + {a[bi]}" for ai, bi in pairs}
         for ai, bi in pairs:
             a[ai], a[bi] = a[bi], a[ai] + a[bi]
-        down.append((f"down {offset}", list(a), pairs, stored))
+        down.append((f"down, stride {offset}", list(a), pairs, stored))
     return up, down
 
 
@@ -39,11 +39,11 @@ def blelloch(values):
     top = 0.3 + step * rows
     title = f"Blelloch's scan of {n} numbers: {plural(rows - 1, 'step')} up, {plural(rows - 1, 'step')} down"
     figure, axes = canvas(WIDTH, top + 0.7, title)
-    heads = "up: a[bi] = a[ai] + a[bi]", "down: a[ai], a[bi] = a[bi], a[ai] + a[bi]"
+    heads = "up: tree[right] += tree[right - stride]", "down: tree[right - stride] = tree[right]; tree[right] += left"
     for side, (sweep, head) in enumerate(zip(sweeps, heads, strict=True)):
         left = 0.15 + side * (WIDTH / 2)
         x = [left + 0.92 + (i + 0.5) * wide for i in range(n)]
-        text(axes, left, top + 0.15, head, ha="left", weight="bold")
+        text(axes, left, top + 0.15, head, ha="left", weight="bold", size=8.5)
         for row, (name, numbers, pairs, stored) in enumerate(sweep):
             y = top - 0.28 - tall - row * step
             text(axes, left, y + tall - 0.08, name, ha="left", size=8.5)
@@ -51,7 +51,7 @@ def blelloch(values):
             text(axes, left, y + tall - 0.2, "\n".join(listed), ha="left", va="top", size=7, colour=GREY)
             for i, number in enumerate(numbers):
                 small = stored.get(i, "")
-                fill = tint(GREEN if small.startswith("a[") else BLUE if "+" in small else GREY) if small else WHITE
+                fill = tint(GREEN if small.startswith("tree[") else BLUE if "+" in small else GREY) if small else WHITE
                 cell(
                     axes,
                     x[i] - 0.46 * wide,

@@ -1,5 +1,7 @@
 """Exercises of the lesson "Alignment as published"; the page checks answers with `exercises.<name>`."""
 
+import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +16,7 @@ from moe_numba.course.grader import Wrong, expect_equal, fault
 from moe_numba.course.lessons.align import answers
 from moe_numba.course.lessons.align.published import ORDER, inputs, lesson, published_phases, timed_buffers
 from moe_numba.course.lessons.align.sizes import EXPERTS, LINE, TOKENS
-from moe_numba.course.steps.exercises import Break, Build, is_stub
+from moe_numba.course.steps.exercises import Break, Build, Prediction, is_stub
 from moe_numba.course.steps.score import count
 from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
 from moe_numba.runtime.launch import launch
@@ -28,18 +30,57 @@ class Attack:
     def check(self, first=..., second=...) -> Verdict:
         """Compare the choice with what the authors gained, and with what remained."""
         phases = published_phases()[0]
-        if ... in (first, second) or not phases:
+        if not phases:
+            return Verdict("attack", OPEN, "not timed with these sizes, so there is nothing to compare")
+        if ... in (first, second):
             return Verdict("attack", OPEN, "no choice yet: name two of " + ", ".join(ORDER))
         if unknown := {first, second} - set(ORDER):
             return Verdict("attack", WRONG, f"{sorted(unknown)} is no phase; phases are {', '.join(ORDER)}")
+        if first == second:
+            return Verdict("attack", WRONG, f"you chose {first} twice; name two phases")
         old, new = phases["0x1"], phases["0x5"]
         largest = sorted(old, key=old.get, reverse=True)
+        found = ", ".join(_rank(phase, largest, old, new) for phase in (first, second))
         shares = ", ".join(f"{phase} {old[phase]:.1f} -> {new.get(phase, 0):.1f} us" for phase in largest)
-        state = RIGHT if [first, second] == largest[:2] else WRONG
-        return Verdict("attack", state, f"the two largest are {largest[0]} and {largest[1]}. From 0x1 to 0x5: {shares}")
+        judged = "right" if [first, second] == largest[:2] else "the two largest the other way round"
+        if {first, second} != set(largest[:2]):
+            judged = f"the two largest are {largest[0]} and {largest[1]}"
+        state = RIGHT if judged == "right" else WRONG
+        return Verdict(
+            "attack", state, f"you chose {first}, {second}: {judged}. Of 0x1, {found}. From 0x1 to 0x5: {shares}"
+        )
+
+
+def _rank(phase, largest, old, new):
+    place = ("the largest", "the second", "the third", "the fourth", "the smallest")[largest.index(phase)]
+    untouched = abs(new.get(phase, 0) - old[phase]) < 0.02 * old[phase]
+    return f"{phase} is {place} phase ({old[phase]:.1f} us{', and no version touched it' if untouched else ''})"
 
 
 attack = Attack()
+
+
+# Predict: the barriers and bank conflicts of Blelloch's scan
+
+
+def judge_blelloch(guess: Prediction) -> Verdict:
+    """Compare a prediction with the step's score; beside a guess of the bank conflicts stands how to count them."""
+    verdict = guess.judge(lesson.steps["0x3 Blelloch"].score)
+    if guess.guesses["bank_conflicts"] is ...:
+        return verdict
+    extra = []
+    stride = 1
+    while stride < EXPERTS:
+        lanes = min(32, EXPERTS // (2 * stride))  # of warp 0, which access words 2 * stride apart
+        extra.append(-(-lanes // (32 // math.gcd(2 * stride, 32))) - 1)
+        stride *= 2
+    note = (
+        "How to count the bank conflicts: at stride s, the lanes of warp 0 access words that are 2 s apart. For s = 1, "
+        f"2, 4, ... that takes {' + '.join(map(str, extra))} = {sum(extra)} wavefronts more than one. The up-sweep "
+        "loads twice and stores once at each level, the down-sweep loads three times and stores twice: "
+        f"{sum(extra)} x 8 = {8 * sum(extra)}."
+    )
+    return replace(verdict, notes=(*verdict.notes, note))
 
 
 # Build: the scan of a warp

@@ -184,12 +184,24 @@ _COUNTING = {  # label -> how it counts, and the routing
 }
 
 
-def show_counting() -> Table:
-    """Return a table of variants of the phase `count`, with the launch."""
+@cache
+def _counting():
+    """Return {variant of the phase `count`: microseconds}, with the launch, and the source; empty if one is unknown."""
     make, rest = until(ports.make_port, "count", vars(ports)), PORTS["0x2"].arguments[1:]
     kernels = {label: make(counts, *rest) for label, (counts, _) in _COUNTING.items()}
     calls = {label: _main_call(kernels[label], ids) for label, (_, ids) in _COUNTING.items()}
-    us, source = _times("counting", calls, {label: [kernel] for label, kernel in kernels.items()}), _source()
+    return _times("counting", calls, {label: [kernel] for label, kernel in kernels.items()}), _source()
+
+
+def additions_us() -> dict[str, float | None]:
+    """Return what counting takes with and without atomic additions, for a sentence."""
+    us = _counting()[0]
+    return dict(with_us=us.get("0x1"), without_us=us.get("no atomic additions"))
+
+
+def show_counting() -> Table:
+    """Return a table of variants of the phase `count`, with the launch."""
+    us, source = _counting()
     lines = [[label, records.format_us(us[label]) if us else ""] for label in _COUNTING]
     return Table([f"counting ({source if us else 'not timed'})", "us"], lines)
 
@@ -278,43 +290,57 @@ def with_spread_counters() -> float | None:
 
 
 def saved(name: str, before: str) -> str:
-    """Return how much faster a step is than another, in words."""
+    """Return in words how much faster a step is than another; if a reader's answer has no time, with recorded ones."""
     us, then = (lesson.steps[each].us if each in lesson.steps else None for each in (name, before))
+    whose = ""
+    if not us or not then:
+        us, then, whose = _recorded_us(name), _recorded_us(before), " (with the lesson's own answers)"
     if not us or not then:
         return "has not been timed"
     if abs(then - us) < 0.01 * then:
-        return f"takes as long as before ({records.format_us(then)} and {records.format_us(us)} us): no gain here"
-    return f"takes {records.format_us(us)} us instead of {records.format_us(then)} us"
+        return f"takes as long as before{whose}, {records.format_us(then)} and {records.format_us(us)} us: no gain here"
+    return f"takes {records.format_us(us)} us instead of {records.format_us(then)} us{whose}"
+
+
+def _recorded_us(step):
+    record = records.recorded("align_published_ladder")
+    row = record and records.find(record, step=step, **ABOUT)
+    return row["kernel_us"]["median"] if row else None
 
 
 COPIES = 8
 
 
-def allocations(version) -> str:
-    """Return a sentence on the times of a version with its buffers in several allocations, and SGLang's kernel."""
-    labels = [f"copy {n}" for n in range(COPIES)]
-    if simulator.ENABLED:
-        found = [lesson.recorded_us(f"allocations of 0x5: {label}", version[:2]) for label in labels]
-        us, source = [] if None in found else found, "recorded"
-    else:
-        ids, gaps, calls = inputs(TOKENS)["random experts"], [], {}
-        for number, label in enumerate(labels):
-            calls[label] = partial(run, version, ids, *_buffers(ids))
-            gaps.append(torch.empty((3 << 20) + 1000 * number, dtype=torch.uint8, device=DEVICE))
-        us, source = list(lesson.times("allocations of 0x5", calls).values()), "timed now"
-    if not us:
-        return "Version 0x5 was not timed with these sizes."
-    low, high, peer = min(us), max(us), _peer_us("sglang-aot")
-    text = (
-        f"Version 0x5 takes {records.format_us(low)} to {records.format_us(high)} us with its buffers in {len(us)} "
-        f"allocations ({source})"
-    )
-    if peer is None:
-        return f"{text}."
-    text += f"; SGLang's compiled kernel takes {records.format_us(peer)} us in an allocation of its own"
-    if low <= peer <= high:
-        return f"{text}. Which of the two is faster depends on an allocation."
-    return f"{text}, which is {'less' if peer < low else 'more'} than in any of these."
+def show_allocations(versions: dict) -> Table:
+    """Return a table of versions with their buffers in several allocations: the lowest and the highest time."""
+    ids, lines = inputs(TOKENS)["random experts"], []
+    for name, version in versions.items():
+        title, labels = f"allocations of {name}", [f"copy {n}" for n in range(COPIES)]
+        if simulator.ENABLED:
+            us = [lesson.recorded_us(f"{title}: {label}", version[:2]) for label in labels]
+        else:
+            gaps, calls = [], {}
+            for number, label in enumerate(labels):
+                calls[label] = partial(run, version, ids, *_buffers(ids))
+                gaps.append(torch.empty((3 << 20) + 1000 * number, dtype=torch.uint8, device=DEVICE))
+            us = list(lesson.times(title, calls).values())
+        lines.append([name, *_range(us)])
+    return Table([f"buffers in several places ({_source()})", "lowest us", "highest us"], lines)
+
+
+def _range(us):
+    return ("not timed", "") if not us or None in us else tuple(map(records.format_us, (min(us), max(us))))
+
+
+def moved_us() -> dict[str, float | None]:
+    """Return the recorded range of 0x5 with only its outputs, or only its counters, in other allocations."""
+    record = records.recorded("align_one_launch_ladder")
+    known = record and records.find(record, step="0x5", **ABOUT)
+    times, found = record["diagnosis"]["buffers of 0x5"] if known else {}, {}
+    for what in ("outputs", "counters"):
+        us = [time for label, time in times.items() if label.startswith(f"{what} of")]
+        found |= {f"{what}_low": min(us, default=None), f"{what}_high": max(us, default=None)}
+    return found
 
 
 def _peer_us(name):
@@ -336,8 +362,12 @@ def show_peers() -> Table:
         us = [records.format_us(by_tokens[n]["median"]) if n in by_tokens else "" for n in _SWEEP]
         one = records.format_us(skewed["kernel_us"]["median"]) if skewed else ""
         spread = " to ".join(map(records.format_us, row.get("allocations_us", ())))
-        lines.append([step.removeprefix("peer:"), *us, one, spread, row.get("version", "")])
-    headings = ["us, by tokens", *(f"{n:,}" for n in _SWEEP), f"{TOKENS:,}, one expert", "allocations", "version"]
+        name = "this package" if step == "final" else step.removeprefix("peer:")
+        lines.append([name, *us, one, spread, row.get("version", "")])
+    if not lines:
+        return Table(["the compiled kernels and the package"], [["not timed with these sizes"]])
+    spread = f"{TOKENS:,}, outputs in several places"
+    headings = ["us, by tokens", *(f"{n:,}" for n in _SWEEP), f"{TOKENS:,}, one expert", spread, "version"]
     shown = [n for n, heading in enumerate(headings) if not n or any(line[n] for line in lines)]
     return Table([headings[n] for n in shown], [[line[n] for n in shown] for line in lines])
 
@@ -354,7 +384,8 @@ def result() -> str:
         return f"No times are recorded for these sizes. The {lower_bound()}."
     return (
         f"On an H200, {TOKENS} tokens: our ports of 0x1 and 0x5 take {records.format_us(us['0x1'])} and "
-        f"{records.format_us(us['0x5'])} us ({source}); SGLang's compiled kernel takes {records.format_us(peer)} us.\n"
+        f"{records.format_us(us['0x5'])} us ({source}). SGLang's compiled kernel, 0x5 as it is today, takes "
+        f"{records.format_us(peer)} us in buffers of its own, which matters: see *Where the buffers lie*.\n"
         f"The {lower_bound()}. The next lesson ends at {records.format_us(final['kernel_us']['median'])} us."
     )
 

@@ -21,7 +21,6 @@ from moe_numba.course.draw.canvas import (
 
 EMPTY = "#F4F4F4"
 _NARROW = 5.4  # inches: legible on a phone
-# Colours of the phases, as in `one_launch.show_phases`
 PHASES = dict(zip(("start", "count", "exchange", "scan", "write", "sort kernel"), COLOURS, strict=False))
 
 

@@ -4,6 +4,7 @@ import ast
 import inspect
 import itertools
 import textwrap
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -54,6 +55,12 @@ def _test_rank(answer):
     expect_equal("count", counts, same.sum(2).ravel())
 
 
+def _exchanges(counted):
+    """Return the warp-wide operations of the critical path but match_any."""
+    path = counted.critical_path
+    return path.shuffles + path.votes + path.reductions
+
+
 rank_in_warp = Build(
     "rank in a warp",
     "the number of lanes below this one with the same expert, and the number of all lanes with it",
@@ -61,8 +68,11 @@ rank_in_warp = Build(
     test=_test_rank,
     profile=lambda answer: count(_around_rank(answer), _rank, answer),
     counter="shuffles",
+    unit="shuffles, votes and reductions",
+    score=_exchanges,
     par=0,
-    needs=(("matches", "votes", "shuffles"), "no lane learns what another one has"),
+    limits={"matches": (1, "it compares the lanes more than once")},
+    needs=(("matches", "votes", "shuffles", "reductions"), "no lane learns what another one has"),
     forbidden={"shared_load_requests": "it exchanges experts through shared memory"},
     over_par="Which instruction compares a value with those of all lanes at once?",
     hint="cuda.match_any_sync(FULL, expert) is a mask of the lanes with the same expert. cuda.popc counts its bits, "
@@ -89,7 +99,7 @@ class Counting:
         us, source = lesson.times("counting loop", calls), "measured" if not simulator.ENABLED else "recorded"
         if choice is ... or not us:
             return Verdict(
-                "counting loop",
+                "counting, diagnosis",
                 OPEN,
                 "no choice yet: A, B or neither" if us else "not timed with these kernels and sizes",
             )
@@ -100,7 +110,7 @@ class Counting:
             right, found = "neither", f"neither is much faster ({source}): {times}. {_NEITHER}"
         else:
             right, found = best[0], f"{best[0]} is much faster ({source}): {times}. {_WHY[best[0]]}"
-        return Verdict("counting loop", RIGHT if choice == right else WRONG, f"you chose {choice}; {found}")
+        return Verdict("counting, diagnosis", RIGHT if choice == right else WRONG, f"you chose {choice}; {found}")
 
 
 _MUCH = 0.75  # of the time: a variant that takes longer is not much faster
@@ -142,7 +152,7 @@ def _around_count(answer):
 
 def _count(kernel, numel=_IDS, first=301):
     ids = np.random.default_rng(numel).integers(0, EXPERTS, numel).astype(np.int32)
-    ids[::3] = 5  # one expert has many slots
+    ids[::3] = 5  # one expert has many assignments
     found = torch.full((BOTH,), -7, dtype=torch.int32)
     launch(kernel, 1, _THREADS, torch.from_numpy(ids), found, first, numel)
     return found, [np.bincount(part, minlength=BINS) for part in (ids[:first], ids[first:])]
@@ -176,10 +186,10 @@ count_ids = Build(
 
 # Build: a barrier of the grid
 
-_CTAS, _SEEDS = 3, 3
+_CTAS, _SEEDS, _TURNS = 3, 3, 2  # turns: barriers in a row
 
 
-def _around_barrier(answer, turns=2, links=()):
+def _around_barrier(answer, turns=_TURNS, links=()):
     """Return a kernel whose CTAs exchange numbers at a barrier; ``links`` are what it adds to the answer."""
     fence_before, fence_after = "fence before" in links, "fence after" in links
     # A fence orders what its own thread has accessed, so the others of the CTA must synchronise with it.
@@ -222,7 +232,7 @@ _LINKS = {
 }
 
 
-def _wait(kernel, counter, threads=1, turns=2):
+def _wait(kernel, counter, threads=1, turns=_TURNS):
     values = torch.arange(_CTAS * threads, dtype=torch.int32) + 1
     rows, found = (torch.full((turns * _CTAS * threads,), -7, dtype=torch.int32) for _ in range(2))
     launch(kernel, _CTAS, threads, values, rows, found, counter, cooperative=True)
@@ -283,9 +293,11 @@ def _profile_barrier(answer):
 
 
 def _arrivals(counted):
-    """Return the atomic operations of all lanes, for each CTA."""
+    """Return the atomic operations of all lanes, for each CTA and barrier."""
     accesses = counted.total.accesses.items()
-    return sum(found.lanes for (space, kind, _), found in accesses if (space, kind) == ("global", "atomic")) // _CTAS
+    return sum(found.lanes for (space, kind, _), found in accesses if (space, kind) == ("global", "atomic")) // (
+        _CTAS * _TURNS
+    )
 
 
 grid_barrier = Build(
@@ -295,9 +307,9 @@ grid_barrier = Build(
     test=_test_barrier,
     profile=_profile_barrier,
     counter="global_atomic_requests",
-    unit="atomic operations of a CTA in two barriers",
+    unit="atomic operations of a CTA in a barrier",
     score=_arrivals,
-    par=2,
+    par=1,
     needs=(("global_atomic_requests", "global_store_requests"), "no CTA tells the others that it has arrived"),
     most_alone=None,
     over_par="One thread can arrive for its CTA, after a cuda.syncthreads().",
@@ -306,6 +318,11 @@ grid_barrier = Build(
     seeds=_SEEDS,
     home=f"{__name__}:grid_barrier",
 )
+
+
+def show_two_in_a_row(barrier) -> Verdict:
+    """Return what two barriers in a row make of a barrier, without the exercise's solution."""
+    return replace(grid_barrier.check(barrier), name="barrier that resets", notes=(), hint="", solution=None)
 
 
 # Build: fences

@@ -16,6 +16,7 @@ from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.latencies import latencies
 from moe_numba.course.bench.timing import rotating
 from moe_numba.course.draw.phases import phase_bars
+from moe_numba.course.lessons.align_one_launch import sizes as own_sizes
 from moe_numba.course.lessons.align_one_launch.sizes import (
     BINS,
     BLOCK,
@@ -25,10 +26,12 @@ from moe_numba.course.lessons.align_one_launch.sizes import (
     EXPERTS,
     FOUR,
     HEADER,
+    MEANINGS,
     TOKENS,
     TOPK,
 )
 from moe_numba.course.steps.align_runs import poisoned, random_ids, wrong
+from moe_numba.course.steps.kernel_phases import phases_of, until, without_earlier
 from moe_numba.course.steps.lesson import Lesson, Run, Table, factory
 from moe_numba.runtime.changed_source import plain_function
 from moe_numba.runtime.launch import launch
@@ -162,14 +165,18 @@ def _earlier_times(name: str, labels: dict[str, str]) -> dict[str, float]:
     return {} if set(labels.values()) - set(times) else {new: times[old] for new, old in labels.items()}
 
 
-def _difference(name, longer, shorter):
-    """Return the difference of two recorded times in microseconds; 0 if they are not recorded."""
-    times = _earlier_times(name, dict(longer=longer, shorter=shorter))
-    return times["longer"] - times["shorter"] if times else 0.0
+def _us(step: str) -> float | None:
+    """Return what the page has measured beside its steps, now or when its times were recorded; None if it has not."""
+    row = lesson.diagnosed.get(step) or records.find(
+        records.recorded("one_launch_ladder") or dict(rows=[]), step=step, **_ABOUT
+    )
+    return row["kernel_us"]["median"] if row else None
 
 
-def less(before: str, us: float) -> float | None:
+def less(before: str, us: float | None) -> float | None:
     """Say how much a step is predicted to save; return the time that it then takes, if that of ``before`` is known."""
+    if us is None:
+        return print("What the prediction is made from has not been timed with these kernels and sizes.")
     print(f"We predict that it takes {us:.2f} us less than {before}.")
     step = lesson.steps.get(before)
     return step.us - us if step and step.us else None
@@ -180,36 +187,74 @@ def l2_us() -> float:
     return latencies().ns["global_load_requests"] / 1000
 
 
-def sort_us() -> float:
-    """Return what the sort kernel of 0x5 takes, as lesson 03 has recorded it; 0 if it has not."""
-    record = records.recorded("align_published_ladder") or {}
-    row = record and records.find(record, step="phases of 0x5: sort", **_ABOUT)
-    return row["kernel_us"]["median"] if row else 0.0
+def sort_us() -> float | None:
+    """Return what the sort kernel of 0x5 takes, as lesson 03 has recorded it."""
+    record = records.recorded("align_published_ladder") or dict(rows=[])
+    row = records.find(record, step="phases of 0x5: sort", **_ABOUT)
+    return row["kernel_us"]["median"] if row else None
 
 
-def count_us() -> float:
-    """Return what counting all ids takes in a loop such as that of step 2, as recorded."""
-    return _difference("phases of drop bin", "count", "start")
+def barrier_us() -> float | None:
+    """Return what a barrier of the grid takes alone."""
+    alone, none = _us("barrier alone: cuda.threadfence()"), _us("barrier alone: no barrier")
+    return None if alone is None or none is None else alone - none
 
 
-def barrier_us() -> float:
-    """Return what a barrier of the grid takes alone, as recorded."""
-    return _difference("barrier alone", "barrier", "empty")
+def exchange_us() -> float | None:
+    """Return what the exchange saves: the counting, minus a barrier, a store and two loads one after another."""
+    counting, barrier = phase_us("counting loop", "collect"), barrier_us()
+    return None if counting is None or barrier is None else counting - barrier - 3 * l2_us()
 
 
-def start_us() -> float:
-    """Return what a dependent launch can hide, as recorded: launch and clearing, minus the time of the launch."""
-    started, launched = (
-        _earlier_times("phases of ranks per warp", {"": "start"}),
-        _earlier_times("basics", {"": "empty, dependent"}),
+def exchanged() -> dict[str, float | str | None]:
+    """Return the phases of the steps before and after the exchange, and what follows, for a sentence."""
+    times = dict(
+        counted=phase_us("counting loop", "publish", "collect"),
+        collected=phase_us("grid barrier", "publish", "collect"),
+        wrote=phase_us("counting loop", "scan", "write"),
+        writes=phase_us("grid barrier", "scan", "write"),
     )
-    return started[""] - launched[""] if started and launched else 0.0
+    if None in times.values():
+        return times | dict(so=None)
+    if times["collected"] < times["counted"]:
+        return times | dict(
+            so="So the exchange takes less than counting everything: the estimate charges too much for it."
+        )
+    so = "So the estimate is right about the exchange, which takes longer than counting everything."
+    if times["writes"] < times["wrote"]:
+        so += " What the step gains, it gains in `scan` and `write`, with smaller CTAs."
+    return times | dict(so=so)
 
 
-def conflicts_us(step: str) -> float:
+def start_us() -> float | None:
+    """Return what a dependent launch can hide: starting and clearing, minus the time of a dependent launch."""
+    start, launched = phase_us("ranks per warp", "start"), _earlier_times("basics", {"": "empty, dependent"})
+    return start - launched[""] if start and launched else None
+
+
+def ranks_us() -> dict[str, float | None]:
+    """Return what ranking took in earlier versions: before the exchange, and between its stores and its loads."""
+    find = lambda name: _earlier_times(name, {"with": "with", "without": "without"})
+    first, overlapped = find("ranks"), find("overlapped ranks")
+    return dict(
+        first=first["with"] - first["without"] if first else None,
+        overlapped=overlapped["with"] - overlapped["without"] if overlapped else None,
+    )
+
+
+def conflicts_us(step: str) -> float | None:
     """Return what the bank conflicts of a CTA take in a step, at one clock each."""
-    found = lesson.steps[step].score.rows["all warps", "bank conflicts"] if step in lesson.steps else 0
+    if step not in lesson.steps:
+        return None
+    found = lesson.steps[step].score.rows["all warps", "bank conflicts"]
     return found / CTAS / chip_limits().boost_clock * 1e6
+
+
+def constants() -> Table:
+    """Return a table of the names that the kernels use: value and meaning."""
+    numbers = lambda names: ", ".join(str(getattr(own_sizes, name)) for name in names.split(", "))
+    value = lambda names: f"{own_sizes.FULL:#x}" if names == "FULL" else numbers(names)
+    return Table(["name", "value", "meaning"], [[names, value(names), text] for names, text in MEANINGS.items()])
 
 
 def packed(a: int, b: int) -> dict[str, int]:
@@ -238,31 +283,44 @@ def result() -> str:
     )
 
 
-_PHASES = ("start", "count", "exchange", "scan", "write", "sort kernel")  # as in `draw.PHASES`
-_DIVIDED = {  # step of this page -> of the record of earlier versions
-    "0x5": "0x5",
-    "one launch": "one launch",
-    "counting loop": "drop bin",
-    "grid barrier": "grid-wide barrier",
-    "numbered counts": "packed counts",
-    "ranks per warp": "ranks per warp",
-}
+_divided: dict[str, dict[str, float]] = {}  # step -> phase -> microseconds, of what the page has divided so far
 
 
-def show_phases():
-    """Draw the steps, divided into phases, as recorded of earlier versions; None if nothing is recorded."""
-    found = {}
-    for name, step in _DIVIDED.items():
-        times, before = _earlier().get("diagnosis", {}).get(f"phases of {step}", {}), 0.0
-        found[name] = {}
-        for phase, until in times.items():
-            found[name][phase], before = max(until - before, 0.0), max(until, before)
-    if not all(found.values()):
-        return print("no phases are recorded for these sizes")
-    found["0x5"]["sort kernel"] = max(_difference("kernels of 0x5", "both", "main"), 0.0)
-    caption = f"Recorded on {_earlier()['date'][:10]} of earlier versions of these kernels. "
-    caption += "Not divided: the dependent launch, whose start overlaps with the kernel before it."
-    return phase_bars(found, "Where the time goes in each step", caption, _PHASES)
+def show_phases(make, holes_of: dict[str, tuple]):
+    """Draw steps divided into phases, below those that the page has divided before.
+
+    Parameters
+    ----------
+    make : factory
+        Of the kernel; its comments such as ``# scan`` begin the phases.
+    holes_of : dict
+        Step -> what ``make`` takes.
+    """
+    _divided.update({name: _phases(name, make, holes) for name, holes in holes_of.items()})
+    if not (found := {name: parts for name, parts in _divided.items() if parts}):
+        return print("The phases have not been timed with these kernels and sizes.")
+    source = "Recorded" if simulator.ENABLED else "Timed now"
+    caption = f"{source}: copies of the kernel that end after each phase."
+    return phase_bars(found, f"Where the time goes, {TOKENS} tokens", caption)
+
+
+def _phases(name, make, holes):
+    """Return phase -> microseconds of a step: from copies of the kernel that end after each phase."""
+    _, ctas, threads, *attributes = lesson.steps[name].version
+    phases, names = phases_of(make), inspect.unwrap(make).__globals__
+    kernels = {phase: until(make, phase, names)(*holes) for phase in phases}
+    if simulator.ENABLED:
+        us = {phase: lesson.recorded_us(f"phases of {name}: {phase}", [kernel]) for phase, kernel in kernels.items()}
+    else:
+        versions = {phase: (kernel, ctas, threads, *attributes) for phase, kernel in kernels.items()}
+        us = lesson.times(f"phases of {name}", {phase: timed(each, TOKENS) for phase, each in versions.items()})
+    return {} if None in us.values() else without_earlier(us, phases)
+
+
+def phase_us(step: str, *phases: str) -> float | None:
+    """Return what phases of a step take together, if the page has divided it."""
+    parts = _divided.get(step)
+    return sum(parts[phase] for phase in phases) if parts else None
 
 
 _ALLOCATIONS = "0x5 in other allocations"
