@@ -181,7 +181,9 @@ def make_grouped_gemm(get_table, next_tile, place, multiply, store, tokens, stag
                 acc = zeros
                 for _ in range(k_blocks):
                     mbarrier_wait_parity(barriers, full + stage, phase)
-                    acc = multiply(acc, smem, int32(stage * stage_bytes), group)  # <-- a hole: add the product of a stage
+                    acc = multiply(
+                        acc, smem, int32(stage * stage_bytes), group
+                    )  # <-- a hole: add the product of a stage
                     if lane == 0:
                         mbarrier_arrive(barriers, empty + stage)
                     stage, phase = advance(ring, stage, phase)

@@ -63,4 +63,3 @@ def store_chunk(words, buffer, y, row, rows, column, pitch):
     if r < rows:
         a, b, c, d = ld_shared_s32x4(words, int32(buffer + 128 * r + ((v ^ (r & 7)) << 4)) >> 2)
         st_global_s32x4(y, int64(row + r) * pitch + int32((column >> 1) + 4 * v), a, b, c, d)
-

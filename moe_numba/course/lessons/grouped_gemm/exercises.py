@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -102,8 +101,8 @@ group_of = Build(
     needs=(("shared_load_requests",), "it does not look at the table in shared memory"),
     most_alone=None,
     over_par="The table is sorted. How many entries must you read to halve what is left?",
-    hint="Look for the last group that begins at m or before it. A group without rows begins where the next one does, so "
-    "the last such group is the one that has rows.",
+    hint="Look for the last group that begins at m or before it. A group without rows begins where the next one does, "
+    "so the last such group is the one that has rows.",
     seeds=2,
     home=f"{__name__}:group_of",
 )
@@ -148,8 +147,8 @@ count_tiles = Build(
         "no lane gets a sum from another lane, so each must have added up the groups of others",
     ),
     over_par="What can a lane add up alone, before the warp makes one scan?",
-    hint="Give each lane neighbouring groups. It adds up their tiles, a scan over the lanes tells it what comes before, and "
-    "then it goes through its groups again. The sum behind the last lane is the total.",
+    hint="Give each lane neighbouring groups. It adds up their tiles, a scan over the lanes tells it what comes before, "
+    "and then it goes through its groups again. The sum behind the last lane is the total.",
     seeds=2,
     home=f"{__name__}:count_tiles",
 )
@@ -313,8 +312,8 @@ bands = Build(
     limits={"executions": (60, "it walks through tiles until it arrives at the number")},
     most_alone=None,
     over_par="One entry for the number of tiles, a search for the group, and one entry for its first tile are enough.",
-    hint="A whole band has BAND * n_tiles tiles. Divide by that, then divide what is left by the tiles of rows of this band, "
-    "which are fewer in the last one. m then counts all groups' tiles: group_of, and subtract.",
+    hint="A whole band has BAND * n_tiles tiles. Divide by that, then divide what is left by the tiles of rows of this "
+    "band, which are fewer in the last one. m then counts all groups' tiles: group_of, and subtract.",
     seeds=1,
     home=f"{__name__}:bands",
 )
@@ -397,7 +396,9 @@ class Padding:
         return Verdict("padding", RIGHT if right else WRONG, f"{text}. {_PADDING}")
 
 
-_PADDING = "Each group with rows has its length divided by 128 and rounded up; a tile counts whole, however few rows it has"
+_PADDING = (
+    "Each group with rows has its length divided by 128 and rounded up; a tile counts whole, however few rows it has"
+)
 padding = Padding()
 
 
@@ -425,8 +426,8 @@ class WholeChunks:
 
 
 _CHUNKS = (
-    "Two CTAs write the same rows of y, one of them with the weights of the wrong group, and nothing orders them. A test "
-    "on one GPU may pass. Rows behind the last group are written, too"
+    "Two CTAs write the same rows of y, one of them with the weights of the wrong group, and nothing orders them. "
+    "A test on one GPU may pass. Rows behind the last group are written, too"
 )
 whole_chunks = WholeChunks()
 

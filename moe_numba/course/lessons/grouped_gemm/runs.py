@@ -44,9 +44,18 @@ from moe_numba.course.lessons.grouped_gemm.sizes import (
     K,
     N,
 )
-from moe_numba.course.lessons.hopper.runs import SHOWN, CompiledLesson, byte_rows, compiled_rows
-from moe_numba.course.steps.ladder import WrongResult
+from moe_numba.course.lessons.hopper.runs import (
+    LOOP,
+    REGISTERS,
+    SPILLED,
+    STORES,
+    CompiledLesson,
+    byte_rows,
+    compiled_rows,
+    main_loop,
+)
 from moe_numba.course.steps import lesson as steps
+from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Run
 from moe_numba.course.steps.score import COMPILER, TOTAL, Score
 from moe_numba.grouped_gemm import reference
@@ -270,17 +279,33 @@ _WAYS = {"loop": _by_loop, "padded": _padded, "maps": _with_maps, "one map": _on
 
 # Steps
 
+BLOCK = "instructions for a block of k"
+_SHOWN = REGISTERS, SPILLED, BLOCK, STORES
+
 
 class _Lesson(CompiledLesson):
     """Its scores count launches, too: of the kernel that multiplies, and of the one that makes maps."""
+
+    def fault(self, version):
+        """Return what is wrong with a version, or None; tables do not check again what is right."""
+        if (found := super().fault(version)) is None:
+            _checked.add(_key(version, (ROWS,)))
+        return found
 
     def count(self, version, name):
         """Return the score of a version; the simulator counts."""
         with simulator.profile(self.gpu.upper()) as profile:
             self.run.once(version)
-        main = profile[version[0].__name__]
+        version, main = Version(*version), profile[version[0].__name__]
         launches = {(TOTAL, "launches of these kernels"): sum(len(kernel.launches) for kernel in profile.kernels)}
-        return Score(name, {**launches, **byte_rows(main), **compiled_rows(main)}, self.gpu.upper())
+        rows = {**launches, **byte_rows(main), **compiled_rows(main)}
+        first, last = main_loop(main.static.sass or ())
+        multiplies = sum(code["opcode"].startswith("QGMMA") for code in (main.static.sass or ())[first:last])
+        blocks = max(
+            multiplies // (4 * version.subtiles), 1
+        )  # of k, in an iteration of the loop that the compiler made
+        rows[COMPILER, BLOCK] = rows.pop((COMPILER, LOOP)) // blocks
+        return Score(name, rows, self.gpu.upper())
 
     def summary(self):
         """Return a table of all steps: times, and what the compiler made of each."""
@@ -288,9 +313,9 @@ class _Lesson(CompiledLesson):
         for step in self.steps.values():
             faster = step.us and step.before and step.before.us and f"{step.before.us / step.us:.2f}"
             us = [records.format_us(step.us), faster or ""] if step.us else ["", ""]
-            facts = [f"{step.score.rows[COMPILER, row]:,}" for row in SHOWN]
+            facts = [f"{step.score.rows[COMPILER, row]:,}" for row in _SHOWN]
             lines.append([step.name, *us, *facts, str(step.judgement or "")])
-        return steps.Table(["step", "us", "times as fast", *SHOWN, "prediction"], lines)
+        return steps.Table(["step", "us", "times as fast", *_SHOWN, "prediction"], lines)
 
 
 def _calls(version, rows=ROWS, routing=UNIFORM, groups=GROUPS):
@@ -309,6 +334,7 @@ lesson = _Lesson(
     config=CONFIG,
     size={"rows": ROWS},
     dtype="float8_e4m3fn",
+    seeds=2,
 )
 
 
@@ -318,7 +344,9 @@ def _times(name, versions, *size) -> dict[str, float]:
         if fault := _fault_once(version, *size):
             raise WrongResult(f"{label}: {fault}")
     if simulator.ENABLED:
-        found = {label: lesson.recorded_us(f"{name}: {label}", _kernels(version)) for label, version in versions.items()}
+        found = {
+            label: lesson.recorded_us(f"{name}: {label}", _kernels(version)) for label, version in versions.items()
+        }
         return {} if None in found.values() else found
     return lesson.times(name, {label: _calls(version, *size) for label, version in versions.items()})
 
@@ -326,13 +354,15 @@ def _times(name, versions, *size) -> dict[str, float]:
 _checked: set[tuple] = set()
 
 
+def _key(version, size):
+    return tuple(version), () if simulator.ENABLED else size
+
+
 def _fault_once(version, *size):
-    key = tuple(version), () if simulator.ENABLED else size
-    if key in _checked:
+    if _key(version, size) in _checked:
         return None
-    fault = check(version, *size)
-    if fault is None:
-        _checked.add(key)
+    if (fault := check(version, *size)) is None:
+        _checked.add(_key(version, size))
     return fault
 
 
@@ -407,7 +437,9 @@ def update_us(version) -> float | None:
     version = Version(*version)
     if simulator.ENABLED:
         return lesson.recorded_us("parts: maps alone", (version.update,))
-    return lesson.times("parts", {"maps alone": [partial(update_maps, version, p) for p in problems(ROWS)]})["maps alone"]
+    return lesson.times("parts", {"maps alone": [partial(update_maps, version, p) for p in problems(ROWS)]})[
+        "maps alone"
+    ]
 
 
 # Tables
@@ -598,19 +630,26 @@ def show_sweep() -> steps.Table:
     """Return a table of the record of the package and of all peers, with even and skewed routing."""
     record = records.recorded(SWEEP)
     peers = [f"peer:{name}" for name in records.peers_of(record)]
-    steps = {"final": "this package", "torch, loop": "cuBLAS, loop", "torch": "torch, grouped"}
-    steps |= {peer: peer.removeprefix("peer:") for peer in peers}
+    shown = {"final": "this package", "torch, loop": "cuBLAS, loop", "torch": "torch, grouped"}
+    shown |= {peer: peer.removeprefix("peer:") for peer in peers}
     found = {
-        (routing, groups, rows): {step: _swept(step, rows, routing, groups) for step in steps}
+        (routing, groups, rows): {step: _swept(step, rows, routing, groups) for step in shown}
         for routing, groups, rows in _SWEEP
     }
-    steps = {step: label for step, label in steps.items() if any(us[step] for us in found.values())}
+    shown = {step: label for step, label in shown.items() if any(us[step] for us in found.values())}
     lines = []
     for (routing, groups, rows), us in found.items():
         known = [each for each in us.values() if each]
-        cells = [f"{records.format_us(us[step])}{' *' if us[step] == min(known) else ''}" if us[step] else "" for step in steps]
+        cells = [
+            f"{records.format_us(us[step])}{' *' if us[step] == min(known) else ''}" if us[step] else ""
+            for step in shown
+        ]
         lines.append([f"{rows:,} in {groups} groups, {_ROUTINGS[routing]}", *cells])
-    return steps.Table(["rows", *(f"{label}, us" for label in steps.values())], lines)
+    return steps.Table(["rows", *(f"{label}, us" for label in shown.values())], lines)
+
+
+def _starred(us, best):
+    return "" if us is None else records.format_us(us) + " *" * (us == best)
 
 
 def losses() -> str:

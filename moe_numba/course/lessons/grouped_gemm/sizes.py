@@ -1,4 +1,4 @@
-"""Sizes of the lesson "Grouped GEMM": change them here. Recorded times belong to GROUPS, N, K and the numbers of rows."""
+"""Sizes of the lesson "Grouped GEMM": change them here. Recorded times belong to the first two lines."""
 
 GROUPS, N, K = 32, 4096, 7168  # the gate and up projections of DeepSeek-V3's experts, on one of eight GPUs
 FEW, ROWS, MANY = 32, 2048, 8192  # rows of all groups together; the steps are timed with ROWS
