@@ -147,7 +147,7 @@ count_tiles = Build(
         "no lane gets a sum from another lane, so each must have added up the groups of others",
     ),
     over_par="What can a lane add up alone, before the warp makes one scan?",
-    hint="Give each lane neighbouring groups. It adds up their tiles, a scan over the lanes tells it what comes before, "
+    hint="Give each lane neighbouring groups. It adds up their tiles, a scan over lanes tells it what comes before, "
     "and then it goes through its groups again. The sum behind the last lane is the total.",
     seeds=2,
     home=f"{__name__}:count_tiles",
@@ -309,7 +309,7 @@ bands = Build(
     counter="shared_load_requests",
     par=9,
     needs=(("shared_load_requests",), "it does not look at the table in shared memory"),
-    limits={"executions": (60, "it walks through tiles until it arrives at the number")},
+    limits={"executions": (200, "it walks through tiles until it arrives at the number")},
     most_alone=None,
     over_par="One entry for the number of tiles, a search for the group, and one entry for its first tile are enough.",
     hint="A whole band has BAND * n_tiles tiles. Divide by that, then divide what is left by the tiles of rows of this "
@@ -365,7 +365,6 @@ store_chunk = Build(
     profile=lambda answer: _counted(lambda: _store(answer, 3, 16, 64, 0)),
     counter="global_store_requests",
     par=1,
-    limits={"shared_load_requests": (4, "lanes load words one by one")},
     over_par="A row has 128 bytes, eight lanes store 16 each. How many rows can a warp store at once?",
     hint="Thread t of the 128 has vector t % 8 of row t // 8. Is that row one of the tile's?",
     seeds=2,

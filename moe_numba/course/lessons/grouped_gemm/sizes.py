@@ -2,9 +2,9 @@
 
 GROUPS, N, K = 32, 4096, 7168  # the gate and up projections of DeepSeek-V3's experts, on one of eight GPUs
 FEW, ROWS, MANY = 32, 2048, 8192  # rows of all groups together; the steps are timed with ROWS
-SMALL_LENGTHS = (70, 0, 150, 9)  # rows of each group, of what the simulator runs, and counts
-SMALL_N, SMALL_K = 256, 256
-SMALL_SMS = 3  # CTAs in the simulator
+SMALL_LENGTHS = (40, 0, 200, 9)  # rows of each group, of what the simulator runs, and counts
+SMALL_N, SMALL_K = 256, 384
+SMALL_SMS = 2  # CTAs in the simulator
 
 TILE_N = 128  # rows of weight in a tile: 64 for each of two warpgroups
 BLOCK_K = 128  # elements of k in a stage, one byte each
