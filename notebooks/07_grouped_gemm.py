@@ -563,11 +563,10 @@ def make_store_by_warpgroup(place, tokens, stages):
         stmatrix(smem, int32(buffer + (lane & 7) * ROW_BYTES + ((vector ^ (lane & 7)) << 4)), acc, scale)
         fence_proxy_async_shared()
         bar_sync(int32(1 + group), 128)
-        if quarter == 0:
+        if quarter == 0 and elect_sync(FULL_MASK):  # the elected lane alone asks for the place
             map_at, row = place(y, int32(MAP_BYTES), starts, tile)
-            if elect_sync(FULL_MASK):
-                tma_store_2d(y, map_at, int32(tile.n * TILE_N + 64 * group), row, smem, buffer)
-                bulk_commit_group()
+            tma_store_2d(y, map_at, int32(tile.n * TILE_N + 64 * group), row, smem, buffer)
+            bulk_commit_group()
 
     return store
 

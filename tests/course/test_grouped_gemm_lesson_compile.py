@@ -95,6 +95,17 @@ def test_the_compiler_complains_of_nothing(name, codes):
     assert code.count("QGMMA") % KERNELS[name][3] == 0 and code.count("QGMMA") > 0
 
 
+def test_a_place_outside_of_the_elected_lane_is_found():
+    """The compiler does not know then that all lanes store by the same map, and adds a loop over lanes."""
+    elected = "        if quarter == 0 and elect_sync(FULL_MASK):  # the elected lane alone asks for the place\n"
+    place = "    map_at, row = place(y, int32(MAP_BYTES), starts, tile)\n"
+    text, signature, *_ = KERNELS["transposed, 96 rows"]
+    code = compile_apart(
+        source(f"{elected}        {place}", f"    {place}{elected}"), {"outside": (text, signature, 384, True)}
+    )["outside"]
+    assert code.count("BRA.U.ANY") > 0
+
+
 def test_the_kernel_that_makes_maps_changes_them_in_shared_memory(codes):
     code = codes["update"]
     assert code.complaints == [] and code.spilled_bytes == 0 and code.count("SHFL") == 5
