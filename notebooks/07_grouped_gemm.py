@@ -688,8 +688,7 @@ def make_without_maps(next_tile, store_chunk, tokens, stages):
 
 ONE_MAP = dict(way="one map", tokens=96, stages=7, transposed=True)
 without_maps = make_without_maps(next_vertical, store_chunk, 96, 7)
-maps_us = page.update_us(TILES[96])
-predicted_us = page.changed_by("tiles of 96 rows", maps_us and -maps_us)
+predicted_us = page.without_update("tiles of 96 rows", TILES[96])
 step("no maps of groups", Version(without_maps, **ONE_MAP), predicted_us=predicted_us)
 
 # %% [markdown]

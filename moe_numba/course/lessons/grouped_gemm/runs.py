@@ -13,7 +13,7 @@ from moe_numba import simulator  # before Numba: it decides whether kernels run 
 # isort: split
 
 from moe_numba.course.bench import records
-from moe_numba.course.bench.baselines.limits import chip_limits
+from moe_numba.course.bench.baselines.limits import H200, chip_limits
 from moe_numba.course.bench.topics.grouped_gemm.measure import (
     SETS,
     make_problem,
@@ -21,7 +21,6 @@ from moe_numba.course.bench.topics.grouped_gemm.measure import (
     random_weight,
     scaled_mm_loop,
 )
-from moe_numba.course.bench.topics.grouped_gemm.measure import lower_bound as lower_bound_of
 from moe_numba.course.lessons.grouped_gemm.sizes import (
     BLOCK_K,
     BUFFER_BYTES,
@@ -387,12 +386,17 @@ class Limits(NamedTuple):
         return dict(zip(self, ("DRAM", "L2", "tensor cores")))[max(self)]
 
 
+def _chip():
+    """Return the limits of this GPU, or of an H200 where there is none."""
+    return chip_limits() if torch.cuda.is_available() else H200
+
+
 @cache
 def l2_rate() -> float:
     """Return the bytes per second that L2 delivers to TMA, as lesson 06 recorded it, or a published rate."""
     row = _find("hopper_gemm_ladder", "parts: without MMAs")
     if row is None:
-        return chip_limits().l2_bandwidth
+        return _chip().l2_bandwidth
     m, n, k = (row["size"][name] for name in "mnk")
     return (m // 128) * (n // 128) * k * (128 + 128) / row["kernel_us"]["median"] * 1e6
 
@@ -407,14 +411,26 @@ def tiles_of(lengths: Sequence[int], tokens: int) -> int:
     return sum(-(-int(length) // tokens) for length in lengths)
 
 
+def work(lengths: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes that must move and the operations: weights of groups with rows, rows of x and of y."""
+    rows, used = int(lengths.sum()), int((lengths > 0).sum())
+    return used * N * K + rows * (K + 2 * N), 2 * rows * N * K
+
+
+def bounds_us(lengths: torch.Tensor) -> tuple[float, float]:
+    """Return the times of the bytes and of the operations at the data sheet's rates, in microseconds."""
+    moved, operations = work(lengths)
+    return moved / _chip().hbm_bandwidth * 1e6, operations / _chip().tensor_flops["float8_e4m3fn"] * 1e6
+
+
 def limits(rows: int, tokens: int, mma_rows: int | None = None, routing: str = UNIFORM) -> Limits:
     """Return what tiles of ``tokens`` rows need: bytes from DRAM and L2, and MMAs of the SM with most tiles.
 
     ``mma_rows`` is what an MMA multiplies for a tile, if that is more than its rows.
     """
-    lengths, chip = lengths_of(rows, routing), chip_limits()
+    lengths, chip = lengths_of(rows, routing), _chip()
     tiles, columns = tiles_of(lengths, tokens), N // TILE_N
-    dram = lower_bound_of(lengths, N, K)[1] / chip.copy_bandwidth
+    dram = work(lengths)[0] / chip.copy_bandwidth
     l2 = tiles * columns * (TILE_N + tokens) * K / l2_rate()
     waves = math.ceil(tiles * columns / chip.sm_count)
     tensor = waves * 2 * (mma_rows or tokens) * TILE_N * K / 8192 / chip.tensor_clock
@@ -423,7 +439,7 @@ def limits(rows: int, tokens: int, mma_rows: int | None = None, routing: str = U
 
 def copies_us(rows: int = ROWS) -> float:
     """Return what it takes to copy all rows of x and of y once, at the rate of a large copy."""
-    return rows * (2 * K + 2 * 2 * N) / chip_limits().copy_bandwidth * 1e6
+    return rows * (2 * K + 2 * 2 * N) / _chip().copy_bandwidth * 1e6
 
 
 def changed_by(before: str, us: float | None) -> float | None:
@@ -432,14 +448,16 @@ def changed_by(before: str, us: float | None) -> float | None:
     return None if step.us is None or us is None else step.us + us
 
 
-def update_us(version) -> float | None:
-    """Return the time of the kernel that makes the maps, alone; in the simulator the recorded one."""
+def without_update(before: str, version) -> float | None:
+    """Return the time of a step less that of the kernel that makes its maps, which is timed alone."""
     version = Version(*version)
+    if lesson.steps[before].us is None:
+        return None
     if simulator.ENABLED:
-        return lesson.recorded_us("parts: maps alone", (version.update,))
-    return lesson.times("parts", {"maps alone": [partial(update_maps, version, p) for p in problems(ROWS)]})[
-        "maps alone"
-    ]
+        us = lesson.recorded_us("parts: maps alone", (version.update,))
+        return changed_by(before, us and -us)
+    calls = [partial(update_maps, version, p) for p in problems(ROWS)]
+    return changed_by(before, -lesson.times("parts", {"maps alone": calls})["maps alone"])
 
 
 # Tables
@@ -447,7 +465,7 @@ def update_us(version) -> float | None:
 
 def result() -> str:
     """Return what the lesson builds, and where it ends, in numbers of records."""
-    bound, count, flops = lower_bound_of(lengths_of(ROWS), N, K)
+    bound, (count, flops) = max(bounds_us(lengths_of(ROWS))), work(lengths_of(ROWS))
     lines = [f"{GROUPS} groups, N = {N}, K = {K}; the steps have {ROWS} rows in all groups together."]
     lines.append(f"They move {count / 1e6:.0f} MB and take {flops / 1e9:.0f} GFLOP: at least {bound:.0f} us.")
     for routing, rows in ((UNIFORM, ROWS), (UNIFORM, MANY), ("zipf", MANY), ("one", ROWS)):
@@ -469,14 +487,13 @@ def _swept(step, rows, routing=UNIFORM, groups=GROUPS):
 
 def show_bounds(rows: Sequence[int] = (FEW, 512, ROWS, MANY, 32768)) -> steps.Table:
     """Return a table of lower bounds: bytes, operations, and which of both takes longer."""
-    chip, lines = chip_limits(), []
+    lines = []
     for count in rows:
         lengths = lengths_of(count)
-        bound, moved, flops = lower_bound_of(lengths, N, K)
-        memory = moved / chip.hbm_bandwidth * 1e6
-        limit = "memory" if memory >= bound else "tensor cores"
-        times = f"{memory:.0f}", f"{flops / chip.tensor_flops['float8_e4m3fn'] * 1e6:.0f}"
-        lines.append([f"{count:,}", f"{count / GROUPS:.0f}", f"{int((lengths > 0).sum())}", *times, limit])
+        memory, tensor = bounds_us(lengths)
+        limit = "memory" if memory >= tensor else "tensor cores"
+        used = f"{int((lengths > 0).sum())}"
+        lines.append([f"{count:,}", f"{count / GROUPS:.0f}", used, f"{memory:.0f}", f"{tensor:.0f}", limit])
     heads = "rows", "rows of a group", "groups with rows", "us for the bytes", "us for the MMAs", "limit"
     return steps.Table(heads, lines)
 
@@ -612,7 +629,7 @@ def show_last(version) -> steps.Table:
     for routing, groups, rows in ((UNIFORM, GROUPS, FEW), *_SKEWED):
         name = f"{rows} rows, {groups} groups, {routing}"
         us = _interleaved(name, {"this lesson": version}, rows, routing, groups, tuple(_OTHERS))
-        bound = lower_bound_of(lengths_of(rows, routing, groups), N, K)[0]
+        bound = max(bounds_us(lengths_of(rows, routing, groups)))
         cells = [records.format_us(each) for each in us.values()] if us else ["not timed", *[""] * len(_OTHERS)]
         lines.append([f"{rows:,} in {groups} groups, {_ROUTINGS[routing]}", *cells, f"{bound:.0f}"])
     return steps.Table(["rows", "this lesson, us", *(f"{label}, us" for label in _OTHERS), "lower bound, us"], lines)
