@@ -176,14 +176,14 @@ def make_grouped_gemm(get_table, next_tile, place, multiply, store, tokens, stag
         else:
             # two warpgroups of consumers
             take_registers()
-            group, lane, stage, phase = int32(thread >> 7), int32(thread & 31), int32(0), uint32(0)
+            warpgroup, lane = int32(thread >> 7), int32(thread & 31)
+            stage, phase = int32(0), uint32(0)
             while number < tiles:
                 acc = zeros
                 for _ in range(k_blocks):
                     mbarrier_wait_parity(barriers, full + stage, phase)
-                    acc = multiply(
-                        acc, smem, int32(stage * stage_bytes), group
-                    )  # <-- a hole: add the product of a stage
+                    offset = int32(stage * stage_bytes)
+                    acc = multiply(acc, smem, offset, warpgroup)  # <-- a hole: add the product of a stage
                     if lane == 0:
                         mbarrier_arrive(barriers, empty + stage)
                     stage, phase = advance(ring, stage, phase)
@@ -266,8 +266,8 @@ def make_multiply(columns):
     add, wait = make_wgmma_tile(columns, "e4m3", accumulate=True), make_wgmma_wait(columns, 0)
 
     @cuda.jit(device=True)
-    def multiply(acc, smem, offset, group):
-        a = wgmma_descriptor(smem, int32(offset + W_BYTES) + group * WARPGROUP_BYTES)  # the warpgroup's rows of x
+    def multiply(acc, smem, offset, warpgroup):
+        a = wgmma_descriptor(smem, int32(offset + W_BYTES) + warpgroup * WARPGROUP_BYTES)  # the warpgroup's rows of x
         return wait(add(acc, a, wgmma_descriptor(smem, offset)))
 
     return multiply
@@ -541,8 +541,8 @@ def make_transposed_multiply(tokens):
     add, wait = make_wgmma_tile(tokens, "e4m3", accumulate=True), make_wgmma_wait(tokens, 0)
 
     @cuda.jit(device=True)
-    def multiply(acc, smem, offset, group):
-        a = wgmma_descriptor(smem, offset + group * WARPGROUP_BYTES)  # the warpgroup's weights
+    def multiply(acc, smem, offset, warpgroup):
+        a = wgmma_descriptor(smem, offset + warpgroup * WARPGROUP_BYTES)  # the warpgroup's weights
         return wait(add(acc, a, wgmma_descriptor(smem, int32(offset + W_BYTES))))
 
     return multiply
@@ -555,17 +555,17 @@ def make_store_by_warpgroup(place, tokens, stages):
     @cuda.jit(device=True)
     def store(smem, words, y, acc, tile, scale, starts, n_tiles):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        group, quarter = int32(warp >> 2), int32(warp & 3)
-        buffer, vector = int32(buffers + group * (tokens * ROW_BYTES)), int32(2 * quarter + (lane >> 3 & 1))
+        warpgroup, quarter = int32(warp >> 2), int32(warp & 3)
+        buffer, vector = int32(buffers + warpgroup * (tokens * ROW_BYTES)), int32(2 * quarter + (lane >> 3 & 1))
         if quarter == 0:
             wait_for_stores()  # the last tile's store has read the buffer
-        bar_sync(int32(1 + group), 128)
+        bar_sync(int32(1 + warpgroup), 128)
         stmatrix(smem, int32(buffer + (lane & 7) * ROW_BYTES + ((vector ^ (lane & 7)) << 4)), acc, scale)
         fence_proxy_async_shared()
-        bar_sync(int32(1 + group), 128)
+        bar_sync(int32(1 + warpgroup), 128)
         if quarter == 0 and elect_sync(FULL_MASK):  # the elected lane alone asks for the place
             map_at, row = place(y, int32(MAP_BYTES), starts, tile)
-            tma_store_2d(y, map_at, int32(tile.n * TILE_N + 64 * group), row, smem, buffer)
+            tma_store_2d(y, map_at, int32(tile.n * TILE_N + 64 * warpgroup), row, smem, buffer)
             bulk_commit_group()
 
     return store
@@ -600,8 +600,8 @@ TILES = {tokens: transposed_version(tokens, stages) for tokens, stages in ((16, 
 page.show_tile_sizes(TILES | {128: transposed_version(128, 6)})
 
 # %% [markdown]
-# The models name the unit that takes longest. For 64 rows per group on average the article takes tiles of 64. About half of the groups have
-# more rows than that, and need two tiles; a tile of 96 holds nearly all of them.
+# Each entry says which unit the model finds busiest, and for how long. For 64 rows per group on average the article takes tiles of 64. But an
+# average is not a maximum: a group with 65 rows needs two tiles, and then reads its weights from L2 twice. Compare the tiles of 64 and 96 rows.
 #
 # **Prediction.** The busiest unit of the model.
 
@@ -671,10 +671,10 @@ def make_store_rows(store_chunk, tokens, stages):
 
     @cuda.jit(device=True)
     def store(smem, words, y, acc, tile, scale, starts, n_tiles):
-        group = int32(cuda.threadIdx.x >> 7)
-        buffer, row = int32(buffers + group * (2 * BUFFER_BYTES)), int32(starts[tile.group] + tile.row)
-        column, pitch = int32(tile.n * TILE_N + 64 * group), int32(n_tiles * (TILE_N // 2))
-        bar_sync(int32(1 + group), 128)  # all threads have read the last tile's chunks
+        warpgroup = int32(cuda.threadIdx.x >> 7)
+        buffer, row = int32(buffers + warpgroup * (2 * BUFFER_BYTES)), int32(starts[tile.group] + tile.row)
+        column, pitch = int32(tile.n * TILE_N + 64 * warpgroup), int32(n_tiles * (TILE_N // 2))
+        bar_sync(int32(1 + warpgroup), 128)  # all threads have read the last tile's chunks
         for_each_16_rows(acc, smem, words, y, buffer, row, tile.rows, column, pitch, scale)
 
     return store
@@ -793,8 +793,8 @@ def make_two_multiplies(tokens):
     add, wait = make_wgmma_tile(half, "e4m3", accumulate=True), make_wgmma_wait(half, 0)
 
     @cuda.jit(device=True)
-    def multiply(acc, smem, offset, group):
-        a = wgmma_descriptor(smem, offset + group * WARPGROUP_BYTES)
+    def multiply(acc, smem, offset, warpgroup):
+        a = wgmma_descriptor(smem, offset + warpgroup * WARPGROUP_BYTES)
         b = wgmma_descriptor(smem, int32(offset + W_BYTES))
         left = add(acc[:held], a, b)
         right = add(acc[held:], a, wgmma_descriptor(smem, int32(offset + W_BYTES + half * BLOCK_K)))
@@ -844,7 +844,7 @@ lesson.save()
 
 # %% [markdown]
 # And this is the record of `python -m moe_numba bench grouped_gemm` with all peers. A star marks the fastest of a row. `torch, grouped` is
-# `torch._scaled_grouped_mm`.
+# `torch._scaled_grouped_mm`. DeepGEMM's FP8 kernels need block scales, so they appear in [lesson 08](08_grouped_gemm_scales.ipynb).
 
 # %%
 page.show_sweep()
@@ -859,9 +859,9 @@ print(page.losses())
 #
 # ## Next step, not built
 #
-# The kernel waits for its accumulators to be stored before it multiplies again. **Build** one that has both: even tiles *and* an MMA that fits
-# each of them. Compile `multiply` for two sizes, choose by `tile.rows` (the branch is uniform: all threads of a warpgroup take it), and
-# measure with rows by Zipf's law. How close does it come to the lower bound of the table above?
+# **Build** a kernel that has both: even tiles *and* an MMA that fits each of them. Compile `multiply` and `store` for two sizes, choose by
+# `tile.rows` (all threads of a warpgroup take the same branch), and measure with rows by Zipf's law. The column of lower bounds above says how
+# far there is to go.
 #
 # ## Sources
 #

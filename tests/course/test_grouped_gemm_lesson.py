@@ -395,7 +395,7 @@ def test_bands_and_other_tile_sizes_are_right(right_page):
         ("a tensor map per group", "replace_rows(copies, MAP_BYTES, rows)", "pass"),
         ("a tensor map per group", "int64(starts[g]) * n", "int64(starts[g]) * k"),
         ("vertical order", "int32(number - n * tiles)", "int32(number - n)"),
-        ("transposed MMA", "int32(tile.n * TILE_N + 64 * group), row, smem", "int32(tile.n * TILE_N), row, smem"),
+        ("transposed MMA", "int32(tile.n * TILE_N + 64 * warpgroup), row, smem", "int32(tile.n * TILE_N), row, smem"),
         ("transposed MMA", "            wait_for_stores()  # the last tile's", "            pass  # the last tile's"),
         ("tiles of 96 rows", "fence_proxy_async_shared()\n        bar_sync", "bar_sync"),
         ("no maps of groups", "int32(rows - 2 * first), column", "int32(rows), column"),
