@@ -5,7 +5,6 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from helpers.figures import cut_off, labelled, texts, values_of
-from schedules import schedule
 
 from moe_numba.course.deepep_port.buffer_layout import DeepEPConfig
 from moe_numba.course.draw.canvas import check_range, text
@@ -14,7 +13,6 @@ from moe_numba.course.lessons.align import draw as align
 from moe_numba.course.lessons.align_one_launch import draw as align_one_launch
 from moe_numba.course.lessons.combine import draw as combine
 from moe_numba.course.lessons.dispatch_layout import draw as dispatch_layout
-from moe_numba.course.lessons.grouped_gemm import draw as grouped_gemm
 from moe_numba.course.lessons.grouped_gemm_scales import draw as grouped_gemm_scales
 from moe_numba.course.lessons.grouped_gemm_scales.tile_traces import Tile
 from moe_numba.course.lessons.hopper import draw as hopper
@@ -27,7 +25,6 @@ from moe_numba.course.lessons.shared_experts.layer_figure import layer_bars
 
 COUNTS = [3, 1, 7, 0, 4, 1, 6, 3]
 LOAD = {"separate": [4] * 256, "8 replicas": [4] * 256 + [99, 70, 80, 64, 65, 66, 67, 68]}
-TILES = {name: schedule(name, [2, 1, 3], 4, 5) for name in ("horizontal", "vertical")}
 HEADS, FILLED, NONE = [0, -1, -1, 1, 2, -1, 3, -1], [0, -2, -2, 1, 2, -4, 3], 1 << 25
 GAPS = {"before": HEADS, "after": [*FILLED, "none"]}
 WAITS = [f"rank {r} {what}" for r in (0, 2, 1) for what in ("sends", "receives")]
@@ -106,15 +103,6 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
     "Hopper": (hopper.problem, (), {"direct": 1}, "TMA"),
     "swizzle": (hopper.swizzle, (), {"before": [*range(8)] * 8}, "chunk 0 of 8 rows: 4 of 32 banks, 8 wavefronts"),
     "accumulator fragment": (hopper.fragment, (7,), {"held": 8}, "4 warps"),
-    "grouped GEMM": (grouped_gemm.problem, ([5, 0, 9, 3],), {"row": 2 * 17, "weight": ["W0", "W1", "W2", "W3"]}),
-    "tile starts": (
-        grouped_gemm.tile_starts,
-        ([5, 3, 9, 2], 4),
-        {"mixed": 2, "tile": 17, "row": 66},
-        "one map per group",
-    ),
-    "padded work": (grouped_gemm.padded_work, ([1, 8, 65],), {"paid": 6, "used": 6}, "64", "128", "72"),
-    "tile schedules": (grouped_gemm.schedules, (TILES, 3), {"tile": 2 * 24, "idle": 2}, "1 idle at the end"),
     "scales of a lane": (grouped_gemm_scales.factors, (5,), {"own": 2 * 12, "factor": 6 + 2 + 1}, "weight", "x"),
     "pairs of tiles": (
         grouped_gemm_scales.pairs,

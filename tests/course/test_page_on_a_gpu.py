@@ -17,6 +17,7 @@ PAGES = (
     "04_align_one_launch",
     "05_shared_experts",
     "06_hopper_gemm",
+    "07_grouped_gemm",
 )
 SMALL = """
 from moe_numba.course.lessons.align.published import lesson

@@ -69,11 +69,11 @@ TOPICS = (
     ),
     Topic(
         "07_grouped_gemm",
-        "the experts' FP8 grouped GEMM, with TMA and wgmma",
+        "the experts' FP8 GEMMs in one launch: find tiles, skip padding and maps, tiles for few and many rows",
         "Tencent's hpc-ops",
         "grouped_gemm",
         "the grouped GEMM",
-        ("grouped_gemm_dense_ladder", "grouped_gemm_ladder"),
+        ("grouped_gemm_lesson_ladder",),
         hopper=True,
     ),
     Topic(

@@ -1,54 +1,47 @@
-"""Figures of the grouped GEMM: groups and their weights, starts of tiles, padding, and the tiles of each CTA."""
+"""Figures of the grouped GEMM: groups and their weights, where tiles begin, orders of tiles, padding, two subtiles."""
 
-from moe_numba.course.bench.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, WIDTH
-from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, check_range, ink_on, note, plural, text, tint
+from collections.abc import Sequence
 
-__all__ = ["problem", "schedules", "padded_work", "tile_starts"]
+from moe_numba.course.draw.drawing import WIDTH, Drawing
 
-_COLOURS = (BLUE, ORANGE, GREEN, SKY, RED, "#CC79A7")
+__all__ = ["orders", "padded_work", "problem", "subtiles", "tile_starts"]
 
-
-def _colour(group):
-    return tint(_COLOURS[group % len(_COLOURS)], 0.45)
+_KINDS = "blue", "orange", "green", "sky", "purple"
 
 
-def problem(lengths):
-    """Draw the rows of x in groups, the weight of each group, and the rows of y."""
-    check_range("the number of groups", len(lengths), 2, 6)
-    check_range("rows", sum(lengths), 1, 32)
-    figure, axes = canvas(WIDTH, 3.9, f"{plural(len(lengths), 'group')}, {len(lengths)} matrices, one output")
-    tall, top = 2.6 / sum(lengths), 3.2
-    each = 2.6 / len(lengths)
-    for left, words in ((0.6, "x [M, K]"), (4.0, "weight [groups, N, K]"), (7.0, "y [M, N]")):
-        text(axes, left + 0.75, top + 0.15, words, weight="bold")
+def _kind(group):
+    return _KINDS[group % len(_KINDS)]
+
+
+def problem(lengths: Sequence[int] = (5, 0, 9, 3)) -> Drawing:
+    """Draw the rows of x in groups, the weights of each group, and the rows of y."""
+    drawing, top, tall = Drawing(f"{len(lengths)} groups: rows of x, weights, rows of y"), 56.0, 132.0
+    row_tall, each = tall / max(sum(lengths), 1), tall / len(lengths)
+    for x, words in ((52.0, "x: rows, k"), (164.0, "weights: groups, n, k"), (300.0, "y: rows, n")):
+        drawing.text(x, 44, words, size=10, bold=True)
     row = 0
     for g, length in enumerate(lengths):
-        fill, y = _colour(g), top - (row + length) * tall
-        middle = top - (g + 0.5) * each
+        y, middle = top + row * row_tall, top + (g + 0.5) * each
+        drawing.box(170, middle - 0.4 * each, 76, 0.8 * each, _kind(g), f"group {g}", size=9)
         for r in range(length):
-            for left in (0.6, 7.0):
-                box(axes, left, y + r * tall, 1.5, tall, fill=fill, edge=WHITE, line=0.6, label="row")
-        box(axes, 4.15, middle - 0.4 * each, 1.2, 0.8 * each, f"W{g}", fill=fill, edge=fill, label="weight")
+            for x in (52, 300):
+                drawing.box(x, y + r * row_tall, 76, max(row_tall - 1, 1), _kind(g))
         if length:
-            at = y + length * tall / 2
-            arrow(axes, (2.15, at), (4.1, middle)), arrow(axes, (5.4, middle), (6.95, at))
-            text(axes, 0.5, at, f"{length}", size=8.5, colour=GREY, ha="right")
+            at = y + length * row_tall / 2
+            drawing.line((130, at), (168, middle)), drawing.line((248, middle), (298, at))
+            drawing.note(8, at + 3, f"{length} rows")
         else:
-            text(axes, 3.0, middle, "no rows", size=8.5, colour=GREY)
+            drawing.note(254, middle + 3, "no rows")
         row += length
-    note(axes, 0.15, 0.2, "A colour is a group: its rows of x (their number on the left), its matrix, its rows of y.")
-    return figure
+    drawing.note(8, top + tall + 16, "A colour is a group. Its rows need its weights, and no others.")
+    return drawing
 
 
-def tile_starts(lengths, tile):
-    """Draw where tiles begin: with one tensor map, with rows padded to whole tiles, and with one map per group."""
-    check_range("the number of groups", len(lengths), 1, 6)
-    check_range("tile", tile, 2, 16)
+def tile_starts(lengths: Sequence[int] = (5, 3, 9, 2), tile: int = 4) -> Drawing:
+    """Draw where tiles begin: with one tensor map, with padded rows, and with one map per group."""
+    drawing = Drawing(f"Where tiles of {tile} rows begin")
     padded = [-(-length // tile) * tile for length in lengths]
-    largest = max(sum(padded), sum(lengths))
-    check_range("rows", largest, 1, 64)
-    figure, axes = canvas(WIDTH, 3.5, f"Where tiles of {tile} rows begin")
-    left, wide = 2.6, (WIDTH - 2.8) / largest
+    wide = (WIDTH - 20) / max(sum(padded), sum(lengths))
     owners = [g for g, length in enumerate(lengths) for _ in range(length)]
     filled = [g if r < lengths[g] else None for g in range(len(lengths)) for r in range(padded[g])]
     starts = [sum(lengths[:g]) for g in range(len(lengths))]
@@ -57,92 +50,85 @@ def tile_starts(lengths, tile):
         for start, length in zip(starts, lengths, strict=True)
         for at in range(0, length, tile)
     ]
-    panels = {
-        "one map, unpadded": (owners, [(at, tile) for at in range(0, len(owners), tile)]),
-        "one map, rows padded": (filled, [(at, tile) for at in range(0, len(filled), tile)]),
-        "one map per group": (owners, by_group),
-    }
-    for panel, (name, (rows, tiles)) in enumerate(panels.items()):
-        y = 2.35 - 0.85 * panel
-        text(axes, 0.15, y + 0.16, name, ha="left", weight="bold")
+    for panel, (name, rows, tiles) in enumerate(
+        (
+            ("one map: a tile may have rows of two groups", owners, [(at, tile) for at in range(0, len(owners), tile)]),
+            ("one map, padded rows", filled, [(at, tile) for at in range(0, len(filled), tile)]),
+            ("a map per group", owners, by_group),
+        )
+    ):
+        y = 44 + 58 * panel
+        drawing.text(8, y, name, size=10, bold=True)
         for r, g in enumerate(rows):
-            fill = WHITE if g is None else _colour(g)
-            box(axes, left + r * wide, y, wide, 0.32, fill=fill, edge=PALE, line=0.4, label="row")
+            drawing.box(8 + r * wide, y + 8, wide - 1, 18, "pale" if g is None else _kind(g))
         for at, length in tiles:
-            inside = {g for g in rows[at : at + length] if g is not None}
-            bad = len(inside) > 1
+            owned = {g for g in rows[at : at + length] if g is not None}
             width = min(length, len(rows) - at) * wide
-            box(
-                axes,
-                left + at * wide + 0.02,
-                y - 0.14,
-                width - 0.04,
-                0.09,
-                fill=RED if bad else INK,
-                edge="none",
-                label="mixed" if bad else "tile",
-            )
-    note(
-        axes,
-        0.15,
-        0.2,
-        "A box is a row, in its group's colour; white: padding. A bar below is a tile; "
-        "red: its rows belong to two groups.",
+            drawing.line((9 + at * wide, y + 32), (6 + at * wide + width, y + 32), width=3)
+            if len(owned) > 1:
+                drawing.text(8 + at * wide + width / 2, y + 43, "mixed", size=9, anchor="middle")
+    drawing.note(8, 220, "A box is a row, in its group's colour; pale: padding. A line is a tile.")
+    return drawing
+
+
+def orders(tiles: Sequence[int] = (2, 1, 3), n_tiles: int = 4, ctas: int = 6) -> Drawing:
+    """Draw the number of each tile in three orders; the first wave of CTAs is dark."""
+    drawing, side, rows = Drawing("The number of each tile, in three orders"), 22.0, sum(tiles)
+    places = [(g, m) for g, count in enumerate(tiles) for m in range(count)]
+    for panel, name in enumerate(("horizontal", "vertical", "by group")):
+        x, y = 30.0 + panel * 122, 62.0
+        drawing.text(x, 44, name, size=10, bold=True)
+        for row, (g, m) in enumerate(places):
+            if panel == 0:
+                drawing.note(6, y + row * side + 15, f"g{g}.{m}")
+            for n in range(n_tiles):
+                before = sum(tiles[:g])
+                number = (row * n_tiles + n, n * rows + row, before * n_tiles + n * tiles[g] + m)[panel]
+                first = number < ctas
+                kind = _kind(g) if first else "pale"
+                drawing.box(x + n * side, y + row * side, side - 2, side - 2, kind, f"{number}", size=9)
+    bottom = 62 + rows * side
+    drawing.note(
+        8, bottom + 14, f"Down: tiles of rows (group.m). Across: tiles of weights. Coloured: the first {ctas},"
     )
-    return figure
+    drawing.note(8, bottom + 27, "run together. A column within a group shares weights, a row shares x.")
+    return drawing
 
 
-def padded_work(rows):
-    """Draw the padded part of the tensor cores' work, with tokens as M and as N; ``rows`` are group sizes."""
-    check_range("the number of sizes", len(rows), 1, 8)
-    figure, axes = canvas(WIDTH, 3.6, "Rows that the MMA multiplies, by group size")
-    left, bottom, tall, group = 0.8, 0.8, 2.1, (WIDTH - 1.0) / len(rows)
-    variants = {"tokens as M: multiples of 64": (64, ORANGE), "tokens as N: multiples of 8": (8, BLUE)}
-    largest = max(-(-r // 64) * 64 for r in rows)
+def padded_work(rows: Sequence[int] = (1, 8, 16, 40, 64, 100)) -> Drawing:
+    """Draw the rows that MMAs multiply, with rows of x as wgmma's first operand, and as its second."""
+    drawing, base, tall = Drawing("Rows that the MMA multiplies, by rows of the group"), 176.0, 110.0
+    largest, each = max(-(-r // 64) * 64 for r in rows), (WIDTH - 20) / len(rows)
     for place, r in enumerate(rows):
-        x = left + place * group
-        for side, (step, colour) in enumerate(variants.values()):
-            paid, at = -(-r // step) * step, x + (0.1 + 0.4 * side) * group
-            wide = 0.36 * group
-            box(axes, at, bottom, wide, tall * paid / largest, fill=tint(colour, 0.3), edge=colour, label="paid")
-            box(axes, at, bottom, wide, tall * r / largest, fill=colour, edge=colour, label="used")
-            text(axes, at + 0.18 * group, bottom + tall * paid / largest + 0.1, f"{paid}", size=8)
-        text(axes, x + 0.48 * group, bottom - 0.15, f"{r}", size=8.5)
-    axes.plot([left, WIDTH - 0.2], [bottom, bottom], color=INK, linewidth=0.8)
-    for side, (words, (_, colour)) in enumerate(variants.items()):
-        text(axes, left + 3.0 * side, bottom - 0.4, words, colour=colour, ha="left", weight="bold")
-    note(axes, 0.15, 0.17, "Dark: rows of the group. Pale: padding.")
-    return figure
+        x = 10 + place * each
+        for side, (granularity, kind) in enumerate(((64, "orange"), (8, "blue"))):
+            paid, at = -(-r // granularity) * granularity, x + side * 0.44 * each
+            high = tall * paid / largest
+            drawing.box(at, base - high, 0.38 * each, high, "pale")
+            used = tall * r / largest
+            drawing.box(at, base - used, 0.38 * each, used, kind)
+            drawing.text(at + 0.19 * each, base - high - 4, f"{paid}", size=9, anchor="middle")
+        drawing.text(x + 0.42 * each, base + 14, f"{r}", size=10, anchor="middle", bold=True)
+    drawing.legend(base + 34, (("orange", "first operand: 64 rows"), ("blue", "second operand: multiples of 8")))
+    drawing.note(8, base + 52, "Pale: rows that are multiplied for nothing.")
+    return drawing
 
 
-def schedules(found, groups):
-    """Draw schedules of equal tiles: ``{name: [tiles (g, m, n) of each CTA]}``."""
-    check_range("the number of schedules", len(found), 1, 3)
-    ctas = len(next(iter(found.values())))
-    check_range("CTAs", ctas, 1, 8)
-    check_range("groups", groups, 1, 6)
-    row = 0.3
-    figure, axes = canvas(WIDTH, 0.9 + len(found) * (row * ctas + 0.5), "Tiles of each CTA over time")
-    left, top = 0.9, 0.45 + len(found) * (row * ctas + 0.5)
-    for name, tiles in found.items():
-        waves = max(map(len, tiles))
-        wide = min(1.1, (WIDTH - left - 1.6) / max(waves, 1))
-        idle = sum(waves - len(own) for own in tiles)
-        text(axes, left, top - 0.15, f"{name}: {plural(waves, 'wave')}", ha="left", weight="bold")
-        for cta, own in enumerate(tiles):
-            y = top - 0.3 - row * (cta + 1)
-            text(axes, left - 0.08, y + 0.15, f"CTA {cta}", size=8, colour=GREY, ha="right")
-            for wave in range(waves):
-                words, fill, edge, colour, label = "idle", WHITE, PALE, GREY, "idle"
-                if wave < len(own):
-                    g, m, n = own[wave]
-                    words, fill, edge, label = f"x{g}.{m} w{g}.{n}", _colour(g), WHITE, "tile"
-                    colour = ink_on(fill)
-                place = left + wave * wide, y + 0.02, wide - 0.03, row - 0.04
-                box(axes, *place, words, fill=fill, edge=edge, colour=colour, size=7.5, label=label)
-        side = left + waves * wide + 0.15
-        text(axes, side, top - 0.5, f"{plural(sum(map(len, tiles)), 'tile')},", size=8.5, ha="left")
-        text(axes, side, top - 0.7, f"{idle} idle at the end", size=8.5, colour=RED if idle else GREY, ha="left")
-        top -= row * ctas + 0.5
-    note(axes, 0.15, 0.17, "x1.0 w1.2: tile 0 of the rows of group 1 times tile 2 of its weight. A colour is a group.")
-    return figure
+def subtiles(rows: int = 144) -> Drawing:
+    """Draw a stage with a tile of weights and two subtiles of x, and what each warpgroup multiplies."""
+    drawing, top = Drawing(f"A stage with two subtiles of {rows} rows"), 60.0
+    drawing.text(8, 46, "a stage", bold=True)
+    drawing.box(8, top, 84, 28, "blue", "weights 0 to 63", size=8.5)
+    drawing.box(8, top + 30, 84, 28, "green", "weights 64 to 127", size=8.5)
+    for s in range(2):
+        drawing.box(8, top + 70 + 48 * s, 84, 44, "orange" if s else "sky", f"x, subtile {s}", size=9)
+    for group, kind in enumerate(("blue", "green")):
+        x = 150 + 118 * group
+        drawing.text(x, 46, f"warpgroup {group}", bold=True)
+        for s in range(2):
+            words = f"64 x {rows}"
+            drawing.box(x, top + 70 + 48 * s, 104, 44, "orange" if s else "sky", words, size=10)
+        drawing.box(x, top + 15, 104, 28, kind, "its weights", size=9)
+        drawing.note(x, top + 60, "multiplied by both:")
+    drawing.note(8, top + 182, f"{rows} accumulators of a thread. The weights are loaded once for {2 * rows} rows.")
+    return drawing

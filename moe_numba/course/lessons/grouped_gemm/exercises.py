@@ -1,121 +1,453 @@
-"""Exercises of notebook 07, on the grouped GEMM."""
+"""Exercises of the lesson "Grouped GEMM"; the page checks answers with `exercises.<name>`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
+import torch
 
-from moe_numba import simulator  # noqa: F401  before numba
+from moe_numba import simulator  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
 # isort: split
-from numba import cuda, float32, int32
+from numba import cuda, int32, uint8, uint32, uint64
 
-from moe_numba.course.exercises import Exercise
-from moe_numba.course.grader import Run, function_test, kernel_test
-from moe_numba.ptx.warp import FULL_MASK
-
-# 1: coalesced loads
-
-
-@cuda.jit
-def one_token(x, weight, y, k):
-    lane, first = int32(cuda.threadIdx.x), int32(32 * cuda.blockIdx.x)
-    own = float32(0)
-    for i in range(32):
-        total = float32(0)
-        for j in range(lane, k, 32):
-            total += x[j] * weight[first + i, j]
-        for r in range(5):
-            total += cuda.shfl_xor_sync(FULL_MASK, total, 1 << r)
-        own = total if lane == i else own
-    y[first + lane] = own
+from moe_numba.course.grader import expect_equal, fault
+from moe_numba.course.lessons.grouped_gemm import answers, runs
+from moe_numba.course.lessons.grouped_gemm.hpc_ops_port.update_grouped_tma import make_update_grouped_tma
+from moe_numba.course.lessons.grouped_gemm.runs import Table, Tile
+from moe_numba.course.lessons.grouped_gemm.sizes import BAND, BUFFER_BYTES, CHUNK, MAP_BYTES, MAPS_BYTES, ROWS
+from moe_numba.course.steps.exercises import Build
+from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
+from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
+from moe_numba.ptx.tma import tma_load_2d
+from moe_numba.runtime.launch import launch
+from moe_numba.runtime.tensor_map import TensorMap
 
 
-def _gemv(n, k):
-    x, weight = (np.arange(k) % 5).astype(np.float32), (np.arange(n * k) % 7).reshape(n, k).astype(np.float32)
-    arguments = {"x": x, "weight": weight, "y": np.full(n, np.nan, np.float32), "k": k}
-    return Run((n // 32, 32), arguments, {"y": weight @ x}, f"n = {n}, k = {k}")
+def _counted(run: Callable[[], object]):
+    """Return what the simulator counts of the one kernel that a function launches."""
+    with simulator.profile() as profile:
+        run()
+    return profile.kernels[-1]
 
 
-_MOST_SECTORS = 2 * 32 * 96 * 4 // 32 + 32  # those of weight, and those of x again for each row
+def _first_tiles(counts):
+    return torch.tensor(np.concatenate([[0], np.cumsum(counts)]), dtype=torch.int32)
 
 
-# 2: stages that hide a latency
+# Build: which group has a tile
+
+_AT = 5  # where the table begins in shared memory, in words
+_COUNTS = (  # tiles of rows of each group
+    [3, 0, 4, 2],
+    [0, 0, 1],
+    [1],
+    [2, 0, 0],
+    [(7 * g) % 4 for g in range(32)],
+)
 
 
-def fewest_stages(latency, iteration):
-    return 1 + -(-latency // iteration)
+def _around_group_of(answer):
+    @cuda.jit
+    def around(first, out, groups, tiles):
+        words, lane = cuda.shared.array(512, int32), int32(cuda.threadIdx.x)
+        for g in range(lane, groups + 1, 32):
+            words[_AT + g] = first[g]
+        cuda.syncthreads()
+        for m in range(tiles):  # all lanes ask for the same tile, as those of a warp of the kernel do
+            out[m] = answer(Table(words, int32(_AT), groups), int32(m))
+
+    return around
 
 
-_PIPELINES = (1400, 512), (1000, 500), (600, 1000), (1300, 300)
+def _groups_of(answer, counts):
+    out = torch.full((sum(counts),), -1, dtype=torch.int32)
+    launch(_around_group_of(answer), 1, 32, _first_tiles(counts), out, len(counts), len(out))
+    return out.numpy(), np.repeat(np.arange(len(counts)), counts)
 
 
-# 3: tiles of groups
+def _test_group_of(answer):
+    for counts in _COUNTS:
+        out, right = _groups_of(answer, counts)
+        expect_equal(f"tiles of each group {counts}: the groups of tiles 0 to {len(out) - 1}", out, right)
 
 
-@cuda.jit
-def scale_groups(x, y_scale, seqlens, y):
-    thread, tile = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
-    g, first, before = int32(0), int32(0), int32(0)
-    while g < seqlens.shape[0]:
-        tiles = (seqlens[g] + 3) // 4
-        if tile < before + tiles:
-            row = 4 * (tile - before) + thread
-            if row < seqlens[g]:
-                y[first + row] += x[first + row] * y_scale[g]
-            tile += cuda.gridDim.x
-        else:
-            first += seqlens[g]
-            before += tiles
-            g += 1
+def _loads_of_a_search(answer):
+    """Count the search for the last tile of 32 groups, the one for which a walk through the table is longest."""
+    out = torch.zeros(1, dtype=torch.int32)
+    first = _first_tiles([1] * 32)
+
+    @cuda.jit
+    def last(first, out):
+        words, lane = cuda.shared.array(512, int32), int32(cuda.threadIdx.x)
+        words[_AT + lane] = first[lane]
+        if lane == 0:
+            words[_AT + 32] = first[32]
+        cuda.syncthreads()
+        out[0] = answer(Table(words, int32(_AT), int32(32)), int32(31))
+
+    return _counted(lambda: launch(last, 1, 32, first, out))
 
 
-def _groups(*seqlens):
-    x, y_scale = np.arange(1, sum(seqlens) + 1, dtype=np.float32), np.array([1, 10, 100, 1000], np.float32)
-    y = np.full(len(x), 0.5, np.float32)
-    arguments = {"x": x, "y_scale": y_scale, "seqlens": np.array(seqlens, np.int32), "y": y}
-    return Run((2, 4), arguments, {"y": y + x * np.repeat(y_scale, seqlens)}, f"seqlens {list(seqlens)}")
+group_of = Build(
+    "group of a tile",
+    "a function that looks up the group of a tile in the table",
+    own=answers.group_of,
+    test=_test_group_of,
+    profile=_loads_of_a_search,
+    counter="shared_load_requests",
+    par=6,
+    needs=(("shared_load_requests",), "it does not look at the table in shared memory"),
+    most_alone=None,
+    over_par="The table is sorted. How many entries must you read to halve what is left?",
+    hint="Look for the last group that begins at m or before it. A group without rows begins where the next one does, "
+    "so the last such group is the one that has rows.",
+    seeds=2,
+    home=f"{__name__}:group_of",
+)
 
 
-# 4: bands of tiles
+# Build: count the tiles
 
 
-def in_bands(tile, m_tiles, n_tiles):
-    band, tile = divmod(tile, 8 * n_tiles)
-    n, m = divmod(tile, min(8, m_tiles - 8 * band))
-    return 8 * band + m, n
+def _around_count(answer):
+    @cuda.jit
+    def around(lengths, first, groups, tokens):
+        answer(lengths, groups, tokens, first, int32(_AT))
+
+    return around
 
 
-_TILES = [
-    (tile, m_tiles, n_tiles)
-    for m_tiles, n_tiles in ((8, 3), (16, 4), (19, 5), (3, 2))
-    for tile in range(m_tiles * n_tiles)
-]
+def _count(answer, groups, tokens):
+    lengths = torch.tensor([(g * g * 37 + 11 * g) % 300 * (g % 5 > 0) for g in range(groups)], dtype=torch.int32)
+    first = torch.full((_AT + groups + 2,), -1, dtype=torch.int32)
+    launch(_around_count(answer), 1, 32, lengths, first, groups, tokens)
+    right = first.clone().fill_(-1)
+    right[_AT:-1] = _first_tiles(-(-lengths.numpy() // tokens))
+    return first.numpy(), right.numpy()
 
 
-EXERCISES = {
-    1: Exercise(
-        "a kernel that computes 32 elements of y with one warp, and whose loads are coalesced",
-        kernel_test(_gemv(32, 32), _gemv(32, 96), at_most={"sectors per load": 4, "loaded sectors": _MOST_SECTORS}),
-        "Let the 32 lanes load 32 consecutive elements of one row at a time. Each row then needs a sum over the lanes: "
-        "cuda.shfl_xor_sync.",
-        one_token,
+def _test_count(answer):
+    for groups, tokens in ((5, 64), (1, 16), (32, 96), (40, 128), (256, 64)):
+        first, right = _count(answer, groups, tokens)
+        expect_equal(f"{groups} groups, tiles of {tokens} rows, at = {_AT}: first", first, right)
+
+
+count_tiles = Build(
+    "count tiles",
+    "a function in which a warp stores the number of tiles before each group",
+    own=answers.count_tiles,
+    test=_test_count,
+    profile=lambda answer: _counted(lambda: _count(answer, 256, 64)),
+    counter="shuffles",
+    par=5,
+    needs=(
+        ("shuffles", "shared_load_requests", "global_atomic_requests", "shared_atomic_requests"),
+        "no lane gets a sum from another lane, so each must have added up the groups of others",
     ),
-    2: Exercise(
-        "a function of the latency of a copy and the time of an iteration, both in clocks, that returns a number of "
-        "stages",
-        function_test(fewest_stages, _PIPELINES),
-        "One stage is being multiplied. How many iterations pass between the issue of a copy and its use?",
-        fewest_stages,
-    ),
-    3: Exercise(
-        "a kernel that adds each scaled row of x to y once",
-        kernel_test(_groups(5, 0, 9, 3), _groups(0, 2, 2, 7), _groups(4, 8, 1, 0), seeds=4),
-        "How many tiles has a group of 5 rows? Which rows does the last of them have, and which of them are the "
-        "group's?",
-        scale_groups,
-    ),
-    4: Exercise(
-        "a function of tile, m_tiles and n_tiles that returns (m, n)",
-        function_test(in_bands, _TILES),
-        "A whole band has 8 * n_tiles tiles: divmod twice. How many token tiles has the last band?",
-        in_bands,
-    ),
-}
+    over_par="What can a lane add up alone, before the warp makes one scan?",
+    hint="Give each lane neighbouring groups. It adds up their tiles, a scan over lanes tells it what comes before, "
+    "and then it goes through its groups again. The sum behind the last lane is the total.",
+    seeds=2,
+    home=f"{__name__}:count_tiles",
+)
+
+
+# Build: the place of a tile
+
+_LENGTHS, _WIDTH, _BOX = (11, 0, 20, 5), 128, 1024  # rows of groups, bytes of a row and of eight rows
+_TILES = ((0, 0), (0, 8), (2, 0), (2, 16), (3, 0))  # group, first row in the group
+
+
+def _around_place(answer):
+    @cuda.jit
+    def around(maps, tiles, starts, out, count):
+        smem, barrier = cuda.shared.array(_BOX, uint8, 1024), cuda.shared.array(1, uint64)
+        lane = int32(cuda.threadIdx.x)
+        if lane == 0:
+            mbarrier_init(barrier, 0, 1)
+            fence_mbarrier_init()
+        cuda.syncwarp()
+        for i in range(2 * count):
+            which = int32(MAP_BYTES) if i >= count else int32(0)
+            at = int32(i - count if i >= count else i)
+            if lane == 0:
+                tile = Tile(tiles[2 * at], tiles[2 * at + 1], int32(8), int32(0))
+                index, row = answer(maps, which, starts, tile)
+                mbarrier_arrive_expect_tx(barrier, 0, _BOX)
+                tma_load_2d(smem, 0, maps, index, 0, row, barrier, 0)
+            mbarrier_wait_parity(barrier, 0, uint32(i & 1))
+            for j in range(lane, _BOX, 32):
+                out[_BOX * i + j] = smem[j]
+            cuda.syncwarp()
+
+    return around
+
+
+@cache
+def _two_matrices():
+    rows = sum(_LENGTHS)
+    x = (torch.arange(rows * _WIDTH) // _WIDTH + 1).to(torch.uint8).view(rows, _WIDTH)
+    return x, (x + 100).contiguous()
+
+
+def _place(answer):
+    (x, y), groups = _two_matrices(), len(_LENGTHS)
+    lengths, starts = torch.tensor(_LENGTHS, dtype=torch.int32), _first_tiles(_LENGTHS)
+    memory = torch.zeros((2 * groups + 1) * MAP_BYTES, dtype=torch.uint8)
+    maps = memory[-memory.data_ptr() % MAP_BYTES :][: groups * MAPS_BYTES]
+    counts = torch.zeros_like(lengths), torch.zeros_like(starts)
+    given = maps, x, y, lengths, starts, *counts, groups, _WIDTH, _WIDTH
+    templates = (TensorMap(each, (8, _WIDTH)) for each in (x, y))
+    launch(make_update_grouped_tma(8), groups + 1, 32, *templates, *given, shared_bytes=MAPS_BYTES)
+    out = torch.full((2 * len(_TILES), 8, _WIDTH), 255, dtype=torch.uint8)
+    tiles = torch.tensor(_TILES, dtype=torch.int32).view(-1)
+    launch(_around_place(answer), 1, 32, maps, tiles, starts, out.view(-1), len(_TILES))
+    right = torch.zeros_like(out[:, :, 0])
+    for i, (group, row) in enumerate(_TILES * 2):
+        own = (x, y)[i // len(_TILES)][starts[group] + row : starts[group + 1]][:8, 0]
+        right[i, : len(own)] = own
+    return out[:, :, 0].numpy(), right.numpy()
+
+
+def _test_place(answer):
+    out, right = _place(answer)
+    for i, (group, row) in enumerate(_TILES * 2):
+        name = f"the map of {'xy'[i // len(_TILES)]}, group {group}, tile at its row {row}: rows loaded (0: zeros)"
+        expect_equal(name, out[i], right[i])
+
+
+@dataclass(frozen=True)
+class Place(Build):
+    """A `Build` that is right or wrong: a tile has one place."""
+
+    def judge(self, answer):
+        """Return the state, a sentence and no score of an answer, in the simulator."""
+        if (wrong := fault(self._test, answer)) is not None:
+            return WRONG, wrong, None
+        return RIGHT, "right: each map is acquired, and rows count from where its group begins", None
+
+
+place = Place(
+    "place of a tile",
+    "a function that acquires a map of the tile's group, and returns its index and the tile's row in it",
+    own=answers.place_in_group,
+    test=_test_place,
+    profile=lambda answer: None,  # type: ignore[arg-type,return-value]
+    counter="",
+    par=0,
+    hint="The map of a group begins at the group's first row. Where, counted from there, does the tile begin? Make the "
+    "index an int64.",
+    seeds=2,
+    home=f"{__name__}:place",
+)
+
+
+# Build: bands
+
+
+def _around_order(answer):
+    @cuda.jit
+    def around(first, out, groups, n_tiles, tiles):
+        words, lane = cuda.shared.array(512, int32), int32(cuda.threadIdx.x)
+        for g in range(lane, groups + 1, 32):
+            words[_AT + g] = first[g]
+        cuda.syncthreads()
+        for number in range(tiles):
+            group, m, n = answer(Table(words, int32(_AT), groups), n_tiles, int32(number))
+            out[3 * number] = group
+            out[3 * number + 1] = m
+            out[3 * number + 2] = n
+
+    return around
+
+
+def _ordered(answer, counts, n_tiles):
+    tiles = sum(counts) * n_tiles
+    out = torch.full((tiles, 3), -1, dtype=torch.int32)
+    launch(_around_order(answer), 1, 32, _first_tiles(counts), out.view(-1), len(counts), n_tiles, tiles)
+    return out.numpy()
+
+
+def _in_bands(counts, n_tiles):
+    rows = [(g, m) for g, count in enumerate(counts) for m in range(count)]
+    bands = [rows[at : at + BAND] for at in range(0, len(rows), BAND)]
+    return [(g, m, n) for band in bands for n in range(n_tiles) for g, m in band]
+
+
+def _test_bands(answer):
+    for counts, n_tiles in (([2, 0, 3, 1, 5], 3), ([BAND], 2), ([1, 1], 4), ([0, 3 * BAND - 1, 0], 1)):
+        out, right = _ordered(answer, counts, n_tiles), _in_bands(counts, n_tiles)
+        for number, tile in enumerate(right):
+            name = f"tiles of rows {counts}, n_tiles = {n_tiles}, tile {number}: (group, m, n)"
+            expect_equal(name, out[number], np.array(tile))
+
+
+def _loads_of_an_order(answer):
+    """Count one lookup, of the last tile of 32 groups; filling the table needs no loads from shared memory."""
+
+    @cuda.jit
+    def last(first, out, n_tiles, number):
+        words, lane = cuda.shared.array(512, int32), int32(cuda.threadIdx.x)
+        for g in range(lane, 33, 32):
+            words[_AT + g] = first[g]
+        cuda.syncthreads()
+        group, m, n = answer(Table(words, int32(_AT), int32(32)), n_tiles, number)
+        out[0] = int32(group + m + n)
+
+    out = torch.zeros(1, dtype=torch.int32)
+    return _counted(lambda: launch(last, 1, 32, _first_tiles([2] * 32), out, 4, 255))
+
+
+bands = Build(
+    "bands",
+    f"a function that returns the tile with a number, in bands of {BAND} tiles of rows",
+    own=answers.in_bands,
+    test=_test_bands,
+    profile=_loads_of_an_order,
+    counter="shared_load_requests",
+    par=9,
+    needs=(("shared_load_requests",), "it does not look at the table in shared memory"),
+    limits={"executions": (200, "it walks through tiles until it arrives at the number")},
+    most_alone=None,
+    over_par="One entry for the number of tiles, a search for the group, and one entry for its first tile are enough.",
+    hint="A whole band has BAND * n_tiles tiles. Divide by that, then divide what is left by the tiles of rows of this "
+    "band, which are fewer in the last one. m then counts all groups' tiles: group_of, and subtract.",
+    seeds=1,
+    home=f"{__name__}:bands",
+)
+
+
+# Build: store the rows of a tile
+
+_COLUMNS, _Y_ROWS, _WORDS = 256, 40, BUFFER_BYTES  # words of four buffers
+
+
+def _around_store(answer):
+    @cuda.jit
+    def around(values, y, row, rows, column, pitch, buffer):
+        words, thread = cuda.shared.array(_WORDS, int32, 1024), int32(cuda.threadIdx.x)
+        for i in range(thread, CHUNK * 32, 128):  # words of 16 rows
+            r, v = int32(i >> 5), int32(i >> 2 & 7)
+            words[(buffer >> 2) + 32 * r + ((v ^ (r & 7)) << 2) + (i & 3)] = values[i]
+        cuda.syncthreads()
+        answer(words, buffer, y, row, rows, column, pitch)
+
+    return around
+
+
+def _store(answer, row, rows, column, buffer):
+    values = torch.arange(CHUNK * 32, dtype=torch.int32) + 1
+    y = torch.full((_Y_ROWS, _COLUMNS // 2), -1, dtype=torch.int32)
+    launch(_around_store(answer), 1, 128, values, y.view(-1), row, rows, column, _COLUMNS // 2, buffer)
+    right = torch.full_like(y, -1)
+    count = max(0, min(rows, CHUNK))
+    right[row : row + count, column // 2 : column // 2 + 32] = values.view(CHUNK, 32)[:count]
+    return y.numpy(), right.numpy()
+
+
+def _test_store(answer):
+    cases = ((3, 16, 64, 0), (0, 5, 128, BUFFER_BYTES), (7, 40, 0, 3 * BUFFER_BYTES), (9, 0, 192, 0), (4, -11, 64, 0))
+    for row, rows, column, buffer in cases:
+        y, right = _store(answer, row, rows, column, buffer)
+        for r in range(_Y_ROWS):
+            whose = "one of the rows" if row <= r < row + min(rows, CHUNK) else "a row of another group"
+            name = f"row = {row}, rows = {rows}, column = {column}: words of row {r} of y, {whose} (-1: not written)"
+            expect_equal(name, y[r], right[r])
+
+
+store_chunk = Build(
+    "rows of a tile",
+    "a function that stores the rows of a tile, and no others",
+    own=answers.store_chunk,
+    test=_test_store,
+    profile=lambda answer: _counted(lambda: _store(answer, 3, 16, 64, 0)),
+    counter="global_store_requests",
+    par=1,
+    over_par="A row has 128 bytes, eight lanes store 16 each. How many rows can a warp store at once?",
+    hint="Thread t of the 128 has vector t % 8 of row t // 8. Is that row one of the tile's?",
+    seeds=2,
+    home=f"{__name__}:store_chunk",
+)
+
+
+# Predict: tiles and padding
+
+
+class Padding:
+    """Predict how many tiles of 128 rows the groups have, and how much of them is padding."""
+
+    def check(self, tiles=..., percent=...) -> Verdict:
+        """Compare guesses with what the lengths say; a percentage may be off by 3."""
+        if tiles is ... and percent is ...:
+            return Verdict("padding", OPEN, "no prediction yet")
+        count = runs.tiles_of(runs.lengths_of(ROWS), 128)
+        padded = 100 * (1 - ROWS / (128 * count))
+        texts, right = [], True
+        if tiles is not ...:
+            texts.append(f"you predicted {tiles} tiles, there are {count}")
+            right = tiles == count
+        if percent is not ...:
+            texts.append(f"you predicted {percent} % of padding, it is {padded:.0f} %")
+            right = right and abs(percent - padded) <= 3
+        text = "; ".join(texts)
+        return Verdict("padding", RIGHT if right else WRONG, f"{text}. {_PADDING}")
+
+
+_PADDING = (
+    "Each group with rows has its length divided by 128 and rounded up; a tile counts whole, however few rows it has"
+)
+padding = Padding()
+
+
+# Diagnose: a store of whole chunks
+
+
+class WholeChunks:
+    """Say what goes wrong if a tile's last chunk is stored whole, before the simulator shows it."""
+
+    choices = {
+        "A": "nothing: each row is also stored by the tile of its own group",
+        "B": "the rows behind the end of a group depend on which tile is stored last",
+        "C": "the last rows of each group are wrong",
+        "D": "the kernel waits forever",
+    }
+
+    def check(self, version, choice=...) -> Verdict:
+        """Compare a choice with what several thread orders make of a version."""
+        known = "; ".join(f"{name}: {text}" for name, text in self.choices.items())
+        if choice not in self.choices:
+            text = f"no choice yet. {known}" if choice is ... else f"you chose {choice!r}; {known}"
+            return Verdict("whole chunks", OPEN if choice is ... else WRONG, text)
+        found = runs.lesson.orders(version, seeds=2)
+        return Verdict("whole chunks", RIGHT if choice == "B" else WRONG, f"you chose {choice}. {_CHUNKS}\n{found}")
+
+
+_CHUNKS = (
+    "Two CTAs write the same rows of y, one of them with the weights of the wrong group, and nothing orders them. "
+    "A test on one GPU may pass. Rows behind the last group are written, too"
+)
+whole_chunks = WholeChunks()
+
+
+# Predict: even tiles
+
+
+class Even:
+    """Say what even tiles change in a kernel with one size of MMA."""
+
+    choices = {"A": "it becomes faster", "B": "nothing changes", "C": "it becomes slower"}
+
+    def check(self, choice=...) -> Verdict:
+        """Compare a choice with the work of both cuts."""
+        known = "; ".join(f"{name}: {text}" for name, text in self.choices.items())
+        if choice not in self.choices:
+            text = f"no choice yet. {known}" if choice is ... else f"you chose {choice!r}; {known}"
+            return Verdict("even tiles", OPEN if choice is ... else WRONG, text)
+        work = f"Both cuts make {runs.tiles_of(runs.lengths_of(ROWS), 96)} tiles of rows of the groups of this page"
+        why = f"{work}, and each tile loads 96 rows, multiplies 96 rows, and stores its own: the sums are the same"
+        return Verdict("even tiles", RIGHT if choice == "B" else WRONG, f"you chose {choice}. {why}")
+
+
+even = Even()

@@ -207,7 +207,7 @@ def timed(version, m: int = M) -> list:
 # What is counted: the compiler's code, and bytes
 
 
-class _Lesson(Lesson):
+class CompiledLesson(Lesson):
     """Its scores say what the compiler made of a kernel; it has no model of kernels whose warps differ."""
 
     def fault(self, version):
@@ -225,7 +225,7 @@ class _Lesson(Lesson):
         with simulator.profile(self.gpu.upper()) as profile:
             self.run.once(version)
         (kernel,) = profile.kernels
-        rows = {(PATH, "barriers"): kernel.critical_path.barriers, **_compiled(kernel), **_bytes(kernel)}
+        rows = {(PATH, "barriers"): kernel.critical_path.barriers, **compiled_rows(kernel), **byte_rows(kernel)}
         return Score(name, rows, self.gpu.upper())
 
     def summary(self):
@@ -246,7 +246,7 @@ SHOWN = REGISTERS, SPILLED, CTAS, LOOP, STORES, COMPARES
 _LOADED, _STORED = "bytes from L2 to shared memory", "sectors stored by threads"
 
 
-def _compiled(kernel):
+def compiled_rows(kernel):
     """Return rows of what the compiler made of a profiled kernel."""
     static, names = kernel.static, [code["opcode"].split(".")[0] for code in kernel.static.sass or ()]
     count, (first, last) = Counter(names), main_loop(kernel.static.sass or ())
@@ -283,7 +283,7 @@ def _machine_code(version):
     return lines
 
 
-def _bytes(kernel):
+def byte_rows(kernel):
     """Return rows of the bytes that a profiled kernel moves. A multicast reads once what lands in several CTAs."""
     loaded = sum(
         operation.bytes * min(1, line.executions / operation.count)
@@ -294,7 +294,7 @@ def _bytes(kernel):
     return {(TOTAL, _LOADED): round(loaded), (TOTAL, _STORED): kernel.total.global_store_sectors}
 
 
-lesson = _Lesson(
+lesson = CompiledLesson(
     "hopper_gemm_ladder",
     Run(check, once, timed, kernels=lambda version: version[:1]),
     f"{__name__}:lesson",
