@@ -217,7 +217,7 @@ step("one thread per token", gate(one_thread_per_token, tokens_per_warp=32))
 #
 # (The model is weak here in two ways. The compiler unrolls the eight picks into eight loops, and the model takes each of the eight to run as
 # often as the source line, so this step's *instructions*, and what follows from them, are several times too many. On the other hand the model
-# takes a load from local memory to be as fast as arithmetic. The errors have opposite signs.)
+# takes a load from local memory to last 20 clocks, less than any cache needs. The errors have opposite signs.)
 #
 # **Take away.** A GPU hides latency with other warps. One thread per item needs many more items than this.
 #

@@ -97,7 +97,7 @@ def show_ninth_weight(nine_weights: Callable) -> Table:
     layer = Layer(SMALL, torch.float64, DEVICE, replicas=8)
     x = layer.tokens(9)
     weights, ids = layer.route(x)
-    nine = nine_weights(weights.double(), SCALE, False, False)
+    nine = nine_weights(weights.double().cpu(), SCALE, False, False).to(DEVICE)  # answers are tested on the CPU
     right, first = layer.expected(x), SMALL.num_experts
     one = torch.cat([ids, torch.full_like(ids[:, :1], first)], dim=1)
     in_turn = one + torch.arange(len(x), device=DEVICE)[:, None] % 8 * (one == first)
