@@ -894,7 +894,7 @@ def place_in_bands(tile, tiles_m, tiles, columns):
     return int32(uint32(band * uint32(BAND) + down) * uint32(ROWS)), int32(across * uint32(columns))
 
 
-banded = make_gemm(produce, multiply_256, release_own, tma_store, 256, 4, place=place_in_bands)
+banded = make_gemm(produce, multiply_256, release_own, tma_store, 256, 4, 1, place_in_bands)
 banded_pairs = make_gemm(produce_multicast, multiply_256, release_both, tma_store, 256, 4, 2, place_in_bands)
 small = make_gemm(produce, multiply_128, release_own, make_tma_store(order, 128, 6), 128, 6)
 three = make_gemm(produce, multiply_256, release_own, make_tma_store(order, 256, 3), 256, 3)
