@@ -321,8 +321,8 @@ step("a launch per group", Version(one_map))
 page.show_loop(Version(one_map))
 
 # %% [markdown]
-# **Take away.** A loop of GEMMs costs launches, a wait for the host, and a ragged end per launch. A persistent kernel has one of each, if it can
-# find its tiles.
+# **Take away.** A loop of GEMMs costs launches, a wait for the host, and a ragged end per launch. A persistent kernel has one launch and one
+# ragged end, if it can find its tiles itself.
 #
 # ## Where does a tile begin?
 #
