@@ -295,7 +295,8 @@ class GatePlan:
         warps, tokens_per_warp = packed_keys.WARPS_PER_BLOCK, 32 // config.lanes
         if merged_keys.supports(config.num_experts, config.routed, config.lanes):
             made = merged_keys.make_merged_kernel(config, self.limit_on_device, self.features)
-            return self._launch_shape(made, (), warps, tokens_per_warp, launch_bounds=merged_keys.LAUNCH_BOUNDS)
+            bounds = dict(launch_bounds=merged_keys.LAUNCH_BOUNDS)
+            return self._launch_shape(made, (), warps, tokens_per_warp, carveout=_CARVEOUT, **bounds)
         made = packed_keys.make_packed_kernel(config, self.limit_on_device, self.features)
         return self._launch_shape(made, (), warps, tokens_per_warp, carveout=_CARVEOUT)
 

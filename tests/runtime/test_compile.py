@@ -44,7 +44,7 @@ ROUTERS |= {
     }.items()
 }
 ROUTERS |= {
-    name: (f"merged_keys.make_merged_kernel(packed_keys.PackedConfig({sizes}))", PACKED, (128, 8), False)
+    name: (f"merged_keys.make_merged_kernel(packed_keys.PackedConfig({sizes}))", PACKED, (128, 3), False)
     for name, sizes in {
         "merged_qwen3": "128, 8, 2",
         "merged_float16": "128, 8, 2, dtype='float16', renormalize=False",
@@ -135,7 +135,9 @@ def test_cluster_has_two_barriers(reports):
 def test_gate_uses_no_local_memory(name, reports):
     report = reports[name]
     assert report.spilled_bytes == report.stack_bytes == report.count("LDL") == report.count("STL") == 0
-    assert report.registers <= {"widest": 168, "4_tokens": 84, "4_tokens_bfloat16": 84}.get(name, 128)
+    assert report.registers <= {"widest": 168, "4_tokens": 84, "4_tokens_bfloat16": 84}.get(
+        name, 168 if name.startswith("merged") else 128
+    )
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3_bfloat16", "deepseek_v3_float16", "kimi_k2", "4_tokens"])
@@ -154,11 +156,11 @@ def test_warp_is_known_to_be_converged(reports):
     assert reports["deepseek_v3"].count("WARPSYNC.COLLECTIVE") == 0
 
 
-def test_merges_need_few_registers(reports):
-    """With at most 64, the 8 warps of a scheduler that 65,536 tokens take are resident at once."""
+def test_merges_load_all_logits_first(reports):
+    """The loads of a row's part are all under way at once, and three CTAs still fit on an SM."""
     report = reports["merged_qwen3"]
-    assert report.registers <= 64 and report.count("LDG.E.128.CONSTANT") == 8
-    assert report.count("VIMNMX") <= 540 and report.count("WARPSYNC.COLLECTIVE") == 0
+    assert report.count("LDG.E.128.CONSTANT") == 8 and report.count("WARPSYNC.COLLECTIVE") == 0
+    assert report.count("VIMNMX") <= 540
 
 
 def test_redistribution_uses_16_byte_accesses(reports):
