@@ -1845,8 +1845,8 @@ if took := us("cluster of two CTAs", "many_us"):
 
 # %% [markdown]
 # **Explanation.** With 8192 tokens little is gained, so L2 traffic is not the main limit. An iteration takes longer
-# than its MMA (last line): the steps of a warpgroup are dependent, and the clock may be lower than assumed ([notebook
-# 06b](08_grouped_gemm_scales.ipynb)).
+# than its MMA (last line): the steps of a warpgroup are dependent, and the clock may be lower than assumed ([lesson
+# 08](08_block_scales.ipynb)).
 #
 # ### Step 19: final, the package's choice
 #
@@ -1915,8 +1915,8 @@ for wrong_step in (omits_a_row, neighbours_scale):
 # %% [markdown]
 # ## 8. Block scales
 #
-# With block scales, CUDA cores multiply each partial sum over 128 elements of K by a factor ([notebook
-# 06b](08_grouped_gemm_scales.ipynb)). Accuracy, where one token is twenty thousand times as large as the others:
+# With block scales, CUDA cores multiply each partial sum over 128 elements of K by a factor ([lesson
+# 08](08_block_scales.ipynb)). Accuracy, where one token is twenty thousand times as large as the others:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 torch.manual_seed(3)

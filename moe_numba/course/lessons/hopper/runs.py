@@ -206,8 +206,12 @@ def timed(version, m: int = M) -> list:
 # What is counted: the compiler's code, and bytes
 
 
-class _Lesson(Lesson):
-    """Its scores say what the compiler made of a kernel; it has no model of kernels whose warps differ."""
+class CompiledLesson(Lesson):
+    """Its scores say what the compiler made of a kernel; it has no model of kernels whose warps differ.
+
+    A subclass has ``rows(kernel)``, rows of a score of a profiled kernel, and the attributes ``shown``, which of them
+    the summary shows, and ``flops`` of a launch.
+    """
 
     def fault(self, version):
         """Return what is wrong with a version, or None. The simulator detects races in the first of several orders.
@@ -224,18 +228,20 @@ class _Lesson(Lesson):
         with simulator.profile(self.gpu.upper()) as profile:
             self.run.once(version)
         (kernel,) = profile.kernels
-        rows = {(PATH, "barriers"): kernel.critical_path.barriers, **_compiled(kernel), **_bytes(kernel)}
+        rows = {(PATH, "barriers"): kernel.critical_path.barriers, **self.rows(kernel)}
         return Score(name, rows, self.gpu.upper())
 
     def summary(self):
         """Return a table of all steps: times, rates, and what the compiler made of each."""
-        lines, flops = [], 2 * M * N * K
+        lines = []
         for step in self.steps.values():
             faster = step.us and step.before and step.before.us and f"{step.before.us / step.us:.2f}"
-            us = [records.format_us(step.us), f"{flops / step.us / 1e6:.0f}", faster or ""] if step.us else [""] * 3
-            facts = [f"{step.score.rows[COMPILER, row]:,}" for row in SHOWN]
+            us = (
+                [records.format_us(step.us), f"{self.flops / step.us / 1e6:.0f}", faster or ""] if step.us else [""] * 3
+            )
+            facts = [f"{step.score.rows[COMPILER, row]:,}" for row in self.shown]
             lines.append([step.name, *us, *facts, str(step.judgement or "")])
-        return Table(["step", "us", "TFLOP/s", "times as fast", *SHOWN, "prediction"], lines)
+        return Table(["step", "us", "TFLOP/s", "times as fast", *self.shown, "prediction"], lines)
 
 
 REGISTERS, CTAS, LOOP = "registers of a thread", "CTAs per SM", "instructions of the main loop"
@@ -291,6 +297,13 @@ def _bytes(kernel):
         if "to shared memory" in name
     )
     return {(TOTAL, _LOADED): round(loaded), (TOTAL, _STORED): kernel.total.global_store_sectors}
+
+
+class _Lesson(CompiledLesson):
+    shown, flops = SHOWN, 2 * M * N * K
+
+    def rows(self, kernel):
+        return {**_compiled(kernel), **_bytes(kernel)}
 
 
 lesson = _Lesson(
