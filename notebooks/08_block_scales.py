@@ -19,9 +19,9 @@
 # someone has to multiply each partial sum of 128 elements of k by two of them.
 #
 # This lesson has one question: **what do scales cost, and who pays?** You start with the GEMM of [lesson 06](06_hopper_gemm.ipynb) without scales.
-# Then you add them in the obvious way, which is expensive. Five steps make them cheap: you choose the rows of the tile, you give registers to a larger
-# one, and you let idle warps do the arithmetic. At the end the tensor cores do not limit the kernel any more, and neither do loads nor scales. You will
-# measure what does.
+# Then you add them in the obvious way, which is expensive. Four more steps make them cheap: you choose the rows of the tile, you give registers to a
+# larger one, you let idle warps do the arithmetic, and you ask a barrier early. You will also write kernels that leave something out, to see what
+# limits the kernel, and read the energy counter of the GPU.
 
 # %%
 import os
@@ -247,9 +247,10 @@ unscaled = make_gemm(write_nothing, read_one, make_add(128), 128, 6)
 step("no scales", Version(unscaled, scaled=False))
 
 # %% [markdown]
-# The table says what a consumer's **main loop** does besides its MMAs. Four MMAs of 64 x 128 x 32 take the tensor cores 128 clocks for one
-# warpgroup. In this time a scheduler can issue 128 instructions, and two warps share it. Each of them already issues 64 multiply-adds. So there is
-# little room: **instructions of the main loop** is the row to watch.
+# The table says what a consumer's **main loop** does besides its MMAs. A k-block of one warpgroup takes the tensor cores 256 clocks. While it promotes,
+# it multiplies nothing, and the other warpgroup must keep the tensor cores busy. So each instruction between two k-blocks counts: **instructions of the
+# main loop** is the row to watch. (Lesson 06 gives 40 registers to a producer and 232 to a consumer. Here they are 56 and 224, because warps that write
+# scales need more than 40.)
 #
 # **Take away.** This time is the target. Whatever a step takes more is the price of scales.
 #
@@ -267,7 +268,7 @@ draw.factors(transposed=True)
 # by eight instructions of 16 bytes. (Between the quarters are 4 unused floats. Why? Count the banks.) Then the thread multiplies each by the
 # scale of w.
 #
-# **Prediction.** 9 loads and 32 multiplications more, and nothing hides them.
+# **Prediction.** 9 loads and 32 multiplications more per k-block, for each of two warps of a scheduler, one per clock, and nothing hides them.
 
 
 # %%
@@ -508,8 +509,9 @@ page.show_parts(
 )
 
 # %% [markdown]
-# "Without loads" is the time of everything that consumers do. It is far above the time of the MMAs alone, so a consumer does something *between* its MMAs. What it does is a
-# chain: wait for the barrier, read scales, multiply them, issue MMAs, wait for them, promote. Both remaining steps shorten this chain.
+# "Without loads" is the time of everything that consumers do, and "without MMAs" that of everything else. How far is the first one above the time of all MMAs at the peak rate?
+# This is what a consumer does *between* its MMAs, and it is a chain: wait for the barrier, read scales, multiply them, issue MMAs, wait for them, promote. Both
+# remaining steps shorten this chain. (A kernel without loads or MMAs also needs less power and may run at a higher clock, so these times are estimates.)
 #
 # ## Step 4: factors by idle warps
 #

@@ -10,7 +10,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("page_on_a_gpu.py")
 CANNOT = "the simulator's process failed", "cannot be made again"
-PAGES = "01_gate_prompt", "02_gate_decode", "03_align_published", "04_align_one_launch", "06_hopper_gemm", "08_block_scales"
+PAGES = (
+    "01_gate_prompt",
+    "02_gate_decode",
+    "03_align_published",
+    "04_align_one_launch",
+    "06_hopper_gemm",
+    "08_block_scales",
+    "09_w4_weights",
+)
 SMALL = """
 from moe_numba.course.lessons.align.published import lesson
 

@@ -83,8 +83,8 @@ read = Build(
         "shared_store_requests": "it writes shared memory, where scales of a stage are only read",
     },
     over_par="Which of these loads return the same number?",
-    hint="Threads 0 to 255 are those of the consumers. A warp has 16 rows, and four lanes share a row: what are warp and "
-    "row in terms of thread >> 5 and (thread >> 2) & 7?",
+    hint="Threads 0 to 255 are those of the consumers. A warp has 16 rows, and four lanes share a row: what are warp "
+    "and row in terms of thread >> 5 and (thread >> 2) & 7?",
     home=f"{__name__}:read",
 )
 
