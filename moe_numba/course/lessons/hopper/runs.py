@@ -271,7 +271,7 @@ def main_loop(sass) -> tuple[int, int]:
     loops = [
         (code["target"], n + 1) for n, code in enumerate(sass) if code["target"] is not None and code["target"] <= n
     ]
-    multiplies = lambda loop: any(code["opcode"].startswith(("QGMMA", "HGMMA")) for code in sass[slice(*loop)])
+    multiplies = lambda loop: any(code["opcode"].startswith(("QGMMA", "HGMMA", "HMMA")) for code in sass[slice(*loop)])
     return min(filter(multiplies, loops), key=lambda loop: loop[1] - loop[0], default=(0, 0))
 
 
