@@ -292,8 +292,8 @@ def multiply(acc, a, smem, at):  # tokens of the tile's elements of k are at `at
 
 
 # %% [markdown]
-# **Prediction.** The kernel takes the longer one of reading the codes and issuing its instructions, one per clock on each of an SM's four schedulers. The compiler says how many a thread needs for a weight
-# tile:
+# **Prediction.** The kernel takes the longer one of reading the codes and issuing its instructions, one per clock on each of an SM's four schedulers. The compiler says how many a thread needs for its 32 weights
+# of a tile:
 
 # %%
 in_consumer = Version(make_gemm(decode_by_value, multiply, 2, 12), 2, 12)

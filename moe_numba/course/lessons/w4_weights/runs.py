@@ -193,6 +193,8 @@ def check(version) -> str | None:
 def once(version):
     """Launch a version on the inputs whose work is counted."""
     problem = inputs(SMALL_EXPERTS, SMALL_N, SMALL_K)
+    if len(version) == 1:
+        return decode(version, problem, _decoded(SMALL_EXPERTS, SMALL_N, SMALL_K))
     return gemm(version, problem, _out(problem))
 
 
@@ -202,7 +204,7 @@ def timed(version) -> list:
     return [partial(gemm, version, problem, _out(problem))]
 
 
-REGISTERS, SPILLED, LOOP = "registers of a thread", "bytes spilled", "instructions per weight tile"
+REGISTERS, SPILLED, LOOP = "registers of a thread", "bytes spilled", "instructions for 32 weights"
 CONVERSIONS, LOGIC, MULTIPLIES = "conversions", "shifts and logic", "multiplications"
 SHOWN = REGISTERS, SPILLED, LOOP, CONVERSIONS, LOGIC, MULTIPLIES
 _CLASSES = {
@@ -214,7 +216,7 @@ MMAS_OF_TILE = 4
 
 
 class _Lesson(CompiledLesson):
-    """Its scores say what the main loop of a consumer does for a weight tile, 64 rows by 64 elements of k."""
+    """Its scores say what a thread does for 32 weights, its share of a weight tile."""
 
     shown, flops = SHOWN, 2 * EXPERTS * TOKENS * N * K
 
@@ -227,14 +229,20 @@ class _Lesson(CompiledLesson):
         return Score(name, rows, self.gpu.upper())
 
     def rows(self, kernel):
-        """Return rows of what the compiler made of a profiled kernel; the first step has no main loop."""
+        """Return rows of what the compiler made of a profiled kernel; a thread of the first step decodes 8 weights."""
         sass = kernel.static.sass or ()
         loop = [code["opcode"].split(".")[0] for code in sass[slice(*main_loop(sass))]]
-        tiles = max(sum(name in ("HGMMA", "HMMA") for name in loop) / MMAS_OF_TILE, 1)
+        tiles = sum(name in ("HGMMA", "HMMA") for name in loop) / MMAS_OF_TILE or 8 / 32
         names = Counter(loop or [code["opcode"].split(".")[0] for code in sass])
         numbers = [kernel.static.registers or 0, kernel.static.spilled_bytes or 0, round(names.total() / tiles)]
         numbers += [round(sum(names[each] for each in group) / tiles) for group in _CLASSES.values()]
         return {(COMPILER, row): number for row, number in zip(SHOWN, numbers, strict=True)}
+
+    def fault(self, version):
+        """Return what is wrong with a version, or None. Threads of the first step share nothing that could race."""
+        if simulator.ENABLED and isinstance(version, First):
+            return self._checked(version, 0)
+        return super().fault(version)
 
     def _score(self, name, version):
         if version not in _counted:
@@ -302,7 +310,7 @@ def by_instructions(version) -> float:
 
 
 def show_limits(versions: dict) -> Table:
-    """Return a table: instructions per weight tile, the time of issuing them, and that of reading the codes."""
+    """Return a table: instructions for 32 weights, the time of issuing them, and that of reading the codes."""
     lines = []
     for name, version in versions.items():
         count = lesson._score(name, version).rows[COMPILER, LOOP]
