@@ -124,7 +124,10 @@ def dequantise(blocks, scales, out, words):
     if i < words:
         word, scale = uint32(blocks[i]), int_as_float(int32(int32(scales[i >> 2]) << 23))
         a, b = decode_two(word, word >> uint32(4), scale), decode_two(word >> uint32(8), word >> uint32(12), scale)
-        c, d = decode_two(word >> uint32(16), word >> uint32(20), scale), decode_two(word >> uint32(24), word >> uint32(28), scale)
+        c, d = (
+            decode_two(word >> uint32(16), word >> uint32(20), scale),
+            decode_two(word >> uint32(24), word >> uint32(28), scale),
+        )
         st_global_s32x4(out, int64(4) * i, int32(a), int32(b), int32(c), int32(d))
 
 
@@ -145,7 +148,7 @@ draw.path()
 # A **weight tile** has 64 rows and 64 elements of k: 2048 bytes of codes and 128 of scales. A warpgroup multiplies it by four `wgmma`, of 16 elements of k each. For each
 # one a thread has four registers of A, with two weights each: register `2 h + r` of lane `l` in warp `w` has columns `8 h + 2 (l % 4)` and the next one, of row `16 w + l // 4 + 8 r`.
 #
-# So a thread needs 32 codes of a tile, 16 bytes, and they lie in 2 rows of 16 pieces each. But a checkpoint is packed once, when it is loaded. So let us put them **in
+# So a thread needs 32 codes of a tile, 16 bytes, which lie in two rows, each byte apart from the others. But a checkpoint is packed once, when it is loaded. So let us put them **in
 # the order in which threads need them**: thread `t` of the warpgroup has the bytes `16 t` to `16 t + 15` and loads them by one instruction. These are four words, one for each
 # `wgmma`. A word has four codes in its low half, those of the first columns of registers 0 to 3, and in its high half those of the second columns:
 
@@ -171,9 +174,9 @@ exercises.place.check(my_place_of)
 # This kernel stands until the end of the lesson. Weight tiles are contiguous in memory, so one `cp.async.bulk` copies those of a stage for each warpgroup, without a tensor map; TMA loads the
 # tokens. The consumers are 2 warpgroups at first. `decode` and `multiply` are holes.
 #
-# Scales: a thread has two rows and a tile has two blocks of 32 columns, so it needs four scales, the bytes of a word. Packing has added 94 to each: as the exponent of a
-# bfloat16 (or of a float32) they are `2**(94 - 127 + 127)` times the scale, which you will need in step 3. The decoder below subtracts 126 again, so that
-# both decoders leave y too small by the same `2**32`. The epilogue multiplies by it.
+# Scales: a thread has two rows and a tile has two blocks of 32 columns, so it needs four scales, the bytes of a word. Packing has added 94 to each byte. As the exponent of a
+# bfloat16 it then stands for the scale times `2**94`; step 3 says why. The decoder below subtracts 126 again, so that y is too small by `2**32`, as it will be in step 3, and
+# the epilogue multiplies by that.
 
 
 # %%
@@ -211,7 +214,9 @@ def make_gemm(decode, multiply, warpgroups, stages):
                         to = int32(stage * stage_bytes)
                         for t in range(STAGE_TILES):
                             at = int32((STAGE_TILES * k + t) * 2 * TILE)  # bytes of a token
-                            tma_load_2d(smem, int32(to + t * X_BYTES), map_x, 0, at, TOKENS * expert, barriers, full + stage)
+                            tma_load_2d(
+                                smem, int32(to + t * X_BYTES), map_x, 0, at, TOKENS * expert, barriers, full + stage
+                            )
                         for group in range(warpgroups):
                             row_of_tiles = int64(tile) * warpgroups + group
                             first = (row_of_tiles * k_stages + k) * weight_bytes
@@ -275,7 +280,12 @@ def scale_by_value(scales, i):
 @cuda.jit(device=True)
 def decode_by_value(codes, scales):
     a, b, c, d = codes
-    p, q, r, s = scale_by_value(scales, 0), scale_by_value(scales, 1), scale_by_value(scales, 2), scale_by_value(scales, 3)
+    p, q, r, s = (
+        scale_by_value(scales, 0),
+        scale_by_value(scales, 1),
+        scale_by_value(scales, 2),
+        scale_by_value(scales, 3),
+    )
     first = decode_word_by_value(uint32(a), p, q) + decode_word_by_value(uint32(b), p, q)
     return first + decode_word_by_value(uint32(c), r, s) + decode_word_by_value(uint32(d), r, s)
 
@@ -321,7 +331,7 @@ draw.decoding(0b1101)
 #
 # Write `decode_word`: it takes a word, and returns four registers, uint32, that still have to be multiplied by `2**126`. Register `i` has the code of bits `4 i` to `4 i + 3` in its low half, and that of bits
 # `4 i + 16` to `4 i + 19` in its high half. All other bits are 0. Shift with `uint32(word << uint32(12))`: a plain `word << 12` has 64 bits. The check tries all 16 codes in all eight places, and
-# counts the instructions that the compiler makes of it. Par: 20.
+# counts the instructions that the compiler makes of it. Par: 16.
 
 
 # %%

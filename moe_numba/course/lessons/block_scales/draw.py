@@ -9,13 +9,13 @@ __all__ = ["factors", "problem", "roles", "stage"]
 def problem() -> Drawing:
     """Draw x, w and D in blocks, with their scales: two k-blocks are highlighted."""
     drawing, side = Drawing("Scales of x, of w, and a partial sum"), 30.0
-    drawing.text(8, 44, "x: FP8, and a scale per row", bold=True)
+    drawing.text(8, 44, "x: FP8, a scale per row", bold=True)
     for block in range(4):
         drawing.box(8 + side * block, 54, side - 2, 3 * side, "orange" if block == 1 else "pale")
         for row in range(6):
             drawing.box(8 + side * block + 8, 59 + 14.5 * row, 12, 8, "purple" if block == 1 else "sky")
     drawing.note(8, 158, "a box: 128 elements of k")
-    drawing.text(220, 44, "w: FP8, and a scale per block", bold=True)
+    drawing.text(220, 44, "w: FP8, a scale per block", bold=True)
     for block in range(4):
         for rows in range(2):
             own = block == 1 and rows == 0
@@ -32,7 +32,7 @@ def problem() -> Drawing:
     drawing.box(222, y - 14, 26, 20, "orange", "x", size=10)
     drawing.text(254, y, "·")
     drawing.box(264, y - 14, 26, 20, "green", "wᵀ", size=10)
-    drawing.text(296, y, ")    for each k-block")
+    drawing.text(296, y, ")  per k-block")
     return drawing
 
 
@@ -69,7 +69,7 @@ def own_elements(lane: int, columns: int = 24) -> list[tuple[int, int]]:
 def factors(transposed: bool, lane: int = 5) -> Drawing:
     """Draw a lane's elements in 16 rows and 24 columns of a tile, and the scales that they need."""
     title = "rows of w are the tile's rows" if transposed else "tokens are the tile's rows"
-    drawing, side = Drawing(f"Lane {lane}'s elements of a fragment: {title}"), 10.5
+    drawing, side = Drawing(f"Lane {lane}'s elements: {title}"), 10.5
     left, top, own = 96.0, 66.0, set(own_elements(lane))
     rows, columns = ({each[axis] for each in own} for axis in (0, 1))
     for row in range(16):
@@ -93,7 +93,7 @@ def factors(transposed: bool, lane: int = 5) -> Drawing:
         w_words = "one scale of w for all columns"
     whole = 32 if transposed else 2
     y = top + 16 * side + 16
-    drawing.note(8, y, f"Orange: the scales of x that the lane needs, {x_needed} here, {whole} in a tile of 128 x 128.")
+    drawing.note(8, y, f"Orange: scales of x that it needs, {x_needed} here, {whole} in a tile of 128 x 128.")
     drawing.note(8, y + 14, f"Green: {w_words}, in a tile of 128 x 128.")
     return drawing
 

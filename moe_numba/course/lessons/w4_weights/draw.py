@@ -31,7 +31,7 @@ def path() -> Drawing:
     drawing = Drawing("Where weights have 4 bits, and where 16")
     names = "memory", "shared memory", "registers", "tensor cores"
     for row, (title, wide) in enumerate((("dequantise first", (1, 4, 4, 4)), ("decode in the consumer", (1, 1, 4, 4)))):
-        y = 44 + 78 * row
+        y = 44 + 92 * row
         drawing.text(8, y, title, bold=True)
         for i, (name, size) in enumerate(zip(names, wide)):
             x = 8 + 96 * i
@@ -41,24 +41,25 @@ def path() -> Drawing:
                 drawing.line((x + 85, y + 26), (x + 95, y + 26), width=1.4)
         if row == 0:
             drawing.note(8, y + 68, "Memory holds the weights twice: codes, and bfloat16.")
-    drawing.legend(208, (("sky", "codes, 4 bits"), ("orange", "bfloat16, 16 bits")))
+    drawing.legend(218, (("sky", "codes, 4 bits"), ("orange", "bfloat16, 16 bits")))
     return drawing
 
 
 def word() -> Drawing:
     """Draw the eight codes of a word and the four registers that they become."""
     drawing, side = Drawing("A word of a thread: eight codes, four registers"), 44.0
-    drawing.note(8, 40, "bit 31                                        a word                                         bit 0")
+    drawing.note(8, 40, "bit 31")
+    drawing.text(360, 40, "bit 0", size=10, kind="quiet", anchor="end")
     for nibble in range(8):
         x = 8 + side * (7 - nibble)
         drawing.box(x, 46, side - 3, 22, _KINDS[nibble % 4], f"code {nibble}", size=9)
     for register in range(4):
         y = 88 + 26 * register
         drawing.text(8, y + 14, f"register {register}", size=10)
-        drawing.box(84, y, 92, 20, _KINDS[register], f"code {register + 4}", size=9)
-        drawing.box(178, y, 92, 20, _KINDS[register], f"code {register}", size=9)
+        drawing.box(84, y, 88, 20, _KINDS[register], f"code {register + 4}", size=9)
+        drawing.box(174, y, 88, 20, _KINDS[register], f"code {register}", size=9)
         h, r = divmod(register, 2)
-        drawing.note(276, y + 14, f"columns {8 * h} on" + (", row + 8" if r else ""))
+        drawing.note(266, y + 14, f"columns {8 * h} on" + (", row + 8" if r else ""))
     drawing.note(84, 200, "high half: second column    low half: first column")
     return drawing
 
@@ -71,7 +72,11 @@ def decoding(code: int) -> Drawing:
         x = left + side * (15 - bit)
         own = {15: "orange", 8: "green", 7: "green", 6: "blue"}.get(bit, "pale")
         drawing.box(x, 56, side - 2, 24, own, str(bits >> bit & 1), size=11)
-    for x, words in ((left + side / 2, "sign"), (left + 5 * side, "exponent, 8 bits"), (left + 12.5 * side, "mantissa, 7 bits")):
+    for x, words in (
+        (left + side / 2, "sign"),
+        (left + 5 * side, "exponent, 8 bits"),
+        (left + 12.5 * side, "mantissa, 7 bits"),
+    ):
         drawing.text(x, 48, words, size=9, anchor="middle", kind="quiet")
     for n, (bit, kind) in enumerate(((15, "orange"), (8, "green"), (7, "green"), (6, "blue"))):
         x = left + side * (5 + 1.6 * n)
@@ -79,13 +84,13 @@ def decoding(code: int) -> Drawing:
         drawing.line((x + side / 2, 124), (left + side * (15 - bit) + side / 2, 82), width=1.2)
     value = E2M1[code & 7] * (-1 if code & 8 else 1)
     drawing.note(left, 164, f"The code is {value:g}, and the bfloat16 is {value:g} times 2 to the power of -126.")
-    drawing.note(left, 178, "Exponent bits above the code's two are 0: so both are subnormal, or neither is.")
+    drawing.note(left, 178, "The other exponent bits are 0: both are subnormal, or neither is.")
     return drawing
 
 
 def ldmatrix() -> Drawing:
     """Draw which lane passes the address of which chunk of the tokens, and where the chunks stand."""
-    drawing, wide, tall = Drawing("ldmatrix: lane 8 i + r passes the address of chunk i of token r"), 42.0, 18.0
+    drawing, wide, tall = Drawing("ldmatrix: lane 8 i + r addresses chunk i of token r"), 42.0, 18.0
     for row in range(8):
         y = 50 + tall * row
         drawing.note(4, y + 12, f"token {row}")
@@ -94,6 +99,6 @@ def ldmatrix() -> Drawing:
             kind = _KINDS[chunk] if chunk < 4 else "pale"
             words = f"lane {8 * chunk + row}" if chunk < 4 else f"{chunk}"
             drawing.box(48 + wide * at, y, wide - 2, tall - 2, kind, words, size=8)
-    drawing.note(8, 50 + 8 * tall + 14, "A colour is a chunk of 16 bytes, eight elements of k, of all tokens: one matrix.")
+    drawing.note(8, 50 + 8 * tall + 14, "A colour: a chunk of 16 bytes, 8 elements of k, of all tokens, a matrix.")
     drawing.note(8, 50 + 8 * tall + 28, "Grey: chunks 4 to 7, which the second load takes.")
     return drawing

@@ -35,7 +35,9 @@ class Traffic:
         guesses = {name: guess for name, guess in guesses.items() if guess is not ...}
         if not guesses:
             return Verdict("traffic", OPEN, "no prediction yet")
-        texts = [f"{name.replace('_', ' ')} {self.right[name]:g} bits, you said {guess}" for name, guess in guesses.items()]
+        texts = [
+            f"{name.replace('_', ' ')} {self.right[name]:g} bits, you said {guess}" for name, guess in guesses.items()
+        ]
         state = RIGHT if all(self.right[name] == guess for name, guess in guesses.items()) else WRONG
         return Verdict("traffic", state, f"{'; '.join(texts)}. {_TRAFFIC if len(guesses) == len(self.right) else ''}")
 
@@ -91,8 +93,8 @@ def _places():
 _found: dict = {}
 _nibbles = np.zeros(TILE * TILE, int)
 _PLACE_HINT = (
-    "Invert the sentence on registers: row = 16 w + l // 4 + 8 r, column = 16 s + 8 h + 2 (l % 4) + half. The thread is "
-    "32 w + l, the word is s, and the bit is 16 half + 4 (2 h + r)."
+    "Invert the sentence on registers: row = 16 w + l // 4 + 8 r, column = 16 s + 8 h + 2 (l % 4) + half. The thread "
+    "is 32 w + l, the word is s, and the bit is 16 half + 4 (2 h + r)."
 )
 place = Place()
 
@@ -143,7 +145,8 @@ def _decode_code(answer):
     """Return the instructions of a decoder by name, without those that load, store, and compute addresses."""
     with simulator.profile("H200") as profile:
         _decode(answer)
-    names = [code["opcode"].split(".")[0] for code in profile.kernels[0].static.sass]
+    opcodes = [code["opcode"] for code in profile.kernels[0].static.sass]
+    names = ["IMAD.SHL" if code.startswith("IMAD.SHL") else code.split(".")[0] for code in opcodes]  # a shift
     return {name: names.count(name) for name in names if name not in _PASSED + _AROUND}, names
 
 
@@ -159,7 +162,11 @@ class Decoder(Build):
         amount = sum(counts.values())
         text = f"{amount} instructions ({', '.join(f'{n} {name}' for name, n in counts.items())})"
         if looked := sum(names.count(name) for name in ("LDL", "STL", "LDS", "STS")) or names.count("LDG") > 1:
-            return REFUSED, f"the result is right, but it is looked up in memory ({int(looked)} accesses), not decoded", None
+            return (
+                REFUSED,
+                f"the result is right, but it is looked up in memory ({int(looked)} accesses), not decoded",
+                None,
+            )
         if any(name.startswith(("F2", "I2F", "FMUL")) for name in names):
             return REFUSED, f"the result is right, but it is computed as a number: {text}", None
         if amount > self.par:
@@ -174,11 +181,12 @@ decode = Decoder(
     test=_test_decode,
     profile=lambda answer: None,  # type: ignore[arg-type,return-value]
     counter="",
-    par=20,
+    par=16,
     most_alone=None,
     over_par="One shift moves both codes of a register at once, if the mask has bits in both halves.",
-    hint="The sign of register 0 is in bits 3 and 19, and must go to bits 15 and 31: one shift by 12 for both, and a mask of "
-    "0x80008000. The other bits go 6 up, with a mask of 0x01C001C0. Register i has the same bits, 4 i further up.",
+    hint="The sign of register 0 is in bits 3 and 19, and must go to bits 15 and 31: one shift by 12 for both, and a "
+    "mask of 0x80008000. The other bits go 6 up, with a mask of 0x01C001C0. Register i has the same bits, 4 i further "
+    "up.",
     seeds=1,
     home=f"{__name__}:decode",
 )
@@ -251,8 +259,8 @@ multiply = Build(
     },
     most_alone=None,
     over_par="One ldmatrix loads four chunks of all eight tokens.",
-    hint="Lane 8 i + r passes the index at + 128 r + 16 (i ^ r). Chunk i + 4 of the same row is 64 bytes away: i ^ 4 flips one "
-    "bit, so the index of the second load is that of the first, with ^ 64.",
+    hint="Lane 8 i + r passes the index at + 128 r + 16 (i ^ r). Chunk i + 4 of the same row is 64 bytes away: i ^ 4 "
+    "flips one bit, so the index of the second load is that of the first, with ^ 64.",
     home=f"{__name__}:multiply",
 )
 
@@ -281,8 +289,8 @@ class Columns:
 
 
 _COLUMNS = (
-    "Columns c and c + 8 of 16 are exchanged. Register 2 h + r has the columns from 8 h on, so registers 0 and 1 are exchanged "
-    "with 2 and 3. The two codes of a register are neighbours (c ^ 1), a neighbouring thread has columns 2 further on, "
-    "and another word those 16 further on."
+    "Columns c and c + 8 of 16 are exchanged. Register 2 h + r has the columns from 8 h on, so registers 0 and 1 are "
+    "exchanged with 2 and 3. The two codes of a register are neighbours (c ^ 1), a neighbouring thread has columns 2 "
+    "further on, and another word those 16 further on."
 )
 columns = Columns()

@@ -79,14 +79,13 @@ def pack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     Returns
     -------
     tensor [experts, n / 64, k / 64, 2176], uint8
-        Nibble ``4 half + register`` of word ``s`` of a thread is half ``half`` of register ``4 s + register``, which has
-        the columns ``16 s + 8 h + 2 (l % 4)`` and the next one of row ``16 w + l // 4 + 8 r``, with register ``2 h + r``.
-        Then come scales, as exponents of a bfloat16: bytes ``2 block + r`` of a word of each eight rows.
+        Nibble ``4 half + 2 h + r`` of word ``s`` of a thread has the column ``16 s + 8 h + 2 (l % 4) + half`` of row
+        ``16 w + l // 4 + 8 r``. Then come scales, as exponents of a bfloat16: byte ``2 block + r`` of a row's word.
     """
     experts, n, half_k = blocks.shape
     shape = experts, n // TILE, half_k * 2 // TILE
     codes = torch.stack([blocks & 15, blocks >> 4], -1).view(experts, n // TILE, 4, 2, 8, shape[2], 4, 2, 4, 2)
-    # expert, tile row, warp, r, row of 8, tile column, s, h, lane of 4, half -> ..., warp, row of 8, lane, s, half, h, r
+    # expert, tile row, warp, r, row of 8, tile column, s, h, lane of 4, half -> ..., warp, row, lane, s, half, h, r
     nibbles = codes.permute(0, 1, 5, 2, 4, 8, 6, 9, 7, 3).reshape(*shape, CODE_BYTES, 2)
     words = (scales + (EXPONENT_OFFSET)).view(experts, n // TILE, 4, 2, 8, shape[2], 2).permute(0, 1, 5, 2, 4, 6, 3)
     return torch.cat([nibbles[..., 0] | nibbles[..., 1] << 4, words.reshape(*shape, TILE_BYTES - CODE_BYTES)], -1)
@@ -172,7 +171,9 @@ def wrong(out: torch.Tensor, right: torch.Tensor) -> str | None:
         return None
     e, token, row = (int(index) for index in bad.nonzero()[0])
     found, should = float(out[e, token, row]), float(right[e, token, row])
-    text = f"y[{e}, {token}, {row}] is {found:.4g}, not {should:.4g}; {int(bad.sum())} of {bad.numel()} elements are wrong"
+    text = (
+        f"y[{e}, {token}, {row}] is {found:.4g}, not {should:.4g}; {int(bad.sum())} of {bad.numel()} elements are wrong"
+    )
     return f"{text}, of which {int(out.isnan().sum())} were never written" if out.isnan().any() else text
 
 
@@ -331,7 +332,9 @@ def show_parts(versions: dict) -> Table:
     """Return a table of times of kernels that leave a part out, beside the whole one, interleaved."""
     us = lesson.times("parts", {name: timed(version) for name, version in versions.items()})
     lines = [[name, records.format_us(us[name]) if us else "not timed"] for name in versions]
-    return Table(["kernel", "us"], [*lines, ["reading the codes at the rate of a copy", records.format_us(copy_us(CODES))]])
+    return Table(
+        ["kernel", "us"], [*lines, ["reading the codes at the rate of a copy", records.format_us(copy_us(CODES))]]
+    )
 
 
 def columns_found(version, packed=None, count: int = 16) -> list[int]:
@@ -387,7 +390,7 @@ def show_peers(version) -> Table:
     return Table(["kernel", "us", "codes and scales, TB/s"], lines)
 
 
-_FORMATS = {"mxfp4": "MXFP4", "block": "FP8, block scales", "bf16": "bfloat16"}
+_FORMATS = {"mxfp4": "MXFP4", "block": "FP8, block scales", "none": "bfloat16"}
 
 
 def show_rows() -> Table:
@@ -409,7 +412,7 @@ _NO_GAIN = {
     "order of fragments": (
         "codes in the order of registers, while they are decoded by value",
         "Decoding takes nearly all of the time, so the loads do not matter. We do not know why it became slower.",
-    ),
+    )
 }
 
 
@@ -423,9 +426,11 @@ def show_what_did_not_pay() -> Table:
     if us:
         lines.append(
             [
-                "wgmma with 8 instead of 32 columns (64 products per warpgroup)",
+                "wgmma with 8 instead of 32 columns, in a kernel that does nothing else",
                 *(records.format_us(us[f"wgmma, {n} columns"]) for n in (32, 8)),
                 "A quarter of the work, but not of the time: 64 rows of A come from registers in both cases.",
             ]
         )
-    return Table(["change (recorded by an earlier version, 4 tokens per expert)", "us before", "us after", "why"], lines)
+    return Table(
+        ["change (recorded by an earlier version, 4 tokens per expert)", "us before", "us after", "why"], lines
+    )
