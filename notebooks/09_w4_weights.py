@@ -214,9 +214,8 @@ def make_gemm(decode, multiply, warpgroups, stages):
                         to = int32(stage * stage_bytes)
                         for t in range(STAGE_TILES):
                             at = int32((STAGE_TILES * k + t) * 2 * TILE)  # bytes of a token
-                            tma_load_2d(
-                                smem, int32(to + t * X_BYTES), map_x, 0, at, TOKENS * expert, barriers, full + stage
-                            )
+                            tokens, first_token = int32(to + t * X_BYTES), int32(TOKENS * expert)
+                            tma_load_2d(smem, tokens, map_x, 0, at, first_token, barriers, full + stage)
                         for group in range(warpgroups):
                             row_of_tiles = int64(tile) * warpgroups + group
                             first = (row_of_tiles * k_stages + k) * weight_bytes
