@@ -156,9 +156,7 @@ def make_gemm(write, read, promote, columns, stages, early=False, load=load_stag
         warp, lane = int32(thread >> 5), int32(thread & 31)
         if thread == 0:
             for s in range(stages):
-                mbarrier_init(
-                    barriers, full + s, 1 + SCALE_WARPS
-                )  # the producer, bytes, and the warps that write scales
+                mbarrier_init(barriers, full + s, 1 + SCALE_WARPS)  # the producer, bytes, the warps that write scales
                 mbarrier_init(barriers, empty + s, MMA_WARPS)
             fence_mbarrier_init()
         cuda.syncthreads()
