@@ -180,9 +180,8 @@ def make_gemm(write, read, promote, columns, stages, early=False, load=load_stag
                 while tile < uint32(tiles):
                     row, column = place(tile, tiles_m, columns)
                     for k in range(k_blocks):
-                        write(
-                            ring, stage, phase, scales, row, column, int32(k), own
-                        )  # <-- a hole: wait for empty, write
+                        # <-- a hole: wait for empty, write
+                        write(ring, stage, phase, scales, row, column, int32(k), own)
                         cuda.syncwarp()
                         if lane == 0:
                             mbarrier_arrive(barriers, full + stage)

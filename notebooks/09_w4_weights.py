@@ -124,10 +124,8 @@ def dequantise(blocks, scales, out, words):
     if i < words:
         word, scale = uint32(blocks[i]), int_as_float(int32(int32(scales[i >> 2]) << 23))
         a, b = decode_two(word, word >> uint32(4), scale), decode_two(word >> uint32(8), word >> uint32(12), scale)
-        c, d = (
-            decode_two(word >> uint32(16), word >> uint32(20), scale),
-            decode_two(word >> uint32(24), word >> uint32(28), scale),
-        )
+        c = decode_two(word >> uint32(16), word >> uint32(20), scale)
+        d = decode_two(word >> uint32(24), word >> uint32(28), scale)
         st_global_s32x4(out, int64(4) * i, int32(a), int32(b), int32(c), int32(d))
 
 
