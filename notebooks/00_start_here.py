@@ -83,8 +83,8 @@ warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some launches 
 # | [05](05_shared_experts.ipynb) | shared experts, which every token visits | SGLang |
 # | [06](06_hopper_gemm.ipynb) | a GEMM with Hopper's asynchronous copies and tensor cores | CUTLASS |
 # | [07](07_grouped_gemm.ipynb) | grouped GEMM: multiply each expert's tokens by its weights | hpc-ops |
-# | [08](08_grouped_gemm_scales.ipynb) | the same with block scales | DeepGEMM |
-# | 09 | the same with 4-bit weights; so far a part of 08 | |
+# | [08](08_block_scales.ipynb) | a GEMM with block scales | DeepGEMM |
+# | [09](09_w4_weights.ipynb) | a GEMM with 4-bit weights, for few tokens | Marlin |
 # | [10](10_dispatch_layout.ipynb) | dispatch layout: count what goes to which GPU | DeepEP |
 # | 11 | talk to another GPU; so far a part of 12 | |
 # | [12](12_dispatch.ipynb) | dispatch: send the tokens to the GPUs of their experts | DeepEP |

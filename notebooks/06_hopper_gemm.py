@@ -835,7 +835,7 @@ page.show_errors({"TMA stores": Version(stored, **ALONE), "float32 accumulation"
 # %% [markdown]
 # The simulator's tensor cores add in float32, so only a GPU shows the difference.
 #
-# **Take away.** Accuracy is bought with the registers and issue slots of the consumers. [Lesson 08](08_grouped_gemm_scales.ipynb) multiplies
+# **Take away.** Accuracy is bought with the registers and issue slots of the consumers. [Lesson 08](08_block_scales.ipynb) multiplies
 # by block scales at this place, which costs no more than the addition.
 #
 # ## Where is the rest? Power

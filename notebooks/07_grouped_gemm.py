@@ -844,7 +844,7 @@ lesson.save()
 
 # %% [markdown]
 # And this is the record of `python -m moe_numba bench grouped_gemm` with all peers. A star marks the fastest of a row. `torch, grouped` is
-# `torch._scaled_grouped_mm`. DeepGEMM's FP8 kernels need block scales, so they appear in [lesson 08](08_grouped_gemm_scales.ipynb).
+# `torch._scaled_grouped_mm`. DeepGEMM's FP8 kernels need block scales, so they appear in [lesson 08](08_block_scales.ipynb).
 
 # %%
 page.show_sweep()
@@ -872,5 +872,5 @@ print(page.losses())
 # - Triton: [matrix multiplication](https://triton-lang.org/main/getting-started/tutorials/03-matrix-multiplication.html), *grouped ordering*.
 # - The package's kernel: `moe_numba/grouped_gemm/wgmma/kernel.py`, with its scheduler in `moe_numba/grouped_gemm/common/scheduler.py`.
 #
-# Before: [06, a Hopper GEMM](06_hopper_gemm.ipynb). Next: [08, block scales](08_grouped_gemm_scales.ipynb): each 128 elements of k
+# Before: [06, a Hopper GEMM](06_hopper_gemm.ipynb). Next: [08, block scales](08_block_scales.ipynb): each 128 elements of k
 # have a scale of their own.

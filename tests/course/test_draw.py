@@ -13,8 +13,6 @@ from moe_numba.course.lessons.align import draw as align
 from moe_numba.course.lessons.align_one_launch import draw as align_one_launch
 from moe_numba.course.lessons.combine import draw as combine
 from moe_numba.course.lessons.dispatch_layout import draw as dispatch_layout
-from moe_numba.course.lessons.grouped_gemm_scales import draw as grouped_gemm_scales
-from moe_numba.course.lessons.grouped_gemm_scales.tile_traces import Tile
 from moe_numba.course.lessons.hopper import draw as hopper
 from moe_numba.course.lessons.low_latency import draw as low_latency
 from moe_numba.course.lessons.moe_layer import draw as moe_layer
@@ -60,8 +58,6 @@ PACKED = {
     "row": ["0:1", "1:0", "1:1", "0:1"],
 }  # rows of expert 0, then of expert 1
 IDS = torch.tensor([[1, 0], [1, 2]])
-OWN = [Tile(0, 0, 128, 0, 0, 0.0, 20.0), Tile(0, 0, 128, 1, 0, 20.0, 40.0), Tile(0, 128, 9, 0, 1, 0.0, 15.0)]
-PAIR_TILES = ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"]  # of 300 rows and two tiles of columns
 LAYER = {"assignment": [1, 0, 1, 2], "row": [0, 0, 1, 1], "to row": 4, "to sum": 4}
 SORT = {"count": [1, 2, 1], "lower": [0, 0, 0], "total": [1, 2, 1], "start": [0, 1, 3]}
 PARTS = {"1 token": ({"cast": 1.0, "gate_up": 29.0}, 31.0, 15.0), "2 tokens": ({"gate_up": 40.0}, 41.0, 20.0)}
@@ -103,22 +99,6 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
     "Hopper": (hopper.problem, (), {"direct": 1}, "TMA"),
     "swizzle": (hopper.swizzle, (), {"before": [*range(8)] * 8}, "chunk 0 of 8 rows: 4 of 32 banks, 8 wavefronts"),
     "accumulator fragment": (hopper.fragment, (7,), {"held": 8}, "4 warps"),
-    "scales of a lane": (grouped_gemm_scales.factors, (5,), {"own": 2 * 12, "factor": 6 + 2 + 1}, "weight", "x"),
-    "pairs of tiles": (
-        grouped_gemm_scales.pairs,
-        (300, 2),
-        {"tile": PAIR_TILES, "multicast": 4},
-        "row 256",
-        "columns 1",
-    ),
-    "tiles over time": (grouped_gemm_scales.tile_times, (OWN, 2), {"tile": ["0:0", "0:1", "0:0"]}, "CTA 1", "40 µs"),
-    "bytes of a weight tile": (grouped_gemm_scales.tile_bytes, (5,), {"own": 2 * 16}, "row 8", "byte 480"),
-    "decoding": (
-        grouped_gemm_scales.decoding,
-        (13,),
-        {"bit": [1, *[0] * 6, 1, 0, 1, *[0] * 6], "code": [1, 1, 0, 1], "move": 4},
-        "101   3 · 2⁻¹²⁶",
-    ),
     "load": (shared_experts.load, (LOAD, 256, 64), {"shared": 8, "routed": 2 * 256}, *LARGEST),
     "column schedules": (shared_experts.schedules, ([1, 2, 1, 1, 2, 1, 8], 4, {6}), {"tile": 2 * 16}, *MAKESPANS),
     "layer bars": (layer_bars, (TIMES, "separate"), {"part": ["-20.0", "+31.0"] * 3}, "100 us"),

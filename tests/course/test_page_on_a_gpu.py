@@ -18,6 +18,8 @@ PAGES = (
     "05_shared_experts",
     "06_hopper_gemm",
     "07_grouped_gemm",
+    "08_block_scales",
+    "09_w4_weights",
 )
 SMALL = """
 from moe_numba.course.lessons.align.published import lesson

@@ -77,10 +77,16 @@ TOPICS = (
         hopper=True,
     ),
     Topic(
-        "08_grouped_gemm_scales",
-        "the grouped GEMM with block scales, and with 4-bit weights",
-        "DeepGEMM (block scales)",
-        records=("grouped_gemm_block_scales_ladder", "grouped_gemm_mxfp4_ladder"),
+        "08_block_scales",
+        "an FP8 GEMM with block scales: who multiplies by them, and what limits the kernel then",
+        "DeepGEMM",
+        records=("block_scales_ladder",),
+        hopper=True,
+    ),
+    Topic(
+        "09_w4_weights",
+        "a GEMM for few tokens whose weights have 4 bits: decode them on the way to the tensor cores",
+        records=("w4_weights_ladder",),
         hopper=True,
     ),
     Topic(
@@ -130,6 +136,8 @@ FIRST_EDITION = {
     "align_ladder": "03_align_published",
     "align_small_ladder": "03_align_published",
     "hopper_ladder": "06_hopper_gemm",
+    "grouped_gemm_block_scales_ladder": "08_block_scales",
+    "grouped_gemm_mxfp4_ladder": "09_w4_weights",
 }
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {

@@ -71,7 +71,7 @@ from moe_numba.ptx.wgmma import make_wgmma_tile_rs, make_wgmma_wait, make_wgmma_
 STEPS = 4  # wgmmas per weight tile, each multiplies 16 elements of k
 REGISTERS = 4 * STEPS  # a thread's registers of A for a weight tile
 # Up to 16 rows of x are multiplied by mma.sync instead. On an H200 a wgmma of 64 rows takes 7.5 ns for 8 columns and
-# 9.6 ns for 32, with A in registers and four warpgroups; as many mma.sync for 8 columns take 3.7 ns (notebook 08).
+# 9.6 ns for 32, with A in registers and four warpgroups; as many mma.sync for 8 columns take 3.7 ns (lesson 09).
 MMA_SYNC_ROWS = 16
 ACTIVATED_COLUMNS = 32  # columns of y that a warpgroup stores after an activation: half of its 64 rows of weight
 ROW_BYTES = 2 * ACTIVATED_COLUMNS

@@ -311,7 +311,7 @@ class _Lesson(CompiledLesson):
         """Return a table of all steps: times, and what the compiler made of each."""
         lines = []
         for step in self.steps.values():
-            faster = step.us and step.before and step.before.us and f"{step.before.us / step.us:.2f}"
+            faster = step.times and f"{step.times[0] / step.times[1]:.2f}"
             us = [records.format_us(step.us), faster or ""] if step.us else ["", ""]
             facts = [f"{step.score.rows[COMPILER, row]:,}" for row in _SHOWN]
             lines.append([step.name, *us, *facts, str(step.judgement or "")])

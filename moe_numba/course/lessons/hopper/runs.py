@@ -208,7 +208,11 @@ def timed(version, m: int = M) -> list:
 
 
 class CompiledLesson(Lesson):
-    """Its scores say what the compiler made of a kernel; it has no model of kernels whose warps differ."""
+    """Its scores say what the compiler made of a kernel; it has no model of kernels whose warps differ.
+
+    A subclass has ``rows(kernel)``, rows of a score of a profiled kernel, and the attributes ``shown``, which of them
+    the summary shows, and ``flops`` of a launch.
+    """
 
     def fault(self, version):
         """Return what is wrong with a version, or None. The simulator detects races in the first of several orders.
@@ -225,18 +229,20 @@ class CompiledLesson(Lesson):
         with simulator.profile(self.gpu.upper()) as profile:
             self.run.once(version)
         (kernel,) = profile.kernels
-        rows = {(PATH, "barriers"): kernel.critical_path.barriers, **compiled_rows(kernel), **byte_rows(kernel)}
+        rows = {(PATH, "barriers"): kernel.critical_path.barriers, **self.rows(kernel)}
         return Score(name, rows, self.gpu.upper())
 
     def summary(self):
         """Return a table of all steps: times, rates, and what the compiler made of each."""
-        lines, flops = [], 2 * M * N * K
+        lines = []
         for step in self.steps.values():
-            faster = step.us and step.before and step.before.us and f"{step.before.us / step.us:.2f}"
-            us = [records.format_us(step.us), f"{flops / step.us / 1e6:.0f}", faster or ""] if step.us else [""] * 3
-            facts = [f"{step.score.rows[COMPILER, row]:,}" for row in SHOWN]
+            faster = step.times and f"{step.times[0] / step.times[1]:.2f}"
+            us = (
+                [records.format_us(step.us), f"{self.flops / step.us / 1e6:.0f}", faster or ""] if step.us else [""] * 3
+            )
+            facts = [f"{step.score.rows[COMPILER, row]:,}" for row in self.shown]
             lines.append([step.name, *us, *facts, str(step.judgement or "")])
-        return Table(["step", "us", "TFLOP/s", "times as fast", *SHOWN, "prediction"], lines)
+        return Table(["step", "us", "TFLOP/s", "times as fast", *self.shown, "prediction"], lines)
 
 
 REGISTERS, CTAS, LOOP = "registers of a thread", "CTAs per SM", "instructions of the main loop"
@@ -266,7 +272,7 @@ def main_loop(sass) -> tuple[int, int]:
     loops = [
         (code["target"], n + 1) for n, code in enumerate(sass) if code["target"] is not None and code["target"] <= n
     ]
-    multiplies = lambda loop: any(code["opcode"].startswith(("QGMMA", "HGMMA")) for code in sass[slice(*loop)])
+    multiplies = lambda loop: any(code["opcode"].startswith(("QGMMA", "HGMMA", "HMMA")) for code in sass[slice(*loop)])
     return min(filter(multiplies, loops), key=lambda loop: loop[1] - loop[0], default=(0, 0))
 
 
@@ -294,7 +300,14 @@ def byte_rows(kernel):
     return {(TOTAL, _LOADED): round(loaded), (TOTAL, _STORED): kernel.total.global_store_sectors}
 
 
-lesson = CompiledLesson(
+class _Lesson(CompiledLesson):
+    shown, flops = SHOWN, 2 * M * N * K
+
+    def rows(self, kernel):
+        return {**compiled_rows(kernel), **byte_rows(kernel)}
+
+
+lesson = _Lesson(
     "hopper_gemm_ladder",
     Run(check, once, timed, kernels=lambda version: version[:1]),
     f"{__name__}:lesson",
