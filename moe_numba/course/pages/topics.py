@@ -136,6 +136,8 @@ FIRST_EDITION = {
     "align_ladder": "03_align_published",
     "align_small_ladder": "03_align_published",
     "hopper_ladder": "06_hopper_gemm",
+    "grouped_gemm_dense_ladder": "07_grouped_gemm",
+    "grouped_gemm_ladder": "07_grouped_gemm",
     "grouped_gemm_block_scales_ladder": "08_block_scales",
     "grouped_gemm_mxfp4_ladder": "09_w4_weights",
 }
