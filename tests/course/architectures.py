@@ -24,7 +24,7 @@ ARCHITECTURES = {
 }
 SAMPLE = {
     "gate": ("deepseek_v3 1 float32", "kimi_k2 1 bfloat16", "512 experts 1 float16", "1024 experts 1", "dynamic 1")
-    + ("deepseek_v3 4096 float32", "shared experts 4096", "softmax 4096", "sqrtsoftplus 1"),
+    + ("deepseek_v3 16384 float32", "shared experts 16384", "softmax 16384", "sqrtsoftplus 1"),
     "align": ("8 slots, 256 experts", "512 slots, 384 experts", "16384 slots, 1024 experts", "8 slots, map")
     + (
         "65536 slots, 8 experts",
