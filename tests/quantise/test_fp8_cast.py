@@ -191,6 +191,13 @@ def fresh():
         factory.cache_clear()
 
 
+def instruction(function):
+    """Mark a Python function as the semantics of an instruction, which kernels may call in the simulator."""
+    function.is_instruction = True
+    return function
+
+
+@instruction
 def approximate(x):
     """A reciprocal that flushes subnormals, and is one ulp too small."""
     y = torch.tensor(1.0 / float(x)).nextafter(torch.tensor(0.0)).numpy()[()]
@@ -204,9 +211,9 @@ def approximate(x):
         ("rcp_rn", approximate),
         ("FP8_MAX", 440.0),
         ("AMAX_MIN_BITS", 0x3DCCCCCD),  # 0.1
-        ("redux_sync_max_s32", lambda mask, value: value),
-        ("cvt_rn_satfinite_e4m3x2_f32", lambda high, low: cast_kernels.uint32(0x7E7E)),
-        ("make_element_offset", lambda hidden, wide: lambda group, lane, groups: cast_kernels.int64(-1)),
+        ("redux_sync_max_s32", instruction(lambda mask, value: value)),
+        ("cvt_rn_satfinite_e4m3x2_f32", instruction(lambda high, low: cast_kernels.uint32(0x7E7E))),
+        ("make_element_offset", lambda hidden, wide: instruction(lambda group, lane, groups: cast_kernels.int64(-1))),
     ],
 )
 def test_wrong_casts_to_fp8_are_rejected(name, wrong, device, monkeypatch, fresh):
@@ -221,8 +228,8 @@ def test_wrong_casts_to_fp8_are_rejected(name, wrong, device, monkeypatch, fresh
 @pytest.mark.parametrize(
     "name, wrong",
     [
-        ("int_as_float", lambda bits: cast_kernels.float32(1)),
-        ("cvt_rn_bf16x2_f32", lambda high, low: simulator.floats.bf16_bits(low)),
+        ("int_as_float", instruction(lambda bits: cast_kernels.float32(1))),
+        ("cvt_rn_bf16x2_f32", instruction(lambda high, low: simulator.floats.bf16_bits(low))),
         ("FP8_SCALE_BLOCK", 256),
     ],
 )
