@@ -370,6 +370,8 @@ def result() -> str:
         return text
     steps = {"one stage": "one stage", "TMA stores": "TMA stores", f"{M} rows: cuBLAS": "cuBLAS"}
     rows = {name: records.find(record, step=step, size=SIZE) for step, name in steps.items()}
+    if None in rows.values():  # nothing is recorded with these sizes
+        return text
     found = ", ".join(f"{name} {records.format_us(row['kernel_us']['median'])} us" for name, row in rows.items())
     return f"{text}\nRecorded on an H200: {found}."
 
