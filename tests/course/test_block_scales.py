@@ -1,14 +1,11 @@
 """The lesson "Block scales": steps are right, its check finds wrong kernels, exercises judge answers and cheats."""
 
-import ast
-import itertools
-import os
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from lesson_pages import definitions, fault_of, run_with_sizes
 
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
@@ -24,7 +21,6 @@ from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG
 from moe_numba.ptx.arithmetic import float_as_int
 from moe_numba.ptx.mbarrier import mbarrier_wait_parity
 from moe_numba.ptx.memory import st_shared_s32x4
-from moe_numba.runtime.changed_source import define
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="another process judges answers on a GPU: test_score")
 ROOT = Path(__file__).parents[2]
@@ -197,30 +193,12 @@ def test_the_ratios_are_explained_after_a_choice():
 
 
 NOTEBOOK = ROOT / "notebooks/08_block_scales.py"
-USED = {"exercises.read.use", "exercises.promote.use", "exercises.write.use"}
-_numbers = itertools.count()
 
 
 def page(right="", wrong=""):
     """Return what the page's cells define, with a passage replaced, and its steps: name -> version as Python."""
-    text = NOTEBOOK.read_text()
-    assert not right or text.count(right) == 1, right
-    tree, steps = ast.parse(text.replace(right, wrong) if right else text), {}
-    for node in tree.body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "step":
-            steps[node.value.args[0].value] = ast.unparse(node.value.args[1])
-    called = lambda node: isinstance(node.value, ast.Call) and ast.unparse(node.value.func)
-    keep = lambda node: (
-        isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)
-        or isinstance(node, ast.Assign)
-        and "os.environ" not in ast.unparse(node)  # it would stay for other tests of this process
-        and not str(called(node)).startswith("page.")
-        and called(node) not in USED
-    )
-    kept = "\n\n".join(ast.unparse(node) for node in tree.body if keep(node))
     own = dict(read_by_row=answers.read_by_row, promote_192=answers.promote_192, write_factors=answers.write_factors)
-    names = {"__name__": f"block_scales_page_{next(_numbers)}", **own}
-    return define(kept, names, f"{names['__name__']}.py"), steps
+    return definitions(NOTEBOOK, own, r"page\.|exercises\.\w+\.use", right, wrong)
 
 
 @pytest.fixture(scope="module")
@@ -228,14 +206,7 @@ def right_page():
     return page()
 
 
-def fault(version):
-    """Return what the check says of a version in one thread order, or what the simulator does."""
-    try:
-        return runs.check(version)
-    except simulator.SimulatorError as error:
-        return str(error)
-
-
+fault = partial(fault_of, runs)
 STEPS = (
     "no scales",
     "scale per column",
@@ -354,25 +325,8 @@ def test_figures_say_what_they_show():
     assert len(draw.own_elements(5)) == 12 and (1, 2) in draw.own_elements(5)
 
 
-RUN_WITH = """
-import sys, types
-import moe_numba
-from moe_numba.course.lessons.block_scales import sizes
-sizes.M, sizes.N, sizes.K = 2048, 768, 1024
-sizes.SMALL_M, sizes.SMALL_N, sizes.SMALL_K, sizes.SMALL_SMS = 128, 384, 640, 3
-from moe_numba.course.steps.judge_estimates import cells_of
-from moe_numba.runtime.changed_source import SourceLoader
-sys.modules["__main__"] = page = types.ModuleType("__main__")
-for number, cell in enumerate(cells_of(open(sys.argv[1]).read())):
-    SourceLoader(cell, f"page/cell_{number}.py").exec_module(page)
-    if number == 0:
-        page.lesson.seeds = 1
-print(page.lesson.summary())
-"""
-
-
 def test_the_page_runs_with_other_sizes():
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1"}
-    done = subprocess.run([sys.executable, "-c", RUN_WITH, NOTEBOOK], env=environment, capture_output=True, text=True)
-    assert not done.returncode, done.stderr[-2000:]
-    assert "D is 2048 x 768, and K is 1024" in done.stdout and "barrier tested early" in done.stdout
+    printed = run_with_sizes(
+        NOTEBOOK, "block_scales", M=2048, N=768, K=1024, SMALL_M=128, SMALL_N=384, SMALL_K=640, SMALL_SMS=3
+    )
+    assert "D is 2048 x 768, and K is 1024" in printed and "barrier tested early" in printed

@@ -1,14 +1,11 @@
 """The lesson "Grouped GEMM": steps are right, its check finds wrong kernels, exercises judge answers and cheats."""
 
-import ast
-import itertools
-import os
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from lesson_pages import definitions, fault_of, run_with_sizes
 
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
@@ -24,7 +21,6 @@ from moe_numba.grouped_gemm.common.scheduler import divide, num_tiles
 from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4
 from moe_numba.ptx.tensormap import fence_proxy_tensormap_acquire_gpu
 from moe_numba.ptx.warp import FULL_MASK, warp_inclusive_scan
-from moe_numba.runtime.changed_source import define
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="another process judges answers on a GPU: test_score")
 ROOT = Path(__file__).parents[2]
@@ -300,33 +296,13 @@ def test_even_tiles_are_explained_after_a_choice():
 
 
 NOTEBOOK = ROOT / "notebooks/07_grouped_gemm.py"
-USED = {
-    "exercises.group_of.use": "group_of",
-    "exercises.count_tiles.use": "count_tiles",
-    "exercises.place.use": "place_in_group",
-    "exercises.bands.use": "in_bands",
-    "exercises.store_chunk.use": "store_chunk",
-}
-_numbers = itertools.count()
+OWN = "group_of", "count_tiles", "place_in_group", "in_bands", "store_chunk"
 
 
 def page(right="", wrong=""):
     """Return what the page's cells define, with a passage replaced, and its steps: name -> version as Python."""
-    source = NOTEBOOK.read_text()
-    assert not right or source.count(right) == 1, right
-    tree, steps = ast.parse(source.replace(right, wrong) if right else source), {}
-    for node in tree.body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "step":
-            steps[node.value.args[0].value] = ast.unparse(node.value.args[1])
-    keep = lambda node: (
-        isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)
-        or isinstance(node, ast.Assign)
-        and not re.search(r"os\.environ|page\.|exercises\.", ast.unparse(node))
-    )
-    text = "\n\n".join(ast.unparse(node) for node in tree.body if keep(node))
-    own = {name: getattr(answers, name) for name in USED.values()}
-    names = {"__name__": f"grouped_page_{next(_numbers)}"} | own
-    return define(text, names, f"{names['__name__']}.py"), steps
+    own = {name: getattr(answers, name) for name in OWN}
+    return definitions(NOTEBOOK, own, r"page\.|exercises\.", right, wrong)
 
 
 @pytest.fixture(scope="module")
@@ -334,14 +310,7 @@ def right_page():
     return page()
 
 
-def fault(version):
-    """Return what the check says of a version in one thread order, or what the simulator does."""
-    try:
-        return runs.check(version)
-    except simulator.SimulatorError as error:
-        return str(error)
-
-
+fault = partial(fault_of, runs)
 STEPS = (
     "a launch per group",
     "padding, one tensor map",
@@ -483,25 +452,17 @@ def test_figures_number_tiles_as_the_page_does(right_page):
     assert len(right) == 24
 
 
-RUN_WITH = """
-import sys, types
-import moe_numba
-from moe_numba.course.lessons.grouped_gemm import sizes
-sizes.GROUPS, sizes.N, sizes.K, sizes.ROWS = 16, 1024, 512, 512
-sizes.SMALL_LENGTHS, sizes.SMALL_N, sizes.SMALL_K, sizes.SMALL_SMS = (3, 40, 0, 300, 1), 128, 384, 4
-from moe_numba.course.steps.judge_estimates import cells_of
-from moe_numba.runtime.changed_source import SourceLoader
-sys.modules["__main__"] = page = types.ModuleType("__main__")
-for number, cell in enumerate(cells_of(open(sys.argv[1]).read())):
-    SourceLoader(cell, f"page/cell_{number}.py").exec_module(page)
-    if number == 0:
-        page.lesson.seeds = 1
-print(page.lesson.summary())
-"""
-
-
 def test_the_page_runs_with_other_sizes():
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1"}
-    done = subprocess.run([sys.executable, "-c", RUN_WITH, NOTEBOOK], env=environment, capture_output=True, text=True)
-    assert not done.returncode, done.stderr[-2000:]
-    assert "16 groups, N = 1024, K = 512; the steps have 512 rows" in done.stdout and "two subtiles" in done.stdout
+    printed = run_with_sizes(
+        NOTEBOOK,
+        "grouped_gemm",
+        GROUPS=16,
+        N=1024,
+        K=512,
+        ROWS=512,
+        SMALL_LENGTHS=(3, 40, 0, 300, 1),
+        SMALL_N=128,
+        SMALL_K=384,
+        SMALL_SMS=4,
+    )
+    assert "16 groups, N = 1024, K = 512; the steps have 512 rows" in printed and "two subtiles" in printed

@@ -1,14 +1,11 @@
 """The lesson "A Hopper GEMM": steps are right, its check finds wrong kernels, exercises judge answers and cheats."""
 
-import ast
-import itertools
-import os
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from lesson_pages import definitions, fault_of, run_with_sizes
 
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
@@ -26,7 +23,6 @@ from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_t
 from moe_numba.ptx.tma import tma_load_2d
 from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.ptx.warpgroup import elect_sync
-from moe_numba.runtime.changed_source import define
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="another process judges answers on a GPU: test_score")
 ROOT = Path(__file__).parents[2]
@@ -338,29 +334,12 @@ def test_the_slow_tile_is_explained_after_a_choice():
 
 
 NOTEBOOK = ROOT / "notebooks/06_hopper_gemm.py"
-USED = {"exercises.producer.use": "produce", "exercises.unrolled.use": "store_256", "exercises.order.use": "order"}
-_numbers = itertools.count()
 
 
 def page(right="", wrong=""):
     """Return what the page's cells define, with a passage replaced, and its steps: name -> version as Python."""
-    source = NOTEBOOK.read_text()
-    assert not right or source.count(right) == 1, right
-    tree, steps = ast.parse(source.replace(right, wrong) if right else source), {}
-    for node in tree.body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "step":
-            steps[node.value.args[0].value] = ast.unparse(node.value.args[1])
-    called = lambda node: isinstance(node.value, ast.Call) and ast.unparse(node.value.func)
-    keep = lambda node: (
-        isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)
-        or isinstance(node, ast.Assign)
-        and "os.environ" not in ast.unparse(node)  # it would stay for other tests of this process
-        and not str(called(node)).startswith("page.")
-        and called(node) not in USED
-    )
-    text = "\n\n".join(ast.unparse(node) for node in tree.body if keep(node))
-    names = {"__name__": f"hopper_page_{next(_numbers)}", "produce": answers.produce, "order": answers.order}
-    return define(text, names | {"store_256": answers.store_unrolled}, f"{names['__name__']}.py"), steps
+    own = dict(produce=answers.produce, order=answers.order, store_256=answers.store_unrolled)
+    return definitions(NOTEBOOK, own, r"page\.|exercises\.\w+\.use", right, wrong)
 
 
 @pytest.fixture(scope="module")
@@ -368,14 +347,7 @@ def right_page():
     return page()
 
 
-def fault(version):
-    """Return what the check says of a version in one thread order, or what the simulator does."""
-    try:
-        return runs.check(version)
-    except simulator.SimulatorError as error:
-        return str(error)
-
-
+fault = partial(fault_of, runs)
 STEPS = (
     "one stage",
     "a ring of 3 stages",
@@ -555,26 +527,9 @@ def test_figures_say_what_they_show():
         assert svg.startswith("<svg") and "prefers-color-scheme: dark" in svg
 
 
-RUN_WITH = """
-import sys, types
-import moe_numba
-from moe_numba.course.lessons.hopper import sizes
-sizes.M, sizes.N, sizes.K = 2048, 1024, 1024
-sizes.SMALL_M, sizes.SMALL_N, sizes.SMALL_K, sizes.SMALL_SMS = 512, 256, 640, 4
-from moe_numba.course.steps.judge_estimates import cells_of
-from moe_numba.runtime.changed_source import SourceLoader
-sys.modules["__main__"] = page = types.ModuleType("__main__")
-for number, cell in enumerate(cells_of(open(sys.argv[1]).read())):
-    SourceLoader(cell, f"page/cell_{number}.py").exec_module(page)
-    if number == 0:
-        page.lesson.seeds = 1
-print(page.lesson.summary())
-"""
-
-
 def test_the_page_runs_with_other_sizes():
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1"}
-    done = subprocess.run([sys.executable, "-c", RUN_WITH, NOTEBOOK], env=environment, capture_output=True, text=True)
-    assert not done.returncode, done.stderr[-2000:]
-    assert "D is 2048 x 1024, and K is 1024" in done.stdout and "float32 accumulation" in done.stdout
-    assert "first edition: cuBLAS" not in done.stdout
+    printed = run_with_sizes(
+        NOTEBOOK, "hopper", M=2048, N=1024, K=1024, SMALL_M=512, SMALL_N=256, SMALL_K=640, SMALL_SMS=4
+    )
+    assert "D is 2048 x 1024, and K is 1024" in printed and "float32 accumulation" in printed
+    assert "first edition: cuBLAS" not in printed

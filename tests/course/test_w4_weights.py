@@ -1,15 +1,12 @@
 """The lesson "4-bit weights": steps are right, its check finds wrong kernels, exercises judge answers and cheats."""
 
-import ast
-import itertools
-import os
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from lesson_pages import definitions, fault_of, run_with_sizes
 
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
@@ -22,7 +19,6 @@ from moe_numba.course.lessons.w4_weights.runs import First, Version
 from moe_numba.course.steps.score import COMPILER
 from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG
 from moe_numba.grouped_gemm import pack_mxfp4
-from moe_numba.runtime.changed_source import define
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="another process judges answers on a GPU: test_score")
 ROOT = Path(__file__).parents[2]
@@ -175,29 +171,12 @@ def test_wrong_columns_are_explained_after_a_choice():
 
 
 NOTEBOOK = ROOT / "notebooks/09_w4_weights.py"
-USED = {"exercises.decode.use", "exercises.multiply.use"}
-_numbers = itertools.count()
 
 
 def page(right="", wrong=""):
     """Return what the page's cells define, with a passage replaced, and its steps: name -> version as Python."""
-    text = NOTEBOOK.read_text()
-    assert not right or text.count(right) == 1, right
-    tree, steps = ast.parse(text.replace(right, wrong) if right else text), {}
-    for node in tree.body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "step":
-            steps[node.value.args[0].value] = ast.unparse(node.value.args[1])
-    called = lambda node: isinstance(node.value, ast.Call) and ast.unparse(node.value.func)
-    keep = lambda node: (
-        isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)
-        or isinstance(node, ast.Assign)
-        and "os.environ" not in ast.unparse(node)  # it would stay for other tests of this process
-        and called(node) not in USED
-    )
-    kept = "\n\n".join(ast.unparse(node) for node in tree.body if keep(node))
     own = dict(decode_word=answers.decode_word, multiply_by_warp=answers.multiply_by_warp)
-    names = {"__name__": f"w4_weights_page_{next(_numbers)}", **own}
-    return define(kept, names, f"{names['__name__']}.py"), steps
+    return definitions(NOTEBOOK, own, r"exercises\.", right, wrong)
 
 
 @pytest.fixture(scope="module")
@@ -205,14 +184,7 @@ def right_page():
     return page()
 
 
-def fault(version):
-    """Return what the check says of a version in one thread order, or what the simulator does."""
-    try:
-        return runs.check(version)
-    except simulator.SimulatorError as error:
-        return str(error)
-
-
+fault = partial(fault_of, runs)
 STEPS = "dequantise first", "decode in the consumer", "shift, mask, multiply", "four warpgroups", "mma.sync"
 
 
@@ -331,25 +303,8 @@ def test_first_versions_are_found_by_their_type():
     assert len(First(None)) == 1 and isinstance(runs.inputs(2, 256, 256).x, torch.Tensor)
 
 
-RUN_WITH = """
-import sys, types
-import moe_numba
-from moe_numba.course.lessons.w4_weights import sizes
-sizes.EXPERTS, sizes.N, sizes.K = 8, 2048, 2048
-sizes.SMALL_EXPERTS, sizes.SMALL_N, sizes.SMALL_K, sizes.SMALL_SMS = 1, 256, 128, 2
-from moe_numba.course.steps.judge_estimates import cells_of
-from moe_numba.runtime.changed_source import SourceLoader
-sys.modules["__main__"] = page = types.ModuleType("__main__")
-for number, cell in enumerate(cells_of(open(sys.argv[1]).read())):
-    SourceLoader(cell, f"page/cell_{number}.py").exec_module(page)
-    if number == 0:
-        page.lesson.seeds = 1
-print(page.lesson.summary())
-"""
-
-
 def test_the_page_runs_with_other_sizes():
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1"}
-    done = subprocess.run([sys.executable, "-c", RUN_WITH, NOTEBOOK], env=environment, capture_output=True, text=True)
-    assert not done.returncode, done.stderr[-2000:]
-    assert "8 weights of 2048 x 2048" in done.stdout and "mma.sync" in done.stdout
+    printed = run_with_sizes(
+        NOTEBOOK, "w4_weights", EXPERTS=8, N=2048, K=2048, SMALL_EXPERTS=1, SMALL_N=256, SMALL_K=128, SMALL_SMS=2
+    )
+    assert "8 weights of 2048 x 2048" in printed and "mma.sync" in printed
