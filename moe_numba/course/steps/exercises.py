@@ -1,4 +1,4 @@
-"""Kinds of exercises that a lesson asks: build, predict, diagnose, break.
+"""Kinds of exercises that a lesson asks: build, predict, choose, diagnose, break.
 
 A lesson's module defines them as data; a cell of the page checks an answer, and displays the `Verdict`:
 
@@ -246,6 +246,115 @@ class Diagnose:
             table=compare(self.before, *scores.values()),
             notes=tuple(f"{name}: {self.why[name]}" for name in self.candidates),
         )
+
+
+@dataclass(frozen=True)
+class Choose:
+    """Choose the answer to a question; its explanation appears only with the verdict.
+
+    Attributes
+    ----------
+    name : str
+    choices : dict
+        Choice, such as "A" -> what it says.
+    right : str
+    why : str or callable
+        The explanation, or ``why(*evidence)`` returns it.
+    """
+
+    name: str
+    choices: Mapping[str, str]
+    right: str
+    why: str | Callable[..., str]
+
+    def check(self, choice: Any = ..., *evidence: Any) -> Verdict:
+        """Compare a choice with the right one; ``evidence`` is what `why` needs, such as scores of steps."""
+        choice, known = (
+            as_one_of(choice, self.choices),
+            "; ".join(f"{name}: {text}" for name, text in self.choices.items()),
+        )
+        if choice not in self.choices:
+            text = f"no choice yet. {known}" if choice is ... else f"you chose {choice!r}; {known}"
+            return Verdict(self.name, OPEN if choice is ... else WRONG, text)
+        why = self.why(*evidence) if callable(self.why) else self.why
+        says = "right" if choice == self.right else f"it is {self.right}"
+        return Verdict(self.name, RIGHT if choice == self.right else WRONG, f"you chose {choice}: {says}. {why}")
+
+
+@dataclass(frozen=True)
+class Predict:
+    """Predict numbers that can be worked out beforehand; the right ones appear only beside a guess.
+
+    Attributes
+    ----------
+    name : str
+    right : dict or callable
+        What is asked -> its number, or ``right(*evidence)`` returns that.
+    why : str or callable
+        The explanation, or ``why(*evidence)`` returns it.
+    within : dict
+        What is asked -> by how much a guess may be off; 0 by default.
+    """
+
+    name: str
+    right: Mapping[str, float] | Callable[..., Mapping[str, float]]
+    why: str | Callable[..., str]
+    within: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self, *evidence: Any, **guesses: Any) -> Verdict:
+        """Compare guesses, by what is asked, with the right numbers; ``...`` is no guess yet."""
+        right = self.right(*evidence) if callable(self.right) else self.right
+        if unknown := set(guesses) - set(right):
+            return Verdict(self.name, WRONG, f"{', '.join(sorted(unknown))} is not asked; {', '.join(right)} are")
+        guesses = {asked: guess for asked, guess in guesses.items() if guess is not ...}
+        if not guesses:
+            return Verdict(self.name, OPEN, "no prediction yet")
+        if odd := [f"{asked}={guess!r}" for asked, guess in guesses.items() if not isinstance(guess, Real)]:
+            return Verdict(self.name, WRONG, f"{', '.join(odd)} is no number: write one without quotes")
+        texts = [
+            f"{asked.replace('_', ' ')}: you predicted {guess}, it is {right[asked]:g}"
+            for asked, guess in guesses.items()
+        ]
+        met = all(abs(right[asked] - guess) <= self.within.get(asked, 0) for asked, guess in guesses.items())
+        why = self.why(*evidence) if callable(self.why) else self.why
+        texts[0] = f"{'right' if met else 'wrong'}: {texts[0]}"
+        return Verdict(self.name, RIGHT if met else WRONG, f"{'; '.join(texts)}. {why}")
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Write a formula as a Python function, which is checked by its results alone.
+
+    Attributes
+    ----------
+    name : str
+    task : str
+        What the function must return; it ends the sentence on a stub.
+    own : function
+        The lesson's own formula.
+    test : callable
+        ``test(answer)`` raises `course.grader.Wrong` if a result is wrong.
+    praise : str
+        What a right formula has.
+    hint : str
+    """
+
+    name: str
+    task: str
+    own: Callable
+    test: Callable[[Callable], None]
+    praise: str
+    hint: str = ""
+
+    def check(self, answer: Any = ...) -> Verdict:
+        """Test an answer; ``...``, or a function that only returns a constant, counts as none."""
+        state, text = RIGHT, f"right: {self.praise}"
+        if answer is ... or is_stub(answer):
+            state, text = OPEN, f"not answered yet: write {self.task}"
+        elif (wrong := fault(self.test, answer)) is not None:
+            state, text = WRONG, wrong
+        used = answer if state == RIGHT else self.own
+        return Verdict(self.name, state, text, answer=used, hint=self.hint, solution=self.own)
 
 
 @dataclass(frozen=True)
