@@ -15,8 +15,9 @@ import functools
 import html
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ import torch
 
 from moe_numba import simulator
 from moe_numba.course.bench import records
-from moe_numba.course.bench.timing import kernel_times
+from moe_numba.course.bench.timing import Stats, kernel_times
 from moe_numba.course.steps import recorded
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.prediction import Judgement
@@ -145,10 +146,16 @@ class Lesson:
 
     def _checked(self, version, seed, races=False):
         try:
-            with simulator.seed(seed), simulator.races(races):
+            with self.conditions(seed, races):
                 return self.run.check(version)
         except simulator.SimulatorError as error:
             return f"{type(error).__name__}: {error}"
+
+    @contextmanager
+    def conditions(self, seed: int, races: bool) -> Iterator[None]:
+        """Let the simulator run threads in the order of a seed, and detect races or not."""
+        with simulator.seed(seed), simulator.races(races):
+            yield
 
     def _race(self, version, seeds):
         """Return the race of a version, or another error, or None.
@@ -177,15 +184,24 @@ class Lesson:
         """Return the kernel time, measured now or recorded for exactly this code, and the row of the record."""
         if fault := self.fault(version):
             raise WrongResult(f"{name}: {fault}")
-        if simulator.ENABLED:
+        if not self.is_timed:
             return self.recorded_us(name, self.run.kernels(version)), None
         calls = {step.name: self.run.timed(step.version) for step in (before,) if step}
-        times = kernel_times(calls | {name: self.run.timed(version)})
+        times = self.measured(calls | {name: self.run.timed(version)})
         torch.cuda.synchronize()
         compared = [round(times[each].median, 4) for each in (*calls, name)]
         more = dict(after=before.name, compared_us=compared, predicted_us=predicted_us) if before else {}
         row = records.row(name, config=self.config, size=self.size, dtype=self.dtype, kernel=times[name], **more)
         return times[name].median, row
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether versions are timed here; otherwise recorded times are shown."""
+        return not simulator.ENABLED
+
+    def measured(self, calls: Mapping[str, Any]) -> dict[str, Stats]:
+        """Return the kernel times of what `Run.timed` returned, measured interleaved."""
+        return kernel_times(dict(calls))
 
     def recorded_us(self, step: str, kernels: Sequence) -> float | None:
         """Return the recorded time of a row for exactly these kernels, or None."""
@@ -193,7 +209,7 @@ class Lesson:
 
     def _compared(self, name, version, before, row):
         """Return the times of the step before and of a step, interleaved in one run, measured now or recorded."""
-        if simulator.ENABLED and before and before.us is not None:
+        if not self.is_timed and before and before.us is not None:
             about = self.run.kernels(version), self.size, self.config, self.gpu
             row = recorded.recorded_row(self.topic, name, *about)
         return row["compared_us"] if row and before and row.get("after") == before.name else None
@@ -206,22 +222,26 @@ class Lesson:
     def times(self, name: str, calls: Mapping[str, Callable | list[Callable]]) -> dict[str, float]:
         """Time kernels that diagnose a step, interleaved; return their medians.
 
-        They are no steps: their rows in the record are called "name: label". In the simulator each call runs once, and
-        the recorded times are returned, or an empty dict if a label has none for exactly the kernels that its call
-        launches.
+        They are no steps: their rows in the record are called "name: label". A call is what `Run.timed` returns. Where
+        nothing is timed, each call runs once, and the recorded times are returned, or an empty dict if a label has none
+        for exactly the kernels that its call launches.
         """
-        if simulator.ENABLED:
+        if not self.is_timed:
             found = {}
             for label, call in calls.items():
                 with noted_launches() as launched:
-                    (call[0] if isinstance(call, list) else call)()
+                    self.call(call)
                 found[label] = self.recorded_us(f"{name}: {label}", [each.kernel for each in launched.values()])
             return {} if None in found.values() else found
-        measured = kernel_times(dict(calls))
+        measured = self.measured(calls)
         for label, stats in measured.items():
             step, about = f"{name}: {label}", dict(config=self.config, size=self.size, dtype=self.dtype)
             self.diagnosed[step] = records.row(step, kernel=stats, **about)
         return {label: round(stats.median, 3) for label, stats in measured.items()}
+
+    def call(self, call: Any) -> None:
+        """Run one call of what `Run.timed` returned."""
+        (call[0] if isinstance(call, list) else call)()
 
     def orders(self, version: Any, seeds: int = 8) -> "Orders":
         """Run a version under several thread orders, and with the race detector, in the simulator."""
