@@ -630,7 +630,7 @@ step("tile of 128 x 256", Version(looped, **WIDE), predicted_us=predicted_us)
 # the epilogue are not what was written. "D": fewer CTAs fit on an SM. The table above has all you need.
 
 # %%
-exercises.slow_tile.check(lesson.steps["persistent CTAs"].score, lesson.steps["tile of 128 x 256"].score, ...)
+exercises.slow_tile.check(..., lesson.steps["persistent CTAs"].score, lesson.steps["tile of 128 x 256"].score)
 
 # %% [markdown]
 # And this is the machine code before the first store of a warp. `ISETP` compares the index of the accumulator with a constant, `IMAD.MOV` copies

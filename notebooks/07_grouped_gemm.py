@@ -707,7 +707,7 @@ def store_whole_chunk(words, buffer, y, row, rows, column, pitch):
 
 
 whole_chunks = make_without_maps(next_vertical, store_whole_chunk, 96, 7)
-exercises.whole_chunks.check(Version(whole_chunks, **ONE_MAP), ...)
+exercises.whole_chunks.check(..., Version(whole_chunks, **ONE_MAP))
 
 # %% [markdown]
 # The package's scheduler has two further ideas, which do not need this step. Each is measured alone, against it.
@@ -739,8 +739,7 @@ step("one group after the other", Version(grouped, **ONE_MAP), after="no maps of
 #
 # A group of 100 rows has two tiles of at most 96, with 96 rows and 4. Even tiles have 56 and 44: rows are split evenly, rounded up to 8.
 #
-# **Predict.** The kernel always loads and multiplies boxes of 96 rows. What do even tiles change in its time? "A": it becomes faster. "B": nothing.
-# "C": it becomes slower.
+# **Predict.** The kernel always loads and multiplies boxes of 96 rows. What do even tiles change in its time?
 
 # %%
 exercises.even.check(...)

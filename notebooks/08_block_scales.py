@@ -461,8 +461,7 @@ colleague = make_gemm(exercises.colleagues_write, read_three, promote_192, 192, 
 page.show_ratios(Version(colleague, **WIDE))
 
 # %% [markdown]
-# **Diagnose.** "A": the two rows of a thread exchange their scales. "B": the scales are those of the k-block before. "C": a block of 64 columns has the scale of
-# w of its left neighbour, where a tile begins in the middle of a block of w. "D": the warps write to a stage that is still being read.
+# **Diagnose.** What is wrong with `write`? The check lists four candidates; choose one.
 
 # %%
 exercises.ratios.check(...)

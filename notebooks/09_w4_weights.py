@@ -404,8 +404,7 @@ page.show_parts(
 page.show_columns(by_masks, exercises.colleagues_pack)
 
 # %% [markdown]
-# **Diagnose.** "A": the two codes of a register are exchanged. "B": registers 0 and 1 are exchanged with 2 and 3. "C": each thread has the codes of its neighbour. "D": the four
-# words of a thread are in another order.
+# **Diagnose.** What has `pack` done wrong? The check lists four candidates; choose one.
 
 # %%
 exercises.columns.check(...)

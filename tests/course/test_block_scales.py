@@ -185,7 +185,7 @@ def test_answers(exercise, answer, state, text):
 
 def test_the_ratios_are_explained_after_a_choice():
     check = exercises.ratios.check
-    assert check().state == OPEN and "column" not in check().text
+    assert check().state == OPEN and "begins at column" not in check().text
     assert check("A").state == check("E").state == WRONG and check("C").state == RIGHT
 
 

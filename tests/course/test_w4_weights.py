@@ -163,7 +163,7 @@ def test_traffic_is_judged():
 
 def test_wrong_columns_are_explained_after_a_choice():
     check = exercises.columns.check
-    assert check().state == OPEN and "exchanged" not in check().text
+    assert check().state == OPEN and "neighbours" not in check().text
     assert check("A").state == check("E").state == WRONG and check("B").state == RIGHT
 
 

@@ -352,7 +352,7 @@ class Formula:
         if answer is ... or is_stub(answer):
             state, text = OPEN, f"not answered yet: write {self.task}"
         elif (wrong := fault(self.test, answer)) is not None:
-            state, text = WRONG, wrong
+            state, text = OPEN if wrong.startswith("not answered") else WRONG, wrong
         used = answer if state == RIGHT else self.own
         return Verdict(self.name, state, text, answer=used, hint=self.hint, solution=self.own)
 

@@ -17,7 +17,7 @@ from moe_numba.course.lessons.block_scales import answers
 from moe_numba.course.lessons.block_scales.runs import REGISTERS, SPILLED, Ring, Scales, lesson
 from moe_numba.course.lessons.block_scales.sizes import MMA_WARPS, ROWS, W_SCALES
 from moe_numba.course.lessons.hopper.runs import advance
-from moe_numba.course.steps.exercises import Build
+from moe_numba.course.steps.exercises import Build, Choose
 from moe_numba.course.steps.score import COMPILER, count
 from moe_numba.course.steps.verdict import OPEN, REFUSED, RIGHT, WRONG, Verdict
 from moe_numba.ptx.accumulators import make_fma, make_for_each_chunk
@@ -315,19 +315,6 @@ def colleagues_write(ring, stage, phase, scales, row, column, k, own):
         ring.floats[uint32(at + W_SCALES + own)] = w
 
 
-class Ratios:
-    """Say which scales were exchanged, from the ratio of found and right elements."""
-
-    choices = "A", "B", "C", "D"
-
-    def check(self, choice=...) -> Verdict:
-        """Compare a choice with the mistake that was made."""
-        if choice not in self.choices:
-            text = "no choice yet" if choice is ... else f"you chose {choice!r}; the choices are A, B, C and D"
-            return Verdict("colleague's kernel", OPEN if choice is ... else WRONG, text)
-        return Verdict("colleague's kernel", RIGHT if choice == "C" else WRONG, f"you chose {choice}. {_RATIOS}")
-
-
 _RATIOS = (
     "All rows are right, so the scales of x are. Of w, one block of 64 columns is wrong in every second tile: tile 1 "
     "begins at column 192, in the middle of block 1 of w, so its three blocks have the scales 1, 2 and 2. The "
@@ -335,4 +322,14 @@ _RATIOS = (
     "(column + 64 * i) >> 7. A race would be wrong in some runs and places only, and the scales of "
     "another k-block would be wrong in every element."
 )
-ratios = Ratios()
+ratios = Choose(
+    "colleague's kernel",
+    {
+        "A": "the two rows of a thread exchange their scales",
+        "B": "the scales are those of the k-block before",
+        "C": "a block of 64 columns has the scale of w of its left neighbour, where a tile begins inside a block of w",
+        "D": "the warps write to a stage that is still being read",
+    },
+    "C",
+    _RATIOS,
+)

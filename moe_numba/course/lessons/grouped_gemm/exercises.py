@@ -17,8 +17,8 @@ from moe_numba.course.lessons.grouped_gemm import answers, runs
 from moe_numba.course.lessons.grouped_gemm.hpc_ops_port.update_grouped_tma import make_update_grouped_tma
 from moe_numba.course.lessons.grouped_gemm.runs import Table, Tile
 from moe_numba.course.lessons.grouped_gemm.sizes import BAND, BUFFER_BYTES, CHUNK, MAP_BYTES, MAPS_BYTES, ROWS
-from moe_numba.course.steps.exercises import Build
-from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
+from moe_numba.course.steps.exercises import Build, Choose, Predict
+from moe_numba.course.steps.verdict import RIGHT, WRONG
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
 from moe_numba.ptx.tma import tma_load_2d
 from moe_numba.runtime.launch import launch
@@ -375,79 +375,46 @@ store_chunk = Build(
 # Predict: tiles and padding
 
 
-class Padding:
-    """Predict how many tiles of 128 rows the groups have, and how much of them is padding."""
-
-    def check(self, tiles=..., percent=...) -> Verdict:
-        """Compare guesses with what the lengths say; a percentage may be off by 3."""
-        if tiles is ... and percent is ...:
-            return Verdict("padding", OPEN, "no prediction yet")
-        count = runs.tiles_of(runs.lengths_of(ROWS), 128)
-        padded = 100 * (1 - ROWS / (128 * count))
-        texts, right = [], True
-        if tiles is not ...:
-            texts.append(f"you predicted {tiles} tiles, there are {count}")
-            right = tiles == count
-        if percent is not ...:
-            texts.append(f"you predicted {percent} % of padding, it is {padded:.0f} %")
-            right = right and abs(percent - padded) <= 3
-        text = "; ".join(texts)
-        return Verdict("padding", RIGHT if right else WRONG, f"{text}. {_PADDING}")
+def _tiles_and_padding():
+    count = runs.tiles_of(runs.lengths_of(ROWS), 128)
+    return {"tiles": count, "percent": round(100 * (1 - ROWS / (128 * count)))}
 
 
 _PADDING = (
-    "Each group with rows has its length divided by 128 and rounded up; a tile counts whole, however few rows it has"
+    "Each group with rows has its length divided by 128 and rounded up; a tile counts whole, however few rows it has."
 )
-padding = Padding()
+padding = Predict("padding", _tiles_and_padding, _PADDING, within={"percent": 3})
 
 
 # Diagnose: a store of whole chunks
-
-
-class WholeChunks:
-    """Say what goes wrong if a tile's last chunk is stored whole, before the simulator shows it."""
-
-    choices = {
-        "A": "nothing: each row is also stored by the tile of its own group",
-        "B": "the rows behind the end of a group depend on which tile is stored last",
-        "C": "the last rows of each group are wrong",
-        "D": "the kernel waits forever",
-    }
-
-    def check(self, version, choice=...) -> Verdict:
-        """Compare a choice with what several thread orders make of a version."""
-        known = "; ".join(f"{name}: {text}" for name, text in self.choices.items())
-        if choice not in self.choices:
-            text = f"no choice yet. {known}" if choice is ... else f"you chose {choice!r}; {known}"
-            return Verdict("whole chunks", OPEN if choice is ... else WRONG, text)
-        found = runs.lesson.orders(version, seeds=2)
-        return Verdict("whole chunks", RIGHT if choice == "B" else WRONG, f"you chose {choice}. {_CHUNKS}\n{found}")
 
 
 _CHUNKS = (
     "Two CTAs write the same rows of y, one of them with the weights of the wrong group, and nothing orders them. "
     "A test on one GPU may pass. Rows behind the last group are written, too"
 )
-whole_chunks = WholeChunks()
+whole_chunks = Choose(
+    "whole chunks",
+    {
+        "A": "nothing: each row is also stored by the tile of its own group",
+        "B": "the rows behind the end of a group depend on which tile is stored last",
+        "C": "the last rows of each group are wrong",
+        "D": "the kernel waits forever",
+    },
+    "B",
+    lambda version: f"{_CHUNKS}.\n{runs.lesson.orders(version, seeds=2)}",
+)
 
 
 # Predict: even tiles
 
 
-class Even:
-    """Say what even tiles change in a kernel with one size of MMA."""
-
-    choices = {"A": "it becomes faster", "B": "nothing changes", "C": "it becomes slower"}
-
-    def check(self, choice=...) -> Verdict:
-        """Compare a choice with the work of both cuts."""
-        known = "; ".join(f"{name}: {text}" for name, text in self.choices.items())
-        if choice not in self.choices:
-            text = f"no choice yet. {known}" if choice is ... else f"you chose {choice!r}; {known}"
-            return Verdict("even tiles", OPEN if choice is ... else WRONG, text)
-        work = f"Both cuts make {runs.tiles_of(runs.lengths_of(ROWS), 96)} tiles of rows of the groups of this page"
-        why = f"{work}, and each tile loads 96 rows, multiplies 96 rows, and stores its own: the sums are the same"
-        return Verdict("even tiles", RIGHT if choice == "B" else WRONG, f"you chose {choice}. {why}")
+def _why_even():
+    tiles = runs.tiles_of(runs.lengths_of(ROWS), 96)
+    work = f"Both cuts make {tiles} tiles of rows of the groups of this page"
+    return f"{work}, and each tile loads 96 rows, multiplies 96 rows, and stores its own: the sums are the same."
 
 
-even = Even()
+even = Choose(
+    "even tiles", {"A": "it becomes faster", "B": "nothing changes", "C": "it becomes slower"}, "B", _why_even
+)

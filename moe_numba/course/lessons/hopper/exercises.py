@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -19,9 +19,9 @@ from moe_numba.course.grader import Wrong, expect_equal, fault
 from moe_numba.course.lessons.hopper import answers, runs
 from moe_numba.course.lessons.hopper.runs import COMPARES, CTAS, LOOP, REGISTERS, SPILLED, STORES, Ring, advance
 from moe_numba.course.lessons.hopper.sizes import A_BYTES, BLOCK_K, BUFFER_BYTES, FREE, WRITTEN
-from moe_numba.course.steps.exercises import Build, as_one_of, is_stub, tree_of
-from moe_numba.course.steps.score import COMPILER, Score
-from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG, Verdict
+from moe_numba.course.steps.exercises import Build, Choose, Formula, Predict, tree_of
+from moe_numba.course.steps.score import COMPILER
+from moe_numba.course.steps.verdict import OVER_PAR, REFUSED, RIGHT, WRONG
 from moe_numba.ptx.accumulators import make_fma, make_for_each_chunk
 from moe_numba.ptx.cp_async import bulk_commit_group, make_bulk_wait_group
 from moe_numba.ptx.matrix import stmatrix_rows
@@ -34,19 +34,6 @@ from moe_numba.runtime.tensor_map import TensorMap
 from moe_numba.simulator.profiler.occupancy import gpu_properties, occupancy
 
 # Build: a swizzle of rows of 64 bytes
-
-
-class Swizzle:
-    """Write the place of a chunk in a row of 64 bytes."""
-
-    def check(self, answer=...) -> Verdict:
-        """Look for chunks of eight rows that share banks."""
-        verdict = partial(Verdict, "swizzle", hint=_SWIZZLE_HINT, solution=answers.place_of_chunk)
-        if answer is ... or is_stub(answer):
-            return verdict(OPEN, "not answered yet: write a function of a row and a chunk")
-        if (wrong := fault(_has_no_bank_conflicts, answer)) is not None:
-            return verdict(OPEN if wrong.startswith("not answered") else WRONG, wrong)
-        return verdict(RIGHT, "right: the same chunk of eight rows lies in all 32 banks", answer=answer)
 
 
 def _has_no_bank_conflicts(answer):
@@ -66,7 +53,14 @@ _SWIZZLE_HINT = (
     "Two rows fill all 32 banks once. Rows 0 and 1 cannot conflict, so they may be permuted alike; rows 0 and 2 must "
     "differ."
 )
-swizzle = Swizzle()
+swizzle = Formula(
+    "swizzle",
+    "a function of a row and a chunk",
+    answers.place_of_chunk,
+    _has_no_bank_conflicts,
+    "the same chunk of eight rows lies in all 32 banks",
+    _SWIZZLE_HINT,
+)
 
 
 # Build: what is in flight
@@ -239,24 +233,21 @@ producer = InFlight(
 # Predict: CTAs per SM
 
 
-class Resident:
-    """Predict how many CTAs of the kernel with one stage, and with rings of several, an SM holds."""
+_STAGES = {"one": 1, "two": 2, "three": 3, "four": 4}
 
-    def check(self, score: Score, **guesses) -> Verdict:
-        """Compare guesses by number of stages, such as ``one=2``, with what registers and shared memory allow."""
-        numbers = {"one": 1, "two": 2, "three": 3, "four": 4}
-        if unknown := set(guesses) - set(numbers):
-            return Verdict("resident", WRONG, f"{sorted(unknown)} is no number of stages; they are {list(numbers)}")
-        guesses = {name: guess for name, guess in guesses.items() if guess is not ...}
-        if not guesses:
-            return Verdict("resident", OPEN, "no prediction yet")
-        registers = int(score.rows[COMPILER, REGISTERS])
-        found = {name: _resident(registers, stages) for name, stages in numbers.items()}
-        texts = [f"{name}: you predicted {guess}, it is {found[name].blocks_per_sm}" for name, guess in guesses.items()]
-        right = all(found[name].blocks_per_sm == guess for name, guess in guesses.items())
-        limits = ", ".join(f"{name}: {' and '.join(found[name].limited_by)}" for name in guesses)
-        texts[0] = f"{'right' if right else 'wrong'}: {texts[0]}"
-        return Verdict("resident", RIGHT if right else WRONG, f"{'; '.join(texts)}. What limits is, with {limits}.")
+
+def _resident_by_stages(score):
+    return {name: occupancy.blocks_per_sm for name, occupancy in _occupancies(score).items()}
+
+
+def _limits(score):
+    limits = (f"{name}: {' and '.join(found.limited_by)}" for name, found in _occupancies(score).items())
+    return f"What limits the CTAs is, with {', '.join(limits)}."
+
+
+def _occupancies(score):
+    registers = int(score.rows[COMPILER, REGISTERS])
+    return {name: _resident(registers, stages) for name, stages in _STAGES.items()}
 
 
 def _resident(registers, stages):
@@ -264,34 +255,15 @@ def _resident(registers, stages):
     return occupancy(gpu_properties("H200"), version.threads, 132, registers, runs.shared_bytes(version))
 
 
-resident = Resident()
+resident = Predict("resident", _resident_by_stages, _limits)
 
 
 # Diagnose: a slow tile
 
 
-class SlowTile:
-    """Say what is wrong with the code of a step, before the table of its machine code appears."""
-
-    choices = {
-        "A": "the main loop has become longer",
-        "B": "the accumulators do not fit, and are spilled",
-        "C": "the stores of the epilogue are not what was written",
-        "D": "fewer CTAs fit on an SM",
-    }
-
-    def check(self, before: Score, after: Score, choice=...) -> Verdict:
-        """Compare a choice with what the compiler made of both steps."""
-        known = "; ".join(f"{name}: {text}" for name, text in self.choices.items())
-        choice = as_one_of(choice, self.choices)
-        if choice not in self.choices:
-            text = f"no choice yet. {known}" if choice is ... else f"you chose {choice!r}; {known}"
-            return Verdict("slow tile", OPEN if choice is ... else WRONG, text)
-        facts = [(row, before.rows[COMPILER, row], after.rows[COMPILER, row]) for row in _EVIDENCE]
-        text = f"{'right' if choice == 'C' else 'wrong'}, you chose {choice}; it is C. " + "; ".join(
-            f"{row} {old:,} -> {new:,}" for row, old, new in facts
-        )
-        return Verdict("slow tile", RIGHT if choice == "C" else WRONG, f"{text}. {_SLOW_TILE}")
+def _slow_tile(before, after):
+    facts = (f"{row} {before.rows[COMPILER, row]:,} -> {after.rows[COMPILER, row]:,}" for row in _EVIDENCE)
+    return f"{'; '.join(facts)}. {_SLOW_TILE}"
 
 
 _EVIDENCE = LOOP, SPILLED, CTAS, STORES, COMPARES
@@ -299,7 +271,17 @@ _SLOW_TILE = (
     "Twice as many accumulators need twice as many store instructions, not fewer. The loop over them was not unrolled. "
     "A register has no index, so each iteration finds its accumulators by a search of compares and branches."
 )
-slow_tile = SlowTile()
+slow_tile = Choose(
+    "slow tile",
+    {
+        "A": "the main loop has become longer",
+        "B": "the accumulators do not fit, and are spilled",
+        "C": "the stores of the epilogue are not what was written",
+        "D": "fewer CTAs fit on an SM",
+    },
+    "C",
+    _slow_tile,
+)
 
 
 # Build: stores that the compiler unrolls

@@ -18,9 +18,9 @@ from moe_numba.course.grader import case, expect_equal, function_test
 from moe_numba.course.lessons.shared_experts import answers
 from moe_numba.course.lessons.shared_experts.routing import append
 from moe_numba.course.lessons.shared_experts.sizes import GATE_EXPERTS, GATE_GROUPS, GATE_KEPT, GATE_TOPK
-from moe_numba.course.steps.exercises import Build, is_stub
+from moe_numba.course.steps.exercises import Build, Choose, Predict, is_stub
 from moe_numba.course.steps.score import count
-from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
+from moe_numba.course.steps.verdict import OPEN, RIGHT, Verdict
 from moe_numba.gate.reference import biased_grouped_topk
 from moe_numba.runtime.launch import launch
 from moe_numba.shared_experts import reference
@@ -186,21 +186,11 @@ store_nine = Build(
 # Predict: experts that are read
 
 
-class ExpertsRead:
-    """Predict how many more experts' weights a layer reads than with a separate shared expert."""
+_LAYERS = {"ninth_column_64": (64, 1), "replicas_64": (64, 8), "replicas_4": (4, 8)}  # tokens, replicas
 
-    layers = {"ninth_column_64": (64, 1), "replicas_64": (64, 8), "replicas_4": (4, 8)}  # tokens, replicas
 
-    def check(self, **guesses) -> Verdict:
-        """Compare guesses with a count of the distinct experts of a routing."""
-        if unknown := set(guesses) - set(self.layers):
-            return Verdict("experts read", WRONG, f"{sorted(unknown)} is not asked; {list(self.layers)} are")
-        guesses = {name: guess for name, guess in guesses.items() if guess is not ...}
-        if not guesses:
-            return Verdict("experts read", OPEN, "no prediction yet")
-        found = {name: _more_experts(*self.layers[name]) for name in guesses}
-        texts = [f"{name}: you predicted {guess}, it is {found[name]}" for name, guess in guesses.items()]
-        return Verdict("experts read", RIGHT if found == guesses else WRONG, f"{'; '.join(texts)}. {_EXPERTS_READ}")
+def _experts_read():
+    return {name: _more_experts(*layer) for name, layer in _LAYERS.items()}
 
 
 def _more_experts(tokens, replicas):
@@ -216,34 +206,13 @@ _EXPERTS_READ = (
     "The shared expert is read either way. Replicas are other bytes for the GPU, although the numbers in them are the "
     "same: each one that a token uses is read."
 )
-experts_read = ExpertsRead()
+experts_read = Predict("experts read", _experts_read, _EXPERTS_READ)
 
 
 # Diagnose: what the fusion saves
 
 
-class WhatSaves:
-    """Say what makes the fused layer faster, before the record of both layers appears."""
-
-    choices = {
-        "A": "it reads fewer weights",
-        "B": "it computes less",
-        "C": "it launches fewer kernels",
-        "D": "its tiles are balanced better over the SMs",
-    }
-    tokens, dtype = 64, "float8_e4m3fn"
-
-    def check(self, choice=...) -> Verdict:
-        """Compare a choice with the record of the layers with torch's kernels."""
-        known = "; ".join(f"{name}: {text}" for name, text in self.choices.items())
-        if choice not in self.choices:
-            text = f"no choice yet. {known}" if choice is ... else f"you chose {choice!r}; {known}"
-            return Verdict("what saves", OPEN if choice is ... else WRONG, text)
-        text = f"you chose {choice}. {_evidence(self.tokens, self.dtype)}"
-        return Verdict("what saves", RIGHT if choice == "C" else WRONG, f"{text} {_WHAT_SAVES}")
-
-
-def _evidence(tokens, dtype):
+def _evidence(tokens=64, dtype="float8_e4m3fn"):
     """Return bytes, operations, tiles, launches and times of both layers, from the record, in words."""
     record = records.recorded("shared_experts")
     wanted = dict(size=dict(tokens=tokens), dtype=dtype, config=dict(model="tp8"))
@@ -266,4 +235,14 @@ _WHAT_SAVES = (
     "Bytes and operations are the same, and so are the tiles: 64 rows are one tile of 64. What is left is "
     "the launches, and within them the time in which a GEMM of one expert has work for few SMs."
 )
-what_saves = WhatSaves()
+what_saves = Choose(
+    "what saves",
+    {
+        "A": "it reads fewer weights",
+        "B": "it computes less",
+        "C": "it launches fewer kernels",
+        "D": "its tiles are balanced better over the SMs",
+    },
+    "C",
+    lambda: f"{_evidence()} {_WHAT_SAVES}",
+)

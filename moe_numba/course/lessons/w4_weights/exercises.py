@@ -1,7 +1,6 @@
 """Exercises of the lesson "4-bit weights"; the page checks answers with `exercises.<name>`."""
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -15,51 +14,19 @@ from numba import cuda, int32, uint8, uint32
 from moe_numba.course.grader import Wrong, expect_equal, fault
 from moe_numba.course.lessons.w4_weights import answers, runs
 from moe_numba.course.lessons.w4_weights.sizes import CODE_BYTES, TILE, TOKENS, X_BYTES
-from moe_numba.course.steps.exercises import Build, is_stub
+from moe_numba.course.steps.exercises import Build, Choose, Formula, Predict
 from moe_numba.course.steps.score import count
-from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG, Verdict
+from moe_numba.course.steps.verdict import OVER_PAR, REFUSED, RIGHT, WRONG
 from moe_numba.runtime.launch import launch
 
 # Predict: bytes
 
 
-class Traffic:
-    """Predict how many bits per weight cross the memory bus if a kernel decodes all weights before a GEMM."""
-
-    right = {"decoder_reads": 4.25, "decoder_writes": 16.0, "gemm_reads": 16.0}
-
-    def check(self, **guesses) -> Verdict:
-        """Compare guesses with the formats' sizes."""
-        if unknown := set(guesses) - set(self.right):
-            return Verdict("traffic", WRONG, f"{sorted(unknown)} is asked nowhere; answer {list(self.right)}")
-        guesses = {name: guess for name, guess in guesses.items() if guess is not ...}
-        if not guesses:
-            return Verdict("traffic", OPEN, "no prediction yet")
-        texts = [
-            f"{name.replace('_', ' ')} {self.right[name]:g} bits, you said {guess}" for name, guess in guesses.items()
-        ]
-        state = RIGHT if all(self.right[name] == guess for name, guess in guesses.items()) else WRONG
-        return Verdict("traffic", state, f"{'; '.join(texts)}. {_TRAFFIC if len(guesses) == len(self.right) else ''}")
-
-
 _TRAFFIC = "Weights in bfloat16 would be read once, 16 bits. So this way is slower than not to quantise at all."
-traffic = Traffic()
+traffic = Predict("traffic", {"decoder_reads": 4.25, "decoder_writes": 16, "gemm_reads": 16}, _TRAFFIC)
 
 
 # Build: the place of a code
-
-
-class Place:
-    """Write the place of a code in a packed weight tile."""
-
-    def check(self, answer=...) -> Verdict:
-        """Compare all places with those that packing uses."""
-        verdict = partial(Verdict, "place of a code", hint=_PLACE_HINT, solution=answers.place_of)
-        if answer is ... or is_stub(answer):
-            return verdict(OPEN, "not answered yet: write a function of a row and a column")
-        if (wrong := fault(_is_place, answer)) is not None:
-            return verdict(OPEN if wrong.startswith("not answered") else WRONG, wrong)
-        return verdict(RIGHT, "right for all 4096 codes of a tile", answer=answer)
 
 
 def _is_place(answer):
@@ -96,7 +63,14 @@ _PLACE_HINT = (
     "Invert the sentence on registers: row = 16 w + l // 4 + 8 r, column = 16 s + 8 h + 2 (l % 4) + half. The thread "
     "is 32 w + l, the word is s, and the bit is 16 half + 4 (2 h + r)."
 )
-place = Place()
+place = Formula(
+    "place of a code",
+    "a function of a row and a column",
+    answers.place_of,
+    _is_place,
+    "all 4096 codes of a tile have their places",
+    _PLACE_HINT,
+)
 
 
 # Build: decode a word
@@ -275,22 +249,19 @@ def colleagues_pack(blocks, scales):
     return torch.cat([codes, packed[..., CODE_BYTES:]], -1)
 
 
-class Columns:
-    """Say which mistake a packing has, from the columns that come out."""
-
-    choices = "A", "B", "C", "D"
-
-    def check(self, choice=...) -> Verdict:
-        """Compare a choice with the mistake that was made."""
-        if choice not in self.choices:
-            text = "no choice yet" if choice is ... else f"you chose {choice!r}; the choices are A, B, C and D"
-            return Verdict("wrong weights", OPEN if choice is ... else WRONG, text)
-        return Verdict("wrong weights", RIGHT if choice == "B" else WRONG, f"you chose {choice}. {_COLUMNS}")
-
-
 _COLUMNS = (
     "Columns c and c + 8 of 16 are exchanged. Register 2 h + r has the columns from 8 h on, so registers 0 and 1 are "
     "exchanged with 2 and 3. The two codes of a register are neighbours (c ^ 1), a neighbouring thread has columns 2 "
     "further on, and another word those 16 further on."
 )
-columns = Columns()
+columns = Choose(
+    "wrong weights",
+    {
+        "A": "the two codes of a register are exchanged",
+        "B": "registers 0 and 1 are exchanged with 2 and 3",
+        "C": "each thread has the codes of its neighbour",
+        "D": "the four words of a thread are in another order",
+    },
+    "B",
+    _COLUMNS,
+)
