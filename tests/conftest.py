@@ -20,6 +20,10 @@ from helpers.suite import SHARDS, Suite, parse_shard, read_costs, shard_of_commi
 from moe_numba import simulator
 from moe_numba.runtime.device import gpu_like, gpu_of
 
+# Processes that tests start import this clone's package, and find what this process finds.
+_PATHS = [os.path.dirname(os.path.dirname(__file__)), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(_PATHS)))
+
 # Tests of these modules detect data races, and so do those that are the cheapest to find a planted bug; with
 # MOE_NUMBA_RACES=1 all tests do. Kernels that the vector engine can judge take the same time; asynchronous copies and
 # several ranks need threads, which takes up to twice the time.

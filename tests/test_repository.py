@@ -152,7 +152,7 @@ def test_the_readme_names_both_commands():
 
 
 def run_simulated(*arguments, **options):
-    env = {**os.environ, "MOE_NUMBA_SIMULATE": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "MOE_NUMBA_SIMULATE": "1"}
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, **options)
 
 

@@ -63,7 +63,7 @@ print(page.lesson.summary())
 
 def run_with_sizes(notebook, lesson, **sizes):
     """Run a page in the simulator with other sizes of its lesson; return what it prints."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1"}
+    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
     command = [sys.executable, "-c", _WITH_SIZES.format(lesson=lesson, sizes=sizes), notebook]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert not done.returncode, done.stderr[-2000:]

@@ -424,7 +424,7 @@ exec(text, vars(sizes))
 
 
 def _run_page(change):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1"}
+    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
     command = [sys.executable, "-c", RUN_WITH.replace("SIZES", change), PAGE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert not done.returncode, done.stderr[-3000:]

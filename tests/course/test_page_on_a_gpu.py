@@ -39,7 +39,7 @@ lesson.step("one", make(1))
 
 
 def failures(page):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "0"}
+    environment = os.environ | {"MOE_NUMBA_SIMULATE": "0"}
     done = subprocess.run([sys.executable, SCRIPT, page], env=environment, capture_output=True, text=True)
     assert not done.returncode, done.stderr[-2000:]
     return [line for line in done.stdout.split("\n") if any(text in line for text in CANNOT)]

@@ -2,10 +2,12 @@
 
 import pytest
 
+from moe_numba import simulator
 from moe_numba.course.bench import records
 from moe_numba.course.steps import power
 from moe_numba.course.steps.lesson import Lesson, Run
 
+pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="a GPU measures what these tests look up")
 ENERGY = dict(launch_us=180.0, launch_mj=120.0, sm_mhz=1400.0, watts=690.0, limit_watts=700.0)
 
 

@@ -48,7 +48,7 @@ for count in (0, 1):
 
 def test_a_notebook_function_runs_in_a_separate_process(tmp_path):
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
-    environment = os.environ | {"MOE_NUMBA_SIMULATE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {"MOE_NUMBA_SIMULATE": "0"}
     environment |= {"MOE_NUMBA_ARCH": "75"}
     environment.pop("NUMBA_ENABLE_CUDASIM", None)
     command = [sys.executable, str(tmp_path / "notebook.py")]

@@ -114,8 +114,7 @@ for new_out in (lambda buffer: None, lambda buffer: new_output(buffer, 16)):
 
 @simulated
 def test_the_kernels_execute_no_instruction_newer_than_sm_75():
-    tests = Path(__file__).parents[1]
-    paths = os.pathsep.join(map(str, (tests.parent, tests)))
+    paths = os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[1])])
     environment = os.environ | {"MOE_NUMBA_ARCH": "75", "MOE_NUMBA_SIMULATE": "1", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", ON_SM_75], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

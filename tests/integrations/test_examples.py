@@ -38,8 +38,7 @@ def test_example(name):
         pytest.importorskip("transformers")
     if name.startswith("cupy") and not simulator.ENABLED:
         pytest.importorskip("cupy")
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"PYTHONPATH": path} | ({"MOE_NUMBA_SIMULATE": "1"} if simulator.ENABLED else {})
+    env = os.environ | ({"MOE_NUMBA_SIMULATE": "1"} if simulator.ENABLED else {})
     command = [sys.executable, ROOT / "docs" / "examples" / name]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

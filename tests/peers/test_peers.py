@@ -35,7 +35,7 @@ def test_invalid_args_rejected():
 
 def run(folder, path, *options):
     """Run the tests of one file in a process of their own, which has the peers' import names."""
-    paths = os.pathsep.join(map(str, (ROOT, Path(__file__).parent)))
+    paths = os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parent)])
     plugins = "-p", "stand_ins", "-p", "no:cacheprovider", "--import-mode=importlib"
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *plugins, *options, folder / path],

@@ -27,7 +27,7 @@ CHECKS = (
 def done():
     """Execute all checks."""
     environment = os.environ | {"MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (TESTS.parent, TESTS, TESTS / "moe_layer")))
+    environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(TESTS), str(TESTS / "moe_layer")])
     command = [sys.executable, TESTS / "helpers/replayed_calls.py"]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 

@@ -52,7 +52,7 @@ def run(tmp_path):
     def run(*arguments, **environment):
         kept = {k: v for k, v in os.environ.items() if not k.startswith("MOE_NUMBA") and "CUDASIM" not in k}
         # Even where a GPU is present, the command simulates.
-        environment = kept | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "0"} | environment
+        environment = kept | {"MOE_NUMBA_SIMULATE": "0"} | environment
         command = [sys.executable, "-m", "moe_numba.simulator", "run", *map(str, arguments)]
         return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
 
@@ -60,7 +60,7 @@ def run(tmp_path):
 
 
 def run_alone(path, *options):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1"}
+    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
     return subprocess.run([sys.executable, path, *options], env=environment, capture_output=True, text=True)
 
 
@@ -213,7 +213,7 @@ def test_launched_kernels_are_compiled_at_the_end(calls, code, messages, run, sc
 def test_the_environment_lets_a_program_compile_its_kernels(calls, code, messages, script, tmp_path):
     program = "import atexit; atexit.register(print, 'exits')\nfrom moe_numba import simulator\n"
     script(program + KERNELS.format(calls=calls))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1", "MOE_NUMBA_COMPILE": "1"}
+    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1", "MOE_NUMBA_COMPILE": "1"}
     command = [sys.executable, "program.py"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == code and done.stdout.startswith("ended\n"), done.stderr
@@ -243,6 +243,6 @@ def test_a_missing_program_is_one_sentence(run):
 
 def test_a_program_that_has_loaded_numba_cuda_cannot_switch():
     code = "import numba.cuda; from moe_numba import simulator; simulator.enable()"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0"}
+    environment = os.environ | {"MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert "RuntimeError: import moe_numba before numba.cuda" in done.stderr

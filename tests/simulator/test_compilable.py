@@ -555,7 +555,7 @@ for kernel in [*tests.REFUSED, tests.calls_device_function, *tests.COMPILED]:
 
 
 def test_numba_compiles_the_same_kernels():
-    environment = {**os.environ, "MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE_ALL], env=environment, cwd=ROOT, capture_output=True, text=True
     )

@@ -29,7 +29,7 @@ print(session.transcript, end="")
 
 def printed(folder, program, text):
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_ENABLE_CUDASIM"}
-    environment |= {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SEED": "0", "MOE_NUMBA_SIMULATE": "1"}
+    environment |= {"MOE_NUMBA_SEED": "0", "MOE_NUMBA_SIMULATE": "1"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=folder, env=environment, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

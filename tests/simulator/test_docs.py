@@ -40,7 +40,7 @@ def test_commands_print_what_the_page_says(page, command, expected, tmp_path):
         (tmp_path / name).write_text(text)
     program, *arguments = shlex.split(command)
     program = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"] if program == "pytest" else [sys.executable]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SEED": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = os.environ | {"MOE_NUMBA_SEED": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run([*program, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert missing_lines(expected, done.stdout + done.stderr) == [], done.stdout + done.stderr
 
@@ -49,7 +49,7 @@ def test_the_program_with_several_gpus(tmp_path):
     (text,) = re.findall(r"^<!-- run -->\n```python\n(.*?)^```", PAGE, re.M | re.S)
     (tmp_path / "program.py").write_text(text)
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_ENABLE_CUDASIM"}
-    environment |= {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1"}
+    environment |= {"MOE_NUMBA_SIMULATE": "1"}
     command = [sys.executable, "program.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout == "6\n", done.stderr

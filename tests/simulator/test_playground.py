@@ -86,7 +86,7 @@ for path in sys.argv[3:]:
 
 def test_examples_run_with_the_browsers_names_of_numba(tmp_path):
     files = [str(FOLDER / example["file"]) for example in EXAMPLES]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1"}
+    environment = os.environ | {"MOE_NUMBA_SIMULATE": "1"}
     names = ROOT / "moe_numba/simulator/browser/numba_names.py"
     command = [sys.executable, "-c", STAND_INS, str(tmp_path), str(names), *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

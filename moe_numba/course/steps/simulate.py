@@ -5,7 +5,6 @@ process. `in_simulator` starts that process and copies into it the function, the
 their imports.
 """
 
-import ast
 import contextlib
 import functools
 import inspect
@@ -13,11 +12,14 @@ import io
 import json
 import os
 import subprocess
+import symtable
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from moe_numba import simulator
 from moe_numba.runtime.changed_source import SourceLoader, plain_function, source_of
@@ -116,18 +118,33 @@ def expression_of(thing: Any) -> tuple[str, list[Callable]]:
     """
     if id(thing) in _made:
         make, arguments, _ = _made[id(thing)]
-        parts = [expression_of(argument) for argument in arguments]
-        text = f"{make.__name__}({', '.join(text for text, _ in parts)})"
-        return text, [make, *(function for _, functions in parts for function in functions)]
+        return _call_of(make, arguments, {})
     if isinstance(thing, _PLAIN):
-        return repr(thing), []
+        return _literal(thing), []
     if isinstance(thing, tuple):
         parts = [expression_of(each) for each in thing]
         return f"({' '.join(text + ',' for text, _ in parts)})", [f for _, functions in parts for f in functions]
     name = getattr(plain_function(thing), "__name__", None)
     if not name or not (_is_of_notebook(thing) or _import_line(name, thing)):
+        if made_by := getattr(thing, "made_by", None):
+            return _call_of(*_maker(made_by))
         raise TypeError(f"{thing!r} cannot be made again in the simulator: mark what makes it with @factory")
     return name, [thing]
+
+
+def _call_of(make, arguments, options):
+    """Return Python that calls a maker with arguments, and the functions that it names."""
+    parts = [expression_of(argument) for argument in arguments]
+    named = {name: expression_of(option) for name, option in options.items()}
+    texts = [text for text, _ in parts] + [f"{name}={text}" for name, (text, _) in named.items()]
+    functions = [function for _, found in [*parts, *named.values()] for function in found]
+    return f"{make.__name__}({', '.join(texts)})", [make, *functions]
+
+
+def _maker(made_by):
+    """Return a maker of `ptx.intrinsic.factory`, and its arguments, from what it left in the thing that it made."""
+    module, name, arguments, options = made_by
+    return getattr(sys.modules[module], name), arguments, options
 
 
 def source_with_dependencies(functions: Iterable[Callable]) -> str:
@@ -154,33 +171,61 @@ def _dependencies(functions, skip):
             sources[name] = None  # stops a recursion
             source = source_of(value)
             scope = vars(sys.modules["__main__"])
-            used = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
-            for other in sorted(used & scope.keys()):
+            for other in sorted(_global_names(source) & scope.keys()):
                 visit(other, scope[other])
             del sources[name]  # after everything that its decorators may need
             own_name = plain_function(value).__name__
             sources[name] = source if own_name == name else f"{source.rstrip()}\n\n\n{name} = {own_name}\n"
         elif id(value) in _made:
-            sources[name] = None  # the factory's own function may have this name
-            text, made_from = expression_of(value)
-            for other in made_from:
-                visit(other.__name__, other)
-            del sources[name]
-            sources[name] = f"{name} = {text}"
+            make_again(name, value)
         elif _is_plain(value):
-            sources[name] = f"{name} = {value!r}"
+            imports["numpy"] = "import numpy"
+            sources[name] = f"{name} = {_literal(value)}"
         elif line := _import_line(name, value):
             imports[name] = line
+        elif hasattr(value, "made_by"):
+            make_again(name, value)
+
+    def make_again(name, value):
+        sources[name] = None  # the factory's own function may have this name
+        text, made_from = expression_of(value)
+        for other in made_from:
+            visit(other.__name__, other)
+        del sources[name]
+        sources[name] = f"{name} = {text}"
 
     for function in functions:
         visit(function.__name__, function)
     return list(imports.values()), list(sources.values())
 
 
+def _global_names(source):
+    """Return the names that definitions look up in their module: not those of their parameters and variables."""
+    module = symtable.symtable(source, "cell", "exec")
+    names, inside = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}, [module]
+    while inside:
+        table = inside.pop()
+        inside += table.get_children()
+        names |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+    return names
+
+
 def _is_plain(value):
     if isinstance(value, dict):
         return all(map(_is_plain, [*value, *value.values()]))
-    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in _PLAIN
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN or isinstance(value, np.generic)
+
+
+def _literal(value):
+    """Return Python for a plain value; that of NumPy's scalars names numpy."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_literal(key)}: {_literal(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        inside = ", ".join(map(_literal, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
+    return f"numpy.{value.dtype}({value.item()!r})" if isinstance(value, np.generic) else repr(value)
 
 
 def _import_line(name, value):
