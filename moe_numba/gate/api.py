@@ -39,13 +39,12 @@ from moe_numba.runtime.validate import (
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LIMIT_TYPES = {torch.int32: "int32*", torch.int64: "int64*"}
 _MAX_EXPERTS, _MAX_TOPK, _MAX_TOKENS = 1024, 32, 1 << 30
-_WARPS_PER_SM = 64  # as many as can be resident; with more tokens each warp routes several, one after another
-# In the simulator so few that small inputs reach the second iteration of the kernels' loops
-_MAX_BLOCKS = 2 if simulator.ENABLED else 1 << 20
+_WARPS_PER_SM = 64  # as many as can be resident; with more tokens each warp of a loop routes several
+_SIMULATED_WARPS = 4  # so few that small inputs reach the second iteration of a loop over tokens
 # Percentage of the L1 cache that is shared memory, for kernels that use none: then the alignment, which uses some, can
 # start on SMs that still run the gate (1,024 tokens of DeepSeek-V3: both take 5.7 instead of 8.1 us).
 _CARVEOUT = 50
-MANY_TOKENS = 4096  # from here on the kernel with four tokens per warp is faster
+MANY_TOKENS = 4096  # from here on kernels whose warps route several tokens may be faster
 
 _OPTION_TYPES = int, bool, int, int, int, float, bool, str, float
 _MAX_EPSILON = torch.finfo(torch.float32).max
@@ -265,6 +264,19 @@ class GatePlan:
         return Outputs(_describe_outputs(tokens, self.shape[3]), self._device)
 
     @cached_property
+    def _resident_warps(self):
+        return _SIMULATED_WARPS if simulator.ENABLED else devices.gpu_of(self.device).sm_count * _WARPS_PER_SM
+
+    @property
+    def many_tokens(self):
+        """The number of tokens from which on the kernel for large batches is faster."""
+        if self.packed_configs:
+            return packed_keys.MANY_TOKENS_PER_PICK * self.packed_configs[0].routed
+        if self.config and not four_tokens_per_warp.supports(*self.shape):
+            return max(MANY_TOKENS, self._resident_warps + 1)  # before, each warp has at most one token
+        return MANY_TOKENS
+
+    @cached_property
     def for_few_tokens(self):
         """Launcher and launch shape of the kernel for small batches."""
         if self.packed_configs:
@@ -274,15 +286,21 @@ class GatePlan:
             return self._launch_shape(made, (), one_token_per_warp.WARPS_PER_BLOCK, carveout=_CARVEOUT)
         made = generic.make_generic_kernel(*self.kernel_types, self.limit_on_device, self.features)
         shared_bytes = generic.shared_bytes(*self.shape[:2])
-        return self._launch_shape(made, ("int32",) * 6, 1, shared_bytes=shared_bytes)
+        options = dict(most_blocks=self._resident_warps, shared_bytes=shared_bytes)
+        return self._launch_shape(made, ("int32",) * 6, 1, **options)
 
     @cached_property
     def for_many_tokens(self):
         """Launcher and launch shape of the kernel for large batches."""
         if self.packed_configs:
             return self._packed(self.packed_configs[1])
-        if not self.config or not four_tokens_per_warp.supports(*self.shape):
+        if not self.config:
             return self.for_few_tokens
+        if not four_tokens_per_warp.supports(*self.shape):
+            made, warps = one_token_per_warp.make_loop_kernel, one_token_per_warp.WARPS_PER_BLOCK
+            made = made(self.config, self.limit_on_device, self.features)
+            options = dict(most_blocks=-(-self._resident_warps // warps), carveout=_CARVEOUT)
+            return self._launch_shape(made, (), warps, **options)
         return self._launch_shape(
             four_tokens_per_warp.make_4tokens_kernel(self.config, self.limit_on_device, self.features),
             (),
@@ -300,14 +318,14 @@ class GatePlan:
         made = packed_keys.make_packed_kernel(config, self.limit_on_device, self.features)
         return self._launch_shape(made, (), warps, tokens_per_warp, carveout=_CARVEOUT)
 
-    def _launch_shape(self, made, shape_types, warps, tokens_per_warp=1, carveout=None, **options):
-        """Return (launcher, threads per block, tokens per block, most blocks) of a kernel."""
+    def _launch_shape(self, made, shape_types, warps, tokens_per_warp=1, most_blocks=None, carveout=None, **options):
+        """Return (launcher, threads per block, tokens per block, most blocks) of a kernel.
+
+        ``most_blocks`` is None for a kernel that has no loop over tokens.
+        """
         signature = *self.signature, *shape_types, *self.optional_types
         start = launcher(made, signature, self.device, dependent=True, carveout=carveout, **options)
-        max_blocks = _MAX_BLOCKS
-        if tokens_per_warp == 1 and not simulator.ENABLED:
-            max_blocks = devices.gpu_of(self.device).sm_count * _WARPS_PER_SM // warps
-        return start, 32 * warps, warps * tokens_per_warp, max_blocks
+        return start, 32 * warps, warps * tokens_per_warp, most_blocks
 
     def optional_values(self, x, bias, weights, ids, is_padding, placement):
         """Return the optional arguments of a kernel, see `optional_types`."""
@@ -343,12 +361,10 @@ class GatePlan:
         """Return (launcher, blocks, threads per block) for a number of tokens."""
         if num_tokens > _MAX_TOKENS:
             raise ValueError(f"gating_output has {num_tokens} tokens; at most {_MAX_TOKENS} are allowed")
-        many_tokens = MANY_TOKENS
-        if self.packed_configs:
-            many_tokens = packed_keys.MANY_TOKENS_PER_PICK * self.packed_configs[0].routed
-        shape = self.for_many_tokens if num_tokens >= many_tokens else self.for_few_tokens
-        start, threads, tokens_per_block, max_blocks = shape
-        return start, min(-(-num_tokens // tokens_per_block), max_blocks), threads
+        shape = self.for_many_tokens if num_tokens >= self.many_tokens else self.for_few_tokens
+        start, threads, tokens_per_block, most_blocks = shape
+        blocks = -(-num_tokens // tokens_per_block)
+        return start, min(blocks, most_blocks) if most_blocks else blocks, threads
 
 
 def _pointer(dtype):

@@ -143,11 +143,9 @@ def make_4tokens_kernel(config, limit_on_device=False, features=NO_FEATURES):
         if has_bias:
             fetch_bias(bias, int64(lane * experts_per_lane), int32(experts_per_lane), raw_bias)
             unpack_bias(raw_bias, int32(experts_per_lane), lane_bias)
-        token_stride = int32(cuda.gridDim.x * (WARPS_PER_BLOCK * TOKENS_PER_WARP))
         token = int32((cuda.blockIdx.x * WARPS_PER_BLOCK + warp) * TOKENS_PER_WARP)
 
-        while token < num_tokens:
-            cuda.syncwarp()
+        if token < num_tokens:
             start = int64(token) * row_stride + lane * experts_per_lane
             for t in range(TOKENS_PER_WARP):
                 if int32(token + t) < num_unpadded:
@@ -273,7 +271,6 @@ def make_4tokens_kernel(config, limit_on_device=False, features=NO_FEATURES):
                 final_weight, final_id = finish_column(weight * scale, expert, column_token, is_padding, optional)
                 store_column(weights, ids, index, final_weight, final_id, optional)
                 output_column = int32(output_column + LANES_PER_TOKEN)
-            token = int32(token + token_stride)
         griddepcontrol_launch_dependents()
 
     return biased_grouped_topk_4tokens

@@ -144,10 +144,9 @@ def make_merged_kernel(config: PackedConfig, limit_on_device: bool = False, feat
         weight, expert = cuda.local.array(columns, float32), cuda.local.array(columns, int32)
         griddepcontrol_wait()
         num_unpadded = num_unpadded_tokens(num_tokens, limit)
-        token_stride = int32(cuda.gridDim.x * (WARPS_PER_BLOCK * tokens_per_warp))
         first_token = int32((cuda.blockIdx.x * WARPS_PER_BLOCK + cuda.threadIdx.x // 32) * tokens_per_warp)
 
-        while first_token < num_tokens:
+        if first_token < num_tokens:
             token, has_nan = int32(first_token + (lane >> steps)), False
             is_padding = token >= num_unpadded
             while True:  # a second time if the best logit of a lane is NaN
@@ -218,6 +217,5 @@ def make_merged_kernel(config: PackedConfig, limit_on_device: bool = False, feat
                     )
                     store_column(weights, ids, int64(token) * topk + routed + shared, w, e, optional)
                     shared = int32(shared + lanes)
-            first_token = int32(first_token + token_stride)
 
     return biased_grouped_topk_merged

@@ -1,7 +1,7 @@
 """Gate kernel that routes one token per warp and keeps it in registers from the load to the store."""
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, uint32
 
@@ -10,6 +10,7 @@ from moe_numba.gate.device_functions import (
     FLOAT32_MAX,
     ITEM_BYTES,
     NO_FEATURES,
+    Features,
     group_score_key,
     key_as_float,
     make_column_functions,
@@ -109,26 +110,47 @@ def _is_load_width(load_bytes, item_bytes, experts_per_lane, group_size):
     return all(n * item_bytes % load_bytes == 0 for n in (experts_per_lane, group_size)) and load_bytes >= item_bytes
 
 
-@cache
-def make_router(config, features=NO_FEATURES):
-    """Make the device functions with which one warp routes one token.
+class Stages(NamedTuple):
+    """Device functions with which one warp routes one token; all 32 lanes must be converged.
 
-    Returns
-    -------
+    Attributes
+    ----------
     lane_slice : function
         ``lane, group, lane_in_group, first_expert, num_valid = lane_slice()``: the experts that this lane holds.
     fetch, unpack : functions
         See :func:`moe_numba.gate.device_functions.make_load`.
     load_bias : function
         ``load_bias(bias, first_expert, num_valid, lane_bias)``: load the bias of this lane's experts.
-    route : function
-        ``weight, expert = route(x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale,
-        output_scale, *optional)``. ``scores`` holds the lane's logits on entry; the token's logits start at
-        ``x[start]``. Lane k receives column k of the result. All 32 lanes must be converged.
+    rank : function
+        ``ranking = rank(scores, lane_bias, lane, group, lane_in_group, num_valid, keys, sorted_keys)``: replace the
+        lane's logits by scores, and make its keys. ``ranking`` has three values, which the next two functions take.
+    choose, choose_again : functions
+        ``weight, expert, is_ambiguous = choose(x, start, scores, keys, sorted_keys, *ranking, lane, shared_scale,
+        output_scale, *optional)``: lane k receives column k of the result. The token's logits start at ``x[start]``. If
+        it is ambiguous for any lane, it is wrong; then ``choose_again``, which takes longer, returns the right one.
     experts_per_lane : int
-        Length of ``scores`` and ``lane_bias``.
+        Length of ``scores``, ``lane_bias``, ``keys`` and ``sorted_keys``.
     raw_words : int
         Length of the array that ``fetch`` fills.
+    expects_ties : bool
+        ``choose`` is ``choose_again``: its result is right.
+    """
+
+    lane_slice: Any
+    fetch: Any
+    unpack: Any
+    load_bias: Any
+    rank: Any
+    choose: Any
+    choose_again: Any
+    experts_per_lane: int
+    raw_words: int
+    expects_ties: bool
+
+
+@cache
+def make_stages(config: GateConfig, features: Features = NO_FEATURES) -> Stages:
+    """Make the device functions of a gate kernel.
 
     Raises
     ------
@@ -219,17 +241,17 @@ def make_router(config, features=NO_FEATURES):
             )
         return num_better
 
-    def make_picks(lowest_lane):
-        """Make ``picked_key, holder_mask, is_tied = picks(sorted_keys, lane)``: lane k receives the k-th pick.
+    def make_picks(exact):
+        """Make ``picked_key, holder_mask, is_ambiguous = picks(sorted_keys, lane)``: lane k receives the k-th pick.
 
         Each pick takes the warp's maximum, and the lane that holds it advances to its next key. If several lanes hold
-        it, all of them advance, and the picks are wrong; with ``lowest_lane`` only the lowest one does, but each pick
-        waits for a ballot.
+        it, only the lowest one does if ``exact``, but then each pick waits for a ballot. Otherwise all of them advance,
+        and the picks are wrong. That, or two equal keys of one lane, makes the picks of any lane ambiguous.
         """
 
         @cuda.jit(device=True)
         def picks(sorted_keys, lane):
-            picked_key, holder_mask, several = int32(0), uint32(0), uint32(0)
+            picked_key, holder_mask, is_ambiguous = int32(0), uint32(0), False
             lower_lanes = lanemask_lt()
             for k in range(routed):
                 best = redux_sync_max_s32(uint32(FULL_MASK), sorted_keys[0])
@@ -237,25 +259,25 @@ def make_router(config, features=NO_FEATURES):
                 ballot = uint32(cuda.ballot_sync(FULL_MASK, wins))
                 if lane == k:
                     picked_key, holder_mask = best, ballot
-                if lowest_lane:
+                if exact:
                     wins = wins and uint32(ballot & lower_lanes) == uint32(0)
                 else:
-                    several = uint32(several | uint32(ballot & uint32(ballot - uint32(1))))
+                    is_ambiguous = is_ambiguous | (uint32(ballot & uint32(ballot - uint32(1))) != uint32(0))
+                    if max_picks_per_lane > 1:
+                        is_ambiguous = is_ambiguous | (wins & (sorted_keys[1] == best))
                 for d in range(max_picks_per_lane - 1):
                     sorted_keys[d] = sorted_keys[d + 1] if wins else sorted_keys[d]
                 sorted_keys[max_picks_per_lane - 1] = EXCLUDED if wins else sorted_keys[max_picks_per_lane - 1]
-            return picked_key, holder_mask, several != uint32(0)
+            return picked_key, holder_mask, is_ambiguous
 
         return picks
 
-    pick_all, pick_lowest = make_picks(False), make_picks(True)
-
     @cuda.jit(device=True)
-    def route(
-        x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale, output_scale, *optional
-    ):
-        keys = cuda.local.array(experts_per_lane, int32)
-        sorted_keys = cuda.local.array(experts_per_lane, int32)
+    def rank(scores, lane_bias, lane, group, lane_in_group, num_valid, keys, sorted_keys):
+        """Replace the lane's logits by scores, and make and sort its keys.
+
+        Return whether its group is kept, and the two numbers by which a softmax scales.
+        """
         row_max, inverse_sum = float32(0), float32(1)
         if not ranks_logits:
             row_max, inverse_sum = score_row(scores)
@@ -271,90 +293,231 @@ def make_router(config, features=NO_FEATURES):
         is_kept = True
         if num_expert_group > 1:
             is_kept = count_better_groups(sorted_keys, lane, group, lane_in_group) < topk_group
-        if not is_kept:
-            sorted_keys[0] = EXCLUDED
-        if expects_ties:
-            picked_key, holder_mask, _ = pick_lowest(sorted_keys, lane)
-        else:
-            picked_key, holder_mask, is_tied = pick_all(sorted_keys, lane)
-            if is_tied:
-                for j in range(experts_per_lane):
-                    sorted_keys[j] = keys[j]
-                sort_descending(sorted_keys)
-                if not is_kept:
-                    sorted_keys[0] = EXCLUDED
-                picked_key, holder_mask, _ = pick_lowest(sorted_keys, lane)
+        return is_kept, row_max, inverse_sum
 
-        # Lane k finds the k-th pick among the keys of the lane that held it. A lane that wins twice in a row with equal
-        # keys holds repeats; they are taken in ascending order of expert.
-        holder_lane = int32(cuda.ffs(holder_mask) - 1)
-        match_mask = uint32(0)
-        held_scores = cuda.local.array(experts_per_lane, float32)
-        for j in range(experts_per_lane):
-            held_key = cuda.shfl_sync(FULL_MASK, keys[j], holder_lane)
-            if shuffles_scores:
-                held_scores[j] = cuda.shfl_sync(FULL_MASK, scores[j], holder_lane)
-            match_mask = uint32(match_mask | uint32(1 << j)) if held_key == picked_key else match_mask
-        previous_key = cuda.shfl_up_sync(FULL_MASK, picked_key, 1)
-        previous_holder = cuda.shfl_up_sync(FULL_MASK, holder_lane, 1)
-        repeats = cuda.ballot_sync(FULL_MASK, picked_key == previous_key and holder_lane == previous_holder)
-        repeats = uint32(uint32(repeats) & routed_lanes)
-        if repeats != 0:
-            k = lane
-            while k > 0 and (repeats >> uint32(k)) & uint32(1):
-                match_mask = uint32(match_mask & uint32(match_mask - uint32(1)))
-                k -= 1
-        expert = int32(holder_lane * experts_per_lane + cuda.ffs(match_mask) - 1)
-        if not all_lanes_full:
-            expert = int32(
-                holder_lane // lanes_per_group * group_size
-                + holder_lane % lanes_per_group * experts_per_lane
-                + cuda.ffs(match_mask)
-                - 1
-            )
+    def make_choose(exact):
+        """Make ``choose``, which returns the weight and the expert of lane k's column, and whether they are ambiguous.
 
-        score = key_as_float(picked_key)  # without a bias the key is the score, or the logit
-        if shuffles_scores:
-            lowest = uint32(match_mask & uint32(-int32(match_mask)))
+        If ``exact``, equal keys are put in order; otherwise the result is wrong if any lane's is ambiguous.
+        """
+        picks = make_picks(exact)
+
+        @cuda.jit(device=True)
+        def choose(
+            x,
+            start,
+            scores,
+            keys,
+            sorted_keys,
+            is_kept,
+            row_max,
+            inverse_sum,
+            lane,
+            shared_scale,
+            output_scale,
+            *optional,
+        ):
+            if not is_kept:
+                sorted_keys[0] = EXCLUDED
+            picked_key, holder_mask, is_ambiguous = picks(sorted_keys, lane)
+
+            # Lane k finds the k-th pick among the keys of the lane that held it.
+            holder_lane = int32(cuda.ffs(holder_mask) - 1)
+            place, match_mask = int32(0), uint32(0)
+            held_scores = cuda.local.array(experts_per_lane, float32)
             for j in range(experts_per_lane):
-                score = held_scores[j] if lowest == uint32(1 << j) else score
-        elif has_bias and lane < routed:
-            score = score_one(load_one(x, start + expert), row_max, inverse_sum)
-        if ranks_logits and sums_row:
-            row_max, inverse_sum = score_row(scores)
-        if ranks_logits and is_softmax and not sums_row:
-            # Only ratios of weights count; a row without numbers has no maximum.
-            row_max = cuda.shfl_sync(FULL_MASK, min(score, FLOAT32_MAX), 0)
-            row_max = row_max if row_max >= -FLOAT32_MAX else -FLOAT32_MAX
-        if ranks_logits:
-            score = score_one(score, row_max, inverse_sum)
-        weight = float32(0)
-        if lane < routed:
-            weight = score if score == score else float32(0)
-        total = weight
-        for s in range(sum_steps):
-            total += cuda.shfl_xor_sync(FULL_MASK, total, 1 << s)
-        total = cuda.shfl_sync(FULL_MASK, total, 0)
-        if lane >= routed:
-            weight = total * shared_scale
-            expert = int32(num_experts + lane - routed)
-        if renormalize:
-            weight *= inverse_of_sum(total, optional)
-        return weight * output_scale, expert
+                held_key = cuda.shfl_sync(FULL_MASK, keys[j], holder_lane)
+                if shuffles_scores:
+                    held_scores[j] = cuda.shfl_sync(FULL_MASK, scores[j], holder_lane)
+                if exact:
+                    match_mask = uint32(match_mask | uint32(1 << j)) if held_key == picked_key else match_mask
+                else:
+                    place = int32(j) if held_key == picked_key else place
+            if exact:
+                # A lane that wins twice in a row with equal keys holds repeats, taken in ascending order of expert.
+                previous_key = cuda.shfl_up_sync(FULL_MASK, picked_key, 1)
+                previous_holder = cuda.shfl_up_sync(FULL_MASK, holder_lane, 1)
+                repeats = cuda.ballot_sync(FULL_MASK, picked_key == previous_key and holder_lane == previous_holder)
+                repeats = uint32(uint32(repeats) & routed_lanes)
+                if repeats != 0:
+                    k = lane
+                    while k > 0 and (repeats >> uint32(k)) & uint32(1):
+                        match_mask = uint32(match_mask & uint32(match_mask - uint32(1)))
+                        k -= 1
+                place = int32(cuda.ffs(match_mask) - 1)
+            expert = int32(holder_lane * experts_per_lane + place)
+            if not all_lanes_full:
+                expert = int32(
+                    holder_lane // lanes_per_group * group_size
+                    + holder_lane % lanes_per_group * experts_per_lane
+                    + place
+                )
 
-    return lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words
+            score = key_as_float(picked_key)  # without a bias the key is the score, or the logit
+            if shuffles_scores:
+                for j in range(experts_per_lane):
+                    score = held_scores[j] if place == j else score
+            elif has_bias and lane < routed:
+                score = score_one(load_one(x, start + expert), row_max, inverse_sum)
+            if ranks_logits and sums_row:
+                row_max, inverse_sum = score_row(scores)
+            if ranks_logits and is_softmax and not sums_row:
+                # Only ratios of weights count; a row without numbers has no maximum.
+                row_max = cuda.shfl_sync(FULL_MASK, min(score, FLOAT32_MAX), 0)
+                row_max = row_max if row_max >= -FLOAT32_MAX else -FLOAT32_MAX
+            if ranks_logits:
+                score = score_one(score, row_max, inverse_sum)
+            weight = float32(0)
+            if lane < routed:
+                weight = score if score == score else float32(0)
+            total = weight
+            for s in range(sum_steps):
+                total += cuda.shfl_xor_sync(FULL_MASK, total, 1 << s)
+            if num_fused_shared_experts > 0:
+                total = cuda.shfl_sync(FULL_MASK, total, 0)
+                if lane >= routed:
+                    weight = total * shared_scale
+                    expert = int32(num_experts + lane - routed)
+            if renormalize:
+                weight *= inverse_of_sum(total, optional)
+            return weight * output_scale, expert, is_ambiguous
+
+        return choose
+
+    choose_exactly = make_choose(True)
+    choose = choose_exactly if expects_ties else make_choose(False)
+
+    @cuda.jit(device=True)
+    def choose_again(x, start, scores, keys, sorted_keys, *others):
+        """Return what ``choose_exactly`` does, although the keys have been consumed."""
+        for j in range(experts_per_lane):
+            sorted_keys[j] = keys[j]
+        sort_descending(sorted_keys)
+        return choose_exactly(x, start, scores, keys, sorted_keys, *others)
+
+    functions = lane_slice, fetch, unpack, load_bias, rank, choose, choose_again
+    return Stages(*functions, experts_per_lane, raw_words, expects_ties)
+
+
+@cache
+def make_router(config: GateConfig, features: Features = NO_FEATURES):
+    """Make the device functions with which one warp routes one token, for kernels that need the result at once.
+
+    Returns
+    -------
+    lane_slice, fetch, unpack, load_bias : functions
+        Those of :class:`Stages`.
+    route : function
+        ``weight, expert = route(x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, shared_scale,
+        output_scale, *optional)``. ``scores`` holds the lane's logits on entry; the token's logits start at
+        ``x[start]``. Lane k receives column k of the result. All 32 lanes must be converged.
+    experts_per_lane, raw_words : int
+        Lengths of arrays, as in :class:`Stages`.
+
+    Raises
+    ------
+    ValueError
+        If the warp cannot hold the shape; see :func:`check_config`.
+    """
+    stages = make_stages(config, features)
+    rank, choose, choose_again = stages.rank, stages.choose, stages.choose_again
+    experts_per_lane, expects_ties = stages.experts_per_lane, stages.expects_ties
+
+    @cuda.jit(device=True)
+    def route(x, start, scores, lane_bias, lane, group, lane_in_group, num_valid, *others):
+        keys = cuda.local.array(experts_per_lane, int32)
+        sorted_keys = cuda.local.array(experts_per_lane, int32)
+        is_kept, row_max, inverse_sum = rank(
+            scores, lane_bias, lane, group, lane_in_group, num_valid, keys, sorted_keys
+        )
+        weight, expert, is_ambiguous = choose(
+            x, start, scores, keys, sorted_keys, is_kept, row_max, inverse_sum, lane, *others
+        )
+        if not expects_ties:
+            if cuda.any_sync(FULL_MASK, is_ambiguous):
+                weight, expert, _ = choose_again(
+                    x, start, scores, keys, sorted_keys, is_kept, row_max, inverse_sum, lane, *others
+                )
+        return weight, expert
+
+    return (*stages[:4], route, experts_per_lane, stages.raw_words)
 
 
 @cache
 def make_kernel(config, limit_on_device=False, features=NO_FEATURES):
-    """Make the kernel that routes one token per warp; see :func:`lane_layout` for the experts that a lane holds."""
+    """Make the kernel that routes one token per warp; see :func:`lane_layout` for the experts that a lane holds.
+
+    A warp stores what it has chosen before it knows that no keys are equal. If some are, it chooses and stores again.
+    """
+    topk, counts_load = config.topk, features.counts_load
+    lane_slice, fetch, unpack, load_bias, rank, choose, choose_again, experts_per_lane, raw_words, expects_ties = (
+        make_stages(config, features)
+    )
+    num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
+    _, finish_column, store_column = make_column_functions(features)
+
+    @cuda.jit(device=True)
+    def store(weights, ids, token, lane, weight, expert, optional):
+        if lane < topk:
+            weight, expert = finish_column(weight, expert, token, False, optional)
+            store_column(weights, ids, int64(token) * topk + lane, weight, expert, optional)
+
+    @cuda.jit
+    def biased_grouped_topk(
+        x, bias, weights, ids, num_tokens, row_stride, limit, shared_scale, output_scale, *optional
+    ):
+        lane, group, lane_in_group, first_expert, num_valid = lane_slice()
+        token = int32(cuda.blockIdx.x * WARPS_PER_BLOCK + cuda.threadIdx.x // 32)
+        lane_bias = cuda.local.array(experts_per_lane, float32)
+        raw = cuda.local.array(raw_words, uint32)
+        scores = cuda.local.array(experts_per_lane, float32)
+        keys = cuda.local.array(experts_per_lane, int32)
+        sorted_keys = cuda.local.array(experts_per_lane, int32)
+        # Each branch waits, so that the arguments are loaded before: that takes as long as a few instructions.
+        if limit_on_device:
+            griddepcontrol_wait()
+        num_unpadded = num_unpadded_tokens(num_tokens, limit)
+        if token < num_unpadded:
+            if not limit_on_device:
+                griddepcontrol_wait()
+            griddepcontrol_launch_dependents()  # the next grid starts meanwhile, and waits
+            start = int64(token) * row_stride
+            fetch(x, start + first_expert, num_valid, raw)
+            load_bias(bias, first_expert, num_valid, lane_bias)
+            unpack(raw, num_valid, scores)
+            is_kept, row_max, inverse_sum = rank(
+                scores, lane_bias, lane, group, lane_in_group, num_valid, keys, sorted_keys
+            )
+            others = is_kept, row_max, inverse_sum, lane, shared_scale, output_scale
+            weight, expert, is_ambiguous = choose(x, start, scores, keys, sorted_keys, *others, *optional)
+            is_wrong = False
+            if not expects_ties:
+                is_wrong = cuda.any_sync(FULL_MASK, is_ambiguous)
+            if not counts_load or not is_wrong:
+                store(weights, ids, token, lane, weight, expert, optional)
+            if is_wrong:
+                cuda.syncwarp()  # redux.sync needs a converged warp, and the stores above may diverge
+                weight, expert, _ = choose_again(x, start, scores, keys, sorted_keys, *others, *optional)
+                store(weights, ids, token, lane, weight, expert, optional)
+        elif token < num_tokens:  # a padding row
+            if not limit_on_device:
+                griddepcontrol_wait()
+            if lane < topk:
+                store_column(weights, ids, int64(token) * topk + lane, float32(0), int32(-1), optional)
+
+    return biased_grouped_topk
+
+
+@cache
+def make_loop_kernel(config, limit_on_device=False, features=NO_FEATURES):
+    """Make the kernel for more tokens than warps are resident: a warp loads its next row while it routes one."""
     topk = config.topk
     lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = make_router(config, features)
     num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
     _, finish_column, store_column = make_column_functions(features)
 
     @cuda.jit
-    def biased_grouped_topk(
+    def biased_grouped_topk_loop(
         x, bias, weights, ids, num_tokens, row_stride, limit, shared_scale, output_scale, *optional
     ):
         lane, group, lane_in_group, first_expert, num_valid = lane_slice()
@@ -399,4 +562,4 @@ def make_kernel(config, limit_on_device=False, features=NO_FEATURES):
                 store_column(weights, ids, int64(token) * topk + lane, float32(0), int32(-1), optional)
             token = int32(token + token_stride)
 
-    return biased_grouped_topk
+    return biased_grouped_topk_loop

@@ -327,6 +327,8 @@ def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False, feat
     routed, num_keys = config.routed, config.keys
     tokens_per_warp, steps = 32 // lanes, lanes.bit_length() - 1
     words, load_experts = num_keys // 2, load_bytes // 2
+    sum_steps = steps if num_shared else (routed - 1).bit_length()  # shared experts need the sum in all columns
+    counts_load = features.counts_load
     is_softmax = scoring == "softmax"
     needs_sum = is_softmax and (not renormalize or features.adds_epsilon)  # else only ratios of weights count
     may_run_out = config.sorted < min(num_keys, routed)
@@ -340,6 +342,55 @@ def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False, feat
     num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
     inverse_of_sum, finish_column, store_column = make_column_functions(features)
 
+    @cuda.jit(device=True)
+    def is_exhausted(keys, picked):
+        """Return whether ``picked`` may be wrong: a NaN was picked, or a lane's sorted keys have run out."""
+        return cuda.any_sync(FULL_MASK, picked >= first_nan or (may_run_out and keys[0] == EXCLUDED))
+
+    @cuda.jit(device=True)
+    def store(weights, ids, picked, raw, lane, column, token, num_tokens, num_unpadded, scales, optional):
+        shared_scale, output_scale = scales
+        expert, logit, row_max = key_expert(picked), key_logit(picked), float32(0)
+        if is_softmax:
+            logit = FLOAT32_MAX if logit > FLOAT32_MAX else logit
+            row_max = cuda.shfl_sync(FULL_MASK, logit, int32(lane - column))
+            row_max = row_max if row_max >= -FLOAT32_MAX else -FLOAT32_MAX  # all logits are -inf or NaN
+            weight = ex2_approx((logit - row_max) * LOG2_E)
+        else:
+            weight = score(logit)
+        weight = weight if weight == weight and column < routed else float32(0)
+        total = weight
+        for s in range(sum_steps):
+            total += cuda.shfl_xor_sync(FULL_MASK, total, 1 << s)
+        scale = output_scale
+        if needs_sum:
+            row_sum = float32(0)
+            for w in range(words):
+                for half in range(2):
+                    value = as_float(uint32(uint32(raw[w] >> uint32(16 * half)) & uint32(0xFFFF)))
+                    value = FLOAT32_MAX if value > FLOAT32_MAX else value
+                    exponential = ex2_approx((value - row_max) * LOG2_E)
+                    row_sum += exponential if exponential == exponential else float32(0)
+            for s in range(steps):
+                row_sum += cuda.shfl_xor_sync(FULL_MASK, row_sum, 1 << s)
+            inverse = rcp_approx(row_sum if row_sum > float32(0) else float32(1))
+            if renormalize:
+                weight, total = weight * inverse, total * inverse
+            else:
+                scale *= inverse
+        if renormalize:
+            scale *= inverse_of_sum(total, optional)
+        if token < num_tokens:
+            for first in range(0, topk, lanes):  # only shared experts need columns beyond the first ones
+                output_column = int32(first + column)
+                if output_column < topk:
+                    if num_shared > 0 and output_column >= routed:
+                        weight, expert = total * shared_scale, int32(num_experts + output_column - routed)
+                    final_weight, final_id = finish_column(
+                        weight * scale, expert, token, token >= num_unpadded, optional
+                    )
+                    store_column(weights, ids, int64(token) * topk + output_column, final_weight, final_id, optional)
+
     @cuda.jit
     def biased_grouped_topk_packed(
         x, bias, weights, ids, num_tokens, row_stride, limit, shared_scale, output_scale, *optional
@@ -349,68 +400,39 @@ def make_packed_kernel(config: PackedConfig, limit_on_device: bool = False, feat
         first_expert = int32(column * load_experts)
         raw = cuda.local.array(words, uint32)
         keys = cuda.local.array(num_keys, int32)
-        griddepcontrol_wait()
-        num_unpadded = num_unpadded_tokens(num_tokens, limit)
-        token_stride = int32(cuda.gridDim.x * (WARPS_PER_BLOCK * tokens_per_warp))
         first_token = int32((cuda.blockIdx.x * WARPS_PER_BLOCK + cuda.threadIdx.x // 32) * tokens_per_warp)
         token = int32(first_token + token_in_warp)
-        fetch(x, int64(token) * row_stride + first_expert, token < num_unpadded, raw)
-        griddepcontrol_launch_dependents()  # once the loads are issued: the next grid's blocks start meanwhile
-
-        while first_token < num_tokens:
-            cuda.syncwarp()  # redux.sync needs a converged warp, and the predicated stores below may diverge
+        # Each branch waits, so that the arguments are loaded before: that takes as long as a few instructions.
+        if limit_on_device:
+            griddepcontrol_wait()
+        num_unpadded = num_unpadded_tokens(num_tokens, limit)
+        if first_token < num_unpadded:
+            if not limit_on_device:
+                griddepcontrol_wait()
+            griddepcontrol_launch_dependents()  # the next grid starts meanwhile, and waits
+            fetch(x, int64(token) * row_stride + first_expert, token < num_unpadded, raw)
             for w in range(words):
                 raw[w] = canonical(raw[w])
             make_keys(raw, first_expert, keys, 0, words)
             sort_descending(keys)
             picked = picks(keys, column, int32(0))
-            if cuda.any_sync(FULL_MASK, picked >= first_nan or (may_run_out and keys[0] == EXCLUDED)):
+            # A warp stores what it has picked before it knows that it is right, and otherwise picks and stores again.
+            about = lane, column, token, num_tokens, num_unpadded, (shared_scale, output_scale), optional
+            is_wrong = is_exhausted(keys, picked)
+            if not counts_load or not is_wrong:
+                store(weights, ids, picked, raw, *about)
+            if is_wrong:
+                cuda.syncwarp()  # redux.sync needs a converged warp, and the stores above may diverge
                 for w in range(words):
                     raw[w] = replace_nan(raw[w])
                 make_keys(raw, first_expert, keys, 0, words)
-                picked = unsorted_picks(keys, column)
-
-            expert, logit = key_expert(picked), key_logit(picked)
-            if is_softmax:
-                logit = FLOAT32_MAX if logit > FLOAT32_MAX else logit
-                row_max = cuda.shfl_sync(FULL_MASK, logit, int32(lane - column))
-                row_max = row_max if row_max >= -FLOAT32_MAX else -FLOAT32_MAX  # all logits are -inf or NaN
-                weight = ex2_approx((logit - row_max) * LOG2_E)
-            else:
-                weight = score(logit)
-            weight = weight if weight == weight and column < routed else float32(0)
-            total = weight
-            for s in range(steps):
-                total += cuda.shfl_xor_sync(FULL_MASK, total, 1 << s)
-            scale = output_scale
-            if needs_sum:
-                row_sum = float32(0)
-                for w in range(words):
-                    for half in range(2):
-                        value = as_float(uint32(uint32(raw[w] >> uint32(16 * half)) & uint32(0xFFFF)))
-                        value = FLOAT32_MAX if value > FLOAT32_MAX else value
-                        exponential = ex2_approx((value - row_max) * LOG2_E)
-                        row_sum += exponential if exponential == exponential else float32(0)
-                for s in range(steps):
-                    row_sum += cuda.shfl_xor_sync(FULL_MASK, row_sum, 1 << s)
-                inverse = rcp_approx(row_sum if row_sum > float32(0) else float32(1))
-                if renormalize:
-                    weight, total = weight * inverse, total * inverse
-                else:
-                    scale *= inverse
-            if renormalize:
-                scale *= inverse_of_sum(total, optional)
-            next_token = int32(token + token_stride)
-            fetch(x, int64(next_token) * row_stride + first_expert, next_token < num_unpadded, raw)
-
-            # Only shared experts need columns beyond the first ones.
-            output_column = column
-            while output_column < topk and token < num_tokens:
-                if output_column >= routed:
-                    weight, expert = total * shared_scale, int32(num_experts + output_column - routed)
-                final_weight, final_id = finish_column(weight * scale, expert, token, token >= num_unpadded, optional)
-                store_column(weights, ids, int64(token) * topk + output_column, final_weight, final_id, optional)
-                output_column = int32(output_column + lanes)
-            token, first_token = next_token, int32(first_token + token_stride)
+                store(weights, ids, unsorted_picks(keys, column), raw, *about)
+        elif first_token < num_tokens:  # padding rows
+            if not limit_on_device:
+                griddepcontrol_wait()
+            for first in range(0, topk, lanes):
+                if token < num_tokens and first + column < topk:
+                    index = int64(token) * topk + first + column
+                    store_column(weights, ids, index, float32(0), int32(-1), optional)
 
     return biased_grouped_topk_packed

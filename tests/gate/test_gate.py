@@ -92,7 +92,7 @@ def test_more_shapes_of_each_class(lanes_per_group):
 def test_warps_route_several_tokens(tokens, limit, device, each_kernel):
     """Each warp routes several tokens, one after another; the last tokens are padding."""
     if simulator.ENABLED:
-        assert tokens > api._MAX_BLOCKS * one_token_per_warp.WARPS_PER_BLOCK
+        assert tokens > 2 * api._SIMULATED_WARPS
     options = dict(num_expert_group=8, topk_group=4, num_token_non_padded=limit)
     check(*make_inputs(tokens, 256, device), 8, **options)
     check(*make_inputs(tokens, 96, device), 8, **options | dict(num_expert_group=48, topk_group=20))
@@ -526,16 +526,22 @@ WRONG = {  # name: (module, source text, its replacement)
         "lane, group, lane_in_group) < topk_group",
         "lane, group, lane_in_group) <= topk_group",
     ),
-    "several lanes win a pick": (one_token_per_warp, "several != uint32(0)", "False"),
+    "several lanes win a pick": (
+        one_token_per_warp,
+        "is_ambiguous | (uint32(ballot & uint32(ballot - uint32(1))) != uint32(0))",
+        "False",
+    ),
+    "equal keys of a lane are not noticed": (one_token_per_warp, "(wins & (sorted_keys[1] == best))", "False"),
+    "what is wrong is not stored again": (one_token_per_warp, "            if is_wrong:\n", "            if False:\n"),
     "the weight is that of the next expert": (
         one_token_per_warp,
-        "lowest == uint32(1 << j)",
-        "lowest == uint32(2 << j)",
+        "held_scores[j] if place == j",
+        "held_scores[j] if place == j + 1",
     ),
     "expert ids are one too high": (
         one_token_per_warp,
-        "experts_per_lane + cuda.ffs(match_mask) - 1",
-        "experts_per_lane + cuda.ffs(match_mask)",
+        "holder_lane * experts_per_lane + place",
+        "holder_lane * experts_per_lane + place + 1",
     ),
     "the last column is not written": (one_token_per_warp, "if lane < topk:", "if lane < topk - 1:"),
     "the bias is forgotten": (one_token_per_warp, "scores[j] + lane_bias[j] if has_bias else scores[j]", "scores[j]"),
@@ -547,7 +553,7 @@ WRONG = {  # name: (module, source text, its replacement)
     ),
     "tied groups are resolved wrongly": (four_tokens_per_warp, "group_key - tie_break", "group_key"),
 }
-WRONG_LOOPS = {  # wrong only if a warp routes several tokens
+WRONG_LOOPS = {  # of the kernel whose warps route several tokens, one after another
     "the next row is not loaded": (one_token_per_warp, "if next_token < num_unpadded:", "if next_token < 0:"),
     "the same row is loaded again": (one_token_per_warp, "int64(next_token) * row_stride", "int64(token) * row_stride"),
     "the stride is too large": (
@@ -560,11 +566,6 @@ WRONG_LOOPS = {  # wrong only if a warp routes several tokens
         "token = next_token",
         "lane_bias[0], token = scores[0], next_token",
     ),
-    "each warp routes four tokens": (
-        four_tokens_per_warp,
-        "token = int32(token + token_stride)",
-        "token = int32(token + num_tokens)",
-    ),
 }
 
 
@@ -572,8 +573,9 @@ RACES = {"no barrier before the redistribution"}  # lanes of a GPU mostly run in
 
 
 def use_wrong_kernel(module, right, wrong, monkeypatch):
-    name = "make_kernel" if module is one_token_per_warp else "make_4tokens_kernel"
-    monkeypatch.setattr(module, name, changed(module, right, wrong)[name])
+    names = ("make_kernel", "make_loop_kernel") if module is one_token_per_warp else ("make_4tokens_kernel",)
+    for name in names:
+        monkeypatch.setattr(module, name, changed(module, right, wrong)[name])
     force_kernel(module is four_tokens_per_warp, monkeypatch)
     monkeypatch.setattr(api, "_plans", {})
 
@@ -607,7 +609,8 @@ def test_checker_rejects_wrong_kernels(case, monkeypatch, device):
 @pytest.mark.parametrize("case", WRONG_LOOPS)
 def test_checker_rejects_wrong_loops(case, monkeypatch, device):
     use_wrong_kernel(*WRONG_LOOPS[case], monkeypatch)
-    monkeypatch.setattr(api, "_MAX_BLOCKS", 2)
+    monkeypatch.setattr(api, "MANY_TOKENS", 1)
+    monkeypatch.setattr(four_tokens_per_warp, "supports", lambda *shape: False)
     assert is_rejected(*make_inputs(41 if simulator.ENABLED else 20000, 256, device))
 
 

@@ -21,7 +21,7 @@ MUTANTS = [
         "G01",
         "__syncwarp() before redux.sync removed",
         LOOPS,
-        (KERNEL, "cuda.syncwarp()  # redux.sync needs", "pass  # redux.sync needs"),
+        (KERNEL, "cuda.syncwarp()  # redux.sync needs", "pass  # redux.sync needs", 2),
         equivalent="redux.sync waits for the lanes of its mask; for a warp that may have diverged, the compiler adds a "
         "slower path (BRA.DIV), so that only time and code size change",
     ),
@@ -63,12 +63,17 @@ MUTANTS = [
             "uint32(ballot & ~lower_lanes & ~uint32(1 << lane)) == uint32(0)",
         ),
     ),
-    mutant("G05", "several lanes win a pick with equal keys", TIES, (KERNEL, "several != uint32(0)", "False")),
+    mutant(
+        "G05",
+        "several lanes win a pick with equal keys",
+        TIES,
+        (KERNEL, "is_ambiguous | (uint32(ballot & uint32(ballot - uint32(1))) != uint32(0))", "is_ambiguous"),
+    ),
     mutant(
         "G06",
         "out of bounds by one row (padding)",
         WEIGHTS,
-        (KERNEL, "while token < num_tokens:  # padding", "while token <= num_tokens:  # padding"),
+        (KERNEL, "elif token < num_tokens:  # a padding", "elif token <= num_tokens:  # a padding"),
     ),
     mutant(
         "G07",
@@ -76,8 +81,8 @@ MUTANTS = [
         WEIGHTS,
         (
             KERNEL,
-            "            if lane < topk:\n                weight, expert = finish_column(weight, expert, token, F",
-            "            if lane <= topk:\n                weight, expert = finish_column(weight, expert, token, F",
+            "        if lane < topk:\n            weight, expert = finish_column(weight, expert, token, F",
+            "        if lane <= topk:\n            weight, expert = finish_column(weight, expert, token, F",
         ),
     ),
     mutant(
@@ -86,7 +91,7 @@ MUTANTS = [
         WEIGHTS,
         (KERNEL, "for s in range(sum_steps):", "for s in range(sum_steps - 1):"),
     ),
-    mutant("G09", "griddepcontrol.wait removed", LATE_INPUTS, (KERNEL, "        griddepcontrol_wait()\n", "")),
+    mutant("G09", "griddepcontrol.wait removed", LATE_INPUTS, (KERNEL, "griddepcontrol_wait()\n", "pass\n", 4)),
     mutant(
         "G10",
         "stale prefetch: the next row is loaded too early",
@@ -111,12 +116,12 @@ MUTANTS = [
     ),
     mutant(
         "G13",
-        "__syncwarp() between iterations removed (write after read in shared memory)",
-        LOOPS,
+        "__syncwarp() removed before lanes read the keys of others from shared memory",
+        WEIGHTS,
         (
             FOUR_TOKENS,
-            "        while token < num_tokens:\n            cuda.syncwarp()\n",
-            "        while token < num_tokens:\n",
+            "& lower_group_lanes))] = group\n            cuda.syncwarp()\n",
+            "& lower_group_lanes))] = group\n",
         ),
     ),
     mutant(
