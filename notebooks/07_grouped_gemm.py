@@ -202,6 +202,7 @@ def make_grouped_gemm(get_table, next_tile, place, multiply, store, tokens, stag
 #
 # The table says where the tiles of each group begin. A group without rows begins where the next one does. Write `group_of`, which returns
 # the group of a tile of rows. `table.words[uint32(table.at + g)]` is the number of tiles before group `g`, and there are `table.groups` groups.
+# One lane of the producer calls it, and all lanes of each consumer warp. Par: 6 loads for 32 groups.
 
 
 # %%
@@ -314,8 +315,10 @@ step("a launch per group", Version(one_map))
 # The host makes tensor maps of each group's rows of `x` and `y`, and launches the kernel with a table of one group. TMA fills rows beyond a
 # group with zeros when it loads, and skips them when it stores, because the map ends there.
 #
-# The loop has two faults. The host must know the lengths, so it waits for the GPU that has just computed them. And the launches run one
-# after another: each has a first load that nothing hides, and a last wave that does not fill the GPU.
+# The loop has two faults. The host must know the lengths, so it waits for the GPU that has just computed them (that wait is not in the times
+# below). And the launches run one after another: each has a first load that nothing hides, and a last wave that does not fill the GPU. A third
+# fault is our own: a launch has `n_tiles` tiles here, fewer than there are SMs, because a tile has all rows of a small group. cuBLAS takes
+# smaller tiles:
 
 # %%
 page.show_loop(Version(one_map))
@@ -357,7 +360,10 @@ step("padding, one tensor map", Version(one_map, "padded"), predicted_us=predict
 page.show_padding()
 
 # %% [markdown]
-# **Take away.** Padding turns ragged groups into a regular problem. You pay twice: for copies of all rows, and for MMAs that multiply zeros.
+# The small kernels of torch are not in the prediction; the table below counts them. They and the copies are what we pay here. The MMAs that multiply
+# zeros are hidden behind the loads of weights as long as groups are small.
+#
+# **Take away.** Padding turns ragged groups into a regular problem. You pay for copies of all rows and, with many rows, for MMAs that multiply zeros.
 #
 # ## Step 3: a tensor map per group
 #
@@ -459,6 +465,8 @@ predicted_us = page.changed_by("padding, one tensor map", -page.copies_us())
 step("a tensor map per group", Version(mapped, **MAPPED), predicted_us=predicted_us)
 
 # %% [markdown]
+# The saving is larger than that of two copies, because the small kernels of torch went as well.
+#
 # **Take away.** A tensor map is 128 bytes of data, and a kernel can edit it. The coordinates of a copy count from where its map begins.
 #
 # ## Step 4: another order
@@ -514,6 +522,9 @@ orders = {"horizontal": mapped, "vertical": across, f"bands of {BAND}": banded}
 page.show_sizes("order", {name: Version(kernel, **MAPPED) for name, kernel in orders.items()})
 
 # %% [markdown]
+# Either order reads all weights once, and yet they differ. In horizontal order, the CTAs that run together read the weights of few experts; in
+# vertical order they read a part of every expert's. We do not know what in DRAM or the L2 cache makes that slower. So we go on in horizontal order.
+#
 # **Take away.** The scheduler is a function from a number to a tile. An order pays if the CTAs that run together need the same bytes *and* these
 # bytes are the limit.
 #
@@ -574,7 +585,7 @@ def make_store_by_warpgroup(place, tokens, stages):
 @factory
 def make_transposed(tokens, stages):
     multiply, store = make_transposed_multiply(tokens), make_store_by_warpgroup(place_in_group, tokens, stages)
-    return make_grouped_gemm(copy_table, next_vertical, place_in_group, multiply, store, tokens, stages)
+    return make_grouped_gemm(copy_table, next_horizontal, place_in_group, multiply, store, tokens, stages)
 
 
 def transposed_version(tokens, stages):
@@ -582,10 +593,12 @@ def transposed_version(tokens, stages):
     return Version(make_transposed(tokens, stages), "maps", tokens, stages, transposed=True, update=update)
 
 
-predicted_us = page.changed_by("vertical order", 0)
-step("transposed MMA", transposed_version(128, 6), predicted_us=predicted_us)
+predicted_us = page.changed_by("a tensor map per group", 0)
+step("transposed MMA", transposed_version(128, 6), after="a tensor map per group", predicted_us=predicted_us)
 
 # %% [markdown]
+# What the step is for, the next one shows: tiles of 16 rows.
+#
 # **Take away.** wgmma's two operands are not alike: one has 64 rows, the other any multiple of 8. Put the ragged dimension where the granularity
 # is fine.
 #
@@ -600,8 +613,9 @@ TILES = {tokens: transposed_version(tokens, stages) for tokens, stages in ((16, 
 page.show_tile_sizes(TILES | {128: transposed_version(128, 6)})
 
 # %% [markdown]
-# Each entry says which unit the model finds busiest, and for how long. For 64 rows per group on average the article takes tiles of 64. But an
-# average is not a maximum: a group with 65 rows needs two tiles, and then reads its weights from L2 twice. Compare the tiles of 64 and 96 rows.
+# The model names the unit that it finds busiest. For 64 rows per group on average the article takes tiles of 64. But an average is not a maximum: a
+# group with 65 rows needs two tiles, and then reads its weights from L2 twice. Compare the tiles of 64 and 96 rows. The model does not see that where
+# DRAM is busier; it also has no cost for a tile as such, so with 32 rows it says the same for all sizes.
 #
 # **Prediction.** The busiest unit of the model.
 
@@ -687,7 +701,7 @@ def make_without_maps(next_tile, store_chunk, tokens, stages):
 
 
 ONE_MAP = dict(way="one map", tokens=96, stages=7, transposed=True)
-without_maps = make_without_maps(next_vertical, store_chunk, 96, 7)
+without_maps = make_without_maps(next_horizontal, store_chunk, 96, 7)
 predicted_us = page.without_update("tiles of 96 rows", TILES[96])
 step("no maps of groups", Version(without_maps, **ONE_MAP), predicted_us=predicted_us)
 
@@ -695,8 +709,7 @@ step("no maps of groups", Version(without_maps, **ONE_MAP), predicted_us=predict
 # This step changes where the rows are, how they are stored, and who counts. They belong together: without maps nothing clips what a tile stores.
 #
 # **Diagnose.** A colleague finds the comparison with `rows` superfluous: the next group's tile stores its own rows anyway. This version always
-# stores whole chunks of 16 rows. What is wrong? "A": nothing. "B": the rows behind the end of a group depend on which tile is stored last. "C": the
-# last rows of each group are wrong. "D": the kernel waits forever.
+# stores whole chunks of 16 rows. What is wrong? The check lists four candidates.
 
 
 # %%
@@ -706,7 +719,7 @@ def store_whole_chunk(words, buffer, y, row, rows, column, pitch):
         store_chunk(words, buffer, y, row, int32(16), column, pitch)
 
 
-whole_chunks = make_without_maps(next_vertical, store_whole_chunk, 96, 7)
+whole_chunks = make_without_maps(next_horizontal, store_whole_chunk, 96, 7)
 exercises.whole_chunks.check(..., Version(whole_chunks, **ONE_MAP))
 
 # %% [markdown]
@@ -714,10 +727,10 @@ exercises.whole_chunks.check(..., Version(whole_chunks, **ONE_MAP))
 #
 # ## Step 7b: one group after the other
 #
-# In vertical order, all groups come before the next tile of weights. In this order a group is finished before the next one begins, and
-# its tiles of rows are innermost. So the CTAs that run together share a group's rows of x, and its weights if it has several tiles of rows.
+# In horizontal order, the CTAs that run together share rows of x, and a group with three tiles of rows reads its weights three times. In this order, too, a
+# group is finished before the next one begins, but its tiles of rows are innermost: the CTAs that run together share its weights.
 #
-# **Prediction.** No change with one tile per group: all bytes are read once.
+# **Prediction.** No change for the step's 2048 rows, where a group has one tile, and both orders are the same. The table below has more rows.
 
 
 # %%
@@ -754,7 +767,7 @@ def cut_evenly(length, m, tokens):
     return row, int32(min(size, int32(length - row)))
 
 
-even = make_without_maps(make_next_tile(vertical, cut_evenly), store_chunk, 96, 7)
+even = make_without_maps(make_next_tile(horizontal, cut_evenly), store_chunk, 96, 7)
 predicted_us = page.changed_by("no maps of groups", 0)
 step("even tiles", Version(even, **ONE_MAP), after="no maps of groups", predicted_us=predicted_us)
 
@@ -764,7 +777,8 @@ alone = {"no maps of groups": without_maps, "one group after the other": grouped
 page.show_sizes("alone", {name: Version(kernel, **ONE_MAP) for name, kernel in alone.items()})
 
 # %% [markdown]
-# Even tiles can only pay in a kernel that has several sizes of MMAs and takes the smallest one that holds a tile. The package's kernel does so.
+# Even tiles can hardly pay in a kernel with one size of MMA. They do in a kernel that has several sizes and takes the smallest one that holds a tile, as
+# the package's does.
 #
 # **Take away.** One map is enough where stores respect the groups. Change one thing at a time: of three ideas that come together, some may do
 # nothing.
@@ -815,6 +829,8 @@ step("two subtiles", TWO, after="one group after the other")
 page.show_sizes("subtiles", {"one of 96 rows": Version(grouped, **ONE_MAP), "two of 144 rows": TWO})
 
 # %% [markdown]
+# With 8192 rows the model promises more than comes, and we do not know what it misses: its busiest unit is busy for that long, but not only it.
+#
 # **Take away.** Load a tile of weights once, and use it for as many rows as registers hold. The best tile depends on the number of rows, so a
 # library needs several kernels and a rule, and the host only knows the average.
 #
@@ -833,7 +849,8 @@ lesson.summary()
 # ## Even and skewed rows
 #
 # Routers are not fair. `Zipf` gives group g a share proportional to 1 / (g + 1); *all in one group* is a single hot expert. Here is the kernel of
-# step 7b beside a loop over cuBLAS, which knows all lengths and chooses its tiles for each, and beside the package:
+# step 7b beside a loop over cuBLAS, which knows all lengths and chooses its tiles for each, and beside the package, which by default promotes sums to
+# float32 (step 9 of lesson 06), and with the tensor cores' fast accumulation, as cuBLAS and this lesson have it:
 
 # %%
 page.show_last(Version(grouped, **ONE_MAP))
@@ -842,7 +859,8 @@ page.show_last(Version(grouped, **ONE_MAP))
 lesson.save()
 
 # %% [markdown]
-# And this is the record of `python -m moe_numba bench grouped_gemm` with all peers. A star marks the fastest of a row. `torch, grouped` is
+# And this is the record of `python -m moe_numba bench grouped_gemm` with all peers. A star marks the fastest of a row. hpc-ops is the library of the
+# article. `torch, grouped` is
 # `torch._scaled_grouped_mm`. DeepGEMM's FP8 kernels need block scales, so they appear in [lesson 08](08_block_scales.ipynb).
 
 # %%
@@ -853,8 +871,8 @@ print(page.losses())
 
 # %% [markdown]
 # In those cases the tensor cores are the limit, and the loop has few launches or one, each of which fills the GPU. cuBLAS adds up with
-# the tensor cores' *fast accumulation*, while the package's default promotes each stage to float32 as in step 9 of lesson 06. The rule for its
-# tile takes the average of all groups, which a single hot expert misleads: it gets tiles made for 64 rows.
+# the tensor cores' *fast accumulation*, while the package's default promotes each stage to float32 as in step 9 of lesson 06. With one hot expert that is
+# most of the difference, as the table before shows: its last column has the package with fast accumulation.
 #
 # ## Next step, not built
 #

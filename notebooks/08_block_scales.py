@@ -19,9 +19,9 @@
 # someone has to multiply each partial sum of 128 elements of k by two of them.
 #
 # This lesson has one question: **what do scales cost, and who pays?** You start with the GEMM of [lesson 06](06_hopper_gemm.ipynb) without scales.
-# Then you add them in the obvious way, which is expensive. Four more steps make them cheap: you choose the rows of the tile, you give registers to a
-# larger one, you let idle warps do the arithmetic, and you ask a barrier early. You will also write kernels that leave something out, to see what
-# limits the kernel, and read the energy counter of the GPU.
+# Then you add them in the obvious way, which is expensive. Four more steps try to win that back: you choose the rows of the tile, you give registers to a
+# larger one, you let idle warps do the arithmetic, and you ask a barrier early. Not all of them pay. You will also write kernels that leave something out,
+# to see what limits the kernel, and read the energy counter of the GPU.
 
 # %%
 import os
@@ -244,12 +244,13 @@ unscaled = make_gemm(write_nothing, read_one, make_add(128), 128, 6)
 step("no scales", Version(unscaled, scaled=False))
 
 # %% [markdown]
-# The table says what a consumer's **main loop** does besides its MMAs. A k-block of one warpgroup takes the tensor cores 256 clocks. While it promotes,
-# it multiplies nothing, and the other warpgroup must keep the tensor cores busy. So each instruction between two k-blocks counts: **instructions of the
-# main loop** is the row to watch. (Lesson 06 gives 40 registers to a producer and 232 to a consumer. Here they are 56 and 224, because warps that write
+# The table says what a consumer's **main loop** does besides its MMAs. A k-block of one warpgroup takes the tensor cores 256 clocks. While a warpgroup
+# promotes, it multiplies nothing; only the other one can use the tensor cores then, if it is not promoting as well. So each instruction between two
+# k-blocks may count: **instructions of the main loop** is the row to watch. (Lesson 06 gives 40 registers to a producer and 232 to a consumer. Here they are 56 and 224, because warps that write
 # scales need more than 40.)
 #
-# **Take away.** This time is the target. Whatever a step takes more is the price of scales.
+# **Take away.** Whatever a step with this tile takes more is the price of scales. (A tile of another size needs a kernel without scales of its own to be
+# compared with: it comes with step 3.)
 #
 # ## Step 1: a scale per column
 #
@@ -262,10 +263,11 @@ draw.factors(transposed=True)
 
 # %% [markdown]
 # The two warps copy the scales of a k-block to the stage. They permute them such that the 32 of a thread are contiguous: `make_load_shared` loads them
-# by eight instructions of 16 bytes. (Between the quarters are 4 unused floats. Why? Count the banks.) Then the thread multiplies each by the
-# scale of w.
+# by eight instructions of 16 bytes. (Between the quarters are 4 unused floats. Without them, the four lanes of a quad would read from the same banks.)
+# Then the thread multiplies each by the scale of w.
 #
-# **Prediction.** 9 loads and 32 multiplications more per k-block, for each of two warps of a scheduler, one per clock, and nothing hides them.
+# **Prediction.** 9 loads and 32 multiplications more per k-block, for each of two warps of a scheduler, one per clock, and nothing hides them if both
+# warpgroups do this at the same time.
 
 
 # %%
@@ -302,6 +304,9 @@ predicted_us = page.with_instructions("no scales", 9 + 32)
 step("scale per column", Version(by_column, transposed=True), predicted_us=predicted_us)
 
 # %% [markdown]
+# We have counted instructions. The compiler made some more of them (compare the row of the main loop), and the MMAs also wait until the loads have
+# returned.
+#
 # **Take away.** A factor that belongs to a column is needed by every thread that has an element of this column, and a thread has elements of many
 # columns.
 #
@@ -361,7 +366,7 @@ read_by_row = exercises.read.use(my_read)
 # %% [markdown]
 # `make_fma_blocks(columns, 64)` makes the promotion: it multiplies each accumulator by the factor of its row and of its 64 columns.
 #
-# **Prediction.** Instead of 9 loads and 32 multiplications, 4 loads and 4 multiplications.
+# **Prediction.** Instead of 9 loads and 32 multiplications, 4 loads and 4 multiplications. (The compiler may load the two scales of w by one instruction.)
 
 # %%
 by_row = make_gemm(make_write_by_row(128), read_by_row, make_fma_blocks(128, 64), 128, 6)
@@ -369,6 +374,8 @@ predicted_us = page.with_instructions("scale per column", 8 - 41)
 step("scale per row", Version(by_row), predicted_us=predicted_us)
 
 # %% [markdown]
+# As in step 1, what a step changes beyond instructions counts, too: here eight loads less that MMAs wait for.
+#
 # **Take away.** Before you make a thing faster, ask whether another assignment of data to threads needs less of it.
 #
 # ## What the simulator says of a stage that is released too early
@@ -497,6 +504,7 @@ parts = make_write_by_row(192), read_three, promote_192
 page.show_parts(
     {
         "192 columns": Version(wide, **WIDE),
+        "no scales": without_scales(192, 5),
         "without loads": Version(make_gemm(*parts, 192, 5, False, load_nothing), **WIDE),
         "without MMAs": Version(make_gemm(*parts, 192, 5, False, load_stage, multiply_nothing), **WIDE),
         "scales not written": Version(make_gemm(write_nothing, read_three, promote_192, 192, 5), **WIDE),
@@ -505,14 +513,15 @@ page.show_parts(
 )
 
 # %% [markdown]
-# "Without loads" is the time of everything that consumers do, and "without MMAs" that of everything else. How far is the first one above the time of all MMAs at the peak rate?
-# This is what a consumer does *between* its MMAs, and it is a chain: wait for the barrier, read scales, multiply them, issue MMAs, wait for them, promote. Both
-# remaining steps shorten this chain. (A kernel without loads or MMAs also needs less power and may run at a higher clock, so these times are estimates.)
+# (Compare these times with one another, not with those of the steps above: they were measured together, in another burst.) "No scales" is what this tile would take without
+# them, so the difference to the first row is their price. "Without loads" is the time of everything that consumers do, and "without MMAs" that of everything else. The first
+# one is far above the time of all MMAs at the peak rate. A part of that gap is the clock, as in lesson 06. The rest may be what a consumer does *between* its MMAs, which
+# is a chain: wait for the barrier, read scales, multiply them, issue MMAs, wait for them, promote. Both remaining steps shorten this chain, and so test that.
 #
 # ## Step 4: factors by idle warps
 #
 # The two warps that write scales are mostly idle. Let them multiply. For each row they write the products of its scale and of the three scales
-# of w, so a row has 16 bytes, one of which is unused, and a consumer reads the factors of a row by one instruction:
+# of w, so a row has four floats, the last of which is unused, and a consumer reads the factors of a row by one instruction:
 
 # %%
 draw.stage()
@@ -555,7 +564,9 @@ predicted_us = page.with_instructions("192 columns", 2 - 9, 192)
 step("factors by producers", Version(by_producers, **WIDE), predicted_us=predicted_us)
 
 # %% [markdown]
-# **Take away.** Work does not have to be done where its result is used. Move it to threads that wait anyway.
+# Fewer instructions, and no less time: so issue slots were not the limit here, and neither was this part of the chain.
+#
+# **Take away.** Work does not have to be done where its result is used, but moving it pays only if it was in the way.
 #
 # ## Step 5: the next barrier is tested early
 #
@@ -584,6 +595,7 @@ step("barrier tested early", Version(early, **WIDE), predicted_us=predicted_us)
 versions = {
     "no scales": Version(unscaled, scaled=False),
     "scale per row": Version(by_row),
+    "no scales, 192 columns": without_scales(192, 5),
     "192 columns": Version(wide, **WIDE),
     "barrier tested early": Version(early, **WIDE),
 }
@@ -591,8 +603,7 @@ page.show_power(versions)
 
 # %% [markdown]
 # Where the power column is at the limit, a kernel takes its energy divided by the limit, whatever its main loop looks like. Then only less energy makes it faster:
-# fewer bytes moved, fewer instructions, no waiting at full clock. Compare the last two columns of the table with the times: does the energy fall as
-# the time does?
+# fewer bytes moved, fewer instructions, no waiting at full clock. That is why steps 4 and 5 hardly show: they change what a warp waits for, and hardly the energy.
 #
 # **Take away.** Near the end of an optimisation the resource that runs out may be watts. Say in which regime you have measured.
 #
@@ -606,14 +617,16 @@ page.show_what_did_not_pay()
 # %% [markdown]
 # ## All steps, and others' kernels
 #
-# The package's kernel is step 5 with groups, and with tiles that were chosen by measurement. cuBLAS multiplies by block scales since CUDA 12.9.
+# The package's kernel is step 5 with groups, and with tiles that were chosen by measurement. cuBLAS multiplies by block scales since CUDA 12.9. For one large GEMM it is
+# the one to beat, and we do not know how it works.
 
 # %%
 page.show_peers(Version(early, **WIDE))
 
 # %% [markdown]
 # And these are times of grouped GEMMs from the record of `bench grouped_gemm`, 4096 x 7168, with rows that are distributed evenly, by a Zipf law, or all to
-# one expert. DeepGEMM's masked layout has room for the same number of rows in each group; hpc-ops was written for an H20:
+# one expert. A star marks the fastest. DeepGEMM's *contiguous* layout has all rows in one array, each group padded to whole tiles; its *masked* layout has room for the same
+# number of rows in each group. hpc-ops was written for an H20:
 
 # %%
 page.show_grouped()

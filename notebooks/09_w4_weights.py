@@ -19,7 +19,8 @@
 # Hopper's tensor cores cannot multiply such numbers. So somebody has to decode them to bfloat16, and there are a billion of them.
 #
 # This lesson has one question: **how do you decode weights in no time?** The first version does it in a kernel of its own, which makes everything slower than
-# weights in bfloat16. The last one decodes on the way from shared memory to the tensor cores, with a few shifts and masks, while the next codes are arriving.
+# weights in bfloat16. The last one decodes on the way from shared memory to the tensor cores, with a few shifts and masks, while the next codes are arriving. (Whether that is
+# "no time", the end of the page says.)
 # You will write the decoder, the place of each code in memory, and the multiplication.
 
 # %%
@@ -35,8 +36,7 @@ from numba import cuda, float32, int32, int64, uint8, uint16, uint32, uint64
 from moe_numba.course.lessons.hopper.runs import Ring, advance
 from moe_numba.course.lessons.w4_weights import draw, exercises
 from moe_numba.course.lessons.w4_weights import runs as page
-from moe_numba.course.lessons.w4_weights.answers import load_rows, mma  # noqa: F401  for your answers
-from moe_numba.course.lessons.w4_weights.runs import First, Version, lesson
+from moe_numba.course.lessons.w4_weights.runs import First, Version, lesson, load_rows, mma  # noqa: F401  for your answers
 from moe_numba.course.lessons.w4_weights.sizes import (
     CODE_BYTES,
     RESULT_EXPONENT,
@@ -146,7 +146,7 @@ draw.path()
 # A **weight tile** has 64 rows and 64 elements of k: 2048 bytes of codes and 128 of scales. A warpgroup multiplies it by four `wgmma`, of 16 elements of k each. For each
 # one a thread has four registers of A, with two weights each: register `2 h + r` of lane `l` in warp `w` has columns `8 h + 2 (l % 4)` and the next one, of row `16 w + l // 4 + 8 r`.
 #
-# So a thread needs 32 codes of a tile, 16 bytes, which lie in two rows, each byte apart from the others. But a checkpoint is packed once, when it is loaded. So let us put them **in
+# So a thread needs 32 codes of a tile, 16 bytes. In a checkpoint these are scattered over two rows. But a checkpoint is packed once, when it is loaded. So let us put them **in
 # the order in which threads need them**: thread `t` of the warpgroup has the bytes `16 t` to `16 t + 15` and loads them by one instruction. These are four words, one for each
 # `wgmma`. A word has four codes in its low half, those of the first columns of registers 0 to 3, and in its high half those of the second columns:
 
@@ -310,6 +310,9 @@ page.show_limits({"by value": in_consumer})
 step("decode in the consumer", in_consumer, predicted_us=page.by_instructions(in_consumer))
 
 # %% [markdown]
+# The kernel takes almost twice what the model says, which lets each scheduler issue in every clock. A scheduler has two consumer warps here, and both may wait at the same time; step
+# 4 tests that. Still, most of the time is instructions, not bytes.
+#
 # **Take away.** The bus is not the limit any more: instructions are. There are 16 registers to fill, so each instruction per register counts.
 #
 # ## Step 3: shift, mask, multiply
@@ -369,6 +372,8 @@ page.show_limits({"by value": in_consumer, "by masks": by_masks})
 step("shift, mask, multiply", by_masks, predicted_us=page.by_instructions(by_masks))
 
 # %% [markdown]
+# The model is off by the same factor as before, so it still predicts how much *fewer instructions* save.
+#
 # **Take away.** Before you compute, look at the bits. Two formats that are built alike differ by a shift and a power of two.
 #
 # (The package needs fewer instructions still, two for most registers: it packs codes such that the bits of one register stand at the right distances after *one* shift. [`w4/packing.py`](../moe_numba/grouped_gemm/w4/packing.py) explains it.)
@@ -451,13 +456,16 @@ def my_multiply(acc, a, smem, at):
 multiply_by_warp = exercises.multiply.use(my_multiply)
 
 # %% [markdown]
-# **Prediction.** What the kernel takes beyond reading the codes is halved again.
+# **Prediction.** What the kernel takes beyond reading the codes is halved again. (That is more than there is: decoding does not become faster.)
 
 # %%
 last = Version(make_gemm(decode_by_masks, multiply_by_warp, *FOUR), *FOUR)
 step("mma.sync", last, predicted_us=page.with_all_codes_read("four warpgroups", 0.5))
 
 # %% [markdown]
+# So the answer to the question is: not in no time. Beside the kernel that does not decode, about a quarter of the time is left to decoding; the package's packing, in the table of
+# peers below, is close to what that kernel takes.
+#
 # **Take away.** The fastest instruction for large tiles need not be the fastest for small ones.
 #
 # ## What did not pay, and why
@@ -474,7 +482,8 @@ page.show_what_did_not_pay()
 page.show_peers(last)
 
 # %% [markdown]
-# Where do 4-bit weights stop paying? These are times of the package's grouped GEMMs from the record of `bench grouped_gemm`. With many tokens the MMAs are the limit, and bfloat16's take twice as long as FP8's; decoding comes on top, once for each tile of tokens. Then 4 bits
+# Where do 4-bit weights stop paying? These are times of the package's grouped GEMMs from the record of `bench grouped_gemm`. (32 tokens do not reach all experts, so their time may be
+# below the bound of this page, whose 256 tokens do.) With many tokens the MMAs are the limit, and bfloat16's take twice as long as FP8's; decoding comes on top, once for each tile of tokens. Then 4 bits
 # save memory, but no time:
 
 # %%

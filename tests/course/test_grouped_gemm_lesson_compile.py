@@ -46,9 +46,9 @@ def source(right="", wrong=""):
     tree = ast.parse(text.replace(right, wrong) if right else text)
     kept = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)]
     names = "count_tiles, group_of, in_bands, place_in_group, store_chunk"
-    next_vertical = "next_vertical = make_next_tile(vertical, cut)"
+    next_tiles = "next_vertical, next_horizontal = make_next_tile(vertical, cut), make_next_tile(horizontal, cut)"
     answers = f"from moe_numba.course.lessons.grouped_gemm.answers import {names}"
-    return "\n\n".join([*map(ast.unparse, kept), answers, next_vertical])
+    return "\n\n".join([*map(ast.unparse, kept), answers, next_tiles])
 
 
 @pytest.fixture(scope="module")

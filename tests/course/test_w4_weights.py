@@ -14,8 +14,7 @@ from moe_numba import simulator  # before numba: it selects the simulator or the
 from numba import cuda, float32, int32, uint32
 
 from moe_numba.course.lessons.w4_weights import answers, draw, exercises, runs
-from moe_numba.course.lessons.w4_weights.answers import load_rows, mma
-from moe_numba.course.lessons.w4_weights.runs import First, Version
+from moe_numba.course.lessons.w4_weights.runs import First, Version, load_rows, mma
 from moe_numba.course.steps.score import COMPILER
 from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG
 from moe_numba.grouped_gemm import pack_mxfp4
@@ -81,6 +80,15 @@ def looks_up(word):
 
 
 @cuda.jit(device=True)
+def by_multiplication(word):  # a product shifts, too
+    a = uint32((word & uint32(0x000F000F)) * uint32(4160)) & uint32(0x81C081C0)
+    b = uint32((uint32(word >> uint32(4)) & uint32(0x000F000F)) * uint32(4160)) & uint32(0x81C081C0)
+    c = uint32((uint32(word >> uint32(8)) & uint32(0x000F000F)) * uint32(4160)) & uint32(0x81C081C0)
+    d = uint32((uint32(word >> uint32(12)) & uint32(0x000F000F)) * uint32(4160)) & uint32(0x81C081C0)
+    return a, b, c, d
+
+
+@cuda.jit(device=True)
 def without_swizzle(acc, a, smem, at):
     lane = int32(cuda.threadIdx.x & 31)
     first = int32(at + 128 * (lane & 7) + ((lane >> 3) << 4))
@@ -116,6 +124,7 @@ DECODE, MULTIPLY = exercises.decode, exercises.multiply
     [
         (DECODE, ..., OPEN, "not answered yet"),
         (DECODE, stub, OPEN, "not answered yet"),
+        (DECODE, by_multiplication, RIGHT, r"16 instructions .*5 IMAD"),
         (DECODE, answers.decode_word, RIGHT, "15 instructions .* par is 16"),
         (DECODE, forgets_the_sign, WRONG, "register 0 is 0x00000000, not 0x00008000"),
         (DECODE, other_order, WRONG, "register 1 is"),

@@ -357,11 +357,10 @@ class Step:
 
     @property
     def judgement(self) -> Judgement | None:
-        """The prediction beside what came, if both times are known."""
+        """What the step was predicted to save of the step before, as timed there, and what it saved of it here."""
         if self.predicted_us is None or self.times is None:
             return None
-        before, now = self.times
-        return Judgement(before, now, before - self.predicted_us)
+        return Judgement(*self.times, self.before.us - self.predicted_us)
 
     @property
     def comparison(self) -> Comparison:

@@ -54,9 +54,10 @@ def describe(
         sizes = ", ".join(f"{name} = {value}" for name, value in (*size.items(), *config.items()))
         return f"not recorded on an {gpu.upper()} with {sizes}"
     lesson = f"the lesson's took {row['kernel_us']['median']:.2f} us on an {gpu.upper()}"
-    if row.get("compared_us") and row.get("predicted_us") is not None:
-        before, now = row["compared_us"]
-        lesson += f"; {Judgement(before, now, before - row['predicted_us'])}"
+    before = row.get("after") and _row(topic, row["after"], size, config, gpu)
+    if before and row.get("predicted_us") is not None:
+        saving = before["kernel_us"]["median"] - row["predicted_us"]
+        lesson += f"; {Judgement(*row['compared_us'], saving)}"
     return f"your version: not timed ({lesson})"
 
 

@@ -55,22 +55,24 @@ def _around_group_of(answer):
         for g in range(lane, groups + 1, 32):
             words[_AT + g] = first[g]
         cuda.syncthreads()
-        for m in range(tiles):  # all lanes ask for the same tile, as those of a warp of the kernel do
-            out[m] = answer(Table(words, int32(_AT), groups), int32(m))
+        for m in range(tiles):  # all lanes ask for the same tile, as those of a consumer warp do, or only one lane
+            if cuda.threadIdx.x == 0 or cuda.blockIdx.x == 0:
+                out[cuda.blockIdx.x * tiles + m] = answer(Table(words, int32(_AT), groups), int32(m))
 
     return around
 
 
 def _groups_of(answer, counts):
-    out = torch.full((sum(counts),), -1, dtype=torch.int32)
-    launch(_around_group_of(answer), 1, 32, _first_tiles(counts), out, len(counts), len(out))
+    out = torch.full((2, sum(counts)), -1, dtype=torch.int32)
+    launch(_around_group_of(answer), 2, 32, _first_tiles(counts), out.view(-1), len(counts), out.shape[1])
     return out.numpy(), np.repeat(np.arange(len(counts)), counts)
 
 
 def _test_group_of(answer):
     for counts in _COUNTS:
         out, right = _groups_of(answer, counts)
-        expect_equal(f"tiles of each group {counts}: the groups of tiles 0 to {len(out) - 1}", out, right)
+        for callers, found in zip(("all lanes", "one lane"), out, strict=True):
+            expect_equal(f"tiles of each group {counts}, called by {callers}: the groups of all tiles", found, right)
 
 
 def _loads_of_a_search(answer):
@@ -142,8 +144,10 @@ count_tiles = Build(
     profile=lambda answer: _counted(lambda: _count(answer, 256, 64)),
     counter="shuffles",
     par=5,
+    forbidden={"global_atomic_requests": "it adds in global memory, one address after the other"},
+    limits={"global_load_requests": (16, "lanes load the lengths of other lanes' groups")},
     needs=(
-        ("shuffles", "shared_load_requests", "global_atomic_requests", "shared_atomic_requests"),
+        ("shuffles", "shared_load_requests", "shared_atomic_requests"),
         "no lane gets a sum from another lane, so each must have added up the groups of others",
     ),
     over_par="What can a lane add up alone, before the warp makes one scan?",

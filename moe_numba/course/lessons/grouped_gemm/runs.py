@@ -419,9 +419,9 @@ def work(lengths: torch.Tensor) -> tuple[int, int]:
 
 
 def bounds_us(lengths: torch.Tensor) -> tuple[float, float]:
-    """Return the times of the bytes and of the operations at the data sheet's rates, in microseconds."""
+    """Return the times of the bytes at the rate of a copy, and of the operations at the peak, in microseconds."""
     moved, operations = work(lengths)
-    return moved / _chip().hbm_bandwidth * 1e6, operations / _chip().tensor_flops["float8_e4m3fn"] * 1e6
+    return moved / _chip().copy_bandwidth * 1e6, operations / _chip().tensor_flops["float8_e4m3fn"] * 1e6
 
 
 def limits(rows: int, tokens: int, mma_rows: int | None = None, routing: str = UNIFORM) -> Limits:
@@ -495,7 +495,14 @@ def show_bounds(rows: Sequence[int] = (FEW, 512, ROWS, MANY, 32768)) -> steps.Ta
         limit = "memory" if memory >= tensor else "tensor cores"
         used = f"{int((lengths > 0).sum())}"
         lines.append([f"{count:,}", f"{count / GROUPS:.0f}", used, f"{memory:.0f}", f"{tensor:.0f}", limit])
-    heads = "rows", "rows of a group", "groups with rows", "us for the bytes", "us for the MMAs", "limit"
+    heads = (
+        "rows",
+        "rows of a group",
+        "groups with rows",
+        "us for the bytes, as a copy",
+        "us for the MMAs, at the peak",
+        "limit",
+    )
     return steps.Table(heads, lines)
 
 
@@ -573,10 +580,10 @@ def show_tile_sizes(versions: dict[int, Any], rows: Sequence[int] = (FEW, ROWS, 
         line = [f"{tokens}"]
         for count in rows:
             found, us = limits(count, tokens), columns[count]
-            measured = f"; {records.format_us(us[f'{tokens}'])} us" if us else ""
-            line.append(f"{tiles_of(lengths_of(count), tokens)} tiles, {found.name} {found.us:.0f} us{measured}")
+            measured = records.format_us(us[f"{tokens}"]) if us else "not timed"
+            line += [f"{tiles_of(lengths_of(count), tokens)}", f"{found.us:.0f}, {found.name}", measured]
         lines.append(line)
-    heads = [f"{count:,} rows: tiles of rows, limit, model; time" for count in rows]
+    heads = [head for count in rows for head in (f"{count:,} rows: tiles", "model, us", "measured, us")]
     return steps.Table(["rows of a tile", *heads], lines)
 
 
@@ -597,10 +604,6 @@ _NO_GAIN = {  # step of the earlier version -> what changed, and why it gained n
     "one tensor map for X": (
         "one map of x, with maps of y per group as before",
         "It saves an acquire per tile. With 32 rows it was slower, and we do not know why.",
-    ),
-    "two subtiles": (
-        "two subtiles for groups of 64 rows",
-        "A group has one tile either way, and the MMAs multiply more columns.",
     ),
 }
 

@@ -233,14 +233,14 @@ def _evidence(tokens=64, dtype="float8_e4m3fn"):
 
 _WHAT_SAVES = (
     "Bytes and operations are the same, and so are the tiles: 64 rows are one tile of 64. What is left is "
-    "the launches, and within them the time in which a GEMM of one expert has work for few SMs."
+    "the launches of small operations, and the time in which the GEMMs of one expert have work for few SMs."
 )
 what_saves = Choose(
     "what saves",
     {
         "A": "it reads fewer weights",
         "B": "it computes less",
-        "C": "it launches fewer kernels",
+        "C": "it launches fewer kernels, and none of them is a GEMM that fills few SMs",
         "D": "its tiles are balanced better over the SMs",
     },
     "C",

@@ -203,8 +203,7 @@ class LayerStep:
         """The prediction, in the main dtype, beside what came."""
         if self.predicted_us is None or self.compared is None:
             return None
-        before, now = self.compared
-        return Judgement(before, now, before - self.predicted_us)
+        return Judgement(*self.compared, self.before.us[MAIN] - self.predicted_us)
 
     @property
     def table(self) -> Table:

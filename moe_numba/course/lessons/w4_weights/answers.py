@@ -5,7 +5,7 @@ from moe_numba import simulator  # noqa: F401  before Numba: it decides whether 
 # isort: split
 from numba import cuda, int32, uint32
 
-from moe_numba.ptx.mma import make_ldmatrix_x4, make_mma
+from moe_numba.course.lessons.w4_weights.runs import load_rows, mma
 
 
 def place_of(row, column):
@@ -23,9 +23,6 @@ def decode_word(word):
         uint32((word << uint32(4)) & sign | (word >> uint32(2)) & rest),
         uint32(word & sign | (word >> uint32(6)) & rest),
     )
-
-
-load_rows, mma = make_ldmatrix_x4(), make_mma("bf16", 16, 8)
 
 
 @cuda.jit(device=True)

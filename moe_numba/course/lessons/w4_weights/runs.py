@@ -33,6 +33,7 @@ from moe_numba.course.steps.lesson import Run, Table
 from moe_numba.course.steps.score import COMPILER, PATH, Score
 from moe_numba.grouped_gemm import group_gemm_bf16, group_gemm_mxfp4, pack_mxfp4
 from moe_numba.grouped_gemm.w4.reference import dequantise_mxfp4
+from moe_numba.ptx.mma import make_ldmatrix_x4, make_mma
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.tensor_map import TensorMap
 
@@ -63,6 +64,9 @@ class First(NamedTuple):
     kernel: Any
 
 
+load_rows, mma = make_ldmatrix_x4(), make_mma("bf16", 16, 8)  # what `multiply` of step 5 is made of
+
+
 # Packing, inputs, check, launches
 
 
@@ -74,7 +78,7 @@ def pack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     blocks : tensor [experts, n, k / 2], uint8
         Two e2m1 codes per byte, the first in the low half.
     scales : tensor [experts, n, k / 32], uint8
-        Byte s is 2**(s - 127).
+        Byte s, 32 to 161, is 2**(s - 127).
 
     Returns
     -------
@@ -82,6 +86,8 @@ def pack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         Nibble ``4 half + 2 h + r`` of word ``s`` of a thread has the column ``16 s + 8 h + 2 (l % 4) + half`` of row
         ``16 w + l // 4 + 8 r``. Then come scales, as exponents of a bfloat16: byte ``2 block + r`` of a row's word.
     """
+    if ((scales < 32) | (scales > 255 - EXPONENT_OFFSET)).any():
+        raise ValueError(f"scales has bytes from {scales.min()} to {scales.max()}; 32 to 161 fit this packing")
     experts, n, half_k = blocks.shape
     shape = experts, n // TILE, half_k * 2 // TILE
     codes = torch.stack([blocks & 15, blocks >> 4], -1).view(experts, n // TILE, 4, 2, 8, shape[2], 4, 2, 4, 2)
@@ -210,10 +216,16 @@ CONVERSIONS, LOGIC, MULTIPLIES = "conversions", "shifts and logic", "multiplicat
 SHOWN = REGISTERS, SPILLED, LOOP, CONVERSIONS, LOGIC, MULTIPLIES
 _CLASSES = {
     CONVERSIONS: ("F2F", "F2FP", "I2F", "I2FP", "F2I"),
-    LOGIC: ("SHF", "LOP3", "PRMT", "SGXT", "BFE", "LEA"),
+    LOGIC: ("SHF", "LOP3", "PRMT", "SGXT", "BFE", "LEA", "IMAD.SHL"),
     MULTIPLIES: ("FMUL", "HMUL2", "IMAD", "HFMA2"),
 }
+_IMADS = "IMAD.SHL", "IMAD.MOV"  # which only shift or copy
 MMAS_OF_TILE = 4
+
+
+def _name(code):
+    """Return the instruction of machine code without its modifiers, but with those of `_IMADS`."""
+    return next((name for name in _IMADS if code["opcode"].startswith(name)), code["opcode"].split(".")[0])
 
 
 class _Lesson(CompiledLesson):
@@ -232,9 +244,9 @@ class _Lesson(CompiledLesson):
     def rows(self, kernel):
         """Return rows of what the compiler made of a profiled kernel; a thread of the first step decodes 8 weights."""
         sass = kernel.static.sass or ()
-        loop = [code["opcode"].split(".")[0] for code in sass[slice(*main_loop(sass))]]
+        loop = [_name(code) for code in sass[slice(*main_loop(sass))]]
         tiles = sum(name in ("HGMMA", "HMMA") for name in loop) / MMAS_OF_TILE or 8 / 32
-        names = Counter(loop or [code["opcode"].split(".")[0] for code in sass])
+        names = Counter(loop or map(_name, sass))
         numbers = [kernel.static.registers or 0, kernel.static.spilled_bytes or 0, round(names.total() / tiles)]
         numbers += [round(sum(names[each] for each in group) / tiles) for group in _CLASSES.values()]
         return {(COMPILER, row): number for row, number in zip(SHOWN, numbers, strict=True)}
@@ -428,7 +440,8 @@ def show_what_did_not_pay() -> Table:
             [
                 "wgmma with 8 instead of 32 columns, in a kernel that does nothing else",
                 *(records.format_us(us[f"wgmma, {n} columns"]) for n in (32, 8)),
-                "A quarter of the work, but not of the time: 64 rows of A come from registers in both cases.",
+                "A quarter of the work, for far more than a quarter of the time: 64 rows of A come from registers "
+                "in both cases.",
             ]
         )
     return Table(
