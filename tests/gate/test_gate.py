@@ -599,6 +599,7 @@ def test_checker_rejects_wrong_kernels(case, monkeypatch, device):
     use_wrong_kernel(*WRONG[case], monkeypatch)
     logits, bias = make_inputs(8, 256, device)
     logits[4:] = (2 * logits[4:]).round()  # ties that the bias keeps
+    logits[3, 40:42] = 6  # the best two, of one lane
     logits[6:, :] = logits[6:, :32].repeat(1, 8)  # equal groups
     logits[7, 224:] += 1  # the last group differs
     bias[:] = bias.round()
