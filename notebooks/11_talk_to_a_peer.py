@@ -39,16 +39,7 @@ from numba import cuda, int32, uint32, uint64
 from moe_numba.course.bench.timing.multigpu import outputs_of, settle
 from moe_numba.course.lessons.talk_to_a_peer import draw, exercises
 from moe_numba.course.lessons.talk_to_a_peer import runs as page
-from moe_numba.course.lessons.talk_to_a_peer.runs import (
-    GROUP,
-    NOBODY,
-    OTHER_SMS,
-    SAME_SM,
-    SAME_WARP,
-    Queue,
-    Version,
-    lesson,
-)
+from moe_numba.course.lessons.talk_to_a_peer.runs import GROUP, OTHER_SMS, SAME_SM, SAME_WARP, Queue, Version, lesson
 from moe_numba.course.lessons.talk_to_a_peer.sizes import (
     BATCH,
     CHANNELS,
@@ -304,6 +295,19 @@ page.show_ping_pong({"relaxed": make_ping_pong(st_relaxed_sys_s32), "release": m
 #
 # A load from a peer is a round trip, too: the request goes there, the data come back. So a kernel should **store to peers and poll its own memory**.
 #
+# The **host** is a peer, too. A receiver often must know how many rows will come before it can allocate memory for them, so a kernel tells the host. A counter in
+# *pinned* host memory, mapped into the GPU's address space, does it without a copy and without waiting for the stream: it starts at -1, and the host polls.
+
+
+# %%
+@cuda.jit
+def report(counter, value):
+    st_release_sys_s32(counter, 0, value)
+
+
+page.show_counter(report)
+
+# %% [markdown]
 # **Formula.** A sender may reuse the place of a row only after the receiver has said that it has read it. How many rows must be under way at once to keep a link
 # busy, if copying takes no time and a signal takes `one_way_us`?
 
@@ -312,7 +316,7 @@ rows_in_flight = ...  # yours: lambda link_gbps, one_way_us, row_bytes: ...
 exercises.in_flight.check(rows_in_flight)
 
 # %% [markdown]
-# **Take away.** A flag takes about a microsecond. Whoever waits for an answer per row pays two.
+# **Take away.** Who waits for an answer to each row pays for two flags per row.
 #
 # ## Step 4: a ring
 #
@@ -684,7 +688,7 @@ draw.resident()
 exercises.resident.check(own_gpu=..., shared_gpu=...)
 
 # %% [markdown]
-# **Take away.** Ask of every wait: who ends it, and is he running? A ring needs `chunk + batch - 1` slots, or a few less, and both its ends need an SM.
+# **Take away.** Ask of every wait: which thread ends it, and does that thread run? A ring needs `chunk + batch - 1` slots, or a few less, and both its ends need an SM.
 #
 # ## Step 9: many channels
 #

@@ -77,9 +77,9 @@ class Exchange(Build):
         if not self.unit:
             return RIGHT, "right, under all seeds in weak memory, and without a race", None
         found = self.signals(answer)
-        text = f"right, under all seeds in weak memory, and without a race; {found} {self.unit}"
+        text = f"right, under all seeds in weak memory, and without a race; {self.unit}: {found}"
         if found > self.par:
-            return OVER_PAR, f"{text}, {self.par} suffice. {self.over_par}".rstrip(), found
+            return OVER_PAR, f"{text}; par is {self.par}. {self.over_par}".rstrip(), found
         return RIGHT, text, found
 
 
@@ -135,11 +135,11 @@ publish = _exchange(
     answers.publish,
     _test_publish,
     signals=_flags,
-    unit="flags stored per message",
+    unit="flags per message",
     par=1,
     over_par="Which threads need to store it?",
-    hint="A release covers what its own thread has stored, and what that thread has observed of others. A barrier makes "
-    "it observe what all threads of the CTA have stored.",
+    hint="A release covers what its own thread has stored, and what that thread has observed of others. A barrier "
+    "makes it observe what all threads of the CTA have stored.",
     home="publish",
     seeds=6,
 )
@@ -156,10 +156,10 @@ fences = Choose(
         "D": "each thread: fence; thread 0: relaxed store of the flag",
     },
     "B",
-    "A fence orders what the thread has stored or observed before it against what the same thread stores after it. In "
-    "A the flag may be visible first. In C the fence comes before thread 0 has observed the other threads' stores, and in "
-    "D it never does: without a barrier its flag says nothing of them. fence + relaxed store is what st.release does, "
-    "and one fence may serve several flags.",
+    "A fence orders what its thread has stored or observed before it against what the same thread stores after it. In "
+    "A the flag may be visible first. In C the fence comes before thread 0 has observed the stores of the others, and "
+    "in D it never observes them: there is no barrier. A fence and a relaxed store do what a release does, and one "
+    "fence may serve several flags.",
 )
 
 
@@ -219,8 +219,8 @@ words = _exchange(
     "a kernel in which each rank sends words to the next one through a ring",
     answers.ring_of_words,
     _test_words,
-    hint=f"The sender may store word n if n - head < {WORD_SLOTS}; the receiver may read it if tail > n. Which access must "
-    "come before the sender's release of the tail, and which before the receiver's release of the head?",
+    hint=f"The sender may store word n if n - head < {WORD_SLOTS}; the receiver may read it if tail > n. Which access "
+    "must come before the sender's release of the tail, and which before the receiver's release of the head?",
     home="words",
     seeds=4,
 )
@@ -246,7 +246,7 @@ saturate = Formula(
 
 # Build: both ends of a ring of rows
 
-_ROWS, _WORDS = 7, 256
+_ROWS, _WORDS = 5, 256
 
 
 def _test_ring(make):
@@ -314,7 +314,7 @@ def _end(name, task, own, make, counter, hint, over_par):
         over_par=over_par,
         hint=hint,
         home=name,
-        seeds=3,
+        seeds=2,
     )
 
 
@@ -334,8 +334,8 @@ receive = _end(
     answers.receive,
     lambda answer: make_ring(answers.send, answer),
     HEAD,
-    "One lane waits until tail > number; the others wait for that lane. When all have copied the row, one lane stores the "
-    "new head in the sender's memory: queue.there.",
+    "One lane waits until tail > number; the others wait for that lane. When all have copied the row, one lane stores "
+    "the new head in the sender's memory: queue.there.",
     "Which lanes need to store the head?",
 )
 
@@ -383,8 +383,8 @@ signal = _exchange(
     "a function with which warp 2 publishes what warps 0 and 1 have stored",
     answers.signal_for_others,
     _test_signal,
-    hint="Warps 0 and 1: what orders the stores of 31 lanes before lane 0 posts? Warp 2: lane i waits for posted[i], with "
-    "acquire. Then a fence, then the flag: in which order?",
+    hint="Warps 0 and 1: what orders the stores of 31 lanes before lane 0 posts? Warp 2: lane i waits for posted[i], "
+    "with acquire. Then a fence and the flag: in which order?",
     home="signal",
     seeds=4,
 )
@@ -401,9 +401,9 @@ slower_end = Choose(
         "D": "the rows arrive in another order",
     },
     "B",
-    "Sender and receiver work at the same time, so the slower end counts. Both copied a row and paid a release for it, and "
-    "now only one of them does less. The first row of each chunk does arrive later (C), but that delays the whole by less "
-    "than a chunk. If the time on a GPU did fall, the sender's end was the slower one.",
+    "Sender and receiver work at the same time, so the slower end counts. Both copied a row and paid a release for "
+    "it, and now only one of them does less. The first row of each chunk does arrive later (C), but that delays the "
+    "whole by less than a chunk. If the time on a GPU did fall, the sender's end was the slower one.",
 )
 
 
@@ -432,10 +432,10 @@ fewest = Formula(
     "a function of the rows of a chunk and of a batch",
     fewest_slots,
     _test_fewest,
-    praise="the ring is stuck with o rows that have no credit yet if o < batch and slots - o < chunk, and o can only be a "
-    "multiple of the greatest common divisor. chunk + batch - 1 slots always suffice.",
-    hint="Both ends wait if o rows have been read without a credit, o < batch, and fewer than chunk slots are free. Which is "
-    "the largest o below batch that occurs? `from math import gcd`.",
+    praise="the ring is stuck with o rows that have no credit yet if o < batch and slots - o < chunk, and o can only "
+    "be a multiple of the greatest common divisor. chunk + batch - 1 slots always suffice.",
+    hint="Both ends wait if o rows have been read without a credit, o < batch, and fewer than chunk slots are free. "
+    "Which is the largest o below batch that occurs? `from math import gcd`.",
 )
 
 
@@ -444,7 +444,7 @@ fewest = Formula(
 resident = Predict(
     "resident CTAs",
     {"own_gpu": SMS, "shared_gpu": SMS // 2},
-    f"A CTA stays on its SM until it has ended, and one that waits has not. So the {SMS} SMs are the limit for all CTAs "
-    "that wait for one another. Ranks that share a GPU share its SMs, too. That is why DeepEP takes the number of SMs as an "
-    "argument, and why virtual ranks have few CTAs.",
+    f"A CTA stays on its SM until it has ended, and one that waits has not. So the {SMS} SMs are the limit for all "
+    "CTAs that wait for one another. Ranks that share a GPU share its SMs, too. That is why DeepEP takes the number of "
+    "SMs as an argument, and why virtual ranks have few CTAs.",
 )

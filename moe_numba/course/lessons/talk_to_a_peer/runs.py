@@ -15,9 +15,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.timing.multigpu import outputs_of, settle
 from moe_numba.course.lessons.talk_to_a_peer.answers import Queue as Queue  # for the page
 from moe_numba.course.lessons.talk_to_a_peer.sizes import (
-    BATCH,
     CHANNELS,
-    CHUNK,
     DATA,
     FLAG,
     HEAD,
@@ -288,6 +286,18 @@ def _earlier(ranks, gpu="h200"):
     return next((row for row in rows if "push_gbps" in row), None)
 
 
+def show_counter(kernel: Any, number: int = 1234) -> None:
+    """Let a kernel store a number to pinned host memory while the host polls it, and print how often it polled."""
+    counter = torch.full((1,), -1, dtype=torch.int32, pin_memory=not SIMULATED)
+    launch(kernel, 1, 1, counter, number)
+    polls = 1
+    while int(counter[0]) == -1 and polls < 1_000_000:
+        polls += 1
+    print(f"the host read {int(counter[0])} after {'one poll' if polls == 1 else 'several polls'}")
+    if int(counter[0]) != number:
+        raise WrongResult(f"the host should have read {number}")
+
+
 # The push rate
 
 STORES, BULK = "stores", "bulk copies after bulk loads"
@@ -442,7 +452,7 @@ def _row_words():
 
 
 def ring(version, rows: int | None = None, row_words: int | None = None, block: int = 32, **options) -> Callable:
-    """Return ``make(transport)``: each rank sends rows to the next one through rings; ``step()`` returns what arrived."""
+    """Return ``make(transport)``: each rank sends rows to the next one; ``step()`` returns what has arrived."""
     kernel, slots, channels = Version(*version)
     if SIMULATED and rows is None:
         channels = min(channels, SMALL_CHANNELS)
@@ -551,6 +561,7 @@ lesson = RingLesson(
     config=CONFIG,
     size=SIZE,
     dtype="int32",
+    seeds=3,
     group=GROUP,
 )
 

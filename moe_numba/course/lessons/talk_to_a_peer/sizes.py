@@ -1,4 +1,4 @@
-"""Sizes of the lesson "Talk to a peer": change them here. Recorded times belong to RANKS, ROWS, ROW_BYTES and ROUNDS."""
+"""Sizes of the lesson "Talk to a peer": change them here. Records have RANKS, ROWS, ROW_BYTES and ROUNDS."""
 
 RANKS = 2  # each sends to the next one, the last one to rank 0
 ROWS, ROW_BYTES = 1024, 14336  # that a rank sends: 7168 elements of bfloat16 each
