@@ -173,9 +173,9 @@ for rank, words in enumerate(outputs_of(GROUP, make)):
 @factory
 def make_message(publish, observe):
     @cuda.jit
-    def message(peers, local, x, out, rank, ranks, number):
+    def message(peers, local, x, out, to, number):
         thread = int32(cuda.threadIdx.x)
-        there = pointer_from_address(peers[(rank + 1) % ranks], local)
+        there = pointer_from_address(peers[to], local)
         there[DATA + thread] = x[thread]
         publish(there, number)  # <-- a hole: the flag
         observe(local, number)  # <-- a hole: wait for the flag of the rank before
@@ -202,7 +202,7 @@ def observe(here, number):
 print(page.show_torn(make_message(publish_relaxed, observe)))
 
 # %% [markdown]
-# A **relaxed** store is atomic, and that is all. It may overtake the stores before it. The simulator runs the message under 12 **seeds**, each of which is
+# A **relaxed** store is atomic, and that is all. It may overtake the stores before it. The simulator runs the message under several **seeds**, each of which is
 # another order in which threads run and stores arrive. It also names the race: the two accesses that nothing orders.
 
 # %%
@@ -327,15 +327,15 @@ exercises.in_flight.check(rows_in_flight)
 draw.ring()
 
 # %% [markdown]
-# **Build.** Write this kernel, for words instead of rows. It runs with two CTAs of *one* thread on every rank. CTA 0 sends `x[0]` to `x[sends - 1]` to the next
-# rank. CTA 1 receives `receives` words from the rank before and stores them in `out`. The ring has `WORD_SLOTS` slots from index `RING` on. `TAIL` is the
+# **Build.** Write this kernel, for words instead of rows. It runs with two CTAs of *one* thread on every rank. CTA 0 sends `x[0]` to `x[sends - 1]` to rank
+# `to`. CTA 1 receives `receives` words from rank `source` and stores them in `out`. The ring has `WORD_SLOTS` slots from index `RING` on. `TAIL` is the
 # index of the tail, in the receiver's memory, and `HEAD` that of the head, in the sender's; they are 0 at first. The sender must use all slots
 # before it waits.
 
 
 # %%
 @cuda.jit
-def my_ring_of_words(peers, local, x, out, sends, receives, rank, ranks):
+def my_ring_of_words(peers, local, x, out, sends, receives, to, source):
     pass  # yours
 
 
@@ -353,8 +353,8 @@ exercises.words.check(my_ring_of_words)
 
 # %%
 @cuda.jit
-def push_stores(peers, local, x, rows, row_words, rank, ranks):
-    there = pointer_from_address(peers[(rank + 1) % ranks], local)
+def push_stores(peers, local, x, rows, row_words, to):
+    there = pointer_from_address(peers[to], local)
     for i in range(cuda.grid(1), rows * row_words // 4, cuda.gridsize(1)):
         k = int32(i)
         st_na_s32x4(there, 4 * i, k, k, k, k)
@@ -364,9 +364,9 @@ have_read, have_written = make_bulk_wait_group_read(0), make_bulk_wait_group(0)
 
 
 @cuda.jit
-def push_bulk(peers, local, x, rows, row_words, rank, ranks):
+def push_bulk(peers, local, x, rows, row_words, to):
     smem, bars = cuda.shared.array(0, int32, 128), cuda.shared.array(0, uint64, 128)  # the same memory
-    there = pointer_from_address(peers[(rank + 1) % ranks], local)
+    there = pointer_from_address(peers[to], local)
     thread, warps = int32(cuda.threadIdx.x), int32(cuda.blockDim.x >> 5)
     warp, row_bytes, phase = int32(thread >> 5), int32(4 * row_words), uint32(0)
     at, bar = int32(warp * row_words), int32((warps * row_words >> 1) + warp)  # barriers lie behind the rows
@@ -402,7 +402,7 @@ exercises.saturate.check(ctas_that_saturate)
 # ## Step 5: one slot, a warp
 #
 # Now rows, copied by a warp: each lane takes 16 bytes at a time. `make_ring` launches two warps per **channel**, which is a ring of its own: an even CTA sends
-# to the next rank, an odd one receives from the rank before. (`pairs` is for the last step.) A launch continues to count where the launch before has ended, in
+# to rank `to`, an odd one receives from rank `source`. Each channel has `share` rows. (`pairs` is for a later section.) A launch continues to count where the launch before has ended, in
 # `before`. So counters are never cleared, and no barrier is needed between launches.
 #
 # | field of `queue` | |
@@ -423,26 +423,27 @@ def copy_row(to, to_at, source, at, words):  # by a warp
 
 @cuda.jit(device=True)
 def slot_of(queue, number):
-    return int32(queue.ring + number % queue.slots * queue.row_words)
+    slot = uint32(uint32(number) % uint32(queue.slots))  # 32 bits: a 64-bit division is a function call
+    return int32(queue.ring + int32(slot) * queue.row_words)
 
 
 @factory
 def make_ring(send, receive, pairs=True):
     @cuda.jit
-    def ring(peers, local, x, out, rows, row_words, slots, launch, rank, ranks):
+    def ring(peers, local, x, out, rows, share, row_words, slots, launch, to, source):
         channels, cta = int32(cuda.gridDim.x >> 1), int32(cuda.blockIdx.x)
         if pairs:
             channel, sends = int32(cta >> 1), cta & 1 == 0
         else:
-            channel, sends = int32(cta % channels), cta < channels
-        first = int32(rows * channel // channels)
-        count = int32(rows * (channel + 1) // channels - first)
+            channel, sends = int32(cta if cta < channels else cta - channels), cta < channels
+        first = int32(channel * share)
+        count = int32(max(0, min(share, rows - first)))
         at, before = int32(channel * (RING + slots * row_words)), int32(launch * count)
         if sends:
-            there = pointer_from_address(peers[(rank + 1) % ranks], local)
+            there = pointer_from_address(peers[to], local)
             send(Queue(local, there, at + TAIL, at + HEAD, at + RING, slots, row_words, before), x, first, count)
         else:
-            there = pointer_from_address(peers[(rank + ranks - 1) % ranks], local)
+            there = pointer_from_address(peers[source], local)
             receive(Queue(local, there, at + TAIL, at + HEAD, at + RING, slots, row_words, before), out, first, count)
 
     return ring
@@ -505,9 +506,9 @@ step("ring", Version(make_ring(send, receive)), predicted_us=page.without_waits(
 @factory
 def make_signals(store, busy):
     @cuda.jit
-    def signals(peers, local, x, row_words, rounds, launch, rank, ranks):
+    def signals(peers, local, x, row_words, rounds, launch, to):
         stop, thread = cuda.shared.array(1, int32), int32(cuda.threadIdx.x)
-        there = pointer_from_address(peers[(rank + 1) % ranks], local)
+        there = pointer_from_address(peers[to], local)
         warp = int32((cuda.blockIdx.x * cuda.blockDim.x + thread) >> 5)
         own = int32(2 * DATA + warp * row_words)  # each warp writes to a place of its own
         if thread == 0:

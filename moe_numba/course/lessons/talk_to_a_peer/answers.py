@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from moe_numba import simulator  # noqa: F401  before Numba: it decides whether kernels run on a GPU or in the simulator
 
 # isort: split
-from numba import cuda, int32
+from numba import cuda, int32, uint32
 
 from moe_numba.course.lessons.talk_to_a_peer.sizes import DATA, FLAG, HEAD, RING, TAIL, WORD_SLOTS
 from moe_numba.course.steps.lesson import factory
@@ -51,9 +51,9 @@ def observe(here, number):
 @factory
 def make_message(publish, observe):
     @cuda.jit
-    def message(peers, local, x, out, rank, ranks, number):
+    def message(peers, local, x, out, to, number):
         thread = int32(cuda.threadIdx.x)
-        there = pointer_from_address(peers[(rank + 1) % ranks], local)
+        there = pointer_from_address(peers[to], local)
         there[DATA + thread] = x[thread]
         publish(there, number)
         observe(local, number)
@@ -66,16 +66,16 @@ def make_message(publish, observe):
 
 
 @cuda.jit
-def ring_of_words(peers, local, x, out, sends, receives, rank, ranks):
+def ring_of_words(peers, local, x, out, sends, receives, to, source):
     if cuda.blockIdx.x == 0:
-        there = pointer_from_address(peers[(rank + 1) % ranks], local)
+        there = pointer_from_address(peers[to], local)
         for n in range(sends):
             while n - ld_acquire_sys_s32(local, HEAD) >= WORD_SLOTS:
                 pass
             there[RING + n % WORD_SLOTS] = x[n]
             st_release_sys_s32(there, TAIL, int32(n + 1))
     else:
-        there = pointer_from_address(peers[(rank + ranks - 1) % ranks], local)
+        there = pointer_from_address(peers[source], local)
         for n in range(receives):
             while ld_acquire_sys_s32(local, TAIL) <= n:
                 pass
@@ -108,7 +108,8 @@ def copy_row(to, to_at, source, at, words):
 
 @cuda.jit(device=True)
 def slot_of(queue, number):
-    return int32(queue.ring + number % queue.slots * queue.row_words)
+    slot = uint32(uint32(number) % uint32(queue.slots))  # 32 bits: a 64-bit division is a function call
+    return int32(queue.ring + int32(slot) * queue.row_words)
 
 
 @cuda.jit(device=True)
@@ -144,22 +145,20 @@ def receive(queue, out, first, count):
 @factory
 def make_ring(send, receive, pairs=True):
     @cuda.jit
-    def ring(peers, local, x, out, rows, row_words, slots, launch, rank, ranks):
+    def ring(peers, local, x, out, rows, share, row_words, slots, launch, to, source):
         channels, cta = int32(cuda.gridDim.x >> 1), int32(cuda.blockIdx.x)
         if pairs:
             channel, sends = int32(cta >> 1), cta & 1 == 0
         else:
-            channel, sends = int32(cta % channels), cta < channels
-        first = int32(rows * channel // channels)
-        count = int32(rows * (channel + 1) // channels - first)
-        at = int32(channel * (RING + slots * row_words))
+            channel, sends = int32(cta if cta < channels else cta - channels), cta < channels
+        first = int32(channel * share)
+        count = int32(max(0, min(share, rows - first)))
+        at, before = int32(channel * (RING + slots * row_words)), int32(launch * count)
         if sends:
-            there = pointer_from_address(peers[(rank + 1) % ranks], local)
-            before = int32(launch * count)
+            there = pointer_from_address(peers[to], local)
             send(Queue(local, there, at + TAIL, at + HEAD, at + RING, slots, row_words, before), x, first, count)
         else:
-            there = pointer_from_address(peers[(rank + ranks - 1) % ranks], local)
-            before = int32(launch * count)
+            there = pointer_from_address(peers[source], local)
             receive(Queue(local, there, at + TAIL, at + HEAD, at + RING, slots, row_words, before), out, first, count)
 
     return ring

@@ -199,7 +199,7 @@ def _test_words(kernel):
     words = RING + WORD_SLOTS
     for sends, receives in ((11, 11), (WORD_SLOTS, 0)):
         outs = [torch.full((max(receives, 1),), _EMPTY, dtype=torch.int32) for _ in range(2)]
-        of = lambda rank, s=sends, r=receives, o=outs: (private(rank, s), o[rank], s, r, rank, 2)
+        of = lambda rank, s=sends, r=receives, o=outs: (private(rank, s), o[rank], s, r, 1 - rank, 1 - rank)
         try:
             found = _launch(kernel, 2, 1, words, of)
         except simulator.Deadlock as error:

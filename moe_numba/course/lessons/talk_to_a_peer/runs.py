@@ -27,6 +27,7 @@ from moe_numba.course.lessons.talk_to_a_peer.sizes import (
     ROUNDS,
     ROW_BYTES,
     ROWS,
+    SEEDS,
     SLOTS,
     SMALL_CHANNELS,
     SMALL_PUSH_CTAS,
@@ -39,7 +40,7 @@ from moe_numba.course.lessons.talk_to_a_peer.sizes import (
 )
 from moe_numba.course.pages.sizes import reachable_gpus
 from moe_numba.course.steps.ladder import WrongResult
-from moe_numba.course.steps.lesson import Run, Table
+from moe_numba.course.steps.lesson import Orders, Run, Table
 from moe_numba.course.steps.ranks import RankLesson
 from moe_numba.course.steps.score import TOTAL, Score
 from moe_numba.course.steps.simulate import expression_of, in_simulator
@@ -171,19 +172,24 @@ def private(rank: int, count: int) -> torch.Tensor:
     return torch.randint(1, 1 << 30, (count,), dtype=torch.int32, generator=torch.Generator().manual_seed(rank + 11))
 
 
+def neighbours(transport: Any) -> tuple[int, int]:
+    """Return the rank that a rank sends to, and the one that it receives from."""
+    return (transport.rank + 1) % transport.num_ranks, (transport.rank - 1) % transport.num_ranks
+
+
 def message(kernel: Any) -> Callable:
     """Return ``make(transport)``: each rank sends a message to the next one, and returns what it has received."""
 
     @contextmanager
     def make(transport):
-        rank, ranks, number = transport.rank, transport.num_ranks, [0]
+        rank, (to, _), number = transport.rank, neighbours(transport), [0]
         shared = transport.allocate(4 * (DATA + MESSAGE))
         local, x = shared.local.view(torch.int32), private(rank, MESSAGE).to(transport.device)
         out = torch.full_like(x, -7)
 
         def step():
             number[0] += 1
-            transport.launch(kernel, 1, MESSAGE, shared.addresses, local, x, out, rank, ranks, number[0])
+            transport.launch(kernel, 1, MESSAGE, shared.addresses, local, x, out, to, number[0])
             return out
 
         yield step
@@ -214,11 +220,11 @@ messages = RankLesson(
 )
 
 
-def show_orders(kernels: Mapping[str, Any], seeds: int = 12) -> Table:
+def show_orders(kernels: Mapping[str, Any], seeds: int = SEEDS) -> Table:
     """Return a table: under how many seeds a message was torn, in weak memory, and whether a race was found."""
     lines = []
-    for name, kernel in kernels.items():
-        found = messages.orders(kernel, seeds)
+    for name, each in zip(kernels, _in_simulator(_orders_of, list(kernels.values()), seeds), strict=True):
+        found = Orders(*each)
         race = (
             "none found" if found.race is None else "found" if "DataRace" in found.race else found.race.split("\n")[0]
         )
@@ -226,9 +232,13 @@ def show_orders(kernels: Mapping[str, Any], seeds: int = 12) -> Table:
     return Table(["message", "wrong under so many seeds", "race"], lines)
 
 
+def _orders_of(kernels, seeds):
+    return [list(messages.orders(kernel, seeds)) for kernel in kernels]
+
+
 def show_torn(kernel: Any) -> str:
     """Return what the simulator says of one message."""
-    return str(messages.orders(kernel, 12))
+    return str(messages.orders(kernel, SEEDS))
 
 
 # Ping-pong
@@ -312,13 +322,13 @@ def push(kernel: Any, ctas: int, bulk: bool) -> Callable:
 
     @contextmanager
     def make(transport):
-        rank, ranks = transport.rank, transport.num_ranks
+        rank, (to, _) = transport.rank, neighbours(transport)
         shared = transport.allocate(4 * rows * words)
         local = shared.local.view(torch.int32)
         index = torch.arange(len(local), dtype=torch.int32, device=transport.device)
 
         def step():
-            transport.launch(kernel, ctas, threads, shared.addresses, local, index, rows, words, rank, ranks, **options)
+            transport.launch(kernel, ctas, threads, shared.addresses, local, index, rows, words, to, **options)
 
         yield step
         settle(transport)
@@ -396,14 +406,14 @@ def signals(kernel: Any, busy: int) -> Callable:
 
     @contextmanager
     def make(transport):
-        rank, ranks, launched = transport.rank, transport.num_ranks, [0]
+        rank, (to, _), launched = transport.rank, neighbours(transport), [0]
         shared = transport.allocate(4 * (2 * DATA + ctas * threads // 32 * words))
         local = shared.local.view(torch.int32)
         x = private(rank, words).to(transport.device)
 
         def step():
             launched[0] += 1
-            given = shared.addresses, local, x, words, ROUNDS_HERE, launched[0], rank, ranks
+            given = shared.addresses, local, x, words, ROUNDS_HERE, launched[0], to
             transport.launch(kernel, ctas, threads, *given, launch_bounds=threads)
 
         yield step
@@ -457,17 +467,17 @@ def ring(version, rows: int | None = None, row_words: int | None = None, block: 
     if SIMULATED and rows is None:
         channels = min(channels, SMALL_CHANNELS)
     count = rows or (SMALL_ROWS if SIMULATED else ROWS)
-    words = row_words or _row_words()
+    words, share = row_words or _row_words(), -(-count // channels)
 
     @contextmanager
     def make(transport):
-        rank, ranks, launched = transport.rank, transport.num_ranks, [0]
+        rank, (to, source), launched = transport.rank, neighbours(transport), [0]
         shared = transport.allocate(4 * channels * (RING + slots * words))
         local, x = shared.local.view(torch.int32), private(rank, count * words).to(transport.device)
         out = torch.full_like(x, -7)
 
         def step():
-            given = shared.addresses, local, x, out, count, words, slots, launched[0], rank, ranks
+            given = shared.addresses, local, x, out, count, share, words, slots, launched[0], to, source
             transport.launch(kernel, 2 * channels, block, *given, **options)
             launched[0] += 1
             return out
@@ -674,11 +684,10 @@ COPY_ENGINE = "copy engine"
 
 def copy_engine(transport):
     """Let each rank copy its rows into the memory of the next one without a kernel."""
-    rank, ranks = transport.rank, transport.num_ranks
-    count = (SMALL_ROWS if SIMULATED else ROWS) * _row_words()
+    (to, source), count = neighbours(transport), (SMALL_ROWS if SIMULATED else ROWS) * _row_words()
     shared = transport.allocate(4 * count)
-    x = private(rank, count).to(transport.device)
-    there = transport.gather(shared.local.view(torch.int32))[(rank + 1) % ranks]
+    x = private(transport.rank, count).to(transport.device)
+    there = transport.gather(shared.local.view(torch.int32))[to]
 
     def step():
         there.copy_(x, non_blocking=True)
@@ -686,8 +695,8 @@ def copy_engine(transport):
 
     yield step
     settle(transport)
-    if not torch.equal(shared.local.view(torch.int32).cpu(), private((rank - 1) % ranks, count)):
-        raise WrongResult(f"rank {rank} has not received the rows of the rank before it")
+    if not torch.equal(shared.local.view(torch.int32).cpu(), private(source, count)):
+        raise WrongResult(f"rank {transport.rank} has not received the rows of rank {source}")
     shared.close()
 
 

@@ -12,6 +12,8 @@ PUSH_ROWS, PUSH_CTAS, PUSH_WARPS = 4096, (1, 2, 4, 8, 12, 24, 48), 8  # of the m
 SMALL_ROWS, SMALL_ROW_BYTES, SMALL_CHANNELS, SMALL_ROUNDS = 10, 1024, 2, 3
 SMALL_PUSH_ROWS, SMALL_PUSH_CTAS, SMALL_PUSH_WARPS = 8, (1, 2), 2
 
+SEEDS = 12  # orders of threads and stores, of a message
+
 # Words of 4 bytes in the buffer of a rank
 FLAG, DATA = 0, 32  # of a message
 TAIL, HEAD, RING = 0, 32, 64  # of a ring: each counter has a line of 128 bytes of its own
