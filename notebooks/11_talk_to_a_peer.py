@@ -70,7 +70,7 @@ from moe_numba.ptx.cp_async import (
     make_bulk_wait_group,
     make_bulk_wait_group_read,
 )
-from moe_numba.ptx.fence import fence_acq_rel_sys, fence_proxy_async_shared
+from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.mbarrier import fence_mbarrier_init, mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait_parity
 from moe_numba.ptx.memory import ld_global_s32x4, pointer_from_address, st_na_s32x4
 
@@ -186,7 +186,6 @@ def make_message(publish, observe):
 
 @cuda.jit(device=True)
 def publish_relaxed(there, number):
-    cuda.syncthreads()
     if cuda.threadIdx.x == 0:
         st_relaxed_sys_s32(there, FLAG, number)
 
@@ -230,6 +229,13 @@ publish = exercises.publish.use(my_publish)
 
 # %%
 @cuda.jit(device=True)
+def publish_with_barrier_only(there, number):
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        st_relaxed_sys_s32(there, FLAG, number)
+
+
+@cuda.jit(device=True)
 def publish_without_barrier(there, number):
     if cuda.threadIdx.x == 0:
         st_release_sys_s32(there, FLAG, number)
@@ -246,14 +252,15 @@ def observe_relaxed(here, number):
 page.show_orders(
     {
         "your publish, acquire": make_message(publish, observe),
-        "relaxed store": make_message(publish_relaxed, observe),
+        "barrier, relaxed store": make_message(publish_with_barrier_only, observe),
         "release without a barrier": make_message(publish_without_barrier, observe),
         "relaxed load": make_message(publish, observe_relaxed),
     }
 )
 
 # %% [markdown]
-# A GPU would show few of these errors, and not every day. A message that arrives intact a million times proves nothing.
+# The simulator shows what *may* happen. On a GPU a further column counts what *did* happen, in some launches. A message that arrives intact a
+# million times proves nothing.
 #
 # **Choose.** `fence_acq_rel_sys()` orders what comes before it against what comes after it. Instead of a release one can write a fence and a relaxed store.
 # Which of these is right, and why not the others?
@@ -266,7 +273,7 @@ exercises.fences.check(...)
 #
 # ## Step 3: what a flag costs
 #
-# In a **ping-pong** a rank stores a flag at its partner (ranks 0 and 1, 2 and 3, ...), which answers as soon as it sees it. A round trip is two flags.
+# In a **ping-pong** a rank stores a flag at its partner (0 and 1 are partners, 2 and 3, ...), which answers as soon as it sees it. A round trip is two flags.
 
 
 # %%
@@ -316,7 +323,7 @@ rows_in_flight = ...  # yours: lambda link_gbps, one_way_us, row_bytes: ...
 exercises.in_flight.check(rows_in_flight)
 
 # %% [markdown]
-# **Take away.** Who waits for an answer to each row pays for two flags per row.
+# **Take away.** A sender that waits for an answer to each row pays for two flags per row.
 #
 # ## Step 4: a ring
 #
@@ -373,7 +380,6 @@ def push_bulk(peers, local, x, rows, row_words, to):
     if thread & 31 == 0:
         mbarrier_init(bars, bar, 1)
         fence_mbarrier_init()
-        fence_proxy_async_shared()
         for row in range(cuda.blockIdx.x * warps + warp, rows, cuda.gridDim.x * warps):
             have_read()  # the store of the row before has read shared memory
             mbarrier_arrive_expect_tx(bars, bar, row_bytes)
@@ -537,8 +543,8 @@ def make_signals(store, busy):
 page.show_signals(make_signals, {"st.relaxed": st_relaxed_sys_s32, "st.release": st_release_sys_s32})
 
 # %% [markdown]
-# Compare lines *and* columns. Even a relaxed store takes long while its SM is busy writing: it queues behind the other stores. The difference of both columns is
-# what the release adds. Whether a release waits only for its own thread's stores, or also for those of others, is in the last lines.
+# Compare lines *and* columns. A relaxed store waits, too, if it has to queue behind other stores: the last two lines show whether it does so in its SM or in the link. The
+# difference of both columns is what the release adds. In the last two lines its thread has stored nothing but flags, so all that it waits for are stores of others.
 #
 # Two remedies. **Signal less often**: the next step. Or **let another warp signal**, so that those that copy go on at once. Copying warps post in shared
 # memory what they have done, with a release at scope `cta`, which is cheap. One warp fences for all of them:
@@ -651,14 +657,17 @@ step("credits in batches", Version(batched), predicted_us=page.with_fewer_signal
 page.show_deadlocks(make_batched, 4, 3, range(4, 9))
 
 # %% [markdown]
-# A **deadlock**: both ends wait for each other, for ever. On a GPU such a kernel hangs. The figure shows the longest ring that does not work: what do the two ends
-# wait for?
+# A **deadlock**: both ends wait for each other, for ever. On a GPU such a kernel hangs. The simulator notices that no thread can go on, and says where each one
+# waits. (`local[32]` is the head, `local[0]` the tail.)
+
+# %%
+print(page.show_deadlock(make_batched, 4, 3, 5))
 
 # %%
 draw.stuck(4, 3, 5)
 
 # %% [markdown]
-# Try other numbers in the last two cells, such as chunks of 4 and batches of 2.
+# Try other numbers in the last three cells, such as chunks of 4 and batches of 2.
 #
 # **Formula.** Return the smallest number of slots that never deadlocks.
 

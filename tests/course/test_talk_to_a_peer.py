@@ -367,6 +367,7 @@ def test_a_message_needs_both_ends(right_page):
     assert right.wrong == 0 and right.race is None
     for publish, observe in (
         (names["publish_relaxed"], names["observe"]),
+        (names["publish_with_barrier_only"], names["observe"]),
         (names["publish_without_barrier"], names["observe"]),
         (answers.publish, names["observe_relaxed"]),
     ):

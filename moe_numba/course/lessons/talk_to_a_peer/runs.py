@@ -57,6 +57,7 @@ GROUP = LocalGroup(RANKS, DEVICES)
 CONFIG = dict(ranks=RANKS)
 SIZE = dict(rows=ROWS, row_bytes=ROW_BYTES, rounds=ROUNDS)
 MESSAGE = 64  # words, one for each thread
+LAUNCHES = 25  # of a message on GPUs, to count torn ones
 THREADS = 64 if SIMULATED else 1024  # of a CTA that writes as much as it can
 ROUNDS_HERE = SMALL_ROUNDS if SIMULATED else ROUNDS
 
@@ -221,15 +222,21 @@ messages = RankLesson(
 
 
 def show_orders(kernels: Mapping[str, Any], seeds: int = SEEDS) -> Table:
-    """Return a table: under how many seeds a message was torn, in weak memory, and whether a race was found."""
+    """Return a table: under how many seeds a message was torn, in weak memory, and whether a race was found.
+
+    On GPUs a further column counts messages that were torn there.
+    """
     lines = []
-    for name, each in zip(kernels, _in_simulator(_orders_of, list(kernels.values()), seeds), strict=True):
+    orders = _in_simulator(_orders_of, list(kernels.values()), seeds)
+    for (name, kernel), each in zip(kernels.items(), orders, strict=True):
         found = Orders(*each)
         race = (
             "none found" if found.race is None else "found" if "DataRace" in found.race else found.race.split("\n")[0]
         )
-        lines.append([name, f"{found.wrong} of {found.seeds}", race])
-    return Table(["message", "wrong under so many seeds", "race"], lines)
+        here = [] if SIMULATED else [f"{sum(check_message(kernel) is not None for _ in range(LAUNCHES))} of {LAUNCHES}"]
+        lines.append([name, f"{found.wrong} of {found.seeds}", race, *here])
+    here = [] if SIMULATED else ["wrong launches on this GPU" if GROUP.is_shared else "wrong launches on these GPUs"]
+    return Table(["message", "wrong under so many seeds", "race", *here], lines)
 
 
 def _orders_of(kernels, seeds):
@@ -393,7 +400,7 @@ NOBODY, SAME_WARP, SAME_SM, OTHER_SMS = range(4)
 WHO = {
     NOBODY: "nobody",
     SAME_WARP: "the same warp, a row each time",
-    SAME_SM: "other warps of the SM",
+    SAME_SM: "other warps of its SM",
     OTHER_SMS: "other SMs",
 }
 WRITING_CTAS = 1 if SIMULATED else 24
@@ -435,15 +442,19 @@ def show_signals(make: Callable, kinds: Mapping[str, Any]) -> Table:
         found = [ns(kind, who) for kind in names]
         more = "" if None in found else f"{found[-1] - found[0]:.0f}"
         lines.append([who, *("" if each is None else f"{each:.0f}" for each in found), more])
-    if not us and all(line[1] == "" for line in lines):
-        lines = [[line[0], *["ran, not timed"] * len(names), ""] for line in lines]
+    lines = [[line[0], *(cell or "ran, not timed" for cell in line[1:-1]), line[-1]] for line in lines]
     return Table(["who writes to the peer meanwhile", *(f"{kind}, ns" for kind in names), "difference"], lines)
 
 
 def signal_ns(kind: str, who: str, ranks: int = 2, gpu: str = "h200") -> float | None:
     """Return the recorded cost of a signal, "st.relaxed" or "st.release", while ``who`` (of `WHO`) writes, or None."""
-    row = _row(f"signal: {kind}, {who}", ranks, gpu)
-    return row and round(row["kernel_us"]["median"] / row["size"]["rounds"] * 1e3)
+    if row := _row(f"signal: {kind}, {who}", ranks, gpu):
+        return round(row["kernel_us"]["median"] / row["size"]["rounds"] * 1e3)
+    earlier = (_earlier(ranks, gpu) or {}).get("signal_ns", {})
+    return earlier.get(f"{kind}.sys, {_EARLIER_NAMES.get(who)}")
+
+
+_EARLIER_NAMES = {WHO[NOBODY]: "idle", WHO[SAME_SM]: "busy"}
 
 
 # Rings of rows
@@ -637,7 +648,7 @@ def _outcomes(versions, rows, row_words, block, shared_bytes):
             wrong = check_ring(version, LocalGroup(2), rows=rows, row_words=row_words, block=block, **options)
             found.append(("wrong: " + wrong if wrong else "right", ""))
         except simulator.Deadlock as error:
-            found.append(("deadlock", str(error).split("\n")[0]))
+            found.append(("deadlock", str(error)))
     return found
 
 
@@ -645,6 +656,12 @@ def deadlocks(make: Callable, cases: list[tuple[int, int, int]]) -> list[str]:
     """Return what the simulator finds for each (chunk, batch, slots): "right", or "deadlock"."""
     versions = [Version(make(chunk, batch), slots) for chunk, batch, slots in cases]
     return [state for state, _ in _in_simulator(_outcomes, versions, 40, 128, 32, 0)]
+
+
+def show_deadlock(make: Callable, chunk: int, batch: int, slots: int) -> str:
+    """Return what the simulator says of a ring that deadlocks: which thread waits where."""
+    ((state, text),) = _in_simulator(_outcomes, [Version(make(chunk, batch), slots)], 40, 128, 32, 0)
+    return text or state
 
 
 def show_deadlocks(make: Callable, chunk: int, batch: int, slots: range) -> Table:
@@ -660,7 +677,7 @@ def show_residency(kernels: Mapping[str, Any]) -> Table:
     """Return a table: kernels with twice as many CTAs as a GPU holds at once, on two ranks with a GPU each."""
     versions = [Version(kernel, 1, SMS) for kernel in kernels.values()]
     found = _in_simulator(_outcomes, versions, 2 * SMS, 4, 1, RESIDENT_BYTES)
-    lines = [[name, *each] for name, each in zip(kernels, found, strict=True)]
+    lines = [[name, state, text.split("\n")[0]] for name, (state, text) in zip(kernels, found, strict=True)]
     return Table([f"{2 * SMS} CTAs of a rank, of which {SMS} are resident", "", "the simulator says"], lines)
 
 
@@ -702,7 +719,7 @@ def copy_engine(transport):
 
 def show_sweep(kernel: Any) -> Table:
     """Return a table of times and rates of a ring, by channels, and of the copy engine, interleaved."""
-    calls = {f"{channels} channels": ring(Version(kernel, channels=channels)) for channels in SWEEP}
+    calls = {f"channels: {channels}": ring(Version(kernel, channels=channels)) for channels in SWEEP}
     us = lesson.times("sweep", calls | {COPY_ENGINE: contextmanager(copy_engine)})
     lines = []
     for name in [*calls, COPY_ENGINE]:
