@@ -786,6 +786,12 @@ lesson.save()
 lesson.summary()
 
 # %% [markdown]
+# Each rank has one neighbour to send to, and NVLink connects all pairs of a node through switches. So with more ranks nothing should change; the records say whether that holds:
+
+# %%
+page.show_ranks()
+
+# %% [markdown]
 # ## Next step, not built
 #
 # In the last ring a warp loads 16 bytes per lane, stores them, and loads the next. The push above has shown that one thread with bulk copies does the work of a warp.

@@ -452,6 +452,20 @@ def test_recorded_latencies_and_rates(monkeypatch):
     assert runs.one_way_us("release", ranks=4) is None and runs.link_gbps(4) is None
 
 
+def test_recorded_times_by_ranks(monkeypatch):
+    row = lambda step, ranks, us: dict(
+        step=step, config={"ranks": ranks}, size=dict(rows=1024, row_bytes=14336, rounds=100), kernel_us={"median": us}
+    )
+    rows = [row("ring", 2, 3000.0), row("ring", 4, 3100.0), row("push: stores, 8 CTAs", 4, 160.0)]
+    monkeypatch.setattr(records, "recorded", lambda topic, gpu="h200": {"rows": rows} if topic == runs.TOPIC else None)
+    monkeypatch.setattr(runs.lesson, "steps", {"one slot": None, "ring": None})
+    table = runs.show_ranks()
+    assert list(table.headings) == ["recorded, us", "2 ranks", "4 ranks"]
+    assert table.lines == [["one slot", "", ""], ["ring", "3000", "3100"], ["lower bound", "", "40"]]
+    monkeypatch.setattr(records, "recorded", lambda topic, gpu="h200": None)
+    assert "no times" in str(runs.show_ranks())
+
+
 def test_an_earlier_record_serves_until_there_is_a_new_one(monkeypatch):
     earlier = dict(
         step="final", config={"ranks": 2}, flag={"us": 1.341}, push_gbps={"stores: 48": 355.6, "bulk copies: 1": 9}

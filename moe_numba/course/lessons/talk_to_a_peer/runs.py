@@ -52,6 +52,7 @@ TOPIC, EARLIER = "peer_ladder", "ring_buffer_dispatch_ladder"
 SIMULATED = simulator.ENABLED
 NVLINK_GBPS = 450  # each way, of an H200: data sheet
 SMS = 132  # of an H200
+OTHER_RANKS = [ranks for ranks in (2, 4, 8) if ranks != RANKS]  # recorded numbers are shown beside
 DEVICES = None if SIMULATED else list(range(RANKS)) if reachable_gpus() >= RANKS else [0] * RANKS
 GROUP = LocalGroup(RANKS, DEVICES)
 CONFIG = dict(ranks=RANKS)
@@ -362,6 +363,9 @@ def show_push(stores: Any, bulk: Any) -> Table:
         rates = {f"{method}, {ctas} CTAs": rate for (method, ctas), rate in push_gbps(RANKS).items()}
     text = lambda rate: "" if rate is None else f"{rate:.0f}"
     lines = [[method, *(text(rates.get(f"{method}, {ctas} CTAs")) for ctas in PUSH_CTAS)] for method in of]
+    for ranks in OTHER_RANKS:
+        other = push_gbps(ranks)
+        lines += [[f"{m}, {ranks} ranks", *(text(other.get((m, c))) for c in PUSH_CTAS)] for m in of if other]
     if not rates:
         return Table(["both methods ran; no rates are recorded"], [])
     return Table([f"GB/s of each of {RANKS} ranks, {source}; CTAs:", *map(str, PUSH_CTAS)], lines)
@@ -582,7 +586,7 @@ lesson = RingLesson(
     config=CONFIG,
     size=SIZE,
     dtype="int32",
-    seeds=3,
+    seeds=2,
     group=GROUP,
 )
 
@@ -728,6 +732,18 @@ def show_sweep(kernel: Any) -> Table:
     if bound := lower_bound_us():
         lines.append(["lower bound: the best push", records.format_us(bound), f"{ROWS * ROW_BYTES / bound / 1e3:.0f}"])
     return Table([f"{RANKS} ranks, {ROWS} rows of {ROW_BYTES:,} bytes", "us", "GB/s"], lines)
+
+
+def show_ranks() -> Table:
+    """Return a table of recorded times of all steps, by the number of ranks, as far as there are records."""
+    found = {ranks: {name: _row(name, ranks) for name in lesson.steps} for ranks in (2, 4, 8)}
+    ranks = [ranks for ranks, rows in found.items() if any(rows.values())]
+    if not ranks:
+        return Table(["no times of these steps are recorded yet"], [])
+    text = lambda row: records.format_us(row["kernel_us"]["median"]) if row else ""
+    lines = [[name, *(text(found[number][name]) for number in ranks)] for name in lesson.steps]
+    bounds = [f"{ROWS * ROW_BYTES / rate / 1e3:.0f}" if (rate := link_gbps(number)) else "" for number in ranks]
+    return Table(["recorded, us", *(f"{number} ranks" for number in ranks)], [*lines, ["lower bound", *bounds]])
 
 
 def lower_bound() -> str:
