@@ -118,9 +118,23 @@ def words_without_communication(peers, local, x, out, sends, receives, to, sourc
             out[n] = x[n]
 
 
-def ring_of_words(waits="n - ld_acquire_sys_s32(local, HEAD) >= WORD_SLOTS", early=False, relaxed=False):
+@cuda.jit
+def words_beside_the_ring(peers, local, x, out, sends, receives, to, source):
+    if cuda.blockIdx.x == 0:
+        there = pointer_from_address(peers[to], local)
+        for n in range(sends):
+            there[TAIL + 1 + n] = x[n]
+        st_release_sys_s32(there, TAIL, sends)
+    else:
+        while ld_acquire_sys_s32(local, TAIL) < receives:
+            pass
+        for n in range(receives):
+            out[n] = local[TAIL + 1 + n]
+        pointer_from_address(peers[source], local)[HEAD] = receives
+
+
+def ring_of_words(slots=WORD_SLOTS, early=False, relaxed=False):
     """Return a kernel as the lesson's, with a mistake."""
-    slots = 1 if waits == "mailbox" else WORD_SLOTS + 1 if waits == "too many" else WORD_SLOTS
     store = st_relaxed_sys_s32 if relaxed else st_release_sys_s32
 
     @cuda.jit
@@ -256,8 +270,9 @@ ANSWERS = {
     "publish: by all": (PUBLISH, publish_by_all, OVER_PAR, "Which threads"),
     "words": (WORDS, answers.ring_of_words, RIGHT, "weak memory"),
     "words: no communication": (WORDS, words_without_communication, WRONG, "out"),
-    "words: mailbox": (WORDS, ring_of_words("mailbox"), WRONG, "must use all 4 slots"),
-    "words: a slot too many": (WORDS, ring_of_words("too many"), WRONG, "race|out"),
+    "words: no ring": (WORDS, words_beside_the_ring, WRONG, "outside of the ring"),
+    "words: mailbox": (WORDS, ring_of_words(1), WRONG, "must use all 4 slots"),
+    "words: a slot too many": (WORDS, ring_of_words(WORD_SLOTS + 1), WRONG, "race|out"),
     "words: head too early": (WORDS, ring_of_words(early=True), WRONG, "race"),
     "words: relaxed": (WORDS, ring_of_words(relaxed=True), WRONG, "race"),
     "send": (SEND, answers.send, RIGHT, "signals for 5 rows: 5"),

@@ -212,6 +212,8 @@ def _test_words(kernel):
             expect_equal(f"{case}: out", outs[rank][:receives], private(1 - rank, sends)[:receives])
             expect_equal(f"{case}: TAIL", torch.tensor([found[rank][TAIL]]), torch.tensor([sends]))
             expect_equal(f"{case}: HEAD", torch.tensor([found[rank][HEAD]]), torch.tensor([receives]))
+            if any(word for at, word in enumerate(found[rank][:RING]) if at not in (TAIL, HEAD)):
+                raise Wrong(f"{case}: something has been stored outside of the ring's {WORD_SLOTS} slots")
 
 
 words = _exchange(
