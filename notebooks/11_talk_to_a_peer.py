@@ -500,7 +500,30 @@ step("one slot", Version(make_ring(send, receive), slots=1))
 step("ring", Version(make_ring(send, receive)), predicted_us=page.without_waits("one slot"))
 
 # %% [markdown]
-# **Take away.** Slots buy time for signals to travel: as many as your formula says.
+# **Break.** This is the lesson's receiver. Remove one `cuda.syncwarp()`, such that all rows still arrive intact under all seeds, even in weak memory, and the race
+# detector objects. What could go wrong on a GPU?
+
+
+# %%
+@cuda.jit(device=True)
+def my_broken_receive(queue, out, first, count):
+    lane = int32(cuda.threadIdx.x & 31)
+    for n in range(count):
+        number = int32(queue.before + n)
+        if lane == 0:
+            while ld_acquire_sys_s32(queue.here, queue.tail) <= number:
+                pass
+        cuda.syncwarp()
+        copy_row(out, int32((first + n) * queue.row_words), queue.here, slot_of(queue, number), queue.row_words)
+        cuda.syncwarp()
+        if lane == 0:
+            st_release_sys_s32(queue.there, queue.head, int32(number + 1))
+
+
+exercises.broken.check(my_broken_receive)
+
+# %% [markdown]
+# **Take away.** Slots buy time for signals to travel: as many as your formula says. A check that passes says little of orders: ask the race detector.
 #
 # ## What a signal costs
 #

@@ -307,6 +307,43 @@ def test_answers(name):
     assert verdict.answer is (answer if state in (RIGHT, OVER_PAR) else exercise.own)
 
 
+@cuda.jit(device=True)
+def without_the_first_meeting(queue, out, first, count):
+    lane = int32(cuda.threadIdx.x & 31)
+    for n in range(count):
+        number = int32(queue.before + n)
+        if lane == 0:
+            while ld_acquire_sys_s32(queue.here, queue.tail) <= number:
+                pass
+        copy_row(out, int32((first + n) * queue.row_words), queue.here, slot_of(queue, number), queue.row_words)
+        cuda.syncwarp()
+        if lane == 0:
+            st_release_sys_s32(queue.there, queue.head, int32(number + 1))
+
+
+@cuda.jit(device=True)
+def without_the_second_meeting(queue, out, first, count):
+    lane = int32(cuda.threadIdx.x & 31)
+    for n in range(count):
+        number = int32(queue.before + n)
+        if lane == 0:
+            while ld_acquire_sys_s32(queue.here, queue.tail) <= number:
+                pass
+        cuda.syncwarp()
+        copy_row(out, int32((first + n) * queue.row_words), queue.here, slot_of(queue, number), queue.row_words)
+        if lane == 0:
+            st_release_sys_s32(queue.there, queue.head, int32(number + 1))
+
+
+def test_the_barrier_whose_loss_no_check_finds():
+    check = exercises.broken.check
+    assert check().state == check(answers.receive).state == OPEN
+    assert check(answers.send).state == REFUSED
+    assert check(without_the_first_meeting).state == WRONG, check(without_the_first_meeting).text
+    right = check(without_the_second_meeting)
+    assert right.state == RIGHT and "DataRace" in right.text
+
+
 def test_formulas_are_judged_by_their_results():
     assert exercises.in_flight.check(...).state == OPEN
     one_way = exercises.in_flight.check(lambda gbps, us, size: -(-us * gbps * 1e3 // size))

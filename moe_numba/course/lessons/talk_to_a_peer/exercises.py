@@ -18,7 +18,7 @@ from moe_numba.course.lessons.talk_to_a_peer import answers, runs
 from moe_numba.course.lessons.talk_to_a_peer.answers import make_message, make_ring
 from moe_numba.course.lessons.talk_to_a_peer.runs import SMS, Version, private
 from moe_numba.course.lessons.talk_to_a_peer.sizes import DATA, FLAG, HEAD, RING, TAIL, WORD_SLOTS
-from moe_numba.course.steps.exercises import Build, Choose, Formula, Predict
+from moe_numba.course.steps.exercises import Break, Build, Choose, Formula, Predict
 from moe_numba.course.steps.verdict import OVER_PAR, REFUSED, RIGHT, WRONG
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 from moe_numba.ptx.atomics import ld_acquire_sys_s32
@@ -339,6 +339,35 @@ receive = _end(
     "One lane waits until tail > number; the others wait for that lane. When all have copied the row, one lane stores "
     "the new head in the sender's memory: queue.there.",
     "Which lanes need to store the head?",
+)
+
+
+# Break: a receiver
+
+
+def _received(answer, seed, races=False):
+    """Return what is wrong with a receiver under one seed, in weak memory, or None."""
+    version = Version(make_ring(answers.send, answer), 3)
+    try:
+        with simulator.seed(seed), simulator.weak_memory(), simulator.races(races):
+            return runs.check_ring(version, LocalGroup(2), rows=_ROWS, row_words=_WORDS)
+    except simulator.SimulatorError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _race_of(answer):
+    found = (_received(answer, seed, races=True) for seed in range(2))
+    return next((error for error in found if error and error.startswith("DataRace")), None)
+
+
+broken = Break(
+    "an order that no test misses",
+    answers.receive,
+    passes=lambda answer, seed: _received(answer, seed) is None,
+    race=_race_of,
+    barrier="cuda.syncwarp()",
+    seeds=6,
+    home=f"{__name__}:broken",
 )
 
 
