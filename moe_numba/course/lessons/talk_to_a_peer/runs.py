@@ -278,7 +278,13 @@ def show_ping_pong(kernels: Mapping[str, Any]) -> Table:
     us = lesson.times("ping-pong", {kind: ping_pong(kernel) for kind, kernel in kernels.items()})
     found = {kind: us[kind] / (2 * ROUNDS) if us else one_way_us(kind) for kind in kernels}
     text = lambda us: "ran; no time is recorded yet" if us is None else records.format_us(us)
-    return Table(["the flag is stored by", "one way, us"], [[f"st.{kind}", text(us)] for kind, us in found.items()])
+    return Table(
+        ["the flag is stored by", f"one way, us, {_source()}"], [[f"st.{kind}", text(us)] for kind, us in found.items()]
+    )
+
+
+def _source():
+    return "measured here" if lesson.is_timed else "recorded on H200s"
 
 
 def one_way_us(kind: str, ranks: int = 2, gpu: str = "h200") -> float | None:
@@ -358,7 +364,6 @@ def show_push(stores: Any, bulk: Any) -> Table:
     }
     us = lesson.times("push", calls)
     rates = {name: PUSH_ROWS * ROW_BYTES / each / 1e3 for name, each in us.items()}
-    source = "measured here" if us and lesson.is_timed else "recorded on H200s"
     if not us:
         rates = {f"{method}, {ctas} CTAs": rate for (method, ctas), rate in push_gbps(RANKS).items()}
     text = lambda rate: "" if rate is None else f"{rate:.0f}"
@@ -368,7 +373,7 @@ def show_push(stores: Any, bulk: Any) -> Table:
         lines += [[f"{m}, {ranks} ranks", *(text(other.get((m, c))) for c in PUSH_CTAS)] for m in of if other]
     if not rates:
         return Table(["both methods ran; no rates are recorded"], [])
-    return Table([f"GB/s of each of {RANKS} ranks, {source}; CTAs:", *map(str, PUSH_CTAS)], lines)
+    return Table([f"GB/s of each of {RANKS} ranks, {_source()}; CTAs:", *map(str, PUSH_CTAS)], lines)
 
 
 def push_gbps(ranks: int = 2, gpu: str = "h200") -> dict[tuple[str, int], float]:
@@ -447,7 +452,7 @@ def show_signals(make: Callable, kinds: Mapping[str, Any]) -> Table:
         more = "" if None in found else f"{found[-1] - found[0]:.0f}"
         lines.append([who, *("" if each is None else f"{each:.0f}" for each in found), more])
     lines = [[line[0], *(cell or "ran, not timed" for cell in line[1:-1]), line[-1]] for line in lines]
-    return Table(["who writes to the peer meanwhile", *(f"{kind}, ns" for kind in names), "difference"], lines)
+    return Table([f"ns, {_source()}; who writes to the peer meanwhile", *names, "difference"], lines)
 
 
 def signal_ns(kind: str, who: str, ranks: int = 2, gpu: str = "h200") -> float | None:
