@@ -86,7 +86,7 @@ warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some launches 
 # | [08](08_block_scales.ipynb) | a GEMM with block scales | DeepGEMM |
 # | [09](09_w4_weights.ipynb) | a GEMM with 4-bit weights, for few tokens | Marlin |
 # | [10](10_dispatch_layout.ipynb) | dispatch layout: count what goes to which GPU | DeepEP |
-# | 11 | talk to another GPU; so far a part of 12 | |
+# | [11](11_talk_to_a_peer.ipynb) | talk to another GPU: release and acquire, flags, rings | DeepEP |
 # | [12](12_dispatch.ipynb) | dispatch: send the tokens to the GPUs of their experts | DeepEP |
 # | [13](13_combine.ipynb) | combine: return the results, and add them up | DeepEP |
 # | [14](14_low_latency.ipynb) | dispatch and combine for decode | DeepEP |

@@ -20,6 +20,7 @@ PAGES = (
     "07_grouped_gemm",
     "08_block_scales",
     "09_w4_weights",
+    "11_talk_to_a_peer",
 )
 SMALL = """
 from moe_numba.course.lessons.align.published import lesson

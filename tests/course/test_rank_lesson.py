@@ -10,6 +10,7 @@ from moe_numba import simulator  # before Numba: it decides whether kernels run 
 # isort: split
 from numba import cuda, int32
 
+from moe_numba.course.bench import records
 from moe_numba.course.bench.timing.multigpu import outputs_of, settle
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Run
@@ -85,6 +86,17 @@ def test_a_missing_order_is_found():
 def test_times_of_virtual_ranks_are_recorded_ones():
     of = lesson()
     assert not of.is_timed and of.times("message", {"release": timed(make_message(st_release_sys_s32))}) == {}
+
+
+def test_a_new_record_keeps_the_rows_of_other_numbers_of_ranks(monkeypatch):
+    env = {"gpu": "NVIDIA H200", "driver": "580", "versions": {}, "commit": "2", "date": "today"}
+    rows = [{"step": "release", "config": {"ranks": ranks}, "size": {}} for ranks in (2, 4)]
+    record = env | {"rows": rows, "commit": "1"}
+    monkeypatch.setattr(records, "recorded", lambda topic, gpu: record)
+    monkeypatch.setattr(records, "environment", lambda: env)
+    assert lesson().kept_rows() == [rows[1] | {"measured": {"commit": "1", "date": "today"}}]
+    monkeypatch.setattr(records, "environment", lambda: env | {"driver": "590"})
+    assert lesson().kept_rows() == []
 
 
 def test_another_number_of_ranks_is_refused():

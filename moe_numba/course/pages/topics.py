@@ -98,6 +98,13 @@ TOPICS = (
         ("dispatch_layout_ladder",),
     ),
     Topic(
+        "11_talk_to_a_peer",
+        "talk to a peer: addresses, release and acquire, what a flag costs, rings of your own, and how they deadlock",
+        "DeepEP, intranode",
+        records=("peer_ladder",),
+        hopper=True,
+    ),
+    Topic(
         "12_dispatch",
         "dispatch: send token rows over NVLink through ring buffers",
         "DeepEP, intranode",

@@ -266,6 +266,10 @@ class Lesson:
             lines.append([step.name, us, faster, estimated, str(step.judgement or "")])
         return Table(["step", "us", "times as fast", "estimate, us", "prediction"], lines)
 
+    def kept_rows(self) -> list[dict]:
+        """Return rows of the present record that a new one keeps, because this machine does not measure them."""
+        return []
+
     def save(self, *others: "Lesson", results: Any = None) -> None:
         """Write the record of what a GPU has timed, also in other lessons of the page, which have other sizes."""
         lessons = self, *others
@@ -274,7 +278,7 @@ class Lesson:
         if not rows:
             print("not timed: no record is written")
             return
-        path = records.write(self.topic, rows, results=results)
+        path = records.write(self.topic, [*rows, *self.kept_rows()], results=results)
         print(f"{len(rows)} rows written to {path}")
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from moe_numba import simulator
+from moe_numba.course.bench import records
 from moe_numba.course.bench.timing import Stats
 from moe_numba.course.bench.timing.multigpu import can_time, outputs_of, rank_times
 from moe_numba.course.steps.lesson import Lesson, Run
@@ -65,6 +66,11 @@ class RankLesson(Lesson):
     def measured(self, calls: Mapping[str, Any]) -> dict[str, Stats]:
         """Return the times of what `Run.timed` returned, of the slowest rank, measured interleaved."""
         return rank_times(self.group, dict(calls), launches=self.launches, samples=self.samples)
+
+    def kept_rows(self) -> list[dict]:
+        """Return the recorded rows of other numbers of ranks, if GPU, driver and versions are the same."""
+        other = lambda row: row["config"].get("ranks") != self.config["ranks"]
+        return records.carried_over(records.recorded(self.topic, self.gpu), other, records.environment())
 
     def call(self, call: Any) -> None:
         """Run one call of what `Run.timed` returned, on all ranks."""
