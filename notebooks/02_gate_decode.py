@@ -653,8 +653,8 @@ page.listing(last)
 
 # %% [markdown]
 # The package's kernel is [one_token_per_warp.py](../moe_numba/gate/one_token_per_warp.py). Its chain is the same. It also takes 16-bit
-# logits, NaN, other numbers of experts, shared experts and padding. Equal keys of one lane it puts in order after the picks; only equal
-# keys of several lanes take the slow way.
+# logits, NaN, other numbers of experts, shared experts and padding. And it goes ahead with one thing more: it stores what it has picked before
+# it knows whether keys were equal, and if they were, it picks and stores again. So not even the branch to the slow way is in the chain.
 #
 # ## Without a bias: a key that holds the expert
 #
