@@ -877,8 +877,8 @@ def make_direct(shape, take):
         while channel < channels:
             token, end = range_of(channel, channels, tokens)
             row, _ = rows_of(
-                rank_prefix, sent_prefix, rank, peer, peer, channel, ranks, channels
-            )  # the next one at rank r
+                rank_prefix, sent, rank, peer, peer, channel, ranks, channels
+            )  # lane r: the next one there
             while token < end:
                 pack(smem, bars, bar, lane, stage, x, scales, token)
                 phase = wait_row(bars, bar, phase)

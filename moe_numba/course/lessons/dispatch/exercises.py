@@ -23,8 +23,12 @@ from moe_numba.course.steps.score import count
 from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.course.steps.verdict import RIGHT, WRONG
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
-from moe_numba.ptx.atomics import ld_acquire_sys_s32, st_release_cta_shared_s32, st_release_cta_shared_u64
-from moe_numba.ptx.atomics import st_release_sys_s32
+from moe_numba.ptx.atomics import (
+    ld_acquire_sys_s32,
+    st_release_cta_shared_s32,
+    st_release_cta_shared_u64,
+    st_release_sys_s32,
+)
 from moe_numba.ptx.memory import pointer_from_address
 from moe_numba.runtime.launch import launch
 
@@ -79,7 +83,8 @@ def _wire_mb():
 def _why_wire():
     share = lambda ranks: f"{rows_to_a_rank(ranks) / TOKENS:.1%} with {ranks} ranks"
     return (
-        f"A token goes to a rank unless all its {TOPK} experts are elsewhere. The chance that it goes is {share(2)}, {share(4)}, "
+        f"A token goes to a rank unless all its {TOPK} experts are elsewhere. The chance that it goes is "
+        f"{share(2)}, {share(4)}, "
         f"{share(8)}. The row passes the link once for each rank except the own one, however many experts it has there"
     )
 
@@ -137,7 +142,8 @@ rows_of = Build(
     most_alone=None,
     limits={"global_load_requests": (8, "it sums counts again, which the matrices already contain")},
     over_par="Which of these loads reads the same element twice?",
-    hint="Entry (s, r) of rank_prefix counts the rows from ranks 0 to s to rank r, and entry (line, c) of channel_prefix those of "
+    hint="Entry (s, r) of rank_prefix counts the rows from ranks 0 to s to rank r, and entry (line, c) "
+    "of channel_prefix those of "
     "channels 0 to c. What comes before channel 0 of rank 0?",
     seeds=1,
     home=f"{__name__}:rows_of",
@@ -204,7 +210,8 @@ wait_for_space = BetweenRanks(
     profile=_no_profile,
     counter="",
     par=0,
-    hint="Subtract as uint32, so that counters may wrap. A lane without a ring must take part in `any_sync`. And the lanes that "
+    hint="Subtract as uint32, so that counters may wrap. A lane without a ring must take part in "
+    "`any_sync`. And the lanes that "
     "have not read a head will write to the slot, too: what orders their stores after the acquire of another lane?",
     seeds=4,
     home=f"{__name__}:wait_for_space",
@@ -297,7 +304,8 @@ signal = BetweenRanks(
     profile=_no_profile,
     counter="",
     par=0,
-    hint="Read the done flags before the posts: otherwise a warp may post its last row and be done in between. Fence after you have "
+    hint="Read the done flags before the posts: otherwise a warp may post its last row and be done in "
+    "between. Fence after you have "
     "acquired a post and before you store its flag. The warps wait for `published` to become what they have posted.",
     seeds=4,
     home=f"{__name__}:signal",
@@ -349,7 +357,8 @@ take = Build(
     most_alone=None,
     needs=(("shuffles",), "lanes of a warp must have the same number, which one of them has taken"),
     over_par="How many lanes need to add?",
-    hint="Every warp takes until a number is too large. How many numbers are taken in one launch, whatever the order? Who takes the "
+    hint="Every warp takes until a number is too large. How many numbers are taken in one launch, "
+    "whatever the order? Who takes the "
     "last one, and what may that lane do?",
     home=f"{__name__}:take",
 )
@@ -364,7 +373,8 @@ _FAULTS = {"A": "plain tail", "B": "early head", "C": "relaxed poll", "D": "no b
 def _why_symptom() -> str:
     found = in_simulator(symptoms.table, _FAULTS)
     return (
-        "The receiver frees a slot before it has read it, so it finds a later row, which the sender has written there since. "
+        "The receiver frees a slot before it has read it, so it finds a later row, which the sender has "
+        "written there since. "
         f"If rows are published too early, it finds what was in the slot before them. What wrong rows contain: {found}"
     )
 
@@ -390,6 +400,8 @@ exponent = Choose(
         "D": "none, if the shift is 23",
     },
     "B",
-    "The exponent of 2.0 is 128, which an int8 reads as -128. The shift then sets the sign bit, too: a scale of 2 becomes -2. "
-    "Scales below 2 have exponents up to 127. A test with normal inputs passes, since a scale of 2 needs an element above 448",
+    "The exponent of 2.0 is 128, which an int8 reads as -128. The shift then sets the sign bit, "
+    "too: a scale of 2 becomes -2. "
+    "Scales below 2 have exponents up to 127. A test with normal inputs passes, since a scale of 2 "
+    "needs an element above 448",
 )

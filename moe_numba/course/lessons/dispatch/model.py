@@ -1,4 +1,4 @@
-"""Bytes of a dispatch, rates and latencies from records, and the times that the lesson "Dispatch" predicts from them."""
+"""Bytes of a dispatch, rates and latencies from records, and the times that "Dispatch" predicts from them."""
 
 from math import ceil, comb
 
@@ -48,7 +48,7 @@ def all_bytes(ranks: int) -> float:
 
 
 def push_gbps(ranks: int = RANKS) -> dict[tuple[str, int], float]:
-    """Return the recorded rates at which each rank writes to the next: (method, CTAs) -> GB/s; of 2 ranks if need be."""
+    """Return recorded rates at which each rank writes to the next, (method, CTAs) -> GB/s; of 2 ranks if need be."""
     for number in dict.fromkeys((ranks, 2)):
         record, found = records.recorded(PEERS), {}
         for row in records.select(record, config={"ranks": number}) if record else []:
@@ -105,7 +105,7 @@ def rate(method: str, ctas: int) -> float | None:
 
 
 def limit_us(method: str, senders: int, copied: float) -> float | None:
-    """Return the time of CTAs that copy ``copied`` bytes, of which the wire bytes pass the link: the slower one counts."""
+    """Return the time of CTAs that copy ``copied`` bytes, or of the wire bytes on the link if that is longer."""
     one, link = rate(method, 1), rate(method, senders)
     if one is None or link is None:
         return None

@@ -12,9 +12,11 @@ def describe(moment: Moment) -> str:
     """Describe a moment in one sentence."""
     sender = f"Rank {moment.source}, channel {moment.channel}"
     if moment.what == "row":
-        return f"{sender}, writes token {moment.token} to slot {moment.value} at rank {moment.rank}: nobody may read it yet."
+        where = f"slot {moment.value} at rank {moment.rank}"
+        return f"{sender}, writes token {moment.token} to {where}: nobody may read it yet."
     if moment.what == "head":
-        return f"Rank {moment.rank} has copied rows of rank {moment.source}, channel {moment.channel}; it stores head {moment.value}: those slots are free."
+        copied = f"Rank {moment.rank} has copied rows of {sender[0].lower() + sender[1:]}"
+        return f"{copied}; it stores head {moment.value}: those slots are free."
     if moment.what == "tail":
         return f"{sender}, stores tail {moment.value} at rank {moment.rank}: its rows may be read."
     return f"{sender}, stores {moment.what} {moment.value} at rank {moment.rank}, which encodes {-moment.value - 1}."

@@ -180,9 +180,9 @@ def shape(version: Version, small: bool = SMALL) -> Shape:
         warps = sizes.SMALL_WARPS if small else sizes.WARPS
         channels = senders * warps * (4 if v.take else 1)
     else:
-        warps, channels = 2 * RANKS if small else sizes.TEAM_WARPS // RANKS * RANKS, senders
+        warps, channels = sizes.SMALL_TEAM * RANKS if small else sizes.TEAM_WARPS // RANKS * RANKS, senders
     slots = max(2, (sizes.SMALL_RING_ROWS if small else sizes.RING_ROWS) * senders // channels)
-    chunk = max(1, min(slots // 4, 24 if RANKS == 2 else 6))
+    chunk = max(1, min(slots // (2 if small else 4), 24 if RANKS == 2 else 6))
     slot_words = align(row_words + scale_words + 1, 4) if v.tma else row_words
     flags = align(channels * RANKS, 32)
     if v.kind in ("naive", "direct"):
@@ -439,7 +439,7 @@ def _package(v, given):
 
 def _port(v, given):
     """Return ``make(transport)`` of our whole port of DeepEP's kernels, with a handle."""
-    senders, warps = senders_of(v), 2 if SMALL else sizes.TEAM_WARPS // RANKS
+    senders, warps = senders_of(v), sizes.SMALL_TEAM if SMALL else sizes.TEAM_WARPS // RANKS
     ring, chunk = (4, 1) if SMALL else (sizes.RING_ROWS, 24 if RANKS == 2 else 6)
     config = DeepEPConfig(RANKS, senders, ring, chunk, 2 * HIDDEN, 0, 0, EXPERTS, warps)
     for make_kernel in (make_cached_notify_dispatch, make_port):
@@ -517,7 +517,7 @@ def wrong(found, wanted, rank) -> str | None:
     for (name, right), tensor in zip(wanted.items(), found, strict=True):
         if tensor.shape != right.shape:
             return f"{name} of rank {rank} is {tuple(tensor.shape)}, not {tuple(right.shape)}"
-        rows = lambda t: t.cpu().contiguous().view(torch.uint8).view(len(right), -1)
+        rows = lambda t: t.cpu().contiguous().view(torch.uint8).view(len(t), -1)
         differ = (rows(tensor) != rows(right)).any(dim=1)
         if differ.any():
             first = int(differ.nonzero()[0])
@@ -594,7 +594,8 @@ def here() -> str:
 
 def result() -> str:
     """Return the lower bound, and where the lesson starts and ends, in numbers of a record."""
-    about = f"{sizes.TOKENS} tokens of {2 * sizes.HIDDEN} bytes on each of {RANKS} ranks: {model.wire_bytes(RANKS) / 1e6:.1f} MB leave a rank."
+    about = f"{sizes.TOKENS} tokens of {2 * sizes.HIDDEN} bytes on each of {RANKS} ranks"
+    about = f"{about}: {model.wire_bytes(RANKS) / 1e6:.1f} MB leave a rank."
     if (bound := model.lower_bound_us(RANKS)) is None:
         return about
     about = f"{about}\nAt the best push rate that lesson 11 has measured, that takes {bound:.0f} us: the lower bound."
@@ -657,7 +658,7 @@ def show_ranks(*steps: str) -> Table:
 
 
 def show_prefixes(example: list, channels: int) -> Table:
-    """Return a table of the rows of each channel at each rank of an example, with the two counts that they follow from."""
+    """Return a table of the rows of each channel of an example, with the two counts that they follow from."""
     lines, counts = [], torch.tensor(example).transpose(1, 2)  # from, to, token
     share = -(-counts.shape[2] // channels)
     for to in range(counts.shape[1]):
@@ -714,7 +715,8 @@ def multicast_bound() -> str:
         if bound is not None:
             once = min(1.0, model.leaving_tokens(ranks) * model.ROW_BYTES / sent) * bound
             texts.append(
-                f"{ranks} ranks: {records.format_us(bound)} us now, {records.format_us(once)} us if each token leaves once"
+                f"{ranks} ranks: {records.format_us(bound)} us now, {records.format_us(once)} us if each token "
+                f"leaves once"
             )
     return "\n".join(texts) or "no push rate is recorded"
 
