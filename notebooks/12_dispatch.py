@@ -876,9 +876,7 @@ def make_direct(shape, take):
         cuda.syncthreads()
         while channel < channels:
             token, end = range_of(channel, channels, tokens)
-            row, _ = rows_of(
-                rank_prefix, sent, rank, peer, peer, channel, ranks, channels
-            )  # lane r: the next one there
+            row, _ = rows_of(rank_prefix, sent, rank, peer, peer, channel, ranks, channels)  # lane r: at rank r
             while token < end:
                 pack(smem, bars, bar, lane, stage, x, scales, token)
                 phase = wait_row(bars, bar, phase)

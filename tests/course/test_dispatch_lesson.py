@@ -94,14 +94,14 @@ WRONG_KERNELS = {  # step, right, wrong, message
     ),
     "a full ring": (
         "head at the sender",
-        "wait_for_space(local, HEAD + here, tail, uint32(slots - chunk), has_ring)",
-        "wait_for_space(local, HEAD + here, tail, uint32(slots), has_ring)",
+        "    wait_for_space(local, HEAD + here, tail, uint32(slots - chunk), has_ring)",
+        "    wait_for_space(local, HEAD + here, tail, uint32(slots), has_ring)",
         "DataRace|recv_x of rank|Deadlock|outside",
     ),
     "the head of another ring": (
         "head at the sender",
-        "st_release_sys_s32(remote, HEAD + channel * ranks + rank, int32(head))",
-        "st_release_sys_s32(remote, HEAD + here, int32(head))",
+        "    st_release_sys_s32(remote, HEAD + channel * ranks + rank, int32(head))",
+        "    st_release_sys_s32(remote, HEAD + here, int32(head))",
         "DataRace|recv_x of rank|Deadlock",
     ),
     "no order before the tail": (
