@@ -153,14 +153,18 @@ def test_a_wrong_kernel_is_found(name):
 def test_without_communication_nothing_arrives(steps):
     """Each rank only copies its own rows: outputs are poisoned, so the rest is missing."""
     naive = steps["naive, all SMs"]
-    names, _ = page("if mask >> uint32(r) & uint32(1):\n                    remote, to", "if r < 0:\n                    remote, to")
+    names, _ = page(
+        "if mask >> uint32(r) & uint32(1):\n                    remote, to", "if r < 0:\n                    remote, to"
+    )
     assert "recv_x of rank" in fault(naive._replace(make=names["make_naive"]))
 
 
 def test_a_wrong_notify_is_found():
     names, _ = page("remote[own + to] = tokens_per_rank[to]", "remote[own + to] = tokens_per_rank[rank]")
     assert "rank_prefix of rank" in fault(Version(names["notify"], kind="notify"))
-    names, _ = page("st_release_sys_s32(remote, rank, number)\n    else:", "st_relaxed_sys_s32(remote, rank, number)\n    else:")
+    names, _ = page(
+        "st_release_sys_s32(remote, rank, number)\n    else:", "st_relaxed_sys_s32(remote, rank, number)\n    else:"
+    )
     assert "Race" in fault(Version(names["notify"], kind="notify"))
 
 
@@ -359,7 +363,11 @@ def test_the_symptom_is_that_of_one_missing_order():
     assert len(symptoms.shown()) >= 1 and "token" in symptoms.shown()[0]
     found = symptoms.table({"A": "plain tail", "B": "early head", "none": ""}, seeds=1)
     assert symptoms.BEFORE in found.split(";")[0] and "none: nothing wrong" in found
-    assert all(100 * source + token < v < 300 for *_, source, token, values in symptoms.wrong_rows("early head", 6) for v in values)
+    assert all(
+        100 * source + token < v < 300
+        for *_, source, token, values in symptoms.wrong_rows("early head", 6)
+        for v in values
+    )
     verdict = exercises.symptom.check("b")
     assert verdict.state == RIGHT and symptoms.LATER in str(verdict)
     assert exercises.exponent.check("A").state == WRONG
