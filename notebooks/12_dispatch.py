@@ -143,7 +143,9 @@ step("torch", Version(copy_rows, barrier=barrier, kind="copies"))
 
 # %% [markdown]
 # A step runs on all ranks. It is checked in weak memory, where stores reach other ranks late and in any order that the memory model allows, and
-# with the race detector on; outputs and rings are poisoned first. With a GPU for each rank it is timed: the slowest rank counts.
+# with the race detector on; outputs and rings are poisoned first. Then the simulator counts what the kernels of all ranks do, for a few short
+# rows. "Bytes, other ranks" are what this lesson is about: nobody can do with fewer than the rows. With a GPU for each rank a step is timed; the
+# slowest rank counts.
 #
 # ## Step 2: NCCL
 #
@@ -774,7 +776,7 @@ step("a signalling warp", Version(make_dispatch, **SIGNALS), predicted_us=predic
 # unpack(smem, lane, rank, stage, int32(own_row + own), recv_x, recv_scales, recv_src)
 # ```
 #
-# **Prediction.** A loss of nothing and a gain of nothing, if the senders are the limit: they still copy as many bytes. The receivers have less to do.
+# **Prediction.** If the senders are the limit, the time stays: they still copy as many bytes. Only the receivers have less to do.
 
 # %%
 OWN = SIGNALS | dict(own_rows=True)
@@ -953,7 +955,8 @@ page.show_sweep(Version(make_dispatch, **RINGS), direct)
 page.show_ranks()
 
 # %% [markdown]
-# Tokens prefer some experts. With Zipf's distribution the ranks of popular experts receive more, and their links decide:
+# Tokens prefer some experts. If expert `e` is wanted `1 / (e + 1)` as often (Zipf), the rank of the first experts receives more, and its link
+# decides. With two ranks nearly every token goes to both anyway:
 
 # %%
 page.show_skew({"the rings of step 13": Version(make_dispatch, **RINGS), "direct writes": direct})

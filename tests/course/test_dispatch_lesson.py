@@ -14,7 +14,7 @@ from numba import cuda, int32, uint32, uint64
 
 from moe_numba.course.lessons.dispatch import answers, exercises, model, runs, symptoms
 from moe_numba.course.lessons.dispatch.runs import Version
-from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG
+from moe_numba.course.steps.verdict import OPEN, REFUSED, RIGHT, WRONG
 from moe_numba.ptx.atomics import (
     atom_add_relaxed_gpu_s32,
     ld_acquire_cta_shared_u64,
@@ -126,7 +126,8 @@ WRONG_KERNELS = {  # step, right, wrong, message
     ),
     "posted too early": (
         "a signalling warp",
-        "wait_all_but_one()  # the rows before this one have arrived\n                                post(board, item, channel, tail)",
+        "wait_all_but_one()  # the rows before this one have arrived\n"
+        "                                post(board, item, channel, tail)",
         "post(board, item, channel, uint32(tail + uint32(1)))",
         "Race|recv_x of rank",
     ),

@@ -556,11 +556,43 @@ class _Lesson(RankLesson):
             self.run.once(version)
         return Score(name, rows_of_kernels(profile.kernels), self.gpu.upper())
 
+    def summary(self):
+        """Return a table of all steps: times with all numbers of ranks that are recorded, and predictions."""
+        lines = []
+        for step in self.steps.values():
+            us = step.us or self._recorded_us(step.name, RANKS)
+            bound = model.lower_bound_us(RANKS)
+            times = f"{us / bound:.2f}" if us and bound and not Version(*step.version).fp8 else ""
+            faster = f"{step.times[0] / step.times[1]:.2f}" if step.times else ""
+            others = [_us_text(self._recorded_us(step.name, ranks)) for ranks in _OTHER_RANKS]
+            said = str(step.judgement or "") or (f"{step.predicted_us:.0f} us" if step.predicted_us else "")
+            lines.append([step.name, _us_text(us), faster, times, *others, said])
+        heads = "step", f"us, {RANKS} ranks", "times as fast", "times the lower bound"
+        return Table([*heads, *(f"us, {ranks} ranks" for ranks in _OTHER_RANKS), "prediction"], lines)
+
+    def _recorded_us(self, step, ranks):
+        return recorded.lesson_us(self.topic, step, self.size, self.config | {"ranks": ranks}, self.gpu)
+
+    def save(self, *others, results=None):
+        """Write the record; rows of other numbers of ranks, which were measured before, stay in it."""
+        earlier = records.recorded(self.topic)
+        if self.is_timed and earlier:
+            of_others = lambda row: row["config"]["ranks"] != RANKS
+            for row in records.carried_over(earlier, of_others, records.environment()):
+                self.diagnosed[f"{row['config']['ranks']} ranks: {row['step']}"] = row
+        super().save(*others, results=results)
+
+
+_OTHER_RANKS = [ranks for ranks in (2, 4, 8) if ranks != RANKS]
+
 
 def rows_of_kernels(kernels) -> dict:
+    """Return rows of a score: what the kernels of all ranks do in one dispatch."""
+    remote = [line for kernel in kernels for line in kernel.lines if line.peers]
     total = lambda name: sum(getattr(kernel.total, name) for kernel in kernels)
     return {
         (TOTAL, "launches"): sum(len(kernel.launches) for kernel in kernels),
+        (TOTAL, "loads from other ranks"): sum(line.global_load_requests for line in remote),
         (TOTAL, "bytes, other ranks"): total("peer_bytes"),
         (TOTAL, "bytes, global memory"): total("requested_bytes"),
         (TOTAL, "bytes, asynchronous copies"): total("async_bytes"),
@@ -771,15 +803,16 @@ def show_skew(versions: dict) -> Table:
     for name, version in versions.items():
         calls = {f"{name}, {skew}": dispatch(version, skew) for skew in ("uniform", "zipf")}
         lines.append([name, *map(_us_text, _measured_or_recorded("skew", calls).values())])
-    megabytes = [f"{bytes_received(skew) / 1e6:.0f}" for skew in ("uniform", "zipf")]
-    lines.append(["MB that the busiest rank receives over its link", *megabytes])
-    return Table(["us", "uniform", "Zipf"], lines)
+    for ranks in (2, 4, 8):
+        megabytes = [f"{bytes_received(skew, ranks) / 1e6:.0f}" for skew in ("uniform", "zipf")]
+        lines.append([f"MB into the busiest of {ranks} ranks", *megabytes])
+    return Table(["us, or MB", "uniform", "Zipf"], lines)
 
 
-def bytes_received(skew: str) -> int:
+def bytes_received(skew: str, ranks: int) -> int:
     """Return the most bytes that a rank receives from others, at the recorded sizes."""
-    ids = [route(sizes.TOKENS, skew, seed, sizes.EXPERTS, sizes.TOPK) for seed in range(RANKS)]
-    rows = torch.stack([reference.dispatch_layout(each, RANKS, sizes.EXPERTS)[0] for each in ids])
+    ids = [route(sizes.TOKENS, skew, seed, sizes.EXPERTS, sizes.TOPK) for seed in range(ranks)]
+    rows = torch.stack([reference.dispatch_layout(each, ranks, sizes.EXPERTS)[0] for each in ids])
     return int((rows.sum(0) - rows.diagonal()).max()) * 2 * sizes.HIDDEN
 
 
