@@ -3,7 +3,7 @@
 from moe_numba.course.draw.player import Box, Frame, Label, Player
 from moe_numba.course.lessons.dispatch.ring_trace import Moment, replay
 
-_WIDTH, _TALL, _SLOT = 640, 34, 40
+_WIDTH, _TALL, _RING = 640, 34, 80
 _KINDS = {"free": "plain", "written": "waits", "full": "active"}
 _SHOWN = "row", "head", "tail"  # start and end say which rows follow: notify's subject
 
@@ -36,6 +36,7 @@ def rings(played: dict) -> Player:
 
 def _shapes(played, states, changed):
     shapes: list = []
+    wide = _RING / played["ring"]
     for rank in range(2):
         left = rank * _WIDTH / 2
         shapes.append(Label(left + 6, 12, f"in the memory of rank {rank}"))
@@ -46,8 +47,8 @@ def _shapes(played, states, changed):
             for slot in range(played["ring"]):
                 state = ring.state(slot)
                 text = "" if state == "free" else str(ring.slots[slot])
-                shapes.append(Box(left + 128 + slot * _SLOT, top, _SLOT, 26, text, _KINDS[state]))
-            shapes.append(Label(left + 138 + played["ring"] * _SLOT, top + 13, f"head {ring.head}, tail {ring.tail}"))
+                shapes.append(Box(left + 128 + slot * wide, top, wide, 26, text, _KINDS[state]))
+            shapes.append(Label(left + 138 + _RING, top + 13, f"head {ring.head}, tail {ring.tail}"))
     return shapes
 
 
