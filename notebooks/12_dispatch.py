@@ -259,9 +259,7 @@ def range_of(channel, channels, tokens):
 @cuda.jit
 def notify(chosen, tokens_per_rank, tokens, channels, peers, local, rank, ranks, number, rank_prefix, sent, received):
     counts, thread, peer = cuda.shared.array(0, int32), int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
-    width = int32(
-        ranks + channels
-    )  # what a rank sends: its rows for each rank, then those of its channels for this one
+    width = int32(ranks + channels)  # a rank sends its rows for each rank, then those of its channels for this one
     half = int32(ranks + (number & 1) * ranks * width)  # flags come first
     if peer < ranks:
         remote, own = pointer_from_address(peers[peer], local), int32(half + rank * width)
@@ -300,8 +298,8 @@ def notify(chosen, tokens_per_rank, tokens, channels, peers, local, rank, ranks,
 page.show_notify(notify)
 
 # %% [markdown]
-# All steps of this lesson are timed with known counts. That is the case in the backward pass,
-# for example, which uses the counts of the forward pass; DeepEP keeps them in a **handle**. A first dispatch pays for notify as well, and its host
+# All steps of this lesson are timed with known counts. That is the case in the backward pass, for example, which uses the counts of the forward
+# pass; DeepEP keeps them in a **handle**. A first dispatch pays for notify as well, and its host
 # waits for the number of rows, unless it allocates for the worst case.
 #
 # DeepEP's notify has three barriers of all ranks where this one has a flag, and its dispatch kernel sends the counts of channels itself, as
@@ -676,15 +674,16 @@ step("head at the sender", Version(make_dispatch, **HEADS), predicted_us=predict
 #
 # ## Step 7: one warp per token
 #
-# A token that goes to three ranks is loaded by three teams. And all 12 warps of a team wait for the slowest one after each chunk. Instead let one
+# A token that goes to three ranks is loaded by three teams. And all warps of a team wait for the slowest one after each chunk. Instead let one
 # warp take a token and store it to all its destinations, as the naive kernel does. Then a warp is a channel, and lane `r` has the ring to rank `r`:
 #
 # ```python
 # channel, member, has_ring = int32(warp * senders + number), int32(0), lane < ranks
 # ```
 #
-# There are no teams any more, so a warp meets nobody: `cuda.syncwarp()` replaces the named barrier. There are 15 times as many channels, with rings
-# of fewer slots: all rings together keep their size.
+# There are no teams any more, so a warp meets nobody: `cuda.syncwarp()` replaces the named barrier. There are 15 times as many channels, one for
+# each copy warp, with rings of fewer slots: all rings together keep their size. A CTA has 15 copy warps because later each of them needs room for a
+# row in shared memory.
 #
 # **Prediction.** If a load costs as much as a store, the time falls as loads plus stores per row do.
 

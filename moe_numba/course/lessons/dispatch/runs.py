@@ -289,7 +289,7 @@ def _kernels(v, given):
         local = shared.local.view(torch.int32)
         local[of.numbers if v.kind == "ring" else 0 :] = 0x7F7F7F7F
         state = torch.zeros(of.taken + 2, dtype=torch.int32, device=device)
-        counts = prefixes(rank, of.channels, given)
+        counts, place = prefixes(rank, of.channels, given), places(rank, given)
         recv_x, recv_scales, recv_src = _new_outputs(v, given, rank)
         no_scales, options = torch.zeros(1, device=device), dict(shared_bytes=of.shared_bytes)
         meeting = _barriers(transport, v.barrier) if v.barrier else None
@@ -302,14 +302,16 @@ def _kernels(v, given):
             words = x.view(torch.int32).view(-1)
             scales = scales.contiguous().view(torch.int32).view(-1)
             if v.kind == "naive":
-                start(kernel, ctas_of_naive(v), THREADS, words, places(rank, given), shared.addresses, local, TOKENS)
+                arguments = words, place, shared.addresses, local, TOKENS
+                start(kernel, ctas_of_naive(v), THREADS, *arguments, launch_bounds=THREADS)
                 meet()
                 return local_rows(local, of, len(recv_src))
             if v.kind == "direct":
                 meet()
                 arguments = words, scales, given.chosen[rank], TOKENS, *counts[:2]
                 threads, ctas = 32 * of.warps, senders
-                start(kernel, ctas, threads, *arguments, shared.addresses, local, state, rank, **options)
+                where = shared.addresses, local, state, rank
+                start(kernel, ctas, threads, *arguments, *where, launch_bounds=threads, **options)
                 meet()
                 return local_rows(local, of, len(recv_src))
             if v.clear:
