@@ -593,11 +593,14 @@ _OTHER_RANKS = [ranks for ranks in (2, 4, 8) if ranks != RANKS]
 
 def rows_of_kernels(kernels) -> dict:
     """Return rows of a score: what the kernels of all ranks do in one dispatch."""
-    remote = [line for kernel in kernels for line in kernel.lines if line.peers]
+    lines = [line for kernel in kernels for line in kernel.lines]
+    polled = [
+        line for line in lines if line.peers and not line.global_store_requests
+    ]  # nothing else loads over the link
     total = lambda name: sum(getattr(kernel.total, name) for kernel in kernels)
     return {
         (TOTAL, "launches"): sum(len(kernel.launches) for kernel in kernels),
-        (TOTAL, "loads from other ranks"): sum(line.global_load_requests for line in remote),
+        (TOTAL, "loads from other ranks"): sum(line.global_load_requests for line in polled),
         (TOTAL, "bytes, other ranks"): total("peer_bytes"),
         (TOTAL, "bytes, global memory"): total("requested_bytes"),
         (TOTAL, "bytes, asynchronous copies"): total("async_bytes"),
