@@ -6,18 +6,17 @@ import pytest
 import torch
 from helpers.figures import cut_off, labelled, texts, values_of
 
-from moe_numba.course.deepep_port.buffer_layout import DeepEPConfig
 from moe_numba.course.draw.canvas import check_range, text
 from moe_numba.course.draw.launch_timeline import is_search, launch_timeline
 from moe_numba.course.lessons.align import draw as align
 from moe_numba.course.lessons.align_one_launch import draw as align_one_launch
 from moe_numba.course.lessons.combine import draw as combine
+from moe_numba.course.lessons.dispatch import draw as dispatch
 from moe_numba.course.lessons.dispatch_layout import draw as dispatch_layout
 from moe_numba.course.lessons.hopper import draw as hopper
 from moe_numba.course.lessons.low_latency import draw as low_latency
 from moe_numba.course.lessons.moe_layer import draw as moe_layer
 from moe_numba.course.lessons.moe_layer.parts_figure import stacked_parts
-from moe_numba.course.lessons.ring_buffer_dispatch import draw as dispatch
 from moe_numba.course.lessons.shared_experts import draw as shared_experts
 from moe_numba.course.lessons.shared_experts.layer_figure import layer_bars
 
@@ -29,7 +28,6 @@ WAITS = [f"rank {r} {what}" for r in (0, 2, 1) for what in ("sends", "receives")
 TIMES = {size: {"separate": 100.0, "one": 80.0, "eight": 131.0} for size in (1, 64, 1024)}
 DEADLOCK = 3, 2, 0, 2, [([0], 3), ([1], 4), ([], 2)], 9
 WAVEFRONTS = "all threads at column 2: 8 wavefronts", "all threads at column 2: 1 wavefront"
-SMALL_RING, LARGE_RING = DeepEPConfig(2, 4, 4, 2, 32, 2, 0, 6, 2), DeepEPConfig(3, 4, 256, 2, 32, 2, 0, 6, 2)
 LARGEST = "most rows: expert 0", "most rows: expert 256", "99 rows, 2 tiles", "total: 256 tiles"
 MAKESPANS = "whole columns per SM: 9 units of time", "single tiles per SM: 4 units of time"
 MINIMUM = "needs no position below 0: the minimum"
@@ -85,8 +83,8 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
     ),
     "bank conflicts": (dispatch_layout.banks, (), {"marked": [2] * 8 + [2, 3, 4, 5, 6, 7, 0, 1]}, *WAVEFRONTS),
     "buffer map": (dispatch_layout.buffer_map, (1 << 20,), {"data": 1, "entry": [*range(8)] * 3}),
-    "rings of 4 slots": (dispatch.queues, (SMALL_RING,), {"slot": 8 * 4, "section": 6}, "head", "tail"),
-    "rings of 256 slots": (dispatch.queues, (LARGE_RING,), {"slot": 12 * 8, "section": 6}, "start", "end"),
+    "roles of warps": (dispatch.roles, (), {"cta": 4, "team": 4, "warp": 6, "signaller": 2}, "warp 14", "sending CTA"),
+    "a token's slot": (dispatch.slots, (), {"row": 2, "number": 2}, "packed", "one bulk copy, one slot"),
     "rounding": (combine.sum_in_steps, ([1.0, 256.0, 1.0, -256.0],), ROUNDING, ERRORS),
     "gaps in send_head": (combine.head_gaps, (HEADS, [*FILLED, -NONE - 1], NONE), {"filled": 3, **GAPS}),
     "deadlocked ring": (combine.deadlocked_ring, DEADLOCK, {"slot": [0, 1, "free"]}, "head 0, tail 2: 1 free", MINIMUM),

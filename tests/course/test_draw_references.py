@@ -13,9 +13,9 @@ from moe_numba.course.lessons.align import draw as align
 from moe_numba.course.lessons.align import draw_scans as scans
 from moe_numba.course.lessons.align_one_launch import draw as align_one_launch
 from moe_numba.course.lessons.combine import draw as combine
+from moe_numba.course.lessons.dispatch import draw as dispatch
 from moe_numba.course.lessons.dispatch_layout import draw as dispatch_layout
 from moe_numba.course.lessons.hopper import draw as hopper
-from moe_numba.course.lessons.ring_buffer_dispatch import draw as dispatch
 from moe_numba.course.lessons.shared_experts import draw as shared_experts
 from moe_numba.expert_parallel import reference
 from moe_numba.gate.reference import biased_grouped_topk

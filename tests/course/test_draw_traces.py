@@ -1,18 +1,15 @@
 """Figures of simulator traces: rings of a dispatch, phases of mbarriers, and pipeline stages."""
 
-import base64
-import io
 import json
 
 import pytest
 from helpers.figures import cut_off, labelled
-from PIL import Image
 
 from moe_numba import simulator
+from moe_numba.course.lessons.dispatch.ring_player import describe, rings, stills
+from moe_numba.course.lessons.dispatch.ring_trace import Moment, Ring, play, replay
 from moe_numba.course.lessons.hopper import draw as hopper
 from moe_numba.course.lessons.hopper.draw_time import barrier_steps
-from moe_numba.course.lessons.ring_buffer_dispatch import draw as dispatch
-from moe_numba.course.lessons.ring_buffer_dispatch.draw_ring_trace import Moment, Ring, play, replay
 from moe_numba.simulator.core.scheduler import Event
 
 simulated = pytest.mark.skipif(not simulator.ENABLED, reason="the figure's data come from the simulator")
@@ -35,9 +32,9 @@ def test_trace_is_a_dispatch(played):
     rows = [[[s, t] for s in range(2) for t, to in enumerate(IN_RANK[s]) if to[r]] for r in range(2)]
     assert played["received"] == rows and json.loads(json.dumps(played)) == played
     last = {}
-    for moment, rings in replay(played):
+    for moment, states in replay(played):
         key = moment.rank, moment.source, moment.channel
-        ring = rings[key]
+        ring = states[key]
         assert 0 <= ring.tail - ring.head <= played["ring"]
         if moment.what == "row":
             assert IN_RANK[moment.source][moment.token][moment.rank] and ring.state(moment.value) == "written"
@@ -62,28 +59,29 @@ def test_slots_are_written_then_full_then_free():
         ring.apply(moment)
         states.append(ring.state(0))
     assert states == ["written", "full", "free"] and ring.state(1) == "free" and ring.slots == [7, None, None]
-    assert dispatch.describe(Moment("start", 0, 1, 2, -5)) == "rank 1, channel 2: start -5 at rank 0 encodes 4"
-    assert "token 7 is written to slot 0 at rank 0" in dispatch.describe(Moment("row", 0, 1, 0, 0, 7))
+    assert describe(Moment("start", 0, 1, 2, -5)) == "Rank 1, channel 2, stores start -5 at rank 0, which encodes 4."
+    assert "writes token 7 to slot 0 at rank 0" in describe(Moment("row", 0, 1, 0, 0, 7))
 
 
 @simulated
-def test_timeline_shows_tail_head_and_rows_of_at_most_8_rings(played):
-    if played["channels"] > 2:
-        with pytest.raises(ValueError, match="number of rings is 16"):
-            dispatch.timeline(played)
-        return
-    figure = dispatch.timeline(played)
-    assert cut_off(figure) == [] and len(labelled(figure, "tail")) == len(labelled(figure, "head")) == 8
-    assert len(labelled(figure, "row")) == sum(map(len, played["received"]))
+def test_the_player_has_a_frame_for_each_row_tail_and_head(played):
+    player = rings(played)
+    shown = [moment for moment in played["moments"] if moment[0] in ("row", "tail", "head")]
+    assert len(player.frames) == len(shown)
+    boxes = lambda frame: [shape for shape in frame.shapes if hasattr(shape, "kind")]
+    assert all(len(boxes(frame)) == 4 * played["channels"] * played["ring"] for frame in player.frames)
+    for moment, frame in zip(shown, player.frames, strict=True):
+        assert moment[0] != "row" or "waits" in {shape.kind for shape in boxes(frame)}
+    assert any(shape.kind == "active" for frame in player.frames for shape in boxes(frame))
+    assert {shape.kind for shape in boxes(player.frames[-1])} == {"plain"}  # everything has been read
 
 
 @simulated
-def test_animation_has_at_most_one_frame_per_event():
-    short = play([rows[:2] for rows in IN_RANK], ring=2, chunk=1, channels=1)
-    html = dispatch.animation(short)
-    image = Image.open(io.BytesIO(base64.b64decode(html.split("base64,")[1].split('"')[0])))
-    assert image.format == "GIF" and 1 < image.n_frames <= len(short["moments"])  # equal frames are merged
-    assert len(html) < 500_000
+def test_stills_show_one_row_written_published_and_read(played):
+    player = rings(played)
+    notes = [player.frames[number].note for number in stills(player)]
+    assert "writes token" in notes[0] and "stores tail" in notes[1] and "has copied rows" in notes[2]
+    assert cut_off(player.strip(stills(player))) == []
 
 
 # Pipelines

@@ -21,6 +21,7 @@ PAGES = (
     "08_block_scales",
     "09_w4_weights",
     "11_talk_to_a_peer",
+    "12_dispatch",
 )
 SMALL = """
 from moe_numba.course.lessons.align.published import lesson

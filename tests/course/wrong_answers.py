@@ -9,11 +9,6 @@ LAST_BARRIER = "    barrier_cluster_arrive()\n    barrier_cluster_wait()  # all 
 SUM_OF_CTAS = (
     "    parts = cuda.shared.array(8, int32)\n    t, cta = int32(cuda.threadIdx.x), int32(cluster_ctarank())\n"
 )
-READ_ROW, STORE_HEAD = (
-    "            out[n] = local[RING + n % SLOTS]\n",
-    "            st_release_sys_s32(local, HEAD, int32(n + 1))\n",
-)
-
 WRONG = {
     "start-1": [
         ("    cuda.syncthreads()\n", "", "^two threads race: .* it needs cuda.syncthreads"),
@@ -114,35 +109,6 @@ WRONG = {
             SUM_OF_CTAS + "    if t == 0:\n        sums[cta] = 0\n        for other in range(8):\n"
             "            sums[cta] += counts[8 * other + cta]\n    return\n",
             "^right, but with 0 bytes stored to other CTAs; at least 224 are needed",
-        ),
-    ],
-    "ring_buffer_dispatch-1": [
-        (
-            "lambda ranks, cta, link: -(-link // cta)",
-            "^ranks = 2, cta_gbps = 50, link_gbps = 350: the result is 7, not 14",
-        ),
-        ("lambda ranks, cta, link: None", "the result is None, not 14"),
-    ],
-    "ring_buffer_dispatch-2": [
-        (" if source else 0", "", "source = 0, rank = 0: the result is .*, not 0"),
-        ("- start - 1", "+ start", "start = -1, source = 0, rank = 0: the result is -1, not 0"),
-    ],
-    "ring_buffer_dispatch-3": [
-        (">= SLOTS", "> SLOTS", r"^11 rows, thread order \d: (out\[0\] is 104, not 100|two threads race)"),
-        (READ_ROW + STORE_HEAD, STORE_HEAD + READ_ROW, "^11 rows, thread order .: two threads race"),
-        (STORE_HEAD, "", "^11 rows, thread order 0: threads wait for ever"),
-        ("HEAD, int32(n + 1)", "HEAD, int32(n)", "^11 rows, thread order 0: HEAD is 10, not 11"),
-        (">= SLOTS", ">= SLOTS - 1", "^rank 1 receives nothing, and 4 rows fit, thread order 0: threads wait for ever"),
-    ],
-    "ring_buffer_dispatch-4": [
-        ("            cuda.syncwarp()\n", "", "^thread order .: two threads race"),
-        ("            fence_acq_rel_sys()\n", "", "^thread order .: two threads race"),
-        ("st_release_cta_shared_s32(posted, warp, 1)", "posted[warp] = 1", "two threads race: .*shared array"),
-        ("elif lane < 2", "elif lane < 1", "threads wait for ever"),
-        (
-            "                st_release_cta_shared_s32(posted, warp, 1)\n        elif lane < 2:",
-            "                st_release_sys_s32(remote, warp, 1)\n        elif lane < 0:",
-            r"^right, but with \d+ flags that warps 0 and 1 store; at most 0",
         ),
     ],
     "combine-1": [

@@ -110,7 +110,7 @@ TOPICS = (
         "DeepEP, intranode",
         "dispatch_combine",
         "dispatch and combine, on two GPUs or more",
-        ("ring_buffer_dispatch_ladder",),
+        ("dispatch_ladder",),
         hopper=True,
     ),
     Topic(
@@ -147,6 +147,7 @@ FIRST_EDITION = {
     "grouped_gemm_ladder": "07_grouped_gemm",
     "grouped_gemm_block_scales_ladder": "08_block_scales",
     "grouped_gemm_mxfp4_ladder": "09_w4_weights",
+    "ring_buffer_dispatch_ladder": "12_dispatch",
 }
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {

@@ -13,7 +13,7 @@ from numba import cuda, int32, uint32
 from moe_numba.course.deepep_port.notify import NO_HEAD
 from moe_numba.course.exercises import Exercise
 from moe_numba.course.grader import Run, Wrong, function_test, kernel_test
-from moe_numba.course.lessons.ring_buffer_dispatch.exercises import launch_ranks
+from moe_numba.course.lessons.dispatch.exercises import launch_ranks
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, st_release_sys_s32
 from moe_numba.ptx.memory import pointer_from_address
 from moe_numba.ptx.warp import FULL_MASK

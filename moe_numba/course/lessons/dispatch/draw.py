@@ -1,12 +1,8 @@
-"""Figures of our Numba port of DeepEP's dispatch: order of rows, buffer layout, and a dispatch over time."""
+"""Figures of the lesson "Dispatch": the order of rows, roles of warps, and a token's slot."""
 
-from moe_numba.course.bench.figures.style import BLUE, GREEN, GREY, ORANGE, RED, WIDTH
-from moe_numba.course.deepep_port.buffer_layout import dispatch_offsets
+from moe_numba.course.bench.figures.style import BLUE, GREY, ORANGE, PALE, WIDTH
 from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, note, plural, text, tint
 from moe_numba.course.lessons.dispatch_layout.draw import RANK_COLOURS
-from moe_numba.course.lessons.ring_buffer_dispatch.draw_time import animation, describe, timeline
-
-__all__ = ["animation", "row_order", "queues", "describe", "timeline"]
 
 
 def row_order(is_token_in_rank, channels):
@@ -82,76 +78,64 @@ def row_order(is_token_in_rank, channels):
     return figure
 
 
-def queues(config):
-    """Draw a rank's buffer during a dispatch: its sections with their offsets, and each ring."""
-    ranks, channels = config.ranks, config.channels
-    check_range("ranks", ranks, 1, 3)
-    check_range("channels", channels, 1, 4)
-    at = dispatch_offsets(config)
-    names = ("rank_prefix", "start", "end", "head", "tail", "x")
-    figure, axes = canvas(
-        WIDTH,
-        3.75,
-        f"A rank's buffer: {plural(ranks, 'rank')}, {plural(channels, 'channel')}, "
-        f"rings of {plural(config.ring, 'row')}",
-    )
-    left, y, tall, small = 0.15, 2.55, 0.4, 1.02
-    text(axes, left, y + tall + 0.3, "sections with their byte offsets (not to scale)", ha="left", size=8.5)
-    colours = (GREY, GREEN, GREEN, ORANGE, RED, BLUE)
-    for i, (name, colour) in enumerate(zip(names, colours, strict=True)):
-        wide = small if name != "x" else WIDTH - 0.3 - 5 * small
-        words = name if name != "x" else "x: the rings, then rings of src_idx, topk_idx, topk_weights, scales"
-        box(axes, left + i * small, y, wide, tall, words, fill=tint(colour), edge=colour, size=8, label="section")
-        text(axes, left + i * small, y + tall + 0.1, f"{getattr(at, name):,}", size=7.5, colour=GREY, ha="left")
-    # Four sections have a flag per queue, the last one a ring per queue.
-    total, below = channels * ranks, 1.15
-    wide = min(0.8, (WIDTH - 1.4) / total)
-    text(axes, left, below + 0.76, "queue", ha="left", size=8.5)
-    for q in range(total):
-        x = 1.2 + q * wide
-        channel, source = divmod(q, ranks)
-        text(axes, x + wide / 2, below + 0.98, f"c{channel}", size=7.5, colour=GREY)
-        text(
-            axes,
-            x + wide / 2,
-            below + 0.82,
-            f"from {source}" if wide > 0.5 else f"r{source}",
-            size=7.5,
-            colour=RANK_COLOURS[source],
-        )
-        text(axes, x + wide / 2, below + 0.62, str(q), size=8.5)
-        box(
-            axes,
-            x + 0.05,
-            below + 0.28,
-            wide - 0.1,
-            0.2,
-            "4 flags" if wide > 0.6 else "",
-            fill=tint(ORANGE),
-            edge=ORANGE,
-            size=7,
-            label="flags",
-        )
-        slots = min(config.ring, 8)
-        for slot in range(slots):
-            box(
-                axes,
-                x + 0.05,
-                below + 0.12 - slot * 0.1,
-                wide - 0.1,
-                0.08,
-                fill=tint(RANK_COLOURS[source]),
-                edge=WHITE,
-                line=0.4,
-                label="slot",
-            )
-    text(axes, left, below + 0.38, "int32 each", ha="left", size=8.5)
-    text(axes, left, below + 0.05, "a ring", ha="left", size=8.5)
-    drawn = f" 8 of {config.ring} slots are drawn." if config.ring > 8 else ""
+def roles():
+    """Draw who does what in a CTA: teams of warps for a rank, and a warp for a whole token with a signalling warp."""
+    figure, axes = canvas(WIDTH, 4.55, "Roles of CTAs and warps, with two ranks")
+    middle = WIDTH / 2
+    axes.plot([middle, middle], [0.55, 4.1], color=PALE, linewidth=1)
+    for left, name in ((0.15, "as in DeepEP: a CTA is a channel"), (middle + 0.15, "at the end: a warp is a channel")):
+        text(axes, left, 4.02, name, ha="left", weight="bold")
+    wide = middle - 0.4
+    for left, ends in ((0.15, False), (middle + 0.15, True)):
+        for y, who, verb in ((2.35, "sending CTA", "to"), (0.65, "receiving CTA", "from")):
+            box(axes, left, y, wide, 1.42, edge=GREY, fill=WHITE, label="cta")
+            text(axes, left + 0.08, y + 1.27, who, ha="left", size=8.5, colour=GREY)
+            if not ends:
+                for team in range(2):
+                    x = left + 0.1 + team * (wide - 0.1) / 2
+                    fill = tint(RANK_COLOURS[team])
+                    box(axes, x, y + 0.42, (wide - 0.3) / 2, 0.66, fill=fill, edge=RANK_COLOURS[team], label="team")
+                    text(axes, x + (wide - 0.3) / 4, y + 0.86, "12 warps, one ring", size=8)
+                    text(axes, x + (wide - 0.3) / 4, y + 0.62, f"{verb} rank {team}", size=8)
+                words = "a barrier of the team, then one thread stores the " + ("tail" if verb == "to" else "head")
+                text(axes, left + wide / 2, y + 0.2, words, size=7.5)
+            else:
+                for warp in range(3):
+                    x = left + 0.1 + warp * 0.78
+                    box(axes, x, y + 0.42, 0.7, 0.66, fill=tint(BLUE), edge=BLUE, label="warp")
+                    text(axes, x + 0.35, y + 0.92, f"warp {warp if warp < 2 else 14}", size=8)
+                    text(axes, x + 0.35, y + 0.74, "a channel,", size=7)
+                    text(axes, x + 0.35, y + 0.58, f"{verb} all ranks", size=7)
+                text(axes, left + 0.1 + 1.52, y + 0.33, "...", size=8)
+                x = left + wide - 1.02
+                box(axes, x, y + 0.42, 0.94, 0.66, fill=tint(ORANGE), edge=ORANGE, label="signaller")
+                text(axes, x + 0.47, y + 0.86, "last warp:", size=8)
+                text(axes, x + 0.47, y + 0.64, "stores all " + ("tails" if verb == "to" else "heads"), size=7)
+                text(axes, left + wide / 2, y + 0.18, "warps post their progress in shared memory", size=7.5)
+                arrow(axes, (x - 0.14, y + 0.75), (x, y + 0.75), colour=ORANGE)
     note(
         axes,
         0.15,
+        0.25,
+        "Left: each warp of both teams visits every token. Right: one warp loads a token once, for all ranks.",
+    )
+    return figure
+
+
+def slots():
+    """Draw a token in a ring: its row and its number in two arrays, and packed."""
+    figure, axes = canvas(WIDTH, 2.2, "A token in a ring")
+    for y, name, packed in ((1.25, "apart", False), (0.55, "packed", True)):
+        text(axes, 0.15, y + 0.17, name, ha="left", size=9, weight="bold")
+        box(axes, 0.95, y, 3.3, 0.34, "row: 14,336 bytes", fill=tint(BLUE), edge=BLUE, label="row")
+        x = 4.25 if packed else 5.2
+        box(axes, x, y, 0.8, 0.34, "number", fill=tint(ORANGE), edge=ORANGE, size=8, label="number")
+        words = "one bulk copy, one slot" if packed else "two arrays: two stores"
+        text(axes, WIDTH - 0.15, y + 0.17, words, ha="right", size=8, colour=GREY)
+    note(
+        axes,
         0.15,
-        "Queue number: channel * ranks + source. The source rank writes the queue, this rank reads it." + drawn,
+        0.2,
+        "With FP8 the scales travel between row and number. The package also packs experts and weights.",
     )
     return figure

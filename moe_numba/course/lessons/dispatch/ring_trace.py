@@ -1,6 +1,6 @@
 """Records every change of the rings of our Numba port of DeepEP's dispatch, by running it in the simulator.
 
-``draw.dispatch`` draws it. The result of `play` can be written as JSON, so it can come from another process.
+`ring_player` draws it. The result of `play` can be written as JSON, so it can come from another process.
 """
 
 from typing import NamedTuple
