@@ -464,8 +464,6 @@ draw.ctas(apart)
 print(page.who_is_last(apart))
 
 # %% [markdown]
-# So more CTAs for the experts would not help, as long as one CTA walks over all tokens for the ranks. (A later version of DeepEP has 65 CTAs, 4 experts each; see *What did not pay*.)
-#
 # ## Predict: what does a load touch?
 #
 # The last column of the table is strange. A warp loads one id for each lane: 32 ids of 8 bytes, which would fit in 8 sectors of 32 bytes. How many sectors does a load of the port touch, and how many
@@ -507,7 +505,7 @@ page.show_variants(page.SLOW_CTA, suspects)
 print(page.what_is_left(suspects))
 
 # %% [markdown]
-# Whatever is left has one reason: a CTA has 256 threads, and one of them takes token after token. **All tokens pass through one SM**, however many SMs the GPU has.
+# What is left after all four is the design itself: **all tokens pass through one SM**, 256 at a time, however many SMs the GPU has.
 #
 # **Take away.** Divide the work, not the counters. And before you explain why a kernel is slow, run its parts apart.
 #
@@ -676,17 +674,17 @@ step("start early", last, predicted_us=page.dependent_us())
 #
 # ## What did not pay, and why
 #
-# An earlier version of this lesson changed our port, one thing at a time, before it knew which CTA the others wait for:
+# An earlier version of this lesson changed our port, one thing at a time, before it knew which CTA the others wait for. (Its port divided 64 bits where C++ divides 32.)
 
 # %%
 page.show_what_did_not_pay()
 
 # %% [markdown]
-# For few tokens, clearing and adding up 256 rows is most of the work, and all three changes help. For many tokens the loop is, and none of them touches what a thread does for a token in the CTA that counts ranks.
+# For few tokens, clearing and adding up 256 rows is most of the work, and all three changes help. For many tokens the walk is, and after each of these changes every CTA still walks over all of them.
 #
 # ## All inputs
 #
-# Now other numbers of tokens, and a skewed routing, in which all tokens choose the same experts. The package's kernel is that of step 8. The last column has the fastest, and all that are within 3 % of it:
+# Now other numbers of tokens, and a skewed routing, in which all tokens choose the same experts. The package's kernel is that of step 8. The last column has the fastest, and those that are about as fast:
 
 # %%
 versions = {
@@ -703,9 +701,9 @@ page.show_sweep(sweep)
 print(page.who_wins(sweep))
 
 # %% [markdown]
-# ## Why does the simpler kernel win with many tokens?
+# ## Many tokens: eight SMs against all
 #
-# A cluster has eight SMs, and the grid of step 3 grows with the tokens until it fills all of them. Is that the reason? Give step 3's kernel as many CTAs as the cluster has. And give step 7's walk to all SMs, with the sum of step 3:
+# A cluster has eight SMs, and the grid of step 3 grows with the tokens until it fills all of them. Is that the whole difference? Give step 3's kernel as many CTAs as the cluster has. And give step 7's walk to all SMs, with the sum of step 3:
 
 # %%
 wide = make_layout(start_nothing, count_four, add_to_global)

@@ -1,4 +1,4 @@
-"""Figures of the dispatch layout: the problem, private counters, time lines of CTAs, the cluster's sum, lanes and ids."""
+"""Figures of the dispatch layout: the problem, private counters, time lines, a cluster's sum, lanes and ids."""
 
 from collections.abc import Mapping
 
@@ -26,7 +26,7 @@ def problem() -> Drawing:
         per_rank, per_expert, flags = (
             each.int().tolist() for each in reference.dispatch_layout(torch.tensor(ids), num_ranks=2, num_experts=4)
         )
-        top = 62.0 + rank * 152
+        top = 62.0 + rank * 128
         drawing.text(8, top, f"rank {rank}", bold=True)
         drawing.note(62, top, "topk_idx")
         drawing.note(140, top, "is_in_rank")
@@ -48,9 +48,8 @@ def problem() -> Drawing:
             x = 262 + to * (side + 6)
             drawing.note(x + 6, top + 58, str(to))
             drawing.box(x, top + 62, side, side, _KINDS[to], str(number), size=11)
-        token = next(i for i, experts in enumerate(ids) if experts[0] // 2 == experts[1] // 2)
-        drawing.note(8, top + 108, f"Token {token} has both experts on one rank: it is sent there once,")
-        drawing.note(8, top + 121, "and counts once for the rank.")
+    drawing.note(8, 316, "Rank 0's token 1 has both experts on rank 0: it is sent there once,")
+    drawing.note(8, 330, "and counts once for the rank.")
     return drawing
 
 
@@ -79,7 +78,7 @@ def private_counters() -> Drawing:
         x = 232 + column * (side + 3)
         drawing.line((x + side / 2, y - 10), (x + side / 2, y - 1), width=1.3)
         drawing.box(x, y, side, side, "orange", str(sum(row[column] for row in rows)), size=11)
-    drawing.note(66, y + 14, "one thread adds up each column")
+    drawing.note(40, y + 14, "one thread adds up each column")
     drawing.legend(y + 44, [("sky", "an expert that this CTA counts"), ("pale", "not this CTA's")])
     return drawing
 

@@ -46,8 +46,8 @@ ranks_of_a_token = Formula(
     own=answers.ranks_of_a_token,
     test=_test_ranks_of_a_token,
     praise="it is right for all five sizes",
-    hint="Count the tokens that miss a certain rank: all their experts are among the others. math.comb(n, k) is the number "
-    "of ways to choose k of n.",
+    hint="Count the tokens that miss a certain rank: all their experts are among the others. math.comb(n, k) is the "
+    "number of ways to choose k of n.",
 )
 
 
@@ -105,8 +105,8 @@ tokens_of_rank = Build(
         "global_load_requests": "it loads what the other lanes already have in registers",
     },
     over_par="Which instruction shows one bit of all lanes to all lanes at once?",
-    hint="cuda.ballot_sync(FULL, condition) is a mask of the lanes whose condition holds; cuda.popc counts its bits. All "
-    "lanes must take part in each of the RANKS ballots. Lane r keeps the count of ballot r.",
+    hint="cuda.ballot_sync(FULL, condition) is a mask of the lanes whose condition holds; cuda.popc counts its bits. "
+    "All lanes must take part in each of the RANKS ballots. Lane r keeps the count of ballot r.",
     home=f"{__name__}:tokens_of_rank",
 )
 
@@ -122,9 +122,9 @@ def _sectors():
 sectors = Predict(
     "sectors of a load",
     _sectors,
-    f"A lane's ids lie {8 * TOPK} bytes from those of the next lane, so each lane touches a sector of its own. The lane will "
-    "need the rest of that sector for its next loads. So the bytes are not wasted, if the L1 still has them by then; but the "
-    "load/store unit must look up as many sectors for each load.",
+    f"A lane's ids lie {8 * TOPK} bytes from those of the next lane, so each lane touches a sector of its own. The "
+    "lane will need the rest of that sector for its next loads. So the bytes are not wasted, if the L1 still has "
+    "them by then; but the load/store unit must look up as many sectors for each load.",
 )
 
 
@@ -207,9 +207,9 @@ sum_in_cluster = Build(
     },
     limits={"global_store_requests": (-(-SHARE // _CLUSTER_THREADS), "one CTA stores what all of them could share")},
     over_par="Does each count travel more than once?",
-    hint="Let CTA c add up the counters c * SHARE to (c + 1) * SHARE - 1. st_cluster_s32(shares, index, to, value) stores in "
-    "another CTA's `shares`. Before: all CTAs must have started. After: all must have stored, which takes an arrival and a "
-    "wait; cuda.syncwarp() brings the lanes of a warp together for it.",
+    hint="Let CTA c add up the counters c * SHARE to (c + 1) * SHARE - 1. st_cluster_s32(shares, index, to, value) "
+    "stores in another CTA's `shares`. Before: all CTAs must have started. After: all must have stored, which takes "
+    "an arrival and a wait; cuda.syncwarp() brings the lanes of a warp together for it.",
     home=f"{__name__}:sum_in_cluster",
 )
 
@@ -258,8 +258,8 @@ or_in_group = Build(
         "global_load_requests": "it loads what the other lanes already have in registers",
     },
     over_par="After a shuffle, each lane knows the or of two lanes. How many do the next ones add?",
-    hint="cuda.shfl_xor_sync(FULL, value, n) returns the value of the lane whose number differs in the bit n. Exchange with the "
-    "neighbour first, then with the lane two further on, and so on. All lanes of the warp take part.",
+    hint="cuda.shfl_xor_sync(FULL, value, n) returns the value of the lane whose number differs in the bit n. "
+    "Exchange with the neighbour first, then with the lane two further on, and so on. All lanes of the warp take part.",
     home=f"{__name__}:or_in_group",
 )
 
@@ -339,8 +339,8 @@ count_in_groups = Build(
     },
     forbidden={"global_atomic_requests": "it counts in global memory"},
     over_par="Which lanes should load neighbouring ids?",
-    hint="Lane `lane` belongs to token `first + lane // LANES`, and is member `lane % LANES` of its group. All lanes call "
-    "or_in_group, so the loop must run equally often for all lanes of a warp: let it count with the warp's first token. A "
-    "member adds up its flags in a register, and adds the sum to a counter once, behind the loop.",
+    hint="Lane `lane` belongs to token `first + lane // LANES`, and is member `lane % LANES` of its group. All lanes "
+    "call or_in_group, so the loop must run equally often for all lanes of a warp: let it count with the warp's "
+    "first token. A member adds up its flags in a register, and adds the sum to a counter once, behind the loop.",
     home=f"{__name__}:count_in_groups",
 )

@@ -164,11 +164,12 @@ def check(version: tuple) -> str | None:
 
     It runs twice with the same memory, because what it leaves there may spoil the next launch.
     """
-    tokens = CHECKED if simulator.ENABLED else TOKENS
-    for name, ids in list(inputs(tokens).items())[: 1 if settings["races"] else None]:
+    tokens, races = CHECKED if simulator.ENABLED else TOKENS, bool(settings["races"])
+    for name, ids in list(inputs(tokens).items())[: 1 if races else None]:
         outputs = poisoned(len(ids))
-        for _ in range(1 if settings["races"] else 2):
-            outputs[1].fill_(POISONED_FLAG)
+        if races and any(each.dependent for each in launches(version)):
+            run(version, ids.flip(0).contiguous(), outputs, simulator.ENABLED)  # the next launch may overlap it
+        for _ in range(1 if races else 2):
             if fault := wrong(run(version, ids, outputs, simulator.ENABLED), ids):
                 return f"{name}: {fault}"
     return None
@@ -286,9 +287,9 @@ def load_us() -> float:
 def chain() -> str:
     """Return the latencies that the predictions use, in words."""
     return (
-        f"a load from the L2 {load_us():.2f} us, a global atomic {_ns('global_atomic_requests') / 1000:.2f} us, a shared "
-        f"atomic {_ns('shared_atomic_requests') / 1000:.2f} us, a cluster barrier {cluster_barrier_us():.2f} us, an empty "
-        f"kernel {empty_us():.2f} us"
+        f"a load from the L2 {load_us():.2f} us, a global atomic {_ns('global_atomic_requests') / 1000:.2f} us, a "
+        f"shared atomic {_ns('shared_atomic_requests') / 1000:.2f} us, a cluster barrier {cluster_barrier_us():.2f} "
+        f"us, an empty kernel {empty_us():.2f} us"
     )
 
 
@@ -370,8 +371,8 @@ def lower_bound() -> str:
     num_bytes = layout_bytes(TOKENS, TOPK, EXPERTS, RANKS)
     us = num_bytes / chip_limits().copy_bandwidth * 1e6
     return (
-        f"{TOKENS} tokens: {num_bytes:,} bytes take {us:.2f} us at the measured rate of a copy. A kernel that does nothing "
-        f"takes {empty_us():.2f} us, and {empty_us(True):.2f} us if it may start before the last one has ended."
+        f"{TOKENS} tokens: {num_bytes:,} bytes take {us:.2f} us at the measured rate of a copy. A kernel that does "
+        f"nothing takes {empty_us():.2f} us, and {empty_us(True):.2f} us if it may start before the last one has ended."
     )
 
 
@@ -411,8 +412,8 @@ def show_ranks_per_token() -> str:
     counted = int(right(ids)[0][EXPERTS:].sum()) / TOKENS
     expected = ranks_of_a_token(EXPERTS, TOPK, RANKS)
     return (
-        f"counted: {counted:.3f} ranks for each token, expected: {expected:.3f}. A copy for each expert would send {TOPK}; "
-        f"one for each rank saves {100 * (1 - expected / TOPK):.0f} %."
+        f"counted: {counted:.3f} ranks for each token, expected: {expected:.3f}. A copy for each expert would send "
+        f"{TOPK}; one for each rank saves {100 * (1 - expected / TOPK):.0f} %."
     )
 
 
@@ -429,19 +430,17 @@ def most_on_one_address(step: str) -> str:
 
 
 def apart(versions: Mapping[str, tuple]) -> dict[str, dict[str, float | None]]:
-    """Return label -> numbers of a part of the port: us and one_us (of one token), lines, per_load.
+    """Return label -> numbers of a part of the port: us and one_us (of one token), lines and one_lines, per_load.
 
-    ``us`` are times, measured or recorded; ``lines`` are the source lines that the warp with most to do executes, and
-    without times ``one_lines`` are those with one token.
+    ``us`` are times, measured or recorded; ``lines`` are the source lines that the warp with most to do executes.
     """
+    counted = {label: (lesson.counted(version), one.counted(version)) for label, version in versions.items()}
     us = lesson.times("CTAs apart", {label: timed(version) for label, version in versions.items()})
     one_us = one.times("CTAs apart", {label: timed(version, 1) for label, version in versions.items()})
     found = {}
-    for label, version in versions.items():
-        lines, per_load = lesson.counted(version)
-        found[label] = dict(us=us.get(label), one_us=one_us.get(label), lines=lines, per_load=per_load)
-        if not us or not one_us:  # a figure shows lines instead
-            found[label]["one_lines"], _ = one.counted(version)
+    for label, ((lines, per_load), (one_lines, _)) in counted.items():
+        times = dict(us=us.get(label), one_us=one_us.get(label))
+        found[label] = dict(times, lines=lines, one_lines=one_lines, per_load=per_load)
     return found
 
 
@@ -459,16 +458,21 @@ def show_apart(found: Mapping[str, Mapping[str, float | None]]) -> Table:
 def who_is_last(found: Mapping[str, Mapping[str, float | None]]) -> str:
     """Return which CTAs the port waits for, in words: by times if there are any, otherwise by executed lines."""
     whole, experts, ranks = found.values()
-    if None not in (whole["us"], experts["us"], ranks["us"]):
-        later, of = max((experts["us"], "the CTAs that count experts"), (ranks["us"], "the CTA that counts ranks"))
-        return (
-            f"All CTAs together take {whole['us']:.1f} us, those that count experts alone {experts['us']:.1f} us, the one that "
-            f"counts ranks alone {ranks['us']:.1f} us: the kernel waits for {of}, which set {100 * later / whole['us']:.0f} % "
-            "of its time."
+    unit = "lines" if None in (whole["us"], experts["us"], ranks["us"]) else "us"
+    waits = max((experts[unit], "the CTAs that count experts"), (ranks[unit], "the CTA that counts ranks"))[1]
+    if unit == "us":
+        text = (
+            f"All CTAs together take {whole['us']:.1f} us, those that count experts alone {experts['us']:.1f} us, "
+            f"the one that counts ranks alone {ranks['us']:.1f} us. So the kernel waits for {waits}."
         )
-    most, of = max((experts["lines"], "a CTA that counts experts"), (ranks["lines"], "the CTA that counts ranks"))
-    less = min(experts["lines"], ranks["lines"])
-    return f"Not timed yet with these kernels. In executed lines, {of} has {most / less:.1f} times as much to do."
+    else:
+        text = (
+            f"Not timed yet with these kernels. A CTA that counts experts executes {experts['lines']:,} lines, and one "
+            f"that counts ranks {ranks['lines']:,}: the kernel probably waits for {waits}."
+        )
+    if waits == "the CTA that counts ranks":
+        text += " More CTAs for the experts cannot help then."
+    return text
 
 
 _us_of: dict[str, dict[str, float]] = {}  # title of a table of variants -> their times, if there are any
@@ -476,8 +480,8 @@ _us_of: dict[str, dict[str, float]] = {}  # title of a table of variants -> thei
 
 def show_variants(title: str, versions: Mapping[str, tuple], tokens: int = TOKENS) -> Table:
     """Return a table of versions that are no steps: their times, and what the simulator counts for `TOKENS` tokens."""
-    us = _us_of[title] = lesson.times(title, {name: timed(version, tokens) for name, version in versions.items()})
     scores = {name: lesson.score(name, version) for name, version in versions.items()} if tokens == TOKENS else {}
+    us = _us_of[title] = lesson.times(title, {name: timed(version, tokens) for name, version in versions.items()})
     lines = [
         [name, records.format_us(us[name]) if us else "not timed", *_counted(scores.get(name))] for name in versions
     ]
@@ -496,8 +500,8 @@ def what_is_left(versions: Mapping[str, tuple]) -> str:
     us = _us_of.get(SLOW_CTA)
     if not us:
         return (
-            "Not timed yet with these kernels. The estimates are those of a model that knows instructions and latencies, but "
-            "nothing of sectors that the L1 must look up: only a GPU decides."
+            "Not timed yet with these kernels. The estimates are those of a model that knows instructions and "
+            "latencies, but nothing of sectors that the L1 must look up: only a GPU decides."
         )
     whole, *_, all_of_them = us.values()
     single = {name: whole - time for name, time in us.items() if name not in (list(us)[0], list(us)[-1])}
@@ -626,7 +630,7 @@ def who_wins(found: Mapping[tuple[int, bool], Mapping[str, float]]) -> str:
         if "the package" in times and "the package" not in fastest(times)
     ]
     if not beaten:
-        return "The package's kernel is the fastest one, or within 3 % of it, for all these inputs."
+        return "The package's kernel is the fastest one, or about as fast, for all these inputs."
     return f"The package's kernel is not the fastest one everywhere: {'; '.join(beaten)}."
 
 
@@ -649,8 +653,8 @@ def why_many() -> str:
         if not {"shared atomics", "the package"} <= earlier.keys():
             return "Not timed yet with these kernels."
         return (
-            f"Not timed yet with these kernels. Of an earlier version, step 3 took {earlier['shared atomics']:.1f} us for "
-            f"{MANY} tokens, and the package's kernel {earlier['the package']:.1f} us."
+            f"Not timed yet with these kernels. Of an earlier version, step 3 took {earlier['shared atomics']:.1f} "
+            f"us for {MANY} tokens, and the package's kernel {earlier['the package']:.1f} us."
         )
     grid, few, cluster, wide = us.values()
     if few > cluster:
@@ -658,8 +662,8 @@ def why_many() -> str:
     else:
         why = "Even on equally many SMs step 3 is not slower, so the number of SMs alone is not the reason"
     return (
-        f"With {MANY} tokens step 3 takes {grid:.1f} us, and on {own_sizes.CLUSTER} CTAs {few:.1f} us; the cluster of step 7 "
-        f"takes {cluster:.1f} us. {why}. Step 7's walk with step 3's sum takes {wide:.1f} us."
+        f"With {MANY} tokens step 3 takes {grid:.1f} us, and on {own_sizes.CLUSTER} CTAs {few:.1f} us; the cluster "
+        f"of step 7 takes {cluster:.1f} us. {why}. Step 7's walk with step 3's sum takes {wide:.1f} us."
     )
 
 
