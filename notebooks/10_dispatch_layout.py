@@ -200,21 +200,24 @@ one_by_one = make_global(make_count(add_global, make_add_for_each_token(add_glob
 # %% [markdown]
 # `Launch` says how to launch a kernel. `None` stands for as many CTAs as the tokens need. A version may have several launches; here the first one zeroes the counters.
 #
-# **Prediction.** Two launches, `topk` loads one after another, and an atomic. And then the additions: a rank's counter receives one from most tokens. We assume
-# that the L2 adds once in a nanosecond to the same address.
+# **Prediction.** Two launches, `topk` loads one after another, and an atomic. And then the additions: the counters are few, and eight of them share a sector of 32
+# bytes. We assume that the L2 adds once in a nanosecond to the same sector.
 
 # %%
 step("global atomics", (clear_counts, Launch(one_by_one, None, THREADS)), predicted_us=page.global_us())
 
+# %% [markdown]
+# Which counter is the busiest? One would think that of a rank, since most tokens go to each rank. But look at the rows *compiler* of the table:
+
 # %%
-print(page.most_on_one_address("global atomics"))
+print(page.who_votes("global atomics"))
 
 # %% [markdown]
-# **Take away.** Additions to one address happen one after the other, wherever they come from. Count how many hit the busiest counter.
+# **Take away.** Additions to one address happen one after the other, wherever they come from. Count how many hit the busiest one, in the machine code, not in the source.
 #
 # ## Build: the tokens of a rank
 #
-# The rank counters are the busiest ones. But the 32 lanes of a warp can count their tokens among themselves, without any memory. Write
+# That trick is worth knowing, since the compiler finds it only if the address is plainly the same for all lanes: 32 lanes count among themselves, without any memory. Write
 # `tokens_of_rank(ranks)`, which all lanes call with the mask of their token. Lane `r`, for `r < RANKS`, must return how many of the warp's 32 tokens go to rank
 # `r`; what other lanes return does not matter. Par: `RANKS` exchanges.
 
@@ -230,9 +233,9 @@ tokens_of_rank = exercises.tokens_of_rank.use(my_tokens_of_rank)
 # %% [markdown]
 # ## Step 2: a ballot for each rank
 #
-# Then lane `r` adds once for the whole warp. Only the hole `add_ranks` changes.
+# Now the votes stand in the source, and lane `r` adds for rank `r`. Only the hole `add_ranks` changes: eight additions by one lane each become one instruction with eight lanes.
 #
-# **Prediction.** One addition instead of up to 32: almost all of the contention at the rank counters disappears.
+# **Prediction.** Each counter gets as many additions as before. So the time stays the same.
 
 
 # %%
@@ -251,7 +254,7 @@ by_ballot = make_global(make_count(add_global, make_add_for_each_warp(add_global
 step("a ballot for each rank", (clear_counts, Launch(by_ballot, None, THREADS)), predicted_us=page.ballot_us())
 
 # %% [markdown]
-# **Take away.** A warp is the cheapest place to add up: 32 lanes exchange values in registers, in one instruction.
+# **Take away.** A warp is the cheapest place to add up: 32 lanes exchange values in registers, in one instruction. Know when the compiler does it for you.
 #
 # ## Step 3: shared atomics
 #
@@ -305,7 +308,7 @@ def add_to_global(own, counts):
 
 
 # %% [markdown]
-# **Prediction.** A shared atomic takes a fraction of a global one. At the end comes one more round of global atomics.
+# **Prediction.** Two launches and the loads remain. A shared atomic takes a fraction of a global one, and one round of global atomics comes at the end.
 
 # %%
 count_shared = make_count(add_shared, make_add_for_each_warp(add_shared))

@@ -3,6 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lesson_pages import definitions, fault_of, run_with_sizes
@@ -29,6 +30,7 @@ from moe_numba.course.lessons.dispatch_layout.sizes import (
     SHARES,
     TOPK,
 )
+from moe_numba.course.steps.score import COMPILER
 from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG
 from moe_numba.ptx.cluster import (
     barrier_cluster_arrive,
@@ -500,9 +502,22 @@ def test_all_variants_of_the_slow_cta_count_alike(right_page):
 # Counts, tables, figures
 
 
+def test_the_page_says_who_votes(right_page):
+    names, steps = right_page
+    score = runs.lesson.count(eval(steps["global atomics"], names), "")
+    runs.lesson.steps["votes"] = SimpleNamespace(score=score)
+    try:
+        assert "has 8 votes" in runs.who_votes("votes") and "gets 128 additions" in runs.who_votes("votes")
+        score.rows[COMPILER, runs.VOTES] = 0
+        assert "has no votes" in runs.who_votes("votes")
+    finally:
+        del runs.lesson.steps["votes"]
+
+
 def test_sectors_of_a_load_fall_to_a_quarter(right_page):
     names, steps = right_page
-    of = lambda name: runs.lesson.counted(eval(steps[name], names))[1]
+    counted = runs.lesson.counted({name: eval(steps[name], names) for name in STEPS[3:6]})
+    of = lambda name: counted[name][1]
     assert of("private counters") == 32 and of("one cluster") == 32 and of("a group of lanes") == 8
 
 

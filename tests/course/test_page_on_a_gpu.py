@@ -20,6 +20,7 @@ PAGES = (
     "07_grouped_gemm",
     "08_block_scales",
     "09_w4_weights",
+    "10_dispatch_layout",
 )
 SMALL = """
 from moe_numba.course.lessons.align.published import lesson

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from moe_numba.course.lessons.dispatch_layout.sizes import (
 from moe_numba.course.steps import recorded
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Lesson, Run, Table
-from moe_numba.course.steps.score import TOTAL, Score, score_of_kernels
+from moe_numba.course.steps.score import COMPILER, TOTAL, Score, score_of_kernels
 from moe_numba.course.steps.simulate import expression_of, in_simulator
 from moe_numba.expert_parallel import get_dispatch_layout, reference
 from moe_numba.runtime.changed_source import plain_function
@@ -42,7 +43,13 @@ TOPIC, EARLIER = "dispatch_count_ladder", "dispatch_layout_ladder"
 CONFIG = dict(num_experts=EXPERTS, topk=TOPK, ranks=RANKS)
 POISON, POISONED_FLAG = -7, 0xCD  # no count, and no flag
 _FEW_THREADS, _FEW_CTAS = 64, 16  # of a check in the simulator
-PER_LOAD = "sectors of a load"
+PER_LOAD, VOTES = "sectors of a load", "votes"
+_OPCODES = {  # row of a score -> instructions of the machine code
+    VOTES: ("VOTE", "VOTEU"),
+    "global loads": ("LDG",),
+    "global atomics": ("REDG", "RED", "ATOMG", "ATOM"),
+    "shared atomics": ("ATOMS",),
+}
 SLOW_CTA = "the CTA that counts ranks"  # title of its variants
 
 
@@ -198,33 +205,51 @@ def _routings(tokens, skewed):
 
 
 class _Lesson(Lesson):
-    """Its scores also say how many sectors a load of a warp touches."""
+    """Its scores also say how many sectors a load of a warp touches, and what the machine code has of some kinds."""
 
     def count(self, version: Any, name: str) -> Score:
         """Return the score of a version; the simulator counts."""
         with simulator.profile(self.gpu.upper()) as profile:
             self.run.once(version)
         score = score_of_kernels(profile.kernels, name, self.gpu.upper())
-        return Score(name, score.rows | {(TOTAL, PER_LOAD): _sectors_of_a_load(profile)}, score.gpu)
+        opcodes = Counter(code["opcode"].split(".")[0] for each in profile.kernels for code in each.static.sass or ())
+        compiled = {(COMPILER, row): sum(opcodes[name] for name in names) for row, names in _OPCODES.items()}
+        return Score(name, score.rows | {(TOTAL, PER_LOAD): _sectors_of_a_load(profile)} | compiled, score.gpu)
 
-    def score(self, name: str, version: Any) -> Score:
-        """Return the score of a version that is no step, wherever kernels run."""
-        return self._score(name, version)
+    def scores(self, versions: Mapping[str, Any]) -> dict[str, Score]:
+        """Return the scores of versions that are no steps, wherever kernels run."""
+        found = self._in_simulator("rows", versions)
+        rows = {name: {(section, row): number for section, row, number in each} for name, each in found.items()}
+        return {name: Score(name, each, self.gpu.upper()) for name, each in rows.items()}
 
-    def counted(self, version: Any) -> list[float]:
+    def counted(self, versions: Mapping[str, Any]) -> dict[str, list[float]]:
         """Return the source lines of the warp that has most to do, and the sectors of a load, wherever kernels run."""
-        if not simulator.ENABLED:
-            expression, functions = expression_of(version)
-            return in_simulator(_counted_again, self.home, expression, functions=functions)
+        return self._in_simulator("lines", versions)
+
+    def rows(self, version: Any) -> list:
+        """Return the rows of a version's score, in the simulator."""
+        return [(*key, number) for key, number in self.count(version, "").rows.items()]
+
+    def lines(self, version: Any) -> list[float]:
+        """Return the numbers of `counted` for a version, in the simulator."""
         with simulator.profile() as profile:
             self.run.once(version)
         return [sum(each.critical_path.executions for each in profile.kernels), _sectors_of_a_load(profile)]
 
+    def _in_simulator(self, method, versions):
+        if simulator.ENABLED:
+            return {name: getattr(self, method)(version) for name, version in versions.items()}
+        made = {name: expression_of(version) for name, version in versions.items()}
+        functions = [function for _, several in made.values() for function in several]
+        expressions = {name: expression for name, (expression, _) in made.items()}
+        return in_simulator(_again, self.home, method, expressions, functions=functions)
 
-def _counted_again(home, version):
+
+def _again(home, method, expressions):
+    """Make versions again in the simulator's process; return what a method of the lesson says of each."""
     module, _, attribute = home.partition(":")
-    of = getattr(importlib.import_module(module), attribute)
-    return of.counted(eval(version, vars(sys.modules["__main__"])))
+    of, names = getattr(importlib.import_module(module), attribute), vars(sys.modules["__main__"])
+    return {name: getattr(of, method)(eval(expression, names)) for name, expression in expressions.items()}
 
 
 def _sectors_of_a_load(profile):
@@ -293,18 +318,18 @@ def chain() -> str:
     )
 
 
-def _additions_us(per_address):
-    return per_address / 1000  # the model: the L2 does an addition to the same address in a nanosecond
-
-
 def on_a_rank() -> float:
     """Return the tokens that go to a rank, on average."""
     return TOKENS * ranks_of_a_token(EXPERTS, TOPK, RANKS) / RANKS
 
 
 def global_us() -> float:
-    """Return a model of the first step: two launches, a token's loads one after another, and the busiest counter."""
-    return 2 * empty_us() + TOPK * load_us() + _ns("global_atomic_requests") / 1000 + _additions_us(on_a_rank())
+    """Return a model of the first step: two launches, loads one after another, and the additions to a sector.
+
+    The model: the L2 adds once in a nanosecond to the same sector of eight counters.
+    """
+    additions = TOKENS * (TOPK + RANKS / 32) * 8 / COUNTERS
+    return 2 * empty_us() + TOPK * load_us() + (_ns("global_atomic_requests") + additions) / 1000
 
 
 def _after(step, change):
@@ -313,14 +338,14 @@ def _after(step, change):
 
 
 def ballot_us() -> float | None:
-    """Return the time of a step in which a warp adds once to a rank's counter instead of once for each token."""
-    return _after("global atomics", -_additions_us(on_a_rank() * 31 / 32))
+    """Return the time of a step that adds as often to each counter as before."""
+    return _after("global atomics", 0)
 
 
-def shared_us() -> float | None:
-    """Return the time of a step whose additions are in shared memory: one more round of atomics for each CTA."""
-    added = (TOPK + 1) * _ns("shared_atomic_requests") - TOPK * _ns("global_atomic_requests")
-    return _after("a ballot for each rank", added / 1000)
+def shared_us() -> float:
+    """Return the time of a step that adds in shared memory: two launches, loads, atomics of both kinds."""
+    atomics = (TOPK + 1) * _ns("shared_atomic_requests") + _ns("global_atomic_requests")
+    return 2 * empty_us() + TOPK * load_us() + atomics / 1000
 
 
 def private_us() -> float:
@@ -417,13 +442,16 @@ def show_ranks_per_token() -> str:
     )
 
 
-def most_on_one_address(step: str) -> str:
-    """Return how many additions of a step hit the same counter, as the simulator has counted."""
-    score = lesson.steps[step].score
-    return (
-        f"{score.rows[TOTAL, 'global atomics']:,} atomic instructions of warps; a rank's counter gets about "
-        f"{on_a_rank():,.0f} additions, an expert's {TOKENS * TOPK / EXPERTS:,.0f}"
-    )
+def who_votes(step: str) -> str:
+    """Return what the compiler made of the additions for ranks, in words."""
+    votes, warps = lesson.steps[step].score.rows[COMPILER, VOTES], -(-TOKENS // 32)
+    if votes:
+        return (
+            f"The machine code has {votes} votes, and the source has none: the compiler has seen that all lanes add "
+            "to the same counter. A warp votes, and one lane adds the number of votes. So a rank's counter gets "
+            f"{warps:,} additions, one for each warp, and not {on_a_rank():,.0f}."
+        )
+    return f"The machine code has no votes. A rank's counter gets about {on_a_rank():,.0f} additions."
 
 
 # The port, taken apart
@@ -434,11 +462,12 @@ def apart(versions: Mapping[str, tuple]) -> dict[str, dict[str, float | None]]:
 
     ``us`` are times, measured or recorded; ``lines`` are the source lines that the warp with most to do executes.
     """
-    counted = {label: (lesson.counted(version), one.counted(version)) for label, version in versions.items()}
+    counted, counted_one = lesson.counted(versions), one.counted(versions)
     us = lesson.times("CTAs apart", {label: timed(version) for label, version in versions.items()})
     one_us = one.times("CTAs apart", {label: timed(version, 1) for label, version in versions.items()})
     found = {}
-    for label, ((lines, per_load), (one_lines, _)) in counted.items():
+    for label, (lines, per_load) in counted.items():
+        one_lines, _ = counted_one[label]
         times = dict(us=us.get(label), one_us=one_us.get(label))
         found[label] = dict(times, lines=lines, one_lines=one_lines, per_load=per_load)
     return found
@@ -480,7 +509,7 @@ _us_of: dict[str, dict[str, float]] = {}  # title of a table of variants -> thei
 
 def show_variants(title: str, versions: Mapping[str, tuple], tokens: int = TOKENS) -> Table:
     """Return a table of versions that are no steps: their times, and what the simulator counts for `TOKENS` tokens."""
-    scores = {name: lesson.score(name, version) for name, version in versions.items()} if tokens == TOKENS else {}
+    scores = lesson.scores(versions) if tokens == TOKENS else {}
     us = _us_of[title] = lesson.times(title, {name: timed(version, tokens) for name, version in versions.items()})
     lines = [
         [name, records.format_us(us[name]) if us else "not timed", *_counted(scores.get(name))] for name in versions
