@@ -20,7 +20,7 @@
 #
 # Counting is easy. Counting in a few microseconds is a question of who adds to which counter, and when. So this lesson has one question: **how do
 # many threads count together without waiting for each other?** They may share counters in global memory, share them in a CTA, or have private ones, as DeepEP's first
-# version does. Its kernel is slower than you would think. You will take it apart until you know why. Then you write the sum of a cluster, and a walk over the tokens in which several
+# version does. That kernel needs no atomic operation, and is much slower than one with shared counters. You will take it apart to find out why. Then you write the sum of a cluster, and a walk over the tokens in which several
 # lanes share a token.
 
 # %%
@@ -135,7 +135,7 @@ print("Latencies, recorded in lessons 03 and 04:", page.chain())
 # a rank that occurs twice counts once. `add` and `add_ranks` are holes: where the counters are, and how the ranks are counted. All 32 lanes of a warp
 # call `add_ranks`, also those that have no token, with a mask of 0; a later step needs that.
 #
-# (`uint32(...)` keeps numbers in 32 bits. Numba would compute with 64, and a 64-bit division is a function call.)
+# (`uint32(...)` keeps numbers in 32 bits. Without it Numba computes with 64, which takes more instructions.)
 
 
 # %%
@@ -217,7 +217,7 @@ print(page.who_votes("global atomics"))
 #
 # ## Build: the tokens of a rank
 #
-# That trick is worth knowing, since the compiler finds it only if the address is plainly the same for all lanes: 32 lanes count among themselves, without any memory. Write
+# A vote is worth knowing: 32 lanes count among themselves, without any memory. The compiler finds it only if the address is plainly the same for all lanes. Write
 # `tokens_of_rank(ranks)`, which all lanes call with the mask of their token. Lane `r`, for `r < RANKS`, must return how many of the warp's 32 tokens go to rank
 # `r`; what other lanes return does not matter. Par: `RANKS` exchanges.
 
@@ -488,6 +488,8 @@ exercises.sectors.check(one_lane_for_each_token=..., neighbouring_lanes=...)
 # - **C: the sectors.** With `columns`, the ids are stored as `[topk, tokens]`, so that neighbouring lanes load neighbouring ids.
 # - **D: the order.** A thread looks at an id before it loads the next one, and may wait for the memory `topk` times. With `ahead` it loads all ids of its token first.
 #
+# (Bank conflicts of the table are no suspect any more: an earlier version of this lesson has removed them, see *What did not pay*.)
+#
 # **Diagnose.** Which one saves most? Choose before you run the cell below it.
 
 # %%
@@ -615,7 +617,7 @@ step("a group of lanes", Launch(grouped, CLUSTER, CLUSTER_THREADS, CLUSTER), pre
 # Each round waits for its load before it counts. But the loads of several rounds do not depend on each other. So a lane issues the loads for **four tokens**, and only then looks at the first. The rank masks of
 # four tokens fit one word, a byte each, since there are at most eight ranks: one `or_in_group` serves four tokens.
 #
-# This is the whole walk, as the package has it. `chosen` is indexed by numbers that are known when the loops are unrolled, so it lies in registers, unlike `is_in` of the port.
+# This is the whole walk, as the package has it. `chosen` is indexed by numbers that are known when the loops are unrolled, so its elements are registers, and no index is compared as in the port.
 #
 # **Prediction.** A quarter of the rounds wait for a load.
 
@@ -671,7 +673,8 @@ last = Launch(early, CLUSTER, CLUSTER_THREADS, CLUSTER, True)
 step("start early", last, predicted_us=page.dependent_us())
 
 # %% [markdown]
-# In the timed sequence the kernel before is this kernel itself. After another kernel the gain differs.
+# In the timed sequence the kernel before is this kernel itself. After another kernel the gain differs. `moe_numba/expert_parallel/layout/kernel.py` has the parts of this kernel in one file: `make_layout`, `count_four` with
+# `or_in_group` in it, and `sum_in_cluster`.
 #
 # **Take away.** What does not depend on the kernel before, a kernel can do before that one ends.
 #
