@@ -469,14 +469,16 @@ print(page.who_is_last(apart))
 # %% [markdown]
 # ## Predict: what does a load touch?
 #
-# The last column of the table is strange. A warp loads one id for each lane: 32 ids of 8 bytes, which would fit in 8 sectors of 32 bytes. How many sectors does a load of the port touch, and how many
-# would it touch if neighbouring lanes loaded neighbouring ids?
+# The last column of the table is large. A warp loads one id of 8 bytes for each lane, and a sector has 32 bytes. This is what it loads:
 
 # %%
 draw.loads(1)
 
+# %% [markdown]
+# **Predict.** How many sectors would such a load touch if a token had two experts? And how many, with any number of experts, if neighbouring lanes loaded neighbouring ids?
+
 # %%
-exercises.sectors.check(one_lane_for_each_token=..., neighbouring_lanes=...)
+exercises.sectors.check(two_experts_for_each_token=..., neighbouring_lanes=...)
 
 # %% [markdown]
 # ## Diagnose: what takes so long?

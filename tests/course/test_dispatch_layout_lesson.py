@@ -402,9 +402,9 @@ def test_answers(exercise, answer, state, text):
 
 def test_sectors_are_explained_after_a_guess():
     check = exercises.sectors.check
-    assert check(one_lane_for_each_token=..., neighbouring_lanes=...).state == OPEN
-    assert check(one_lane_for_each_token=8, neighbouring_lanes=8).state == WRONG
-    assert check(one_lane_for_each_token=32, neighbouring_lanes=8).state == RIGHT
+    assert check(two_experts_for_each_token=..., neighbouring_lanes=...).state == OPEN
+    assert check(two_experts_for_each_token=32, neighbouring_lanes=8).state == WRONG
+    assert check(two_experts_for_each_token=16, neighbouring_lanes=8).state == RIGHT
 
 
 # The page's kernels, and changes that the check must find

@@ -114,17 +114,12 @@ tokens_of_rank = Build(
 # Predict: sectors
 
 
-def _sectors():
-    one_lane = min(32, 32 * TOPK * 8 // 32)
-    return dict(one_lane_for_each_token=one_lane, neighbouring_lanes=32 * 8 // 32)
-
-
 sectors = Predict(
     "sectors of a load",
-    _sectors,
-    f"A lane's ids lie {8 * TOPK} bytes from those of the next lane, so each lane touches a sector of its own. The "
-    "lane will need the rest of that sector for its next loads. So the bytes are not wasted, if the L1 still has "
-    "them by then; but the load/store unit must look up as many sectors for each load.",
+    dict(two_experts_for_each_token=32 * 2 * 8 // 32, neighbouring_lanes=32 * 8 // 32),
+    f"With two experts, two lanes share a sector. With {TOPK}, a lane's id lies {8 * TOPK} bytes from that of the next "
+    "lane. The lane needs its neighbours in the sector for its next loads, so the bytes are not wasted if the L1 "
+    "still has them by then; but the load/store unit must look up that many sectors for each load.",
 )
 
 
