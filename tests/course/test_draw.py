@@ -12,7 +12,6 @@ from moe_numba.course.lessons.align import draw as align
 from moe_numba.course.lessons.align_one_launch import draw as align_one_launch
 from moe_numba.course.lessons.combine import draw as combine
 from moe_numba.course.lessons.dispatch import draw as dispatch
-from moe_numba.course.lessons.dispatch_layout import draw as dispatch_layout
 from moe_numba.course.lessons.hopper import draw as hopper
 from moe_numba.course.lessons.low_latency import draw as low_latency
 from moe_numba.course.lessons.moe_layer import draw as moe_layer
@@ -27,7 +26,6 @@ GAPS = {"before": HEADS, "after": [*FILLED, "none"]}
 WAITS = [f"rank {r} {what}" for r in (0, 2, 1) for what in ("sends", "receives")]
 TIMES = {size: {"separate": 100.0, "one": 80.0, "eight": 131.0} for size in (1, 64, 1024)}
 DEADLOCK = 3, 2, 0, 2, [([0], 3), ([1], 4), ([], 2)], 9
-WAVEFRONTS = "all threads at column 2: 8 wavefronts", "all threads at column 2: 1 wavefront"
 LARGEST = "most rows: expert 0", "most rows: expert 256", "99 rows, 2 tiles", "total: 256 tiles"
 MAKESPANS = "whole columns per SM: 9 units of time", "single tiles per SM: 4 units of time"
 MINIMUM = "needs no position below 0: the minimum"
@@ -81,8 +79,6 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
         {"assignment": 8, "bit": 24},
         "warp 1",
     ),
-    "bank conflicts": (dispatch_layout.banks, (), {"marked": [2] * 8 + [2, 3, 4, 5, 6, 7, 0, 1]}, *WAVEFRONTS),
-    "buffer map": (dispatch_layout.buffer_map, (1 << 20,), {"data": 1, "entry": [*range(8)] * 3}),
     "roles of warps": (dispatch.roles, (), {"cta": 4, "team": 4, "warp": 6, "signaller": 2}, "warp 14", "sending CTA"),
     "a token's slot": (dispatch.slots, (), {"row": 2, "number": 2}, "packed", "one bulk copy, one slot"),
     "rounding": (combine.sum_in_steps, ([1.0, 256.0, 1.0, -256.0],), ROUNDING, ERRORS),
@@ -139,7 +135,6 @@ def test_text_outside_the_canvas_is_found():
     "label, values, draw, arguments",
     [
         ("kernel", [8, 250, 122, 8], launch_timeline, ({"a": KERNELS, "b": KERNELS[:1]}, "x")),
-        ("part", [32, 64, 64], dispatch_layout.buffer_map, (1 << 20,)),
         ("shared", LOAD["8 replicas"][256:], shared_experts.load, (LOAD, 256, 64)),
         ("part", [80, 131] * 3, layer_bars, (TIMES, "separate")),
     ],

@@ -14,7 +14,6 @@ from moe_numba.course.lessons.align import draw_scans as scans
 from moe_numba.course.lessons.align_one_launch import draw as align_one_launch
 from moe_numba.course.lessons.combine import draw as combine
 from moe_numba.course.lessons.dispatch import draw as dispatch
-from moe_numba.course.lessons.dispatch_layout import draw as dispatch_layout
 from moe_numba.course.lessons.hopper import draw as hopper
 from moe_numba.course.lessons.shared_experts import draw as shared_experts
 from moe_numba.expert_parallel import reference
@@ -154,32 +153,6 @@ def test_ranks_of_warps_are_stable(slot):
 # Dispatch and combine
 
 
-def check_layout(figure, topk_idx, experts):
-    layouts = [reference.dispatch_layout(ids, 2, experts) for ids in topk_idx]
-    for label, at in (("per rank", 0), ("per expert", 1), ("flag", 2)):
-        assert values_of(figure, label) == [str(int(n)) for layout in layouts for n in layout[at].flatten()], label
-    assert values_of(figure, "choice") == [str(n) for ids in topk_idx for n in ids.flatten().tolist()]
-    assert len(labelled(figure, "sent")) == sum(int((layout[0] > 0).sum()) for layout in layouts)
-    assert {f"receives {sum(int(layout[0][r]) for layout in layouts)}" for r in (0, 1)} <= set(texts(figure))
-
-
-def check_counters(figure, ids, experts, of_cta, threads, cta):
-    own = slice(cta * of_cta, min((cta + 1) * of_cta, experts))
-    right = reference.dispatch_layout(ids, 1, experts)[1][own].tolist()
-    assert values_of(figure, "sum") == [str(n) for n in right]
-    counters = torch.tensor([int(n) for n in values_of(figure, "counter")]).view(threads, -1)
-    of_threads = [int(((ids[t::threads] >= own.start) & (ids[t::threads] < own.stop)).sum()) for t in range(threads)]
-    assert counters.sum(dim=0).tolist() == right and counters.sum(dim=1).tolist() == of_threads
-
-
-@pytest.mark.parametrize(
-    "words, count", [(range(32), 1), ([5] * 32, 1), (range(0, 64, 2), 2), (range(0, 1024, 32), 32)]
-)
-def test_wavefronts_of_bank_conflicts(words, count):
-    assert dispatch_layout.wavefronts(words) == count
-    assert dispatch_layout.wavefronts(range(0, 32 * 33, 33)) == 1  # rows of 33 words
-
-
 def check_rows(figure, in_rank, _):
     right = [f"{s}.{t}" for r in range(2) for s in range(2) for t, to in enumerate(in_rank[s]) if to[r]]
     assert values_of(figure, "row") == right
@@ -202,20 +175,12 @@ def in_rank(seed, ranks=2, tokens=4):
     return [torch.rand(tokens, ranks, generator=generator) < 0.6 for _ in range(ranks)]
 
 
-TWO = [[routing(seed=seed), routing(seed=seed + 1)] for seed in (0, 2, 4)]
-NOTHING_SENT = [torch.tensor([[0, -1], [-1, -1]]), torch.tensor([[3, 1], [2, 3]])]  # from rank 0 to rank 1
 ROWS = [[[1, 0], [0, 1], [0, 1], [1, 1], [1, 0]], [[0, 1], [1, 0], [1, 1], [1, 0], [0, 1], [1, 0], [1, 0], [1, 1]]]
-COUNTERS = ((8, 2, 8), (8, 4, 4, 0)), ((12, 4, 16), (16, 8, 6, 1)), ((5, 1, 6), (6, 4, 2, 1))
 HOMES = (0, 2, 0), (0, 3, 1), (1, 3, 2)  # seed, ranks, rank whose tokens are combined
 PROBLEMS = [  # draw, check, arguments, other arguments
     *((lambda _, r: shared_experts.problem(*r, 256, 2.5), check_fusion, token(s), token(s + 1)) for s in range(3)),
     *((align.problem, check_alignment, (routing(6, seed=s), 4, 4), (routing(6, seed=s + 1), 4, 4)) for s in range(4)),
     *((align.two_level_scan, check_scan, sizes, (4, 4, 3)) for sizes in ((4, 4, 0), (3, 8, 1), (2, 2, 2))),
-    *((dispatch_layout.problem, check_layout, (ids, 4), (TWO[2], 4)) for ids in (*TWO[:2], NOTHING_SENT)),
-    *(
-        (dispatch_layout.private_counters, check_counters, *((routing(*shape, seed=s), *sizes) for s in (0, 3)))
-        for shape, sizes in COUNTERS
-    ),
     *((dispatch.row_order, check_rows, (ROWS, channels), (ROWS[::-1], channels)) for channels in (1, 2, 8)),
     (dispatch.row_order, check_rows, ([ROWS[0], []], 2), ([[[1, 1]] * 8] * 2, 2)),
     *(

@@ -20,6 +20,7 @@ PAGES = (
     "07_grouped_gemm",
     "08_block_scales",
     "09_w4_weights",
+    "10_dispatch_layout",
     "11_talk_to_a_peer",
     "12_dispatch",
 )

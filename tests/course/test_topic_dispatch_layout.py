@@ -65,12 +65,3 @@ def test_a_wrong_step_is_not_timed(small, monkeypatch):
     monkeypatch.setattr(dispatch_layout, "get_dispatch_layout", lambda ids, experts, ranks, out: out)  # writes nothing
     with pytest.raises(AssertionError, match="port, .*5 tokens: the layout is wrong"):
         topic.measure_layout(topic.DEEPSEEK_V3, 5, 1e12)
-
-
-def test_sizes_are_valid():
-    sizes = topic.sizes()
-    assert (
-        sizes.num_experts % sizes.ranks == 0
-        and sizes.topk <= sizes.num_experts
-        and sizes.few < sizes.tokens <= sizes.many
-    )

@@ -4,11 +4,6 @@ A row is ``(right, wrong, message)``: the solution's source with one passage rep
 ``(answer, message)`` with the text of another answer, which may name what the module of the exercises contains.
 """
 
-FIRST_BARRIER = "    barrier_cluster_arrive()\n    barrier_cluster_wait()  # all CTAs have started\n"
-LAST_BARRIER = "    barrier_cluster_arrive()\n    barrier_cluster_wait()  # all CTAs have stored\n"
-SUM_OF_CTAS = (
-    "    parts = cuda.shared.array(8, int32)\n    t, cta = int32(cuda.threadIdx.x), int32(cluster_ctarank())\n"
-)
 WRONG = {
     "start-1": [
         ("    cuda.syncthreads()\n", "", "^two threads race: .* it needs cuda.syncthreads"),
@@ -50,65 +45,6 @@ WRONG = {
         ("lambda a, b: (a - b).abs().mean() <= 1e-3", "wrong by 0.002: the result is True, not False"),
         ("lambda a, b: True", "one element is wrong by 1: the result is True, not False"),
     ],
-    "dispatch_layout-1": [
-        (
-            "seen = int32(seen | bit)",
-            "seen = bit",
-            r"^a token with the experts \[2, 5, 1, 12\]: per_rank\[0\] is 2, not 1; ",
-        ),
-        (
-            "if not seen & bit",
-            "if True",
-            r"^a token with the experts \[0, 1, 2, 3\]: per_rank\[0\] is 4, not 1; 1 of 4",
-        ),
-        (
-            "cuda.atomic.add(per_rank, expert // experts_per_rank, int32(1))",
-            "per_rank[expert // experts_per_rank] += 1",
-            "^64 tokens: two threads race: .*per_rank",
-        ),
-        ("expert >= 0", "expert > 0", r"per_rank\[0\] is 0, not 1"),
-    ],
-    "dispatch_layout-2": [
-        (
-            "if lane == 0:\n            cuda.atomic.add(per_rank, rank, count)",
-            "if flag:\n            cuda.atomic.add(per_rank, rank, 1)",
-            r"^104 tokens: right, but with \d+ global atomics; at most 32",
-        ),
-        (
-            "        count = cuda.popc(uint32(cuda.ballot_sync",
-            "        count = flag and cuda.popc(uint32(cuda.ballot_sync",
-            "a lane is missing",
-        ),
-        ("token < flags.shape[0] and ", "", "^104 tokens: an index is out of bounds: .* outside flags"),
-        ("cuda.atomic.add(per_rank, rank, count)", "per_rank[rank] += count", "two threads race"),
-        ("if lane == 0", "if cuda.threadIdx.x == 0", r"^128 tokens: per_rank\[0\] is 64, not 128"),
-    ],
-    "dispatch_layout-3": [
-        (
-            "rows[2 * i + t // 32, t % 32] =",
-            "rows[t, i] =",
-            "^right, but with 1984 bank conflicts; at most 0 are needed",
-        ),
-        ("(64, 32)", "(64, 33)", "^right, but with 8448 bytes of shared memory; at most 8192"),
-        (
-            "    rows = cuda.shared.array((64, 32), int32)\n    t = cuda.threadIdx.x\n",
-            "    t = cuda.threadIdx.x\n    if t < 32:\n        per_expert[t] = 0\n        for i in range(64):\n"
-            "            per_expert[t] += ids[i] == t\n    return\n    rows = cuda.shared.array((64, 32), int32)\n",
-            "^right, but with 0 bytes of shared memory; at least 8192 are needed",
-        ),
-        ("int32(0)\n    cuda.syncthreads()\n", "int32(0)\n", "^two threads race"),
-        ("rows[2 * i + t // 32, t", "rows[i, t", r"^per_expert\[0\] is -?\d+, not 13|it reads memory that nothing"),
-    ],
-    "dispatch_layout-4": [
-        (FIRST_BARRIER, "", "^thread order 0: the CTAs of a cluster are not synchronised: .* may not have started"),
-        (LAST_BARRIER, "    cuda.syncthreads()\n", "^thread order 0: it reads memory that nothing has written"),
-        ("arrive()\n    barrier_cluster_wait()  # all CTAs have started", "wait()", "arrived"),
-        ("parts, cta, t, counts", "parts, t, cta, counts", r"^thread order 0: sums\[0\] is \d+, not \d+; "),
-        (
-            SUM_OF_CTAS,
-            SUM_OF_CTAS + "    if t == 0:\n        sums[cta] = 0\n        for other in range(8):\n"
-            "            sums[cta] += counts[8 * other + cta]\n    return\n",
-            "^right, but with 0 bytes stored to other CTAs; at least 224 are needed",
         ),
     ],
     "combine-1": [

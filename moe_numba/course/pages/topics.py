@@ -95,7 +95,8 @@ TOPICS = (
         "DeepEP, intranode",
         "dispatch_layout",
         "the dispatch layout",
-        ("dispatch_layout_ladder",),
+        ("dispatch_count_ladder",),
+        hopper=True,
     ),
     Topic(
         "11_talk_to_a_peer",
@@ -148,6 +149,7 @@ FIRST_EDITION = {
     "grouped_gemm_block_scales_ladder": "08_block_scales",
     "grouped_gemm_mxfp4_ladder": "09_w4_weights",
     "ring_buffer_dispatch_ladder": "12_dispatch",
+    "dispatch_layout_ladder": "10_dispatch_layout",
 }
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {

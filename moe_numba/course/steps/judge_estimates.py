@@ -20,9 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_numba import simulator
 from moe_numba.course.bench import records
-from moe_numba.course.bench.topics import dispatch_layout
 from moe_numba.course.pages.topics import FIRST_EDITION
 from moe_numba.course.steps import estimate
 from moe_numba.course.steps.ladder import Ladder
@@ -141,7 +139,6 @@ def run(lesson: str) -> list[dict]:
     Ladder.measure_all = Ladder.save = lambda *_, **__: None
     Lesson.step = lambda lesson, *args, **options: steps.step_of_lesson(lesson, *args, **options)
     Lesson.times, Lesson.save = lambda *_: {}, lambda *_, **__: None
-    dispatch_layout.sizes = _sizes_of_a_gpu(dispatch_layout.sizes)
     sys.modules["__main__"], page.display = page, lambda *_, **__: None
     source = (records.repository() / "notebooks" / f"{lesson}.py").read_text()
     for number, cell in enumerate(cells_of(source, kept)):
@@ -150,23 +147,7 @@ def run(lesson: str) -> list[dict]:
                 SourceLoader(cell, f"{lesson}/cell_{number}.py").exec_module(page)
         except Exception as error:
             print(f"cell {number} left out: {type(error).__name__}: {error}"[:160], flush=True)
-        for name in ("OTHERS", "HOLES"):  # inputs of checks
-            if isinstance(getattr(page, name, None), dict):
-                setattr(page, name, {})
     return steps.rows
-
-
-def _sizes_of_a_gpu(sizes):
-    def changed():
-        simulator.ENABLED = False
-        try:
-            found = sizes()
-        finally:
-            simulator.ENABLED = True
-        found.device = "cpu"
-        return found
-
-    return changed
 
 
 def table(rows: list[dict]) -> str:

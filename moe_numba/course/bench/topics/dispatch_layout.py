@@ -1,7 +1,5 @@
 """Benchmark of the dispatch layout over the number of tokens, with torch and our port of DeepEP's kernel as peers."""
 
-from types import SimpleNamespace
-
 import torch
 
 from moe_numba import simulator
@@ -20,14 +18,6 @@ OTHER_TOKENS = [64, 4096]
 CALL_TOKENS = 4096
 DEVICE = "cpu" if simulator.ENABLED else "cuda"
 STEPS = {"moe_numba": "final", "DeepEP's kernel, our port": "port", "torch": "torch"}
-
-
-def sizes():
-    """Return the notebook's sizes: DeepSeek-V3's routing on a GPU, a small one with few tokens in the simulator."""
-    if simulator.ENABLED:
-        small = dict(num_experts=64, topk=4, ranks=4)
-        return SimpleNamespace(device="cpu", **small, tokens=96, few=8, many=128, threads=64, sweep=(1, 33))
-    return SimpleNamespace(device="cuda", **DEEPSEEK_V3, tokens=4096, few=64, many=65536, threads=256, sweep=TOKENS)
 
 
 def uniform_routing(tokens, num_experts, topk, device=DEVICE):

@@ -1,310 +1,183 @@
-"""Figures of the dispatch layout: token destinations, private counters, shared-memory banks, the buffer."""
+"""Figures of the dispatch layout: the problem, private counters, time lines, a cluster's sum, lanes and ids."""
 
-from moe_numba.course.bench.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, SKY, WIDTH
-from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, note, plural, text, tint
+from collections.abc import Mapping
+
+import torch
+
+from moe_numba.course.bench import records
+from moe_numba.course.bench.figures.style import BLUE, GREEN, ORANGE
+from moe_numba.course.draw.drawing import WIDTH, Drawing
+from moe_numba.course.lessons.dispatch_layout.sizes import EXPERTS, EXPERTS_PER_CTA, LANES, RANKS, RANKS_PER_CTA, TOPK
 from moe_numba.expert_parallel import reference
 
-__all__ = ["banks", "buffer_map", "buffer_parts", "private_counters", "problem", "wavefronts"]
+__all__ = ["cluster_sum", "ctas", "lanes", "loads", "private_counters", "problem"]
 
-RANK_COLOURS = (BLUE, ORANGE, GREEN)
-PEERS = 8  # GPUs of a node, the most that DeepEP's buffer supports
-
-
-def problem(topk_idx_of_ranks, num_experts):
-    """Draw tokens of two or three ranks, their experts, each rank's layout and the number of tokens per destination."""
-    ranks, (tokens, topk) = len(topk_idx_of_ranks), topk_idx_of_ranks[0].shape
-    (
-        check_range("the number of ranks", ranks, 2, 3),
-        check_range("tokens", tokens, 1, 6),
-        check_range("topk", topk, 1, 3),
-    )
-    check_range("num_experts", num_experts, ranks, 8)
-    each, tall = num_experts // ranks, 0.26
-    group = max(tokens, 3) * tall + 0.98
-    height = ranks * group + 0.85
-    figure, axes = canvas(WIDTH, height, f"{ranks} ranks, {num_experts} experts: destinations of the tokens")
-    places = [(height - 0.75 - (r + 0.5) * group + 0.3) for r in range(ranks)]
-    for rank, topk_idx in enumerate(topk_idx_of_ranks):
-        per_rank, per_expert, is_in = (t.tolist() for t in reference.dispatch_layout(topk_idx, ranks, num_experts))
-        top = height - 0.85 - rank * group - 0.2
-        text(axes, 0.15, top + 0.3, f"rank {rank}", ha="left", weight="bold", colour=RANK_COLOURS[rank])
-        left, wide = 1.05, 0.36
-        flags, middle = left + topk * wide + 0.55, top - tokens * tall / 2
-        text(axes, left + topk * wide / 2, top + 0.12, "topk_idx", size=8, colour=GREY)
-        text(axes, flags + ranks * wide / 2, top + 0.12, "is_token_in_rank", size=8, colour=GREY)
-        for token, (experts, flags_of_token) in enumerate(zip(topk_idx.tolist(), is_in, strict=True)):
-            y = top - (token + 1) * tall
-            text(axes, left - 0.08, y + tall / 2, f"token {token}", size=8, colour=GREY, ha="right")
-            for k, expert in enumerate(experts):
-                fill = RANK_COLOURS[expert // each] if 0 <= expert < num_experts else WHITE
-                cell(axes, left + k * wide, y, wide, tall, expert, fill=fill, edge=WHITE, label="choice", size=8.5)
-            for to, is_in in enumerate(flags_of_token):
-                fill = RANK_COLOURS[to] if is_in else WHITE
-                cell(
-                    axes,
-                    flags + to * wide,
-                    y,
-                    wide,
-                    tall,
-                    int(is_in),
-                    fill=fill,
-                    edge=PALE,
-                    label="flag",
-                    size=8.5,
-                    colour=None if is_in else GREY,
-                )
-        low = top - tokens * tall - 0.32
-        text(axes, flags - 0.1, low + tall / 2, "num_tokens_per_rank", size=8, colour=GREY, ha="right")
-        for to, number in enumerate(per_rank):
-            cell(
-                axes,
-                flags + to * wide,
-                low,
-                wide,
-                tall,
-                number,
-                fill=tint(RANK_COLOURS[to]),
-                edge=RANK_COLOURS[to],
-                label="per rank",
-            )
-        experts_left, narrow = flags + ranks * wide + 0.35, min(0.36, 2.2 / num_experts)
-        text(axes, experts_left, top - 0.42, "num_tokens_per_expert", size=8, colour=GREY, ha="left")
-        for expert, number in enumerate(per_expert):
-            colour, x = RANK_COLOURS[expert // each], experts_left + expert * narrow
-            text(axes, x + narrow / 2, top - 0.6, str(expert), size=7, colour=GREY)
-            cell(axes, x, top - 0.95, narrow, tall, number, fill=tint(colour), edge=colour, label="per expert")
-        start, end = max(experts_left + num_experts * narrow, experts_left + 1.5) + 0.1, WIDTH - 1.45
-        for to, number in enumerate(per_rank):
-            y = middle + 0.18 * ((ranks - 1) / 2 - to)
-            target = places[to] - 0.14 + 0.18 * ((ranks - 1) / 2 - rank)
-            if number:
-                arrow(axes, (start, y), (end, target), colour=RANK_COLOURS[to], label="sent")
-                at = 0.14 + 0.1 * to
-                text(
-                    axes,
-                    start + at * (end - start),
-                    y + at * (target - y),
-                    str(number),
-                    size=8.5,
-                    weight="bold",
-                    colour=RANK_COLOURS[to],
-                    bbox={"facecolor": WHITE, "edgecolor": "none", "pad": 1},
-                )
-    for rank, y in enumerate(places):
-        box(axes, WIDTH - 1.42, y - 0.5, 1.27, 0.72, fill=tint(RANK_COLOURS[rank]), edge=RANK_COLOURS[rank])
-        text(axes, WIDTH - 0.785, y + 0.02, f"to rank {rank}", weight="bold", size=8.5)
-        last = (rank + 1) * each - 1
-        words = f"expert{'s' * (each > 1)} {rank * each}" + f" to {last}" * (each > 1)
-        text(axes, WIDTH - 0.785, y - 0.2, words, size=8)
-        arrivals = sum(int(reference.dispatch_layout(i, ranks, num_experts)[0][rank]) for i in topk_idx_of_ranks)
-        text(axes, WIDTH - 0.785, y - 0.38, f"receives {arrivals}", size=8, colour=GREY)
-    note(
-        axes,
-        0.15,
-        0.17,
-        "Colour: the rank that holds the expert. A token is sent once to each rank that holds any of its experts.",
-    )
-    return figure
+RANK_COLOURS = (BLUE, ORANGE, GREEN)  # lessons 12 and 13 draw ranks in these colours
+_KINDS = "blue", "orange"  # of two ranks
+_IDS = ([[0, 3], [1, 0], [2, 3], [3, 1]], [[2, 1], [3, 2], [0, 2], [2, 3]])  # of two ranks' tokens, four experts
+_MOST_BOXES = 8
 
 
-def private_counters(topk_idx, num_experts, experts_of_block, threads, block=0):
-    """Draw DeepEP's counting: each thread counts its tokens in a private row, then the columns are summed."""
-    tokens, topk = topk_idx.shape
-    check_range("tokens", tokens, 1, 12)
-    check_range("topk", topk, 1, 4)
-    check_range("threads", threads, 2, 6)
-    check_range("experts_of_block", experts_of_block, 1, 8)
-    check_range("num_experts", num_experts, 1, 64)
-    begin = block * experts_of_block
-    experts = list(range(begin, min(begin + experts_of_block, num_experts)))
-    check_range("the number of the block's experts", len(experts), 1, 8)
-    rows = [[0] * len(experts) for _ in range(threads)]
-    for token, ids in enumerate(topk_idx.tolist()):
-        for expert in ids:
-            if expert in experts:
-                rows[token % threads][expert - begin] += 1
-    tall, rounds = 0.3, -(-tokens // threads)
-    height = 1.75 + threads * tall + 0.55
-    title = f"Block {block} counts experts {experts[0]} to {experts[-1]}: one row of counters per thread"
-    figure, axes = canvas(WIDTH, height, title)
-    top, left = height - 0.95, 1.15
-    wide = min(0.34, 3.6 / (rounds * topk))
-    text(axes, left, top + 0.15, "experts of its tokens", ha="left", size=8.5, colour=GREY)
-    counters = left + rounds * (topk * wide + 0.12) + 0.75
-    column = min(0.5, (WIDTH - counters - 1.9) / len(experts))
-    text(axes, counters, top + 0.36, "its counters in shared memory", ha="left", size=8.5, colour=GREY)
-    for j, expert in enumerate(experts):
-        text(axes, counters + (j + 0.5) * column, top + 0.12, str(expert), size=8, colour=GREY)
-    for thread in range(threads):
-        y = top - (thread + 1) * tall
-        text(axes, left - 0.1, y + tall / 2, f"thread {thread}", ha="right", size=8.5)
-        for r in range(rounds):
-            token = r * threads + thread
-            for k, expert in enumerate(topk_idx[token].tolist() if token < tokens else ()):
-                counted = expert in experts
-                cell(
-                    axes,
-                    left + r * (topk * wide + 0.12) + k * wide,
-                    y + 0.02,
-                    wide,
-                    tall - 0.04,
-                    expert,
-                    fill=SKY if counted else WHITE,
-                    edge=PALE,
-                    size=8,
-                    colour=None if counted else GREY,
-                    label="choice",
-                )
-        arrow(axes, (counters - 0.6, y + tall / 2), (counters - 0.12, y + tall / 2), colour=GREY)
-        for j, number in enumerate(rows[thread]):
-            cell(
-                axes,
-                counters + j * column,
-                y + 0.02,
-                column,
-                tall - 0.04,
-                number,
-                fill=tint(SKY) if number else WHITE,
-                edge=PALE,
-                label="counter",
-            )
-    y = top - threads * tall
-    for j in range(len(experts)):
-        x = counters + (j + 0.5) * column
-        arrow(axes, (x, y - 0.06), (x, y - 0.36), colour=ORANGE, label="add up")
-        cell(
-            axes,
-            counters + j * column,
-            y - 0.7,
-            column,
-            tall,
-            sum(row[j] for row in rows),
-            fill=tint(ORANGE),
-            edge=ORANGE,
-            label="sum",
+def problem() -> Drawing:
+    """Draw tokens of two ranks, their experts, and the layout of each rank."""
+    drawing, side = Drawing("Two ranks, four experts: who gets which token?"), 19.0
+    drawing.legend(36, [("blue", "rank 0: experts 0, 1"), ("orange", "rank 1: experts 2, 3")])
+    for rank, ids in enumerate(_IDS):
+        per_rank, per_expert, flags = (
+            each.int().tolist() for each in reference.dispatch_layout(torch.tensor(ids), num_ranks=2, num_experts=4)
         )
-    text(axes, counters - 0.12, y - 0.55, "num_tokens_per_expert", ha="right", size=8.5)
-    note(axes, counters + len(experts) * column + 0.12, y - 0.21, "one thread per column")
-    note(
-        axes,
-        0.15,
-        0.17,
-        "Blue: an expert that this block counts. Every block reads all tokens; no two threads touch the same counter.",
+        top = 62.0 + rank * 128
+        drawing.text(8, top, f"rank {rank}", bold=True)
+        drawing.note(62, top, "topk_idx")
+        drawing.note(140, top, "is_in_rank")
+        drawing.note(262, top, "counts")
+        for token, (experts, of_ranks) in enumerate(zip(ids, flags, strict=True)):
+            y = top + 8 + token * (side + 2)
+            drawing.note(8, y + 13, f"token {token}")
+            for k, expert in enumerate(experts):
+                drawing.box(62 + k * (side + 2), y, side, side, _KINDS[expert // 2], str(expert), size=11)
+            for to, flag in enumerate(of_ranks):
+                drawing.box(146 + to * (side + 2), y, side, side, _KINDS[to] if flag else "pale", str(flag), size=11)
+        drawing.note(216, top + 30, "expert")
+        for expert, number in enumerate(per_expert):
+            x = 262 + expert * (side + 6)
+            drawing.note(x + 6, top + 14, str(expert))
+            drawing.box(x, top + 18, side, side, _KINDS[expert // 2], str(number), size=11)
+        drawing.note(216, top + 74, "rank")
+        for to, number in enumerate(per_rank):
+            x = 262 + to * (side + 6)
+            drawing.note(x + 6, top + 58, str(to))
+            drawing.box(x, top + 62, side, side, _KINDS[to], str(number), size=11)
+    drawing.note(8, 316, "Rank 0's token 1 has both experts on rank 0: it is sent there once,")
+    drawing.note(8, 330, "and counts once for the rank.")
+    return drawing
+
+
+def private_counters() -> Drawing:
+    """Draw the port: a table of counters with a row for each thread, whose columns are then added up."""
+    drawing, side, ids = Drawing("A CTA of the port: experts 0 to 3, four threads"), 21.0, [*_IDS[0], *_IDS[1]]
+    ids = [[expert * 2 + k for k, expert in enumerate(experts)] for experts in ids]  # of eight experts
+    drawing.note(66, 40, "experts of its tokens")
+    drawing.note(232, 40, "its row: 0, 1, 2, 3")
+    rows = [[0] * 4 for _ in range(4)]
+    for token, experts in enumerate(ids):
+        for k, expert in enumerate(experts):
+            if expert < 4:
+                rows[token % 4][expert] += 1
+            x = 66 + (token // 4) * (2 * side + 12) + k * (side + 2)
+            kind = "sky" if expert < 4 else "pale"
+            drawing.box(x, 48 + (token % 4) * (side + 3), side, side, kind, str(expert), size=11)
+    for thread, row in enumerate(rows):
+        y = 48 + thread * (side + 3)
+        drawing.note(8, y + 15, f"thread {thread}")
+        drawing.line((184, y + 10), (224, y + 10), width=1.3)
+        for column, number in enumerate(row):
+            drawing.box(232 + column * (side + 3), y, side, side, "sky" if number else "pale", str(number), size=11)
+    y = 48 + 4 * (side + 3) + 10
+    for column in range(4):
+        x = 232 + column * (side + 3)
+        drawing.line((x + side / 2, y - 10), (x + side / 2, y - 1), width=1.3)
+        drawing.box(x, y, side, side, "orange", str(sum(row[column] for row in rows)), size=11)
+    drawing.note(40, y + 14, "one thread adds up each column")
+    drawing.legend(y + 44, [("sky", "an expert that this CTA counts"), ("pale", "not this CTA's")])
+    return drawing
+
+
+def ctas(found: Mapping[str, Mapping[str, float | None]]) -> Drawing:
+    """Draw time lines of the port's CTAs from what `runs.apart` found of the experts' CTAs, and of the ranks'.
+
+    The dark part of a bar is what a single token takes too. Without times the bars are executed lines.
+    """
+    _, experts, ranks = found.values()
+    timed = None not in (experts["us"], experts["one_us"], ranks["us"], ranks["one_us"])
+    whole, single = ("us", "one_us") if timed else ("lines", "one_lines")
+    drawing = Drawing("Time lines of the port's CTAs" if timed else "What each CTA of the port executes")
+    of_experts, of_ranks = -(-EXPERTS // EXPERTS_PER_CTA), -(-RANKS // RANKS_PER_CTA)
+    bars = [(f"experts {i * EXPERTS_PER_CTA}…", experts, "sky") for i in range(of_experts)][:_MOST_BOXES]
+    bars += [("ranks", ranks, "orange")] * of_ranks
+    scale, y = (WIDTH - 150) / max(each[whole] for _, each, _ in bars), 32.0
+    for label, each, kind in bars:
+        fixed = min(each[single], each[whole])
+        drawing.note(8, y + 11, label)
+        drawing.box(88, y, fixed * scale, 14, "purple")
+        drawing.box(88 + fixed * scale, y, max(each[whole] - fixed, 0) * scale, 14, kind)
+        text = f"{records.format_us(each[whole])} us" if timed else f"{each[whole]:,.0f}"
+        drawing.note(92 + each[whole] * scale, y + 11, text)
+        y += 19
+    drawing.legend(y + 14, [("purple", "as with one token"), ("sky", "loop, experts"), ("orange", "loop, ranks")])
+    source = (
+        "Experts and ranks timed apart; experts' CTAs are drawn alike."
+        if timed
+        else "Source lines of the longest warp."
     )
-    return figure
+    drawing.note(8, y + 32, source)
+    return drawing
 
 
-def wavefronts(words, banks=32):
-    """Count the wavefronts of a shared-memory access: the maximum number of distinct words in one bank."""
-    found = [0] * banks
-    for word in set(words):
-        found[word % banks] += 1
-    return max(found)
+def cluster_sum() -> Drawing:
+    """Draw how three CTAs add up six counters: each stores shares of its counts in the others' shared memory."""
+    drawing, side, sums = Drawing("Three CTAs add up six counters"), 20.0, 3
+    counts = [[2, 0, 1, 3, 0, 1], [1, 1, 0, 2, 2, 0], [0, 3, 1, 0, 1, 1]]
+    kinds = "sky", "orange", "green"
+    for cta in range(sums):
+        top = 44.0 + cta * 78
+        drawing.text(8, top, f"CTA {cta}", bold=True)
+        drawing.note(8, top + 22, "its counts")
+        for i, number in enumerate(counts[cta]):
+            drawing.box(70 + i * (side + 2), top + 8, side, side, kinds[i // 2], str(number), size=11)
+        drawing.note(224, top, "shares: from 0, 1, 2")
+        for other in range(sums):
+            for i in range(2):
+                x = 224 + other * 48 + i * (side + 2)
+                drawing.box(x, top + 8, side, side, kinds[cta], str(counts[other][2 * cta + i]), size=11)
+        for i in range(2):
+            total = sum(counts[other][2 * cta + i] for other in range(sums))
+            drawing.box(320 + i * (side + 2), top + 36, side, side, kinds[cta], str(total), size=11)
+        drawing.note(224, top + 50, f"adds up {2 * cta} and {2 * cta + 1}:")
+    drawing.note(8, 44 + sums * 78 + 2, "Colour: the CTA that adds a counter up. Counts travel once, to that CTA.")
+    return drawing
 
 
-def banks(num_banks=8, widths=(8, 9), column=2):
-    """Draw the bank of each thread's counters for the given row widths, in words; one column is marked."""
-    check_range("num_banks", num_banks, 4, 8)
-    check_range("the number of widths", len(widths), 1, 2)
-    for width in widths:
-        check_range("a width", width, column + 1, 9)
-    tall, wide = 0.28, 0.36
-    height = 1.75 + num_banks * tall
-    figure, axes = canvas(WIDTH, height, f"{num_banks} banks, {num_banks} threads: the bank of each counter")
-    top = height - 1.0
-    for side, width in enumerate(widths):
-        left = 1.05 + side * (WIDTH / 2)
-        needed = wavefronts([thread * width + column for thread in range(num_banks)], num_banks)
-        text(axes, left, top + 0.37, f"rows of {width} words", ha="left", weight="bold")
-        for j in range(width):
-            text(axes, left + (j + 0.5) * wide, top + 0.12, str(j), size=7.5, colour=GREY)
-        for thread in range(num_banks):
-            y = top - (thread + 1) * tall
-            text(axes, left - 0.1, y + tall / 2, f"thread {thread}", ha="right", size=8.5)
-            for j in range(width):
-                fill = (RED if needed > 1 else GREEN) if j == column else WHITE
-                cell(
-                    axes,
-                    left + j * wide,
-                    y,
-                    wide,
-                    tall,
-                    (thread * width + j) % num_banks,
-                    fill=fill,
-                    edge=PALE,
-                    size=8.5,
-                    label="marked" if j == column else "word",
-                    colour=None if j == column else GREY,
-                )
-        words = f"all threads at column {column}: {plural(needed, 'wavefront')}"
-        text(axes, left, top - num_banks * tall - 0.2, words, ha="left", size=8.5)
-    note(
-        axes,
-        0.15,
-        0.15,
-        "A bank delivers one word per wavefront. Bank of a word: its index modulo the number of banks.",
-    )
-    return figure
+def loads(lanes_of_token: int, tokens: int = 4) -> Drawing:
+    """Draw which ids a warp loads with one instruction: a lane for each token, or several."""
+    each = "one lane" if lanes_of_token == 1 else f"{lanes_of_token} lanes"
+    drawing = Drawing(f"One load of a warp, {each} for each token")
+    _ids(drawing, lanes_of_token, 40, tokens)
+    return drawing
 
 
-def buffer_parts(num_nvl_bytes):
-    """Return the parts of DeepEP's allocation on each of eight GPUs of a node: ``{name: (offset, bytes)}``."""
-    parts, offset = {}, 0
-    sizes = {
-        "data": num_nvl_bytes,
-        "barrier signals": 4 * PEERS,
-        "buffer_ptrs": 8 * PEERS,
-        "barrier_signal_ptrs": 8 * PEERS,
-    }
-    for name, size in sizes.items():
-        parts[name] = offset, size
-        offset += size
-    return parts
+def _ids(drawing, lanes_of_token, top, tokens):
+    """Draw rows of ids; those that the first load of a warp reads carry the number of the lane."""
+    columns = min(TOPK, 16)
+    wide = min(30.0, (WIDTH - 70) / columns)
+    for token in range(tokens):
+        y = top + token * 22
+        drawing.note(8, y + 14, f"token {token}")
+        for k in range(columns):
+            lane = token * lanes_of_token + k if k < lanes_of_token else None
+            kind = "pale" if lane is None else _lane_kind(token)
+            drawing.box(62 + k * wide, y, wide - 2, 18, kind, "" if lane is None else str(lane), size=9)
+    y = top + tokens * 22 + 12
+    drawing.note(8, y, "A box is an id of 8 bytes, and its number is the lane that loads it.")
 
 
-def buffer_map(num_nvl_bytes):
-    """Draw the allocation to scale, and its last bytes enlarged."""
-    check_range("num_nvl_bytes", num_nvl_bytes, 128, (1 << 31) - 1)
-    parts = buffer_parts(num_nvl_bytes)
-    small = {name: part for name, part in parts.items() if name != "data"}
-    total, rest = sum(size for _, size in parts.values()), sum(size for _, size in small.values())
-    figure, axes = canvas(WIDTH, 3.35, f"The buffer of one GPU: one allocation of {total:,} bytes")
-    left, wide, tall = 0.15, WIDTH - 0.3, 0.42
-    y = 2.25
-    part = wide * num_nvl_bytes / total
-    box(
-        axes,
-        left,
-        y,
-        part,
-        tall,
-        f"data: {num_nvl_bytes:,} bytes, written by the other GPUs",
-        fill=tint(BLUE),
-        edge=BLUE,
-        label="data",
-    )
-    axes.plot([left + part] * 2, [y - 0.08, y + tall + 0.08], color=RED, linewidth=1.4, label="end of data")
-    text(axes, left, y + tall + 0.15, "0", size=7.5, colour=GREY, ha="left")
-    text(axes, left + wide, y + tall + 0.15, f"{num_nvl_bytes:,}", size=7.5, colour=GREY, ha="right")
-    low, colours = 0.95, (RED, ORANGE, GREEN)
-    axes.plot([left + part, left], [y - 0.08, low + tall + 0.42], color=PALE, linewidth=1)
-    axes.plot([left + wide, left + wide], [y - 0.08, low + tall + 0.42], color=PALE, linewidth=1)
-    text(axes, left, low + tall + 0.33, f"the last {rest} bytes, enlarged", size=8.5, ha="left")
-    contents = {"barrier signals": "int32 x 8", "buffer_ptrs": "pointers x 8", "barrier_signal_ptrs": "pointers x 8"}
-    for (name, (offset, size)), colour in zip(small.items(), colours, strict=True):
-        x, own = left + wide * (offset - num_nvl_bytes) / rest, wide * size / rest
-        box(axes, x, low, own, tall, fill=tint(colour), edge=colour, label="part")
-        text(axes, x + own / 2, low + 0.28, name, size=8.5)
-        text(axes, x + own / 2, low + 0.12, f"{size} bytes: {contents[name]}", size=7.5, colour=INK)
-        text(axes, x, low + tall + 0.1, f"+{offset - num_nvl_bytes}", size=7.5, colour=GREY, ha="left")
-        each = own / PEERS
-        for peer in range(PEERS):
-            box(axes, x + peer * each, low - 0.3, each, 0.26, str(peer), edge=colour, size=7.5, label="entry")
-    note(
-        axes,
-        left,
-        0.17,
-        "Below: one entry per GPU of the node. "
-        "The host obtains the pointers by opening the IPC handles of the other GPUs.",
-    )
-    return figure
+def _lane_kind(token):
+    return ("sky", "orange", "green", "purple")[token % 4]
+
+
+def lanes() -> Drawing:
+    """Draw what the lanes of a group do in the last steps: an id each, then a rank each."""
+    drawing, shown = Drawing(f"Groups of {LANES} lanes: an id each, then a rank each"), min(32 // LANES, 4)
+    drawing.text(8, 40, "load: lane m of a group loads id m of its token", size=10)
+    _ids(drawing, LANES, 48, shown)
+    y = 48 + shown * 22 + 34
+    drawing.text(8, y, "or: after some exchanges each lane has the token's ranks", size=10)
+    drawing.text(8, y + 20, "store: lane m writes the flag of rank m, and counts it", size=10)
+    wide = min(30.0, (WIDTH - 70) / max(RANKS, 2))
+    for token in range(shown):
+        top = y + 28 + token * 22
+        drawing.note(8, top + 14, f"token {token}")
+        for rank in range(RANKS):
+            drawing.box(62 + rank * wide, top, wide - 2, 18, _lane_kind(token), str(token * LANES + rank), size=9)
+    drawing.note(8, y + 28 + shown * 22 + 12, "A box is a flag of one byte, and its number is the lane that stores it.")
+    return drawing
