@@ -45,8 +45,6 @@ WRONG = {
         ("lambda a, b: (a - b).abs().mean() <= 1e-3", "wrong by 0.002: the result is True, not False"),
         ("lambda a, b: True", "one element is wrong by 1: the result is True, not False"),
     ],
-        ),
-    ],
     "combine-1": [
         ("(..., ..., ...)", "^not answered yet"),
         ("(1, 1, 256)", "^the sum is 258 in both cases"),
