@@ -13,5 +13,5 @@ RING_ROWS = 256  # rows that the rings from one rank to one receiving SM hold to
 CHUNKS = {2: 10, 3: 9, 4: 9}  # rows that our port of DeepEP's kernel sends at a time, by ranks; 4 with more
 
 # The simulator runs these:
-SMALL_TOKENS, SMALL_HIDDEN, SMALL_TOPK = 10, 320, 3
+SMALL_TOKENS, SMALL_HIDDEN, SMALL_TOPK = 7, 288, 3
 SMALL_SMS, SMALL_WARPS, SMALL_RING_ROWS = 2, 2, 4
