@@ -430,11 +430,7 @@ WRONG_KERNELS = [  # switches that are turned, passage of the page, what stands 
     (4, "                    wait_all_but_one()", "                    pass"),
     (5, "if not own_rings and lane == call.rank:", "if False:"),
     (6, "                fence_proxy_async_shared()", "                pass"),
-    (
-        6,
-        OWN_ROW,
-        "                pass\n",
-    ),
+    (6, OWN_ROW, "                pass\n"),
     (7, "- uint32(number) * uint32(channels)", ""),
 ]
 
