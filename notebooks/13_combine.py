@@ -28,7 +28,7 @@ os.environ["MOE_NUMBA_ONLY"] = "90"  # Hopper: with another GPU the simulator ru
 import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
 # isort: split
-from numba import cuda, int32, int64, uint32, uint64
+from numba import cuda, float32, int32, int64, uint32, uint64  # noqa: F401  for your answers
 
 from moe_numba.course.lessons.combine import deadlocks, draw, exercises
 from moe_numba.course.lessons.combine import runs as page
