@@ -16,7 +16,7 @@ from moe_numba import simulator  # before Numba: it decides whether kernels run 
 from numba import cuda, int32, uint32
 
 from moe_numba.course.bench import records
-from moe_numba.course.bench.baselines.limits import chip_limits
+from moe_numba.course.bench.baselines.limits import H200  # rates of records are an H200's
 from moe_numba.course.bench.timing.multigpu import outputs_of, settle
 from moe_numba.course.deepep_port import combine as port
 from moe_numba.course.deepep_port import launch as port_launch
@@ -460,6 +460,16 @@ def once(version) -> list:
 class _Lesson(RankLesson):
     """Its scores say what all ranks move: by loads and stores of lanes, by bulk copies, between ranks."""
 
+    @contextmanager
+    def conditions(self, seed, races):
+        """As those of lessons between ranks, but with many ranks, whose polls take long, without weak memory."""
+        if RANKS <= 4:
+            with super().conditions(seed, races):
+                yield
+        else:
+            with simulator.seed(seed), simulator.races(races):
+                yield
+
     def fault(self, version):
         """Return what is wrong with a version, or None. The simulator detects races in the first of its orders."""
         if not SIMULATED:
@@ -559,7 +569,7 @@ def wire_us(ranks: int = RANKS) -> float:
 
 def lower_bound() -> Table:
     """Return a table of bytes and lower bounds by number of ranks."""
-    lines, memory = [], chip_limits().copy_bandwidth
+    lines, memory = [], H200.copy_bandwidth
     for ranks in sorted({2, 4, 8, RANKS}):
         of = bytes_of(ranks)
         moved = of.wire + of.sum
@@ -622,7 +632,7 @@ def launches_us(launches: int, barriers: int) -> float:
 def predict_push(vectors: int = 1) -> float:
     """Return the time of pushing at the push rate, summing, four launches and two barriers."""
     rate = (_earlier("sum_gbps") or {}).get(f"132, {vectors}")
-    rate = 1e9 * rate if rate and vectors > 1 else chip_limits().copy_bandwidth
+    rate = 1e9 * rate if rate and vectors > 1 else H200.copy_bandwidth
     return wire_us() + bytes_of().sum / rate * 1e6 + launches_us(4, 2)
 
 
@@ -707,7 +717,7 @@ def evened(before: str) -> float | None:
 
 def show_rates() -> str:
     """Return Little's law for a sum, computed from recorded rates."""
-    latency, rate = latency_ns(), chip_limits()
+    latency, rate = latency_ns(), H200
     if latency is None:
         return "no rate of a sum with few CTAs is recorded for these sizes"
     needed = rate.copy_bandwidth * latency * 1e-9
@@ -894,7 +904,7 @@ def show_what_did_not_pay() -> Table:
         lines.append(["8 instead of 4 vectors of each row in flight", loads["4"], loads["8"], text])
     if us("final") and _earlier("with_all_us"):
         row = 2 * sizes.HIDDEN * sizes.TOKENS
-        apart = 4 * row / chip_limits().copy_bandwidth * 1e6  # read the sums and two biases, write the sums
+        apart = 4 * row / H200.copy_bandwidth * 1e6  # read the sums and two biases, write the sums
         text = (
             f"Receivers must load them, and packed additions are off. A separate kernel that adds both to the sums "
             f"moves {4 * row / 1e6:.0f} MB, {apart:.0f} us at the rate of a copy: it is cheaper by up to "
