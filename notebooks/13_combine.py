@@ -294,7 +294,8 @@ step(
 )
 
 # %% [markdown]
-# On all SMs one vector was nearly enough. Remember this function: with few SMs it will matter much more.
+# No count of the table changes: the same loads, and the same bytes. Only *when* they are issued is different, and that takes a GPU to see. Compare the
+# kilobytes in flight above with what is needed: on all SMs one vector of two rows comes close. Remember this function: with few SMs it will matter much more.
 #
 # **Take away.** Issue loads before you use the first one. How many you need is bandwidth times latency, divided by the threads you have.
 #
@@ -718,6 +719,9 @@ page.show_parts({"balanced": balanced, "no sums": no_sums})
 
 # %%
 exercises.two_rows.check(ranks_2=..., ranks_4=..., ranks_8=...)
+
+# %% [markdown]
+# **Prediction.** No gain: in the table above, the sum is hidden behind the rows' way.
 
 
 # %%

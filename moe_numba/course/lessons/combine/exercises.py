@@ -105,7 +105,7 @@ _GPUS = [
 ]
 
 in_flight = Formula(
-    "loads in flight",
+    "Little's law",
     "a function that returns the smallest number of 16-byte loads of each row",
     own=answers.loads_in_flight,
     test=function_test(answers.loads_in_flight, _GPUS),
@@ -171,7 +171,7 @@ _REQUESTS = RANKS * -(-_LONG // 32)
 
 several_loads = Build(
     "loads in flight",
-    f"a function that loads {VECTORS} vectors of each row before it returns",
+    f"a function that loads {VECTORS} vector{'s' * (VECTORS > 1)} of each row before it returns",
     own=answers.load_several,
     test=_test_load,
     profile=lambda answer: count(_around_load(answer), _load, answer),

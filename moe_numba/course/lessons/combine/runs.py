@@ -62,7 +62,7 @@ ROW_WORDS = HIDDEN // 2  # of 4 bytes, two elements of bfloat16 each
 VECTORS = max(
     1, 8 // RANKS
 )  # of 16 bytes of each row that a lane keeps in flight: with those of all ranks 32 registers
-MOST_CHANNELS = 1024
+MOST_CHANNELS = 64 if SIMULATED else 1536  # of 48 SMs, with four for each warp
 # Words of a rank's shared memory. TAILS: [channel, rank that sends]. HEADS: [channel, the other rank].
 TAILS, HEADS, BARRIERS = 0, MOST_CHANNELS * RANKS, 2 * MOST_CHANNELS * RANKS
 ROWS = BARRIERS + 32
@@ -215,7 +215,10 @@ def inputs(kind: str = "uniform", seed: int = 0) -> Inputs:
     """Return inputs with a kind of routing, on the ranks' devices."""
     is_in = random_routing(TOKENS, EXPERTS, TOPK, RANKS, kind, seed)
     y, other = ([_random_rows(len(rows_of(is_in, r).home), r, seed + n) for r in range(RANKS)] for n in (100, 200))
-    return Inputs(is_in, y, other, list(sums_of(y, is_in)))
+    right = list(sums_of(y, is_in))
+    for device in () if SIMULATED else set(GROUP.devices):  # ranks have streams of their own
+        torch.cuda.synchronize(device)
+    return Inputs(is_in, y, other, right)
 
 
 def _random_rows(count, rank, seed):
@@ -227,11 +230,11 @@ def _random_rows(count, rank, seed):
 # Launches
 
 
-def timed(version, given: Inputs | None = None, sms: int = SMS, only_push: bool = False) -> Callable:
+def timed(version, given: Inputs | None = None, sms: int = SMS) -> Callable:
     """Return ``make(transport)``, which yields ``step(y)``: one combine of this rank."""
     version = Version(*version)
     return {"push": _push, "port": _port, "rings": _rings}[version.way](
-        version._replace(switches=Switches(*version.switches)), given or inputs(), sms, only_push
+        version._replace(switches=Switches(*version.switches)), given or inputs(), sms
     )
 
 
@@ -274,23 +277,22 @@ def _words(tensor):
     return tensor.reshape(-1).view(torch.int32)
 
 
-def _push(version, given, sms, only_push):
+def _push(version, given, _):
     @contextmanager
     def make(transport):
         r, device = transport.rank, transport.device
         home, token = (each.to(device) for each in rows_of(given.is_in, r))
         is_in = given.is_in[r].to(device).view(torch.uint8)
+        out = torch.full((TOKENS, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
         with _shared(transport, ROWS + TOKENS * RANKS * ROW_WORDS) as (local, addresses, _, meet):
 
             def step(y=given.y):
-                out = torch.full((TOKENS, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
                 meet()  # all ranks have summed their rows of the last step
                 transport.launch(
                     version.kernel, PUSH_CTAS, _threads(), _words(y[r]), home, token, len(y[r]), addresses, r
                 )
-                if not only_push:
-                    meet()  # all rows have come
-                    transport.launch(version.then, PUSH_CTAS, _threads(), local, is_in, TOKENS, _words(out))
+                meet()  # all rows have come
+                transport.launch(version.then, PUSH_CTAS, _threads(), local, is_in, TOKENS, _words(out))
                 return out
 
             yield step
@@ -302,7 +304,7 @@ def _threads():
     return 64 if SIMULATED else 512
 
 
-def _rings(version, given, sms, _):
+def _rings(version, given, sms):
     switches = version.switches
 
     @contextmanager
@@ -312,10 +314,10 @@ def _rings(version, given, sms, _):
         share, row_start, position = channels_of(given.is_in, r, channels)
         row_start, position = row_start.to(device), position.to(device)
         rows = channels * RANKS * switches.slots
+        out = torch.full((TOKENS, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
         with _shared(transport, ROWS + rows * ROW_WORDS) as (local, addresses, state, meet):
 
             def step(y=given.y):
-                out = torch.full((TOKENS, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
                 if not switches.counters_go_on:
                     meet()
                     transport.launch(clear, 1 if SIMULATED else 8, 256, local)
@@ -338,7 +340,7 @@ def port_config(sms: int = SMS, **changes) -> DeepEPConfig:
     return config._replace(ring=max(config.ring, min_ring_slots(config)))
 
 
-def _port(_, given, sms, __):
+def _port(_, given, sms):
     config = port_config(sms)
 
     @contextmanager
@@ -491,7 +493,7 @@ class _Lesson(RankLesson):
             "stores of 16 bytes a lane": wide["store"],
             "bytes, bulk copies": sum(total.async_bytes for total in totals),
             "bytes, other ranks": sum(total.peer_bytes for total in totals),
-            "signals of warps that copy or sum": sum(event.warp < WARPS for event in signals),
+            "signals of warps that copy or sum": sum(event.warp < WARPS or version[0] == "port" for event in signals),
         }
         return Score(name, {(TOTAL, row): number for row, number in rows.items()}, self.gpu.upper())
 
@@ -804,7 +806,7 @@ def sampled_share(ranks: int) -> float:
 
 def show_sms(version) -> Table:
     """Return a table of times by number of SMs: this lesson's last step, its port, and what records have."""
-    here = (SMS,) if SIMULATED else tuple(n for n in (4, 8, 12, 16, 24, 32, 48) if n <= max(SMS, 48 // (48 // SMS)))
+    here = (SMS,) if SIMULATED else [n for n in (4, 8, 12, 16, 24, 32, 48) if n <= (48 if lesson.is_timed else SMS)]
     for sms in here:
         if fault := error_of(timed(version, sms=sms)):
             raise WrongResult(f"{sms} SMs: {fault}")
@@ -911,11 +913,9 @@ def show_what_did_not_pay() -> Table:
             f"{_earlier('with_all_us') - us('final') - apart:.0f} us. The API keeps biases because DeepEP's has them."
         )
         lines.append(["weights and two biases in combine", us("final"), _earlier("with_all_us"), text])
-    if us("several vectors per row") and us("packed pairs"):
-        before, now = records.find(records.recorded(EARLIER), step="packed pairs", config={"ranks": RANKS})[
-            "compared_us"
-        ]
-        text = "Fewer instructions, but instructions were not the limit. And only two ranks can use it."
-        lines.append(["packed additions of two rows", before, now, text])
+    few, many = (_package_row(RANKS, sms) for sms in (24, 48))
+    if few and many:
+        text = "The link is the limit already."
+        lines.append(["the package with 48 SMs", *(row["kernel_us"]["median"] for row in (few, many)), text])
     table = [[what, *(records.format_us(value) for value in (a, b)), why] for what, a, b, why in lines]
     return Table(["change (recorded, an earlier version)", "us before", "us after", "why"], table)
