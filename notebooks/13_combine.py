@@ -335,7 +335,8 @@ step("our port of DeepEP's rings", Version("port"), predicted_us=page.recorded_u
 #
 # Give a whole channel to **one warp** on each side (the lower half of the figure), and use many more channels. The warp that sums takes its tokens in order, so it
 # reads each ring in order, and the head is the warp's own count. No minimum, no gaps, no barrier among warps. The warp that sends serves its rings in turn: in each
-# iteration it writes one row to each rank whose ring has room. Lane r keeps the numbers of the ring to or from rank r.
+# iteration it writes one row to each rank whose ring has room. Lane r keeps the numbers of the ring to or from rank r. All else stays as in step 3: rows go through
+# registers, heads lie at the receiver, two barriers clear the counters. Only one thing follows from the change: there are no chunks, so a warp publishes each row.
 #
 # First the wait. **Build.** All lanes of a warp call it. A lane with `waits` needs row `wanted` of its ring: the row has come when the counter `local[at]`, an int32
 # that another rank raises, exceeds `wanted`. Counters are never cleared later on, so compare modulo 2^32: `int32(tail - wanted) > 0`. `tail` is the
