@@ -491,5 +491,5 @@ def test_figures_say_what_they_show():
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_the_page_runs_with_other_ranks(ranks):
-    sizes = dict(RANKS=ranks, SMALL_TOKENS=4, SMALL_HIDDEN=64)
+    sizes = dict(RANKS=ranks, SMALL_TOKENS=2, SMALL_HIDDEN=64, SMALL_WARPS=1)
     assert "balanced" in run_with_sizes(NOTEBOOK, "combine", **sizes)
