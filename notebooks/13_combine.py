@@ -12,20 +12,14 @@
 # ---
 
 # %% [markdown]
-# # Combine: return the experts' results and sum them per token
+# # Combine
 #
-# Notebook 12 sent tokens to the **ranks** (GPUs) that hold their experts. A token that was sent to three ranks has
-# three result rows, one on each. **Combine** sends these rows back to the token's **source rank** and sums them there.
+# [Dispatch](12_dispatch.ipynb) sent each token to the ranks (GPUs) that hold its experts. A token that went to three ranks has three result rows now, one
+# on each. **Combine** returns these rows to the rank that has the token, its **home rank**, and sums them there.
 #
-# The article of notebooks 10 and 08, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824),
-# ends before combine. This notebook follows the code of DeepEP's first version; "DeepEP's rings" are our Numba port.
-#
-# From notebook 12: a **ring** is a circular buffer of token slots in the receiver's memory. Its **tail** counts the
-# rows written, its **head** the rows consumed. A **channel** is a range of a rank's tokens with rings of its own. A
-# sender writes the data, then stores the tail with **release**; a receiver that loads the tail with **acquire** sees
-# the data.
-#
-# With fewer GPUs than ranks, the ranks are **virtual** (notebook 12), and recorded times are shown.
+# Dispatch only copies. Combine must also wait: a sum is complete when *all* rows of its token have come. So this lesson has one question: **how do you
+# sum rows while they arrive, and still keep the link busy?** You write the sum, the loads that keep memory busy, and the wait. Then you turn seven
+# switches of one kernel, one at a time. At the end two kernels deadlock, and you repair both.
 
 # %%
 import os
@@ -33,1838 +27,889 @@ import os
 os.environ["MOE_NUMBA_ONLY"] = "90"  # Hopper: with another GPU the simulator runs the kernels
 import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
-print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
+# isort: split
+from numba import cuda, float32, int32, int64, uint32, uint64  # noqa: F401  for your answers
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-import inspect
-import itertools
-import random
-import textwrap
-import warnings
-from contextlib import contextmanager
-from functools import cache
-from math import comb
-
-import numpy as np
-import torch
-from IPython.display import Markdown
-from numba import cuda, float32, int32, int64, uint32, uint64
-
-from moe_numba import simulator
-from moe_numba.course.bench import kernel_times, records
-from moe_numba.course.bench.baselines.limits import chip_limits
-from moe_numba.course.bench.figures import plots
-from moe_numba.course.bench.timing.multigpu import can_time, outputs_of, rank_times, settle
-from moe_numba.course.deepep_port import combine as deepep_combine
-from moe_numba.course.deepep_port import launch as deepep_launch
-from moe_numba.course.deepep_port import notify as deepep_notify
-from moe_numba.course.deepep_port import simulate
-from moe_numba.course.deepep_port.buffer_layout import DeepEPConfig, combine_offsets, min_buffer_bytes, min_ring_slots
-from moe_numba.course.deepep_port.notify import NO_HEAD
-from moe_numba.course.deepep_port.polling import (
-    BARRIER,
-    STATUS_WORDS,
-    WaitContext,
-    at_least,
-    explain,
-    make_copy_row,
-    make_wait,
+from moe_numba.course.lessons.combine import deadlocks, draw, exercises
+from moe_numba.course.lessons.combine import runs as page
+from moe_numba.course.lessons.combine.deadlocks import HEAD, RING, SLOTS, TAIL, THREE
+from moe_numba.course.lessons.combine.runs import RANKS, VECTORS, Call, Rows, Switches, Version, give_up, lesson
+from moe_numba.course.steps.lesson import factory
+from moe_numba.expert_parallel.rings.bulk_pipeline import (
+    init_barriers,
+    load_row,
+    store_row,
+    wait_all,
+    wait_all_but_one,
+    wait_read,
+    wait_row,
 )
-from moe_numba.course.exercises import exercise
-from moe_numba.course.lessons.combine import combine_inputs as inputs
-from moe_numba.course.lessons.combine import draw
-from moe_numba.course.lessons.combine.channel_sender import CombineTensors, PrefixMatrices, RingMemory, make_send
-from moe_numba.course.steps.ladder import Ladder
-from moe_numba.course.steps.simulate import in_simulator
-from moe_numba.expert_parallel import reference
-from moe_numba.expert_parallel.buffer import Buffer
-from moe_numba.expert_parallel.common import reduce
-from moe_numba.expert_parallel.common.arguments import RankContext
-from moe_numba.expert_parallel.common.buffer_layout import ABORT_FLAG, buffer_layout, received_counters
-from moe_numba.expert_parallel.common.timeout import COMBINE_ROWS, start_of_wait, warp_abort_if_timed_out
-from moe_numba.expert_parallel.ranks.local_group import LocalGroup
-from moe_numba.expert_parallel.rings import combine as final_kernel
-from moe_numba.expert_parallel.rings.bulk_pipeline import init_barriers
-from moe_numba.expert_parallel.rings.channels import first_channel, first_token, next_channel, retire_warp
-from moe_numba.expert_parallel.rings.config import Config, num_channels
-from moe_numba.expert_parallel.rings.progress import clear_progress, make_publish, post_progress
-from moe_numba.ptx.arithmetic import add_rn_bf16x2, uint_as_float
-from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_cta_shared_s32, st_release_sys_s32
-from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
-from moe_numba.ptx.memory import griddepcontrol_wait, ld_global_s32x4, ld_nc_na_s32x4, pointer_from_address, st_na_s32x4
+from moe_numba.expert_parallel.rings.progress import clear_progress, post_progress, wait_published
+from moe_numba.ptx.arithmetic import add_rn_bf16x2, uint_as_float  # noqa: F401  for your answers
+from moe_numba.ptx.atomics import (
+    atom_add_relaxed_gpu_s32,
+    ld_acquire_sys_s32,
+    st_release_cta_shared_s32,
+    st_release_sys_s32,
+)
+from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32  # noqa: F401  for your answers
+from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
+from moe_numba.ptx.memory import (
+    ld_global_s32x4,
+    ld_nc_na_s32x4,
+    ld_shared_s32x4,
+    pointer_from_address,
+    st_na_s32x4,
+    st_shared_s32x4,
+)
 from moe_numba.ptx.warp import FULL_MASK
-from moe_numba.runtime.changed_source import changed_module
-from moe_numba.runtime.launch import launch
 
-warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some of these kernels have few CTAs on purpose
-HERE = inputs.combine_sizes()  # DeepSeek-V3's on GPUs, small ones in the simulator
-RANKS, TOKENS, HIDDEN, TOPK, EXPERTS = HERE.ranks, HERE.tokens, HERE.hidden, HERE.topk, HERE.experts
-ROW_BYTES = 2 * HIDDEN  # bfloat16
-GROUP = LocalGroup(RANKS, HERE.devices)  # ranks that are threads of this process
-DEVICES = GROUP.devices
-TIMED = can_time(GROUP)  # each rank has a GPU of its own
-WHEN = "measured now" if TIMED else "recorded"
-print(
-    f"{RANKS} ranks on {', '.join(str(device) for device in DEVICES)};",
-    "timed" if TIMED else "virtual ranks: nothing is timed between them",
-)
+print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
+step = lesson.step
+print(page.result())
 
 # %% [markdown]
-# ## 1. The problem in one figure
+# Times need a GPU per rank. Ranks that share a GPU, or the simulator, run and check every step, and show recorded times.
 #
-# Three ranks have four tokens each, and two experts each. Every rank has received rows, ordered by source rank and
-# token, and computed a result for each. These are the rows of rank 0's tokens:
+# ## The problem
+#
+# Three ranks have four tokens each. These are the rows that they have computed; the coloured ones belong to tokens of rank 0:
 
 # %%
-SMALL_IDX = inputs.random_routing([4, 4, 4], num_experts=6, topk=2, seed=5)
-SMALL = [layout[2] for layout in inputs.layouts_of(SMALL_IDX, 6)]  # is_token_in_rank of each rank
-draw.problem(SMALL, home=0)
+draw.problem()
 
 # %% [markdown]
-# The **handle** of the dispatch determines where each rank sends its rows, and which rows each source rank expects:
+# Rows that belong to one home rank lie next to each other, in the order of its tokens. That is how dispatch received them. Combine needs no
+# counts and no indices on the way: from the dispatch each rank knows which rows it will get for its tokens, and from whom.
 #
-# - `rank_prefix_matrix[s, r]`: the number of rows that rank `r` received from ranks 0 to `s`. The rows that rank `r`
-#   returns to `s` are contiguous.
-# - `recv_channel_prefix_matrix[s, c]`: where the rows of channel `c` begin in that range.
-# - `recv_src_idx`: for each row, the index of the token on its source rank.
-# - `send_head[t, r]`: the position of token `t` in its channel's queue to rank `r`, or -1 if it was not sent there.
-#   Rows return in the same order. **This is therefore also the position of its result in the queue from `r`.**
-# - `is_token_in_rank` and `channel_prefix_matrix`.
+# In torch, for a rank that can read the rows of all others:
 #
-# For the small example with two channels (computed in torch; a test compares it with a dispatch):
+# ```python
+# total = torch.zeros(tokens, hidden)                       # float32
+# for peer in range(ranks):                                 # in rank order
+#     total.index_add_(0, token_of[peer], y[peer][rows_for_me].to(device).float())
+# return total.bfloat16()
+# ```
+#
+# ## The lower bound
+#
+# A row that leaves its rank crosses NVLink once. The receiver writes it to memory and reads it again, and it writes the sums:
 
 # %%
-CHANNELS = 2
-handle = inputs.handles_of(SMALL, CHANNELS)[0]
-print("rank_prefix_matrix, the same on all ranks:", handle.rank_prefix_matrix.tolist())
-print("recv_channel_prefix_matrix of rank 0:     ", handle.recv_channel_prefix_matrix.tolist())
-print("recv_src_idx of rank 0:                   ", handle.recv_src_idx.tolist())
-for channel, tokens in enumerate(inputs.channel_ranges(4, CHANNELS)):
-    for token in tokens:
-        print(f"rank 0, channel {channel}, token {token}: send_head {handle.send_head[token].tolist()}")
+page.lower_bound()
 
 # %% [markdown]
-# `send_head` starts at 0 in each channel, because each channel has its own queues. Combine needs less than dispatch: no
-# row index has to be sent, no counts are exchanged, and the host does not wait.
+# The push rate is the best one that [lesson 11](11_talk_to_a_peer.ipynb) measured, and the same bytes have the same lower bound in
+# [lesson 12](12_dispatch.ipynb). Rows that stay on their rank do not count: **some published bandwidths include them**, and with two ranks that doubles the
+# number. The link is the limit, if the sum can run while rows arrive.
 #
-# ## 2. The reference
+# ## One rounding
 #
-# The package's reference sums in `float64`:
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-head, _, rest = inspect.getsource(reference.combine).partition('    """')
-Markdown("```python\n" + head + rest.partition('"""\n')[2] + "```")
-
-# %% [markdown]
-# A kernel returns `bfloat16`, and should return the *same* bits in every call. Two things are therefore specified:
-#
-# - **The order of the ranks.** Rows are added in rank order, in whatever order they arrive.
-# - **One rounding.** `bfloat16` has 8 significant bits. The sum is accumulated in `float32`, with 24, and rounded once.
-#
-# The figure compares this with rounding after each row, for one element of eight rows:
+# A kernel should return the same bits in every call, so we fix two things: rows are added **in rank order**, in whatever order they arrive, and the sum
+# is kept in `float32` and **rounded once**. A `bfloat16` has 8 significant bits. This happens to one element of eight rows, if it is rounded after each row:
 
 # %%
-torch.manual_seed(3)
-draw.sum_in_steps((torch.randn(8) * 3).tolist())
+draw.rounding([256.0, 1.0, 1.5, -3.0, 1.0, 2.0, 1.0, -256.0])
 
 # %% [markdown]
-# The same for many elements and many orders of the ranks:
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def spread(dtype, rows, orders):
-    """Sum rows in several orders, rounding to ``dtype`` after each row: mean and worst error, fraction that differs."""
-    exact, results = rows.double().sum(dim=0), []
-    for order in orders:
-        total = rows[order[0]].to(dtype)
-        for rank in order[1:]:
-            total = (total.float() + rows[rank].float()).to(dtype)
-        results.append(total.bfloat16())
-    results = torch.stack(results)
-    errors = (results.double() - exact).abs()
-    differ = (results != results[0]).any(dim=0).float().mean().item()
-    return errors[0].mean().item(), errors.max().item(), differ
-
-
-alike = torch.randn(8, 20_000)
-large = torch.randn(3, 20_000) * 2**14
-KINDS = {"of similar magnitude": alike.bfloat16(), "that cancel": torch.cat([large, alike[:2], -large]).bfloat16()}
-draw_order = random.Random(0)
-orders = [list(range(8)), *(draw_order.sample(range(8), 8) for _ in range(30))]
-ERRORS = {
-    (kind, dtype): spread(dtype, rows, orders)
-    for kind, rows in KINDS.items()
-    for dtype in (torch.bfloat16, torch.float32)
-}
-for (kind, dtype), (mean, worst, differ) in ERRORS.items():
-    print(
-        f"rows {kind}, rounded to {str(dtype).removeprefix('torch.'):8} after each row: mean error {mean:.3g}, worst "
-        f"{worst:.3g}; {100 * differ:.3f} % of the elements depend on the order"
-    )
-
-# %% [markdown]
-# Rounding once has the smaller error. For rows of similar magnitude no element of this sample depends on the order: the
-# summands have 8 significant bits, so 24 bits usually hold their sum exactly. Where large summands cancel and small
-# ones remain, the result depends on the order.
-#
-# **Exercise 1.** Find three `bfloat16` numbers whose sum, rounded to `bfloat16` after each addition from left to right,
-# differs from the sum that is accumulated in `float32` and rounded once. Replace the three `...`.
-
-# %%
-exercise("combine-1").check((..., ..., ...))
-
-# %% [markdown]
-# `Y` in the next cell has one result row for each row that a rank received. `check` requires the exact bits of "in rank
-# order, in `float32`, rounded once".
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def random_rows(count, device, seed):
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(count, HIDDEN, generator=generator, device=device).bfloat16()
-
-
-TOPK_IDX = inputs.random_routing([TOKENS] * RANKS, EXPERTS, TOPK)
-LAYOUTS = inputs.layouts_of(TOPK_IDX, EXPERTS)
-IS_IN = [layout[2] for layout in LAYOUTS]
-RECEIVED = inputs.received_by(IS_IN)
-X = [random_rows(TOKENS, device, rank) for rank, device in enumerate(DEVICES)]
-Y = [random_rows(len(received.src_idx), DEVICES[rank], 100 + rank) for rank, received in enumerate(RECEIVED)]
-OTHER = [rows.flip(0) for rows in Y]  # each step combines these first, then Y, which is checked
-WANTED = [sums.to(DEVICES[rank]) for rank, sums in enumerate(inputs.sums_of(Y, RECEIVED, [TOKENS] * RANKS))]
-
-
-def bits(tensor):
-    return tensor.view(torch.int16)
-
-
-def check(outputs, wanted=None):
-    """Return None, or a sentence that describes the error in the ranks' outputs."""
-    for rank, (given, right) in enumerate(zip(outputs, WANTED if wanted is None else wanted, strict=True)):
-        if given.shape != right.shape or given.dtype != right.dtype:
-            return f"rank {rank} has {given.dtype} {tuple(given.shape)}, not {right.dtype} {tuple(right.shape)}"
-        if len(wrong := (bits(given) != bits(right)).any(dim=1).nonzero()):
-            return f"rank {rank}: {len(wrong)} of {len(right)} tokens are wrong; the first is token {int(wrong[0])}"
-    return None
-
-
-def reference_error():
-    """Return the largest error of WANTED for a few columns, in units of the largest error of one rounding to bfloat16."""
-    part = [rows[:, :64].cpu() for rows in Y]
-    totals = reference.combine(part, RECEIVED, [TOKENS] * RANKS)
-    sizes = reference.combine([rows.abs() for rows in part], RECEIVED, [TOKENS] * RANKS)
-    allowed = [total.abs() * 2**-8 + size * 2**-22 + 1e-30 for (total, _), (size, _) in zip(totals, sizes)]
-    return max(
-        ((sums[:, :64].cpu().double() - total).abs() / most).max().item()
-        for sums, (total, _), most in zip(WANTED, totals, allowed)
-    )
-
-
-def synchronize_all():
-    """Wait until the inputs are on all devices: ranks use streams of their own."""
-    for device in set() if simulator.ENABLED else set(DEVICES):
-        torch.cuda.synchronize(device)
-
-
-synchronize_all()
-ONE_ROUNDING = reference_error()
-print(f"against float64: at most {ONE_ROUNDING:.3f} of the largest error of one rounding")
-poison = [torch.full_like(rows, float("nan")) for rows in WANTED]
-print("poison:", check(poison))
-print("correct:", check([rows.clone() for rows in WANTED]))
-
-# %% [markdown]
-# ## 3. The lower bound
-#
-# A row that leaves its rank is sent once. NVLink of an H200 has 18 links in each direction (`LINK`). On the source rank
-# each received row is written to memory and read again, and the sums are written. **Published bandwidths often include
-# rows that stay on their rank**; here only the bytes on the wire count. Figures call the lower bound "speed of light".
-#
-# Predictions use notebook 12's rate of plain stores to a peer (`PUSH`), time of a flag (`FLAG_US`), and rate of a CTA
-# that bulk-loads rows and bulk-stores them to a peer (`RATES`).
-
-# %%
-LINK = 18 * 25e9  # bytes per second each way, an H200's NVLink by its data sheet
-LIMITS = chip_limits()
-print(LIMITS)
-MEMORY = LIMITS.copy_bandwidth  # bytes per second
-ALIGN, DISPATCH = records.recorded("align"), records.recorded("ring_buffer_dispatch_ladder")
-EMPTY_US = records.find(ALIGN, step="empty kernel", config={"dependent": False})["kernel_us"]["median"]
-MEASURED_08 = records.find(DISPATCH, step="final")  # notebook 12's measurements
-RATES = {name: 1e9 * gbps for name, gbps in MEASURED_08["push_gbps"].items()}  # bytes per second, by "way: CTAs"
-PUSH, FLAG_US = max(rate for name, rate in RATES.items() if name.startswith("stores")), MEASURED_08["flag"]["us"]
-
-
-def ranks_of_a_token(num_experts, topk, ranks):
-    """How many ranks a token visits on average, if all experts are equally likely."""
-    others = num_experts - num_experts // ranks
-    return ranks * (1 - comb(others, topk) / comb(num_experts, topk))
-
-
-def floor_of(ranks, tokens=4096, hidden=7168, topk=8, num_experts=256):
-    """Return a rank's bytes on the wire, its bytes of memory traffic, and the least microseconds of each."""
-    rows = tokens * ranks_of_a_token(num_experts, topk, ranks)
-    wire = rows * (ranks - 1) / ranks * 2 * hidden
-    memory = wire + rows * 2 * hidden + tokens * 2 * hidden
-    return wire, memory, wire / LINK * 1e6, memory / MEMORY * 1e6
-
-
-for ranks in (2, 4, 8):
-    wire, memory, wire_us, memory_us = floor_of(ranks)
-    print(
-        f"{ranks} ranks, 4096 tokens of 7168: {wire / 1e6:5.1f} MB on the wire, {wire_us:3.0f} us; memory "
-        f"{memory / 1e6:5.1f} MB, {memory_us:3.0f} us; counted with its own rows it is "
-        f"{wire * ranks / (ranks - 1) / 1e6:.1f} MB"
-    )
-
-# %% [markdown]
-# The link determines the lower bound, and the summation can overlap with it if it runs *while* rows arrive.
-#
-# ## 4. Gaps in `send_head`
-#
-# Before combine, DeepEP's kernel `cached_notify_combine` clears heads and tails between two barriers, and changes
-# `send_head`.
-#
-# In DeepEP's combine several warps of a CTA sum rows (**reducing warps**), one token per warp and iteration. A head may
-# advance only past rows that *no* warp still needs. Each warp therefore publishes, for each rank, the position before
-# which it needs no rows. After a token that was sent to the rank, this is the token's position plus 1. After a token
-# that was *not* sent there (`send_head` is -1), it is the position of the *next* row from that rank.
-#
-# Each -1 is therefore replaced by `-n - 1`, where `n` is the position of the next token that was sent to the rank. It
-# stays negative, which means "not sent". A loop from the last token to the first finds `n`:
+# **Build.** A lane holds 16 bytes of each row, four words of two elements. Those of rank r are `words[first + 4 * r]` and the next three. Return the four
+# words of the sum of those rows whose bit of `mask` is set. A `bfloat16` is the upper half of a `float32`. You have `uint_as_float(bits)`, and
+# `cvt_rn_bf16x2_f32(high, low)`, which rounds two `float32` to one word. Sums begin at 0, so that the sum of -0 and -0 is 0.
 
 
 # %%
-def fill_gaps(column, verbose=False):
-    """Fill the gaps of one channel's column of send_head, from the last token to the first."""
-    following, filled = NO_HEAD, list(column)
-    for token in reversed(range(len(column))):
-        if column[token] < 0:
-            filled[token] = -following - 1
-            if verbose:
-                note = "no row follows" if following == NO_HEAD else f"next position {following}: {filled[token]}"
-                print(f"    token {token}: {column[token]}, {note}")
-        else:
-            following = column[token]
-            if verbose:
-                print(f"    token {token}: position {following}")
-    return filled
+@cuda.jit(device=True)
+def my_sum_vector(words, first, ranks, mask):
+    pass  # yours
 
 
-generator = torch.Generator().manual_seed(4)
-GAPPED = [torch.rand(22, RANKS, generator=generator) < 0.45 for _ in range(RANKS)]
-GAPPED_HANDLES = inputs.handles_of(GAPPED, 2)
-column = GAPPED_HANDLES[0].send_head[:11, RANKS - 1].tolist()  # channel 0's tokens
-print("send_head:", column)
-filled = fill_gaps(column, verbose=True)
-
-# %%
-draw.head_gaps(column, filled, NO_HEAD)
+sum_vector = exercises.one_rounding.use(my_sum_vector)
 
 # %% [markdown]
-# (A gap before position 0 stays -1.) The operation is idempotent, so a handle can be used for several combines. In the
-# kernel a warp processes 32 tokens at a time. A ballot finds the lanes whose token was sent; each lane finds the
-# nearest of them among the lower lanes, which have the *later* tokens:
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def excerpt(function, begin, end):
-    """Return a function's source from one string up to another, or to the end."""
-    source = inspect.getsource(inspect.unwrap(getattr(function, "py_func", function)))
-    last = source.index(end) if end else len(source)
-    return Markdown("```python\n" + textwrap.dedent(source[source.index(begin) : last]) + "```")
-
-
-excerpt(deepep_notify.make_cached_notify_combine, "    @cuda.jit(device=True)\n    def fill_in", "    @cuda.jit\n")
-
-# %% [markdown]
-# The next cell runs it on all ranks. A step is a context manager `make(transport)`, as in notebook 12.
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-@contextmanager
-def made_by_deepep(transport, constants, handles, call):
-    """Yield ``call(rank, handle, ...)``, for a rank with its own buffer for DeepEP's kernels."""
-    rank, close = inputs.deepep_rank(transport, min_buffer_bytes(combine=constants))
-    handle = deepep_launch.Handle(*(tensor.to(transport.device, copy=True) for tensor in handles[transport.rank]))
-
-    yield lambda *given: call(rank, handle, *given)
-    if error := explain(rank.status.cpu()):
-        raise RuntimeError(error)
-    close()
-
-
-def make_gaps(transport):
-    constants = DeepEPConfig(RANKS, 2, HERE.ring, HERE.chunk, ROW_BYTES, 0, 0, EXPERTS, HERE.warps)
-
-    def call(rank, handle):
-        deepep_launch.cached_notify_combine(rank, constants, handle)
-        deepep_launch.cached_notify_combine(rank, constants, handle)  # the second time changes nothing
-        return handle.send_head
-
-    return made_by_deepep(transport, constants, GAPPED_HANDLES, call)
-
-
-found = outputs_of(GROUP, make_gaps)
-GAPS_RIGHT = True
-for rank in range(RANKS):
-    for channel, peer in itertools.product(range(2), range(RANKS)):
-        tokens = slice(11 * channel, 11 * (channel + 1))
-        right = fill_gaps(GAPPED_HANDLES[rank].send_head[tokens, peer].tolist())
-        GAPS_RIGHT &= found[rank][tokens, peer].tolist() == right
-print("the kernel, run twice, fills the gaps as the loop does:", GAPS_RIGHT)
-assert GAPS_RIGHT
-
-# %% [markdown]
-# **Exercise 2.** A channel has 32 tokens. Here lane `t` handles token `t`, so higher lanes have later tokens. `send_head`
-# is one rank's column; `filled` should become what `fill_gaps` returns, with `NO_HEAD` where no later token is sent.
-# Repair the kernel.
+# **Take away.** Say in which order you add, and where you round. Then a test can compare bits.
+#
+# ## Step 1: push, then sum
+#
+# The rank that has a row **pushes** it to its home rank, because a store needs no reply. Each rank has a buffer for the worst case, a row from each rank for
+# each token. A barrier of all ranks, a kernel that pushes, another barrier, and a kernel that sums: nobody waits inside of a kernel.
+#
+# A warp copies a row, 16 bytes per lane at a time:
 
 
 # %%
+@cuda.jit(device=True)
+def copy_row(to, to_at, source, at, lane):
+    words = cuda.local.array(16, int32)
+    for first in range(lane, page.ROW_WORDS // 4, 128):
+        for u in range(4):  # four loads are in flight
+            i = first + 32 * u
+            if i < page.ROW_WORDS // 4:
+                words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = ld_nc_na_s32x4(source, at + 4 * i)
+        for u in range(4):
+            i = first + 32 * u
+            if i < page.ROW_WORDS // 4:
+                st_na_s32x4(to, to_at + 4 * i, words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3])
+
+
 @cuda.jit
-def fill_gaps_of_warp(send_head, filled):
-    lane = int32(cuda.threadIdx.x)
-    position = send_head[lane]
-    sent = uint32(cuda.ballot_sync(FULL_MASK, position >= 0))
-    nearest = int32(31 - cuda.clz(sent))
-    following = cuda.shfl_sync(FULL_MASK, position, max(nearest, 0))
-    filled[lane] = position if position >= 0 else int32(-following - 1)
+def push(y, home, token, rows, peers, rank):
+    thread = int32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
+    lane, row = int32(thread & 31), int32(thread >> 5)
+    while row < rows:  # a warp per row
+        remote = pointer_from_address(peers[home[row]], y)
+        place = page.ROWS + (int64(token[row]) * RANKS + rank) * page.ROW_WORDS
+        copy_row(remote, place, y, int64(row) * page.ROW_WORDS, lane)
+        row = int32(row + (cuda.gridDim.x * cuda.blockDim.x >> 5))
 
-
-exercise("combine-2").check(fill_gaps_of_warp)
 
 # %% [markdown]
-# ## 5. The ladder
-#
-# Each step returns all rows and sums them: on GPUs 4096 tokens of 7168 elements per rank, with the top 8 of 256
-# experts. Steps with rings use 24 SMs; the others use all. Steps are checked and timed as in notebook 12; the slowest
-# rank counts. Each step predicts what it saves over an earlier one; both are timed interleaved.
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-ladder = Ladder(
-    "combine_ladder",
-    check,
-    reference_name="torch",
-    config={"num_experts": EXPERTS, "topk": TOPK, "ranks": RANKS, "num_sms": HERE.num_sms},
-    size={"tokens": TOKENS, "hidden": HIDDEN},
-    untimed=None if TIMED else "virtual ranks",
-)
-us = ladder.median_us  # a step's median time, measured now or recorded
-RECORDED = {} if TIMED else ladder.row("final") or {}
-SHOWN_RANKS = RECORDED["config"]["ranks"] if RECORDED else RANKS  # of the times that are shown
-ladder.title = f"Combine, step by step: 4096 tokens a rank of 7168, {SHOWN_RANKS} ranks"
-WIRE_BYTES, MEMORY_BYTES, FLOOR_US, MEMORY_US = floor_of(SHOWN_RANKS)
-SUM_BYTES = MEMORY_BYTES - WIRE_BYTES  # that a rank's summation reads and writes
-ROWS_BYTES = WIRE_BYTES * SHOWN_RANKS / (SHOWN_RANKS - 1)  # of a rank's received rows, its own included
-STEPS = {}  # by name, how each is made
-FACTS = {}  # other measurements; the record's row of the last step keeps them
-
-
-def fact(name, measured):
-    """Keep and return a measurement, or what is recorded of it, or None."""
-    FACTS[name] = measured or RECORDED.get(name)
-    return FACTS[name]
-
-
-def times_of(makes):
-    """Return ``{name: Stats}`` of the slowest rank, measured interleaved; {} if nothing is timed."""
-    return rank_times(GROUP, makes, launches=HERE.launches, samples=HERE.samples) if TIMED else {}
-
-
-def median_of(make):
-    """Return a step's median time, or None if nothing is timed."""
-    return round(times_of({"": make})[""].median, 2) if TIMED else None
-
-
-def poisoned(make):
-    """Wrap a step for its check: it runs on other rows first, and memory that it may allocate is filled with NaN."""
-
-    @contextmanager
-    def checked(transport):
-        def run():
-            step(OTHER)
-            settle(transport)
-            stale = torch.full((TOKENS, HIDDEN), float("nan"), dtype=torch.bfloat16, device=transport.device)
-            settle(transport)
-            del stale
-            return step(Y)
-
-        with make(transport) as step:
-            yield run
-
-    return checked
-
-
-def measure(name, make, after=None, predicted_gain_us=None):
-    """Check a step on all ranks and time it, interleaved with the step ``after``."""
-    STEPS[name] = make
-    compared = {step: STEPS[step] for step in (after, name) if step}
-    ladder.step(
-        name,
-        lambda: outputs_of(GROUP, poisoned(make)),
-        dtype="bfloat16",
-        operation="combine",
-        after=after,
-        predicted_gain_us=predicted_gain_us,
-        floor_us=FLOOR_US,
-        bytes=int(WIRE_BYTES),
-        kernel=lambda: times_of(compared),
-    )
-    if us(name):
-        print(f"    {WIRE_BYTES / us(name) / 1000:.0f} GB/s on the wire, of {LINK / 1e9:.0f}; {WHEN}")
-
-
-print(f"{SHOWN_RANKS} ranks: {WIRE_BYTES / 1e6:.1f} MB leave each rank, which takes {FLOOR_US:.0f} us or more")
-
-# %% [markdown]
-# ### Step 0: torch
-#
-# **Idea.** Each rank *pulls* its rows: it copies its range from each other rank, converts it to `float32`, and adds
-# each row to its token's sum with `index_add_`, in rank order. A token has at most one row per range, so no two
-# additions conflict. The copies and the summation do not overlap.
+# `sum_token` sums a token's rows with a warp. It has two holes: your `sum_vector`, and `load`, which fetches vectors of 16 bytes of all rows into
+# registers. Lane r knows where rank r's row begins (`at`). The first `load` fetches one vector of each row.
 
 
 # %%
-def section(rank, peer):
-    """Return which rows of a peer belong to a rank, and to which of its tokens."""
-    received = RECEIVED[peer]
-    first = int(received.rank_prefix_matrix[rank - 1, peer]) if rank else 0
-    rows = slice(first, int(received.rank_prefix_matrix[rank, peer]))
-    return rows, received.src_idx[rows].long()
-
-
-@contextmanager
-def make_torch(transport):
-    device = transport.device
-    parts = [
-        (peer, rows, tokens.to(device)) for peer in range(RANKS) for rows, tokens in [section(transport.rank, peer)]
-    ]
-
-    def call(y=Y):
-        total = torch.zeros(TOKENS, HIDDEN, device=device)
-        for peer, rows, tokens in parts:
-            total.index_add_(0, tokens, y[peer][rows].to(device, non_blocking=True).float())
-        return total.bfloat16()
-
-    yield call
-
-
-measure("torch", make_torch)
-
-# %% [markdown]
-# ### Step 1: push, then sum
-#
-# **Idea.** The rank that has a row *pushes* it, because a store needs no reply. Each rank has a buffer for the worst
-# case, one row from each rank for each token, so nothing is counted. One kernel pushes all rows, a warp per row; after
-# a barrier of all ranks a second one sums them, a warp per token. Another barrier precedes the push, so that no rank
-# overwrites rows that a slower rank still sums. In the barrier kernel lane `p` stores a sequence number in rank `p`'s
-# memory, with release, and waits for the same number from rank `p`. `call` in the folded cell launches these kernels in
-# order.
-#
-# **Predicted gain.** Torch's time, less the push at the rate of plain stores, the reading of the rows and writing of the
-# sums at the bandwidth of a copy, four launches, and two barriers of one flag each.
-
-# %%
-FIRST = 32  # words before the rows: the flags of the barriers
-
-
-@cache
-def make_push_kernel(ranks, row_bytes):
-    copy_row, row_words = make_copy_row(row_bytes, ld_nc_na_s32x4), row_bytes // 4
-
-    @cuda.jit
-    def push(y, src_idx, rank_prefix, rows, peers, rank):
-        thread = int64(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
-        warps = cuda.gridDim.x * cuda.blockDim.x // 32
-        row, lane = thread // 32, int32(cuda.threadIdx.x % 32)
-        while row < rows:
-            source = int32(0)
-            while row >= rank_prefix[source * ranks + rank]:
-                source = int32(source + 1)
-            remote = pointer_from_address(peers[source], y)
-            place = int64(src_idx[row]) * ranks + rank
-            copy_row(remote, FIRST + place * row_words, y, row * row_words, lane)
-            row += warps
-
-    return push
-
-
-@cache
-def make_barrier_kernel(ranks):
-    wait = make_wait(ld_acquire_sys_s32, at_least, BARRIER)
-
-    @cuda.jit
-    def barrier(local, peers, rank, number, timeout_ns, status):
-        lane = int32(cuda.threadIdx.x)
-        if lane < ranks:
-            st_release_sys_s32(pointer_from_address(peers[lane], local), rank, number)
-            wait(local, lane, number, number, -1, lane, WaitContext(rank, timeout_ns, status))
-
-    return barrier
-
-
-# %%
-@cache
-def make_sum_kernel(ranks, row_words, vectors):
-    held = 4 * ranks * vectors
-
-    @cuda.jit
-    def sum_rows(local, is_token_in_rank, tokens, out):
-        words, sums = cuda.local.array(held, int32), cuda.local.array(8, float32)
-        thread = int64(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
-        warps = cuda.gridDim.x * cuda.blockDim.x // 32
-        token, lane = thread // 32, int32(cuda.threadIdx.x % 32)
-        while token < tokens:
-            mask = int32(0)
-            for r in range(ranks):
-                if is_token_in_rank[token * ranks + r] != 0:
-                    mask = int32(mask | (1 << r))
-            for first in range(4 * lane, row_words, 128 * vectors):
-                for u in range(vectors):  # all these loads are in flight together
-                    for r in range(ranks):
-                        if first + 128 * u < row_words and mask >> r & 1:
-                            at, j = FIRST + (token * ranks + r) * row_words + first + 128 * u, 4 * (ranks * u + r)
-                            words[j], words[j + 1], words[j + 2], words[j + 3] = ld_global_s32x4(local, at)
-                for u in range(vectors):
-                    if first + 128 * u < row_words:
-                        for k in range(8):
-                            sums[k] = float32(0)
-                        for r in range(ranks):
-                            if mask >> r & 1:
-                                for k in range(4):  # a bfloat16 is the upper half of a float32
-                                    word = uint32(words[4 * (ranks * u + r) + k])
-                                    sums[2 * k] += uint_as_float(uint32(word << uint32(16)))
-                                    sums[2 * k + 1] += uint_as_float(uint32(word & uint32(0xFFFF0000)))
-                        a, b = cvt_rn_bf16x2_f32(sums[1], sums[0]), cvt_rn_bf16x2_f32(sums[3], sums[2])
-                        c, d = cvt_rn_bf16x2_f32(sums[5], sums[4]), cvt_rn_bf16x2_f32(sums[7], sums[6])
-                        at = token * row_words + first + 128 * u
-                        st_na_s32x4(out, at, int32(a), int32(b), int32(c), int32(d))
-            token += warps
-
-    return sum_rows
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def make_push_and_sum(vectors, only_push=False):
-    @contextmanager
-    def make(transport):
-        r, device, numbers = transport.rank, transport.device, itertools.count(1)
-        shared = transport.allocate(4 * FIRST + TOKENS * RANKS * ROW_BYTES)
-        local, status = shared.local.view(torch.int32), torch.zeros(STATUS_WORDS, dtype=torch.int32, device=device)
-        timeout_ns = np.int64(0 if simulator.ENABLED else 10**10)
-        src_idx, prefix = RECEIVED[r].src_idx.to(device), RECEIVED[r].rank_prefix_matrix.to(device)
-        is_in, start = IS_IN[r].to(device), transport.launch
-
-        def barrier():
-            start(make_barrier_kernel(RANKS), 1, 32, local, shared.addresses, r, next(numbers), timeout_ns, status)
-
-        def call(y=Y):
-            out = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
-            barrier()
-            start(
-                make_push_kernel(RANKS, ROW_BYTES),
-                HERE.blocks,
-                HERE.threads,
-                y[r].view(torch.int32),
-                src_idx,
-                prefix,
-                len(y[r]),
-                shared.addresses,
-                r,
-            )
-            if not only_push:
-                barrier()
-                start(
-                    make_sum_kernel(RANKS, ROW_BYTES // 4, vectors),
-                    HERE.blocks,
-                    HERE.threads,
-                    local,
-                    is_in,
-                    TOKENS,
-                    out.view(torch.int32),
-                )
-            return out
-
-        yield call
-        if error := explain(status.cpu()):
-            raise RuntimeError(error)
-        shared.close()
-
-    return make
-
-
-push_us, sum_us = WIRE_BYTES / PUSH * 1e6, SUM_BYTES / MEMORY * 1e6
-print(f"push {push_us:.0f} us, sum {sum_us:.0f} us, launches and barriers {4 * EMPTY_US + 2 * FLAG_US:.1f} us")
-gain_us = (us("torch") or 0) - (push_us + sum_us + 4 * EMPTY_US + 2 * FLAG_US)
-measure("push, then sum", make_push_and_sum(1), after="torch", predicted_gain_us=gain_us)
-
-# %% [markdown]
-# **Explanation.** The next cell measures the push alone, with its barrier, on all SMs. It takes longer than predicted,
-# probably because it also copies the rows that stay on their rank, during which its link is idle; so it is no upper
-# limit. The rings below are compared with it.
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-PUSH_US = fact("push_us", median_of(make_push_and_sum(1, only_push=True)))
-if PUSH_US:
-    print(
-        f"the push alone, {WHEN}: {PUSH_US:.0f} us, {WIRE_BYTES / PUSH_US / 1000:.0f} GB/s on the wire; the summation "
-        f"and the second barrier: {us('push, then sum') - PUSH_US:.0f} us"
-    )
-else:
-    print("the push alone: no time is recorded yet")
-
-# %% [markdown]
-# ### Step 2: more loads in flight
-#
-# **Idea.** A lane that loads 16 bytes of each row, adds and stores them, and only then loads the next 16 bytes, mostly
-# waits for memory. It should issue several 16-byte loads per row before the first addition: `vectors` in the kernel
-# above. The summation alone, with few and with many CTAs:
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-MOST = max(n for n in HERE.loads if n * RANKS <= 16)
-
-
-def sum_gbps():
-    """Time the sum kernel alone, on one GPU: {"CTAs, vectors": GB/s}; None in the simulator, where it only runs."""
-    device = DEVICES[0]
-    local = torch.randn(4 * FIRST + TOKENS * RANKS * HIDDEN, device=device).bfloat16().view(torch.int32)
-    is_in, out = IS_IN[0].to(device), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
-    moved = (int(IS_IN[0].sum()) + TOKENS) * ROW_BYTES
-    calls = {}
-    for ctas, vectors in itertools.product(HERE.sum_blocks, [n for n in HERE.loads if n <= MOST]):
-        calls[f"{ctas}, {vectors}"] = lambda ctas=ctas, vectors=vectors: launch(
-            make_sum_kernel(RANKS, ROW_BYTES // 4, vectors),
-            ctas,
-            HERE.threads,
-            local,
-            is_in,
-            TOKENS,
-            out.view(torch.int32),
-        )
-    times = kernel_times(calls, replays=10)
-    return None if simulator.ENABLED else {name: round(moved / stats.median / 1000) for name, stats in times.items()}
-
-
-recorded_gbps = fact("sum_gbps", sum_gbps()) or {}
-SUM_GBPS = {tuple(map(int, name.split(", "))): gbps for name, gbps in recorded_gbps.items()}
-if SUM_GBPS:
-    print(f"The sum kernel alone, {'recorded' if simulator.ENABLED else 'measured now'}:")
-for (ctas, vectors), gbps in SUM_GBPS.items():
-    print(f"{ctas:>3} CTAs of 512 threads, vectors per row {vectors}: {gbps} GB/s")
-
-# %% [markdown]
-# Little's law: the bytes in flight are bandwidth times latency. With few CTAs and one vector per row it gives the latency
-# (`LATENCY_NS`), because there the loads in flight are known. For the bandwidth of a copy, that latency requires:
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-LATENCY_NS = None
-if SUM_GBPS:
-    ctas, vectors = min(SUM_GBPS)
-    in_flight = ctas * 512 * vectors * 16 * ROWS_BYTES / (4096 * 2 * 7168)  # bytes: a row of each rank that has one
-    LATENCY_NS = in_flight / (SUM_GBPS[ctas, vectors] * ROWS_BYTES / SUM_BYTES)  # reads are a part of the bytes
-    needed = MEMORY * LATENCY_NS * 1e-9
-    print(
-        f"{MEMORY / 1e12:.1f} TB/s x {LATENCY_NS:.0f} ns = {needed / 1e6:.2f} MB in flight in the whole GPU, "
-        f"{needed / LIMITS.sm_count / 1024:.0f} KB in each of {LIMITS.sm_count} SMs"
-    )
-for vectors in (1, 2, 4, 8):
-    print(f"vectors per row {vectors}, 2 rows, 512 threads: {vectors * 2 * 16 * 512 / 1024:.0f} KB in an SM")
-
-# %% [markdown]
-# **Predicted gain.** The bytes of the summation at the rates of the kernel alone, with one vector per row and with the
-# largest number (`MOST`), on all SMs. The push is unchanged.
-
-# %%
-all_sms = max((ctas for ctas, _ in SUM_GBPS), default=0)
-of_all = {vectors: gbps for (ctas, vectors), gbps in SUM_GBPS.items() if ctas == all_sms}
-gain_us = SUM_BYTES * (1 / of_all[1] - 1 / of_all[max(of_all)]) / 1000 if of_all else 0
-measure("more loads in flight", make_push_and_sum(MOST), after="push, then sum", predicted_gain_us=gain_us)
-
-# %% [markdown]
-# The gain is small, because the push dominates. The step uses the whole GPU, its buffer has the worst-case size, and the
-# link is idle during the summation.
-#
-# **Exercise 3.** A kernel sums `rows` rows per token. Each of `threads` threads on each of `sms` SMs issues `n` loads of
-# 16 bytes for each row before the first addition. Write a function that returns the smallest `n` whose bytes in flight
-# suffice for `bandwidth` (bytes per second) and `latency_ns`.
-
-# %%
-loads_in_flight = ...  # your answer: lambda bandwidth, latency_ns, sms, threads, rows: ...
-exercise("combine-3").check(loads_in_flight)
-
-# %% [markdown]
-# ### Step 3: DeepEP's rings
-#
-# **Idea.** Each channel has a pair of CTAs. The even one sends: its warps are divided among the ranks, and write chunks
-# of rows into the ranks' rings, as in dispatch. In the odd one, one lane of warp 0 per rank reads the tail and advances
-# the head. The other warps take the tokens round-robin. Each waits until the token's rows have arrived from all ranks,
-# sums them, and publishes the position before which it needs no rows; the head is the minimum over the warps.
-
-# %%
-Markdown("```python\n" + inspect.getsource(deepep_combine.make_update_heads) + "```")
-
-# %%
-Markdown("```python\n" + inspect.getsource(deepep_combine.make_reduce) + "```")
-
-# %% [markdown]
-# `released` in the listing uses the gaps of section 4: for a token that was not sent to rank `r`, `-position - 1` is
-# the position of the next row from there.
-#
-# **Predicted gain.** Negative: the rings take as long as those of dispatch in notebook 12, on as many ranks and SMs, which
-# move as many bytes.
-
-
-# %%
-@cache
-def deepep_constants(num_sms):
-    return DeepEPConfig(RANKS, num_sms // 2, HERE.ring, HERE.chunk, ROW_BYTES, 0, 0, EXPERTS, HERE.warps)
-
-
-@cache
-def deepep_handles(channels):
-    return inputs.handles_of(IS_IN, channels)
-
-
-def make_deepep(num_sms=HERE.num_sms):
-    constants = deepep_constants(num_sms)
-
-    def make(transport):
-        def call(rank, handle, y=Y):
-            deepep_launch.cached_notify_combine(rank, constants, handle)
-            return deepep_launch.combine(rank, constants, y[transport.rank], handle)[0]
-
-        return made_by_deepep(transport, constants, deepep_handles(constants.channels), call)
-
-    return make
-
-
-DISPATCH_STEP = records.find(DISPATCH, step="DeepEP's ring")
-if DISPATCH_STEP and DISPATCH_STEP["config"]["ranks"] == SHOWN_RANKS:
-    gain_us = (us("more loads in flight") or 0) - DISPATCH_STEP["kernel_us"]["median"]
-    measure("DeepEP's rings", make_deepep(), after="more loads in flight", predicted_gain_us=gain_us)
-else:
-    measure("DeepEP's rings", make_deepep())  # notebook 12's times are of another number of ranks
-
-# %% [markdown]
-# **Explanation.** Our port of combine takes much longer than that of dispatch, and than the push, which uses more than
-# five times as many SMs. This notebook does not measure the cause; step 4 changes several candidates together.
-#
-# ### Step 4: one warp per channel
-#
-# **Idea.** As in the package's dispatch, one *warp* handles a channel, so there are many more channels.
-#
-# - **The receiving warp processes its tokens in order**, alone, and so consumes each ring in order: the head is its own
-#   count. There is no minimum over warps and **no gap to fill**.
-# - **The sending warp serves its rings round-robin.** In each iteration it sends one row to each rank whose ring has
-#   space. It never *waits* for one ring (section 6).
-# - **Bulk copies**, issued by one thread, move rows into shared memory and from there to the peer.
-# - One signalling warp per CTA publishes the progress of the others (notebook 12).
-# - Heads and tails continue from launch to launch.
-#
-# The sender is the package's; `pipeline` is the module that copies rows. This is its loop:
-
-# %%
-excerpt(
-    final_kernel.make_combine,
-    "                    while cuda.any_sync(FULL_MASK, rows_left > 0)",
-    "                        # Post the rows of earlier iterations",
-)
-
-# %% [markdown]
-# In steps 4 to 6 the sender (`channel_sender.py`) differs in one thing: a rank also sends its *own rows* through rings,
-# to itself.
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def changed(*changes):
-    """Return a copy of the combine kernel's module with some lines changed."""
-    return changed_module(final_kernel, *changes)
-
-
-def buffer_with(make_combine=final_kernel.make_combine, channels_per_warp=1):
-    """Return a constructor of a ``Buffer`` with another combine kernel and number of channels (None: its own number)."""
-
-    def make(*arguments, **options):
-        buffer = Buffer(*arguments, **options)
-        buffer._channels_per_warp = channels_per_warp
-        prepare = buffer._runtime.prepare_kernel
-        replaced = lambda make: make_combine if make is final_kernel.make_combine else make
-        buffer._runtime.prepare_kernel = lambda make, *rest: prepare(replaced(make), *rest)
-        return buffer
-
-    return make
-
-
-# %% [markdown]
-# A lane loads `vectors` 16-byte vectors of each row before the first addition; in this step, one. (`packed` is for
-# step 6.) The next two cells are folded: `sum_token` loads into `words` and sums, as in step 1. For each token, `receive`
-# polls `tail` until its rows have arrived (`wanted`), calls `sum_token`, and posts `head`.
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-@cache
-def make_sum_token(shape, vectors, packed):
-    ranks, row_words, stride = shape.num_ranks, shape.slot.row, shape.slot.stride
-    row_vectors, held, places_held = row_words // 4, 4 * ranks * vectors, max(2, ranks)
+@cuda.jit(device=True)
+def load_one(words, rows, begins, mask, first, row_vectors):
+    for r in range(RANKS):
+        if mask >> uint32(r) & uint32(1):
+            a, b, c, d = ld_global_s32x4(rows.local, begins[r] + 4 * first)
+            words[4 * r], words[4 * r + 1], words[4 * r + 2], words[4 * r + 3] = a, b, c, d
+
+
+@factory
+def make_sum_token(load, sum_vector, vectors, staged=False):
+    row_vectors, held = page.ROW_WORDS // 4, 4 * RANKS * vectors
 
     @cuda.jit(device=True)
-    def sum_token(local, first_ring, ring_words, places, mask, out, token, lane):
-        """``places``: of lane r, the slot in rank r's ring."""
-        begins, words = cuda.local.array(places_held, int64), cuda.local.array(held, int32)
-        sums = cuda.local.array(8, float32)
-        for r in range(ranks):
-            place = cuda.shfl_sync(FULL_MASK, places, r)
-            begins[r] = first_ring + int64(r) * ring_words + int64(place) * stride
+    def sum_token(rows, at, mask, lane, out, out_at):
+        words, begins = cuda.local.array(held, int32), cuda.local.array(RANKS, int64)
+        for r in range(RANKS):
+            begins[r] = cuda.shfl_sync(FULL_MASK, at, r)
         for first in range(lane, row_vectors, 32 * vectors):
-            for u in range(vectors):  # all these loads are in flight together
-                i = first + 32 * u
-                for r in range(ranks):
-                    if i < row_vectors and mask >> uint32(r) & uint32(1):
-                        j = 4 * (ranks * u + r)
-                        words[j], words[j + 1], words[j + 2], words[j + 3] = ld_global_s32x4(local, begins[r] + 4 * i)
+            load(words, rows, begins, mask, first, row_vectors)  # <-- a hole
             for u in range(vectors):
-                i = first + 32 * u
-                if i < row_vectors and packed and mask == uint32(3):
-                    for k in range(8 * u, 8 * u + 4):
-                        total = add_rn_bf16x2(uint32(words[k]), uint32(0))  # a sum is 0, not -0, even of -0 and -0
-                        words[k] = int32(add_rn_bf16x2(total, uint32(words[k + 4])))
-                    st_na_s32x4(
-                        out,
-                        int64(token) * row_words + 4 * i,
-                        words[8 * u],
-                        words[8 * u + 1],
-                        words[8 * u + 2],
-                        words[8 * u + 3],
-                    )
-                elif i < row_vectors:
-                    for k in range(8):
-                        sums[k] = float32(0)
-                    for r in range(ranks):
-                        if mask >> uint32(r) & uint32(1):
-                            for k in range(4):
-                                word = uint32(words[4 * (ranks * u + r) + k])
-                                sums[2 * k] += uint_as_float(uint32(word << uint32(16)))
-                                sums[2 * k + 1] += uint_as_float(uint32(word & uint32(0xFFFF0000)))
-                    a, b = cvt_rn_bf16x2_f32(sums[1], sums[0]), cvt_rn_bf16x2_f32(sums[3], sums[2])
-                    c, d = cvt_rn_bf16x2_f32(sums[5], sums[4]), cvt_rn_bf16x2_f32(sums[7], sums[6])
-                    st_na_s32x4(out, int64(token) * row_words + 4 * i, int32(a), int32(b), int32(c), int32(d))
+                i = int32(first + 32 * u)
+                if i < row_vectors:
+                    a, b, c, d = sum_vector(words, 4 * RANKS * u, RANKS, mask)  # <-- a hole
+                    if staged:  # step 11
+                        st_shared_s32x4(rows.smem, int32(rows.staging + 4 * i), a, b, c, d)
+                    else:
+                        st_na_s32x4(out, out_at + 4 * i, a, b, c, d)
 
     return sum_token
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-@cache
-def make_receive(shape, vectors, packed):
-    ranks, warps, slots = shape.num_ranks, shape.warps, shape.slots
-    progress_offset, done_offset = shape.progress_offset, shape.done_offset
-    tail_offset, received_offset = buffer_layout(ranks).tail(True), received_counters(True)
-    sum_token = make_sum_token(shape, vectors, packed)
+@factory
+def make_sum(sum_token):
+    @cuda.jit
+    def sum_rows(local, is_in, tokens, out):
+        thread = int32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
+        lane, token = int32(thread & 31), int32(thread >> 5)
+        while token < tokens:  # a warp per token
+            has_row = lane < RANKS and is_in[token * RANKS + lane] != 0
+            mask = uint32(cuda.ballot_sync(FULL_MASK, has_row))
+            at = page.ROWS + (int64(token) * RANKS + lane) * page.ROW_WORDS
+            rows = Rows(local, local, local, int32(0), int32(0))
+            sum_token(rows, at, mask, lane, out, int64(token) * page.ROW_WORDS)
+            token = int32(token + (cuda.gridDim.x * cuda.blockDim.x >> 5))
+
+    return sum_rows
+
+
+# %% [markdown]
+# **Prediction.** The bytes that leave at the push rate, then the sum's reads and writes at the rate of a copy, four launches and two barriers.
+
+# %%
+step(
+    "push, then sum",
+    Version("push", push, make_sum(make_sum_token(load_one, sum_vector, 1))),
+    predicted_us=page.predict_push(),
+)
+
+# %% [markdown]
+# The check is the same for all steps: buffers and rings are filled with NaNs, each rank first combines other rows and then the rows that are
+# compared, and every bit must be right. In the simulator, stores reach other ranks late and in any order that the memory model allows.
+#
+# **Does the order of the rows slow the push down?** An earlier version of this lesson measured that a push of combine is slower than the naive dispatch, which
+# also copies all rows on all SMs. In combine the rows are sorted by home rank, so a rank's own rows come in one block, and meanwhile the link would be idle.
+# Interleave them, and see:
+
+# %%
+page.show_push_orders(Version("push", push))
+
+# %%
+print(page.explain_push_orders())
+
+# %% [markdown]
+# **Take away.** Push and sum is right and simple. But it needs the whole GPU, a buffer for the worst case, and while it sums, the link is idle.
+#
+# ## Step 2: loads in flight
+#
+# A lane that loads a vector, adds, stores, and only then loads the next one, mostly waits:
+
+# %%
+draw.loads()
+
+# %% [markdown]
+# **Little's law**: bytes in flight = bandwidth x latency. Nothing else decides how fast memory is read, neither the number of warps nor that of
+# instructions. Here are the numbers of this GPU:
+
+# %%
+print(page.show_rates())
+
+# %% [markdown]
+# **Build.** A kernel sums `rows` rows per token. Each of `threads` threads on each of `sms` SMs issues n loads of 16 bytes for each row before the first
+# addition. Return the smallest n whose bytes in flight suffice for `bandwidth` (bytes per second) and `latency_ns`.
+
+
+# %%
+def my_loads_in_flight(bandwidth, latency_ns, sms, threads, rows):
+    return ...  # yours
+
+
+exercises.in_flight.check(my_loads_in_flight)
+
+# %% [markdown]
+# **Build.** Now write such a `load`. The lane's vectors are `i = first + 32 * u` for u from 0 to `VECTORS - 1`, if the row has them (`i < row_vectors`).
+# The row of rank r begins at word `begins[r]` of `rows.local`; a vector has four words. Load those of ranks in `mask` to `words[4 * (RANKS * u + r)]` and the
+# three words after it. Nothing is added in this function, so all its loads are in flight together.
+
+
+# %%
+@cuda.jit(device=True)
+def my_load(words, rows, begins, mask, first, row_vectors):
+    pass  # yours
+
+
+load_several = exercises.several_loads.use(my_load)
+
+# %% [markdown]
+# **Prediction.** The sum alone, at the rates that an earlier version of this kernel reached with one and with several vectors. The push is unchanged.
+
+# %%
+step(
+    "loads in flight",
+    Version("push", push, make_sum(make_sum_token(load_several, sum_vector, VECTORS))),
+    predicted_us=page.after_sum("push, then sum", VECTORS),
+)
+
+# %% [markdown]
+# No count of the table changes: the same loads, and the same bytes. Only *when* they are issued is different, and that takes a GPU to see. Compare the
+# kilobytes in flight above with what is needed: on all SMs one vector of two rows comes close. Remember this function: with few SMs it will matter much more.
+#
+# **Take away.** Issue loads before you use the first one. How many you need is bandwidth times latency, divided by the threads you have.
+#
+# ## Step 3: our port of DeepEP's rings
+#
+# DeepEP combines on few SMs, and leaves the others to the experts. Rows pass through **rings** of lesson 11: the sender writes a row to the next slot in the
+# receiver's memory and then raises the **tail**; the receiver reads the row and then raises the **head**. A **channel** is a range of a rank's tokens with rings
+# of its own. In DeepEP's kernel, of which we run our port, a channel has a pair of CTAs:
+
+# %%
+draw.roles()
+
+# %% [markdown]
+# In the sending CTA, several warps write the rows for one rank, chunk after chunk. In the other one, warps take tokens in turn; each waits for all rows of its
+# token. So rows are not read in the order in which they lie in the ring.
+#
+# **Choose.** Who may raise the head? "A": the warp that has read the row. "B": the warp that has read the last row of its token. "C": warp 0, which
+# stores the least position that any other warp still needs.
+
+# %%
+exercises.publishes.check(...)
+
+# %% [markdown]
+# (For a token without a row from some rank, a warp still has to say what it needs of that ring: nothing before the *next* row from there. DeepEP's
+# `cached_notify_combine` writes that position into the gaps of `send_head` before each combine, and clears heads and tails between two barriers.)
+#
+# **Prediction.** The rings of dispatch move as many bytes. We expect the time of our port of DeepEP's dispatch, which lesson 12 has measured.
+
+# %%
+step("our port of DeepEP's rings", Version("port"), predicted_us=page.recorded_us(page.DISPATCH, "DeepEP's ring"))
+
+# %% [markdown]
+# **Take away.** With several readers of one ring, the head is a minimum, somebody must compute it, and the slowest reader holds back everyone. (It can do worse:
+# see the first deadlock below.)
+#
+# ## Step 4: one warp per channel
+#
+# Give a whole channel to **one warp** on each side (the lower half of the figure), and use many more channels. The warp that sums takes its tokens in order, so it
+# reads each ring in order, and the head is the warp's own count. No minimum, no gaps, no barrier among warps. The warp that sends serves its rings in turn: in each
+# iteration it writes one row to each rank whose ring has room. Lane r keeps the numbers of the ring to or from rank r. All else stays as in step 3: rows go through
+# registers, heads lie at the receiver, two barriers clear the counters. Only one thing follows from the change: there are no chunks, so a warp publishes each row.
+#
+# First the wait. **Build.** All lanes of a warp call it. A lane with `waits` needs row `wanted` of its ring: the row has come when the counter `local[at]`, an int32
+# that another rank raises, exceeds `wanted`. Counters are never cleared later on, so compare modulo 2^32: `int32(tail - wanted) > 0`. `tail` is the
+# counter as this lane last read it. Return the newest value that you know. Afterwards *all* lanes read the rows. You have
+# `ld_acquire_sys_s32(local, at)`, `cuda.any_sync(FULL_MASK, ...)`, and `cuda.syncwarp()`. (`state` is for `give_up`, by which the lesson's own answer ends a
+# wait that never ends on a GPU; ignore it.)
+
+
+# %%
+@cuda.jit(device=True)
+def my_wait_rows(local, at, tail, wanted, waits, state):
+    pass  # yours
+
+
+wait_rows = exercises.wait.use(my_wait_rows)
+
+# %% [markdown]
+# This is the sender. Its switches are `if`s that Numba decides when it compiles; in this step they are all off, and each of the following steps turns one.
+
+
+# %%
+@factory
+def make_send(switches):
+    s = Switches(*switches)
+    go_on, near, signals, bulk = s.counters_go_on, s.head_at_sender, s.signalling_warp, s.bulk_send
+    own_rings, slots, staging, words = s.own_rings, s.slots, s.staging, page.ROW_WORDS
 
     @cuda.jit(device=True)
-    def receive(smem_i32, smem_u64, channel, channels, ctx, rings, tensors):
+    def send(smem, smem_u64, call, channel, phase):
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        local, send_head = ctx.local, tensors.send_head
-        source, has_ring = lane if lane < ranks else int32(0), lane < ranks
-        retire_warp(smem_i32, ctx.state, done_offset, warps, lane)  # step 8 takes further channels
-        if channel >= channels:
-            return
-        token = first_token(channel, channels, tensors.num_tokens)
-        end = first_token(channel + 1, channels, tensors.num_tokens)
-        first_ring = rings.offset + int64(channel * ranks) * rings.stride
-        progress_slot = int32(progress_offset + warp * ranks + lane)
-        base = uint32(ctx.state[received_offset + channel * ranks + source])
-        head, tail, ready = base, base, int32(1)
-        next_position = send_head[int64(token) * ranks + source] if has_ring and token < end else int32(-1)
-        while token < end:
-            position = next_position
-            wanted, start, waiting = uint32(base + uint32(position)), uint64(0), int32(1)
-            while waiting != 0:
-                missing = has_ring and position >= 0 and int32(uint32(tail - wanted)) <= 0
-                if missing:
-                    tail = uint32(ld_acquire_sys_s32(local, tail_offset + channel * ranks + source))
-                    missing = int32(uint32(tail - wanted)) <= 0
-                waiting = int32(1 if cuda.any_sync(FULL_MASK, missing) else 0)
-                if waiting != 0:
-                    start = start_of_wait(start)
-                    if warp_abort_if_timed_out(start, missing, ctx, COMBINE_ROWS, channel, lane, wanted, tail):
-                        waiting = ready = int32(0)
-            if ready == 0:
-                break
-            cuda.syncwarp()  # what a lane has acquired, all lanes read
+        peer, has_ring = lane if lane < RANKS else int32(0), lane < RANKS and (own_rings or lane != call.rank)
+        remote, ring = pointer_from_address(call.peers[peer], call.local), int32(channel * RANKS + call.rank)
+        counter, progress = int32(page.SENT + channel * RANKS + peer), int32(page.PROGRESS + warp * RANKS + lane)
+        row = call.row_start[peer * call.channels + channel]  # the next row to send, of `left` rows
+        left = int32(call.row_start[peer * call.channels + channel + 1] - row) if has_ring else int32(0)
+        tail = uint32(call.state[counter]) if go_on and has_ring else uint32(0)
+        head, arrived, published, polls = uint32(tail - uint32(slots)), tail, tail, int32(0)
+        while cuda.any_sync(FULL_MASK, left > 0):
+            # is there room? A lane asks only if its ring seems to be full
+            if left > 0 and uint32(tail - head) >= uint32(slots):
+                if near:
+                    head = uint32(ld_acquire_sys_s32(call.local, page.HEADS + channel * RANKS + peer))
+                else:
+                    head = uint32(ld_acquire_sys_s32(remote, page.HEADS + ring))
+                if bulk:
+                    fence_proxy_async()
+            cuda.syncwarp()  # what one lane has acquired, all lanes may overwrite
+            sends = left > 0 and uint32(tail - head) < uint32(slots)
+            mask = uint32(cuda.ballot_sync(FULL_MASK, sends))
+            # one row to each rank whose ring has room
+            for r in range(RANKS):
+                if mask >> uint32(r) & uint32(1):
+                    at = int64(cuda.shfl_sync(FULL_MASK, row, r)) * words
+                    slot = int32(uint32(cuda.shfl_sync(FULL_MASK, int32(tail), r)) & uint32(slots - 1))
+                    place = page.ROWS + (int64(ring) * slots + slot) * words
+                    if bulk:
+                        mine = int32(staging + warp * page.ROW_STRIDE)
+                        load_row(smem, smem_u64, page.MBARRIER + warp, lane, mine, call.y, at, 4 * words)
+                        phase = wait_row(smem_u64, page.MBARRIER + warp, phase)
+                        store_row(lane, r, remote, place, smem, mine, 4 * words)  # lane r stores
+                    else:
+                        copy_row(pointer_from_address(call.peers[r], call.local), place, call.y, at, lane)
+            # which rows have arrived?
+            if bulk:  # those of earlier iterations; the last store may still be under way
+                arrived = tail
+                if sends:
+                    wait_all_but_one()
+                else:
+                    wait_all()
+            if sends:
+                tail, left, row = uint32(tail + uint32(1)), int32(left - 1), int32(row + 1)
+            if bulk:
+                if left == 0:
+                    wait_all()
+                    arrived = tail
+            else:
+                arrived = tail
+                cuda.syncwarp()  # all lanes have stored their part of the row
+            # publish the tail
+            if signals:
+                if has_ring:
+                    post_progress(smem_u64, progress, channel, arrived)
+            elif has_ring and arrived != published:
+                st_release_sys_s32(remote, page.TAILS + ring, int32(arrived))
+                published = arrived
+            polls = int32(0) if mask != uint32(0) else int32(polls + 1)
+            if give_up(call.state, polls):
+                left = int32(0)
+        if has_ring and go_on:
+            call.state[counter] = int32(tail)
+        return phase
+
+    return send
+
+
+# %% [markdown]
+# And this is the warp that sums. For each token it reads the positions of the token's rows, waits, sums, and raises the heads.
+
+
+# %%
+@factory
+def make_receive(sum_token, wait_rows, switches):
+    s = Switches(*switches)
+    go_on, near, signals, bulk = s.counters_go_on, s.head_at_sender, s.signalling_warp, s.bulk_receive
+    own_rings, slots, staging, words = s.own_rings, s.slots, s.staging, page.ROW_WORDS
+
+    @cuda.jit(device=True)
+    def receive(smem, smem_u64, call, channel, phase):
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        peer, has_ring = lane if lane < RANKS else int32(0), lane < RANKS and (own_rings or lane != call.rank)
+        remote, ring = pointer_from_address(call.peers[peer], call.local), int32(channel * RANKS + peer)
+        counter, progress = int32(page.RECEIVED + ring), int32(page.PROGRESS + warp * RANKS + lane)
+        mine, own_rows = int32(staging + warp * page.ROW_STRIDE), call.row_start[call.rank * call.channels + channel]
+        first = int32(min(channel * call.share, call.tokens))
+        last = int32(min(first + call.share, call.tokens))
+        base = uint32(call.state[counter]) if go_on and has_ring else uint32(0)
+        tail = head = base
+        for token in range(first, last):
+            # which rows does the token have? `position` is that among the channel's rows from this lane's rank, or -1
+            position = call.position[token * RANKS + peer] if lane < RANKS else int32(-1)
+            own = int32(cuda.shfl_sync(FULL_MASK, position, call.rank))
+            if bulk:
+                if own >= 0:  # the own row is loaded while the warp waits
+                    at = int64(own_rows + own) * words
+                    load_row(smem, smem_u64, page.MBARRIER + warp, lane, mine, call.y, at, 4 * words)
+                else:
+                    wait_read()  # the last sum has left shared memory
+                    cuda.syncwarp()
+            # wait for the others
+            wanted = uint32(base + uint32(position))
+            waits = has_ring and position >= 0
+            tail = wait_rows(call.local, page.TAILS + ring, tail, wanted, waits, call.state)  # <-- a hole
+            if bulk and own >= 0:
+                phase = wait_row(smem_u64, page.MBARRIER + warp, phase)
+            # sum
             mask = uint32(cuda.ballot_sync(FULL_MASK, position >= 0))
-            next_position = send_head[int64(token + 1) * ranks + source] if has_ring and token + 1 < end else int32(-1)
-            slot = int32(uint32(position) % uint32(slots))
-            sum_token(local, first_ring, rings.stride, slot, mask, tensors.out, token, lane)
-            cuda.syncwarp()  # all have read
-            if has_ring and position >= 0:
+            at = page.ROWS + (int64(ring) * slots + int32(wanted & uint32(slots - 1))) * words
+            if not own_rings and lane == call.rank:
+                at = int64(own_rows + position) * words
+            rows = Rows(call.local, call.y, smem, mine, call.rank)
+            sum_token(rows, at, mask, lane, call.out, int64(token) * words)  # <-- a hole
+            if bulk:
+                fence_proxy_async_shared()
+            cuda.syncwarp()  # all lanes have read the rows
+            if bulk:
+                store_row(lane, 0, call.out, int64(token) * words, smem, mine, 4 * words)
+            # publish the head: this warp's own count
+            if waits:
                 head = uint32(wanted + uint32(1))
-                post_progress(smem_u64, progress_slot, channel, head)
-            token = int32(token + 1)
-        if has_ring:
-            ctx.state[received_offset + channel * ranks + source] = int32(head)
+                if signals:
+                    post_progress(smem_u64, progress, channel, head)
+                elif near:
+                    st_release_sys_s32(remote, page.HEADS + channel * RANKS + call.rank, int32(head))
+                else:
+                    st_release_sys_s32(call.local, page.HEADS + ring, int32(head))
+        if has_ring and go_on:
+            call.state[counter] = int32(head)
+        return phase
 
     return receive
 
 
 # %% [markdown]
-# In the folded kernel `combine` each warp runs `publish`, `receive` or `send`; weights and biases are not used.
-# `with_vectors(n)` selects `vectors`.
+# The kernel gives each warp its channel. The first half of the CTAs sends, the other half sums. The last warp of each CTA is idle until step 8.
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-@cache
-def make_channels_kernel(shape, vectors, packed=False):
-    ranks, warps, barrier_offset = shape.num_ranks, shape.warps, shape.barrier_offset
-    progress_offset, published_offset, done_offset = shape.progress_offset, shape.published_offset, shape.done_offset
-    tail_offset, head_offset = buffer_layout(ranks).tail(True), buffer_layout(ranks).head(True)
-    send, receive, publish = make_send(shape), make_receive(shape, vectors, packed), make_publish(shape)
+# %%
+@factory
+def make_combine(send, receive, switches):
+    s = Switches(*switches)
+    signals, balance, warps, publish = s.signalling_warp, s.balance, page.WARPS, page.make_publish()
 
     @cuda.jit
-    def combine(
-        local,
-        peers,
-        state,
-        status,
-        timeout_ns,
-        rank,
-        senders,
-        channels,
-        rings_offset,
-        ring_words,
-        x,
-        topk_weights,
-        rank_prefix,
-        channel_prefix,
-        recv_channel_prefix,
-        send_head,
-        num_tokens,
-        bias_0,
-        bias_1,
-        out,
-        out_weights,
-        num_rows,
-    ):
-        smem_i32, smem_u64 = cuda.shared.array(0, int32, 128), cuda.shared.array(0, uint64, 128)  # the same memory
+    def combine(local, peers, rank, state, y, row_start, position, tokens, share, channels, number, out):
+        smem, smem_u64 = cuda.shared.array(0, int32, 128), cuda.shared.array(0, uint64, 128)  # the same memory
+        call = Call(local, peers, rank, state, y, row_start, position, tokens, share, channels, out)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        ctx = RankContext(local, peers, state, status, timeout_ns, rank)
-        rings = RingMemory(rings_offset, ring_words)
-        prefix = PrefixMatrices(rank_prefix, channel_prefix, recv_channel_prefix)
-        tensors = CombineTensors(x, num_rows, send_head, num_tokens, out)
-        receives, blocks, channel = first_channel(senders, warp)
-        griddepcontrol_wait()
-        init_barriers(smem_u64, barrier_offset, warps)
-        clear_progress(smem_i32, smem_u64, progress_offset, published_offset, done_offset, warps, ranks)
-        if ld_volatile_s32(local, ABORT_FLAG) != 0:
-            pass  # the rank has aborted in an earlier kernel
-        elif warp == warps:
-            publish(smem_i32, smem_u64, lane, rank, head_offset if receives else tail_offset, local, peers)
+        cta, ctas = int32(cuda.blockIdx.x), int32(cuda.gridDim.x >> 1)
+        receives = cta >= ctas
+        init_barriers(smem_u64, page.MBARRIER, warps)
+        clear_progress(smem, smem_u64, page.PROGRESS, page.PUBLISHED, page.DONE, warps, RANKS)
+        if warp == warps:
+            if signals:
+                publish(smem, smem_u64, lane, rank, page.HEADS if receives else page.TAILS, local, peers)
         else:
-            if receives:
-                receive(smem_i32, smem_u64, channel, channels, ctx, rings, tensors)
-            else:
-                send(smem_i32, smem_u64, channel, channels, blocks, ctx, rings, prefix, tensors)
+            channel, phase = int32(warp * ctas + (cta - ctas if receives else cta)), uint32(0)
+            while channel < channels:
+                if receives:
+                    phase = receive(smem, smem_u64, call, channel, phase)
+                else:
+                    phase = send(smem, smem_u64, call, channel, phase)
+                channel = int32(channels)
+                if balance:  # step 12: take the next channel
+                    taken, role = int32(0), int32(1 if receives else 0)
+                    if lane == 0:
+                        taken = atom_add_relaxed_gpu_s32(state, page.NEXT_CHANNEL + role, 1)
+                    taken = uint32(uint32(cuda.shfl_sync(FULL_MASK, taken, 0)) - uint32(number) * uint32(channels))
+                    channel = int32(ctas * warps + int32(taken))
+                    if lane < RANKS:
+                        at = int32(warp * RANKS + lane)
+                        wait_published(smem_u64, page.PROGRESS + at, page.PUBLISHED + at)
+                    cuda.syncwarp()
+            wait_all()
             cuda.syncwarp()
             if lane == 0:
-                st_release_cta_shared_s32(smem_i32, done_offset + warp, 1)
+                st_release_cta_shared_s32(smem, page.DONE + warp, 1)  # the signalling warp may end
 
     return combine
 
 
-def with_vectors(n, packed=False):
-    """Return a constructor of a ``Buffer`` with this kernel and n vectors of each row in flight."""
-    return buffer_with(lambda shape, biases: make_channels_kernel(shape, n, packed))
+def rings(switches, load, vectors, sum_vector=sum_vector):
+    sum_token = make_sum_token(load, sum_vector, vectors, switches.bulk_receive)
+    send, receive = make_send(tuple(switches)), make_receive(sum_token, wait_rows, tuple(switches))
+    return Version("rings", make_combine(send, receive, tuple(switches)), None, switches)
 
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-@contextmanager
-def dispatched(transport, kind, config):
-    """Yield a rank's buffer, made by ``kind``, and the handle of a dispatch."""
-    buffer = kind(transport, config.get_nvl_buffer_size_hint(ROW_BYTES, RANKS), timeout=20.0)
-    per_rank, per_expert, is_in = (tensor.to(transport.device) for tensor in LAYOUTS[transport.rank])
-    yield (
-        buffer,
-        buffer.dispatch(
-            X[transport.rank],
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_expert=per_expert,
-            is_token_in_rank=is_in,
-            config=config,
-        )[4],
-    )
-    buffer.destroy()
-
-
-def make_package(num_sms=HERE.num_sms, kind=Buffer):
-    config = Config(num_sms, HERE.chunk, HERE.ring)
-
-    @contextmanager
-    def make(transport):
-        with dispatched(transport, kind, config) as (buffer, handle):
-            yield lambda y=Y: buffer.combine(y[transport.rank], handle, config=config)[0]
-
-    return make
-
-
-channels = num_channels(HERE.num_sms, RANKS, ROW_BYTES, per_warp=1)
-print(f"{HERE.num_sms} SMs: {channels} channels here, {HERE.num_sms // 2} in DeepEP's kernel")
 
 # %% [markdown]
-# **Predicted gain.** The time of step 3, less the slower of two parts. Sending: half of the 24 SMs copy all rows, or the
-# link limits them. Reading: the other SMs read all rows; each reads its bytes in flight once per latency.
+# **Prediction.** The slowest of three parts: the sending SMs copy all rows by stores; a warp waits for a release after each row; the receiving SMs read their
+# bytes in flight once per latency, with one vector of each row.
+
+# %%
+s4 = Switches()
+parts = page.reading_us(1), page.sending_us("stores"), page.releases_us()
+step("one warp per channel", rings(s4, load_one, 1), predicted_us=page.slower_of(*parts))
+
+# %% [markdown]
+# **Take away.** Give a resource one owner, and bookkeeping becomes a count in a register.
+#
+# ## Step 5: loads in flight, again
+#
+# On half of 24 SMs a lane with one vector of each row in flight reads far too slowly, by Little's law. Your `load` of step 2 goes into the same hole.
+#
+# **Prediction.** The same three parts, with more vectors.
+
+# %%
+parts = page.reading_us(VECTORS), page.sending_us("stores"), page.releases_us()
+step("several vectors", rings(s4, load_several, VECTORS), predicted_us=page.slower_of(*parts))
+
+# %% [markdown]
+# **Take away.** The fewer the SMs, the more each thread must have in flight.
+#
+# ## Steps 6 to 8: three ideas of lesson 12
+#
+# Lesson 12 has shown these on dispatch. Each is one switch.
+#
+# **6. Counters go on.** Until now two barriers of all ranks and a kernel that clears heads and tails precede each launch. If both sides keep their counters, as `state`
+# does from launch to launch, nothing must be cleared. *Prediction:* three launches and two flags less.
+
+# %%
+s6 = s4._replace(counters_go_on=True)
+predicted_us = page.less("several vectors", page.launches_us(3, 2))
+step("counters go on", rings(s6, load_several, VECTORS), predicted_us=predicted_us)
+
+# %% [markdown]
+# **7. The head at the sender.** The sender polls the head. If it lies in the receiver's memory, each poll crosses the link and back. So the receiver stores it
+# in the *sender's* memory. *Prediction:* no gain. Senders poll only if a ring seems to be full, and then they wait anyway.
+
+# %%
+s7 = s6._replace(head_at_sender=True)
+predicted_us = page.less("counters go on", 0)
+step("head at the sender", rings(s7, load_several, VECTORS), predicted_us=predicted_us)
+
+# %% [markdown]
+# **8. A signalling warp.** A release at system scope waits until the warp's stores are visible to the other GPU, which takes microseconds on a busy link. Warps now post
+# their counts in shared memory, and the last warp of the CTA publishes for all. *Prediction:* the releases disappear.
+
+# %%
+s8 = s7._replace(signalling_warp=True)
+predicted_us = page.less("head at the sender", page.releases_us())
+step("a signalling warp", rings(s8, load_several, VECTORS), predicted_us=predicted_us)
+
+# %% [markdown]
+# **Take away.** Let counters run, keep what you poll in your own memory, and let one warp pay for the fence.
+#
+# ## Steps 9 to 11: the way of a row
+#
+# Three switches change the way of a row, first at the sender, then of own rows, then at the receiver:
+
+# %%
+draw.paths()
+
+# %% [markdown]
+# **9. Bulk copies send.** One lane issues a bulk load of the row into shared memory, and lane r a bulk store to rank r. No register holds a row, and no lane computes
+# an address. *Prediction:* the recorded rate of a CTA that loads and stores rows in bulk, or the receivers' reads.
+
+# %%
+s9 = s8._replace(bulk_send=True)
+predicted_us = page.slower_of(page.reading_us(VECTORS), page.sending_us("bulk copies after bulk loads"))
+step("bulk copies send", rings(s9, load_several, VECTORS), predicted_us=predicted_us)
+
+# %% [markdown]
+# **10. Own rows directly.** A rank's own rows need no ring: the receiver reads them where they are. With two ranks the senders have half of their work left, with eight
+# ranks seven eighths. *Prediction:* the senders' time with own rows less that without them.
+#
+# Now one of the rows is in `y`, and in the next step it will be in shared memory. So here is `load` for all three places:
 
 
 # %%
-OWN_BYTES = ROWS_BYTES - WIRE_BYTES
+@factory
+def make_load(vectors, own_row):
+    in_y, in_smem = own_row == "y", own_row == "shared memory"
+
+    @cuda.jit(device=True)
+    def load(words, rows, begins, mask, first, row_vectors):
+        for u in range(vectors):
+            i = first + 32 * u
+            if i < row_vectors:
+                for r in range(RANKS):
+                    if mask >> uint32(r) & uint32(1):
+                        if in_smem and r == rows.rank:
+                            a, b, c, d = ld_shared_s32x4(rows.smem, int32(rows.staging + 4 * i))
+                        elif in_y and r == rows.rank:
+                            a, b, c, d = ld_nc_na_s32x4(rows.y, begins[r] + 4 * i)
+                        else:
+                            a, b, c, d = ld_global_s32x4(rows.local, begins[r] + 4 * i)
+                        j = 4 * (RANKS * u + r)
+                        words[j], words[j + 1], words[j + 2], words[j + 3] = a, b, c, d
+
+    return load
 
 
-def sending_us(own_bytes, senders=12):
-    """Return the time in which the sending SMs copy the rows that leave the rank, and ``own_bytes``."""
-    cta, link = (RATES[f"bulk copies after bulk loads: {ctas}"] for ctas in (1, senders))
-    return max((WIRE_BYTES + own_bytes) / (senders * cta), WIRE_BYTES / link) * 1e6
-
-
-def reading_us(vectors, readers=12, warps=15):
-    """Return the time in which the receiving SMs read all rows."""
-    in_flight = vectors * SHOWN_RANKS * 16 * 32 * warps  # bytes in an SM
-    return ROWS_BYTES / readers / in_flight * LATENCY_NS / 1000 if LATENCY_NS else 0
-
-
-print(f"reading takes {reading_us(1):.0f} us, sending {sending_us(OWN_BYTES):.0f} us")
-gain_us = (us("DeepEP's rings") or 0) - max(sending_us(OWN_BYTES), reading_us(1))
-measure("one warp per channel", make_package(kind=with_vectors(1)), after="DeepEP's rings", predicted_gain_us=gain_us)
+s10, load_own = s9._replace(own_rings=False), make_load(VECTORS, "y")
+step("own rows directly", rings(s10, load_own, VECTORS), predicted_us=page.without_own_rows("bulk copies send"))
 
 # %% [markdown]
-# Reading is the slower part: too few bytes are in flight.
+# **11. Bulk copies receive.** A bulk load brings the own row into shared memory while the warp waits for the others. The sum replaces it there, and a bulk store
+# writes it out while the warp goes on with the next token. *Prediction:* no gain. By the model of step 5 the receivers' reads are shorter than the sending.
+
+# %%
+s11, load_staged = s10._replace(bulk_receive=True), make_load(VECTORS, "shared memory")
+predicted_us = page.less("own rows directly", 0)
+step("bulk copies receive", rings(s11, load_staged, VECTORS), predicted_us=predicted_us)
+
+# %% [markdown]
+# **Take away.** A copy that one lane issues leaves the others free. And the fastest copy is the one that you leave out.
 #
-# ### Step 5: several vectors per row
+# ## Step 12: balance
 #
-# **Idea.** More loads in flight, as in step 2, but now on few SMs, where it matters more: a larger `vectors`.
-# We use as many as fit in 32 registers: four vectors per row with two ranks, two with four ranks.
+# So far each warp has one channel. Warps do not get equal shares of a busy link, so some finish early and idle. Cut the tokens into four channels per warp; a
+# warp that has finished takes the next channel from a counter. Warps take channels in ascending order on all ranks. So the lowest unfinished channel has a
+# warp everywhere, and that warp waits for no other channel: this cannot deadlock.
 #
-# **Predicted gain.** Two measurements predict a third. Assume that a part of the time is waiting for loads, that this part
-# is divided by the number of vectors, and that the rest is constant. The gain from the *second* vector is then half of
-# the waiting.
+# **Prediction.** The last warp finishes when the mean one does, by the recorded ends of an earlier version.
+
+# %%
+s12 = s11._replace(balance=True)
+balanced = rings(s12, load_staged, VECTORS)
+step("balanced", balanced, predicted_us=page.evened("bulk copies receive"))
+
+# %% [markdown]
+# A kernel that spins on flags is right under *one* order of threads and stores far too easily. Here it runs under some more:
+
+# %%
+print(page.show_orders(balanced))
+
+# %% [markdown]
+# **Take away.** Small pieces of work and a counter even out what you cannot predict.
+#
+# ## Is the sum hidden?
+#
+# These kernels leave something out. They are wrong, and say what limits the right one: in the second, warps wait and publish, but sum nothing.
 
 
 # %%
-def loads_sweep():
-    """Time each number of vectors in flight, {number: microseconds}; None if nothing is timed, and each only runs."""
-    makes = {n: make_package(kind=with_vectors(n)) for n in HERE.loads if n * RANKS <= 16}
-    for n, make in makes.items():
-        wrong = check(outputs_of(GROUP, poisoned(make)))
-        assert not wrong, f"{n} vectors: {wrong}"
-    return {str(n): round(stats.median, 2) for n, stats in times_of(makes).items()} or None
+@cuda.jit(device=True)
+def sum_nothing(rows, at, mask, lane, out, out_at):
+    pass
 
 
-def saved_by(vectors, one, two):
-    """Return what ``vectors`` per row save over one, predicted from the times with one and two."""
-    return 2 * (one - two) * (1 - 1 / vectors)
-
-
-SEVERAL = max(1, 8 // SHOWN_RANKS)  # 4 registers each
-LOADS = {int(n): time for n, time in (fact("loads_us", loads_sweep()) or {}).items()}
-if {1, 2} <= LOADS.keys():
-    print(f"1 vector: {LOADS[1]:.0f} us, 2 vectors: {LOADS[2]:.0f} us, {WHEN}")
-    gain_us = saved_by(SEVERAL, LOADS[1], LOADS[2])
-else:
-    gain_us = reading_us(1) - max(sending_us(OWN_BYTES), reading_us(SEVERAL))
-several = make_package(kind=with_vectors(max(1, 8 // RANKS)))
-measure("several vectors per row", several, after="one warp per channel", predicted_gain_us=gain_us)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-print(f"All numbers of vectors, {WHEN}:" if LOADS else "Other numbers of vectors: no times are recorded yet")
-for n, time in LOADS.items():
-    predicted = f", predicted {LOADS[1] - saved_by(n, LOADS[1], LOADS[2]):.0f}" if n > 2 else ""
-    print(f"{n} in flight: {time:.0f} us{predicted}; {WIRE_BYTES / time / 1000:.0f} GB/s on the wire")
-for few, many in itertools.pairwise(LOADS):
-    saved = 100 * (1 - LOADS[many] / LOADS[few])
-    print(f"from {few} to {many}: {-saved:+.1f} % of the time{'' if saved > 5 else ': this doubling does not help'}")
+hollow = make_receive(sum_nothing, wait_rows, tuple(s12))
+no_sums = Version("rings", make_combine(make_send(tuple(s12)), hollow, tuple(s12)), None, s12)
+page.show_parts({"balanced": balanced, "no sums": no_sums})
 
 # %% [markdown]
-# **Explanation.** More than two vectors gain less than predicted, and the largest number is slower than the one below it:
-# the model does not hold beyond two.
+# ## Step 13, for two ranks only: packed additions
 #
-# ### Step 6: two rows as packed pairs
+# Hopper adds two pairs of `bfloat16` in one instruction, `add.rn.bf16x2`, which rounds each sum once. For *two* rows this is the same as one rounding of a
+# `float32` sum: rounding first to 24 bits and then to 8 never differs from rounding once, if 24 is at least 2 x 8 + 2 (Figueroa 1995). For three rows it is wrong.
 #
-# **Idea.** The instructions of the summation may be the next limit. A 32-bit word holds two elements; summing two such
-# words takes 9 instructions: unpack, add in `float32`, pack. For *two* rows, Hopper adds two pairs of `bfloat16` in one
-# instruction (`add.rn.bf16x2`), which rounds each sum once. Rounding first to 24 bits and then to 8 never differs from
-# this for the sum of two numbers of 8 bits, because 24 is at least 2 x 8 + 2 (Figueroa 1995, section 9). Two
-# instructions per word remain: one adds 0, so that a sum is 0 and not -0, and one adds the second row.
-#
-# **Predicted gain.** If instructions limit the receivers, the senders are the new limit: step 5 less the sending time.
+# **Predict.** A token picks 8 of 256 experts. How many percent of the tokens have at most two rows, with two, four and eight ranks? (Within 1 and 0.3 for the latter.)
 
 # %%
-gain_us = (us("several vectors per row") or 0) - sending_us(OWN_BYTES) if SHOWN_RANKS == 2 else 0
-packed_pairs = with_vectors(max(1, 8 // RANKS), RANKS == 2)  # with more ranks the kernel is that of step 5
-measure("packed pairs", make_package(kind=packed_pairs), after="several vectors per row", predicted_gain_us=gain_us)
+exercises.two_rows.check(ranks_2=..., ranks_4=..., ranks_8=...)
 
 # %% [markdown]
-# **Explanation.** The gain is much smaller than predicted, so instructions were not the main limit.
-#
-# ### Step 7: own rows without rings, bulk copies in the receiver
-#
-# **Idea.** A rank's *own rows need no ring*. Without them the senders have half of their work with two ranks. Receiving
-# warps can also use bulk copies, and have shared memory for one row:
-#
-# - A bulk copy loads the own row into shared memory while the warp waits for the rows of other ranks.
-# - The sum replaces it there, and another bulk copy stores it while the warp continues with the next token.
+# **Prediction.** No gain: in the table above, the sum is hidden behind the rows' way.
+
 
 # %%
-excerpt(final_kernel.make_combine, "                        own = cuda.shfl_sync", "                        wanted = ")
+@cuda.jit(device=True)
+def sum_two(words, first, ranks, mask):
+    if mask != uint32(3):
+        return sum_vector(words, first, ranks, mask)
+    a, b = (
+        add_rn_bf16x2(uint32(words[first]), uint32(0)),
+        add_rn_bf16x2(uint32(words[first + 1]), uint32(0)),
+    )  # 0, not -0
+    c, d = add_rn_bf16x2(uint32(words[first + 2]), uint32(0)), add_rn_bf16x2(uint32(words[first + 3]), uint32(0))
+    a, b = add_rn_bf16x2(a, uint32(words[first + 4])), add_rn_bf16x2(b, uint32(words[first + 5]))
+    c, d = add_rn_bf16x2(c, uint32(words[first + 6])), add_rn_bf16x2(d, uint32(words[first + 7]))
+    return int32(a), int32(b), int32(c), int32(d)
+
+
+def packed_additions():
+    if RANKS != 2:
+        return f"skipped: with {RANKS} ranks a token may have more than two rows"
+    packed = rings(s12, load_staged, VECTORS, sum_two)
+    return step("packed additions", packed, predicted_us=page.less("balanced", 0))
+
+
+packed_additions()
+
+# %% [markdown]
+# **Take away.** A trick for two ranks is a trick for two ranks. Measure with the number that you will have.
+#
+# ## The first deadlock: a ring that is too short
+#
+# Ranks **deadlock** if they wait for one another in a cycle. DeepEP requires rings that are longer than a chunk. Is that enough? The simulator notices when no
+# thread can go on. It runs our port with two ranks, one channel, several chunks and rings, and R warps that sum:
 
 # %%
-excerpt(
-    final_kernel.make_combine,
-    "                        reduce_token(",
-    "                        token = int32(token + 1)",
-)
+short = deadlocks.ShortRings()
+short
 
 # %% [markdown]
-# For tokens that may have more than two rows, or with biases, `reduce_token` accumulates in `float32` and keeps two
-# rows in flight:
+# **Build.** From this table, how many rows must a ring have?
+
 
 # %%
-excerpt(reduce.make_reduce_token_general, "            remaining = mask", "            for w in range(num_words):")
+def my_least_ring(chunk, warps):
+    return ...  # yours
+
+
+exercises.shortest_ring.check(my_least_ring)
 
 # %% [markdown]
-# **Predicted gain.** The sending time with own rows, less that without. With fewer SMs the step should gain more.
+# This is one of the runs that hang:
 
 # %%
-gain_us = sending_us(OWN_BYTES) - sending_us(0)
-measure("bulk copies", make_package(kind=buffer_with()), after="packed pairs", predicted_gain_us=gain_us)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-KINDS_OF_BUFFER = {"packed pairs": packed_pairs, "bulk copies": buffer_with()}
-FEWER = fact("twelve_us", TIMED and {name: median_of(make_package(12, kind)) for name, kind in KINDS_OF_BUFFER.items()})
-if FEWER:
-    print(f"with 12 SMs, {WHEN}: {FEWER['packed pairs']:.0f} -> {FEWER['bulk copies']:.0f} us")
+draw.stuck_ring(*short.stuck())
 
 # %% [markdown]
-# With 12 SMs the step gains more. Senders now copy only the rows that leave the rank, and receivers load only the rows
-# that have arrived.
+# All rows of the ring have been read, and still the head does not move. One warp waits for a row that has not been sent, and the last that it has said is what it
+# needed *after its previous token*. Meanwhile the other R - 1 warps have read the rows in between. The sender waits for room for a whole chunk.
+# With eight ranks DeepEP's kernel has 24 warps in a CTA, so R is 23, and a ring of chunk + 1 rows passes its own check. Our port and the package's `Config` refuse it.
 #
-# ### Step 8: dynamic load balancing
-#
-# **Idea.** So far all sending warps have equal shares. The next cell measures when each warp finishes.
+# **Build: repair it.** A longer ring hides the mistake; one line removes it. Lane r of a warp calls `hold` *before* the warp waits for its next token. `heads[at]`, in shared
+# memory, is the position that this warp says it still needs of rank r's ring; warp 0 reads it with acquire. `needed` is the position of the token's row (or of the next
+# row from that rank). DeepEP does nothing here. The check runs your port with rings of `chunk` rows.
 
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-WRITTEN_DOWN = (
-    ("from moe_numba.ptx.memory", "from moe_numba.ptx.special_registers import globaltimer\nfrom moe_numba.ptx.memory"),
-    ("        griddepcontrol_wait()\n", "        griddepcontrol_wait()\n        begun = globaltimer()\n"),
-    (
-        "                st_release",
-        "                bias_0[int32(cuda.blockIdx.x * warps + warp)] = int32(globaltimer() - begun)\n"
-        "                st_release",
-    ),
-)
-
-
-def ends_of(channels_per_warp):
-    """Return when rank 0's sending warps finish, in microseconds: the first, the mean, and the last."""
-    config, kernel = Config(HERE.num_sms, HERE.chunk, HERE.ring), changed(*WRITTEN_DOWN).make_combine
-    kind, ends = buffer_with(lambda shape, biases: kernel(shape, 0), channels_per_warp), [None] * RANKS
-
-    @contextmanager
-    def make(transport):
-        r = transport.rank
-        ends[r] = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16, device=transport.device)
-        with dispatched(transport, kind, config) as (buffer, handle):
-            yield lambda: buffer.combine(Y[r], handle, bias=ends[r], config=config)[0]
-
-    rank_times(GROUP, {"": make}, launches=3, samples=1)  # of the last launch: the first one waits for the other ranks
-    sending = num_channels(HERE.num_sms, RANKS, ROW_BYTES, per_warp=1)
-    us = ends[0].view(torch.int32).flatten()[:sending].double() / 1000
-    return TIMED and [round(float(t), 1) for t in (us.min(), us.mean(), us.max())]
-
-
-def ends_text(ends):
-    return f"the first sending warp finishes after {ends[0]:.0f} us, the mean {ends[1]:.0f}, the last {ends[2]:.0f}"
-
-
-EQUAL_SHARES = fact("equal_shares_us", ends_of(1))
-print(f"equal shares: {ends_text(EQUAL_SHARES)}; {WHEN}" if EQUAL_SHARES else "equal shares: no times are recorded yet")
-
-# %% [markdown]
-# The warps finish at different times. With equal shares, a warp delayed by a full ring cannot pass work to another. The
-# tokens are therefore divided into four channels per sending warp, and a warp that has finished a channel takes the
-# next one from an atomic counter.
 
 # %%
-excerpt(next_channel, "    taken = ", None)
+@cuda.jit(device=True)
+def my_hold(heads, at, needed):
+    pass  # yours
+
+
+hold = exercises.hold.use(my_hold)
 
 # %% [markdown]
-# The ranks cannot deadlock, although a warp now has several channels. Warps take channels in ascending order, so on
-# each rank some warp works on the lowest unfinished channel, and none of these warps waits for another channel.
+# **Take away.** Say what you hold *before* you wait, not after. What a waiting thread has said last is all that the others know.
 #
-# **Predicted gain.** The difference between the last warp and the mean.
+# ## The second deadlock: a sender that waits
+#
+# Dispatch may wait for a full ring: its receiver empties a ring whenever rows have come. The receiver of combine waits for *all* rows of its next token, and meanwhile
+# empties no other ring. This is combine on three ranks, as small as it can be: one thread sends, one sums, rows have one word, rings two slots. `y` has this rank's
+# rows by home rank, those for rank `to` from `first[to]` on; `position[THREE * token + source]` is the position of a token's row in its ring, or -1.
+
 
 # %%
-gain_us = EQUAL_SHARES[2] - EQUAL_SHARES[1] if EQUAL_SHARES else 0
-measure("final", make_package(), after="bulk copies", predicted_gain_us=gain_us)
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-DYNAMIC_SHARES = fact("dynamic_shares_us", ends_of(None))
-if DYNAMIC_SHARES:
-    print(f"dynamic: {ends_text(DYNAMIC_SHARES)}; {WHEN}")
-
-# %% [markdown]
-# **Explanation.** The sending warps finish closer together, but later than the former mean, so the gain is smaller than
-# predicted.
-#
-# **The cost of the summation.** In the next cell receivers only wait for rows and store zeros.
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-NO_SUMMATION = ("uint32(cuda.ballot_sync(FULL_MASK, position >= 0))", "uint32(0)")
-NO_SUMMATION_US = fact(
-    "no_summation_us", median_of(make_package(kind=buffer_with(changed(NO_SUMMATION).make_combine, None)))
-)
-if NO_SUMMATION_US:
-    print(
-        f"no summation, {WHEN}: {NO_SUMMATION_US:.0f} us, {NO_SUMMATION_US / PUSH_US:.2f} times as long as the push "
-        f"by the whole GPU; the summation adds {us('final') - NO_SUMMATION_US:.0f} us"
-    )
-else:
-    print("no summation: no time is recorded yet")
-
-# %% [markdown]
-# Without the summation combine takes little less time, so the summation is almost completely hidden.
-#
-# ### Time over the number of SMs
-#
-# Half of the SMs send, but no more than saturate the link.
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def sm_sweep():
-    """Return {line: {num_sms: statistics}}; None if nothing is timed, and each only runs."""
-    makes = {("moe_numba", n): make_package(n) for n in HERE.sweep}
-    makes |= {("DeepEP's rings", n): make_deepep(n) for n in HERE.deepep_sweep}
-    for name, make in makes.items():
-        wrong = check(outputs_of(GROUP, poisoned(make)))
-        assert not wrong, f"{name}: {wrong}"
-    lines = {}
-    for (line, n), stats in times_of(makes).items():
-        lines.setdefault(line, {})[n] = {key: round(getattr(stats, key), 3) for key in ("median", "p10", "p90")}
-    return lines or None
-
-
-SWEEP = fact("sweep", sm_sweep()) or {}
-LINES = {line: {int(n): stats for n, stats in points.items()} for line, points in SWEEP.items()}
-if LINES:
-    picture = plots.sweep_figure(
-        LINES,
-        xlabel="SMs",
-        floor={n: FLOOR_US for n in LINES["moe_numba"]},
-        title="Combine over the number of SMs",
-        caption=plots.caption(records.environment(), "measured now on")
-        if TIMED
-        else plots.caption(ladder.record, "not measured here: recorded on"),
-    )
-else:
-    picture = print("The sweep over SMs has not been recorded yet.")
-picture
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-print(f"The package's combine, {WHEN}:" if LINES else "no times are recorded yet")
-for n, stats in LINES["moe_numba"].items() if LINES else ():
-    gbps = WIRE_BYTES / stats["median"] / 1000
-    print(f"{n:3} SMs: {stats['median']:6.1f} us, {gbps:3.0f} GB/s on the wire")
-
-# %% [markdown]
-# From 24 SMs on, the package's time hardly changes. Our port of DeepEP's combine with 48 SMs takes longer than the
-# package's with 8.
-#
-# ### Negative tests: wrong results must be rejected
-#
-# Three wrong results: a sum in descending rank order, a sum rounded after each row, and one token
-# missing. With two ranks the first two would be *correct*, so this test uses four ranks, on the host.
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def sums_in(order, narrow=False):
-    """Return rank 0's sums of the trial in an order of the ranks; ``narrow``: rounded after each row."""
-    total = torch.zeros(40, 8)
-    for peer in order:
-        first, last = 0, int(TRIAL[peer].rank_prefix_matrix[0, peer])
-        tokens = TRIAL[peer].src_idx[first:last].long()
-        total[tokens] += TRIAL_Y[peer][first:last].float()
-        total = total.bfloat16().float() if narrow else total
-    return total.bfloat16()
-
-
-TRIAL = inputs.received_by([torch.ones(40, 4, dtype=torch.bool)] * 4)
-generator = torch.Generator().manual_seed(0)
-TRIAL_Y = [torch.randn(160, 8, generator=generator).bfloat16() for _ in range(4)]
-TRIAL_Y[0][:40] *= 2**14  # large, and cancelled by the last rank's rows
-TRIAL_Y[3][:40] = -TRIAL_Y[0][:40]
-TRIAL_WANTED = [list(inputs.sums_of(TRIAL_Y, TRIAL, [40] * 4))[0]]
-short_by_one = TRIAL_WANTED[0].clone()
-short_by_one[-1] = float("nan")
-trial = Ladder("combine_trial", lambda outputs: check(outputs, TRIAL_WANTED))
-assert check([sums_in(range(4))], TRIAL_WANTED) is None
-WRONG = {
-    "descending order": sums_in(range(3, -1, -1)),
-    "rounded after each row": sums_in(range(4), True),
-    "last token missing": short_by_one,
-}
-for name, wrong in WRONG.items():
-    trial.step(name, lambda wrong=wrong: [wrong], expect_wrong=True)
-
-# %% [markdown]
-# ### The whole ladder
-#
-# All steps again, interleaved.
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-ladder.measure_all(times_of(STEPS))
-if TIMED:
-    for row in ladder.rows:
-        row["wire_gbps"] = round(WIRE_BYTES / us(row["step"]) / 1000, 1)
-
-# %%
-ladder.plot(floor_us=FLOOR_US, peers={"the push alone": PUSH_US} if PUSH_US else None)
-
-# %% [markdown]
-# **Result.** The package's combine on 24 SMs takes about as long as the push alone on all SMs.
-#
-# ## 6. Deadlock
-#
-# Ranks **deadlock** if they wait for one another in a cycle. This section runs in the simulator, which detects that no
-# thread can continue.
-
-# %% [markdown]
-# ### A ring that is too short
-#
-# DeepEP requires rings longer than a chunk. The next cell tests whether that is sufficient, with two ranks, one
-# channel, and several numbers of reducing warps (`R`), chunks, rings and seeds.
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def lock_up(cases):
-    """Return for each (warps of a rank, chunk, ring, seed) if it deadlocked, and rank 0's head and tail of rank 1's queue."""
-    found = []
-    for warps, chunk, ring, seed in cases:
-        reducers = 2 * warps - 1
-        chosen = [torch.ones(3 * reducers, 2, dtype=torch.bool)] * 2
-        handles = inputs.handles_of(chosen, 1)
-        c = DeepEPConfig(2, 1, ring, chunk, 16, 0, 0, 2, warps, fault="short ring")
-        y = [torch.ones(len(h.recv_src_idx), 8).bfloat16() for h in handles]
-        with simulate.virtual_ranks(2, min_buffer_bytes(combine=c)) as ranks, simulator.seed(seed):
-            try:
-                simulate.combine_all(ranks, c, y, handles)
-                hung = False
-            except simulator.Deadlock:
-                hung = True
-            buffer = int(ranks[0].buffers[0])
-            like = simulator.pointer(torch.zeros(1, dtype=torch.int32))
-            flags = [simulator.ranks.pointer_at(buffer + offset, like)[1] for offset in combine_offsets(c)[:2]]
-        found.append({"hung": hung, "head": int(flags[0]), "tail": int(flags[1])})
-    return found
-
-
-CASES = [
-    (warps, chunk, ring, seed)
-    for warps, chunk in ((2, 2), (2, 3), (3, 2))
-    for ring in range(chunk + 1, chunk + 2 * warps)
-    for seed in range(2 if warps == 2 else 1)
-]
-CASES += [(12, 4, 25, 0), (12, 4, 26, 0)]
-LOCKED = dict(zip(CASES, in_simulator(lock_up, CASES)))
-for (warps, chunk), cases in itertools.groupby(CASES, key=lambda case: case[:2]):
-    rings = {}
-    for case in cases:
-        rings.setdefault(case[2], []).append(LOCKED[case]["hung"])
-    found = ", ".join(
-        f"ring {ring} {'deadlocks' if all(hung) else 'deadlocks under some seeds' if any(hung) else 'is correct'}"
-        for ring, hung in rings.items()
-    )
-    reducers = 2 * warps - 1
-    print(f"R = {reducers:2}, chunk {chunk}: {found}; chunk + R - 1 = {chunk + reducers - 1}")
-
-# %% [markdown]
-# A ring of `chunk + R - 1` rows is sufficient in all runs, and one row less deadlocks. The figure shows such a run.
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def stuck_picture(case):
-    warps, chunk, ring, _ = case
-    head, tail, reducers = LOCKED[case]["head"], LOCKED[case]["tail"], 2 * warps - 1
-    tokens, states = 3 * reducers, []
-    for warp in range(reducers):
-        own = range(warp, tokens, reducers)  # each token goes to all ranks: its index is its position
-        later = [position for position in own if position >= tail]
-        states.append(([position for position in own if position < tail], later[0] if later else None))
-    assert head == min(read[-1] + 1 if read else 0 for read, _ in states), "the head is not the minimum"
-    return draw.deadlocked_ring(ring, chunk, head, tail, states, tokens)
-
-
-stuck_picture(next(case for case in CASES if LOCKED[case]["hung"] and case[2] == case[1] + 2 * case[0] - 3))
-
-# %% [markdown]
-# Every row in the ring has been read, but the head does not advance. The last warp waits for a row that has not been
-# sent, and can only publish the position after its previous token. In the worst case this minimum is `R - 1` rows
-# behind. The sender waits for space for a whole chunk, so the ring needs `R - 1 + chunk` rows. DeepEP's own check
-# requires `chunk + 1`. Our port and the package's `Config` refuse rings below the bound:
-
-# %%
-c = DeepEPConfig(8)
-print(
-    f"DeepEP's combine on 8 ranks: {c.warps * c.ranks - 1} reducing warps; the ring must have chunk + "
-    f"{min_ring_slots(c) - c.chunk} rows"
-)
-for ring in (25, 26):
-    try:
-        print(f"Config with chunks of 4 and rings of {ring} rows: accepted, {Config(24, 4, ring)}")
-    except ValueError as error:
-        print("refused:", error)
-
-# %% [markdown]
-# The package's kernel cannot deadlock in this way: a row that a receiving warp has read is free immediately. A ring of
-# one slot is sufficient.
-#
-# ### A sender that waits
-#
-# The package's sender of combine skips a full ring, while that of dispatch *waits* for space. In dispatch this is
-# harmless, because a receiver always consumes the rows that have arrived. A receiver of combine waits for *all* rows of
-# its next token, and meanwhile consumes nothing from the other rings.
-#
-# The example has three ranks. The first tokens of rank `r` go to rank `r + 1` only, the later ones to all ranks. In the
-# changed kernel, if *any* ring that still has rows to send is full, the sender sends nothing (`WAITING` in the folded
-# cell).
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-WAITING = (
-    "                        can_send = rows_left > 0 and uint32(tail - head) < capacity\n",
-    "                        full = cuda.any_sync(FULL_MASK, rows_left > 0 and uint32(tail - head) >= capacity)\n"
-    "                        can_send = rows_left > 0 and not full\n",
-)
-KEPT = []  # buffers of aborted ranks, which cannot be closed
-
-
-def three_ranks(changes):
-    """Return if the sums of three ranks are right, the errors of those that abort, and heads, tails and send_head."""
-    early = torch.zeros(3, 3, 3, dtype=torch.bool)
-    for rank in range(3):
-        early[rank, :, (rank + 1) % 3] = True
-    chosen = [torch.cat([early[rank], torch.ones(3, 3, dtype=torch.bool)]).repeat(2, 1) for rank in range(3)]
-    kind, slots, heads = buffer_with(changed(*changes).make_combine), 2, [None] * 3
-    config, buffers = Config(2, 1, 23), [None] * 3
-
-    def work(transport):
-        r = transport.rank
-        # The size for rings of two rows: 2 halves of 2 channels, 3 ranks, 32 words.
-        buffers[r] = buffer = kind(transport, 2 * 2 * 3 * 32 * 4 * slots)
-        counts = chosen[r].sum(dim=0, dtype=torch.int32)
-        x = torch.ones(len(chosen[r]), 16).bfloat16()
-        y, _, _, _, handle, _ = buffer.dispatch(
-            x,
-            num_tokens_per_rank=counts,
-            num_tokens_per_expert=counts.clone(),
-            is_token_in_rank=chosen[r],
-            config=config,
-        )
-        heads[r], buffer._runtime.timeout = handle[5], 0.004
-        out = buffer.combine(y, handle, config=config)[0]
-        return bool((out[:, 0] == chosen[r].sum(dim=1)).all())
-
-    right, flags, errors = LocalGroup(3).run(work), buffer_layout(3), []
-    for buffer in buffers:
-        try:
-            buffer._runtime.check_alive()
-        except TimeoutError as error:
-            errors.append(str(error))
-    words = [buffer._runtime._local for buffer in buffers]
-    KEPT.extend(buffers)
-    return {
-        "right": right,
-        "errors": errors,
-        "slots": slots,
-        "heads": [h.tolist() for h in heads],
-        "tail": [w[flags.tail(True) :][:3].tolist() for w in words],  # [at rank][from], channel 0
-        "head": [w[flags.head(True) :][:3].tolist() for w in words],
-    }  # [at rank][to]
-
-
-def three_ranks_of(senders):
-    return {name: three_ranks(changes) for name, changes in senders.items()}
-
-
-SENDERS = {"unchanged": (), "a sender that waits": (WAITING,)}
-THREE = in_simulator(three_ranks_of, SENDERS)
-for name, found in THREE.items():
-    print(f"{name}: {'all sums are right' if all(found['right']) and not found['errors'] else 'the ranks aborted'}")
-    for sentence in found["errors"]:
-        print("   ", sentence)
-
-# %% [markdown]
-# The heads and tails left in memory determine the whole cycle:
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def wait_cycle(found, rank=0):
-    """Follow the waits of channel 0 from a rank's sender on; return the cycle, [(waiter, reason)], or None."""
-    tail, head, places, chain, sends = found["tail"], found["head"], found["heads"], [], True
-    while not chain or (rank, sends) != chain[0][0]:
-        if sends:  # a ring that leads away is full
-            full = [to for to in range(3) if to != rank and tail[to][rank] - head[rank][to] == found["slots"]]
-            if not full:
-                return None
-            chain.append(((rank, True), f"no space in the ring to rank {full[0]}"))
-            rank = full[0]
-        else:  # the next token lacks a row
-            taken = [head[source][rank] for source in range(3)]
-            others = [source for source in range(3) if source != rank]
-            token = next(row for row in places[rank][:6] if any(row[s] >= taken[s] for s in others))
-            missing = [s for s in others if token[s] >= tail[rank][s]]
-            if not missing:
-                return None
-            chain.append(((rank, False), f"no row from rank {missing[0]}"))
-            rank = missing[0]
-        sends = not sends
-        if len(chain) > 8:
-            return None
-    return [(f"rank {rank} {'sends' if sends else 'receives'}", reason) for (rank, sends), reason in chain]
-
-
-CYCLE = wait_cycle(THREE["a sender that waits"]) if THREE["a sender that waits"]["errors"] else None
-draw.wait_cycle(CYCLE) if CYCLE else print("no cycle was found")
-
-# %% [markdown]
-# A sender of combine must therefore not wait for one ring while another has space. Longer rings do not help: longer
-# runs of tokens to one rank fill them. In DeepEP's kernel each rank has its own sending warps, so a full ring delays
-# only the rows to that rank.
-#
-# **Exercise 4.** Two ranks combine rows of one word through rings of two slots; own rows use rings, too. `y` has
-# `rows[0]` rows to rank 0, then `rows[1]` to rank 1, each in token order. Bit `s` of `sources[t]` is set if rank `s` has
-# a row of the receiving rank's token `t`. Repair the sender, which deadlocks.
-
-# %%
-SLOTS, TAILS, HEADS, RINGS = 2, 0, 2, 4  # the last three are offsets in `local`; each counter has a word per source
-
-
 @cuda.jit
-def combine_two_ranks(local, peers, rank, y, rows, sources, tokens, out):
+def combine_that_waits(local, peers, rank, y, first, position, tokens, out):
     if cuda.threadIdx.x == 0:  # sends
-        tail = cuda.local.array(2, int32)
-        tail[0] = tail[1] = 0
-        while tail[0] < rows[0] or tail[1] < rows[1]:
-            for to in range(2):
-                remote = pointer_from_address(peers[to], local)
-                if tail[to] < rows[to]:
-                    while tail[to] - ld_acquire_sys_s32(remote, HEADS + rank) == SLOTS:
+        tail = cuda.local.array(THREE, int32)
+        for to in range(THREE):
+            tail[to] = 0
+        left = int32(1)
+        while left > 0:
+            left = int32(0)
+            for to in range(THREE):
+                if to != rank and tail[to] < first[to + 1] - first[to]:
+                    left = int32(left + 1)
+                    while tail[to] - ld_acquire_sys_s32(local, HEAD + to) >= SLOTS:
                         pass
-                    remote[RINGS + SLOTS * rank + tail[to] % SLOTS] = y[to * rows[0] + tail[to]]
+                    remote = pointer_from_address(peers[to], local)
+                    remote[RING + SLOTS * rank + tail[to] % SLOTS] = y[first[to] + tail[to]]
                     tail[to] += 1
-                    st_release_sys_s32(remote, TAILS + rank, tail[to])
-    elif cuda.threadIdx.x == 32:  # receives
-        head = cuda.local.array(2, int32)
-        head[0] = head[1] = 0
+                    st_release_sys_s32(remote, TAIL + rank, tail[to])
+    elif cuda.threadIdx.x == 32:  # sums
         for token in range(tokens):
-            out[token] = 0
-            for source in range(2):
-                if sources[token] >> source & 1:
-                    while ld_acquire_sys_s32(local, TAILS + source) == head[source]:
+            total = int32(0)
+            for source in range(THREE):
+                n = position[THREE * token + source]
+                if n >= 0 and source == rank:
+                    total += y[first[rank] + n]
+                elif n >= 0:
+                    while ld_acquire_sys_s32(local, TAIL + source) <= n:
                         pass
-                    out[token] += local[RINGS + SLOTS * source + head[source] % SLOTS]
-                    head[source] += 1
-                    st_release_sys_s32(local, HEADS + source, head[source])
+                    total += local[RING + SLOTS * source + n % SLOTS]
+                    st_release_sys_s32(pointer_from_address(peers[source], local), HEAD + rank, int32(n + 1))
+            out[token] = total
 
 
-exercise("combine-4").check(combine_two_ranks)
+message, waits = deadlocks.wait_for_each_other(combine_that_waits)
+print(message)
 
 # %% [markdown]
-# ## 7. Weights and biases
-#
-# The output of an MoE layer is a *weighted* sum of its experts' results, but **combine only adds**: each rank
-# multiplies by its experts' weights (from dispatch) before the rows are returned. Combine can also return the weights,
-# for training. Each weight is nonzero on one rank only, so exactly the bits that were sent must return.
-#
-# Up to two **biases**, for example the result of a shared expert, are added to the sum first. That saves a launch, but
-# the receiving warps must load them, and the packed additions of step 6 cannot be used.
+# In this example the first tokens of rank r have rows on rank r + 1 only, the later ones on all ranks. The heads and tails that the deadlock left behind
+# tell who waits for whom:
+
+# %%
+draw.cycle(waits) if waits else print("no cycle was found")
+
+# %% [markdown]
+# **Build: repair it.** Copy the kernel, and change the sender so that no ring can hold back another. Longer rings do not help: longer runs of tokens fill them.
 
 
 # %%
-@contextmanager
-def make_with_all(transport):
-    r, device, config = transport.rank, transport.device, Config(HERE.num_sms, HERE.chunk, HERE.ring)
-    buffer = Buffer(transport, config.get_nvl_buffer_size_hint(ROW_BYTES, RANKS), timeout=20.0)
-    per_rank, per_expert, is_in = (tensor.to(device) for tensor in LAYOUTS[r])
-    _, _, weights, _, handle, _ = buffer.dispatch(
-        X[r],
-        num_tokens_per_rank=per_rank,
-        num_tokens_per_expert=per_expert,
-        is_token_in_rank=is_in,
-        topk_idx=TOPK_IDX[r].to(device),
-        topk_weights=WEIGHTS[r].to(device),
-        config=config,
-    )
-    yield lambda: buffer.combine(Y[r], handle, weights, BIASES[r], config)[:2]
-    buffer.destroy()
+@cuda.jit
+def my_combine_three(local, peers, rank, y, first, position, tokens, out):
+    pass  # yours
 
 
-WEIGHTS = [torch.rand(TOKENS, TOPK, generator=torch.Generator().manual_seed(rank)) for rank in range(RANKS)]
-BIASES = [tuple(random_rows(TOKENS, device, 10 * rank + i) for i in (50, 51)) for rank, device in enumerate(DEVICES)]
-synchronize_all()
-outputs = outputs_of(GROUP, make_with_all)
-wanted = [sums.to(DEVICES[rank]) for rank, sums in enumerate(inputs.sums_of(Y, RECEIVED, [TOKENS] * RANKS, BIASES))]
-WITH_ALL = check([out for out, _ in outputs], wanted)
-WEIGHTS_BACK = all(torch.equal(given.cpu(), sent) for (_, given), sent in zip(outputs, WEIGHTS))
-print("two biases:", WITH_ALL or "correct to the last bit")
-print("the returned weights have the bits that were sent:", WEIGHTS_BACK)
-WITH_ALL_US = fact("with_all_us", median_of(make_with_all))
-if WITH_ALL_US:
-    print(f"with weights and two biases: {WITH_ALL_US:.0f} us; without: {us('final'):.0f} us, {WHEN}")
-assert not WITH_ALL and WEIGHTS_BACK
+exercises.skips.check(my_combine_three)
 
 # %% [markdown]
-# **A property test.** If each rank returns the rows that it received, `combine(dispatch(x))` is exactly `x` times the
-# number of the token's ranks, rounded once. This needs no reference, so it can be tested on any shape. Each handle is
-# used twice.
+# The kernel of this lesson does that from step 4 on: a lane `sends` if *its* ring has room.
+#
+# **Take away.** Draw who waits for whom. If a thread serves several rings, it must not wait for one of them.
+#
+# ## What did not pay, and why
 
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def shapes():
-    """Yield names and routings, with different numbers of tokens per rank."""
-    few, some, many = max(1, TOKENS // 10), max(2, TOKENS // 3), TOKENS // (2 if simulator.ENABLED else 1)
-    first, skewed = [many, *[few] * (RANKS - 1)], [some] * RANKS
-    yield "unequal", inputs.random_routing(first, EXPERTS, TOPK, seed=1)
-    yield "many -1", inputs.random_routing(first[::-1], EXPERTS, TOPK, seed=2, holes=0.8)
-    yield "a rank without tokens", inputs.random_routing([0, *[some] * (RANKS - 1)], EXPERTS, TOPK, seed=3)
-    yield "all to the last rank", [torch.full((n, 1), EXPERTS - 1) for n in skewed]
-
-
-@contextmanager
-def there_and_back(transport):
-    r, device, config = transport.rank, transport.device, Config(HERE.num_sms, HERE.chunk, HERE.ring)
-    buffer = Buffer(transport, config.get_nvl_buffer_size_hint(ROW_BYTES, RANKS), timeout=20.0)
-    cases = [
-        (name, *(tensor.to(device) for tensor in inputs.layouts_of(routing, EXPERTS)[r])) for name, routing in shapes()
-    ]
-
-    def call():
-        found = []
-        for name, per_rank, per_expert, is_in in cases:
-            x = random_rows(len(is_in), device, 7)
-            y, _, _, _, handle, _ = buffer.dispatch(
-                x, num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in, config=config
-            )
-            first, again = (buffer.combine(y, handle, config=config)[0] for _ in range(2))
-            right = (x.float() * is_in.sum(dim=1, keepdim=True) + 0.0).bfloat16()  # an empty sum is 0, not -0
-            found.append((name, *(bool(torch.equal(bits(first), bits(other))) for other in (right, again))))
-        return found
-
-    yield call
-    buffer.destroy()
-
-
-found = outputs_of(GROUP, there_and_back)
-PROPERTY = {name: [all(rank[i][k] for rank in found) for k in (1, 2)] for i, (name, *_) in enumerate(found[0])}
-for name, (right, same) in PROPERTY.items():
-    print(
-        f"{name}: {'correct' if right else 'WRONG'}; the second combine returns {'the same' if same else 'OTHER'} bits"
-    )
-assert all(all(results) for results in PROPERTY.values())
+# %%
+page.show_what_did_not_pay()
 
 # %% [markdown]
-# ## 8. Faults
+# ## All steps
 #
-# Three faults in our port of DeepEP's kernel, each under six seeds, in the simulator with weak memory:
-#
-# - **plain tail**: the tail is stored without release.
-# - **no barrier**: the warps of a chunk do not synchronise before one of them publishes the tail.
-# - **early head**: a reducing warp releases its rows before it has read them.
+# The same kernel with other numbers of SMs, beside what records have of the package's `Buffer.combine` with more ranks:
 
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def faults(names):
-    """Return {fault: the number of wrong tokens, of 15, under each of six seeds}."""
-    chosen, found = [torch.ones(tokens, 2, dtype=torch.bool) for tokens in (8, 7)], {}
-    handles, generator = inputs.handles_of(chosen, 1), torch.Generator().manual_seed(0)
-    y = [torch.randn(len(h.recv_src_idx), 16, generator=generator).bfloat16() for h in handles]
-    wanted = list(inputs.sums_of(y, inputs.received_by(chosen), [8, 7]))
-    for name in names:
-        c, wrong = DeepEPConfig(2, 1, 4, 2, 32, 0, 0, 2, 2, fault=name), []
-        for seed in range(6):
-            with simulate.virtual_ranks(2, min_buffer_bytes(combine=c)) as ranks:
-                with simulator.seed(seed), simulator.weak_memory():
-                    got = simulate.combine_all(ranks, c, y, handles)
-            pairs = zip(got, wanted, strict=True)
-            wrong.append(sum(int((a[0].view(torch.int16) != b.view(torch.int16)).any(1).sum()) for a, b in pairs))
-        found[name] = wrong
-    return found
-
-
-FAULTS = in_simulator(faults, ["", *(name for name in deepep_combine.FAULTS if name != "short ring")])
-for name, wrong in FAULTS.items():
-    seeds = [seed for seed, tokens in enumerate(wrong) if tokens]
-    result = f"wrong under seeds {seeds}; at most {max(wrong)} of 15 tokens" if seeds else "correct under all six seeds"
-    print(f"{name or 'unchanged'}: {result}")
+# %%
+page.show_sms(balanced)
 
 # %% [markdown]
-# "early head" shows in the fewest tokens, and only if the sender overwrites a slot before a reducing warp has read it.
-#
-# **A rank that does not arrive.** Rank 1 does not call combine. Rank 0 aborts after the timeout, an argument of
-# `Buffer`, and its next call raises the error. (DeepEP executes `trap` after 100 seconds, which makes the CUDA context
-# unusable.)
+# And with other routings. Zipf: expert e is picked in proportion to 1 / (e + 1). One rank: all tokens go to experts of the last rank.
 
+# %%
+page.show_peers(balanced)
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-def without_peer(timeout):
-    """Return the error of a rank whose peer does not call combine."""
-    chosen, errors = [torch.ones(4, 2, dtype=torch.bool)] * 2, []
+# %%
+print(page.about_deepep())
 
-    def work(transport):
-        buffer, config = Buffer(transport, 1 << 16, timeout=timeout), Config(2, 1, 23)
-        KEPT.append(buffer)
-        counts = torch.full((2,), 4, dtype=torch.int32)
-        y, _, _, _, handle, _ = buffer.dispatch(
-            torch.ones(4, 16).bfloat16(),
-            num_tokens_per_rank=counts,
-            num_tokens_per_expert=counts.clone(),
-            is_token_in_rank=chosen[transport.rank],
-            config=config,
-        )
-        buffer.combine(y, handle, config=config)
-        if transport.rank == 0:
-            buffer.combine(y, handle, config=config)  # alone
-            try:
-                buffer.combine(y, handle, config=config)
-            except TimeoutError as error:
-                errors.append(str(error))
+# %%
+lesson.save()
+lesson.summary()
 
-    LocalGroup(2).run(work)
-    return errors
-
-
-TIMEOUT_ERROR = in_simulator(without_peer, 0.004)
-print(*TIMEOUT_ERROR)
-assert TIMEOUT_ERROR
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-if TIMED:
-    ladder.row("final").update({name: found for name, found in FACTS.items() if found})
-ladder.save()
+# %%
+page.show_earlier()
 
 # %% [markdown]
-# ## 9. Sources
+# ## Next step, not built
 #
-# - [DeepEP](https://github.com/deepseek-ai/DeepEP), by DeepSeek: `cached_notify_combine` and `combine` in
-#   `csrc/kernels/intranode.cu` of its first version, and `tests/test_intranode.py`, the origin of the property test.
-# - BoLi2001, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), 2025, in Chinese.
-# - NVIDIA, *PTX ISA*, "Memory Consistency Model".
+# Every row crosses the link, although a home rank only wants the sum. If a token has rows on two ranks of one *node*, these could be added before they leave the node. **Build** a combine in
+# which pairs of ranks first exchange and add the rows that both have for a third rank. How many bytes does that save with eight ranks? And what becomes of "in rank
+# order, rounded once"? The bound to beat is the table at the top.
+#
+# ## Sources
+#
+# - DeepSeek-AI: [DeepEP](https://github.com/deepseek-ai/DeepEP), `cached_notify_combine` and `combine` in `csrc/kernels/intranode.cu` of its first version, which our port follows.
+# - The article of lessons 10 to 12, [一文彻底看懂DeepEP（1）：intranode](https://zhuanlan.zhihu.com/p/1935094821804040824), in Chinese, ends before combine.
+# - NVIDIA: [PTX ISA](https://docs.nvidia.com/cuda/parallel-thread-execution/), "Memory Consistency Model".
 # - Samuel A. Figueroa, "When is Double Rounding Innocuous?", *ACM SIGNUM Newsletter* 30 (3), 1995.
 # - John D. C. Little, "A Proof for the Queuing Formula: L = λW", *Operations Research* 9 (3), 1961.
+# - The package's kernel: [`rings/combine.py`](../moe_numba/expert_parallel/rings/combine.py). It also returns weights, adds biases, and aborts after a timeout.
 #
-# ## The final kernel
-#
-# The kernel that `Buffer.combine` runs, and the module that sums the rows.
-
-# %%
-Markdown("```python\n" + inspect.getsource(final_kernel) + "\n```")
-
-# %%
-Markdown("```python\n" + inspect.getsource(reduce) + "\n```")
+# Before: [12, dispatch](12_dispatch.ipynb). Next: [14, low latency](14_low_latency.ipynb), where one launch sends and receives a handful of tokens.

@@ -103,7 +103,7 @@ class Buffer:
     """
 
     num_sms = 20
-    _channels_per_warp = None  # None: the best number; notebook 13 measures others
+    _channels_per_warp = None  # None: the best number
     _uses_tma = None  # None: if the GPUs of all ranks have TMA
 
     def __init__(

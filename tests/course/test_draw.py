@@ -10,7 +10,6 @@ from moe_numba.course.draw.canvas import check_range, text
 from moe_numba.course.draw.launch_timeline import is_search, launch_timeline
 from moe_numba.course.lessons.align import draw as align
 from moe_numba.course.lessons.align_one_launch import draw as align_one_launch
-from moe_numba.course.lessons.combine import draw as combine
 from moe_numba.course.lessons.dispatch import draw as dispatch
 from moe_numba.course.lessons.hopper import draw as hopper
 from moe_numba.course.lessons.low_latency import draw as low_latency
@@ -21,16 +20,9 @@ from moe_numba.course.lessons.shared_experts.layer_figure import layer_bars
 
 COUNTS = [3, 1, 7, 0, 4, 1, 6, 3]
 LOAD = {"separate": [4] * 256, "8 replicas": [4] * 256 + [99, 70, 80, 64, 65, 66, 67, 68]}
-HEADS, FILLED, NONE = [0, -1, -1, 1, 2, -1, 3, -1], [0, -2, -2, 1, 2, -4, 3], 1 << 25
-GAPS = {"before": HEADS, "after": [*FILLED, "none"]}
-WAITS = [f"rank {r} {what}" for r in (0, 2, 1) for what in ("sends", "receives")]
 TIMES = {size: {"separate": 100.0, "one": 80.0, "eight": 131.0} for size in (1, 64, 1024)}
-DEADLOCK = 3, 2, 0, 2, [([0], 3), ([1], 4), ([], 2)], 9
 LARGEST = "most rows: expert 0", "most rows: expert 256", "99 rows, 2 tiles", "total: 256 tiles"
 MAKESPANS = "whole columns per SM: 9 units of time", "single tiles per SM: 4 units of time"
-MINIMUM = "needs no position below 0: the minimum"
-ROUNDING = {"narrow": [1, 256, 256, 0], "wide": [1, 257, 258, 2], "rounded once": [2]}  # 257 is not a bfloat16 number
-ERRORS = "Bottom: both as bfloat16. Errors: 2 rounded at each step, 0 rounded once."
 KERNELS = [("sigmoid", 0.0, 8.0), ("gatherTopK", 10.0, 250.0), ("bitonicSort", 260.0, 122.0)]
 EXPERT = [f"expert {e}" for e in range(4)]
 WORDS = [
@@ -81,10 +73,6 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
     ),
     "roles of warps": (dispatch.roles, (), {"cta": 4, "team": 4, "warp": 6, "signaller": 2}, "warp 14", "sending CTA"),
     "a token's slot": (dispatch.slots, (), {"row": 2, "number": 2}, "packed", "one bulk copy, one slot"),
-    "rounding": (combine.sum_in_steps, ([1.0, 256.0, 1.0, -256.0],), ROUNDING, ERRORS),
-    "gaps in send_head": (combine.head_gaps, (HEADS, [*FILLED, -NONE - 1], NONE), {"filled": 3, **GAPS}),
-    "deadlocked ring": (combine.deadlocked_ring, DEADLOCK, {"slot": [0, 1, "free"]}, "head 0, tail 2: 1 free", MINIMUM),
-    "wait cycle": (combine.wait_cycle, ([(name, "space") for name in WAITS],), {"waiter": WAITS, "waits": 6}),
     "latency chain": (low_latency.latency_chain, (CHAINS, "x"), {"span": 5}, "dispatch", "31.0 µs", BOUND),
     "packed rows": (low_latency.packed_rows, ([[[0, 1], [2, 3]], [[1, 2], [2, 0]]], 1, 2), PACKED, "no row", "0, 1"),
     "experts of a layer": (moe_layer.layer, (IDS, 3), LAYER, "weighted_sum", "token 1"),

@@ -12,11 +12,9 @@ from moe_numba.align import reference as alignment
 from moe_numba.course.lessons.align import draw as align
 from moe_numba.course.lessons.align import draw_scans as scans
 from moe_numba.course.lessons.align_one_launch import draw as align_one_launch
-from moe_numba.course.lessons.combine import draw as combine
 from moe_numba.course.lessons.dispatch import draw as dispatch
 from moe_numba.course.lessons.hopper import draw as hopper
 from moe_numba.course.lessons.shared_experts import draw as shared_experts
-from moe_numba.expert_parallel import reference
 from moe_numba.gate.reference import biased_grouped_topk
 
 COUNTS = [3, 1, 7, 0, 4, 1, 6, 3]  # the article's
@@ -158,35 +156,13 @@ def check_rows(figure, in_rank, _):
     assert values_of(figure, "row") == right
 
 
-def check_places(figure, in_rank, home):
-    wanted = []
-    received = reference.dispatch([t[:, :1] for t in in_rank], in_rank)
-    for token in range(4):
-        for rank, result in enumerate(received):
-            first = int(result.rank_prefix_matrix[home - 1, rank]) if home else 0
-            rows = result.src_idx.tolist()[first : int(result.rank_prefix_matrix[home, rank])]
-            wanted.append(str(first + rows.index(token)) if token in rows else "-")
-    assert values_of(figure, "place") == wanted and len(labelled(figure, "own row")) == int(in_rank[home].sum())
-    assert len(labelled(figure, "home")) == int((in_rank[home].sum(dim=0) > 0).sum())
-
-
-def in_rank(seed, ranks=2, tokens=4):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.rand(tokens, ranks, generator=generator) < 0.6 for _ in range(ranks)]
-
-
 ROWS = [[[1, 0], [0, 1], [0, 1], [1, 1], [1, 0]], [[0, 1], [1, 0], [1, 1], [1, 0], [0, 1], [1, 0], [1, 0], [1, 1]]]
-HOMES = (0, 2, 0), (0, 3, 1), (1, 3, 2)  # seed, ranks, rank whose tokens are combined
 PROBLEMS = [  # draw, check, arguments, other arguments
     *((lambda _, r: shared_experts.problem(*r, 256, 2.5), check_fusion, token(s), token(s + 1)) for s in range(3)),
     *((align.problem, check_alignment, (routing(6, seed=s), 4, 4), (routing(6, seed=s + 1), 4, 4)) for s in range(4)),
     *((align.two_level_scan, check_scan, sizes, (4, 4, 3)) for sizes in ((4, 4, 0), (3, 8, 1), (2, 2, 2))),
     *((dispatch.row_order, check_rows, (ROWS, channels), (ROWS[::-1], channels)) for channels in (1, 2, 8)),
     (dispatch.row_order, check_rows, ([ROWS[0], []], 2), ([[[1, 1]] * 8] * 2, 2)),
-    *(
-        (combine.problem, check_places, (in_rank(s, ranks), home), (in_rank(5, ranks), home))
-        for s, ranks, home in HOMES
-    ),
 ]
 
 

@@ -68,7 +68,7 @@ def test_an_endless_loop_is_stopped(monkeypatch):
     monkeypatch.setattr(grader, "TIMEOUT_S", 1)
     message = "it has not ended after 1 s: does a loop never end?; in the line `"
     assert message in exercise("start-2").check(_endless_kernel).wrong
-    assert message in exercise("combine-3").check(_endless).wrong
+    assert message in exercise("start-5").check(_endless).wrong
     assert exercise("start-2").check(exercise("start-2").solution).wrong is None
 
 
@@ -103,7 +103,7 @@ def test_the_solution_is_right(name):
 
 @pytest.mark.parametrize("answer", [None, 4, "n"])
 def test_what_is_no_function_is_refused(answer):
-    assert exercise("combine-3").check(answer).wrong == f"the answer must be a function, not {answer!r}"
+    assert exercise("start-5").check(answer).wrong == f"the answer must be a function, not {answer!r}"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,6 +23,7 @@ PAGES = (
     "10_dispatch_layout",
     "11_talk_to_a_peer",
     "12_dispatch",
+    "13_combine",
 )
 SMALL = """
 from moe_numba.course.lessons.align.published import lesson

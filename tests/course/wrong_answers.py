@@ -45,29 +45,6 @@ WRONG = {
         ("lambda a, b: (a - b).abs().mean() <= 1e-3", "wrong by 0.002: the result is True, not False"),
         ("lambda a, b: True", "one element is wrong by 1: the result is True, not False"),
     ],
-    "combine-1": [
-        ("(..., ..., ...)", "^not answered yet"),
-        ("(1, 1, 256)", "^the sum is 258 in both cases"),
-        ("(257, 1, 1)", "^257 is no bfloat16 number; the nearest is 256"),
-        ("(1, float('inf'), 0)", "^three finite numbers are needed"),
-        ("(256, 1)", "^three finite numbers are needed"),
-        ("None", "^TypeError: 'NoneType' object is not iterable"),
-    ],
-    "combine-2": [
-        ("    if later == uint32(0):\n        following = int32(NO_HEAD)\n", "", r"filled\[\d+\] is .*, not -"),
-        ("following = cuda.shfl_sync(", "following = 0 if position >= 0 else cuda.shfl_sync(", "a lane is missing"),
-        (" >> uint32(1)", "", r"filled\[0\] is .*, not -1; "),
-    ],
-    "combine-3": [
-        ("ceil(", "(", "the result is 1.1.*, not 2"),
-        ("* rows * 16", "* 16", "^bandwidth = 4.2e.12, latency_ns = 600, .* rows = 2: the result is 3, not 2"),
-    ],
-    "combine-4": [
-        ("< SLOTS", "<= SLOTS", r"^sources is \[\[2, 2.*, thread order 0: out\[0, 0\] is 116, not 114"),
-        ("< SLOTS", "< SLOTS - 1", "^rank 0 has 2 rows for each rank, and no rank receives, .*: threads wait for ever"),
-        ("rows[0] or tail", "rows[0] and tail", "threads wait for ever"),
-        ("tail[to] < rows[to] and ", "", "an index is out of bounds"),
-    ],
     "low_latency-1": [
         ("epoch[0] % 2", "0", "threads wait for ever"),
         ("    st_relaxed_sys_s32(local, half, SENTINEL)\n", "", r"^thread order \d: rank .'s words\[\d\] is \d+, not"),

@@ -188,9 +188,18 @@ def make_reduce_token(config):
     return reduce_token
 
 
+@cuda.jit(device=True)
+def hold_nothing(heads, at, needed):
+    """As in DeepEP's kernel, a warp that waits for its next token says nothing new."""
+
+
 @cache
-def make_reduce(config):
-    """Make ``reduce(...)``, the other warps of the odd CTA: each takes every (num_warps - 1)-th token."""
+def make_reduce(config, hold=hold_nothing):
+    """Make ``reduce(...)``, the other warps of the odd CTA: each takes every (num_warps - 1)-th token.
+
+    Lane r calls ``hold(heads, at, needed)`` before it waits for its token's row from rank r: ``heads[at]`` is the
+    position before which its warp needs no more rows of rank r, and from now on it needs none before ``needed``.
+    """
     ranks, channels, ring, fault = config.ranks, config.channels, config.ring, config.fault
     warps = config.warps * config.ranks
     channel_range, reduce_token = make_channel_range(channels), make_reduce_token(config)
@@ -203,6 +212,7 @@ def make_reduce(config):
             position, ok, slot = int32(-1), True, int32(-1)
             if lane < ranks:
                 position = tensors.send_head[token * ranks + lane]
+                hold(heads, warp * ranks + lane, int32(position if position >= 0 else -position - 1))
                 if position >= 0:
                     slot = int32((channel * ranks + lane) * ring + int32(uint32(position) % uint32(ring)))
                     ok, _ = wait_token(tails, lane, position, position, channel, lane, ctx)
@@ -223,15 +233,16 @@ def make_reduce(config):
 
 
 @cache
-def make_combine(config):
+def make_combine(config, hold=hold_nothing):
     """Make the kernel, for ``2 * channels`` CTAs of ``config.threads``, all resident at once.
 
     Rows are bf16, passed as int32. ``send_head`` must have been processed by cached_notify_combine. The two biases are
-    used according to ``config.biases``, the weights if topk is not 0. Rows are not multiplied by the weights.
+    used according to ``config.biases``, the weights if topk is not 0. Rows are not multiplied by the weights. ``hold``:
+    see `make_reduce`.
     """
     ranks, warps = config.ranks, config.warps * config.ranks
     send_back, update_heads = make_send_back(config), make_update_heads(config)
-    reduce, num_heads = make_reduce(config), ranks * warps
+    reduce, num_heads = make_reduce(config, hold), ranks * warps
 
     @cuda.jit
     def combine(

@@ -116,9 +116,9 @@ TOPICS = (
     ),
     Topic(
         "13_combine",
-        "combine: return the experts' results and reduce them per token",
+        "combine: return the experts' results and sum them per token, while rows arrive; two deadlocks",
         "DeepEP, intranode",
-        records=("combine_ladder",),
+        records=("combine_steps_ladder",),
         hopper=True,
     ),
     Topic(
@@ -150,6 +150,7 @@ FIRST_EDITION = {
     "grouped_gemm_mxfp4_ladder": "09_w4_weights",
     "ring_buffer_dispatch_ladder": "12_dispatch",
     "dispatch_layout_ladder": "10_dispatch_layout",
+    "combine_ladder": "13_combine",
 }
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {

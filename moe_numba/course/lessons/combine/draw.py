@@ -1,275 +1,202 @@
-"""Figures of combine: placement of a token's rows, rounding of the sum, gaps in the heads, and deadlocks."""
+"""Figures of combine: where a token's rows are, rounding, loads in flight, roles of warps, paths of rows, deadlocks."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
-from moe_numba.course.bench.figures.style import GREEN, GREY, ORANGE, PALE, RED, SKY, WIDTH
-from moe_numba.course.draw.canvas import WHITE, arrow, box, canvas, cell, check_range, note, plural, text, tint
-from moe_numba.course.lessons.dispatch_layout.draw import RANK_COLOURS
-from moe_numba.expert_parallel import reference
+from moe_numba.course.draw.drawing import WIDTH, Drawing
+from moe_numba.course.lessons.combine.deadlocks import Stuck
+from moe_numba.course.lessons.combine.inputs import rows_of
 
-__all__ = ["wait_cycle", "head_gaps", "problem", "deadlocked_ring", "sum_in_steps"]
+__all__ = ["cycle", "loads", "paths", "problem", "roles", "rounding", "stuck_ring"]
+
+_RANKS = ("blue", "orange", "green")
 
 
-def problem(is_token_in_rank, home=0):
-    """Draw the rows that two or three ranks received, and which of them belong to each token of rank ``home``."""
-    ranks = len(is_token_in_rank)
-    check_range("the number of ranks", ranks, 2, 3)
-    check_range("home", home, 0, ranks - 1)
-    for chosen in is_token_in_rank:
-        check_range("tokens", len(chosen), 1, 5)
-    received = reference.dispatch([chosen[:, :1] for chosen in is_token_in_rank], is_token_in_rank)
-    check_range("rows of a rank", max(len(result.src_idx) for result in received), 1, 11)
-    tokens, tall, wide, step = len(is_token_in_rank[home]), 0.32, 0.42, 0.78
-    height = 1.45 + max(ranks * step, (tokens + 1) * tall + 0.4)
-    figure, axes = canvas(WIDTH, height, f"The tokens of rank {home}: their rows on {plural(ranks, 'rank')}")
-    top, table = height - 0.78, WIDTH - 0.35 - (ranks + 1) * 0.62
-    places = torch.full((tokens, ranks), -1)
-    for rank, result in enumerate(received):
-        y = top - rank * step - tall
-        text(axes, 0.15, y + tall + 0.13, f"rank {rank} received", ha="left", size=8.5, colour=RANK_COLOURS[rank])
-        ends = [0, *result.rank_prefix_matrix[:, rank].tolist()]
-        for row, token in enumerate(result.src_idx.tolist()):
-            source = next(s for s in range(ranks) if row < ends[s + 1])
-            local = source == home
-            if local:
-                places[token, rank] = row
-            cell(
-                axes,
-                0.15 + row * wide,
-                y,
-                wide,
-                tall,
-                f"{source}:{token}",
-                fill=RANK_COLOURS[source] if local else WHITE,
-                edge=WHITE if local else PALE,
-                colour=None if local else GREY,
-                size=8,
-                label="own row" if local else "row",
+def problem() -> Drawing:
+    """Draw the rows of three ranks, ordered by home rank, and the sums of rank 0's tokens."""
+    drawing, wide = Drawing("Rows come back to the rank that has their token"), 27.0
+    generator = torch.Generator().manual_seed(5)
+    is_in = [torch.rand(4, 3, generator=generator) < 0.55 for _ in range(3)]
+    is_in[0][0] = True
+    places = {}
+    for rank in range(3):
+        y = 34 + 46 * rank
+        drawing.text(8, y + 12, f"rank {rank} has computed", size=10, bold=True)
+        for n, (home, token) in enumerate(zip(*(each.tolist() for each in rows_of(is_in, rank)), strict=True)):
+            drawing.box(
+                8 + n * wide, y + 17, wide - 2, 17, _RANKS[rank] if home == 0 else "pale", f"{home}:{token}", size=8
             )
-        if ends[home] < ends[home + 1]:
-            first, last = 0.15 + ends[home] * wide, 0.15 + ends[home + 1] * wide
-            axes.plot(
-                [first + 0.03, last - 0.03], [y - 0.07] * 2, color=RANK_COLOURS[home], linewidth=2.2, label="section"
-            )
-            end = 0.15 + len(result.src_idx) * wide
-            arrow(
-                axes,
-                (end + 0.08, y + tall / 2),
-                (table - 0.05, top - (tokens + 1) * tall / 2 - 0.12 * rank),
-                colour=RANK_COLOURS[home],
-                label="home",
-            )
-    text(axes, table + 0.3, top + 0.15, "token", size=8, colour=GREY)
-    for rank in range(ranks):
-        text(axes, table + (rank + 1.5) * 0.62, top + 0.15, f"rank {rank}", size=8, colour=RANK_COLOURS[rank])
-    for token in range(tokens):
-        y = top - (token + 1) * tall
-        text(axes, table + 0.3, y + tall / 2, str(token), size=8.5)
-        for rank in range(ranks):
-            row = int(places[token, rank])
-            cell(
-                axes,
-                table + (rank + 1) * 0.62,
-                y,
-                0.62,
-                tall,
-                row if row >= 0 else "-",
-                edge=PALE,
-                fill=tint(RANK_COLOURS[home]) if row >= 0 else WHITE,
-                colour=None if row >= 0 else GREY,
-                label="place",
-            )
-    text(axes, table + (1 + ranks / 2) * 0.62, top - tokens * tall - 0.16, "row index on the rank", size=8, colour=GREY)
-    note(
-        axes,
-        0.15,
-        0.17,
-        "A row is source:token. Rows are ordered by source rank, so those of one source are contiguous.",
-    )
-    return figure
+            if home == 0:
+                places[token, rank] = n
+    top = 186
+    drawing.text(8, top, "rank 0 sums, for each of its tokens", size=10, bold=True)
+    for token in range(4):
+        y = top + 8 + 21 * token
+        drawing.text(8, y + 12, f"token {token}", size=10)
+        x = 62.0
+        for rank in range(3):
+            if (token, rank) in places:
+                drawing.box(x, y, 66, 17, _RANKS[rank], f"row of rank {rank}", size=8)
+                x += 84
+                if any((token, later) in places for later in range(rank + 1, 3)):
+                    drawing.text(x - 9, y + 12, "+", size=11, anchor="middle")
+        if x == 62:
+            drawing.text(x, y + 12, "0", size=10)
+    drawing.note(8, top + 106, "home rank:token. A rank's rows are ordered by home rank, then by token.")
+    return drawing
 
 
-def sum_in_steps(values):
-    """Draw a sum accumulated in bfloat16, with a rounding per step, and in float32, with one rounding at the end."""
-    check_range("the number of values", len(values), 2, 8)
-    rows = torch.tensor(values).bfloat16()
-    narrow, wide, steps = rows[0], rows[0].float(), []
-    steps.append((rows[0].item(), narrow.item(), wide.item()))
-    for value in rows[1:]:
+def rounding(values: Sequence[float]) -> Drawing:
+    """Draw a sum that is rounded to bfloat16 after each row, and one in float32 that is rounded once."""
+    drawing, columns = Drawing(f"One element of {len(values)} rows"), (96.0, 192.0, 288.0)
+    for x, words in zip(columns, ("row", "rounded each time", "float32"), strict=True):
+        drawing.text(x + 40, 40, words, size=10, kind="quiet", anchor="middle")
+    rows = torch.tensor(list(values)).bfloat16()
+    narrow, wide = torch.zeros((), dtype=torch.bfloat16), torch.zeros(())
+    for i, value in enumerate(rows):
         narrow, wide = (narrow.float() + value.float()).bfloat16(), wide + value.float()
-        steps.append((value.item(), narrow.item(), wide.item()))
-    exact, rounded = rows.double().sum().item(), wide.bfloat16().item()
-    tall, height = 0.29, 1.75 + 0.29 * len(steps)
-    figure, axes = canvas(WIDTH, height, f"One element of {len(steps)} rows: rounded at each step, or once")
-    top, columns = height - 0.85, ((2.0, "value of the row"), (4.3, "sum in bfloat16"), (6.7, "sum in float32"))
-    for x, words in columns:
-        text(axes, x + 0.75, top + 0.14, words, size=8.5, colour=GREY)
-    for i, step in enumerate(steps):
-        y = top - (i + 1) * tall
-        text(axes, 1.85, y + tall / 2, f"rank {i}", ha="right", size=8.5)
-        for (x, _), value, colour, label in zip(
-            columns, step, (WHITE, tint(ORANGE), tint(SKY)), ("value", "narrow", "wide"), strict=True
-        ):
-            cell(axes, x, y, 1.5, tall, f"{value:.7g}", fill=colour, edge=PALE, label=label, size=8.5)
-    y = top - len(steps) * tall - 0.38
-    text(axes, 1.85, y + tall / 2, f"exact: {exact:.8g}", ha="right", size=8.5)
-    for x, value, label in ((4.3, narrow.item(), "narrow result"), (6.7, rounded, "rounded once")):
-        cell(axes, x, y, 1.5, tall, f"{value:.7g}", fill=WHITE, label=label)
-    note(
-        axes,
-        0.15,
-        0.17,
-        f"Bottom: both as bfloat16. Errors: {abs(narrow.item() - exact):.3g} rounded at each step, "
-        f"{abs(rounded - exact):.3g} rounded once.",
+        y = 46 + 20 * i
+        drawing.text(84, y + 13, f"rank {i}", size=10, anchor="end")
+        for x, number, kind in zip(columns, (value, narrow, wide), ("pale", "orange", "sky"), strict=True):
+            drawing.box(x, y, 80, 17, kind, f"{number.item():.7g}", size=9)
+    exact, y = rows.double().sum().item(), 54 + 20 * len(values)
+    drawing.text(84, y + 13, "result", size=10, anchor="end", bold=True)
+    for x, number in zip(columns[1:], (narrow, wide.bfloat16()), strict=True):
+        drawing.box(x, y, 80, 17, "pale", f"{number.item():.7g}", size=9)
+        drawing.note(x, y + 31, f"error {abs(number.item() - exact):.3g}")
+    return drawing
+
+
+def loads() -> Drawing:
+    """Draw what a lane does over time: one load at a time, and four in flight."""
+    drawing = Drawing("A lane over time: it waits, or it has loads in flight")
+    for top, title, several in ((34, "one vector of a row in flight", False), (104, "four vectors in flight", True)):
+        drawing.text(8, top + 8, title, size=10, bold=True)
+        for i in range(4):
+            x = 8.0 + (6 * i if several else 90 * i)
+            y = top + 14 + (8 * i if several else 0)
+            drawing.box(x, y, 74, 7 if several else 12, "sky")
+            if not several:
+                drawing.box(x + 75, y, 12, 12, "green")
+        if several:
+            for i in range(4):
+                drawing.box(104 + 13 * i, top + 38, 12, 8, "green")
+            drawing.note(170, top + 46, "the same four vectors")
+    drawing.legend(168, (("sky", "a load on its way"), ("green", "add, and store")))
+    return drawing
+
+
+def roles() -> Drawing:
+    """Draw the warps of a channel in our port of DeepEP's kernel and in this lesson's, and who publishes what."""
+    drawing = Drawing("Who does what for a channel, and who publishes")
+    for y, title, sends, sums, words in (
+        (
+            36,
+            "our port of DeepEP's kernel: a channel is a pair of CTAs",
+            (("warps for rank 0", "orange"), ("warps for rank 1", "orange")),
+            (("warp 0: heads", "purple"), ("warp 1 sums", "green"), ("warp 2 sums", "green")),
+            (
+                "Tail: a warp per rank, with release, after a chunk and a barrier of its warps.",
+                "Head: warp 0, the least of what all other warps still need.",
+            ),
+        ),
+        (
+            178,
+            "this lesson: a channel is one warp that sends, and one that sums",
+            (("warp c sends to all", "orange"),),
+            (("warp c sums", "green"),),
+            (
+                "Tail: the warp's own count. Head: the warp's own count.",
+                "From step 8 on one more warp of each CTA publishes for all.",
+            ),
+        ),
+    ):
+        drawing.text(8, y + 8, title, size=10, bold=True)
+        drawing.box(140, y + 18, 108, 44, "pale")
+        drawing.text(194, y + 30, "rings", size=9, anchor="middle")
+        for slot in range(6):
+            drawing.box(147 + 16 * slot, y + 36, 14, 14, "sky" if slot < 4 else "pale")
+        for n, (name, kind) in enumerate(sends):
+            drawing.box(8, y + 18 + 24 * n, 112, 20, kind, name, size=9)
+        for n, (name, kind) in enumerate(sums):
+            drawing.box(268, y + 18 + 24 * n, 114, 20, kind, name, size=9)
+        drawing.line((120, y + 36), (138, y + 36), width=1.6)
+        drawing.line((250, y + 36), (266, y + 36), width=1.6)
+        below = y + 30 + 24 * max(len(sends), len(sums), 2)
+        for n, line in enumerate(words):
+            drawing.note(8, below + 13 * n, line)
+    return drawing
+
+
+def paths() -> Drawing:
+    """Draw how a row travels, in steps: through registers, by TMA, and own rows directly."""
+    drawing = Drawing("The way of a row")
+    steps = (
+        ("through registers", "sky", ("y", "registers", "ring at the peer", "registers", "out")),
+        ("bulk copies send", "orange", ("y", "shared memory", "ring at the peer", "registers", "out")),
+        ("own rows directly", "green", ("y", "", "", "registers", "out")),
+        ("bulk copies receive", "purple", ("y", "", "", "shared memory", "out")),
     )
-    return figure
+    places = ((8, 30), (60, 88), (170, 92), (280, 66), (352, 30))
+    for n, (title, kind, names) in enumerate(steps):
+        y = 36 + 46 * n
+        drawing.text(8, y + 8, title, size=10, bold=True)
+        last = None
+        for (x, wide), name in zip(places, names, strict=True):
+            if not name:
+                continue
+            if last is not None:
+                drawing.line((last, y + 23), (x, y + 23), width=1.4)
+            drawing.box(x, y + 14, wide, 18, kind if name in ("registers", "shared memory") else "pale", name, size=8)
+            last = x + wide
+    return drawing
 
 
-def head_gaps(before, after, none):
-    """Draw one rank's column of send_head for a channel, before and after its gaps are filled.
-
-    ``none`` encodes that no row follows.
-    """
-    check_range("the number of tokens", len(before), 2, 14)
-    wide, tall, left = min(0.62, 7.4 / len(before)), 0.36, 1.6
-    figure, axes = canvas(WIDTH, 2.65, "Filling gaps in send_head, from the last token to the first")
-    x = [left + (i + 0.5) * wide for i in range(len(before))]
-    upper, lower = 1.5, 0.6
-    for i, (old, new) in enumerate(zip(before, after, strict=True)):
-        text(axes, x[i], upper + tall + 0.12, str(i), size=8, colour=GREY)
-        cell(
-            axes,
-            x[i] - 0.46 * wide,
-            upper,
-            0.92 * wide,
-            tall,
-            old,
-            fill=tint(SKY) if old >= 0 else WHITE,
-            edge=PALE,
-            label="before",
-            size=8.5,
-        )
-        value = "none" if new == -none - 1 else new
-        cell(
-            axes,
-            x[i] - 0.46 * wide,
-            lower,
-            0.92 * wide,
-            tall,
-            value,
-            edge=PALE,
-            label="after",
-            size=8.5,
-            fill=tint(SKY) if old >= 0 else tint(ORANGE),
-        )
-        if old < 0:
-            source = next((j for j in range(i + 1, len(before)) if before[j] >= 0), None)
-            if source is not None:
-                arrow(axes, (x[source], upper - 0.02), (x[i], lower + tall + 0.02), colour=ORANGE, label="filled")
-    for y, words in ((upper, "send_head"), (lower, "with gaps filled")):
-        text(axes, left - 0.1, y + tall / 2, words, ha="right", size=8.5)
-    text(axes, left - 0.1, upper + tall + 0.12, "token", ha="right", size=8, colour=GREY)
-    note(
-        axes,
-        0.15,
-        0.17,
-        "Blue: the row's position in the queue. Orange: -n - 1, where n is the position of the next row. "
-        "none: no row follows.",
-    )
-    return figure
-
-
-def deadlocked_ring(ring, chunk, head, tail, warps, tokens):
-    """Draw a deadlocked ring. ``warps`` lists for each reducing warp the slots it has read and the one it waits for."""
-    check_range("ring", ring, 2, 10)
-    check_range("the number of warps", len(warps), 1, 6)
-    wide, tall, left = 0.62, 0.42, 1.75
-    height = 2.75 + 0.36 * len(warps)
-    free = ring - (tail - head)
-    title = f"A ring of {ring} rows, chunks of {chunk}, {plural(len(warps), 'reducing warp')}"
-    figure, axes = canvas(WIDTH, height, title)
-    y = height - 1.3
+def stuck_ring(chunk: int, ring: int, warps: int, stuck: Stuck) -> Drawing:
+    """Draw a deadlocked ring of our port: its slots, the sender, and what each summing warp has read and waits for."""
+    reducers, head, tail = 2 * warps - 1, stuck.head, stuck.tail
+    drawing = Drawing(f"A ring of {ring} rows, chunks of {chunk}, {reducers} summing warps")
+    wide = min(44.0, 300.0 / ring)
+    drawing.text(8, 48, "slots", size=10)
     for slot in range(ring):
-        place = next((p for p in range(head, tail) if p % ring == slot), None)
-        fill = WHITE if place is None else tint(RED)
-        cell(
-            axes,
-            left + slot * wide,
-            y,
-            wide,
-            tall,
-            "free" if place is None else place,
-            fill=fill,
-            colour=GREY if place is None else None,
-            label="slot",
-        )
-        text(axes, left + (slot + 0.5) * wide, y + tall + 0.13, str(slot), size=7.5, colour=GREY)
-    text(axes, left - 0.12, y + tall / 2, "the ring's slots", ha="right", size=8.5)
-    text(axes, left + ring * wide + 0.2, y + tall / 2, f"head {head}, tail {tail}: {free} free", ha="left", size=9)
-    text(axes, left - 0.12, y - 0.35, "the sender", ha="right", size=8.5)
-    text(
-        axes,
-        left,
-        y - 0.35,
-        f"needs {min(chunk, tokens - tail)} free slots and waits for the head to advance",
-        ha="left",
-        size=9,
-        colour=RED,
-    )
-    for i, (read, waits) in enumerate(warps):
-        row = y - 0.85 - 0.36 * i
-        text(axes, left - 0.12, row + 0.14, f"reducing warp {i + 1}", ha="right", size=8.5)
-        needs = read[-1] + 1 if read else 0
-        words = f"has read {', '.join(map(str, read[-3:]))}" if read else "has read nothing yet"
-        text(axes, left, row + 0.14, words, ha="left", size=9)
-        least = f"needs no position below {needs}" + (": the minimum" if needs == head else "")
-        text(axes, left + 2.1, row + 0.14, least, ha="left", size=9, colour=RED if needs == head else GREEN)
-        if waits is not None:
-            text(axes, WIDTH - 0.15, row + 0.14, f"waits for position {waits}", ha="right", size=9)
-    note(axes, 0.15, 0.17, "All red slots have been read, but the head is the minimum of the warps' positions.")
-    return figure
+        row = next((row for row in range(head, tail) if row % ring == slot), None)
+        words = "free" if row is None else f"row {row}"
+        drawing.box(70 + wide * slot, 36, wide - 2, 18, "pale" if row is None else "orange", words, size=8)
+    drawing.note(70, 68, f"head {head}, tail {tail}: {ring - (tail - head)} free. Orange: read, and not free.")
+    drawing.text(8, 90, "sender", size=10)
+    drawing.text(70, 90, f"waits for {chunk} free slots", size=10, bold=True)
+    for warp in range(reducers):
+        own = range(warp, tail + reducers, reducers)
+        read, later = [row for row in own if row < tail], [row for row in own if row >= tail]
+        needs, y = (read[-1] + 1 if read else 0), 112 + 20 * warp
+        drawing.text(8, y, f"warp {warp + 1}", size=10)
+        said = f"has read {', '.join(map(str, read))}" if read else "has read nothing"
+        drawing.text(70, y, f"{said}; said: none before {needs}", size=9.5, bold=needs == head)
+        drawing.text(WIDTH - 8, y, f"waits for row {later[0]}", size=9.5, anchor="end")
+    drawing.note(8, 118 + 20 * reducers, f"The head is the least that a warp has said: {head}.")
+    return drawing
 
 
-def wait_cycle(waits):
-    """Draw a cycle of waits: each of ``waits``, pairs (name, reason), waits for the next, the last for the first."""
-    check_range("the number of waits", len(waits), 3, 8)
-    height, n = 3.75, len(waits)
-    figure, axes = canvas(WIDTH, height, "A cycle of waits")
-    middle, across, up = (WIDTH / 2, 1.75), 3.35, 1.15
-    wide, tall = 1.5, 0.4
+def cycle(waits: Sequence[tuple[str, str]]) -> Drawing:
+    """Draw a cycle of waits: each of ``waits``, (who, for what), waits for the next, the last for the first."""
+    drawing, n = Drawing("A cycle of waits"), len(waits)
+    middle, across, up = (WIDTH / 2, 176.0), 150.0, 118.0
     spots = [
-        (middle[0] + across * math.sin(2 * math.pi * i / n), middle[1] + up * math.cos(2 * math.pi * i / n))
+        (middle[0] + across * math.sin(2 * math.pi * i / n), middle[1] - up * math.cos(2 * math.pi * i / n))
         for i in range(n)
     ]
-    for i, (name, why) in enumerate(waits):
-        (x, y), (to_x, to_y) = spots[i], spots[(i + 1) % n]
-        box(
-            axes,
-            x - wide / 2,
-            y - tall / 2,
-            wide,
-            tall,
-            name,
-            fill=tint(ORANGE if "sends" in name else SKY),
-            label="waiter",
-            size=9,
-        )
-        length = math.hypot(to_x - x, to_y - y)
-        cut = 0.06 + min(0.5 * wide * length / max(abs(to_x - x), 1e-9), 0.5 * tall * length / max(abs(to_y - y), 1e-9))
-        start = x + (to_x - x) * cut / length, y + (to_y - y) * cut / length
-        end = to_x - (to_x - x) * cut / length, to_y - (to_y - y) * cut / length
-        arrow(axes, start, end, colour=RED if "space" in why else GREY, label="waits")
-        inside = 0.36
-        at = (x + to_x) / 2, (y + to_y) / 2
-        text(
-            axes,
-            at[0] + (middle[0] - at[0]) * inside,
-            at[1] + (middle[1] - at[1]) * inside,
-            why,
-            size=8.5,
-            colour=RED if "space" in why else GREY,
-        )
-    note(axes, 0.15, 0.17, "Each waits for the one that its arrow points to.")
-    return figure
+    for i, (x, y) in enumerate(spots):
+        to = spots[(i + 1) % n]
+        drawing.line((x, y), to, width=1.4)
+        half, angle = ((x + to[0]) / 2, (y + to[1]) / 2), math.atan2(to[1] - y, to[0] - x)
+        for turn in (2.6, -2.6):  # an arrow's head
+            drawing.line(half, (half[0] + 9 * math.cos(angle + turn), half[1] + 9 * math.sin(angle + turn)), width=1.8)
+    for (who, why), (x, y) in zip(waits, spots, strict=True):
+        kind, ink = ("orange", "dark") if "sends" in who else ("sky", "dark")
+        drawing.box(x - 57, y - 17, 114, 34, kind)
+        drawing.text(x, y - 3, who, size=10, kind=ink, anchor="middle", bold=True)
+        drawing.text(x, y + 11, why, size=8.5, kind=ink, anchor="middle")
+    drawing.note(8, 330, "Each waits for the one that its arrow points to.")
+    return drawing

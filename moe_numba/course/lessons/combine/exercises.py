@@ -1,65 +1,100 @@
-"""Exercises of notebook 13, on combine."""
-
-from math import ceil
+"""Exercises of the lesson "Combine"; the page checks answers with `exercises.<name>`."""
 
 import numpy as np
 import torch
 
-from moe_numba import simulator  # noqa: F401  before numba
+from moe_numba import simulator  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
 # isort: split
-from numba import cuda, int32, uint32
+from numba import cuda, int32, int64, uint32
 
-from moe_numba.course.deepep_port.notify import NO_HEAD
-from moe_numba.course.exercises import Exercise
-from moe_numba.course.grader import Run, Wrong, function_test, kernel_test
-from moe_numba.course.lessons.dispatch.exercises import launch_ranks
-from moe_numba.ptx.atomics import ld_acquire_sys_s32, st_release_sys_s32
+from moe_numba.course.bench.timing.multigpu import settle
+from moe_numba.course.grader import Wrong, case, expect_equal, function_test
+from moe_numba.course.lessons.combine import answers, deadlocks
+from moe_numba.course.lessons.combine.deadlocks import THREE, ThreeRanks, routing_of_the_cycle
+from moe_numba.course.lessons.combine.runs import RANKS, VECTORS, Rows, sampled_share, share_with_two_rows
+from moe_numba.course.steps.exercises import Build, Choose, Formula, Predict
+from moe_numba.course.steps.score import count
+from moe_numba.expert_parallel.ranks.local_group import LocalGroup
+from moe_numba.ptx.atomics import st_release_sys_s32
 from moe_numba.ptx.memory import pointer_from_address
-from moe_numba.ptx.warp import FULL_MASK
+from moe_numba.runtime.launch import launch
 
-# 1: one rounding
+# Build: one rounding
 
-
-def _rounds_differently(answer):
-    rows = torch.tensor([float(number) for number in answer]).bfloat16()
-    if len(rows) != 3 or not rows.isfinite().all():
-        raise Wrong("three finite numbers are needed")
-    for number, rounded in zip(answer, rows.tolist(), strict=True):
-        if number != rounded:
-            raise Wrong(f"{number:g} is no bfloat16 number; the nearest is {rounded:g}")
-    each, once = float(rows[0] + rows[1] + rows[2]), float(rows.float().sum().bfloat16())
-    if each == once:
-        raise Wrong(f"the sum is {each:g} in both cases")
+_FIVE = 5  # rows, more than two: then the order of the additions matters
 
 
-# 2: gaps in send_head
+def _around_sum(answer):
+    @cuda.jit
+    def around(given, mask, out):
+        words, lane = cuda.local.array(28, int32), int32(cuda.threadIdx.x)
+        for k in range(28):
+            words[k] = given[28 * lane + k]
+        a, b, c, d = answer(words, int32(8), int32(_FIVE), uint32(mask))
+        out[4 * lane], out[4 * lane + 1], out[4 * lane + 2], out[4 * lane + 3] = int32(a), int32(b), int32(c), int32(d)
+
+    return around
 
 
-@cuda.jit
-def fill_gaps_of_warp(send_head, filled):
-    lane = int32(cuda.threadIdx.x)
-    position = send_head[lane]
-    sent = uint32(cuda.ballot_sync(FULL_MASK, position >= 0))
-    later = uint32(sent >> uint32(lane)) >> uint32(1)
-    following = cuda.shfl_sync(FULL_MASK, position, int32((lane + cuda.ffs(later)) % 32))
-    if later == uint32(0):
-        following = int32(NO_HEAD)
-    filled[lane] = position if position >= 0 else int32(-following - 1)
+def _rows_to_sum(kind):
+    rows = torch.randn(_FIVE + 2, 32, 8, generator=torch.Generator().manual_seed(5)).bfloat16()
+    if kind == "rows that cancel":
+        rows[2] *= 2.0**14
+        rows[2 + 4] = -rows[2]
+    if kind == "rows of -0":
+        rows[:] = -0.0
+    return rows
 
 
-def _with_gaps(seed, share):
-    is_sent = np.random.default_rng(seed).random(32) < share
-    is_sent[31] = seed % 2 and is_sent.any()
-    send_head = np.where(is_sent, is_sent.cumsum() - 1, -1).astype(np.int32)
-    later = [send_head[token:][is_sent[token:]] for token in range(32)]  # the first is that of the next token
-    filled = [positions[0] if len(positions) else NO_HEAD for positions in later]
-    wanted = np.where(is_sent, send_head, -np.array(filled) - 1)
-    arguments = {"send_head": send_head, "filled": np.full(32, -7, np.int32)}
-    return Run((1, 32), arguments, {"filled": wanted}, f"send_head is {send_head.tolist()}")
+def _sum(kernel, kind="random rows", mask=0b11111):
+    rows, out = _rows_to_sum(kind), torch.full((32, 4), 0x7F7F7F7F, dtype=torch.int32)
+    given = rows.transpose(0, 1).contiguous().view(torch.int32)  # of lane, row, four words
+    launch(kernel, 1, 32, given.reshape(-1), int(mask), out)
+    total = torch.zeros(32, 8)
+    for r in range(_FIVE):
+        total += rows[2 + r].float() if mask >> r & 1 else 0
+    return out.view(torch.bfloat16), total.bfloat16()
 
 
-# 3: bytes in flight
+def _test_sum(answer):
+    kernel = _around_sum(answer)
+    for kind, mask in (
+        ("random rows", 0b11111),
+        ("random rows", 0b01010),
+        ("rows that cancel", 0b11111),
+        ("rows of -0", 0b11111),
+    ):
+        out, right = _sum(kernel, kind, mask)
+        differ = (out.view(torch.int16) != right.view(torch.int16)).nonzero()
+        if len(differ):
+            lane, element = differ[0].tolist()
+            found, wanted = out[lane, element].item(), right[lane, element].item()
+            raise Wrong(
+                f"{kind}, mask {mask:05b}: element {element} of lane {lane} is {found:.6g}, not {wanted:.6g}; "
+                f"{len(differ)} of {out.numel()} differ"
+            )
+
+
+one_rounding = Build(
+    "one rounding",
+    "a function that sums 16 bytes of each row in rank order, and rounds once",
+    own=answers.sum_vector,
+    test=_test_sum,
+    profile=lambda answer: count(_around_sum(answer), _sum, answer),
+    counter="executions",
+    par=120,
+    unit="source lines of a warp",
+    forbidden={"shuffles": "it asks other lanes, where each lane has its own 16 bytes of all rows"},
+    over_par="Does each element need its own loop over the ranks?",
+    hint="A bfloat16 is the upper half of a float32: the low element of a word is uint_as_float(word << 16), the high "
+    "one uint_as_float(word & 0xFFFF0000). Keep eight float32 sums that begin at 0, add the rows of ranks whose bit of "
+    "mask is set, and pack each pair with cvt_rn_bf16x2_f32(high, low).",
+    home=f"{__name__}:one_rounding",
+)
+
+
+# Formula: Little's law
 
 _GPUS = [
     (4.2e12, 600, 132, 512, 2),
@@ -69,91 +104,302 @@ _GPUS = [
     (1.6e12, 512, 100, 256, 1),  # exactly 2, without rounding errors in any order of the operations
 ]
 
-
-def loads_in_flight(bandwidth, latency_ns, sms, threads, rows):
-    return ceil(bandwidth * latency_ns * 1e-9 / (sms * threads * rows * 16))
-
-
-# 4: a sender that waits
-
-SLOTS, TAILS, HEADS, RINGS = 2, 0, 2, 4
-
-
-@cuda.jit
-def combine_two_ranks(local, peers, rank, y, rows, sources, tokens, out):
-    if cuda.threadIdx.x == 0:  # sends
-        tail = cuda.local.array(2, int32)
-        tail[0] = tail[1] = 0
-        while tail[0] < rows[0] or tail[1] < rows[1]:
-            for to in range(2):
-                remote = pointer_from_address(peers[to], local)
-                if tail[to] < rows[to] and tail[to] - ld_acquire_sys_s32(remote, HEADS + rank) < SLOTS:
-                    remote[RINGS + SLOTS * rank + tail[to] % SLOTS] = y[to * rows[0] + tail[to]]
-                    tail[to] += 1
-                    st_release_sys_s32(remote, TAILS + rank, tail[to])
-    elif cuda.threadIdx.x == 32:  # receives
-        head = cuda.local.array(2, int32)
-        head[0] = head[1] = 0
-        for token in range(tokens):
-            out[token] = 0
-            for source in range(2):
-                if sources[token] >> source & 1:
-                    while ld_acquire_sys_s32(local, TAILS + source) == head[source]:
-                        pass
-                    out[token] += local[RINGS + SLOTS * source + head[source] % SLOTS]
-                    head[source] += 1
-                    st_release_sys_s32(local, HEADS + source, head[source])
+in_flight = Formula(
+    "Little's law",
+    "a function that returns the smallest number of 16-byte loads of each row",
+    own=answers.loads_in_flight,
+    test=function_test(answers.loads_in_flight, _GPUS),
+    praise="bandwidth times latency is what must be in flight, and a thread has n loads of 16 bytes for each row",
+    hint="Bandwidth times latency is the number of bytes that must be in flight. How many does one load of every "
+    "thread add? Round up.",
+)
 
 
-def _combine(y, rows, sources, tokens, wanted, case):
-    def launch(kernel, out):
-        arguments = [(y[r].clone(), rows[r].int(), sources[r].clone(), tokens, out[r]) for r in range(2)]
-        launch_ranks(kernel, 64, RINGS + 2 * SLOTS, arguments)
+# Build: several loads in flight
 
-    return Run(launch, {"out": torch.full(wanted.shape, -7, dtype=torch.int32)}, {"out": wanted}, case)
+_LONG = 132  # vectors of a row: the last ones do not fill the lanes
 
 
-def _routed(sources):
-    """Return a run with a routing: ``sources[r]`` has the ranks with a row of each of rank r's tokens, as masks."""
-    is_in = torch.stack([sources & 1, sources >> 1 & 1])  # [rank with the row, source rank, token]
-    values = torch.arange(is_in.numel(), dtype=torch.int32).view(is_in.shape) + 100
-    y, wanted = [values[r][is_in[r] == 1] for r in range(2)], (values * is_in).sum(dim=0)
-    return _combine(y, is_in.sum(dim=2), sources, sources.shape[1], wanted, f"sources is {sources.tolist()}")
+def _around_load(answer):
+    held = 4 * RANKS * VECTORS
+
+    @cuda.jit
+    def around(local, mask, out):
+        words, begins, lane = cuda.local.array(held, int32), cuda.local.array(RANKS, int64), int32(cuda.threadIdx.x)
+        rows = Rows(local, local, local, int32(0), int32(0))
+        for r in range(RANKS):
+            begins[r] = int64(64 + 4 * _LONG * r)
+        step = int32(0)
+        for first in range(lane, _LONG, 32 * VECTORS):
+            for k in range(held):
+                words[k] = int32(-7)
+            answer(words, rows, begins, uint32(mask), int32(first), int32(_LONG))
+            for k in range(held):
+                out[(step * 32 + lane) * held + k] = words[k]
+            step = int32(step + 1)
+
+    return around
 
 
-_FULL_RINGS = torch.arange(2 * SLOTS, dtype=torch.int32).expand(2, -1), torch.tensor([[SLOTS, SLOTS], [0, 0]])
-_UNUSED = torch.full((2, 1), -7, dtype=torch.int32)
-_COMBINES = [
-    _routed(torch.tensor([[2] * 4 + [3] * 3, [1] * 4 + [3] * 3], dtype=torch.int32)),  # first rows to the other rank
-    _routed(torch.randint(4, (2, 9), generator=torch.Generator().manual_seed(1), dtype=torch.int32)),
-    _combine(*_FULL_RINGS, _UNUSED, 0, _UNUSED, f"rank 0 has {SLOTS} rows for each rank, and no rank receives"),
-]
+def _load(kernel, mask=(1 << RANKS) - 1):
+    steps, held = -(-_LONG // (32 * VECTORS)), 4 * RANKS * VECTORS
+    local = torch.arange(64 + 4 * _LONG * RANKS, dtype=torch.int32) + 1000
+    out = torch.full((steps, 32, VECTORS, RANKS, 4), -7, dtype=torch.int32)
+    launch(kernel, 1, 32, local, mask, out.view(-1))
+    step, lane, u, r, k = np.mgrid[:steps, :32, :VECTORS, :RANKS, :4]
+    vector = lane + 32 * (u + VECTORS * step)
+    right = np.where((vector < _LONG) & (mask >> r & 1 == 1), 1064 + 4 * (_LONG * r + vector) + k, -7)
+    assert out.numel() == steps * 32 * held
+    return out.numpy(), right
 
 
-EXERCISES = {
-    1: Exercise(
-        "three bfloat16 numbers whose sum depends on how often it is rounded",
-        _rounds_differently,
-        "Between 256 and 512 the bfloat16 numbers are the even integers. What happens to 256 + 1?",
-        "(256, 1, 1)",
+def _test_load(answer):
+    kernel = _around_load(answer)
+    for mask in (1, (1 << RANKS) - 1):
+        out, right = _load(kernel, mask)
+        where = np.argwhere(out != right)
+        if len(where):
+            step, lane, u, r, k = where[0].tolist()
+            what = "must stay as it was" if right[tuple(where[0])] == -7 else "is wrong"
+            raise Wrong(
+                f"mask {mask:b}, first = {lane + 32 * VECTORS * step}: word {k} of vector {lane + 32 * u}, rank {r}, "
+                f"in words[{4 * (RANKS * u + r) + k}], {what}"
+            )
+
+
+_REQUESTS = RANKS * -(-_LONG // 32)
+
+several_loads = Build(
+    "loads in flight",
+    f"a function that loads {VECTORS} vector{'s' * (VECTORS > 1)} of each row before it returns",
+    own=answers.load_several,
+    test=_test_load,
+    profile=lambda answer: count(_around_load(answer), _load, answer),
+    counter="global_load_requests",
+    unit="loads of a warp",
+    par=_REQUESTS,
+    par_is_bound=True,
+    forbidden={"shuffles": "lanes pass vectors on, where each lane loads its own", "barriers": "threads wait"},
+    over_par="How many bytes does one load fetch for a lane? ld_global_s32x4 fetches 16.",
+    hint="Vector u of this lane is i = first + 32 * u; it exists if i < row_vectors. For rank r it begins at word "
+    "begins[r] + 4 * i of rows.local, and goes to words[4 * (RANKS * u + r)] and the three words after it.",
+    home=f"{__name__}:several_loads",
+)
+
+
+# Build: the receiver's wait
+
+_WORDS = 8 + 32 * THREE  # of a rank's memory: counters, then a row of 32 words from each rank
+
+
+def _around_wait(answer):
+    @cuda.jit
+    def around(local, peers, rank, wanted, known, state, out):
+        lane = int32(cuda.threadIdx.x & 31)
+        if rank > 0:  # ranks 1 and 2 send rows, whose counters they then raise
+            remote = pointer_from_address(peers[0], local)
+            remote[8 + 32 * rank + lane] = int32(1000 * rank + lane)
+            cuda.syncwarp()
+            if lane == 0:
+                st_release_sys_s32(remote, rank, wanted + 1)
+        else:
+            source = lane if lane < THREE else int32(0)
+            waits = lane == 1 or lane == 2
+            tail = answer(local, source, uint32(known), uint32(wanted), waits, state)
+            out[lane] = int32(1) if not waits or int32(tail) == wanted + 1 else int32(0)
+            for r in range(1, THREE):
+                out[32 * r + lane] = local[8 + 32 * r + lane]
+
+    return around
+
+
+def _wait(kernel, wanted=4, known=0):
+    out = torch.full((32 * THREE,), -7, dtype=torch.int32)
+
+    def work(transport):
+        shared, state = transport.allocate(4 * _WORDS), torch.zeros(64, dtype=torch.int32)
+        local = shared.local.view(torch.int32)
+        local[8:] = -9
+        local[:8] = known
+        given = wanted, known, state, out if transport.rank == 0 else torch.zeros_like(out)
+        transport.launch(kernel, 1, 32, local, shared.addresses, transport.rank, *given)
+        settle(transport)
+        shared.close()
+
+    with simulator.weak_memory():
+        LocalGroup(THREE).run(work)
+    right = torch.ones_like(out)
+    right[32:] = torch.cat([1000 * r + torch.arange(32) for r in range(1, THREE)]).int()
+    return out, right
+
+
+def _test_wait(answer):
+    kernel = _around_wait(answer)
+    for wanted, known in ((4, 0), (-1, -3)):
+        with case(f"the counters are {known}, row {wanted} is wanted"):
+            out, right = _wait(kernel, wanted, known)
+            expect_equal("whether a lane returns the counter", out[:32], right[:32])
+            expect_equal("what the lanes then read of the rows", out[32:], right[32:])
+
+
+def _around_known(answer):
+    @cuda.jit
+    def around(local, state, out):
+        lane = int32(cuda.threadIdx.x)
+        out[lane] = int32(answer(local, int32(0), uint32(7), uint32(lane & 3), lane < THREE, state))
+
+    return around
+
+
+def _known(kernel):
+    counters = torch.full((8,), 7, dtype=torch.int32)
+    launch(kernel, 1, 32, counters, torch.zeros(64, dtype=torch.int32), torch.zeros(32, dtype=torch.int32))
+
+
+wait = Build(
+    "the receiver's wait",
+    "a function in which a warp waits for its rows",
+    own=answers.wait_rows,
+    test=_test_wait,
+    profile=lambda answer: count(_around_known(answer), _known, answer),
+    counter="global_load_requests",
+    unit="loads of counters that had been read already",
+    par=0,
+    most_alone=None,
+    over_par="`tail` already says that the row has come: why ask again?",
+    hint="Compare modulo 2^32: row `wanted` has come if int32(tail - wanted) > 0. Lanes poll with ld_acquire_sys_s32 "
+    "while cuda.any_sync(FULL_MASK, ...) says that some lane still waits. What one lane has acquired, the others may "
+    "read after cuda.syncwarp().",
+    home=f"{__name__}:wait",
+)
+
+publishes = Choose(
+    "who publishes the head",
+    {
+        "A": "the warp that has read the row: it is free as soon as one warp has read it",
+        "B": "the warp that has read its token's rows last",
+        "C": "warp 0, and it stores the least of what all other warps still need",
+    },
+    "C",
+    "A head is one number, and says that all rows before it are free. Each warp has tokens of its own and reads them "
+    "at its own time, so the rows that have been read are not the first ones. With one warp per channel they are, and "
+    "the head is that warp's own count.",
+)
+
+two_rows = Predict(
+    "tokens with at most two rows",
+    right=lambda: {f"ranks_{n}": 100 * share_with_two_rows(n) for n in (2, 4, 8)},
+    why=lambda: (
+        "All eight experts must be on two ranks: about 6 / 2^8 with four ranks, 28 / 4^8 with eight. In a sample of "
+        f"uniform routing it is {100 * sampled_share(4):.2g} % and {100 * sampled_share(8):.1g} %. So a kernel that is "
+        "fast because of such tokens is fast on two ranks"
     ),
-    2: Exercise(
-        "a kernel that fills the gaps of 32 tokens, one per lane in ascending order",
-        kernel_test(*(_with_gaps(seed, share) for seed, share in enumerate((0.4, 0.7, 0.1, 0)))),
-        "Lane t needs the lowest set bit of the ballot above bit t. Shift the ballot by t, then by 1, so that no shift "
-        "reaches 32; cuda.ffs returns the lowest bit's number plus 1, and 0 if no bit is set.",
-        fill_gaps_of_warp,
-    ),
-    3: Exercise(
-        "a function of the bytes per second, the latency in ns, the SMs, the threads per SM and the rows per token",
-        function_test(loads_in_flight, _GPUS),
-        "Bandwidth times latency is the number of bytes that must be in flight. A load has 16 bytes.",
-        loads_in_flight,
-    ),
-    4: Exercise(
-        "a kernel in which two ranks combine through rings of two slots",
-        kernel_test(*_COMBINES, seeds=2),
-        "If one ring is full, which rows can the sender send meanwhile?",
-        combine_two_ranks,
-    ),
-}
+    within={"ranks_2": 0, "ranks_4": 1, "ranks_8": 0.3},
+)
+
+
+# Formula and build: the first deadlock
+
+shortest_ring = Formula(
+    "the shortest ring",
+    "a function of the chunk and of the number of summing warps that returns the rows of a ring that never deadlocks",
+    own=answers.least_ring,
+    test=function_test(answers.least_ring, [(2, 3), (3, 3), (2, 5), (4, 23), (10, 23), (1, 1)]),
+    praise="the least position that a warp holds trails by up to R - 1 rows, and the sender waits for a whole chunk",
+    hint="If warp 1 waits for row n, what is the first row that it still seems to need? How many rows have the other "
+    "R - 1 warps read meanwhile?",
+)
+
+
+def _around_hold(answer):
+    @cuda.jit
+    def around(needed, out):
+        heads, lane = cuda.shared.array(32, int32), int32(cuda.threadIdx.x)
+        heads[lane] = int32(0)
+        cuda.syncthreads()
+        if lane < RANKS:
+            answer(heads, lane, needed[lane])
+        cuda.syncthreads()
+        out[lane] = heads[lane]
+
+    return around
+
+
+def _hold(kernel):
+    needed, out = torch.arange(32, dtype=torch.int32) + 5, torch.zeros(32, dtype=torch.int32)
+    launch(kernel, 1, 32, needed, out)
+    return out, torch.where(torch.arange(32) < RANKS, needed, 0)
+
+
+def _test_hold(answer):
+    for chunk, ring, warps in ((2, 2, 2), (2, 3, 3)):
+        with case(f"chunks of {chunk}, a ring of {ring} rows, {2 * warps - 1} summing warps"):
+            found = deadlocks.run_port(chunk, ring, warps, answer, weak=True)
+            if found.hung:
+                raise Wrong(f"the ranks still wait for one another, with head {found.head} and tail {found.tail}")
+            if found.wrong:
+                raise Wrong(f"{found.wrong} tokens are wrong: a slot was overwritten before a warp had read it")
+
+
+hold = Build(
+    "what a waiting warp still needs",
+    "a function that tells warp 0 what this warp still needs",
+    own=answers.hold,
+    test=_test_hold,
+    profile=lambda answer: count(_around_hold(answer), _hold, answer),
+    counter="shared_store_requests",
+    unit="stores to shared memory",
+    par=1,
+    par_is_bound=True,
+    hint="Warp 0 loads heads[...] with acquire, and stores the least of them as the head. So store `needed` with "
+    "release: st_release_cta_shared_s32(heads, at, value).",
+    home=f"{__name__}:hold",
+    seeds=3,
+)
+
+
+# Build: the second deadlock
+
+
+def _routings():
+    yield "the rows of the deadlock", ThreeRanks(routing_of_the_cycle())
+    generator = torch.Generator().manual_seed(3)
+    yield "random rows", ThreeRanks([torch.rand(9, THREE, generator=generator) < 0.6 for _ in range(THREE)])
+    chosen = torch.zeros(6, THREE, dtype=torch.bool)
+    chosen[:, 0] = True
+    yield "all rows on rank 0", ThreeRanks([chosen] * THREE)
+
+
+def _test_three(answer):
+    for name, rows in _routings():
+        with case(name):
+            for rank, (found, right) in enumerate(zip(rows.run(answer), rows.right, strict=True)):
+                expect_equal(f"out of rank {rank}", found, right)
+
+
+def _profile_three(answer):
+    with simulator.profile() as profile:
+        ThreeRanks(routing_of_the_cycle()).run(answer)
+    (report,) = profile.kernels
+    return report
+
+
+_LEAVE = sum(
+    int(chosen.sum()) - int(chosen[:, home].sum()) for home, chosen in enumerate(routing_of_the_cycle())
+)  # rows that go to another rank
+
+skips = Build(
+    "a sender that does not wait",
+    "a kernel in which three ranks combine without a deadlock",
+    own=answers.combine_three_ranks,
+    test=_test_three,
+    profile=_profile_three,
+    counter="peer_bytes",
+    unit="bytes to other ranks",
+    par=12 * _LEAVE,
+    most_alone=None,
+    over_par="A row has 4 bytes, and so has its tail and its head. What else crosses the link, and need it?",
+    hint="If one ring is full, which rows can the sender send meanwhile? It is done when no ring has rows left.",
+    home=f"{__name__}:skips",
+    seeds=3,
+)
