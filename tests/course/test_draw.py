@@ -49,10 +49,6 @@ WORDS = [
     "launch number",
 ]
 
-CHAINS = {
-    "pair": [("notify", "kernel", 0.0, 8.0), ("dispatch", "kernel", 8.0, 20.0), ("combine", "kernel", 20.0, 31.0)],
-    "bound": [("launch", "launch", 0.0, 0.5), ("NVLink", "link", 0.5, 1.25)],
-}
 PACKED = {
     "slot": ["0:0", "0:1", "1:0", "1:1"],
     "row": ["0:1", "1:0", "1:1", "0:1"],
@@ -62,7 +58,6 @@ LAYER = {"assignment": [1, 0, 1, 2], "row": [0, 0, 1, 1], "to row": 4, "to sum":
 SORT = {"count": [1, 2, 1], "lower": [0, 0, 0], "total": [1, 2, 1], "start": [0, 1, 3]}
 PARTS = {"1 token": ({"cast": 1.0, "gate_up": 29.0}, 31.0, 15.0), "2 tokens": ({"gate_up": 40.0}, 41.0, 20.0)}
 
-BOUND = "1.2 µs (launch, NVLink)"
 FIGURES = {  # name: function, arguments, {label: number of shapes, or the values inside them}, texts
     "launch timeline": (launch_timeline, ({"a": KERNELS, "b": KERNELS[:1]}, "x"), {"kernel": 4}, "3 kernels, 380 µs"),
     "Blelloch's scan": (align.blelloch, (COUNTS,), {"copy": 7, "add": 2 * 14}, "start"),
@@ -91,7 +86,6 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
     "gaps in send_head": (combine.head_gaps, (HEADS, [*FILLED, -NONE - 1], NONE), {"filled": 3, **GAPS}),
     "deadlocked ring": (combine.deadlocked_ring, DEADLOCK, {"slot": [0, 1, "free"]}, "head 0, tail 2: 1 free", MINIMUM),
     "wait cycle": (combine.wait_cycle, ([(name, "space") for name in WAITS],), {"waiter": WAITS, "waits": 6}),
-    "latency chain": (low_latency.latency_chain, (CHAINS, "x"), {"span": 5}, "dispatch", "31.0 µs", BOUND),
     "packed rows": (low_latency.packed_rows, ([[[0, 1], [2, 3]], [[1, 2], [2, 0]]], 1, 2), PACKED, "no row", "0, 1"),
     "experts of a layer": (moe_layer.layer, (IDS, 3), LAYER, "weighted_sum", "token 1"),
     "counting sort": (moe_layer.counting_sort, (IDS, 3, 1), SORT, "counts of each warp", "seqlens"),

@@ -35,18 +35,13 @@ def test_dispatch_sizes_are_valid():
 
 
 OTHER_SIZES = {
-    # Three ranks, so that the order of a sum matters; metadata fills no whole vectors, and rows no whole warps.
-    "14_low_latency": [
-        ("TOPK, LOCAL_EXPERTS = 2, 4, 64, 2, 2", "TOPK, LOCAL_EXPERTS = 3, 3, 40, 3, 2"),
-        ("LAYER = Sizes(2, 4, 64, 2, 4)", "LAYER = Sizes(3, 3, 40, 3, 2)"),
-    ],
     # No size is a power of two; assignments fill no whole warps, and rows no whole CTA.
     "15_moe_layer": [
         ('Layer("small", 8, 128, 64, "bf16", (), 2)', 'Layer("small", 7, 192, 64, "bf16", (), 3)'),
         ("TOKENS = 6 if SIMULATED", "TOKENS = 5 if SIMULATED"),
         ("G_EXPERTS, G_TOPK, G_TOKENS = (16, 4, 20)", "G_EXPERTS, G_TOPK, G_TOKENS = (41, 3, 29)"),
         ("S_TOKENS, S_TOPK, S_HIDDEN = (8, 2, 64)", "S_TOKENS, S_TOPK, S_HIDDEN = (5, 3, 72)"),
-    ],
+    ]
 }
 
 

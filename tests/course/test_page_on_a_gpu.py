@@ -20,6 +20,7 @@ PAGES = (
     "07_grouped_gemm",
     "08_block_scales",
     "09_w4_weights",
+    "14_low_latency",
 )
 SMALL = """
 from moe_numba.course.lessons.align.published import lesson

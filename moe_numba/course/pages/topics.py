@@ -119,6 +119,7 @@ TOPICS = (
         "DeepEP, low-latency mode",
         "low_latency",
         "low-latency dispatch and combine, on one GPU or more",
+        ("low_latency_ladder",),
     ),
     Topic(
         "15_moe_layer",
