@@ -21,6 +21,7 @@ PAGES = (
     "08_block_scales",
     "09_w4_weights",
     "14_low_latency",
+    "15_moe_layer",
 )
 SMALL = """
 from moe_numba.course.lessons.align.published import lesson

@@ -127,7 +127,7 @@ TOPICS = (
         "vLLM's and SGLang's `fused_experts`",
         "moe_layer",
         "the experts of whole MoE layers",
-        ("moe_layer_ladder", "moe_layer_group_ladder", "moe_layer_sum_ladder"),
+        ("layer_ladder", "layer_group_ladder", "layer_swiglu_ladder", "layer_sum_ladder"),
         hopper=True,
     ),
 )
@@ -141,6 +141,9 @@ FIRST_EDITION = {
     "grouped_gemm_ladder": "07_grouped_gemm",
     "grouped_gemm_block_scales_ladder": "08_block_scales",
     "grouped_gemm_mxfp4_ladder": "09_w4_weights",
+    "moe_layer_ladder": "15_moe_layer",
+    "moe_layer_group_ladder": "15_moe_layer",
+    "moe_layer_sum_ladder": "15_moe_layer",
 }
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
