@@ -383,6 +383,8 @@ def test_latencies_name_their_sources(monkeypatch):
     row = {"step": "launch: an empty kernel", "kernel_us": {"median": 1.5}}
     monkeypatch.setattr(records, "recorded", lambda topic, *given: {"date": "2026-12-01T", "rows": [row]})
     assert model.launch() == (1.5, "this lesson, 2026-12-01")
+    row |= {"step": "ping-pong: release", "config": {"ranks": 2}, "size": {"rounds": 10}}
+    assert model.one_way("release") == (0.075, "lesson 11, 2026-12-01")
 
 
 def test_predictions_follow_the_chain():

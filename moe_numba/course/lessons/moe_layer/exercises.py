@@ -287,8 +287,8 @@ dot = Build(
 traffic = Predict(
     "bytes of torch's weighted sum",
     {"gather": 2, "multiplication": 3, "reduction": 2},
-    "The gather reads and writes R. The multiplication reads R and writes a float32 result, 2 R, because the weights are "
-    "float32. The reduction reads that; its result is small (9 / 8 R would be enough for everything)",
+    "The gather reads and writes R. The multiplication reads R and writes a float32 result, 2 R, because the weights "
+    "are float32. The reduction reads that; its result is small (9 / 8 R would be enough for everything)",
 )
 
 unstable = Choose(
