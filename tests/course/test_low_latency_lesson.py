@@ -387,6 +387,12 @@ def test_latencies_name_their_sources(monkeypatch):
     assert model.one_way("release") == (0.075, "lesson 11, 2026-12-01")
 
 
+@pytest.mark.parametrize("name", ["lesson", "many", "alone"])
+def test_the_simulators_process_finds_each_lesson(name):
+    """Where a GPU runs kernels, another process counts: it looks a lesson up by its home."""
+    assert getattr(runs, name).home == f"{runs.__name__}:{name}"
+
+
 def test_predictions_follow_the_chain():
     one = partial(runs.chain_us, order="relaxed")
     assert one(3) - one(2) == pytest.approx(model.load().us)

@@ -285,6 +285,12 @@ def test_the_pages_unstable_sort_is_found_by_the_indices(right_page):
     assert any(runs.error_of_unstable(right_page["unstable"], seed) for seed in range(4))
 
 
+@pytest.mark.parametrize("name", ["groups", "swiglus", "sums", "layers", "one"])
+def test_the_simulators_process_finds_each_lesson(name):
+    """Where a GPU runs kernels, another process counts: it looks a lesson up by its home."""
+    assert getattr(runs, name).home == f"{runs.__name__}:{name}"
+
+
 def test_poisoned_groups_are_rejected():
     ids = torch.tensor([[0, 1], [1, 2]])
     assert runs.wrong_groups(runs.poisoned_groups(ids, 3), ids, 3) == "seqlens differs at [0]"

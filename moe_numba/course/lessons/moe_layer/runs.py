@@ -282,10 +282,10 @@ class _Lesson(Lesson):
         return Score(name, rows, self.gpu.upper())
 
 
-def _lesson(name, check, once, timed, kernels, tokens, dtype="bf16", seeds=2):
+def _lesson(name, topic, check, once, timed, kernels, tokens, dtype="bf16", seeds=2):
     config = dict(num_experts=chosen.EXPERTS, topk=chosen.TOPK, hidden=chosen.HIDDEN, intermediate=chosen.INTERMEDIATE)
     run, home = Run(check, once, timed, kernels), f"{__name__}:{name}"
-    return _Lesson(f"layer_{name}_ladder", run, home, config, dict(tokens=tokens), dtype, seeds=seeds)
+    return _Lesson(topic, run, home, config, dict(tokens=tokens), dtype, seeds=seeds)
 
 
 def _own(*versions):
@@ -309,7 +309,8 @@ def _timed_sum(version):
 
 
 groups = _lesson(
-    "group",
+    "groups",
+    "layer_group_ladder",
     _check_group,
     lambda version: group(version, ids_to_group(), qwen().num_experts),
     _timed_group,
@@ -318,7 +319,8 @@ groups = _lesson(
     "int32",
 )
 swiglus = _lesson(
-    "swiglu",
+    "swiglus",
+    "layer_swiglu_ladder",
     _check_swiglu,
     lambda version: activate(version[0], gate_up_rows(), version[1]),
     _timed_swiglu,
@@ -326,7 +328,8 @@ swiglus = _lesson(
     chosen.MANY,
 )
 sums = _lesson(
-    "sum",
+    "sums",
+    "layer_sum_ladder",
     _check_sum,
     lambda version: add_up(version[0], to_sum(), version[1]),
     _timed_sum,
@@ -334,7 +337,8 @@ sums = _lesson(
     chosen.MANY,
 )
 layers = _lesson(
-    "stages",
+    "layers",
+    TOPIC,
     _check_stages,
     lambda stages: run_stages(stages, given(tokens_here())),
     lambda stages: [partial(run_stages, stages, given(tokens_here()), _empty)],
@@ -342,7 +346,6 @@ layers = _lesson(
     chosen.TOKENS,
     seeds=1,
 )
-layers.topic = TOPIC
 LESSONS = groups, swiglus, sums
 
 
@@ -446,8 +449,7 @@ def _start(calls):
         start()
 
 
-one = _lesson("one", _check_one, lambda v: gemv(v, one_token(0)), _timed_one, lambda v: _own(*v), 1, seeds=1)
-one.topic = TOPIC
+one = _lesson("one", TOPIC, _check_one, lambda v: gemv(v, one_token(0)), _timed_one, lambda v: _own(*v), 1, seeds=1)
 
 
 # Predictions in microseconds (None where the time that they start from is not known)
