@@ -19,7 +19,7 @@
 # the pair still takes tens of microseconds.
 #
 # This lesson has one question: **what must happen one after the other before a token has been at its experts and back?** You build a pair of kernels that does
-# little more than that. Each is one launch, and nobody exchanges counts, so the CPU need not wait either. You send a row and a flag, you find
+# little more than that. Each is one launch, and no counts are exchanged, so the CPU need not wait either. You send a row and a flag, you find
 # out what the order of the two costs, and you let the data be its own flag. Then rows come back in a fixed order, and finally they are packed as the experts' GEMM
 # wants them. Three of the functions are yours to write.
 #
@@ -182,7 +182,7 @@ predicted_us = page.chain_us(1 + 2 * page.loads_of(32), "release")
 step("flags after data", Version(flags, warps=1), predicted_us=predicted_us)
 
 # %% [markdown]
-# **Take away.** If addresses are known beforehand, nobody has to ask. Memory for the worst case is the price: with 8 ranks and 128 tokens, slots take 29 MB.
+# **Take away.** If addresses are known beforehand, no rank has to ask. Memory for the worst case is the price: with 8 ranks and 128 tokens, slots take 29 MB.
 #
 # ## What happens in the slots
 #
@@ -360,7 +360,7 @@ predicted_us = page.chain_us(1 + 2, "relaxed")
 step("data as its own flag", Version(data), predicted_us=predicted_us)
 
 # %% [markdown]
-# **Take away.** An acknowledgement that nobody needs is a round trip that nobody should wait for. If each piece of data can say that it has arrived, pieces need no order.
+# **Take away.** An acknowledgement that no thread needs is a round trip that no thread should wait for. If each piece of data can say that it has arrived, pieces need no order.
 #
 # The same two operations as before. Nothing is orange, because a row may be read as soon as it is stored; the receiver stores the sentinel after reading:
 
