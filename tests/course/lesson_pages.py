@@ -56,8 +56,9 @@ sys.modules["__main__"] = page = types.ModuleType("__main__")
 for number, cell in enumerate(cells_of(open(sys.argv[1]).read())):
     SourceLoader(cell, f"page/cell_{{number}}.py").exec_module(page)
     if number == 0:
-        page.lesson.seeds = 1
-print(page.lesson.summary())
+        lesson = getattr(page, "lesson", None) or page.layers
+        lesson.seeds = 1
+print(lesson.summary())
 """
 
 

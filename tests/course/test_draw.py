@@ -14,7 +14,6 @@ from moe_numba.course.lessons.dispatch import draw as dispatch
 from moe_numba.course.lessons.hopper import draw as hopper
 from moe_numba.course.lessons.low_latency import draw as low_latency
 from moe_numba.course.lessons.moe_layer import draw as moe_layer
-from moe_numba.course.lessons.moe_layer.parts_figure import stacked_parts
 from moe_numba.course.lessons.shared_experts import draw as shared_experts
 from moe_numba.course.lessons.shared_experts.layer_figure import layer_bars
 
@@ -37,10 +36,6 @@ WORDS = [
     "launch number",
 ]
 
-CHAINS = {
-    "pair": [("notify", "kernel", 0.0, 8.0), ("dispatch", "kernel", 8.0, 20.0), ("combine", "kernel", 20.0, 31.0)],
-    "bound": [("launch", "launch", 0.0, 0.5), ("NVLink", "link", 0.5, 1.25)],
-}
 PACKED = {
     "slot": ["0:0", "0:1", "1:0", "1:1"],
     "row": ["0:1", "1:0", "1:1", "0:1"],
@@ -48,9 +43,7 @@ PACKED = {
 IDS = torch.tensor([[1, 0], [1, 2]])
 LAYER = {"assignment": [1, 0, 1, 2], "row": [0, 0, 1, 1], "to row": 4, "to sum": 4}
 SORT = {"count": [1, 2, 1], "lower": [0, 0, 0], "total": [1, 2, 1], "start": [0, 1, 3]}
-PARTS = {"1 token": ({"cast": 1.0, "gate_up": 29.0}, 31.0, 15.0), "2 tokens": ({"gate_up": 40.0}, 41.0, 20.0)}
 
-BOUND = "1.2 µs (launch, NVLink)"
 FIGURES = {  # name: function, arguments, {label: number of shapes, or the values inside them}, texts
     "launch timeline": (launch_timeline, ({"a": KERNELS, "b": KERNELS[:1]}, "x"), {"kernel": 4}, "3 kernels, 380 µs"),
     "Blelloch's scan": (align.blelloch, (COUNTS,), {"copy": 7, "add": 2 * 14}, "start"),
@@ -73,11 +66,9 @@ FIGURES = {  # name: function, arguments, {label: number of shapes, or the value
     ),
     "roles of warps": (dispatch.roles, (), {"cta": 4, "team": 4, "warp": 6, "signaller": 2}, "warp 14", "sending CTA"),
     "a token's slot": (dispatch.slots, (), {"row": 2, "number": 2}, "packed", "one bulk copy, one slot"),
-    "latency chain": (low_latency.latency_chain, (CHAINS, "x"), {"span": 5}, "dispatch", "31.0 µs", BOUND),
     "packed rows": (low_latency.packed_rows, ([[[0, 1], [2, 3]], [[1, 2], [2, 0]]], 1, 2), PACKED, "no row", "0, 1"),
     "experts of a layer": (moe_layer.layer, (IDS, 3), LAYER, "weighted_sum", "token 1"),
     "counting sort": (moe_layer.counting_sort, (IDS, 3, 1), SORT, "counts of each warp", "seqlens"),
-    "parts": (stacked_parts, (PARTS,), {"part": 3, "whole layer": 2, "lower bound": 2}, "2 tokens", "30.0", "cast"),
     "Hopper": (hopper.problem, (), {"direct": 1}, "TMA"),
     "swizzle": (hopper.swizzle, (), {"before": [*range(8)] * 8}, "chunk 0 of 8 rows: 4 of 32 banks, 8 wavefronts"),
     "accumulator fragment": (hopper.fragment, (7,), {"held": 8}, "4 warps"),

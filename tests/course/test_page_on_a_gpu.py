@@ -24,6 +24,8 @@ PAGES = (
     "11_talk_to_a_peer",
     "12_dispatch",
     "13_combine",
+    "14_low_latency",
+    "15_moe_layer",
 )
 SMALL = """
 from moe_numba.course.lessons.align.published import lesson

@@ -159,5 +159,4 @@ _FUNCTIONS = {
 _LIMITS = {
     "02_gate_decode": lambda gpu: "" if gpu.has_clusters else "all steps, of which no launch is a dependent one",
     "04_align_one_launch": lambda gpu: "" if gpu.has_clusters else "all but dependent launches",
-    "14_low_latency": lambda gpu: "the package's kernels; the steps run in the simulator",
 }

@@ -9,6 +9,7 @@ from moe_numba.course import bench
 from moe_numba.course.bench import records
 from moe_numba.course.bench.figures.tables import bold_best
 from moe_numba.course.bench.records import format_us
+from moe_numba.course.lessons.moe_layer import profile as layer_profile
 from moe_numba.course.pages import gpu_support
 from moe_numba.course.pages.topics import BENCH_TOPICS, FIRST_EDITION, HEADLINES, TOPICS
 from moe_numba.grouped_gemm.call import config_table
@@ -30,6 +31,11 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
         "README.md": {"headline": headline(gpu, root, front=True), "notebooks": _notebooks()},
         "docs/index.md": {"notebooks": _notebooks("../"), "records": _records()},
         "docs/gpus.md": {"gpus": _gpus()},
+        "docs/layer_profile.md": {"parts": layer_profile.profile(found["moe_layer"]) if found["moe_layer"] else ""},
+        "docs/layer_on_64_gpus.md": {
+            "measured": layer_profile.model_beside_measurements(ranks) if (ranks := found["moe_layer_ranks"]) else "",
+            "model": layer_profile.model_of_64_gpus(),
+        },
         "docs/linked_cuda_cpp.md": {"times": _linked_cuda_cpp(gpu, root)},
         MEASUREMENTS: {"headline": headline(gpu, root), "bench": _bench_commands(), "peers": _peers(found), **tables},
     }

@@ -127,6 +127,7 @@ TOPICS = (
         "DeepEP, low-latency mode",
         "low_latency",
         "low-latency dispatch and combine, on one GPU or more",
+        ("low_latency_ladder",),
     ),
     Topic(
         "15_moe_layer",
@@ -134,7 +135,7 @@ TOPICS = (
         "vLLM's and SGLang's `fused_experts`",
         "moe_layer",
         "the experts of whole MoE layers",
-        ("moe_layer_ladder", "moe_layer_group_ladder", "moe_layer_sum_ladder"),
+        ("layer_ladder", "layer_group_ladder", "layer_swiglu_ladder", "layer_sum_ladder"),
         hopper=True,
     ),
 )
@@ -151,6 +152,9 @@ FIRST_EDITION = {
     "ring_buffer_dispatch_ladder": "12_dispatch",
     "dispatch_layout_ladder": "10_dispatch_layout",
     "combine_ladder": "13_combine",
+    "moe_layer_ladder": "15_moe_layer",
+    "moe_layer_group_ladder": "15_moe_layer",
+    "moe_layer_sum_ladder": "15_moe_layer",
 }
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {

@@ -36,7 +36,6 @@ LESSONS = {
     "03_align_published": (None, ()),
     "04_align_one_launch": (None, ()),
     "10_dispatch_layout": (None, ()),
-    "15_moe_layer": (16, ("LAYER", "TOKENS", "WARPS", "PROMPT")),
 }
 _CELL_S, _STEP_S = 60, 900  # longest time of a cell, and of a step
 _SIMULATED = "SIMULATED", "simulator.ENABLED"

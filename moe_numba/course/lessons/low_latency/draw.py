@@ -1,81 +1,86 @@
-"""Figures of low-latency dispatch and combine: chains of latencies, frames of slots from traces, rows by expert."""
+"""Figures of low-latency dispatch and combine: the problem, space and time, frames of slots, rows by expert."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import matplotlib
-
-from moe_numba.course.bench.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, STYLE, WIDTH, Picture
-from moe_numba.course.draw.canvas import arrow, canvas, cell, check_range, ink_on, note, text, tint
+from moe_numba.course.bench.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, WIDTH
+from moe_numba.course.draw.canvas import arrow, canvas, cell, check_range, note, text, tint
+from moe_numba.course.draw.drawing import Drawing
 from moe_numba.course.draw.player import Box, Frame, Label
-from moe_numba.course.lessons.low_latency.runs import Sizes
 from moe_numba.expert_parallel.low_latency.layout import SENTINEL
 
 RANK_COLOURS = BLUE, ORANGE, GREEN, PURPLE
-_KINDS = {"kernel": BLUE, "launch": GREY, "link": ORANGE, "memory": SKY, "rest": PURPLE}
 
 # Of the frames of slots, in pixels: left edge and width of slots, upper edge of the first half, heights of its boxes.
 _LEFT, _SLOT, _TOP, _METADATA, _ROW = 50, 92, 46, 22, 26
 _LEGEND = 24
 
 
-def latency_chain(chains: Mapping[str, Sequence[tuple[str, str, float, float]]], title: str, caption: str = ""):
-    """Draw spans of time to scale, one line per chain.
+def problem() -> Drawing:
+    """Draw the dependent operations of one token through ring buffers, and the ones that no pair can avoid."""
+    drawing = Drawing("One token: what waits for what")
+    chains = (
+        ("ring buffers: notify", "L M F W M"),
+        ("dispatch", "L M S F W M M"),
+        ("combine", "L M S F W M M"),
+        ("this lesson: dispatch", "L M W"),
+        ("combine", "L M W"),
+    )
+    kinds = {"L": "blue", "M": "sky", "S": "sky", "F": "purple", "W": "orange"}
+    y = 40.0
+    for name, chain in chains:
+        drawing.text(8, y + 13, name, size=10)
+        for place, letter in enumerate(chain.split()):
+            wide = 46 if letter == "W" else 26
+            x = 140 + sum(48 if c == "W" else 28 for c in chain.split()[:place])
+            drawing.box(x, y, wide, 18, kinds[letter])
+        y += 26 if name != "combine" else 34
+    drawing.legend(y + 6, (("blue", "launch"), ("sky", "memory"), ("purple", "fence"), ("orange", "NVLink")))
+    drawing.note(8, y + 26, "Each box waits for the one before it. Widths are not times.")
+    return drawing
 
-    Parameters
-    ----------
-    chains : dict
-        Label -> (name, kind, start, end) in microseconds. The kind is "kernel", "launch", "link", "memory" or "rest".
-        Names that do not fit their span are listed behind the chain's end.
-    title, caption : str
 
-    Returns
-    -------
-    Figure
-    """
-    with matplotlib.rc_context(STYLE):
-        height = 1.25 + 0.55 * len(chains)
-        figure = Picture(figsize=(WIDTH, height))
-        axes = figure.add_axes((0.31, 0.8 / height, 0.67, 1 - 1.25 / height))
-        last = max(span[3] for spans in chains.values() for span in spans)
-        right = 1.1 * last
-        for y, spans in enumerate(chains.values()):
-            outside = []
-            for name, kind, start, end in spans:
-                bar = axes.barh(y, end - start, left=start, height=0.5, color=_KINDS[kind], edgecolor="white")
-                bar[0].set_label("span")
-                if end - start > 0.017 * last * (len(name) + 1):
-                    colour = ink_on(_KINDS[kind])
-                    axes.text((start + end) / 2, y, name, ha="center", va="center", fontsize=8.5, color=colour)
-                else:
-                    outside.append(name)
-            total = f"{spans[-1][3]:.1f} µs" + (f" ({', '.join(outside)})" if any(outside) else "")
-            axes.text(spans[-1][3] + 0.01 * last, y, total, va="center", fontsize=8.5, color=INK)
-            right = max(right, spans[-1][3] + (0.02 + 0.013 * len(total)) * last)
-        axes.set_yticks(range(len(chains)), list(chains), color=INK)
-        axes.set_ylim(len(chains) - 0.4, -0.6)
-        axes.set_xlim(0, right)
-        axes.set_xlabel("µs")
-        axes.tick_params(axis="y", length=0)
-        axes.grid(axis="x")
-        used = {kind for spans in chains.values() for _, kind, *_ in spans}
-        for place, kind in enumerate(kind for kind in _KINDS if kind in used):
-            figure.text(0.31 + 0.1 * place, 0.28 / height, f"■ {kind}", fontsize=8.5, color=_KINDS[kind])
-        figure.text(0.01, 1 - 0.08 / height, title, va="top", fontsize=12, fontweight="bold")
-        figure.text(0.01, 0.08 / height, caption, fontsize=7.5, color=GREY)
-    return figure
+def space_time() -> Drawing:
+    """Draw a row, its acknowledgement and its flag between two ranks over time, and the same with data as flag."""
+    drawing, top, unit = Drawing("Space and time: a row of one token"), 74.0, 46.0
+    for left, title, steps in ((8.0, "a flag after the data", 3), (208.0, "the data is the flag", 1)):
+        sender, receiver, end = left + 46, left + 142, top + (steps + 0.35) * unit
+        drawing.text(left, 42, title, bold=True)
+        drawing.text(sender, 60, "sender", size=10, anchor="middle")
+        drawing.text(receiver, 60, "receiver", size=10, anchor="middle")
+        for x in (sender, receiver):
+            drawing.line((x, top - 6), (x, top + 3.6 * unit), width=1.2)
+        _signal(drawing, sender, receiver, top, unit, "row")
+        if steps == 3:
+            drawing.box(sender - 40, top + 2, 38, 2 * unit - 4, "purple", "fence", size=9)
+            _signal(drawing, receiver, sender, top + unit, unit, "ack.")
+            _signal(drawing, sender, receiver, top + 2 * unit, unit, "flag")
+        drawing.box(receiver + 2, top, 34, steps * unit, "pale", "polls", size=9)
+        drawing.box(receiver + 2, top + steps * unit, 34, 14, "green", "reads", size=9)
+        drawing.text(left, max(end, top + 3.6 * unit) + 22, f"{steps} x one way", size=10, kind="quiet")
+    drawing.note(8, top + 3.6 * unit + 40, "Time runs down. A slanted line is one way over NVLink.")
+    return drawing
+
+
+def _signal(drawing, start, end, y, unit, words):
+    """Draw a message: a slanted line with a head, and its name."""
+    drawing.line((start, y), (end, y + unit), width=1.8)
+    back = 9 if end < start else -9
+    drawing.line((end + back, y + unit - 8), (end, y + unit), (end + 1.3 * back, y + unit - 1), width=1.8)
+    drawing.text((start + end) / 2, y + unit / 2 - 7, words, size=9, anchor="middle")
 
 
 # Frames of slots
 
 
-def slot_frames(events: Iterable, sizes: Sizes, data_is_flag: bool) -> tuple[list[Frame], int, int]:
+def slot_frames(events: Iterable, sizes: Any, data_is_flag: bool) -> tuple[list[Frame], int, int]:
     """Return a frame for each change of a slot in a trace of dispatches, and the width and height of the drawing.
 
     Parameters
     ----------
     events : list of Event
-        Of a trace with accesses (``simulator.trace(accesses=True)``) of `low_latency_runs.run_rounds`.
-    sizes : Sizes
+        Of a trace with accesses (``simulator.trace(accesses=True)``) of `runs.outputs`.
+    sizes : runs.Sizes
         Two ranks with at most two tokens each, rows of one 16-byte vector, and one expert per token.
     data_is_flag : bool
         The kernel resets what it has read. Otherwise a flag says that the row is complete.

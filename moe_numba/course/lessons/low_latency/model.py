@@ -1,8 +1,4 @@
-"""Latencies of NVLink, and a model of the time of low-latency dispatch and combine: a constant and the bytes.
-
-The two latencies were measured on two H200s of one node with CUDA C++ programs that are not part of the repository, so
-they are no records. Everything else that the notebook predicts with comes from records. All times are microseconds.
-"""
+"""Latencies of NVLink and of launches, and a model of the time of a pair: a constant and bytes. All in us."""
 
 from collections.abc import Mapping
 from math import comb
@@ -10,9 +6,45 @@ from typing import NamedTuple
 
 import numpy as np
 
-MEASURED = "two H200s, CUDA C++ program of 2026-11-22, no record"
-ONE_WAY_US = 0.73  # half of a ping-pong between flags in the peers' memory, over NVLink
-FENCED_ONE_WAY_US = 1.33  # the same with fence.sys before each flag
+from moe_numba.course.bench import records
+from moe_numba.course.bench.latencies import latencies
+
+# Of two H200s, by CUDA C++ programs that are not in the repository: used where lesson 11 has no record.
+_BEFORE_RECORDS = {"relaxed": 0.73, "release": 1.33}
+_NO_RECORD = "two H200s, CUDA C++ program of 2026-11-22, no record"
+
+
+class Latency(NamedTuple):
+    """A time in microseconds, and where it comes from."""
+
+    us: float
+    source: str
+
+
+def one_way(order: str) -> Latency:
+    """Return half of a ping-pong between two ranks, whose flags are stored "relaxed" or with "release"."""
+    record = records.recorded("peer_ladder")
+    row = record and records.find(record, step=f"ping-pong: {order}", config={"ranks": 2})
+    if not row:
+        return Latency(_BEFORE_RECORDS[order], _NO_RECORD)
+    us = row["kernel_us"]["median"] / (2 * row["size"]["rounds"])  # a round is there and back
+    return Latency(us, f"lesson 11, {record['date'][:10]}")
+
+
+def launch() -> Latency:
+    """Return what a kernel that does nothing takes in a stream of kernels, recorded by this lesson if it was timed."""
+    record = records.recorded("low_latency_ladder")
+    row = record and records.find(record, step="launch: an empty kernel")
+    if row:
+        return Latency(row["kernel_us"]["median"], f"this lesson, {record['date'][:10]}")
+    earlier = records.read("align_one_launch_ladder")
+    return Latency(earlier["diagnosis"]["basics"]["empty"], f"an empty kernel in a CUDA graph, {earlier['date'][:10]}")
+
+
+def load() -> Latency:
+    """Return the latency of a load that hits in L2."""
+    of = latencies()
+    return Latency(of.ns["global_load_requests"] / 1000, of.source)
 
 
 def bytes_each_way(ranks: int, tokens: int, hidden: int = 7168, topk: int = 8, num_experts: int = 256) -> float:
@@ -22,6 +54,18 @@ def bytes_each_way(ranks: int, tokens: int, hidden: int = 7168, topk: int = 8, n
     """
     elsewhere = comb(num_experts - num_experts // ranks, topk) / comb(num_experts, topk)
     return tokens * (ranks - 1) * (1 - elsewhere) * 2 * hidden
+
+
+def push_gbps() -> float:
+    """Return the rate at which one rank pushes to another one: the best recorded method."""
+    record = records.read("ring_buffer_dispatch_ladder")
+    return max(max(row["push_gbps"].values()) for row in record["rows"] if "push_gbps" in row)
+
+
+def lower_bound_us(ranks: int, tokens: int) -> float:
+    """Return the lower bound of a pair: two launches, loads and ways over NVLink, and the bytes at the push rate."""
+    chain = 2 * (launch().us + load().us + one_way("relaxed").us)
+    return chain + 2 * bytes_each_way(ranks, tokens) / (push_gbps() * 1e3)
 
 
 class PairModel(NamedTuple):

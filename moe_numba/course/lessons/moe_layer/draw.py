@@ -2,9 +2,11 @@
 
 from moe_numba.course.bench.figures.style import COLOURS, GREY, INK, PALE, WIDTH
 from moe_numba.course.draw.canvas import WHITE, arrow, canvas, cell, check_range, ink_on, note, plural, text, tint
+from moe_numba.course.draw.drawing import Drawing
+from moe_numba.course.lessons.moe_layer.model import experts_used
 from moe_numba.moe_layer import reference
 
-__all__ = ["counting_sort", "layer"]
+__all__ = ["counting_sort", "layer", "tensors"]
 
 _LEFT, _RIGHT = 1.25, 2.0  # inches beside the strips of a layer
 
@@ -103,3 +105,42 @@ def counting_sort(topk_ids, num_experts, warps):
         "Row of an assignment: offset of its expert + count of lower warps + equal experts in lower lanes.",
     )
     return figure
+
+
+def tensor_bytes(tokens: int, num_experts: int, topk: int, hidden: int, intermediate: int) -> dict[str, float]:
+    """Return the bytes of the tensors of a layer in bfloat16, in the order of its stages, and of weights."""
+    rows, weights = tokens * topk, experts_used(tokens, num_experts, topk) * hidden * intermediate * 2
+    return {
+        "x": tokens * hidden * 2,
+        "w13": 2 * weights,
+        "gate and up": rows * 2 * intermediate * 2,
+        "activated": rows * intermediate * 2,
+        "w2": weights,
+        "rows": rows * hidden * 2,
+        "out": tokens * hidden * 2,
+    }
+
+
+_STAGES = {"gate and up": "first GEMM", "activated": "SwiGLU", "rows": "second GEMM", "out": "weighted sum"}
+
+
+def tensors(few: int, many: int, num_experts: int, topk: int, hidden: int, intermediate: int) -> Drawing:
+    """Draw the tensors of a layer with few and with many tokens, in megabytes; bars have the scale of their column."""
+    drawing, left, wide = Drawing("Tensors and megabytes along the stages"), 84.0, 96.0
+    columns = {tokens: tensor_bytes(tokens, num_experts, topk, hidden, intermediate) for tokens in (few, many)}
+    for place, tokens in enumerate(columns):
+        drawing.text(left + 150 * place, 42, plural(tokens, "token"), bold=True)
+    y = 54.0
+    for name in columns[few]:
+        if name in _STAGES:
+            drawing.note(8, y + 11, f"→ {_STAGES[name]}")
+            y += 17
+        drawing.text(8, y + 12, name, size=10)
+        for place, of in enumerate(columns.values()):
+            length, x = wide * of[name] / max(of.values()), left + 150 * place
+            kind = "orange" if name.startswith("w") else "sky"
+            drawing.box(x, y, max(length, 1.0), 15, kind)
+            drawing.text(x + max(length, 1.0) + 4, y + 11.5, f"{of[name] / 1e6:.3g}", size=10)
+        y += 21
+    drawing.legend(y + 10, (("sky", "activations"), ("orange", "weights of experts that have a token")))
+    return drawing

@@ -6,42 +6,38 @@ transfer at the same time. Rows are FP8 with scales in dispatch and bfloat16 in 
 its bytes or operations, and transfers do not overlap with GEMMs.
 """
 
-from collections.abc import Iterable
+from math import comb
 
 from moe_numba.course.bench.baselines.limits import H200 as GPU
 from moe_numba.course.bench.topics.grouped_gemm.show import TORCH_NAMES
-from moe_numba.course.lessons.moe_layer.exercises import ranks_per_token
 from moe_numba.moe_layer.compile_layers import Layer
 
 NVLINK, NETWORK, NODE = 450e9, 50e9, 8  # bytes per second of a GPU in each direction; GPUs
 NUM_EXPERTS, TOPK, HIDDEN, INTERMEDIATE, MOE_LAYERS = 256, 8, 7168, 2048, 58
 MAX_NODES = 4  # that DeepSeek-V3's router sends a token to
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE  # FP8 weights
-_DTYPES = {"bf16": ("bfloat16", 2), "e4m3": ("FP8", 1), "mxfp4": ("MXFP4", 17 / 32)}  # names and bytes
+_BYTES = {"bf16": 2, "e4m3": 1, "mxfp4": 17 / 32}  # of a weight
+
+
+def ranks_per_token(num_experts: int, topk: int, ranks: int) -> float:
+    """Return how many ranks a token reaches on average if its distinct experts are drawn uniformly at random."""
+    others = comb(num_experts - num_experts // ranks, topk)  # choices without an expert of a given rank
+    return ranks * (1 - others / comb(num_experts, topk))
+
+
+def experts_used(tokens: int, num_experts: int, topk: int) -> float:
+    """Return how many experts tokens use on average, each of which has ``topk`` drawn uniformly at random."""
+    return num_experts * (1 - (1 - topk / num_experts) ** tokens)
 
 
 def bounds(layer: Layer, tokens: int) -> tuple[float, float, float]:
     """Return the experts that tokens use on average, and the microseconds to read their weights and to compute."""
     routed, shared = layer.num_experts - layer.num_shared, layer.num_shared
-    used = shared + routed * (1 - (1 - (layer.topk - shared) / routed) ** tokens)
+    used = shared + experts_used(tokens, routed, layer.topk - shared)
     weights = 3 * layer.hidden * layer.intermediate  # of an expert
-    read = used * weights * _DTYPES[layer.dtype][1] / GPU.hbm_bandwidth
+    read = used * weights * _BYTES[layer.dtype] / GPU.hbm_bandwidth
     compute = 2 * layer.topk * tokens * weights / GPU.tensor_flops[TORCH_NAMES[layer.dtype]]
     return used, read * 1e6, compute * 1e6
-
-
-def bounds_table(layers: Iterable[Layer]) -> str:
-    """Return the bounds of layers for all their numbers of tokens as a Markdown table."""
-    heads = "layer", "weights", "tokens", "experts used", "read weights, us", "compute, us", "limit"
-    lines = [f"| {' | '.join(heads)} |", "|---|---|---:|---:|---:|---:|---|"]
-    for layer in layers:
-        for tokens in layer.token_counts:
-            used, read, compute = bounds(layer, tokens)
-            limit = "memory bandwidth" if read > compute else "tensor cores"
-            count = f"{used:.0f} of {layer.num_experts}"
-            cells = layer.model, _DTYPES[layer.dtype][0], str(tokens), count, f"{read:.1f}", f"{compute:.1f}", limit
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def part_times(gpus: int, tokens: int, max_nodes: int | None = None) -> dict[str, float]:

@@ -9,7 +9,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.figures import plots
 from moe_numba.course.bench.figures.tables import bold_best, markdown_table
 from moe_numba.course.bench.topics.moe_layer_ranks import measure as moe_layer_ranks_measure
-from moe_numba.course.lessons.moe_layer.exercises import ranks_per_token
+from moe_numba.course.lessons.moe_layer.model import ranks_per_token
 
 NUMBERS_OF_RANKS = (2, 4, 8)
 PREDICTED = 8  # GPUs
