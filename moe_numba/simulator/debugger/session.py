@@ -26,6 +26,8 @@ from moe_numba.simulator.debugger.watchpoints import Watcher
 def debug(commands: "list[str] | str | None" = None, max_copied_bytes: int = 1 << 30):
     """Return a context whose launches run under the debugger; it stops at the first line of the first one.
 
+    In a program::
+
         with simulator.debug(["break 14", "continue", "print x"]) as session:
             kernel[grid, block](x)
         print(session.transcript)
