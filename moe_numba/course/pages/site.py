@@ -20,7 +20,7 @@ from pathlib import Path
 import nbformat
 
 from moe_numba.course.bench import records
-from moe_numba.course.pages.html import title_of
+from moe_numba.course.pages.html import legible, title_of
 from moe_numba.course.pages.topics import TOPICS
 
 EXAMPLES = "docs/examples"
@@ -85,12 +85,14 @@ def relink(text: str, file: str, page: str, where: Mapping[str, str], root: Path
         if re.match(r"[a-z]+:|\.\.\.$", target):
             return target
         path, _, anchor = target.partition("#")
-        if not path and file == "README.md":
-            return ANCHORS.get(anchor)
-        if not path:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(file), path)) if path else file
+        if path == "README.md" and anchor:
+            if anchor not in ANCHORS:
+                return None
+            new, _, anchor = ANCHORS[anchor].partition("#")
+        elif path == file:
             return f"#{slug(anchor)}"  # Jupyter keeps capitals and punctuation
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(file), path))
-        if path in where:
+        elif path in where:
             new = where[path]
         elif path.startswith(f"{EXAMPLES}/"):
             new, anchor = where[EXAMPLES], slug(posixpath.basename(path))
@@ -145,6 +147,8 @@ def lesson(notebook: nbformat.NotebookNode, file: str, where: Mapping[str, str],
             for kind, built in (("text/markdown", False), ("text/html", True)):
                 if kind in data:
                     data[kind] = relink(data[kind], file, page, where, root, built=built)
+            if "text/html" in data:
+                data["text/html"] = legible(data["text/html"])
     return notebook
 
 
