@@ -102,6 +102,7 @@ class Listener:
 
     def take(self, page):
         """Wait for the answers to all requests; return what went wrong since the last call."""
+        page.wait_for_load_state("networkidle")  # half a second without a request
         for _ in range(200):
             if not self.open:
                 break

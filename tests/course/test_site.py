@@ -1,4 +1,4 @@
-"""The sources of the documentation site: links that lead to pages, lessons from the table of topics, parts of the README."""
+"""Sources of the documentation site: links that lead to pages, lessons of the table of topics, parts of the README."""
 
 from pathlib import Path
 
