@@ -6,6 +6,7 @@ import nbformat
 import pytest
 
 from moe_numba.course.pages import site
+from moe_numba.course.pages.html import legible
 from moe_numba.course.pages.topics import TOPICS
 
 ROOT = Path(__file__).parents[2]
@@ -66,3 +67,12 @@ def test_parts_of_the_readme():
     assert {"introduction", "results", "install", "the-course"} <= site.sections(
         (ROOT / "README.md").read_text()
     ).keys()
+
+
+def test_figures_are_never_shown_so_small_that_their_text_is_below_9_px():
+    svg = '<svg class="picture" viewBox="0 0 600 100"><text style="font: 6px sans">a</text><text font-size="8"/></svg>'
+    assert 'min-width: 900px; height: auto">' in legible(svg)
+    assert 'min-width: 450px; height: auto; color: red"' in legible(
+        '<svg style="color: red" viewBox="0 0 600 9"></svg>'
+    )
+    assert legible("<svg><text>no box</text></svg>") == "<svg><text>no box</text></svg>"
