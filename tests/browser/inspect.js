@@ -21,6 +21,32 @@
     report("sideways", `${root.scrollWidth} px in ${root.clientWidth}: ${wide.slice(0, 3).map(named).join(" | ")}`);
   }
 
+  const scrolls = (element, until = root) => {
+    for (let p = element; p && p !== until; p = p.parentElement) if (/auto|scroll/.test(getComputedStyle(p).overflowX)) return true;
+    return false;
+  };
+
+  // Nor does the column of text: what is wide scrolls on its own.
+  for (const column of document.querySelectorAll("main, article, .bd-article-container"))
+    if (column.scrollWidth > column.clientWidth + 1 && /auto|scroll/.test(getComputedStyle(column).overflowX)) {
+      const wide = [...column.querySelectorAll("*")].filter((e) => shown(e) && !scrolls(e.parentElement, column)
+        && e.getBoundingClientRect().right > column.getBoundingClientRect().right + 1);
+      report("sideways", `the column has ${column.scrollWidth} px in ${column.clientWidth}: ${wide.slice(-3).map(named).join(" | ")}`);
+    }
+
+  // Nor is text cut off where nothing scrolls.
+  const range = document.createRange();
+  const texts = document.createTreeWalker(document.querySelector("main") || document.body, NodeFilter.SHOW_TEXT);
+  const cut = [];
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement;
+    if (!texts.currentNode.data.trim() || element.closest("svg, script, style, dialog, [class*=sidebar]") || !shown(element)) continue;
+    range.selectNodeContents(texts.currentNode);
+    const { left, right, width } = range.getBoundingClientRect();
+    if (width > 1 && left < root.clientWidth && right > root.clientWidth + 1 && !scrolls(element)) cut.push(element);
+  }
+  if (cut.length) report("cut", `${cut.length} texts, such as ${cut.slice(0, 3).map(named).join(" | ")}`);
+
   for (const image of document.images)
     if (image.complete && !image.naturalWidth && (image.currentSrc || image.src)) report("image", image.currentSrc || image.src);
 
