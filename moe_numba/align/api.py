@@ -147,6 +147,17 @@ def moe_align_block_size(
     capture the call once a call of this size has compiled its kernel. Up to 16384 slots (8192 for more than 1053
     experts; fewer on GPUs with few SMs or little shared memory) the CTAs are independent. Beyond, they exchange counts
     through a workspace per stream and capture (for 256 experts 150 KB, beyond 262144 slots 600 KB).
+
+    Examples
+    --------
+    Three tokens with two experts each. Blocks have 4 rows of an expert; 6, the number of slots, is padding:
+
+    >>> topk_ids = torch.tensor([[0, 2], [2, 0], [1, 2]], dtype=torch.int32)
+    >>> sorted_ids, expert_ids, num_rows = moe_numba.moe_align_block_size(topk_ids, block_size=4, num_experts=3)
+    >>> sorted_ids[: num_rows.item()].tolist()
+    [0, 3, 6, 6, 4, 6, 6, 6, 1, 2, 5, 6]
+    >>> expert_ids[: num_rows.item() // 4].tolist()
+    [0, 1, 2]
     """
     ids = topk_ids
     # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.

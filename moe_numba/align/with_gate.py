@@ -340,6 +340,15 @@ def biased_grouped_topk_align(
         If an argument is invalid; the message names the argument, its value and what is allowed.
     UnsupportedDeviceError
         If the GPU is older than compute capability 7.5, or has too little shared memory for the experts.
+
+    Examples
+    --------
+    >>> logits = torch.tensor([[0.0, 1, 2, 3], [3, 2, 1, 0]])
+    >>> weights, ids, sorted_ids, expert_ids, num_rows = moe_numba.biased_grouped_topk_align(
+    ...     logits, None, topk=2, block_size=2
+    ... )
+    >>> ids.tolist(), sorted_ids[: num_rows.item()].tolist()
+    ([[3, 2], [0, 1]], [2, 4, 3, 4, 1, 4, 0, 4])
     """
     x = gating_output
     # Check types before the look-up: 16.0 would find the plan for 16, and True the plan for 1.

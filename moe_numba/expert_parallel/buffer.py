@@ -100,6 +100,30 @@ class Buffer:
     rows become NaN. See ``enable_shrink``, and Raises of `low_latency_dispatch`.
 
     After DeepEP's ``Buffer`` (its kernels within a node). The kernels are this project's own.
+
+    Examples
+    --------
+    Two ranks as threads of one process; under ``torchrun`` the group is one of ``torch.distributed``:
+
+    >>> from moe_numba.expert_parallel import LocalGroup
+    >>> def work(group):
+    ...     buffer = moe_numba.Buffer(group, num_nvl_bytes=1 << 20)
+    ...     x = torch.full((4, 64), float(group.rank), device=group.device).bfloat16()
+    ...     topk_idx = torch.tensor([[0, 1], [1, 3], [2, 3], [0, 2]], device=group.device)
+    ...     per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(topk_idx, 4)
+    ...     rows, _, _, counts, handle, _ = buffer.dispatch(
+    ...         x,
+    ...         num_tokens_per_rank=per_rank,
+    ...         num_tokens_per_expert=per_expert,
+    ...         is_token_in_rank=is_in_rank,
+    ...         topk_idx=topk_idx,
+    ...         topk_weights=torch.ones(4, 2, device=group.device),
+    ...     )
+    ...     y, _, _ = buffer.combine(rows, handle)  # the sum over the ranks that a token was sent to
+    ...     buffer.destroy()
+    ...     return counts, y[:, 0].tolist()
+    >>> LocalGroup(2).run(work)
+    [([4, 4], [0.0, 0.0, 0.0, 0.0]), ([4, 4], [1.0, 2.0, 1.0, 2.0])]
     """
 
     num_sms = 20

@@ -150,6 +150,17 @@ def biased_grouped_topk(
     keep their weights, and counts +inf as the largest float32. Ids are distinct and in range for any input. Weights and
     ids are bit-identical from run to run. The kernel runs on the caller's current stream. A CUDA graph can capture the
     call once an earlier call has compiled the kernel.
+
+    Examples
+    --------
+    Two groups of four experts, of which each token uses one group:
+
+    >>> logits = torch.tensor([[0.0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0]])
+    >>> weights, ids = moe_numba.biased_grouped_topk(logits, None, topk=2, num_expert_group=2, topk_group=1)
+    >>> ids.tolist()
+    [[7, 6], [0, 1]]
+    >>> weights.sum(dim=1).tolist()
+    [1.0, 1.0]
     """
     options = (
         topk,

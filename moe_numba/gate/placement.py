@@ -57,13 +57,16 @@ class ExpertPlacement(NamedTuple):
 
     Examples
     --------
-    Four logical experts, of which the first has a replica, on two ranks with three physical experts each::
+    Four logical experts, of which the first has a replica, on two ranks with three physical experts each:
 
-        physical_ids = torch.tensor([[0, 5], [1, -1], [2, -1], [3, -1]], dtype=torch.int32, device="cuda")
-        num_replicas = torch.tensor([2, 1, 1, 1], dtype=torch.int32, device="cuda")
-        load = torch.zeros(6, dtype=torch.int32, device="cuda")
-        placement = ExpertPlacement(physical_ids, num_replicas, 6, load=load)
-        weights, ids = biased_grouped_topk(logits, None, 2, placement=placement)
+    >>> physical_ids = torch.tensor([[0, 5], [1, -1], [2, -1], [3, -1]], dtype=torch.int32)
+    >>> num_replicas = torch.tensor([2, 1, 1, 1], dtype=torch.int32)
+    >>> load = torch.zeros(6, dtype=torch.int32)
+    >>> placement = moe_numba.ExpertPlacement(physical_ids, num_replicas, 6, load=load)
+    >>> logits = torch.tensor([[9.0, 0, 1, 0], [9, 1, 0, 0]])
+    >>> weights, ids = moe_numba.biased_grouped_topk(logits, None, 2, placement=placement)
+    >>> ids.tolist(), load.tolist()
+    ([[0, 2], [5, 1]], [1, 1, 1, 0, 0, 1])
     """
 
     physical_ids: torch.Tensor

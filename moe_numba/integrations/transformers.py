@@ -92,6 +92,21 @@ def register(warm_up: bool = False, batch_invariant: bool = False) -> None:
     bfloat16 those of gpt-oss, and of DeepSeek-V4, GLM-5-Next and HunYuan-V4, which limit gate and up. gpt-oss also in
     MXFP4: see :func:`pack_mxfp4_weights`. Sizes as for :func:`moe_numba.fused_experts`. The first call of a module with
     another layout raises a ValueError that names the attribute.
+
+    Examples
+    --------
+    >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    >>> from moe_numba.integrations import transformers as integration
+    >>> integration.register()
+    >>> config = Qwen3MoeConfig(
+    ...     vocab_size=32, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    ...     num_key_value_heads=1, head_dim=32, num_experts=4, num_experts_per_tok=2,
+    ... )
+    >>> model = Qwen3MoeForCausalLM(config).bfloat16().eval()
+    >>> model.set_experts_implementation("moe_numba")
+    >>> with torch.no_grad():
+    ...     model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 32])
     """
     wrap = _warm_up_first if check_flag("warm_up", warm_up) else lambda forward: forward
     forward, fp8_forward = experts_forward, fp8_experts_forward
@@ -360,6 +375,22 @@ def fuse_routers(model: torch.nn.Module, skip_padding: bool = False) -> int:
         If the model has no router of a supported class.
     TypeError
         If ``skip_padding`` is not True or False.
+
+    Examples
+    --------
+    >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    >>> from moe_numba.integrations import transformers as integration
+    >>> integration.register()
+    >>> config = Qwen3MoeConfig(
+    ...     vocab_size=32, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    ...     num_key_value_heads=1, head_dim=32, num_experts=4, num_experts_per_tok=2,
+    ... )
+    >>> model = Qwen3MoeForCausalLM(config).bfloat16().eval()
+    >>> model.set_experts_implementation("moe_numba")
+    >>> integration.fuse_routers(model)
+    1
+    >>> integration.unfuse_routers(model)
+    1
     """
     check_flag("skip_padding", skip_padding)
     routers = [module for module in model.modules() if type(module).__name__ in _SIGMOID_ROUTERS | _SOFTMAX_ROUTERS]
@@ -382,7 +413,24 @@ def fuse_routers(model: torch.nn.Module, skip_padding: bool = False) -> int:
 
 
 def unfuse_routers(model: torch.nn.Module) -> int:
-    """Undo :func:`fuse_routers`; return the number of routers that were changed."""
+    """Undo :func:`fuse_routers`; return the number of routers that were changed.
+
+    Examples
+    --------
+    >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    >>> from moe_numba.integrations import transformers as integration
+    >>> integration.register()
+    >>> config = Qwen3MoeConfig(
+    ...     vocab_size=32, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    ...     num_key_value_heads=1, head_dim=32, num_experts=4, num_experts_per_tok=2,
+    ... )
+    >>> model = Qwen3MoeForCausalLM(config).bfloat16().eval()
+    >>> model.set_experts_implementation("moe_numba")
+    >>> integration.fuse_routers(model)
+    1
+    >>> integration.unfuse_routers(model)
+    1
+    """
     for module in model.modules():
         for hook in vars(module).pop(_HOOKS, ()):
             hook.remove()

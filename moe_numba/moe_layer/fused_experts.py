@@ -183,6 +183,17 @@ def fused_experts(
     Results are bit-identical from run to run, and do not depend on the other tokens; their last bits may depend on the
     number of tokens, which chooses the launches, unless ``batch_invariant`` is True. Group sizes stay on the GPU, so a
     CUDA graph that captures the call can be replayed with another routing.
+
+    Examples
+    --------
+    >>> x = torch.ones(2, 64, dtype=torch.bfloat16)
+    >>> w13 = torch.full((4, 2 * 64, 64), 1 / 64, dtype=torch.bfloat16)  # gate and up are 1
+    >>> w2 = torch.full((4, 64, 64), 1 / 64, dtype=torch.bfloat16)
+    >>> ids = torch.tensor([[0, 3], [1, 2]], dtype=torch.int32)
+    >>> weights = torch.tensor([[0.5, 0.5], [1.0, 1.0]])
+    >>> y = moe_numba.fused_experts(x, w13, w2, weights, ids)  # silu(1) = 0.731
+    >>> y.shape, y[0, 0].item(), y[1, 0].item()
+    (torch.Size([2, 64]), 0.73046875, 1.4609375)
     """
     given = x, w13, w2, topk_weights, topk_ids, w13_scale, w2_scale, shared
     tensors = *given, w13_bias, w2_bias, a1_scale, a2_scale, x_scale

@@ -125,6 +125,14 @@ def fused_moe(
     Named after vLLM's ``fused_moe``. Results are bit-identical from run to run. No step waits for the host, so a CUDA
     graph that captures the call can be replayed with other logits. The gate is a launch of its own; the launches after
     it are those of :func:`moe_numba.fused_experts`.
+
+    Examples
+    --------
+    >>> x, logits = torch.ones(2, 64).bfloat16(), torch.tensor([[0.0, 1, 2, 3], [3, 2, 1, 0]])
+    >>> w13 = torch.full((4, 2 * 64, 64), 1 / 64, dtype=torch.bfloat16)
+    >>> w2 = torch.full((4, 64, 64), 1 / 64, dtype=torch.bfloat16)
+    >>> moe_numba.fused_moe(x, logits, None, w13, w2, topk=2)[:, 0].tolist()
+    [0.73046875, 0.73046875]
     """
     return _compute(locals())
 

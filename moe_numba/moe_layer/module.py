@@ -104,6 +104,15 @@ class Experts(FixedDtypes):
     A call allocates its output: modules have no ``out``. For a call that allocates nothing, use
     :func:`moe_numba.fused_experts` with ``**experts.tensors``, ``**experts.activation.options``, ``out`` and
     ``workspace``.
+
+    Examples
+    --------
+    >>> experts = moe_numba.moe_layer.Experts(num_experts=4, hidden=64, intermediate=64)
+    >>> for parameter in experts.parameters():
+    ...     _ = parameter.data.fill_(1 / 64)
+    >>> ids, weights = torch.tensor([[0, 3]], dtype=torch.int32), torch.tensor([[0.5, 0.5]])
+    >>> experts(torch.ones(1, 64).bfloat16(), weights, ids)[0, 0].item()  # silu(1) = 0.731
+    0.73046875
     """
 
     w13: torch.Tensor
@@ -258,6 +267,14 @@ class MoELayer(FixedDtypes):
     Logits are computed in float32, as DeepSeek-V3's router does. All weights are uninitialised: load a state_dict.
     ``correction_bias`` stays float32 in ``.to(dtype)``, ``.bfloat16()`` and the like, also of a parent module, and in
     ``load_state_dict``: rounded, it would choose other experts. For the experts' tensors see :class:`Experts`.
+
+    Examples
+    --------
+    >>> layer = moe_numba.moe_layer.MoELayer(num_experts=4, hidden=64, intermediate=64, topk=2)
+    >>> for parameter in layer.parameters():
+    ...     _ = parameter.data.fill_(1 / 64)
+    >>> layer(torch.ones(2, 3, 64).bfloat16()).shape
+    torch.Size([2, 3, 64])
     """
 
     correction_bias: torch.Tensor | None

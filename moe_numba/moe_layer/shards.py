@@ -139,11 +139,13 @@ def shard_experts(
 
     Examples
     --------
-    ::
+    One rank of two keeps half of the 192 intermediate columns, padded to 128. The sum of the ranks' outputs, in a
+    program an all-reduce, is the layer's output:
 
-        shard = moe_numba.shard_experts(w13, w2, rank, ranks)
-        out = moe_numba.fused_experts(x, topk_weights=weights, topk_ids=ids, **shard)
-        torch.distributed.all_reduce(out)
+    >>> w13, w2 = torch.zeros(2, 2 * 192, 64).bfloat16(), torch.zeros(2, 64, 192).bfloat16()
+    >>> shard = moe_numba.shard_experts(w13, w2, rank=0, ranks=2)
+    >>> shard["w13"].shape, shard["w2"].shape
+    (torch.Size([2, 256, 64]), torch.Size([2, 64, 128]))
     """
     given = dict(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, w13_bias=w13_bias, w2_bias=w2_bias)
     if not isinstance(w13, torch.Tensor):

@@ -81,8 +81,8 @@ def warm_up(
 
     Examples
     --------
-    >>> model.set_experts_implementation("moe_numba")
-    >>> moe_numba.warm_up(model)
+    >>> layer = moe_numba.moe_layer.MoELayer(num_experts=4, hidden=64, intermediate=64, topk=2)
+    >>> _ = moe_numba.warm_up(layer, tokens=[1, 64], progress=False)  # nothing to compile in the simulator
     """
     processes = None if processes is None else check_int("processes", processes, 1)
     check_dtype("topk_ids_dtype", topk_ids_dtype, (torch.int32, torch.int64))

@@ -235,6 +235,15 @@ def pack_mxfp4_experts(
     ------
     ValueError, TypeError
         If an argument is invalid; the message names the argument, its value and what is allowed.
+
+    Examples
+    --------
+    >>> codes = lambda *shape: torch.zeros(shape, dtype=torch.uint8)
+    >>> w13, w2 = moe_numba.pack_mxfp4_experts(
+    ...     codes(1, 2 * 64, 2, 16), codes(1, 2 * 64, 2), codes(1, 64, 2, 16), codes(1, 64, 2)
+    ... )
+    >>> w13.shape, w2.shape
+    (torch.Size([1, 2, 1, 136, 16]), torch.Size([1, 1, 1, 2176]))
     """
     if not isinstance(gate_up_proj_blocks, torch.Tensor):
         arguments = dict(gate_up_proj_blocks=gate_up_proj_blocks, gate_up_proj_scales=gate_up_proj_scales)

@@ -121,6 +121,16 @@ class ExpertsWorkspace:
     ------
     ValueError, TypeError
         If an argument is invalid; the message names the argument, its value and what is allowed.
+
+    Examples
+    --------
+    >>> w13, w2 = torch.zeros(4, 2 * 64, 64).bfloat16(), torch.zeros(4, 64, 64).bfloat16()
+    >>> workspace = moe_numba.ExpertsWorkspace(8, 2, w13, w2)  # for calls with up to 8 tokens
+    >>> x, out = torch.ones(3, 64).bfloat16(), torch.empty(3, 64).bfloat16()
+    >>> ids, weights = torch.tensor([[0, 1]] * 3, dtype=torch.int32), torch.full((3, 2), 0.5)
+    >>> y = moe_numba.fused_experts(x, w13, w2, weights, ids, out=out, workspace=workspace)
+    >>> y.abs().max().item()
+    0.0
     """
 
     def __init__(self, max_tokens: int, topk: int, w13: torch.Tensor, w2: torch.Tensor, scaling: str = "block"):

@@ -65,6 +65,13 @@ def per_token_cast_to_fp8(
 
     If an element is NaN, its whole group and the scale become NaN. If one is infinite, the scale is infinite, infinite
     elements become NaN and the others zero. Other groups are not affected.
+
+    Examples
+    --------
+    >>> x = torch.tensor([[448.0] + [1.0] * 127]).bfloat16()
+    >>> values, scales = moe_numba.per_token_cast_to_fp8(x)
+    >>> values.dtype, scales.tolist()
+    (torch.float8_e4m3fn, [[1.0]])
     """
     key = x.shape, x.stride(), x.dtype, x.device
     start, ctas, groups, outputs = _plans.get(key) or remember(_plans, key, _plan_cast_to_fp8(x))
@@ -114,6 +121,12 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor, out: torch.
     -----
     After DeepEP's function of this name (tests/utils.py), which reads the exponents of int32 scales as signed, so that
     a scale of 2 or more becomes negative; here they are unsigned.
+
+    Examples
+    --------
+    >>> x = torch.tensor([[448.0] + [1.0] * 127]).bfloat16()
+    >>> torch.equal(moe_numba.per_token_cast_back(*moe_numba.per_token_cast_to_fp8(x)), x)
+    True
     """
     x, scales = x_fp8, as_tensor(x_scales, "x_scales")
     key = x.shape, x.stride(), x.dtype, x.device, scales.shape, scales.stride(), scales.dtype, scales.device

@@ -13,7 +13,13 @@ from moe_numba.simulator import capability as requested_capability
 
 
 class UnsupportedDeviceError(RuntimeError):
-    """The GPU lacks what a kernel needs."""
+    """The GPU lacks what a kernel needs.
+
+    Examples
+    --------
+    >>> issubclass(moe_numba.UnsupportedDeviceError, RuntimeError)
+    True
+    """
 
 
 class GPU(NamedTuple):

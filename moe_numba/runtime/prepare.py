@@ -92,9 +92,12 @@ def prepare(function: Callable, /, *args: Any, **kwargs: Any) -> PreparedCall:
 
     Examples
     --------
-    >>> route = moe_numba.prepare(moe_numba.biased_grouped_topk, logits, bias, 8)
-    >>> logits.copy_(next_logits)
+    >>> logits = torch.tensor([[0.0, 1, 2, 3]])
+    >>> route = moe_numba.prepare(moe_numba.biased_grouped_topk, logits, None, topk=2)
+    >>> _ = logits.copy_(torch.tensor([[3.0, 2, 1, 0]]))  # the next tokens, in place
     >>> weights, ids = route()
+    >>> ids.tolist()
+    [[0, 1]]
     """
     with recording() as launches:
         result = function(*args, **kwargs)

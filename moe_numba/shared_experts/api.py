@@ -74,6 +74,17 @@ def fuse_routing(
     Notes
     -----
     After SGLang's shared-experts fusion (pull request 4918), which chooses replicas with ``torch.randint``.
+
+    Examples
+    --------
+    Two experts of 8 for each token, and a shared expert of which there are two replicas, experts 8 and 9:
+
+    >>> weights, ids = torch.full((2, 2), 0.5), torch.tensor([[3, 1], [0, 7]], dtype=torch.int32)
+    >>> weights, ids = moe_numba.fuse_routing(
+    ...     weights, ids, 8, 2, routed_scaling_factor=2.0, policy="round_robin"
+    ... )
+    >>> ids.tolist(), weights[0].tolist()
+    ([[3, 1, 8], [0, 7, 9]], [0.5, 0.5, 0.5])
     """
     weights, ids = topk_weights, as_tensor(topk_ids, "topk_ids")
     # Check types before the look-up: True would find the plan for 1.

@@ -67,6 +67,16 @@ def fuse_checkpoint(
         If an argument is not an int, or ``weights`` is neither a path nor an iterable of (name, tensor).
     FileNotFoundError
         If a path names neither a safetensors file nor a folder of them.
+
+    Examples
+    --------
+    >>> experts = "experts.0", "experts.1", "shared_experts"
+    >>> weights = [(f"model.layers.3.mlp.{name}.up_proj.weight", torch.zeros(4, 4)) for name in experts]
+    >>> for name, tensor in moe_numba.fuse_checkpoint(weights, num_experts=2, n_shared_experts=1, progress=False):
+    ...     print(name)
+    model.layers.3.mlp.experts.0.up_proj.weight
+    model.layers.3.mlp.experts.1.up_proj.weight
+    model.layers.3.mlp.experts.2.up_proj.weight
     """
     path = Path(weights) if isinstance(weights, (str, os.PathLike)) else None
     if path is None and (isinstance(weights, Mapping) or not isinstance(weights, Iterable)):

@@ -52,6 +52,12 @@ def memory_cost(
     ------
     ValueError, TypeError
         If an argument is invalid; the message names the argument, its value and what is allowed.
+
+    Examples
+    --------
+    >>> cost = moe_numba.memory_cost(num_replicas=8, tensor_parallel_size=8)  # DeepSeek-V3 in FP8
+    >>> cost.moe_layers, cost.replicas_bytes, cost.removed_bytes
+    (58, 2554331136, 319291392)
     """
     positive = dict(
         num_replicas=num_replicas,

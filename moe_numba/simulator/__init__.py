@@ -245,6 +245,13 @@ def enable(reason: str = "simulator.enable()", arch: tuple[int, int] | None = No
     ------
     RuntimeError
         If `numba.cuda` was imported without its simulator.
+
+    Examples
+    --------
+    >>> from moe_numba import simulator  # before numba.cuda
+    >>> simulator.enable()
+    >>> simulator.ENABLED
+    True
     """
     global ENABLED, REASON
     if arch is not None:

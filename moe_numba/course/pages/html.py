@@ -1,6 +1,7 @@
 """Pages of executed notebooks: HTML files that load nothing, for desktops and phones, in light and dark."""
 
 import html
+import math
 import re
 from collections.abc import Mapping
 
@@ -37,7 +38,7 @@ svg, img { max-width: 100%; height: auto }
 table { border-collapse: collapse; display: block; overflow-x: auto }
 .rendered_html :is(td, th) { padding: .25em .7em; border-bottom: 1px solid var(--rule); text-align: left }
 ol.lessons { padding-left: 1.5em } ol.lessons li { margin: .8em 0 }
-@media (max-width: 40rem) { svg.picture, .output_png img { max-width: none } }
+@media (max-width: 40rem) { .output_png img { max-width: none } }
 @media (prefers-color-scheme: dark) {
 :root { --paper: #0d1117; --ink: #e6edf3; --quiet: #9198a1; --rule: #3d444d; --code: #161b22; --link: #79b8ff }
 .output_png img { filter: invert(.93) hue-rotate(180deg) } }
@@ -48,6 +49,30 @@ def title_of(notebook: nbformat.NotebookNode, name: str) -> str:
     """Return the first heading of a notebook, or its name."""
     texts = (cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     return next((found[1].strip() for text in texts if (found := re.search(r"^# (.+)$", text, re.MULTILINE))), name)
+
+
+_SVG = re.compile(r"<svg\b(?P<head>[^>]*)>(?P<body>.*?)</svg>", re.DOTALL)
+_FONT_SIZE = re.compile(r'font-size[=:]\s*"?([\d.]+)|\bfont:[^;"}]*?([\d.]+)px')
+_PLAYER_FONT_SIZE = 12.0  # of the labels of `draw.player`, which a style sheet of its page sets
+SMALLEST_PX = 9.0
+
+
+def legible(text: str) -> str:
+    """Return HTML whose SVGs are never shown so small that text is below 9 px; narrow screens scroll them instead."""
+
+    def wide_enough(found):
+        view = re.search(r'viewBox="[\d.-]+ [\d.-]+ ([\d.]+) ', found["head"])
+        if not view:
+            return found[0]
+        sizes = [float(size[0] or size[1]) for size in _FONT_SIZE.findall(found["body"])]
+        smallest = min([size for size in sizes if size], default=_PLAYER_FONT_SIZE)
+        width = math.ceil(float(view[1]) * SMALLEST_PX / smallest)
+        style = f"min-width: {width}px; height: auto"
+        head, merged = re.subn(r'\bstyle="', f'style="{style}; ', found["head"], count=1)
+        head = head if merged else f'{head} style="{style}"'
+        return f'<div style="overflow-x: auto"><svg{head}>{found["body"]}</svg></div>'
+
+    return _SVG.sub(wide_enough, text)
 
 
 def page_of(notebook: nbformat.NotebookNode, name: str, titles: Mapping[str, str]) -> str:
@@ -74,6 +99,7 @@ def page_of(notebook: nbformat.NotebookNode, name: str, titles: Mapping[str, str
         lambda link: f'href="{link[1]}.html{link[2] or ""}"' if link[1] in titles else link[0],
         body,
     )
+    body = legible(body)
     names = list(titles)
     place = names.index(name)
     link = lambda other, text: f'<a href="{other}.html">{text}</a>'

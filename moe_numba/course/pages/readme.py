@@ -29,7 +29,7 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
     tables["grouped_gemm_tiles"] = tiles and bench.topic("grouped_gemm_tiles").readme_table(tiles) or ""
     return {
         "README.md": {"headline": headline(gpu, root, front=True), "notebooks": _notebooks()},
-        "docs/index.md": {"notebooks": _notebooks("../"), "records": _records()},
+        "docs/records.md": {"records": _records()},
         "docs/gpus.md": {"gpus": _gpus()},
         "docs/layer_profile.md": {"parts": layer_profile.profile(found["moe_layer"]) if found["moe_layer"] else ""},
         "docs/layer_on_64_gpus.md": {
@@ -83,10 +83,10 @@ def replace_block(text: str, block: str, content: str, name: str = "README.md") 
     return f"{text[: text.index(begin)]}{begin}\n{content}\n{text[text.index(end) :]}"
 
 
-def _notebooks(base=""):
+def _notebooks():
     lines = ["| notebook | what it builds | starts from |", "|---|---|---|"]
     for topic in TOPICS:
-        link = f"[{topic.notebook}]({base}notebooks/{topic.notebook}.ipynb)"
+        link = f"[{topic.notebook}](notebooks/{topic.notebook}.ipynb)"
         lines.append(f"| {link} | {topic.title} | {topic.source} |")
     return "\n".join(lines)
 

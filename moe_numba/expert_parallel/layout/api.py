@@ -62,6 +62,15 @@ def get_dispatch_layout(
     DeepEP's ``Buffer.get_dispatch_layout`` within a node. It runs on torch's current stream, on eight SMs (one below
     compute capability 9.0), and can be captured in a CUDA graph after a first call with these numbers of experts and
     ranks has compiled its kernel.
+
+    Examples
+    --------
+    Four experts on two ranks: experts 0 and 1 are on rank 0.
+
+    >>> topk_idx = torch.tensor([[0, 1], [1, 3], [2, 3]])
+    >>> per_rank, per_expert, is_in_rank = moe_numba.get_dispatch_layout(topk_idx, num_experts=4, num_ranks=2)
+    >>> per_rank.tolist(), per_expert.tolist(), is_in_rank.tolist()
+    ([2, 2], [1, 2, 1, 2], [[True, False], [True, True], [False, True]])
     """
     if not type(num_experts) is type(num_ranks) is int:  # before the look-up: True would find the plan for 1
         num_experts, num_ranks = check_int("num_experts", num_experts), check_int("num_ranks", num_ranks)

@@ -39,6 +39,22 @@ class LowLatency:
         What dispatch writes; the next dispatch overwrites it.
     combined : torch.Tensor [num_max_dispatch_tokens_per_rank, hidden], bfloat16
         What combine writes.
+
+    Examples
+    --------
+    >>> from moe_numba.expert_parallel import LocalGroup
+    >>> def work(group):
+    ...     buffer = moe_numba.Buffer(group, low_latency_mode=True)
+    ...     pair = buffer.low_latency(num_max_dispatch_tokens_per_rank=2, hidden=64, num_experts=4, num_topk=2)
+    ...     topk_idx = torch.tensor([[0, 1], [1, 3]], device=group.device)
+    ...     received = pair.dispatch(torch.ones(2, 64, device=group.device).bfloat16(), topk_idx)
+    ...     y = pair.combine(received.x, topk_idx, torch.full((2, 2), 0.5, device=group.device))
+    ...     buffer.check(synchronize=True)
+    ...     pair.close()
+    ...     buffer.destroy()
+    ...     return y[:, 0].tolist()
+    >>> LocalGroup(2).run(work)
+    [[1.0, 1.0], [1.0, 1.0]]
     """
 
     def __init__(

@@ -40,6 +40,12 @@ class LocalGroup:
     with GPUs of their own need this only for the first launch of a kernel.
 
     Memory that is closed while a rank is missing stays allocated as long as the group.
+
+    Examples
+    --------
+    >>> from moe_numba.expert_parallel import LocalGroup
+    >>> LocalGroup(2).run(lambda group: group.rank)
+    [0, 1]
     """
 
     def __init__(self, num_ranks: int, devices: Sequence[int] | None = None):

@@ -59,6 +59,12 @@ class Config:
         A value is not an int.
     ValueError
         A value is out of range.
+
+    Examples
+    --------
+    >>> config = moe_numba.Config(num_sms=24, num_max_nvl_chunked_send_tokens=12)
+    >>> config.num_max_nvl_chunked_recv_tokens
+    256
     """
 
     num_sms: int = 20

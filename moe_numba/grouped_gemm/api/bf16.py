@@ -62,6 +62,15 @@ def group_gemm_bf16(
     :func:`k_grouped_gemm_bf16`, which needs wgmma (compute capability 9.0): on other GPUs a call whose weight requires
     grad raises UnsupportedDeviceError. Only calls with x, weight, the group sizes and a bfloat16 result have a
     backward. After any other call the backward raises NotImplementedError, as it does for a second derivative.
+
+    Examples
+    --------
+    >>> x = torch.ones(3, 64, dtype=torch.bfloat16)  # two rows of the first expert, one of the second
+    >>> weight = torch.stack([torch.full((64, 64), value / 64) for value in (1, 2)]).bfloat16()
+    >>> seqlens = torch.tensor([2, 1], dtype=torch.int32)
+    >>> cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
+    >>> moe_numba.group_gemm_bf16(x, weight, seqlens, cu_seqlens)[:, 0].tolist()
+    [1.0, 1.0, 2.0]
     """
     return group_gemm("none", locals())
 

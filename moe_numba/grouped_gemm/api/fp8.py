@@ -81,6 +81,16 @@ def group_gemm_pertensor_fp8(
     GPUs of compute capability 9.0 (H100, H200) execute a kernel with TMA and wgmma; others from 8.0 on one with
     ``cp.async`` and ``mma.sync``. Before 8.9 there is no FP8 ``mma.sync``, so this kernel converts e4m3 to float16 in
     registers. The two kernels add in different orders, so that results differ between GPUs by roundings.
+
+    Examples
+    --------
+    >>> x = torch.ones(3, 64).to(torch.float8_e4m3fn)  # two rows of the first expert, one of the second
+    >>> weight = torch.ones(2, 64, 64).to(torch.float8_e4m3fn)
+    >>> seqlens = torch.tensor([2, 1], dtype=torch.int32)
+    >>> cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
+    >>> y_scale = torch.tensor([1 / 64, 2 / 64])  # the scale of x times that of each weight
+    >>> moe_numba.group_gemm_pertensor_fp8(x, weight, seqlens, cu_seqlens, y_scale)[:, 0].tolist()
+    [1.0, 1.0, 2.0]
     """
     return group_gemm("tensor", locals())
 
@@ -146,6 +156,15 @@ def group_gemm_blockwise_fp8(
     A packed scale is a byte e of UE8M0 and means 2**(e - 127); 255 is NaN. An int32 has those of four neighbouring
     blocks of k, the first in the lowest byte. Kernels unpack them as they load them. x_scale, w_scale or both may be
     packed.
+
+    Examples
+    --------
+    >>> x, x_scale = moe_numba.per_token_cast_to_fp8(torch.ones(3, 128).bfloat16())
+    >>> weight = torch.ones(2, 128, 128).to(torch.float8_e4m3fn)
+    >>> w_scale = torch.full((2, 1, 1), 1 / 128)  # of each block of 128 x 128
+    >>> ends = torch.tensor([2, 3], dtype=torch.int32)
+    >>> moe_numba.group_gemm_blockwise_fp8(x, weight, None, None, x_scale, w_scale, offs=ends)[:, 0].tolist()
+    [1.0, 1.0, 1.0]
     """
     return group_gemm("block", locals())
 
@@ -203,6 +222,16 @@ def group_gemm_rowwise_fp8(
     See Also
     --------
     group_gemm_pertensor_fp8 : Describes the result and the errors in full.
+
+    Examples
+    --------
+    >>> x = torch.ones(3, 64).to(torch.float8_e4m3fn)
+    >>> weight = torch.ones(2, 64, 64).to(torch.float8_e4m3fn)
+    >>> x_scale = torch.tensor([1.0, 2.0, 3.0])  # of each row of x
+    >>> w_scale = torch.full((2, 64), 1 / 64)  # of each row of a weight
+    >>> ends = torch.tensor([2, 3], dtype=torch.int32)
+    >>> moe_numba.group_gemm_rowwise_fp8(x, weight, None, None, x_scale, w_scale, offs=ends)[:, 0].tolist()
+    [1.0, 2.0, 3.0]
     """
     return group_gemm("row", locals())
 

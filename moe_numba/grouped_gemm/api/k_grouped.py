@@ -63,6 +63,14 @@ def k_grouped_gemm_bf16(
     The interface follows DeepGEMM's k-grouped GEMM and ``torch._grouped_mm`` of two matrices. Products are accumulated
     in float32 in the tensor cores, each output element by one CTA, so results are bit-identical from run to run. Group
     sizes that point outside of a are clamped as by :func:`group_gemm_pertensor_fp8`. Groups may overlap.
+
+    Examples
+    --------
+    >>> a, b = torch.ones(3, 64).bfloat16(), torch.ones(3, 64).bfloat16()
+    >>> ends = torch.tensor([2, 3], dtype=torch.int32)  # two rows of the first group, one of the second
+    >>> out = moe_numba.k_grouped_gemm_bf16(a, b, None, None, offs=ends)
+    >>> out.shape, out[:, 0, 0].tolist()
+    (torch.Size([2, 64, 64]), [2.0, 1.0])
     """
     return k_grouped_gemm(**locals())
 

@@ -58,6 +58,14 @@ def group_gemm_silu_and_mul_bf16(
     -----
     On GPUs other than compute capability 9.0 it raises UnsupportedDeviceError: call :func:`group_gemm_bf16` and then
     :func:`silu_and_mul`.
+
+    Examples
+    --------
+    >>> x, ends = torch.ones(3, 64).bfloat16(), torch.tensor([3], dtype=torch.int32)
+    >>> weight = torch.full((1, 2 * 64, 64), 1 / 64).bfloat16()  # gate and up are 1, and silu(1) is 0.731
+    >>> y = moe_numba.group_gemm_silu_and_mul_bf16(x, weight, None, None, offs=ends)
+    >>> y.shape, y[0, 0].item()
+    (torch.Size([3, 64]), 0.73046875)
     """
     return group_gemm("none", locals(), silu_and_mul=True)
 
@@ -119,6 +127,15 @@ def group_gemm_silu_and_mul_pertensor_fp8(
     See Also
     --------
     group_gemm_pertensor_fp8 : Describes the other errors.
+
+    Examples
+    --------
+    >>> x, ends = torch.ones(3, 64).to(torch.float8_e4m3fn), torch.tensor([3], dtype=torch.int32)
+    >>> weight = torch.ones(1, 2 * 64, 64).to(torch.float8_e4m3fn)
+    >>> y_scale = torch.tensor([1 / 64])
+    >>> values, scales = moe_numba.group_gemm_silu_and_mul_pertensor_fp8(x, weight, None, None, y_scale, offs=ends)
+    >>> values.shape, scales.shape
+    (torch.Size([3, 64]), torch.Size([3, 1]))
     """
     return group_gemm("tensor", locals(), silu_and_mul=True)
 
@@ -169,6 +186,18 @@ def group_gemm_silu_and_mul_blockwise_fp8(
     group_gemm_silu_and_mul_pertensor_fp8 : Describes the results.
     group_gemm_blockwise_fp8 : Describes the scales.
     group_gemm_pertensor_fp8 : Describes the errors in full.
+
+    Examples
+    --------
+    >>> x, x_scale = moe_numba.per_token_cast_to_fp8(torch.ones(3, 128).bfloat16())
+    >>> weight = torch.ones(1, 2 * 128, 128).to(torch.float8_e4m3fn)
+    >>> w_scale = torch.full((1, 2, 1), 1 / 128)
+    >>> ends = torch.tensor([3], dtype=torch.int32)
+    >>> values, scales = moe_numba.group_gemm_silu_and_mul_blockwise_fp8(
+    ...     x, weight, None, None, x_scale, w_scale, offs=ends
+    ... )
+    >>> values.shape, scales.shape
+    (torch.Size([3, 128]), torch.Size([3, 1]))
     """
     return group_gemm("block", locals(), silu_and_mul=True)
 

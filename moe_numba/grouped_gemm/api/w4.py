@@ -82,6 +82,15 @@ def group_gemm_mxfp4(
     Weights are decoded to bf16 exactly, and products are accumulated in float32 in the tensor cores over all of k.
     Intermediate results are 2**-32 times the product, so magnitudes below 2**-94 are lost. Results are bit-identical
     from run to run. The format is that of the weights of gpt-oss (OCP Microscaling Formats 1.0).
+
+    Examples
+    --------
+    >>> blocks = torch.full((1, 64, 2, 16), 0x22, dtype=torch.uint8)  # 4-bit codes of 1.0, two in a byte
+    >>> scales = torch.full((1, 64, 2), 127 - 6, dtype=torch.uint8)  # 2**-6 for each 32 elements
+    >>> weight = moe_numba.pack_mxfp4(blocks, scales)
+    >>> x, ends = torch.ones(3, 64).bfloat16(), torch.tensor([3], dtype=torch.int32)
+    >>> moe_numba.group_gemm_mxfp4(x, weight, None, None, offs=ends)[:, 0].tolist()
+    [1.0, 1.0, 1.0]
     """
     return group_gemm(locals())
 
@@ -138,6 +147,16 @@ def group_gemm_silu_and_mul_mxfp4(
     --------
     group_gemm_mxfp4 : Describes the weights and the errors.
     group_gemm_silu_and_mul_bf16 : Describes the activations.
+
+    Examples
+    --------
+    >>> blocks = torch.full((1, 2 * 64, 2, 16), 0x22, dtype=torch.uint8)  # 4-bit codes of 1.0, two in a byte
+    >>> scales = torch.full((1, 2 * 64, 2), 127 - 6, dtype=torch.uint8)  # 2**-6 for each 32 elements
+    >>> weight = moe_numba.pack_mxfp4(blocks, scales, gate_up="stacked")
+    >>> x, ends = torch.ones(3, 64).bfloat16(), torch.tensor([3], dtype=torch.int32)
+    >>> y = moe_numba.group_gemm_silu_and_mul_mxfp4(x, weight, None, None, offs=ends)
+    >>> y.shape, y[0, 0].item()
+    (torch.Size([3, 64]), 0.73046875)
     """
     return group_gemm(locals(), silu_and_mul=True)
 

@@ -68,6 +68,13 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, gate_up: str | None =
     ------
     ValueError, TypeError
         With the name of the argument, its value and what is allowed.
+
+    Examples
+    --------
+    >>> blocks = torch.full((1, 64, 2, 16), 0x22, dtype=torch.uint8)  # 64 x 64 codes of 1.0, two in a byte
+    >>> scales = torch.full((1, 64, 2), 127, dtype=torch.uint8)  # 2**0 for each 32 elements
+    >>> moe_numba.pack_mxfp4(blocks, scales).shape
+    torch.Size([1, 1, 1, 2176])
     """
     if not isinstance(blocks, torch.Tensor):
         return call_with_tensors(pack_mxfp4, "blocks", dict(blocks=blocks, scales=scales, gate_up=gate_up))

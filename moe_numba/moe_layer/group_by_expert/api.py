@@ -73,6 +73,15 @@ def group_by_expert(
     bit-identical from run to run. One launch; beyond 4096 assignments its CTAs exchange counts through a workspace per
     stream and capture (600 KB for 256 experts). A CUDA graph can capture the call once a call of this size has compiled
     its kernel.
+
+    Examples
+    --------
+    >>> topk_ids = torch.tensor([[0, 2], [2, 0]], dtype=torch.int32)
+    >>> seqlens, cu_seqlens, gather_indices, inverse_indices = moe_numba.group_by_expert(topk_ids, num_experts=3)
+    >>> seqlens.tolist(), cu_seqlens.tolist()
+    ([2, 0, 2], [0, 2, 2, 4])
+    >>> gather_indices.tolist(), inverse_indices.tolist()
+    ([0, 1, 0, 1], [[0, 2], [3, 1]])
     """
     if type(num_experts) is not int:  # True would find the plan for 1
         num_experts = check_int("num_experts", num_experts)

@@ -73,6 +73,13 @@ def per_token_quant_fp8(
     Named after SGLang's kernel. With amax a token's largest magnitude, values are multiplied by ``448 * (1 / amax)``
     and the scale is ``amax * (1 / 448)``. Both reciprocals are first rounded to float32, as in
     :func:`moe_numba.per_token_cast_to_fp8`. If an element is NaN, so are all values of its token.
+
+    Examples
+    --------
+    >>> x = torch.tensor([[448.0] + [1.0] * 15, [224.0] + [0.0] * 15]).bfloat16()
+    >>> values, scales = moe_numba.per_token_quant_fp8(x)
+    >>> scales.tolist(), values.float()[:, 0].tolist()
+    ([1.0, 0.5], [448.0, 448.0])
     """
     given = x, scale, inverse_indices
     tensors = tuple(t if t is None else as_tensor(t, n) for t, n in zip(given, ("x", "scale", "inverse_indices")))
@@ -125,6 +132,13 @@ def silu_and_mul_quant_fp8(
         If an argument is invalid; the message names the argument, its value and what is allowed.
     UnsupportedDeviceError
         If the GPU is older than compute capability 7.5.
+
+    Examples
+    --------
+    >>> x = torch.tensor([[20.0] * 16 + [2.0] * 16]).bfloat16()
+    >>> values, scales = moe_numba.silu_and_mul_quant_fp8(x)
+    >>> values.float()[0, 0].item(), round(values.float()[0, 0].item() * scales[0].item(), 3)
+    (448.0, 40.0)
     """
     given = x, scale, num_valid_rows
     tensors = tuple(t if t is None else as_tensor(t, n) for t, n in zip(given, ("x", "scale", "num_valid_rows")))

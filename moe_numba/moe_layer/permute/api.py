@@ -58,6 +58,13 @@ def permute_tokens(x: torch.Tensor, inverse_indices: torch.Tensor, out: torch.Te
     -----
     This writes each token ``topk`` times, but the grouped GEMM then reads consecutive rows, which TMA loads. With many
     rows per expert this is faster in total than a grouped GEMM that gathers rows.
+
+    Examples
+    --------
+    >>> x = torch.arange(2).repeat_interleave(8).view(2, 8).bfloat16()  # token 0 is zeros, token 1 ones
+    >>> inverse_indices = torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
+    >>> moe_numba.permute_tokens(x, inverse_indices)[:, 0].tolist()
+    [0.0, 1.0, 0.0, 1.0]
     """
     indices = as_tensor(inverse_indices, "inverse_indices")
     start, ctas, sizes, outputs = _plan(False, x, indices)
@@ -102,6 +109,14 @@ def permute_cast_to_fp8(
     -----
     Rows are bitwise equal to those of :func:`moe_numba.per_token_cast_to_fp8`. See :func:`moe_numba.permute_tokens` for
     what this saves.
+
+    Examples
+    --------
+    >>> x = torch.full((2, 128), 224.0).bfloat16()
+    >>> inverse_indices = torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
+    >>> values, scales = moe_numba.permute_cast_to_fp8(x, inverse_indices)
+    >>> values.shape, scales[:, 0].tolist()
+    (torch.Size([4, 128]), [0.5, 0.5, 0.5, 0.5])
     """
     indices = as_tensor(inverse_indices, "inverse_indices")
     start, ctas, sizes, outputs = _plan(True, x, indices)

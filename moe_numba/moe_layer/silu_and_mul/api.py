@@ -99,6 +99,12 @@ def silu_and_mul(
     -----
     Named after the function of vLLM and SGLang. The exponential is approximate (``ex2.approx``), with a relative error
     below 2**-17 for gates above -87, below which silu(gate) is zero.
+
+    Examples
+    --------
+    >>> x = torch.tensor([[0.0] * 8 + [3.0] * 8, [10.0] * 8 + [2.0] * 8]).bfloat16()  # gate, then up
+    >>> moe_numba.silu_and_mul(x)[:, 0].tolist()
+    [0.0, 20.0]
     """
     valid = None if num_valid_rows is None else as_tensor(num_valid_rows, "num_valid_rows")
     options = activation, alpha, limit, type(alpha), type(limit)

@@ -59,6 +59,14 @@ def weighted_sum(
     Each product is added in float32 by a fused multiply-add, in order of the columns of ``inverse_indices``, and the
     sum is rounded once. So results are bit-identical from run to run, and do not depend on other tokens or on a token's
     position in the batch.
+
+    Examples
+    --------
+    >>> rows = torch.tensor([1.0, 2, 3, 4]).repeat_interleave(8).view(4, 8).bfloat16()
+    >>> inverse_indices = torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
+    >>> weights = torch.tensor([[0.5, 0.5], [1.0, -1.0]])
+    >>> moe_numba.weighted_sum(rows, inverse_indices, weights)[:, 0].tolist()
+    [2.0, 2.0]
     """
     indices, weights = as_tensor(inverse_indices, "inverse_indices"), as_tensor(topk_weights, "topk_weights")
     shared = None if shared is None else as_tensor(shared, "shared")

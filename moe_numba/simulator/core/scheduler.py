@@ -68,6 +68,19 @@ def seed(n: int, preempt: float = 0.0, slow_warp: int | None = None) -> contextl
     ``MOE_NUMBA_SLOW_WARP`` do. `preempt` is the probability that an indexed memory access yields to another thread
     first. Warp `slow_warp` of each block runs only while all others wait; with `preempt` they overtake it at its
     accesses, too. That finds errors that need one warp to be late, as it rarely is in random orders.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> @cuda.jit
+    ... def reverse(x):
+    ...     tile = cuda.shared.array(64, np.float32)
+    ...     i = cuda.threadIdx.x
+    ...     tile[i] = x[i]
+    ...     x[i] = tile[63 - i]
+    >>> with moe_numba.simulator.races(False), moe_numba.simulator.seed(3):
+    ...     reverse[1, 64](np.arange(64, dtype=np.float32))  # the threads run in the order of seed 3
     """
     return override_settings(seed=n, preempt=preempt, slow_warp=slow_warp)
 
@@ -77,6 +90,18 @@ def trace(accesses: bool = False) -> contextlib.AbstractContextManager[list[Even
 
     With `accesses` it records loads, stores and atomics as well, as "global load", "shared store" and so on, each
     before it happens.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> @cuda.jit
+    ... def wait():
+    ...     cuda.syncthreads()
+    >>> with moe_numba.simulator.trace() as events:
+    ...     wait[1, 64]()
+    >>> sorted({event.what for event in events})
+    ['syncthreads']
     """
     return override_settings(events=[], accesses=accesses)
 
@@ -87,6 +112,22 @@ def races(enabled: bool = True) -> Iterator[None]:
 
     Global memory is known to be uninitialised if it was allocated within this context, by `torch.empty` or its
     relatives, or at any time by `cuda.device_array`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> @cuda.jit
+    ... def reverse(x):
+    ...     tile = cuda.shared.array(64, np.float32)
+    ...     i = cuda.threadIdx.x
+    ...     tile[i] = x[i]
+    ...     x[i] = tile[63 - i]
+    >>> with moe_numba.simulator.races():
+    ...     reverse[1, 64](np.arange(64, dtype=np.float32))
+    Traceback (most recent call last):
+        ...
+    moe_numba.simulator.core.errors.DataRace: block (0, 0, 0) warp ...
     """
     with override_settings(races=enabled), uninitialized.registered_tensors() if enabled else contextlib.nullcontext():
         yield

@@ -26,6 +26,8 @@ from moe_numba.simulator.debugger.watchpoints import Watcher
 def debug(commands: "list[str] | str | None" = None, max_copied_bytes: int = 1 << 30):
     """Return a context whose launches run under the debugger; it stops at the first line of the first one.
 
+    In a program::
+
         with simulator.debug(["break 14", "continue", "print x"]) as session:
             kernel[grid, block](x)
         print(session.transcript)
@@ -47,6 +49,20 @@ def debug(commands: "list[str] | str | None" = None, max_copied_bytes: int = 1 <
     ------
     SimulatorError
         Within `profile`, `together` or another `debug`. Errors of a kernel propagate after the debugger has stopped.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> @cuda.jit
+    ... def double(x):
+    ...     i = cuda.grid(1)
+    ...     x[i] *= 2
+    >>> x = np.arange(64, dtype=np.float32)
+    >>> with moe_numba.simulator.seed(0), moe_numba.simulator.debug(["step", "print i"]) as session:
+    ...     double[1, 32](x)
+    >>> session.transcript.splitlines()[-1]
+    '7'
     """
     for name, function in (("ranks", "together"), ("debugger", "debug"), ("profile", "profile")):
         if settings[name] is not None:

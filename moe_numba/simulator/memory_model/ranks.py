@@ -34,6 +34,21 @@ def together(only_exchanges: bool = False) -> Iterator[None]:
 
     With ``only_exchanges`` a launch outside of `exchange` runs immediately, so that the host can read its results,
     unless launches of its rank are queued: it then runs after these.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> @cuda.jit
+    ... def add_rank(total, rank):
+    ...     cuda.atomic.add(total, 0, rank)
+    >>> total = np.zeros(1, np.int32)
+    >>> with moe_numba.simulator.together():
+    ...     for rank in range(4):
+    ...         with moe_numba.simulator.on_rank(rank):
+    ...             add_rank[1, 1](total, rank)
+    >>> total.tolist()
+    [6]
     """
     if settings["ranks"] is not None:
         raise SimulatorError("simulator.together() is used within itself: all launches of its ranks run as one")
@@ -45,7 +60,23 @@ def together(only_exchanges: bool = False) -> Iterator[None]:
 
 
 def on_rank(rank: int) -> contextlib.AbstractContextManager:
-    """Return a context in which launches belong to this rank; elsewhere each launch is a rank of its own."""
+    """Return a context in which launches belong to this rank; elsewhere each launch is a rank of its own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> @cuda.jit
+    ... def add_rank(total, rank):
+    ...     cuda.atomic.add(total, 0, rank)
+    >>> total = np.zeros(1, np.int32)
+    >>> with moe_numba.simulator.together():
+    ...     for rank in range(4):
+    ...         with moe_numba.simulator.on_rank(rank):
+    ...             add_rank[1, 1](total, rank)
+    >>> total.tolist()
+    [6]
+    """
     return override_settings(rank=int(rank))
 
 
@@ -140,6 +171,13 @@ def register(
     On a GPU any mapped address works. Here addresses must lie in registered buffers, so that stray ones are detected.
     `name` identifies the buffer in error messages; `rank` says whose memory it is, for `simulator.profile`. Raises a
     ValueError for an empty buffer or a registered address.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> received = np.zeros(64, np.float32)
+    >>> address = moe_numba.simulator.register(received, "received", rank=1)
+    >>> moe_numba.simulator.forget(address)
     """
     memory = pointer(buffer, name)
     if not memory.size:
@@ -154,7 +192,15 @@ def register(
 
 
 def forget(address: int) -> None:
-    """Unregister the buffer at an address that `register` returned."""
+    """Unregister the buffer at an address that `register` returned.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> received = np.zeros(64, np.float32)
+    >>> address = moe_numba.simulator.register(received, "received", rank=1)
+    >>> moe_numba.simulator.forget(address)
+    """
     del buffers[address]
     ranks.pop(address, None)
 

@@ -28,7 +28,22 @@ _VISIBLE = 1 / 16  # probability that a scheduler step commits a store or ends a
 
 
 def weak_memory() -> contextlib.AbstractContextManager:
-    """Return a context in which stores to global memory are weak; see this module."""
+    """Return a context in which stores to global memory are weak; see this module.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> @cuda.jit
+    ... def double(x):
+    ...     i = cuda.grid(1)
+    ...     x[i] *= 2
+    >>> x = np.arange(64, dtype=np.float32)
+    >>> with moe_numba.simulator.weak_memory():
+    ...     double[2, 32](x)
+    >>> x[:4].tolist()  # when a kernel ends, all of its stores are visible
+    [0.0, 2.0, 4.0, 6.0]
+    """
     return override_settings(weak_memory=True)
 
 

@@ -62,6 +62,21 @@ def profile(gpu=None, blocks=None):
     Yields
     ------
     Profile
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> @cuda.jit
+    ... def double(x):
+    ...     i = cuda.grid(1)
+    ...     x[i] *= 2
+    >>> x = np.arange(64, dtype=np.float32)
+    >>> with moe_numba.simulator.profile() as p:
+    ...     double[2, 32](x)
+    >>> total = p["double"].total
+    >>> total.global_load_requests, total.global_store_requests
+    (2, 2)
     """
     if settings["ranks"] is not None:
         raise SimulatorError("simulator.profile() is used within simulator.together(): enter it outside")

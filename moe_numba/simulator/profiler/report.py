@@ -232,7 +232,22 @@ class Profile:
 
 
 def write_report(profile: Profile, path: str | None = None) -> None:
-    """Print a profile as a table, or write it to a file: JSON for `.json`, HTML for `.html`, otherwise the table."""
+    """Print a profile as a table, or write it to a file: JSON for `.json`, HTML for `.html`, otherwise the table.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> @cuda.jit
+    ... def double(x):
+    ...     i = cuda.grid(1)
+    ...     x[i] *= 2
+    >>> x = np.arange(64, dtype=np.float32)
+    >>> with moe_numba.simulator.profile() as p:
+    ...     double[2, 32](x)
+    >>> moe_numba.simulator.write_report(p)
+    kernel double ...
+    """
     if path is None:
         print(profile.table())
         return

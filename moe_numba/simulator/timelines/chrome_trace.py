@@ -28,6 +28,17 @@ def write_chrome_trace(
     ------
     ValueError
         If there is nothing to write.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from pathlib import Path
+    >>> stamps = np.array([[1000, 1500, 1800]], np.uint64)  # of one warp, in ns
+    >>> spans = moe_numba.simulator.measured_spans(stamps, ["load", "compute"], ["warp 0"])
+    >>> file = Path(tempfile.mkdtemp(), "trace.json")
+    >>> moe_numba.simulator.write_chrome_trace(file, measured=spans)
+    >>> [span.name for span in moe_numba.simulator.read_chrome_trace(file)]
+    ['load', 'compute']
     """
     parts = [from_zero(as_spans(values)) for values in (simulated, measured)]
     if not any(parts):
@@ -61,6 +72,17 @@ def read_chrome_trace(path: str | os.PathLike) -> list[Span]:
     ------
     ValueError
         If it is no such file.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from pathlib import Path
+    >>> stamps = np.array([[1000, 1500, 1800]], np.uint64)  # of one warp, in ns
+    >>> spans = moe_numba.simulator.measured_spans(stamps, ["load", "compute"], ["warp 0"])
+    >>> file = Path(tempfile.mkdtemp(), "trace.json")
+    >>> moe_numba.simulator.write_chrome_trace(file, measured=spans)
+    >>> [span.name for span in moe_numba.simulator.read_chrome_trace(file)]
+    ['load', 'compute']
     """
     try:
         records = json.loads(Path(path).read_text())["traceEvents"]

@@ -82,6 +82,19 @@ def timeline(simulated: "Iterable[Event | Span]" = (), measured: "Iterable[Span]
     ------
     ValueError
         If there is nothing to draw, or more than 4000 spans or 200 rows.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> @cuda.jit
+    ... def wait():
+    ...     cuda.syncthreads()
+    >>> with moe_numba.simulator.trace() as events:
+    ...     wait[1, 64]()
+    >>> page = moe_numba.simulator.timeline(events)
+    >>> "<svg" in page._repr_html_()
+    True
     """
     return Timeline(as_spans(simulated), from_zero(as_spans(measured)))
 

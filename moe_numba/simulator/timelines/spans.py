@@ -49,6 +49,18 @@ def trace_spans(events: Iterable[Event]) -> list[Span]:
     Collectives, barriers and mbarriers are spans from the first lane's arrival to the last one's, one for each warp;
     asynchronous copies and wgmmas last from their start to their completion, on tracks of their own. Everything else,
     such as loads and stores, is an instant, one for all lanes of a warp that do it in the same step.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> @cuda.jit
+    ... def wait():
+    ...     cuda.syncthreads()
+    >>> with moe_numba.simulator.trace() as events:
+    ...     wait[1, 64]()
+    >>> len(moe_numba.simulator.trace_spans(events))
+    2
     """
     steps, started, found = {}, {}, []  # `steps`: what the lanes of a warp do in one step of the scheduler
     counts = Counter()
@@ -177,6 +189,15 @@ def measured_spans(
     ------
     ValueError
         If the shape does not fit the names, or a phase ends before it starts.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> stamps = np.array([[1000, 1500, 1800]], np.uint64)  # of one warp, in ns
+    >>> for span in moe_numba.simulator.measured_spans(stamps, ["load", "compute"], ["warp 0"]):
+    ...     print(span.name, span.start_ns, span.duration_ns)
+    load 1000 500
+    compute 1500 300
     """
     values = np.asarray(stamps.cpu() if hasattr(stamps, "cpu") else stamps)
     if values.ndim != 2 or values.shape[1] != len(phases) + 1:

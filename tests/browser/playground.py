@@ -1,49 +1,24 @@
 """Run the playground's examples in headless Chromium; see `make test-browser`.
 
-Usage: playground_in_chromium.py SITE PYODIDE [--pictures FOLDER] [--chromium PATH]
+Usage: playground.py PLAYGROUND PYODIDE [--pictures FOLDER] [--chromium PATH]
 
 It is no test of pytest's: it needs a browser, playwright, and Pyodide with NumPy (77 MB).
 """
 
 import argparse
-import functools
-import http.server
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import zipfile
 from pathlib import Path
 
+from chromium import CHROMIUM, OPTIONS, WIDTHS, serve
 from playwright.sync_api import sync_playwright
 
-OPTIONS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
 NEEDED = ("pyodide.", "pyodide-lock.json", "python_stdlib.zip", "numpy-")
 WAIT_MS = 120_000
-WIDTHS = {"desktop": (1280, 800), "phone": (390, 844)}
-
-
-class Handler(http.server.SimpleHTTPRequestHandler):
-    extensions_map = http.server.SimpleHTTPRequestHandler.extensions_map | {
-        ".mjs": "text/javascript",
-        ".wasm": "application/wasm",
-    }
-
-    def log_message(self, *_):
-        pass
-
-
-def serve(folder):
-    """Serve a folder on a free port, and return its address."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
-    server.handle_error = lambda *_: None  # a page that is closed while it loads
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return f"http://127.0.0.1:{server.server_address[1]}"
 
 
 def unpack_pyodide(folder):
@@ -132,6 +107,7 @@ def check_page(page):
         if not holds:
             failed.append(what)
 
+    page.evaluate("document.querySelector('#status').textContent = ''")  # of the example before
     page.select_option("#examples", "race.py")
     finish(page)
     page.click("#races")
@@ -190,7 +166,7 @@ def main():
     parser.add_argument("pyodide", nargs="?", type=Path)
     parser.add_argument("--unpack-pyodide", type=Path)
     parser.add_argument("--pictures", type=Path)
-    parser.add_argument("--chromium", default="/usr/bin/chromium")
+    parser.add_argument("--chromium", default=CHROMIUM)
     options = parser.parse_args()
     if options.unpack_pyodide:
         unpack_pyodide(options.unpack_pyodide)
