@@ -293,7 +293,6 @@ def entries():
 # Bytes. The producers, the prologue and the epilogue of block-scaled kernels spill, not their loops of wgmma
 # (``test_consumer_warps_do_not_spill``); others spill values that a warp reads once per tile.
 KNOWN_SPILLS = {
-    "gate: softmax 16384": 8,
     "grouped_gemm: block 100 lengths": 152,
     "grouped_gemm: block 100 masked": 152,
     "grouped_gemm: block 100 offsets": 152,
