@@ -1,7 +1,8 @@
 """Make an intrinsic from one PTX instruction: a function that kernels call.
 
 On a GPU it is a Numba intrinsic that emits the instruction as inline assembly. In the simulator it is the Python
-implementation passed as ``simulate``, so that the same kernel source runs.
+implementation passed as ``simulate``, so that the same kernel source runs. For the compiler numba-cuda-mlir,
+``moe_numba.runtime.mlir.builder`` runs the same code generators on MLIR.
 
 An instruction that older GPUs lack can have a ``fallback``, a function that is compiled in its place for them. The same
 kernel source then serves all of them.
@@ -12,7 +13,7 @@ import inspect
 import types
 
 from moe_numba import simulator
-from moe_numba.ptx.capability import needed_by
+from moe_numba.ptx.capability import compiled_for, needed_by
 from moe_numba.simulator import capability
 
 # An operand that takes two arguments, a pointer and an element index, and becomes one 64-bit address. A pointer and an
@@ -87,7 +88,6 @@ def _refused(simulate, needed):
 def _intrinsic(template, result, operands, side_effect, simulate, fallback, needed):
     from llvmlite import ir
     from numba import types
-    from numba.cuda import dispatcher
 
     scalars = {
         "u32": (types.uint32, ir.IntType(32), "r"),
@@ -122,8 +122,7 @@ def _intrinsic(template, result, operands, side_effect, simulate, fallback, need
         signature = returned(*accepted)
 
         def codegen(context, builder, sig, values):
-            # `runtime.compile` sets what Numba takes for the current device.
-            if fallback and tuple(dispatcher.get_current_device().compute_capability)[:2] < needed:
+            if fallback and compiled_for() < needed:
                 return context.compile_internal(builder, fallback, sig, values)
             registers_in, remaining = [], iter(zip(sig.args, values, strict=True))
             for operand in operands:
