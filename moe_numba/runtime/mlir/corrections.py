@@ -12,6 +12,7 @@ from functools import cache
 from numba_cuda_mlir import lowering_utilities, mlir_lowering
 from numba_cuda_mlir._mlir import ir
 from numba_cuda_mlir._mlir.dialects import arith, llvm
+from numba_cuda_mlir.decorators import _default_inline
 from numba_cuda_mlir.install_registry import register_lowering
 from numba_cuda_mlir.lowering import ctypes as pointers
 from numba_cuda_mlir.numba_cuda import stubs, types
@@ -38,7 +39,19 @@ def apply():
     _pointers_extend_by_sign()
     _atomics_find_the_address_space()
     _callees_bring_their_shared_arrays()
-    _tuples_with_none_as_arguments()
+    _tuples_as_arguments()
+    _two_calls_with_the_same_star()
+
+
+def inline(call, caller, callee):
+    """Decide as the compiler does by default whether a call is inlined early, but never for ``f(*arguments)``.
+
+    It chooses such calls, and calls of functions of ``*arguments``, as well, and then refuses them: "Calling a closure
+    with *args is unsupported", "Stararg not supported in inliner".
+    """
+    code = getattr(callee, "func_ir", callee).func_id.code
+    has_star = getattr(call, "vararg", None) or code.co_flags & inspect.CO_VARARGS
+    return not has_star and _default_inline(call, caller, callee)
 
 
 def correct_module(gpu_module):
@@ -162,13 +175,26 @@ def _callees_bring_their_shared_arrays():
     _change_method("build_user_defined_function_call", (old, new))
 
 
-def _tuples_with_none_as_arguments():
-    """None in a tuple that a device function takes is passed although the function has no parameter for it."""
+def _tuples_as_arguments():
+    """None in a tuple that a device function takes is passed although the function has no parameter for it.
+
+    And a call of a function of ``*arguments`` is not lowered: "'tuple' object has no attribute 'name'".
+    """
     pairs = []
     for typ in ("arg_type", "value_type"):
         argument = f"self.as_argument({typ}, value)"
         pairs.append((f"self._flatten_abi_value({argument})", f"self._flatten_abi_operands({typ}, {argument})"))
+    # The arguments of a function of `*arguments`, which the method also gets from the calls that `inline` lets pass.
+    starred = "tuple(self.load_vars(arg)) if isinstance(arg, tuple) else self.load_var(arg)"
+    pairs.append(("self._coerce_value_to_numba_type(arg_type, self.load_var(arg))",
+                  f"self._coerce_value_to_numba_type(arg_type, {starred})"))
     _change_method("_call_operands_from_vars", *pairs)
+
+
+def _two_calls_with_the_same_star():
+    """Two calls ``f(*arguments)`` of the same tuple in a function define the same variables twice."""
+    name = 'f"$vararg_{expr.vararg.name}_{%si}"'
+    _change_method("lower_expr_assign", (name % "", name % "target.name}_{"))
 
 
 def _change_method(name, *pairs):

@@ -37,7 +37,10 @@ class Translation:
         """Return numba-cuda-mlir's dispatcher of a device function or of a Python function."""
         from numba_cuda_mlir import cuda
 
-        return self._once(value, lambda: cuda.jit(device=True)(self._function(getattr(value, "py_func", value))))
+        from moe_numba.runtime.mlir.corrections import inline
+
+        jit, function = cuda.jit(device=True, inline=inline), getattr(value, "py_func", value)
+        return self._once(value, lambda: jit(self._function(function)))
 
     def value(self, value):
         """Return what a name of a kernel stands for."""
