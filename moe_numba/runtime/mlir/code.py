@@ -5,8 +5,6 @@ from functools import cache
 
 from moe_numba.runtime.mlir.translate import translation
 
-_FIRST_MODERN = (10, 0)  # libnvvm takes LLVM 7 IR for older GPUs
-
 
 def generate(function, argument_types, arch, *, lto, launch_bounds=None, lineinfo=False, name=None):
     """Compile a kernel's Python function.
@@ -29,14 +27,6 @@ def generate(function, argument_types, arch, *, lto, launch_bounds=None, lineinf
     (code, links)
         The PTX as text or the LTO-IR, and the paths of CUDA C++ files to link with it.
     """
-    from numba_cuda_mlir import mlir_compiler, mlir_optimization
-    from numba_cuda_mlir._mlir.passmanager import PassManager
-    from numba_cuda_mlir.lowering_utilities import context
-    from numba_cuda_mlir.numba_cuda import types
-    from numba_cuda_mlir.optimization import run_pre_codegen_patterns
-
-    from moe_numba.runtime.mlir import corrections
-
     options = {"chip": "sm_" + "".join(map(str, arch)), "lto": lto}
     if name:
         options |= {"device": True, "abi_info": {"abi_name": name}}
@@ -46,19 +36,32 @@ def generate(function, argument_types, arch, *, lto, launch_bounds=None, lineinf
         options["lineinfo"] = True
     with _without_driver(arch):
         _set_up()
-        copy = translation(arch).kernel(function)
-        compiled = mlir_compiler.compile_mlir(copy, types.void, tuple(argument_types), targetoptions=options)
-        with context.get_context():
-            module = compiled.metadata["mlir_module"]
-            PassManager.parse(mlir_optimization.get_base_pipeline()).run(module.operation)
-            run_pre_codegen_patterns(module)
-            corrections.correct_module(mlir_optimization._get_single_gpu_module(module))
-            if arch[:2] < _FIRST_MODERN:
-                text = mlir_optimization._call_llvm70_capi(module, options, gen_llvmir=True).decode()
-                code = corrections.correct_text(text, inlined=name).encode()
-            else:
-                code = mlir_optimization._prepare_llvm_ir(module, preserve_debug_info=lineinfo)
-    chip, links = options["chip"].removeprefix("sm_"), compiled.metadata.get("linked_external_link_items", ())
+        return compile_function(translation(arch).kernel(function), argument_types, options)
+
+
+def compile_function(function, argument_types, options):
+    """Compile a function that is written for numba-cuda-mlir; return as `generate`. The driver must not be needed."""
+    from numba_cuda_mlir import mlir_compiler, mlir_optimization
+    from numba_cuda_mlir._mlir.passmanager import PassManager
+    from numba_cuda_mlir.lowering_utilities import context
+    from numba_cuda_mlir.numba_cuda import types
+    from numba_cuda_mlir.optimization import run_pre_codegen_patterns
+
+    from moe_numba.runtime.mlir import corrections
+
+    chip, lto = options["chip"].removeprefix("sm_"), options["lto"]
+    compiled = mlir_compiler.compile_mlir(function, types.void, tuple(argument_types), targetoptions=options)
+    with context.get_context():
+        module = compiled.metadata["mlir_module"]
+        PassManager.parse(mlir_optimization.get_base_pipeline()).run(module.operation)
+        run_pre_codegen_patterns(module)
+        corrections.correct_module(mlir_optimization._get_single_gpu_module(module))
+        if mlir_optimization._needs_llvm70_path(chip):
+            text = mlir_optimization._call_llvm70_capi(module, options, gen_llvmir=True).decode()
+            code = corrections.correct_text(text, inlined=options.get("abi_info", {}).get("abi_name")).encode()
+        else:
+            code = mlir_optimization._prepare_llvm_ir(module, preserve_debug_info=options.get("lineinfo", False))
+    links = compiled.metadata.get("linked_external_link_items", ())
     for_libnvvm = mlir_optimization._nvvm_options(chip, options)
     if lto:
         return mlir_optimization._compile_to_ltoir(code, _libdevice(), for_libnvvm), links
