@@ -61,8 +61,8 @@ def machine_code(kernel, signature, *, arch=SM_90A, link_arch=None, launch_bound
         entry = key and _read(path)
         if entry is None:
             raise LookupError(
-                f"{made_elsewhere}, which {CUBINS} names, has no cubin of {kernel.py_func.__qualname__} for {signature} "
-                f"and {options} by {compiler} ({path.name})"
+                f"{made_elsewhere}, which {CUBINS} names, has no cubin of {kernel.py_func.__qualname__} by {compiler} "
+                f"for {signature} and {options}: {path.name} is missing or another user can write it"
             )
     else:
         entry = make() if key is None else load_or_make(full_key, make, compiler)

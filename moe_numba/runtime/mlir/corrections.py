@@ -70,11 +70,14 @@ def correct_module(gpu_module):
 def correct_text(text, inlined=None):
     """Correct LLVM 7 IR, which the compiler makes without attributes of functions and calls.
 
-    Inline assembly with side effects becomes convergent, as barriers must be, and the function ``inlined`` is always
-    inlined: the linker would otherwise keep the call of a large kernel, and ptxas then serialises wgmma.
+    - Device functions become internal, so that those that were inlined vanish: the compiler keeps a copy of each.
+    - Device functions and ``inlined``, which a C++ entry calls, are always inlined. The linker would otherwise keep the
+      call of a large kernel, and ptxas then serialises wgmma.
+    - Inline assembly with side effects becomes convergent, as barriers must be.
     """
+    text = re.sub(r"^define (?!ptx_kernel )(.*) \{$", r"define internal \1 alwaysinline {", text, flags=re.MULTILINE)
     if inlined:
-        text = re.sub(rf"^(define void @{inlined}\(.*\)) \{{$", r"\1 alwaysinline {", text, flags=re.MULTILINE)
+        text = re.sub(rf"^define internal (.* @{inlined}\()", r"define \1", text, flags=re.MULTILINE)
     text = re.sub(r'^( +(?:%\S+ = )?call .* asm sideeffect ".*)$', r"\1 convergent", text, flags=re.MULTILINE)
     # What LLVM IR of libnvvm asks for: no initial value of shared arrays, and the data layout with 128-bit integers.
     text = re.sub(r"^(@.* addrspace\(3\) global .*) zeroinitializer", r"\1 undef", text, flags=re.MULTILINE)
@@ -186,8 +189,12 @@ def _tuples_as_arguments():
         pairs.append((f"self._flatten_abi_value({argument})", f"self._flatten_abi_operands({typ}, {argument})"))
     # The arguments of a function of `*arguments`, which the method also gets from the calls that `inline` lets pass.
     starred = "tuple(self.load_vars(arg)) if isinstance(arg, tuple) else self.load_var(arg)"
-    pairs.append(("self._coerce_value_to_numba_type(arg_type, self.load_var(arg))",
-                  f"self._coerce_value_to_numba_type(arg_type, {starred})"))
+    pairs.append(
+        (
+            "self._coerce_value_to_numba_type(arg_type, self.load_var(arg))",
+            f"self._coerce_value_to_numba_type(arg_type, {starred})",
+        )
+    )
     _change_method("_call_operands_from_vars", *pairs)
 
 
@@ -217,6 +224,9 @@ def _changed(function, module, *pairs):
 def _become(module, name, function):
     """Let a registered lowering call ``function`` in its place."""
     space = {}
-    exec(f"def {name}(builder, target, args, kwargs):\n    return _corrected_{name}(builder, target, args, kwargs)", space)
+    exec(
+        f"def {name}(builder, target, args, kwargs):\n    return _corrected_{name}(builder, target, args, kwargs)",
+        space,
+    )
     setattr(module, f"_corrected_{name}", function)
     getattr(module, name).__code__ = space[name].__code__

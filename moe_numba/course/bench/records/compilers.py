@@ -158,7 +158,9 @@ def _ratio(entries, field):
 def _cell(found):
     if "registers" not in found:
         return found.get("error", "").partition(":")[0]
-    stack = f" {found['stack_bytes']}+{found['spilled_bytes']}" if found["stack_bytes"] or found["spilled_bytes"] else ""
+    stack = (
+        f" {found['stack_bytes']}+{found['spilled_bytes']}" if found["stack_bytes"] or found["spilled_bytes"] else ""
+    )
     return f"{found['registers']} / {found['instructions']}{stack}"
 
 
@@ -174,9 +176,9 @@ def page(table):
         "",
         "<!-- Made by `make compilers` from results/compilers.json. -->",
         "",
-        f"{len(entries)} of {table['cases']} cases with machine code of their own have been compiled for {table['arch']} "
+        f"{len(entries)} of {table['cases']} cases with a launch of their own have been compiled for {table['arch']} "
         f"with numba-cuda and with numba-cuda-mlir, without a GPU; {len(failed)} of them do not compile with "
-        "numba-cuda-mlir. This table says nothing about results or speed. "
+        "numba-cuda-mlir. The others were not tried. This table says nothing about results or speed. "
         "[Moving to numba-cuda-mlir](moving_to_numba_cuda_mlir.md) says what it is for.",
         "",
         "Ratios are numba-cuda-mlir's number over numba-cuda's, the median over a kernel's cases. Seconds are the "
