@@ -19,7 +19,6 @@ class Reproducer(NamedTuple):
     signature: str
     pattern: str
     upstream: str = ""  # its number there
-    is_corrected: bool = True
 
 
 REPRODUCERS = {
@@ -55,6 +54,15 @@ def k(x, out):
 """,
         "int32* int32*",
         r"!atom\.global",
+    ),
+    "no copy of a device function that was inlined": Reproducer(
+        """
+@far
+def store(x): x[0] = 1
+def k(x): store(x)
+""",
+        "int32*",
+        r"!\.func",
     ),
     "a barrier is convergent": Reproducer("def k(x): cuda.syncthreads()", "int32*", r"LLVM convergent"),
     # Errors
@@ -122,7 +130,18 @@ def k(*arguments):
         "*int32* int32",
         "st.global",
     ),
-    # Known here and not corrected
+    # Cost
+    "a loop over constants keeps them out of memory": Reproducer(
+        """
+def k(x, out):
+    s = float32(0)
+    for d in (16, 8, 4, 2, 1):
+        s += cuda.shfl_xor_sync(0xFFFFFFFF, x[d], d)
+    out[0] = s
+""",
+        "float32* float32*",
+        r"!\.local",
+    ),
     "a loop over a part of a tuple stays in registers": Reproducer(
         """
 def k(x, out):
@@ -133,7 +152,6 @@ def k(x, out):
 """,
         "float32* float32*",
         r"!\.local",
-        is_corrected=False,
     ),
 }
 

@@ -20,7 +20,8 @@ from numba_cuda_mlir.numba_cuda import stubs, types
 from moe_numba.runtime.mlir.builder import DYNAMIC_INDEX, cast
 
 _SHARED_ALIGNMENT = 1024  # bytes: of dynamic shared memory, as the swizzles of TMA and wgmma need it
-_BUILDERS = []  # functions of (lower, variable, signature) that return a lowering, or None
+_LONGEST_SELECTION = 32  # items of a tuple
+_BUILDERS = []  # functions of (lower, type of the function, signature) that return a lowering, or None
 
 
 @cache
@@ -41,6 +42,7 @@ def apply():
     _callees_bring_their_shared_arrays()
     _tuples_as_arguments()
     _two_calls_with_the_same_star()
+    _iterated_tuples_stay_in_registers()
 
 
 def inline(call, caller, callee):
@@ -202,6 +204,41 @@ def _two_calls_with_the_same_star():
     """Two calls ``f(*arguments)`` of the same tuple in a function define the same variables twice."""
     name = 'f"$vararg_{expr.vararg.name}_{%si}"'
     _change_method("lower_expr_assign", (name % "", name % "target.name}_{"))
+
+
+def _selected(values, index):
+    """Return the item of a tuple at an index, by selections, which vanish once the index is a constant."""
+    out = values[0]
+    for i, value in enumerate(values[1:], 1):
+        is_it = arith.cmpi(arith.CmpIPredicate.eq, index, arith.constant(index.type, i))
+        out = arith.select(is_it, value, out)
+    return out
+
+
+def _iterated_tuples_stay_in_registers():
+    """A loop over a tuple, even of constants, stores it in local memory, where it stays after the loop is unrolled."""
+    lowering, iterator = mlir_lowering.MLIRLower, lowering_utilities.UniTupleIterObject
+    concretize, initialise = lowering.concretize_tuple_ex, iterator.__init__
+
+    def concretize_tuple_ex(self, value):
+        storage, uses_llvm = concretize(self, value)
+        self._concretized = storage, value
+        return storage, uses_llvm
+
+    def __init__(self, lower, tuple_storage, count, *arguments, **options):
+        initialise(self, lower, tuple_storage, count, *arguments, **options)
+        storage, values = getattr(lower, "_concretized", (None, None))
+        known = storage is tuple_storage and isinstance(values, tuple) and count <= _LONGEST_SELECTION
+        self._values = values if known else None
+
+    old = "memref.load(self._tuple_storage, [index_as_index])"
+    new = f"_selected(self._values, current_index) if self._values else {old}"
+    lowering_utilities._selected = _selected
+    iterator.next = _changed(iterator.next, lowering_utilities, (old, new))
+    iterator.__init__, lowering.concretize_tuple_ex = __init__, concretize_tuple_ex
+    make = "utio = UniTupleIterObject(self, mr, value_type.count, element_type)"
+    constants = "tuple(arith.constant(result=element_type, value=v) for v in literal_values)"
+    _change_method("lower_getiter_expr_assign", (make, f"self._concretized = mr, {constants}; {make}"))
 
 
 def _change_method(name, *pairs):

@@ -73,9 +73,13 @@ def compile_case(kernel, signature, options, compiler):
     return found | {"seconds": seconds, "warnings": sass.warnings_of(compiled.log)}
 
 
-def work(names):
-    """Compile the cases of these names with both compilers, and print each as a line of JSON."""
+def work(names, again):
+    """Compile the cases of these names, and print each as a line of JSON.
+
+    With ``again``, the name of a compiler, what the stored table has of the other one is kept.
+    """
     wanted, found = set(names), {}
+    stored = read()["kernels"] if again and path().exists() else {}
     for items in cases({name.partition(":")[0] for name in names}).values():
         found |= {name: launch for name, *launch in items if name in wanted}
     for compiler in compilers.DISTRIBUTIONS:  # what takes long to load
@@ -84,12 +88,14 @@ def work(names):
         kernel, signature, options = found[name]
         print(json.dumps([name, None]), flush=True)  # begun: should the compiler kill the process, the case is known
         about = {"kernel": kernel.py_func.__name__} | source_of(kernel, signature, options)
+        kept = stored[name] if has_source(stored.get(name), about) else {}
         for compiler in compilers.DISTRIBUTIONS:
-            about[compiler] = compile_case(kernel, signature, options, compiler)
+            is_kept = compiler in kept and compiler != again
+            about[compiler] = kept[compiler] if is_kept else compile_case(kernel, signature, options, compiler)
         print(json.dumps([name, about]), flush=True)
 
 
-def compile_all(todo, done, workers):
+def compile_all(todo, done, workers, again=""):
     """Compile the cases ``{name: source}`` in processes; call ``done(name, entry)`` after each."""
     queue = SimpleQueue()
     for start in range(0, len(todo), _PORTION):
@@ -103,7 +109,7 @@ def compile_all(todo, done, workers):
                 return
             while names:
                 begun = None
-                command = [sys.executable, "-m", __spec__.name, "--worker", *names]
+                command = [sys.executable, "-m", __spec__.name, "--worker", again, *names]
                 environment = os.environ | {"MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0"}
                 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
                     for line in process.stdout:
@@ -216,11 +222,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, metavar="N", help="only the first N cases of each kernel")
     parser.add_argument("--only", nargs="+", default=[], help="only these topics, such as gate align")
     parser.add_argument("--check", action="store_true", help="compile, and compare with the file instead of writing it")
+    parser.add_argument("--again", choices=compilers.DISTRIBUTIONS, default="", help="compile all with this one again")
     parser.add_argument("--processes", type=int, default=usable_cores())
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker:
-        work(options.worker)
+        again, *names = options.worker
+        work(names, again)
         return 0
     todo, number = choose(options.first, options.only)
     stored = read() if path().exists() else {"versions": None, "kernels": {}}
@@ -238,9 +246,9 @@ def main(argv: list[str] | None = None) -> int:
             path().write_text(records.dump(table))
             (path().parents[1] / PAGE).write_text(page(table))
 
-    if not options.check:
+    if not options.check and not options.again:
         todo = {name: source for name, source in todo.items() if not has_source(known.get(name), source)}
-    compile_all(todo, done, options.processes)
+    compile_all(todo, done, options.processes, options.again)
     was = stored["kernels"]
     failed = [n for n in todo if "error" in new[n][compilers.MLIR] and "error" not in was.get(n, {}).get("mlir", {})]
     print(*(f"{name}: no longer compiles" for name in failed), f"{len(todo)} cases compiled", sep="\n")
