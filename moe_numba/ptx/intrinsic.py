@@ -13,7 +13,7 @@ import inspect
 import types
 
 from moe_numba import simulator
-from moe_numba.ptx.capability import compiled_for, needed_by
+from moe_numba.ptx.capability import needed_by
 from moe_numba.simulator import capability
 
 # An operand that takes two arguments, a pointer and an element index, and becomes one 64-bit address. A pointer and an
@@ -122,6 +122,8 @@ def _intrinsic(template, result, operands, side_effect, simulate, fallback, need
         signature = returned(*accepted)
 
         def codegen(context, builder, sig, values):
+            from moe_numba.ptx.capability import compiled_for  # not global: it is no part of a kernel's identity
+
             if fallback and compiled_for() < needed:
                 return context.compile_internal(builder, fallback, sig, values)
             registers_in, remaining = [], iter(zip(sig.args, values, strict=True))

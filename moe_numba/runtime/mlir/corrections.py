@@ -7,6 +7,7 @@ and a test that fails as soon as a release no longer needs the correction.
 import inspect
 import re
 import textwrap
+from collections.abc import Callable
 from functools import cache
 
 from numba_cuda_mlir import lowering_utilities, mlir_lowering
@@ -21,7 +22,7 @@ from moe_numba.runtime.mlir.builder import DYNAMIC_INDEX, cast
 
 _SHARED_ALIGNMENT = 1024  # bytes: of dynamic shared memory, as the swizzles of TMA and wgmma need it
 _LONGEST_SELECTION = 32  # items of a tuple
-_BUILDERS = []  # functions of (lower, type of the function, signature) that return a lowering, or None
+_BUILDERS: list[Callable] = []  # functions of (lower, type of the function, signature) that return a lowering, or None
 
 
 @cache
