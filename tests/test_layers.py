@@ -152,8 +152,8 @@ def test_no_private_name_is_used_by_another_module():
     assert {use for module in modules() for use in private_uses(module)} == set()
 
 
-# ``torch_op`` generates wrappers of public functions: one with ``*args, **kwargs`` costs 0.7 us per call. ``corrections``
-# replaces passages of another compiler's functions.
+# ``torch_op`` generates wrappers of public functions: one with ``*args, **kwargs`` costs 0.7 us per call.
+# ``corrections`` replaces passages of another compiler's functions.
 GENERATES_TEXT = {"moe_numba.runtime.torch_op", "moe_numba.runtime.mlir.corrections"}
 
 
