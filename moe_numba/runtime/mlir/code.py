@@ -78,9 +78,12 @@ def _libdevice():
 @cache
 def _set_up():
     from numba_cuda_mlir.descriptor import mlir_target
+    from numba_cuda_mlir.lowering_utilities import context
 
     from moe_numba.runtime.mlir import corrections
 
+    # A process that is forked later (`sass`) would wait for MLIR's threads, which it does not have.
+    context.get_context().enable_multithreading(False)
     mlir_target.ensure_initialized()
     corrections.apply()
 
