@@ -43,8 +43,10 @@ def shared_sum(x, out):
 @cuda.jit
 def sorted_keys(x, out):
     keys = cuda.local.array(8, int32)
-    for i, word in enumerate(load_nc_u32x4(x, 0)):
-        keys[i], keys[7 - i] = int32(word), int32(i)
+    i = int32(0)
+    for word in load_nc_u32x4(x, 0):
+        keys[i], keys[7 - i] = int32(word), i
+        i += int32(1)
     sort(keys)
     out[0] = keys[0]
 
