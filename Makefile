@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 RUN := .venv/bin/python -m
 
-.PHONY: help notebooks test test-fast test-all mutants stale fingerprint lint wheel docs serve playground test-browser clean
+.PHONY: help notebooks test test-fast test-all mutants stale fingerprint compilers lint wheel docs serve playground test-browser clean
 
 help:  ## List the commands
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile
@@ -32,6 +32,10 @@ stale: .venv/.ready  ## Name the records and executed notebooks whose kernels ha
 
 fingerprint: .venv/.ready  ## Hash the machine code of every kernel; ARGS=--check compares
 	@$(RUN) moe_numba.course.bench.records.fingerprint $(ARGS)
+
+compilers: .venv/.ready  ## Compile every kernel with both compilers: docs/compilers.md; ARGS='--first 1 --check' compares
+	@$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mlir]'
+	@MOE_NUMBA_SIMULATE=0 $(RUN) moe_numba.course.bench.records.compilers $(ARGS)
 
 lint: .venv/.ready  ## Run ruff check, ruff format --check and mypy
 	@$(RUN) ruff check

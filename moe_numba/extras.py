@@ -3,6 +3,7 @@
 # Module -> extra. What the simulator needs comes without an extra.
 EXTRA_OF = dict.fromkeys(("torch", "cffi", "ml_dtypes", "rich", "safetensors"), "kernels") | {
     "matplotlib": "plots",
+    "numba_cuda_mlir": "mlir",
     "nvshmem": "nvshmem",
     "transformers": "transformers",
 }

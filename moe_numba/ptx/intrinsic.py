@@ -1,7 +1,8 @@
 """Make an intrinsic from one PTX instruction: a function that kernels call.
 
 On a GPU it is a Numba intrinsic that emits the instruction as inline assembly. In the simulator it is the Python
-implementation passed as ``simulate``, so that the same kernel source runs.
+implementation passed as ``simulate``, so that the same kernel source runs. For the compiler numba-cuda-mlir,
+``moe_numba.runtime.mlir.builder`` runs the same code generators on MLIR.
 
 An instruction that older GPUs lack can have a ``fallback``, a function that is compiled in its place for them. The same
 kernel source then serves all of them.
@@ -87,7 +88,6 @@ def _refused(simulate, needed):
 def _intrinsic(template, result, operands, side_effect, simulate, fallback, needed):
     from llvmlite import ir
     from numba import types
-    from numba.cuda import dispatcher
 
     scalars = {
         "u32": (types.uint32, ir.IntType(32), "r"),
@@ -122,8 +122,9 @@ def _intrinsic(template, result, operands, side_effect, simulate, fallback, need
         signature = returned(*accepted)
 
         def codegen(context, builder, sig, values):
-            # `runtime.compile` sets what Numba takes for the current device.
-            if fallback and tuple(dispatcher.get_current_device().compute_capability)[:2] < needed:
+            from moe_numba.ptx.capability import compiled_for  # not global: it is no part of a kernel's identity
+
+            if fallback and compiled_for() < needed:
                 return context.compile_internal(builder, fallback, sig, values)
             registers_in, remaining = [], iter(zip(sig.args, values, strict=True))
             for operand in operands:

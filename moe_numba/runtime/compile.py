@@ -1,6 +1,7 @@
 """Compiles ``@cuda.jit`` functions to machine code, with or without a GPU.
 
-Everything in the package that depends on Numba's compiler internals is here and in ``moe_numba.ptx.intrinsic``.
+Everything in the package that depends on Numba's compiler internals is here and in ``moe_numba.ptx.intrinsic``;
+what depends on those of the other compiler, numba-cuda-mlir, is in ``moe_numba.runtime.mlir``.
 """
 
 import contextlib
@@ -9,9 +10,14 @@ import inspect
 import re
 import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 from numba import cuda, types
+
+from moe_numba.extras import missing_extra
+from moe_numba.ptx.capability import compiling_for
+from moe_numba.runtime import compilers
 
 __all__ = ["SM_90A", "TENSOR_MAP", "Compiled", "compile_kernel"]
 
@@ -39,7 +45,16 @@ class Compiled:
 
 
 def compile_kernel(
-    kernel, signature, *, arch=SM_90A, link_arch=None, launch_bounds=None, lto=False, cpp_entry=False, lineinfo=False
+    kernel,
+    signature,
+    *,
+    arch=SM_90A,
+    link_arch=None,
+    launch_bounds=None,
+    lto=False,
+    cpp_entry=False,
+    lineinfo=False,
+    compiler=None,
 ):
     """Compile a ``@cuda.jit`` function; no GPU is needed.
 
@@ -66,14 +81,23 @@ def compile_kernel(
         relocatable code that it makes of PTX), and dynamic shared memory is then aligned behind static.
     lineinfo : bool
         Keep the source lines of instructions, for profilers and ``nvdisasm``. Without an entry in C++ only.
+    compiler : str, optional
+        ``"numba-cuda"`` or ``"mlir"`` (numba-cuda-mlir); the one that ``MOE_NUMBA_COMPILER`` names by default.
 
     Returns
     -------
     Compiled
     """
     launch_bounds = launch_bounds or kernel.targetoptions.get("launch_bounds")
-    with _COMPILER_LOCK, _without_garbage_collection():
-        return _compile(kernel, signature, arch, link_arch or arch, launch_bounds, lto, cpp_entry, lineinfo)
+    generate = _GENERATORS[compiler or compilers.chosen()]
+    with _COMPILER_LOCK, _without_garbage_collection(), compiling_for(arch):
+        if cpp_entry or TENSOR_MAP in signature:
+            return _compile_with_entry(generate, kernel, signature, arch, link_arch or arch, launch_bounds)
+        codes = generate(kernel, signature, arch, lto=lto, launch_bounds=launch_bounds, lineinfo=lineinfo)
+        code, log = _link(codes, link_arch or arch, lto, lineinfo)
+    if lto:
+        return Compiled(code, log)
+    return Compiled(code, log, re.search(r"\.entry\s+(\w+)", codes[0])[1], codes[0])
 
 
 def assemble(compiled, arch):
@@ -82,50 +106,54 @@ def assemble(compiled, arch):
     return replace(compiled, code=code, log=log)
 
 
-def _compile(kernel, signature, arch, link_arch, launch_bounds, lto, cpp_entry, lineinfo):
-    if cpp_entry or TENSOR_MAP in signature:
-        return _compile_with_entry(kernel, signature, arch, link_arch, launch_bounds)
-    with _compiling_for(arch, lineinfo):
-        codes, _ = cuda.compile_all(
-            kernel.py_func,
-            types.void(*_argument_types(kernel.py_func, signature)),
-            device=False,
-            abi="numba",
-            cc=arch,
-            output="ltoir" if lto else "ptx",
-            launch_bounds=launch_bounds,
-            lineinfo=lineinfo,
-        )
-    code, log = _link(codes, link_arch, lto, lineinfo)
-    if lto:
-        return Compiled(code, log)
-    return Compiled(code, log, re.search(r"\.entry\s+(\w+)", codes[0])[1], codes[0])
-
-
-def _compile_with_entry(kernel, signature, arch, link_arch, launch_bounds):
+def _compile_with_entry(generate, kernel, signature, arch, link_arch, launch_bounds):
     """Compile the kernel as a C function, and the entry that calls it."""
     from cuda.core import Program, ProgramOptions
 
-    function = cuda.jit(device=True)(kernel.py_func)
-
-    # The C ABI has no way to return Python's errors (an index beyond a tuple). So only the call has it.
-    def body(*arguments):
-        function(*arguments)
-
-    with _compiling_for(arch):
-        codes, _ = cuda.compile_all(
-            body,
-            types.void(types.StarArgTuple([_numba_type(s) for s in signature])),
-            device=True,
-            abi="c",
-            abi_info={"abi_name": "body"},
-            cc=arch,
-            output="ltoir",
-        )
+    codes = generate(kernel, signature, arch, lto=True, called=True)
     options = ProgramOptions(arch=_arch_name(arch), link_time_optimization=True)
     entry = Program(entry_source(signature, launch_bounds), "c++", options).compile("ltoir")
     code, log = _link([entry.code, *codes], link_arch, lto=True)
     return Compiled(code, log, ENTRY)
+
+
+def _generate_with_numba_cuda(kernel, signature, arch, *, lto, launch_bounds=None, lineinfo=False, called=False):
+    """Return the PTX or LTO-IR of a kernel, and that of what it links.
+
+    With ``called`` the first is not an entry but the C function ``body``, which a C++ entry calls.
+    """
+    options = {"cc": arch, "output": "ltoir" if lto else "ptx"}
+    with _compiling_for(arch, lineinfo):
+        if not called:
+            arguments = types.void(*_argument_types(kernel.py_func, signature))
+            options |= {"launch_bounds": launch_bounds, "lineinfo": lineinfo}
+            return cuda.compile_all(kernel.py_func, arguments, device=False, abi="numba", **options)[0]
+        function = cuda.jit(device=True)(kernel.py_func)
+
+        # The C ABI has no way to return Python's errors (an index beyond a tuple). So only the call has it.
+        def body(*arguments):
+            function(*arguments)
+
+        arguments = types.void(types.StarArgTuple([_numba_type(s) for s in signature]))
+        return cuda.compile_all(body, arguments, device=True, abi="c", abi_info={"abi_name": "body"}, **options)[0]
+
+
+def _generate_with_mlir(kernel, signature, arch, *, lto, launch_bounds=None, lineinfo=False, called=False):
+    """As `_generate_with_numba_cuda`, with numba-cuda-mlir."""
+    try:
+        from numba_cuda_mlir.numba_cuda import types as mlir_types
+    except ImportError as error:
+        raise missing_extra(error, f"{compilers.VARIABLE}={compilers.MLIR}") or error from None
+    from moe_numba.runtime.mlir.code import generate
+
+    arguments = _argument_types(kernel.py_func, signature, mlir_types)
+    options = {"launch_bounds": launch_bounds, "lineinfo": lineinfo, "name": "body" if called else None}
+    code, links = generate(kernel.py_func, arguments, arch, lto=lto, **options)
+    linked = (Path(path) for path in links)
+    return [code, *(_compile_cpp(path.read_text(), path.name, arch, lto) for path in linked)]
+
+
+_GENERATORS = {compilers.DEFAULT: _generate_with_numba_cuda, compilers.MLIR: _generate_with_mlir}
 
 
 def entry_source(signature, launch_bounds):
@@ -143,19 +171,19 @@ def entry_source(signature, launch_bounds):
     )
 
 
-def _argument_types(function, signature):
-    """Return Numba's types of a function's arguments; those of ``*args`` are one tuple."""
-    found, code = [_numba_type(s) for s in signature], function.__code__
+def _argument_types(function, signature, types=types):
+    """Return the types of a function's arguments, of either compiler; those of ``*args`` are one tuple."""
+    found, code = [_numba_type(s, types) for s in signature], function.__code__
     if code.co_flags & inspect.CO_VARARGS:
         found[code.co_argcount :] = [types.StarArgTuple(found[code.co_argcount :])]
     return found
 
 
-def _numba_type(name):
-    if isinstance(name, types.Type):
+def _numba_type(name, types=types):
+    if not isinstance(name, str | tuple):
         return name
     if isinstance(name, tuple):
-        return types.Tuple([_numba_type(item) for item in name])
+        return types.Tuple([_numba_type(item, types) for item in name])
     if name == TENSOR_MAP:
         return types.CPointer(types.uint8)
     if name.endswith("*"):

@@ -1,14 +1,17 @@
 """A cache of machine code on disk.
 
 An entry's key hashes everything that the code depends on: the package's sources, the kernel, its signature and the
-versions of the compilers. An entry starts with a digest of its content; a damaged one is made again. Deleting files is
+versions of the compiler. An entry starts with a digest of its content; a damaged one is made again. Deleting files is
 safe. Machine code runs with all rights of the process, so folders and files that another user could have written are
 not read.
+
+A folder that ``MOE_NUMBA_CUBINS`` names holds cubins made elsewhere, such as on a machine with a compiler that this one
+lacks (``moe_numba.course.bench.records.export_cubins`` makes it). Kernels then come from it alone: one that it lacks is
+an error. Its keys leave out the versions of compilers, which are not needed to load a cubin.
 """
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import platform
 import stat
@@ -18,11 +21,12 @@ import warnings
 from functools import cache
 from pathlib import Path
 
+from moe_numba.runtime import compilers
 from moe_numba.runtime.compile import SM_90A, compile_kernel
 from moe_numba.runtime.kernel_key import kernel_key
 
 FOLDER = "MOE_NUMBA_CACHE"  # environment variable: another folder, or "0" for no cache
-_COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindings")
+CUBINS = "MOE_NUMBA_CUBINS"  # environment variable: a folder of cubins made elsewhere
 _DIGEST_BYTES = 32
 _LOCK_S = 60.0  # a process waits for another one's compiler at most so long
 
@@ -43,24 +47,53 @@ def machine_code(kernel, signature, *, arch=SM_90A, link_arch=None, launch_bound
     Parameters as for :func:`moe_numba.runtime.compile.compile_kernel`. Only kernels of this package are cached.
     """
 
+    compiler = compilers.chosen()
     options = dict(arch=arch, link_arch=link_arch or arch, launch_bounds=launch_bounds, cpp_entry=cpp_entry)
 
     def make():
-        compiled = compile_kernel(kernel, signature, **options)
+        compiled = compile_kernel(kernel, signature, **options, compiler=compiler)
         return compiled.name.encode() + b"\n" + compiled.code.code
 
     key = kernel_key(kernel)
-    entry = make() if key is None else load_or_make(f"{key} {signature} {options}", make)
+    full_key = f"{key} {signature} {options}"
+    if made_elsewhere := os.environ.get(CUBINS):
+        path = exported_path(Path(made_elsewhere), full_key, compiler)
+        entry = key and _read(path)
+        if entry is None:
+            raise LookupError(
+                f"{made_elsewhere}, which {CUBINS} names, has no cubin of {kernel.py_func.__qualname__} by {compiler} "
+                f"for {signature} and {options}: {path.name} is missing or another user can write it"
+            )
+    else:
+        entry = make() if key is None else load_or_make(full_key, make, compiler)
     name, _, cubin = entry.partition(b"\n")
     return cubin, name.decode()
 
 
-def load_or_make(key, make):
+def export(kernel, signature, folder, compiler, *, arch=SM_90A, launch_bounds=None):
+    """Compile a kernel into a folder that `CUBINS` may name elsewhere; return the size of the file in bytes.
+
+    The Python there must have the same minor version: a kernel is identified by its bytecode.
+    """
+    options = dict(arch=arch, link_arch=arch, launch_bounds=launch_bounds, cpp_entry=False)
+    path = exported_path(folder, f"{kernel_key(kernel)} {signature} {options}", compiler)
+    if not path.exists():
+        compiled = compile_kernel(kernel, signature, **options, compiler=compiler)
+        _write(path, compiled.name.encode() + b"\n" + compiled.code.code)
+    return path.stat().st_size
+
+
+def exported_path(folder, key, compiler):
+    """Return the file of a kernel in a folder of cubins made elsewhere."""
+    return folder / f"{hashlib.sha256(f'{compiler} {key}'.encode()).hexdigest()}.cubin"
+
+
+def load_or_make(key, make, compiler=compilers.DEFAULT):
     """Return the entry of ``key``, a string; on a miss call ``make()`` and store the bytes that it returns."""
     where = folder()
     if where is None or not _make_private(where):
         return make()
-    path = where / f"{hashlib.sha256(f'{_origin()} {key}'.encode()).hexdigest()}.cubin"
+    path = where / f"{hashlib.sha256(f'{_origin(compiler)} {key}'.encode()).hexdigest()}.cubin"
     data = _read(path)
     if data is None:
         with _only_one_process(path):
@@ -149,8 +182,8 @@ def _write(path, data):
 
 
 @cache
-def _origin():
-    """Return a digest of the package's sources, and the compilers' versions."""
+def _origin(compiler):
+    """Return a digest of the package's sources, and the versions of what a compiler consists of."""
     from cuda.bindings import nvjitlink, nvrtc
 
     digest = hashlib.sha256()
@@ -158,8 +191,6 @@ def _origin():
     for path in sorted(root.rglob("*")):
         if path.suffix in (".py", ".cu", ".cuh", ".h") and path.relative_to(root).parts[0] != "course":
             digest.update(path.read_bytes())
-    versions = [platform.python_version()]
-    for name in _COMPILERS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(importlib.metadata.version(name))
-    return " ".join([digest.hexdigest(), *versions, str(nvjitlink.version()), str(nvrtc.nvrtcVersion()[1:])])
+    versions = platform.python_version(), *compilers.versions(compiler).items()
+    tools = nvjitlink.version(), nvrtc.nvrtcVersion()[1:]
+    return " ".join(map(str, [digest.hexdigest(), compiler, *versions, *tools]))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from moe_numba import simulator
+from moe_numba.runtime import compilers
 from moe_numba.runtime import device as devices
 from moe_numba.runtime.compile import TENSOR_MAP
 from moe_numba.runtime.context import current_stream
@@ -113,11 +114,11 @@ def launcher(
     """
     options = launch_bounds, shared_bytes, cluster, cooperative, dependent
     with _LAUNCHERS_LOCK:
-        return _make_launcher(kernel, signature, device, options, carveout, cpp_entry)
+        return _make_launcher(kernel, signature, device, options, carveout, cpp_entry, compilers.chosen())
 
 
 @cache
-def _make_launcher(kernel, signature, device, options, carveout, cpp_entry):
+def _make_launcher(kernel, signature, device, options, carveout, cpp_entry, compiler):
     options = dict(zip(("launch_bounds", "shared_bytes", "cluster", "cooperative", "dependent"), options, strict=True))
     gpu = devices.gpu_of(device)
     if not gpu.has_clusters:

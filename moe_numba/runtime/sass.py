@@ -174,6 +174,12 @@ def body_and_loops(text):
     return None, None
 
 
+def count_instructions(cubin):
+    """Return the number of a kernel's instructions without padding; None without nvdisasm."""
+    text = disassemble(cubin, "-c")
+    return text and sum(code != "NOP" for code in _OPCODE.findall(text))
+
+
 def static_shared_bytes(cubin, arch):
     """Return the bytes of static shared memory of a kernel, from its machine code (an ELF file) for ``arch``."""
     size = sum(section.size for section in sections(cubin) if section.name.startswith(".nv.shared."))

@@ -68,7 +68,7 @@ def test_an_entry_takes_maps_by_value():
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
     """An empty cache folder, and a fixed digest of the sources."""
-    monkeypatch.setattr(cubin_cache, "_origin", lambda: "these sources")
+    monkeypatch.setattr(cubin_cache, "_origin", lambda compiler: "these sources")
     monkeypatch.setenv(cubin_cache.FOLDER, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -81,7 +81,7 @@ def test_entries_are_cached_by_key_and_sources(cache, monkeypatch):
     assert cubin_cache.load_or_make("a 1", lambda: b"one") == b"one"
     assert cubin_cache.load_or_make("a 1", lambda: b"other") == b"one"
     assert cubin_cache.load_or_make("a 2", lambda: b"two") == b"two"
-    monkeypatch.setattr(cubin_cache, "_origin", lambda: "other sources")
+    monkeypatch.setattr(cubin_cache, "_origin", lambda compiler: "other sources")
     assert cubin_cache.load_or_make("a 1", lambda: b"made anew") == b"made anew"
     monkeypatch.setenv(cubin_cache.FOLDER, "0")
     assert cubin_cache.load_or_make("a 1", lambda: b"no folder") == b"no folder"

@@ -69,5 +69,5 @@ def declared(name, file, *operands, simulate):
 
     signature = f"int32({', '.join(_TYPES.get(operand, operand) for operand in operands)})"
     made = cuda.declare_device(name, signature, link=source(file), abi="c")
-    made.__module__ = simulate.__module__
+    made.__module__, made.link = simulate.__module__, source(file)  # Numba does not keep the path in it
     return made

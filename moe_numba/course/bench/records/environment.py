@@ -1,6 +1,5 @@
 """Describes the machine of a measurement: GPU, driver, versions, commit and date."""
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -9,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from moe_numba import simulator
+from moe_numba.runtime import compilers
+from moe_numba.runtime.compilers import version
 
 SIMULATOR = "simulator"
 
@@ -37,18 +38,12 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("torch", "numba", "numba-cuda", "cuda-core", "numpy"):
         found[name] = version(name)
+    if compilers.chosen() == compilers.MLIR:  # it may have compiled elsewhere
+        found["numba-cuda-mlir"] = version("numba-cuda-mlir") or "cubins made elsewhere"
     found["cupy"] = version("cupy-cuda13x") or version("cupy-cuda12x") or version("cupy")
     # Numba compiles with the toolkit's wheels if they are installed; torch reports its own toolkit otherwise.
     found["cuda"] = version("cuda-toolkit") or version("nvidia-nvvm") or _torch_cuda()
     return {name: version for name, version in found.items() if version}
-
-
-def version(package: str) -> str | None:
-    """Return the version of an installed package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _torch_cuda():
