@@ -164,7 +164,8 @@ def test_paths_by_architecture():
     rows = gpu_support.by_name(gpu_support.functions)
     assert rows["dispatch layout"] == "7.5 to 8.9: one CTA instead of a cluster<br>9.0 and newer: one cluster of 8 CTAs"
     assert "8.0 to 8.9, 10.0 and newer: mma.sync" in rows["grouped GEMM"] and "<br>9.0: TMA" in rows["grouped GEMM"]
-    assert "00_start_here, 01_gate_prompt, 03_align_published, 14_low_latency" in gpu_support.by_name(gpu_support.notebooks)
+    notebooks = gpu_support.by_name(gpu_support.notebooks)
+    assert "00_start_here, 01_gate_prompt, 03_align_published, 14_low_latency" in notebooks
 
 
 def test_the_readme_has_the_table():
