@@ -719,7 +719,7 @@ def store_whole_chunk(words, buffer, y, row, rows, column, pitch):
         store_chunk(words, buffer, y, row, int32(16), column, pitch)
 
 
-whole_chunks = make_without_maps(next_horizontal, store_whole_chunk, 96, 7)
+whole_chunks = make_without_maps(next_vertical, store_whole_chunk, 96, 7)  # tiles of the same columns, side by side
 exercises.whole_chunks.check(..., Version(whole_chunks, **ONE_MAP))
 
 # %% [markdown]

@@ -312,7 +312,7 @@ def test_the_tables_have_lines(right_page):
     names = right_page[0]
     assert "192" not in str(runs.show_parts({}))
     assert "pairs" not in str(runs.show_what_did_not_pay()) and "clusters" in str(runs.show_what_did_not_pay())
-    assert "8,192" in str(runs.show_grouped()) and "zipf" in str(runs.show_grouped())
+    assert "8,192" in str(runs.show_grouped()) and "Zipf's law" in str(runs.show_grouped())
     assert "the package" in str(runs.show_peers(Version(names["early"], **names["WIDE"])))
     assert "no scales" in str(runs.show_power({"no scales": Version(names["unscaled"], scaled=False)}))
     assert "GFLOP" in runs.lower_bound() and "4096 x 4608" in runs.result()

@@ -244,12 +244,12 @@ BANDS, CHUNK = exercises.bands, exercises.store_chunk
         (GROUP, a_stub, OPEN, "not answered yet"),
         (GROUP, answers.group_of, RIGHT, "5 shared loads"),
         (GROUP, walks_through_the_table, OVER_PAR, "with 32 shared loads.*halve what is left"),
-        (GROUP, stops_at_an_empty_group, WRONG, "the groups of tiles"),
+        (GROUP, stops_at_an_empty_group, WRONG, "the groups of all tiles"),
         (COUNT, answers.count_tiles, RIGHT, "5 shuffles"),
         (COUNT, scans_32_groups_at_a_time, OVER_PAR, "with 48 shuffles.*add up alone"),
-        (COUNT, one_lane_counts, REFUSED, "no lane gets a sum from another lane"),
-        (COUNT, one_lane_counts_and_tells_the_others, REFUSED, "one lane executes a line 25[67] times alone"),
-        (COUNT, every_lane_adds_up_all, REFUSED, "no lane gets a sum from another lane"),
+        (COUNT, one_lane_counts, REFUSED, "the lengths of other lanes"),
+        (COUNT, one_lane_counts_and_tells_the_others, REFUSED, "the lengths of other lanes"),
+        (COUNT, every_lane_adds_up_all, REFUSED, "the lengths of other lanes"),
         (COUNT, rounds_down, WRONG, "first"),
         (COUNT, stores_no_total, WRONG, "first"),
         (PLACE, answers.place_in_group, RIGHT, "each map is acquired"),
@@ -419,7 +419,7 @@ def test_the_tables_have_lines():
     assert "programmatic dependent launch" in str(runs.show_what_did_not_pay())
     sweep = str(runs.show_sweep())
     assert "hpc-ops" in sweep and "by Zipf's law" in sweep and sweep.count("*") >= 10
-    assert "all in one group: 93.3 against 139 us" in runs.losses() and "at least 202 us" in runs.result()
+    assert "all in one group: 93.3 against 139 us" in runs.losses() and "at least 226 us" in runs.result()
 
 
 def test_a_version_is_timed_only_if_it_is_right(right_page):

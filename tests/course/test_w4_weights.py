@@ -125,7 +125,7 @@ DECODE, MULTIPLY = exercises.decode, exercises.multiply
         (DECODE, ..., OPEN, "not answered yet"),
         (DECODE, stub, OPEN, "not answered yet"),
         (DECODE, by_multiplication, RIGHT, r"16 instructions .*5 IMAD"),
-        (DECODE, answers.decode_word, RIGHT, "15 instructions .* par is 16"),
+        (DECODE, answers.decode_word, RIGHT, "16 instructions .* par is 16"),
         (DECODE, forgets_the_sign, WRONG, "register 0 is 0x00000000, not 0x00008000"),
         (DECODE, other_order, WRONG, "register 1 is"),
         (DECODE, one_by_one, OVER_PAR, "both codes of a register at once"),

@@ -96,6 +96,7 @@ def test_warps_route_several_tokens(tokens, limit, device, each_kernel):
     options = dict(num_expert_group=8, topk_group=4, num_token_non_padded=limit)
     check(*make_inputs(tokens, 256, device), 8, **options)
     check(*make_inputs(tokens, 96, device), 8, **options | dict(num_expert_group=48, topk_group=20))
+    check(*make_inputs(tokens, 96, device), 8, **options | dict(num_expert_group=1, topk_group=1))
 
 
 def test_rows_beyond_2_31_elements(device):

@@ -49,7 +49,7 @@ def _places():
         for bit in range(12):  # of the index of a code
             codes = torch.from_numpy((index >> bit & 1).astype(np.uint8))
             blocks = (codes[:, 0::2] | codes[:, 1::2] << 4)[None]
-            packed = runs.pack(blocks, torch.zeros(1, TILE, TILE // 32, dtype=torch.uint8))[0, 0, 0, :CODE_BYTES]
+            packed = runs.pack(blocks, torch.full((1, TILE, TILE // 32), 127, dtype=torch.uint8))[0, 0, 0, :CODE_BYTES]
             nibbles = torch.stack([packed & 15, packed >> 4], -1).flatten().numpy().astype(int)
             _nibbles[:] = _nibbles + (nibbles << bit)
         for nibble, code in enumerate(_nibbles):
