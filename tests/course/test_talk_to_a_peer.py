@@ -12,7 +12,7 @@ from moe_numba import simulator  # before numba: it selects the simulator or the
 # isort: split
 from numba import cuda, int32
 
-from moe_numba.course.bench import records
+from moe_numba.course.bench import link, records
 from moe_numba.course.lessons.talk_to_a_peer import answers, draw, exercises, runs
 from moe_numba.course.lessons.talk_to_a_peer.answers import copy_row, slot_of
 from moe_numba.course.lessons.talk_to_a_peer.runs import Version
@@ -522,7 +522,7 @@ def test_an_earlier_record_serves_until_there_is_a_new_one(monkeypatch):
     earlier = dict(
         step="final", config={"ranks": 2}, flag={"us": 1.341}, push_gbps={"stores: 48": 355.6, "bulk copies: 1": 9}
     )
-    found = {runs.EARLIER: {"rows": [earlier]}}
+    found = {link.EARLIER: {"rows": [earlier]}}
     monkeypatch.setattr(records, "recorded", lambda topic, gpu="h200": found.get(topic))
     assert runs.one_way_us("release") == 1.341 and runs.one_way_us("relaxed") is None
     assert runs.push_gbps() == {("stores", 48): 355.6}

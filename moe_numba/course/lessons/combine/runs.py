@@ -15,7 +15,7 @@ from moe_numba import simulator  # before Numba: it decides whether kernels run 
 # isort: split
 from numba import cuda, int32, uint32
 
-from moe_numba.course.bench import records
+from moe_numba.course.bench import link, records
 from moe_numba.course.bench.baselines.limits import H200  # rates of records are an H200's
 from moe_numba.course.bench.timing.multigpu import outputs_of, settle
 from moe_numba.course.deepep_port import combine as port
@@ -39,7 +39,7 @@ from moe_numba.expert_parallel.rings.progress import make_publish as _make_publi
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_release_sys_s32
 from moe_numba.ptx.memory import pointer_from_address
 
-TOPIC, EARLIER, DISPATCH, PEER = "combine_steps_ladder", "combine_ladder", "ring_buffer_dispatch_ladder", "peer_ladder"
+TOPIC, EARLIER, DISPATCH = "combine_steps_ladder", "combine_ladder", "ring_buffer_dispatch_ladder"
 SIMULATED = simulator.ENABLED
 if SIMULATED:
     TOKENS, HIDDEN, TOPK = sizes.SMALL_TOKENS, sizes.SMALL_HIDDEN, sizes.SMALL_TOPK
@@ -552,11 +552,9 @@ def bytes_of(ranks: int = RANKS) -> Bytes:
 
 def push_rates() -> dict[str, float]:
     """Return the recorded rates of pushing rows to a peer, "way: CTAs" -> GB/s (lesson 11)."""
-    for topic in (PEER, DISPATCH):
-        rows = (records.recorded(topic) or {}).get("rows", ())
-        if found := next((row["push_gbps"] for row in rows if row.get("push_gbps")), None):
-            return found
-    raise LookupError(f"neither {PEER} nor {DISPATCH} has recorded how fast rows are pushed")
+    if found := link.push_gbps():
+        return {f"{way}: {ctas}": rate for (way, ctas), rate in found.items()}
+    raise LookupError(f"neither {link.RECORD} nor {link.EARLIER} has recorded how fast rows are pushed")
 
 
 def push_rate() -> float:
@@ -619,15 +617,10 @@ def _earlier(name):
     return row and row.get(name)
 
 
-def _dispatch(name):
-    row = records.find(records.recorded(DISPATCH) or {"rows": []}, step="final")
-    return row and row.get(name)
-
-
 def launches_us(launches: int, barriers: int) -> float:
     """Return what launches and barriers of all ranks take: an empty kernel, and a recorded flag."""
     empty = records.find(records.recorded("align"), step="empty kernel", config={"dependent": False})
-    flag = (_dispatch("flag") or {"us": 0})["us"]
+    flag = link.one_way_us("release") or 0
     return launches * empty["kernel_us"]["median"] + barriers * flag
 
 
@@ -676,7 +669,7 @@ def sending_us(way: str, own: bool = True) -> float | None:
 
 def releases_us(own: bool = True) -> float | None:
     """Return what the releases of one sending warp take, if each of its rows needs one: recorded beside stores."""
-    ns = (_dispatch("signal_ns") or {}).get("st.release.sys, busy")
+    ns = link.signal_ns("st.release", link.OTHER_WARPS)
     of = bytes_of()
     rows = (of.wire + (of.own if own else 0)) / (2 * sizes.HIDDEN) / (sizes.SMS // 2 * sizes.WARPS)
     return ns and rows * ns / 1000

@@ -2,7 +2,8 @@
 
 from math import ceil, comb
 
-from moe_numba.course.bench import records
+from moe_numba.course.bench import link
+from moe_numba.course.bench.link import BULK, STORES
 from moe_numba.course.lessons.dispatch.sizes import (
     DIRECT_SENDERS,
     EXPERTS,
@@ -16,12 +17,6 @@ from moe_numba.course.lessons.dispatch.sizes import (
 )
 
 ROW_BYTES = 2 * HIDDEN
-PEERS, EARLIER = (
-    "peer_ladder",
-    "ring_buffer_dispatch_ladder",
-)  # records of push rates and flags: lesson 11's, an earlier one
-STORES, BULK = "stores", "bulk copies after bulk loads"  # how rows are pushed
-_PUSHED_ROWS = 4096  # by lesson 11
 
 
 def rows_to_a_rank(ranks: int, tokens: int = TOKENS) -> float:
@@ -49,44 +44,13 @@ def all_bytes(ranks: int) -> float:
 
 def push_gbps(ranks: int = RANKS) -> dict[tuple[str, int], float]:
     """Return recorded rates at which each rank writes to the next, (method, CTAs) -> GB/s; of 2 ranks if need be."""
-    for number in dict.fromkeys((ranks, 2)):
-        record, found = records.recorded(PEERS), {}
-        for row in records.select(record, config={"ranks": number}) if record else []:
-            method, _, ctas = row["step"].removeprefix("push: ").rpartition(", ")
-            if row["step"].startswith("push: ") and "kernel_us" in row:
-                of_row = row["size"].get("row_bytes", ROW_BYTES)
-                found[method, int(ctas.split()[0])] = _PUSHED_ROWS * of_row / row["kernel_us"]["median"] / 1e3
-        if not found and (earlier := _earlier(number)):
-            for name, rate in earlier["push_gbps"].items():
-                method, _, ctas = name.rpartition(": ")
-                found[method, int(ctas)] = rate
-        if found:
-            return found
-    return {}
-
-
-def _earlier(ranks):
-    record = records.recorded(EARLIER)
-    rows = records.select(record, config={"ranks": ranks}) if record else []
-    return next((row for row in rows if "push_gbps" in row), None)
-
-
-def flag_us() -> float | None:
-    """Return how long a released flag takes to another GPU."""
-    record = records.recorded(PEERS)
-    if record and (row := records.find(record, step="ping-pong: release", config={"ranks": 2})):
-        return row["kernel_us"]["median"] / (2 * row["size"]["rounds"])
-    earlier = _earlier(2)
-    return earlier and earlier["flag"]["us"]
+    return link.push_gbps(ranks) or link.push_gbps(2)
 
 
 def release_us() -> float | None:
     """Return how long a thread waits in a release while other warps of its SM write to a peer."""
-    record = records.recorded(PEERS)
-    if record and (row := records.find(record, step="signal: st.release, other warps of the SM", config={"ranks": 2})):
-        return row["kernel_us"]["median"] / row["size"]["rounds"]
-    earlier = _earlier(2)
-    return earlier and earlier["signal_ns"]["st.release.sys, busy"] / 1e3
+    ns = link.signal_ns("st.release", link.OTHER_WARPS)
+    return ns and ns / 1e3
 
 
 def lower_bound_us(ranks: int = RANKS) -> float | None:
@@ -130,7 +94,7 @@ def team_us() -> float | None:
 
 def head_us(before: float | None) -> float | None:
     """Return the time if no sender asks over the link for the head: a round trip per chunk, two flags long."""
-    flag, chunk = flag_us(), 24 if RANKS == 2 else 6
+    flag, chunk = link.one_way_us("release"), 24 if RANKS == 2 else 6
     return less(before, flag and ceil(rows_to_a_rank(RANKS) / SENDERS / chunk) * 2 * flag)
 
 
@@ -160,13 +124,13 @@ def helping_us() -> float | None:
 
 def no_barriers_us(before: float | None) -> float | None:
     """Return the time without the two barriers of the clearing kernel: a flag each."""
-    flag = flag_us()
+    flag = link.one_way_us("release")
     return less(before, flag and 2 * flag)
 
 
 def direct_us() -> float | None:
     """Return the time of direct writes, with two barriers: a flag each."""
-    flag, limit = flag_us(), limit_us(BULK, DIRECT_SENDERS, all_bytes(RANKS))
+    flag, limit = link.one_way_us("release"), limit_us(BULK, DIRECT_SENDERS, all_bytes(RANKS))
     return None if flag is None or limit is None else limit + 2 * flag
 
 

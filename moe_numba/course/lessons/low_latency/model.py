@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_numba.course.bench import records
+from moe_numba.course.bench import link, records
 from moe_numba.course.bench.latencies import latencies
 
 # Of two H200s, by CUDA C++ programs that are not in the repository: used where lesson 11 has no record.
@@ -58,8 +58,9 @@ def bytes_each_way(ranks: int, tokens: int, hidden: int = 7168, topk: int = 8, n
 
 def push_gbps() -> float:
     """Return the rate at which one rank pushes to another one: the best recorded method."""
-    record = records.read("ring_buffer_dispatch_ladder")
-    return max(max(row["push_gbps"].values()) for row in record["rows"] if "push_gbps" in row)
+    if rate := link.link_gbps():
+        return rate
+    raise LookupError(f"neither {link.RECORD} nor {link.EARLIER} has recorded how fast rows are pushed")
 
 
 def lower_bound_us(ranks: int, tokens: int) -> float:

@@ -11,7 +11,8 @@ import torch
 from moe_numba import simulator  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
 # isort: split
-from moe_numba.course.bench import records
+from moe_numba.course.bench import link, records
+from moe_numba.course.bench.link import BULK, PUSH_ROWS, STORES, link_gbps, one_way_us, push_gbps, signal_ns
 from moe_numba.course.bench.timing.multigpu import outputs_of, settle
 from moe_numba.course.lessons.talk_to_a_peer.answers import Queue as Queue  # for the page
 from moe_numba.course.lessons.talk_to_a_peer.sizes import (
@@ -20,7 +21,6 @@ from moe_numba.course.lessons.talk_to_a_peer.sizes import (
     FLAG,
     HEAD,
     PUSH_CTAS,
-    PUSH_ROWS,
     PUSH_WARPS,
     RANKS,
     RING,
@@ -48,7 +48,7 @@ from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 from moe_numba.runtime.changed_source import source_of
 from moe_numba.runtime.launch import launch
 
-TOPIC, EARLIER = "peer_ladder", "ring_buffer_dispatch_ladder"
+TOPIC = link.RECORD
 SIMULATED = simulator.ENABLED
 NVLINK_GBPS = 450  # each way, of an H200: data sheet
 SMS = 132  # of an H200
@@ -287,27 +287,9 @@ def _source():
     return "measured here" if lesson.is_timed else "recorded on H200s"
 
 
-def one_way_us(kind: str, ranks: int = 2, gpu: str = "h200") -> float | None:
-    """Return how long a flag takes to another GPU, or None if no record has it.
-
-    ``kind`` is how it is stored: "release", or "relaxed". The time is half of a ping-pong's round trip.
-    """
-    if (row := _row(f"ping-pong: {kind}", ranks, gpu)) is not None:
-        return round(row["kernel_us"]["median"] / (2 * row["size"]["rounds"]), 3)
-    earlier = _earlier(ranks, gpu)
-    return earlier["flag"]["us"] if kind == "release" and earlier and "flag" in earlier else None
-
-
 def _row(step, ranks, gpu="h200"):
     record = records.recorded(TOPIC, gpu)
     return record and records.find(record, step=step, config={"ranks": ranks})
-
-
-def _earlier(ranks, gpu="h200"):
-    """Return the row of an earlier version of this lesson that has push rates and the time of a flag, or None."""
-    record = records.recorded(EARLIER, gpu)
-    rows = records.select(record, config={"ranks": ranks}) if record else []
-    return next((row for row in rows if "push_gbps" in row), None)
 
 
 def show_counter(kernel: Any, number: int = 1234) -> None:
@@ -323,8 +305,6 @@ def show_counter(kernel: Any, number: int = 1234) -> None:
 
 
 # The push rate
-
-STORES, BULK = "stores", "bulk copies after bulk loads"
 
 
 def push(kernel: Any, ctas: int, bulk: bool) -> Callable:
@@ -376,27 +356,6 @@ def show_push(stores: Any, bulk: Any) -> Table:
     return Table([f"GB/s of each of {RANKS} ranks, {_source()}; CTAs:", *map(str, PUSH_CTAS)], lines)
 
 
-def push_gbps(ranks: int = 2, gpu: str = "h200") -> dict[tuple[str, int], float]:
-    """Return the recorded rates at which each rank writes to the next one: (method, CTAs) -> GB/s; perhaps none."""
-    found = {}
-    for method in (STORES, BULK):
-        for ctas in PUSH_CTAS:
-            if row := _row(f"push: {method}, {ctas} CTAs", ranks, gpu):
-                found[method, ctas] = round(PUSH_ROWS * row["size"]["row_bytes"] / row["kernel_us"]["median"] / 1e3, 1)
-    earlier = _earlier(ranks, gpu)
-    if not found and earlier:
-        for name, rate in earlier["push_gbps"].items():
-            method, _, ctas = name.rpartition(": ")
-            if method in (STORES, BULK):
-                found[method, int(ctas)] = rate
-    return found
-
-
-def link_gbps(ranks: int = 2, gpu: str = "h200") -> float | None:
-    """Return the best recorded push rate, in GB/s: the one lower bound for bytes over NVLink. None without a record."""
-    return max(push_gbps(ranks, gpu).values(), default=None)
-
-
 def lower_bound_us() -> float | None:
     """Return the time in which the rows of a rank pass its link at the best push rate."""
     rate = link_gbps(RANKS) or link_gbps()
@@ -407,9 +366,9 @@ def lower_bound_us() -> float | None:
 
 NOBODY, SAME_WARP, SAME_SM, OTHER_SMS = range(4)
 WHO = {
-    NOBODY: "nobody",
+    NOBODY: link.NOBODY,
     SAME_WARP: "the same warp, a row each time",
-    SAME_SM: "other warps of its SM",
+    SAME_SM: link.OTHER_WARPS,
     OTHER_SMS: "other SMs",
 }
 WRITING_CTAS = 1 if SIMULATED else 24
@@ -453,17 +412,6 @@ def show_signals(make: Callable, kinds: Mapping[str, Any]) -> Table:
         lines.append([who, *("" if each is None else f"{each:.0f}" for each in found), more])
     lines = [[line[0], *(cell or "ran, not timed" for cell in line[1:-1]), line[-1]] for line in lines]
     return Table([f"ns, {_source()}; who writes to the peer meanwhile", *names, "difference"], lines)
-
-
-def signal_ns(kind: str, who: str, ranks: int = 2, gpu: str = "h200") -> float | None:
-    """Return the recorded cost of a signal, "st.relaxed" or "st.release", while ``who`` (of `WHO`) writes, or None."""
-    if row := _row(f"signal: {kind}, {who}", ranks, gpu):
-        return round(row["kernel_us"]["median"] / row["size"]["rounds"] * 1e3)
-    earlier = (_earlier(ranks, gpu) or {}).get("signal_ns", {})
-    return earlier.get(f"{kind}.sys, {_EARLIER_NAMES.get(who)}")
-
-
-_EARLIER_NAMES = {WHO[NOBODY]: "idle", WHO[SAME_SM]: "busy"}
 
 
 # Rings of rows

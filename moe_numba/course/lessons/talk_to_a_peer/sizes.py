@@ -6,7 +6,7 @@ SLOTS = 8  # rows that fit into a ring
 CHUNK = BATCH = 4  # rows per signal of a sender, and per credit of a receiver
 CHANNELS = 64  # rings of a rank, each with a warp that sends and one that receives
 ROUNDS = 200  # of a ping-pong, and repeated signals
-PUSH_ROWS, PUSH_CTAS, PUSH_WARPS = 4096, (1, 2, 4, 8, 12, 24, 48), 8  # of the measured push rate
+PUSH_CTAS, PUSH_WARPS = (1, 2, 4, 8, 12, 24, 48), 8  # of the measured push rate
 
 # What the simulator runs instead
 SMALL_ROWS, SMALL_ROW_BYTES, SMALL_CHANNELS, SMALL_ROUNDS = 10, 1024, 2, 3
