@@ -1,15 +1,14 @@
 """Sphinx's settings for the documentation site: `make docs` copies this file to the sources that it gathers."""
 
 import os
-import tomllib
 
 os.environ["MOE_NUMBA_SIMULATE"] = "1"  # the functions' modules are imported, which must not need a GPU
-from moe_numba.course.bench import records  # noqa: E402
+import moe_numba  # noqa: E402
 
 project = "moe_numba"
 author = "The moe_numba authors"
 copyright = author
-release = tomllib.loads((records.repository() / "pyproject.toml").read_text())["project"]["version"]
+release = moe_numba.__version__
 
 extensions = [
     "myst_nb",

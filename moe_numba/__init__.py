@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from moe_numba import simulator  # decides, before Numba is imported, whether there is a GPU to compile for
 from moe_numba.extras import missing_extra
 
+__version__ = "0.2.0"
+
 simulator.compiler.MODULE = "moe_numba.runtime.compile_report"
 
 if TYPE_CHECKING:

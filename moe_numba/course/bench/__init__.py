@@ -41,7 +41,7 @@ def topic_names() -> list[str]:
 def topic(name: str) -> ModuleType:
     """Return the module of a topic; raise ``ValueError`` with the known names if there is none."""
     if name not in topic_names():
-        raise ValueError(f"there is no topic {name!r}; the topics are: {', '.join(topic_names())}")
+        raise ValueError(records.unknown("topic", name, topic_names()))
     module = f"{__name__}.topics.{name}"
     return importlib.import_module(
         f"{module}.show" if importlib.util.find_spec(module).submodule_search_locations else module

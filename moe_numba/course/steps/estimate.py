@@ -632,7 +632,7 @@ _WITHIN = 1.3  # factor of a time that counts as right
 @functools.cache
 def judged(gpu: str = "H200") -> list[dict]:
     """Return the recorded comparison with the ladders: topic, step, recorded_us, estimated_us, limited_by of a step."""
-    path = records.repository() / "docs" / "results" / "estimates.json"
+    path = records.results() / "estimates.json"
     return json.loads(path.read_text()).get(gpu.lower(), []) if path.is_file() else []
 
 

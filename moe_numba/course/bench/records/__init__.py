@@ -6,6 +6,7 @@ were measured with other kernels than the present ones. Each row is one line of 
 All times are in microseconds.
 """
 
+import difflib
 import json
 import textwrap
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from moe_numba.course.bench.timing import Stats
 from moe_numba.runtime.recording import Launched, launched_kernels
 from moe_numba.simulator import capability
 
+PACKAGED = Path(__file__).parent / "results"  # a wheel's copy of docs/results
 FIELDS = ("topic", "gpu", "driver", "versions", "commit", "date", "rows")
 
 
@@ -30,9 +32,19 @@ def repository(root: Path | str | None = None) -> Path:
     root = Path(root) if root is not None else Path(__file__).resolve().parents[4]
     if not ((root / "docs" / "results").is_dir() or (root / "pyproject.toml").is_file()):
         raise FileNotFoundError(
-            f"{root} is not a clone of moe_numba's repository, which contains the records (docs/results)"
+            f"this needs a clone of moe_numba's repository, with its notebooks, docs/ and tests; {root} is none"
         )
     return root
+
+
+def results(root: Path | str | None = None) -> Path:
+    """Return the folder of the records: docs/results of the repository, or its copy in an installed package."""
+    return PACKAGED if root is None and PACKAGED.is_dir() else repository(root) / "docs" / "results"
+
+
+def written_to(root: Path | str | None = None) -> Path:
+    """Return the folder of new records: docs/results of a clone, or ``results`` here for an installed package."""
+    return Path("results") if root is None and PACKAGED.is_dir() else repository(root) / "docs" / "results"
 
 
 def row(
@@ -161,7 +173,7 @@ def write(
     env: dict | None = None,
     diagnosis: dict[str, dict[str, float]] | None = None,
 ) -> Path:
-    """Write a record and return its path, ``docs/results/<gpu>/<topic>.json``.
+    """Write a record and return its path, ``docs/results/<gpu>/<topic>.json`` (see ``written_to``).
 
     With ``MOE_NUMBA_ARCH=80`` the folder is ``<gpu>-sm80``, so that times of the paths for another GPU replace none.
     ``results`` replaces ``docs/results``. ``diagnosis`` holds times of kernels that are no steps, such as those of a
@@ -171,7 +183,7 @@ def write(
     env = env or environment()
     if env["gpu"] == SIMULATOR:
         raise ValueError("records are not written without a GPU: the simulator measures no times")
-    results = Path(results) if results is not None else repository(root) / "docs" / "results"
+    target = Path(results) if results is not None else written_to(root)
     functions, rows = functions_apart(rows)
     record = {"topic": topic, **env, "functions": functions, "rows": rows}
     if diagnosis:
@@ -179,7 +191,7 @@ def write(
     if wrong := invalid(record):
         raise ValueError("; ".join(wrong))
     other = capability.requested()
-    path = results / (folder(env["gpu"]) + ("-sm{}{}".format(*other) if other else "")) / f"{topic}.json"
+    path = target / (folder(env["gpu"]) + ("-sm{}{}".format(*other) if other else "")) / f"{topic}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dump(record))
     return path
@@ -206,11 +218,27 @@ def launched_here() -> dict:
 
 
 def read(topic: str, gpu: str = "h200", root: Path | str | None = None) -> dict:
-    """Return the record of a topic; raise ``FileNotFoundError`` with its path if there is none."""
-    path = repository(root) / "docs" / "results" / gpu / f"{topic}.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no record {path}; `python -m moe_numba bench` writes it on a GPU")
-    return json.loads(path.read_text())
+    """Return the record of a topic; raise ``FileNotFoundError`` if there is none, which names those that there are."""
+    folders = results(root)
+    path = folders / gpu / f"{topic}.json"
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    if path.parent.is_dir():
+        missing = unknown("record", topic, [file.stem for file in path.parent.glob("*.json")])
+    else:
+        missing = unknown("GPU", gpu, [folder.name for folder in folders.iterdir() if folder.is_dir()])
+    where = path.parent if path.parent.is_dir() else folders
+    raise FileNotFoundError(f"{missing} in {where}; `python -m moe_numba bench` writes records on a GPU")
+
+
+def unknown(what: str, name: str, names: Iterable[str]) -> str:
+    """Say that there is no such name, which one may be meant, and which there are."""
+    names = sorted(names)
+    close = [other for other in names if other.startswith(name)] or difflib.get_close_matches(name, names, 1)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    return (
+        f"there is no {what} {name!r}{meant}; there {'is' if len(names) == 1 else 'are'} {', '.join(names) or 'none'}"
+    )
 
 
 def peers_of(record: dict | None) -> list[str]:

@@ -35,14 +35,19 @@ def environment() -> dict:
 
 def versions() -> dict[str, str]:
     """Return the versions that may affect a kernel's speed, of the packages that are installed."""
+    # Numba compiles with the toolkit's wheels if they are installed; torch reports its own toolkit otherwise.
+    cuda = version("cuda-toolkit") or version("nvidia-nvvm") or _torch_cuda()
+    return installed() | ({"cuda": cuda} if cuda else {})
+
+
+def installed() -> dict[str, str]:
+    """Return the versions of Python and of the packages that kernels depend on, without importing any."""
     found = {"python": platform.python_version()}
     for name in ("torch", "numba", "numba-cuda", "cuda-core", "numpy"):
         found[name] = version(name)
     if compilers.chosen() == compilers.MLIR:  # it may have compiled elsewhere
         found["numba-cuda-mlir"] = version("numba-cuda-mlir") or "cubins made elsewhere"
     found["cupy"] = version("cupy-cuda13x") or version("cupy-cuda12x") or version("cupy")
-    # Numba compiles with the toolkit's wheels if they are installed; torch reports its own toolkit otherwise.
-    found["cuda"] = version("cuda-toolkit") or version("nvidia-nvvm") or _torch_cuda()
     return {name: version for name, version in found.items() if version}
 
 

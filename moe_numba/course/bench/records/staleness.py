@@ -10,7 +10,7 @@ from moe_numba.course.bench.records.code_hash import hash_cells
 
 def stale_records(root: Path | str | None = None) -> dict[str, list[str]]:
     """Return ``{"<gpu>/<topic>": sentences}`` of all records; no sentences for one with the present kernels."""
-    paths = sorted((records.repository(root) / "docs" / "results").glob("*/*.json"))
+    paths = sorted(records.results(root).glob("*/*.json"))
     return {
         f"{path.parent.name}/{path.stem}": records.stale(json.loads(path.read_text(encoding="utf-8"))) for path in paths
     }
@@ -33,22 +33,11 @@ def stale_notebook(path: Path) -> list[str]:
     return found
 
 
-def stale_results(root: Path | str | None = None) -> Iterator[str]:
-    """Yield the sentences of all records and executed notebooks."""
-    for name, sentences in stale_records(root).items():
-        yield from (f"{name}: {sentence}" for sentence in sentences)
+def stale_results(root: Path | str | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name of each stale record and executed notebook, with a sentence for each reason."""
+    for path in sorted((records.repository(root) / "docs" / "results").glob("*/*.json")):
+        if sentences := records.stale(json.loads(path.read_text(encoding="utf-8"))):
+            yield f"{path.parent.name}/{path.stem}", sentences
     for copy in sorted((records.repository(root) / "notebooks").glob("*.ipynb")):
-        if (source := copy.with_suffix(".py")).is_file():
-            yield from (f"{copy.name}: {sentence}" for sentence in stale_notebook(source))
-
-
-def summary(root: Path | str | None = None) -> str:
-    """Say in a line how many records were measured with other kernels than the present ones."""
-    found = stale_records(root).values()
-    unhashed = sum(any("before kernels were hashed" in sentence for sentence in sentences) for sentences in found)
-    changed = sum(map(bool, found)) - unhashed
-    if not changed and not unhashed:
-        return f"all {len(found)} records were measured with the present kernels"
-    parts = [f"{changed} of {len(found)} records were measured with kernels that have changed since"] * (changed > 0)
-    parts += [f"{unhashed} of {len(found)} records were measured before kernels were hashed"] * (unhashed > 0)
-    return f"{', '.join(parts)}; `make stale` names them"
+        if (source := copy.with_suffix(".py")).is_file() and (sentences := stale_notebook(source)):
+            yield copy.name, sentences
