@@ -1,11 +1,13 @@
-"""Command line: ``python -m moe_numba doctor | bench TOPIC | plot TOPIC | readme | stale``."""
+"""Command line: ``moe-numba doctor | bench TOPIC | plot TOPIC | readme | stale``, or ``python -m moe_numba ...``."""
 
 import argparse
 import inspect
+import json
 import sys
 import tempfile
 from pathlib import Path
 
+import moe_numba
 from moe_numba.extras import missing_extra
 
 
@@ -19,9 +21,13 @@ def main(arguments: list[str] | None = None) -> int:
     Returns
     -------
     int
-        0, or 1 if something is out of date, or 2 if the command cannot run here.
+        0, or 1 if something is broken or out of date, or 2 if the command cannot run here.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.run is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         return options.run(options)
     except (UserError, ImportError) as error:
@@ -33,38 +39,64 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser():
+    from moe_numba.course.pages.topics import BENCH_TOPICS
+
+    # The console script has a name of its own; `python -m` would show that of this file.
+    prog = "python -m moe_numba" if Path(sys.argv[0]).name == "__main__.py" else None
     parser = argparse.ArgumentParser(
-        prog="python -m moe_numba", description="Check the installation, run benchmarks and draw figures."
+        prog=prog,
+        description="Mixture-of-experts kernels in Numba CUDA: check this machine, measure kernels, draw the results.",
+        epilog="Begin with `doctor`. To run a Numba program of your own without a GPU: python -m moe_numba.simulator",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"moe_numba {moe_numba.__version__}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 
-    doctor = commands.add_parser("doctor", help="report the GPU, the compiler and what can run on this machine")
-    doctor.add_argument("--arch", metavar="75", help="print what runs on GPUs of another compute capability, here 7.5")
-    doctor.set_defaults(run=_doctor)
+    def command(name, run, summary, more="", clone=False):
+        where = " This needs a clone of the repository." if clone else ""
+        sub = commands.add_parser(
+            name,
+            help=summary + (" (in a clone)" if clone else ""),
+            description=f"{summary[0].upper()}{summary[1:]}.{where}\n\n{more}".strip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(run=run)
+        return sub
 
-    stale = commands.add_parser("stale", help="list records and executed notebooks of kernels that have changed since")
-    stale.set_defaults(run=_stale)
+    width = max(map(len, BENCH_TOPICS))
+    topics = "topics:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in sorted(BENCH_TOPICS.items()))
 
-    bench = commands.add_parser("bench", help="benchmark a topic on this GPU and write its record")
+    doctor = command("doctor", _doctor, "say what runs on this machine: on its GPU, or in the simulator")
+    doctor.add_argument("--arch", metavar="75", help="list what runs on GPUs of another compute capability, here 7.5")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON, for scripts")
+
+    bench = command("bench", _bench, "measure the kernels of a topic on this GPU, beside others", topics)
     bench.add_argument("topic", metavar="TOPIC")
     bench.add_argument("--peers", type=Path, metavar="DIR", help="also measure the kernels of other projects in DIR")
     bench.add_argument("--out", type=Path, metavar="DIR", help="write DIR/<gpu>/TOPIC.json (default: docs/results)")
     bench.add_argument("--seconds", type=int, metavar="S", help="of a topic that measures until its time is up")
     bench.add_argument("--quick", action="store_true", help="measure a few sizes only")
-    bench.set_defaults(run=_bench)
 
-    plot = commands.add_parser("plot", help="draw the figures of a record; needs no GPU")
+    plot = command("plot", _plot, "draw the figures of a topic from recorded times; needs no GPU", topics)
     plot.add_argument("topic", metavar="TOPIC")
-    plot.add_argument("--gpu", default="h200", help="folder of docs/results to read (default: h200)")
+    plot.add_argument(
+        "--gpu", default="h200", help="the GPU that was measured, a folder of the records (default: h200)"
+    )
     plot.add_argument("--out", type=Path, default=Path("build/figures"), metavar="DIR", help="default: build/figures")
     plot.add_argument("--table", action="store_true", help="rewrite the topic's table in docs/measurements.md instead")
     plot.add_argument("--check", action="store_true", help="write nothing; exit code 1 if that table is out of date")
-    plot.set_defaults(run=_plot)
 
-    readme = commands.add_parser("readme", help="rewrite the generated blocks of README.md and docs/")
+    readme = command("readme", _readme, "rewrite the generated blocks of README.md and docs/", clone=True)
     readme.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a block is out of date")
-    readme.set_defaults(run=_readme)
+
+    stale = command("stale", _stale, "list the results of kernels that have changed since", clone=True)
+    stale.add_argument("--json", action="store_true", help='print {"record or notebook": [sentences]}, for scripts')
     return parser
+
+
+def _say(text):
+    """Say what takes more than a moment, where it does not mix with the command's output."""
+    print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def _doctor(options):
@@ -74,18 +106,31 @@ def _doctor(options):
     known = {"".join(map(str, arch)): arch for arch in KNOWN}
     if options.arch is not None and options.arch not in known:
         raise UserError(f"--arch is {options.arch}; it must be one of {', '.join(known)}")
-    print("\n".join(doctor.report(known.get(options.arch))))
-    return 0
+    _say("listing the paths of the kernels" if options.arch else "compiling a small kernel")
+    try:
+        found = doctor.examine(known.get(options.arch))
+    except ValueError as error:  # MOE_NUMBA_COMPILER
+        raise UserError(error) from error
+    print(json.dumps(found, indent=1) if options.json else "\n".join(doctor.report(found)))
+    return int(found.get("status") == "broken")
 
 
 def _stale(options):
-    from moe_numba.course.bench.records.staleness import stale_results
+    from moe_numba.course.bench.records import staleness
 
+    _say("comparing records and executed notebooks with the present kernels")
+    found = {}
     try:
-        found = list(stale_results())
+        for name, sentences in staleness.stale_results():
+            found[name] = sentences
+            if not options.json:
+                print(*(f"{name}: {sentence}" for sentence in sentences), sep="\n", flush=True)
     except FileNotFoundError as error:
         raise UserError(error) from error
-    print(*found or ["all records and executed notebooks are of the present kernels"], sep="\n")
+    if options.json:
+        print(json.dumps(found, indent=1))
+    elif not found:
+        print("all records and executed notebooks are of the present kernels")
     return int(bool(found))
 
 
@@ -95,33 +140,34 @@ def _peers_of_a_folder(names):
 
 
 def _bench(options):
-    import torch
-
     from moe_numba import simulator
     from moe_numba.course import bench
     from moe_numba.course.bench import records
 
-    topic = _topic(options.topic)
+    _check_topic(options.topic)
+    if not simulator.ENABLED:
+        _say("loading torch")
+    if simulator.ENABLED or not _torch_has_a_gpu():
+        raise UserError("bench needs a GPU: kernels run in the simulator here, which measures no times (see `doctor`)")
+    topic = bench.topic(options.topic)
     budget = {} if options.seconds is None else {"seconds": options.seconds}
     if budget and "seconds" not in inspect.signature(topic.measure).parameters:
         raise UserError(f"--seconds is {options.seconds}; {options.topic} measures all of its sizes")
-    if options.out is not None:
-        _make_folder(options.out)  # fail before measuring, not after
-    if simulator.ENABLED or not torch.cuda.is_available():
-        raise UserError("bench needs a GPU: kernels run in the simulator here, which measures no times (see `doctor`)")
     try:
+        out = options.out or records.written_to()
+        _make_folder(out)  # fail before measuring, not after
         peers = bench.load_peers(options.peers) if options.peers else []
-        if options.out is None:
-            records.repository()  # fail before measuring, not after
     except (ValueError, FileNotFoundError) as error:
         raise UserError(error) from error
     env = records.environment()
     earlier = records.recorded(options.topic, records.folder(env["gpu"]))
-    if options.out is None and not options.peers and (lost := _peers_of_a_folder(records.peers_of(earlier))):
+    replaced = out == records.results() and not options.peers
+    if replaced and (lost := _peers_of_a_folder(records.peers_of(earlier))):
         raise UserError(
             f"the record of {options.topic} has times of {', '.join(lost)}, which a run without them would delete: "
             "name their folder with --peers, or another folder for the record with --out"
         )
+    _say(f"measuring {options.topic} on {env['gpu']}" + (", a few sizes" if options.quick else ": this takes minutes"))
     rows = topic.measure(peers, options.quick, **budget)
     if hasattr(topic, "generate"):
         print(f"written: {topic.generate(rows, records.folder(env['gpu']))}")
@@ -132,26 +178,36 @@ def _bench(options):
     return 0
 
 
-def _plot(options):
-    from moe_numba.course.bench import records
-    from moe_numba.course.bench.figures import plots
+def _torch_has_a_gpu():
+    import torch
 
-    topic = _topic(options.topic)
+    return torch.cuda.is_available()
+
+
+def _plot(options):
+    from moe_numba.course import bench
+    from moe_numba.course.bench import records
+
+    _check_topic(options.topic)
     try:
         record = records.read(options.topic, options.gpu)
     except FileNotFoundError as error:
         raise UserError(error) from error
+    _say(f"drawing {options.topic} on {record['gpu']}")
+    topic = bench.topic(options.topic)
     for sentence in records.stale(record):
-        print(f"out of date: {options.topic}: {sentence}", file=sys.stderr)
+        print(f"out of date: {options.topic}: {sentence.partition(': ')[0]}", file=sys.stderr)
     if options.table or options.check:
         return _plot_table(options.topic, topic.readme_table(record), options.check)
+    from moe_numba.course.bench.figures import plots
+
     _make_folder(options.out)
     for name, figure in topic.figures(record).items():
         try:
             written = plots.save(figure, options.out / f"{options.topic}-{name}")
         except OSError as error:
             raise UserError(f"{error.filename} cannot be written: {error.strerror}") from error
-        print(*written, sep="\n")
+        print(*written, sep="\n", flush=True)
     return 0
 
 
@@ -161,15 +217,15 @@ def _make_folder(path):
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise UserError(f"--out is {path}, where nothing can be written: {error.strerror}") from error
+        raise UserError(f"nothing can be written to {path}: {error.strerror}") from error
 
 
 def _plot_table(topic, table, check):
     from moe_numba.course.bench import records
     from moe_numba.course.pages.readme import MEASUREMENTS, replace_block
 
-    path = records.repository() / MEASUREMENTS
     try:
+        path = records.repository() / MEASUREMENTS
         old = path.read_text()
         new = replace_block(old, topic, table, MEASUREMENTS)
     except (FileNotFoundError, ValueError) as error:
@@ -183,6 +239,7 @@ def _plot_table(topic, table, check):
 
 
 def _readme(options):
+    _say("drawing the tables from the records")
     from moe_numba.course.pages import readme
 
     try:
@@ -194,13 +251,13 @@ def _readme(options):
     return int(options.check and bool(changed))
 
 
-def _topic(name):
+def _check_topic(name):
+    """Refuse an unknown topic before anything slow is imported."""
     from moe_numba.course import bench
+    from moe_numba.course.bench import records
 
-    try:
-        return bench.topic(name)
-    except ValueError as error:
-        raise UserError(error) from error
+    if name not in (names := bench.topic_names()):
+        raise UserError(records.unknown("topic", name, names))
 
 
 def print_table(rows: list[dict], title: str, console=None) -> None:

@@ -1,11 +1,11 @@
 """Timing with a fake clock, the ladder, figures and the doctor."""
 
+import contextlib
 import itertools
 import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
 
 import matplotlib
 import numpy as np
@@ -14,12 +14,15 @@ import torch
 from helpers.figures import misplaced
 from matplotlib.text import Text
 
+import moe_numba
 import moe_numba.course.bench as bench
+from moe_numba import __main__ as cli
 from moe_numba import doctor, simulator
 from moe_numba.course.bench import Stats, records, timing
 from moe_numba.course.bench.figures import plots
 from moe_numba.course.steps import ladder
 from moe_numba.course.steps.ladder import Ladder, WrongResult
+from moe_numba.runtime.compilers import version
 from moe_numba.runtime.device import UnsupportedDeviceError
 from moe_numba.runtime.launch import launch
 from moe_numba.runtime.recording import noted_launches
@@ -138,7 +141,7 @@ class FakeGPU:
                 gpu.now += 3 + sum(us for us, _ in self.launches)
                 gpu.replays.append([name for _, name in self.launches])
 
-        @contextmanager
+        @contextlib.contextmanager
         def graph(target, capture_error_mode):
             gpu.capturing = target.launches = []
             yield
@@ -154,7 +157,7 @@ class FakeGPU:
             "graph": graph,
             "Stream": Stream,
             "current_stream": Stream,
-            "stream": lambda stream: nullcontext(),
+            "stream": lambda stream: contextlib.nullcontext(),
             "synchronize": lambda: None,
         }
         for name, fake in fakes.items():
@@ -489,62 +492,117 @@ def test_saved_figures_are_reproducible_and_leave_rcparams_unchanged(tmp_path):
 
 
 def test_doctor_on_this_machine():
-    lines = doctor.report()
-    assert [line.split()[0] for line in lines[:4]] == ["GPU", "versions", "sm_90a", "runs"]
-    assert "numba-cuda" in lines[1]
-    assert "the compiler works" in lines[2], "the toolkit's wheels are part of the test environment"
+    found = doctor.examine()
+    lines = doctor.report(found)
+    assert lines[0] == found["summary"] and [line.split()[0] for line in lines[2:6]] == [
+        "GPU",
+        "compiler",
+        "versions",
+        "runs",
+    ]
+    assert lines[4].split()[1:3] == ["moe_numba", f"{moe_numba.__version__},"]
+    assert "sm_90a" in lines[3] and "bytes of machine code" in lines[3], "the toolkit's wheels are part of the tests"
     if simulator.ENABLED:
-        assert "simulator" in lines[0] and "not launched" in lines[2] and "in the simulator" in lines[3]
-    assert max(map(len, lines)) < 200
+        assert found["status"] == "simulator" and "not launched" in lines[3] and "recorded on an H200" in lines[5]
+    assert max(map(len, lines)) < 200 and not any("record" in line and "changed" in line for line in lines)
 
 
-H200 = [["NVIDIA H200", [9, 0]]]
+def test_doctor_uses_the_compiler_that_is_chosen(monkeypatch):
+    monkeypatch.setenv("MOE_NUMBA_COMPILER", "mlir")
+    found = doctor.examine()
+    line = doctor.report(found)[3]
+    assert found["compiler"] == "numba-cuda-mlir" and "numba-cuda-mlir (MOE_NUMBA_COMPILER)" in line
+    installed = version("numba-cuda-mlir") is not None
+    assert ("bytes of machine code" if installed else "pip install 'moe_numba[mlir]'") in line
+    monkeypatch.setenv("MOE_NUMBA_COMPILER", "gcc")
+    with pytest.raises(ValueError, match="MOE_NUMBA_COMPILER is 'gcc'; allowed are numba-cuda, mlir"):
+        doctor.examine()
+
+
+def test_doctor_prints_json_and_one_line_of_progress(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "probing", lambda: contextlib.nullcontext(lambda: T4 | {"driver": [12, 4]}))
+    monkeypatch.setattr(simulator, "ENABLED", False)
+    assert cli.main(["doctor", "--json"]) == 1, "a GPU that kernels cannot use"
+    out, progress = capsys.readouterr()
+    found = json.loads(out)
+    assert found["status"] == "broken" and found["summary"].endswith("pip install 'moe_numba[cu12]'")
+    assert progress == "compiling a small kernel ...\n"
+    assert cli.main(["doctor"]) == 1 and capsys.readouterr().out.startswith(found["summary"] + "\n")
+
+
+H200 = {"gpus": [["NVIDIA H200", [9, 0]]], "torch": True, "arch": "sm_90a", "cubin_bytes": 9, "launched": True}
+A10 = H200 | {"gpus": [["A10", [8, 6]]], "arch": "sm_86"}
 T4 = {"gpus": [["T4", [7, 5]]], "torch": False, "error": "no NVVM"}
+NOT_ON_IT = "There is a GPU, but kernels do not run on it: "
 
 
 @pytest.mark.parametrize(
-    ("found", "simulated", "expected"),
+    ("found", "simulated", "status", "summary", "expected"),
     [
         (
-            {"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": True},
+            H200,
             False,
-            ["9.0", "correct result", "kernels, bench, pytest -m gpu;", "TMA, wgmma and clusters"],
+            "gpu",
+            "Kernels run on the GPU: NVIDIA H200",
+            ["9.0", "the result is right", "kernels, lessons, bench, pytest -m gpu;", "TMA, wgmma and clusters"],
         ),
-        ({"gpus": H200 * 2, "torch": True, "cubin_bytes": 9, "launched": True}, False, ["-m multigpu"]),
-        ({"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": False}, False, ["WRONG result", "no kernel"]),
-        ({"gpus": H200, "torch": False, "cubin_bytes": 9, "launched": True}, False, ["torch cannot use it"]),
-        ({"gpus": H200, "torch": True, "cubin_bytes": 9, "launched": True}, True, ["in the simulator nevertheless"]),
+        (H200 | {"gpus": H200["gpus"] * 2}, False, "gpu", "Kernels run on the GPU", ["-m multigpu"]),
         (
-            {"gpus": [["A10", [8, 6]]], "torch": True, "arch": "sm_86", "cubin_bytes": 9, "launched": True},
+            H200 | {"launched": False},
             False,
-            ["sm_86 ", "correct result", "compute capability 8.6", "one CTA instead of a cluster", "mma.sync"],
+            "broken",
+            "There is a GPU, but a trial kernel fails on it: its result is WRONG",
+            ["the result is WRONG"],
         ),
-        ({"gpus": [["A10", [8, 6]]], "torch": True, "cubin_bytes": 9}, False, ["8.6", "not launched", "no kernel"]),
+        (H200 | {"torch": False}, False, "broken", "There is a GPU, but torch cannot use it: is this a CPU build", []),
+        (H200, True, "simulator", "Kernels run in the simulator, although there is a GPU: ", []),
+        (
+            A10,
+            False,
+            "gpu",
+            "Kernels run on the GPU: A10",
+            ["sm_86: ", "the result is right", "compute capability 8.6", "one CTA instead of a cluster", "mma.sync"],
+        ),
+        (
+            {name: value for name, value in A10.items() if name != "launched"} | {"error": "no context"},
+            False,
+            "broken",
+            "There is a GPU, but a trial kernel fails on it: no context",
+            ["8.6", "not launched: no context"],
+        ),
         (
             {"gpus": [], "error": "no NVVM"},
             True,
-            ["none: kernels run in the simulator", "the compiler fails: no NVVM", "cannot run", "[cu13]'", "[cu12]'"],
+            "simulator",
+            "No GPU was found: kernels run in the simulator",
+            ["CUDA's compiler is not installed", "[cu13]'", "[cu12]'"],
         ),
-        (T4 | {"driver": [12, 4]}, False, ["none is installed: pip install 'moe_numba[cu12]'"]),
-        (T4 | {"driver": [14, 0]}, False, ["none is installed: pip install 'moe_numba[cu13]'"]),
+        ({"gpus": [], "error": "no NVVM"}, False, "broken", "No GPU was found, and the simulator is off", []),
+        (T4 | {"driver": [12, 4]}, False, "broken", NOT_ON_IT, ["not installed: pip install 'moe_numba[cu12]'"]),
+        (T4 | {"driver": [14, 0]}, False, "broken", NOT_ON_IT, ["not installed: pip install 'moe_numba[cu13]'"]),
         (
-            T4 | {"driver": [12, 4], "compiler": [13, 5]},
+            T4 | {"driver": [12, 4], "toolkit": [13, 5]},
             False,
-            ["for CUDA 13.5, but the driver supports CUDA 12.4: pip install 'moe_numba[cu12]'", "than the driver's"],
+            "broken",
+            NOT_ON_IT + "the compiler is for CUDA 13.5",
+            ["but the driver supports CUDA 12.4: pip install 'moe_numba[cu12]'"],
         ),
     ],
 )
-def test_doctor_report(monkeypatch, found, simulated, expected):
-    monkeypatch.setattr(doctor, "probe", lambda: found)
-    monkeypatch.setattr(doctor, "_results_line", lambda: "")
+def test_doctor_report(monkeypatch, found, simulated, status, summary, expected):
+    monkeypatch.setattr(doctor, "probing", lambda: contextlib.nullcontext(lambda: found))
     monkeypatch.setattr(simulator, "ENABLED", simulated)
     monkeypatch.delenv("MOE_NUMBA_ARCH", raising=False)
-    text = "\n".join(doctor.report())
+    examined = doctor.examine()
+    text = "\n".join(doctor.report(examined))
+    assert examined["status"] == status and text.startswith(summary), text
     assert all(part in text for part in expected), text
 
 
 def test_doctor_compiles_for_the_gpus_own_architecture():
-    code = "import moe_numba; from moe_numba import doctor; print([len(doctor._compile(arch)[0].code) for arch in {}])"
+    code = (
+        "import moe_numba; from moe_numba import doctor; print([len(doctor._compile(arch).code.code) for arch in {}])"
+    )
     archs = [(7, 5), (8, 6), (9, 0, "a"), (12, 0)]
     environment = os.environ | {"MOE_NUMBA_SIMULATE": "0", "NUMBA_ENABLE_CUDASIM": "0"}
     command = [sys.executable, "-c", code.format(archs)]
@@ -554,9 +612,24 @@ def test_doctor_compiles_for_the_gpus_own_architecture():
 
 @pytest.mark.parametrize("driver, compiler", [([13, 0], [13, 5]), ([13, 0], [12, 9]), ([12, 0], [12, 9])])
 def test_a_compiler_of_the_drivers_major_version_or_older_is_no_problem(driver, compiler):
-    assert doctor._compiler_problem({"driver": driver, "compiler": compiler}) is None
+    assert doctor._compiler_problem({"driver": driver, "toolkit": compiler}) is None
 
 
 def test_doctor_reports_a_failed_compiler_process(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert doctor.probe() == {"gpus": [], "error": "exit code 1"}
+    with doctor.probing() as trial:
+        assert trial() == {"gpus": [], "error": "exit code 1"}
+
+
+def test_doctor_ends_a_trial_that_takes_too_long():
+    with doctor.probing(timeout_s=0.01) as trial:
+        assert trial() == {"gpus": [], "error": "the trial did not finish within 0.01 s"}
+
+
+def test_doctor_needs_no_cuda_on_macos(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a trial was started"))
+    monkeypatch.setattr(simulator, "ENABLED", True)
+    lines = doctor.report(doctor.examine())
+    assert lines[0].startswith("No GPU was found: kernels run in the simulator") and "cu13" not in "".join(lines)
+    assert "there is no CUDA for macOS" in lines[3]

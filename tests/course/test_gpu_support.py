@@ -176,7 +176,11 @@ def test_the_readme_has_the_table():
 def test_doctor_prints_the_tables_of_an_architecture(capsys):
     assert main(["doctor", "--arch", "86"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("compute capability 8.6\n") and printed.splitlines() == doctor.tables((8, 6), (8, 6))
+    assert printed.startswith("compute capability 8.6\n") and printed.splitlines() == doctor.report(
+        doctor.tables((8, 6), (8, 6))
+    )
+    capsys.readouterr(), main(["doctor", "--arch", "86", "--json"])
+    assert json.loads(capsys.readouterr().out) == doctor.tables((8, 6), (8, 6))
     assert "\ngrouped GEMM              yes   mma.sync and cp.async\n" in printed
     assert main(["doctor", "--arch", "81"]) == 2
     assert "--arch is 81; it must be one of 75, 80, 86" in capsys.readouterr().err
@@ -184,9 +188,10 @@ def test_doctor_prints_the_tables_of_an_architecture(capsys):
 
 def test_doctor_of_an_h200_that_takes_older_paths():
     """No kernel has wgmma, not even as code for 9.0 on a newer GPU."""
-    lines = [" ".join(line.split()) for line in doctor.tables((8, 0), (9, 0))]
-    assert "grouped GEMM yes mma.sync" in str(lines)
-    assert any(line.split()[:2] == ["06_hopper_gemm", "no"] for line in doctor.tables((9, 0), (10, 0)))
+    rows = {row["name"]: row for row in doctor.tables((8, 0), (9, 0))["functions"]}
+    assert rows["grouped GEMM"]["runs"] and rows["grouped GEMM"]["path"].startswith("mma.sync")
+    rows = {row["name"]: row for row in doctor.tables((9, 0), (10, 0))["notebooks"]}
+    assert not rows["06_hopper_gemm"]["runs"]
 
 
 # Notebooks

@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import re
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ import torch
 from bench_topics import ENVIRONMENT
 from rich.console import Console
 
+import moe_numba
 from moe_numba import __main__ as cli
 from moe_numba import simulator
 from moe_numba.course import bench
@@ -197,6 +199,7 @@ def toy_topic(repository, monkeypatch):
         readme_table=lambda record: f"| {record['gpu']} |",
     )
     monkeypatch.setattr(bench, "topic", lambda name: module)
+    monkeypatch.setattr(bench, "topic_names", lambda: ["toy"])
     monkeypatch.setattr(records, "repository", lambda root=None: repository)
     monkeypatch.setattr(records, "environment", lambda: dict(ENVIRONMENT))
     monkeypatch.setattr(simulator, "ENABLED", False)
@@ -204,10 +207,50 @@ def toy_topic(repository, monkeypatch):
     return repository
 
 
-def test_an_unknown_topic_is_refused(capsys):
-    assert cli.main(["bench", "nonsense"]) == 2 and cli.main(["plot", "nonsense"]) == 2
-    error = capsys.readouterr().err
-    assert "no topic 'nonsense'; the topics are:" in error and "Traceback" not in error
+@pytest.mark.parametrize("command", ["bench", "plot"])
+def test_an_unknown_topic_is_refused_before_torch_is_imported(command):
+    code = f"import sys; from moe_numba.__main__ import main; main(['{command}', 'gat']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.startswith(
+        "moe_numba: there is no topic 'gat' (did you mean gate?); there are align, call_time, "
+    )
+    assert done.stderr.count("\n") == 1 and done.stdout == "False\n"
+
+
+def test_the_help_describes_every_topic(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    printed = capsys.readouterr().out
+    assert set(re.findall(r"^  (\w+)  +\S", printed.partition("positional")[0], re.M)) == set(bench.topic_names())
+
+
+def test_a_record_that_does_not_exist_is_refused_with_those_that_do(repository):
+    write(repository)
+    with pytest.raises(FileNotFoundError, match=r"no GPU 'h20' \(did you mean h200\?\); there is h200 in "):
+        records.read("gate", "h20", repository)
+    with pytest.raises(FileNotFoundError, match=r"no record 'align'; there is gate in .*moe_numba bench` writes"):
+        records.read("align", root=repository)
+
+
+@pytest.mark.parametrize(
+    "name, meant", [("h100", " (did you mean h100-80gb?)"), ("h20", " (did you mean h200?)"), ("t4", "")]
+)
+def test_the_closest_name_is_suggested(name, meant):
+    assert (
+        records.unknown("GPU", name, ["h200", "h100-80gb"])
+        == f"there is no GPU '{name}'{meant}; there are h100-80gb, h200"
+    )
+
+
+def test_an_installed_package_reads_its_own_copy_of_the_records(repository, monkeypatch, tmp_path):
+    """And writes new ones to the current folder."""
+    write(repository)
+    monkeypatch.setattr(records, "PACKAGED", repository / "docs" / "results")
+    monkeypatch.setattr(records, "repository", lambda root=None: pytest.fail("there is no repository"))
+    monkeypatch.chdir(tmp_path)
+    assert records.read("gate")["rows"] == rows()
+    assert records.write("other", rows(), env=ENVIRONMENT) == Path("results/h200/other.json")
+    assert (tmp_path / "results" / "h200" / "other.json").is_file() and not records.recorded("other")
 
 
 @pytest.mark.parametrize(("simulated", "cuda"), [(True, True), (True, False), (False, False)])
@@ -286,7 +329,7 @@ def test_bench_plot_and_readme_commands(toy_topic, capsys):
     for command in ("plot", "bench"):
         (toy_topic / "file").write_text("")
         assert cli.main([command, "toy", "--out", str(toy_topic / "file")]) == 2
-        assert f"--out is {toy_topic / 'file'}, where nothing can be written" in capsys.readouterr().err
+        assert f"nothing can be written to {toy_topic / 'file'}: " in capsys.readouterr().err
     assert sorted(path.name for path in (toy_topic / "figures").iterdir()) == ["toy-ladder.png", "toy-ladder.svg"]
     (toy_topic / "folders" / "toy-ladder.png").mkdir(parents=True)
     assert cli.main(["plot", "toy", "--out", str(toy_topic / "folders")]) == 2
@@ -339,9 +382,41 @@ def test_table_shows_times_and_lower_bound():
         assert text in line
 
 
+def run_command(*arguments):
+    return subprocess.run([sys.executable, "-m", "moe_numba", *arguments], capture_output=True, text=True)
+
+
 def test_the_package_runs_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "moe_numba", "--help"], capture_output=True, text=True)
+    done = run_command("--help")
     assert done.returncode == 0 and all(command in done.stdout for command in ("doctor", "bench", "plot"))
+    assert done.stdout.startswith("usage: python -m moe_numba ")
+    assert run_command("--version").stdout == f"moe_numba {moe_numba.__version__}\n"
+    without = run_command()
+    assert without.returncode == 2 and without.stderr == done.stdout, "what a command is, not only that it is missing"
+
+
+@pytest.mark.parametrize("command", ["stale", "readme", "plot"])
+def test_commands_that_need_a_clone_say_so(command, monkeypatch, tmp_path, capsys):
+    repository = records.repository
+    monkeypatch.setattr(records, "repository", lambda root=None: repository(tmp_path))
+    monkeypatch.setattr(records, "PACKAGED", ROOT / "docs" / "results")
+    assert cli.main(["plot", "gate", "--check"] if command == "plot" else [command]) == 2
+    assert f"this needs a clone of moe_numba's repository, with its notebooks, docs/ and tests; {tmp_path} is none" in (
+        capsys.readouterr().err
+    )
+
+
+def test_stale_results_as_json(repository, monkeypatch, capsys):
+    monkeypatch.setattr(records, "repository", lambda root=None: repository)
+    assert cli.main(["stale", "--json"]) == 0 and json.loads(capsys.readouterr().out) == {}
+    write(repository)
+    file = repository / "docs" / "results" / "h200" / "gate.json"
+    record = json.loads(file.read_text())
+    file.write_text(records.dump({name: value for name, value in record.items() if name != "functions"}))
+    assert cli.main(["stale", "--json"]) == 1
+    sentences = ["measured at commit 1a2b3c4, before kernels were hashed"]
+    assert json.loads(capsys.readouterr().out) == {"h200/gate": sentences}
+    assert cli.main(["stale"]) == 1 and capsys.readouterr().out == f"h200/gate: {sentences[0]}\n"
 
 
 # The repository's own records

@@ -1,13 +1,21 @@
 """The simulator without the rest of the package, and ``python -m moe_numba.simulator run``."""
 
+import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moe_numba import extras, simulator
+from moe_numba.simulator import command
+from moe_numba.simulator.core import kernel as core_kernel
+
+# isort: split
+from numba import cuda
 
 pytestmark = pytest.mark.skipif(not simulator.ENABLED, reason="kernels run on a GPU here: set MOE_NUMBA_SIMULATE=1")
 
@@ -119,11 +127,14 @@ def test_the_first_seed_that_fails_is_named(run, script):
     program = "import os, sys\nsys.exit(3 if os.environ['MOE_NUMBA_SEED'] == '2' else None)"
     done = run("--seeds", 5, script(program))
     assert done.returncode == 3
-    assert done.stderr == (
+    assert done.stderr.splitlines() == [
+        "moe_numba.simulator: 1 of 5 seeds passed",
+        "moe_numba.simulator: 2 of 5 seeds passed",
         "moe_numba.simulator: seed 2 failed with exit code 3, after 2 seeds that passed; run it again with --seed 2 "
-        "instead of --seeds 5\n"
-    )
-    assert "3 seeds passed" in run("--seeds", 3, script("pass")).stderr
+        "instead of --seeds 5",
+    ]
+    passed = run("--seeds", 4, script("pass")).stderr.splitlines()
+    assert [line.split()[1:3] for line in passed] == [["1", "of"], ["2", "of"], ["4", "seeds"]], "1, 2, 4, 8, ..."
 
 
 def test_options_reach_the_simulator(run, script):
@@ -237,8 +248,43 @@ def test_wrong_options_are_one_sentence(options, environment, said, run, script)
     assert done.stderr.startswith(f"moe_numba.simulator: {said}") and done.stderr.count("\n") == 1
 
 
-def test_a_missing_program_is_one_sentence(run):
-    assert run("absent.py").stderr == "moe_numba.simulator: absent.py is not a file\n"
+def test_a_missing_program_is_one_sentence(run, script, tmp_path):
+    said = "moe_numba.simulator: {} is not a file{}\n"
+    assert run("absent.py").stderr == said.format("absent.py", "")
+    script("pass")
+    assert run("programm.py").stderr == said.format("programm.py", "; did you mean program.py?")
+    assert run("x.py").stderr == said.format("x.py", f"; {tmp_path.resolve()} has program.py")
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    assert command.main([]) == 2
+    assert "run my_kernel.py" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_report_is_written_to_a_file(run, script, tmp_path):
+    program = script(RACE.format(barrier="cuda.syncthreads()"))
+    done = run("--report-to", "counters.json", program)
+    assert done.returncode == 0 and done.stdout == "arguments __main__\n", done.stderr
+    (kernel,) = json.loads((tmp_path / "counters.json").read_text())["kernels"]
+    assert kernel["name"] == "reverse"
+    done = run("--report-to", "absent/counters.json", program)
+    assert done.returncode == 2 and done.stderr.endswith("but absent is not a folder\n")
+
+
+def test_a_kernel_that_takes_long_is_named():
+    @cuda.jit
+    def counts(x):
+        for k in range(5000):
+            x[cuda.threadIdx.x] += k
+
+    said = []
+    with command.reported_while_it_runs(said.append, 1e-4):
+        core_kernel.run(counts, 1, 32, [np.zeros(32)])
+    assert said[0].endswith("running kernel counts, 1 blocks of 32 threads")
+    ended, number = threading.Event(), len(said)
+    with command.reported_while_it_runs(said.append, 1e-4):
+        ended.wait(0.05)
+    assert len(said) == number, "nothing runs"
 
 
 def test_a_program_that_has_loaded_numba_cuda_cannot_switch():

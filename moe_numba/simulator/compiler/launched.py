@@ -88,6 +88,8 @@ def compile_launched() -> tuple[list[str], list[str]]:
 
 def report_launched() -> int:
     """Print what `compile_launched` returns to standard error; return the number of kernels that do not compile."""
+    if _requests:
+        print(f"compiling {len(_requests)} kernel{'s' * (len(_requests) > 1)} ...", file=sys.stderr, flush=True)
     errors, notes = compile_launched()
     for message in errors + notes:
         print(f"moe_numba.simulator: {message}", file=sys.stderr)

@@ -40,6 +40,9 @@ def _dim3(name, value, limits):
     return dims
 
 
+running = None  # the name, blocks and threads per block of a kernel while it runs; `command` reports them
+
+
 def run(
     kernel: "Kernel | Callable",
     grid: int | tuple[int, ...],
@@ -121,8 +124,13 @@ def run(
     if ranks is not None:
         ranks.add(make_grid, done)
         return
-    with ShortTraceback():
-        _run_alone(make_grid, seed)
+    global running
+    running = function.__name__, math.prod(grid), math.prod(block)
+    try:
+        with ShortTraceback():
+            _run_alone(make_grid, seed)
+    finally:
+        running = None
     for callback in done:
         callback()
 
