@@ -5,14 +5,19 @@ ARGS ?=
 RUN := .venv/bin/python -m
 PIP := $(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt
 GPU := $(shell nvidia-smi --list-gpus >/dev/null 2>&1 && echo yes)
-ifdef GPU
-EXTRAS := cu13,notebooks
-DOWNLOADS := 3.1 GB (torch with CUDA, CuPy, CUDA's compiler, Jupyter)
-else
-EXTRAS := notebooks
-DOWNLOADS := 0.4 GB (no GPU was found: torch's CPU build, Jupyter)
-endif
 ON_MACOS := $(filter Darwin,$(shell uname -s))
+
+# Lessons and tests look at machine code, so they need CUDA's compiler without a GPU, too; CuPy they do not.
+ifdef GPU
+PACKAGES := '.[cu13,notebooks,test]'
+DOWNLOADS := 3.1 GB (torch with CUDA, CuPy, CUDA's compiler, Jupyter)
+else ifdef ON_MACOS
+PACKAGES := '.[notebooks,test]'
+DOWNLOADS := 0.3 GB (torch, Jupyter; there is no CUDA compiler for macOS)
+else
+PACKAGES := '.[notebooks,test]' 'numba-cuda[cu13]'
+DOWNLOADS := 0.7 GB (no GPU was found: torch's CPU build; CUDA's compiler, Jupyter)
+endif
 
 # Without a GPU, torch is its CPU build, which PyPI does not have for Linux. Where its index cannot be reached, pip takes
 # what it is configured for. `$(call cpu_torch,FOLDER)` installs it in an environment.
@@ -31,29 +36,29 @@ notebooks: .venv/.ready  ## Run every notebook (on the GPU, or small in the simu
 
 # On a GPU the tests run one after another; without one, one worker for each core. tests/helpers/suite.py says which
 # tests a commit's run has.
-test: .venv/.test  ## Run the tests of a commit: the cheap ones, those that find the planted bugs, a shard of the rest
+test: .venv/.ready  ## Run the tests of a commit: the cheap ones, those that find the planted bugs, a shard of the rest
 	@$(RUN) pytest -n auto --dist worksteal --suite commit $(ARGS)
 
-test-fast: .venv/.test  ## Run the tests that take under 3 minutes together
+test-fast: .venv/.ready  ## Run the tests that take under 3 minutes together
 	@$(RUN) pytest -n auto --dist worksteal --suite fast $(ARGS)
 
-test-all: .venv/.test  ## Run all tests; ARGS=--write-costs measures them for the choice of the others
+test-all: .venv/.ready  ## Run all tests; ARGS=--write-costs measures them for the choice of the others
 	@$(RUN) pytest -n auto --dist worksteal $(ARGS)
 
-mutants: .venv/.test  ## Plant each bug of tests/simulator/mutants, and say which test finds it
+mutants: .venv/.ready  ## Plant each bug of tests/simulator/mutants, and say which test finds it
 	@PYTHONPATH=tests:tests/simulator:$$PYTHONPATH $(RUN) mutants.runner $(ARGS)
 
 stale: .venv/.ready  ## Name the records and executed notebooks whose kernels have changed since
 	@$(RUN) moe_numba stale
 
-fingerprint: .venv/.test  ## Hash the machine code of every kernel; ARGS=--check compares
+fingerprint: .venv/.ready  ## Hash the machine code of every kernel; ARGS=--check compares
 	@$(RUN) moe_numba.course.bench.records.fingerprint $(ARGS)
 
-compilers: .venv/.test  ## Compile every kernel with both compilers: docs/compilers.md; ARGS='--first 1 --check' compares
+compilers: .venv/.ready  ## Compile every kernel with both compilers: docs/compilers.md; ARGS='--first 1 --check' compares
 	@$(PIP) -e '.[mlir]'
 	@MOE_NUMBA_SIMULATE=0 $(RUN) moe_numba.course.bench.records.compilers $(ARGS)
 
-lint: .venv/.test  ## Run ruff check, ruff format --check and mypy
+lint: .venv/.ready  ## Run ruff check, ruff format --check and mypy
 	@$(RUN) ruff check
 	@$(RUN) ruff format --check
 	@$(RUN) mypy
@@ -61,7 +66,7 @@ lint: .venv/.test  ## Run ruff check, ruff format --check and mypy
 # The wheel is built from the sdist, and tried in an environment with nothing but its dependencies: first the simulator
 # alone, then, with the extra `kernels`, imports, the command line, a record and one call.
 WHEEL := build/wheel
-wheel: .venv/.test  ## Build the sdist and the wheel, and try the wheel in an empty environment
+wheel: .venv/.ready  ## Build the sdist and the wheel, and try the wheel in an empty environment
 	@rm -rf $(WHEEL) && mkdir -p $(WHEEL)
 	@$(RUN) hatchling build --target sdist --directory $(WHEEL)
 	@$(RUN) pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(WHEEL) $(WHEEL)/*.tar.gz
@@ -108,7 +113,7 @@ test-browser: docs  ## Open every page of the site in headless Chromium (needs /
 	@$(BROWSER)/bin/python tests/browser/playground.py build/site/playground $(BROWSER)/pyodide
 	@$(BROWSER)/bin/python tests/browser/pages.py build/site $(BROWSER)/pyodide $(ARGS)
 
-# constraints.txt fixes the versions, so that pip cannot wander off to another torch. The stamps come last: an
+# constraints.txt fixes the versions, so that pip cannot wander off to another torch. The stamp comes last: an
 # installation that was interrupted starts again.
 .venv/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -116,13 +121,7 @@ test-browser: docs  ## Open every page of the site in headless Chromium (needs /
 	@echo "Setting up .venv, once: downloads $(DOWNLOADS) ..."
 	@$(PYTHON) -m venv .venv
 	@$(call cpu_torch,.venv)
-	@$(PIP) -e '.[$(EXTRAS)]'
-	@touch $@
-
-# Tests compile kernels, also without a GPU.
-.venv/.test: .venv/.ready
-	@echo "Adding what tests need to .venv, once: downloads 0.3 GB (CUDA's compiler, Transformers, pytest) ..."
-	@$(PIP) -e '.[notebooks,test]' $(if $(ON_MACOS),,'numba-cuda[cu13]')
+	@$(PIP) -e $(PACKAGES)
 	@touch $@
 
 clean:  ## Remove the environment and everything that was built

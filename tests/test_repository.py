@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -132,6 +133,27 @@ def test_make_refuses_an_old_python_in_one_sentence(tmp_path):
     assert done.returncode != 0
     assert "needs Python 3.11 or newer" in done.stdout + done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    "machine, size, cpu_torch, packages",
+    [
+        (["GPU=yes", "ON_MACOS="], "3.1 GB", False, {".[cu13,notebooks,test]"}),
+        (["GPU=", "ON_MACOS="], "0.7 GB (no GPU", True, {".[notebooks,test]", "numba-cuda[cu13]"}),
+        (["GPU=", "ON_MACOS=Darwin"], "0.3 GB", False, {".[notebooks,test]"}),
+    ],
+    ids=["gpu", "linux", "macos"],
+)
+def test_make_downloads_what_the_machine_needs_and_says_how_much(tmp_path, machine, size, cpu_torch, packages):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    command = ["make", "-C", str(tmp_path), "--dry-run", *machine, ".venv/.ready"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    said = next(number for number, line in enumerate(lines) if f"downloads {size}" in line)
+    installed = [(number, shlex.split(line)) for number, line in enumerate(lines) if "pip install" in line]
+    assert all(number > said for number, _ in installed), "the size comes before the download"
+    assert any("https://download.pytorch.org/whl/cpu" in words for _, words in installed) == cpu_torch
+    assert packages == set(installed[-1][1][installed[-1][1].index("-e") + 1 :])
 
 
 def test_ci_runs_make_test():
