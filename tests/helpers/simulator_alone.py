@@ -1,7 +1,8 @@
 """A program that needs the simulator alone: shuffles, shared memory, atomics, an mbarrier and TMA, on NumPy arrays.
 
 It runs with numpy, numba, numba-cuda and greenlet, and fails if anything else of the package's extras is imported. With
-`--as-on-macos` numba-cuda and cuda.core are hidden, too, with functions of `os` that other systems lack.
+`--as-on-macos` numba-cuda and cuda.core are hidden, too, with functions of `os` that other systems lack; with
+`--without-cuda` no library of CUDA is found.
 """
 
 import importlib
@@ -23,6 +24,15 @@ importlib.machinery.PathFinder.find_spec = lambda name, *more: (
 if AS_ON_MACOS:
     # numba-cuda is found by a finder of its own.
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "NumbaCudaFinder"]
+
+if "--without-cuda" in sys.argv:
+    from cuda import pathfinder
+    from cuda.bindings import runtime
+
+    def _not_found(*_):
+        raise pathfinder.DynamicLibNotFoundError("no library of CUDA")
+
+    runtime.getLocalRuntimeVersion = _not_found
 
 import moe_numba  # noqa: E402
 from moe_numba import simulator  # noqa: E402

@@ -72,7 +72,7 @@ def run_alone(path, *options):
     return subprocess.run([sys.executable, path, *options], env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("options", [(), ("--as-on-macos",)])
+@pytest.mark.parametrize("options", [(), ("--as-on-macos",), ("--without-cuda",)])
 def test_the_simulator_needs_no_extra(options):
     done = run_alone(ALONE, *options)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ import types
 
 def import_cuda():
     """Import `numba.cuda`, and return it."""
-    with _without_cuda_core():
+    with _without_cuda_core(), _without_cuda_runtime():
         return importlib.import_module("numba.cuda")
 
 
@@ -34,6 +34,24 @@ def _without_cuda_core():
     finally:
         for name in made:
             del sys.modules[name]
+
+
+@contextlib.contextmanager
+def _without_cuda_runtime():
+    """Let numba-cuda ask for the version of CUDA's runtime, as it does for debug information, where none is installed.
+
+    It could not be imported there, as the library is not found.
+    """
+    try:
+        from cuda.bindings import runtime
+    except ImportError:  # as on macOS
+        yield
+        return
+    version, runtime.getLocalRuntimeVersion = runtime.getLocalRuntimeVersion, lambda: (0, 0)
+    try:
+        yield
+    finally:
+        runtime.getLocalRuntimeVersion = version
 
 
 @functools.cache
