@@ -111,7 +111,7 @@ def _doctor(options):
         found = doctor.examine(known.get(options.arch))
     except ValueError as error:  # MOE_NUMBA_COMPILER
         raise UserError(error) from error
-    print(json.dumps(found, indent=1) if options.json else "\n".join(doctor.report(found)))
+    print(json.dumps(found, indent=1) if options.json else "\n".join(doctor.describe(found)))
     return int(found.get("status") == "broken")
 
 

@@ -22,8 +22,13 @@ _HOPPER = (9, 0)
 NEWEST_EXTRA = 13  # cu13 installs the compiler of CUDA 13, for drivers of CUDA 13 or newer; cu12 is for older ones
 
 
+def report(arch: tuple[int, int] | None = None) -> list[str]:
+    """Return the lines that ``moe-numba doctor`` prints: for compute capability ``arch``, or this machine."""
+    return describe(examine(arch))
+
+
 def examine(arch: tuple[int, int] | None = None) -> dict:
-    """Return the findings, of which `report` makes lines and ``--json`` a document.
+    """Return the findings, of which `describe` makes lines and ``--json`` a document.
 
     Parameters
     ----------
@@ -75,8 +80,8 @@ def tables(arch: tuple[int, int], own: tuple[int, int]) -> dict:
     }
 
 
-def report(found: dict) -> list[str]:
-    """Return the lines that ``moe-numba doctor`` prints of the findings, the essential one first."""
+def describe(found: dict) -> list[str]:
+    """Return the findings as lines, the essential one first."""
     lines = []
     if "summary" in found:
         lines = [found["summary"], ""]

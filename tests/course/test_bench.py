@@ -493,7 +493,7 @@ def test_saved_figures_are_reproducible_and_leave_rcparams_unchanged(tmp_path):
 
 def test_doctor_on_this_machine():
     found = doctor.examine()
-    lines = doctor.report(found)
+    lines = doctor.describe(found)
     assert lines[0] == found["summary"] and [line.split()[0] for line in lines[2:6]] == [
         "GPU",
         "compiler",
@@ -510,7 +510,7 @@ def test_doctor_on_this_machine():
 def test_doctor_uses_the_compiler_that_is_chosen(monkeypatch):
     monkeypatch.setenv("MOE_NUMBA_COMPILER", "mlir")
     found = doctor.examine()
-    line = doctor.report(found)[3]
+    line = doctor.describe(found)[3]
     assert found["compiler"] == "numba-cuda-mlir" and "numba-cuda-mlir (MOE_NUMBA_COMPILER)" in line
     installed = version("numba-cuda-mlir") is not None
     assert ("bytes of machine code" if installed else "pip install 'moe_numba[mlir]'") in line
@@ -594,7 +594,7 @@ def test_doctor_report(monkeypatch, found, simulated, status, summary, expected)
     monkeypatch.setattr(simulator, "ENABLED", simulated)
     monkeypatch.delenv("MOE_NUMBA_ARCH", raising=False)
     examined = doctor.examine()
-    text = "\n".join(doctor.report(examined))
+    text = "\n".join(doctor.describe(examined))
     assert examined["status"] == status and text.startswith(summary), text
     assert all(part in text for part in expected), text
 
@@ -630,6 +630,6 @@ def test_doctor_needs_no_cuda_on_macos(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a trial was started"))
     monkeypatch.setattr(simulator, "ENABLED", True)
-    lines = doctor.report(doctor.examine())
+    lines = doctor.report()
     assert lines[0].startswith("No GPU was found: kernels run in the simulator") and "cu13" not in "".join(lines)
     assert "there is no CUDA for macOS" in lines[3]

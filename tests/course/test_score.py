@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda import pathfinder
 
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
@@ -24,7 +25,8 @@ from moe_numba.course.grader import Wrong
 from moe_numba.course.lessons.align.answers import warp_0_scans
 from moe_numba.course.steps import estimate, recorded
 from moe_numba.course.steps.exercises import Break, Diagnose, predict
-from moe_numba.course.steps.score import TOTAL, compare, score
+from moe_numba.course.steps.score import TOTAL, compare, score, score_of_kernels
+from moe_numba.runtime import compilers, sass
 from moe_numba.runtime.changed_source import define
 from moe_numba.runtime.sass import disassembler
 from moe_numba.simulator.vector import launch as launches
@@ -89,6 +91,37 @@ def test_instructions_of_a_hole(scores):
 def test_the_model_orders_the_scans(scores):
     times = [scores[name].us for name in ("one thread", "Blelloch", "warp 0 scans")]
     assert times == sorted(times, reverse=True) and times[-1] > 0
+
+
+def test_without_a_compiler_a_score_has_no_estimate(monkeypatch):
+    with simulator.profile() as profile:
+        lesson.run(lesson.make_align(lesson.serial_scan))
+    with pytest.raises(RuntimeError, match="machine code of kernel align is unknown") as error:
+        score_of_kernels(profile.kernels, "a kernel that was not compiled, though it could be")
+    assert not isinstance(error.value, estimate.NoCompiler)
+    monkeypatch.setattr(compilers, "missing", lambda: "install it")
+    found = score_of_kernels(profile.kernels, "align")
+    assert found.us is None and found["shared loads"] == 256 and "model" not in str(compare(found, found))
+    with pytest.raises(estimate.NoCompiler, match="this looks at machine code: install it"):
+        estimate.require_compiler()
+
+
+def test_what_is_missing_for_machine_code(monkeypatch):
+    missing = compilers.missing.__wrapped__
+    assert missing() is None, "the tests' environment has the compiler and nvdisasm"
+    with monkeypatch.context() as patch:
+        patch.setattr(sass, "disassembler", lambda: None)
+        assert missing() == "nvdisasm is not installed: pip install nvidia-cuda-nvdisasm"
+    with monkeypatch.context() as patch:
+        patch.setattr(pathfinder, "load_nvidia_dynamic_lib", not_found)
+        assert missing() == "CUDA's compiler is not installed: pip install 'moe_numba[cu13]'"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        assert missing() == "there is no CUDA compiler for macOS"
+
+
+def not_found(library):
+    raise pathfinder.DynamicLibNotFoundError(library)
 
 
 def test_what_cannot_be_counted_is_refused():

@@ -29,6 +29,7 @@ from moe_numba import simulator
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines import limits
 from moe_numba.course.bench.latencies import latencies
+from moe_numba.runtime import compilers
 from moe_numba.simulator.core.typed_code import reachable
 from moe_numba.simulator.profiler.report import Counted, KernelProfile
 
@@ -617,9 +618,20 @@ def part_us(counted: Counted, gpu: str = "H200") -> float:
     return max(_Work.of(counted, chip).single, default=0.0) / chip.clock * 1e6
 
 
+class NoCompiler(RuntimeError):
+    """The compiler or nvdisasm is not installed, so that kernels have no machine code."""
+
+
+def require_compiler() -> None:
+    """Raise `NoCompiler` where kernels cannot be compiled: a lesson that shows machine code has no numbers then."""
+    if missing := compilers.missing():
+        raise NoCompiler(f"this looks at machine code: {missing}")
+
+
 def _check_compiled(kernel):
     if kernel.static is None or not kernel.static.sass:
-        reason = kernel.static and kernel.static.reason or "install nvidia-cuda-nvdisasm, or the CUDA toolkit"
+        require_compiler()
+        reason = kernel.static and kernel.static.reason
         raise RuntimeError(f"the machine code of kernel {kernel.name} is unknown: {reason}")
 
 

@@ -8,6 +8,7 @@ must serve.
     compare(before, after)          # a table, also as HTML
 """
 
+import contextlib
 import html
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_numba import simulator
-from moe_numba.course.steps.estimate import describe_error, error_factor, estimate_of, part_us
+from moe_numba.course.steps.estimate import NoCompiler, describe_error, error_factor, estimate_of, part_us
 from moe_numba.simulator.core.typed_code import reachable
 from moe_numba.simulator.profiler.report import KernelProfile, Part
 
@@ -173,8 +174,10 @@ def score_of_kernels(
                 number = round(number / share)
             before = rows.get(key, 0)
             rows[key] = max(before, number) if key == (TOTAL, _CONTENTION) else before + number
-    estimate = estimate_of(kernels, gpu, cold)
-    model = {(MODEL, "time"): estimate.us} | {(MODEL, row): us for row, us in estimate.bounds.items() if bounds}
+    model = {}
+    with contextlib.suppress(NoCompiler):
+        estimate = estimate_of(kernels, gpu, cold)
+        model = {(MODEL, "time"): estimate.us} | {(MODEL, row): us for row, us in estimate.bounds.items() if bounds}
     paths = {key: number for key, number in rows.items() if key[0] == PATH}
     return Score(name, paths | model | {key: number for key, number in rows.items() if key[0] == TOTAL}, gpu)
 
@@ -182,7 +185,8 @@ def score_of_kernels(
 def _rows(counted, gpu):
     path, total = counted.critical_path, counted.total
     rows: dict[tuple[str, str], float] = {(PATH, row): getattr(path, name) for name, row in _PATH_ROWS.items()}
-    rows[MODEL, "time"] = part_us(counted, gpu)
+    with contextlib.suppress(NoCompiler):
+        rows[MODEL, "time"] = part_us(counted, gpu)
     rows[TOTAL, "instructions"] = counted.estimated_instructions or 0
     rows |= {(TOTAL, row): getattr(total, name) for name, row in _TOTAL_ROWS.items()}
     rows[TOTAL, "launches"] = len(counted.kernel.launches)

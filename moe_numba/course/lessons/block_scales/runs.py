@@ -30,6 +30,7 @@ from moe_numba.course.lessons.block_scales.sizes import (
 )
 from moe_numba.course.lessons.hopper.answers import store_four
 from moe_numba.course.lessons.hopper.runs import CompiledLesson, main_loop, poisoned, shape, wrong
+from moe_numba.course.steps.estimate import require_compiler
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Run, Table, factory
 from moe_numba.course.steps.power import power_table
@@ -202,6 +203,7 @@ class _Lesson(CompiledLesson):
 
     def rows(self, kernel):
         """Return rows of what the compiler made of a profiled kernel."""
+        require_compiler()
         sass = kernel.static.sass or ()
         loop = sass[slice(*main_loop(sass))]
         count = Counter(code["opcode"].split(".")[0] for code in loop)

@@ -29,6 +29,7 @@ from moe_numba.course.lessons.dispatch_layout.sizes import (
     TOPK,
 )
 from moe_numba.course.steps import recorded
+from moe_numba.course.steps.estimate import require_compiler
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Lesson, Run, Table
 from moe_numba.course.steps.score import COMPILER, TOTAL, Score, score_of_kernels
@@ -209,6 +210,7 @@ class _Lesson(Lesson):
 
     def count(self, version: Any, name: str) -> Score:
         """Return the score of a version; the simulator counts."""
+        require_compiler()
         with simulator.profile(self.gpu.upper()) as profile:
             self.run.once(version)
         score = score_of_kernels(profile.kernels, name, self.gpu.upper())

@@ -31,6 +31,7 @@ from moe_numba.course.lessons.hopper.sizes import (
     M,
     N,
 )
+from moe_numba.course.steps.estimate import require_compiler
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Lesson, Run, Table
 from moe_numba.course.steps.power import power_table
@@ -254,6 +255,7 @@ _LOADED, _STORED = "bytes from L2 to shared memory", "sectors stored by threads"
 
 def compiled_rows(kernel):
     """Return rows of what the compiler made of a profiled kernel."""
+    require_compiler()
     static, names = kernel.static, [code["opcode"].split(".")[0] for code in kernel.static.sass or ()]
     count, (first, last) = Counter(names), main_loop(kernel.static.sass or ())
     return {

@@ -274,7 +274,7 @@ class _Lesson(Lesson):
         if is_stage:
             found = score_of_kernels(profile.kernels, name, self.gpu.upper())
             if self is not groups:  # an estimate of small inputs says nothing of bytes
-                found.rows.pop((MODEL, "time"))
+                found.rows.pop((MODEL, "time"), None)
             return found
         launches = sum(len(kernel.launches) for kernel in profile.kernels)
         in_torch = sum(operation != "moe_numba" for operation in seen.names)

@@ -28,6 +28,7 @@ from moe_numba.course.lessons.w4_weights.sizes import (
     K,
     N,
 )
+from moe_numba.course.steps.estimate import require_compiler
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Run, Table
 from moe_numba.course.steps.score import COMPILER, PATH, Score
@@ -243,6 +244,7 @@ class _Lesson(CompiledLesson):
 
     def rows(self, kernel):
         """Return rows of what the compiler made of a profiled kernel; a thread of the first step decodes 8 weights."""
+        require_compiler()
         sass = kernel.static.sass or ()
         loop = [_name(code) for code in sass[slice(*main_loop(sass))]]
         tiles = sum(name in ("HGMMA", "HMMA") for name in loop) / MMAS_OF_TILE or 8 / 32
