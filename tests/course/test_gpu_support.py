@@ -176,7 +176,7 @@ def test_the_readme_has_the_table():
 def test_doctor_prints_the_tables_of_an_architecture(capsys):
     assert main(["doctor", "--arch", "86"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("compute capability 8.6\n") and printed.splitlines() == doctor.report(
+    assert printed.startswith("compute capability 8.6\n") and printed.splitlines() == doctor.describe(
         doctor.tables((8, 6), (8, 6))
     )
     capsys.readouterr(), main(["doctor", "--arch", "86", "--json"])
