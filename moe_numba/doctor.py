@@ -1,4 +1,4 @@
-"""``moe-numba doctor``: report what this machine can run, by compiling and launching a small kernel.
+"""``python -m moe_numba doctor``: report what this machine can run, by compiling and launching a small kernel.
 
 ``--arch 75`` lists what runs on a GPU of compute capability 7.5 instead; ``MOE_NUMBA_ARCH=75`` makes kernels run so.
 
@@ -23,7 +23,7 @@ NEWEST_EXTRA = 13  # cu13 installs the compiler of CUDA 13, for drivers of CUDA 
 
 
 def report(arch: tuple[int, int] | None = None) -> list[str]:
-    """Return the lines that ``moe-numba doctor`` prints: for compute capability ``arch``, or this machine."""
+    """Return the lines that ``python -m moe_numba doctor`` prints: for compute capability ``arch``, or this machine."""
     return describe(examine(arch))
 
 
@@ -195,7 +195,9 @@ def _consequences(found):
     elif found["status"] == "simulator":
         yield "kernels, lessons and tests; lessons check results and show times recorded on an H200; bench needs a GPU"
     if "cubin_bytes" in found:
-        yield "tests of machine code, and python -m moe_numba.simulator run --compile; they need no GPU"
+        yield "what looks at machine code, without a GPU, too: some lessons and tests, simulator run --compile"
+    elif found["status"] == "simulator":
+        yield "nothing that looks at machine code: some lessons and tests, simulator run --compile"
 
 
 def _trial():
