@@ -1,6 +1,7 @@
 """The files around the package agree with one another."""
 
 import hashlib
+import html
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from moe_numba.course.pages import race
 from moe_numba.extras import EXTRA_OF
 from moe_numba.runtime.changed_source import define
 
@@ -238,19 +240,13 @@ def test_the_links_of_a_page_lead_somewhere(page):
             assert anchor in anchors, link
 
 
-def test_the_readme_shows_the_race_that_the_simulator_reports(tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    lines = re.findall(r"^  \d+  (.*)$", readme, re.M)
-    program = tmp_path / "reverse.py"
-    program.write_text(
-        "import numpy as np\nfrom numba import cuda, float32\n\n@cuda.jit\ndef reverse(x):\n"
-        "    tile = cuda.shared.array(64, float32)\n    i = cuda.threadIdx.x\n"
-        + "".join(f"    {line}\n" for line in lines)
-        + "\nreverse[1, 64](np.arange(64, dtype=np.float32))\n"
-    )
-    done = run_simulated("-m", "moe_numba.simulator", "run", program.name, cwd=tmp_path)
-    report = done.stderr.splitlines()[-1].removeprefix("moe_numba.simulator.core.errors.")
-    assert done.returncode == 1 and " ".join(report.split()) in " ".join(readme.split()), report
+def test_the_readme_shows_what_the_simulator_says_today():
+    assert f"]({race.PICTURE})" in (ROOT / "README.md").read_text()
+    picture = (ROOT / race.PICTURE).read_text()
+    shown = re.sub(r"\s+", " ", html.unescape(" ".join(re.findall(r"<text[^>]*>(.*?)</text>", picture))))
+    report = race.run(race.KERNEL)
+    assert report.startswith("DataRace") and report in shown
+    assert race.run(race.repaired()) in shown and "right: 63 62" in shown
 
 
 CLOCKS = re.compile(r"\b(perf_counter|monotonic|process_time|time\.time|timeit|datetime\.now)\b")

@@ -122,18 +122,23 @@ class Stages(NamedTuple):
     load_bias : function
         ``load_bias(bias, first_expert, num_valid, lane_bias)``: load the bias of this lane's experts.
     rank : function
-        ``ranking = rank(scores, lane_bias, lane, group, lane_in_group, num_valid, keys, sorted_keys)``: replace the
-        lane's logits by scores, and make its keys. ``ranking`` has three values, which the next two functions take.
-    choose, choose_again : functions
-        ``weight, expert, is_ambiguous = choose(x, start, scores, keys, sorted_keys, *ranking, lane, shared_scale,
-        output_scale, *optional)``: lane k receives column k of the result. The token's logits start at ``x[start]``. If
-        it is ambiguous for any lane, it is wrong; then ``choose_again``, which takes longer, returns the right one.
+        ``is_kept, row_max, inverse_sum = rank(scores, lane_bias, lane, group, lane_in_group, num_valid, keys,
+        sorted_keys)``: replace the lane's logits by scores, make its keys, and say whether its group is kept and by
+        which two numbers a softmax scales.
+    pick, pick_exactly : functions
+        ``picked_key, holder_mask, is_ambiguous = pick(keys, sorted_keys, is_kept, lane)``: lane k receives the k-th
+        largest key of the kept groups, and the lanes that hold it. If that is ambiguous for any lane, only
+        ``pick_exactly`` returns the right ones, which takes longer.
+    finish, finish_exactly : functions
+        ``weight, expert = finish(x, start, scores, keys, picked_key, holder_mask, row_max, inverse_sum, lane,
+        shared_scale, output_scale, *optional)``: lane k receives column k of the result. The token's logits start at
+        ``x[start]``. If a lane holds equal keys, only ``finish_exactly`` returns the right experts.
     experts_per_lane : int
         Length of ``scores``, ``lane_bias``, ``keys`` and ``sorted_keys``.
     raw_words : int
         Length of the array that ``fetch`` fills.
     expects_ties : bool
-        ``choose`` is ``choose_again``: its result is right.
+        ``pick`` and ``finish`` are the exact ones.
     """
 
     lane_slice: Any
@@ -141,16 +146,21 @@ class Stages(NamedTuple):
     unpack: Any
     load_bias: Any
     rank: Any
-    choose: Any
-    choose_again: Any
+    pick: Any
+    pick_exactly: Any
+    finish: Any
+    finish_exactly: Any
     experts_per_lane: int
     raw_words: int
     expects_ties: bool
 
 
 @cache
-def make_stages(config: GateConfig, features: Features = NO_FEATURES) -> Stages:
+def make_stages(config: GateConfig, features: Features = NO_FEATURES, *, notices_repeats: bool = True) -> Stages:
     """Make the device functions of a gate kernel.
+
+    ``notices_repeats``: two equal keys of one lane make a pick ambiguous, too, so that ``finish`` need not expect them.
+    Otherwise only equal keys of several lanes do, which takes fewer instructions, and ``finish`` is ``finish_exactly``.
 
     Raises
     ------
@@ -241,17 +251,19 @@ def make_stages(config: GateConfig, features: Features = NO_FEATURES) -> Stages:
             )
         return num_better
 
-    def make_picks(exact):
-        """Make ``picked_key, holder_mask, is_ambiguous = picks(sorted_keys, lane)``: lane k receives the k-th pick.
+    def make_pick(exact):
+        """Make ``pick`` or ``pick_exactly``.
 
         Each pick takes the warp's maximum, and the lane that holds it advances to its next key. If several lanes hold
         it, only the lowest one does if ``exact``, but then each pick waits for a ballot. Otherwise all of them advance,
-        and the picks are wrong. That, or two equal keys of one lane, makes the picks of any lane ambiguous.
+        and the picks are wrong.
         """
 
         @cuda.jit(device=True)
-        def picks(sorted_keys, lane):
-            picked_key, holder_mask, is_ambiguous = int32(0), uint32(0), False
+        def pick(keys, sorted_keys, is_kept, lane):
+            if not is_kept:
+                sorted_keys[0] = EXCLUDED
+            picked_key, holder_mask, several, is_ambiguous = int32(0), uint32(0), uint32(0), False
             lower_lanes = lanemask_lt()
             for k in range(routed):
                 best = redux_sync_max_s32(uint32(FULL_MASK), sorted_keys[0])
@@ -261,23 +273,21 @@ def make_stages(config: GateConfig, features: Features = NO_FEATURES) -> Stages:
                     picked_key, holder_mask = best, ballot
                 if exact:
                     wins = wins and uint32(ballot & lower_lanes) == uint32(0)
-                else:
+                elif notices_repeats:
                     is_ambiguous = is_ambiguous | (uint32(ballot & uint32(ballot - uint32(1))) != uint32(0))
                     if max_picks_per_lane > 1:
                         is_ambiguous = is_ambiguous | (wins & (sorted_keys[1] == best))
+                else:
+                    several = uint32(several | uint32(ballot & uint32(ballot - uint32(1))))
                 for d in range(max_picks_per_lane - 1):
                     sorted_keys[d] = sorted_keys[d + 1] if wins else sorted_keys[d]
                 sorted_keys[max_picks_per_lane - 1] = EXCLUDED if wins else sorted_keys[max_picks_per_lane - 1]
-            return picked_key, holder_mask, is_ambiguous
+            return picked_key, holder_mask, is_ambiguous | (several != uint32(0))
 
-        return picks
+        return pick
 
     @cuda.jit(device=True)
     def rank(scores, lane_bias, lane, group, lane_in_group, num_valid, keys, sorted_keys):
-        """Replace the lane's logits by scores, and make and sort its keys.
-
-        Return whether its group is kept, and the two numbers by which a softmax scales.
-        """
         row_max, inverse_sum = float32(0), float32(1)
         if not ranks_logits:
             row_max, inverse_sum = score_row(scores)
@@ -295,21 +305,17 @@ def make_stages(config: GateConfig, features: Features = NO_FEATURES) -> Stages:
             is_kept = count_better_groups(sorted_keys, lane, group, lane_in_group) < topk_group
         return is_kept, row_max, inverse_sum
 
-    def make_choose(exact):
-        """Make ``choose``, which returns the weight and the expert of lane k's column, and whether they are ambiguous.
-
-        If ``exact``, equal keys are put in order; otherwise the result is wrong if any lane's is ambiguous.
-        """
-        picks = make_picks(exact)
+    def make_finish(exact):
+        """Make ``finish`` or ``finish_exactly``."""
 
         @cuda.jit(device=True)
-        def choose(
+        def finish(
             x,
             start,
             scores,
             keys,
-            sorted_keys,
-            is_kept,
+            picked_key,
+            holder_mask,
             row_max,
             inverse_sum,
             lane,
@@ -317,10 +323,6 @@ def make_stages(config: GateConfig, features: Features = NO_FEATURES) -> Stages:
             output_scale,
             *optional,
         ):
-            if not is_kept:
-                sorted_keys[0] = EXCLUDED
-            picked_key, holder_mask, is_ambiguous = picks(sorted_keys, lane)
-
             # Lane k finds the k-th pick among the keys of the lane that held it.
             holder_lane = int32(cuda.ffs(holder_mask) - 1)
             place, match_mask = int32(0), uint32(0)
@@ -380,22 +382,22 @@ def make_stages(config: GateConfig, features: Features = NO_FEATURES) -> Stages:
                     expert = int32(num_experts + lane - routed)
             if renormalize:
                 weight *= inverse_of_sum(total, optional)
-            return weight * output_scale, expert, is_ambiguous
+            return weight * output_scale, expert
 
-        return choose
+        return finish
 
-    choose_exactly = make_choose(True)
-    choose = choose_exactly if expects_ties else make_choose(False)
+    pick_first, finish_exactly = make_pick(True), make_finish(True)
 
     @cuda.jit(device=True)
-    def choose_again(x, start, scores, keys, sorted_keys, *others):
-        """Return what ``choose_exactly`` does, although the keys have been consumed."""
-        for j in range(experts_per_lane):
+    def pick_exactly(keys, sorted_keys, is_kept, lane):
+        for j in range(experts_per_lane):  # `pick` has consumed them
             sorted_keys[j] = keys[j]
         sort_descending(sorted_keys)
-        return choose_exactly(x, start, scores, keys, sorted_keys, *others)
+        return pick_first(keys, sorted_keys, is_kept, lane)
 
-    functions = lane_slice, fetch, unpack, load_bias, rank, choose, choose_again
+    pick = pick_first if expects_ties else make_pick(False)
+    finish = make_finish(False) if notices_repeats and not expects_ties else finish_exactly
+    functions = lane_slice, fetch, unpack, load_bias, rank, pick, pick_exactly, finish, finish_exactly
     return Stages(*functions, experts_per_lane, raw_words, expects_ties)
 
 
@@ -419,8 +421,8 @@ def make_router(config: GateConfig, features: Features = NO_FEATURES):
     ValueError
         If the warp cannot hold the shape; see :func:`check_config`.
     """
-    stages = make_stages(config, features)
-    rank, choose, choose_again = stages.rank, stages.choose, stages.choose_again
+    stages = make_stages(config, features, notices_repeats=False)
+    rank, pick, pick_exactly, finish = stages.rank, stages.pick, stages.pick_exactly, stages.finish
     experts_per_lane, expects_ties = stages.experts_per_lane, stages.expects_ties
 
     @cuda.jit(device=True)
@@ -430,15 +432,11 @@ def make_router(config: GateConfig, features: Features = NO_FEATURES):
         is_kept, row_max, inverse_sum = rank(
             scores, lane_bias, lane, group, lane_in_group, num_valid, keys, sorted_keys
         )
-        weight, expert, is_ambiguous = choose(
-            x, start, scores, keys, sorted_keys, is_kept, row_max, inverse_sum, lane, *others
-        )
+        picked_key, holder_mask, is_ambiguous = pick(keys, sorted_keys, is_kept, lane)
         if not expects_ties:
-            if cuda.any_sync(FULL_MASK, is_ambiguous):
-                weight, expert, _ = choose_again(
-                    x, start, scores, keys, sorted_keys, is_kept, row_max, inverse_sum, lane, *others
-                )
-        return weight, expert
+            if is_ambiguous:  # for all lanes: several of them hold a key
+                picked_key, holder_mask, _ = pick_exactly(keys, sorted_keys, is_kept, lane)
+        return finish(x, start, scores, keys, picked_key, holder_mask, row_max, inverse_sum, lane, *others)
 
     return (*stages[:4], route, experts_per_lane, stages.raw_words)
 
@@ -450,9 +448,10 @@ def make_kernel(config, limit_on_device=False, features=NO_FEATURES):
     A warp stores what it has chosen before it knows that no keys are equal. If some are, it chooses and stores again.
     """
     topk, counts_load = config.topk, features.counts_load
-    lane_slice, fetch, unpack, load_bias, rank, choose, choose_again, experts_per_lane, raw_words, expects_ties = (
-        make_stages(config, features)
-    )
+    stages = make_stages(config, features)
+    lane_slice, fetch, unpack, load_bias, rank = stages[:5]
+    pick, pick_exactly, finish, finish_exactly = stages[5:9]
+    experts_per_lane, raw_words, expects_ties = stages[9:]
     num_unpadded_tokens = make_num_unpadded_tokens(limit_on_device)
     _, finish_column, store_column = make_column_functions(features)
 
@@ -488,8 +487,9 @@ def make_kernel(config, limit_on_device=False, features=NO_FEATURES):
             is_kept, row_max, inverse_sum = rank(
                 scores, lane_bias, lane, group, lane_in_group, num_valid, keys, sorted_keys
             )
-            others = is_kept, row_max, inverse_sum, lane, shared_scale, output_scale
-            weight, expert, is_ambiguous = choose(x, start, scores, keys, sorted_keys, *others, *optional)
+            others = row_max, inverse_sum, lane, shared_scale, output_scale
+            picked_key, holder_mask, is_ambiguous = pick(keys, sorted_keys, is_kept, lane)
+            weight, expert = finish(x, start, scores, keys, picked_key, holder_mask, *others, *optional)
             is_wrong = False
             if not expects_ties:
                 is_wrong = cuda.any_sync(FULL_MASK, is_ambiguous)
@@ -497,7 +497,8 @@ def make_kernel(config, limit_on_device=False, features=NO_FEATURES):
                 store(weights, ids, token, lane, weight, expert, optional)
             if is_wrong:
                 cuda.syncwarp()  # redux.sync needs a converged warp, and the stores above may diverge
-                weight, expert, _ = choose_again(x, start, scores, keys, sorted_keys, *others, *optional)
+                picked_key, holder_mask, _ = pick_exactly(keys, sorted_keys, is_kept, lane)
+                weight, expert = finish_exactly(x, start, scores, keys, picked_key, holder_mask, *others, *optional)
                 store(weights, ids, token, lane, weight, expert, optional)
         elif token < num_tokens:  # a padding row
             if not limit_on_device:

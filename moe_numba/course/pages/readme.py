@@ -1,4 +1,4 @@
-"""Generates the blocks of README.md and docs/*.md that come from the table of topics and from records.
+"""Generates what README.md and docs/*.md take from the table of topics, from records and from the simulator.
 
 A block stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``.
 """
@@ -10,7 +10,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.figures.tables import bold_best
 from moe_numba.course.bench.records import format_us
 from moe_numba.course.lessons.moe_layer import profile as layer_profile
-from moe_numba.course.pages import gpu_support
+from moe_numba.course.pages import gpu_support, race
 from moe_numba.course.pages.topics import BENCH_TOPICS, FIRST_EDITION, HEADLINES, TOPICS
 from moe_numba.grouped_gemm.call import config_table
 
@@ -42,7 +42,7 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
 
 
 def regenerate(check: bool = False, gpu: str = "h200", root: Path | None = None) -> list[str]:
-    """Rewrite the generated blocks whose text has changed, or with ``check`` only name them.
+    """Rewrite the generated blocks and the picture that have changed, or with ``check`` only name them.
 
     Returns
     -------
@@ -65,6 +65,11 @@ def regenerate(check: bool = False, gpu: str = "h200", root: Path | None = None)
             text = new
         if not check:
             path.write_text(text)
+    path, picture = records.repository(root) / race.PICTURE, race.picture()
+    if not path.is_file() or path.read_text() != picture:
+        changed.append(race.PICTURE)
+        if not check:
+            path.write_text(picture)
     return changed
 
 
