@@ -150,10 +150,11 @@ def _generate(code, tree, static):
         new for old in tree.body for made in [writer.visit(old)] for new in (made if type(made) is list else [made])
     ]
     _count_loops(tree)
-    # The names of the closure remain, also where all uses of one are replaced. The annotation is not evaluated.
+    # The names of the closure remain, also where all uses of one are replaced: in a branch for which there is no code. It
+    # ends the function, so the return counts for its line, which is that of the last statement.
     names = ast.Tuple([ast.Name(name, ast.Load()) for name in code.co_freevars], ast.Load())
     if names.elts:
-        tree.body.append(ast.AnnAssign(ast.Name(".names", ast.Store()), names, None, 1))
+        tree.body.append(ast.copy_location(ast.If(ast.Constant(False), [ast.Expr(names)], []), tree.body[-1]))
     decorator = ast.Name("decorator", ast.Load())  # the code begins there
     decorator.lineno = decorator.end_lineno = code.co_firstlineno
     decorator.col_offset = decorator.end_col_offset = 0

@@ -142,4 +142,29 @@ def _loops(code):
             header = next(line for first, line in reversed(lines) if first <= start)
             latch = max(first for first, line in lines if line == header and start < first <= end)
         loops.append(_Loop(start, end, latch))
+    for loop in loops:
+        loop.body = range(loop.body.start, _end_with_break(code, lines, loop.body))
     return loops
+
+
+def _end_with_break(code, lines, body):
+    """Return the offset behind a loop and what Python 3.14 puts behind its jump back: a `break` that ends its body."""
+    header = next(line for first, line in reversed(lines) if first <= body.start)
+    around = [(first, last) for first, last in _lines_of_loops(code) if first <= (header or 0) <= last]
+    if around:
+        first_line, last_line = min(around, key=lambda lines: lines[1] - lines[0])
+        for offset, line in lines:
+            if offset >= body.stop and not first_line < (line or 0) <= last_line:
+                return offset
+    return body.stop
+
+
+@functools.lru_cache(maxsize=1024)
+def _lines_of_loops(code):
+    """Return the first and the last line of each loop's header and body; none if the source is not known."""
+    try:
+        tree = definition(written.get(code, code))
+    except NoSource:
+        return []
+    loops = (node for node in ast.walk(tree) if isinstance(node, (ast.For, ast.While)))
+    return [(loop.lineno, loop.body[-1].end_lineno) for loop in loops]
