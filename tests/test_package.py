@@ -81,7 +81,7 @@ def test_an_index_can_show_the_readme(built):
     assert dead_links(text) == []
     assert text.startswith("# moe_numba\n") and "[Lessons](#the-course)" in text
     links = dead_links((ROOT / "README.md").read_text() + "[x](#nowhere)")
-    assert {"docs/usage.md", "docs/figures/race.svg", "#user-content-nowhere"} <= set(links), "the check sees links that lead nowhere"
+    assert {"docs/usage.md", "docs/figures/race.svg", "#user-content-nowhere"} <= set(links), "the check sees them"
 
 
 def test_the_version_is_one(built):

@@ -150,8 +150,8 @@ def _generate(code, tree, static):
         new for old in tree.body for made in [writer.visit(old)] for new in (made if type(made) is list else [made])
     ]
     _count_loops(tree)
-    # The names of the closure remain, also where all uses of one are replaced: in a branch for which there is no code. It
-    # ends the function, so the return counts for its line, which is that of the last statement.
+    # The names of the closure remain, also where all uses of one are replaced: in a branch for which there is no code.
+    # It ends the function, so the return counts for its line, which is that of the last statement.
     names = ast.Tuple([ast.Name(name, ast.Load()) for name in code.co_freevars], ast.Load())
     if names.elts:
         tree.body.append(ast.copy_location(ast.If(ast.Constant(False), [ast.Expr(names)], []), tree.body[-1]))
