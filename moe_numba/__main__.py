@@ -73,7 +73,12 @@ def _parser():
     bench = command("bench", _bench, "measure the kernels of a topic on this GPU, beside others", topics)
     bench.add_argument("topic", metavar="TOPIC")
     bench.add_argument("--peers", type=Path, metavar="DIR", help="also measure the kernels of other projects in DIR")
-    bench.add_argument("--out", type=Path, metavar="DIR", help="write DIR/<gpu>/TOPIC.json (default: docs/results)")
+    bench.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write DIR/<gpu>/TOPIC.json (default: docs/results of a clone, or results)",
+    )
     bench.add_argument("--seconds", type=int, metavar="S", help="of a topic that measures until its time is up")
     bench.add_argument("--quick", action="store_true", help="measure a few sizes only")
 

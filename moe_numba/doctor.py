@@ -54,7 +54,8 @@ def examine(arch: tuple[int, int] | None = None) -> dict:
             "versions": {"moe_numba": __version__, **installed()},
         }
         if not simulator.ENABLED:
-            from moe_numba.course.pages import gpu_support  # noqa: F401  imports torch while the trial runs
+            with contextlib.suppress(ImportError):
+                from moe_numba.course.pages import gpu_support  # noqa: F401  imports torch while the trial runs
         found |= trial()
     status, summary = _status(found)
     found = {"status": status, "summary": summary, **found}

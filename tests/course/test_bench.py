@@ -1,6 +1,7 @@
 """Timing with a fake clock, the ladder, figures and the doctor."""
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -624,6 +625,16 @@ def test_doctor_reports_a_failed_compiler_process(monkeypatch):
 def test_doctor_ends_a_trial_that_takes_too_long():
     with doctor.probing(timeout_s=0.01) as trial:
         assert trial() == {"gpus": [], "error": "the trial did not finish within 0.01 s"}
+
+
+def test_doctor_needs_no_torch(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "moe_numba.course.pages.gpu_support", None)  # its import fails
+    monkeypatch.setattr(simulator, "ENABLED", False)
+    monkeypatch.setattr(doctor, "probing", lambda: contextlib.nullcontext(lambda: H200))
+    lines = doctor.report()
+    assert lines[0].endswith("this package's own kernels also need torch: pip install 'moe_numba[kernels]'")
+    assert any(line.endswith("python -m moe_numba.simulator run PROGRAM") for line in lines)
 
 
 def test_doctor_needs_no_cuda_on_macos(monkeypatch):
