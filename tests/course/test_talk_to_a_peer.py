@@ -160,6 +160,29 @@ def ring_of_words(slots=WORD_SLOTS, early=False, relaxed=False):
     return ring
 
 
+def ring_at_wrong_places(slots_there=True, tail_there=True, head_there=True, swapped=False, one_address=False):
+    """Return a kernel that communicates, with words or counters at the wrong end, or with the wrong rank."""
+
+    @cuda.jit
+    def ring(peers, local, x, out, sends, receives, to, source):
+        if cuda.blockIdx.x == 0:
+            there = pointer_from_address(peers[source if swapped else to], local)
+            for n in range(sends):
+                while n - ld_acquire_sys_s32(local if head_there else there, HEAD) >= WORD_SLOTS:
+                    pass
+                (there if slots_there else local)[RING + n % WORD_SLOTS] = x[n]
+                st_release_sys_s32(there if tail_there else local, TAIL, int32(n + 1))
+        else:
+            there = pointer_from_address(peers[to if swapped or one_address else source], local)
+            for n in range(receives):
+                while ld_acquire_sys_s32(local if tail_there else there, TAIL) <= n:
+                    pass
+                out[n] = (local if slots_there else there)[RING + n % WORD_SLOTS]
+                st_release_sys_s32(there if head_there else local, HEAD, int32(n + 1))
+
+    return ring
+
+
 # A ring of rows
 
 
@@ -274,6 +297,16 @@ ANSWERS = {
     "words: mailbox": (WORDS, ring_of_words(1), WRONG, "must use all 4 slots"),
     "words: a slot too many": (WORDS, ring_of_words(WORD_SLOTS + 1), WRONG, "race|out"),
     "words: head too early": (WORDS, ring_of_words(early=True), WRONG, "race"),
+    "words: slots at the sender": (
+        WORDS,
+        ring_at_wrong_places(slots_there=False),
+        WRONG,
+        "slots are in the receiver's",
+    ),
+    "words: tail at the sender": (WORDS, ring_at_wrong_places(tail_there=False), WRONG, "tail is in the receiver's"),
+    "words: head at the receiver": (WORDS, ring_at_wrong_places(head_there=False), WRONG, "head is in the sender's"),
+    "words: the other way round": (WORDS, ring_at_wrong_places(swapped=True), WRONG, "wait for ever|out"),
+    "words: one address": (WORDS, ring_at_wrong_places(one_address=True), WRONG, "race|wait for ever|HEAD"),
     "words: relaxed": (WORDS, ring_of_words(relaxed=True), WRONG, "race"),
     "send": (SEND, answers.send, RIGHT, "signals for 5 rows: 5"),
     "send: does not wait": (SEND, send_with(waits=False), WRONG, "race|rows are wrong"),

@@ -13,7 +13,7 @@ from moe_numba import simulator  # before Numba: it decides whether kernels run 
 from numba import cuda, int32
 
 from moe_numba.course.bench.timing.multigpu import settle
-from moe_numba.course.grader import Wrong, expect_equal, fault
+from moe_numba.course.grader import Wrong, case, expect_equal, fault
 from moe_numba.course.lessons.talk_to_a_peer import answers, runs
 from moe_numba.course.lessons.talk_to_a_peer.answers import make_message, make_ring
 from moe_numba.course.lessons.talk_to_a_peer.runs import SMS, Version, private
@@ -197,23 +197,48 @@ in_flight = Formula(
 
 def _test_words(kernel):
     words = RING + WORD_SLOTS
-    for sends, receives in ((11, 11), (WORD_SLOTS, 0)):
-        outs = [torch.full((max(receives, 1),), _EMPTY, dtype=torch.int32) for _ in range(2)]
-        of = lambda rank, s=sends, r=receives, o=outs: (private(rank, s), o[rank], s, r, 1 - rank, 1 - rank)
-        try:
-            found = _launch(kernel, 2, 1, words, of)
-        except simulator.Deadlock as error:
-            if receives:
-                raise
-            text = f"{sends} words fit into the ring, but the sender waits although no word has been received"
-            raise Wrong(f"{text}: it must use all {WORD_SLOTS} slots\n{error}") from None
-        for rank in range(2):
-            case = f"{sends} words are sent and {receives} received; rank {rank}"
-            expect_equal(f"{case}: out", outs[rank][:receives], private(1 - rank, sends)[:receives])
-            expect_equal(f"{case}: TAIL", torch.tensor([found[rank][TAIL]]), torch.tensor([sends]))
-            expect_equal(f"{case}: HEAD", torch.tensor([found[rank][HEAD]]), torch.tensor([receives]))
-            if any(word for at, word in enumerate(found[rank][:RING]) if at not in (TAIL, HEAD)):
-                raise Wrong(f"{case}: something has been stored outside of the ring's {WORD_SLOTS} slots")
+    _words(kernel, words, (11, 9, 6), receives=True)
+    try:
+        _words(kernel, words, (WORD_SLOTS,) * 3, receives=False)
+    except simulator.Deadlock as error:
+        text = f"{WORD_SLOTS} words fit into the ring, but the sender waits although no word has been received"
+        raise Wrong(f"{text}: it must use all {WORD_SLOTS} slots\n{error}") from None
+
+
+def _words(kernel, words, sends, receives):
+    """Let each of several ranks send a number of words to the next one, and look at all memories afterwards."""
+    ranks = len(sends)
+    outs = [torch.full((max(sends),), _EMPTY, dtype=torch.int32) for _ in sends]
+    sent = [private(rank, number) for rank, number in enumerate(sends)]
+
+    def arguments(rank):
+        to, source = (rank + 1) % ranks, (rank - 1) % ranks
+        return sent[rank], outs[rank], sends[rank], sends[source] if receives else 0, to, source
+
+    found = _launch(kernel, 2, 1, words, arguments, ranks)
+    for rank, memory in enumerate(found):
+        source = (rank - 1) % ranks
+        taken = sends[source] if receives else 0
+        with case(f"rank {rank}, which sends {sends[rank]} words and receives {taken} from rank {source}"):
+            expect_equal("out", outs[rank][:taken], sent[source][:taken])
+            _look_at_ring(memory, sent[source].tolist(), source, sends[rank] if receives else 0)
+
+
+def _look_at_ring(memory, sent, source, credits):
+    """Check a rank's memory: slots and tail, which rank ``source`` has stored, and its own words that were received."""
+    if memory[TAIL] != len(sent):
+        text = f"the {len(sent)} words that rank {source} has sent; the tail is in the receiver's memory"
+        raise Wrong(f"local[TAIL] is {memory[TAIL]}, and should count {text}")
+    if memory[HEAD] != credits:
+        text = f"its {credits} words that were received; the head is in the sender's memory"
+        raise Wrong(f"local[HEAD] is {memory[HEAD]}, and should count {text}")
+    if any(word for at, word in enumerate(memory[:RING]) if at not in (TAIL, HEAD)):
+        raise Wrong(f"something has been stored outside of the ring's {WORD_SLOTS} slots")
+    for n in range(max(0, len(sent) - WORD_SLOTS), len(sent)):
+        if memory[RING + n % WORD_SLOTS] != sent[n]:
+            raise Wrong(
+                f"word {n} of rank {source} is not in slot {n % WORD_SLOTS}; slots are in the receiver's memory"
+            )
 
 
 words = _exchange(
