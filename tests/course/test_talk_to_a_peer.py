@@ -105,6 +105,25 @@ def publish_by_fence(there, number):
         st_relaxed_sys_s32(there, FLAG, number)
 
 
+@cuda.jit(device=True)
+def publish_always_one(there, number):
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        st_release_sys_s32(there, FLAG, 1)
+
+
+@cuda.jit
+def publish_as_a_kernel(there, number):
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        st_release_sys_s32(there, FLAG, number)
+
+
+def tell_as_a_function(peers, local, rank, ranks, value):
+    if cuda.threadIdx.x < ranks:
+        pointer_from_address(peers[cuda.threadIdx.x], local)[rank] = value
+
+
 # A ring of words
 
 
@@ -186,8 +205,23 @@ def ring_at_wrong_places(slots_there=True, tail_there=True, head_there=True, swa
 # A ring of rows
 
 
+@cuda.jit(device=True)
+def send_the_first_rows(queue, x, first, count):
+    answers.send(queue, x, int32(0), count)
+
+
+@cuda.jit(device=True)
+def receive_in_the_first_rows(queue, out, first, count):
+    answers.receive(queue, out, int32(0), count)
+
+
+@cuda.jit
+def send_as_a_kernel(queue, x, first, count):
+    answers.send(queue, x, first, count)
+
+
 def send_with(
-    waits=True, meets=True, by_all=False, own_copy=copy_row, numbers=True, store=st_release_sys_s32, order=True
+    waits=True, meets=True, by_all=False, own_copy=copy_row, numbers=True, store=st_release_sys_s32, order=True, most=0
 ):
     """Return the lesson's function with a mistake."""
 
@@ -197,7 +231,7 @@ def send_with(
         for n in range(count):
             number = int32(queue.before + n) if numbers else int32(n)
             if lane == 0 and waits:
-                while number - ld_acquire_sys_s32(queue.here, queue.head) >= queue.slots:
+                while number - ld_acquire_sys_s32(queue.here, queue.head) >= (most or queue.slots):
                     pass
             if order:
                 cuda.syncwarp()
@@ -276,6 +310,27 @@ def signal_with(meets=True, fence_first=True, own=False):
     return signal
 
 
+@cuda.jit(device=True)
+def signal_after_a_barrier(posted, there):
+    cuda.syncthreads()
+    if cuda.threadIdx.x >= 64 and cuda.threadIdx.x < 66:
+        fence_acq_rel_sys()
+        st_relaxed_sys_s32(there, FLAG + (cuda.threadIdx.x & 31), 1)
+
+
+@cuda.jit(device=True)
+def signal_and_wait(posted, there):
+    answers.signal_for_others(posted, there)
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True)
+def signal_with_fences(posted, there):
+    if cuda.threadIdx.x < 64:
+        fence_acq_rel_sys()
+    answers.signal_for_others(posted, there)
+
+
 EVERYONE, PUBLISH, WORDS = exercises.everyone, exercises.publish, exercises.words
 SEND, RECEIVE, SIGNAL = exercises.send, exercises.receive, exercises.signal
 ANSWERS = {
@@ -290,6 +345,9 @@ ANSWERS = {
     "publish: relaxed": (PUBLISH, publish_relaxed, WRONG, "race"),
     "publish: no barrier": (PUBLISH, publish_without_barrier, WRONG, "race"),
     "publish: fence after": (PUBLISH, publish_fence_after, WRONG, "race"),
+    "everyone: no kernel": (EVERYONE, tell_as_a_function, WRONG, "this is no kernel"),
+    "publish: always 1": (PUBLISH, publish_always_one, WRONG, "in a second message"),
+    "publish: a kernel": (PUBLISH, publish_as_a_kernel, WRONG, "a kernel cannot call it: write @cuda.jit.device=True"),
     "publish: by all": (PUBLISH, publish_by_all, OVER_PAR, "Which threads"),
     "words": (WORDS, answers.ring_of_words, RIGHT, "weak memory"),
     "words: no communication": (WORDS, words_without_communication, WRONG, "out"),
@@ -314,6 +372,9 @@ ANSWERS = {
     "send: lanes do not meet": (SEND, send_with(meets=False), WRONG, "race"),
     "send: relaxed": (SEND, send_with(store=st_relaxed_sys_s32), WRONG, "race"),
     "send: counts from 0": (SEND, send_with(numbers=False), WRONG, "race|second launch|wait for ever"),
+    "send: the first channel's rows": (SEND, send_the_first_rows, WRONG, "2 channels.*5 of 10 rows are wrong"),
+    "send: a row at a time": (SEND, send_with(most=1), WRONG, "must use all slots"),
+    "send: a kernel": (SEND, send_as_a_kernel, WRONG, "this is a kernel"),
     "send: nothing": (SEND, send_nothing, WRONG, "rows are wrong"),
     "send: by one lane": (SEND, send_with(own_copy=copy_by_one_lane), REFUSED, "1 of 32 lanes"),
     "send: all lanes signal": (SEND, send_with(by_all=True), OVER_PAR, "Which lanes"),
@@ -321,6 +382,7 @@ ANSWERS = {
     "receive: does not wait": (RECEIVE, receive_with(waits=False), WRONG, "race|rows are wrong"),
     "receive: head too early": (RECEIVE, receive_with(early=True), WRONG, "race"),
     "receive: lanes do not meet": (RECEIVE, receive_with(meets=False), WRONG, "race"),
+    "receive: the first channel's rows": (RECEIVE, receive_in_the_first_rows, WRONG, "2 channels"),
     "receive: relaxed": (RECEIVE, receive_with(store=st_relaxed_sys_s32), WRONG, "race"),
     "receive: by one lane": (RECEIVE, receive_with(own_copy=copy_by_one_lane), REFUSED, "1 of 32 lanes"),
     "receive: all lanes signal": (RECEIVE, receive_with(by_all=True), OVER_PAR, "Which lanes"),
@@ -328,6 +390,9 @@ ANSWERS = {
     "signal: lanes do not meet": (SIGNAL, signal_with(meets=False), WRONG, "race"),
     "signal: fence after": (SIGNAL, signal_with(fence_first=False), WRONG, "race"),
     "signal: by its own warp": (SIGNAL, signal_with(own=True), WRONG, "must be stored by warp 2"),
+    "signal: a barrier": (SIGNAL, signal_after_a_barrier, WRONG, "warps 0 and 1 wait for warp 2"),
+    "signal: a barrier at the end": (SIGNAL, signal_and_wait, WRONG, "warps 0 and 1 wait for warp 2"),
+    "signal: fences everywhere": (SIGNAL, signal_with_fences, WRONG, "warps 0 and 1 execute a fence"),
 }
 
 

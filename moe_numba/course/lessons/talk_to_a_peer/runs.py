@@ -194,6 +194,7 @@ def message(kernel: Any) -> Callable:
             transport.launch(kernel, 1, MESSAGE, shared.addresses, local, x, out, to, number[0])
             return out
 
+        step.x = x
         yield step
         settle(transport)
         shared.close()
@@ -201,9 +202,13 @@ def message(kernel: Any) -> Callable:
     return make
 
 
-def check_message(kernel: Any, group: LocalGroup = GROUP) -> str | None:
-    """Return None if each rank has received what the rank before it sent, or a sentence on what it read instead."""
-    for rank, out in enumerate(outputs_of(group, message(kernel))):
+def check_message(kernel: Any, group: LocalGroup = GROUP, messages: int = 1) -> str | None:
+    """Return None if each rank has received what the rank before it sent, or a sentence on what it read instead.
+
+    The last of one or two ``messages`` is looked at; the first of two has other words.
+    """
+    make = message(kernel)
+    for rank, out in enumerate(outputs_of(group, make if messages == 1 else _twice(make))):
         before = (rank - 1) % group.num_ranks
         wrong = (out.cpu() != private(before, MESSAGE)).nonzero().flatten().tolist()
         if wrong:
@@ -459,7 +464,7 @@ def ring(version, rows: int | None = None, row_words: int | None = None, block: 
 
 
 def _twice(make):
-    """Return ``make(transport)``: a first launch sends other rows, and poisons nothing that the second may rely on."""
+    """Return ``make(transport)``: a first launch sends other data, and poisons nothing that the second may rely on."""
 
     @contextmanager
     def again(transport):
