@@ -445,8 +445,9 @@ def test_the_barrier_whose_loss_no_check_finds():
 def test_formulas_are_judged_by_their_results():
     assert exercises.in_flight.check(...).state == OPEN
     one_way = exercises.in_flight.check(lambda gbps, us, size: -(-us * gbps * 1e3 // size))
-    assert one_way.state == WRONG and "it is 64" in one_way.text
-    assert exercises.in_flight.check(exercises.rows_in_flight).state == RIGHT
+    assert one_way.state == WRONG and "for link_gbps = 350" in one_way.text and "it is 64" in one_way.text
+    assert "round up" in exercises.in_flight.check(lambda gbps, us, size: 2 * us * gbps * 1e3 / size).text
+    assert exercises.in_flight.check(answers.rows_in_flight).state == RIGHT
     all_leave = exercises.saturate.check(lambda ranks, cta, link: -(-link // cta))
     assert all_leave.state == WRONG and "and it is 14" in all_leave.text
     assert exercises.saturate.check(exercises.ctas_that_saturate).state == RIGHT

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from math import ceil, gcd
 from typing import Any
 
@@ -183,17 +184,16 @@ fences = Choose(
 # Formula: rows in flight
 
 
-def rows_in_flight(link_gbps, one_way_us, row_bytes):
-    return ceil(2 * one_way_us * link_gbps * 1e3 / row_bytes)
-
-
 def _formula(own, cases):
+    names = signature(own).parameters
+
     def test(answer):
-        for case in cases:
-            found, right = answer(*case), own(*case)
+        for values in cases:
+            found, right = answer(*values), own(*values)
             if found != right:
-                named = ", ".join(f"{value:g}" for value in case)
-                raise Wrong(f"for {named} your formula says {found}, and it is {right}")
+                given = ", ".join(f"{name} = {value:g}" for name, value in zip(names, values, strict=True))
+                whole = "; only whole ones count: round up" if ceil(found) == right else ""
+                raise Wrong(f"for {given} your formula says {found:g}, and it is {right}{whole}")
 
     return test
 
@@ -201,8 +201,8 @@ def _formula(own, cases):
 in_flight = Formula(
     "rows in flight",
     "a function of the link's GB/s, the microseconds of one way and the bytes of a row",
-    rows_in_flight,
-    _formula(rows_in_flight, ((350, 1.3, 14336), (350, 1.3, 7168), (100, 0.7, 14336), (25, 1.3, 1 << 20))),
+    answers.rows_in_flight,
+    _formula(answers.rows_in_flight, ((350, 1.3, 14336), (350, 1.3, 7168), (100, 0.7, 14336), (25, 1.3, 1 << 20))),
     praise="a slot is taken until its signal has gone there and the credit has come back. What crosses a link in that "
     "time must be in flight (Little's law).",
     hint="A GB/s is 1000 bytes per microsecond. How long is a slot taken, if copying takes no time?",
