@@ -737,7 +737,8 @@ step("many channels", Version(batched, channels=CHANNELS), predicted_us=page.by_
 #
 # ## What did not pay, and why
 #
-# On GPUs the next cell times variants of the ring of step 6. Each switch changes one thing. Which of them would you expect to cost nothing?
+# The next cell checks variants of the ring of step 6 as it checks a step, and times them on GPUs. Each switch changes one thing. Which of them would you expect to cost
+# nothing?
 
 
 # %%
