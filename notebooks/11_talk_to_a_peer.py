@@ -690,7 +690,7 @@ print(page.show_deadlock(make_batched, 4, 3, 5))
 draw.stuck(4, 3, 5)
 
 # %% [markdown]
-# Try other numbers in the last three cells, such as chunks of 4 and batches of 2.
+# Try other numbers in the last three cells, such as chunks of 4 and batches of 2, or a ring that is shorter than a chunk.
 #
 # **Formula.** Return the smallest number of slots that never deadlocks.
 

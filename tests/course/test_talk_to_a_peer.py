@@ -658,7 +658,8 @@ def test_figures_say_what_they_show():
         svg = figure._repr_svg_()
         assert svg.startswith("<svg") and "prefers-color-scheme: dark" in svg
     assert "2 rows have been read without a credit, 3 slots are free" in figures[4]._repr_svg_()
-    assert "2 rows have been read" in draw.stuck(4, 4, 7)._repr_svg_() or "0 rows" in draw.stuck(4, 4, 7)._repr_svg_()
+    assert "never waits for ever" in draw.stuck(4, 2, 5)._repr_svg_()
+    assert "and the ring has 3" in draw.stuck(4, 2, 3)._repr_svg_()
 
 
 def test_rows_are_private():
