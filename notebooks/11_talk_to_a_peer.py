@@ -395,7 +395,8 @@ page.show_push(push_stores, push_bulk)
 
 # %% [markdown]
 # All ranks push at the same time, so each link carries as much in both directions. A CTA reaches a fraction of the link; several CTAs saturate it,
-# whichever way they copy. The best rate of this table is **the lower bound for bytes over NVLink**, here and in lessons 12 and 13.
+# whichever way they copy. Compare the threads of both lines: one thread that issues bulk copies moves more than a warp that stores. The best rate of this
+# table gives **the lower bound for bytes over NVLink**, here and in lessons 12 and 13.
 #
 # **Formula.** In dispatch a rank sends rows to all `ranks` ranks in equal numbers, itself included, and a CTA copies `cta_gbps`, own rows included. How many CTAs
 # saturate a link of `link_gbps`?
@@ -500,6 +501,12 @@ step("one slot", Version(make_ring(send, receive), slots=1))
 step("ring", Version(make_ring(send, receive)), predicted_us=page.without_waits("one slot"))
 
 # %% [markdown]
+# How many slots are enough? Your formula knows, if you put in the rate of what sends:
+
+# %%
+print(page.slots_needed("ring"))
+
+# %% [markdown]
 # **Break.** This is the lesson's receiver. Remove one `cuda.syncwarp()`, such that all rows still arrive intact under all seeds, even in weak memory, and the race
 # detector objects. What could go wrong on a GPU?
 
@@ -523,7 +530,7 @@ def my_broken_receive(queue, out, first, count):
 exercises.broken.check(my_broken_receive)
 
 # %% [markdown]
-# **Take away.** Slots buy time for signals to travel: as many as your formula says. A check that passes says little of orders: ask the race detector.
+# **Take away.** Slots buy time for signals to travel, and a slow sender needs few of them. A check that passes says little of orders: ask the race detector.
 #
 # ## What a signal costs
 #

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -647,6 +648,24 @@ def test_without_records_the_page_says_nothing_of_times(monkeypatch):
     assert runs.link_gbps() is None and runs.lower_bound_us() is None
     assert "Recorded" not in runs.result() and "best push" not in runs.lower_bound()
     assert runs.with_fewer_signals("ring", 4) is None and runs.without_waits("ring") is None
+
+
+def test_slots_follow_from_rates(monkeypatch):
+    monkeypatch.setattr(runs, "one_way_us", lambda *_: 1.0)
+    monkeypatch.setattr(runs, "link_gbps", lambda ranks=2: 358.4)
+    monkeypatch.setattr(runs.lesson, "steps", {"ring": SimpleNamespace(us=None)})
+    assert "358 GB/s needs 50 rows in flight. This ring has 8 slots" in runs.slots_needed("ring")
+    runs.lesson.steps["ring"].us = runs.ROWS * runs.ROW_BYTES / 14336.0
+    assert "one warp copies 14.3 GB/s through this ring, and needs 2." in runs.slots_needed("ring")
+    monkeypatch.setattr(runs, "one_way_us", lambda *_: None)
+    assert "No rates are recorded" in runs.slots_needed("ring")
+
+
+def test_tables_say_whose_records_they_show(monkeypatch):
+    monkeypatch.setattr(runs, "RANKS", 4)
+    only_two = lambda kind, ranks=2: 1.3 if ranks == 2 else None
+    assert runs._recorded_ranks(lambda ranks: only_two("release", ranks)) == 2
+    assert runs._recorded_ranks(lambda ranks: 1.4) == 4 and "4 H200s" in runs._source(4)
 
 
 # Figures and sizes
