@@ -349,6 +349,45 @@ def every_id_is_an_expert(topk_idx, is_in_rank, counts, tokens):
         cuda.atomic.add(counts, topk_idx[token * TOPK + lane % LANES], 1)
 
 
+@cuda.jit(device=True)
+def adds_each_flag(topk_idx, is_in_rank, counts, tokens):
+    lane, warp, warps = cuda.threadIdx.x & 31, cuda.grid(1) >> 5, cuda.gridsize(1) >> 5
+    member, first = lane % LANES, warp * PER_WARP
+    while first < tokens:
+        token, bits = first + lane // LANES, uint32(0)
+        if token < tokens and member < TOPK:
+            expert = topk_idx[token * TOPK + member]
+            if 0 <= expert and expert < EXPERTS:
+                cuda.atomic.add(counts, expert, 1)
+                bits = uint32(uint32(1) << uint32(uint32(expert) // uint32(EACH)))
+        flag = or_in_group(bits) >> uint32(member) & uint32(1)
+        if token < tokens and member < RANKS:
+            is_in_rank[token * RANKS + member] = uint8(flag)
+            if flag:
+                cuda.atomic.add(counts, EXPERTS + member, 1)
+        first += warps * PER_WARP
+
+
+@cuda.jit(device=True)
+def only_the_first_warp(topk_idx, is_in_rank, counts, tokens):
+    lane, member, tokens_of_mine = cuda.threadIdx.x & 31, cuda.threadIdx.x & 31 & LANES - 1, int32(0)
+    first = 0 if cuda.grid(1) < 32 else tokens
+    while first < tokens:
+        token, bits = first + lane // LANES, uint32(0)
+        if token < tokens and member < TOPK:
+            expert = topk_idx[token * TOPK + member]
+            if 0 <= expert and expert < EXPERTS:
+                cuda.atomic.add(counts, expert, 1)
+                bits = uint32(uint32(1) << uint32(uint32(expert) // uint32(EACH)))
+        flag = or_in_group(bits) >> uint32(member) & uint32(1)
+        tokens_of_mine = int32(tokens_of_mine + int32(flag))
+        if token < tokens and member < RANKS:
+            is_in_rank[token * RANKS + member] = uint8(flag)
+        first += PER_WARP
+    if member < RANKS:
+        cuda.atomic.add(counts, EXPERTS + member, tokens_of_mine)
+
+
 FORMULA, TOKENS, SUM = exercises.ranks_of_a_token, exercises.tokens_of_rank, exercises.sum_in_cluster
 OR, WALK = exercises.or_in_group, exercises.count_in_groups
 
@@ -386,6 +425,8 @@ OR, WALK = exercises.or_in_group, exercises.count_in_groups
         (WALK, stub, OPEN, "not answered yet"),
         (WALK, answers.count_in_groups, RIGHT, "sectors loaded"),
         (WALK, a_lane_for_each_token, REFUSED, "loads more often than once"),
+        (WALK, only_the_first_warp, REFUSED, "has more than its share"),
+        (WALK, adds_each_flag, REFUSED, "adds to the counters of ranks more often than once"),
         (WALK, one_serial_thread, REFUSED, "more often than once|alone"),
         (WALK, counts_experts_for_ranks, WRONG, r"rank \d"),
         (WALK, lanes_leave_the_loop, WRONG, "lane"),
