@@ -30,6 +30,7 @@ from moe_numba.course.lessons.dispatch_layout.sizes import (
     SHARES,
     TOPK,
 )
+from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.score import COMPILER
 from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG
 from moe_numba.ptx.cluster import (
@@ -540,6 +541,24 @@ def test_all_variants_of_the_slow_cta_count_alike(right_page):
     assert (runs.run(only_ranks, ids)[1] == runs.right(ids)[1]).all()
 
 
+def test_variants_are_checked_before_they_are_timed():
+    names, _ = page("mask = uint32(mask | uint32(1) << uint32(rank))", "mask = uint32(uint32(1) << uint32(rank))")
+    wrong = {"A: a mask": names["suspects"]["A: a mask instead of an array"]}
+    with pytest.raises(WrongResult, match=r"A: a mask: counts\[\d+\] \(rank \d\)"):
+        runs.show_variants(runs.SLOW_CTA, wrong)
+    nothing = {"nothing": names["port"](names["no_experts"], names["no_ranks"])}
+    with pytest.raises(WrongResult, match="writes nothing"):
+        runs.show_variants(runs.SLOW_CTA, nothing)
+
+
+def test_timed_versions_add_to_the_same_counters(right_page):
+    names, steps = right_page
+    of = lambda name, tokens: runs.timed(eval(steps[name], names), tokens)[0].args[2]
+    few, many, other = of("global atomics", 40), of("start early", 80), of("start early", 40)
+    assert few[0].data_ptr() == many[0].data_ptr() == other[0].data_ptr()
+    assert few[1].data_ptr() == other[1].data_ptr() and many[1].shape == (80, RANKS)
+
+
 # Counts, tables, figures
 
 
@@ -566,6 +585,7 @@ def test_the_slow_cta_is_judged_by_times(right_page, monkeypatch):
     suspects = right_page[0]["suspects"]
     check = exercises.slow_cta.check
     assert check(suspects).state == OPEN and "division" in check(suspects).text
+    monkeypatch.setattr(runs.lesson, "times", lambda name, calls: {})
     assert check(suspects, "Z").state == WRONG and "only a GPU" in check(suspects, "A").text
     times = dict(zip(suspects, (50.0, 45.0, 44.0, 30.0, 49.0, 12.0), strict=True))
     monkeypatch.setattr(runs.lesson, "times", lambda name, calls: times)

@@ -509,7 +509,12 @@ _us_of: dict[str, dict[str, float]] = {}  # title of a table of variants -> thei
 
 
 def show_variants(title: str, versions: Mapping[str, tuple], tokens: int = TOKENS) -> Table:
-    """Return a table of versions that are no steps: their times, and what the simulator counts for `TOKENS` tokens."""
+    """Return a table of versions that are no steps: their times, and what the simulator counts for `TOKENS` tokens.
+
+    Raises `WrongResult` if a version writes a wrong count or flag; it need not write all of them.
+    """
+    for name, version in versions.items():
+        _check_what_is_written(name, version)
     scores = lesson.scores(versions) if tokens == TOKENS else {}
     us = _us_of[title] = lesson.times(title, {name: timed(version, tokens) for name, version in versions.items()})
     lines = [
@@ -517,6 +522,17 @@ def show_variants(title: str, versions: Mapping[str, tuple], tokens: int = TOKEN
     ]
     heads = ["estimate, us", "instructions", PER_LOAD] if scores else []
     return Table([f"{title}, {tokens} tokens", "us", *heads], lines)
+
+
+def _check_what_is_written(name, version):
+    ids = inputs(CHECKED if simulator.ENABLED else TOKENS)["random experts"]
+    outputs = run(version, ids, few=simulator.ENABLED)
+    written = [given != poison for given, poison in zip(outputs, (POISON, POISONED_FLAG), strict=True)]
+    if not any(each.any() for each in written):
+        raise WrongResult(f"{name} writes nothing")
+    given = [torch.where(where, out, wanted) for where, out, wanted in zip(written, outputs, right(ids), strict=True)]
+    if fault := wrong(given, ids):
+        raise WrongResult(f"{name}: {fault}")
 
 
 def _counted(score):
