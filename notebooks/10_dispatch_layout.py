@@ -211,6 +211,7 @@ step("global atomics", (clear_counts, Launch(one_by_one, None, THREADS)), predic
 
 # %%
 print(page.who_votes("global atomics"))
+print(page.what_an_addition_costs("global atomics"))
 
 # %% [markdown]
 # **Take away.** Additions to one address happen one after the other, wherever they come from. Count how many hit the busiest one, in the machine code, not in the source.
@@ -254,6 +255,23 @@ by_ballot = make_global(make_count(add_global, make_add_for_each_warp(add_global
 step("a ballot for each rank", (clear_counts, Launch(by_ballot, None, THREADS)), predicted_us=page.ballot_us())
 
 # %% [markdown]
+# Both times may depend on something that the code does not show. The L2 consists of slices, and the address of a line of 128 bytes decides which slice adds to its counters. All counters lie in
+# a few lines, so several of them may share a slice. The next cell gives both kernels counters at other places.
+
+# %%
+page.show_places(
+    {
+        "global atomics": (clear_counts, Launch(one_by_one, None, THREADS)),
+        "a ballot for each rank": (clear_counts, Launch(by_ballot, None, THREADS)),
+    }
+)
+
+# %%
+print(page.same_additions("global atomics", "a ballot for each rank"))
+
+# %% [markdown]
+# (Here the compiler keeps a second copy of the votes, for a warp whose lanes have diverged. So the row *votes* under *compiler* counts each one twice.)
+#
 # **Take away.** A warp is the cheapest place to add up: 32 lanes exchange values in registers, in one instruction. Know when the compiler does it for you.
 #
 # ## Step 3: shared atomics
@@ -545,7 +563,7 @@ def my_sum_in_cluster(own, counts):
 sum_in_cluster = exercises.sum_in_cluster.use(my_sum_in_cluster)
 
 # %% [markdown]
-# **Prediction.** We save a launch, and pay for two cluster barriers. A single cluster has 8 SMs, but for these few tokens that is a token for each thread.
+# **Prediction.** We save a launch, and pay for two cluster barriers. A cluster has few SMs, but enough threads: none takes more than one of these few tokens, as in step 3.
 
 
 # %%
@@ -563,7 +581,13 @@ step(
 )
 
 # %% [markdown]
-# **Take away.** What must be zeroed, or shared between launches, costs a launch or a barrier. Memory that a kernel owns costs neither.
+# How are the tokens spread?
+
+# %%
+print(page.why_one_cluster("shared atomics", "one cluster"))
+
+# %% [markdown]
+# **Take away.** Memory that a kernel owns, as its shared memory, needs no launch that zeroes it. But a kernel is as fast as its fullest SM: count the tokens of each one.
 #
 # ## Build: what the lanes of a group know together
 #

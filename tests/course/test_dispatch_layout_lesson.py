@@ -612,6 +612,46 @@ def test_sentences_follow_the_times():
     assert "about as fast" in runs.who_wins(sweep)
 
 
+def _fake_step(us=None, times=None, atomics=0):
+    return SimpleNamespace(us=us, times=times, score=SimpleNamespace(rows={(runs.TOTAL, "global atomics"): atomics}))
+
+
+def test_additions_are_explained_by_times(monkeypatch):
+    both = {"a": _fake_step(atomics=2048), "b": _fake_step(atomics=1152)}
+    monkeypatch.setattr(runs.lesson, "steps", both)
+    assert "Not timed" in runs.what_an_addition_costs("a") and "1,024 times" in runs.what_an_addition_costs("a")
+    both["a"].us = runs.global_us() + 2.048
+    assert "each of them takes 3.0 ns" in runs.what_an_addition_costs("a")
+    assert "1,152 instructions instead of 2,048. Not timed" in runs.same_additions("a", "b")
+    for times, words in (
+        (([10.0, 6.0], [10.4, 6.0]), "6.0 to 10.4 us. At the same place both take about as long"),
+        (([10.0, 6.0], [6.0, 4.0]), "costs less than 8 instructions"),
+        (([10.0, 6.0], [6.0, 10.0]), "Neither kernel is the faster one"),
+    ):
+        monkeypatch.setitem(runs._us_of, runs.PLACES_TITLE, dict(zip("ab", times, strict=True)))
+        assert words in runs.same_additions("a", "b")
+
+
+def test_counters_are_timed_at_several_places(right_page, monkeypatch):
+    names, steps = right_page
+    versions = {name: eval(steps[name], names) for name in ("global atomics", "a ballot for each rank")}
+    assert "not timed" in str(runs.show_places(versions)) and not runs._us_of[runs.PLACES_TITLE]
+    at = [runs.timed(versions["global atomics"], 40, place=place)[0].args[2][0].data_ptr() for place in range(4)]
+    assert len(set(at)) == 4
+    monkeypatch.setattr(runs.lesson, "times", lambda _, calls: {name: float(i + 1) for i, name in enumerate(calls)})
+    assert runs.show_places(versions).lines[1] == ["a ballot for each rank", "5.00", "6.00", "7.00", "8.00"]
+    runs._us_of.clear()
+
+
+def test_the_page_says_which_ctas_of_a_cluster_have_tokens(monkeypatch):
+    monkeypatch.setattr(runs.lesson, "steps", {"shared": _fake_step(), "one": _fake_step()})
+    text = runs.why_one_cluster("shared", "one")
+    assert "4 of the cluster's 8 CTAs have tokens, up to 1,024 each" in text and "16 CTAs of up to 256" in text
+    assert "4 times as many sectors. Not timed" in text
+    runs.lesson.steps["one"].times = 3.98, 5.38
+    assert "shared takes 3.98 us, and one 5.38 us" in runs.why_one_cluster("shared", "one")
+
+
 @pytest.mark.parametrize(
     "us, words", [((7, 30, 14, 5), "what step 3 gains here is the other SMs"), ((7, 10, 14, 5), "not the reason")]
 )
