@@ -211,6 +211,11 @@ step("global atomics", (clear_counts, Launch(one_by_one, None, THREADS)), predic
 
 # %%
 print(page.who_votes("global atomics"))
+
+# %% [markdown]
+# And what does an addition cost? The prediction has assumed it.
+
+# %%
 print(page.what_an_addition_costs("global atomics"))
 
 # %% [markdown]
