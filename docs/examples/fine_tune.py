@@ -1,7 +1,7 @@
 """Train a tiny random Qwen3-MoE model of transformers, whose experts run forward and backward on moe_numba's kernels.
 
-Run it with ``python docs/examples/fine_tune.py``. Without a GPU the kernels run in the simulator. It prints the losses of
-each step, which fall, beside those of eager. Their relative difference is below 0.02.
+Run it with ``python docs/examples/fine_tune.py``. Without a GPU the kernels run in the simulator. It prints the losses
+of each step, which fall, beside those of eager. Their relative difference is below 0.02.
 
 Master weights are in float32, as mixed precision wants it: the optimiser's steps are smaller than what bfloat16 holds.
 """
