@@ -14,7 +14,7 @@ from moe_numba import simulator  # before Numba: it decides whether kernels run 
 from numba import cuda, int32
 
 from moe_numba.course.bench.timing.multigpu import settle
-from moe_numba.course.grader import Wrong, case, expect_equal, fault
+from moe_numba.course.grader import Wrong, case, expect_equal
 from moe_numba.course.lessons.talk_to_a_peer import answers, runs
 from moe_numba.course.lessons.talk_to_a_peer.answers import copy_row, make_message, make_ring, slot_of
 from moe_numba.course.lessons.talk_to_a_peer.runs import SMS, Version, private
@@ -29,7 +29,6 @@ from moe_numba.ptx.atomics import (
     st_release_sys_s32,
 )
 from moe_numba.ptx.memory import pointer_from_address
-from moe_numba.simulator.core.kernel import Kernel
 from moe_numba.simulator.profiler.report import source_text
 
 _EMPTY = -7  # in what a rank receives, before a launch
@@ -61,12 +60,6 @@ def _stores(run: Callable[[], object]) -> list:
     return [event for event in events if event.what == "store"]
 
 
-_KINDS = {  # whether a kernel is asked for -> what an answer of the other kind lacks
-    True: "this is no kernel: write @cuda.jit before its definition, and no device=True",
-    False: "this is a kernel, and a kernel cannot call it: write @cuda.jit(device=True) before its definition",
-}
-
-
 @dataclass(frozen=True)
 class Exchange(Build):
     """A `Build` between ranks: whatever arrives must have come from another rank, and signals are counted.
@@ -84,9 +77,7 @@ class Exchange(Build):
 
     def judge(self, answer):
         """Return the state, a sentence and the number of signals of an answer, in the simulator."""
-        if isinstance(answer, Kernel) != isinstance(self.own, Kernel):
-            return WRONG, _KINDS[isinstance(self.own, Kernel)], None
-        if (wrong := fault(self._test, answer)) is not None:
+        if (wrong := self._wrong(answer)) is not None:
             return WRONG, wrong, None
         if (reason := self.one_lane(answer)) is not None:
             return REFUSED, f"the result is right, but {reason}", None
