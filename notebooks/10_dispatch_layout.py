@@ -213,6 +213,12 @@ step("global atomics", (clear_counts, Launch(one_by_one, None, THREADS)), predic
 print(page.who_votes("global atomics"))
 
 # %% [markdown]
+# And what does an addition cost? The prediction has assumed it.
+
+# %%
+print(page.what_an_addition_costs("global atomics"))
+
+# %% [markdown]
 # **Take away.** Additions to one address happen one after the other, wherever they come from. Count how many hit the busiest one, in the machine code, not in the source.
 #
 # ## Build: the tokens of a rank
@@ -233,7 +239,7 @@ tokens_of_rank = exercises.tokens_of_rank.use(my_tokens_of_rank)
 # %% [markdown]
 # ## Step 2: a ballot for each rank
 #
-# Now the votes stand in the source, and lane `r` adds for rank `r`. Only the hole `add_ranks` changes: eight additions by one lane each become one instruction with eight lanes.
+# Now the votes stand in the source, and lane `r` adds for rank `r`. Only the hole `add_ranks` changes: additions by one lane each become one instruction with a lane for each rank.
 #
 # **Prediction.** Each counter gets as many additions as before. So the time stays the same.
 
@@ -254,6 +260,23 @@ by_ballot = make_global(make_count(add_global, make_add_for_each_warp(add_global
 step("a ballot for each rank", (clear_counts, Launch(by_ballot, None, THREADS)), predicted_us=page.ballot_us())
 
 # %% [markdown]
+# Both times may depend on something that the code does not show. The L2 consists of slices, and the address of a line of 128 bytes decides which slice adds to its counters. All counters lie in
+# a few lines, so several of them may share a slice. The next cell gives both kernels counters at other places.
+
+# %%
+page.show_places(
+    {
+        "global atomics": (clear_counts, Launch(one_by_one, None, THREADS)),
+        "a ballot for each rank": (clear_counts, Launch(by_ballot, None, THREADS)),
+    }
+)
+
+# %%
+print(page.same_additions("global atomics", "a ballot for each rank"))
+
+# %% [markdown]
+# (Here the compiler keeps a second copy of the votes, for a warp whose lanes have diverged. So the row *votes* under *compiler* counts each one twice.)
+#
 # **Take away.** A warp is the cheapest place to add up: 32 lanes exchange values in registers, in one instruction. Know when the compiler does it for you.
 #
 # ## Step 3: shared atomics
@@ -320,8 +343,8 @@ step("shared atomics", (clear_counts, Launch(shared, None, THREADS)), predicted_
 #
 # ## Step 4: private counters, as in DeepEP's first version
 #
-# DeepEP goes further. If **each thread has counters of its own**, no addition has to be atomic. 256 threads with 256 counters each do not fit in shared memory. So DeepEP divides the counters among
-# CTAs: some count 32 experts each, another one counts the ranks, and writes the flags. Each CTA walks over *all* tokens, and a thread counts in its own row. Then one thread for each
+# DeepEP goes further. If **each thread has counters of its own**, no addition has to be atomic. All counters of all threads of a CTA do not fit in shared memory. So DeepEP divides the counters among
+# CTAs: some count `EXPERTS_PER_CTA` experts each, another one counts the ranks, and writes the flags. Each CTA walks over *all* tokens, and a thread counts in its own row. Then one thread for each
 # column adds the rows up:
 
 # %%
@@ -485,12 +508,12 @@ exercises.sectors.check(two_experts_for_each_token=..., neighbouring_lanes=...)
 #
 # In the CTA that counts ranks there are four suspects, and a switch for each:
 #
-# - **A: the array.** Registers have no index. So `is_in[rank] += 1` either goes to memory, or the compiler compares `rank` with each of the eight indices. `bits` sets a bit of a mask instead.
+# - **A: the array.** Registers have no index. So `is_in[rank] += 1` either goes to memory, or the compiler compares `rank` with each of the indices. `bits` sets a bit of a mask instead.
 # - **B: the division.** `experts_per_rank` is known at run time only, and a GPU has no instruction that divides integers. With `constant` it is known to the compiler, which shifts instead.
 # - **C: the sectors.** With `columns`, the ids are stored as `[topk, tokens]`, so that neighbouring lanes load neighbouring ids.
 # - **D: the order.** A thread looks at an id before it loads the next one, and may wait for the memory `topk` times. With `ahead` it loads all ids of its token first.
 #
-# (Bank conflicts of the table are no suspect any more: an earlier version of this lesson has removed them, see *What did not pay*.)
+# (Bank conflicts are no suspect, although the table counts many: without them the port takes about as long, see *What did not pay*.)
 #
 # **Diagnose.** Which one saves most? Choose before you run the cell below it.
 
@@ -545,7 +568,7 @@ def my_sum_in_cluster(own, counts):
 sum_in_cluster = exercises.sum_in_cluster.use(my_sum_in_cluster)
 
 # %% [markdown]
-# **Prediction.** We save a launch, and pay for two cluster barriers. A single cluster has 8 SMs, but for these few tokens that is a token for each thread.
+# **Prediction.** We save a launch, and pay for two cluster barriers. A cluster has few SMs, but enough threads: none takes more than one of these few tokens, as in step 3.
 
 
 # %%
@@ -563,11 +586,17 @@ step(
 )
 
 # %% [markdown]
-# **Take away.** What must be zeroed, or shared between launches, costs a launch or a barrier. Memory that a kernel owns costs neither.
+# How are the tokens spread?
+
+# %%
+print(page.why_one_cluster("shared atomics", "one cluster"))
+
+# %% [markdown]
+# **Take away.** Memory that a kernel owns, as its shared memory, needs no launch that zeroes it. But a kernel is as fast as its fullest SM: count the tokens of each one.
 #
 # ## Build: what the lanes of a group know together
 #
-# The port has taught us that a lane for each token makes two things bad: `topk` loads one after the other, and 32 sectors for each. Let a **group** of neighbouring lanes take a token instead, an id for each lane. There are
+# A lane for each token loads `topk` ids one after the other, and each load touches a sector for each lane. Let a **group** of neighbouring lanes take a token instead, an id for each lane. There are
 # as many lanes as the larger of `topk` and the number of ranks, rounded up to a power of two:
 
 # %%
@@ -603,7 +632,8 @@ def my_count_in_groups(topk_idx, is_in_rank, counts, tokens):
 count_in_groups = exercises.count_in_groups.use(my_count_in_groups)
 
 # %% [markdown]
-# **Prediction.** A token's ids arrive at once. But now a thread has an eighth of a token, so the 8192 threads of the cluster take several rounds, each of which waits for the L2 once.
+# **Prediction.** A token's ids arrive at once. But now a thread has one id of a token, so the threads of the cluster take several rounds, each of which waits for the L2 once. (The tokens are also spread over more CTAs. We have
+# no number for what that saves.)
 
 # %%
 grouped = make_layout(start_cluster, count_in_groups, sum_in_cluster)
@@ -619,7 +649,7 @@ step("a group of lanes", Launch(grouped, CLUSTER, CLUSTER_THREADS, CLUSTER), pre
 # Each round waits for its load before it counts. But the loads of several rounds do not depend on each other. So a lane issues the loads for **four tokens**, and only then looks at the first. The rank masks of
 # four tokens fit one word, a byte each, since there are at most eight ranks: one `or_in_group` serves four tokens.
 #
-# This is the whole walk, as the package has it. `chosen` is indexed by numbers that are known when the loops are unrolled, so its elements are registers, and no index is compared as in the port.
+# This is the whole walk. `chosen` is indexed by numbers that are known when the loops are unrolled, so its elements are registers, and no index is compared as in the port.
 #
 # **Prediction.** A quarter of the rounds wait for a load.
 
@@ -675,8 +705,10 @@ last = Launch(early, CLUSTER, CLUSTER_THREADS, CLUSTER, True)
 step("start early", last, predicted_us=page.dependent_us())
 
 # %% [markdown]
-# In the timed sequence the kernel before is this kernel itself. After another kernel the gain differs. `moe_numba/expert_parallel/layout/kernel.py` has the parts of this kernel in one file: `make_layout`, `count_four` with
-# `or_in_group` in it, and `sum_in_cluster`.
+# In the timed sequence the kernel before is this kernel itself. After another kernel the gain differs.
+#
+# The package's kernel, `moe_numba/expert_parallel/layout/kernel.py`, has these parts in one file, and three changes that this lesson does not time apart: the CTAs take turns in the order of tokens, so that few tokens reach all CTAs; a warp
+# adds up its tokens of a rank by shuffles before one atomic; and most numbers are unsigned, with 32 bits.
 #
 # **Take away.** What does not depend on the kernel before, a kernel can do before that one ends.
 #
@@ -692,7 +724,7 @@ page.show_what_did_not_pay()
 #
 # ## All inputs
 #
-# Now other numbers of tokens, and a skewed routing, in which all tokens choose the same experts. The package's kernel is that of step 8. The last column has the fastest, and those that are about as fast:
+# Now other numbers of tokens, and a skewed routing, in which all tokens choose the same experts. The last column has the fastest, and those that are about as fast:
 
 # %%
 versions = {
@@ -740,7 +772,7 @@ lesson.summary()
 # ## Next step, not built
 #
 # Two launches for many tokens, one cluster for few: a kernel with **several clusters** could have both. Each cluster adds up its counts, and then adds its sums to global counters. Who zeroes these? (Lesson 04 has counts that carry the
-# number of their launch.) **Build** it, and beat both columns of the sweep with 65536 tokens. The lower bound is the time that the ids and flags take at the rate of a copy:
+# number of their launch.) **Build** it, and beat step 7's walk with step 3's sum, the last line of the table of many tokens. The lower bound is the time that the ids and flags take at the rate of a copy:
 
 # %%
 print(page.lower_bound_of_many())

@@ -224,7 +224,7 @@ def my_publish(there, number):
 publish = exercises.publish.use(my_publish)
 
 # %% [markdown]
-# Which part is needed? Each line below leaves one out:
+# Which part is needed? Each line but the first leaves one out:
 
 
 # %%
@@ -297,8 +297,8 @@ def make_ping_pong(store):
 page.show_ping_pong({"relaxed": make_ping_pong(st_relaxed_sys_s32), "release": make_ping_pong(st_release_sys_s32)})
 
 # %% [markdown]
-# These are the two latencies of NVLink that all later lessons predict with. The release costs more although there is nothing to wait for: the thread has
-# stored only flags.
+# These are the two latencies of NVLink that all later lessons predict with. If the release takes longer, it does so although it has nothing to wait for: the
+# thread has stored only flags.
 #
 # A load from a peer is a round trip, too: the request goes there, the data come back. So a kernel should **store to peers and poll its own memory**.
 #
@@ -395,7 +395,8 @@ page.show_push(push_stores, push_bulk)
 
 # %% [markdown]
 # All ranks push at the same time, so each link carries as much in both directions. A CTA reaches a fraction of the link; several CTAs saturate it,
-# whichever way they copy. The best rate of this table is **the lower bound for bytes over NVLink**, here and in lessons 12 and 13.
+# whichever way they copy. Compare the threads of both lines: one thread that issues bulk copies moves more than a warp that stores. The best rate of this
+# table gives **the lower bound for bytes over NVLink**, here and in lessons 12 and 13.
 #
 # **Formula.** In dispatch a rank sends rows to all `ranks` ranks in equal numbers, itself included, and a CTA copies `cta_gbps`, own rows included. How many CTAs
 # saturate a link of `link_gbps`?
@@ -500,6 +501,12 @@ step("one slot", Version(make_ring(send, receive), slots=1))
 step("ring", Version(make_ring(send, receive)), predicted_us=page.without_waits("one slot"))
 
 # %% [markdown]
+# How many slots are enough? Your formula knows, if you put in the rate of what sends:
+
+# %%
+print(page.slots_needed("ring"))
+
+# %% [markdown]
 # **Break.** This is the lesson's receiver. Remove one `cuda.syncwarp()`, such that all rows still arrive intact under all seeds, even in weak memory, and the race
 # detector objects. What could go wrong on a GPU?
 
@@ -523,7 +530,7 @@ def my_broken_receive(queue, out, first, count):
 exercises.broken.check(my_broken_receive)
 
 # %% [markdown]
-# **Take away.** Slots buy time for signals to travel: as many as your formula says. A check that passes says little of orders: ask the race detector.
+# **Take away.** Slots buy time for signals to travel, and a slow sender needs few of them. A check that passes says little of orders: ask the race detector.
 #
 # ## What a signal costs
 #
@@ -570,10 +577,12 @@ page.show_signals(make_signals, {"st.relaxed": st_relaxed_sys_s32, "st.release":
 # difference of both columns is what the release adds. In the last two lines its thread has stored nothing but flags, so all that it waits for are stores of others.
 #
 # Two remedies. **Signal less often**: the next step. Or **let another warp signal**, so that those that copy go on at once. Copying warps post in shared
-# memory what they have done, with a release at scope `cta`, which is cheap. One warp fences for all of them:
+# memory what they have done, with a release at scope `cta`, which is cheap. (`poll_...` is a load for such loops: in the simulator other threads run before it.) One
+# warp fences for all of them:
 #
 # **Build.** 96 threads of a CTA call your function. Warps 0 and 1 have stored 32 words each at the peer. They post: `st_release_cta_shared_s32(posted, warp, 1)`. Lanes 0 and 1 of warp
-# 2 wait for `posted[lane]` with `poll_acquire_cta_shared_s32(posted, lane)`, and store 1 to `FLAG + lane` of `there`. Use `fence_acq_rel_sys()` and relaxed stores.
+# 2 wait for `posted[lane]` with `poll_acquire_cta_shared_s32(posted, lane)`, and store 1 to `FLAG + lane` of `there`. Use `fence_acq_rel_sys()` and relaxed stores. Warps 0
+# and 1 wait for nothing but their own lanes: they return when they have posted.
 
 
 # %%
@@ -634,9 +643,10 @@ step("signal per chunk", Version(chunked), predicted_us=page.as_before("ring"))
 #
 # ## Step 8: credits in batches
 #
-# Now the receiver, too, signals once for several rows: it returns its credits in **batches**, and the rest at the end.
+# Now the receiver, too, signals once for several rows: it returns its credits in **batches**, and the rest at the end, so that the next launch finds all slots free.
 #
-# **Prediction.** We save the releases of the receiver that are no longer there, each at its price while its own warp copies.
+# **Prediction.** We save the releases of the receiver that are no longer there, each at its price while its own warp stores to the peer. The receiver copies within its
+# GPU, so this is the most that we can save.
 
 
 # %%
@@ -690,7 +700,7 @@ print(page.show_deadlock(make_batched, 4, 3, 5))
 draw.stuck(4, 3, 5)
 
 # %% [markdown]
-# Try other numbers in the last three cells, such as chunks of 4 and batches of 2.
+# Try other numbers in the last three cells, such as chunks of 4 and batches of 2, or a ring that is shorter than a chunk.
 #
 # **Formula.** Return the smallest number of slots that never deadlocks.
 
@@ -737,7 +747,8 @@ step("many channels", Version(batched, channels=CHANNELS), predicted_us=page.by_
 #
 # ## What did not pay, and why
 #
-# On GPUs the next cell times variants of the ring of step 6. Each switch changes one thing. Which of them would you expect to cost nothing?
+# The next cell checks variants of the ring of step 6 as it checks a step, and times them on GPUs. Each switch changes one thing. Which of them would you expect to cost
+# nothing?
 
 
 # %%
@@ -817,7 +828,7 @@ page.show_ranks()
 # %% [markdown]
 # ## Next step, not built
 #
-# In the last ring a warp loads 16 bytes per lane, stores them, and loads the next. The push above has shown that one thread with bulk copies does the work of a warp.
+# In the last ring a warp loads 16 bytes per lane, stores them, and loads the next. The push above has shown what one thread can do with bulk copies.
 # **Build** a sender that loads the next row into shared memory by TMA while the last one leaves, and a warp that signals for all senders of a CTA. (A thread that
 # has acquired a flag must execute `fence.proxy.async` before a bulk copy touches what the flag guards.) How few SMs come within a tenth of the bound?
 

@@ -139,12 +139,15 @@ def biased_grouped_topk(
     Raises
     ------
     ValueError, TypeError
-        If an argument is invalid; the message names the argument, its value and what is allowed.
+        If an argument is invalid; the message names the argument, its value and what is allowed. ValueError also if the
+        logits require grad and ``out`` or ``placement`` is given: then there is no backward.
     UnsupportedDeviceError
         If the GPU is older than compute capability 7.5.
 
     Notes
     -----
+    The weights have a gradient with respect to the logits; the choice of experts has none.
+
     Named after SGLang's ``biased_grouped_topk``. All arithmetic is float32. Ties go to the lower group, then to the
     lower expert. NaN scores rank last and have weight 0; a softmax leaves NaN logits out, so that the other experts
     keep their weights, and counts +inf as the largest float32. Ids are distinct and in range for any input. Weights and

@@ -178,7 +178,8 @@ def experts_forward(
     ------
     ValueError
         If the module's layout or activation is not supported; the message names the attribute and what is allowed. Also
-        if a tensor requires grad, as hidden_states of a model outside of ``torch.no_grad()``: there is no backward.
+        if a tensor requires grad and the weights are packed MXFP4, as hidden_states of a model outside of
+        ``torch.no_grad()``: then there is no backward.
     TypeError
         If hidden_states is not bfloat16, or the weights are neither that nor packed MXFP4.
     """
@@ -310,7 +311,8 @@ def _experts_of(arguments):
 def _run(module, hidden_states, ids, weights, arguments):
     if hidden_states.dtype != torch.bfloat16:
         raise TypeError(f"hidden_states is {hidden_states.dtype}; {NAME} needs a model in torch.bfloat16")
-    _check_no_grad(module, NAME, hidden_states=hidden_states, top_k_weights=weights)
+    if arguments["w13"].dtype != torch.bfloat16:
+        _check_no_grad(module, NAME, hidden_states=hidden_states, top_k_weights=weights)
     weights = weights.float().contiguous()
     # Without a workspace: it would save one of two allocations, 0.6 us of the 21 us that the host takes for a call.
     return fused_experts(hidden_states.contiguous(), topk_weights=weights, topk_ids=ids, **arguments)

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from moe_numba.moe_layer.backward import experts  # noqa: F401  registers the backward of fused_experts
 from moe_numba.moe_layer.fused_experts import fused_experts
 from moe_numba.moe_layer.fused_moe import fused_moe
 from moe_numba.moe_layer.group_by_expert.api import group_by_expert

@@ -132,13 +132,16 @@ def fused_experts(
     ------
     ValueError, TypeError
         If an argument is invalid; the message names the argument, its value and what is allowed. ValueError also if a
-        tensor requires grad: there is no backward.
+        tensor requires grad and the weights are not bfloat16, or ``out`` is given: then there is no backward.
     moe_numba.UnsupportedDeviceError
         If the GPU is older than compute capability 8.0, or has no wgmma (compute capability 9.0) and the weights need
         it: MXFP4 and transposed weights.
 
     Notes
     -----
+    With bfloat16 weights x, the weights, biases, ``topk_weights`` and ``shared`` have gradients, bit-identical from run
+    to run. The backward computes gate and up again instead of keeping them.
+
     ``topk_weights``, ``topk_ids``, ``w2``, ``a1_scale`` and ``a2_scale`` are named as in vLLM's function of this name;
     ``w13`` is its ``w1``, by the name of the layer's weight, and ``x`` its ``hidden_states``. Not supported are
     ``expert_map`` (pass -1 for experts of other ranks), ``inplace`` (pass ``out=x``), ``apply_router_weight_on_input``,

@@ -20,6 +20,7 @@ from moe_numba.runtime.validate import check_int, check_tensor
 
 _LOGITS = torch.float32, torch.bfloat16, torch.float16
 _CHECKED = "x", "router_logits", "w13", "w2", "w13_scale"
+_COUNTS = "topk", "num_fused_shared_experts", "placement"
 _plans: dict = {}
 
 
@@ -115,13 +116,16 @@ def fused_moe(
     ------
     ValueError, TypeError
         If an argument is invalid; the message names the argument, its value and what is allowed. ValueError also if a
-        tensor other than ``correction_bias`` requires grad: there is no backward.
+        tensor requires grad and the weights are not bfloat16, or ``out`` or ``placement`` is given: then there is no
+        backward.
     UnsupportedDeviceError
         If the GPU is older than compute capability 8.0, or has no wgmma (compute capability 9.0) and the weights need
         it: MXFP4 and transposed weights.
 
     Notes
     -----
+    Gradients are those of :func:`moe_numba.biased_grouped_topk` and :func:`moe_numba.fused_experts`.
+
     Named after vLLM's ``fused_moe``. Results are bit-identical from run to run. No step waits for the host, so a CUDA
     graph that captures the call can be replayed with other logits. The gate is a launch of its own; the launches after
     it are those of :func:`moe_numba.fused_experts`.
@@ -188,7 +192,7 @@ def _compute(arguments):
     if plan is None:
         plan = remember(_plans, key, _make_plan(_Tensors(*t), arguments))
     if is_number:  # an argument of the gate's kernel, which may differ from call to call
-        with _own_names():
+        with own_names():
             limit_argument(limit, t[0].device)
         launch = partial(plan.launch_with_number, limit)
     return plan.compute(t, arguments["out"], arguments["workspace"], launch)
@@ -216,7 +220,7 @@ class _Plan(ExpertsPlan):
         if self.placement is not None:
             of_call = dict(zip(TENSORS, t[-3:], strict=True))
             options["placement"] = ExpertPlacement(**self.placement | of_call)
-        with _own_names():
+        with own_names():
             routed = biased_grouped_topk(t.router_logits, out=memory.topk, **options, **self.gate_options)
         self.launch(t.of_experts(*routed), memory, out)
 
@@ -226,9 +230,8 @@ def _make_plan(t, arguments):
     options, of_experts = [{n: arguments[n] for n in names} for names in (_GATE_OPTIONS, _EXPERTS_OPTIONS)]
     options["apply_routed_scaling_factor_on_output"] = True
     placement = arguments["placement"] and as_placement(arguments["placement"])
-    counts = options["topk"], options["num_fused_shared_experts"], placement
-    shape = _check([getattr(t, name) for name in _CHECKED], *counts)
-    with _own_names():
+    shape = check_layer(arguments | {name: getattr(t, name) for name in _CHECKED} | dict(placement=placement))
+    with own_names():
         _, limit_dtype = limit_argument(t.num_token_non_padded, t.x.device)
         of_gate = tuple(options[name] for name in GateOptions._fields)
         get_plan(t.router_logits, t.correction_bias, limit_dtype, of_gate, t.is_padding, placement)
@@ -238,7 +241,7 @@ def _make_plan(t, arguments):
 
 
 @contextlib.contextmanager
-def _own_names():
+def own_names():
     """Let the gate's errors call the logits by this function's name."""
     try:
         yield
@@ -246,9 +249,13 @@ def _own_names():
         raise type(error)(str(error).replace("gating_output", "router_logits")) from None
 
 
-def _check(tensors, topk, num_fused_shared_experts, placement):
-    """Check what neither the gate nor the experts can, or under another name; return the sizes of the experts."""
-    x, router_logits, w13, w2, w13_scale = tensors
+def check_layer(arguments):
+    """Check what neither the gate nor the experts can, or under another name; return the sizes of the experts.
+
+    ``arguments``: those of a call, by name.
+    """
+    x, router_logits, w13, w2, w13_scale = (arguments[name] for name in _CHECKED)
+    topk, num_fused_shared_experts, placement = (arguments[name] for name in _COUNTS)
     check_tensor("x", x, shape=("tokens", "hidden"))
     shape = check_scaled_weights(w13, w2, w13_scale)
     check_int("topk", topk, 1, 32)
@@ -274,9 +281,8 @@ def _check(tensors, topk, num_fused_shared_experts, placement):
 @register_fake(fused_moe)
 def _fake_fused_moe(call):
     """Check the arguments of a call and return its output; the gate's and the experts' fakes do most of it."""
-    counts = call.topk, call.num_fused_shared_experts, call.placement
-    shape = _check([getattr(call, name) for name in _CHECKED], *counts)
+    shape = check_layer(vars(call))
     scaled = dict(apply_routed_scaling_factor_on_output=True, out=None)
-    with _own_names():
+    with own_names():
         weights, ids = fake_topk(call.replace(gating_output=call.router_logits, **scaled))
     return fake_experts(call.replace(topk_weights=weights, topk_ids=ids, x_scale=None), shape)

@@ -98,7 +98,8 @@ class Experts(FixedDtypes):
 
     Notes
     -----
-    Parameters are uninitialised: load a state_dict. They require no grad, because the kernels have no backward.
+    Parameters are uninitialised: load a state_dict. They require no grad: to train bfloat16 weights, call
+    ``requires_grad_()``.
     Scales, and weights in FP8 or MXFP4, keep their dtype in ``.to(dtype)``, ``.bfloat16()`` and the like, also of a
     parent module; float32 scales also in ``load_state_dict``. Weights in bfloat16, and biases, are converted.
     A call allocates its output: modules have no ``out``. For a call that allocates nothing, use
@@ -235,8 +236,7 @@ class MoELayer(FixedDtypes):
         Experts per token, 1 to 32, as many as the gate selects.
     shared_experts : torch.nn.Module, optional
         Computes [tokens, hidden] bfloat16 from [tokens, hidden]; added to the experts' sum. It runs before the experts,
-        on the same stream; that of :class:`ExpertParallelMoE` runs concurrently. The layer has no backward: if its
-        parameters require grad, as those of a new module do, call the layer in ``torch.no_grad()``.
+        on the same stream; that of :class:`ExpertParallelMoE` runs concurrently.
     has_correction_bias : bool
         Whether the gate adds a bias to the scores to choose experts (DeepSeek-V3, GLM-4-MoE).
     has_router_bias : bool

@@ -18,7 +18,7 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
@@ -51,6 +51,7 @@ _int_or_tensor: dict[str, tuple[str, ...]] = {}
 _named_tuples: dict[str, dict[str, tuple[Any, list[str]]]] = {}
 _with_fake: set[str] = set()  # ops that have a fake implementation
 _with_autograd: set[str] = set()  # ops that have a backward
+_differentiable: dict[str, Callable] = {}  # what calls with tensors that require grad call instead of an op
 _TENSOR = torch.Tensor, torch.Tensor | None
 _INT_OR_TENSOR = int | torch.Tensor | None
 _NO_TENSOR = "workspace"  # a parameter that ops do not have: memory for intermediate results, of no type of a schema
@@ -135,6 +136,9 @@ def call_op(name: str, arguments: dict[str, Any]) -> Any:
     op, first = getattr(torch.ops.moe_numba, name), OPS[name][0]
     if not isinstance(arguments[first], torch.Tensor):
         return call_with_tensors(_functions[name], first, arguments)
+    if name in _differentiable and arguments.get("out") is None and wants_grad(arguments.values()):
+        arguments.pop("out", None)
+        return _differentiable[name](**arguments)
     if not _is_dynamo_compiling():  # under Dynamo the fake implementation checks
         _check_no_grad(name, arguments)
         check_kinds(arguments)
@@ -157,6 +161,11 @@ def call_op(name: str, arguments: dict[str, Any]) -> Any:
         return op.default(**arguments)
     op.out(**arguments, out=out)
     return out
+
+
+def wants_grad(values: Iterable[Any]) -> bool:
+    """Whether a tensor among the values requires grad, and grad mode is on."""
+    return _is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 def public_function(name: str) -> Callable:
@@ -281,7 +290,7 @@ def _register(function, public):
     def implementation(*args, **kwargs):
         arguments = _with_named_tuples(name, dict(zip(positional, args)) | kwargs)
         if _is_grad_enabled():
-            _check_no_grad(name, arguments)
+            _check_no_grad(name, arguments, of_op=True)
         if (out := arguments.get("out")) is not None:
             check_overlap(name, out, tuple(arguments.get(n) for n in _tensors[name]))
         before, _state.in_op = _state.in_op, True
@@ -330,7 +339,7 @@ def register_fake(public: Callable) -> Callable[[Callable[[Call], Any]], Callabl
 
         def functional(*args, **kwargs):
             call = Call(**defaults | _with_named_tuples(name, dict(zip(names, args)) | kwargs))
-            _check_no_grad(name, vars(call))
+            _check_no_grad(name, vars(call), of_op=True)
             outputs = fake(call)
             return tuple(outputs) if isinstance(outputs, list) else outputs
 
@@ -363,6 +372,15 @@ def register_autograd(public: Callable, backward: Callable, setup_context: Calla
     if name not in _with_autograd:
         _with_autograd.add(name)
         torch.library.register_autograd(f"{NAMESPACE}::{name}", in_order, setup_context=setup, lib=_library)
+
+
+def register_differentiable(public: Callable, function: Callable) -> None:
+    """Let calls of a public function with a tensor that requires grad call ``function``.
+
+    That holds in grad mode and without ``out``, which ``function`` does not have; its other parameters are the same. It
+    serves functions whose op modifies an argument, which autograd refuses, and those that are a composition of others.
+    """
+    _differentiable[public.__name__] = function
 
 
 def _op_names(name):
@@ -412,10 +430,10 @@ def _schema(signature, named_tuples, with_out):
     return f"({', '.join(arguments)}) -> ({returns})"
 
 
-def _check_no_grad(name, arguments):
-    """Raise for tensors that require grad, if the result would silently lose its gradient."""
+def _check_no_grad(name, arguments, of_op=False):
+    """Raise for tensors that require grad, if the result of a function, or its op, would silently lose the gradient."""
     out = arguments.get("out")
-    if name not in _with_autograd:
+    if name not in _with_autograd and (of_op or name not in _differentiable):
         reason = f"{name} has no backward"
     else:
         reason = f"{name} has a backward only without out" if out is not None else ""

@@ -30,6 +30,7 @@ from moe_numba.course.lessons.dispatch_layout.sizes import (
     SHARES,
     TOPK,
 )
+from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.score import COMPILER
 from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG
 from moe_numba.ptx.cluster import (
@@ -349,6 +350,45 @@ def every_id_is_an_expert(topk_idx, is_in_rank, counts, tokens):
         cuda.atomic.add(counts, topk_idx[token * TOPK + lane % LANES], 1)
 
 
+@cuda.jit(device=True)
+def adds_each_flag(topk_idx, is_in_rank, counts, tokens):
+    lane, warp, warps = cuda.threadIdx.x & 31, cuda.grid(1) >> 5, cuda.gridsize(1) >> 5
+    member, first = lane % LANES, warp * PER_WARP
+    while first < tokens:
+        token, bits = first + lane // LANES, uint32(0)
+        if token < tokens and member < TOPK:
+            expert = topk_idx[token * TOPK + member]
+            if 0 <= expert and expert < EXPERTS:
+                cuda.atomic.add(counts, expert, 1)
+                bits = uint32(uint32(1) << uint32(uint32(expert) // uint32(EACH)))
+        flag = or_in_group(bits) >> uint32(member) & uint32(1)
+        if token < tokens and member < RANKS:
+            is_in_rank[token * RANKS + member] = uint8(flag)
+            if flag:
+                cuda.atomic.add(counts, EXPERTS + member, 1)
+        first += warps * PER_WARP
+
+
+@cuda.jit(device=True)
+def only_the_first_warp(topk_idx, is_in_rank, counts, tokens):
+    lane, member, tokens_of_mine = cuda.threadIdx.x & 31, cuda.threadIdx.x & 31 & LANES - 1, int32(0)
+    first = 0 if cuda.grid(1) < 32 else tokens
+    while first < tokens:
+        token, bits = first + lane // LANES, uint32(0)
+        if token < tokens and member < TOPK:
+            expert = topk_idx[token * TOPK + member]
+            if 0 <= expert and expert < EXPERTS:
+                cuda.atomic.add(counts, expert, 1)
+                bits = uint32(uint32(1) << uint32(uint32(expert) // uint32(EACH)))
+        flag = or_in_group(bits) >> uint32(member) & uint32(1)
+        tokens_of_mine = int32(tokens_of_mine + int32(flag))
+        if token < tokens and member < RANKS:
+            is_in_rank[token * RANKS + member] = uint8(flag)
+        first += PER_WARP
+    if member < RANKS:
+        cuda.atomic.add(counts, EXPERTS + member, tokens_of_mine)
+
+
 FORMULA, TOKENS, SUM = exercises.ranks_of_a_token, exercises.tokens_of_rank, exercises.sum_in_cluster
 OR, WALK = exercises.or_in_group, exercises.count_in_groups
 
@@ -386,6 +426,8 @@ OR, WALK = exercises.or_in_group, exercises.count_in_groups
         (WALK, stub, OPEN, "not answered yet"),
         (WALK, answers.count_in_groups, RIGHT, "sectors loaded"),
         (WALK, a_lane_for_each_token, REFUSED, "loads more often than once"),
+        (WALK, only_the_first_warp, REFUSED, "has more than its share"),
+        (WALK, adds_each_flag, REFUSED, "adds to the counters of ranks more often than once"),
         (WALK, one_serial_thread, REFUSED, "more often than once|alone"),
         (WALK, counts_experts_for_ranks, WRONG, r"rank \d"),
         (WALK, lanes_leave_the_loop, WRONG, "lane"),
@@ -499,6 +541,24 @@ def test_all_variants_of_the_slow_cta_count_alike(right_page):
     assert (runs.run(only_ranks, ids)[1] == runs.right(ids)[1]).all()
 
 
+def test_variants_are_checked_before_they_are_timed():
+    names, _ = page("mask = uint32(mask | uint32(1) << uint32(rank))", "mask = uint32(uint32(1) << uint32(rank))")
+    wrong = {"A: a mask": names["suspects"]["A: a mask instead of an array"]}
+    with pytest.raises(WrongResult, match=r"A: a mask: counts\[\d+\] \(rank \d\)"):
+        runs.show_variants(runs.SLOW_CTA, wrong)
+    nothing = {"nothing": names["port"](names["no_experts"], names["no_ranks"])}
+    with pytest.raises(WrongResult, match="writes nothing"):
+        runs.show_variants(runs.SLOW_CTA, nothing)
+
+
+def test_timed_versions_add_to_the_same_counters(right_page):
+    names, steps = right_page
+    of = lambda name, tokens: runs.timed(eval(steps[name], names), tokens)[0].args[2]
+    few, many, other = of("global atomics", 40), of("start early", 80), of("start early", 40)
+    assert few[0].data_ptr() == many[0].data_ptr() == other[0].data_ptr()
+    assert few[1].data_ptr() == other[1].data_ptr() and many[1].shape == (80, RANKS)
+
+
 # Counts, tables, figures
 
 
@@ -525,6 +585,7 @@ def test_the_slow_cta_is_judged_by_times(right_page, monkeypatch):
     suspects = right_page[0]["suspects"]
     check = exercises.slow_cta.check
     assert check(suspects).state == OPEN and "division" in check(suspects).text
+    monkeypatch.setattr(runs.lesson, "times", lambda name, calls: {})
     assert check(suspects, "Z").state == WRONG and "only a GPU" in check(suspects, "A").text
     times = dict(zip(suspects, (50.0, 45.0, 44.0, 30.0, 49.0, 12.0), strict=True))
     monkeypatch.setattr(runs.lesson, "times", lambda name, calls: times)
@@ -549,6 +610,46 @@ def test_sentences_follow_the_times():
     assert "the package, one" in str(runs.show_sweep(sweep)) and "not been timed" in runs.who_wins({})
     del sweep[9, True]
     assert "about as fast" in runs.who_wins(sweep)
+
+
+def _fake_step(us=None, times=None, atomics=0):
+    return SimpleNamespace(us=us, times=times, score=SimpleNamespace(rows={(runs.TOTAL, "global atomics"): atomics}))
+
+
+def test_additions_are_explained_by_times(monkeypatch):
+    both = {"a": _fake_step(atomics=2048), "b": _fake_step(atomics=1152)}
+    monkeypatch.setattr(runs.lesson, "steps", both)
+    assert "Not timed" in runs.what_an_addition_costs("a") and "1,024 times" in runs.what_an_addition_costs("a")
+    both["a"].us = runs.global_us() + 2.048
+    assert "each of them takes 3.0 ns" in runs.what_an_addition_costs("a")
+    assert "1,152 instructions instead of 2,048. Not timed" in runs.same_additions("a", "b")
+    for times, words in (
+        (([10.0, 6.0], [10.4, 6.0]), "6.0 to 10.4 us. At the same place both take about as long"),
+        (([10.0, 6.0], [6.0, 4.0]), "costs less than 8 instructions"),
+        (([10.0, 6.0], [6.0, 10.0]), "Neither kernel is the faster one"),
+    ):
+        monkeypatch.setitem(runs._us_of, runs.PLACES_TITLE, dict(zip("ab", times, strict=True)))
+        assert words in runs.same_additions("a", "b")
+
+
+def test_counters_are_timed_at_several_places(right_page, monkeypatch):
+    names, steps = right_page
+    versions = {name: eval(steps[name], names) for name in ("global atomics", "a ballot for each rank")}
+    assert "not timed" in str(runs.show_places(versions)) and not runs._us_of[runs.PLACES_TITLE]
+    at = [runs.timed(versions["global atomics"], 40, place=place)[0].args[2][0].data_ptr() for place in range(4)]
+    assert len(set(at)) == 4
+    monkeypatch.setattr(runs.lesson, "times", lambda _, calls: {name: float(i + 1) for i, name in enumerate(calls)})
+    assert runs.show_places(versions).lines[1] == ["a ballot for each rank", "5.00", "6.00", "7.00", "8.00"]
+    runs._us_of.clear()
+
+
+def test_the_page_says_which_ctas_of_a_cluster_have_tokens(monkeypatch):
+    monkeypatch.setattr(runs.lesson, "steps", {"shared": _fake_step(), "one": _fake_step()})
+    text = runs.why_one_cluster("shared", "one")
+    assert "4 of the cluster's 8 CTAs have tokens, up to 1,024 each" in text and "16 CTAs of up to 256" in text
+    assert "4 times as many sectors. Not timed" in text
+    runs.lesson.steps["one"].times = 3.98, 5.38
+    assert "shared takes 3.98 us, and one 5.38 us" in runs.why_one_cluster("shared", "one")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """Choices, numbers and formulas: each verdict, and that explanations appear only with an answer."""
 
 import pytest
+from numba import cuda
 
 from moe_numba.course.grader import Wrong
-from moe_numba.course.steps.exercises import Choose, Formula, Predict
+from moe_numba.course.steps.exercises import Build, Choose, Formula, Predict
 from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG
 
 LETTERS = {"A": "it waits", "B": "it races"}
@@ -71,3 +72,24 @@ def test_a_formula_is_judged_by_its_results(answer, state, text):
     verdict = Formula("square", "a function of a number", square, _is_square, "all squares").check(answer)
     assert verdict.state == state and text in verdict.text
     assert verdict.answer is (answer if state == RIGHT else square)
+
+
+@cuda.jit(device=True)
+def next_number(number):
+    return number + 1
+
+
+@cuda.jit
+def of_next(out):
+    out[0] = next_number(out[0])
+
+
+@pytest.mark.parametrize(
+    "own, other, text", [(next_number, of_next, "write @cuda.jit(device=True)"), (of_next, next_number, "no kernel")]
+)
+def test_a_kernel_is_no_device_function(own, other, text):
+    """In the simulator a kernel can call another one, so that no test of the answer would fail."""
+    build = Build("next", "the next number", own, lambda answer: None, lambda answer: None, "shuffles", 0)
+    assert text in build.judge(other)[1] and build.judge(other)[0] == WRONG
+    with pytest.raises(AttributeError):  # the answer's profile, which this exercise does not have, is asked for
+        build.judge(own)

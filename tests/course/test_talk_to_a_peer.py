@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,6 +106,25 @@ def publish_by_fence(there, number):
         st_relaxed_sys_s32(there, FLAG, number)
 
 
+@cuda.jit(device=True)
+def publish_always_one(there, number):
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        st_release_sys_s32(there, FLAG, 1)
+
+
+@cuda.jit
+def publish_as_a_kernel(there, number):
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        st_release_sys_s32(there, FLAG, number)
+
+
+def tell_as_a_function(peers, local, rank, ranks, value):
+    if cuda.threadIdx.x < ranks:
+        pointer_from_address(peers[cuda.threadIdx.x], local)[rank] = value
+
+
 # A ring of words
 
 
@@ -160,11 +180,49 @@ def ring_of_words(slots=WORD_SLOTS, early=False, relaxed=False):
     return ring
 
 
+def ring_at_wrong_places(slots_there=True, tail_there=True, head_there=True, swapped=False, one_address=False):
+    """Return a kernel that communicates, with words or counters at the wrong end, or with the wrong rank."""
+
+    @cuda.jit
+    def ring(peers, local, x, out, sends, receives, to, source):
+        if cuda.blockIdx.x == 0:
+            there = pointer_from_address(peers[source if swapped else to], local)
+            for n in range(sends):
+                while n - ld_acquire_sys_s32(local if head_there else there, HEAD) >= WORD_SLOTS:
+                    pass
+                (there if slots_there else local)[RING + n % WORD_SLOTS] = x[n]
+                st_release_sys_s32(there if tail_there else local, TAIL, int32(n + 1))
+        else:
+            there = pointer_from_address(peers[to if swapped or one_address else source], local)
+            for n in range(receives):
+                while ld_acquire_sys_s32(local if tail_there else there, TAIL) <= n:
+                    pass
+                out[n] = (local if slots_there else there)[RING + n % WORD_SLOTS]
+                st_release_sys_s32(there if head_there else local, HEAD, int32(n + 1))
+
+    return ring
+
+
 # A ring of rows
 
 
+@cuda.jit(device=True)
+def send_the_first_rows(queue, x, first, count):
+    answers.send(queue, x, int32(0), count)
+
+
+@cuda.jit(device=True)
+def receive_in_the_first_rows(queue, out, first, count):
+    answers.receive(queue, out, int32(0), count)
+
+
+@cuda.jit
+def send_as_a_kernel(queue, x, first, count):
+    answers.send(queue, x, first, count)
+
+
 def send_with(
-    waits=True, meets=True, by_all=False, own_copy=copy_row, numbers=True, store=st_release_sys_s32, order=True
+    waits=True, meets=True, by_all=False, own_copy=copy_row, numbers=True, store=st_release_sys_s32, order=True, most=0
 ):
     """Return the lesson's function with a mistake."""
 
@@ -174,7 +232,7 @@ def send_with(
         for n in range(count):
             number = int32(queue.before + n) if numbers else int32(n)
             if lane == 0 and waits:
-                while number - ld_acquire_sys_s32(queue.here, queue.head) >= queue.slots:
+                while number - ld_acquire_sys_s32(queue.here, queue.head) >= (most or queue.slots):
                     pass
             if order:
                 cuda.syncwarp()
@@ -253,6 +311,27 @@ def signal_with(meets=True, fence_first=True, own=False):
     return signal
 
 
+@cuda.jit(device=True)
+def signal_after_a_barrier(posted, there):
+    cuda.syncthreads()
+    if cuda.threadIdx.x >= 64 and cuda.threadIdx.x < 66:
+        fence_acq_rel_sys()
+        st_relaxed_sys_s32(there, FLAG + (cuda.threadIdx.x & 31), 1)
+
+
+@cuda.jit(device=True)
+def signal_and_wait(posted, there):
+    answers.signal_for_others(posted, there)
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True)
+def signal_with_fences(posted, there):
+    if cuda.threadIdx.x < 64:
+        fence_acq_rel_sys()
+    answers.signal_for_others(posted, there)
+
+
 EVERYONE, PUBLISH, WORDS = exercises.everyone, exercises.publish, exercises.words
 SEND, RECEIVE, SIGNAL = exercises.send, exercises.receive, exercises.signal
 ANSWERS = {
@@ -267,6 +346,9 @@ ANSWERS = {
     "publish: relaxed": (PUBLISH, publish_relaxed, WRONG, "race"),
     "publish: no barrier": (PUBLISH, publish_without_barrier, WRONG, "race"),
     "publish: fence after": (PUBLISH, publish_fence_after, WRONG, "race"),
+    "everyone: no kernel": (EVERYONE, tell_as_a_function, WRONG, "this is no kernel"),
+    "publish: always 1": (PUBLISH, publish_always_one, WRONG, "in a second message"),
+    "publish: a kernel": (PUBLISH, publish_as_a_kernel, WRONG, "a kernel cannot call it: write @cuda.jit.device=True"),
     "publish: by all": (PUBLISH, publish_by_all, OVER_PAR, "Which threads"),
     "words": (WORDS, answers.ring_of_words, RIGHT, "weak memory"),
     "words: no communication": (WORDS, words_without_communication, WRONG, "out"),
@@ -274,6 +356,16 @@ ANSWERS = {
     "words: mailbox": (WORDS, ring_of_words(1), WRONG, "must use all 4 slots"),
     "words: a slot too many": (WORDS, ring_of_words(WORD_SLOTS + 1), WRONG, "race|out"),
     "words: head too early": (WORDS, ring_of_words(early=True), WRONG, "race"),
+    "words: slots at the sender": (
+        WORDS,
+        ring_at_wrong_places(slots_there=False),
+        WRONG,
+        "slots are in the receiver's",
+    ),
+    "words: tail at the sender": (WORDS, ring_at_wrong_places(tail_there=False), WRONG, "tail is in the receiver's"),
+    "words: head at the receiver": (WORDS, ring_at_wrong_places(head_there=False), WRONG, "head is in the sender's"),
+    "words: the other way round": (WORDS, ring_at_wrong_places(swapped=True), WRONG, "wait for ever|out"),
+    "words: one address": (WORDS, ring_at_wrong_places(one_address=True), WRONG, "race|wait for ever|HEAD"),
     "words: relaxed": (WORDS, ring_of_words(relaxed=True), WRONG, "race"),
     "send": (SEND, answers.send, RIGHT, "signals for 5 rows: 5"),
     "send: does not wait": (SEND, send_with(waits=False), WRONG, "race|rows are wrong"),
@@ -281,6 +373,9 @@ ANSWERS = {
     "send: lanes do not meet": (SEND, send_with(meets=False), WRONG, "race"),
     "send: relaxed": (SEND, send_with(store=st_relaxed_sys_s32), WRONG, "race"),
     "send: counts from 0": (SEND, send_with(numbers=False), WRONG, "race|second launch|wait for ever"),
+    "send: the first channel's rows": (SEND, send_the_first_rows, WRONG, "2 channels.*5 of 10 rows are wrong"),
+    "send: a row at a time": (SEND, send_with(most=1), WRONG, "must use all slots"),
+    "send: a kernel": (SEND, send_as_a_kernel, WRONG, "this is a kernel"),
     "send: nothing": (SEND, send_nothing, WRONG, "rows are wrong"),
     "send: by one lane": (SEND, send_with(own_copy=copy_by_one_lane), REFUSED, "1 of 32 lanes"),
     "send: all lanes signal": (SEND, send_with(by_all=True), OVER_PAR, "Which lanes"),
@@ -288,6 +383,7 @@ ANSWERS = {
     "receive: does not wait": (RECEIVE, receive_with(waits=False), WRONG, "race|rows are wrong"),
     "receive: head too early": (RECEIVE, receive_with(early=True), WRONG, "race"),
     "receive: lanes do not meet": (RECEIVE, receive_with(meets=False), WRONG, "race"),
+    "receive: the first channel's rows": (RECEIVE, receive_in_the_first_rows, WRONG, "2 channels"),
     "receive: relaxed": (RECEIVE, receive_with(store=st_relaxed_sys_s32), WRONG, "race"),
     "receive: by one lane": (RECEIVE, receive_with(own_copy=copy_by_one_lane), REFUSED, "1 of 32 lanes"),
     "receive: all lanes signal": (RECEIVE, receive_with(by_all=True), OVER_PAR, "Which lanes"),
@@ -295,6 +391,9 @@ ANSWERS = {
     "signal: lanes do not meet": (SIGNAL, signal_with(meets=False), WRONG, "race"),
     "signal: fence after": (SIGNAL, signal_with(fence_first=False), WRONG, "race"),
     "signal: by its own warp": (SIGNAL, signal_with(own=True), WRONG, "must be stored by warp 2"),
+    "signal: a barrier": (SIGNAL, signal_after_a_barrier, WRONG, "warps 0 and 1 wait for warp 2"),
+    "signal: a barrier at the end": (SIGNAL, signal_and_wait, WRONG, "warps 0 and 1 wait for warp 2"),
+    "signal: fences everywhere": (SIGNAL, signal_with_fences, WRONG, "warps 0 and 1 execute a fence"),
 }
 
 
@@ -347,8 +446,9 @@ def test_the_barrier_whose_loss_no_check_finds():
 def test_formulas_are_judged_by_their_results():
     assert exercises.in_flight.check(...).state == OPEN
     one_way = exercises.in_flight.check(lambda gbps, us, size: -(-us * gbps * 1e3 // size))
-    assert one_way.state == WRONG and "it is 64" in one_way.text
-    assert exercises.in_flight.check(exercises.rows_in_flight).state == RIGHT
+    assert one_way.state == WRONG and "for link_gbps = 350" in one_way.text and "it is 64" in one_way.text
+    assert "round up" in exercises.in_flight.check(lambda gbps, us, size: 2 * us * gbps * 1e3 / size).text
+    assert exercises.in_flight.check(answers.rows_in_flight).state == RIGHT
     all_leave = exercises.saturate.check(lambda ranks, cta, link: -(-link // cta))
     assert all_leave.state == WRONG and "and it is 14" in all_leave.text
     assert exercises.saturate.check(exercises.ctas_that_saturate).state == RIGHT
@@ -395,6 +495,12 @@ def test_all_steps_are_right(name, right_page):
         assert runs.check_ring(eval(steps[name], names)) is None
 
 
+UNORDERED_CREDIT = (  # a lane returns the last credit of a batch before the others have read
+    "            cuda.syncwarp()\n            if lane == 0 and ((n + 1)",
+    "            if lane == 0 and ((n + 1)",
+)
+
+
 @pytest.mark.parametrize(
     "name, right, wrong",
     [
@@ -405,11 +511,19 @@ def test_all_steps_are_right(name, right_page):
         ("signal per chunk", "number + rows - ld_acquire", "number - ld_acquire"),
         ("signal per chunk", "tail, int32(number + rows)", "tail, int32(number + rows + 1)"),
         ("credits in batches", "int32(number + 1))\n\n    return receive", "int32(number + 9))\n\n    return receive"),
+        ("credits in batches", *UNORDERED_CREDIT),
     ],
 )
 def test_the_check_finds_wrong_kernels(name, right, wrong):
     names, steps = page(right, wrong)
     assert runs.lesson.fault(eval(steps[name], names)) is not None
+
+
+def test_variants_are_checked_as_steps_are(right_page):
+    make, send = right_page[0]["make_ring"], right_page[0]["make_send_variant"]
+    polls_another_head = make(send(True, False, False), answers.receive)
+    with pytest.raises(WrongResult, match="the head: DataRace"):
+        runs.show_variants({"the head": polls_another_head})
 
 
 def test_a_message_needs_both_ends(right_page):
@@ -455,11 +569,11 @@ def test_the_score_counts_what_crosses_the_link(right_page):
     names, steps = right_page
     rows = {name: runs.lesson.count(eval(text, names), name).rows for name, text in steps.items()}
     of = lambda row: [next(v for (_, r), v in rows[name].items() if r == row) for name in STEPS[:4]]
-    assert of("signals of senders, of a rank") == [10, 10, 3, 3]
-    assert of("signals of receivers, of a rank") == [10, 10, 10, 3]
+    assert of("signals of senders, of a rank") == [14, 14, 4, 4]
+    assert of("signals of receivers, of a rank") == [14, 14, 14, 4]
     flight = of("rows in a ring, at most")
     assert flight[0] == 1 and all(1 < number <= runs.SLOTS for number in flight[1:])
-    assert min(of("bytes to other ranks, of a rank")) >= 10 * 1024
+    assert min(of("bytes to other ranks, of a rank")) >= 14 * 1024
 
 
 def test_the_ping_pong_and_pushes_run_and_are_checked(right_page):
@@ -536,6 +650,24 @@ def test_without_records_the_page_says_nothing_of_times(monkeypatch):
     assert runs.with_fewer_signals("ring", 4) is None and runs.without_waits("ring") is None
 
 
+def test_slots_follow_from_rates(monkeypatch):
+    monkeypatch.setattr(runs, "one_way_us", lambda *_: 1.0)
+    monkeypatch.setattr(runs, "link_gbps", lambda ranks=2: 358.4)
+    monkeypatch.setattr(runs.lesson, "steps", {"ring": SimpleNamespace(us=None)})
+    assert "358 GB/s needs 50 rows in flight. This ring has 8 slots" in runs.slots_needed("ring")
+    runs.lesson.steps["ring"].us = runs.ROWS * runs.ROW_BYTES / 14336.0
+    assert "one warp copies 14.3 GB/s through this ring, and needs 2." in runs.slots_needed("ring")
+    monkeypatch.setattr(runs, "one_way_us", lambda *_: None)
+    assert "No rates are recorded" in runs.slots_needed("ring")
+
+
+def test_tables_say_whose_records_they_show(monkeypatch):
+    monkeypatch.setattr(runs, "RANKS", 4)
+    only_two = lambda kind, ranks=2: 1.3 if ranks == 2 else None
+    assert runs._recorded_ranks(lambda ranks: only_two("release", ranks)) == 2
+    assert runs._recorded_ranks(lambda ranks: 1.4) == 4 and "4 H200s" in runs._source(4)
+
+
 # Figures and sizes
 
 
@@ -545,7 +677,8 @@ def test_figures_say_what_they_show():
         svg = figure._repr_svg_()
         assert svg.startswith("<svg") and "prefers-color-scheme: dark" in svg
     assert "2 rows have been read without a credit, 3 slots are free" in figures[4]._repr_svg_()
-    assert "2 rows have been read" in draw.stuck(4, 4, 7)._repr_svg_() or "0 rows" in draw.stuck(4, 4, 7)._repr_svg_()
+    assert "never waits for ever" in draw.stuck(4, 2, 5)._repr_svg_()
+    assert "and the ring has 3" in draw.stuck(4, 2, 3)._repr_svg_()
 
 
 def test_rows_are_private():

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 # Lines with a relative difference from another computation.
 LINES = {
     "transformers_generation.py": 1,
+    "fine_tune.py": 1,
     "gpt_oss_mxfp4.py": 2,
     "expert_parallel.py": 2,
     "cupy_routing.py": 1,
@@ -34,7 +35,7 @@ def test_every_example_is_run():
 
 @pytest.mark.parametrize("name", LINES)
 def test_example(name):
-    if name.startswith(("transformers", "gpt_oss")):
+    if name.startswith(("transformers", "gpt_oss", "fine_tune")):
         pytest.importorskip("transformers")
     if name.startswith("cupy") and not simulator.ENABLED:
         pytest.importorskip("cupy")

@@ -89,10 +89,14 @@ def test_shared_experts_and_leading_dimensions(references, device):
     assert mismatch(result.view(6, 128), wanted(layer, x.view(6, 128)), 1e-2) is not None
 
 
-def test_no_gradient_of_shared_experts_is_lost(device):
-    layer, x = make_layer(device, shared_experts=nn.Linear(128, 128).to(device, torch.bfloat16)), tokens_of(device, 3)
-    with pytest.raises(ValueError, match="shared requires grad; fused_moe has no backward"):
-        layer(x)
+def test_shared_experts_have_their_gradient(device):
+    shared, x = nn.Linear(128, 128).to(device, torch.bfloat16), tokens_of(device, 3)
+    layer = make_layer(device, shared_experts=shared)
+    layer(x).float().sum().backward()
+    alone = shared.weight.grad.clone()
+    shared.zero_grad()
+    shared(x).float().sum().backward()
+    assert alone.any() and torch.equal(alone, shared.weight.grad)
     with torch.no_grad():
         assert not layer(x).requires_grad
 

@@ -3,7 +3,10 @@
 A block stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``.
 """
 
+import re
 from pathlib import Path
+
+import jupytext
 
 from moe_numba.course import bench
 from moe_numba.course.bench import records
@@ -14,6 +17,8 @@ from moe_numba.course.pages import gpu_support, race
 from moe_numba.course.pages.topics import BENCH_TOPICS, FIRST_EDITION, HEADLINES, TOPICS
 from moe_numba.grouped_gemm.call import config_table
 
+# Of the ten lessons that readers timed, with exercises; they took 0.7 to 1.5 times as long as this says.
+MINUTES_PER_WORD = 0.03
 MEASUREMENTS = "docs/measurements.md"  # has a block for each topic of `bench`
 
 
@@ -28,7 +33,7 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
     tiles = records.recorded("grouped_gemm_tiles", config_table.GPUS[0], root) if config_table.GPUS else None
     tables["grouped_gemm_tiles"] = tiles and bench.topic("grouped_gemm_tiles").readme_table(tiles) or ""
     return {
-        "README.md": {"headline": headline(gpu, root, front=True), "notebooks": _notebooks()},
+        "README.md": {"headline": headline(gpu, root, front=True), "notebooks": _notebooks(root)},
         "docs/records.md": {"records": _records()},
         "docs/gpus.md": {"gpus": _gpus()},
         "docs/layer_profile.md": {"parts": layer_profile.profile(found["moe_layer"]) if found["moe_layer"] else ""},
@@ -88,12 +93,19 @@ def replace_block(text: str, block: str, content: str, name: str = "README.md") 
     return f"{text[: text.index(begin)]}{begin}\n{content}\n{text[text.index(end) :]}"
 
 
-def _notebooks():
-    lines = ["| notebook | what it builds | starts from |", "|---|---|---|"]
+def _notebooks(root):
+    lines = ["| notebook | what it builds | starts from | minutes |", "|---|---|---|---:|"]
     for topic in TOPICS:
         link = f"[{topic.notebook}](notebooks/{topic.notebook}.ipynb)"
-        lines.append(f"| {link} | {topic.title} | {topic.source} |")
+        lines.append(f"| {link} | {topic.title} | {topic.source} | {_minutes(topic.notebook, root)} |")
     return "\n".join(lines)
+
+
+def _minutes(notebook, root):
+    """Estimate how long a reader takes for a lesson and its exercises, from the length of its prose."""
+    source = (records.repository(root) / "notebooks" / f"{notebook}.py").read_text(encoding="utf-8")
+    prose = [cell.source for cell in jupytext.reads(source, fmt="py:percent").cells if cell.cell_type == "markdown"]
+    return 10 * round(MINUTES_PER_WORD * len(re.findall(r"\w+", " ".join(prose))) / 10)
 
 
 def _gpus():

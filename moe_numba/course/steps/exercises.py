@@ -23,6 +23,7 @@ from moe_numba.course.grader import Wrong, fault
 from moe_numba.course.steps.score import Score, compare
 from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG, Verdict
+from moe_numba.simulator.core.kernel import Kernel
 from moe_numba.simulator.profiler.phases import COUNTERS
 from moe_numba.simulator.profiler.report import Counted
 
@@ -101,7 +102,7 @@ class Build:
 
     def judge(self, answer: Any) -> tuple[str, str, float | None]:
         """Return the state, a sentence and the score of an answer, in the simulator."""
-        if (wrong := fault(self._test, answer)) is not None:
+        if (wrong := self._wrong(answer)) is not None:
             return WRONG, wrong, None
         counted = self.profile(answer)
         counters = counted.critical_path if self.counter in COUNTERS else counted.total
@@ -120,6 +121,12 @@ class Build:
         verdict = self.check(answer)
         display(verdict)
         return verdict.answer
+
+    def _wrong(self, answer):
+        """Return why an answer is wrong, or None."""
+        if isinstance(answer, Kernel) != isinstance(self.own, Kernel):
+            return _OTHER_KIND[isinstance(self.own, Kernel)]
+        return fault(self._test, answer)
 
     def _test(self, answer):
         for seed in range(self.seeds):
@@ -152,6 +159,12 @@ class Build:
         notes = () if goes_on else ("The next cells use the lesson's own answer.",)
         answer = answer if goes_on else self.own
         return Verdict(self.name, state, text, score, answer, None, notes, self.hint, self.own)
+
+
+_OTHER_KIND = {  # whether a kernel is asked for -> what an answer of the other kind lacks
+    True: "this is no kernel: write @cuda.jit before its definition, and no device=True",
+    False: "this is a kernel, and a kernel cannot call it: write @cuda.jit(device=True) before its definition",
+}
 
 
 def _words(counter):

@@ -7,6 +7,7 @@ GROUP_BY_EXPERT, PERMUTE = f"{LAYER}/group_by_expert/kernel.py", f"{LAYER}/permu
 SORT = "moe_numba/align/counting_sort.py"  # of group_by_expert
 WEIGHTED_SUM, SILU_AND_MUL = f"{LAYER}/weighted_sum/kernel.py", f"{LAYER}/silu_and_mul/kernel.py"
 QUANT, CAST = f"{LAYER}/per_token_quant/kernel.py", "moe_numba/quantise/fp8_cast_kernels.py"
+ACTIVATION_BACKWARD = f"{LAYER}/backward/activation_kernel.py"
 SHARED_EXPERTS = "moe_numba/shared_experts/kernel.py"
 SHARDS, WEIGHTS = f"{LAYER}/shards.py", f"{LAYER}/weights.py"
 
@@ -15,6 +16,7 @@ RESULTS = "-k", "not rejected and not rejects and not machine_code"
 GROUPS, PERMUTATIONS = (f"{TESTS}/test_group_by_expert.py", *RESULTS), (f"{TESTS}/test_permute.py", *RESULTS)
 SUMS = f"{TESTS}/test_weighted_sum.py", *RESULTS  # of silu_and_mul, too
 ROW_SCALES, CASTS = (f"{TESTS}/test_per_token_quant.py", *RESULTS), ("tests/quantise/test_fp8_cast.py", *RESULTS)
+GRADIENTS = f"{TESTS}/test_backward.py", "-k", "test_gradients_are and not rejected"
 ROUTINGS = f"{TESTS}/test_fuse_routing.py", *RESULTS
 SUMS_OF_RANKS = f"{TESTS}/test_shards.py", "-k", "all_columns"
 
@@ -278,5 +280,35 @@ MUTANTS = [
             "                cuda.syncwarp()\n                if expert >= 0 and lower_lanes == uint32(0):\n",
             "                if expert >= 0 and lower_lanes == uint32(0):\n",
         ),
+    ),
+    mutant(
+        "ML32",
+        "the sum over a row leaves out a warp",
+        (f"{TESTS}/test_backward.py::test_gradients_are_summed_over_all_warps",),
+        (ACTIVATION_BACKWARD, "sums[0] + sums[1] + sums[2] + sums[3]", "sums[0] + sums[1] + sums[2]"),
+    ),
+    mutant(
+        "ML33",
+        "warps read the partial sums before all have stored them",
+        GRADIENTS,
+        (ACTIVATION_BACKWARD, "        cuda.syncthreads()\n", ""),
+    ),
+    mutant(
+        "ML34",
+        "a gate that is clamped has a gradient",
+        GRADIENTS,
+        (ACTIVATION_BACKWARD, "by_gate if free_gate else float32(0)", "by_gate"),
+    ),
+    mutant(
+        "ML35",
+        "an assignment without a row reads and writes one",
+        GRADIENTS,
+        (ACTIVATION_BACKWARD, "if 0 <= row and row < num_rows:", "if row < num_rows:"),
+    ),
+    mutant(
+        "ML36",
+        "the routing weight is missing in the gradient of up",
+        GRADIENTS,
+        (ACTIVATION_BACKWARD, "weight * grads[i] * by_up", "grads[i] * by_up"),
     ),
 ]

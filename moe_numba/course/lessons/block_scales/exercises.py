@@ -12,7 +12,7 @@ from moe_numba import simulator  # before Numba: it decides whether kernels run 
 # isort: split
 from numba import cuda, float32, int32, uint8, uint32, uint64
 
-from moe_numba.course.grader import expect_equal, fault
+from moe_numba.course.grader import expect_equal
 from moe_numba.course.lessons.block_scales import answers
 from moe_numba.course.lessons.block_scales.runs import REGISTERS, SPILLED, Ring, Scales, lesson
 from moe_numba.course.lessons.block_scales.sizes import MMA_WARPS, ROWS, W_SCALES
@@ -157,7 +157,7 @@ class Unrolled(Build):
 
     def judge(self, answer):
         """Return the state, a sentence and the number of compares of an answer, in the simulator."""
-        if (wrong := fault(self._test, answer)) is not None:
+        if (wrong := self._wrong(answer)) is not None:
             return WRONG, wrong, None
         compares, local = _promote_code(answer)
         if compares > self.par or local:

@@ -326,7 +326,11 @@ count_in_groups = Build(
     unit="sectors loaded",
     par=_sectors_of_ids(),
     limits={
-        "global_load_requests": (_rounds(), "a warp loads more often than once for its tokens"),
+        "global_load_requests": (
+            _rounds(),
+            "a warp loads more often than once for each of its groups of tokens, or has more than its share of them",
+        ),
+        "shared_atomic_requests": (_rounds() + 1, "a warp adds to the counters of ranks more often than once"),
         "global_store_requests": (
             _rounds() + -(-COUNTERS // _WALK_THREADS),
             "a warp stores more often than once for its tokens",

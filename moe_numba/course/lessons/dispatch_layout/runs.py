@@ -52,6 +52,7 @@ _OPCODES = {  # row of a score -> instructions of the machine code
     "shared atomics": ("ATOMS",),
 }
 SLOW_CTA = "the CTA that counts ranks"  # title of its variants
+PLACES, PLACES_TITLE = 4, "counters elsewhere"  # where counters lie in global memory
 
 
 class Launch(NamedTuple):
@@ -188,13 +189,33 @@ def once(version: tuple) -> Sequence[torch.Tensor]:
     return run(version, inputs(TOKENS)["random experts"])
 
 
-def timed(version: tuple, tokens: int = TOKENS, skewed: bool = False) -> list[Callable]:
-    """Return calls with different routings, which share outputs; a small one in the simulator."""
+def timed(version: tuple, tokens: int = TOKENS, skewed: bool = False, place: int = 0) -> list[Callable]:
+    """Return calls with different routings; a small one in the simulator.
+
+    All versions share their outputs; ``place`` chooses the counters.
+    """
     routings = _routings(tokens, skewed)
-    outputs = poisoned(len(routings[0]))
+    outputs = _timed_outputs(len(routings[0]), place)
     columns = {True: [ids.T.contiguous() for ids in routings], False: [None] * len(routings)}
     given = zip(routings, columns[any(each.columns for each in launches(version))], strict=True)
     return [partial(run, version, ids, outputs, simulator.ENABLED, turned) for ids, turned in given]
+
+
+@cache
+def _timed_counts():
+    """Return counters of timed versions at several places: the address decides which slices of the L2 add to them."""
+    far = 1 << 14  # words
+    memory = torch.full((PLACES * far,), POISON, dtype=torch.int32, device=DEVICE)
+    return [memory[place * far : place * far + COUNTERS] for place in range(PLACES)]
+
+
+@cache
+def _timed_flags(tokens):
+    return poisoned(tokens)[1]
+
+
+def _timed_outputs(tokens, place=0):
+    return _timed_counts()[place], _timed_flags(tokens)
 
 
 @cache
@@ -330,8 +351,12 @@ def global_us() -> float:
 
     The model: the L2 adds once in a nanosecond to the same sector of eight counters.
     """
-    additions = TOKENS * (TOPK + RANKS / 32) * 8 / COUNTERS
-    return 2 * empty_us() + TOPK * load_us() + (_ns("global_atomic_requests") + additions) / 1000
+    return 2 * empty_us() + TOPK * load_us() + (_ns("global_atomic_requests") + additions_to_a_sector()) / 1000
+
+
+def additions_to_a_sector() -> float:
+    """Return how often the first step adds to a sector of eight counters, on average."""
+    return TOKENS * (TOPK + RANKS / 32) * 8 / COUNTERS
 
 
 def _after(step, change):
@@ -457,6 +482,81 @@ def who_votes(step: str) -> str:
     return f"The machine code has no votes. A rank's counter gets about {on_a_rank():,.0f} additions."
 
 
+def what_an_addition_costs(step: str) -> str:
+    """Return what an addition in the L2 takes, if additions explain all of a step's time that nothing else does."""
+    us, additions = lesson.steps[step].us, additions_to_a_sector()
+    text = (
+        f"The step adds {additions:,.0f} times to a sector, and the prediction allows a nanosecond for each addition."
+    )
+    if us is None:
+        return f"{text} Not timed yet with these kernels."
+    rest = us - (global_us() - additions / 1000)
+    return (
+        f"{text} It takes {us:.1f} us. If the additions are the reason for all {rest:.1f} us that launches, loads and "
+        f"the latency of an atomic do not explain, each of them takes {1000 * rest / additions:.1f} ns. We have not "
+        "isolated that."
+    )
+
+
+def show_places(versions: Mapping[str, tuple]) -> Table:
+    """Return a table of the times of versions whose counters lie at several places in global memory."""
+    calls = {
+        f"{name}, place {place}": timed(version, place=place)
+        for name, version in versions.items()
+        for place in range(PLACES)
+    }
+    us = lesson.times(PLACES_TITLE, calls)
+    at = lambda name, place: us.get(f"{name}, place {place}")
+    found = {name: [at(name, place) for place in range(PLACES)] for name in versions}
+    _us_of[PLACES_TITLE] = found if us else {}
+    text = lambda each: records.format_us(each) if each else "not timed"
+    lines = [[name, *map(text, times)] for name, times in found.items()]
+    return Table(["us, counters at place", *map(str, range(PLACES))], lines)
+
+
+def same_additions(before: str, step: str) -> str:
+    """Return what fewer instructions for the same additions save, wherever the counters lie, in words."""
+    instructions = [lesson.steps[name].score.rows[TOTAL, "global atomics"] for name in (step, before)]
+    text = "Each counter gets as many additions, from {:,} instructions instead of {:,}.".format(*instructions)
+    if not (us := _us_of.get(PLACES_TITLE)):
+        return f"{text} Not timed yet with these kernels."
+    first, second = us.values()
+    changes = [100 * (after / us - 1) for us, after in zip(first, second, strict=True)]
+    text += (
+        f" Depending on the place, the first kernel takes {min(first):.1f} to {max(first):.1f} us, and the second one "
+        f"{min(second):.1f} to {max(second):.1f} us."
+    )
+    if max(map(abs, changes)) < 10:
+        return (
+            f"{text} At the same place both take about as long: the L2 is busy with additions, not with instructions."
+        )
+    if max(changes) < 0:
+        return (
+            f"{text} The second kernel is the faster one at each place: an instruction whose lanes add to {RANKS} "
+            f"counters of a sector costs less than {RANKS} instructions."
+        )
+    return f"{text} Neither kernel is the faster one at all places."
+
+
+def why_one_cluster(before: str, step: str) -> str:
+    """Return how the tokens are spread over the CTAs of a cluster, and of the step before it, in words."""
+    threads, ctas = own_sizes.CLUSTER_THREADS, own_sizes.CLUSTER
+    spread = lambda threads: (-(-TOKENS // threads), min(TOKENS, threads))
+    busy, most = min(ctas, spread(threads)[0]), spread(threads)[1]
+    before_ctas, before_most = spread(own_sizes.THREADS)
+    texts = [
+        f"Thread i takes token i. So {busy} of the cluster's {ctas} CTAs have tokens, up to {most:,} each",
+        f"the step before has {before_ctas} CTAs of up to {before_most} tokens",
+        f"an SM of the cluster looks up {most / before_most:.0f} times as many sectors",
+    ]
+    times = lesson.steps[step].times
+    if times is None:
+        measured = "Not timed yet with these kernels"
+    else:
+        measured = f"With {TOKENS} tokens {before} takes {times[0]:.2f} us, and {step} {times[1]:.2f} us"
+    return f"{'; '.join(texts)}. {measured}."
+
+
 # The port, taken apart
 
 
@@ -507,11 +607,16 @@ def who_is_last(found: Mapping[str, Mapping[str, float | None]]) -> str:
     return text
 
 
-_us_of: dict[str, dict[str, float]] = {}  # title of a table of variants -> their times, if there are any
+_us_of: dict[str, dict[str, Any]] = {}  # title of a table of variants -> their times, if there are any
 
 
 def show_variants(title: str, versions: Mapping[str, tuple], tokens: int = TOKENS) -> Table:
-    """Return a table of versions that are no steps: their times, and what the simulator counts for `TOKENS` tokens."""
+    """Return a table of versions that are no steps: their times, and what the simulator counts for `TOKENS` tokens.
+
+    Raises `WrongResult` if a version writes a wrong count or flag; it need not write all of them.
+    """
+    for name, version in versions.items():
+        _check_what_is_written(name, version)
     scores = lesson.scores(versions) if tokens == TOKENS else {}
     us = _us_of[title] = lesson.times(title, {name: timed(version, tokens) for name, version in versions.items()})
     lines = [
@@ -519,6 +624,17 @@ def show_variants(title: str, versions: Mapping[str, tuple], tokens: int = TOKEN
     ]
     heads = ["estimate, us", "instructions", PER_LOAD] if scores else []
     return Table([f"{title}, {tokens} tokens", "us", *heads], lines)
+
+
+def _check_what_is_written(name, version):
+    ids = inputs(CHECKED if simulator.ENABLED else TOKENS)["random experts"]
+    outputs = run(version, ids, few=simulator.ENABLED)
+    written = [given != poison for given, poison in zip(outputs, (POISON, POISONED_FLAG), strict=True)]
+    if not any(each.any() for each in written):
+        raise WrongResult(f"{name} writes nothing")
+    given = [torch.where(where, out, wanted) for where, out, wanted in zip(written, outputs, right(ids), strict=True)]
+    if fault := wrong(given, ids):
+        raise WrongResult(f"{name}: {fault}")
 
 
 def _counted(score):
@@ -612,10 +728,12 @@ def sweep(versions: Mapping[str, tuple], layout: Callable) -> dict[tuple[int, bo
     for tokens, skewed in _inputs_of_sweep():
         name, routings = f"sweep, {_title(tokens, skewed)}", _routings(tokens, skewed)
         calls = {label: timed(version, tokens, skewed) for label, version in versions.items()}
-        outputs = poisoned(len(routings[0]))
+        outputs = _timed_outputs(len(routings[0]))
         own = {"the package": [partial(_package, ids, outputs) for ids in routings], "torch": []}
         own["torch"] = [partial(layout, ids) for ids in routings]
         for label, (call, *_) in own.items():
+            for output, poison in zip(outputs, (POISON, POISONED_FLAG), strict=True):
+                output.fill_(poison)
             call = call()
             given = outputs if label == "the package" else call
             if fault := wrong(given, routings[0]):

@@ -13,7 +13,7 @@ from moe_numba import simulator  # noqa: F401  before Numba
 from numba import cuda, int32, uint32
 
 from moe_numba.course.bench.latencies import latencies
-from moe_numba.course.grader import Wrong, expect_equal, fault
+from moe_numba.course.grader import Wrong, expect_equal
 from moe_numba.course.lessons.gate.exercises import returns_two
 from moe_numba.course.lessons.gate_decode import runs
 from moe_numba.course.lessons.gate_decode.runs import EXPERTS, FULL, GROUPS, LANES, LOADED, START, STORED
@@ -316,7 +316,7 @@ class Order(Build):
 
     def judge(self, answer):
         """Return the state, a sentence and no score of an answer, in the simulator."""
-        if (wrong := fault(self._test, answer)) is not None:
+        if (wrong := self._wrong(answer)) is not None:
             return WRONG, wrong, None
         released = [place for name, place in _calls(answer) if name == _INSTRUCTIONS[1]]
         if not released or released[0] != START:

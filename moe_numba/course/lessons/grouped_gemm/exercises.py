@@ -12,7 +12,7 @@ from moe_numba import simulator  # before Numba: it decides whether kernels run 
 # isort: split
 from numba import cuda, int32, uint8, uint32, uint64
 
-from moe_numba.course.grader import expect_equal, fault
+from moe_numba.course.grader import expect_equal
 from moe_numba.course.lessons.grouped_gemm import answers, runs
 from moe_numba.course.lessons.grouped_gemm.hpc_ops_port.update_grouped_tma import make_update_grouped_tma
 from moe_numba.course.lessons.grouped_gemm.runs import Table, Tile
@@ -228,7 +228,7 @@ class Place(Build):
 
     def judge(self, answer):
         """Return the state, a sentence and no score of an answer, in the simulator."""
-        if (wrong := fault(self._test, answer)) is not None:
+        if (wrong := self._wrong(answer)) is not None:
             return WRONG, wrong, None
         return RIGHT, "right: each map is acquired, and rows count from where its group begins", None
 

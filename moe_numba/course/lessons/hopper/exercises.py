@@ -15,7 +15,7 @@ from moe_numba import simulator  # before Numba: it decides whether kernels run 
 # isort: split
 from numba import cuda, float32, int32, uint8, uint32, uint64
 
-from moe_numba.course.grader import Wrong, expect_equal, fault
+from moe_numba.course.grader import Wrong, expect_equal
 from moe_numba.course.lessons.hopper import answers, runs
 from moe_numba.course.lessons.hopper.runs import COMPARES, CTAS, LOOP, REGISTERS, SPILLED, STORES, Ring, advance
 from moe_numba.course.lessons.hopper.sizes import A_BYTES, BLOCK_K, BUFFER_BYTES, FREE, WRITTEN
@@ -77,7 +77,7 @@ class InFlight(Build):
 
     def judge(self, answer):
         """Return the state, a sentence and the score of an answer, in the simulator."""
-        if (wrong := fault(self._test, answer)) is not None:
+        if (wrong := self._wrong(answer)) is not None:
             return WRONG, wrong, None
         found: Any = self.profile(answer)
         if found < self.par:
@@ -330,7 +330,7 @@ class Unrolled(Build):
 
     def judge(self, answer):
         """Return the state, a sentence and the number of compares of an answer, in the simulator."""
-        if (wrong := fault(self._test, answer)) is not None:
+        if (wrong := self._wrong(answer)) is not None:
             return WRONG, wrong, None
         stores, compares = _store_code(answer)
         code = f"{stores} store instructions and {compares} compares"
@@ -402,7 +402,7 @@ class Order(Build):
 
     def judge(self, answer):
         """Return the state, a sentence and no score of an answer, in the simulator."""
-        if (wrong := fault(self._test, answer)) is not None:
+        if (wrong := self._wrong(answer)) is not None:
             return WRONG, wrong, None
         with simulator.profile() as profile:
             _tma_store(answer)

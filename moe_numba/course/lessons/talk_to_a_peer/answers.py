@@ -1,5 +1,6 @@
 """The lesson's own answers to its exercises, and the kernels of the page that they are filled into."""
 
+from math import ceil
 from typing import Any, NamedTuple
 
 from moe_numba import simulator  # noqa: F401  before Numba: it decides whether kernels run on a GPU or in the simulator
@@ -60,6 +61,13 @@ def make_message(publish, observe):
         out[thread] = local[DATA + thread]
 
     return message
+
+
+# Rows in flight
+
+
+def rows_in_flight(link_gbps, one_way_us, row_bytes):
+    return ceil(2 * one_way_us * link_gbps * 1e3 / row_bytes)
 
 
 # A ring of words

@@ -24,14 +24,14 @@ def problem() -> Drawing:
         drawing.text(x, 46, f"rank {rank}: a GPU", bold=True)
         drawing.box(x, 54, 136, 30, "sky", "its kernel", size=10)
         drawing.box(x, 120, 136, 56, "pale")
-        drawing.text(x + 6, 134, "its memory", size=10)
-    drawing.box(252, 142, 84, 22, "orange", "data", size=9)
-    drawing.box(342, 142, 34, 22, "purple", "flag", size=9)
-    _arrow(drawing, (110, 86), (250, 148))
-    _arrow(drawing, (134, 86), (344, 140))
+        drawing.text(x + 6, 172, "its memory", size=9)
+    drawing.box(252, 136, 84, 22, "orange", "data", size=9)
+    drawing.box(342, 136, 34, 22, "purple", "flag", size=9)
+    _arrow(drawing, (110, 86), (250, 144))
+    _arrow(drawing, (134, 86), (344, 134))
     drawing.text(150, 142, "1  store data", size=9)
-    drawing.text(176, 82, "2  store the flag", size=9)
-    _arrow(drawing, (359, 140), (359, 86))
+    drawing.text(240, 88, "2  store the flag", size=9, anchor="end")
+    _arrow(drawing, (359, 134), (359, 86))
     drawing.text(354, 102, "3  poll", size=9, anchor="end")
     drawing.note(8, 196, "Stores 1 and 2 may arrive in any order.")
     drawing.note(8, 210, "What must both kernels do so that rank 1 reads exactly what rank 0 wrote?")
@@ -105,16 +105,29 @@ def ring() -> Drawing:
 
 
 def stuck(chunk: int, batch: int, slots: int) -> Drawing:
-    """Draw a ring in which both ends wait, with as many rows as can get stuck."""
-    held = max((o for o in range(0, batch, gcd(chunk, batch)) if slots - o < chunk), default=0)
+    """Draw a ring with as many rows without a credit as there can be, and say whether both ends wait for ever."""
+    most = batch - gcd(chunk, batch)  # both ends move by multiples of the divisor
+    held = 0 if slots < chunk else min(most, slots)
+    free = slots - held
     drawing = Drawing(f"{slots} slots, chunks of {chunk}, batches of {batch}")
     wide = min(44.0, (WIDTH - 16) / slots)
     for slot in range(slots):
         drawing.box(
             8 + wide * slot, 36, wide - 2, 26, "orange" if slot < held else "pale", "row" if slot < held else "free"
         )
-    drawing.text(8, 82, f"{held} rows have been read without a credit, {slots - held} slots are free.", size=10)
-    drawing.text(8, 98, f"The sender waits for {chunk} free slots; a credit needs {batch} rows.", size=10)
+    if slots < chunk:
+        found, says = (
+            f"All {slots} slots are free.",
+            f"The sender waits for {chunk} free slots, and the ring has {slots}.",
+        )
+    elif free < chunk:
+        found = f"{held} rows have been read without a credit, {free} slots are free."
+        says = f"The sender waits for {chunk} free slots; a credit needs {batch} rows."
+    else:
+        found = f"When all rows have been read, at most {held} lack a credit: {free} slots are free."
+        says = f"The sender needs {chunk} free slots, so it never waits for ever."
+    drawing.text(8, 82, found, size=10)
+    drawing.text(8, 98, says, size=10)
     return drawing
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from math import ceil, gcd
 from typing import Any
 
@@ -13,16 +14,22 @@ from moe_numba import simulator  # before Numba: it decides whether kernels run 
 from numba import cuda, int32
 
 from moe_numba.course.bench.timing.multigpu import settle
-from moe_numba.course.grader import Wrong, expect_equal, fault
+from moe_numba.course.grader import Wrong, case, expect_equal
 from moe_numba.course.lessons.talk_to_a_peer import answers, runs
-from moe_numba.course.lessons.talk_to_a_peer.answers import make_message, make_ring
+from moe_numba.course.lessons.talk_to_a_peer.answers import copy_row, make_message, make_ring, slot_of
 from moe_numba.course.lessons.talk_to_a_peer.runs import SMS, Version, private
 from moe_numba.course.lessons.talk_to_a_peer.sizes import DATA, FLAG, HEAD, RING, TAIL, WORD_SLOTS
 from moe_numba.course.steps.exercises import Break, Build, Choose, Formula, Predict
 from moe_numba.course.steps.verdict import OVER_PAR, REFUSED, RIGHT, WRONG
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
-from moe_numba.ptx.atomics import ld_acquire_sys_s32
+from moe_numba.ptx.atomics import (
+    ld_acquire_sys_s32,
+    poll_acquire_cta_shared_s32,
+    st_release_cta_shared_s32,
+    st_release_sys_s32,
+)
 from moe_numba.ptx.memory import pointer_from_address
+from moe_numba.simulator.profiler.report import source_text
 
 _EMPTY = -7  # in what a rank receives, before a launch
 
@@ -70,7 +77,7 @@ class Exchange(Build):
 
     def judge(self, answer):
         """Return the state, a sentence and the number of signals of an answer, in the simulator."""
-        if (wrong := fault(self._test, answer)) is not None:
+        if (wrong := self._wrong(answer)) is not None:
             return WRONG, wrong, None
         if (reason := self.one_lane(answer)) is not None:
             return REFUSED, f"the result is right, but {reason}", None
@@ -114,8 +121,8 @@ everyone = _exchange(
 # Build: publish
 
 
-def _publish(answer):
-    wrong = runs.check_message(make_message(answer, answers.observe), LocalGroup(2))
+def _publish(answer, messages=1):
+    wrong = runs.check_message(make_message(answer, answers.observe), LocalGroup(2), messages)
     if wrong:
         raise Wrong(f"{wrong}. What orders the stores of all threads before the flag?")
 
@@ -123,6 +130,8 @@ def _publish(answer):
 def _test_publish(answer):
     with simulator.weak_memory():
         _publish(answer)
+        with case("in a second message, whose number is 2"):
+            _publish(answer, messages=2)
 
 
 def _flags(answer):
@@ -166,17 +175,16 @@ fences = Choose(
 # Formula: rows in flight
 
 
-def rows_in_flight(link_gbps, one_way_us, row_bytes):
-    return ceil(2 * one_way_us * link_gbps * 1e3 / row_bytes)
-
-
 def _formula(own, cases):
+    names = signature(own).parameters
+
     def test(answer):
-        for case in cases:
-            found, right = answer(*case), own(*case)
+        for values in cases:
+            found, right = answer(*values), own(*values)
             if found != right:
-                named = ", ".join(f"{value:g}" for value in case)
-                raise Wrong(f"for {named} your formula says {found}, and it is {right}")
+                given = ", ".join(f"{name} = {value:g}" for name, value in zip(names, values, strict=True))
+                whole = "; only whole ones count: round up" if ceil(found) == right else ""
+                raise Wrong(f"for {given} your formula says {found:g}, and it is {right}{whole}")
 
     return test
 
@@ -184,8 +192,8 @@ def _formula(own, cases):
 in_flight = Formula(
     "rows in flight",
     "a function of the link's GB/s, the microseconds of one way and the bytes of a row",
-    rows_in_flight,
-    _formula(rows_in_flight, ((350, 1.3, 14336), (350, 1.3, 7168), (100, 0.7, 14336), (25, 1.3, 1 << 20))),
+    answers.rows_in_flight,
+    _formula(answers.rows_in_flight, ((350, 1.3, 14336), (350, 1.3, 7168), (100, 0.7, 14336), (25, 1.3, 1 << 20))),
     praise="a slot is taken until its signal has gone there and the credit has come back. What crosses a link in that "
     "time must be in flight (Little's law).",
     hint="A GB/s is 1000 bytes per microsecond. How long is a slot taken, if copying takes no time?",
@@ -197,23 +205,48 @@ in_flight = Formula(
 
 def _test_words(kernel):
     words = RING + WORD_SLOTS
-    for sends, receives in ((11, 11), (WORD_SLOTS, 0)):
-        outs = [torch.full((max(receives, 1),), _EMPTY, dtype=torch.int32) for _ in range(2)]
-        of = lambda rank, s=sends, r=receives, o=outs: (private(rank, s), o[rank], s, r, 1 - rank, 1 - rank)
-        try:
-            found = _launch(kernel, 2, 1, words, of)
-        except simulator.Deadlock as error:
-            if receives:
-                raise
-            text = f"{sends} words fit into the ring, but the sender waits although no word has been received"
-            raise Wrong(f"{text}: it must use all {WORD_SLOTS} slots\n{error}") from None
-        for rank in range(2):
-            case = f"{sends} words are sent and {receives} received; rank {rank}"
-            expect_equal(f"{case}: out", outs[rank][:receives], private(1 - rank, sends)[:receives])
-            expect_equal(f"{case}: TAIL", torch.tensor([found[rank][TAIL]]), torch.tensor([sends]))
-            expect_equal(f"{case}: HEAD", torch.tensor([found[rank][HEAD]]), torch.tensor([receives]))
-            if any(word for at, word in enumerate(found[rank][:RING]) if at not in (TAIL, HEAD)):
-                raise Wrong(f"{case}: something has been stored outside of the ring's {WORD_SLOTS} slots")
+    _words(kernel, words, (11, 9, 6), receives=True)
+    try:
+        _words(kernel, words, (WORD_SLOTS,) * 3, receives=False)
+    except simulator.Deadlock as error:
+        text = f"{WORD_SLOTS} words fit into the ring, but the sender waits although no word has been received"
+        raise Wrong(f"{text}: it must use all {WORD_SLOTS} slots\n{error}") from None
+
+
+def _words(kernel, words, sends, receives):
+    """Let each of several ranks send a number of words to the next one, and look at all memories afterwards."""
+    ranks = len(sends)
+    outs = [torch.full((max(sends),), _EMPTY, dtype=torch.int32) for _ in sends]
+    sent = [private(rank, number) for rank, number in enumerate(sends)]
+
+    def arguments(rank):
+        to, source = (rank + 1) % ranks, (rank - 1) % ranks
+        return sent[rank], outs[rank], sends[rank], sends[source] if receives else 0, to, source
+
+    found = _launch(kernel, 2, 1, words, arguments, ranks)
+    for rank, memory in enumerate(found):
+        source = (rank - 1) % ranks
+        taken = sends[source] if receives else 0
+        with case(f"rank {rank}, which sends {sends[rank]} words and receives {taken} from rank {source}"):
+            expect_equal("out", outs[rank][:taken], sent[source][:taken])
+            _look_at_ring(memory, sent[source].tolist(), source, sends[rank] if receives else 0)
+
+
+def _look_at_ring(memory, sent, source, credits):
+    """Check a rank's memory: slots and tail, which rank ``source`` has stored, and its own words that were received."""
+    if memory[TAIL] != len(sent):
+        text = f"the {len(sent)} words that rank {source} has sent; the tail is in the receiver's memory"
+        raise Wrong(f"local[TAIL] is {memory[TAIL]}, and should count {text}")
+    if memory[HEAD] != credits:
+        text = f"its {credits} words that were received; the head is in the sender's memory"
+        raise Wrong(f"local[HEAD] is {memory[HEAD]}, and should count {text}")
+    if any(word for at, word in enumerate(memory[:RING]) if at not in (TAIL, HEAD)):
+        raise Wrong(f"something has been stored outside of the ring's {WORD_SLOTS} slots")
+    for n in range(max(0, len(sent) - WORD_SLOTS), len(sent)):
+        if memory[RING + n % WORD_SLOTS] != sent[n]:
+            raise Wrong(
+                f"word {n} of rank {source} is not in slot {n % WORD_SLOTS}; slots are in the receiver's memory"
+            )
 
 
 words = _exchange(
@@ -254,11 +287,13 @@ _ROWS, _WORDS = 5, 256
 def _test_ring(make):
     def test(answer):
         kernel = make(answer)
-        for slots in (3, 1):
-            with simulator.weak_memory():
-                wrong = runs.check_ring(Version(kernel, slots), LocalGroup(2), rows=_ROWS, row_words=_WORDS)
-            if wrong:
-                raise Wrong(f"with {slots} slot{'s' * (slots > 1)}, in the second launch: {wrong}")
+        for slots, channels in ((3, 1), (1, 1), (3, 2)):
+            version = Version(kernel, slots, channels)
+            many = f"with {slots} slot{'s' * (slots > 1)}, {channels} channel{'s' * (channels > 1)}"
+            with simulator.weak_memory(), case(many):
+                wrong = runs.check_ring(version, LocalGroup(2), rows=_ROWS * channels, row_words=_WORDS)
+                if wrong:
+                    raise Wrong(f"in the second launch: {wrong}")
 
     return test
 
@@ -303,12 +338,12 @@ def _functions(answer):
     return {each.__name__ for each in reachable(answer)}
 
 
-def _end(name, task, own, make, counter, hint, over_par):
+def _end(name, task, own, test, make, counter, hint, over_par):
     return _exchange(
         name,
         task,
         own,
-        _test_ring(make),
+        test,
         signals=_ring_signals(make, counter),
         one_lane=_by_one_lane(make),
         unit=f"signals for {_ROWS} rows",
@@ -320,21 +355,58 @@ def _end(name, task, own, make, counter, hint, over_par):
     )
 
 
+@cuda.jit(device=True)
+def _receive_late(queue, out, first, count):
+    """Receive rows, but return no credit before all slots are full."""
+    lane = int32(cuda.threadIdx.x & 31)
+    for n in range(count):
+        number = int32(queue.before + n)
+        if lane == 0:
+            while ld_acquire_sys_s32(queue.here, queue.tail) <= number:
+                pass
+        cuda.syncwarp()
+        copy_row(out, int32((first + n) * queue.row_words), queue.here, slot_of(queue, number), queue.row_words)
+        cuda.syncwarp()
+        if lane == 0 and ((n + 1) % queue.slots == 0 or n + 1 == count):
+            st_release_sys_s32(queue.there, queue.head, int32(number + 1))
+
+
+def _test_send(answer):
+    _test_ring(_ring_of_sender)(answer)
+    try:
+        _run_ring(make_ring(answer, _receive_late))
+    except simulator.Deadlock as error:
+        text = "the sender waits although slots are free: it must use all slots before it waits"
+        raise Wrong(f"{text}\n{error}") from None
+
+
+def _ring_of_sender(answer):
+    return make_ring(answer, answers.receive)
+
+
 send = _end(
     "send",
     "a function with which a warp sends rows",
     answers.send,
-    lambda answer: make_ring(answer, answers.receive),
+    _test_send,
+    _ring_of_sender,
     TAIL,
     "Row n of this launch has the number queue.before + n. One lane waits until number - head < slots; the others wait "
     "for that lane at a syncwarp. Then all copy. What must come before the lane releases the tail?",
     "Which lanes need to store the tail?",
 )
+
+
+def _ring_of_receiver(answer):
+    return make_ring(answers.send, answer)
+
+
 receive = _end(
     "receive",
     "a function with which a warp receives rows",
     answers.receive,
-    lambda answer: make_ring(answers.send, answer),
+    _test_ring(_ring_of_receiver),
+    _ring_of_receiver,
     HEAD,
     "One lane waits until tail > number; the others wait for that lane. When all have copied the row, one lane stores "
     "the new head in the sender's memory: queue.there.",
@@ -394,6 +466,48 @@ def _around_signal(answer):
     return around
 
 
+def _around_posts(answer):
+    """Return a kernel in which only the copying warps call an answer; warp 2 waits until they have returned."""
+
+    @cuda.jit
+    def around(peers, local, x, out, rank):
+        posted, returned = cuda.shared.array(2, int32), cuda.shared.array(2, int32)
+        thread = int32(cuda.threadIdx.x)
+        warp, lane = int32(thread >> 5), int32(thread & 31)
+        if thread < 2:
+            posted[thread] = returned[thread] = 0
+        cuda.syncthreads()
+        there = pointer_from_address(peers[1 - rank], local)
+        if warp < 2:
+            there[DATA + thread] = x[thread]
+            answer(posted, there)
+            cuda.syncwarp()
+            if lane == 0:
+                st_release_cta_shared_s32(returned, warp, 1)
+        elif lane < 2:
+            while poll_acquire_cta_shared_s32(returned, lane) == 0:
+                pass
+            out[lane] = posted[lane]
+
+    return around
+
+
+def _test_posts(answer):
+    """Check that the copying warps post and return: without a fence, and without warp 2."""
+    outs = [torch.full((2,), _EMPTY, dtype=torch.int32) for _ in range(2)]
+    run = lambda: _launch(_around_posts(answer), 1, 96, DATA + 64, lambda rank: (private(rank, 64), outs[rank], rank))
+    try:
+        with simulator.profile() as profile:
+            run()
+    except simulator.Deadlock as error:
+        text = "warps 0 and 1 wait for warp 2, and should go on with other rows: they must post and return"
+        raise Wrong(f"{text}\n{error}") from None
+    expect_equal("what warps 0 and 1 post", outs[0], torch.ones(2, dtype=torch.int32))
+    lines = [line for line in profile.kernels[0].lines if line.function in _functions(answer)]
+    if any("fence_acq_rel_sys" in source_text(line) for line in lines):
+        raise Wrong("warps 0 and 1 execute a fence, which waits for their stores: only warp 2 should wait")
+
+
 def _run_signal(answer):
     outs = [torch.full((64,), _EMPTY, dtype=torch.int32) for _ in range(2)]
     _launch(_around_signal(answer), 2, 96, DATA + 64, lambda rank: (private(rank, 64), outs[rank], rank))
@@ -407,6 +521,7 @@ def _test_signal(answer):
     own = [event.warp for event in stores if event.rank == 0 and event.details["index"] in (FLAG, FLAG + 1)]
     if any(warp != 2 for warp in own):
         raise Wrong("the flags must be stored by warp 2, and warps 0 and 1 must go on with other rows meanwhile")
+    _test_posts(answer)
 
 
 signal = _exchange(

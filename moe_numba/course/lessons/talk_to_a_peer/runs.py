@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from moe_numba.course.bench import link, records
 from moe_numba.course.bench.link import BULK, PUSH_ROWS, STORES, link_gbps, one_way_us, push_gbps, signal_ns
 from moe_numba.course.bench.timing.multigpu import outputs_of, settle
 from moe_numba.course.lessons.talk_to_a_peer.answers import Queue as Queue  # for the page
+from moe_numba.course.lessons.talk_to_a_peer.answers import rows_in_flight
 from moe_numba.course.lessons.talk_to_a_peer.sizes import (
     CHANNELS,
     DATA,
@@ -129,7 +131,7 @@ def _across_processes(kernel, cupy):
         runtime.ipcCloseMemHandle(runtime.ipcOpenMemHandle(handle))
         print("this process has opened its own handle")
     except runtime.CUDARuntimeError as error:
-        print(f"this process may not open its own handle: {error}")
+        print(f"this process may not open its own handle; CUDA says: {error}")
     program = _SECOND_PROCESS.format(kernel=source_of(kernel), name=kernel.__name__)
     done = subprocess.run([sys.executable, "-c", program, bytes(handle).hex()], capture_output=True, text=True)
     if done.returncode:
@@ -194,6 +196,7 @@ def message(kernel: Any) -> Callable:
             transport.launch(kernel, 1, MESSAGE, shared.addresses, local, x, out, to, number[0])
             return out
 
+        step.x = x
         yield step
         settle(transport)
         shared.close()
@@ -201,9 +204,13 @@ def message(kernel: Any) -> Callable:
     return make
 
 
-def check_message(kernel: Any, group: LocalGroup = GROUP) -> str | None:
-    """Return None if each rank has received what the rank before it sent, or a sentence on what it read instead."""
-    for rank, out in enumerate(outputs_of(group, message(kernel))):
+def check_message(kernel: Any, group: LocalGroup = GROUP, messages: int = 1) -> str | None:
+    """Return None if each rank has received what the rank before it sent, or a sentence on what it read instead.
+
+    The last of one or two ``messages`` is looked at; the first of two has other words.
+    """
+    make = message(kernel)
+    for rank, out in enumerate(outputs_of(group, make if messages == 1 else _twice(make))):
         before = (rank - 1) % group.num_ranks
         wrong = (out.cpu() != private(before, MESSAGE)).nonzero().flatten().tolist()
         if wrong:
@@ -276,15 +283,22 @@ def ping_pong(kernel: Any) -> Callable:
 def show_ping_pong(kernels: Mapping[str, Any]) -> Table:
     """Return a table of one-way times: half of a round trip."""
     us = lesson.times("ping-pong", {kind: ping_pong(kernel) for kind, kernel in kernels.items()})
-    found = {kind: us[kind] / (2 * ROUNDS) if us else one_way_us(kind) for kind in kernels}
+    ranks = _recorded_ranks(*(partial(one_way_us, kind) for kind in kernels))
+    found = {kind: us[kind] / (2 * ROUNDS) if us else one_way_us(kind, ranks) for kind in kernels}
     text = lambda us: "ran; no time is recorded yet" if us is None else records.format_us(us)
     return Table(
-        ["the flag is stored by", f"one way, us, {_source()}"], [[f"st.{kind}", text(us)] for kind, us in found.items()]
+        ["the flag is stored by", f"one way, us, {_source(ranks)}"],
+        [[f"st.{kind}", text(us)] for kind, us in found.items()],
     )
 
 
-def _source():
-    return "measured here" if lesson.is_timed else "recorded on H200s"
+def _source(ranks):
+    return "measured here" if lesson.is_timed else f"recorded on {ranks} H200s"
+
+
+def _recorded_ranks(*numbers):
+    """Return the number of ranks whose records are shown: `RANKS` if they have one of the numbers, otherwise two."""
+    return RANKS if any(number(ranks=RANKS) is not None for number in numbers) else 2
 
 
 def _row(step, ranks, gpu="h200"):
@@ -334,6 +348,9 @@ def push(kernel: Any, ctas: int, bulk: bool) -> Callable:
     return make
 
 
+_PUSHERS = {STORES: "1024 threads of a CTA", BULK: f"{PUSH_WARPS} threads of a CTA"}
+
+
 def show_push(stores: Any, bulk: Any) -> Table:
     """Return a table of push rates in GB/s, by the number of CTAs, for both methods."""
     of, numbers = {STORES: stores, BULK: bulk}, SMALL_PUSH_CTAS if SIMULATED else PUSH_CTAS
@@ -347,18 +364,22 @@ def show_push(stores: Any, bulk: Any) -> Table:
     if not us:
         rates = {f"{method}, {ctas} CTAs": rate for (method, ctas), rate in push_gbps(RANKS).items()}
     text = lambda rate: "" if rate is None else f"{rate:.0f}"
-    lines = [[method, *(text(rates.get(f"{method}, {ctas} CTAs")) for ctas in PUSH_CTAS)] for method in of]
+    lines = [
+        [f"{method}, by {_PUSHERS[method]}", *(text(rates.get(f"{method}, {ctas} CTAs")) for ctas in PUSH_CTAS)]
+        for method in of
+    ]
     for ranks in OTHER_RANKS:
         other = push_gbps(ranks)
         lines += [[f"{m}, {ranks} ranks", *(text(other.get((m, c))) for c in PUSH_CTAS)] for m in of if other]
     if not rates:
         return Table(["both methods ran; no rates are recorded"], [])
-    return Table([f"GB/s of each of {RANKS} ranks, {_source()}; CTAs:", *map(str, PUSH_CTAS)], lines)
+    source = "measured here" if lesson.is_timed else "recorded on H200s"
+    return Table([f"GB/s of each of {RANKS} ranks, {source}; CTAs:", *map(str, PUSH_CTAS)], lines)
 
 
 def lower_bound_us() -> float | None:
     """Return the time in which the rows of a rank pass its link at the best push rate."""
-    rate = link_gbps(RANKS) or link_gbps()
+    rate = link_gbps(_recorded_ranks(link_gbps))
     return rate and ROWS * ROW_BYTES / rate / 1e3
 
 
@@ -404,14 +425,15 @@ def show_signals(make: Callable, kinds: Mapping[str, Any]) -> Table:
         f"{kind}, {who}": signals(make(store, busy), busy) for kind, store in kinds.items() for busy, who in WHO.items()
     }
     us = lesson.times("signal", calls)
-    ns = lambda kind, who: us[f"{kind}, {who}"] / ROUNDS * 1e3 if us else signal_ns(kind, who)
+    ranks = _recorded_ranks(*(partial(signal_ns, kind, who) for kind in kinds for who in WHO.values()))
+    ns = lambda kind, who: us[f"{kind}, {who}"] / ROUNDS * 1e3 if us else signal_ns(kind, who, ranks)
     lines, names = [], list(kinds)
     for who in WHO.values():
         found = [ns(kind, who) for kind in names]
         more = "" if None in found else f"{found[-1] - found[0]:.0f}"
         lines.append([who, *("" if each is None else f"{each:.0f}" for each in found), more])
     lines = [[line[0], *(cell or "ran, not timed" for cell in line[1:-1]), line[-1]] for line in lines]
-    return Table([f"ns, {_source()}; who writes to the peer meanwhile", *names, "difference"], lines)
+    return Table([f"ns, {_source(ranks)}; who writes to the peer meanwhile", *names, "difference"], lines)
 
 
 # Rings of rows
@@ -459,7 +481,7 @@ def ring(version, rows: int | None = None, row_words: int | None = None, block: 
 
 
 def _twice(make):
-    """Return ``make(transport)``: a first launch sends other rows, and poisons nothing that the second may rely on."""
+    """Return ``make(transport)``: a first launch sends other data, and poisons nothing that the second may rely on."""
 
     @contextmanager
     def again(transport):
@@ -582,6 +604,19 @@ def by_channels(before: str, channels: int = CHANNELS) -> float | None:
     return _predicted(before, lambda us: max(us / channels, lower_bound_us() or 0))
 
 
+def slots_needed(step: str) -> str:
+    """Return how many rows must be in flight for the rate of a step's ring, and of the whole link, in words."""
+    one_way, link, us = one_way_us("release"), link_gbps(_recorded_ranks(link_gbps)), lesson.steps[step].us
+    if one_way is None or link is None:
+        return "No rates are recorded yet: put those of a warp and of a link into your formula."
+    rows = lambda rate: rows_in_flight(rate, one_way, ROW_BYTES)
+    texts = [f"A whole link of {link:.0f} GB/s needs {rows(link)} rows in flight"]
+    if us is not None:
+        rate = ROWS * ROW_BYTES / us / 1e3
+        texts.append(f"one warp copies {rate:.1f} GB/s through this ring, and needs {rows(rate)}")
+    return f"{'; '.join(texts)}. This ring has {SLOTS} slots, and {CHANNELS} such rings have {CHANNELS * SLOTS}."
+
+
 # Rings that deadlock
 
 
@@ -642,14 +677,29 @@ def show_residency(kernels: Mapping[str, Any]) -> Table:
 
 
 def show_variants(kernels: Mapping[str, Any]) -> Table:
-    """Return a table of times of rings with one channel, interleaved; all of them are checked first."""
+    """Return a table of times of rings with one channel, interleaved; each is checked as a step is."""
     for name, kernel in kernels.items():
-        if wrong := lesson.run.check(Version(kernel)):
+        if wrong := _fault_of_variant(Version(kernel)):
             raise WrongResult(f"{name}: {wrong}")
     us = lesson.times("variant", {name: ring(Version(kernel)) for name, kernel in kernels.items()})
     return Table(
         ["ring", "us"], [[name, records.format_us(us[name]) if us else "right, not timed"] for name in kernels]
     )
+
+
+def _fault_of_variant(version):
+    """Return what is wrong with a ring; the simulator checks two ranks and short rows as it checks a step."""
+    if not SIMULATED:
+        return lesson.run.check(version)
+    for seed in range(lesson.seeds):
+        try:
+            with lesson.conditions(seed, races=True):
+                wrong = check_ring(version, LocalGroup(2), row_words=128)
+        except simulator.SimulatorError as error:
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong:
+            return wrong
+    return None
 
 
 SWEEP = (1, 4, 16, CHANNELS)
@@ -683,7 +733,8 @@ def show_sweep(kernel: Any) -> Table:
         rate = f"{ROWS * ROW_BYTES / us[name] / 1e3:.0f}" if us else ""
         lines.append([name, records.format_us(us[name]) if us else "right, not timed", rate])
     if bound := lower_bound_us():
-        lines.append(["lower bound: the best push", records.format_us(bound), f"{ROWS * ROW_BYTES / bound / 1e3:.0f}"])
+        name = f"lower bound: the best push of {_recorded_ranks(link_gbps)} ranks"
+        lines.append([name, records.format_us(bound), f"{ROWS * ROW_BYTES / bound / 1e3:.0f}"])
     return Table([f"{RANKS} ranks, {ROWS} rows of {ROW_BYTES:,} bytes", "us", "GB/s"], lines)
 
 

@@ -9,7 +9,8 @@ ROUNDS = 200  # of a ping-pong, and repeated signals
 PUSH_CTAS, PUSH_WARPS = (1, 2, 4, 8, 12, 24, 48), 8  # of the measured push rate
 
 # What the simulator runs instead
-SMALL_ROWS, SMALL_ROW_BYTES, SMALL_CHANNELS, SMALL_ROUNDS = 10, 1024, 2, 3
+SMALL_ROWS = SLOTS + BATCH + 2  # with fewer rows no launch uses the slot of a late credit again
+SMALL_ROW_BYTES, SMALL_CHANNELS, SMALL_ROUNDS = 1024, 2, 3
 SMALL_PUSH_ROWS, SMALL_PUSH_CTAS, SMALL_PUSH_WARPS = 8, (1, 2), 2
 
 SEEDS = 12  # orders of threads and stores, of a message

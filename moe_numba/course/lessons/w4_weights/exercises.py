@@ -12,7 +12,7 @@ from moe_numba import simulator  # before Numba: it decides whether kernels run 
 # isort: split
 from numba import cuda, int32, uint8, uint32
 
-from moe_numba.course.grader import Wrong, expect_equal, fault
+from moe_numba.course.grader import Wrong, expect_equal
 from moe_numba.course.lessons.w4_weights import answers, runs
 from moe_numba.course.lessons.w4_weights.sizes import CODE_BYTES, TILE, TOKENS, X_BYTES
 from moe_numba.course.steps.exercises import Build, Choose, Formula, Predict
@@ -143,7 +143,7 @@ class Decoder(Build):
 
     def judge(self, answer):
         """Return the state, a sentence and the number of instructions of an answer, in the simulator."""
-        if (wrong := fault(self._test, answer)) is not None:
+        if (wrong := self._wrong(answer)) is not None:
             return WRONG, wrong, None
         counts, names = _decode_code(answer)
         if (own := counts.pop("IMAD", 0) - _multiplications_around()) > 0:

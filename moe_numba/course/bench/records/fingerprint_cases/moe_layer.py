@@ -13,6 +13,7 @@ def moe_layer():
         silu_and_mul_quant_fp8,
         weighted_sum,
     )
+    from moe_numba.moe_layer.backward.activation import silu_and_mul_backward
 
     bf16 = torch.bfloat16
     for experts in (8, 256, 512):
@@ -37,6 +38,8 @@ def moe_layer():
     for activation, limit in (("silu", 7.0), ("swigluoai", 7.0)):
         options = dict(num_valid_rows=valid, activation=activation, limit=limit)
         yield f"{activation} 2880 limited", lambda: silu_and_mul(x, **options)
+        of_rows = x, x[:, :2880].contiguous(), torch.zeros(1, 4).int(), torch.zeros(1, 4)
+        yield f"{activation} 2880 backward", lambda: silu_and_mul_backward(*of_rows, activation, 1.702, limit)
         yield f"{activation} 2880 limited, quantised", lambda: silu_and_mul_quant_fp8(x, **options)
     for scale in (None, torch.empty(1)):
         kind = "own" if scale is None else "given"

@@ -1,0 +1,1 @@
+"""Gradients of the experts of a layer: see ``docs/training.md``."""

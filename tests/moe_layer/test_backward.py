@@ -1,0 +1,220 @@
+"""Gradients of ``fused_experts``, ``fused_moe`` and ``MoELayer`` against torch's of a float64 reference."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import moe_numba
+from moe_numba.gate.reference import biased_grouped_topk as reference_topk
+from moe_numba.gate.reference import expert_scores, expert_weights
+from moe_numba.moe_layer.backward import experts as backward_module
+from moe_numba.moe_layer.backward.activation import silu_and_mul_backward
+
+NAMES = "x", "w13", "w2", "topk_weights", "w13_bias", "w2_bias", "shared"
+TOKENS, HIDDEN, INTERMEDIATE, EXPERTS = 5, 64, 128, 4
+IDS = [[0, 2], [1, 3], [2, -1], [2, 0], [0, 0]]  # a masked one, and one expert twice
+EMPTY = [[2, 2], [2, -1], [5, 2], [-1, -1], [2, 2]]  # of one expert only
+
+
+def activate(gate_up, activation, limit):
+    """Return the activation of float64 gate and up, rounded as the layer stores them; gradients ignore the rounding."""
+    gate_up = gate_up + (gate_up.detach().bfloat16() - gate_up.detach())
+    if activation == "silu":
+        gate, up = gate_up.chunk(2, dim=-1)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return torch.nn.functional.silu(gate) * up
+    gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
+    limit = 7.0 if limit is None else limit
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def reference(ids, activation, limit, x, w13, w2, topk_weights, w13_bias=None, w2_bias=None, shared=None):
+    """Return the output of the experts in float64."""
+    rows = []
+    for t in range(len(x)):
+        row = torch.zeros_like(x[t]) if shared is None else shared[t]
+        for k, e in enumerate(ids[t].tolist()):
+            if 0 <= e < len(w13):
+                gate_up = w13[e] @ x[t] + (0 if w13_bias is None else w13_bias[e])
+                y = w2[e] @ activate(gate_up, activation, limit) + (0 if w2_bias is None else w2_bias[e])
+                row = row + topk_weights[t, k] * y
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def inputs(device, has_bias=False, has_shared=False, seed=0):
+    """Return the floating-point arguments of a call, by name."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape, scale=1.0: torch.randn(*shape, generator=generator) * scale
+    given = dict(
+        x=draw(TOKENS, HIDDEN).bfloat16(),
+        w13=draw(EXPERTS, 2 * INTERMEDIATE, HIDDEN, scale=HIDDEN**-0.5).bfloat16(),
+        w2=draw(EXPERTS, HIDDEN, INTERMEDIATE, scale=INTERMEDIATE**-0.5).bfloat16(),
+        topk_weights=torch.rand(TOKENS, 2, generator=generator),
+    )
+    if has_bias:
+        given |= dict(w13_bias=draw(EXPERTS, 2 * INTERMEDIATE).bfloat16(), w2_bias=draw(EXPERTS, HIDDEN))
+    if has_shared:
+        given["shared"] = draw(TOKENS, HIDDEN).bfloat16()
+    return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+def with_grad(given, names=NAMES):
+    return {name: t.detach().clone().requires_grad_(name in names) for name, t in given.items()}
+
+
+def error(result, wanted):
+    """Return the relative error, or the norm of the result where zeros are wanted."""
+    return (
+        float((result.double() - wanted).norm() / max(float(wanted.norm()), 1e-30)) if wanted.any() else result.norm()
+    )
+
+
+@pytest.mark.parametrize(
+    "activation, limit, has_bias, ids",
+    [
+        ("silu", None, False, IDS),
+        ("silu", 0.5, False, IDS),
+        ("swigluoai", None, True, IDS),
+        ("swigluoai", 0.5, True, EMPTY),
+        ("silu", None, True, EMPTY),
+    ],
+)
+@pytest.mark.parametrize("transposed", (False, True))
+def test_gradients_are_those_of_the_reference(activation, limit, has_bias, ids, transposed, device):
+    given, ids = inputs(device, has_bias, has_shared=True), torch.tensor(ids, dtype=torch.int32, device=device)
+    if transposed:
+        given |= {name: given[name].mT.contiguous().mT for name in ("w13", "w2")}
+    own, wanted = with_grad(given), with_grad({name: t.double() for name, t in given.items()})
+    grad = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    moe_numba.fused_experts(**own, topk_ids=ids, activation=activation, limit=limit).backward(grad)
+    reference(ids, activation, limit, **wanted).backward(grad.double())
+    for name in given:
+        result = own[name].grad
+        assert result.shape == given[name].shape and result.dtype == given[name].dtype, name
+        assert error(result, wanted[name].grad) < 0.01, name
+
+
+def test_gradients_are_the_same_without_wgmma(device, monkeypatch):
+    """On older GPUs, which have no k-grouped GEMM, and whose grouped GEMM takes no transposed view."""
+    monkeypatch.setattr(backward_module, "has_wgmma", lambda device: False)
+    monkeypatch.setattr(backward_module, "k_grouped_gemm_bf16", None)
+    test_gradients_are_those_of_the_reference("swigluoai", 0.5, True, EMPTY, False, device)
+
+
+def test_gradients_are_summed_over_all_warps(device):
+    """Rows of more columns than a CTA's threads have, so that each thread has some, and some have more."""
+    columns, generator = 1088, torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).bfloat16()
+    gate_up, u, indices = draw(3, 2 * columns), draw(3, columns), torch.tensor([[2, 0], [-1, 1]], dtype=torch.int32)
+    weights = torch.rand(2, 2, generator=generator)
+    given = [t.to(device) for t in (gate_up, u, indices, weights)]
+    of_gate_up, weighted, of_weights = (t.cpu() for t in silu_and_mul_backward(*given, "silu", 1.702, None))
+    exact = gate_up.double().requires_grad_()
+    a = activate(exact, "silu", None)
+    row_weights = torch.stack([weights[0, 1], weights[1, 1], weights[0, 0]])[:, None].double()
+    (row_weights * a * u).sum().backward()
+    assert error(of_gate_up, exact.grad) < 0.004 and error(weighted, row_weights * a.detach()) < 0.004
+    products = (a.detach() * u).sum(dim=1)
+    wanted = torch.stack([products[2], products[0], torch.zeros(()), products[1]]).view(2, 2)
+    assert error(of_weights, wanted) < 1e-5
+
+
+def test_a_wrong_gradient_is_rejected(device, monkeypatch):
+    """The weight of an assignment left out of the gradient of gate and up."""
+    right = backward_module.silu_and_mul_backward
+    ones = lambda gate_up, u, inverse, weights, *rest: right(gate_up, u, inverse, torch.ones_like(weights), *rest)
+    monkeypatch.setattr(backward_module, "silu_and_mul_backward", ones)
+    with pytest.raises(AssertionError, match="^x"):
+        test_gradients_are_those_of_the_reference("silu", None, False, IDS, False, device)
+
+
+def test_gradients_are_bit_identical_from_run_to_run(device):
+    ids = torch.tensor(IDS, device=device)
+    results = []
+    for _ in range(2):
+        own = with_grad(inputs(device, has_bias=True))
+        moe_numba.fused_experts(**own, topk_ids=ids).float().sum().backward()
+        results.append([t.grad for t in own.values()])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_gradients_that_are_needed_are_computed(name, device, monkeypatch):
+    own = with_grad(inputs(device, has_bias=True, has_shared=True), (name,))
+    called = []
+
+    def counted(name):
+        function = getattr(backward_module, name)
+        return lambda *args, **kwargs: called.append(name) or function(*args, **kwargs)
+
+    for function in ("k_grouped_gemm_bf16", "permute_tokens"):
+        monkeypatch.setattr(backward_module, function, counted(function))
+    moe_numba.fused_experts(**own, topk_ids=torch.tensor(IDS, device=device)).float().sum().backward()
+    assert [n for n, t in own.items() if t.grad is not None] == [name]
+    assert ("k_grouped_gemm_bf16" in called) == (name in ("w13", "w2", "w13_bias"))
+    assert ("permute_tokens" in called) == (name in ("w13", "w2"))
+
+
+def test_no_tokens_have_zero_gradients(device):
+    given = inputs(device) | {name: inputs(device)[name][:0] for name in ("x", "topk_weights")}
+    own = with_grad(given)
+    moe_numba.fused_experts(**own, topk_ids=torch.zeros(0, 2, dtype=torch.int32, device=device)).sum().backward()
+    assert all(not t.grad.any() and t.grad.shape == t.shape for t in own.values())
+
+
+def routed(logits, scoring, renormalize, topk=3):
+    """Return weights and ids of a float64 reference whose weights are differentiable."""
+    ids = reference_topk(logits.detach(), None, topk, scoring=scoring, dtype=torch.float64)[1]
+    return expert_weights(expert_scores(logits, scoring).gather(1, ids.long()), renormalize=renormalize), ids
+
+
+@pytest.mark.parametrize("scoring, renormalize", (("softmax", False), ("sigmoid", True)))
+def test_gradients_reach_the_router(scoring, renormalize, device):
+    given = inputs(device)
+    given |= dict(router_logits=torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(2)).to(device))
+    del given["topk_weights"]
+    own, wanted = with_grad(given, given), with_grad({n: t.double() for n, t in given.items()}, given)
+    y = moe_numba.fused_moe(**own, correction_bias=None, topk=3, scoring=scoring, renormalize=renormalize)
+    y.float().sum().backward()
+    logits = wanted.pop("router_logits")
+    weights, ids = routed(logits, scoring, renormalize)
+    reference(ids, "silu", None, topk_weights=weights, **wanted).sum().backward()
+    for name, tensor in (wanted | dict(router_logits=logits)).items():
+        assert error(own[name].grad, tensor.grad) < 0.01, name
+
+
+@pytest.mark.parametrize("how", ("compiled", "checkpointed"))
+def test_compiled_and_checkpointed_layers_have_the_same_gradients(how, device):
+    layer = moe_numba.moe_layer.MoELayer(EXPERTS, HIDDEN, INTERMEDIATE, 2, scoring="softmax", device=device)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 8)
+    layer.requires_grad_(True)
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    if how == "checkpointed":
+        call = lambda x: checkpoint(layer, x, use_reentrant=False)
+    gradients = []
+    for function in (layer, call):
+        x = torch.randn(2, 3, HIDDEN, generator=torch.Generator().manual_seed(4)).bfloat16().to(device).requires_grad_()
+        function(x).float().pow(2).sum().backward()
+        gradients.append([x.grad, *(p.grad for p in layer.parameters())])
+        layer.zero_grad()
+    assert all(map(torch.equal, *gradients)) and all(g.any() for g in gradients[0])
+
+
+def test_what_has_no_gradient_is_refused(device):
+    given = inputs(device)
+    ids = torch.tensor(IDS, device=device)
+    own = with_grad(given)
+    with pytest.raises(ValueError, match="x requires grad; fused_experts has a backward only without out"):
+        moe_numba.fused_experts(**own, topk_ids=ids, out=torch.empty_like(given["x"]))
+    y = moe_numba.fused_experts(**own, topk_ids=ids)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(y.float().sum(), own["x"], create_graph=True)
+    quantised = {n: given[n].to(torch.float8_e4m3fn) for n in ("w13", "w2")}
+    scales = dict(w13_scale=torch.ones(EXPERTS, device=device), w2_scale=torch.ones(EXPERTS, device=device))
+    with pytest.raises(ValueError, match="x requires grad; fused_experts has a backward only with bfloat16 weights"):
+        moe_numba.fused_experts(**own | quantised | scales, topk_ids=ids)
