@@ -42,10 +42,10 @@ def missing():
     if sys.platform == "darwin":
         return "there is no CUDA compiler for macOS"
     try:
-        from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+        from cuda.pathfinder import load_nvidia_dynamic_lib
 
         for library in ("nvrtc", "nvvm", "nvJitLink"):
             load_nvidia_dynamic_lib(library)
-    except (ImportError, DynamicLibNotFoundError):
+    except (ImportError, RuntimeError):  # cuda.pathfinder's DynamicLibNotFoundError is a RuntimeError
         return "CUDA's compiler is not installed: pip install 'moe_numba[cu13]'"
     return None if disassembler() else "nvdisasm is not installed: pip install nvidia-cuda-nvdisasm"

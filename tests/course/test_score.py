@@ -112,9 +112,13 @@ def test_what_is_missing_for_machine_code(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sass, "disassembler", lambda: None)
         assert missing() == "nvdisasm is not installed: pip install nvidia-cuda-nvdisasm"
+    no_compiler = "CUDA's compiler is not installed: pip install 'moe_numba[cu13]'"
     with monkeypatch.context() as patch:
         patch.setattr(pathfinder, "load_nvidia_dynamic_lib", not_found)
-        assert missing() == "CUDA's compiler is not installed: pip install 'moe_numba[cu13]'"
+        assert missing() == no_compiler
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "cuda.pathfinder", None)  # its import fails
+        assert missing() == no_compiler
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
         assert missing() == "there is no CUDA compiler for macOS"
