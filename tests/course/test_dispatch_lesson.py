@@ -517,3 +517,24 @@ def test_steps_are_right_with_eight_ranks():
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MOE_NUMBA_SIMULATE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines() == [f"{name} None" for name in names], done.stderr[-2000:]
+
+
+def test_multicast_saves_no_bytes_that_arrive():
+    for ranks, leave, arrive, once, most, *_ in runs.show_multicast().lines:
+        assert leave == arrive and int(once) <= int(leave) and int(most) >= int(arrive), ranks
+
+
+def test_shorter_rings_are_described(steps):
+    text = runs.describe_rings(steps["receivers help"], steps["balanced channels"])
+    assert text.splitlines() == [
+        "180 channels: rings of 17 slots, chunks of 4 rows",
+        "720 channels: rings of 4 slots, chunks of 1 row",
+    ]
+
+
+@pytest.mark.parametrize("bulk, text", [(60.0, "So bulk copies are faster"), (40.0, "gains nothing by the rate")])
+def test_what_the_rates_of_two_ways_say_is_computed(bulk, text, monkeypatch):
+    monkeypatch.setattr(model, "push_gbps", lambda: {(model.BULK, 1): bulk, (model.STORES, 1): 50.0})
+    assert f"{bulk:.0f} GB/s in bulk" in model.compare_ways() and text in model.compare_ways()
+    monkeypatch.setattr(model, "push_gbps", dict)
+    assert model.compare_ways() is None

@@ -749,8 +749,10 @@ def show_notify(kernel) -> Table:
     return _times("notify", {f"{channels} channels, {sizes.TOKENS} tokens": dispatch(version)}, "notify: right")
 
 
-def show_earlier() -> Table:
-    """Return a table of the steps of the earlier version, with 2 ranks."""
+def show_earlier() -> Table | None:
+    """Return a table of steps that an earlier record has, with 2 ranks, until this page's are recorded; then None."""
+    if any(_lesson_us(step) for step in lesson.steps):
+        return None
     lines = []
     for step, name in _EARLIER_STEPS.items():
         row = _earlier(step, 2)
@@ -759,7 +761,7 @@ def show_earlier() -> Table:
     final = _earlier("final", 2)
     if final and "fp8" in final:
         lines.append(["the package's rings, FP8", str(final["num_sms"]), records.format_us(final["fp8"]["us"])])
-    return Table(["step, 2 ranks", "SMs", "us"], lines)
+    return Table(["recorded of other versions of these kernels, 2 ranks", "SMs", "us"], lines)
 
 
 _EARLIER_STEPS = {
@@ -773,18 +775,29 @@ _EARLIER_STEPS = {
 }
 
 
-def multicast_bound() -> str:
-    """Return how long the link takes if each token that leaves a rank leaves it once, in words."""
-    texts = []
+def show_multicast() -> Table:
+    """Return a table of the MB that leave a rank and arrive at it, now and if each row is multicast to all ranks."""
+    lines = []
     for ranks in (2, 4, 8):
-        bound, sent = model.lower_bound_us(ranks), model.wire_bytes(ranks)
-        if bound is not None:
-            once = min(1.0, model.leaving_tokens(ranks) * model.ROW_BYTES / sent) * bound
-            texts.append(
-                f"{ranks} ranks: {records.format_us(bound)} us now, {records.format_us(once)} us if each token "
-                f"leaves once"
-            )
-    return "\n".join(texts) or "no push rate is recorded"
+        sent, row = model.wire_bytes(ranks), model.ROW_BYTES
+        once = model.leaving_tokens(ranks) * row  # each token that leaves its rank leaves it once
+        megabytes = sent, sent, once, (ranks - 1) * once
+        bound, best = model.lower_bound_us(ranks), model.push_gbps(ranks)
+        us = ["", ""] if bound is None else [bound, max(once, (ranks - 1) * once) / max(best.values()) / 1e3]
+        lines.append([str(ranks), *(f"{n / 1e6:.0f}" for n in megabytes), *map(_us_text, us)])
+    ways = "each rank apart", "multicast to all"
+    heads = [f"{way}: {what}" for way in ways for what in ("MB that leave", "MB that arrive")]
+    return Table(["ranks", *heads, *(f"{way}: us" for way in ways)], lines)
+
+
+def describe_rings(*versions) -> str:
+    """Return how many channels versions have, and how many rows fit into a ring and a chunk, at the recorded sizes."""
+    texts = []
+    for version in versions:
+        of = shape(Version(*version), small=False)
+        rows = "row" if of.chunk == 1 else "rows"
+        texts.append(f"{of.channels} channels: rings of {of.slots} slots, chunks of {of.chunk} {rows}")
+    return "\n".join(texts)
 
 
 def show_port(version) -> Table:
