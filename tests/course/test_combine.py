@@ -175,6 +175,36 @@ def always_asks(local, at, tail, wanted, waits, state):
     return tail
 
 
+@cuda.jit(device=True)
+def is_content_with_the_row_before(local, at, tail, wanted, waits, state):
+    while waits and int32(tail - wanted) < 0:
+        tail = uint32(ld_acquire_sys_s32(local, at))
+    cuda.syncwarp()
+    return tail
+
+
+@cuda.jit(device=True)
+def returns_what_it_waited_for(local, at, tail, wanted, waits, state):
+    answers.wait_rows(local, at, tail, wanted, waits, state)
+    return uint32(wanted + uint32(1))
+
+
+@cuda.jit(device=True)
+def compares_as_int32(local, at, tail, wanted, waits, state):
+    while waits and int32(tail) <= int32(wanted):
+        tail = uint32(ld_acquire_sys_s32(local, at))
+    cuda.syncwarp()
+    return tail
+
+
+@cuda.jit(device=True)
+def waits_for_exactly_the_next(local, at, tail, wanted, waits, state):
+    while waits and int32(tail - wanted) != 1:
+        tail = uint32(ld_acquire_sys_s32(local, at))
+    cuda.syncwarp()
+    return tail
+
+
 # What a waiting warp needs
 
 
@@ -223,6 +253,39 @@ def waits_for_each_ring(local, peers, rank, y, first, position, tokens, out):
 
 
 @cuda.jit
+def waits_but_sums_in_any_order(local, peers, rank, y, first, position, tokens, out):
+    """The sender still waits for each ring; the receiver takes rows as they come, so that it need not."""
+    if cuda.threadIdx.x == 0:
+        for n in range(64):
+            for to in range(THREE):
+                if to != rank and n < first[to + 1] - first[to]:
+                    while n - ld_acquire_sys_s32(local, HEAD + to) >= SLOTS:
+                        pass
+                    remote = pointer_from_address(peers[to], local)
+                    remote[RING + SLOTS * rank + n % SLOTS] = y[first[to] + n]
+                    st_release_sys_s32(remote, TAIL + rank, int32(n + 1))
+    elif cuda.threadIdx.x == 32:
+        taken, at, left = cuda.local.array(THREE, int32), cuda.local.array(THREE, int32), True
+        for source in range(THREE):
+            taken[source] = at[source] = 0
+        for token in range(tokens):
+            n = position[THREE * token + rank]
+            out[token] = y[first[rank] + n] if n >= 0 else int32(0)
+        while left:
+            left = False
+            for source in range(THREE):
+                while source != rank and at[source] < tokens and position[THREE * at[source] + source] < 0:
+                    at[source] += 1
+                if source != rank and at[source] < tokens:
+                    left = True
+                    if ld_acquire_sys_s32(local, TAIL + source) > taken[source]:
+                        out[at[source]] += local[RING + SLOTS * source + taken[source] % SLOTS]
+                        taken[source] += 1
+                        at[source] += 1
+                        st_release_sys_s32(pointer_from_address(peers[source], local), HEAD + rank, taken[source])
+
+
+@cuda.jit
 def sums_own_rows_only(local, peers, rank, y, first, position, tokens, out):
     if cuda.threadIdx.x == 32:
         for token in range(tokens):
@@ -263,12 +326,16 @@ JUDGED = [
     ("several_loads", answers.load_several, RIGHT, "loads of a warp"),
     ("several_loads", loads_one_vector, WRONG, "vector 32, rank 0"),
     ("several_loads", reads_beyond_the_row, WRONG, "must stay as it was"),
-    ("several_loads", loads_words, OVER_PAR, "ld_global_s32x4 fetches 16"),
+    ("several_loads", loads_words, OVER_PAR, "which fetches 16 bytes"),
     ("wait", answers.wait_rows, RIGHT, "0 loads"),
     ("wait", without_acquire, WRONG, "race"),
     ("wait", without_syncwarp, WRONG, "race"),
-    ("wait", compares_without_wrapping, WRONG, "the counters are -3, row -1 is wanted"),
+    ("wait", compares_without_wrapping, WRONG, "the counters rise from 2^32 - 1 to 2: threads wait for ever"),
     ("wait", does_not_wait, WRONG, "race"),
+    ("wait", is_content_with_the_row_before, WRONG, "race"),
+    ("wait", returns_what_it_waited_for, WRONG, "what a lane returns[1] is 5, not 8"),
+    ("wait", compares_as_int32, WRONG, "the counters rise from 2^31 - 1 to 2^31: threads wait for ever"),
+    ("wait", waits_for_exactly_the_next, WRONG, "the counters rise from 4 to 8: threads wait for ever"),
     ("wait", always_asks, OVER_PAR, "`tail` already says"),
     ("hold", answers.hold, RIGHT, "1 store"),
     ("hold", releases_its_next_row, WRONG, "two threads race"),
@@ -276,6 +343,7 @@ JUDGED = [
     ("hold", says_nothing_new, WRONG, "the ranks still wait for one another"),
     ("skips", answers.combine_three_ranks, RIGHT, "bytes to other ranks"),
     ("skips", waits_for_each_ring, WRONG, "the rows of the deadlock: threads wait for ever"),
+    ("skips", waits_but_sums_in_any_order, WRONG, "rank 1 reads no row until rank 2 has all of its rows: threads wait"),
     ("skips", sums_own_rows_only, WRONG, "out of rank 0"),
     ("skips", ignores_heads, WRONG, "the rows of the deadlock: "),
 ]
