@@ -514,7 +514,7 @@ def test_a_score_says_what_changes(right_page):
     assert bulk["all warps", "loads of 16 bytes a lane"] < registers["all warps", "loads of 16 bytes a lane"]
     assert bulk["all warps", "bytes, bulk copies"] > 0 == registers["all warps", "bytes, bulk copies"]
     releases, one_warp = (runs.lesson.count(version(right_page, count), "").rows for count in (2, 3))
-    row = "all warps", "signals of warps that copy or sum"
+    row = "all warps", "signals to peers, signalling warp apart"
     assert one_warp[row] == 0 < releases[row]
 
 
@@ -561,3 +561,54 @@ def test_figures_say_what_they_show():
 def test_the_page_runs_with_other_ranks(ranks):
     sizes = dict(RANKS=ranks, SMALL_TOKENS=2, SMALL_HIDDEN=64, SMALL_WARPS=1)
     assert "balanced" in run_with_sizes(NOTEBOOK, "combine", **sizes)
+
+
+# What the page says of times is computed
+
+TIMES = {  # of a run on two H200s
+    "our port of DeepEP's rings": 810,
+    "a signalling warp": 279,
+    "bulk copies receive": 282,
+    "parts: balanced": 257,
+    "parts: no sums": 188,
+    "push: own rows in one block": 194,
+    "push: home ranks alternate": 168,
+    "routing uniform: this lesson": 257,
+    "routing uniform: the package": 196,
+}
+SENTENCES = [  # function, times that differ from those, what it says
+    ("explain_port", {}, "takes 810 us, and its dispatch"),
+    ("explain_port", {"our port of DeepEP's rings": 250}, "waiting for all rows costs little"),
+    ("explain_ways", {}, "gain nothing: 279 us before them, 282 us after them"),
+    ("explain_ways", {"bulk copies receive": 240}, "bring 279 us to 240 us"),
+    ("explain_parts", {}, "The sum is not hidden: 188 us without it, 257 us with it"),
+    ("explain_parts", {"parts: balanced": 190}, "The sum is hidden"),
+    ("explain_push_orders", {}, "Yes: in one block 194 us, alternating 168 us"),
+    ("explain_push_orders", {"push: home ranks alternate": 193}, "No: in one block"),
+    ("compare_with_package", {}, "We did not isolate"),
+    ("compare_with_package", {"routing uniform: the package": 256}, "and this lesson's 257 us."),
+]
+
+
+@pytest.mark.parametrize("function, times, text", SENTENCES)
+def test_sentences_follow_the_times(function, times, text, monkeypatch):
+    monkeypatch.setattr(
+        runs, "recorded_us", lambda topic, step, **_: (TIMES | {"DeepEP's ring": 300} | times).get(step)
+    )
+    monkeypatch.setattr(runs.lesson, "steps", {})
+    assert text in getattr(runs, function)()
+
+
+@pytest.mark.parametrize(
+    "function", [name for name in dict.fromkeys(name for name, *_ in SENTENCES) if "push" not in name]
+)
+def test_without_times_nothing_is_said(function, monkeypatch):
+    monkeypatch.setattr(runs, "recorded_us", lambda *_, **__: None)
+    monkeypatch.setattr(runs.lesson, "steps", {})
+    assert getattr(runs, function)() is None
+
+
+@pytest.mark.skipif(RANKS != 2, reason="rates are recorded with two ranks")
+def test_predictions_use_the_recorded_rates_of_few_sms():
+    assert runs.reading_us(1) > 1.5 * runs.reading_us(4) > 2.5 * runs.reading_us(1) / 4
+    assert runs.added(1.0, 2.0) == 3.0 and runs.added(1.0, None) is runs.half(None) is None
