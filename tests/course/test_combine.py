@@ -509,6 +509,14 @@ def test_the_check_finds_wrong_kernels(count, right, wrong):
     assert any(runs.lesson._checked(of, seed, races=True) for seed in range(4))
 
 
+@pytest.mark.skipif(RANKS != 2, reason="more ranks run in one order")
+def test_a_step_runs_in_two_orders(monkeypatch):
+    """In the first one, a warp that does not wait until its last post is published loses none."""
+    seeds = []
+    monkeypatch.setattr(runs.lesson, "_checked", lambda version, seed, races: seeds.append((seed, races)))
+    assert runs.lesson.fault(None) is None and seeds == [(0, True), (1, False)]
+
+
 def test_a_score_says_what_changes(right_page):
     registers, bulk = (runs.lesson.count(version(right_page, count), "").rows for count in (3, 4))
     assert bulk["all warps", "loads of 16 bytes a lane"] < registers["all warps", "loads of 16 bytes a lane"]
