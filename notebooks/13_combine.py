@@ -617,7 +617,7 @@ predicted_us = page.less("head at the sender", page.releases_us())
 step("a signalling warp", rings(s8, load_several, VECTORS), predicted_us=predicted_us)
 
 # %% [markdown]
-# **Take away.** Let counters run, keep what you poll in your own memory, and let one warp pay for the fence.
+# **Take away.** Let counters run, and let one warp pay for the fence. Where a flag lies matters as much as it is polled.
 #
 # ## Steps 9 to 11: the way of a row
 #

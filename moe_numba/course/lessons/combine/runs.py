@@ -600,7 +600,8 @@ def result() -> str:
     ):
         us = {step: recorded_us(topic, step) for step in (first, last)}
         if all(us.values()):
-            return f"{text}\nRecorded on H200s, {of}: first {us[first]:.0f} us, at the end {us[last]:.0f} us."
+            ends = f"first {us[first]:.0f} us on all SMs, at the end {us[last]:.0f} us on {sizes.SMS} SMs"
+            return f"{text}\nRecorded on H200s, {of}: {ends}."
     return text
 
 
