@@ -746,8 +746,9 @@ say("{comparison}", comparison=model.compare_ways())
 # an item is `board.posts[board.posted + item]`, a 64-bit number: the channel plus 1 in the upper half, the number of rows in the lower one; 0 is no post.
 # What has been published of it is `board.posts[board.published + item]`. For each post that differs from that: fence at system scope, store the number
 # of rows at rank `r`, at index `flags_at + channel * ranks + rank`, and store the post as published, for which the copy warp waits before it takes
-# another channel. Return when the flags of all warps, `board.words[board.done + warp]`, are set and everything is published. You have `ld_acquire_cta_shared_u64(board.posts, index)` (and `poll_...` for loops that wait), `st_release_cta_shared_u64(board.posts, index,
-# value)`, `poll_acquire_cta_shared_s32(board.words, board.done + warp)`, `fence_acq_rel_sys()`, `st_relaxed_sys_s32(pointer, index, value)` and
+# another channel. Return when the flags of all warps, `board.words[board.done + warp]`, are set and everything is published. You have
+# `ld_acquire_cta_shared_u64(board.posts, index)` (and `poll_...` for loops that wait), `st_release_cta_shared_u64(board.posts, index, value)`,
+# `poll_acquire_cta_shared_s32(board.words, board.done + warp)`, `fence_acq_rel_sys()`, `st_relaxed_sys_s32(pointer, index, value)` and
 # `pointer_from_address(peers[r], local)`.
 
 
@@ -962,9 +963,9 @@ page.show_what_did_not_pay()
 page.show_sweep(Version(make_dispatch, **RINGS), direct)
 
 # %% [markdown]
-# With more ranks most rows leave, and the link is the limit. These times were measured with a process per rank, and differ a little from those
-# above. Compiled DeepEP has a row here as soon as it has been measured with as many tokens; until
-# then all that this page says about DeepEP's design is said about our port.
+# With more ranks most rows leave, and the link is the limit. These times were measured with a process per rank, and differ a little from those above.
+# Compiled DeepEP has a row here as soon as it has been measured with as many tokens; until then all that this page says about DeepEP's design is said
+# about our port.
 
 # %%
 page.show_ranks()
