@@ -14,7 +14,7 @@ from moe_numba import simulator  # before Numba: it decides whether kernels run 
 from numba import cuda, int32, uint32, uint64
 
 from moe_numba.course.bench.timing.multigpu import settle
-from moe_numba.course.grader import Wrong, case, expect_equal, fault
+from moe_numba.course.grader import Wrong, case, expect_equal
 from moe_numba.course.lessons.dispatch import answers, symptoms
 from moe_numba.course.lessons.dispatch.model import rows_to_a_rank
 from moe_numba.course.lessons.dispatch.model import wire_bytes as wire_bytes_of
@@ -67,7 +67,7 @@ class BetweenRanks(Build):
 
     def judge(self, answer):
         """Return the state and a sentence of an answer, in the simulator."""
-        if (wrong := fault(self._test, answer)) is not None:
+        if (wrong := self._wrong(answer)) is not None:
             return WRONG, wrong, None
         return RIGHT, f"right under {self.seeds} orders of threads and stores", None
 
