@@ -20,7 +20,7 @@
 #
 # This lesson has one question: **how do thousands of rows cross NVLink at the link's rate, from few SMs?** You start with copies by torch and
 # a naive kernel. Then you build a ring for each channel as DeepEP does, and change one thing after the other, each by a switch of one
-# kernel, until the rows need hardly more time than their bytes.
+# kernel, until most of the time is that of the bytes on the link.
 
 # %%
 import os
@@ -35,6 +35,7 @@ from moe_numba.course.deepep_port.polling import make_copy_row
 from moe_numba.course.lessons.dispatch import draw, exercises, model, ring_player, ring_trace, symptoms
 from moe_numba.course.lessons.dispatch import runs as page
 from moe_numba.course.lessons.dispatch.runs import Board, Version, lesson
+from moe_numba.course.pages.prose import say
 from moe_numba.course.steps.lesson import factory
 from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.expert_parallel.rings.bulk_pipeline import (
@@ -143,9 +144,10 @@ step("torch", Version(copy_rows, barrier=barrier, kind="copies"))
 
 # %% [markdown]
 # A step runs on all ranks. It is checked in weak memory, where stores reach other ranks late and in any order that the memory model allows, and
-# with the race detector on; outputs and rings are poisoned first. Then the simulator counts what the kernels of all ranks do, for a few short
-# rows. "Bytes, other ranks" are what this lesson is about: nobody can do with fewer than the rows. With a GPU for each rank a step is timed; the
-# slowest rank counts.
+# with the race detector on; outputs and rings are poisoned first. Two calls follow each other, and a kernel reads what the second one has received.
+# The host never waits in between, so only flags and barriers keep the ranks apart. Then the simulator counts what the kernels of all ranks do, for
+# a few short rows. "Bytes, other ranks" are what this lesson is about: no kernel can do with fewer than the rows. With a GPU for each rank a step
+# is timed; the slowest rank counts.
 #
 # ## Step 2: NCCL
 #
@@ -156,14 +158,14 @@ step("torch", Version(copy_rows, barrier=barrier, kind="copies"))
 # all_to_all_single(recv_x, x.index_select(0, order), receives, sends)
 # ```
 #
-# NCCL needs a process per rank, so we have timed it apart. The host must know the counts `receives` and `sends`; the last row of the table
+# NCCL needs a process per rank, so we have timed it apart. The host must know the counts `receives` and `sends`; the row that begins with "counts"
 # includes their exchange:
 
 # %%
 page.show_ranks("NCCL all_to_all_single", "index_select and NCCL", "counts, index_select and NCCL")
 
 # %% [markdown]
-# **Take away.** NCCL moves rows in order well. Dispatch pays for everything around it: sorting rows, and a host that waits for counts.
+# **Take away.** NCCL moves rows that are already sorted. A dispatch with it also pays for sorting them, and for a host that waits for counts.
 #
 # ## Step 3: a naive kernel
 #
@@ -721,6 +723,9 @@ draw.slots()
 TMA = WARPS | dict(tma=True)
 step("TMA, packed slots", Version(make_dispatch, **TMA), predicted_us=model.bulk_us())
 
+# %%
+say("{comparison}", comparison=model.compare_ways())
+
 # %% [markdown]
 # **Take away.** Let the copy engine move rows and keep lanes for decisions. What is packed needs one copy and one order.
 #
@@ -737,12 +742,13 @@ step("TMA, packed slots", Version(make_dispatch, **TMA), predicted_us=model.bulk
 #
 # Since posting is cheap, a warp posts after each row: `wait_all_but_one` waits until all rows but the last one have arrived.
 #
-# **Build** the signalling warp. Lane by lane it looks after `board.items` posts; item `warp * ranks + r` belongs to the ring of a warp to rank `r`. A
-# post is a 64-bit number: the channel plus 1 in the upper half, the number of rows in the lower one; 0 is no post. For each post that is new:
-# fence at system scope, store the number of rows at rank `r`, at index `flags_at + channel * ranks + rank`, and write the post to
-# `board.published`, for which the copy warp waits before it takes another channel. Return when all flags `board.done` of the warps are set and everything is
-# published. You have `ld_acquire_cta_shared_u64(board.posts, index)` (and `poll_...` for loops that wait), `st_release_cta_shared_u64(board.posts, index,
-# value)`, `poll_acquire_cta_shared_s32(board.words, board.done + warp)`, `fence_acq_rel_sys()`, `st_relaxed_sys_s32(pointer, index, value)` and
+# **Build** the signalling warp. Its lanes look after `board.items` posts; item `warp * ranks + r` belongs to the ring of a warp to rank `r`. The post of
+# an item is `board.posts[board.posted + item]`, a 64-bit number: the channel plus 1 in the upper half, the number of rows in the lower one; 0 is no post.
+# What has been published of it is `board.posts[board.published + item]`. For each post that differs from that: fence at system scope, store the number
+# of rows at rank `r`, at index `flags_at + channel * ranks + rank`, and store the post as published, for which the copy warp waits before it takes
+# another channel. Return when the flags of all warps, `board.words[board.done + warp]`, are set and everything is published. You have
+# `ld_acquire_cta_shared_u64(board.posts, index)` (and `poll_...` for loops that wait), `st_release_cta_shared_u64(board.posts, index, value)`,
+# `poll_acquire_cta_shared_s32(board.words, board.done + warp)`, `fence_acq_rel_sys()`, `st_relaxed_sys_s32(pointer, index, value)` and
 # `pointer_from_address(peers[r], local)`.
 
 
@@ -795,7 +801,7 @@ HELP = OWN | dict(helping=True)
 step("receivers help", Version(make_dispatch, **HELP), predicted_us=model.helping_us())
 
 # %% [markdown]
-# **Take away.** Balance the roles, then the workers. Each of both steps alone gains little: the first one frees the time that the second one uses.
+# **Take away.** Balance the roles, then the workers: step 10 frees time of the receivers, and step 11 uses it.
 #
 # ## Step 12: balancing
 #
@@ -820,13 +826,23 @@ def my_take(taken, role, channels, lane):
 take = exercises.take.use(my_take)
 
 # %% [markdown]
-# **Prediction.** With perfect balance only the limit of step 11 remains. We do not know how far the SMs drift apart; the difference tells.
+# All rings together keep their size, so rings and chunks get shorter:
 
 # %%
 BALANCED = HELP | dict(take=take)
+print(page.describe_rings(Version(make_dispatch, **HELP), Version(make_dispatch, **BALANCED)))
+
+# %% [markdown]
+# Where a chunk is one row, a warp waits after each row until it has arrived (`wait_all`). Meanwhile the other warps of its SM copy.
+#
+# **Prediction.** With perfect balance only the limit of step 11 remains. We do not know how far the SMs drift apart; the difference tells.
+
+# %%
 step("balanced channels", Version(make_dispatch, **BALANCED), predicted_us=model.helping_us())
 
 # %% [markdown]
+# The simulator's channels have few tokens, so the bytes that a channel reads before its first row, counters and prefix sums, weigh much in this table.
+#
 # **Take away.** Equal shares are not equal times. A counter costs an atomic per channel.
 #
 # ## Step 13: counters that continue
@@ -835,7 +851,7 @@ step("balanced channels", Version(make_dispatch, **BALANCED), predicted_us=model
 # row `n` is in slot `n % slots`, whatever launch it belongs to. The kernel has kept both counts in `state` all along. So we leave `clear` out. No switch changes,
 # and no line of the kernel.
 #
-# **Prediction.** Two flags are saved.
+# **Prediction.** Two flags and a launch are saved.
 
 # %%
 RINGS = BALANCED | dict(clear=None)
@@ -915,7 +931,7 @@ predicted_us = model.fp8_us(lesson.steps["counters that continue"].us)
 step("FP8 rows", Version(make_dispatch, **RINGS, fp8=True), after="counters that continue", predicted_us=predicted_us)
 
 # %% [markdown]
-# **Choose.** Scales that are powers of two may travel as exponents, four in an int32. The article unpacks them with
+# **Choose.** Scales that are powers of two may travel as exponents, four in an int32. BoLi2001's article (see the sources) unpacks them with
 # `x_scales.view(torch.int8).to(torch.int) << 23` and reads the result as float32. Which scales come out wrong? "A": those that are not powers of two.
 # "B": scales of 2 or more. "C": scales below 1. "D": none.
 
@@ -947,8 +963,9 @@ page.show_what_did_not_pay()
 page.show_sweep(Version(make_dispatch, **RINGS), direct)
 
 # %% [markdown]
-# With more ranks most rows leave, and the link is the limit. Compiled DeepEP has a row here as soon as it has been measured with as many tokens; until
-# then all that this page says about DeepEP's design is said about our port.
+# With more ranks most rows leave, and the link is the limit. These times were measured with a process per rank, and differ a little from those above.
+# Compiled DeepEP has a row here as soon as it has been measured with as many tokens; until then all that this page says about DeepEP's design is said
+# about our port.
 
 # %%
 page.show_ranks()
@@ -967,21 +984,19 @@ page.show_skew({"the rings of step 13": Version(make_dispatch, **RINGS), "direct
 lesson.save()
 lesson.summary()
 
-# %% [markdown]
-# An earlier version of this lesson had some of these rows. It changed seven things between the port's ring and the package's kernel:
-
 # %%
 page.show_earlier()
 
 # %% [markdown]
 # ## Next step, not built
 #
-# A sender stores a row to each of its ranks, so with eight ranks the same bytes leave an SM five times. NVLink switches can multiply: one store to
-# a **multicast** address reaches all GPUs. **Build** a dispatch in which rows that go to most ranks are multicast to slots that all ranks have. Which
-# receivers must then skip a slot, and who tells them? The bound to beat is not the link's: what leaves a rank is then each token once.
+# A sender stores a row once for each rank that it goes to. NVLink switches can multiply: one store to a **multicast** address reaches all GPUs. **Build** a
+# dispatch in which rows that go to most ranks are multicast to slots that all ranks have. Which receivers must then skip a slot, and which rank tells
+# them? The table says what it can save: bytes that leave a rank, and with them stores of SMs, but no bytes that arrive. So it cannot beat the lower bound
+# above. It may reach it with fewer SMs.
 
 # %%
-print(page.multicast_bound())
+page.show_multicast()
 
 # %% [markdown]
 # ## Sources

@@ -34,6 +34,7 @@ from moe_numba.course.lessons.combine import deadlocks, draw, exercises
 from moe_numba.course.lessons.combine import runs as page
 from moe_numba.course.lessons.combine.deadlocks import HEAD, RING, SLOTS, TAIL, THREE
 from moe_numba.course.lessons.combine.runs import RANKS, VECTORS, Call, Rows, Switches, Version, give_up, lesson
+from moe_numba.course.pages.prose import say
 from moe_numba.course.steps.lesson import factory
 from moe_numba.expert_parallel.rings.bulk_pipeline import (
     init_barriers,
@@ -228,7 +229,8 @@ step(
 
 # %% [markdown]
 # The check is the same for all steps: buffers and rings are filled with NaNs, each rank first combines other rows and then the rows that are
-# compared, and every bit must be right. In the simulator, stores reach other ranks late and in any order that the memory model allows.
+# compared, and every bit must be right. In the simulator, stores reach other ranks late and in any order that the memory model allows. The table
+# counts signals that a kernel stores through the addresses of `peers`: here those of the barriers.
 #
 # **Does the order of the rows slow the push down?** An earlier version of this lesson measured that a push of combine is slower than the naive dispatch, which
 # also copies all rows on all SMs. In combine the rows are sorted by home rank, so a rank's own rows come in one block, and meanwhile the link would be idle.
@@ -251,8 +253,8 @@ print(page.explain_push_orders())
 draw.loads()
 
 # %% [markdown]
-# **Little's law**: bytes in flight = bandwidth x latency. Nothing else decides how fast memory is read, neither the number of warps nor that of
-# instructions. Here are the numbers of this GPU:
+# **Little's law**: bytes in flight = bandwidth x latency. Below the bandwidth of the memory, a kernel reads as fast as its bytes in flight allow,
+# whether few threads have many loads in flight, or many threads a few. Here are the recorded numbers of an H200:
 
 # %%
 print(page.show_rates())
@@ -295,7 +297,8 @@ step(
 
 # %% [markdown]
 # No count of the table changes: the same loads, and the same bytes. Only *when* they are issued is different, and that takes a GPU to see. Compare the
-# kilobytes in flight above with what is needed: on all SMs one vector of two rows comes close. Remember this function: with few SMs it will matter much more.
+# kilobytes in flight above with what is needed, and the recorded rates on few and on all SMs: with few SMs this function will matter much more. But
+# latency grows with the load, so four times the bytes in flight are less than four times as fast.
 #
 # **Take away.** Issue loads before you use the first one. How many you need is bandwidth times latency, divided by the threads you have.
 #
@@ -327,6 +330,9 @@ exercises.publishes.check(...)
 # %%
 step("our port of DeepEP's rings", Version("port"), predicted_us=page.recorded_us(page.DISPATCH, "DeepEP's ring"))
 
+# %%
+say("{text}", text=page.explain_port())
+
 # %% [markdown]
 # **Take away.** With several readers of one ring, the head is a minimum, somebody must compute it, and the slowest reader holds back everyone. (It can do worse:
 # see the first deadlock below.)
@@ -336,7 +342,8 @@ step("our port of DeepEP's rings", Version("port"), predicted_us=page.recorded_u
 # Give a whole channel to **one warp** on each side (the lower half of the figure), and use many more channels. The warp that sums takes its tokens in order, so it
 # reads each ring in order, and the head is the warp's own count. No minimum, no gaps, no barrier among warps. The warp that sends serves its rings in turn: in each
 # iteration it writes one row to each rank whose ring has room. Lane r keeps the numbers of the ring to or from rank r. All else stays as in step 3: rows go through
-# registers, heads lie at the receiver, two barriers clear the counters. Only one thing follows from the change: there are no chunks, so a warp publishes each row.
+# registers, heads lie at the receiver, and counters are cleared between two barriers, though by three launches, where the port has one kernel. Only one
+# thing follows from the change: there are no chunks, so a warp publishes each row.
 #
 # First the wait. **Build.** All lanes of a warp call it. A lane with `waits` needs row `wanted` of its ring: the row has come when the counter `local[at]`, an int32
 # that another rank raises, exceeds `wanted`. Counters are never cleared later on, so compare modulo 2^32: `int32(tail - wanted) > 0`. `tail` is the
@@ -554,13 +561,13 @@ def rings(switches, load, vectors, sum_vector=sum_vector):
 
 
 # %% [markdown]
-# **Prediction.** The slowest of three parts: the sending SMs copy all rows by stores; a warp waits for a release after each row; the receiving SMs read their
-# bytes in flight once per latency, with one vector of each row.
+# **Prediction.** The slower of two sides: the sending SMs copy all rows by stores, and the receiving SMs sum all rows at the recorded rate of as many SMs
+# with one vector of each row. On both sides a warp also waits for a release after each row, which adds to its copies.
 
 # %%
 s4 = Switches()
-parts = page.reading_us(1), page.sending_us("stores"), page.releases_us()
-step("one warp per channel", rings(s4, load_one, 1), predicted_us=page.slower_of(*parts))
+slower = page.slower_of(page.reading_us(1), page.sending_us("stores"))
+step("one warp per channel", rings(s4, load_one, 1), predicted_us=page.added(slower, page.releases_us()))
 
 # %% [markdown]
 # **Take away.** Give a resource one owner, and bookkeeping becomes a count in a register.
@@ -569,11 +576,11 @@ step("one warp per channel", rings(s4, load_one, 1), predicted_us=page.slower_of
 #
 # On half of 24 SMs a lane with one vector of each row in flight reads far too slowly, by Little's law. Your `load` of step 2 goes into the same hole.
 #
-# **Prediction.** The same three parts, with more vectors.
+# **Prediction.** The same parts, with the recorded rate of more vectors.
 
 # %%
-parts = page.reading_us(VECTORS), page.sending_us("stores"), page.releases_us()
-step("several vectors", rings(s4, load_several, VECTORS), predicted_us=page.slower_of(*parts))
+slower = page.slower_of(page.reading_us(VECTORS), page.sending_us("stores"))
+step("several vectors", rings(s4, load_several, VECTORS), predicted_us=page.added(slower, page.releases_us()))
 
 # %% [markdown]
 # **Take away.** The fewer the SMs, the more each thread must have in flight.
@@ -592,7 +599,8 @@ step("counters go on", rings(s6, load_several, VECTORS), predicted_us=predicted_
 
 # %% [markdown]
 # **7. The head at the sender.** The sender polls the head. If it lies in the receiver's memory, each poll crosses the link and back. So the receiver stores it
-# in the *sender's* memory. *Prediction:* no gain. Senders poll only if a ring seems to be full, and then they wait anyway.
+# in the *sender's* memory. *Prediction:* no gain. Senders poll only if a ring seems to be full, and then they wait anyway. (The table counts more signals, since
+# heads now go through `peers`.)
 
 # %%
 s7 = s6._replace(head_at_sender=True)
@@ -609,7 +617,7 @@ predicted_us = page.less("head at the sender", page.releases_us())
 step("a signalling warp", rings(s8, load_several, VECTORS), predicted_us=predicted_us)
 
 # %% [markdown]
-# **Take away.** Let counters run, keep what you poll in your own memory, and let one warp pay for the fence.
+# **Take away.** Let counters run, and let one warp pay for the fence. Where a flag lies matters as much as it is polled.
 #
 # ## Steps 9 to 11: the way of a row
 #
@@ -620,7 +628,7 @@ draw.paths()
 
 # %% [markdown]
 # **9. Bulk copies send.** One lane issues a bulk load of the row into shared memory, and lane r a bulk store to rank r. No register holds a row, and no lane computes
-# an address. *Prediction:* the recorded rate of a CTA that loads and stores rows in bulk, or the receivers' reads.
+# an address. *Prediction:* the slower of both sides, the senders at the recorded rate of CTAs that load and store rows in bulk.
 
 # %%
 s9 = s8._replace(bulk_send=True)
@@ -629,7 +637,7 @@ step("bulk copies send", rings(s9, load_several, VECTORS), predicted_us=predicte
 
 # %% [markdown]
 # **10. Own rows directly.** A rank's own rows need no ring: the receiver reads them where they are. With two ranks the senders have half of their work left, with eight
-# ranks seven eighths. *Prediction:* the senders' time with own rows less that without them.
+# ranks seven eighths. *Prediction:* what that makes of the slower side, since the receivers still read all rows.
 #
 # Now one of the rows is in `y`, and in the next step it will be in shared memory. So here is `load` for all three places:
 
@@ -659,19 +667,24 @@ def make_load(vectors, own_row):
 
 
 s10, load_own = s9._replace(own_rings=False), make_load(VECTORS, "y")
-step("own rows directly", rings(s10, load_own, VECTORS), predicted_us=page.without_own_rows("bulk copies send"))
+step(
+    "own rows directly", rings(s10, load_own, VECTORS), predicted_us=page.without_own_rows("bulk copies send", VECTORS)
+)
 
 # %% [markdown]
 # **11. Bulk copies receive.** A bulk load brings the own row into shared memory while the warp waits for the others. The sum replaces it there, and a bulk store
-# writes it out while the warp goes on with the next token. *Prediction:* no gain. By the model of step 5 the receivers' reads are shorter than the sending.
+# writes it out while the warp goes on with the next token. *Prediction:* no gain. The receivers read as many bytes as before.
 
 # %%
 s11, load_staged = s10._replace(bulk_receive=True), make_load(VECTORS, "shared memory")
 predicted_us = page.less("own rows directly", 0)
 step("bulk copies receive", rings(s11, load_staged, VECTORS), predicted_us=predicted_us)
 
+# %%
+say("{text}", text=page.explain_ways())
+
 # %% [markdown]
-# **Take away.** A copy that one lane issues leaves the others free. And the fastest copy is the one that you leave out.
+# **Take away.** Find the slower side first. What you take from the other one is time that it waits.
 #
 # ## Step 12: balance
 #
@@ -697,7 +710,7 @@ print(page.show_orders(balanced))
 #
 # ## Is the sum hidden?
 #
-# These kernels leave something out. They are wrong, and say what limits the right one: in the second, warps wait and publish, but sum nothing.
+# The second of these kernels is wrong, and says what limits the right one: its warps wait and publish, but sum nothing.
 
 
 # %%
@@ -710,19 +723,22 @@ hollow = make_receive(sum_nothing, wait_rows, tuple(s12))
 no_sums = Version("rings", make_combine(make_send(tuple(s12)), hollow, tuple(s12)), None, s12)
 page.show_parts({"balanced": balanced, "no sums": no_sums})
 
+# %%
+say("{text}", text=page.explain_parts())
+
 # %% [markdown]
 # ## Step 13, for two ranks only: packed additions
 #
 # Hopper adds two pairs of `bfloat16` in one instruction, `add.rn.bf16x2`, which rounds each sum once. For *two* rows this is the same as one rounding of a
 # `float32` sum: rounding first to 24 bits and then to 8 never differs from rounding once, if 24 is at least 2 x 8 + 2 (Figueroa 1995). For three rows it is wrong.
 #
-# **Predict.** A token picks 8 of 256 experts. How many percent of the tokens have at most two rows, with two, four and eight ranks? (Within 1 and 0.3 for the latter.)
+# **Predict.** A token picks 8 of 256 experts. How many percent of the tokens have at most two rows, with two, four and eight ranks? (Within 1 with four, and 0.3 with eight ranks.)
 
 # %%
 exercises.two_rows.check(ranks_2=..., ranks_4=..., ranks_8=...)
 
 # %% [markdown]
-# **Prediction.** No gain: in the table above, the sum is hidden behind the rows' way.
+# **Prediction.** At most we save the part of the sum that shows above. Additions get fewer and loads stay, so we guess half of it.
 
 
 # %%
@@ -744,7 +760,7 @@ def packed_additions():
     if RANKS != 2:
         return f"skipped: with {RANKS} ranks a token may have more than two rows"
     packed = rings(s12, load_staged, VECTORS, sum_two)
-    return step("packed additions", packed, predicted_us=page.less("balanced", 0))
+    return step("packed additions", packed, predicted_us=page.less("balanced", page.half(page.sum_that_shows_us())))
 
 
 packed_additions()
@@ -887,6 +903,9 @@ page.show_sms(balanced)
 page.show_peers(balanced)
 
 # %%
+say("{text}", text=page.compare_with_package())
+
+# %%
 print(page.about_deepep())
 
 # %%
@@ -899,9 +918,10 @@ page.show_earlier()
 # %% [markdown]
 # ## Next step, not built
 #
-# Every row crosses the link, although a home rank only wants the sum. If a token has rows on two ranks of one *node*, these could be added before they leave the node. **Build** a combine in
-# which pairs of ranks first exchange and add the rows that both have for a third rank. How many bytes does that save with eight ranks? And what becomes of "in rank
-# order, rounded once"? The bound to beat is the table at the top.
+# Every row crosses a link, although a home rank only wants the sum. Within a node that cannot be helped: a row that another rank adds first crosses a link to
+# that rank. But between *nodes* a network card is the limit, and there a sum of rows counts once. **Build** a combine for two nodes, in which the ranks of
+# a node first add their rows of a token, and one of them sends the sum to the token's node. How many bytes does that save between the nodes, with eight
+# ranks each? And what becomes of "in rank order, rounded once"?
 #
 # ## Sources
 #

@@ -26,6 +26,7 @@ DIRECT = [P, P, "uint8*", I, P, P, "uint64*", P, P, I]
 OTHERS = {
     "naive": ("kernel_of(Version(make_naive, kind='naive'))", [P, P, "uint64*", P, I], 1024),
     "direct writes": ("kernel_of(Version(make_direct, take=take, kind='direct'))", DIRECT, 480),
+    "the check's copy": ("_read", [P, P, I], 512),
     "notify": ("notify", ["uint8*", P, I, I, "uint64*", P, I, I, I, P, P, P], 1024),
 }
 BULK = list(STEPS)[3:]
@@ -40,7 +41,7 @@ def source():
         if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)
     ]
     answers = "from moe_numba.course.lessons.dispatch.answers import rows_of, signal, take, wait_for_space"
-    of_runs = "from moe_numba.course.lessons.dispatch.runs import kernel_of"
+    of_runs = "from moe_numba.course.lessons.dispatch.runs import _read, kernel_of"
     return "\n\n".join([answers, of_runs, *map(ast.unparse, kept)])
 
 

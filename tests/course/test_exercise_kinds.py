@@ -91,5 +91,13 @@ def test_a_kernel_is_no_device_function(own, other, text):
     """In the simulator a kernel can call another one, so that no test of the answer would fail."""
     build = Build("next", "the next number", own, lambda answer: None, lambda answer: None, "shuffles", 0)
     assert text in build.judge(other)[1] and build.judge(other)[0] == WRONG
-    with pytest.raises(AttributeError):  # the answer's profile, which this exercise does not have, is asked for
-        build.judge(own)
+
+
+def test_an_answer_whose_profile_fails_is_wrong():
+    """As one that waits for ever with the numbers of the profile, but not with those of the test."""
+
+    def profile(answer):
+        raise Wrong("with 64 numbers it waits for ever")
+
+    build = Build("next", "the next number", next_number, lambda answer: None, profile, "shuffles", 0)
+    assert build.judge(next_number) == (WRONG, "with 64 numbers it waits for ever", None)

@@ -153,8 +153,6 @@ FIRST_EDITION = {
     "dispatch_layout_ladder": "10_dispatch_layout",
     "combine_ladder": "13_combine",
     "moe_layer_ladder": "15_moe_layer",
-    "moe_layer_group_ladder": "15_moe_layer",
-    "moe_layer_sum_ladder": "15_moe_layer",
 }
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {

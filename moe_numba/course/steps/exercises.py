@@ -104,7 +104,10 @@ class Build:
         """Return the state, a sentence and the score of an answer, in the simulator."""
         if (wrong := self._wrong(answer)) is not None:
             return WRONG, wrong, None
-        counted = self.profile(answer)
+        profiles: list[Counted] = []
+        if (wrong := fault(lambda answer: profiles.append(self.profile(answer)), answer)) is not None:
+            return WRONG, wrong, None
+        (counted,) = profiles
         counters = counted.critical_path if self.counter in COUNTERS else counted.total
         score = self.score(counted) if self.score else getattr(counters, self.counter)
         amount = _amount(score, self.unit or _words(self.counter))

@@ -192,9 +192,8 @@ def figures(record):
     peers = {name: records.find(record, step=name, **wanted) for name in records.peers(record)}
     lines = {name.removeprefix("peer:"): row["kernel_us"]["median"] for name, row in peers.items() if row}
     title = "Alignment, step by step: {tokens} tokens, 256 experts, block 16"
-    for topic in ("align_ladder", "align_published_ladder"):  # the second replaces that of the first edition
-        if ladder := plots.recorded_ladder(record, topic, title, lines):
-            made["ladder"] = ladder
+    if ladder := plots.recorded_ladder(record, "align_published_ladder", title, lines):
+        made["ladder"] = ladder
     return made
 
 

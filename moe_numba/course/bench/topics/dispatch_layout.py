@@ -102,7 +102,9 @@ def figures(record):
     title = "get_dispatch_layout, 256 experts, top-8, 8 ranks: kernel time"
     made = {"layout": plots.kernel_sweep(record, STEPS, dict(operation="layout", config=DEEPSEEK_V3), title=title)}
     title = "The dispatch layout, step by step: {tokens} tokens"
-    if ladder := plots.recorded_ladder(record, "dispatch_layout_ladder", title):
+    wanted = dict(operation="layout", config=DEEPSEEK_V3, size={"tokens": 4096}, step="torch")
+    lines = {"torch": row["kernel_us"]["median"]} if (row := records.find(record, **wanted)) else {}
+    if ladder := plots.recorded_ladder(record, "dispatch_count_ladder", title, lines):
         made["layout-ladder"] = ladder
     return made
 

@@ -151,8 +151,10 @@ def figures(record):
     peers = {name: records.find(record, step=name, **wanted) for name in records.peers(record)}
     times = {name.removeprefix("peer:"): row["kernel_us"]["median"] for name, row in peers.items() if row}
     best = dict(sorted(times.items(), key=lambda item: item[1])[:1])
+    if torch_row := records.find(record, step="torch eager", **wanted):
+        best["torch"] = torch_row["kernel_us"]["median"]
     title = "Gate, step by step: {tokens} tokens, 256 experts, float32"
-    if ladder := plots.recorded_ladder(record, "gate_ladder", title, best, "torch eager"):
+    if ladder := plots.recorded_ladder(record, "gate_prompt_ladder", title, best):
         made["ladder"] = ladder
     return made
 

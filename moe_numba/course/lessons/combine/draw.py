@@ -133,14 +133,15 @@ def roles() -> Drawing:
 def paths() -> Drawing:
     """Draw how a row travels, in steps: through registers, by TMA, and own rows directly."""
     drawing = Drawing("The way of a row")
+    kinds = {"registers": "sky", "shared memory": "orange"}
     steps = (
-        ("through registers", "sky", ("y", "registers", "ring at the peer", "registers", "out")),
-        ("bulk copies send", "orange", ("y", "shared memory", "ring at the peer", "registers", "out")),
-        ("own rows directly", "green", ("y", "", "", "registers", "out")),
-        ("bulk copies receive", "purple", ("y", "", "", "shared memory", "out")),
+        ("through registers", ("y", "registers", "ring at the peer", "registers", "out")),
+        ("bulk copies send", ("y", "shared memory", "ring at the peer", "registers", "out")),
+        ("own rows directly: an own row", ("y", "", "", "registers", "out")),
+        ("bulk copies receive: an own row", ("y", "", "shared memory", "registers", "out")),
     )
     places = ((8, 30), (60, 88), (170, 92), (280, 66), (352, 30))
-    for n, (title, kind, names) in enumerate(steps):
+    for n, (title, names) in enumerate(steps):
         y = 36 + 46 * n
         drawing.text(8, y + 8, title, size=10, bold=True)
         last = None
@@ -149,8 +150,9 @@ def paths() -> Drawing:
                 continue
             if last is not None:
                 drawing.line((last, y + 23), (x, y + 23), width=1.4)
-            drawing.box(x, y + 14, wide, 18, kind if name in ("registers", "shared memory") else "pale", name, size=8)
+            drawing.box(x, y + 14, wide, 18, kinds.get(name, "pale"), name, size=8)
             last = x + wide
+    drawing.note(8, 36 + 46 * len(steps) + 4, "Rows are summed in registers. At last a bulk store writes the sum.")
     return drawing
 
 

@@ -11,12 +11,12 @@ from numba import cuda, int32, int64, uint32
 from moe_numba.course.bench.timing.multigpu import settle
 from moe_numba.course.grader import Wrong, case, expect_equal, function_test
 from moe_numba.course.lessons.combine import answers, deadlocks
-from moe_numba.course.lessons.combine.deadlocks import THREE, ThreeRanks, routing_of_the_cycle
+from moe_numba.course.lessons.combine.deadlocks import HEAD, RING, SLOTS, TAIL, THREE, ThreeRanks, routing_of_the_cycle
 from moe_numba.course.lessons.combine.runs import RANKS, VECTORS, Rows, sampled_share, share_with_two_rows
 from moe_numba.course.steps.exercises import Build, Choose, Formula, Predict
 from moe_numba.course.steps.score import count
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
-from moe_numba.ptx.atomics import st_release_sys_s32
+from moe_numba.ptx.atomics import ld_acquire_sys_s32, st_release_sys_s32
 from moe_numba.ptx.memory import pointer_from_address
 from moe_numba.runtime.launch import launch
 
@@ -180,7 +180,7 @@ several_loads = Build(
     par=_REQUESTS,
     par_is_bound=True,
     forbidden={"shuffles": "lanes pass vectors on, where each lane loads its own", "barriers": "threads wait"},
-    over_par="How many bytes does one load fetch for a lane? ld_global_s32x4 fetches 16.",
+    over_par="Does it load a vector with one ld_global_s32x4, which fetches 16 bytes for a lane, and only once?",
     hint="Vector u of this lane is i = first + 32 * u; it exists if i < row_vectors. For rank r it begins at word "
     "begins[r] + 4 * i of rows.local, and goes to words[4 * (RANKS * u + r)] and the three words after it.",
     home=f"{__name__}:several_loads",
@@ -194,51 +194,58 @@ _WORDS = 8 + 32 * THREE  # of a rank's memory: counters, then a row of 32 words 
 
 def _around_wait(answer):
     @cuda.jit
-    def around(local, peers, rank, wanted, known, state, out):
+    def around(local, peers, rank, wanted, known, raised, state, out):
         lane = int32(cuda.threadIdx.x & 31)
         if rank > 0:  # ranks 1 and 2 send rows, whose counters they then raise
             remote = pointer_from_address(peers[0], local)
             remote[8 + 32 * rank + lane] = int32(1000 * rank + lane)
             cuda.syncwarp()
             if lane == 0:
-                st_release_sys_s32(remote, rank, wanted + 1)
+                st_release_sys_s32(remote, rank, raised)
         else:
             source = lane if lane < THREE else int32(0)
             waits = lane == 1 or lane == 2
             tail = answer(local, source, uint32(known), uint32(wanted), waits, state)
-            out[lane] = int32(1) if not waits or int32(tail) == wanted + 1 else int32(0)
+            out[lane] = raised if not waits else int32(tail)
             for r in range(1, THREE):
                 out[32 * r + lane] = local[8 + 32 * r + lane]
 
     return around
 
 
-def _wait(kernel, wanted=4, known=0):
-    out = torch.full((32 * THREE,), -7, dtype=torch.int32)
+def _wait(kernel, wanted=4, raised=5):
+    """Wait for a row; the counters in memory say at first that the row before has come, and then ``raised``."""
+    out, signed = torch.full((32 * THREE,), -7, dtype=torch.int32), lambda n: (n + (1 << 31)) % (1 << 32) - (1 << 31)
 
     def work(transport):
         shared, state = transport.allocate(4 * _WORDS), torch.zeros(64, dtype=torch.int32)
         local = shared.local.view(torch.int32)
         local[8:] = -9
-        local[:8] = known
-        given = wanted, known, state, out if transport.rank == 0 else torch.zeros_like(out)
-        transport.launch(kernel, 1, 32, local, shared.addresses, transport.rank, *given)
+        local[:8] = signed(wanted)
+        given = signed(wanted), signed(wanted - 2), signed(raised)
+        rest = state, out if transport.rank == 0 else torch.zeros_like(out)
+        transport.launch(kernel, 1, 32, local, shared.addresses, transport.rank, *given, *rest)
         settle(transport)
         shared.close()
 
     with simulator.weak_memory():
         LocalGroup(THREE).run(work)
-    right = torch.ones_like(out)
+    right = torch.full_like(out, signed(raised))
     right[32:] = torch.cat([1000 * r + torch.arange(32) for r in range(1, THREE)]).int()
     return out, right
 
 
 def _test_wait(answer):
     kernel = _around_wait(answer)
-    for wanted, known in ((4, 0), (-1, -3)):
-        with case(f"the counters are {known}, row {wanted} is wanted"):
-            out, right = _wait(kernel, wanted, known)
-            expect_equal("whether a lane returns the counter", out[:32], right[:32])
+    for wanted, raised, counted in (
+        (4, 5, "the counters rise from 4 to 5"),
+        (4, 8, "the counters rise from 4 to 8"),
+        (-1, 2, "the counters rise from 2^32 - 1 to 2"),
+        ((1 << 31) - 1, 1 << 31, "the counters rise from 2^31 - 1 to 2^31"),
+    ):
+        with case(f"row {wanted % (1 << 32)} is wanted, and {counted}"):
+            out, right = _wait(kernel, wanted, raised)
+            expect_equal("what a lane returns", out[:32], right[:32])
             expect_equal("what the lanes then read of the rows", out[32:], right[32:])
 
 
@@ -370,11 +377,55 @@ def _routings():
     yield "all rows on rank 0", ThreeRanks([chosen] * THREE)
 
 
+_EACH = 5  # rows from rank 0 to each other rank: more than slots
+
+
+@cuda.jit
+def _receives(local, peers, rank, late, out):
+    """Take rank 0's rows; rank ``late`` begins when the other rank has all of its rows."""
+    if cuda.threadIdx.x == 0:
+        while rank == late and ld_acquire_sys_s32(local, TAIL + rank) == 0:
+            pass
+        for n in range(_EACH):
+            while ld_acquire_sys_s32(local, TAIL) <= n:
+                pass
+            out[n] = local[RING + n % SLOTS]
+            st_release_sys_s32(pointer_from_address(peers[0], local), HEAD + rank, int32(n + 1))
+        if rank != late:
+            st_release_sys_s32(pointer_from_address(peers[late], local), TAIL + late, int32(1))
+
+
+def _send_to(late, answer):
+    """Return what ranks 1 and 2 have received of rank 0's rows; ``late`` takes none until the other has all."""
+    y, first = torch.arange(2 * _EACH, dtype=torch.int32) + 50, torch.tensor([0, 0, _EACH, 2 * _EACH]).int()
+    outs = [torch.full((_EACH,), -7, dtype=torch.int32) for _ in range(THREE)]
+
+    def work(transport):
+        r, shared = transport.rank, transport.allocate(4 * (RING + SLOTS * THREE))
+        local = shared.local.view(torch.int32)
+        local[RING:] = -9
+        settle(transport)
+        if r == 0:  # it sends only: it has no token of its own
+            given = y, first, torch.full((THREE,), -1, dtype=torch.int32), 0, outs[0]
+            transport.launch(answer, 1, 64, local, shared.addresses, r, *given)
+        else:
+            transport.launch(_receives, 1, 64, local, shared.addresses, r, late, outs[r])
+        settle(transport)
+        shared.close()
+
+    with simulator.weak_memory():
+        LocalGroup(THREE).run(work)
+    return torch.cat(outs[1:]), y
+
+
 def _test_three(answer):
     for name, rows in _routings():
         with case(name):
             for rank, (found, right) in enumerate(zip(rows.run(answer), rows.right, strict=True)):
                 expect_equal(f"out of rank {rank}", found, right)
+    for late in (1, 2):
+        with case(f"rank 0 sends, and rank {late} reads no row until rank {THREE - late} has all of its rows"):
+            expect_equal("what ranks 1 and 2 have received", *_send_to(late, answer))
 
 
 def _profile_three(answer):

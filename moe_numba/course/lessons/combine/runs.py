@@ -493,7 +493,9 @@ class _Lesson(RankLesson):
             "stores of 16 bytes a lane": wide["store"],
             "bytes, bulk copies": sum(total.async_bytes for total in totals),
             "bytes, other ranks": sum(total.peer_bytes for total in totals),
-            "signals of warps that copy or sum": sum(event.warp < WARPS or version[0] == "port" for event in signals),
+            "signals to peers, signalling warp apart": sum(
+                event.warp < WARPS or version[0] == "port" for event in signals
+            ),
         }
         return Score(name, {(TOTAL, row): number for row, number in rows.items()}, self.gpu.upper())
 
@@ -513,7 +515,7 @@ lesson = _Lesson(
     config=CONFIG,
     size=SIZE,
     dtype="bfloat16",
-    seeds=1,
+    seeds=2 if RANKS == 2 else 1,
     group=GROUP,
     launches=1 if SIMULATED else 8,
     samples=1 if SIMULATED else 12,
@@ -598,7 +600,8 @@ def result() -> str:
     ):
         us = {step: recorded_us(topic, step) for step in (first, last)}
         if all(us.values()):
-            return f"{text}\nRecorded on H200s, {of}: first {us[first]:.0f} us, at the end {us[last]:.0f} us."
+            ends = f"first {us[first]:.0f} us on all SMs, at the end {us[last]:.0f} us on {sizes.SMS} SMs"
+            return f"{text}\nRecorded on H200s, {of}: {ends}."
     return text
 
 
@@ -650,11 +653,9 @@ def latency_ns() -> float | None:
 
 
 def reading_us(vectors: int, warps: int = sizes.WARPS) -> float | None:
-    """Return the time in which the receiving SMs read all rows, if each reads its bytes in flight once per latency."""
-    latency = latency_ns()
-    in_flight = vectors * RANKS * 16 * 32 * warps
-    of = bytes_of()
-    return latency and (of.wire + of.own) / (sizes.SMS // 2) / in_flight * latency / 1000
+    """Return the time in which the receiving SMs read and sum all rows, by the recorded sum on 12 CTAs of 16 warps."""
+    rate = (_earlier("sum_gbps") or {}).get(f"12, {vectors}")
+    return rate and bytes_of().sum / (rate * (sizes.SMS // 2 / 12) * (warps / 16)) / 1000
 
 
 def sending_us(way: str, own: bool = True) -> float | None:
@@ -686,19 +687,20 @@ def less(before: str, *parts: float | None) -> float | None:
     return None if us is None or None in parts else max(wire_us(), us - sum(parts))
 
 
-def waiting_halved(before: str, vectors: int) -> float | None:
-    """Return the time of a step if its reads take as long as their bytes in flight allow."""
-    return less(before, _difference(reading_us(1), reading_us(vectors)))
-
-
 def _difference(a, b):
     return None if a is None or b is None else a - b
 
 
-def without_own_rows(before: str) -> float | None:
-    """Return the time of a step whose senders copy only rows that leave the rank."""
-    way = "bulk copies after bulk loads"
-    return less(before, _difference(sending_us(way), sending_us(way, own=False)))
+def added(*parts: float | None) -> float | None:
+    """Return the sum of times, or None if one is not known."""
+    return None if None in parts else sum(parts)
+
+
+def without_own_rows(before: str, vectors: int) -> float | None:
+    """Return the time of a step whose senders copy only rows that leave the rank, while the receivers read all."""
+    way, reads = "bulk copies after bulk loads", reading_us(vectors)
+    sides = [slower_of(reads, sending_us(way, own)) for own in (True, False)]
+    return less(before, _difference(*sides))
 
 
 def evened(before: str) -> float | None:
@@ -711,18 +713,24 @@ def evened(before: str) -> float | None:
 
 
 def show_rates() -> str:
-    """Return Little's law for a sum, computed from recorded rates."""
+    """Return Little's law for a sum, computed from recorded rates, and these rates."""
     latency, rate = latency_ns(), H200
     if latency is None:
         return "no rate of a sum with few CTAs is recorded for these sizes"
     needed = rate.copy_bandwidth * latency * 1e-9
     lines = [
-        f"latency under load, from the recorded sum on 12 CTAs: {latency:.0f} ns",
+        f"latency under load, from the recorded sum on 12 CTAs with 1 vector of each row: {latency:.0f} ns",
         f"{rate.copy_bandwidth / 1e12:.1f} TB/s x {latency:.0f} ns = {needed / 1e6:.2f} MB in flight in the GPU, "
         f"{needed / rate.sm_count / 1024:.0f} KB in each of {rate.sm_count} SMs",
     ]
-    for vectors in (1, 2, 4):
-        lines.append(f"{vectors} x 16 bytes of {RANKS} rows, 512 threads: {vectors * RANKS * 8:.0f} KB in an SM")
+    rates = _earlier("sum_gbps") or {}
+    for vectors in (1, 2, 4, 8):
+        found = [(ctas, rates.get(f"{ctas}, {vectors}")) for ctas in (12, rate.sm_count)]
+        recorded = ", ".join(f"{gbps:.0f} GB/s on {ctas} SMs" for ctas, gbps in found if gbps)
+        lines.append(
+            f"{vectors} x 16 bytes of {RANKS} rows, 512 threads: {vectors * RANKS * 8:.0f} KB in an SM; "
+            f"the sum reads and writes {recorded}"
+        )
     return "\n".join(lines)
 
 
@@ -782,13 +790,94 @@ def show_push_orders(version) -> Table:
 
 def explain_push_orders() -> str:
     """Return what the times of `show_push_orders` say, computed."""
-    us = {name: lesson.diagnosed.get(f"push: {name}") for name in ("own rows in one block", "home ranks alternate")}
-    if None in us.values():
+    block, alternate = (_diagnosed_us(f"push: {name}") for name in ("own rows in one block", "home ranks alternate"))
+    if block is None or alternate is None:
         return "These kernels have not been timed on two GPUs yet, so this page cannot answer the question."
-    block, alternate = (row["kernel_us"]["median"] for row in us.values())
     if alternate < 0.95 * block:
-        return "Yes: with alternating home ranks the link is never idle, and the same rows go out faster."
-    return "No: the order of the rows changes little."
+        return (
+            f"Yes: in one block {block:.0f} us, alternating {alternate:.0f} us. The rings of step 4 need no such "
+            "order, since a sending warp serves all ranks in turn."
+        )
+    return f"No: in one block {block:.0f} us, alternating {alternate:.0f} us."
+
+
+def _diagnosed_us(label):
+    """Return the time of a row that `Lesson.times` has measured here, or that is recorded, or None."""
+    row = lesson.diagnosed.get(label)
+    return row["kernel_us"]["median"] if row else recorded_us(TOPIC, label)
+
+
+def explain_port() -> str | None:
+    """Return what the port's time says beside that of dispatch, or None if one is not known."""
+    us, dispatch = _step_us("our port of DeepEP's rings"), recorded_us(DISPATCH, "DeepEP's ring")
+    if us is None or dispatch is None:
+        return None
+    if us < 1.2 * dispatch:
+        return f"It takes {us:.0f} us, and the port's dispatch {dispatch:.0f} us: waiting for all rows costs little."
+    return (
+        f"The port's combine takes {us:.0f} us, and its dispatch {dispatch:.0f} us. The bytes are the same, so the "
+        "difference is in what combine does besides: it waits for whole tokens, loads rows for sums, and computes "
+        "heads. The next two steps change the heads, and then the loads."
+    )
+
+
+def _step_us(name):
+    step = lesson.steps.get(name)
+    return (step and step.us) or recorded_us(TOPIC, name)
+
+
+def explain_ways() -> str | None:
+    """Return what the three switches on the way of a row have gained, or None if a time is not known."""
+    before, after = _step_us("a signalling warp"), _step_us("bulk copies receive")
+    reads, sends = reading_us(VECTORS), sending_us("bulk copies after bulk loads", own=False)
+    if before is None or after is None:
+        return None
+    if after < 0.97 * before:
+        return f"Together the three switches bring {before:.0f} us to {after:.0f} us."
+    text = f"Together the three switches gain nothing: {before:.0f} us before them, {after:.0f} us after them."
+    if reads is None or sends is None or reads < sends:
+        return f"{text} We do not know why."
+    return (
+        f"{text} They take work from the senders. But these are the faster side: by recorded rates they need "
+        f"{sends:.0f} us for the rows that leave, and the receivers need {reads:.0f} us for their reads."
+    )
+
+
+def sum_that_shows_us() -> float | None:
+    """Return how much longer the last kernel takes than one without sums, or None if one is not known."""
+    return _difference(_diagnosed_us("parts: balanced"), _diagnosed_us("parts: no sums"))
+
+
+def half(us: float | None) -> float | None:
+    """Return half of a time, or None if it is not known."""
+    return us and us / 2
+
+
+def explain_parts() -> str | None:
+    """Return whether the sum is hidden, or None if the times are not known."""
+    whole, none = _diagnosed_us("parts: balanced"), _diagnosed_us("parts: no sums")
+    if whole is None or none is None:
+        return None
+    if none > 0.95 * whole:
+        return f"The sum is hidden behind the rows' way: {none:.0f} us without it, {whole:.0f} us with it."
+    return (
+        f"The sum is not hidden: {none:.0f} us without it, {whole:.0f} us with it. So the warps that sum are the "
+        "slower side, and what takes work from them pays."
+    )
+
+
+def compare_with_package() -> str | None:
+    """Return the times of the package's kernel and of this lesson's last one, or None if they are not known."""
+    ours, package_us = (_diagnosed_us(f"routing uniform: {name}") for name in ("this lesson", "the package"))
+    if ours is None or package_us is None:
+        return None
+    text = f"With uniform routing the package's kernel takes {package_us:.0f} us, and this lesson's {ours:.0f} us."
+    if package_us > 0.95 * ours:
+        return text
+    return (
+        f"{text} The package's keeps more vectors of a row in flight, reads the positions of the next token while it "
+        "handles this one, and with two ranks uses packed additions. We did not isolate which of these counts."
+    )
 
 
 def sampled_share(ranks: int) -> float:
@@ -838,14 +927,11 @@ def show_peers(version) -> Table:
 
 
 def show_parts(versions: Mapping[str, Any]) -> Table:
-    """Return a table of times of versions that leave something out, and are therefore wrong, beside the whole one."""
+    """Return a table of times of a version and of one that leaves something out, and is therefore wrong."""
     us = lesson.times("parts", {name: timed(version) for name, version in versions.items()})
     lines = [[name, records.format_us(us[name]) if us else "not timed"] for name in versions]
-    lines += [
-        ["recorded, an earlier version: " + name, records.format_us(found)]
-        for name, found in (("no sums", _earlier("no_summation_us")), ("the push alone, all SMs", _earlier("push_us")))
-        if found
-    ]
+    earlier = ("no sums", _earlier("no_summation_us")), ("with sums", recorded_us(EARLIER, "final"))
+    lines += [[f"recorded of another version: {name}", records.format_us(found)] for name, found in earlier if found]
     return Table(["kernel", "us"], [*lines, ["lower bound", records.format_us(wire_us())]])
 
 
@@ -880,22 +966,22 @@ def about_deepep() -> str:
     )
 
 
-def show_earlier() -> Table | str:
+def show_earlier() -> Table | None:
     """Return a table of an earlier version's recorded steps, until this lesson's are recorded."""
     if any(recorded_us(TOPIC, step) for step in lesson.steps):
-        return ""
+        return None
     record, lines = records.recorded(EARLIER) or {"rows": []}, []
     for row in records.select(record, config={"ranks": RANKS}, size=SIZE):
         before, now = row.get("compared_us", ("", row["kernel_us"]["median"]))
         lines.append([row["step"], before and records.format_us(before), records.format_us(now)])
-    return Table(["an earlier version's step, recorded", "us before", "us"], lines) if lines else ""
+    return Table(["an earlier version's step, recorded", "us before", "us"], lines) if lines else None
 
 
 def show_what_did_not_pay() -> Table:
     """Return a table of changes that an earlier version timed, and that gained little, nothing, or lost."""
     lines, loads, us = [], _earlier("loads_us") or {}, lambda step: recorded_us(EARLIER, step)
     if {"4", "8"} <= loads.keys():
-        text = "More registers for loads, and none left to hide anything else; we did not isolate more."
+        text = "Each lane needs twice as many registers for its loads. We did not isolate why that costs time."
         lines.append(["8 instead of 4 vectors of each row in flight", loads["4"], loads["8"], text])
     if us("final") and _earlier("with_all_us"):
         row = 2 * sizes.HIDDEN * sizes.TOKENS
@@ -908,7 +994,8 @@ def show_what_did_not_pay() -> Table:
         lines.append(["weights and two biases in combine", us("final"), _earlier("with_all_us"), text])
     few, many = (_package_row(RANKS, sms) for sms in (24, 48))
     if few and many:
-        text = "The link is the limit already."
-        lines.append(["the package with 48 SMs", *(row["kernel_us"]["median"] for row in (few, many)), text])
+        before, after = (row["kernel_us"]["median"] for row in (few, many))
+        text = f"With 24 SMs it takes {before / wire_us():.2f} times the lower bound, and SMs are not what it lacks."
+        lines.append(["the package with 48 SMs", before, after, text])
     table = [[what, *(records.format_us(value) for value in (a, b)), why] for what, a, b, why in lines]
     return Table(["change (recorded, an earlier version)", "us before", "us after", "why"], table)

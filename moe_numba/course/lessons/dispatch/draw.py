@@ -101,12 +101,12 @@ def roles():
                 text(axes, left + wide / 2, y + 0.2, words, size=7.5)
             else:
                 for warp in range(3):
-                    x = left + 0.1 + warp * 0.78
+                    x = left + 0.1 + warp * 0.78 + (0.22 if warp == 2 else 0)
                     box(axes, x, y + 0.42, 0.7, 0.66, fill=tint(BLUE), edge=BLUE, label="warp")
                     text(axes, x + 0.35, y + 0.92, f"warp {warp if warp < 2 else 14}", size=8)
                     text(axes, x + 0.35, y + 0.74, "a channel,", size=7)
                     text(axes, x + 0.35, y + 0.58, f"{verb} all ranks", size=7)
-                text(axes, left + 0.1 + 1.52, y + 0.33, "...", size=8)
+                text(axes, left + 0.1 + 1.63, y + 0.75, "...", size=8)
                 x = left + wide - 1.02
                 box(axes, x, y + 0.42, 0.94, 0.66, fill=tint(ORANGE), edge=ORANGE, label="signaller")
                 text(axes, x + 0.47, y + 0.86, "last warp:", size=8)

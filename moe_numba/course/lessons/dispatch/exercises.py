@@ -1,6 +1,8 @@
 """Exercises of the lesson "Dispatch"; the page checks answers with `exercises.<name>`."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +14,7 @@ from moe_numba import simulator  # before Numba: it decides whether kernels run 
 from numba import cuda, int32, uint32, uint64
 
 from moe_numba.course.bench.timing.multigpu import settle
-from moe_numba.course.grader import case, expect_equal, fault
+from moe_numba.course.grader import Wrong, case, expect_equal
 from moe_numba.course.lessons.dispatch import answers, symptoms
 from moe_numba.course.lessons.dispatch.model import rows_to_a_rank
 from moe_numba.course.lessons.dispatch.model import wire_bytes as wire_bytes_of
@@ -25,11 +27,13 @@ from moe_numba.course.steps.verdict import RIGHT, WRONG
 from moe_numba.expert_parallel.ranks.local_group import LocalGroup
 from moe_numba.ptx.atomics import (
     ld_acquire_sys_s32,
+    poll_acquire_cta_shared_u64,
     st_release_cta_shared_s32,
     st_release_cta_shared_u64,
     st_release_sys_s32,
 )
 from moe_numba.ptx.memory import pointer_from_address
+from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.runtime.launch import launch
 
 
@@ -63,7 +67,7 @@ class BetweenRanks(Build):
 
     def judge(self, answer):
         """Return the state and a sentence of an answer, in the simulator."""
-        if (wrong := fault(self._test, answer)) is not None:
+        if (wrong := self._wrong(answer)) is not None:
             return WRONG, wrong, None
         return RIGHT, f"right under {self.seeds} orders of threads and stores", None
 
@@ -101,31 +105,34 @@ _RANKS, _CHANNELS = 3, 4
 
 def _around_rows(answer):
     @cuda.jit
-    def around(rank_prefix, channel_prefix, to, out):
+    def around(rank_prefix, channel_prefix, me, sends, out):
         thread = int32(cuda.threadIdx.x)
-        source, channel = thread // _CHANNELS, thread % _CHANNELS
-        first, number = answer(
-            rank_prefix, channel_prefix, source, to, source, channel, int32(_RANKS), int32(_CHANNELS)
-        )
+        peer, channel = thread // _CHANNELS, thread % _CHANNELS
+        source, to = int32(me if sends else peer), int32(peer if sends else me)
+        first, number = answer(rank_prefix, channel_prefix, source, to, peer, channel, int32(_RANKS), int32(_CHANNELS))
         out[thread, 0], out[thread, 1] = first, number
 
     return around
 
 
-def _run_rows(kernel, seed=0, to=1):
+def _run_rows(kernel, seed=0, me=1, sends=False):
     counts = np.random.default_rng(seed).integers(0, 9, (_RANKS, _RANKS, _CHANNELS))  # from, to, channel
-    rank_prefix = counts.sum(2).cumsum(0).astype(np.int32)
-    channel_prefix = counts[:, to].cumsum(1).astype(np.int32)
-    before = counts[:, to].ravel().cumsum() - counts[:, to].ravel()
+    rank_prefix = counts.sum(2).cumsum(0)
+    lower_ranks = rank_prefix - counts.sum(2)
+    first = counts.cumsum(2) - counts + lower_ranks[:, :, None]
+    of_me = (lambda array: array[me]) if sends else (lambda array: array[:, me])
+    channel_prefix = of_me(counts).cumsum(1).astype(np.int32)
     out = np.full((_RANKS * _CHANNELS, 2), -7, np.int32)
-    kernel[1, _RANKS * _CHANNELS](rank_prefix.ravel(), channel_prefix.ravel(), np.int32(to), out)
-    return out, before, counts[:, to].ravel()
+    given = rank_prefix.astype(np.int32).ravel(), channel_prefix.ravel(), np.int32(me), np.int32(sends), out
+    kernel[1, _RANKS * _CHANNELS](*given)
+    return out, of_me(first).ravel(), of_me(counts).ravel()
 
 
 def _test_rows(answer):
-    for seed, to in ((0, 1), (1, 0), (2, 2)):
-        out, first, number = _run_rows(_around_rows(answer), seed, to)
-        with case(f"to rank {to}; element 4 s + c is for channel c of rank s"):
+    for seed, me, sends in ((0, 1, False), (1, 0, False), (2, 2, False), (3, 1, True), (4, 2, True)):
+        out, first, number = _run_rows(_around_rows(answer), seed, me, sends)
+        does, way = ("sends", "channel c to rank r") if sends else ("receives", "channel c of rank r")
+        with case(f"rank {me} {does}; element {_CHANNELS} r + c is for {way}"):
             expect_equal("the first row", out[:, 0], first)
             expect_equal("the number of rows", out[:, 1], number)
 
@@ -152,16 +159,16 @@ rows_of = Build(
 
 # Build: wait for space
 
-_SLOTS, _TAIL, _HEADS, _RING, _START = 4, 0, 32, 64, 0xFFFFFFFD  # counters wrap after three rows
+_SLOTS, _TAIL, _HEADS, _RING = 4, 0, 32, 64
 
 
 def _around_wait(answer):
     @cuda.jit
-    def around(local, peers, rank, x, rows, received, out):
+    def around(local, peers, rank, x, rows, received, before, out):
         lane = int32(cuda.threadIdx.x)
         if rank == 0:
             peer = lane if lane < 3 else int32(0)
-            has_ring, remote, tail = peer > 0, pointer_from_address(peers[peer], local), uint32(_START)
+            has_ring, remote, tail = peer > 0, pointer_from_address(peers[peer], local), uint32(before)
             for n in range(rows):
                 answer(local, _HEADS + peer, tail, uint32(_SLOTS - 1), has_ring)
                 slot = int32(tail % uint32(_SLOTS))
@@ -172,7 +179,7 @@ def _around_wait(answer):
                 if has_ring:
                     st_release_sys_s32(remote, _TAIL, int32(tail))
         else:
-            remote, head = pointer_from_address(peers[0], local), uint32(_START)
+            remote, head = pointer_from_address(peers[0], local), uint32(before)
             for n in range(received):
                 while int32(uint32(ld_acquire_sys_s32(local, _TAIL)) - head) <= 0:
                     pass
@@ -186,18 +193,35 @@ def _around_wait(answer):
     return around
 
 
-def _run_wait(kernel, rows, received):
+def _run_wait(kernel, rows, received, before):
     x = torch.arange(32 * rows, dtype=torch.int32) + 100
     outs = [torch.full((32 * received,), -7, dtype=torch.int32) for _ in range(3)]
-    given = [(x if rank == 0 else torch.full_like(x, -9), rows, received, outs[rank]) for rank in range(3)]
-    launch_ranks(kernel, 32, _RING + 32 * _SLOTS, given, before=_START - (1 << 32))
+    given = [(x if rank == 0 else torch.full_like(x, -9), rows, received, before, outs[rank]) for rank in range(3)]
+    launch_ranks(kernel, 32, _RING + 32 * _SLOTS, given, before=before)
     return [out.tolist() for out in outs[1:]], x.tolist()[: 32 * received]
 
 
+@contextmanager
+def _races_on_slots(first: int) -> Iterator[None]:
+    """Say first what a race means if it is one on the slots of a ring, which begin at a word of a rank's memory."""
+    try:
+        yield
+    except simulator.DataRace as error:
+        word = re.search(r"index (\d+) of (local|the buffer)", str(error))
+        if word is None or int(word[1]) < first:
+            raise
+        text = "nothing orders a sender's store to a slot and the receiver's load from it"
+        raise Wrong(f"{text}: {error}") from None
+
+
 def _test_wait(answer):
-    for rows, received, name in ((9, 9, "9 rows"), (_SLOTS, 0, f"nothing is received, and {_SLOTS} rows fit")):
-        with case(name):
-            found, right = _run_wait(_around_wait(answer), rows, received)
+    for rows, received, before, name in (
+        (9, 9, -3, "9 rows, while counters wrap from 2^32 - 1 to 0"),
+        (9, 9, (1 << 31) - 3, "9 rows, while counters pass 2^31"),
+        (_SLOTS, 0, -3, f"nothing is received, and {_SLOTS} rows fit"),
+    ):
+        with case(name), _races_on_slots(_RING):
+            found, right = _run_wait(_around_wait(answer), rows, received, before)
             for rank, out in enumerate(found, 1):
                 expect_equal(f"what rank {rank} has received", np.array(out), np.array(right))
 
@@ -220,80 +244,128 @@ wait_for_space = BetweenRanks(
 
 # Build: the signalling warp
 
-_ROWS, _ITEMS, _WARPS = 5, 4, 2  # of a warp; posts of two warps for two ranks
-_FLAGS, _CREDITS, _ROWS_AT = 0, 32, 64
-_SMALL = 2  # slots
+_ROWS, _SMALL = 6, 4  # of a channel; slots
+_WARPS = 18  # copy warps: with two ranks they have more posts than a warp has lanes
+_BUSY = {3: (2, 1), 17: (0, 3)}  # the warps that send, and the channels that each takes; the others have none
+_FLAGS, _CREDITS, _ROWS_AT = 8, 16, 32
+_POSTED = 3
+_PUBLISHED = _POSTED + 2 * _WARPS
+_DONE = 2 * (_PUBLISHED + 2 * _WARPS)
+_MOST_POLLS = 2000
+
+
+@cuda.jit(device=True)
+def wait_for_credit(local, channel, n):
+    while n - ld_acquire_sys_s32(local, _CREDITS + channel) >= _SMALL:
+        pass
+    cuda.syncwarp()
+
+
+@cuda.jit(device=True)
+def wait_for_row(local, channel, n):
+    while ld_acquire_sys_s32(local, _FLAGS + 2 * channel + 1) <= n:  # channel * ranks + the sender's rank
+        pass
+    cuda.syncwarp()
+
+
+@cuda.jit(device=True)
+def wait_until_published(posts, item):
+    polls = int32(0)
+    while poll_acquire_cta_shared_u64(posts, _PUBLISHED + item) != posts[_POSTED + item] and polls < _MOST_POLLS:
+        polls = int32(polls + 1)
+    return polls < _MOST_POLLS
+
+
+@cuda.jit(device=True)
+def _post(posts, item, channel, count):
+    post = uint64(uint64(channel + 1) << uint64(32) | uint64(count))
+    st_release_cta_shared_u64(posts, _POSTED + item, post)
 
 
 def _around_signal(answer):
+    first, second = list(_BUSY)
+
     @cuda.jit
-    def around(local, peers, rank, x, out):
+    def around(local, peers, rank, x, channels, out):
         words, posts = cuda.shared.array(0, int32), cuda.shared.array(0, uint64)
         thread = int32(cuda.threadIdx.x)
         warp, lane = thread // 32, thread % 32
-        board = Board(posts, words, int32(0), int32(_ITEMS), int32(4 * _ITEMS), int32(_WARPS), int32(_ITEMS), int32(2))
-        if thread < 2 * _ITEMS:
-            posts[thread] = uint64(0)
-        if thread < _WARPS:
-            words[4 * _ITEMS + thread] = int32(0)
-        cuda.syncthreads()
-        if rank == 0:  # a warp is a channel; it sends to rank 1
+        if rank == 1:  # it sends to rank 0
+            offsets = int32(_POSTED), int32(_PUBLISHED), int32(_DONE)
+            board = Board(posts, words, *offsets, int32(_WARPS), int32(2 * _WARPS), int32(2))
+            if thread < 4 * _WARPS:
+                posts[_POSTED + thread] = uint64(0)
+            if thread < _WARPS:
+                words[_DONE + thread] = int32(0)
+            cuda.syncthreads()
             if warp == _WARPS:
                 answer(board, lane, int32(_FLAGS), rank, peers, local)
             else:
-                remote = pointer_from_address(peers[1], local)
+                if warp == first or warp == second:
+                    remote = pointer_from_address(peers[0], local)
+                    for turn in range(2):
+                        channel = channels[2 * int32(warp == second) + turn]
+                        for n in range(_ROWS):
+                            wait_for_credit(local, channel, n)
+                            slot = _ROWS_AT + 32 * (_SMALL * channel + n % _SMALL)
+                            remote[slot + lane] = x[32 * (_ROWS * channel + n) + lane]
+                            cuda.syncwarp()
+                            if lane == 0:
+                                _post(posts, 2 * warp, channel, n + 1)
+                        if lane == 1:  # its own rank's ring
+                            _post(posts, 2 * warp + 1, channel, 7 + channel)
+                        if turn == 0 and lane < 2 and not wait_until_published(posts, 2 * warp + lane):
+                            out[2 * warp + lane] = 1  # it has waited in vain
+                        cuda.syncwarp()
+                if lane == 0:
+                    st_release_cta_shared_s32(words, _DONE + warp, 1)
+        else:
+            remote = pointer_from_address(peers[1], local)
+            for turn in range(2):
+                channel = channels[2 * warp + turn]
                 for n in range(_ROWS):
-                    while n - ld_acquire_sys_s32(local, _CREDITS + warp) >= _SMALL:
-                        pass
-                    cuda.syncwarp()
-                    remote[_ROWS_AT + 32 * (_SMALL * warp + n % _SMALL) + lane] = x[32 * (_ROWS * warp + n) + lane]
+                    wait_for_row(local, channel, n)
+                    slot = _ROWS_AT + 32 * (_SMALL * channel + n % _SMALL)
+                    out[32 * (_ROWS * channel + n) + lane] = local[slot + lane]
                     cuda.syncwarp()
                     if lane == 0:
-                        post = uint64(uint64(warp + 1) << uint64(32) | uint64(n + 1))
-                        st_release_cta_shared_u64(posts, 2 * warp + 1, post)
-                cuda.syncwarp()
-                if lane == 0:
-                    st_release_cta_shared_s32(words, 4 * _ITEMS + warp, 1)
-        elif warp < _WARPS:
-            remote = pointer_from_address(peers[0], local)
-            for n in range(_ROWS):
-                while ld_acquire_sys_s32(local, _FLAGS + 2 * warp) <= n:  # channel * ranks + the sender's rank
-                    pass
-                cuda.syncwarp()
-                out[32 * (_ROWS * warp + n) + lane] = local[_ROWS_AT + 32 * (_SMALL * warp + n % _SMALL) + lane]
-                cuda.syncwarp()
-                if lane == 0:
-                    st_release_sys_s32(remote, _CREDITS + warp, int32(n + 1))
+                        st_release_sys_s32(remote, _CREDITS + channel, int32(n + 1))
 
     return around
 
 
 def _run_signal(kernel):
-    x = torch.arange(32 * _ROWS * _WARPS, dtype=torch.int32) + 100
-    out = torch.full_like(x, -7)
+    x = torch.arange(32 * _ROWS * 4, dtype=torch.int32) + 100
+    out, channels = torch.full_like(x, -7), torch.tensor(list(_BUSY.values()), dtype=torch.int32).flatten()
+    late = torch.zeros(2 * _WARPS, dtype=torch.int32)
 
     def work(transport):
-        shared, rank = transport.allocate(4 * (_ROWS_AT + 32 * _SMALL * _WARPS)), transport.rank
+        shared, rank = transport.allocate(4 * (_ROWS_AT + 32 * _SMALL * 4)), transport.rank
         local = shared.local.view(torch.int32)
         local[_ROWS_AT:] = -5
         settle(transport)
-        given = (x, out[:0]) if rank == 0 else (torch.full_like(x, -9), out)
-        shared_bytes = 4 * (4 * _ITEMS + _WARPS)
-        transport.launch(kernel, 1, 96, local, shared.addresses, rank, *given, shared_bytes=shared_bytes)
+        given = (x, channels, late) if rank == 1 else (torch.full_like(x, -9), channels, out)
+        threads, shared_bytes = (32 * (_WARPS + 1), 4 * (_DONE + _WARPS)) if rank == 1 else (64, 0)
+        transport.launch(kernel, 1, threads, local, shared.addresses, rank, *given, shared_bytes=shared_bytes)
         settle(transport)
-        flags = local[_FLAGS : _FLAGS + 4].tolist()
+        flags = local[_FLAGS : _FLAGS + 8].tolist()
         shared.close()
         return flags
 
     with simulator.weak_memory():
-        flags = LocalGroup(2).run(work)[1]
-    return out.numpy(), x.numpy(), flags
+        flags = LocalGroup(2).run(work)
+    return out.numpy(), x.numpy(), flags, late.any()
 
 
 def _test_signal(answer):
-    out, right, flags = _run_signal(_around_signal(answer))
-    expect_equal("what rank 1 has received", out, right)
-    expect_equal("flags of rank 1, [channel, source]", np.array(flags), np.array([_ROWS, 0, _ROWS, 0]))
+    with _races_on_slots(_ROWS_AT):
+        out, right, flags, late = _run_signal(_around_signal(answer))
+    if late:
+        raise Wrong("a copy warp waits in vain: board.posts[board.published + item] has not become what it has posted")
+    expect_equal("what rank 0 has received", out, right)
+    for rank, counts in enumerate(([_ROWS] * 4, [7, 8, 9, 10])):
+        wanted = np.array([[0, count] for count in counts]).ravel()
+        expect_equal(f"flags of rank {rank}, element 2 channel + source", np.array(flags[rank]), wanted)
 
 
 signal = BetweenRanks(
@@ -314,34 +386,45 @@ signal = BetweenRanks(
 
 # Build: take the next channel
 
-_TAKERS, _OF_CHANNELS = 4, 19
+_TAKERS, _OF_CHANNELS = 3, 11  # warps of each of two roles
+_LAUNCHES = 3
 
 
 def _around_take(answer):
     @cuda.jit
-    def around(taken, done):
+    def around(taken, found):
         warp, lane = int32(cuda.threadIdx.x // 32), int32(cuda.threadIdx.x % 32)
-        channel = warp
-        while channel < _OF_CHANNELS:
-            if lane == 0:
-                cuda.atomic.add(done, channel, 1)
-            channel = int32(_TAKERS + answer(taken, int32(1), int32(_OF_CHANNELS), lane))
+        role, channel, calls = warp // _TAKERS, warp % _TAKERS, int32(0)
+        while channel < _OF_CHANNELS and calls < 2 * _OF_CHANNELS:
+            number = int32(answer(taken, role, int32(_OF_CHANNELS), lane))
+            place = number if 0 <= number < _OF_CHANNELS else int32(_OF_CHANNELS)
+            cuda.atomic.add(found, (_OF_CHANNELS + 1) * role + place, 1)
+            channel = int32(_TAKERS + cuda.shfl_sync(FULL_MASK, number, 0))
+            calls = int32(calls + 1)
 
     return around
 
 
 def _run_take(kernel, launches=1):
-    taken, done = torch.zeros(2, dtype=torch.int32), torch.zeros(_OF_CHANNELS, dtype=torch.int32)
+    taken, counts = torch.zeros(2, dtype=torch.int32), []
     for _ in range(launches):
-        launch(kernel, 1, 32 * _TAKERS, taken, done)
-    return done.numpy()
+        found = torch.zeros(2, _OF_CHANNELS + 1, dtype=torch.int32)
+        launch(kernel, 1, 64 * _TAKERS, taken, found.view(-1))
+        counts.append(found.tolist())
+    return counts
 
 
 def _test_take(answer):
-    for launches in (1, 3):
-        done = _run_take(_around_take(answer), launches)
-        with case(f"{launches} launches" if launches > 1 else "one launch"):
-            expect_equal("how often each channel was taken", done, np.full(_OF_CHANNELS, launches))
+    for number, found in enumerate(_run_take(_around_take(answer), _LAUNCHES), 1):
+        for role, counts in enumerate(found):
+            wrong = [n for n, lanes in enumerate(counts[:-1]) if lanes != 32]
+            where = f"launch {number} of {_LAUNCHES}, taken[{role}], {_OF_CHANNELS} channels"
+            if wrong:
+                raise Wrong(
+                    f"{where}: lanes that got the number {wrong[0]}: {counts[wrong[0]]}, not the 32 of one warp"
+                )
+            if counts[-1]:
+                raise Wrong(f"{where}: lanes that got a number outside of 0 to {_OF_CHANNELS - 1}: {counts[-1]}")
 
 
 take = Build(
@@ -353,7 +436,7 @@ take = Build(
     counter="global_atomic_requests",
     score=lambda counted: counted.total.global_atomic_requests,
     unit="atomics of all warps",
-    par=_OF_CHANNELS,
+    par=2 * _OF_CHANNELS,
     most_alone=None,
     needs=(("shuffles",), "lanes of a warp must have the same number, which one of them has taken"),
     over_par="How many lanes need to add?",

@@ -14,9 +14,9 @@ TEAM_WARPS = 24  # copy warps of a CTA in which each rank has a team of warps
 SWEEP = (4, 8, 12, 16, 24)  # senders
 
 SMALL_EXPERTS, SMALL_TOPK = 16, 2  # of what the simulator runs, and counts
-SMALL_TOKENS, SMALL_HIDDEN = 8, 128
+SMALL_TOKENS, SMALL_HIDDEN = 16, 128  # a channel has two tokens or more, so that receivers help
 SMALL_SENDERS = 1
-SMALL_RING_ROWS = 4  # fewer than tokens, so that senders wait for space
+SMALL_RING_ROWS = 8  # fewer than tokens, so that senders wait for space; a chunk of a warp has two
 SMALL_WARPS = 2  # copy warps of a CTA that send one token each
 SMALL_TEAM = 2  # warps of a team
 
