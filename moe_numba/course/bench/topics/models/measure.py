@@ -132,7 +132,7 @@ def gates_of(about, token_counts):
     make = partial(partial, call_gate)
     if about.architecture == "DeepseekV3":
         options = config.norm_topk_prob, config.n_group, config.topk_group, 0, config.routed_scaling_factor, True
-        gates = config.n_routed_experts, config.num_experts_per_tok, torch.float32, torch.bfloat16, *options
+        gates = config.n_routed_experts, config.num_experts_per_tok, torch.float32, torch.float32, *options
         return [make(tokens, *gates, renormalize_epsilon=1e-20) for tokens in token_counts]
     experts = config.num_local_experts if about.architecture == "GptOss" else config.num_experts
     gates = experts, config.num_experts_per_tok, torch.bfloat16, None, getattr(config, "norm_topk_prob", True)
@@ -163,6 +163,9 @@ def make_model(about, device):
     for parameter in model.eval().requires_grad_(False).parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=0.02)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # as in a model that is loaded; versions differ in new ones
+            buffer.data = buffer.float()
     return model
 
 
