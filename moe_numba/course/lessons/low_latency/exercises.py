@@ -14,7 +14,7 @@ from moe_numba.course.bench.timing.multigpu import settle
 from moe_numba.course.grader import Wrong, expect_equal, function_test
 from moe_numba.course.lessons.low_latency import answers
 from moe_numba.course.lessons.low_latency.model import PairModel
-from moe_numba.course.lessons.low_latency.runs import Memory, Sizes
+from moe_numba.course.lessons.low_latency.runs import Memory, Sizes, fitted
 from moe_numba.course.steps.exercises import Build, Choose, Formula, Predict
 from moe_numba.course.steps.score import count
 from moe_numba.expert_parallel.low_latency.layout import SENTINEL
@@ -280,6 +280,6 @@ break_even = Formula(
     "a function of the model that returns the number of tokens",
     own=_break_even,
     test=function_test(_break_even, [(model,) for model in _MODELS], rtol=0.02),
-    praise="bytes take as long as the constant",
+    praise=f"in the fitted model bytes take as long as the constant with {_break_even(fitted()):.0f} tokens",
     hint="A row has 2 x 7168 bytes and travels in dispatch and in combine. 1 GB/s is 1000 bytes per microsecond.",
 )

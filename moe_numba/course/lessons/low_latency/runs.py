@@ -22,6 +22,7 @@ from moe_numba.course.bench.timing.multigpu import outputs_of, settle
 from moe_numba.course.draw.player import Player
 from moe_numba.course.lessons.low_latency import draw, model
 from moe_numba.course.lessons.low_latency import sizes as chosen
+from moe_numba.course.lessons.moe_layer.model import ranks_per_token
 from moe_numba.course.steps.lesson import Run, Table
 from moe_numba.course.steps.ranks import RankLesson
 from moe_numba.course.steps.score import PATH, TOTAL, Score
@@ -430,7 +431,7 @@ def show_latencies() -> Table:
     return Table(["latency", "us", "record"], [[name, f"{us:.2f}", source] for name, (us, source) in rows.items()])
 
 
-def chain_us(loads: int, order: str, launches: int = 1) -> float:
+def chain_us(loads: float, order: str, launches: int = 1) -> float:
     """Return the time of a chain: launches, dependent loads, and for each launch one way over NVLink."""
     return launches * (model.launch().us + model.one_way(order).us) + loads * model.load().us
 
@@ -438,6 +439,11 @@ def chain_us(loads: int, order: str, launches: int = 1) -> float:
 def loads_of(threads: int) -> int:
     """Return how many vectors of a row a thread moves, one after the other."""
     return -(-chosen.HIDDEN // 8 // threads)
+
+
+def rows_each_way() -> float:
+    """Return how many rows a CTA sends on average, and receives: as many as ranks have one of a token's experts."""
+    return ranks_per_token(chosen.EXPERTS, chosen.TOPK, chosen.RANKS)
 
 
 def _predicted(of, before, change):
@@ -514,26 +520,30 @@ def show_what_did_not_pay() -> Table:
     return Table(["change", "tokens", "us before", "us after", "why"], lines)
 
 
+def fitted() -> model.PairModel:
+    """Return the model of pairs in slots, fitted to the record of two ranks."""
+    return model.fit(2, times_of("in slots", 2))
+
+
 def show_model() -> Table:
     """Return a table of recorded pairs in slots beside a model that is fitted to two ranks."""
-    recorded = times_of("in slots", 2)
-    fitted, columns = model.fit(2, recorded), {}
+    recorded, of_two, columns = times_of("in slots", 2), fitted(), {}
     for ranks in (2, 4, 8):
         if ranks in recorded_ranks():
             columns[f"{ranks} GPUs, recorded"] = times_of("in slots", ranks)
         kind = "fitted" if ranks == 2 else "extrapolated"
-        columns[f"{ranks} GPUs, {kind}"] = {tokens: fitted.pair_us(ranks, tokens) for tokens in recorded}
+        columns[f"{ranks} GPUs, {kind}"] = {tokens: of_two.pair_us(ranks, tokens) for tokens in recorded}
     lines = [[str(tokens), *(_us(us.get(tokens)) for us in columns.values())] for tokens in recorded]
     return Table(["tokens", *columns], lines)
 
 
 def describe_model() -> str:
     """Return the fitted model in words."""
-    recorded = times_of("in slots", 2)
-    fitted = model.fit(2, recorded)
+    of_two = fitted()
+    deviation = of_two.deviation(2, times_of("in slots", 2))
     return (
-        f"{fitted.latency_us:.1f} us + bytes of both directions / {fitted.gbps:.0f} GB/s; largest deviation from the "
-        f"record {100 * fitted.deviation(2, recorded):.0f} %; measured push rate {model.push_gbps():.0f} GB/s"
+        f"{of_two.latency_us:.1f} us + bytes of both directions / {of_two.gbps:.0f} GB/s; largest deviation from the "
+        f"record {100 * deviation:.0f} %; measured push rate {model.push_gbps():.0f} GB/s"
     )
 
 
