@@ -49,6 +49,12 @@ def upper_lanes(expert):
 
 
 @cuda.jit(device=True)
+def compares_three_bits(expert):
+    same = uint32(cuda.match_any_sync(FULL_MASK, expert & 7))
+    return int32(cuda.popc(same & lanemask_lt())), int32(cuda.popc(same))
+
+
+@cuda.jit(device=True)
 def by_shuffles(expert):
     earlier, equal = int32(0), int32(0)
     for lane in range(32):
@@ -158,6 +164,29 @@ def dot_of_every_lane(x, x_at, w, w_at, words):
 
 
 @cuda.jit(device=True)
+def dot_of_every_lane_and_a_shuffle(x, x_at, w, w_at, words):
+    return cuda.shfl_sync(FULL_MASK, dot_of_every_lane(x, x_at, w, w_at, words), 0)
+
+
+@cuda.jit(device=True)
+def dot_of_the_first_vector(x, x_at, w, w_at, words):
+    return answers.dot(x, int64(0), w, w_at, words)
+
+
+@cuda.jit(device=True)
+def dot_in_bfloat16(x, x_at, w, w_at, words):
+    total = float32(0)
+    for i in range(4 * int32(cuda.threadIdx.x & 31), words, 128):
+        x_, w_ = load_nc_u32x4(x, x_at + i), load_nc_u32x4(w, w_at + i)
+        for j in range(4):
+            pair = cvt_rn_bf16x2_f32(high(x_[j]) * high(w_[j]), low(x_[j]) * low(w_[j]))
+            total += low(pair) + high(pair)
+    for distance in (16, 8, 4, 2, 1):
+        total = total + cuda.shfl_xor_sync(FULL_MASK, total, distance)
+    return total
+
+
+@cuda.jit(device=True)
 def dot_without_shuffles(x, x_at, w, w_at, words):
     total = float32(0)
     for i in range(int32(cuda.threadIdx.x & 31), words, 32):
@@ -183,7 +212,8 @@ POSITION, ACTIVATE, SUM, DOT = exercises.position, exercises.activate_eight, exe
     [
         (POSITION, ..., OPEN, "not answered yet"),
         (POSITION, stub, OPEN, "not answered yet"),
-        (POSITION, answers.position, RIGHT, "1 vote"),
+        (POSITION, answers.position, RIGHT, "1 exchange between lanes"),
+        (POSITION, compares_three_bits, WRONG, "lower lanes"),
         (POSITION, counts_itself, WRONG, "lower lanes"),
         (POSITION, upper_lanes, WRONG, "lower lanes"),
         (POSITION, by_shuffles, OVER_PAR, "compares a value with those of all lanes"),
@@ -199,8 +229,11 @@ POSITION, ACTIVATE, SUM, DOT = exercises.position, exercises.activate_eight, exe
         (SUM, make_sum(1, False, True), WRONG, "the sums"),
         (SUM, make_sum(1, True, False), WRONG, "the sums"),
         (DOT, answers.dot, RIGHT, "4 loads"),
-        (DOT, dot_of_one_lane, REFUSED, "one lane executes a line"),
-        (DOT, dot_of_every_lane, REFUSED, "no lane learns"),
+        (DOT, dot_of_one_lane, REFUSED, "do not divide the words"),
+        (DOT, dot_of_every_lane, REFUSED, "do not divide the words"),
+        (DOT, dot_of_every_lane_and_a_shuffle, REFUSED, "do not divide the words"),
+        (DOT, dot_of_the_first_vector, WRONG, "the dot product, by lane"),
+        (DOT, dot_in_bfloat16, WRONG, "the dot product, by lane"),
         (DOT, dot_without_shuffles, WRONG, "the dot product, by lane"),
         (DOT, dot_of_words, OVER_PAR, "How many bytes"),
     ],
