@@ -612,11 +612,13 @@ def make_packed(count):
 
 
 # %% [markdown]
-# The comparison is step 3 with as many tokens. **Prediction.** Each row is stored once for each of its experts here. And the last entry counts all entries before
-# it, one by one: a load, a comparison, a selection and an addition each, and a quarter of a loop.
+# The comparison is step 3 with as many tokens. **Prediction.** Each row is stored once for each of its experts here. And warps go through entries one by one: a
+# load, a comparison, a selection and an addition each, and a quarter of a loop. The warp that has most to count goes through those before an entry, and
+# through all for the number of an expert's rows:
 
 # %%
 INSTRUCTIONS = 5  # per entry
+print(f"at most {page.most_counted()} entries")
 many.step("data as its own flag", Version(data))
 predicted_us = page.packed_us("data as its own flag", INSTRUCTIONS)
 many.step("packed by expert", Version(make_packed(count_alone), packed=True), predicted_us=predicted_us)
@@ -678,7 +680,7 @@ print(page.show_package())
 page.show_what_did_not_pay()
 
 # %% [markdown]
-# With one token FP8 saves bytes where no byte is waited for. With 256 tokens it pays.
+# With one token FP8 saves bytes that take no time; with many tokens, bytes are what takes time.
 #
 # ## More tokens, more GPUs
 #

@@ -464,6 +464,7 @@ def test_predictions_follow_the_chain():
     one = partial(runs.chain_us, order="relaxed")
     assert one(3) - one(2) == pytest.approx(model.load().us)
     assert runs.loads_of(32) == 28 and runs.loads_of(896) == 1
+    assert runs.most_counted(Sizes(2, 1, 64, 2, 2)) == (0 + 1 + 2 + 3) + 2 * 4  # places, and experts
     assert 1.99 < runs.rows_each_way() < 2  # nearly every token has experts on both ranks
     assert runs.chain_us(2, "relaxed", launches=2) == pytest.approx(2 * one(1))
     assert model.lower_bound_us(2, 1) < model.lower_bound_us(2, 128) < model.lower_bound_us(8, 128)

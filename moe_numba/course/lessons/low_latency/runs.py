@@ -473,8 +473,21 @@ def counted_us(before: str, instructions: int) -> float | None:
     return _predicted(many, before, lambda time: time - _count_us(sizes, instructions, limits) * 31 / 32)
 
 
+def most_counted(sizes: Sizes | None = None) -> int:
+    """Return how many entries the warp that has most to count goes through, if all are experts of this rank."""
+    sizes = sizes or timed_sizes(chosen.MANY)
+    ranks, tokens, topk, warps = sizes.ranks, sizes.tokens, sizes.topk, sizes.threads // 32
+
+    def counted(token, warp):
+        places = sum((j // topk * tokens + token) * topk + j % topk for j in range(warp, ranks * topk, warps))
+        experts = range(token * warps + warp, sizes.local_experts, tokens * warps)
+        return places + len(experts) * sizes.slots * topk
+
+    return max(counted(token, warp) for token in range(tokens) for warp in range(warps))
+
+
 def _count_us(sizes, instructions, limits):
-    return sizes.slots * sizes.topk * instructions / limits.tensor_clock * 1e6  # the last entry counts all before it
+    return most_counted(sizes) * instructions / limits.tensor_clock * 1e6
 
 
 # Diagnoses and tables
