@@ -42,7 +42,6 @@ from moe_numba.course.lessons.moe_layer import draw, exercises
 from moe_numba.course.lessons.moe_layer import runs as page
 from moe_numba.course.lessons.moe_layer.runs import GEMV_WARPS, Decode, Stages, groups, layers, one, sums, swiglus
 from moe_numba.course.lessons.moe_layer.sizes import EXPERTS, HIDDEN, INTERMEDIATE, MANY, TOKENS, TOPK
-from moe_numba.course.pages.prose import say
 from moe_numba.course.steps.lesson import factory
 from moe_numba.course.steps.simulate import in_simulator
 from moe_numba.moe_layer.gemv.bf16 import bf16_bits
@@ -159,13 +158,11 @@ layers.step("grouped GEMMs", in_torch)
 # what is measured is the waiting.
 
 # %%
-calls = page.time_calls(experts_in_torch, {"grouped GEMMs": in_torch}, group_in_torch)
-page.show_calls(calls)
-
-# %%
-say("{conclusion}", conclusion=page.conclude_from_calls(calls))
+page.show_calls(experts_in_torch, {"grouped GEMMs": in_torch}, group_in_torch)
 
 # %% [markdown]
+# The grouped GEMMs save both: the waiting, which is what the loop takes beyond its prediction, and most operations.
+#
 # **Take away.** Before you make kernels faster, count what the CPU issues for them, and how often it waits.
 #
 # The other steps are compared by kernel time, in a CUDA graph, which is what a server replays.
@@ -622,12 +619,10 @@ by_gemv = Decode(make_gate_up(dot), make_down(dot))
 one.step("grouped GEMMs", (page.grouped_experts,))
 one.step("GEMV", by_gemv, predicted_us=page.gemv_us())
 
-# %%
-say("{conclusion}", conclusion=page.conclude_from_gemv())
-
 # %% [markdown]
-# **Bottleneck.** Bytes in flight, as with the narrow loads of step 6. As the kernels are written, a lane multiplies a pair of vectors before it loads the next, a
-# warp of `down` goes through the experts one after the other, and between the two kernels no warp loads anything.
+# **Bottleneck.** If these kernels gain little over the grouped GEMMs, and stay far above the prediction, they lack bytes in flight, as the narrow loads of step 6.
+# As the kernels are written, a lane multiplies a pair of vectors before it loads the next, a warp of `down` goes through the experts one after the other, and
+# between the two kernels no warp loads anything.
 #
 # **Idea.** The package's two kernels load several vectors before they multiply the first, and the second one loads its first weights while the first one still
 # runs:
@@ -636,8 +631,8 @@ say("{conclusion}", conclusion=page.conclude_from_gemv())
 one.step("the package's GEMV", (moe_numba.fused_experts,), predicted_us=page.gemv_us())
 
 # %% [markdown]
-# **Take away.** With one row, reading the weights is all that counts, so keep bytes in flight from the first to the last. GEMV reads an expert's weights once for each of its tokens, so this path ends where tokens
-# begin to share experts: `fused_experts` takes it for one token, and for a few if they share next to nothing.
+# **Take away.** With one row, reading the weights is all that counts, so keep bytes in flight from the first to the last. GEMV reads an expert's weights once for
+# each of its tokens, so this path ends where tokens begin to share experts: `fused_experts` takes it for one token, and for a few if they share next to nothing.
 #
 # ## Step 8: several GPUs
 #
@@ -713,11 +708,11 @@ page.show_what_did_not_pay()
 # ## Next step, not built
 #
 # Between the two GEMMs lies a tensor that is written once and read once, and the second GEMM starts only when the first has ended. **Build** a layer in one
-# persistent kernel: a CTA that has finished the first GEMM's tiles of some rows raises a flag, and CTAs that wait for it begin with the second GEMM. The bound to
-# beat is that of the first table:
+# persistent kernel: a CTA that has finished the first GEMM's tiles of some rows raises a flag, and CTAs that wait for it begin with the second GEMM. With many tokens the bound to
+# beat is that of the tensor cores; with few, reading the weights:
 
 # %%
-print("; ".join(f"{page.lower_bound_us(n):.0f} us with {n} tokens" for n in (TOKENS, MANY)))
+page.show_bounds()
 
 # %% [markdown]
 # ## Sources

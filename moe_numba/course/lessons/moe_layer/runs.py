@@ -635,78 +635,34 @@ def package_call_us() -> float:
     return row["call_us"]["median"] if row else PACKAGE_CALL_US
 
 
-class Call(NamedTuple):
-    """What a call of a layer issues, and its call time: measured or recorded, and of a model; in us, or None."""
-
-    operations: int  # of torch
-    functions: int  # of the package
-    us: float | None
-    predicted_us: float | None
-
-
-LOOP = "loop over experts"
-
-
-def time_calls(loop: Callable, versions: Mapping[str, Any], operation: Callable) -> dict[str, Call]:
-    """Time calls of the loop in torch and of versions of a layer, and predict their times.
+def show_calls(loop: Callable, versions: Mapping[str, Any], operation: Callable) -> Table:
+    """Return a table of call times: the loop in torch, and versions of a layer, with what a model predicts.
 
     The model adds the time of each torch operation that a version issues, and the call time of each of the package's
     functions. The time of an operation is that of ``operation``, whose torch operations wait for nothing.
     """
     inputs, ids = given(tokens_here()), given(tokens_here()).ids
-    calls = {LOOP: partial(loop, *inputs)}
+    calls = {"loop over experts": partial(loop, *inputs)}
     calls |= {name: partial(run_stages, stages, inputs, _empty) for name, stages in versions.items()}
     grouping = partial(operation, ids, qwen().num_experts)
     with OpCounter() as seen:
         grouping()
     each = _call_us("grouping in torch", grouping)
-    each_us, found = each and each / len(operations_of(seen)), {}
+    each_us, lines, before = each and each / len(operations_of(seen)), [], None
     for name, call in calls.items():
         with OpCounter() as seen:
             call()
-        in_torch, package = len(operations_of(seen)), seen.names.count(_PACKAGE)
+        in_torch, package, us = len(operations_of(seen)), seen.names.count(_PACKAGE), _call_us(name, call)
         predicted = each_us and in_torch * each_us + package * package_call_us()
-        found[name] = Call(in_torch, package, _call_us(name, call), predicted)
-    return found
-
-
-def show_calls(calls: Mapping[str, Call]) -> Table:
-    """Return a table of call times, with what the model predicts, judged by the saving over the line before."""
-    lines, before = [], None
-    for name, call in calls.items():
         verdict = ""
-        if call.us and call.predicted_us and before:
-            verdict = str(Judgement(before, call.us, before - call.predicted_us))
-        elif call.predicted_us:
-            verdict = f"predicted {call.predicted_us:.0f} us"
-        lines.append([name, str(call.operations), str(call.functions), _us(call.us), verdict])
-        before = call.us
-    return Table(["layer", "torch operations", "calls of the package", "call time, us", "prediction"], lines)
-
-
-def conclude_from_calls(calls: Mapping[str, Call]) -> str | None:
-    """Return how much of the loop's call time its operations explain; None if it is not known."""
-    loop = calls[LOOP]
-    if not loop.us or not loop.predicted_us:
-        return None
-    share = loop.predicted_us / loop.us
-    if share >= 1:
-        return "The operations of the loop alone explain its time; waiting adds nothing to it."
-    return (
-        f"The operations of the loop explain {100 * share:.0f} % of its time, and waiting at most the rest. "
-        "The grouped GEMMs save both."
-    )
-
-
-def conclude_from_gemv() -> str | None:
-    """Return how long the lesson's GEMV takes beside the grouped GEMMs and the prediction; None without times."""
-    step = one.steps["GEMV"]
-    if not step.times or not step.predicted_us:
-        return None
-    before, us = step.times
-    alike = abs(before / us - 1) < 0.1
-    gain = "as long as the grouped GEMMs" if alike else f"{us / before:.1f} times as long as the grouped GEMMs"
-    return f"GEMV takes {gain}, and {us / step.predicted_us:.1f} times what the weights' bytes and two launches take."
+        if us and predicted and before:
+            verdict = str(Judgement(before, us, before - predicted))
+        elif predicted:
+            verdict = f"predicted {predicted:.0f} us"
+        lines.append([name, str(in_torch), str(package), _us(us), verdict])
+        before = us
+    heads = "layer", "torch operations", "calls of the package", "call time, us", "prediction"
+    return Table(heads, lines)
 
 
 def _call_us(name, call):
