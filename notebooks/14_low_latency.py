@@ -171,20 +171,17 @@ def receive_flag(memory, slot, number, recv_x, out):
 
 
 # %% [markdown]
-# A CTA has one warp at first. A row of 7168 bfloat16 is 896 vectors of 16 bytes, so each lane moves 28 of them. In a lane the store of
-# a vector waits for its load, and the next load is issued after that store. With eight experts a token goes to most ranks, to its own one, too, and for each of
-# them the kernel loads the row again. As many rows arrive for a CTA:
-
-# %%
-ROWS = page.rows_each_way()
-print(f"a CTA sends {ROWS:.1f} rows on average, and receives as many; {page.loads_of(32)} loads of a lane for each")
-
-# %% [markdown]
-# **Prediction.** A launch, a load (the number and the experts), the loads of all rows that are sent, a release over NVLink, the loads of all rows that arrive.
+# A CTA has one warp at first. A row of 7168 bfloat16 is 896 vectors of 16 bytes, so each lane moves 28 of them. In a lane the store of a vector waits for its
+# load, and the next load is issued after that store. A token has experts on most ranks, often also on its own. The kernel loads the row again for each of these
+# ranks, after the first time from L1. On average a CTA receives as many rows as it sends, and copies them all.
+#
+# **Prediction.** A launch, a load (the number and the experts), the loads of one row, a release over NVLink, the loads of all rows that arrive.
 
 # %%
 flags = make_dispatch(send_flag, receive_flag)
-predicted_us = page.chain_us(1 + 2 * ROWS * page.loads_of(32), "release")
+ROWS = page.rows_each_way()
+print(f"a CTA receives {ROWS:.1f} rows on average")
+predicted_us = page.chain_us(1 + (1 + ROWS) * page.loads_of(32), "release")
 step("flags after data", Version(flags, warps=1), predicted_us=predicted_us)
 
 # %% [markdown]
@@ -214,10 +211,10 @@ page.strip(player, ("flag",), (": row.",), ("Operation 2", "the row"))
 #
 # **Idea.** A CTA gets a thread for each vector of a row: 896. The kernel does not change, only its launch.
 #
-# **Prediction.** As before, with one load of a thread for each row.
+# **Prediction.** A launch, a load, then one load to send, a release over NVLink, one load to receive: the rank's own row has been copied meanwhile.
 
 # %%
-predicted_us = page.chain_us(1 + 2 * ROWS, "release")
+predicted_us = page.chain_us(1 + 2, "release")
 step("a thread per vector", Version(flags), predicted_us=predicted_us)
 
 # %% [markdown]
@@ -364,7 +361,7 @@ def receive_data(memory, slot, number, recv_x, out):
 
 # %%
 data = make_dispatch(send_data, receive_data)
-predicted_us = page.chain_us(1 + 2 * ROWS, "relaxed")
+predicted_us = page.chain_us(1 + 2, "relaxed")
 step("data as its own flag", Version(data), predicted_us=predicted_us)
 
 # %% [markdown]
@@ -484,12 +481,11 @@ def my_sum_rows(memory, slot, tokens, targets, out, token):
 sum_rows = exercises.sum_rows.use(my_sum_rows)
 
 # %% [markdown]
-# **Prediction.** More than dispatch alone: a launch, a load (the experts), two loads for each row that is sent (whether there is one, and the row), one way over
-# NVLink, and a load for each row that arrives.
+# **Prediction.** A launch, two loads (the experts, the row), and one way over NVLink more than dispatch alone.
 
 # %%
 combine = make_combine(sum_rows)
-predicted_us = page.after("data as its own flag", page.chain_us(1 + 3 * ROWS, "relaxed"))
+predicted_us = page.after("data as its own flag", page.chain_us(2, "relaxed"))
 step("with combine", Version(data, combine), predicted_us=predicted_us)
 
 # %% [markdown]
@@ -613,12 +609,11 @@ def make_packed(count):
 
 # %% [markdown]
 # The comparison is step 3 with as many tokens. **Prediction.** Each row is stored once for each of its experts here. And warps go through entries one by one: a
-# load, a comparison, a selection and an addition each, and a quarter of a loop. The warp that has most to count goes through those before an entry, and
-# through all for the number of an expert's rows:
+# load, a comparison, a selection and an addition each, and a quarter of a loop. The warp that counts most goes through those before an entry, and through all of
+# them for the number of an expert's rows.
 
 # %%
 INSTRUCTIONS = 5  # per entry
-print(f"at most {page.most_counted()} entries")
 many.step("data as its own flag", Version(data))
 predicted_us = page.packed_us("data as its own flag", INSTRUCTIONS)
 many.step("packed by expert", Version(make_packed(count_alone), packed=True), predicted_us=predicted_us)
