@@ -65,7 +65,7 @@ draw.problem()
 # *Combine* does the same in the other direction. With one token nothing overlaps: each box waits for the one before it.
 #
 # The **lower bound** is what no pair avoids, in either direction: a launch, a load (a token's experts), and one way over NVLink. To it we add the bytes at the
-# best push rate that [lesson 12](12_dispatch.ipynb) has measured. With one token they hardly count:
+# best push rate that [lesson 11](11_talk_to_a_peer.ipynb) has measured. With one token they hardly count:
 
 # %%
 print(page.show_launch())
@@ -171,18 +171,22 @@ def receive_flag(memory, slot, number, recv_x, out):
 
 
 # %% [markdown]
-# A CTA has one warp at first. A row of 7168 bfloat16 is 896 vectors of 16 bytes, so each lane loads 28 of them to send and 28 to receive. In a lane the store of
-# a vector waits for its load, and the next load is issued after that store.
+# A CTA has one warp at first. A row of 7168 bfloat16 is 896 vectors of 16 bytes, so each lane moves 28 of them. In a lane the store of a vector waits for its
+# load, and the next load is issued after that store. A token has experts on most ranks, often also on its own. The kernel loads the row again for each of these
+# ranks, after the first time from L1. On average a CTA receives as many rows as it sends, and copies them all.
 #
-# **Prediction.** A launch, a load (the number and the experts), 28 loads, a release over NVLink, 28 loads.
+# **Prediction.** A launch, a load (the number and the experts), the loads of one row, a release over NVLink, the loads of all rows that arrive.
 
 # %%
 flags = make_dispatch(send_flag, receive_flag)
-predicted_us = page.chain_us(1 + 2 * page.loads_of(32), "release")
+ROWS = page.rows_each_way()
+print(f"a CTA receives {ROWS:.1f} rows on average")
+predicted_us = page.chain_us(1 + (1 + ROWS) * page.loads_of(32), "release")
 step("flags after data", Version(flags, warps=1), predicted_us=predicted_us)
 
 # %% [markdown]
-# **Take away.** If addresses are known beforehand, no rank has to ask. Memory for the worst case is the price: with 8 ranks and 128 tokens, slots take 29 MB.
+# **Take away.** If addresses are known beforehand, no rank has to ask. Memory for the worst case is the price: with 8 ranks and 128 tokens, slots of dispatch
+# take 29 MB.
 #
 # ## What happens in the slots
 #
@@ -203,11 +207,11 @@ page.strip(player, ("flag",), (": row.",), ("Operation 2", "the row"))
 # %% [markdown]
 # ## Step 2: a thread per vector
 #
-# **Bottleneck.** 56 loads, one after the other, are most of the prediction.
+# **Bottleneck.** A lane's loads, one after the other, are most of the prediction.
 #
 # **Idea.** A CTA gets a thread for each vector of a row: 896. The kernel does not change, only its launch.
 #
-# **Prediction.** A launch, a load, then one load to send, a release over NVLink, one load to receive.
+# **Prediction.** A launch, a load, then one load to send, a release over NVLink, one load to receive: the rank's own row has been copied meanwhile.
 
 # %%
 predicted_us = page.chain_us(1 + 2, "release")
@@ -291,7 +295,8 @@ draw.space_time()
 #   vector access as four accesses in no order.
 # - `clean` replaces words of a row that equal the sentinel. Such a word is two bfloat16 NaNs, and remains two NaNs.
 # - After reading, the receiver **resets** the slot to the sentinel, for operation n + 2, which uses the same half. Is the reset in time? A sender that begins
-#   operation n + 2 has received the receiver's metadata of operation n + 1. By then the receiver had finished operation n, including every reset.
+#   operation n + 2 has received the receiver's metadata of operation n + 1. By then the receiver had finished operation n, including every reset. The end of a
+#   kernel orders its stores before those of the next kernel of its rank, so the reset needs no fence either.
 # - The word that says whether a slot has a row is now **metadata**. It has the number of the operation, so it is its own flag, too.
 #
 # Within an operation no order of stores is required: all of them are relaxed, without fence or barrier. (`copied` copies four registers, and ptxas removes the copies.
@@ -362,7 +367,9 @@ step("data as its own flag", Version(data), predicted_us=predicted_us)
 # %% [markdown]
 # **Take away.** An acknowledgement that no thread needs is a round trip that no thread should wait for. If each piece of data can say that it has arrived, pieces need no order.
 #
-# The same two operations as before. Nothing is orange, because a row may be read as soon as it is stored; the receiver stores the sentinel after reading:
+# The score has more stores than before: the resets. They stay on the rank, and no thread waits for them.
+#
+# Here are the same two operations as before. Nothing is orange, because a row may be read as soon as it is stored; the receiver stores the sentinel after reading:
 
 # %%
 player = page.play(Version(data), data_is_flag=True)
@@ -503,14 +510,14 @@ page.show_alone(
 )
 
 # %% [markdown]
-# If the last column is larger than 1, 3 and 2, the difference is what the model leaves out: the latency of the table above is that of one word, and here a whole
+# If the last column is larger than 3, 1 and 2, the difference is what the model leaves out: the latency of the table above is that of one word, and here a whole
 # row is stored and polled; and each operation waits for the slower rank.
 #
 # ## Step 5: packed by expert
 #
-# **Bottleneck.** The grouped GEMM of [lesson 07](07_grouped_gemm.ipynb) reads the rows of each expert one after the other. Its **masked** layout is `[local experts,
-# capacity, hidden]`, with the number of rows of each expert on the GPU. Rows in slots would have to be copied once more, in another launch. This step and the
-# next one are timed with more tokens, as packing depends on them.
+# **Bottleneck.** The grouped GEMM of [lesson 07](07_grouped_gemm.ipynb) takes the first row of each expert, and the number of its rows; between them lie no others.
+# In the layout that DeepGEMM calls **masked**, the rows of an expert begin at a fixed place of a tensor `[local experts, capacity, hidden]`. Rows in slots would have
+# to be copied there, in another launch. This step and the next one are timed with more tokens, as packing depends on them.
 #
 # **Idea.** A row's **place**, its index within its expert, is the number of earlier slots with that expert. Metadata now names the experts, in one word for
 # each of the top-k. Every CTA collects the metadata of all slots in shared memory and counts, so that no CTA needs another one's results. Rows of an expert are ordered
@@ -601,8 +608,9 @@ def make_packed(count):
 
 
 # %% [markdown]
-# The comparison is step 3 with as many tokens. **Prediction.** Each row is stored once for each of its experts here. And the last entry counts all entries before
-# it, one by one: a load, a comparison, a selection and an addition each, and a quarter of a loop.
+# The comparison is step 3 with as many tokens. **Prediction.** Each row is stored once for each of its experts here. And warps go through entries one by one: a
+# load, a comparison, a selection and an addition each, and a quarter of a loop. The warp that counts most goes through those before an entry, and through all of
+# them for the number of an expert's rows.
 
 # %%
 INSTRUCTIONS = 5  # per entry
@@ -667,7 +675,7 @@ print(page.show_package())
 page.show_what_did_not_pay()
 
 # %% [markdown]
-# The line with many tokens is there for comparison.
+# With one token FP8 saves bytes that take no time; with many tokens, bytes are what takes time.
 #
 # ## More tokens, more GPUs
 #
@@ -691,6 +699,9 @@ def my_break_even(model):
 
 
 exercises.break_even.check(my_break_even)
+
+# %% [markdown]
+# ## All steps
 
 # %%
 lesson.save(many, alone)

@@ -121,9 +121,9 @@ page.show_wrong_layers()
 #
 # **Bottleneck.** The CPU. It issues a dozen operations for each expert, and it waits wherever the loop needs a size that is on the GPU.
 #
-# **Idea.** A grouped GEMM takes all experts in one launch, and group sizes stay on the GPU. It needs `seqlens` (rows of each expert), `cu_seqlens` (where they
-# begin) and `gather_indices` (the token of each row). The sum needs `inverse_indices` (the row of each assignment). Here are three stages in torch
-# around the two GEMMs, none of which waits for the GPU:
+# **Idea.** A grouped GEMM takes all experts in one launch, and group sizes stay on the GPU. The package's needs `seqlens` (rows of each expert, the `lengths` of
+# lesson 07), `cu_seqlens` (where they begin, the `starts`) and `gather_indices` (the token of each row). The sum needs `inverse_indices` (the row of each
+# assignment). Here are three stages in torch around the two GEMMs, none of which waits for the GPU:
 
 
 # %%
@@ -161,7 +161,9 @@ layers.step("grouped GEMMs", in_torch)
 page.show_calls(experts_in_torch, {"grouped GEMMs": in_torch}, group_in_torch)
 
 # %% [markdown]
-# **Take away.** Before you make kernels faster, count how often the CPU waits for them.
+# The grouped GEMMs save both: the waiting, which is what the loop takes beyond its prediction, and most operations.
+#
+# **Take away.** Before you make kernels faster, count what the CPU issues for them, and how often it waits.
 #
 # The other steps are compared by kernel time, in a CUDA graph, which is what a server replays.
 #
@@ -256,7 +258,8 @@ def my_position(expert):
 position = exercises.position.use(my_position)
 
 # %% [markdown]
-# **Prediction.** One launch. A warp visits its chunk twice, and each visit waits for a load from L2; and there are six barriers, with those of the scan.
+# **Prediction.** One launch. A warp visits its chunk twice, 32 assignments at a time, and waits each time for a load from L2; and there are six barriers, with
+# those of the scan.
 
 # %%
 group_by_warps = make_group(position)
@@ -264,7 +267,9 @@ groups.step("torch", group_in_torch)
 groups.step("a chunk per warp", group_by_warps, predicted_us=page.sort_us())
 
 # %% [markdown]
-# In the layer, this should save what it saves alone:
+# The prediction leaves out what threads do between barriers: a thread adds up the counts of all warps, one after the other, and the scan shuffles.
+#
+# In the layer, the kernel should save what it saves alone:
 
 # %%
 with_group = Stages(group_by_warps, swiglu_in_torch, sum_in_torch)
@@ -272,7 +277,7 @@ predicted_us = page.less("grouped GEMMs", groups, "torch", "a chunk per warp")
 layers.step("grouping in one launch", with_group, predicted_us=predicted_us)
 
 # %% [markdown]
-# **Take away.** Sorting a few hundred numbers is a job for one CTA. What costs time is not the sort, but ten launches around it.
+# **Take away.** Sorting a few hundred numbers is a job for one CTA. What costs time in torch is not the sort, but the launches around it.
 #
 # ## Why stable?
 #
@@ -520,7 +525,7 @@ sum_by_eight = make_sum(sum_eight, 8)
 sums.step("eight columns", (sum_by_eight, 8), predicted_us=page.sum_us())
 
 # %% [markdown]
-# In the layer:
+# In the layer, where the launches are saved again, whatever the number of rows:
 
 # %%
 with_sum = Stages(group_by_warps, moe_numba.group_gemm_silu_and_mul_bf16, sum_by_eight, True)
@@ -615,14 +620,19 @@ one.step("grouped GEMMs", (page.grouped_experts,))
 one.step("GEMV", by_gemv, predicted_us=page.gemv_us())
 
 # %% [markdown]
-# The package's two kernels load several vectors before they multiply the first, and the second one loads its first weights while the first one still runs:
+# **Bottleneck.** If these kernels gain little over the grouped GEMMs, and stay far above the prediction, they lack bytes in flight, as the narrow loads of step 6.
+# As the kernels are written, a lane multiplies a pair of vectors before it loads the next, a warp of `down` goes through the experts one after the other, and
+# between the two kernels no warp loads anything.
+#
+# **Idea.** The package's two kernels load several vectors before they multiply the first, and the second one loads its first weights while the first one still
+# runs:
 
 # %%
 one.step("the package's GEMV", (moe_numba.fused_experts,), predicted_us=page.gemv_us())
 
 # %% [markdown]
-# **Take away.** A kernel for many rows is not a fast kernel for one. GEMV reads an expert's weights once for each of its tokens, so this path ends where tokens
-# begin to share experts: `fused_experts` takes it for one token, and for a few if they share next to nothing.
+# **Take away.** With one row, reading the weights is all that counts, so keep bytes in flight from the first to the last. GEMV reads an expert's weights once for
+# each of its tokens, so this path ends where tokens begin to share experts: `fused_experts` takes it for one token, and for a few if they share next to nothing.
 #
 # ## Step 8: several GPUs
 #
@@ -661,7 +671,8 @@ page.show_layers_on_ranks()
 # ## All steps, and others' kernels
 #
 # The record of `python -m moe_numba bench moe_layer`, on one GPU: the package, and the experts of vLLM, SGLang, FlashInfer, Transformers and others that we could run.
-# (An empty field: not measured at this size.)
+# (An empty field: not measured at this size.) The lower bound here counts the experts that the record's tokens have chosen, the first table those that tokens
+# choose on average.
 
 # %%
 page.show_layers()

@@ -4,6 +4,7 @@ import pytest
 
 from moe_numba.course.bench import records
 from moe_numba.course.pages import executed, lesson
+from moe_numba.course.steps.lesson import Orders
 
 HEAD = "# ---\n# jupyter:\n#   jupytext:\n#     formats: ipynb,py:percent\n# ---\n\n"
 PROSE = "# %% [markdown]\n"
@@ -93,3 +94,10 @@ def test_the_lessons_keep_the_rules(name, capsys):
 @pytest.mark.parametrize("path", executed.find(records.repository()), ids=lambda path: path.stem)
 def test_notebooks_keep_the_rules(path):
     assert lesson.problems(executed.read(path)) == []
+
+
+def test_an_error_that_is_also_the_race_is_said_once():
+    said = lambda *fields: str(Orders(4, *fields))
+    assert said(4, "Deadlock: two waits", "Deadlock: two waits").count("Deadlock") == 1
+    assert said(4, "wrong", "DataRace") == "wrong under 4 of 4 thread orders: wrong\nDataRace"
+    assert said(0, None, None) == "wrong under 0 of 4 thread orders\nno race found"

@@ -16,6 +16,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.lessons.moe_layer import answers, draw, exercises, model, profile, runs
 from moe_numba.course.lessons.moe_layer.answers import activate_pair, high, low
 from moe_numba.course.lessons.moe_layer.runs import Decode, Stages
+from moe_numba.course.steps.score import TOTAL
 from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG
 from moe_numba.moe_layer.compile_layers import Layer
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
@@ -46,6 +47,12 @@ def upper_lanes(expert):
     same = uint32(cuda.match_any_sync(FULL_MASK, expert))
     earlier = int32(cuda.popc(same & lanemask_lt()))
     return int32(cuda.popc(same) - earlier - 1), int32(cuda.popc(same))
+
+
+@cuda.jit(device=True)
+def compares_three_bits(expert):
+    same = uint32(cuda.match_any_sync(FULL_MASK, expert & 7))
+    return int32(cuda.popc(same & lanemask_lt())), int32(cuda.popc(same))
 
 
 @cuda.jit(device=True)
@@ -158,6 +165,29 @@ def dot_of_every_lane(x, x_at, w, w_at, words):
 
 
 @cuda.jit(device=True)
+def dot_of_every_lane_and_a_shuffle(x, x_at, w, w_at, words):
+    return cuda.shfl_sync(FULL_MASK, dot_of_every_lane(x, x_at, w, w_at, words), 0)
+
+
+@cuda.jit(device=True)
+def dot_of_the_first_vector(x, x_at, w, w_at, words):
+    return answers.dot(x, int64(0), w, w_at, words)
+
+
+@cuda.jit(device=True)
+def dot_in_bfloat16(x, x_at, w, w_at, words):
+    total = float32(0)
+    for i in range(4 * int32(cuda.threadIdx.x & 31), words, 128):
+        x_, w_ = load_nc_u32x4(x, x_at + i), load_nc_u32x4(w, w_at + i)
+        for j in range(4):
+            pair = cvt_rn_bf16x2_f32(high(x_[j]) * high(w_[j]), low(x_[j]) * low(w_[j]))
+            total += low(pair) + high(pair)
+    for distance in (16, 8, 4, 2, 1):
+        total = total + cuda.shfl_xor_sync(FULL_MASK, total, distance)
+    return total
+
+
+@cuda.jit(device=True)
 def dot_without_shuffles(x, x_at, w, w_at, words):
     total = float32(0)
     for i in range(int32(cuda.threadIdx.x & 31), words, 32):
@@ -183,7 +213,8 @@ POSITION, ACTIVATE, SUM, DOT = exercises.position, exercises.activate_eight, exe
     [
         (POSITION, ..., OPEN, "not answered yet"),
         (POSITION, stub, OPEN, "not answered yet"),
-        (POSITION, answers.position, RIGHT, "1 vote"),
+        (POSITION, answers.position, RIGHT, "1 exchange between lanes"),
+        (POSITION, compares_three_bits, WRONG, "lower lanes"),
         (POSITION, counts_itself, WRONG, "lower lanes"),
         (POSITION, upper_lanes, WRONG, "lower lanes"),
         (POSITION, by_shuffles, OVER_PAR, "compares a value with those of all lanes"),
@@ -199,8 +230,11 @@ POSITION, ACTIVATE, SUM, DOT = exercises.position, exercises.activate_eight, exe
         (SUM, make_sum(1, False, True), WRONG, "the sums"),
         (SUM, make_sum(1, True, False), WRONG, "the sums"),
         (DOT, answers.dot, RIGHT, "4 loads"),
-        (DOT, dot_of_one_lane, REFUSED, "one lane executes a line"),
-        (DOT, dot_of_every_lane, REFUSED, "no lane learns"),
+        (DOT, dot_of_one_lane, REFUSED, "do not divide the words"),
+        (DOT, dot_of_every_lane, REFUSED, "do not divide the words"),
+        (DOT, dot_of_every_lane_and_a_shuffle, REFUSED, "do not divide the words"),
+        (DOT, dot_of_the_first_vector, WRONG, "the dot product, by lane"),
+        (DOT, dot_in_bfloat16, WRONG, "the dot product, by lane"),
         (DOT, dot_without_shuffles, WRONG, "the dot product, by lane"),
         (DOT, dot_of_words, OVER_PAR, "How many bytes"),
     ],
@@ -217,6 +251,7 @@ def test_explanations_come_after_an_answer():
     traffic, unstable = exercises.traffic.check, exercises.unstable.check
     assert traffic().state == OPEN and traffic(gather=1).state == WRONG
     assert traffic(gather=2, multiplication=3, reduction=2).state == RIGHT
+    assert traffic(gather=2, multiplication=3, reduction=2.25).state == RIGHT
     assert unstable().state == OPEN and unstable("A").state == WRONG and unstable("b").state == RIGHT
     fill, reached = exercises.tokens_that_fill.check, exercises.ranks_reached.check
     assert fill(lambda e, k, b, bandwidth, rate: e * b * rate / (k * bandwidth)).state == WRONG
@@ -300,9 +335,24 @@ def test_torch_has_no_kernels_and_layers_count_launches(right_page):
     group, layers = runs.groups, runs.layers
     assert group.run.kernels(right_page["group_in_torch"]) == () and group.count(right_page["group_in_torch"], "t").rows
     in_torch, ours = right_page["in_torch"], versions(right_page)["layer"][1]
+    runs.one_token.cache_clear()  # as in the process that counts where a GPU runs the kernels
     counted = [layers.count(version, "x").rows for version in (in_torch, ours)]
     launches = [sum(rows.values()) for rows in counted]
     assert launches[0] > launches[1] and len(layers.run.kernels(ours)) == 3
+    assert counted[1][TOTAL, "operations of torch"] == 0, "inputs and outputs are no operations of a layer"
+    assert runs.one.count((lambda *inputs: None,), "x").rows[TOTAL, "operations of torch"] == 0
+
+
+def test_wide_loads_need_fewer_lines_of_all_warps(right_page):
+    """The rows of the simulator fill warps also with eight columns for each thread, as those of the page do."""
+    eight = {runs.swiglus: answers.activate_eight, runs.sums: answers.sum_eight}
+    for lesson, make, two in ((runs.swiglus, "make_swiglu", "activate_two"), (runs.sums, "make_sum", "sum_two")):
+        narrow, wide = (right_page[two], 2), (eight[lesson], 8)
+        lines = [
+            lesson.count((right_page[make](hole, columns), columns), "x").rows[TOTAL, "source lines"]
+            for hole, columns in (narrow, wide)
+        ]
+        assert lines[1] < lines[0]
 
 
 # Tables, figures, models
@@ -370,6 +420,12 @@ def test_the_page_runs_with_other_sizes(ranks):
     sizes = dict(SMALL_EXPERTS=7, SMALL_TOPK=3, SMALL_HIDDEN=192, SMALL_TOKENS=29, SMALL_WARPS=3, SMALL_MANY=3)
     printed = run_with_sizes(NOTEBOOK, "moe_layer", RANKS=ranks, **(sizes if ranks == 2 else {}))
     assert "DeepGEMM's mega-MoE" in printed and "weighted sum in one launch" in printed
+
+
+def test_the_check_of_the_sum_has_an_assignment_without_a_row():
+    names = page("if row >= 0:\n            pair", "if True:\n            pair")
+    with pytest.raises(simulator.SimulatorError, match="outside rows"):
+        runs.sums.run.check((names["make_sum"](names["sum_two"], 2), 2))
 
 
 def test_decode_has_two_kernels(right_page):

@@ -162,6 +162,7 @@ BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} 
     "moe_layer_ranks": "experts of a layer that are distributed over two GPUs or more",
     "moe_layer_routings": "the experts of whole MoE layers, by number of tokens and routing",
     "older_gpus": "the kernels for older GPUs, beside those for this GPU",
+    "training": "a training step of a layer's experts, forward and backward, beside Hugging Face Transformers",
 }
 
 

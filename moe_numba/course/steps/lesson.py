@@ -306,7 +306,8 @@ class Orders(NamedTuple):
 
     def __str__(self):
         head = f"wrong under {self.wrong} of {self.seeds} thread orders"
-        return "\n".join(filter(None, [f"{head}: {self.error}" if self.wrong else head, self.race or "no race found"]))
+        race = None if self.race and self.race == self.error else self.race or "no race found"
+        return "\n".join(filter(None, [f"{head}: {self.error}" if self.wrong else head, race]))
 
     __repr__ = __str__
 

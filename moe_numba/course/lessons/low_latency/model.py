@@ -1,13 +1,13 @@
 """Latencies of NVLink and of launches, and a model of the time of a pair: a constant and bytes. All in us."""
 
 from collections.abc import Mapping
-from math import comb
 from typing import NamedTuple
 
 import numpy as np
 
 from moe_numba.course.bench import link, records
 from moe_numba.course.bench.latencies import latencies
+from moe_numba.course.lessons.moe_layer.model import ranks_per_token
 
 # Of two H200s, by CUDA C++ programs that are not in the repository: used where lesson 11 has no record.
 _BEFORE_RECORDS = {"relaxed": 0.73, "release": 1.33}
@@ -52,8 +52,7 @@ def bytes_each_way(ranks: int, tokens: int, hidden: int = 7168, topk: int = 8, n
 
     All sets of experts are equally likely; a row is sent once to each rank that has one of the token's experts.
     """
-    elsewhere = comb(num_experts - num_experts // ranks, topk) / comb(num_experts, topk)
-    return tokens * (ranks - 1) * (1 - elsewhere) * 2 * hidden
+    return tokens * ranks_per_token(num_experts, topk, ranks) * (ranks - 1) / ranks * 2 * hidden
 
 
 def push_gbps() -> float:

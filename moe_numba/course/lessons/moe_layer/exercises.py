@@ -13,6 +13,7 @@ from numba import cuda, int32, int64
 from moe_numba.course.grader import expect_equal, function_test
 from moe_numba.course.lessons.moe_layer import answers
 from moe_numba.course.lessons.moe_layer.model import ranks_per_token
+from moe_numba.course.lessons.moe_layer.sizes import TOPK
 from moe_numba.course.steps.exercises import Build, Choose, Formula, Predict
 from moe_numba.course.steps.score import count
 from moe_numba.runtime.launch import launch
@@ -29,8 +30,8 @@ _LAYERS = [  # num_experts, topk, bytes of a weight, bytes per second, operation
 ]
 
 
-def _tokens_that_fill(num_experts, topk, weight_bytes, bandwidth, rate):
-    return num_experts * weight_bytes * rate / (2 * topk * bandwidth)
+def _tokens_that_fill(num_experts, topk, bytes_per_weight, bytes_per_second, operations_per_second):
+    return num_experts * bytes_per_weight * operations_per_second / (2 * topk * bytes_per_second)
 
 
 tokens_that_fill = Formula(
@@ -39,8 +40,9 @@ tokens_that_fill = Formula(
     own=_tokens_that_fill,
     test=function_test(_tokens_that_fill, _LAYERS, rtol=1e-6),
     praise="from there on computing takes longer than reading",
-    hint="Let W be the number of weights of an expert. Reading takes num_experts * W * weight_bytes / bandwidth, and "
-    "computing 2 * topk * tokens * W / rate: a multiplication with its addition counts as two operations. W cancels.",
+    hint="Let W be the number of weights of an expert. Reading takes num_experts * W * bytes_per_weight / "
+    "bytes_per_second, and computing 2 * topk * tokens * W / operations_per_second: a multiplication with its addition "
+    "counts as two operations. W cancels.",
 )
 
 
@@ -61,8 +63,10 @@ def _around_position(answer):
 
 @cache
 def _experts():
-    experts = _random.integers(0, 5, _ROWS).astype(np.int32)
-    experts[:32] = 3  # all lanes of a warp
+    """Return experts of 128; some differ in high bits only, and the last lanes have no assignment."""
+    experts = _random.choice(np.array([0, 1, 33, 65, 97, 127], np.int32), _ROWS)
+    experts[:32] = 33  # all lanes of a warp
+    experts[-5:] = 128
     return experts
 
 
@@ -93,7 +97,7 @@ position = Build(
     profile=lambda answer: count(kernel := _around_position(answer), lambda _: _positions(kernel), answer),
     counter="",
     score=_exchanges,
-    unit="votes, matches and shuffles",
+    unit="exchanges between lanes",
     par=1,
     par_is_bound=True,
     forbidden={
@@ -234,17 +238,18 @@ _WORDS, _WARPS = 160, 2
 def _around_dot(answer):
     @cuda.jit
     def around(x, w, out, words):
-        row = int32(cuda.threadIdx.x >> 5)
-        out[cuda.threadIdx.x] = answer(x, int64(0), w, int64(row) * words, words)
+        at = int64(cuda.threadIdx.x >> 5) * words
+        out[cuda.threadIdx.x] = answer(x, (_WARPS - 1) * words - at, w, at, words)  # the last of x, the first of w
 
     return around
 
 
 @cache
 def _vectors():
+    """Return vectors x and w, one for each warp: integers whose products float32 holds exactly, and bfloat16 not."""
     generator = torch.Generator().manual_seed(4)
-    x = torch.randint(-8, 9, (1, 2 * _WORDS), generator=generator).bfloat16()
-    return x, torch.randint(-8, 9, (_WARPS, 2 * _WORDS), generator=generator).bfloat16()
+    integers = lambda: torch.randint(-127, 128, (_WARPS, 2 * _WORDS), generator=generator).bfloat16()
+    return integers(), integers()
 
 
 def _dot(kernel):
@@ -255,7 +260,7 @@ def _dot(kernel):
 
 def _test_dot(answer):
     x, w = _vectors()
-    right = (w.double() @ x[0].double()).float().repeat_interleave(32)
+    right = (w.double() * x.flip(0).double()).sum(1).float().repeat_interleave(32)
     expect_equal("the dot product, by lane", _dot(_around_dot(answer)), right)
 
 
@@ -273,7 +278,10 @@ dot = Build(
         "barriers": "warps wait for each other",
         "shared_store_requests": "it writes shared memory, where lanes can exchange registers",
     },
-    limits={"shuffles": (5, "it exchanges more often than halving needs")},
+    limits={
+        "shuffles": (5, "it exchanges more often than halving needs"),
+        "global_load_requests": (4 * -(-_WORDS // 32), "the lanes do not divide the words among them"),
+    },
     needs=(("shuffles", "reductions"), "no lane learns what the others have added"),
     over_par="How many bytes can a lane load at once?",
     hint="Lane l takes words 4 l to 4 l + 3, and then every 128th. After the loop, five cuda.shfl_xor_sync at "
@@ -286,9 +294,11 @@ dot = Build(
 
 traffic = Predict(
     "bytes of torch's weighted sum",
-    {"gather": 2, "multiplication": 3, "reduction": 2},
+    {"gather": 2, "multiplication": 3, "reduction": 2 + 2 / TOPK},
     "The gather reads and writes R. The multiplication reads R and writes a float32 result, 2 R, because the weights "
-    "are float32. The reduction reads that; its result is small (9 / 8 R would be enough for everything)",
+    f"are float32. The reduction reads that, and writes one row for each {TOPK}, in float32, which you may neglect. "
+    f"One kernel could do with {1 + 1 / TOPK:g} R",
+    within={"reduction": 2 / TOPK},
 )
 
 unstable = Choose(

@@ -7,6 +7,7 @@ WARPS = 8  # of the CTA that groups
 
 SMALL_EXPERTS, SMALL_TOPK, SMALL_HIDDEN, SMALL_INTERMEDIATE = 8, 2, 128, 64  # of what the simulator runs, and counts
 SMALL_TOKENS, SMALL_MANY = 40, 5
+SMALL_COLUMNS = 448  # of the rows of SwiGLU and of the weighted sum: eight for each lane of nearly two warps
 SMALL_WARPS = 2
 
 for _experts, _warps in ((EXPERTS, WARPS), (SMALL_EXPERTS, SMALL_WARPS)):
