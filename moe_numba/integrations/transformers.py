@@ -63,8 +63,8 @@ _EPSILON = 1e-20  # which routers with sigmoid add to the sum of the weights
 def register(warm_up: bool = False, batch_invariant: bool = False) -> None:
     """Register the implementation "moe_numba" of experts with transformers, for bfloat16, FP8 and MXFP4 weights.
 
-    A model selects it by ``set_experts_implementation("moe_numba")``. It computes in bfloat16, without gradients. Ids
-    outside of 0 to num_experts - 1, such as the sentinels of expert parallelism, add nothing. "moe_numba_ep", for
+    A model selects it by ``set_experts_implementation("moe_numba")``. It computes in bfloat16, and has gradients if the
+    weights are bfloat16. Ids outside of 0 to num_experts - 1, such as the sentinels of expert parallelism, add nothing. "moe_numba_ep", for
     several ranks, is registered, too: see :func:`distribute_experts`.
 
     Parameters
@@ -351,8 +351,8 @@ def fuse_routers(model: torch.nn.Module, skip_padding: bool = False) -> int:
     Supported: the routers of DeepSeek-V3, GLM-4-MoE, gpt-oss, Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE. Modules and
     parameters remain as they are; :func:`unfuse_routers` undoes the change. Outputs are logits, weights and int64 ids
     as before. On a GPU, logits in float32 are sums of the same products in another order, so that their last bits
-    can differ, and of experts whose scores differ by no more than that, another can be chosen. There is no backward:
-    call the model in ``torch.no_grad()``.
+    can differ, and of experts whose scores differ by no more than that, another can be chosen. Gradients reach the
+    router's weight through the weights of the chosen experts.
     Copies of the model, also by ``pickle`` and ``torch.save``, have fused routers of their own.
     Outputs have a row per token. Those of gpt-oss' router do without this function only for hidden states
     [tokens, hidden], which the model passes.
@@ -448,7 +448,6 @@ def unfuse_routers(model: torch.nn.Module) -> int:
 
 def _sigmoid_forward(self, padding, hidden_states):
     """Route as DeepSeek-V3: float32 logits, groups, a bias, a scaling factor."""
-    _check_no_grad(self, "a fused router", hidden_states=hidden_states)
     hidden_states = hidden_states.view(-1, self.hidden_dim)
     logits = router_logits(hidden_states, self.weight)
     groups = self.norm_topk_prob, self.num_group, self.topk_group, 0, self.routed_scaling_factor, True
@@ -463,7 +462,6 @@ def _softmax_forward(self, padding, hidden_states):
     gpt-oss and Mixtral divide by the sum of the chosen probabilities.
     """
     bias, is_mixtral = getattr(self, "bias", None), type(self).__name__ == "MixtralTopKRouter"
-    _check_no_grad(self, "a fused router", hidden_states=hidden_states)
     logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight, bias)
     renormalize = getattr(self, "norm_topk_prob", True)
     options = dict(scoring="softmax", is_padding=padding.rows)

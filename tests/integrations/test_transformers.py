@@ -214,27 +214,19 @@ def gradients(model, device):
 @each_model
 def test_gradients_are_those_of_eager(name, device):
     model, results = make_model(name, device), []
-    for implementation in ("eager", "moe_numba"):
-        model.set_experts_implementation(implementation)
+    for implementation in ("eager", "moe_numba", "fused routers"):
+        if implementation == "fused routers":
+            integration.fuse_routers(model)
+        else:
+            model.set_experts_implementation(implementation)
         results.append(gradients(model, device))
-    (loss, wanted), (own_loss, own) = results
-    assert abs(own_loss - loss) < BOUND and own.keys() == wanted.keys()
-    assert any("gate_up_proj" in name for name in own) and any("down_proj" in name for name in own)
-    for parameter, gradient in own.items():
-        error = float((gradient - wanted[parameter]).norm() / wanted[parameter].norm().clamp(min=1e-6))
-        assert error < 0.06, f"{parameter}: {error}"  # eager and grouped_mm of transformers differ by up to 0.03
-
-
-@each_model
-def test_fused_routers_in_grad_mode_are_refused_by_name(name):
-    """As in eval mode without no_grad, with the parameters that a model has when it is loaded."""
-    model = make_model(name, "cpu").requires_grad_(True)
-    model.set_experts_implementation("moe_numba")
-    integration.fuse_routers(model)
-    with pytest.raises(
-        ValueError, match=r"^hidden_states of \w+Router requires grad; a fused router.* has no backward"
-    ):
-        model(torch.arange(3).view(1, 3))
+    (loss, wanted), *others = results
+    for own_loss, own in others:
+        assert abs(own_loss - loss) < BOUND and own.keys() == wanted.keys()
+        assert {"gate_up_proj", "down_proj"} <= {parameter.rpartition(".")[2] for parameter in own}
+        for parameter, gradient in own.items():
+            error = float((gradient - wanted[parameter]).norm() / wanted[parameter].norm().clamp(min=1e-6))
+            assert error < 0.06, f"{parameter}: {error}"  # eager and grouped_mm of transformers differ by up to 0.03
 
 
 def test_ids_repeated_of_other_ranks_and_sentinels(device):
