@@ -64,8 +64,8 @@ def register(warm_up: bool = False, batch_invariant: bool = False) -> None:
     """Register the implementation "moe_numba" of experts with transformers, for bfloat16, FP8 and MXFP4 weights.
 
     A model selects it by ``set_experts_implementation("moe_numba")``. It computes in bfloat16, and has gradients if the
-    weights are bfloat16. Ids outside of 0 to num_experts - 1, such as the sentinels of expert parallelism, add nothing. "moe_numba_ep", for
-    several ranks, is registered, too: see :func:`distribute_experts`.
+    weights are bfloat16. Ids outside of 0 to num_experts - 1, such as the sentinels of expert parallelism, add nothing.
+    "moe_numba_ep", for several ranks, is registered, too: see :func:`distribute_experts`.
 
     Parameters
     ----------
