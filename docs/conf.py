@@ -24,6 +24,7 @@ templates_path = ["_templates"]
 
 nb_execution_mode = "off"  # the notebooks are committed as an H200 executed them
 nb_merge_streams = True
+nb_render_markdown_format = "gfm"  # outputs have tables
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 

@@ -138,7 +138,16 @@ __all__ = [
 ]
 
 
+# Imported when they are first named, as `moe_numba.moe_layer.MoELayer`.
+_SUBPACKAGES = {"expert_parallel", "grouped_gemm", "integrations", "moe_layer", "ptx", "quantise", "shared_experts"}
+
+
 def __getattr__(name):
+    if name in _SUBPACKAGES:
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ImportError as error:
+            raise missing_extra(error, f"moe_numba.{name}") or error from None
     if name in _HOME:
         try:
             module = importlib.import_module(f"{__name__}.{_HOME[name]}")

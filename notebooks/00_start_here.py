@@ -96,7 +96,7 @@ warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some launches 
 # The documentation compares [the claims of the articles](../docs/claims.md) that the lessons follow with our measurements.
 #
 # Here are kernel times of the package's kernels on an H200, beside the fastest of the other kernels that were measured in the same
-# run. The ratio is the other time divided by the package's: below 1, the other kernel is faster. The README lists all that was measured.
+# run. The ratio is the other time divided by the package's: below 1, the other kernel is faster. [Measurements](../docs/measurements.md) has all that was measured.
 
 # %%
 Markdown(readme.headline())

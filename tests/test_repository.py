@@ -16,6 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import moe_numba
 from moe_numba.course.pages import race
 from moe_numba.extras import EXTRA_OF
 from moe_numba.runtime.changed_source import define
@@ -183,6 +184,15 @@ def run_simulated(*arguments, **options):
 def test_importing_the_package_first_chooses_the_simulator():
     done = run_simulated("-c", "import moe_numba, numba.cuda; assert numba.cuda.config.ENABLE_CUDASIM")
     assert done.returncode == 0, done.stderr
+
+
+def test_subpackages_are_there_without_an_import_of_their_own():
+    names = sorted(moe_numba._SUBPACKAGES)
+    program = f"import moe_numba; print(*(getattr(moe_numba, name).__name__ for name in {names}))"
+    done = run_simulated("-c", program)
+    assert done.stdout.split() == [f"moe_numba.{name}" for name in names], done.stderr
+    done = run_simulated("-c", "import moe_numba; moe_numba.no_such_name")
+    assert "has no attribute 'no_such_name'" in done.stderr
 
 
 def test_gpu_tests_are_deselected_in_the_simulator(tmp_path):

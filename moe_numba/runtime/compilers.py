@@ -1,9 +1,7 @@
 """The compilers that can make machine code of the package's kernels, and which one does."""
 
-import functools
 import importlib.metadata
 import os
-import sys
 
 VARIABLE = "MOE_NUMBA_COMPILER"  # environment variable
 DEFAULT, MLIR = "numba-cuda", "mlir"
@@ -32,20 +30,3 @@ def version(distribution):
 def versions(compiler):
     """Return ``{distribution: version}`` of what a compiler consists of, as far as it is installed."""
     return {name: found for name in DISTRIBUTIONS[compiler] if (found := version(name))}
-
-
-@functools.cache
-def missing():
-    """Return what to install before kernels can be compiled and disassembled here, as a sentence, or None."""
-    from moe_numba.runtime.sass import disassembler
-
-    if sys.platform == "darwin":
-        return "there is no CUDA compiler for macOS"
-    try:
-        from cuda.pathfinder import load_nvidia_dynamic_lib
-
-        for library in ("nvrtc", "nvvm", "nvJitLink"):
-            load_nvidia_dynamic_lib(library)
-    except (ImportError, RuntimeError):  # cuda.pathfinder's DynamicLibNotFoundError is a RuntimeError
-        return "CUDA's compiler is not installed: pip install 'moe_numba[cu13]'"
-    return None if disassembler() else "nvdisasm is not installed: pip install nvidia-cuda-nvdisasm"

@@ -4,6 +4,7 @@ A process has either Numba's compiler or its simulator, so ``compile_apart`` com
 """
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -78,6 +79,21 @@ def disassembler():
         return next(wheels, None) or shutil.which("nvdisasm")
     except ImportError:
         return shutil.which("nvdisasm")
+
+
+@functools.cache
+def missing():
+    """Return what to install before kernels can be compiled and disassembled here, as a sentence, or None."""
+    if sys.platform == "darwin":
+        return "there is no CUDA compiler for macOS"
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        for library in ("nvrtc", "nvvm", "nvJitLink"):
+            load_nvidia_dynamic_lib(library)
+    except (ImportError, RuntimeError):  # cuda.pathfinder's DynamicLibNotFoundError is a RuntimeError
+        return "CUDA's compiler is not installed: pip install 'moe_numba[cu13]'"
+    return None if disassembler() else "nvdisasm is not installed: pip install nvidia-cuda-nvdisasm"
 
 
 def disassemble(cubin, *options):

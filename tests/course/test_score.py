@@ -26,7 +26,7 @@ from moe_numba.course.lessons.align.answers import warp_0_scans
 from moe_numba.course.steps import estimate, recorded
 from moe_numba.course.steps.exercises import Break, Diagnose, predict
 from moe_numba.course.steps.score import TOTAL, compare, score, score_of_kernels
-from moe_numba.runtime import compilers, sass
+from moe_numba.runtime import sass
 from moe_numba.runtime.changed_source import define
 from moe_numba.runtime.sass import disassembler
 from moe_numba.simulator.vector import launch as launches
@@ -99,7 +99,7 @@ def test_without_a_compiler_a_score_has_no_estimate(monkeypatch):
     with pytest.raises(RuntimeError, match="machine code of kernel align is unknown") as error:
         score_of_kernels(profile.kernels, "a kernel that was not compiled, though it could be")
     assert not isinstance(error.value, estimate.NoCompiler)
-    monkeypatch.setattr(compilers, "missing", lambda: "install it")
+    monkeypatch.setattr(sass, "missing", lambda: "install it")
     found = score_of_kernels(profile.kernels, "align")
     assert found.us is None and found["shared loads"] == 256 and "model" not in str(compare(found, found))
     with pytest.raises(estimate.NoCompiler, match="this looks at machine code: install it"):
@@ -107,7 +107,7 @@ def test_without_a_compiler_a_score_has_no_estimate(monkeypatch):
 
 
 def test_what_is_missing_for_machine_code(monkeypatch):
-    missing = compilers.missing.__wrapped__
+    missing = sass.missing.__wrapped__
     assert missing() is None, "the tests' environment has the compiler and nvdisasm"
     with monkeypatch.context() as patch:
         patch.setattr(sass, "disassembler", lambda: None)

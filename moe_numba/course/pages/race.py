@@ -34,7 +34,7 @@ FIRST_LINE = PROGRAM.partition("{kernel}")[0].count("\n") + 1  # of the kernel i
 
 # Narrow, so that a phone shows letters of at least 9 pixels.
 WIDTH, MARGIN, LINE, SIZE, COLUMNS = 480, 14, 18, 13, 56
-SECONDS = 16
+SECONDS = 15
 INK, GREY, RED, GREEN, PAPER, EDGE = "#e6edf3", "#8b949e", "#ff7b72", "#56d364", "#0d1117", "#30363d"
 
 
@@ -75,12 +75,12 @@ def picture() -> str:
     numbers = iter(range(FIRST_LINE, FIRST_LINE + KERNEL.count("\n")))  # as the report names the lines
     for text in repaired().splitlines():
         if text == BARRIER:
-            lines.append(Line(f"  + {text}", GREEN, 10))
+            lines.append(Line(f"  + {text}", GREEN, 8.5))
         else:
             lines.append(Line(f"{next(numbers):>3} {text}"))
-    lines += [Line(""), Line(command, GREY, 1.5)]
-    lines += [Line(text, RED, 3) for text in textwrap.wrap(race, COLUMNS)]
-    lines += [Line(""), Line(command, GREY, 11.5), Line(right, GREEN, 13)]
+    lines += [Line(""), Line(command, GREY, 0.5)]
+    lines += [Line(text, RED, 1.5) for text in textwrap.wrap(race, COLUMNS)]
+    lines += [Line(""), Line(command, GREY, 10), Line(right, GREEN, 11.5)]
     height = 2 * MARGIN + LINE * len(lines) - 4
     starts = sorted({line.start for line in lines if line.start})
     frames = "".join(

@@ -28,10 +28,11 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
     A topic without a record has no table.
     """
     found = {name: records.recorded(name, gpu, root) for name in BENCH_TOPICS}
-    tables = {name: record and bench.topic(name).readme_table(record) or "" for name, record in found.items()}
+    table_of = lambda name, record: bench.topic(name).readme_table(record) if record else "Not measured yet."
+    tables = {name: table_of(name, record) for name, record in found.items()}
     # The first of the records that the table of tile configurations is made of.
     tiles = records.recorded("grouped_gemm_tiles", config_table.GPUS[0], root) if config_table.GPUS else None
-    tables["grouped_gemm_tiles"] = tiles and bench.topic("grouped_gemm_tiles").readme_table(tiles) or ""
+    tables["grouped_gemm_tiles"] = table_of("grouped_gemm_tiles", tiles)
     return {
         "README.md": {"headline": headline(gpu, root, front=True), "notebooks": _notebooks(root)},
         "docs/records.md": {"records": _records()},

@@ -29,7 +29,7 @@ from moe_numba import simulator
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines import limits
 from moe_numba.course.bench.latencies import latencies
-from moe_numba.runtime import compilers
+from moe_numba.runtime import sass
 from moe_numba.simulator.core.typed_code import reachable
 from moe_numba.simulator.profiler.report import Counted, KernelProfile
 
@@ -624,7 +624,7 @@ class NoCompiler(RuntimeError):
 
 def require_compiler() -> None:
     """Raise `NoCompiler` where kernels cannot be compiled: a lesson that shows machine code has no numbers then."""
-    if missing := compilers.missing():
+    if missing := sass.missing():
         raise NoCompiler(f"this looks at machine code: {missing}")
 
 
