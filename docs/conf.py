@@ -24,6 +24,8 @@ templates_path = ["_templates"]
 
 nb_execution_mode = "off"  # the notebooks are committed as an H200 executed them
 nb_merge_streams = True
+nb_code_prompt_show = "Show the imports"  # only cells of imports are folded
+nb_code_prompt_hide = "Hide the imports"
 nb_render_markdown_format = "gfm"  # outputs have tables
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4

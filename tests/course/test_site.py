@@ -76,3 +76,12 @@ def test_figures_are_never_shown_so_small_that_their_text_is_below_9_px():
         '<svg style="color: red" viewBox="0 0 600 9"></svg>'
     )
     assert legible("<svg><text>no box</text></svg>") == "<svg><text>no box</text></svg>"
+
+
+def test_imports_are_folded_and_kernels_are_not():
+    for file in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        name = f"notebooks/{file.name}"
+        page = site.lesson(nbformat.read(file, as_version=4), name, WHERE, ROOT)
+        folded = [cell.source for cell in page.cells if "hide-input" in cell.metadata.get("tags", ())]
+        assert folded and not any("@cuda.jit" in source or "def " in source for source in folded), name
+    assert not site.is_mostly_imports("from numba import cuda\n" + "print(1)\n" * 10)

@@ -140,6 +140,8 @@ def lesson(notebook: nbformat.NotebookNode, file: str, where: Mapping[str, str],
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = relink(cell.source, file, page, where, root)
+        elif is_mostly_imports(cell.source):
+            cell.metadata["tags"] = [*cell.metadata.get("tags", ()), "hide-input"]
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             if "image/svg+xml" in data:  # in the page itself, where its colours can follow the page's
@@ -150,6 +152,15 @@ def lesson(notebook: nbformat.NotebookNode, file: str, where: Mapping[str, str],
             if "text/html" in data:
                 data["text/html"] = legible(data["text/html"])
     return notebook
+
+
+def is_mostly_imports(source: str) -> bool:
+    """Whether at least ten lines of a cell, and more than do anything else, import: a page folds it."""
+    lines = {True: 0, False: 0}
+    for statement in ast.parse(source).body:
+        is_import = isinstance(statement, ast.Import | ast.ImportFrom)
+        lines[is_import] += statement.end_lineno - statement.lineno + 1
+    return lines[True] >= 10 and lines[True] > lines[False]
 
 
 def sections(readme: str) -> dict[str, str]:
