@@ -41,7 +41,7 @@ TOPICS = (
     ),
     Topic(
         "03_align_published",
-        "the alignment: sort token slots by expert and pad each expert to whole blocks",
+        "the alignment: sort assignments by expert and pad each expert to whole blocks",
         "SGLang's `moe_align_block_size`",
         "align",
         "the alignment",
