@@ -320,4 +320,4 @@ def test_a_topic_without_a_record_has_no_table(monkeypatch):
         records, "recorded", lambda name, *where: None if name == "call_time" else recorded(name, *where)
     )
     tables = readme.blocks()[readme.MEASUREMENTS]
-    assert tables["call_time"] == "" and tables["gate"].startswith("| tokens, logits |")
+    assert tables["call_time"] == "Not measured yet." and tables["gate"].startswith("| tokens, logits |")
