@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 import moe_numba
 from moe_numba.gate.reference import biased_grouped_topk as reference_topk
 from moe_numba.gate.reference import expert_scores, expert_weights
+from moe_numba.grouped_gemm.api import autograd
 from moe_numba.moe_layer.backward import experts as backward_module
 from moe_numba.moe_layer.backward.activation import silu_and_mul_backward
 
@@ -99,7 +100,8 @@ def test_gradients_are_those_of_the_reference(activation, limit, has_bias, ids, 
 
 def test_gradients_are_the_same_without_wgmma(device, monkeypatch):
     """On older GPUs, which have no k-grouped GEMM, and whose grouped GEMM takes no transposed view."""
-    monkeypatch.setattr(backward_module, "has_wgmma", lambda device: False)
+    for module in (backward_module, autograd):
+        monkeypatch.setattr(module, "has_wgmma", lambda device: False)
     monkeypatch.setattr(backward_module, "k_grouped_gemm_bf16", None)
     test_gradients_are_those_of_the_reference("swigluoai", 0.5, True, EMPTY, False, device)
 

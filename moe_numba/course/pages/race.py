@@ -34,7 +34,7 @@ FIRST_LINE = PROGRAM.partition("{kernel}")[0].count("\n") + 1  # of the kernel i
 
 # Narrow, so that a phone shows letters of at least 9 pixels.
 WIDTH, MARGIN, LINE, SIZE, COLUMNS = 480, 14, 18, 13, 56
-SECONDS = 15
+SECONDS, REPORT = 15, 1.5  # of the animation, and when the report appears
 INK, GREY, RED, GREEN, PAPER, EDGE = "#e6edf3", "#8b949e", "#ff7b72", "#56d364", "#0d1117", "#30363d"
 
 
@@ -79,7 +79,7 @@ def picture() -> str:
         else:
             lines.append(Line(f"{next(numbers):>3} {text}"))
     lines += [Line(""), Line(command, GREY, 0.5)]
-    lines += [Line(text, RED, 1.5) for text in textwrap.wrap(race, COLUMNS)]
+    lines += [Line(text, RED, REPORT) for text in textwrap.wrap(race, COLUMNS)]
     lines += [Line(""), Line(command, GREY, 10), Line(right, GREEN, 11.5)]
     height = 2 * MARGIN + LINE * len(lines) - 4
     starts = sorted({line.start for line in lines if line.start})
@@ -96,9 +96,10 @@ def picture() -> str:
         if line.text
     )
     # A bar beside each line that the report names as an access.
+    shown = f'class="at{starts.index(REPORT)}"'
     named = {int(number) for number in re.findall(rf"at reverse, {FILE}:(\d+)", race)}
     bars = "".join(
-        f'<rect x="5" y="{MARGIN + LINE * n + 2}" width="3" height="{LINE - 4}" fill="{RED}" class="at1"/>\n'
+        f'<rect x="5" y="{MARGIN + LINE * n + 2}" width="3" height="{LINE - 4}" fill="{RED}" {shown}/>\n'
         for n, line in enumerate(lines[: repaired().count("\n")])
         if line.text[:3].strip().isdigit() and int(line.text[:3]) in named
     )

@@ -1,5 +1,7 @@
 """Backward of ``group_gemm_bf16``: the gradients of x and weight."""
 
+from functools import partial
+
 import torch
 
 from moe_numba.grouped_gemm.api.bf16 import group_gemm_bf16
@@ -42,8 +44,7 @@ def backward(ctx, grad):
     x, weight, seqlens, cu_seqlens, offs = ctx.saved_tensors
     grad, grad_x, grad_weight = grad.contiguous(), None, None
     if ctx.needs_input_grad[0]:
-        transposed = weight.mT if has_wgmma(x.device) else weight.mT.contiguous()
-        grad_x = group_gemm_bf16(grad, transposed, seqlens, cu_seqlens, ctx.average, offs)
+        grad_x = group_gemm_bf16(grad, transposed(weight), seqlens, cu_seqlens, ctx.average, offs)
         zero_unused_rows(grad_x, seqlens, cu_seqlens, offs)
     if ctx.needs_input_grad[1]:
         if x.dim() == 3:  # masked: group g begins at row g * capacity
@@ -51,11 +52,22 @@ def backward(ctx, grad):
             seqlens = seqlens.clamp(max=capacity)
             cu_seqlens = torch.arange(groups + 1, dtype=torch.int32, device=x.device) * capacity
             x, grad = x.flatten(0, 1), grad.flatten(0, 1)
-        left, right = (x, grad) if is_mn_major(weight) else (grad, x)
-        grad_weight = k_grouped_gemm_bf16(left, right, seqlens, cu_seqlens, offs, out_dtype=torch.bfloat16)
-        if is_mn_major(weight):
-            grad_weight = grad_weight.mT  # of the strides of weight
+        groups = dict(seqlens=seqlens, cu_seqlens=cu_seqlens, offs=offs, out_dtype=torch.bfloat16)
+        grad_weight = weight_gradient(grad, x, weight, partial(k_grouped_gemm_bf16, **groups))
     return {"x": grad_x, "weight": grad_weight}
+
+
+def transposed(weight):
+    """Return [groups, k, n] of a weight: a view on GPUs with wgmma, whose kernels take one."""
+    return weight.mT if has_wgmma(weight.device) else weight.mT.contiguous()
+
+
+def weight_gradient(grad, x, weight, outer_products):
+    """Return the gradient of a weight, with its strides, from the rows of the output's gradient and of the input.
+
+    ``outer_products(a, b)`` returns the sum of the outer products of each group's rows of a and b.
+    """
+    return outer_products(x, grad).mT if is_mn_major(weight) else outer_products(grad, x)
 
 
 register_autograd(group_gemm_bf16, backward, setup_context)

@@ -1,11 +1,14 @@
 """Backward of ``fused_experts``, and ``fused_moe`` with gradients: the gate, then ``fused_experts``."""
 
+from functools import partial
+
 import torch
 
 from moe_numba.gate import biased_grouped_topk
+from moe_numba.grouped_gemm.api.autograd import transposed, weight_gradient
 from moe_numba.grouped_gemm.api.bf16 import group_gemm_bf16
 from moe_numba.grouped_gemm.api.k_grouped import k_grouped_gemm_bf16
-from moe_numba.grouped_gemm.call.checks import has_wgmma, is_mn_major
+from moe_numba.grouped_gemm.call.checks import has_wgmma
 from moe_numba.moe_layer.backward.activation import silu_and_mul_backward
 from moe_numba.moe_layer.fused_experts import fused_experts
 from moe_numba.moe_layer.fused_moe import check_layer, fused_moe, own_names
@@ -52,7 +55,7 @@ def backward(ctx, grad):
     seqlens, cu_seqlens, gather_indices, inverse_indices = group_by_expert(topk_ids, len(w13))
     groups = seqlens, cu_seqlens
     gate_up = group_gemm_bf16(x, w13, *groups, gather_indices=gather_indices, bias=w13_bias)
-    u = group_gemm_bf16(grad, _transposed(w2), *groups, gather_indices=gather_indices)
+    u = group_gemm_bf16(grad, transposed(w2), *groups, gather_indices=gather_indices)
     weights = topk_weights.contiguous()
     of_gate_up, weighted, of_weights = silu_and_mul_backward(gate_up, u, inverse_indices, weights, *ctx.activation)
     result = {"shared": grad, "topk_weights": of_weights}
@@ -62,30 +65,19 @@ def backward(ctx, grad):
         ids = torch.where(is_valid, topk_ids, 0).long()
         result["topk_weights"] = of_weights + products.gather(1, ids) * is_valid
     if "x" in wanted:
-        rows = group_gemm_bf16(of_gate_up, _transposed(w13), *groups)
+        rows = group_gemm_bf16(of_gate_up, transposed(w13), *groups)
         result["x"] = weighted_sum(rows, inverse_indices, torch.ones_like(weights))
+    outer_products = partial(_outer_products, groups=groups, dtype=torch.bfloat16)
     if "w13" in wanted:
-        result["w13"] = _weight_gradient(of_gate_up, permute_tokens(x, inverse_indices), groups, w13)
+        result["w13"] = weight_gradient(of_gate_up, permute_tokens(x, inverse_indices), w13, outer_products)
     if "w2" in wanted:
-        result["w2"] = _weight_gradient(permute_tokens(grad, inverse_indices), weighted, groups, w2)
+        result["w2"] = weight_gradient(permute_tokens(grad, inverse_indices), weighted, w2, outer_products)
     if "w13_bias" in wanted:
         ones = torch.ones(len(of_gate_up), 8, dtype=torch.bfloat16, device=x.device)
         result["w13_bias"] = _outer_products(of_gate_up, ones, groups, w13_bias.dtype)[:, :, 0].to(w13_bias.dtype)
     if "w2_bias" in wanted:
         result["w2_bias"] = (_routing_matrix(topk_ids, weights, len(w13)).T @ grad.float()).to(w2_bias.dtype)
     return {name: result[name] for name in wanted}
-
-
-def _transposed(weight):
-    """Return [experts, k, n] of a weight: a view on GPUs with wgmma, whose kernels take one."""
-    return weight.mT if has_wgmma(weight.device) else weight.mT.contiguous()
-
-
-def _weight_gradient(grad_rows, rows, groups, weight):
-    """Return the gradient of a weight, with its strides, from the gradients of output rows and the input rows."""
-    a, b = (rows, grad_rows) if is_mn_major(weight) else (grad_rows, rows)
-    gradient = _outer_products(a, b, groups, torch.bfloat16)
-    return gradient.mT if is_mn_major(weight) else gradient
 
 
 def _outer_products(a, b, groups, dtype):

@@ -21,10 +21,11 @@ from moe_numba.course.bench.topics.moe_layer.measure import (
     make_inputs,
     make_options,
     make_weights,
+    set_parameters,
     transformers_experts,
     transformers_version,
 )
-from moe_numba.course.bench.topics.moe_layer.show import GPT_OSS
+from moe_numba.course.bench.topics.moe_layer.show import GPT_OSS, layers
 from moe_numba.moe_layer.compile_layers import Layer
 
 TOKENS = 1024, 4096, 16384
@@ -103,15 +104,9 @@ def steps_of(layer, given, options):
     from transformers.integrations import moe
 
     experts, ids = transformers_experts(layer), given.ids.long()
+    set_parameters(experts, layer, given, options)
+    parameters = [experts.gate_up_proj.requires_grad_(), experts.down_proj.requires_grad_()]
     is_transposed = layer.activation == "swigluoai"
-    for name, weight in zip(("gate_up_proj", "down_proj"), weights, strict=True):
-        stored = weight.detach().mT.contiguous() if is_transposed else weight.detach()
-        setattr(experts, name, torch.nn.Parameter(stored))
-    for name in ("w13_bias", "w2_bias"):
-        if name in options:
-            named = {"w13_bias": "gate_up_proj_bias", "w2_bias": "down_proj_bias"}[name]
-            setattr(experts, named, torch.nn.Parameter(options[name], requires_grad=False))
-    parameters = [experts.gate_up_proj, experts.down_proj]
 
     def theirs(function):
         x, topk_weights = leaves
@@ -162,13 +157,6 @@ def peak_bytes(step):
     return torch.cuda.max_memory_allocated() - before
 
 
-def _layers(record):
-    found: dict = {}
-    for row in record["rows"]:
-        found.setdefault((row["config"]["model"], row["size"]["tokens"]), {})[row["step"]] = row
-    return found
-
-
 def _label(step):
     return {OURS: "moe_numba"}.get(step) or step.removeprefix("peer:transformers ").replace("final, ", "")
 
@@ -178,7 +166,7 @@ def figures(record):
     columns = {step: _label(step) for step in (OURS, *records.peers(record))}
     rows = [
         {"step": f"{model}, {tokens} tokens"} | {s: steps[s]["kernel_us"] for s in columns if s in steps}
-        for (model, tokens), steps in _layers(record).items()
+        for model, tokens, steps in layers(record)
     ]
     title = f"Forward and backward of a layer's experts on an {record['gpu']}"
     return {"steps": plots.bars_figure(rows, columns, title=title, caption=plots.caption(record))}
@@ -187,7 +175,7 @@ def figures(record):
 def readme_table(record):
     """Return a table of times in microseconds, and of peak memory."""
     others, lines = records.peers(record), []
-    for (model, tokens), steps in _layers(record).items():
+    for model, tokens, steps in layers(record):
         times = [steps[s]["kernel_us"]["median"] if s in steps else None for s in (OURS, *others)]
         cells = bold_best(["" if us is None else format_us(us) for us in times])
         own = [format_us(steps[s]["kernel_us"]["median"]) for s in (FORWARD, FROZEN)]

@@ -272,17 +272,22 @@ def transformers_calls(layer, given, options):
     from transformers.integrations import moe
 
     experts = transformers_experts(layer)
+    set_parameters(experts, layer, given, options)
+    arguments = experts, given.x, given.ids.long(), given.weights
+    calls = {f"{TRANSFORMERS} grouped_mm": partial(moe.grouped_mm_experts_forward, *arguments)}
+    if given.ids.numel() * 6 * layer.hidden * layer.intermediate <= GATHERED_BYTES:
+        calls[f"{TRANSFORMERS} batched_mm"] = partial(moe.batched_mm_experts_forward, *arguments)
+    return calls
+
+
+def set_parameters(experts, layer, given, options):
+    """Give a module of experts of transformers the weights and biases of a layer, which require no grad."""
     parameters = dict(gate_up_proj=given.w13, down_proj=given.w2)
     if layer.activation == "swigluoai":
         parameters = {name: weight.mT.contiguous() for name, weight in parameters.items()}
         parameters |= dict(gate_up_proj_bias=options["w13_bias"], down_proj_bias=options["w2_bias"])
     for name, tensor in parameters.items():
         setattr(experts, name, torch.nn.Parameter(tensor, requires_grad=False))
-    arguments = experts, given.x, given.ids.long(), given.weights
-    calls = {f"{TRANSFORMERS} grouped_mm": partial(moe.grouped_mm_experts_forward, *arguments)}
-    if given.ids.numel() * 6 * layer.hidden * layer.intermediate <= GATHERED_BYTES:
-        calls[f"{TRANSFORMERS} batched_mm"] = partial(moe.batched_mm_experts_forward, *arguments)
-    return calls
 
 
 def transformers_experts(layer):
