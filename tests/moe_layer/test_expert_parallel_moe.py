@@ -301,28 +301,12 @@ def test_invalid_tensors(tokens, monkeypatch):
                 (TypeError, "shared is torch.float32; it must be torch.bfloat16", dict(shared=given["x"].float())),
                 (ValueError, r"shared has shape \(1, 128\)", dict(shared=given["x"][:1])),
                 (ValueError, r"shared has shape \(3, 2, 128\)", dict(shared=given["x"].expand(3, 2, HIDDEN))),
-                *(
-                    (
-                        ValueError,
-                        f"{name} requires grad; .* has no backward",
-                        {name: given[name].clone().requires_grad_()},
-                    )
-                    for name in ("x", "topk_weights", "shared")
-                ),
             ):
                 with pytest.raises(error, match=match):
                     layer(**given | changed)
         with torch.no_grad():
             given["x"].requires_grad_()
             assert torch.equal(layer(**given), given["shared"])
-        given["x"] = given["x"].detach()
-        linear = torch.nn.Linear(HIDDEN, HIDDEN, dtype=torch.bfloat16, device=device)
-        layer = ExpertParallelMoE(buffer, experts, config=SMALL, low_latency_tokens=tokens, shared_experts=linear)
-        given.pop("shared")
-        with pytest.raises(ValueError, match="shared_experts' result requires grad"):
-            layer(**given)
-        with torch.no_grad():
-            layer(**given)
         layer.close()
         buffer.destroy()
 

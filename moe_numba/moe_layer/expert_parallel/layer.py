@@ -6,13 +6,16 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, Config, get_dispatch_layout, per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.expert_parallel.low_latency.layout import MAX_LOCAL_EXPERTS, SCALE_GROUP
 from moe_numba.expert_parallel.rings.checks import check_config
 from moe_numba.expert_parallel.rings.config import TOPK_IDX_POINTERS
+from moe_numba.moe_layer.backward.exchange import Combine, Dispatch
 from moe_numba.moe_layer.module import Experts
-from moe_numba.moe_layer.weights import FP8_BLOCK, shape_of
-from moe_numba.runtime.validate import check_int, check_no_grad, check_tensor
+from moe_numba.moe_layer.weights import BF16, FP8_BLOCK, shape_of
+from moe_numba.runtime.torch_op import wants_grad
+from moe_numba.runtime.validate import check_int, check_tensor
 
 _MAX_LOW_LATENCY_TOKENS = 1 << 20
 # The layer chooses low latency for at most this many tokens of a rank. On 4 H200 a layer of DeepSeek-V3 takes 748 us
@@ -42,8 +45,8 @@ class ExpertParallelMoE(nn.Module):
         Of dispatch and combine through rings. Default: the buffer's.
     shared_experts : torch.nn.Module, optional
         Computes [tokens, hidden] bfloat16 from this rank's tokens; added to the experts' sum. On a GPU it runs on a
-        stream of its own, while tokens are dispatched and experts computed. The layer has no backward: if its
-        parameters require grad, as those of a new module do, call the layer in ``torch.no_grad()``.
+        stream of its own, while tokens are dispatched and experts computed. Parameters of a new module require grad:
+        for inference call the layer in ``torch.no_grad()``.
     fp8_dispatch : bool
         Send tokens in FP8 with one scale per 128 elements, which halves the bytes of dispatch. Experts in FP8 with
         block scales read the received FP8 rows directly; they would otherwise quantise tokens in the same way. For
@@ -71,6 +74,11 @@ class ExpertParallelMoE(nn.Module):
     The order of operations is DeepEP's: a token is sent once to each rank that has one of its experts. That rank
     computes the weighted sum of its experts, rounds it to bfloat16 and sends it back; combine adds the ranks' sums in
     float32, in the order of the ranks. Results are bit-identical from run to run.
+
+    With bfloat16 weights x, ``topk_weights``, ``shared`` and the parameters have gradients, bit-identical from run to
+    run. A call in which a tensor requires grad exchanges through rings, also where inference has the low-latency
+    exchange. The backward of dispatch is combine, and that of combine dispatch. So all ranks must run the backwards of
+    their calls in the same order, and the same tensors must require grad on all ranks.
 
     Each call allocates intermediate results and its output: there is no ``workspace`` and no ``out``.
 
@@ -166,9 +174,9 @@ class ExpertParallelMoE(nn.Module):
         Raises
         ------
         ValueError, TypeError
-            If an argument is invalid, or x has more than ``low_latency_tokens`` tokens. ValueError also if a tensor
-            requires grad, because there is no backward, or if an earlier call received more than ``num_worst_tokens``
-            rows.
+            If an argument is invalid, or x has more than ``low_latency_tokens`` tokens. ValueError also if an earlier
+            call received more than ``num_worst_tokens`` rows, or if a tensor requires grad and there is no backward:
+            with weights in other formats than bfloat16, ``fp8_dispatch``, or a buffer without ``num_nvl_bytes``.
         TimeoutError
             If a rank does not arrive within the buffer's timeout: from this call if the host waits for counts,
             otherwise from the next one.
@@ -186,6 +194,8 @@ class ExpertParallelMoE(nn.Module):
             self._check_shared(shared, x)
         if isinstance(x, FakeTensor):
             return self._compute_fake(x, topk_ids)
+        if wants_grad((x, topk_weights, shared, *self.parameters())):
+            return self._exchange_with_gradients(x, topk_weights, topk_ids, shared)
         exchange = self._exchange_low_latency if self.low_latency_tokens else self._exchange
         return exchange(x, topk_weights, topk_ids, shared)
 
@@ -196,7 +206,6 @@ class ExpertParallelMoE(nn.Module):
         layout = dict(contiguous=is_bias, aligned=is_bias, device=(x.device, "x"))
         wanted = dict(shape=tuple(x.shape), because=("x has {} rows", "x has {} columns"))
         check_tensor(name, shared, dtype=torch.bfloat16, **wanted, **layout)
-        check_no_grad(name, shared, "ExpertParallelMoE")
 
     def _start_shared_experts(self, x):
         """Launch the shared experts concurrently with the current stream; `_wait_for_shared_experts` waits."""
@@ -233,6 +242,29 @@ class ExpertParallelMoE(nn.Module):
         rows = self.compute(received, weights, ids)
         self._wait_for_shared_experts(x, shared)
         return self.buffer.combine(rows, handle, bias=shared, config=self.config)[0]
+
+    def _exchange_with_gradients(self, x, topk_weights, topk_ids, shared):
+        """Dispatch, compute and combine through rings, also where inference has the low-latency exchange."""
+        problems = {
+            f"w13 is {self.experts.w13.dtype}; it must be torch.bfloat16": self.experts.format != BF16,
+            "fp8_dispatch is True; it must be False": self.fp8_dispatch,
+            "the buffer's num_nvl_bytes is 0; it must have rings": not self.buffer.num_nvl_bytes,
+        }
+        for problem in (problem for problem, is_there in problems.items() if is_there):
+            named = dict(x=x, topk_weights=topk_weights, shared=shared, **dict(self.named_parameters()))
+            name = next(name for name, tensor in named.items() if tensor is not None and tensor.requires_grad)
+            raise ValueError(f"{name} requires grad, and {problem} for a backward: use torch.no_grad() or detach()")
+        if simulator.ENABLED and self.buffer.group_size > 1:
+            raise NotImplementedError(
+                "the simulator's ranks share a thread, in which torch runs one backward at a time: gradients of "
+                "ExpertParallelMoE need a group of one rank, or GPUs"
+            )
+        options, handles = dict(num_worst_tokens=self.num_worst_tokens, config=self.config), []
+        given = x, topk_weights, topk_ids, self.buffer, self.num_experts, options, handles
+        received, weights, ids = Dispatch.apply(*given)
+        rows = self.compute(received, weights, ids)
+        self._wait_for_shared_experts(x, shared)
+        return Combine.apply(rows, shared, self.buffer, handles[0], self.config)
 
     def _exchange_low_latency(self, x, topk_weights, topk_ids, shared):
         """Dispatch, compute and combine by low-latency launches. Slots that no token fills have the ids -1."""
