@@ -44,6 +44,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "moe_numba"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_favicon = "_static/icon.svg"
 html_extra_path = ["extra"]
 html_show_sourcelink = False
