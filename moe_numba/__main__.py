@@ -3,8 +3,11 @@
 import argparse
 import inspect
 import json
+import re
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import moe_numba
@@ -15,6 +18,11 @@ class UserError(Exception):
     """An error that is printed as one sentence, without a traceback; exit code 2."""
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message}; see `{self.prog} --help`")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command.
 
@@ -23,12 +31,20 @@ def main(arguments: list[str] | None = None) -> int:
     int
         0, or 1 if something is broken or out of date, or 2 if the command cannot run here.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.run is None:
-        parser.print_help(sys.stderr)
-        return 2
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser, commands = _parser()
     try:
+        if arguments and not arguments[0].startswith("-"):
+            _check_name("command", arguments[0], commands)
+        options, more = parser.parse_known_args(arguments)
+        if more and not more[0].startswith("-"):
+            raise UserError(f"{more[0]!r} is one argument too many; see `{parser.prog} {arguments[0]} --help`")
+        if more:
+            known = re.findall(r"^  (?:-\w, )?(--\w+)", commands.get(arguments[0], parser).format_help(), re.MULTILINE)
+            _check_name("option", more[0].partition("=")[0], known)
+        if options.run is None:
+            parser.print_help(sys.stderr)
+            return 2
         return options.run(options)
     except (UserError, ImportError) as error:
         message = missing_extra(error, "this command") if isinstance(error, ImportError) else error
@@ -43,18 +59,19 @@ def _parser():
 
     # The console script has a name of its own; `python -m` would show that of this file.
     prog = "python -m moe_numba" if Path(sys.argv[0]).name == "__main__.py" else None
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         description="Mixture-of-experts kernels in Numba CUDA: check this machine, measure kernels, draw the results.",
         epilog="Begin with `doctor`. To run a Numba program of your own without a GPU: python -m moe_numba.simulator",
     )
     parser.add_argument("--version", action="version", version=f"moe_numba {moe_numba.__version__}")
     parser.set_defaults(run=None)
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+    added = parser.add_subparsers(metavar="COMMAND", title="commands")
+    commands = {}
 
     def command(name, run, summary, more="", clone=False):
         where = " This needs a clone of the repository." if clone else ""
-        sub = commands.add_parser(
+        commands[name] = sub = added.add_parser(
             name,
             help=summary + (" (in a clone)" if clone else ""),
             description=f"{summary[0].upper()}{summary[1:]}.{where}\n\n{more}".strip(),
@@ -87,16 +104,17 @@ def _parser():
     plot.add_argument(
         "--gpu", default="h200", help="the GPU that was measured, a folder of the records (default: h200)"
     )
-    plot.add_argument("--out", type=Path, default=Path("build/figures"), metavar="DIR", help="default: build/figures")
-    plot.add_argument("--table", action="store_true", help="rewrite the topic's table in docs/measurements.md instead")
-    plot.add_argument("--check", action="store_true", help="write nothing; exit code 1 if that table is out of date")
+    plot.add_argument("--out", type=Path, metavar="DIR", help="write to DIR (default: build/figures)")
+    plot.add_argument(
+        "--table", action="store_true", help="print the times as a Markdown table instead; --out writes DIR/TOPIC.md"
+    )
 
     readme = command("readme", _readme, "rewrite the generated blocks of README.md and docs/", clone=True)
     readme.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a block is out of date")
 
     stale = command("stale", _stale, "list the results of kernels that have changed since", clone=True)
     stale.add_argument("--json", action="store_true", help='print {"record or notebook": [sentences]}, for scripts')
-    return parser
+    return parser, commands
 
 
 def _say(text):
@@ -149,7 +167,7 @@ def _bench(options):
     from moe_numba.course import bench
     from moe_numba.course.bench import records
 
-    _check_topic(options.topic)
+    _check_name("topic", options.topic, bench.topic_names())  # before anything slow is imported
     if not simulator.ENABLED:
         _say("loading torch")
     if simulator.ENABLED or not _torch_has_a_gpu():
@@ -173,7 +191,8 @@ def _bench(options):
             "name their folder with --peers, or another folder for the record with --out"
         )
     _say(f"measuring {options.topic} on {env['gpu']}" + (", a few sizes" if options.quick else ": this takes minutes"))
-    rows = topic.measure(peers, options.quick, **budget)
+    with records.each_row(_progress()):
+        rows = topic.measure(peers, options.quick, **budget)
     if hasattr(topic, "generate"):
         print(f"written: {topic.generate(rows, records.folder(env['gpu']))}")
     if hasattr(topic, "out_of_reach"):
@@ -193,27 +212,40 @@ def _plot(options):
     from moe_numba.course import bench
     from moe_numba.course.bench import records
 
-    _check_topic(options.topic)
+    _check_name("topic", options.topic, bench.topic_names())
     try:
         record = records.read(options.topic, options.gpu)
     except FileNotFoundError as error:
         raise UserError(error) from error
+    is_printed = options.table and options.out is None
+    out = options.out or Path("build/figures")
+    if not is_printed:
+        _make_folder(out)
     _say(f"drawing {options.topic} on {record['gpu']}")
     topic = bench.topic(options.topic)
     for sentence in records.stale(record):
         print(f"out of date: {options.topic}: {sentence.partition(': ')[0]}", file=sys.stderr)
-    if options.table or options.check:
-        return _plot_table(options.topic, topic.readme_table(record), options.check)
+    table = topic.readme_table(record) if options.table else None
+    if is_printed:
+        print(table)
+        return 0
+    try:
+        if table:
+            written = out / f"{options.topic}.md"
+            written.write_text(f"{table}\n")
+            print(written)
+        else:
+            _draw(topic.figures(record), out / options.topic)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be written: {error.strerror}") from error
+    return 0
+
+
+def _draw(figures, path):
     from moe_numba.course.bench.figures import plots
 
-    _make_folder(options.out)
-    for name, figure in topic.figures(record).items():
-        try:
-            written = plots.save(figure, options.out / f"{options.topic}-{name}")
-        except OSError as error:
-            raise UserError(f"{error.filename} cannot be written: {error.strerror}") from error
-        print(*written, sep="\n", flush=True)
-    return 0
+    for name, figure in figures.items():
+        print(*plots.save(figure, path.with_name(f"{path.name}-{name}")), sep="\n", flush=True)
 
 
 def _make_folder(path):
@@ -223,24 +255,6 @@ def _make_folder(path):
             pass
     except OSError as error:
         raise UserError(f"nothing can be written to {path}: {error.strerror}") from error
-
-
-def _plot_table(topic, table, check):
-    from moe_numba.course.bench import records
-    from moe_numba.course.pages.readme import MEASUREMENTS, replace_block
-
-    try:
-        path = records.repository() / MEASUREMENTS
-        old = path.read_text()
-        new = replace_block(old, topic, table, MEASUREMENTS)
-    except (FileNotFoundError, ValueError) as error:
-        raise UserError(error) from error
-    if check:
-        state = "up to date" if new == old else "out of date: run plot --table"
-        print(f"{MEASUREMENTS}'s table for {topic} is {state}")
-        return int(new != old)
-    path.write_text(new)
-    return 0
 
 
 def _readme(options):
@@ -256,13 +270,29 @@ def _readme(options):
     return int(options.check and bool(changed))
 
 
-def _check_topic(name):
-    """Refuse an unknown topic before anything slow is imported."""
-    from moe_numba.course import bench
+def _check_name(what, name, names):
+    """Refuse an unknown topic, command or option with the names that there are."""
     from moe_numba.course.bench import records
 
-    if name not in (names := bench.topic_names()):
-        raise UserError(records.unknown("topic", name, names))
+    if name not in names:
+        raise UserError(records.unknown(what, name, names))
+
+
+def _progress(seconds: float = 2.0) -> Callable[[dict], None]:
+    """Return a function that says which size a row of a record is of, once the last line is ``seconds`` old."""
+    rows, begin = 0, time.monotonic()
+    said = begin
+
+    def report(row):
+        nonlocal rows, said
+        rows, now = rows + 1, time.monotonic()
+        if now - said >= seconds:
+            said = now
+            size = {**row["config"], **row["size"], "dtype": row.get("dtype")}
+            text = " ".join(f"{name}={value}" for name, value in size.items() if value is not None)
+            _say(f"  {now - begin:.0f} s, {rows} times: {text or row['step']}")
+
+    return report
 
 
 def print_table(rows: list[dict], title: str, console=None) -> None:

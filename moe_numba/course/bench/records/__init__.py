@@ -6,10 +6,11 @@ were measured with other kernels than the present ones. Each row is one line of 
 All times are in microseconds.
 """
 
+import contextlib
 import difflib
 import json
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,27 @@ def row(
         "kernels": describe(timed) or None,
         **more,
     }
-    return {
+    made = {
         name: float(f"{value:.6g}") if isinstance(value, float) else value
         for name, value in fields.items()
         if value is not None
     }
+    for report in _reports:
+        report(made)
+    return made
+
+
+_reports: list[Callable[[dict], None]] = []
+
+
+@contextlib.contextmanager
+def each_row(report: Callable[[dict], None]) -> Iterator[None]:
+    """Call ``report`` with each row that this process makes meanwhile; processes of ranks have rows of their own."""
+    _reports.append(report)
+    try:
+        yield
+    finally:
+        _reports.remove(report)
 
 
 def recorded(topic: str, gpu: str = "h200", root: Path | str | None = None) -> dict | None:
