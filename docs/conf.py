@@ -1,6 +1,7 @@
 """Sphinx's settings for the documentation site: `make docs` copies this file to the sources that it gathers."""
 
 import os
+from pathlib import Path
 
 os.environ["MOE_NUMBA_SIMULATE"] = "1"  # the functions' modules are imported, which must not need a GPU
 import moe_numba  # noqa: E402
@@ -45,6 +46,7 @@ html_title = "moe_numba"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
+html_search_scorer = str(Path(__file__).parent / "_static/scorer.js")
 html_favicon = "_static/icon.svg"
 html_extra_path = ["extra"]
 html_show_sourcelink = False
