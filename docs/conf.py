@@ -73,3 +73,9 @@ if "GITHUB_REPOSITORY" in os.environ:
     html_theme_options["github_url"] = f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
 html_sidebars = {"index": [], "playground": [], "measurements": [], "gpus": [], "search": []}
 copybutton_exclude = ".linenos, .gp, .go"
+
+
+def setup(app):
+    """Leave out the fields of named tuples: "Alias for field number 0". Docstrings describe them."""
+    is_field = lambda app, what, name, member, skip, options: True if type(member).__name__ == "_tuplegetter" else None
+    app.connect("autodoc-skip-member", is_field)

@@ -50,7 +50,7 @@ async () => {
   const cut = [];
   while (texts.nextNode()) {
     const element = texts.currentNode.parentElement;
-    if (!texts.currentNode.data.trim() || element.closest("svg, script, style, dialog, [class*=sidebar]") || !shown(element)) continue;
+    if (!texts.currentNode.data.trim() || element.closest("svg, script, style, dialog") || !shown(element)) continue;
     range.selectNodeContents(texts.currentNode);
     const { left, right, width } = range.getBoundingClientRect();
     if (width > 1 && left < root.clientWidth && is_cut(element, right)) cut.push(element);
