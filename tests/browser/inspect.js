@@ -57,11 +57,11 @@ async () => {
   }
   if (cut.length) report("cut", `${cut.length} texts, such as ${cut.slice(0, 3).map(named).join(" | ")}`);
 
-  // What scrolls shows that it does: it fades out, or has a bar.
+  // What scrolls shows that it does: it fades out, or has a bar. An editor scrolls with its caret.
   const unmarked = [...main.querySelectorAll("*")].filter((e) => {
     const style = getComputedStyle(e), borders = parseFloat(style.borderTopWidth) + parseFloat(style.borderBottomWidth);
     return /auto|scroll/.test(style.overflowX) && e.scrollWidth > e.clientWidth + 1 && shown(e)
-      && !e.matches("svg *, article, .bd-article-container") && style.maskImage === "none"
+      && !e.matches("svg *, article, .bd-article-container, :has(textarea)") && style.maskImage === "none"
       && e.offsetHeight - e.clientHeight - borders < 1;
   });
   if (unmarked.length) report("unmarked", `${unmarked.length} boxes, such as ${unmarked.slice(0, 3).map(named).join(" | ")}`);
