@@ -3,7 +3,6 @@
 import argparse
 import inspect
 import json
-import re
 import sys
 import tempfile
 import time
@@ -12,15 +11,7 @@ from pathlib import Path
 
 import moe_numba
 from moe_numba.extras import missing_extra
-
-
-class UserError(Exception):
-    """An error that is printed as one sentence, without a traceback; exit code 2."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"{message}; see `{self.prog} --help`")
+from moe_numba.simulator.command_line import Parser, UserError, check_name, parse
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,14 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser, commands = _parser()
     try:
-        if arguments and not arguments[0].startswith("-"):
-            _check_name("command", arguments[0], commands)
-        options, more = parser.parse_known_args(arguments)
-        if more and not more[0].startswith("-"):
-            raise UserError(f"{more[0]!r} is one argument too many; see `{parser.prog} {arguments[0]} --help`")
-        if more:
-            known = re.findall(r"^  (?:-\w, )?(--\w+)", commands.get(arguments[0], parser).format_help(), re.MULTILINE)
-            _check_name("option", more[0].partition("=")[0], known)
+        options = parse(parser, commands, arguments)
         if options.run is None:
             parser.print_help(sys.stderr)
             return 2
@@ -59,7 +43,7 @@ def _parser():
 
     # The console script has a name of its own; `python -m` would show that of this file.
     prog = "python -m moe_numba" if Path(sys.argv[0]).name == "__main__.py" else None
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         description="Mixture-of-experts kernels in Numba CUDA: check this machine, measure kernels, draw the results.",
         epilog="Begin with `doctor`. To run a Numba program of your own without a GPU: python -m moe_numba.simulator",
@@ -167,7 +151,7 @@ def _bench(options):
     from moe_numba.course import bench
     from moe_numba.course.bench import records
 
-    _check_name("topic", options.topic, bench.topic_names())  # before anything slow is imported
+    check_name("topic", options.topic, bench.topic_names())  # before anything slow is imported
     if not simulator.ENABLED:
         _say("loading torch")
     if simulator.ENABLED or not _torch_has_a_gpu():
@@ -212,7 +196,7 @@ def _plot(options):
     from moe_numba.course import bench
     from moe_numba.course.bench import records
 
-    _check_name("topic", options.topic, bench.topic_names())
+    check_name("topic", options.topic, bench.topic_names())
     try:
         record = records.read(options.topic, options.gpu)
     except FileNotFoundError as error:
@@ -268,14 +252,6 @@ def _readme(options):
     state = "out of date" if options.check else "rewritten"
     print(*[f"{state}: {block}" for block in changed] or ["all generated blocks are up to date"], sep="\n")
     return int(options.check and bool(changed))
-
-
-def _check_name(what, name, names):
-    """Refuse an unknown topic, command or option with the names that there are."""
-    from moe_numba.course.bench import records
-
-    if name not in names:
-        raise UserError(records.unknown(what, name, names))
 
 
 def _progress(seconds: float = 2.0) -> Callable[[dict], None]:

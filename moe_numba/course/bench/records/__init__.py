@@ -7,7 +7,6 @@ All times are in microseconds.
 """
 
 import contextlib
-import difflib
 import json
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,7 @@ from moe_numba.course.bench.records.kernel_hash import CELLS, changed_functions,
 from moe_numba.course.bench.timing import Stats
 from moe_numba.runtime.recording import Launched, launched_kernels
 from moe_numba.simulator import capability
+from moe_numba.simulator.command_line import unknown
 
 PACKAGED = Path(__file__).parent / "results"  # a wheel's copy of docs/results
 FIELDS = ("topic", "gpu", "driver", "versions", "commit", "date", "rows")
@@ -246,16 +246,6 @@ def read(topic: str, gpu: str = "h200", root: Path | str | None = None) -> dict:
         missing = unknown("GPU", gpu, [folder.name for folder in folders.iterdir() if folder.is_dir()])
     where = path.parent if path.parent.is_dir() else folders
     raise FileNotFoundError(f"{missing} in {where}; `python -m moe_numba bench` writes records on a GPU")
-
-
-def unknown(what: str, name: str, names: Iterable[str]) -> str:
-    """Say that there is no such name, which one may be meant, and which there are."""
-    names = sorted(names)
-    close = [other for other in names if other.startswith(name)] or difflib.get_close_matches(name, names, 1)
-    meant = f" (did you mean {close[0]}?)" if close else ""
-    return (
-        f"there is no {what} {name!r}{meant}; there {'is' if len(names) == 1 else 'are'} {', '.join(names) or 'none'}"
-    )
 
 
 def peers_of(record: dict | None) -> list[str]:
