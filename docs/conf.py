@@ -35,6 +35,7 @@ autosummary_generate = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+autodoc_default_options = {"exclude-members": "extra_repr"}  # torch calls it
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
 python_maximum_signature_line_length = 100

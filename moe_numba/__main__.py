@@ -5,8 +5,6 @@ import inspect
 import json
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import moe_numba
@@ -150,6 +148,7 @@ def _bench(options):
     from moe_numba import simulator
     from moe_numba.course import bench
     from moe_numba.course.bench import records
+    from moe_numba.course.bench.records import progress
 
     check_name("topic", options.topic, bench.topic_names())  # before anything slow is imported
     if not simulator.ENABLED:
@@ -175,7 +174,7 @@ def _bench(options):
             "name their folder with --peers, or another folder for the record with --out"
         )
     _say(f"measuring {options.topic} on {env['gpu']}" + (", a few sizes" if options.quick else ": this takes minutes"))
-    with records.each_row(_progress()):
+    with progress.said():
         rows = topic.measure(peers, options.quick, **budget)
     if hasattr(topic, "generate"):
         print(f"written: {topic.generate(rows, records.folder(env['gpu']))}")
@@ -252,23 +251,6 @@ def _readme(options):
     state = "out of date" if options.check else "rewritten"
     print(*[f"{state}: {block}" for block in changed] or ["all generated blocks are up to date"], sep="\n")
     return int(options.check and bool(changed))
-
-
-def _progress(seconds: float = 2.0) -> Callable[[dict], None]:
-    """Return a function that says which size a row of a record is of, once the last line is ``seconds`` old."""
-    rows, begin = 0, time.monotonic()
-    said = begin
-
-    def report(row):
-        nonlocal rows, said
-        rows, now = rows + 1, time.monotonic()
-        if now - said >= seconds:
-            said = now
-            size = {**row["config"], **row["size"], "dtype": row.get("dtype")}
-            text = " ".join(f"{name}={value}" for name, value in size.items() if value is not None)
-            _say(f"  {now - begin:.0f} s, {rows} times: {text or row['step']}")
-
-    return report
 
 
 def print_table(rows: list[dict], title: str, console=None) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -20,7 +21,7 @@ from moe_numba import simulator
 from moe_numba.course import bench
 from moe_numba.course.bench import Stats, records
 from moe_numba.course.bench.figures import plots, tables
-from moe_numba.course.bench.records import code_hash, kernel_hash
+from moe_numba.course.bench.records import code_hash, kernel_hash, progress
 from moe_numba.course.bench.timing.dist import load_files, peer_files
 from moe_numba.course.pages import readme, topics
 from moe_numba.runtime.recording import Launched
@@ -235,11 +236,17 @@ def test_a_wrong_command_line_is_refused_in_one_line(arguments, message, capsys)
     assert error.startswith(f"moe_numba: {message}") and error.count("\n") == 1
 
 
-def test_bench_says_what_it_has_measured_when_that_takes_long(capsys):
-    with records.each_row(cli._progress(seconds=0)):
+def test_bench_says_what_it_has_measured_when_that_takes_long(toy_topic, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=itertools.count(0, 3).__next__))
+    assert cli.main(["bench", "toy"]) == 0
+    assert "  3 s, 1 times: num_experts=256 tokens=64 dtype=float32 ...\n" in capsys.readouterr().err
+
+
+def test_a_row_is_said_only_if_the_last_one_was_long_ago(capsys):
+    with progress.said(seconds=0):
         records.row("final", config={"topk": 8}, size={"tokens": 64}, dtype="float32")
         records.row("import")
-    with records.each_row(cli._progress(seconds=60)):
+    with progress.said(seconds=60), progress.said(False, seconds=0):
         records.row("final")
     records.row("final")
     said = capsys.readouterr().err

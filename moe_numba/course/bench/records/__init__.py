@@ -6,13 +6,13 @@ were measured with other kernels than the present ones. Each row is one line of 
 All times are in microseconds.
 """
 
-import contextlib
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from moe_numba.course.bench.records import progress
 from moe_numba.course.bench.records.environment import SIMULATOR, environment, folder
 from moe_numba.course.bench.records.environment import versions as versions  # doctor prints them
 from moe_numba.course.bench.records.kernel_hash import CELLS, changed_functions, describe
@@ -93,22 +93,8 @@ def row(
         for name, value in fields.items()
         if value is not None
     }
-    for report in _reports:
-        report(made)
+    progress.report(made)
     return made
-
-
-_reports: list[Callable[[dict], None]] = []
-
-
-@contextlib.contextmanager
-def each_row(report: Callable[[dict], None]) -> Iterator[None]:
-    """Call ``report`` with each row that this process makes meanwhile; processes of ranks have rows of their own."""
-    _reports.append(report)
-    try:
-        yield
-    finally:
-        _reports.remove(report)
 
 
 def recorded(topic: str, gpu: str = "h200", root: Path | str | None = None) -> dict | None:
