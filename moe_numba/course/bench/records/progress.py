@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+SECONDS = 2.0  # between two lines
 _listeners: list[Callable[[dict], None]] = []
 
 
@@ -15,8 +16,8 @@ def report(row: dict) -> None:
 
 
 @contextlib.contextmanager
-def said(enabled: bool = True, seconds: float = 2.0) -> Iterator[None]:
-    """Say the size of a row that this process makes meanwhile, at most once in ``seconds``.
+def said(enabled: bool = True) -> Iterator[None]:
+    """Say the size of a row that this process makes meanwhile, at most once in ``SECONDS``.
 
     Processes of ranks make rows of their own: one of them has it enabled.
     """
@@ -26,7 +27,7 @@ def said(enabled: bool = True, seconds: float = 2.0) -> Iterator[None]:
     def say(row):
         nonlocal last, rows
         rows, now = rows + 1, time.monotonic()
-        if now - last >= seconds:
+        if now - last >= SECONDS:
             last = now
             size = {**row["config"], **row["size"], "dtype": row.get("dtype")}
             text = " ".join(f"{name}={value}" for name, value in size.items() if value is not None) or row["step"]
