@@ -147,6 +147,8 @@ def _status(found):
         why, fix = "No GPU was found, and the simulator is off", "MOE_NUMBA_SIMULATE=1 turns it on"
     elif problem := _compiler_problem(found):
         why, fix = "There is a GPU, but kernels do not run on it", problem
+    elif "cubin_bytes" not in found:
+        why, fix = "There is a GPU, but no kernel can be compiled for it", found["error"]
     elif not found["torch"]:
         fix = "is this a CPU build of torch, or one for a newer CUDA than the driver's?"
         why = "There is a GPU, but torch cannot use it"

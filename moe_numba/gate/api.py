@@ -285,7 +285,7 @@ class GatePlan:
     def many_tokens(self):
         """The number of tokens from which on the kernel for large batches is faster."""
         if self.packed_configs:
-            return packed_keys.MANY_TOKENS_PER_PICK * self.packed_configs[0].routed
+            return packed_keys.MANY_TOKENS_PER_PICK * self.packed_configs[0].routed + 1
         if self.config and not four_tokens_per_warp.supports(*self.shape):
             return max(MANY_TOKENS, self._resident_warps + 1)  # before, each warp has at most one token
         return MANY_TOKENS

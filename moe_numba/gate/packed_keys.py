@@ -48,7 +48,7 @@ WARPS_PER_BLOCK = 4
 MAX_KEYS = 32  # of a lane
 FEW_KEYS = 16  # of a lane, with which sorting takes the least instructions per token
 SORTED_KEYS = 4  # of a lane
-MANY_TOKENS_PER_PICK = 1024  # times the picks of a token: from here on fewer lanes per token are faster
+MANY_TOKENS_PER_PICK = 1024  # times the picks of a token: with more, fewer lanes per token are faster
 INFINITY_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _LOADS = {4: load_nc_u32x1, 8: load_nc_u32x2, 16: load_nc_u32x4}
 

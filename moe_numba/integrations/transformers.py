@@ -26,7 +26,7 @@ from moe_numba.runtime.validate import check_flag, check_int, check_no_grad
 try:
     from transformers.integrations import finegrained_fp8, moe
 
-    from moe_numba.integrations.transformers_layout import NAME, arguments_of, check_attributes, check_silu
+    from moe_numba.integrations.transformers_layout import NAME, arguments_of, check_attributes, check_silu, kind_of
     from moe_numba.integrations.transformers_mxfp4 import pack_mxfp4_weights
 except ImportError as error:
     raise missing_extra(error, "moe_numba.integrations.transformers") or error from None
@@ -395,7 +395,7 @@ def fuse_routers(model: torch.nn.Module, skip_padding: bool = False) -> int:
     1
     """
     check_flag("skip_padding", skip_padding)
-    routers = [module for module in model.modules() if type(module).__name__ in _SIGMOID_ROUTERS | _SOFTMAX_ROUTERS]
+    routers = [module for module in model.modules() if kind_of(module) in _SIGMOID_ROUTERS | _SOFTMAX_ROUTERS]
     if not routers:
         names = ", ".join(sorted(_SIGMOID_ROUTERS | _SOFTMAX_ROUTERS))
         raise ValueError(f"model is a {type(model).__name__} without routers that can be fused: {names}")
@@ -407,7 +407,7 @@ def fuse_routers(model: torch.nn.Module, skip_padding: bool = False) -> int:
             model, _HOOKS, [noted, model.register_forward_hook(partial(_forget_padding, padding), always_call=True)]
         )
     for router in changed:
-        forward = _sigmoid_forward if type(router).__name__ in _SIGMOID_ROUTERS else _softmax_forward
+        forward = _sigmoid_forward if kind_of(router) in _SIGMOID_ROUTERS else _softmax_forward
         setattr(router, _SAVED, vars(router).get("forward"))
         # A bound method would be pickled as the name of an attribute, which the router does not have.
         router.forward = partial(forward, router, padding)  # type: ignore[method-assign]
@@ -466,7 +466,7 @@ def _softmax_forward(self, padding, hidden_states):
 
     gpt-oss and Mixtral divide by the sum of the chosen probabilities.
     """
-    bias, is_mixtral = getattr(self, "bias", None), type(self).__name__ == "MixtralTopKRouter"
+    bias, is_mixtral = getattr(self, "bias", None), kind_of(self) == "MixtralTopKRouter"
     logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight, bias)
     renormalize = getattr(self, "norm_topk_prob", True)
     options = dict(scoring="softmax", is_padding=padding.rows)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 
@@ -45,9 +46,14 @@ def arguments_of(module: Any) -> dict[str, Any]:
     return arguments | weights
 
 
+def kind_of(module: Any) -> str:
+    """Return the name of a module's class, also while PEFT replaces its weights, which makes it a subclass."""
+    return type_before_parametrizations(module).__name__
+
+
 def _activation_of(module):
     """Return the options of a module's activation."""
-    kind = type(module).__name__
+    kind = kind_of(module)
     if kind in _GATES:
         activation, limit, is_concatenated = _GATES[kind]
         check_attributes(module, [("is_concatenated", True, is_concatenated)])
@@ -67,10 +73,10 @@ def check_attributes(module: Any, allowed: Any = (*_LAYOUT, *_PLAIN)) -> None:
     for name, default, value in allowed:
         found = getattr(module, name, default)
         if found != value:
-            raise ValueError(f"{type(module).__name__}.{name} is {found}; {NAME} supports {value} only")
+            raise ValueError(f"{kind_of(module)}.{name} is {found}; {NAME} supports {value} only")
 
 
 def check_silu(module: Any) -> None:
     """Raise for a module with another activation than SiLU."""
     if not isinstance(module.act_fn, _SILU):
-        raise ValueError(f"{type(module).__name__}.act_fn is {type(module.act_fn).__name__}; {NAME} supports SiLU only")
+        raise ValueError(f"{kind_of(module)}.act_fn is {type(module.act_fn).__name__}; {NAME} supports SiLU only")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from moe_numba.grouped_gemm.w4.reference import dequantise_mxfp4, quantise_mxfp4
+from moe_numba.integrations.transformers_layout import kind_of
 from moe_numba.moe_layer import pack_mxfp4_experts
 
 _PROJECTIONS = "gate_up_proj", "down_proj"
@@ -43,12 +44,12 @@ def pack_mxfp4_weights(
         If a tensor is missing in ``tensors``.
     """
     named = list(model.named_modules())
-    if any(type(module).__name__ == "Mxfp4GptOssExperts" for _, module in named):
+    if any(kind_of(module) == "Mxfp4GptOssExperts" for _, module in named):
         raise ValueError(
             "model has Mxfp4GptOssExperts, which set_experts_implementation does not affect; load it with "
             "quantization_config=Mxfp4Config(dequantize=True), and call this function then"
         )
-    experts = [(name, module) for name, module in named if type(module).__name__ == "GptOssExperts"]
+    experts = [(name, module) for name, module in named if kind_of(module) == "GptOssExperts"]
     experts = [(name, module) for name, module in experts if module.gate_up_proj.dtype != torch.uint8]
     if not experts:
         raise ValueError(f"model is a {type(model).__name__} without GptOssExperts in bfloat16")

@@ -140,7 +140,7 @@ def fused_experts(
     Notes
     -----
     With bfloat16 weights x, the weights, biases, ``topk_weights`` and ``shared`` have gradients, bit-identical from run
-    to run. The backward computes gate and up again instead of keeping them.
+    to run. For them the call keeps gate and up, of the size of ``gate_up`` in :func:`moe_numba.silu_and_mul`.
 
     ``topk_weights``, ``topk_ids``, ``w2``, ``a1_scale`` and ``a2_scale`` are named as in vLLM's function of this name;
     ``w13`` is its ``w1``, by the name of the layer's weight, and ``x`` its ``hidden_states``. Not supported are

@@ -53,6 +53,7 @@ class ExpertsCall(NamedTuple):
     decodes: bool  # whether the two kernels for few tokens compute all
     memory: Intermediates
     use_fast_accum: bool = False
+    keeps_gate_up: bool = False  # in bfloat16: whether the memory has them afterwards, for a backward
 
     @property
     def permutes(self):
@@ -131,7 +132,8 @@ def _bf16(call):
     multiply = partial(group_gemm, "none", **call.group_sizes)
     first = partial(multiply, x=x, weight=t.w13, bias=t.w13_bias, early_weight=call.permutes, **call.gathered)
     if call.fuses:
-        launches["gate_up"] = partial(first, out=activated, silu_and_mul=True, **_gemm_activation(call.activation))
+        outputs = dict(out=(activated, gate_up), store_gate_up=True) if call.keeps_gate_up else dict(out=activated)
+        launches["gate_up"] = partial(first, silu_and_mul=True, **outputs, **_gemm_activation(call.activation))
     else:
         launches["gate_up"] = partial(first, out=gate_up)
         options = dict(num_valid_rows=call.num_valid_rows, **call.activation.options)

@@ -588,6 +588,13 @@ NOT_ON_IT = "There is a GPU, but kernels do not run on it: "
             NOT_ON_IT + "the compiler is for CUDA 13.5",
             ["but the driver supports CUDA 12.4: pip install 'moe_numba[cu12]'"],
         ),
+        (
+            {"gpus": H200["gpus"], "driver": [13, 0], "toolkit": [13, 0], "error": "pip install 'moe_numba[mlir]'"},
+            False,
+            "broken",
+            "There is a GPU, but no kernel can be compiled for it: pip install 'moe_numba[mlir]'",
+            [],
+        ),
     ],
 )
 def test_doctor_report(monkeypatch, found, simulated, status, summary, expected):

@@ -635,6 +635,7 @@ def test_additions_are_explained_by_times(monkeypatch):
 def test_counters_are_timed_at_several_places(right_page, monkeypatch):
     names, steps = right_page
     versions = {name: eval(steps[name], names) for name in ("global atomics", "a ballot for each rank")}
+    monkeypatch.setattr(runs.lesson, "times", lambda *_: {})
     assert "not timed" in str(runs.show_places(versions)) and not runs._us_of[runs.PLACES_TITLE]
     at = [runs.timed(versions["global atomics"], 40, place=place)[0].args[2][0].data_ptr() for place in range(4)]
     assert len(set(at)) == 4

@@ -233,7 +233,7 @@ def test_the_readmes_block_with_and_without_a_record(record, monkeypatch, is_rec
     recorded, own = records.recorded, record if is_recorded else None
     monkeypatch.setattr(records, "recorded", lambda name, *where: own if name == "older_gpus" else recorded(name))
     table = readme.blocks()[readme.MEASUREMENTS]["older_gpus"]
-    assert table == (older_gpus.readme_table(record) if is_recorded else "")
+    assert table == (older_gpus.readme_table(record) if is_recorded else "Not measured yet.")
     page = (records.repository() / readme.MEASUREMENTS).read_text()
     section = readme.replace_block(page, "older_gpus", table).split("## Kernels for older GPUs")[1].split("\n##")[0]
     assert table in section and "<!-- older_gpus:begin -->" in section

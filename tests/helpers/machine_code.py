@@ -6,9 +6,10 @@ from cuda.bindings import nvjitlink
 def is_dependent_launch(report):
     """Return whether a kernel has a griddepcontrol.wait and launch_dependents, by their names in SASS.
 
-    Compilers may make two copies of a kernel's end, each with a trigger: that of CUDA 13.0 does in the gate.
+    Compilers may make two copies of a kernel's end, each with a trigger: that of CUDA 13.0 does in the gate. A path for
+    warps without a token may wait by itself.
     """
-    return report.count("ACQBULK") == 1 <= report.count("PREEXIT") <= 2
+    return 1 <= report.count("ACQBULK") <= 2 and 1 <= report.count("PREEXIT") <= 2
 
 
 def compiler_before(*cuda_version):

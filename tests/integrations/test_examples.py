@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 LINES = {
     "transformers_generation.py": 1,
     "fine_tune.py": 1,
+    "fine_tune_lora.py": 2,
     "gpt_oss_mxfp4.py": 2,
     "expert_parallel.py": 2,
     "cupy_routing.py": 1,
@@ -37,6 +38,9 @@ def test_every_example_is_run():
 def test_example(name):
     if name.startswith(("transformers", "gpt_oss", "fine_tune")):
         pytest.importorskip("transformers")
+    if name == "fine_tune_lora.py":
+        pytest.importorskip("peft")
+        pytest.importorskip("accelerate")
     if name.startswith("cupy") and not simulator.ENABLED:
         pytest.importorskip("cupy")
     env = os.environ | ({"MOE_NUMBA_SIMULATE": "1"} if simulator.ENABLED else {})

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 transformers = pytest.importorskip("transformers", minversion="5.17", reason="transformers 5.17 or newer is needed")
 
@@ -226,7 +227,26 @@ def test_gradients_are_those_of_eager(name, device):
         assert {"gate_up_proj", "down_proj"} <= {parameter.rpartition(".")[2] for parameter in own}
         for parameter, gradient in own.items():
             error = float((gradient - wanted[parameter]).norm() / wanted[parameter].norm().clamp(min=1e-6))
-            assert error < 0.06, f"{parameter}: {error}"  # eager and grouped_mm of transformers differ by up to 0.03
+            allowed = 0.1 if parameter.endswith("sinks") else 0.06  # a sink has a sum over all tokens, of both signs
+            assert error < allowed, f"{parameter}: {error}"  # eager and grouped_mm of transformers differ by up to 0.03
+
+
+@each_model
+def test_experts_with_parametrized_weights(name, device):
+    """PEFT's adapters of experts are parametrizations: while a model runs, the module is of another class."""
+    model, x = make_model(name, device), torch.randn(3, 64, device=device).bfloat16()
+    experts = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))
+    ids, weights = torch.tensor([[0, 1], [2, 3], [1, 0]], device=device), torch.rand(3, 2, device=device).bfloat16()
+    halved = torch.nn.Module()
+    halved.forward = lambda weight: weight / 2
+    parametrize.register_parametrization(experts, "gate_up_proj", halved)
+    results = []
+    for implementation in ("eager", "moe_numba"):
+        model.set_experts_implementation(implementation)
+        with torch.no_grad():
+            results.append(experts(x, ids, weights).double())
+    eager, own = results
+    assert type(experts).__name__.startswith("Parametrized") and (own - eager).norm() < BOUND * eager.norm()
 
 
 def test_ids_repeated_of_other_ranks_and_sentinels(device):

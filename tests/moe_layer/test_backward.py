@@ -8,8 +8,12 @@ import moe_numba
 from moe_numba.gate.reference import biased_grouped_topk as reference_topk
 from moe_numba.gate.reference import expert_scores, expert_weights
 from moe_numba.grouped_gemm.api import autograd
+from moe_numba.grouped_gemm.api.bf16 import group_gemm_bf16
+from moe_numba.grouped_gemm.call.plan import group_gemm
+from moe_numba.moe_layer import workspace
 from moe_numba.moe_layer.backward import experts as backward_module
 from moe_numba.moe_layer.backward.activation import silu_and_mul_backward
+from moe_numba.moe_layer.weights import BF16
 
 NAMES = "x", "w13", "w2", "topk_weights", "w13_bias", "w2_bias", "shared"
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS = 5, 64, 128, 4
@@ -96,6 +100,58 @@ def test_gradients_are_those_of_the_reference(activation, limit, has_bias, ids, 
         result = own[name].grad
         assert result.shape == given[name].shape and result.dtype == given[name].dtype, name
         assert error(result, wanted[name].grad) < 0.01, name
+
+
+@pytest.mark.parametrize("activation, has_bias", (("silu", False), ("swigluoai", True)))
+@pytest.mark.parametrize("how", ("few tokens", "few tokens, batch invariant", "tokens in order", "w13 transposed"))
+def test_the_output_has_the_bits_of_inference(activation, has_bias, how, device, monkeypatch):
+    """And gate and up those of a grouped GEMM alone: a gradient is the same however they were made."""
+    given, ids = inputs(device, has_bias, has_shared=True), torch.tensor(IDS, dtype=torch.int32, device=device)
+    options = dict(activation=activation, batch_invariant=how == "few tokens, batch invariant")
+    if how == "tokens in order":  # of the experts, as with many rows for each
+        monkeypatch.setitem(workspace.MAX_GATHERED_AVERAGE, BF16, 0)
+        ids, given["x"] = ids.repeat(13, 1), given["x"].repeat(13, 1)
+        given |= dict(topk_weights=given["topk_weights"].repeat(13, 1), shared=given["shared"].repeat(13, 1))
+    if how == "w13 transposed":
+        given["w13"] = given["w13"].mT.contiguous().mT
+    own = with_grad(given)
+    y = moe_numba.fused_experts(**own, topk_ids=ids, **options)
+    assert torch.equal(y, moe_numba.fused_experts(**given, topk_ids=ids, **options))
+    saved = [t for t in y.grad_fn.saved_tensors if t is not None]
+    kept = next(t for t in saved if t.shape == (ids.numel(), 2 * INTERMEDIATE))
+    _, _, gather, inverse = routing = moe_numba.group_by_expert(ids, EXPERTS)
+    wanted = group_gemm_bf16(given["x"], given["w13"], *routing[:2], gather_indices=gather, bias=given.get("w13_bias"))
+    if activation == "swigluoai" and how != "w13 transposed":
+        wanted = torch.cat((wanted[:, 0::2], wanted[:, 1::2]), dim=1)
+    rows = inverse[inverse >= 0].long()
+    assert torch.equal(kept[rows], wanted[rows])
+
+
+@pytest.mark.parametrize("sizes", ((3, 1, 0, 2), (0, 40, 1, 200)))
+@pytest.mark.parametrize("activation", ("silu", "swigluoai"))
+@pytest.mark.parametrize("average", (1, 30, 100, 200))
+def test_the_grouped_gemm_stores_gate_and_up(sizes, activation, average, device):
+    """Of 192 columns, so that the second of two tiles, or of two CTAs in a cluster, has 64 columns or none."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).bfloat16().to(device)
+    ends = torch.tensor(sizes, device=device).cumsum(0).int()
+    x, weight, bias = draw(sum(sizes), 64), draw(4, 2 * 192, 64), draw(4, 2 * 192)
+    given = dict(x=x, weight=weight, seqlens=None, cu_seqlens=None, offs=ends, bias=bias, num_seq_per_group_avg=average)
+    guard = torch.full((sum(sizes) + 1, 2 * 192), 7.0, device=device).bfloat16()
+    out = torch.empty(sum(sizes), 192, device=device).bfloat16(), guard[:-1]
+    group_gemm("none", given | dict(activation=activation), silu_and_mul=True, store_gate_up=True, out=out)
+    assert torch.equal(out[0], group_gemm("none", given | dict(activation=activation), silu_and_mul=True))
+    gate_up = group_gemm_bf16(**given)
+    if activation == "swigluoai":
+        gate_up = torch.cat((gate_up[:, 0::2], gate_up[:, 1::2]), dim=1)
+    assert torch.equal(out[1], gate_up) and bool((guard[-1] == 7).all())
+
+
+def test_gate_and_up_are_stored_of_whole_tiles_only(device):
+    x, weight = torch.zeros(2, 64, device=device).bfloat16(), torch.zeros(1, 96, 64, device=device).bfloat16()
+    given = dict(x=x, weight=weight, offs=torch.tensor([2], dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match="weight's n is 96; with store_gate_up it must be a multiple of 128"):
+        group_gemm("none", given, silu_and_mul=True, store_gate_up=True)
 
 
 def test_gradients_are_the_same_without_wgmma(device, monkeypatch):

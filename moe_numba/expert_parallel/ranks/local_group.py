@@ -166,8 +166,9 @@ class LocalGroup:
 
 
 def _raise_first(errors):
-    """Raise the first of these (rank, error) that is not the consequence of another, with the others as notes."""
-    errors = sorted(errors, key=lambda pair: isinstance(pair[1], (TimeoutError, threading.BrokenBarrierError)))
+    """Raise the error of the first rank for which it is not the consequence of another, with the others as notes."""
+    consequences = TimeoutError, threading.BrokenBarrierError
+    errors = sorted(errors, key=lambda pair: (isinstance(pair[1], consequences), pair[0]))
     for rank, error in errors[1:]:
         if not isinstance(error, threading.BrokenBarrierError) and str(error) != str(errors[0][1]):
             errors[0][1].add_note(f"rank {rank} has raised {type(error).__name__}: {error}")

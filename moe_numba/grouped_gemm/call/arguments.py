@@ -9,7 +9,7 @@ from moe_numba.grouped_gemm.common.constants import ALPHA, DTYPE_NAMES, LIMIT
 
 
 class GemmOptions(NamedTuple):
-    """Options of a call: those of the public functions, ``silu_and_mul`` and ``early_weight``.
+    """Options of a call: those of the public functions, ``silu_and_mul``, ``early_weight`` and ``store_gate_up``.
 
     The defaults are the values of a public function that does not have the option.
     """
@@ -24,6 +24,7 @@ class GemmOptions(NamedTuple):
     # Load weights while the kernel launched before this one still runs. It may compute any input but the group sizes
     # and scales per tensor: what wrote these must have completed when that kernel allows its dependents to start.
     early_weight: bool = False
+    store_gate_up: bool = False  # with silu_and_mul in bfloat16, on GPUs with wgmma: [gate, up] is a second output
 
 
 class GemmTensors(NamedTuple):
@@ -108,7 +109,8 @@ class GemmShape(NamedTuple):
 
 def has_epilogue_options(tensors: GemmTensors, options: GemmOptions) -> bool:
     """Whether a call needs an epilogue that the block-scaled kernel does not have."""
-    plain = PLAIN._replace(silu_and_mul=options.silu_and_mul, early_weight=options.early_weight)
+    names = "silu_and_mul", "early_weight", "store_gate_up"
+    plain = PLAIN._replace(**{name: getattr(options, name) for name in names})
     return options != plain or any(t is not None for t in (tensors.bias, tensors.scatter_indices, tensors.row_weights))
 
 

@@ -270,7 +270,7 @@ def describe_outputs(tensors, n, scaling, options):
     """Return name, shape, dtype and reason of each output; ``n`` is the weight's.
 
     With ``tensors.out``, an output that rows are scattered to, the number of rows is that of ``out``. With
-    ``out_scale`` FP8 results have no scales of their own.
+    ``out_scale`` FP8 results have no scales of their own. With ``store_gate_up`` gate and up are an output.
     """
     shape, because = rows_of(tensors), (*_of_rows_of(tensors), f"weight's n is {n}")
     if options.silu_and_mul and scaling in ("tensor", "block"):
@@ -279,7 +279,12 @@ def describe_outputs(tensors, n, scaling, options):
     if tensors.out is not None:
         shape, because = tensors.out.shape[:1], ("", because[-1])
     dtype = torch.float32 if options.accumulate else options.out_dtype
-    return [("y", (*shape, n // 2 if options.silu_and_mul else n), dtype, because)]
+    y = "y", (*shape, n // 2 if options.silu_and_mul else n), dtype, because
+    if not options.store_gate_up:
+        return [y]
+    if n % 128:
+        raise ValueError(f"weight's n is {n}; with store_gate_up it must be a multiple of 128")
+    return [y, ("gate_up", (*shape, n), dtype, because)]
 
 
 def check_indices(indices, x):

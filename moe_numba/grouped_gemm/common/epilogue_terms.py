@@ -207,22 +207,24 @@ def make_finish(n, config, layout):
 
 
 @cache
-def make_activate(n, config):
-    """Make ``acc = activate(gate, up, tile, terms)``: the activation of scaled fragments with their biases."""
+def make_finish_gate_up(n, config):
+    """Make ``gate, up = finish_gate_up(gate, up, tile, terms)``: fragments with their scales and biases."""
     by_tensor, has_row_terms = config.scale_in_tile, config.has_row_terms
     apply_row_terms, scale_group = make_apply_row_terms(n), make_fma_blocks(n, n)
     zeros = (np.float32(0),) * (n // 2)
-    activate_scaled = (
-        make_silu_and_mul(n) if config.activation == "silu" else make_swigluoai(n, config.alpha, config.limit)
-    )
 
     @cuda.jit(device=True)
-    def activate(gate, up, tile, terms):
+    def finish_gate_up(gate, up, tile, terms):
         if has_row_terms:
             gate, up = apply_row_terms(gate, terms[0]), apply_row_terms(up, terms[1])
         elif by_tensor:
             gate = scale_group(zeros, gate, (tile.scale, tile.scale))
             up = scale_group(zeros, up, (tile.scale, tile.scale))
-        return activate_scaled(gate, up)
+        return gate, up
 
-    return activate
+    return finish_gate_up
+
+
+def make_activate(n, config):
+    """Make ``acc = activate(gate, up)``: the activation of fragments."""
+    return make_silu_and_mul(n) if config.activation == "silu" else make_swigluoai(n, config.alpha, config.limit)

@@ -7,7 +7,7 @@ class EpilogueOperands(NamedTuple):
     """The outputs of kernel.py's kernel, and what its epilogue reads."""
 
     y: Any
-    y_scale: Any
+    second: Any  # another output: the scales of y in FP8, or gate and up; or None
     n: Any
     inputs: Any  # EpilogueInputs
 

@@ -28,8 +28,10 @@ def signature_of(config):
 
 
 def with_scale_types(signature, config):
-    """Return a signature with the types of the scales of x and weight, its seventh and eighth arguments."""
+    """Return a signature with the types of the second output and of the scales of x and weight."""
     packed = config.packed_x_scale, config.packed_weight_scale
+    if getattr(config, "stores_gate_up", False):
+        signature = *signature[:3], "int32*", *signature[4:]
     return *signature[:6], *("int32*" if each else "float32*" for each in packed), *signature[8:]
 
 
@@ -42,7 +44,7 @@ class Pointers(NamedTuple):
     x_scale: Any
     w_scale: Any
     row_indices: Any
-    y_scale: Any  # an output, or with ``out_scale`` an input
+    second: Any  # the last output, or with ``out_scale`` that input
     epilogue: tuple[Any, Any, Any]  # bias, row_weights and scatter_indices
 
 
@@ -133,7 +135,7 @@ class TmaLaunch(RowsLaunch):
             self.weight_map(self.view_weight(weight)),
             *self.output_maps(outputs[0]),
             address(outputs[0]),
-            pointers.y_scale,
+            pointers.second,
             pointers.lengths,
             pointers.starts,
             pointers.x_scale,

@@ -63,6 +63,7 @@ class GemmConfig(NamedTuple):
     scaled_x: bool = False  # with scaling "tensor": x has a scale, too
     scaled_y: bool = False  # with FP8 results of silu_and_mul: y has one given scale instead of one per 128 columns
     early_weight: bool = False  # load weights before griddepcontrol.wait, see kernel.py
+    stores_gate_up: bool = False  # with bf16 results of silu_and_mul: gate and up are an output, too, for a backward
 
     @property
     def keep_weight(self) -> bool:
@@ -271,6 +272,8 @@ def check_epilogue(config: GemmConfig) -> None:
     changed = [name for name, value in others.items() if getattr(config, name) != value]
     if config.silu_and_mul and (changed or config.scaling == "row"):
         raise ValueError(f"silu_and_mul is True; {changed[0] if changed else 'scaling'} must be the default then")
+    if config.stores_gate_up and (not config.silu_and_mul or config.dtype != "bf16"):
+        raise ValueError("stores_gate_up is True; silu_and_mul must be True, too, and dtype 'bf16'")
     if (config.scaled_x or config.scaled_y) and config.scaling != "tensor":
         raise ValueError(f"scaling is {config.scaling!r}; with scaled_x or scaled_y it must be 'tensor'")
     if config.scaled_y and not config.quantises:

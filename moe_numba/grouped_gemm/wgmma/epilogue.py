@@ -24,7 +24,7 @@ def make_store_silu_and_mul(n, layout):
     16 columns of y, which stmatrix transposes into rows: 128 columns of gate, and behind them those of up. Then each
     warp processes one row at a time, 4 of its 128 columns per lane, so that one warp reduction finds the largest
     magnitude. The result is FP8 with one scale per row and 128 columns, or with ``scaled_y`` the given one,
-    ``output.y_scale[0]``. ``output.y`` is seen as int32, four columns each.
+    ``output.second[0]``. ``output.y`` is seen as int32, four columns each.
     """
     epilogue_offset, config, scaled_y = layout.epilogue_offset, layout.config, layout.config.scaled_y
     limited, ragged_n, limit = config.activation == "swigluoai", config.ragged_n, np.float32(config.limit)
@@ -59,7 +59,7 @@ def make_store_silu_and_mul(n, layout):
                         values[2 * i + h] = value
                         largest = max(largest, abs(value))
                 if scaled_y:
-                    scale = output.y_scale[0]
+                    scale = output.second[0]
                 else:
                     largest = int_as_float(redux_sync_max_s32(uint32(FULL_MASK), float_as_int(largest)))
                     scale = max(largest, float32(1e-10)) * float32(1 / FP8_MAX)
@@ -75,6 +75,6 @@ def make_store_silu_and_mul(n, layout):
                     output.y[index] = int32(uint32(low | uint32(high << uint32(16))))
                 if lane == 0 and not scaled_y:
                     blocks = int32((output.n + 127) >> 7) if ragged_n else output.n >> 7
-                    output.y_scale[row * blocks + (tile.column >> 7)] = scale
+                    output.second[row * blocks + (tile.column >> 7)] = scale
 
     return make_for_each_chunk(n // 2, SILU_ROWS // 2, store_rows, tuples=2)

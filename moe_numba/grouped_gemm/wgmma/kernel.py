@@ -45,6 +45,7 @@ from moe_numba.grouped_gemm.common.epilogue_terms import (
     EpilogueInputs,
     make_activate,
     make_apply_row_terms,
+    make_finish_gate_up,
     make_load_terms,
 )
 from moe_numba.grouped_gemm.common.gather import (
@@ -127,6 +128,7 @@ def make_kernel(config):
     splits_weight, interleaved, mn_major = config.splits_weight, config.interleaved, config.weight_major == "mn"
     scale_in_tile, scaled_x, has_row_terms = config.scale_in_tile, config.scaled_x, config.has_row_terms
     keep_weight, early_weight = config.keep_weight, config.early_weight
+    stores_gate_up = config.stores_gate_up
     allows_early = config.block_m < 128  # see `allow_dependents`
     # An empty second subtile is not loaded. In a cluster, each CTA always loads one of the subtiles for both.
     skips_empty = two_subtiles and cluster == 1 and not gather
@@ -226,7 +228,8 @@ def make_kernel(config):
         scales_stay_shared = promotes and by_block and not scales_fit
         config_of_subtiles = config._replace(m_subtiles=subtiles)
         store_silu_and_mul, apply_row_terms = make_store_silu_and_mul(mma_n, layout), make_apply_row_terms(mma_n)
-        activate, store_tile = make_activate(mma_n, config), make_store_tile(mma_n, config_of_subtiles, layout)
+        finish_gate_up, activate = make_finish_gate_up(mma_n, config), make_activate(mma_n, config)
+        store_tile = make_store_tile(mma_n, config_of_subtiles, layout)
         finish_and_store = make_epilogue(mma_n, config_of_subtiles, layout)
 
         @cuda.jit(device=True)
@@ -284,8 +287,18 @@ def make_kernel(config):
                         acc_0, acc_1 = apply_row_terms(acc_0, terms[0]), apply_row_terms(acc_1, terms[1])
                     store_silu_and_mul(acc_0, acc_1, smem, output, warp, lane, tile)
             elif silu_and_mul:
-                acc = activate(acc_0, acc_1, tile, terms)
-                # There is one subtile, so the second accumulator is not stored.
+                # There is one subtile, so `store_tile` does not store the second accumulator.
+                acc_0, acc_1 = finish_gate_up(acc_0, acc_1, tile, terms)
+                if stores_gate_up:  # a row's gates, and behind them its ups
+                    n = output.n
+                    up_tile = OutputTile(
+                        tile.row, tile.rows, tile.subtile_rows, int32(tile.column + n), tile.scale, tile.group
+                    )
+                    gate_up = EpilogueOperands(output.second, None, int32(2 * n), None)
+                    if tile.column + int32(warp >> 2) * 64 < n:
+                        store_tile(smem, gate_up, warp, lane, acc_0, acc_0, tile, float32(1))
+                        store_tile(smem, gate_up, warp, lane, acc_1, acc_1, up_tile, float32(1))
+                acc = activate(acc_0, acc_1)
                 store_tile(smem, output, warp, lane, acc, acc, tile, float32(1))
             else:
                 finish_and_store(smem, output, warp, lane, acc_0, acc_1, tile, terms)
@@ -527,7 +540,7 @@ def make_kernel(config):
             map_x,
             map_weight,
             y,
-            y_scale,
+            second,
             lengths,
             starts,
             x_scale,
@@ -552,7 +565,7 @@ def make_kernel(config):
             inputs = EpilogueInputs(
                 x_scale, weight_scale, bias, row_weights, row_indices, x_rows, scatter_indices, y_rows
             )
-            output = EpilogueOperands(y, y_scale, n, inputs)
+            output = EpilogueOperands(y, second, n, inputs)
             problem, scales = Problem(lengths, starts, groups, total_rows, capacity), Scales(x_scale, weight_scale)
             source = GatherSource(x, row_indices, x_rows, row_bytes, int32(k << element_shift))
             strides = ScaleStrides(scale_row_stride, scale_k_stride, scale_group_stride, int32(n * weight_tiles))
@@ -565,7 +578,7 @@ def make_kernel(config):
         map_x,
         map_weight,
         y,
-        y_scale,
+        second,
         lengths,
         starts,
         x_scale,
@@ -583,7 +596,7 @@ def make_kernel(config):
         x_rows,
         row_bytes,
     ):
-        output = EpilogueOperands(y, y_scale, n, None)
+        output = EpilogueOperands(y, second, n, None)
         problem, scales = Problem(lengths, starts, groups, total_rows, capacity), Scales(x_scale, weight_scale)
         source = GatherSource(x, row_indices, x_rows, row_bytes, int32(k << element_shift))
         strides = ScaleStrides(scale_row_stride, scale_k_stride, scale_group_stride, int32(n * weight_tiles))

@@ -41,6 +41,7 @@ def with_options(config, tensors, shape):
         packed_weight_scale=is_packed(tensors.w_scale),
         scaled_x=shape.scaling == "tensor" and tensors.x_scale is not None,
         scaled_y=tensors.out_scale is not None,
+        stores_gate_up=options.store_gate_up,
         ragged_n=shape.silu_and_mul and shape.scaling == "tensor" and shape.n % BLOCK_N != 0,
         **activation_fields(options),
         **epilogue_fields(tensors, options),

@@ -18,6 +18,7 @@ def silu_and_mul_backward(
     activation: str,
     alpha: float,
     limit: float | None,
+    has_halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of gate and up, and of the routing weights, in one launch.
 
@@ -38,6 +39,9 @@ def silu_and_mul_backward(
     topk_weights : tensor [tokens, topk], float32
     activation, alpha, limit
         As for :func:`moe_numba.silu_and_mul`.
+    has_halves : bool
+        Whether rows of ``gate_up`` have first all gates with "swigluoai", too, as
+        ``moe_numba.moe_layer.backward.experts`` keeps them. The gradient has the activation's order.
 
     Returns
     -------
@@ -51,7 +55,7 @@ def silu_and_mul_backward(
     Computed in float32 and rounded once. The sum over a row has a fixed order, so results are bit-identical from run to
     run. Where gate or up is clamped, its gradient is zero.
     """
-    arguments = gate_up, grad, inverse_indices, topk_weights, activation, alpha, limit
+    arguments = gate_up, grad, inverse_indices, topk_weights, activation, alpha, limit, has_halves
     if needs_dispatch(*arguments[:4]):
         return torch.ops.moe_numba.silu_and_mul_backward(*arguments)
     return _launch(*arguments)
@@ -61,10 +65,10 @@ def _empty_outputs(gate_up, grad, topk_weights):
     return torch.empty_like(gate_up), torch.empty_like(grad), torch.empty_like(topk_weights)
 
 
-def _launch(gate_up, grad, inverse_indices, topk_weights, *activation):
+def _launch(gate_up, grad, inverse_indices, topk_weights, activation, alpha, limit, has_halves):
     outputs = _empty_outputs(gate_up, grad, topk_weights)
     if topk_weights.numel():
-        kernel = make_kernel(grad.shape[1], *check_activation(*activation))
+        kernel = make_kernel(grad.shape[1], *check_activation(activation, alpha, limit), has_halves)
         device = gate_up.device.index or 0
         start = launcher(kernel, _SIGNATURE, device, launch_bounds=THREADS, dependent=True)
         tensors = gate_up, grad, inverse_indices, topk_weights, *outputs
@@ -81,10 +85,11 @@ def _op(
     activation: str,
     alpha: float,
     limit: float | None,
+    has_halves: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _launch(gate_up, grad, inverse_indices, topk_weights, activation, alpha, limit)
+    return _launch(gate_up, grad, inverse_indices, topk_weights, activation, alpha, limit, has_halves)
 
 
 @_op.register_fake
-def _fake(gate_up, grad, inverse_indices, topk_weights, activation, alpha, limit):
+def _fake(gate_up, grad, inverse_indices, topk_weights, activation, alpha, limit, has_halves):
     return _empty_outputs(gate_up, grad, topk_weights)

@@ -96,10 +96,13 @@ def store_eight(out, at, values, first):
 
 
 @cache
-def make_kernel(columns, activation, alpha, limit):
-    """Make the kernel for a number of columns of the activation's result."""
-    derivatives = make_derivatives(activation, alpha, limit)
-    load, store = make_access(columns, activation == "swigluoai")
+def make_kernel(columns, activation, alpha, limit, has_halves):
+    """Make the kernel for a number of columns of the activation's result.
+
+    ``has_halves`` is whether rows of ``gate_up`` have first all gates; else they are in the activation's order.
+    """
+    derivatives, interleaved = make_derivatives(activation, alpha, limit), activation == "swigluoai"
+    load, (_, store) = make_access(columns, interleaved and not has_halves)[0], make_access(columns, interleaved)
     vectors = columns // VECTOR
 
     @cuda.jit

@@ -1,4 +1,4 @@
-"""Backward of ``fused_experts``, and ``fused_moe`` with gradients: the gate, then ``fused_experts``."""
+"""Training of experts: ``fused_experts`` that keeps gate and up, its backward, and ``fused_moe`` by its parts."""
 
 from functools import partial
 
@@ -10,15 +10,21 @@ from moe_numba.grouped_gemm.api.bf16 import group_gemm_bf16
 from moe_numba.grouped_gemm.api.k_grouped import k_grouped_gemm_bf16
 from moe_numba.grouped_gemm.call.checks import has_wgmma
 from moe_numba.moe_layer.backward.activation import silu_and_mul_backward
-from moe_numba.moe_layer.fused_experts import fused_experts
+from moe_numba.moe_layer.fused_experts import ExpertsPlan, check_experts, fused_experts, make_plan
 from moe_numba.moe_layer.fused_moe import check_layer, fused_moe, own_names
 from moe_numba.moe_layer.group_by_expert.api import group_by_expert
+from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of
 from moe_numba.moe_layer.permute.api import permute_tokens
-from moe_numba.moe_layer.weighted_sum.api import weighted_sum
-from moe_numba.runtime.torch_op import OPS, register_autograd, register_differentiable
+from moe_numba.moe_layer.silu_and_mul.api import check_activation
+from moe_numba.moe_layer.weighted_sum.api import contiguous_weights, weighted_sum
+from moe_numba.moe_layer.weights import BF16
+from moe_numba.moe_layer.workspace import MAX_GATHERED_AVERAGE, describe
+from moe_numba.runtime.outputs import find_plan, remember
+from moe_numba.runtime.torch_op import NAMESPACE, OPS, register_differentiable
 
-_KEPT = "x", "w13", "w2", "topk_weights", "topk_ids", "w13_bias", "w2_bias"
-_GRADIENTS = "x", "w13", "w2", "topk_weights", "w13_bias", "w2_bias", "shared"
+_TENSORS = "x", "w13", "w2", "topk_weights", "topk_ids", "shared", "w13_bias", "w2_bias"
+_OPTIONS = "activation", "alpha", "limit", "batch_invariant"
+_plans: dict = {}
 
 
 def refuse_quantised(function, arguments):
@@ -31,12 +37,88 @@ def refuse_quantised(function, arguments):
         )
 
 
-def setup_context(ctx, call, output):
-    """Keep the inputs; the backward computes gate and up again, so that no activation is stored."""
-    ctx.needed = {name for name in _GRADIENTS if (t := getattr(call, name)) is not None and t.requires_grad}
-    refuse_quantised("fused_experts", vars(call))
-    ctx.save_for_backward(*(getattr(call, name) for name in _KEPT))
-    ctx.activation = call.activation, call.alpha, call.limit
+class TrainingPlan(ExpertsPlan):
+    """A plan whose launches keep gate and up, and the order of the rows, for a backward."""
+
+    def compute_and_keep(self, t):
+        """Return the output, gate and up of each row, and the outputs of ``group_by_expert``.
+
+        The output has the bits of inference. With few tokens its kernels have no gate and up: those are computed
+        again, from so few tokens.
+        """
+        described = describe(self.shape, *self.routing)
+        new = lambda group: tuple(t.x.new_empty(size, dtype=dtype) for size, dtype in group)
+        routing, (gate_up,), out = new(described.routing), new(described.gate_up), torch.empty_like(t.x)
+        if not self.routing[0]:
+            return out, gate_up, *(each.zero_() for each in routing)
+        memory = self.intermediates(self.new_memory())._replace(routing=routing, gate_up=(gate_up,))
+        options = self.shape, self.activation, self.fuses, self.decodes, memory
+        for launch in launches_of(ExpertsCall(t, *options, keeps_gate_up=True), out).values():
+            launch()
+        if self.decodes:
+            group_by_expert(t.topk_ids, len(t.w13), out=routing)
+            gather = dict(gather_indices=routing[2], bias=t.w13_bias)
+            group_gemm_bf16(t.x, t.w13, *routing[:2], out=gate_up, **gather)
+            if self.fuses and self.activation.interleaved:
+                gate_up.copy_(gate_up.unflatten(1, (-1, 2)).mT.flatten(1))
+        return out, gate_up, *routing
+
+
+def _compute_and_keep(x, w13, w2, topk_weights, topk_ids, shared, w13_bias, w2_bias, *options):
+    given = x, w13, w2, topk_weights, topk_ids, None, None, shared, w13_bias, w2_bias, None, None, None
+    plan, key, t = find_plan(_plans, (options, *map(type, options)), given, ExpertsTensors._fields)
+    activation, alpha, limit, batch_invariant = options
+    if plan is None:
+        made = make_plan(ExpertsTensors(*t), activation, alpha, limit, False, batch_invariant, kind=TrainingPlan)
+        plan = remember(_plans, key, made)
+    plan.check_alignment(*t)
+    t = ExpertsTensors(*t)
+    return plan.compute_and_keep(t._replace(topk_weights=contiguous_weights(t.topk_weights)))
+
+
+@torch.library.custom_op(f"{NAMESPACE}::fused_experts_for_backward", mutates_args=())
+def _op(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    shared: torch.Tensor | None,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float | None,
+    batch_invariant: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    tensors = x, w13, w2, topk_weights, topk_ids, shared, w13_bias, w2_bias
+    return _compute_and_keep(*tensors, activation, alpha, limit, batch_invariant)
+
+
+@_op.register_fake
+def _fake(x, w13, w2, topk_weights, topk_ids, shared, w13_bias, w2_bias, activation, alpha, limit, batch_invariant):
+    t = ExpertsTensors(x, w13, w2, topk_weights, topk_ids, shared=shared, w13_bias=w13_bias, w2_bias=w2_bias)
+    shape, _ = check_experts(t, activation, alpha, limit)
+    described = describe(shape, *topk_ids.shape)
+    kept = (x.new_empty(size, dtype=dtype) for size, dtype in (*described.gate_up, *described.routing))
+    return torch.empty_like(x), *kept
+
+
+def _setup_context(ctx, inputs, output):
+    """Keep the inputs, gate and up, and the order of the rows."""
+    tensors, (_, *kept) = inputs[: len(_TENSORS)], output
+    ctx.needed = {name for name, t in zip(_TENSORS, tensors, strict=True) if t is not None and t.requires_grad}
+    ctx.activation, ctx.has_shared = inputs[len(_TENSORS) : -1], "shared" in ctx.needed
+    ctx.mark_non_differentiable(*kept)
+    ctx.save_for_backward(*(t for name, t in zip(_TENSORS, tensors, strict=True) if name != "shared"), *kept)
+
+
+def _backward(ctx, grad, *_):
+    found = backward(ctx, grad)
+    return (*map(found.get, _TENSORS), *(None,) * len(_OPTIONS))
+
+
+_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def backward(ctx, grad):
@@ -47,37 +129,60 @@ def backward(ctx, grad):
     """
     if torch.is_grad_enabled():
         raise NotImplementedError("create_graph is True, but fused_experts has no second derivative")
-    x, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias = ctx.saved_tensors
+    x, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, gate_up, *routing = ctx.saved_tensors
+    seqlens, cu_seqlens, gather_indices, inverse_indices = routing
     grad, wanted = grad.contiguous(), ctx.needed
+    result = {"shared": grad}
     if not len(x):
-        inputs = dict(zip(_KEPT, ctx.saved_tensors, strict=True), shared=grad)
-        return {name: torch.zeros_like(inputs[name]) for name in wanted}
-    seqlens, cu_seqlens, gather_indices, inverse_indices = group_by_expert(topk_ids, len(w13))
-    groups = seqlens, cu_seqlens
-    gate_up = group_gemm_bf16(x, w13, *groups, gather_indices=gather_indices, bias=w13_bias)
-    u = group_gemm_bf16(grad, transposed(w2), *groups, gather_indices=gather_indices)
-    weights = topk_weights.contiguous()
-    of_gate_up, weighted, of_weights = silu_and_mul_backward(gate_up, u, inverse_indices, weights, *ctx.activation)
-    result = {"shared": grad, "topk_weights": of_weights}
+        inputs = dict(x=x, w13=w13, w2=w2, topk_weights=topk_weights, w13_bias=w13_bias, w2_bias=w2_bias)
+        return {name: grad if name == "shared" else torch.zeros_like(inputs[name]) for name in wanted}
+    if wanted == {"shared"}:
+        return result
+    groups, weights = (seqlens, cu_seqlens), contiguous_weights(topk_weights)
+    outer_products = partial(_outer_products, groups=groups, dtype=torch.bfloat16)
+    grad_rows = None
+    if "w2" in wanted or len(gate_up) > MAX_GATHERED_AVERAGE[BF16] * len(w13):
+        grad_rows = permute_tokens(grad, inverse_indices)
+        u = group_gemm_bf16(grad_rows, transposed(w2), *groups)
+    else:
+        u = group_gemm_bf16(grad, transposed(w2), *groups, gather_indices=gather_indices)
+    activation = check_activation(*ctx.activation)
+    tensors = ExpertsTensors(x, w13, w2, topk_weights, topk_ids)
+    has_halves = not activation.interleaved or can_fuse_activation(tensors, BF16, activation)
+    # Tensors of all rows are freed as soon as possible: the peak of memory is that of the last gradients.
+    of_rows = silu_and_mul_backward(gate_up, u, inverse_indices, weights, *activation, has_halves)
+    of_gate_up, weighted, result["topk_weights"] = of_rows
+    del of_rows, u, gate_up
+    if "w2" in wanted:
+        result["w2"] = weight_gradient(grad_rows, weighted, w2, outer_products)
+    del grad_rows, weighted
     if w2_bias is not None and "topk_weights" in wanted:
         products = grad.float() @ w2_bias.float().T  # [tokens, experts]
         is_valid = inverse_indices >= 0
         ids = torch.where(is_valid, topk_ids, 0).long()
-        result["topk_weights"] = of_weights + products.gather(1, ids) * is_valid
+        result["topk_weights"] = result["topk_weights"] + products.gather(1, ids) * is_valid
     if "x" in wanted:
         rows = group_gemm_bf16(of_gate_up, transposed(w13), *groups)
         result["x"] = weighted_sum(rows, inverse_indices, torch.ones_like(weights))
-    outer_products = partial(_outer_products, groups=groups, dtype=torch.bfloat16)
+        del rows
     if "w13" in wanted:
         result["w13"] = weight_gradient(of_gate_up, permute_tokens(x, inverse_indices), w13, outer_products)
-    if "w2" in wanted:
-        result["w2"] = weight_gradient(permute_tokens(grad, inverse_indices), weighted, w2, outer_products)
     if "w13_bias" in wanted:
         ones = torch.ones(len(of_gate_up), 8, dtype=torch.bfloat16, device=x.device)
         result["w13_bias"] = _outer_products(of_gate_up, ones, groups, w13_bias.dtype)[:, :, 0].to(w13_bias.dtype)
     if "w2_bias" in wanted:
         result["w2_bias"] = (_routing_matrix(topk_ids, weights, len(w13)).T @ grad.float()).to(w2_bias.dtype)
     return {name: result[name] for name in wanted}
+
+
+def differentiable_experts(**arguments):
+    """Compute a call of ``fused_experts`` in which a tensor requires grad."""
+    refuse_quantised("fused_experts", arguments)
+    others = set(arguments) - {*_TENSORS, *_OPTIONS, "workspace"}
+    if any(arguments[name] is not None and arguments[name] is not False for name in others):
+        with torch.no_grad():
+            return fused_experts(**arguments)  # raises: weights in bfloat16 have no scales
+    return _op(*(arguments[name] for name in (*_TENSORS, *_OPTIONS)))[0]
 
 
 def _outer_products(a, b, groups, dtype):
@@ -111,5 +216,5 @@ def differentiable_moe(**arguments):
     return fused_experts(topk_weights=weights, topk_ids=ids, **of_experts)
 
 
-register_autograd(fused_experts, backward, setup_context)
+register_differentiable(fused_experts, differentiable_experts)
 register_differentiable(fused_moe, differentiable_moe)

@@ -13,6 +13,7 @@ EDGES = (f"{TESTS}::test_sizes_that_are_no_multiples_of_a_tile[192-320-block, tw
 GATHERED = TESTS, "-k", "test_gather and empty"
 SILU = ("tests/grouped_gemm/test_grouped_gemm.py::test_silu_and_mul[16-pertensor]",)
 FAR = (f"{TESTS}::test_rows_beyond_2_31_elements",)
+GATE_AND_UP = "tests/moe_layer/test_backward.py", "-k", "stores_gate_and_up and sizes1 and silu"
 LAYOUTS = (f"{TESTS}::test_row_layouts",)
 
 MUTANTS = [
@@ -203,5 +204,17 @@ MUTANTS = [
         "one warp does not release its stage",
         SIZES,
         (KERNEL, "stage, lane == 0 and not two)", "stage, lane == 0 and not two and warp != 0)"),
+    ),
+    mutant(
+        "M30",
+        "up is stored over gate",
+        GATE_AND_UP,
+        (KERNEL, "int32(tile.column + n), tile.scale", "int32(tile.column), tile.scale"),
+    ),
+    mutant(
+        "M31",
+        "the gates of a tile's columns beyond y are stored over ups",
+        GATE_AND_UP,
+        (KERNEL, "                    if tile.column + int32(warp >> 2) * 64 < n:\n", "                    if True:\n"),
     ),
 ]

@@ -311,4 +311,14 @@ MUTANTS = [
         GRADIENTS,
         (ACTIVATION_BACKWARD, "weight * grads[i] * by_up", "grads[i] * by_up"),
     ),
+    mutant(
+        "ML37",
+        "gates and ups that were kept are read in the order of w13's rows",
+        GRADIENTS,
+        (
+            ACTIVATION_BACKWARD,
+            "make_access(columns, interleaved and not has_halves)[0]",
+            "make_access(columns, interleaved)[0]",
+        ),
+    ),
 ]

@@ -7,6 +7,7 @@ step is timed as a caller sees it, without a CUDA graph, because some of them wa
 from functools import partial
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import moe_numba
 from moe_numba import simulator
@@ -34,7 +35,7 @@ LAYERS = (
     Layer("gpt-oss-20b", **GPT_OSS, dtype="bf16", token_counts=TOKENS),
     Layer("DeepSeek-V3, 1 of 8 GPUs", 32, 7168, 2048, "bf16", TOKENS),
 )
-OURS, FROZEN, FORWARD = "final", "final, frozen weights", "final, forward"
+OURS, FROZEN, FORWARD, AGAIN = "final", "final, frozen weights", "final, forward", "final, checkpointed"
 ROUNDS = 12
 BOUND = 2e-2  # relative error of a gradient beside that of transformers' grouped_mm, both in bfloat16
 
@@ -98,7 +99,9 @@ def steps_of(layer, given, options):
         with torch.no_grad():
             return (ours(*leaves, *weights),)
 
+    again = partial(checkpoint, ours, use_reentrant=False)
     steps = {OURS: partial(gradients, ours, [*leaves, *weights]), FROZEN: frozen, FORWARD: forward}
+    steps[AGAIN] = partial(gradients, again, [*leaves, *weights])
     if transformers_version() is None:
         return steps
     from transformers.integrations import moe
@@ -176,19 +179,20 @@ def readme_table(record):
     """Return a table of times in microseconds, and of peak memory."""
     others, lines = records.peers(record), []
     for model, tokens, steps in layers(record):
-        times = [steps[s]["kernel_us"]["median"] if s in steps else None for s in (OURS, *others)]
-        cells = bold_best(["" if us is None else format_us(us) for us in times])
-        own = [format_us(steps[s]["kernel_us"]["median"]) for s in (FORWARD, FROZEN)]
+        us = lambda step, steps=steps: format_us(steps[step]["kernel_us"]["median"]) if step in steps else ""
+        cells, own = bold_best([us(step) for step in (OURS, *others)]), map(us, (FORWARD, FROZEN, AGAIN))
         memory = [f"{steps[s]['peak_bytes'] / 1e9:.1f}" if s in steps else "" for s in (OURS, *others)]
         lines.append([model, f"{tokens:,}", *cells, *own, format_us(steps[OURS]["floor_us"]), " / ".join(memory)])
     names = [_label(step) for step in (OURS, *others)]
-    headings = ["experts", "tokens", *names, "forward alone", "frozen weights", "speed of light", "peak memory, GB"]
+    own_names = "forward alone", "frozen weights", "checkpointed"
+    headings = ["experts", "tokens", *names, *own_names, "speed of light", "peak memory, GB"]
     provenance = plots.provenance(record)
     text = (
         "Time of a training step of a layer's experts in microseconds, forward and backward with the gradients of x, "
         "the routing weights, w13 and w2, in bfloat16, as a caller without a CUDA graph sees it. `eager` and "
-        "`grouped_mm` are transformers' implementations. Forward alone and frozen weights (gradients of x and the "
-        "routing only) are moe_numba's. The speed of light is the time of the multiplications at the tensor cores' "
+        "`grouped_mm` are transformers' implementations. Forward alone, frozen weights (gradients of x and the routing "
+        "only) and checkpointed (the forward pass again, instead of gate and up kept) are moe_numba's. The speed of "
+        "light is the time of the multiplications at the tensor cores' "
         "peak rate. Peak memory is that of the columns of times, in their order. "
         f"{provenance[0].upper()}{provenance[1:]}."
     )

@@ -5,6 +5,7 @@ import torch
 
 def moe_layer():
     from moe_numba import (
+        fused_experts,
         group_by_expert,
         per_token_quant_fp8,
         permute_cast_to_fp8,
@@ -41,6 +42,13 @@ def moe_layer():
         of_rows = x, x[:, :2880].contiguous(), torch.zeros(1, 4).int(), torch.zeros(1, 4)
         yield f"{activation} 2880 backward", lambda: silu_and_mul_backward(*of_rows, activation, 1.702, limit)
         yield f"{activation} 2880 limited, quantised", lambda: silu_and_mul_quant_fp8(x, **options)
+    tokens, w13, w2 = (torch.empty(size, dtype=bf16) for size in ((512, 2048), (8, 1536, 2048), (8, 2048, 768)))
+    routing = torch.zeros(512, 2), torch.zeros(512, 2).int()
+    for activation in ("silu", "swigluoai"):
+        yield (
+            f"{activation} 768 with gate and up for a backward",
+            lambda: fused_experts(tokens.requires_grad_(), w13, w2, *routing, activation=activation),
+        )
     for scale in (None, torch.empty(1)):
         kind = "own" if scale is None else "given"
         yield f"silu 2880 quantised, {kind} scales", lambda: silu_and_mul_quant_fp8(x, scale, num_valid_rows=valid)
