@@ -1,6 +1,7 @@
 """Sphinx's settings for the documentation site: `make docs` copies this file to the sources that it gathers."""
 
 import os
+from pathlib import Path
 
 os.environ["MOE_NUMBA_SIMULATE"] = "1"  # the functions' modules are imported, which must not need a GPU
 import moe_numba  # noqa: E402
@@ -34,6 +35,7 @@ autosummary_generate = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+autodoc_default_options = {"exclude-members": "extra_repr"}  # torch calls it
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
 python_maximum_signature_line_length = 100
@@ -44,6 +46,8 @@ html_theme = "pydata_sphinx_theme"
 html_title = "moe_numba"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
+html_search_scorer = str(Path(__file__).parent / "_static/scorer.js")
 html_favicon = "_static/icon.svg"
 html_extra_path = ["extra"]
 html_show_sourcelink = False
@@ -70,3 +74,9 @@ if "GITHUB_REPOSITORY" in os.environ:
     html_theme_options["github_url"] = f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
 html_sidebars = {"index": [], "playground": [], "measurements": [], "gpus": [], "search": []}
 copybutton_exclude = ".linenos, .gp, .go"
+
+
+def setup(app):
+    """Leave out the fields of named tuples: "Alias for field number 0". Docstrings describe them."""
+    is_field = lambda app, what, name, member, skip, options: True if type(member).__name__ == "_tuplegetter" else None
+    app.connect("autodoc-skip-member", is_field)

@@ -9,10 +9,7 @@ from pathlib import Path
 
 import moe_numba
 from moe_numba.extras import missing_extra
-
-
-class UserError(Exception):
-    """An error that is printed as one sentence, without a traceback; exit code 2."""
+from moe_numba.simulator.command_line import Parser, UserError, check_name, parse
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,12 +20,13 @@ def main(arguments: list[str] | None = None) -> int:
     int
         0, or 1 if something is broken or out of date, or 2 if the command cannot run here.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.run is None:
-        parser.print_help(sys.stderr)
-        return 2
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser, commands = _parser()
     try:
+        options = parse(parser, commands, arguments)
+        if options.run is None:
+            parser.print_help(sys.stderr)
+            return 2
         return options.run(options)
     except (UserError, ImportError) as error:
         message = missing_extra(error, "this command") if isinstance(error, ImportError) else error
@@ -43,18 +41,19 @@ def _parser():
 
     # The console script has a name of its own; `python -m` would show that of this file.
     prog = "python -m moe_numba" if Path(sys.argv[0]).name == "__main__.py" else None
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         description="Mixture-of-experts kernels in Numba CUDA: check this machine, measure kernels, draw the results.",
         epilog="Begin with `doctor`. To run a Numba program of your own without a GPU: python -m moe_numba.simulator",
     )
     parser.add_argument("--version", action="version", version=f"moe_numba {moe_numba.__version__}")
     parser.set_defaults(run=None)
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+    added = parser.add_subparsers(metavar="COMMAND", title="commands")
+    commands = {}
 
     def command(name, run, summary, more="", clone=False):
         where = " This needs a clone of the repository." if clone else ""
-        sub = commands.add_parser(
+        commands[name] = sub = added.add_parser(
             name,
             help=summary + (" (in a clone)" if clone else ""),
             description=f"{summary[0].upper()}{summary[1:]}.{where}\n\n{more}".strip(),
@@ -87,16 +86,17 @@ def _parser():
     plot.add_argument(
         "--gpu", default="h200", help="the GPU that was measured, a folder of the records (default: h200)"
     )
-    plot.add_argument("--out", type=Path, default=Path("build/figures"), metavar="DIR", help="default: build/figures")
-    plot.add_argument("--table", action="store_true", help="rewrite the topic's table in docs/measurements.md instead")
-    plot.add_argument("--check", action="store_true", help="write nothing; exit code 1 if that table is out of date")
+    plot.add_argument("--out", type=Path, metavar="DIR", help="write to DIR (default: build/figures)")
+    plot.add_argument(
+        "--table", action="store_true", help="print the times as a Markdown table instead; --out writes DIR/TOPIC.md"
+    )
 
     readme = command("readme", _readme, "rewrite the generated blocks of README.md and docs/", clone=True)
     readme.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a block is out of date")
 
     stale = command("stale", _stale, "list the results of kernels that have changed since", clone=True)
     stale.add_argument("--json", action="store_true", help='print {"record or notebook": [sentences]}, for scripts')
-    return parser
+    return parser, commands
 
 
 def _say(text):
@@ -148,8 +148,9 @@ def _bench(options):
     from moe_numba import simulator
     from moe_numba.course import bench
     from moe_numba.course.bench import records
+    from moe_numba.course.bench.records import progress
 
-    _check_topic(options.topic)
+    check_name("topic", options.topic, bench.topic_names())  # before anything slow is imported
     if not simulator.ENABLED:
         _say("loading torch")
     if simulator.ENABLED or not _torch_has_a_gpu():
@@ -173,7 +174,8 @@ def _bench(options):
             "name their folder with --peers, or another folder for the record with --out"
         )
     _say(f"measuring {options.topic} on {env['gpu']}" + (", a few sizes" if options.quick else ": this takes minutes"))
-    rows = topic.measure(peers, options.quick, **budget)
+    with progress.said():
+        rows = topic.measure(peers, options.quick, **budget)
     if hasattr(topic, "generate"):
         print(f"written: {topic.generate(rows, records.folder(env['gpu']))}")
     if hasattr(topic, "out_of_reach"):
@@ -193,27 +195,40 @@ def _plot(options):
     from moe_numba.course import bench
     from moe_numba.course.bench import records
 
-    _check_topic(options.topic)
+    check_name("topic", options.topic, bench.topic_names())
     try:
         record = records.read(options.topic, options.gpu)
     except FileNotFoundError as error:
         raise UserError(error) from error
+    is_printed = options.table and options.out is None
+    out = options.out or Path("build/figures")
+    if not is_printed:
+        _make_folder(out)
     _say(f"drawing {options.topic} on {record['gpu']}")
     topic = bench.topic(options.topic)
     for sentence in records.stale(record):
         print(f"out of date: {options.topic}: {sentence.partition(': ')[0]}", file=sys.stderr)
-    if options.table or options.check:
-        return _plot_table(options.topic, topic.readme_table(record), options.check)
+    table = topic.readme_table(record) if options.table else None
+    if is_printed:
+        print(table)
+        return 0
+    try:
+        if table:
+            written = out / f"{options.topic}.md"
+            written.write_text(f"{table}\n")
+            print(written)
+        else:
+            _draw(topic.figures(record), out / options.topic)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be written: {error.strerror}") from error
+    return 0
+
+
+def _draw(figures, path):
     from moe_numba.course.bench.figures import plots
 
-    _make_folder(options.out)
-    for name, figure in topic.figures(record).items():
-        try:
-            written = plots.save(figure, options.out / f"{options.topic}-{name}")
-        except OSError as error:
-            raise UserError(f"{error.filename} cannot be written: {error.strerror}") from error
-        print(*written, sep="\n", flush=True)
-    return 0
+    for name, figure in figures.items():
+        print(*plots.save(figure, path.with_name(f"{path.name}-{name}")), sep="\n", flush=True)
 
 
 def _make_folder(path):
@@ -223,24 +238,6 @@ def _make_folder(path):
             pass
     except OSError as error:
         raise UserError(f"nothing can be written to {path}: {error.strerror}") from error
-
-
-def _plot_table(topic, table, check):
-    from moe_numba.course.bench import records
-    from moe_numba.course.pages.readme import MEASUREMENTS, replace_block
-
-    try:
-        path = records.repository() / MEASUREMENTS
-        old = path.read_text()
-        new = replace_block(old, topic, table, MEASUREMENTS)
-    except (FileNotFoundError, ValueError) as error:
-        raise UserError(error) from error
-    if check:
-        state = "up to date" if new == old else "out of date: run plot --table"
-        print(f"{MEASUREMENTS}'s table for {topic} is {state}")
-        return int(new != old)
-    path.write_text(new)
-    return 0
 
 
 def _readme(options):
@@ -254,15 +251,6 @@ def _readme(options):
     state = "out of date" if options.check else "rewritten"
     print(*[f"{state}: {block}" for block in changed] or ["all generated blocks are up to date"], sep="\n")
     return int(options.check and bool(changed))
-
-
-def _check_topic(name):
-    """Refuse an unknown topic before anything slow is imported."""
-    from moe_numba.course import bench
-    from moe_numba.course.bench import records
-
-    if name not in (names := bench.topic_names()):
-        raise UserError(records.unknown("topic", name, names))
 
 
 def print_table(rows: list[dict], title: str, console=None) -> None:

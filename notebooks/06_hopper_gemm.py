@@ -39,7 +39,7 @@ from moe_numba.course.lessons.hopper.runs import (
     Version,
     advance,
     lesson,
-    wait_for_buffer,  # noqa: F401  for your answers
+    wait_for_buffer,  # for your answers
     wait_for_stores,
 )
 from moe_numba.course.lessons.hopper.sizes import (
@@ -58,7 +58,7 @@ from moe_numba.ptx.accumulators import make_fma, make_for_each_chunk
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.cp_async import bulk_commit_group
-from moe_numba.ptx.fence import fence_proxy_async_shared  # noqa: F401  for your answers
+from moe_numba.ptx.fence import fence_proxy_async_shared  # for your answers
 from moe_numba.ptx.matrix import stmatrix_rows
 from moe_numba.ptx.mbarrier import (
     fence_mbarrier_init,

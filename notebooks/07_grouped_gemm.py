@@ -66,15 +66,15 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_init,
     mbarrier_wait_parity,
 )
-from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4  # noqa: F401  for your answers
+from moe_numba.ptx.memory import ld_shared_s32x4, st_global_s32x4  # for your answers
 from moe_numba.ptx.tensormap import (
-    fence_proxy_tensormap_acquire_gpu,  # noqa: F401  for your answers
+    fence_proxy_tensormap_acquire_gpu,  # for your answers
     make_tensormap_replace_global_dim,
     tensormap_cp_fenceproxy,
     tensormap_replace_global_address,
 )
 from moe_numba.ptx.tma import tma_load_2d, tma_load_3d, tma_store_2d
-from moe_numba.ptx.warp import FULL_MASK, warp_inclusive_scan  # noqa: F401  for your answers
+from moe_numba.ptx.warp import FULL_MASK, warp_inclusive_scan  # for your answers
 from moe_numba.ptx.warpgroup import bar_sync, elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
 from moe_numba.ptx.wgmma import make_wgmma_tile, make_wgmma_wait, wgmma_descriptor
 

@@ -49,7 +49,7 @@ from moe_numba.course.lessons.block_scales.sizes import (
 from moe_numba.course.lessons.hopper.runs import advance
 from moe_numba.course.steps.lesson import factory
 from moe_numba.ptx.accumulators import make_fma, make_fma_blocks, make_fma_columns
-from moe_numba.ptx.arithmetic import float_as_int, int_as_float  # noqa: F401  for your answers
+from moe_numba.ptx.arithmetic import float_as_int, int_as_float  # for your answers
 from moe_numba.ptx.matrix import make_load_shared
 from moe_numba.ptx.mbarrier import (
     fence_mbarrier_init,
@@ -59,7 +59,7 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_test_wait_parity,
     mbarrier_wait_parity,
 )
-from moe_numba.ptx.memory import ld_shared_s32x4, st_shared_s32x4  # noqa: F401  for your answers
+from moe_numba.ptx.memory import ld_shared_s32x4, st_shared_s32x4  # for your answers
 from moe_numba.ptx.tma import tma_load_2d
 from moe_numba.ptx.warp import FULL_MASK
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc

@@ -36,7 +36,7 @@ from numba import cuda, float32, int32, int64, uint8, uint16, uint32, uint64
 from moe_numba.course.lessons.hopper.runs import Ring, advance
 from moe_numba.course.lessons.w4_weights import draw, exercises
 from moe_numba.course.lessons.w4_weights import runs as page
-from moe_numba.course.lessons.w4_weights.runs import First, Version, lesson, load_rows, mma  # noqa: F401  for your answers
+from moe_numba.course.lessons.w4_weights.runs import First, Version, lesson, load_rows, mma  # for your answers
 from moe_numba.course.lessons.w4_weights.sizes import (
     CODE_BYTES,
     RESULT_EXPONENT,

@@ -43,23 +43,23 @@ from moe_numba.course.lessons.dispatch_layout.sizes import (
     EACH,
     EXPERTS,
     EXPERTS_PER_CTA,
-    FULL,  # noqa: F401  for your answers
+    FULL,  # for your answers
     LANES,
     PER_WARP,
     PORT_THREADS,
     RANKS,
     RANKS_PER_CTA,
-    SHARE,  # noqa: F401  for your answers
-    SHARES,  # noqa: F401  for your answers
+    SHARE,  # for your answers
+    SHARES,  # for your answers
     THREADS,
     TOPK,
 )
 from moe_numba.course.steps.lesson import factory
 from moe_numba.ptx.cluster import (  # some of them for your answers
     barrier_cluster_arrive,
-    barrier_cluster_wait,  # noqa: F401
-    cluster_ctarank,  # noqa: F401
-    st_cluster_s32,  # noqa: F401
+    barrier_cluster_wait,
+    cluster_ctarank,
+    st_cluster_s32,
 )
 from moe_numba.ptx.memory import atom_add_s32, griddepcontrol_launch_dependents, griddepcontrol_wait
 

@@ -50,7 +50,7 @@ from moe_numba.course.lessons.talk_to_a_peer.sizes import (
     RANKS,
     RING,
     TAIL,
-    WORD_SLOTS,  # noqa: F401  for your answers
+    WORD_SLOTS,  # for your answers
 )
 from moe_numba.course.steps.lesson import factory
 from moe_numba.ptx.atomics import (

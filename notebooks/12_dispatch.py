@@ -48,19 +48,19 @@ from moe_numba.expert_parallel.rings.bulk_pipeline import (
     wait_row,
 )
 from moe_numba.ptx.atomics import (
-    atom_add_relaxed_gpu_s32,  # noqa: F401  for your answers, as others of these
-    ld_acquire_cta_shared_u64,  # noqa: F401
+    atom_add_relaxed_gpu_s32,  # for your answers, as others of these
+    ld_acquire_cta_shared_u64,
     ld_acquire_sys_s32,
-    poll_acquire_cta_shared_s32,  # noqa: F401
+    poll_acquire_cta_shared_s32,
     poll_acquire_cta_shared_u64,
-    st_relaxed_gpu_s32,  # noqa: F401
-    st_relaxed_sys_s32,  # noqa: F401
+    st_relaxed_gpu_s32,
+    st_relaxed_sys_s32,
     st_release_cta_shared_s32,
     st_release_cta_shared_u64,
     st_release_sys_s32,
 )
 from moe_numba.ptx.cp_async import bulk_commit_group, bulk_store
-from moe_numba.ptx.fence import fence_acq_rel_sys  # noqa: F401
+from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.memory import ld_global_s32x4, ld_nc_na_s32x4, pointer_from_address, st_na_s32x4
 from moe_numba.ptx.warp import FULL_MASK, redux_sync_add_s32
 from moe_numba.ptx.warpgroup import bar_sync

@@ -28,7 +28,7 @@ os.environ["MOE_NUMBA_ONLY"] = "90"  # Hopper: with another GPU the simulator ru
 import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
 # isort: split
-from numba import cuda, float32, int32, int64, uint32, uint64  # noqa: F401  for your answers
+from numba import cuda, float32, int32, int64, uint32, uint64  # for your answers
 
 from moe_numba.course.lessons.combine import deadlocks, draw, exercises
 from moe_numba.course.lessons.combine import runs as page
@@ -46,14 +46,14 @@ from moe_numba.expert_parallel.rings.bulk_pipeline import (
     wait_row,
 )
 from moe_numba.expert_parallel.rings.progress import clear_progress, post_progress, wait_published
-from moe_numba.ptx.arithmetic import add_rn_bf16x2, uint_as_float  # noqa: F401  for your answers
+from moe_numba.ptx.arithmetic import add_rn_bf16x2, uint_as_float  # for your answers
 from moe_numba.ptx.atomics import (
     atom_add_relaxed_gpu_s32,
     ld_acquire_sys_s32,
     st_release_cta_shared_s32,
     st_release_sys_s32,
 )
-from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32  # noqa: F401  for your answers
+from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32  # for your answers
 from moe_numba.ptx.fence import fence_proxy_async, fence_proxy_async_shared
 from moe_numba.ptx.memory import (
     ld_global_s32x4,

@@ -31,20 +31,20 @@ import moe_numba  # before Numba: it decides whether kernels run on a GPU or in 
 # isort: split
 from functools import cache
 
-from numba import cuda, float32, int32  # noqa: F401  for your answers
+from numba import cuda, float32, int32  # for your answers
 
 from moe_numba.course.lessons.low_latency import draw, exercises
 from moe_numba.course.lessons.low_latency import runs as page
 from moe_numba.course.lessons.low_latency.runs import Memory, Version, alone, lesson, many, ranks_of
 from moe_numba.course.steps.lesson import factory
-from moe_numba.expert_parallel.low_latency.combine import add_row, round_sums  # noqa: F401  for your answers
+from moe_numba.expert_parallel.low_latency.combine import add_row, round_sums  # for your answers
 from moe_numba.expert_parallel.low_latency.layout import CLEAN_NAN, SENTINEL
 from moe_numba.expert_parallel.low_latency.protocol import copied
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_relaxed_sys_s32, st_relaxed_sys_s32
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.memory import ld_global_s32x4, pointer_from_address, st_global_s32x4
 from moe_numba.ptx.system_vectors import ld_relaxed_sys_s32x4, st_relaxed_sys_s32x4
-from moe_numba.ptx.warp import FULL_MASK  # noqa: F401  for your answers
+from moe_numba.ptx.warp import FULL_MASK  # for your answers
 
 print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
 step = lesson.step

@@ -48,7 +48,7 @@ from moe_numba.moe_layer.gemv.bf16 import bf16_bits
 from moe_numba.ptx.arithmetic import uint_as_float
 from moe_numba.ptx.conversions import cvt_rn_bf16x2_f32
 from moe_numba.ptx.memory import load_nc_u32x4, st_global_s32x4
-from moe_numba.ptx.warp import FULL_MASK, lanemask_lt  # noqa: F401  for your answers
+from moe_numba.ptx.warp import FULL_MASK, lanemask_lt  # for your answers
 
 print("kernels run", "in the simulator:" if moe_numba.simulator.ENABLED else "on a GPU:", moe_numba.simulator.REASON)
 print(page.result())

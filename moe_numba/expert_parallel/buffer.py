@@ -181,7 +181,18 @@ class Buffer:
 
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
-        """Set the number of SMs of default configurations; it must be even."""
+        """Set the number of SMs of default configurations.
+
+        Parameters
+        ----------
+        new_num_sms : int
+            Even, 2 to 132.
+
+        Raises
+        ------
+        ValueError, TypeError
+            It is something else.
+        """
         cls.num_sms = Config(new_num_sms).num_sms
 
     @staticmethod
@@ -271,6 +282,8 @@ class Buffer:
         num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert : torch.Tensor
             From `get_dispatch_layout`; required without a handle. They must be the layout of ``topk_idx``, which only
             the simulator checks.
+        num_tokens_per_rdma_rank : None
+            DeepEP's, for several nodes.
         topk_idx, topk_weights : torch.Tensor [tokens, topk], int64 or int32, and float32, optional
             Experts and weights to send with the tokens.
         expert_alignment : int
@@ -569,6 +582,16 @@ class Buffer:
 
         It is the same for all handles of the same sizes; the first call allocates it. DeepEP's combine saves a copy if
         the results are there; the combine here never copies them.
+
+        Parameters
+        ----------
+        handle : tuple
+            From `low_latency_dispatch`.
+
+        Returns
+        -------
+        torch.Tensor [local experts, num_slots, hidden], bfloat16
+            ``num_slots`` is the number of ranks times ``num_max_dispatch_tokens_per_rank``.
         """
         return self._low_latency.next_combine_input(handle)
 
@@ -643,7 +666,9 @@ class Buffer:
     ) -> int:
         """Return the bytes that low-latency dispatch and combine in bfloat16 allocate on each rank.
 
-        They allocate memory themselves, whatever ``num_rdma_bytes`` of the buffer is.
+        They allocate memory themselves, whatever ``num_rdma_bytes`` of the buffer is. ``hidden`` counts elements of a
+        row, and ``num_experts`` the experts of all ``num_ranks`` ranks, which send up to
+        ``num_max_dispatch_tokens_per_rank`` tokens each.
         """
         num_ranks = check_int("num_ranks", num_ranks, 1, MAX_RANKS)
         shape = make_shape(num_ranks, num_max_dispatch_tokens_per_rank, hidden, MAX_TOPK, num_experts)
@@ -654,6 +679,7 @@ class Buffer:
 
         Needed only after a timeout, together with `low_latency_clean_mask_buffer`: other sizes have other memory. It
         does not wait for ranks that are masked, and with ``enable_shrink`` it masks a rank that does not come in time.
+        ``num_max_dispatch_tokens_per_rank``, ``hidden`` and ``num_experts`` are those of the calls.
 
         Raises
         ------
@@ -665,11 +691,23 @@ class Buffer:
         self._low_latency.clean(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Write 1 for each rank that is masked, and 0 for each other rank, to an int32 tensor [num_ranks]."""
+        """Write 1 for each rank that is masked, and 0 for each other rank.
+
+        Parameters
+        ----------
+        mask_status : torch.Tensor [num_ranks], int32
+        """
         self._low_latency.query_mask(mask_status)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Mask a rank: nothing is sent to it, nothing waits for it, and its rows are NaN; or do so no longer."""
+        """Mask a rank: nothing is sent to it, nothing waits for it, and its rows are NaN; or do so no longer.
+
+        Parameters
+        ----------
+        rank_to_mask : int
+        mask : bool
+            False unmasks the rank.
+        """
         self._low_latency.update_mask(rank_to_mask, mask)
 
     def low_latency_clean_mask_buffer(self) -> None:

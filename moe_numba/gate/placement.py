@@ -78,7 +78,10 @@ class ExpertPlacement(NamedTuple):
 
     @staticmethod
     def written() -> tuple[str, ...]:
-        """Name the fields that the kernel modifies."""
+        """Name the fields that the kernel modifies.
+
+        :meta private:
+        """
         return ("load",)
 
 

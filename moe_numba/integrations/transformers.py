@@ -417,6 +417,11 @@ def fuse_routers(model: torch.nn.Module, skip_padding: bool = False) -> int:
 def unfuse_routers(model: torch.nn.Module) -> int:
     """Undo :func:`fuse_routers`; return the number of routers that were changed.
 
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model without fused routers stays as it is, and raises no errors: the result is 0.
+
     Examples
     --------
     >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

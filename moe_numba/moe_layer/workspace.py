@@ -142,7 +142,10 @@ class ExpertsWorkspace:
         self._views: dict = {}
 
     def check(self, tokens: int, topk: int, shape: ExpertsShape) -> None:
-        """Raise for a call that the workspace is not for."""
+        """Raise for a call that the workspace is not for.
+
+        :meta private:
+        """
         if shape != self.shape:
             raise ValueError(f"workspace is for {self.shape}; the call has {shape}")
         if topk != self.topk or tokens > self.max_tokens:
@@ -152,7 +155,10 @@ class ExpertsWorkspace:
             )
 
     def intermediates(self, tokens: int) -> Intermediates:
-        """Return the memory of a call with ``tokens`` tokens."""
+        """Return the memory of a call with ``tokens`` tokens.
+
+        :meta private:
+        """
         return Intermediates.within(self.buffer, self.shape, tokens, self.topk)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moe_numba import simulator
 from moe_numba.simulator import capability
+from moe_numba.simulator.command_line import Parser, UserError, parse
 from moe_numba.simulator.compiler import launched
 from moe_numba.simulator.core import kernel
 from moe_numba.simulator.core.settings import settings
@@ -21,27 +22,23 @@ from moe_numba.simulator.core.settings import settings
 _COMMAND = "python -m moe_numba.simulator"
 
 
-class _UserError(Exception):
-    """An error that is printed as one sentence, without a traceback; exit code 2."""
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; return the program's exit code, or 2 if it cannot start."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.script is None:
-        parser.print_help(sys.stderr)
-        return 2
+    parser, commands = _parser()
     try:
+        options = parse(parser, commands, sys.argv[1:] if arguments is None else arguments)
+        if options.script is None:
+            parser.print_help(sys.stderr)
+            return 2
         _prepare(options)
         return _run_seeds(options) if options.seeds is not None else _run(options)
-    except _UserError as error:
+    except UserError as error:
         print(f"moe_numba.simulator: {error}", file=sys.stderr)
         return 2
 
 
 def _parser():
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=_COMMAND,
         description="Run Numba-CUDA programs without a GPU. The simulator reports data races, deadlocks, reads of "
         "uninitialised memory and accesses out of bounds with their source lines.",
@@ -69,7 +66,7 @@ def _parser():
     _add_options(debug)
     run.set_defaults(debug=False)
     debug.set_defaults(debug=True, seeds=None, report=False, report_to=None, compile=False)
-    return parser
+    return parser, {"run": run, "debug": debug}
 
 
 def _add_seed(parser):
@@ -93,21 +90,21 @@ def _add_options(parser):
     parser.add_argument("--wraparound", action="store_true", help="let computed negative indices count from the end")
     parser.add_argument("--arch", metavar="80", help="compute capability of the simulated GPU (default: 90)")
     parser.add_argument("script", type=Path, metavar="script.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="[arguments]", help="arguments of the program")
 
 
 def _prepare(options):
     """Put the options into the environment, from which this process and the program's own children take them."""
     if not options.script.is_file():
-        raise _UserError(f"{options.script} is not a file{_programs_beside(options.script)}")
+        raise UserError(f"{options.script} is not a file{_programs_beside(options.script)}")
     if options.report_to is not None and not options.report_to.parent.is_dir():
-        raise _UserError(f"--report-to is {options.report_to}, but {options.report_to.parent} is not a folder")
+        raise UserError(f"--report-to is {options.report_to}, but {options.report_to.parent} is not a folder")
     if options.seeds is not None and options.seeds < 1:
-        raise _UserError(f"--seeds is {options.seeds}, but must be at least 1")
+        raise UserError(f"--seeds is {options.seeds}, but must be at least 1")
     if options.preempt is not None and not 0 <= options.preempt <= 1:
-        raise _UserError(f"--preempt is {options.preempt}, but must lie between 0 and 1")
+        raise UserError(f"--preempt is {options.preempt}, but must lie between 0 and 1")
     if options.slow_warp is not None and options.slow_warp < 0:
-        raise _UserError(f"--slow-warp is {options.slow_warp}, but must be 0 or more")
+        raise UserError(f"--slow-warp is {options.slow_warp}, but must be 0 or more")
     values = {
         "MOE_NUMBA_SEED": options.seed,
         "MOE_NUMBA_PREEMPT": options.preempt,
@@ -123,7 +120,7 @@ def _prepare(options):
         arch = capability.parse(options.arch, "--arch") if options.arch else None
         settings.check_environment()
     except (RuntimeError, ValueError) as error:
-        raise _UserError(error) from error
+        raise UserError(error) from error
     simulator.enable(_COMMAND, arch)
 
 

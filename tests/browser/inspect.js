@@ -1,5 +1,6 @@
 // Returns what is wrong with the page as it is shown now: [[kind, text], ...]. `pages.py` calls it.
-() => {
+async () => {
+  await new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)));
   const SMALLEST = 9;
   const found = [];
   const report = (kind, text) => found.push([kind, text]);
@@ -34,18 +35,36 @@
       report("sideways", `the column has ${column.scrollWidth} px in ${column.clientWidth}: ${wide.slice(-3).map(named).join(" | ")}`);
     }
 
-  // Nor is text cut off where nothing scrolls.
+  // Nor is text cut off where nothing scrolls: by the window, or by a box that hides what does not fit.
+  const is_cut = (element, right) => {
+    for (let p = element; p && p !== root; p = p.parentElement) {
+      const { overflowX } = getComputedStyle(p);
+      if (/auto|scroll/.test(overflowX)) return false;
+      if (/hidden|clip/.test(overflowX) && p.clientWidth > 1 && right > p.getBoundingClientRect().right + 1) return true;
+    }
+    return right > root.clientWidth + 1;
+  };
+  const main = document.querySelector("main") || document.body;
   const range = document.createRange();
-  const texts = document.createTreeWalker(document.querySelector("main") || document.body, NodeFilter.SHOW_TEXT);
+  const texts = document.createTreeWalker(main, NodeFilter.SHOW_TEXT);
   const cut = [];
   while (texts.nextNode()) {
     const element = texts.currentNode.parentElement;
-    if (!texts.currentNode.data.trim() || element.closest("svg, script, style, dialog, [class*=sidebar]") || !shown(element)) continue;
+    if (!texts.currentNode.data.trim() || element.closest("svg, script, style, dialog") || !shown(element)) continue;
     range.selectNodeContents(texts.currentNode);
     const { left, right, width } = range.getBoundingClientRect();
-    if (width > 1 && left < root.clientWidth && right > root.clientWidth + 1 && !scrolls(element)) cut.push(element);
+    if (width > 1 && left < root.clientWidth && is_cut(element, right)) cut.push(element);
   }
   if (cut.length) report("cut", `${cut.length} texts, such as ${cut.slice(0, 3).map(named).join(" | ")}`);
+
+  // What scrolls shows that it does: it fades out, or has a bar. An editor scrolls with its caret.
+  const unmarked = [...main.querySelectorAll("*")].filter((e) => {
+    const style = getComputedStyle(e), borders = parseFloat(style.borderTopWidth) + parseFloat(style.borderBottomWidth);
+    return /auto|scroll/.test(style.overflowX) && e.scrollWidth > e.clientWidth + 1 && shown(e)
+      && !e.matches("svg *, article, .bd-article-container, :has(textarea)") && style.maskImage === "none"
+      && e.offsetHeight - e.clientHeight - borders < 1;
+  });
+  if (unmarked.length) report("unmarked", `${unmarked.length} boxes, such as ${unmarked.slice(0, 3).map(named).join(" | ")}`);
 
   for (const image of document.images)
     if (image.complete && !image.naturalWidth && (image.currentSrc || image.src)) report("image", image.currentSrc || image.src);

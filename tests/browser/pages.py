@@ -31,6 +31,14 @@ STEP = """() => [...document.querySelectorAll(".player")].flatMap((player, numbe
 })"""
 LINKS = """() => [...document.querySelectorAll("a[href], area[href], link[href], iframe[src]")]
   .map((e) => e.href || e.src).filter((url) => !/^(javascript|mailto|data):/.test(url))"""
+# What a search should show first: the lesson, or the functions.
+FIRST_FOUND = {
+    "gate": "course/01_gate",
+    "align": "course/03_align",
+    "dispatch": "course/12_dispatch",
+    "wgmma": "course/06_hopper",
+    "fp8": "api/",
+}
 FINISHED = "/^(Finished|Stopped|Python did not)/.test(document.querySelector('#status').textContent)"
 
 
@@ -141,14 +149,17 @@ def check_the_checks(page, listener, site):
 
 
 def check_search(page, listener, site):
-    """Search a word, from the server and from the disk; return what does not work."""
+    """Search words, from the server and from the disk; return what does not work, or comes in the wrong order."""
     failed = []
     for base in (site.address, site.folder.resolve().as_uri()):
-        page.goto(f"{base}/search.html?q=mbarrier")
-        try:
-            page.wait_for_selector("#search-results li a", timeout=20_000)
-        except Exception as error:
-            failed.append(f"search from {base.partition(':')[0]}: {str(error).splitlines()[0]}")
+        for word, first in FIRST_FOUND.items():
+            page.goto(f"{base}/search.html?q={word}")
+            try:
+                found = page.wait_for_selector("#search-results li a", timeout=20_000).get_attribute("href")
+                if not found.startswith(first):
+                    failed.append(f"search for {word}: {found} comes first, not {first}")
+            except Exception as error:
+                failed.append(f"search from {base.partition(':')[0]} for {word}: {str(error).splitlines()[0]}")
     listener.take(page)
     return failed
 

@@ -20,7 +20,7 @@ from moe_numba import simulator
 from moe_numba.course import bench
 from moe_numba.course.bench import Stats, records
 from moe_numba.course.bench.figures import plots, tables
-from moe_numba.course.bench.records import code_hash, kernel_hash
+from moe_numba.course.bench.records import code_hash, kernel_hash, progress
 from moe_numba.course.bench.timing.dist import load_files, peer_files
 from moe_numba.course.pages import readme, topics
 from moe_numba.runtime.recording import Launched
@@ -217,6 +217,41 @@ def test_an_unknown_topic_is_refused_before_torch_is_imported(command):
     assert done.stderr.count("\n") == 1 and done.stdout == "False\n"
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("bnech gate", "there is no command 'bnech' (did you mean bench?); there are bench, doctor, plot, readme, "),
+        ("plot gate --tabel", "there is no option '--tabel' (did you mean --table?); there are --gpu, --help, "),
+        ("bench gate --secnods=3", "there is no option '--secnods' (did you mean --seconds?); there are --help, "),
+        ("--vresion", "there is no option '--vresion' (did you mean --version?); there are --help, --version"),
+        ("plot gate h200", "'h200' is one argument too many; see `"),
+        ("plot", "the following arguments are required: TOPIC; see `"),
+        ("bench gate --seconds x", "argument --seconds: invalid int value: 'x'; see `"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_line(arguments, message, capsys):
+    assert cli.main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"moe_numba: {message}") and error.count("\n") == 1
+
+
+def test_bench_says_what_it_has_measured(toy_topic, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS", 0)
+    assert cli.main(["bench", "toy"]) == 0
+    assert ", 1 times: num_experts=256 tokens=64 dtype=float32 ...\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds, enabled, said", [(0, True, 2), (60, True, 0), (0, False, 0)])
+def test_a_row_is_said_if_the_last_one_was_long_ago(seconds, enabled, said, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS", seconds)
+    with progress.said(enabled):
+        records.row("final", config={"topk": 8}, size={"tokens": 64}, dtype="float32")
+        records.row("import")
+    records.row("after")
+    lines = [" 1 times: topk=8 tokens=64 dtype=float32 ...", " 2 times: import ..."]
+    assert [line.partition(",")[2] for line in capsys.readouterr().err.splitlines()] == lines[:said]
+
+
 def test_the_help_describes_every_topic(capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", "--help"])
@@ -335,19 +370,18 @@ def test_bench_plot_and_readme_commands(toy_topic, capsys):
     assert cli.main(["plot", "toy", "--out", str(toy_topic / "folders")]) == 2
     assert "toy-ladder.png cannot be written: Is a directory" in capsys.readouterr().err
 
-    page = toy_topic / "docs" / "measurements.md"
-    page.write_text("before\n")
-    assert cli.main(["plot", "toy", "--table"]) == 2, "no markers"
-    page.write_text("before\n<!-- toy:begin -->\nold\n<!-- toy:end -->\nafter\n")
-    assert cli.main(["plot", "toy", "--check"]) == 1 and "old" in page.read_text()
-    assert cli.main(["plot", "toy", "--table"]) == 0
-    assert page.read_text() == "before\n<!-- toy:begin -->\n| NVIDIA H200 |\n<!-- toy:end -->\nafter\n"
-    assert cli.main(["plot", "toy", "--table", "--check"]) == 0
     capsys.readouterr()
+    assert cli.main(["plot", "toy", "--table"]) == 0
+    assert capsys.readouterr().out == "| NVIDIA H200 |\n"
+    assert cli.main(["plot", "toy", "--table", "--out", str(toy_topic / "tables")]) == 0
+    assert (toy_topic / "tables" / "toy.md").read_text() == "| NVIDIA H200 |\n"
+    (toy_topic / "folders" / "toy.md").mkdir()
+    assert cli.main(["plot", "toy", "--table", "--out", str(toy_topic / "folders")]) == 2
+    assert "toy.md cannot be written: Is a directory" in capsys.readouterr().err
     file = toy_topic / "docs" / "results" / "h200" / "toy.json"
     record = json.loads(file.read_text())
     file.write_text(records.dump({name: value for name, value in record.items() if name != "functions"}))
-    assert cli.main(["plot", "toy", "--check"]) == 0
+    assert cli.main(["plot", "toy", "--table"]) == 0
     assert "out of date: toy: measured at commit 1a2b3c4, before kernels" in capsys.readouterr().err
 
 
@@ -395,12 +429,12 @@ def test_the_package_runs_as_a_module():
     assert without.returncode == 2 and without.stderr == done.stdout, "what a command is, not only that it is missing"
 
 
-@pytest.mark.parametrize("command", ["stale", "readme", "plot"])
+@pytest.mark.parametrize("command", ["stale", "readme"])
 def test_commands_that_need_a_clone_say_so(command, monkeypatch, tmp_path, capsys):
     repository = records.repository
     monkeypatch.setattr(records, "repository", lambda root=None: repository(tmp_path))
     monkeypatch.setattr(records, "PACKAGED", ROOT / "docs" / "results")
-    assert cli.main(["plot", "gate", "--check"] if command == "plot" else [command]) == 2
+    assert cli.main([command]) == 2
     assert f"this needs a clone of moe_numba's repository, with its notebooks, docs/ and tests; {tmp_path} is none" in (
         capsys.readouterr().err
     )

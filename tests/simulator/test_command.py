@@ -256,6 +256,21 @@ def test_a_missing_program_is_one_sentence(run, script, tmp_path):
     assert run("x.py").stderr == said.format("x.py", f"; {tmp_path.resolve()} has program.py")
 
 
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ("rnu program.py", "there is no command 'rnu' (did you mean run?); there are debug, run"),
+        ("run --sede=3 program.py", "there is no option '--sede' (did you mean --seed?); there are --arch, "),
+        ("debug --report program.py", "there is no option '--report'"),
+        ("run", "the following arguments are required: script.py, [arguments]; see `python -m moe_numba.simulator run"),
+    ],
+)
+def test_wrong_names_are_one_sentence_with_the_nearest(arguments, said, capsys):
+    assert command.main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"moe_numba.simulator: {said}") and error.count("\n") == 1
+
+
 def test_without_a_command_the_help_is_printed(capsys):
     assert command.main([]) == 2
     assert "run my_kernel.py" in " ".join(capsys.readouterr().err.split())

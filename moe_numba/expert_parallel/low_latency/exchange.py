@@ -25,16 +25,38 @@ _RESERVED_BYTES = 1024  # of shared memory, for each CTA
 
 
 class LowLatencyReceived(NamedTuple):
-    """What dispatch writes. ``num_slots`` is the number of ranks times ``max_tokens``."""
+    """What low-latency dispatch writes; `LowLatency.received`.
 
-    x: torch.Tensor  # [local experts, num_slots, hidden] packed by expert, or [num_slots, hidden]
-    scales: torch.Tensor | None  # FP8: [..., hidden / 128] float32 or [..., hidden / 512] int32, column-major
-    counts: torch.Tensor  # [local experts], int32: rows of each expert; only if packed by expert
-    topk_idx: torch.Tensor | None  # [num_slots, topk]: local experts or -1; only if not packed
-    topk_weights: torch.Tensor | None  # [num_slots, topk], float32; only if not packed
-    slot_rows: torch.Tensor  # [num_slots, topk or 1], int32: rows of x that a slot has, -1: none, -2: lost in a timeout
-    src_info: torch.Tensor  # [local experts, num_slots], int32: each row's token on its source rank
-    layout_range: torch.Tensor  # [local experts, num_ranks], int64: first row from a rank << 32 | rows from that rank
+    A slot is the place of a token of another rank: there are ``num_slots``, the number of ranks times
+    ``num_max_dispatch_tokens_per_rank``. The expert's rows of x are packed, or each slot has one row.
+
+    Attributes
+    ----------
+    x : torch.Tensor [local experts, num_slots, hidden] if packed by expert, or [num_slots, hidden]; the rows' dtype
+    scales : torch.Tensor [..., hidden / 128] float32, or [..., hidden / 512] int32, or None
+        Of FP8 rows, with contiguous columns.
+    counts : torch.Tensor [local experts], int32
+        Rows of each expert, if packed by expert.
+    topk_idx : torch.Tensor [num_slots, topk], or None
+        This rank's experts from 0, or -1; None if packed by expert.
+    topk_weights : torch.Tensor [num_slots, topk], float32, or None
+        None if packed by expert.
+    slot_rows : torch.Tensor [num_slots, topk or 1], int32
+        Rows of x that a slot has; -1 is none, and -2 one that was lost in a timeout.
+    src_info : torch.Tensor [local experts, num_slots], int32
+        Index of each row's token on its source rank.
+    layout_range : torch.Tensor [local experts, num_ranks], int64
+        First row from a rank in the upper 32 bits, rows from that rank in the lower ones.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    counts: torch.Tensor
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    slot_rows: torch.Tensor
+    src_info: torch.Tensor
+    layout_range: torch.Tensor
 
 
 class _Exchange:

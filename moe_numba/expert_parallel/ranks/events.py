@@ -13,7 +13,13 @@ def is_capturing() -> bool:
 
 
 class EventHandle:
-    """An event recorded on the current stream; in the simulator, a function that runs the pending kernels."""
+    """An event recorded on the current stream, such as ``Buffer.capture`` records.
+
+    Parameters
+    ----------
+    run : callable
+        In the simulator, which has no streams: runs the pending kernels when a stream waits for the event.
+    """
 
     def __init__(self, run: Callable[[], object] = lambda: None):
         self._run, self._event = run, None
@@ -31,14 +37,25 @@ class EventHandle:
 class EventOverlap:
     """The event that a call returns; ``with event:`` runs the body and then makes the current stream wait for it.
 
-    ``extra_tensors`` are kept as long as this object, as in DeepEP.
+    Parameters
+    ----------
+    event : EventHandle, optional
+        None: the call was made without ``async_finish``.
+    extra_tensors : tuple of torch.Tensor, optional
+        Kept as long as this object, as in DeepEP.
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None):
         self.event, self.extra_tensors = event, extra_tensors
 
     def current_stream_wait(self) -> None:
-        """Make the current stream wait for the event."""
+        """Make the current stream wait for the event.
+
+        Raises
+        ------
+        ValueError
+            There is no event.
+        """
         if self.event is None:
             raise ValueError("this EventOverlap has no event: the call that returned it did not have async_finish")
         self.event.current_stream_wait()

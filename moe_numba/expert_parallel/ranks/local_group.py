@@ -69,7 +69,12 @@ class LocalGroup:
         self.arrivals, self.ended = {}, [False] * self.num_ranks
 
     def run(self, work: Callable[["_LocalRank"], Any]) -> list:
-        """Run ``work(transport)`` for all ranks concurrently.
+        """Run a function for all ranks concurrently.
+
+        Parameters
+        ----------
+        work : callable
+            Called as ``work(transport)``, whose ``rank`` says which one it is.
 
         Returns
         -------
@@ -86,7 +91,10 @@ class LocalGroup:
         return (self._run_simulated if simulator.ENABLED else self._run_threads)(work)
 
     def end(self, rank):
-        """Record that a rank has ended: no rendezvous waits for it."""
+        """Record that a rank has ended: no rendezvous waits for it.
+
+        :meta private:
+        """
         with self.arrival:
             self.ended[rank] = True
             self.arrival.notify_all()

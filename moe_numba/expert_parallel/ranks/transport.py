@@ -253,6 +253,7 @@ class SymmetricMemory(ProcessGroupTransport):
     Parameters
     ----------
     group : torch.distributed.ProcessGroup
+        The ranks, with one GPU each.
     device : int, optional
         This rank's GPU; by default the current one.
     """
@@ -277,7 +278,15 @@ class SymmetricMemory(ProcessGroupTransport):
 
 
 class CudaIpc(ProcessGroupTransport):
-    """Transport over CUDA IPC: each rank opens the handles of the others; parameters as for `SymmetricMemory`."""
+    """Transport over CUDA IPC: each rank opens the handles of the others. It needs CuPy.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+        The ranks, with one GPU each.
+    device : int, optional
+        This rank's GPU; by default the current one.
+    """
 
     def allocate(self, num_bytes: int) -> SymmetricAllocation:
         """Allocate ``num_bytes`` of zeroed memory on each rank; all ranks must pass the same size."""

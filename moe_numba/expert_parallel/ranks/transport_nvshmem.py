@@ -38,6 +38,7 @@ class Nvshmem(ProcessGroupTransport):
     Parameters
     ----------
     group : torch.distributed.ProcessGroup
+        The ranks, with one GPU each.
     device : int, optional
         This rank's GPU; by default the current one.
 

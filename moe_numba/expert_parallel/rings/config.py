@@ -52,6 +52,8 @@ class Config:
         Capacity, in rows of bfloat16, of all rings from one rank to one SM; twice as many rows of FP8 fit. At least
         22 more than the chunk: DeepEP's combine kernel deadlocks with fewer, because each of its 23 reducer warps may
         hold a row.
+    num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens : int
+        DeepEP's, for transfers between nodes, of which there are none: without effect.
 
     Raises
     ------
@@ -104,7 +106,10 @@ class Config:
         return 2 * 4 * channels * num_ranks * slots_per_ring(self, num_ranks, channels) * slot.stride
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Return a sufficient ``num_rdma_bytes``: 0, because all ranks are in one node."""
+        """Return a sufficient ``num_rdma_bytes``: 0, because all ranks are in one node.
+
+        ``hidden_bytes`` and ``num_ranks`` are DeepEP's, and have no effect.
+        """
         check_int("hidden_bytes", hidden_bytes, 1)
         check_int("num_ranks", num_ranks, 1, MAX_RANKS)
         return 0

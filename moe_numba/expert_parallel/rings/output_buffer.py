@@ -30,18 +30,11 @@ class SymmetricOutput:
     ----------
     num_rows : int
         Capacity in rows.
-    number : int
-        Identifies the output; the same on all ranks.
     x : torch.Tensor [num_rows, hidden], bfloat16 or float8_e4m3fn
     scales : torch.Tensor [num_rows, num_scales], float32 or int32
     topk_idx, topk_weights : torch.Tensor [num_rows, num_topk], int64 or int32, and float32
     src_idx : torch.Tensor [num_rows], int32
-    kernel_args : tuple of int
-        The sending kernel's arguments: address of all ranks' addresses, offsets of the tensors, and capacity.
-    pointers : list of int
-        The addresses of these tensors.
-    barrier : function
-        Launches a barrier that poisons these tensors if it fails; it takes the raw stream.
+        Index of each row's token on its source rank.
     """
 
     def __init__(
@@ -61,7 +54,8 @@ class SymmetricOutput:
         counts = dict(num_rows=num_rows, hidden=hidden, num_scales=num_scales, num_topk=num_topk)
         dtypes = dict(dtype=dtype, scale_dtype=scale_dtype, topk_idx_dtype=topk_idx_dtype)
         check_same_on_all_ranks(transport, "new_output", **counts, **dtypes)
-        self.number = transport.gather(next(_NUMBERS))[0]  # ranks may have made other outputs in other groups
+        # Identifies the output on all ranks, which may have made other outputs in other groups.
+        self.number = transport.gather(next(_NUMBERS))[0]
         offsets, sizes = [0], (row_words, num_scales, idx_words, num_topk, 1)
         for words in sizes:
             offsets.append(offsets[-1] + align_words(num_rows * words))
@@ -81,13 +75,18 @@ class SymmetricOutput:
         self._prepare_launches()
 
     def _prepare_launches(self):
+        # What the sending kernel takes: the address of all ranks' addresses, offsets of the tensors, and the capacity.
         self.kernel_args = *self._remote, self.num_rows
         self.pointers = self._runtime.pointers(self.x, self.scales, self.topk_idx, self.topk_weights, self.src_idx)
         written = zip(self.pointers, (self.num_rows * words for words in self._sizes), strict=True)
+        # Launches a barrier, on a raw stream, that poisons these tensors if it fails.
         self.barrier = self._runtime.bind_barrier(*itertools.chain(*written))
 
     def tensors(self, with_scales: bool, with_topk: bool) -> tuple[torch.Tensor | None, ...]:
-        """Return x, scales, topk_idx, topk_weights and src_idx; None for what a dispatch does not send."""
+        """Return x, scales, topk_idx, topk_weights and src_idx; None for what a dispatch does not send.
+
+        :meta private:
+        """
         topk = (self.topk_idx, self.topk_weights) if with_topk else (None, None)
         return self.x, self.scales if with_scales else None, *topk, self.src_idx
 

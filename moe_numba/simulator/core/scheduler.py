@@ -62,12 +62,20 @@ def record_access(t, target, index, writes, nbytes, scope, value, operation):
 
 
 def seed(n: int, preempt: float = 0.0, slow_warp: int | None = None) -> contextlib.AbstractContextManager:
-    """Return a context in which seed `n` determines the order of simulated threads.
+    """Return a context in which a seed determines the order of simulated threads.
 
     It affects the OS thread that enters it; elsewhere ``MOE_NUMBA_SEED``, ``MOE_NUMBA_PREEMPT`` and
-    ``MOE_NUMBA_SLOW_WARP`` do. `preempt` is the probability that an indexed memory access yields to another thread
-    first. Warp `slow_warp` of each block runs only while all others wait; with `preempt` they overtake it at its
-    accesses, too. That finds errors that need one warp to be late, as it rarely is in random orders.
+    ``MOE_NUMBA_SLOW_WARP`` do.
+
+    Parameters
+    ----------
+    n : int
+        The seed.
+    preempt : float
+        Probability, 0 to 1, that an indexed memory access yields to another thread first.
+    slow_warp : int, optional
+        This warp of each block runs only while all others wait; with ``preempt`` they overtake it at its accesses, too.
+        That finds errors that need one warp to be late, as it rarely is in random orders.
 
     Examples
     --------
@@ -88,8 +96,10 @@ def seed(n: int, preempt: float = 0.0, slow_warp: int | None = None) -> contextl
 def trace(accesses: bool = False) -> contextlib.AbstractContextManager[list[Event]]:
     """Return a context that records every collective, barrier and copy: `with trace() as events`.
 
-    With `accesses` it records loads, stores and atomics as well, as "global load", "shared store" and so on, each
-    before it happens.
+    Parameters
+    ----------
+    accesses : bool
+        Record loads, stores and atomics as well, as "global load", "shared store" and so on, each before it happens.
 
     Examples
     --------
@@ -112,6 +122,11 @@ def races(enabled: bool = True) -> Iterator[None]:
 
     Global memory is known to be uninitialised if it was allocated within this context, by `torch.empty` or its
     relatives, or at any time by `cuda.device_array`.
+
+    Parameters
+    ----------
+    enabled : bool
+        False: detect neither, which is faster.
 
     Examples
     --------

@@ -32,8 +32,11 @@ _exchanging: weakref.WeakSet = weakref.WeakSet()  # kernels that have been launc
 def together(only_exchanges: bool = False) -> Iterator[None]:
     """Queue the launches within this context, and run them as kernels of concurrent ranks when it is left.
 
-    With ``only_exchanges`` a launch outside of `exchange` runs immediately, so that the host can read its results,
-    unless launches of its rank are queued: it then runs after these.
+    Parameters
+    ----------
+    only_exchanges : bool
+        A launch outside of `exchange` runs immediately, so that the host can read its results, unless launches of its
+        rank are queued: it then runs after these.
 
     Examples
     --------
@@ -61,6 +64,11 @@ def together(only_exchanges: bool = False) -> Iterator[None]:
 
 def on_rank(rank: int) -> contextlib.AbstractContextManager:
     """Return a context in which launches belong to this rank; elsewhere each launch is a rank of its own.
+
+    Parameters
+    ----------
+    rank : int
+        Number of the rank, from 0.
 
     Examples
     --------
@@ -169,8 +177,25 @@ def register(
     """Let kernels access a tensor or an array by its address, which is returned, until `forget(address)`.
 
     On a GPU any mapped address works. Here addresses must lie in registered buffers, so that stray ones are detected.
-    `name` identifies the buffer in error messages; `rank` says whose memory it is, for `simulator.profile`. Raises a
-    ValueError for an empty buffer or a registered address.
+
+    Parameters
+    ----------
+    buffer : tensor or array
+        The memory.
+    name : str
+        Identifies the buffer in error messages.
+    rank : int, optional
+        Whose memory it is, for `simulator.profile`.
+
+    Returns
+    -------
+    int
+        The address of the first byte.
+
+    Raises
+    ------
+    ValueError
+        The buffer is empty, or its address is registered.
 
     Examples
     --------
@@ -192,7 +217,12 @@ def register(
 
 
 def forget(address: int) -> None:
-    """Unregister the buffer at an address that `register` returned.
+    """Unregister a buffer.
+
+    Parameters
+    ----------
+    address : int
+        What `register` returned.
 
     Examples
     --------

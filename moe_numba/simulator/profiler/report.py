@@ -155,14 +155,25 @@ class KernelProfile(Counted):
 
 
 class Profile:
-    """Counters of the kernels launched within `simulator.profile()`, in the order of their first launches."""
+    """Counters of the kernels launched within `simulator.profile()`, in the order of their first launches.
+
+    ``profile["name"]`` has those of a kernel; see `docs/simulator_profile.md`.
+
+    Parameters
+    ----------
+    gpu : str, optional
+        As for `simulator.profile`, which makes the profile.
+    """
 
     def __init__(self, gpu=None):
         self.gpu = gpu_properties(gpu) if gpu is not None else None
         self._kernels = {}
 
     def kernel(self, grid):
-        """Return the counters of a launch's kernel, and note the launch."""
+        """Return the counters of a launch's kernel, and note the launch.
+
+        :meta private:
+        """
         if grid.kernel not in self._kernels:
             self._kernels[grid.kernel] = KernelProfile(grid.kernel)
         kernel = self._kernels[grid.kernel]
@@ -178,7 +189,10 @@ class Profile:
         return kernel
 
     def complete(self):
-        """Compile the kernels, if the profile is for a GPU."""
+        """Compile the kernels, if the profile is for a GPU.
+
+        :meta private:
+        """
         for kernel in self.kernels:
             for launch, layout in zip(kernel.launches, kernel.layouts):
                 launch["shared_bytes"] = layout.used
@@ -210,7 +224,7 @@ class Profile:
         return {"schema": SCHEMA, "gpu": gpu, "kernels": [_kernel_dict(kernel) for kernel in self.kernels]}
 
     def json(self, indent: int | None = None) -> str:
-        """Return `as_dict` as JSON."""
+        """Return `as_dict` as JSON, in lines with an ``indent``, the spaces per level."""
         return json.dumps(self.as_dict(), indent=indent)
 
     def heatmap(self, counter: str = "executions", kernel: str | None = None) -> "html.Page":
@@ -232,7 +246,14 @@ class Profile:
 
 
 def write_report(profile: Profile, path: str | None = None) -> None:
-    """Print a profile as a table, or write it to a file: JSON for `.json`, HTML for `.html`, otherwise the table.
+    """Print a profile as a table, or write it to a file.
+
+    Parameters
+    ----------
+    profile : Profile
+        From `simulator.profile`.
+    path : str, optional
+        The file: JSON for `.json`, HTML for `.html`, otherwise the table. None prints the table.
 
     Examples
     --------

@@ -68,6 +68,11 @@ def _record(span):
 def read_chrome_trace(path: str | os.PathLike) -> list[Span]:
     """Return the spans of a file that `write_chrome_trace` wrote.
 
+    Parameters
+    ----------
+    path : str or path
+        The JSON file.
+
     Raises
     ------
     ValueError

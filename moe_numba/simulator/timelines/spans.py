@@ -50,6 +50,11 @@ def trace_spans(events: Iterable[Event]) -> list[Span]:
     asynchronous copies and wgmmas last from their start to their completion, on tracks of their own. Everything else,
     such as loads and stores, is an instant, one for all lanes of a warp that do it in the same step.
 
+    Parameters
+    ----------
+    events : iterable of Event
+        What `simulator.trace` recorded.
+
     Examples
     --------
     >>> import numpy as np

@@ -6,19 +6,20 @@ were measured with other kernels than the present ones. Each row is one line of 
 All times are in microseconds.
 """
 
-import difflib
 import json
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from moe_numba.course.bench.records import progress
 from moe_numba.course.bench.records.environment import SIMULATOR, environment, folder
 from moe_numba.course.bench.records.environment import versions as versions  # doctor prints them
 from moe_numba.course.bench.records.kernel_hash import CELLS, changed_functions, describe
 from moe_numba.course.bench.timing import Stats
 from moe_numba.runtime.recording import Launched, launched_kernels
 from moe_numba.simulator import capability
+from moe_numba.simulator.command_line import unknown
 
 PACKAGED = Path(__file__).parent / "results"  # a wheel's copy of docs/results
 FIELDS = ("topic", "gpu", "driver", "versions", "commit", "date", "rows")
@@ -87,11 +88,13 @@ def row(
         "kernels": describe(timed) or None,
         **more,
     }
-    return {
+    made = {
         name: float(f"{value:.6g}") if isinstance(value, float) else value
         for name, value in fields.items()
         if value is not None
     }
+    progress.report(made)
+    return made
 
 
 def recorded(topic: str, gpu: str = "h200", root: Path | str | None = None) -> dict | None:
@@ -229,16 +232,6 @@ def read(topic: str, gpu: str = "h200", root: Path | str | None = None) -> dict:
         missing = unknown("GPU", gpu, [folder.name for folder in folders.iterdir() if folder.is_dir()])
     where = path.parent if path.parent.is_dir() else folders
     raise FileNotFoundError(f"{missing} in {where}; `python -m moe_numba bench` writes records on a GPU")
-
-
-def unknown(what: str, name: str, names: Iterable[str]) -> str:
-    """Say that there is no such name, which one may be meant, and which there are."""
-    names = sorted(names)
-    close = [other for other in names if other.startswith(name)] or difflib.get_close_matches(name, names, 1)
-    meant = f" (did you mean {close[0]}?)" if close else ""
-    return (
-        f"there is no {what} {name!r}{meant}; there {'is' if len(names) == 1 else 'are'} {', '.join(names) or 'none'}"
-    )
 
 
 def peers_of(record: dict | None) -> list[str]:

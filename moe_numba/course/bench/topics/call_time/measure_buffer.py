@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from moe_numba.course.bench import records
+from moe_numba.course.bench.records import progress
 from moe_numba.course.bench.records.environment import version
 from moe_numba.course.bench.timing import launched_by
 from moe_numba.course.bench.timing.multigpu import settle, slowest
@@ -33,7 +34,7 @@ def measure_buffer(loops):
 
 
 def _work(rank, ranks, port, loops, found):
-    with process_group(rank, ranks, port):
+    with process_group(rank, ranks, port), progress.said(rank == 0):
         rows = measure_rank(torch.distributed.group.WORLD, loops)
         if rank == 0:
             found.write_text(json.dumps(rows))

@@ -14,6 +14,7 @@ import torch
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.nccl_all_to_all import all_to_all_counts, all_to_all_rows, poisoned, wrong_rows
+from moe_numba.course.bench.records import progress
 from moe_numba.course.bench.timing import Stats, launched_by
 from moe_numba.course.bench.timing.dist import load_files, peer_files
 from moe_numba.course.bench.topics.dispatch_combine.measure_peers import Problem, peer_rows
@@ -58,7 +59,7 @@ def _measure_ranks(ranks, quick, parts, files):
 
 
 def _work(rank, ranks, port, quick, parts, files, found):
-    with process_group(rank, ranks, port):
+    with process_group(rank, ranks, port), progress.said(rank == 0):
         rows = _Bench(rank, ranks, quick, load_files(files)).rows(parts)
         if rank == 0:
             found.write_text(json.dumps(rows))

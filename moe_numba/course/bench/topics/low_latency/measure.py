@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from moe_numba.course.bench import records
+from moe_numba.course.bench.records import progress
 from moe_numba.course.bench.timing import Stats, launched_by
 from moe_numba.course.bench.timing.dist import load_files, peer_files
 from moe_numba.course.bench.topics.dispatch_combine.measure import BUFFER_BYTES, EXPERTS, HIDDEN, MAIN_SMS, TOPK
@@ -92,7 +93,7 @@ def _num_experts(ranks):
 
 
 def _work(rank, ranks, port, quick, files, found):
-    with process_group(rank, ranks, port):
+    with process_group(rank, ranks, port), progress.said(rank == 0):
         rows = LowLatencyBench(rank, ranks, quick, torch.distributed.group.WORLD, load_files(files)).rows()
         if rank == 0:
             found.write_text(json.dumps(rows))

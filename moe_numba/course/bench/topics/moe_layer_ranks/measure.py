@@ -15,6 +15,7 @@ from torch import nn
 
 import moe_numba
 from moe_numba.course.bench import records
+from moe_numba.course.bench.records import progress
 from moe_numba.course.bench.timing import Stats, launched_by
 from moe_numba.course.bench.topics.moe_layer.measure import make_weights
 from moe_numba.expert_parallel import Buffer, get_dispatch_layout, per_token_cast_to_fp8
@@ -145,7 +146,7 @@ def kernels(ranks, token_counts):
 
 
 def _work(rank, ranks, port, token_counts, found):
-    with process_group(rank, ranks, port):
+    with process_group(rank, ranks, port), progress.said(rank == 0):
         group, device = torch.distributed.group.WORLD, torch.device("cuda", rank)
         rows = LayerBench(rank, ranks, group, device).rows(token_counts)
         if rank == 0:
