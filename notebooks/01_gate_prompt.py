@@ -1126,23 +1126,18 @@ page.miss("four tokens per warp", "dependent launch")
 
 # %% [markdown]
 # The early start can save little here: no CTA executes `griddepcontrol.launch_dependents`, so the next kernel starts when the last CTA of this one
-# has ended. And something takes back what it saves. One candidate is in the table, where the *dependent chain* is nearly twice as long after a
-# single new instruction: the compiler takes more registers, fewer CTAs fit on an SM, and the last ones must wait for a second wave. (The bound
-# counts the chain once per wave.) The test: `ctas_per_sm=8` leaves a thread 64 registers.
-
-# %%
-page.show_waves(last)
-
-# %%
-say("{conclusion}", conclusion=page.conclusion_on_waves(last))
-
-# %% [markdown]
+# has ended. What is left to save is a part of the launch, which is short beside this kernel.
+#
+# (One more instruction can change what the compiler makes of all others. If *registers per thread* exceed 64, fewer CTAs fit on an SM, and the last ones
+# start in a second **wave**, when the first ones have ended. Then the model lets some CTAs load while others compute, and its estimate falls further
+# than the time.)
+#
 # This kernel is the package's for many tokens in all its ideas. [four_tokens_per_warp.py](../moe_numba/gate/four_tokens_per_warp.py) also handles
 # NaN, other scorings and shapes, shared experts and padding, and spends fewer instructions on ranks and picks. The times of the package's kernel on
 # this page are of another run than those of the steps.
 #
-# **Take away.** The end of one kernel and the start of the next can overlap. That costs one instruction, and what the compiler makes of it: compare
-# the registers. With few tokens it gains much more, as [the next lesson](02_gate_decode.ipynb) measures.
+# **Take away.** The end of one kernel and the start of the next can overlap. With few tokens that gains much more, as
+# [the next lesson](02_gate_decode.ipynb) measures.
 #
 # ## Step 12: bfloat16 logits
 #
