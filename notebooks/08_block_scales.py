@@ -606,7 +606,7 @@ page.show_power(versions)
 # %% [markdown]
 # Where the power column is at the limit, a kernel takes its energy divided by the limit, whatever its main loop looks like. Then only less energy makes it faster:
 # fewer bytes moved, fewer instructions, no waiting at full clock. Steps 4 and 5 change what a warp waits for, and hardly the energy, so under sustained load they
-# cannot gain more than that. Why they gain as little in short bursts we do not know.
+# cannot gain much. Why they gain as little in short bursts we do not know.
 #
 # **Take away.** Near the end of an optimisation the resource that runs out may be watts. Say in which regime you have measured.
 #
