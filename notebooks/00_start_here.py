@@ -92,8 +92,9 @@ warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some launches 
 # | [14](14_low_latency.ipynb) | dispatch and combine for decode | DeepEP |
 # | [15](15_moe_layer.ipynb) | the experts of a whole layer in one call | vLLM and SGLang |
 #
-# 01 to 04 need this page. 05 needs 01 and 03. 06 to 09 are a course of their own on Hopper's tensor cores, 10 to 14 one on several GPUs.
-# The documentation compares [the claims of the articles](../docs/claims.md) that the lessons follow with our measurements.
+# 01 and 03 need this page only, and 03 is the shorter one. 02 goes on from 01; 04 from 02 and 03; 05 takes the gate of 02. 06 to 09 are a course of
+# their own on Hopper's tensor cores, 10 to 14 one on several GPUs, and 15 brings all of them together. The documentation compares [the claims of the
+# articles](../docs/claims.md) that the lessons follow with our measurements.
 #
 # Here are kernel times of the package's kernels on an H200, beside the fastest of the other kernels that were measured in the same
 # run. The ratio is the other time divided by the package's: below 1, the other kernel is faster. [Measurements](../docs/measurements.md) has all that was measured.
@@ -562,10 +563,11 @@ exercise("start-4").check((halved_kernel, halved_call))
 #
 # The lessons improve a kernel step by step. A step has these parts: the measured **bottleneck**, the
 # **idea**, a **prediction**, the code, a check of the result, the measured **gain**, and, where the
-# prediction fails or comes true for another reason, an **explanation** that is measured as well. In the first lessons the whole kernel stands on the page once,
-# with **holes**; a step is then one function, which fills one hole, and which you can edit. Here is a step with whole kernels, as an example. Its
-# starting point copies a matrix of 32 columns, one row per thread. `rotating` makes enough inputs that none is still in the L2
-# cache when it is used again; `copy_with` bundles what is checked and what is timed.
+# prediction fails or comes true for another reason, an **explanation** that is measured as well. The page judges the prediction:
+# *within a third* means that the predicted saving, and the predicted time, are both off by less than a third of themselves. In the first lessons the
+# whole kernel stands on the page once, with **holes**; a step is then one function, which fills one hole, and which you can edit. Here is a step with
+# whole kernels, as an example. Its starting point copies a matrix of 32 columns, one row per thread. `rotating` makes enough inputs that none is still
+# in the L2 cache when it is used again; `copy_with` bundles what is checked and what is timed.
 
 # %%
 ROWS, COLUMNS = (64, 32) if SIMULATED else (1 << 19, 32)
@@ -770,6 +772,8 @@ exercise("start-5").check(all_close)
 ladder.save()
 
 # %% [markdown]
+# **You can now** launch a kernel, find its races, read its counters line by line, and time it without the mistakes of section 6.
+#
 # ## Sources
 #
 # - NVIDIA: *CUDA C++ Programming Guide*, *PTX ISA*
@@ -777,3 +781,5 @@ ladder.save()
 # - A check that let NaN pass and gave a time to a broken kernel: [SGEMM_CUDA PR
 #   20](https://github.com/siboehm/SGEMM_CUDA/pull/20)
 # - The articles that the notebooks follow are named in each notebook.
+#
+# Next: [01, the gate for a prompt](01_gate_prompt.ipynb), or [03, alignment as published](03_align_published.ipynb).

@@ -65,7 +65,7 @@ print(page.result())
 # %% [markdown]
 # ## The problem
 #
-# For each token the model computes one number per expert, the **logit**. The gate computes:
+# For each token a small GEMM, the **router**, computes one number per expert, the **logit**. The gate computes:
 #
 # 1. **Sigmoid**: each logit becomes a score between 0 and 1.
 # 2. **Bias**: a learned number per expert is added, which balances the load. It affects the choice, not the weight.
@@ -155,8 +155,7 @@ print(page.show_lower_bounds())
 # compute, and the last CTAs of the grid run alone. The largest row is where to look next. All of these rows are estimates, too, and one can lie
 # above the measured time.
 #
-# A step's **prediction** is the measured time of the step before, times the ratio of the two estimates. The page compares it with the measured time:
-# *within a third* means that the predicted saving, and the predicted time, are both off by less than a third of themselves. Where a prediction
+# A step's **prediction** is the measured time of the step before, times the ratio of the two estimates. Where a prediction
 # misses, the text below the step says why, or that we do not know.
 #
 # ## Step 1: one thread per token
@@ -238,7 +237,7 @@ draw.lanes("a thread per token", "a thread per group")
 # | choose experts, 8 times | each thread: its best value; butterfly: the highest, of equal values the lower index; its thread stores weight and id | `topk_ids`, `gather` |
 # | rescale | the first thread of the token divides by the sum | `topk_weights / topk_weights.sum()` |
 #
-# In a **butterfly** each lane exchanges with the lane at distance 1, then 2, then 4, and keeps the better value. After three rounds all eight lanes
+# In a butterfly each lane exchanges with the lane at distance 1, then 2, then 4, and keeps the better value. After three rounds all eight lanes
 # know the best. The article's kernel has 6 warps in a CTA; here all kernels have 4, so that the steps differ in nothing else.
 
 
@@ -278,8 +277,9 @@ def two_largest(values):
 
 
 # %% [markdown]
-# The kernel has two holes. `load` copies consecutive values from global memory into an array. `store_and_add` is called once per pick by all
-# lanes: the lane that holds the expert stores its weight, and the first lane of the token adds it to the sum.
+# The kernel has two holes. (`@factory` stands above a function that makes a kernel. With the same functions it returns the same kernel.) `load` copies
+# consecutive values from global memory into an array. `store_and_add` is called once per pick by all lanes: the lane that holds the expert stores its
+# weight, and the first lane of the token adds it to the sum.
 
 
 # %%
@@ -1126,23 +1126,18 @@ page.miss("four tokens per warp", "dependent launch")
 
 # %% [markdown]
 # The early start can save little here: no CTA executes `griddepcontrol.launch_dependents`, so the next kernel starts when the last CTA of this one
-# has ended. And something takes back what it saves. One candidate is in the table, where the *dependent chain* is nearly twice as long after a
-# single new instruction: the compiler takes more registers, fewer CTAs fit on an SM, and the last ones must wait for a second wave. (The bound
-# counts the chain once per wave.) The test: `ctas_per_sm=8` leaves a thread 64 registers.
-
-# %%
-page.show_waves(last)
-
-# %%
-say("{conclusion}", conclusion=page.conclusion_on_waves(last))
-
-# %% [markdown]
+# has ended. What is left to save is a part of the launch, which is short beside this kernel.
+#
+# (One more instruction can change what the compiler makes of all others. If *registers per thread* exceed 64, fewer CTAs fit on an SM, and the last ones
+# start in a second **wave**, when the first ones have ended. Then the model lets some CTAs load while others compute, and its estimate falls further
+# than the time.)
+#
 # This kernel is the package's for many tokens in all its ideas. [four_tokens_per_warp.py](../moe_numba/gate/four_tokens_per_warp.py) also handles
 # NaN, other scorings and shapes, shared experts and padding, and spends fewer instructions on ranks and picks. The times of the package's kernel on
 # this page are of another run than those of the steps.
 #
-# **Take away.** The end of one kernel and the start of the next can overlap. That costs one instruction, and what the compiler makes of it: compare
-# the registers. With few tokens it gains much more, as [the next lesson](02_gate_decode.ipynb) measures.
+# **Take away.** The end of one kernel and the start of the next can overlap. With few tokens that gains much more, as
+# [the next lesson](02_gate_decode.ipynb) measures.
 #
 # ## Step 12: bfloat16 logits
 #
@@ -1210,6 +1205,8 @@ page.what_did_not_pay()
 page.peers()
 
 # %% [markdown]
+# **You can now** spread a small array over the lanes of a warp, rank by counting, let integers compare floats, and say from a table which pipe limits a kernel.
+#
 # ## Next step, not built
 #
 # **Predict.** The kernel of step 11 reads its logits from DRAM. How long would it take if they lay in the L2 cache already? Step 12 loads half of
@@ -1241,3 +1238,5 @@ lesson.save()
 #   [PR 5371](https://github.com/sgl-project/sglang/pull/5371). The article traces it to TensorRT-LLM and FasterTransformer.
 # - NVIDIA: *CUDA C++ Programming Guide*, arithmetic throughput and independent thread scheduling; *PTX ISA*, `redux.sync` and `griddepcontrol`.
 # - K. E. Batcher, *Sorting networks and their applications*, 1968.
+#
+# Before: [00, start here](00_start_here.ipynb). Next: [02, the gate for decode](02_gate_decode.ipynb).

@@ -15,7 +15,7 @@
 # # The gate, for decode
 #
 # While a model reads a prompt, its gate routes thousands of tokens at a time. The [lesson before](01_gate_prompt.ipynb) makes that fast by
-# saving bytes and instructions. While a model writes, a step has as many tokens as there are users: 1 to 64. Their bytes and instructions
+# saving bytes and instructions. While a model writes (**decode**), a step has as many tokens as there are users: 1 to 64. Their bytes and instructions
 # take a small part of a microsecond, and gates take several. Where does the time go?
 #
 # It goes into a chain of operations, each of which waits for the one before. You will find the links of this chain, count them, and take
@@ -126,6 +126,8 @@ def make_gate(keep, pick, weigh, order, warps=WARPS):
 #
 # The group's score needs the two best of 32 experts. A lane finds the two best of its own eight without help. Then four lanes must agree:
 #
+# (Lesson 01 does this with floats; your function needs little change.)
+#
 # Write `two_largest`: `first` and `second` are the two largest keys of this lane, `first` being the larger one. Return the two largest keys
 # of the four lanes of the group, to each of them. Equal keys count twice. `cuda.shfl_xor_sync(FULL, x, d)` returns the `x` of lane `lane ^
 # d`. Par: 4 shuffles.
@@ -143,7 +145,7 @@ two_largest = exercises.two_largest_keys.use(my_two_largest)
 # ## Step 1: the largest, eight times
 #
 # This is how one would write it, and what SGLang's kernels do. To choose four groups, find the best one four times, and take it out each
-# time. To choose eight experts, do the same eight times. The best of a warp takes a **butterfly**: five rounds, and in each round a lane
+# time. To choose eight experts, do the same eight times. The best of a warp takes a butterfly: five rounds, and in each round a lane
 # exchanges its key and its expert with the lane at twice the distance of the round before. The best group takes three rounds, since the
 # lanes of a group agree already.
 #
@@ -292,6 +294,8 @@ draw.chains(["argmax by shuffles"])
 # Four times "the best group" is a chain of twelve rounds. But a lane need not know which group is best. It must know whether its own group
 # is among the best four, and that is so if fewer than four others are better. None of the comparisons with the others waits for another
 # one.
+#
+# Lesson 01 counts with two shuffles and two votes. Here no exchange may wait for another one, however many there are.
 #
 # Write `better_groups`: `key` is the key of this lane's group, the same in its four lanes. Return how many groups have a larger key, or the
 # same key and a lower number. Par: 7 shuffles, none of which waits for another.
@@ -560,8 +564,8 @@ step("no second load", held)
 #
 # ## Start while the kernel before runs
 #
-# The launch is a link of the chain, too: the CTAs of the gate start when the router's GEMM has ended. With **programmatic dependent
-# launch** (compute capability 9.0 or higher) they may start earlier:
+# The launch is a link of the chain, too: the CTAs of the gate start when the router's GEMM has ended. With programmatic dependent
+# launch, which the lesson before tries in step 11, they may start earlier:
 
 # %%
 draw.overlap()
@@ -817,6 +821,8 @@ draw.chains()
 page.show_peers()
 
 # %% [markdown]
+# **You can now** find the chain of a kernel that is too small to fill the GPU, take it apart link by link, and let two kernels overlap without a race.
+#
 # ## Next step, not built
 #
 # Eight picks are eight links, because each waits for the one before. One can **merge** instead: two lanes with sorted queues of eight keep
@@ -828,8 +834,6 @@ page.show_peers()
 print(page.last_bound())
 
 # %% [markdown]
-# The [next lesson](03_align_published.ipynb) sorts the tokens by the experts that were chosen here.
-#
 # ## Sources
 #
 # - The kernel that the gate lessons start from: [sglang PR 4530](https://github.com/sgl-project/sglang/pull/4530). FlashInfer's `fused_topk_deepseek` replaced it
@@ -837,3 +841,6 @@ print(page.last_bound())
 # - NVIDIA: *CUDA C++ Programming Guide*, programmatic dependent launch; *PTX ISA*, `redux.sync` and `griddepcontrol`.
 # - K. E. Batcher, *Sorting networks and their applications*, 1968.
 # - We compare [the article's claims](../docs/claims.md#gate) with our measurements.
+#
+# Before: [01, the gate for a prompt](01_gate_prompt.ipynb). Next: [03, alignment as published](03_align_published.ipynb), which sorts the tokens by the experts
+# that were chosen here.

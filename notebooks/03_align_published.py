@@ -174,7 +174,8 @@ step("0x1", (make_main(count_in_rows, one_thread_scans), sort_assignments, 1))
 # %% [markdown]
 # Read the table from the top. The rows of the **critical path** follow the warp that has most to do between two barriers, because all
 # others wait for it: thread 0 loads the count of each expert, one after another, and stores each start. The rows of **all warps** are what the
-# schedulers must issue and the memory must serve.
+# schedulers must issue and the memory must serve. Between them, *time* is an **estimate**: what a model of an H200 makes of the counts and of the machine
+# code ([lesson 01](01_gate_prompt.ipynb) says how).
 #
 # **Take away.** One thread that works while all others wait costs its whole chain of loads.
 #
@@ -647,6 +648,8 @@ lesson.save()
 page.show_peers()
 
 # %% [markdown]
+# **You can now** time the phases of a kernel apart, scan and aggregate in a warp, and tell waiting for a counter from waiting for memory.
+#
 # ## Next step, not built
 #
 # `count` runs on one SM: all ids pass through one L1, and the loop of a thread is as long as the ids divided by the CTA's threads.

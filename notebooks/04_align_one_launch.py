@@ -150,9 +150,10 @@ page.show_allocations(version_0x5)
 # Begin with the smallest input. Four tokens have 32 assignments: as many as a warp has lanes. A lane that holds an assignment's expert can find out, from the other
 # 31 lanes alone, where its assignment belongs. No CTA needs to tell another one anything, because **each warp computes everything again**.
 #
-# **Build: the rank in a warp.** `expert` is this lane's expert. Return two numbers: how many lanes *below* this one have the same expert (the
-# rank, which keeps the assignments in order), and how many lanes have it in all. `cuda.match_any_sync(FULL, x)` returns to each lane a mask of the lanes
-# with the same `x`; `cuda.popc` counts bits; `lanemask_lt()` has the bits of the lanes below. Par: no shuffle, no shared memory.
+# **Build: the rank in a warp.** (It is a part of `take_places` in lesson 03.) `expert` is this lane's expert. Return two `int32`: how many lanes
+# *below* this one have the same expert (the rank, which keeps the assignments in order), and how many lanes have it in all. `cuda.match_any_sync(FULL, x)`
+# returns to each lane a mask of the lanes with the same `x`; `cuda.popc` counts bits; `lanemask_lt()` has the bits of the lanes below. Par: no
+# shuffle, no shared memory.
 
 
 # %%
@@ -245,7 +246,8 @@ torch.manual_seed(0)
 draw.element_writers(random_ids(6, 4, 2), block_size=4, num_experts=4, ctas=2)
 
 # %% [markdown]
-# Here is the kernel. `publish`, `rank_in_chunk` and `collect` are holes. A CTA publishes what the others need of it, ranks its own assignments,
+# Here is the kernel. `publish`, `rank_in_chunk` and `collect` are holes. In the **workspace**, an array in global memory, CTAs leave words for each other.
+# A CTA publishes what the others need of it, ranks its own assignments,
 # for which it needs no other CTA, and then collects what it needs of the others.
 
 
@@ -362,7 +364,8 @@ one_launch = make_align(publish_nothing, rank_by_bits, count_all)
 lesson.step("one launch", (one_launch, CTAS, 1024), predicted_us=page.less("0x5", page.sort_us()))
 
 # %% [markdown]
-# The global atomics are gone, and all warps together execute many times the lines. Counting does not take as long as before: a
+# The global atomics are gone, and all warps together execute many times the lines. The prediction takes the time of the sort kernel from lesson 03. Where the
+# counters of 0x5 lie better, there is less to save: compare the time *before* with that of 0x5 above. And counting does not take as long as before: a
 # thread still handles 32 ids, and now there is a branch between an id and the next. The old kernel counted without a branch,
 # and the compiler could issue four loads before the first addition.
 #
@@ -513,8 +516,9 @@ def my_grid_barrier(counter): ...  # yours
 grid_barrier = exercises.grid_barrier.use(my_grid_barrier)
 
 # %% [markdown]
-# What does it cost alone? `cuda.threadfence()` compiles to `membar.gl`, a *sequentially consistent* fence. The order that a barrier needs is that of the lighter
-# `fence.acq_rel.gpu`, which `moe_numba.ptx` has as `fence_acq_rel_gpu()`. Here are kernels that only wait at a barrier, with either:
+# What does it cost alone? `cuda.threadfence()` compiles to `membar.gl`, a *sequentially consistent* fence. A barrier needs no more than
+# the order of `fence.acq_rel.gpu`, which `moe_numba.ptx` has as `fence_acq_rel_gpu()`. Does it also cost less? Here are kernels that only wait at a
+# barrier, with either:
 
 # %%
 page.show_fences({"cuda.threadfence()": grid_barrier, "fence_acq_rel_gpu()": exercises.answers.grid_barrier_acq_rel})
@@ -522,7 +526,7 @@ page.show_fences({"cuda.threadfence()": grid_barrier, "fence_acq_rel_gpu()": exe
 # %% [markdown]
 # ## Step 3: exchange counts at a barrier
 #
-# A CTA publishes its counts in the **workspace**, after the four elements of the barrier. After the barrier it loads the rows of all
+# A CTA publishes its counts in the workspace, after the four elements of the barrier. After the barrier it loads the rows of all
 # CTAs, 16 bytes at a time: 64 threads load a row, so 512 threads load eight rows at once, and a thread has all its eight loads in flight.
 #
 # **Predict.** How many atomic operations on shared memory will remain on the critical path? A thread adds to `own`, sets its bit, and adds the sums of its
@@ -805,10 +809,9 @@ page.show_phases(
 #
 # ## Step 6: start before the kernel before has ended
 #
-# What is left before the first load is the launch, and the clearing of 37 KB of shared memory. Normally a kernel begins when the one before it in the stream has ended and its stores
-# are visible. With **programmatic dependent launch** (Hopper and newer) it may start earlier: when all CTAs of the kernel before have executed
-# `griddepcontrol.launch_dependents`, or have ended. It clears its shared memory meanwhile. Before it touches memory that an earlier kernel writes, or
-# still reads, it must execute `griddepcontrol.wait`, which returns when the kernel before has ended.
+# What is left before the first load is the launch, and the clearing of 37 KB of shared memory. With a dependent launch, as in [lesson 02](02_gate_decode.ipynb),
+# the kernel clears its shared memory while the one before it still runs. `griddepcontrol.wait` returns when that one has ended, and
+# `griddepcontrol.launch_dependents` lets the next one start.
 #
 # Where may each of the two go? `wait` stands before the first access to global memory; the workspace counts. `launch_dependents` has no effect before all CTAs have
 # executed it or have ended, so all CTAs of this grid are resident by then, wherever it stands. But once it is released, the waiting CTAs of the next grid occupy registers,
@@ -890,7 +893,7 @@ page.show_variants(
 # ## 64 tokens: two warps for each expert
 #
 # An exchange has a fixed price, whatever the input: two trips through the L2, and as many rows to read as there are CTAs. In a decode step there are 512 assignments. Each CTA can count them
-# all with one load a thread, so step 2's kernel wins again. What is its critical path?
+# all with one load a thread, so we begin with step 2's kernel. What is its critical path?
 
 # %%
 decode.step("every CTA counts all", (count_everything, CTAS, 512))
@@ -996,6 +999,8 @@ lesson.save(four, decode)
 lesson.summary()
 
 # %% [markdown]
+# A factor compares with the step before as it was timed beside this one. 0x5 has two times: they depend on where its counters lie, as the table of allocations shows.
+#
 # And the compiled kernels of SGLang and vLLM, timed on the same GPU as the package. The last column has inputs that send all assignments to one
 # expert: atomic operations on one counter are served one after another, while setting a bit in a mask takes as long for any input.
 
@@ -1019,6 +1024,8 @@ page.show_peers()
 # 4096 tokens that does not pay yet, and the kernel of step 6 needs less time. During decoding the gate and the alignment can share a launch: see
 # [gate and alignment in one launch](../docs/gate_and_alignment.md).
 #
+# **You can now** choose between recomputing, a barrier of the grid, and words that carry the number of the launch, and write each of them.
+#
 # ## Next step, not built
 #
 # In step 6 each CTA reads 64 rows of counts, of which it needs two sums. CTAs of a *cluster* can read each other's shared memory. **Build** an exchange in which a
@@ -1035,4 +1042,6 @@ print(page.lower_bound())
 # - NVIDIA, *CUDA C++ Programming Guide*: cooperative groups, programmatic dependent launch; *PTX ISA*: memory consistency model, `griddepcontrol`.
 # - Users who need the same order in every run: [sglang 33511](https://github.com/sgl-project/sglang/pull/33511),
 #   [vllm 52532](https://github.com/vllm-project/vllm/pull/52532).
-# - Next: [shared experts](05_shared_experts.ipynb), which are routed like all others and so must be aligned, too.
+#
+# Before: [03, alignment as published](03_align_published.ipynb). Next: [05, shared experts](05_shared_experts.ipynb), which are routed like all others
+# and so must be aligned, too.

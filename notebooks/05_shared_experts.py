@@ -189,7 +189,7 @@ step("column in torch", ninth_in_torch, predicted_us=page.by_torch("separate", p
 # %% [markdown]
 # Compare the launches: we have replaced the shared expert's kernels by kernels that move 72 numbers, and there are more of them. Yet the layer is
 # faster. So the number of launches was not what was expensive: the shared expert alone takes many times as long as its weights need to arrive, because
-# its first GEMM has four tiles, and 128 SMs wait.
+# its first GEMM is cut into four tiles, each for one SM, and 128 SMs wait.
 #
 # **Take away.** A launch costs what its kernel leaves idle. A GEMM of one expert leaves most of the GPU idle; a kernel for 72 numbers is just a launch.
 #
@@ -397,7 +397,7 @@ page.show_sizes(separate, ninth_in_gate, replicas_by_kernel)
 page.show_saved_per_launch("separate", "column in the gate")
 
 # %% [markdown]
-# It does not. With torch's kernels in FP8, most of the gain are launches of small operations. This package has few launches to save, and gains as much or
+# It does not. With torch's kernels in FP8, most of the gain are launches of small operations. This package has few launches to save, and each is worth
 # more: what it saves are the shared expert's own two GEMMs, which fill a few SMs while the others wait. (Our separate shared expert is a grouped GEMM with
 # one group. A dense GEMM is a better one; this is what the fusion saves then, with the package's grouped GEMM in torch's layer:)
 
@@ -447,6 +447,8 @@ page.layers.summary()
 routing.summary()
 
 # %% [markdown]
+# **You can now** say before you build a fusion what it can save: bytes, arithmetic, launches, or SMs without work.
+#
 # ## Next step, not built
 #
 # The fusion makes the shared expert wait for the gate, although it needs no routing. **Build** the opposite: launch its GEMMs on a second stream before

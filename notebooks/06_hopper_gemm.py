@@ -281,7 +281,8 @@ step("one stage", Version(make_one_stage(multiply_128, store_128, 128)))
 # %% [markdown]
 # `Version` says how to launch a kernel: the columns of a tile, the stages, and so on. A step checks the result on an H200 or in the
 # simulator. Then it shows **what the compiler made of the kernel**, which needs no GPU. That is the part to look at in this lesson:
-# how many registers a thread has, how many CTAs fit on an SM, how long the main loop is, and what the epilogue really does.
+# how many registers a thread has, how many CTAs fit on an SM, how long the main loop is, and what the **epilogue**, the code behind the loop that
+# stores the tile, really does.
 #
 # The kernel has two CTAs on an SM. While one waits for its load, the other multiplies, if they happen to be out of step. Nothing makes sure
 # that they are.
@@ -389,7 +390,7 @@ step(
 )
 
 # %% [markdown]
-# Registers and CTAs per SM are the same as before, so what changes is the overlap alone. (Try four stages: `make_ring(..., 4)` and
+# Registers and CTAs per SM are the same as before: loads and MMAs now overlap within a CTA, too. (Try four stages: `make_ring(..., 4)` and
 # `stages=4`. The row of CTAs per SM tells what they cost.)
 #
 # **Take away.** A ring of stages turns latency into memory: what is under way must lie somewhere, and what lies there limits how many CTAs
@@ -512,6 +513,10 @@ predicted_us = page.with_bare_ends_of_tiles("a ring of 3 stages", (page.M // ROW
 step("specialised warps", Version(specialised, stages=6, threads=THREADS), predicted_us=predicted_us)
 
 # %% [markdown]
+# Where the loss is smaller than predicted, something wins a part of it back, perhaps that warps no longer wait for each other. We did not isolate it. (The
+# ring, timed again beside this step, may take longer than alone: near its power limit a GPU lowers its clock, as the section on power shows. So compare only
+# times of one run.)
+#
 # The loop of a consumer is now a wait, four MMAs, an arrival, and the arithmetic of stages. Registers allow one CTA per SM only, but that CTA
 # has six stages for itself.
 #
@@ -666,7 +671,7 @@ predicted_us = page.by_busiest_unit("persistent CTAs", page.shape(128, 128), pag
 step("unrolled stores", Version(unrolled, **WIDE), predicted_us=predicted_us)
 
 # %% [markdown]
-# The time falls by about half of what the model says. The model compares clocks of units, as if all kernels ran at the same clock.
+# The time falls by less than the model says. The model compares clocks of units, as if all kernels ran at the same clock.
 #
 # **Take away.** Registers have no index. A loop over accumulators that is not unrolled becomes a search, and the compiler says nothing.
 # Count the store instructions of each kernel; a test does it for those of this page.
@@ -921,11 +926,16 @@ page.show_variants(
 # %%
 page.show_peers(Version(stored, **ALONE))
 
+# %% [markdown]
+# With 512 rows of A, D has 64 tiles of 128 x 256 for the 132 SMs of an H200, so half of them have no work. A library has smaller tiles for such sizes.
+
 # %%
 lesson.save()
 lesson.summary()
 
 # %% [markdown]
+# **You can now** write a GEMM with TMA, mbarriers, wgmma and specialised warps, and find out whether loads, MMAs, stores or the clock limit it.
+#
 # ## Next step, not built
 #
 # Both warpgroups finish a tile at the same time. While they write it to shared memory, the tensor cores are idle. **Build** a kernel in which

@@ -522,8 +522,9 @@ orders = {"horizontal": mapped, "vertical": across, f"bands of {BAND}": banded}
 page.show_sizes("order", {name: Version(kernel, **MAPPED) for name, kernel in orders.items()})
 
 # %% [markdown]
-# Either order reads all weights once, and yet they differ. In horizontal order, the CTAs that run together read the weights of few experts; in
-# vertical order they read a part of every expert's. We do not know what in DRAM or the L2 cache makes that slower. So we go on in horizontal order.
+# Every order reads all weights once, and yet they differ, and which is best depends on the rows. In horizontal order, the CTAs that run together read the
+# weights of few experts; in vertical order they read a part of every expert's. We do not know what in DRAM or the L2 cache makes the difference. For the
+# 2048 rows of the steps horizontal order is good, so we go on with it.
 #
 # **Take away.** The scheduler is a function from a number to a tile. An order pays if the CTAs that run together need the same bytes *and* these
 # bytes are the limit.
@@ -859,8 +860,8 @@ page.show_last(Version(grouped, **ONE_MAP))
 lesson.save()
 
 # %% [markdown]
-# And this is the record of `python -m moe_numba bench grouped_gemm` with all peers. A star marks the fastest of a row. hpc-ops is the library of the
-# article. `torch, grouped` is
+# And this is the record of `python -m moe_numba bench grouped_gemm` with all peers, of another run: compare times within a table. A star marks the
+# fastest of a row. hpc-ops is the library of the article. `torch, grouped` is
 # `torch._scaled_grouped_mm`. DeepGEMM's FP8 kernels need block scales, so they appear in [lesson 08](08_block_scales.ipynb).
 
 # %%
@@ -873,6 +874,8 @@ print(page.losses())
 # In those cases the tensor cores are the limit, and the loop has few launches or one, each of which fills the GPU. cuBLAS adds up with
 # the tensor cores' *fast accumulation*, while the package's default promotes each stage to float32 as in step 9 of lesson 06. With one hot expert that is
 # most of the difference, as the table before shows: its last column has the package with fast accumulation.
+#
+# **You can now** give a persistent GEMM a scheduler for groups of any size, and choose its tiles by a model of the busiest unit.
 #
 # ## Next step, not built
 #

@@ -263,7 +263,7 @@ draw.factors(transposed=True)
 
 # %% [markdown]
 # The two warps copy the scales of a k-block to the stage. They permute them such that the 32 of a thread are contiguous: `make_load_shared` loads them
-# by eight instructions of 16 bytes. (Between the quarters are 4 unused floats. Without them, the four lanes of a quad would read from the same banks.)
+# by eight instructions of 16 bytes. (Between the quarters are 4 unused floats. Without them, four neighbouring lanes would read from the same banks.)
 # Then the thread multiplies each by the scale of w.
 #
 # **Prediction.** 9 loads and 32 multiplications more per k-block, for each of two warps of a scheduler, one per clock, and nothing hides them if both
@@ -583,13 +583,15 @@ predicted_us = page.without_round_trip("factors by producers", 192)
 step("barrier tested early", Version(early, **WIDE), predicted_us=predicted_us)
 
 # %% [markdown]
+# If neither of the two steps changes the time much, the chain between two MMAs is not what keeps "without loads" so far above the MMAs alone.
+#
 # **Take away.** Ask early, and use the answer late. A load, a barrier, a lookup: what takes a round trip should be under way while you do something else.
 #
 # ## What limits it now: power
 #
-# A GPU lowers its clock until it stays within its power limit. In a short burst of launches after a pause it has not done so yet. So a kernel has **two
-# times**, and numbers of different runs can only be compared if both are of one kind. All steps of this page are timed in short bursts, interleaved. The next
-# cell also launches each kernel for about a second, and reads the energy counter of the GPU:
+# As in lesson 06, the clock falls under sustained load until the GPU stays within its power limit. So a kernel has **two times**, and numbers of different
+# runs can only be compared if both are of one kind. All steps of this page are timed in short bursts, interleaved. The next cell also launches each kernel
+# for about a second, and reads the energy counter of the GPU:
 
 # %%
 versions = {
@@ -603,7 +605,8 @@ page.show_power(versions)
 
 # %% [markdown]
 # Where the power column is at the limit, a kernel takes its energy divided by the limit, whatever its main loop looks like. Then only less energy makes it faster:
-# fewer bytes moved, fewer instructions, no waiting at full clock. That is why steps 4 and 5 hardly show: they change what a warp waits for, and hardly the energy.
+# fewer bytes moved, fewer instructions, no waiting at full clock. Steps 4 and 5 change what a warp waits for, and hardly the energy, so under sustained load they
+# cannot gain much. Why they gain as little in short bursts we do not know.
 #
 # **Take away.** Near the end of an optimisation the resource that runs out may be watts. Say in which regime you have measured.
 #
@@ -636,6 +639,8 @@ lesson.save()
 lesson.summary()
 
 # %% [markdown]
+# **You can now** bring scales through a pipeline beside its operands, and test what limits a kernel with one that leaves a part out.
+#
 # ## Next step, not built
 #
 # Both warpgroups promote at the same time, and then the tensor cores are idle. **Build** a kernel in which they take turns, one promoting while the other one multiplies: a

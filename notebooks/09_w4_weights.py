@@ -372,7 +372,7 @@ page.show_limits({"by value": in_consumer, "by masks": by_masks})
 step("shift, mask, multiply", by_masks, predicted_us=page.by_instructions(by_masks))
 
 # %% [markdown]
-# The model is off by the same factor as before, so it still predicts how much *fewer instructions* save.
+# The model is off by about the same factor as before, so it still predicts how much *fewer instructions* save.
 #
 # **Take away.** Before you compute, look at the bits. Two formats that are built alike differ by a shift and a power of two.
 #
@@ -494,6 +494,8 @@ lesson.save()
 lesson.summary()
 
 # %% [markdown]
+# **You can now** store weights in the order in which threads need them, and decode them in registers on the way to the tensor cores.
+#
 # ## Next step, not built
 #
 # Each weight is decoded by multiplications that only shift exponents. **Build** a packing that needs one shift and one mask per register, as the package does, or a decoder that puts the scale into the sum instead: multiply the partial sums of 32 elements of k, as
@@ -511,4 +513,4 @@ print(page.lower_bound())
 # - NVIDIA: [PTX ISA](https://docs.nvidia.com/cuda/parallel-thread-execution/) (`wgmma` with A in registers, `mma.sync`, `ldmatrix`, `cp.async.bulk`).
 # - The package's kernel: [`w4/kernel.py`](../moe_numba/grouped_gemm/w4/kernel.py).
 #
-# Before: [08, block scales](08_block_scales.ipynb). Next: [10, the dispatch layout](10_dispatch_layout.ipynb), where tokens leave the GPU.
+# Before: [08, block scales](08_block_scales.ipynb). Next: [10, the dispatch layout](10_dispatch_layout.ipynb), which counts the tokens that must leave the GPU.

@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown]
-# # Count
+# # The dispatch layout
 #
 # With **expert parallelism** the experts of a layer are spread over several GPUs, called **ranks**. Each rank has tokens of its own, and a token
 # must travel to the ranks that hold its experts. Before a rank can send anything, it must know how many of its tokens go to each rank and to each
@@ -769,6 +769,8 @@ lesson.save(page.one)
 lesson.summary()
 
 # %% [markdown]
+# **You can now** choose where threads add up (in a warp, a CTA, a cluster or the L2), and find the CTA that all others wait for.
+#
 # ## Next step, not built
 #
 # Two launches for many tokens, one cluster for few: a kernel with **several clusters** could have both. Each cluster adds up its counts, and then adds its sums to global counters. Who zeroes these? (Lesson 04 has counts that carry the

@@ -826,6 +826,8 @@ lesson.summary()
 page.show_ranks()
 
 # %% [markdown]
+# **You can now** write both ends of a ring between two GPUs, say what each release and acquire orders, and compute how many slots it needs.
+#
 # ## Next step, not built
 #
 # In the last ring a warp loads 16 bytes per lane, stores them, and loads the next. The push above has shown what one thread can do with bulk copies.

@@ -988,6 +988,8 @@ lesson.summary()
 page.show_earlier()
 
 # %% [markdown]
+# **You can now** place every row from exchanged counts, keep a link busy from few SMs, and say which of a ring's costs direct writes avoid.
+#
 # ## Next step, not built
 #
 # A sender stores a row once for each rank that it goes to. NVLink switches can multiply: one store to a **multicast** address reaches all GPUs. **Build** a

@@ -916,6 +916,8 @@ lesson.summary()
 page.show_earlier()
 
 # %% [markdown]
+# **You can now** sum rows in a fixed order while they arrive, and find the cycle of waits in a kernel that hangs.
+#
 # ## Next step, not built
 #
 # Every row crosses a link, although a home rank only wants the sum. Within a node that cannot be helped: a row that another rank adds first crosses a link to

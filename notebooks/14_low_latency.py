@@ -711,6 +711,8 @@ lesson.summary()
 many.summary()
 
 # %% [markdown]
+# **You can now** send rows without a flag or a fence, by data that says of itself that it has arrived.
+#
 # ## Next step, not built
 #
 # Even our best pair is two launches, and the experts' GEMMs are more of them. **Build** a dispatch that begins before the kernel in front of it has ended

@@ -245,6 +245,8 @@ def make_group(position):
 # %% [markdown]
 # ## Build: the position in a warp
 #
+# This is the rank in a warp of [lesson 04](04_align_one_launch.ipynb): take yours, or write it again.
+#
 # Write `position`. All 32 lanes call it, each with its expert; a lane without an assignment passes the number of experts. Return two numbers: how many *lower*
 # lanes have the same expert, and how many lanes have it in all, this one included. Par: one instruction in which lanes exchange anything.
 
@@ -645,20 +647,8 @@ one.step("the package's GEMV", (moe_numba.fused_experts,), predicted_us=page.gem
 page.show_ranks()
 
 # %% [markdown]
-# ## Formula: rows that are sent
+# A token with `topk` experts reaches fewer than `topk` ranks if a rank has several of them; your formula of [lesson 10](10_dispatch_layout.ipynb) says how many.
 #
-# A token with `topk` experts reaches fewer than `topk` ranks if a rank has several of them. If its distinct experts are drawn uniformly at random, how many ranks does
-# it reach on average? `ranks` divides `num_experts`.
-
-
-# %%
-def my_ranks_reached(num_experts, topk, ranks):
-    return ...  # yours
-
-
-exercises.ranks_reached.check(my_ranks_reached)
-
-# %% [markdown]
 # Recorded times of a DeepSeek-V3 layer in FP8 with 32 experts on each GPU, and times that the authors of DeepGEMM published for 8 GPUs of this kind
 # ([pull request 352](https://github.com/deepseek-ai/DeepGEMM/pull/352)). DeepGEMM's mega-MoE does dispatch, experts and combine in one kernel. We have not run it
 # ourselves:
@@ -704,6 +694,8 @@ page.show_what_did_not_pay()
 # %% [markdown]
 # [Where a layer's time goes](../docs/layer_profile.md) has its launches one by one and the tests behind this table. [The experts in a Transformers
 # model](../docs/transformers.md) and [What 64 GPUs would change](../docs/layer_on_64_gpus.md) go on from here.
+#
+# **You can now** assemble a layer, and say of each of its stages whether launches, bytes or operations limit it.
 #
 # ## Next step, not built
 #

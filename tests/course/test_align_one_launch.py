@@ -47,6 +47,12 @@ def rank_counts_itself(expert):
 
 
 @cuda.jit(device=True)
+def rank_of_64_bits(expert):
+    same = uint32(cuda.match_any_sync(FULL, expert))
+    return cuda.popc(same & lanemask_lt()), cuda.popc(same)
+
+
+@cuda.jit(device=True)
 def rank_by_shuffles(expert):
     rank, count, lane = int32(0), int32(0), cuda.threadIdx.x & 31
     for other in range(32):
@@ -348,6 +354,7 @@ FENCE_AFTER, SYNC_AFTER = "lacks a fence after the last poll", r"lacks a cuda.sy
         (RANK, answers.rank_in_warp, RIGHT, "0 shuffles, votes and reductions; par is 0"),
         (RANK, rank_of_lanes_above, WRONG, "earlier assignments are in lanes below"),
         (RANK, rank_counts_itself, WRONG, "rank"),
+        (RANK, rank_of_64_bits, WRONG, r"cannot shuffle these numbers: return int32"),
         (RANK, rank_by_shuffles, OVER_PAR, "32 shuffles, votes and reductions; par is 0. Which instruction"),
         (RANK, rank_by_votes, OVER_PAR, "257 shuffles, votes and reductions; par is 0. Which instruction"),
         (RANK, rank_by_reductions, OVER_PAR, "257 shuffles, votes and reductions; par is 0. Which instruction"),

@@ -520,15 +520,6 @@ def test_shares_of_the_slowest_pipe_are_those_of_the_steps(monkeypatch):
     assert page.shares_of_the_slowest_pipe() == wanted
 
 
-def test_the_wave_that_costs_is_named_as_measured(monkeypatch):
-    times = {"four tokens per warp": 10.16, "dependent launch": 10.18}
-    for limited, words in ((9.9, "took back what the early start saved"), (10.17, "is not what takes back")):
-        monkeypatch.setattr(page, "_waves", lambda last, limited=limited: ({}, times | {page._LIMITED: limited}))
-        assert words in page.conclusion_on_waves(None)
-    monkeypatch.setattr(page, "_waves", lambda last: ({}, {}))
-    assert page.conclusion_on_waves(None) is None
-
-
 def test_the_page_explains_the_names_of_its_kernels():
     used = set(re.findall(r"\b[A-Z][A-Z_]+\b", definitions()))
     explained = {name for names in page.sizes.MEANINGS for name in names.split(", ")}

@@ -150,6 +150,7 @@ APPEND, STORE = exercises.append_column, exercises.store_nine
             WRONG,
             "race|nothing has written",
         ),
+        (appending(PADDING.replace("token * topk]", "token * topk + topk - 1]")), WRONG, r"ids\[3, 8\] is -1, not 259"),
         (appending(PADDING.replace("token * topk]", "token * topk + column]")), WRONG, "out of bounds|ids"),
         (
             appending(PADDING + "\n        expert = int32(expert + 0 * i); topk_weights[0] = float32(7)"),

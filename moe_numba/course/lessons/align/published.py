@@ -396,5 +396,6 @@ def lower_bound() -> str:
     num_bytes = 4 * (numel + length + length // BLOCK + 1)
     us = num_bytes / chip_limits().copy_bandwidth * 1e6
     text = f"{num_bytes:,} bytes take {us:.2f} us at the rate of a copy"
-    empty = (records.recorded("align_one_launch_ladder") or {}).get("diagnosis", {}).get("basics", {}).get("empty")
-    return f"{text}, and two launches of an empty kernel {2 * empty:.2f} us" if empty else text
+    record = records.recorded("align")
+    row = record and records.find(record, step="empty kernel", config={"dependent": False})
+    return f"{text}, and two launches of an empty kernel {2 * row['kernel_us']['median']:.2f} us" if row else text

@@ -237,7 +237,7 @@ def exchange_counts(ctas, experts, block_size=4, seed=0):
     words = f"Each CTA counts its chunk of {ids.shape[1]} assignments, and stores its counts."
     note(axes, right, top - 0.5 * tall, words)
     axes.plot([0.15, WIDTH - 0.15], [below + 0.25] * 2, color=INK, linewidth=1.2, linestyle="--")
-    note(axes, right, below + 0.42, f"Grid-wide barrier: all {ctas} CTAs have stored their counts.")
+    note(axes, right, below + 0.42, f"Barrier of the grid: all {ctas} CTAs have stored their counts.")
     names = f"before CTA {g}", "total", "padded", "start"
     padding = f"rounded up to expert blocks of {block_size}"
     whys = "the blue counts", "all counts", padding, "exclusive scan of the padded totals"

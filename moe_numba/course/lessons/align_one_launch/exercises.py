@@ -4,7 +4,7 @@ import ast
 import inspect
 import itertools
 import textwrap
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -18,10 +18,11 @@ from numba import cuda, int32
 from moe_numba.course.grader import Wrong, case, expect_equal
 from moe_numba.course.lessons.align_one_launch import answers
 from moe_numba.course.lessons.align_one_launch.one_launch import DEVICE, inputs, lesson
-from moe_numba.course.lessons.align_one_launch.sizes import BINS, BOTH, CTAS, DECODE, EXPERTS, TOKENS
+from moe_numba.course.lessons.align_one_launch.sizes import BINS, BOTH, CTAS, DECODE, EXPERTS, FULL, TOKENS
 from moe_numba.course.steps.exercises import Build
 from moe_numba.course.steps.score import count
-from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
+from moe_numba.course.steps.verdict import OPEN, OVER_PAR, RIGHT, WRONG, Verdict
+from moe_numba.runtime import sass
 from moe_numba.runtime.launch import launch
 
 # Build: the rank in a warp
@@ -55,13 +56,40 @@ def _test_rank(answer):
     expect_equal("count", counts, same.sum(2).ravel())
 
 
+def _around_rank_shuffled(answer):
+    @cuda.jit
+    def align(experts, ranks, counts):  # shuffles both, as the lesson's kernel does
+        i, lane = cuda.grid(1), cuda.threadIdx.x & 31
+        rank, count = answer(experts[i])
+        ranks[i], counts[i] = cuda.shfl_sync(FULL, rank, lane), cuda.shfl_sync(FULL, count, lane)
+
+    return align
+
+
+@dataclass(frozen=True)
+class _Rank(Build):
+    """A `Build` whose answer must also compile in a kernel that shuffles its results: the simulator has no types."""
+
+    def judge(self, answer):
+        """Return the state, a sentence and the score of an answer, in the simulator."""
+        state, text, score = super().judge(answer)
+        if state not in (RIGHT, OVER_PAR) or sass.missing():
+            return state, text, score
+        with simulator.profile("H200") as profile:
+            _rank(_around_rank_shuffled(answer))
+        static = profile.kernels[0].static
+        if static is None or static.sass:
+            return state, text, score
+        return WRONG, f"a kernel cannot shuffle these numbers: return int32(...) of both. {static.reason}", None
+
+
 def _exchanges(counted):
     """Return the warp-wide operations of the critical path but match_any."""
     path = counted.critical_path
     return path.shuffles + path.votes + path.reductions
 
 
-rank_in_warp = Build(
+rank_in_warp = _Rank(
     "rank in a warp",
     "the number of lanes below this one with the same expert, and the number of all lanes with it",
     own=answers.rank_in_warp,
@@ -76,7 +104,7 @@ rank_in_warp = Build(
     forbidden={"shared_load_requests": "it exchanges experts through shared memory"},
     over_par="Which instruction compares a value with those of all lanes at once?",
     hint="cuda.match_any_sync(FULL, expert) is a mask of the lanes with the same expert. cuda.popc counts its bits, "
-    "and lanemask_lt() has those of the lanes below.",
+    "and lanemask_lt() has those of the lanes below. Return int32(...) of both: Numba would make 64 bits of them.",
     home=f"{__name__}:rank_in_warp",
 )
 

@@ -24,7 +24,6 @@ from moe_numba.course.lessons.gate.sizes import DEVICE, EXPERTS, GROUPS, KEPT, T
 from moe_numba.course.pages.prose import say
 from moe_numba.course.steps.estimate import clocks_by_function
 from moe_numba.course.steps.lesson import Lesson, Run, Step, Table
-from moe_numba.course.steps.prediction import NOISE
 from moe_numba.course.steps.score import MODEL, TOTAL, Score, score_of_kernels
 from moe_numba.course.steps.simulate import expression_of, in_simulator
 from moe_numba.course.steps.verdict import OPEN, RIGHT, WRONG, Verdict
@@ -317,50 +316,6 @@ def registers_without_limit(step: str) -> float:
     return lesson.score_of(f"{step}, no limit", gate(kernel, tokens_per_warp, 0, *more))[TOTAL, "registers per thread"]
 
 
-_LIMITED = "dependent launch, 64 registers"
-
-
-@cache
-def _waves(last):
-    """Return name -> version, and its registers, CTAs per SM and waves; and the times, empty if none is recorded."""
-    versions = {name: lesson.steps[name].version for name in ("four tokens per warp", "dependent launch")}
-    versions[_LIMITED] = gate(*last[:2], 8, *last[3:])
-    found = {}
-    for name, version in versions.items():
-        registers = lesson.score_of(name, version)[TOTAL, "registers per thread"]
-        ctas = lesson.about[name]["ctas_per_sm"]
-        grid = -(-TOKENS // (WARPS * version[1]))
-        found[name] = registers, ctas, -(-grid // (ctas * chip_limits().sm_count))
-    return found, lesson.times("waves of CTAs", {name: timed(version) for name, version in versions.items()})
-
-
-def show_waves(last: tuple) -> Table:
-    """Return a table of the last two steps, and of the last one with fewer registers: waves of CTAs, and times."""
-    found, us = _waves(last)
-    lines = [
-        [name, *(f"{number:.0f}" for number in numbers), f"{us[name]:.2f}" if us else "not timed"]
-        for name, numbers in found.items()
-    ]
-    return Table(["", "registers", "CTAs per SM", "waves", "us"], lines)
-
-
-def conclusion_on_waves(last: tuple) -> str | None:
-    """Return what the times of `show_waves` say, a sentence; None if there are none."""
-    _, us = _waves(last)
-    if not us:
-        return None
-    limited, before = us[_LIMITED], us["dependent launch"]
-    if before - limited > NOISE * before:
-        return (
-            f"With all CTAs in one wave the dependent launch takes {limited:.2f} us instead of {before:.2f}: the "
-            "second wave took back what the early start saved."
-        )
-    return (
-        f"With all CTAs in one wave the dependent launch takes {limited:.2f} us, and with two waves {before:.2f}: the "
-        "second wave is not what takes back the saving. We found no other candidate."
-    )
-
-
 def _earlier(step):
     """Return the row of an earlier version of a kernel, or of torch, for this shape; None if there is none."""
     record = records.recorded(_EARLIER)
@@ -590,12 +545,14 @@ def open_problem(version: tuple) -> Table:
     if not us:
         return Table(["", "us", "", ""], [_NOT_TIMED])
     each = (us["4 waves"] - us["2 waves"]) / 2
+    # A recorded time is that of the CTAs that fit with the registers of the compiler that the GPU had.
+    in_waves = f"{wave:,} tokens; {TOKENS:,} are {TOKENS / wave:.2f} waves" if lesson.is_timed else ""
     lines = [
         ["logits from DRAM", us["DRAM"], ""],
         ["the same logits, in L2", us["L2"], "the bound to beat: all waiting for DRAM is hidden"],
         ["difference", us["DRAM"] - us["L2"], "waiting for DRAM"],
         ["bytes at the rate of a copy", lower_bounds()["DRAM"], "the lower bound"],
-        [f"one wave of CTAs, {wave:,} tokens", us["1 waves"], f"{TOKENS:,} tokens are {TOKENS / wave:.2f} waves"],
+        ["one wave of CTAs", us["1 waves"], in_waves],
         ["each further wave", each, "its start and end overlap with other waves"],
     ]
     return Table(["", "us", ""], [[name, f"{time:.2f}", text] for name, time, text in lines])

@@ -367,8 +367,8 @@ _DIFFERS = {
     "eight warps per CTA": "Two warps share a scheduler, and half as many CTAs must be started.",
 }
 _FOUR = (
-    "It halves the instructions of a token, and scores four tokens one after another before it picks. With few tokens "
-    "no warp waits for instructions, and the chain is longer."
+    "It needs fewer instructions for a token, and scores four tokens one after another before it picks. With few "
+    "tokens no warp waits for instructions, and the chain is longer."
 )
 
 

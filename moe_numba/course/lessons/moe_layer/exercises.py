@@ -12,7 +12,6 @@ from numba import cuda, int32, int64
 
 from moe_numba.course.grader import expect_equal, function_test
 from moe_numba.course.lessons.moe_layer import answers
-from moe_numba.course.lessons.moe_layer.model import ranks_per_token
 from moe_numba.course.lessons.moe_layer.sizes import TOPK
 from moe_numba.course.steps.exercises import Build, Choose, Formula, Predict
 from moe_numba.course.steps.score import count
@@ -312,14 +311,4 @@ unstable = Choose(
     "Each row is computed correctly wherever it lies, and inverse_indices lead to it. But the rows of an expert lie in "
     "the order in which threads arrived, so buffers differ from run to run, and so does everything that depends on "
     "the place of a row, such as a quantisation of blocks of rows, or a test that compares bits.",
-)
-
-ranks_reached = Formula(
-    "ranks that a token reaches",
-    "a function of the experts, topk and the number of ranks",
-    own=ranks_per_token,
-    test=function_test(ranks_per_token, [(256, 8, 8), (256, 8, 2), (8, 2, 4), (64, 6, 64)], rtol=1e-6),
-    praise="and dispatch sends as many rows",
-    hint="A rank receives no row if all topk experts are among those of other ranks. Count such choices with "
-    "math.comb; the expected number of ranks is the sum of the ranks' probabilities.",
 )

@@ -654,12 +654,14 @@ def show_calls(loop: Callable, versions: Mapping[str, Any], operation: Callable)
             call()
         in_torch, package, us = len(operations_of(seen)), seen.names.count(_PACKAGE), _call_us(name, call)
         predicted = each_us and in_torch * each_us + package * package_call_us()
-        verdict = ""
-        if us and predicted and before:
+        verdict, operations = "", str(in_torch)
+        if SIMULATED and before is None:  # the loop's operations, and so its prediction, are those of fewer experts
+            operations = "not counted at this size"
+        elif us and predicted and before:
             verdict = str(Judgement(before, us, before - predicted))
         elif predicted:
             verdict = f"predicted {predicted:.0f} us"
-        lines.append([name, str(in_torch), str(package), _us(us), verdict])
+        lines.append([name, operations, str(package), _us(us), verdict])
         before = us
     heads = "layer", "torch operations", "calls of the package", "call time, us", "prediction"
     return Table(heads, lines)

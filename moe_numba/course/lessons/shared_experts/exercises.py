@@ -86,7 +86,7 @@ def _routing(tokens, topk):
     weights = random.random((tokens, topk), dtype=np.float32)
     padding = [0, min(5, tokens - 1), tokens - 1]
     ids[padding], weights[padding] = -1, 0
-    weights[2, 0] = 0  # a weight of 0 is no padding
+    weights[2, 0], ids[3, 1:] = 0, -1  # neither a weight of 0 nor a later id below 0 is padding
     return torch.from_numpy(weights), torch.from_numpy(ids)
 
 
