@@ -1,5 +1,6 @@
 """``ExpertParallelMoE``: the experts of a layer on several GPUs of a node: dispatch, local experts, combine."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -194,7 +195,7 @@ class ExpertParallelMoE(nn.Module):
             self._check_shared(shared, x)
         if isinstance(x, FakeTensor):
             return self._compute_fake(x, topk_ids)
-        if wants_grad((x, topk_weights, shared, *self.parameters())):
+        if wants_grad(chain((x, topk_weights, shared), self.parameters())):
             return self._exchange_with_gradients(x, topk_weights, topk_ids, shared)
         exchange = self._exchange_low_latency if self.low_latency_tokens else self._exchange
         return exchange(x, topk_weights, topk_ids, shared)
