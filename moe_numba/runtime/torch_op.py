@@ -168,6 +168,11 @@ def wants_grad(values: Iterable[Any]) -> bool:
     return _is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
+def name_requiring_grad(arguments: dict[str, Any]) -> str | None:
+    """Return the name of the first tensor that requires grad, or None."""
+    return next((n for n, t in arguments.items() if isinstance(t, torch.Tensor) and t.requires_grad), None)
+
+
 def public_function(name: str) -> Callable:
     """Return the public function of an op."""
     return _functions[name]

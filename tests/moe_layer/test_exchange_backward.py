@@ -121,7 +121,7 @@ def test_wrong_gradients_are_rejected(part, monkeypatch):
     given = inputs(FEW)
     if part == "weights":
         right = exchange.Dispatch.backward
-        wrong = lambda ctx, grad, grad_weights, _: right(ctx, grad, 0 * grad_weights, _)
+        wrong = lambda ctx, grad, grad_weights, *others: right(ctx, grad, 0 * grad_weights, *others)
         monkeypatch.setattr(exchange.Dispatch, "backward", staticmethod(wrong))
     else:
         right = exchange.Combine.backward

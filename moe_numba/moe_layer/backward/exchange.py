@@ -11,43 +11,32 @@ class Dispatch(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, topk_weights, topk_ids, buffer, num_experts, options, handles):
-        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(topk_ids, num_experts)
-        received, ids, weights, _, handle, _ = buffer.dispatch(
-            x,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_expert=per_expert,
-            is_token_in_rank=is_in_rank,
-            topk_idx=topk_ids,
-            topk_weights=topk_weights,
-            **options,
-        )
-        handles.append(handle)
-        ctx.buffer, ctx.handle, ctx.config = buffer, handle, options["config"]
-        ctx.mark_non_differentiable(ids)
-        return received, weights, ids
+    def forward(ctx, x, topk_weights, topk_ids, layer):
+        received, ids, weights, handle = layer._send(x, topk_weights, topk_ids)
+        ctx.layer, ctx.handle = layer, handle
+        ctx.mark_non_differentiable(ids, *handle)
+        return received, weights, ids, *handle
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, grad_weights, _):
+    def backward(ctx, grad, grad_weights, *_):
         given = dict(topk_weights=grad_weights.contiguous()) if ctx.needs_input_grad[1] else {}
-        of_x, of_weights, _ = ctx.buffer.combine(grad.contiguous(), ctx.handle, config=ctx.config, **given)
-        return of_x, of_weights, *(None,) * 5
+        of_x, of_weights, _ = ctx.layer.buffer.combine(grad.contiguous(), ctx.handle, config=ctx.layer.config, **given)
+        return of_x, of_weights, None, None
 
 
 class Combine(torch.autograd.Function):
     """Sum the rows of each token, and ``shared`` if it is not None; each row has the gradient of its token."""
 
     @staticmethod
-    def forward(ctx, rows, shared, buffer, handle, config):
-        ctx.buffer, ctx.handle, ctx.config = buffer, handle, config
-        return buffer.combine(rows, handle, bias=shared, config=config)[0]
+    def forward(ctx, rows, shared, layer, handle):
+        ctx.layer, ctx.handle = layer, handle
+        return layer.buffer.combine(rows, handle, bias=shared, config=layer.config)[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        grad = grad.contiguous()
-        of_rows = (
-            ctx.buffer.dispatch(grad, handle=ctx.handle, config=ctx.config)[0] if ctx.needs_input_grad[0] else None
-        )
-        return of_rows, grad if ctx.needs_input_grad[1] else None, None, None, None
+        of_rows, grad = None, grad.contiguous()
+        if ctx.needs_input_grad[0]:
+            of_rows = ctx.layer.buffer.dispatch(grad, handle=ctx.handle, config=ctx.layer.config)[0]
+        return of_rows, grad if ctx.needs_input_grad[1] else None, None, None

@@ -16,11 +16,12 @@ from moe_numba.moe_layer.group_by_expert.api import group_by_expert
 from moe_numba.moe_layer.launches import ExpertsCall, ExpertsTensors, can_fuse_activation, launches_of
 from moe_numba.moe_layer.permute.api import permute_tokens
 from moe_numba.moe_layer.silu_and_mul.api import check_activation
-from moe_numba.moe_layer.weighted_sum.api import contiguous_weights, weighted_sum
-from moe_numba.moe_layer.weights import BF16
-from moe_numba.moe_layer.workspace import MAX_GATHERED_AVERAGE, describe
+from moe_numba.moe_layer.weighted_sum.api import weighted_sum
+from moe_numba.moe_layer.weights import BF16, shape_of
+from moe_numba.moe_layer.workspace import describe, is_permuted
 from moe_numba.runtime.outputs import find_plan, remember
-from moe_numba.runtime.torch_op import NAMESPACE, OPS, register_differentiable
+from moe_numba.runtime.recording import refuse_recording
+from moe_numba.runtime.torch_op import NAMESPACE, OPS, name_requiring_grad, register_differentiable
 
 _TENSORS = "x", "w13", "w2", "topk_weights", "topk_ids", "shared", "w13_bias", "w2_bias"
 _OPTIONS = "activation", "alpha", "limit", "batch_invariant"
@@ -30,10 +31,10 @@ _plans: dict = {}
 def refuse_quantised(function, arguments):
     """Raise if weights are not in bfloat16, naming a tensor that requires grad."""
     if (dtype := arguments["w13"].dtype) != torch.bfloat16:
-        name = next(name for name, t in arguments.items() if isinstance(t, torch.Tensor) and t.requires_grad)
+        name = name_requiring_grad(arguments)
         raise ValueError(
-            f"{name} requires grad; {function} has a backward only with bfloat16 weights, and w13 is {dtype}: use "
-            "torch.no_grad() or detach()"
+            f"{name} requires grad; {function} has a backward only with bfloat16 weights, and "
+            f"w13 is {dtype}: use torch.no_grad() or detach()"
         )
 
 
@@ -57,23 +58,10 @@ class TrainingPlan(ExpertsPlan):
             launch()
         if self.decodes:
             group_by_expert(t.topk_ids, len(t.w13), out=routing)
-            gather = dict(gather_indices=routing[2], bias=t.w13_bias)
-            group_gemm_bf16(t.x, t.w13, *routing[:2], out=gate_up, **gather)
+            group_gemm_bf16(t.x, t.w13, *routing[:2], out=gate_up, gather_indices=routing[2], bias=t.w13_bias)
             if self.fuses and self.activation.interleaved:
                 gate_up.copy_(gate_up.unflatten(1, (-1, 2)).mT.flatten(1))
         return out, gate_up, *routing
-
-
-def _compute_and_keep(x, w13, w2, topk_weights, topk_ids, shared, w13_bias, w2_bias, *options):
-    given = x, w13, w2, topk_weights, topk_ids, None, None, shared, w13_bias, w2_bias, None, None, None
-    plan, key, t = find_plan(_plans, (options, *map(type, options)), given, ExpertsTensors._fields)
-    activation, alpha, limit, batch_invariant = options
-    if plan is None:
-        made = make_plan(ExpertsTensors(*t), activation, alpha, limit, False, batch_invariant, kind=TrainingPlan)
-        plan = remember(_plans, key, made)
-    plan.check_alignment(*t)
-    t = ExpertsTensors(*t)
-    return plan.compute_and_keep(t._replace(topk_weights=contiguous_weights(t.topk_weights)))
 
 
 @torch.library.custom_op(f"{NAMESPACE}::fused_experts_for_backward", mutates_args=())
@@ -91,8 +79,15 @@ def _op(
     limit: float | None,
     batch_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    tensors = x, w13, w2, topk_weights, topk_ids, shared, w13_bias, w2_bias
-    return _compute_and_keep(*tensors, activation, alpha, limit, batch_invariant)
+    refuse_recording("a tensor requires grad; a prepared call needs torch.no_grad()")
+    t = ExpertsTensors(x, w13, w2, topk_weights, topk_ids, shared=shared, w13_bias=w13_bias, w2_bias=w2_bias)
+    options = activation, alpha, limit, False, batch_invariant
+    plan, key, t = find_plan(_plans, (options, *map(type, options)), t, t._fields)
+    t = ExpertsTensors(*t)
+    if plan is None:
+        plan = remember(_plans, key, make_plan(t, *options, kind=TrainingPlan))
+    plan.check_alignment(*t)
+    return plan.compute_and_keep(t._replace(topk_weights=t.topk_weights.contiguous()))
 
 
 @_op.register_fake
@@ -108,7 +103,7 @@ def _setup_context(ctx, inputs, output):
     """Keep the inputs, gate and up, and the order of the rows."""
     tensors, (_, *kept) = inputs[: len(_TENSORS)], output
     ctx.needed = {name for name, t in zip(_TENSORS, tensors, strict=True) if t is not None and t.requires_grad}
-    ctx.activation, ctx.has_shared = inputs[len(_TENSORS) : -1], "shared" in ctx.needed
+    ctx.activation = inputs[len(_TENSORS) : -1]
     ctx.mark_non_differentiable(*kept)
     ctx.save_for_backward(*(t for name, t in zip(_TENSORS, tensors, strict=True) if name != "shared"), *kept)
 
@@ -138,10 +133,10 @@ def backward(ctx, grad):
         return {name: grad if name == "shared" else torch.zeros_like(inputs[name]) for name in wanted}
     if wanted == {"shared"}:
         return result
-    groups, weights = (seqlens, cu_seqlens), contiguous_weights(topk_weights)
+    groups, weights = (seqlens, cu_seqlens), topk_weights.contiguous()
     outer_products = partial(_outer_products, groups=groups, dtype=torch.bfloat16)
     grad_rows = None
-    if "w2" in wanted or len(gate_up) > MAX_GATHERED_AVERAGE[BF16] * len(w13):
+    if "w2" in wanted or is_permuted(shape_of(w13, w2, BF16), len(gate_up)):
         grad_rows = permute_tokens(grad, inverse_indices)
         u = group_gemm_bf16(grad_rows, transposed(w2), *groups)
     else:
@@ -203,9 +198,7 @@ def _routing_matrix(topk_ids, weights, num_experts):
 
 def differentiable_moe(**arguments):
     """Compute a call of ``fused_moe`` in which a tensor requires grad, by functions that have a backward."""
-    if (
-        not torch.compiler.is_dynamo_compiling()
-    ):  # else the fake implementations check, under the names of two functions
+    if not torch.compiler.is_dynamo_compiling():  # there the fake implementations check, under two functions' names
         check_layer(arguments)
     refuse_quantised("fused_moe", arguments)
     of_gate = {name: arguments[name] for name in OPS["biased_grouped_topk"] if name in arguments and name != "out"}

@@ -15,7 +15,7 @@ from moe_numba.expert_parallel.rings.config import TOPK_IDX_POINTERS
 from moe_numba.moe_layer.backward.exchange import Combine, Dispatch
 from moe_numba.moe_layer.module import Experts
 from moe_numba.moe_layer.weights import BF16, FP8_BLOCK, shape_of
-from moe_numba.runtime.torch_op import wants_grad
+from moe_numba.runtime.torch_op import name_requiring_grad, wants_grad
 from moe_numba.runtime.validate import check_int, check_tensor
 
 _MAX_LOW_LATENCY_TOKENS = 1 << 20
@@ -226,8 +226,12 @@ class ExpertParallelMoE(nn.Module):
         current.wait_stream(self._stream)
         shared.record_stream(current)
 
-    def _exchange(self, x, topk_weights, topk_ids, shared):
-        """Dispatch, compute and combine. Layout and dispatch ignore ids that are no expert's."""
+    def _send(self, x, topk_weights, topk_ids):
+        """Dispatch through rings; return rows, ids and weights that this rank received, and the handle for combine.
+
+        Layout and dispatch ignore ids that are no expert's. Padding rows have the ids -1, so no expert reads what they
+        contain.
+        """
         per_rank, _, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(topk_ids, self.num_experts)
         received, ids, weights, _, handle, _ = self.buffer.dispatch(
             per_token_cast_to_fp8(x) if self.fp8_dispatch else x,
@@ -239,33 +243,35 @@ class ExpertParallelMoE(nn.Module):
             num_worst_tokens=self.num_worst_tokens,
             config=self.config,
         )
-        # Padding rows have the ids -1, so no expert reads what they contain.
+        return received, ids, weights, handle
+
+    def _exchange(self, x, topk_weights, topk_ids, shared):
+        """Dispatch, compute and combine through rings."""
+        received, ids, weights, handle = self._send(x, topk_weights, topk_ids)
         rows = self.compute(received, weights, ids)
         self._wait_for_shared_experts(x, shared)
         return self.buffer.combine(rows, handle, bias=shared, config=self.config)[0]
 
     def _exchange_with_gradients(self, x, topk_weights, topk_ids, shared):
-        """Dispatch, compute and combine through rings, also where inference has the low-latency exchange."""
-        problems = {
-            f"w13 is {self.experts.w13.dtype}; it must be torch.bfloat16": self.experts.format != BF16,
-            "fp8_dispatch is True; it must be False": self.fp8_dispatch,
-            "the buffer's num_nvl_bytes is 0; it must have rings": not self.buffer.num_nvl_bytes,
-        }
-        for problem in (problem for problem, is_there in problems.items() if is_there):
-            named = dict(x=x, topk_weights=topk_weights, shared=shared, **dict(self.named_parameters()))
-            name = next(name for name, tensor in named.items() if tensor is not None and tensor.requires_grad)
-            raise ValueError(f"{name} requires grad, and {problem} for a backward: use torch.no_grad() or detach()")
+        """Do what `_exchange` does, with a backward; also where inference has the low-latency exchange."""
+        for is_there, problem in (
+            (self.experts.format != BF16, f"w13 is {self.experts.w13.dtype}; it must be torch.bfloat16"),
+            (self.fp8_dispatch, "fp8_dispatch is True; it must be False"),
+            (not self.buffer.num_nvl_bytes, "the buffer's num_nvl_bytes is 0; it must have rings"),
+        ):
+            if is_there:
+                tensors = dict(x=x, topk_weights=topk_weights, shared=shared) | dict(self.named_parameters())
+                name = name_requiring_grad(tensors)
+                raise ValueError(f"{name} requires grad, and {problem} for a backward: use torch.no_grad() or detach()")
         if simulator.ENABLED and self.buffer.group_size > 1:
             raise NotImplementedError(
                 "the simulator's ranks share a thread, in which torch runs one backward at a time: gradients of "
                 "ExpertParallelMoE need a group of one rank, or GPUs"
             )
-        options, handles = dict(num_worst_tokens=self.num_worst_tokens, config=self.config), []
-        given = x, topk_weights, topk_ids, self.buffer, self.num_experts, options, handles
-        received, weights, ids = Dispatch.apply(*given)
+        received, weights, ids, *handle = Dispatch.apply(x, topk_weights, topk_ids, self)
         rows = self.compute(received, weights, ids)
         self._wait_for_shared_experts(x, shared)
-        return Combine.apply(rows, shared, self.buffer, handles[0], self.config)
+        return Combine.apply(rows, shared, self, tuple(handle))
 
     def _exchange_low_latency(self, x, topk_weights, topk_ids, shared):
         """Dispatch, compute and combine by low-latency launches. Slots that no token fills have the ids -1."""
