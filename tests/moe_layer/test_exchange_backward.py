@@ -66,9 +66,11 @@ def run(tokens, given, ids, grad, names=NAMES, call=lambda layer: layer, **optio
 
 def wanted(given, ids, grad):
     """Return the gradients of all experts on one GPU."""
-    leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
-    moe_numba.fused_experts(**leaves, topk_ids=torch.where(ids < len(given["w13"]), ids, -1)).backward(grad)
-    return {name: t.grad for name, t in leaves.items()}
+    device = "cpu" if simulator.ENABLED else "cuda"
+    leaves = {name: t.to(device, copy=True).requires_grad_() for name, t in given.items()}
+    ids = torch.where(ids < len(given["w13"]), ids, -1).to(device)
+    moe_numba.fused_experts(**leaves, topk_ids=ids).backward(grad.to(device))
+    return {name: t.grad.cpu() for name, t in leaves.items()}
 
 
 def differing(found, expected, names=NAMES):

@@ -100,7 +100,7 @@ class LocalGroup:
             self.arrival.notify_all()
 
     def _run_threads(self, work):
-        self._thread_barrier = threading.Barrier(self.num_ranks)
+        self._thread_barrier = _Barrier(self.num_ranks)
         enable_peer_access({device.index for device in self.devices})
         results, errors = [None] * self.num_ranks, []
         streams = [torch.cuda.Stream(device) for device in self.devices]
@@ -163,6 +163,32 @@ class LocalGroup:
                     coroutine.throw()
         _raise_first(errors)
         return results
+
+
+class _Barrier:
+    """A barrier of threads that a thread, once all have arrived, passes even if another one aborts it at once.
+
+    One that waits in a ``threading.Barrier`` can raise then, and hide the error of which the abort is a consequence.
+    """
+
+    def __init__(self, num_threads):
+        self._num_threads, self._arrived, self._is_aborted = num_threads, 0, False
+        self._changed = threading.Condition()
+
+    def wait(self, seconds):
+        with self._changed:
+            self._arrived += 1
+            needed = -(-self._arrived // self._num_threads) * self._num_threads
+            self._changed.notify_all()
+            have_arrived = lambda: self._arrived >= needed
+            self._changed.wait_for(lambda: have_arrived() or self._is_aborted, seconds)
+            if not have_arrived():
+                raise threading.BrokenBarrierError
+
+    def abort(self):
+        with self._changed:
+            self._is_aborted = True
+            self._changed.notify_all()
 
 
 def _raise_first(errors):
