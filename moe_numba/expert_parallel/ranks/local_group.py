@@ -107,7 +107,9 @@ class LocalGroup:
 
         def run(rank):
             try:
-                with torch.cuda.device(self.devices[rank]), torch.cuda.stream(streams[rank]):
+                device, stream = torch.cuda.device(self.devices[rank]), torch.cuda.stream(streams[rank])
+                # Otherwise one thread per GPU runs the backwards of all its ranks, whose exchanges wait for each other.
+                with device, stream, torch.autograd.set_multithreading_enabled(False):
                     results[rank] = work(_ThreadRank(self, rank))
                     streams[rank].synchronize()
             except BaseException as error:  # an exception of a thread is otherwise lost
