@@ -43,6 +43,21 @@ class ExpertsTensors(NamedTuple):
     x_scale: Any = None
 
 
+class Adapters(NamedTuple):
+    """LoRA adapters of a call, or None: w13 + w13_b @ w13_a is multiplied by x, and w2 + w2_b @ w2_a.
+
+    They are bfloat16, [experts, rank, inputs] and [experts, outputs, rank], and contiguous in the dimension in which
+    the weight is. ``rank`` is a multiple of 16.
+    """
+
+    w13_a: Any
+    w13_b: Any
+    w2_a: Any
+    w2_b: Any
+    w13_z: Any = None  # memory for the product of ``a`` with each row's input, [rows, rank]
+    w2_z: Any = None
+
+
 class ExpertsCall(NamedTuple):
     """A call of ``fused_experts``, whose arguments have been checked."""
 
@@ -54,11 +69,12 @@ class ExpertsCall(NamedTuple):
     memory: Intermediates
     use_fast_accum: bool = False
     keeps_gate_up: bool = False  # in bfloat16: whether the memory has them afterwards, for a backward
+    adapters: Adapters | None = None  # in bfloat16, without ``decodes``
 
     @property
     def permutes(self):
         """Whether tokens are stored in the order of the experts."""
-        return is_permuted(self.shape, self.tensors.topk_ids.numel())
+        return self.adapters is not None or is_permuted(self.shape, self.tensors.topk_ids.numel())
 
     @property
     def group_sizes(self):
@@ -131,6 +147,10 @@ def _bf16(call):
     x, launches = _bf16_rows(call)
     multiply = partial(group_gemm, "none", **call.group_sizes)
     first = partial(multiply, x=x, weight=t.w13, bias=t.w13_bias, early_weight=call.permutes, **call.gathered)
+    adapters, second_low = call.adapters or Adapters(None, None, None, None), {}
+    if adapters.w13_a is not None:
+        launches["w13_a"] = partial(multiply, x=x, weight=adapters.w13_a, out=adapters.w13_z)
+        first = partial(first, x_low=adapters.w13_z, weight_low=adapters.w13_b)
     if call.fuses:
         outputs = dict(out=(activated, gate_up), store_gate_up=True) if call.keeps_gate_up else dict(out=activated)
         launches["gate_up"] = partial(first, silu_and_mul=True, **outputs, **_gemm_activation(call.activation))
@@ -138,7 +158,11 @@ def _bf16(call):
         launches["gate_up"] = partial(first, out=gate_up)
         options = dict(num_valid_rows=call.num_valid_rows, **call.activation.options)
         launches["activation"] = partial(silu_and_mul, gate_up, out=activated, **options)
-    launches["down"] = partial(multiply, x=activated, weight=t.w2, bias=t.w2_bias, out=rows, early_weight=True)
+    if adapters.w2_a is not None:
+        launches["w2_a"] = partial(multiply, x=activated, weight=adapters.w2_a, out=adapters.w2_z)
+        second_low = dict(x_low=adapters.w2_z, weight_low=adapters.w2_b)
+    second = partial(multiply, x=activated, weight=t.w2, bias=t.w2_bias, early_weight=True, **second_low)
+    launches["down"] = partial(second, out=rows)
     return launches
 
 

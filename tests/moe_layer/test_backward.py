@@ -11,7 +11,8 @@ from moe_numba.grouped_gemm.api import autograd
 from moe_numba.grouped_gemm.api.bf16 import group_gemm_bf16
 from moe_numba.grouped_gemm.call.plan import group_gemm
 from moe_numba.moe_layer import workspace
-from moe_numba.moe_layer.backward import experts as backward_module
+from moe_numba.moe_layer.backward import experts as backward_experts
+from moe_numba.moe_layer.backward import plan as backward_plan
 from moe_numba.moe_layer.backward.activation import silu_and_mul_backward
 from moe_numba.moe_layer.weights import BF16
 
@@ -92,6 +93,7 @@ def test_gradients_are_those_of_the_reference(activation, limit, has_bias, ids, 
     given, ids = inputs(device, has_bias, has_shared=True), torch.tensor(ids, dtype=torch.int32, device=device)
     if transposed:
         given |= {name: given[name].mT.contiguous().mT for name in ("w13", "w2")}
+        ids = ids.long().mT.contiguous().mT
     own, wanted = with_grad(given), with_grad({name: t.double() for name, t in given.items()})
     grad = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     moe_numba.fused_experts(**own, topk_ids=ids, activation=activation, limit=limit).backward(grad)
@@ -156,9 +158,10 @@ def test_gate_and_up_are_stored_of_whole_tiles_only(device):
 
 def test_gradients_are_the_same_without_wgmma(device, monkeypatch):
     """On older GPUs, which have no k-grouped GEMM, and whose grouped GEMM takes no transposed view."""
-    for module in (backward_module, autograd):
+    monkeypatch.setattr(backward_experts, "_backward_plans", {})
+    for module in (backward_plan, autograd):
         monkeypatch.setattr(module, "has_wgmma", lambda device: False)
-    monkeypatch.setattr(backward_module, "k_grouped_gemm_bf16", None)
+    monkeypatch.setattr(backward_plan, "k_grouped_gemm_bf16", None)
     test_gradients_are_those_of_the_reference("swigluoai", 0.5, True, EMPTY, False, device)
 
 
@@ -182,9 +185,12 @@ def test_gradients_are_summed_over_all_warps(device):
 
 def test_a_wrong_gradient_is_rejected(device, monkeypatch):
     """The weight of an assignment left out of the gradient of gate and up."""
-    right = backward_module.silu_and_mul_backward
-    ones = lambda gate_up, u, inverse, weights, *rest: right(gate_up, u, inverse, torch.ones_like(weights), *rest)
-    monkeypatch.setattr(backward_module, "silu_and_mul_backward", ones)
+    right = backward_plan.silu_and_mul_backward
+    ones = lambda gate_up, u, inverse, weights, *rest, out: right(
+        gate_up, u, inverse, torch.ones_like(weights), *rest, out=out
+    )
+    monkeypatch.setattr(backward_plan, "silu_and_mul_backward", ones)
+    monkeypatch.setattr(backward_experts, "_backward_plans", {})
     with pytest.raises(AssertionError, match="^x"):
         test_gradients_are_those_of_the_reference("silu", None, False, IDS, False, device)
 
@@ -205,11 +211,12 @@ def test_only_gradients_that_are_needed_are_computed(name, device, monkeypatch):
     called = []
 
     def counted(name):
-        function = getattr(backward_module, name)
+        function = getattr(backward_plan, name)
         return lambda *args, **kwargs: called.append(name) or function(*args, **kwargs)
 
     for function in ("k_grouped_gemm_bf16", "permute_tokens"):
-        monkeypatch.setattr(backward_module, function, counted(function))
+        monkeypatch.setattr(backward_plan, function, counted(function))
+    monkeypatch.setattr(backward_experts, "_backward_plans", {})
     moe_numba.fused_experts(**own, topk_ids=torch.tensor(IDS, device=device)).float().sum().backward()
     assert [n for n, t in own.items() if t.grad is not None] == [name]
     assert ("k_grouped_gemm_bf16" in called) == (name in ("w13", "w2", "w13_bias"))

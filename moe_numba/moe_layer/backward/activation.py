@@ -3,9 +3,9 @@
 import torch
 
 from moe_numba.moe_layer.backward.activation_kernel import THREADS, make_kernel
+from moe_numba.moe_layer.group_by_expert.api import ID_TYPES
 from moe_numba.moe_layer.silu_and_mul.api import check_activation
 from moe_numba.runtime.launch import address, launcher
-from moe_numba.runtime.torch_op import NAMESPACE, needs_dispatch
 
 _SIGNATURE = "uint16*", "uint16*", "int32*", "float32*", "uint16*", "uint16*", "float32*", "int32"
 
@@ -19,12 +19,14 @@ def silu_and_mul_backward(
     alpha: float,
     limit: float | None,
     has_halves: bool = False,
+    bias_terms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of gate and up, and of the routing weights, in one launch.
 
-    An assignment with routing weight w adds ``w * w2 @ a`` to its token's output, with the activation a of gate and up.
-    With the gradient g of the output, ``u = w2.T @ g`` serves all: the gradient of a is ``w * u``, that of w is
-    ``u @ a``, and that of w2 the outer product of g and ``w * a``.
+    An assignment with routing weight w adds ``w * (w2 @ a + bias)`` to its token's output, with the activation a of
+    gate and up. With the gradient g of the output, ``u = w2.T @ g`` serves all: the gradient of a is ``w * u``, that of
+    w is ``u @ a + bias @ g``, and that of w2 the outer product of g and ``w * a``.
 
     Parameters
     ----------
@@ -41,7 +43,11 @@ def silu_and_mul_backward(
         As for :func:`moe_numba.silu_and_mul`.
     has_halves : bool
         Whether rows of ``gate_up`` have first all gates with "swigluoai", too, as
-        ``moe_numba.moe_layer.backward.experts`` keeps them. The gradient has the activation's order.
+        ``moe_numba.moe_layer.backward.plan`` keeps them. The gradient has the activation's order.
+    bias_terms : (tensor [tokens, topk], tensor [tokens, experts] in float32), optional
+        The expert of each assignment, in int32 or int64 and with any strides, and ``bias @ g`` of each expert.
+    out : tuple of tensors, optional
+        Those that are returned.
 
     Returns
     -------
@@ -55,41 +61,18 @@ def silu_and_mul_backward(
     Computed in float32 and rounded once. The sum over a row has a fixed order, so results are bit-identical from run to
     run. Where gate or up is clamped, its gradient is zero.
     """
-    arguments = gate_up, grad, inverse_indices, topk_weights, activation, alpha, limit, has_halves
-    if needs_dispatch(*arguments[:4]):
-        return torch.ops.moe_numba.silu_and_mul_backward(*arguments)
-    return _launch(*arguments)
-
-
-def _empty_outputs(gate_up, grad, topk_weights):
-    return torch.empty_like(gate_up), torch.empty_like(grad), torch.empty_like(topk_weights)
-
-
-def _launch(gate_up, grad, inverse_indices, topk_weights, activation, alpha, limit, has_halves):
-    outputs = _empty_outputs(gate_up, grad, topk_weights)
+    if out is None:
+        out = torch.empty_like(gate_up), torch.empty_like(grad), torch.empty_like(topk_weights)
     if topk_weights.numel():
-        kernel = make_kernel(grad.shape[1], *check_activation(activation, alpha, limit), has_halves)
-        device = gate_up.device.index or 0
-        start = launcher(kernel, _SIGNATURE, device, launch_bounds=THREADS, dependent=True)
-        tensors = gate_up, grad, inverse_indices, topk_weights, *outputs
-        start(topk_weights.numel(), THREADS, None, *map(address, tensors), len(gate_up))
-    return outputs
-
-
-@torch.library.custom_op(f"{NAMESPACE}::silu_and_mul_backward", mutates_args=())
-def _op(
-    gate_up: torch.Tensor,
-    grad: torch.Tensor,
-    inverse_indices: torch.Tensor,
-    topk_weights: torch.Tensor,
-    activation: str,
-    alpha: float,
-    limit: float | None,
-    has_halves: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _launch(gate_up, grad, inverse_indices, topk_weights, activation, alpha, limit, has_halves)
-
-
-@_op.register_fake
-def _fake(gate_up, grad, inverse_indices, topk_weights, activation, alpha, limit, has_halves):
-    return _empty_outputs(gate_up, grad, topk_weights)
+        chosen = check_activation(activation, alpha, limit)
+        signature: tuple[str, ...] = _SIGNATURE
+        terms: tuple = ()
+        if bias_terms is not None:
+            ids, products = bias_terms
+            signature += ID_TYPES[ids.dtype], "float32*", "int32", "int32", "int64", "int64"
+            terms = address(ids), address(products), ids.shape[1], products.shape[1], *ids.stride()
+        kernel = make_kernel(grad.shape[1], *chosen, has_halves, bool(terms))
+        start = launcher(kernel, signature, gate_up.device.index or 0, launch_bounds=THREADS, dependent=True)
+        tensors = gate_up, grad, inverse_indices, topk_weights, *out
+        start(topk_weights.numel(), THREADS, None, *map(address, tensors), len(gate_up), *terms)
+    return out

@@ -96,26 +96,22 @@ def store_eight(out, at, values, first):
 
 
 @cache
-def make_kernel(columns, activation, alpha, limit, has_halves):
+def make_kernel(columns, activation, alpha, limit, has_halves, has_bias):
     """Make the kernel for a number of columns of the activation's result.
 
-    ``has_halves`` is whether rows of ``gate_up`` have first all gates; else they are in the activation's order.
+    ``has_halves`` is whether rows of ``gate_up`` have first all gates; else they are in the activation's order. A
+    kernel with ``has_bias`` has six parameters more: it adds an expert's element of ``products``.
     """
     derivatives, interleaved = make_derivatives(activation, alpha, limit), activation == "swigluoai"
     load, (_, store) = make_access(columns, interleaved and not has_halves)[0], make_access(columns, interleaved)
     vectors = columns // VECTOR
 
-    @cuda.jit
-    def silu_and_mul_backward(
-        gate_up, grad, inverse_indices, topk_weights, grad_gate_up, weighted, grad_weights, num_rows
-    ):
-        griddepcontrol_wait()
-        griddepcontrol_launch_dependents()
-        thread, assignment = int32(cuda.threadIdx.x), int64(cuda.blockIdx.x)
-        row, weight = inverse_indices[assignment], topk_weights[assignment]
+    @cuda.jit(device=True)
+    def differentiate(gate_up, grad, row, weight, grad_gate_up, weighted, num_rows):
+        """Store the gradients of a row, if it exists; return the sum of ``grad * a``, which all threads have."""
+        thread, total = int32(cuda.threadIdx.x), float32(0)
         gates, ups = cuda.local.array(VECTOR, float32), cuda.local.array(VECTOR, float32)
         grads = cuda.local.array(VECTOR, float32)
-        total = float32(0)
         if 0 <= row and row < num_rows:
             for vector in range(thread, vectors, THREADS):
                 column = int32(vector * VECTOR)
@@ -135,7 +131,48 @@ def make_kernel(columns, activation, alpha, limit, has_halves):
         if thread & 31 == 0:
             sums[thread >> 5] = total
         cuda.syncthreads()
-        if thread == 0:
-            grad_weights[assignment] = sums[0] + sums[1] + sums[2] + sums[3]
+        return sums[0] + sums[1] + sums[2] + sums[3]
 
-    return silu_and_mul_backward
+    @cuda.jit
+    def silu_and_mul_backward(
+        gate_up, grad, inverse_indices, topk_weights, grad_gate_up, weighted, grad_weights, num_rows
+    ):
+        griddepcontrol_wait()
+        griddepcontrol_launch_dependents()
+        assignment = int64(cuda.blockIdx.x)
+        row, weight = inverse_indices[assignment], topk_weights[assignment]
+        total = differentiate(gate_up, grad, row, weight, grad_gate_up, weighted, num_rows)
+        if cuda.threadIdx.x == 0:
+            grad_weights[assignment] = total
+
+    @cuda.jit
+    def silu_and_mul_backward_with_bias(
+        gate_up,
+        grad,
+        inverse_indices,
+        topk_weights,
+        grad_gate_up,
+        weighted,
+        grad_weights,
+        num_rows,
+        topk_ids,
+        products,
+        topk,
+        num_experts,
+        token_stride,
+        choice_stride,
+    ):
+        griddepcontrol_wait()
+        griddepcontrol_launch_dependents()
+        assignment = int64(cuda.blockIdx.x)
+        row, weight = inverse_indices[assignment], topk_weights[assignment]
+        total = differentiate(gate_up, grad, row, weight, grad_gate_up, weighted, num_rows)
+        if cuda.threadIdx.x == 0:
+            if row >= 0:
+                token = assignment // topk
+                choice = assignment - token * topk
+                expert = topk_ids[token * token_stride + choice * choice_stride]
+                total += products[token * num_experts + expert]
+            grad_weights[assignment] = total
+
+    return silu_and_mul_backward_with_bias if has_bias else silu_and_mul_backward

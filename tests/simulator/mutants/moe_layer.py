@@ -321,4 +321,10 @@ MUTANTS = [
             "make_access(columns, interleaved)[0]",
         ),
     ),
+    mutant(
+        "ML38",
+        "all of a token's routing weights have the bias term of its first expert",
+        GRADIENTS,
+        (ACTIVATION_BACKWARD, "choice * choice_stride", "0 * choice_stride"),
+    ),
 ]

@@ -41,6 +41,11 @@ def moe_layer():
         yield f"{activation} 2880 limited", lambda: silu_and_mul(x, **options)
         of_rows = x, x[:, :2880].contiguous(), torch.zeros(1, 4).int(), torch.zeros(1, 4)
         yield f"{activation} 2880 backward", lambda: silu_and_mul_backward(*of_rows, activation, 1.702, limit)
+        terms = torch.zeros(1, 4).int(), torch.zeros(1, 32)
+        yield (
+            f"{activation} 2880 backward, w2_bias",
+            lambda: silu_and_mul_backward(*of_rows, activation, 1.702, limit, bias_terms=terms),
+        )
         yield f"{activation} 2880 limited, quantised", lambda: silu_and_mul_quant_fp8(x, **options)
     tokens, w13, w2 = (torch.empty(size, dtype=bf16) for size in ((512, 2048), (8, 1536, 2048), (8, 2048, 768)))
     routing = torch.zeros(512, 2), torch.zeros(512, 2).int()
