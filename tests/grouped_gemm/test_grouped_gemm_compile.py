@@ -5,6 +5,8 @@ from helpers.machine_code import compiler_before
 from helpers.once_per_run import once_per_run
 
 from moe_numba.grouped_gemm.block_scaled.config import BlockScaledConfig
+from moe_numba.grouped_gemm.call.arguments import GemmShape
+from moe_numba.grouped_gemm.call.heuristics import select_wgmma_config
 from moe_numba.grouped_gemm.common.constants import THREADS
 from moe_numba.grouped_gemm.common.tma_launch import signature_of
 from moe_numba.grouped_gemm.wgmma.config import GemmConfig, SharedMemoryLayout, fit_registers, select_config
@@ -17,6 +19,16 @@ from moe_numba.grouped_gemm.wgmma.kernel import make_kernel
 from moe_numba.grouped_gemm.block_scaled import kernel as kernel_block_scaled
 from moe_numba.grouped_gemm.block_scaled.config import BlockScaledConfig
 """
+
+
+def lora_config(rows, n, k, **options):
+    """Fields of the configuration that a layer of Qwen3-30B-A3B with LoRA adapters selects, with two sizes of wgmma."""
+    options = dict(low_rank=True, **options)
+    shape = GemmShape("none", "offsets", options.get("silu_and_mul", False), rows // 128, 128, rows, 0, n, k)
+    config = select_wgmma_config(shape, True, options.get("weight_major", "k") == "k", 132)
+    return config._replace(mma_n=config.mma_n[:2], **options)._asdict()
+
+
 CONFIGS = {
     "decode": dict(subtile_m=16, mma_n=(16,), stages=11),
     "prefill": dict(subtile_m=144, m_subtiles=2, mma_n=(144, 128), stages=4, band_rows=3456),
@@ -51,6 +63,10 @@ CONFIGS = {
         **dict(dtype="bf16", scaling="none", silu_and_mul=True, activation="swigluoai", bias="bf16"),
         **dict(subtile_m=144, mma_n=(144,), stages=4),
     ),
+    "bf16, LoRA, gate and up": lora_config(32768, 768, 2048, silu_and_mul=True, stores_gate_up=True),
+    "bf16, LoRA, down": lora_config(32768, 2048, 768),
+    "bf16, LoRA, gradient of the activation": lora_config(131072, 768, 2048, weight_major="mn"),
+    "bf16, LoRA, gradient of x, cluster": lora_config(8192, 2048, 1536, weight_major="mn"),
     "silu, ragged n": dict(silu_and_mul=True, ragged_n=True, subtile_m=128, mma_n=(128,), stages=4),
 }
 BLOCK_SCALED = {

@@ -107,6 +107,10 @@ CALLS = {
         (bf16(6, 64), bf16(2, 64, 64), None, None),
         dict(m_indices=int32(0, 0, 1, 1, 1, 1)),
     ),
+    "group_gemm_bf16:low rank": lambda: (
+        (bf16(6, 64), bf16(2, 64, 64), *GROUPS),
+        dict(x_low=bf16(6, 16), weight_low=bf16(2, 64, 16)),
+    ),
     "group_gemm_pertensor_fp8": lambda: ((fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(2)), {}),
     "group_gemm_blockwise_fp8": lambda: (
         (fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(6, 1), torch.rand(2, 1, 1)),
@@ -393,6 +397,7 @@ WRONG = {  # call, number of the argument or name of the option, wrong value
     "group_gemm_bf16": [(0, bf16(6, 128)), (2, int32(1)), ("gather_indices", torch.zeros(6))],
     "k_grouped_gemm_bf16": [(0, bf16(6, 12)), (1, bf16(5, 72)), (3, int32(1)), ("accumulate", True)],
     "group_gemm_bf16:m_indices": [("m_indices", int32(0, 1)), (2, int32(1, 1)), (0, bf16(2, 3, 64))],
+    "group_gemm_bf16:low rank": [("x_low", bf16(6, 24)), ("weight_low", None), ("gather_indices", int32(0, 1, 2))],
     "group_gemm_blockwise_fp8": [(4, torch.rand(6, 2))],
     "group_gemm_bf16:float32": [("bias", torch.randn(2, 32)), ("accumulate", True), ("row_weights", bf16(6))],
     "group_gemm_rowwise_fp8": [(4, torch.rand(6, 1)), ("scatter_indices", int32(0, 1, 2, 3, 4, 5))],
@@ -555,6 +560,10 @@ MORE_CALLS = {  # tensors that no other call has
     "group_gemm_rowwise_fp8": lambda: (
         (fp8(6, 64), fp8(2, 64, 64), *GROUPS, torch.rand(6), torch.rand(2, 64)),
         dict(row_weights=torch.rand(6)),
+    ),
+    "group_gemm_silu_and_mul_bf16": lambda: (
+        (bf16(6, 64), bf16(2, 256, 64), *GROUPS),
+        dict(x_low=bf16(6, 16), weight_low=bf16(2, 256, 16)),
     ),
     "group_gemm_silu_and_mul_pertensor_fp8": lambda: (
         (fp8(6, 64), fp8(2, 256, 64), *GROUPS, torch.rand(2)),

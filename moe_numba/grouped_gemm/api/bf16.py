@@ -24,6 +24,8 @@ def group_gemm_bf16(
     scatter_indices: torch.Tensor | None = None,
     row_weights: torch.Tensor | None = None,
     m_indices: torch.Tensor | None = None,
+    x_low: torch.Tensor | None = None,
+    weight_low: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each group's rows with the group's bfloat16 weight, as ``torch._grouped_mm`` does.
 
@@ -45,6 +47,8 @@ def group_gemm_bf16(
     {scatter_indices}
     {row_weights}
     {m_indices}
+    {x_low}
+    {weight_low}
 
     Returns
     -------

@@ -39,6 +39,14 @@ m_indices : tensor [total], int32, optional
     group must be consecutive: of a group with several runs of rows only the first run is used. Rows with -1, or any
     other value that is not a group, are skipped; they may come before, between and after the groups. This adds one
     launch, of one CTA, which computes the group sizes.
+x_low : tensor [total, r] or [groups, capacity, r], bfloat16, optional
+    A second operand with the rows of x, given with ``weight_low``: ``x_low @ weight_low.T`` of each group is added to
+    ``x @ weight.T`` in float32, by the same kernel. For a LoRA adapter it is ``x @ a.T``, where a is the adapter's
+    first matrix. r is a multiple of 8; the kernel loads r in blocks of 64. The argument needs a GPU with wgmma (compute
+    capability 9.0), and ``gather_indices`` must be None.
+weight_low : tensor [groups, n, r], bfloat16, optional
+    The weight of ``x_low``: a LoRA adapter's second matrix, multiplied by the adapter's scaling factor. Its rows have
+    the order of those of weight. Its last dimension is contiguous if that of weight is, and otherwise its second.
 use_fast_accum : bool, optional
     Accumulate over all of k in the tensor cores, as for ``torch._scaled_grouped_mm``: up to 9 % faster, and less
     accurate, because FP8 tensor cores keep about 13 bits of a sum. Without it the sums over 128 elements of k are added

@@ -24,6 +24,8 @@ def group_gemm_silu_and_mul_bf16(
     alpha: float = ALPHA,
     limit: float = LIMIT,
     m_indices: torch.Tensor | None = None,
+    x_low: torch.Tensor | None = None,
+    weight_low: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute an expert's first GEMM and its activation, such as ``silu(gate) * up``, in bfloat16.
 
@@ -43,6 +45,8 @@ def group_gemm_silu_and_mul_bf16(
     {activation}
     {alpha, limit}
     {m_indices}
+    {x_low}
+    {weight_low}
 
     Returns
     -------

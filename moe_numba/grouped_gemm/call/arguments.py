@@ -43,6 +43,8 @@ class GemmTensors(NamedTuple):
     row_weights: Any
     m_indices: Any
     out_scale: Any  # one float32, of y in FP8
+    x_low: Any  # with weight_low, in bfloat16 on GPUs with wgmma: y is x @ weight.T + x_low @ weight_low.T
+    weight_low: Any
     out: Any  # that rows are scattered to; else None
 
 

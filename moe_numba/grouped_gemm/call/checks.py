@@ -222,6 +222,8 @@ def check_arguments(scaling, tensors, options, has_out):
         raise ValueError(
             f"weight has strides {weight.stride()}; with an activation its last dimension must be contiguous"
         )
+    if tensors.x_low is not None or tensors.weight_low is not None:
+        check_low_rank(scaling, tensors)
     rows, of_rows, (groups, n, _) = tuple(rows_of(tensors)), _of_rows_of(tensors), weight.shape
     if tensors.m_indices is not None:
         _check_array("m_indices", tensors.m_indices, rows, torch.int32, x.device, of_rows)
@@ -239,6 +241,37 @@ def check_arguments(scaling, tensors, options, has_out):
             found = tuple(tensors.out.shape)
             raise ValueError(f"out has shape {found}; with scatter_indices it must be [any number of rows, n]")
     return row_layout
+
+
+def check_low_rank(scaling, tensors):
+    """Check ``x_low`` and ``weight_low``, of which at least one is given."""
+    x, weight, x_low, weight_low = tensors.x, tensors.weight, tensors.x_low, tensors.weight_low
+    for name, missing in (("x_low", "weight_low"), ("weight_low", "x_low")):
+        if getattr(tensors, missing) is None:
+            raise ValueError(f"{name} is given, {missing} is None; both must be given, or none of them")
+    if scaling != "none":
+        raise ValueError("x_low and weight_low are given; they are allowed only with x and weight in bfloat16")
+    if tensors.gather_indices is not None:
+        raise ValueError(
+            "x_low and gather_indices are given: gather_indices must be None, and x have the order of the groups, as "
+            "permute_tokens returns it"
+        )
+    groups, n, _ = weight.shape
+    of_weight = (*_OF_WEIGHT, "x_low has {} columns")
+    because, rank = (*_of_rows(x), "weight_low has {} columns"), weight_low.shape[-1] if weight_low.dim() == 3 else "r"
+    check_tensor("x_low", x_low, shape=(*x.shape[:-1], rank), because=because, contiguous=x.dim() == 3)
+    check_tensor("weight_low", weight_low, shape=(groups, n, x_low.shape[-1]), because=of_weight)
+    for name, tensor in (("x_low", x_low), ("weight_low", weight_low)):
+        check_tensor(name, tensor, dtype=torch.bfloat16, device=(x.device, "x"))
+    if not rank or rank % 8 or rank > MAX_SIZE // 2:
+        raise ValueError(
+            f"x_low and weight_low have {rank} columns; they must have a multiple of 8, and at most {MAX_SIZE // 2}"
+        )
+    if is_mn_major(weight) != is_mn_major(weight_low):
+        raise ValueError(
+            f"weight has strides {weight.stride()}, weight_low {weight_low.stride()}; the last dimension of both must "
+            "be contiguous, or the second of both"
+        )
 
 
 def rows_of(tensors):

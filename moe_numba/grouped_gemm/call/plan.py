@@ -40,7 +40,7 @@ from moe_numba.runtime.cubin_cache import machine_code
 from moe_numba.runtime.device import gpu_of, persistent_ctas
 from moe_numba.runtime.outputs import Outputs, find_plan, remember
 from moe_numba.runtime.replay import Replay
-from moe_numba.runtime.validate import make_outputs
+from moe_numba.runtime.validate import UnsupportedDeviceError, make_outputs
 
 M_INDICES = GemmTensors._fields.index("m_indices")
 _plans: dict = {}
@@ -126,6 +126,11 @@ class GemmPlan:
         else:
             if scaling == "tensor" and (tensors.x_scale is not None or tensors.out_scale is not None):
                 raise ValueError(f"x_scale or out_scale is given; {gpu.name} has no kernel for them")
+            if tensors.x_low is not None:
+                raise UnsupportedDeviceError(
+                    f"x_low is given; {gpu.name} has no wgmma (compute capability 9.0), which it needs: on this GPU, "
+                    "call group_gemm_bf16 for x and for x_low, and add the results"
+                )
             if is_mn_major(weight):
                 raise ValueError(
                     f"weight has strides {weight.stride()}; the kernel with mma.sync, which {gpu.name} executes, needs "

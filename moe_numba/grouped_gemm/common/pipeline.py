@@ -10,6 +10,16 @@ from moe_numba.ptx.mbarrier import mbarrier_arrive, mbarrier_arrive_release_cta_
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents
 
 
+class OperandMaps(NamedTuple):
+    """Tensor maps of the operands. Without ``GemmConfig.low_rank`` there is no second pair."""
+
+    x: Any
+    weight: Any
+    x_low: Any
+    weight_low: Any
+    rank: Any  # int32: k of the second pair
+
+
 class Scales(NamedTuple):
     """Scales in global memory: block scales of x and weight, or one scale per group in ``weight``."""
 

@@ -18,12 +18,16 @@ SIGNATURE = (
 )
 # Of kernels whose epilogue reads bias, row_weights, scatter_indices and y_rows, or scales per row.
 EPILOGUE_INPUTS = "uint16*", "float32*", "int32*", "int32"
+LOW_RANK_INPUTS = TENSOR_MAP, TENSOR_MAP, "int32"  # x_low, weight_low, their k; behind EPILOGUE_INPUTS
 
 
 def signature_of(config):
     """Return the signature of the kernel of a configuration, a GemmConfig or a BlockScaledConfig."""
-    epilogue_loads = getattr(config, "epilogue_loads", False)
-    signature = with_scale_types((*SIGNATURE, *EPILOGUE_INPUTS) if epilogue_loads else SIGNATURE, config)
+    signature = with_scale_types(SIGNATURE, config)
+    if getattr(config, "takes_epilogue_inputs", False):
+        signature = *signature, *EPILOGUE_INPUTS
+    if getattr(config, "low_rank", False):
+        signature = *signature, *LOW_RANK_INPUTS
     return (TENSOR_MAP, *signature) if isinstance(config, BlockScaledConfig) else signature  # its output has a map, too
 
 
@@ -75,7 +79,7 @@ class RowsLaunch(ABC):
     def __call__(self, tensors, outputs):
         """Launch the kernel."""
         x, weight, seqlens, cu_seqlens, x_scale, w_scale, offs, indices, *others = tensors
-        bias, scatter_indices, row_weights, _, out_scale, _ = others
+        bias, scatter_indices, row_weights, _, out_scale, x_low, weight_low, _ = others
         rows = x.flatten(0, 1) if self.is_masked else x
         if self.x_is_empty:
             rows = self.placeholder(x, weight)
@@ -96,11 +100,17 @@ class RowsLaunch(ABC):
                 lengths if scatter_indices is None else address(scatter_indices),
             ),
         )
-        self.start(self.grid, self.threads, None, self.x_map(rows), *self.arguments(weight, outputs, pointers))
+        low_rank = () if x_low is None else self.low_rank_arguments(x_low, weight_low)
+        arguments = *self.arguments(weight, outputs, pointers), *low_rank
+        self.start(self.grid, self.threads, None, self.x_map(rows), *arguments)
 
     @abstractmethod
     def arguments(self, weight, outputs, pointers):
         """Return the arguments of the kernel behind the tensor map of x."""
+
+    def low_rank_arguments(self, x_low, weight_low):
+        """Return the arguments of a kernel with ``low_rank`` behind all others."""
+        raise NotImplementedError
 
     @abstractmethod
     def placeholder(self, x, weight):
@@ -117,18 +127,18 @@ class TmaLaunch(RowsLaunch):
         What one TMA load of the weight copies.
     view_weight : callable, optional
         Returns the view of weight that its tensor map covers.
-    epilogue_loads : bool
+    takes_epilogue_inputs : bool
         Whether the kernel takes ``EPILOGUE_INPUTS``.
     start, tensors, x_box
         See :class:`RowsLaunch`.
     """
 
-    def __init__(self, start, tensors, shape, x_box, weight_box, view_weight=None, epilogue_loads=False):
+    def __init__(self, start, tensors, shape, x_box, weight_box, view_weight=None, takes_epilogue_inputs=False):
         super().__init__(start, persistent_ctas(tensors.x.device, 2), THREADS, tensors, x_box)  # even: clusters of two
         self.view_weight = view_weight or (lambda weight: weight)
         self.weight_map = tensor_map_template(self.view_weight(tensors.weight), weight_box, swizzle=128, name="weight")
         self.sizes = *shape.sizes, shape.k, *shape.scale_strides
-        self.y_rows = shape.y_rows if epilogue_loads else None
+        self.y_rows = shape.y_rows if takes_epilogue_inputs else None
 
     def arguments(self, weight, outputs, pointers):
         return (

@@ -64,6 +64,9 @@ class GemmConfig(NamedTuple):
     scaled_y: bool = False  # with FP8 results of silu_and_mul: y has one given scale instead of one per 128 columns
     early_weight: bool = False  # load weights before griddepcontrol.wait, see kernel.py
     stores_gate_up: bool = False  # with bf16 results of silu_and_mul: gate and up are an output, too, for a backward
+    low_rank: bool = (
+        False  # with bf16: the product of a second pair, x_low and weight_low, is added to that of x and weight
+    )
 
     @property
     def keep_weight(self) -> bool:
@@ -104,6 +107,11 @@ class GemmConfig(NamedTuple):
     def epilogue_loads(self) -> bool:
         """Whether the epilogue reads arrays of its own."""
         return self.has_row_terms or self.has_row_values
+
+    @property
+    def takes_epilogue_inputs(self) -> bool:
+        """Whether the kernel has parameters for these arrays: with ``low_rank`` also if the epilogue reads none."""
+        return self.epilogue_loads or self.low_rank
 
     @property
     def scale_in_tile(self) -> bool:
@@ -249,6 +257,10 @@ def check_config(config: GemmConfig) -> None:
     check_epilogue(config)
     if config.weight_major not in ("k", "mn") or (config.weight_major == "mn" and config.dtype != "bf16"):
         raise ValueError(f"weight_major is {config.weight_major!r}; it must be 'k', or with bf16 'mn'")
+    if config.low_rank and (config.dtype != "bf16" or config.gather):
+        raise ValueError(
+            f"low_rank is True; dtype must be 'bf16', is {config.dtype!r}, and gather False, is {config.gather}"
+        )
     if config.cluster_size not in (1, 2):
         raise ValueError(f"cluster_size is {config.cluster_size}; it must be 1 or 2")
     if config.cluster_size == 2 and config.gather:

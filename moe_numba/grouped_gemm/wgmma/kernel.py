@@ -22,6 +22,10 @@ have neighbouring tiles of weight and the same rows of x, of which each loads ha
 and the epilogue, once for each wgmma N; the kernel from shared memory to its last barrier; entry points. A branch
 ``if name:`` with a name of ``make_kernel`` is decided at compile time: Numba drops what is not taken.
 
+With ``low_rank``, as for a LoRA adapter, y is ``x @ weight.T + x_low @ weight_low.T`` of each group. Behind a tile's k
+blocks of x and weight the TMA thread loads those of x_low and weight_low, whose columns beyond the rank TMA fills with
+zeros. To the consumers they are more k blocks of the same main loop.
+
 One tensor map covers the weights of all groups and another all rows of x: a tile may load rows of the next group, whose
 results the epilogue does not store. No kernel has to run before this one. Generic parts are in ``common/``: the order
 of tiles (``scheduler.py``), gathered rows (``gather.py``), and scaling and storing accumulators (``epilogue_terms.py``,
@@ -58,6 +62,7 @@ from moe_numba.grouped_gemm.common.gather import (
 from moe_numba.grouped_gemm.common.outputs import EpilogueOperands, OutputTile
 from moe_numba.grouped_gemm.common.pipeline import (
     CLUSTER_MASK,
+    OperandMaps,
     Scales,
     ScaleStrides,
     allow_dependents,
@@ -113,7 +118,8 @@ def no_hint(value):
 def make_kernel(config):
     """Make the kernel, for any number of CTAs of 384 threads; return it and its dynamic shared memory in bytes.
 
-    A kernel whose epilogue reads more than the group's scale has four parameters more.
+    A kernel whose epilogue reads more than the group's scale has four parameters more. With ``low_rank`` a kernel has
+    these, too, and three more.
     """
     check_config(config)
     layout = SharedMemoryLayout(config)
@@ -128,7 +134,7 @@ def make_kernel(config):
     splits_weight, interleaved, mn_major = config.splits_weight, config.interleaved, config.weight_major == "mn"
     scale_in_tile, scaled_x, has_row_terms = config.scale_in_tile, config.scaled_x, config.has_row_terms
     keep_weight, early_weight = config.keep_weight, config.early_weight
-    stores_gate_up = config.stores_gate_up
+    stores_gate_up, low_rank = config.stores_gate_up, config.low_rank
     allows_early = config.block_m < 128  # see `allow_dependents`
     # An empty second subtile is not loaded. In a cluster, each CTA always loads one of the subtiles for both.
     skips_empty = two_subtiles and cluster == 1 and not gather
@@ -184,6 +190,17 @@ def make_kernel(config):
             smem.i32[info + uint32(3)] = float_as_int(scale)
         else:
             smem.i32[info + uint32(3)] = int32(0)
+
+    @cuda.jit(device=True)
+    def operands_of(maps, k_block, first_low):
+        """Return the tensor maps of x and weight for a k block, and its first element of k there.
+
+        The k blocks of x_low and weight_low begin with number ``first_low``.
+        """
+        if low_rank:
+            if k_block >= first_low:
+                return maps.x_low, maps.weight_low, int32((k_block - first_low) * block_k)
+        return maps.x, maps.weight, int32(k_block * block_k)
 
     @cuda.jit(device=True)
     def load_weight(smem, map_weight, tile, stage, k, n, policy):
@@ -331,7 +348,7 @@ def make_kernel(config):
     # ==== The kernel ====
 
     @cuda.jit(device=True)
-    def compute_tiles(map_x, map_weight, output, problem, scales, strides, source, k):
+    def compute_tiles(maps, output, problem, scales, strides, source, k):
         # ---- Shared memory: typed views that begin at the same address ----
         smem = SharedMemory(
             cuda.shared.array(0, uint8, 1024),
@@ -358,7 +375,9 @@ def make_kernel(config):
         # ---- Number of tiles: a prefix sum over the groups, which stays in shared memory ----
         n = output.n
         n_tiles = int32((n + BLOCK_N - 1) >> 7)
-        k_blocks = int32((k + block_k - 1) >> block_k_shift)
+        k_blocks = first_low = int32((k + block_k - 1) >> block_k_shift)
+        if low_rank:
+            k_blocks = int32(k_blocks + ((maps.rank + block_k - 1) >> block_k_shift))
         tiles = count_tiles(smem, problem, int32((n_tiles + cluster - 1) // cluster))
         if early_weight and warp != CONSUMER_WARPS:  # that warp's TMA producer waits later
             griddepcontrol_wait()
@@ -387,8 +406,9 @@ def make_kernel(config):
                         num_bytes = int32(tma_bytes - subtile_bytes) if is_single else int32(tma_bytes)
                         publish_tile(smem, scales, tile, early)
                         for k_block in range(min(k_blocks, int32(stages - early))):
+                            _, map_weight, at_k = operands_of(maps, k_block, first_low)
                             mbarrier_arrive_expect_tx(smem.barriers, full + early, num_bytes)
-                            load_weight(smem, map_weight, tile, early, int32(k_block * block_k), n, weight_policy)
+                            load_weight(smem, map_weight, tile, early, at_k, n, weight_policy)
                             early = int32(early + 1)
                         number = next_tile(number)
                     griddepcontrol_wait()
@@ -410,7 +430,8 @@ def make_kernel(config):
                         row = int32(row + rank * (tile.subtile_rows if two_subtiles else box_rows))
                         multicast_offset = int32(x_offset + rank * (box_rows * BLOCK_K_BYTES))
                     for k_block in range(k_blocks):
-                        at_k, offset, barrier = int32(k_block * block_k), int32(stage * stage_bytes), full + stage
+                        map_x, map_weight, at_k = operands_of(maps, k_block, first_low)
+                        offset, barrier = int32(stage * stage_bytes), full + stage
                         if early > 0:
                             early = int32(early - 1)
                         else:
@@ -531,7 +552,51 @@ def make_kernel(config):
             barrier_cluster_arrive()
             barrier_cluster_wait()
 
-    # ==== Entry points, with and without the operands of the epilogue ====
+    # ==== Entry points, with and without a second pair of operands and the operands of the epilogue ====
+
+    if low_rank:
+
+        @cuda.jit
+        def grouped_gemm(
+            map_x,
+            map_weight,
+            y,
+            second,
+            lengths,
+            starts,
+            x_scale,
+            weight_scale,
+            groups,
+            total_rows,
+            capacity,
+            n,
+            k,
+            scale_row_stride,
+            scale_k_stride,
+            scale_group_stride,
+            x,
+            row_indices,
+            x_rows,
+            row_bytes,
+            bias,
+            row_weights,
+            scatter_indices,
+            y_rows,
+            map_x_low,
+            map_weight_low,
+            rank,
+        ):
+            inputs = EpilogueInputs(
+                x_scale, weight_scale, bias, row_weights, row_indices, x_rows, scatter_indices, y_rows
+            )
+            output = EpilogueOperands(y, second, n, inputs)
+            problem, scales = Problem(lengths, starts, groups, total_rows, capacity), Scales(x_scale, weight_scale)
+            source = GatherSource(x, row_indices, x_rows, row_bytes, int32(k << element_shift))
+            strides = ScaleStrides(scale_row_stride, scale_k_stride, scale_group_stride, int32(n * weight_tiles))
+            maps = OperandMaps(map_x, map_weight, map_x_low, map_weight_low, rank)
+            compute_tiles(maps, output, problem, scales, strides, source, k)
+
+        return grouped_gemm, layout.bytes
 
     if config.epilogue_loads:
 
@@ -569,7 +634,8 @@ def make_kernel(config):
             problem, scales = Problem(lengths, starts, groups, total_rows, capacity), Scales(x_scale, weight_scale)
             source = GatherSource(x, row_indices, x_rows, row_bytes, int32(k << element_shift))
             strides = ScaleStrides(scale_row_stride, scale_k_stride, scale_group_stride, int32(n * weight_tiles))
-            compute_tiles(map_x, map_weight, output, problem, scales, strides, source, k)
+            maps = OperandMaps(map_x, map_weight, None, None, None)
+            compute_tiles(maps, output, problem, scales, strides, source, k)
 
         return grouped_gemm, layout.bytes
 
@@ -600,6 +666,7 @@ def make_kernel(config):
         problem, scales = Problem(lengths, starts, groups, total_rows, capacity), Scales(x_scale, weight_scale)
         source = GatherSource(x, row_indices, x_rows, row_bytes, int32(k << element_shift))
         strides = ScaleStrides(scale_row_stride, scale_k_stride, scale_group_stride, int32(n * weight_tiles))
-        compute_tiles(map_x, map_weight, output, problem, scales, strides, source, k)
+        maps = OperandMaps(map_x, map_weight, None, None, None)
+        compute_tiles(maps, output, problem, scales, strides, source, k)
 
     return grouped_gemm, layout.bytes

@@ -9,6 +9,7 @@ from moe_numba.grouped_gemm.common.tma_launch import TmaLaunch, signature_of
 from moe_numba.grouped_gemm.wgmma.config import GemmConfig, SharedMemoryLayout, fit_registers
 from moe_numba.grouped_gemm.wgmma.kernel import make_kernel
 from moe_numba.runtime.launch import launcher
+from moe_numba.runtime.tensor_map import tensor_map_template
 
 
 class HopperLaunch(TmaLaunch):
@@ -27,7 +28,20 @@ class HopperLaunch(TmaLaunch):
         block_k = 128 // x.element_size()
         view_weight, weight_box = weight_map_of(config, block_k)
         x_box, start = (SharedMemoryLayout(config).x_box_rows, block_k), get_launcher(config, x.device.index or 0)
-        super().__init__(start, tensors, shape, x_box, weight_box, view_weight, config.epilogue_loads)
+        super().__init__(start, tensors, shape, x_box, weight_box, view_weight, config.takes_epilogue_inputs)
+        if config.low_rank:  # their k is smaller, but their boxes are the same: TMA fills the rest with zeros
+            x_low = self.rows_of_low(tensors.x_low)
+            self.x_low_map = tensor_map_template(x_low, x_box, swizzle=128, name="x_low")
+            weight_low = view_weight(tensors.weight_low)
+            self.weight_low_map = tensor_map_template(weight_low, weight_box, swizzle=128, name="weight_low")
+
+    def rows_of_low(self, x_low):
+        """Return the rows of x_low of all groups."""
+        return x_low.flatten(0, 1) if self.is_masked else x_low
+
+    def low_rank_arguments(self, x_low, weight_low):
+        maps = self.x_low_map(self.rows_of_low(x_low)), self.weight_low_map(self.view_weight(weight_low))
+        return *maps, x_low.shape[-1]
 
 
 def with_options(config, tensors, shape):
@@ -42,6 +56,7 @@ def with_options(config, tensors, shape):
         scaled_x=shape.scaling == "tensor" and tensors.x_scale is not None,
         scaled_y=tensors.out_scale is not None,
         stores_gate_up=options.store_gate_up,
+        low_rank=tensors.x_low is not None,
         ragged_n=shape.silu_and_mul and shape.scaling == "tensor" and shape.n % BLOCK_N != 0,
         **activation_fields(options),
         **epilogue_fields(tensors, options),

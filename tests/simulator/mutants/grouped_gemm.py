@@ -15,6 +15,8 @@ SILU = ("tests/grouped_gemm/test_grouped_gemm.py::test_silu_and_mul[16-pertensor
 FAR = (f"{TESTS}::test_rows_beyond_2_31_elements",)
 GATE_AND_UP = "tests/moe_layer/test_backward.py", "-k", "stores_gate_and_up and sizes1 and silu"
 LAYOUTS = (f"{TESTS}::test_row_layouts",)
+LOW_RANK = "tests/grouped_gemm/test_grouped_gemm_low_rank.py"
+TWO_BLOCKS = LOW_RANK, "-k", "test_shapes and blocks and small and k-major"
 
 MUTANTS = [
     mutant(
@@ -216,5 +218,37 @@ MUTANTS = [
         "the gates of a tile's columns beyond y are stored over ups",
         GATE_AND_UP,
         (KERNEL, "                    if tile.column + int32(warp >> 2) * 64 < n:\n", "                    if True:\n"),
+    ),
+    mutant(
+        "M32",
+        "k blocks of the second pair are read where those of the first ended",
+        TWO_BLOCKS,
+        (KERNEL, "int32((k_block - first_low) * block_k)", "int32(k_block * block_k)"),
+    ),
+    mutant(
+        "M33",
+        "the last k block of the second pair is left out",
+        TWO_BLOCKS,
+        (KERNEL, "((maps.rank + block_k - 1) >> block_k_shift)", "(maps.rank >> block_k_shift)"),
+    ),
+    mutant(
+        "M34",
+        "a stage's barrier does not expect the bytes that TMA fills with zeros",
+        TWO_BLOCKS,
+        (
+            KERNEL,
+            "mbarrier_arrive_expect_tx(smem.barriers, barrier, num_bytes)",
+            "mbarrier_arrive_expect_tx(smem.barriers, barrier, num_bytes >> 1 if k_block > first_low else num_bytes)",
+        ),
+    ),
+    mutant(
+        "M35",
+        "weights of the second pair that are loaded early are those of the first",
+        (LOW_RANK, "-k", "test_early_weights and cluster and few"),
+        (
+            KERNEL,
+            "_, map_weight, at_k = operands_of(maps, k_block, first_low)",
+            "map_weight, at_k = maps.weight, int32(k_block * block_k)",
+        ),
     ),
 ]

@@ -95,6 +95,9 @@ def grouped_gemm():
         options = dict(activation="swigluoai", bias=bias.bfloat16())
         yield f"swigluoai bf16 {average}", lambda: call("none", average, activated=True, **options)
         yield f"swigluoai tensor {average}", lambda: call("tensor", average, activated=True, activation="swigluoai")
+        low = dict(x_low=torch.empty(64, 16).bfloat16(), weight_low=torch.empty(groups, n, 16).bfloat16())
+        yield f"low rank {average}", lambda: call("none", average, **low)
+        yield f"silu bf16 low rank {average}", lambda: call("none", average, activated=True, **low)
         yield f"silu partial {average}", lambda: call("tensor", average, activated=True, n=320)
 
 
