@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.nn.utils import parametrize
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 
@@ -25,7 +25,8 @@ _GATES = {
 def arguments_of(module: Any) -> dict[str, Any]:
     """Return the weights, biases and activation of a module of bfloat16 experts, or of packed MXFP4 ones.
 
-    Transposed weights are views, without a copy.
+    Transposed weights are views, without a copy. With LoRA adapters of PEFT they are arguments of
+    :func:`moe_numba.moe_layer.fused_experts_lora`.
 
     Raises
     ------
@@ -35,20 +36,37 @@ def arguments_of(module: Any) -> dict[str, Any]:
     """
     check_attributes(module, _LAYOUT)
     arguments = _activation_of(module)
-    weights = {"w13": module.gate_up_proj, "w2": module.down_proj}
-    if module.gate_up_proj.dtype != torch.uint8:
-        if module.gate_up_proj.dtype != torch.bfloat16:
-            raise TypeError(f"gate_up_proj is {module.gate_up_proj.dtype}; {NAME} needs a model in torch.bfloat16")
-        if getattr(module, "is_transposed", False):
-            weights = {name: weight.mT for name, weight in weights.items()}
+    weights = {}
+    for name, attribute in (("w13", "gate_up_proj"), ("w2", "down_proj")):
+        weight, adapter = _adapter_of(module, attribute) or (getattr(module, attribute), {})
+        if name == "w13" and weight.dtype not in (torch.uint8, torch.bfloat16):
+            raise TypeError(f"gate_up_proj is {weight.dtype}; {NAME} needs a model in torch.bfloat16")
+        if weight.dtype != torch.uint8 and getattr(module, "is_transposed", False):
+            weight, adapter = weight.mT, {factor: adapter[other].mT for factor, other in zip("ab", "ba") if adapter}
+        weights[name] = weight
+        weights |= {f"{name}_{factor}": tensor for factor, tensor in adapter.items()}
     if getattr(module, "has_bias", False):
         arguments |= dict(w13_bias=module.gate_up_proj_bias, w2_bias=module.down_proj_bias)
     return arguments | weights
 
 
+def _adapter_of(module, attribute):
+    """Return a weight that PEFT adapts, without its adapter, and the adapter's factors; or None.
+
+    During a call PEFT makes the attribute ``original + scaling * lhs @ rhs``: reading it would form that.
+    """
+    if not parametrize.is_parametrized(module, attribute):
+        return None
+    proxies = module.parametrizations[attribute]
+    if len(proxies) != 1 or not all(hasattr(proxies[0], name) for name in ("lhs", "rhs", "scaling")):
+        return None
+    (proxy,) = proxies
+    return proxies.original, dict(a=proxy.rhs, b=proxy.lhs * proxy.scaling)
+
+
 def kind_of(module: Any) -> str:
     """Return the name of a module's class, also while PEFT replaces its weights, which makes it a subclass."""
-    return type_before_parametrizations(module).__name__
+    return parametrize.type_before_parametrizations(module).__name__
 
 
 def _activation_of(module):

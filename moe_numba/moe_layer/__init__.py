@@ -6,6 +6,7 @@ from moe_numba.moe_layer.backward import experts  # noqa: F401  registers the ba
 from moe_numba.moe_layer.fused_experts import fused_experts
 from moe_numba.moe_layer.fused_moe import fused_moe
 from moe_numba.moe_layer.group_by_expert.api import group_by_expert
+from moe_numba.moe_layer.lora import fused_experts_lora
 from moe_numba.moe_layer.module import Experts, MoELayer
 from moe_numba.moe_layer.per_token_quant.api import per_token_quant_fp8, silu_and_mul_quant_fp8
 from moe_numba.moe_layer.permute.api import permute_cast_to_fp8, permute_tokens
@@ -24,6 +25,7 @@ __all__ = [
     "ExpertsWorkspace",
     "MoELayer",
     "fused_experts",
+    "fused_experts_lora",
     "fused_moe",
     "group_by_expert",
     "pack_mxfp4_experts",

@@ -49,7 +49,7 @@ class TrainingPlan(ExpertsPlan):
         if not self.routing[0]:
             for tensor in kept[1:]:
                 tensor.zero_()
-        elif not any(adapters):
+        elif adapters.w13_a is None and adapters.w2_a is None:
             self.keep(*t, self.new_memory(), *kept, out)
         else:
             self.keep_adapted(*t, *adapters[:4], *low, new(rows, self.shape.hidden), self.new_memory(), *kept, out)

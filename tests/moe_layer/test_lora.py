@@ -1,0 +1,210 @@
+"""``fused_experts_lora`` and its gradients against a float64 reference with the adapters added to the weights."""
+
+import pytest
+import torch
+from moe_layer.test_backward import (
+    EMPTY,
+    EXPERTS,
+    HIDDEN,
+    IDS,
+    INTERMEDIATE,
+    TOKENS,
+    error,
+    inputs,
+    reference,
+    with_grad,
+)
+
+import moe_numba
+from moe_numba.moe_layer import fused_experts_lora, lora
+from moe_numba.moe_layer.backward import experts as backward_experts
+from moe_numba.moe_layer.backward import plan as backward_plan
+
+NAMES = "w13_a", "w13_b", "w2_a", "w2_b"
+SCALING = dict(w13_scaling=2.0, w2_scaling=0.5)
+
+
+def adapters(device, rank=8, experts=EXPERTS, names=NAMES, dtype=torch.bfloat16):
+    """Return adapters that change an output as much as the weights do."""
+    generator = torch.Generator().manual_seed(7)
+    draw = lambda *shape: torch.randn(*shape, generator=generator) * shape[2] ** -0.5
+    sizes = (rank, HIDDEN), (2 * INTERMEDIATE, rank), (rank, INTERMEDIATE), (HIDDEN, rank)
+    made = {name: draw(experts, *size).to(device, dtype) for name, size in zip(NAMES, sizes, strict=True)}
+    return {name: made[name] for name in names}
+
+
+def with_adapters(given):
+    """Return the arguments of `reference`, with the weights that the adapters make."""
+    given = dict(given)
+    for name in ("w13", "w2"):
+        a, b = given.pop(f"{name}_a", None), given.pop(f"{name}_b", None)
+        if a is not None:
+            given[name] = given[name] + SCALING[f"{name}_scaling"] * b @ a
+    return given
+
+
+def check(given, ids, activation="silu", trained=None):
+    """Raise AssertionError for a result or gradient that differs from the reference's, named."""
+    trained = [name for name in given if name not in ("w13", "w2")] if trained is None else trained
+    own, wanted = with_grad(given, trained), with_grad({name: t.double() for name, t in given.items()}, trained)
+    y = fused_experts_lora(**own, topk_ids=ids, activation=activation, **SCALING)
+    expected = reference(ids, activation, None, **with_adapters(wanted))
+    assert error(y.detach(), expected.detach()) < 0.01, "y"
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(y.device)
+    y.backward(grad)
+    expected.backward(grad.double())
+    for name in trained:
+        assert own[name].grad.dtype == given[name].dtype and error(own[name].grad, wanted[name].grad) < 0.02, name
+    return [y.detach(), *(own[name].grad for name in trained)]
+
+
+@pytest.mark.parametrize("rank", (8, 16, 72))
+@pytest.mark.parametrize("ids", (IDS, EMPTY))
+def test_results_and_gradients_are_those_of_the_reference(rank, ids, device):
+    check(inputs(device, has_shared=True) | adapters(device, rank), torch.tensor(ids, device=device))
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+def test_gpt_oss(transposed, device):
+    """With biases and interleaved gate and up, and with weights that transformers keeps transposed."""
+    given = inputs(device, has_bias=True) | adapters(device)
+    if transposed:
+        given |= {name: given[name].mT.contiguous().mT for name in ("w13", "w2")}
+    check(given, torch.tensor(IDS, device=device), "swigluoai")
+
+
+@pytest.mark.parametrize("names", (NAMES[:2], NAMES[2:]))
+def test_one_weight_is_adapted(names, device):
+    check(inputs(device) | adapters(device, names=names), torch.tensor(IDS, device=device))
+
+
+def test_the_weights_have_gradients_too(device):
+    given = inputs(device) | adapters(device)
+    check(given, torch.tensor(IDS, device=device), trained=list(given))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_one_factor_is_trained(name, device):
+    check(inputs(device) | adapters(device), torch.tensor(IDS, device=device), trained=[name])
+
+
+def test_many_tokens(device):
+    """Several tiles for an expert, some of which are not full, and groups that end within one."""
+    given, ids = inputs(device) | adapters(device, 16), torch.tensor(IDS, device=device).repeat(40, 1)
+    given |= dict(x=given["x"].repeat(40, 1), topk_weights=given["topk_weights"].repeat(40, 1))
+    check(given, ids)
+
+
+def test_adapters_of_peft_are_float32_views(device):
+    """Its A is [experts * rank, inputs], and its B [outputs, rank * experts]."""
+    given, ids = inputs(device), torch.tensor(IDS, device=device)
+    made = adapters(device, dtype=torch.float32)
+    plain = check(given | made, ids)
+    views = {n: t.permute(1, 2, 0).contiguous().permute(2, 0, 1) if n.endswith("b") else t for n, t in made.items()}
+    assert not views["w2_b"].is_contiguous()
+    assert all(map(torch.equal, plain, check(given | views, ids)))
+
+
+def test_one_adapter_is_shared_by_all_experts(device):
+    check(inputs(device) | adapters(device, experts=1), torch.tensor(IDS, device=device))
+
+
+def test_adapters_of_zero_change_nothing(device):
+    """And without gradients the bits are those of a call of many tokens that has none."""
+    given, ids = inputs(device), torch.tensor(IDS, device=device)
+    zero = {n: torch.zeros_like(t) if n.endswith("b") else t for n, t in adapters(device).items()}
+    plain = moe_numba.fused_experts(**given, topk_ids=ids, batch_invariant=True)
+    assert torch.equal(fused_experts_lora(**given, topk_ids=ids, **zero), plain)
+    assert torch.equal(fused_experts_lora(**given, topk_ids=ids), moe_numba.fused_experts(**given, topk_ids=ids))
+
+
+def test_results_without_wgmma_are_the_same(device, monkeypatch):
+    monkeypatch.setattr(lora, "has_wgmma", lambda device: False)
+    check(inputs(device) | adapters(device), torch.tensor(IDS, device=device))
+
+
+def test_compiled_gradients_are_the_same(device):
+    given, ids, found = inputs(device) | adapters(device), torch.tensor(IDS, device=device), []
+    for call in (fused_experts_lora, torch.compile(fused_experts_lora, backend="aot_eager", fullgraph=True)):
+        own = with_grad(given, NAMES)
+        call(**own, topk_ids=ids, **SCALING).float().pow(2).sum().backward()
+        found.append([own[name].grad for name in NAMES])
+    assert all(map(torch.equal, *found)) and all(gradient.any() for gradient in found[0])
+
+
+def test_no_tokens(device):
+    given = inputs(device) | {name: inputs(device)[name][:0] for name in ("x", "topk_weights")} | adapters(device)
+    own = with_grad(given, NAMES)
+    fused_experts_lora(**own, topk_ids=torch.zeros(0, 2, dtype=torch.int32, device=device)).sum().backward()
+    assert all(not own[name].grad.any() for name in NAMES)
+
+
+def test_weights_without_gradients_take_no_memory(device, monkeypatch):
+    """No k-grouped GEMM has the size of a weight."""
+    sizes, right = [], backward_plan.k_grouped_gemm_bf16
+    noted = lambda a, b, **given: sizes.append((a.shape[1], b.shape[1])) or right(a, b, **given)
+    monkeypatch.setattr(backward_plan, "k_grouped_gemm_bf16", noted)
+    monkeypatch.setattr(backward_experts, "_backward_plans", {})
+    check(inputs(device) | adapters(device), torch.tensor(IDS, device=device))
+    assert sorted(sizes) == sorted([(HIDDEN, 16), (16, INTERMEDIATE), (2 * INTERMEDIATE, 16), (16, HIDDEN)])
+
+
+@pytest.mark.parametrize(
+    "part, at", (("weight_low", "y"), ("scaling", "y"), ("low", "w2_b"), ("low_grad", "w2_a")), ids=lambda v: v
+)
+def test_wrong_adapters_are_rejected(part, at, device, monkeypatch):
+    """An adapter that is not added, one without its factor, and gradients of factors from other rows."""
+    monkeypatch.setattr(backward_experts, "_backward_plans", {})
+    if part == "scaling":
+        monkeypatch.setitem(SCALING, "w2_scaling", 1.0)
+        with pytest.raises(AssertionError, match="^y"):
+            given = inputs(device) | adapters(device)
+            wrong = fused_experts_lora(**given, topk_ids=torch.tensor(IDS, device=device))
+            right = reference(IDS_TENSOR, "silu", None, **with_adapters({n: t.double() for n, t in given.items()}))
+            assert error(wrong, right.to(device)) < 0.01, "y"
+        return
+    right = backward_plan.BackwardPlan._sum_outer_products
+    if part == "weight_low":
+        adapted = lora.adapted_experts
+        forget = lambda **given: adapted(**given | dict(w2_a=torch.zeros_like(given["w2_a"])))
+        monkeypatch.setattr(lora, "adapted_experts", forget)
+    else:
+
+        def rolled(self, grad, given, groups, out):
+            is_factor = out is not None and 16 in out.shape[1:]
+            right(self, grad, given.roll(1, 0) if is_factor else given, groups, out)
+
+        monkeypatch.setattr(backward_plan.BackwardPlan, "_sum_outer_products", rolled)
+    with pytest.raises(AssertionError):
+        check(inputs(device) | adapters(device), torch.tensor(IDS, device=device), trained=[at] if at != "y" else None)
+
+
+IDS_TENSOR = torch.tensor(IDS)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    (
+        (dict(w2_b=None), "w2_a is given, w2_b is None; both must be given"),
+        (dict(w13_a=None), "w13_b is given, w13_a is None; both must be given"),
+        (dict(w13_a=torch.zeros(EXPERTS, 8, 32)), r"w13_a .*w13 has 64 inputs"),
+        (dict(w2_b=torch.zeros(EXPERTS, HIDDEN, 4)), r"w2_b .*w2_a has rank 8"),
+        (dict(w2_a=torch.zeros(3, 8, INTERMEDIATE)), "w2_a has 3 experts; it must have w2's 4, or 1 for all"),
+        (dict(w13_scaling="2"), "w13_scaling is '2'; it must be a number"),
+        (dict(w2_a=torch.zeros(EXPERTS, 8, INTERMEDIATE).int()), "w2_a .*torch.int32"),
+    ),
+)
+def test_invalid_adapters(changes, message, device):
+    changes = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in changes.items()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        fused_experts_lora(**inputs(device) | adapters(device) | changes, topk_ids=torch.tensor(IDS, device=device))
+
+
+def test_weights_in_fp8_are_refused(device):
+    given = inputs(device) | {n: inputs(device)[n].to(torch.float8_e4m3fn) for n in ("w13", "w2")} | adapters(device)
+    with pytest.raises(TypeError, match="w13 .*torch.bfloat16"):
+        fused_experts_lora(**given, topk_ids=torch.tensor(IDS, device=device))
+
+
+def test_sizes():
+    assert TOKENS == len(IDS), "of the tokens of `inputs`"
