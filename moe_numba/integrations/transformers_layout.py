@@ -36,22 +36,22 @@ def arguments_of(module: Any) -> dict[str, Any]:
     """
     check_attributes(module, _LAYOUT)
     arguments = _activation_of(module)
-    weights = {}
+    weights: dict[str, torch.Tensor] = {}
     for name, attribute in (("w13", "gate_up_proj"), ("w2", "down_proj")):
-        weight, adapter = _adapter_of(module, attribute) or (getattr(module, attribute), {})
+        weight, a, b = _adapter_of(module, attribute) or (getattr(module, attribute), None, None)
         if name == "w13" and weight.dtype not in (torch.uint8, torch.bfloat16):
             raise TypeError(f"gate_up_proj is {weight.dtype}; {NAME} needs a model in torch.bfloat16")
         if weight.dtype != torch.uint8 and getattr(module, "is_transposed", False):
-            weight, adapter = weight.mT, {factor: adapter[other].mT for factor, other in zip("ab", "ba") if adapter}
+            weight, a, b = weight.mT, b if b is None else b.mT, a if a is None else a.mT
         weights[name] = weight
-        weights |= {f"{name}_{factor}": tensor for factor, tensor in adapter.items()}
+        weights |= {} if a is None or b is None else {f"{name}_a": a, f"{name}_b": b}
     if getattr(module, "has_bias", False):
         arguments |= dict(w13_bias=module.gate_up_proj_bias, w2_bias=module.down_proj_bias)
     return arguments | weights
 
 
 def _adapter_of(module, attribute):
-    """Return a weight that PEFT adapts, without its adapter, and the adapter's factors; or None.
+    """Return a weight that PEFT adapts, without its adapter, and the adapter's factors a and b; or None.
 
     During a call PEFT makes the attribute ``original + scaling * lhs @ rhs``: reading it would form that.
     """
@@ -61,7 +61,7 @@ def _adapter_of(module, attribute):
     if len(proxies) != 1 or not all(hasattr(proxies[0], name) for name in ("lhs", "rhs", "scaling")):
         return None
     (proxy,) = proxies
-    return proxies.original, dict(a=proxy.rhs, b=proxy.lhs * proxy.scaling)
+    return proxies.original, proxy.rhs, proxy.lhs * proxy.scaling
 
 
 def kind_of(module: Any) -> str:

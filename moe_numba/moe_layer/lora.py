@@ -1,5 +1,7 @@
 """``fused_experts_lora``: the experts of a layer with low-rank adapters of their weights."""
 
+from typing import Any
+
 import torch
 
 from moe_numba.grouped_gemm.call.checks import has_wgmma, is_mn_major
@@ -80,15 +82,17 @@ def fused_experts_lora(
     >>> y[:, 0].tolist()  # silu(1) = 0.731; an adapter whose b is zero changes nothing
     [0.73046875, 0.73046875]
     """
-    given = dict(topk_weights=topk_weights, topk_ids=topk_ids, shared=shared, w13_bias=w13_bias, w2_bias=w2_bias)
-    given |= dict(activation=activation, alpha=alpha, limit=limit)
-    weights, adapters = dict(w13=w13, w2=w2), {}
+    given: dict[str, Any] = dict(topk_weights=topk_weights, topk_ids=topk_ids, shared=shared)
+    given |= dict(w13_bias=w13_bias, w2_bias=w2_bias, activation=activation, alpha=alpha, limit=limit)
+    weights: dict[str, Any] = dict(w13=w13, w2=w2)
+    adapters: dict[str, Any] = {}
     for name, a, b, scaling in (("w13", w13_a, w13_b, w13_scaling), ("w2", w2_a, w2_b, w2_scaling)):
         weight = weights[name]
-        if not torch.compiler.is_dynamo_compiling():  # there the ops' fake implementations check
+        if not torch.compiler.is_dynamo_compiling():  # which cannot trace the checks
+            check_tensor("x", x, dtype=torch.bfloat16, shape=("tokens", "hidden"))
             check_tensor(name, weight, dtype=torch.bfloat16, shape=("experts", "outputs", "inputs"))
             _check_adapter(name, weight, a, b, scaling)
-        if a is None:
+        if a is None or b is None:
             continue
         a, b = (t.expand(len(weight), -1, -1) for t in (a.bfloat16(), (b if scaling == 1 else b.float() * scaling)))
         if not _adds_in_kernel(x.device):

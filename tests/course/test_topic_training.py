@@ -15,8 +15,8 @@ TINY = (
     Layer("Tiny", 4, 64, 64, "bf16", (6,), topk=2),
     Layer("Tiny gpt-oss", 4, 64, 64, "bf16", (5,), topk=2, activation="swigluoai"),
 )
-STEPS = ["final", "final, frozen weights", "final, forward", "final, checkpointed"]
-PEERS = [f"peer:transformers {name}" for name in ("grouped_mm", "eager", "compiled grouped_mm")]
+STEPS = ["final", "final, frozen weights", "final, forward", "final, checkpointed", "final, LoRA"]
+PEERS = [f"peer:transformers {name}" for name in ("grouped_mm", "eager", "compiled grouped_mm", "grouped_mm, LoRA")]
 
 
 @pytest.fixture
@@ -33,10 +33,11 @@ def topic_of_tiny_layers(monkeypatch, device):
 def test_rows_figure_and_table(topic_of_tiny_layers):
     record = record_of(training, "training")
     found = [(row["config"]["model"], row["size"]["tokens"], row["step"]) for row in record["rows"]]
-    assert found == [(layer.model, layer.token_counts[0], step) for layer in TINY for step in (*STEPS, *PEERS)]
+    rows = [(f"{t.model}{law}", t.token_counts[0]) for t in TINY for law in ("", ", Zipf")]
+    assert found == [(*row, step) for row in rows for step in (*STEPS, *PEERS)]
     lines = training.readme_table(record).splitlines()
     assert lines[0].startswith("| experts | tokens | moe_numba | compiled grouped_mm | eager | grouped_mm |")
-    assert lines[2].startswith("| Tiny | 6 | **10.0** | 16.0 | 15.0 | 14.0 | 12.0 | 11.0 | 13.0 |")
+    assert lines[2].startswith("| Tiny | 6 | **10.0** | 17.0 | 16.0 | 15.0 | 12.0 | 11.0 | 13.0 | **14.0** | 18.0 |")
     assert lines[2].endswith("| 2.0 / 2.0 / 2.0 / 2.0 |") and "Recorded on NVIDIA Toy" in lines[-1]
     (figure,) = training.figures(record).values()
     assert not misplaced(figure)

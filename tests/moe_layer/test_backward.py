@@ -223,6 +223,35 @@ def test_only_gradients_that_are_needed_are_computed(name, device, monkeypatch):
     assert ("permute_tokens" in called) == (name in ("w13", "w2"))
 
 
+@pytest.mark.parametrize("how", ("plain", "checkpointed", "without wgmma"))
+def test_gradients_are_added_to_main_gradients(how, device, monkeypatch):
+    """In float32, as Megatron-LM's; then a weight's own gradient is None, as if it had none."""
+    given, ids = inputs(device), torch.tensor(IDS, device=device)
+    wanted, own = with_grad(given), with_grad(given)
+    for name in ("w13", "w2"):
+        own[name].main_grad = torch.full(own[name].shape, 0.5, device=device)
+    if how == "without wgmma":
+        monkeypatch.setattr(backward_experts, "_backward_plans", {})
+        monkeypatch.setattr(backward_plan, "has_wgmma", lambda device: False)
+    for _ in range(2):
+        moe_numba.fused_experts(**wanted, topk_ids=ids).float().sum().backward()
+        call = lambda: moe_numba.fused_experts(**own, topk_ids=ids)
+        y = checkpoint(call, use_reentrant=False) if how == "checkpointed" else call()
+        y.float().sum().backward()
+    for name, tensor in own.items():
+        if name in ("w13", "w2"):
+            assert tensor.grad is None and error(tensor.main_grad - 0.5, wanted[name].grad.double()) < 0.005, name
+        else:
+            assert error(tensor.grad, wanted[name].grad.double()) < 1e-6, name
+
+
+def test_a_main_gradient_of_another_shape_is_refused(device):
+    own = with_grad(inputs(device))
+    own["w2"].main_grad = torch.zeros(EXPERTS, INTERMEDIATE, HIDDEN, device=device)
+    with pytest.raises(ValueError, match=r"w2.main_grad has shape \(4, 128, 64\)"):
+        moe_numba.fused_experts(**own, topk_ids=torch.tensor(IDS, device=device))
+
+
 def test_no_tokens_have_zero_gradients(device):
     given = inputs(device) | {name: inputs(device)[name][:0] for name in ("x", "topk_weights")}
     own = with_grad(given)

@@ -11,6 +11,7 @@ from moe_numba.moe_layer.workspace import describe
 from moe_numba.runtime.outputs import find_plan, remember
 from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.torch_op import NAMESPACE, OPS, name_requiring_grad, needs_dispatch, register_differentiable
+from moe_numba.runtime.validate import check_tensor
 
 _OF_CALL = "x", "w13", "w2", "topk_weights", "topk_ids", "shared", "w13_bias", "w2_bias"
 _TENSORS = *_OF_CALL, "w13_a", "w13_b", "w2_a", "w2_b"
@@ -43,6 +44,8 @@ class _Experts(torch.autograd.Function):
         (x, w13, w2, weights, ids, _, *others), options = inputs[: len(_TENSORS)], inputs[len(_TENSORS) :]
         _, *kept = output
         ctx.options = options[:-1]
+        # Of the parameters themselves: saved tensors have no attributes if activations are checkpointed.
+        ctx.main_grads = {} if torch.compiler.is_dynamo_compiling() else _main_grads(w13=w13, w2=w2)
         ctx.set_materialize_grads(False)  # else each backward fills a tensor as large as gate and up with zeros
         ctx.mark_non_differentiable(*kept)
         ctx.save_for_backward(x, w13, w2, weights, ids, *others, *kept)
@@ -57,9 +60,14 @@ class _Experts(torch.autograd.Function):
         else:
             tensors = grad.contiguous(), *ctx.saved_tensors
             dispatched = needs_dispatch(*(t for t in tensors if t is not None))
-            compute = torch.ops.moe_numba.fused_experts_backward if dispatched else _compute_backward
-            gradients = compute(*tensors, " ".join(n for n in wanted if n != "shared"), *ctx.options)
-            found = dict(zip((n for n in wanted if n != "shared"), gradients, strict=True)) | dict(shared=grad)
+            main_grads = {} if dispatched else {name: t for name, t in ctx.main_grads.items() if name in wanted}
+            names = [name for name in wanted if name != "shared" and name not in main_grads]
+            arguments = *tensors, " ".join(names), *ctx.options
+            if dispatched:
+                gradients = torch.ops.moe_numba.fused_experts_backward(*arguments)
+            else:
+                gradients = _gradients(*arguments, main_grads)
+            found = dict(zip(names, gradients, strict=True)) | dict(shared=grad)
         return *(found.get(name) if name in wanted else None for name in _TENSORS), *(None,) * len(_OPTIONS)
 
 
@@ -120,17 +128,33 @@ def _compute_backward(
     limit: float | None,
 ) -> list[torch.Tensor]:
     """Return the gradients of the inputs that ``wanted`` names, separated by spaces."""
-    weights, routing = topk_weights.contiguous(), (seqlens, cu_seqlens, gather_indices, inverse_indices)
-    adapters = w13_a, w13_b, w2_a, w2_b
-    t = BackwardTensors(grad, x, w13, w2, weights, topk_ids, w13_bias, w2_bias, *adapters, gate_up, *routing, w13_z)
-    names, options = wanted.split(), (wanted, activation, alpha, limit)
-    if not len(x):
+    routing = seqlens, cu_seqlens, gather_indices, inverse_indices
+    inputs = x, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, w13_a, w13_b, w2_a, w2_b
+    return _gradients(grad, *inputs, gate_up, *routing, w13_z, wanted, activation, alpha, limit, {})
+
+
+def _gradients(*arguments):
+    """Return the gradients that `_compute_backward` returns; add others, by name, to main gradients."""
+    *tensors, wanted, activation, alpha, limit, main_grads = arguments
+    t, names = BackwardTensors(*tensors), wanted.split()
+    if not len(t.x):
         return [torch.zeros_like(getattr(t, name)) for name in names]
-    plan, key, _ = find_plan(_backward_plans, options, t, t._fields)
+    t, options = t._replace(topk_weights=t.topk_weights.contiguous()), (activation, alpha, limit)
+    plan, key, _ = find_plan(_backward_plans, (wanted, *main_grads, options), t, t._fields)
     if plan is None:
-        plan = remember(_backward_plans, key, BackwardPlan(t, frozenset(names), options[1:]))
-    found = plan.compute(t)
+        plan = remember(_backward_plans, key, BackwardPlan(t, {*names, *main_grads}, options))
+    found = plan.compute(t, main_grads)
     return [found[name] for name in names]
+
+
+def _main_grads(**weights):
+    """Return the main gradients of weights that have one, as Megatron-LM's do, by name."""
+    found = {name: w.main_grad for name, w in weights.items() if getattr(w, "main_grad", None) is not None}
+    for name, tensor in found.items():
+        wanted = dict(dtype=torch.float32, shape=tuple(weights[name].shape), contiguous=True, aligned=True)
+        place = dict(device=(weights[name].device, name))
+        check_tensor(f"{name}.main_grad", tensor, because=(f"{name} has {{}} experts",), **wanted, **place)
+    return found
 
 
 _keep = torch.library.custom_op(f"{NAMESPACE}::fused_experts_kept", _compute_and_keep, mutates_args=())

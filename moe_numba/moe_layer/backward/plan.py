@@ -176,14 +176,19 @@ class BackwardPlan:
         self.through_w2 = repeated(lambda *given: self._launch_through_w2(_ThroughW2(*given)))
         self.through_w13 = repeated(lambda *given: self._launch_through_w13(_ThroughW13(*given)))
 
-    def compute(self, t):
-        """Return the gradients that are wanted, by name.
+    def compute(self, t, main_grads):
+        """Return the gradients that are wanted, by name; those of w13 and w2 may be float32, which are added to.
 
         Tensors of all rows are freed as soon as possible: the peak of memory is that of the last gradients.
         """
         bf16 = lambda *size: t.grad.new_empty(size, dtype=torch.bfloat16)
         low = lambda a: None if a is None else bf16(self.rows, a.shape[1])
-        new_like = lambda name: _empty_like(getattr(t, name)) if name in self.wanted else None
+
+        def new_like(name):
+            if name in main_grads:
+                return main_grads[name]
+            return _empty_like(getattr(t, name)) if name in self.wanted else None
+
         routing, biases, products = (t.seqlens, t.cu_seqlens, t.gather_indices, t.inverse_indices), None, None
         if self.adds_bias:
             biases = t.w2_bias.bfloat16()
@@ -255,19 +260,24 @@ class BackwardPlan:
         self._sum_outer_products(t.of_gate_up, t.low, groups, t.of_b)
 
     def _sum_outer_products(self, grad, given, groups, out):
-        """Store the gradient of a weight, if it is wanted: the sum of outer products of each group's rows."""
+        """Store the gradient of a weight, if it is wanted: the sum of outer products of each group's rows.
+
+        It is added to one in float32, a main gradient.
+        """
         if out is None:
             return
         a, b, out = (given, grad, out.mT) if is_mn_major(out) else (grad, given, out)
+        accumulate = out.dtype == torch.float32
         if self.is_hopper:
-            k_grouped_gemm_bf16(a, b, **groups, out=out)
+            k_grouped_gemm_bf16(a, b, **groups, out=out, accumulate=accumulate)
         else:
-            out.copy_(torch.nn.functional.grouped_mm(a.mT, b, offs=groups["cu_seqlens"][1:]))
+            products = torch.nn.functional.grouped_mm(a.mT, b, offs=groups["cu_seqlens"][1:])
+            (out.add_ if accumulate else out.copy_)(products)
 
     def _of_w13_bias(self, of_gate_up, groups, bias):
         """Return the sum of each group's rows: the outer products with ones."""
         ones = of_gate_up.new_ones(self.rows, 8)
-        out = ones.new_empty(*bias.shape, 8, dtype=bias.dtype if self.is_hopper else torch.bfloat16)
+        out = ones.new_zeros(*bias.shape, 8, dtype=bias.dtype if self.is_hopper else torch.bfloat16)
         self._sum_outer_products(of_gate_up, ones, dict(zip(("seqlens", "cu_seqlens"), groups, strict=True)), out)
         return out[:, :, 0].to(bias.dtype)
 

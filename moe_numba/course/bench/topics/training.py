@@ -1,7 +1,9 @@
 """Benchmark of a training step of an MoE layer's experts: forward and backward, in bfloat16, and the memory it needs.
 
 Beside the package: transformers' implementations with the same weights, ``grouped_mm`` also under ``torch.compile``. A
-step is timed as a caller sees it, without a CUDA graph, because some of them wait for the host.
+step is timed as a caller sees it, without a CUDA graph, because some of them wait for the host. Steps with LoRA
+adapters of rank 16 have frozen weights; beside them stands ``grouped_mm`` with what PEFT does, which adds them to the
+weights. Experts are drawn evenly at random, and for a second set of rows by Zipf's law.
 """
 
 from functools import partial
@@ -27,6 +29,7 @@ from moe_numba.course.bench.topics.moe_layer.measure import (
     transformers_version,
 )
 from moe_numba.course.bench.topics.moe_layer.show import GPT_OSS, layers
+from moe_numba.moe_layer import fused_experts_lora
 from moe_numba.moe_layer.compile_layers import Layer
 
 TOKENS = 1024, 4096, 16384
@@ -36,6 +39,8 @@ LAYERS = (
     Layer("DeepSeek-V3, 1 of 8 GPUs", 32, 7168, 2048, "bf16", TOKENS),
 )
 OURS, FROZEN, FORWARD, AGAIN = "final", "final, frozen weights", "final, forward", "final, checkpointed"
+LORA, PEER_LORA = "final, LoRA", f"{TRANSFORMERS} grouped_mm, LoRA"
+RANK = 16
 ROUNDS = 12
 BOUND = 2e-2  # relative error of a gradient beside that of transformers' grouped_mm, both in bfloat16
 
@@ -43,22 +48,37 @@ BOUND = 2e-2  # relative error of a gradient beside that of transformers' groupe
 def measure(peers, quick, device="cuda"):
     """Return the rows of the record."""
     rows = []
+    torch._dynamo.config.recompile_limit = 64  # compiled steps have a graph for each size
     for layer in LAYERS:
         weights, options = make_weights(layer, device), make_options(layer, device)
         for tokens in layer.token_counts[: 1 if quick else None]:
-            rows += measure_layer(layer, make_inputs(layer, tokens, *weights), options)
+            given = make_inputs(layer, tokens, *weights)
+            rows += measure_layer(layer, given, options)
+            if not quick and tokens == layer.token_counts[-1]:
+                skewed = layer._replace(model=f"{layer.model}, Zipf")
+                rows += measure_layer(skewed, given._replace(ids=zipf_ids(layer, tokens, device)), options)
         del weights
     return rows
+
+
+def zipf_ids(layer, tokens, device):
+    """Return the experts of tokens, drawn without repetition by Zipf's law."""
+    random = torch.Generator(device).manual_seed(tokens)
+    likely = 1 / torch.arange(1, layer.num_experts + 1, device=device, dtype=torch.float32)
+    drawn = torch.empty(tokens, layer.num_experts, device=device).exponential_(generator=random)
+    return (likely / drawn).topk(layer.topk).indices.int()
 
 
 def measure_layer(layer, given, options):
     """Return the rows of one number of tokens; each gradient is checked before it is timed."""
     steps = steps_of(layer, given, options)
-    reference = f"{TRANSFORMERS} grouped_mm"
-    if reference in steps:
+    references = {f"{TRANSFORMERS} grouped_mm": set(steps) - {FROZEN, FORWARD, LORA, PEER_LORA}, PEER_LORA: {LORA}}
+    for reference, names in references.items():
+        if reference not in steps:
+            continue
         wanted = steps[reference]()
-        for name, step in steps.items():
-            if name not in (FROZEN, FORWARD) and (fault := differing(step(), wanted)):
+        for name in names:
+            if fault := differing(steps[name](), wanted):
                 raise AssertionError(f"{name}, {layer.model}, {len(given.x)} tokens: {fault}")
     times, size = step_times(steps), dict(tokens=len(given.x))
     flops = 6 * 3 * given.ids.numel() * layer.hidden * layer.intermediate  # of the forward, twice as many backward
@@ -99,9 +119,15 @@ def steps_of(layer, given, options):
         with torch.no_grad():
             return (ours(*leaves, *weights),)
 
-    again = partial(checkpoint, ours, use_reentrant=False)
+    def lora(x, topk_weights, *adapters):
+        return fused_experts_lora(
+            x, given.w13.detach(), given.w2.detach(), topk_weights, given.ids, *adapters, **options
+        )
+
+    again, adapters = partial(checkpoint, ours, use_reentrant=False), make_adapters(layer, given.x.device)
     steps = {OURS: partial(gradients, ours, [*leaves, *weights]), FROZEN: frozen, FORWARD: forward}
     steps[AGAIN] = partial(gradients, again, [*leaves, *weights])
+    steps[LORA] = partial(gradients, lora, [*leaves, *adapters])
     if transformers_version() is None:
         return steps
     from transformers.integrations import moe
@@ -116,15 +142,39 @@ def steps_of(layer, given, options):
         found = torch.autograd.grad(function(experts, x, ids, topk_weights), [*leaves, *parameters], grad)
         return (*found[:2], *(t.mT for t in found[2:])) if is_transposed else found
 
+    adapted = transformers_experts(layer)
+    set_parameters(adapted, layer, given, options)
+    frozen = adapted.gate_up_proj, adapted.down_proj
+    del adapted.gate_up_proj, adapted.down_proj  # plain attributes follow
+
+    def peft():
+        """Add the adapters to the weights as PEFT does, and compute the gradients of their factors."""
+        x, topk_weights = leaves
+        factors = [(b.mT, a.mT) if is_transposed else (a, b) for a, b in (adapters[:2], adapters[2:])]
+        made = [torch.baddbmm(w, b, a) for w, (a, b) in zip(frozen, factors, strict=True)]
+        adapted.gate_up_proj, adapted.down_proj = made
+        y = moe.grouped_mm_experts_forward(adapted, x, ids, topk_weights)
+        return torch.autograd.grad(y, [*leaves, *adapters], grad)
+
     eager = type(experts).forward.__wrapped__
     functions = {"grouped_mm": moe.grouped_mm_experts_forward, "eager": eager}
     functions["compiled grouped_mm"] = torch.compile(moe.grouped_mm_experts_forward, dynamic=False)
-    return steps | {f"{TRANSFORMERS} {name}": partial(theirs, function) for name, function in functions.items()}
+    steps |= {f"{TRANSFORMERS} {name}": partial(theirs, function) for name, function in functions.items()}
+    return steps | {PEER_LORA: peft}
+
+
+def make_adapters(layer, device):
+    """Draw a and b of w13 and of w2, which require grad."""
+    random = torch.Generator(device).manual_seed(0)
+    sizes = (RANK, layer.hidden), (2 * layer.intermediate, RANK), (RANK, layer.intermediate), (layer.hidden, RANK)
+    draw = lambda *size: torch.randn(layer.num_experts, *size, generator=random, device=device) * size[1] ** -0.5
+    return [(0.1 * draw(*size)).bfloat16().requires_grad_() for size in sizes]
 
 
 def differing(gradients, wanted):
     """Return which gradient differs from the one that is wanted, and by how much, or None."""
-    for name, gradient, other in zip(("x", "topk_weights", "w13", "w2"), gradients, wanted, strict=True):
+    names = "x", "topk_weights", *(("w13", "w2") if len(wanted) == 4 else ("w13_a", "w13_b", "w2_a", "w2_b"))
+    for name, gradient, other in zip(names, gradients, wanted, strict=True):
         error = float((gradient.float() - other.float()).norm() / other.float().norm())
         if not error < BOUND:
             return f"the gradient of {name} differs by {error:.1e} from that of transformers; {BOUND} is allowed"
@@ -181,18 +231,23 @@ def readme_table(record):
     for model, tokens, steps in layers(record):
         us = lambda step, steps=steps: format_us(steps[step]["kernel_us"]["median"]) if step in steps else ""
         cells, own = bold_best([us(step) for step in (OURS, *others)]), map(us, (FORWARD, FROZEN, AGAIN))
+        adapted = bold_best([us(LORA), us(PEER_LORA)])
         memory = [f"{steps[s]['peak_bytes'] / 1e9:.1f}" if s in steps else "" for s in (OURS, *others)]
-        lines.append([model, f"{tokens:,}", *cells, *own, format_us(steps[OURS]["floor_us"]), " / ".join(memory)])
+        lines.append(
+            [model, f"{tokens:,}", *cells, *own, *adapted, format_us(steps[OURS]["floor_us"]), " / ".join(memory)]
+        )
     names = [_label(step) for step in (OURS, *others)]
-    own_names = "forward alone", "frozen weights", "checkpointed"
+    own_names = "forward alone", "frozen weights", "checkpointed", "LoRA", "LoRA, grouped_mm"
     headings = ["experts", "tokens", *names, *own_names, "speed of light", "peak memory, GB"]
     provenance = plots.provenance(record)
     text = (
         "Time of a training step of a layer's experts in microseconds, forward and backward with the gradients of x, "
         "the routing weights, w13 and w2, in bfloat16, as a caller without a CUDA graph sees it. `eager` and "
         "`grouped_mm` are transformers' implementations. Forward alone, frozen weights (gradients of x and the routing "
-        "only) and checkpointed (the forward pass again, instead of gate and up kept) are moe_numba's. The speed of "
-        "light is the time of the multiplications at the tensor cores' "
+        "only) and checkpointed (the forward pass again, instead of gate and up kept) are moe_numba's. With LoRA, of "
+        f"rank {RANK}, the weights are frozen and the gradients those of x, the routing weights and the adapters; "
+        "beside it stands `grouped_mm` with adapters that are added to the weights, as PEFT does. Experts are drawn "
+        "evenly, or by Zipf's law. The speed of light is the time of the multiplications at the tensor cores' "
         "peak rate. Peak memory is that of the columns of times, in their order. "
         f"{provenance[0].upper()}{provenance[1:]}."
     )
