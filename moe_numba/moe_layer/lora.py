@@ -94,12 +94,14 @@ def fused_experts_lora(
             _check_adapter(name, weight, a, b, scaling)
         if a is None or b is None:
             continue
-        a, b = (t.expand(len(weight), -1, -1) for t in (a.bfloat16(), (b if scaling == 1 else b.float() * scaling)))
+        a, b = a.bfloat16(), (b if scaling == 1 else b.float() * scaling).bfloat16()
+        if len(a) < len(weight) or len(b) < len(weight):  # shared by all experts
+            a, b = (t.expand(len(weight), -1, -1) for t in (a, b))
         if not _adds_in_kernel(x.device):
-            weights[name] = torch.baddbmm(weight, b.bfloat16(), a)
+            weights[name] = torch.baddbmm(weight, b, a)
             continue
-        missing = -a.shape[1] % _RANK_MULTIPLE
-        a, b = torch.nn.functional.pad(a, (0, 0, 0, missing)), torch.nn.functional.pad(b.bfloat16(), (0, missing))
+        if missing := -a.shape[1] % _RANK_MULTIPLE:
+            a, b = torch.nn.functional.pad(a, (0, 0, 0, missing)), torch.nn.functional.pad(b, (0, missing))
         adapters |= {f"{name}_a": _like_weight(a, weight), f"{name}_b": _like_weight(b, weight)}
     if not adapters:
         return fused_experts(x, **weights, **given)
