@@ -267,13 +267,13 @@ BAD = {
         x_low=torch.zeros(20, 24).bfloat16()
     ),
     "x_low has shape (20,); it must be [20, 16]": dict(x_low=torch.zeros(20).bfloat16()),
-    "weight_low has shape (2, 144, 16); it must be [3, 144, 16], as weight has 3 groups": dict(
+    "weight_low has shape (2, 144, 16); it must be [3, 144, r], as weight has 3 groups": dict(
         weight_low=torch.zeros(2, 144, 16).bfloat16()
     ),
-    "weight_low has shape (3, 128, 16); it must be [3, 144, 16], as weight's n is 144": dict(
+    "weight_low has shape (3, 128, 16); it must be [3, 144, r], as weight's n is 144": dict(
         weight_low=torch.zeros(3, 128, 16).bfloat16()
     ),
-    "weight_low has shape (144, 16); it must be [3, 144, 16]": dict(weight_low=torch.zeros(144, 16).bfloat16()),
+    "weight_low has shape (144, 16); it must be [3, 144, r]": dict(weight_low=torch.zeros(144, 16).bfloat16()),
     "x_low is torch.float32; it must be torch.bfloat16": dict(x_low=torch.zeros(20, 16)),
     "weight_low is torch.float16; it must be torch.bfloat16": dict(weight_low=torch.zeros(3, 144, 16).half()),
     "x_low and weight_low have 12 columns; they must have a multiple of 8": dict(

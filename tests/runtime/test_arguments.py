@@ -384,8 +384,7 @@ def calls_with_sizes(device):
         ),
         "group_gemm_silu_and_mul_bf16": (
             dict(x=rows, weight=w13, **sizes, x_low=rows[:, :16], weight_low=w13[..., :16], out=out),
-            dict(x_low=(of_x[0], "weight_low has 16 columns"))
-            | dict(weight_low=(of_weight[0], "weight's n is 256", "x_low has 16 columns")),
+            dict(x_low=(of_x[0], "weight_low has 16 columns")) | dict(weight_low=(of_weight[0], "weight's n is 256")),
         ),
         "group_gemm_blockwise_fp8": (
             in_fp8 | dict(x_scale=ones(6, 1), w_scale=ones(2, 1, 1)),

@@ -256,13 +256,10 @@ def check_low_rank(scaling, tensors):
             "x_low and gather_indices are given: gather_indices must be None, and x have the order of the groups, as "
             "permute_tokens returns it"
         )
-    groups, n, _ = weight.shape
-    of_weight = (*_OF_WEIGHT, "x_low has {} columns")
-    because, rank = (*_of_rows(x), "weight_low has {} columns"), weight_low.shape[-1] if weight_low.dim() == 3 else "r"
-    check_tensor("x_low", x_low, shape=(*x.shape[:-1], rank), because=because, contiguous=x.dim() == 3)
-    check_tensor("weight_low", weight_low, shape=(groups, n, x_low.shape[-1]), because=of_weight)
-    for name, tensor in (("x_low", x_low), ("weight_low", weight_low)):
-        check_tensor(name, tensor, dtype=torch.bfloat16, device=(x.device, "x"))
+    checked, because = dict(dtype=torch.bfloat16, device=(x.device, "x")), (*_of_rows(x), "weight_low has {} columns")
+    check_tensor("weight_low", weight_low, shape=(*weight.shape[:2], "r"), because=_OF_WEIGHT, **checked)
+    rank = weight_low.shape[2]
+    check_tensor("x_low", x_low, shape=(*x.shape[:-1], rank), because=because, contiguous=x.dim() == 3, **checked)
     if not rank or rank % 8 or rank > MAX_SIZE // 2:
         raise ValueError(
             f"x_low and weight_low have {rank} columns; they must have a multiple of 8, and at most {MAX_SIZE // 2}"

@@ -395,10 +395,10 @@ def make_kernel(config):
                 weight_policy = evict_last if keep_weight else createpolicy_evict_first()
                 column_tiles = int32((n + cluster_columns - 1) // cluster_columns)
                 if early_weight:
-                    # Fill the ring with weights while the kernel before still runs. It may compute x, but the group
-                    # sizes and the scales that `publish_tile` reads must be older: written by kernels that had
-                    # completed when it allowed dependents to start. Consumers do not start on these stages before
-                    # the loop below, or an auxiliary warp, adds x: the full barriers expect it, too.
+                    # Fill the ring with weights while the kernel before still runs. It may compute x and x_low, but the
+                    # group sizes and the scales that `publish_tile` reads must be older: written by kernels that had
+                    # completed when it allowed dependents to start. Consumers do not start on these stages before the
+                    # loop below, or an auxiliary warp, adds x: the full barriers expect it, too.
                     number = first_tile()
                     while number < tiles and early < stages:
                         tile = look_up_tile(smem, problem, column_tiles, number)
