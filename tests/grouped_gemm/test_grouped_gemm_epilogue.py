@@ -249,11 +249,11 @@ WRONG = WRONG_VALUES | {
 }
 WRONG_BF16 = WRONG_VALUES | {
     "rows are stored to the next row": (store_tile, "int64(row) * store.pitch", "int64(row + 1) * store.pitch"),
-    "all chunks have the first one's rows": (store_tile, "store.destinations + destination", "store.destinations"),
+    "all chunks have the first one's rows": (store_tile, "store.destinations + offset", "store.destinations"),
     "a row has the row of the other half": (store_tile, "+ (t >> 3) * 2 + (t & 1)", "+ (t & 1)"),
 }
 WRONG_ACTIVATION = {
-    "gate and up are swapped": (epilogue_terms, "activate_scaled(gate, up)", "activate_scaled(up, gate)"),
+    "gate and up are swapped": (kernel, "acc = activate(acc_0, acc_1)", "acc = activate(acc_1, acc_0)"),
     "the bias of gate is added to up": (epilogue_terms, "2 * column + part", "2 * column"),
     "gate is limited from below": (
         fragments,
@@ -281,7 +281,7 @@ WRONG_FP8 = {
 
 
 WRONG_GIVEN_SCALES = {
-    "activations have another scale": (epilogue, "scale = output.y_scale[0]", "scale = output.y_scale[0] * float32(2)"),
+    "activations have another scale": (epilogue, "scale = output.second[0]", "scale = output.second[0] * float32(2)"),
     "the scale of x is left out": (
         kernel,
         "scales.weight[tile.group] * scales.x[0] if scaled_x",
