@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import moe_numba
+from moe_numba import simulator
 from moe_numba.gate.reference import biased_grouped_topk as reference_topk
 from moe_numba.gate.reference import expert_scores, expert_weights
 from moe_numba.grouped_gemm.api import autograd
@@ -203,6 +204,28 @@ def test_gradients_are_bit_identical_from_run_to_run(device):
         moe_numba.fused_experts(**own, topk_ids=ids).float().sum().backward()
         results.append([t.grad for t in own.values()])
     assert all(map(torch.equal, *results))
+
+
+def test_training_is_bit_identical_from_run_to_run(device):
+    """Losses of thousands of steps on a GPU, each with another routing: the gate has gradients, too."""
+    runs = []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(5)
+        layer = moe_numba.moe_layer.MoELayer(EXPERTS, HIDDEN, INTERMEDIATE, 2, scoring="softmax", device=device)
+        for parameter in layer.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 8)
+        optimizer = torch.optim.SGD(layer.requires_grad_(True).parameters(), 0.01)
+        x, wanted = (torch.randn(64, HIDDEN, generator=generator).bfloat16().to(device) for _ in range(2))
+        losses = []
+        for step in range(3 if simulator.ENABLED else 3000):
+            rows = slice(8 * (step % 8), 8 * (step % 8) + 8)
+            loss = (layer(x[rows]) - wanted[rows]).float().pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        runs.append(torch.stack(losses))
+    assert torch.equal(*runs) and runs[0].isfinite().all() and runs[0][-1] != runs[0][0]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -139,11 +139,11 @@ def gates_of(about, token_counts):
     return [make(tokens, *gates, scoring="softmax") for tokens in token_counts]
 
 
-def fits(about):
-    """Return whether the GPU's memory holds a model; report it if not."""
+def fits(about, copies=1):
+    """Return whether the GPU's memory holds a model, or some copies of its weights; report it if not."""
     with torch.device("meta"):
         model = getattr(transformers, f"{about.architecture}ForCausalLM")(about.config)
-    needed = 2 * sum(parameter.numel() for parameter in model.parameters()) + SPARE_BYTES
+    needed = 2 * copies * sum(parameter.numel() for parameter in model.parameters()) + SPARE_BYTES
     memory = torch.cuda.get_device_properties(0).total_memory
     if needed > memory:
         print(f"{about.name} is left out: it needs {needed >> 30} GiB, the GPU has {memory >> 30}", file=sys.stderr)
