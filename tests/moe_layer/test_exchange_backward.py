@@ -1,4 +1,4 @@
-"""Gradients of ``ExpertParallelMoE`` on several ranks, in the simulator on one, against those of all experts."""
+"""Gradients of ``ExpertParallelMoE`` on several ranks against those of all experts on one."""
 
 from functools import partial
 
@@ -16,12 +16,7 @@ from moe_numba.moe_layer.backward import exchange
 
 HIDDEN, INTERMEDIATE, PER_RANK, TOPK = 64, 128, 2, 3
 NAMES = "x", "topk_weights", "shared", "w13", "w2"
-FEW = [7] if simulator.ENABLED else [3, 4]
-
-
-def several(*cases):
-    """Return cases of several ranks, which the simulator does not have."""
-    return () if simulator.ENABLED else cases
+FEW = [3, 4]
 
 
 def inputs(tokens, seed=0):
@@ -83,11 +78,7 @@ def differing(found, expected, names=NAMES):
 
 @pytest.mark.parametrize(
     "tokens, options",
-    (
-        ([5], {}),
-        ([3], dict(num_worst_tokens=4)),
-        *several(([5, 3], {}), ([4, 0, 2], {}), ([3, 5], dict(num_worst_tokens=9))),
-    ),
+    (([5], {}), ([3], dict(num_worst_tokens=4)), ([5, 3], {}), ([4, 0, 2], {}), ([3, 5], dict(num_worst_tokens=9))),
 )
 def test_gradients_are_those_of_one_gpu(tokens, options):
     """With worst-case tokens inference has the low-latency exchange, whose sums of ranks have the same bits."""
@@ -109,12 +100,6 @@ def test_gradients_of_a_checkpointed_layer_are_the_same():
     checkpointed = lambda layer: partial(checkpoint, layer, use_reentrant=False)
     first, again = run(FEW, *given)[2], run(FEW, *given, call=checkpointed)[2]
     assert all(torch.equal(first[name], again[name]) for name in NAMES)
-
-
-@pytest.mark.skipif(not simulator.ENABLED, reason="a GPU has several ranks")
-def test_several_ranks_of_the_simulator_are_refused():
-    with pytest.raises(NotImplementedError, match="the simulator's ranks share a thread"):
-        run([3, 4], *inputs([3, 4]))
 
 
 @pytest.mark.parametrize("part", ("weights", "rows"))

@@ -129,12 +129,10 @@ class LocalGroup:
         return results
 
     def _run_simulated(self, work):
-        import greenlet
-
-        results, errors = [None] * self.num_ranks, []
-        self.ranks = [_SimulatedRank(self, rank, greenlet.getcurrent()) for rank in range(self.num_ranks)]
-        running = {r: greenlet.greenlet(lambda r=r: results.__setitem__(r.rank, work(r))) for r in self.ranks}
-        self.coroutines = list(running.values())
+        errors = []
+        self.ranks = [_SimulatedRank(self, rank) for rank in range(self.num_ranks)]
+        self.threads = [_RankThread(rank, work) for rank in self.ranks]
+        running = dict(zip(self.ranks, self.threads, strict=True))
         try:
             while running:
                 ready = [r for r in running if r.condition is None or r.condition()]
@@ -146,7 +144,7 @@ class LocalGroup:
                     for _ in range(_MOST_TURNS):
                         for r in ready:
                             try:
-                                with simulator.on_rank(r.rank), r.own_grad_mode():
+                                with simulator.on_rank(r.rank):
                                     running[r].switch()
                             except TimeoutError as error:  # the rank that it waited for may still raise the cause
                                 errors.append((r.rank, error))
@@ -159,12 +157,12 @@ class LocalGroup:
                         if not ready:
                             break
         finally:
-            for r, coroutine in running.items():  # a rank has failed: the others must not wait for it
+            for r, thread in running.items():  # a rank has failed: the others must not wait for it
                 r.abandoned = True
-                with contextlib.suppress(Exception), r.own_grad_mode():
-                    coroutine.throw()
+                with contextlib.suppress(Exception):
+                    thread.end()
         _raise_first(errors)
-        return results
+        return [thread.result for thread in self.threads]
 
 
 class _Barrier:
@@ -191,6 +189,67 @@ class _Barrier:
         with self._changed:
             self._is_aborted = True
             self._changed.notify_all()
+
+
+class _Ended(BaseException):
+    """Ends the function of a simulated rank that waits."""
+
+
+class _RankThread:
+    """The function of a simulated rank, in a thread of its own: torch keeps its state by thread.
+
+    Such are whether gradients are recorded, hooks of checkpoints, and what a backward runs. Only one thread runs at a
+    time, the group's or that of a rank.
+    """
+
+    def __init__(self, rank, work):
+        from moe_numba.simulator.core.settings import settings
+
+        self.result, self.dead, self._is_ended, self._error = None, False, False, None
+        self._rank, self._work, self._adopt_settings = rank, work, settings.of_this_thread()
+        self._to_rank, self._to_group = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self.run, daemon=True)
+
+    def run(self):
+        self._adopt_settings()
+        try:
+            self.result = self._work(self._rank)
+        except _Ended:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.dead = True
+            self._to_group.release()
+
+    def switch(self):
+        """Let the function go on until it waits or ends; raise the error that it ends with."""
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._to_rank.release()
+        self._to_group.acquire()
+        if self.dead and self._error is not None:
+            raise self._error
+
+    def end(self):
+        """End the function where it waits, if it does."""
+        if self._thread.ident is not None and not self.dead:
+            self._is_ended = True
+            self.switch()
+
+    def pause(self):
+        """Let the group go on, from the function, until it switches back; what waits in the group's thread goes on."""
+        if threading.current_thread() is not self._thread:
+            return
+        self._to_group.release()
+        self._to_rank.acquire()
+        if self._is_ended:
+            raise _Ended
+
+    def frame(self):
+        """Return the innermost frame of the function, or None if it does not run."""
+        return sys._current_frames().get(self._thread.ident)
 
 
 def _raise_first(errors):
@@ -306,17 +365,6 @@ class _SimulatedRank(_LocalRank):
     barriers = 0  # that the rank has reached
     abandoned = False  # another rank has failed
 
-    def __init__(self, group, rank, scheduler):
-        super().__init__(group, rank)
-        self._scheduler, self._is_grad_enabled = scheduler, True
-
-    @contextlib.contextmanager
-    def own_grad_mode(self):
-        """Set torch's grad mode to this rank's, as if the rank had a thread of its own."""
-        with torch.set_grad_enabled(self._is_grad_enabled):
-            yield
-            self._is_grad_enabled = torch.is_grad_enabled()
-
     def needs_no_kernel(self):
         """Return whether the rank can go on before the queued kernels run: it waits for none of its own."""
         with simulator.on_rank(self.rank):
@@ -348,9 +396,8 @@ class _SimulatedRank(_LocalRank):
 
     def _call_of(self, rank):
         """Return the name of the call of this package in which a rank waits, None if it does not."""
-        coroutine, call = self.group.coroutines[rank], None
-        frame = sys._getframe(1) if rank == self.rank else coroutine.gr_frame
-        while frame is not None and frame.f_back is not None:  # the outermost frame is that of the group
+        frame, call = self.group.threads[rank].frame(), None
+        while frame is not None and frame.f_code is not _RankThread.run.__code__:
             if frame.f_globals.get("__name__", "").startswith(_PACKAGE):
                 call = frame.f_code.co_name
             frame = frame.f_back
@@ -373,7 +420,7 @@ class _SimulatedRank(_LocalRank):
         if self.abandoned:
             raise RuntimeError(f"rank {self.rank} cannot go on: another rank has failed")
         self.condition, self.seconds = ready, math.inf if seconds is None else seconds
-        self._scheduler.switch()
+        self.group.threads[self.rank].pause()
         timed_out, self.condition, self.timed_out = self.timed_out, None, False
         return not timed_out
 

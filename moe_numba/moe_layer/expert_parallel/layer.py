@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moe_numba import simulator
 from moe_numba.expert_parallel import Buffer, Config, get_dispatch_layout, per_token_cast_back, per_token_cast_to_fp8
 from moe_numba.expert_parallel.low_latency.layout import MAX_LOCAL_EXPERTS, SCALE_GROUP
 from moe_numba.expert_parallel.rings.checks import check_config
@@ -263,11 +262,6 @@ class ExpertParallelMoE(nn.Module):
                 tensors = dict(x=x, topk_weights=topk_weights, shared=shared) | dict(self.named_parameters())
                 name = name_requiring_grad(tensors)
                 raise ValueError(f"{name} requires grad, and {problem} for a backward: use torch.no_grad() or detach()")
-        if simulator.ENABLED and self.buffer.group_size > 1:
-            raise NotImplementedError(
-                "the simulator's ranks share a thread, in which torch runs one backward at a time: gradients of "
-                "ExpertParallelMoE need a group of one rank, or GPUs"
-            )
         received, weights, ids, *handle = Dispatch.apply(x, topk_weights, topk_ids, self)
         rows = self.compute(received, weights, ids)
         self._wait_for_shared_experts(x, shared)

@@ -71,6 +71,18 @@ class Settings:
         """Return whether a context has changed a setting of the calling thread."""
         return name in self._thread.changes
 
+    def of_this_thread(self):
+        """Return a function that gives the thread which calls it the changes of this one, now and later.
+
+        Only one of both may run at a time.
+        """
+        changes = self._thread.changes
+
+        def adopt():
+            self._thread.changes = changes
+
+        return adopt
+
     @staticmethod
     def _from_environment(name):
         variable, default, read, allowed = _VARIABLES[name]
