@@ -227,9 +227,6 @@ def results(given, ids, activation="silu", names=(*NAMES, "x", "topk_weights"), 
     return [y.detach(), *(t.grad for t in own.values() if t.requires_grad)], saved
 
 
-PACKED = pytest.mark.parametrize("activation, gate_up", (("silu", "stacked"), ("swigluoai", "interleaved")))
-
-
 def mxfp4_is_wrong(device, activation="silu", gate_up="stacked", names=NAMES, ids=IDS, **options):
     """Return what is wrong with packed weights: results are those of the same numbers in bfloat16, bit for bit."""
     given = inputs(device, has_bias=True) | adapters(device, names=names)
@@ -244,8 +241,15 @@ def mxfp4_is_wrong(device, activation="silu", gate_up="stacked", names=NAMES, id
     return f"tensors {large} are kept" if large else None
 
 
-@PACKED
-@pytest.mark.parametrize("names", (NAMES, NAMES[:2], NAMES[2:]), ids=("both", "w13", "w2"))
+@pytest.mark.parametrize(
+    "activation, gate_up, names",
+    (
+        ("silu", "stacked", NAMES),
+        ("swigluoai", "interleaved", NAMES),
+        ("swigluoai", "interleaved", NAMES[:2]),
+        ("silu", "stacked", NAMES[2:]),
+    ),
+)
 def test_mxfp4_weights_have_the_bits_of_decoded_ones(activation, gate_up, names, device):
     """And none in bfloat16 is kept for the backward."""
     assert mxfp4_is_wrong(device, activation, gate_up, names) is None
