@@ -18,6 +18,7 @@ from moe_layer.test_backward import (
 import moe_numba
 from moe_numba.grouped_gemm.w4.reference import quantise_mxfp4
 from moe_numba.moe_layer import fused_experts_lora, lora
+from moe_numba.moe_layer import weights as layer_weights
 from moe_numba.moe_layer.backward import experts as backward_experts
 from moe_numba.moe_layer.backward import plan as backward_plan
 from moe_numba.moe_layer.reference_mxfp4 import unpack, unpack_gate_up
@@ -310,6 +311,14 @@ def test_invalid_mxfp4_weights(changes, message, device):
     own, _ = packed(inputs(device) | adapters(device), "stacked")
     own |= {name: t.to(device) if name != "w2" else t for name, t in changes(own).items()}
     with pytest.raises(ValueError, match=message):
+        fused_experts_lora(**own, topk_ids=torch.tensor(IDS, device=device))
+
+
+def test_mxfp4_weights_need_wgmma(device, monkeypatch):
+    for module in (lora, layer_weights):
+        monkeypatch.setattr(module, "has_wgmma", lambda device: False)
+    own, _ = packed(inputs(device) | adapters(device), "stacked")
+    with pytest.raises(moe_numba.UnsupportedDeviceError, match="MXFP4 weights need compute capability 9.0"):
         fused_experts_lora(**own, topk_ids=torch.tensor(IDS, device=device))
 
 
