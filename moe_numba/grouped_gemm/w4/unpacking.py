@@ -97,16 +97,16 @@ def make_unpack_kernel(gate_up):
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()
         codes = ld_nc_na_s32x4(packed, first + 4 * int32(cuda.threadIdx.x))
-        a = decode_scaled_tile(codes, packed[first + (_CODE_WORDS + 8 * warp + (lane >> 2))])
+        registers = decode_scaled_tile(codes, packed[first + (_CODE_WORDS + 8 * warp + (lane >> 2))])
 
         # Lane 8 i + j passes the address of row j of matrix i: of the rows from 8 (i % 2) on, and vector i // 2 of two.
         own = int32(warp * (_WARP_ROWS * _ROW_WORDS))
         row = int32(lane & 15)
         at = int32(own + row * _ROW_WORDS + 4 * ((lane >> 4) ^ (row & 7)))
-        store_columns(words, at, a[0], a[1], a[2], a[3])
-        store_columns(words, int32(at ^ 8), a[4], a[5], a[6], a[7])
-        store_columns(words, int32(at ^ 16), a[8], a[9], a[10], a[11])
-        store_columns(words, int32(at ^ 24), a[12], a[13], a[14], a[15])
+        store_columns(words, at, registers[0], registers[1], registers[2], registers[3])
+        store_columns(words, int32(at ^ 8), registers[4], registers[5], registers[6], registers[7])
+        store_columns(words, int32(at ^ 16), registers[8], registers[9], registers[10], registers[11])
+        store_columns(words, int32(at ^ 24), registers[12], registers[13], registers[14], registers[15])
         cuda.syncwarp()
 
         # Row i of the first eight, or of gate, goes to row first_row + i * step; those of the others are to_other on.
