@@ -7,6 +7,7 @@ import torch
 from moe_numba.grouped_gemm.call.checks import has_wgmma, is_mn_major
 from moe_numba.moe_layer.backward.experts import adapted_experts
 from moe_numba.moe_layer.fused_experts import fused_experts
+from moe_numba.moe_layer.weights import check_weights
 from moe_numba.runtime.validate import check_tensor
 
 _RANK_MULTIPLE = 16  # of the columns of a grouped GEMM
@@ -33,7 +34,7 @@ def fused_experts_lora(
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> torch.Tensor:
-    """Compute the experts of a layer in bfloat16 whose weights have LoRA adapters, with gradients.
+    """Compute the experts of a layer whose weights, in bfloat16 or MXFP4, have LoRA adapters, with gradients.
 
     As :func:`moe_numba.fused_experts` with the weights ``w13 + w13_scaling * w13_b @ w13_a`` and
     ``w2 + w2_scaling * w2_b @ w2_a`` of each expert, but neither these nor their gradients are formed. So a step whose
@@ -42,7 +43,9 @@ def fused_experts_lora(
     Parameters
     ----------
     x, w13, w2, topk_weights, topk_ids
-        As for :func:`moe_numba.fused_experts`, in bfloat16.
+        As for :func:`moe_numba.fused_experts`, in bfloat16; or w13 and w2 in MXFP4, as
+        :func:`moe_numba.pack_mxfp4_experts` packs them, on a GPU with wgmma. Those stay as they are: they have no
+        gradients, and adapters have the sizes of the weights as padded.
     w13_a : tensor [experts, rank, hidden], optional
         With ``w13_b``; without both w13 has no adapter. Any floating-point dtype, rounded to bfloat16, and any strides:
         those of PEFT's weights are views. ``[1, rank, hidden]`` is shared by all experts.
@@ -64,11 +67,18 @@ def fused_experts_lora(
     ------
     ValueError, TypeError
         With the name of the argument, its value and what is allowed.
+    moe_numba.UnsupportedDeviceError
+        As for :func:`moe_numba.fused_experts`.
 
     Notes
     -----
     ``z = w13_a @ x`` is a grouped GEMM with ``rank`` columns, rounded to bfloat16. A second one multiplies w13 by x and
     w13_b by z in the same loop. On a GPU without wgmma the adapters are added to the weights before the call.
+
+    MXFP4 weights are decoded to bfloat16 in each forward pass and again in each backward, by a kernel that reads 17/32
+    bytes per weight and writes two. The result and the gradients have the bits of those with decoded weights, but
+    between the passes only the packed weights are kept. Without adapters the call is one of
+    :func:`moe_numba.fused_experts`, which has no backward with MXFP4 weights.
 
     Gradients of all floating-point tensors, like results, are bit-identical from run to run.
 
@@ -86,18 +96,19 @@ def fused_experts_lora(
     given |= dict(w13_bias=w13_bias, w2_bias=w2_bias, activation=activation, alpha=alpha, limit=limit)
     weights: dict[str, Any] = dict(w13=w13, w2=w2)
     adapters: dict[str, Any] = {}
+    if is_checked := not torch.compiler.is_dynamo_compiling():  # which cannot trace the checks
+        check_tensor("x", x, dtype=torch.bfloat16, shape=("tokens", "hidden"))
+        shapes = _check_weights(w13, w2)
     for name, a, b, scaling in (("w13", w13_a, w13_b, w13_scaling), ("w2", w2_a, w2_b, w2_scaling)):
         weight = weights[name]
-        if not torch.compiler.is_dynamo_compiling():  # which cannot trace the checks
-            check_tensor("x", x, dtype=torch.bfloat16, shape=("tokens", "hidden"))
-            check_tensor(name, weight, dtype=torch.bfloat16, shape=("experts", "outputs", "inputs"))
-            _check_adapter(name, weight, a, b, scaling)
+        if is_checked:
+            _check_adapter(name, shapes[name], weight.device, a, b, scaling)
         if a is None or b is None:
             continue
         a, b = a.bfloat16(), (b if scaling == 1 else b.float() * scaling).bfloat16()
         if len(a) < len(weight) or len(b) < len(weight):  # shared by all experts
             a, b = (t.expand(len(weight), -1, -1) for t in (a, b))
-        if not _adds_in_kernel(x.device):
+        if weight.dtype == torch.bfloat16 and not _adds_in_kernel(x.device):
             weights[name] = torch.baddbmm(weight, b, a)
             continue
         if missing := -a.shape[1] % _RANK_MULTIPLE:
@@ -114,7 +125,27 @@ def _adds_in_kernel(device):
     return has_wgmma(device)
 
 
-def _check_adapter(name, weight, a, b, scaling):
+def _check_weights(w13, w2):
+    """Check the weights as far as adapters need it; return [experts, outputs, inputs] of each by name."""
+    weights = dict(w13=w13, w2=w2)
+    is_packed = [isinstance(weight, torch.Tensor) and weight.dtype == torch.uint8 for weight in weights.values()]
+    if all(is_packed):
+        experts, hidden, intermediate, *_ = check_weights(w13, w2)
+        return dict(w13=(experts, 2 * intermediate, hidden), w2=(experts, hidden, intermediate))
+    for name, weight in weights.items():
+        allowed = (torch.bfloat16, torch.uint8) if any(is_packed) else torch.bfloat16
+        check_tensor(name, weight, dtype=allowed)
+    if any(is_packed):
+        raise ValueError(
+            f"w13 is {w13.dtype}, w2 is {w2.dtype}; both must be torch.bfloat16, or both torch.uint8 that "
+            "pack_mxfp4_experts has packed and that has no gradient"
+        )
+    for name, weight in weights.items():
+        check_tensor(name, weight, shape=("experts", "outputs", "inputs"))
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def _check_adapter(name, shape, device, a, b, scaling):
     """Raise for an adapter of a weight that is not allowed."""
     of_a, of_b = f"{name}_a", f"{name}_b"
     if (a is None) != (b is None):
@@ -124,8 +155,8 @@ def _check_adapter(name, weight, a, b, scaling):
         return
     if isinstance(scaling, bool) or not isinstance(scaling, int | float):
         raise TypeError(f"{name}_scaling is {scaling!r}; it must be a number")
-    experts, outputs, inputs = weight.shape
-    options = dict(dtype=_DTYPES, device=(weight.device, name))
+    experts, outputs, inputs = shape
+    options = dict(dtype=_DTYPES, device=(device, name))
     check_tensor(of_a, a, shape=("experts", "rank", inputs), because=("", "", f"{name} has {{}} inputs"), **options)
     because = "", f"{name} has {{}} outputs", f"{of_a} has rank {{}}"
     check_tensor(of_b, b, shape=("experts", outputs, a.shape[1]), because=because, **options)
@@ -137,7 +168,7 @@ def _check_adapter(name, weight, a, b, scaling):
 
 
 def _like_weight(tensor, weight):
-    """Return a tensor whose contiguous dimension is that of a weight, which is one of the last two."""
-    if is_mn_major(weight):
+    """Return a tensor whose contiguous dimension, one of the last two, is that of a weight; packed ones are decoded."""
+    if weight.dtype == torch.bfloat16 and is_mn_major(weight):
         return tensor.mT.contiguous().mT
     return tensor.contiguous()

@@ -16,9 +16,13 @@ from moe_layer.test_backward import (
 )
 
 import moe_numba
+from moe_numba.grouped_gemm.w4.reference import quantise_mxfp4
 from moe_numba.moe_layer import fused_experts_lora, lora
+from moe_numba.moe_layer import weights as layer_weights
 from moe_numba.moe_layer.backward import experts as backward_experts
 from moe_numba.moe_layer.backward import plan as backward_plan
+from moe_numba.moe_layer.reference_mxfp4 import unpack, unpack_gate_up
+from moe_numba.moe_layer.weights import pack_mxfp4_experts
 
 NAMES = "w13_a", "w13_b", "w2_a", "w2_b"
 SCALING = dict(w13_scaling=2.0, w2_scaling=0.5)
@@ -204,6 +208,140 @@ def test_weights_in_fp8_are_refused(device):
     given = inputs(device) | {n: inputs(device)[n].to(torch.float8_e4m3fn) for n in ("w13", "w2")} | adapters(device)
     with pytest.raises(TypeError, match="w13 .*torch.bfloat16"):
         fused_experts_lora(**given, topk_ids=torch.tensor(IDS, device=device))
+
+
+def packed(given, gate_up, intermediate=INTERMEDIATE):
+    """Return the arguments with their weights in MXFP4, packed; and with the same numbers in bfloat16."""
+    w13, w2 = given["w13"][:, : 2 * intermediate], given["w2"][:, :, :intermediate].contiguous()
+    w13, w2 = pack_mxfp4_experts(*quantise_mxfp4(w13), *quantise_mxfp4(w2), gate_up)
+    decoded = dict(w13=torch.stack([unpack_gate_up(w, gate_up == "interleaved") for w in w13]).bfloat16())
+    decoded["w2"] = torch.stack([unpack(w) for w in w2]).bfloat16()
+    return given | dict(w13=w13, w2=w2), given | decoded
+
+
+def results(given, ids, activation="silu", names=(*NAMES, "x", "topk_weights"), call=fused_experts_lora):
+    """Return the result and the gradients of the tensors that are named, and the tensors that autograd saves."""
+    own, saved = with_grad(given, [name for name in names if name in given]), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = call(**own, topk_ids=ids, activation=activation, **SCALING)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(y.device))
+    return [y.detach(), *(t.grad for t in own.values() if t.requires_grad)], saved
+
+
+def mxfp4_is_wrong(device, activation="silu", gate_up="stacked", names=NAMES, ids=IDS, **options):
+    """Return what is wrong with packed weights: results are those of the same numbers in bfloat16, bit for bit."""
+    given = inputs(device, has_bias=True) | adapters(device, names=names)
+    own, decoded = packed(given, gate_up)
+    ids = torch.tensor(ids, device=device)
+    (found, saved), (wanted, _) = results(own, ids, activation, **options), results(decoded, ids, activation)
+    assert all(gradient.any() for gradient in wanted)
+    if not all(map(torch.equal, found, wanted)):
+        return "results differ"
+    weight = EXPERTS * HIDDEN * INTERMEDIATE
+    large = [tuple(t.shape) for t in saved if t.is_floating_point() and t.numel() >= weight]
+    return f"tensors {large} are kept" if large else None
+
+
+@pytest.mark.parametrize(
+    "activation, gate_up, names",
+    (
+        ("silu", "stacked", NAMES),
+        ("swigluoai", "interleaved", NAMES),
+        ("swigluoai", "interleaved", NAMES[:2]),
+        ("silu", "stacked", NAMES[2:]),
+    ),
+)
+def test_mxfp4_weights_have_the_bits_of_decoded_ones(activation, gate_up, names, device):
+    """And none in bfloat16 is kept for the backward."""
+    assert mxfp4_is_wrong(device, activation, gate_up, names) is None
+
+
+def test_compiled_calls_with_mxfp4_weights(device):
+    compiled = torch.compile(fused_experts_lora, backend="aot_eager", fullgraph=True)
+    assert mxfp4_is_wrong(device, "swigluoai", "interleaved", call=compiled) is None
+
+
+def test_mxfp4_weights_with_a_limit_of_silu(device):
+    """Which the grouped GEMM with MXFP4 weights does not have."""
+    calls = lambda **given: fused_experts_lora(**given, limit=1.0)
+    own, decoded = packed(inputs(device) | adapters(device), "stacked")
+    found, wanted = (results(given, torch.tensor(IDS, device=device), call=calls)[0] for given in (own, decoded))
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_mxfp4_weights_that_packing_pads(device):
+    """Of 32 columns of the activation, whose adapters are padded with zeros."""
+    made = adapters(device)
+    made["w13_b"], made["w2_a"] = made["w13_b"][:, :128].contiguous(), made["w2_a"][..., :64].contiguous()
+    own, decoded = packed(inputs(device) | made, "stacked", intermediate=32)
+    assert decoded["w13"].shape == (EXPERTS, 128, HIDDEN) and not decoded["w2"][..., 32:].any()
+    found, wanted = (results(given, torch.tensor(IDS, device=device))[0] for given in (own, decoded))
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_mxfp4_weights_without_adapters_are_those_of_fused_experts(device):
+    own, _ = packed(inputs(device), "stacked")
+    ids = torch.tensor(IDS, device=device)
+    assert torch.equal(fused_experts_lora(**own, topk_ids=ids), moe_numba.fused_experts(**own, topk_ids=ids))
+    own["x"].requires_grad_()
+    with pytest.raises(ValueError, match="x requires grad; fused_experts has a backward only with bfloat16 weights"):
+        fused_experts_lora(**own, topk_ids=ids)
+
+
+@pytest.mark.parametrize("name", ("w13", "w2"))
+def test_one_packed_weight_is_refused(name, device):
+    given = inputs(device) | adapters(device)
+    given[name] = packed(given, "stacked")[0][name]
+    types = ("torch.uint8", "torch.bfloat16")[:: 1 if name == "w13" else -1]
+    with pytest.raises(ValueError, match="w13 is {}, w2 is {}; both must be torch.bfloat16, or both".format(*types)):
+        fused_experts_lora(**given, topk_ids=torch.tensor(IDS, device=device))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    (
+        (lambda t: dict(w13=t["w2"]), "w13 has shape .*packed it without gate_up"),
+        (lambda t: dict(w2=t["w2"][:3]), "w2 has shape .*w13 has 4 experts"),
+        (lambda t: dict(w13_b=t["w13_b"][:, :128].contiguous()), "w13_b .*w13 has 256 outputs"),
+        (lambda t: dict(w2_a=t["w2_a"][..., :64].contiguous()), "w2_a .*w2 has 128 inputs"),
+        (lambda t: dict(w2=torch.empty(t["w2"].numel() + 1).byte()[1:].view(t["w2"].shape)), "w2 starts at address"),
+    ),
+)
+def test_invalid_mxfp4_weights(changes, message, device):
+    own, _ = packed(inputs(device) | adapters(device), "stacked")
+    own |= {name: t.to(device) if name != "w2" else t for name, t in changes(own).items()}
+    with pytest.raises(ValueError, match=message):
+        fused_experts_lora(**own, topk_ids=torch.tensor(IDS, device=device))
+
+
+def test_mxfp4_weights_need_wgmma(device, monkeypatch):
+    for module in (lora, layer_weights):
+        monkeypatch.setattr(module, "has_wgmma", lambda device: False)
+    own, _ = packed(inputs(device) | adapters(device), "stacked")
+    with pytest.raises(moe_numba.UnsupportedDeviceError, match="MXFP4 weights need compute capability 9.0"):
+        fused_experts_lora(**own, topk_ids=torch.tensor(IDS, device=device))
+
+
+@pytest.mark.parametrize("what", ("order", "backward", "kept"))
+def test_wrong_decoding_is_rejected(what, device, monkeypatch):
+    """Rows in the other order in both passes or in the backward, and decoded weights that are kept for it."""
+    right, adapted, calls = backward_experts._decoded, lora.adapted_experts, []
+
+    def decoded(w13, w2, activation):
+        calls.append(activation)
+        is_wrong = w13.dtype == torch.uint8 and (what == "order" or len(calls) == 2)
+        return right(w13, w2, "swigluoai" if is_wrong else activation)
+
+    def adapted_and_kept(**given):
+        w13, w2 = right(given["w13"], given["w2"], "silu")
+        return adapted(**given | dict(w13=w13, w2=w2))
+
+    if what == "kept":
+        monkeypatch.setattr(lora, "adapted_experts", adapted_and_kept)
+    else:
+        monkeypatch.setattr(backward_experts, "_decoded", decoded)
+    found = mxfp4_is_wrong(device)
+    assert found and found.startswith("tensors" if what == "kept" else "results differ")
 
 
 def test_sizes():

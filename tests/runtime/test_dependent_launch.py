@@ -42,9 +42,13 @@ from moe_numba.grouped_gemm import group_gemm_pertensor_fp8
 from moe_numba.grouped_gemm import reference as gemm_reference
 from moe_numba.grouped_gemm.call import plan as gemm_launch
 from moe_numba.grouped_gemm.common import group_starts
+from moe_numba.grouped_gemm.w4 import unpacking
+from moe_numba.grouped_gemm.w4.packing import pack_mxfp4
+from moe_numba.grouped_gemm.w4.reference import quantise_mxfp4
 from moe_numba.grouped_gemm.wgmma import kernel as grouped_gemm
 from moe_numba.moe_layer import group_by_expert, permute_cast_to_fp8, permute_tokens, silu_and_mul, weighted_sum
 from moe_numba.moe_layer import reference as layer_reference
+from moe_numba.moe_layer import reference_mxfp4 as mxfp4_reference
 from moe_numba.moe_layer.group_by_expert import api as group_by_expert_api
 from moe_numba.moe_layer.group_by_expert import kernel as kernel_group_by_expert
 from moe_numba.moe_layer.per_token_quant import kernel as kernel_per_token_quant
@@ -195,6 +199,13 @@ def multiply_rows_of_groups(late):
     assert gemm_reference.mismatch(out, expected) is None
 
 
+def unpack(late):
+    packed = pack_mxfp4(*quantise_mxfp4(random(2, 64, 64)))
+    (given,) = late(packed)
+    expected = torch.stack([mxfp4_reference.unpack(weight) for weight in given]).bfloat16()
+    assert torch.equal(unpacking.unpack_mxfp4(packed), expected)
+
+
 def exchange(late, what):
     """Dispatch and combine on two ranks; ``what`` is late."""
     inputs = make_inputs([4, 5])
@@ -271,6 +282,7 @@ CASES = {  # name: (module of the kernel, call that checks its result, limits of
     # The wait of the thread that loads weights: the other threads of a CTA wait earlier.
     "grouped GEMM, early weights": (grouped_gemm, multiply_with_early_weights, {}),
     "rows of groups": (group_starts, multiply_rows_of_groups, {}),
+    "unpacked weights": (unpacking, unpack, {}),
     "notify": (notify, lambda late: exchange(late, "layout"), {}),
     "dispatch": (dispatch, lambda late: exchange(late, "rows"), {}),
     "direct dispatch": (dispatch_direct, lambda late: exchange(late, "rows of direct dispatch"), {}),

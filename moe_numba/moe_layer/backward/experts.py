@@ -3,15 +3,17 @@
 import torch
 
 from moe_numba.gate import biased_grouped_topk
+from moe_numba.grouped_gemm.w4.unpacking import unpack_mxfp4
 from moe_numba.moe_layer.backward.plan import BackwardPlan, BackwardTensors, TrainingPlan
 from moe_numba.moe_layer.fused_experts import check_experts, fused_experts, make_plan
 from moe_numba.moe_layer.fused_moe import check_layer, fused_moe, own_names
 from moe_numba.moe_layer.launches import Adapters, ExpertsTensors
+from moe_numba.moe_layer.weights import check_weights, check_wgmma
 from moe_numba.moe_layer.workspace import describe
 from moe_numba.runtime.outputs import find_plan, remember
 from moe_numba.runtime.recording import refuse_recording
 from moe_numba.runtime.torch_op import NAMESPACE, OPS, name_requiring_grad, needs_dispatch, register_differentiable
-from moe_numba.runtime.validate import check_tensor
+from moe_numba.runtime.validate import check_aligned, check_tensor, is_fake
 
 _OF_CALL = "x", "w13", "w2", "topk_weights", "topk_ids", "shared", "w13_bias", "w2_bias"
 _TENSORS = *_OF_CALL, "w13_a", "w13_b", "w2_a", "w2_b"
@@ -91,6 +93,7 @@ def _compute_and_keep(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, and what a backward needs: see `TrainingPlan.compute_and_keep`."""
     refuse_recording("a tensor requires grad; a prepared call needs torch.no_grad()")
+    w13, w2 = _decoded(w13, w2, activation)
     t = ExpertsTensors(x, w13, w2, topk_weights, topk_ids, shared=shared, w13_bias=w13_bias, w2_bias=w2_bias)
     options = activation, alpha, limit, False, batch_invariant
     plan, key, t = find_plan(_plans, (options, *map(type, options)), t, t._fields)
@@ -140,11 +143,29 @@ def _gradients(*arguments):
     if not len(t.x):
         return [torch.zeros_like(getattr(t, name)) for name in names]
     t, options = t._replace(topk_weights=t.topk_weights.contiguous()), (activation, alpha, limit)
+    w13, w2 = _decoded(t.w13, t.w2, activation)
+    t = t._replace(w13=w13, w2=w2)
     plan, key, _ = find_plan(_backward_plans, (wanted, *main_grads, options), t, t._fields)
     if plan is None:
         plan = remember(_backward_plans, key, BackwardPlan(t, {*names, *main_grads}, options))
     found = plan.compute(t, main_grads)
     return [found[name] for name in names]
+
+
+def _decoded(w13, w2, activation):
+    """Return MXFP4 weights as new bfloat16 tensors, with rows in the activation's order; return others as they are.
+
+    The forward pass and the backward each decode them, and free the tensors at their end: a layer's weights are in
+    bfloat16 only while it is computed. They are not in the memory of a plan, so that its launches can be repeated.
+    """
+    if w13.dtype != torch.uint8:
+        return w13, w2
+    check_weights(w13, w2)
+    check_wgmma(w13, w2)
+    if not is_fake(w13.device):
+        check_aligned("w13", w13)
+        check_aligned("w2", w2)
+    return unpack_mxfp4(w13, "interleaved" if activation == "swigluoai" else "stacked"), unpack_mxfp4(w2)
 
 
 def _main_grads(**weights):
@@ -164,6 +185,7 @@ _compute = torch.library.custom_op(f"{NAMESPACE}::fused_experts_backward", _comp
 @_keep.register_fake
 def _fake_kept(x, w13, w2, topk_weights, topk_ids, shared, w13_bias, w2_bias, *others):
     w13_a, _, _, _, activation, alpha, limit, _ = others
+    w13, w2 = _decoded(w13, w2, activation)
     t = ExpertsTensors(x, w13, w2, topk_weights, topk_ids, shared=shared, w13_bias=w13_bias, w2_bias=w2_bias)
     shape, _ = check_experts(t, activation, alpha, limit)
     described = describe(shape, *topk_ids.shape)

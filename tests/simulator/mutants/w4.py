@@ -1,9 +1,11 @@
-"""Planted bugs in the grouped GEMM with MXFP4 weights."""
+"""Planted bugs in the grouped GEMM with MXFP4 weights, and in the kernel that decodes them."""
 
 from .mutant import mutant
 
 KERNEL = "moe_numba/grouped_gemm/w4/kernel.py"
+UNPACKING = "moe_numba/grouped_gemm/w4/unpacking.py"
 TESTS = "tests/grouped_gemm/test_grouped_gemm_w4.py"
+UNPACKED = ("tests/grouped_gemm/test_grouped_gemm_w4_unpacking.py", "-k", "not rejected and not machine_code")
 MMA_SYNC = (f"{TESTS}::test_group_sizes[empty groups-mma.sync]",)
 ONE_TILE = (f"{TESTS}::test_group_sizes[empty groups-one tile]",)
 TWO_TILES = (f"{TESTS}::test_group_sizes[empty groups-two tiles]",)
@@ -104,5 +106,17 @@ MUTANTS = [
             "                            early = int32(early - 1)\n",
             "                            early = int32(0)\n",
         ),
+    ),
+    mutant(
+        "W12",
+        "decoded numbers keep the scale at which the grouped GEMM multiplies them",
+        UNPACKED,
+        (UNPACKING, "(127 + RESULT_EXPONENT << 7) * 0x10001", "(127 << 7) * 0x10001"),
+    ),
+    mutant(
+        "W13",
+        "decoded rows of up begin after those of gate of all experts",
+        UNPACKED,
+        (UNPACKING, "* warp + group * to_other", "* warp"),
     ),
 ]

@@ -6,6 +6,7 @@ import torch
 def grouped_gemm():
     import moe_numba
     from moe_numba.grouped_gemm.w4.packing import GATE_UP_TILE, PLAIN_TILE
+    from moe_numba.grouped_gemm.w4.unpacking import unpack_mxfp4
 
     fp8, groups, n, k = torch.float8_e4m3fn, 2, 256, 256
 
@@ -79,6 +80,9 @@ def grouped_gemm():
             yield f"mxfp4 {average} {rows}", lambda: call_mxfp4(average, rows)
             if rows in ("lengths", "gather"):
                 yield f"swigluoai mxfp4 {average} {rows}", lambda: call_mxfp4(average, rows, activated=True)
+    for order, tile in ((None, PLAIN_TILE), ("interleaved", GATE_UP_TILE), ("stacked", GATE_UP_TILE)):
+        packed = torch.empty(groups, n // 64, k // 64, *tile, dtype=torch.uint8)
+        yield f"unpack mxfp4 {order or 'plain'}", lambda: unpack_mxfp4(packed, order)
     for rows in ("offsets", "masked"):
         yield f"silu block 1000 {rows}", lambda: call("block", 1000, rows, activated=True)
     # Outputs and epilogues. Where no options are named, rows are biased, weighted, scattered and added to.
