@@ -104,6 +104,7 @@ def zipf_ids(layer, tokens, device):
 def measure_layer(layer, given, options, peers=()):
     """Return the rows of one number of tokens; each gradient is checked before it is timed."""
     versions = {f"peer:{peer.NAME}": peer.VERSION for peer in peers}
+    version_of = lambda name: transformers_version() if name.startswith(TRANSFORMERS) else versions.get(name)
     steps = steps_of(layer, given, options, peers)
     drop_wrong(steps, f"{layer.model}, {len(given.x)} tokens")
     times, size = step_times(steps), dict(tokens=len(given.x))
@@ -119,9 +120,7 @@ def measure_layer(layer, given, options, peers=()):
             floor_us=floor_us if name == OURS else None,
             flops=flops if name == OURS else None,
             peak_bytes=peak_bytes(steps[name]),
-            version=transformers_version()
-            if name.startswith(TRANSFORMERS)
-            else versions.get(name.removesuffix(LORA_SUFFIX)),
+            version=version_of(name.removesuffix(LORA_SUFFIX)),
         )
         for name, stats in times.items()
     ]
