@@ -1,8 +1,10 @@
-"""Benchmark topic training: the check of gradients before timing, rows, figure and table."""
+"""Benchmark topic training: the check of gradients before timing, peers, rows, figure and table."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_topics import patch_topic, record_of
+from bench_topics import patch_topic, record_of, record_with
 from helpers.figures import misplaced
 
 pytest.importorskip("transformers", minversion="5.17", reason="transformers 5.17 or newer is needed")
@@ -54,3 +56,121 @@ def test_a_wrong_gradient_is_rejected(topic_of_tiny_layers, monkeypatch):
     monkeypatch.setattr(training, "steps_of", wrong)
     with pytest.raises(AssertionError, match="final, Tiny, 6 tokens: the gradient of x differs by 1.0e"):
         training.measure([], False)
+
+
+def experts_of_torch(x, w13, w2, topk_weights, topk_ids):
+    """Compute a layer's experts, one after the other."""
+    y = torch.zeros_like(x, dtype=torch.float32)
+    for expert, (up, down) in enumerate(zip(w13, w2, strict=True)):
+        tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = (x[tokens] @ up.T).chunk(2, dim=-1)
+        out = (torch.nn.functional.silu(gate) * up) @ down.T
+        y = y.index_add(0, tokens, out.float() * topk_weights[tokens, places, None])
+    return y.to(x.dtype)
+
+
+def make_peer(change=lambda gradients: gradients):
+    """Return a peer that computes a step in torch, in leaves of its own layout; ``change`` spoils its gradients."""
+
+    def plan(problem):
+        leaves = [t.detach().clone().requires_grad_() for t in (problem.x, problem.topk_weights)]
+        weights = [w.detach().mT.contiguous().requires_grad_() for w in (problem.w13, problem.w2)]
+
+        def step():
+            x, topk_weights = leaves
+            y = experts_of_torch(x, *(w.mT for w in weights), topk_weights, problem.topk_ids)
+            dx, drouting, *dweights = torch.autograd.grad(y, [*leaves, *weights], problem.grad)
+            return change([dx, drouting, *(d.mT for d in dweights)])
+
+        return step
+
+    def plan_lora(problem):
+        assert not problem.w13.requires_grad and not problem.w2.requires_grad
+
+        def step():
+            a13, b13, a2, b2 = problem.adapters
+            w13, w2 = problem.w13 + b13 @ a13, problem.w2 + b2 @ a2
+            y = experts_of_torch(problem.x, w13, w2, problem.topk_weights, problem.topk_ids)
+            return change(
+                list(torch.autograd.grad(y, [problem.x, problem.topk_weights, *problem.adapters], problem.grad))
+            )
+
+        return step
+
+    return SimpleNamespace(NAME="Other", VERSION="1.2", plan_experts_step=plan, plan_lora_step=plan_lora)
+
+
+def peer_rows(rows):
+    return [(row["config"]["model"], row["step"]) for row in rows if row["step"].startswith("peer:Other")]
+
+
+def test_peers_are_measured_with_silu_alone(topic_of_tiny_layers, capsys):
+    rows = training.measure([make_peer(), SimpleNamespace(NAME="Gate", VERSION="1")], False)
+    layers = "Tiny", "Tiny, Zipf"
+    assert peer_rows(rows) == [(layer, step) for layer in layers for step in ("peer:Other", "peer:Other, LoRA")]
+    assert all(row["version"] == "1.2" for row in rows if row["step"].startswith("peer:Other"))
+    assert not capsys.readouterr().err
+    record = record_with("training", rows)
+    lines = training.readme_table(record).splitlines()
+    assert lines[0].startswith("| experts | tokens | moe_numba | Other | compiled grouped_mm | eager | grouped_mm |")
+    assert "| LoRA | LoRA, grouped_mm | LoRA, Other | speed of light |" in lines[0]
+    assert "Other projects, for silu without biases: Other (1.2);" in lines[-1]
+    assert lines[4].startswith("| Tiny gpt-oss | 5 |") and lines[4].endswith("| 2.0 / - / 2.0 / 2.0 / 2.0 |")
+    (figure,) = training.figures(record).values()
+    assert not misplaced(figure)
+
+
+def make_problem():
+    """Draw a step with 6 tokens and 4 experts, and adapters of rank 2."""
+    random = torch.Generator().manual_seed(0)
+    draw = lambda *size: (torch.randn(*size, generator=random) / 8).bfloat16()
+    x, w13, w2, grad = draw(6, 64), draw(4, 128, 64), draw(4, 64, 64), draw(6, 64)
+    adapters = tuple(draw(4, *size).requires_grad_() for size in ((2, 64), (128, 2), (2, 64), (64, 2)))
+    ids = torch.rand(6, 4, generator=random).topk(2).indices.int()
+    weights = torch.rand(6, 2, generator=random).requires_grad_()
+    return training.StepProblem(x.requires_grad_(), w13, w2, weights, ids, grad, adapters)
+
+
+kept: dict = {}
+WRONG_PEERS = {
+    "scaled": (lambda g: [g[0], 1.05 * g[1], *g[2:]], "the gradient of topk_weights differs by 5.0e-02"),
+    "one expert": (lambda g: [*g[:-1], g[-1].index_fill(0, torch.tensor([1]), 0)], "the gradient of w2 differs by"),
+    "NaN": (lambda g: [*g[:2], g[2] * float("nan"), *g[3:]], "the gradient of w13 differs by nan"),
+    "transposed": (lambda g: [*g[:2], g[2].mT, *g[3:]], "the gradient of w13 has the shape (4, 64, 128), not (4, 128,"),
+    "too few": (lambda g: g[:3], "ValueError"),
+    "not written again": (lambda g: kept.setdefault(len(g), g), "the gradient of x differs by nan"),
+    "error": (lambda g: 1 / 0, "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("change, said", WRONG_PEERS.values(), ids=WRONG_PEERS)
+def test_wrong_steps_of_peers_are_reported_and_left_out(change, said, capsys):
+    problem = make_problem()._replace(adapters=())
+    right, wrong = (make_peer(c).plan_experts_step(problem) for c in (lambda gradients: gradients, change))
+    steps = {training.DEFAULT: right, "peer:Other": wrong, "peer:Right": right}
+    training.drop_wrong(steps, "Tiny, 6 tokens")
+    assert list(steps) == [training.DEFAULT, "peer:Right"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"peer:Other is left out, Tiny, 6 tokens: {said}")
+
+
+def test_a_wrong_lora_step_is_left_out(capsys):
+    problem = make_problem()
+    flip = lambda gradients: [*gradients[:-1], -gradients[-1]]
+    right, wrong = (make_peer(c).plan_lora_step(problem) for c in (lambda gradients: gradients, flip))
+    steps = {training.PEER_LORA: right, "peer:Other, LoRA": wrong, "peer:Right, LoRA": right}
+    training.drop_wrong(steps, "Tiny, 6 tokens")
+    assert list(steps) == [training.PEER_LORA, "peer:Right, LoRA"]
+    assert "peer:Other, LoRA is left out, Tiny, 6 tokens: the gradient of w2_b differs by 2" in capsys.readouterr().err
+
+
+def test_plans_that_fail_or_are_none_are_left_out(capsys):
+    fails = SimpleNamespace(NAME="Other", VERSION="1", plan_experts_step=lambda problem: 1 / 0)
+    small = SimpleNamespace(NAME="Small", VERSION="1", plan_experts_step=lambda problem: None)
+    problem = make_problem()
+    assert not training.peer_steps(problem, [fails, small], "Tiny, 6 tokens")  # neither has adapters
+    right = make_peer()
+    found = training.peer_steps(problem._replace(adapters=()), [fails, small, right], "Tiny, 6 tokens")
+    assert list(found) == ["peer:Other"] and len(found["peer:Other"]()) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "peer:Other is left out, Tiny, 6 tokens: ZeroDivisionError: division by zero"

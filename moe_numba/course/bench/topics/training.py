@@ -4,9 +4,23 @@ Beside the package: transformers' implementations with the same weights, ``group
 step is timed as a caller sees it, without a CUDA graph, because some of them wait for the host. Steps with LoRA
 adapters of rank 16 have frozen weights; beside them stands ``grouped_mm`` with what PEFT does, which adds them to the
 weights. Experts are drawn evenly at random, and for a second set of rows by Zipf's law.
+
+A module of ``--peers`` provides one of two functions, or both, for layers with the activation "silu" without biases:
+
+- ``plan_experts_step(problem)``: returns a function without arguments that computes the forward and backward pass of a
+  :class:`StepProblem` on torch's current stream, and returns the gradients of x, topk_weights, w13 and w2, in their
+  shapes; or None, if the peer has no kernels for these sizes.
+- ``plan_lora_step(problem)``: the same with frozen weights, and the gradients of x, topk_weights and ``adapters``.
+
+The tensors of a problem are leaves that require grad, which a step must not change. A peer whose parameters have
+another layout makes leaves of its own in its plan, which is not timed, and returns views of their gradients in our
+layout. Copies that its users would pay for in each step belong into the step. Gradients are compared with those of
+transformers, so peers are measured only where it is installed.
 """
 
+import sys
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -43,6 +57,24 @@ LORA, PEER_LORA = "final, LoRA", f"{TRANSFORMERS} grouped_mm, LoRA"
 RANK = 16
 ROUNDS = 12
 BOUND = 2e-2  # relative error of a gradient beside that of transformers' grouped_mm, both in bfloat16
+DEFAULT = f"{TRANSFORMERS} grouped_mm"  # what transformers runs if the caller selects nothing
+LORA_SUFFIX = ", LoRA"
+
+
+class StepProblem(NamedTuple):
+    """What a step of a peer computes: arguments of ``fused_experts``, which documents their shapes, and ``grad``.
+
+    ``grad`` [tokens, hidden] is the gradient of the layer's output. With LoRA, ``adapters`` are ``w13_a``, ``w13_b``,
+    ``w2_a`` and ``w2_b`` of ``fused_experts_lora``, and w13 and w2 do not require grad; without, it is empty.
+    """
+
+    x: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    grad: torch.Tensor
+    adapters: tuple[torch.Tensor, ...] = ()
 
 
 def measure(peers, quick, device="cuda"):
@@ -53,10 +85,10 @@ def measure(peers, quick, device="cuda"):
         weights, options = make_weights(layer, device), make_options(layer, device)
         for tokens in layer.token_counts[: 1 if quick else None]:
             given = make_inputs(layer, tokens, *weights)
-            rows += measure_layer(layer, given, options)
+            rows += measure_layer(layer, given, options, peers)
             if not quick and tokens == layer.token_counts[-1]:
                 skewed = layer._replace(model=f"{layer.model}, Zipf")
-                rows += measure_layer(skewed, given._replace(ids=zipf_ids(layer, tokens, device)), options)
+                rows += measure_layer(skewed, given._replace(ids=zipf_ids(layer, tokens, device)), options, peers)
         del weights
     return rows
 
@@ -69,17 +101,12 @@ def zipf_ids(layer, tokens, device):
     return (likely / drawn).topk(layer.topk).indices.int()
 
 
-def measure_layer(layer, given, options):
+def measure_layer(layer, given, options, peers=()):
     """Return the rows of one number of tokens; each gradient is checked before it is timed."""
-    steps = steps_of(layer, given, options)
-    references = {f"{TRANSFORMERS} grouped_mm": set(steps) - {FROZEN, FORWARD, LORA, PEER_LORA}, PEER_LORA: {LORA}}
-    for reference, names in references.items():
-        if reference not in steps:
-            continue
-        wanted = steps[reference]()
-        for name in names:
-            if fault := differing(steps[name](), wanted):
-                raise AssertionError(f"{name}, {layer.model}, {len(given.x)} tokens: {fault}")
+    versions = {f"peer:{peer.NAME}": peer.VERSION for peer in peers}
+    version_of = lambda name: transformers_version() if name.startswith(TRANSFORMERS) else versions.get(name)
+    steps = steps_of(layer, given, options, peers)
+    drop_wrong(steps, f"{layer.model}, {len(given.x)} tokens")
     times, size = step_times(steps), dict(tokens=len(given.x))
     flops = 6 * 3 * given.ids.numel() * layer.hidden * layer.intermediate  # of the forward, twice as many backward
     floor_us = flops / chip_limits().tensor_flops["bfloat16"] * 1e6
@@ -93,13 +120,58 @@ def measure_layer(layer, given, options):
             floor_us=floor_us if name == OURS else None,
             flops=flops if name == OURS else None,
             peak_bytes=peak_bytes(steps[name]),
-            version=transformers_version() if name.startswith(TRANSFORMERS) else None,
+            version=version_of(name.removesuffix(LORA_SUFFIX)),
         )
         for name, stats in times.items()
     ]
 
 
-def steps_of(layer, given, options):
+def drop_wrong(steps, where):
+    """Check each step's gradients; remove a step of ``--peers`` that fails or whose gradients are wrong, and report it.
+
+    Raises ``AssertionError`` if a step of the package or of transformers is wrong.
+    """
+    wanted = {name: steps[name]() for name in (DEFAULT, PEER_LORA) if name in steps}
+    for name, step in list(steps.items()):
+        reference = PEER_LORA if name.endswith(LORA_SUFFIX) else DEFAULT
+        if name in (FROZEN, FORWARD, *wanted) or reference not in wanted:
+            continue
+        is_peer = name.startswith("peer:") and not name.startswith(TRANSFORMERS)
+        try:
+            if is_peer:
+                for gradient in step():
+                    gradient.detach().fill_(float("nan"))  # so that the next step must write it
+            fault = differing(step(), wanted[reference])
+        except Exception as error:
+            if not is_peer:
+                raise
+            fault = f"{type(error).__name__}: {error}"
+        if fault and not is_peer:
+            raise AssertionError(f"{name}, {where}: {fault}")
+        if fault:
+            print(f"{name} is left out, {where}: {fault}", file=sys.stderr)
+            del steps[name]
+
+
+def peer_steps(problem, peers, where):
+    """Return {name: step} of the peers that support a problem; report those whose plan raises an error."""
+    plan_name, suffix = ("plan_lora_step", LORA_SUFFIX) if problem.adapters else ("plan_experts_step", "")
+    steps = {}
+    for peer in peers:
+        if not hasattr(peer, plan_name):
+            continue
+        name = f"peer:{peer.NAME}{suffix}"
+        try:
+            step = getattr(peer, plan_name)(problem)
+        except Exception as error:  # the other peers are measured whatever this one raises
+            print(f"{name} is left out, {where}: {type(error).__name__}: {error}", file=sys.stderr)
+            continue
+        if step is not None:
+            steps[name] = step
+    return steps
+
+
+def steps_of(layer, given, options, peers=()):
     """Return {name: function that computes a step and returns its gradients, of x, the routing and the weights}."""
     grad = torch.randn_like(given.x, dtype=torch.float32).bfloat16()
     leaves = [t.detach().clone().requires_grad_() for t in (given.x, given.weights)]
@@ -160,7 +232,13 @@ def steps_of(layer, given, options):
     functions = {"grouped_mm": moe.grouped_mm_experts_forward, "eager": eager}
     functions["compiled grouped_mm"] = torch.compile(moe.grouped_mm_experts_forward, dynamic=False)
     steps |= {f"{TRANSFORMERS} {name}": partial(theirs, function) for name, function in functions.items()}
-    return steps | {PEER_LORA: peft}
+    steps[PEER_LORA] = peft
+    if options:  # biases, and another activation
+        return steps
+    where = f"{layer.model}, {len(given.x)} tokens"
+    problem = StepProblem(leaves[0], *weights, leaves[1], given.ids, grad)
+    frozen_problem = problem._replace(w13=given.w13.detach(), w2=given.w2.detach(), adapters=tuple(adapters))
+    return steps | peer_steps(problem, peers, where) | peer_steps(frozen_problem, peers, where)
 
 
 def make_adapters(layer, device):
@@ -175,6 +253,8 @@ def differing(gradients, wanted):
     """Return which gradient differs from the one that is wanted, and by how much, or None."""
     names = "x", "topk_weights", *(("w13", "w2") if len(wanted) == 4 else ("w13_a", "w13_b", "w2_a", "w2_b"))
     for name, gradient, other in zip(names, gradients, wanted, strict=True):
+        if gradient.shape != other.shape:
+            return f"the gradient of {name} has the shape {tuple(gradient.shape)}, not {tuple(other.shape)}"
         error = float((gradient.float() - other.float()).norm() / other.float().norm())
         if not error < BOUND:
             return f"the gradient of {name} differs by {error:.1e} from that of transformers; {BOUND} is allowed"
@@ -211,7 +291,14 @@ def peak_bytes(step):
 
 
 def _label(step):
-    return {OURS: "moe_numba"}.get(step) or step.removeprefix("peer:transformers ").replace("final, ", "")
+    named = {OURS: "moe_numba"}
+    return named.get(step) or step.removeprefix("peer:").removeprefix("transformers ").replace("final, ", "")
+
+
+def _lora_steps(record):
+    """Return the steps of LoRA: the package's, transformers', and then those of peers."""
+    found = {row["step"] for row in record["rows"] if row["step"].endswith(LORA_SUFFIX)}
+    return [LORA, PEER_LORA, *sorted(found - {LORA, PEER_LORA})]
 
 
 def figures(record):
@@ -227,17 +314,16 @@ def figures(record):
 
 def readme_table(record):
     """Return a table of times in microseconds, and of peak memory."""
-    others, lines = records.peers(record), []
+    others, adapted, lines = records.peers(record), _lora_steps(record), []
     for model, tokens, steps in layers(record):
         us = lambda step, steps=steps: format_us(steps[step]["kernel_us"]["median"]) if step in steps else ""
         cells, own = bold_best([us(step) for step in (OURS, *others)]), map(us, (FORWARD, FROZEN, AGAIN))
-        adapted = bold_best([us(LORA), us(PEER_LORA)])
-        memory = [f"{steps[s]['peak_bytes'] / 1e9:.1f}" if s in steps else "" for s in (OURS, *others)]
-        lines.append(
-            [model, f"{tokens:,}", *cells, *own, *adapted, format_us(steps[OURS]["floor_us"]), " / ".join(memory)]
-        )
+        with_lora, floor = bold_best([us(step) for step in adapted]), format_us(steps[OURS]["floor_us"])
+        memory = [f"{steps[s]['peak_bytes'] / 1e9:.1f}" if s in steps else "-" for s in (OURS, *others)]
+        lines.append([model, f"{tokens:,}", *cells, *own, *with_lora, floor, " / ".join(memory)])
     names = [_label(step) for step in (OURS, *others)]
-    own_names = "forward alone", "frozen weights", "checkpointed", "LoRA", "LoRA, grouped_mm"
+    lora_names = ["LoRA", *(f"LoRA, {_label(step.removesuffix(LORA_SUFFIX))}" for step in adapted[1:])]
+    own_names = "forward alone", "frozen weights", "checkpointed", *lora_names
     headings = ["experts", "tokens", *names, *own_names, "speed of light", "peak memory, GB"]
     provenance = plots.provenance(record)
     text = (
@@ -249,6 +335,19 @@ def readme_table(record):
         "beside it stands `grouped_mm` with adapters that are added to the weights, as PEFT does. Experts are drawn "
         "evenly, or by Zipf's law. The speed of light is the time of the multiplications at the tensor cores' "
         "peak rate. Peak memory is that of the columns of times, in their order. "
-        f"{provenance[0].upper()}{provenance[1:]}."
+        f"{_about_peers(record)}{provenance[0].upper()}{provenance[1:]}."
     )
     return f"{markdown_table(headings, lines)}\n\n{text}"
+
+
+def _about_peers(record):
+    """Return a sentence about the modules of ``--peers`` in a record, and their versions, or nothing."""
+    versions = {
+        _label(row["step"].removesuffix(LORA_SUFFIX)): row["version"]
+        for row in record["rows"]
+        if row["step"].startswith("peer:") and not row["step"].startswith(TRANSFORMERS)
+    }
+    if not versions:
+        return ""
+    named = ", ".join(f"{name} ({version})" for name, version in sorted(versions.items()))
+    return f"Other projects, for silu without biases: {named}; layouts that their kernels need are made beforehand. "
