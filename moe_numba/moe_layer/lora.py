@@ -119,9 +119,10 @@ def fused_experts_lora(
     return adapted_experts(x=x, batch_invariant=False, **weights, **adapters, **given)
 
 
-@torch.compiler.assume_constant_result
 def _adds_in_kernel(device):
-    """Whether grouped GEMMs take adapters; torch.compile calls this instead of tracing it."""
+    """Whether grouped GEMMs take adapters."""
+    if torch.compiler.is_dynamo_compiling():  # which cannot trace `has_wgmma`
+        return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
     return has_wgmma(device)
 
 

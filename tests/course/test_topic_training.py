@@ -10,6 +10,9 @@ from helpers.figures import misplaced
 pytest.importorskip("transformers", minversion="5.17", reason="transformers 5.17 or newer is needed")
 
 from moe_numba.course.bench import Stats, topic  # noqa: E402
+from moe_numba.course.bench.topics.models import training_step  # noqa: E402
+from moe_numba.course.bench.topics.models.measure import Model  # noqa: E402
+from moe_numba.integrations import transformers as integration  # noqa: E402
 from moe_numba.moe_layer.compile_layers import Layer  # noqa: E402
 
 training = topic("training")
@@ -17,6 +20,15 @@ TINY = (
     Layer("Tiny", 4, 64, 64, "bf16", (6,), topk=2),
     Layer("Tiny gpt-oss", 4, 64, 64, "bf16", (5,), topk=2, activation="swigluoai"),
 )
+TINY_MODEL = Model(
+    "Tiny",
+    "Qwen3Moe",
+    1,
+    dict(
+        vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_experts=8,
+        num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+    ),
+)  # fmt: skip
 STEPS = ["final", "final, frozen weights", "final, forward", "final, checkpointed", "final, LoRA"]
 PEERS = [f"peer:transformers {name}" for name in ("grouped_mm", "eager", "compiled grouped_mm", "grouped_mm, LoRA")]
 
@@ -27,6 +39,8 @@ def topic_of_tiny_layers(monkeypatch, device):
     stats = lambda steps: {name: Stats(t, t - 1.0, t + 1.0) for name, t in zip(steps, times, strict=False)}
     patch_topic(monkeypatch, training, LAYERS=TINY, step_times=stats, peak_bytes=lambda step: 2e9)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(training_step, "MODELS", (TINY_MODEL,))
+    monkeypatch.setattr(training, "MODEL_TOKENS", 8)
     measure = training.measure
     monkeypatch.setattr(training, "measure", lambda *arguments: measure(*arguments, device=str(device)))
     return training
@@ -36,10 +50,12 @@ def test_rows_figure_and_table(topic_of_tiny_layers):
     record = record_of(training, "training")
     found = [(row["config"]["model"], row["size"]["tokens"], row["step"]) for row in record["rows"]]
     rows = [(f"{t.model}{law}", t.token_counts[0]) for t in TINY for law in ("", ", Zipf")]
-    assert found == [(*row, step) for row in rows for step in (*STEPS, *PEERS)]
+    of_model = [("Tiny, a model of 1 layers", 8, s) for s in (PEERS[0], "final", "final, fused routers")]
+    assert found == [(*row, step) for row in rows for step in (*STEPS, *PEERS)] + of_model
     lines = training.readme_table(record).splitlines()
     assert lines[0].startswith("| experts | tokens | moe_numba | compiled grouped_mm | eager | grouped_mm |")
     assert lines[2].startswith("| Tiny | 6 | **10.0** | 17.0 | 16.0 | 15.0 | 12.0 | 11.0 | 13.0 | **14.0** | 18.0 |")
+    assert lines[6].startswith("| Tiny, a model of 1 layers | 8 | 47.0 |  |  | **46.0** |")
     assert lines[2].endswith("| 2.0 / 2.0 / 2.0 / 2.0 |") and "Recorded on NVIDIA Toy" in lines[-1]
     (figure,) = training.figures(record).values()
     assert not misplaced(figure)
@@ -56,6 +72,13 @@ def test_a_wrong_gradient_is_rejected(topic_of_tiny_layers, monkeypatch):
     monkeypatch.setattr(training, "steps_of", wrong)
     with pytest.raises(AssertionError, match="final, Tiny, 6 tokens: the gradient of x differs by 1.0e"):
         training.measure([], False)
+
+
+def test_a_step_of_a_model_whose_experts_are_wrong_is_refused(topic_of_tiny_layers, monkeypatch, device):
+    right = integration.fused_experts
+    monkeypatch.setattr(integration, "fused_experts", lambda *args, **given: 2 * right(*args, **given))
+    with pytest.raises(AssertionError, match="final, Tiny: the loss or its gradients differ by"):
+        training_step.model_steps(TINY_MODEL, 8, str(device))
 
 
 def experts_of_torch(x, w13, w2, topk_weights, topk_ids):

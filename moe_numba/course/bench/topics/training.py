@@ -54,7 +54,7 @@ LAYERS = (
 )
 OURS, FROZEN, FORWARD, AGAIN = "final", "final, frozen weights", "final, forward", "final, checkpointed"
 LORA, PEER_LORA = "final, LoRA", f"{TRANSFORMERS} grouped_mm, LoRA"
-RANK = 16
+RANK, MODEL_TOKENS = 16, 4096
 ROUNDS = 12
 BOUND = 2e-2  # relative error of a gradient beside that of transformers' grouped_mm, both in bfloat16
 DEFAULT = f"{TRANSFORMERS} grouped_mm"  # what transformers runs if the caller selects nothing
@@ -89,8 +89,32 @@ def measure(peers, quick, device="cuda"):
             if not quick and tokens == layer.token_counts[-1]:
                 skewed = layer._replace(model=f"{layer.model}, Zipf")
                 rows += measure_layer(skewed, given._replace(ids=zipf_ids(layer, tokens, device)), options, peers)
-        del weights
-    return rows
+        del weights, given
+    return rows if quick or transformers_version() is None else rows + measure_model(device)
+
+
+def measure_model(device):
+    """Return the rows of a step of a whole model, in which all weights have gradients."""
+    from moe_numba.course.bench.topics.models import training_step
+
+    about = training_step.MODELS[0]
+    if (steps := training_step.model_steps(about, MODEL_TOKENS, device)) is None:
+        return []
+    named = {name if name.startswith(OURS) else f"{TRANSFORMERS} {name}": step for name, step in steps.items()}
+    config = dict(model=f"{about.name}, a model of {about.layers} layers")
+    times, version = step_times(named), transformers_version()
+    return [
+        records.row(
+            name,
+            config=config,
+            size=dict(tokens=MODEL_TOKENS),
+            dtype="bf16",
+            kernel=stats,
+            peak_bytes=peak_bytes(named[name]),
+            version=version if name.startswith(TRANSFORMERS) else None,
+        )
+        for name, stats in times.items()
+    ]
 
 
 def zipf_ids(layer, tokens, device):
@@ -318,9 +342,11 @@ def readme_table(record):
     for model, tokens, steps in layers(record):
         us = lambda step, steps=steps: format_us(steps[step]["kernel_us"]["median"]) if step in steps else ""
         cells, own = bold_best([us(step) for step in (OURS, *others)]), map(us, (FORWARD, FROZEN, AGAIN))
-        with_lora, floor = bold_best([us(step) for step in adapted]), format_us(steps[OURS]["floor_us"])
+        with_lora, floor = bold_best([us(step) for step in adapted]), steps[OURS].get("floor_us")
         memory = [f"{steps[s]['peak_bytes'] / 1e9:.1f}" if s in steps else "-" for s in (OURS, *others)]
-        lines.append([model, f"{tokens:,}", *cells, *own, *with_lora, floor, " / ".join(memory)])
+        lines.append(
+            [model, f"{tokens:,}", *cells, *own, *with_lora, format_us(floor) if floor else "", " / ".join(memory)]
+        )
     names = [_label(step) for step in (OURS, *others)]
     lora_names = ["LoRA", *(f"LoRA, {_label(step.removesuffix(LORA_SUFFIX))}" for step in adapted[1:])]
     own_names = "forward alone", "frozen weights", "checkpointed", *lora_names
@@ -334,7 +360,8 @@ def readme_table(record):
         f"rank {RANK}, the weights are frozen and the gradients those of x, the routing weights and the adapters; "
         "beside it stands `grouped_mm` with adapters that are added to the weights, as PEFT does. Experts are drawn "
         "evenly, or by Zipf's law. The speed of light is the time of the multiplications at the tensor cores' "
-        "peak rate. Peak memory is that of the columns of times, in their order. "
+        "peak rate. Peak memory is that of the columns of times, in their order. The last row is the step of a "
+        "whole model, without an optimiser. "
         f"{_about_peers(record)}{provenance[0].upper()}{provenance[1:]}."
     )
     return f"{markdown_table(headings, lines)}\n\n{text}"
