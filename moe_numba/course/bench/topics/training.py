@@ -35,6 +35,7 @@ from moe_numba.course.bench.records import format_us
 from moe_numba.course.bench.timing import Stats, launched_by, shuffled_rounds
 from moe_numba.course.bench.topics.moe_layer.measure import (
     TRANSFORMERS,
+    drop_if_wrong,
     make_inputs,
     make_options,
     make_weights,
@@ -161,20 +162,14 @@ def drop_wrong(steps, where):
         if name in (FROZEN, FORWARD, *wanted) or reference not in wanted:
             continue
         is_peer = name.startswith("peer:") and not name.startswith(TRANSFORMERS)
-        try:
+
+        def find_fault(step=step, is_peer=is_peer, reference=reference):
             if is_peer:
                 for gradient in step():
                     gradient.detach().fill_(float("nan"))  # so that the next step must write it
-            fault = differing(step(), wanted[reference])
-        except Exception as error:
-            if not is_peer:
-                raise
-            fault = f"{type(error).__name__}: {error}"
-        if fault and not is_peer:
-            raise AssertionError(f"{name}, {where}: {fault}")
-        if fault:
-            print(f"{name} is left out, {where}: {fault}", file=sys.stderr)
-            del steps[name]
+            return differing(step(), wanted[reference])
+
+        drop_if_wrong(steps, name, where, is_peer, find_fault)
 
 
 def peer_steps(problem, peers, where):

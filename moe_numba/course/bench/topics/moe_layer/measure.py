@@ -171,18 +171,27 @@ def drop_wrong(calls, expected, layer):
         bound = BOUND if layer.scaling == "block" else BOUND_OF_ROW_SCALES
         if is_peer:
             bound = BOUNDS_OF_PEERS[scaling_of(layer)]
-        try:
+
+        def find_fault(call=call, bound=bound):
             call().fill_(float("nan"))
-            fault = mismatch(call(), expected, bound)
-        except Exception as error:
-            if not is_peer:
-                raise
-            fault = f"{type(error).__name__}: {error}"
-        if fault and not is_peer:
-            raise AssertionError(f"{name}, {where}: {fault}")
-        if fault:
-            print(f"{name} is left out, {where}: {fault}", file=sys.stderr)
-            del calls[name]
+            return mismatch(call(), expected, bound)
+
+        drop_if_wrong(calls, name, where, is_peer, find_fault)
+
+
+def drop_if_wrong(calls, name, where, is_peer, find_fault):
+    """Remove a peer's call of which ``find_fault`` returns a fault or raises, and report it; raise for any other."""
+    try:
+        fault = find_fault()
+    except Exception as error:
+        if not is_peer:
+            raise
+        fault = f"{type(error).__name__}: {error}"
+    if fault and not is_peer:
+        raise AssertionError(f"{name}, {where}: {fault}")
+    if fault:
+        print(f"{name} is left out, {where}: {fault}", file=sys.stderr)
+        del calls[name]
 
 
 def lower_bound(layer, ids):
