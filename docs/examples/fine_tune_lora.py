@@ -4,8 +4,8 @@ Run it with ``python docs/examples/fine_tune_lora.py``; it needs peft and accele
 the simulator. It prints the loss of each step, which falls, beside that of eager. Their relative difference is below
 0.02.
 
-The adapters of the experts are PEFT's ``target_parameters``: PEFT adds the product of two small matrices to an expert's
-weight before each call, so experts run on any implementation.
+The adapters of the experts are PEFT's ``target_parameters``: it adds the product of two small matrices to an expert's
+weight. The experts of moe_numba compute the adapters apart from the weight.
 """
 
 import copy

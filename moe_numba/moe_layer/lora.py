@@ -37,8 +37,7 @@ def fused_experts_lora(
     """Compute the experts of a layer whose weights, in bfloat16 or MXFP4, have LoRA adapters, with gradients.
 
     As :func:`moe_numba.fused_experts` with the weights ``w13 + w13_scaling * w13_b @ w13_a`` and
-    ``w2 + w2_scaling * w2_b @ w2_a`` of each expert, but neither these nor their gradients are formed. So a step whose
-    w13 and w2 require no grad takes little more than one without adapters.
+    ``w2 + w2_scaling * w2_b @ w2_a`` of each expert. On GPUs with wgmma neither these nor their gradients are formed.
 
     Parameters
     ----------
@@ -50,7 +49,8 @@ def fused_experts_lora(
         With ``w13_b``; without both w13 has no adapter. Any floating-point dtype, rounded to bfloat16, and any strides:
         those of PEFT's weights are views. ``[1, rank, hidden]`` is shared by all experts.
     w13_b : tensor [experts, 2 * intermediate, rank], optional
-        In the order of w13's rows. ``rank`` is at least 1; it is padded with zeros to a multiple of 16.
+        In the order of w13's rows; of packed weights in that of the activation: with "silu" gate and then up, with
+        "swigluoai" alternately. ``rank`` is at least 1; it is padded with zeros to a multiple of 16.
     w2_a : tensor [experts, rank, intermediate], optional
     w2_b : tensor [experts, hidden, rank], optional
         Likewise with w2; its rank may be another one.
@@ -89,7 +89,7 @@ def fused_experts_lora(
     >>> a, b = torch.full((2, 8, 64), 1 / 64).bfloat16().requires_grad_(), torch.zeros(2, 64, 8).bfloat16()
     >>> from moe_numba.moe_layer import fused_experts_lora
     >>> y = fused_experts_lora(x, w13, w2, weights, ids, w2_a=a, w2_b=b)
-    >>> y[:, 0].tolist()  # silu(1) = 0.731; an adapter whose b is zero changes nothing
+    >>> y[:, 0].tolist()  # silu(1) = 0.731; an adapter whose b is zero adds nothing
     [0.73046875, 0.73046875]
     """
     given: dict[str, Any] = dict(topk_weights=topk_weights, topk_ids=topk_ids, shared=shared)
@@ -139,7 +139,7 @@ def _check_weights(w13, w2):
     if any(is_packed):
         raise ValueError(
             f"w13 is {w13.dtype}, w2 is {w2.dtype}; both must be torch.bfloat16, or both torch.uint8 that "
-            "pack_mxfp4_experts has packed and that has no gradient"
+            "pack_mxfp4_experts has packed"
         )
     for name, weight in weights.items():
         check_tensor(name, weight, shape=("experts", "outputs", "inputs"))

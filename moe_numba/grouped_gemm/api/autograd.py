@@ -26,7 +26,7 @@ def setup_context(ctx, call, output):
     # ``accumulate`` is False, because the op that has a backward has no ``out``.
     ctx.given = [name for name, value in others.items() if value is not None and value is not False]
     if output.dtype != torch.bfloat16:
-        ctx.given.append("out_dtype")
+        ctx.given.append(f"out_dtype={output.dtype}")
 
 
 def backward(ctx, grad):
