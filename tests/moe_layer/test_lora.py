@@ -109,6 +109,16 @@ def test_adapters_of_peft_are_float32_views(device):
     assert all(map(torch.equal, plain, check(given | views, ids)))
 
 
+def test_calls_with_other_adapters_follow_each_other(device, monkeypatch):
+    """Each has launches of its own, which later calls repeat on a GPU: of another rank, of one weight, of none."""
+    monkeypatch.setattr(backward_experts, "_plans", plans := {})
+    given, ids = inputs(device), torch.tensor(IDS, device=device)
+    calls = dict(rank=16), dict(rank=40), dict(rank=16, names=NAMES[:2]), dict(rank=16, names=NAMES[2:]), dict(names=())
+    for options in (*calls, *calls[::-1]):
+        check(given | adapters(device, **options), ids, trained=["x"])
+    assert len(plans) == len(calls)
+
+
 def test_one_adapter_is_shared_by_all_experts(device):
     check(inputs(device) | adapters(device, experts=1), torch.tensor(IDS, device=device))
 

@@ -1,5 +1,7 @@
 """``fused_experts`` and ``fused_moe`` with gradients."""
 
+from functools import partial
+
 import torch
 
 from moe_numba.gate import biased_grouped_topk
@@ -95,15 +97,14 @@ def _compute_and_keep(
     refuse_recording("a tensor requires grad; a prepared call needs torch.no_grad()")
     w13, w2 = _decoded(w13, w2, activation)
     t = ExpertsTensors(x, w13, w2, topk_weights, topk_ids, shared=shared, w13_bias=w13_bias, w2_bias=w2_bias)
-    options = activation, alpha, limit, False, batch_invariant
-    plan, key, t = find_plan(_plans, (options, *map(type, options)), t, t._fields)
-    t = ExpertsTensors(*t)
+    options, adapters = (activation, alpha, limit, False, batch_invariant), Adapters(w13_a, w13_b, w2_a, w2_b)
+    names = *t._fields, *adapters._fields
+    plan, key, tensors = find_plan(_plans, (options, *map(type, options)), (*t, *adapters), names)
+    t = ExpertsTensors(*tensors[: len(t)])
     if plan is None:
-        plan = remember(_plans, key, make_plan(t, *options, kind=TrainingPlan))
+        plan = remember(_plans, key, make_plan(t, *options, kind=partial(TrainingPlan, adapters=adapters)))
     plan.check_alignment(*t)
-    return plan.compute_and_keep(
-        t._replace(topk_weights=t.topk_weights.contiguous()), Adapters(w13_a, w13_b, w2_a, w2_b)
-    )
+    return plan.compute_and_keep(t._replace(topk_weights=t.topk_weights.contiguous()), adapters)
 
 
 def _compute_backward(

@@ -27,15 +27,19 @@ from moe_numba.runtime.replay import Replay
 
 
 class TrainingPlan(ExpertsPlan):
-    """A plan whose launches keep gate and up, and the order of the rows, for a backward."""
+    """A plan whose launches keep gate and up, and the order of the rows, for a backward.
 
-    def __init__(self, *arguments):
+    ``adapters`` are those of the call; a plan is for adapters of these shapes and strides.
+    """
+
+    def __init__(self, *arguments, adapters):
         super().__init__(*arguments)
+        self.is_adapted = adapters.w13_a is not None or adapters.w2_a is not None
+        self.decodes = self.decodes and not self.is_adapted
         described = describe(self.shape, *self.routing)
         self.kept = *described.gate_up, *described.routing
         # With few tokens gate and up are made by functions that allocate memory.
         self.keep = self.launch_and_keep if self.decodes else Replay(self.launch_and_keep, self.check_alignment)
-        self.keep_adapted = Replay(self.launch_adapted, self.check_alignment)
 
     def compute_and_keep(self, t, adapters):
         """Return the output, gate and up of each row, the outputs of ``group_by_expert``, and z of w13's adapter.
@@ -46,38 +50,33 @@ class TrainingPlan(ExpertsPlan):
         new, rows = t.x.new_empty, self.routing[0] * self.routing[1]
         kept, out = [new(size, dtype=dtype) for size, dtype in self.kept], torch.empty_like(t.x)
         low = [None if a is None else new(rows, a.shape[1]) for a in (adapters.w13_a, adapters.w2_a)]
-        if not self.routing[0]:
+        adapters = adapters._replace(w13_z=low[0], w2_z=low[1])
+        if self.routing[0]:
+            x_rows = new(rows, self.shape.hidden) if self.is_adapted else None
+            self.keep(*t, *adapters, x_rows, self.new_memory(), *kept, out)
+        else:
             for tensor in kept[1:]:
                 tensor.zero_()
-        elif adapters.w13_a is None and adapters.w2_a is None:
-            self.keep(*t, self.new_memory(), *kept, out)
-        else:
-            self.keep_adapted(*t, *adapters[:4], *low, new(rows, self.shape.hidden), self.new_memory(), *kept, out)
         return out, *kept, new(0, 1) if low[0] is None else low[0]
 
     def launch_and_keep(self, *arguments):
-        """Launch the kernels for tensors, a buffer for other intermediate results, what is kept and the output."""
-        *tensors, buffer, gate_up, seqlens, cu_seqlens, gather, inverse, out = arguments
-        t, routing = ExpertsTensors(*tensors), (seqlens, cu_seqlens, gather, inverse)
-        memory = self.intermediates(buffer)._replace(routing=routing, gate_up=(gate_up,))
+        """Launch the kernels for tensors, adapters, memory of intermediate results, what is kept and the output."""
+        first = len(self.names)
+        t, adapters = ExpertsTensors(*arguments[:first]), Adapters(*arguments[first : first + len(Adapters._fields)])
+        x_rows, buffer, gate_up, *routing, out = arguments[first + len(Adapters._fields) :]
+        memory = self.intermediates(buffer)._replace(routing=tuple(routing), gate_up=(gate_up,))
+        if self.is_adapted:
+            memory = memory._replace(x=(x_rows,))
         options = self.shape, self.activation, self.fuses, self.decodes, memory
-        for launch in launches_of(ExpertsCall(t, *options, keeps_gate_up=True), out).values():
+        call = ExpertsCall(t, *options, keeps_gate_up=True, adapters=adapters if self.is_adapted else None)
+        for launch in launches_of(call, out).values():
             launch()
         if self.decodes:
-            group_by_expert(t.topk_ids, len(t.w13), out=routing)
+            seqlens, cu_seqlens, gather, _ = memory.routing
+            group_by_expert(t.topk_ids, len(t.w13), out=memory.routing)
             group_gemm_bf16(t.x, t.w13, seqlens, cu_seqlens, out=gate_up, gather_indices=gather, bias=t.w13_bias)
             if self.fuses and self.activation.interleaved:
                 gate_up.copy_(gate_up.unflatten(1, (-1, 2)).mT.flatten(1))
-
-    def launch_adapted(self, *arguments):
-        """Launch the kernels with adapters: their tensors and the memory of x by rows follow the call's tensors."""
-        tensors, others = arguments[: len(self.names)], arguments[len(self.names) :]
-        adapters, (x_rows, buffer, gate_up, *routing, out) = Adapters(*others[:6]), others[6:]
-        memory = self.intermediates(buffer)._replace(routing=tuple(routing), gate_up=(gate_up,), x=(x_rows,))
-        options = self.shape, self.activation, self.fuses, False, memory
-        call = ExpertsCall(ExpertsTensors(*tensors), *options, keeps_gate_up=True, adapters=adapters)
-        for launch in launches_of(call, out).values():
-            launch()
 
 
 class BackwardTensors(NamedTuple):
@@ -216,7 +215,7 @@ class BackwardPlan:
             )
             del rows
         if "w13_bias" in self.wanted:
-            found["w13_bias"] = self._of_w13_bias(of_gate_up, routing[:2], t.w13_bias)
+            found["w13_bias"] = self._of_w13_bias(of_gate_up, t)
         if "w2_bias" in self.wanted:
             weights = _routing_matrix(t.topk_ids, t.topk_weights, len(t.w13))
             found["w2_bias"] = (weights.T @ t.grad.float()).to(t.w2_bias.dtype)
@@ -274,11 +273,12 @@ class BackwardPlan:
             products = torch.nn.functional.grouped_mm(a.mT, b, offs=groups["cu_seqlens"][1:])
             (out.add_ if accumulate else out.copy_)(products)
 
-    def _of_w13_bias(self, of_gate_up, groups, bias):
-        """Return the sum of each group's rows: the outer products with ones."""
+    def _of_w13_bias(self, of_gate_up, t):
+        """Return the sum of each group's rows: the outer products with ones, which a float32 result is added to."""
+        bias, groups = t.w13_bias, dict(seqlens=t.seqlens, cu_seqlens=t.cu_seqlens)
         ones = of_gate_up.new_ones(self.rows, 8)
         out = ones.new_zeros(*bias.shape, 8, dtype=bias.dtype if self.is_hopper else torch.bfloat16)
-        self._sum_outer_products(of_gate_up, ones, dict(zip(("seqlens", "cu_seqlens"), groups, strict=True)), out)
+        self._sum_outer_products(of_gate_up, ones, groups, out)
         return out[:, :, 0].to(bias.dtype)
 
 
