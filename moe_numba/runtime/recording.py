@@ -10,11 +10,6 @@ recordings: dict = {}  # thread -> _Recording; _ALL_THREADS -> the kernels that 
 _ALL_THREADS = None
 _launched: dict = {}  # what `launched_kernels` returns
 _SIMULATED = simulator.ENABLED
-# In the simulator the ranks of a group are greenlets of one thread.
-if simulator.ENABLED:
-    from greenlet import getcurrent as _current_thread
-else:
-    _current_thread = threading.get_ident
 
 
 class _Recording(list):
@@ -118,7 +113,7 @@ def note(launcher):
 @contextlib.contextmanager
 def recording(executes=True):
     """Collect the launches of this thread, which are also executed, or only collected."""
-    thread = _current_thread()
+    thread = threading.get_ident()
     recordings[thread] = launches = _Recording(executes)
     try:
         yield launches
@@ -128,7 +123,7 @@ def recording(executes=True):
 
 def current_recording():
     """Return the recording of this thread, or None."""
-    return recordings.get(_current_thread())
+    return recordings.get(threading.get_ident())
 
 
 def wrap_recorded(wrap):

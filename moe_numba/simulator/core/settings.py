@@ -106,7 +106,7 @@ class Settings:
         try:
             yield changes.get("events")
         finally:
-            # By name: greenlets of this thread may have changed other settings meanwhile (`ranks`).
+            # By name: threads that have adopted these changes may have made others meanwhile (`ranks`).
             for name in changes:
                 del current[name]
             current.update(before)

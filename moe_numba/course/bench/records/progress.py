@@ -1,4 +1,4 @@
-"""Says on standard error what a benchmark has measured, while it goes on."""
+"""Says on standard error what a benchmark has measured, while it runs."""
 
 import contextlib
 import sys
