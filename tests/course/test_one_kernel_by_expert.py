@@ -8,8 +8,8 @@ from helpers.expert_parallel import NUM_BYTES, SHORT_TIMEOUT, engine
 from helpers.wrong_kernels import changed, is_rejected
 
 from moe_numba import simulator
-from moe_numba.course.lessons.one_kernel import by_expert, kernels
-from moe_numba.course.lessons.one_kernel.by_expert import ExpertOrder
+from moe_numba.course.lessons.one_kernel import by_expert, kernel, kernels
+from moe_numba.course.lessons.one_kernel.by_expert import ExpertOrder, OneKernel
 from moe_numba.expert_parallel import Buffer, LocalGroup
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
 from moe_numba.moe_layer import Experts, reference
@@ -18,11 +18,12 @@ HIDDEN, PER_RANK, TOPK, TOKENS = 128, 2, 3, 6
 BOUND = 1e-2
 
 
-def make_inputs(tokens, dtype, seed=0, only=None):
+def make_inputs(tokens, dtype, seed=0, only=None, hidden=HIDDEN, intermediate=HIDDEN):
     """Return the state of all experts, and x, topk_weights and topk_ids of each rank; ``only``: all on one expert."""
     random, experts = torch.Generator().manual_seed(seed), PER_RANK * len(tokens)
     draw = lambda *shape: torch.randn(shape, generator=random)
-    w13, w2 = draw(experts, 2 * HIDDEN, HIDDEN) / HIDDEN**0.5, draw(experts, HIDDEN, HIDDEN) / HIDDEN**0.5
+    w13 = draw(experts, 2 * intermediate, hidden) / hidden**0.5
+    w2 = draw(experts, hidden, intermediate) / intermediate**0.5
     if dtype == FP8:
         (w13, scale13), (w2, scale2) = quantise_blocks(w13), quantise_blocks(w2)
         state = dict(w13=w13, w2=w2, w13_scale=scale13, w2_scale=scale2)
@@ -31,7 +32,7 @@ def make_inputs(tokens, dtype, seed=0, only=None):
     low, high = (-1, experts + 1) if only is None else (only, only + 1)  # some ids are no expert's
     ranks = [
         (
-            draw(n, HIDDEN).bfloat16(),
+            draw(n, hidden).bfloat16(),
             torch.rand(n, TOPK, generator=random),
             torch.randint(low, high, (n, TOPK), generator=random, dtype=torch.int32),
         )
@@ -40,15 +41,27 @@ def make_inputs(tokens, dtype, seed=0, only=None):
     return state, ranks
 
 
-def run(state, ranks, dtype, work=lambda layer, *given: layer(*given), seed=0, calls=1, timeout=100.0):
+def run(
+    state,
+    ranks,
+    dtype,
+    work=lambda layer, *given: layer(*given),
+    seed=0,
+    calls=1,
+    timeout=100.0,
+    kind=ExpertOrder,
+    num_sms=2,
+):
     """Run ``work(layer, x, topk_weights, topk_ids)`` on all ranks; every second call is for other experts."""
 
     def on_rank(transport):
         rank, device = transport.rank, transport.device
         buffer = Buffer(transport, NUM_BYTES, timeout=timeout)
-        experts = Experts(PER_RANK, HIDDEN, HIDDEN, dtype, device)
+        hidden, intermediate = state["w13"].shape[2], state["w2"].shape[2]
+        experts = Experts(PER_RANK, hidden, intermediate, dtype, device)
         experts.load_state_dict({name: t[rank * PER_RANK : (rank + 1) * PER_RANK] for name, t in state.items()})
-        layer = ExpertOrder(buffer, experts, TOPK, TOKENS, num_sms=2)
+        most = max(TOKENS, *(len(x) for x, *_ in ranks))
+        layer = kind(buffer, experts, TOPK, most, num_sms=num_sms)
         given = [t.to(device) for t in ranks[rank]]
         results = []
         for call in range(calls):
@@ -79,6 +92,23 @@ def test_equals_all_experts_on_one_gpu(tokens, only, dtype):
     results = run(state, ranks, dtype)
     assert wrong(results, state, ranks) is None
     assert wrong(results, state, [(x.flip(1), *others) for x, *others in ranks]) is not None
+
+
+@pytest.mark.parametrize("tokens, only", (([3, 5], None), ([4, 0], 1), ([4], None)), ids=str)
+def test_one_kernel_equals_all_experts_on_one_gpu(tokens, only):
+    state, ranks = make_inputs(tokens, FP8, only=only)
+    results = run(state, ranks, FP8, kind=OneKernel)
+    assert wrong(results, state, ranks) is None
+
+
+def test_one_kernel_with_several_tiles():
+    """Tiles of 128 rows and fewer, some without rows for a warpgroup, and columns that end within a tile."""
+    state, ranks = make_inputs([43, 45], FP8, hidden=384, intermediate=256)
+    ranks = [(x, weights, ids.clamp(-1, 1) if r else ids.clamp(0, 1)) for r, (x, weights, ids) in enumerate(ranks)]
+    rows = sum((ids == 1).sum() for *_, ids in ranks)
+    assert 128 < rows < 192 and rows % 16
+    results = run(state, ranks, FP8, kind=OneKernel, num_sms=3)
+    assert wrong(results, state, ranks) is None
 
 
 def scale_rows(layer, x, topk_weights, topk_ids):
@@ -138,6 +168,69 @@ def test_a_wrong_kernel_is_rejected(name, monkeypatch):
     monkeypatch.setattr(by_expert, "kernels", SimpleNamespace(**changed(kernels, *WRONG[name])))
     state, ranks = make_inputs([3, 5], torch.bfloat16)
     assert is_rejected(lambda seed: wrong(run(state, ranks, torch.bfloat16, seed=seed, calls=3), state, ranks))
+
+
+WRONG_ONE_KERNEL = {
+    "TMA does not wait for rows": (
+        "wait_for_rows(ctx, done, lengths, g, is_second)\n                    fence",
+        "fence",
+    ),
+    "factors do not wait for scales": (
+        "wait_for_rows(ctx, done, lengths, g, is_second)\n                    cuda.syncwarp()",
+        "cuda.syncwarp()",
+    ),
+    "the second GEMM waits for one warp": ("int32(CONSUMER_WARPS * tiles)", "int32(1)"),
+    "activations are counted before they are stored": (
+        "                        bulk_wait()\n                        fence_proxy_async()\n                    cuda",
+        "                        fence_proxy_async()\n                    cuda",
+    ),
+    "rows are counted before they are written": ("                    bulk_wait()  # the rows are written\n", ""),
+    "a row overwrites the one before": ("                        bulk_wait_read()  # the", "                        #"),
+    "rows that come back are counted early": (
+        "        cuda.syncwarp()\n        for s in range(ranks)",
+        "        for s in range(ranks)",
+    ),
+    "nobody waits for rows that come back": (
+        "wait_count(ctx, local, returned, state[EXPECTED_BACK], COMBINE_ROWS, int32(-1))",
+        "pass",
+    ),
+    "up has the scales of gate": ("w_1 = w_0 + int64(n_blocks_1 // 2) * k_blocks", "w_1 = w_0"),
+    "columns of the next tile": (
+        "column = int32(n_tile * (BLOCK_N if is_second else COLUMNS))",
+        "column = int32(n_tile * COLUMNS)",
+    ),
+}
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="the simulator runs threads and memory in any order")
+@pytest.mark.parametrize("name", WRONG_ONE_KERNEL)
+def test_a_wrong_one_kernel_is_rejected(name, monkeypatch):
+    monkeypatch.setattr(by_expert, "kernel", SimpleNamespace(**changed(kernel, *WRONG_ONE_KERNEL[name])))
+    state, ranks = make_inputs([3, 5], FP8, hidden=384, intermediate=256)
+    if "activations" in name:  # 16 rows of a warp, which TMA stores
+        state, ranks = make_inputs([12, 4], FP8, only=0)
+    assert is_rejected(lambda seed: wrong(run(state, ranks, FP8, seed=seed, kind=OneKernel), state, ranks))
+
+
+@pytest.mark.parametrize(
+    "kind, dtype", ((ExpertOrder, torch.bfloat16), (OneKernel, FP8)), ids=("launches", "one kernel")
+)
+def test_a_rank_that_sends_no_rows_ends_the_waits_of_others(kind, dtype):
+    state, ranks = make_inputs([2, 2], dtype, only=0)
+
+    def work(layer, x, topk_weights, topk_ids):
+        out = torch.empty_like(x)
+        for name, launch in layer.launches(x, topk_weights, topk_ids, out).items():
+            if layer.rank == 0 or name in ("cast", "order", "exchange counts"):
+                launch()
+        layer.runtime.synchronize()
+        if layer.rank == 0:
+            with pytest.raises(TimeoutError, match="rank 0, channel 0 waited for rows"):
+                layer.runtime.check_alive()
+            assert out.isnan().all()
+        return torch.zeros(1)
+
+    run(state, ranks, dtype, work, timeout=SHORT_TIMEOUT, kind=kind)
 
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="the simulator runs ranks in any order")

@@ -7,20 +7,25 @@ from typing import Any
 import torch
 
 from moe_numba import simulator
-from moe_numba.course.lessons.one_kernel import kernels
+from moe_numba.course.lessons.one_kernel import kernel, kernels
 from moe_numba.course.lessons.one_kernel.sizes import WARP, Sizes
 from moe_numba.expert_parallel import Buffer, per_token_cast_to_fp8
 from moe_numba.expert_parallel.common.buffer_layout import NUM_RANKS
+from moe_numba.expert_parallel.low_latency.exchange import _gpu_key as device_key
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
 from moe_numba.expert_parallel.ranks.transport import check_same_on_all_ranks
 from moe_numba.expert_parallel.rings.launch_plans import Kernel, load
+from moe_numba.grouped_gemm.block_scaled.config import BOX_ROWS, BUFFER_ROWS
 from moe_numba.grouped_gemm.call.plan import group_gemm
+from moe_numba.grouped_gemm.common.constants import BLOCK_K_BYTES, THREADS
 from moe_numba.moe_layer.group_by_expert.api import group_by_expert
 from moe_numba.moe_layer.module import Experts
 from moe_numba.moe_layer.weighted_sum.api import weighted_sum
 from moe_numba.moe_layer.weights import BF16, FP8_BLOCK, shape_of
 from moe_numba.quantise import FP8_SCALE_BLOCK
+from moe_numba.runtime.device import persistent_ctas
 from moe_numba.runtime.launch import address
+from moe_numba.runtime.tensor_map import tensor_map_template
 from moe_numba.runtime.validate import check_int, check_tensor
 
 FP8 = torch.float8_e4m3fn
@@ -71,17 +76,19 @@ class ExpertOrder:
         local[: self.sizes.rows].zero_()
         self._common_arguments = tuple(map(address, (local, self.shared.addresses, self.state, runtime._status)))
         self._allocate(local, is_fp8, device)
-        self._kernels = {
-            make.__name__: Kernel(self, KernelDefinition(make, (self.sizes,), signature, threads))
-            for make, signature, threads in (
-                (kernels.make_exchange_counts, kernels.COUNTS_SIGNATURE, WARP * self.sizes.ranks),
-                (kernels.make_push_rows, kernels.PUSH_SIGNATURE, WARP * self.sizes.warps),
-                (kernels.make_return_rows, kernels.RETURN_SIGNATURE, WARP * self.sizes.warps),
-            )
-        }
+        self._kernels = {definition.make.__name__: Kernel(self, definition) for definition in self._definitions()}
         runtime.synchronize()
         self.transport.gather(None)  # before a peer writes, the memory is cleared
         load(self, list(self._kernels.values()))
+
+    def _definitions(self):
+        """Return the kernels of a call that wait for other ranks."""
+        of = (self.sizes,)
+        return (
+            KernelDefinition(kernels.make_exchange_counts, of, kernels.COUNTS_SIGNATURE, WARP * self.sizes.ranks),
+            KernelDefinition(kernels.make_push_rows, of, kernels.PUSH_SIGNATURE, WARP * self.sizes.warps),
+            KernelDefinition(kernels.make_return_rows, of, kernels.RETURN_SIGNATURE, WARP * self.sizes.warps),
+        )
 
     def _allocate(self, local, is_fp8, device):
         """Make views of the shared memory, and allocate what a rank has for itself."""
@@ -93,7 +100,7 @@ class ExpertOrder:
         self.back = section(sizes.back, sizes.assignments, sizes.hidden // 2).view(torch.bfloat16)
         empty = partial(torch.empty, dtype=torch.int32, device=device)
         self.lengths, self.starts = empty(sizes.experts), empty(sizes.experts + 1)
-        self.places = empty(sizes.all_experts)
+        self.places, self.done = empty(sizes.all_experts), empty(sizes.experts)
         intermediate = self.experts.w2.shape[2]
         activated = empty(0, dtype=FP8 if is_fp8 else torch.bfloat16).new_empty(sizes.capacity, intermediate)
         scale = empty(sizes.capacity, -(-intermediate // FP8_SCALE_BLOCK), dtype=torch.float32)
@@ -111,7 +118,7 @@ class ExpertOrder:
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> dict[str, Callable[[], Any]]:
         """Return {name: launch} of a call, in order; all ranks must make the same ones in the same order."""
-        sizes, given = self.sizes, self.experts
+        sizes = self.sizes
         check_tensor("x", x, dtype=torch.bfloat16, shape=("tokens", sizes.hidden))
         check_int("x's number of tokens", len(x), 0, sizes.max_tokens)
         check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(len(x), sizes.topk))
@@ -129,28 +136,82 @@ class ExpertOrder:
             scales = torch.empty(len(x), sizes.scale_words, dtype=torch.float32, device=x.device)
             launches["cast"] = partial(per_token_cast_to_fp8, x, out=(rows, scales))
         launches["order"] = partial(group_by_expert, topk_ids, sizes.all_experts, out=routing)
-        start = lambda name, grid, *tensors: self._kernels[f"make_{name}"](grid, *self.runtime.pointers(*tensors))
-        counted = self.lengths, self.starts
-        launches["exchange counts"] = partial(start, "exchange_counts", 1, first_rows, *counted, self.places)
+        counted = first_rows, self.lengths, self.starts, self.places, self.done
+        launches["exchange counts"] = partial(self._start, "exchange_counts", 1, *counted)
+        launches |= self._compute(rows, scales, tokens_of_rows, first_rows)
+        launches["sum"] = partial(weighted_sum, self.back, places, topk_weights, out=out)
+        return launches
+
+    def _start(self, name, grid, *tensors):
+        self._kernels[f"make_{name}"](grid, *self.runtime.pointers(*tensors))
+
+    def _compute(self, rows, scales, tokens_of_rows, first_rows):
+        """Return the launches between the exchange of counts and the sum."""
+        given, scaled = self.experts, lambda name, value: {} if value is None else {name: value}
         sent = rows, scales, tokens_of_rows, first_rows, self.places
-        launches["push rows"] = partial(start, "push_rows", self.num_sms, *sent)
-        average = max(1, sizes.assignments // sizes.experts)
+        average = max(1, self.sizes.assignments // self.sizes.experts)
         multiply = partial(group_gemm, "none" if scales is None else "block", seqlens=self.lengths)
         multiply = partial(multiply, cu_seqlens=self.starts, num_seq_per_group_avg=average)
-        scaled = lambda name, value: {} if value is None else {name: value}
         first = dict(
             x=self.x, weight=given.w13, **scaled("x_scale", self.x_scale), **scaled("w_scale", given.w13_scale)
         )
-        launches["gate and up"] = partial(multiply, out=self.activated, silu_and_mul=True, **first)
         activated, scale = self.activated if scales is not None else (self.activated, None)
         second = dict(x=activated, weight=given.w2, **scaled("x_scale", scale), **scaled("w_scale", given.w2_scale))
-        launches["down"] = partial(multiply, out=self.rows, **second)
-        launches["return rows"] = partial(start, "return_rows", self.num_sms, self.rows, self.starts)
-        launches["sum"] = partial(weighted_sum, self.back, places, topk_weights, out=out)
-        return launches
+        return {
+            "push rows": partial(self._start, "push_rows", self.num_sms, *sent),
+            "gate and up": partial(multiply, out=self.activated, silu_and_mul=True, **first),
+            "down": partial(multiply, out=self.rows, **second),
+            "return rows": partial(self._start, "return_rows", self.num_sms, self.rows, self.starts),
+        }
 
     def close(self) -> None:
         """Free the shared memory; all ranks must call it."""
         if self.shared is not None:
             self.runtime.close_memory(self.shared)
             self.shared = None
+
+
+class OneKernel(ExpertOrder):
+    """The same with one launch between the exchange of counts and the sum; experts in FP8 with block scales.
+
+    Parameters as of :class:`ExpertOrder`; ``num_sms`` is the number of CTAs, which must all be resident: by default one
+    for each SM, shared by the ranks of a GPU. Hidden and intermediate sizes are multiples of 128.
+    """
+
+    def __init__(self, buffer: Buffer, experts: Experts, topk: int, max_tokens: int, num_sms: int | None = None):
+        if experts.format != FP8_BLOCK:
+            raise ValueError(f"experts have the format {experts.format}; OneKernel needs FP8 with block scales")
+        shape = shape_of(experts.w13, experts.w2, experts.format)
+        if shape.hidden % FP8_SCALE_BLOCK or shape.intermediate % FP8_SCALE_BLOCK:
+            raise ValueError(f"experts have the shape {shape}; hidden and intermediate must be multiples of 128")
+        self.intermediate, device = shape.intermediate, buffer.transport.device
+        if num_sms is None:
+            sharing = buffer.transport.gather(device_key(device))
+            num_sms = persistent_ctas(device, 1) // sharing.count(device_key(device))
+        super().__init__(buffer, experts, topk, max_tokens, num_sms)
+        self._maps = [
+            tensor_map_template(tensor, box, swizzle=128, name=name)(tensor)
+            for name, tensor, box in (
+                ("rows", self.x, (BOX_ROWS, BLOCK_K_BYTES)),
+                ("w13", experts.w13, (1, kernel.COLUMNS, BLOCK_K_BYTES)),
+                ("activated", self.activated[0], (BOX_ROWS, BLOCK_K_BYTES)),
+                ("w2", experts.w2, (1, kernel.COLUMNS, BLOCK_K_BYTES)),
+                ("out", self.activated[0], (BUFFER_ROWS, BLOCK_K_BYTES)),
+            )
+        ]
+
+    def _definitions(self):
+        pieces, one_kernel = kernel.columns_tiles(self.sizes), kernel.make_kernel(self.sizes, self.intermediate)
+        counts = kernels.make_exchange_counts, (self.sizes, pieces), kernels.COUNTS_SIGNATURE, WARP * self.sizes.ranks
+        constants = self.sizes, self.intermediate
+        return (
+            KernelDefinition(*counts),
+            KernelDefinition(kernel.make_one_kernel, constants, kernel.SIGNATURE, THREADS, one_kernel[1]),
+        )
+
+    def _compute(self, rows, scales, tokens_of_rows, first_rows):
+        given, (activated, scale) = self.experts, self.activated
+        tensors = activated, scale, self.x_scale, given.w13_scale, given.w2_scale, self.lengths, self.starts, self.done
+        tensors = *tensors, rows, scales, tokens_of_rows, first_rows, self.places
+        start = self._kernels["make_one_kernel"]
+        return {"one kernel": lambda: start(self.num_sms, *self._maps, *self.runtime.pointers(*tensors))}

@@ -38,7 +38,7 @@ from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.ptx.warp import FULL_MASK, warp_inclusive_scan
 
 CONTEXT = "int32*", "uint64*", "int32*", "int32*", "uint64", "int32"
-COUNTS_SIGNATURE = *CONTEXT, *["int32*"] * 4
+COUNTS_SIGNATURE = *CONTEXT, *["int32*"] * 5
 PUSH_SIGNATURE = *CONTEXT, *["int32*"] * 5
 RETURN_SIGNATURE = *CONTEXT, *["int32*"] * 2
 VECTOR = 4  # words of a 16-byte access
@@ -64,17 +64,22 @@ def wait_rows(ctx, offset, expected, code, about):
 
 
 @cache
-def make_exchange_counts(sizes: Sizes):
-    """Make the kernel, for one CTA with a warp for each rank."""
+def make_exchange_counts(sizes: Sizes, pieces: int = 1):
+    """Make the kernel, for one CTA with a warp for each rank.
+
+    A row comes back in ``pieces``. ``done`` has a counter for each expert of this rank, which the kernel clears.
+    """
     ranks, experts, all_experts = sizes.ranks, sizes.experts, sizes.all_experts
     count_flags, counts, threads = sizes.count_flags, sizes.counts, WARP * sizes.ranks
 
     @cuda.jit
-    def exchange_counts(local, peers, state, status, timeout_ns, rank, first_rows, lengths, starts, places):
+    def exchange_counts(local, peers, state, status, timeout_ns, rank, first_rows, lengths, starts, places, done):
         ctx = RankContext(local, peers, state, status, timeout_ns, rank)
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()
         t, lane, warp = int32(cuda.threadIdx.x), int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        for e in range(t, experts, threads):
+            done[e] = int32(0)
         sequence = int32(state[SEQUENCE] + 1)
         cuda.syncthreads()
 
@@ -118,7 +123,7 @@ def make_exchange_counts(sizes: Sizes):
         if lane == 0 and warp == rank:
             starts[experts] = end
         if t == 0:
-            state[EXPECTED_BACK] = int32(state[EXPECTED_BACK] + first_rows[all_experts])
+            state[EXPECTED_BACK] = int32(state[EXPECTED_BACK] + pieces * first_rows[all_experts])
 
     return exchange_counts
 
