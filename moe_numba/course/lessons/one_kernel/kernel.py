@@ -255,6 +255,20 @@ def make_kernel(sizes: Sizes, intermediate: int):
                 remote = pointer_from_address(ctx.peers[s], ctx.local)
                 red_add_release_sys_s32(remote, returned, int32(cuda.popc(mask)))
 
+    @cuda.jit(device=True)
+    def tell(ctx, done, lane, told, g, row, rows):
+        """Say that a warp's rows of a tile are stored; ``told`` is which GEMM's, 0 of none."""
+        if told == 1:
+            if lane == 0:
+                bulk_wait()
+                fence_proxy_async()
+            cuda.syncwarp()
+            if lane == 0:
+                fence_acq_rel_gpu()
+                red_add_relaxed_gpu_s32(done, g, int32(1))
+        if told == 2:
+            count_returned(ctx, lane, row, rows)
+
     @cuda.jit
     def one_kernel(
         local,
@@ -411,6 +425,10 @@ def make_kernel(sizes: Sizes, intermediate: int):
             smem = SharedMemory(u8, smem.i32, uniform_array(smem.f32), barriers)
             warp = uniform(warp)
             tile, tiles_1 = int32(cuda.blockIdx.x), int32(row_tiles * n_tiles_1)
+            # A warp says only after its next tile's main loop that it has stored its rows: by then the stores have
+            # ended, and it does not wait for them. The last rows of the first GEMM are told at once: the next tile may
+            # wait for those of other warps.
+            late, late_g, late_row, late_rows = int32(0), int32(0), int32(0), int32(0)
             while tile < smem.i32[uint32(tiles_offset)]:
                 stage, phase = uniform(stage), uint32(uniform(int32(phase)))
                 is_second = tile >= tiles_1
@@ -442,6 +460,7 @@ def make_kernel(sizes: Sizes, intermediate: int):
                         acc_1 = fma(acc_1, product, (a[1], b[1]))
 
                     # ---- Epilogue: the warp's 16 rows ----
+                    tell(ctx, done, lane, late, late_g, late_row, late_rows)
                     y_row, y_rows = int32(row + own_row), int32(rows - own_row)
                     if is_second:
                         buffer = int32(epilogue_offset + warp * warp_bytes)
@@ -460,18 +479,13 @@ def make_kernel(sizes: Sizes, intermediate: int):
                         if lane == 0:
                             mbarrier_arrive(smem.barriers, empty + stage)
                         stage, phase = advance(stage, phase)
-
-                # ---- Say that the warp's rows are stored ----
-                if is_second:
-                    count_returned(ctx, lane, int32(row + own_row), int32(rows - own_row))
-                else:
-                    if lane == 0:
-                        bulk_wait()
-                        fence_proxy_async()
-                    cuda.syncwarp()
-                    if lane == 0:
-                        fence_acq_rel_gpu()
-                        red_add_relaxed_gpu_s32(done, g, int32(1))
+                    tell(ctx, done, lane, late, late_g, late_row, late_rows)
+                late, late_g = int32(2) if is_second else int32(1), g
+                late_row, late_rows = int32(row + own_row), int32(rows - own_row)
                 tile = int32(tile + cuda.gridDim.x)
+                if late == 1 and tile >= tiles_1:
+                    tell(ctx, done, lane, late, late_g, late_row, late_rows)
+                    late = int32(0)
+            tell(ctx, done, lane, late, late_g, late_row, late_rows)
 
     return one_kernel, shared_bytes
