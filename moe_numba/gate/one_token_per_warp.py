@@ -185,6 +185,7 @@ def make_stages(config: GateConfig, features: Features = NO_FEATURES, *, notices
     group_size = num_experts // num_expert_group
     lanes_per_group, experts_per_lane = lane_layout(num_experts, num_expert_group)
     all_lanes_full = experts_per_lane * lanes_per_group == group_size and lanes_per_group * num_expert_group == 32
+    has_places = experts_per_lane > 1  # a lane's only expert needs no search, and no lane holds equal keys
     max_picks_per_lane = min(experts_per_lane, routed)
     rivals_per_lane = -(-num_expert_group // lanes_per_group)
     group_steps, sum_steps = lanes_per_group.bit_length() - 1, (routed - 1).bit_length()
@@ -328,7 +329,7 @@ def make_stages(config: GateConfig, features: Features = NO_FEATURES, *, notices
             place, match_mask = int32(0), uint32(0)
             held_scores = cuda.local.array(experts_per_lane, float32)
             for j in range(experts_per_lane):
-                held_key = cuda.shfl_sync(FULL_MASK, keys[j], holder_lane)
+                held_key = cuda.shfl_sync(FULL_MASK, keys[j], holder_lane) if has_places else picked_key
                 if shuffles_scores:
                     held_scores[j] = cuda.shfl_sync(FULL_MASK, scores[j], holder_lane)
                 if exact:
@@ -386,7 +387,7 @@ def make_stages(config: GateConfig, features: Features = NO_FEATURES, *, notices
 
         return finish
 
-    pick_first, finish_exactly = make_pick(True), make_finish(True)
+    pick_first, finish_exactly = make_pick(True), make_finish(has_places)
 
     @cuda.jit(device=True)
     def pick_exactly(keys, sorted_keys, is_kept, lane):

@@ -314,12 +314,12 @@ def test_one_packed_weight_is_refused(name, device):
         (lambda t: dict(w2=t["w2"][:3]), "w2 has shape .*w13 has 4 experts"),
         (lambda t: dict(w13_b=t["w13_b"][:, :128].contiguous()), "w13_b .*w13 has 256 outputs"),
         (lambda t: dict(w2_a=t["w2_a"][..., :64].contiguous()), "w2_a .*w2 has 128 inputs"),
-        (lambda t: dict(w2=torch.empty(t["w2"].numel() + 1).byte()[1:].view(t["w2"].shape)), "w2 starts at address"),
+        (lambda t: dict(w2=t["w2"].new_empty(t["w2"].numel() + 1)[1:].view(t["w2"].shape)), "w2 starts at address"),
     ),
 )
 def test_invalid_mxfp4_weights(changes, message, device):
     own, _ = packed(inputs(device) | adapters(device), "stacked")
-    own |= {name: t.to(device) if name != "w2" else t for name, t in changes(own).items()}
+    own |= changes(own)
     with pytest.raises(ValueError, match=message):
         fused_experts_lora(**own, topk_ids=torch.tensor(IDS, device=device))
 

@@ -13,6 +13,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.figures.tables import bold_best
 from moe_numba.course.bench.records import format_us
 from moe_numba.course.lessons.moe_layer import profile as layer_profile
+from moe_numba.course.lessons.one_kernel import model as one_kernel
 from moe_numba.course.pages import gpu_support, race
 from moe_numba.course.pages.topics import BENCH_TOPICS, FIRST_EDITION, HEADLINES, TOPICS
 from moe_numba.grouped_gemm.call import config_table
@@ -42,6 +43,7 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
             "measured": layer_profile.model_beside_measurements(ranks) if (ranks := found["moe_layer_ranks"]) else "",
             "model": layer_profile.model_of_64_gpus(),
         },
+        "docs/one_kernel.md": {"times": one_kernel.text() if found["moe_layer_ranks"] else ""},
         "docs/linked_cuda_cpp.md": {"times": _linked_cuda_cpp(gpu, root)},
         MEASUREMENTS: {"headline": headline(gpu, root), "bench": _bench_commands(), "peers": _peers(found), **tables},
     }

@@ -20,6 +20,7 @@ transformers, so peers are measured only where it is installed.
 
 import sys
 from functools import partial
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ LAYERS = (
 )
 OURS, FROZEN, FORWARD, AGAIN = "final", "final, frozen weights", "final, forward", "final, checkpointed"
 LORA, PEER_LORA = "final, LoRA", f"{TRANSFORMERS} grouped_mm, LoRA"
-RANK, MODEL_TOKENS = 16, 4096
+RANK, MODEL_TOKENS = 16, (4096, 16384)
 ROUNDS = 12
 BOUND = 2e-2  # relative error of a gradient beside that of transformers' grouped_mm, both in bfloat16
 DEFAULT = f"{TRANSFORMERS} grouped_mm"  # what transformers runs if the caller selects nothing
@@ -90,15 +91,17 @@ def measure(peers, quick, device="cuda"):
                 skewed = layer._replace(model=f"{layer.model}, Zipf")
                 rows += measure_layer(skewed, given._replace(ids=zipf_ids(layer, tokens, device)), options, peers)
         del weights, given
-    return rows if quick or transformers_version() is None else rows + measure_model(device)
+    if quick or transformers_version() is None:
+        return rows
+    return rows + [row for tokens in MODEL_TOKENS for row in measure_model(tokens, device)]
 
 
-def measure_model(device):
+def measure_model(tokens, device):
     """Return the rows of a step of a whole model, in which all weights have gradients."""
     from moe_numba.course.bench.topics.models import training_step
 
     about = training_step.MODELS[0]
-    if (steps := training_step.model_steps(about, MODEL_TOKENS, device)) is None:
+    if (steps := training_step.model_steps(about, tokens, device)) is None:
         return []
     named = {name if name.startswith(OURS) else f"{TRANSFORMERS} {name}": step for name, step in steps.items()}
     config = dict(model=f"{about.name}, a model of {about.layers} layers")
@@ -107,13 +110,14 @@ def measure_model(device):
         records.row(
             name,
             config=config,
-            size=dict(tokens=MODEL_TOKENS),
+            size=dict(tokens=tokens),
             dtype="bf16",
-            kernel=stats,
+            kernel=kernel,
+            call=call,
             peak_bytes=peak_bytes(named[name]),
             version=version if name.startswith(TRANSFORMERS) else None,
         )
-        for name, stats in times.items()
+        for name, (kernel, call) in times.items()
     ]
 
 
@@ -140,13 +144,14 @@ def measure_layer(layer, given, options, peers=()):
             config=layer.config,
             size=size,
             dtype=layer.dtype,
-            kernel=stats,
+            kernel=kernel,
+            call=call,
             floor_us=floor_us if name == OURS else None,
             flops=flops if name == OURS else None,
             peak_bytes=peak_bytes(steps[name]),
             version=version_of(name.removesuffix(LORA_SUFFIX)),
         )
-        for name, stats in times.items()
+        for name, (kernel, call) in times.items()
     ]
 
 
@@ -280,20 +285,26 @@ def differing(gradients, wanted):
 
 
 def step_times(steps):
-    """Return {name: Stats}: the time from one step to the next, in rounds of random order."""
+    """Return {name: (Stats, Stats)}: the time from one step to the next, and the host's, in rounds of random order."""
     if simulator.ENABLED:
-        return dict.fromkeys(steps)
+        return dict.fromkeys(steps, (None, None))
     kernels = {name: launched_by(step) for name, step in steps.items()}
-    samples: dict[str, list[float]] = {name: [] for name in steps}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for name in shuffled_rounds(steps, ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         steps[name]()  # so that another implementation's last kernels are over
         start.record()
+        begin = perf_counter()
         steps[name]()
+        host_us = (perf_counter() - begin) * 1e6
         end.record()
         end.synchronize()
-        samples[name].append(start.elapsed_time(end) * 1000)
-    return {name: Stats.of(times, kernels[name]) for name, times in samples.items()}
+        samples[name].append((start.elapsed_time(end) * 1000, host_us))
+    result = {}
+    for name, pairs in samples.items():
+        of_steps, of_host = zip(*pairs, strict=True)
+        result[name] = Stats.of(of_steps, kernels[name]), Stats.of(of_host)
+    return result
 
 
 def peak_bytes(step):
@@ -331,34 +342,57 @@ def figures(record):
 
 
 def readme_table(record):
-    """Return a table of times in microseconds, and of peak memory."""
-    others, adapted, lines = records.peers(record), _lora_steps(record), []
+    """Return tables of times in microseconds, of the package's other steps and LoRA, and of peak memory."""
+    others, adapted = [OURS, *records.peers(record)], _lora_steps(record)
+    us = lambda row: format_us(row["kernel_us"]["median"])
+    gigabytes = lambda row: f"{row['peak_bytes'] / 1e9:.1f}" if "peak_bytes" in row else ""
+    times, variants, memory = [], [], []
     for model, tokens, steps in layers(record):
-        us = lambda step, steps=steps: format_us(steps[step]["kernel_us"]["median"]) if step in steps else ""
-        cells, own = bold_best([us(step) for step in (OURS, *others)]), map(us, (FORWARD, FROZEN, AGAIN))
-        with_lora, floor = bold_best([us(step) for step in adapted]), steps[OURS].get("floor_us")
-        memory = [f"{steps[s]['peak_bytes'] / 1e9:.1f}" if s in steps else "-" for s in (OURS, *others)]
-        lines.append(
-            [model, f"{tokens:,}", *cells, *own, *with_lora, format_us(floor) if floor else "", " / ".join(memory)]
-        )
-    names = [_label(step) for step in (OURS, *others)]
-    lora_names = ["LoRA", *(f"LoRA, {_label(step.removesuffix(LORA_SUFFIX))}" for step in adapted[1:])]
-    own_names = "forward alone", "frozen weights", "checkpointed", *lora_names
-    headings = ["experts", "tokens", *names, *own_names, "speed of light", "peak memory, GB"]
-    provenance = plots.provenance(record)
+        of = lambda names, show, steps=steps: [show(steps[s]) if s in steps else "" for s in names]
+        size, floor = (model, f"{tokens:,}"), steps[OURS].get("floor_us")
+        times.append([*size, *bold_best(of(others, us)), format_us(floor) if floor else ""])
+        if LORA in steps:
+            variants.append([*size, *of((FORWARD, FROZEN, AGAIN), us), *bold_best(of(adapted, us))])
+        if "peak_bytes" in steps[OURS]:
+            memory.append([*size, *of([*others, LORA, PEER_LORA], gigabytes)])
+    names, lora_names = [_label(step) for step in others], ["LoRA"]
+    lora_names += [f"LoRA, {_label(step.removesuffix(LORA_SUFFIX))}" for step in adapted[1:]]
+    size, provenance = ("experts", "tokens"), plots.provenance(record)
     text = (
         "Time of a training step of a layer's experts in microseconds, forward and backward with the gradients of x, "
         "the routing weights, w13 and w2, in bfloat16, as a caller without a CUDA graph sees it. `eager` and "
-        "`grouped_mm` are transformers' implementations. Forward alone, frozen weights (gradients of x and the routing "
-        "only) and checkpointed (the forward pass again, instead of gate and up kept) are moe_numba's. With LoRA, of "
-        f"rank {RANK}, the weights are frozen and the gradients those of x, the routing weights and the adapters; "
-        "beside it stands `grouped_mm` with adapters that are added to the weights, as PEFT does. Experts are drawn "
-        "evenly, or by Zipf's law. The speed of light is the time of the multiplications at the tensor cores' "
-        "peak rate. Peak memory is that of the columns of times, in their order. The last row is the step of a "
-        "whole model, without an optimiser. "
+        "`grouped_mm` are transformers' implementations. Experts are drawn evenly, or by Zipf's law. The speed of "
+        "light is the time of the multiplications at the tensor cores' peak rate. The last rows are steps of a whole "
+        f"model, without an optimiser{_hosts_of_models(record)}. "
         f"{_about_peers(record)}{provenance[0].upper()}{provenance[1:]}."
     )
-    return f"{markdown_table(headings, lines)}\n\n{text}"
+    others_text = (
+        "Other steps of moe_numba, and LoRA of rank "
+        f"{RANK}, in microseconds: forward alone, frozen weights (gradients of x and the routing only), checkpointed "
+        "(the forward pass again, instead of gate and up kept). With LoRA the weights are frozen, and the gradients "
+        "are those of x, the routing weights and the adapters; `LoRA, grouped_mm` adds the adapters to the weights, as "
+        "PEFT does."
+    )
+    parts = (
+        text,
+        markdown_table([*size, *names, "speed of light"], times),
+        others_text,
+        markdown_table([*size, "forward alone", "frozen weights", "checkpointed", *lora_names], variants),
+        "Peak memory of a step beside its inputs, in GB:",
+        markdown_table([*size, *names, "LoRA", lora_names[1]], memory),
+    )
+    return "\n\n".join(parts)
+
+
+def _hosts_of_models(record):
+    """Return what the host's times of a model's steps are, if the record has them."""
+    told = [
+        f"{format_us(row['call_us']['median'])} of {format_us(row['kernel_us']['median'])} us ({_label(row['step'])}, "
+        f"{row['size']['tokens']:,} tokens)"
+        for row in record["rows"]
+        if "layers" in row["config"]["model"] and row["step"] in (OURS, DEFAULT) and "call_us" in row
+    ]
+    return f"; the host takes {', '.join(told)}" if told else ""
 
 
 def _about_peers(record):

@@ -1,0 +1,198 @@
+"""A layer whose rows travel in the order of the experts, on several ranks of one process."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.expert_parallel import NUM_BYTES, SHORT_TIMEOUT, engine
+from helpers.wrong_kernels import changed, is_rejected
+
+from moe_numba import simulator
+from moe_numba.course.lessons.one_kernel import by_expert, kernels
+from moe_numba.course.lessons.one_kernel.by_expert import ExpertOrder
+from moe_numba.expert_parallel import Buffer, LocalGroup
+from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
+from moe_numba.moe_layer import Experts, reference
+
+HIDDEN, PER_RANK, TOPK, TOKENS = 128, 2, 3, 6
+BOUND = 1e-2
+
+
+def make_inputs(tokens, dtype, seed=0, only=None):
+    """Return the state of all experts, and x, topk_weights and topk_ids of each rank; ``only``: all on one expert."""
+    random, experts = torch.Generator().manual_seed(seed), PER_RANK * len(tokens)
+    draw = lambda *shape: torch.randn(shape, generator=random)
+    w13, w2 = draw(experts, 2 * HIDDEN, HIDDEN) / HIDDEN**0.5, draw(experts, HIDDEN, HIDDEN) / HIDDEN**0.5
+    if dtype == FP8:
+        (w13, scale13), (w2, scale2) = quantise_blocks(w13), quantise_blocks(w2)
+        state = dict(w13=w13, w2=w2, w13_scale=scale13, w2_scale=scale2)
+    else:
+        state = dict(w13=w13.bfloat16(), w2=w2.bfloat16())
+    low, high = (-1, experts + 1) if only is None else (only, only + 1)  # some ids are no expert's
+    ranks = [
+        (
+            draw(n, HIDDEN).bfloat16(),
+            torch.rand(n, TOPK, generator=random),
+            torch.randint(low, high, (n, TOPK), generator=random, dtype=torch.int32),
+        )
+        for n in tokens
+    ]
+    return state, ranks
+
+
+def run(state, ranks, dtype, work=lambda layer, *given: layer(*given), seed=0, calls=1, timeout=100.0):
+    """Run ``work(layer, x, topk_weights, topk_ids)`` on all ranks; every second call is for other experts."""
+
+    def on_rank(transport):
+        rank, device = transport.rank, transport.device
+        buffer = Buffer(transport, NUM_BYTES, timeout=timeout)
+        experts = Experts(PER_RANK, HIDDEN, HIDDEN, dtype, device)
+        experts.load_state_dict({name: t[rank * PER_RANK : (rank + 1) * PER_RANK] for name, t in state.items()})
+        layer = ExpertOrder(buffer, experts, TOPK, TOKENS, num_sms=2)
+        given = [t.to(device) for t in ranks[rank]]
+        results = []
+        for call in range(calls):
+            x, weights, ids = given
+            results.append(work(layer, x, weights, layer.sizes.all_experts - 1 - ids if call % 2 else ids).cpu())
+        layer.close()
+        buffer.destroy()
+        assert all(torch.equal(result, results[0]) for result in results[::2])
+        return results[0]
+
+    with engine(seed):
+        return LocalGroup(len(ranks)).run(on_rank)
+
+
+def wrong(results, state, ranks):
+    scales = state.get("w13_scale"), state.get("w2_scale")
+    for result, (x, weights, ids) in zip(results, ranks, strict=True):
+        expected = reference.fused_experts(x, state["w13"], state["w2"], weights, ids, *scales)
+        if len(x) and (found := mismatch(result, expected, BOUND)):
+            return found
+    return None
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, FP8), ids=("bf16", "fp8"))
+@pytest.mark.parametrize("tokens, only", (([3, 5], None), ([4, 0], 1), ([4], None)), ids=str)
+def test_equals_all_experts_on_one_gpu(tokens, only, dtype):
+    state, ranks = make_inputs(tokens, dtype, only=only)
+    results = run(state, ranks, dtype)
+    assert wrong(results, state, ranks) is None
+    assert wrong(results, state, [(x.flip(1), *others) for x, *others in ranks]) is not None
+
+
+def scale_rows(layer, x, topk_weights, topk_ids):
+    """Carry rows to experts that multiply them by one more than their number, and back."""
+    out = torch.empty_like(x)
+    for name, launch in layer.launches(x, topk_weights, topk_ids, out).items():
+        if name not in ("gate and up", "down"):
+            launch()
+        if name == "push rows":
+            layer.runtime.synchronize()
+            starts = layer.starts.tolist()
+            for e in range(PER_RANK):
+                rows = slice(starts[e], starts[e + 1])
+                layer.rows[rows] = layer.x[rows] * (1 + layer.rank * PER_RANK + e)
+    layer.runtime.synchronize()
+    layer.runtime.check_alive()
+    return out
+
+
+def wrongly_scaled(tokens, seed=0, calls=2):
+    """Return whether a rank's rows are not what `scale_rows` should make of them."""
+    state, ranks = make_inputs(tokens, torch.bfloat16, seed)
+    results = run(state, ranks, torch.bfloat16, scale_rows, seed, calls)
+    for result, (x, weights, ids) in zip(results, ranks, strict=True):
+        valid = (ids >= 0) & (ids < PER_RANK * len(tokens))
+        rows = (x[:, None] * (1 + ids[..., None]).bfloat16()).float() * (weights * valid)[..., None]
+        if mismatch(result, rows.sum(1), BOUND):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("tokens", ([3, 5], [6, 0], [2, 0, 4], [1, 1, 1, 1], [4]), ids=str)
+def test_rows_come_back(tokens):
+    assert not any(wrongly_scaled(tokens, seed, calls=5) for seed in range(3))
+
+
+WRONG = {
+    "rows of other ranks are overwritten": ("= int32(start + before)", "= start"),
+    "all experts begin at the first row": ("int32(end + inclusive - total)", "end"),
+    "counters do not release rows": (
+        "    red_add_release_sys_s32,\n",
+        "    red_add_relaxed_sys_s32 as red_add_release_sys_s32,\n",
+    ),
+    "nobody waits for rows": ("wait_rows(ctx, arrived + e, state[EXPECTED + e], DISPATCH_ROWS, e)", "pass"),
+    "rows are expected of one call only": ("int32(state[EXPECTED + e] + total)", "total"),
+    "a lane counts rows that others still write": (
+        "row = int32(row - count)\n                cuda.syncwarp()",
+        "row = int32(row - count)",
+    ),
+    "rows go back to the place of another rank's": ("origin - source * assignments", "origin % 3"),
+}
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="the simulator runs threads and memory in any order")
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_is_rejected(name, monkeypatch):
+    monkeypatch.setattr(by_expert, "kernels", SimpleNamespace(**changed(kernels, *WRONG[name])))
+    state, ranks = make_inputs([3, 5], torch.bfloat16)
+    assert is_rejected(lambda seed: wrong(run(state, ranks, torch.bfloat16, seed=seed, calls=3), state, ranks))
+
+
+@pytest.mark.skipif(not simulator.ENABLED, reason="the simulator runs ranks in any order")
+@pytest.mark.parametrize("is_wrong", (False, True))
+def test_a_rank_without_rows_may_be_a_call_late(is_wrong, monkeypatch):
+    """Rank 0 needs no rows of rank 1 in the first call, and may send the counts of the second before rank 1 reads."""
+    if is_wrong:
+        one_buffer = changed(kernels, "(sequence & 1) * ranks", "0 * ranks")
+        monkeypatch.setattr(by_expert, "kernels", SimpleNamespace(**one_buffer))
+    state, ranks = make_inputs([2, 0], torch.bfloat16, only=1)
+
+    def attempt(seed):
+        return wrong(run(state, ranks, torch.bfloat16, seed=seed, calls=3, timeout=0.05), state, ranks)
+
+    def fails(seed):
+        try:
+            return attempt(seed) is not None
+        except (AssertionError, TimeoutError):
+            return True
+
+    assert any(fails(seed) for seed in range(8 if is_wrong else 3)) == is_wrong
+
+
+def test_a_rank_that_does_not_call_is_named():
+    state, ranks = make_inputs([2, 2], torch.bfloat16)
+
+    def only_rank_0(layer, *given):
+        if layer.rank:
+            return torch.zeros(1)
+        with pytest.raises(TimeoutError, match="rank 0 waited for the counts of rank 1"):
+            scale_rows(layer, *given)
+        return torch.zeros(1)
+
+    run(state, ranks, torch.bfloat16, only_rank_0, timeout=SHORT_TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    (
+        (dict(topk=0), "topk is 0"),
+        (dict(max_tokens=1), "x's number of tokens is 2; 0 to 1 are allowed"),
+        (dict(num_sms=0), "num_sms is 0"),
+    ),
+)
+def test_invalid_arguments(changes, message):
+    state, ranks = make_inputs([2], torch.bfloat16)
+
+    def work(transport):
+        buffer = Buffer(transport, NUM_BYTES)
+        experts = Experts(PER_RANK, HIDDEN, HIDDEN, torch.bfloat16, transport.device)
+        experts.load_state_dict(state)
+        with pytest.raises(ValueError, match=message):
+            ExpertOrder(buffer, experts, **dict(topk=TOPK, max_tokens=TOKENS) | changes)(
+                *(t.to(transport.device) for t in ranks[0])
+            )
+        buffer.destroy()
+
+    LocalGroup(1).run(work)
