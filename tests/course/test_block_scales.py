@@ -337,6 +337,7 @@ def test_peers_of_the_record_are_in_the_table(right_page, monkeypatch):
     assert times["this lesson"] == "200" and times["fast"] == "50.0" and times["slow"] == "1000"
     versions = "fast 6e2eced, slow 6e2eced"
     assert table.note == f"The fastest is fast. Other projects' kernels, timed in the same run: {versions}."
+    assert versions in str(table) and versions in table._repr_html_()
     record_peers(monkeypatch, runs.lesson, [])
     table = runs.show_peers(version)
     assert "No other project's" in table.note and "fast" not in [line[0] for line in table.lines]
