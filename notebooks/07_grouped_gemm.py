@@ -851,7 +851,8 @@ lesson.summary()
 #
 # Routers are not fair. `Zipf` gives group g a share proportional to 1 / (g + 1); *all in one group* is a single hot expert. Here is the kernel of
 # step 7b beside a loop over cuBLAS, which knows all lengths and chooses its tiles for each, and beside the package, which by default promotes sums to
-# float32 (step 9 of lesson 06), and with the tensor cores' fast accumulation, as cuBLAS and this lesson have it:
+# float32 (step 9 of lesson 06), and with the tensor cores' fast accumulation, as cuBLAS and this lesson have it. If the run also had kernels of other
+# projects, they follow, with one scale per group as well, and the line below the table has their versions:
 
 # %%
 page.show_last(Version(grouped, **ONE_MAP))
@@ -873,7 +874,7 @@ print(page.losses())
 # %% [markdown]
 # In those cases the tensor cores are the limit, and the loop has few launches or one, each of which fills the GPU. cuBLAS adds up with
 # the tensor cores' *fast accumulation*, while the package's default promotes each stage to float32 as in step 9 of lesson 06. With one hot expert that is
-# most of the difference, as the table before shows: its last column has the package with fast accumulation.
+# most of the difference, as the table before shows in its column of the package with fast accumulation.
 #
 # **You can now** give a persistent GEMM a scheduler for groups of any size, and choose its tiles by a model of the busiest unit.
 #

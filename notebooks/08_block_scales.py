@@ -620,15 +620,15 @@ page.show_what_did_not_pay()
 # %% [markdown]
 # ## All steps, and others' kernels
 #
-# The package's kernel is step 5 with groups, and with tiles that were chosen by measurement. cuBLAS multiplies by block scales since CUDA 12.9. For one large GEMM it is
-# the one to beat, and we do not know how it works.
+# The package's kernel is step 5 with groups, and with tiles that were chosen by measurement. cuBLAS multiplies by block scales since CUDA 12.9, and we do not know how
+# it works. If the run also had kernels of other projects, they are in the table; the line below it names the fastest kernel, and their versions:
 
 # %%
 page.show_peers(Version(early, **WIDE))
 
 # %% [markdown]
-# And these are times of grouped GEMMs from the record of `bench grouped_gemm`, 4096 x 7168, with rows that are distributed evenly, by a Zipf law, or all to
-# one expert. A star marks the fastest. DeepGEMM's *contiguous* layout has all rows in one array, each group padded to whole tiles; its *masked* layout has room for the same
+# And these are times of grouped GEMMs from the record of `bench grouped_gemm`, another run, 4096 x 7168, with rows that are distributed evenly, by a Zipf law, or all
+# to one expert. A star marks the fastest. DeepGEMM's *contiguous* layout has all rows in one array, each group padded to whole tiles; its *masked* layout has room for the same
 # number of rows in each group. hpc-ops was written for an H20:
 
 # %%

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from lesson_pages import definitions, fault_of, run_with_sizes
+from lesson_peers import record_peers, use_stand_ins
 
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
@@ -316,6 +317,30 @@ def test_the_tables_have_lines(right_page):
     assert "the package" in str(runs.show_peers(Version(names["early"], **names["WIDE"])))
     assert "no scales" in str(runs.show_power({"no scales": Version(names["unscaled"], scaled=False)}))
     assert "GFLOP" in runs.lower_bound() and "4096 x 4608" in runs.result()
+
+
+def test_peers_that_are_right_are_in_the_table(right_page, tmp_path, monkeypatch, capsys):
+    version = Version(right_page[0]["early"], **right_page[0]["WIDE"])
+    use_stand_ins(monkeypatch, tmp_path)
+    table = runs.show_peers(version)
+    assert ["right", "not timed", ""] in table.lines and table.note.endswith("in the same run: right right 1.2.")
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 2 and printed[0].startswith("peer broken is left out (")
+    assert printed[1].startswith("peer:wrong is left out, peers: ")
+
+
+def test_peers_of_the_record_are_in_the_table(right_page, monkeypatch):
+    version = Version(right_page[0]["early"], **right_page[0]["WIDE"])
+    record_peers(monkeypatch, runs.lesson, ["peers"], fast=50.0, slow=1000.0)
+    table = runs.show_peers(version)
+    times = {line[0]: line[1] for line in table.lines}
+    assert times["this lesson"] == "200" and times["fast"] == "50.0" and times["slow"] == "1000"
+    versions = "fast 6e2eced, slow 6e2eced"
+    assert table.note == f"The fastest is fast. Other projects' kernels, timed in the same run: {versions}."
+    assert versions in str(table) and versions in table._repr_html_()
+    record_peers(monkeypatch, runs.lesson, [])
+    table = runs.show_peers(version)
+    assert "No other project's" in table.note and "fast" not in [line[0] for line in table.lines]
 
 
 def test_figures_say_what_they_show():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from lesson_pages import definitions, fault_of, run_with_sizes
+from lesson_peers import record_peers, use_stand_ins
 
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
@@ -420,6 +421,29 @@ def test_the_tables_have_lines():
     sweep = str(runs.show_sweep())
     assert "hpc-ops" in sweep and "by Zipf's law" in sweep and sweep.count("*") >= 10
     assert "all in one group: 93.3 against 139 us" in runs.losses() and "at least 226 us" in runs.result()
+
+
+def test_peers_that_are_right_are_in_the_table(right_page, tmp_path, monkeypatch, capsys):
+    version = Version(right_page[0]["grouped"], **right_page[0]["ONE_MAP"])
+    use_stand_ins(monkeypatch, tmp_path)
+    table = runs.show_last(version)
+    assert table.headings[-2:] == ["right, us", "lower bound, us"] and "right right 1.2" in table.note
+    printed = capsys.readouterr().err
+    assert printed.count("peer broken is left out (") == printed.count("peer:wrong is left out, ") == len(table.lines)
+    assert "peer:wrong is left out, 2048 rows, 32 groups, zipf: " in printed
+
+
+def test_peers_of_the_record_are_in_the_table(right_page, monkeypatch):
+    version = Version(right_page[0]["grouped"], **right_page[0]["ONE_MAP"])
+    record_peers(monkeypatch, runs.lesson, ["2048 rows, 32 groups, zipf"], fast=50.0)
+    monkeypatch.setattr(runs, "_find", lambda *_, **__: {"kernel_us": {"median": 300.0}})
+    table = runs.show_last(version)
+    times = {line[0]: line[1:-1] for line in table.lines}
+    assert times["2,048 in 32 groups, by Zipf's law"] == ["200", "300", "300", "300", "50.0"]
+    assert times["2,048 in 32 groups, spread evenly"] == ["200", "300", "300", "300", ""]
+    assert table.note == "Other projects' kernels, timed in the same run: fast 6e2eced."
+    record_peers(monkeypatch, runs.lesson, [])
+    assert runs.show_last(version).note.startswith("No other project's")
 
 
 def test_a_version_is_timed_only_if_it_is_right(right_page):

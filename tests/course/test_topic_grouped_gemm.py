@@ -81,11 +81,12 @@ def test_every_size_is_measured_with_the_peers(monkeypatch):
     monkeypatch.setattr(measuring, "_bf16_steps", only_final(measuring._bf16_steps))
     monkeypatch.setattr(measuring, "_measure_dense", list)
     monkeypatch.setattr(measuring, "lower_bound", lambda *_: (1.0, 1, 1))
-    rows = measuring.measure([peer("fp8", ["tensor", "block"]), peer("bf16", ["none"])], False)
+    peers = peer("fp8", ["tensor", "block"]), peer("bf16", ["none"]), peer("w4", ["mxfp4"])
+    rows = measuring.measure(peers, False)
     found = {(r["config"]["num_groups"], r["config"]["routing"], r["size"]["rows"]) for r in rows}
     assert found == {(2, "uniform", 2), (2, "zipf", 3), (1, "uniform", 4), (3, "uniform", 5)}
     packed = [row for row in rows if row["config"]["scaling"] == "mxfp4"]
-    assert [(row["step"], row["size"]["rows"]) for row in packed] == [("final", 2)]
+    assert [(row["step"], row["size"]["rows"]) for row in packed] == [("final", 2), ("peer:w4", 2)]
     rows = [row for row in rows if row not in packed]
     for row in rows:
         own = "peer:bf16" if row["config"]["scaling"] == "none" else "peer:fp8"

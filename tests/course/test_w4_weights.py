@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from lesson_pages import definitions, fault_of, run_with_sizes
+from lesson_peers import record_peers, use_stand_ins
 
 from moe_numba import simulator  # before numba: it selects the simulator or the GPU
 
 # isort: split
 from numba import cuda, float32, int32, uint32
 
+from moe_numba.course.bench import Stats
 from moe_numba.course.lessons.w4_weights import answers, draw, exercises, runs
 from moe_numba.course.lessons.w4_weights.runs import First, Version, load_rows, mma
 from moe_numba.course.steps.score import COMPILER
@@ -299,6 +301,51 @@ def test_wrong_elements_are_named():
     assert "y[1, 2, 3] is" in runs.wrong(out, right)
     out[0, 0, 7] = float("nan")
     assert "1 were never written" in runs.wrong(out, right)
+
+
+def test_peers_that_are_right_are_in_the_table(right_page, tmp_path, monkeypatch, capsys):
+    version = eval(right_page[1]["mma.sync"], right_page[0])
+    use_stand_ins(monkeypatch, tmp_path)
+    table = runs.show_peers(version)
+    assert ["right", "not timed", ""] in table.lines and table.note.endswith("in the same run: right right 1.2.")
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 2 and printed[0].startswith("peer broken is left out (")
+    assert printed[1].startswith("peer:wrong is left out, peers: ")
+
+
+def test_peers_are_timed_interleaved_and_recorded_with_their_versions(right_page, tmp_path, monkeypatch):
+    use_stand_ins(monkeypatch, tmp_path)
+    monkeypatch.setattr(type(runs.lesson), "is_timed", True)
+    monkeypatch.setattr(runs.lesson, "diagnosed", {})
+    timed = []
+
+    def measured(calls):
+        timed.append(list(calls))
+        return {label: Stats(float(n), n, n) for n, label in enumerate(calls, 3)}
+
+    monkeypatch.setattr(runs.lesson, "measured", measured)
+    table = runs.show_peers(eval(right_page[1]["mma.sync"], right_page[0]))
+    assert timed == [["this lesson", "the package's kernel", "torch.bmm, bfloat16 weights", "right"]]
+    assert [line[1] for line in table.lines] == ["3.00", "4.00", "5.00", "6.00"]
+    assert {step: row.get("version") for step, row in runs.lesson.diagnosed.items()} == {
+        "peers: this lesson": None,
+        "peers: the package's kernel": None,
+        "peers: torch.bmm, bfloat16 weights": None,
+        "peers: right": "right 1.2",
+    }
+
+
+def test_peers_of_the_record_are_in_the_table(right_page, monkeypatch):
+    version = eval(right_page[1]["mma.sync"], right_page[0])
+    record_peers(monkeypatch, runs.lesson, ["peers"], fast=50.0, slow=1000.0)
+    table = runs.show_peers(version)
+    times = {line[0]: line[1] for line in table.lines}
+    assert times["this lesson"] == "200" and times["fast"] == "50.0" and times["slow"] == "1000"
+    versions = "fast 6e2eced, slow 6e2eced"
+    assert table.note == f"The fastest is fast. Other projects' kernels, timed in the same run: {versions}."
+    record_peers(monkeypatch, runs.lesson, [])
+    table = runs.show_peers(version)
+    assert "No other project's" in table.note and "fast" not in [line[0] for line in table.lines]
 
 
 def test_figures_say_what_they_show():

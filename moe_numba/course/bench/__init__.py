@@ -10,9 +10,10 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from moe_numba.course.bench import records
 from moe_numba.course.bench.timing import Stats, call_time, call_times, kernel_time, kernel_times, rotating
@@ -21,6 +22,7 @@ __all__ = [
     "Stats",
     "call_time",
     "call_times",
+    "drop_if_wrong",
     "kernel_time",
     "kernel_times",
     "load_peers",
@@ -82,3 +84,23 @@ def load_peers(folder: Path | str, names: Collection[str] | None = None) -> list
             raise ValueError(f"the peer {path} lacks {' and '.join(missing)}")
         peers.append(module)
     return peers
+
+
+def drop_if_wrong(
+    calls: dict[str, Any], name: str, where: str, is_peer: bool, find_fault: Callable[[], str | None]
+) -> None:
+    """Remove a peer's call of which ``find_fault`` returns a fault or raises, and report it; raise for any other.
+
+    ``where`` says of which problem: "2048 rows". Raises ``AssertionError`` for a call that is not a peer's.
+    """
+    try:
+        fault = find_fault()
+    except Exception as error:
+        if not is_peer:
+            raise
+        fault = f"{type(error).__name__}: {error}"
+    if fault and not is_peer:
+        raise AssertionError(f"{name}, {where}: {fault}")
+    if fault:
+        print(f"{name} is left out, {where}: {fault}", file=sys.stderr)
+        del calls[name]

@@ -219,12 +219,14 @@ class Lesson:
             return f"measured: {records.format_us(us)} us"
         return recorded.describe(self.topic, name, self.run.kernels(version), self.size, self.config, self.gpu)
 
-    def times(self, name: str, calls: Mapping[str, Callable | list[Callable]]) -> dict[str, float]:
+    def times(
+        self, name: str, calls: Mapping[str, Callable | list[Callable]], versions: Mapping[str, str] | None = None
+    ) -> dict[str, float]:
         """Time kernels that diagnose a step, interleaved; return their medians.
 
         They are no steps: their rows in the record are called "name: label". A call is what `Run.timed` returns. Where
         nothing is timed, each call runs once, and the recorded times are returned, or an empty dict if a label has none
-        for exactly the kernels that its call launches.
+        for exactly the kernels that its call launches. ``versions`` has those of other projects' kernels, by label.
         """
         if not self.is_timed:
             found = {}
@@ -236,7 +238,7 @@ class Lesson:
         measured = self.measured(calls)
         for label, stats in measured.items():
             step, about = f"{name}: {label}", dict(config=self.config, size=self.size, dtype=self.dtype)
-            self.diagnosed[step] = records.row(step, kernel=stats, **about)
+            self.diagnosed[step] = records.row(step, kernel=stats, version=(versions or {}).get(label), **about)
         return {label: round(stats.median, 3) for label, stats in measured.items()}
 
     def call(self, call: Any) -> None:
@@ -401,15 +403,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, as text and as HTML: the one way in which a page shows one."""
+    """A table, as text and as HTML: the one way in which a page shows one. ``note`` is a text below it."""
 
     headings: Sequence[str]
     lines: Sequence[Sequence[str]]
+    note: str = ""
 
     def __str__(self):
         lines = [list(self.headings), *self.lines]
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.headings))]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        rows = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        return "\n".join([*rows, self.note] if self.note else rows)
 
     __repr__ = __str__
 
@@ -418,4 +422,5 @@ class Table:
         body = "".join(cells("td", line) for line in self.lines)
         style = "<style>.steps :is(td, th) { text-align: left; vertical-align: top }</style>"
         table = f"<table>{cells('th', self.headings)}{body}</table>"
-        return f'{style}<div class="steps" style="overflow-x: auto">{table}</div>'
+        note = f"<div>{html.escape(self.note)}</div>" if self.note else ""
+        return f'{style}<div class="steps" style="overflow-x: auto">{table}{note}</div>'

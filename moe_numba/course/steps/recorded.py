@@ -69,6 +69,17 @@ def lesson_us(
     return row and row["kernel_us"]["median"]
 
 
+def recorded_peers(
+    topic: str, name: str, size: Mapping[str, Any], config: Mapping[str, Any], gpu: str = "h200"
+) -> dict[str, dict]:
+    """Return {peer: row} of other projects' kernels among the rows "name: label" of a record; these have a version."""
+    record = records.recorded(topic, gpu)
+    rows = records.select(record, size=dict(size), config=dict(config)) if record else []
+    start = f"{name}: "
+    of_peers = [row for row in rows if row["step"].startswith(start) and "version" in row and "kernel_us" in row]
+    return {row["step"].removeprefix(start): row for row in of_peers}
+
+
 def _row(topic, step, size, config, gpu):
     record = records.recorded(topic, gpu)
     rows = records.select(record, step=step, size=dict(size), config=dict(config)) if record else []

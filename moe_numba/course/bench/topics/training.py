@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_numba
 from moe_numba import simulator
-from moe_numba.course.bench import records
+from moe_numba.course.bench import drop_if_wrong, records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.figures import plots
 from moe_numba.course.bench.figures.tables import bold_best, markdown_table
@@ -36,7 +36,6 @@ from moe_numba.course.bench.records import format_us
 from moe_numba.course.bench.timing import Stats, launched_by, shuffled_rounds
 from moe_numba.course.bench.topics.moe_layer.measure import (
     TRANSFORMERS,
-    drop_if_wrong,
     make_inputs,
     make_options,
     make_weights,

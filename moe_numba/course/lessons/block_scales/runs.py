@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from moe_numba.course.lessons.hopper.runs import CompiledLesson, main_loop, pois
 from moe_numba.course.steps.estimate import require_compiler
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Run, Table, factory
+from moe_numba.course.steps.peers import about_peers, beside_peers
 from moe_numba.course.steps.power import power_table
 from moe_numba.course.steps.score import COMPILER
 from moe_numba.grouped_gemm import group_gemm_blockwise_fp8
@@ -326,11 +328,23 @@ def show_power(versions: dict) -> Table:
     return power_table(lesson, {name: timed(version)[0] for name, version in versions.items()})
 
 
-def _package(problem, out):
-    rows = torch.tensor([len(problem.x)], dtype=torch.int32, device=DEVICE)
-    ends, x_scale = torch.tensor([0, len(problem.x)], dtype=torch.int32, device=DEVICE), problem.x_scale.T.contiguous()
-    given = problem.x, problem.w[None], rows, ends, x_scale, problem.w_scale[None]
-    return partial(group_gemm_blockwise_fp8, *given, len(problem.x), out=out)
+def of_one_group(problem: Problem) -> SimpleNamespace:
+    """Return a problem as grouped GEMMs take it, with one group and the scales of x row by row."""
+    rows = len(problem.x)
+    return SimpleNamespace(
+        x=problem.x,
+        weight=problem.w[None],
+        seqlens=torch.tensor([rows], dtype=torch.int32, device=DEVICE),
+        cu_seqlens=torch.tensor([0, rows], dtype=torch.int32, device=DEVICE),
+        x_scale=problem.x_scale.T.contiguous(),
+        w_scale=problem.w_scale[None],
+        average=rows,
+    )
+
+
+def _package(p, out):
+    given = p.x, p.weight, p.seqlens, p.cu_seqlens, p.x_scale, p.w_scale, p.average
+    return partial(group_gemm_blockwise_fp8, *given, out=out)
 
 
 def _cublas(problem, out):
@@ -345,10 +359,13 @@ def _cublas(problem, out):
 
 
 def show_peers(version) -> Table:
-    """Return a table of the last step beside the package's kernel, for one group, and cuBLAS, timed interleaved."""
+    """Return a table of the last step beside others' kernels, for one group, timed interleaved.
+
+    They are the package's, cuBLAS' and those of `steps.peers`.
+    """
     problem, lines = inputs(*_shape()), []
-    calls = {"this lesson": timed(version)[0]}
-    calls["the package's kernel"] = _package(problem, poisoned(*problem.right.shape))
+    grouped, calls = of_one_group(problem), {"this lesson": timed(version)[0]}
+    calls["the package's kernel"] = _package(grouped, poisoned(*problem.right.shape))
     if not simulator.ENABLED:
         calls["cuBLAS"] = _cublas(problem, poisoned(*problem.right.shape))
     unsupported = {}
@@ -362,15 +379,20 @@ def show_peers(version) -> Table:
             del calls[name]
         elif fault:
             raise WrongResult(f"{name}: {fault}")
-    us = lesson.times("peers", {name: [call] for name, call in calls.items()})
-    for name in calls:
-        lines.append([name, *([records.format_us(us[name]), _tflops(us[name])] if us else ["not timed", ""])])
+    own = {name: [call] for name, call in calls.items()}
+
+    def time(others, versions):
+        us = lesson.times("peers", own | others, versions)
+        if us and simulator.ENABLED and (recorded := lesson.recorded_us("peers: cuBLAS", ())):
+            us["cuBLAS"] = recorded
+        return us
+
+    found = beside_peers(lesson, "peers", time, "block", [grouped], lambda out: wrong(out, problem.right))
+    for name in dict.fromkeys([*calls, *found.us, *found.versions]):
+        us = found.us.get(name)
+        lines.append([name, found.cell(name), f"{2 * M * N * K / us / 1e6:.0f}" if us else ""])
     lines += [[name, "not timed: " + text, ""] for name, text in unsupported.items()]
-    return Table(["kernel", "us", "TFLOP/s"], lines)
-
-
-def _tflops(us):
-    return f"{2 * M * N * K / us / 1e6:.0f}"
+    return Table(["kernel", "us", "TFLOP/s"], lines, about_peers(found))
 
 
 _PEERS = {"final": "the package", "peer:deepgemm-contiguous": "DeepGEMM, contiguous"}

@@ -56,6 +56,7 @@ from moe_numba.course.lessons.hopper.runs import (
 from moe_numba.course.steps import lesson as steps
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Run
+from moe_numba.course.steps.peers import about_peers, beside_peers
 from moe_numba.course.steps.score import COMPILER, TOTAL, Score
 from moe_numba.grouped_gemm import reference
 from moe_numba.grouped_gemm.api.fp8 import group_gemm_pertensor_fp8
@@ -519,8 +520,11 @@ def show_loop(version) -> steps.Table:
     return steps.Table(["rows", "launches", "this kernel, us", "cuBLAS, us", "cuBLAS, us, as recorded"], lines)
 
 
-def _interleaved(name, versions, rows, routing=UNIFORM, groups=GROUPS, others=("cuBLAS",)):
-    """Return times of versions and of others, interleaved on a GPU; {} where they are not known."""
+def _interleaved(name, versions, rows, routing=UNIFORM, groups=GROUPS, others=("cuBLAS",), calls=(), of_peers=None):
+    """Return times of versions, of others and of peers' calls, interleaved on a GPU; {} where they are not known.
+
+    ``calls`` are those of peers by label, and ``of_peers`` their versions.
+    """
     if simulator.ENABLED:
         found = _times(name, versions)
         for label in others:
@@ -531,8 +535,9 @@ def _interleaved(name, versions, rows, routing=UNIFORM, groups=GROUPS, others=("
         if fault := _fault_once(version, rows, routing, groups):
             raise WrongResult(f"{label}: {fault}")
     given = problems(rows, routing, groups)
-    calls = {label: _calls(version, rows, routing, groups) for label, version in versions.items()}
-    return lesson.times(name, calls | {label: [partial(_OTHERS[label], p) for p in given] for label in others})
+    own = {label: _calls(version, rows, routing, groups) for label, version in versions.items()}
+    own |= {label: [partial(_OTHERS[label], p) for p in given] for label in others}
+    return lesson.times(name, own | dict(calls), of_peers)
 
 
 def cublas_loop(p) -> torch.Tensor:
@@ -628,15 +633,32 @@ _SWEEP = [
 
 
 def show_last(version) -> steps.Table:
-    """Return a table of the last step beside cuBLAS' loop and the package, timed interleaved."""
+    """Return a table of the last step beside cuBLAS' loop, the package and `steps.peers`, timed interleaved."""
+    found = {size: _last(version, *size) for size in ((UNIFORM, GROUPS, FEW), *_SKEWED)}
+    labels = dict.fromkeys(["this lesson", *_OTHERS, *(label for timed in found.values() for label in timed.versions)])
     lines = []
-    for routing, groups, rows in ((UNIFORM, GROUPS, FEW), *_SKEWED):
-        name = f"{rows} rows, {groups} groups, {routing}"
-        us = _interleaved(name, {"this lesson": version}, rows, routing, groups, tuple(_OTHERS))
+    for (routing, groups, rows), timed in found.items():
         bound = max(bounds_us(lengths_of(rows, routing, groups)))
-        cells = [records.format_us(each) for each in us.values()] if us else ["not timed", *[""] * len(_OTHERS)]
+        known = [records.format_us(timed.us[label]) if label in timed.us else "" for label in labels]
+        cells = known if timed.us else ["not timed", *known[1:]]
         lines.append([f"{rows:,} in {groups} groups, {_ROUTINGS[routing]}", *cells, f"{bound:.0f}"])
-    return steps.Table(["rows", "this lesson, us", *(f"{label}, us" for label in _OTHERS), "lower bound, us"], lines)
+    heads = ["rows", *(f"{label}, us" for label in labels), "lower bound, us"]
+    return steps.Table(heads, lines, about_peers(*found.values()))
+
+
+def _last(version, routing, groups, rows):
+    name, p = f"{rows} rows, {groups} groups, {routing}", problems(rows, routing, groups)[0]
+    owned = sum(p.lengths)  # rows of no group may have any result
+    return beside_peers(
+        lesson,
+        name,
+        lambda calls, versions: _interleaved(
+            name, {"this lesson": version}, rows, routing, groups, tuple(_OTHERS), calls, versions
+        ),
+        "tensor",
+        problems(rows, routing, groups),
+        lambda out: wrong(out[:owned], p.right[:owned]),
+    )
 
 
 _SKEWED = (

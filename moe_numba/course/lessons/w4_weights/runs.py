@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from moe_numba.course.lessons.w4_weights.sizes import (
 from moe_numba.course.steps.estimate import require_compiler
 from moe_numba.course.steps.ladder import WrongResult
 from moe_numba.course.steps.lesson import Run, Table
+from moe_numba.course.steps.peers import about_peers, beside_peers
 from moe_numba.course.steps.score import COMPILER, PATH, Score
 from moe_numba.grouped_gemm import group_gemm_bf16, group_gemm_mxfp4, pack_mxfp4
 from moe_numba.grouped_gemm.w4.reference import dequantise_mxfp4
@@ -380,14 +382,27 @@ def show_columns(version, packed) -> Table:
     return Table(["column that is asked for", *map(str, range(len(found)))], [["column that comes", *map(str, found)]])
 
 
-def show_peers(version) -> Table:
-    """Return a table of the last step beside the package's kernel and torch with bfloat16 weights, interleaved."""
-    problem = inputs(*_shape())
+def in_rows(problem: Problem) -> SimpleNamespace:
+    """Return a problem as grouped GEMMs take it: the tokens of all experts are rows of one matrix."""
     experts, tokens, k = problem.x.shape
-    packed, out = pack_mxfp4(problem.blocks, problem.scales), _out(problem)
-    lengths = torch.full((experts,), tokens, dtype=torch.int32, device=DEVICE)
-    ends = torch.arange(experts + 1, dtype=torch.int32, device=DEVICE) * tokens
-    given = problem.x.view(-1, k), packed, lengths, ends, tokens
+    return SimpleNamespace(
+        x=problem.x.view(-1, k),
+        blocks=problem.blocks,
+        scales=problem.scales,
+        seqlens=torch.full((experts,), tokens, dtype=torch.int32, device=DEVICE),
+        cu_seqlens=torch.arange(experts + 1, dtype=torch.int32, device=DEVICE) * tokens,
+        average=tokens,
+    )
+
+
+def show_peers(version) -> Table:
+    """Return a table of the last step beside others' kernels, timed interleaved.
+
+    They are the package's, torch's with bfloat16 weights and those of `steps.peers`.
+    """
+    problem = inputs(*_shape())
+    p, packed, out = in_rows(problem), pack_mxfp4(problem.blocks, problem.scales), _out(problem)
+    given = p.x, packed, p.seqlens, p.cu_seqlens, p.average
     package = partial(group_gemm_mxfp4, *given, out=out.view(-1, out.shape[2]))
     decoded = torch.stack([dequantise_mxfp4(b, s).bfloat16() for b, s in zip(problem.blocks, problem.scales)])
     calls = {
@@ -398,10 +413,13 @@ def show_peers(version) -> Table:
     for name, call in calls.items():
         if fault := wrong(call().view(problem.right.shape), problem.right):
             raise WrongResult(f"{name}: {fault}")
-    us = lesson.times("peers", {name: [call] for name, call in calls.items()})
-    rate = lambda name: f"{CODES / us[name] / 1e6:.2f}" if "bfloat16" not in name else ""
-    lines = [[name, *([records.format_us(us[name]), rate(name)] if us else ["not timed", ""])] for name in calls]
-    return Table(["kernel", "us", "codes and scales, TB/s"], lines)
+    own = {name: [call] for name, call in calls.items()}
+    time = lambda others, versions: lesson.times("peers", own | others, versions)
+    fault = lambda out: wrong(out.view(problem.right.shape), problem.right)
+    found = beside_peers(lesson, "peers", time, "mxfp4", [p], fault)
+    rate = lambda name: f"{CODES / found.us[name] / 1e6:.2f}" if name in found.us and "bfloat16" not in name else ""
+    lines = [[name, found.cell(name), rate(name)] for name in (*calls, *found.versions)]
+    return Table(["kernel", "us", "codes and scales, TB/s"], lines, about_peers(found))
 
 
 _FORMATS = {"mxfp4": "MXFP4", "block": "FP8, block scales", "none": "bfloat16"}

@@ -1,9 +1,10 @@
 """Measures the grouped GEMM: the two GEMMs of a DeepSeek-V3 expert beside torch and other projects' kernels.
 
-A module of ``--peers`` provides ``plan_group_gemm(scaling, problem)`` for ``scaling`` "tensor", "block" or "none"
-(bfloat16). It returns None if the peer has no such kernel, or an object with two methods: ``launch()`` launches the
-kernel on torch's current stream, and ``result()`` returns the output, one row for each row of x. The plan converts the
-problem, see :func:`make_problem`, into the peer's layout of rows and scales, which is not timed.
+A module of ``--peers`` provides ``plan_group_gemm(scaling, problem)`` for ``scaling`` "tensor", "block", "none"
+(bfloat16) or "mxfp4". It returns None if the peer has no such kernel, or an object with two methods: ``launch()``
+launches the kernel on torch's current stream, and ``result()`` returns the output, one row for each row of x. The plan
+converts the problem, see :func:`make_problem`, into the peer's layout of rows and scales, which is not timed. A problem
+with MXFP4 weights has ``blocks`` and ``scales`` of a checkpoint, as `pack_mxfp4` takes them.
 """
 
 import sys
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from moe_numba.course.bench import records
+from moe_numba.course.bench import drop_if_wrong, records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.timing import call_times, kernel_times
 from moe_numba.grouped_gemm import reference
@@ -167,13 +168,16 @@ def make_mxfp4_problems(problems):
     made = []
     for p in problems:
         groups, n, k = p.weight.shape
-        packed, dequantised = [], torch.empty_like(p.weight)
+        drawn, packed, dequantised = [], [], torch.empty_like(p.weight)
         for g in range(groups):  # float64 for all groups would need too much memory
             blocks = torch.randint(0, 256, (1, n, k // 2), dtype=torch.uint8, device=p.x.device)
             scales = torch.randint(125, 128, (1, n, k // 32), dtype=torch.uint8, device=p.x.device)
+            drawn.append((blocks, scales))
             packed.append(pack_mxfp4(blocks, scales))
             dequantised[g] = dequantise_mxfp4(blocks, scales)[0]
-        made.append(SimpleNamespace(**vars(p) | {"weight": dequantised, "packed": torch.cat(packed)}))
+        blocks, scales = map(torch.cat, zip(*drawn, strict=True))
+        weights = {"weight": dequantised, "packed": torch.cat(packed), "blocks": blocks, "scales": scales}
+        made.append(SimpleNamespace(**vars(p) | weights))
     return made
 
 
@@ -240,7 +244,10 @@ def _measure_shape(shape, groups, rows, peers, routing="uniform"):
                 found += measure_steps(steps, problems, config, lengths, dtype, peers)
             if dtype == "bf16" and groups == GROUPS and routing == "uniform":
                 config = {"num_groups": groups, "n": n, "k": k, "scaling": "mxfp4", "routing": routing}
-                found += measure_steps(_mxfp4_steps(), make_mxfp4_problems(problems), config, lengths, "mxfp4", [])
+                packed = make_mxfp4_problems(problems)
+                steps = _mxfp4_steps() | peer_steps(peers, "mxfp4", packed)
+                found += measure_steps(steps, packed, config, lengths, "mxfp4", peers)
+                del packed
         del weights, problems, cases, steps
         torch.cuda.empty_cache()
     return found
@@ -274,22 +281,26 @@ def expected_blockwise(p):
     return out
 
 
+def _drop_wrong(steps, p, config, rows):
+    """Check each step; remove a peer's that fails or whose output is wrong, and report it."""
+    expected = expected_output(p, config["scaling"])
+    for name, step in list(steps.items()):
+        is_peer = isinstance(step, PeerStep)
+        # torch's fast accumulation sums over all of k in the tensor cores, with fewer bits than float32.
+        bound = 1e-2 if name == FAST or name.startswith("torch") else 2e-3
+
+        def find_fault(step=step, is_peer=is_peer, bound=bound):
+            p.out.fill_(float("nan"))
+            out = step(p)
+            return reference.mismatch(step.result(p) if is_peer else out, expected, bound)
+
+        drop_if_wrong(steps, name, f"{config}, {rows} rows", is_peer, find_fault)
+
+
 def measure_steps(steps, problems, config, lengths, dtype, peers):
     first, rows, steps = problems[0], int(lengths.sum()), dict(steps)
-    expected = expected_output(first, config["scaling"])
     versions = {f"peer:{peer.NAME}": peer.VERSION for peer in peers}
-    for name, step in list(steps.items()):
-        first.out.fill_(float("nan"))
-        out = step(first)
-        if isinstance(step, PeerStep):
-            out = step.result(first)
-        # torch's fast accumulation sums over all of k in the tensor cores, with fewer bits than float32.
-        if error := reference.mismatch(out, expected, 1e-2 if name == FAST or name.startswith("torch") else 2e-3):
-            if not isinstance(step, PeerStep):
-                raise AssertionError(f"{name}, {config}, {rows} rows: {error}")
-            print(f"{name} is left out, {config}, {rows} rows: {error}", file=sys.stderr)
-            del steps[name]
-    del expected
+    _drop_wrong(steps, first, config, rows)
     kernel = kernel_times({n: [lambda p=p, s=s: s(p) for p in problems] for n, s in steps.items()}, launches=20)
     main = rows == CALL_ROWS and config["num_groups"] == GROUPS
     timed = {n: s for n, s in steps.items() if main and not isinstance(s, PeerStep)}  # a plan has no call of the peer

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 import moe_numba
-from moe_numba.course.bench import kernel_times, records
+from moe_numba.course.bench import drop_if_wrong, kernel_times, records
 from moe_numba.course.bench.baselines.limits import chip_limits
 from moe_numba.course.bench.topics.grouped_gemm.measure import BYTES_OF_WEIGHT
 from moe_numba.course.bench.topics.grouped_gemm.show import FP8, TORCH_NAMES, random_weight
@@ -177,21 +177,6 @@ def drop_wrong(calls, expected, layer):
             return mismatch(call(), expected, bound)
 
         drop_if_wrong(calls, name, where, is_peer, find_fault)
-
-
-def drop_if_wrong(calls, name, where, is_peer, find_fault):
-    """Remove a peer's call of which ``find_fault`` returns a fault or raises, and report it; raise for any other."""
-    try:
-        fault = find_fault()
-    except Exception as error:
-        if not is_peer:
-            raise
-        fault = f"{type(error).__name__}: {error}"
-    if fault and not is_peer:
-        raise AssertionError(f"{name}, {where}: {fault}")
-    if fault:
-        print(f"{name} is left out, {where}: {fault}", file=sys.stderr)
-        del calls[name]
 
 
 def lower_bound(layer, ids):
