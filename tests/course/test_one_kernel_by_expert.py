@@ -200,10 +200,7 @@ WRONG_ONE_KERNEL = {
     ),
     "rows are counted before they are written": ("                    bulk_wait()  # the rows are written\n", ""),
     "a row overwrites the one before": ("                        bulk_wait_read()  # the", "                        #"),
-    "rows that come back are counted early": (
-        "        cuda.syncwarp()\n        for s in range(ranks)",
-        "        for s in range(ranks)",
-    ),
+    "rows are counted for another rank": ("ballot_sync(FULL_MASK, source == s)", "ballot_sync(FULL_MASK, source == 0)"),
     "nobody waits for rows that come back": (
         "wait_count(ctx, local, returned, state[EXPECTED_BACK], COMBINE_ROWS, int32(-1))",
         "pass",
@@ -223,7 +220,9 @@ def test_a_wrong_one_kernel_is_rejected(name, monkeypatch):
     state, ranks = make_inputs([3, 5], FP8, hidden=384, intermediate=256)
     if "activations" in name:  # 16 rows of a warp, which TMA stores
         state, ranks = make_inputs([12, 4], FP8, only=0)
-    waits = dict(timeout=0.1, num_sms=4) if "told" in name else {}  # the last tile of a CTA is its first, too
+    waits = (
+        dict(timeout=0.1, num_sms=4) if "told" in name or "another rank" in name else {}
+    )  # the last tile of a CTA is its first, too
     attempt = lambda seed: run(state, ranks, FP8, seed=seed, kind=OneKernel, **waits)
     assert any(fails(attempt, seed, state, ranks) for seed in range(8))
 
