@@ -69,6 +69,7 @@ CAPABILITIES = {
         "test_k_grouped_gemm",
         "test_k_grouped_gemm_kernel",
         "test_mbarrier",
+        "test_one_kernel_by_expert",
         "test_tma",
         "test_wgmma",
     },

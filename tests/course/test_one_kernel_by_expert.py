@@ -41,17 +41,15 @@ def make_inputs(tokens, dtype, seed=0, only=None, hidden=HIDDEN, intermediate=HI
     return state, ranks
 
 
-def run(
-    state,
-    ranks,
-    dtype,
-    work=lambda layer, *given: layer(*given),
-    seed=0,
-    calls=1,
-    timeout=100.0,
-    kind=ExpertOrder,
-    num_sms=2,
-):
+def start(layer, x, topk_weights, topk_ids):
+    """Launch a call, whose result is there when all ranks have run their kernels, perhaps those of later calls, too."""
+    out = torch.empty_like(x)
+    for launch in layer.launches(x, topk_weights, topk_ids, out).values():
+        launch()
+    return out
+
+
+def run(state, ranks, dtype, work=start, seed=0, calls=1, timeout=100.0, kind=ExpertOrder, num_sms=2):
     """Run ``work(layer, x, topk_weights, topk_ids)`` on all ranks; every second call is for other experts."""
 
     def on_rank(transport):
@@ -280,6 +278,7 @@ def test_a_rank_that_does_not_call_is_named():
         (dict(topk=0), "topk is 0"),
         (dict(max_tokens=1), "x's number of tokens is 2; 0 to 1 are allowed"),
         (dict(num_sms=0), "num_sms is 0"),
+        (dict(max_tokens=1 << 24), "max_tokens is 16777216: with 1 ranks and topk 3 a rank shares .* are allowed"),
     ),
 )
 def test_invalid_arguments(changes, message):

@@ -13,6 +13,7 @@ from moe_numba.expert_parallel.low_latency import config as low_latency_config
 from moe_numba.moe_layer import module, reference
 
 moe_layer_ranks = topic("moe_layer_ranks")
+BY_EXPERT = measure.BY_EXPERT
 NAMES = "x", "w13", "w2", "topk_weights", "topk_ids", "w13_scale", "w2_scale"
 PARTS = [f"part: {name}" for name in ("dispatch", "experts", "combine")]
 
@@ -37,6 +38,7 @@ def small(monkeypatch):
         return {key: Stats(t, t - 1, t + 1) for t, key in enumerate(calls, start=10)}
 
     monkeypatch.setattr(measure.LayerBench, "_times", times)
+    monkeypatch.setattr(measure, "BY_EXPERT", {})  # whose grouped GEMMs take seconds in the simulator
     shared = lambda hidden, intermediate, device: Twice()
     monkeypatch.setattr(measure, "SharedExpert", shared)
     monkeypatch.setattr(low_latency_config, "default_parts", lambda max_tokens: 1)  # rows are short
@@ -59,7 +61,8 @@ def run(tokens, ranks=2):
         return LocalGroup(ranks).run(work)
 
 
-def test_rows(small):
+def test_rows(small, monkeypatch):
+    monkeypatch.setattr(measure, "BY_EXPERT", BY_EXPERT)
     first, second = run(3)
     assert first == second
     steps = [(row["step"], row["dtype"]) for row in first]
@@ -67,8 +70,10 @@ def test_rows(small):
     beside = [(f"shared experts {how}", "bf16") for how in ("beside", "first")]
     layers = both("final", "low latency")
     layers.append(("low latency, FP8 sums", "e4m3"))
+    layers += [(name, "e4m3") for name in BY_EXPERT]
     naive = ("peer:NCCL all-gather and reduce-scatter", "bf16")
-    assert steps == [*layers, beside[0], naive, beside[1], ("part: shared experts", "bf16"), *both(*PARTS)]
+    parts = [("part: shared experts", "bf16"), measure.GEMMS, *both(*PARTS)]
+    assert steps == [*layers, beside[0], naive, beside[1], *parts]
     assert [bool(row.get("version")) for row in first] == [step == naive for step in steps]
     assert all(row["config"]["ranks"] == 2 and row["config"]["num_experts"] == 4 for row in first)
 

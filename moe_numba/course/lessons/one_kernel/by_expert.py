@@ -29,6 +29,7 @@ from moe_numba.runtime.tensor_map import tensor_map_template
 from moe_numba.runtime.validate import check_int, check_tensor
 
 FP8 = torch.float8_e4m3fn
+MAX_WORDS = (1 << 31) - 1  # offsets in the shared memory are 32-bit integers
 
 
 class ExpertOrder:
@@ -65,6 +66,11 @@ class ExpertOrder:
         self.sizes = Sizes(
             buffer.group_size, len(experts.w13), hidden, topk, max_tokens, row_words, scales * is_fp8, warps
         )
+        if self.sizes.words > MAX_WORDS:
+            raise ValueError(
+                f"max_tokens is {max_tokens}: with {buffer.group_size} ranks and topk {topk} a rank shares "
+                f"{4 * self.sizes.words} bytes; {4 * MAX_WORDS} are allowed"
+            )
         self.experts, self.runtime, self.transport = experts, runtime, runtime.transport
         self.rank, self.timeout, device = runtime.rank, runtime.timeout, runtime.transport.device
         check_same_on_all_ranks(self.transport, "ExpertOrder", **self.sizes._asdict())
@@ -105,13 +111,15 @@ class ExpertOrder:
         activated = empty(0, dtype=FP8 if is_fp8 else torch.bfloat16).new_empty(sizes.capacity, intermediate)
         scale = empty(sizes.capacity, -(-intermediate // FP8_SCALE_BLOCK), dtype=torch.float32)
         self.activated = (activated, scale) if is_fp8 else activated
-        self.rows = empty(sizes.capacity, sizes.hidden, dtype=torch.bfloat16)
+        self.rows: torch.Tensor | None = None  # of the second GEMM, which one kernel stores where they belong
 
     def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """Compute the experts of this rank's tokens; parameters and result as of ``ExpertParallelMoE``."""
         out = torch.empty_like(x)
         for launch in self.launches(x, topk_weights, topk_ids, out).values():
             launch()
+        if simulator.ENABLED:  # where kernels of ranks run when all of them wait
+            self.runtime.synchronize()
         return out
 
     def launches(
@@ -149,6 +157,8 @@ class ExpertOrder:
         """Return the launches between the exchange of counts and the sum."""
         given, scaled = self.experts, lambda name, value: {} if value is None else {name: value}
         sent = rows, scales, tokens_of_rows, first_rows, self.places
+        if self.rows is None:
+            self.rows = torch.empty(self.sizes.capacity, self.sizes.hidden, dtype=torch.bfloat16, device=self.x.device)
         average = max(1, self.sizes.assignments // self.sizes.experts)
         multiply = partial(group_gemm, "none" if scales is None else "block", seqlens=self.lengths)
         multiply = partial(multiply, cu_seqlens=self.starts, num_seq_per_group_avg=average)

@@ -18,6 +18,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.records import progress
 from moe_numba.course.bench.timing import Stats, launched_by
 from moe_numba.course.bench.topics.moe_layer.measure import make_weights
+from moe_numba.course.lessons.one_kernel.by_expert import ExpertOrder, OneKernel
 from moe_numba.expert_parallel import Buffer, get_dispatch_layout, per_token_cast_to_fp8
 from moe_numba.expert_parallel.low_latency.config import shape_of_options
 from moe_numba.expert_parallel.low_latency.exchange import exchange_kernels
@@ -37,6 +38,8 @@ BUFFER_BYTES, CALLS, ROUNDS = 1 << 30, 4, 12
 # Each rank's sum is rounded to bfloat16, and quantisation amplifies differences of the last bit.
 BOUND, BOUND_OF_FP8_SUMS = 2e-2, 6e-2
 NAIVE = "peer:NCCL all-gather and reduce-scatter"
+BY_EXPERT = {"launches by expert": ExpertOrder, "one kernel": OneKernel}  # step -> layer; both send FP8
+GEMMS = "part: GEMMs by expert", "e4m3"
 WIRES = {"bf16": False, "e4m3": True}  # {dtype of the rows that dispatch sends: `fp8_dispatch`}
 
 
@@ -198,6 +201,10 @@ class LayerBench:
         plain = layers["bf16"]
         calls["shared experts first", "bf16"] = lambda: plain(*given, self.shared_expert(x))
         calls["part: shared experts", "bf16"] = lambda: self.shared_expert(x)
+        by_expert = next((layer for layer, _ in steps.values() if isinstance(layer, ExpertOrder)), None)
+        if by_expert is not None:
+            launches = by_expert.launches(*given, torch.empty_like(x))  # their rows are those of the last call
+            calls[GEMMS] = lambda: (launches["gate and up"](), launches["down"]())
         for wire, is_fp8 in WIRES.items():
             calls |= {(f"part: {name}", wire): call for name, call in self._parts(layers[wire], given, is_fp8).items()}
         times = self._times(calls)
@@ -218,6 +225,8 @@ class LayerBench:
             for combines_fp8 in low_latency_formats(is_fp8, tokens):
                 layer = make(low_latency_tokens=tokens, fp8_dispatch=is_fp8, fp8_combine=combines_fp8)
                 steps["low latency, FP8 sums" if combines_fp8 else "low latency", wire] = layer, False
+        for step, kind in BY_EXPERT.items():
+            steps[step, "e4m3"] = kind(self.buffer, self.experts, TOPK, tokens), False
         steps["shared experts beside", "bf16"] = rings(shared_experts=self.shared_expert), True
         return layers, steps
 

@@ -27,6 +27,9 @@ STEPS = {  # column of the table -> the row's step and the dtype that dispatch s
     "low latency, FP8": ("low latency", "e4m3"),
     "low latency, FP8 both ways": ("low latency, FP8 sums", "e4m3"),
     "naive, NCCL": (moe_layer_ranks_measure.NAIVE, "bf16"),
+    "launches by expert": ("launches by expert", "e4m3"),
+    "one kernel": ("one kernel", "e4m3"),
+    "its GEMMs alone": moe_layer_ranks_measure.GEMMS,
     "dispatch": (PARTS[0], "bf16"),
     "experts": (PARTS[1], "bf16"),
     "combine": (PARTS[2], "bf16"),
@@ -36,6 +39,7 @@ STEPS = {  # column of the table -> the row's step and the dtype that dispatch s
 LAYERS = [(step, wire) for step in ("final", "low latency") for wire in ("bf16", "e4m3")]
 LAYERS.append(("low latency, FP8 sums", "e4m3"))
 NAIVE = STEPS["naive, NCCL"]
+OTHERS = NAIVE, *(STEPS[name] for name in ("launches by expert", "one kernel", "its GEMMs alone"))
 
 
 def measure(peers, quick):
@@ -132,7 +136,7 @@ def layers_table(record):
     def published(ranks, tokens, steps):
         return [str(us.get(tokens, "")) if ranks == PREDICTED else "" for us in PUBLISHED.values()]
 
-    columns = {name: key for name, key in STEPS.items() if key in (*LAYERS, NAIVE)}
+    columns = {name: key for name, key in STEPS.items() if key in (*LAYERS, *OTHERS)}
     return _table(record, columns, PUBLISHED, published)
 
 
@@ -142,7 +146,8 @@ def about_layers():
         "Median time of the slowest rank in a CUDA graph, microseconds; our fastest layer is bold. Each GPU has "
         "32 of DeepSeek-V3's experts in FP8 with block scales, and each token 8 experts of all GPUs, drawn "
         'uniformly at random. "Whole layer" is dispatch through rings in bfloat16, experts and combine; "low '
-        'latency" uses the two kernels for decoding; "FP8 both ways" also sends the sums in FP8. The last two columns '
+        'latency" uses the two kernels for decoding; "FP8 both ways" also sends the sums in FP8. In "launches by '
+        'expert" and "one kernel" rows travel once for each expert, in FP8. The last two columns '
         f"are published times of a layer of this shape on {PREDICTED} H200 ([DeepGEMM, pull request 352]({SOURCE}))."
     )
 
@@ -155,7 +160,7 @@ def parts_table(record):
             records.format_us(sum_of_parts(steps, "bf16")) if all((part, "bf16") in steps for part in PARTS) else ""
         ]
 
-    columns = {name: key for name, key in STEPS.items() if key not in (*LAYERS, NAIVE)}
+    columns = {name: key for name, key in STEPS.items() if key not in (*LAYERS, *OTHERS)}
     return _table(record, columns, ["sum of the parts"], total)
 
 
