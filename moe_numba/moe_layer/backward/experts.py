@@ -35,24 +35,25 @@ def refuse_quantised(function, arguments):
 
 
 class _Experts(torch.autograd.Function):
-    """``fused_experts`` with gradients, and with LoRA adapters. torch.compile sees an op for each direction."""
+    """``fused_experts`` with gradients, and with LoRA adapters. torch.compile sees an op for each direction.
+
+    ``forward`` also sets the context: with a ``setup_context`` torch inspects its signature in each call, for 33 us.
+    """
 
     @staticmethod
-    def forward(*arguments):
+    def forward(ctx, *arguments):
+        """Compute; keep the inputs, gate and up, and the order of the rows."""
         tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
-        return (torch.ops.moe_numba.fused_experts_kept if needs_dispatch(*tensors) else _compute_and_keep)(*arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        """Keep the inputs, gate and up, and the order of the rows."""
-        (x, w13, w2, weights, ids, _, *others), options = inputs[: len(_TENSORS)], inputs[len(_TENSORS) :]
-        _, *kept = output
+        compute = torch.ops.moe_numba.fused_experts_kept if needs_dispatch(*tensors) else _compute_and_keep
+        output, *kept = compute(*arguments)
+        (x, w13, w2, weights, ids, _, *others), options = arguments[: len(_TENSORS)], arguments[len(_TENSORS) :]
         ctx.options = options[:-1]
         # Of the parameters themselves: saved tensors have no attributes if activations are checkpointed.
         ctx.main_grads = {} if torch.compiler.is_dynamo_compiling() else _main_grads(w13=w13, w2=w2)
         ctx.set_materialize_grads(False)  # else each backward fills a tensor as large as gate and up with zeros
         ctx.mark_non_differentiable(*kept)
         ctx.save_for_backward(x, w13, w2, weights, ids, *others, *kept)
+        return output, *kept
 
     @staticmethod
     def backward(ctx, grad, *_):
