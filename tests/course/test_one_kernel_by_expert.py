@@ -158,7 +158,7 @@ WRONG = {
         "    red_add_release_sys_s32,\n",
         "    red_add_relaxed_sys_s32 as red_add_release_sys_s32,\n",
     ),
-    "nobody waits for rows": ("wait_rows(ctx, arrived + e, state[EXPECTED + e], DISPATCH_ROWS, e)", "pass"),
+    "nobody waits for rows": ("wait_count(ctx, local, arrived + e, state[EXPECTED + e], DISPATCH_ROWS, e)", "pass"),
     "rows are expected of one call only": ("int32(state[EXPECTED + e] + total)", "total"),
     "a lane counts rows that others still write": (
         "row = int32(row - count)\n                cuda.syncwarp()",

@@ -80,7 +80,7 @@ class _Exchange:
         # the rank's tokens; combine receives these and sends the other ranks' slots.
         rows = shape.slots + (shape.max_tokens if receives_slots and shape.num_ranks > 1 else 0)
         items = rows * shape.parts
-        sharing = [key for key in transport.gather(_gpu_key(device)) if key == _gpu_key(device)]
+        sharing = [key for key in transport.gather(gpu_key(device)) if key == gpu_key(device)]
         num_sms = num_sms or max(1, gpu_of(device).sm_count // len(sharing))
         fit_in_shared = (gpu_of(device).shared_bytes + _RESERVED_BYTES) // (shape.shared_bytes + _RESERVED_BYTES)
         self.grid = min(items, num_sms * min(shape.ctas_per_sm, fit_in_shared))
@@ -145,7 +145,8 @@ def load_kernels(*exchanges):
     load(exchanges[0], [exchange._kernels[BOTH] for exchange in exchanges])
 
 
-def _gpu_key(device):
+def gpu_key(device):
+    """Return what ranks that share a GPU have in common."""
     return str(device) if simulator.ENABLED else str(torch.cuda.get_device_properties(device).uuid)
 
 

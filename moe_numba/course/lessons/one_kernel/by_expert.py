@@ -11,7 +11,7 @@ from moe_numba.course.lessons.one_kernel import kernel, kernels
 from moe_numba.course.lessons.one_kernel.sizes import WARP, Sizes
 from moe_numba.expert_parallel import Buffer, per_token_cast_to_fp8
 from moe_numba.expert_parallel.common.buffer_layout import NUM_RANKS
-from moe_numba.expert_parallel.low_latency.exchange import _gpu_key as device_key
+from moe_numba.expert_parallel.low_latency.exchange import gpu_key
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
 from moe_numba.expert_parallel.ranks.transport import check_same_on_all_ranks
 from moe_numba.expert_parallel.rings.launch_plans import Kernel, load
@@ -196,8 +196,8 @@ class OneKernel(ExpertOrder):
             raise ValueError(f"experts have the shape {shape}; hidden and intermediate must be multiples of 128")
         self.intermediate, device = shape.intermediate, buffer.transport.device
         if num_sms is None:
-            sharing = buffer.transport.gather(device_key(device))
-            num_sms = persistent_ctas(device, 1) // sharing.count(device_key(device))
+            sharing = buffer.transport.gather(gpu_key(device))
+            num_sms = persistent_ctas(device, 1) // sharing.count(gpu_key(device))
         super().__init__(buffer, experts, topk, max_tokens, num_sms)
         self._maps = [
             tensor_map_template(tensor, box, swizzle=128, name=name)(tensor)

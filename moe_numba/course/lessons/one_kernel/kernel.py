@@ -21,10 +21,11 @@ from functools import cache
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
+from moe_numba.course.lessons.one_kernel.kernels import CONTEXT, wait_count
 from moe_numba.course.lessons.one_kernel.sizes import EXPECTED, EXPECTED_BACK, WARP, Sizes
 from moe_numba.expert_parallel.common.arguments import RankContext
 from moe_numba.expert_parallel.common.buffer_layout import ABORT_FLAG
-from moe_numba.expert_parallel.common.timeout import COMBINE_ROWS, DISPATCH_ROWS, abort, timed_out
+from moe_numba.expert_parallel.common.timeout import COMBINE_ROWS, DISPATCH_ROWS, abort
 from moe_numba.grouped_gemm.block_scaled.config import (
     BLOCK_M,
     BOX_ROWS,
@@ -46,7 +47,7 @@ from moe_numba.grouped_gemm.common.scheduler import (
 )
 from moe_numba.ptx.accumulators import make_fma_blocks, make_for_each_chunk
 from moe_numba.ptx.arithmetic import float_as_int, int_as_float
-from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, red_add_relaxed_gpu_s32, red_add_release_sys_s32
+from moe_numba.ptx.atomics import ld_volatile_s32, red_add_relaxed_gpu_s32, red_add_release_sys_s32
 from moe_numba.ptx.cp_async import (
     bulk_commit_group,
     bulk_load,
@@ -72,7 +73,6 @@ from moe_numba.ptx.memory import (
     st_shared_s32x4,
 )
 from moe_numba.ptx.pipeline import make_advance
-from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.ptx.tma import createpolicy_evict_last, tma_load_2d_hint, tma_load_3d_hint
 from moe_numba.ptx.warp import FULL_MASK, uniform, uniform_array
 from moe_numba.ptx.warpgroup import elect_sync, make_setmaxnreg_dec, make_setmaxnreg_inc
@@ -85,7 +85,7 @@ BOX_BYTES, HALF_BYTES = BOX_ROWS * BLOCK_K_BYTES, COLUMNS * BLOCK_K_BYTES
 MOVER, FACTOR_WARPS = 11, 2
 bulk_wait, bulk_wait_read = make_bulk_wait_group(0), make_bulk_wait_group_read(0)
 SIGNATURE = (
-    *("int32*", "uint64*", "int32*", "int32*", "uint64", "int32"),
+    *CONTEXT,
     *[TENSOR_MAP] * 5,
     *("int32*", "float32*", "float32*", "float32*", "float32*"),  # activated and its scales; of rows, w13, w2
     *("int32*", "int32*", "int32*"),  # lengths, starts, done
@@ -96,17 +96,6 @@ SIGNATURE = (
 def columns_tiles(sizes: Sizes) -> int:
     """Return the tiles of columns of the second GEMM: pieces in which a row comes back."""
     return -(-sizes.hidden // BLOCK_N)
-
-
-@cuda.jit(device=True)
-def wait_count(ctx, counter, offset, expected, code, about):
-    """Wait until a counter is ``expected`` or more, or a rank has aborted."""
-    start = globaltimer()
-    found = ld_acquire_sys_s32(counter, offset)
-    while int32(found - expected) < 0 and not timed_out(start, ctx):
-        found = ld_acquire_sys_s32(counter, offset)
-    if int32(found - expected) < 0:
-        abort(ctx, code, about, ctx.rank, expected, found)
 
 
 def make_one_kernel(sizes: Sizes, intermediate: int):

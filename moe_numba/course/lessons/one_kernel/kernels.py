@@ -53,12 +53,12 @@ def copy_vectors(to, to_word, source, source_word, words, lane):
 
 
 @cuda.jit(device=True)
-def wait_rows(ctx, offset, expected, code, about):
-    """Wait until the counter at ``offset`` is ``expected`` or more; ``about`` is a number for the error message."""
+def wait_count(ctx, counter, offset, expected, code, about):
+    """Wait until ``counter[offset]`` is ``expected`` or more, or a rank has aborted; ``about`` is for the message."""
     start = globaltimer()
-    found = ld_acquire_sys_s32(ctx.local, offset)
+    found = ld_acquire_sys_s32(counter, offset)
     while int32(found - expected) < 0 and not timed_out(start, ctx):
-        found = ld_acquire_sys_s32(ctx.local, offset)
+        found = ld_acquire_sys_s32(counter, offset)
     if int32(found - expected) < 0:
         abort(ctx, code, about, ctx.rank, expected, found)
 
@@ -181,7 +181,7 @@ def make_push_rows(sizes: Sizes):
         # ---- The rows of all ranks ----
         if cuda.blockIdx.x == 0:
             for e in range(t, experts, threads):
-                wait_rows(ctx, arrived + e, state[EXPECTED + e], DISPATCH_ROWS, e)
+                wait_count(ctx, local, arrived + e, state[EXPECTED + e], DISPATCH_ROWS, e)
 
     return push_rows
 
@@ -212,7 +212,7 @@ def make_return_rows(sizes: Sizes):
                 red_add_release_sys_s32(remote, returned, int32(1))
         aborted = int32(0)
         if cuda.blockIdx.x == 0 and t == 0:
-            wait_rows(ctx, returned, state[EXPECTED_BACK], COMBINE_ROWS, int32(-1))
+            wait_count(ctx, local, returned, state[EXPECTED_BACK], COMBINE_ROWS, int32(-1))
             aborted = ld_volatile_s32(local, ABORT_FLAG)
         if cuda.syncthreads_or(aborted) != 0:
             adopt_abort(ctx)
