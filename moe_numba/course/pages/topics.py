@@ -200,6 +200,13 @@ def _headlines():
         where = {"config": {"model": "Qwen3-30B-A3B"}, "size": {"tokens": tokens}}
         label = f"experts of a Qwen3-30B-A3B layer in bfloat16, {tokens} tokens"
         yield Headline(label, "moe_layer", where, front=tokens > 64)
+    where = {"config": {"model": "Qwen3-30B-A3B"}, "size": {"tokens": 4096}}
+    yield Headline(
+        "training step of a Qwen3-30B-A3B layer's experts, 4096 tokens, without a CUDA graph",
+        "training",
+        where,
+        front=True,
+    )
     where = {"config": {"model": "DeepSeek-V3"}, "size": {"tokens": 64}}
     yield Headline("experts of a DeepSeek-V3 layer in FP8, block scales, 64 tokens", "moe_layer", where)
     where = {"config": {"ranks": 2}, "size": {"tokens": 32}, "dtype": "bf16"}
