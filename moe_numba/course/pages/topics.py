@@ -16,6 +16,7 @@ class Topic(NamedTuple):
     measures: str = ""  # what the bench topic measures, for the list of commands
     records: tuple[str, ...] = ()  # the records that the notebook itself writes
     hopper: bool = False  # the notebook sets MOE_NUMBA_ONLY=90: on other GPUs it runs in the simulator
+    gpus: int = 1  # that its times need; on fewer its ranks are virtual, and it records nothing
 
 
 TOPICS = (
@@ -104,6 +105,7 @@ TOPICS = (
         "DeepEP, intranode",
         records=("peer_ladder",),
         hopper=True,
+        gpus=2,
     ),
     Topic(
         "12_dispatch",
@@ -113,6 +115,7 @@ TOPICS = (
         "dispatch and combine, on two GPUs or more",
         ("dispatch_ladder",),
         hopper=True,
+        gpus=2,
     ),
     Topic(
         "13_combine",
@@ -120,6 +123,7 @@ TOPICS = (
         "DeepEP, intranode",
         records=("combine_steps_ladder",),
         hopper=True,
+        gpus=2,
     ),
     Topic(
         "14_low_latency",
