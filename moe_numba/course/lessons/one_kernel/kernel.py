@@ -30,6 +30,7 @@ from moe_numba.grouped_gemm.block_scaled.config import (
     BLOCK_M,
     BOX_ROWS,
     BUFFER_COLUMNS,
+    FACTOR_WARPS,
     ROW_BYTES,
     BlockScaledConfig,
     BlockScaledLayout,
@@ -82,7 +83,7 @@ from moe_numba.runtime.compile import TENSOR_MAP
 
 BLOCK_N, COLUMNS, STAGES = 2 * FP8_SCALE_BLOCK, FP8_SCALE_BLOCK, 4  # rows of weight; columns of an accumulator
 BOX_BYTES, HALF_BYTES = BOX_ROWS * BLOCK_K_BYTES, COLUMNS * BLOCK_K_BYTES
-MOVER, FACTOR_WARPS = 11, 2
+MOVER = 11
 bulk_wait, bulk_wait_read = make_bulk_wait_group(0), make_bulk_wait_group_read(0)
 SIGNATURE = (
     *CONTEXT,
@@ -117,7 +118,8 @@ def make_kernel(sizes: Sizes, intermediate: int):
     factor_offset, stage_factors = layout.factor_offset, layout.stage_factors
     epilogue_offset, warp_bytes, half_step = layout.epilogue_offset, layout.epilogue_warp_bytes, HALF_BYTES >> 4
     staging = -(-(layout.bytes + 8) // 128) * 128  # behind the mover's mbarrier
-    mover_barrier, shared_bytes = staging // 8 - 1, staging + 4 * row_words
+    row_bytes = 4 * row_words
+    mover_barrier, shared_bytes = staging // 8 - 1, staging + row_bytes
 
     # Of the first GEMM and of the second one: columns of a tile, tiles of columns, blocks of k, and of scales.
     n_tiles_1, n_tiles_2 = intermediate // COLUMNS, columns_tiles(sizes)
@@ -188,17 +190,14 @@ def make_kernel(sizes: Sizes, intermediate: int):
                     token, place = int64(tokens_of_rows[first + row]), int64(place_of + row)
                     if lane == 0:
                         bulk_wait_read()  # the row before has left the staging buffer
-                        mbarrier_arrive_expect_tx(smem.barriers, mover_barrier, int32(4 * row_words))
-                        to, bytes_ = int32(staging), int32(4 * row_words)
-                        bulk_load(smem.u8, to, x, token * row_words, bytes_, smem.barriers, mover_barrier)
+                        mbarrier_arrive_expect_tx(smem.barriers, mover_barrier, row_bytes)
+                        bulk_load(smem.u8, staging, x, token * row_words, row_bytes, smem.barriers, mover_barrier)
                     for j in range(lane, scale_words, WARP):
                         remote[scales_offset + place * scale_words + j] = scales[token * scale_words + j]
                     if lane == 0:
                         remote[origins_offset + place] = int32(ctx.rank * assignments + first + row)
                         mbarrier_wait_parity(smem.barriers, mover_barrier, phase)
-                        bulk_store(
-                            remote, rows_offset + place * row_words, smem.u8, int32(staging), int32(4 * row_words)
-                        )
+                        bulk_store(remote, rows_offset + place * row_words, smem.u8, staging, row_bytes)
                         bulk_commit_group()
                     phase = uint32(phase ^ uint32(1))
                     row, sent = int32(row + cuda.gridDim.x), int32(sent + 1)
@@ -423,6 +422,9 @@ def make_kernel(sizes: Sizes, intermediate: int):
                 is_second = tile >= tiles_1
                 mbarrier_wait_parity(smem.barriers, full + stage, phase)
                 row, rows, column, g = ld_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage))
+                aborted = (
+                    ld_volatile_s32(local, ABORT_FLAG) != 0
+                )  # then a wait for this tile's rows may have been in vain
                 row, rows, column, g = uniform(row), uniform(rows), uniform(column), uniform(g)
                 warpgroup, own_row = int32(warp >> 2), int32(warp * 16)
                 k_blocks = int32(k_blocks_2) if is_second else int32(k_blocks_1)
@@ -453,6 +455,7 @@ def make_kernel(sizes: Sizes, intermediate: int):
                     y_row, y_rows = int32(row + own_row), int32(rows - own_row)
                     if is_second:
                         buffer = int32(epilogue_offset + warp * warp_bytes)
+                        y_rows = int32(0) if aborted else y_rows
                         send_half(acc, ctx, smem, lane, buffer, y_row, y_rows, column)
                         send_half(acc_1, ctx, smem, lane, buffer, y_row, y_rows, int32(column + COLUMNS))
                     else:
