@@ -476,7 +476,7 @@ page.show_what_did_not_pay()
 # %% [markdown]
 # ## All steps, and others' kernels
 #
-# `torch.bmm` multiplies by weights in bfloat16, which nobody has to decode. The package's kernel takes groups of any size, and decodes by fewer instructions. Other
+# `torch.bmm` multiplies by weights in bfloat16, which need no decoding. The package's kernel takes groups of any size, and decodes by fewer instructions. Other
 # projects' kernels are there if the run had them:
 
 # %%

@@ -158,7 +158,10 @@ WRONG = {
         "    red_add_release_sys_s32,\n",
         "    red_add_relaxed_sys_s32 as red_add_release_sys_s32,\n",
     ),
-    "nobody waits for rows": ("wait_count(ctx, local, arrived + e, state[EXPECTED + e], DISPATCH_ROWS, e)", "pass"),
+    "the wait for rows is missing": (
+        "wait_count(ctx, local, arrived + e, state[EXPECTED + e], DISPATCH_ROWS, e)",
+        "pass",
+    ),
     "rows are expected of one call only": ("int32(state[EXPECTED + e] + total)", "total"),
     "a lane counts rows that others still write": (
         "row = int32(row - count)\n                cuda.syncwarp()",
@@ -199,7 +202,7 @@ WRONG_ONE_KERNEL = {
     "rows are counted before they are written": ("                    bulk_wait()  # the rows are written\n", ""),
     "a row overwrites the one before": ("                        bulk_wait_read()  # the", "                        #"),
     "rows are counted for another rank": ("ballot_sync(FULL_MASK, source == s)", "ballot_sync(FULL_MASK, source == 0)"),
-    "nobody waits for rows that come back": (
+    "the wait for rows that come back is missing": (
         "wait_count(ctx, local, returned, state[EXPECTED_BACK], COMBINE_ROWS, int32(-1))",
         "pass",
     ),

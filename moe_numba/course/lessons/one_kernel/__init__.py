@@ -1,1 +1,1 @@
-"""One kernel for a layer's experts on several GPUs: so far a model of what it would gain."""
+"""One kernel for a layer on several GPUs: a model of its gain, the launches that it replaces, and the kernel."""

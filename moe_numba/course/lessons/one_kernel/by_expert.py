@@ -61,11 +61,10 @@ class ExpertOrder:
         runtime, hidden = buffer._runtime, shape_of(experts.w13, experts.w2, experts.format).hidden
         topk, max_tokens = check_int("topk", topk, 1), check_int("max_tokens", max_tokens, 1)
         self.num_sms, is_fp8 = check_int("num_sms", num_sms, 1), experts.format == FP8_BLOCK
-        row_words, scales = (hidden // 4, -(-hidden // FP8_SCALE_BLOCK)) if is_fp8 else (hidden // 2, 0)
+        row_words, scale_words = (hidden // 4, -(-hidden // FP8_SCALE_BLOCK)) if is_fp8 else (hidden // 2, 0)
         warps = 2 if simulator.ENABLED else 8
-        self.sizes = Sizes(
-            buffer.group_size, len(experts.w13), hidden, topk, max_tokens, row_words, scales * is_fp8, warps
-        )
+        of_layer = buffer.group_size, len(experts.w13), hidden, topk, max_tokens
+        self.sizes = Sizes(*of_layer, row_words, scale_words, warps)
         if self.sizes.words > MAX_WORDS:
             raise ValueError(
                 f"max_tokens is {max_tokens}: with {buffer.group_size} ranks and topk {topk} a rank shares "
@@ -97,7 +96,7 @@ class ExpertOrder:
         )
 
     def _allocate(self, local, is_fp8, device):
-        """Make views of the shared memory, and allocate what a rank has for itself."""
+        """Make views of the shared memory, and allocate what only this rank uses."""
         sizes = self.sizes
         section = lambda at, *shape: local[at : at + shape[0] * shape[1]].view(shape)
         rows = section(sizes.rows, sizes.capacity, sizes.row_words)
@@ -108,9 +107,10 @@ class ExpertOrder:
         self.lengths, self.starts = empty(sizes.experts), empty(sizes.experts + 1)
         self.places, self.done = empty(sizes.all_experts), empty(sizes.experts)
         intermediate = self.experts.w2.shape[2]
-        activated = empty(0, dtype=FP8 if is_fp8 else torch.bfloat16).new_empty(sizes.capacity, intermediate)
-        scale = empty(sizes.capacity, -(-intermediate // FP8_SCALE_BLOCK), dtype=torch.float32)
-        self.activated = (activated, scale) if is_fp8 else activated
+        self.activated = empty(sizes.capacity, intermediate, dtype=FP8 if is_fp8 else torch.bfloat16)
+        if is_fp8:
+            scales = empty(sizes.capacity, -(-intermediate // FP8_SCALE_BLOCK), dtype=torch.float32)
+            self.activated = self.activated, scales
         self.rows: torch.Tensor | None = None  # of the second GEMM, which one kernel stores where they belong
 
     def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:

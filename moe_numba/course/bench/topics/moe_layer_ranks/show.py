@@ -140,14 +140,16 @@ def layers_table(record):
     return _table(record, columns, PUBLISHED, published)
 
 
-def about_layers():
+def about_layers(record):
     """Return what the table of the layers shows, and its unit."""
+    by_expert = 'In "launches by expert" and "one kernel" rows travel once for each expert, in FP8. '
+    has_them = records.find(record, step=STEPS["one kernel"][0]) is not None
     return (
         "Median time of the slowest rank in a CUDA graph, microseconds; our fastest layer is bold. Each GPU has "
         "32 of DeepSeek-V3's experts in FP8 with block scales, and each token 8 experts of all GPUs, drawn "
         'uniformly at random. "Whole layer" is dispatch through rings in bfloat16, experts and combine; "low '
-        'latency" uses the two kernels for decoding; "FP8 both ways" also sends the sums in FP8. In "launches by '
-        'expert" and "one kernel" rows travel once for each expert, in FP8. The last two columns '
+        'latency" uses the two kernels for decoding; "FP8 both ways" also sends the sums in FP8. '
+        f"{by_expert * has_them}The last two columns "
         f"are published times of a layer of this shape on {PREDICTED} H200 ([DeepGEMM, pull request 352]({SOURCE}))."
     )
 
@@ -206,7 +208,7 @@ def readme_table(record):
         [
             layers_table(record),
             "",
-            f"{about_layers()} {_comparison(record)}",
+            f"{about_layers(record)} {_comparison(record)}",
             "",
             parts_table(record),
             "",
