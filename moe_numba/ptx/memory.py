@@ -154,6 +154,7 @@ def pointer_from_address(address, like):
 
 
 def _pointer_from_address():
+    from llvmlite import ir
     from numba import types
     from numba.cuda.extending import intrinsic
 
@@ -162,9 +163,13 @@ def _pointer_from_address():
             return None
 
         def codegen(context, builder, signature, values):
-            generic = context.get_value_type(signature.return_type)
+            generic, i64 = context.get_value_type(signature.return_type), ir.IntType(64)
+            # NVVM of CUDA 13.0 does not finish compiling loops that load vectors, in a kernel in which it sees that a
+            # pointer was a number. The assembler removes the move.
+            move = ir.InlineAsm(ir.FunctionType(i64, [i64]), "mov.b64 $0, $1;", "=l,l")
+            moved = builder.inttoptr(builder.call(move, [values[0]]), generic.pointee.as_pointer(1))
             # Casting through the global address space makes accesses through the pointer global instead of generic.
-            return builder.addrspacecast(builder.inttoptr(values[0], generic.pointee.as_pointer(1)), generic)
+            return builder.addrspacecast(moved, generic)
 
         return like(types.uint64, like), codegen
 

@@ -56,15 +56,6 @@ def st_relaxed_sys_u64(pointer, index, value):
     t.grid.memory_changed()
 
 
-def mov_s32(value):
-    """``mov.b32``: copy a register; the compiler cannot see that the copy is equal.
-
-    NVVM of CUDA 13.0 does not finish compiling a loop that polls with a vector load, unless the words are copied. The
-    assembler removes the copies.
-    """
-    return value
-
-
 _VECTOR = "{$0, $1, $2, $3}"
 ld_relaxed_sys_s32x4 = instruction(
     f"ld.relaxed.sys.global.v4.s32 {_VECTOR}, [$4];", "s32 x 4", POINTER, simulate=ld_relaxed_sys_s32x4
@@ -77,7 +68,6 @@ st_relaxed_sys_s32x4 = instruction(
     *("void", POINTER, "s32", "s32", "s32", "s32"),
     simulate=st_relaxed_sys_s32x4,
 )
-mov_s32 = instruction("mov.b32 $0, $1;", "s32", "s32", simulate=mov_s32)
 ld_relaxed_sys_u64 = instruction("ld.relaxed.sys.global.u64 $0, [$1];", "u64", POINTER, simulate=ld_relaxed_sys_u64)
 st_relaxed_sys_u64 = instruction(
     "st.relaxed.sys.global.u64 [$0], $1;", "void", POINTER, "u64", simulate=st_relaxed_sys_u64

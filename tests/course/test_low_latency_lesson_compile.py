@@ -4,7 +4,6 @@ import ast
 from pathlib import Path
 
 import pytest
-from helpers.machine_code import compiler_before
 
 from moe_numba.runtime.sass import compile_apart, disassembler
 
@@ -25,8 +24,6 @@ THREADS = 896
 
 @pytest.fixture(scope="module")
 def codes():
-    if compiler_before(13, 5):
-        pytest.skip("the compiler of CUDA 13.0 takes minutes for each of these kernels")
     kept = [
         node
         for node in ast.parse(NOTEBOOK.read_text()).body

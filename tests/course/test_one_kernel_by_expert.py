@@ -15,7 +15,7 @@ from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
 from moe_numba.moe_layer import Experts, reference
 
 HIDDEN, PER_RANK, TOPK, TOKENS = 128, 2, 3, 6
-BOUND = 1e-2
+BOUND = 2e-2  # of FP8, where a last bit of silu may round a value to the next one; a GPU's differs from torch's
 
 
 def make_inputs(tokens, dtype, seed=0, only=None, hidden=HIDDEN, intermediate=HIDDEN):
@@ -181,14 +181,8 @@ def test_a_wrong_kernel_is_rejected(name, monkeypatch):
 
 
 WRONG_ONE_KERNEL = {
-    "TMA does not wait for rows": (
-        "wait_for_rows(ctx, done, lengths, g, is_second)\n                    fence",
-        "fence",
-    ),
-    "factors do not wait for scales": (
-        "wait_for_rows(ctx, done, lengths, g, is_second)\n                    cuda.syncwarp()",
-        "cuda.syncwarp()",
-    ),
+    "TMA does not wait for rows": ("wait_count(ctx, counter, place, expected, DISPATCH_ROWS, g)", "pass"),
+    "factors do not wait for scales": ("wait_or_leave(ctx, counter, place, expected)", "pass"),
     "the second GEMM waits for one warp": ("int32(CONSUMER_WARPS * tiles)", "int32(1)"),
     "activations are counted before they are stored": (
         "                bulk_wait()\n                fence_proxy_async()\n            cuda",

@@ -46,7 +46,6 @@ def test_each_access_is_one_instruction():
 def every_vector(local, out):
     a, b, c, d = system_vectors.ld_relaxed_sys_s32x4(local, 0)
     e, f, g, h = system_vectors.ld_acquire_sys_s32x4(local, 4)
-    a = system_vectors.mov_s32(a)  # removed by the assembler: it is no instruction
     system_vectors.st_relaxed_sys_s32x4(out, 8, a + e, b + f, c + g, d + h)
     system_vectors.st_relaxed_sys_u64(out, 12, system_vectors.ld_relaxed_sys_u64(local, 14))
 

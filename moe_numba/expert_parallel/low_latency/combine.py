@@ -35,7 +35,6 @@ from moe_numba.expert_parallel.low_latency.protocol import (
     STARTED,
     LowLatencyContext,
     clean,
-    copied,
     count_operation,
     has_arrived,
     load_expert,
@@ -231,7 +230,7 @@ def make_low_latency_combine(shape):
                             polled[first + 2] = local[int32(scale)]
                 else:
                     if data_is_flag:
-                        a, b, c, d = copied(ld_relaxed_sys_s32x4(local, row + 4 * i))
+                        a, b, c, d = ld_relaxed_sys_s32x4(local, row + 4 * i)
                     else:
                         a, b, c, d = ld_global_s32x4(local, row + 4 * i)
                     polled[first], polled[first + 1], polled[first + 2], polled[first + 3] = a, b, c, d

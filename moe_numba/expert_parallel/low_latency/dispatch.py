@@ -45,7 +45,6 @@ from moe_numba.expert_parallel.low_latency.protocol import (
     DISPATCH_ROW,
     LowLatencyContext,
     clean,
-    copied,
     count_operation,
     is_last_block,
     load_expert,
@@ -349,7 +348,7 @@ def make_low_latency_dispatch(shape):
                     first, last = vectors_of(part)
                     i = int32(first + tid)
                     if i < last:
-                        loaded[0], loaded[1], loaded[2], loaded[3] = copied(ld_relaxed_sys_s32x4(local, row + 4 * i))
+                        loaded[0], loaded[1], loaded[2], loaded[3] = ld_relaxed_sys_s32x4(local, row + 4 * i)
 
                 # ---- Find the rows of the slot ----
                 adds_wait, waited = in_slots and part == 0 and token == 0 and tid == 0, int64(0)
@@ -445,8 +444,8 @@ def make_low_latency_dispatch(shape):
                             a = b = c = d = int32(SENTINEL)
                             if data_is_flag:
                                 if base != first:
-                                    loaded[0], loaded[1], loaded[2], loaded[3] = copied(
-                                        ld_relaxed_sys_s32x4(local, row + 4 * i)
+                                    loaded[0], loaded[1], loaded[2], loaded[3] = ld_relaxed_sys_s32x4(
+                                        local, row + 4 * i
                                     )
                                 a, b, c, d = wait_vector(ctx, row + 4 * i, DISPATCH_ROW, peer, token, loaded)
                                 empty = int32(SENTINEL)

@@ -33,7 +33,7 @@ from moe_numba.ptx.atomics import (
 )
 from moe_numba.ptx.fence import fence_acq_rel_gpu, fence_acq_rel_sys
 from moe_numba.ptx.special_registers import globaltimer
-from moe_numba.ptx.system_vectors import ld_acquire_sys_s32x4, ld_relaxed_sys_s32x4, ld_relaxed_sys_u64, mov_s32
+from moe_numba.ptx.system_vectors import ld_acquire_sys_s32x4, ld_relaxed_sys_s32x4, ld_relaxed_sys_u64
 from moe_numba.ptx.warp import FULL_MASK
 
 # What a rank waited for: the code in ``status[0]``, and the error message.
@@ -98,12 +98,6 @@ def is_stamped(a, b, c, d, stamp):
 
 
 @cuda.jit(device=True)
-def copied(words):
-    """Return the words of a vector that is loaded in a polling loop; `mov_s32` says why."""
-    return mov_s32(words[0]), mov_s32(words[1]), mov_s32(words[2]), mov_s32(words[3])
-
-
-@cuda.jit(device=True)
 def has_arrived(a, b, c, d):
     """Return whether no word of a vector is the sentinel."""
     return (a != SENTINEL) & (b != SENTINEL) & (c != SENTINEL) & (d != SENTINEL)
@@ -148,8 +142,8 @@ def wait_metadata(ctx, offset, number, masked, peer, token, data_is_flag):
 @cuda.jit(device=True)
 def _load_metadata(local, offset, data_is_flag):
     if data_is_flag:
-        return copied(ld_relaxed_sys_s32x4(local, offset))
-    return copied(ld_acquire_sys_s32x4(local, offset))
+        return ld_relaxed_sys_s32x4(local, offset)
+    return ld_acquire_sys_s32x4(local, offset)
 
 
 @cuda.jit(device=True)
@@ -162,7 +156,7 @@ def wait_vector(ctx, offset, code, peer, token, loaded):
             start = globaltimer() if polls == 0 else start
             stopped = must_stop(ctx, start, code, peer, token)
         polls = int32(polls + 1)
-        a, b, c, d = copied(ld_relaxed_sys_s32x4(ctx.local, offset))
+        a, b, c, d = ld_relaxed_sys_s32x4(ctx.local, offset)
     return a, b, c, d
 
 

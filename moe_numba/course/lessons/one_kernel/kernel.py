@@ -21,7 +21,7 @@ from functools import cache
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
-from moe_numba.course.lessons.one_kernel.kernels import CONTEXT, wait_count
+from moe_numba.course.lessons.one_kernel.kernels import CONTEXT, wait_count, wait_or_leave
 from moe_numba.course.lessons.one_kernel.sizes import EXPECTED, EXPECTED_BACK, WARP, Sizes
 from moe_numba.expert_parallel.common.arguments import RankContext
 from moe_numba.expert_parallel.common.buffer_layout import ABORT_FLAG
@@ -153,13 +153,13 @@ def make_kernel(sizes: Sizes, intermediate: int):
         return g, is_second, int32(first + begin), int32(min(count - begin, BLOCK_M)), n_tile
 
     @cuda.jit(device=True)
-    def wait_for_rows(ctx, done, lengths, g, is_second):
-        """Wait until a tile's rows of x are stored: by all ranks, or by the first GEMM."""
+    def counter_of_rows(ctx, done, lengths, g, is_second):
+        """Return what counts a tile's rows of x, those of all ranks or of the first GEMM: pointer, index, value."""
+        counter, at, expected = ctx.local, int32(arrived + g), ctx.state[EXPECTED + g]
         if is_second:
             tiles = int32(num_tiles(lengths[g], BLOCK_M) * n_tiles_1)
-            wait_count(ctx, done, g, int32(CONSUMER_WARPS * tiles), DISPATCH_ROWS, g)
-        else:
-            wait_count(ctx, ctx.local, arrived + g, ctx.state[EXPECTED + g], DISPATCH_ROWS, g)
+            counter, at, expected = done, g, int32(CONSUMER_WARPS * tiles)
+        return counter, at, expected
 
     @cuda.jit(device=True)
     def publish_factors(smem, lane, row, stage, phase, x_0, x_1, a, b):
@@ -320,7 +320,8 @@ def make_kernel(sizes: Sizes, intermediate: int):
                 tile = int32(cuda.blockIdx.x)
                 while tile < tiles:
                     g, is_second, row, rows, n_tile = look_up(smem, problem, row_tiles, tile)
-                    wait_for_rows(ctx, done, lengths, g, is_second)
+                    counter, place, expected = counter_of_rows(ctx, done, lengths, g, is_second)
+                    wait_count(ctx, counter, place, expected, DISPATCH_ROWS, g)
                     fence_proxy_async()  # TMA reads what other threads have stored
                     two_boxes, k_blocks = rows > BOX_ROWS, int32(k_blocks_2) if is_second else int32(k_blocks_1)
                     column = int32(n_tile * (BLOCK_N if is_second else COLUMNS))
@@ -359,7 +360,8 @@ def make_kernel(sizes: Sizes, intermediate: int):
                 stage, phase, tile = int32(0), uint32(1), int32(cuda.blockIdx.x)
                 while tile < tiles:
                     g, is_second, row, rows, n_tile = look_up(smem, problem, row_tiles, tile)
-                    wait_for_rows(ctx, done, lengths, g, is_second)
+                    counter, place, expected = counter_of_rows(ctx, done, lengths, g, is_second)
+                    wait_or_leave(ctx, counter, place, expected)  # the TMA thread says why, if in vain
                     cuda.syncwarp()
                     k_blocks = int32(k_blocks_2) if is_second else int32(k_blocks_1)
                     of_x, of_weight = x_scale, w13_scale

@@ -53,12 +53,19 @@ def copy_vectors(to, to_word, source, source_word, words, lane):
 
 
 @cuda.jit(device=True)
-def wait_count(ctx, counter, offset, expected, code, about):
-    """Wait until ``counter[offset]`` is ``expected`` or more, or a rank has aborted; ``about`` is for the message."""
+def wait_or_leave(ctx, counter, offset, expected):
+    """Wait until ``counter[offset]`` is ``expected`` or more, a rank has aborted or time is up; return the number."""
     start = globaltimer()
     found = ld_acquire_sys_s32(counter, offset)
     while int32(found - expected) < 0 and not timed_out(start, ctx):
         found = ld_acquire_sys_s32(counter, offset)
+    return found
+
+
+@cuda.jit(device=True)
+def wait_count(ctx, counter, offset, expected, code, about):
+    """Wait in the same way, and abort if time is up; ``about`` is for the message."""
+    found = wait_or_leave(ctx, counter, offset, expected)
     if int32(found - expected) < 0:
         abort(ctx, code, about, ctx.rank, expected, found)
 
