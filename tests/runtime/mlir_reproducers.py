@@ -76,6 +76,14 @@ def k(x, out): out[0] = Pair(x[0], x[1]).b
         "st.global",
     ),
     "max of three": Reproducer("def k(x, out): out[0] = max(x[0], x[1], x[2])", "int32* int32*", r"max\.s32"),
+    "enumerate": Reproducer(
+        """
+def k(x, out):
+    for i, v in enumerate((x[0], x[1])): out[i] = v
+""",
+        "int32* int32*",
+        r"!\.local",
+    ),
     "threadfence_block": Reproducer("def k(x): cuda.threadfence_block()", "int32*", r"membar|fence"),
     "None in a tuple that is an argument": Reproducer(
         """

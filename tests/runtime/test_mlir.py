@@ -52,9 +52,9 @@ def sorted_keys(x, out):
 
 
 @cuda.jit(device=True)
-def store(first, values, out):
+def store(first, values, given):
     for value in values:
-        out[first] = value
+        given[0][first] = value
         first += 1
 
 
@@ -65,7 +65,7 @@ store_all = make_for_each_chunk(32, 4, store)
 def multiply(map_a, out):
     smem = uniform_array(cuda.shared.array(0, uint8, 1024))
     acc = wait(tile(wgmma_descriptor(smem, 0), wgmma_descriptor(smem, 8192)))
-    store_all(acc, out)
+    store_all(acc, (out, None))
 
 
 @cuda.jit
@@ -118,7 +118,7 @@ def test_corrections(name, defects):
 
 @needs_mlir
 def test_kernels(monkeypatch):
-    """Fallbacks, starred calls, wgmma, calls from intrinsics and CUDA C++ compile with both, to similar code."""
+    """Fallbacks, starred calls, wgmma, calls from intrinsics, also with None, and CUDA C++ compile with both."""
     old = compile_apart(SOURCE, KERNELS)
     monkeypatch.setenv(compilers.VARIABLE, compilers.MLIR)
     new = compile_apart(SOURCE, KERNELS)

@@ -239,6 +239,8 @@ def _wrapped(typ, value):
         return tuple(_wrapped(item, part) for item, part in zip(typ.types, value, strict=True))
     if isinstance(typ, numba_types.Array):
         return Value(value, None)
+    if typ == numba_types.none:
+        return None
     wanted = _llvm_type(typ)
     return Value(convert(value, _mlir_type(wanted)), wanted)
 

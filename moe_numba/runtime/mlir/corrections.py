@@ -44,6 +44,7 @@ def apply():
     _tuples_as_arguments()
     _two_calls_with_the_same_star()
     _iterated_tuples_stay_in_registers()
+    _enumerations_are_their_own_iterators()
 
 
 def inline(call, caller, callee):
@@ -136,6 +137,46 @@ def _threadfence_block(lower, typ, signature):
         lower.store_var(target, None)
 
     return build
+
+
+class _Enumeration(lowering_utilities.UniTupleIterObject):
+    """The iterator of ``enumerate``; the base class is one of those that the compiler asks for the next item."""
+
+    def __init__(self, items):
+        self._items = items
+
+    def next(self):
+        index, found = self._items.index, self._items.next()
+        return lowering_utilities.IterResult((index, found.value), found.is_valid)
+
+
+@_builder
+def _enumerate(lower, typ, signature):
+    """No lowering of ``enumerate``."""
+    if getattr(typ, "typing_key", None) is not enumerate or not isinstance(signature.args[0], types.UniTuple):
+        return None
+
+    def build(lower, target, args, kwargs):
+        if len(args) > 1 or kwargs:
+            raise NotImplementedError("enumerate with a start")
+        lower.lower_getiter_expr_assign(target, args[0])
+        lower.varmap[target.name] = _Enumeration(lower.load_var(target))
+
+    return build
+
+
+def _enumerations_are_their_own_iterators():
+    """A part of `_enumerate`."""
+    kind = mlir_lowering.MLIRLower
+    found = kind.lower_getiter_expr_assign
+
+    def lower_getiter_expr_assign(self, target, value):
+        if isinstance(self.get_numba_type(value.name), types.EnumerateType):
+            self.store_var(target, self.load_var(value))
+        else:
+            found(self, target, value)
+
+    kind.lower_getiter_expr_assign = lower_getiter_expr_assign
 
 
 def _pointers_extend_by_sign():
