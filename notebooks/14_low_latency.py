@@ -39,7 +39,6 @@ from moe_numba.course.lessons.low_latency.runs import Memory, Version, alone, le
 from moe_numba.course.steps.lesson import factory
 from moe_numba.expert_parallel.low_latency.combine import add_row, round_sums  # for your answers
 from moe_numba.expert_parallel.low_latency.layout import CLEAN_NAN, SENTINEL
-from moe_numba.expert_parallel.low_latency.protocol import copied
 from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_relaxed_sys_s32, st_relaxed_sys_s32
 from moe_numba.ptx.fence import fence_acq_rel_sys
 from moe_numba.ptx.memory import ld_global_s32x4, pointer_from_address, st_global_s32x4
@@ -299,8 +298,7 @@ draw.space_time()
 #   kernel orders its stores before those of the next kernel of its rank, so the reset needs no fence either.
 # - The word that says whether a slot has a row is now **metadata**. It has the number of the operation, so it is its own flag, too.
 #
-# Within an operation no order of stores is required: all of them are relaxed, without fence or barrier. (`copied` copies four registers, and ptxas removes the copies.
-# Without it NVVM of CUDA 13.0 does not finish compiling a loop that polls with a vector load.)
+# Within an operation no order of stores is required: all of them are relaxed, without fence or barrier.
 
 
 # %%
@@ -316,9 +314,9 @@ def clean(word):
 
 @cuda.jit(device=True)
 def take_vector(local, offset):
-    a, b, c, d = copied(ld_relaxed_sys_s32x4(local, offset))
+    a, b, c, d = ld_relaxed_sys_s32x4(local, offset)
     while not has_arrived(a, b, c, d):
-        a, b, c, d = copied(ld_relaxed_sys_s32x4(local, offset))
+        a, b, c, d = ld_relaxed_sys_s32x4(local, offset)
     st_relaxed_sys_s32x4(local, offset, SENTINEL, SENTINEL, SENTINEL, SENTINEL)  # for the operation after the next
     return a, b, c, d
 
@@ -414,9 +412,9 @@ def receive_without_reset(memory, slot, number, recv_x, out):
     if flag & 1:
         for i in range(4 * int32(cuda.threadIdx.x), memory.words, 4 * int32(cuda.blockDim.x)):
             at = memory.rows + slot * memory.words + i
-            a, b, c, d = copied(ld_relaxed_sys_s32x4(memory.local, at))
+            a, b, c, d = ld_relaxed_sys_s32x4(memory.local, at)
             while not has_arrived(a, b, c, d):
-                a, b, c, d = copied(ld_relaxed_sys_s32x4(memory.local, at))
+                a, b, c, d = ld_relaxed_sys_s32x4(memory.local, at)
             st_global_s32x4(recv_x, out * memory.words + i, a, b, c, d)
     return flag & 1
 

@@ -21,7 +21,7 @@ from moe_numba.course.lessons.low_latency.runs import SHOWN, SHOWN_EXPERTS, Roun
 from moe_numba.course.steps.verdict import OPEN, OVER_PAR, REFUSED, RIGHT, WRONG
 from moe_numba.expert_parallel.low_latency.combine import add_row, round_sums
 from moe_numba.expert_parallel.low_latency.layout import SENTINEL
-from moe_numba.expert_parallel.low_latency.protocol import copied, has_arrived
+from moe_numba.expert_parallel.low_latency.protocol import has_arrived
 from moe_numba.ptx.atomics import ld_relaxed_sys_s32, st_relaxed_sys_s32
 from moe_numba.ptx.memory import pointer_from_address, st_global_s32x4
 from moe_numba.ptx.system_vectors import ld_relaxed_sys_s32x4
@@ -127,9 +127,9 @@ def keeps_what_it_read(memory, slot, tokens, targets, out, token):
         for r in range(memory.ranks):
             if targets >> r & 1:
                 at = int32((slot + r * tokens) * memory.words + i)
-                a, b, c, d = copied(ld_relaxed_sys_s32x4(memory.local, at))
+                a, b, c, d = ld_relaxed_sys_s32x4(memory.local, at)
                 while not has_arrived(a, b, c, d):
-                    a, b, c, d = copied(ld_relaxed_sys_s32x4(memory.local, at))
+                    a, b, c, d = ld_relaxed_sys_s32x4(memory.local, at)
                 vector[0], vector[1], vector[2], vector[3] = a, b, c, d
                 add_row(sums, vector, 0, float32(1))
         round_sums(sums, vector)

@@ -7,7 +7,7 @@ from numba import cuda, float32, int32
 
 from moe_numba.expert_parallel.low_latency.combine import add_row, round_sums
 from moe_numba.expert_parallel.low_latency.layout import SENTINEL
-from moe_numba.expert_parallel.low_latency.protocol import copied, has_arrived
+from moe_numba.expert_parallel.low_latency.protocol import has_arrived
 from moe_numba.ptx.atomics import ld_relaxed_sys_s32, st_relaxed_sys_s32
 from moe_numba.ptx.memory import pointer_from_address, st_global_s32x4
 from moe_numba.ptx.system_vectors import ld_relaxed_sys_s32x4, st_relaxed_sys_s32x4
@@ -29,9 +29,9 @@ def exchange(local, peers, epoch, rank, value, out):
 
 @cuda.jit(device=True)
 def take_vector(local, offset):
-    a, b, c, d = copied(ld_relaxed_sys_s32x4(local, offset))
+    a, b, c, d = ld_relaxed_sys_s32x4(local, offset)
     while not has_arrived(a, b, c, d):
-        a, b, c, d = copied(ld_relaxed_sys_s32x4(local, offset))
+        a, b, c, d = ld_relaxed_sys_s32x4(local, offset)
     st_relaxed_sys_s32x4(local, offset, SENTINEL, SENTINEL, SENTINEL, SENTINEL)
     return a, b, c, d
 
