@@ -150,6 +150,18 @@ def k(x, out):
         "float32* float32*",
         r"!\.local",
     ),
+    "a loop's counter stops without a selection": Reproducer(
+        """
+def k(x, out, n):
+    s = int32(0)
+    for i in range(n):
+        if x[i] < 0: break
+        s += x[i]
+    out[0] = s
+""",
+        "int32* int32* int32",
+        r"!selp",
+    ),
     "a loop over a part of a tuple stays in registers": Reproducer(
         """
 def k(x, out):

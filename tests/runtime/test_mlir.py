@@ -132,3 +132,19 @@ def test_kernels(monkeypatch):
     if turing.opcodes:
         assert turing.count("SHFL") >= 5 and not turing.count("REDUX")
         assert new["shared_sum"].count("REDUX") == 1 and not new["shared_sum"].count("SHFL")
+
+
+GATE = """
+from moe_numba.gate.merged_keys import make_merged_kernel, select_lanes
+from moe_numba.gate.packed_keys import PackedConfig
+
+merged = make_merged_kernel(PackedConfig(128, 8, select_lanes(128, 8)))
+"""
+
+
+@needs_mlir
+def test_local_arrays_of_functions_that_are_inlined_stay_in_registers(monkeypatch):
+    monkeypatch.setenv(compilers.VARIABLE, compilers.MLIR)
+    signature = ["uint16*", "uint16*", "float32*", "int32*", "int32", "int64", "int32", "float32", "float32"]
+    merged = compile_apart(GATE, {"merged": ("merged", signature, [128, 3], False)})["merged"]
+    assert merged.stack_bytes == merged.spilled_bytes == 0

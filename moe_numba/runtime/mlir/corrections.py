@@ -45,6 +45,7 @@ def apply():
     _two_calls_with_the_same_star()
     _iterated_tuples_stay_in_registers()
     _enumerations_are_their_own_iterators()
+    _ranges_count_down()
 
 
 def inline(call, caller, callee):
@@ -61,14 +62,29 @@ def inline(call, caller, callee):
 def correct_module(gpu_module):
     """Correct a module of MLIR that is about to become LLVM IR.
 
-    Dynamic shared memory (pull requests 263 and 312): it is an internal array of no bytes, which the linker places over
-    static arrays, aligned to 16 bytes. An external array is placed behind them.
+    - Dynamic shared memory (pull requests 263 and 312): it is an internal array of no bytes, which the linker places
+      over static arrays, aligned to 16 bytes. An external array is placed behind them.
+    - Local memory is allocated where it is first used, also within loops. The optimiser keeps only that of a function's
+      first block in registers, in which `_allocate_first` puts all of it.
     """
     for operation in gpu_module.regions[0].blocks[0].operations:
+        if isinstance(operation, llvm.LLVMFuncOp) and operation.regions[0].blocks:
+            _allocate_first(operation.regions[0].blocks)
         if isinstance(operation, llvm.GlobalOp) and operation.sym_name.value.startswith("__dynamic_shmem__"):
             operation.attributes["linkage"] = ir.Attribute.parse("#llvm.linkage<external>")
             bits = ir.IntegerType.get_signless(64)
             operation.attributes["alignment"] = ir.IntegerAttr.get(bits, _SHARED_ALIGNMENT)
+
+
+def _allocate_first(blocks):
+    first = blocks[0].operations[0]
+    for block in blocks:
+        for operation in list(block.operations):
+            size = operation.operands[0].owner if operation.name == "llvm.alloca" else None
+            if isinstance(size, ir.Operation | ir.OpView) and size.name == "llvm.mlir.constant":
+                copy = size.operation.clone(ip=ir.InsertionPoint(first))
+                operation.operation.operands[0] = copy.results[0]
+                operation.operation.move_before(first)
 
 
 def correct_text(text, inlined=None):
@@ -281,6 +297,16 @@ def _iterated_tuples_stay_in_registers():
     make = "utio = UniTupleIterObject(self, mr, value_type.count, element_type)"
     constants = "tuple(arith.constant(result=element_type, value=v) for v in literal_values)"
     _change_method("lower_getiter_expr_assign", (make, f"self._concretized = mr, {constants}; {make}"))
+
+
+def _ranges_count_down():
+    """A range's counter stops at zero by a selection, so that the optimiser does not see how often a loop runs."""
+    pairs = []
+    for name, new, current in (("count", "decremented", "current_count"), ("iter", "next_value", "current_value")):
+        selected = f"arith.select(\n        condition=is_valid, true_value={new}, false_value={current}\n    )"
+        pairs.append((f"updated_{name} = {selected}", f"updated_{name} = {new}"))
+    kind = lowering_utilities.RangeObject
+    kind.next = _changed(kind.next, lowering_utilities, *pairs)
 
 
 def _change_method(name, *pairs):
