@@ -627,6 +627,12 @@ page.show_what_did_not_pay()
 page.show_peers(Version(early, **WIDE))
 
 # %% [markdown]
+# If DeepGEMM is the fastest here, its main loop is not the reason. It has the same tile of 128 x 192, the same order of waits, MMAs and promotion, and about
+# as many instructions between two MMAs. What differs lies outside of the loop: the two CTAs of a cluster share each tile of w, which crosses L2 once for both
+# (multicast, lesson 06); the rows of x come in one box instead of two, and their scales by TMA; those of w are loaded once per tile. "Without MMAs", in the
+# table of kernels that leave something out, takes most of the time of the whole kernel, so loading is where to look first. Which of these differences counts we
+# have not measured.
+#
 # And these are times of grouped GEMMs from the record of `bench grouped_gemm`, another run, 4096 x 7168, with rows that are distributed evenly, by a Zipf law, or all
 # to one expert. A star marks the fastest. DeepGEMM's *contiguous* layout has all rows in one array, each group padded to whole tiles; its *masked* layout has room for the same
 # number of rows in each group. hpc-ops was written for an H20:
