@@ -183,8 +183,8 @@ def page(table):
         "<!-- Made by `make compilers` from results/compilers.json. -->",
         "",
         f"{len(entries)} of {table['cases']} cases with a launch of their own have been compiled for {table['arch']} "
-        f"with numba-cuda and with numba-cuda-mlir, without a GPU; {len(failed)} of them do not compile with "
-        "numba-cuda-mlir. The others were not tried. This table says nothing about results or speed. "
+        f"with numba-cuda, and {len(entries) - len(failed)} of these with numba-cuda-mlir, without a GPU. The others "
+        "were not tried. This table says nothing about results or speed. "
         "[Moving to numba-cuda-mlir](moving_to_numba_cuda_mlir.md) says what it is for.",
         "",
         "Ratios are numba-cuda-mlir's number over numba-cuda's, the median over a kernel's cases. Seconds are the "
