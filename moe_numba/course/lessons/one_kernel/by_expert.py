@@ -15,7 +15,7 @@ from moe_numba.expert_parallel.low_latency.exchange import gpu_key
 from moe_numba.expert_parallel.ranks.compile_ahead import KernelDefinition
 from moe_numba.expert_parallel.ranks.transport import check_same_on_all_ranks
 from moe_numba.expert_parallel.rings.launch_plans import Kernel, load
-from moe_numba.grouped_gemm.block_scaled.config import BOX_ROWS, BUFFER_ROWS
+from moe_numba.grouped_gemm.block_scaled.config import BOX_ROWS
 from moe_numba.grouped_gemm.call.plan import group_gemm
 from moe_numba.grouped_gemm.common.constants import BLOCK_K_BYTES, THREADS
 from moe_numba.moe_layer.group_by_expert.api import group_by_expert
@@ -206,7 +206,6 @@ class OneKernel(ExpertOrder):
                 ("w13", experts.w13, (1, kernel.COLUMNS, BLOCK_K_BYTES)),
                 ("activated", self.activated[0], (BOX_ROWS, BLOCK_K_BYTES)),
                 ("w2", experts.w2, (1, kernel.COLUMNS, BLOCK_K_BYTES)),
-                ("out", self.activated[0], (BUFFER_ROWS, BLOCK_K_BYTES)),
             )
         ]
 

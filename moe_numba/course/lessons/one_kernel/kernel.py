@@ -6,7 +6,8 @@ Every CTA has 12 warps:
   256 rows of weight, gate and up of 128 columns in the first GEMM, 256 columns in the second. The first GEMM's epilogue
   stores silu(gate) * up in FP8, the second one's stores rows in bfloat16 at the ranks that have their tokens.
 - One thread of warp 8 looks up the tiles and issues the TMA loads.
-- Warps 9 and 10 write the factors of 64 rows to every stage.
+- Warps 9 and 10 write the factors of 64 rows to every stage, and where the rows of the second GEMM belong. They also
+  count what the consumers have stored: a count is a fence, for which the consumers would have to wait.
 - Warp 11 sends this rank's rows, in the order of the experts, by bulk copies through shared memory. That of the first
   CTA then waits for the rows that come back.
 
@@ -35,7 +36,7 @@ from moe_numba.grouped_gemm.block_scaled.config import (
     BlockScaledConfig,
     BlockScaledLayout,
 )
-from moe_numba.grouped_gemm.block_scaled.epilogue import make_store_tile
+from moe_numba.grouped_gemm.block_scaled.epilogue import largest_of_quad, make_activate, write_fp8
 from moe_numba.grouped_gemm.common.block_scales import make_load_four
 from moe_numba.grouped_gemm.common.constants import BLOCK_K_BYTES, CONSUMER_WARPS, SharedMemory
 from moe_numba.grouped_gemm.common.scheduler import (
@@ -47,8 +48,9 @@ from moe_numba.grouped_gemm.common.scheduler import (
     num_tiles,
 )
 from moe_numba.ptx.accumulators import make_fma_blocks, make_for_each_chunk
-from moe_numba.ptx.arithmetic import float_as_int, int_as_float
+from moe_numba.ptx.arithmetic import float_as_int, int_as_float, rcp_approx
 from moe_numba.ptx.atomics import ld_volatile_s32, red_add_relaxed_gpu_s32, red_add_release_sys_s32
+from moe_numba.ptx.conversions import FP8_MAX
 from moe_numba.ptx.cp_async import (
     bulk_commit_group,
     bulk_load,
@@ -87,7 +89,7 @@ MOVER = 11
 bulk_wait, bulk_wait_read = make_bulk_wait_group(0), make_bulk_wait_group_read(0)
 SIGNATURE = (
     *CONTEXT,
-    *[TENSOR_MAP] * 5,
+    *[TENSOR_MAP] * 4,
     *("int32*", "float32*", "float32*", "float32*", "float32*"),  # activated and its scales; of rows, w13, w2
     *("int32*", "int32*", "int32*"),  # lengths, starts, done
     *("int32*", "int32*", "int32*", "int32*", "int32*"),  # of this rank's tokens
@@ -117,9 +119,11 @@ def make_kernel(sizes: Sizes, intermediate: int):
     tiles_offset, tile_info_offset, first_tile = layout.tiles_offset, layout.tile_info_offset, layout.first_tile_offset
     factor_offset, stage_factors = layout.factor_offset, layout.stage_factors
     epilogue_offset, warp_bytes, half_step = layout.epilogue_offset, layout.epilogue_warp_bytes, HALF_BYTES >> 4
-    staging = -(-(layout.bytes + 8) // 128) * 128  # behind the mover's mbarrier
-    row_bytes = 4 * row_words
-    mover_barrier, shared_bytes = staging // 8 - 1, staging + row_bytes
+    # Behind the GEMM's: for each row of a tile its address and rank; barriers of the stores and of the mover; its row.
+    destinations = -(-layout.bytes // 16) * 4
+    stored = destinations // 2 + BLOCK_M * 2
+    mover_barrier, staging, row_bytes = stored + 1, -(-8 * (stored + 2) // 128) * 128, 4 * row_words
+    shared_bytes = staging + row_bytes
 
     # Of the first GEMM and of the second one: columns of a tile, tiles of columns, blocks of k, and of scales.
     n_tiles_1, n_tiles_2 = intermediate // COLUMNS, columns_tiles(sizes)
@@ -135,7 +139,7 @@ def make_kernel(sizes: Sizes, intermediate: int):
         make_advance(STAGES),
     )
     wgmma, wait = make_wgmma_tile(COLUMNS, "e4m3", overwrite=True), make_wgmma_wait(COLUMNS, 0)
-    fma, store_activated = make_fma_blocks(COLUMNS, COLUMNS), make_store_tile(config, layout)
+    fma, activate = make_fma_blocks(COLUMNS, COLUMNS), make_activate()
 
     @cuda.jit(device=True)
     def look_up(smem, problem, row_tiles, tile):
@@ -158,7 +162,7 @@ def make_kernel(sizes: Sizes, intermediate: int):
         counter, at, expected = ctx.local, int32(arrived + g), ctx.state[EXPECTED + g]
         if is_second:
             tiles = int32(num_tiles(lengths[g], BLOCK_M) * n_tiles_1)
-            counter, at, expected = done, g, int32(CONSUMER_WARPS * tiles)
+            counter, at, expected = done, g, int32(FACTOR_WARPS * tiles)
         return counter, at, expected
 
     @cuda.jit(device=True)
@@ -175,16 +179,27 @@ def make_kernel(sizes: Sizes, intermediate: int):
         return advance(stage, phase)
 
     @cuda.jit(device=True)
+    def rank_and_expert(ctx, pair):
+        """Return expert and rank of the n-th pair: all ranks' first experts, from the next rank on, then the others."""
+        return int32(pair // ranks), int32((ctx.rank + 1 + pair % ranks) % ranks)
+
+    @cuda.jit(device=True)
     def send_rows(ctx, smem, x, scales, tokens_of_rows, first_rows, places):
         """Send every n-th of this rank's rows, for all ranks' first experts, then for their second ones, and so on."""
         lane, phase = int32(cuda.threadIdx.x & 31), uint32(0)
         row = int32(cuda.blockIdx.x)
-        for e in range(experts):
-            for i in range(ranks):
-                d = int32((ctx.rank + 1 + i) % ranks)
-                g = int32(d * experts + e)
-                first, place_of, sent = first_rows[g], places[g], int32(0)
-                count = int32(first_rows[g + 1] - first)
+        for first_pair in range(0, experts * ranks, WARP):
+            # Each lane reads where the rows of one rank and expert begin, and where they belong.
+            e, d = rank_and_expert(ctx, int32(first_pair + lane))
+            g = int32(d * experts + e)
+            lane_first, lane_count, lane_place = int32(0), int32(0), int32(0)
+            if first_pair + lane < experts * ranks:
+                lane_first, lane_place = first_rows[g], places[g]
+                lane_count = int32(first_rows[g + 1] - lane_first)
+            for i in range(WARP):
+                first, count = cuda.shfl_sync(FULL_MASK, lane_first, i), cuda.shfl_sync(FULL_MASK, lane_count, i)
+                place_of, sent = cuda.shfl_sync(FULL_MASK, lane_place, i), int32(0)
+                e, d = rank_and_expert(ctx, int32(first_pair + i))
                 remote = pointer_from_address(ctx.peers[d], ctx.local)
                 while row < count:
                     token, place = int64(tokens_of_rows[first + row]), int64(place_of + row)
@@ -210,7 +225,31 @@ def make_kernel(sizes: Sizes, intermediate: int):
                     red_add_release_sys_s32(remote, arrived + e, sent)
 
     @cuda.jit(device=True)
-    def send_chunk(first_value, values, ctx, smem, lane, buffer, row, rows, column):
+    def store_activated(smem, activated, activated_scale, lane, buffer, acc, acc_1, row, rows, column):
+        """Store silu(gate) * up of a warp's 16 rows and 128 columns in FP8, with one scale for each row."""
+        values, largest_0, largest_1 = activate(acc, acc_1)
+        scale_0 = max(largest_of_quad(largest_0), float32(1e-10)) * float32(1 / FP8_MAX)
+        scale_1 = max(largest_of_quad(largest_1), float32(1e-10)) * float32(1 / FP8_MAX)
+        own, vector = int32(lane >> 2), int32(lane & 7)
+        t = int32(own + 8 * (lane & 1))
+        cuda.syncwarp()  # all lanes have read the rows before
+        to, xor = int32(buffer + t * ROW_BYTES), int32((t & 7) << 4)
+        write_fp8(values, smem, to, xor, rcp_approx(scale_0), rcp_approx(scale_1), lane)
+        cuda.syncwarp()
+        for i in range(4):
+            t = int32(4 * i + (lane >> 3))
+            a, b, c, d = ld_shared_s32x4(smem.i32, int32(buffer + t * ROW_BYTES + ((vector ^ (t & 7)) << 4)) >> 2)
+            if t < rows:
+                at = int64(row + t) * (intermediate // 4) + (column >> 2) + 4 * vector
+                st_global_s32x4(activated, at, a, b, c, d)
+        scale_at = int64(row + own) * k_blocks_2 + (column >> 7)
+        if (lane & 3) == 0 and own < rows:
+            activated_scale[scale_at] = scale_0
+        if (lane & 3) == 0 and own + 8 < rows:
+            activated_scale[scale_at + 8 * k_blocks_2] = scale_1
+
+    @cuda.jit(device=True)
+    def send_chunk(first_value, values, ctx, smem, lane, buffer, own_row, rows, column):
         """Store 64 columns of a warp's 16 rows at the ranks that have their tokens; the buffer is the warp's own."""
         t = int32(lane & 15)
         cuda.syncwarp()  # all lanes have read the columns before
@@ -221,41 +260,42 @@ def make_kernel(sizes: Sizes, intermediate: int):
         for i in range(4):
             t = int32(4 * i + (lane >> 3))
             a, b, c, d = ld_shared_s32x4(smem.i32, int32(buffer + t * ROW_BYTES + ((vector ^ (t & 7)) << 4)) >> 2)
+            low, high, _, _ = ld_shared_s32x4(smem.i32, int32(destinations + 4 * (own_row + t)))
             if t < rows and column < hidden:
-                origin = ctx.local[origins_offset + row + t]
-                source = int32(origin // assignments)
-                remote = pointer_from_address(ctx.peers[source], ctx.local)
-                place = int64(origin - source * assignments) * back_words
-                st_global_s32x4(remote, back + place + (column >> 1), a, b, c, d)
+                remote = pointer_from_address(uint64(uint32(high)) << uint64(32) | uint64(uint32(low)), ctx.local)
+                st_global_s32x4(remote, column >> 1, a, b, c, d)
 
     send_half = make_for_each_chunk(COLUMNS // 2, BUFFER_COLUMNS // 2, send_chunk)
 
     @cuda.jit(device=True)
-    def count_returned(ctx, lane, row, rows):
-        """Add the warp's rows to the counters of the ranks that have got them; releases the stores of the warp."""
-        source = int32(-1)
-        if lane < min(rows, 16):
-            source = int32(ctx.local[origins_offset + row + lane] // assignments)
-        cuda.syncwarp()
-        for s in range(ranks):
-            mask = cuda.ballot_sync(FULL_MASK, source == s)
-            if lane == 0 and mask != 0:
-                remote = pointer_from_address(ctx.peers[s], ctx.local)
-                red_add_release_sys_s32(remote, returned, int32(cuda.popc(mask)))
+    def write_destination(ctx, smem, t, origin):
+        """Write for row ``t`` of a tile where its result belongs: the address, and the rank, -1 without a row."""
+        source, low, high = int32(-1), int32(0), int32(0)
+        if origin >= 0:
+            source = int32(origin // assignments)
+            place = int64(origin - source * assignments) * back_words
+            address = uint64(ctx.peers[source]) + uint64(4 * (back + place))
+            low, high = int32(uint32(address)), int32(uint32(address >> uint64(32)))
+        st_shared_s32x4(smem.i32, int32(destinations + 4 * t), low, high, source, int32(0))
 
     @cuda.jit(device=True)
-    def tell(ctx, done, lane, told, g, row, rows):
-        """Say that a warp's rows of a tile are stored; ``told`` is which GEMM's, 0 of none."""
+    def count_stored(ctx, smem, done, phase, lane, told, g, own_row):
+        """Wait until a tile is stored, of the first GEMM or of the second one (``told`` 1 or 2), and count its rows."""
+        mbarrier_wait_parity(smem.barriers, stored, phase)
         if told == 1:
-            if lane == 0:
-                bulk_wait()
-                fence_proxy_async()
-            cuda.syncwarp()
             if lane == 0:
                 fence_acq_rel_gpu()
                 red_add_relaxed_gpu_s32(done, g, int32(1))
-        if told == 2:
-            count_returned(ctx, lane, row, rows)
+        else:
+            _, _, source_0, _ = ld_shared_s32x4(smem.i32, int32(destinations + 4 * own_row))
+            _, _, source_1, _ = ld_shared_s32x4(smem.i32, int32(destinations + 4 * (own_row + 32)))
+            for s in range(ranks):
+                stored_rows = cuda.popc(cuda.ballot_sync(FULL_MASK, source_0 == s))
+                stored_rows += cuda.popc(cuda.ballot_sync(FULL_MASK, source_1 == s))
+                if lane == 0 and stored_rows != 0:
+                    remote = pointer_from_address(ctx.peers[s], ctx.local)
+                    red_add_release_sys_s32(remote, returned, int32(stored_rows))
+        return uint32(phase ^ uint32(1))
 
     @cuda.jit
     def one_kernel(
@@ -269,7 +309,6 @@ def make_kernel(sizes: Sizes, intermediate: int):
         map_w13,
         map_activated,
         map_w2,
-        map_out,
         activated,
         activated_scale,
         x_scale,
@@ -299,6 +338,7 @@ def make_kernel(sizes: Sizes, intermediate: int):
             for stage in range(STAGES):
                 mbarrier_init(smem.barriers, full + stage, 1 + FACTOR_WARPS)  # the TMA thread and the factors' warps
                 mbarrier_init(smem.barriers, empty + stage, CONSUMER_WARPS)
+            mbarrier_init(smem.barriers, stored, CONSUMER_WARPS)
             mbarrier_init(smem.barriers, mover_barrier, 1)
             fence_mbarrier_init()
         griddepcontrol_wait()
@@ -355,11 +395,17 @@ def make_kernel(sizes: Sizes, intermediate: int):
 
             if (warp > CONSUMER_WARPS) & (warp <= CONSUMER_WARPS + FACTOR_WARPS):
                 # ---- Factors: for each row of x and each half of the tile the product of the two scales ----
+                # A tile is counted before the last factors of the next one are there, so that the consumers do not
+                # finish that, too; the last tile of the first GEMM at once, since the next may wait for it.
                 zero, one = (float32(0), float32(0), float32(0), float32(0)), int64(1)
                 own_row = int32((warp - CONSUMER_WARPS - 1) * BOX_ROWS + lane)
                 stage, phase, tile = int32(0), uint32(1), int32(cuda.blockIdx.x)
+                told, told_g, told_phase = int32(0), int32(0), uint32(0)
                 while tile < tiles:
                     g, is_second, row, rows, n_tile = look_up(smem, problem, row_tiles, tile)
+                    if is_second and told == 1:
+                        told_phase = count_stored(ctx, smem, done, told_phase, lane, told, told_g, own_row)
+                        told = int32(0)
                     counter, place, expected = counter_of_rows(ctx, done, lengths, g, is_second)
                     wait_or_leave(ctx, counter, place, expected)  # the TMA thread says why, if in vain
                     cuda.syncwarp()
@@ -375,7 +421,11 @@ def make_kernel(sizes: Sizes, intermediate: int):
                         w_1 = w_0 + int64(n_blocks_1 // 2) * k_blocks
                     x_0 = int64(row + own_row) * k_blocks
                     x_1 = x_0 + int64(32) * k_blocks
-                    valid_0, valid_1 = own_row < rows, own_row + 32 < rows
+                    valid_0, valid_1, origin_0, origin_1 = own_row < rows, own_row + 32 < rows, int32(-1), int32(-1)
+                    if is_second and valid_0:
+                        origin_0 = local[origins_offset + row + own_row]
+                    if is_second and valid_1:
+                        origin_1 = local[origins_offset + row + own_row + 32]
                     for k_block in range(0, k_blocks, 4):
                         count, at, s, t = int32(k_blocks - k_block), int64(k_block), zero, zero
                         if valid_0:
@@ -383,6 +433,14 @@ def make_kernel(sizes: Sizes, intermediate: int):
                         if valid_1:
                             t = load_four(of_x, x_1 + at, one, count)
                         a, b = load_four(of_weight, w_0 + at, one, count), load_four(of_weight, w_1 + at, one, count)
+                        if count <= 4:  # the last factors
+                            if told != 0:
+                                before = lane, told, told_g, own_row
+                                told_phase = count_stored(ctx, smem, done, told_phase, *before)
+                            cuda.syncwarp()
+                            if is_second:
+                                write_destination(ctx, smem, own_row, origin_0)
+                                write_destination(ctx, smem, int32(own_row + 32), origin_1)
                         stage, phase = publish_factors(smem, lane, own_row, stage, phase, s[0], t[0], a[0], b[0])
                         if count > 1:
                             stage, phase = publish_factors(smem, lane, own_row, stage, phase, s[1], t[1], a[1], b[1])
@@ -390,7 +448,10 @@ def make_kernel(sizes: Sizes, intermediate: int):
                             stage, phase = publish_factors(smem, lane, own_row, stage, phase, s[2], t[2], a[2], b[2])
                         if count > 3:
                             stage, phase = publish_factors(smem, lane, own_row, stage, phase, s[3], t[3], a[3], b[3])
+                    told, told_g = int32(2) if is_second else int32(1), g
                     tile = int32(tile + cuda.gridDim.x)
+                if told != 0:
+                    count_stored(ctx, smem, done, told_phase, lane, told, told_g, own_row)
 
             if warp == MOVER:
                 # ---- Rows leave; those of this rank's tokens come back ----
@@ -415,10 +476,6 @@ def make_kernel(sizes: Sizes, intermediate: int):
             smem = SharedMemory(u8, smem.i32, uniform_array(smem.f32), barriers)
             warp = uniform(warp)
             tile, tiles_1 = int32(cuda.blockIdx.x), int32(row_tiles * n_tiles_1)
-            # A warp says only after its next tile's main loop that it has stored its rows: by then the stores have
-            # ended, and it does not wait for them. The last rows of the first GEMM are told at once: the next tile may
-            # wait for those of other warps.
-            late, late_g, late_row, late_rows = int32(0), int32(0), int32(0), int32(0)
             while tile < smem.i32[uint32(tiles_offset)]:
                 stage, phase = uniform(stage), uint32(uniform(int32(phase)))
                 is_second = tile >= tiles_1
@@ -453,18 +510,14 @@ def make_kernel(sizes: Sizes, intermediate: int):
                         acc_1 = fma(acc_1, product, (a[1], b[1]))
 
                     # ---- Epilogue: the warp's 16 rows ----
-                    tell(ctx, done, lane, late, late_g, late_row, late_rows)
-                    y_row, y_rows = int32(row + own_row), int32(rows - own_row)
+                    y_rows, buffer = int32(rows - own_row), int32(epilogue_offset + warp * warp_bytes)
                     if is_second:
-                        buffer = int32(epilogue_offset + warp * warp_bytes)
                         y_rows = int32(0) if aborted else y_rows
-                        send_half(acc, ctx, smem, lane, buffer, y_row, y_rows, column)
-                        send_half(acc_1, ctx, smem, lane, buffer, y_row, y_rows, int32(column + COLUMNS))
+                        send_half(acc, ctx, smem, lane, buffer, own_row, y_rows, column)
+                        send_half(acc_1, ctx, smem, lane, buffer, own_row, y_rows, int32(column + COLUMNS))
                     else:
-                        store_activated(
-                            *(smem, map_out, activated, activated_scale, int32(intermediate), warp, lane),
-                            *(acc, acc_1, y_row, y_rows, column),
-                        )
+                        to = activated, activated_scale, lane, buffer
+                        store_activated(smem, *to, acc, acc_1, int32(row + own_row), y_rows, column)
                 else:
                     # ---- No rows for this warpgroup: release the stages, whose empty barriers count all warps ----
                     for _ in range(k_blocks):
@@ -473,13 +526,9 @@ def make_kernel(sizes: Sizes, intermediate: int):
                         if lane == 0:
                             mbarrier_arrive(smem.barriers, empty + stage)
                         stage, phase = advance(stage, phase)
-                    tell(ctx, done, lane, late, late_g, late_row, late_rows)
-                late, late_g = int32(2) if is_second else int32(1), g
-                late_row, late_rows = int32(row + own_row), int32(rows - own_row)
+                cuda.syncwarp()
+                if lane == 0:
+                    mbarrier_arrive(smem.barriers, stored)
                 tile = int32(tile + cuda.gridDim.x)
-                if late == 1 and tile >= tiles_1:
-                    tell(ctx, done, lane, late, late_g, late_row, late_rows)
-                    late = int32(0)
-            tell(ctx, done, lane, late, late_g, late_row, late_rows)
 
     return one_kernel, shared_bytes
