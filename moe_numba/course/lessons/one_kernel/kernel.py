@@ -65,6 +65,7 @@ from moe_numba.ptx.mbarrier import (
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
     mbarrier_init,
+    mbarrier_test_wait_parity,
     mbarrier_wait_parity,
 )
 from moe_numba.ptx.memory import (
@@ -492,8 +493,10 @@ def make_kernel(sizes: Sizes, intermediate: int):
                     x_start, thread_row = int32(x_offset + warpgroup * BOX_BYTES), int32(own_row + (lane >> 2))
                     acc, acc_1, product = zeros, zeros, zeros
                     x_0, weight_0 = wgmma_descriptor(smem.u8, x_start), wgmma_descriptor(smem.u8, int32(0))
+                    ready = True  # the tile's first stage has been waited for
                     for _ in range(k_blocks):
-                        mbarrier_wait_parity(smem.barriers, full + stage, phase)
+                        if not ready:
+                            mbarrier_wait_parity(smem.barriers, full + stage, phase)
                         factors = int32(factor_offset + stage * stage_factors + 4 * thread_row)
                         a_0, a_1, _, _ = ld_shared_s32x4(smem.i32, factors)
                         b_0, b_1, _, _ = ld_shared_s32x4(smem.i32, int32(factors + 4 * 8))
@@ -507,6 +510,8 @@ def make_kernel(sizes: Sizes, intermediate: int):
                         if lane == 0:
                             mbarrier_arrive(smem.barriers, empty + stage)
                         stage, phase = advance(stage, phase)
+                        # The result arrives during the FFMAs; after the last block of k it is not used.
+                        ready = mbarrier_test_wait_parity(smem.barriers, full + stage, phase)
                         acc_1 = fma(acc_1, product, (a[1], b[1]))
 
                     # ---- Epilogue: the warp's 16 rows ----
