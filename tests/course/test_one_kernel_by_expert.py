@@ -1,5 +1,6 @@
 """A layer whose rows travel in the order of the experts, on several ranks of one process."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,11 +9,13 @@ from helpers.expert_parallel import NUM_BYTES, SHORT_TIMEOUT, engine
 from helpers.wrong_kernels import changed
 
 from moe_numba import simulator
-from moe_numba.course.lessons.one_kernel import by_expert, kernel, kernels
-from moe_numba.course.lessons.one_kernel.by_expert import ExpertOrder, OneKernel
+from moe_numba.course.lessons.one_kernel import by_launches, kernels
+from moe_numba.course.lessons.one_kernel.by_launches import LaunchesByExpert
 from moe_numba.expert_parallel import Buffer, LocalGroup
 from moe_numba.grouped_gemm.reference import FP8, mismatch, quantise_blocks
 from moe_numba.moe_layer import Experts, reference
+from moe_numba.moe_layer.expert_parallel.one_kernel import OneKernel, counts, kernel
+from moe_numba.moe_layer.expert_parallel.one_kernel import layer as layers
 
 HIDDEN, PER_RANK, TOPK, TOKENS = 128, 2, 3, 6
 BOUND = 1e-2
@@ -50,7 +53,7 @@ def start(layer, x, topk_weights, topk_ids):
     return out
 
 
-def run(state, ranks, dtype, work=start, seed=0, calls=1, timeout=100.0, kind=ExpertOrder, num_sms=2):
+def run(state, ranks, dtype, work=start, seed=0, calls=1, timeout=100.0, kind=LaunchesByExpert, num_sms=2):
     """Run ``work(layer, x, topk_weights, topk_ids)`` on all ranks; every second call is for other experts."""
 
     def on_rank(transport):
@@ -127,10 +130,10 @@ def scale_rows(layer, x, topk_weights, topk_ids):
             launch()
         if name == "push rows":
             layer.runtime.synchronize()
-            starts = layer.starts.tolist()
+            starts = layer.exchange.starts.tolist()
             for e in range(PER_RANK):
                 rows = slice(starts[e], starts[e + 1])
-                layer.rows[rows] = layer.x[rows] * (1 + layer.rank * PER_RANK + e)
+                layer.rows[rows] = layer.exchange.x[rows] * (1 + layer.rank * PER_RANK + e)
     layer.runtime.synchronize()
     layer.runtime.check_alive()
     return out
@@ -153,12 +156,23 @@ def test_rows_come_back(tokens):
     assert not any(wrongly_scaled(tokens, seed, calls=5) for seed in range(3))
 
 
+def plant(monkeypatch, right, wrong):
+    """Change the module of kernels that has the code ``right``."""
+    for module, users in ((kernels, [by_launches]), (counts, [by_launches, layers]), (kernel, [layers])):
+        if right in Path(module.__file__).read_text():
+            for user in users:
+                name = module.__name__.rpartition(".")[2]
+                monkeypatch.setattr(user, name, SimpleNamespace(**changed(module, right, wrong)))
+            return
+    raise AssertionError(f"no module has {right!r}")
+
+
 WRONG = {
     "rows of other ranks are overwritten": ("= int32(start + before)", "= start"),
     "all experts begin at the first row": ("int32(end + inclusive - total)", "end"),
     "counters do not release rows": (
-        "    red_add_release_sys_s32,\n",
-        "    red_add_relaxed_sys_s32 as red_add_release_sys_s32,\n",
+        "ld_volatile_s32, red_add_release_sys_s32\n",
+        "ld_volatile_s32, red_add_relaxed_sys_s32 as red_add_release_sys_s32\n",
     ),
     "the wait for rows is missing": (
         "wait_count(ctx, local, arrived + e, state[EXPECTED + e], DISPATCH_ROWS, e)",
@@ -176,7 +190,7 @@ WRONG = {
 @pytest.mark.skipif(not simulator.ENABLED, reason="the simulator runs threads and memory in any order")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_is_rejected(name, monkeypatch):
-    monkeypatch.setattr(by_expert, "kernels", SimpleNamespace(**changed(kernels, *WRONG[name])))
+    plant(monkeypatch, *WRONG[name])
     state, ranks = make_inputs([3, 5], torch.bfloat16)
     attempt = lambda seed: run(state, ranks, torch.bfloat16, seed=seed, calls=3)
     assert any(fails(attempt, seed, state, ranks) for seed in range(8))
@@ -211,7 +225,7 @@ WRONG_ONE_KERNEL = {
 @pytest.mark.skipif(not simulator.ENABLED, reason="the simulator runs threads and memory in any order")
 @pytest.mark.parametrize("name", WRONG_ONE_KERNEL)
 def test_a_wrong_one_kernel_is_rejected(name, monkeypatch):
-    monkeypatch.setattr(by_expert, "kernel", SimpleNamespace(**changed(kernel, *WRONG_ONE_KERNEL[name])))
+    plant(monkeypatch, *WRONG_ONE_KERNEL[name])
     state, ranks = make_inputs([3, 5], FP8, hidden=384, intermediate=256)
     waits = (
         dict(timeout=0.1, num_sms=4) if "told" in name or "another rank" in name else {}
@@ -221,7 +235,7 @@ def test_a_wrong_one_kernel_is_rejected(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kind, dtype", ((ExpertOrder, torch.bfloat16), (OneKernel, FP8)), ids=("launches", "one kernel")
+    "kind, dtype", ((LaunchesByExpert, torch.bfloat16), (OneKernel, FP8)), ids=("launches", "one kernel")
 )
 def test_a_rank_that_sends_no_rows_ends_the_waits_of_others(kind, dtype):
     state, ranks = make_inputs([2, 2], dtype, only=0)
@@ -246,8 +260,7 @@ def test_a_rank_that_sends_no_rows_ends_the_waits_of_others(kind, dtype):
 def test_a_rank_without_rows_may_be_a_call_late(is_wrong, monkeypatch):
     """Rank 0 needs no rows of rank 1 in the first call, and may send the counts of the second before rank 1 reads."""
     if is_wrong:
-        one_buffer = changed(kernels, "(sequence & 1) * ranks", "0 * ranks")
-        monkeypatch.setattr(by_expert, "kernels", SimpleNamespace(**one_buffer))
+        plant(monkeypatch, "(sequence & 1) * ranks", "0 * ranks")
     state, ranks = make_inputs([2, 0], torch.bfloat16, only=1)
 
     attempt = lambda seed: run(state, ranks, torch.bfloat16, seed=seed, calls=3, timeout=0.05)
@@ -284,7 +297,7 @@ def test_invalid_arguments(changes, message):
         experts = Experts(PER_RANK, HIDDEN, HIDDEN, torch.bfloat16, transport.device)
         experts.load_state_dict(state)
         with pytest.raises(ValueError, match=message):
-            ExpertOrder(buffer, experts, **dict(topk=TOPK, max_tokens=TOKENS) | changes)(
+            LaunchesByExpert(buffer, experts, **dict(topk=TOPK, max_tokens=TOKENS) | changes)(
                 *(t.to(transport.device) for t in ranks[0])
             )
         buffer.destroy()

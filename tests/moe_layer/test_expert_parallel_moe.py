@@ -57,7 +57,9 @@ def run(state, ranks, dtype=torch.bfloat16, shift=0, shared_experts=None, refere
         experts = Experts(PER_RANK, HIDDEN, HIDDEN, dtype, device, reference)
         first = (rank + shift) % len(ranks) * PER_RANK
         experts.load_state_dict({name: tensor[first : first + PER_RANK] for name, tensor in state.items()})
-        layer = ExpertParallelMoE(buffer, experts, config=SMALL, shared_experts=shared_experts, **options)
+        if not options.get("fused"):
+            options.setdefault("config", SMALL)
+        layer = ExpertParallelMoE(buffer, experts, shared_experts=shared_experts, **options)
         assert layer.num_experts == PER_RANK * len(ranks)
         given = ranks[rank][: 3 if shared_experts else 4]
         results = [layer(*(t.to(device) for t in given)).cpu() for _ in range(2)]
@@ -220,6 +222,85 @@ def test_the_default_computes_by_low_latency_and_layers_share_its_memory():
     assert wrong(results, state, ranks) is None
 
 
+BOUND_IN_ONE_KERNEL = 2e-2  # a last bit of silu may round an activation to the next FP8 number
+
+
+@pytest.mark.parametrize("tokens", ([3, 5], [4, 0], [4]), ids=str)
+def test_experts_in_one_kernel(tokens):
+    state, ranks = make_inputs(tokens, FP8)
+    results = run(state, ranks, FP8, num_worst_tokens=5 * len(tokens), fused=True)
+    assert wrong(results, state, ranks, BOUND_IN_ONE_KERNEL) is None
+    flipped = [(x.flip(1), *rest) for x, *rest in ranks]
+    assert wrong(results, state, flipped, BOUND_IN_ONE_KERNEL) is not None
+
+
+def test_layers_in_one_kernel_share_memory():
+    state, ranks = make_inputs([3, 2], FP8)
+
+    def work(transport):
+        rank, device = transport.rank, transport.device
+        buffer = Buffer(transport, NUM_BYTES)
+        layers = []
+        for sign in (1, -1):
+            experts = Experts(PER_RANK, HIDDEN, HIDDEN, FP8, device)
+            experts.load_state_dict({n: t[rank * PER_RANK :][:PER_RANK] for n, t in state.items()})
+            experts.w2_scale.data *= sign
+            layers.append(ExpertParallelMoE(buffer, experts, num_worst_tokens=6, shared_experts=Shared(), fused=True))
+        x, weights, ids, _ = (tensor.to(device) for tensor in ranks[rank])
+        first, second = (layer(x, weights, ids).cpu() for layer in layers)
+        exchanges = buffer._runtime.exchanges
+        assert len(exchanges) == 1
+        layers[0].close()
+        assert len(exchanges) == 1 and torch.equal(layers[1](x, weights, ids).cpu(), second)
+        layers[1].close()
+        assert not exchanges
+        assert torch.equal(layers[0](x, weights, ids).cpu(), first)
+        with pytest.raises(
+            ValueError, match="x has 4 tokens; num_worst_tokens 6 allows 3 on each of 2 ranks with fused"
+        ):
+            layers[0](x[:1].expand(4, -1).clone(), weights[:1].expand(4, -1), ids[:1].expand(4, -1))
+        buffer.destroy()
+        assert not exchanges
+        return first, second
+
+    with engine(0):
+        results = LocalGroup(2).run(work)
+    of_shared = [(x, weights, ids, 2 * x) for x, weights, ids, _ in ranks]
+    assert wrong([first for first, _ in results], state, of_shared, BOUND_IN_ONE_KERNEL) is None
+    negative = state | dict(w2_scale=-state["w2_scale"])
+    assert wrong([second for _, second in results], negative, of_shared, BOUND_IN_ONE_KERNEL) is None
+
+
+NOT_FUSED = (
+    (dict(num_worst_tokens=0), "num_worst_tokens is 0 and fused True; with fused it must be 1 or more"),
+    (dict(config=SMALL), "config is Config.* and fused True; with fused it must not be given"),
+    (dict(low_latency_tokens=4), "low_latency_tokens is 4 and fused True"),
+    (dict(fp8_combine=True), "fp8_combine is True and fused True"),
+    (
+        dict(dtype=torch.bfloat16),
+        "experts have the format bf16, biases or no silu; fused=True needs fp8_block and silu",
+    ),
+    (dict(hidden=192), "experts have hidden 192 and intermediate 128; both must be multiples of 128"),
+    (dict(reference={"sum"}), "experts.reference is .'sum'.; fused=True has no stages in torch"),
+)
+
+
+@pytest.mark.parametrize("changes, message", NOT_FUSED)
+def test_arguments_that_do_not_go_with_one_kernel(changes, message):
+    made = dict(hidden=HIDDEN, dtype=FP8, reference=())
+    options = dict(num_worst_tokens=4) | {name: value for name, value in changes.items() if name not in made}
+    made |= {name: value for name, value in changes.items() if name in made}
+
+    def work(transport):
+        buffer = Buffer(transport, NUM_BYTES)
+        experts = Experts(PER_RANK, made["hidden"], HIDDEN, made["dtype"], transport.device, made["reference"])
+        with pytest.raises(ValueError, match=message):
+            ExpertParallelMoE(buffer, experts, fused=True, **options)
+        buffer.destroy()
+
+    LocalGroup(1).run(work)
+
+
 def test_experts_of_another_rank_are_rejected():
     state, ranks = make_inputs([3, 5], torch.bfloat16)
     assert wrong(run(state, ranks, shift=1), state, ranks) is not None
@@ -257,7 +338,7 @@ def test_invalid_arguments():
             ExpertParallelMoE(buffer, experts, shared_experts=3)
         with pytest.raises(TypeError, match="config is 3; it must be a Config"):
             ExpertParallelMoE(buffer, experts, config=3)
-        for name in ("fp8_dispatch", "fp8_combine"):
+        for name in ("fp8_dispatch", "fp8_combine", "fused"):
             with pytest.raises(TypeError, match=f"{name} is 1; it must be True or False"):
                 ExpertParallelMoE(buffer, experts, **{name: 1})
         x, weights, ids = (torch.zeros(3, columns, device=device) for columns in (HIDDEN, 2, 2))

@@ -1,6 +1,7 @@
 """State that all calls of a ``Buffer`` share: shared memory, status, kernels and launch plans."""
 
 import contextlib
+from typing import Any
 
 import torch
 
@@ -74,6 +75,7 @@ class RankState:
         *self._common_arguments, self._placeholder_ptr = map(address, common)
         self._cache, self._first_channels, self._configurations, self._rows_per_token = {}, {}, set(), 0.0
         self._counters_ptr = address(self._counters)
+        self.exchanges: dict[Any, Any] = {}  # of layers: key -> further memory that ranks share
         if not simulator.ENABLED:
             torch.cuda.synchronize(device)
         transport.gather(None)
@@ -93,6 +95,9 @@ class RankState:
         """Free the shared memory; all ranks must call it."""
         if self.shared is None:
             return
+        for exchange in self.exchanges.values():
+            exchange.close()
+        self.exchanges.clear()
         self.close_memory(self.shared)
         self.shared = self._local = None
 

@@ -18,7 +18,7 @@ from moe_numba.course.bench import records
 from moe_numba.course.bench.records import progress
 from moe_numba.course.bench.timing import Stats, launched_by
 from moe_numba.course.bench.topics.moe_layer.measure import make_weights
-from moe_numba.course.lessons.one_kernel.by_expert import ExpertOrder, OneKernel
+from moe_numba.course.lessons.one_kernel.by_launches import LaunchesByExpert
 from moe_numba.expert_parallel import Buffer, get_dispatch_layout, per_token_cast_to_fp8
 from moe_numba.expert_parallel.low_latency.config import shape_of_options
 from moe_numba.expert_parallel.low_latency.exchange import exchange_kernels
@@ -29,6 +29,7 @@ from moe_numba.expert_parallel.rings.launch_plans import PlannedKernels
 from moe_numba.grouped_gemm.reference import mismatch
 from moe_numba.moe_layer import ExpertParallelMoE, Experts
 from moe_numba.moe_layer.compile_layers import Layer, compile_layers, empty_arguments
+from moe_numba.moe_layer.expert_parallel.one_kernel import OneKernel
 from moe_numba.runtime.device import gpu_of
 
 TOKENS = (8, 64, 512, 4096)
@@ -38,7 +39,7 @@ BUFFER_BYTES, CALLS, ROUNDS = 1 << 30, 4, 12
 # Each rank's sum is rounded to bfloat16, and quantisation amplifies differences of the last bit.
 BOUND, BOUND_OF_FP8_SUMS = 2e-2, 6e-2
 NAIVE = "peer:NCCL all-gather and reduce-scatter"
-BY_EXPERT = {"launches by expert": ExpertOrder, "one kernel": OneKernel}  # step -> layer; both send FP8
+BY_EXPERT = {"launches by expert": LaunchesByExpert, "one kernel": OneKernel}  # step -> layer; both send FP8
 GEMMS = "part: GEMMs by expert", "e4m3"
 WIRES = {"bf16": False, "e4m3": True}  # {dtype of the rows that dispatch sends: `fp8_dispatch`}
 
@@ -201,7 +202,7 @@ class LayerBench:
         plain = layers["bf16"]
         calls["shared experts first", "bf16"] = lambda: plain(*given, self.shared_expert(x))
         calls["part: shared experts", "bf16"] = lambda: self.shared_expert(x)
-        by_expert = next((layer for layer, _ in steps.values() if isinstance(layer, ExpertOrder)), None)
+        by_expert = next((layer for layer, _ in steps.values() if isinstance(layer, LaunchesByExpert)), None)
         if by_expert is not None:
             launches = by_expert.launches(*given, torch.empty_like(x))  # their rows are those of the last call
             calls[GEMMS] = lambda: (launches["gate and up"](), launches["down"]())

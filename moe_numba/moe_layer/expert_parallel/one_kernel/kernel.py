@@ -22,8 +22,6 @@ from functools import cache
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
-from moe_numba.course.lessons.one_kernel.kernels import CONTEXT, wait_count, wait_or_leave
-from moe_numba.course.lessons.one_kernel.sizes import EXPECTED, EXPECTED_BACK, WARP, Sizes
 from moe_numba.expert_parallel.common.arguments import RankContext
 from moe_numba.expert_parallel.common.buffer_layout import ABORT_FLAG
 from moe_numba.expert_parallel.common.timeout import COMBINE_ROWS, DISPATCH_ROWS, abort
@@ -47,6 +45,8 @@ from moe_numba.grouped_gemm.common.scheduler import (
     make_group_rows,
     num_tiles,
 )
+from moe_numba.moe_layer.expert_parallel.one_kernel.counts import CONTEXT, wait_count, wait_or_leave
+from moe_numba.moe_layer.expert_parallel.one_kernel.sizes import EXPECTED, EXPECTED_BACK, WARP, Sizes
 from moe_numba.ptx.accumulators import make_fma_blocks, make_for_each_chunk
 from moe_numba.ptx.arithmetic import float_as_int, int_as_float, rcp_approx
 from moe_numba.ptx.atomics import ld_volatile_s32, red_add_relaxed_gpu_s32, red_add_release_sys_s32
