@@ -11,7 +11,7 @@ from moe_numba.course.bench.figures.tables import bold_best, markdown_table
 from moe_numba.course.bench.topics.moe_layer_ranks import measure as moe_layer_ranks_measure
 from moe_numba.course.lessons.moe_layer.model import ranks_per_token
 
-NUMBERS_OF_RANKS = (2, 4, 8)
+NUMBERS_OF_RANKS = (1, 2, 4, 8)
 PREDICTED = 8  # GPUs
 SOURCE = "https://github.com/deepseek-ai/DeepGEMM/pull/352"
 # Microseconds of this layer on 8 H200, by tokens on each.
@@ -168,7 +168,7 @@ def parts_table(record):
 
 def _comparison(record):
     """Return sentences on NCCL, on the published times, and on the model from the smallest group, where measured."""
-    measured, words = numbers_of_ranks(record), []
+    measured, words = [ranks for ranks in numbers_of_ranks(record) if ranks > 1], []
     times = [
         (ranks, tokens, steps[NAIVE])
         for ranks in measured
@@ -188,7 +188,7 @@ def _comparison(record):
             words.append(f"{name} is faster with {' and '.join(slower)} tokens.")
         elif best:
             words.append(f"The times in the column {name} are longer at every size.")
-    fewest = measured[0]
+    fewest = min(measured, default=PREDICTED)
     if fewest < PREDICTED and len(medians(record, fewest)) > 1:
         predicted = predict(record, fewest)
         measured_us = {tokens: f" ({us:.0f})" for tokens, us in best.items()}
