@@ -35,9 +35,10 @@ from moe_numba.runtime.outputs import remember
 from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_flag, check_int, check_out_tuple
 
-# With more tokens two launches are about as fast, or faster. On an H200, 256 experts and 12 tokens: 2.23 us, and 2.31 in
-# one launch, whose CTAs shared the tokens in clusters.
+# Beyond these limits two launches are about as fast, or faster. On an H200: 2.62 us with 512 experts and 4 tokens, 2.72
+# in one launch; 2.23 us with 256 experts and 12 tokens, 2.31 in one launch, whose CTAs shared the tokens in clusters.
 MAX_TOKENS = WARPS_PER_CTA = 8  # one token per warp
+MAX_EXPERTS = 384  # with the shared ones
 _MAX_CTAS = 8 if simulator.ENABLED else 1 << 30  # the simulator needs time for each
 
 _plans: dict = {}
@@ -168,7 +169,7 @@ class FusedPlan:
         self.capacity = capacity_for(self.num_experts, gpu_of(device).capability)
         self.options = ignore_invalid_experts, expert_map is not None
         self.map_type = "int32*" if expert_map is None else MAP_TYPES[expert_map.dtype]
-        has_kernel = gate_plan.config is not None and self.capacity <= align_kernel.MAX_CAPACITY
+        has_kernel = gate_plan.config is not None and self.num_experts <= MAX_EXPERTS
         self.max_fused_tokens = MAX_TOKENS if has_kernel else 0
         self._outputs, self._launches = {}, {}
         self._aligned_outputs = AlignOutputs(block_size, self.num_experts, ignore_invalid_experts, device)
@@ -265,8 +266,8 @@ def biased_grouped_topk_align(
 ) -> _FiveTensors:
     """Route tokens and align the routing: :func:`biased_grouped_topk` followed by :func:`moe_align_block_size`.
 
-    Up to 8 tokens it takes one launch, unless the shape has more than 541 experts with the shared ones, or more than 32
-    expert groups; otherwise two. The results are bit-identical to those of the two functions.
+    Up to 8 tokens and 384 experts with the shared ones it takes one launch, unless the shape has more than 32 expert
+    groups; otherwise two. The results are bit-identical to those of the two functions.
 
     Parameters
     ----------

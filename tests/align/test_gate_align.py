@@ -142,9 +142,9 @@ def test_checker_rejects_counts_that_are_not_cleared(monkeypatch, device):
         gate_align.make_kernel.cache_clear()
 
 
-@pytest.mark.parametrize("experts, shared", [(64, 0)])
+@pytest.mark.parametrize("experts, shared", [(64, 0), (383, 1)])
 def test_one_launch(experts, shared, device, monkeypatch):
-    """Up to 8 tokens, the alignment is not called separately."""
+    """Up to 8 tokens and 384 experts, the alignment is not called separately."""
     logits, bias = make_inputs(8, experts, device)
     gate = dict(num_fused_shared_experts=shared)
     expected = two_calls(logits, bias, 4, 16, gate, {})
@@ -153,7 +153,7 @@ def test_one_launch(experts, shared, device, monkeypatch):
     assert all(map(torch.equal, given, expected))
 
 
-@pytest.mark.parametrize("tokens, experts, shared", [(9, 64, 0), (1, 542, 0), (1, 541, 1)])
+@pytest.mark.parametrize("tokens, experts, shared", [(9, 64, 0), (1, 385, 0), (1, 384, 1)])
 def test_two_launches(tokens, experts, shared, device, monkeypatch):
     """With more tokens or experts, where one launch was not faster."""
     logits, bias = make_inputs(tokens, experts, device)

@@ -7,7 +7,7 @@ and what instructions need.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moe_numba.align.with_gate import MAX_TOKENS
+from moe_numba.align.with_gate import MAX_EXPERTS, MAX_TOKENS
 from moe_numba.course.pages.topics import TOPICS
 from moe_numba.expert_parallel.layout.kernel import CLUSTER_SIZE
 from moe_numba.ptx.capability import OLDEST, needed_by
@@ -95,7 +95,7 @@ def _dependent_launch(gpu):
 
 
 def _gate_align(gpu):
-    return f"one launch up to {MAX_TOKENS} tokens, otherwise two"
+    return f"one launch up to {MAX_TOKENS} tokens and {MAX_EXPERTS} experts, otherwise two"
 
 
 def _layout(gpu):
