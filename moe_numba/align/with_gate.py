@@ -1,9 +1,7 @@
 """Gate and alignment fused into one launch, for the small batches of decode steps.
 
-Up to eight tokens, every CTA routes all of them, one per warp, so that no CTA waits for another. For up to 32, each
-cluster of eight CTAs routes all tokens, up to eight per CTA, and every CTA stores its expert ids in the shared memory
-of all eight. Each CTA then has all slots, counts them, and writes the rows of some experts: see
-:mod:`moe_numba.align.one_expert_per_warp`.
+Every CTA routes all tokens, one per warp, so that no CTA waits for another. Each CTA then has all slots, counts them,
+and writes the rows of some experts: see :mod:`moe_numba.align.one_expert_per_warp`.
 """
 
 from functools import cache, cached_property
@@ -28,7 +26,6 @@ from moe_numba.gate import one_token_per_warp as gate_kernel
 from moe_numba.gate.api import fake_topk, get_plan, limit_argument
 from moe_numba.gate.device_functions import NO_FEATURES, make_column_functions, make_num_unpadded_tokens
 from moe_numba.gate.placement import ExpertPlacement, as_placement
-from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank, st_cluster_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait
 from moe_numba.ptx.warp import uniform_array
 from moe_numba.runtime.device import gpu_of
@@ -38,29 +35,21 @@ from moe_numba.runtime.outputs import remember
 from moe_numba.runtime.torch_op import register_fake, torch_op
 from moe_numba.runtime.validate import check_flag, check_int, check_out_tuple
 
-CTAS_PER_CLUSTER = 8  # the largest portable cluster size
-WARPS_PER_CTA = 8  # one token per warp
-MAX_TOKENS = 32  # beyond, two launches are faster (measured); a cluster has warps for twice as many
-_MAX_CTAS = CTAS_PER_CLUSTER if simulator.ENABLED else 1 << 30
+# Beyond these limits two launches are about as fast, or faster. On an H200: 2.62 us with 512 experts and 4 tokens, 2.72
+# in one launch; 2.23 us with 256 experts and 12 tokens, 2.31 in one launch, whose CTAs shared the tokens in clusters.
+MAX_TOKENS = WARPS_PER_CTA = 8  # one token per warp
+MAX_EXPERTS = 384  # with the shared ones
+_MAX_CTAS = 8 if simulator.ENABLED else 1 << 30  # the simulator needs time for each
 
 _plans: dict = {}
 _FiveTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def max_slots_for(topk, ctas):
-    """Return the slots for which ``ctas`` CTAs have enough warps, and the alignment enough bits in a mask."""
-    return min(topk * WARPS_PER_CTA * ctas, align_kernel.MAX_SLOTS)
-
-
 @cache
-def make_kernel(gate_config, limit_on_device, capacity, ctas, ignore_invalid_experts, has_map, features=NO_FEATURES):
-    """Make the kernel for clusters of ``ctas`` CTAs, or without clusters for ``ctas`` 1.
-
-    See :class:`moe_numba.gate.one_token_per_warp.GateConfig`.
-    """
-    topk, threads, has_cluster = gate_config.topk, 32 * WARPS_PER_CTA, ctas > 1
-    max_slots = max_slots_for(topk, ctas)
-    slots_per_thread = -(-max_slots // threads)
+def make_kernel(gate_config, limit_on_device, capacity, ignore_invalid_experts, has_map, features=NO_FEATURES):
+    """Make the kernel for a :class:`~moe_numba.gate.one_token_per_warp.GateConfig` and up to ``MAX_TOKENS`` tokens."""
+    topk, threads = gate_config.topk, 32 * WARPS_PER_CTA
+    max_slots = topk * MAX_TOKENS
     num_counts, mask_words = align_kernel.counts_for(capacity), align_kernel.mask_words_for(max_slots)
     drop_bucket = capacity - 1
     lane_slice, fetch, unpack, load_bias, route, experts_per_lane, raw_words = gate_kernel.make_router(
@@ -104,7 +93,6 @@ def make_kernel(gate_config, limit_on_device, capacity, ctas, ignore_invalid_exp
         *optional,
     ):
         dynamic = cuda.shared.array(0, int32)
-        smem_ids = cuda.shared.array(max_slots, int32)
         lane_bias = cuda.local.array(experts_per_lane, float32)
         raw = cuda.local.array(raw_words, uint32)
         scores = cuda.local.array(experts_per_lane, float32)
@@ -115,13 +103,8 @@ def make_kernel(gate_config, limit_on_device, capacity, ctas, ignore_invalid_exp
         dynamic = uniform_array(dynamic)
         counts, masks = dynamic[:num_counts], dynamic[num_counts:]
         reciprocal = block_reciprocal(block_size)
-        if has_cluster:
-            token = int32(token * ctas + int32(cluster_ctarank()))
-            barrier_cluster_arrive()  # peers may write to this CTA's shared memory
         cuda.syncthreads()
         griddepcontrol_wait()
-        if has_cluster:
-            griddepcontrol_launch_dependents()  # a cluster takes longer to launch, so the next one may start early
         has_result, weight, expert = False, float32(0), int32(-1)
         if token < num_tokens:
             cuda.syncwarp()
@@ -146,26 +129,12 @@ def make_kernel(gate_config, limit_on_device, capacity, ctas, ignore_invalid_exp
             weight, expert = finish_column(weight, expert, token, is_padding, optional)
             has_result = lane < topk
         slot = int32(token * topk + lane)
-        if has_cluster:
-            barrier_cluster_wait()
-            if has_result:
-                for block in range(ctas):
-                    st_cluster_s32(smem_ids, slot, uint32(block), expert)
-            cuda.syncwarp()
-            barrier_cluster_arrive()
-        elif has_result:
+        if has_result:
             count_slot(slot, expert, expert_map, num_experts, counts, masks)
-        if has_result and cuda.blockIdx.x < ctas:
+        if has_result and cuda.blockIdx.x < 1:
             store_column(weights, ids, slot, weight, expert, optional)
-        if has_cluster:
-            barrier_cluster_wait()
-            for k in range(slots_per_thread):
-                slot = int32(thread + k * threads)
-                if slot < numel:
-                    count_slot(slot, smem_ids[slot], expert_map, num_experts, counts, masks)
         cuda.syncthreads()
-        if not has_cluster:
-            griddepcontrol_launch_dependents()
+        griddepcontrol_launch_dependents()
         write_experts(
             counts,
             masks,
@@ -197,15 +166,11 @@ class FusedPlan:
         because += f", and shared experts {shared}" if shared else ""
         check_align_arguments(block_size, self.num_experts, expert_map, (device, "gating_output"), because)
         self.gate_plan, self.block_size, self.device = gate_plan, block_size, device.index or 0
-        gpu = gpu_of(device)
-        self.capacity = capacity_for(self.num_experts, gpu.capability)
+        self.capacity = capacity_for(self.num_experts, gpu_of(device).capability)
         self.options = ignore_invalid_experts, expert_map is not None
         self.map_type = "int32*" if expert_map is None else MAP_TYPES[expert_map.dtype]
-        self.max_fused_tokens = 0  # the generic gate kernel is launched on its own
-        if gate_plan.config is not None and self.capacity <= align_kernel.MAX_CAPACITY:
-            topk = gate_plan.shape[3]
-            max_slots = max_slots_for(topk, CTAS_PER_CLUSTER if gpu.has_clusters else 1)
-            self.max_fused_tokens = min(max_slots // topk, MAX_TOKENS)
+        has_kernel = gate_plan.config is not None and self.num_experts <= MAX_EXPERTS
+        self.max_fused_tokens = MAX_TOKENS if has_kernel else 0
         self._outputs, self._launches = {}, {}
         self._aligned_outputs = AlignOutputs(block_size, self.num_experts, ignore_invalid_experts, device)
 
@@ -227,20 +192,16 @@ class FusedPlan:
 
         return outputs
 
-    def _shared_bytes(self, ctas):
-        return align_kernel.shared_bytes(max_slots_for(self.gate_plan.shape[3], ctas), self.capacity)
-
-    def _launcher(self, ctas):
+    @cached_property
+    def _launcher(self):
         gate_plan = self.gate_plan
         features = gate_plan.features
-        kernel = make_kernel(gate_plan.config, gate_plan.limit_on_device, self.capacity, ctas, *self.options, features)
+        kernel = make_kernel(gate_plan.config, gate_plan.limit_on_device, self.capacity, *self.options, features)
         signature = (*gate_plan.signature, self.map_type, "int32*", "int32*", "int32*", *("int32",) * 6)
         signature += gate_plan.optional_types
-        options = dict(shared_bytes=self._shared_bytes(ctas), cluster=ctas if ctas > 1 else None, dependent=True)
+        shared_bytes = align_kernel.shared_bytes(gate_plan.shape[3] * MAX_TOKENS, self.capacity)
+        options = dict(shared_bytes=shared_bytes, dependent=True)
         return launcher(kernel, signature, self.device, launch_bounds=32 * WARPS_PER_CTA, **options)
-
-    independent = cached_property(lambda self: self._launcher(1))
-    cluster = cached_property(lambda self: self._launcher(CTAS_PER_CLUSTER))
 
     def launch(self, x, bias, limit, expert_map, outputs, is_padding, placement):
         """Launch the fused kernel."""
@@ -249,10 +210,10 @@ class FusedPlan:
         tokens = x.shape[0]
         key = tokens, sorted_token_ids.numel(), expert_ids.numel()
         launch = self._launches.get(key) or remember(self._launches, key, self._launch_for(*key))
-        start, ctas, threads, sizes = launch
-        start(
+        ctas, sizes = launch
+        self._launcher(
             ctas,
-            threads,
+            32 * WARPS_PER_CTA,
             None,
             address(x),
             address(x if bias is None else bias),
@@ -275,13 +236,10 @@ class FusedPlan:
         )
 
     def _launch_for(self, tokens, length, num_blocks):
-        """Return launcher, CTAs, threads per CTA, and the numbers that the kernel gets."""
-        is_independent = tokens <= WARPS_PER_CTA
-        start, clusters_of = (self.independent, 1) if is_independent else (self.cluster, CTAS_PER_CLUSTER)
-        threads = 32 * WARPS_PER_CTA
-        ctas = min(align_kernel.ctas_for(self.num_experts, threads), _MAX_CTAS)
+        """Return the CTAs, and the numbers that the kernel gets."""
+        ctas = min(align_kernel.ctas_for(self.num_experts, 32 * WARPS_PER_CTA), _MAX_CTAS)
         sizes = tokens * self.gate_plan.shape[3], self.num_experts, self.block_size, 0, length, num_blocks
-        return start, -(-ctas // clusters_of) * clusters_of, threads, sizes
+        return ctas, sizes
 
 
 @torch_op()
@@ -308,10 +266,8 @@ def biased_grouped_topk_align(
 ) -> _FiveTensors:
     """Route tokens and align the routing: :func:`biased_grouped_topk` followed by :func:`moe_align_block_size`.
 
-    Up to 32 tokens and 1024 slots (8 tokens below compute capability 9.0) it takes one launch, unless the shape has
-    more than 541 experts with the shared ones, more than 32 expert groups, or groups that divide among so few lanes of
-    a warp that a lane would hold more than 32 experts; otherwise two. The results are bit-identical to those of the two
-    functions.
+    Up to 8 tokens and 384 experts with the shared ones it takes one launch, unless the shape has more than 32 expert
+    groups; otherwise two. The results are bit-identical to those of the two functions.
 
     Parameters
     ----------

@@ -14,7 +14,6 @@ from torch.library import opcheck
 
 import moe_numba
 from moe_numba import ExpertPlacement, biased_grouped_topk, biased_grouped_topk_align, simulator
-from moe_numba.align import with_gate
 from moe_numba.gate import api, packed_keys, placement
 from moe_numba.gate.reference import REPLICA_CHOICES, expert_load, mismatch
 
@@ -98,11 +97,10 @@ def test_epsilon_in_small_sums(device):
         assert (weights - each).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 24, 40])
+@pytest.mark.parametrize("tokens", [1, 8, 40])
 @pytest.mark.parametrize("how", REPLICA_CHOICES)
-def test_gate_and_alignment(how, tokens, device, monkeypatch):
-    """One CTA, clusters, or two launches; the clusters that repeat the routing do not count it again."""
-    monkeypatch.setattr(with_gate, "_MAX_CTAS", 2 * with_gate.CTAS_PER_CLUSTER)
+def test_gate_and_alignment(how, tokens, device):
+    """One launch, or two; the CTAs that repeat the routing do not count it again."""
     logits, bias = make_logits(tokens, 96, device), torch.rand(96, device=device)
     is_padding = torch.arange(tokens, device=device) % 3 == 1
     for groups, shared in ((8, 1), (48, 0)):

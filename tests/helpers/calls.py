@@ -223,7 +223,7 @@ CALLS = {
     "align, medium": align(200),
     "align, large": align(1500, 256),
     "gate and align": gate_align(3),
-    "gate and align, cluster": gate_align(40),
+    "gate and align, two launches": gate_align(40),
     "shared experts": shared_experts(),
     "dispatch layout": dispatch_layout(),
     "FP8 casts": casts(),

@@ -34,7 +34,7 @@ from moe_numba.moe_layer import reference as layer
 torch.manual_seed(0)
 x, bias = torch.randn(9, 64), torch.randn(64)
 groups = dict(num_expert_group=8, topk_group=4)
-for tokens in (2, 9):  # one CTA that fuses both, and two launches
+for tokens in (2, 9):  # one launch, and two
     weights, ids, *aligned = biased_grouped_topk_align(x[:tokens], bias, 4, 16, **groups)
     assert gate.mismatch(weights, ids, x[:tokens], bias, 4, **groups) is None
     assert align.mismatch(*aligned, ids, 16, 64) is None

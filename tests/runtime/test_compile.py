@@ -71,8 +71,7 @@ ALIGNERS = {
         )
     },
     "pairwise": ("pairwise.make_pairwise_kernel(True, True)", ALIGN, 1024, False),
-    "fused": (f"with_gate.make_kernel({CONFIG}, False, 288, 1, False, False)", FUSED, 256, False),
-    "fused_cluster": (f"with_gate.make_kernel({CONFIG}, False, 288, 8, False, False)", FUSED, 256, False),
+    "fused": (f"with_gate.make_kernel({CONFIG}, False, 288, False, False)", FUSED, 256, False),
 }
 
 FUSE_ROUTING = ["float32*", "int32*", "float32*", "int32*", *["int32"] * 5, "uint32", "uint32", "float32"]
@@ -88,8 +87,7 @@ def reports():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["small", "few", "medium", "large", "counting_sort", "counting_sort_wide", "pairwise", "fused", "fused_cluster"],
+    "name", ["small", "few", "medium", "large", "counting_sort", "counting_sort_wide", "pairwise", "fused"]
 )
 def test_alignment_uses_no_local_or_generic_memory(name, reports):
     """No stack, and no generic loads and stores."""
@@ -100,9 +98,9 @@ def test_alignment_uses_no_local_or_generic_memory(name, reports):
         == report.count("LDL")
         == report.count("STL")
         == report.count("LD")
+        == report.count("ST")
         == 0
     )
-    assert report.count("ST") == (8 if name == "fused_cluster" else 0)  # to the shared memory of eight CTAs
     assert report.registers <= {"large": 128, "counting_sort": 128, "counting_sort_wide": 128}.get(name, 64)
 
 
@@ -111,9 +109,7 @@ def test_alignment_does_not_spill_for_8192_experts(name, reports):
     assert reports[name].spilled_bytes == 0
 
 
-@pytest.mark.parametrize(
-    "name, batch", [("few", 2), ("medium", 8), ("large", 8), ("counting_sort", 16), ("fused", 1), ("fused_cluster", 2)]
-)
+@pytest.mark.parametrize("name, batch", [("few", 2), ("medium", 8), ("large", 8), ("counting_sort", 16), ("fused", 1)])
 def test_counting_is_one_atomic_without_return(name, batch, reports):
     assert reports[name].count("ATOMS.POPC.INC.32") == batch
 
@@ -123,12 +119,6 @@ def test_counts_are_exchanged_without_fences(name, loads, reports):
     report = reports[name]
     assert report.count("LDG.E.128.STRONG.GPU") >= loads and report.count("STG.E.64.STRONG.GPU")
     assert report.count("MEMBAR") == 0
-
-
-def test_cluster_has_two_barriers(reports):
-    report = reports["fused_cluster"]
-    assert report.count("UCGABAR_ARV") == report.count("UCGABAR_WAIT") == 2
-    assert report.count("REDUX.MAX.S32") == 16  # two for each pick of the gate, once
 
 
 @pytest.mark.parametrize("name", ROUTERS)

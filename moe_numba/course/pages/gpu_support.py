@@ -7,8 +7,9 @@ and what instructions need.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moe_numba.align.with_gate import CTAS_PER_CLUSTER, MAX_TOKENS, WARPS_PER_CTA
+from moe_numba.align.with_gate import MAX_EXPERTS, MAX_TOKENS
 from moe_numba.course.pages.topics import TOPICS
+from moe_numba.expert_parallel.layout.kernel import CLUSTER_SIZE
 from moe_numba.ptx.capability import OLDEST, needed_by
 from moe_numba.runtime.device import GPU, gpu_like
 
@@ -94,13 +95,11 @@ def _dependent_launch(gpu):
 
 
 def _gate_align(gpu):
-    if gpu.has_clusters:
-        return f"one launch up to {MAX_TOKENS} tokens, with clusters of {CTAS_PER_CLUSTER} CTAs above {WARPS_PER_CTA}"
-    return f"one launch up to {WARPS_PER_CTA} tokens, otherwise two"
+    return f"one launch up to {MAX_TOKENS} tokens and {MAX_EXPERTS} experts, otherwise two"
 
 
 def _layout(gpu):
-    return f"one cluster of {CTAS_PER_CLUSTER} CTAs" if gpu.has_clusters else "one CTA instead of a cluster"
+    return f"one cluster of {CLUSTER_SIZE} CTAs" if gpu.has_clusters else "one CTA instead of a cluster"
 
 
 def _casts(gpu):

@@ -175,28 +175,10 @@ MUTANTS = [
         (SORT, "            cuda.syncthreads()\n            is_first =", "            is_first ="),
     ),
     mutant(
-        "C01",
-        "cluster barrier removed after stores to peers",
-        FUSED,
-        (GATE_ALIGN, "            cuda.syncwarp()\n            barrier_cluster_arrive()\n", ""),
-        (GATE_ALIGN, "            barrier_cluster_wait()\n            for k in", "            for k in"),
-    ),
-    mutant(
-        "C02",
-        "peers are written before their wait for the cluster",
-        FUSED,
-        (GATE_ALIGN, "            barrier_cluster_wait()\n            if has_result:", "            if has_result:"),
-        (
-            GATE_ALIGN,
-            "            cuda.syncwarp()\n            barrier_cluster_arrive()\n",
-            "            cuda.syncwarp()\n            barrier_cluster_wait()\n            barrier_cluster_arrive()\n",
-        ),
-    ),
-    mutant(
         "C04",
         "barrier removed between the counting and the alignment's loads",
         FUSED,
-        (GATE_ALIGN, "        cuda.syncthreads()\n        if not has_cluster:", "        if not has_cluster:"),
+        (GATE_ALIGN, "        cuda.syncthreads()\n        griddepcontrol_launch", "        griddepcontrol_launch"),
     ),
     mutant(
         "C05",
