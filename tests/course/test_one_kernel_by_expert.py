@@ -156,15 +156,15 @@ def test_rows_come_back(tokens):
     assert not any(wrongly_scaled(tokens, seed, calls=5) for seed in range(3))
 
 
-def plant(monkeypatch, right, wrong):
-    """Change the module of kernels that has the code ``right``."""
-    for module, users in ((kernels, [by_launches]), (counts, [by_launches, layers]), (kernel, [layers])):
-        if right in Path(module.__file__).read_text():
-            for user in users:
-                name = module.__name__.rpartition(".")[2]
-                monkeypatch.setattr(user, name, SimpleNamespace(**changed(module, right, wrong)))
-            return
-    raise AssertionError(f"no module has {right!r}")
+USERS = {kernels: [by_launches], counts: [by_launches, layers], kernel: [layers]}  # module -> where it is imported
+
+
+def plant(monkeypatch, modules, right, wrong):
+    """Change the module of kernels that has the code ``right``; exactly one of ``modules`` has it."""
+    (module,) = (each for each in modules if right in Path(each.__file__).read_text())
+    for user in USERS[module]:
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(user, name, SimpleNamespace(**changed(module, right, wrong)))
 
 
 WRONG = {
@@ -190,7 +190,7 @@ WRONG = {
 @pytest.mark.skipif(not simulator.ENABLED, reason="the simulator runs threads and memory in any order")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_is_rejected(name, monkeypatch):
-    plant(monkeypatch, *WRONG[name])
+    plant(monkeypatch, (kernels, counts), *WRONG[name])
     state, ranks = make_inputs([3, 5], torch.bfloat16)
     attempt = lambda seed: run(state, ranks, torch.bfloat16, seed=seed, calls=3)
     assert any(fails(attempt, seed, state, ranks) for seed in range(8))
@@ -225,7 +225,7 @@ WRONG_ONE_KERNEL = {
 @pytest.mark.skipif(not simulator.ENABLED, reason="the simulator runs threads and memory in any order")
 @pytest.mark.parametrize("name", WRONG_ONE_KERNEL)
 def test_a_wrong_one_kernel_is_rejected(name, monkeypatch):
-    plant(monkeypatch, *WRONG_ONE_KERNEL[name])
+    plant(monkeypatch, (kernel,), *WRONG_ONE_KERNEL[name])
     state, ranks = make_inputs([3, 5], FP8, hidden=384, intermediate=256)
     waits = (
         dict(timeout=0.1, num_sms=4) if "told" in name or "another rank" in name else {}
@@ -260,7 +260,7 @@ def test_a_rank_that_sends_no_rows_ends_the_waits_of_others(kind, dtype):
 def test_a_rank_without_rows_may_be_a_call_late(is_wrong, monkeypatch):
     """Rank 0 needs no rows of rank 1 in the first call, and may send the counts of the second before rank 1 reads."""
     if is_wrong:
-        plant(monkeypatch, "(sequence & 1) * ranks", "0 * ranks")
+        plant(monkeypatch, (counts,), "(sequence & 1) * ranks", "0 * ranks")
     state, ranks = make_inputs([2, 0], torch.bfloat16, only=1)
 
     attempt = lambda seed: run(state, ranks, torch.bfloat16, seed=seed, calls=3, timeout=0.05)
