@@ -1,7 +1,9 @@
 """The model of one kernel for a layer on several GPUs: its bounds, and what changes its times."""
 
 import pytest
+from bench_topics import record_with
 
+from moe_numba.course.bench import Stats, records
 from moe_numba.course.lessons.one_kernel import model
 
 FAST = model.Rates(
@@ -61,3 +63,19 @@ def test_the_page_has_a_line_for_each_size_and_recorded_times_where_they_are():
     assert len(lines) == 2 + len(model.RANKS) * len(model.TOKENS)
     assert model.chain_us(2, 4096) and model.chain_us(3, 4096) is None
     assert "On 8 GPUs the first expert's rows are there after" in model.text()
+
+
+def test_measured_times():
+    config, size = dict(ranks=2, num_experts=64), dict(tokens=512)
+    us = {
+        "one kernel": 550.0,
+        "launches by expert": 700.0,
+        "part: GEMMs by expert": 500.0,
+        "final": 660.0,
+        "low latency": 600.0,
+    }
+    row = lambda step, us: records.row(step, config=config, size=size, dtype="e4m3", kernel=Stats(us, us, us))
+    record = record_with("moe_layer_ranks", [row(step, time) for step, time in us.items()])
+    cells = [cell.strip() for cell in model.measured(record).splitlines()[2].split("|")[1:-1]]
+    assert cells == ["2", "512", "550", "700", "600", "500", "1.10", "0.92"]
+    assert model.measured(record_with("moe_layer_ranks", [row("final", 660.0)])) == "No record has the kernel yet."

@@ -43,7 +43,10 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
             "measured": layer_profile.model_beside_measurements(ranks) if (ranks := found["moe_layer_ranks"]) else "",
             "model": layer_profile.model_of_64_gpus(),
         },
-        "docs/one_kernel.md": {"times": one_kernel.text() if found["moe_layer_ranks"] else ""},
+        "docs/one_kernel.md": {
+            "times": one_kernel.text() if found["moe_layer_ranks"] else "",
+            "measured": one_kernel.measured(found["moe_layer_ranks"]) if found["moe_layer_ranks"] else "",
+        },
         "docs/linked_cuda_cpp.md": {"times": _linked_cuda_cpp(gpu, root)},
         MEASUREMENTS: {"headline": headline(gpu, root), "bench": _bench_commands(), "peers": _peers(found), **tables},
     }

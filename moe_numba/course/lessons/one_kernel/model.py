@@ -13,12 +13,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from moe_numba.course.bench import link, records
+from moe_numba.course.bench.figures import plots
+from moe_numba.course.bench.figures.tables import markdown_table
 from moe_numba.course.lessons.moe_layer.model import HIDDEN, INTERMEDIATE, TOPK, ranks_per_token
 
 EXPERTS = 32  # of a rank
 FP8_ROW = HIDDEN + HIDDEN // 128 * 4  # bytes: elements, and a float32 scale for 128 of them
 BF16_ROW = 2 * HIDDEN
 RANKS, TOKENS = (2, 4, 8), (8, 64, 512, 1024, 4096)
+LAUNCHES = "final", "low latency", "low latency, FP8 sums"  # steps of layers that are chains of launches
 ONE_WAY_US = 1.33  # of a flag that is stored with release, if lesson 11 has no record
 IN_FLIGHT = 8 * 32 * 16  # bytes that a warp has in flight while it adds up 8 rows
 
@@ -153,11 +156,38 @@ def _sums_us(of, sent, done, arrived):
     return max(arrived, now + (sent.sum - summed) / of.sum_all)
 
 
-def chain_us(ranks: int, tokens: int) -> float | None:
+def measured(record: dict) -> str:
+    """Return a Markdown table of the recorded times of one kernel, or a sentence that there is none."""
+    lines = []
+    for row in records.select(record, step="one kernel"):
+        ranks, tokens = row["config"]["ranks"], row["size"]["tokens"]
+        of = dict(config=dict(ranks=ranks), size=dict(tokens=tokens), dtype="e4m3")
+        us = {each["step"]: each["kernel_us"]["median"] for each in records.select(record, **of)}
+        kernel, gemms, chain = us["one kernel"], us["part: GEMMs by expert"], chain_us(ranks, tokens, record)
+        times = [kernel, us["launches by expert"], chain, gemms]
+        lines.append(
+            [ranks, f"{tokens:,}", *map(records.format_us, times), f"{kernel / gemms:.2f}", f"{kernel / chain:.2f}"]
+        )
+    if not lines:
+        return "No record has the kernel yet."
+    heads = (
+        "GPUs",
+        "tokens on each",
+        "one kernel",
+        "the same as launches",
+        "the package's other layers",
+        "the GEMMs alone",
+    )
+    heads += "one kernel / GEMMs", "one kernel / other layers"
+    about = "Times in microseconds, of the slowest rank, with rows in FP8; of the other layers the fastest."
+    return f"{markdown_table(heads, lines)}\n\n{about} {plots.provenance(record)}"
+
+
+def chain_us(ranks: int, tokens: int, record: dict | None = None) -> float | None:
     """Return the recorded time of the package's fastest layer of launches that sends FP8, or None."""
     of = dict(config=dict(ranks=ranks, num_experts=EXPERTS * ranks), size=dict(tokens=tokens), dtype="e4m3")
-    rows = records.select(records.read("moe_layer_ranks"), **of)
-    times = [row["kernel_us"]["median"] for row in rows if row["step"] in ("final", "low latency")]
+    rows = records.select(record or records.read("moe_layer_ranks"), **of)
+    times = [row["kernel_us"]["median"] for row in rows if row["step"] in LAUNCHES]
     return min(times, default=None)
 
 
