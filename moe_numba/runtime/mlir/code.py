@@ -53,6 +53,7 @@ def compile_function(function, argument_types, options):
     compiled = mlir_compiler.compile_mlir(function, types.void, tuple(argument_types), targetoptions=options)
     with context.get_context():
         module = compiled.metadata["mlir_module"]
+        corrections.promote_variables(module)
         PassManager.parse(mlir_optimization.get_base_pipeline()).run(module.operation)
         run_pre_codegen_patterns(module)
         corrections.correct_module(mlir_optimization._get_single_gpu_module(module))

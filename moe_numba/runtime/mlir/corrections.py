@@ -13,6 +13,7 @@ from functools import cache
 from numba_cuda_mlir import lowering_utilities, mlir_lowering
 from numba_cuda_mlir._mlir import ir
 from numba_cuda_mlir._mlir.dialects import arith, llvm
+from numba_cuda_mlir._mlir.passmanager import PassManager
 from numba_cuda_mlir.decorators import _default_inline
 from numba_cuda_mlir.install_registry import register_lowering
 from numba_cuda_mlir.lowering import ctypes as pointers
@@ -45,7 +46,6 @@ def apply():
     _two_calls_with_the_same_star()
     _iterated_tuples_stay_in_registers()
     _enumerations_are_their_own_iterators()
-    _ranges_count_down()
 
 
 def inline(call, caller, callee):
@@ -57,6 +57,15 @@ def inline(call, caller, callee):
     code = getattr(callee, "func_ir", callee).func_id.code
     has_star = getattr(call, "vararg", None) or code.co_flags & inspect.CO_VARARGS
     return not has_star and _default_inline(call, caller, callee)
+
+
+def promote_variables(module):
+    """Keep variables in registers, which the compiler allocates in memory, before its passes change the module.
+
+    They merge blocks that differ only in the variable that they load, and load through a choice of two addresses then.
+    The optimiser does not undo that, and leaves both variables in local memory.
+    """
+    PassManager.parse("builtin.module(gpu.module(gpu.func(mem2reg),func.func(mem2reg)))").run(module.operation)
 
 
 def correct_module(gpu_module):
@@ -94,14 +103,34 @@ def correct_text(text, inlined=None):
     - Device functions and ``inlined``, which a C++ entry calls, are always inlined. The linker would otherwise keep the
       call of a large kernel, and ptxas then serialises wgmma.
     - Inline assembly with side effects becomes convergent, as barriers must be.
+    - Loops of unknown length are not repeated. The optimiser repeats those with wgmma four times and a remainder.
     """
     text = re.sub(r"^define (?!ptx_kernel )(.*) \{$", r"define internal \1 alwaysinline {", text, flags=re.MULTILINE)
     if inlined:
         text = re.sub(rf"^define internal (.* @{inlined}\()", r"define \1", text, flags=re.MULTILINE)
     text = re.sub(r'^( +(?:%\S+ = )?call .* asm sideeffect ".*)$', r"\1 convergent", text, flags=re.MULTILINE)
     # What LLVM IR of libnvvm asks for: no initial value of shared arrays, and the data layout with 128-bit integers.
+    text = _keep_loops(text)
     text = re.sub(r"^(@.* addrspace\(3\) global .*) zeroinitializer", r"\1 undef", text, flags=re.MULTILINE)
     return text.replace("-i64:64:64-f32", "-i64:64:64-i128:128:128-f32", 1)
+
+
+def _keep_loops(text):
+    """Forbid the optimiser to repeat a loop of unknown length, by metadata of each jump to an earlier block."""
+    lines, nodes, seen = [], [], set()
+    first = 1 + max(map(int, re.findall(r"^!(\d+) =", text, flags=re.MULTILINE)), default=-1)
+    for line in text.split("\n"):
+        if line.startswith("define"):
+            seen = set()
+        elif label := re.match(r"; <label>:(\d+):", line):
+            seen.add(label[1])
+        elif re.match(" +br ", line) and not seen.isdisjoint(re.findall(r"label %(\d+)", line)):
+            loop = first + 1 + len(nodes)
+            nodes.append(f"!{loop} = distinct !{{!{loop}, !{first}}}")
+            line += f", !llvm.loop !{loop}"
+        lines.append(line)
+    unroll = [f'!{first} = !{{!"llvm.loop.unroll.runtime.disable"}}'] if nodes else []
+    return "\n".join([*lines, *unroll, *nodes]) + "\n"
 
 
 def _builder(function):
@@ -297,16 +326,6 @@ def _iterated_tuples_stay_in_registers():
     make = "utio = UniTupleIterObject(self, mr, value_type.count, element_type)"
     constants = "tuple(arith.constant(result=element_type, value=v) for v in literal_values)"
     _change_method("lower_getiter_expr_assign", (make, f"self._concretized = mr, {constants}; {make}"))
-
-
-def _ranges_count_down():
-    """A range's counter stops at zero by a selection, so that the optimiser does not see how often a loop runs."""
-    pairs = []
-    for name, new, current in (("count", "decremented", "current_count"), ("iter", "next_value", "current_value")):
-        selected = f"arith.select(\n        condition=is_valid, true_value={new}, false_value={current}\n    )"
-        pairs.append((f"updated_{name} = {selected}", f"updated_{name} = {new}"))
-    kind = lowering_utilities.RangeObject
-    kind.next = _changed(kind.next, lowering_utilities, *pairs)
 
 
 def _change_method(name, *pairs):
