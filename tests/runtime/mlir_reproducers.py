@@ -150,17 +150,28 @@ def k(x, out):
         "float32* float32*",
         r"!\.local",
     ),
-    "a loop's counter stops without a selection": Reproducer(
+    "two blocks that load different variables are not merged": Reproducer(
         """
 def k(x, out, n):
-    s = int32(0)
+    a, b = int32(0), int32(1)
     for i in range(n):
-        if x[i] < 0: break
-        s += x[i]
-    out[0] = s
+        if x[i] < 0: a += x[i]
+        else: b *= x[i]
+        if x[i] & 1: out[i] = a
+        else: out[i] = b
 """,
         "int32* int32* int32",
-        r"!selp",
+        r"!\.local",
+    ),
+    "a loop of unknown length is not repeated": Reproducer(
+        """
+def k(x, out, n):
+    for i in range(n):
+        cuda.syncthreads()
+        out[i] = x[i]
+""",
+        "int32* int32* int32",
+        r"!bar\.sync[^$]*bar\.sync",
     ),
     "a loop over a part of a tuple stays in registers": Reproducer(
         """
