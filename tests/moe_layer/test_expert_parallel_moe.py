@@ -271,6 +271,37 @@ def test_layers_in_one_kernel_share_memory():
     assert wrong([second for _, second in results], negative, of_shared, BOUND_IN_ONE_KERNEL) is None
 
 
+@pytest.mark.gpu
+def test_one_kernel_in_a_graph():
+    """Replays with other tokens, other routing and fewer tokens; the first call may not be captured."""
+    batches = [make_inputs([tokens], FP8, seed) for seed, tokens in enumerate((64, 64, 5))]
+    state = batches[0][0]
+
+    def work(transport):
+        buffer, device = Buffer(transport, NUM_BYTES), transport.device
+        experts = Experts(PER_RANK, HIDDEN, HIDDEN, FP8, device)
+        experts.load_state_dict(state)
+        layer = ExpertParallelMoE(buffer, experts, num_worst_tokens=64, fused=True)
+        given = [tensor.to(device) for tensor in batches[0][1][0]]
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(RuntimeError, match="call the layer once before a CUDA graph captures it"):
+            with torch.cuda.graph(graph):
+                layer(*given)
+        graph = torch.cuda.CUDAGraph()
+        layer(*given)
+        with torch.cuda.graph(graph):
+            result = layer(*given)
+        for _, (inputs,) in (*batches, *batches):
+            for tensor, new in zip(given, inputs, strict=True):
+                tensor.fill_(-1 if tensor.dtype == torch.int64 else 0)[: len(new)] = new.to(device)
+            graph.replay()
+            assert wrong([result.cpu()[: len(inputs[0])]], state, [inputs], BOUND_IN_ONE_KERNEL) is None
+        buffer.check(synchronize=True)
+        buffer.destroy()
+
+    LocalGroup(1).run(work)
+
+
 NOT_FUSED = (
     (dict(num_worst_tokens=0), "num_worst_tokens is 0 and fused True; with fused it must be 1 or more"),
     (dict(config=SMALL), "config is Config.* and fused True; with fused it must not be given"),
@@ -424,7 +455,8 @@ def compute_in_processes(rank, ranks, dtype):
         found = mismatch(result, wanted, GPU_BOUND) if len(x) else None
         assert found is None and result.shape == x.shape, f"{what}: {found}"
 
-    for options in ({}, worst, few, *(other | dict(fp8_dispatch=True) for other in (worst, few) if dtype == FP8)):
+    in_fp8 = worst | dict(fp8_dispatch=True), few | dict(fp8_dispatch=True), few | dict(fused=True)
+    for options in ({}, worst, few, *(in_fp8 if dtype == FP8 else ())):
         for shared_experts in (None, Shared()):
             layer = ExpertParallelMoE(buffer, experts, shared_experts=shared_experts, **options)
 
